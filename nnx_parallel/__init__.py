@@ -1,0 +1,1 @@
+"""Parallelism for Flax NNX: any module, any mesh, one plan."""

@@ -1,0 +1,64 @@
+"""The exceptions of this package: one formatter, one root.
+
+Every message says what failed and where, shows the values that were seen, and ends with the call that
+works. Catch `NnxParallelError` for all of them; each subclass is also the builtin that callers already
+catch for that kind of mistake (`ValueError`, ...).
+"""
+
+from __future__ import annotations
+
+
+class NnxParallelError(Exception):
+  """Root of all errors raised on purpose by this package.
+
+  Args:
+    what: one sentence: what failed, and where (the Variable's path, the file).
+    details: the values that were seen, for example shape, names, rule and mesh; printed indented.
+    fix: the call or command that works; printed after `Fix:`.
+
+  Example:
+    >>> print(NnxParallelError("cannot shard w.", details="shape (6,)", fix="pad it to 8."))
+    cannot shard w.
+      shape (6,)
+      Fix: pad it to 8.
+  """
+
+  def __init__(self, what: str, *, details: str = "", fix: str = ""):
+    self.what, self.details, self.fix = what, details, fix
+    lines = [what, *details.splitlines()]
+    if fix:
+      first, *rest = fix.splitlines()
+      lines += [f"Fix: {first}", *(f"     {line}" for line in rest)]
+    super().__init__("\n  ".join(lines))
+
+
+class MeshError(NnxParallelError, ValueError):
+  """A mesh that cannot be built, or that does not have the axes asked for."""
+
+
+class ShardingError(NnxParallelError, ValueError):
+  """Names, rules or a spec that cannot be applied to an array."""
+
+
+class PlanError(NnxParallelError, ValueError):
+  """A module or optimizer that cannot be planned, or a plan used where it does not fit."""
+
+
+class LayoutMismatchError(NnxParallelError, ValueError):
+  """Live arrays that are not laid out as their plan says."""
+
+
+class TrainError(NnxParallelError, ValueError):
+  """A loss function, batch or optimizer that a step cannot use."""
+
+
+class CheckpointError(NnxParallelError, RuntimeError):
+  """A checkpoint that is missing, incomplete, damaged, or does not fit its target."""
+
+
+class RecipeError(NnxParallelError, ValueError):
+  """A recipe file that cannot be loaded or does not define what a command needs."""
+
+
+class ReportError(NnxParallelError, RuntimeError):
+  """A report that cannot be made: a missing compiler, an unknown topology or chip."""
