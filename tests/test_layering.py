@@ -62,9 +62,7 @@ def room(module: str) -> str:
 
 
 def under_type_checking(tree: ast.Module) -> set[ast.AST]:
-  blocks = (
-    n for n in ast.walk(tree) if isinstance(n, ast.If) and "TYPE_CHECKING" in ast.dump(n.test)
-  )
+  blocks = (n for n in ast.walk(tree) if isinstance(n, ast.If) and "TYPE_CHECKING" in ast.dump(n.test))
   return {node for block in blocks for part in block.body for node in ast.walk(part)}
 
 
@@ -191,10 +189,7 @@ PLANTED = {
   ),
   "the top": (
     {"layout/mesh.py": "import nnx_parallel as nxp"},
-    [
-      "nnx_parallel.layout.mesh:1 imports nnx_parallel: only "
-      "['__main__', 'cli', 'recipes', 'testing'] may"
-    ],
+    ["nnx_parallel.layout.mesh:1 imports nnx_parallel: only ['__main__', 'cli', 'recipes', 'testing'] may"],
   ),
   "cycle": (
     {
