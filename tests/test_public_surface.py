@@ -1,6 +1,6 @@
 """Freezes the names and signatures that users may rely on.
 
-To change them on purpose: `python tests/test_public_surface.py --update`, and a line in CHANGELOG.md.
+To change them on purpose: `python tests/test_public_surface.py --update`; say so in CHANGELOG.md.
 """
 
 from __future__ import annotations
