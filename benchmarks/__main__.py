@@ -1,6 +1,7 @@
 """Runs every benchmark of this folder: `python -m benchmarks [NAME ...]`.
 
-Each gets a process of its own. A benchmark is a script that writes a `harness.Record`; `torture.py` is left to `make torture`.
+Each gets a process of its own. A benchmark is a script that writes a `harness.Record`; `torture.py`
+is left to `make torture`.
 """
 
 from __future__ import annotations

@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from surface import public_members, public_objects
 
 import nnx_parallel
+from surface import public_members, public_objects
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "nnx_parallel"

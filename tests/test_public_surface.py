@@ -11,9 +11,8 @@ import sys
 import types
 from pathlib import Path
 
-from surface import surface
-
 import nnx_parallel
+from surface import surface
 
 FROZEN = Path(__file__).with_name("public_surface.txt")
 UPDATE = "python tests/test_public_surface.py --update"

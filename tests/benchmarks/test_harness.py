@@ -6,6 +6,7 @@ import json
 
 import jax.numpy as jnp
 import pytest
+
 from benchmarks.harness import Record, Timing, environment, measure
 
 
