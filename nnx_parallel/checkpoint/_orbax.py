@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Iterator, Mapping
+import math
+from collections.abc import Generator, Mapping
 from typing import Any, Protocol
 
 import jax
@@ -44,9 +45,7 @@ def start_save(
   context = _context(byte_budget=None)
   context.array_options.saving.storage_options.chunk_byte_size = chunk_bytes
   with context, quiet():
-    return ocp.save_checkpointables_async(
-      step_dir, {name: dict(tree) for name, tree in items.items()}
-    )
+    return ocp.save_checkpointables_async(step_dir, {name: dict(tree) for name, tree in items.items()})
 
 
 def load(
@@ -68,13 +67,15 @@ def load(
     byte_budget: most bytes in flight.
     pad: whether targets may be larger than what is stored; the rest is zero.
   """
-  context = _context(byte_budget=byte_budget)
+  # Orbax refuses a shard that is as large as its budget, rather than read it alone.
+  largest = max(_shard_bytes(target) for target in targets.values())
+  context = _context(byte_budget=max(byte_budget, largest + 1))
   context.array_options.loading.enable_padding_and_truncation = pad
   # Each process reads alone: a file that one of them cannot read must not leave the others waiting.
   me = jax.process_index()
   context.multiprocessing_options.primary_host = me
   context.multiprocessing_options.active_processes = {me}
-  abstract: dict[str, Any] = {name: ocp.PLACEHOLDER for name in others}
+  abstract: dict[str, Any] = dict.fromkeys(others, ocp.PLACEHOLDER)
   for name, target in targets.items():
     # np.empty reserves addresses, not memory.
     abstract[name] = target if target.sharding else np.empty(target.shape, target.dtype)
@@ -84,7 +85,7 @@ def load(
 
 
 @contextlib.contextmanager
-def quiet() -> Iterator[None]:
+def quiet() -> Generator[None]:
   """Keeps Orbax's log out of the terminal: failures are raised, with their cause."""
   logger = logging.getLogger("absl")
   logger.addFilter(_drop)
@@ -92,6 +93,11 @@ def quiet() -> Iterator[None]:
     yield
   finally:
     logger.removeFilter(_drop)
+
+
+def _shard_bytes(target: jax.ShapeDtypeStruct) -> int:
+  shape = target.sharding.shard_shape(target.shape) if target.sharding else target.shape
+  return math.prod(shape) * target.dtype.itemsize
 
 
 def _drop(_: logging.LogRecord) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import atexit
 import concurrent.futures
 import contextlib
-import dataclasses
+import functools
 import os
 import signal
 import types
@@ -27,7 +27,7 @@ from nnx_parallel.checkpoint import (
   targets,
   trees,
 )
-from nnx_parallel.checkpoint.manifest import Manifest
+from nnx_parallel.checkpoint.manifest import DamagedError, Manifest
 from nnx_parallel.checkpoint.preflight import Diff, Wanted, compare
 from nnx_parallel.checkpoint.retention import Retention
 from nnx_parallel.errors import CheckpointError
@@ -89,8 +89,8 @@ class Checkpointer:
     self._pending: concurrent.futures.Future[None] | None = None
     self._old_handlers: dict[int, Any] = {}
     # At exit a background save is finished and its error shown, also when nobody called close().
-    self._at_exit = weakref.WeakMethod(self.wait)
-    atexit.register(_call_if_alive, self._at_exit)
+    self._at_exit = functools.partial(_wait_if_alive, weakref.WeakMethod(self.wait))
+    atexit.register(self._at_exit)
     self._recover()
 
   def __enter__(self) -> Checkpointer:
@@ -295,10 +295,13 @@ class Checkpointer:
     """
     self.wait()
     if on_corrupt not in ("error", "fallback"):
-      raise CheckpointError(
-        f"on_corrupt={on_corrupt!r} is unknown.", fix='pass "error" or "fallback".'
-      )
-    choose = {"only": _names(only), "skip": tuple(skip), "rename": rename, "cast": cast}
+      raise CheckpointError(f"on_corrupt={on_corrupt!r} is unknown.", fix='pass "error" or "fallback".')
+    choose = {
+      "only": only if only is None or isinstance(only, str) else tuple(only),
+      "skip": skip if isinstance(skip, str) else tuple(skip),
+      "rename": rename,
+      "cast": cast,
+    }
     if target is None:
       return self._try_steps(step, on_corrupt, lambda s: self._read_as_saved(s, as_numpy))
     goal = targets.read(target, optimizer=optimizer, as_numpy=as_numpy)
@@ -307,7 +310,7 @@ class Checkpointer:
       record = self._manifest(number)
       diff = self._compare(record, goal.wanted, **choose)
       diff.require()
-      return goal.build(self._read(record, diff), goal.values(record))
+      return self._fill(goal, record, diff)
 
     return self._try_steps(step, on_corrupt, attempt)
 
@@ -337,7 +340,7 @@ class Checkpointer:
     goal = targets.read(target, optimizer="drop", as_numpy=as_numpy, item=name)
     diff = self._compare(record, goal.wanted)
     diff.require()
-    return goal.build(self._read(record, diff), goal.values(record))
+    return self._fill(goal, record, diff)
 
   def verify(self, step: int | str | None = None) -> dict[str, str]:
     """Reads a whole step and says what is wrong with it.
@@ -393,9 +396,7 @@ class Checkpointer:
       save.abandon(self.directory, step)
       raise files.explain(caught, f"save step {step}", self.directory) from caught
 
-  def _open_for_writing(
-    self, stack: contextlib.ExitStack, step: int, nbytes: int, overwrite: bool
-  ) -> None:
+  def _open_for_writing(self, stack: contextlib.ExitStack, step: int, nbytes: int, overwrite: bool) -> None:
     self.directory.mkdir(parents=True, exist_ok=True)
     stack.enter_context(files.writer_lock(self.directory))
     files.sweep(self.directory)
@@ -417,9 +418,7 @@ class Checkpointer:
       )
     files.check_space(self.directory, nbytes)
 
-  def _finish(
-    self, step: int, finish: Callable[[], None], held: contextlib.ExitStack
-  ) -> None:
+  def _finish(self, step: int, finish: Callable[[], None], held: contextlib.ExitStack) -> None:
     with held:
       try:
         finish()
@@ -442,15 +441,17 @@ class Checkpointer:
     with contextlib.suppress(CheckpointError, OSError), files.writer_lock(self.directory):
       files.sweep(self.directory)
 
-  def _compare(
-    self, record: Manifest, wanted: Mapping[str, Mapping[str, Wanted]], **choose: Any
-  ) -> Diff:
+  def _compare(self, record: Manifest, wanted: Mapping[str, Mapping[str, Wanted]], **choose: Any) -> Diff:
     return compare(record, wanted, byte_budget=self._byte_budget, **choose)
 
   def _read(self, record: Manifest, diff: Diff) -> dict[str, dict[str, encoding.Array]]:
     return restore.read(
       self._folder(record.step), record, diff, verify=self._verify, byte_budget=self._byte_budget
     )
+
+  def _fill(self, goal: targets.Target, record: Manifest, diff: Diff) -> Any:
+    values = targets.json_values(goal, record)
+    return goal.build(targets.merge(self._read(record, diff), values))
 
   def _read_as_saved(self, step: int, as_numpy: bool) -> dict[str, dict[str, Any]]:
     if not as_numpy:
@@ -466,26 +467,22 @@ class Checkpointer:
       for item, saved in record.items.items()
     }
 
-  def _try_steps(
-    self, step: int | str | None, on_corrupt: str, attempt: Callable[[int], Any]
-  ) -> Any:
-    number = self._resolve(step, damaged=on_corrupt == "error")
-    candidates = [number]
-    if on_corrupt == "fallback":
-      candidates += [older for older in reversed(self.steps()) if older < number]
-    for candidate in candidates:
+  def _try_steps(self, step: int | str | None, on_corrupt: str, attempt: Callable[[int], Any]) -> Any:
+    number = self._resolve(step)
+    older = [other for other in self.steps() if other < number]
+    while True:
       try:
-        result = attempt(candidate)
-      except (restore.DamagedError, manifest.ManifestError) as error:
-        if candidate == candidates[-1]:
+        result = attempt(number)
+      except DamagedError as error:
+        if on_corrupt == "error" or not older:
           raise
-        warnings.warn(f"step {candidate} was passed over: {error.what}", stacklevel=3)
+        warnings.warn(f"step {number} was passed over: {error.what}", stacklevel=3)
+        number = older.pop()
       else:
-        self.restored = self._manifest(candidate)
+        self.restored = self._manifest(number)
         return result
-    raise AssertionError("unreachable: the last candidate returns or raises")
 
-  def _resolve(self, step: int | str | None, *, damaged: bool = False) -> int:
+  def _resolve(self, step: int | str | None) -> int:
     if step is None or step == "latest":
       number = (self.steps() or [None])[-1]
     elif step == "best":
@@ -536,3 +533,42 @@ class Checkpointer:
     for number, handler in self._old_handlers.items():
       signal.signal(number, handler)
     self._old_handlers.clear()
+
+
+def _absolute(directory: str | os.PathLike[str]) -> epath.Path:
+  path = epath.Path(directory).expanduser()
+  if not files.is_local(path):
+    return path
+  path = epath.Path(os.path.abspath(path))
+  if path.exists() and not path.is_dir():
+    raise CheckpointError(f"{path} is a file, not a directory.", fix="choose a directory for the steps.")
+  return path
+
+
+def _checked(verify: str) -> str:
+  if verify not in restore.VERIFY:
+    raise CheckpointError(f"verify={verify!r} is unknown.", fix='pass "full", "metadata" or "off".')
+  return verify
+
+
+def _numbers(metrics: Mapping[str, object]) -> dict[str, float]:
+  numbers: dict[str, float] = {}
+  for name, value in metrics.items():
+    if jax.numpy.ndim(value) != 0:  # pyright: ignore[reportArgumentType]
+      raise CheckpointError(f"metrics[{name!r}] is not one number.", fix="reduce it before saving.")
+    numbers[name] = float(value)  # pyright: ignore[reportArgumentType]
+  return numbers
+
+
+def _no_target(directory: epath.Path) -> CheckpointError:
+  return CheckpointError(
+    f"cannot restore from {directory} without a target: the layout it was saved in is not used.",
+    fix="pass a plan, a live model, or a tree of jax.ShapeDtypeStruct with shardings; "
+    "as_numpy=True returns numpy arrays.",
+  )
+
+
+def _wait_if_alive(method: weakref.WeakMethod[Callable[[], None]]) -> None:
+  call = method()
+  if call is not None:
+    call()

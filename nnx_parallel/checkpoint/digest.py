@@ -66,7 +66,7 @@ def _device_words(array: jax.Array) -> jax.Array:
     parts = jnp.stack([array.real, array.imag], axis=-1)
   word = jnp.dtype(f"uint{8 * min(parts.dtype.itemsize, 4)}")
   words = jax.lax.bitcast_convert_type(parts, word)
-  return words.reshape(array.shape + (-1,)) if array.dtype.itemsize > 4 else words
+  return words.reshape((*array.shape, -1)) if array.dtype.itemsize > 4 else words
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2))

@@ -17,13 +17,13 @@ from jax.sharding import NamedSharding, PartitionSpec, Sharding
 from nnx_parallel.errors import CheckpointError
 
 Array: TypeAlias = "jax.Array | np.ndarray[Any, Any]"
-Json: TypeAlias = "None | bool | int | float | str | list[Json] | dict[str, Json]"
+Json: TypeAlias = "bool | int | float | str | list[Json] | dict[str, Json] | None"
 
 PLAIN, EMPTY, BITS, SMALL = "plain", "empty", "bits", "small"
 
 _STORED_AS_IS = frozenset(
-  "bool int8 int16 int32 int64 uint8 uint16 uint32 uint64 float16 bfloat16 float32 float64 "
-  "complex64 complex128".split()
+  {"bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"}
+  | {"float16", "bfloat16", "float32", "float64", "complex64", "complex128"}
 )
 
 
@@ -32,7 +32,7 @@ def is_array(leaf: object) -> bool:
   return isinstance(leaf, (jax.Array, np.ndarray, np.generic))
 
 
-def is_key(dtype: object) -> bool:
+def is_key(dtype: Any) -> bool:
   """Whether this is the dtype of typed PRNG keys."""
   return jnp.issubdtype(dtype, jax.dtypes.prng_key)
 
@@ -54,7 +54,7 @@ def encoding_of(shape: tuple[int, ...], dtype: Any, *, path: str) -> str:
     CheckpointError: text, objects, dates and the like.
   """
   if is_key(dtype):
-    return f"key:{_implementation(dtype)}" if 0 not in shape else EMPTY
+    return key_encoding(dtype) if 0 not in shape else EMPTY
   dtype = np.dtype(dtype)
   if dtype != np.bool_ and not jnp.issubdtype(dtype, jnp.number):
     raise CheckpointError(
@@ -111,10 +111,11 @@ def decode(stored: Array, encoding: str, dtype: str) -> Array:
 def stored_form(
   shape: tuple[int, ...], dtype: Any, encoding: str, sharding: Sharding | None
 ) -> jax.ShapeDtypeStruct:
-  """The global shape, dtype and sharding under which a leaf is stored and read.
-  """
+  """The global shape, dtype and sharding under which a leaf is stored and read."""
+  if encoding == EMPTY:
+    return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
   if not encoding.startswith("key:"):
-    word = np.dtype(dtype) if encoding in (PLAIN, EMPTY) else np.dtype(_word(dtype, encoding))
+    word = np.dtype(dtype) if encoding == PLAIN else np.dtype(_word(dtype, encoding))
     return jax.ShapeDtypeStruct(shape, word, sharding=sharding)
   data = jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct(shape, dtype))
   if isinstance(sharding, NamedSharding):
@@ -158,7 +159,8 @@ def read_json(value: Json) -> Json:
   return value
 
 
-def _implementation(dtype: Any) -> str:
+def key_encoding(dtype: Any) -> str:
+  """`key:threefry2x32` and the like, for the dtype of typed PRNG keys."""
   names: list[str] = []
 
   def note(key: jax.Array) -> None:
@@ -166,7 +168,7 @@ def _implementation(dtype: Any) -> str:
 
   # jax.random.key_impl takes keys only; a traced one has a dtype and costs nothing.
   jax.eval_shape(note, jax.ShapeDtypeStruct((), dtype))
-  return names[0]
+  return f"key:{names[0]}"
 
 
 def _word(dtype: Any, encoding: str) -> Any:

@@ -13,7 +13,7 @@ import hashlib
 import os
 import shutil
 import socket
-from collections.abc import Iterable, Iterator
+from collections.abc import Generator, Iterable
 
 from etils import epath
 
@@ -56,7 +56,7 @@ def foreign_steps(directory: epath.Path) -> list[int]:
 
 
 @contextlib.contextmanager
-def writer_lock(directory: epath.Path) -> Iterator[None]:
+def writer_lock(directory: epath.Path) -> Generator[None]:
   """Holds the directory for writing.
 
   Only local file systems have the lock: on an object store the caller must see to it that one job writes.
@@ -205,9 +205,7 @@ def explain(error: BaseException, doing: str, directory: epath.Path) -> Checkpoi
     why, fix = "a file is in the way", "choose a directory, not a file."
   else:
     why, fix = f"{type(error).__name__}", "see the cause above; the steps saved before are untouched."
-  return CheckpointError(
-    f"cannot {doing} in {directory}: {why}.", details=text[:500] or repr(error), fix=fix
-  )
+  return CheckpointError(f"cannot {doing} in {directory}: {why}.", details=text[:500] or repr(error), fix=fix)
 
 
 def _os_error(error: BaseException | None) -> OSError | None:

@@ -25,6 +25,10 @@ FORMAT = 1
 _PACKAGES = ("nnx_parallel", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
 
 
+class DamagedError(CheckpointError):
+  """A checkpoint whose files or values are not those that were saved."""
+
+
 @dataclasses.dataclass(frozen=True)
 class LeafRecord:
   """One array of a checkpoint.
@@ -155,15 +159,12 @@ def fingerprint(items: Mapping[str, ItemRecord]) -> str:
 def _parse(body: Any) -> Manifest:
   items = {
     name: ItemRecord(
-      {
-        path: LeafRecord(**{**leaf, "shape": tuple(leaf["shape"])})
-        for path, leaf in item["leaves"].items()
-      },
+      {path: LeafRecord(**leaf | {"shape": tuple(leaf["shape"])}) for path, leaf in item["leaves"].items()},
       item["values"],
     )
     for name, item in body["items"].items()
   }
-  return Manifest(**{**body, "items": items})
+  return Manifest(**(body | {"items": items}))
 
 
 def _body(value: object) -> str:
@@ -174,8 +175,8 @@ def _sha256(text: str) -> str:
   return hashlib.sha256(text.encode()).hexdigest()
 
 
-def _damaged(file: epath.Path, why: str) -> CheckpointError:
-  return CheckpointError(
+def _damaged(file: epath.Path, why: str) -> DamagedError:
+  return DamagedError(
     f"{file} is damaged: {why}.",
     fix='restore another step, or let restore(..., on_corrupt="fallback") take the newest good one.',
   )

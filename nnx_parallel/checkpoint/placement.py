@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+from typing import cast
 
 import jax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
@@ -18,8 +19,8 @@ def on_auto_axes(array: jax.Array) -> jax.Array:
   sharding = array.sharding
   if not isinstance(sharding, NamedSharding):
     return array
-  axes = (AxisType.Auto,) * len(sharding.mesh.axis_names)
-  mesh = Mesh(sharding.mesh.devices, sharding.mesh.axis_names, axis_types=axes)
+  names, devices = sharding.mesh.axis_names, cast(Mesh, sharding.mesh).devices
+  mesh = Mesh(devices, names, axis_types=(AxisType.Auto,) * len(names))
   layout = NamedSharding(mesh, sharding.spec)
   if sharding.memory_kind not in (None, layout.memory_kind):
     array = jax.device_put(array, NamedSharding(sharding.mesh, sharding.spec))

@@ -123,14 +123,15 @@ class Diff:
     extra = [f"extra    {a}" for a in self.extra]
     reshaped = [f"shape    {m.name}: saved {m.saved.shape}, wanted {m.wanted.shape}" for m in self.reshaped]
     retyped = [
-      f"dtype    {m.name}: saved {m.saved.dtype}, "
-      f"wanted {encoding.dtype_name(m.wanted.struct.dtype)}"
+      f"dtype    {m.name}: saved {m.saved.dtype}, wanted {encoding.dtype_name(m.wanted.struct.dtype)}"
       for m in self.retyped
     ]
     names = [f"no leaf  {a}{f'  (nearest: {b})' if b else ''}" for a, b in self.misspelt]
     return [row for rows in (missing, extra, reshaped, retyped, names) for row in _shorten(rows)]
 
   def _fix(self) -> str:
+    if self.missing and all(name.startswith("optimizer/") for name, _ in self.missing):
+      return 'if it has no such optimizer: restore(..., optimizer="fresh"), or optimizer="drop".'
     renames = {a.partition("/")[2]: b.partition("/")[2] for a, b in self.missing if b}
     if renames:
       first = dict(list(renames.items())[:3])
@@ -283,9 +284,7 @@ def _same_type(match: Match, cast: bool) -> bool:
   return jax.numpy.issubdtype(wanted, floating) and jax.numpy.issubdtype(saved, floating)
 
 
-def _nearest(
-  item: str, path: str, wanted: Wanted, saved: Mapping[str, LeafRecord]
-) -> str | None:
+def _nearest(item: str, path: str, wanted: Wanted, saved: Mapping[str, LeafRecord]) -> str | None:
   same_shape = [name for name, leaf in saved.items() if leaf.shape == wanted.shape]
   nearest = _closest(path, same_shape)
   return f"{item}/{nearest}" if nearest else None
@@ -295,8 +294,8 @@ def _closest(name: str, names: list[str]) -> str | None:
   return next(iter(difflib.get_close_matches(name, names, n=1, cutoff=0.4)), None)
 
 
-def _bytes_per_device(structs: Iterable[jax.ShapeDtypeStruct]) -> dict[jax.Device | None, int]:
-  total: dict[jax.Device | None, int] = {}
+def _bytes_per_device(structs: Iterable[jax.ShapeDtypeStruct]) -> dict[Any, int]:
+  total: dict[Any, int] = {}
   for struct in structs:
     if struct.sharding is None:
       total[None] = total.get(None, 0) + math.prod(struct.shape) * struct.dtype.itemsize

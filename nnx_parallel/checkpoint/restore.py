@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import jax
 import numpy as np
@@ -12,15 +12,10 @@ from etils import epath
 from nnx_parallel.checkpoint import _orbax, agree, encoding, files
 from nnx_parallel.checkpoint.digest import digest
 from nnx_parallel.checkpoint.encoding import Array
-from nnx_parallel.checkpoint.manifest import LeafRecord, Manifest
+from nnx_parallel.checkpoint.manifest import DamagedError, LeafRecord, Manifest
 from nnx_parallel.checkpoint.preflight import Diff, Match, Wanted, bytes_read
-from nnx_parallel.errors import CheckpointError
 
 VERIFY = ("full", "metadata", "off")
-
-
-class DamagedError(CheckpointError):
-  """A checkpoint whose files or values are not those that were saved."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,7 +61,7 @@ def read(
       error = caught
       break
     for one in group:
-      array = arrays[one.match.saved.folder] if one.match.saved.folder in arrays else None
+      array = arrays.get(one.match.saved.folder)
       results.setdefault(one.match.item, {})[one.match.path] = _place(array, one)
       if verify == "full" and array is not None:
         waiting.append(dataclasses.replace(one, digest=digest(array, _stored_shape(one))))
@@ -171,9 +166,7 @@ def _load(
 ) -> dict[str, Array]:
   item = group[0].match.item
   targets = {
-    one.match.saved.folder: one.stored
-    for one in group
-    if one.match.saved.encoding != encoding.EMPTY
+    one.match.saved.folder: one.stored for one in group if one.match.saved.encoding != encoding.EMPTY
   }
   if not targets:
     return {}
@@ -189,7 +182,7 @@ def _load(
       byte_budget=byte_budget,
       pad=pad,
     )
-  except Exception as error:  # Orbax and TensorStore raise many kinds for damaged files
+  except (ValueError, TypeError, LookupError, AttributeError, RuntimeError, OSError) as error:
     if len(group) == 1:
       match = group[0].match
       raise damage(
@@ -200,7 +193,10 @@ def _load(
           str(error)[:300],
         ],
       ) from error
-  return {name: array for one in group for name, array in _load(step_dir, manifest, [one], byte_budget).items()}
+  # One of several arrays failed: read them alone to learn which.
+  return {
+    name: array for one in group for name, array in _load(step_dir, manifest, [one], byte_budget).items()
+  }
 
 
 def _stored_on_target(match: Match) -> jax.ShapeDtypeStruct:
@@ -238,5 +234,7 @@ def _place(array: Array | None, one: _Read) -> Array:
 def _without_elements(struct: jax.ShapeDtypeStruct) -> Array:
   if struct.sharding is None:
     return np.zeros(struct.shape, struct.dtype)
-  return jax.jit(lambda: jax.numpy.zeros(struct.shape, struct.dtype), out_shardings=struct.sharding)()
-
+  if not encoding.is_key(struct.dtype):
+    return jax.numpy.zeros(struct.shape, struct.dtype, device=struct.sharding)
+  data = jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct(struct.shape, struct.dtype))
+  return encoding.decode(np.zeros(data.shape, data.dtype), encoding.key_encoding(struct.dtype), "")

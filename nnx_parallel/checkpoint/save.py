@@ -90,7 +90,7 @@ def write(
   metrics: Mapping[str, float],
   plan: Json,
   chunk_bytes: int | None,
-) -> Callable[[], Manifest]:
+) -> Callable[[], None]:
   """Starts writing a step; the arrays may be donated or changed as soon as this returns.
 
   Args:
@@ -113,11 +113,13 @@ def write(
   elif jax.process_index() == 0:
     folder.mkdir()
 
-  def finish() -> Manifest:
+  def finish() -> None:
     if pending is not None:
       with _orbax.quiet():
         pending.result()
     items = _with_digests(content)
+    if jax.process_index() != 0:
+      return
     record = Manifest(
       step=step,
       items=items,
@@ -128,16 +130,12 @@ def write(
       fingerprint=manifest.fingerprint(items),
       time=time.time(),
       files=(sizes := files.all_files(folder)),
-      hashes={
-        name: files.sha256(folder / name) for name, n in sizes.items() if n <= _HASHED_BYTES
-      },
+      hashes={name: files.sha256(folder / name) for name, n in sizes.items() if n <= _HASHED_BYTES},
     )
-    if jax.process_index() == 0:
-      manifest.write(record, folder)
-      files.make_tree_durable(folder)
-      if folder != final:
-        files.commit(folder, final)
-    return record
+    manifest.write(record, folder)
+    files.make_tree_durable(folder)
+    if folder != final:
+      files.commit(folder, final)
 
   return finish
 
