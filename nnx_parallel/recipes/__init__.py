@@ -1,7 +1,7 @@
 """Complete small jobs on real data. A user copies one to start.
 
 A recipe is one Python file that defines `init()`, `optimizer()`, `loss(model, batch)` and
-`batches(start)`, and may define `rules()`, `mesh()` and `tokens(batch)`.
+`batches(start)`, and may define `rules()`, `mesh()`, `tokens(batch)` and `microbatches()`.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """A classifier of real handwritten digits: 1 797 images of 8 x 8 pixels, from scikit-learn.
 
-    nnx-parallel train digits --mesh data=8 --steps 300 --microbatches 4
+    nnx-parallel train digits --mesh data=8 --steps 300
 
 The model of the UvA data-parallel notebooks: 512 SiLU units, dropout 0.1, bfloat16 compute with
 float32 logits, AdamW 1e-3, batches of 128 in 4 microbatches. It needs `nnx-parallel[digits]`.
@@ -21,7 +21,6 @@ import nnx_parallel as nxp
 from nnx_parallel.errors import RecipeError
 
 BATCH = 128  # images in a global batch
-MICROBATCHES = 4
 TEST_IMAGES = 3 * BATCH
 SEED = 0
 
@@ -51,6 +50,7 @@ class Classifier(nnx.Module):
     )
 
   def __call__(self, x: jax.Array) -> jax.Array:
+    """Classifies pixels (batch, 64)."""
     x = self.dropout(nnx.silu(self.input(x)))
     return self.output(x).astype(jnp.float32)
 
@@ -65,9 +65,7 @@ def optimizer() -> optax.GradientTransformation:
   return optax.adamw(1e-3)
 
 
-def loss(
-  model: Classifier, batch: Batch
-) -> tuple[jax.Array, dict[str, tuple[jax.Array, jax.Array]]]:
+def loss(model: Classifier, batch: Batch) -> tuple[jax.Array, dict[str, tuple[jax.Array, jax.Array]]]:
   """Mean cross-entropy in nats, and the accuracy as a (sum, count) pair."""
   logits = model(jnp.asarray(batch["pixels"]))
   labels = jnp.asarray(batch["labels"])
@@ -84,6 +82,11 @@ def mesh() -> dict[str, int]:
 def rules() -> nxp.LogicalRules:
   """Data parallel: each device holds the whole classifier and a part of the batch."""
   return nxp.LogicalRules(batch="data", pixels=(), hidden=(), digit=())
+
+
+def microbatches() -> int:
+  """How many parts of a batch are accumulated before an update."""
+  return 4
 
 
 def batches(start: int = 0, *, split: str = "train") -> Iterator[Batch]:

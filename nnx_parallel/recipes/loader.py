@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import functools
 import importlib
 import importlib.util
 import inspect
@@ -23,6 +24,7 @@ SIGNATURES = {
   "rules": "def rules() -> nxp.LogicalRules",
   "mesh": "def mesh() -> {axis: devices}",
   "tokens": "def tokens(batch) -> int",
+  "microbatches": "def microbatches() -> int",
 }
 # Positional arguments and keywords that each function is called with.
 CALLS: dict[str, tuple[int, tuple[str, ...]]] = {
@@ -33,6 +35,7 @@ CALLS: dict[str, tuple[int, tuple[str, ...]]] = {
   "rules": (0, ()),
   "mesh": (0, ()),
   "tokens": (1, ()),
+  "microbatches": (0, ()),
 }
 TRAINING = ("init", "optimizer", "loss", "batches")
 
@@ -51,6 +54,7 @@ class Recipe:
     rules: how names or paths map to mesh axes.
     mesh: the mesh to use when none is asked for: devices along each axis.
     tokens: tokens in a batch, for tokens per second.
+    microbatches: into how many parts a global batch is cut when the command does not say.
   """
 
   name: str
@@ -62,10 +66,21 @@ class Recipe:
   rules: Callable[[], Any] | None = None
   mesh: Callable[[], dict[str, int]] | None = None
   tokens: Callable[[Any], int] | None = None
+  microbatches: Callable[[], int] | None = None
 
-  def takes_text(self) -> bool:
-    """Whether `batches` has a `text` argument, the folder to learn from."""
-    return self.batches is not None and "text" in inspect.signature(self.batches).parameters
+  def with_text(self, folder: str) -> Recipe:
+    """The recipe with its `batches` read from another folder of text.
+
+    Raises:
+      RecipeError: its `batches` has no `text` argument.
+    """
+    if self.batches is None or "text" not in inspect.signature(self.batches).parameters:
+      raise RecipeError(
+        f"the recipe {self.name} does not learn from a folder of text.",
+        details="its batches() has no argument named text",
+        fix="leave --text out, or add the argument: def batches(start=0, *, split, text=None).",
+      )
+    return dataclasses.replace(self, batches=functools.partial(self.batches, text=folder))
 
 
 def embedded_recipes() -> list[str]:

@@ -96,6 +96,7 @@ class Attention(nnx.Module):
     self.out = dense(per_head, config.width, ("heads", None, "embed"), rngs)
 
   def __call__(self, x: jax.Array) -> jax.Array:
+    """Each position sees itself and those before it."""
     q, k, v = rotate(self.query(x)), rotate(self.key(x)), self.value(x)
     return self.out(jax.nn.dot_product_attention(q, k, v, is_causal=True))
 
@@ -109,6 +110,7 @@ class GatedMLP(nnx.Module):
     self.down = dense(config.mlp, config.width, ("mlp", "embed"), rngs)
 
   def __call__(self, x: jax.Array) -> jax.Array:
+    """Works on each position alone."""
     return self.down(nnx.silu(self.gate(x)) * self.up(x))
 
 
@@ -123,6 +125,7 @@ class Block(nnx.Module):
     self.dropout = nnx.Dropout(config.dropout, rngs=rngs)
 
   def __call__(self, x: jax.Array) -> jax.Array:
+    """Adds attention, then the MLP, to the residual stream."""
     x = x + self.dropout(self.attention(self.attention_norm(x)))
     return x + self.dropout(self.mlp(self.mlp_norm(x)))
 
@@ -139,6 +142,7 @@ class TextLM(nnx.Module):
     self.head = dense(config.width, VOCAB, ("embed", "vocab"), rngs)
 
   def __call__(self, tokens: jax.Array) -> jax.Array:
+    """Logits for each position's next byte."""
     x = self.embed(tokens)
     for block in self.blocks:
       x = block(x)
@@ -173,9 +177,7 @@ def mesh() -> dict[str, int]:
 
 def rules() -> nxp.LogicalRules:
   """How the names of dims map to the axes of `mesh()`."""
-  return nxp.LogicalRules(
-    batch=("data", "fsdp"), embed="fsdp", mlp="tensor", heads="tensor", vocab="tensor"
-  )
+  return nxp.LogicalRules(batch=("data", "fsdp"), embed="fsdp", mlp="tensor", heads="tensor", vocab="tensor")
 
 
 def tokens(batch: Batch) -> int:
@@ -214,9 +216,7 @@ def _random_windows(length: int, start: int, config: Config) -> Iterator[np.ndar
   places = length - config.sequence
   while True:
     # A counter-based generator: window i needs no history, so the cursor is one number.
-    draws = [
-      np.random.Philox(key=config.seed, counter=start + i).random_raw() for i in range(config.batch)
-    ]
+    draws = [np.random.Philox(key=config.seed, counter=start + i).random_raw() for i in range(config.batch)]
     yield np.array([draw % places for draw in draws], np.int64)
     start += config.batch
 

@@ -27,6 +27,7 @@ class StepClock:
 
   Example:
     >>> clock = StepClock()
+    >>> clock.start()
     >>> for _ in range(3):
     ...   record = clock.tick(tokens=1024)
     >>> sorted(record)
@@ -35,8 +36,12 @@ class StepClock:
 
   def __init__(self, window: int = 20):
     self.first_seconds = math.nan
-    self._last = time.perf_counter()
+    self._last = math.nan
     self._steps: collections.deque[tuple[float, int]] = collections.deque(maxlen=window)
+
+  def start(self) -> None:
+    """Starts the time of the next step; what lies between two starts and ticks does not count."""
+    self._last = time.perf_counter()
 
   def tick(self, tokens: int) -> Record:
     """Notes the end of a step.
@@ -201,9 +206,7 @@ def _draw_panel(panel: Any, steps: Sequence[float], values: Sequence[float], nam
   panel.set_axisbelow(True)
   panel.spines[["top", "right"]].set_visible(False)
   panel.legend(frameon=False)
-  panel.annotate(
-    f"{smooth[-1]:.3f}", (steps[-1], smooth[-1]), xytext=(4, 4), textcoords="offset points"
-  )
+  panel.annotate(f"{smooth[-1]:.3f}", (steps[-1], smooth[-1]), xytext=(4, 4), textcoords="offset points")
 
 
 def running_mean(values: Sequence[float], window: int) -> list[float]:
