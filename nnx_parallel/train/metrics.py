@@ -198,9 +198,11 @@ def draw_curves(
 
 
 def _draw_panel(panel: Any, steps: Sequence[float], values: Sequence[float], name: str) -> None:
-  smooth = running_mean(values, max(1, len(values) // 20))
+  window = max(1, len(values) // 20)
+  smooth = running_mean(values, window)
   panel.plot(steps, values, color="#9db8d2", linewidth=1, label="each step")
-  panel.plot(steps, smooth, color="#1f4e79", linewidth=2, label="running mean")
+  panel.plot(steps, smooth, color="#1f4e79", linewidth=2, label=f"mean of {window}")
+  panel.xaxis.get_major_locator().set_params(integer=True)
   panel.set_ylabel(name.replace("_", " "))
   panel.grid(visible=True, color="#e6e6e6", linewidth=0.8)
   panel.set_axisbelow(True)
