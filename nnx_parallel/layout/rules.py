@@ -10,6 +10,7 @@ Three small kinds of rule, composed in a `RuleSet`:
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal
@@ -61,8 +62,8 @@ class LogicalRules(Mapping[str, tuple[Candidate, ...]]):
     twice = sorted(set(names or {}) & set(rules))
     if twice:
       raise ShardingError(f"logical name {twice[0]!r} has two rules.", fix="keep one of them.")
-    self.unknown = unknown
-    self.uneven = dict(uneven or {})
+    self.unknown: Literal["error", "whole"] = unknown
+    self.uneven: dict[str, Uneven] = dict(uneven or {})
     self._table = {k: _candidates(k, v) for k, v in {**(names or {}), **rules}.items()}
     for name, policy in self.uneven.items():
       if policy not in UNEVEN or name not in self._table:
@@ -80,7 +81,8 @@ class LogicalRules(Mapping[str, tuple[Candidate, ...]]):
       rules: pairs as given to `flax.linen.logical_axis_rules`.
 
     Returns:
-      The same rules as `LogicalRules`; every name may end whole, as in Linen.
+      The same rules as `LogicalRules`; every name may end whole, as in Linen. Pairs that Linen could never
+      reach are left out.
 
     Example:
       >>> import nnx_parallel as nxp
@@ -92,8 +94,11 @@ class LogicalRules(Mapping[str, tuple[Candidate, ...]]):
       table.setdefault(name, []).append(_candidate(axes))
     ended: dict[str, list[Any]] = {}
     for name, found in table.items():
-      kept = list(dict.fromkeys(found[: found.index(())] if () in found else found))
-      ended[name] = [*kept, ()]
+      kept: list[Any] = []
+      for option in [*found, ()]:
+        if not any(set(earlier) <= set(option) for earlier in kept):
+          kept.append(option)
+      ended[name] = kept
     return cls(ended, unknown="whole")
 
   def __getitem__(self, name: str) -> tuple[Candidate, ...]:
@@ -124,16 +129,55 @@ class LogicalRules(Mapping[str, tuple[Candidate, ...]]):
     """
     return LogicalRules({**self._table, **rules}, unknown=self.unknown, uneven=self.uneven)
 
+  def __eq__(self, other: object) -> bool:
+    if not isinstance(other, LogicalRules):
+      return super().__eq__(other)
+    return (self._table, self.unknown, self.uneven) == (other._table, other.unknown, other.uneven)
+
+  def __hash__(self) -> int:
+    # By value, so that equal rules give one compiled program (see `use_rules`).
+    return hash((frozenset(self._table.items()), self.unknown, frozenset(self.uneven.items())))
+
   def mesh_axes(self) -> tuple[str, ...]:
     """Every mesh axis that some candidate names, in order of first use."""
     found = (axis for options in self._table.values() for option in options for axis in option)
     return tuple(dict.fromkeys(found))
 
+  def check_axes(self, mesh: Mapping[str, int]) -> list[str]:
+    """Looks for axes that the mesh does not have.
+
+    Args:
+      mesh: mesh axis name -> size in devices.
+
+    Returns:
+      One note for each axis that looks like a misspelt one: its candidates are passed over.
+
+    Raises:
+      ShardingError: a rule none of whose candidates can ever apply on this mesh.
+    """
+    notes: list[str] = []
+    for name, options in self._table.items():
+      absent = [axis for option in options for axis in option if axis not in mesh]
+      if all(any(axis not in mesh for axis in option) for option in options):
+        near = difflib.get_close_matches(absent[0], list(mesh), 1)
+        shown = ", ".join(map(show_candidate, (*options, ())))
+        raise ShardingError(
+          f"the rule for {name!r} can never apply: axis {absent[0]!r} is not in the mesh.",
+          details=f"rule {name}={show_candidates(options)}, mesh {dict(mesh)}",
+          fix=(f"did you mean {near[0]!r}? Otherwise let" if near else "let")
+          + f" the dim stay whole on such a mesh: {name}=[{shown}].",
+        )
+      for axis in dict.fromkeys(absent):
+        near = difflib.get_close_matches(axis, list(mesh), 1, cutoff=0.75)
+        if near:
+          notes.append(f"rule {name!r}: axis {axis!r} is not in the mesh (did you mean {near[0]!r}?)")
+    return notes
+
 
 class PathRules:
-  """Names for parameters that nobody annotated, by pattern on their path. The first match wins.
+  r"""Names for parameters that nobody annotated, by pattern on their path. The first match wins.
 
-  A pattern is a regular expression that must match the *whole* dotted path (`r".*attn\\.(q|k|v)\\.kernel"`),
+  A pattern is a regular expression that must match the *whole* dotted path (`r".*attn\.(q|k|v)\.kernel"`),
   or a *window*: a tuple of regular expressions, each matching the whole of one of as many consecutive path
   parts (`("SelfAttention", "(q|k|v)", "kernel")`). A value is a tuple with one name (logical, or a mesh
   axis) per dim, or None: the parameter stays whole.
@@ -150,7 +194,7 @@ class PathRules:
 
   Example:
     >>> import nnx_parallel as nxp
-    >>> rules = nxp.PathRules([(("attn", "(q|k|v)", "kernel"), (None, "tensor")), (r".*\\.scale", None)])
+    >>> rules = nxp.PathRules([(("attn", "(q|k|v)", "kernel"), (None, "tensor")), (r".*\.scale", None)])
     >>> rules.match(("blocks", 0, "attn", "q", "kernel")).names
     (None, 'tensor')
   """
@@ -161,7 +205,7 @@ class PathRules:
     *,
     strict: bool = True,
   ):
-    pairs = list(rules.items()) if isinstance(rules, Mapping) else list(rules)
+    pairs: list[tuple[Any, Any]] = list(rules.items() if isinstance(rules, Mapping) else rules)
     self.strict = strict
     self.rules = tuple(PathRule.of(pattern, names) for pattern, names in pairs)
     seen: dict[Any, PathRule] = {}
@@ -198,7 +242,7 @@ class PathRule:
   names: Names | None
 
   @classmethod
-  def of(cls, pattern: str | Sequence[str], names: Sequence[Entry] | None) -> PathRule:
+  def of(cls, pattern: str | Sequence[str], names: Any) -> PathRule:
     """Checks and normalises one `(pattern, names)` pair."""
     window = pattern if isinstance(pattern, str) else tuple(pattern)
     try:
@@ -391,11 +435,14 @@ def _candidates(name: str, value: Any) -> tuple[Candidate, ...]:
         f"rule for {name!r}: {option!r} is not a tuple of distinct mesh axes.",
         fix=f'{name}="fsdp", {name}=("data", "fsdp"), or {name}=["tensor", None] for candidates.',
       )
-    if option in options[:position] or () in options[:position]:
+    # Whatever stops the axes of an earlier candidate (absent, used, uneven) also stops more of them.
+    shadow = next((earlier for earlier in options[:position] if set(earlier) <= set(option)), None)
+    if shadow is not None:
       raise ShardingError(
-        f"rule for {name!r}: candidate {show_candidate(option)} can never be reached.",
+        f"rule for {name!r}: candidate {show_candidate(option)} can never be reached after"
+        f" {show_candidate(shadow)}.",
         details=f"candidates {show_candidates(options)}",
-        fix="None (whole) always fits, so it comes last; and each candidate comes once.",
+        fix="put candidates with more axes first and None (whole), which always fits, last; each only once.",
       )
   return options
 
