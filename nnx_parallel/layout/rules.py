@@ -11,8 +11,10 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import keyword
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from types import EllipsisType
 from typing import Any, Literal
 
 from nnx_parallel.errors import ShardingError
@@ -21,6 +23,8 @@ from nnx_parallel.layout.variables import Entry, Names, Path, path_str
 Candidate = tuple[str, ...]
 """Mesh axes that cut one dim together, major to minor; `()` keeps the dim whole."""
 Uneven = Literal["error", "next", "pad", "replicate"]
+PathNames = tuple[Entry | EllipsisType, ...]
+"""The names that a path rule gives; one `...` stands for any number of whole dims."""
 UNEVEN: tuple[Uneven, ...] = ("error", "next", "pad", "replicate")
 
 
@@ -62,6 +66,10 @@ class LogicalRules(Mapping[str, tuple[Candidate, ...]]):
     twice = sorted(set(names or {}) & set(rules))
     if twice:
       raise ShardingError(f"logical name {twice[0]!r} has two rules.", fix="keep one of them.")
+    if unknown not in ("error", "whole"):
+      raise ShardingError(
+        f"unknown={unknown!r} is not a policy for names without a rule.", fix='use "error" or "whole".'
+      )
     self.unknown: Literal["error", "whole"] = unknown
     self.uneven: dict[str, Uneven] = dict(uneven or {})
     self._table = {k: _candidates(k, v) for k, v in {**(names or {}), **rules}.items()}
@@ -111,7 +119,11 @@ class LogicalRules(Mapping[str, tuple[Candidate, ...]]):
     return len(self._table)
 
   def __repr__(self) -> str:
-    parts = [f"{name}={show_candidates(value)}" for name, value in self._table.items()]
+    plain = {name: value for name, value in self._table.items() if _is_keyword_argument(name)}
+    rest = {name: value for name, value in self._table.items() if name not in plain}
+    parts = [f"{name!r}: {show_candidates(value)}" for name, value in rest.items()]
+    parts = [f"{{{', '.join(parts)}}}"] if parts else []
+    parts += [f"{name}={show_candidates(value)}" for name, value in plain.items()]
     if self.unknown != "error":
       parts.append(f"unknown={self.unknown!r}")
     if self.uneven:
@@ -180,7 +192,7 @@ class PathRules:
   A pattern is a regular expression that must match the *whole* dotted path (`r".*attn\.(q|k|v)\.kernel"`),
   or a *window*: a tuple of regular expressions, each matching the whole of one of as many consecutive path
   parts (`("SelfAttention", "(q|k|v)", "kernel")`). A value is a tuple with one name (logical, or a mesh
-  axis) per dim, or None: the parameter stays whole.
+  axis) per dim, where one `...` stands for any number of whole dims; or None: the parameter stays whole.
 
   Args:
     rules: `(pattern, names)` pairs in order.
@@ -201,7 +213,7 @@ class PathRules:
 
   def __init__(
     self,
-    rules: Iterable[tuple[str | Sequence[str], Sequence[Entry] | None]] | Mapping[str, Any],
+    rules: Iterable[tuple[str | Sequence[str], Sequence[Any] | None]] | Mapping[Any, Any],
     *,
     strict: bool = True,
   ):
@@ -229,9 +241,22 @@ class PathRules:
     """
     return next((rule for rule in self.rules if rule.matches(path)), None)
 
+  def pairs(self) -> list[tuple[str | tuple[str, ...], PathNames | None]]:
+    """The `(pattern, names)` pairs, to edit and build new rules from."""
+    return [(rule.pattern, rule.names) for rule in self.rules]
+
+  def __eq__(self, other: object) -> bool:
+    if not isinstance(other, PathRules):
+      return NotImplemented
+    return (self.rules, self.strict) == (other.rules, other.strict)
+
+  def __hash__(self) -> int:
+    return hash((self.rules, self.strict))
+
   def __repr__(self) -> str:
-    lines = [f"  ({rule.pattern!r}, {rule.names!r})," for rule in self.rules]
-    return "\n".join(["PathRules([", *lines, "])"])
+    lines = [f"  ({rule.pattern!r}, {show_names(rule.names)})," for rule in self.rules]
+    end = "])" if self.strict else "], strict=False)"
+    return "\n".join(["PathRules([", *lines, end])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -239,12 +264,14 @@ class PathRule:
   """One pattern and the names it gives; see `PathRules`."""
 
   pattern: str | tuple[str, ...]
-  names: Names | None
+  names: PathNames | None
 
   @classmethod
   def of(cls, pattern: str | Sequence[str], names: Any) -> PathRule:
     """Checks and normalises one `(pattern, names)` pair."""
     window = pattern if isinstance(pattern, str) else tuple(pattern)
+    if not window:
+      raise ShardingError(f"path rule {window!r} has no pattern.", fix="r'.*' matches every path.")
     try:
       for part in (window,) if isinstance(window, str) else window:
         re.compile(part)
@@ -253,12 +280,49 @@ class PathRule:
         f"path rule {window!r} is not a regular expression: {error}.",
         fix="escape it with re.escape.",
       ) from error
-    if isinstance(names, str) or not (names is None or isinstance(names, Sequence)):
+    if names is None:
+      return cls(window, None)
+    entries: tuple[Any, ...] = tuple(names) if isinstance(names, (tuple, list)) else ()
+    if not isinstance(names, (tuple, list)) or not all(map(_is_path_entry, entries)):
       raise ShardingError(
         f"path rule {window!r} has the value {names!r}, which is not one name for each dim.",
         fix=f"({names!r}, None), or None to keep the parameter whole.",
       )
-    return cls(window, None if names is None else tuple(names))
+    if entries.count(...) > 1:
+      raise ShardingError(
+        f"path rule {window!r} has the value {show_names(entries)}, with two ....",
+        fix="keep one; it stands for any number of whole dims.",
+      )
+    return cls(window, tuple(tuple(e) if isinstance(e, list) else e for e in entries))
+
+  def names_for(self, ndim: int, *, where: str) -> Names | None:
+    """The names for an array, with `...` written out.
+
+    Args:
+      ndim: rank of the array.
+      where: its path, for errors.
+
+    Returns:
+      One entry per dim, or None: the rule keeps the array whole.
+
+    Raises:
+      ShardingError: the rule has another number of names.
+    """
+    if self.names is None:
+      return None
+    names: list[Any] = list(self.names)
+    if ... in names:
+      at = names.index(...)
+      names[at : at + 1] = [None] * (ndim - len(names) + 1)
+    if len(names) != ndim:
+      given = len(self.names) - self.names.count(...)
+      raise ShardingError(
+        f"path rule {self.pattern!r} gives {given} names to {where}, an array of {ndim} dims.",
+        details=f"names {show_names(self.names)}",
+        fix="write one entry for each dim (None: whole; ... stands for any number of whole dims), or put a"
+        " rule for it in front of this one.",
+      )
+    return tuple(names)
 
   def matches(self, path: Path) -> bool:
     """Whether the pattern matches the path."""
@@ -415,10 +479,15 @@ def _merge(first: LogicalRules, second: LogicalRules) -> LogicalRules:
   return LogicalRules({**first, **second}, unknown=unknown, uneven={**first.uneven, **second.uneven})
 
 
+def _is_keyword_argument(name: str) -> bool:
+  return name.isidentifier() and not keyword.iskeyword(name) and name not in ("self", "unknown", "uneven")
+
+
 def _candidate(value: Any) -> Candidate:
   if value is None:
     return ()
-  return (value,) if isinstance(value, str) else tuple(value)
+  # Anything else becomes a candidate that the check of its axes refuses.
+  return tuple(value) if isinstance(value, (tuple, list)) else (value,)  # pyright: ignore[reportUnknownVariableType]
 
 
 def _candidates(name: str, value: Any) -> tuple[Candidate, ...]:
@@ -445,6 +514,20 @@ def _candidates(name: str, value: Any) -> tuple[Candidate, ...]:
         fix="put candidates with more axes first and None (whole), which always fits, last; each only once.",
       )
   return options
+
+
+def _is_path_entry(entry: Any) -> bool:
+  if isinstance(entry, (tuple, list)):
+    return all(isinstance(name, str) for name in entry)  # pyright: ignore[reportUnknownVariableType]
+  return entry is None or entry is ... or isinstance(entry, str)
+
+
+def show_names(names: Sequence[Any] | None) -> str:
+  """Names as they would be typed: `('embed', ..., None)`."""
+  if names is None:
+    return "None"
+  shown = ["..." if entry is ... else repr(entry) for entry in names]
+  return f"({shown[0]},)" if len(shown) == 1 else f"({', '.join(shown)})"
 
 
 def show_candidate(option: Candidate) -> str:
