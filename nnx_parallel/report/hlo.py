@@ -315,6 +315,12 @@ def _closing(text: str, opening: int) -> int:
   return len(text)
 
 
+def after(text: str, marker: str) -> str:
+  """What follows `marker` up to the next comma outside brackets, or an empty string."""
+  at = text.find(marker)
+  return _until_comma(text, at + len(marker)) if at >= 0 else ""
+
+
 def _until_comma(text: str, start: int) -> str:
   depth = 0
   for at in range(start, len(text)):
