@@ -1,1 +1,56 @@
-"""Parallelism for Flax NNX: any module, any mesh, one plan."""
+"""Parallelism for Flax NNX: any module, any mesh, one plan.
+
+`plan` decides the layout of every Variable and explains it; everything else reads that plan.
+"""
+
+from nnx_parallel.create.constructor import create_sharded_model
+from nnx_parallel.errors import (
+  CheckpointError,
+  LayoutMismatchError,
+  MeshError,
+  NnxParallelError,
+  PlanError,
+  RecipeError,
+  ReportError,
+  ShardingError,
+  TrainError,
+)
+from nnx_parallel.hosts.data import batches, shard_batch
+from nnx_parallel.layout.mesh import abstract_mesh, describe_mesh, make_mesh
+from nnx_parallel.layout.plan import Decision, LeafPlan, ShardingPlan, plan
+from nnx_parallel.layout.resolve import Resolution, resolve_spec
+from nnx_parallel.layout.rules import LogicalRules, PathRules, RuleSet, error, fsdp, replicate
+from nnx_parallel.train.step import TrainStep, eval_step, train_step
+
+__all__ = [
+  "CheckpointError",
+  "Decision",
+  "LayoutMismatchError",
+  "LeafPlan",
+  "LogicalRules",
+  "MeshError",
+  "NnxParallelError",
+  "PathRules",
+  "PlanError",
+  "RecipeError",
+  "ReportError",
+  "Resolution",
+  "RuleSet",
+  "ShardingError",
+  "ShardingPlan",
+  "TrainError",
+  "TrainStep",
+  "abstract_mesh",
+  "batches",
+  "create_sharded_model",
+  "describe_mesh",
+  "error",
+  "eval_step",
+  "fsdp",
+  "make_mesh",
+  "plan",
+  "replicate",
+  "resolve_spec",
+  "shard_batch",
+  "train_step",
+]

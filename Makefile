@@ -1,0 +1,58 @@
+# Needs only make and Python >= 3.11 on a bare machine; everything else is installed into $(VENV).
+#   make test PYTHON=python3.13 VENV=.venv-313     another Python, in its own environment
+#   make test PYTEST_ARGS="tests/layout -k padding"
+
+PYTHON ?= python3
+VENV ?= .venv
+WORKERS ?= 2
+PYTEST_ARGS ?=
+
+SHELL := /bin/sh
+bin = $(VENV)/bin
+pytest = $(bin)/python -m pytest -n $(WORKERS)
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test quick guides lint format types bench torture setup setup-lint clean
+
+help:  ## this list
+	@sed -n 's/^\([a-z]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST) | expand -t 16
+
+demo: setup  ## the main job: plan, train, save, restore on other meshes, compare (4 minutes)
+	@$(bin)/nnx-parallel demo
+
+test: setup  ## every test and every guide
+	@$(pytest) $(PYTEST_ARGS)
+
+quick: setup  ## the fast tests (under 3 minutes)
+	@$(pytest) -m "not slow" --ignore=tests/guides $(PYTEST_ARGS)
+
+guides: setup  ## runs README.md and guides/*.md from top to bottom
+	@$(pytest) tests/guides $(PYTEST_ARGS)
+
+lint: setup-lint  ## ruff: rules and format
+	@$(bin)/ruff check .
+	@$(bin)/ruff format --check .
+
+format: setup-lint  ## rewrites the sources in the house format
+	@$(bin)/ruff check --fix .
+	@$(bin)/ruff format .
+
+types: setup-lint  ## pyright, strict
+	@$(bin)/pyright --pythonpath $(bin)/python
+
+bench: setup  ## every benchmark; results go to benchmarks/results
+	@$(bin)/python -m benchmarks
+
+torture: setup  ## kills training runs for a long time and checks what their checkpoints hold
+	@$(bin)/python benchmarks/torture.py
+
+clean:  ## deletes $(VENV) and caches
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
+
+setup:
+	@command -v $(PYTHON) >/dev/null || { echo "$(PYTHON) not found. Fix: make <target> PYTHON=/path/to/python3.11 (or newer)" >&2; exit 1; }
+	@$(PYTHON) tools/setup_venv.py $(VENV) test
+
+setup-lint:
+	@command -v $(PYTHON) >/dev/null || { echo "$(PYTHON) not found. Fix: make <target> PYTHON=/path/to/python3.11 (or newer)" >&2; exit 1; }
+	@$(PYTHON) tools/setup_venv.py $(VENV) test lint

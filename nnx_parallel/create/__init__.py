@@ -1,0 +1,1 @@
+"""Plan -> live, sharded module."""

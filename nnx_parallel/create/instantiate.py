@@ -1,0 +1,80 @@
+"""Arrays + plan -> live module: the last step of creating, resharding and restoring."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from flax import nnx
+from jax.sharding import PartitionSpec
+
+from nnx_parallel.errors import PlanError
+from nnx_parallel.layout.plan import Root, ShardingPlan
+from nnx_parallel.layout.variables import DECLARED, Names, Path, declared
+
+Arrays = Mapping[Path, Any]
+
+
+def instantiate(the_plan: ShardingPlan, arrays: Mapping[Root, Arrays]) -> Any:
+  """Puts arrays into a new live module (and optimizer): the last step of creating and of restoring.
+
+  Each Variable keeps the user's annotation and gets what flax needs to honour it without an active mesh:
+  `mesh`, and `sharding_rules` with the axes that were resolved.
+
+  Args:
+    the_plan: the plan that the arrays follow.
+    arrays: root -> path -> array (global storage shape); every leaf of the plan.
+
+  Returns:
+    The module, or `(module, optimizer)` when the plan has an optimizer.
+
+  Raises:
+    PlanError: a leaf of the plan has no array.
+  """
+  model = _merge(the_plan, "model", the_plan.abstract_model, arrays)
+  if the_plan.abstract_optimizer is None:
+    return model
+  return model, _merge(the_plan, "optimizer", the_plan.abstract_optimizer, arrays)
+
+
+def _merge(the_plan: ShardingPlan, root: Root, abstract: Any, arrays: Mapping[Root, Arrays]) -> Any:
+  graphdef, state = nnx.split(abstract)
+  found, rows = arrays.get(root, {}), the_plan.of(root)
+  leaves: list[tuple[Path, Any]] = []
+  for path, abstract_leaf in nnx.to_flat_state(state):
+    row = rows[path]
+    if path not in found:
+      raise PlanError(f"no array for {row.name}.", fix="give one array for each leaf of the plan.")
+    leaves.append((path, _bind(abstract_leaf, found[path], row.spec, the_plan)))
+  return nnx.merge(graphdef, nnx.from_flat_state(leaves))
+
+
+def _bind(abstract_leaf: Any, array: Any, spec: PartitionSpec, the_plan: ShardingPlan) -> Any:
+  if not isinstance(abstract_leaf, nnx.Variable):
+    return array
+  updates: dict[str, Any] = {"eager_sharding": True}
+  if any(spec) or abstract_leaf.get_metadata().get("out_sharding"):
+    names, rules = declared(abstract_leaf, where="")
+    updates |= _metadata(names, rules, spec)
+    updates["mesh"] = the_plan.mesh
+  return abstract_leaf.copy(array, **updates)
+
+
+def _metadata(names: Names | None, own_rules: dict[str, Any], spec: PartitionSpec) -> dict[str, Any]:
+  """The annotation that makes flax derive exactly `spec`, with the user's names wherever they suffice.
+
+  A name stays where it maps to the same axes in every dim that has it; elsewhere (a dim taken by the
+  fallback, a name that resolved differently in two dims) the mesh axes themselves are written.
+  """
+  written: list[Any] = []
+  table: dict[str, Any] = {}
+  for name, axes in zip(names or (None,) * len(spec), spec, strict=True):
+    keep = isinstance(name, str) and table.get(name, axes) == axes
+    if keep:
+      table[str(name)] = axes
+    written.append(name if keep else axes)
+  return {
+    "out_sharding": tuple(written),
+    "sharding_rules": tuple(table.items()),
+    DECLARED: (names, tuple(own_rules.items())),
+  }

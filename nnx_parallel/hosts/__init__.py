@@ -1,0 +1,1 @@
+"""Data placement and many hosts."""

@@ -1,0 +1,1 @@
+"""Declare -> plan: meshes, rules, names, and the one table that everything else reads."""

@@ -1,0 +1,262 @@
+"""Device meshes: built by name, checked, and described in words."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.experimental import mesh_utils
+from jax.sharding import AbstractMesh, AxisType, Mesh
+
+from nnx_parallel.errors import MeshError
+
+AnyMesh = Mesh | AbstractMesh
+
+
+def make_mesh(
+  axes: Mapping[str, int] | None = None,
+  *,
+  devices: Sequence[jax.Device] | None = None,
+  explicit: bool = False,
+  dcn: Mapping[str, int] | None = None,
+  **sizes: int,
+) -> Mesh:
+  """Builds a mesh from named axis sizes, in the order they are written (major to minor).
+
+  On TPU and GPU the device order follows the topology, so that the minor axes use the fastest links;
+  on CPU it is the plain order of `devices`.
+
+  Args:
+    axes: axis sizes in devices as a mapping, for names that are not Python keywords; merged with `sizes`.
+    devices: the devices to use; all of `jax.devices()` when not given.
+    explicit: use `AxisType.Explicit` for every axis (sharding in types) instead of `AxisType.Auto`.
+    dcn: how many ways an axis is split *between* slices (or hosts, on GPU), for example `dict(data=2)`:
+      that factor of the axis crosses the data-center network, the rest stays inside a slice.
+    **sizes: axis name -> size in devices; one may be `-1`: what the others leave.
+
+  Returns:
+    A `jax.sharding.Mesh` over exactly `devices`.
+
+  Raises:
+    MeshError: sizes that do not multiply to the number of devices, more than one `-1`, or a `dcn` factor
+      that does not divide its axis.
+
+  Example:
+    >>> import nnx_parallel as nxp
+    >>> dict(nxp.make_mesh(data=2, fsdp=-1, tensor=2).shape)
+    {'data': 2, 'fsdp': 2, 'tensor': 2}
+  """
+  devices = list(jax.devices() if devices is None else devices)
+  shape = _complete({**(axes or {}), **sizes}, len(devices))
+  dcn_shape = _dcn_shape(shape, dcn or {})
+  types = (AxisType.Explicit if explicit else AxisType.Auto,) * len(shape)
+  return Mesh(_arrange(shape, dcn_shape, devices), tuple(shape), axis_types=types)
+
+
+def abstract_mesh(
+  axes: Mapping[str, int] | None = None, *, explicit: bool = False, **sizes: int
+) -> AbstractMesh:
+  """A mesh of any size with no devices behind it, for planning.
+
+  Args:
+    axes: axis sizes in devices as a mapping; merged with `sizes`.
+    explicit: use `AxisType.Explicit` for every axis.
+    **sizes: axis name -> size in devices; `-1` is an error, since nothing says how many devices there are.
+
+  Returns:
+    A `jax.sharding.AbstractMesh`.
+
+  Raises:
+    MeshError: no axis, or a size under 1.
+
+  Example:
+    >>> import nnx_parallel as nxp
+    >>> nxp.abstract_mesh(data=16, fsdp=256).size
+    4096
+  """
+  shape = {**(axes or {}), **sizes}
+  _check_sizes(shape)
+  if -1 in shape.values():
+    raise MeshError(
+      "an abstract mesh cannot have an axis of size -1: there are no devices to count.",
+      details=f"axes {shape}",
+      fix="give every axis its size, e.g. abstract_mesh(data=16, fsdp=256).",
+    )
+  kind = AxisType.Explicit if explicit else AxisType.Auto
+  return AbstractMesh(tuple(shape.values()), tuple(shape), axis_types=(kind,) * len(shape))
+
+
+def is_explicit(mesh: AnyMesh) -> bool:
+  """Whether the mesh has Explicit axes; a mesh that mixes axis types is refused.
+
+  Args:
+    mesh: any mesh.
+
+  Returns:
+    True when all axes are `Explicit`, False when all are `Auto`.
+
+  Raises:
+    MeshError: mixed axis types, or `Manual` axes (inside a `shard_map` body).
+  """
+  kinds = set(mesh.axis_types)
+  if kinds == {AxisType.Explicit}:
+    return True
+  if kinds == {AxisType.Auto}:
+    return False
+  raise MeshError(
+    "this mesh mixes axis types, which neither flax nor this package can annotate consistently.",
+    details=f"axis types {dict(zip(mesh.axis_names, map(str, mesh.axis_types), strict=True))}",
+    fix="build it with make_mesh(...) (all Auto) or make_mesh(..., explicit=True) (all Explicit).",
+  )
+
+
+def auto_mesh(mesh: Mesh) -> Mesh:
+  """The same devices in the same order with Auto axes: where compilation of constructors happens."""
+  if not is_explicit(mesh):
+    return mesh
+  return Mesh(mesh.devices, mesh.axis_names, axis_types=(AxisType.Auto,) * len(mesh.axis_names))
+
+
+def axis_sizes(mesh: AnyMesh) -> dict[str, int]:
+  """Mesh axis name -> size in devices, in mesh order (a plain dict, for messages and JSON)."""
+  return {str(name): int(size) for name, size in mesh.shape.items()}
+
+
+def describe_mesh(mesh: AnyMesh) -> str:
+  """Says in words what the mesh is and which axes stay inside a host or a slice.
+
+  Args:
+    mesh: a real or an abstract mesh.
+
+  Returns:
+    One line per fact: sizes and device kind, then the axes by the link that they cross.
+
+  Example:
+    >>> import nnx_parallel as nxp
+    >>> print(nxp.describe_mesh(nxp.make_mesh(data=4, tensor=2)))
+    mesh data=4 x tensor=2 = 8 devices (cpu, Auto axes)
+      inside one host: data, tensor
+  """
+  sizes = " x ".join(f"{k}={v}" for k, v in axis_sizes(mesh).items())
+  types = "Explicit" if is_explicit(mesh) else "Auto"
+  if isinstance(mesh, AbstractMesh):
+    return f"mesh {sizes} = {mesh.size} devices (abstract, {types} axes)"
+  kind = mesh.devices.flat[0].device_kind
+  lines = [f"mesh {sizes} = {mesh.size} devices ({kind}, {types} axes)"]
+  inside, across_hosts, across_slices = _axes_by_link(mesh)
+  for label, names in (
+    ("inside one host", inside),
+    ("across hosts", across_hosts),
+    ("across slices", across_slices),
+  ):
+    if names:
+      lines.append(f"  {label}: {', '.join(names)}")
+  return "\n".join(lines)
+
+
+def _axes_by_link(mesh: Mesh) -> tuple[list[str], list[str], list[str]]:
+  inside: list[str] = []
+  hosts: list[str] = []
+  slices: list[str] = []
+  for dim, name in enumerate(mesh.axis_names):
+    lines = np.moveaxis(mesh.devices, dim, -1).reshape(-1, mesh.devices.shape[dim])
+    if any(len({getattr(d, "slice_index", 0) for d in line}) > 1 for line in lines):
+      slices.append(str(name))
+    elif any(len({d.process_index for d in line}) > 1 for line in lines):
+      hosts.append(str(name))
+    else:
+      inside.append(str(name))
+  return inside, hosts, slices
+
+
+def _check_sizes(shape: Mapping[str, Any]) -> None:
+  if not shape:
+    raise MeshError("a mesh needs at least one axis.", fix="make_mesh(data=-1)")
+  for name, size in shape.items():
+    if not isinstance(size, int) or (size < 1 and size != -1):
+      raise MeshError(
+        f"mesh axis {name!r} has size {size!r}; sizes are positive integers, or one -1.",
+        details=f"axes {dict(shape)}",
+        fix=f"{name}=-1 takes all the devices that the other axes leave.",
+      )
+
+
+def _complete(shape: dict[str, int], count: int) -> dict[str, int]:
+  _check_sizes(shape)
+  unknown = [name for name, size in shape.items() if size == -1]
+  if len(unknown) > 1:
+    raise MeshError(
+      f"only one mesh axis can be -1, and {', '.join(unknown)} are.",
+      details=f"axes {shape}",
+      fix=f"give a size to {unknown[0]!r} or {unknown[1]!r}.",
+    )
+  fixed = math.prod(size for size in shape.values() if size != -1)
+  if unknown and count % fixed == 0:
+    return {name: count // fixed if size == -1 else size for name, size in shape.items()}
+  if not unknown and fixed == count:
+    return shape
+  if not unknown and fixed < count:
+    fix = f"set one axis to -1, or use fewer devices: devices=jax.devices()[:{fixed}]."
+  else:
+    fix = (
+      f"choose sizes that divide {count}; on a CPU, simulate more devices with"
+      f" XLA_FLAGS=--xla_force_host_platform_device_count={max(fixed, count)}."
+    )
+  raise MeshError(
+    f"mesh axes multiply to {fixed} devices, and there are {count}.",
+    details=f"axes {shape}, {count} devices",
+    fix=fix,
+  )
+
+
+def _dcn_shape(shape: dict[str, int], dcn: Mapping[str, int]) -> dict[str, int]:
+  for name, factor in dcn.items():
+    if name not in shape:
+      raise MeshError(
+        f"dcn names the axis {name!r}, which the mesh does not have.",
+        details=f"axes {shape}, dcn {dict(dcn)}",
+        fix=f"use one of {', '.join(shape)}.",
+      )
+    if factor < 1 or shape[name] % factor:
+      raise MeshError(
+        f"dcn splits axis {name!r} {factor} ways, which does not divide its size {shape[name]}.",
+        details=f"axes {shape}, dcn {dict(dcn)}",
+        fix=f"give {name!r} a size that is a multiple of {factor}: it counts all slices together.",
+      )
+  return {name: dcn.get(name, 1) for name in shape}
+
+
+def _arrange(shape: dict[str, int], dcn: dict[str, int], devices: list[jax.Device]) -> np.ndarray[Any, Any]:
+  sizes = list(shape.values())
+  if math.prod(dcn.values()) > 1:
+    return _arrange_hybrid(shape, dcn, devices)
+  if devices[0].platform == "cpu":
+    return np.array(devices, dtype=object).reshape(sizes)
+  return mesh_utils.create_device_mesh(sizes, devices, allow_split_physical_axes=True)
+
+
+def _arrange_hybrid(
+  shape: dict[str, int], dcn: dict[str, int], devices: list[jax.Device]
+) -> np.ndarray[Any, Any]:
+  inner = [size // dcn[name] for name, size in shape.items()]
+  outer = list(dcn.values())
+  slices = {getattr(d, "slice_index", d.process_index) for d in devices}
+  if len(slices) > 1 and math.prod(outer) != len(slices):
+    raise MeshError(
+      f"dcn splits the mesh into {math.prod(outer)} parts, and the devices form {len(slices)} slices.",
+      details=f"axes {shape}, dcn {dcn}",
+      fix=f"make the dcn factors multiply to {len(slices)}.",
+    )
+  if len(slices) > 1 and devices[0].platform != "cpu":
+    by_process = getattr(devices[0], "slice_index", None) is None
+    return mesh_utils.create_hybrid_device_mesh(
+      inner, outer, devices, process_is_granule=by_process, allow_split_physical_axes=True
+    )
+  # One granule (or simulated devices): contiguous runs of devices stand for the slices, so that a
+  # program planned here has the same device order as on the real thing.
+  blocks = np.array(devices, dtype=object).reshape([*outer, *inner])
+  order = [d for pair in zip(range(len(outer)), range(len(outer), 2 * len(outer)), strict=True) for d in pair]
+  return blocks.transpose(order).reshape(list(shape.values()))

@@ -1,0 +1,296 @@
+"""Names -> spec for one array: the one algorithm that everything else calls.
+
+Pure and abstract: shapes and names in, a `Resolution` out, with every step that led to it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import math
+from collections.abc import Mapping, Sequence
+
+from jax.sharding import PartitionSpec
+
+from nnx_parallel.errors import ShardingError
+from nnx_parallel.layout.rules import (
+  Candidate,
+  Fallback,
+  LogicalRules,
+  Uneven,
+  show_candidate,
+  show_candidates,
+)
+from nnx_parallel.layout.variables import Entry, Names
+
+
+@dataclasses.dataclass(frozen=True)
+class Resolution:
+  """A spec and how it came about.
+
+  Attributes:
+    spec: one entry per dim.
+    padding: elements added at the end of each dim so that it divides; all zero unless `uneven="pad"`.
+    steps: what was tried and decided, in order, one sentence each.
+  """
+
+  spec: PartitionSpec
+  padding: tuple[int, ...]
+  steps: tuple[str, ...]
+
+
+def resolve_spec(
+  names: Sequence[Entry],
+  shape: Sequence[int],
+  mesh: Mapping[str, int],
+  rules: LogicalRules | None = None,
+  *,
+  path: str = "<array>",
+  uneven: Uneven = "error",
+) -> Resolution:
+  """Resolves one array's names to mesh axes.
+
+  Dims are taken left to right. A name with a rule takes its first candidate whose axes are in the mesh, not
+  used by an earlier dim, and divide the dim; a name without a rule must be a mesh axis. A tuple of names in
+  one dim puts their axes side by side, major to minor.
+
+  Args:
+    names: one entry per dim; `None` leaves that dim whole.
+    shape: global shape in elements, not the per-device shape.
+    mesh: mesh axis name -> size in devices.
+    rules: logical name -> candidates; names of mesh axes need no rule.
+    path: printed in errors, for example `"mlp.up.kernel"`.
+    uneven: what to do with a dim that no candidate divides: `"error"`; `"next"`: keep it whole, as a last
+      candidate would; `"pad"`: round the stored dim up; `"replicate"`: keep the dim whole.
+
+  Returns:
+    A `Resolution` whose spec has `len(shape)` entries.
+
+  Raises:
+    ShardingError: unknown name, rank mismatch, a mesh axis needed twice, or an uneven split.
+
+  Source: GSPMD, arXiv:2105.04663; logical names as in Flax Linen.
+
+  Example:
+    >>> import nnx_parallel as nxp
+    >>> rules = nxp.LogicalRules(embed="fsdp", mlp="tensor")
+    >>> nxp.resolve_spec(("embed", "mlp"), (8, 32), {"fsdp": 4, "tensor": 2}, rules).spec
+    P('fsdp', 'tensor')
+  """
+  return _Resolver(tuple(shape), dict(mesh), rules or LogicalRules(), path, uneven).resolve(tuple(names))
+
+
+class _Resolver:
+  """The state of one resolution: axes used so far, by which dim, and the steps."""
+
+  def __init__(
+    self,
+    shape: tuple[int, ...],
+    mesh: dict[str, int],
+    rules: LogicalRules,
+    path: str,
+    uneven: Uneven,
+  ):
+    self.shape, self.mesh, self.rules, self.path, self.uneven = shape, mesh, rules, path, uneven
+    self.used: dict[str, str] = {}
+    self.steps: list[str] = []
+    self.names: Names = ()
+
+  def resolve(self, names: Names) -> Resolution:
+    if len(names) != len(self.shape):
+      raise ShardingError(
+        f"cannot shard {self.path}: {len(names)} names for an array of {len(self.shape)} dims.",
+        details=f"shape {self.shape}, names {names}",
+        fix="give one name for each dim, None for a dim that stays whole.",
+      )
+    self.names = names
+    entries: list[Entry] = []
+    padding: list[int] = []
+    for dim, entry in enumerate(names):
+      axes, extra = self._resolve_dim(dim, entry)
+      entries.append(axes[0] if len(axes) == 1 else axes or None)
+      padding.append(extra)
+    return Resolution(PartitionSpec(*entries), tuple(padding), tuple(self.steps))
+
+  def _resolve_dim(self, dim: int, entry: Entry) -> tuple[Candidate, int]:
+    if entry is None:
+      return (), 0
+    if isinstance(entry, str):
+      return self._take(dim, entry, self._candidates(dim, entry), self._policy(entry))
+    # Several names in one dim: each resolves to its first candidate, and all must fit together.
+    joined = tuple(axis for name in entry for axis in self._candidates(dim, name)[0])
+    policies = [self._policy(name) for name in entry]
+    return self._take(dim, "+".join(entry), (joined,), policies[0])
+
+  def _policy(self, name: str) -> Uneven:
+    return self.rules.uneven.get(name, self.uneven)
+
+  def _candidates(self, dim: int, name: str) -> tuple[Candidate, ...]:
+    if name in self.rules:
+      return self.rules[name]
+    if name in self.mesh:
+      return ((name,),)
+    if self.rules.unknown == "whole":
+      self.steps.append(f"{name!r} has no rule: whole")
+      return ((),)
+    near = difflib.get_close_matches(name, [*self.rules, *self.mesh], 1)
+    raise ShardingError(
+      f"cannot shard {self.path}: dim {dim} is named {name!r}, which is neither a rule nor a mesh axis.",
+      details=f"rules {', '.join(self.rules) or 'none'}; mesh {self.mesh}",
+      fix=(f"did you mean {near[0]!r}? " if near else "")
+      + f'Add a rule, LogicalRules({name}="{next(iter(self.mesh), "data")}"), or {name}=None to keep it whole.',
+    )
+
+  def _take(
+    self, dim: int, name: str, options: tuple[Candidate, ...], policy: Uneven
+  ) -> tuple[Candidate, int]:
+    refused: list[tuple[str, str]] = []
+    uneven: list[Candidate] = []
+    for option in options:
+      kind, why = self._refusal(dim, option)
+      if kind == "uneven" and policy == "pad":
+        extra = -self.shape[dim] % self._shards(option)
+        self._use(dim, name, option)
+        self.steps.append(
+          f"{name!r} -> {show_candidate(option)}: {self.shape[dim]} is padded to {self.shape[dim] + extra}"
+        )
+        return option, extra
+      if kind == "uneven" and policy == "replicate":
+        self.steps.append(f"{name!r} -> whole: {why} (uneven='replicate')")
+        return (), 0
+      if not kind:
+        self._use(dim, name, option)
+        if option != (name,):
+          tried = "".join(f"; not {n}: {w}" for n, w in refused)
+          self.steps.append(f"{name!r} -> {show_candidate(option)}{tried}")
+        return option, 0
+      refused.append((show_candidate(option), why))
+      uneven += [option] if kind == "uneven" else []
+    if uneven and policy == "next":
+      self.steps.append(f"{name!r} -> whole: {refused[-1][1]}, and no candidate is left (uneven='next')")
+      return (), 0
+    if uneven:
+      self._raise_uneven(dim, name, uneven[0])
+    self._raise_no_candidate(dim, name, options, refused)
+
+  def _refusal(self, dim: int, option: Candidate) -> tuple[str, str]:
+    for axis in option:
+      if axis not in self.mesh:
+        near = difflib.get_close_matches(axis, list(self.mesh), 1)
+        hint = f" (did you mean {near[0]!r}?)" if near else ""
+        return "absent", f"axis {axis!r} is not in the mesh{hint}"
+    for axis in option:
+      if axis in self.used:
+        return "used", f"axis {axis!r} is already used by {self.used[axis]}"
+    if len(set(option)) != len(option):
+      return "used", f"{show_candidate(option)} names an axis twice"
+    shards = self._shards(option)
+    if self.shape[dim] % shards:
+      return "uneven", f"{shards} does not divide {self.shape[dim]}"
+    return "", ""
+
+  def _shards(self, option: Candidate) -> int:
+    return math.prod(self.mesh[axis] for axis in option)
+
+  def _use(self, dim: int, name: str, option: Candidate) -> None:
+    for axis in option:
+      self.used[axis] = f"dim {dim} ({name!r})"
+
+  def _raise_uneven(self, dim: int, name: str, option: Candidate) -> None:
+    size, shards = self.shape[dim], self._shards(option)
+    padded = size + -size % shards
+    raise ShardingError(
+      f"cannot shard {self.path}: dim {dim} ({name!r}) has length {size}, which {shards} shards cannot split"
+      " evenly.",
+      details=f"shape {self.shape}, names {self.names}, rule {name!r} -> {option}, mesh {self.mesh}",
+      fix=f'pad it (uneven="pad", to {padded}), or replicate it with rules.replace({name}=None).',
+    )
+
+  def _raise_no_candidate(
+    self,
+    dim: int,
+    name: str,
+    options: tuple[Candidate, ...],
+    refused: list[tuple[str, str]],
+  ) -> None:
+    reasons = "; ".join(f"{option}: {why}" for option, why in refused)
+    shown = show_candidates(options)
+    offer = shown[1:-1] if len(options) > 1 else shown
+    if all("not in the mesh" in why for _, why in refused):
+      fix = f"add the axis to the mesh (size 1 is fine), or let the dim stay whole: {name}=[{offer}, None]."
+    else:
+      fix = f"give {name!r} another candidate or let it stay whole: {name}=[{offer}, None]."
+    raise ShardingError(
+      f"cannot shard {self.path}: no candidate for dim {dim} ({name!r}) fits: {reasons}.",
+      details=f"shape {self.shape}, names {self.names}, rule {name!r} -> {shown}, mesh {self.mesh}",
+      fix=fix,
+    )
+
+
+def extend_spec(
+  spec: PartitionSpec,
+  shape: Sequence[int],
+  mesh: Mapping[str, int],
+  fallback: Fallback,
+  *,
+  free: Sequence[bool] | None = None,
+) -> tuple[PartitionSpec, str]:
+  """Gives the axes of an `fsdp` fallback to the largest free dim that they divide.
+
+  Args:
+    spec: the spec so far; entries of None are free dims.
+    shape: global shape in elements.
+    mesh: mesh axis name -> size in devices.
+    fallback: made by `fsdp(...)`.
+    free: which dims may be taken; all whole dims when not given.
+
+  Returns:
+    `(spec, reason)`; the spec is unchanged, and the reason says why, when the array stays as it was.
+
+  Raises:
+    ShardingError: the fallback's axis is not in the mesh.
+  """
+  missing = [axis for axis in fallback.axes if axis not in mesh]
+  if missing:
+    raise ShardingError(
+      f"{fallback} needs the mesh axis {missing[0]!r}, which is not in the mesh.",
+      details=f"mesh {dict(mesh)}",
+      fix=f"fsdp({next(iter(mesh))!r}), or add {missing[0]}=... to the mesh.",
+    )
+  entries = list(spec)
+  taken = {axis for entry in entries if entry for axis in ((entry,) if isinstance(entry, str) else entry)}
+  size, shards = math.prod(shape), math.prod(mesh[axis] for axis in fallback.axes)
+  shown = show_candidate(fallback.axes)
+  used = [axis for axis in fallback.axes if axis in taken]
+  if used:
+    return spec, f"axis {used[0]!r} is already used"
+  if size <= fallback.min_size:
+    return spec, f"{size} elements, at most min_size={fallback.min_size}"
+  open_dims = [d for d, entry in enumerate(entries) if not entry and (free is None or free[d])]
+  fitting = [d for d in open_dims if shape[d] % shards == 0 and shape[d] > 0]
+  if not fitting:
+    return spec, f"no free dim of {tuple(shape)} divides by {shards} ({shown})"
+  # Ties go to the last dim, so that a square kernel is split along its output features.
+  dim = max(fitting, key=lambda d: (shape[d], d))
+  entries[dim] = fallback.axes[0] if len(fallback.axes) == 1 else fallback.axes
+  return PartitionSpec(
+    *entries
+  ), f"{shown} on dim {dim} ({shape[dim]}), the largest free dim that {shards} divides"
+
+
+def shard_counts(spec: PartitionSpec, ndim: int, mesh: Mapping[str, int]) -> tuple[int, ...]:
+  """How many shards each dim is cut into.
+
+  Args:
+    spec: a spec with at most `ndim` entries.
+    ndim: rank of the array.
+    mesh: mesh axis name -> size in devices.
+
+  Returns:
+    One count per dim.
+  """
+  counts: list[int] = []
+  for entry in (*spec, *([None] * (ndim - len(spec)))):
+    axes = () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
+    counts.append(math.prod(mesh[axis] for axis in axes))
+  return tuple(counts)

@@ -1,0 +1,411 @@
+"""How names become mesh axes, what un-annotated parameters are called, and what happens to the rest.
+
+Three small kinds of rule, composed in a `RuleSet`:
+
+* `LogicalRules`: logical name -> mesh axes, with candidates in order of preference;
+* `PathRules`: a pattern on the path -> names, for models that nobody annotated;
+* a fallback for parameters without names: `fsdp()`, `replicate()` or `error()`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, Literal
+
+from nnx_parallel.errors import ShardingError
+from nnx_parallel.layout.variables import Entry, Names, Path, path_str
+
+Candidate = tuple[str, ...]
+"""Mesh axes that cut one dim together, major to minor; `()` keeps the dim whole."""
+Uneven = Literal["error", "next", "pad", "replicate"]
+UNEVEN: tuple[Uneven, ...] = ("error", "next", "pad", "replicate")
+
+
+class LogicalRules(Mapping[str, tuple[Candidate, ...]]):
+  """Logical axis name -> mesh axes, as candidates in order of preference.
+
+  A value is one candidate (`"fsdp"`; `("data", "fsdp")` for both, major to minor; `None` or `()` for whole)
+  or a *list* of candidates: the first one whose axes are in the mesh, are not yet used in the same spec,
+  and divide the dim is taken. The order of the names never matters; dims are resolved left to right.
+
+  Args:
+    names: the rules as a mapping, for names that are not Python keywords; merged with `rules`.
+    unknown: what happens to a name that has no rule and is not a mesh axis: `"error"` (default), or
+      `"whole"` as in Flax Linen.
+    uneven: the policy for dims that do not divide, by name, where it differs from the plan's.
+    **rules: logical name -> candidates.
+
+  Raises:
+    ShardingError: a name given twice, an axis twice in a candidate, a candidate that can never be reached.
+
+  Example:
+    >>> import nnx_parallel as nxp
+    >>> rules = nxp.LogicalRules(batch=("data", "fsdp"), embed="fsdp", heads=["tensor", None])
+    >>> rules["heads"]
+    (('tensor',), ())
+    >>> rules.replace(embed=None)["embed"]
+    ((),)
+  """
+
+  def __init__(
+    self,
+    names: Mapping[str, Any] | None = None,
+    /,
+    *,
+    unknown: Literal["error", "whole"] = "error",
+    uneven: Mapping[str, Uneven] | None = None,
+    **rules: Any,
+  ):
+    twice = sorted(set(names or {}) & set(rules))
+    if twice:
+      raise ShardingError(f"logical name {twice[0]!r} has two rules.", fix="keep one of them.")
+    self.unknown = unknown
+    self.uneven = dict(uneven or {})
+    self._table = {k: _candidates(k, v) for k, v in {**(names or {}), **rules}.items()}
+    for name, policy in self.uneven.items():
+      if policy not in UNEVEN or name not in self._table:
+        raise ShardingError(
+          f"uneven={{{name!r}: {policy!r}}} does not fit these rules.",
+          details=f"names {', '.join(self._table)}; policies {', '.join(UNEVEN)}",
+          fix=f"uneven={{{next(iter(self._table), 'vocab')!r}: 'pad'}}",
+        )
+
+  @classmethod
+  def from_linen(cls, rules: Iterable[tuple[str, Any]]) -> LogicalRules:
+    """Reads Flax Linen's `(name, axes)` pairs: a repeated name adds a candidate, an unknown name is whole.
+
+    Args:
+      rules: pairs as given to `flax.linen.logical_axis_rules`.
+
+    Returns:
+      The same rules as `LogicalRules`; every name may end whole, as in Linen.
+
+    Example:
+      >>> import nnx_parallel as nxp
+      >>> nxp.LogicalRules.from_linen([("embed", "fsdp"), ("embed", "data")])["embed"]
+      (('fsdp',), ('data',), ())
+    """
+    table: dict[str, list[Any]] = {}
+    for name, axes in rules:
+      table.setdefault(name, []).append(_candidate(axes))
+    ended: dict[str, list[Any]] = {}
+    for name, found in table.items():
+      kept = list(dict.fromkeys(found[: found.index(())] if () in found else found))
+      ended[name] = [*kept, ()]
+    return cls(ended, unknown="whole")
+
+  def __getitem__(self, name: str) -> tuple[Candidate, ...]:
+    return self._table[name]
+
+  def __iter__(self) -> Iterator[str]:
+    return iter(self._table)
+
+  def __len__(self) -> int:
+    return len(self._table)
+
+  def __repr__(self) -> str:
+    parts = [f"{name}={show_candidates(value)}" for name, value in self._table.items()]
+    if self.unknown != "error":
+      parts.append(f"unknown={self.unknown!r}")
+    if self.uneven:
+      parts.append(f"uneven={self.uneven}")
+    return f"LogicalRules({', '.join(parts)})"
+
+  def replace(self, **rules: Any) -> LogicalRules:
+    """A copy with some rules replaced or added.
+
+    Args:
+      **rules: logical name -> candidates, as in the constructor.
+
+    Returns:
+      New rules; `self` is unchanged.
+    """
+    return LogicalRules({**self._table, **rules}, unknown=self.unknown, uneven=self.uneven)
+
+  def mesh_axes(self) -> tuple[str, ...]:
+    """Every mesh axis that some candidate names, in order of first use."""
+    found = (axis for options in self._table.values() for option in options for axis in option)
+    return tuple(dict.fromkeys(found))
+
+
+class PathRules:
+  """Names for parameters that nobody annotated, by pattern on their path. The first match wins.
+
+  A pattern is a regular expression that must match the *whole* dotted path (`r".*attn\\.(q|k|v)\\.kernel"`),
+  or a *window*: a tuple of regular expressions, each matching the whole of one of as many consecutive path
+  parts (`("SelfAttention", "(q|k|v)", "kernel")`). A value is a tuple with one name (logical, or a mesh
+  axis) per dim, or None: the parameter stays whole.
+
+  Args:
+    rules: `(pattern, names)` pairs in order.
+    strict: refuse to plan while some parameter matches no rule (all of them are listed), unless a fallback
+      takes it; and while some rule matches nothing.
+
+  Raises:
+    ShardingError: a pattern that does not compile, or a value that is not names.
+
+  Source: regex windows, T5X and Hugging Face Flax `partition_rules`.
+
+  Example:
+    >>> import nnx_parallel as nxp
+    >>> rules = nxp.PathRules([(("attn", "(q|k|v)", "kernel"), (None, "tensor")), (r".*\\.scale", None)])
+    >>> rules.match(("blocks", 0, "attn", "q", "kernel")).names
+    (None, 'tensor')
+  """
+
+  def __init__(
+    self,
+    rules: Iterable[tuple[str | Sequence[str], Sequence[Entry] | None]] | Mapping[str, Any],
+    *,
+    strict: bool = True,
+  ):
+    pairs = list(rules.items()) if isinstance(rules, Mapping) else list(rules)
+    self.strict = strict
+    self.rules = tuple(PathRule.of(pattern, names) for pattern, names in pairs)
+    seen: dict[Any, PathRule] = {}
+    for rule in self.rules:
+      if rule.pattern in seen:
+        raise ShardingError(
+          f"path rule {rule.pattern!r} is given twice; the second one can never fire.",
+          details=f"values {seen[rule.pattern].names} and {rule.names}",
+          fix="remove one of them.",
+        )
+      seen[rule.pattern] = rule
+
+  def match(self, path: Path) -> PathRule | None:
+    """The first rule that matches a path, or None.
+
+    Args:
+      path: path parts, as in `LeafPlan.path`.
+
+    Returns:
+      The rule, with its `.pattern` and `.names`.
+    """
+    return next((rule for rule in self.rules if rule.matches(path)), None)
+
+  def __repr__(self) -> str:
+    lines = [f"  ({rule.pattern!r}, {rule.names!r})," for rule in self.rules]
+    return "\n".join(["PathRules([", *lines, "])"])
+
+
+@dataclasses.dataclass(frozen=True)
+class PathRule:
+  """One pattern and the names it gives; see `PathRules`."""
+
+  pattern: str | tuple[str, ...]
+  names: Names | None
+
+  @classmethod
+  def of(cls, pattern: str | Sequence[str], names: Sequence[Entry] | None) -> PathRule:
+    """Checks and normalises one `(pattern, names)` pair."""
+    window = pattern if isinstance(pattern, str) else tuple(pattern)
+    try:
+      for part in (window,) if isinstance(window, str) else window:
+        re.compile(part)
+    except re.error as error:
+      raise ShardingError(
+        f"path rule {window!r} is not a regular expression: {error}.",
+        fix="escape it with re.escape.",
+      ) from error
+    if isinstance(names, str) or not (names is None or isinstance(names, Sequence)):
+      raise ShardingError(
+        f"path rule {window!r} has the value {names!r}, which is not one name for each dim.",
+        fix=f"({names!r}, None), or None to keep the parameter whole.",
+      )
+    return cls(window, None if names is None else tuple(names))
+
+  def matches(self, path: Path) -> bool:
+    """Whether the pattern matches the path."""
+    if isinstance(self.pattern, str):
+      return re.fullmatch(self.pattern, path_str(path)) is not None
+    parts = [str(part) for part in path]
+    width = len(self.pattern)
+    return any(
+      all(re.fullmatch(regex, part) for regex, part in zip(self.pattern, parts[start:], strict=False))
+      for start in range(len(parts) - width + 1)
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class Fallback:
+  """What happens to parameters without names; made by `fsdp`, `replicate` and `error`."""
+
+  mode: Literal["fsdp", "replicate", "error"]
+  axes: Candidate = ()
+  min_size: int = 0
+  extend: bool = False
+
+  def __repr__(self) -> str:
+    if self.mode != "fsdp":
+      return f"{self.mode}()"
+    axis = self.axes[0] if len(self.axes) == 1 else self.axes
+    return f"fsdp({axis!r}, min_size={self.min_size}, extend={self.extend})"
+
+
+def fsdp(axis: str | Sequence[str] = "fsdp", *, min_size: int = 2**18, extend: bool = True) -> Fallback:
+  """Fallback: cut a parameter's largest free dim that divides, over `axis` (ZeRO-3).
+
+  Args:
+    axis: mesh axis, or several (major to minor) that cut the dim together.
+    min_size: parameters with at most this many *elements* stay whole.
+    extend: also give the axis to a free dim of a parameter that has names, so that for example a
+      tensor-parallel kernel is split over both axes.
+
+  Returns:
+    A fallback for the `rules` argument of `plan` and `create_sharded_model`.
+
+  Source: ZeRO, arXiv:1910.02054; the threshold and the choice of dim follow the UvA deep-learning notebooks.
+
+  Example:
+    >>> import jax, nnx_parallel as nxp
+    >>> from flax import nnx
+    >>> plan = nxp.plan(lambda: nnx.Linear(512, 1024, rngs=nnx.Rngs(0)), nxp.make_mesh(fsdp=8), nxp.fsdp())
+    >>> plan["kernel"].spec
+    P(None, 'fsdp')
+  """
+  axes = _candidate(axis)
+  if not axes:
+    raise ShardingError("fsdp() needs a mesh axis.", fix='fsdp("fsdp")')
+  return Fallback("fsdp", axes, min_size, extend)
+
+
+def replicate() -> Fallback:
+  """Fallback: parameters without names stay whole on every device (the default; the audit reports them).
+
+  Returns:
+    A fallback for the `rules` argument.
+  """
+  return Fallback("replicate")
+
+
+def error() -> Fallback:
+  """Fallback: a parameter without names is an error that lists all of them.
+
+  Returns:
+    A fallback for the `rules` argument.
+  """
+  return Fallback("error")
+
+
+@dataclasses.dataclass(frozen=True)
+class RuleSet:
+  """All the rules of a plan: path rules give names, logical rules map names, the fallback takes the rest."""
+
+  logical: LogicalRules = dataclasses.field(default_factory=LogicalRules)
+  paths: tuple[PathRules, ...] = ()
+  fallback: Fallback | None = None
+
+  @classmethod
+  def of(cls, rules: Any) -> RuleSet:
+    """Reads whatever the `rules` argument may be: one kind of rule, a preset, a mapping, or a sequence.
+
+    Args:
+      rules: None, `LogicalRules`, a mapping of logical names, `PathRules`, a fallback, a `RuleSet`, or a
+        sequence of these.
+
+    Returns:
+      One `RuleSet`.
+
+    Raises:
+      ShardingError: two logical tables that disagree, two fallbacks, or something that is not a rule.
+    """
+    if isinstance(rules, RuleSet):
+      return rules
+    logical: LogicalRules | None = None
+    paths: list[PathRules] = []
+    fallback: Fallback | None = None
+    for item in _flatten(rules):
+      if isinstance(item, LogicalRules):
+        logical = item if logical is None else _merge(logical, item)
+      elif isinstance(item, PathRules):
+        paths.append(item)
+      elif isinstance(item, Fallback):
+        if fallback not in (None, item):
+          raise ShardingError(
+            f"two fallbacks: {fallback} and {item}.",
+            fix="keep one; the fallback is what comes last.",
+          )
+        fallback = item
+      else:
+        raise ShardingError(
+          f"{item!r} is not a sharding rule.",
+          fix='pass LogicalRules(embed="fsdp"), PathRules([...]), fsdp(), replicate(), or a list of these.',
+        )
+    return cls(logical if logical is not None else LogicalRules(), tuple(paths), fallback)
+
+  def __repr__(self) -> str:
+    parts = [repr(self.logical)] if len(self.logical) else []
+    parts += [repr(item) for item in (*self.paths, self.fallback) if item is not None]
+    return f"[{', '.join(parts)}]"
+
+
+def _flatten(rules: Any) -> Iterator[Any]:
+  if rules is None:
+    return
+  if isinstance(rules, RuleSet):
+    yield rules.logical
+    yield from rules.paths
+    if rules.fallback is not None:
+      yield rules.fallback
+  elif isinstance(rules, Mapping) and not isinstance(rules, LogicalRules):
+    yield LogicalRules(rules)  # pyright: ignore[reportUnknownArgumentType]
+  elif isinstance(rules, Sequence) and not isinstance(rules, str):
+    for item in rules:  # pyright: ignore[reportUnknownVariableType]
+      yield from _flatten(item)
+  else:
+    yield rules
+
+
+def _merge(first: LogicalRules, second: LogicalRules) -> LogicalRules:
+  clash = [name for name in first if name in second and first[name] != second[name]]
+  if clash:
+    name = clash[0]
+    raise ShardingError(
+      f"logical name {name!r} has two rules.",
+      details=f"{show_candidates(first[name])} and {show_candidates(second[name])}",
+      fix=f"keep one, or change it with rules.replace({name}=...).",
+    )
+  unknown = "whole" if "whole" in (first.unknown, second.unknown) else "error"
+  return LogicalRules({**first, **second}, unknown=unknown, uneven={**first.uneven, **second.uneven})
+
+
+def _candidate(value: Any) -> Candidate:
+  if value is None:
+    return ()
+  return (value,) if isinstance(value, str) else tuple(value)
+
+
+def _candidates(name: str, value: Any) -> tuple[Candidate, ...]:
+  # A list holds candidates; everything else is one. A tuple of tuples is how `Mapping` access returns
+  # candidates, so that rules can be built from rules.
+  is_many = isinstance(value, list) or (
+    isinstance(value, tuple) and any(not isinstance(item, str) for item in value)  # pyright: ignore[reportUnknownVariableType]
+  )
+  options = tuple(_candidate(item) for item in (value if is_many else [value])) or ((),)  # pyright: ignore[reportUnknownVariableType]
+  for position, option in enumerate(options):
+    bad = [axis for axis in option if not isinstance(axis, str)]  # pyright: ignore[reportUnnecessaryIsInstance]
+    if bad or len(set(option)) != len(option):
+      raise ShardingError(
+        f"rule for {name!r}: {option!r} is not a tuple of distinct mesh axes.",
+        fix=f'{name}="fsdp", {name}=("data", "fsdp"), or {name}=["tensor", None] for candidates.',
+      )
+    if option in options[:position] or () in options[:position]:
+      raise ShardingError(
+        f"rule for {name!r}: candidate {show_candidate(option)} can never be reached.",
+        details=f"candidates {show_candidates(options)}",
+        fix="None (whole) always fits, so it comes last; and each candidate comes once.",
+      )
+  return options
+
+
+def show_candidate(option: Candidate) -> str:
+  """One candidate as it would be typed: `'fsdp'`, `('data', 'fsdp')` or `None`."""
+  return repr(option[0]) if len(option) == 1 else repr(option or None)
+
+
+def show_candidates(options: Sequence[Candidate]) -> str:
+  """Candidates as they would be typed; a list when there are several."""
+  shown = [show_candidate(option) for option in options]
+  return shown[0] if len(shown) == 1 else f"[{', '.join(shown)}]"

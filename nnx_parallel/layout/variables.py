@@ -1,0 +1,140 @@
+"""Reading a module: its Variables by path, and the sharding metadata that they carry."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping, Sequence
+from typing import Any, cast
+
+import jax
+from flax import nnx
+from jax.sharding import NamedSharding, PartitionSpec
+
+from nnx_parallel.errors import ShardingError
+
+Path = tuple[Hashable, ...]
+Entry = str | tuple[str, ...] | None
+"""One dim of an annotation: a name, several names (major to minor), or None: whole."""
+Names = tuple[Entry, ...]
+
+DECLARED = "declared_sharding"
+"""Metadata key under which creation keeps what the user wrote: `(names, sharding_rules)`."""
+_NAME_KEYS = ("out_sharding", "sharding", "sharding_names")
+
+
+def path_str(path: Path) -> str:
+  """The dotted form that is printed and matched: `("blocks", 0, "kernel")` -> `blocks.0.kernel`."""
+  return ".".join(map(str, path))
+
+
+def variables(module: Any) -> dict[Path, Any]:
+  """The Variables and raw arrays of a module by path; a tied Variable appears once, at its first path.
+
+  Args:
+    module: a live or abstract `nnx.Module`, `nnx.Optimizer` or any NNX pytree.
+
+  Returns:
+    Path -> `nnx.Variable` (or a raw array), in flax's deterministic (sorted) order. The Variables are the
+    module's own when it is live: assigning to one changes the module.
+  """
+  return dict(nnx.to_flat_state(nnx.state(module)))
+
+
+def value_of(leaf: Any) -> Any:
+  """The array (or `ShapeDtypeStruct`) of a Variable, or the leaf itself when it is a raw array."""
+  return leaf.get_raw_value() if isinstance(leaf, nnx.Variable) else leaf
+
+
+def kind_of(leaf: Any) -> str:
+  """The Variable's type name, or `array` for a raw array."""
+  return type(leaf).__name__ if isinstance(leaf, nnx.Variable) else "array"
+
+
+def is_rng(leaf: Any) -> bool:
+  """Whether this leaf is RNG state (a key or a counter), which is always kept whole."""
+  if isinstance(leaf, nnx.RngState):
+    return True
+  dtype = getattr(value_of(leaf), "dtype", None)
+  return dtype is not None and jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key)
+
+
+def declared(leaf: Any, *, where: str) -> tuple[Names | None, dict[str, Any]]:
+  """What the user wrote on a Variable: its names, and its own `sharding_rules`.
+
+  Every key that flax has used is read (`out_sharding`, `sharding`, `sharding_names`), with a tuple, list,
+  `PartitionSpec` or `NamedSharding` as value. A `PartitionSpec` may be shorter than the rank.
+
+  Args:
+    leaf: a Variable or a raw array.
+    where: the path, for errors.
+
+  Returns:
+    `(names, rules)`; names is None when nothing was written.
+
+  Raises:
+    ShardingError: an annotation that is not a sequence of names, or has another length than the rank.
+  """
+  if not isinstance(leaf, nnx.Variable):
+    return None, {}
+  metadata = cast(Mapping[str, Any], leaf.get_metadata())
+  ndim = len(value_of(leaf).shape)
+  if DECLARED in metadata and len(metadata[DECLARED][0] or ()) in (0, ndim):
+    names, rules = metadata[DECLARED]
+    return names, dict(rules)
+  key = next((k for k in _NAME_KEYS if metadata.get(k) is not None), None)
+  if key is None:
+    return None, {}
+  names = _to_names(metadata[key], ndim, where=where, key=key)
+  rules = _own_rules(metadata.get("sharding_rules") or (), where=where)
+  return names, rules
+
+
+def _own_rules(rules: Any, *, where: str) -> dict[str, Any]:
+  pairs = list(rules.items()) if isinstance(rules, Mapping) else [tuple(rule) for rule in rules]
+  result: dict[str, Any] = {}
+  for name, axes in pairs:
+    if name in result and result[name] != axes:
+      raise ShardingError(
+        f"{where}: sharding_rules maps {name!r} twice.",
+        details=f"sharding_rules {pairs}",
+        fix="keep one entry for each name.",
+      )
+    result[name] = axes
+  return result
+
+
+def _to_names(value: Any, ndim: int, *, where: str, key: str) -> Names:
+  from_spec = isinstance(value, (PartitionSpec, NamedSharding))
+  if isinstance(value, NamedSharding):
+    value = value.spec
+  if isinstance(value, str) or not isinstance(value, (Sequence, PartitionSpec)):
+    raise ShardingError(
+      f"{where}: {key} must be one name (or None) for each dim, not {value!r}.",
+      fix=f"{key}=({value!r}, None)" if isinstance(value, str) else f'{key}=("embed", "mlp")',
+    )
+  names = tuple(_to_entry(entry, where=where, key=key) for entry in value)
+  if from_spec and len(names) <= ndim:
+    return (*names, *([None] * (ndim - len(names))))
+  if len(names) != ndim:
+    hint = ""
+    if len(names) == ndim - 1:
+      hint = (
+        "\nIf nnx.vmap or nnx.scan stacked this layer, pass"
+        " transform_metadata={nnx.PARTITION_NAME: 'layers'} (or None) so that the new dim gets a name."
+      )
+    raise ShardingError(
+      f"{where}: {len(names)} names for an array of {ndim} dims.",
+      details=f"{key} {names}, one name is needed for each dim",
+      fix=f"write {ndim} entries, None for a dim that stays whole.{hint}",
+    )
+  return names
+
+
+def _to_entry(entry: Any, *, where: str, key: str) -> Entry:
+  if entry is None or isinstance(entry, str):
+    return entry
+  if isinstance(entry, (tuple, list)) and all(isinstance(name, str) for name in entry):
+    return tuple(entry) or None
+  raise ShardingError(
+    f"{where}: {entry!r} in {key} is not a name.",
+    fix="use a string, a tuple of strings (several mesh axes, major to minor), or None.",
+  )

@@ -1,0 +1,57 @@
+"""Eight simulated CPU devices and strict numerics for every test.
+
+The environment is set before anything imports jax, because jax reads it once.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Callable
+from typing import Any
+
+DEVICES = 8
+FLAG = "--xla_force_host_platform_device_count"
+
+os.environ["JAX_PLATFORMS"] = "cpu"
+others = [flag for flag in os.environ.get("XLA_FLAGS", "").split() if not flag.startswith(FLAG)]
+os.environ["XLA_FLAGS"] = " ".join([*others, f"{FLAG}={DEVICES}"])
+
+import jax  # noqa: E402
+import optax  # noqa: E402
+import pytest  # noqa: E402
+
+jax.config.update("jax_numpy_dtype_promotion", "strict")
+jax.config.update("jax_numpy_rank_promotion", "raise")
+
+
+def relaxed(update: Callable[..., Any]) -> Callable[..., Any]:
+  @functools.wraps(update)
+  def wrapper(*args: Any, **kwargs: Any) -> Any:
+    with jax.numpy_dtype_promotion("standard"):
+      return update(*args, **kwargs)
+
+  return wrapper
+
+
+def relax_optax() -> None:
+  """Lets optax promote dtypes inside its own updates, and nothing else.
+
+  Adam's bias correction, the cosine schedule and MultiSteps mix Python floats with an int32 count,
+  which strict promotion refuses (optax 0.2.8).
+  """
+  make = optax.GradientTransformation.__new__
+  optax.GradientTransformation.__new__ = lambda cls, init, update: make(cls, init, relaxed(update))
+  optax.MultiSteps.update = relaxed(optax.MultiSteps.update)
+
+
+relax_optax()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def eight_devices() -> list[jax.Device]:
+  """All simulated devices; without them most tests would pass for the wrong reason."""
+  devices = jax.devices()
+  if len(devices) != DEVICES:
+    pytest.exit(f"the tests need {DEVICES} simulated devices, found {devices}", returncode=3)
+  return devices

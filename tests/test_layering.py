@@ -1,0 +1,264 @@
+"""The rooms of the package import downwards only; importing the package changes nothing."""
+
+from __future__ import annotations
+
+import ast
+import graphlib
+import json
+import os
+import subprocess
+import sys
+import textwrap
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).resolve().parent.parent / "nnx_parallel"
+
+# Lowest first. Rooms in one group are siblings: they do not import each other either.
+ORDER = (
+  {"errors"},
+  {"layout"},
+  {"create"},
+  {"train", "schemes", "decode"},
+  {"checkpoint", "hosts"},
+  {"report"},
+  {"recipes"},
+  {"cli"},
+)
+LEVEL = {room: level for level, group in enumerate(ORDER) for room in group}
+
+# (importer, imported) pairs of siblings that may, each with its reason.
+SIBLINGS: dict[tuple[str, str], str] = {}
+
+# The user's side of the public line: what a user would copy, run or call in a test.
+USES_PUBLIC_API = {"recipes", "cli", "testing", "__main__"}
+
+
+@dataclass(frozen=True)
+class Import:
+  """The module `importer` imports the module `target`, or `name` out of it."""
+
+  importer: str
+  target: str
+  name: str | None
+  line: int
+  types_only: bool
+
+  def __str__(self) -> str:
+    return f"{self.importer}:{self.line} imports {self.target}"
+
+
+def module_name(path: Path, root: Path) -> str:
+  parts = path.relative_to(root.parent).with_suffix("").parts
+  return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def room(module: str) -> str:
+  """`nnx_parallel.layout.mesh` -> `layout`; the package itself is the empty room."""
+  return [*module.split("."), ""][1]
+
+
+def under_type_checking(tree: ast.Module) -> set[ast.AST]:
+  blocks = (n for n in ast.walk(tree) if isinstance(n, ast.If) and "TYPE_CHECKING" in ast.dump(n.test))
+  return {node for block in blocks for part in block.body for node in ast.walk(part)}
+
+
+def absolute(node: ast.ImportFrom, module: str, is_package: bool) -> str:
+  if not node.level:
+    return node.module or ""
+  base = module.split(".") + ([""] if is_package else [])
+  return ".".join([*base[: -node.level], *([node.module] if node.module else [])])
+
+
+def imports_of(path: Path, root: Path, modules: set[str]) -> Iterator[Import]:
+  """Every import of this package in one file, also inside functions and TYPE_CHECKING blocks."""
+  module, tree = module_name(path, root), ast.parse(path.read_text(), str(path))
+  types_only = under_type_checking(tree)
+  for node in ast.walk(tree):
+    found: list[tuple[str, str | None]] = []
+    if isinstance(node, ast.Import):
+      found = [(alias.name, None) for alias in node.names]
+    elif isinstance(node, ast.ImportFrom):
+      base = absolute(node, module, path.name == "__init__.py")
+      for alias in node.names:
+        inner = f"{base}.{alias.name}"
+        found.append((inner, None) if inner in modules else (base, alias.name))
+    for target, name in found:
+      if target.split(".")[0] == root.name:
+        yield Import(module, target, name, node.lineno, node in types_only)
+
+
+def complaint(found: Import) -> str | None:
+  """What is wrong with one import, or None."""
+  source, target = room(found.importer), room(found.target)
+  if source == target:
+    return None
+  if not target:
+    return None if source in USES_PUBLIC_API else f"{found}: only {sorted(USES_PUBLIC_API)} may"
+  if any(part.startswith("_") for part in (*found.target.split("."), found.name or "")):
+    return f"{found}: private to its room"
+  if source == "testing" and target == "cli":
+    return f"{found}: cli is the top"
+  if source in ("", "testing", "__main__"):
+    return None
+  unknown = [r for r in (source, target) if r not in LEVEL]
+  if unknown:
+    return f"{found}: room {unknown[0]!r} is not in ORDER"
+  if LEVEL[target] > LEVEL[source]:
+    return f"{found}: {target} is above {source}"
+  if LEVEL[target] == LEVEL[source] and (source, target) not in SIBLINGS:
+    return f"{found}: {target} and {source} are siblings"
+  return None
+
+
+def cycle(imports: list[Import]) -> list[str]:
+  """One cycle of modules, or nothing. An import inside a function counts: it only hides a cycle."""
+  graph: dict[str, set[str]] = {}
+  for found in imports:
+    # `nnx_parallel/__init__.py` is above all rooms, so what uses the public API is not below it.
+    if not found.types_only and found.target != found.importer and room(found.target):
+      graph.setdefault(found.importer, set()).add(found.target)
+  try:
+    graphlib.TopologicalSorter(graph).prepare()
+  except graphlib.CycleError as error:
+    return list(error.args[1])
+  return []
+
+
+def problems(root: Path) -> list[str]:
+  files = sorted(root.rglob("*.py"))
+  modules = {module_name(path, root) for path in files}
+  imports = [found for path in files for found in imports_of(path, root, modules)]
+  wrong = [text for found in imports if (text := complaint(found))]
+  loop = cycle(imports)
+  return wrong + ([f"cycle: {' -> '.join(loop)}"] if loop else [])
+
+
+def test_rooms_import_downwards_only():
+  assert problems(PACKAGE) == []
+
+
+def plant(root: Path, files: dict[str, str]) -> Path:
+  package = root / "nnx_parallel"
+  for name, text in files.items():
+    path = package / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(textwrap.dedent(text))
+    (path.parent / "__init__.py").touch()
+  return package
+
+
+PLANTED = {
+  "upward": (
+    {"layout/mesh.py": "from nnx_parallel.train.step import go", "train/step.py": ""},
+    ["nnx_parallel.layout.mesh:1 imports nnx_parallel.train.step: train is above layout"],
+  ),
+  "in a function": (
+    {"layout/mesh.py": "def f():\n  import nnx_parallel.cli.main", "cli/main.py": ""},
+    ["nnx_parallel.layout.mesh:2 imports nnx_parallel.cli.main: cli is above layout"],
+  ),
+  "for types only": (
+    {
+      "errors.py": """
+        from typing import TYPE_CHECKING
+        if TYPE_CHECKING:
+          from nnx_parallel.layout.plan import Plan
+      """,
+      "layout/plan.py": "from nnx_parallel.errors import PlanError",
+    },
+    ["nnx_parallel.errors:4 imports nnx_parallel.layout.plan: layout is above errors"],
+  ),
+  "relative": (
+    {"layout/mesh.py": "from ..create import thing", "create/thing.py": ""},
+    ["nnx_parallel.layout.mesh:1 imports nnx_parallel.create.thing: create is above layout"],
+  ),
+  "sibling": (
+    {"train/step.py": "from nnx_parallel.schemes.ring import f", "schemes/ring.py": ""},
+    ["nnx_parallel.train.step:1 imports nnx_parallel.schemes.ring: schemes and train are siblings"],
+  ),
+  "private": (
+    {"create/make.py": "from nnx_parallel.layout.plan import _hidden", "layout/plan.py": ""},
+    ["nnx_parallel.create.make:1 imports nnx_parallel.layout.plan: private to its room"],
+  ),
+  "new room": (
+    {"train/step.py": "from nnx_parallel.helpers.text import f", "helpers/text.py": ""},
+    ["nnx_parallel.train.step:1 imports nnx_parallel.helpers.text: room 'helpers' is not in ORDER"],
+  ),
+  "the top": (
+    {"layout/mesh.py": "import nnx_parallel as nxp"},
+    ["nnx_parallel.layout.mesh:1 imports nnx_parallel: only ['__main__', 'cli', 'recipes', 'testing'] may"],
+  ),
+  "cycle": (
+    {
+      "layout/a.py": "from nnx_parallel.layout import b",
+      "layout/b.py": "def f():\n  from nnx_parallel.layout.a import g",
+    },
+    ["cycle: nnx_parallel.layout.a -> nnx_parallel.layout.b -> nnx_parallel.layout.a"],
+  ),
+  "fine": (
+    {
+      "errors.py": "",
+      "layout/mesh.py": "import jax\nfrom nnx_parallel.errors import MeshError",
+      "report/table.py": "from nnx_parallel.layout import mesh",
+      "recipes/job.py": "import nnx_parallel as nxp",
+      "testing.py": "from nnx_parallel.report import table",
+    },
+    [],
+  ),
+}
+
+
+@pytest.mark.parametrize("case", PLANTED)
+def test_a_planted_violation_is_found(tmp_path, case):
+  files, expected = PLANTED[case]
+  found = problems(plant(tmp_path, files))
+  if case == "cycle":
+    # graphlib may start at either module.
+    assert [set(line.split()) for line in found] == [set(line.split()) for line in expected]
+  else:
+    assert found == expected
+
+
+IMPORT_TWICE = """
+import json, os, sys, warnings
+import jax, optax, orbax.checkpoint
+from flax import nnx
+
+def state():
+  return {
+    "environment": dict(os.environ),
+    "jax config": {name: repr(value) for name, value in sorted(jax.config.values.items())},
+    "warning filters": repr(warnings.filters),
+    "working directory": os.getcwd(),
+    "excepthook": repr(sys.excepthook),
+  }
+
+before = state()
+import nnx_parallel
+for name in getattr(nnx_parallel, "__all__", ()):
+  getattr(nnx_parallel, name)
+after = state()
+changed = {key: [before[key], after[key]] for key in before if before[key] != after[key]}
+print(json.dumps(changed))
+"""
+
+
+def test_importing_changes_nothing_and_starts_no_backend(tmp_path):
+  # A platform that does not exist: whatever starts a backend fails.
+  environment = {**os.environ, "JAX_PLATFORMS": "none_such", "PYTHONPATH": str(PACKAGE.parent)}
+  command = [sys.executable, "-c", IMPORT_TWICE]
+  result = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True)
+  assert result.returncode == 0, result.stderr
+  assert json.loads(result.stdout.splitlines()[-1]) == {}
+  assert list(tmp_path.iterdir()) == []
+
+
+def test_a_started_backend_would_be_noticed():
+  environment = {**os.environ, "JAX_PLATFORMS": "none_such"}
+  command = [sys.executable, "-c", "import jax; jax.devices()"]
+  result = subprocess.run(command, env=environment, capture_output=True, text=True)
+  assert result.returncode != 0
+  assert "none_such" in result.stderr

@@ -1,0 +1,80 @@
+"""Freezes the names and signatures that users may rely on.
+
+To change them on purpose: `python tests/test_public_surface.py --update`, and a line in CHANGELOG.md.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import sys
+import types
+from pathlib import Path
+
+from surface import surface
+
+import nnx_parallel
+
+FROZEN = Path(__file__).with_name("public_surface.txt")
+UPDATE = "python tests/test_public_surface.py --update"
+
+
+def test_the_public_surface_is_as_frozen():
+  frozen, now = FROZEN.read_text().splitlines(), surface(nnx_parallel)
+  changes = "\n".join(difflib.unified_diff(frozen, now, "frozen", "now", lineterm="", n=0))
+  assert not changes, f"the public surface changed:\n{changes}\nIf that is meant: {UPDATE}"
+
+
+def test_all_names_exist_once_and_are_public():
+  names = list(getattr(nnx_parallel, "__all__", ()))
+  assert len(names) == len(set(names))
+  assert [name for name in names if name.startswith("_")] == []
+  assert [name for name in names if not hasattr(nnx_parallel, name)] == []
+
+
+def test_changes_of_names_signatures_and_members_show():
+  module = types.ModuleType("toy")
+
+  @dataclasses.dataclass
+  class Box:
+    size: int = 3
+
+    def grow(self, by: int, *, twice: bool = False) -> Box:
+      return Box(self.size + by * (1 + twice))
+
+    @property
+    def empty(self) -> bool:
+      return not self.size
+
+    @classmethod
+    def of(cls, size: int) -> Box:
+      return cls(size)
+
+    def _private(self) -> None:
+      pass
+
+  def plan(init, *, uneven="error", default=print):
+    pass
+
+  inner = types.ModuleType("toy.inner")
+  inner.check, inner.__all__ = plan, ["check"]
+  Box.__module__ = "toy"
+  module.Box, module.plan, module.inner, module.LIMIT = Box, plan, inner, 3
+  module.__all__ = ["plan", "Box", "inner", "LIMIT"]
+  assert surface(module) == [
+    "class Box(object)(size: 'int' = 3) -> None",
+    "  property Box.empty",
+    "  method Box.grow(self, by: 'int', *, twice: 'bool' = False) -> 'Box'",
+    "  classmethod Box.of(cls, size: 'int') -> 'Box'",
+    "value LIMIT: int",
+    "module inner",
+    "def inner.check(init, *, uneven='error', default=<built-in function print>)",
+    "def plan(init, *, uneven='error', default=<built-in function print>)",
+  ]
+
+
+if __name__ == "__main__":
+  if sys.argv[1:] != ["--update"]:
+    sys.exit(f"usage: {UPDATE}")
+  FROZEN.write_text("".join(line + "\n" for line in surface(nnx_parallel)))
+  print(f"{FROZEN.name}: {len(FROZEN.read_text().splitlines())} lines")
