@@ -7,17 +7,23 @@ import json
 import math
 import re
 from collections.abc import Mapping
+from typing import Any
 
 import jax
-from jax.sharding import AbstractMesh
+from jax.sharding import AbstractMesh, NamedSharding
 
+from nnx_parallel.create.instantiate import instantiate
 from nnx_parallel.errors import ReportError
+from nnx_parallel.layout.mesh import axis_sizes, is_explicit
+from nnx_parallel.layout.plan import ShardingPlan
+from nnx_parallel.layout.variables import Path, path_str, variables
 from nnx_parallel.report import hlo
 from nnx_parallel.report.chips import Chip, chip as chip_named, chip_of
 from nnx_parallel.report.collectives import Collective, collectives
 from nnx_parallel.report.compiler import Compiled, MemoryStats, memory_stats, run_compiler
 from nnx_parallel.report.cost import Cost, cost
 from nnx_parallel.report.reshards import Reshard, find_reshards
+from nnx_parallel.report.topology import topology_mesh
 
 _ALIASES = re.compile(r"\{[\d, ]*\}: \((\d+), ")
 
@@ -121,6 +127,102 @@ class CompileReport:
     from nnx_parallel.report.html import notebook_frame
 
     return notebook_frame(self.to_html())
+
+
+def compile_report(
+  step: Any,
+  plan: ShardingPlan | None = None,
+  *args: Any,
+  batch: Any = None,
+  topology: str | None = None,
+  chip: Chip | str | None = None,
+) -> CompileReport:
+  """Compiles a step without running it, and reports what it needs, computes and sends.
+
+  Args:
+    step: what `train_step` or `eval_step` made, a function under `nnx.jit` or `jax.jit`, or a program that
+      is already lowered or compiled.
+    plan: the layout of the step's model and optimizer; arrays that do not exist stand in for them.
+    *args: without a plan, the arguments of the step, real or abstract; with one, what follows the batch.
+    batch: a pytree of arrays or `jax.ShapeDtypeStruct`s of the global batch.
+    topology: a machine that is not here, e.g. `"tpu:v5e:4x4"` or `"gpu:h100:2x8"`; by default the devices
+      of the plan's mesh. See `topology`.
+    chip: whose memory decides the verdict; by default that of the devices compiled for.
+
+  Raises:
+    ReportError: the plan is abstract and no topology is given, the topology does not have as many devices
+      as the plan, its compiler is not installed, or it refuses the program for another reason than memory.
+
+  Example:
+    >>> import nnx_parallel as nxp
+    >>> init = lambda: nnx.Linear(8, 8, use_bias=False, rngs=nnx.Rngs(0))
+    >>> plan = nxp.plan(init, nxp.make_mesh(fsdp=8), nxp.fsdp(min_size=0), optimizer=optax.sgd(0.1))
+    >>> step = nxp.train_step(lambda model, x: (model(x) ** 2).mean())
+    >>> report = compile_report(step, plan, batch=jax.ShapeDtypeStruct((16, 8), jnp.float32))
+    >>> report.fits, report.memory.arguments, report.bytes_by("kind")[("all-gather",)]
+    (True, 100, 256)
+  """
+  if isinstance(step, jax.stages.Lowered | jax.stages.Compiled):
+    return report_of(step, chip=chip)
+  if plan is None:
+    return report_of(step.lower(*args), chip=chip)
+  here = _placed(plan, topology)
+  objects = instantiate(here, {root: here.abstract_state(root) for root in ("model", "optimizer")})
+  objects = objects if isinstance(objects, tuple) else (objects,)
+  lowered = step.lower(*objects, abstract_batch(here, batch), *args)
+  names = [_plan_name(path) for path in variables(objects)]
+  return report_of(
+    lowered,
+    axes=axis_sizes(here.mesh),
+    chip=chip,
+    categories=state_categories(here),
+    names={f"arrays[{index}]": name for index, name in enumerate(names)},
+  )
+
+
+def abstract_batch(plan: ShardingPlan, batch: Any) -> Any:
+  """The batch as abstract arrays, laid out as the plan says.
+
+  Args:
+    plan: gives the mesh and the `batch` rule.
+    batch: a pytree of arrays or `ShapeDtypeStruct`s with global shapes.
+  """
+  return jax.tree.map(
+    lambda x: jax.ShapeDtypeStruct(
+      x.shape, x.dtype, sharding=NamedSharding(plan.mesh, plan.batch_spec(len(x.shape)))
+    ),
+    batch,
+  )
+
+
+def state_categories(plan: ShardingPlan) -> dict[str, int]:
+  """Bytes per device of the planned state: parameters, other state of the model, optimizer."""
+  sums = {"parameters": 0, "other model state": 0, "optimizer": 0}
+  for leaf in plan.leaves:
+    kind = "parameters" if "Param" in leaf.kind else "other model state"
+    sums["optimizer" if leaf.root == "optimizer" else kind] += leaf.bytes_per_device
+  return sums
+
+
+def _placed(plan: ShardingPlan, text: str | None) -> ShardingPlan:
+  """The plan on devices that a compiler knows: its own, or those of a named topology."""
+  if text is None:
+    if isinstance(plan.mesh, AbstractMesh):
+      raise ReportError(
+        "a plan on an abstract mesh names no devices to compile for.",
+        details=f"mesh {axis_sizes(plan.mesh)}",
+        fix="compile_report(..., topology='tpu:v5e:4x4'), or 'cpu:8' for simulated devices.",
+      )
+    return plan
+  mesh = topology_mesh(text, explicit=is_explicit(plan.mesh), **axis_sizes(plan.mesh))
+  leaves = tuple(dataclasses.replace(leaf, mesh=mesh) for leaf in plan.leaves)
+  return dataclasses.replace(plan, mesh=mesh, leaves=leaves)
+
+
+def _plan_name(path: Path) -> str:
+  """Plan name of a Variable of the pair (model, optimizer)."""
+  inner = path_str(path[1:])
+  return inner if path[0] == 0 else f"optimizer/{inner}"
 
 
 def report_of(
