@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 import jax.extend.core as jex
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
@@ -63,9 +64,16 @@ def put(value: Any, sharding: NamedSharding) -> jax.Array:
     The array in that sharding.
   """
   if isinstance(value, jax.Array):
-    return jax.device_put(value, sharding, may_alias=False)
+    placed = jax.device_put(value, sharding, may_alias=False)
+    # From one device to several, jax (0.12) hands on the first device's buffer all the same.
+    return jax.jit(jnp.copy, out_shardings=sharding)(placed) if _buffers(placed) & _buffers(value) else placed
   # jax may use numpy's own memory for an array, so each shard is copied.
   return jax.make_array_from_callback(value.shape, sharding, lambda index: np.array(value[index]))
+
+
+def _buffers(array: jax.Array) -> set[tuple[jax.Device, int]]:
+  numbers = jax.random.key_data(array) if _is_key(array) else array
+  return {(shard.device, shard.data.unsafe_buffer_pointer()) for shard in numbers.addressable_shards}
 
 
 class _Feed:
@@ -134,5 +142,5 @@ def _abstract(value: Any, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
   return jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=sharding)
 
 
-def _is_key(aval: Any) -> bool:
-  return jax.dtypes.issubdtype(aval.dtype, jax.dtypes.prng_key)
+def _is_key(array: Any) -> bool:
+  return jax.dtypes.issubdtype(array.dtype, jax.dtypes.prng_key)
