@@ -314,6 +314,8 @@ def generate(
 
   The whole window is run again for each byte: plain, and quick enough for a line of text.
   """
+  if not prompt:
+    raise RecipeError("generate needs a prompt of at least one byte.", fix='prompt=b"\\n"')
   quiet = nnx.view(model, deterministic=True, raise_if_not_found=False)
   context = np.zeros(window, np.int32)
   recent = np.frombuffer(prompt, np.uint8)[-window:]
