@@ -25,6 +25,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
+from jax.typing import ArrayLike
 
 import nnx_parallel as nxp
 from nnx_parallel.errors import RecipeError
@@ -328,10 +329,10 @@ def generate(
 @functools.partial(nnx.jit, static_argnames="length")
 def _continue(
   model: TextLM,
-  context: jax.Array,
-  used: jax.Array | int,
+  context: ArrayLike,
+  used: ArrayLike,
   key: jax.Array,
-  temperature: jax.Array,
+  temperature: ArrayLike,
   length: int,
 ) -> jax.Array:
   def one_byte(

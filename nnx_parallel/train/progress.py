@@ -65,7 +65,7 @@ class StepProgress:
 
     Args:
       step: its number; the first is 1.
-      values: its metrics, `loss` among them, with `seconds` and `tokens_per_second` as `StepClock` gives them.
+      values: its metrics, `loss` among them, and the `seconds` and `tokens_per_second` of `StepClock`.
     """
     if self._bar is not None:
       if self._console.width < NARROW:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-TINY = '''
+TINY = """
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -53,7 +53,7 @@ def batches(start=0, *, split="train", last=10**9):
     rows = [np.random.default_rng(i).standard_normal(8) for i in range(start, start + 16)]
     yield {"x": np.array(rows, np.float32)}
     start += 16
-'''
+"""
 
 
 @pytest.fixture

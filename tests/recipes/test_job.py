@@ -12,6 +12,7 @@ from flax import nnx
 
 import nnx_parallel as nxp
 from nnx_parallel.errors import CheckpointError, RecipeError, TrainError
+from nnx_parallel.layout.variables import value_of, variables
 from nnx_parallel.recipes import load_recipe
 from nnx_parallel.recipes.job import Job, plan_recipe
 
@@ -91,6 +92,18 @@ def test_evaluation_is_without_dropout_and_changes_nothing(recipe):
   assert losses(job, 4) == losses(other, 4)
 
 
+def test_training_and_evaluation_leave_the_layout_as_planned(recipe):
+  job = Job.start(recipe, make_plan(recipe, data=4, tensor=2))
+  job.evaluate()
+  job.train(2)
+  job.evaluate()
+  for root, owner in (("model", job.model), ("optimizer", job.optimizer)):
+    found = variables(owner)
+    for path, leaf in job.plan.of(root).items():
+      sharding = value_of(found[path]).sharding
+      assert sharding.is_equivalent_to(leaf.sharding, len(leaf.shape)), leaf.name
+
+
 def test_without_held_out_batches_evaluation_is_empty(recipe):
   quiet = dataclasses.replace(recipe, batches=lambda start, split="train": iter(()))
   assert Job.start(quiet, make_plan(recipe, data=4, tensor=2)).evaluate() == {}
@@ -113,9 +126,7 @@ def test_a_loss_that_is_not_finite_stops_the_run(recipe):
       yield {"x": batch["x"] * np.float32(np.nan if start >= 16 else 1.0)}
       start += 16
 
-  job = Job.start(
-    dataclasses.replace(recipe, batches=batches), make_plan(recipe, data=4, tensor=2)
-  )
+  job = Job.start(dataclasses.replace(recipe, batches=batches), make_plan(recipe, data=4, tensor=2))
   seen = []
   with pytest.raises(TrainError, match="the loss of step 2 is nan"):
     job.train(5, lambda step, values: seen.append(step))
@@ -129,8 +140,8 @@ def test_a_recipe_for_planning_only_cannot_be_trained(recipe):
 
 
 def test_a_recipe_without_rules_is_planned_with_fsdp(recipe):
-  init = lambda: nnx.Linear(512, 1024, rngs=nnx.Rngs(0))
-  plan = plan_recipe(
-    dataclasses.replace(recipe, rules=None, init=init), nxp.abstract_mesh(fsdp=8)
-  )
+  def init():
+    return nnx.Linear(512, 1024, rngs=nnx.Rngs(0))
+
+  plan = plan_recipe(dataclasses.replace(recipe, rules=None, init=init), nxp.abstract_mesh(fsdp=8))
   assert plan["kernel"].spec == jax.P(None, "fsdp")

@@ -103,7 +103,7 @@ def test_functions_that_take_other_arguments_are_refused(tmp_path):
 
 def test_something_that_is_not_a_function_is_refused(tmp_path):
   path = write(tmp_path, "def init(): ...\nmesh = {'data': 8}\n")
-  with pytest.raises(RecipeError, match="mesh in the recipe .* is dict, not a function"):
+  with pytest.raises(RecipeError, match=r"mesh in the recipe .* is dict, not a function"):
     load_recipe(path, needs=("init",))
 
 

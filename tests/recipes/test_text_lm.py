@@ -64,7 +64,8 @@ def test_hidden_and_binary_files_are_no_text(tmp_path):
 def test_train_and_held_out_share_no_file_and_new_files_move_none(folder):
   files = text_lm.find_text(folder)
   train, held_out = (set(side) for side in text_lm.split_files(files))
-  assert train and held_out
+  assert train
+  assert held_out
   assert not train & held_out
   assert train | held_out == set(files.values())
   more = files | {f"new{i}": b"new %d" % i for i in range(30)}
@@ -163,9 +164,7 @@ def test_rotary_attention_depends_on_distances_only():
   turned = np.asarray(text_lm.rotate(jnp.asarray(x)))[0, :, 0]
   scores = turned @ turned.T
   for distance in range(9):
-    np.testing.assert_allclose(
-      np.diagonal(scores, distance), scores[0, distance], rtol=1e-5, atol=1e-5
-    )
+    np.testing.assert_allclose(np.diagonal(scores, distance), scores[0, distance], rtol=1e-5, atol=1e-5)
 
 
 def test_loss_is_in_nats_and_in_bits():
