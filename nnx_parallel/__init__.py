@@ -16,6 +16,7 @@ from nnx_parallel.errors import (
   TrainError,
 )
 from nnx_parallel.hosts.data import batches, shard_batch
+from nnx_parallel.layout.constrain import constrain, use_rules
 from nnx_parallel.layout.mesh import abstract_mesh, describe_mesh, make_mesh
 from nnx_parallel.layout.plan import Decision, LeafPlan, ShardingPlan, plan
 from nnx_parallel.layout.resolve import Resolution, resolve_spec
@@ -42,6 +43,7 @@ __all__ = [
   "TrainStep",
   "abstract_mesh",
   "batches",
+  "constrain",
   "create_sharded_model",
   "describe_mesh",
   "error",
@@ -53,4 +55,5 @@ __all__ = [
   "resolve_spec",
   "shard_batch",
   "train_step",
+  "use_rules",
 ]

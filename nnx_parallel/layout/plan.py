@@ -7,6 +7,7 @@ layout.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import inspect
@@ -21,6 +22,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from nnx_parallel.errors import PlanError, ShardingError
 from nnx_parallel.layout import optimizer_layout
+from nnx_parallel.layout.constrain import use_rules
 from nnx_parallel.layout.mesh import AnyMesh, axis_sizes, is_explicit
 from nnx_parallel.layout.resolve import Resolution, extend_spec, resolve_spec, shard_counts
 from nnx_parallel.layout.rules import UNEVEN, RuleSet, Uneven
@@ -244,6 +246,26 @@ class ShardingPlan:
       return PartitionSpec()
     axes = self._batch_axes
     return PartitionSpec(axes[0] if len(axes) == 1 else axes or None, *([None] * (ndim - 1)))
+
+  def scope(self) -> contextlib.AbstractContextManager[None]:
+    """Puts this plan's rules and mesh in scope for `constrain`; a missing `batch` rule is `batch_spec`'s.
+
+    Returns:
+      A context manager; see `use_rules`.
+
+    Example:
+      >>> import jax.numpy as jnp, nnx_parallel as nxp
+      >>> from flax import nnx
+      >>> plan = nxp.plan(lambda: nnx.Linear(4, 4, rngs=nnx.Rngs(0)), nxp.make_mesh(data=8))
+      >>> with plan.scope():
+      ...   nxp.constrain(jnp.ones((8, 4)), "batch", None).sharding.spec
+      P('data', None)
+    """
+    logical = self.rules.logical
+    if "batch" not in logical:
+      with contextlib.suppress(ShardingError):
+        logical = logical.replace(batch=self._batch_axes)
+    return use_rules(logical, self.mesh)
 
   @functools.cached_property
   def _batch_axes(self) -> tuple[str, ...]:
