@@ -16,7 +16,9 @@ from nnx_parallel.errors import (
   TrainError,
 )
 from nnx_parallel.hosts.data import batches, shard_batch
+from nnx_parallel.layout import presets
 from nnx_parallel.layout.constrain import constrain, use_rules
+from nnx_parallel.layout.inputs import InputRules
 from nnx_parallel.layout.mesh import abstract_mesh, describe_mesh, make_mesh
 from nnx_parallel.layout.plan import Decision, LeafPlan, ShardingPlan, plan
 from nnx_parallel.layout.resolve import Resolution, resolve_spec
@@ -26,6 +28,7 @@ from nnx_parallel.train.step import TrainStep, eval_step, train_step
 __all__ = [
   "CheckpointError",
   "Decision",
+  "InputRules",
   "LayoutMismatchError",
   "LeafPlan",
   "LogicalRules",
@@ -51,6 +54,7 @@ __all__ = [
   "fsdp",
   "make_mesh",
   "plan",
+  "presets",
   "replicate",
   "resolve_spec",
   "shard_batch",

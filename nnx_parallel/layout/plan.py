@@ -228,7 +228,7 @@ class ShardingPlan:
     return render.plan_text(self)
 
   def batch_spec(self, ndim: int) -> PartitionSpec:
-    """The spec of an input with the batch as its first dim: the `batch` rule on dim 0, the rest whole.
+    """The spec of an input: that of `InputRules`; else the `batch` rule on dim 0, the other dims whole.
 
     Without a `batch` rule, the batch is split over the axes called `data`, `replica` and `fsdp`, and the
     fallback's, as far as the mesh has them.
@@ -244,6 +244,12 @@ class ShardingPlan:
     """
     if ndim == 0:
       return PartitionSpec()
+    if self.rules.inputs is not None:
+      sizes = axis_sizes(self.mesh)
+      names = self.rules.inputs.names_for(ndim, tuple(sizes))
+      # Sizes that everything divides: whether a given batch does is checked where it is placed.
+      shape = (self.mesh.size,) * ndim
+      return resolve_spec(names, shape, sizes, self.rules.logical, path=f"inputs of {ndim} dims").spec
     axes = self._batch_axes
     return PartitionSpec(axes[0] if len(axes) == 1 else axes or None, *([None] * (ndim - 1)))
 
@@ -538,7 +544,8 @@ class _Builder:
     )
 
   def notes(self) -> list[str]:
-    dead = [rule.pattern for rules in self.rules.paths for rule in rules.rules if id(rule) not in self.fired]
+    tables = [rules for rules in self.rules.paths if not rules.optional]
+    dead = [rule.pattern for rules in tables for rule in rules.rules if id(rule) not in self.fired]
     return self.axis_notes + [f"path rule {pattern!r} matches nothing" for pattern in dead]
 
 
