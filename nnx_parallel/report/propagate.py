@@ -28,10 +28,11 @@ _REDUCTIONS = (
 
 @dataclasses.dataclass(frozen=True)
 class Flow:
-  """Axes of an array's dims, and whether its values depend on the batch."""
+  """Axes of an array's dims, and whether its values depend on the batch, or on parameters."""
 
   axes: Axes
   data: bool
+  weight: bool = False
 
   @property
   def names(self) -> frozenset[str]:
@@ -71,11 +72,15 @@ class Product:
 
 @dataclasses.dataclass(frozen=True)
 class Kept:
-  """A rematerialised part of the trace: its jaxpr, the axes of its inputs and how often it runs."""
+  """A rematerialised part of the trace: its jaxpr, the axes of its inputs and how often it runs.
+
+  `saves(primitive, **params)` says whether a result is kept instead of computed again; None: nothing is.
+  """
 
   jaxpr: Any
   inputs: tuple[Flow, ...]
   times: int
+  saves: Callable[..., Any] | None
 
 
 class Propagation:
@@ -87,18 +92,23 @@ class Propagation:
     largest: (bytes, axes) of the largest arrays that depend on the batch, per run.
   """
 
-  def __init__(self) -> None:
+  def __init__(self, saves: Callable[..., Any] | None = None) -> None:
+    """Products whose results `saves` accepts are left out of `products`."""
+    self._saves = saves
     self.products: list[Product] = []
     self.kept: list[Kept] = []
     self.largest: dict[frozenset[str], int] = {}
 
-  def run(self, jaxpr: Any, inputs: Sequence[Flow], times: int = 1) -> list[Flow]:
+  def run(
+    self, jaxpr: Any, inputs: Sequence[Flow], times: int = 1, *, live: frozenset[int] | None = None
+  ) -> list[Flow]:
     """Propagates through a jaxpr.
 
     Args:
       jaxpr: a `Jaxpr` or `ClosedJaxpr`.
       inputs: one flow for each input.
       times: how often it runs.
+      live: positions of the operations to follow; all of them when None.
 
     Returns:
       One flow for each output.
@@ -111,7 +121,9 @@ class Propagation:
         return flows[var]
       return Flow(((),) * len(getattr(var.aval, "shape", ())), False)
 
-    for eqn in body.eqns:
+    for position, eqn in enumerate(body.eqns):
+      if live is not None and position not in live:
+        continue
       results = self._step(eqn, [read(v) for v in eqn.invars], times)
       for var, flow in zip(eqn.outvars, results, strict=True):
         flows[var] = flow
@@ -134,27 +146,27 @@ class Propagation:
     inner = next((eqn.params[key] for key in _CALLS if key in eqn.params), None)
     if inner is not None and len(opened(inner).invars) == len(inputs):
       if name in CHECKPOINTS:
-        self.kept.append(Kept(inner, tuple(inputs), times))
+        self.kept.append(Kept(inner, tuple(inputs), times, eqn.params.get("policy")))
       return self.run(inner, inputs, times)
-    data = any(flow.data for flow in inputs)
+    data, weight = any(f.data for f in inputs), any(f.weight for f in inputs)
     if name == "dot_general":
       return [self._dot(eqn, inputs, times)]
-    return [Flow(_spread(eqn, out.aval.shape, inputs), data) for out in eqn.outvars]
+    return [Flow(_spread(eqn, out.aval.shape, inputs), data, weight) for out in eqn.outvars]
 
   def _scan(self, eqn: Any, inputs: list[Flow], times: int) -> list[Flow]:
     counts = scan_counts(eqn)
     consts, carry = counts.constants, counts.carried
     fixed, state, rows = inputs[:consts], inputs[consts : consts + carry], inputs[consts + carry :]
-    rows = [Flow(flow.axes[1:], flow.data) for flow in rows]
+    rows = [Flow(flow.axes[1:], flow.data, flow.weight) for flow in rows]
     probe = Propagation()
     after = probe.run(eqn.params["jaxpr"], [*fixed, *state, *rows])
     # A carry that starts as zeros takes the axes that the body gives it.
     state = [
-      old if old.names else Flow(new.axes, old.data or new.data)
+      old if old.names else Flow(new.axes, old.data or new.data, old.weight or new.weight)
       for old, new in zip(state, after[:carry], strict=True)
     ]
     out = self.run(eqn.params["jaxpr"], [*fixed, *state, *rows], times * eqn.params["length"])
-    return state + [Flow(((), *flow.axes), flow.data) for flow in out[carry:]]
+    return state + [Flow(((), *flow.axes), flow.data, flow.weight) for flow in out[carry:]]
 
   def _dot(self, eqn: Any, inputs: list[Flow], times: int) -> Flow:
     left, right = inputs
@@ -180,7 +192,9 @@ class Propagation:
     main, other = order
     main_shape = shapes[0] if left_first else shapes[1]
     spread = frozenset(axis for dim in taken[id(other)] for axis in dim) - main.names
-    out = Flow(axes, left.data or right.data)
+    out = Flow(axes, left.data or right.data, left.weight or right.weight)
+    if self._saves and self._saves(eqn.primitive, *(v.aval for v in eqn.invars), **eqn.params):
+      return out
     self.products.append(
       Product(
         flops=2 * math.prod(eqn.outvars[0].aval.shape) * math.prod(shapes[0][d] for d in left_sum),

@@ -14,7 +14,7 @@ from jax.extend import core
 from nnx_parallel.layout.mesh import axis_sizes
 from nnx_parallel.layout.plan import LeafPlan, ShardingPlan
 from nnx_parallel.report.jaxprs import as_function, opened, scan_counts
-from nnx_parallel.report.propagate import Flow, Product, Propagation
+from nnx_parallel.report.propagate import Flow, Kept, Product, Propagation
 from nnx_parallel.report.remat import Remat, with_remat
 
 Split = frozenset[str]
@@ -44,7 +44,8 @@ class Workload:
     optimizer: the optimizer's state.
     batch: the inputs.
     batch_axes: axes that split the batch.
-    kept: arrays that the forward pass keeps for the backward pass and that scale with the batch.
+    kept: arrays that scanned layers keep for the backward pass and that scale with the batch.
+    kept_outside: the same, of what is outside scans.
     kept_weights: such arrays that depend on parameters only (casts).
     layer: arrays of the largest rematerialised layer while it is differentiated.
     layer_weights: the parameters of one scanned layer.
@@ -61,6 +62,7 @@ class Workload:
   batch: tuple[Part, ...]
   batch_axes: tuple[str, ...]
   kept: tuple[Part, ...]
+  kept_outside: tuple[Part, ...]
   kept_weights: tuple[Part, ...]
   layer: tuple[Part, ...]
   layer_weights: tuple[Part, ...]
@@ -90,11 +92,9 @@ def trace_workload(
   forward, flows = traces.loss(), traces.flows
   seen = Propagation()
   seen.run(forward, flows)
-  kept, kept_weights = _residuals(traces.backward(), flows)
-  layer = max((_layer(item) for item in seen.kept), key=lambda p: sum(x.bytes for x in p), default=())
-  again = Propagation()
-  for item in seen.kept:
-    again.run(item.jaxpr, item.inputs, item.times)
+  kept = _residuals(traces.backward(), flows)
+  layers = [_layer(item) for item in seen.kept]
+  layer = max((parts for parts, _ in layers), key=lambda p: sum(x.bytes for x in p), default=())
   model = [leaf for leaf in plan.leaves if leaf.root == "model"]
   params = [leaf for leaf in model if "Param" in leaf.kind]
   return Workload(
@@ -104,13 +104,14 @@ def trace_workload(
     optimizer=_merge(_part(leaf) for leaf in plan.leaves if leaf.root == "optimizer"),
     batch=_merge(Part(_size(x), f.names) for x, f in zip(traces.inputs, traces.batch_flows, strict=True)),
     batch_axes=plan_batch_axes(plan),
-    kept=kept,
-    kept_weights=kept_weights,
+    kept=kept.scanned,
+    kept_outside=kept.outside,
+    kept_weights=kept.weights,
     layer=layer,
     layer_weights=max(_scanned(forward, flows), key=lambda p: sum(x.bytes for x in p), default=()),
     largest=tuple(Part(size, split) for split, size in seen.largest.items()),
     products=tuple(seen.products),
-    recomputed=tuple(again.products),
+    recomputed=tuple(product for _, products in layers for product in products),
     compute_bytes=_compute_bytes(forward),
   )
 
@@ -135,7 +136,7 @@ class _Traces:
       Flow(_dims(plan.batch_spec(len(x.shape)), len(x.shape)), True) for x in self.inputs
     ]
     leaves = [rows[path] for path, _ in (*trained_flat, *rest_flat)]
-    self.flows = [Flow(_dims(leaf.spec, len(leaf.shape)), False) for leaf in leaves]
+    self.flows = [Flow(_dims(leaf.spec, len(leaf.shape)), False, True) for leaf in leaves]
     self.flows += self.batch_flows
     self._arrays = [
       [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in leaves[: len(trained_flat)]],
@@ -169,22 +170,33 @@ class _Traces:
     return jax.make_jaxpr(kept)(*self._arrays)
 
 
-def _residuals(traced: Any, flows: Sequence[Flow]) -> tuple[tuple[Part, ...], tuple[Part, ...]]:
+@dataclasses.dataclass(frozen=True)
+class _Residuals:
+  scanned: tuple[Part, ...]
+  outside: tuple[Part, ...]
+  weights: tuple[Part, ...]
+
+
+def _residuals(traced: Any, flows: Sequence[Flow]) -> _Residuals:
   """What a traced forward pass hands to its backward pass, inputs left out."""
+  body = opened(traced)
   outs = Propagation().run(traced, flows)
-  seen: set[Any] = set(opened(traced).invars)
-  with_batch: list[Part] = []
-  weights: list[Part] = []
-  for var, flow in zip(opened(traced).outvars, outs, strict=True):
+  loops = {var for eqn in body.eqns if eqn.primitive.name == "scan" for var in eqn.outvars}
+  seen: set[Any] = set(body.invars)
+  groups: tuple[list[Part], list[Part], list[Part]] = ([], [], [])
+  for var, flow in zip(body.outvars, outs, strict=True):
     if isinstance(var, core.Literal) or var in seen:
       continue
     seen.add(var)
-    (with_batch if flow.data else weights).append(Part(_size(var.aval), flow.names))
-  return _merge(with_batch), _merge(weights)
+    if not flow.data and not flow.weight:
+      continue  # masks and tables of positions: the compiler keeps one, outside the loop
+    group = 2 if not flow.data else 0 if var in loops else 1
+    groups[group].append(Part(_size(var.aval), flow.names))
+  return _Residuals(*(_merge(group) for group in groups))
 
 
-def _layer(item: Any) -> tuple[Part, ...]:
-  """Arrays alive while one rematerialised layer is differentiated."""
+def _layer(item: Kept) -> tuple[tuple[Part, ...], tuple[Product, ...]]:
+  """Arrays alive while one rematerialised layer is differentiated, and the products run for them."""
   run = as_function(item.jaxpr)
   arrays = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in opened(item.jaxpr).invars]
   real = [n for n, x in enumerate(arrays) if jax.numpy.issubdtype(x.dtype, jax.numpy.floating)]
@@ -199,8 +211,25 @@ def _layer(item: Any) -> tuple[Part, ...]:
     _, pullback = jax.vjp(of, *(values[n] for n in real))
     return jax.tree.leaves(pullback)
 
-  with_batch, _ = _residuals(jax.make_jaxpr(kept)(*arrays), item.inputs)
-  return with_batch
+  traced = jax.make_jaxpr(kept)(*arrays)
+  again = Propagation(item.saves)
+  again.run(traced, item.inputs, item.times, live=_live(traced))
+  found = _residuals(traced, item.inputs)
+  return _merge((*found.scanned, *found.outside)), tuple(again.products)
+
+
+def _live(traced: Any) -> frozenset[int]:
+  """Positions of the operations whose results are needed; the compiler drops the others."""
+  body = opened(traced)
+  needed: set[Any] = {v for v in body.outvars if not isinstance(v, core.Literal)}
+  live: set[int] = set()
+  for position in reversed(range(len(body.eqns))):
+    eqn = body.eqns[position]
+    if needed.isdisjoint(eqn.outvars):
+      continue
+    live.add(position)
+    needed.update(v for v in eqn.invars if not isinstance(v, core.Literal))
+  return frozenset(live)
 
 
 def _scanned(traced: Any, flows: Sequence[Flow]) -> list[tuple[Part, ...]]:
