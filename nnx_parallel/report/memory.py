@@ -15,7 +15,7 @@ from nnx_parallel.report.remat import Remat
 from nnx_parallel.report.units import format_bytes
 from nnx_parallel.report.workload import Part, Sizes, Workload, per_device, trace_workload
 
-ERROR_BAND = (0.70, 1.45)
+ERROR_BAND = (0.55, 1.35)
 """Compiled need over planned need, over the cases of `benchmarks/results/report_memory.md`."""
 
 
@@ -82,7 +82,7 @@ def memory_plan(
 
   The state is exact. What the loss keeps is read from JAX's own linearisation and divided by the mesh axes
   that reach each array. Which arrays are alive together, and what the compiler fuses away, is a
-  model: see `ERROR_BAND`, and compile with `compile_report` before relying on the last 30 %.
+  model: see `ERROR_BAND`, and compile with `compile_report` before relying on the last third.
 
   Args:
     plan: the layout, on any mesh.

@@ -23,6 +23,7 @@ import math
 from collections.abc import Mapping, Sequence
 
 from nnx_parallel.report.chips import Chip
+from nnx_parallel.report.compile_report import CompileReport
 from nnx_parallel.report.propagate import Product
 from nnx_parallel.report.workload import Part, Sizes, Workload, per_device
 
@@ -120,6 +121,38 @@ def step_time(
     waiting=_activation_links(work, sizes, chip, fast, microbatches),
     flops=flops,
     model_flops=model,
+    peak=peak,
+  )
+
+
+def compiled_time(report: CompileReport, *, slice_size: int | None = None) -> StepTime | None:
+  """The same model on the figures of a compiled program: its FLOPs, traffic and collectives.
+
+  Args:
+    report: of a compiled step.
+    slice_size: devices that the fast links join; by default the chip's domain, or all of them.
+
+  Returns:
+    None where the table has no figures for the devices. FLOPs include what is recomputed, so `mfu` counts it.
+  """
+  chip, sizes = report.chip, report.axes
+  if chip is None:
+    return None
+  fast = axis_links(sizes, slice_size or chip.domain or math.prod(sizes.values()))
+  overlapped: dict[str, float] = {}
+  waiting: dict[str, float] = {}
+  for c in report.collectives:
+    seconds = link_seconds(c.sent_bytes, c.times, c.axes, sizes, chip, fast)
+    _add(overlapped if c.overlapped else waiting, c.axes, seconds)
+  peak = chip.peak("bfloat16" if any(c.dtype == "bf16" for c in report.collectives) else "float32")
+  flops = report.cost.flops
+  return StepTime(
+    compute=flops / (peak * EFFICIENCY),
+    memory=report.cost.hbm_bytes / chip.hbm_bandwidth,
+    overlapped=overlapped,
+    waiting=waiting,
+    flops=flops,
+    model_flops=flops,
     peak=peak,
   )
 
