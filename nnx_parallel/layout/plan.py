@@ -385,6 +385,7 @@ class _Builder:
   def __init__(self, mesh: AnyMesh, rules: RuleSet, uneven: Uneven):
     self.mesh, self.rules, self.uneven = mesh, rules, uneven
     self.sizes = axis_sizes(mesh)
+    self.axis_notes = rules.logical.check_axes(self.sizes)
     self.fired: set[int] = set()
 
   def model_leaves(self, model: nnx.Module) -> list[LeafPlan]:
@@ -406,7 +407,7 @@ class _Builder:
     names, own_rules = declared(leaf, where=where)
     source, reason = "metadata", f"its metadata: {names}"
     if names is None:
-      matched = self._path_rule(path)
+      matched = self._path_rule(path, len(value.shape))
       if matched is not None:
         source, reason = "path rule", f"path rule {matched[0]}: {matched[1]}"
         names = matched[1]
@@ -431,12 +432,12 @@ class _Builder:
     decision = Decision(source, reason, tuple(steps))  # pyright: ignore[reportArgumentType]
     return self._leaf("model", path, leaf, names, found, decision)
 
-  def _path_rule(self, path: Path) -> tuple[str, Names | None] | None:
+  def _path_rule(self, path: Path, ndim: int) -> tuple[str, Names | None] | None:
     for rules in self.rules.paths:
       rule = rules.match(path)
       if rule is not None:
         self.fired.add(id(rule))
-        return repr(rule.pattern), rule.names
+        return repr(rule.pattern), rule.names_for(ndim, where=path_str(path))
     return None
 
   def _fallback_leaf(self, path: Path, leaf: Any) -> LeafPlan:
@@ -516,7 +517,7 @@ class _Builder:
 
   def notes(self) -> list[str]:
     dead = [rule.pattern for rules in self.rules.paths for rule in rules.rules if id(rule) not in self.fired]
-    return [f"path rule {pattern!r} matches nothing" for pattern in dead]
+    return self.axis_notes + [f"path rule {pattern!r} matches nothing" for pattern in dead]
 
 
 def _nearest(name: str, options: Iterable[str]) -> list[str]:
