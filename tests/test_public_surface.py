@@ -1,6 +1,6 @@
 """Freezes the names and signatures that users may rely on.
 
-To change them on purpose: `python tests/test_public_surface.py --update`, and a line in CHANGELOG.md.
+To change them on purpose: `python tests/test_public_surface.py --update`; say so in CHANGELOG.md.
 """
 
 from __future__ import annotations
@@ -11,9 +11,8 @@ import sys
 import types
 from pathlib import Path
 
-from surface import surface
-
 import nnx_parallel
+from surface import surface
 
 FROZEN = Path(__file__).with_name("public_surface.txt")
 UPDATE = "python tests/test_public_surface.py --update"

@@ -1,0 +1,57 @@
+"""The harness measures what it says, pairs the rounds, and writes what a reader needs."""
+
+from __future__ import annotations
+
+import json
+
+import jax.numpy as jnp
+import pytest
+
+from benchmarks.harness import Record, Timing, environment, measure
+
+
+def test_ratio_is_the_median_of_the_rounds_not_the_ratio_of_the_medians():
+  baseline = Timing("plain", (1.0, 10.0, 2.0))
+  case = Timing("ours", (2.0, 10.0, 6.0))
+  assert case.ratio(baseline) == (1.5, 2.0, 2.5)
+  assert case.median / baseline.median == 3.0
+  assert Timing("once", (3.0,)).ratio(Timing("plain", (2.0,))) == (1.5, 1.5, 1.5)
+
+
+def test_rounds_of_different_runs_cannot_be_paired():
+  with pytest.raises(ValueError, match="argument 2 is longer"):
+    Timing("ours", (1.0,)).ratio(Timing("plain", (1.0, 2.0)))
+
+
+def test_cases_take_turns():
+  calls = []
+  timings = measure(
+    {name: lambda name=name: calls.append(name) for name in "abc"}, rounds=8, warmup=2, calls=1
+  )
+  assert calls[:6] == list("aabbcc")
+  rounds = [calls[start : start + 3] for start in range(6, len(calls), 3)]
+  assert all(sorted(turn) == list("abc") for turn in rounds)
+  assert len({tuple(turn) for turn in rounds}) > 1
+  assert [len(timings[name].seconds) for name in "abc"] == [8, 8, 8]
+
+
+def test_each_timing_is_for_one_call(monkeypatch):
+  clock = iter(range(0, 1000, 10))
+  monkeypatch.setattr("time.perf_counter", lambda: next(clock))
+  timings = measure({"a": lambda: jnp.zeros(2)}, rounds=3, warmup=1, calls=5)
+  assert timings["a"].seconds == (2.0, 2.0, 2.0)
+
+
+def test_record_is_written_as_json_and_markdown(tmp_path):
+  record = Record("toy", "Time of a toy", command="python benchmarks/toy.py", notes=["Two cores."])
+  timings = {"plain": Timing("plain", (2e-3, 2e-3)), "ours": Timing("ours", (3e-3, 3e-3))}
+  record.compare(timings, baseline="plain", group="10 Variables")
+  record.value("temporaries", 19.25, "MiB")
+  page = record.write(tmp_path).read_text()
+  assert "| 10 Variables | ours | 1.50 | 1.50 to 1.50 | 3 ms | 2 | plain |" in page
+  assert "| case | value |\n| --- | --- |\n| temporaries | 19.25 MiB |" in page
+  assert "Two cores." in page
+  content = json.loads((tmp_path / "toy.json").read_text())
+  assert [row["case"] for row in content["rows"]] == ["plain", "ours", "temporaries"]
+  assert content["environment"].keys() == environment().keys()
+  assert {"date", "cpu", "cores", "devices", "jax", "flax", "commit"} <= environment().keys()

@@ -1,0 +1,182 @@
+"""What is public is documented, what is shown runs, and what is linked exists."""
+
+from __future__ import annotations
+
+import doctest
+import importlib
+import inspect
+import re
+import types
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import nnx_parallel
+from surface import public_members, public_objects
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGE = ROOT / "nnx_parallel"
+PUBLIC = dict(public_objects(nnx_parallel))
+GUIDES = sorted((ROOT / "guides").glob("*.md"))
+PAGES = [*GUIDES, *ROOT.glob("*.md")]
+MODULES = sorted(
+  ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+  for path in PACKAGE.rglob("*.py")
+  if path.name != "__main__.py"
+)
+
+
+def parameters(function: Any) -> list[str]:
+  """The names that a caller passes."""
+  if isinstance(function, classmethod | staticmethod):
+    function = function.__func__
+  names = inspect.signature(function).parameters
+  return [name for name in names if name not in ("self", "cls") and not name.startswith("_")]
+
+
+def section(doc: str, *titles: str) -> str:
+  """The indented text under the first of these titles, or an empty string."""
+  found = re.search(rf"^(?:{'|'.join(titles)}):\n((?:[ \t]+.*\n?|\n)*)", doc, re.MULTILINE)
+  return found[1] if found else ""
+
+
+def returns_a_value(function: Any) -> bool:
+  return inspect.signature(function).return_annotation not in (
+    None,
+    "None",
+    inspect.Signature.empty,
+  )
+
+
+def missing_from_docs(name: str, value: Any) -> list[str]:
+  """What the docstring of one public object leaves out."""
+  if not (inspect.isclass(value) or inspect.isroutine(value) or inspect.ismodule(value)):
+    return []
+  # A class without its own docstring shows that of its base, or the generated one of a dataclass.
+  doc = inspect.cleandoc((vars(value) if inspect.isclass(value) else {}).get("__doc__") or "")
+  doc = doc if inspect.isclass(value) else inspect.getdoc(value) or ""
+  if not doc or doc.startswith(f"{name.split('.')[-1]}("):
+    return [f"{name}: no docstring"]
+  if inspect.ismodule(value):
+    return []
+  if inspect.isclass(value):
+    return missing_from_class(name, value, doc)
+  listed = section(doc, "Args")
+  missing = [
+    f"{name}: {parameter} is not under Args:"
+    for parameter in parameters(value)
+    if not re.search(rf"^\s+\**{parameter}\b.*:", listed, re.MULTILINE)
+  ]
+  if returns_a_value(value) and not section(doc, "Returns", "Yields"):
+    missing.append(f"{name}: no Returns:")
+  return missing
+
+
+def missing_from_class(name: str, cls: type, doc: str) -> list[str]:
+  """A class lists its constructor's arguments; its methods name theirs, or the class does."""
+  missing = []
+  if not issubclass(cls, BaseException) and cls.__init__ is not object.__init__:
+    listed = section(doc, "Args") + section(doc, "Attributes")
+    missing += [
+      f"{name}: {parameter} is under neither Args: nor Attributes:"
+      for parameter in parameters(cls)
+      if not re.search(rf"^\s+\**{parameter}\b.*:", listed, re.MULTILINE)
+    ]
+  for member_name, member in public_members(cls, cls.__module__.split(".")[0]):
+    if member_name.startswith("__"):
+      continue
+    member_doc = inspect.getdoc(getattr(cls, member_name)) or ""
+    if not member_doc:
+      missing.append(f"{name}.{member_name}: no docstring")
+    elif not isinstance(member, property):
+      missing += [
+        f"{name}.{member_name}: {parameter} is not described"
+        for parameter in parameters(member)
+        if not re.search(rf"\b{parameter}\b", member_doc + doc)
+      ]
+  return missing
+
+
+def mentioned(name: str, text: str) -> bool:
+  return re.search(rf"\b{re.escape(name.split('.')[-1])}\b", text) is not None
+
+
+def test_each_public_name_is_documented():
+  assert [line for name, value in PUBLIC.items() for line in missing_from_docs(name, value)] == []
+
+
+def test_each_public_name_is_in_a_guide():
+  text = "\n".join(guide.read_text() for guide in GUIDES)
+  assert [name for name in PUBLIC if not mentioned(name, text)] == []
+
+
+def test_gaps_in_docstrings_are_found():
+  def bare(x: int) -> int:
+    return x
+
+  def half(x: int, *rest: int) -> int:
+    """Adds.
+
+    Args:
+      x: a number.
+    """
+    return x + sum(rest)
+
+  def whole(x: int, *rest: int) -> int:
+    """Adds.
+
+    Args:
+      x: a number.
+      *rest: more numbers.
+
+    Returns:
+      The sum.
+    """
+    return x + sum(rest)
+
+  class Box:
+    """Holds.
+
+    Args:
+      size: in bytes.
+    """
+
+    def __init__(self, size: int, color: str):
+      pass
+
+    def grow(self, by: int) -> None:
+      """Grows."""
+
+    def shrink(self) -> None:
+      pass
+
+  Box.__module__ = "toy"
+  assert missing_from_docs("bare", bare) == ["bare: no docstring"]
+  assert missing_from_docs("half", half) == ["half: rest is not under Args:", "half: no Returns:"]
+  assert missing_from_docs("whole", whole) == []
+  assert missing_from_docs("Box", Box) == [
+    "Box: color is under neither Args: nor Attributes:",
+    "Box.grow: by is not described",
+    "Box.shrink: no docstring",
+  ]
+  assert missing_from_docs("empty", types.ModuleType("empty")) == ["empty: no docstring"]
+  assert not mentioned("plan", "nxp.planned and explan")
+  assert mentioned("testing.assert_layout", "call `assert_layout(model)`")
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_docstring_examples_run(name, tmp_path, monkeypatch, capsys):
+  monkeypatch.chdir(tmp_path)
+  module = importlib.import_module(name)
+  result = doctest.testmod(module, optionflags=doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE)
+  assert result.failed == 0, capsys.readouterr().out
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_and_commands_in_pages_exist(page):
+  text = page.read_text()
+  links = re.findall(r"\]\((?!\w+:|#)([^)#\s]+)", text)
+  assert [link for link in links if not (page.parent / link).exists()] == []
+  targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+  assert set(re.findall(r"(?:`|^)make ([a-z-]+)", text, re.MULTILINE)) - targets == set()
