@@ -1,8 +1,8 @@
 """The exceptions of this package: one formatter, one root.
 
-Every message says what failed and where, shows the values that were seen, and ends with the call that
-works. Catch `NnxParallelError` for all of them; each subclass is also the builtin that callers already
-catch for that kind of mistake (`ValueError`, ...).
+Every message says what failed and where, shows the values that were seen, and ends with the call
+that works. Catch `NnxParallelError` for all of them; each subclass is also the builtin that callers
+already catch for that kind of mistake (`ValueError`, ...).
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ import sys
 
 OLDEST = (3, 11)
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-DOWNLOAD_MB = 320  # what pip fetches for an empty environment with an empty cache
+DOWNLOAD_MB = 200  # what pip fetches for an empty environment with an empty cache
 
 
 def constraints_file(version: tuple) -> str:

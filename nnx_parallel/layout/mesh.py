@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 import numpy as np
@@ -14,12 +14,14 @@ from jax.sharding import AbstractMesh, AxisType, Mesh
 from nnx_parallel.errors import MeshError
 
 AnyMesh = Mesh | AbstractMesh
+Device: TypeAlias = jax.Device  # pyright: ignore[reportInvalidTypeForm]  # a C++ class, untyped
+Grid: TypeAlias = np.ndarray[Any, Any]
 
 
 def make_mesh(
   axes: Mapping[str, int] | None = None,
   *,
-  devices: Sequence[jax.Device] | None = None,
+  devices: Sequence[Device] | None = None,
   explicit: bool = False,
   dcn: Mapping[str, int] | None = None,
   **sizes: int,
@@ -41,8 +43,8 @@ def make_mesh(
     A `jax.sharding.Mesh` over exactly `devices`.
 
   Raises:
-    MeshError: sizes that do not multiply to the number of devices, more than one `-1`, or a `dcn` factor
-      that does not divide its axis.
+    MeshError: sizes that do not multiply to the number of devices, more than one `-1`, a `dcn` factor that
+      does not divide its axis, or TPU slices without `dcn`.
 
   Example:
     >>> import nnx_parallel as nxp
@@ -108,7 +110,7 @@ def is_explicit(mesh: AnyMesh) -> bool:
     return False
   raise MeshError(
     "this mesh mixes axis types, which neither flax nor this package can annotate consistently.",
-    details=f"axis types {dict(zip(mesh.axis_names, map(str, mesh.axis_types), strict=True))}",
+    details=f"axis types {dict(zip(mesh.axis_names, (kind.name for kind in mesh.axis_types), strict=True))}",
     fix="build it with make_mesh(...) (all Auto) or make_mesh(..., explicit=True) (all Explicit).",
   )
 
@@ -176,7 +178,7 @@ def _check_sizes(shape: Mapping[str, Any]) -> None:
   if not shape:
     raise MeshError("a mesh needs at least one axis.", fix="make_mesh(data=-1)")
   for name, size in shape.items():
-    if not isinstance(size, int) or (size < 1 and size != -1):
+    if not isinstance(size, int) or isinstance(size, bool) or (size < 1 and size != -1):
       raise MeshError(
         f"mesh axis {name!r} has size {size!r}; sizes are positive integers, or one -1.",
         details=f"axes {dict(shape)}",
@@ -229,18 +231,24 @@ def _dcn_shape(shape: dict[str, int], dcn: Mapping[str, int]) -> dict[str, int]:
   return {name: dcn.get(name, 1) for name in shape}
 
 
-def _arrange(shape: dict[str, int], dcn: dict[str, int], devices: list[jax.Device]) -> np.ndarray[Any, Any]:
+def _arrange(shape: dict[str, int], dcn: dict[str, int], devices: list[Device]) -> Grid:
   sizes = list(shape.values())
   if math.prod(dcn.values()) > 1:
     return _arrange_hybrid(shape, dcn, devices)
   if devices[0].platform == "cpu":
     return np.array(devices, dtype=object).reshape(sizes)
+  slices = len({getattr(d, "slice_index", 0) for d in devices})
+  if slices > 1 and devices[0].platform == "tpu":
+    name = next((name for name, size in shape.items() if size % slices == 0), next(iter(shape)))
+    raise MeshError(
+      f"the devices form {slices} slices, and nothing says which axis crosses them.",
+      details=f"axes {shape}, {len(devices)} devices",
+      fix=f"make_mesh(..., dcn={{{name!r}: {slices}}}): that factor of {name!r} goes over the slow network.",
+    )
   return mesh_utils.create_device_mesh(sizes, devices, allow_split_physical_axes=True)
 
 
-def _arrange_hybrid(
-  shape: dict[str, int], dcn: dict[str, int], devices: list[jax.Device]
-) -> np.ndarray[Any, Any]:
+def _arrange_hybrid(shape: dict[str, int], dcn: dict[str, int], devices: list[Device]) -> Grid:
   inner = [size // dcn[name] for name, size in shape.items()]
   outer = list(dcn.values())
   slices = {getattr(d, "slice_index", d.process_index) for d in devices}

@@ -23,6 +23,7 @@ from nnx_parallel.errors import PlanError, ShardingError
 from nnx_parallel.layout import optimizer_layout
 from nnx_parallel.layout.leaf import Decision, LeafPlan, Root, Source
 from nnx_parallel.layout.mesh import AnyMesh, axis_sizes, is_explicit
+from nnx_parallel.layout.padding import logical_transformation
 from nnx_parallel.layout.resolve import Resolution, extend_spec, resolve_spec
 from nnx_parallel.layout.rules import UNEVEN, LogicalRules, RuleSet, Uneven
 from nnx_parallel.layout.variables import (
@@ -346,6 +347,13 @@ class ShardingPlan:
     )
     return made
 
+  @functools.cached_property
+  def live_tx(self) -> Any:
+    """The transformation that live optimizers of this plan run: `tx`, at logical shapes where it pads."""
+    if self.tx is None or not any(any(leaf.padding) for leaf in self.leaves):
+      return self.tx
+    return logical_transformation(self.tx, nnx.as_pure(nnx.state(self.abstract_model, self.wrt)))
+
   def batch_spec(self, ndim: int) -> PartitionSpec:
     """The spec of an input with the batch as its first dim: the `batch` rule on dim 0, the rest whole.
 
@@ -528,6 +536,7 @@ class _Builder:
   def __init__(self, mesh: AnyMesh, rules: RuleSet, uneven: Uneven):
     self.mesh, self.rules, self.uneven = mesh, rules, uneven
     self.sizes = axis_sizes(mesh)
+    self.axis_notes = rules.logical.check_axes(self.sizes)
     self.fired: set[int] = set()
     self.path_rules = sum(len(table.rules) for table in rules.paths)
 
@@ -554,7 +563,7 @@ class _Builder:
     names, own_rules = declared(leaf, where=where)
     step, reason = f"from its metadata: {names}", f"names {_shown(names)}"
     if names is None:
-      matched = self._path_rule(path)
+      matched = self._path_rule(path, len(value.shape))
       if matched is None:
         return self._fallback_leaf(path, leaf)
       source, (pattern, names) = "path rule", matched
@@ -583,12 +592,12 @@ class _Builder:
         steps.append(f"not extended by {fallback}: {why}")
     return self._leaf("model", path, leaf, names, found, Decision(source, reason, tuple(steps), not missed))
 
-  def _path_rule(self, path: Path) -> tuple[str, Names | None] | None:
+  def _path_rule(self, path: Path, ndim: int) -> tuple[str, Names | None] | None:
     for rules in self.rules.paths:
       rule = rules.match(path)
       if rule is not None:
         self.fired.add(id(rule))
-        return repr(rule.pattern), rule.names
+        return repr(rule.pattern), rule.names_for(ndim, where=path_str(path))
     return None
 
   def _fallback_leaf(self, path: Path, leaf: Any) -> LeafPlan:
@@ -674,7 +683,7 @@ class _Builder:
 
   def notes(self) -> list[str]:
     dead = [rule.pattern for rules in self.rules.paths for rule in rules.rules if id(rule) not in self.fired]
-    return [f"path rule {pattern!r} matches nothing" for pattern in dead]
+    return self.axis_notes + [f"path rule {pattern!r} matches nothing" for pattern in dead]
 
 
 def _shown(names: Names | None) -> str:

@@ -7,12 +7,15 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import itertools
 import math
 from collections.abc import Mapping, Sequence
+from typing import NoReturn
 
 from jax.sharding import PartitionSpec
 
 from nnx_parallel.errors import ShardingError
+from nnx_parallel.layout.mesh import AnyMesh, axis_sizes
 from nnx_parallel.layout.rules import (
   Candidate,
   Fallback,
@@ -42,7 +45,7 @@ class Resolution:
 def resolve_spec(
   names: Sequence[Entry],
   shape: Sequence[int],
-  mesh: Mapping[str, int],
+  mesh: Mapping[str, int] | AnyMesh,
   rules: LogicalRules | None = None,
   *,
   path: str = "<array>",
@@ -52,12 +55,13 @@ def resolve_spec(
 
   Dims are taken left to right. A name with a rule takes its first candidate whose axes are in the mesh, not
   used by an earlier dim, and divide the dim; a name without a rule must be a mesh axis. A tuple of names in
-  one dim puts their axes side by side, major to minor.
+  one dim puts their axes side by side, major to minor; their candidates are tried together, the last name's
+  first, and the first name's policy holds. The order in which the rules were written never matters.
 
   Args:
     names: one entry per dim; `None` leaves that dim whole.
     shape: global shape in elements, not the per-device shape.
-    mesh: mesh axis name -> size in devices.
+    mesh: a mesh, or mesh axis name -> size in devices.
     rules: logical name -> candidates; names of mesh axes need no rule.
     path: printed in errors, for example `"mlp.up.kernel"`.
     uneven: what to do with a dim that no candidate divides: `"error"`; `"next"`: keep it whole, as a last
@@ -77,7 +81,8 @@ def resolve_spec(
     >>> nxp.resolve_spec(("embed", "mlp"), (8, 32), {"fsdp": 4, "tensor": 2}, rules).spec
     P('fsdp', 'tensor')
   """
-  return _Resolver(tuple(shape), dict(mesh), rules or LogicalRules(), path, uneven).resolve(tuple(names))
+  sizes = dict(mesh) if isinstance(mesh, Mapping) else axis_sizes(mesh)
+  return _Resolver(tuple(shape), sizes, rules or LogicalRules(), path, uneven).resolve(tuple(names))
 
 
 class _Resolver:
@@ -91,7 +96,8 @@ class _Resolver:
     path: str,
     uneven: Uneven,
   ):
-    self.shape, self.mesh, self.rules, self.path, self.uneven = shape, mesh, rules, path, uneven
+    self.shape, self.mesh, self.rules, self.path = shape, mesh, rules, path
+    self.uneven: Uneven = uneven
     self.used: dict[str, str] = {}
     self.steps: list[str] = []
     self.names: Names = ()
@@ -117,10 +123,9 @@ class _Resolver:
       return (), 0
     if isinstance(entry, str):
       return self._take(dim, entry, self._candidates(dim, entry), self._policy(entry))
-    # Several names in one dim: each resolves to its first candidate, and all must fit together.
-    joined = tuple(axis for name in entry for axis in self._candidates(dim, name)[0])
-    policies = [self._policy(name) for name in entry]
-    return self._take(dim, "+".join(entry), (joined,), policies[0])
+    choices = itertools.product(*(self._candidates(dim, name) for name in entry))
+    joined = dict.fromkeys(tuple(axis for option in choice for axis in option) for choice in choices)
+    return self._take(dim, "+".join(entry), tuple(joined), self._policy(entry[0]))
 
   def _policy(self, name: str) -> Uneven:
     return self.rules.uneven.get(name, self.uneven)
@@ -134,11 +139,12 @@ class _Resolver:
       self.steps.append(f"{name!r} has no rule: whole")
       return ((),)
     near = difflib.get_close_matches(name, [*self.rules, *self.mesh], 1)
+    axis = next(iter(self.mesh), "data")
     raise ShardingError(
       f"cannot shard {self.path}: dim {dim} is named {name!r}, which is neither a rule nor a mesh axis.",
       details=f"rules {', '.join(self.rules) or 'none'}; mesh {self.mesh}",
       fix=(f"did you mean {near[0]!r}? " if near else "")
-      + f'Add a rule, LogicalRules({name}="{next(iter(self.mesh), "data")}"), or {name}=None to keep it whole.',
+      + f'Add a rule, LogicalRules({name}="{axis}"), or {name}=None to keep it whole.',
     )
 
   def _take(
@@ -194,9 +200,9 @@ class _Resolver:
 
   def _use(self, dim: int, name: str, option: Candidate) -> None:
     for axis in option:
-      self.used[axis] = f"dim {dim} ({name!r})"
+      self.used[axis] = f"dim {dim} ({name!r} -> {show_candidate(option)})"
 
-  def _raise_uneven(self, dim: int, name: str, option: Candidate) -> None:
+  def _raise_uneven(self, dim: int, name: str, option: Candidate) -> NoReturn:
     size, shards = self.shape[dim], self._shards(option)
     padded = size + -size % shards
     raise ShardingError(
@@ -212,10 +218,10 @@ class _Resolver:
     name: str,
     options: tuple[Candidate, ...],
     refused: list[tuple[str, str]],
-  ) -> None:
+  ) -> NoReturn:
     reasons = "; ".join(f"{option}: {why}" for option, why in refused)
     shown = show_candidates(options)
-    offer = shown[1:-1] if len(options) > 1 else shown
+    offer = ", ".join(map(show_candidate, options))
     if all("not in the mesh" in why for _, why in refused):
       fix = f"add the axis to the mesh (size 1 is fine), or let the dim stay whole: {name}=[{offer}, None]."
     else:

@@ -10,8 +10,11 @@ Three small kinds of rule, composed in a `RuleSet`:
 from __future__ import annotations
 
 import dataclasses
+import difflib
+import keyword
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from types import EllipsisType
 from typing import Any, Literal
 
 from nnx_parallel.errors import ShardingError
@@ -20,6 +23,8 @@ from nnx_parallel.layout.variables import Entry, Names, Path, path_str
 Candidate = tuple[str, ...]
 """Mesh axes that cut one dim together, major to minor; `()` keeps the dim whole."""
 Uneven = Literal["error", "next", "pad", "replicate"]
+PathNames = tuple[Entry | EllipsisType, ...]
+"""The names that a path rule gives; one `...` stands for any number of whole dims."""
 UNEVEN: tuple[Uneven, ...] = ("error", "next", "pad", "replicate")
 
 
@@ -61,8 +66,12 @@ class LogicalRules(Mapping[str, tuple[Candidate, ...]]):
     twice = sorted(set(names or {}) & set(rules))
     if twice:
       raise ShardingError(f"logical name {twice[0]!r} has two rules.", fix="keep one of them.")
-    self.unknown = unknown
-    self.uneven = dict(uneven or {})
+    if unknown not in ("error", "whole"):
+      raise ShardingError(
+        f"unknown={unknown!r} is not a policy for names without a rule.", fix='use "error" or "whole".'
+      )
+    self.unknown: Literal["error", "whole"] = unknown
+    self.uneven: dict[str, Uneven] = dict(uneven or {})
     self._table = {k: _candidates(k, v) for k, v in {**(names or {}), **rules}.items()}
     for name, policy in self.uneven.items():
       if policy not in UNEVEN or name not in self._table:
@@ -80,7 +89,8 @@ class LogicalRules(Mapping[str, tuple[Candidate, ...]]):
       rules: pairs as given to `flax.linen.logical_axis_rules`.
 
     Returns:
-      The same rules as `LogicalRules`; every name may end whole, as in Linen.
+      The same rules as `LogicalRules`; every name may end whole, as in Linen. Pairs that Linen could never
+      reach are left out.
 
     Example:
       >>> import nnx_parallel as nxp
@@ -92,8 +102,11 @@ class LogicalRules(Mapping[str, tuple[Candidate, ...]]):
       table.setdefault(name, []).append(_candidate(axes))
     ended: dict[str, list[Any]] = {}
     for name, found in table.items():
-      kept = list(dict.fromkeys(found[: found.index(())] if () in found else found))
-      ended[name] = [*kept, ()]
+      kept: list[Any] = []
+      for option in [*found, ()]:
+        if not any(set(earlier) <= set(option) for earlier in kept):
+          kept.append(option)
+      ended[name] = kept
     return cls(ended, unknown="whole")
 
   def __getitem__(self, name: str) -> tuple[Candidate, ...]:
@@ -106,7 +119,11 @@ class LogicalRules(Mapping[str, tuple[Candidate, ...]]):
     return len(self._table)
 
   def __repr__(self) -> str:
-    parts = [f"{name}={show_candidates(value)}" for name, value in self._table.items()]
+    plain = {name: value for name, value in self._table.items() if _is_keyword_argument(name)}
+    rest = {name: value for name, value in self._table.items() if name not in plain}
+    parts = [f"{name!r}: {show_candidates(value)}" for name, value in rest.items()]
+    parts = [f"{{{', '.join(parts)}}}"] if parts else []
+    parts += [f"{name}={show_candidates(value)}" for name, value in plain.items()]
     if self.unknown != "error":
       parts.append(f"unknown={self.unknown!r}")
     if self.uneven:
@@ -124,19 +141,58 @@ class LogicalRules(Mapping[str, tuple[Candidate, ...]]):
     """
     return LogicalRules({**self._table, **rules}, unknown=self.unknown, uneven=self.uneven)
 
+  def __eq__(self, other: object) -> bool:
+    if not isinstance(other, LogicalRules):
+      return super().__eq__(other)
+    return (self._table, self.unknown, self.uneven) == (other._table, other.unknown, other.uneven)
+
+  def __hash__(self) -> int:
+    # By value, so that equal rules give one compiled program (see `use_rules`).
+    return hash((frozenset(self._table.items()), self.unknown, frozenset(self.uneven.items())))
+
   def mesh_axes(self) -> tuple[str, ...]:
     """Every mesh axis that some candidate names, in order of first use."""
     found = (axis for options in self._table.values() for option in options for axis in option)
     return tuple(dict.fromkeys(found))
 
+  def check_axes(self, mesh: Mapping[str, int]) -> list[str]:
+    """Looks for axes that the mesh does not have.
+
+    Args:
+      mesh: mesh axis name -> size in devices.
+
+    Returns:
+      One note for each axis that looks like a misspelt one: its candidates are passed over.
+
+    Raises:
+      ShardingError: a rule none of whose candidates can ever apply on this mesh.
+    """
+    notes: list[str] = []
+    for name, options in self._table.items():
+      absent = [axis for option in options for axis in option if axis not in mesh]
+      if all(any(axis not in mesh for axis in option) for option in options):
+        near = difflib.get_close_matches(absent[0], list(mesh), 1)
+        shown = ", ".join(map(show_candidate, (*options, ())))
+        raise ShardingError(
+          f"the rule for {name!r} can never apply: axis {absent[0]!r} is not in the mesh.",
+          details=f"rule {name}={show_candidates(options)}, mesh {dict(mesh)}",
+          fix=(f"did you mean {near[0]!r}? Otherwise let" if near else "let")
+          + f" the dim stay whole on such a mesh: {name}=[{shown}].",
+        )
+      for axis in dict.fromkeys(absent):
+        near = difflib.get_close_matches(axis, list(mesh), 1, cutoff=0.75)
+        if near:
+          notes.append(f"rule {name!r}: axis {axis!r} is not in the mesh (did you mean {near[0]!r}?)")
+    return notes
+
 
 class PathRules:
-  """Names for parameters that nobody annotated, by pattern on their path. The first match wins.
+  r"""Names for parameters that nobody annotated, by pattern on their path. The first match wins.
 
-  A pattern is a regular expression that must match the *whole* dotted path (`r".*attn\\.(q|k|v)\\.kernel"`),
+  A pattern is a regular expression that must match the *whole* dotted path (`r".*attn\.(q|k|v)\.kernel"`),
   or a *window*: a tuple of regular expressions, each matching the whole of one of as many consecutive path
   parts (`("SelfAttention", "(q|k|v)", "kernel")`). A value is a tuple with one name (logical, or a mesh
-  axis) per dim, or None: the parameter stays whole.
+  axis) per dim, where one `...` stands for any number of whole dims; or None: the parameter stays whole.
 
   Args:
     rules: `(pattern, names)` pairs in order.
@@ -150,18 +206,18 @@ class PathRules:
 
   Example:
     >>> import nnx_parallel as nxp
-    >>> rules = nxp.PathRules([(("attn", "(q|k|v)", "kernel"), (None, "tensor")), (r".*\\.scale", None)])
+    >>> rules = nxp.PathRules([(("attn", "(q|k|v)", "kernel"), (None, "tensor")), (r".*\.scale", None)])
     >>> rules.match(("blocks", 0, "attn", "q", "kernel")).names
     (None, 'tensor')
   """
 
   def __init__(
     self,
-    rules: Iterable[tuple[str | Sequence[str], Sequence[Entry] | None]] | Mapping[str, Any],
+    rules: Iterable[tuple[str | Sequence[str], Sequence[Any] | None]] | Mapping[Any, Any],
     *,
     strict: bool = True,
   ):
-    pairs = list(rules.items()) if isinstance(rules, Mapping) else list(rules)
+    pairs: list[tuple[Any, Any]] = list(rules.items() if isinstance(rules, Mapping) else rules)
     self.strict = strict
     self.rules = tuple(PathRule.of(pattern, names) for pattern, names in pairs)
     seen: dict[Any, PathRule] = {}
@@ -185,9 +241,22 @@ class PathRules:
     """
     return next((rule for rule in self.rules if rule.matches(path)), None)
 
+  def pairs(self) -> list[tuple[str | tuple[str, ...], PathNames | None]]:
+    """The `(pattern, names)` pairs, to edit and build new rules from."""
+    return [(rule.pattern, rule.names) for rule in self.rules]
+
+  def __eq__(self, other: object) -> bool:
+    if not isinstance(other, PathRules):
+      return NotImplemented
+    return (self.rules, self.strict) == (other.rules, other.strict)
+
+  def __hash__(self) -> int:
+    return hash((self.rules, self.strict))
+
   def __repr__(self) -> str:
-    lines = [f"  ({rule.pattern!r}, {rule.names!r})," for rule in self.rules]
-    return "\n".join(["PathRules([", *lines, "])"])
+    lines = [f"  ({rule.pattern!r}, {show_names(rule.names)})," for rule in self.rules]
+    end = "])" if self.strict else "], strict=False)"
+    return "\n".join(["PathRules([", *lines, end])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -195,12 +264,14 @@ class PathRule:
   """One pattern and the names it gives; see `PathRules`."""
 
   pattern: str | tuple[str, ...]
-  names: Names | None
+  names: PathNames | None
 
   @classmethod
-  def of(cls, pattern: str | Sequence[str], names: Sequence[Entry] | None) -> PathRule:
+  def of(cls, pattern: str | Sequence[str], names: Any) -> PathRule:
     """Checks and normalises one `(pattern, names)` pair."""
     window = pattern if isinstance(pattern, str) else tuple(pattern)
+    if not window:
+      raise ShardingError(f"path rule {window!r} has no pattern.", fix="r'.*' matches every path.")
     try:
       for part in (window,) if isinstance(window, str) else window:
         re.compile(part)
@@ -209,12 +280,49 @@ class PathRule:
         f"path rule {window!r} is not a regular expression: {error}.",
         fix="escape it with re.escape.",
       ) from error
-    if isinstance(names, str) or not (names is None or isinstance(names, Sequence)):
+    if names is None:
+      return cls(window, None)
+    entries: tuple[Any, ...] = tuple(names) if isinstance(names, (tuple, list)) else ()
+    if not isinstance(names, (tuple, list)) or not all(map(_is_path_entry, entries)):
       raise ShardingError(
         f"path rule {window!r} has the value {names!r}, which is not one name for each dim.",
         fix=f"({names!r}, None), or None to keep the parameter whole.",
       )
-    return cls(window, None if names is None else tuple(names))
+    if entries.count(...) > 1:
+      raise ShardingError(
+        f"path rule {window!r} has the value {show_names(entries)}, with two ....",
+        fix="keep one; it stands for any number of whole dims.",
+      )
+    return cls(window, tuple(tuple(e) if isinstance(e, list) else e for e in entries))
+
+  def names_for(self, ndim: int, *, where: str) -> Names | None:
+    """The names for an array, with `...` written out.
+
+    Args:
+      ndim: rank of the array.
+      where: its path, for errors.
+
+    Returns:
+      One entry per dim, or None: the rule keeps the array whole.
+
+    Raises:
+      ShardingError: the rule has another number of names.
+    """
+    if self.names is None:
+      return None
+    names: list[Any] = list(self.names)
+    if ... in names:
+      at = names.index(...)
+      names[at : at + 1] = [None] * (ndim - len(names) + 1)
+    if len(names) != ndim:
+      given = len(self.names) - self.names.count(...)
+      raise ShardingError(
+        f"path rule {self.pattern!r} gives {given} names to {where}, an array of {ndim} dims.",
+        details=f"names {show_names(self.names)}",
+        fix="write one entry for each dim (None: whole; ... stands for any number of whole dims), or put a"
+        " rule for it in front of this one.",
+      )
+    return tuple(names)
 
   def matches(self, path: Path) -> bool:
     """Whether the pattern matches the path."""
@@ -371,10 +479,15 @@ def _merge(first: LogicalRules, second: LogicalRules) -> LogicalRules:
   return LogicalRules({**first, **second}, unknown=unknown, uneven={**first.uneven, **second.uneven})
 
 
+def _is_keyword_argument(name: str) -> bool:
+  return name.isidentifier() and not keyword.iskeyword(name) and name not in ("self", "unknown", "uneven")
+
+
 def _candidate(value: Any) -> Candidate:
   if value is None:
     return ()
-  return (value,) if isinstance(value, str) else tuple(value)
+  # Anything else becomes a candidate that the check of its axes refuses.
+  return tuple(value) if isinstance(value, (tuple, list)) else (value,)  # pyright: ignore[reportUnknownVariableType]
 
 
 def _candidates(name: str, value: Any) -> tuple[Candidate, ...]:
@@ -391,13 +504,30 @@ def _candidates(name: str, value: Any) -> tuple[Candidate, ...]:
         f"rule for {name!r}: {option!r} is not a tuple of distinct mesh axes.",
         fix=f'{name}="fsdp", {name}=("data", "fsdp"), or {name}=["tensor", None] for candidates.',
       )
-    if option in options[:position] or () in options[:position]:
+    # Whatever stops the axes of an earlier candidate (absent, used, uneven) also stops more of them.
+    shadow = next((earlier for earlier in options[:position] if set(earlier) <= set(option)), None)
+    if shadow is not None:
       raise ShardingError(
-        f"rule for {name!r}: candidate {show_candidate(option)} can never be reached.",
+        f"rule for {name!r}: candidate {show_candidate(option)} can never be reached after"
+        f" {show_candidate(shadow)}.",
         details=f"candidates {show_candidates(options)}",
-        fix="None (whole) always fits, so it comes last; and each candidate comes once.",
+        fix="put candidates with more axes first and None (whole), which always fits, last; each only once.",
       )
   return options
+
+
+def _is_path_entry(entry: Any) -> bool:
+  if isinstance(entry, (tuple, list)):
+    return all(isinstance(name, str) for name in entry)  # pyright: ignore[reportUnknownVariableType]
+  return entry is None or entry is ... or isinstance(entry, str)
+
+
+def show_names(names: Sequence[Any] | None) -> str:
+  """Names as they would be typed: `('embed', ..., None)`."""
+  if names is None:
+    return "None"
+  shown = ["..." if entry is ... else repr(entry) for entry in names]
+  return f"({shown[0]},)" if len(shown) == 1 else f"({', '.join(shown)})"
 
 
 def show_candidate(option: Candidate) -> str:

@@ -1,0 +1,202 @@
+"""A Llama-shaped recipe: plain NNX, logical names on every parameter, layers stacked for one scan.
+
+Sizes as published for Llama 3 (arXiv:2407.21783, table 3): 8B and 70B. `tiny` is for tests.
+
+    nnx-parallel compile benchmarks/llama.py --topology tpu:v5e:4x4 --mesh fsdp=16
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Iterator
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+
+import nnx_parallel as nxp
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+  """Sizes of a model; `sequence` and `batch` are those of one global batch."""
+
+  vocab: int
+  width: int
+  depth: int
+  heads: int
+  kv_heads: int
+  mlp: int
+  sequence: int = 4096
+  batch: int = 16
+  compute: jnp.dtype = jnp.bfloat16
+
+  @property
+  def head(self) -> int:
+    return self.width // self.heads
+
+  @property
+  def parameters(self) -> int:
+    """Number of parameters."""
+    attention = self.width * self.head * (2 * self.heads + 2 * self.kv_heads)
+    layer = attention + 3 * self.width * self.mlp + 2 * self.width
+    return self.depth * layer + 2 * self.vocab * self.width + self.width
+
+
+SIZES = {
+  "tiny": Config(vocab=256, width=64, depth=4, heads=4, kv_heads=2, mlp=192, sequence=64),
+  "8b": Config(vocab=128_256, width=4096, depth=32, heads=32, kv_heads=8, mlp=14_336),
+  "70b": Config(vocab=128_256, width=8192, depth=80, heads=64, kv_heads=8, mlp=28_672, batch=256),
+}
+
+
+def parameter(rngs: nnx.Rngs, shape: tuple[int, ...], names: tuple[str | None, ...]) -> nnx.Param:
+  """A normal parameter scaled by the fan-in of its first dims."""
+  scale = (shape[0] if len(shape) == 2 else np.prod(shape[:-1])) ** -0.5
+  return nnx.Param(scale * jax.random.normal(rngs.params(), shape, jnp.float32), out_sharding=names)
+
+
+class Block(nnx.Module):
+  """One decoder layer: grouped-query attention and a gated MLP, each after an RMS norm."""
+
+  def __init__(self, config: Config, rngs: nnx.Rngs):
+    c, self.config = config, config
+    self.attention_norm = nnx.Param(jnp.ones(c.width), out_sharding=("norm",))
+    self.query = parameter(rngs, (c.width, c.heads, c.head), ("embed", "heads", None))
+    self.key = parameter(rngs, (c.width, c.kv_heads, c.head), ("embed", "kv_heads", None))
+    self.value = parameter(rngs, (c.width, c.kv_heads, c.head), ("embed", "kv_heads", None))
+    self.out = parameter(rngs, (c.heads, c.head, c.width), ("heads", None, "embed"))
+    self.mlp_norm = nnx.Param(jnp.ones(c.width), out_sharding=("norm",))
+    self.gate = parameter(rngs, (c.width, c.mlp), ("embed", "mlp"))
+    self.up = parameter(rngs, (c.width, c.mlp), ("embed", "mlp"))
+    self.down = parameter(rngs, (c.mlp, c.width), ("mlp", "embed"))
+
+  def __call__(self, x: jax.Array) -> jax.Array:
+    x = x + self.attend(norm(x, self.attention_norm))
+    return x + self.feed(norm(x, self.mlp_norm))
+
+  def attend(self, x: jax.Array) -> jax.Array:
+    weights = (w[...].astype(x.dtype) for w in (self.query, self.key, self.value))
+    q, k, v = (jnp.einsum("bsd,dhk->bshk", x, w) for w in weights)
+    q, k = rotate(q), rotate(k)
+    y = jax.nn.dot_product_attention(q, k, v, is_causal=True)
+    return jnp.einsum("bshk,hkd->bsd", y, self.out[...].astype(x.dtype))
+
+  def feed(self, x: jax.Array) -> jax.Array:
+    gate, up, down = (w[...].astype(x.dtype) for w in (self.gate, self.up, self.down))
+    return (jax.nn.silu(x @ gate) * (x @ up)) @ down
+
+
+class Llama(nnx.Module):
+  """The whole model: embedding, scanned layers, final norm, untied head."""
+
+  def __init__(self, config: Config, rngs: nnx.Rngs, remat: bool = True):
+    c, self.config, self.remat = config, config, remat
+    self.embed = parameter(rngs, (c.vocab, c.width), ("vocab", "embed"))
+
+    @nnx.split_rngs(splits=c.depth)
+    @nnx.vmap(in_axes=0, out_axes=0, transform_metadata={nnx.PARTITION_NAME: "layers"})
+    def stack(rngs: nnx.Rngs) -> Block:
+      return Block(c, rngs)
+
+    self.layers = stack(rngs)
+    self.norm = nnx.Param(jnp.ones(c.width), out_sharding=("norm",))
+    self.head = parameter(rngs, (c.width, c.vocab), ("embed", "vocab"))
+
+  def __call__(self, tokens: jax.Array) -> jax.Array:
+    """Token ids (batch, sequence) -> logits (batch, sequence, vocab) in float32."""
+    x = self.embed[...].astype(self.config.compute)[tokens]
+    graphdef, stacked = nnx.split(self.layers)
+
+    def layer(x: jax.Array, state: nnx.State) -> tuple[jax.Array, None]:
+      return nnx.merge(graphdef, state)(x), None
+
+    x, _ = jax.lax.scan(jax.checkpoint(layer) if self.remat else layer, x, stacked)
+    x = norm(x, self.norm)
+    return jnp.einsum(
+      "bsd,dv->bsv", x, self.head[...].astype(x.dtype), preferred_element_type=jnp.float32
+    )
+
+
+def norm(x: jax.Array, scale: nnx.Param) -> jax.Array:
+  """RMS norm, computed in float32."""
+  y = x.astype(jnp.float32)
+  y = y * jax.lax.rsqrt(jnp.mean(jnp.square(y), axis=-1, keepdims=True) + 1e-5)
+  return (y * scale[...].reshape(1, 1, -1)).astype(x.dtype)
+
+
+def rotate(x: jax.Array) -> jax.Array:
+  """Rotary positions on (batch, sequence, heads, head_dim). Source: RoFormer, arXiv:2104.09864."""
+  half = x.shape[-1] // 2
+  frequency = 500_000.0 ** (-np.arange(half, dtype=np.float32) / half)
+  angle = np.arange(x.shape[1], dtype=np.float32)[:, None] * frequency[None, :]
+  cos = jnp.asarray(np.cos(angle), x.dtype)[None, :, None, :]
+  sin = jnp.asarray(np.sin(angle), x.dtype)[None, :, None, :]
+  a, b = x[..., :half], x[..., half:]
+  return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
+
+
+def cross_entropy(logits: jax.Array, targets: jax.Array) -> jax.Array:
+  """Mean cross-entropy of (batch, sequence, vocab) logits."""
+  return optax.softmax_cross_entropy_with_integer_labels(logits, targets).mean()
+
+
+def build(size: str, *, remat: bool = True, **changes: int) -> Llama:
+  """A model by the name of its size; `changes` replaces sizes."""
+  return Llama(dataclasses.replace(SIZES[size], **changes), nnx.Rngs(0), remat)
+
+
+def init() -> Llama:
+  return build("8b")
+
+
+def init_70b() -> Llama:
+  return build("70b")
+
+
+def optimizer() -> optax.GradientTransformation:
+  return optax.adamw(3e-4, weight_decay=0.1)
+
+
+def loss(model: Llama, batch: dict[str, jax.Array]) -> jax.Array:
+  return cross_entropy(model(batch["tokens"][:, :-1]), batch["tokens"][:, 1:])
+
+
+def rules() -> nxp.LogicalRules:
+  return RULES
+
+
+def mesh() -> dict[str, int]:
+  return {"data": 1, "fsdp": 8, "tensor": 1}
+
+
+def batch_of(config: Config, **changes: int) -> dict[str, jax.ShapeDtypeStruct]:
+  """An abstract global batch; one token more than the sequence, for the shifted targets."""
+  config = dataclasses.replace(config, **changes)
+  return {"tokens": jax.ShapeDtypeStruct((config.batch, config.sequence + 1), jnp.int32)}
+
+
+def batches(start: int = 0, *, split: str = "train") -> Iterator[dict[str, np.ndarray]]:
+  """Random tokens: this recipe is for compiling, not for learning."""
+  config = SIZES["8b"]
+  draw = np.random.default_rng(start)
+  while True:
+    yield {
+      "tokens": draw.integers(0, config.vocab, (config.batch, config.sequence + 1), dtype=np.int32)
+    }
+
+
+RULES = nxp.LogicalRules(
+  batch=("data", "fsdp"),
+  vocab="tensor",
+  embed="fsdp",
+  heads="tensor",
+  kv_heads="tensor",
+  mlp="tensor",
+  layers=None,
+  norm=None,
+)
+small = functools.partial(build, "tiny")

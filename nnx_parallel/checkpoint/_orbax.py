@@ -1,0 +1,116 @@
+"""Everything that touches Orbax: its v1 API, as of orbax-checkpoint 0.12.
+
+Arrays are stored by Orbax as one Zarr 3 folder per array, without compression: on local disks that is
+faster than the default in both directions, and a damaged file belongs to one array. The step folder is
+an ordinary Orbax checkpoint, readable with `orbax.checkpoint.v1.load_checkpointables` alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+from collections.abc import Generator, Mapping
+from typing import Any, Protocol
+
+import jax
+import numpy as np
+from etils import epath
+from orbax.checkpoint import v1 as ocp
+
+from nnx_parallel.checkpoint.encoding import Array
+
+# Below this a replicated array is written by one process, not cut into a file per replica.
+_SMALLEST_REPLICA_SLICE = 16 << 20
+
+
+class Pending(Protocol):
+  """A save that goes on in the background."""
+
+  def result(self, timeout: float | None = None) -> None:
+    """Waits, and raises what went wrong."""
+    ...
+
+
+def start_save(
+  step_dir: epath.Path, items: Mapping[str, Mapping[str, Array]], *, chunk_bytes: int | None
+) -> Pending:
+  """Copies the arrays off the devices and starts writing them.
+
+  Args:
+    step_dir: created by this call; appears under its name once complete.
+    items: arrays by item and folder name; none of them empty.
+    chunk_bytes: largest piece that is read as a whole; None stores each shard as one piece.
+  """
+  context = _context(byte_budget=None)
+  context.array_options.saving.storage_options.chunk_byte_size = chunk_bytes
+  with context, quiet():
+    return ocp.save_checkpointables_async(step_dir, {name: dict(tree) for name, tree in items.items()})
+
+
+def load(
+  step_dir: epath.Path,
+  item: str,
+  targets: Mapping[str, jax.ShapeDtypeStruct],
+  others: frozenset[str],
+  *,
+  byte_budget: int,
+  pad: bool,
+) -> dict[str, Array]:
+  """Reads some arrays of one item, each process its own shards.
+
+  Args:
+    step_dir: the step.
+    item: the item's name.
+    targets: shape, dtype and sharding wanted, by folder name; without a sharding a numpy array.
+    others: the item's arrays that are not wanted.
+    byte_budget: most bytes in flight.
+    pad: whether targets may be larger than what is stored; the rest is zero.
+  """
+  # Orbax refuses a shard that is as large as its budget, rather than read it alone.
+  largest = max(_shard_bytes(target) for target in targets.values())
+  context = _context(byte_budget=max(byte_budget, largest + 1))
+  context.array_options.loading.enable_padding_and_truncation = pad
+  # Each process reads alone: a file that one of them cannot read must not leave the others waiting.
+  me = jax.process_index()
+  context.multiprocessing_options.primary_host = me
+  context.multiprocessing_options.active_processes = {me}
+  abstract: dict[str, Any] = dict.fromkeys(others, ocp.PLACEHOLDER)
+  for name, target in targets.items():
+    # np.empty reserves addresses, not memory.
+    abstract[name] = target if target.sharding else np.empty(target.shape, target.dtype)
+  with context, quiet():
+    loaded = ocp.load(step_dir, abstract, checkpointable_name=item)
+  return {name: loaded[name] for name in targets}
+
+
+@contextlib.contextmanager
+def quiet() -> Generator[None]:
+  """Keeps Orbax's log out of the terminal: failures are raised, with their cause."""
+  logger = logging.getLogger("absl")
+  logger.addFilter(_drop)
+  try:
+    yield
+  finally:
+    logger.removeFilter(_drop)
+
+
+def _shard_bytes(target: jax.ShapeDtypeStruct) -> int:
+  shape = target.sharding.shard_shape(target.shape) if target.sharding else target.shape
+  return math.prod(shape) * target.dtype.itemsize
+
+
+def _drop(_: logging.LogRecord) -> bool:
+  return False
+
+
+def _context(*, byte_budget: int | None) -> ocp.Context:
+  context = ocp.Context()
+  saving = context.array_options.saving
+  saving.use_ocdbt = False
+  saving.use_compression = False
+  saving.min_slice_bytes_for_replica_parallel = _SMALLEST_REPLICA_SLICE
+  context.memory_options.read_concurrent_bytes = byte_budget
+  # In the background an unwritable parent is noticed late, and the process then hangs at exit.
+  context.async_options.create_directories_asynchronously = False
+  return context

@@ -1,0 +1,574 @@
+"""`Checkpointer`: the one class that users of checkpoints meet."""
+
+from __future__ import annotations
+
+import atexit
+import concurrent.futures
+import contextlib
+import functools
+import os
+import signal
+import types
+import warnings
+import weakref
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import jax
+from etils import epath
+
+from nnx_parallel.checkpoint import (
+  agree,
+  encoding,
+  files,
+  manifest,
+  restore,
+  save,
+  targets,
+  trees,
+)
+from nnx_parallel.checkpoint.manifest import DamagedError, Manifest
+from nnx_parallel.checkpoint.preflight import Diff, Wanted, compare
+from nnx_parallel.checkpoint.retention import Retention
+from nnx_parallel.errors import CheckpointError
+
+_RESERVED = ("model", "optimizer")
+
+
+class Checkpointer:
+  """Saves and restores steps in a directory.
+
+  Each step is one folder, an ordinary Orbax checkpoint with a manifest of ours. A step appears under its
+  number only when it is complete and on the disk, so whatever `steps()` lists can be restored. In a job of
+  several processes, make each call on all of them.
+
+  Args:
+    directory: local, or any path that `etils.epath` knows; made at the first save.
+    max_to_keep: how many of the newest steps to keep; None keeps all.
+    keep_every: also keep each step that this divides.
+    best: name of the metric that decides which step is best; the best step is kept too.
+    best_mode: `"min"` or `"max"`.
+    asynchronous: whether `save` returns once the arrays are copied off the devices.
+    verify: what `restore` checks: `"full"` every value, `"metadata"` the files' sizes and the metadata,
+      `"off"` nothing.
+    byte_budget: host bytes in flight while reading, beyond the arrays themselves.
+    chunk_bytes: largest piece of an array that is read as a whole; None stores each shard as one piece.
+
+  Raises:
+    CheckpointError: an option that means nothing, or a path that is a file.
+
+  Example:
+    >>> import tempfile
+    >>> import jax.numpy as jnp
+    >>> with Checkpointer(tempfile.mkdtemp()) as checkpointer:
+    ...   checkpointer.save(3, {"w": jnp.arange(4.0)})
+    ...   target = {"w": jax.ShapeDtypeStruct((4,), jnp.float32, sharding=jnp.zeros(4).sharding)}
+    ...   print(checkpointer.restore(target)["w"], checkpointer.latest())
+    [0. 1. 2. 3.] 3
+  """
+
+  def __init__(
+    self,
+    directory: str | os.PathLike[str],
+    *,
+    max_to_keep: int | None = None,
+    keep_every: int | None = None,
+    best: str | None = None,
+    best_mode: str = "min",
+    asynchronous: bool = False,
+    verify: str = "full",
+    byte_budget: int = 256 << 20,
+    chunk_bytes: int | None = 16 << 20,
+  ):
+    self.directory = _absolute(directory)
+    self.restored: Manifest | None = None
+    self._retention = Retention(max_to_keep, keep_every, best, best_mode)
+    self._asynchronous, self._verify = asynchronous, _checked(verify)
+    self._byte_budget, self._chunk_bytes = byte_budget, chunk_bytes
+    self._pool = concurrent.futures.ThreadPoolExecutor(1, "nnx_parallel-checkpoint")
+    self._pending: concurrent.futures.Future[None] | None = None
+    self._old_handlers: dict[int, Any] = {}
+    # At exit a background save is finished and its error shown, also when nobody called close().
+    self._at_exit = functools.partial(_wait_if_alive, weakref.WeakMethod(self.wait))
+    atexit.register(self._at_exit)
+    self._recover()
+
+  def __enter__(self) -> Checkpointer:
+    return self
+
+  def __exit__(
+    self,
+    kind: type[BaseException] | None,
+    error: BaseException | None,
+    traceback: types.TracebackType | None,
+  ) -> None:
+    self.close()
+
+  # Saving.
+
+  def save(
+    self,
+    step: int,
+    model: object,
+    optimizer: object = None,
+    *,
+    extra: Mapping[str, object] | None = None,
+    metrics: Mapping[str, object] | None = None,
+    plan: object = None,
+    overwrite: bool = False,
+  ) -> None:
+    """Saves everything a run is as one step, all or nothing.
+
+    Args:
+      step: not negative.
+      model: a module, with Variables of every type, or a pytree of arrays.
+      optimizer: an `nnx.Optimizer`, or a pytree of arrays.
+      extra: more trees of arrays (`"ema"`), or JSON values (`"data"`), by name.
+      metrics: numbers; `best` compares them.
+      plan: the plan of model and optimizer; its JSON is kept, and padding is not stored.
+      overwrite: whether to replace the step; the old one is there until the new one is complete.
+
+    Raises:
+      CheckpointError: the step exists, a leaf cannot be stored, the disk refuses, another job is writing
+        here, or an earlier background save failed.
+    """
+    self.wait()
+    number = self._check_step(step)
+    roots = targets.saved_roots(model, optimizer, plan)
+    values: dict[str, encoding.Json] = {}
+    for name, value in (extra or {}).items():
+      if name in _RESERVED or not name.isidentifier():
+        raise CheckpointError(
+          f"extra={{{name!r}: ...}} cannot be used as a name.", fix="use another identifier."
+        )
+      leaves, _ = trees.flatten(value)
+      if any(encoding.is_array(leaf) for leaf in leaves.values()):
+        roots[name] = save.Tree(leaves)
+      else:
+        values[name] = encoding.check_json(value, path=f"extra[{name!r}]")
+    content = save.prepare(roots)
+    save.agree_on(self.directory, number, content)
+    with contextlib.ExitStack() as stack:
+      finish = self._start(
+        stack,
+        number,
+        content,
+        extra=values,
+        metrics=_numbers(metrics or {}),
+        plan=targets.plan_json(plan),
+        overwrite=overwrite,
+      )
+      held = stack.pop_all()
+    if self._asynchronous:
+      self._pending = self._pool.submit(self._finish, number, finish, held)
+    else:
+      self._finish(number, finish, held)
+
+  def wait(self) -> None:
+    """Waits for a background save.
+
+    Raises:
+      CheckpointError: it failed.
+    """
+    pending, self._pending = self._pending, None
+    if pending is not None:
+      pending.result()
+      agree.barrier("nnx_parallel.checkpoint.wait")
+
+  def close(self) -> None:
+    """Waits for a background save and lets the object go.
+
+    Raises:
+      CheckpointError: the save failed.
+    """
+    self._restore_handlers()
+    atexit.unregister(self._at_exit)
+    try:
+      self.wait()
+    finally:
+      self._pool.shutdown()
+
+  def save_on_sigterm(self, state: Callable[[], Mapping[str, Any]]) -> None:
+    """Saves when the process is asked to end, then ends it; undone by `close`.
+
+    The save happens where Python handles signals, between two operations of the main thread.
+
+    Args:
+      state: called then; returns the arguments of `save`, for example
+        `lambda: {"step": step, "model": model, "optimizer": optimizer}`.
+    """
+
+    def handle(number: int, _: types.FrameType | None) -> None:
+      arguments = dict(state())
+      step = arguments.pop("step")
+      if step not in self.steps():
+        self.save(step, **arguments)
+      self.wait()
+      self._restore_handlers()
+      signal.raise_signal(number)
+
+    self._old_handlers[signal.SIGTERM] = signal.signal(signal.SIGTERM, handle)
+
+  # Finding.
+
+  def steps(self) -> list[int]:
+    """The complete steps, oldest first."""
+    return files.saved_steps(self.directory)
+
+  def latest(self) -> int | None:
+    """The newest step whose manifest and files are all there, or None."""
+    for step in reversed(self.steps()):
+      with contextlib.suppress(CheckpointError):
+        record = self._manifest(step)
+        if not restore.damaged_files(self._folder(step), record, record.files):
+          return step
+    return None
+
+  def best(self) -> int | None:
+    """The step with the best metric, or None when no step has it."""
+    return next(iter(self._retention.ranked(self._metrics())), None)
+
+  def metadata(self, step: int | str | None = None) -> Manifest:
+    """What a step holds, without reading its arrays.
+
+    Args:
+      step: a number, `"latest"` (also None) or `"best"`.
+    """
+    return self._manifest(self._resolve(step))
+
+  # Restoring.
+
+  def preflight(
+    self,
+    target: object,
+    step: int | str | None = None,
+    *,
+    only: Iterable[str] | None = None,
+    skip: Iterable[str] = (),
+    rename: Mapping[str, str] | None = None,
+    cast: bool = False,
+    optimizer: str = "restore",
+    as_numpy: bool = False,
+  ) -> Diff:
+    """Compares a step with a target; no array is read. Arguments as for `restore`."""
+    return self._compare(
+      self.metadata(step),
+      targets.read(target, optimizer=optimizer, as_numpy=as_numpy).wanted,
+      only=only,
+      skip=skip,
+      rename=rename,
+      cast=cast,
+    )
+
+  def restore(
+    self,
+    target: object = None,
+    step: int | str | None = None,
+    *,
+    only: Iterable[str] | None = None,
+    skip: Iterable[str] = (),
+    rename: Mapping[str, str] | None = None,
+    cast: bool = False,
+    optimizer: str = "restore",
+    on_corrupt: str = "error",
+    as_numpy: bool = False,
+  ) -> Any:
+    """Restores a step into the target's layout; the layout it was saved in does not matter.
+
+    Args:
+      target: a plan; a module, or (module, optimizer), whose values are replaced; or a pytree of
+        `jax.ShapeDtypeStruct`s with shardings.
+      step: a number, `"latest"` (also None) or `"best"`.
+      only: patterns of paths to restore; everything else stays as the target has it.
+      skip: patterns of paths, in the target or the checkpoint, to leave alone.
+      rename: path in the target, or its start, to the saved one.
+      cast: whether one float dtype may become another.
+      optimizer: `"restore"`, `"drop"` (return the model only) or `"fresh"` (keep a new one).
+      on_corrupt: `"error"`, or `"fallback"` to take the newest good step, with a warning.
+      as_numpy: return numpy arrays; without a target, of everything that was saved.
+
+    Returns:
+      The model, or (model, optimizer), or a tree like the target.
+
+    Raises:
+      CheckpointError: no such step, leaves that do not fit, or damage, all named.
+    """
+    self.wait()
+    if on_corrupt not in ("error", "fallback"):
+      raise CheckpointError(f"on_corrupt={on_corrupt!r} is unknown.", fix='pass "error" or "fallback".')
+    choose = {
+      "only": only if only is None or isinstance(only, str) else tuple(only),
+      "skip": skip if isinstance(skip, str) else tuple(skip),
+      "rename": rename,
+      "cast": cast,
+    }
+    if target is None:
+      return self._try_steps(step, on_corrupt, lambda s: self._read_as_saved(s, as_numpy))
+    goal = targets.read(target, optimizer=optimizer, as_numpy=as_numpy)
+
+    def attempt(number: int) -> Any:
+      record = self._manifest(number)
+      diff = self._compare(record, goal.wanted, **choose)
+      diff.require()
+      return self._fill(goal, record, diff)
+
+    return self._try_steps(step, on_corrupt, attempt)
+
+  def restore_extra(
+    self, name: str, target: object = None, step: int | str | None = None, *, as_numpy: bool = False
+  ) -> Any:
+    """Restores one tree that was saved with `extra=`, or returns its JSON value.
+
+    Args:
+      name: as in `extra`.
+      target: pytree of `jax.ShapeDtypeStruct`s with shardings; not needed for JSON values.
+      step: a number, `"latest"` (also None) or `"best"`.
+      as_numpy: return numpy arrays.
+    """
+    self.wait()
+    record = self.metadata(step)
+    if name in record.extra:
+      return encoding.read_json(record.extra[name])
+    if name not in record.items:
+      raise CheckpointError(
+        f"step {record.step} has no {name!r}.",
+        details=f"it has {sorted({*record.items, *record.extra})}",
+        fix="use one of these names.",
+      )
+    if target is None:
+      raise _no_target(self.directory)
+    goal = targets.read(target, optimizer="drop", as_numpy=as_numpy, item=name)
+    diff = self._compare(record, goal.wanted)
+    diff.require()
+    return self._fill(goal, record, diff)
+
+  def verify(self, step: int | str | None = None) -> dict[str, str]:
+    """Reads a whole step and says what is wrong with it.
+
+    Returns:
+      A description by file or leaf; empty when the step is sound.
+    """
+    number = self._resolve(step)
+    try:
+      record = self._manifest(number)
+    except CheckpointError as error:
+      return {manifest.FILE: error.what}
+    folder = self._folder(number)
+    problems = {text.split(" ")[0]: text for text in restore.damaged_files(folder, record, record.files)}
+    for name, error in restore.check_values(folder, record, byte_budget=self._byte_budget):
+      if error is not None:
+        problems[name] = error.what
+    return problems
+
+  # Inside.
+
+  def _start(
+    self,
+    stack: contextlib.ExitStack,
+    step: int,
+    content: save.Content,
+    *,
+    extra: Mapping[str, encoding.Json],
+    metrics: Mapping[str, float],
+    plan: encoding.Json,
+    overwrite: bool,
+  ) -> Callable[[], None]:
+    error = None
+    if jax.process_index() == 0:
+      try:
+        self._open_for_writing(stack, step, content.nbytes, overwrite)
+      except CheckpointError as caught:
+        error = caught
+      except OSError as caught:
+        error = files.explain(caught, f"save step {step}", self.directory)
+    agree.raise_together(error)
+    try:
+      return save.write(
+        self.directory,
+        step,
+        content,
+        extra=extra,
+        metrics=metrics,
+        plan=plan,
+        chunk_bytes=self._chunk_bytes,
+      )
+    except (OSError, ValueError, RuntimeError, TypeError) as caught:
+      save.abandon(self.directory, step)
+      raise files.explain(caught, f"save step {step}", self.directory) from caught
+
+  def _open_for_writing(self, stack: contextlib.ExitStack, step: int, nbytes: int, overwrite: bool) -> None:
+    self.directory.mkdir(parents=True, exist_ok=True)
+    stack.enter_context(files.writer_lock(self.directory))
+    files.sweep(self.directory)
+    if step in files.foreign_steps(self.directory):
+      raise CheckpointError(
+        f"cannot save step {step}: {self._folder(step)} was not written by nnx_parallel.",
+        fix="choose another directory; nothing was changed.",
+      )
+    if step in self.steps() and not overwrite:
+      raise CheckpointError(
+        f"cannot save step {step}: it exists in {self.directory}.",
+        details=f"steps: {self.steps()}",
+        fix="pass overwrite=True to replace it once the new one is complete, or use another step.",
+      )
+    if step in self.steps() and not files.is_local(self.directory):
+      raise CheckpointError(
+        f"cannot replace step {step} in {self.directory}: renames are not atomic there.",
+        fix="save under another step, or delete this one first.",
+      )
+    files.check_space(self.directory, nbytes)
+
+  def _finish(self, step: int, finish: Callable[[], None], held: contextlib.ExitStack) -> None:
+    with held:
+      try:
+        finish()
+        if jax.process_index() == 0:
+          for old in self._retention.doomed(self._metrics()):
+            files.delete_step(self.directory, old)
+      except CheckpointError:
+        save.abandon(self.directory, step)
+        raise
+      except (OSError, ValueError, RuntimeError, TypeError) as caught:
+        save.abandon(self.directory, step)
+        raise files.explain(caught, f"save step {step}", self.directory) from caught
+
+  def _recover(self) -> None:
+    """Cleans up after a killed writer, unless one is alive or nothing may be written."""
+    if not self.directory.is_dir() or jax.process_index() != 0:
+      return
+    if not (self.directory / files.LOCK).exists():
+      return  # nothing was ever saved here
+    with contextlib.suppress(CheckpointError, OSError), files.writer_lock(self.directory):
+      files.sweep(self.directory)
+
+  def _compare(self, record: Manifest, wanted: Mapping[str, Mapping[str, Wanted]], **choose: Any) -> Diff:
+    return compare(record, wanted, byte_budget=self._byte_budget, **choose)
+
+  def _read(self, record: Manifest, diff: Diff) -> dict[str, dict[str, encoding.Array]]:
+    return restore.read(
+      self._folder(record.step), record, diff, verify=self._verify, byte_budget=self._byte_budget
+    )
+
+  def _fill(self, goal: targets.Target, record: Manifest, diff: Diff) -> Any:
+    values = targets.json_values(goal, record)
+    return goal.build(targets.merge(self._read(record, diff), values))
+
+  def _read_as_saved(self, step: int, as_numpy: bool) -> dict[str, dict[str, Any]]:
+    if not as_numpy:
+      raise _no_target(self.directory)
+    record = self._manifest(step)
+    wanted = {item: targets.as_saved(saved) for item, saved in record.items.items()}
+    found = self._read(record, self._compare(record, wanted))
+    return {
+      item: {
+        **found.get(item, {}),
+        **{path: encoding.read_json(value) for path, value in saved.values.items()},
+      }
+      for item, saved in record.items.items()
+    }
+
+  def _try_steps(self, step: int | str | None, on_corrupt: str, attempt: Callable[[int], Any]) -> Any:
+    number = self._resolve(step)
+    older = [other for other in self.steps() if other < number]
+    while True:
+      try:
+        result = attempt(number)
+      except DamagedError as error:
+        if on_corrupt == "error" or not older:
+          raise
+        warnings.warn(f"step {number} was passed over: {error.what}", stacklevel=3)
+        number = older.pop()
+      else:
+        self.restored = self._manifest(number)
+        return result
+
+  def _resolve(self, step: int | str | None) -> int:
+    if step is None or step == "latest":
+      number = (self.steps() or [None])[-1]
+    elif step == "best":
+      number = self.best()
+    elif isinstance(step, str):
+      raise CheckpointError(f"step={step!r} is unknown.", fix='pass a number, "latest" or "best".')
+    else:
+      number = int(step)
+    if number is not None and number in self.steps():
+      return number
+    raise self._no_step(step)
+
+  def _no_step(self, step: int | str | None) -> CheckpointError:
+    steps = self.steps()
+    foreign = files.foreign_steps(self.directory)
+    details = f"complete steps: {steps or 'none'}"
+    if foreign:
+      details += f"; incomplete or written by something else: {foreign}"
+    what = "a checkpoint" if step is None or step == "latest" else f"step {step}"
+    if step == "best":
+      what = f"a step with the metric {self._retention.best!r}"
+    fix = f"restore({steps[-1]}), or step='latest'." if steps else "save one first, or check the path."
+    if not self.directory.exists():
+      details = "there is no such directory"
+    return CheckpointError(f"cannot find {what} in {self.directory}.", details=details, fix=fix)
+
+  def _metrics(self) -> dict[int, dict[str, float]]:
+    rows: dict[int, dict[str, float]] = {}
+    for step in self.steps():
+      try:
+        rows[step] = {name: float(value) for name, value in self._manifest(step).metrics.items()}
+      except CheckpointError:
+        continue  # a damaged step is nobody's best, and is not deleted either
+    return rows
+
+  def _manifest(self, step: int) -> Manifest:
+    return manifest.read(self._folder(step))
+
+  def _folder(self, step: int) -> epath.Path:
+    return self.directory / str(step)
+
+  def _check_step(self, step: int) -> int:
+    if isinstance(step, bool) or int(step) != step or step < 0:
+      raise CheckpointError(f"step={step!r} is not a step.", fix="pass a whole number from 0 up.")
+    return int(step)
+
+  def _restore_handlers(self) -> None:
+    for number, handler in self._old_handlers.items():
+      signal.signal(number, handler)
+    self._old_handlers.clear()
+
+
+def _absolute(directory: str | os.PathLike[str]) -> epath.Path:
+  path = epath.Path(directory).expanduser()
+  if not files.is_local(path):
+    return path
+  path = epath.Path(os.path.abspath(path))
+  if path.exists() and not path.is_dir():
+    raise CheckpointError(f"{path} is a file, not a directory.", fix="choose a directory for the steps.")
+  return path
+
+
+def _checked(verify: str) -> str:
+  if verify not in restore.VERIFY:
+    raise CheckpointError(f"verify={verify!r} is unknown.", fix='pass "full", "metadata" or "off".')
+  return verify
+
+
+def _numbers(metrics: Mapping[str, object]) -> dict[str, float]:
+  numbers: dict[str, float] = {}
+  for name, value in metrics.items():
+    if jax.numpy.ndim(value) != 0:  # pyright: ignore[reportArgumentType]
+      raise CheckpointError(f"metrics[{name!r}] is not one number.", fix="reduce it before saving.")
+    numbers[name] = float(value)  # pyright: ignore[reportArgumentType]
+  return numbers
+
+
+def _no_target(directory: epath.Path) -> CheckpointError:
+  return CheckpointError(
+    f"cannot restore from {directory} without a target: the layout it was saved in is not used.",
+    fix="pass a plan, a live model, or a tree of jax.ShapeDtypeStruct with shardings; "
+    "as_numpy=True returns numpy arrays.",
+  )
+
+
+def _wait_if_alive(method: weakref.WeakMethod[Callable[[], None]]) -> None:
+  call = method()
+  if call is not None:
+    call()

@@ -1,0 +1,179 @@
+"""Leaves as plain arrays that any array store can hold, and back.
+
+Typed PRNG keys become their key data, dtypes that array stores do not know become integers of the same
+bits, arrays without elements become a line in the manifest, and numpy scalars become arrays of rank 0.
+Python numbers, strings, booleans and None are kept as JSON values.
+"""
+
+from __future__ import annotations
+
+from typing import Any, TypeAlias
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec, Sharding
+
+from nnx_parallel.errors import CheckpointError
+
+Array: TypeAlias = "jax.Array | np.ndarray[Any, Any]"
+Json: TypeAlias = "bool | int | float | str | list[Json] | dict[str, Json] | None"
+
+PLAIN, EMPTY, BITS, SMALL = "plain", "empty", "bits", "small"
+
+_STORED_AS_IS = frozenset(
+  {"bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"}
+  | {"float16", "bfloat16", "float32", "float64", "complex64", "complex128"}
+)
+
+
+def is_array(leaf: object) -> bool:
+  """Whether a leaf is stored as an array; everything else must be a JSON value."""
+  return isinstance(leaf, (jax.Array, np.ndarray, np.generic))
+
+
+def is_key(dtype: Any) -> bool:
+  """Whether this is the dtype of typed PRNG keys."""
+  return jnp.issubdtype(dtype, jax.dtypes.prng_key)
+
+
+def dtype_name(dtype: Any) -> str:
+  """`"float32"`, or `"key<fry>"` for typed PRNG keys.
+
+  Example:
+    >>> dtype_name(jnp.bfloat16), dtype_name(jax.random.key(0).dtype)
+    ('bfloat16', 'key<fry>')
+  """
+  return str(dtype) if is_key(dtype) else str(np.dtype(dtype))
+
+
+def encoding_of(shape: tuple[int, ...], dtype: Any, *, path: str) -> str:
+  """Names the encoding of an array: `plain`, `empty`, `bits`, `small` or `key:<implementation>`.
+
+  Raises:
+    CheckpointError: text, objects, dates and the like.
+  """
+  if is_key(dtype):
+    return key_encoding(dtype) if 0 not in shape else EMPTY
+  dtype = np.dtype(dtype)
+  if dtype != np.bool_ and not jnp.issubdtype(dtype, jnp.number):
+    raise CheckpointError(
+      f"cannot save {path}: an array of dtype {dtype} is not numeric.",
+      fix='keep it out of the module, or pass it as JSON: extra={"notes": ...}.',
+    )
+  if 0 in shape:
+    return EMPTY
+  if dtype.name in _STORED_AS_IS:
+    return PLAIN
+  bits = jnp.iinfo(dtype).bits if jnp.issubdtype(dtype, jnp.integer) else jnp.finfo(dtype).bits
+  return SMALL if bits < 8 else BITS
+
+
+def encode(leaf: Array, encoding: str) -> Array:
+  """Gives the array that is stored for a leaf; undone by `decode`.
+
+  Args:
+    leaf: an array with at least one element.
+    encoding: from `encoding_of`.
+  """
+  if encoding.startswith("key:"):
+    return jax.random.key_data(leaf)
+  if encoding == PLAIN:
+    return np.asarray(leaf) if isinstance(leaf, np.generic) else leaf
+  if isinstance(leaf, (np.ndarray, np.generic)):
+    is_small_integer = encoding == SMALL and jnp.issubdtype(leaf.dtype, jnp.integer)
+    leaf = np.asarray(leaf)
+    return leaf.astype(_small_word(leaf.dtype)) if is_small_integer else leaf.view(np.uint8)
+  if encoding == BITS:
+    return jax.lax.bitcast_convert_type(leaf, jnp.uint8)
+  if not jnp.issubdtype(leaf.dtype, jnp.integer):
+    leaf = jax.lax.bitcast_convert_type(leaf, jnp.uint4)
+  return leaf.astype(_small_word(leaf.dtype))
+
+
+def decode(stored: Array, encoding: str, dtype: str) -> Array:
+  """Gives back the leaf from the array that was stored for it."""
+  if encoding.startswith("key:"):
+    return jax.random.wrap_key_data(jnp.asarray(stored), impl=encoding.removeprefix("key:"))
+  if encoding == PLAIN:
+    return stored
+  wanted = jnp.dtype(dtype)
+  if isinstance(stored, np.ndarray):
+    is_small_integer = encoding == SMALL and jnp.issubdtype(wanted, jnp.integer)
+    return stored.astype(wanted) if is_small_integer else stored.view(wanted)
+  if encoding == BITS:
+    return jax.lax.bitcast_convert_type(stored, wanted)
+  if not jnp.issubdtype(wanted, jnp.integer):
+    return jax.lax.bitcast_convert_type(stored.astype(jnp.uint4), wanted)
+  return stored.astype(wanted)
+
+
+def stored_form(
+  shape: tuple[int, ...], dtype: Any, encoding: str, sharding: Sharding | None
+) -> jax.ShapeDtypeStruct:
+  """The global shape, dtype and sharding under which a leaf is stored and read."""
+  if encoding == EMPTY:
+    return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
+  if not encoding.startswith("key:"):
+    word = np.dtype(dtype) if encoding == PLAIN else np.dtype(_word(dtype, encoding))
+    return jax.ShapeDtypeStruct(shape, word, sharding=sharding)
+  data = jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct(shape, dtype))
+  if isinstance(sharding, NamedSharding):
+    # The words of a key are a trailing dim that stays whole.
+    spec = PartitionSpec(*sharding.spec)
+    sharding = NamedSharding(sharding.mesh, spec, memory_kind=sharding.memory_kind)
+  return jax.ShapeDtypeStruct(data.shape, data.dtype, sharding=sharding)
+
+
+def check_json(value: object, *, path: str) -> Json:
+  """Returns `value` when JSON gives it back unchanged.
+
+  Raises:
+    CheckpointError: another type, an infinite or undefined number, a name that is not text.
+  """
+  if value is None or isinstance(value, (bool, str, int)):
+    return value
+  if isinstance(value, float):
+    # json writes these as words that other readers reject.
+    return value if np.isfinite(value) else {"__float__": repr(value)}
+  if isinstance(value, (list, tuple)):
+    return [check_json(inner, path=f"{path}[{index}]") for index, inner in enumerate(value)]  # pyright: ignore[reportUnknownVariableType, reportUnknownArgumentType]
+  if isinstance(value, dict) and all(isinstance(key, str) for key in value):  # pyright: ignore[reportUnknownVariableType]
+    items: dict[str, object] = value  # pyright: ignore[reportUnknownVariableType]
+    return {key: check_json(inner, path=f"{path}.{key}") for key, inner in items.items()}
+  raise CheckpointError(
+    f"cannot save {path}: a {type(value).__name__} is neither an array nor a JSON value.",
+    details=f"value: {value!r}"[:200],
+    fix="convert it to arrays, numbers, text, lists or dicts with text keys.",
+  )
+
+
+def read_json(value: Json) -> Json:
+  """Undoes `check_json`."""
+  if isinstance(value, dict):
+    if value.keys() == {"__float__"}:
+      return float(str(value["__float__"]))
+    return {key: read_json(inner) for key, inner in value.items()}
+  if isinstance(value, list):
+    return [read_json(inner) for inner in value]
+  return value
+
+
+def key_encoding(dtype: Any) -> str:
+  """`key:threefry2x32` and the like, for the dtype of typed PRNG keys."""
+  names: list[str] = []
+
+  def note(key: jax.Array) -> None:
+    names.append(str(jax.random.key_impl(key)))
+
+  # jax.random.key_impl takes keys only; a traced one has a dtype and costs nothing.
+  jax.eval_shape(note, jax.ShapeDtypeStruct((), dtype))
+  return f"key:{names[0]}"
+
+
+def _word(dtype: Any, encoding: str) -> Any:
+  return jnp.uint8 if encoding == BITS else _small_word(dtype)
+
+
+def _small_word(dtype: Any) -> Any:
+  return jnp.int8 if jnp.issubdtype(dtype, jnp.signedinteger) else jnp.uint8

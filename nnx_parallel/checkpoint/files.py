@@ -1,0 +1,220 @@
+"""Folders: which steps there are, one writer at a time, and commits that survive a crash.
+
+A step is written under a temporary name, made durable, and renamed. The name of a step therefore only
+ever belongs to a complete checkpoint. Everything that this package may delete carries one of its own
+suffixes, or holds its manifest.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import hashlib
+import os
+import shutil
+import socket
+from collections.abc import Generator, Iterable
+
+from etils import epath
+
+from nnx_parallel.checkpoint import manifest
+from nnx_parallel.errors import CheckpointError
+
+LOCK = ".nnx_parallel.lock"
+SAVING, REPLACED, DELETING = ".nnx-saving", ".nnx-replaced", ".nnx-deleting"
+_SMALL_FILE_CHUNK = 1 << 20
+
+
+def is_local(directory: epath.Path) -> bool:
+  """Whether the path is on a file system with locks, fsync and atomic renames."""
+  return "://" not in os.fspath(directory)
+
+
+def saved_steps(directory: epath.Path) -> list[int]:
+  """The steps that have a manifest, oldest first; other folders, empty ones too, do not count."""
+  if not directory.is_dir():
+    return []
+  return sorted(
+    int(entry.name)
+    for entry in directory.iterdir()
+    if _is_step_name(entry.name) and (entry / manifest.FILE).exists()
+  )
+
+
+def foreign_steps(directory: epath.Path) -> list[int]:
+  """The folders named like a step that hold something without a manifest of ours."""
+  if not directory.is_dir():
+    return []
+  return sorted(
+    int(entry.name)
+    for entry in directory.iterdir()
+    if _is_step_name(entry.name)
+    and entry.is_dir()
+    and not (entry / manifest.FILE).exists()
+    and any(entry.iterdir())
+  )
+
+
+@contextlib.contextmanager
+def writer_lock(directory: epath.Path) -> Generator[None]:
+  """Holds the directory for writing.
+
+  Only local file systems have the lock: on an object store the caller must see to it that one job writes.
+
+  Raises:
+    CheckpointError: another process, or another save of this one, holds it.
+  """
+  if not is_local(directory):
+    yield
+    return
+  import fcntl  # not on Windows, where nothing else of this module would hold either
+
+  path = os.fspath(directory / LOCK)
+  with open(path, "a+", encoding="utf-8") as file:
+    try:
+      fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+      file.seek(0)
+      raise CheckpointError(
+        f"cannot write to {directory}: another job is writing there.",
+        details=f"held by {file.read().strip() or 'a process that has not said its name'}",
+        fix="give each job its own directory, or wait until the other has finished.",
+      ) from None
+    file.truncate(0)
+    file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
+    file.flush()
+    try:
+      yield
+    finally:
+      file.truncate(0)
+
+
+def sweep(directory: epath.Path) -> list[str]:
+  """Finishes or undoes what a killed writer left; the caller holds the lock.
+
+  Returns:
+    The names of the folders that were removed or put back.
+  """
+  touched: list[str] = []
+  for entry in sorted(directory.iterdir(), key=lambda path: path.name):
+    name, suffix = os.path.splitext(entry.name.partition(".orbax-checkpoint-tmp")[0])
+    if suffix == REPLACED and not (directory / name).exists():
+      entry.rename(directory / name)
+    elif suffix in (SAVING, REPLACED, DELETING):
+      entry.rmtree()
+    else:
+      continue
+    touched.append(entry.name)
+  return touched
+
+
+def commit(temporary: epath.Path, final: epath.Path) -> None:
+  """Gives a finished, durable folder its name, replacing an older step of that name."""
+  replaced = final.parent / f"{final.name}{REPLACED}"
+  if (final / manifest.FILE).exists():
+    final.rename(replaced)
+  elif final.exists():
+    final.rmdir()  # an empty folder; anything else was refused before the save began
+  temporary.rename(final)
+  make_durable([final.parent])
+  if replaced.exists():
+    replaced.rmtree()
+
+
+def delete_step(directory: epath.Path, step: int) -> None:
+  """Deletes a step; killed half way, the step is gone as a whole."""
+  doomed = directory / f"{step}{DELETING}"
+  (directory / str(step)).rename(doomed)
+  make_durable([directory])
+  doomed.rmtree()
+
+
+def all_files(folder: epath.Path) -> dict[str, int]:
+  """Bytes of each file below a folder, by relative path."""
+  root = os.fspath(folder)
+  if is_local(folder):
+    found: dict[str, int] = {}
+    for parent, _, names in os.walk(root):
+      for name in names:
+        path = os.path.join(parent, name)
+        found[os.path.relpath(path, root)] = os.path.getsize(path)
+    return found
+  return {
+    os.fspath(path.relative_to(folder)): path.stat().length
+    for path in folder.glob("**/*")
+    if not path.is_dir()
+  }
+
+
+def sha256(file: epath.Path) -> str:
+  """SHA-256 of a file, read piece by piece."""
+  total = hashlib.sha256()
+  with file.open("rb") as stream:
+    while piece := stream.read(_SMALL_FILE_CHUNK):
+      total.update(piece)
+  return total.hexdigest()
+
+
+def make_durable(paths: Iterable[epath.Path]) -> None:
+  """Waits until files or folders are on the disk; object stores need no such thing."""
+  for path in paths:
+    if not is_local(path):
+      continue
+    handle = os.open(path, os.O_RDONLY)
+    try:
+      os.fsync(handle)
+    finally:
+      os.close(handle)
+
+
+def make_tree_durable(folder: epath.Path) -> None:
+  """Waits until everything below a folder is on the disk."""
+  if is_local(folder):
+    for parent, _, names in os.walk(folder):
+      make_durable(epath.Path(parent) / name for name in names)
+      make_durable([epath.Path(parent)])
+
+
+def check_space(directory: epath.Path, nbytes: int) -> None:
+  """Raises when the disk plainly cannot take a checkpoint of this size.
+
+  Raises:
+    CheckpointError: fewer bytes are free than the arrays have.
+  """
+  if not is_local(directory):
+    return
+  free = shutil.disk_usage(directory).free
+  if free < nbytes:
+    raise CheckpointError(
+      f"cannot save to {directory}: the disk is full.",
+      details=f"the checkpoint needs {nbytes:,} bytes, {free:,} are free",
+      fix="free some space, or keep fewer checkpoints: Checkpointer(..., max_to_keep=2).",
+    )
+
+
+def explain(error: BaseException, doing: str, directory: epath.Path) -> CheckpointError:
+  """Says in our words what the operating system or Orbax meant."""
+  cause = _os_error(error)
+  code = cause.errno if cause else None
+  text = f"{error}"
+  if code in (errno.ENOSPC, errno.EDQUOT) or "No space left" in text or "RESOURCE_EXHAUSTED" in text:
+    why, fix = "the disk is full", "free some space; the steps saved before are untouched."
+  elif code in (errno.EACCES, errno.EPERM, errno.EROFS) or "Permission denied" in text:
+    why, fix = "it may not be written", "choose a directory that this user can write to."
+  elif code in (errno.ENOTDIR, errno.EEXIST) or isinstance(cause, NotADirectoryError):
+    why, fix = "a file is in the way", "choose a directory, not a file."
+  else:
+    why, fix = f"{type(error).__name__}", "see the cause above; the steps saved before are untouched."
+  return CheckpointError(f"cannot {doing} in {directory}: {why}.", details=text[:500] or repr(error), fix=fix)
+
+
+def _os_error(error: BaseException | None) -> OSError | None:
+  while error is not None:
+    if isinstance(error, OSError):
+      return error
+    error = error.__cause__ or error.__context__
+  return None
+
+
+def _is_step_name(name: str) -> bool:
+  return name.isdecimal() and str(int(name)) == name

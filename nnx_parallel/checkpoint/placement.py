@@ -1,0 +1,78 @@
+"""Layouts that a checkpoint needs for a moment: work shared by replicas, padding cut off."""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import cast
+
+import jax
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+
+def on_auto_axes(array: jax.Array) -> jax.Array:
+  """The same buffers in device memory, on a mesh whose axes are all Auto.
+
+  On Explicit axes each operation below would need its output sharding spelt out. Only an array in host
+  memory is copied.
+  """
+  sharding = array.sharding
+  if not isinstance(sharding, NamedSharding):
+    return array
+  names, devices = sharding.mesh.axis_names, cast(Mesh, sharding.mesh).devices
+  mesh = Mesh(devices, names, axis_types=(AxisType.Auto,) * len(names))
+  layout = NamedSharding(mesh, sharding.spec)
+  if sharding.memory_kind not in (None, layout.memory_kind):
+    array = jax.device_put(array, NamedSharding(sharding.mesh, sharding.spec))
+  shards = [shard.data for shard in array.addressable_shards]
+  return jax.make_array_from_single_device_arrays(array.shape, layout, shards)
+
+
+def spread(layout: NamedSharding, shape: tuple[int, ...]) -> NamedSharding:
+  """Keeps what divides `shape` of a layout, and gives every other mesh axis to the first dim it divides.
+
+  Args:
+    layout: on a mesh with Auto axes.
+    shape: global shape in elements.
+
+  Example:
+    >>> mesh = jax.make_mesh((2, 4), ("a", "b"), axis_types=(AxisType.Auto,) * 2)
+    >>> spread(NamedSharding(mesh, PartitionSpec("b")), (6, 8)).spec
+    PartitionSpec('a', 'b')
+  """
+  mesh = layout.mesh
+  wanted = [entry if isinstance(entry, tuple) else (entry,) for entry in layout.spec]
+  wanted += [()] * (len(shape) - len(wanted))
+  names: list[tuple[str, ...]] = [()] * len(shape)
+
+  def divides(dim: int, axis: str) -> bool:
+    return shape[dim] % math.prod(mesh.shape[name] for name in (*names[dim], axis)) == 0
+
+  for dim, entry in enumerate(wanted):
+    for axis in entry:
+      if axis is not None and divides(dim, axis):
+        names[dim] += (axis,)
+  for axis in mesh.axis_names:
+    if not any(axis in entry for entry in names):
+      dim = next((dim for dim in range(len(shape)) if divides(dim, axis)), None)
+      if dim is not None:
+        names[dim] += (axis,)
+  return NamedSharding(mesh, PartitionSpec(*(_entry(entry) for entry in names)))
+
+
+def without_padding(array: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+  """Cuts an array to its logical shape, still in shards wherever the shape allows it."""
+  array = on_auto_axes(array)
+  sharding = array.sharding
+  layout = spread(sharding, shape) if isinstance(sharding, NamedSharding) else sharding
+  return _cut(shape, layout)(array)
+
+
+@functools.lru_cache(maxsize=256)
+def _cut(shape: tuple[int, ...], layout: jax.sharding.Sharding) -> jax.stages.Wrapped:
+  window = tuple(slice(0, size) for size in shape)
+  return jax.jit(lambda array: array[window], out_shardings=layout)
+
+
+def _entry(axes: tuple[str, ...]) -> str | tuple[str, ...] | None:
+  return axes[0] if len(axes) == 1 else axes or None

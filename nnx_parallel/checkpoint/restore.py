@@ -1,0 +1,240 @@
+"""Restoring: from a committed step to arrays in the target's layout, verified."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Iterator, Sequence
+
+import jax
+import numpy as np
+from etils import epath
+
+from nnx_parallel.checkpoint import _orbax, agree, encoding, files
+from nnx_parallel.checkpoint.digest import digest
+from nnx_parallel.checkpoint.encoding import Array
+from nnx_parallel.checkpoint.manifest import DamagedError, LeafRecord, Manifest
+from nnx_parallel.checkpoint.preflight import Diff, Match, Wanted, bytes_read
+
+VERIFY = ("full", "metadata", "off")
+
+
+@dataclasses.dataclass(frozen=True)
+class _Read:
+  match: Match
+  stored: jax.ShapeDtypeStruct
+  digest: jax.Array | None = None
+
+
+def wanted_from(struct: jax.ShapeDtypeStruct, shape: tuple[int, ...] | None = None) -> Wanted:
+  """A target's leaf; `shape` is the logical shape of a padded one."""
+  return Wanted(struct, tuple(struct.shape if shape is None else shape))
+
+
+def read(
+  step_dir: epath.Path, manifest: Manifest, diff: Diff, *, verify: str, byte_budget: int
+) -> dict[str, dict[str, Array]]:
+  """Reads all matched leaves, a budget's worth at a time, verifying one group while reading the next.
+
+  Args:
+    step_dir: of the step.
+    manifest: of the step.
+    diff: fits.
+    verify: `full` compares every value's digest, `metadata` the files' sizes and the small files'
+      contents, `off` nothing.
+    byte_budget: most bytes in flight.
+
+  Returns:
+    Arrays by item and the target's path.
+
+  Raises:
+    DamagedError: names the leaf and the files that are not what was saved.
+  """
+  if verify != "off":
+    agree.raise_together(_damage_of_files(step_dir, manifest, diff.matches))
+  results: dict[str, dict[str, Array]] = {}
+  waiting: list[_Read] = []
+  error: DamagedError | None = None
+  for group in _groups(diff.matches, byte_budget):
+    try:
+      arrays = _load(step_dir, manifest, group, byte_budget)
+    except DamagedError as caught:
+      error = caught
+      break
+    for one in group:
+      array = arrays.get(one.match.saved.folder)
+      results.setdefault(one.match.item, {})[one.match.path] = _place(array, one)
+      if verify == "full" and array is not None:
+        waiting.append(dataclasses.replace(one, digest=digest(array, _stored_shape(one))))
+  agree.raise_together(error or _damage_of_values(step_dir, waiting))
+  return results
+
+
+def check_values(
+  step_dir: epath.Path, manifest: Manifest, *, byte_budget: int
+) -> Iterator[tuple[str, DamagedError | None]]:
+  """Reads every array of a step to the host, one budget at a time, and compares the digests.
+
+  Yields:
+    Each leaf's name, and what is wrong with it or None.
+  """
+  for item, record in manifest.items.items():
+    matches = [
+      Match(item, path, wanted_from(jax.ShapeDtypeStruct(leaf.shape, np.uint8)), path, leaf)
+      for path, leaf in record.leaves.items()
+    ]
+    for match in matches:
+      if match.saved.encoding == encoding.EMPTY:
+        yield match.name, None
+        continue
+      one = _Read(match, _stored_on_host(match.saved))
+      try:
+        array = _load(step_dir, manifest, [one], byte_budget)[match.saved.folder]
+      except DamagedError as error:
+        yield match.name, error
+        continue
+      checked = dataclasses.replace(one, digest=digest(array))
+      yield match.name, _damage_of_values(step_dir, [checked])
+
+
+def damaged_files(step_dir: epath.Path, manifest: Manifest, names: Iterable[str]) -> list[str]:
+  """Says which of the named files are missing, cut short, or not what was written."""
+  problems: list[str] = []
+  for name in names:
+    file, size = step_dir / name, manifest.files[name]
+    if not file.exists():
+      problems.append(f"{name} is missing")
+    elif (found := file.stat().length) != size:
+      problems.append(f"{name} has {found:,} bytes instead of {size:,}")
+    elif name in manifest.hashes and files.sha256(file) != manifest.hashes[name]:
+      problems.append(f"{name} does not have the contents that were written")
+  return problems
+
+
+def damage(step: object, problems: Sequence[str]) -> DamagedError:
+  """The error for a damaged step."""
+  return DamagedError(
+    f"step {step} is damaged: {problems[0]}.",
+    details="\n".join(problems[1:9]),
+    fix='restore(..., on_corrupt="fallback") takes the newest good step; '
+    "`nnx-parallel verify DIR` checks them all.",
+  )
+
+
+def _damage_of_files(
+  step_dir: epath.Path, manifest: Manifest, matches: Iterable[Match]
+) -> DamagedError | None:
+  """Checks the files of the wanted items; those of items that are not read may be gone."""
+  items = {match.item for match in matches}
+  unread = set(manifest.items) - items
+  names = [name for name in manifest.files if name.partition("/")[0] not in unread]
+  problems = damaged_files(step_dir, manifest, names)
+  return damage(manifest.step, problems) if problems else None
+
+
+def _damage_of_values(step_dir: epath.Path, reads: Iterable[_Read]) -> DamagedError | None:
+  problems = [
+    f"the values of {one.match.item}/{one.match.saved_path} are not those that were saved "
+    f"(files under {one.match.item}/{one.match.saved.folder})"
+    for one in reads
+    if one.digest is not None and int(one.digest) != one.match.saved.digest
+  ]
+  return damage(step_dir.name, problems) if problems else None
+
+
+def _groups(matches: Iterable[Match], byte_budget: int) -> Iterator[list[_Read]]:
+  """Cuts the reads into groups of about the budget; padded leaves are read apart from the others."""
+  groups: dict[bool, list[_Read]] = {False: [], True: []}
+  sizes = {False: 0, True: 0}
+  item = None
+  for match in matches:
+    one = _Read(match, _stored_on_target(match))
+    padded, size = one.match.wanted.struct.shape != match.saved.shape, bytes_read(one.stored)
+    if match.item != item or sizes[padded] + size > byte_budget:
+      flush = list(groups) if match.item != item else [padded]
+      for key in flush:
+        if groups[key]:
+          yield groups[key]
+        groups[key], sizes[key] = [], 0
+      item = match.item
+    groups[padded].append(one)
+    sizes[padded] += size
+  yield from (group for group in groups.values() if group)
+
+
+def _load(
+  step_dir: epath.Path, manifest: Manifest, group: Sequence[_Read], byte_budget: int
+) -> dict[str, Array]:
+  item = group[0].match.item
+  targets = {
+    one.match.saved.folder: one.stored for one in group if one.match.saved.encoding != encoding.EMPTY
+  }
+  if not targets:
+    return {}
+  leaves = manifest.items[item].leaves.values()
+  stored = {leaf.folder for leaf in leaves if leaf.encoding != encoding.EMPTY}
+  pad = any(_stored_shape(one) != one.stored.shape for one in group)
+  try:
+    return _orbax.load(
+      step_dir,
+      item,
+      targets,
+      frozenset(stored - targets.keys()),
+      byte_budget=byte_budget,
+      pad=pad,
+    )
+  except (ValueError, TypeError, LookupError, AttributeError, RuntimeError, OSError) as error:
+    if len(group) == 1:
+      match = group[0].match
+      raise damage(
+        step_dir.name,
+        [
+          f"{item}/{match.saved_path} cannot be read "
+          f"(files under {item}/{match.saved.folder}, or the metadata of {item})",
+          str(error)[:300],
+        ],
+      ) from error
+  # One of several arrays failed: read them alone to learn which.
+  return {
+    name: array for one in group for name, array in _load(step_dir, manifest, [one], byte_budget).items()
+  }
+
+
+def _stored_on_target(match: Match) -> jax.ShapeDtypeStruct:
+  """How a leaf is read: stored dtype, the target's padded shape and sharding."""
+  struct = match.wanted.struct
+  saved_dtype = struct.dtype if encoding.is_key(struct.dtype) else np.dtype(match.saved.dtype)
+  return encoding.stored_form(struct.shape, saved_dtype, match.saved.encoding, struct.sharding)
+
+
+def _stored_on_host(leaf: LeafRecord) -> jax.ShapeDtypeStruct:
+  if leaf.encoding.startswith("key:"):
+    key = jax.eval_shape(lambda: jax.random.key(0, impl=leaf.encoding.removeprefix("key:")))
+    return encoding.stored_form(leaf.shape, key.dtype, leaf.encoding, None)
+  return encoding.stored_form(leaf.shape, np.dtype(leaf.dtype), leaf.encoding, None)
+
+
+def _stored_shape(one: _Read) -> tuple[int, ...]:
+  """The logical shape of the stored array, key words included."""
+  return one.match.saved.shape + one.stored.shape[len(one.match.wanted.struct.shape) :]
+
+
+def _place(array: Array | None, one: _Read) -> Array:
+  """Turns what was read into the leaf, in the target's dtype and sharding."""
+  struct, saved = one.match.wanted.struct, one.match.saved
+  if array is None:
+    return _without_elements(struct)
+  leaf = encoding.decode(array, saved.encoding, saved.dtype)
+  if leaf.dtype != struct.dtype:
+    leaf = leaf.astype(struct.dtype)
+  if isinstance(leaf, jax.Array) and struct.sharding is not None and leaf.sharding != struct.sharding:
+    leaf = jax.device_put(leaf, struct.sharding)
+  return leaf
+
+
+def _without_elements(struct: jax.ShapeDtypeStruct) -> Array:
+  if struct.sharding is None:
+    return np.zeros(struct.shape, struct.dtype)
+  if not encoding.is_key(struct.dtype):
+    return jax.numpy.zeros(struct.shape, struct.dtype, device=struct.sharding)
+  data = jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct(struct.shape, struct.dtype))
+  return encoding.decode(np.zeros(data.shape, data.dtype), encoding.key_encoding(struct.dtype), "")

@@ -1,0 +1,204 @@
+"""Saving: from trees of leaves to a committed step."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import numpy as np
+from etils import epath
+
+from nnx_parallel.checkpoint import _orbax, agree, encoding, files, manifest, paths
+from nnx_parallel.checkpoint.digest import digest
+from nnx_parallel.checkpoint.encoding import Array, Json
+from nnx_parallel.checkpoint.manifest import ItemRecord, LeafRecord, Manifest
+from nnx_parallel.checkpoint.placement import without_padding
+from nnx_parallel.errors import CheckpointError
+
+# Files up to this size are hashed as a whole: all of the metadata, none of the large arrays.
+_HASHED_BYTES = 1 << 20
+
+
+@dataclasses.dataclass(frozen=True)
+class Tree:
+  """One item to save.
+
+  Attributes:
+    leaves: arrays and JSON values by path as text.
+    shapes: logical shapes of the arrays that are padded.
+    kinds: Variable types, where known.
+  """
+
+  leaves: Mapping[str, object]
+  shapes: Mapping[str, tuple[int, ...]] = dataclasses.field(default_factory=dict[str, Any])
+  kinds: Mapping[str, str] = dataclasses.field(default_factory=dict[str, str])
+
+
+@dataclasses.dataclass(frozen=True)
+class Content:
+  """What a step will hold, encoded, with digests under way."""
+
+  items: Mapping[str, ItemRecord]
+  arrays: Mapping[str, Mapping[str, Array]]
+  digests: Mapping[tuple[str, str], jax.Array]
+
+  @property
+  def nbytes(self) -> int:
+    """Bytes of all arrays."""
+    return sum(leaf.nbytes for item in self.items.values() for leaf in item.leaves.values())
+
+
+def prepare(trees: Mapping[str, Tree]) -> Content:
+  """Checks and encodes the leaves, and starts their digests.
+
+  Raises:
+    CheckpointError: a leaf that cannot be stored, named by its path.
+  """
+  items: dict[str, ItemRecord] = {}
+  arrays: dict[str, dict[str, Array]] = {}
+  digests: dict[tuple[str, str], jax.Array] = {}
+  for item, tree in trees.items():
+    records: dict[str, LeafRecord] = {}
+    values: dict[str, Json] = {}
+    stored: dict[str, Array] = {}
+    for path, leaf in tree.leaves.items():
+      name = f"{item}/{path}"
+      if not encoding.is_array(leaf):
+        values[path] = encoding.check_json(leaf, path=name)
+        continue
+      record, array = _encode_leaf(name, path, leaf, tree)  # pyright: ignore[reportArgumentType]
+      records[path] = record
+      if array is not None:
+        digests[item, path] = digest(array)
+        stored[record.folder] = array
+    items[item] = ItemRecord(records, values)
+    if stored:
+      arrays[item] = stored
+  return Content(items, arrays, digests)
+
+
+def write(
+  directory: epath.Path,
+  step: int,
+  content: Content,
+  *,
+  extra: Mapping[str, Json],
+  metrics: Mapping[str, float],
+  plan: Json,
+  chunk_bytes: int | None,
+) -> Callable[[], None]:
+  """Starts writing a step; the arrays may be donated or changed as soon as this returns.
+
+  Args:
+    directory: exists and is locked by the caller.
+    step: its final folder is replaced when it exists.
+    content: from `prepare`.
+    extra: JSON values.
+    metrics: numbers, JSON ready.
+    plan: JSON of the plan, or None.
+    chunk_bytes: see `_orbax.start_save`.
+
+  Returns:
+    A function that waits until everything is on the disk and commits it.
+  """
+  final = directory / str(step)
+  folder = directory / f"{step}{files.SAVING}" if files.is_local(directory) else final
+  pending = None
+  if content.arrays:
+    pending = _orbax.start_save(folder, content.arrays, chunk_bytes=chunk_bytes)
+  elif jax.process_index() == 0:
+    folder.mkdir()
+
+  def finish() -> None:
+    if pending is not None:
+      with _orbax.quiet():
+        pending.result()
+    items = _with_digests(content)
+    if jax.process_index() != 0:
+      return
+    record = Manifest(
+      step=step,
+      items=items,
+      extra=extra,
+      metrics=metrics,
+      plan=plan,
+      versions=manifest.versions(),
+      fingerprint=manifest.fingerprint(items),
+      time=time.time(),
+      files=(sizes := files.all_files(folder)),
+      hashes={name: files.sha256(folder / name) for name, n in sizes.items() if n <= _HASHED_BYTES},
+    )
+    manifest.write(record, folder)
+    files.make_tree_durable(folder)
+    if folder != final:
+      files.commit(folder, final)
+
+  return finish
+
+
+def abandon(directory: epath.Path, step: int) -> None:
+  """Removes what a failed save left under its temporary name."""
+  if jax.process_index() == 0 and files.is_local(directory):
+    for entry in directory.glob(f"{step}{files.SAVING}*"):
+      with contextlib.suppress(OSError):  # the next start sweeps it
+        entry.rmtree()
+
+
+def _encode_leaf(
+  name: str, path: str, leaf: Array | np.generic, tree: Tree
+) -> tuple[LeafRecord, Array | None]:
+  if isinstance(leaf, jax.Array) and leaf.is_deleted():
+    raise CheckpointError(
+      f"cannot save {name}: its array was donated to a compiled function and is gone.",
+      fix="save the arrays that the step returned, or save before the step.",
+    )
+  array = np.asarray(leaf) if isinstance(leaf, np.generic) else leaf
+  shape = tuple(tree.shapes.get(path, array.shape))
+  how = encoding.encoding_of(shape, array.dtype, path=name)
+  stored = None
+  if how != encoding.EMPTY:
+    stored = encoding.encode(array, how)
+    if shape != array.shape and isinstance(stored, jax.Array):
+      stored = without_padding(stored, shape + stored.shape[array.ndim :])
+  return LeafRecord(
+    folder=paths.file_name(path),
+    shape=shape,
+    dtype=encoding.dtype_name(array.dtype),
+    encoding=how,
+    kind=tree.kinds.get(path, ""),
+    digest=None,
+    nbytes=stored.nbytes if stored is not None else 0,
+  ), stored
+
+
+def _with_digests(content: Content) -> dict[str, ItemRecord]:
+  known = {key: int(value) for key, value in content.digests.items()}
+  return {
+    item: dataclasses.replace(
+      record,
+      leaves={
+        path: dataclasses.replace(leaf, digest=known.get((item, path)))
+        for path, leaf in record.leaves.items()
+      },
+    )
+    for item, record in content.items.items()
+  }
+
+
+def describe(content: Content) -> str:
+  """The structure as text, for processes to compare."""
+  rows = [
+    f"{item}/{path} {leaf.shape} {leaf.dtype}"
+    for item, record in content.items.items()
+    for path, leaf in record.leaves.items()
+  ]
+  return "\n".join(rows)
+
+
+def agree_on(directory: epath.Path, step: int, content: Content) -> None:
+  """Raises on all processes when they are about to save different things."""
+  agree.require_same("what to save", f"{directory} step {step}\n{describe(content)}")

@@ -1,0 +1,216 @@
+"""What users pass to `save` and `restore`, as tables of leaves: plans, live modules, pytrees."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import numpy as np
+from flax import nnx
+
+from nnx_parallel.checkpoint import encoding, paths, trees
+from nnx_parallel.checkpoint.encoding import Array, Json
+from nnx_parallel.checkpoint.manifest import ItemRecord, LeafRecord, Manifest
+from nnx_parallel.checkpoint.preflight import Wanted
+from nnx_parallel.checkpoint.save import Tree
+from nnx_parallel.create.constructor import construct
+from nnx_parallel.create.instantiate import instantiate
+from nnx_parallel.errors import CheckpointError
+from nnx_parallel.layout.mesh import axis_sizes
+from nnx_parallel.layout.plan import Root, ShardingPlan
+from nnx_parallel.layout.variables import kind_of, value_of, variables
+
+OPTIMIZER = ("restore", "drop", "fresh")
+Found = Mapping[str, Mapping[str, Any]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Target:
+  """What a restore fills.
+
+  Attributes:
+    wanted: the arrays to read, by item and path.
+    values: the paths of leaves that are JSON values, by item.
+    build: makes the result from the arrays and values that were read; leaves that were left out by name
+      are what the target has, or what `init` makes.
+  """
+
+  wanted: Mapping[str, Mapping[str, Wanted]]
+  values: Mapping[str, tuple[str, ...]]
+  build: Callable[[Found], Any]
+
+
+def read(target: object, *, optimizer: str, as_numpy: bool = False, item: str = "model") -> Target:
+  """Reads a target.
+
+  Args:
+    target: a plan, a module, (module, optimizer), or a pytree of abstract or concrete arrays.
+    optimizer: `restore`, `drop` or `fresh`.
+    as_numpy: whether a pytree's leaves become numpy arrays.
+    item: the item that a pytree stands for.
+
+  Raises:
+    CheckpointError: an unknown `optimizer`, or a leaf without a sharding.
+  """
+  if optimizer not in OPTIMIZER:
+    raise CheckpointError(f"optimizer={optimizer!r} is unknown.", fix='pass "restore", "drop" or "fresh".')
+  if isinstance(target, ShardingPlan):
+    return _plan_target(target, optimizer)
+  if isinstance(target, nnx.Module):
+    return _live_target({"model": target}, target)
+  if isinstance(target, tuple) and target and isinstance(target[0], nnx.Module):
+    model, live = target
+    return _live_target({"model": model} | ({"optimizer": live} if optimizer == "restore" else {}), target)
+  return _tree_target(target, as_numpy=as_numpy, item=item)
+
+
+def json_values(target: Target, record: Manifest) -> dict[str, dict[str, Json]]:
+  """The JSON values that the target has places for.
+
+  Raises:
+    CheckpointError: the checkpoint has no such value.
+  """
+  found: dict[str, dict[str, Json]] = {}
+  for item, names in target.values.items():
+    saved = record.items[item].values if item in record.items else {}
+    for path in names:
+      if path not in saved:
+        raise CheckpointError(
+          f"cannot restore {item}/{path}: step {record.step} has no such value.",
+          details=f"values saved: {sorted(saved) or 'none'}",
+          fix="take it out of the target, or put an array with a sharding there.",
+        )
+      found.setdefault(item, {})[path] = encoding.read_json(saved[path])
+  return found
+
+
+def saved_roots(model: object, optimizer: object, plan: object) -> dict[str, Tree]:
+  """The items that `save` writes for a model and its optimizer."""
+  roots = {"model": _tree_to_save(model, "model", plan)}
+  if optimizer is not None:
+    roots["optimizer"] = _tree_to_save(optimizer, "optimizer", plan)
+  return roots
+
+
+def plan_json(plan: object) -> Json:
+  """What the manifest keeps of a plan: the mesh and each leaf's spec."""
+  if plan is None:
+    return None
+  if not isinstance(plan, ShardingPlan):
+    raise CheckpointError(f"plan={plan!r} is not a ShardingPlan.", fix="pass what nxp.plan(...) returned.")
+  specs: dict[str, Json] = {
+    leaf.name: [list(entry) if isinstance(entry, tuple) else entry for entry in leaf.spec]
+    for leaf in plan.leaves
+  }
+  sizes: dict[str, Json] = dict(axis_sizes(plan.mesh))
+  return {"mesh": sizes, "specs": specs}
+
+
+def as_saved(record: ItemRecord) -> dict[str, Wanted]:
+  """A target of numpy arrays (and keys on the first CPU) for everything in an item."""
+  return {path: _as_saved(leaf) for path, leaf in record.leaves.items()}
+
+
+def _as_saved(leaf: LeafRecord) -> Wanted:
+  if leaf.encoding.startswith("key:"):
+    key = jax.eval_shape(lambda: jax.random.key(0, impl=leaf.encoding.removeprefix("key:")))
+    host = jax.sharding.SingleDeviceSharding(jax.devices("cpu")[0])
+    return Wanted(jax.ShapeDtypeStruct(leaf.shape, key.dtype, sharding=host), leaf.shape)
+  return Wanted(jax.ShapeDtypeStruct(leaf.shape, np.dtype(leaf.dtype)), leaf.shape)
+
+
+def _tree_to_save(root: object, item: Root, plan: object) -> Tree:
+  if not isinstance(root, (nnx.Module, nnx.Optimizer)):
+    leaves, _ = trees.flatten(root)
+    return Tree(leaves)
+  found = {paths.join(path): leaf for path, leaf in variables(root).items()}  # pyright: ignore[reportArgumentType]
+  shapes: dict[str, tuple[int, ...]] = {}
+  if isinstance(plan, ShardingPlan):
+    shapes = {_text(path): leaf.shape for path, leaf in plan.of(item).items() if any(leaf.padding)}
+  return Tree(
+    {path: value_of(leaf) for path, leaf in found.items()},
+    shapes,
+    {path: kind_of(leaf) for path, leaf in found.items()},
+  )
+
+
+def _plan_target(plan: ShardingPlan, optimizer: str) -> Target:
+  if isinstance(plan.mesh, jax.sharding.AbstractMesh):
+    raise CheckpointError(
+      "cannot restore into a plan on an abstract mesh: it has no devices.",
+      details=f"mesh {axis_sizes(plan.mesh)}",
+      fix="plan on real devices: nxp.plan(init, nxp.make_mesh(...), rules).",
+    )
+  if optimizer == "drop":
+    kept = tuple(leaf for leaf in plan.leaves if leaf.root == "model")
+    plan = dataclasses.replace(plan, leaves=kept, tx=None, abstract_optimizer=None)
+  roots: tuple[Root, ...] = ("model",)
+  if plan.tx is not None and optimizer == "restore":
+    roots = ("model", "optimizer")
+  wanted = {
+    root: {_text(path): Wanted(leaf.struct, leaf.shape) for path, leaf in plan.of(root).items()}
+    for root in roots
+  }
+
+  def build(found: Found) -> Any:
+    arrays: dict[Root, dict[Any, Any]] = {}
+    for leaf in plan.leaves:
+      text = _text(leaf.path)
+      if text in found.get(leaf.root, {}):
+        arrays.setdefault(leaf.root, {})[leaf.path] = found[leaf.root][text]
+    left_out = sum(map(len, arrays.values())) < len(plan.leaves)
+    if left_out:
+      for root, made in construct(plan).items():
+        arrays[root] = {**made, **arrays.get(root, {})}
+    return instantiate(plan, arrays)
+
+  return Target(wanted, {}, build)
+
+
+def _live_target(roots: Mapping[str, Any], result: object) -> Target:
+  leaves = {item: variables(root) for item, root in roots.items()}
+  values = {
+    item: {_text(path): value_of(leaf) for path, leaf in found.items()} for item, found in leaves.items()
+  }
+  wanted = {item: trees.wanted(found, item=item) for item, found in values.items()}
+  plain = {item: tuple(p for p in found if p not in wanted[item]) for item, found in values.items()}
+
+  def build(found: Found) -> Any:
+    for item, root in roots.items():
+      raw: list[tuple[Any, Any]] = []
+      for path, leaf in leaves[item].items():
+        if _text(path) not in found.get(item, {}):
+          continue
+        value = found[item][_text(path)]
+        if isinstance(leaf, nnx.Variable):
+          leaf.set_raw_value(value)
+        else:
+          raw.append((path, value))
+      if raw:
+        nnx.update(root, nnx.from_flat_state(raw))
+    return result
+
+  return Target(wanted, plain, build)
+
+
+def _tree_target(tree: object, *, as_numpy: bool, item: str) -> Target:
+  leaves, rebuild = trees.flatten(tree)
+  wanted = trees.wanted(leaves, item=item, as_numpy=as_numpy)
+  plain = tuple(path for path in leaves if path not in wanted)
+
+  def build(found: Found) -> Any:
+    return rebuild({**leaves, **found.get(item, {})})
+
+  return Target({item: wanted}, {item: plain}, build)
+
+
+def merge(arrays: Mapping[str, Mapping[str, Array]], values: Mapping[str, Mapping[str, Json]]) -> Found:
+  """Arrays and values of each item in one table."""
+  items = dict.fromkeys([*arrays, *values])
+  return {item: {**arrays.get(item, {}), **values.get(item, {})} for item in items}
+
+
+def _text(path: Any) -> str:
+  return paths.join(path)

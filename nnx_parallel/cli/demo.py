@@ -1,0 +1,300 @@
+"""`nnx-parallel demo`: the whole path once on real text, with every claim checked; `make demo` runs it."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import math
+import os
+import platform
+import shutil
+import time
+from collections.abc import Sequence
+from importlib.metadata import version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from nnx_parallel.cli import options
+from nnx_parallel.cli.train import describe, draw, format_record, positive, train_with_progress
+from nnx_parallel.errors import CheckpointError
+
+if TYPE_CHECKING:
+  from jax.sharding import Mesh
+
+  import nnx_parallel as nxp
+  from nnx_parallel.cli.main import Commands
+  from nnx_parallel.recipes import Recipe
+  from nnx_parallel.recipes.job import Job
+  from nnx_parallel.train.metrics import Record
+
+MESH = {"data": 2, "fsdp": 2, "tensor": 2}
+DEVICES = 8
+TOLERANCE = 1e-5  # largest relative difference of a loss; training is in float32
+RECORD = "demo.json"  # the numbers of a demo; a folder that has it may be replaced by the next one
+PROMPT = b"def "
+
+
+@dataclasses.dataclass(frozen=True)
+class Place:
+  """Somewhere to go on: a mesh, and rules where its axes have other names than the recipe's."""
+
+  title: str
+  sizes: options.Sizes
+  rules: Any = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Continued:
+  """The next losses after a restore at one place.
+
+  Attributes:
+    title: of the place.
+    devices: how many.
+    losses: of the next steps.
+    difference: the largest relative one to the run that never stopped.
+    misplaced: paths of arrays that are not where the plan says.
+  """
+
+  title: str
+  devices: int
+  losses: list[float]
+  difference: float
+  misplaced: list[str]
+
+
+def register(commands: Commands) -> None:
+  """Adds the parser of this command."""
+  parser = commands.add_parser(
+    "demo",
+    help="the whole path once: plan, train, save, restore elsewhere, compare, generate",
+    description="Trains text_lm on 8 simulated devices, restores it on other meshes and on one device,"
+    " and checks that each goes on as the run that never stopped. Fails when a claim does.",
+  )
+  parser.add_argument("--out", default="runs/demo", metavar="DIR", help="where files go (runs/demo)")
+  parser.add_argument("--steps", type=positive, default=200, metavar="N", help="training steps (200)")
+  parser.add_argument("--next-steps", type=positive, default=5, metavar="N", help="steps compared (5)")
+  parser.add_argument("--text", metavar="DIR", help="text to learn (Python's standard library)")
+  parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+  """Runs the demo; 1 when a claim does not hold."""
+  import nnx_parallel as nxp
+  from nnx_parallel.recipes import load_recipe
+  from nnx_parallel.recipes.job import Job, plan_recipe
+
+  started = time.perf_counter()
+  recipe = load_recipe("text_lm")
+  if args.text is not None:
+    recipe = recipe.with_text(args.text)
+  options.start_devices(MESH, DEVICES)
+  out = fresh_folder(Path(args.out))
+
+  heading("1. Plan", "every array of model and optimizer, before anything is allocated")
+  plan = plan_recipe(recipe, options.real_mesh(MESH, DEVICES))
+  print(plan)
+
+  heading("2. Train", f"{args.steps} steps on {DEVICES} simulated CPU devices")
+  print(describe_text(args.text))
+  job = Job.start(recipe, plan)
+  print(describe(job))
+  before = job.evaluate()
+  print(f"held out before  {format_record(before)}")
+  train_with_progress(job, args.steps, out)
+  after = job.evaluate()
+  print(f"held out after   {format_record(after)}")
+
+  with nxp.Checkpointer(out / "checkpoint") as checkpointer:
+    heading("3. Save", "model, optimizer, random state and data cursor, in one commit")
+    print(save(job, checkpointer, out / "checkpoint"))
+    heading("4. Restore elsewhere", f"and take the same next {args.next_steps} steps there; the loss of each")
+    straight = next_losses(job, args.next_steps)
+    others = [continue_at(p, recipe, checkpointer, straight) for p in places()]
+    print_comparison(straight, others, args.steps)
+    heading("5. Generate", "one line, by the model on one device")
+    alone = Job.restore(recipe, plan_recipe(recipe, make_place_mesh(ONE_DEVICE)), checkpointer)
+    print(generate_line(alone))
+
+  seconds = time.perf_counter() - started
+  heading("6. Summary", f"{seconds:.0f} s in all")
+  failures = find_failures(before, after, others)
+  (out / RECORD).write_text(json.dumps(record(before, after, others, job, seconds), indent=2) + "\n")
+  print_summary(out, before, after, others)
+  for failure in failures:
+    print(f"FAILED: {failure}")
+  return 1 if failures else 0
+
+
+def heading(title: str, text: str) -> None:
+  """Prints the title of a section."""
+  from rich.console import Console
+
+  Console(highlight=False, soft_wrap=True).print(f"\n[bold]{title}[/bold]  [dim]{text}[/dim]")
+
+
+def fresh_folder(folder: Path) -> Path:
+  """An empty folder; one of an earlier demo is replaced, anything else is left alone.
+
+  Raises:
+    CheckpointError: the folder holds something that no demo made.
+  """
+  if folder.is_dir() and any(folder.iterdir()):
+    if not (folder / RECORD).is_file():
+      raise CheckpointError(
+        f"{folder} is not empty, and no demo made it.",
+        details=f"it holds {', '.join(sorted(p.name for p in folder.iterdir())[:5])}",
+        fix="another --out DIR, or delete the folder.",
+      )
+    shutil.rmtree(folder)
+  folder.mkdir(parents=True, exist_ok=True)
+  (folder / RECORD).write_text("{}\n")
+  return folder
+
+
+def describe_text(folder: str | None) -> str:
+  """What is learned from, in one line."""
+  from nnx_parallel.recipes import text_lm
+
+  train, held_out = text_lm.read_text(folder or os.environ.get("NXP_TEXT"), 1)
+  source = folder or os.environ.get("NXP_TEXT") or f"Python {platform.python_version()}'s own library"
+  return f"{len(train) / 1e6:.1f} MB of text to learn, {len(held_out) / 1e6:.1f} MB held out: {source}"
+
+
+def save(job: Job, checkpointer: nxp.Checkpointer, folder: Path) -> str:
+  """Saves, and says where, how much, and how long it took."""
+  start = time.perf_counter()
+  job.save(checkpointer)
+  seconds = time.perf_counter() - start
+  size = sum(f.stat().st_size for f in folder.rglob("*") if f.is_file())
+  return f"step {job.step} in {folder / str(job.step)}: {size / 1e6:.1f} MB, {seconds:.1f} s"
+
+
+def places() -> list[Place]:
+  """Where the run goes on: another shape, other axis names on fewer devices, and one device."""
+  import nnx_parallel as nxp
+
+  renamed = nxp.LogicalRules(batch=("replica", "shard"), embed="shard", mlp=None, heads=None, vocab=None)
+  return [
+    Place("data=4 tensor=2", {"data": 4, "fsdp": 1, "tensor": 2}),
+    Place("replica=2 shard=2", {"replica": 2, "shard": 2}, renamed),
+    ONE_DEVICE,
+  ]
+
+
+ONE_DEVICE = Place("one device", {"data": 1, "fsdp": 1, "tensor": 1})
+
+
+def make_place_mesh(place: Place) -> Mesh:
+  """The place's mesh, on the first devices."""
+  return options.real_mesh(place.sizes, math.prod(place.sizes.values()))
+
+
+def next_losses(job: Job, count: int) -> list[float]:
+  """Trains `count` steps more and returns their losses."""
+  losses: list[float] = []
+  job.train(job.step + count, lambda step, values: losses.append(values["loss"]))
+  return losses
+
+
+def continue_at(
+  place: Place, recipe: Recipe, checkpointer: nxp.Checkpointer, straight: Sequence[float]
+) -> Continued:
+  """Restores at a place and takes as many steps as the run that never stopped took."""
+  from nnx_parallel.recipes.job import Job, plan_recipe
+
+  plan = plan_recipe(recipe, make_place_mesh(place), place.rules)
+  job = Job.restore(recipe, plan, checkpointer)
+  misplaced = find_misplaced(job)
+  losses = next_losses(job, len(straight))
+  difference = max(abs(a - b) / abs(b) for a, b in zip(losses, straight, strict=True))
+  return Continued(place.title, math.prod(place.sizes.values()), losses, difference, misplaced)
+
+
+def find_misplaced(job: Job) -> list[str]:
+  """Paths of the arrays that are not laid out as the job's plan says."""
+  from nnx_parallel.layout.variables import value_of, variables
+
+  roots = {"model": variables(job.model), "optimizer": variables(job.optimizer)}
+  return [
+    leaf.name
+    for leaf in job.plan.leaves
+    if not value_of(roots[leaf.root][leaf.path]).sharding.is_equivalent_to(leaf.sharding, len(leaf.shape))
+  ]
+
+
+def print_comparison(straight: Sequence[float], others: Sequence[Continued], step: int) -> None:
+  """Prints the losses of each place, step by step, below those of the run that never stopped."""
+  from rich.console import Console
+  from rich.table import Table
+
+  table = Table(box=None, header_style="bold", pad_edge=False, padding=(0, 2, 0, 0))
+  table.add_column("mesh", no_wrap=True)
+  table.add_column("devices", justify="right")
+  for number in range(step + 1, step + 1 + len(straight)):
+    table.add_column(f"step {number}", justify="right")
+  table.add_column("difference", justify="right")
+  mesh = " ".join(f"{axis}={size}" for axis, size in MESH.items())
+  table.add_row(mesh, str(DEVICES), *(f"{x:.7f}" for x in straight), "never stopped")
+  for other in others:
+    losses = (f"{x:.7f}" for x in other.losses)
+    table.add_row(other.title, str(other.devices), *losses, f"{other.difference:.1e}")
+  Console(highlight=False, width=120).print(table)
+
+
+def generate_line(job: Job) -> str:
+  """A line of text that continues the prompt."""
+  from nnx_parallel.recipes import text_lm
+
+  text = text_lm.generate(job.model, PROMPT, 72, temperature=0.5)  # pyright: ignore[reportArgumentType]
+  first, *_ = (PROMPT + text).decode(errors="replace").split("\n")
+  return first
+
+
+def find_failures(before: Record, after: Record, others: Sequence[Continued]) -> list[str]:
+  """The claims that do not hold."""
+  failures: list[str] = []
+  if not after["bits_per_byte"] < before["bits_per_byte"]:
+    failures.append("the held-out text is not predicted better than before training")
+  for other in others:
+    if not other.difference <= TOLERANCE:
+      failures.append(f"{other.title}: losses differ by {other.difference:.1e}, over {TOLERANCE:.0e}")
+    if other.misplaced:
+      failures.append(f"{other.title}: not in the planned layout: {', '.join(other.misplaced)}")
+  return failures
+
+
+def record(
+  before: Record, after: Record, others: Sequence[Continued], job: Job, seconds: float
+) -> dict[str, Any]:
+  """The numbers of this run, for `demo.json`."""
+  return {
+    "seconds": round(seconds, 1),
+    "cores": os.cpu_count(),
+    "python": platform.python_version(),
+    "jax": version("jax"),
+    "flax": version("flax"),
+    "held_out_before": before,
+    "held_out_after": after,
+    "tokens_per_second": round(job.clock.tokens_per_second),
+    "tolerance": TOLERANCE,
+    "continued": [dataclasses.asdict(other) for other in others],
+  }
+
+
+def print_summary(out: Path, before: Record, after: Record, others: Sequence[Continued]) -> None:
+  """Prints what was shown, where the files are, and what to type next."""
+  worst = max(other.difference for other in others)
+  print(
+    f"held-out text: {before['bits_per_byte']:.2f} -> {after['bits_per_byte']:.2f} bits per byte\n"
+    f"restored on {len(others)} other layouts: the next losses agree within {worst:.1e}"
+    f" (allowed {TOLERANCE:.0e})\n\n"
+    f"checkpoint  {out / 'checkpoint'}\n"
+    f"loss curve  {draw(out, 'text_lm')}\n"
+    f"metrics     {out / 'metrics.jsonl'}\n"
+    f"numbers     {out / RECORD}\n\n"
+    "next:\n"
+    "  nnx-parallel plan text_lm --mesh data=16,fsdp=64,tensor=4\n"
+    "  nnx-parallel train text_lm --mesh data=4,fsdp=2 --text DIR --checkpoint DIR\n"
+    "  nnx-parallel train digits --mesh data=8"
+  )

@@ -1,0 +1,165 @@
+"""Options that commands share: the recipe, its mesh, and the devices to simulate."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import math
+import os
+from typing import TYPE_CHECKING
+
+from nnx_parallel.errors import MeshError
+
+if TYPE_CHECKING:
+  from jax.sharding import Mesh
+
+  from nnx_parallel.recipes import Recipe
+
+Sizes = dict[str, int]
+EXAMPLE = "--mesh data=2,fsdp=2,tensor=2"
+
+
+def add_recipe(parser: argparse.ArgumentParser) -> None:
+  """Adds the argument RECIPE."""
+  parser.add_argument(
+    "recipe",
+    metavar="RECIPE",
+    help="an embedded recipe (text_lm, digits), a file (mine.py), or a module (package.mine:)",
+  )
+
+
+def add_mesh(parser: argparse.ArgumentParser) -> None:
+  """Adds `--mesh` and `--devices`."""
+  parser.add_argument(
+    "--mesh",
+    metavar="AXIS=N,...",
+    help="devices along each axis; -1 is what is left (default: the recipe's own mesh)",
+  )
+  parser.add_argument(
+    "--devices",
+    type=int,
+    metavar="N",
+    help="simulate N CPU devices (default, without an accelerator: as many as the mesh has)",
+  )
+
+
+def parse_mesh(text: str) -> Sizes:
+  """Reads `data=2,fsdp=-1` as axis -> devices along it.
+
+  Raises:
+    MeshError: not of that form, an axis twice, or more than one -1.
+
+  Example:
+    >>> parse_mesh("data=2,fsdp=-1")
+    {'data': 2, 'fsdp': -1}
+  """
+  sizes: Sizes = {}
+  for part in text.split(","):
+    axis, _, size = part.strip().partition("=")
+    if not axis.isidentifier() or not _is_size(size):
+      raise MeshError(
+        f"cannot read {part.strip()!r} in --mesh {text}.",
+        details="an axis is a word, its size a number of devices, or -1 for what is left",
+        fix=EXAMPLE,
+      )
+    if axis in sizes:
+      raise MeshError(f"the axis {axis!r} is twice in --mesh {text}.", fix=EXAMPLE)
+    sizes[axis] = int(size)
+  if list(sizes.values()).count(-1) > 1:
+    raise MeshError(f"more than one -1 in --mesh {text}.", fix="--mesh data=-1,tensor=2")
+  return sizes
+
+
+def _is_size(text: str) -> bool:
+  return text == "-1" or (text.isascii() and text.isdigit() and int(text) > 0)
+
+
+def mesh_sizes(recipe: Recipe, text: str | None) -> Sizes:
+  """The mesh that a command works on, as axis -> devices along it.
+
+  The recipe's `mesh()` names the axes that its rules know: those that `--mesh` leaves out have size 1,
+  and an axis that the rules do not know is an error, because nothing would be split along it.
+
+  Args:
+    recipe: its own mesh is the default.
+    text: the value of `--mesh`.
+
+  Raises:
+    MeshError: as `parse_mesh`; an axis that the recipe does not know; no mesh at all.
+  """
+  known = recipe.mesh() if recipe.mesh is not None else {}
+  if text is None:
+    if not known:
+      raise MeshError(f"no mesh: the recipe {recipe.name} has no mesh().", fix=EXAMPLE)
+    return dict(known)
+  asked = parse_mesh(text)
+  strange = [axis for axis in asked if known and axis not in known]
+  if strange:
+    near = difflib.get_close_matches(strange[0], known, n=1)
+    raise MeshError(
+      f"the recipe {recipe.name} knows no mesh axis {strange[0]!r}.",
+      details=f"its mesh() has {', '.join(known)}; along another axis nothing would be split",
+      fix=f"did you mean {near[0]}?" if near else f"axes out of {', '.join(known)}.",
+    )
+  return {**dict.fromkeys(known, 1), **asked}
+
+
+def start_devices(sizes: Sizes, devices: int | None) -> None:
+  """Makes the CPU look like as many devices as the mesh needs; must come before jax's first use.
+
+  An accelerator, if there is one, is used all the same, unless `devices` asks for simulated ones. A
+  count in the environment (`JAX_NUM_CPU_DEVICES`, `XLA_FLAGS`) is left as it is.
+
+  Args:
+    sizes: the mesh.
+    devices: the value of `--devices`.
+
+  Raises:
+    MeshError: the mesh needs another number of devices than `--devices` says.
+  """
+  import jax
+
+  needed = math.prod(s for s in sizes.values() if s > 0)
+  if devices is not None:
+    if (devices % needed if -1 in sizes.values() else devices != needed) or devices < 1:
+      raise MeshError(
+        f"the mesh does not fill {devices} devices.",
+        details=f"mesh {', '.join(f'{a}={s}' for a, s in sizes.items())} takes {needed}",
+        fix=f"--devices {needed}, or another --mesh.",
+      )
+    jax.config.update("jax_platforms", "cpu")
+  if _count_is_set():
+    return
+  try:
+    jax.config.update("jax_num_cpu_devices", devices or needed)
+  except RuntimeError:
+    return  # jax has started: it has the devices that it has, and building the mesh says if they do
+
+
+def real_mesh(sizes: Sizes, devices: int | None) -> Mesh:
+  """The mesh on devices of this machine; with `devices`, on the first so many.
+
+  Raises:
+    MeshError: they are not as many as the mesh needs.
+  """
+  import jax
+
+  import nnx_parallel as nxp
+
+  return nxp.make_mesh(sizes, devices=jax.devices()[:devices])
+
+
+def _count_is_set() -> bool:
+  return "xla_force_host_platform_device_count" in os.environ.get("XLA_FLAGS", "") or bool(
+    os.environ.get("JAX_NUM_CPU_DEVICES")
+  )
+
+
+def format_sizes(sizes: Sizes) -> str:
+  """The sizes as `--mesh` takes them.
+
+  Example:
+    >>> format_sizes({"data": 2, "tensor": 4})
+    'data=2,tensor=4'
+  """
+  return ",".join(f"{axis}={size}" for axis, size in sizes.items())

@@ -1,0 +1,138 @@
+"""Published figures of the chips that people train on, per JAX device.
+
+A TPU7x chip shows up as two JAX devices, so its row is half a chip; the other chips are one device.
+
+Sources: NVIDIA data sheets for A100 80GB SXM, H100 SXM, H200 SXM and HGX B200 (dense figures, without
+sparsity; NVLink per direction; one 200 or 400 Gb/s network port per GPU) and the memory that
+`nvidia-smi` shows; Google Cloud's "TPU system architecture" pages, and for one-way link bandwidth "How
+to Scale Your Model" (jax-ml.github.io/scaling-book), chapter 2. `usable_bytes` of a TPU is the limit
+that its compiler enforces (libtpu 0.0.42 and 0.0.50); of a GPU 92 % of the memory, which leaves room
+for the CUDA context and for NCCL.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+from collections.abc import Mapping
+
+from nnx_parallel.errors import ReportError
+
+_GIB, _MIB = 2**30, 2**20
+
+
+@dataclasses.dataclass(frozen=True)
+class Chip:
+  """One JAX device of a kind.
+
+  Attributes:
+    name: short name, e.g. `"h100"`, `"v5e"`.
+    platform: `"gpu"`, `"tpu"` or `"cpu"`.
+    hbm_bytes: memory in bytes.
+    usable_bytes: what a program may use of it, in bytes.
+    hbm_bandwidth: bytes per second.
+    flops: peak matrix FLOP per second by dtype.
+    link_bandwidth: bytes per second in one direction: of NVLink to the switch, or of one ICI link.
+    links: ICI links that one mesh axis can use at a time (2 on a ring: both directions); 1 on NVLink.
+    network_bandwidth: bytes per second in one direction between hosts (GPU) or slices (TPU).
+    domain: devices that the fast links join, or None when the topology says so.
+  """
+
+  name: str
+  platform: str
+  hbm_bytes: int
+  usable_bytes: int
+  hbm_bandwidth: float
+  flops: Mapping[str, float]
+  link_bandwidth: float
+  links: int
+  network_bandwidth: float
+  domain: int | None
+
+  def peak(self, dtype: str) -> float:
+    """Peak FLOP per second for matrix products in `dtype` (`"bfloat16"` where it is not listed)."""
+    return self.flops.get(dtype, self.flops["bfloat16"])
+
+
+def _gpu(
+  name: str, memory_mib: int, bandwidth: float, flops: Mapping[str, float], nvlink: float, net: float
+) -> Chip:
+  memory = memory_mib * _MIB
+  return Chip(
+    name, "gpu", memory, int(memory * 0.92), bandwidth, flops, nvlink, 1, net, domain=8
+  )  # fmt: skip
+
+
+def _tpu(
+  name: str, gib: float, usable_gib: float, bandwidth: float, bf16: float, int8: float, link: float
+) -> Chip:
+  # Float32 products run as three (TPU v5, v6) bfloat16 passes at the `HIGH` precision.
+  flops = {"bfloat16": bf16, "int8": int8, "float32": bf16 / 3}
+  # Between slices: 100 Gb/s of data-centre network per chip, the scaling book's planning figure.
+  return Chip(
+    name, "tpu", int(gib * _GIB), int(usable_gib * _GIB), bandwidth, flops, link, 2, 6.25e9, None
+  )  # fmt: skip
+
+
+_HOPPER = {"bfloat16": 989e12, "float16": 989e12, "float8": 1979e12, "int8": 1979e12,
+           "tf32": 494e12, "float32": 67e12}  # fmt: skip
+_AMPERE = {"bfloat16": 312e12, "float16": 312e12, "int8": 624e12, "tf32": 156e12, "float32": 19.5e12}
+_BLACKWELL = {"bfloat16": 2250e12, "float16": 2250e12, "float8": 4500e12, "int8": 4500e12,
+              "tf32": 1125e12, "float32": 75e12}  # fmt: skip
+
+CHIPS: Mapping[str, Chip] = {
+  chip.name: chip
+  for chip in (
+    _gpu("a100", 81920, 2.039e12, _AMPERE, 300e9, 25e9),
+    _gpu("h100", 81559, 3.35e12, _HOPPER, 450e9, 50e9),
+    _gpu("h200", 143771, 4.8e12, _HOPPER, 450e9, 50e9),
+    _gpu("b200", 183359, 8.0e12, _BLACKWELL, 900e9, 50e9),
+    _tpu("v4", 32, 30.75, 1.228e12, 275e12, 275e12, 45e9),
+    _tpu("v5e", 16, 15.75, 0.819e12, 197e12, 394e12, 45e9),
+    _tpu("v5p", 95.74, 95.73, 2.765e12, 459e12, 918e12, 90e9),
+    _tpu("v6e", 32, 31.24, 1.64e12, 918e12, 1836e12, 90e9),
+    _tpu("tpu7x", 96, 94.74, 3.69e12, 1153.5e12, 2307e12, 100e9),
+    # A yardstick for simulated devices, not a measurement of any machine.
+    Chip("cpu", "cpu", 16 * _GIB, 16 * _GIB, 20e9, {"bfloat16": 50e9, "float32": 100e9}, 5e9, 1, 1e9, None),
+  )
+}  # fmt: skip
+
+
+def chip(name: str | Chip) -> Chip:
+  """Figures of a chip by short name.
+
+  Raises:
+    ReportError: no such chip in the table.
+
+  Example:
+    >>> chip("v5e").usable_bytes / 2**30
+    15.75
+  """
+  if isinstance(name, Chip):
+    return name
+  if name.lower() not in CHIPS:
+    close = difflib.get_close_matches(name.lower(), CHIPS, n=1)
+    raise ReportError(
+      f"no figures for the chip {name!r}.",
+      details=f"known chips: {', '.join(CHIPS)}",
+      fix=f"chip({(close or ['h100'])[0]!r}), or pass your own nxp.Chip(...).",
+    )
+  return CHIPS[name.lower()]
+
+
+# Words in `jax.Device.device_kind` -> row; the first that occurs wins.
+_KINDS = (
+  ("A100", "a100"), ("H100", "h100"), ("H200", "h200"), ("B200", "b200"), ("TPU v4", "v4"),
+  ("TPU v5 lite", "v5e"), ("TPU v5e", "v5e"), ("TPU v5", "v5p"), ("TPU v6", "v6e"), ("TPU7x", "tpu7x"),
+  ("cpu", "cpu"),
+)  # fmt: skip
+
+
+def chip_of(device_kind: str) -> Chip | None:
+  """The row for a `jax.Device.device_kind`, or None when the table has none.
+
+  Example:
+    >>> chip_of("NVIDIA H100 80GB HBM3").name
+    'h100'
+  """
+  return next((CHIPS[name] for word, name in _KINDS if word in device_kind), None)

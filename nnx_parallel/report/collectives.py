@@ -1,0 +1,285 @@
+"""Every collective of a compiled program: kind, mesh axes, bytes, count, overlap and origin."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Callable, Iterable, Mapping
+
+import numpy as np
+
+from nnx_parallel.report import hlo
+from nnx_parallel.report.groups import AxisFinder, AxisMatch, count_pairs, group_labels, pair_labels
+
+KINDS = (
+  "all-gather",
+  "all-reduce",
+  "reduce-scatter",
+  "all-to-all",
+  "collective-permute",
+  "collective-broadcast",
+)
+
+_KIND = re.compile(rf"^(?:ragged-)?({'|'.join(KINDS)})(-start)?$")
+# The text that TPU writes on the steps of one collective that a fusion spreads over compute.
+_LATER_STEP = re.compile(r'"async_collective_fusion_config":\{"flag_start":"(?!-1)')
+# Kinds whose payload is the value of their operand; the other kinds add values up.
+_CARRIES = frozenset(KINDS) - {"all-reduce", "reduce-scatter"}
+_COMPUTE = frozenset({"fusion", "dot", "convolution", "custom-call", "while", "call", "conditional"})
+# Operations that hand a value on without mixing it with others.
+_MOVES = frozenset({
+  "copy", "copy-start", "copy-done", "bitcast", "convert", "reshape", "transpose", "slice",
+  "dynamic-slice", "get-tuple-element", "optimization-barrier", "broadcast", "all-gather",
+  "all-gather-start", "all-gather-done", "collective-permute", "collective-permute-start",
+  "collective-permute-done", "fusion-done", "tuple",
+})  # fmt: skip
+_FUSIONS = frozenset({"fusion", "fusion-start"})
+
+
+@dataclasses.dataclass(frozen=True)
+class Collective:
+  """One collective instruction and how often a step runs it.
+
+  Attributes:
+    kind: one of `KINDS`.
+    axes: mesh axes it runs over, in mesh order; empty when nothing leaves a device.
+    whole: False when a group is only a part of those axes.
+    group_size: devices that take part in one group.
+    dtype: element type of the first array.
+    bytes: payload of one run in bytes: the whole array that a group holds together (the result of
+      an all-gather, the input of a reduce-scatter, the array of the other kinds, per device).
+    times: runs in one call of the program, loops multiplied out.
+    overlapped: whether compute is scheduled between its start and its end.
+    op: the JAX name stack.
+    source: `file.py:line`, or an empty string.
+    parameters: names of the program's arguments whose values it carries, where they can be followed.
+  """
+
+  kind: str
+  axes: tuple[str, ...]
+  whole: bool
+  group_size: int
+  dtype: str
+  bytes: int
+  times: int
+  overlapped: bool
+  op: str
+  source: str
+  parameters: tuple[str, ...]
+  name: str
+
+  @property
+  def total_bytes(self) -> int:
+    """Payload of all runs in one step."""
+    return self.bytes * self.times
+
+  @property
+  def sent_bytes(self) -> int:
+    """Bytes that each device sends in one step with ring algorithms.
+
+    Of a payload `S` in a group of `n`: all-gather, reduce-scatter and all-to-all send `S (n-1)/n`,
+    all-reduce twice that, a permute or broadcast `S`.
+    Source: Thakur, Rabenseifner and Gropp, "Optimization of collective communication operations in
+    MPICH", 2005.
+    """
+    return self.times * ring_bytes(self.kind, self.bytes, self.group_size)
+
+
+def ring_bytes(kind: str, payload: int, group_size: int) -> int:
+  """Bytes each device sends for one collective of `payload` bytes in a group of `group_size`.
+
+  Example:
+    >>> ring_bytes("all-reduce", 800, 8), ring_bytes("all-gather", 800, 8)
+    (1400, 700)
+  """
+  if kind in ("collective-permute", "collective-broadcast"):
+    return payload
+  passes = 2 if kind == "all-reduce" else 1
+  return passes * payload * (group_size - 1) // group_size
+
+
+def collectives(program: str | hlo.Program, axes: Mapping[str, int]) -> tuple[Collective, ...]:
+  """Lists the collectives of a compiled program.
+
+  Args:
+    program: HLO text (`Compiled.as_text()` or a dumped file) or a parsed program.
+    axes: mesh axis -> size in devices, in mesh order (`dict(mesh.shape)`).
+
+  Returns:
+    One entry per collective instruction that moves data, in program order.
+
+  Example:
+    >>> mesh = jax.make_mesh((2, 4), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
+    >>> x = jax.device_put(jnp.ones((8, 8)), NamedSharding(mesh, P(None, "model")))
+    >>> text = jax.jit(lambda x: x.sum(1)).lower(x).compile().as_text()
+    >>> [(c.kind, c.axes, c.bytes) for c in collectives(text, mesh.shape)]
+    [('all-reduce', ('model',), 32)]
+  """
+  program = hlo.parse(program) if isinstance(program, str) else program
+  finder = AxisFinder(axes)
+  origins = _Origins(program)
+  scattered = _scattering_fusions(program)
+  found: list[Collective] = []
+  for run in program.executed():
+    match = _KIND.match(run.instruction.opcode)
+    if not match or _LATER_STEP.search(run.instruction.rest):
+      continue
+    collective = _describe(program, run, match.group(1), finder, scattered, origins)
+    if collective.group_size > 1:
+      found.append(collective)
+  return tuple(found)
+
+
+def totals(
+  items: Iterable[Collective], key: Callable[[Collective], object] | None = None
+) -> dict[object, int]:
+  """Payload bytes per step, grouped by `key` (by kind when none is given)."""
+  result: dict[object, int] = {}
+  for item in items:
+    group = key(item) if key else item.kind
+    result[group] = result.get(group, 0) + item.total_bytes
+  return result
+
+
+def _describe(
+  program: hlo.Program,
+  run: hlo.Executed,
+  kind: str,
+  finder: AxisFinder,
+  scattered: frozenset[str],
+  origins: _Origins,
+) -> Collective:
+  instruction = run.instruction
+  match, group_size = _groups(instruction, finder)
+  if kind == "all-reduce" and run.computation.name in scattered:
+    kind = "reduce-scatter"
+  shapes = _payload(instruction, kind, run.computation, group_size)
+  return Collective(
+    kind=kind,
+    axes=match.axes,
+    whole=match.whole,
+    group_size=group_size,
+    dtype=shapes[0].dtype if shapes else "",
+    bytes=sum(shape.bytes for shape in shapes),
+    times=run.times,
+    overlapped=_overlapped(run),
+    op=instruction.op_name or (run.caller.op_name if run.caller else ""),
+    source=program.source(instruction) or (program.source(run.caller) if run.caller else ""),
+    parameters=origins.of(instruction, run.computation) if kind in _CARRIES else (),
+    name=instruction.name,
+  )
+
+
+def _groups(instruction: hlo.Instruction, finder: AxisFinder) -> tuple[AxisMatch, int]:
+  rest = instruction.rest
+  if "source_target_pairs=" in rest:
+    pairs = instruction.attribute("source_target_pairs")
+    labels = pair_labels(pairs, finder.devices)
+    return finder.match(labels), 2 if count_pairs(pairs) else 1
+  at = rest.index("replica_groups=") + len("replica_groups=")
+  labels = group_labels(rest[at:], finder.devices)
+  return finder.match(labels), int(np.unique(labels, return_counts=True)[1].max())
+
+
+def _payload(
+  instruction: hlo.Instruction, kind: str, computation: hlo.Computation, group_size: int
+) -> tuple[hlo.Shape, ...]:
+  """Shapes of what a group holds together, per run."""
+  operands = [computation.by_name[name] for name in instruction.operands]
+  inputs = tuple(shape for operand in operands for shape in operand.shapes)
+  if kind != "all-gather":
+    return inputs
+  # Results of async starts repeat the inputs and add counters, so the inputs are scaled instead.
+  return tuple(hlo.Shape(s.dtype, (group_size, *s.dims)) for s in inputs)
+
+
+def _overlapped(run: hlo.Executed) -> bool:
+  instruction = run.instruction
+  if '"is_sync":true' in instruction.rest:
+    return False
+  if '"async_collective_fusion_config"' in instruction.rest:
+    return True
+  if run.caller is not None and run.caller.opcode == "async-start":
+    return True
+  if not instruction.opcode.endswith("-start"):
+    return False
+  order = run.computation.instructions
+  start = order.index(instruction)
+  for later in order[start + 1 :]:
+    if instruction.name in later.operands and later.opcode.endswith("-done"):
+      return False
+    if later.opcode in _COMPUTE and max((s.elements for s in later.shapes), default=0) > 1:
+      return True
+  return False
+
+
+def _scattering_fusions(program: hlo.Program) -> frozenset[str]:
+  """TPU writes a reduce-scatter as a fusion named all-reduce-scatter: an all-reduce, then a slice."""
+  return frozenset(name for name in program.computations if name.startswith("all-reduce-scatter"))
+
+
+class _Origins:
+  """Follows a value back through copies, slices and loops to the program's arguments."""
+
+  def __init__(self, program: hlo.Program):
+    self._program = program
+    self._callers: dict[str, tuple[hlo.Instruction, hlo.Computation]] = {}
+    for computation in program.computations.values():
+      for instruction in computation.instructions:
+        for name in instruction.called:
+          self._callers.setdefault(name, (instruction, computation))
+
+  def of(self, instruction: hlo.Instruction, computation: hlo.Computation) -> tuple[str, ...]:
+    """Names of the arguments that reach `instruction` unmixed, without duplicates."""
+    names = [self._follow(operand, computation, None, 0) for operand in instruction.operands]
+    return tuple(dict.fromkeys(name for name in names if name))
+
+  def _follow(self, name: str, computation: hlo.Computation, index: int | None, depth: int) -> str | None:
+    at = computation.by_name.get(name)
+    if at is None or depth > 200:
+      return None
+    if at.opcode == "parameter":
+      return self._argument(at, computation, index, depth)
+    if at.opcode == "get-tuple-element":
+      return self._follow(at.operands[0], computation, int(at.attribute("index")), depth + 1)
+    if at.opcode == "tuple" and index is not None:
+      return self._follow(at.operands[index], computation, None, depth + 1)
+    if at.opcode == "while" and index is not None:
+      return self._through_loop(at, computation, index, depth)
+    moves = self._only_moves(at) if at.opcode in _FUSIONS else at.opcode in _MOVES
+    if not moves or not at.operands:
+      return None
+    sizes = {n: computation.by_name[n].bytes for n in at.operands if n in computation.by_name}
+    return self._follow(max(sizes, key=lambda n: sizes[n]), computation, None, depth + 1)
+
+  def _only_moves(self, fusion: hlo.Instruction) -> bool:
+    """Whether a fusion only slices or copies; the arithmetic on its scalar indices does not count."""
+    inner = self._program.computations[fusion.called[0]]
+    return all(
+      i.opcode in _MOVES or i.opcode == "parameter" or i.shapes[0].elements == 1 for i in inner.instructions
+    )
+
+  def _argument(
+    self, parameter: hlo.Instruction, computation: hlo.Computation, index: int | None, depth: int
+  ) -> str | None:
+    if computation is self._program.entry:
+      return parameter.op_name or parameter.name
+    if computation.name not in self._callers:
+      return None
+    caller, outer = self._callers[computation.name]
+    number = 0 if caller.opcode == "while" else int(parameter.arguments)
+    if number >= len(caller.operands):
+      return None
+    return self._follow(caller.operands[number], outer, index, depth + 1)
+
+  def _through_loop(
+    self, loop: hlo.Instruction, computation: hlo.Computation, index: int, depth: int
+  ) -> str | None:
+    """A value that the loop only carries comes out as it went in."""
+    body = self._program.computations[loop.attribute("body").lstrip("%")]
+    if body.root.opcode != "tuple":
+      return None
+    carried = body.by_name[body.root.operands[index]]
+    if carried.opcode != "get-tuple-element" or int(carried.attribute("index")) != index:
+      return None
+    return self._follow(loop.operands[0], computation, index, depth + 1)

@@ -1,0 +1,343 @@
+"""What a compiled step needs, sends and computes, from the compiler that will really be used."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+from jax.sharding import AbstractMesh, NamedSharding
+
+from nnx_parallel.create.instantiate import instantiate
+from nnx_parallel.errors import ReportError
+from nnx_parallel.layout.mesh import axis_sizes, is_explicit
+from nnx_parallel.layout.plan import ShardingPlan
+from nnx_parallel.layout.variables import Path, path_str, variables
+from nnx_parallel.report import hlo
+from nnx_parallel.report.chips import Chip, chip as chip_named, chip_of
+from nnx_parallel.report.collectives import Collective, collectives
+from nnx_parallel.report.compiler import Compiled, MemoryStats, memory_stats, run_compiler
+from nnx_parallel.report.cost import Cost, cost
+from nnx_parallel.report.reshards import Reshard, find_reshards
+from nnx_parallel.report.topology import topology_mesh
+
+_ALIASES = re.compile(r"\{[\d, ]*\}: \((\d+), ")
+
+
+@dataclasses.dataclass(frozen=True)
+class Argument:
+  """One array that the step takes.
+
+  Attributes:
+    name: as JAX names it, e.g. `state[3]`, or the plan's path where the step says so.
+    bytes: per device.
+    donated: whether the compiler reuses its memory for a result.
+  """
+
+  name: str
+  bytes: int
+  donated: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class CompileReport:
+  """The figures of one compiled step, per device and per step.
+
+  Attributes:
+    target: the devices compiled for, e.g. `"16 x TPU v5 lite"`.
+    chip: published figures of the device, or None for one that the table does not know.
+    axes: mesh axis -> size in devices.
+    memory: the compiler's own figures.
+    need_bytes: memory one device needs, by the measure that is right for its backend.
+    fits: whether that is within `chip.usable_bytes`; None without a chip.
+    compiled: False when the compiler stopped for lack of memory; the rest is then read from the program
+      before backend optimisation.
+    arguments: every array the step takes, largest first.
+    categories: bytes per device of the arguments by category (`{"parameters": ...}`) and of what
+      the compiler adds.
+    cost: matrix FLOPs and memory traffic.
+    collectives: what is sent, in program order.
+    reshards: tensors made whole on each device against the layout's intention.
+    seconds: time the compiler took.
+  """
+
+  target: str
+  chip: Chip | None
+  axes: Mapping[str, int]
+  memory: MemoryStats
+  need_bytes: int
+  fits: bool | None
+  compiled: bool
+  arguments: tuple[Argument, ...]
+  categories: Mapping[str, int]
+  cost: Cost
+  collectives: tuple[Collective, ...]
+  reshards: tuple[Reshard, ...]
+  seconds: float
+
+  @property
+  def available_bytes(self) -> int | None:
+    """Memory of one device that a program may use, in bytes."""
+    return self.chip.usable_bytes if self.chip else None
+
+  @property
+  def kept(self) -> tuple[Argument, ...]:
+    """Arguments whose memory is not reused, largest first."""
+    return tuple(argument for argument in self.arguments if not argument.donated)
+
+  def bytes_by(self, *keys: str) -> dict[tuple[str, ...], int]:
+    """Payload bytes per step, grouped by fields of `Collective`, largest first.
+
+    Example:
+      >>> mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
+      >>> x = jax.device_put(jnp.ones((8, 8)), NamedSharding(mesh, P("data")))
+      >>> report = compile_report(jax.jit(lambda x: x.sum(0)).lower(x))
+      >>> report.bytes_by("kind", "axes")
+      {('all-reduce', 'data'): 32}
+    """
+    sums: dict[tuple[str, ...], int] = {}
+    for item in self.collectives:
+      key = tuple(_text(getattr(item, name)) for name in keys)
+      sums[key] = sums.get(key, 0) + item.total_bytes
+    return dict(sorted(sums.items(), key=lambda pair: -pair[1]))
+
+  def to_json(self) -> str:
+    """The report as JSON, with the verdict and the totals worked out."""
+    body = dataclasses.asdict(self)
+    body["available_bytes"] = self.available_bytes
+    body["sent_bytes"] = sum(item.sent_bytes for item in self.collectives)
+    return json.dumps(body, indent=2)
+
+  def __str__(self) -> str:
+    from nnx_parallel.report.tables import report_text
+
+    return report_text(self)
+
+  def to_html(self) -> str:
+    """One self-contained HTML page."""
+    from nnx_parallel.report.html import report_page
+
+    return report_page(self)
+
+  def _repr_html_(self) -> str:
+    from nnx_parallel.report.html import notebook_frame
+
+    return notebook_frame(self.to_html())
+
+
+def compile_report(
+  step: Any,
+  plan: ShardingPlan | None = None,
+  *args: Any,
+  batch: Any = None,
+  topology: str | None = None,
+  chip: Chip | str | None = None,
+) -> CompileReport:
+  """Compiles a step without running it, and reports what it needs, computes and sends.
+
+  Args:
+    step: what `train_step` or `eval_step` made, a function under `nnx.jit` or `jax.jit`, or a program that
+      is already lowered or compiled.
+    plan: the layout of the step's model and optimizer; arrays that do not exist stand in for them.
+    *args: without a plan, the arguments of the step, real or abstract; with one, what follows the batch.
+    batch: a pytree of arrays or `jax.ShapeDtypeStruct`s of the global batch.
+    topology: a machine that is not here, e.g. `"tpu:v5e:4x4"` or `"gpu:h100:2x8"`; by default the devices
+      of the plan's mesh. See `topology`.
+    chip: whose memory decides the verdict; by default that of the devices compiled for.
+
+  Raises:
+    ReportError: the plan is abstract and no topology is given, the topology does not have as many devices
+      as the plan, its compiler is not installed, or it refuses the program for another reason than memory.
+
+  Example:
+    >>> import nnx_parallel as nxp
+    >>> init = lambda: nnx.Linear(8, 8, use_bias=False, rngs=nnx.Rngs(0))
+    >>> plan = nxp.plan(init, nxp.make_mesh(fsdp=8), nxp.fsdp(min_size=0), optimizer=optax.sgd(0.1))
+    >>> step = nxp.train_step(lambda model, x: (model(x) ** 2).mean())
+    >>> report = compile_report(step, plan, batch=jax.ShapeDtypeStruct((16, 8), jnp.float32))
+    >>> report.fits, report.memory.arguments, report.bytes_by("kind")[("all-gather",)]
+    (True, 100, 256)
+  """
+  if isinstance(step, jax.stages.Lowered | jax.stages.Compiled):
+    return report_of(step, chip=chip)
+  if plan is None:
+    return report_of(step.lower(*args), chip=chip)
+  here = _placed(plan, topology)
+  objects = instantiate(here, {root: here.abstract_state(root) for root in ("model", "optimizer")})
+  objects = objects if isinstance(objects, tuple) else (objects,)
+  lowered = step.lower(*objects, abstract_batch(here, batch), *args)
+  names = [_plan_name(path) for path in variables(objects)]
+  return report_of(
+    lowered,
+    axes=axis_sizes(here.mesh),
+    chip=chip,
+    categories=state_categories(here),
+    names={f"arrays[{index}]": name for index, name in enumerate(names)},
+  )
+
+
+def abstract_batch(plan: ShardingPlan, batch: Any) -> Any:
+  """The batch as abstract arrays, laid out as the plan says.
+
+  Args:
+    plan: gives the mesh and the `batch` rule.
+    batch: a pytree of arrays or `ShapeDtypeStruct`s with global shapes.
+  """
+  return jax.tree.map(
+    lambda x: jax.ShapeDtypeStruct(
+      x.shape, x.dtype, sharding=NamedSharding(plan.mesh, plan.batch_spec(len(x.shape)))
+    ),
+    batch,
+  )
+
+
+def state_categories(plan: ShardingPlan) -> dict[str, int]:
+  """Bytes per device of the planned state: parameters, other state of the model, optimizer."""
+  sums = {"parameters": 0, "other model state": 0, "optimizer": 0}
+  for leaf in plan.leaves:
+    kind = "parameters" if "Param" in leaf.kind else "other model state"
+    sums["optimizer" if leaf.root == "optimizer" else kind] += leaf.bytes_per_device
+  return sums
+
+
+def _placed(plan: ShardingPlan, text: str | None) -> ShardingPlan:
+  """The plan on devices that a compiler knows: its own, or those of a named topology."""
+  if text is None:
+    if isinstance(plan.mesh, AbstractMesh):
+      raise ReportError(
+        "a plan on an abstract mesh names no devices to compile for.",
+        details=f"mesh {axis_sizes(plan.mesh)}",
+        fix="compile_report(..., topology='tpu:v5e:4x4'), or 'cpu:8' for simulated devices.",
+      )
+    return plan
+  mesh = topology_mesh(text, explicit=is_explicit(plan.mesh), **axis_sizes(plan.mesh))
+  leaves = tuple(dataclasses.replace(leaf, mesh=mesh) for leaf in plan.leaves)
+  return dataclasses.replace(plan, mesh=mesh, leaves=leaves)
+
+
+def _plan_name(path: Path) -> str:
+  """Plan name of a Variable of the pair (model, optimizer)."""
+  inner = path_str(path[1:])
+  return inner if path[0] == 0 else f"optimizer/{inner}"
+
+
+def report_of(
+  program: jax.stages.Lowered | jax.stages.Compiled,
+  *,
+  axes: Mapping[str, int] | None = None,
+  chip: Chip | str | None = None,
+  categories: Mapping[str, int] | None = None,
+  names: Mapping[str, str] | None = None,
+  device_kind: str = "",
+) -> CompileReport:
+  """Reports on a program that JAX has lowered or compiled.
+
+  Args:
+    program: a lowered program is compiled here, and then also says what was re-sharded; a compiled one
+      is read as it is.
+    axes: mesh axis -> size; by default those of the mesh that the arguments are on.
+    chip: whose memory decides the verdict; by default that of the devices compiled for.
+    categories: bytes per device of the arguments by category; what is left is called "inputs".
+    names: argument as JAX names it -> name to print.
+    device_kind: kind of the devices, where the arguments are on an abstract mesh.
+
+  Raises:
+    ReportError: no mesh is known, or the compiler fails for another reason than memory.
+  """
+  if isinstance(program, jax.stages.Lowered):
+    done = run_compiler(program)
+  else:
+    done = Compiled(program.as_text() or "", "", memory_stats(program), None, "", 0.0)
+  mesh = _mesh_of(program)
+  axes = axes or (dict(mesh.shape) if mesh is not None else None)
+  if axes is None:
+    raise ReportError(
+      "the program's arguments are on no mesh.", fix="compile_report(step, ..., axes=dict(mesh.shape))."
+    )
+  device = mesh.abstract_device if mesh is not None else None
+  kind = device_kind or (device.device_kind if device else "")
+  figures = chip_named(chip) if chip is not None else chip_of(kind)
+  return _assemble(done, axes, kind, figures, categories or {}, names or {})
+
+
+def _assemble(
+  done: Compiled,
+  axes: Mapping[str, int],
+  kind: str,
+  chip: Chip | None,
+  categories: Mapping[str, int],
+  names: Mapping[str, str],
+) -> CompileReport:
+  program = hlo.parse(done.text or done.partitioned)
+  # Backends rewrite matrix products beyond recognition; right after partitioning they are still `dot`.
+  split = hlo.parse(done.partitioned) if done.partitioned else program
+  arguments = _arguments(program, done.text, names)
+  memory = done.memory
+  if not done.text:
+    memory = dataclasses.replace(memory, arguments=sum(a.bytes for a in arguments))
+  need = _need(memory, done, chip)
+  count = math.prod(axes.values())
+  return CompileReport(
+    target=f"{count} x {kind}" if kind else f"{count} devices",
+    chip=chip,
+    axes=dict(axes),
+    memory=memory,
+    need_bytes=need,
+    fits=None if chip is None else bool(done.text) and need <= chip.usable_bytes,
+    compiled=bool(done.text),
+    arguments=arguments,
+    categories=_categories(memory, need, categories),
+    cost=Cost(cost(split).flops, cost(program).hbm_bytes),
+    collectives=collectives(program, axes),
+    reshards=find_reshards(done.log, split.frames),
+    seconds=done.seconds,
+  )
+
+
+def _need(memory: MemoryStats, done: Compiled, chip: Chip | None) -> int:
+  """Bytes one device needs.
+
+  TPU's peak covers everything, with buffers that share memory counted once. The peak of CPU and GPU
+  leaves parts out, so there it is arguments, temporaries and the results that reuse no argument.
+  """
+  if done.shortage:
+    return done.shortage.bytes + (0 if done.shortage.total else memory.arguments)
+  if chip is not None and chip.platform == "tpu" and memory.peak:
+    return memory.peak
+  return memory.arguments + memory.temporaries + memory.outputs - memory.aliased
+
+
+def _categories(memory: MemoryStats, need: int, known: Mapping[str, int]) -> dict[str, int]:
+  result = {name: size for name, size in known.items() if size}
+  result["inputs" if known else "arguments"] = max(0, memory.arguments - sum(result.values()))
+  result["working memory"] = max(0, need - sum(result.values()))
+  return result
+
+
+def _arguments(program: hlo.Program, text: str, names: Mapping[str, str]) -> tuple[Argument, ...]:
+  head = text[: text.find("\n")] if text else ""
+  found = hlo.after(head, "input_output_alias=")
+  donated = {int(number) for number in _ALIASES.findall(found)}
+  arguments = [
+    Argument(names.get(i.op_name, i.op_name or i.name), i.bytes, not text or int(i.arguments) in donated)
+    for i in program.entry.instructions
+    if i.opcode == "parameter"
+  ]
+  return tuple(sorted(arguments, key=lambda argument: -argument.bytes))
+
+
+def _mesh_of(program: jax.stages.Lowered | jax.stages.Compiled) -> AbstractMesh | None:
+  """The mesh of the arguments; abstract, so it does not matter whether its devices exist."""
+  for aval in jax.tree.leaves(program.in_avals):
+    mesh = aval.sharding.mesh
+    if not mesh.empty:
+      return mesh
+  return None
+
+
+def _text(value: object) -> str:
+  return "+".join(value) if isinstance(value, tuple) else str(value)

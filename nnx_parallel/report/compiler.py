@@ -1,0 +1,152 @@
+"""Runs a compiler and keeps what it says: the final program, the partitioned one, its log, its figures."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import pathlib
+import re
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+
+from nnx_parallel.errors import ReportError
+
+# The partitioner of TPU has its own name; both write the program of one device right after splitting.
+_PARTITIONED = re.compile(r"after_(?:tpu-)?spmd-partitioning\.")
+_TEMPORARIES = re.compile(
+  r"required for HLO temporaries \((?P<need>[\d.]+)(?P<unit>[KMGT])\) exceeds available HBM"
+)
+_TOTAL = re.compile(r"[Uu]sed (?P<need>[\d.]+)(?P<unit>[KMGT]) of (?P<limit>[\d.]+)[KMGT] hbm")
+_UNITS = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+
+
+@dataclasses.dataclass(frozen=True)
+class MemoryStats:
+  """The compiler's own figures, in bytes per device; zeros where the program did not compile."""
+
+  arguments: int = 0
+  outputs: int = 0
+  aliased: int = 0
+  temporaries: int = 0
+  code: int = 0
+  peak: int = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class Shortage:
+  """What a compiler that checks memory (TPU) could not place.
+
+  Attributes:
+    bytes: needed per device.
+    total: whether that includes the arguments; else it is the temporaries alone.
+  """
+
+  bytes: int
+  total: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class Compiled:
+  """What one compilation gave.
+
+  Attributes:
+    text: the final program; empty when it ran out of memory.
+    partitioned: the program of one device right after SPMD partitioning; empty when not dumped.
+    memory: the compiler's figures.
+    shortage: what did not fit, or None.
+    log: what the compiler printed.
+    seconds: wall time of the compilation.
+  """
+
+  text: str
+  partitioned: str
+  memory: MemoryStats
+  shortage: Shortage | None
+  log: str
+  seconds: float
+
+
+def run_compiler(lowered: jax.stages.Lowered) -> Compiled:
+  """Compiles a lowered program and keeps the partitioned program and the log.
+
+  Raises:
+    ReportError: the compiler failed for another reason than memory.
+  """
+  with tempfile.TemporaryDirectory() as folder:
+    options = {
+      "xla_dump_to": folder,
+      "xla_dump_hlo_pass_re": "spmd.*",
+      "xla_dump_hlo_as_text": True,
+    }
+    start = time.perf_counter()
+    compiled, short = None, None
+    with _standard_error() as log:
+      try:
+        compiled = lowered.compile(compiler_options=options)
+      except jax.errors.JaxRuntimeError as error:
+        short = _shortage(error)
+    seconds = time.perf_counter() - start
+    partitioned = _largest(pathlib.Path(folder))
+  if compiled is None:
+    return Compiled("", partitioned, MemoryStats(), short, log[0], seconds)
+  return Compiled(compiled.as_text() or "", partitioned, memory_stats(compiled), None, log[0], seconds)
+
+
+def memory_stats(compiled: jax.stages.Compiled) -> MemoryStats:
+  """Reads `Compiled.memory_analysis()`; zeros where the backend gives none."""
+  stats: Any = compiled.memory_analysis()
+  if stats is None:
+    return MemoryStats()
+  return MemoryStats(
+    arguments=stats.argument_size_in_bytes,
+    outputs=stats.output_size_in_bytes,
+    aliased=stats.alias_size_in_bytes,
+    temporaries=stats.temp_size_in_bytes,
+    code=stats.generated_code_size_in_bytes,
+    peak=stats.peak_memory_in_bytes,
+  )
+
+
+def _shortage(error: jax.errors.JaxRuntimeError) -> Shortage:
+  total, temporaries = _TOTAL.search(str(error)), _TEMPORARIES.search(str(error))
+  found = total or temporaries
+  if not found:
+    raise ReportError(
+      "the compiler refused the step.",
+      details=str(error)[:600],
+      fix="compile it on simulated devices first: topology='cpu:8'.",
+    ) from error
+  return Shortage(int(float(found["need"]) * _UNITS[found["unit"]]), total is not None)
+
+
+def _largest(folder: pathlib.Path) -> str:
+  files = [file for file in folder.rglob("*.txt") if _PARTITIONED.search(file.name)]
+  return max(files, key=lambda file: file.stat().st_size).read_text() if files else ""
+
+
+@contextlib.contextmanager
+def _standard_error() -> Iterator[list[str]]:
+  """Collects what compilers write to the process's standard error, then passes it on."""
+  log = [""]
+  sys.stderr.flush()
+  saved = os.dup(2)
+  with tempfile.TemporaryFile() as file:
+    os.dup2(file.fileno(), 2)
+    try:
+      yield log
+    finally:
+      os.dup2(saved, 2)
+      file.seek(0)
+      log[0] = file.read().decode(errors="replace")
+      with os.fdopen(saved, "w") as stderr:
+        stderr.writelines(line for line in log[0].splitlines(True) if not _reported(line))
+
+
+def _reported(line: str) -> bool:
+  return "Involuntary full rematerialization" in line

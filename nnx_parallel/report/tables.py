@@ -1,0 +1,149 @@
+"""Reports as text: plain tables that read well in a terminal, a log and a file."""
+
+from __future__ import annotations
+
+import io
+import os
+from collections.abc import Iterable, Sequence
+
+from rich.console import Console
+from rich.table import Table
+
+from nnx_parallel.report.compile_report import CompileReport
+from nnx_parallel.report.units import format_bytes, format_count, format_seconds
+
+_WIDTH = 110
+_ROWS = 12
+
+
+def report_text(report: CompileReport) -> str:
+  """The whole report as plain text."""
+  sections = [_header(report), _memory(report), _collectives(report)]
+  if report.reshards:
+    sections.append(_reshards(report))
+  sections.append(_arguments(report))
+  return "\n".join(section for section in sections if section)
+
+
+def render(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+  """A table as text; columns whose name ends in `>` are right-aligned."""
+  table = Table(box=None, pad_edge=False, header_style="bold")
+  for column in columns:
+    table.add_column(column.rstrip(">"), justify="right" if column.endswith(">") else "left", overflow="fold")
+  for row in rows:
+    table.add_row(*row)
+  out = io.StringIO()
+  Console(file=out, width=_WIDTH, color_system=None, markup=False, emoji=False).print(table)
+  return "\n".join([title, *(line.rstrip() for line in out.getvalue().splitlines())]) + "\n"
+
+
+def verdict(report: CompileReport) -> str:
+  """One sentence: whether it fits, and if not, what would make it fit."""
+  need = format_bytes(report.need_bytes)
+  if report.chip is None or report.available_bytes is None:
+    return f"needs {need} per device; the memory of this device is not in the table."
+  have = f"{format_bytes(report.available_bytes)} usable on {report.chip.name}"
+  if report.fits:
+    free = format_bytes(report.available_bytes - report.need_bytes)
+    return f"FITS: needs {need} of {have}; {free} free."
+  return f"DOES NOT FIT: needs {need} of {have}. {advice(report)}"
+
+
+def advice(report: CompileReport) -> str:
+  """What would make a program fit, from how its memory divides; estimates, to be compiled again."""
+  have = report.available_bytes or 0
+  state, working = report.memory.arguments, report.need_bytes - report.memory.arguments
+  for parts in (2, 4, 8, 16, 32):
+    if state + working / parts <= have:
+      return (
+        f"Try microbatches={parts}, or a batch {parts} times smaller: the working memory of "
+        f"{format_bytes(working)} would fall to about {format_bytes(working / parts)}."
+      )
+  for times in (2, 4, 8, 16, 32, 64):
+    if (state + working) / times <= have:
+      return (
+        f"The state alone is {format_bytes(state)} per device: try {times} times as many devices "
+        "along an axis that splits the parameters."
+      )
+  return f"The state alone is {format_bytes(state)} per device: split it over many more devices."
+
+
+def _header(report: CompileReport) -> str:
+  mesh = " x ".join(f"{name} {size}" for name, size in report.axes.items())
+  sent = sum(item.sent_bytes for item in report.collectives)
+  lines = [
+    f"Compiled for {report.target} (mesh {mesh}) in {format_seconds(report.seconds)}",
+    verdict(report),
+    f"Per device and step: {format_count(report.cost.flops)} matrix FLOPs, "
+    f"{format_bytes(report.cost.hbm_bytes)} memory traffic, {format_bytes(sent)} sent.",
+  ]
+  if not report.compiled:
+    lines.append("The compiler ran out of memory; what follows is the program before optimisation.")
+  return "\n".join(lines) + "\n"
+
+
+def _memory(report: CompileReport) -> str:
+  need = max(1, report.need_bytes)
+  rows = [(n, format_bytes(b), f"{100 * b / need:.0f} %") for n, b in report.categories.items()]
+  rows.append(("all", format_bytes(report.need_bytes), "100 %"))
+  return render("Memory per device", ("what", "bytes>", "share>"), rows)
+
+
+def _collectives(report: CompileReport) -> str:
+  if not report.collectives:
+    return "Nothing is sent between devices.\n"
+  largest = sorted(report.collectives, key=lambda item: -item.total_bytes)
+  rows = [
+    (
+      item.kind,
+      "+".join(item.axes) + ("" if item.whole else " (part)"),
+      item.dtype,
+      format_bytes(item.bytes),
+      f"{item.times}",
+      format_bytes(item.total_bytes),
+      "yes" if item.overlapped else "no",
+      _origin(item.parameters, item.source, item.op),
+    )
+    for item in largest[:_ROWS]
+  ]
+  sums = [
+    (kind, axes, format_bytes(total)) for (kind, axes), total in report.bytes_by("kind", "axes").items()
+  ]
+  more = len(largest) - _ROWS
+  return (
+    render("Sent per step, by kind and axis (payload)", ("kind", "axes", "bytes>"), sums)
+    + "\n"
+    + render(
+      "Collectives, largest first" + (f" (and {more} smaller)" if more > 0 else ""),
+      ("kind", "axes", "dtype", "each>", "times>", "all>", "overlaps", "from"),
+      rows,
+    )
+  )
+
+
+def _origin(parameters: Sequence[str], source: str, op: str) -> str:
+  place = os.path.basename(source) if source else op.rsplit("/", 1)[-1]
+  return f"{', '.join(parameters)} at {place}" if parameters else place
+
+
+def _reshards(report: CompileReport) -> str:
+  rows = [
+    (
+      os.path.basename(item.source) or item.op,
+      item.shape,
+      format_bytes(item.bytes),
+      f"{item.before} -> {item.after}",
+    )
+    for item in report.reshards
+  ]
+  title = "Made whole on each device against the layout (involuntary full rematerialization)"
+  return render(title, ("where", "tensor", "bytes>", "sharding asked for"), rows)
+
+
+def _arguments(report: CompileReport) -> str:
+  if not report.compiled:
+    return ""
+  rows = [(item.name, format_bytes(item.bytes)) for item in report.kept[:6] if item.bytes]
+  donated = sum(item.bytes for item in report.arguments if item.donated)
+  line = f"Donated: {format_bytes(donated)} of {format_bytes(report.memory.arguments)} arguments.\n"
+  return line + (render("Not donated, largest first", ("argument", "bytes>"), rows) if rows else "")

@@ -1,0 +1,217 @@
+"""Devices of machines that are not here: the TPU and NVIDIA compilers run on a bare CPU machine.
+
+| text | devices |
+|---|---|
+| `tpu:v5e:4x4` | 16 chips of one slice; v4, v5p and tpu7x take three numbers |
+| `tpu:v5p:4x4x4*2` | two such slices, joined by the data-centre network |
+| `gpu:h100:2x8` | two hosts of 8 GPUs, NVLink inside a host |
+| `cpu:8` | the first 8 devices of this process |
+
+The devices can be put in a mesh, and programs lowered and compiled for them, but hold no array.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import glob
+import importlib.util
+import math
+import os
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import numpy as np
+from jax.experimental import mesh_utils, topologies
+from jax.sharding import AxisType, Mesh
+
+from nnx_parallel.errors import ReportError
+from nnx_parallel.report.chips import Chip, chip
+from nnx_parallel.report.targets import target_text
+
+_TEXT = re.compile(r"(?P<platform>tpu|gpu):(?P<chip>\w+):(?P<size>\d+(?:x\d+)*)(?:\*(?P<slices>\d+))?")
+_CPU = re.compile(r"cpu:(?P<count>\d+)")
+# Chips of one TPU host board; the compiler's default splits a v4 chip into two devices.
+_HOST_BOUNDS: Mapping[str, tuple[int, int, int]] = {"v4": (2, 2, 1), "v5p": (2, 2, 1)}
+# On a machine without a TPU: a second process would die on a lock file, start-up would wait for a
+# metadata server that only Google Cloud has, and complain that this host has no name.
+_NO_TPU_HERE: Mapping[str, str] = {
+  "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+  "TPU_SKIP_MDS_QUERY": "1",
+  "TPU_WORKER_HOSTNAMES": "localhost",
+  "TPU_ACCELERATOR_TYPE": "v5litepod-8",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Topology:
+  """Devices of a named machine, for compiling only.
+
+  Attributes:
+    text: what it was made from, e.g. `"tpu:v5e:4x4"`.
+    chip: published figures of one device.
+    devices: in the order of the platform.
+    slices: groups of devices with fast links inside: TPU slices or NVLink hosts.
+  """
+
+  text: str
+  chip: Chip
+  devices: tuple[jax.Device, ...]
+  slices: int
+
+  @property
+  def slice_size(self) -> int:
+    """Devices of one slice."""
+    return len(self.devices) // self.slices
+
+
+def topology(text: str) -> Topology:
+  """Makes the devices of a named machine, without the machine.
+
+  Args:
+    text: see the table at the top of this module.
+
+  Raises:
+    ReportError: the text cannot be read, the chip is unknown, or the compiler is not installed.
+
+  Example:
+    >>> len(topology("cpu:8").devices)
+    8
+  """
+  here = _CPU.fullmatch(text)
+  if here:
+    return _local(text, int(here["count"]))
+  match = _TEXT.fullmatch(text)
+  if not match:
+    raise ReportError(
+      f"cannot read the topology {text!r}.",
+      fix="write tpu:v5e:4x4, tpu:v5p:4x4x4*2 (two slices), gpu:h100:2x8 (hosts x GPUs) or cpu:8.",
+    )
+  size = tuple(int(n) for n in match["size"].split("x"))
+  slices = int(match["slices"] or 1)
+  kind = chip(match["chip"])
+  if kind.platform != match["platform"]:
+    raise ReportError(
+      f"{kind.name} is a {kind.platform.upper()}, not a {match['platform'].upper()}.",
+      details=f"topology {text!r}",
+      fix=f"topology({text.replace(match['platform'], kind.platform, 1)!r}).",
+    )
+  return _tpu(text, kind, size, slices) if kind.platform == "tpu" else _gpu(text, kind, size, slices)
+
+
+def topology_mesh(text: str, *, explicit: bool = False, **axes: int) -> Mesh:
+  """A mesh over the devices of a named machine, ordered for its links.
+
+  Args:
+    text: see `topology`.
+    explicit: makes the axes Explicit; Auto otherwise.
+    **axes: axis name -> size; one may be -1: what is left. Between slices the first axes go outside.
+
+  Raises:
+    ReportError: as `topology`, or the sizes do not multiply to the number of devices.
+
+  Example:
+    >>> dict(topology_mesh("cpu:8", data=2, fsdp=-1).shape)
+    {'data': 2, 'fsdp': 4}
+  """
+  found = topology(text)
+  sizes = _fill(text, axes, len(found.devices))
+  kind = AxisType.Explicit if explicit else AxisType.Auto
+  return Mesh(_arrange(found, tuple(sizes.values())), tuple(sizes), axis_types=(kind,) * len(sizes))
+
+
+def _fill(text: str, axes: Mapping[str, int], count: int) -> dict[str, int]:
+  known = math.prod(size for size in axes.values() if size != -1)
+  sizes = {name: count // known if size == -1 else size for name, size in axes.items()}
+  if not sizes or list(axes.values()).count(-1) > 1 or math.prod(sizes.values()) != count:
+    raise ReportError(
+      f"the axes {dict(axes)} do not make the {count} devices of {text}.",
+      fix=f"topology_mesh({text!r}, data=-1), or sizes whose product is {count}.",
+    )
+  return sizes
+
+
+def _arrange(found: Topology, shape: tuple[int, ...]) -> np.ndarray[Any, Any]:
+  """Device order: neighbours on TPU tori; slices and hosts along the major axes."""
+  devices = list(found.devices)
+  if found.chip.platform != "tpu":
+    return np.array(devices).reshape(shape)
+  outer = _outer_shape(shape, found.slices)
+  if outer is None:
+    return np.array(devices).reshape(shape)
+  inner = tuple(size // across for size, across in zip(shape, outer, strict=True))
+  options: dict[str, Any] = {"allow_split_physical_axes": True}
+  if found.slices == 1:
+    return mesh_utils.create_device_mesh(inner, devices, **options)
+  return mesh_utils.create_hybrid_device_mesh(inner, outer, devices, **options)
+
+
+def _outer_shape(shape: tuple[int, ...], slices: int) -> tuple[int, ...] | None:
+  """How many slices each axis crosses, major axes first; None when no axis divides."""
+  left, outer = slices, list[int]()
+  for size in shape:
+    across = math.gcd(size, left)
+    outer.append(across)
+    left //= across
+  return tuple(outer) if left == 1 else None
+
+
+def _local(text: str, count: int) -> Topology:
+  devices = jax.devices("cpu")
+  if len(devices) < count:
+    raise ReportError(
+      f"{text} needs {count} devices, this process has {len(devices)}.",
+      fix=f"start it with XLA_FLAGS=--xla_force_host_platform_device_count={count} JAX_PLATFORMS=cpu.",
+    )
+  return Topology(text, chip("cpu"), tuple(devices[:count]), 1)
+
+
+def _tpu(text: str, kind: Chip, size: tuple[int, ...], slices: int) -> Topology:
+  if importlib.util.find_spec("libtpu") is None:
+    raise _missing(text, "TPU", "tpu-aot")
+  if not glob.glob("/dev/accel*") and not glob.glob("/dev/vfio/*"):
+    for variable, value in _NO_TPU_HERE.items():
+      os.environ.setdefault(variable, value)
+  options: dict[str, Any] = {"num_slices": slices} if slices > 1 else {}
+  if kind.name in _HOST_BOUNDS:
+    # A real v4 or v5p slice is a torus: without the wrap links the compiler picks other collectives.
+    options |= {"chip_config_name": "megacore", "chips_per_host_bounds": _HOST_BOUNDS[kind.name]}
+    if all(n % 4 == 0 for n in size):
+      options["wrap"] = (True,) * len(size)
+  name = f"{kind.name}:{'x'.join(map(str, size))}"
+  try:
+    found = topologies.get_topology_desc(platform="tpu", topology_name=name, **options)
+  except RuntimeError as error:
+    raise ReportError(
+      f"the TPU compiler does not know the topology {text!r}.",
+      details=str(error)[:300],
+      fix="v5e and v6e take two numbers (tpu:v5e:4x4), v4, v5p and tpu7x three (tpu:v5p:4x4x4).",
+    ) from error
+  return Topology(text, kind, tuple(found.devices), slices)
+
+
+def _gpu(text: str, kind: Chip, size: tuple[int, ...], slices: int) -> Topology:
+  if importlib.util.find_spec("jax_plugins") is None or not any(
+    importlib.util.find_spec(f"jax_plugins.xla_cuda{version}") for version in (12, 13)
+  ):
+    raise _missing(text, "NVIDIA", "gpu-aot")
+  if len(size) > 2 or slices > 1:
+    raise ReportError(
+      f"cannot read the GPU topology {text!r}.", fix=f"hosts x GPUs per host: gpu:{kind.name}:2x8."
+    )
+  hosts, per_host = size if len(size) == 2 else (1, size[0])
+  # Lets the plugin load on a machine without a driver.
+  os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
+  found = topologies.get_topology_desc(
+    platform="cuda", target_config=target_text(kind), topology=f"{hosts}x1x{per_host}"
+  )
+  return Topology(text, kind, tuple(found.devices), hosts)
+
+
+def _missing(text: str, compiler: str, extra: str) -> ReportError:
+  return ReportError(
+    f"cannot compile for {text!r}: the {compiler} compiler is not installed.",
+    details="it needs no accelerator and no driver, only the wheels of this jax version",
+    fix=f"pip install 'nnx-parallel[{extra}]'.",
+  )

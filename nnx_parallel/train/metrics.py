@@ -1,0 +1,222 @@
+"""What a run leaves behind: one JSON line per step, read back, and drawn as a picture."""
+
+from __future__ import annotations
+
+import collections
+import json
+import math
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from nnx_parallel.errors import TrainError
+
+Record = dict[str, float]
+
+
+class StepClock:
+  """Step time and throughput over the last steps; the first step, which compiles, is kept apart.
+
+  Args:
+    window: how many of the last steps are averaged.
+
+  Attributes:
+    first_seconds: what the first step took, compilation included.
+
+  Example:
+    >>> clock = StepClock()
+    >>> clock.start()
+    >>> for _ in range(3):
+    ...   record = clock.tick(tokens=1024)
+    >>> sorted(record)
+    ['seconds', 'tokens_per_second']
+  """
+
+  def __init__(self, window: int = 20):
+    self.first_seconds = math.nan
+    self._last = math.nan
+    self._steps: collections.deque[tuple[float, int]] = collections.deque(maxlen=window)
+
+  def start(self) -> None:
+    """Starts the time of the next step; what lies between two starts and ticks does not count."""
+    self._last = time.perf_counter()
+
+  def tick(self, tokens: int) -> Record:
+    """Notes the end of a step.
+
+    Args:
+      tokens: how many tokens, or samples, the step consumed.
+
+    Returns:
+      `seconds` of this step, and `tokens_per_second` over the window (over this step for the first).
+    """
+    now = time.perf_counter()
+    seconds, self._last = now - self._last, now
+    if math.isnan(self.first_seconds):
+      self.first_seconds = seconds
+      return {"seconds": seconds, "tokens_per_second": tokens / seconds}
+    self._steps.append((seconds, tokens))
+    return {"seconds": seconds, "tokens_per_second": self.tokens_per_second}
+
+  @property
+  def step_seconds(self) -> float:
+    """Mean seconds per step over the window; nan before the second step."""
+    return sum(s for s, _ in self._steps) / len(self._steps) if self._steps else math.nan
+
+  @property
+  def tokens_per_second(self) -> float:
+    """Mean tokens per second over the window; nan before the second step."""
+    seconds = sum(s for s, _ in self._steps)
+    return sum(t for _, t in self._steps) / seconds if self._steps else math.nan
+
+
+class MetricsLog:
+  """A file of JSON lines, one for each step, each on disk before the next step ends.
+
+  Args:
+    path: the file; its folder is made.
+    after: the step that the run resumes from. Lines of later steps (a run that was killed after its
+      last checkpoint) and half-written lines are dropped, so every step is in the file once. At 0 the
+      file starts anew.
+
+  Example:
+    >>> import tempfile
+    >>> path = Path(tempfile.mkdtemp(), "metrics.jsonl")
+    >>> with MetricsLog(path) as log:
+    ...   log.write(1, {"loss": 2.5})
+    ...   log.write(2, {"loss": 2.25})
+    >>> with MetricsLog(path, after=1) as log:
+    ...   log.write(2, {"loss": 2.0})
+    >>> read_metrics(path)
+    [{'step': 1, 'loss': 2.5}, {'step': 2, 'loss': 2.0}]
+  """
+
+  def __init__(self, path: str | Path, *, after: int = 0):
+    self.path = Path(path)
+    self.path.parent.mkdir(parents=True, exist_ok=True)
+    kept = [r for r in read_metrics(self.path) if r["step"] <= after] if after else []
+    self._file = self.path.open("w", encoding="utf-8")
+    for record in kept:
+      self._file.write(_line(record))
+
+  def write(self, step: int, values: Mapping[str, float]) -> None:
+    """Appends one line: the step, then the values; those that are not finite are written as null."""
+    self._file.write(_line({"step": step, **values}))
+    self._file.flush()
+
+  def close(self) -> None:
+    """Closes the file."""
+    self._file.close()
+
+  def __enter__(self) -> Self:
+    return self
+
+  def __exit__(
+    self,
+    kind: type[BaseException] | None,
+    error: BaseException | None,
+    trace: TracebackType | None,
+  ) -> None:
+    self.close()
+
+
+def _line(record: Mapping[str, float]) -> str:
+  finite = {k: v if math.isfinite(v) else None for k, v in record.items()}
+  return json.dumps(finite) + "\n"
+
+
+def read_metrics(path: str | Path) -> list[Record]:
+  """The records of a metrics file, in order; none when there is no file.
+
+  A last line without its end, left by a kill, is ignored; null values come back as nan.
+
+  Raises:
+    TrainError: another line is not a JSON object with a step.
+  """
+  path = Path(path)
+  if not path.is_file():
+    return []
+  *lines, _ = path.read_text(encoding="utf-8").split("\n")
+  return [_parse(line, path, number) for number, line in enumerate(lines, start=1)]
+
+
+def _parse(line: str, path: Path, number: int) -> Record:
+  try:
+    record: dict[str, Any] = json.loads(line)
+    return {"step": record.pop("step"), **{k: _or_nan(v) for k, v in record.items()}}
+  except (ValueError, KeyError, AttributeError, TypeError) as error:
+    raise TrainError(
+      f"{path} is not a metrics file: line {number} is not a JSON object with a step.",
+      details=f"the line: {line[:80]!r}",
+      fix="another --out DIR, or move this file away.",
+    ) from error
+
+
+def _or_nan(value: float | None) -> float:
+  return math.nan if value is None else value
+
+
+def draw_curves(
+  records: Sequence[Record], path: str | Path, *, names: Sequence[str] = ("loss",), title: str = ""
+) -> Path:
+  """Draws metrics against the step.
+
+  Args:
+    records: as `read_metrics` gives them.
+    path: the picture; its ending says the format (`.png`, `.svg`, `.pdf`).
+    names: the metrics, one panel each.
+    title: printed above.
+
+  Raises:
+    TrainError: matplotlib is not installed, or no record has a metric of that name.
+  """
+  try:
+    from matplotlib.figure import Figure
+  except ModuleNotFoundError as error:
+    raise TrainError(
+      f"cannot draw {path}: matplotlib is not installed.",
+      details="the numbers are in the metrics file",
+      fix="pip install 'nnx-parallel[plots]'",
+    ) from error
+  figure = Figure(figsize=(7.2, 1.4 + 2.6 * len(names)), layout="constrained")
+  panels = figure.subplots(len(names), 1, sharex=True, squeeze=False)[:, 0]
+  for panel, name in zip(panels, names, strict=True):
+    steps = [r["step"] for r in records if name in r]
+    values = [r[name] for r in records if name in r]
+    if not steps:
+      seen = sorted({k for r in records for k in r} - {"step"})
+      raise TrainError(f"no record has the metric {name!r}.", fix=f"one of {', '.join(seen)}.")
+    _draw_panel(panel, steps, values, name)
+  panels[-1].set_xlabel("step")
+  figure.suptitle(title)
+  path = Path(path)
+  path.parent.mkdir(parents=True, exist_ok=True)
+  figure.savefig(path, dpi=150)
+  return path
+
+
+def _draw_panel(panel: Any, steps: Sequence[float], values: Sequence[float], name: str) -> None:
+  window = max(1, len(values) // 20)
+  smooth = running_mean(values, window)
+  panel.plot(steps, values, color="#9db8d2", linewidth=1, label="each step")
+  panel.plot(steps, smooth, color="#1f4e79", linewidth=2, label=f"mean of {window}")
+  panel.xaxis.get_major_locator().set_params(integer=True)
+  panel.set_ylabel(name.replace("_", " "))
+  panel.grid(visible=True, color="#e6e6e6", linewidth=0.8)
+  panel.set_axisbelow(True)
+  panel.spines[["top", "right"]].set_visible(False)
+  panel.legend(frameon=False)
+  panel.annotate(f"{smooth[-1]:.3f}", (steps[-1], smooth[-1]), xytext=(4, 4), textcoords="offset points")
+
+
+def running_mean(values: Sequence[float], window: int) -> list[float]:
+  """Mean of each value and those before it, `window` in all.
+
+  Example:
+    >>> running_mean([4.0, 2.0, 6.0], 2)
+    [4.0, 3.0, 4.0]
+  """
+  parts = [values[max(0, i + 1 - window) : i + 1] for i in range(len(values))]
+  return [math.fsum(part) / len(part) for part in parts]

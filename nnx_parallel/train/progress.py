@@ -1,0 +1,95 @@
+"""Shows a run while it goes: a bar on a terminal, plain lines in a log, one line when quiet."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import TracebackType
+from typing import Self
+
+from rich import progress as bars
+from rich.console import Console
+
+TIMES = ("seconds", "tokens_per_second")
+
+
+class StepProgress:
+  """Progress of a training loop.
+
+  On a terminal: one line that is redrawn. Otherwise: about ten lines for the whole run. Quiet: only
+  the last step.
+
+  Args:
+    steps: the last step's number.
+    start: the step that the run resumes from.
+    unit: what is counted per second: `tokens`, `samples`.
+    quiet: say as little as possible.
+    console: where to print; by default standard output.
+
+  Example:
+    >>> with StepProgress(2, unit="bytes") as progress:
+    ...   for step in (1, 2):
+    ...     progress.update(step, {"loss": 1.5, "seconds": 0.25, "tokens_per_second": 4096.0})
+    step 1/2  loss 1.5000  4,096 bytes/s  250 ms/step
+    step 2/2  loss 1.5000  4,096 bytes/s  250 ms/step
+  """
+
+  def __init__(
+    self,
+    steps: int,
+    *,
+    start: int = 0,
+    unit: str = "tokens",
+    quiet: bool = False,
+    console: Console | None = None,
+  ):
+    self._steps, self._start, self._unit, self._quiet = steps, start, unit, quiet
+    self._console = console or Console(highlight=False, soft_wrap=True)
+    self._every = max(1, (steps - start) // 10)
+    self._bar = self._make_bar() if self._console.is_terminal and not quiet else None
+
+  def _make_bar(self) -> bars.Progress:
+    bar = bars.Progress(
+      bars.TextColumn("step {task.completed}/{task.total}"),
+      bars.BarColumn(bar_width=24),
+      bars.TextColumn("{task.description}"),
+      bars.TextColumn("eta"),
+      bars.TimeRemainingColumn(compact=True),
+      console=self._console,
+    )
+    bar.add_task("compiling the step", total=self._steps, completed=self._start)
+    return bar
+
+  def update(self, step: int, values: Mapping[str, float]) -> None:
+    """Shows a finished step.
+
+    Args:
+      step: its number; the first is 1.
+      values: its metrics, with `seconds` and `tokens_per_second` as `StepClock` gives them.
+    """
+    if self._bar is not None:
+      self._bar.update(self._bar.task_ids[0], completed=step, description=self._text(values))
+    elif step == self._steps or (not self._quiet and self._is_due(step)):
+      width = len(str(self._steps))
+      self._console.print(f"step {step:{width}}/{self._steps}  {self._text(values)}", markup=False)
+
+  def _is_due(self, step: int) -> bool:
+    return step == self._start + 1 or step % self._every == 0
+
+  def _text(self, values: Mapping[str, float]) -> str:
+    shown = [f"{k} {v:.4f}" for k, v in values.items() if k not in TIMES]
+    rate = f"{values['tokens_per_second']:,.0f} {self._unit}/s"
+    return "  ".join([*shown, rate, f"{values['seconds'] * 1e3:.0f} ms/step"])
+
+  def __enter__(self) -> Self:
+    if self._bar is not None:
+      self._bar.start()
+    return self
+
+  def __exit__(
+    self,
+    kind: type[BaseException] | None,
+    error: BaseException | None,
+    trace: TracebackType | None,
+  ) -> None:
+    if self._bar is not None:
+      self._bar.stop()

@@ -1,0 +1,99 @@
+"""Small runs to save, and ways to compare what comes back."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import nnx_parallel as nxp
+from nnx_parallel.layout.variables import value_of, variables
+
+MESHES = {
+  "8": lambda: nxp.make_mesh(fsdp=8),
+  "2x4": lambda: nxp.make_mesh(data=2, fsdp=4),
+  "4 explicit": lambda: nxp.make_mesh(fsdp=2, tensor=2, devices=jax.devices()[:4], explicit=True),
+  "1": lambda: nxp.make_mesh(fsdp=1, devices=jax.devices()[:1]),
+}
+
+
+class Net(nnx.Module):
+  """Every kind of state that a module has: parameters, statistics, keys, counters, lists, raw arrays."""
+
+  def __init__(self, width=32):
+    rngs = nnx.Rngs(0)
+    self.layers = nnx.List([nnx.Linear(width, width, rngs=rngs) for _ in range(2)])
+    self.norm = nnx.BatchNorm(width, rngs=rngs)
+    self.dropout = nnx.Dropout(0.1, rngs=nnx.Rngs(7))
+    self.head = nnx.Linear(width, 6, rngs=rngs)
+    self.table = nnx.Cache(jnp.arange(4, dtype=jnp.bfloat16))
+
+  def __call__(self, x):
+    for layer in self.layers:
+      x = self.dropout(nnx.relu(self.norm(layer(x))))
+    return self.head(x)
+
+
+def make_plan(mesh="8", *, width=32, optimizer=True):
+  tx = optax.adam(1e-2) if optimizer else None
+  return nxp.plan(lambda: Net(width), MESHES[mesh](), nxp.fsdp(min_size=16), optimizer=tx)
+
+
+def loss_fn(model, batch):
+  return jnp.mean((model(batch["x"]) - batch["y"]) ** 2)
+
+
+def batch_of(step):
+  rng = np.random.default_rng(step)
+  return {"x": rng.standard_normal((16, 32), np.float32), "y": rng.standard_normal((16, 6), np.float32)}
+
+
+def host(tree):
+  """The leaves of a module, optimizer or pytree as numpy arrays; keys as their data."""
+  if isinstance(tree, (nnx.Module, nnx.Optimizer)):
+    tree = {str(path): value_of(leaf) for path, leaf in variables(tree).items()}
+  leaves = jax.tree_util.tree_leaves_with_path(tree)
+  found = {}
+  for path, leaf in leaves:
+    if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+      leaf = jax.random.key_data(leaf)
+    found[jax.tree_util.keystr(path)] = np.asarray(leaf)
+  return found
+
+
+def assert_same(a, b):
+  a, b = host(a), host(b)
+  assert a.keys() == b.keys()
+  for name in a:
+    assert a[name].dtype == b[name].dtype, name
+    assert a[name].tobytes() == b[name].tobytes(), f"{name}: {a[name]} against {b[name]}"
+
+
+def arrays(seed=0, mesh=None):
+  """A small flat tree on 8 devices."""
+  mesh = mesh or nxp.make_mesh(a=2, b=4)
+  rng = np.random.default_rng(seed)
+
+  def put(shape, spec, dtype=np.float32):
+    return jax.device_put(rng.standard_normal(shape).astype(dtype), NamedSharding(mesh, P(*spec)))
+
+  return {
+    "w": put((8, 16), ("a", "b")),
+    "b": put((16,), ("b",)),
+    "half": put((4, 4), (None, "a"), jnp.bfloat16),
+    "step": put((), ()),
+  }
+
+
+def target_of(tree, mesh=None):
+  """Abstract arrays like a tree's, in the same layout or replicated on another mesh."""
+  return jax.tree.map(
+    lambda x: jax.ShapeDtypeStruct(
+      x.shape, x.dtype, sharding=NamedSharding(mesh, P()) if mesh else x.sharding
+    ),
+    tree,
+  )

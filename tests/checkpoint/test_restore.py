@@ -1,0 +1,239 @@
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from checkpoint.runs import MESHES, Net, arrays, assert_same, batch_of, loss_fn, make_plan, target_of
+from flax import nnx
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import nnx_parallel as nxp
+from nnx_parallel.checkpoint.checkpointer import Checkpointer
+from nnx_parallel.errors import CheckpointError
+from nnx_parallel.layout.variables import value_of, variables
+
+
+def assert_laid_out(root, plan, name):
+  for path, leaf in plan.of(name).items():
+    assert value_of(variables(root)[path]).sharding.is_equivalent_to(leaf.sharding, len(leaf.shape)), path
+
+
+@pytest.mark.parametrize(("source", "goal"), list(itertools.permutations(MESHES, 2)))
+def test_any_mesh_into_any_other(tmp_path, source, goal):
+  saved, wanted = make_plan(source), make_plan(goal)
+  model, optimizer = nxp.create_sharded_model(saved)
+  with Checkpointer(tmp_path) as checkpointer:
+    checkpointer.save(5, model, optimizer, plan=saved)
+    restored, restored_optimizer = checkpointer.restore(wanted)
+  assert_same(model, restored)
+  assert_same(optimizer, restored_optimizer)
+  assert_laid_out(restored, wanted, "model")
+  assert_laid_out(restored_optimizer, wanted, "optimizer")
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_a_resumed_run_is_the_run_that_never_stopped(tmp_path, asynchronous):
+  plan = make_plan("8")
+  step, losses = nxp.train_step(loss_fn), []
+  model, optimizer = nxp.create_sharded_model(plan)
+  with Checkpointer(tmp_path, asynchronous=asynchronous) as checkpointer:
+    for i in range(6):
+      if i == 3:
+        # The next step donates these very buffers while a background save still reads them.
+        checkpointer.save(i, model, optimizer)
+      losses.append(float(step(model, optimizer, batch_of(i))["loss"]))
+    model, optimizer = checkpointer.restore(plan)
+  again = nxp.train_step(loss_fn)
+  assert [float(again(model, optimizer, batch_of(i))["loss"]) for i in range(3, 6)] == losses[3:]
+
+
+def test_live_modules_are_filled_in_place(tmp_path):
+  model, optimizer = nxp.create_sharded_model(make_plan("8"))
+  other, other_optimizer = nxp.create_sharded_model(make_plan("2x4"))
+  other.head.kernel.set_value(other.head.kernel.get_value() * 0)
+  kernel = other.head.kernel
+  checkpointer = Checkpointer(tmp_path)
+  checkpointer.save(1, model, optimizer)
+  assert checkpointer.restore((other, other_optimizer))[0] is other
+  assert other.head.kernel is kernel
+  assert_same(model, other)
+  assert_same(optimizer, other_optimizer)
+
+
+def test_the_optimizer_is_kept_dropped_or_fresh_by_name(tmp_path):
+  plan = make_plan("8")
+  model, optimizer = nxp.create_sharded_model(plan)
+  fresh = {path: np.asarray(value_of(leaf)) for path, leaf in variables(optimizer).items()}
+  nxp.train_step(loss_fn)(model, optimizer, batch_of(0))
+  checkpointer = Checkpointer(tmp_path)
+  checkpointer.save(1, model, optimizer)
+  assert_same(checkpointer.restore(plan)[1], optimizer)
+  assert_same(checkpointer.restore(plan, optimizer="drop"), model)
+  restored, made = checkpointer.restore(plan, optimizer="fresh")
+  assert_same(restored, model)
+  for path, leaf in variables(made).items():
+    np.testing.assert_array_equal(value_of(leaf), fresh[path])
+  with pytest.raises(CheckpointError, match=r"optimizer='new' is unknown\.\n  Fix: pass \"restore\""):
+    checkpointer.restore(plan, optimizer="new")
+
+
+def test_a_checkpoint_without_optimizer_says_so(tmp_path):
+  plan = make_plan("8")
+  model, _ = nxp.create_sharded_model(plan)
+  Checkpointer(tmp_path).save(1, model)
+  with pytest.raises(CheckpointError, match=r'(?s)missing  optimizer/.*Fix: .*optimizer="fresh"'):
+    Checkpointer(tmp_path).restore(plan)
+
+
+def test_padding_is_not_stored(tmp_path):
+  def init():
+    return nnx.Linear(6, 10, rngs=nnx.Rngs(0), kernel_metadata={"out_sharding": ("embed", "mlp")})
+
+  rules = nxp.LogicalRules(embed=None, mlp="x")
+  padded = nxp.plan(init, nxp.make_mesh(x=8), rules, uneven="pad", optimizer=optax.adam(1e-3))
+  other = nxp.plan(
+    init, nxp.make_mesh(x=4, devices=jax.devices()[:4]), rules, uneven="pad", optimizer=optax.adam(1e-3)
+  )
+  whole = nxp.plan(init, nxp.make_mesh(x=1, devices=jax.devices()[:1]), rules, optimizer=optax.adam(1e-3))
+  model, optimizer = nxp.create_sharded_model(padded)
+  reference, _ = nxp.create_sharded_model(whole)
+  checkpointer = Checkpointer(tmp_path)
+  checkpointer.save(1, model, optimizer, plan=padded)
+  assert checkpointer.metadata().items["model"].leaves["kernel"].shape == (6, 10)
+  assert_same(checkpointer.restore(padded)[0], model)
+  assert checkpointer.restore(other)[0].kernel.get_value().shape == (6, 12)
+  assert_same(checkpointer.restore(whole)[0], reference)
+
+
+def test_everything_a_run_is(tmp_path):
+  tree = arrays()
+  keys = {
+    "one": jax.random.key(1),
+    "many": jax.device_put(
+      jax.random.split(jax.random.key(2, impl="rbg"), 8), NamedSharding(nxp.make_mesh(a=8), P("a"))
+    ),
+  }
+  extra = {
+    "ema": {"w": tree["w"] * 2},
+    "keys": keys,
+    "data": {"cursor": 12, "files": ["a", "b"], "scale": float("inf")},
+  }
+  checkpointer = Checkpointer(tmp_path, best="loss")
+  checkpointer.save(3, tree, extra=extra, metrics={"loss": jnp.float32(0.5), "bad": float("nan")})
+  record = checkpointer.metadata()
+  assert record.step == 3
+  assert record.metrics["loss"] == 0.5
+  assert record.versions["orbax-checkpoint"]
+  assert checkpointer.restore_extra("data") == extra["data"]
+  assert_same(checkpointer.restore_extra("ema", target_of(extra["ema"])), extra["ema"])
+  again = checkpointer.restore_extra("keys", keys)
+  assert_same(again, keys)
+  assert again["many"].dtype == keys["many"].dtype
+  assert again["many"].sharding == keys["many"].sharding
+  with pytest.raises(CheckpointError, match=r"has no 'emma'.\n  it has \['data', 'ema', 'keys', 'model'\]"):
+    checkpointer.restore_extra("emma")
+
+
+ODD = {
+  "empty": lambda: jnp.zeros((0, 3), jnp.float32),
+  "empty keys": lambda: jax.random.split(jax.random.key(0), 2)[:0],
+  "int4": lambda: jnp.arange(-4, 4, dtype=jnp.int4),
+  "uint2": lambda: jnp.arange(4, dtype=jnp.int32).astype(jnp.uint2),
+  "float8_e4m3": lambda: jnp.arange(4, dtype=jnp.float32).astype(jnp.float8_e4m3),
+  "float4": lambda: jnp.arange(4, dtype=jnp.float32).astype(jnp.float4_e2m1fn),
+  "complex": lambda: jnp.arange(4, dtype=jnp.float32).astype(jnp.complex64) * jnp.complex64(1 + 2j),
+  "bool": lambda: jnp.array([True, False]),
+  "numpy scalar": lambda: np.int64(2**40),
+  "numpy float": lambda: np.float64(0.1),
+  "numpy": lambda: np.arange(3, dtype=np.int64),
+  "scalar": lambda: jnp.float32(3),
+}
+
+
+@pytest.mark.parametrize("name", ODD)
+def test_odd_leaves_come_back_as_they_were(tmp_path, name):
+  leaf = ODD[name]()
+  checkpointer = Checkpointer(tmp_path)
+  checkpointer.save(1, {"x": leaf, "python": 3, "text": "a", "none": None})
+  again = checkpointer.restore({"x": leaf, "python": 0, "text": "", "none": None})
+  assert again["python"] == 3
+  assert again["text"] == "a"
+  assert again["x"].dtype == leaf.dtype
+  assert_same({"x": again["x"]}, {"x": leaf})
+  assert checkpointer.verify() == {}
+
+
+def test_names_that_orbax_would_mix_up_stay_apart(tmp_path):
+  tree = {"a.b": jnp.float32(1), "a": {"b": jnp.float32(2), "0": jnp.float32(3)}, "l": [jnp.float32(4)]}
+  tree["a/b"] = jnp.float32(5)
+  checkpointer = Checkpointer(tmp_path)
+  checkpointer.save(1, tree)
+  assert_same(checkpointer.restore(tree), tree)
+
+
+def test_numpy_only_on_request(tmp_path):
+  tree = arrays()
+  checkpointer = Checkpointer(tmp_path)
+  checkpointer.save(1, tree)
+  with pytest.raises(CheckpointError, match=r"without a target.*\n  Fix: pass a plan, a live model"):
+    checkpointer.restore()
+  found = checkpointer.restore(as_numpy=True)["model"]
+  assert all(isinstance(leaf, np.ndarray) for leaf in found.values())
+  assert_same(found, tree)
+  bare = {"w": jax.ShapeDtypeStruct((8, 16), np.float32)}
+  with pytest.raises(CheckpointError, match="cannot restore model/w: the target does not say where it goes"):
+    checkpointer.restore(bare)
+  assert_same(checkpointer.restore(bare, only=["w"], as_numpy=True), {"w": tree["w"]})
+
+
+def test_memory_kinds_and_float_types_are_the_targets(tmp_path):
+  tree = arrays()
+  checkpointer = Checkpointer(tmp_path)
+  checkpointer.save(1, tree)
+  mesh = nxp.make_mesh(a=2, b=4)
+  target = target_of(tree)
+  host = NamedSharding(mesh, P("b", None), memory_kind="unpinned_host")
+  target["w"] = jax.ShapeDtypeStruct((8, 16), np.float32, sharding=host)
+  again = checkpointer.restore(target)
+  assert again["w"].sharding.memory_kind == "unpinned_host"
+  assert_same(again, tree)
+  target["w"] = jax.ShapeDtypeStruct((8, 16), jnp.bfloat16, sharding=NamedSharding(mesh, P("b")))
+  with pytest.raises(
+    CheckpointError, match=r"(?s)dtype    model/w: saved float32, wanted bfloat16.*cast=True"
+  ):
+    checkpointer.restore(target)
+  assert_same(checkpointer.restore(target, cast=True)["w"], tree["w"].astype(jnp.bfloat16))
+
+
+def test_small_budgets_read_the_same(tmp_path):
+  model, _ = nxp.create_sharded_model(make_plan("8"))
+  Checkpointer(tmp_path, chunk_bytes=512).save(1, model)
+  plan = make_plan("2x4", optimizer=False)
+  assert_same(Checkpointer(tmp_path, byte_budget=300).restore(plan), model)
+
+
+def test_a_donated_array_is_named(tmp_path):
+  tree = arrays()
+  tree["w"].delete()
+  with pytest.raises(CheckpointError, match="cannot save model/w: its array was donated"):
+    Checkpointer(tmp_path).save(1, tree)
+
+
+def test_orbax_alone_can_read_it(tmp_path):
+  from orbax.checkpoint import v1 as ocp
+
+  tree = arrays()
+  Checkpointer(tmp_path).save(4, tree)
+  assert_same(ocp.load(tmp_path / "4", target_of(tree), checkpointable_name="model"), tree)
+
+
+def test_modules_of_another_width_do_not_fit(tmp_path):
+  model, _ = nxp.create_sharded_model(make_plan("8"))
+  checkpointer = Checkpointer(tmp_path)
+  checkpointer.save(1, model)
+  assert isinstance(model, Net)
+  with pytest.raises(CheckpointError, match=r"shape    model/head.kernel: saved \(32, 6\), wanted \(64, 6\)"):
+    checkpointer.restore(make_plan("8", width=64, optimizer=False))

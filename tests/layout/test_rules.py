@@ -1,0 +1,229 @@
+"""What rules mean: candidates, what can never fire, merging, printing."""
+
+from __future__ import annotations
+
+import pytest
+
+import nnx_parallel as nxp
+from nnx_parallel import LogicalRules, PathRules, RuleSet, ShardingError
+
+
+@pytest.mark.parametrize(
+  ("value", "candidates"),
+  [
+    ("fsdp", (("fsdp",),)),
+    (None, ((),)),
+    ((), ((),)),
+    ([], ((),)),
+    (("data", "fsdp"), (("data", "fsdp"),)),
+    (["tensor", None], (("tensor",), ())),
+    ([("data", "fsdp"), "data"], (("data", "fsdp"), ("data",))),
+    ((("tensor",), ()), (("tensor",), ())),
+  ],
+)
+def test_ways_to_write_a_rule(value, candidates):
+  assert LogicalRules(name=value)["name"] == candidates
+
+
+def test_rules_read_back_as_written():
+  rules = LogicalRules(
+    batch=("data", "fsdp"), heads=["tensor", None], vocab="tensor", uneven={"vocab": "pad"}
+  )
+  text = repr(rules)
+  assert text == (
+    "LogicalRules(batch=('data', 'fsdp'), heads=['tensor', None], vocab='tensor', uneven={'vocab': 'pad'})"
+  )
+  assert eval(text) == rules
+  assert rules.mesh_axes() == ("data", "fsdp", "tensor")
+
+
+def test_names_that_are_not_identifiers_read_back_too():
+  rules = LogicalRules({"kv heads": "tensor", "lambda": None}, batch="data", unknown="whole")
+  assert eval(repr(rules)) == rules
+
+
+def test_equal_rules_hash_alike_whatever_their_order():
+  one, other = LogicalRules(a="x", b="y"), LogicalRules(b="y", a="x")
+  assert one == other
+  assert hash(one) == hash(other)
+  assert one != LogicalRules(a="x", b="y", unknown="whole")
+  assert one != LogicalRules(a="x", b="y", uneven={"a": "pad"})
+  assert dict(one) == {"a": (("x",),), "b": (("y",),)}
+
+
+def test_replace_leaves_the_original_alone():
+  rules = LogicalRules(embed="fsdp", uneven={"embed": "pad"})
+  changed = rules.replace(embed=None, mlp="tensor")
+  assert dict(changed) == {"embed": ((),), "mlp": (("tensor",),)}
+  assert changed.uneven == {"embed": "pad"}
+  assert rules["embed"] == (("fsdp",),)
+
+
+@pytest.mark.parametrize(
+  ("value", "text"),
+  [
+    (
+      [None, "tensor"],
+      r"candidate 'tensor' can never be reached after None\.[\s\S]*whole\), which always fits",
+    ),
+    (["tensor", "tensor"], "candidate 'tensor' can never be reached after 'tensor'"),
+    (["data", ("data", "fsdp")], r"candidate \('data', 'fsdp'\) can never be reached after 'data'"),
+    ([("data", "fsdp"), ("fsdp", "data")], r"candidate \('fsdp', 'data'\) can never be reached"),
+    (("data", "data"), r"\('data', 'data'\) is not a tuple of distinct mesh axes"),
+    (("data", 3), r"is not a tuple of distinct mesh axes[\s\S]*name=\[\"tensor\", None\] for candidates"),
+  ],
+)
+def test_candidates_that_can_never_fire(value, text):
+  with pytest.raises(ShardingError, match=text):
+    LogicalRules(name=value)
+
+
+def test_a_value_that_is_no_rule_at_all():
+  with pytest.raises(ShardingError, match=r"rule for 'mlp': \(4,\) is not[\s\S]*mlp=\"fsdp\""):
+    LogicalRules(mlp=4)
+
+
+def test_a_name_twice():
+  with pytest.raises(ShardingError, match=r"logical name 'mlp' has two rules\.[\s\S]*keep one"):
+    LogicalRules({"mlp": "tensor"}, mlp="fsdp")
+
+
+@pytest.mark.parametrize("uneven", [{"vocab": "stretch"}, {"vocabulary": "pad"}])
+def test_uneven_must_name_a_rule_and_a_policy(uneven):
+  with pytest.raises(
+    ShardingError, match=r"does not fit these rules[\s\S]*policies error, next, pad, replicate"
+  ):
+    LogicalRules(vocab="tensor", uneven=uneven)
+
+
+def test_unknown_has_two_values():
+  with pytest.raises(ShardingError, match=r"unknown='ignore' is not a policy[\s\S]*\"error\" or \"whole\""):
+    LogicalRules(mlp="tensor", unknown="ignore")
+
+
+def test_axes_are_checked_against_a_mesh():
+  rules = LogicalRules(batch=["data", None], heads=["tensr", None], mlp=["tensor", "model"])
+  assert rules.check_axes({"data": 2, "tensor": 4}) == [
+    "rule 'heads': axis 'tensr' is not in the mesh (did you mean 'tensor'?)"
+  ]
+  with pytest.raises(ShardingError) as caught:
+    LogicalRules(batch=("data", "fsdp")).check_axes({"data": 8, "fdsp": 1})
+  assert str(caught.value) == (
+    "the rule for 'batch' can never apply: axis 'fsdp' is not in the mesh.\n"
+    "  rule batch=('data', 'fsdp'), mesh {'data': 8, 'fdsp': 1}\n"
+    "  Fix: did you mean 'fdsp'? Otherwise let the dim stay whole on such a mesh:"
+    " batch=[('data', 'fsdp'), None]."
+  )
+
+
+def test_linen_pairs():
+  rules = LogicalRules.from_linen(
+    [("batch", "data"), ("batch", ("data", "fsdp")), ("embed", "fsdp"), ("embed", "data"), ("mlp", None)]
+  )
+  assert dict(rules) == {"batch": (("data",), ()), "embed": (("fsdp",), ("data",), ()), "mlp": ((),)}
+  assert rules.unknown == "whole"
+
+
+def test_a_rule_set_is_read_from_anything_sensible():
+  logical, paths, fallback = LogicalRules(mlp="tensor"), PathRules([("kernel", None)]), nxp.fsdp()
+  wanted = RuleSet(logical, (paths,), fallback)
+  assert RuleSet.of([logical, paths, fallback]) == wanted
+  assert RuleSet.of((fallback, [paths, {"mlp": "tensor"}])) == wanted
+  assert RuleSet.of(wanted) is wanted
+  assert RuleSet.of([wanted, {"embed": None}]).logical == LogicalRules(mlp="tensor", embed=None)
+  assert RuleSet.of(None) == RuleSet()
+
+
+@pytest.mark.parametrize(
+  ("rules", "text"),
+  [
+    ("fsdp", r"'fsdp' is not a sharding rule[\s\S]*LogicalRules\(embed=\"fsdp\"\)"),
+    ([nxp.fsdp(), nxp.replicate()], r"two fallbacks: fsdp\('fsdp', .*\) and replicate\(\)"),
+    ([{"mlp": "tensor"}, {"mlp": "fsdp"}], r"logical name 'mlp' has two rules\.\s+'tensor' and 'fsdp'"),
+  ],
+)
+def test_rule_sets_that_disagree(rules, text):
+  with pytest.raises(ShardingError, match=text):
+    RuleSet.of(rules)
+
+
+def test_a_rule_set_reads_back_as_written():
+  rules = RuleSet.of(
+    [LogicalRules(mlp="tensor"), PathRules([(("attn", "q"), ("embed", None))]), nxp.fsdp("data")]
+  )
+  names = {"LogicalRules": LogicalRules, "PathRules": PathRules, "fsdp": nxp.fsdp}
+  assert RuleSet.of(eval(repr(rules), names)) == rules
+
+
+def test_fsdp_needs_an_axis():
+  with pytest.raises(ShardingError, match=r"fsdp\(\) needs a mesh axis[\s\S]*fsdp\(\"fsdp\"\)"):
+    nxp.fsdp(())
+
+
+def test_path_rules_by_whole_path_and_by_window():
+  rules = PathRules(
+    [
+      ((r"attn", "(q|k|v)", "kernel"), (None, "tensor")),
+      (r".*\.(scale|bias)", None),
+      (("blocks", r"\d+", "mlp", "up"), ("embed", "mlp")),
+    ]
+  )
+
+  def names(*path):
+    found = rules.match(path)
+    return found and found.names
+
+  assert names("blocks", 0, "attn", "q", "kernel") == (None, "tensor")
+  assert names("attn", "k", "kernel", "inner") == (None, "tensor")
+  assert rules.match(("attn", "qk", "kernel")) is None
+  assert rules.match(("attn", "extra", "q", "kernel")) is None
+  assert rules.match(("scale",)) is None
+  assert rules.match(("norm", "scale")).pattern == r".*\.(scale|bias)"
+  assert names("blocks", 11, "mlp", "up", "kernel") == ("embed", "mlp")
+  assert rules.match(()) is None
+
+
+def test_the_first_path_rule_wins():
+  rules = PathRules([(r"head\.kernel", None), (r".*kernel", ("embed", "mlp"))])
+  assert rules.match(("head", "kernel")).names is None
+  assert rules.match(("body", "kernel")).names == ("embed", "mlp")
+
+
+@pytest.mark.parametrize(
+  ("pairs", "text"),
+  [
+    ([("(", None)], r"path rule '\(' is not a regular expression: .*[\s\S]*re\.escape"),
+    ([(("ok", "["), None)], r"path rule \('ok', '\['\) is not a regular expression"),
+    ([("kernel", "tensor")], r"path rule 'kernel' has the value 'tensor'[\s\S]*\('tensor', None\)"),
+    ([("kernel", 3)], r"path rule 'kernel' has the value 3"),
+    ([("kernel", ("a", 3))], r"path rule 'kernel' has the value \('a', 3\)"),
+    ([("kernel", ("...", ..., ...))], r"path rule 'kernel' has the value .*, with two \.\.\."),
+    ([("kernel", None), ("kernel", ("a",))], r"path rule 'kernel' is given twice; the second one can never"),
+    ([((), None)], r"path rule \(\) has no pattern"),
+  ],
+)
+def test_path_rules_that_make_no_sense(pairs, text):
+  with pytest.raises(ShardingError, match=text):
+    PathRules(pairs)
+
+
+def test_an_ellipsis_stands_for_whole_dims():
+  rule = PathRules([("kernel", ("heads", ..., "embed"))]).match(("kernel",))
+  assert rule.names_for(2, where="kernel") == ("heads", "embed")
+  assert rule.names_for(4, where="kernel") == ("heads", None, None, "embed")
+  with pytest.raises(ShardingError) as caught:
+    rule.names_for(1, where="out.kernel")
+  assert str(caught.value) == (
+    "path rule 'kernel' gives 2 names to out.kernel, an array of 1 dims.\n"
+    "  names ('heads', ..., 'embed')\n"
+    "  Fix: write one entry for each dim (None: whole; ... stands for any number of whole dims), or put a"
+    " rule for it in front of this one."
+  )
+
+
+def test_path_rules_read_back_as_written():
+  rules = PathRules(
+    {r".*\.q": ("embed", ...), ("a", r"\d+"): None, "b": (("data", "fsdp"), None)}, strict=False
+  )
+  assert eval(repr(rules)) == rules
+  assert rules != PathRules(rules.pairs())
