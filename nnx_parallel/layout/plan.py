@@ -7,6 +7,7 @@ layout.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import inspect
@@ -21,6 +22,7 @@ from jax.sharding import PartitionSpec
 
 from nnx_parallel.errors import PlanError, ShardingError
 from nnx_parallel.layout import optimizer_layout
+from nnx_parallel.layout.constrain import use_rules
 from nnx_parallel.layout.leaf import Decision, LeafPlan, Root, Source
 from nnx_parallel.layout.mesh import AnyMesh, axis_sizes, is_explicit
 from nnx_parallel.layout.padding import logical_transformation
@@ -355,7 +357,7 @@ class ShardingPlan:
     return logical_transformation(self.tx, nnx.as_pure(nnx.state(self.abstract_model, self.wrt)))
 
   def batch_spec(self, ndim: int) -> PartitionSpec:
-    """The spec of an input with the batch as its first dim: the `batch` rule on dim 0, the rest whole.
+    """The spec of an input: that of `InputRules`; else the `batch` rule on dim 0, the other dims whole.
 
     Without a `batch` rule, the batch is split over the axes called `data`, `replica` and `fsdp`, and the
     fallback's, as far as the mesh has them.
@@ -371,8 +373,34 @@ class ShardingPlan:
     """
     if ndim == 0:
       return PartitionSpec()
+    if self.rules.inputs is not None:
+      sizes = axis_sizes(self.mesh)
+      names = self.rules.inputs.names_for(ndim, tuple(sizes))
+      # Sizes that everything divides: whether a given batch does is checked where it is placed.
+      shape = (self.mesh.size,) * ndim
+      return resolve_spec(names, shape, sizes, self.rules.logical, path=f"inputs of {ndim} dims").spec
     axes = self._batch_axes
     return PartitionSpec(axes[0] if len(axes) == 1 else axes or None, *([None] * (ndim - 1)))
+
+  def scope(self) -> contextlib.AbstractContextManager[None]:
+    """Puts this plan's rules and mesh in scope for `constrain`; a missing `batch` rule is `batch_spec`'s.
+
+    Returns:
+      A context manager; see `use_rules`.
+
+    Example:
+      >>> import jax.numpy as jnp, nnx_parallel as nxp
+      >>> from flax import nnx
+      >>> plan = nxp.plan(lambda: nnx.Linear(4, 4, rngs=nnx.Rngs(0)), nxp.make_mesh(data=8))
+      >>> with plan.scope():
+      ...   nxp.constrain(jnp.ones((8, 4)), "batch", None).sharding.spec
+      P('data', None)
+    """
+    logical = self.rules.logical
+    if "batch" not in logical:
+      with contextlib.suppress(ShardingError):
+        logical = logical.replace(batch=self._batch_axes)
+    return use_rules(logical, self.mesh)
 
   @functools.cached_property
   def _batch_axes(self) -> tuple[str, ...]:
@@ -564,6 +592,17 @@ class _Builder:
     step, reason = f"from its metadata: {names}", f"names {_shown(names)}"
     if names is None:
       matched = self._path_rule(path, len(value.shape))
+<<<<<<< HEAD
+=======
+      if matched is not None:
+        source, reason = "path rule", f"path rule {matched[0]}: {matched[1]}"
+        names = matched[1]
+        if names is None:
+          return self._leaf("model", path, leaf, None, None, Decision("path rule", f"{reason} (whole)"))
+    if names is None:
+      return self._fallback_leaf(path, leaf)
+      matched = self._path_rule(path)
+>>>>>>> main
       if matched is None:
         return self._fallback_leaf(path, leaf)
       source, (pattern, names) = "path rule", matched
@@ -682,7 +721,8 @@ class _Builder:
     )
 
   def notes(self) -> list[str]:
-    dead = [rule.pattern for rules in self.rules.paths for rule in rules.rules if id(rule) not in self.fired]
+    tables = [rules for rules in self.rules.paths if not rules.optional]
+    dead = [rule.pattern for rules in tables for rule in rules.rules if id(rule) not in self.fired]
     return self.axis_notes + [f"path rule {pattern!r} matches nothing" for pattern in dead]
 
 

@@ -234,7 +234,9 @@ class _Origins:
     names = [self._follow(operand, computation, None, 0) for operand in instruction.operands]
     return tuple(dict.fromkeys(name for name in names if name))
 
-  def _follow(self, name: str, computation: hlo.Computation, index: int | None, depth: int) -> str | None:
+  def _follow(
+    self, name: str, computation: hlo.Computation, index: int | None, depth: int
+  ) -> str | None:
     at = computation.by_name.get(name)
     if at is None or depth > 200:
       return None
@@ -256,7 +258,8 @@ class _Origins:
     """Whether a fusion only slices or copies; the arithmetic on its scalar indices does not count."""
     inner = self._program.computations[fusion.called[0]]
     return all(
-      i.opcode in _MOVES or i.opcode == "parameter" or i.shapes[0].elements == 1 for i in inner.instructions
+      i.opcode in _MOVES or i.opcode == "parameter" or i.shapes[0].elements == 1
+      for i in inner.instructions
     )
 
   def _argument(

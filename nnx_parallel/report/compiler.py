@@ -95,7 +95,9 @@ def run_compiler(lowered: jax.stages.Lowered) -> Compiled:
     partitioned = _largest(pathlib.Path(folder))
   if compiled is None:
     return Compiled("", partitioned, MemoryStats(), short, log[0], seconds)
-  return Compiled(compiled.as_text() or "", partitioned, memory_stats(compiled), None, log[0], seconds)
+  return Compiled(
+    compiled.as_text() or "", partitioned, memory_stats(compiled), None, log[0], seconds
+  )
 
 
 def memory_stats(compiled: jax.stages.Compiled) -> MemoryStats:

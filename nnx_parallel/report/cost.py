@@ -75,7 +75,9 @@ def _product(shape: hlo.Shape, dims: str) -> int:
   return math.prod(shape.dims[int(d)] for d in dims.split(",") if d)
 
 
-def _traffic(instruction: hlo.Instruction, computation: hlo.Computation, program: hlo.Program) -> int:
+def _traffic(
+  instruction: hlo.Instruction, computation: hlo.Computation, program: hlo.Program
+) -> int:
   if instruction.opcode in _FREE:
     return 0
   if instruction.opcode == "dynamic-slice":

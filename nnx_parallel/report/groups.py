@@ -171,7 +171,9 @@ def _device_ids(text: str) -> Labels:
   return np.arange(math.prod(dims)).reshape(dims).transpose(order).ravel()
 
 
-def _grid_labels(sizes: Mapping[str, int], axes: Sequence[str] | Mapping[str, tuple[int, int]]) -> Labels:
+def _grid_labels(
+  sizes: Mapping[str, int], axes: Sequence[str] | Mapping[str, tuple[int, int]]
+) -> Labels:
   """Labels of the sub-grids over `axes`; a mapping gives (major part, size) of a split axis."""
   shape = tuple(sizes.values())
   coords = np.indices(shape).reshape(len(shape), -1) if shape else np.zeros((0, 1), np.int64)

@@ -25,7 +25,9 @@ _NAME = re.compile(r"%([\w.\-]+(?:#\d+)?)")
 _INSTRUCTION = re.compile(r"^\s+(ROOT )?%?([\w.\-]+) = ")
 _HEADER = re.compile(r"^(ENTRY )?%?([\w.\-]+) .*\{$")
 _TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
-_CALLED = re.compile(r"(?:calls|to_apply|condition|body|true_computation|false_computation)=%?([\w.\-]+)")
+_CALLED = re.compile(
+  r"(?:calls|to_apply|condition|body|true_computation|false_computation)=%?([\w.\-]+)"
+)
 _BRANCHES = re.compile(r"branch_computations=\{([^}]*)\}")
 _OP_NAME = re.compile(r'op_name="([^"]*)"')
 _FRAME = re.compile(r"stack_frame_id=(\d+)")
@@ -77,7 +79,7 @@ class Instruction:
   def op_name(self) -> str:
     """The JAX name stack, e.g. `jit(step)/jvp()/while/body/dot_general`."""
     found = _OP_NAME.search(self.rest)
-    return found.group(1) if found else ""
+    return found.group(1).replace("\\'", "'") if found else ""
 
   def attribute(self, name: str) -> str:
     """The text of `name=...` up to the next top-level comma, or an empty string."""
@@ -150,7 +152,9 @@ class Program:
     """
     yield from self._walk(self.entry, 1, None)
 
-  def _walk(self, computation: Computation, times: int, caller: Instruction | None) -> Iterator[Executed]:
+  def _walk(
+    self, computation: Computation, times: int, caller: Instruction | None
+  ) -> Iterator[Executed]:
     for instruction in computation.instructions:
       yield Executed(instruction, computation, times, caller)
       inner = times * self.trips(instruction, computation) if instruction.opcode == "while" else times

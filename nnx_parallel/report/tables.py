@@ -29,7 +29,9 @@ def render(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) ->
   """A table as text; columns whose name ends in `>` are right-aligned."""
   table = Table(box=None, pad_edge=False, header_style="bold")
   for column in columns:
-    table.add_column(column.rstrip(">"), justify="right" if column.endswith(">") else "left", overflow="fold")
+    table.add_column(
+      column.rstrip(">"), justify="right" if column.endswith(">") else "left", overflow="fold"
+    )
   for row in rows:
     table.add_row(*row)
   out = io.StringIO()
@@ -107,7 +109,8 @@ def _collectives(report: CompileReport) -> str:
     for item in largest[:_ROWS]
   ]
   sums = [
-    (kind, axes, format_bytes(total)) for (kind, axes), total in report.bytes_by("kind", "axes").items()
+    (kind, axes, format_bytes(total))
+    for (kind, axes), total in report.bytes_by("kind", "axes").items()
   ]
   more = len(largest) - _ROWS
   return (
