@@ -104,7 +104,8 @@ def _padded_type(kind: type[nnx.Variable[Any]]) -> type[nnx.Variable[Any]]:
 
 
 def _rebuild(kind: type[nnx.Variable[Any]], state: dict[str, Any]) -> Any:
-  made: Any = object.__new__(_padded_type(kind))
+  padded: Any = _padded_type(kind)
+  made: Any = padded.__new__(padded)
   made.__setstate__(state)
   return made
 

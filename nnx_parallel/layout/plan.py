@@ -592,17 +592,6 @@ class _Builder:
     step, reason = f"from its metadata: {names}", f"names {_shown(names)}"
     if names is None:
       matched = self._path_rule(path, len(value.shape))
-<<<<<<< HEAD
-=======
-      if matched is not None:
-        source, reason = "path rule", f"path rule {matched[0]}: {matched[1]}"
-        names = matched[1]
-        if names is None:
-          return self._leaf("model", path, leaf, None, None, Decision("path rule", f"{reason} (whole)"))
-    if names is None:
-      return self._fallback_leaf(path, leaf)
-      matched = self._path_rule(path)
->>>>>>> main
       if matched is None:
         return self._fallback_leaf(path, leaf)
       source, (pattern, names) = "path rule", matched
