@@ -25,6 +25,7 @@ from nnx_parallel.layout import optimizer_layout
 from nnx_parallel.layout.constrain import use_rules
 from nnx_parallel.layout.leaf import Decision, LeafPlan, Root, Source
 from nnx_parallel.layout.mesh import AnyMesh, axis_sizes, is_explicit
+from nnx_parallel.layout.padding import logical_transformation
 from nnx_parallel.layout.resolve import Resolution, extend_spec, resolve_spec
 from nnx_parallel.layout.rules import UNEVEN, LogicalRules, RuleSet, Uneven
 from nnx_parallel.layout.tracing import traced_init, unplaced
@@ -349,6 +350,13 @@ class ShardingPlan:
     )
     return made
 
+  @functools.cached_property
+  def live_tx(self) -> Any:
+    """The transformation that live optimizers of this plan run: `tx`, at logical shapes where it pads."""
+    if self.tx is None or not any(any(leaf.padding) for leaf in self.leaves):
+      return self.tx
+    return logical_transformation(self.tx, nnx.as_pure(nnx.state(self.abstract_model, self.wrt)))
+
   def batch_spec(self, ndim: int) -> PartitionSpec:
     """The spec of an input: that of `InputRules`; else the `batch` rule on dim 0, the other dims whole.
 
@@ -586,14 +594,6 @@ class _Builder:
     step, reason = f"from its metadata: {names}", f"names {_shown(names)}"
     if names is None:
       matched = self._path_rule(path, len(value.shape))
-      if matched is not None:
-        source, reason = "path rule", f"path rule {matched[0]}: {matched[1]}"
-        names = matched[1]
-        if names is None:
-          return self._leaf("model", path, leaf, None, None, Decision("path rule", f"{reason} (whole)"))
-    if names is None:
-      return self._fallback_leaf(path, leaf)
-      matched = self._path_rule(path)
       if matched is None:
         return self._fallback_leaf(path, leaf)
       source, (pattern, names) = "path rule", matched
