@@ -133,12 +133,13 @@ def test_a_family_without_a_fallback_leaves_nothing_unmatched(name):
   nxp.plan(build(name), nxp.abstract_mesh(tensor=2), [getattr(presets, name)(), logical])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
 def test_the_same_numbers_as_on_one_device(name):
   mesh = nxp.make_mesh(data=2, fsdp=2, tensor=2)
   rules = [getattr(presets, name)(), presets.fsdp_tensor(min_size=64)]
   model = nxp.create_sharded_model(build(name, depth=1), mesh, rules)
-  assert sum(not leaf.sharding.is_fully_replicated for leaf in jax.tree.leaves(nnx.state(model))) > 8
+  assert sum(not leaf.sharding.is_fully_replicated for leaf in jax.tree.leaves(nnx.state(model))) > 5
   run = nnx.jit(lambda m, args: m(*args))
   np.testing.assert_allclose(
     run(model, inputs(name)), run(build(name, depth=1)(), inputs(name)), rtol=2e-5, atol=2e-5
