@@ -63,6 +63,7 @@ class CompileReport:
     collectives: what is sent, in program order.
     reshards: tensors made whole on each device against the layout's intention.
     seconds: time the compiler took.
+    quantities: global sizes in bytes that budgets can name: `params`, `optimizer`, `batch`.
   """
 
   target: str
@@ -78,6 +79,7 @@ class CompileReport:
   collectives: tuple[Collective, ...]
   reshards: tuple[Reshard, ...]
   seconds: float
+  quantities: Mapping[str, int]
 
   @property
   def available_bytes(self) -> int | None:
@@ -177,6 +179,7 @@ def compile_report(
     chip=chip,
     categories=state_categories(here),
     names={f"arrays[{index}]": name for index, name in enumerate(names)},
+    quantities=_quantities(here, batch),
   )
 
 
@@ -202,6 +205,14 @@ def state_categories(plan: ShardingPlan) -> dict[str, int]:
     kind = "parameters" if "Param" in leaf.kind else "other model state"
     sums["optimizer" if leaf.root == "optimizer" else kind] += leaf.bytes_per_device
   return sums
+
+
+def _quantities(plan: ShardingPlan, batch: Any) -> dict[str, int]:
+  return {
+    "params": sum(x.bytes for x in plan.leaves if x.root == "model" and "Param" in x.kind),
+    "optimizer": sum(x.bytes for x in plan.leaves if x.root == "optimizer"),
+    "batch": sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(batch)),
+  }
 
 
 def _placed(plan: ShardingPlan, text: str | None) -> ShardingPlan:
@@ -232,7 +243,7 @@ def report_of(
   chip: Chip | str | None = None,
   categories: Mapping[str, int] | None = None,
   names: Mapping[str, str] | None = None,
-  device_kind: str = "",
+  quantities: Mapping[str, int] | None = None,
 ) -> CompileReport:
   """Reports on a program that JAX has lowered or compiled.
 
@@ -243,7 +254,7 @@ def report_of(
     chip: whose memory decides the verdict; by default that of the devices compiled for.
     categories: bytes per device of the arguments by category; what is left is called "inputs".
     names: argument as JAX names it -> name to print.
-    device_kind: kind of the devices, where the arguments are on an abstract mesh.
+    quantities: global sizes in bytes that budgets can name.
 
   Raises:
     ReportError: no mesh is known, or the compiler fails for another reason than memory.
@@ -259,9 +270,10 @@ def report_of(
       "the program's arguments are on no mesh.", fix="compile_report(step, ..., axes=dict(mesh.shape))."
     )
   device = mesh.abstract_device if mesh is not None else None
-  kind = device_kind or (device.device_kind if device else "")
+  kind = device.device_kind if device else ""
   figures = chip_named(chip) if chip is not None else chip_of(kind)
-  return _assemble(done, axes, kind, figures, categories or {}, names or {})
+  report = _assemble(done, axes, kind, figures, categories or {}, names or {})
+  return dataclasses.replace(report, quantities=dict(quantities or {}))
 
 
 def _assemble(
@@ -292,9 +304,13 @@ def _assemble(
     arguments=arguments,
     categories=_categories(memory, need, categories),
     cost=Cost(cost(split).flops, cost(program).hbm_bytes),
-    collectives=collectives(program, axes),
+    collectives=tuple(
+      dataclasses.replace(c, parameters=tuple(names.get(p, p) for p in c.parameters))
+      for c in collectives(program, axes)
+    ),
     reshards=find_reshards(done.log, split.frames),
     seconds=done.seconds,
+    quantities={},
   )
 
 

@@ -79,7 +79,7 @@ class Instruction:
   def op_name(self) -> str:
     """The JAX name stack, e.g. `jit(step)/jvp()/while/body/dot_general`."""
     found = _OP_NAME.search(self.rest)
-    return found.group(1) if found else ""
+    return found.group(1).replace("\\'", "'") if found else ""
 
   def attribute(self, name: str) -> str:
     """The text of `name=...` up to the next top-level comma, or an empty string."""
