@@ -177,20 +177,25 @@ def compile_report(
   if isinstance(step, jax.stages.Lowered | jax.stages.Compiled):
     return report_of(step, chip=chip)
   if plan is None:
-    return report_of(step.lower(*args), chip=chip)
+    return report_of(_plain(step.lower(*args)), chip=chip)
   here = _placed(plan, topology)
   objects = instantiate(here, {root: here.abstract_state(root) for root in ("model", "optimizer")})
   objects = objects if isinstance(objects, tuple) else (objects,)
   lowered = step.lower(*objects, abstract_batch(here, batch), *args)
   names = [_plan_name(path) for path in variables(objects)]
   return report_of(
-    lowered,
+    _plain(lowered),
     axes=axis_sizes(here.mesh),
     chip=chip,
     categories=state_categories(here),
     names={f"arrays[{index}]": name for index, name in enumerate(names)},
     quantities=_quantities(here, batch),
   )
+
+
+def _plain(lowered: Any) -> jax.stages.Lowered:
+  """What JAX lowered; `nnx.jit` wraps it."""
+  return lowered if isinstance(lowered, jax.stages.Lowered) else lowered.lowered
 
 
 def abstract_batch(plan: ShardingPlan, batch: Any) -> Any:
@@ -315,7 +320,9 @@ def _assemble(
     categories=_categories(memory, need, categories),
     cost=Cost(cost(split).flops, cost(program).hbm_bytes),
     collectives=tuple(
-      dataclasses.replace(c, parameters=tuple(names.get(p, p) for p in c.parameters))
+      dataclasses.replace(
+        c, parameters=tuple(names.get(p, p) for p in c.parameters), op=names.get(c.op, c.op)
+      )
       for c in collectives(program, axes)
     ),
     reshards=find_reshards(done.log, split.frames),

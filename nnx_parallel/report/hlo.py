@@ -341,8 +341,21 @@ def _read_frames(text: str) -> dict[int, str]:
       r"^(\d+) \{file_name_id=(\d+) .*?\bline=(\d+)", _table(text, "FileLocations"), re.MULTILINE
     )
   }
-  frames = re.findall(r"^(\d+) \{file_location_id=(\d+)", _table(text, "StackFrames"), re.MULTILINE)
-  return {int(frame): places[place] for frame, place in frames if place in places}
+  rows = re.findall(
+    r"^(\d+) \{file_location_id=(\d+)(?: parent_frame_id=(\d+))?", _table(text, "StackFrames"), re.MULTILINE
+  )
+  # The table counts parents from one more than frames; the outermost frame has itself as its parent.
+  parents = {int(frame): int(parent or 1) - 1 for frame, _, parent in rows}
+  own = {int(frame): places[place] for frame, place, _ in rows if place in places}
+  return {frame: _users_line(frame, own, parents) for frame in own}
+
+
+def _users_line(frame: int, own: Mapping[int, str], parents: Mapping[int, int]) -> str:
+  """The innermost line outside installed packages, or the innermost line."""
+  at = frame
+  while at in own and "site-packages" in own[at]:
+    at = parents[at]
+  return own.get(at, own[frame])
 
 
 def _table(text: str, title: str) -> str:

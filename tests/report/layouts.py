@@ -9,7 +9,8 @@ from flax import nnx
 
 import nnx_parallel as nxp
 
-WIDTH, HIDDEN, BATCH = 64, 128, 32
+# So many examples that gathering the parameters is cheaper than gathering activations.
+WIDTH, HIDDEN, BATCH = 64, 128, 1024
 
 
 class MLP(nnx.Module):
@@ -47,9 +48,7 @@ def plan(mesh=None, optimizer=None, **axes):
     mlp="tensor",
   )
   sizes = {"data": 1, "fsdp": 1, "tensor": 1, **axes}
-  return nxp.plan(
-    init, mesh or nxp.abstract_mesh(sizes), rules, optimizer=optimizer or optax.sgd(0.1)
-  )
+  return nxp.plan(init, mesh or nxp.abstract_mesh(sizes), rules, optimizer=optimizer or optax.sgd(0.1))
 
 
 PARAMS = 2 * WIDTH * HIDDEN * 4
