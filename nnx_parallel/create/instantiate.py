@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, cast
 
 from flax import nnx
 from jax.sharding import PartitionSpec
@@ -29,8 +29,10 @@ def instantiate(the_plan: ShardingPlan, arrays: Mapping[Root, Arrays]) -> Any:
     The module, or `(module, optimizer)` when the plan has an optimizer.
 
   Raises:
-    PlanError: a leaf of the plan has no array.
+    PlanError: a leaf of the plan has no array, or the plan was read from JSON without its constructor.
   """
+  if the_plan.abstract_model is None:
+    the_plan.init()  # says that the plan has no constructor, and where to give one
   model = _merge(the_plan, "model", the_plan.abstract_model, arrays)
   if the_plan.abstract_optimizer is None:
     return model
@@ -46,7 +48,7 @@ def _merge(the_plan: ShardingPlan, root: Root, abstract: Any, arrays: Mapping[Ro
     if path not in found:
       raise PlanError(f"no array for {row.name}.", fix="give one array for each leaf of the plan.")
     leaves.append((path, _bind(abstract_leaf, found[path], row.spec, the_plan)))
-  return nnx.merge(graphdef, nnx.from_flat_state(leaves))
+  return nnx.merge(graphdef, nnx.from_flat_state(cast(Any, leaves)))
 
 
 def _bind(abstract_leaf: Any, array: Any, spec: PartitionSpec, the_plan: ShardingPlan) -> Any:

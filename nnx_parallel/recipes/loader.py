@@ -37,6 +37,7 @@ CALLS: dict[str, tuple[int, tuple[str, ...]]] = {
   "tokens": (1, ()),
   "microbatches": (0, ()),
 }
+MACHINERY = ("__init__", "job", "loader")  # the files of this folder that are no recipes
 TRAINING = ("init", "optimizer", "loss", "batches")
 
 
@@ -91,7 +92,7 @@ def embedded_recipes() -> list[str]:
     ['digits', 'text_lm']
   """
   files = Path(__file__).parent.glob("*.py")
-  return sorted(f.stem for f in files if f.stem not in ("__init__", "loader"))
+  return sorted(f.stem for f in files if f.stem not in MACHINERY)
 
 
 def load_recipe(spec: str, *, needs: Sequence[str] = TRAINING) -> Recipe:
