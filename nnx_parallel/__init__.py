@@ -21,6 +21,9 @@ from nnx_parallel.errors import (
   TrainError,
 )
 from nnx_parallel.hosts.data import batches, shard_batch
+from nnx_parallel.layout import presets
+from nnx_parallel.layout.constrain import constrain, use_rules
+from nnx_parallel.layout.inputs import InputRules
 from nnx_parallel.layout.mesh import abstract_mesh, describe_mesh, make_mesh
 from nnx_parallel.layout.plan import Decision, LeafPlan, ShardingPlan, plan
 from nnx_parallel.layout.resolve import Resolution, resolve_spec
@@ -32,6 +35,7 @@ __all__ = [
   "Checkpointer",
   "CreationReport",
   "Decision",
+  "InputRules",
   "LayoutDifference",
   "LayoutMismatchError",
   "LeafPlan",
@@ -52,6 +56,7 @@ __all__ = [
   "batches",
   "check_layout",
   "compilation_cache",
+  "constrain",
   "create_sharded_model",
   "creation_report",
   "describe_mesh",
@@ -62,9 +67,11 @@ __all__ = [
   "layout_differences",
   "make_mesh",
   "plan",
+  "presets",
   "replicate",
   "reshard",
   "resolve_spec",
   "shard_batch",
   "train_step",
+  "use_rules",
 ]
