@@ -34,9 +34,9 @@ def assemble(pieces: Cut, shardings: Sequence[NamedSharding], mesh: Mesh) -> lis
   Returns:
     One array (global shape) for each output, each in buffers of its own.
   """
-  feed = _Feed(pieces, shardings, mesh)
+  feed = Feed(pieces, shardings, mesh)
   with jax.set_mesh(mesh):
-    lowered = [_lower(group[0], feed, shardings) for group in pieces.groups]
+    lowered = [lower_slice(group[0], feed, shardings) for group in pieces.groups]
   # XLA compiles outside the interpreter lock, so several programs compile at a time.
   with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
     programs = list(pool.map(lambda stage: stage.compile(), lowered))
@@ -76,7 +76,7 @@ def _buffers(array: jax.Array) -> set[tuple[jax.Device, int]]:
   return {(shard.device, shard.data.unsafe_buffer_pointer()) for shard in numbers.addressable_shards}
 
 
-class _Feed:
+class Feed:
   """What goes into slices: tiny values and numbers, placed once each; constants, in pieces."""
 
   def __init__(self, pieces: Cut, shardings: Sequence[NamedSharding], mesh: Mesh):
@@ -122,7 +122,18 @@ class _Feed:
     return NamedSharding(self.mesh, spec)
 
 
-def _lower(piece: Slice, feed: _Feed, shardings: Sequence[NamedSharding]) -> Any:
+def lower_slice(piece: Slice, feed: Feed, shardings: Sequence[NamedSharding]) -> jax.stages.Lowered:
+  """Lowers one slice as a program of its inputs; call it under the mesh.
+
+  Args:
+    piece: the slice; its program serves all slices with its key.
+    feed: says how inputs are placed.
+    shardings: the sharding of each output of the trace.
+
+  Returns:
+    The lowered program.
+  """
+
   def run(*arrays: jax.Array) -> list[jax.Array]:
     values: dict[Any, Any] = {}
     for value, array in zip(piece.inputs, arrays, strict=True):
