@@ -3,6 +3,7 @@
 `plan` decides the layout of every Variable and explains it; everything else reads that plan.
 """
 
+from nnx_parallel.checkpoint.checkpointer import Checkpointer
 from nnx_parallel.create.constructor import create_sharded_model
 from nnx_parallel.errors import (
   CheckpointError,
@@ -28,6 +29,7 @@ from nnx_parallel.train.step import TrainStep, eval_step, train_step
 
 __all__ = [
   "CheckpointError",
+  "Checkpointer",
   "Decision",
   "InputRules",
   "LayoutMismatchError",

@@ -1,8 +1,8 @@
 """The exceptions of this package: one formatter, one root.
 
-Every message says what failed and where, shows the values that were seen, and ends with the call that
-works. Catch `NnxParallelError` for all of them; each subclass is also the builtin that callers already
-catch for that kind of mistake (`ValueError`, ...).
+Every message says what failed and where, shows the values that were seen, and ends with the call
+that works. Catch `NnxParallelError` for all of them; each subclass is also the builtin that callers
+already catch for that kind of mistake (`ValueError`, ...).
 """
 
 from __future__ import annotations
@@ -62,3 +62,11 @@ class RecipeError(NnxParallelError, ValueError):
 
 class ReportError(NnxParallelError, RuntimeError):
   """A report that cannot be made: a missing compiler, an unknown topology or chip."""
+
+
+class NnxParallelWarning(UserWarning):
+  """Something that works, but probably not as meant, for example a large parameter that stays whole.
+
+  Silence it with `warnings.filterwarnings("ignore", category=NnxParallelWarning)`, or make it an error with
+  `"error"`.
+  """

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable
+from typing import TypeVar
 
 import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
 from nnx_parallel.errors import CheckpointError
+
+_T = TypeVar("_T")
 
 
 def require_same(what: str, text: str) -> None:
@@ -51,7 +55,16 @@ def raise_together(error: CheckpointError | None) -> None:
     )
 
 
-def barrier(name: str) -> None:
-  """Waits for all processes."""
-  if jax.process_count() > 1:
-    multihost_utils.sync_global_devices(name)
+def together(call: Callable[[], _T]) -> _T:
+  """Makes a call on every process; when it fails on one, it fails on all.
+
+  Raises:
+    CheckpointError: see `raise_together`.
+  """
+  try:
+    result = call()
+  except CheckpointError as error:
+    raise_together(error)
+    raise
+  raise_together(None)
+  return result

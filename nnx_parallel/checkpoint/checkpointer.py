@@ -8,6 +8,7 @@ import contextlib
 import functools
 import os
 import signal
+import threading
 import types
 import warnings
 import weakref
@@ -88,9 +89,12 @@ class Checkpointer:
     self._pool = concurrent.futures.ThreadPoolExecutor(1, "nnx_parallel-checkpoint")
     self._pending: concurrent.futures.Future[None] | None = None
     self._old_handlers: dict[int, Any] = {}
-    # At exit a background save is finished and its error shown, also when nobody called close().
-    self._at_exit = functools.partial(_wait_if_alive, weakref.WeakMethod(self.wait))
+    self._at_exit = functools.partial(_if_alive, weakref.WeakMethod(self.wait))
     atexit.register(self._at_exit)
+    # atexit comes too late to finish a background save: by then Python starts no more threads, and Orbax
+    # needs them. Only this hook comes earlier; the error, if any, is left for atexit to raise.
+    finish = functools.partial(_if_alive, weakref.WeakMethod(self._drain))
+    threading._register_atexit(finish)  # pyright: ignore
     self._recover()
 
   def __enter__(self) -> Checkpointer:
@@ -146,7 +150,7 @@ class Checkpointer:
         roots[name] = save.Tree(leaves)
       else:
         values[name] = encoding.check_json(value, path=f"extra[{name!r}]")
-    content = save.prepare(roots)
+    content = agree.together(lambda: save.prepare(roots))
     save.agree_on(self.directory, number, content)
     with contextlib.ExitStack() as stack:
       finish = self._start(
@@ -159,10 +163,9 @@ class Checkpointer:
         overwrite=overwrite,
       )
       held = stack.pop_all()
-    if self._asynchronous:
-      self._pending = self._pool.submit(self._finish, number, finish, held)
-    else:
-      self._finish(number, finish, held)
+    self._pending = self._pool.submit(self._finish, number, finish, held)
+    if not self._asynchronous:
+      self.wait()
 
   def wait(self) -> None:
     """Waits for a background save.
@@ -172,8 +175,7 @@ class Checkpointer:
     """
     pending, self._pending = self._pending, None
     if pending is not None:
-      pending.result()
-      agree.barrier("nnx_parallel.checkpoint.wait")
+      agree.together(pending.result)
 
   def close(self) -> None:
     """Waits for a background save and lets the object go.
@@ -309,7 +311,7 @@ class Checkpointer:
     def attempt(number: int) -> Any:
       record = self._manifest(number)
       diff = self._compare(record, goal.wanted, **choose)
-      diff.require()
+      agree.together(diff.require)
       return self._fill(goal, record, diff)
 
     return self._try_steps(step, on_corrupt, attempt)
@@ -339,7 +341,7 @@ class Checkpointer:
       raise _no_target(self.directory)
     goal = targets.read(target, optimizer="drop", as_numpy=as_numpy, item=name)
     diff = self._compare(record, goal.wanted)
-    diff.require()
+    agree.together(diff.require)
     return self._fill(goal, record, diff)
 
   def verify(self, step: int | str | None = None) -> dict[str, str]:
@@ -373,17 +375,14 @@ class Checkpointer:
     plan: encoding.Json,
     overwrite: bool,
   ) -> Callable[[], None]:
-    error = None
-    if jax.process_index() == 0:
-      try:
+    def open_for_writing() -> None:
+      if jax.process_index() == 0:
         self._open_for_writing(stack, step, content.nbytes, overwrite)
-      except CheckpointError as caught:
-        error = caught
-      except OSError as caught:
-        error = files.explain(caught, f"save step {step}", self.directory)
-    agree.raise_together(error)
-    try:
-      return save.write(
+
+    doing = f"save step {step}"
+    agree.together(lambda: files.explained(open_for_writing, doing, self.directory))
+    return files.explained(
+      lambda: save.write(
         self.directory,
         step,
         content,
@@ -391,10 +390,10 @@ class Checkpointer:
         metrics=metrics,
         plan=plan,
         chunk_bytes=self._chunk_bytes,
-      )
-    except (OSError, ValueError, RuntimeError, TypeError) as caught:
-      save.abandon(self.directory, step)
-      raise files.explain(caught, f"save step {step}", self.directory) from caught
+      ),
+      doing,
+      self.directory,
+    )
 
   def _open_for_writing(self, stack: contextlib.ExitStack, step: int, nbytes: int, overwrite: bool) -> None:
     self.directory.mkdir(parents=True, exist_ok=True)
@@ -419,18 +418,22 @@ class Checkpointer:
     files.check_space(self.directory, nbytes)
 
   def _finish(self, step: int, finish: Callable[[], None], held: contextlib.ExitStack) -> None:
+    def commit() -> None:
+      finish()
+      if jax.process_index() == 0:
+        for old in self._retention.doomed(self._metrics()):
+          files.delete_step(self.directory, old)
+
     with held:
       try:
-        finish()
-        if jax.process_index() == 0:
-          for old in self._retention.doomed(self._metrics()):
-            files.delete_step(self.directory, old)
+        files.explained(commit, f"save step {step}", self.directory)
       except CheckpointError:
         save.abandon(self.directory, step)
         raise
-      except (OSError, ValueError, RuntimeError, TypeError) as caught:
-        save.abandon(self.directory, step)
-        raise files.explain(caught, f"save step {step}", self.directory) from caught
+
+  def _drain(self) -> None:
+    if self._pending is not None:
+      concurrent.futures.wait([self._pending])
 
   def _recover(self) -> None:
     """Cleans up after a killed writer, unless one is alive or nothing may be written."""
@@ -445,6 +448,8 @@ class Checkpointer:
     return compare(record, wanted, byte_budget=self._byte_budget, **choose)
 
   def _read(self, record: Manifest, diff: Diff) -> dict[str, dict[str, encoding.Array]]:
+    names = "\n".join(f"{match.name} {match.wanted.shape}" for match in diff.matches)
+    agree.require_same("what to restore", f"step {record.step}\n{names}")
     return restore.read(
       self._folder(record.step), record, diff, verify=self._verify, byte_budget=self._byte_budget
     )
@@ -500,7 +505,7 @@ class Checkpointer:
     foreign = files.foreign_steps(self.directory)
     details = f"complete steps: {steps or 'none'}"
     if foreign:
-      details += f"; incomplete or written by something else: {foreign}"
+      details += f"\nincomplete, or written by something else (no {manifest.FILE}): {foreign}"
     what = "a checkpoint" if step is None or step == "latest" else f"step {step}"
     if step == "best":
       what = f"a step with the metric {self._retention.best!r}"
@@ -568,7 +573,7 @@ def _no_target(directory: epath.Path) -> CheckpointError:
   )
 
 
-def _wait_if_alive(method: weakref.WeakMethod[Callable[[], None]]) -> None:
+def _if_alive(method: weakref.WeakMethod[Callable[[], None]]) -> None:
   call = method()
   if call is not None:
     call()

@@ -13,7 +13,8 @@ import hashlib
 import os
 import shutil
 import socket
-from collections.abc import Generator, Iterable
+from collections.abc import Callable, Generator, Iterable
+from typing import TypeVar
 
 from etils import epath
 
@@ -22,7 +23,9 @@ from nnx_parallel.errors import CheckpointError
 
 LOCK = ".nnx_parallel.lock"
 SAVING, REPLACED, DELETING = ".nnx-saving", ".nnx-replaced", ".nnx-deleting"
-_SMALL_FILE_CHUNK = 1 << 20
+_PIECE = 1 << 20
+
+_T = TypeVar("_T")
 
 
 def is_local(directory: epath.Path) -> bool:
@@ -150,7 +153,7 @@ def sha256(file: epath.Path) -> str:
   """SHA-256 of a file, read piece by piece."""
   total = hashlib.sha256()
   with file.open("rb") as stream:
-    while piece := stream.read(_SMALL_FILE_CHUNK):
+    while piece := stream.read(_PIECE):
       total.update(piece)
   return total.hexdigest()
 
@@ -192,8 +195,21 @@ def check_space(directory: epath.Path, nbytes: int) -> None:
     )
 
 
-def explain(error: BaseException, doing: str, directory: epath.Path) -> CheckpointError:
-  """Says in our words what the operating system or Orbax meant."""
+def explained(call: Callable[[], _T], doing: str, directory: epath.Path) -> _T:
+  """Makes a call; what the operating system or Orbax raises is said in our words.
+
+  Raises:
+    CheckpointError: what `call` raised, with the cause.
+  """
+  try:
+    return call()
+  except CheckpointError:
+    raise
+  except (OSError, ValueError, RuntimeError, TypeError) as error:
+    raise _explain(error, doing, directory) from error
+
+
+def _explain(error: BaseException, doing: str, directory: epath.Path) -> CheckpointError:
   cause = _os_error(error)
   code = cause.errno if cause else None
   text = f"{error}"

@@ -286,7 +286,7 @@ def _same_type(match: Match, cast: bool) -> bool:
 
 def _nearest(item: str, path: str, wanted: Wanted, saved: Mapping[str, LeafRecord]) -> str | None:
   same_shape = [name for name, leaf in saved.items() if leaf.shape == wanted.shape]
-  nearest = _closest(path, same_shape)
+  nearest = same_shape[0] if len(same_shape) == 1 else _closest(path, same_shape)
   return f"{item}/{nearest}" if nearest else None
 
 

@@ -11,7 +11,7 @@ from flax import nnx
 from jax.sharding import PartitionSpec as P
 
 import nnx_parallel as nxp
-from layout.models import GPT, T5, Llama, ViT
+from layout.families import GPT, T5, Llama, ViT
 from nnx_parallel import InputRules, LogicalRules, PathRules, RuleSet, presets
 
 MODELS = {"t5": T5, "llama": Llama, "gpt": GPT, "vit": ViT}

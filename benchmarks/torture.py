@@ -1,0 +1,311 @@
+"""Kills saving jobs and damages checkpoints, and counts what restoring then makes of them.
+
+    python benchmarks/torture.py --kills 200 --corruptions 300
+
+A job is killed with SIGKILL at a random moment while it saves (sync, async, and in two processes). Then the
+newest step that it had reported must still be there, `latest` must restore with every value verified, and
+the next job must start, clean up and save. A corruption damages one random file of a copy of a checkpoint:
+restoring it must fail and name a file or leaf, or (when the damage is in bytes that nobody reads) return
+exactly what was saved.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import dataclasses
+import json
+import os
+import pathlib
+import platform
+import random
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+
+DEVICES = 8
+FLAGS = f"--xla_force_host_platform_device_count={DEVICES}"
+
+JOB = """
+import os, sys
+directory, mode, process, processes, port = sys.argv[1], sys.argv[2], *map(int, sys.argv[3:6])
+import jax
+if processes > 1:
+  jax.distributed.initialize(f"localhost:{port}", processes, process, heartbeat_timeout_seconds=10)
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec as P
+from nnx_parallel.checkpoint.checkpointer import Checkpointer
+
+mesh = jax.make_mesh((2, len(jax.devices()) // 2), ("a", "b"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+def tree(step):
+  def put(shape, spec):
+    values = np.random.default_rng(step).standard_normal(shape).astype(np.float32)
+    sharding = NamedSharding(mesh, P(*spec))
+    return jax.make_array_from_callback(shape, sharding, lambda index: values[index])
+  return {"w": put((256, 512), ("a", "b")), "v": put((64, 64), ("b",)), "b": put((512,), ())}
+
+checkpointer = Checkpointer(directory, asynchronous=mode == "async", max_to_keep=2)
+first = (checkpointer.latest() or 0) + 1
+print("started", flush=True)
+for step in range(first, first + 100):
+  replace = step % 3 == 0
+  checkpointer.save(step, tree(step))
+  if mode == "async":
+    checkpointer.wait()
+  print("saved", step, flush=True)
+  if replace:
+    checkpointer.save(step, tree(step), overwrite=True)
+checkpointer.close()
+"""
+
+
+@dataclasses.dataclass
+class Kill:
+  """One killed job: what it had reported, and what was found."""
+
+  mode: str
+  processes: int
+  delay: float
+  reported: int
+  latest: int
+  litter: int
+  problem: str
+
+
+def expected(step: int) -> dict[str, object]:
+  """What a job saves at a step."""
+  import numpy as np
+
+  def values(*shape: int) -> object:
+    return np.random.default_rng(step).standard_normal(shape).astype(np.float32)
+
+  return {"w": values(256, 512), "v": values(64, 64), "b": values(512)}
+
+
+def kill_once(directory: pathlib.Path, mode: str, processes: int, saves: int, delay: float) -> Kill:
+  """Starts a job, kills it `delay` seconds after its n-th save, and looks at what is left."""
+  from nnx_parallel.checkpoint.checkpointer import Checkpointer
+  from nnx_parallel.errors import NnxParallelError
+
+  before = Checkpointer(directory).latest() or 0
+  port = _free_port()
+  jobs = [_start(directory, mode, process, processes, port) for process in range(processes)]
+  try:
+    lines = _read_until(jobs[0], "started", 1) + _read_until(jobs[0], "saved", saves)
+    time.sleep(delay)
+  finally:
+    for job in jobs:
+      job.kill()
+  lines += jobs[0].stdout.readlines()
+  for job in jobs:
+    job.communicate()
+  reports = [int(line.split()[1]) for line in lines if line.startswith("saved")]
+  reported = max([before, *reports])
+  found, problem, litter = 0, "", len(list(directory.glob("*.nnx-*")))
+  try:
+    checkpointer = Checkpointer(directory)
+    found = checkpointer.latest() or 0
+    if found < reported:
+      problem = f"step {reported} was reported as saved, the latest is {found}"
+    for step in checkpointer.steps():
+      if not _same(checkpointer.restore(step=step, as_numpy=True)["model"], expected(step)):
+        problem = f"wrong values in step {step}"
+    if list(directory.glob("*.nnx-*")):
+      problem = f"litter stayed: {[path.name for path in directory.glob('*.nnx-*')]}"
+  except NnxParallelError as error:
+    problem = str(error)
+  return Kill(mode, processes, delay, reported, found, litter, problem)
+
+
+def kills(count: int, seed: int = 0, log: Callable[[str], None] = print) -> list[Kill]:
+  """Kills `count` jobs, one after the other in the same directories."""
+  rng, found = random.Random(seed), []
+  kinds = [("sync", 1), ("async", 1), ("sync", 2), ("async", 2)]
+  with tempfile.TemporaryDirectory() as root:
+    for index in range(count):
+      mode, processes = kinds[index % len(kinds)]
+      directory = pathlib.Path(root) / f"{mode}-{processes}"
+      directory.mkdir(exist_ok=True)
+      found.append(kill_once(directory, mode, processes, rng.randrange(4), rng.uniform(0.0, 0.25)))
+      if found[-1].problem:
+        log(f"{index}: {found[-1]}")
+  return found
+
+
+DAMAGE = ("flip", "truncate", "delete", "swap", "zero", "append")
+
+
+def damage_one(step_dir: pathlib.Path, rng: random.Random) -> list[str]:
+  """Damages one file (two when it swaps), small and large ones alike; returns the kind and the files."""
+  every = sorted(path for path in step_dir.rglob("*") if path.is_file() and path.stat().st_size)
+  kinds = collections.defaultdict(list)
+  for path in every:
+    kinds["chunk" if "c" in path.relative_to(step_dir).parts else path.name].append(path)
+  target = rng.choice(kinds[rng.choice(sorted(kinds))])
+  data, how = bytearray(target.read_bytes()), rng.choice(DAMAGE)
+  if how == "flip":
+    data[rng.randrange(len(data))] ^= 1 << rng.randrange(8)
+  elif how == "truncate":
+    del data[rng.randrange(len(data)) :]
+  elif how == "zero":
+    start = rng.randrange(len(data))
+    data[start : start + 64] = bytes(len(data[start : start + 64]))
+  elif how == "append":
+    data += b"\0"
+  touched = [target]
+  if how == "delete":
+    target.unlink()
+  elif how == "swap":
+    other = rng.choice([path for path in every if path != target])
+    target.write_bytes(other.read_bytes())
+    other.write_bytes(bytes(data))
+    touched.append(other)
+  else:
+    target.write_bytes(bytes(data))
+  return [how, *(str(path.relative_to(step_dir)) for path in touched)]
+
+
+def corruptions(count: int, seed: int = 0, log: Callable[[str], None] = print) -> collections.Counter[str]:
+  """Damages `count` copies of a checkpoint and restores each into another layout.
+
+  Returns:
+    How many were `named` (an error that names a file or leaf), `harmless` (the right values came back),
+    and, which must not be, `wrong` or `unnamed`.
+  """
+  import jax
+  import numpy as np
+  from jax.sharding import AxisType, NamedSharding
+  from jax.sharding import PartitionSpec as P
+
+  from nnx_parallel.checkpoint.checkpointer import Checkpointer
+  from nnx_parallel.errors import CheckpointError
+
+  rng, results = random.Random(seed), collections.Counter[str]()
+  mesh = jax.make_mesh((2, 4), ("a", "b"), axis_types=(AxisType.Auto,) * 2)
+  tree = {
+    "w": jax.device_put(np.random.default_rng(0).standard_normal((64, 64)), NamedSharding(mesh, P("a", "b"))),
+    "key": jax.random.key(0),
+    "b": jax.device_put(np.arange(32, dtype=np.int32), NamedSharding(mesh, P())),
+  }
+  opt = {"mu": tree["w"] * 2, "count": np.int32(3)}
+  layouts = [P(), P("b"), P(None, "a"), P(("a", "b"))]
+  with tempfile.TemporaryDirectory() as root:
+    good = pathlib.Path(root) / "good"
+    Checkpointer(good, chunk_bytes=4096).save(1, tree, opt, extra={"data": {"cursor": 5}})
+    for index in range(count):
+      bad = pathlib.Path(root) / "bad"
+      shutil.rmtree(bad, ignore_errors=True)
+      shutil.copytree(good, bad)
+      how, *files = damage_one(bad / "1", rng)
+      # A leaf is named by its folder, metadata by the file.
+      names = [name.rpartition("/c/")[0].replace("/c", "") or name for name in files]
+      names += [name.rpartition("/")[0] for name in files if name.endswith("zarr.json")]
+      spec = rng.choice(layouts)
+      target = {
+        "w": jax.ShapeDtypeStruct((64, 64), tree["w"].dtype, sharding=NamedSharding(mesh, spec)),
+        "key": tree["key"],
+        "b": jax.ShapeDtypeStruct((32,), np.int32, sharding=NamedSharding(mesh, P("b"))),
+      }
+      checkpointer = Checkpointer(bad)
+      try:
+        again = checkpointer.restore(target, 1)
+        moments = checkpointer.restore(step=1, as_numpy=True)["optimizer"]
+      except CheckpointError as error:
+        outcome = "named" if any(name in str(error) for name in names) else "unnamed"
+      else:
+        right = all(np.array_equal(_plain(again[k]), _plain(tree[k])) for k in tree)
+        right &= np.array_equal(moments["mu"], opt["mu"]) and moments["count"] == 3
+        outcome = "harmless" if right else "wrong"
+      results[outcome] += 1
+      if outcome in ("wrong", "unnamed"):
+        log(f"{index}: {how} {files}: {outcome}")
+  return results
+
+
+def _plain(leaf: object) -> object:
+  import jax
+  import numpy as np
+
+  is_key = jax.numpy.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+  return np.asarray(jax.random.key_data(leaf) if is_key else leaf)
+
+
+def _same(found: dict[str, object], wanted: dict[str, object]) -> bool:
+  import numpy as np
+
+  return found.keys() == wanted.keys() and all(np.array_equal(found[k], wanted[k]) for k in wanted)
+
+
+def _start(
+  directory: pathlib.Path, mode: str, process: int, processes: int, port: int
+) -> subprocess.Popen[str]:
+  devices = DEVICES // processes
+  environment = {
+    **os.environ,
+    "JAX_PLATFORMS": "cpu",
+    "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}",
+  }
+  arguments = [str(directory), mode, str(process), str(processes), str(port)]
+  return subprocess.Popen(
+    [sys.executable, "-c", JOB, *arguments],
+    env=environment,
+    stdout=subprocess.PIPE,
+    stderr=subprocess.PIPE,
+    text=True,
+  )
+
+
+def _read_until(job: subprocess.Popen[str], word: str, times: int) -> list[str]:
+  """Reads the job's lines until the word began that many of them."""
+  lines: list[str] = []
+  while sum(line.startswith(word) for line in lines) < times:
+    lines.append(job.stdout.readline())
+    if not lines[-1]:
+      raise RuntimeError(f"a job ended by itself:\n{job.stderr.read()}")
+  return lines
+
+
+def _free_port() -> int:
+  with socket.socket() as probe:
+    probe.bind(("localhost", 0))
+    return probe.getsockname()[1]
+
+
+def main() -> int:
+  """Runs both, writes the record, and fails when anything was lost or wrong."""
+  parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+  parser.add_argument("--kills", type=int, default=200)
+  parser.add_argument("--corruptions", type=int, default=300)
+  parser.add_argument("--seed", type=int, default=0)
+  arguments = parser.parse_args()
+  os.environ.setdefault("JAX_PLATFORMS", "cpu")
+  os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {FLAGS}".strip()
+  started = time.time()
+  damaged = corruptions(arguments.corruptions, arguments.seed)
+  print(f"corruptions: {dict(damaged)}")
+  killed = kills(arguments.kills, arguments.seed)
+  bad = [kill for kill in killed if kill.problem]
+  by_kind = collections.Counter(f"{kill.mode}, {kill.processes} process(es)" for kill in killed)
+  record = {
+    "python": platform.python_version(),
+    "seconds": round(time.time() - started),
+    "corruptions": dict(damaged),
+    "kills": dict(by_kind),
+    "kills that left litter, swept at the next start": sum(kill.litter > 0 for kill in killed),
+    "lost or wrong after a kill": len(bad),
+  }
+  results = pathlib.Path(__file__).parent / "results"
+  results.mkdir(exist_ok=True)
+  (results / "torture.json").write_text(json.dumps(record, indent=2) + "\n")
+  rows = "\n".join(f"| {name} | {value} |" for name, value in record.items())
+  (results / "torture.md").write_text(f"# Torture\n\n| what | found |\n|---|---|\n{rows}\n")
+  print(rows)
+  return 1 if bad or damaged["wrong"] or damaged["unnamed"] else 0
+
+
+if __name__ == "__main__":
+  sys.exit(main())

@@ -1,0 +1,117 @@
+import jax
+import numpy as np
+import pytest
+from checkpoint.runs import arrays, assert_same, target_of
+
+from nnx_parallel.checkpoint.checkpointer import Checkpointer
+from nnx_parallel.errors import CheckpointError
+
+
+def changed(tree, **renames):
+  return {renames.get(name, name): leaf for name, leaf in target_of(tree).items()}
+
+
+def test_a_fit_predicts_bytes(saved):
+  directory, trees = saved
+  diff = Checkpointer(directory).preflight(target_of(trees[2]))
+  assert diff.fits
+  assert diff.bytes_read == sum(leaf.nbytes for leaf in trees[2].values())
+  per_device = dict.fromkeys(jax.devices(), 0)
+  for leaf in trees[2].values():
+    for shard in leaf.addressable_shards:
+      per_device[shard.device] += shard.data.nbytes
+  assert diff.device_bytes == max(per_device.values())
+  assert "step 2: fits the target\nrestored: 4 leaves, left out by name: 0\nthis process reads" in str(diff)
+
+
+def test_renamed_leaves_are_hinted_by_name_and_shape(saved):
+  directory, trees = saved
+  checkpointer = Checkpointer(directory)
+  target = changed(trees[2], w="kernel_w", b="bias")
+  text = (
+    r"cannot restore step 2: it does not fit the target \(2 missing, 2 extra\)\.\n"
+    r"  missing  model/bias  \(saved: model/b\?\)\n"
+    r"  missing  model/kernel_w  \(saved: model/w\?\)\n"
+    r"  extra    model/b\n"
+    r"  extra    model/w\n"
+    r"  Fix: if they were renamed: restore\(\.\.\., rename=\{'bias': 'b', 'kernel_w': 'w'\}\)\."
+  )
+  with pytest.raises(CheckpointError, match=text):
+    checkpointer.restore(target)
+  again = checkpointer.restore(target, rename={"bias": "b", "kernel_w": "w"})
+  assert_same({"w": again["kernel_w"]}, {"w": trees[2]["w"]})
+
+
+def test_a_prefix_renames_a_whole_branch(tmp_path):
+  tree = arrays()
+  checkpointer = Checkpointer(tmp_path)
+  checkpointer.save(1, {"net": {"enc": tree}})
+  again = checkpointer.restore({"encoder": target_of(tree)}, rename={"encoder": "net.enc"})
+  assert_same(again["encoder"], tree)
+  assert_same(checkpointer.restore(target_of(tree), rename={n: f"net.enc.{n}" for n in tree}), tree)
+
+
+def test_shapes_name_the_leaf_and_both_shapes(saved):
+  directory, trees = saved
+  target = target_of(trees[2])
+  target["w"] = jax.ShapeDtypeStruct((8, 8), np.float32, sharding=trees[2]["w"].sharding)
+  with pytest.raises(CheckpointError, match=r"shape    model/w: saved \(8, 16\), wanted \(8, 8\)"):
+    Checkpointer(directory).restore(target)
+
+
+@pytest.mark.parametrize("dtype", [np.int8, np.float16, np.int32])
+def test_types_are_never_changed_silently(saved, dtype):
+  directory, trees = saved
+  target = target_of(trees[2])
+  target["w"] = jax.ShapeDtypeStruct((8, 16), dtype, sharding=trees[2]["w"].sharding)
+  with pytest.raises(CheckpointError, match=rf"dtype    model/w: saved float32, wanted {np.dtype(dtype)}"):
+    Checkpointer(directory).restore(target)
+
+
+def test_keys_of_another_implementation_do_not_fit(tmp_path):
+  checkpointer = Checkpointer(tmp_path)
+  checkpointer.save(1, {"key": jax.random.key(0, impl="rbg")})
+  with pytest.raises(CheckpointError, match=r"dtype    model/key: saved key<rbg>, wanted key<fry>"):
+    checkpointer.restore({"key": jax.random.key(0)}, cast=True)
+
+
+def test_partial_only_by_name(saved):
+  directory, trees = saved
+  checkpointer = Checkpointer(directory)
+  with pytest.raises(CheckpointError, match=r"(?s)3 extra.*Fix: name what may stay out: restore"):
+    checkpointer.restore({"w": target_of(trees[2])["w"]})
+  assert_same(checkpointer.restore({"w": trees[2]["w"]}, only=["w"]), {"w": trees[2]["w"]})
+  again = checkpointer.restore(target_of(trees[2]), skip=["st*", "b"])
+  assert isinstance(again["step"], jax.ShapeDtypeStruct)
+  assert_same({"w": again["w"]}, {"w": trees[2]["w"]})
+  diff = checkpointer.preflight(target_of(trees[2]), skip=["st*", "b"])
+  assert diff.skipped == ("b", "step")
+  assert "restored: 2 leaves, left out by name: 2" in str(diff)
+
+
+@pytest.mark.parametrize(
+  ("how", "text"),
+  [
+    ({"only": ["halv"]}, r"no leaf  halv  \(nearest: half\)"),
+    ({"skip": ["halv"]}, r"no leaf  halv  \(nearest: half\)"),
+    ({"rename": {"halv": "half"}}, r"no leaf  halv  \(nearest: half\)"),
+  ],
+)
+def test_misspelt_names_are_errors(saved, how, text):
+  directory, trees = saved
+  with pytest.raises(CheckpointError, match=rf"(?s)1 not found by name.*{text}.*Fix: use the leaf's path"):
+    Checkpointer(directory).restore(target_of(trees[2]), **how)
+
+
+def test_one_text_is_not_a_list(saved):
+  directory, trees = saved
+  with pytest.raises(CheckpointError, match=r"only='w' is one text, not a list of names\.\n"):
+    Checkpointer(directory).restore(target_of(trees[2]), only="w")
+
+
+def test_long_lists_are_cut(tmp_path):
+  leaf = jax.numpy.ones(2)
+  checkpointer = Checkpointer(tmp_path)
+  checkpointer.save(1, {"a": [leaf]})
+  with pytest.raises(CheckpointError, match=r"\.\.\. and 18 more"):
+    checkpointer.restore({"b": [leaf] * 30})

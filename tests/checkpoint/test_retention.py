@@ -1,0 +1,39 @@
+import hypothesis
+from checkpoint.runs import arrays
+from hypothesis import strategies as st
+
+from nnx_parallel.checkpoint.checkpointer import Checkpointer
+from nnx_parallel.checkpoint.retention import Retention
+
+FLOATS = st.floats(allow_nan=True, allow_infinity=True)
+
+
+@hypothesis.given(
+  st.dictionaries(st.integers(0, 50), FLOATS),
+  st.integers(1, 4),
+  st.none() | st.integers(1, 10),
+  st.integers(1, 3),
+  st.sampled_from(["min", "max"]),
+)
+def test_the_newest_and_the_best_always_stay(losses, newest, every, keep_best, mode):
+  keep = Retention(newest, every, "loss", mode, keep_best)
+  metrics = {step: {"loss": loss} for step, loss in losses.items()}
+  kept = sorted(metrics.keys() - keep.doomed(metrics))
+  assert set(sorted(metrics)[-newest:]) <= set(kept)
+  best = [loss for loss in losses.values() if loss == loss]
+  if best:
+    wanted = min(best) if mode == "min" else max(best)
+    assert any(losses[step] == wanted for step in kept)
+  assert all(step in kept for step in metrics if every and step % every == 0)
+
+
+def test_steps_on_disk(tmp_path):
+  tree = {"w": arrays()["w"]}
+  losses = {1: 5.0, 2: 1.0, 3: float("nan"), 4: 3.0, 5: 4.0}
+  with Checkpointer(tmp_path, max_to_keep=2, keep_every=3, best="loss") as checkpointer:
+    for step, loss in losses.items():
+      checkpointer.save(step, tree, metrics={"loss": loss})
+    assert checkpointer.steps() == [2, 3, 4, 5]
+    assert checkpointer.best() == 2
+    assert checkpointer.metadata("best").step == 2
+    assert checkpointer.latest() == 5

@@ -1,0 +1,223 @@
+import os
+import subprocess
+import sys
+import textwrap
+import threading
+
+import jax.numpy as jnp
+import pytest
+from checkpoint.runs import arrays, assert_same, target_of
+
+from nnx_parallel.checkpoint import files
+from nnx_parallel.checkpoint.checkpointer import Checkpointer
+from nnx_parallel.errors import CheckpointError
+
+
+def names(directory):
+  return sorted(path.name for path in directory.iterdir() if path.name != files.LOCK)
+
+
+def broken(number):
+  def fail(*_):
+    raise OSError(number, os.strerror(number))
+
+  return fail
+
+
+def test_an_existing_step_is_replaced_only_by_name(saved):
+  directory, trees = saved
+  checkpointer = Checkpointer(directory)
+  with pytest.raises(CheckpointError, match=r"cannot save step 2: it exists in .*\n  steps: \[1, 2\]"):
+    checkpointer.save(2, trees[1])
+  assert_same(checkpointer.restore(target_of(trees[2])), trees[2])
+  checkpointer.save(2, trees[1], overwrite=True)
+  assert_same(checkpointer.restore(target_of(trees[1])), trees[1])
+  assert names(directory) == ["1", "2"]
+
+
+@pytest.mark.parametrize("moment", ["make_tree_durable", "commit"])
+def test_a_failed_overwrite_keeps_the_old_step(saved, monkeypatch, moment):
+  directory, trees = saved
+  checkpointer = Checkpointer(directory)
+  with monkeypatch.context() as patch:
+    patch.setattr(files, moment, broken(28))
+    with pytest.raises(CheckpointError, match=r"cannot save step 2 in .*: the disk is full\.\n  .*No space"):
+      checkpointer.save(2, trees[1], overwrite=True)
+  assert names(directory) == ["1", "2"]
+  assert_same(checkpointer.restore(target_of(trees[2])), trees[2])
+  checkpointer.save(3, trees[1])
+
+
+def test_a_replacement_that_was_cut_in_two_is_undone(saved):
+  directory, trees = saved
+  (directory / "2").rename(directory / "2.nnx-replaced")
+  (directory / "3.nnx-saving").mkdir()
+  (directory / "4.nnx-deleting").mkdir()
+  (directory / "5.nnx-saving.orbax-checkpoint-tmp").mkdir()
+  (directory / "notes.nnx").mkdir()
+  assert_same(Checkpointer(directory).restore(target_of(trees[2])), trees[2])
+  assert names(directory) == ["1", "2", "notes.nnx"]
+
+
+def test_two_writers_do_not_meet(saved):
+  directory, trees = saved
+  with files.writer_lock(files.epath.Path(directory)):
+    Checkpointer(directory)  # reading and starting are not writing
+    with pytest.raises(CheckpointError, match=r"another job is writing there\.\n  held by process \d+ on "):
+      Checkpointer(directory).save(3, trees[1])
+  Checkpointer(directory).save(3, trees[1])
+
+
+def test_a_full_disk_is_noticed_before_writing(saved, monkeypatch):
+  directory, trees = saved
+  usage = files.shutil.disk_usage(directory)._replace(free=100)
+  monkeypatch.setattr(files.shutil, "disk_usage", lambda _: usage)
+  with pytest.raises(CheckpointError, match=r"the disk is full\.\n  the checkpoint needs [\d,]+ bytes, 1"):
+    Checkpointer(directory).save(3, trees[1])
+  assert names(directory) == ["1", "2"]
+
+
+@pytest.mark.parametrize(("number", "why"), [(30, "it may not be written"), (13, "it may not be written")])
+def test_read_only_directories(tmp_path, monkeypatch, number, why):
+  monkeypatch.setattr(files, "writer_lock", broken(number))
+  with pytest.raises(CheckpointError, match=f"cannot save step 1 in .*: {why}"):
+    Checkpointer(tmp_path).save(1, arrays())
+
+
+def test_files_in_the_way(tmp_path):
+  (tmp_path / "file").touch()
+  with pytest.raises(CheckpointError, match=r"file is a file, not a directory\."):
+    Checkpointer(tmp_path / "file")
+  with pytest.raises(CheckpointError, match=r"cannot save step 1 in .*: a file is in the way\."):
+    Checkpointer(tmp_path / "file" / "run").save(1, arrays())
+
+
+def test_folders_of_others_are_left_alone(tmp_path):
+  (tmp_path / "5").mkdir()
+  (tmp_path / "5" / "thesis.txt").touch()
+  (tmp_path / "6").mkdir()
+  checkpointer = Checkpointer(tmp_path, max_to_keep=1)
+  with pytest.raises(CheckpointError, match=r"cannot save step 5: .* was not written by nnx_parallel"):
+    checkpointer.save(5, arrays())
+  checkpointer.save(6, arrays())
+  checkpointer.save(7, arrays())
+  assert names(tmp_path) == ["5", "7"]
+  text = r"(?s)cannot find step 5 in .*complete steps: \[7\]\n  incomplete, or written by.*: \[5\]\n  Fix: "
+  with pytest.raises(CheckpointError, match=text):
+    checkpointer.restore(arrays(), 5)
+
+
+def test_nothing_to_restore(tmp_path):
+  with pytest.raises(CheckpointError, match=r"cannot find a checkpoint in .*\n  there is no such directory"):
+    Checkpointer(tmp_path / "none").restore(arrays())
+  with pytest.raises(CheckpointError, match=r"complete steps: none\n  Fix: save one first"):
+    Checkpointer(tmp_path).restore(arrays())
+  assert Checkpointer(tmp_path).latest() is None
+  assert names(tmp_path) == []
+
+
+@pytest.mark.parametrize("leaf", [object(), b"bytes", {1, 2}])
+def test_what_cannot_be_saved_is_refused_before_anything_is_written(tmp_path, leaf):
+  with pytest.raises(CheckpointError, match=r"cannot save model/b: a \w+ is neither an array nor a JSON"):
+    Checkpointer(tmp_path / "run").save(1, {"a": jnp.ones(2), "b": leaf})
+  assert not (tmp_path / "run").exists()
+
+
+def test_bad_arguments(tmp_path):
+  with pytest.raises(CheckpointError, match=r"max_to_keep=0 keeps nothing"):
+    Checkpointer(tmp_path, max_to_keep=0)
+  with pytest.raises(CheckpointError, match=r'verify=.most. is unknown\.\n  Fix: pass "full", "metadata"'):
+    Checkpointer(tmp_path, verify="most")
+  checkpointer = Checkpointer(tmp_path)
+  with pytest.raises(CheckpointError, match="step=-1 is not a step"):
+    checkpointer.save(-1, arrays())
+  with pytest.raises(CheckpointError, match="cannot be used as a name"):
+    checkpointer.save(1, arrays(), extra={"model": 1})
+  with pytest.raises(CheckpointError, match=r"metrics\['loss'\] is not one number"):
+    checkpointer.save(1, arrays(), metrics={"loss": jnp.ones(2)})
+  with pytest.raises(CheckpointError, match=r"step=.newest. is unknown"):
+    checkpointer.restore(arrays(), "newest")
+
+
+def test_background_errors_are_raised_at_the_next_call(saved, monkeypatch):
+  directory, trees = saved
+  checkpointer = Checkpointer(directory, asynchronous=True)
+  with monkeypatch.context() as patch:
+    patch.setattr(files, "make_tree_durable", broken(28))
+    checkpointer.save(3, trees[1])
+    with pytest.raises(CheckpointError, match=r"cannot save step 3 in .*: the disk is full"):
+      checkpointer.save(4, trees[1])
+  checkpointer.save(4, trees[1])
+  checkpointer.close()
+  assert checkpointer.steps() == [1, 2, 4]
+
+
+def test_background_saves_return_before_the_commit(saved, monkeypatch):
+  directory, trees = saved
+  go, make_durable = threading.Event(), files.make_tree_durable
+
+  def slow(folder):
+    go.wait(60)
+    make_durable(folder)
+
+  monkeypatch.setattr(files, "make_tree_durable", slow)
+  with Checkpointer(directory, asynchronous=True) as checkpointer:
+    checkpointer.save(3, trees[1])
+    assert checkpointer.steps() == [1, 2]
+    go.set()
+    checkpointer.wait()
+    assert checkpointer.steps() == [1, 2, 3]
+
+
+def run(code, *arguments):
+  environment = {**os.environ, "JAX_PLATFORMS": "cpu"}
+  command = [sys.executable, "-c", textwrap.dedent(code), *map(str, arguments)]
+  return subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+
+
+def test_a_background_save_is_finished_at_exit(tmp_path):
+  code = """
+    import sys, jax.numpy as jnp
+    from nnx_parallel.checkpoint.checkpointer import Checkpointer
+    checkpointer = Checkpointer(sys.argv[1], asynchronous=True)
+    checkpointer.save(1, {"w": jnp.ones((512, 512))})
+  """
+  done = run(code, tmp_path)
+  assert (done.returncode, done.stderr) == (0, "")
+  assert Checkpointer(tmp_path).latest() == 1
+
+
+def test_a_background_error_is_shown_at_exit(tmp_path):
+  code = """
+    import sys, jax.numpy as jnp
+    from nnx_parallel.checkpoint import files
+    from nnx_parallel.checkpoint.checkpointer import Checkpointer
+    def fail(_): raise OSError(28, "No space left on device")
+    files.make_tree_durable = fail
+    checkpointer = Checkpointer(sys.argv[1], asynchronous=True)
+    checkpointer.save(1, {"w": jnp.ones(4)})
+  """
+  assert "cannot save step 1" in run(code, tmp_path).stderr
+
+
+def test_sigterm_saves_and_then_ends(tmp_path):
+  code = """
+    import os, signal, sys, jax.numpy as jnp
+    from nnx_parallel.checkpoint.checkpointer import Checkpointer
+    checkpointer = Checkpointer(sys.argv[1])
+    checkpointer.save_on_sigterm(lambda: {"step": 7, "model": {"w": jnp.ones(4)}})
+    os.kill(os.getpid(), signal.SIGTERM)
+    print("still here")
+  """
+  done = run(code, tmp_path)
+  assert done.returncode == -15, done.stderr
+  assert "still here" not in done.stdout
+  assert Checkpointer(tmp_path).latest() == 7
+
+
+def test_killed_jobs_lose_nothing():
+  # The long form is `make torture`.
+  from benchmarks import torture
+
+  killed = torture.kills(3, seed=3)
+  assert [kill for kill in killed if kill.problem] == []

@@ -1,0 +1,116 @@
+"""The whole path at once: plan, create, train, save, restore on another mesh, and go on as if nothing happened."""
+
+from __future__ import annotations
+
+import jax
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import nnx_parallel as nxp
+
+
+class Net(nnx.Module):
+  def __init__(self, rngs: nnx.Rngs):
+    self.up = nnx.Linear(8, 16, rngs=rngs, kernel_metadata={"out_sharding": ("embed", "mlp")})
+    self.norm = nnx.BatchNorm(16, rngs=rngs)
+    self.dropout = nnx.Dropout(0.25, rngs=rngs)
+    self.down = nnx.Linear(16, 8, rngs=rngs, kernel_metadata={"out_sharding": ("mlp", "embed")})
+
+  def __call__(self, x):
+    return self.down(self.dropout(nnx.relu(self.norm(self.up(x)))))
+
+
+def init():
+  return Net(nnx.Rngs(0))
+
+
+def loss_fn(model, batch):
+  return ((model(batch["x"]) - batch["y"]) ** 2).mean()
+
+
+def source(start, count):
+  for index in range(start, start + count):
+    draw = np.random.default_rng(index).standard_normal
+    yield {"x": draw((16, 8), dtype=np.float32), "y": draw((16, 8), dtype=np.float32)}
+
+
+RULES = nxp.LogicalRules(batch=[("data", "fsdp"), "rows"], embed=["fsdp", "rows"], mlp=["tensor", "columns"])
+MESHES = {
+  "data2_fsdp2_tensor2": ({"data": 2, "fsdp": 2, "tensor": 2}, 8),
+  "data1_fsdp4_tensor1": ({"data": 1, "fsdp": 4, "tensor": 1}, 4),
+  "rows2_columns4": ({"rows": 2, "columns": 4}, 8),  # other axis names
+  "one_device": ({"data": 1, "fsdp": 1, "tensor": 1}, 1),
+}
+
+
+def plan_on(name):
+  axes, count = MESHES[name]
+  mesh = nxp.make_mesh(axes, devices=jax.devices()[:count])
+  return nxp.plan(init, mesh, RULES, optimizer=optax.adamw(1e-2))
+
+
+def losses_of(model, optimizer, plan, start, count):
+  step = nxp.train_step(loss_fn)
+  return [float(step(model, optimizer, b)["loss"]) for b in nxp.batches(source(start, count), plan)]
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+  """Per mesh: a checkpoint after 3 steps, and the 3 losses of the run that went on without stopping."""
+  runs = {}
+  for name in MESHES:
+    plan = plan_on(name)
+    model, optimizer = nxp.create_sharded_model(plan)
+    losses_of(model, optimizer, plan, 0, 3)
+    directory = tmp_path_factory.mktemp(name)
+    with nxp.Checkpointer(directory) as checkpointer:
+      checkpointer.save(3, model, optimizer)
+    runs[name] = directory, losses_of(model, optimizer, plan, 3, 3)
+  return runs
+
+
+@pytest.mark.parametrize("target", MESHES)
+@pytest.mark.parametrize("origin", MESHES)
+def test_restore_on_any_mesh_continues_the_run(saved, origin, target):
+  directory, expected = saved[origin]
+  plan = plan_on(target)
+  with nxp.Checkpointer(directory) as checkpointer:
+    model, optimizer = checkpointer.restore(plan)
+  for root, module in (("model", model), ("optimizer", optimizer)):
+    for path, leaf in plan.of(root).items():
+      array = dict(nnx.to_flat_state(nnx.state(module)))[path].get_raw_value()
+      assert array.sharding.is_equivalent_to(leaf.sharding, array.ndim), leaf.name
+  assert int(optimizer.step[...]) == 3
+  np.testing.assert_allclose(losses_of(model, optimizer, plan, 3, 3), expected, rtol=1e-5)
+
+
+def test_same_layout_resumes_bit_for_bit(saved):
+  name = "data2_fsdp2_tensor2"
+  directory, expected = saved[name]
+  plan = plan_on(name)
+  with nxp.Checkpointer(directory) as checkpointer:
+    model, optimizer = checkpointer.restore(plan)
+  assert losses_of(model, optimizer, plan, 3, 3) == expected
+
+
+def test_every_mesh_trained_alike(saved):
+  curves = [losses for _, losses in saved.values()]
+  for curve in curves[1:]:
+    np.testing.assert_allclose(curve, curves[0], rtol=1e-5)
+
+
+def test_a_hand_written_step_works_on_what_was_created_and_restored(saved):
+  @nnx.jit
+  def step(model, optimizer, batch):
+    loss, grads = nnx.value_and_grad(loss_fn)(model, batch)
+    optimizer.update(model, grads)
+    return loss
+
+  directory, expected = saved["rows2_columns4"]
+  plan = plan_on("data2_fsdp2_tensor2")
+  with nxp.Checkpointer(directory) as checkpointer:
+    model, optimizer = checkpointer.restore(plan)
+  found = [float(step(model, optimizer, b)) for b in nxp.batches(source(3, 3), plan)]
+  np.testing.assert_allclose(found, expected, rtol=1e-5)
