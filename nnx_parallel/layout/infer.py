@@ -27,6 +27,7 @@ from nnx_parallel.layout import dims
 from nnx_parallel.layout.mesh import AnyMesh, axis_sizes
 from nnx_parallel.layout.plan import abstract_module
 from nnx_parallel.layout.rules import Fallback, LogicalRules, PathRules, RuleSet, fsdp, replicate
+from nnx_parallel.layout.tracing import unplaced
 from nnx_parallel.layout.variables import Names, Path, path_str, value_of, variables
 
 _TENSOR_AXES = ("tensor", "model", "tp", "mp")
@@ -93,7 +94,7 @@ def infer_rules(
   batch = tuple(axis for axis in sizes if axis in _BATCH_AXES)
   found: dict[Path, Names] = {}
   if tensor is not None:
-    module = init if isinstance(init, nnx.Module) else abstract_module(init)
+    module = init if isinstance(init, nnx.Module) else abstract_module(init, mesh)
     found = _tensor_parallel(module, inputs, call, tensor, sizes[tensor], min_size)
   fallback: Fallback = replicate() if shard is None else fsdp(shard, min_size=min_size)
   logical = LogicalRules(batch=batch) if batch else LogicalRules()
@@ -132,7 +133,7 @@ def _tensor_parallel(
     merged = nnx.merge(graphdef, nnx.from_flat_state(flat))
     return call(merged, *args) if call is not None else merged(*args)  # pyright: ignore[reportCallIssue]
 
-  with nnx.use_eager_sharding(False):
+  with unplaced():
     traced = jax.make_jaxpr(run)([value_of(leaves[path]) for path in paths], *inputs)
   classes = dims.link(traced.jaxpr)
   parameters: dict[Path, list[int]] = {

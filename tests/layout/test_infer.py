@@ -13,7 +13,7 @@ from flax import nnx
 from jax.sharding import PartitionSpec as P
 
 import nnx_parallel as nxp
-from layout.models import GPT, T5, Llama, ViT
+from layout.families import GPT, T5, Llama, ViT
 from nnx_parallel import ShardingError, infer_rules, presets
 from nnx_parallel.layout import dims
 
