@@ -16,6 +16,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
 import nnx_parallel as nxp
 
@@ -76,7 +78,7 @@ class Block(nnx.Module):
 
   def __call__(self, x: jax.Array) -> jax.Array:
     x = x + self.attend(norm(x, self.attention_norm))
-    return x + self.feed(norm(x, self.mlp_norm))
+    return keep_batch_split(x + self.feed(norm(x, self.mlp_norm)), self.query)
 
   def attend(self, x: jax.Array) -> jax.Array:
     weights = (w[...].astype(x.dtype) for w in (self.query, self.key, self.value))
@@ -109,6 +111,7 @@ class Llama(nnx.Module):
   def __call__(self, tokens: jax.Array) -> jax.Array:
     """Token ids (batch, sequence) -> logits (batch, sequence, vocab) in float32."""
     x = self.embed[...].astype(self.config.compute)[tokens]
+    x = keep_batch_split(x, self.embed)
     graphdef, stacked = nnx.split(self.layers)
 
     def layer(x: jax.Array, state: nnx.State) -> tuple[jax.Array, None]:
@@ -116,9 +119,16 @@ class Llama(nnx.Module):
 
     x, _ = jax.lax.scan(jax.checkpoint(layer) if self.remat else layer, x, stacked)
     x = norm(x, self.norm)
-    return jnp.einsum(
-      "bsd,dv->bsv", x, self.head[...].astype(x.dtype), preferred_element_type=jnp.float32
-    )
+    return jnp.einsum("bsd,dv->bsv", x, self.head[...].astype(x.dtype), preferred_element_type=jnp.float32)
+
+
+def keep_batch_split(x: jax.Array, near: nnx.Param) -> jax.Array:
+  """Holds activations to the batch axes; else the embedding's layout would spread to all of them."""
+  mesh = near.get_metadata().get("mesh")
+  if mesh is None:
+    return x
+  axes = tuple(axis for axis in ("data", "fsdp") if axis in mesh.shape)
+  return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, P(axes, None, None)))
 
 
 def norm(x: jax.Array, scale: nnx.Param) -> jax.Array:
@@ -184,9 +194,7 @@ def batches(start: int = 0, *, split: str = "train") -> Iterator[dict[str, np.nd
   config = SIZES["8b"]
   draw = np.random.default_rng(start)
   while True:
-    yield {
-      "tokens": draw.integers(0, config.vocab, (config.batch, config.sequence + 1), dtype=np.int32)
-    }
+    yield {"tokens": draw.integers(0, config.vocab, (config.batch, config.sequence + 1), dtype=np.int32)}
 
 
 RULES = nxp.LogicalRules(

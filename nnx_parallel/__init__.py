@@ -17,6 +17,9 @@ from nnx_parallel.errors import (
   TrainError,
 )
 from nnx_parallel.hosts.data import batches, shard_batch
+from nnx_parallel.layout import presets
+from nnx_parallel.layout.constrain import constrain, use_rules
+from nnx_parallel.layout.inputs import InputRules
 from nnx_parallel.layout.mesh import abstract_mesh, describe_mesh, make_mesh
 from nnx_parallel.layout.plan import Decision, LeafPlan, ShardingPlan, plan
 from nnx_parallel.layout.resolve import Resolution, resolve_spec
@@ -27,6 +30,7 @@ __all__ = [
   "CheckpointError",
   "Checkpointer",
   "Decision",
+  "InputRules",
   "LayoutMismatchError",
   "LeafPlan",
   "LogicalRules",
@@ -44,6 +48,7 @@ __all__ = [
   "TrainStep",
   "abstract_mesh",
   "batches",
+  "constrain",
   "create_sharded_model",
   "describe_mesh",
   "error",
@@ -51,8 +56,10 @@ __all__ = [
   "fsdp",
   "make_mesh",
   "plan",
+  "presets",
   "replicate",
   "resolve_spec",
   "shard_batch",
   "train_step",
+  "use_rules",
 ]

@@ -62,3 +62,11 @@ class RecipeError(NnxParallelError, ValueError):
 
 class ReportError(NnxParallelError, RuntimeError):
   """A report that cannot be made: a missing compiler, an unknown topology or chip."""
+
+
+class NnxParallelWarning(UserWarning):
+  """Something that works, but probably not as meant, for example a large parameter that stays whole.
+
+  Silence it with `warnings.filterwarnings("ignore", category=NnxParallelWarning)`, or make it an error with
+  `"error"`.
+  """

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Protocol
 from nnx_parallel.errors import NnxParallelError
 
 if TYPE_CHECKING:
-  Commands = argparse._SubParsersAction[argparse.ArgumentParser]
+  Commands = argparse._SubParsersAction[argparse.ArgumentParser]  # pyright: ignore[reportPrivateUsage]
 
 ORDER = ("plan", "compile", "search", "train", "demo", "launch")
 NOT_COMMANDS = ("__init__", "main", "options")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -68,6 +68,7 @@ def run(args: argparse.Namespace) -> int:
   if args.compilation_cache is not None:
     use_compilation_cache(args.compilation_cache)
   plan = plan_recipe(recipe, options.real_mesh(sizes, args.devices))
+  check_first_batch(recipe, plan)
   with open_checkpoints(args.checkpoint, resume=args.resume) as checkpointer:
     job = make_job(recipe, plan, checkpointer, microbatches=args.microbatches)
     train(args, job, checkpointer)
@@ -93,8 +94,18 @@ def train(args: argparse.Namespace, job: Job, checkpointer: nxp.Checkpointer | N
     say(f"checkpoint  {Path(args.checkpoint, str(job.step))}")
 
 
+def check_first_batch(recipe: Recipe, plan: nxp.ShardingPlan) -> None:
+  """Reads and places one batch, so that missing data or a wrong size is said before the model is made."""
+  import nnx_parallel as nxp
+
+  if recipe.batches is not None:
+    for batch in recipe.batches(0, split="train"):
+      nxp.shard_batch(batch, plan)
+      return
+
+
 @contextlib.contextmanager
-def open_checkpoints(folder: str | Path | None, *, resume: bool) -> Iterator[nxp.Checkpointer | None]:
+def open_checkpoints(folder: str | Path | None, *, resume: bool) -> Generator[nxp.Checkpointer | None]:
   """The checkpoints of a run; a folder that holds some must not be mixed with a new run."""
   import nnx_parallel as nxp
 

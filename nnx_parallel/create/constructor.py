@@ -1,22 +1,32 @@
-"""Creation: a compiled constructor that puts every Variable straight into its shards."""
+"""Creation: compiled constructors that put every Variable straight into its shards."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, get_args
 
 import jax
 import optax
 from flax import nnx
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
-from nnx_parallel.create.instantiate import Arrays, instantiate
+from nnx_parallel.create.assemble import assemble
+from nnx_parallel.create.build import build
+from nnx_parallel.create.cut import Cut, cut
+from nnx_parallel.create.instantiate import instantiate
+from nnx_parallel.create.reference import construct_whole
 from nnx_parallel.errors import PlanError
 from nnx_parallel.layout.mesh import AnyMesh, auto_mesh
 from nnx_parallel.layout.plan import Root, ShardingPlan
 from nnx_parallel.layout.plan import plan as make_plan
 from nnx_parallel.layout.rules import Uneven
-from nnx_parallel.layout.variables import Path, value_of, variables
+from nnx_parallel.layout.variables import Path
+
+Compile = Literal["slices", "whole"]
+COMPILE: tuple[str, ...] = get_args(Compile)
+
+logger = logging.getLogger(__name__)
 
 
 def create_sharded_model(
@@ -27,6 +37,7 @@ def create_sharded_model(
   optimizer: optax.GradientTransformation | None = None,
   wrt: Any = nnx.Param,
   uneven: Uneven = "error",
+  compile: Compile = "slices",
 ) -> Any:
   """Builds a module (and its optimizer) with every Variable created directly in its shards.
 
@@ -40,6 +51,10 @@ def create_sharded_model(
     optimizer: an optax transformation, when `init` is a constructor.
     wrt: which Variables it trains.
     uneven: the policy for uneven dims, when `init` is a constructor.
+    compile: `"slices"`: one program for each distinct initializer, run for each Variable that has it; the
+      compile time does not grow with depth. `"whole"`: the constructor as one `nnx.jit` program, the
+      reference. A constructor that cannot be cut is created whole; a warning is logged, and
+      `creation_report(plan)` says why.
 
   Returns:
     The live module; `(module, nnx.Optimizer)` when the plan has an optimizer.
@@ -71,14 +86,15 @@ def create_sharded_model(
     )
   else:
     the_plan = make_plan(init, mesh, rules, optimizer=optimizer, wrt=wrt, uneven=uneven)
-  return instantiate(the_plan, construct(the_plan))
+  return instantiate(the_plan, construct(the_plan, compile))
 
 
-def construct(the_plan: ShardingPlan) -> dict[Root, dict[Path, jax.Array]]:
-  """Runs the constructor as one compiled program whose outputs are the shards.
+def construct(the_plan: ShardingPlan, compile: Compile = "slices") -> dict[Root, dict[Path, jax.Array]]:
+  """Runs the plan's constructor, compiled, with the shards as its outputs.
 
   Args:
     the_plan: a plan on real devices.
+    compile: as in `create_sharded_model`.
 
   Returns:
     Root -> path -> array (global storage shape), in the plan's shardings.
@@ -86,42 +102,54 @@ def construct(the_plan: ShardingPlan) -> dict[Root, dict[Path, jax.Array]]:
   Raises:
     PlanError: the plan's mesh is abstract, or `init` builds another structure than it did when planned.
   """
-  mesh = _real_mesh(the_plan)
+  if compile not in COMPILE:
+    raise PlanError(f"compile={compile!r} is not a way to create.", fix=f"one of {', '.join(COMPILE)}.")
   # Explicit axes would put the sharding into the types of every intermediate of the initializers, which
   # then materialise whole (measured: 22 times the temporaries). The same devices with Auto axes do not,
   # and re-wrapping the results costs nothing.
-  build_mesh = auto_mesh(mesh)
-  shardings = [NamedSharding(build_mesh, leaf.spec, memory_kind=leaf.memory_kind) for leaf in the_plan.leaves]
-
-  def build() -> list[jax.Array]:
-    with nnx.use_eager_sharding(False):
-      module = the_plan.init()
-      built: dict[Root, Any] = {"model": variables(module)}
-      if the_plan.tx is not None:
-        built["optimizer"] = variables(nnx.Optimizer(module, the_plan.tx, wrt=the_plan.wrt))
-    _check_same_structure(the_plan, built)
-    return [pad_to(value_of(built[leaf.root][leaf.path]), leaf.storage_shape) for leaf in the_plan.leaves]
-
-  with jax.set_mesh(build_mesh):
-    arrays = jax.jit(build, out_shardings=shardings)()
-  if build_mesh is not mesh:
-    arrays = [
-      jax.device_put(array, leaf.sharding) for array, leaf in zip(arrays, the_plan.leaves, strict=True)
-    ]
+  mesh = auto_mesh(real_mesh(the_plan))
+  shardings = [NamedSharding(mesh, leaf.spec, memory_kind=leaf.memory_kind) for leaf in the_plan.leaves]
+  pieces = cut_plan(the_plan, shardings, mesh) if compile == "slices" else "compile='whole'"
+  if not isinstance(pieces, str):
+    arrays = assemble(pieces, shardings, mesh)
+  else:
+    if compile == "slices":
+      logger.warning("creating the model as one program: %s", pieces)
+    arrays = construct_whole(the_plan, shardings, mesh)
+  arrays = jax.device_put(arrays, [leaf.sharding for leaf in the_plan.leaves])
   result: dict[Root, dict[Path, jax.Array]] = {}
   for leaf, array in zip(the_plan.leaves, arrays, strict=True):
     result.setdefault(leaf.root, {})[leaf.path] = array
   return result
 
 
-def pad_to(value: Any, shape: tuple[int, ...]) -> Any:
-  """Appends zeros to each dim up to `shape` (global storage shape, elements)."""
-  if value.shape == shape:
-    return value
-  return jax.numpy.pad(value, [(0, new - old) for old, new in zip(value.shape, shape, strict=True)])
+def cut_plan(the_plan: ShardingPlan, shardings: Sequence[NamedSharding], mesh: Mesh) -> Cut | str:
+  """Traces the plan's constructor and cuts it.
+
+  Args:
+    the_plan: the plan.
+    shardings: one for each leaf.
+    mesh: the mesh that is active while the constructor is traced.
+
+  Returns:
+    The pieces, or why there are none.
+  """
+  with jax.set_mesh(mesh):
+    return cut(jax.make_jaxpr(lambda: build(the_plan))(), shardings)
 
 
-def _real_mesh(the_plan: ShardingPlan) -> Mesh:
+def real_mesh(the_plan: ShardingPlan) -> Mesh:
+  """The plan's mesh, which must have devices.
+
+  Args:
+    the_plan: the plan.
+
+  Returns:
+    Its mesh.
+
+  Raises:
+    PlanError: the mesh is abstract.
+  """
   if isinstance(the_plan.mesh, AbstractMesh):
     raise PlanError(
       "this plan is on an abstract mesh, so there is nothing to create on.",
@@ -129,17 +157,3 @@ def _real_mesh(the_plan: ShardingPlan) -> Mesh:
       fix="plan on real devices: nxp.plan(init, nxp.make_mesh(...), rules).",
     )
   return the_plan.mesh
-
-
-def _check_same_structure(the_plan: ShardingPlan, built: Mapping[Root, Arrays]) -> None:
-  for root, found in built.items():
-    planned = the_plan.of(root)
-    for path in dict.fromkeys([*planned, *found]):
-      want = planned[path].shape if path in planned else None
-      got = tuple(value_of(found[path]).shape) if path in found else None
-      if got != want:
-        raise PlanError(
-          f"init built another structure than when it was planned: {'.'.join(map(str, path))}.",
-          details=f"planned shape {want}, built shape {got}",
-          fix="make init depend on nothing that changes between calls, or plan again.",
-        )

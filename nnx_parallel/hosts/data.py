@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections import deque
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -46,7 +45,8 @@ def shard_batch(batch: Any, plan: ShardingPlan) -> Any:
   def place(path: Any, array: Any) -> jax.Array:
     shape = tuple(array.shape) if hasattr(array, "shape") else ()
     spec = plan.batch_spec(len(shape))
-    shards = math.prod(shard_counts(spec, len(shape), sizes))
+    counts = shard_counts(spec, len(shape), sizes)
+    shards = counts[0] if counts else 1
     if shape and shape[0] % shards:
       below, above = shape[0] - shape[0] % shards, shape[0] + -shape[0] % shards
       raise ShardingError(
@@ -54,6 +54,14 @@ def shard_batch(batch: Any, plan: ShardingPlan) -> Any:
         f" evenly (remainder {shape[0] % shards}).",
         details=f"shape {shape}, batch axes {spec[0]}, mesh {sizes}",
         fix=f"use a global batch of {f'{below} or ' if below else ''}{above}.",
+      )
+    uneven = next((dim for dim, count in enumerate(counts) if shape[dim] % count), None)
+    if uneven is not None:
+      raise ShardingError(
+        f"batch{jax.tree_util.keystr(path)}: dim {uneven} has length {shape[uneven]}, which {counts[uneven]}"
+        " shards cannot split evenly.",
+        details=f"shape {shape}, spec {spec}, mesh {sizes}",
+        fix="change the length, or the InputRules for this rank.",
       )
     return jax.device_put(array, NamedSharding(plan.mesh, spec))
 

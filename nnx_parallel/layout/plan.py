@@ -7,26 +7,32 @@ layout.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import inspect
 import math
 from collections.abc import Callable, Iterable
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import jax
 import optax
 from flax import nnx
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import PartitionSpec
 
 from nnx_parallel.errors import PlanError, ShardingError
 from nnx_parallel.layout import optimizer_layout
+from nnx_parallel.layout.constrain import use_rules
+from nnx_parallel.layout.leaf import Decision, LeafPlan, Root, Source
 from nnx_parallel.layout.mesh import AnyMesh, axis_sizes, is_explicit
-from nnx_parallel.layout.resolve import Resolution, extend_spec, resolve_spec, shard_counts
-from nnx_parallel.layout.rules import UNEVEN, RuleSet, Uneven
+from nnx_parallel.layout.padding import logical_transformation
+from nnx_parallel.layout.resolve import Resolution, extend_spec, resolve_spec
+from nnx_parallel.layout.rules import UNEVEN, LogicalRules, RuleSet, Uneven
+from nnx_parallel.layout.tracing import traced_init, unplaced
 from nnx_parallel.layout.variables import (
   Names,
   Path,
+  aliases,
   declared,
   is_rng,
   kind_of,
@@ -35,90 +41,9 @@ from nnx_parallel.layout.variables import (
   variables,
 )
 
-Root = Literal["model", "optimizer"]
-Source = Literal["metadata", "path rule", "fallback", "parameter", "whole"]
-
-
-@dataclasses.dataclass(frozen=True)
-class Decision:
-  """Why a leaf has its spec.
-
-  Attributes:
-    source: what named it: its `metadata`, a `path rule`, the `fallback`, its `parameter` (optimizer state), or
-      nothing: `whole`.
-    reason: one short phrase for the table.
-    steps: what was tried, in order, one sentence each; printed by `plan.explain(path)`.
-  """
-
-  source: Source
-  reason: str
-  steps: tuple[str, ...] = ()
-
-
-@dataclasses.dataclass(frozen=True)
-class LeafPlan:
-  """One row of the plan: a Variable (or raw array) and its layout.
-
-  Attributes:
-    root: which object it belongs to.
-    path: its path parts inside that object; ints index lists.
-    kind: the Variable's type name, or `array`.
-    shape: global shape in elements, as the module sees it.
-    dtype: its dtype; PRNG keys have theirs.
-    names: the names that were resolved, or None when nothing named it.
-    spec: one entry per dim.
-    padding: elements that storage adds at the end of each dim.
-    memory_kind: `None` for the device's default memory, or for example `"pinned_host"`.
-    decision: what decided the spec.
-    mesh: the plan's mesh.
-  """
-
-  root: Root
-  path: Path
-  kind: str
-  shape: tuple[int, ...]
-  dtype: Any
-  names: Names | None
-  spec: PartitionSpec
-  padding: tuple[int, ...]
-  memory_kind: str | None
-  decision: Decision
-  mesh: AnyMesh = dataclasses.field(repr=False)
-
-  @functools.cached_property
-  def name(self) -> str:
-    """The dotted path; optimizer leaves start with `optimizer/`."""
-    return path_str(self.path) if self.root == "model" else f"optimizer/{path_str(self.path)}"
-
-  @property
-  def sharding(self) -> NamedSharding:
-    """The spec on the plan's mesh, with the memory kind."""
-    return NamedSharding(self.mesh, self.spec, memory_kind=self.memory_kind)  # pyright: ignore[reportArgumentType]
-
-  @property
-  def storage_shape(self) -> tuple[int, ...]:
-    """Global shape in elements as stored: `shape` plus `padding`."""
-    return tuple(size + extra for size, extra in zip(self.shape, self.padding, strict=True))
-
-  @property
-  def shards(self) -> tuple[int, ...]:
-    """How many shards each dim is cut into."""
-    return shard_counts(self.spec, len(self.shape), axis_sizes(self.mesh))
-
-  @property
-  def bytes(self) -> int:
-    """Global size in bytes as stored, counted once."""
-    return math.prod(self.storage_shape) * self.dtype.itemsize
-
-  @property
-  def bytes_per_device(self) -> int:
-    """Bytes that each device holds."""
-    return self.bytes // math.prod(self.shards)
-
-  @property
-  def struct(self) -> jax.ShapeDtypeStruct:
-    """The abstract array as stored: storage shape, dtype, sharding and memory kind."""
-    return jax.ShapeDtypeStruct(self.storage_shape, self.dtype, sharding=self.sharding)
+if TYPE_CHECKING:
+  from nnx_parallel.layout.audit import Audit, Trainable
+  from nnx_parallel.layout.serialize import PlanDiff
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -132,7 +57,8 @@ class ShardingPlan:
     init: the constructor that was planned.
     tx: the optax transformation, or None when the plan has no optimizer.
     wrt: which Variables the optimizer trains.
-    abstract_model: the module with `ShapeDtypeStruct` values; for reading, not for changing.
+    abstract_model: the module with `ShapeDtypeStruct` values; for reading, not for changing. None in a plan
+      that was read from JSON without its constructor.
     abstract_optimizer: the optimizer likewise, or None.
     notes: what a reader should know, for example rules that matched nothing.
   """
@@ -143,7 +69,7 @@ class ShardingPlan:
   init: Callable[[], nnx.Module]
   tx: optax.GradientTransformation | None
   wrt: Any
-  abstract_model: nnx.Module
+  abstract_model: nnx.Module | None
   abstract_optimizer: nnx.Optimizer[Any] | None
   notes: tuple[str, ...] = ()
 
@@ -160,7 +86,9 @@ class ShardingPlan:
 
   @functools.cached_property
   def _by_name(self) -> dict[str, LeafPlan]:
-    return {leaf.name: leaf for leaf in self.leaves}
+    found = {leaf.name: leaf for leaf in self.leaves}
+    tied = {path_str(path): leaf for leaf in self.leaves for path in leaf.aliases}
+    return tied | found
 
   def of(self, root: Root) -> dict[Path, LeafPlan]:
     """The leaves of one object by path.
@@ -199,34 +127,238 @@ class ShardingPlan:
     """How one leaf came to its layout.
 
     Args:
-      name: its dotted path, as in `LeafPlan.name`.
+      name: its dotted path, as in `LeafPlan.name`; of a tied Variable, any of its paths.
 
     Returns:
-      A few lines: what it is, what named it, what was tried, and what each device holds.
+      A few lines: what it is, what named it, what was tried and dropped and why, what each device holds, and
+      the optimizer state that follows it.
 
     Example:
       >>> import nnx_parallel as nxp
       >>> from flax import nnx
-      >>> init = lambda: nnx.Linear(8, 64, rngs=nnx.Rngs(0), kernel_metadata={"out_sharding": ("embed", "mlp")})
+      >>> names = {"out_sharding": ("embed", "mlp")}
+      >>> init = lambda: nnx.Linear(8, 64, rngs=nnx.Rngs(0), kernel_metadata=names)
       >>> rules = nxp.LogicalRules(embed=None, mlp="tensor")
       >>> print(nxp.plan(init, nxp.make_mesh(data=2, tensor=4), rules).explain("kernel"))
       kernel: Param float32[8,64] -> P(None, 'tensor')
         from its metadata: ('embed', 'mlp')
         'embed' -> None
         'mlp' -> 'tensor'
-        each device holds float32[8,16], 512 bytes of 2048
+        each device holds float32[8,16], 512 bytes of 2048 (2 copies on 8 devices)
     """
-    from nnx_parallel.layout import render  # a plan must not need rich until it is printed
+    from nnx_parallel.layout import render  # what only printing needs is read when it prints
 
-    return render.explain(self[name])
+    return render.explain(self, self[name])
+
+  def __repr__(self) -> str:
+    mesh = ", ".join(f"{axis}={size}" for axis, size in axis_sizes(self.mesh).items())
+    return f"<ShardingPlan: {len(self.leaves)} arrays on mesh {mesh}; print it for the table>"
 
   def __str__(self) -> str:
     from nnx_parallel.layout import render
 
     return render.plan_text(self)
 
+  def _repr_html_(self) -> str:
+    from nnx_parallel.layout import render
+
+    return render.plan_html(self)
+
+  def show(self) -> None:
+    """Prints the plan: in colours and the terminal's width, or as HTML in a notebook."""
+    from nnx_parallel.layout import render
+
+    render.show(self)
+
+  def picture(self, name: str) -> str:
+    """Draws which device holds which block of an array.
+
+    Args:
+      name: the leaf's dotted path.
+
+    Returns:
+      SVG text; at most 16 x 16 blocks are drawn, the rest is counted in the legend.
+
+    Example:
+      >>> import nnx_parallel as nxp
+      >>> from flax import nnx
+      >>> init = lambda: nnx.Linear(8, 64, rngs=nnx.Rngs(0))
+      >>> plan = nxp.plan(init, nxp.make_mesh(fsdp=8), nxp.fsdp(min_size=0))
+      >>> plan.picture("kernel").startswith("<svg")
+      True
+    """
+    from nnx_parallel.layout import picture
+
+    return picture.svg(self[name])
+
+  def save_picture(self, name: str, file: str) -> None:
+    """Writes `picture` to a file.
+
+    Args:
+      name: the leaf's dotted path.
+      file: ends in `.svg`, or in `.png` (which needs matplotlib).
+
+    Raises:
+      PlanError: another suffix, or no matplotlib.
+    """
+    from nnx_parallel.layout import picture
+
+    picture.save(self[name], file)
+
+  def audit(self, *, min_bytes: int = 2**20) -> Audit:
+    """Lists the large leaves that every device holds in full, and what could split them.
+
+    Args:
+      min_bytes: leaves of at most this many bytes are not reported.
+
+    Returns:
+      An `Audit`, worst first: prints as a table; empty (falsy) when nothing large is whole.
+
+    Example:
+      >>> import nnx_parallel as nxp
+      >>> from flax import nnx
+      >>> plan = nxp.plan(lambda: nnx.Linear(1024, 512, rngs=nnx.Rngs(0)), nxp.make_mesh(fsdp=8))
+      >>> [(found.leaf.name, found.wasted, found.remedy) for found in plan.audit()]
+      [('kernel', 1835008, 'fsdp could split dim 0 (1024)')]
+    """
+    from nnx_parallel.layout import audit
+
+    return audit.audit(self, min_bytes=min_bytes)
+
+  def warn_replicated(self, *, stacklevel: int = 2) -> bool:
+    """Warns, once and in one line, about large parameters that stay whole though no rule asks for it.
+
+    A parameter that a rule keeps whole (`None`, `replicate()`, the threshold of `fsdp()`) is no reason to
+    warn; `audit` lists it all the same.
+
+    Args:
+      stacklevel: as in `warnings.warn`; 2 points at the caller of this method.
+
+    Returns:
+      Whether there was anything to warn about.
+    """
+    from nnx_parallel.layout import audit
+
+    return audit.warn_replicated(self, stacklevel=stacklevel + 1)
+
+  def trainable(self, wrt: Any = None) -> Trainable:
+    """Counts what a filter trains and what it leaves frozen, before anything is built.
+
+    Args:
+      wrt: a filter as in `nnx.Optimizer`; the plan's own when None.
+
+    Returns:
+      The trained and frozen leaves; prints counts, bytes and paths.
+
+    Raises:
+      PlanError: the filter selects nothing, or the plan was read from JSON without its constructor.
+
+    Example:
+      >>> import nnx_parallel as nxp
+      >>> from flax import nnx
+      >>> plan = nxp.plan(lambda: nnx.Linear(8, 64, rngs=nnx.Rngs(0)), nxp.make_mesh(fsdp=8))
+      >>> print(plan.trainable(nnx.PathContains("bias")))
+      trained      1 arrays               64 elements   256 B in all, 256 B per device
+      frozen       1 arrays              512 elements   2 KiB in all, 2 KiB per device
+      trained: bias
+      frozen: kernel
+    """
+    from nnx_parallel.layout import audit
+
+    return audit.trainable(self, self.wrt if wrt is None else wrt)
+
+  def diff(self, other: ShardingPlan) -> PlanDiff:
+    """What changes in the layout from this plan to another.
+
+    Args:
+      other: the plan to compare with: of another mesh, other rules, another version of the model.
+
+    Returns:
+      A `PlanDiff`: prints as a table; falsy when both lay everything out alike. Reasons are not compared.
+
+    Example:
+      >>> import nnx_parallel as nxp
+      >>> from flax import nnx
+      >>> init, mesh = lambda: nnx.Linear(8, 64, rngs=nnx.Rngs(0)), nxp.make_mesh(fsdp=8)
+      >>> before, after = nxp.plan(init, mesh, nxp.replicate()), nxp.plan(init, mesh, nxp.fsdp(min_size=64))
+      >>> print(before.diff(after))
+      changed  n  what  before  after
+      kernel   1  spec  whole   (-, fsdp)
+      per device 2.25 KiB -> 512 B
+    """
+    from nnx_parallel.layout import serialize
+
+    return serialize.diff(self, other)
+
+  def to_json(self) -> str:
+    """The plan as JSON: mesh axes, rules, and every leaf with its decision; not the constructor.
+
+    Returns:
+      JSON text, one line for each leaf; `from_json` reads it.
+
+    Raises:
+      PlanError: a path part that is no string, int or tuple of these.
+    """
+    from nnx_parallel.layout import serialize
+
+    return serialize.to_json(self)
+
+  @classmethod
+  def from_json(
+    cls,
+    text: str,
+    *,
+    mesh: AnyMesh | None = None,
+    init: Callable[[], nnx.Module] | None = None,
+    optimizer: optax.GradientTransformation | None = None,
+    wrt: Any = nnx.Param,
+  ) -> ShardingPlan:
+    """Reads a plan back: to compare with, to look at, or, with `init`, to create and restore from.
+
+    Args:
+      text: what `to_json` wrote.
+      mesh: a mesh with the stored axes; an abstract one when None.
+      init: the constructor. Its Variables must be those of the stored plan; their layout is the stored one,
+        whatever today's rules would say. Without it the plan cannot create or restore a module.
+      optimizer: the optax transformation, when the stored plan has optimizer state.
+      wrt: which Variables it trains.
+
+    Returns:
+      A plan with the stored layout.
+
+    Raises:
+      PlanError: not a plan's JSON, a mesh with other axes, or a module that is not the stored one.
+    """
+    from nnx_parallel.layout import serialize
+
+    stored = serialize.from_json(text, mesh)
+    model = state = None
+    if init is not None:
+      model = abstract_module(init, stored.mesh)
+      state = None if optimizer is None else _abstract_optimizer(model, optimizer, wrt)
+      _check_stored(stored.leaves, model, state)
+    made = cls(
+      stored.mesh,
+      stored.rules,
+      stored.leaves,
+      init or _no_constructor,
+      optimizer,
+      wrt,
+      model,
+      state,
+      stored.notes,
+    )
+    return made
+
+  @functools.cached_property
+  def live_tx(self) -> Any:
+    """The transformation that live optimizers of this plan run: `tx`, at logical shapes where it pads."""
+    if self.tx is None or not any(any(leaf.padding) for leaf in self.leaves):
+      return self.tx
+    return logical_transformation(self.tx, nnx.as_pure(nnx.state(self.abstract_model, self.wrt)))
+
   def batch_spec(self, ndim: int) -> PartitionSpec:
-    """The spec of an input with the batch as its first dim: the `batch` rule on dim 0, the rest whole.
+    """The spec of an input: that of `InputRules`; else the `batch` rule on dim 0, the other dims whole.
 
     Without a `batch` rule, the batch is split over the axes called `data`, `replica` and `fsdp`, and the
     fallback's, as far as the mesh has them.
@@ -242,8 +374,34 @@ class ShardingPlan:
     """
     if ndim == 0:
       return PartitionSpec()
+    if self.rules.inputs is not None:
+      sizes = axis_sizes(self.mesh)
+      names = self.rules.inputs.names_for(ndim, tuple(sizes))
+      # Sizes that everything divides: whether a given batch does is checked where it is placed.
+      shape = (self.mesh.size,) * ndim
+      return resolve_spec(names, shape, sizes, self.rules.logical, path=f"inputs of {ndim} dims").spec
     axes = self._batch_axes
     return PartitionSpec(axes[0] if len(axes) == 1 else axes or None, *([None] * (ndim - 1)))
+
+  def scope(self) -> contextlib.AbstractContextManager[None]:
+    """Puts this plan's rules and mesh in scope for `constrain`; a missing `batch` rule is `batch_spec`'s.
+
+    Returns:
+      A context manager; see `use_rules`.
+
+    Example:
+      >>> import jax.numpy as jnp, nnx_parallel as nxp
+      >>> from flax import nnx
+      >>> plan = nxp.plan(lambda: nnx.Linear(4, 4, rngs=nnx.Rngs(0)), nxp.make_mesh(data=8))
+      >>> with plan.scope():
+      ...   nxp.constrain(jnp.ones((8, 4)), "batch", None).sharding.spec
+      P('data', None)
+    """
+    logical = self.rules.logical
+    if "batch" not in logical:
+      with contextlib.suppress(ShardingError):
+        logical = logical.replace(batch=self._batch_axes)
+    return use_rules(logical, self.mesh)
 
   @functools.cached_property
   def _batch_axes(self) -> tuple[str, ...]:
@@ -309,7 +467,7 @@ def plan(
   if uneven not in UNEVEN:
     raise PlanError(f"uneven={uneven!r} is not a policy.", fix=f"one of {', '.join(UNEVEN)}.")
   ruleset = RuleSet.of(rules)
-  model = abstract_module(init)
+  model = abstract_module(init, mesh)
   builder = _Builder(mesh, ruleset, uneven)
   leaves = builder.model_leaves(model)
   abstract_optimizer = None
@@ -329,11 +487,12 @@ def plan(
   )
 
 
-def abstract_module(init: Callable[[], nnx.Module]) -> nnx.Module:
+def abstract_module(init: Callable[[], nnx.Module], mesh: AnyMesh | None = None) -> nnx.Module:
   """Builds the module with `ShapeDtypeStruct` values, keeping every annotation, whatever mesh is active.
 
   Args:
     init: a function without arguments that returns an `nnx.Module`.
+    mesh: constraints in `init` may name its axes.
 
   Returns:
     The abstract module.
@@ -357,9 +516,9 @@ def abstract_module(init: Callable[[], nnx.Module]) -> nnx.Module:
       f"init must take no arguments, and {shown} needs {', '.join(missing)}.",
       fix=f"lambda: {shown}({', '.join(f'{name}=...' for name in missing)})",
     )
-  with nnx.use_eager_sharding(False):
-    module = nnx.eval_shape(init)
-  if not isinstance(module, nnx.Pytree):
+  with unplaced():
+    module = nnx.eval_shape(lambda: traced_init(init, mesh))
+  if not isinstance(module, nnx.Pytree):  # pyright: ignore[reportUnnecessaryIsInstance]
     raise PlanError(
       f"init returned a {type(module).__name__}, not an nnx.Module.",
       fix="return the module itself.",
@@ -369,30 +528,56 @@ def abstract_module(init: Callable[[], nnx.Module]) -> nnx.Module:
 
 def _abstract_optimizer(model: nnx.Module, tx: optax.GradientTransformation, wrt: Any) -> nnx.Optimizer[Any]:
   if not jax.tree.leaves(nnx.state(model, wrt)):
-    kinds = sorted({kind_of(leaf) for leaf in variables(model).values()})
-    raise PlanError(
-      f"wrt={wrt!r} selects none of the model's Variables, so there is nothing to train.",
-      details=f"Variable types in the model: {', '.join(kinds)}",
-      fix="wrt=nnx.Param, or a filter that matches some of them.",
-    )
-  with nnx.use_eager_sharding(False):
+    from nnx_parallel.layout import audit
+
+    raise audit.nothing_selected(wrt, model)
+  with unplaced():
     return nnx.eval_shape(lambda: nnx.Optimizer(model, tx, wrt=wrt))
+
+
+def _no_constructor() -> nnx.Module:
+  raise PlanError(
+    "this plan was read from JSON without its constructor, so it cannot build a module.",
+    fix="ShardingPlan.from_json(text, mesh=mesh, init=init, optimizer=...)",
+  )
+
+
+def _check_stored(leaves: Iterable[LeafPlan], model: nnx.Module, optimizer: Any) -> None:
+  planned = {leaf.name: (leaf.shape, str(leaf.dtype)) for leaf in leaves}
+  found: dict[str, Any] = {}
+  for prefix, node in (("", model), ("optimizer/", optimizer)):
+    for path, leaf in variables(node).items() if node is not None else ():
+      value = value_of(leaf)
+      found[prefix + path_str(path)] = (tuple(value.shape), str(value.dtype))
+  for name in dict.fromkeys([*planned, *found]):
+    if planned.get(name) != found.get(name):
+      raise PlanError(
+        f"the stored plan is for another module: {name}.",
+        details=f"stored {planned.get(name, 'nothing')}, built {found.get(name, 'nothing')}",
+        fix="pass the init (and optimizer) that the plan was made for, or plan again.",
+      )
 
 
 class _Builder:
   """Decides leaf by leaf, and remembers which rules fired."""
+
+  uneven: Uneven
 
   def __init__(self, mesh: AnyMesh, rules: RuleSet, uneven: Uneven):
     self.mesh, self.rules, self.uneven = mesh, rules, uneven
     self.sizes = axis_sizes(mesh)
     self.axis_notes = rules.logical.check_axes(self.sizes)
     self.fired: set[int] = set()
+    self.path_rules = sum(len(table.rules) for table in rules.paths)
 
   def model_leaves(self, model: nnx.Module) -> list[LeafPlan]:
+    tied = aliases(model)
     leaves: list[LeafPlan] = []
     unnamed: list[Path] = []
     for path, leaf in variables(model).items():
       row = self._model_leaf(path, leaf)
+      if path in tied:
+        row = dataclasses.replace(row, aliases=tied[path])
       leaves.append(row)
       if row.decision.source == "whole" and isinstance(leaf, nnx.Param):
         unnamed.append(path)
@@ -404,33 +589,38 @@ class _Builder:
     value = value_of(leaf)
     if is_rng(leaf):
       return self._leaf("model", path, leaf, None, None, Decision("whole", "RNG state"))
+    source: Source = "metadata"
     names, own_rules = declared(leaf, where=where)
-    source, reason = "metadata", f"its metadata: {names}"
+    step, reason = f"from its metadata: {names}", f"names {_shown(names)}"
     if names is None:
       matched = self._path_rule(path, len(value.shape))
-      if matched is not None:
-        source, reason = "path rule", f"path rule {matched[0]}: {matched[1]}"
-        names = matched[1]
-        if names is None:
-          return self._leaf("model", path, leaf, None, None, Decision("path rule", f"{reason} (whole)"))
-    if names is None:
-      return self._fallback_leaf(path, leaf)
+      if matched is None:
+        return self._fallback_leaf(path, leaf)
+      source, (pattern, names) = "path rule", matched
+      step, reason = f"no annotation; path rule {pattern}: {names or 'whole'}", f"rule {pattern}"
+      if names is None:
+        return self._leaf("model", path, leaf, None, None, Decision(source, f"{reason}: whole", (step,)))
+      reason += f": {_shown(names)}"
     logical = self.rules.logical
     if own_rules:
       logical = logical.replace(**own_rules)
+      step += f" with its own sharding_rules {own_rules}"
     found = resolve_spec(names, value.shape, self.sizes, logical, path=where, uneven=self.uneven)
-    steps = [f"from {reason}", *found.steps]
+    steps, missed = [step, *found.steps], _missed(names, found.spec, logical)
+    if missed:
+      reason += "; " + next(
+        (s for s in found.steps if s.startswith(f"{missed[0]!r} ->")), f"{missed[0]} whole"
+      )
     fallback = self.rules.fallback
     if fallback is not None and fallback.mode == "fsdp" and fallback.extend:
       spec, why = extend_spec(found.spec, value.shape, self.sizes, fallback)
       if spec != found.spec:
         steps.append(f"extended by {fallback}: {why}")
+        reason += f" + {_brief(found.spec, spec)}"
         found = dataclasses.replace(found, spec=spec)
-        reason += f" + {why}"
       else:
         steps.append(f"not extended by {fallback}: {why}")
-    decision = Decision(source, reason, tuple(steps))  # pyright: ignore[reportArgumentType]
-    return self._leaf("model", path, leaf, names, found, decision)
+    return self._leaf("model", path, leaf, names, found, Decision(source, reason, tuple(steps), not missed))
 
   def _path_rule(self, path: Path, ndim: int) -> tuple[str, Names | None] | None:
     for rules in self.rules.paths:
@@ -443,13 +633,19 @@ class _Builder:
   def _fallback_leaf(self, path: Path, leaf: Any) -> LeafPlan:
     value, fallback = value_of(leaf), self.rules.fallback
     whole = PartitionSpec(*([None] * len(value.shape)))
+    step = "no annotation"
+    if self.path_rules:
+      step += f"; none of {self.path_rules} path rules matches"
     if fallback is None or fallback.mode != "fsdp":
       reason = "no annotation" if fallback is None else f"no annotation, {fallback}"
-      return self._leaf("model", path, leaf, None, None, Decision("whole", reason))
+      chosen = fallback is not None and fallback.mode == "replicate"
+      decision = Decision("whole", reason, (f"{step}; {fallback or 'no fallback'}: whole",), chosen)
+      return self._leaf("model", path, leaf, None, None, decision)
     spec, why = extend_spec(whole, value.shape, self.sizes, fallback)
     found = Resolution(spec, (0,) * len(value.shape), ())
-    shown = "fsdp" if spec != whole else "whole"
-    decision = Decision("fallback", f"{shown}: {why}", (f"no annotation; {fallback}: {why}",))
+    reason = _brief(whole, spec) if spec != whole else why
+    chosen = spec != whole or math.prod(value.shape) <= fallback.min_size
+    decision = Decision("fallback", reason, (f"{step}; {fallback}: {why}",), chosen)
     return self._leaf("model", path, leaf, None, found, decision)
 
   def _check_unnamed(self, unnamed: list[Path]) -> None:
@@ -516,8 +712,36 @@ class _Builder:
     )
 
   def notes(self) -> list[str]:
-    dead = [rule.pattern for rules in self.rules.paths for rule in rules.rules if id(rule) not in self.fired]
+    tables = [rules for rules in self.rules.paths if not rules.optional]
+    dead = [rule.pattern for rules in tables for rule in rules.rules if id(rule) not in self.fired]
     return self.axis_notes + [f"path rule {pattern!r} matches nothing" for pattern in dead]
+
+
+def _shown(names: Names | None) -> str:
+  parts = ["-" if n is None else n if isinstance(n, str) else "+".join(n) for n in names or ()]
+  return f"({', '.join(parts)})"
+
+
+def _brief(before: PartitionSpec, after: PartitionSpec) -> str:
+  dim = next(dim for dim, entry in enumerate(after) if entry != before[dim])
+  entry = after[dim]
+  return f"{entry if isinstance(entry, str) else '+'.join(entry or ())} on the largest dim that divides"
+
+
+def _missed(names: Names, spec: PartitionSpec, logical: LogicalRules) -> list[str]:
+  """The names whose first candidate splits their dim, and whose dim stays whole all the same."""
+  return [
+    name if isinstance(name, str) else "+".join(name)
+    for name, entry in zip(names, spec, strict=True)
+    if name is not None and entry is None and _first_choice(name, logical)
+  ]
+
+
+def _first_choice(name: str | tuple[str, ...], logical: LogicalRules) -> tuple[str, ...]:
+  parts = (name,) if isinstance(name, str) else name
+  if logical.unknown == "whole":
+    parts = tuple(part for part in parts if part in logical)
+  return tuple(axis for part in parts for axis in (logical[part][0] if part in logical else (part,)))
 
 
 def _nearest(name: str, options: Iterable[str]) -> list[str]:

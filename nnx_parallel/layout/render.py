@@ -1,26 +1,31 @@
-"""The plan as text: a table for people, and the explanation of one leaf."""
+"""The plan as text and as HTML: a table for people, and the explanation of one leaf."""
 
 from __future__ import annotations
 
-import dataclasses
-import io
+import math
 import re
+import shutil
+import textwrap
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from jax.sharding import PartitionSpec
-from rich.console import Console
-from rich.table import Table
 
+from nnx_parallel.layout.leaf import LeafPlan
 from nnx_parallel.layout.mesh import describe_mesh
+from nnx_parallel.layout.optimizer_layout import owner
+from nnx_parallel.layout.variables import path_str
 
 if TYPE_CHECKING:
-  from nnx_parallel.layout.plan import LeafPlan, ShardingPlan
+  from nnx_parallel.layout.plan import ShardingPlan
 
-WIDTH = 120
+WIDTH = 118
+"""Columns of printed plans where no terminal says otherwise."""
+_GAP = "  "
 
 
 def format_bytes(count: float) -> str:
-  """Bytes in binary units with three significant digits.
+  """Bytes in binary units with four significant digits.
 
   Args:
     count: bytes.
@@ -33,11 +38,9 @@ def format_bytes(count: float) -> str:
     >>> format_bytes(512), format_bytes(1.5 * 2**20)
     ('512 B', '1.5 MiB')
   """
-  for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
-    if abs(count) < 1024 or unit == "TiB":
-      return f"{count:.4g} {unit}" if unit != "B" else f"{count:.0f} B"
-    count /= 1024
-  raise AssertionError("unreachable")
+  power = min(max(int(math.log2(abs(count) or 1)) // 10, 0), 4)
+  unit = ("B", "KiB", "MiB", "GiB", "TiB")[power]
+  return f"{count:.0f} B" if power == 0 else f"{count / 1024**power:.4g} {unit}"
 
 
 def format_array(dtype: object, shape: tuple[int, ...]) -> str:
@@ -53,118 +56,254 @@ def format_spec(spec: PartitionSpec) -> str:
   return f"({', '.join(parts)})"
 
 
-def explain(leaf: LeafPlan) -> str:
+def explain(plan: ShardingPlan, leaf: LeafPlan) -> str:
   """The text of `ShardingPlan.explain`."""
   lines = [f"{leaf.name}: {leaf.kind} {format_array(leaf.dtype, leaf.shape)} -> {leaf.spec}"]
+  if leaf.aliases:
+    lines.append(f"tied: also at {', '.join(map(path_str, leaf.aliases))}; counted once")
   lines += leaf.decision.steps or (leaf.decision.reason,)
   if any(leaf.padding):
     lines.append(f"stored as {format_array(leaf.dtype, leaf.storage_shape)}; the module sees {leaf.shape}")
-  local = tuple(s // n for s, n in zip(leaf.storage_shape, leaf.shards, strict=True))
-  held = f"each device holds {format_array(leaf.dtype, local)}, {leaf.bytes_per_device} bytes of {leaf.bytes}"
-  return "\n  ".join([*lines, held])
+  if leaf.memory_kind:
+    lines.append(f"kept in {leaf.memory_kind} memory")
+  local = format_array(leaf.dtype, leaf.local_shape)
+  held = f"each device holds {local}, {leaf.bytes_per_device} bytes of {leaf.bytes}"
+  copies = f" ({leaf.copies} copies on {plan.mesh.size} devices)" if leaf.copies > 1 else ""
+  lines.append(held + copies)
+  parameters = plan.of("model")
+  followers = [o for o in plan.leaves if o.root == "optimizer" and owner(o.path, parameters) == leaf.path]
+  if followers and leaf.root == "model":
+    size = format_bytes(sum(other.bytes_per_device for other in followers))
+    lines.append(f"{len(followers)} optimizer arrays follow it: {size} per device")
+  return "\n  ".join(lines)
 
 
-def plan_text(plan: ShardingPlan) -> str:
-  """The text of `print(plan)`: mesh, one row per group of alike leaves, totals, notes."""
-  table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
-  for column in ("Variable", "type", "array", "spec"):
-    table.add_column(column, overflow="fold")
-  table.add_column("per device", justify="right", no_wrap=True)
-  table.add_column("why", overflow="fold")
-  for row in [*_model_rows(plan), *_optimizer_rows(plan)]:
-    table.add_row(*row)
-  buffer = io.StringIO()
-  console = Console(file=buffer, width=WIDTH, color_system=None)
-  console.print(describe_mesh(plan.mesh), highlight=False, markup=False)
-  if len(plan.rules.logical):
-    rules = ", ".join(
-      f"{name} -> {' | '.join('+'.join(c) or 'whole' for c in options)}"
-      for name, options in plan.rules.logical.items()
-    )
-    console.print(f"rules {rules}", highlight=False, markup=False)
-  console.print(table, highlight=False, markup=False)
-  console.print(_totals(plan), highlight=False, markup=False)
-  for note in plan.notes:
-    console.print(f"note: {note}", highlight=False, markup=False)
-  return "\n".join(line.rstrip() for line in buffer.getvalue().splitlines())
+def plan_text(plan: ShardingPlan, *, width: int = WIDTH) -> str:
+  """The text of `print(plan)`: mesh, rules, one row per group of alike leaves, totals, notes.
+
+  Args:
+    plan: the plan.
+    width: columns to use; the last column wraps.
+
+  Returns:
+    Lines joined by newlines, none longer than `width` unless a single name is.
+  """
+  lines = [*describe_mesh(plan.mesh).splitlines(), *_rules_lines(plan, width)]
+  model = [leaf for leaf in plan.leaves if leaf.root == "model"]
+  rows = [_row(pattern, leaves) for pattern, leaves in grouped(model)]
+  sections = [("model", rows)]
+  if len(model) < len(plan.leaves):
+    sections.append(("optimizer", [_row(name, leaves) for name, leaves in _optimizer_groups(plan)]))
+  lines += ["", *_tables(sections, width), "", *_totals(plan)]
+  lines += [_hang(f"note: {note}", width) for note in plan.notes]
+  return "\n".join(lines)
 
 
-@dataclasses.dataclass
-class _Group:
-  name: str
-  leaves: list[LeafPlan]
+def plan_html(plan: ShardingPlan) -> str:
+  """The plan as HTML for a notebook: the same table, in a box that scrolls instead of wrapping."""
+  from html import escape
 
-
-def _groups(keyed: list[tuple[object, str, LeafPlan]]) -> list[_Group]:
-  groups: dict[object, _Group] = {}
-  for key, name, leaf in keyed:
-    groups.setdefault(key, _Group(name, [])).leaves.append(leaf)
-  return list(groups.values())
-
-
-def _pattern(leaf: LeafPlan) -> str:
-  return ".".join("*" if isinstance(part, int) else str(part) for part in leaf.path)
-
-
-def _model_rows(plan: ShardingPlan) -> list[tuple[str, ...]]:
-  keyed = [
-    ((_pattern(leaf), leaf.shape, str(leaf.dtype), leaf.spec, leaf.kind), _pattern(leaf), leaf)
-    for leaf in plan.leaves
-    if leaf.root == "model"
-  ]
-  return [_row(group) for group in _groups(keyed)]
-
-
-def _optimizer_rows(plan: ShardingPlan) -> list[tuple[str, ...]]:
-  # Moments that lie exactly as their parameters do need one row for all of them.
-  keyed: list[tuple[object, str, LeafPlan]] = []
-  for leaf in plan.leaves:
-    if leaf.root != "optimizer":
-      continue
-    owner, _, why = leaf.decision.reason.partition(": ")
-    if leaf.decision.source == "parameter" and why == "same shape":
-      prefix = leaf.name.removesuffix(owner)
-      keyed.append((prefix, f"{prefix}*", leaf))
-    else:
-      name = re.sub(r"\.\d+(?=\.)", ".*", leaf.name) if leaf.decision.source == "parameter" else leaf.name
-      keyed.append(((name, leaf.shape, leaf.spec), name, leaf))
-  return [_row(group) for group in _groups(keyed)]
-
-
-def _row(group: _Group) -> tuple[str, ...]:
-  first, count = group.leaves[0], len(group.leaves)
-  name = group.name if count > 1 else first.name
-  same_array = len({(leaf.shape, str(leaf.dtype)) for leaf in group.leaves}) == 1
-  same_spec = len({leaf.spec for leaf in group.leaves}) == 1
-  why = first.decision.reason
-  if first.decision.source == "parameter":
-    why = "as its parameter" if why.endswith(": same shape") else why.partition(": ")[2]
-  array = format_array(first.dtype, first.shape) if same_array else f"{first.dtype}"
-  padded = "" if not any(first.padding) else f" stored {format_array('', first.storage_shape)}"
+  lines = plan_text(plan, width=160).splitlines()
+  shown = "\n".join(
+    f"<b>{escape(line)}</b>" if line.startswith(("model ", "optimizer ", "mesh ")) else escape(line)
+    for line in lines
+  )
   return (
-    f"{name}  x{count}" if count > 1 else name,
-    first.kind,
-    array + padded,
-    format_spec(first.spec) if same_spec else "each its own",
-    format_bytes(sum(leaf.bytes_per_device for leaf in group.leaves)),
-    why,
+    f'<pre style="overflow-x:auto;white-space:pre;line-height:1.35;font-size:12px;margin:0">{shown}</pre>'
   )
 
 
-def _totals(plan: ShardingPlan) -> str:
+def show(plan: ShardingPlan) -> None:
+  """See `ShardingPlan.show`."""
+  if _in_notebook():
+    from IPython.display import display  # pyright: ignore[reportMissingImports]
+
+    display(plan)
+    return
+  from rich.console import Console
+  from rich.text import Text
+
+  width = max(80, min(shutil.get_terminal_size((WIDTH, 24)).columns, 200))
+  text = Text(plan_text(plan, width=width), no_wrap=True, overflow="ignore")
+  text.highlight_regex(r"(?m)^(model|optimizer) .*$", "bold")
+  text.highlight_regex(r"(?m)^mesh .*$", "bold cyan")
+  text.highlight_regex(r"\bwhole\b", "yellow")
+  text.highlight_regex(r"\d[\d.,]* (?:[KMGT]i)?B\b", "green")
+  Console(width=width, soft_wrap=True).print(text)
+
+
+def _in_notebook() -> bool:
+  import sys
+
+  ipython = sys.modules.get("IPython")
+  shell = ipython.get_ipython() if ipython is not None else None
+  return shell is not None and hasattr(shell, "kernel")
+
+
+def grouped(leaves: Iterable[LeafPlan]) -> list[tuple[str, list[LeafPlan]]]:
+  """Puts alike leaves of repeated layers together.
+
+  Leaves are alike when they differ only in list positions or in numbers at the end of a name
+  (`blocks.0`, `layer_12`) and agree in type, shape, dtype, spec, memory and reason.
+
+  Args:
+    leaves: rows of a plan.
+
+  Returns:
+    `(name, leaves)` in order of first appearance; the name has `*` for what differs.
+  """
+  groups: dict[object, list[LeafPlan]] = {}
+  for leaf in leaves:
+    pattern = _pattern(leaf)
+    key = (pattern, leaf.shape, leaf.dtype, leaf.spec, leaf.kind, leaf.memory_kind, why(leaf))
+    groups.setdefault(key, []).append(leaf)
+  return [(_common_name(found), found) for found in groups.values()]
+
+
+def _pattern(leaf: LeafPlan) -> tuple[str, ...]:
+  parts = ("*" if isinstance(part, int) else re.sub(r"_\d+$", "_*", str(part)) for part in leaf.path)
+  return (leaf.root, *parts)
+
+
+def _common_name(leaves: Sequence[LeafPlan]) -> str:
+  paths = [leaf.path for leaf in leaves]
+  differs = [len(set(parts)) > 1 for parts in zip(*paths, strict=True)]
+  parts = zip(differs, _pattern(leaves[0])[1:], paths[0], strict=True)
+  name = ".".join(pattern if differ else str(part) for differ, pattern, part in parts)
+  return name if leaves[0].root == "model" else f"optimizer/{name}"
+
+
+def why(leaf: LeafPlan) -> str:
+  """The leaf's reason without its own path, so that alike leaves have the same."""
+  reason = leaf.decision.reason
+  if leaf.decision.source == "parameter":
+    reason = reason.partition(": ")[2] or reason
+  return "as its parameter" if reason == "same shape" else reason
+
+
+def _optimizer_groups(plan: ShardingPlan) -> list[tuple[str, list[LeafPlan]]]:
+  # Moments that lie exactly as their parameters do need one row for all of them.
+  parameters = plan.of("model")
+  groups: dict[object, tuple[str, list[LeafPlan]]] = {}
+  rest: list[LeafPlan] = []
+  for leaf in plan.leaves:
+    if leaf.root != "optimizer":
+      continue
+    path = owner(leaf.path, parameters)
+    if path is None or _layout(leaf) != _layout(parameters[path]):
+      rest.append(leaf)
+      continue
+    prefix = path_str(leaf.path[: len(leaf.path) - len(path)])
+    groups.setdefault((prefix, leaf.dtype), (f"{prefix}.*", []))[1].append(leaf)
+  merged = [(name if len(found) > 1 else path_str(found[0].path), found) for name, found in groups.values()]
+  others = [(name.removeprefix("optimizer/"), found) for name, found in grouped(rest)]
+  order = {id(leaf): place for place, leaf in enumerate(plan.leaves)}
+  return sorted(merged + others, key=lambda group: order[id(group[1][0])])
+
+
+def _layout(leaf: LeafPlan) -> tuple[object, ...]:
+  return leaf.shape, leaf.spec, leaf.padding, leaf.memory_kind
+
+
+def _row(name: str, leaves: Sequence[LeafPlan]) -> tuple[str, ...]:
+  first = leaves[0]
+  same_array = len({leaf.shape for leaf in leaves}) == 1
+  same_spec = len({leaf.spec for leaf in leaves}) == 1
+  reason = why(first) if same_array else "as its parameter"
+  if any(first.padding) and same_array:
+    reason += f"; stored as {format_array('', first.storage_shape)}"
+  if first.memory_kind:
+    reason += f"; in {first.memory_kind}"
+  if first.aliases:
+    reason += f"; tied to {', '.join(map(path_str, first.aliases))}"
+  return (
+    name,
+    str(len(leaves)) if len(leaves) > 1 else "",
+    first.kind,
+    format_array(first.dtype, first.shape) if same_array else f"{first.dtype}",
+    format_spec(first.spec) if same_spec else "as each",
+    format_bytes(sum(leaf.bytes_per_device for leaf in leaves)),
+    reason,
+  )
+
+
+def _tables(sections: Sequence[tuple[str, Sequence[tuple[str, ...]]]], width: int) -> list[str]:
+  # One set of column widths for all sections, so that the eye can run down the whole page.
+  columns = ("n", "type", "array", "spec", "per device", "why")
+  every = [(title, *columns) for title, _ in sections] + [row for _, rows in sections for row in rows]
   lines: list[str] = []
+  for title, rows in sections:
+    table = text_table((title, *columns), rows, right=(1, 5), wrap=(6,), width=width, measure=every)
+    lines += [*([""] if lines else []), *table.splitlines()]
+  return lines
+
+
+def text_table(
+  header: Sequence[str],
+  rows: Sequence[Sequence[str]],
+  *,
+  right: Sequence[int] = (),
+  wrap: Sequence[int] = (),
+  width: int = WIDTH,
+  measure: Sequence[Sequence[str]] | None = None,
+) -> str:
+  """Aligns rows under a header; only the columns that may wrap do.
+
+  Args:
+    header: one word for each column.
+    rows: the cells.
+    right: columns that are aligned to the right.
+    wrap: columns that share what the others leave of `width`, and continue on lines below.
+    width: columns of text.
+    measure: rows that decide the widths, when they should fit more than this table.
+
+  Returns:
+    Lines without trailing blanks.
+  """
+  sample = measure or [header, *rows]
+  sizes = [max(len(row[column]) for row in sample) for column in range(len(header))]
+  room = width - sum(sizes[c] for c in range(len(sizes)) if c not in wrap) - len(_GAP) * (len(sizes) - 1)
+  for column in wrap:
+    sizes[column] = min(sizes[column], max(room // len(wrap), 16))
+  lines: list[str] = []
+  for row in (header, *rows):
+    cells = [
+      textwrap.wrap(cell, sizes[c], break_on_hyphens=False) or [""] if c in wrap else [cell]
+      for c, cell in enumerate(row)
+    ]
+    for height in range(max(map(len, cells))):
+      parts = [cell[height] if height < len(cell) else "" for cell in cells]
+      aligned = [p.rjust(sizes[c]) if c in right else p.ljust(sizes[c]) for c, p in enumerate(parts)]
+      lines.append(_GAP.join(aligned).rstrip())
+  return "\n".join(lines)
+
+
+def _rules_lines(plan: ShardingPlan, width: int) -> list[str]:
+  if not len(plan.rules.logical):
+    return []
+  shown = ", ".join(
+    f"{name} -> {' | '.join('+'.join(c) or 'whole' for c in options)}"
+    for name, options in plan.rules.logical.items()
+  )
+  return [_hang(f"rules {shown}", width)]
+
+
+def _hang(text: str, width: int) -> str:
+  return textwrap.fill(text, width, subsequent_indent="  ", break_on_hyphens=False, break_long_words=False)
+
+
+def _totals(plan: ShardingPlan) -> list[str]:
+  rows: list[tuple[str, ...]] = []
   for root in ("model", "optimizer"):
     leaves = [leaf for leaf in plan.leaves if leaf.root == root]
     if leaves:
-      total, held = (
-        sum(leaf.bytes for leaf in leaves),
-        sum(leaf.bytes_per_device for leaf in leaves),
-      )
-      elements = sum(leaf.bytes // leaf.dtype.itemsize for leaf in leaves)
-      lines.append(
-        f"{root}: {len(leaves)} arrays, {elements:,} elements, {format_bytes(total)} in all,"
-        f" {format_bytes(held)} per device ({held * plan.mesh.size / max(total, 1):.2f} copies)"
-      )
-  if plan.tx is not None:
-    lines.append(f"together: {format_bytes(plan.bytes_per_device())} per device")
-  return "\n".join(lines)
+      total, held = sum(leaf.bytes for leaf in leaves), sum(leaf.bytes_per_device for leaf in leaves)
+      elements = sum(math.prod(leaf.shape) for leaf in leaves)
+      copies = f"{held * plan.mesh.size / max(total, 1):.2f}"
+      rows.append((root, str(len(leaves)), f"{elements:,}", format_bytes(total), format_bytes(held), copies))
+  if len(rows) > 1:
+    total = sum(leaf.bytes for leaf in plan.leaves)
+    both = (format_bytes(total), format_bytes(plan.bytes_per_device()))
+    rows.append(("together", str(len(plan.leaves)), "", *both, ""))
+  header = ("total", "arrays", "elements", "in all", "per device", "copies")
+  return text_table(header, rows, right=(1, 2, 3, 4, 5)).splitlines()

@@ -14,17 +14,17 @@ import difflib
 import keyword
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from types import EllipsisType
 from typing import Any, Literal
 
 from nnx_parallel.errors import ShardingError
-from nnx_parallel.layout.variables import Entry, Names, Path, path_str
+from nnx_parallel.layout.inputs import InputRules
+from nnx_parallel.layout.variables import Names, Path, path_str
 
 Candidate = tuple[str, ...]
 """Mesh axes that cut one dim together, major to minor; `()` keeps the dim whole."""
 Uneven = Literal["error", "next", "pad", "replicate"]
-PathNames = tuple[Entry | EllipsisType, ...]
-"""The names that a path rule gives; one `...` stands for any number of whole dims."""
+WHOLE_DIMS = "..."
+"""In the names of a path rule: any number of whole dims. Stored as text, so that rules go through JSON."""
 UNEVEN: tuple[Uneven, ...] = ("error", "next", "pad", "replicate")
 
 
@@ -197,7 +197,8 @@ class PathRules:
   Args:
     rules: `(pattern, names)` pairs in order.
     strict: refuse to plan while some parameter matches no rule (all of them are listed), unless a fallback
-      takes it; and while some rule matches nothing.
+      takes it.
+    optional: rules that match nothing are no reason for a note in the plan: a table for a family of models.
 
   Raises:
     ShardingError: a pattern that does not compile, or a value that is not names.
@@ -216,9 +217,10 @@ class PathRules:
     rules: Iterable[tuple[str | Sequence[str], Sequence[Any] | None]] | Mapping[Any, Any],
     *,
     strict: bool = True,
+    optional: bool = False,
   ):
     pairs: list[tuple[Any, Any]] = list(rules.items() if isinstance(rules, Mapping) else rules)
-    self.strict = strict
+    self.strict, self.optional = strict, optional
     self.rules = tuple(PathRule.of(pattern, names) for pattern, names in pairs)
     seen: dict[Any, PathRule] = {}
     for rule in self.rules:
@@ -241,22 +243,22 @@ class PathRules:
     """
     return next((rule for rule in self.rules if rule.matches(path)), None)
 
-  def pairs(self) -> list[tuple[str | tuple[str, ...], PathNames | None]]:
+  def pairs(self) -> list[tuple[str | tuple[str, ...], Names | None]]:
     """The `(pattern, names)` pairs, to edit and build new rules from."""
     return [(rule.pattern, rule.names) for rule in self.rules]
 
   def __eq__(self, other: object) -> bool:
     if not isinstance(other, PathRules):
       return NotImplemented
-    return (self.rules, self.strict) == (other.rules, other.strict)
+    return (self.rules, self.strict, self.optional) == (other.rules, other.strict, other.optional)
 
   def __hash__(self) -> int:
-    return hash((self.rules, self.strict))
+    return hash((self.rules, self.strict, self.optional))
 
   def __repr__(self) -> str:
     lines = [f"  ({rule.pattern!r}, {show_names(rule.names)})," for rule in self.rules]
-    end = "])" if self.strict else "], strict=False)"
-    return "\n".join(["PathRules([", *lines, end])
+    options = ("" if self.strict else ", strict=False") + (", optional=True" if self.optional else "")
+    return "\n".join(["PathRules([", *lines, f"]{options})"])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -264,7 +266,7 @@ class PathRule:
   """One pattern and the names it gives; see `PathRules`."""
 
   pattern: str | tuple[str, ...]
-  names: PathNames | None
+  names: Names | None
 
   @classmethod
   def of(cls, pattern: str | Sequence[str], names: Any) -> PathRule:
@@ -283,12 +285,13 @@ class PathRule:
     if names is None:
       return cls(window, None)
     entries: tuple[Any, ...] = tuple(names) if isinstance(names, (tuple, list)) else ()
+    entries = tuple(WHOLE_DIMS if entry is ... else entry for entry in entries)
     if not isinstance(names, (tuple, list)) or not all(map(_is_path_entry, entries)):
       raise ShardingError(
         f"path rule {window!r} has the value {names!r}, which is not one name for each dim.",
         fix=f"({names!r}, None), or None to keep the parameter whole.",
       )
-    if entries.count(...) > 1:
+    if entries.count(WHOLE_DIMS) > 1:
       raise ShardingError(
         f"path rule {window!r} has the value {show_names(entries)}, with two ....",
         fix="keep one; it stands for any number of whole dims.",
@@ -311,11 +314,11 @@ class PathRule:
     if self.names is None:
       return None
     names: list[Any] = list(self.names)
-    if ... in names:
-      at = names.index(...)
+    if WHOLE_DIMS in names:
+      at = names.index(WHOLE_DIMS)
       names[at : at + 1] = [None] * (ndim - len(names) + 1)
     if len(names) != ndim:
-      given = len(self.names) - self.names.count(...)
+      given = len(self.names) - self.names.count(WHOLE_DIMS)
       raise ShardingError(
         f"path rule {self.pattern!r} gives {given} names to {where}, an array of {ndim} dims.",
         details=f"names {show_names(self.names)}",
@@ -399,31 +402,41 @@ def error() -> Fallback:
 
 @dataclasses.dataclass(frozen=True)
 class RuleSet:
-  """All the rules of a plan: path rules give names, logical rules map names, the fallback takes the rest."""
+  """All the rules of a plan; printed as the list of rules that it was made from.
+
+  Attributes:
+    logical: logical name -> mesh axes.
+    paths: names for parameters that nobody annotated, by path.
+    fallback: what happens to parameters without names.
+    inputs: how inputs are split, where the `batch` rule on dim 0 is not enough.
+  """
 
   logical: LogicalRules = dataclasses.field(default_factory=LogicalRules)
   paths: tuple[PathRules, ...] = ()
   fallback: Fallback | None = None
+  inputs: InputRules | None = None
 
   @classmethod
   def of(cls, rules: Any) -> RuleSet:
     """Reads whatever the `rules` argument may be: one kind of rule, a preset, a mapping, or a sequence.
 
     Args:
-      rules: None, `LogicalRules`, a mapping of logical names, `PathRules`, a fallback, a `RuleSet`, or a
-        sequence of these.
+      rules: None, `LogicalRules`, a mapping of logical names, `PathRules`, a fallback, `InputRules`, a
+        `RuleSet`, or a sequence of these.
 
     Returns:
       One `RuleSet`.
 
     Raises:
-      ShardingError: two logical tables that disagree, two fallbacks, or something that is not a rule.
+      ShardingError: two logical tables, fallbacks or input rules that disagree, or something that is not a
+        rule.
     """
     if isinstance(rules, RuleSet):
       return rules
     logical: LogicalRules | None = None
     paths: list[PathRules] = []
     fallback: Fallback | None = None
+    inputs: InputRules | None = None
     for item in _flatten(rules):
       if isinstance(item, LogicalRules):
         logical = item if logical is None else _merge(logical, item)
@@ -436,27 +449,45 @@ class RuleSet:
             fix="keep one; the fallback is what comes last.",
           )
         fallback = item
+      elif isinstance(item, InputRules):
+        if inputs not in (None, item):
+          raise ShardingError(f"two input rules: {inputs} and {item}.", fix="keep one of them.")
+        inputs = item
       else:
         raise ShardingError(
           f"{item!r} is not a sharding rule.",
           fix='pass LogicalRules(embed="fsdp"), PathRules([...]), fsdp(), replicate(), or a list of these.',
         )
-    return cls(logical if logical is not None else LogicalRules(), tuple(paths), fallback)
+    return cls(logical if logical is not None else LogicalRules(), tuple(paths), fallback, inputs)
+
+  def replace(self, **rules: Any) -> RuleSet:
+    """A copy with some logical rules replaced or added: how a preset is edited.
+
+    Args:
+      **rules: logical name -> candidates, as in `LogicalRules`.
+
+    Returns:
+      New rules; `self` is unchanged.
+
+    Example:
+      >>> import nnx_parallel as nxp
+      >>> nxp.presets.data_parallel().replace(batch=("data", "fsdp"))
+      [LogicalRules(batch=('data', 'fsdp'), unknown='whole'), replicate()]
+    """
+    return dataclasses.replace(self, logical=self.logical.replace(**rules))
 
   def __repr__(self) -> str:
-    parts = [repr(self.logical)] if len(self.logical) else []
-    parts += [repr(item) for item in (*self.paths, self.fallback) if item is not None]
-    return f"[{', '.join(parts)}]"
+    return f"[{', '.join(map(repr, _flatten(self)))}]"
 
 
 def _flatten(rules: Any) -> Iterator[Any]:
   if rules is None:
     return
   if isinstance(rules, RuleSet):
-    yield rules.logical
+    if rules.logical != LogicalRules():
+      yield rules.logical
     yield from rules.paths
-    if rules.fallback is not None:
-      yield rules.fallback
+    yield from (item for item in (rules.fallback, rules.inputs) if item is not None)
   elif isinstance(rules, Mapping) and not isinstance(rules, LogicalRules):
     yield LogicalRules(rules)  # pyright: ignore[reportUnknownArgumentType]
   elif isinstance(rules, Sequence) and not isinstance(rules, str):
@@ -519,14 +550,14 @@ def _candidates(name: str, value: Any) -> tuple[Candidate, ...]:
 def _is_path_entry(entry: Any) -> bool:
   if isinstance(entry, (tuple, list)):
     return all(isinstance(name, str) for name in entry)  # pyright: ignore[reportUnknownVariableType]
-  return entry is None or entry is ... or isinstance(entry, str)
+  return entry is None or isinstance(entry, str)
 
 
 def show_names(names: Sequence[Any] | None) -> str:
   """Names as they would be typed: `('embed', ..., None)`."""
   if names is None:
     return "None"
-  shown = ["..." if entry is ... else repr(entry) for entry in names]
+  shown = ["..." if entry == WHOLE_DIMS else repr(entry) for entry in names]
   return f"({shown[0]},)" if len(shown) == 1 else f"({', '.join(shown)})"
 
 

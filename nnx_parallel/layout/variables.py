@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Hashable, Mapping, Sequence
 from typing import Any, cast
 
@@ -10,6 +11,7 @@ from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
 from nnx_parallel.errors import ShardingError
+from nnx_parallel.layout.padding import PADDED, logical_kind
 
 Path = tuple[Hashable, ...]
 Entry = str | tuple[str, ...] | None
@@ -19,6 +21,19 @@ Names = tuple[Entry, ...]
 DECLARED = "declared_sharding"
 """Metadata key under which creation keeps what the user wrote: `(names, sharding_rules)`."""
 _NAME_KEYS = ("out_sharding", "sharding", "sharding_names")
+_FLAX_KEYS = frozenset(
+  (
+    *_NAME_KEYS,
+    DECLARED,
+    PADDED,
+    "sharding_rules",
+    "mesh",
+    "optimizer_sharding",
+    "eager_sharding",
+    "hijax",
+    "ref",
+  )
+)
 
 
 def path_str(path: Path) -> str:
@@ -39,6 +54,41 @@ def variables(module: Any) -> dict[Path, Any]:
   return dict(nnx.to_flat_state(nnx.state(module)))
 
 
+def aliases(module: Any) -> dict[Path, tuple[Path, ...]]:
+  """The other paths of tied Variables and shared submodules.
+
+  Args:
+    module: a live or abstract module.
+
+  Returns:
+    Path in `variables(module)` -> the other paths of the same Variable; only for those that have any.
+
+  Example:
+    >>> from flax import nnx
+    >>> from nnx_parallel.layout.variables import aliases
+    >>> module = nnx.Linear(2, 2, rngs=nnx.Rngs(0))
+    >>> module.transposed = module.kernel
+    >>> aliases(module)
+    {('kernel',): (('transposed',),)}
+  """
+  groups = [[tuple(path) for path in group] for group in nnx.find_duplicates(module)]
+  if not groups:
+    return {}
+  result: dict[Path, tuple[Path, ...]] = {}
+  for path in variables(module):
+    others = [
+      (*other, *path[len(member) :])
+      for group in groups
+      for member in group
+      if path[: len(member)] == member
+      for other in group
+      if other != member
+    ]
+    if others:
+      result[path] = tuple(dict.fromkeys(others))
+  return result
+
+
 def value_of(leaf: Any) -> Any:
   """The array (or `ShapeDtypeStruct`) of a Variable, or the leaf itself when it is a raw array."""
   return leaf.get_raw_value() if isinstance(leaf, nnx.Variable) else leaf
@@ -46,7 +96,7 @@ def value_of(leaf: Any) -> Any:
 
 def kind_of(leaf: Any) -> str:
   """The Variable's type name, or `array` for a raw array."""
-  return type(leaf).__name__ if isinstance(leaf, nnx.Variable) else "array"
+  return logical_kind(leaf).__name__ if isinstance(leaf, nnx.Variable) else "array"
 
 
 def is_rng(leaf: Any) -> bool:
@@ -54,7 +104,7 @@ def is_rng(leaf: Any) -> bool:
   if isinstance(leaf, nnx.RngState):
     return True
   dtype = getattr(value_of(leaf), "dtype", None)
-  return dtype is not None and jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key)
+  return dtype is not None and jax.numpy.issubdtype(dtype, jax.dtypes.prng_key)
 
 
 def declared(leaf: Any, *, where: str) -> tuple[Names | None, dict[str, Any]]:
@@ -76,6 +126,7 @@ def declared(leaf: Any, *, where: str) -> tuple[Names | None, dict[str, Any]]:
   if not isinstance(leaf, nnx.Variable):
     return None, {}
   metadata = cast(Mapping[str, Any], leaf.get_metadata())
+  _check_keys(metadata, where)
   ndim = len(value_of(leaf).shape)
   if DECLARED in metadata and len(metadata[DECLARED][0] or ()) in (0, ndim):
     names, rules = metadata[DECLARED]
@@ -86,6 +137,21 @@ def declared(leaf: Any, *, where: str) -> tuple[Names | None, dict[str, Any]]:
   names = _to_names(metadata[key], ndim, where=where, key=key)
   rules = _own_rules(metadata.get("sharding_rules") or (), where=where)
   return names, rules
+
+
+def _check_keys(metadata: Mapping[str, Any], where: str) -> None:
+  # flax ignores a key that it does not know, so a misspelt annotation would leave the array whole.
+  for key in metadata.keys() - _FLAX_KEYS:
+    meant = difflib.get_close_matches(
+      key, ("out_sharding", "sharding_names", "sharding_rules"), 1, cutoff=0.85
+    )
+    if meant or key in ("shardings", "partition_spec", "pspec"):
+      name = meant[0] if meant else "out_sharding"
+      raise ShardingError(
+        f"{where}: the metadata key {key!r} means nothing to flax, so it would be ignored.",
+        details=f"value {metadata[key]!r}",
+        fix=f"did you mean {name!r}? {name}={metadata[key]!r}",
+      )
 
 
 def _own_rules(rules: Any, *, where: str) -> dict[str, Any]:

@@ -95,7 +95,7 @@ def batches(start: int = 0, *, split: str = "train") -> Iterator[Batch]:
   Args:
     start: the cursor: how many images were consumed before. Image `i` of the run is a function of
       the seed and `i` alone; each epoch is a new permutation of the training images.
-    split: `"train"`, endless; or `"held_out"`, 384 images that are never trained on.
+    split: `"train"`, endless; or `"held_out"`, 384 images, drawn once, that are never trained on.
 
   Raises:
     RecipeError: an unknown split, or scikit-learn is not installed.
@@ -126,7 +126,10 @@ def _epoch(epoch: int, count: int) -> np.ndarray:
 
 @functools.cache
 def read_digits() -> tuple[np.ndarray, np.ndarray]:
-  """All pixels, float32 (1797, 64) between 0 and 1, and labels, int32 (1797,)."""
+  """Pixels, float32 (1797, 64) between 0 and 1, and labels, int32 (1797,), in a fixed random order.
+
+  Shuffled, so that the held-out images come from everywhere in the data set.
+  """
   try:
     from sklearn.datasets import load_digits
   except ModuleNotFoundError as error:
@@ -136,4 +139,5 @@ def read_digits() -> tuple[np.ndarray, np.ndarray]:
       fix="pip install 'nnx-parallel[digits]'",
     ) from error
   pixels, labels = load_digits(return_X_y=True)
-  return (pixels / 16.0).astype(np.float32), labels.astype(np.int32)
+  order = np.random.default_rng(SEED).permutation(len(labels))
+  return (pixels[order] / 16.0).astype(np.float32), labels[order].astype(np.int32)

@@ -25,6 +25,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
+from jax.typing import ArrayLike
 
 import nnx_parallel as nxp
 from nnx_parallel.errors import RecipeError
@@ -314,6 +315,8 @@ def generate(
 
   The whole window is run again for each byte: plain, and quick enough for a line of text.
   """
+  if not prompt:
+    raise RecipeError("generate needs a prompt of at least one byte.", fix='prompt=b"\\n"')
   quiet = nnx.view(model, deterministic=True, raise_if_not_found=False)
   context = np.zeros(window, np.int32)
   recent = np.frombuffer(prompt, np.uint8)[-window:]
@@ -326,10 +329,10 @@ def generate(
 @functools.partial(nnx.jit, static_argnames="length")
 def _continue(
   model: TextLM,
-  context: jax.Array,
-  used: jax.Array | int,
+  context: ArrayLike,
+  used: ArrayLike,
   key: jax.Array,
-  temperature: jax.Array,
+  temperature: ArrayLike,
   length: int,
 ) -> jax.Array:
   def one_byte(

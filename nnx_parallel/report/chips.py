@@ -36,6 +36,7 @@ class Chip:
     links: ICI links that one mesh axis can use at a time (2 on a ring: both directions); 1 on NVLink.
     network_bandwidth: bytes per second in one direction between hosts (GPU) or slices (TPU).
     domain: devices that the fast links join, or None when the topology says so.
+    devices_per_chip: JAX devices that one chip of a topology's name makes.
   """
 
   name: str
@@ -48,6 +49,7 @@ class Chip:
   links: int
   network_bandwidth: float
   domain: int | None
+  devices_per_chip: int = 1
 
   def peak(self, dtype: str) -> float:
     """Peak FLOP per second for matrix products in `dtype` (`"bfloat16"` where it is not listed)."""
@@ -68,9 +70,10 @@ def _tpu(
 ) -> Chip:
   # Float32 products run as three (TPU v5, v6) bfloat16 passes at the `HIGH` precision.
   flops = {"bfloat16": bf16, "int8": int8, "float32": bf16 / 3}
-  # Between slices: 100 Gb/s of data-centre network per chip, the scaling book's planning figure.
+  # Between slices: 6.25 GB/s of data-centre network per chip, the scaling book's planning figure.
+  halves = 2 if name == "tpu7x" else 1
   return Chip(
-    name, "tpu", int(gib * _GIB), int(usable_gib * _GIB), bandwidth, flops, link, 2, 6.25e9, None
+    name, "tpu", int(gib * _GIB), int(usable_gib * _GIB), bandwidth, flops, link, 2, 6.25e9, None, halves
   )  # fmt: skip
 
 

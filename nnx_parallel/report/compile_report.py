@@ -18,7 +18,8 @@ from nnx_parallel.layout.mesh import axis_sizes, is_explicit
 from nnx_parallel.layout.plan import ShardingPlan
 from nnx_parallel.layout.variables import Path, path_str, variables
 from nnx_parallel.report import hlo
-from nnx_parallel.report.chips import Chip, chip as chip_named, chip_of
+from nnx_parallel.report.chips import Chip, chip_of
+from nnx_parallel.report.chips import chip as chip_named
 from nnx_parallel.report.collectives import Collective, collectives
 from nnx_parallel.report.compiler import Compiled, MemoryStats, memory_stats, run_compiler
 from nnx_parallel.report.cost import Cost, cost
@@ -63,6 +64,7 @@ class CompileReport:
     collectives: what is sent, in program order.
     reshards: tensors made whole on each device against the layout's intention.
     seconds: time the compiler took.
+    quantities: global sizes in bytes that budgets can name: `params`, `optimizer`, `batch`.
   """
 
   target: str
@@ -78,6 +80,7 @@ class CompileReport:
   collectives: tuple[Collective, ...]
   reshards: tuple[Reshard, ...]
   seconds: float
+  quantities: Mapping[str, int]
 
   @property
   def available_bytes(self) -> int | None:
@@ -93,6 +96,11 @@ class CompileReport:
     """Payload bytes per step, grouped by fields of `Collective`, largest first.
 
     Example:
+      >>> import jax
+      >>> import jax.numpy as jnp
+      >>> from jax.sharding import AxisType
+      >>> from jax.sharding import NamedSharding
+      >>> from jax.sharding import PartitionSpec as P
       >>> mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
       >>> x = jax.device_put(jnp.ones((8, 8)), NamedSharding(mesh, P("data")))
       >>> report = compile_report(jax.jit(lambda x: x.sum(0)).lower(x))
@@ -154,6 +162,10 @@ def compile_report(
       as the plan, its compiler is not installed, or it refuses the program for another reason than memory.
 
   Example:
+    >>> import jax
+    >>> import jax.numpy as jnp
+    >>> import optax
+    >>> from flax import nnx
     >>> import nnx_parallel as nxp
     >>> init = lambda: nnx.Linear(8, 8, use_bias=False, rngs=nnx.Rngs(0))
     >>> plan = nxp.plan(init, nxp.make_mesh(fsdp=8), nxp.fsdp(min_size=0), optimizer=optax.sgd(0.1))
@@ -165,19 +177,25 @@ def compile_report(
   if isinstance(step, jax.stages.Lowered | jax.stages.Compiled):
     return report_of(step, chip=chip)
   if plan is None:
-    return report_of(step.lower(*args), chip=chip)
+    return report_of(_plain(step.lower(*args)), chip=chip)
   here = _placed(plan, topology)
   objects = instantiate(here, {root: here.abstract_state(root) for root in ("model", "optimizer")})
   objects = objects if isinstance(objects, tuple) else (objects,)
   lowered = step.lower(*objects, abstract_batch(here, batch), *args)
   names = [_plan_name(path) for path in variables(objects)]
   return report_of(
-    lowered,
+    _plain(lowered),
     axes=axis_sizes(here.mesh),
     chip=chip,
     categories=state_categories(here),
     names={f"arrays[{index}]": name for index, name in enumerate(names)},
+    quantities=_quantities(here, batch),
   )
+
+
+def _plain(lowered: Any) -> jax.stages.Lowered:
+  """What JAX lowered; `nnx.jit` wraps it."""
+  return lowered if isinstance(lowered, jax.stages.Lowered) else lowered.lowered
 
 
 def abstract_batch(plan: ShardingPlan, batch: Any) -> Any:
@@ -202,6 +220,14 @@ def state_categories(plan: ShardingPlan) -> dict[str, int]:
     kind = "parameters" if "Param" in leaf.kind else "other model state"
     sums["optimizer" if leaf.root == "optimizer" else kind] += leaf.bytes_per_device
   return sums
+
+
+def _quantities(plan: ShardingPlan, batch: Any) -> dict[str, int]:
+  return {
+    "params": sum(x.bytes for x in plan.leaves if x.root == "model" and "Param" in x.kind),
+    "optimizer": sum(x.bytes for x in plan.leaves if x.root == "optimizer"),
+    "batch": sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(batch)),
+  }
 
 
 def _placed(plan: ShardingPlan, text: str | None) -> ShardingPlan:
@@ -232,7 +258,7 @@ def report_of(
   chip: Chip | str | None = None,
   categories: Mapping[str, int] | None = None,
   names: Mapping[str, str] | None = None,
-  device_kind: str = "",
+  quantities: Mapping[str, int] | None = None,
 ) -> CompileReport:
   """Reports on a program that JAX has lowered or compiled.
 
@@ -243,7 +269,7 @@ def report_of(
     chip: whose memory decides the verdict; by default that of the devices compiled for.
     categories: bytes per device of the arguments by category; what is left is called "inputs".
     names: argument as JAX names it -> name to print.
-    device_kind: kind of the devices, where the arguments are on an abstract mesh.
+    quantities: global sizes in bytes that budgets can name.
 
   Raises:
     ReportError: no mesh is known, or the compiler fails for another reason than memory.
@@ -259,9 +285,10 @@ def report_of(
       "the program's arguments are on no mesh.", fix="compile_report(step, ..., axes=dict(mesh.shape))."
     )
   device = mesh.abstract_device if mesh is not None else None
-  kind = device_kind or (device.device_kind if device else "")
+  kind = device.device_kind if device else ""
   figures = chip_named(chip) if chip is not None else chip_of(kind)
-  return _assemble(done, axes, kind, figures, categories or {}, names or {})
+  report = _assemble(done, axes, kind, figures, categories or {}, names or {})
+  return dataclasses.replace(report, quantities=dict(quantities or {}))
 
 
 def _assemble(
@@ -292,9 +319,15 @@ def _assemble(
     arguments=arguments,
     categories=_categories(memory, need, categories),
     cost=Cost(cost(split).flops, cost(program).hbm_bytes),
-    collectives=collectives(program, axes),
+    collectives=tuple(
+      dataclasses.replace(
+        c, parameters=tuple(names.get(p, p) for p in c.parameters), op=names.get(c.op, c.op)
+      )
+      for c in collectives(program, axes)
+    ),
     reshards=find_reshards(done.log, split.frames),
     seconds=done.seconds,
+    quantities={},
   )
 
 
@@ -323,9 +356,7 @@ def _arguments(program: hlo.Program, text: str, names: Mapping[str, str]) -> tup
   found = hlo.after(head, "input_output_alias=")
   donated = {int(number) for number in _ALIASES.findall(found)}
   arguments = [
-    Argument(
-      names.get(i.op_name, i.op_name or i.name), i.bytes, not text or int(i.arguments) in donated
-    )
+    Argument(names.get(i.op_name, i.op_name or i.name), i.bytes, not text or int(i.arguments) in donated)
     for i in program.entry.instructions
     if i.opcode == "parameter"
   ]

@@ -45,25 +45,72 @@ _NO_TPU_HERE: Mapping[str, str] = {
 
 
 @dataclasses.dataclass(frozen=True)
-class Topology:
-  """Devices of a named machine, for compiling only.
+class Machine:
+  """What the name of a topology says, without any compiler.
 
   Attributes:
-    text: what it was made from, e.g. `"tpu:v5e:4x4"`.
+    text: the name.
     chip: published figures of one device.
-    devices: in the order of the platform.
+    size: chips along each dim of a slice; hosts x GPUs; or the number of CPU devices.
     slices: groups of devices with fast links inside: TPU slices or NVLink hosts.
+    devices: JAX devices in all.
   """
 
   text: str
   chip: Chip
-  devices: tuple[jax.Device, ...]
+  size: tuple[int, ...]
   slices: int
+  devices: int
 
   @property
   def slice_size(self) -> int:
     """Devices of one slice."""
-    return len(self.devices) // self.slices
+    return self.devices // self.slices
+
+
+@dataclasses.dataclass(frozen=True)
+class Topology:
+  """Devices of a named machine, for compiling only; `devices` are in the order of the platform."""
+
+  machine: Machine
+  devices: tuple[jax.Device, ...]  # pyright: ignore[reportInvalidTypeForm]
+
+
+def machine(text: str) -> Machine:
+  """Reads the name of a topology; see the table at the top of this module.
+
+  Raises:
+    ReportError: the text cannot be read, or the chip is unknown.
+
+  Example:
+    >>> machine("gpu:h100:32x8").devices
+    256
+  """
+  here = _CPU.fullmatch(text)
+  if here:
+    return Machine(text, chip("cpu"), (int(here["count"]),), 1, int(here["count"]))
+  match = _TEXT.fullmatch(text)
+  if not match:
+    raise ReportError(
+      f"cannot read the topology {text!r}.",
+      fix="write tpu:v5e:4x4, tpu:v5p:4x4x4*2 (two slices), gpu:h100:2x8 (hosts x GPUs) or cpu:8.",
+    )
+  kind, size = chip(match["chip"]), tuple(int(n) for n in match["size"].split("x"))
+  if kind.platform != match["platform"]:
+    raise ReportError(
+      f"{kind.name} is a {kind.platform.upper()}, not a {match['platform'].upper()}.",
+      details=f"topology {text!r}",
+      fix=f"write {text.replace(match['platform'], kind.platform, 1)}.",
+    )
+  slices = int(match["slices"] or 1)
+  if kind.platform == "tpu":
+    return Machine(text, kind, size, slices, math.prod(size) * slices * kind.devices_per_chip)
+  if len(size) > 2 or slices > 1:
+    raise ReportError(
+      f"cannot read the GPU topology {text!r}.", fix=f"hosts x GPUs per host: gpu:{kind.name}:2x8."
+    )
+  size = size if len(size) == 2 else (1, *size)
+  return Machine(text, kind, size, size[0], math.prod(size))
 
 
 def topology(text: str) -> Topology:
@@ -79,25 +126,8 @@ def topology(text: str) -> Topology:
     >>> len(topology("cpu:8").devices)
     8
   """
-  here = _CPU.fullmatch(text)
-  if here:
-    return _local(text, int(here["count"]))
-  match = _TEXT.fullmatch(text)
-  if not match:
-    raise ReportError(
-      f"cannot read the topology {text!r}.",
-      fix="write tpu:v5e:4x4, tpu:v5p:4x4x4*2 (two slices), gpu:h100:2x8 (hosts x GPUs) or cpu:8.",
-    )
-  size = tuple(int(n) for n in match["size"].split("x"))
-  slices = int(match["slices"] or 1)
-  kind = chip(match["chip"])
-  if kind.platform != match["platform"]:
-    raise ReportError(
-      f"{kind.name} is a {kind.platform.upper()}, not a {match['platform'].upper()}.",
-      details=f"topology {text!r}",
-      fix=f"topology({text.replace(match['platform'], kind.platform, 1)!r}).",
-    )
-  return _tpu(text, kind, size, slices) if kind.platform == "tpu" else _gpu(text, kind, size, slices)
+  named = machine(text)
+  return {"cpu": _local, "tpu": _tpu, "gpu": _gpu}[named.chip.platform](named)
 
 
 def topology_mesh(text: str, *, explicit: bool = False, **axes: int) -> Mesh:
@@ -135,14 +165,14 @@ def _fill(text: str, axes: Mapping[str, int], count: int) -> dict[str, int]:
 def _arrange(found: Topology, shape: tuple[int, ...]) -> np.ndarray[Any, Any]:
   """Device order: neighbours on TPU tori; slices and hosts along the major axes."""
   devices = list(found.devices)
-  if found.chip.platform != "tpu":
+  if found.machine.chip.platform != "tpu":
     return np.array(devices).reshape(shape)
-  outer = _outer_shape(shape, found.slices)
+  outer = _outer_shape(shape, found.machine.slices)
   if outer is None:
     return np.array(devices).reshape(shape)
   inner = tuple(size // across for size, across in zip(shape, outer, strict=True))
   options: dict[str, Any] = {"allow_split_physical_axes": True}
-  if found.slices == 1:
+  if found.machine.slices == 1:
     return mesh_utils.create_device_mesh(inner, devices, **options)
   return mesh_utils.create_hybrid_device_mesh(inner, outer, devices, **options)
 
@@ -157,56 +187,54 @@ def _outer_shape(shape: tuple[int, ...], slices: int) -> tuple[int, ...] | None:
   return tuple(outer) if left == 1 else None
 
 
-def _local(text: str, count: int) -> Topology:
+def _local(named: Machine) -> Topology:
   devices = jax.devices("cpu")
-  if len(devices) < count:
+  if len(devices) < named.devices:
     raise ReportError(
-      f"{text} needs {count} devices, this process has {len(devices)}.",
-      fix=f"start it with XLA_FLAGS=--xla_force_host_platform_device_count={count} JAX_PLATFORMS=cpu.",
+      f"{named.text} needs {named.devices} devices, this process has {len(devices)}.",
+      fix="start it with "
+      f"XLA_FLAGS=--xla_force_host_platform_device_count={named.devices} JAX_PLATFORMS=cpu.",
     )
-  return Topology(text, chip("cpu"), tuple(devices[:count]), 1)
+  return Topology(named, tuple(devices[: named.devices]))
 
 
-def _tpu(text: str, kind: Chip, size: tuple[int, ...], slices: int) -> Topology:
+def _tpu(named: Machine) -> Topology:
   if importlib.util.find_spec("libtpu") is None:
-    raise _missing(text, "TPU", "tpu-aot")
+    raise _missing(named.text, "TPU", "tpu-aot")
   if not glob.glob("/dev/accel*") and not glob.glob("/dev/vfio/*"):
     for variable, value in _NO_TPU_HERE.items():
       os.environ.setdefault(variable, value)
-  options: dict[str, Any] = {"num_slices": slices} if slices > 1 else {}
-  if kind.name in _HOST_BOUNDS:
+  options: dict[str, Any] = {"num_slices": named.slices} if named.slices > 1 else {}
+  if named.chip.name in _HOST_BOUNDS:
     # A real v4 or v5p slice is a torus: without the wrap links the compiler picks other collectives.
-    options |= {"chip_config_name": "megacore", "chips_per_host_bounds": _HOST_BOUNDS[kind.name]}
-    if all(n % 4 == 0 for n in size):
-      options["wrap"] = (True,) * len(size)
-  name = f"{kind.name}:{'x'.join(map(str, size))}"
+    options |= {"chip_config_name": "megacore", "chips_per_host_bounds": _HOST_BOUNDS[named.chip.name]}
+    if all(n % 4 == 0 for n in named.size):
+      options["wrap"] = (True,) * len(named.size)
+  name = f"{named.chip.name}:{'x'.join(map(str, named.size))}"
   try:
     found = topologies.get_topology_desc(platform="tpu", topology_name=name, **options)
   except RuntimeError as error:
     raise ReportError(
-      f"the TPU compiler does not know the topology {text!r}.",
+      f"the TPU compiler does not know the topology {named.text!r}.",
       details=str(error)[:300],
       fix="v5e and v6e take two numbers (tpu:v5e:4x4), v4, v5p and tpu7x three (tpu:v5p:4x4x4).",
     ) from error
-  return Topology(text, kind, tuple(found.devices), slices)
+  return Topology(named, tuple(found.devices))
 
 
-def _gpu(text: str, kind: Chip, size: tuple[int, ...], slices: int) -> Topology:
+def _gpu(named: Machine) -> Topology:
   if importlib.util.find_spec("jax_plugins") is None or not any(
     importlib.util.find_spec(f"jax_plugins.xla_cuda{version}") for version in (12, 13)
   ):
-    raise _missing(text, "NVIDIA", "gpu-aot")
-  if len(size) > 2 or slices > 1:
-    raise ReportError(
-      f"cannot read the GPU topology {text!r}.", fix=f"hosts x GPUs per host: gpu:{kind.name}:2x8."
-    )
-  hosts, per_host = size if len(size) == 2 else (1, size[0])
+    raise _missing(named.text, "NVIDIA", "gpu-aot")
   # Lets the plugin load on a machine without a driver.
   os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
   found = topologies.get_topology_desc(
-    platform="cuda", target_config=target_text(kind), topology=f"{hosts}x1x{per_host}"
+    platform="cuda",
+    target_config=target_text(named.chip),
+    topology=f"{named.size[0]}x1x{named.size[1]}",
   )
-  return Topology(text, kind, tuple(found.devices), hosts)
+  return Topology(named, tuple(found.devices))
 
 
 def _missing(text: str, compiler: str, extra: str) -> ReportError:

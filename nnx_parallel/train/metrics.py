@@ -198,7 +198,7 @@ def draw_curves(
 
 
 def _draw_panel(panel: Any, steps: Sequence[float], values: Sequence[float], name: str) -> None:
-  window = max(1, len(values) // 20)
+  window = len(values) // 40 * 2 + 1
   smooth = running_mean(values, window)
   panel.plot(steps, values, color="#9db8d2", linewidth=1, label="each step")
   panel.plot(steps, smooth, color="#1f4e79", linewidth=2, label=f"mean of {window}")
@@ -212,11 +212,12 @@ def _draw_panel(panel: Any, steps: Sequence[float], values: Sequence[float], nam
 
 
 def running_mean(values: Sequence[float], window: int) -> list[float]:
-  """Mean of each value and those before it, `window` in all.
+  """Mean of each value and its neighbours, `window` (odd) in all, fewer at the ends.
 
   Example:
-    >>> running_mean([4.0, 2.0, 6.0], 2)
-    [4.0, 3.0, 4.0]
+    >>> running_mean([4.0, 2.0, 6.0], 3)
+    [3.0, 4.0, 4.0]
   """
-  parts = [values[max(0, i + 1 - window) : i + 1] for i in range(len(values))]
+  half = window // 2
+  parts = [values[max(0, i - half) : i + half + 1] for i in range(len(values))]
   return [math.fsum(part) / len(part) for part in parts]

@@ -10,6 +10,7 @@ from rich import progress as bars
 from rich.console import Console
 
 TIMES = ("seconds", "tokens_per_second")
+NARROW = 100  # columns; a narrower terminal shows no metric but the loss
 
 
 class StepProgress:
@@ -50,7 +51,7 @@ class StepProgress:
   def _make_bar(self) -> bars.Progress:
     bar = bars.Progress(
       bars.TextColumn("step {task.completed}/{task.total}"),
-      bars.BarColumn(bar_width=24),
+      bars.BarColumn(bar_width=12 if self._console.width < NARROW else 24),
       bars.TextColumn("{task.description}"),
       bars.TextColumn("eta"),
       bars.TimeRemainingColumn(compact=True),
@@ -64,9 +65,11 @@ class StepProgress:
 
     Args:
       step: its number; the first is 1.
-      values: its metrics, with `seconds` and `tokens_per_second` as `StepClock` gives them.
+      values: its metrics, `loss` among them, and the `seconds` and `tokens_per_second` of `StepClock`.
     """
     if self._bar is not None:
+      if self._console.width < NARROW:
+        values = {name: values[name] for name in ("loss", *TIMES)}
       self._bar.update(self._bar.task_ids[0], completed=step, description=self._text(values))
     elif step == self._steps or (not self._quiet and self._is_due(step)):
       width = len(str(self._steps))
@@ -78,7 +81,9 @@ class StepProgress:
   def _text(self, values: Mapping[str, float]) -> str:
     shown = [f"{k} {v:.4f}" for k, v in values.items() if k not in TIMES]
     rate = f"{values['tokens_per_second']:,.0f} {self._unit}/s"
-    return "  ".join([*shown, rate, f"{values['seconds'] * 1e3:.0f} ms/step"])
+    milliseconds = values["seconds"] * 1e3
+    digits = 1 if milliseconds < 10 else 0
+    return "  ".join([*shown, rate, f"{milliseconds:.{digits}f} ms/step"])
 
   def __enter__(self) -> Self:
     if self._bar is not None:

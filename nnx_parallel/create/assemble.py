@@ -1,0 +1,138 @@
+"""Runs a cut constructor: compiles each group of equal slices once, and runs it for each member."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import math
+import os
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.extend.core as jex
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from nnx_parallel.create.cut import SMALL, Cut, Slice, evaluate, read
+from nnx_parallel.layout.mesh import axis_sizes
+from nnx_parallel.layout.resolve import extend_spec
+from nnx_parallel.layout.rules import fsdp
+
+IN_FLIGHT = 64 * 2**20
+"""Bytes of results that may be under way before the next slice waits; each slice also holds temporaries."""
+
+
+def assemble(pieces: Cut, shardings: Sequence[NamedSharding], mesh: Mesh) -> list[jax.Array]:
+  """Makes every output of a cut constructor, slice by slice.
+
+  Args:
+    pieces: the cut constructor.
+    shardings: the sharding of each output, on `mesh`.
+    mesh: real devices, Auto axes.
+
+  Returns:
+    One array (global shape) for each output, each in buffers of its own.
+  """
+  feed = _Feed(pieces, shardings, mesh)
+  with jax.set_mesh(mesh):
+    lowered = [_lower(group[0], feed, shardings) for group in pieces.groups]
+  # XLA compiles outside the interpreter lock, so several programs compile at a time.
+  with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
+    programs = list(pool.map(lambda stage: stage.compile(), lowered))
+  made = {i: put(feed.host(value), shardings[i]) for i, value in pieces.given.items()}
+  under_way = 0
+  for group, program in zip(pieces.groups, programs, strict=True):
+    for piece in group:
+      arrays = program(*[feed(value, piece) for value in piece.inputs])
+      made.update(zip(piece.outputs, arrays, strict=True))
+      under_way += sum(array.nbytes for array in arrays)
+      if under_way > IN_FLIGHT:
+        jax.block_until_ready(arrays)
+        under_way = 0
+  return [made[i] for i in range(len(shardings))]
+
+
+def put(value: Any, sharding: NamedSharding) -> jax.Array:
+  """Places an array in its shards, in buffers that nothing else holds.
+
+  Args:
+    value: a numpy array (global shape), of which only what local devices need is read; or a jax array.
+    sharding: where to.
+
+  Returns:
+    The array in that sharding.
+  """
+  if isinstance(value, jax.Array):
+    return jax.device_put(value, sharding, may_alias=False)
+  # jax may use numpy's own memory for an array, so each shard is copied.
+  return jax.make_array_from_callback(value.shape, sharding, lambda index: np.array(value[index]))
+
+
+class _Feed:
+  """What goes into slices: tiny values and numbers, placed once each; constants, in pieces."""
+
+  def __init__(self, pieces: Cut, shardings: Sequence[NamedSharding], mesh: Mesh):
+    self.mesh, self.shardings = mesh, shardings
+    self.values = dict(pieces.constants)
+    # Tiny values need one device and no mesh; eager operations on all devices would take ten times as long.
+    with jax.set_mesh(Mesh(np.empty((), object), ())), jax.default_device(mesh.local_devices[0]):
+      evaluate(pieces.first, self.values)
+    self.placed: dict[Any, jax.Array] = {}
+
+  def host(self, value: Any) -> Any:
+    """The array of a variable or literal: numpy, or jax for keys and for constants that are jax arrays."""
+    array = value.val if isinstance(value, jex.Literal) else self.values[value]
+    return array if isinstance(array, jax.Array) else np.asarray(array, dtype=value.aval.dtype)
+
+  def __call__(self, value: Any, piece: Slice) -> jax.Array:
+    """The array as a slice wants it: on all devices, keys as numbers."""
+    array = self.host(value)
+    sharding = self.sharding(value, piece)
+    if array.size > SMALL:
+      # Not kept: a constant is read once, and would stay on the devices beside what is made of it.
+      return jax.device_put(array, sharding)
+    if _is_key(value.aval):
+      array = jax.random.key_data(array)
+    array = np.asarray(array)
+    name = (array.dtype, array.shape, array.tobytes())
+    if name not in self.placed:
+      self.placed[name] = jax.device_put(array, sharding)
+    return self.placed[name]
+
+  def sharding(self, value: Any, piece: Slice) -> NamedSharding:
+    """Tiny values are whole; a constant is cut like the result of its shape, or over the whole mesh."""
+    shape = value.aval.shape
+    whole = PartitionSpec(*([None] * len(shape)))
+    if math.prod(shape) <= SMALL:
+      return NamedSharding(self.mesh, PartitionSpec())
+    for position, result in zip(piece.outputs, piece.results, strict=True):
+      if result.aval.shape == shape:
+        return NamedSharding(self.mesh, self.shardings[position].spec)
+    spec, _ = extend_spec(
+      whole, shape, axis_sizes(self.mesh), fsdp(tuple(axis_sizes(self.mesh)), min_size=SMALL)
+    )
+    return NamedSharding(self.mesh, spec)
+
+
+def _lower(piece: Slice, feed: _Feed, shardings: Sequence[NamedSharding]) -> Any:
+  def run(*arrays: jax.Array) -> list[jax.Array]:
+    values: dict[Any, Any] = {}
+    for value, array in zip(piece.inputs, arrays, strict=True):
+      if _is_key(value.aval):
+        array = jax.random.wrap_key_data(array, impl=jax.random.key_impl(feed.host(value)))
+      values[id(value) if isinstance(value, jex.Literal) else value] = array
+    evaluate(piece.steps, values, apart=True)
+    return [read(result, values) for result in piece.results]
+
+  arguments = [_abstract(value, feed.sharding(value, piece)) for value in piece.inputs]
+  targets = [shardings[i] for i in piece.outputs]
+  return jax.jit(run, out_shardings=targets).lower(*arguments)
+
+
+def _abstract(value: Any, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
+  aval = jax.eval_shape(jax.random.key_data, value.aval) if _is_key(value.aval) else value.aval
+  return jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=sharding)
+
+
+def _is_key(aval: Any) -> bool:
+  return jax.dtypes.issubdtype(aval.dtype, jax.dtypes.prng_key)

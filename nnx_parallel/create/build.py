@@ -1,0 +1,60 @@
+"""The function that every way of creating compiles: from nothing to one array for each leaf of the plan."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+from flax import nnx
+
+from nnx_parallel.errors import PlanError
+from nnx_parallel.layout.plan import Root, ShardingPlan
+from nnx_parallel.layout.tracing import traced_init
+from nnx_parallel.layout.variables import Path, path_str, value_of, variables
+
+
+def build(the_plan: ShardingPlan) -> list[jax.Array]:
+  """Builds the module and its optimizer, and reads their arrays; to be traced.
+
+  Args:
+    the_plan: the plan.
+
+  Returns:
+    One array (global storage shape) for each leaf, in the plan's order.
+
+  Raises:
+    PlanError: `init` builds another structure than it did when planned.
+  """
+  module = traced_init(the_plan.init, the_plan.mesh)
+  with nnx.use_eager_sharding(False):
+    built: dict[Root, dict[Path, Any]] = {"model": variables(module)}
+    if the_plan.tx is not None:
+      built["optimizer"] = variables(nnx.Optimizer(module, the_plan.tx, wrt=the_plan.wrt))
+  for root, found in built.items():
+    _check_same_structure(the_plan, root, found)
+  return [pad_to(value_of(built[leaf.root][leaf.path]), leaf.storage_shape) for leaf in the_plan.leaves]
+
+
+def pad_to(value: Any, shape: tuple[int, ...]) -> Any:
+  """Appends zeros to each dim up to `shape` (global storage shape, elements)."""
+  if value.shape == shape:
+    return value
+  return jax.numpy.pad(value, [(0, new - old) for old, new in zip(value.shape, shape, strict=True)])
+
+
+def _check_same_structure(the_plan: ShardingPlan, root: Root, found: dict[Path, Any]) -> None:
+  planned = the_plan.of(root)
+  for path in dict.fromkeys([*planned, *found]):
+    want = (planned[path].shape, planned[path].dtype) if path in planned else None
+    value = value_of(found[path]) if path in found else None
+    got = (tuple(value.shape), value.dtype) if value is not None else None
+    if got != want:
+      raise PlanError(
+        f"init built another structure than when it was planned: {path_str(path)}.",
+        details=f"planned {_show(want)}, built {_show(got)}",
+        fix="make init depend on nothing that changes between calls, or plan again.",
+      )
+
+
+def _show(array: tuple[tuple[int, ...], Any] | None) -> str:
+  return "nothing" if array is None else f"{array[1]}{list(array[0])}"

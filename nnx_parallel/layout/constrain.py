@@ -1,0 +1,178 @@
+"""Logical names on activations: `constrain`, and the rules that are in scope for it.
+
+The rules in scope are part of JAX's own cache key (`jax.make_user_context`), so that a function that was
+compiled under some rules is compiled again under others, instead of silently keeping the old layout.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Generator
+from typing import Any
+
+import jax
+from jax.core import Tracer
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
+
+from nnx_parallel.errors import MeshError, ShardingError
+from nnx_parallel.layout.mesh import AnyMesh, axis_sizes
+from nnx_parallel.layout.resolve import resolve_spec
+from nnx_parallel.layout.rules import LogicalRules, RuleSet
+from nnx_parallel.layout.variables import Entry
+
+
+@dataclasses.dataclass(frozen=True)
+class _Scope:
+  rules: LogicalRules
+  mesh: AnyMesh | None
+
+
+_SCOPE: Any = jax.make_user_context(None)
+
+
+@contextlib.contextmanager
+def use_rules(rules: Any, mesh: AnyMesh | None = None) -> Generator[None, None, None]:
+  """Puts logical rules, and a mesh, in scope for `constrain`.
+
+  May be entered around a call or inside a traced function, and nested: the innermost one holds. A function
+  compiled under some rules is compiled again under others, and found again under equal ones. Each thread
+  has its own scope.
+
+  Args:
+    rules: anything that `plan` takes as rules; only the logical rules matter here.
+    mesh: the mesh; without it, the one set by `jax.set_mesh`.
+
+  Yields:
+    Nothing.
+
+  Raises:
+    ShardingError: not rules, or a rule that can never apply on this mesh.
+
+  Example:
+    >>> import jax, jax.numpy as jnp, nnx_parallel as nxp
+    >>> mesh, rules = nxp.make_mesh(data=4, tensor=2), nxp.LogicalRules(batch="data", embed="tensor")
+    >>> with nxp.use_rules(rules, mesh):
+    ...   y = jax.jit(lambda x: nxp.constrain(x * 2, "batch", "embed"))(jnp.ones((8, 4)))
+    >>> y.sharding.spec
+    P('data', 'tensor')
+  """
+  logical = RuleSet.of(rules).logical
+  if mesh is not None:
+    logical.check_axes(axis_sizes(mesh))
+  with _SCOPE(_Scope(logical, mesh)):
+    yield
+
+
+def constrain(x: Any, *names: Entry) -> Any:
+  """Lays an activation out by logical names: inside and outside of jit, on Auto and Explicit meshes.
+
+  Without a mesh (one CPU, a unit test) `x` comes back as it is. The mesh is that of `use_rules` or of
+  `plan.scope()`, else the one set by `jax.set_mesh`, else the one that `x` itself is on. Inside `shard_map`,
+  axes that are manual there are left out, since `x` is already a shard along them. Inside `jax.vmap`, the
+  mapped dim has no name. A dim whose policy is `uneven="pad"` is left to the compiler when it does not
+  divide, because an activation has no room for padding.
+
+  Args:
+    x: an array or a tracer; its global shape (per-device along manual axes).
+    *names: one entry per dim: a logical name, a mesh axis, a tuple of these, or None: whole.
+
+  Returns:
+    `x` with that layout; differentiable, and the cotangent has the same layout.
+
+  Raises:
+    ShardingError: names that do not fit the rank, have no rule, or do not divide their dim.
+    MeshError: the mesh in scope is not the one that is active, or has no devices.
+
+  Example:
+    >>> import jax.numpy as jnp, nnx_parallel as nxp
+    >>> with nxp.use_rules(nxp.LogicalRules(batch="data", embed=None), nxp.make_mesh(data=8)):
+    ...   nxp.constrain(jnp.ones((8, 4)), "batch", "embed").sharding.spec
+    P('data', None)
+  """
+  scope: _Scope | None = _SCOPE.value
+  shape = tuple(jax.numpy.shape(x))
+  if len(names) != len(shape):
+    raise ShardingError(
+      f"cannot constrain an activation: {len(names)} names for an array of {len(shape)} dims.",
+      details=f"shape {shape}, names {names}",
+      fix="give one name for each dim, None for a dim that stays whole.",
+    )
+  active = jax.sharding.get_abstract_mesh()
+  mesh = _mesh(x, scope, active)
+  if mesh is None:
+    return x
+  manual = {
+    name for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True) if kind == AxisType.Manual
+  }
+  if len(manual) == len(mesh.axis_names):
+    return x
+  explicit = AxisType.Explicit in mesh.axis_types
+  spec = _spec(names, shape, mesh, scope, manual, explicit)
+  if not isinstance(x, Tracer):
+    return jax.device_put(x, NamedSharding(_concrete(mesh), spec))
+  target = NamedSharding(mesh, spec) if active.empty else spec  # pyright: ignore[reportArgumentType]
+  return jax.sharding.reshard(x, target) if explicit else jax.lax.with_sharding_constraint(x, target)
+
+
+def _mesh(x: Any, scope: _Scope | None, active: AbstractMesh) -> AnyMesh | None:
+  wanted = scope.mesh if scope is not None else None
+  if not active.empty:
+    if wanted is not None and axis_sizes(wanted) != axis_sizes(active):
+      raise MeshError(
+        "constrain found two meshes: the one in scope is not the one that is active.",
+        details=f"in scope {axis_sizes(wanted)}, active {axis_sizes(active)}",
+        fix="use_rules(rules) without a mesh takes the active one; or leave jax.set_mesh out.",
+      )
+    # Inside shard_map the active mesh also says which axes are manual; outside of jit it has no devices.
+    return active if isinstance(x, Tracer) else (wanted or jax.sharding.get_mesh())
+  if wanted is not None:
+    return wanted
+  own: Any = getattr(jax.typeof(x), "sharding", None)
+  if own is None or own.mesh.empty:
+    return None
+  return own.mesh if isinstance(x, Tracer) else x.sharding.mesh
+
+
+def _spec(
+  names: tuple[Entry, ...],
+  shape: tuple[int, ...],
+  mesh: AnyMesh,
+  scope: _Scope | None,
+  manual: set[Any],
+  explicit: bool,
+) -> PartitionSpec:
+  sizes = {name: 1 if name in manual else size for name, size in axis_sizes(mesh).items()}
+  if scope is None:
+    _check_axes_only(names, sizes)
+  found = resolve_spec(names, shape, sizes, scope.rules if scope else None, path="an activation")
+  entries: list[Any] = []
+  for entry, padding in zip(found.spec, found.padding, strict=True):
+    axes = () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
+    kept = tuple(axis for axis in axes if axis not in manual)
+    if padding:
+      entries.append(None if explicit else PartitionSpec.UNCONSTRAINED)
+    else:
+      entries.append(kept[0] if len(kept) == 1 else kept or None)
+  return PartitionSpec(*entries)
+
+
+def _check_axes_only(names: tuple[Entry, ...], sizes: dict[str, int]) -> None:
+  flat = [name for entry in names if entry for name in ((entry,) if isinstance(entry, str) else entry)]
+  unknown = [name for name in flat if name not in sizes]
+  if unknown:
+    raise ShardingError(
+      f"cannot constrain an activation: there is a mesh, and no rules are in scope for {unknown[0]!r}.",
+      details=f"names {names}, mesh {sizes}",
+      fix="with plan.scope(): ... or with nxp.use_rules(rules, mesh): ... around the call.",
+    )
+
+
+def _concrete(mesh: AnyMesh) -> Mesh:
+  if isinstance(mesh, AbstractMesh):
+    raise MeshError(
+      "a real array cannot be laid out on an abstract mesh.",
+      details=f"mesh {axis_sizes(mesh)}",
+      fix="use_rules(rules, nxp.make_mesh(...)), or trace the call with jax.eval_shape.",
+    )
+  return mesh

@@ -1,0 +1,116 @@
+"""One row of the plan: a Variable, its layout, and the decision behind it."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from typing import Any, Literal
+
+import jax
+from jax.sharding import NamedSharding, PartitionSpec
+
+from nnx_parallel.layout.mesh import AnyMesh, axis_sizes
+from nnx_parallel.layout.resolve import shard_counts
+from nnx_parallel.layout.variables import Names, Path, path_str
+
+Root = Literal["model", "optimizer"]
+Source = Literal["metadata", "path rule", "fallback", "parameter", "whole"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Decision:
+  """Why a leaf has its spec.
+
+  Attributes:
+    source: what named it: its `metadata`, a `path rule`, the `fallback`, its `parameter` (optimizer
+      state), or nothing: `whole`.
+    reason: one short phrase for the table.
+    steps: what was tried, in order, one sentence each; printed by `plan.explain(path)`.
+    chosen: whether the rules ask for this layout; False where something stays whole for want of a rule,
+      of a free axis, or of a size that divides. The audit's warning is about these.
+  """
+
+  source: Source
+  reason: str
+  steps: tuple[str, ...] = ()
+  chosen: bool = True
+
+
+@dataclasses.dataclass(frozen=True)
+class LeafPlan:
+  """One row of the plan: a Variable (or raw array) and its layout.
+
+  Attributes:
+    root: which object it belongs to.
+    path: its path parts inside that object; ints index lists.
+    kind: the Variable's type name, or `array`.
+    shape: global shape in elements, as the module sees it.
+    dtype: its dtype; PRNG keys have theirs.
+    names: the names that were resolved, or None when nothing named it.
+    spec: one entry per dim.
+    padding: elements that storage adds at the end of each dim.
+    memory_kind: `None` for the device's default memory, or for example `"pinned_host"`.
+    decision: what decided the spec.
+    mesh: the plan's mesh.
+    aliases: the other paths under which the module holds the same Variable (tied weights); it is counted
+      once, here.
+  """
+
+  root: Root
+  path: Path
+  kind: str
+  shape: tuple[int, ...]
+  dtype: Any
+  names: Names | None
+  spec: PartitionSpec
+  padding: tuple[int, ...]
+  memory_kind: str | None
+  decision: Decision
+  mesh: AnyMesh = dataclasses.field(repr=False)
+  aliases: tuple[Path, ...] = ()
+
+  @functools.cached_property
+  def name(self) -> str:
+    """The dotted path; optimizer leaves start with `optimizer/`."""
+    return path_str(self.path) if self.root == "model" else f"optimizer/{path_str(self.path)}"
+
+  @functools.cached_property
+  def sharding(self) -> NamedSharding:
+    """The spec on the plan's mesh, with the memory kind."""
+    return NamedSharding(self.mesh, self.spec, memory_kind=self.memory_kind)  # pyright: ignore[reportArgumentType]
+
+  @functools.cached_property
+  def storage_shape(self) -> tuple[int, ...]:
+    """Global shape in elements as stored: `shape` plus `padding`."""
+    return tuple(size + extra for size, extra in zip(self.shape, self.padding, strict=True))
+
+  @functools.cached_property
+  def shards(self) -> tuple[int, ...]:
+    """How many shards each dim is cut into."""
+    return shard_counts(self.spec, len(self.shape), axis_sizes(self.mesh))
+
+  @functools.cached_property
+  def bytes(self) -> int:
+    """Global size in bytes as stored, counted once."""
+    return math.prod(self.storage_shape) * self.dtype.itemsize
+
+  @functools.cached_property
+  def bytes_per_device(self) -> int:
+    """Bytes that each device holds."""
+    return self.bytes // math.prod(self.shards)
+
+  @property
+  def local_shape(self) -> tuple[int, ...]:
+    """Per-device shape in elements: one shard of `storage_shape`."""
+    return tuple(size // count for size, count in zip(self.storage_shape, self.shards, strict=True))
+
+  @property
+  def copies(self) -> int:
+    """How many devices hold the same shard: 1 when nothing is replicated."""
+    return self.mesh.size // math.prod(self.shards)
+
+  @property
+  def struct(self) -> jax.ShapeDtypeStruct:
+    """The abstract array as stored: storage shape, dtype, sharding and memory kind."""
+    return jax.ShapeDtypeStruct(self.storage_shape, self.dtype, sharding=self.sharding)

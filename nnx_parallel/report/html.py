@@ -1,0 +1,237 @@
+"""One self-contained HTML page per report or plan; nothing is loaded from anywhere."""
+
+from __future__ import annotations
+
+import html
+import json
+import math
+import os
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Literal
+
+from nnx_parallel.errors import ReportError
+from nnx_parallel.layout.mesh import axis_sizes
+from nnx_parallel.layout.plan import ShardingPlan
+from nnx_parallel.report import svg
+from nnx_parallel.report.roofline import compiled_time
+from nnx_parallel.report.tables import verdict
+from nnx_parallel.report.units import format_bytes, format_count, format_seconds
+
+if TYPE_CHECKING:
+  from nnx_parallel.report.compile_report import CompileReport
+  from nnx_parallel.report.memory import MemoryPlan
+  from nnx_parallel.report.roofline import StepTime
+
+Picture = Literal["memory", "treemap", "devices", "collectives", "timeline"]
+
+_STYLE = """
+:root { color-scheme: light dark; }
+body { font: 15px/1.5 system-ui, sans-serif; max-width: 940px; margin: 2em auto; padding: 0 1em; }
+h1 { font-size: 1.4em; } h2 { font-size: 1.1em; margin: 2em 0 .4em; }
+svg { max-width: 100%; height: auto; }
+.verdict { padding: .6em 1em; border-left: 5px solid; }
+.fits { border-color: #009E73; } .short { border-color: #D55E00; } .unknown { border-color: #7A7A7A; }
+.legend span { margin-right: 1.4em; white-space: nowrap; }
+.legend i { display: inline-block; width: .8em; height: .8em; margin-right: .4em; }
+table { border-collapse: collapse; font-size: 13px; } td, th { padding: 2px 12px 2px 0; text-align: left; }
+td.n, th.n { text-align: right; white-space: nowrap; font-variant-numeric: tabular-nums; }
+.scroll { overflow-x: auto; }
+"""
+
+
+def report_page(report: CompileReport) -> str:
+  """The page of a compile report."""
+  mesh = " x ".join(f"{name} {size}" for name, size in report.axes.items())
+  sent = sum(c.sent_bytes for c in report.collectives)
+  facts = (
+    f"{format_count(report.cost.flops)} matrix FLOPs, {format_bytes(report.cost.hbm_bytes)} memory "
+    f"traffic, {format_bytes(sent)} sent, per device and step; compiled in {format_seconds(report.seconds)}"
+  )
+  state = {True: "fits", False: "short", None: "unknown"}[report.fits]
+  body = [
+    f"<h1>One step on {html.escape(report.target)}, mesh {html.escape(mesh)}</h1>",
+    f"<p class='verdict {state}'>{html.escape(verdict(report))}</p><p>{facts}</p>",
+    _section("Memory per device", memory_svg(report)),
+    _section("Arguments by size, per device", treemap_svg(report)),
+    _section("Predicted step", timeline_svg(report)),
+    _section("Sent per step, by kind and axis", collectives_svg(report) + _collective_table(report)),
+    _section("Devices", devices_svg(report.axes)),
+    f"<script type='application/json' id='report'>{_embedded(report.to_json())}</script>",
+  ]
+  if report.reshards:
+    rows = [(r.source or r.op, r.shape, format_bytes(r.bytes), r.before, r.after) for r in report.reshards]
+    table = _table(("where", "tensor", "bytes>", "from", "to"), rows)
+    body.insert(3, _section("Made whole on each device against the layout", table))
+  return _page(f"{report.target}: compile report", body)
+
+
+def plan_page(plan: ShardingPlan, memory: MemoryPlan | None = None) -> str:
+  """The page of a plan: its bytes by path, its devices, every leaf, and the memory plan where given."""
+  sizes = axis_sizes(plan.mesh)
+  leaves = sorted(plan.leaves, key=lambda leaf: -leaf.bytes_per_device)
+  items = [svg.Item(x.name, x.bytes_per_device, format_bytes(x.bytes_per_device), x.root) for x in leaves]
+  body = [f"<h1>Plan of {len(leaves)} leaves on a mesh of {math.prod(sizes.values())} devices</h1>"]
+  if memory is not None:
+    body.append(_section("Planned memory per device", _memory_bar(memory.categories, memory.chip)))
+  rows = [
+    (x.name, str(x.shape), str(x.dtype), str(x.spec), format_bytes(x.bytes_per_device), x.decision.reason)
+    for x in leaves[:200]
+  ]
+  columns = ("leaf", "shape", "dtype", "spec", "per device>", "why")
+  body += [
+    _section("State by size, per device", svg.treemap(items[:400])),
+    _section("Devices", devices_svg(sizes)),
+    _section("Largest leaves", _table(columns, rows)),
+  ]
+  return _page("Sharding plan", body)
+
+
+def report_svg(report: CompileReport, picture: Picture) -> str:
+  """One picture of a report as an SVG document.
+
+  Args:
+    report: of a compiled step.
+    picture: `"memory"`, `"treemap"`, `"devices"`, `"collectives"` or `"timeline"`.
+
+  Raises:
+    ReportError: there is no such picture.
+
+  Example:
+    >>> import jax
+    >>> import jax.numpy as jnp
+    >>> from jax.sharding import NamedSharding
+    >>> from jax.sharding import PartitionSpec as P
+    >>> from nnx_parallel.report.compile_report import compile_report
+    >>> x = jax.device_put(jnp.ones(8), NamedSharding(jax.make_mesh((8,), ("data",)), P("data")))
+    >>> report_svg(compile_report(jax.jit(lambda x: x * 2).lower(x)), "devices")[:4]
+    '<svg'
+  """
+  makers = {
+    "memory": memory_svg,
+    "treemap": treemap_svg,
+    "devices": lambda r: devices_svg(r.axes),
+    "collectives": collectives_svg,
+    "timeline": timeline_svg,
+  }
+  if picture not in makers:
+    raise ReportError(f"no picture {picture!r}.", fix=f"one of {', '.join(makers)}.")
+  text = makers[picture](report)
+  return text[: text.rindex("</svg>") + len("</svg>")]
+
+
+def notebook_frame(page: str) -> str:
+  """The page as a frame inside a notebook, so that its style stays its own."""
+  return (
+    f"<iframe srcdoc='{html.escape(page, quote=True)}' width='100%' height='700' "
+    "style='border:0' sandbox></iframe>"
+  )
+
+
+def memory_svg(report: CompileReport) -> str:
+  """Memory by category against what the device has."""
+  return _memory_bar(report.categories, report.chip)
+
+
+def _memory_bar(categories: Mapping[str, int], chip: object) -> str:
+  usable = getattr(chip, "usable_bytes", None)
+  limit = svg.Item("usable", usable, format_bytes(usable)) if usable else None
+  items = [svg.Item(name, size, format_bytes(size)) for name, size in categories.items()]
+  if limit and limit.value > 20 * sum(i.value for i in items):
+    limit = None  # a limit far away would squeeze the parts into a line
+  return svg.stacked_bar(items, limit)
+
+
+def treemap_svg(report: CompileReport) -> str:
+  """Arguments by bytes per device."""
+  items = [
+    svg.Item(a.name, a.bytes, format_bytes(a.bytes), a.name.partition("/")[0] if "/" in a.name else "")
+    for a in report.arguments[:400]
+  ]
+  return svg.treemap(items)
+
+
+def collectives_svg(report: CompileReport) -> str:
+  """Payload per step by kind and axis."""
+  items = [
+    svg.Item(f"{kind} over {axes}", size, format_bytes(size), kind)
+    for (kind, axes), size in report.bytes_by("kind", "axes").items()
+  ]
+  return svg.bars(items[:20]) if items else "<p>Nothing is sent.</p>"
+
+
+def devices_svg(axes: Mapping[str, int]) -> str:
+  """The mesh as a grid."""
+  wide = [(name, size) for name, size in axes.items() if size > 1] or list(axes.items())
+  return svg.device_grid(wide)
+
+
+def timeline_svg(report: CompileReport) -> str:
+  """Where the time of a step goes, by the roofline model; an empty note where the chip is unknown."""
+  time = compiled_time(report)
+  if time is None:
+    return "<p>No published figures for this device.</p><svg></svg>"
+  return step_svg(time)
+
+
+def step_svg(time: StepTime) -> str:
+  """The terms of a step time on one scale: those that overlap start together, waits follow."""
+  rows: list[tuple[str, Sequence[tuple[float, float, str]]]] = [
+    (name, [(0.0, seconds, format_seconds(seconds))]) for name, seconds in time.terms().items()
+  ]
+  at = max(time.terms().values())
+  for name, seconds in time.waiting.items():
+    rows.append((f"{name} (waiting)", [(at, seconds, format_seconds(seconds))]))
+    at += seconds
+  note = f"<p>{format_seconds(time.seconds)} by the roofline model, bound by {html.escape(time.binds)}.</p>"
+  return note + svg.timeline(rows, time.seconds, format_seconds(time.seconds))
+
+
+def _collective_table(report: CompileReport) -> str:
+  ordered = sorted(report.collectives, key=lambda c: -c.total_bytes)
+  rows = [
+    (
+      c.kind,
+      "+".join(c.axes),
+      c.dtype,
+      format_bytes(c.bytes),
+      str(c.times),
+      format_bytes(c.total_bytes),
+      "yes" if c.overlapped else "no",
+      ", ".join(c.parameters),
+      os.path.basename(c.source),
+    )
+    for c in ordered[:40]
+  ]
+  columns = ("kind", "axes", "dtype", "each>", "times>", "all>", "overlaps", "parameter", "source")
+  return _table(columns, rows)
+
+
+def _table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+  numeric = [column.endswith(">") for column in columns]
+
+  def line(cells: Sequence[str], tag: str) -> str:
+    made = (
+      f"<{tag}{' class=n' if right else ''}>{html.escape(cell)}</{tag}>"
+      for cell, right in zip(cells, numeric, strict=True)
+    )
+    return f"<tr>{''.join(made)}</tr>"
+
+  head = line([column.rstrip(">") for column in columns], "th")
+  return f"<div class=scroll><table>{head}{''.join(line(row, 'td') for row in rows)}</table></div>"
+
+
+def _section(title: str, content: str) -> str:
+  return f"<section><h2>{html.escape(title)}</h2>{content}</section>"
+
+
+def _embedded(text: str) -> str:
+  # A string that holds "</script>" would end the element early.
+  return json.dumps(json.loads(text)).replace("</", "<\\/")
+
+
+def _page(title: str, body: Sequence[str]) -> str:
+  return (
+    "<!doctype html><html lang=en><head><meta charset=utf-8>"
+    "<meta name=viewport content='width=device-width'>"
+    f"<title>{html.escape(title)}</title><style>{_STYLE}</style></head><body>{''.join(body)}</body></html>"
+  )

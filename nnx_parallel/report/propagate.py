@@ -1,0 +1,300 @@
+"""Follows mesh axes through the trace of a loss, without a compiler and without axis sizes.
+
+The trace gives shapes; parameters and batch bring their axes; each operation hands them on the way the
+partitioner does: a dim keeps its axes, an axis is used once in an array, and when two dims want the same
+axis the one that comes from the batch wins (the other operand is gathered). Sizes enter only when the
+result is evaluated, so one trace serves every factorisation of a mesh.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from jax.extend import core
+
+from nnx_parallel.report.jaxprs import CHECKPOINTS, opened, scan_counts
+
+DimAxes = tuple[str, ...]
+Axes = tuple[DimAxes, ...]
+
+_CALLS = ("jaxpr", "call_jaxpr", "fun_jaxpr")
+_REDUCTIONS = (
+  "reduce_sum", "reduce_max", "reduce_min", "reduce_prod", "reduce_and", "reduce_or", "argmax", "argmin",
+)  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
+class Flow:
+  """Axes of an array's dims, and whether its values depend on the batch, or on parameters."""
+
+  axes: Axes
+  data: bool
+  weight: bool = False
+
+  @property
+  def names(self) -> frozenset[str]:
+    """All axes that split the array."""
+    return frozenset(axis for dim in self.axes for axis in dim)
+
+
+@dataclasses.dataclass(frozen=True)
+class Product:
+  """One matrix product.
+
+  Attributes:
+    flops: of the whole product, once per run.
+    times: runs.
+    split: axes that divide the work.
+    summed: axes over which partial results are added up.
+    out_bytes: of the whole result, per run.
+    out_split: axes that divide the result.
+    source: identity of the data operand, so that products of one input are recognised.
+    in_bytes: of the data operand, per run.
+    in_split: axes that divide the data operand.
+    spread: axes of the other operand's free dims that the data operand does not have: its gradient is
+      summed over them.
+  """
+
+  flops: int
+  times: int
+  split: frozenset[str]
+  summed: frozenset[str]
+  out_bytes: int
+  out_split: frozenset[str]
+  source: int
+  in_bytes: int
+  in_split: frozenset[str]
+  spread: frozenset[str]
+
+
+@dataclasses.dataclass(frozen=True)
+class Kept:
+  """A rematerialised part of the trace: its jaxpr, the axes of its inputs and how often it runs.
+
+  `saves(primitive, **params)` says whether a result is kept instead of computed again; None: nothing is.
+  """
+
+  jaxpr: Any
+  inputs: tuple[Flow, ...]
+  times: int
+  saves: Callable[..., Any] | None
+
+
+class Propagation:
+  """One pass over a jaxpr.
+
+  Attributes:
+    products: matrix products in order.
+    kept: parts under `jax.checkpoint`.
+    largest: (bytes, axes) of the largest arrays that depend on the batch, per run.
+  """
+
+  def __init__(self, saves: Callable[..., Any] | None = None) -> None:
+    """Products whose results `saves` accepts are left out of `products`."""
+    self._saves = saves
+    self.products: list[Product] = []
+    self.kept: list[Kept] = []
+    self.largest: dict[frozenset[str], int] = {}
+
+  def run(
+    self, jaxpr: Any, inputs: Sequence[Flow], times: int = 1, *, live: frozenset[int] | None = None
+  ) -> list[Flow]:
+    """Propagates through a jaxpr.
+
+    Args:
+      jaxpr: a `Jaxpr` or `ClosedJaxpr`.
+      inputs: one flow for each input.
+      times: how often it runs.
+      live: positions of the operations to follow; all of them when None.
+
+    Returns:
+      One flow for each output.
+    """
+    body = opened(jaxpr)
+    flows: dict[Any, Flow] = dict(zip(body.invars, inputs, strict=True))
+
+    def read(var: Any) -> Flow:
+      if not isinstance(var, core.Literal) and var in flows:
+        return flows[var]
+      return Flow(((),) * len(getattr(var.aval, "shape", ())), False)
+
+    for position, eqn in enumerate(body.eqns):
+      if live is not None and position not in live:
+        continue
+      results = self._step(eqn, [read(v) for v in eqn.invars], times)
+      for var, flow in zip(eqn.outvars, results, strict=True):
+        flows[var] = flow
+        if flow.data:
+          size = math.prod(var.aval.shape) * var.aval.dtype.itemsize
+          self.largest[flow.names] = max(size, self.largest.get(flow.names, 0))
+    return [read(v) for v in body.outvars]
+
+  def _step(self, eqn: Any, inputs: list[Flow], times: int) -> list[Flow]:
+    name = eqn.primitive.name
+    if name == "scan":
+      return self._scan(eqn, inputs, times)
+    if name == "while":
+      body = eqn.params["body_jaxpr"]
+      skipped, consts = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
+      return self.run(body, inputs[skipped:], times)[: len(inputs) - skipped - consts]
+    if name == "cond":
+      branches = [self.run(branch, inputs[1:], times) for branch in eqn.params["branches"]]
+      return branches[-1]
+    inner = next((eqn.params[key] for key in _CALLS if key in eqn.params), None)
+    if inner is not None and len(opened(inner).invars) == len(inputs):
+      if name in CHECKPOINTS:
+        self.kept.append(Kept(inner, tuple(inputs), times, eqn.params.get("policy")))
+      return self.run(inner, inputs, times)
+    data, weight = any(f.data for f in inputs), any(f.weight for f in inputs)
+    if name == "dot_general":
+      return [self._dot(eqn, inputs, times)]
+    return [Flow(_spread(eqn, out.aval.shape, inputs), data, weight) for out in eqn.outvars]
+
+  def _scan(self, eqn: Any, inputs: list[Flow], times: int) -> list[Flow]:
+    counts = scan_counts(eqn)
+    consts, carry = counts.constants, counts.carried
+    fixed, state, rows = inputs[:consts], inputs[consts : consts + carry], inputs[consts + carry :]
+    rows = [Flow(flow.axes[1:], flow.data, flow.weight) for flow in rows]
+    probe = Propagation()
+    after = probe.run(eqn.params["jaxpr"], [*fixed, *state, *rows])
+    # A carry that starts as zeros takes the axes that the body gives it.
+    state = [
+      old if old.names else Flow(new.axes, old.data or new.data, old.weight or new.weight)
+      for old, new in zip(state, after[:carry], strict=True)
+    ]
+    out = self.run(eqn.params["jaxpr"], [*fixed, *state, *rows], times * eqn.params["length"])
+    return state + [Flow(((), *flow.axes), flow.data, flow.weight) for flow in out[carry:]]
+
+  def _dot(self, eqn: Any, inputs: list[Flow], times: int) -> Flow:
+    left, right = inputs
+    (left_sum, right_sum), (left_batch, right_batch) = eqn.params["dimension_numbers"]
+    shapes = [v.aval.shape for v in eqn.invars]
+    left_free = [d for d in range(len(shapes[0])) if d not in (*left_sum, *left_batch)]
+    right_free = [d for d in range(len(shapes[1])) if d not in (*right_sum, *right_batch)]
+    left_first = left.data or not right.data
+    order = (left, right) if left_first else (right, left)
+    used = _Used()
+    batch = [used.take(*(f.axes[d] for f, d in zip((left, right), pair, strict=True)))
+             for pair in zip(left_batch, right_batch, strict=True)]  # fmt: skip
+    frees = {id(left): left_free, id(right): right_free}
+    taken = {id(flow): [used.take(flow.axes[d]) for d in frees[id(flow)]] for flow in order}
+    axes = (*batch, *taken[id(left)], *taken[id(right)])
+    summed = [
+      axis
+      for a, b in zip(left_sum, right_sum, strict=True)
+      for axis in set(left.axes[a]) | set(right.axes[b])
+      if axis not in used.names and axis in left.names and (axis in right.names or not right.data)
+    ]
+    both = [axis for axis in summed if axis in left.names and axis in right.names]
+    main, other = order
+    main_shape = shapes[0] if left_first else shapes[1]
+    spread = frozenset(axis for dim in taken[id(other)] for axis in dim) - main.names
+    out = Flow(axes, left.data or right.data, left.weight or right.weight)
+    if self._saves and self._saves(eqn.primitive, *(v.aval for v in eqn.invars), **eqn.params):
+      return out
+    self.products.append(
+      Product(
+        flops=2 * math.prod(eqn.outvars[0].aval.shape) * math.prod(shapes[0][d] for d in left_sum),
+        times=times,
+        split=out.names | frozenset(both),
+        summed=frozenset(both),
+        out_bytes=_bytes(eqn.outvars[0].aval),
+        out_split=out.names,
+        source=id(eqn.invars[0 if left_first else 1]),
+        in_bytes=math.prod(main_shape) * eqn.invars[0 if left_first else 1].aval.dtype.itemsize,
+        in_split=main.names,
+        spread=spread if not other.data else frozenset(),
+      )
+    )
+    return out
+
+
+class _Used:
+  """Hands out axes to the dims of one array, each axis once."""
+
+  def __init__(self) -> None:
+    self.names: set[str] = set()
+
+  def take(self, *options: DimAxes) -> DimAxes:
+    for option in options:
+      free = tuple(axis for axis in option if axis not in self.names)
+      if free:
+        self.names.update(free)
+        return free
+    return ()
+
+
+def _bytes(aval: Any) -> int:
+  return math.prod(aval.shape) * aval.dtype.itemsize
+
+
+def _spread(eqn: Any, shape: tuple[int, ...], inputs: list[Flow]) -> Axes:
+  """Axes of an operation's result: by its dim mapping where it has one, else by equal sizes."""
+  name, used = eqn.primitive.name, _Used()
+  if name == "sharding_constraint":
+    return _constraint(eqn, len(shape))
+  if name in _MAPPINGS and inputs:
+    sources = _MAPPINGS[name](eqn.params, len(inputs[0].axes))
+    return tuple(used.take(inputs[0].axes[s]) if s is not None else () for s in sources)
+  ranked = sorted(
+    (pair for pair in zip(eqn.invars, inputs, strict=True) if pair[1].names),
+    key=lambda pair: not pair[1].data,
+  )
+  same_rank = [flow for var, flow in ranked if len(var.aval.shape) == len(shape)]
+  if same_rank:
+    return tuple(used.take(*(flow.axes[d] for flow in same_rank)) for d in range(len(shape)))
+  result: list[DimAxes] = [()] * len(shape)
+  for var, flow in ranked:
+    _match_sizes(var.aval.shape, flow, shape, result, used)
+  return tuple(result)
+
+
+def _match_sizes(
+  before: tuple[int, ...], flow: Flow, shape: tuple[int, ...], result: list[DimAxes], used: _Used
+) -> None:
+  """Reshapes and gathers: a dim keeps its axes where the running product of sizes agrees, or the size."""
+  starts = {math.prod(shape[:d]): d for d in reversed(range(len(shape))) if shape[d] > 1}
+  for d, axes in enumerate(flow.axes):
+    if not axes:
+      continue
+    at = starts.get(math.prod(before[:d]))
+    if at is None or result[at]:
+      at = next((e for e, n in enumerate(shape) if n == before[d] and not result[e]), None)
+    if at is not None and not result[at]:
+      result[at] = used.take(axes)
+
+
+def _constraint(eqn: Any, rank: int) -> Axes:
+  spec = getattr(eqn.params["sharding"], "spec", ())
+  dims = [(entry,) if isinstance(entry, str) else tuple(entry or ()) for entry in spec]
+  return (*dims, *(((),) * (rank - len(dims))))
+
+
+def _broadcast(params: Mapping[str, Any], rank: int) -> list[int | None]:
+  sources: list[int | None] = [None] * len(params["shape"])
+  for source, target in enumerate(params["broadcast_dimensions"]):
+    sources[target] = source
+  return sources
+
+
+def _reduce(params: Mapping[str, Any], rank: int) -> list[int | None]:
+  return [d for d in range(rank) if d not in params["axes"]]
+
+
+def _squeeze(params: Mapping[str, Any], rank: int) -> list[int | None]:
+  return [d for d in range(rank) if d not in params["dimensions"]]
+
+
+def _transpose(params: Mapping[str, Any], rank: int) -> list[int | None]:
+  return list(params["permutation"])
+
+
+_MAPPINGS: Mapping[str, Callable[[Mapping[str, Any], int], list[int | None]]] = {
+  "broadcast_in_dim": _broadcast,
+  "squeeze": _squeeze,
+  "transpose": _transpose,
+  **dict.fromkeys(_REDUCTIONS, _reduce),
+}

@@ -1,0 +1,127 @@
+"""Changes what a loss keeps for its backward pass, layer by layer, without touching the module.
+
+Layers are found in the trace: the body of each scan, and each part that is already under
+`jax.checkpoint`. A model whose layers are a Python loop without `nnx.remat` has neither,
+and is left as it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
+
+import jax
+from flax import nnx
+from jax.extend import core
+
+from nnx_parallel.errors import ReportError
+from nnx_parallel.report.jaxprs import CHECKPOINTS, constants, opened, scan_counts
+
+Remat = Literal["as written", "none", "dots", "full"]
+REMATS: tuple[Remat, ...] = ("as written", "none", "dots", "full")
+_INLINED = ("jit", "pjit", "closed_call", "core_call")
+
+
+def with_remat(loss: Callable[[Any, Any], Any], policy: Remat) -> Callable[[Any, Any], Any]:
+  """The same loss with another choice of what its layers keep for the backward pass.
+
+  Args:
+    loss: `loss(model, batch)`.
+    policy: `"none"` keeps everything, `"full"` recomputes each layer from its input, `"dots"` keeps the
+      results of matrix products with weights, `"as written"` changes nothing.
+
+  Raises:
+    ReportError: no such policy.
+
+  Example:
+    >>> import jax.numpy as jnp
+    >>> from flax import nnx
+    >>> loss = with_remat(lambda model, x: model(x).sum(), "full")
+    >>> float(loss(nnx.Linear(2, 2, use_bias=False, rngs=nnx.Rngs(0)), jnp.zeros((1, 2))))
+    0.0
+  """
+  if policy not in REMATS:
+    raise ReportError(f"no remat policy {policy!r}.", fix=f"one of {', '.join(map(repr, REMATS))}.")
+  if policy == "as written":
+    return loss
+
+  def changed(model: Any, batch: Any) -> Any:
+    graphdef, state = nnx.split(model)
+
+    def pure(state: Any, batch: Any) -> Any:
+      module = nnx.merge(graphdef, state)
+      result = loss(module, batch)
+      return result, nnx.state(module)
+
+    traced, shape = jax.make_jaxpr(pure, return_shape=True)(state, batch)
+    flat = _evaluate(traced, jax.tree.leaves((state, batch)), policy, False)
+    result, after = jax.tree.unflatten(jax.tree.structure(shape), flat)
+    nnx.update(model, after)
+    return result
+
+  return changed
+
+
+def _evaluate(jaxpr: Any, args: Sequence[Any], policy: Remat, in_layer: bool) -> list[Any]:
+  body = opened(jaxpr)
+  values: dict[Any, Any] = {
+    **dict(zip(body.constvars, constants(jaxpr), strict=True)),
+    **dict(zip(body.invars, args, strict=True)),
+  }
+
+  def read(var: Any) -> Any:
+    return var.val if isinstance(var, core.Literal) else values[var]
+
+  for eqn in body.eqns:
+    results = _run(eqn, [read(v) for v in eqn.invars], policy, in_layer)
+    values.update(zip(eqn.outvars, results, strict=True))
+  return [read(v) for v in body.outvars]
+
+
+def _run(eqn: Any, inputs: list[Any], policy: Remat, in_layer: bool) -> Sequence[Any]:
+  name, params = eqn.primitive.name, eqn.params
+  if name in _INLINED:
+    inner = params["jaxpr"] if "jaxpr" in params else params["call_jaxpr"]
+    return _evaluate(inner, inputs, policy, in_layer)
+  if name in CHECKPOINTS:
+    body = _layer(params["jaxpr"], policy)
+    return body(*inputs) if in_layer else _checkpointed(body, policy)(*inputs)
+  if name == "scan" and params["length"] > 1:
+    return _scan(eqn, inputs, policy, in_layer)
+  with eqn.ctx.manager:
+    results = eqn.primitive.bind(*inputs, **eqn.primitive.get_bind_params(params))
+  return results if eqn.primitive.multiple_results else [results]
+
+
+def _scan(eqn: Any, inputs: list[Any], policy: Remat, in_layer: bool) -> list[Any]:
+  params = eqn.params
+  counts = scan_counts(eqn)
+  fixed_count, carry_count = counts.constants, counts.carried
+  fixed = inputs[:fixed_count]
+  layer = _layer(params["jaxpr"], policy)
+  body = layer if in_layer else _checkpointed(layer, policy)
+
+  def step(carry: list[Any], row: list[Any]) -> tuple[list[Any], list[Any]]:
+    out = body(*fixed, *carry, *row)
+    return list(out[:carry_count]), list(out[carry_count:])
+
+  carry, rows = jax.lax.scan(
+    step,
+    inputs[fixed_count : fixed_count + carry_count],
+    inputs[fixed_count + carry_count :],
+    length=params["length"],
+    reverse=params["reverse"],
+    unroll=params["unroll"],
+  )
+  return [*carry, *rows]
+
+
+def _layer(jaxpr: Any, policy: Remat) -> Callable[..., list[Any]]:
+  return lambda *args: _evaluate(jaxpr, args, policy, True)
+
+
+def _checkpointed(body: Callable[..., list[Any]], policy: Remat) -> Callable[..., list[Any]]:
+  if policy == "none":
+    return body
+  saved = jax.checkpoint_policies.dots_with_no_batch_dims_saveable if policy == "dots" else None
+  return jax.checkpoint(body, policy=saved)

@@ -1,0 +1,240 @@
+"""A step-time model: the largest of what arithmetic, memory and links need, plus what cannot overlap.
+
+Per device and step, with `m` microbatches:
+
+- compute: matrix FLOPs (forward, twice that backward, and what rematerialisation repeats) over the chip's
+  peak times `EFFICIENCY`;
+- memory: operands and results of the products, parameters once per pass and microbatch, and the optimizer's
+  reads and writes, over the HBM bandwidth;
+- links, for each mesh axis: ring traffic over the bandwidth of the slowest link that the axis crosses, plus
+  `LATENCY` per hop. Gathers and reductions of parameters overlap with compute; sums of
+  activations over a tensor axis do not, since the next product waits for them.
+
+`seconds = max(compute, memory, overlapped links) + waiting links`.
+
+Sources: Williams, Waterman and Patterson, "Roofline", CACM 2009; "How to Scale Your Model"
+(jax-ml.github.io/scaling-book), chapters 3 and 5; chip figures as in `chips`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from nnx_parallel.report.chips import Chip
+from nnx_parallel.report.propagate import Product
+from nnx_parallel.report.workload import Part, Sizes, Workload, per_device
+
+if TYPE_CHECKING:
+  from nnx_parallel.report.compile_report import CompileReport
+
+EFFICIENCY = 0.7
+"""Share of the peak that large matrix products reach in practice."""
+LATENCY = 1e-6
+"""Seconds per hop of a ring."""
+
+
+@dataclasses.dataclass(frozen=True)
+class StepTime:
+  """Predicted time of one step, in seconds.
+
+  Attributes:
+    compute: arithmetic.
+    memory: HBM traffic.
+    overlapped: links that run beside compute, by mesh axis.
+    waiting: links that compute waits for, by mesh axis.
+    flops: matrix FLOPs per device, recomputation included.
+    model_flops: the same without recomputation.
+    peak: peak FLOP per second of the device.
+  """
+
+  compute: float
+  memory: float
+  overlapped: Mapping[str, float]
+  waiting: Mapping[str, float]
+  flops: float
+  model_flops: float
+  peak: float
+
+  @property
+  def seconds(self) -> float:
+    """The whole step."""
+    return max(self.terms().values()) + sum(self.waiting.values())
+
+  @property
+  def binds(self) -> str:
+    """The term that sets the time: `compute`, `memory`, or the axis that is waited for."""
+    terms = self.terms()
+    terms |= {f"{axis} (waiting)": seconds for axis, seconds in self.waiting.items()}
+    return max(terms, key=lambda name: terms[name])
+
+  @property
+  def mfu(self) -> float:
+    """Model FLOP utilisation: useful FLOPs over what the peak would do in the step's time."""
+    return self.model_flops / (self.peak * self.seconds) if self.seconds else 0.0
+
+  def terms(self) -> dict[str, float]:
+    """Seconds of each term that overlaps with the others."""
+    return {"compute": self.compute, "memory": self.memory, **self.overlapped}
+
+
+def axis_links(sizes: Sizes, slice_size: int) -> dict[str, bool]:
+  """Whether each axis stays on the fast links, when the mesh's minor axes are neighbours.
+
+  Args:
+    sizes: axis -> size, major to minor.
+    slice_size: devices that the fast links join.
+
+  Example:
+    >>> axis_links({"data": 2, "fsdp": 4, "tensor": 2}, 8)
+    {'data': False, 'fsdp': True, 'tensor': True}
+  """
+  fast: dict[str, bool] = {}
+  span = 1
+  for axis, size in reversed(list(sizes.items())):
+    span *= size
+    fast[axis] = span <= slice_size
+  return dict(reversed(fast.items()))
+
+
+def step_time(
+  work: Workload, sizes: Sizes, chip: Chip, *, microbatches: int = 1, slice_size: int | None = None
+) -> StepTime:
+  """Predicts the time of a train step.
+
+  Args:
+    work: what the step is made of.
+    sizes: mesh axis -> size in devices, major to minor.
+    chip: figures of one device.
+    microbatches: parts that the batch is run in.
+    slice_size: devices that the fast links join; by default the chip's domain, or all of them.
+  """
+  devices = math.prod(sizes.values())
+  fast = axis_links(sizes, slice_size or chip.domain or devices)
+  model = 3 * _flops(work.products, sizes)
+  flops = model + _flops(work.recomputed, sizes)
+  peak = chip.peak({1: "int8", 2: "bfloat16"}.get(work.compute_bytes, "float32"))
+  overlapped = _parameter_links(work, sizes, chip, fast, microbatches)
+  return StepTime(
+    compute=flops / (peak * EFFICIENCY),
+    memory=_traffic(work, sizes, microbatches) / chip.hbm_bandwidth,
+    overlapped=overlapped,
+    waiting=_activation_links(work, sizes, chip, fast, microbatches),
+    flops=flops,
+    model_flops=model,
+    peak=peak,
+  )
+
+
+def compiled_time(report: CompileReport, *, slice_size: int | None = None) -> StepTime | None:
+  """The same model on the figures of a compiled program: its FLOPs, traffic and collectives.
+
+  Args:
+    report: of a compiled step.
+    slice_size: devices that the fast links join; by default the chip's domain, or all of them.
+
+  Returns:
+    None where the table has no figures for the devices. FLOPs include what is recomputed, so `mfu` counts it.
+  """
+  chip, sizes = report.chip, report.axes
+  if chip is None:
+    return None
+  fast = axis_links(sizes, slice_size or chip.domain or math.prod(sizes.values()))
+  overlapped: dict[str, float] = {}
+  waiting: dict[str, float] = {}
+  for c in report.collectives:
+    seconds = link_seconds(c.sent_bytes, c.times, c.axes, sizes, chip, fast)
+    _add(overlapped if c.overlapped else waiting, c.axes, seconds)
+  peak = chip.peak("bfloat16" if any(c.dtype == "bf16" for c in report.collectives) else "float32")
+  flops = report.cost.flops
+  return StepTime(
+    compute=flops / (peak * EFFICIENCY),
+    memory=report.cost.hbm_bytes / chip.hbm_bandwidth,
+    overlapped=overlapped,
+    waiting=waiting,
+    flops=flops,
+    model_flops=flops,
+    peak=peak,
+  )
+
+
+def link_seconds(
+  sent: float, runs: float, axes: Sequence[str], sizes: Sizes, chip: Chip, fast: Mapping[str, bool]
+) -> float:
+  """Seconds to send `sent` bytes per device in `runs` collectives over `axes`."""
+  on_links = all(fast[axis] for axis in axes)
+  bandwidth = chip.link_bandwidth * chip.links if on_links else chip.network_bandwidth
+  hops = math.prod(sizes[axis] for axis in axes) - 1
+  # A switch (NVLink) reaches everyone in one hop; a torus and a network of hosts go around.
+  per_run = LATENCY * (1 if on_links and chip.platform == "gpu" else math.log2(hops + 1))
+  return sent / bandwidth + runs * per_run
+
+
+def _flops(products: Sequence[Product], sizes: Sizes) -> float:
+  return sum(p.flops * p.times / math.prod(sizes.get(a, 1) for a in p.split) for p in products)
+
+
+def _traffic(work: Workload, sizes: Sizes, microbatches: int) -> float:
+  activations = sum(
+    p.times
+    * (Part(p.in_bytes, p.in_split).per_device(sizes) + Part(p.out_bytes, p.out_split).per_device(sizes))
+    for p in (*work.products, *work.products, *work.products, *work.recomputed)
+  )
+  batch = frozenset(work.batch_axes)
+  used = sum(Part(p.bytes, p.split - batch).per_device(sizes) for p in work.parameters)
+  passes = 4 if work.recomputed else 3
+  weights = used * work.compute_bytes / 4 * passes * microbatches
+  state = per_device(work.parameters, sizes) + per_device(work.optimizer, sizes)
+  return activations + weights + 2 * state + 2 * per_device(work.trained, sizes)
+
+
+def _parameter_links(
+  work: Workload, sizes: Sizes, chip: Chip, fast: Mapping[str, bool], microbatches: int
+) -> dict[str, float]:
+  """Gathers of parameters before each pass, scatters of gradients after, sums over replicas at the end."""
+  seconds: dict[str, float] = {}
+  for part in work.parameters:
+    gathered = tuple(a for a in sizes if a in work.batch_axes and a in part.split and sizes[a] > 1)
+    if gathered:
+      whole = Part(part.bytes, part.split - set(gathered)).per_device(sizes) * work.compute_bytes / 4
+      n = math.prod(sizes[a] for a in gathered)
+      sent = 3 * microbatches * whole * (n - 1) / n
+      _add(seconds, gathered, link_seconds(sent, 3 * microbatches, gathered, sizes, chip, fast))
+  for part in work.trained:
+    summed = tuple(a for a in sizes if a in work.batch_axes and a not in part.split and sizes[a] > 1)
+    if summed:
+      n = math.prod(sizes[a] for a in summed)
+      sent = 2 * part.per_device(sizes) * (n - 1) / n
+      _add(seconds, summed, link_seconds(sent, 1, summed, sizes, chip, fast))
+  return seconds
+
+
+def _activation_links(
+  work: Workload, sizes: Sizes, chip: Chip, fast: Mapping[str, bool], microbatches: int
+) -> dict[str, float]:
+  """Sums of partial products, forward and again when recomputed, and of gradients of shared inputs."""
+  seconds: dict[str, float] = {}
+
+  def total(axes: frozenset[str], size: int, split: frozenset[str], times: int) -> None:
+    over = tuple(a for a in sizes if a in axes and a not in work.batch_axes and sizes[a] > 1)
+    if not over:
+      return
+    n = math.prod(sizes[a] for a in over)
+    sent = 2 * Part(size, split).per_device(sizes) * (n - 1) / n * times
+    _add(seconds, over, link_seconds(sent, times * microbatches, over, sizes, chip, fast))
+
+  inputs: set[int] = set()
+  for product in (*work.products, *work.recomputed):
+    total(product.summed, product.out_bytes, product.out_split, product.times)
+  for product in work.products:
+    if product.source not in inputs:
+      inputs.add(product.source)
+      total(product.spread, product.in_bytes, product.in_split, product.times)
+  return seconds
+
+
+def _add(seconds: dict[str, float], axes: Sequence[str], value: float) -> None:
+  name = "+".join(axes)
+  seconds[name] = seconds.get(name, 0.0) + value

@@ -1,0 +1,243 @@
+"""Small pictures as SVG text, without any library: for pages, notebooks and papers."""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+# Okabe and Ito's palette: told apart by readers with any colour vision.
+PALETTE = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#B8A800", "#7A7A7A")
+_INK = {
+  colour: "black" if colour in ("#E69F00", "#56B4E9", "#B8A800", "#CC79A7") else "white" for colour in PALETTE
+}
+_FONT = "font-family='system-ui, sans-serif'"
+
+
+@dataclass(frozen=True)
+class Item:
+  """Something with a size: its name, its value, the label of the value, and its group (a colour)."""
+
+  name: str
+  value: float
+  label: str
+  group: str = ""
+
+
+@dataclass(frozen=True)
+class Box:
+  """A rectangle of a treemap, in pixels."""
+
+  x: float
+  y: float
+  width: float
+  height: float
+
+
+def treemap(items: Sequence[Item], width: int = 900, height: int = 420) -> str:
+  """Rectangles whose areas are the items' values.
+
+  Example:
+    >>> picture = treemap([Item("a", 3, "3 B"), Item("b", 1, "1 B")])
+    >>> picture.count("<rect"), picture.startswith("<svg")
+    (2, True)
+  """
+  ordered = sorted((i for i in items if i.value > 0), key=lambda i: -i.value)
+  groups = list(dict.fromkeys(item.group for item in ordered))
+  boxes = squarify([item.value for item in ordered], Box(0, 0, width, height))
+  parts: list[str] = []
+  for item, box in zip(ordered, boxes, strict=True):
+    colour = PALETTE[groups.index(item.group) % len(PALETTE)]
+    tip = html.escape(f"{item.name}: {item.label}")
+    parts.append(
+      f"<g><title>{tip}</title><rect x='{box.x:.1f}' y='{box.y:.1f}' width='{box.width:.1f}' "
+      f"height='{box.height:.1f}' fill='{colour}' stroke='white'/>"
+    )
+    if box.width > 60 and box.height > 30:
+      room = int(box.width / 7)
+      parts.append(_text(box.x + 5, box.y + 15, _tail(item.name, room), _INK[colour]))
+      parts.append(_text(box.x + 5, box.y + 29, _short(item.label, room), _INK[colour]))
+    parts.append("</g>")
+  return _svg(width, height, parts, f"{len(ordered)} parts by size")
+
+
+def squarify(values: Sequence[float], box: Box) -> list[Box]:
+  """Cuts a rectangle into areas in proportion to `values`, each as square as possible.
+
+  Source: Bruls, Huizing and van Wijk, "Squarified treemaps", 2000.
+
+  Args:
+    values: positive, largest first.
+    box: the rectangle to cut.
+  """
+  boxes: list[Box] = []
+  left = list(values)
+  total = sum(left)
+  while left:
+    scale = box.width * box.height / total
+    short = min(box.width, box.height)
+    count = 1
+    while count < len(left) and _worst(left[: count + 1], short, scale) <= _worst(left[:count], short, scale):
+      count += 1
+    row = left[:count]
+    depth = sum(row) * scale / short if short else 0.0
+    at = 0.0
+    for value in row:
+      length = value * scale / depth if depth else 0.0
+      if box.width >= box.height:
+        boxes.append(Box(box.x, box.y + at, depth, length))
+      else:
+        boxes.append(Box(box.x + at, box.y, length, depth))
+      at += length
+    if box.width >= box.height:
+      box = Box(box.x + depth, box.y, max(0.0, box.width - depth), box.height)
+    else:
+      box = Box(box.x, box.y + depth, box.width, max(0.0, box.height - depth))
+    left, total = left[count:], total - sum(row)
+    if total <= 0 or box.width * box.height <= 0:
+      boxes += [Box(box.x, box.y, 0.0, 0.0)] * len(left)
+      break
+  return boxes
+
+
+def stacked_bar(items: Sequence[Item], limit: Item | None = None, width: int = 900, height: int = 90) -> str:
+  """One bar of consecutive parts, with a mark at a limit, and a legend."""
+  shown = [item for item in items if item.value > 0]
+  whole = max(sum(i.value for i in shown), limit.value if limit else 0.0, 1e-30)
+  scale = (width - 2) / whole
+  parts: list[str] = []
+  at = 1.0
+  for n, item in enumerate(shown):
+    colour = PALETTE[n % len(PALETTE)]
+    tip = html.escape(f"{item.name}: {item.label}")
+    parts.append(
+      f"<rect x='{at:.1f}' y='22' width='{item.value * scale:.1f}' height='30' fill='{colour}'>"
+      f"<title>{tip}</title></rect>"
+    )
+    at += item.value * scale
+  if limit is not None:
+    x = min(width - 1.0, 1 + limit.value * scale)
+    parts.append(f"<line x1='{x:.1f}' x2='{x:.1f}' y1='16' y2='58' stroke='#D55E00' stroke-width='2'/>")
+    parts.append(_text(x, 12, f"{limit.name} {limit.label}", "#D55E00", anchor="end" if x > 200 else "start"))
+  return _svg(width, height - 20, parts, "parts of a whole") + legend(shown)
+
+
+def bars(items: Sequence[Item], width: int = 900) -> str:
+  """Horizontal bars, one per item, longest as given."""
+  most = max((item.value for item in items), default=0.0) or 1.0
+  groups = list(dict.fromkeys(item.group for item in items))
+  parts: list[str] = []
+  for n, item in enumerate(items):
+    y = 6 + 24 * n
+    length = max(1.0, (width - 420) * item.value / most)
+    colour = PALETTE[groups.index(item.group) % len(PALETTE)]
+    parts.append(_text(262, y + 13, _short(item.name, 38), anchor="end"))
+    parts.append(f"<rect x='270' y='{y}' width='{length:.1f}' height='17' fill='{colour}'/>")
+    parts.append(_text(276 + length, y + 13, item.label))
+  return _svg(width, 12 + 24 * max(1, len(items)), parts, "bars")
+
+
+def device_grid(axes: Sequence[tuple[str, int]], width: int = 900, most: int = 256) -> str:
+  """The mesh as a grid of numbered devices: the last axis runs to the right, the others downwards."""
+  columns = axes[-1][1] if axes else 1
+  rows = 1
+  for _, size in axes[:-1]:
+    rows *= size
+  shown_rows, shown_columns = min(rows, max(1, most // min(columns, 32))), min(columns, 32)
+  cell = min(46, (width - 260) // shown_columns)
+  parts = [_text(255, 14, f"{axes[-1][0]} 0 .. {columns - 1}" if axes else "")]
+  for row in range(shown_rows):
+    y = 22 + row * 24
+    parts.append(_text(248, y + 15, _coordinates(axes[:-1], row), anchor="end"))
+    for column in range(shown_columns):
+      number = row * columns + column
+      colour = PALETTE[row % len(PALETTE)]
+      x = 255 + column * cell
+      parts.append(
+        f"<rect x='{x}' y='{y}' width='{cell - 2}' height='21' fill='{colour}' fill-opacity='0.25' "
+        f"stroke='{colour}'/>"
+      )
+      parts.append(_text(x + cell / 2 - 1, y + 15, str(number), anchor="middle", size=10))
+  if (shown_rows, shown_columns) != (rows, columns):
+    parts.append(
+      _text(255, 22 + shown_rows * 24 + 14, f"{shown_rows * shown_columns} of {rows * columns} devices")
+    )
+  return _svg(width, 44 + shown_rows * 24, parts, "devices of the mesh")
+
+
+def timeline(
+  rows: Sequence[tuple[str, Sequence[tuple[float, float, str]]]], whole: float, unit: str, width: int = 900
+) -> str:
+  """Rows of (start, length, label) on one time scale that ends at `whole`."""
+  scale = (width - 240) / (whole or 1.0)
+  parts: list[str] = []
+  for n, (name, spans) in enumerate(rows):
+    y = 8 + 28 * n
+    parts.append(_text(190, y + 15, _short(name, 28), anchor="end"))
+    for start, length, label in spans:
+      x, long = 200 + start * scale, max(1.0, length * scale)
+      colour = PALETTE[n % len(PALETTE)]
+      parts.append(
+        f"<rect x='{x:.1f}' y='{y}' width='{long:.1f}' height='21' fill='{colour}'>"
+        f"<title>{html.escape(label)}</title></rect>"
+      )
+      if long > 7 * len(label):
+        parts.append(_text(x + 5, y + 15, label, _INK[colour]))
+  y = 8 + 28 * len(rows)
+  parts.append(f"<line x1='200' x2='{width - 40}' y1='{y}' y2='{y}' stroke='currentColor'/>")
+  parts.append(_text(200, y + 15, "0"))
+  parts.append(_text(width - 40, y + 15, unit, anchor="end"))
+  return _svg(width, y + 22, parts, "predicted step")
+
+
+def legend(items: Sequence[Item]) -> str:
+  """Coloured squares with names and values, as HTML."""
+  spans = (
+    f"<span><i style='background:{PALETTE[n % len(PALETTE)]}'></i>{html.escape(item.name)} "
+    f"<b>{html.escape(item.label)}</b></span>"
+    for n, item in enumerate(items)
+  )
+  return f"<p class='legend'>{' '.join(spans)}</p>"
+
+
+def _worst(row: Sequence[float], short: float, scale: float) -> float:
+  """Largest ratio of sides in a row of a treemap."""
+  area = sum(row) * scale
+  if not area or not short:
+    return float("inf")
+  most, least = max(row) * scale, min(row) * scale
+  return max(short**2 * most / area**2, area**2 / (short**2 * least))
+
+
+def _coordinates(axes: Sequence[tuple[str, int]], row: int) -> str:
+  words: list[str] = []
+  for name, size in reversed(axes):
+    if size > 1:
+      words.append(f"{name} {row % size}")
+    row //= size
+  return ", ".join(reversed(words))
+
+
+def _short(text: str, room: int) -> str:
+  return text if len(text) <= room else f"{text[: max(1, room - 1)]}…"
+
+
+def _tail(path: str, room: int) -> str:
+  """Shortens a path from the left: its end tells leaves apart."""
+  return path if len(path) <= room else f"…{path[-max(1, room - 1) :]}"
+
+
+def _text(
+  x: float, y: float, text: str, fill: str = "currentColor", anchor: str = "start", size: int = 12
+) -> str:
+  return (
+    f"<text x='{x:.1f}' y='{y:.1f}' {_FONT} font-size='{size}' fill='{fill}' text-anchor='{anchor}'>"
+    f"{html.escape(text)}</text>"
+  )
+
+
+def _svg(width: int, height: float, parts: Sequence[str], title: str) -> str:
+  return (
+    f"<svg xmlns='http://www.w3.org/2000/svg' viewBox='0 0 {width} {height:.0f}' width='{width}' "
+    f"role='img' aria-label='{html.escape(title, quote=True)}'>{''.join(parts)}</svg>"
+  )

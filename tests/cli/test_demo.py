@@ -1,0 +1,66 @@
+"""The demo, short: it computes what it claims, and fails when a claim does not hold."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from nnx_parallel.cli import demo
+from nnx_parallel.cli import main as cli
+
+
+def continued(title="one device", difference=1e-7, misplaced=()):
+  return demo.Continued(title, 1, [1.0], difference, list(misplaced))
+
+
+BEFORE, AFTER = {"bits_per_byte": 8.5}, {"bits_per_byte": 2.5}
+
+
+def test_claims_that_hold():
+  assert demo.find_failures(BEFORE, AFTER, [continued()]) == []
+
+
+@pytest.mark.parametrize(
+  ("after", "other", "failure"),
+  [
+    ({"bits_per_byte": 8.6}, continued(), "not predicted better than before"),
+    ({"bits_per_byte": float("nan")}, continued(), "not predicted better than before"),
+    (AFTER, continued(difference=2e-5), "one device: losses differ by 2.0e-05, over 1e-05"),
+    (AFTER, continued(difference=float("nan")), "losses differ by nan"),
+    (AFTER, continued(misplaced=["w"]), "one device: not in the planned layout: w"),
+  ],
+)
+def test_claims_that_do_not_hold(after, other, failure):
+  (found,) = demo.find_failures(BEFORE, after, [other])
+  assert failure in found
+
+
+def test_a_folder_of_something_else_is_left_alone(tmp_path, capsys):
+  (tmp_path / "thesis.tex").write_text("years of work")
+  assert cli.main(["demo", "--out", str(tmp_path)]) == 1
+  assert f"{tmp_path} is not empty, and no demo made it." in capsys.readouterr().err
+  assert (tmp_path / "thesis.tex").read_text() == "years of work"
+
+
+def test_the_folder_of_an_earlier_demo_is_replaced(tmp_path):
+  folder = demo.fresh_folder(tmp_path / "demo")
+  (folder / "old").touch()
+  assert [p.name for p in demo.fresh_folder(folder).iterdir()] == [demo.RECORD]
+
+
+@pytest.mark.slow
+def test_the_demo(tmp_path, capsys):
+  out = tmp_path / "demo"
+  assert cli.main(["demo", "--out", str(out), "--steps", "6", "--next-steps", "2"]) == 0
+  text = capsys.readouterr().out
+  for part in ("1. Plan", "2. Train", "3. Save", "4. Restore", "5. Generate", "6. Summary"):
+    assert part in text
+  record = json.loads((out / "demo.json").read_text())
+  assert record["held_out_after"]["bits_per_byte"] < record["held_out_before"]["bits_per_byte"]
+  assert [c["devices"] for c in record["continued"]] == [8, 4, 1]
+  assert all(c["difference"] <= 1e-5 and not c["misplaced"] for c in record["continued"])
+  assert len(Path(out, "metrics.jsonl").read_text().splitlines()) == 6
+  assert (out / "loss.png").is_file()
+  assert (out / "checkpoint" / "6").is_dir()

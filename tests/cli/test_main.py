@@ -1,0 +1,130 @@
+"""Commands are found from their files; errors become messages and exit codes."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import jax
+import pytest
+
+import nnx_parallel as nxp
+from nnx_parallel.cli import main as cli
+
+
+def run(*arguments, cwd=None):
+  return subprocess.run(
+    [sys.executable, "-m", "nnx_parallel.cli.main", *arguments],
+    capture_output=True,
+    text=True,
+    cwd=cwd,
+    check=False,
+  )
+
+
+def test_each_file_is_a_command_with_help(capsys):
+  names = cli.command_names()
+  assert {"plan", "train", "demo"} <= set(names)
+  assert not {"main", "options", "__init__"} & set(names)
+  for name in names:
+    with pytest.raises(SystemExit) as caught:
+      cli.main([name, "--help"])
+    assert caught.value.code == 0
+    assert f"nnx-parallel {name}" in capsys.readouterr().out
+
+
+def test_help_starts_no_backend():
+  script = (
+    "import sys\n"
+    "from nnx_parallel.cli.main import make_parser\n"
+    "make_parser().format_help()\n"
+    "from jax._src import xla_bridge\n"
+    "sys.exit(xla_bridge.backends_are_initialized())"
+  )
+  assert subprocess.run([sys.executable, "-c", script], check=False).returncode == 0
+
+
+@pytest.mark.parametrize(
+  "arguments",
+  [
+    [],
+    ["no_such_command"],
+    ["plan"],
+    ["train", "text_lm", "--steps", "0"],
+    ["train", "text_lm", "--steps", "many"],
+    ["train", "text_lm", "--resume"],
+    ["train", "text_lm", "--save-every", "5"],
+  ],
+)
+def test_wrong_usage_is_exit_code_2(arguments, capsys):
+  with pytest.raises(SystemExit) as caught:
+    cli.main(arguments)
+  assert caught.value.code == 2
+  assert "usage: nnx-parallel" in capsys.readouterr().err
+
+
+def test_an_error_is_its_message_without_a_traceback(capsys):
+  assert cli.main(["plan", "txt_lm"]) == 1
+  shown = capsys.readouterr()
+  assert shown.out == ""
+  assert shown.err.startswith("RecipeError: no recipe named 'txt_lm'.\n  Fix: did you mean text_lm?")
+  assert "Traceback" not in shown.err
+
+
+def test_a_bug_keeps_its_traceback(monkeypatch):
+  monkeypatch.setattr("nnx_parallel.recipes.load_recipe", lambda *a, **k: 1 / 0)
+  with pytest.raises(ZeroDivisionError):
+    cli.main(["plan", "text_lm"])
+
+
+def test_an_interrupt_is_exit_code_130(monkeypatch, capsys):
+  def interrupted(*args, **kwargs):
+    raise KeyboardInterrupt
+
+  monkeypatch.setattr("nnx_parallel.recipes.load_recipe", interrupted)
+  assert cli.main(["plan", "text_lm"]) == 130
+  assert capsys.readouterr().err == "interrupted\n"
+
+
+def test_plan_needs_no_devices(capsys):
+  assert cli.main(["plan", "text_lm", "--mesh", "data=16,fsdp=64,tensor=4"]) == 0
+  out = capsys.readouterr().out
+  assert "mesh data=16 x fsdp=64 x tensor=4 = 4096 devices (abstract" in out
+  assert "(fsdp, tensor)" in out
+
+
+def test_plan_as_json(capsys):
+  assert cli.main(["plan", "text_lm", "--mesh", "fsdp=4,tensor=2", "--json"]) == 0
+  text = capsys.readouterr().out
+  plan = nxp.ShardingPlan.from_json(text)
+  assert dict(plan.mesh.shape) == {"data": 1, "fsdp": 4, "tensor": 2}
+  assert plan["head.kernel"].spec == jax.P("fsdp", "tensor")
+  assert json.loads(text)["mesh"]["axes"] == {"data": 1, "fsdp": 4, "tensor": 2}
+
+
+def test_plan_names_what_is_left_whole(tmp_path, capsys):
+  path = tmp_path / "wide.py"
+  path.write_text(
+    "from flax import nnx\n\n\ndef init():\n  return nnx.Linear(1024, 1024, rngs=nnx.Rngs(0))\n\n\n"
+    "def rules():\n  return None\n"
+  )
+  assert cli.main(["plan", str(path), "--mesh", "data=8"]) == 0
+  assert "data could split dim" in capsys.readouterr().out
+
+
+def test_plan_explains_one_variable(capsys):
+  assert cli.main(["plan", "text_lm", "--explain", "head.kernel"]) == 0
+  assert capsys.readouterr().out.startswith("head.kernel: Param float32[128,256] -> ")
+
+
+def test_plan_of_what_is_left(capsys):
+  assert cli.main(["plan", "text_lm", "--mesh", "data=-1,tensor=2", "--devices", "8"]) == 0
+  assert "mesh data=4 x fsdp=1 x tensor=2 = 8 devices (cpu" in capsys.readouterr().out
+
+
+def test_a_reader_that_stops_is_no_error():
+  command = f"{sys.executable} -m nnx_parallel.cli.main plan text_lm | head -n 1"
+  done = subprocess.run(command, shell=True, capture_output=True, text=True, check=False)
+  assert done.stdout.startswith("mesh data=2")
+  assert done.stderr == ""

@@ -1,0 +1,107 @@
+"""What `--mesh` and `--devices` mean, and what they refuse."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from nnx_parallel.cli import options
+from nnx_parallel.errors import MeshError
+from nnx_parallel.recipes import Recipe
+
+
+def recipe(sizes):
+  return Recipe("toy", "toy.py", init=lambda: None, mesh=sizes and (lambda: sizes))
+
+
+@pytest.mark.parametrize(
+  ("text", "message"),
+  [
+    ("data", "cannot read 'data' in --mesh data."),
+    ("data=0", "cannot read 'data=0'"),
+    ("data=two", "cannot read 'data=two'"),
+    ("data=2,", "cannot read ''"),
+    ("da ta=2", "cannot read 'da ta=2'"),
+    ("data=2,data=4", "the axis 'data' is twice in --mesh data=2,data=4."),
+    ("data=-1,fsdp=-1", "more than one -1 in --mesh data=-1,fsdp=-1."),
+  ],
+)
+def test_a_mesh_that_cannot_be_read(text, message):
+  with pytest.raises(MeshError) as caught:
+    options.parse_mesh(text)
+  assert str(caught.value).startswith(message)
+  assert "Fix: --mesh data=" in str(caught.value)
+
+
+def test_the_order_of_axes_is_kept():
+  assert list(options.parse_mesh("tensor=2, data=4")) == ["tensor", "data"]
+
+
+def test_axes_that_are_not_asked_for_have_size_one():
+  known = {"data": 2, "fsdp": 2, "tensor": 2}
+  assert options.mesh_sizes(recipe(known), "data=8") == {"data": 8, "fsdp": 1, "tensor": 1}
+  assert options.mesh_sizes(recipe(known), None) == known
+  assert options.mesh_sizes(recipe(None), "anything=8") == {"anything": 8}
+
+
+def test_an_axis_that_the_rules_do_not_know_names_the_nearest():
+  with pytest.raises(MeshError) as caught:
+    options.mesh_sizes(recipe({"data": 2, "tensor": 2}), "data=2,tensr=4")
+  assert str(caught.value) == (
+    "the recipe toy knows no mesh axis 'tensr'.\n"
+    "  its mesh() has data, tensor; along another axis nothing would be split\n"
+    "  Fix: did you mean tensor?"
+  )
+
+
+def test_a_recipe_without_a_mesh_needs_one():
+  with pytest.raises(MeshError, match=r"no mesh: the recipe toy has no mesh\(\)\."):
+    options.mesh_sizes(recipe(None), None)
+
+
+@pytest.mark.parametrize(
+  ("sizes", "devices", "needed"),
+  [({"data": 4}, 8, 4), ({"data": 4, "fsdp": -1}, 6, 4), ({"data": 4}, 0, 4)],
+)
+def test_devices_that_the_mesh_does_not_fill(sizes, devices, needed):
+  with pytest.raises(MeshError) as caught:
+    options.start_devices(sizes, devices)
+  assert f"the mesh does not fill {devices} devices." in str(caught.value)
+  assert f"Fix: --devices {needed}, or another --mesh." in str(caught.value)
+
+
+SCRIPT = """
+import jax
+from nnx_parallel.cli import options
+options.start_devices({sizes}, {devices})
+print(jax.device_count(), dict(options.real_mesh({sizes}, {devices}).shape))
+"""
+
+
+@pytest.mark.parametrize(
+  ("sizes", "devices", "environment", "expected"),
+  [
+    ({"data": 3, "tensor": 2}, None, {}, "6 {'data': 3, 'tensor': 2}"),
+    ({"data": -1, "tensor": 2}, 4, {}, "4 {'data': 2, 'tensor': 2}"),
+    ({"data": 2}, 2, {"JAX_NUM_CPU_DEVICES": "4"}, "4 {'data': 2}"),
+    (
+      {"data": 2},
+      2,
+      {"XLA_FLAGS": "--xla_force_host_platform_device_count=4"},
+      "4 {'data': 2}",
+    ),
+  ],
+)
+def test_devices_are_simulated_unless_the_environment_says_how_many(sizes, devices, environment, expected):
+  clean = {k: v for k, v in os.environ.items() if k not in ("XLA_FLAGS", "JAX_NUM_CPU_DEVICES")}
+  done = subprocess.run(
+    [sys.executable, "-c", SCRIPT.format(sizes=sizes, devices=devices)],
+    env=clean | environment,
+    capture_output=True,
+    text=True,
+    check=False,
+  )
+  assert done.stdout.strip() == expected, done.stderr

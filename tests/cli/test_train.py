@@ -1,0 +1,165 @@
+"""`train` on a tiny recipe: what it prints, what it leaves behind, how it goes on."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from nnx_parallel.cli import main as cli
+
+TINY = """
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+
+import nnx_parallel as nxp
+
+
+def init():
+  return nnx.Linear(8, 8, rngs=nnx.Rngs(0), kernel_metadata={"out_sharding": ("rows", "columns")})
+
+
+def optimizer():
+  return optax.sgd(0.1)
+
+
+def loss(model, batch):
+  return jnp.square(model(batch["x"]) - 1.0).mean()
+
+
+def mesh():
+  return {"data": 4, "tensor": 2}
+
+
+def rules():
+  return nxp.LogicalRules(batch="data", rows=None, columns="tensor")
+
+
+def batches(start=0, *, split="train"):
+  for i in range(start, start + (32 if split == "held_out" else 10**9), 16):
+    yield {"x": np.random.default_rng(i).standard_normal((16, 8)).astype(np.float32)}
+
+
+def tokens(batch):
+  return 1000
+"""
+
+
+@pytest.fixture
+def tiny(tmp_path, monkeypatch):
+  monkeypatch.chdir(tmp_path)
+  Path("tiny.py").write_text(TINY)
+  return "tiny.py"
+
+
+def records(path):
+  return [json.loads(line) for line in Path(path).read_text().splitlines()]
+
+
+def test_a_run_prints_its_course_and_leaves_metrics_curve_and_checkpoint(tiny, capsys):
+  assert cli.main(["train", tiny, "--steps", "20", "--checkpoint", "ckpt"]) == 0
+  lines = capsys.readouterr().out.splitlines()
+  assert lines[0].startswith("tiny, 72 parameters on mesh data=4,tensor=2, ")
+  assert lines[1].startswith("held out at step 0: loss ")
+  assert lines[2].startswith("step  1/20  loss ")
+  assert lines[12].startswith("step 20/20  loss ")
+  assert "tokens/s" in lines[12]
+  assert lines[13].startswith("held out at step 20: loss ")
+  assert lines[14:] == [
+    "metrics     runs/tiny/metrics.jsonl",
+    "loss curve  runs/tiny/loss.png",
+    "checkpoint  ckpt/20",
+  ]
+  written = records("runs/tiny/metrics.jsonl")
+  assert [r["step"] for r in written] == list(range(1, 21))
+  assert written[-1]["loss"] < written[0]["loss"]
+  assert Path("runs/tiny/loss.png").stat().st_size > 1000
+  assert Path("ckpt/20").is_dir()
+
+
+def test_quiet_prints_the_last_step_and_the_result(tiny, capsys):
+  assert cli.main(["train", tiny, "--steps", "20", "--quiet"]) == 0
+  step, held_out = capsys.readouterr().out.splitlines()
+  assert step.startswith("step 20/20")
+  assert held_out.startswith("held out at step 20: loss ")
+
+
+def test_a_resumed_run_equals_the_one_that_never_stopped(tiny, capsys):
+  assert cli.main(["train", tiny, "--steps", "8", "--out", "straight"]) == 0
+  common = ["train", tiny, "--checkpoint", "ckpt", "--out", "parts", "--resume"]
+  assert cli.main([*common, "--steps", "3"]) == 0
+  capsys.readouterr()
+  assert cli.main([*common, "--steps", "8"]) == 0
+  assert "from step 3" in capsys.readouterr().out.splitlines()[0]
+  straight, parts = records("straight/metrics.jsonl"), records("parts/metrics.jsonl")
+  assert [(r["step"], r["loss"]) for r in parts] == [(r["step"], r["loss"]) for r in straight]
+
+
+def test_a_run_that_is_done_says_how_to_go_on(tiny, capsys):
+  common = ["train", tiny, "--steps", "3", "--checkpoint", "ckpt", "--quiet"]
+  assert cli.main(common) == 0
+  capsys.readouterr()
+  assert cli.main([*common, "--resume"]) == 0
+  assert capsys.readouterr().out == "step 3 is reached; go on with --steps 6\n"
+
+
+def test_the_checkpoints_of_another_run_are_not_mixed_up(tiny, capsys):
+  common = ["train", tiny, "--steps", "2", "--checkpoint", "ckpt", "--quiet"]
+  assert cli.main(common) == 0
+  assert cli.main(common) == 1
+  assert capsys.readouterr().err == (
+    "CheckpointError: ckpt holds the checkpoints of an earlier run.\n"
+    "  steps 2\n"
+    "  Fix: --resume to go on from the newest, or another --checkpoint DIR.\n"
+  )
+
+
+def test_steps_are_saved_on_the_way(tiny):
+  common = ["train", tiny, "--steps", "5", "--checkpoint", "ckpt", "--quiet"]
+  assert cli.main([*common, "--save-every", "2"]) == 0
+  assert sorted(p.name for p in Path("ckpt").iterdir() if p.name.isdigit()) == ["2", "4", "5"]
+
+
+def test_text_is_refused_where_it_cannot_be_used(tiny, capsys):
+  assert cli.main(["train", tiny, "--text", "."]) == 1
+  assert "the recipe tiny does not learn from a folder of text" in capsys.readouterr().err
+
+
+def test_an_empty_folder_of_text(tmp_path, capsys):
+  assert cli.main(["train", "text_lm", "--text", str(tmp_path), "--out", str(tmp_path / "o")]) == 1
+  assert f"RecipeError: not enough text in {tmp_path}" in capsys.readouterr().err
+  assert not (tmp_path / "o").exists()
+
+
+def test_a_batch_that_the_mesh_cannot_split(tiny, capsys):
+  sizes = ["--mesh", "data=3", "--devices", "3"]
+  assert cli.main(["train", tiny, *sizes, "--steps", "1"]) == 1
+  assert "has 16 examples, which 3 shards cannot split evenly" in capsys.readouterr().err
+
+
+def test_a_machine_with_fewer_devices_is_made_to_look_larger(tiny, tmp_path):
+  """In its own process: one that has not started jax, and is told nothing of devices."""
+  command = [sys.executable, "-m", "nnx_parallel.cli.main", "train", tiny, "--mesh", "data=2,tensor=2"]
+  cache = ["--compilation-cache", "cache", "--microbatches", "2"]
+  done = subprocess.run(
+    [*command, "--steps", "2", "--quiet", *cache],
+    env=environment(),
+    capture_output=True,
+    text=True,
+    check=False,
+  )
+  assert done.returncode == 0, done.stderr
+  assert done.stdout.splitlines()[0].startswith("step 2/2")
+  assert any(Path("cache").iterdir())
+
+
+def environment():
+  import os
+
+  root = str(Path(cli.__file__).parents[2])
+  return {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"} | {"PYTHONPATH": root}

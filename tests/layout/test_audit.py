@@ -1,0 +1,144 @@
+"""Silent replication, and filters that match more or less than meant."""
+
+from __future__ import annotations
+
+import warnings
+
+import optax
+import pytest
+from flax import nnx
+
+import nnx_parallel as nxp
+from layout.models import LM, named
+from nnx_parallel.errors import NnxParallelWarning
+
+
+def big(**kwargs):
+  return nnx.Linear(1024, 512, rngs=nnx.Rngs(0), **kwargs)
+
+
+def flat(text):
+  """The words of a table, in reading order where no cell wraps."""
+  return " ".join(str(text).split())
+
+
+def test_a_large_leaf_without_a_rule_is_found_with_bytes_and_a_remedy():
+  plan = nxp.plan(big, nxp.make_mesh(data=2, fsdp=4))
+  (found,) = plan.audit()
+  assert (found.leaf.name, found.axis, found.dim) == ("kernel", "fsdp", 0)
+  assert found.wasted == 2**21 * 3 // 4
+  assert flat(plan.audit()) == (
+    "whole on every device n array per device wasted why what could split it"
+    " kernel 1 float32[1024,512] 2 MiB 1.5 MiB no annotation (!) fsdp could split dim 0 (1024)"
+    " 1.5 MiB per device could be saved. (!) no rule asks for it"
+  )
+
+
+def test_creation_can_warn_once_and_points_at_the_caller():
+  plan = nxp.plan(big, nxp.make_mesh(data=2, fsdp=4))
+  with pytest.warns(NnxParallelWarning) as caught:
+    assert plan.warn_replicated()
+  (warning,) = caught
+  assert warning.filename == __file__
+  assert str(warning.message) == (
+    "2 MiB of parameters are whole on each of 8 devices: kernel float32[1024,512] (no annotation; fsdp could"
+    " split dim 0 (1024)). print(plan.audit()) lists them; fsdp() at the end of the rules splits them,"
+    " replicate() accepts them."
+  )
+
+
+@pytest.mark.parametrize(
+  "rules",
+  [
+    nxp.replicate(),
+    nxp.fsdp(),
+    nxp.fsdp(min_size=2**30),
+    [nxp.PathRules([(".*", None)])],
+    [nxp.PathRules([(".*kernel", (None, None)), ("bias", None)])],
+  ],
+  ids=["replicate", "split", "below the threshold", "path rule", "names of None"],
+)
+def test_no_warning_where_a_rule_asks_for_it(rules):
+  plan = nxp.plan(big, nxp.make_mesh(data=2, fsdp=4), rules)
+  with warnings.catch_warnings():
+    warnings.simplefilter("error")
+    assert not plan.warn_replicated()
+
+
+@pytest.mark.parametrize("uneven", ["next", "replicate"])
+def test_a_fallback_to_whole_warns_and_says_why(uneven):
+
+  def init():
+    return nnx.Linear(1022, 511, rngs=nnx.Rngs(0), kernel_metadata=named("embed", None))
+
+  plan = nxp.plan(init, nxp.make_mesh(data=2, fsdp=4), nxp.LogicalRules(embed="fsdp"), uneven=uneven)
+  with pytest.warns(NnxParallelWarning, match=r"kernel .*4 does not divide 1022.*data could split dim 0"):
+    assert plan.warn_replicated()
+
+
+def test_a_list_of_candidates_that_ends_whole_warns():
+
+  def init():
+    return nnx.Linear(1022, 511, rngs=nnx.Rngs(0), kernel_metadata=named("heads", None))
+
+  plan = nxp.plan(init, nxp.make_mesh(data=2, tensor=4), nxp.LogicalRules(heads=["tensor", None]))
+  assert not plan["kernel"].decision.chosen
+  assert plan.audit()[0].leaf.decision.reason == (
+    "names (heads, -); 'heads' -> None; not 'tensor': 4 does not divide 1022"
+  )
+
+
+def test_what_nothing_divides_is_listed_without_a_remedy():
+  plan = nxp.plan(lambda: nnx.Linear(1021, 511, rngs=nnx.Rngs(0)), nxp.make_mesh(fsdp=8), nxp.fsdp())
+  (found,) = plan.audit()
+  assert (found.remedy, found.wasted) == ("no mesh axis divides a dim", 0)
+  assert found.leaf.decision.reason == "no free dim of (1021, 511) divides by 8 ('fsdp')"
+
+
+def test_optimizer_state_is_listed_with_its_parameter():
+  plan = nxp.plan(big, nxp.make_mesh(fsdp=8), optimizer=optax.adam(1e-3))
+  assert {found.leaf.name for found in plan.audit()} == {
+    "kernel",
+    "optimizer/opt_state.0.mu.kernel",
+    "optimizer/opt_state.0.nu.kernel",
+  }
+
+
+def test_one_device_wastes_nothing():
+  assert not nxp.plan(big, nxp.abstract_mesh(fsdp=1)).audit()
+  assert (
+    str(nxp.plan(big, nxp.abstract_mesh(fsdp=1)).audit()) == "nothing above 1 MiB is whole on every device."
+  )
+
+
+def test_trained_and_frozen_are_counted():
+  rules = nxp.LogicalRules(vocab="fsdp", embed=None, mlp="fsdp")
+  plan = nxp.plan(lambda: LM(64, 8, 3, nnx.Rngs(0)), nxp.make_mesh(fsdp=8), rules)
+  selection = plan.trainable(nnx.PathContains("norm"))
+  assert [leaf.name for leaf in selection.trained] == [f"blocks.{i}.norm.scale" for i in range(3)]
+  assert len(selection.frozen) == 13
+  assert str(selection).splitlines()[:2] == [
+    "trained      3 arrays               24 elements   96 B in all, 96 B per device",
+    "frozen      13 arrays            2,168 elements   8.469 KiB in all, 1.469 KiB per device",
+  ]
+
+
+def test_the_plans_own_filter_is_the_default():
+  class WithStatistics(nnx.Module):
+    def __init__(self, rngs):
+      self.linear, self.norm = nnx.Linear(8, 8, rngs=rngs), nnx.BatchNorm(8, rngs=rngs)
+
+  plan = nxp.plan(lambda: WithStatistics(nnx.Rngs(0)), nxp.make_mesh(fsdp=8))
+  selection = plan.trainable()
+  assert (len(selection.trained), len(selection.frozen)) == (4, 0)
+  assert [leaf.kind for leaf in selection.other] == ["BatchStat", "BatchStat"]
+
+
+def test_a_filter_that_matches_nothing_is_an_error():
+  plan = nxp.plan(big, nxp.make_mesh(fsdp=8))
+  with pytest.raises(
+    nxp.PlanError, match=r"selects none of the model's Variables.*\n.*types in the model: Param"
+  ):
+    plan.trainable(nnx.LoRAParam)
+  with pytest.raises(nxp.PlanError, match="selects none of the model's Variables"):
+    nxp.plan(big, nxp.make_mesh(fsdp=8), optimizer=optax.sgd(1.0), wrt=nnx.LoRAParam)

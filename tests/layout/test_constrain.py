@@ -1,0 +1,252 @@
+"""Constraints on activations: on every kind of mesh, and never from a stale compilation."""
+
+from __future__ import annotations
+
+import threading
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import nnx_parallel as nxp
+from nnx_parallel import LogicalRules, MeshError, ShardingError, constrain, use_rules
+
+RULES = LogicalRules(batch="data", embed="tensor", seq=None)
+OTHER = LogicalRules(batch="tensor", embed="data", seq=None)
+X = np.arange(64.0, dtype=np.float32).reshape(8, 8)
+
+
+@pytest.fixture(params=["auto", "explicit"])
+def mesh(request):
+  return nxp.make_mesh(data=2, tensor=4, explicit=request.param == "explicit")
+
+
+def spec(x):
+  return P(*x.sharding.spec, *[None] * (x.ndim - len(x.sharding.spec)))
+
+
+def test_without_a_mesh_the_array_comes_back():
+  assert constrain(X, "batch", "embed") is X
+  assert jax.jit(lambda x: constrain(x, "batch", "embed") * 2)(X).sharding.is_fully_replicated
+  with use_rules(RULES):
+    assert constrain(X, "batch", "embed") is X
+
+
+def test_outside_of_jit(mesh):
+  with use_rules(RULES, mesh):
+    y = constrain(X, "batch", "embed")
+  assert y.sharding == NamedSharding(mesh, P("data", "tensor"))
+  np.testing.assert_array_equal(y, X)
+
+
+def test_inside_jit(mesh):
+  x = jax.device_put(X, NamedSharding(mesh, P()))
+  with use_rules(RULES, mesh):
+    y = jax.jit(lambda x: constrain(x + 1, "batch", "embed"))(x)
+  assert spec(y) == P("data", "tensor")
+  np.testing.assert_array_equal(y, X + 1)
+
+
+def test_under_set_mesh_the_rules_need_no_mesh(mesh):
+  with jax.set_mesh(mesh), use_rules(RULES):
+    y = constrain(jnp.asarray(X), "batch", "embed")
+    z = jax.jit(lambda x: constrain(x + 1, "seq", "embed"))(y)
+  assert spec(y) == P("data", "tensor")
+  assert spec(z) == P(None, "tensor")
+
+
+def test_names_of_mesh_axes_need_no_rules(mesh):
+  with jax.set_mesh(mesh):
+    y = jax.jit(lambda x: constrain(x, ("data", "tensor"), None))(X)
+  assert spec(y) == P(("data", "tensor"), None)
+
+
+def test_a_mesh_and_no_rules_is_never_a_silent_no_op(mesh):
+  x = jax.device_put(X, NamedSharding(mesh, P("data")))
+  message = r"there is a mesh, and no rules are in scope for 'batch'[\s\S]*with plan\.scope\(\)"
+  with pytest.raises(ShardingError, match=message):
+    constrain(x, "batch", "embed")
+  with pytest.raises(ShardingError, match=message):
+    jax.jit(lambda x: constrain(x, "batch", "embed"))(x)
+  with jax.set_mesh(mesh), pytest.raises(ShardingError, match=message):
+    jax.jit(lambda x: constrain(x, "batch", "embed"))(X)
+
+
+@pytest.mark.parametrize("jit", [jax.jit, nnx.jit])
+def test_other_rules_compile_again_and_equal_rules_do_not(jit):
+  mesh, traces = nxp.make_mesh(data=2, tensor=4), []
+
+  @jit
+  def f(x):
+    traces.append(1)
+    return constrain(x, "batch", "embed")
+
+  assert f(X).sharding.is_fully_replicated
+  for rules, wanted in [(RULES, P("data", "tensor")), (OTHER, P("tensor", "data"))] * 2:
+    with use_rules(rules, mesh):
+      assert spec(f(X)) == wanted
+  assert f(X).sharding.is_fully_replicated
+  assert len(traces) == 3
+  with use_rules(LogicalRules(seq=None, embed="tensor", batch="data"), nxp.make_mesh(data=2, tensor=4)):
+    assert spec(f(X)) == P("data", "tensor")
+  assert len(traces) == 3
+  with use_rules(RULES, nxp.make_mesh(data=4, tensor=2)):
+    assert f(X).sharding.shard_shape((8, 8)) == (2, 4)
+  assert len(traces) == 4
+
+
+def transform(name):
+  inner = jax.jit(lambda x: constrain(x * 2, "batch", "embed"))
+
+  def body(carry, _):
+    return constrain(carry * 2, "batch", "embed"), None
+
+  return {
+    "jit in jit": inner,
+    "checkpoint": jax.checkpoint(lambda x: constrain(x * 2, "batch", "embed")),
+    "scan": lambda x: jax.lax.scan(body, x, None, length=1)[0],
+    "cond": lambda x: jax.lax.cond(x[0, 0] < 1, inner, lambda x: x, x),
+  }[name]
+
+
+@pytest.mark.parametrize("name", ["jit in jit", "checkpoint", "scan", "cond"])
+def test_a_scope_inside_the_traced_function_reaches_inner_traces(name):
+  mesh, inner = nxp.make_mesh(data=2, tensor=4), transform(name)
+
+  def step(rules):
+    def run(x):
+      with use_rules(rules, mesh):
+        return inner(x)
+
+    return jax.jit(run)
+
+  # The inner function is the same object, traced under two rules.
+  first, second = step(RULES).lower(X), step(OTHER).lower(X)
+  assert first.as_text() != second.as_text()
+  for lowered, wanted in ((first, (4, 2)), (second, (2, 4))):
+    y = lowered.compile()(X)
+    assert y.sharding.shard_shape((8, 8)) == wanted
+    np.testing.assert_array_equal(y, X * 2)
+
+
+def test_gradients_pass_and_keep_the_layout():
+  mesh = nxp.make_mesh(data=2, tensor=4)
+  with use_rules(RULES, mesh):
+    grad = jax.jit(jax.grad(lambda x: (constrain(x, "batch", "embed") ** 2).sum()))(X)
+    eager = jax.grad(lambda x: (constrain(x, "batch", "embed") ** 2).sum())(X)
+  assert spec(grad) == P("data", "tensor")
+  np.testing.assert_array_equal(grad, 2 * X)
+  np.testing.assert_array_equal(eager, 2 * X)
+
+
+def test_a_mapped_dim_has_no_name():
+  mesh, stacked = nxp.make_mesh(data=2, tensor=4), np.stack([X, X])
+  with use_rules(RULES, mesh):
+    y = jax.jit(jax.vmap(lambda x: constrain(x, None, "embed"), spmd_axis_name="data"))(stacked)
+  assert spec(y) == P("data", None, "tensor")
+
+
+def test_inside_shard_map_manual_axes_are_left_out():
+  mesh = nxp.make_mesh(data=2, tensor=4)
+  seen = []
+
+  def body(x):
+    seen.append(x.shape)
+    return constrain(x, "batch", "embed")
+
+  with jax.set_mesh(mesh), use_rules(RULES):
+    whole = jax.shard_map(body, in_specs=P("data"), out_specs=P("data"))
+    part = jax.shard_map(body, in_specs=P("data"), out_specs=P("data"), axis_names={"data"})
+    np.testing.assert_array_equal(jax.jit(whole)(X), X)
+    y = jax.jit(part)(X)
+  assert set(seen) == {(4, 8)}
+  assert spec(y) == P("data", "tensor")
+
+
+def test_scopes_nest_and_end():
+  mesh = nxp.make_mesh(data=2, tensor=4)
+  with use_rules(RULES, mesh):
+    with use_rules(OTHER, mesh):
+      assert spec(constrain(X, "batch", "embed")) == P("tensor", "data")
+    assert spec(constrain(X, "batch", "embed")) == P("data", "tensor")
+    with pytest.raises(RuntimeError, match="user"), use_rules(OTHER, mesh):
+      raise RuntimeError("user")
+    assert spec(constrain(X, "batch", "embed")) == P("data", "tensor")
+  assert constrain(X, "batch", "embed") is X
+
+
+def test_each_thread_has_its_own_scope():
+  mesh, seen = nxp.make_mesh(data=2, tensor=4), []
+  with use_rules(RULES, mesh):
+    thread = threading.Thread(target=lambda: seen.append(constrain(X, "batch", "embed")))
+    thread.start()
+    thread.join()
+  assert seen[0] is X
+
+
+def test_a_plan_is_a_scope():
+  def init():
+    return nnx.Linear(4, 4, rngs=nnx.Rngs(0))
+
+  mesh = nxp.make_mesh(data=2, fsdp=4)
+  with nxp.plan(init, mesh, nxp.fsdp()).scope():
+    assert spec(constrain(X, "batch", None)) == P(("data", "fsdp"), None)
+  with nxp.plan(init, mesh, LogicalRules(batch=None, embed="fsdp")).scope():
+    assert spec(constrain(X, "batch", "embed")) == P(None, "fsdp")
+
+
+def test_candidates_and_padding():
+  mesh = nxp.make_mesh(data=2, tensor=4)
+  rules = LogicalRules(heads=["tensor", None], vocab="tensor", uneven={"vocab": "pad"})
+  x = np.zeros((3, 10), np.float32)
+  with use_rules(rules, mesh):
+    assert spec(constrain(x, "heads", None)) == P(None, None)
+    y = jax.jit(lambda x: constrain(x, "heads", "vocab"))(x)
+  assert y.shape == (3, 10)
+
+
+def test_a_dim_that_does_not_divide():
+  with (
+    use_rules(RULES, nxp.make_mesh(data=2, tensor=4)),
+    pytest.raises(ShardingError, match=r"cannot shard an activation: dim 1 \('embed'\) has length 6"),
+  ):
+    jax.jit(lambda x: constrain(x, "batch", "embed"))(np.zeros((2, 6), np.float32))
+
+
+def test_one_name_for_each_dim():
+  with pytest.raises(
+    ShardingError, match=r"1 names for an array of 2 dims[\s\S]*shape \(8, 8\), names \('batch',\)"
+  ):
+    constrain(X, "batch")
+
+
+def test_two_meshes_are_refused():
+  rules, active = LogicalRules(batch="data"), nxp.make_mesh(data=2, tensor=4)
+  with (
+    jax.set_mesh(active),
+    use_rules(rules, nxp.make_mesh(data=8)),
+    pytest.raises(
+      MeshError, match=r"two meshes[\s\S]*in scope \{'data': 8\}, active \{'data': 2, 'tensor': 4\}"
+    ),
+  ):
+    jax.jit(lambda x: constrain(x, "batch", None))(X)
+
+
+def test_an_abstract_mesh_traces_but_places_nothing():
+  with use_rules(RULES, nxp.abstract_mesh(data=16, tensor=8)):
+    x = jax.ShapeDtypeStruct((32, 64), np.float32)
+    assert jax.eval_shape(lambda x: constrain(x, "batch", "embed"), x).shape == (32, 64)
+    with pytest.raises(MeshError, match=r"abstract mesh[\s\S]*make_mesh"):
+      constrain(np.zeros((32, 64), np.float32), "batch", "embed")
+
+
+def test_rules_that_do_not_fit_the_mesh_are_refused_on_entry():
+  with (
+    pytest.raises(ShardingError, match=r"rule for 'embed' can never apply"),
+    use_rules(RULES, nxp.make_mesh(data=8)),
+  ):
+    pass

@@ -1,0 +1,195 @@
+"""Printed plans: what a person reads, and that it fits the page."""
+
+from __future__ import annotations
+
+import sys
+import types
+
+import jax
+import optax
+import pytest
+from flax import nnx
+
+import nnx_parallel as nxp
+from layout.models import LM
+from nnx_parallel.layout.render import WIDTH, format_bytes, format_spec, grouped, text_table
+
+RULES = nxp.LogicalRules(batch=("data", "fsdp"), embed="fsdp", mlp="tensor", vocab="tensor")
+
+
+def lm_plan(**kwargs):
+  return nxp.plan(
+    lambda: LM(64, 8, 3, nnx.Rngs(0)),
+    nxp.make_mesh(data=2, fsdp=2, tensor=2),
+    RULES,
+    optimizer=optax.adam(1e-3),
+    **kwargs,
+  )
+
+
+TABLE = """\
+mesh data=2 x fsdp=2 x tensor=2 = 8 devices (cpu, Auto axes)
+  inside one host: data, fsdp, tensor
+rules batch -> data+fsdp, embed -> fsdp, mlp -> tensor, vocab -> tensor
+
+model                  n  type         array          spec            per device  why
+blocks.*.down.bias     3  Param        float32[8]     whole                 96 B  no annotation
+blocks.*.down.kernel   3  Param        float32[32,8]  (tensor, fsdp)       768 B  names (mlp, embed)
+blocks.*.norm.scale    3  Param        float32[8]     whole                 96 B  no annotation
+blocks.*.up.bias       3  Param        float32[32]    whole                384 B  no annotation
+blocks.*.up.kernel     3  Param        float32[8,32]  (fsdp, tensor)       768 B  names (embed, mlp)
+embed.embedding           Param        float32[64,8]  (tensor, fsdp)       512 B  names (vocab, embed); tied to head
+
+optimizer              n  type         array          spec            per device  why
+opt_state.0.count         OptArray     int32[]        whole                  4 B  not parameter state
+opt_state.0.mu.*      16  OptVariable  float32        as each          2.562 KiB  as its parameter
+opt_state.0.nu.*      16  OptVariable  float32        as each          2.562 KiB  as its parameter
+step                      OptState     uint32[]       whole                  4 B  not parameter state
+
+total      arrays  elements     in all  per device  copies
+model          16     2,192  8.562 KiB   2.562 KiB    2.39
+optimizer      34     4,386  17.13 KiB   5.133 KiB    2.40
+together       50             25.7 KiB   7.695 KiB"""  # noqa: E501
+
+
+def test_the_table():
+  assert str(lm_plan()) == TABLE
+
+
+def test_the_table_fits_the_page_and_wraps_only_the_reasons():
+  long = nxp.PathRules(
+    [(r"blocks\.\d+\.(up|down)\.(kernel|bias)|blocks\.\d+\.norm\.scale|embed\.embedding", None)]
+  )
+  plan = nxp.plan(
+    lambda: nnx.Dict(block=nnx.Linear(8, 6, rngs=nnx.Rngs(0))),
+    nxp.make_mesh(fsdp=8),
+    [long, nxp.fsdp(min_size=7)],
+  )
+  lines = str(plan).splitlines()
+  assert max(map(len, lines)) <= WIDTH
+  assert any("block.kernel" in line and "float32[8,6]" in line for line in lines)
+
+
+def test_repeated_layers_are_one_row_whether_listed_or_numbered_by_name():
+  class Numbered(nnx.Module):
+    def __init__(self, rngs):
+      for i in range(12):
+        setattr(self, f"layer_{i}", nnx.Linear(8, 8, rngs=rngs))
+
+  plan = nxp.plan(lambda: Numbered(nnx.Rngs(0)), nxp.make_mesh(fsdp=8), nxp.fsdp(min_size=8))
+  assert [(name, len(leaves)) for name, leaves in grouped(plan.leaves)] == [
+    ("layer_*.bias", 12),
+    ("layer_*.kernel", 12),
+  ]
+
+
+def test_layers_that_differ_keep_their_rows():
+  plan = nxp.plan(
+    lambda: nnx.List([nnx.Linear(8, 8, rngs=nnx.Rngs(0)), nnx.Linear(8, 16, rngs=nnx.Rngs(0))]),
+    nxp.make_mesh(fsdp=8),
+    nxp.fsdp(min_size=8),
+  )
+  assert [name for name, _ in grouped(plan.leaves)] == ["0.bias", "0.kernel", "1.bias", "1.kernel"]
+
+
+def test_factored_state_is_one_row_per_shape():
+  plan = nxp.plan(
+    lambda: LM(64, 8, 5, nnx.Rngs(0)),
+    nxp.make_mesh(fsdp=2, tensor=4),
+    RULES.replace(batch="fsdp"),
+    optimizer=optax.adafactor(1e-3, min_dim_size_to_factor=4),
+  )
+  rows = [line.split()[:2] for line in str(plan).splitlines()]
+  assert ["opt_state.0.v_row.blocks.*.up.kernel", "5"] in rows
+
+
+def test_explain_says_what_was_tried_and_what_follows():
+  assert lm_plan().explain("embed.embedding") == (
+    "embed.embedding: Param float32[64,8] -> P('tensor', 'fsdp')\n"
+    "  tied: also at head; counted once\n"
+    "  from its metadata: ('vocab', 'embed')\n"
+    "  'vocab' -> 'tensor'\n"
+    "  'embed' -> 'fsdp'\n"
+    "  each device holds float32[32,4], 512 bytes of 2048 (2 copies on 8 devices)\n"
+    "  2 optimizer arrays follow it: 1 KiB per device"
+  )
+
+
+def test_explain_names_the_rule_and_the_candidates_that_lost():
+
+  def init():
+    return nnx.Linear(8, 6, use_bias=False, rngs=nnx.Rngs(0))
+
+  mesh = nxp.make_mesh(fsdp=2, tensor=4)
+  rules = [nxp.LogicalRules(heads=["tensor", None]), nxp.PathRules([("kernel", (None, "heads"))])]
+  text = nxp.plan(init, mesh, rules).explain("kernel")
+  assert "no annotation; path rule 'kernel': (None, 'heads')" in text
+  assert "'heads' -> None; not 'tensor': 4 does not divide 6" in text
+
+
+def test_explain_says_which_rules_did_not_match():
+  rules = [nxp.PathRules([("bias", None)]), nxp.fsdp(min_size=100)]
+  text = nxp.plan(lambda: nnx.Linear(8, 8, rngs=nnx.Rngs(0)), nxp.make_mesh(fsdp=8), rules).explain("kernel")
+  assert "no annotation; none of 1 path rules matches; fsdp('fsdp', min_size=100, extend=True)" in text
+  assert "64 elements, at most min_size=100" in text
+
+
+def test_an_unknown_path_is_told_the_nearest():
+  with pytest.raises(nxp.PlanError, match=r"no leaf 'embed.embeding'.*\n.*nearest: embed.embedding"):
+    lm_plan().explain("embed.embeding")
+
+
+def test_show_fits_a_terminal(capsys, monkeypatch):
+  monkeypatch.setenv("COLUMNS", "100")
+  lm_plan().show()
+  lines = capsys.readouterr().out.splitlines()
+  assert lines[0].startswith("mesh data=2")
+  assert max(map(len, lines)) <= 100
+  assert any("embed.embedding" in line for line in lines)
+
+
+def test_show_hands_itself_to_a_notebook(monkeypatch):
+  shown = []
+  display = types.ModuleType("IPython.display")
+  display.display = shown.append
+  ipython = types.ModuleType("IPython")
+  ipython.get_ipython = lambda: types.SimpleNamespace(kernel=object())
+  monkeypatch.setitem(sys.modules, "IPython", ipython)
+  monkeypatch.setitem(sys.modules, "IPython.display", display)
+  plan = lm_plan()
+  plan.show()
+  assert shown == [plan]
+
+
+def test_html_is_escaped_and_does_not_wrap():
+  html = lm_plan()._repr_html_()
+  assert html.startswith("<pre")
+  assert html.endswith("</pre>")
+  assert "embed -&gt; fsdp" in html
+  assert "white-space:pre" in html
+
+
+@pytest.mark.parametrize(
+  ("count", "text"),
+  [
+    (0, "0 B"),
+    (1023, "1023 B"),
+    (1024, "1 KiB"),
+    (2**20 - 1, "1024 KiB"),
+    (3 * 2**40, "3 TiB"),
+    (2**52, "4096 TiB"),
+  ],
+)
+def test_bytes(count, text):
+  assert format_bytes(count) == text
+
+
+def test_specs():
+  spec = jax.sharding.PartitionSpec
+  assert format_spec(spec()) == format_spec(spec(None, None)) == "whole"
+  assert format_spec(spec(None, ("data", "fsdp"), "tensor")) == "(-, data+fsdp, tensor)"
+
+
+def test_tables_wrap_only_where_allowed():
+  text = text_table(("a", "why"), [("x" * 30, "one two three " * 5)], wrap=(1,), width=60)
+  assert {len(line[:30].strip()) for line in text.splitlines()[1:]} == {30, 0}

@@ -1,0 +1,64 @@
+"""The digits recipe: real images, each once in an epoch, and an error when they are not installed."""
+
+from __future__ import annotations
+
+import itertools
+import re
+import sys
+
+import numpy as np
+import pytest
+
+import nnx_parallel as nxp
+from nnx_parallel.errors import RecipeError
+from nnx_parallel.recipes import digits, load_recipe
+from nnx_parallel.recipes.job import Job, plan_recipe
+
+
+def images(start, batches):
+  rows = [b["pixels"] for b in itertools.islice(digits.batches(start), batches)]
+  return np.concatenate(rows)
+
+
+def test_each_training_image_comes_once_in_an_epoch_and_no_held_out_one():
+  pixels, _ = digits.read_digits()
+  trained = len(pixels) - digits.TEST_IMAGES
+  epoch = images(0, 12)[:trained]
+  np.testing.assert_array_equal(np.unique(epoch, axis=0), np.unique(pixels[:trained], axis=0))
+  held_out = np.concatenate([b["pixels"] for b in digits.batches(split="held_out")])
+  np.testing.assert_array_equal(held_out, pixels[trained:])
+
+
+def test_epochs_have_their_own_order():
+  trained = len(digits.read_digits()[1]) - digits.TEST_IMAGES
+  assert (images(0, 1) != images(trained, 1)).any()
+
+
+@pytest.mark.parametrize("start", [1, 128, 1400])
+def test_the_cursor_is_a_sample_index(start):
+  straight = images(0, 14)
+  np.testing.assert_array_equal(images(start, 1), straight[start : start + 128])
+
+
+def test_without_scikit_learn_the_extra_is_named(monkeypatch):
+  monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
+  digits.read_digits.cache_clear()
+  with pytest.raises(RecipeError, match=re.escape("Fix: pip install 'nnx-parallel[digits]'")):
+    next(digits.batches())
+
+
+def test_an_unknown_split():
+  with pytest.raises(RecipeError, match="no split 'test'"):
+    next(digits.batches(split="test"))
+
+
+def test_it_learns_to_read_digits():
+  recipe = load_recipe("digits")
+  plan = plan_recipe(recipe, nxp.make_mesh(recipe.mesh()))
+  job = Job.start(recipe, plan, microbatches=recipe.microbatches())
+  before = job.evaluate()
+  job.train(80)
+  after = job.evaluate()
+  assert before["accuracy"] < 0.3
+  assert after["accuracy"] > 0.9
+  assert after["loss"] < 0.5 < before["loss"]

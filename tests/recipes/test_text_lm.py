@@ -1,0 +1,214 @@
+"""The text recipe: what it reads, what it holds out, where its cursor points, and what the model sees."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import re
+import sysconfig
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from nnx_parallel.errors import RecipeError
+from nnx_parallel.recipes import text_lm
+
+SMALL = text_lm.Config(width=16, depth=2, heads=2, mlp=24, sequence=12, batch=4, held_out_batches=2)
+
+
+def small(config=SMALL):
+  # The names of the dims mean nothing without a mesh and rules.
+  with nnx.use_eager_sharding(False):
+    return text_lm.init(config)
+
+
+@pytest.fixture
+def folder(tmp_path):
+  for i in range(40):
+    (tmp_path / f"{i}.txt").write_text(f"file {i}: " + "words and more words. " * (i + 2))
+  return tmp_path
+
+
+def windows(folder, start, count, config=SMALL):
+  source = text_lm.batches(start, text=str(folder), config=config)
+  rows = [b["inputs"] for b in itertools.islice(source, -(-count // config.batch))]
+  return np.concatenate(rows)[:count]
+
+
+# Text
+
+
+def test_by_default_it_reads_the_standard_library_and_nothing_installed_beside_it():
+  root = sysconfig.get_paths()["stdlib"]
+  files = text_lm.find_text(text_lm.Path(root), suffix=".py", skip=text_lm.NOT_THE_LIBRARY)
+  assert "argparse.py" in files
+  assert not [f for f in files if "site-packages" in f or not f.endswith(".py")]
+  train, held_out = text_lm.read_text(None, 1000)
+  assert len(train) + len(held_out) > sum(map(len, files.values()))  # and the line ends between files
+
+
+def test_hidden_and_binary_files_are_no_text(tmp_path):
+  (tmp_path / "deep").mkdir()
+  (tmp_path / ".git").mkdir()
+  (tmp_path / "deep" / "a.md").write_text("text")
+  (tmp_path / ".git" / "config").write_text("hidden")
+  (tmp_path / ".hidden").write_text("hidden")
+  (tmp_path / "empty.txt").write_text("")
+  (tmp_path / "zeros.bin").write_bytes(b"ab\0cd")
+  (tmp_path / "latin.txt").write_bytes("caf\xe9".encode("latin-1"))
+  assert text_lm.find_text(tmp_path) == {"deep/a.md": b"text"}
+
+
+def test_train_and_held_out_share_no_file_and_new_files_move_none(folder):
+  files = text_lm.find_text(folder)
+  train, held_out = (set(side) for side in text_lm.split_files(files))
+  assert train
+  assert held_out
+  assert not train & held_out
+  assert train | held_out == set(files.values())
+  more = files | {f"new{i}": b"new %d" % i for i in range(30)}
+  later_train, later_held_out = (set(side) for side in text_lm.split_files(more))
+  assert train < later_train
+  assert held_out <= later_held_out
+
+
+def test_one_file_gives_its_last_tenth():
+  text = bytes(range(32, 132))
+  assert text_lm.split_files({"book.txt": text}) == ([text[:90]], [text[90:]])
+
+
+def test_some_file_is_held_out_of_a_few():
+  train, held_out = text_lm.split_files({"a": b"1", "b": b"2", "c": b"3"})
+  assert (len(train), len(held_out)) == (2, 1)
+
+
+@pytest.mark.parametrize("content", [None, "tiny"])
+def test_too_little_text_is_an_error_that_says_how_much_there_is(tmp_path, content):
+  if content:
+    (tmp_path / "a.txt").write_text(content)
+  with pytest.raises(RecipeError) as caught:
+    next(text_lm.batches(text=str(tmp_path), config=SMALL))
+  count, size = (1, 4) if content else (0, 0)
+  assert str(caught.value) == (
+    f"not enough text in {tmp_path}: a window takes 13 bytes.\n"
+    f"  {count} text files, {size} bytes for training, 0 held out\n"
+    "  Fix: --text DIR (or NXP_TEXT=DIR), a folder of UTF-8 text files; several files are best."
+  )
+
+
+def test_a_folder_that_is_not_there(tmp_path):
+  missing = tmp_path / "missing"
+  with pytest.raises(RecipeError, match=re.escape(f"no folder of text at {missing}.")):
+    next(text_lm.batches(text=str(missing)))
+
+
+def test_the_environment_names_the_folder(folder, monkeypatch):
+  monkeypatch.setenv("NXP_TEXT", str(folder))
+  batch = next(text_lm.batches(config=SMALL))
+  np.testing.assert_array_equal(batch["inputs"], windows(folder, 0, SMALL.batch))
+
+
+def test_an_unknown_split(folder):
+  with pytest.raises(RecipeError, match="no split 'test'"):
+    next(text_lm.batches(split="test", text=str(folder)))
+
+
+# Cursor
+
+
+def test_targets_are_the_next_bytes(folder):
+  batch = next(text_lm.batches(text=str(folder), config=SMALL))
+  assert batch["inputs"].shape == batch["targets"].shape == (4, 12)
+  assert batch["inputs"].dtype == np.int32
+  np.testing.assert_array_equal(batch["inputs"][:, 1:], batch["targets"][:, :-1])
+
+
+@pytest.mark.parametrize("start", [1, 4, 9])
+def test_the_cursor_is_a_sample_index_whatever_the_batch_size(folder, start):
+  straight = windows(folder, 0, 20)
+  wide = dataclasses.replace(SMALL, batch=5)
+  np.testing.assert_array_equal(windows(folder, start, 8), straight[start : start + 8])
+  np.testing.assert_array_equal(windows(folder, start, 10, wide), straight[start : start + 10])
+
+
+def test_another_seed_draws_other_windows(folder):
+  other = dataclasses.replace(SMALL, seed=1)
+  assert (windows(folder, 0, 8) != windows(folder, 0, 8, other)).any()
+
+
+def test_held_out_batches_are_fixed_and_end(folder):
+  first = list(text_lm.batches(split="held_out", text=str(folder), config=SMALL))
+  again = list(text_lm.batches(99, split="held_out", text=str(folder), config=SMALL))
+  assert len(first) == 2
+  np.testing.assert_array_equal(first[1]["inputs"], again[1]["inputs"])
+
+
+# Model
+
+
+def test_no_position_sees_a_later_byte():
+  model, tokens = small(), np.arange(24, dtype=np.int32).reshape(2, 12)
+  changed = tokens.copy()
+  changed[:, 7] = 200
+  logits = nnx.jit(lambda model, tokens: model(tokens))
+  difference = jnp.abs(logits(model, tokens) - logits(model, changed)).max(axis=(0, 2))
+  assert (difference[:7] == 0.0).all()
+  assert (difference[7:] > 0.0).all()
+
+
+def test_rotary_attention_depends_on_distances_only():
+  x = np.random.default_rng(0).standard_normal((1, 9, 1, 8)).astype(np.float32)
+  x[:, 1:] = x[:, :1]
+  turned = np.asarray(text_lm.rotate(jnp.asarray(x)))[0, :, 0]
+  scores = turned @ turned.T
+  for distance in range(9):
+    np.testing.assert_allclose(np.diagonal(scores, distance), scores[0, distance], rtol=1e-5, atol=1e-5)
+
+
+def test_loss_is_in_nats_and_in_bits():
+  batch = {"inputs": np.zeros((2, 12), np.int32), "targets": np.ones((2, 12), np.int32)}
+  nats, metrics = text_lm.loss(small(), batch)
+  assert nats.shape == ()
+  np.testing.assert_allclose(metrics["bits_per_byte"] * np.log(2), nats, rtol=1e-6)
+
+
+def test_dropout_is_an_option_and_its_random_state_is_always_there():
+  batch = {"inputs": np.zeros((2, 12), np.int32), "targets": np.ones((2, 12), np.int32)}
+  plain, noisy = small(), small(dataclasses.replace(SMALL, dropout=0.5))
+  assert nnx.state(plain, nnx.RngState)
+  assert text_lm.loss(plain, batch)[0] == text_lm.loss(plain, batch)[0]
+  assert text_lm.loss(noisy, batch)[0] != text_lm.loss(noisy, batch)[0]
+
+
+# Generation
+
+
+def greedy(model, prompt, length, window):
+  logits = nnx.jit(lambda model, tokens: model(tokens))
+  text = list(prompt)
+  for _ in range(length):
+    seen = text[-window:]
+    padded = np.array([seen + [0] * (window - len(seen))], np.int32)  # later bytes are not seen
+    text.append(int(jnp.argmax(logits(model, padded)[0, len(seen) - 1])))
+  return bytes(text[len(prompt) :])
+
+
+@pytest.mark.parametrize("prompt", [b"a", b"a longer prompt than the window"])
+def test_greedy_generation_equals_one_byte_at_a_time(prompt):
+  model = small()
+  assert text_lm.generate(model, prompt, 10, window=8) == greedy(model, prompt, 10, 8)
+
+
+def test_temperature_draws_by_its_seed_and_dropout_is_off():
+  model = small(dataclasses.replace(SMALL, dropout=0.5))
+  one, again, other = (
+    text_lm.generate(model, b"x", 20, temperature=1.0, seed=s, window=8) for s in (0, 0, 1)
+  )
+  assert one == again != other
+
+
+def test_an_empty_prompt_is_refused():
+  with pytest.raises(RecipeError, match="needs a prompt of at least one byte"):
+    text_lm.generate(small(), b"", 3)

@@ -1,0 +1,119 @@
+"""The metrics file holds each step once, whatever happened to the run; the picture is a picture."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+
+import pytest
+
+from nnx_parallel.errors import TrainError
+from nnx_parallel.train.metrics import (
+  MetricsLog,
+  StepClock,
+  draw_curves,
+  read_metrics,
+  running_mean,
+)
+
+
+@pytest.fixture
+def path(tmp_path):
+  with MetricsLog(tmp_path / "deep" / "metrics.jsonl") as log:
+    for step in range(1, 6):
+      log.write(step, {"loss": 6.0 / step, "seconds": 0.5})
+  return log.path
+
+
+def test_one_json_object_per_line(path):
+  lines = path.read_text().splitlines()
+  assert json.loads(lines[1]) == {"step": 2, "loss": 3.0, "seconds": 0.5}
+  assert len(read_metrics(path)) == 5
+
+
+def test_lines_are_on_disk_while_the_run_goes_on(tmp_path):
+  with MetricsLog(tmp_path / "m.jsonl") as log:
+    log.write(1, {"loss": 1.0})
+    assert read_metrics(log.path) == [{"step": 1, "loss": 1.0}]
+
+
+def test_a_resumed_run_replaces_the_steps_after_its_checkpoint(path):
+  with path.open("a") as file:
+    file.write('{"step": 6, "lo')  # killed in the middle of a line
+  with MetricsLog(path, after=3) as log:
+    log.write(4, {"loss": 0.25})
+  assert [(r["step"], r["loss"]) for r in read_metrics(path)] == [
+    (1, 6.0),
+    (2, 3.0),
+    (3, 2.0),
+    (4, 0.25),
+  ]
+
+
+def test_a_new_run_starts_a_new_file(path):
+  with MetricsLog(path) as log:
+    log.write(1, {"loss": 9.0})
+  assert read_metrics(path) == [{"step": 1, "loss": 9.0}]
+
+
+def test_what_is_not_finite_is_null_in_the_file_and_nan_when_read(tmp_path):
+  with MetricsLog(tmp_path / "m.jsonl") as log:
+    log.write(1, {"loss": math.inf})
+  assert json.loads(log.path.read_text()) == {"step": 1, "loss": None}
+  assert math.isnan(read_metrics(log.path)[0]["loss"])
+
+
+@pytest.mark.parametrize("line", ["not json", "[1, 2]", '{"loss": 1.0}'])
+def test_a_file_of_something_else_is_refused_and_left_alone(tmp_path, line):
+  path = tmp_path / "other.jsonl"
+  path.write_text(f'{{"step": 1}}\n{line}\n')
+  with pytest.raises(TrainError, match=r"other\.jsonl is not a metrics file: line 2"):
+    MetricsLog(path, after=1)
+  assert path.read_text() == f'{{"step": 1}}\n{line}\n'
+
+
+def test_no_file_has_no_records(tmp_path):
+  assert read_metrics(tmp_path / "none.jsonl") == []
+
+
+def test_the_first_step_is_kept_out_of_the_mean(monkeypatch):
+  now = iter([0.0, 10.0, 10.5, 11.5, 100.0, 101.5])
+  monkeypatch.setattr("time.perf_counter", lambda: next(now))
+  clock = StepClock()
+  clock.start()
+  assert clock.tick(100) == {"seconds": 10.0, "tokens_per_second": 10.0}
+  assert clock.tick(100) == {"seconds": 0.5, "tokens_per_second": 200.0}
+  assert clock.tick(200) == {"seconds": 1.0, "tokens_per_second": 200.0}
+  clock.start()  # a checkpoint was saved in between: not the steps' time
+  assert clock.tick(300) == {"seconds": 1.5, "tokens_per_second": 200.0}
+  assert (clock.first_seconds, clock.step_seconds) == (10.0, 1.0)
+
+
+def test_before_the_second_step_there_is_no_mean():
+  clock = StepClock()
+  assert math.isnan(clock.step_seconds)
+  assert math.isnan(clock.tokens_per_second)
+
+
+def test_the_running_mean_is_centred():
+  assert running_mean([3.0, 0.0, 0.0, 3.0], 3) == [1.5, 1.0, 1.0, 1.5]
+  assert running_mean([1.0, 2.0], 1) == [1.0, 2.0]
+
+
+def test_the_curve_is_a_picture(path, tmp_path):
+  picture = draw_curves(read_metrics(path), tmp_path / "new" / "loss.png", names=("loss", "seconds"))
+  assert picture.read_bytes().startswith(b"\x89PNG")
+  assert b"<svg" in draw_curves(read_metrics(path), tmp_path / "loss.svg").read_bytes()
+
+
+def test_a_metric_that_is_not_there(path, tmp_path):
+  with pytest.raises(TrainError) as caught:
+    draw_curves(read_metrics(path), tmp_path / "x.png", names=("accuracy",))
+  assert str(caught.value) == "no record has the metric 'accuracy'.\n  Fix: one of loss, seconds."
+
+
+def test_without_matplotlib_the_extra_is_named(path, tmp_path, monkeypatch):
+  monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+  with pytest.raises(TrainError, match=r"Fix: pip install 'nnx-parallel\[plots\]'"):
+    draw_curves(read_metrics(path), tmp_path / "x.png")

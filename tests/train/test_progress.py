@@ -1,0 +1,67 @@
+"""A bar on a terminal, a few plain lines in a log, one when quiet."""
+
+from __future__ import annotations
+
+import io
+import re
+
+import pytest
+from rich.console import Console
+
+from nnx_parallel.train.progress import StepProgress
+
+VALUES = {"loss": 2.5, "close": 0.5, "seconds": 0.125, "tokens_per_second": 32768.0}
+
+
+def shown(steps, *, start=0, terminal=False, width=120, quiet=False):
+  out = io.StringIO()
+  console = Console(file=out, force_terminal=terminal, width=width, legacy_windows=False)
+  with StepProgress(steps, start=start, quiet=quiet, console=console) as progress:
+    for step in range(start + 1, steps + 1):
+      progress.update(step, VALUES)
+  return out.getvalue()
+
+
+def test_a_log_gets_plain_lines_about_ten_for_the_whole_run():
+  lines = shown(200).splitlines()
+  assert lines[0] == "step   1/200  loss 2.5000  close 0.5000  32,768 tokens/s  125 ms/step"
+  assert [int(line[5:8]) for line in lines] == [1, *range(20, 201, 20)]
+  assert "\x1b" not in shown(200)
+
+
+def test_a_resumed_run_shows_its_own_first_step():
+  lines = shown(100, start=95).splitlines()
+  assert [line[:12] for line in lines] == [f"step {n:3}/100" for n in range(96, 101)]
+
+
+def test_the_last_step_is_always_shown():
+  assert shown(37).splitlines()[-1].startswith("step 37/37")
+
+
+def test_quiet_shows_the_last_step_only():
+  assert shown(200, quiet=True).splitlines() == [
+    "step 200/200  loss 2.5000  close 0.5000  32,768 tokens/s  125 ms/step"
+  ]
+  assert shown(200, quiet=True, terminal=True).count("\n") == 1
+
+
+def visible(text):
+  return re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", text)
+
+
+@pytest.mark.parametrize(("width", "close"), [(120, True), (80, False)])
+def test_a_terminal_gets_one_line_that_is_redrawn(width, close):
+  text = visible(shown(50, terminal=True, width=width))
+  last = text.strip().splitlines()[-1]
+  assert last.startswith("step 50/50")
+  assert "loss 2.5000" in last
+  assert "32,768 tokens/s  125 ms/step" in last
+  assert ("close" in last) == close
+  assert len(last.rstrip()) <= width
+
+
+def test_short_steps_have_a_decimal():
+  out = io.StringIO()
+  with StepProgress(1, console=Console(file=out)) as progress:
+    progress.update(1, VALUES | {"seconds": 0.00042})
+  assert "0.4 ms/step" in out.getvalue()
