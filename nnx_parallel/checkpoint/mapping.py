@@ -18,6 +18,7 @@ import dataclasses
 import difflib
 import fnmatch
 import re
+import runpy
 from collections.abc import Container, Iterable, Sequence
 from collections.abc import Mapping as MappingType
 from typing import Any, TypeAlias
@@ -390,3 +391,24 @@ def _regex(pattern: str) -> re.Pattern[str]:
 
 def _fill(pattern: str, numbers: dict[str, str]) -> str:
   return re.sub(r"\{(\w+)\}", lambda m: numbers.get(m[1], m[0]), pattern)
+
+
+def load_mapping(file: str) -> Mapping:
+  """Runs a Python file and returns its `MAPPING`.
+
+  Raises:
+    CheckpointError: no such file, or it defines no `MAPPING`.
+  """
+  try:
+    found = runpy.run_path(file).get("MAPPING")
+  except OSError as error:
+    raise CheckpointError(
+      f"cannot read the mapping {file}: {error.strerror}.", fix="check the path."
+    ) from error
+  if not isinstance(found, Mapping):
+    raise CheckpointError(
+      f"{file} defines no MAPPING.",
+      details=f"MAPPING is a {type(found).__name__}",
+      fix='write MAPPING = Mapping(Rule("their.{i}.weight", "our.{i}.kernel", Transpose(1, 0)), ...).',
+    )
+  return found

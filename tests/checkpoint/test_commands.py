@@ -103,3 +103,24 @@ def test_reshard_keeps_everything(run_dir, capsys):
   )
   assert main(["reshard", str(out), str(out), *arguments]) == 1
   assert "into itself" in capsys.readouterr().err
+
+
+def test_export_and_import(run_dir, capsys):
+  mapping = "from nnx_parallel.checkpoint.mapping import Mapping, Rule, Transpose\n"
+  mapping += 'MAPPING = Mapping(Rule("fc.weight", "kernel", Transpose(1, 0)), Rule("fc.bias", "bias"))\n'
+  (run_dir / "mapping.py").write_text(mapping)
+  (run_dir / "empty.py").write_text("")
+  recipe, out, back = str(run_dir / "recipe.py"), str(run_dir / "hf"), str(run_dir / "back")
+  how = [recipe, "--mapping", str(run_dir / "mapping.py"), "--mesh", "fsdp=4", "--devices", "4"]
+  assert main(["export", str(run_dir / "run"), out, *how]) == 0
+  assert capsys.readouterr().out == f"2 arrays -> {out}\n"
+  assert main(["import", out, back, *how]) == 0
+  assert "step 0: " in capsys.readouterr().out
+  old, new = (nxp.Checkpointer(run_dir / name).restore(as_numpy=True) for name in ("run", "back"))
+  assert_same(old["model"], new["model"])
+  assert main(["export", str(run_dir / "run"), out, *how]) == 1
+  assert f"cannot export to {out}: it exists" in capsys.readouterr().err
+  assert main(["import", out, back, recipe, "--mapping", str(run_dir / "empty.py")]) == 1
+  assert "empty.py defines no MAPPING" in capsys.readouterr().err
+  assert main(["import", out, back, recipe, "--mapping", str(run_dir / "none.py")]) == 1
+  assert "none.py: No such file" in capsys.readouterr().err
