@@ -144,6 +144,7 @@ def evaluate(steps: Iterable[Step], values: dict[Any, Any], *, apart: bool = Fal
       results = jax.lax.optimization_barrier(list(results))
     values.update(zip(step.outputs, results, strict=True))
 
+
 def read(value: Any, values: dict[Any, Any]) -> Any:
   """The array of a variable; a literal that nothing replaces is the number itself."""
   if isinstance(value, jex.Literal):

@@ -84,7 +84,8 @@ def creation_report(plan: ShardingPlan) -> CreationReport:
   if isinstance(pieces, str):
     return CreationReport((), (), pieces)
   programs = tuple(
-    _program([plan.leaves[i] for piece in group for i in piece.outputs], len(group)) for group in pieces.groups
+    _program([plan.leaves[i] for piece in group for i in piece.outputs], len(group))
+    for group in pieces.groups
   )
   return CreationReport(programs, tuple(plan.leaves[i].name for i in pieces.given))
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Mapping
 from typing import Any
 
 import jax
 from flax import nnx
+from jax.core import Tracer
 from jax.sharding import AbstractMesh, AxisType
 
 from nnx_parallel.errors import PlanError
@@ -16,7 +17,7 @@ from nnx_parallel.layout.variables import path_str
 
 
 @contextlib.contextmanager
-def unplaced() -> Iterator[None]:
+def unplaced() -> Generator[None]:
   """Variables are built without a mesh, whatever mesh is active; their annotations stay names."""
   with nnx.use_eager_sharding(False), jax.sharding.use_abstract_mesh(AbstractMesh((), ())):
     yield
@@ -40,7 +41,7 @@ def traced_init(init: Callable[[], nnx.Module], mesh: AnyMesh | None) -> nnx.Mod
   auto = AbstractMesh(tuple(sizes.values()), tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes))
   with nnx.use_eager_sharding(False), jax.sharding.use_abstract_mesh(auto):
     module = init()
-  if isinstance(module, nnx.Pytree):
+  if isinstance(module, nnx.Pytree):  # pyright: ignore[reportUnnecessaryIsInstance]
     for path, node in nnx.iter_graph(module):
       if isinstance(node, nnx.Pytree):
         _adopt_arrays(path, node)
@@ -48,8 +49,11 @@ def traced_init(init: Callable[[], nnx.Module], mesh: AnyMesh | None) -> nnx.Mod
 
 
 def _adopt_arrays(path: Any, node: nnx.Pytree) -> None:
+  data: Mapping[str, bool] = node._pytree__nodes  # pyright: ignore[reportPrivateUsage]  (flax has no public way to ask)
   for name, value in list(vars(node).items()):
-    if isinstance(value, jax.core.Tracer):
+    if data.get(name, False):
+      continue
+    if isinstance(value, Tracer):
       setattr(node, name, nnx.data(value))
     elif isinstance(value, (list, tuple, dict)) and any(_is_tracer(leaf) for leaf in jax.tree.leaves(value)):
       where = path_str((*path, name))
@@ -60,4 +64,4 @@ def _adopt_arrays(path: Any, node: nnx.Pytree) -> None:
 
 
 def _is_tracer(value: Any) -> bool:
-  return isinstance(value, jax.core.Tracer)
+  return isinstance(value, Tracer)

@@ -9,10 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from create.models import arrays_of, assert_same_arrays, loss, stack
 from flax import nnx
 
 import nnx_parallel as nxp
+from create.models import arrays_of, assert_same_arrays, loss, stack
 
 RULES = nxp.LogicalRules(batch=("data", "fsdp"), embed="fsdp", mlp="tensor")
 COMPILE = ("slices", "whole")
@@ -125,11 +125,15 @@ def test_init_may_build_something_else_only_before_planning():
 
 def test_bad_arguments():
   plan = nxp.plan(stack, nxp.abstract_mesh(data=1, fsdp=2, tensor=2), [RULES, nxp.replicate()])
-  with pytest.raises(nxp.PlanError, match="this plan is on an abstract mesh, so there is nothing to create on"):
+  with pytest.raises(
+    nxp.PlanError, match="this plan is on an abstract mesh, so there is nothing to create on"
+  ):
     nxp.create_sharded_model(plan)
   with pytest.raises(nxp.PlanError, match="got a plan and also mesh, rules or optimizer"):
     nxp.create_sharded_model(plan, nxp.make_mesh(fsdp=8))
   with pytest.raises(nxp.PlanError, match="needs a mesh"):
     nxp.create_sharded_model(stack)
-  with pytest.raises(nxp.PlanError, match=r"compile='fast' is not a way to create.\n  Fix: one of slices, whole"):
+  with pytest.raises(
+    nxp.PlanError, match=r"compile='fast' is not a way to create.\n  Fix: one of slices, whole"
+  ):
     nxp.create_sharded_model(stack, mesh_of("auto"), [RULES, nxp.replicate()], compile="fast")

@@ -11,10 +11,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from create.models import Stack, arrays_of, assert_same_arrays
 from flax import nnx
 
 import nnx_parallel as nxp
+from create.models import Stack, arrays_of, assert_same_arrays
 from nnx_parallel.create.explain import creation_report
 
 MESH = functools.partial(nxp.make_mesh, fsdp=8)
@@ -27,7 +27,9 @@ I = nnx.initializers
 class Kernels(nnx.Module):
   """Three kernels of one initializer, in an order that names do not follow."""
 
-  def __init__(self, make: Callable[..., jax.Array], shape: tuple[int, ...], dtype: jnp.dtype, rngs: nnx.Rngs):
+  def __init__(
+    self, make: Callable[..., jax.Array], shape: tuple[int, ...], dtype: jnp.dtype, rngs: nnx.Rngs
+  ):
     for name in "zxy":
       setattr(self, name, nnx.Param(make(rngs.params(), shape, dtype)))
 
