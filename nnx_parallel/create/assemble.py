@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import jax.extend.core as jex
 import numpy as np
-from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from nnx_parallel.create.cut import SMALL, Cut, Slice, evaluate, read
 from nnx_parallel.layout.mesh import axis_sizes
@@ -75,7 +75,7 @@ class _Feed:
     self.mesh, self.shardings = mesh, shardings
     self.values = dict(pieces.constants)
     # Tiny values need one device and no mesh; eager operations on all devices would take ten times as long.
-    with jax.sharding.use_abstract_mesh(AbstractMesh((), ())), jax.default_device(mesh.local_devices[0]):
+    with jax.set_mesh(Mesh(np.empty((), object), ())), jax.default_device(mesh.local_devices[0]):
       evaluate(pieces.first, self.values)
     self.placed: dict[Any, jax.Array] = {}
 
@@ -121,7 +121,7 @@ def _lower(piece: Slice, feed: _Feed, shardings: Sequence[NamedSharding]) -> Any
       if _is_key(value.aval):
         array = jax.random.wrap_key_data(array, impl=jax.random.key_impl(feed.host(value)))
       values[id(value) if isinstance(value, jex.Literal) else value] = array
-    evaluate(piece.steps, values)
+    evaluate(piece.steps, values, apart=True)
     return [read(result, values) for result in piece.results]
 
   arguments = [_abstract(value, feed.sharding(value, piece)) for value in piece.inputs]

@@ -9,6 +9,7 @@ from flax import nnx
 
 from nnx_parallel.errors import PlanError
 from nnx_parallel.layout.plan import Root, ShardingPlan
+from nnx_parallel.layout.tracing import traced_init
 from nnx_parallel.layout.variables import Path, path_str, value_of, variables
 
 
@@ -24,8 +25,8 @@ def build(the_plan: ShardingPlan) -> list[jax.Array]:
   Raises:
     PlanError: `init` builds another structure than it did when planned.
   """
+  module = traced_init(the_plan.init, the_plan.mesh)
   with nnx.use_eager_sharding(False):
-    module = the_plan.init()
     built: dict[Root, dict[Path, Any]] = {"model": variables(module)}
     if the_plan.tx is not None:
       built["optimizer"] = variables(nnx.Optimizer(module, the_plan.tx, wrt=the_plan.wrt))

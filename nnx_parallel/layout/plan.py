@@ -28,6 +28,7 @@ from nnx_parallel.layout.mesh import AnyMesh, axis_sizes, is_explicit
 from nnx_parallel.layout.padding import logical_transformation
 from nnx_parallel.layout.resolve import Resolution, extend_spec, resolve_spec
 from nnx_parallel.layout.rules import UNEVEN, LogicalRules, RuleSet, Uneven
+from nnx_parallel.layout.tracing import traced_init, unplaced
 from nnx_parallel.layout.variables import (
   Names,
   Path,
@@ -333,7 +334,7 @@ class ShardingPlan:
     stored = serialize.from_json(text, mesh)
     model = state = None
     if init is not None:
-      model = abstract_module(init)
+      model = abstract_module(init, stored.mesh)
       state = None if optimizer is None else _abstract_optimizer(model, optimizer, wrt)
       _check_stored(stored.leaves, model, state)
     made = cls(
@@ -466,7 +467,7 @@ def plan(
   if uneven not in UNEVEN:
     raise PlanError(f"uneven={uneven!r} is not a policy.", fix=f"one of {', '.join(UNEVEN)}.")
   ruleset = RuleSet.of(rules)
-  model = abstract_module(init)
+  model = abstract_module(init, mesh)
   builder = _Builder(mesh, ruleset, uneven)
   leaves = builder.model_leaves(model)
   abstract_optimizer = None
@@ -486,11 +487,12 @@ def plan(
   )
 
 
-def abstract_module(init: Callable[[], nnx.Module]) -> nnx.Module:
+def abstract_module(init: Callable[[], nnx.Module], mesh: AnyMesh | None = None) -> nnx.Module:
   """Builds the module with `ShapeDtypeStruct` values, keeping every annotation, whatever mesh is active.
 
   Args:
     init: a function without arguments that returns an `nnx.Module`.
+    mesh: constraints in `init` may name its axes.
 
   Returns:
     The abstract module.
@@ -514,8 +516,8 @@ def abstract_module(init: Callable[[], nnx.Module]) -> nnx.Module:
       f"init must take no arguments, and {shown} needs {', '.join(missing)}.",
       fix=f"lambda: {shown}({', '.join(f'{name}=...' for name in missing)})",
     )
-  with nnx.use_eager_sharding(False):
-    module = nnx.eval_shape(init)
+  with unplaced():
+    module = nnx.eval_shape(lambda: traced_init(init, mesh))
   if not isinstance(module, nnx.Pytree):  # pyright: ignore[reportUnnecessaryIsInstance]
     raise PlanError(
       f"init returned a {type(module).__name__}, not an nnx.Module.",
@@ -529,7 +531,7 @@ def _abstract_optimizer(model: nnx.Module, tx: optax.GradientTransformation, wrt
     from nnx_parallel.layout import audit
 
     raise audit.nothing_selected(wrt, model)
-  with nnx.use_eager_sharding(False):
+  with unplaced():
     return nnx.eval_shape(lambda: nnx.Optimizer(model, tx, wrt=wrt))
 
 
