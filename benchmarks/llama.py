@@ -119,9 +119,7 @@ class Llama(nnx.Module):
 
     x, _ = jax.lax.scan(jax.checkpoint(layer) if self.remat else layer, x, stacked)
     x = norm(x, self.norm)
-    return jnp.einsum(
-      "bsd,dv->bsv", x, self.head[...].astype(x.dtype), preferred_element_type=jnp.float32
-    )
+    return jnp.einsum("bsd,dv->bsv", x, self.head[...].astype(x.dtype), preferred_element_type=jnp.float32)
 
 
 def keep_batch_split(x: jax.Array, near: nnx.Param) -> jax.Array:
@@ -196,9 +194,7 @@ def batches(start: int = 0, *, split: str = "train") -> Iterator[dict[str, np.nd
   config = SIZES["8b"]
   draw = np.random.default_rng(start)
   while True:
-    yield {
-      "tokens": draw.integers(0, config.vocab, (config.batch, config.sequence + 1), dtype=np.int32)
-    }
+    yield {"tokens": draw.integers(0, config.vocab, (config.batch, config.sequence + 1), dtype=np.int32)}
 
 
 RULES = nxp.LogicalRules(

@@ -8,7 +8,8 @@ import re
 from collections.abc import Callable, Mapping
 
 from nnx_parallel.errors import ReportError
-from nnx_parallel.report.chips import Chip, chip as chip_named
+from nnx_parallel.report.chips import Chip
+from nnx_parallel.report.chips import chip as chip_named
 from nnx_parallel.report.collectives import KINDS, Collective
 from nnx_parallel.report.compile_report import CompileReport
 from nnx_parallel.report.units import format_bytes
@@ -41,6 +42,12 @@ def assert_collectives(
     ReportError: a budget is broken, all broken ones in one message; or a budget cannot be read.
 
   Example:
+    >>> import jax
+    >>> import jax.numpy as jnp
+    >>> from jax.sharding import AxisType
+    >>> from jax.sharding import NamedSharding
+    >>> from jax.sharding import PartitionSpec as P
+    >>> from nnx_parallel.report.compile_report import compile_report
     >>> mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
     >>> x = jax.device_put(jnp.ones((8, 8)), NamedSharding(mesh, P("data")))
     >>> report = compile_report(jax.jit(lambda x: x.sum(0)).lower(x))
@@ -50,9 +57,7 @@ def assert_collectives(
   broken: list[str] = []
   for key, limit in limits.items():
     kind, axis, measure = _read_key(key, report)
-    chosen = [
-      c for c in report.collectives if kind in ("all", c.kind) and (axis is None or axis in c.axes)
-    ]
+    chosen = [c for c in report.collectives if kind in ("all", c.kind) and (axis is None or axis in c.axes)]
     comparison, bound = _read_limit(limit, known)
     seen = _measure(chosen, measure)
     if not _COMPARE[comparison](seen, bound):
@@ -77,6 +82,11 @@ def assert_fits(report: CompileReport, chip: Chip | str | None = None) -> None:
     ReportError: it does not fit, or the report and the table know no such device.
 
   Example:
+    >>> import jax
+    >>> import jax.numpy as jnp
+    >>> from jax.sharding import NamedSharding
+    >>> from jax.sharding import PartitionSpec as P
+    >>> from nnx_parallel.report.compile_report import compile_report
     >>> x = jax.device_put(jnp.ones(8), NamedSharding(jax.make_mesh((8,), ("data",)), P("data")))
     >>> assert_fits(compile_report(jax.jit(lambda x: x * 2).lower(x)), "h100")
   """

@@ -109,6 +109,11 @@ def collectives(program: str | hlo.Program, axes: Mapping[str, int]) -> tuple[Co
     One entry per collective instruction that moves data, in program order.
 
   Example:
+    >>> import jax
+    >>> import jax.numpy as jnp
+    >>> from jax.sharding import AxisType
+    >>> from jax.sharding import NamedSharding
+    >>> from jax.sharding import PartitionSpec as P
     >>> mesh = jax.make_mesh((2, 4), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
     >>> x = jax.device_put(jnp.ones((8, 8)), NamedSharding(mesh, P(None, "model")))
     >>> text = jax.jit(lambda x: x.sum(1)).lower(x).compile().as_text()
@@ -234,9 +239,7 @@ class _Origins:
     names = [self._follow(operand, computation, None, 0) for operand in instruction.operands]
     return tuple(dict.fromkeys(name for name in names if name))
 
-  def _follow(
-    self, name: str, computation: hlo.Computation, index: int | None, depth: int
-  ) -> str | None:
+  def _follow(self, name: str, computation: hlo.Computation, index: int | None, depth: int) -> str | None:
     at = computation.by_name.get(name)
     if at is None or depth > 200:
       return None
@@ -258,8 +261,7 @@ class _Origins:
     """Whether a fusion only slices or copies; the arithmetic on its scalar indices does not count."""
     inner = self._program.computations[fusion.called[0]]
     return all(
-      i.opcode in _MOVES or i.opcode == "parameter" or i.shapes[0].elements == 1
-      for i in inner.instructions
+      i.opcode in _MOVES or i.opcode == "parameter" or i.shapes[0].elements == 1 for i in inner.instructions
     )
 
   def _argument(

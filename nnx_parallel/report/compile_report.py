@@ -18,7 +18,8 @@ from nnx_parallel.layout.mesh import axis_sizes, is_explicit
 from nnx_parallel.layout.plan import ShardingPlan
 from nnx_parallel.layout.variables import Path, path_str, variables
 from nnx_parallel.report import hlo
-from nnx_parallel.report.chips import Chip, chip as chip_named, chip_of
+from nnx_parallel.report.chips import Chip, chip_of
+from nnx_parallel.report.chips import chip as chip_named
 from nnx_parallel.report.collectives import Collective, collectives
 from nnx_parallel.report.compiler import Compiled, MemoryStats, memory_stats, run_compiler
 from nnx_parallel.report.cost import Cost, cost
@@ -95,6 +96,11 @@ class CompileReport:
     """Payload bytes per step, grouped by fields of `Collective`, largest first.
 
     Example:
+      >>> import jax
+      >>> import jax.numpy as jnp
+      >>> from jax.sharding import AxisType
+      >>> from jax.sharding import NamedSharding
+      >>> from jax.sharding import PartitionSpec as P
       >>> mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
       >>> x = jax.device_put(jnp.ones((8, 8)), NamedSharding(mesh, P("data")))
       >>> report = compile_report(jax.jit(lambda x: x.sum(0)).lower(x))
@@ -156,6 +162,10 @@ def compile_report(
       as the plan, its compiler is not installed, or it refuses the program for another reason than memory.
 
   Example:
+    >>> import jax
+    >>> import jax.numpy as jnp
+    >>> import optax
+    >>> from flax import nnx
     >>> import nnx_parallel as nxp
     >>> init = lambda: nnx.Linear(8, 8, use_bias=False, rngs=nnx.Rngs(0))
     >>> plan = nxp.plan(init, nxp.make_mesh(fsdp=8), nxp.fsdp(min_size=0), optimizer=optax.sgd(0.1))
@@ -167,20 +177,25 @@ def compile_report(
   if isinstance(step, jax.stages.Lowered | jax.stages.Compiled):
     return report_of(step, chip=chip)
   if plan is None:
-    return report_of(step.lower(*args), chip=chip)
+    return report_of(_plain(step.lower(*args)), chip=chip)
   here = _placed(plan, topology)
   objects = instantiate(here, {root: here.abstract_state(root) for root in ("model", "optimizer")})
   objects = objects if isinstance(objects, tuple) else (objects,)
   lowered = step.lower(*objects, abstract_batch(here, batch), *args)
   names = [_plan_name(path) for path in variables(objects)]
   return report_of(
-    lowered,
+    _plain(lowered),
     axes=axis_sizes(here.mesh),
     chip=chip,
     categories=state_categories(here),
     names={f"arrays[{index}]": name for index, name in enumerate(names)},
     quantities=_quantities(here, batch),
   )
+
+
+def _plain(lowered: Any) -> jax.stages.Lowered:
+  """What JAX lowered; `nnx.jit` wraps it."""
+  return lowered if isinstance(lowered, jax.stages.Lowered) else lowered.lowered
 
 
 def abstract_batch(plan: ShardingPlan, batch: Any) -> Any:
@@ -305,7 +320,9 @@ def _assemble(
     categories=_categories(memory, need, categories),
     cost=Cost(cost(split).flops, cost(program).hbm_bytes),
     collectives=tuple(
-      dataclasses.replace(c, parameters=tuple(names.get(p, p) for p in c.parameters))
+      dataclasses.replace(
+        c, parameters=tuple(names.get(p, p) for p in c.parameters), op=names.get(c.op, c.op)
+      )
       for c in collectives(program, axes)
     ),
     reshards=find_reshards(done.log, split.frames),
@@ -339,9 +356,7 @@ def _arguments(program: hlo.Program, text: str, names: Mapping[str, str]) -> tup
   found = hlo.after(head, "input_output_alias=")
   donated = {int(number) for number in _ALIASES.findall(found)}
   arguments = [
-    Argument(
-      names.get(i.op_name, i.op_name or i.name), i.bytes, not text or int(i.arguments) in donated
-    )
+    Argument(names.get(i.op_name, i.op_name or i.name), i.bytes, not text or int(i.arguments) in donated)
     for i in program.entry.instructions
     if i.opcode == "parameter"
   ]

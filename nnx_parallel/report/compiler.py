@@ -10,7 +10,7 @@ import re
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Generator
 from typing import Any
 
 import jax
@@ -95,9 +95,7 @@ def run_compiler(lowered: jax.stages.Lowered) -> Compiled:
     partitioned = _largest(pathlib.Path(folder))
   if compiled is None:
     return Compiled("", partitioned, MemoryStats(), short, log[0], seconds)
-  return Compiled(
-    compiled.as_text() or "", partitioned, memory_stats(compiled), None, log[0], seconds
-  )
+  return Compiled(compiled.as_text() or "", partitioned, memory_stats(compiled), None, log[0], seconds)
 
 
 def memory_stats(compiled: jax.stages.Compiled) -> MemoryStats:
@@ -115,7 +113,7 @@ def memory_stats(compiled: jax.stages.Compiled) -> MemoryStats:
   )
 
 
-def _shortage(error: jax.errors.JaxRuntimeError) -> Shortage:
+def _shortage(error: RuntimeError) -> Shortage:
   total, temporaries = _TOTAL.search(str(error)), _TEMPORARIES.search(str(error))
   found = total or temporaries
   if not found:
@@ -133,7 +131,7 @@ def _largest(folder: pathlib.Path) -> str:
 
 
 @contextlib.contextmanager
-def _standard_error() -> Iterator[list[str]]:
+def _standard_error() -> Generator[list[str]]:
   """Collects what compilers write to the process's standard error, then passes it on."""
   log = [""]
   sys.stderr.flush()

@@ -37,6 +37,8 @@ def cost(program: str | hlo.Program) -> Cost:
   runs. Elementwise work is left out: it is bound by memory traffic on every chip.
 
   Example:
+    >>> import jax
+    >>> import jax.numpy as jnp
     >>> x = jnp.ones((8, 16))
     >>> text = jax.jit(lambda x: x @ x.T).lower(x).compile().as_text()
     >>> cost(text).flops
@@ -75,9 +77,7 @@ def _product(shape: hlo.Shape, dims: str) -> int:
   return math.prod(shape.dims[int(d)] for d in dims.split(",") if d)
 
 
-def _traffic(
-  instruction: hlo.Instruction, computation: hlo.Computation, program: hlo.Program
-) -> int:
+def _traffic(instruction: hlo.Instruction, computation: hlo.Computation, program: hlo.Program) -> int:
   if instruction.opcode in _FREE:
     return 0
   if instruction.opcode == "dynamic-slice":

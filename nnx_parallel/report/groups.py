@@ -55,7 +55,7 @@ class AxisFinder:
   Example:
     >>> finder = AxisFinder({"data": 2, "model": 4})
     >>> finder.match(group_labels("[4,2]<=[2,4]T(1,0)", 8))
-    AxisMatch(axes=('data', 'model'), whole=False)
+    AxisMatch(axes=('data',), whole=True)
     >>> finder.match(group_labels("{{0,1},{2,3},{4,5},{6,7}}", 8))
     AxisMatch(axes=('model',), whole=False)
   """
@@ -171,9 +171,7 @@ def _device_ids(text: str) -> Labels:
   return np.arange(math.prod(dims)).reshape(dims).transpose(order).ravel()
 
 
-def _grid_labels(
-  sizes: Mapping[str, int], axes: Sequence[str] | Mapping[str, tuple[int, int]]
-) -> Labels:
+def _grid_labels(sizes: Mapping[str, int], axes: Sequence[str] | Mapping[str, tuple[int, int]]) -> Labels:
   """Labels of the sub-grids over `axes`; a mapping gives (major part, size) of a split axis."""
   shape = tuple(sizes.values())
   coords = np.indices(shape).reshape(len(shape), -1) if shape else np.zeros((0, 1), np.int64)

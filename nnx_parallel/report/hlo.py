@@ -25,9 +25,7 @@ _NAME = re.compile(r"%([\w.\-]+(?:#\d+)?)")
 _INSTRUCTION = re.compile(r"^\s+(ROOT )?%?([\w.\-]+) = ")
 _HEADER = re.compile(r"^(ENTRY )?%?([\w.\-]+) .*\{$")
 _TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
-_CALLED = re.compile(
-  r"(?:calls|to_apply|condition|body|true_computation|false_computation)=%?([\w.\-]+)"
-)
+_CALLED = re.compile(r"(?:calls|to_apply|condition|body|true_computation|false_computation)=%?([\w.\-]+)")
 _BRANCHES = re.compile(r"branch_computations=\{([^}]*)\}")
 _OP_NAME = re.compile(r'op_name="([^"]*)"')
 _FRAME = re.compile(r"stack_frame_id=(\d+)")
@@ -128,6 +126,8 @@ class Program:
   """A whole module of HLO text.
 
   Example:
+    >>> import jax
+    >>> import jax.numpy as jnp
     >>> text = jax.jit(lambda x: x + 1).lower(jnp.ones(8)).compile().as_text()
     >>> parse(text).entry.root.shapes
     (Shape(dtype='f32', dims=(8,)),)
@@ -152,9 +152,7 @@ class Program:
     """
     yield from self._walk(self.entry, 1, None)
 
-  def _walk(
-    self, computation: Computation, times: int, caller: Instruction | None
-  ) -> Iterator[Executed]:
+  def _walk(self, computation: Computation, times: int, caller: Instruction | None) -> Iterator[Executed]:
     for instruction in computation.instructions:
       yield Executed(instruction, computation, times, caller)
       inner = times * self.trips(instruction, computation) if instruction.opcode == "while" else times
@@ -343,8 +341,21 @@ def _read_frames(text: str) -> dict[int, str]:
       r"^(\d+) \{file_name_id=(\d+) .*?\bline=(\d+)", _table(text, "FileLocations"), re.MULTILINE
     )
   }
-  frames = re.findall(r"^(\d+) \{file_location_id=(\d+)", _table(text, "StackFrames"), re.MULTILINE)
-  return {int(frame): places[place] for frame, place in frames if place in places}
+  rows = re.findall(
+    r"^(\d+) \{file_location_id=(\d+)(?: parent_frame_id=(\d+))?", _table(text, "StackFrames"), re.MULTILINE
+  )
+  # The table counts parents from one more than frames; the outermost frame has itself as its parent.
+  parents = {int(frame): int(parent or 1) - 1 for frame, _, parent in rows}
+  own = {int(frame): places[place] for frame, place, _ in rows if place in places}
+  return {frame: _users_line(frame, own, parents) for frame in own}
+
+
+def _users_line(frame: int, own: Mapping[int, str], parents: Mapping[int, int]) -> str:
+  """The innermost line outside installed packages, or the innermost line."""
+  at = frame
+  while at in own and "site-packages" in own[at]:
+    at = parents[at]
+  return own.get(at, own[frame])
 
 
 def _table(text: str, title: str) -> str:

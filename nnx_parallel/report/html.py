@@ -7,17 +7,20 @@ import json
 import math
 import os
 from collections.abc import Mapping, Sequence
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from nnx_parallel.errors import ReportError
 from nnx_parallel.layout.mesh import axis_sizes
 from nnx_parallel.layout.plan import ShardingPlan
 from nnx_parallel.report import svg
-from nnx_parallel.report.compile_report import CompileReport
-from nnx_parallel.report.memory import MemoryPlan
-from nnx_parallel.report.roofline import StepTime, compiled_time
+from nnx_parallel.report.roofline import compiled_time
 from nnx_parallel.report.tables import verdict
 from nnx_parallel.report.units import format_bytes, format_count, format_seconds
+
+if TYPE_CHECKING:
+  from nnx_parallel.report.compile_report import CompileReport
+  from nnx_parallel.report.memory import MemoryPlan
+  from nnx_parallel.report.roofline import StepTime
 
 Picture = Literal["memory", "treemap", "devices", "collectives", "timeline"]
 
@@ -31,7 +34,8 @@ svg { max-width: 100%; height: auto; }
 .legend span { margin-right: 1.4em; white-space: nowrap; }
 .legend i { display: inline-block; width: .8em; height: .8em; margin-right: .4em; }
 table { border-collapse: collapse; font-size: 13px; } td, th { padding: 2px 12px 2px 0; text-align: left; }
-td.n, th.n { text-align: right; white-space: nowrap; font-variant-numeric: tabular-nums; } .scroll { overflow-x: auto; }
+td.n, th.n { text-align: right; white-space: nowrap; font-variant-numeric: tabular-nums; }
+.scroll { overflow-x: auto; }
 """
 
 
@@ -65,9 +69,7 @@ def plan_page(plan: ShardingPlan, memory: MemoryPlan | None = None) -> str:
   """The page of a plan: its bytes by path, its devices, every leaf, and the memory plan where given."""
   sizes = axis_sizes(plan.mesh)
   leaves = sorted(plan.leaves, key=lambda leaf: -leaf.bytes_per_device)
-  items = [
-    svg.Item(x.name, x.bytes_per_device, format_bytes(x.bytes_per_device), x.root) for x in leaves
-  ]
+  items = [svg.Item(x.name, x.bytes_per_device, format_bytes(x.bytes_per_device), x.root) for x in leaves]
   body = [f"<h1>Plan of {len(leaves)} leaves on a mesh of {math.prod(sizes.values())} devices</h1>"]
   if memory is not None:
     body.append(_section("Planned memory per device", _memory_bar(memory.categories, memory.chip)))
@@ -95,6 +97,11 @@ def report_svg(report: CompileReport, picture: Picture) -> str:
     ReportError: there is no such picture.
 
   Example:
+    >>> import jax
+    >>> import jax.numpy as jnp
+    >>> from jax.sharding import NamedSharding
+    >>> from jax.sharding import PartitionSpec as P
+    >>> from nnx_parallel.report.compile_report import compile_report
     >>> x = jax.device_put(jnp.ones(8), NamedSharding(jax.make_mesh((8,), ("data",)), P("data")))
     >>> report_svg(compile_report(jax.jit(lambda x: x * 2).lower(x)), "devices")[:4]
     '<svg'

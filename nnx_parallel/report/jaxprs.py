@@ -32,7 +32,8 @@ def constants(jaxpr: Any) -> Sequence[Any]:
 def as_function(jaxpr: Any) -> Callable[..., Sequence[Any]]:
   """A jaxpr as a function of flat arrays."""
   inner = opened(jaxpr)
-  return core.jaxpr_as_fun(core.ClosedJaxpr(inner, constants(jaxpr)))
+  closed = core.ClosedJaxpr(inner, constants(jaxpr))  # pyright: ignore[reportPrivateImportUsage]
+  return core.jaxpr_as_fun(closed)
 
 
 def scan_counts(eqn: Any) -> ScanCounts:

@@ -10,7 +10,8 @@ from typing import Any
 from nnx_parallel.errors import ReportError
 from nnx_parallel.layout.mesh import axis_sizes
 from nnx_parallel.layout.plan import ShardingPlan
-from nnx_parallel.report.chips import Chip, chip as chip_named
+from nnx_parallel.report.chips import Chip
+from nnx_parallel.report.chips import chip as chip_named
 from nnx_parallel.report.remat import Remat
 from nnx_parallel.report.units import format_bytes
 from nnx_parallel.report.workload import Part, Sizes, Workload, per_device, trace_workload
@@ -96,6 +97,10 @@ def memory_plan(
     ReportError: `microbatches` is not positive, or the chip is not in the table.
 
   Example:
+    >>> import jax
+    >>> import jax.numpy as jnp
+    >>> import optax
+    >>> from flax import nnx
     >>> import nnx_parallel as nxp
     >>> init = lambda: nnx.Linear(1024, 1024, use_bias=False, rngs=nnx.Rngs(0))
     >>> plan = nxp.plan(init, nxp.abstract_mesh(fsdp=256), nxp.fsdp(), optimizer=optax.adam(1e-3))

@@ -1,7 +1,8 @@
 """Changes what a loss keeps for its backward pass, layer by layer, without touching the module.
 
 Layers are found in the trace: the body of each scan, and each part that is already under
-`jax.checkpoint`. A model whose layers are a Python loop without `nnx.remat` has neither, and is left as it is.
+`jax.checkpoint`. A model whose layers are a Python loop without `nnx.remat` has neither,
+and is left as it is.
 """
 
 from __future__ import annotations
@@ -33,6 +34,8 @@ def with_remat(loss: Callable[[Any, Any], Any], policy: Remat) -> Callable[[Any,
     ReportError: no such policy.
 
   Example:
+    >>> import jax.numpy as jnp
+    >>> from flax import nnx
     >>> loss = with_remat(lambda model, x: model(x).sum(), "full")
     >>> float(loss(nnx.Linear(2, 2, use_bias=False, rngs=nnx.Rngs(0)), jnp.zeros((1, 2))))
     0.0

@@ -21,11 +21,14 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
 from nnx_parallel.report.chips import Chip
-from nnx_parallel.report.compile_report import CompileReport
 from nnx_parallel.report.propagate import Product
 from nnx_parallel.report.workload import Part, Sizes, Workload, per_device
+
+if TYPE_CHECKING:
+  from nnx_parallel.report.compile_report import CompileReport
 
 EFFICIENCY = 0.7
 """Share of the peak that large matrix products reach in practice."""
@@ -90,7 +93,7 @@ def axis_links(sizes: Sizes, slice_size: int) -> dict[str, bool]:
   """
   fast: dict[str, bool] = {}
   span = 1
-  for axis, size in reversed(sizes.items()):
+  for axis, size in reversed(list(sizes.items())):
     span *= size
     fast[axis] = span <= slice_size
   return dict(reversed(fast.items()))
@@ -176,9 +179,7 @@ def _flops(products: Sequence[Product], sizes: Sizes) -> float:
 def _traffic(work: Workload, sizes: Sizes, microbatches: int) -> float:
   activations = sum(
     p.times
-    * (
-      Part(p.in_bytes, p.in_split).per_device(sizes) + Part(p.out_bytes, p.out_split).per_device(sizes)
-    )
+    * (Part(p.in_bytes, p.in_split).per_device(sizes) + Part(p.out_bytes, p.out_split).per_device(sizes))
     for p in (*work.products, *work.products, *work.products, *work.recomputed)
   )
   batch = frozenset(work.batch_axes)

@@ -15,7 +15,8 @@ from flax import nnx
 
 from nnx_parallel.errors import ReportError
 from nnx_parallel.layout.mesh import abstract_mesh
-from nnx_parallel.layout.plan import ShardingPlan, plan as make_plan
+from nnx_parallel.layout.plan import ShardingPlan
+from nnx_parallel.layout.plan import plan as make_plan
 from nnx_parallel.layout.rules import RuleSet
 from nnx_parallel.report.compile_report import CompileReport, compile_report
 from nnx_parallel.report.memory import memory_categories
@@ -87,9 +88,7 @@ class SearchResult:
       ReportError: nothing fits.
     """
     if self.best is None:
-      raise ReportError(
-        f"no layout fits on {self.machine.text}.", fix="more devices, or a smaller batch."
-      )
+      raise ReportError(f"no layout fits on {self.machine.text}.", fix="more devices, or a smaller batch.")
     loss = "loss" if self.best.remat == "as written" else f'nxp.with_remat(loss, "{self.best.remat}")'
     return (
       f"mesh = nxp.make_mesh({self.best.mesh_text})\n"
@@ -146,6 +145,9 @@ def search(
     ReportError: the topology or a policy is unknown, or the rules name no axis.
 
   Example:
+    >>> import jax
+    >>> import jax.numpy as jnp
+    >>> from flax import nnx
     >>> import nnx_parallel as nxp
     >>> init = lambda: nnx.Linear(4096, 4096, use_bias=False, rngs=nnx.Rngs(0))
     >>> batch = jax.ShapeDtypeStruct((4096, 4096), jnp.float32)
@@ -157,8 +159,12 @@ def search(
   target = machine(topology)
   axes = searched_axes(rules)
   # Sizes of two keep every axis in the specs; the traces do not depend on them.
-  probe = make_plan(init, abstract_mesh(dict.fromkeys(axes, 2)), rules, optimizer=optimizer, uneven="replicate")
-  works = {remat: trace_workload(probe, loss, batch, remat=remat) for remat in dict.fromkeys(remats)}
+  probe = make_plan(
+    init, abstract_mesh(dict.fromkeys(axes, 2)), rules, optimizer=optimizer, uneven="replicate"
+  )
+  works: dict[Remat, Workload] = {
+    remat: trace_workload(probe, loss, batch, remat=remat) for remat in dict.fromkeys(remats)
+  }
   limits = _limits(probe)
   refused: dict[str, int] = {}
   found: list[Candidate] = []

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
-from nnx_parallel.report.search import Candidate, SearchResult
 from nnx_parallel.report.tables import render
 from nnx_parallel.report.units import format_bytes, format_seconds
+
+if TYPE_CHECKING:
+  from nnx_parallel.report.search import Candidate, SearchResult
 
 _COLUMNS = ("mesh", "microbatches>", "remat", "memory>", "step>", "MFU>", "bound by")
 

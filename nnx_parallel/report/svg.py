@@ -77,9 +77,7 @@ def squarify(values: Sequence[float], box: Box) -> list[Box]:
     scale = box.width * box.height / total
     short = min(box.width, box.height)
     count = 1
-    while count < len(left) and _worst(left[: count + 1], short, scale) <= _worst(
-      left[:count], short, scale
-    ):
+    while count < len(left) and _worst(left[: count + 1], short, scale) <= _worst(left[:count], short, scale):
       count += 1
     row = left[:count]
     depth = sum(row) * scale / short if short else 0.0
@@ -102,9 +100,7 @@ def squarify(values: Sequence[float], box: Box) -> list[Box]:
   return boxes
 
 
-def stacked_bar(
-  items: Sequence[Item], limit: Item | None = None, width: int = 900, height: int = 90
-) -> str:
+def stacked_bar(items: Sequence[Item], limit: Item | None = None, width: int = 900, height: int = 90) -> str:
   """One bar of consecutive parts, with a mark at a limit, and a legend."""
   shown = [item for item in items if item.value > 0]
   whole = max(sum(i.value for i in shown), limit.value if limit else 0.0, 1e-30)
@@ -163,7 +159,9 @@ def device_grid(axes: Sequence[tuple[str, int]], width: int = 900, most: int = 2
       )
       parts.append(_text(x + cell / 2 - 1, y + 15, str(number), anchor="middle", size=10))
   if (shown_rows, shown_columns) != (rows, columns):
-    parts.append(_text(255, 22 + shown_rows * 24 + 14, f"{shown_rows * shown_columns} of {rows * columns} devices"))
+    parts.append(
+      _text(255, 22 + shown_rows * 24 + 14, f"{shown_rows * shown_columns} of {rows * columns} devices")
+    )
   return _svg(width, 44 + shown_rows * 24, parts, "devices of the mesh")
 
 

@@ -5,12 +5,15 @@ from __future__ import annotations
 import io
 import os
 from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.table import Table
 
-from nnx_parallel.report.compile_report import CompileReport
 from nnx_parallel.report.units import format_bytes, format_count, format_seconds
+
+if TYPE_CHECKING:
+  from nnx_parallel.report.compile_report import CompileReport
 
 _WIDTH = 110
 _ROWS = 12
@@ -29,9 +32,7 @@ def render(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) ->
   """A table as text; columns whose name ends in `>` are right-aligned."""
   table = Table(box=None, pad_edge=False, header_style="bold")
   for column in columns:
-    table.add_column(
-      column.rstrip(">"), justify="right" if column.endswith(">") else "left", overflow="fold"
-    )
+    table.add_column(column.rstrip(">"), justify="right" if column.endswith(">") else "left", overflow="fold")
   for row in rows:
     table.add_row(*row)
   out = io.StringIO()
@@ -109,8 +110,7 @@ def _collectives(report: CompileReport) -> str:
     for item in largest[:_ROWS]
   ]
   sums = [
-    (kind, axes, format_bytes(total))
-    for (kind, axes), total in report.bytes_by("kind", "axes").items()
+    (kind, axes, format_bytes(total)) for (kind, axes), total in report.bytes_by("kind", "axes").items()
   ]
   more = len(largest) - _ROWS
   return (

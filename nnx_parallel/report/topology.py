@@ -73,7 +73,7 @@ class Topology:
   """Devices of a named machine, for compiling only; `devices` are in the order of the platform."""
 
   machine: Machine
-  devices: tuple[jax.Device, ...]
+  devices: tuple[jax.Device, ...]  # pyright: ignore[reportInvalidTypeForm]
 
 
 def machine(text: str) -> Machine:

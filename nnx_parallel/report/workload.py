@@ -132,9 +132,7 @@ class _Traces:
     trained_flat, rest_flat = list(nnx.to_flat_state(trained)), list(nnx.to_flat_state(rest))
     self.trained_paths = [path for path, _ in trained_flat]
     self.inputs, structure = jax.tree.flatten(batch)
-    self.batch_flows = [
-      Flow(_dims(plan.batch_spec(len(x.shape)), len(x.shape)), True) for x in self.inputs
-    ]
+    self.batch_flows = [Flow(_dims(plan.batch_spec(len(x.shape)), len(x.shape)), True) for x in self.inputs]
     leaves = [rows[path] for path, _ in (*trained_flat, *rest_flat)]
     self.flows = [Flow(_dims(leaf.spec, len(leaf.shape)), False, True) for leaf in leaves]
     self.flows += self.batch_flows
@@ -146,10 +144,12 @@ class _Traces:
 
     def pure(trained: list[Any], rest: list[Any], inputs: list[Any]) -> Any:
       states = [
-        nnx.from_flat_state([
-          (path, leaf.copy(x) if isinstance(leaf, nnx.Variable) else x)
-          for (path, leaf), x in zip(flat, arrays, strict=True)
-        ])
+        nnx.from_flat_state(
+          [
+            (path, leaf.copy(x) if isinstance(leaf, nnx.Variable) else x)
+            for (path, leaf), x in zip(flat, arrays, strict=True)
+          ]
+        )
         for flat, arrays in ((trained_flat, trained), (rest_flat, rest))
       ]
       with nnx.use_eager_sharding(False):

@@ -2,193 +2,404 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.sharding import AbstractMesh, NamedSharding
 
 from nnx_parallel.errors import TrainError
-from nnx_parallel.layout.variables import path_str, value_of, variables
+from nnx_parallel.layout.plan import Root, ShardingPlan
+from nnx_parallel.layout.variables import Path
+from nnx_parallel.train.accumulate import Layout
+from nnx_parallel.train.binding import Binding, Holders, Template, objects_in
+from nnx_parallel.train.compiled import Compile, Compiled, logger
+from nnx_parallel.train.losses import Metrics, means, pairs, terms
+from nnx_parallel.train.update import LossFn, Recipe, keyed, policy_of, update
 
-LossFn = Callable[[Any, Any], Any]
-Metrics = dict[str, Any]
+_HOLDERS = Holders()
+_KEPT = 4
 
 
-class TrainStep:
-  """A compiled train step; made by `train_step`."""
+class _Step:
+  """What train and eval steps share: bindings by object, and the record of compilations."""
 
-  def __init__(self, loss_fn: LossFn, *, microbatches: int = 1):
-    if microbatches < 1:
-      raise TrainError(f"microbatches={microbatches} is not a positive number.", fix="microbatches=1")
-    self.loss_fn, self.microbatches = loss_fn, microbatches
-    self._bound: _Bound | None = None
+  def __init__(self, recipe: Recipe):
+    if recipe.microbatches < 1:
+      raise TrainError(f"microbatches={recipe.microbatches} is not a positive number.", fix="microbatches=1")
+    policy_of(recipe.remat)
+    self.recipe = recipe
+    self.calls = 0
+    self.compiles: list[Compile] = []
+    self._bounds: list[_Bound] = []
+    self._last: _Bound | None = None
 
-  def __call__(self, model: nnx.Module, optimizer: nnx.Optimizer[Any], batch: Any) -> Metrics:
+  def _rebound(self, roots: dict[str, Any]) -> _Bound:
+    """The binding of these objects as they are now, made if there is none."""
+    self._bounds = [bound for bound in self._bounds if bound.alive()]
+    mine = [bound for bound in self._bounds if bound.binding.watch.is_for(roots)]
+    found = next((bound for bound in mine if bound.binding.watch.same()), None)
+    reasons: tuple[str, ...] = ("first call",) if not self.compiles else ("other objects than before",)
+    if found is None and mine:
+      changes, simple = mine[0].binding.watch.changes()
+      if not changes:
+        found = mine[0]
+        found.binding.watch.look()
+      elif not simple:
+        # The old binding may hold whole submodules that were replaced. Flags, though, are often flipped back.
+        self._bounds = [bound for bound in self._bounds if bound not in mine]
+      reasons = tuple(changes)
+    if found is None:
+      _check_objects(roots)
+      found = self._bind(roots, reasons)
+    else:
+      self._bounds.remove(found)
+    self._bounds = [found, *self._bounds[: _KEPT - 1]]
+    self._last = found
+    return found
+
+  def _bind(self, roots: dict[str, Any], reasons: tuple[str, ...]) -> _Bound:
+    raise NotImplementedError
+
+  def record(self, program: Compiled, arrays: list[Any], batch: Any, reasons: tuple[str, ...]) -> None:
+    """Adds to `compiles` what the last call compiled, if it did."""
+    why = program.reasons(arrays, batch)
+    if why is None:
+      return
+    self.compiles.append(Compile(self.calls, why or reasons))
+    if len(self.compiles) > 1:
+      logger.info("the step was compiled again: %s", self.compiles[-1])
+
+
+class TrainStep(_Step):
+  """A compiled train step; made by `train_step`.
+
+  Attributes:
+    calls: how many steps were made.
+    compiles: one entry for each compilation, with its reasons. More than one is worth a look.
+    reduction: how the last compiled program reduces gradients between replicas, in words.
+  """
+
+  def __init__(self, recipe: Recipe):
+    super().__init__(recipe)
+    self.reduction = ""
+
+  def __call__(self, model: Any, optimizer: Any, batch: Any) -> Metrics:
     """Updates `model` and `optimizer` in place with the gradients of one batch.
 
     Args:
-      model: a live module.
-      optimizer: its optimizer.
-      batch: a pytree of arrays, global batch on dim 0.
+      model: a live module; or a tuple or dict of modules, which the loss function gets as they are.
+      optimizer: its `nnx.Optimizer`; for several models, a tuple or dict with the same keys. A model whose
+        key has no optimizer is not trained.
+      batch: a pytree of global arrays with the examples on dim 0.
 
     Returns:
-      Metrics on device: `loss`, and what the loss function returned.
-    """
-    self._check_batch(batch)
-    if self._bound is None or not self._bound.is_for(model, optimizer):
-      self._bound = _Bound(self, model, optimizer)
-    return self._bound(batch)
+      Metrics on device, not waited for: `loss`, and what the loss function returned, as means over the batch.
 
-  def lower(self, model: Any, optimizer: Any, batch: Any) -> Any:
+    Raises:
+      TrainError: a loss, batch or module that a step cannot use; the message has the Variable's path.
+    """
+    bound = self._last
+    if bound is None or bound.model() is not model or bound.optimizer() is not optimizer or not bound.same():
+      bound = self._rebound({"model": model, "optimizer": optimizer})
+    metrics = bound.step(self, batch)
+    self.calls += 1
+    return metrics
+
+  def lower(self, model: Any, optimizer: Any = None, batch: Any = None) -> Any:
     """Lowers the step for these arguments, which may be abstract, without running it.
 
     Args:
-      model: a live module.
-      optimizer: its optimizer.
-      batch: a pytree of arrays or `ShapeDtypeStruct`s.
+      model: live modules; or a plan with an optimizer, which may be on an abstract mesh.
+      optimizer: the live optimizer; None with a plan.
+      batch: a pytree of arrays, or of `ShapeDtypeStruct`s with shardings.
 
     Returns:
       A `jax.stages.Lowered`; `.compile()` gives memory and cost.
+
+    Raises:
+      TrainError: a plan without an optimizer.
     """
-    bound = _Bound(self, model, optimizer)
-    return bound.jitted.lower(bound.read(), batch)
+    roots = {"model": model, "optimizer": optimizer}
+    if isinstance(model, ShardingPlan):
+      roots = abstract_roots(model)
+    bound = _Bound(self.recipe, Binding(roots), (), donate=True)
+    traced = bound.program(batch).jitted.trace(bound.binding.read(), batch)
+    if isinstance(bound.binding.mesh, AbstractMesh):
+      return traced.lower(lowering_platforms=(jax.default_backend(),))
+    return traced.lower()
 
-  def _check_batch(self, batch: Any) -> None:
-    for path, leaf in jax.tree_util.tree_leaves_with_path(batch):
-      shape = getattr(leaf, "shape", None)
-      if shape is None or not shape:
-        continue
-      if shape[0] % self.microbatches:
-        raise TrainError(
-          f"batch{jax.tree_util.keystr(path)} has {shape[0]} examples, which {self.microbatches} microbatches"
-          " cannot split evenly.",
-          details=f"shape {shape}",
-          fix=f"a global batch of {shape[0] + -shape[0] % self.microbatches}, or fewer microbatches.",
-        )
+  def _bind(self, roots: dict[str, Any], reasons: tuple[str, ...]) -> _Bound:
+    return _Bound(self.recipe, Binding(roots), reasons, donate=True)
 
 
-def train_step(loss_fn: LossFn, *, microbatches: int = 1) -> TrainStep:
+class EvalStep(_Step):
+  """A compiled evaluation; made by `eval_step`.
+
+  Attributes:
+    calls: how many batches were evaluated.
+    compiles: one entry for each compilation, with its reasons.
+  """
+
+  def __init__(self, recipe: Recipe, *, as_pairs: bool):
+    super().__init__(recipe)
+    self.as_pairs = as_pairs
+
+  def __call__(self, model: Any, batch: Any) -> Metrics:
+    """Evaluates one batch; the module is unchanged, whatever the loss function does to it.
+
+    Args:
+      model: a live module, or a tuple or dict of modules.
+      batch: a pytree of global arrays with the examples on dim 0.
+
+    Returns:
+      Metrics on device: means, or `(sum, count)` pairs when made with `pairs=True`.
+    """
+    bound = self._last
+    if bound is None or bound.model() is not model or not bound.same():
+      bound = self._rebound({"model": model})
+    metrics = bound.evaluate(self, batch)
+    self.calls += 1
+    return metrics
+
+  def _bind(self, roots: dict[str, Any], reasons: tuple[str, ...]) -> _Bound:
+    return _Bound(self.recipe, Binding(roots), reasons, donate=False, as_pairs=self.as_pairs)
+
+
+def train_step(
+  loss_fn: LossFn | Mapping[Any, LossFn],
+  *,
+  microbatches: int = 1,
+  remat: str | Callable[..., Any] | None = None,
+  outputs: Sequence[str] = (),
+) -> TrainStep:
   """Makes a compiled train step from a loss function.
 
+  The step reads the live Variables, runs one compiled and donated program, and writes them back: an edit of
+  the module between steps is trained on, and one that changes its structure compiles again, with the reason
+  in `step.compiles`. An array that somebody else also holds (a clone, a value read before) is copied, not
+  donated under its holder.
+
   Args:
-    loss_fn: `loss_fn(model, batch)` returns a scalar loss, or `(loss, metrics)` with a dict of scalars.
+    loss_fn: `loss_fn(model, batch)` returns `loss`, or `(loss, metrics)` with a dict. The loss and each
+      metric are a scalar, or a `(sum, count)` pair: pairs are summed over microbatches before they are
+      divided, so that uneven parts (padding, masks) weigh what they hold. For several models trained in turn
+      (a GAN), a dict key -> loss function; later ones see the models that earlier ones updated.
     microbatches: split the batch and accumulate gradients over this many parts inside the compiled step.
+    remat: recompute activations of the whole loss: `"full"`, `"dots"`, `"dots_no_batch"`, a name or a policy
+      of `jax.checkpoint_policies`.
+    outputs: names of metrics that are arrays with the examples on dim 0, returned whole.
 
   Returns:
     A callable `(model, optimizer, batch) -> metrics`.
+
+  Raises:
+    TrainError: a number of microbatches or a remat policy that does not exist.
+
+  Example:
+    >>> import jax.numpy as jnp, optax, nnx_parallel as nxp
+    >>> from flax import nnx
+    >>> init = lambda: nnx.Linear(4, 4, rngs=nnx.Rngs(0))
+    >>> plan = nxp.plan(init, nxp.make_mesh(data=8), nxp.replicate(), optimizer=optax.sgd(0.1))
+    >>> model, optimizer = nxp.create_sharded_model(plan)
+    >>> step = nxp.train_step(lambda model, batch: (model(batch["x"]) ** 2).mean())
+    >>> batch = nxp.shard_batch({"x": jnp.ones((16, 4))}, plan)
+    >>> losses = [float(step(model, optimizer, batch)["loss"]) for _ in range(3)]
+    >>> losses[0] > losses[1] > losses[2], len(step.compiles)
+    (True, 1)
   """
-  return TrainStep(loss_fn, microbatches=microbatches)
+  return TrainStep(Recipe(loss_fn, microbatches, remat, tuple(outputs)))
 
 
-def eval_step(loss_fn: LossFn) -> Callable[[nnx.Module, Any], Metrics]:
+def eval_step(loss_fn: LossFn, *, outputs: Sequence[str] = (), pairs: bool = False) -> EvalStep:
   """Makes a compiled evaluation step: the loss and metrics of a batch, with the module unchanged.
 
   Args:
     loss_fn: as in `train_step`.
+    outputs: names of metrics that are arrays with the examples on dim 0, returned whole.
+    pairs: return `(sum, count)` pairs instead of means, to be added up over batches.
 
   Returns:
     A callable `(model, batch) -> metrics`.
+
+  Example:
+    >>> import jax.numpy as jnp, nnx_parallel as nxp
+    >>> from flax import nnx
+    >>> model = nxp.create_sharded_model(lambda: nnx.Linear(4, 2, rngs=nnx.Rngs(0)), nxp.make_mesh(data=8))
+    >>> evaluate = nxp.eval_step(lambda m, x: (m(x).sum(), x.size), pairs=True)
+    >>> evaluate(model, jnp.zeros((16, 4)))["loss"]
+    (Array(0., dtype=float32), Array(64., dtype=float32))
   """
-
-  @nnx.jit
-  def step(model: nnx.Module, batch: Any) -> Metrics:
-    loss, metrics = _split_aux(loss_fn(model, batch))
-    return {"loss": loss, **metrics}
-
-  return step
+  return EvalStep(Recipe(loss_fn, outputs=tuple(outputs)), as_pairs=pairs)
 
 
 class _Bound:
-  """One step compiled for one (model, optimizer) pair: flat Variables in, flat arrays out."""
+  """One step for some live objects: their binding, and a program for each layout of the batch."""
 
-  def __init__(self, step: TrainStep, model: nnx.Module, optimizer: nnx.Optimizer[Any]):
-    self.model, self.optimizer = model, optimizer
-    pair = (model, optimizer)
-    graphdef, state = nnx.split(pair)
-    flat = variables(pair)
-    self.paths, self.variables = list(flat), list(flat.values())
-    for path, variable in flat.items():
-      if not isinstance(variable, nnx.Variable):
-        raise TrainError(
-          f"{path_str(path[1:])} is a raw array, which a step cannot update in place.",
-          fix="store it as nnx.Variable(...) so that steps can write it back.",
-        )
-    self.state = state
-    shardings = [getattr(value_of(v), "sharding", None) for v in self.variables]
+  def __init__(
+    self,
+    recipe: Recipe,
+    binding: Binding,
+    reasons: tuple[str, ...],
+    *,
+    donate: bool,
+    as_pairs: bool = False,
+  ):
+    self.recipe, self.binding, self.donate, self.as_pairs = recipe, binding, donate, as_pairs
+    self.reasons = reasons
+    self.how = ""
+    self.same = binding.watch.same
+    # What the fast path compares: a tuple or dict of modules is new in each call, and goes the longer way.
+    self.model, self.optimizer = (binding.watch.reference(name) for name in ("model", "optimizer"))
+    self._programs: dict[tuple[str, ...], Compiled] = {}
+    if donate:
+      self._check_apart()
 
-    def run(arrays: list[jax.Array], batch: Any) -> tuple[list[jax.Array], Metrics]:
-      leaves = [
-        (path, variable.copy(array))
-        for path, variable, array in zip(self.paths, self.variables, arrays, strict=True)
-      ]
-      module, opt = nnx.merge(graphdef, nnx.from_flat_state(leaves))
-      metrics = _update(step, module, opt, batch)
-      after = variables((module, opt))
-      return [value_of(after[path]) for path in self.paths], metrics
+  def alive(self) -> bool:
+    return self.binding.watch.alive()
 
-    self.jitted = jax.jit(run, donate_argnums=0, out_shardings=(shardings, None))
+  def program(self, batch: Any) -> Compiled:
+    # Only accumulation depends on how the batch is laid out; jit handles all else by itself.
+    axes = _batch_axes(batch) if self.recipe.microbatches > 1 else ()
+    found = self._programs.get(axes)
+    if found is None:
+      labels = self.binding.variable_labels
+      if self.donate:
+        shardings = self.binding.variable_shardings
+        found = Compiled(self._train(axes), labels, donate=True, shardings=shardings)
+      else:
+        found = Compiled(self._evaluate, labels, donate=False, shardings=None)
+      self._programs[axes] = found
+    return found
 
-  def is_for(self, model: nnx.Module, optimizer: nnx.Optimizer[Any]) -> bool:
-    return self.model is model and self.optimizer is optimizer
-
-  def read(self) -> list[jax.Array]:
-    return [variable.get_raw_value() for variable in self.variables]
-
-  def __call__(self, batch: Any) -> Metrics:
-    arrays, metrics = self.jitted(self.read(), batch)
-    for variable, array in zip(self.variables, arrays, strict=True):
-      variable.set_raw_value(array)
+  def step(self, owner: TrainStep, batch: Any) -> Metrics:
+    binding = self.binding
+    program = self.program(batch)
+    arrays = binding.read()
+    shared = _HOLDERS.shared(arrays)
+    if shared:
+      self._copy(arrays, shared)
+    new, metrics = program(arrays, batch)
+    binding.write(new)
+    if program.grown():
+      owner.record(program, arrays, batch, self.reasons)
+      owner.reduction = self.how
     return metrics
 
+  def evaluate(self, owner: EvalStep, batch: Any) -> Metrics:
+    program = self.program(batch)
+    arrays = self.binding.read()
+    metrics = program(arrays, batch)
+    if program.grown():
+      owner.record(program, arrays, batch, self.reasons)
+    return metrics
 
-def _split_aux(result: Any) -> tuple[jax.Array, Metrics]:
-  loss, metrics = result if isinstance(result, tuple) else (result, {})
-  if jnp.ndim(loss) != 0 or not isinstance(metrics, Mapping):
+  def _train(self, axes: tuple[str, ...]) -> Callable[[list[Any], Any], tuple[list[Any], Metrics]]:
+    binding = self.binding
+
+    def layouts(paths: list[Path]) -> Layout:
+      # Paths start inside `models`; the template's start with the root's number.
+      index = binding.template.index
+      trained = [binding.shardings[index[(0, *path)]] for path in paths]
+      used = {axis for s in binding.shardings[: _model_leaves(binding)] if s for axis in _axes_of(s)}
+      return Layout(binding.mesh, trained, frozenset(used), axes)
+
+    def train_step(arrays: list[Any], batch: Any) -> tuple[list[Any], Metrics]:
+      objects = binding.template.build(binding.with_raw(arrays))
+      metrics, self.how = update(self.recipe, objects[0], objects[1], batch, layouts)
+      return binding.without_raw(binding.template.arrays(objects)), metrics
+
+    return train_step
+
+  def _evaluate(self, arrays: list[Any], batch: Any) -> Metrics:
+    template: Template = self.binding.template
+    (models,) = template.build(self.binding.with_raw(arrays))
+    found = terms(self.recipe.loss_fn(models, batch), self.recipe.outputs)  # pyright: ignore[reportCallIssue]
+    return pairs(found) if self.as_pairs else means(found)
+
+  def _copy(self, arrays: list[Any], shared: list[int]) -> None:
+    for i in shared:
+      arrays[i] = jnp.copy(arrays[i])
+
+  def _check_apart(self) -> None:
+    """Gives each Variable its own buffers: one buffer cannot be donated twice."""
+    first: dict[Any, str] = {}
+    binding = self.binding
+    for label, variable in zip(binding.variable_labels, binding.variables, strict=True):
+      value = variable.get_raw_value()
+      if not isinstance(value, jax.Array):
+        continue
+      where = _pointer(value)
+      if where in first:
+        logger.info("%s and %s shared one array; each has its own now", first[where], label)
+        variable.set_raw_value(jnp.copy(value))
+      first.setdefault(where, label)
+
+
+def abstract_roots(plan: ShardingPlan) -> dict[str, Any]:
+  """The plan's abstract model and optimizer with shardings on every Variable, as roots of a binding.
+
+  Raises:
+    TrainError: the plan has no optimizer.
+  """
+  if plan.abstract_optimizer is None:
     raise TrainError(
-      "the loss function must return a scalar, or (scalar, dict of metrics).",
-      details=f"it returned a loss of shape {jnp.shape(loss)} and metrics of type {type(metrics).__name__}",
-      fix="return loss.mean(), {'accuracy': accuracy.mean()}",
+      "this plan has no optimizer, so there is no train step to lower.",
+      fix="nxp.plan(init, mesh, rules, optimizer=optax.adamw(1e-3))",
     )
-  return loss, dict(metrics)
+  roots: dict[str, Any] = {}
+  abstract: dict[Root, Any] = {"model": plan.abstract_model, "optimizer": plan.abstract_optimizer}
+  for root, objects in abstract.items():
+    template = Template(objects)
+    structs = plan.abstract_state(root)
+    roots[root] = template.build([structs[path] for path in template.paths])
+  return roots
 
 
-def _update(step: TrainStep, model: nnx.Module, optimizer: nnx.Optimizer[Any], batch: Any) -> Metrics:
-  grad_fn = nnx.value_and_grad(
-    lambda m, b: _split_aux(step.loss_fn(m, b)),
-    argnums=nnx.DiffState(0, optimizer.wrt),
-    has_aux=True,
-  )
-  if step.microbatches == 1:
-    (loss, metrics), grads = grad_fn(model, batch)
-    _apply(optimizer, model, grads)
-    return {"loss": loss, **metrics}
-  parts = jax.tree.map(lambda x: _split_batch(x, step.microbatches), batch)
-  graphdef, trained, rest = nnx.split(model, optimizer.wrt, ...)
-
-  def body(carry: Any, part: Any) -> tuple[Any, Any]:
-    rest, total = carry
-    module = nnx.merge(graphdef, trained, rest, copy=True)
-    (loss, metrics), grads = grad_fn(module, part)
-    total = jax.tree.map(jnp.add, total, grads)
-    return (nnx.state(module, nnx.Not(optimizer.wrt)), total), {"loss": loss, **metrics}
-
-  zeros = jax.tree.map(jnp.zeros_like, trained)
-  (rest, total), stacked = jax.lax.scan(body, (rest, zeros), parts)
-  nnx.update(model, rest)
-  grads = jax.tree.map(lambda g: g / step.microbatches, total)
-  _apply(optimizer, model, grads)
-  return jax.tree.map(lambda x: x.mean(0), stacked)
+def _check_objects(roots: Mapping[str, Any]) -> None:
+  for name, root in roots.items():
+    kind = "module" if name == "model" else name
+    for item in objects_in(root):
+      if not isinstance(item, nnx.Pytree):
+        raise TrainError(
+          f"the step's {name} is a {type(item).__name__}, not a live {kind}.",
+          fix="step(model, optimizer, batch) with an nnx.Module and an nnx.Optimizer.",
+        )
+  if "optimizer" in roots:
+    keyed(roots["model"], roots["optimizer"])
 
 
-def _apply(optimizer: nnx.Optimizer[Any], model: nnx.Module, grads: Any) -> None:
-  # optax raises a Python float to an int32 power, which a user's strict promotion would refuse.
-  with jax.numpy_dtype_promotion("standard"):
-    optimizer.update(model, grads)
+def _pointer(value: jax.Array) -> Any:
+  if jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
+    value = jax.random.key_data(value)
+  shards = value.addressable_shards
+  if not shards or not value.size:
+    return id(value)
+  return shards[0].device.id, shards[0].data.unsafe_buffer_pointer()
 
 
-def _split_batch(x: jax.Array, count: int) -> jax.Array:
-  # reshape(count, n) would move the sharding of the batch dim onto the microbatch dim; taking every
-  # count-th example keeps each microbatch spread over all devices.
-  return x.reshape(x.shape[0] // count, count, *x.shape[1:]).swapaxes(0, 1)
+def _model_leaves(binding: Binding) -> int:
+  return sum(path[0] == 0 for path in binding.template.paths)
+
+
+def _axes_of(sharding: NamedSharding) -> set[str]:
+  return {
+    axis
+    for entry in sharding.spec
+    if entry
+    for axis in ((entry,) if isinstance(entry, str) else tuple(entry))
+  }
+
+
+def _batch_axes(batch: Any) -> tuple[str, ...]:
+  """The mesh axes of dim 0, when every array of the batch has the same; else ()."""
+  found: set[tuple[str, ...]] = set()
+  for leaf in jax.tree.leaves(batch):
+    sharding = getattr(leaf, "sharding", None)
+    if not isinstance(sharding, NamedSharding) or not jnp.ndim(leaf) or not sharding.spec:
+      return ()
+    entry = sharding.spec[0]
+    found.add((entry,) if isinstance(entry, str) else tuple(entry or ()))
+  return found.pop() if len(found) == 1 else ()

@@ -1,0 +1,116 @@
+"""`nnx-parallel compile`: what a recipe's step needs and sends, from the compiler it is for."""
+
+from __future__ import annotations
+
+import argparse
+import math
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from nnx_parallel.cli import options
+from nnx_parallel.errors import RecipeError
+
+if TYPE_CHECKING:
+  from nnx_parallel.cli.main import Commands
+  from nnx_parallel.recipes import Recipe
+
+DOES_NOT_FIT = 2
+
+
+def register(commands: Commands) -> None:
+  """Adds the parser of this command."""
+  parser = commands.add_parser(
+    "compile",
+    help="compile a recipe's step for a machine that is not here",
+    description="Compiles the train step with the real compiler of a machine, on any CPU, and reports"
+    " memory per device, FLOPs and everything that is sent. Exit code 2: it does not fit.",
+  )
+  options.add_recipe(parser)
+  options.add_mesh(parser)
+  parser.add_argument(
+    "--topology",
+    metavar="NAME",
+    help="tpu:v5e:4x4, tpu:v5p:4x4x4*2 (two slices), gpu:h100:2x8 (hosts x GPUs), cpu:8;"
+    " default: simulated CPU devices, as many as the mesh has",
+  )
+  add_step(parser)
+  parser.add_argument("--microbatches", type=int, metavar="N", help="parts that the batch is run in")
+  parser.add_argument("--remat", default="as written", metavar="POLICY", help="none, dots or full")
+  parser.add_argument("--chip", metavar="NAME", help="compare the need with this chip's memory")
+  parser.add_argument("--json", action="store_true", help="one JSON object instead of tables")
+  parser.add_argument("--html", type=Path, metavar="FILE", help="also write a page with pictures")
+  parser.set_defaults(run=run)
+
+
+def add_step(parser: argparse.ArgumentParser) -> None:
+  """Adds the options that say what the step works on."""
+  parser.add_argument("--batch", type=int, metavar="N", help="examples in the global batch")
+
+
+def run(args: argparse.Namespace) -> int:
+  """Compiles, prints and says by the exit code whether it fits."""
+  import nnx_parallel as nxp
+  from nnx_parallel.recipes import load_recipe
+  from nnx_parallel.recipes.job import plan_recipe
+  from nnx_parallel.report.compile_report import compile_report
+  from nnx_parallel.report.remat import with_remat
+  from nnx_parallel.report.topology import machine
+
+  recipe = load_recipe(args.recipe)
+  sizes = options.mesh_sizes(recipe, args.mesh)
+  if args.topology:
+    sizes = fill(sizes, machine(args.topology).devices, asked=args.mesh is not None)
+  topology = args.topology or f"cpu:{math.prod(sizes.values())}"
+  start_compiler(sizes, topology, args.devices)
+  plan = plan_recipe(recipe, nxp.abstract_mesh(sizes))
+  parts = args.microbatches or (recipe.microbatches() if recipe.microbatches else 1)
+  step = nxp.train_step(with_remat(loss_of(recipe), args.remat), microbatches=parts)
+  batch = abstract_batch(recipe, args.batch)
+  report = compile_report(step, plan, batch=batch, topology=topology, chip=args.chip)
+  print(report.to_json() if args.json else report)
+  if args.html:
+    args.html.write_text(report.to_html())
+  return DOES_NOT_FIT if report.fits is False else 0
+
+
+def fill(sizes: options.Sizes, devices: int, *, asked: bool) -> options.Sizes:
+  """The mesh for a machine: -1 is what is left; a mesh that nobody asked for grows along its largest axis."""
+  filled = dict(sizes)
+  if not asked and math.prod(sizes.values()) != devices and -1 not in sizes.values():
+    filled[max(sizes, key=lambda axis: sizes[axis])] = -1
+  known = math.prod(size for size in filled.values() if size > 0)
+  return {axis: devices // known if size == -1 else size for axis, size in filled.items()}
+
+
+def start_compiler(sizes: options.Sizes, topology: str, devices: int | None) -> None:
+  """Keeps jax on the CPU: with simulated devices for `cpu:N`, else only to trace for another machine."""
+  import jax
+
+  if topology.startswith("cpu:"):
+    options.start_devices(sizes, devices)
+  else:
+    jax.config.update("jax_platforms", "cpu")
+
+
+def loss_of(recipe: Recipe) -> Any:
+  """The recipe's loss; `load_recipe` has checked that there is one."""
+  if recipe.loss is None:
+    raise RecipeError(f"the recipe {recipe.name} has no loss().", fix="def loss(model, batch): ...")
+  return recipe.loss
+
+
+def abstract_batch(recipe: Recipe, examples: int | None) -> Any:
+  """Shapes and dtypes of the recipe's first batch, with another number of examples where asked for."""
+  import jax
+
+  if recipe.batches is None:
+    raise RecipeError(
+      f"the recipe {recipe.name} has no batches().", fix="def batches(start=0, *, split): ..."
+    )
+  first = next(iter(recipe.batches(0, split="train")))
+
+  def abstract(x: Any) -> jax.ShapeDtypeStruct:
+    shape = tuple(x.shape)
+    return jax.ShapeDtypeStruct((examples or shape[0], *shape[1:]) if shape else shape, x.dtype)
+
+  return jax.tree.map(abstract, first)

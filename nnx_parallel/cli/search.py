@@ -1,0 +1,52 @@
+"""`nnx-parallel search`: which mesh, microbatches and remat a recipe should run with on a machine."""
+
+from __future__ import annotations
+
+import argparse
+from typing import TYPE_CHECKING
+
+from nnx_parallel.cli import options
+from nnx_parallel.cli.compile import DOES_NOT_FIT, abstract_batch, add_step, loss_of, start_compiler
+
+if TYPE_CHECKING:
+  from nnx_parallel.cli.main import Commands
+
+
+def register(commands: Commands) -> None:
+  """Adds the parser of this command."""
+  parser = commands.add_parser(
+    "search",
+    help="rank every layout of a recipe on a machine",
+    description="Tries every factorisation of the mesh with microbatches and remat policies, by a model of"
+    " memory and time, and prints the Pareto front and the winner as code. Exit code 2: nothing fits.",
+  )
+  options.add_recipe(parser)
+  parser.add_argument("--topology", required=True, metavar="NAME", help="e.g. tpu:v5p:4x4x8, gpu:h100:4x8")
+  add_step(parser)
+  parser.add_argument(
+    "--compile-best", type=int, default=0, metavar="N", help="compile the N fastest for the machine"
+  )
+  parser.add_argument("--json", action="store_true", help="one JSON object instead of tables")
+  parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+  """Searches, prints and says by the exit code whether anything fits."""
+  import nnx_parallel as nxp
+  from nnx_parallel.recipes import load_recipe
+  from nnx_parallel.report.search import search
+  from nnx_parallel.report.topology import machine
+
+  recipe = load_recipe(args.recipe)
+  start_compiler({"all": machine(args.topology).devices}, args.topology, None)
+  result = search(
+    recipe.init,
+    loss_of(recipe),
+    args.topology,
+    batch=abstract_batch(recipe, args.batch),
+    rules=recipe.rules() if recipe.rules is not None else nxp.fsdp(),
+    optimizer=recipe.optimizer() if recipe.optimizer is not None else None,
+    compile_best=args.compile_best,
+  )
+  print(result.to_json() if args.json else result)
+  return 0 if result.best is not None else DOES_NOT_FIT

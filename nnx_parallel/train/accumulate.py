@@ -1,0 +1,247 @@
+"""Gradients of one batch, whole or in microbatches, reduced between replicas once where that is exact."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+from nnx_parallel.errors import TrainError
+from nnx_parallel.train.losses import Terms
+
+Objective = Callable[[list[Any], list[Any], Any], tuple[Any, tuple[Terms, dict[int, Any]]]]
+"""`(trained, rest, batch) -> (what to differentiate, (terms, rest arrays that changed by position))`."""
+
+
+class Layout(NamedTuple):
+  """Where things are, as seen from outside the compiled step.
+
+  Attributes:
+    mesh: the mesh, or None on one device.
+    trained: the pinned sharding of each trained array, or None.
+    used: mesh axes that split some array of the model.
+    batch: mesh axes that split dim 0 of every array of the batch; () when they differ or are unknown.
+  """
+
+  mesh: Any
+  trained: list[Any]
+  used: frozenset[str]
+  batch: tuple[str, ...]
+
+
+class Total(NamedTuple):
+  """What a batch gave: gradient sums, terms summed over the parts, and the changed rest.
+
+  Attributes:
+    grads: one array for each trained array; float32 sums, not yet divided, when there are several parts.
+    terms: summed over the parts.
+    parts: how many parts were summed, local ones included.
+    rest: position -> new value.
+    how: where the replicas' gradients are reduced, in words.
+  """
+
+  grads: list[Any]
+  terms: Terms
+  parts: int
+  rest: dict[int, Any]
+  how: str
+
+
+def whole_batch(objective: Objective, trained: list[Any], rest: list[Any], batch: Any) -> Total:
+  """Gradients of the batch in one piece.
+
+  Args:
+    objective: see `Objective`; differentiated as it is.
+    trained: arrays to differentiate.
+    rest: the other arrays.
+    batch: the batch.
+
+  Returns:
+    Its gradients and terms.
+  """
+  (_, (found, changed)), grads = jax.value_and_grad(objective, has_aux=True)(trained, rest, batch)
+  return Total(grads, found, 1, changed, "once: one batch")
+
+
+def in_microbatches(
+  objective: Objective, trained: list[Any], rest: list[Any], batch: Any, count: int, layout: Layout
+) -> Total:
+  """Gradients summed over `count` microbatches in a scan.
+
+  Microbatch `m` is every `count`-th example from `m` on, so that each stays spread over all devices. Where
+  the model is replicated over mesh axes that split the batch, each replica sums its own gradients and they
+  are reduced once, after the scan. That needs a loss that is a mean or a sum over examples (which
+  microbatches ask for anyhow) and one that changes no Variable: with batch statistics or random numbers, or
+  sharding constraints that name those axes, gradients are reduced in each microbatch, which gives the same
+  numbers as one device in every case.
+
+  Args:
+    objective: see `Objective`; its sums are added up, so it must not divide by counts.
+    trained: arrays to differentiate.
+    rest: the other arrays.
+    batch: global arrays with the examples on dim 0.
+    count: number of microbatches.
+    layout: where the arrays are.
+
+  Returns:
+    Sums over all parts.
+
+  Raises:
+    TrainError: a batch that does not split evenly.
+  """
+  check_divides(batch, count)
+  axes, why = _local_axes(objective, trained, rest, batch, count, layout)
+  if not axes:
+    grads, found, changed = _scan(objective, trained, rest, batch, count, layout.trained)
+    return Total(grads, found, count, changed, f"in each microbatch: {why}")
+  specs = [sharding.spec if sharding else None for sharding in layout.trained]
+
+  def local(trained: list[Any], rest: list[Any], batch: Any) -> tuple[Any, Any, Any, Any]:
+    grads, found, _ = _scan(objective, trained, rest, batch, count, specs)
+    # One call for everything: XLA combines it into one all-reduce.
+    grads, sums, counts = jax.lax.psum((grads, found.sums, found.counts), axes)
+    return grads, sums, counts, found.outputs
+
+  split = PartitionSpec(axes[0] if len(axes) == 1 else axes)
+  everywhere = PartitionSpec()
+  grads, sums, counts, outputs = jax.shard_map(
+    local,
+    mesh=layout.mesh,
+    in_specs=(everywhere, everywhere, split),
+    out_specs=(everywhere, everywhere, everywhere, split),
+    axis_names=set(axes),
+    # Replication is not tracked in types: a user's scan over a carry of zeros would have to declare it.
+    check_vma=False,
+  )(trained, rest, batch)
+  parts = count * _replicas(layout.mesh, axes)
+  return Total(
+    grads, Terms(sums, counts, outputs), parts, {}, f"once, after the scan, over {', '.join(axes)}"
+  )
+
+
+def check_divides(batch: Any, count: int) -> None:
+  """Refuses a batch that `count` microbatches cannot split evenly; scalars are given to each of them."""
+  for path, leaf in jax.tree_util.tree_leaves_with_path(batch):
+    shape = jnp.shape(leaf)
+    if shape and shape[0] % count:
+      raise TrainError(
+        f"batch{jax.tree_util.keystr(path)} has {shape[0]} examples, which {count} microbatches cannot split"
+        " evenly.",
+        details=f"shape {shape}",
+        fix=f"a global batch of {shape[0] + -shape[0] % count}, or fewer microbatches.",
+      )
+
+
+def _scan(
+  objective: Objective,
+  trained: list[Any],
+  rest: list[Any],
+  batch: Any,
+  count: int,
+  layouts: Sequence[Any],
+) -> tuple[list[Any], Terms, dict[int, Any]]:
+  """Sums gradients and terms over the microbatches of this batch (local or global)."""
+  grad = jax.grad(objective, has_aux=True)
+  parts = jax.tree.map(lambda x: _split(x, count), batch)
+  first = jax.tree.map(lambda x: x[0], parts)
+  changes = jax.eval_shape(lambda t, r, b: objective(t, r, b)[1][1], trained, rest, first)
+
+  def body(carry: Any, part: Any) -> tuple[Any, Terms]:
+    total, moving = carry
+    current = [moving.get(i, array) for i, array in enumerate(rest)]
+    grads, (found, changed) = grad(trained, current, part)
+    total = [
+      _pin(so_far + wide_grad(g), where) for so_far, g, where in zip(total, grads, layouts, strict=True)
+    ]
+    moving = {i: changed[i].astype(array.dtype) if i in changed else array for i, array in moving.items()}
+    return (total, moving), found
+
+  zeros = [_pin(jnp.zeros_like(wide_grad(x)), where) for x, where in zip(trained, layouts, strict=True)]
+  moving = {i: rest[i] for i in changes}
+  (total, moving), stacked = jax.lax.scan(body, (zeros, moving), parts)
+  summed = Terms(
+    {name: x.sum(0) for name, x in stacked.sums.items()},
+    {name: None if x is None else x.sum(0) for name, x in stacked.counts.items()},
+    jax.tree.map(_join, stacked.outputs),
+  )
+  return total, summed, moving
+
+
+def wide_grad(x: jax.Array) -> jax.Array:
+  """Float16 and bfloat16 as float32: many small gradients are added, and summed over replicas."""
+  return x.astype(jnp.float32) if x.dtype in (jnp.bfloat16, jnp.float16) else x
+
+
+def _pin(x: jax.Array, where: Any) -> jax.Array:
+  if where is None or (isinstance(where, NamedSharding) and AxisType.Explicit in where.mesh.axis_types):
+    return x
+  return jax.lax.with_sharding_constraint(x, where)
+
+
+def _split(x: Any, count: int) -> jax.Array:
+  # reshape(count, n) would move the sharding of the batch dim onto the microbatch dim.
+  x = jnp.asarray(x)
+  if not x.ndim:
+    return jnp.broadcast_to(x, (count,))
+  return x.reshape(x.shape[0] // count, count, *x.shape[1:]).swapaxes(0, 1)
+
+
+def _join(x: jax.Array) -> jax.Array:
+  return x.swapaxes(0, 1).reshape(x.shape[0] * x.shape[1], *x.shape[2:])
+
+
+def _replicas(mesh: Mesh, axes: Sequence[str]) -> int:
+  return math.prod(mesh.shape[axis] for axis in axes)
+
+
+def _local_axes(
+  objective: Objective, trained: list[Any], rest: list[Any], batch: Any, count: int, layout: Layout
+) -> tuple[tuple[str, ...], str]:
+  """The axes over which each replica may sum on its own; or (), and why not."""
+  if layout.mesh is None or layout.mesh.size == 1:
+    return (), "one device"
+  if AxisType.Explicit in layout.mesh.axis_types:
+    return (), "the mesh has Explicit axes"
+  if not layout.batch:
+    return (), "no mesh axis splits every array of the batch"
+  axes = tuple(axis for axis in layout.batch if axis not in layout.used and layout.mesh.shape[axis] > 1)
+  if not axes:
+    return (), f"{', '.join(layout.batch)} split the parameters too"
+  if axes != layout.batch[: len(axes)]:
+    return (), f"{', '.join(axes)} are not the major axes of the batch's {', '.join(layout.batch)}"
+  replicas = _replicas(layout.mesh, axes)
+  sizes = {jnp.shape(leaf)[0] for leaf in jax.tree.leaves(batch) if jnp.ndim(leaf)}
+  if any(size % (replicas * count) for size in sizes):
+    return (), f"{count} microbatches on each of {replicas} replicas do not divide the batch"
+  part = jax.tree.map(
+    lambda x: jax.ShapeDtypeStruct((jnp.shape(x)[0] // (replicas * count), *jnp.shape(x)[1:]), x.dtype), batch
+  )
+  traced, (_, (_, changed)) = jax.make_jaxpr(objective, return_shape=True)(trained, rest, part)
+  if changed:
+    return (), "the loss changes Variables (statistics, counters or random state)"
+  for eqn in equations(traced.jaxpr):
+    if eqn.primitive.name == "shard_map":
+      return (), "the loss has its own shard_map"
+    if eqn.primitive.name == "sharding_constraint" and _names(eqn.params["sharding"]) & set(axes):
+      return (), f"the model constrains arrays to {', '.join(axes)}"
+  return axes, ""
+
+
+def equations(jaxpr: Any) -> Iterator[Any]:
+  """Every equation of a jaxpr, those of inner jaxprs included."""
+  for eqn in jaxpr.eqns:
+    yield eqn
+    for value in eqn.params.values():
+      for item in value if isinstance(value, (tuple, list)) else (value,):
+        inner = getattr(item, "jaxpr", item)
+        if hasattr(inner, "eqns"):
+          yield from equations(inner)
+
+
+def _names(sharding: Any) -> set[str]:
+  spec = getattr(sharding, "spec", ())
+  return {axis for entry in spec if entry for axis in ((entry,) if isinstance(entry, str) else tuple(entry))}

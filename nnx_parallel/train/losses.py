@@ -1,0 +1,118 @@
+"""What a loss function may return, as sums and counts, so that every mean is weighted exactly."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from nnx_parallel.errors import TrainError
+
+Metrics = dict[str, Any]
+
+
+class Terms(NamedTuple):
+  """The terms of one (micro)batch.
+
+  Attributes:
+    sums: name -> float32 scalar; `loss` is one of them.
+    counts: name -> float32 scalar, what the sum is divided by; None where a plain scalar was returned, which
+      counts as one whether the part is large or small.
+    outputs: name -> array with the examples on dim 0.
+  """
+
+  sums: dict[str, Any]
+  counts: dict[str, Any]
+  outputs: dict[str, Any]
+
+
+def terms(result: Any, outputs: Sequence[str] = ()) -> Terms:
+  """Reads what a loss function returned.
+
+  Args:
+    result: a scalar, a `(sum, count)` pair, or either of them with a dict of metrics: `(loss, metrics)`.
+    outputs: names of metrics that are per-example arrays.
+
+  Returns:
+    The terms.
+
+  Raises:
+    TrainError: anything else.
+  """
+  loss, metrics = result, {}
+  if isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], Mapping):
+    loss, metrics = result
+  found = Terms({}, {}, {})
+  _add(found, "loss", loss)
+  for name, value in metrics.items():
+    if name in outputs:
+      found.outputs[name] = value
+    else:
+      _add(found, str(name), value)
+  missing = [name for name in outputs if name not in found.outputs]
+  if missing:
+    raise TrainError(
+      f"outputs names {missing[0]!r}, which the loss function did not return.",
+      details=f"it returned the metrics {', '.join(map(str, metrics)) or 'none'}",
+      fix=f"return loss, {{{missing[0]!r}: array}}",
+    )
+  return found
+
+
+def _add(found: Terms, name: str, value: Any) -> None:
+  pair = value if isinstance(value, tuple) and len(value) == 2 else (value, None)
+  shapes = [getattr(x, "shape", ()) for x in pair if x is not None]
+  if any(shape != () for shape in shapes) or any(isinstance(x, (tuple, dict, list, str)) for x in pair):
+    returned = f"a {type(value).__name__}" + (f" of shape {shapes[0]}" if len(shapes) == 1 else "")
+    kind = "the loss" if name == "loss" else f"the metric {name!r}"
+    raise TrainError(
+      f"{kind} must be a scalar or a (sum, count) pair of scalars; the loss function returned {returned}.",
+      details="a loss function returns loss, (loss, metrics), (sum, count) or ((sum, count), metrics)",
+      fix="x.mean(), or (x.sum(), x.size); name per-example arrays in outputs=(...)."
+      if name != "loss"
+      else "loss.mean(), or (loss.sum(), loss.size), which weights uneven batches exactly.",
+    )
+  found.sums[name] = wide(pair[0])
+  found.counts[name] = None if pair[1] is None else jnp.asarray(pair[1]).astype(found.sums[name].dtype)
+
+
+def wide(x: Any) -> jax.Array:
+  """`x` as float32, or as float64 if it is: sums in less lose the small terms."""
+  x = jnp.asarray(x)
+  return x if x.dtype == jnp.float64 else x.astype(jnp.float32)
+
+
+def mean(total: Any, count: Any) -> Any:
+  """`total / count`, and 0 where nothing was counted."""
+  if count is None:
+    return total
+  empty = count == 0
+  return jnp.where(empty, jnp.zeros_like(total), total / jnp.where(empty, jnp.ones_like(count), count))
+
+
+def means(found: Terms, parts: int = 1) -> Metrics:
+  """The mean of each term, and the outputs.
+
+  Args:
+    found: terms, summed over `parts` parts.
+    parts: how many parts were summed.
+
+  Returns:
+    Name -> float32 scalar or array.
+  """
+  result: Metrics = {}
+  for name, total in found.sums.items():
+    count = found.counts[name]
+    result[name] = mean(total, count) if count is not None else total if parts == 1 else total / parts
+  return {**result, **found.outputs}
+
+
+def pairs(found: Terms) -> Metrics:
+  """Each term as `(sum, count)`, a plain scalar with a count of 1, and the outputs."""
+  summed = {
+    name: (total, jnp.ones_like(total) if found.counts[name] is None else found.counts[name])
+    for name, total in found.sums.items()
+  }
+  return {**summed, **found.outputs}

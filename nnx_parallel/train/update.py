@@ -1,0 +1,238 @@
+"""What one step does to traced objects: losses, gradients, optimizer updates."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import nnx
+
+from nnx_parallel.errors import TrainError
+from nnx_parallel.layout.variables import Path, path_str
+from nnx_parallel.train.accumulate import Layout, Total, in_microbatches, whole_batch
+from nnx_parallel.train.binding import Template
+from nnx_parallel.train.losses import Metrics, Terms, mean, means, terms
+
+LossFn = Callable[[Any, Any], Any]
+
+REMAT: dict[str, str | None] = {
+  "full": None,
+  "dots": "dots_saveable",
+  "dots_no_batch": "dots_with_no_batch_dims_saveable",
+}
+"""Names for `remat=`, to jax.checkpoint_policies; None saves nothing."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Recipe:
+  """What a step was asked to do.
+
+  Attributes:
+    loss_fn: one loss function, or key -> loss function for several models trained in turn.
+    microbatches: parts that each batch is split into.
+    remat: a name in `REMAT`, a policy of `jax.checkpoint`, or None.
+    outputs: names of metrics that are per-example arrays.
+  """
+
+  loss_fn: LossFn | Mapping[Any, LossFn]
+  microbatches: int = 1
+  remat: str | Callable[..., Any] | None = None
+  outputs: tuple[str, ...] = ()
+
+
+def update(recipe: Recipe, models: Any, optimizers: Any, batch: Any, layouts: Any) -> tuple[Metrics, str]:
+  """Updates traced `models` and `optimizers` in place.
+
+  Args:
+    recipe: what to do.
+    models: a module, or a tuple or dict of modules.
+    optimizers: one optimizer; or, for several models, a tuple or dict with optimizers under the same keys.
+    batch: the batch.
+    layouts: `(path of a trained array inside models) -> Layout`, see `step.py`.
+
+  Returns:
+    Mean metrics, and how gradients were reduced.
+  """
+  if not isinstance(recipe.loss_fn, Mapping):
+    return _update_once(recipe, recipe.loss_fn, models, keyed(models, optimizers), batch, layouts)
+  metrics: Metrics = {}
+  how = ""
+  chosen = keyed(models, optimizers)
+  for key, loss_fn in recipe.loss_fn.items():
+    if key not in chosen:
+      raise TrainError(
+        f"there is a loss for {key!r}, and no optimizer.",
+        details=f"optimizers {list(chosen)}",
+        fix="use the same keys for the losses and the optimizers.",
+      )
+    found, how = _update_once(recipe, loss_fn, models, {key: chosen[key]}, batch, layouts)
+    metrics |= {f"{key}/{name}": value for name, value in found.items()}
+  return metrics, how
+
+
+def keyed(models: Any, optimizers: Any) -> dict[Any, Any]:
+  """Optimizers by the key of the model that they train; None for a single model.
+
+  Raises:
+    TrainError: optimizers that do not match the models.
+  """
+  several = isinstance(models, (tuple, list, dict))
+  many = isinstance(optimizers, (tuple, list, dict))
+  if not several and not many:
+    return {None: optimizers}
+  names = list(models) if isinstance(models, dict) else list(range(len(models))) if several else []
+  found: dict[Any, Any] = {}
+  if isinstance(optimizers, dict):
+    found = dict(optimizers)
+  elif many:
+    found = dict(enumerate(optimizers))
+  if not several or not many or not found or not set(found) <= set(names):
+    raise TrainError(
+      "models and optimizers do not match.",
+      details=f"models {names or type(models).__name__},"
+      f" optimizers {list(found) or type(optimizers).__name__}",
+      fix='step({"gen": gen, "disc": disc}, {"gen": gen_opt, "disc": disc_opt}, batch); a model without an'
+      " optimizer is not trained.",
+    )
+  return found
+
+
+def policy_of(remat: str | Callable[..., Any] | None) -> Callable[..., Any] | None:
+  """The checkpoint policy of a name.
+
+  Raises:
+    TrainError: an unknown name.
+  """
+  if not isinstance(remat, str):
+    return remat
+  name = REMAT.get(remat, remat)
+  if name is None:
+    return None
+  policy = getattr(jax.checkpoint_policies, name, None)
+  if policy is None:
+    raise TrainError(
+      f"remat={remat!r} is not a known policy.",
+      fix=f"one of {', '.join(map(repr, REMAT))}, the name of a policy in jax.checkpoint_policies, or one.",
+    )
+  return policy
+
+
+def _update_once(
+  recipe: Recipe, loss_fn: LossFn, models: Any, optimizers: dict[Any, Any], batch: Any, layouts: Any
+) -> tuple[Metrics, str]:
+  template = Template(models)
+  arrays = template.arrays(models)
+  trained = [i for i in range(len(arrays)) if _is_trained(template, i, optimizers)]
+  _check_trained(template, trained, optimizers)
+  rest = [i for i in range(len(arrays)) if i not in set(trained)]
+  whole = recipe.microbatches == 1
+
+  def objective(train: list[Any], others: list[Any], part: Any) -> Any:
+    merged = [*arrays]
+    for i, array in zip([*trained, *rest], [*train, *others], strict=True):
+      merged[i] = array
+    inner = template.build(merged)
+    found = terms(loss_fn(inner, part), recipe.outputs)
+    after = template.arrays(inner)
+    for i, array in zip(trained, train, strict=True):
+      if after[i] is not array:
+        raise TrainError(
+          f"the loss function assigned to {path_str(template.paths[i])}, which the optimizer trains.",
+          fix="leave it out of the optimizer's wrt, or keep the new value in another Variable.",
+        )
+    changed = {n: after[i] for n, i in enumerate(rest) if after[i] is not others[n]}
+    loss = found.sums["loss"]
+    return mean(loss, found.counts["loss"]) if whole else loss, (found, changed)
+
+  if recipe.remat is not None:
+    objective = jax.checkpoint(objective, policy=policy_of(recipe.remat))  # pyright: ignore[reportAssignmentType]
+  train, others = [arrays[i] for i in trained], [arrays[i] for i in rest]
+  if whole:
+    total = whole_batch(objective, train, others, batch)
+  else:
+    layout: Layout = layouts([template.paths[i] for i in trained])
+    total = in_microbatches(objective, train, others, batch, recipe.microbatches, layout)
+  for n, value in total.rest.items():
+    template.leaves[rest[n]].set_raw_value(value)
+  grads = _scaled(total, train)
+  metrics = means(total.terms, total.parts)
+  for key, optimizer in optimizers.items():
+    mine = [n for n, i in enumerate(trained) if key is None or template.paths[i][0] == key]
+    paths = [template.paths[trained[n]] for n in mine]
+    leaves = [template.leaves[trained[n]].copy(grads[n]) for n in mine]
+    model = models if key is None else models[key]
+
+    def value_fn(params: Any, mine: list[int] = mine) -> Any:
+      replaced = [*train]
+      for n, value in zip(mine, jax.tree.leaves(params), strict=True):
+        replaced[n] = value
+      found: Terms = objective(replaced, others, batch)[1][0]
+      return mean(found.sums["loss"], found.counts["loss"])
+
+    apply(optimizer, model, _state(paths, leaves, key), metrics["loss"], value_fn)
+  return metrics, total.how
+
+
+def _is_trained(template: Template, i: int, optimizers: dict[Any, Any]) -> bool:
+  path: Any = template.paths[i]
+  leaf = template.leaves[i]
+  for key, optimizer in optimizers.items():
+    if key is None:
+      return bool(nnx.filterlib.to_predicate(optimizer.wrt)(path, leaf))
+    if path[0] == key:
+      return bool(nnx.filterlib.to_predicate(optimizer.wrt)(path[1:], leaf))
+  return False
+
+
+def _check_trained(template: Template, trained: list[int], optimizers: dict[Any, Any]) -> None:
+  if not trained:
+    wrt = ", ".join(str(optimizer.wrt) for optimizer in optimizers.values())
+    raise TrainError(
+      f"the optimizer's wrt={wrt} matches no Variable of the model.",
+      details=f"Variable types: {', '.join(sorted({type(leaf).__name__ for leaf in template.leaves}))}",
+      fix="nnx.Optimizer(model, tx, wrt=nnx.Param)",
+    )
+  for i in trained:
+    dtype = template.leaves[i].get_raw_value().dtype
+    if not jnp.issubdtype(dtype, jnp.inexact):
+      raise TrainError(
+        f"{path_str(template.paths[i])} is {dtype}, which has no gradient.",
+        fix="give it another Variable type than those that the optimizer trains.",
+      )
+
+
+def _scaled(total: Total, train: list[Any]) -> list[Any]:
+  if total.parts == 1:
+    return total.grads
+  count = total.terms.counts["loss"]
+  scale = mean(jnp.ones_like(total.terms.sums["loss"]), count) if count is not None else 1.0 / total.parts
+  return [(g * jnp.asarray(scale, g.dtype)).astype(x.dtype) for g, x in zip(total.grads, train, strict=True)]
+
+
+def _state(paths: list[Path], leaves: list[Any], key: Any) -> Any:
+  flat: list[Any] = [
+    (path if key is None else path[1:], leaf) for path, leaf in zip(paths, leaves, strict=True)
+  ]
+  return nnx.from_flat_state(flat)
+
+
+def apply(optimizer: Any, model: Any, grads: Any, loss: Any, value_fn: Callable[[Any], Any]) -> None:
+  """Updates a traced model; optimizers that search along a line also get the loss and its function.
+
+  Args:
+    optimizer: an `nnx.Optimizer`.
+    model: the module that it trains.
+    grads: a state of gradients.
+    loss: the loss, a scalar.
+    value_fn: the loss as a function of the parameters.
+  """
+  extra: dict[str, Any] = {}
+  if isinstance(optimizer.tx, optax.GradientTransformationExtraArgs):
+    extra = {"value": loss, "grad": nnx.as_pure(grads), "value_fn": value_fn}
+  # optax raises a Python float to an int32 power, which a user's strict promotion would refuse.
+  with jax.numpy_dtype_promotion("standard"):
+    optimizer.update(model, grads, **extra)

@@ -1,0 +1,130 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from nnx_parallel.report.collectives import collectives, ring_bytes, totals
+from nnx_parallel.report.cost import cost
+from nnx_parallel.report.hlo import parse
+
+PROGRAMS = Path(__file__).parent / "programs"
+AXES = {"data": 2, "fsdp": 2, "tensor": 2}
+
+
+def compiled(function, shape, spec, out=None, names=("data", "model"), sizes=(2, 4)):
+  mesh = jax.make_mesh(sizes, names, axis_types=(AxisType.Auto,) * len(names))
+  x = jax.ShapeDtypeStruct(shape, jnp.float32, sharding=NamedSharding(mesh, spec))
+  shardings = {"out_shardings": NamedSharding(mesh, out)} if out is not None else {}
+  text = jax.jit(function, **shardings).lower(x).compile().as_text()
+  return collectives(text, dict(mesh.shape))
+
+
+def test_a_sum_over_one_axis():
+  (found,) = compiled(lambda x: x.sum(1), (8, 64), P("data", "model"), P("data"))
+  assert (found.kind, found.axes, found.whole, found.bytes, found.times) == (
+    "all-reduce",
+    ("model",),
+    True,
+    4 * 4,
+    1,
+  )
+  assert found.sent_bytes == 2 * 16 * 3 // 4
+
+
+def test_gathering_gives_the_bytes_of_the_result_and_the_argument():
+  (found,) = compiled(lambda x: x, (8, 64), P(None, "model"), P())
+  assert (found.kind, found.axes, found.bytes) == ("all-gather", ("model",), 8 * 64 * 4)
+  assert found.parameters == ("x",)
+  assert found.sent_bytes == 8 * 64 * 4 * 3 // 4
+
+
+def test_a_collective_in_a_loop_counts_once_per_pass():
+  def steps(x):
+    return jax.lax.fori_loop(0, 7, lambda _, y: y / y.sum(), x)
+
+  found = compiled(steps, (64,), P("model"), P("model"))
+  assert [(c.kind, c.axes, c.times) for c in found] == [("all-reduce", ("model",), 7)]
+
+
+def test_manual_collectives_keep_their_kind():
+  mesh = jax.make_mesh((2, 4), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
+
+  def body(x):
+    x = jax.lax.ppermute(x, "model", [(i, (i + 1) % 4) for i in range(4)])
+    return jax.lax.all_to_all(x, "model", 1, 0, tiled=True)
+
+  mapped = jax.shard_map(body, mesh=mesh, in_specs=P("data", "model"), out_specs=P(("data", "model"), None))
+  x = jax.ShapeDtypeStruct((16, 64), jnp.float32, sharding=NamedSharding(mesh, P("data", "model")))
+  found = collectives(jax.jit(mapped).lower(x).compile().as_text(), dict(mesh.shape))
+  assert [(c.kind, c.axes, c.bytes) for c in found] == [
+    ("collective-permute", ("model",), 8 * 16 * 4),
+    ("all-to-all", ("model",), 8 * 16 * 4),
+  ]
+
+
+def test_nothing_is_sent_on_one_axis_of_size_one():
+  assert compiled(lambda x: x.sum(), (8,), P("one"), names=("one", "all"), sizes=(1, 8)) == ()
+
+
+@pytest.mark.parametrize("size", [2, 8])
+def test_ring_bytes(size):
+  payload = 4096
+  assert ring_bytes("all-reduce", payload, size) == 2 * ring_bytes("all-gather", payload, size)
+  assert ring_bytes("collective-permute", payload, size) == payload
+
+
+# The stored programs are one train step of 4 scanned layers (256 x 512, batch 8 x 64, float32, remat) on
+# data 2 x fsdp 2 x tensor 2, compiled here by the CPU, TPU v5e and H100 compilers of both jax versions.
+PASSES, LAYERS, KERNEL = 2, 4, 256 * 512 // 2 * 4
+TOKENS, DEVICES = 8 * 64, 8
+
+
+@pytest.mark.parametrize("path", sorted(PROGRAMS.glob("*.hlo")), ids=lambda p: p.stem)
+def test_stored_programs_of_each_backend(path):
+  found = collectives(path.read_text(), AXES)
+  by = totals(found, lambda c: (c.kind, c.axes))
+  tensor = LAYERS * 2 * (TOKENS // 4 * 256 * 4)
+  assert by[("all-reduce", ("tensor",))] == tensor
+  # Gradients of both kernels, summed over data after they are split over fsdp.
+  assert by[("all-reduce", ("data",))] == LAYERS * 2 * KERNEL // 2
+  bf16 = 2 if path.stem.startswith("tpu") else 1
+  gathered = by[("all-gather", ("fsdp",))] * bf16
+  assert gathered in (LAYERS * n * KERNEL for n in (4, 5))
+  scattered = by.get(("reduce-scatter", ("fsdp",)), by.get(("all-reduce", ("fsdp",))))
+  assert scattered == LAYERS * 2 * KERNEL
+  assert {name for c in found if c.kind == "all-gather" for name in c.parameters} == {"p[0]", "p[1]"}
+  assert all(c.source.endswith(f"proto.py:{c.source.rpartition(':')[2]}") for c in found)
+
+
+@pytest.mark.parametrize("path", sorted(PROGRAMS.glob("*.hlo")), ids=lambda p: p.stem)
+def test_flops_of_stored_programs_are_the_analytic_count(path):
+  product = 2 * TOKENS * 256 * 512
+  # Two products forward, the first one again, four backward.
+  assert cost(path.read_text()).flops == LAYERS * 7 * product // DEVICES
+
+
+@pytest.mark.parametrize("backend", ["gpu", "tpu"])
+def test_overlap_is_seen(backend):
+  paths = sorted(PROGRAMS.glob(f"{backend}*.hlo"))
+  assert paths
+  for path in paths:
+    found = collectives(path.read_text(), AXES)
+    assert {c.overlapped for c in found} == {True, False}
+
+
+def test_the_loop_count_of_a_condition_without_a_note():
+  text = (PROGRAMS / "tpu13.hlo").read_text()
+  assert "known_trip_count" not in text
+  program = parse(text)
+  loops = [i for i in program.entry.instructions if i.opcode == "while"]
+  assert [program.trips(loop, program.entry) for loop in loops] == [LAYERS, LAYERS]
+
+
+def test_text_without_a_program_is_an_error():
+  with pytest.raises(ValueError, match="no HLO entry computation"):
+    parse("HloModule nothing")

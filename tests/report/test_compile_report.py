@@ -1,0 +1,268 @@
+from __future__ import annotations
+
+import dataclasses
+import json
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from flax import nnx
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import nnx_parallel as nxp
+from nnx_parallel.errors import ReportError
+from nnx_parallel.report.budgets import assert_collectives, assert_fits
+from nnx_parallel.report.chips import chip
+from nnx_parallel.report.compile_report import _need, compile_report
+from nnx_parallel.report.compiler import Compiled, MemoryStats, Shortage
+from nnx_parallel.report.reshards import find_reshards
+from report import layouts
+
+
+def report(optimizer=None, microbatches=1, **axes):
+  plan = layouts.plan(optimizer=optimizer, **axes)
+  step = nxp.train_step(layouts.loss, microbatches=microbatches)
+  return compile_report(step, plan, batch=layouts.batch(), topology="cpu:8")
+
+
+@pytest.fixture(scope="module")
+def fsdp():
+  return report(fsdp=8, optimizer=optax.adam(1e-3))
+
+
+def test_memory_by_category_is_the_plans(fsdp):
+  assert fsdp.categories["parameters"] == layouts.PARAMS // 8
+  # Adam's two moments, its count, and the step number of nnx.Optimizer.
+  assert fsdp.categories["optimizer"] == 2 * layouts.PARAMS // 8 + 8
+  assert fsdp.categories["inputs"] == layouts.BATCH * layouts.WIDTH * 4 // 8
+  assert sum(fsdp.categories.values()) == fsdp.need_bytes
+  assert fsdp.memory.arguments == sum(a.bytes for a in fsdp.arguments)
+
+
+def test_arguments_have_the_names_of_the_plan_and_are_donated(fsdp):
+  names = {a.name for a in fsdp.arguments}
+  assert {"up.kernel", "down.kernel", "optimizer/opt_state.0.mu.up.kernel"} <= names
+  assert [a.name for a in fsdp.kept] == ["batch"]
+
+
+def test_collectives_name_the_parameter_and_the_line(fsdp):
+  gathered = {p for c in fsdp.collectives if c.kind == "all-gather" for p in c.parameters}
+  assert gathered == {"up.kernel", "down.kernel"}
+  assert all(c.source or c.parameters for c in fsdp.collectives)
+  assert any(c.source.endswith("layouts.py:29") for c in fsdp.collectives)
+
+
+def test_flops_are_exact(fsdp):
+  product = 2 * layouts.BATCH * layouts.WIDTH * layouts.HIDDEN
+  # Two products forward, three backward: the gradient of the input is not needed.
+  assert fsdp.cost.flops == 5 * product // 8
+
+
+def test_text_json_and_verdict_agree(fsdp):
+  text, body = str(fsdp), json.loads(fsdp.to_json())
+  assert "FITS: needs" in text
+  assert "all-gather" in text
+  assert "up.kernel at" in text
+  assert body["fits"] is True
+  assert body["need_bytes"] == fsdp.need_bytes
+  assert body["quantities"]["params"] == layouts.PARAMS
+
+
+def test_a_device_too_small_says_what_would_help(fsdp):
+  small = chip("h100")
+  tiny = dataclasses.replace(small, name="tiny", usable_bytes=fsdp.memory.arguments + 64 * 1024)
+  short = dataclasses.replace(fsdp, chip=tiny, fits=False)
+  assert "DOES NOT FIT: needs" in str(short)
+  assert "microbatches=" in str(short)
+  none = dataclasses.replace(tiny, usable_bytes=fsdp.memory.arguments // 4)
+  assert "times as many devices" in str(dataclasses.replace(fsdp, chip=none, fits=False))
+
+
+# Analytic minima ------------------------------------------------------------------------------
+
+ACTIVATION = layouts.BATCH * layouts.WIDTH * 4
+LOSS = 4
+MINIMA = {
+  "dp": ({"data": 8}, {"all_reduce_data_bytes": layouts.PARAMS + LOSS, "all_gather_bytes": 0}),
+  # CPU writes a reduce-scatter as an all-reduce and a slice.
+  "fsdp": (
+    {"fsdp": 8},
+    {"all_gather_fsdp_bytes": layouts.PARAMS, "all_reduce_fsdp_bytes": layouts.PARAMS + LOSS},
+  ),
+  "tp": ({"tensor": 8}, {"all_reduce_tensor_bytes": ACTIVATION, "all_gather_bytes": 0}),
+  "dp x tp": (
+    {"data": 4, "tensor": 2},
+    {"all_reduce_data_bytes": layouts.PARAMS // 2 + LOSS, "all_reduce_tensor_bytes": ACTIVATION // 4},
+  ),
+}
+
+
+@pytest.mark.parametrize("name", MINIMA)
+def test_each_layout_sends_the_analytic_minimum(name, capsys):
+  axes, minima = MINIMA[name]
+  found = report(**axes)
+  assert_collectives(found, **{key: f"=={size}" for key, size in minima.items()})
+  assert_collectives(found, collective_permute_count=0, all_to_all_count=0)
+  with capsys.disabled():
+    print(f"\n{name}: {found.bytes_by('kind', 'axes')} analytic {minima}")
+
+
+def manual(body, spec, shape=(64, 64)):
+  mesh = jax.make_mesh((8,), ("ring",), axis_types=(AxisType.Auto,))
+  mapped = jax.shard_map(body, mesh=mesh, in_specs=spec, out_specs=spec)
+  x = jax.ShapeDtypeStruct(shape, jnp.float32, sharding=NamedSharding(mesh, spec))
+  return compile_report(jax.jit(mapped).lower(x))
+
+
+RING = [(i, (i + 1) % 8) for i in range(8)]
+
+
+def test_a_ring_sends_each_block_seven_times():
+  def attend(x):
+    def hop(_, state):
+      block, total = state
+      block = jax.lax.ppermute(block, "ring", RING)
+      return block, total + block * x
+
+    return jax.lax.fori_loop(0, 7, hop, (x, x * x))[1]
+
+  block = 8 * 64 * 4
+  assert_collectives(
+    manual(attend, P("ring")),
+    names={"block": block},
+    collective_permute_ring_bytes="==7*block",
+    all_count="==7",
+  )
+
+
+def test_experts_send_tokens_out_and_back():
+  def experts(x):
+    there = jax.lax.all_to_all(x, "ring", 0, 0, tiled=True)
+    return jax.lax.all_to_all(jnp.sin(there), "ring", 0, 0, tiled=True)
+
+  assert_collectives(manual(experts, P("ring")), all_to_all_bytes=f"=={2 * 8 * 64 * 4}", all_count="==2")
+
+
+def test_a_pipeline_sends_one_microbatch_per_tick():
+  def stages(x):
+    def tick(state, microbatch):
+      state = jax.lax.ppermute(jnp.sin(state + microbatch), "ring", RING)
+      return state, None
+
+    return jax.lax.scan(tick, x[0], x)[0][None].repeat(8, 0)
+
+  ticks, microbatch = 8, 64 * 4
+  found = manual(stages, P("ring"))
+  assert_collectives(found, names={"mb": microbatch}, collective_permute_bytes=f"=={ticks}*mb")
+
+
+# Budgets --------------------------------------------------------------------------------------
+
+
+def test_a_broken_budget_lists_what_was_sent(fsdp):
+  with pytest.raises(ReportError, match="breaks its communication budget") as error:
+    assert_collectives(fsdp, all_gather_bytes="<=params/2", all_reduce_count=0)
+  text = str(error.value)
+  assert f"all_gather_bytes = {layouts.PARAMS} bytes (64.00 KiB), budget <=params/2" in text
+  assert "all_reduce_count = " in text
+  assert "all-gather over fsdp: 1 x 32.00 KiB from " in text
+
+
+@pytest.mark.parametrize(
+  ("limits", "message"),
+  [
+    ({"all_gathers_bytes": 0}, "cannot read the budget 'all_gathers_bytes'"),
+    ({"all_gather_model_bytes": 0}, "axes data, fsdp, tensor"),
+    ({"all_gather_bytes": "params"}, "cannot read the limit 'params'"),
+    ({"all_gather_bytes": "<=2*parms"}, "cannot read 'parms'"),
+    ({"all_gather_bytes": "<=2*"}, "cannot read the limit '<=2*'"),
+  ],
+)
+def test_budgets_that_cannot_be_read(fsdp, limits, message):
+  with pytest.raises(ReportError, match=message.replace("*", r"\*")):
+    assert_collectives(fsdp, **limits)
+
+
+def test_fits_or_says_by_how_much_not(fsdp):
+  assert_fits(fsdp)
+  assert_fits(fsdp, "v5e")
+  with pytest.raises(ReportError, match="no figures for the chip 'h1000'"):
+    assert_fits(fsdp, "h1000")
+  with pytest.raises(ReportError, match=r"needs .* per device, 1.00 KiB usable"):
+    assert_fits(fsdp, dataclasses.replace(chip("h100"), usable_bytes=1024))
+
+
+# The right measure, warnings, and what cannot be compiled ---------------------------------------
+
+
+def test_the_need_follows_the_backend():
+  memory = MemoryStats(arguments=100, outputs=60, aliased=50, temporaries=30, peak=120)
+  done = Compiled("text", "", memory, None, "", 0.0)
+  assert _need(memory, done, chip("v5e")) == 120
+  assert _need(memory, done, chip("h100")) == 140
+  assert _need(memory, done, None) == 140
+  short = Compiled("", "", memory, Shortage(1000, total=False), "", 0.0)
+  assert _need(memory, short, chip("v5e")) == 1100
+
+
+def test_involuntary_resharding_is_mapped_to_its_line():
+  mesh = jax.make_mesh((2, 4), ("a", "b"), axis_types=(AxisType.Auto,) * 2)
+
+  def f(x, w):
+    h = jax.lax.with_sharding_constraint(jnp.sin(x) @ w, NamedSharding(mesh, P("a", "b", None)))
+    h = jax.lax.with_sharding_constraint(h * 2, NamedSharding(mesh, P(None, None, ("b", "a"))))
+    return jnp.cos(h)
+
+  x = jax.ShapeDtypeStruct((8, 64, 64), jnp.float32, sharding=NamedSharding(mesh, P("a")))
+  w = jax.ShapeDtypeStruct((64, 64), jnp.float32, sharding=NamedSharding(mesh, P()))
+  lowered = jax.jit(f, out_shardings=NamedSharding(mesh, P("a", "b"))).lower(x, w)
+  found = compile_report(lowered)
+  assert found.reshards
+  assert all("test_compile_report.py:" in r.source for r in found.reshards)
+  assert found.reshards[0].bytes == 4 * 16 * 64 * 4
+  assert "Made whole on each device" in str(found)
+
+
+def test_warnings_of_trial_runs_are_left_out():
+  line = (
+    "[SPMD] Involuntary full rematerialization. The compiler cannot go from sharding {a} to {b} efficiently"
+    " for HLO operation %gather = f32[8,16]{1,0} gather(%fake_parameter.0), sharding={a}\n"
+  )
+  assert find_reshards(line, {}) == ()
+  named = line.replace("fake_parameter.0)", 'p.0), metadata={op_name="jit(g)/gather" stack_frame_id=2}')
+  (found,) = find_reshards(named + named, {2: "model.py:7"})
+  assert (found.op, found.source, found.bytes, found.before) == ("jit(g)/gather", "model.py:7", 512, "{a}")
+
+
+def test_an_abstract_plan_needs_a_topology():
+  with pytest.raises(ReportError, match="names no devices to compile for"):
+    compile_report(nxp.train_step(layouts.loss), layouts.plan(fsdp=8), batch=layouts.batch())
+
+
+def test_a_plan_on_devices_that_are_here():
+  plan = layouts.plan(mesh=nxp.make_mesh(data=1, fsdp=8, tensor=1))
+  found = compile_report(nxp.train_step(layouts.loss), plan, batch=layouts.batch())
+  assert found.target == "8 x cpu"
+
+
+def test_functions_and_compiled_programs_without_a_plan():
+  mesh = jax.make_mesh((8,), ("x",), axis_types=(AxisType.Auto,))
+  x = jax.ShapeDtypeStruct((8,), jnp.float32, sharding=NamedSharding(mesh, P("x")))
+  for step in (jax.jit(jnp.sum), jax.jit(jnp.sum).lower(x).compile()):
+    found = compile_report(step, None, x) if not hasattr(step, "memory_analysis") else compile_report(step)
+    assert found.bytes_by("kind", "axes") == {("all-reduce", "x"): 4}
+  with pytest.raises(ReportError, match="arguments are on no mesh"):
+    compile_report(jax.jit(jnp.sum), None, jax.ShapeDtypeStruct((8,), jnp.float32))
+
+
+def test_a_users_own_jitted_step():
+  @nnx.jit
+  def step(model, batch):
+    return layouts.loss(model, batch)
+
+  plan = layouts.plan(fsdp=8)
+  plan = dataclasses.replace(plan, abstract_optimizer=None)
+  found = compile_report(step, plan, batch=layouts.batch(), topology="cpu:8")
+  assert found.cost.flops == 2 * 2 * layouts.BATCH * layouts.WIDTH * layouts.HIDDEN // 8

@@ -1,0 +1,483 @@
+"""The train step: live modules, one compilation, safe donation, edits noticed, exact weights."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import weakref
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import nnx_parallel as nxp
+
+
+class Net(nnx.Module):
+  """A batch norm, a dropout and two layers."""
+
+  def __init__(self, rngs):
+    self.up = nnx.Linear(8, 16, rngs=rngs, kernel_metadata={"out_sharding": ("embed", "mlp")})
+    self.norm = nnx.BatchNorm(16, rngs=rngs)
+    self.drop = nnx.Dropout(0.2, rngs=rngs)
+    self.down = nnx.Linear(16, 8, rngs=rngs, kernel_metadata={"out_sharding": ("mlp", "embed")})
+
+  def __call__(self, x):
+    return self.down(self.drop(nnx.relu(self.norm(self.up(x)))))
+
+
+class Plain(nnx.Module):
+  """No statistics, no random state."""
+
+  def __init__(self, rngs):
+    self.up = nnx.Linear(8, 16, rngs=rngs, kernel_metadata={"out_sharding": ("embed", "mlp")})
+    self.down = nnx.Linear(16, 8, rngs=rngs, kernel_metadata={"out_sharding": ("mlp", "embed")})
+
+  def __call__(self, x):
+    return self.down(nnx.relu(self.up(x)))
+
+
+RULES = nxp.LogicalRules(batch=("data", "fsdp"), embed="fsdp", mlp="tensor")
+CUBE = {"data": 2, "fsdp": 2, "tensor": 2}
+
+
+def loss_fn(model, batch):
+  return ((model(batch["x"]) - batch["y"]) ** 2).mean()
+
+
+def make(net=Plain, tx=None, mesh=None, rules=RULES, **options):
+  plan = nxp.plan(
+    lambda: net(nnx.Rngs(0)), nxp.make_mesh(mesh or CUBE), rules, optimizer=tx or optax.adam(1e-2), **options
+  )
+  return plan, *nxp.create_sharded_model(plan)
+
+
+def data(plan, size=16, seed=0):
+  rng = np.random.default_rng(seed)
+  x = rng.normal(size=(size, 8)).astype(np.float32)
+  return nxp.shard_batch({"x": x, "y": np.roll(x, 1, 1)}, plan)
+
+
+def kernel(model):
+  return np.asarray(model.up.kernel.get_value())
+
+
+def test_the_module_is_live_and_one_compilation_serves_all_steps():
+  plan, model, optimizer = make(Net)
+  step = nxp.train_step(loss_fn)
+  before, batch = kernel(model), data(plan)
+  losses = [step(model, optimizer, batch)["loss"] for _ in range(6)]
+  assert [str(c) for c in step.compiles] == ["call 0: first call"]
+  assert float(losses[-1]) < float(losses[0])
+  assert not np.array_equal(before, kernel(model))
+  assert int(optimizer.step.get_value()) == 6
+  assert float(jnp.abs(model.norm.mean.get_value()).sum()) > 0
+  assert int(model.drop.rngs.count.get_value()) == 6
+  for leaf in plan.leaves:
+    array = nnx_value(model if leaf.root == "model" else optimizer, leaf.path)
+    assert array.sharding.is_equivalent_to(leaf.sharding, len(leaf.shape)), leaf.name
+
+
+def nnx_value(obj, path):
+  return dict(nnx.to_flat_state(nnx.state(obj)))[path].get_raw_value()
+
+
+def test_an_optimizer_made_by_hand_is_compiled_once_too():
+  plan, model, _ = make()
+  optimizer = nnx.Optimizer(model, optax.adam(1e-2), wrt=nnx.Param)
+  step = nxp.train_step(loss_fn)
+  for _ in range(4):
+    step(model, optimizer, data(plan))
+  assert len(step.compiles) == 1
+
+
+def test_donation_reuses_the_buffers():
+  plan, model, optimizer = make()
+  step = nxp.train_step(loss_fn)
+  memory = step.lower(model, optimizer, data(plan)).compile().memory_analysis()
+  # Parameters and both moments of Adam; the two counters are 4 bytes each.
+  assert memory.alias_size_in_bytes == plan.bytes_per_device()
+
+
+def test_a_step_lowers_from_a_plan_without_arrays():
+  mesh = nxp.abstract_mesh(data=4, fsdp=16, tensor=8)
+
+  def init():
+    return nnx.Linear(64, 64, rngs=nnx.Rngs(0))
+
+  plan = nxp.plan(init, mesh, nxp.fsdp(min_size=1), optimizer=optax.adam(1e-3))
+  batch = jax.ShapeDtypeStruct((128, 64), jnp.float32)
+  lowered = nxp.train_step(lambda m, x: (m(x) ** 2).mean()).lower(plan, None, batch)
+  assert "sharding" in lowered.as_text()
+  bare = nxp.plan(init, mesh, nxp.fsdp(min_size=1))
+  with pytest.raises(nxp.TrainError, match="no optimizer, so there is no train step"):
+    nxp.train_step(loss_fn).lower(bare, None, batch)
+
+
+def test_an_edited_value_is_trained_on():
+  plan, model, optimizer = make(tx=optax.sgd(0.0))
+  step, batch = nxp.train_step(loss_fn), data(plan)
+  step(model, optimizer, batch)
+  model.up.kernel[...] = jnp.zeros((8, 16))
+  model.down.kernel[...] = jnp.zeros((16, 8))
+  loss = step(model, optimizer, batch)["loss"]
+  assert np.isclose(float(loss), float((np.asarray(batch["y"]) ** 2).mean()))
+  assert len(step.compiles) == 1
+
+
+@pytest.mark.parametrize("value", [np.zeros((8, 16), np.float32), jnp.zeros((8, 16))])
+def test_a_value_without_layout_returns_to_the_plan_and_the_compilation_says_why(value):
+  plan, model, optimizer = make()
+  step, batch = nxp.train_step(loss_fn), data(plan)
+  step(model, optimizer, batch)
+  model.up.kernel.set_value(value)
+  step(model, optimizer, batch)
+  assert "model.up.kernel: float32[8,16] P('fsdp', 'tensor')" in str(step.compiles[1])
+  assert model.up.kernel.get_value().sharding.is_equivalent_to(plan["up.kernel"].sharding, 2)
+
+
+def test_a_value_on_one_device_is_an_error_with_its_path():
+  plan, model, optimizer = make()
+  step, batch = nxp.train_step(loss_fn), data(plan)
+  step(model, optimizer, batch)
+  model.up.kernel.set_value(jax.device_put(np.zeros((8, 16), np.float32), jax.devices()[3]))
+  with pytest.raises(nxp.TrainError, match=r"model.up.kernel lies on 1 device\(s\), and the model on 8"):
+    step(model, optimizer, batch)
+
+
+def test_another_batch_shape_says_so(caplog):
+  plan, model, optimizer = make()
+  step = nxp.train_step(loss_fn)
+  step(model, optimizer, data(plan))
+  with caplog.at_level(logging.INFO, "nnx_parallel"):
+    step(model, optimizer, data(plan, 32))
+  assert "batch['x']: float32[16,8]" in str(step.compiles[1])
+  assert "-> float32[32,8]" in caplog.text
+
+
+def test_flags_are_noticed_and_flipping_back_costs_nothing():
+  plan, model, optimizer = make(Net)
+  step, batch = nxp.train_step(loss_fn), data(plan)
+  step(model, optimizer, batch)
+
+  def count():
+    return int(model.drop.rngs.count.get_value())
+
+  model.eval()
+  step(model, optimizer, batch)
+  assert count() == 1
+  assert set(step.compiles[1].reasons) == {
+    "model.norm.use_running_average: False -> True",
+    "model.drop.deterministic: False -> True",
+  }
+  model.train()
+  step(model, optimizer, batch)
+  assert count() == 2
+  assert len(step.compiles) == 2
+
+
+def test_a_replaced_submodule_is_trained():
+  plan, model, optimizer = make()
+  step, batch = nxp.train_step(loss_fn), data(plan)
+  step(model, optimizer, batch)
+  model.up = nnx.clone(model.up)
+  before = kernel(model)
+  step(model, optimizer, batch)
+  assert not np.array_equal(before, kernel(model))
+  assert "model.up: another object" in str(step.compiles[1])
+
+
+def test_an_added_variable_is_seen():
+  plan, model, optimizer = make()
+  step, batch = nxp.train_step(loss_fn), data(plan)
+  step(model, optimizer, batch)
+  model.seen = nnx.Variable(jnp.zeros((), jnp.int32))
+  step(model, optimizer, batch)
+  assert "model.seen was added" in str(step.compiles[1])
+
+
+def test_a_clone_survives_donation():
+  plan, model, optimizer = make()
+  step, batch = nxp.train_step(loss_fn), data(plan)
+  step(model, optimizer, batch)
+  average, read = nnx.clone(model), model.down.kernel.get_value()
+  step(model, optimizer, batch)
+  assert np.isfinite(kernel(average)).all()
+  assert np.isfinite(np.asarray(read)).all()
+  assert not np.array_equal(kernel(average), kernel(model))
+
+
+def test_variables_that_share_an_array_are_set_apart(caplog):
+  plan, model, optimizer = make()
+  model.down.bias = nnx.Param(model.up.bias.get_value()[:8])
+  model.extra = nnx.Param(model.up.kernel.get_value())
+  step = nxp.train_step(lambda m, b: loss_fn(m, b) + (m.extra[...] ** 2).sum())
+  optimizer = nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param)
+  with caplog.at_level(logging.INFO, "nnx_parallel"):
+    step(model, optimizer, data(plan))
+  assert "shared one array" in caplog.text
+  assert "model.extra" in caplog.text
+  assert "model.up.kernel" in caplog.text
+  assert not np.array_equal(np.asarray(model.extra.get_value()), kernel(model))
+
+
+def test_a_deleted_array_is_named():
+  plan, model, optimizer = make()
+  step, batch = nxp.train_step(loss_fn), data(plan)
+  step(model, optimizer, batch)
+  model.up.bias.get_value().delete()
+  with pytest.raises(nxp.TrainError, match=r"model\.up\.bias was deleted"):
+    step(model, optimizer, batch)
+
+
+def test_two_meshes_are_refused():
+  plan, model, _ = make()
+  _, _, other = make(mesh={"data": 4, "fsdp": 1, "tensor": 2})
+  with pytest.raises(nxp.TrainError, match="lie on different meshes"):
+    nxp.train_step(loss_fn)(model, other, data(plan))
+
+
+class Adam:
+  """Not an nnx.Optimizer."""
+
+
+def test_what_is_not_a_module_is_refused():
+  plan, model, optimizer = make()
+  with pytest.raises(nxp.TrainError, match="the step's optimizer is a Adam, not a live optimizer"):
+    nxp.train_step(loss_fn)(model, Adam(), data(plan))
+  with pytest.raises(nxp.TrainError, match="models and optimizers do not match"):
+    nxp.train_step(loss_fn)((model, model), optimizer, data(plan))
+
+
+def test_the_step_does_not_keep_a_discarded_model():
+  plan, model, optimizer = make()
+  step = nxp.train_step(loss_fn)
+  step(model, optimizer, data(plan))
+  gone = weakref.ref(model)
+  del model
+  gc.collect()
+  assert gone() is None
+
+
+@pytest.mark.parametrize(
+  ("result", "message"),
+  [
+    (lambda x: x, r"the loss must be a scalar or a \(sum, count\) pair"),
+    (lambda x: (x.mean(), {"a": x}), r"the metric 'a' must be a scalar"),
+    (lambda x: {"loss": x.mean()}, "returned a dict"),
+  ],
+)
+def test_what_a_loss_may_not_return(result, message):
+  plan, model, optimizer = make()
+  with pytest.raises(nxp.TrainError, match=message):
+    nxp.train_step(lambda m, b: result(m(b["x"])))(model, optimizer, data(plan))
+
+
+def test_a_missing_output_and_a_wrong_policy_are_named():
+  plan, model, optimizer = make()
+  with pytest.raises(nxp.TrainError, match="outputs names 'logits', which the loss function did not return"):
+    nxp.train_step(loss_fn, outputs=("logits",))(model, optimizer, data(plan))
+  with pytest.raises(nxp.TrainError, match="remat='dotz' is not a known policy"):
+    nxp.train_step(loss_fn, remat="dotz")
+  with pytest.raises(nxp.TrainError, match="microbatches=0 is not a positive number"):
+    nxp.train_step(loss_fn, microbatches=0)
+
+
+def test_a_loss_may_not_change_the_structure_or_the_parameters():
+  plan, model, optimizer = make()
+
+  def sows(model, batch):
+    model.seen = nnx.Intermediate(batch["x"].mean())
+    return loss_fn(model, batch)
+
+  def assigns(model, batch):
+    model.up.bias[...] += 1.0
+    return loss_fn(model, batch)
+
+  with pytest.raises(nxp.TrainError, match=r"the step added seen, Variable type Intermediate"):
+    nxp.train_step(sows)(model, optimizer, data(plan))
+  with pytest.raises(nxp.TrainError, match=r"assigned to up.bias, which the optimizer trains"):
+    nxp.train_step(assigns)(model, optimizer, data(plan))
+
+
+def test_a_raw_array_is_read_and_may_not_be_replaced():
+  class Scaled(Plain):
+    def __init__(self, rngs):
+      super().__init__(rngs)
+      self.scale = nnx.data(jnp.full((8,), 2.0))
+
+    def __call__(self, x):
+      return super().__call__(x) * self.scale[None]
+
+  plan, model, optimizer = make(Scaled)
+  step = nxp.train_step(loss_fn)
+  first = step(model, optimizer, data(plan))["loss"]
+  assert np.isfinite(float(first))
+
+  def replaces(model, batch):
+    model.scale = model.scale + 1.0
+    return loss_fn(model, batch)
+
+  with pytest.raises(nxp.TrainError, match=r"scale, a raw array|replaced"):
+    nxp.train_step(replaces)(model, optimizer, data(plan))
+
+
+def masked(model, batch):
+  weight = batch["w"]
+  error = ((model(batch["x"]) - batch["y"]) ** 2).mean(-1)
+  pair = ((error * weight).sum(), weight.sum())
+  return pair, {"error": pair, "seen": weight.sum(), "per_example": error}
+
+
+@pytest.mark.parametrize("mesh", [{"data": 8, "fsdp": 1, "tensor": 1}, CUBE])
+@pytest.mark.parametrize("parts", [2, 4])
+def test_microbatches_equal_the_large_batch_exactly_weighted(mesh, parts):
+  results = []
+  for microbatches in (1, parts):
+    plan, model, optimizer = make(mesh=mesh, tx=optax.sgd(0.1))
+    batch = data(plan, 64)
+    # Uneven on purpose: most of the weight is in a few examples.
+    batch["w"] = nxp.shard_batch((np.arange(64) % 7 == 0).astype(np.float32), plan)
+    step = nxp.train_step(masked, microbatches=microbatches, outputs=("per_example",))
+    metrics = step(model, optimizer, batch)
+    results.append((metrics, kernel(model)))
+    assert metrics["per_example"].shape == (64,)
+  assert step.reduction == "once, after the scan, over data"
+  (whole, a), (split, b) = results
+  np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7)
+  for name in ("loss", "error", "per_example"):
+    np.testing.assert_allclose(whole[name], split[name], rtol=2e-5)
+  replicas = mesh["data"]
+  # A plain scalar is a mean over parts, whatever they hold; a pair is exact.
+  np.testing.assert_allclose(split["seen"] * parts * replicas, whole["seen"], rtol=1e-6)
+
+
+def loops(text):
+  """HLO computations that are bodies of while loops, and the entry, with their all-reduces."""
+  import re
+
+  found = {}
+  for block in re.split(r"\n(?=%|ENTRY)", text):
+    name = "entry" if block.startswith("ENTRY") else block.split(" ", 1)[0]
+    found[name] = len(re.findall(r" all-reduce(?:-start)?\(", block))
+  bodies = re.findall(r"body=(%?[\w.\-]+)", text)
+  return found["entry"], sum(found.get(body, 0) for body in bodies)
+
+
+def test_gradients_cross_the_replicas_once_however_many_microbatches():
+  plan, model, optimizer = make(mesh={"data": 8, "fsdp": 1, "tensor": 1})
+  batch = data(plan, 64)
+  step = nxp.train_step(loss_fn, microbatches=4)
+  entry, inside = loops(step.lower(model, optimizer, batch).compile().as_text())
+  assert (entry, inside) == (1, 0)
+
+
+def test_random_state_and_statistics_reduce_in_each_microbatch_and_say_so():
+  results = []
+  for mesh in ({"data": 8, "fsdp": 1, "tensor": 1}, CUBE):
+    plan, model, optimizer = make(Net, mesh=mesh)
+    step = nxp.train_step(loss_fn, microbatches=2)
+    step(model, optimizer, data(plan, 32))
+    assert step.reduction.startswith("in each microbatch: the loss changes Variables")
+    assert int(model.drop.rngs.count.get_value()) == 2
+    results.append((kernel(model), np.asarray(model.norm.mean.get_value())))
+  for a, b in zip(*results, strict=True):
+    np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6)
+
+
+def test_microbatches_that_do_not_divide():
+  plan, model, optimizer = make()
+  with pytest.raises(nxp.TrainError, match=r"batch\['x'\] has 16 examples, which 3 microbatches") as error:
+    nxp.train_step(loss_fn, microbatches=3)(model, optimizer, data(plan))
+  assert "a global batch of 18" in str(error.value)
+
+
+def test_remat_gives_the_same_step():
+  kernels = []
+  for remat in (None, "full", "dots_saveable"):
+    plan, model, optimizer = make()
+    nxp.train_step(loss_fn, remat=remat)(model, optimizer, data(plan))
+    kernels.append(kernel(model))
+  for other in kernels[1:]:
+    np.testing.assert_allclose(kernels[0], other, rtol=1e-4, atol=1e-6)
+
+
+def test_several_models_with_one_loss_train_those_with_an_optimizer():
+  plan, student, optimizer = make()
+  _, teacher, _ = make()
+  step = nxp.train_step(lambda m, b: ((m["student"](b["x"]) - m["teacher"](b["y"])) ** 2).mean())
+  before = kernel(teacher), kernel(student)
+  for _ in range(3):
+    step({"student": student, "teacher": teacher}, {"student": optimizer}, data(plan))
+  assert np.array_equal(before[0], kernel(teacher))
+  assert not np.array_equal(before[1], kernel(student))
+  assert len(step.compiles) == 1
+
+
+def test_a_dict_of_losses_trains_in_turn():
+  plan, gen, gen_opt = make(tx=optax.sgd(0.1))
+  _, disc, disc_opt = make(tx=optax.sgd(0.1))
+  losses = {
+    "gen": lambda m, b: (m["disc"](m["gen"](b["x"])) ** 2).mean(),
+    "disc": lambda m, b: ((m["disc"](m["gen"](b["x"])) - 1.0) ** 2).mean(),
+  }
+  step = nxp.train_step(losses)
+  metrics = step({"gen": gen, "disc": disc}, {"gen": gen_opt, "disc": disc_opt}, data(plan))
+  assert set(metrics) == {"gen/loss", "disc/loss"}
+  with pytest.raises(nxp.TrainError, match="there is a loss for 'disc', and no optimizer"):
+    step({"gen": gen, "disc": disc}, {"gen": gen_opt}, data(plan))
+
+
+def test_only_what_wrt_names_is_trained():
+  class Adapted(nnx.Module):
+    def __init__(self, rngs):
+      self.up = nnx.Linear(8, 8, rngs=rngs)
+      self.lora = nnx.LoRA(8, 2, 8, rngs=rngs)
+
+    def __call__(self, x):
+      return self.up(x) + self.lora(x)
+
+  plan, model, optimizer = make(Adapted, wrt=nnx.LoRAParam, rules=nxp.fsdp(min_size=1), tx=optax.sgd(0.1))
+  before, b = kernel(model), np.asarray(model.lora.lora_b.get_value())
+  step = nxp.train_step(loss_fn)
+  step(model, optimizer, data(plan))
+  assert np.array_equal(before, kernel(model))
+  assert not np.array_equal(b, np.asarray(model.lora.lora_b.get_value()))
+
+
+def test_evaluation_leaves_the_module_alone():
+  plan, model, _ = make(Net)
+  evaluate = nxp.eval_step(masked, outputs=("per_example",), pairs=True)
+  batch = {**data(plan), "w": jnp.ones((16,))}
+  before = np.asarray(model.norm.mean.get_value())
+  metrics = evaluate(model, batch)
+  total, count = metrics["loss"]
+  assert float(count) == 16
+  assert np.isclose(float(total), float(metrics["per_example"].sum()), rtol=1e-5)
+  assert np.array_equal(before, np.asarray(model.norm.mean.get_value()))
+  model.eval()
+  evaluate(model, batch)
+  assert len(evaluate.compiles) == 2
+
+
+@pytest.mark.parametrize("active", [False, True])
+def test_explicit_meshes(active):
+  mesh = nxp.make_mesh(data=4, tensor=2, explicit=True)
+  rules = nxp.LogicalRules(batch="data", embed=None, mlp="tensor")
+
+  def init():
+    return nnx.Linear(8, 16, rngs=nnx.Rngs(0), kernel_metadata={"out_sharding": ("embed", "mlp")})
+
+  plan = nxp.plan(init, mesh, rules, optimizer=optax.adam(1e-2))
+  model, optimizer = nxp.create_sharded_model(plan)
+  step = nxp.train_step(lambda m, b: (m(b) ** 2).mean(), microbatches=2)
+  batch = nxp.shard_batch(np.ones((16, 8), np.float32), plan)
+  context = jax.set_mesh(mesh) if active else jax.numpy_dtype_promotion("strict")
+  with context:
+    losses = [float(step(model, optimizer, batch)["loss"]) for _ in range(3)]
+  assert losses[2] < losses[0]
+  assert len(step.compiles) == 1
+  assert model.kernel.get_value().sharding.spec == plan["kernel"].spec
