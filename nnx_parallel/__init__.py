@@ -23,6 +23,7 @@ from nnx_parallel.errors import (
 from nnx_parallel.hosts.data import batches, shard_batch
 from nnx_parallel.layout import presets
 from nnx_parallel.layout.constrain import constrain, use_rules
+from nnx_parallel.layout.infer import infer_rules
 from nnx_parallel.layout.inputs import InputRules
 from nnx_parallel.layout.mesh import abstract_mesh, describe_mesh, make_mesh
 from nnx_parallel.layout.plan import Decision, LeafPlan, ShardingPlan, plan
@@ -65,6 +66,7 @@ __all__ = [
   "from_arrays",
   "fsdp",
   "layout_differences",
+  "infer_rules",
   "make_mesh",
   "plan",
   "presets",

@@ -22,6 +22,7 @@ from jax.sharding import PartitionSpec
 
 from nnx_parallel.errors import PlanError, ShardingError
 from nnx_parallel.layout import optimizer_layout
+from nnx_parallel.layout.attention import check_attention
 from nnx_parallel.layout.constrain import use_rules
 from nnx_parallel.layout.leaf import Decision, LeafPlan, Root, Source
 from nnx_parallel.layout.mesh import AnyMesh, axis_sizes, is_explicit
@@ -469,6 +470,7 @@ def plan(
   ruleset = RuleSet.of(rules)
   model = abstract_module(init, mesh)
   builder = _Builder(mesh, ruleset, uneven)
+  attention = check_attention(model, builder.sizes)
   leaves = builder.model_leaves(model)
   abstract_optimizer = None
   if optimizer is not None:
@@ -483,7 +485,7 @@ def plan(
     wrt,
     model,
     abstract_optimizer,
-    tuple(builder.notes()),
+    tuple(attention + builder.notes()),
   )
 
 
