@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import concurrent.futures
-import math
 import os
 from collections.abc import Sequence
 from typing import Any
@@ -14,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from nnx_parallel.create.cut import SMALL, Cut, Slice, evaluate, read
+from nnx_parallel.create.cut import FLOATS, Cut, Slice, evaluate, is_key, is_tiny, read
 from nnx_parallel.layout.mesh import axis_sizes
 from nnx_parallel.layout.resolve import extend_spec
 from nnx_parallel.layout.rules import fsdp
@@ -72,7 +71,7 @@ def put(value: Any, sharding: NamedSharding) -> jax.Array:
 
 
 def _buffers(array: jax.Array) -> set[tuple[Any, int]]:
-  numbers = jax.random.key_data(array) if _is_key(array) else array
+  numbers = jax.random.key_data(array) if is_key(array) else array
   return {(shard.device, shard.data.unsafe_buffer_pointer()) for shard in numbers.addressable_shards}
 
 
@@ -96,10 +95,10 @@ class Feed:
     """The array as a slice wants it: on all devices, keys as numbers."""
     array = self.host(value)
     sharding = self.sharding(value, piece)
-    if array.size > SMALL:
+    if not is_tiny(value.aval):
       # Not kept: a constant is read once, and would stay on the devices beside what is made of it.
       return jax.device_put(array, sharding)
-    if _is_key(value.aval):
+    if is_key(value.aval):
       array = jax.random.key_data(array)
     array = np.asarray(array)
     name = (array.dtype, array.shape, array.tobytes())
@@ -111,13 +110,13 @@ class Feed:
     """Tiny values are whole; a constant is cut like the result of its shape, or over the whole mesh."""
     shape = value.aval.shape
     whole = PartitionSpec(*([None] * len(shape)))
-    if math.prod(shape) <= SMALL:
+    if is_tiny(value.aval):
       return NamedSharding(self.mesh, PartitionSpec())
     for position, result in zip(piece.outputs, piece.results, strict=True):
       if result.aval.shape == shape:
         return NamedSharding(self.mesh, self.shardings[position].spec)
     spec, _ = extend_spec(
-      whole, shape, axis_sizes(self.mesh), fsdp(tuple(axis_sizes(self.mesh)), min_size=SMALL)
+      whole, shape, axis_sizes(self.mesh), fsdp(tuple(axis_sizes(self.mesh)), min_size=FLOATS)
     )
     return NamedSharding(self.mesh, spec)
 
@@ -137,7 +136,7 @@ def lower_slice(piece: Slice, feed: Feed, shardings: Sequence[NamedSharding]) ->
   def run(*arrays: jax.Array) -> list[jax.Array]:
     values: dict[Any, Any] = {}
     for value, array in zip(piece.inputs, arrays, strict=True):
-      if _is_key(value.aval):
+      if is_key(value.aval):
         array = jax.random.wrap_key_data(array, impl=jax.random.key_impl(feed.host(value)))
       values[id(value) if isinstance(value, jex.Literal) else value] = array
     evaluate(piece.steps, values, apart=True)
@@ -149,9 +148,5 @@ def lower_slice(piece: Slice, feed: Feed, shardings: Sequence[NamedSharding]) ->
 
 
 def _abstract(value: Any, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
-  aval = jax.eval_shape(jax.random.key_data, value.aval) if _is_key(value.aval) else value.aval
+  aval = jax.eval_shape(jax.random.key_data, value.aval) if is_key(value.aval) else value.aval
   return jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=sharding)
-
-
-def _is_key(array: Any) -> bool:
-  return jnp.issubdtype(array.dtype, jax.dtypes.prng_key)

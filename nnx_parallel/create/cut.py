@@ -27,8 +27,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
 
-SMALL = 64
-"""Values of at most this many elements are evaluated first."""
+FLOATS = 64
+COUNTS = 4096
+"""Arrays of at most `FLOATS` floats, or `COUNTS` keys or integers (one per layer), are evaluated first."""
 
 _CALLS = ("jit", "pjit", "closed_call")
 # How to differentiate a call: functions that differ by identity in each trace, and nothing is differentiated.
@@ -266,7 +267,17 @@ def _comes_first(step: Step, known: set[Any]) -> bool:
     return False
   if step.compiled and any(_is_float(value) for value in step.outputs):
     return False  # alone, its rounding could differ from that inside the user's compiled call
-  return all(math.prod(value.aval.shape) <= SMALL for value in (*values, *step.outputs))
+  return all(is_tiny(value.aval) for value in (*values, *step.outputs))
+
+
+def is_tiny(aval: Any) -> bool:
+  """Whether an array of this shape and dtype is evaluated first, and given whole to the slices."""
+  return math.prod(aval.shape) <= (FLOATS if jnp.issubdtype(aval.dtype, np.inexact) else COUNTS)
+
+
+def is_key(aval: Any) -> bool:
+  """Whether this is an array of PRNG keys."""
+  return jnp.issubdtype(aval.dtype, jax.dtypes.prng_key)
 
 
 def _is_float(value: Any) -> bool:

@@ -197,6 +197,28 @@ def test_variables_that_share_work_share_a_slice():
   np.testing.assert_array_equal(second, CONSTRUCTORS["computed"]().again[...])
 
 
+class Deep(nnx.Module):
+  """More layers than a tiny array has elements, stacked by nnx.vmap."""
+
+  def __init__(self, rngs: nnx.Rngs):
+    @nnx.split_rngs(splits=80)
+    @nnx.vmap(in_axes=0, out_axes=0)
+    def make(rngs: nnx.Rngs) -> nnx.Linear:
+      return nnx.Linear(8, 64, bias_init=INIT.normal(0.1), rngs=rngs)
+
+    self.layers = make(rngs)
+
+
+def test_many_keys_do_not_tie_variables_together():
+  def init():
+    return Deep(nnx.Rngs(0))
+
+  plan = nxp.plan(init, MESH(), RULES)
+  report = creation_report(plan)
+  assert [program.leaves for program in report.programs] == [("layers.bias",), ("layers.kernel",)]
+  assert_same_arrays(arrays_of(nxp.create_sharded_model(plan)), arrays_of(init()))
+
+
 def test_other_shardings_are_other_programs():
   def init():
     return Kernels(INIT.lecun_normal(), (16, 64), jnp.float32, nnx.Rngs(0))
