@@ -4,7 +4,11 @@
 """
 
 from nnx_parallel.checkpoint.checkpointer import Checkpointer
+from nnx_parallel.create.cache import compilation_cache
 from nnx_parallel.create.constructor import create_sharded_model
+from nnx_parallel.create.explain import CreationReport, creation_report
+from nnx_parallel.create.layout_check import LayoutDifference, check_layout, layout_differences
+from nnx_parallel.create.reshard import from_arrays, reshard
 from nnx_parallel.errors import (
   CheckpointError,
   LayoutMismatchError,
@@ -30,8 +34,10 @@ from nnx_parallel.train.step import TrainStep, eval_step, train_step
 __all__ = [
   "CheckpointError",
   "Checkpointer",
+  "CreationReport",
   "Decision",
   "InputRules",
+  "LayoutDifference",
   "LayoutMismatchError",
   "LeafPlan",
   "LogicalRules",
@@ -49,17 +55,23 @@ __all__ = [
   "TrainStep",
   "abstract_mesh",
   "batches",
+  "check_layout",
+  "compilation_cache",
   "constrain",
   "create_sharded_model",
+  "creation_report",
   "describe_mesh",
   "error",
   "eval_step",
+  "from_arrays",
   "fsdp",
+  "layout_differences",
   "infer_rules",
   "make_mesh",
   "plan",
   "presets",
   "replicate",
+  "reshard",
   "resolve_spec",
   "shard_batch",
   "train_step",

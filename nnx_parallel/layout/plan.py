@@ -29,7 +29,7 @@ from nnx_parallel.layout.mesh import AnyMesh, axis_sizes, is_explicit
 from nnx_parallel.layout.padding import logical_transformation
 from nnx_parallel.layout.resolve import Resolution, extend_spec, resolve_spec
 from nnx_parallel.layout.rules import UNEVEN, LogicalRules, RuleSet, Uneven
-from nnx_parallel.layout.tracing import traced_init, unplaced
+from nnx_parallel.layout.tracing import make_optimizer, traced_init, unplaced
 from nnx_parallel.layout.variables import (
   Names,
   Path,
@@ -534,7 +534,8 @@ def _abstract_optimizer(model: nnx.Module, tx: optax.GradientTransformation, wrt
 
     raise audit.nothing_selected(wrt, model)
   with unplaced():
-    return nnx.eval_shape(lambda: nnx.Optimizer(model, tx, wrt=wrt))
+    # The model is an argument so that optimizers that compute with parameters see arrays, not shapes.
+    return nnx.eval_shape(lambda traced: make_optimizer(traced, tx, wrt), model)
 
 
 def _no_constructor() -> nnx.Module:
