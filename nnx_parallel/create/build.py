@@ -9,7 +9,7 @@ from flax import nnx
 
 from nnx_parallel.errors import PlanError
 from nnx_parallel.layout.plan import Root, ShardingPlan
-from nnx_parallel.layout.tracing import traced_init
+from nnx_parallel.layout.tracing import make_optimizer, traced_init
 from nnx_parallel.layout.variables import Path, array_leaves, path_str, value_of
 
 
@@ -29,7 +29,7 @@ def build(the_plan: ShardingPlan) -> list[jax.Array]:
   with nnx.use_eager_sharding(False):
     built: dict[Root, dict[Path, Any]] = {"model": array_leaves(module)}
     if the_plan.tx is not None:
-      built["optimizer"] = array_leaves(nnx.Optimizer(module, the_plan.tx, wrt=the_plan.wrt))
+      built["optimizer"] = array_leaves(make_optimizer(module, the_plan.tx, the_plan.wrt))
   for root, found in built.items():
     _check_same_structure(the_plan, root, found)
   return [pad_to(_array(built[leaf.root][leaf.path]), leaf.storage_shape) for leaf in the_plan.leaves]

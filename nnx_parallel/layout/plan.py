@@ -22,13 +22,14 @@ from jax.sharding import PartitionSpec
 
 from nnx_parallel.errors import PlanError, ShardingError
 from nnx_parallel.layout import optimizer_layout
+from nnx_parallel.layout.attention import check_attention
 from nnx_parallel.layout.constrain import use_rules
 from nnx_parallel.layout.leaf import Decision, LeafPlan, Root, Source
 from nnx_parallel.layout.mesh import AnyMesh, axis_sizes, is_explicit
 from nnx_parallel.layout.padding import logical_transformation
 from nnx_parallel.layout.resolve import Resolution, extend_spec, resolve_spec
 from nnx_parallel.layout.rules import UNEVEN, LogicalRules, RuleSet, Uneven
-from nnx_parallel.layout.tracing import traced_init, unplaced
+from nnx_parallel.layout.tracing import make_optimizer, traced_init, unplaced
 from nnx_parallel.layout.variables import (
   Names,
   Path,
@@ -469,6 +470,7 @@ def plan(
   ruleset = RuleSet.of(rules)
   model = abstract_module(init, mesh)
   builder = _Builder(mesh, ruleset, uneven)
+  attention = check_attention(model, builder.sizes)
   leaves = builder.model_leaves(model)
   abstract_optimizer = None
   if optimizer is not None:
@@ -483,7 +485,7 @@ def plan(
     wrt,
     model,
     abstract_optimizer,
-    tuple(builder.notes()),
+    tuple(attention + builder.notes()),
   )
 
 
@@ -532,7 +534,8 @@ def _abstract_optimizer(model: nnx.Module, tx: optax.GradientTransformation, wrt
 
     raise audit.nothing_selected(wrt, model)
   with unplaced():
-    return nnx.eval_shape(lambda: nnx.Optimizer(model, tx, wrt=wrt))
+    # The model is an argument so that optimizers that compute with parameters see arrays, not shapes.
+    return nnx.eval_shape(lambda traced: make_optimizer(traced, tx, wrt), model)
 
 
 def _no_constructor() -> nnx.Module:

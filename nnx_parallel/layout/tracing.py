@@ -7,6 +7,7 @@ from collections.abc import Callable, Generator, Mapping
 from typing import Any
 
 import jax
+import optax
 from flax import nnx
 from jax.core import Tracer
 from jax.sharding import AbstractMesh, AxisType
@@ -65,3 +66,32 @@ def _adopt_arrays(path: Any, node: nnx.Pytree) -> None:
 
 def _is_tracer(value: Any) -> bool:
   return isinstance(value, Tracer)
+
+
+def make_optimizer(
+  model: nnx.Module, tx: optax.GradientTransformation, wrt: Any
+) -> nnx.Optimizer[Any]:
+  """Builds an optimizer in which each Variable holds exactly one array; updates work as before.
+
+  flax wraps the whole state of one parameter in one Variable, which may then hold a list of arrays (SM3) or
+  none (a masked parameter). Such a Variable becomes a list of Variables, or nothing.
+
+  Args:
+    model: live, traced, or abstract.
+    tx: the optax transformation.
+    wrt: which Variables it trains.
+
+  Returns:
+    The optimizer.
+  """
+  optimizer = nnx.Optimizer(model, tx, wrt=wrt)
+  is_variable = lambda node: isinstance(node, nnx.Variable)
+  optimizer.opt_state = nnx.data(jax.tree.map(_one_each, optimizer.opt_state, is_leaf=is_variable))
+  return optimizer
+
+
+def _one_each(leaf: Any) -> Any:
+  if not isinstance(leaf, nnx.Variable):
+    return leaf
+  value = leaf.get_raw_value()
+  return leaf if hasattr(value, "shape") else jax.tree.map(leaf.copy, value)

@@ -179,6 +179,12 @@ def search(
   too_large = sorted((c for c in found if c.memory_bytes > usable), key=lambda c: c.memory_bytes)
   best = fitting[0] if fitting else None
   if compile_best:
+    if optimizer is None:
+      raise ReportError(
+        "a train step cannot be compiled without an optimizer.",
+        details=f"compile_best={compile_best}",
+        fix="search(..., optimizer=optax.adamw(1e-3), compile_best=...).",
+      )
     fitting, best = _compile(fitting, compile_best, init, loss, batch, rules, optimizer, topology)
   return SearchResult(target, tuple(fitting), tuple(too_large), refused, best)
 

@@ -145,4 +145,5 @@ def test_ten_thousand_variables():
 
   plan = nxp.plan(Many, nxp.abstract_mesh(fsdp=8), nxp.fsdp(min_size=8))
   assert len(plan.leaves) == 10_000
-  assert "items.*  10000  Param  float32[8,8]  (-, fsdp)  312.5 KiB" in " ".join(str(plan).split(" ", 0))
+  (row,) = [line for line in str(plan).splitlines() if line.startswith("items")]
+  assert row.split()[:4] == ["items.*", "10000", "Param", "float32[8,8]"]
