@@ -4,7 +4,11 @@
 """
 
 from nnx_parallel.checkpoint.checkpointer import Checkpointer
+from nnx_parallel.create.cache import compilation_cache
 from nnx_parallel.create.constructor import create_sharded_model
+from nnx_parallel.create.explain import CreationReport, creation_report
+from nnx_parallel.create.layout_check import LayoutDifference, check_layout, layout_differences
+from nnx_parallel.create.reshard import from_arrays, reshard
 from nnx_parallel.errors import (
   CheckpointError,
   LayoutMismatchError,
@@ -19,6 +23,7 @@ from nnx_parallel.errors import (
 from nnx_parallel.hosts.data import batches, shard_batch
 from nnx_parallel.layout import presets
 from nnx_parallel.layout.constrain import constrain, use_rules
+from nnx_parallel.layout.infer import infer_rules
 from nnx_parallel.layout.inputs import InputRules
 from nnx_parallel.layout.mesh import abstract_mesh, describe_mesh, make_mesh
 from nnx_parallel.layout.plan import Decision, LeafPlan, ShardingPlan, plan
@@ -29,8 +34,10 @@ from nnx_parallel.train.step import TrainStep, eval_step, train_step
 __all__ = [
   "CheckpointError",
   "Checkpointer",
+  "CreationReport",
   "Decision",
   "InputRules",
+  "LayoutDifference",
   "LayoutMismatchError",
   "LeafPlan",
   "LogicalRules",
@@ -48,16 +55,23 @@ __all__ = [
   "TrainStep",
   "abstract_mesh",
   "batches",
+  "check_layout",
+  "compilation_cache",
   "constrain",
   "create_sharded_model",
+  "creation_report",
   "describe_mesh",
   "error",
   "eval_step",
+  "from_arrays",
   "fsdp",
+  "layout_differences",
+  "infer_rules",
   "make_mesh",
   "plan",
   "presets",
   "replicate",
+  "reshard",
   "resolve_spec",
   "shard_batch",
   "train_step",

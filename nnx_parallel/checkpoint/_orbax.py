@@ -19,6 +19,7 @@ from etils import epath
 from orbax.checkpoint import v1 as ocp
 
 from nnx_parallel.checkpoint.encoding import Array
+from nnx_parallel.errors import CheckpointError
 
 # Below this a replicated array is written by one process, not cut into a file per replica.
 _SMALLEST_REPLICA_SLICE = 16 << 20
@@ -114,3 +115,39 @@ def _context(*, byte_budget: int | None) -> ocp.Context:
   # In the background an unwritable parent is noticed late, and the process then hangs at exit.
   context.async_options.create_directories_asynchronously = False
   return context
+
+
+def describe(step_dir: epath.Path, item: str | None) -> tuple[str | None, Any]:
+  """What any Orbax checkpoint holds: the name of its item, and a tree of shapes and dtypes.
+
+  Raises:
+    CheckpointError: not an Orbax checkpoint, or several items and none named.
+  """
+  with quiet():
+    try:
+      names = sorted(ocp.checkpointables_metadata(step_dir).metadata)
+    except ocp.errors.InvalidLayoutError:
+      names = []  # a tree without a name, or nothing of Orbax's: the next call says which
+    if item is None and len(names) > 1:
+      raise CheckpointError(
+        f"{step_dir} holds several trees.", details=f"names: {names}", fix=f"pass item={names[0]!r}."
+      )
+    name = item or next(iter(names), None)
+    try:
+      return name, ocp.metadata(step_dir, checkpointable_name=name).metadata
+    except (ValueError, LookupError, OSError) as error:
+      raise CheckpointError(
+        f"{step_dir} is not an Orbax checkpoint that can be read here.",
+        details=str(error)[:300],
+        fix=f"check the path and the item; names: {names or 'none'}.",
+      ) from error
+
+
+def load_tree(step_dir: epath.Path, item: str | None, abstract: Any, *, byte_budget: int) -> Any:
+  """Reads a tree in which leaves that are not wanted are `PLACEHOLDER`."""
+  context = _context(byte_budget=byte_budget)
+  with context, quiet():
+    return ocp.load(step_dir, abstract, checkpointable_name=item)
+
+
+PLACEHOLDER = ocp.PLACEHOLDER

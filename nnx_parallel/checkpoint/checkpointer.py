@@ -12,7 +12,8 @@ import threading
 import types
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
+from collections.abc import Mapping as MappingType
 from typing import Any
 
 import jax
@@ -23,12 +24,14 @@ from nnx_parallel.checkpoint import (
   encoding,
   files,
   manifest,
+  remap,
   restore,
   save,
   targets,
   trees,
 )
 from nnx_parallel.checkpoint.manifest import DamagedError, Manifest
+from nnx_parallel.checkpoint.mapping import Mapping
 from nnx_parallel.checkpoint.preflight import Diff, Wanted, compare
 from nnx_parallel.checkpoint.retention import Retention
 from nnx_parallel.errors import CheckpointError
@@ -116,8 +119,8 @@ class Checkpointer:
     model: object,
     optimizer: object = None,
     *,
-    extra: Mapping[str, object] | None = None,
-    metrics: Mapping[str, object] | None = None,
+    extra: MappingType[str, object] | None = None,
+    metrics: MappingType[str, object] | None = None,
     plan: object = None,
     overwrite: bool = False,
   ) -> None:
@@ -190,7 +193,7 @@ class Checkpointer:
     finally:
       self._pool.shutdown()
 
-  def save_on_sigterm(self, state: Callable[[], Mapping[str, Any]]) -> None:
+  def save_on_sigterm(self, state: Callable[[], MappingType[str, Any]]) -> None:
     """Saves when the process is asked to end, then ends it; undone by `close`.
 
     The save happens where Python handles signals, between two operations of the main thread.
@@ -247,15 +250,17 @@ class Checkpointer:
     *,
     only: Iterable[str] | None = None,
     skip: Iterable[str] = (),
-    rename: Mapping[str, str] | None = None,
+    rename: MappingType[str, str] | None = None,
     cast: bool = False,
+    mapping: Mapping | None = None,
     optimizer: str = "restore",
     as_numpy: bool = False,
   ) -> Diff:
     """Compares a step with a target; no array is read. Arguments as for `restore`."""
+    goal = targets.read(target, optimizer=optimizer, as_numpy=as_numpy)
     return self._compare(
       self.metadata(step),
-      targets.read(target, optimizer=optimizer, as_numpy=as_numpy).wanted,
+      (remap.through(mapping, goal) if mapping else goal).wanted,
       only=only,
       skip=skip,
       rename=rename,
@@ -269,8 +274,9 @@ class Checkpointer:
     *,
     only: Iterable[str] | None = None,
     skip: Iterable[str] = (),
-    rename: Mapping[str, str] | None = None,
+    rename: MappingType[str, str] | None = None,
     cast: bool = False,
+    mapping: Mapping | None = None,
     optimizer: str = "restore",
     on_corrupt: str = "error",
     as_numpy: bool = False,
@@ -285,6 +291,8 @@ class Checkpointer:
       skip: patterns of paths, in the target or the checkpoint, to leave alone.
       rename: path in the target, or its start, to the saved one.
       cast: whether one float dtype may become another.
+      mapping: how saved leaves make up the target's: lists of layers stacked or cut, dims transposed,
+        split or merged. Patterns above are then about the saved paths.
       optimizer: `"restore"`, `"drop"` (return the model only) or `"fresh"` (keep a new one).
       on_corrupt: `"error"`, or `"fallback"` to take the newest good step, with a warning.
       as_numpy: return numpy arrays; without a target, of everything that was saved.
@@ -307,6 +315,7 @@ class Checkpointer:
     if target is None:
       return self._try_steps(step, on_corrupt, lambda s: self._read_as_saved(s, as_numpy))
     goal = targets.read(target, optimizer=optimizer, as_numpy=as_numpy)
+    goal = remap.through(mapping, goal) if mapping else goal
 
     def attempt(number: int) -> Any:
       record = self._manifest(number)
@@ -338,7 +347,7 @@ class Checkpointer:
         fix="use one of these names.",
       )
     if target is None:
-      raise _no_target(self.directory)
+      return self._read_as_saved(record.step, as_numpy, only=[name])[name]
     goal = targets.read(target, optimizer="drop", as_numpy=as_numpy, item=name)
     diff = self._compare(record, goal.wanted)
     agree.together(diff.require)
@@ -370,8 +379,8 @@ class Checkpointer:
     step: int,
     content: save.Content,
     *,
-    extra: Mapping[str, encoding.Json],
-    metrics: Mapping[str, float],
+    extra: MappingType[str, encoding.Json],
+    metrics: MappingType[str, float],
     plan: encoding.Json,
     overwrite: bool,
   ) -> Callable[[], None]:
@@ -444,7 +453,9 @@ class Checkpointer:
     with contextlib.suppress(CheckpointError, OSError), files.writer_lock(self.directory):
       files.sweep(self.directory)
 
-  def _compare(self, record: Manifest, wanted: Mapping[str, Mapping[str, Wanted]], **choose: Any) -> Diff:
+  def _compare(
+    self, record: Manifest, wanted: MappingType[str, MappingType[str, Wanted]], **choose: Any
+  ) -> Diff:
     return compare(record, wanted, byte_budget=self._byte_budget, **choose)
 
   def _read(self, record: Manifest, diff: Diff) -> dict[str, dict[str, encoding.Array]]:
@@ -458,18 +469,21 @@ class Checkpointer:
     values = targets.json_values(goal, record)
     return goal.build(targets.merge(self._read(record, diff), values))
 
-  def _read_as_saved(self, step: int, as_numpy: bool) -> dict[str, dict[str, Any]]:
+  def _read_as_saved(
+    self, step: int, as_numpy: bool, only: Iterable[str] | None = None
+  ) -> dict[str, dict[str, Any]]:
     if not as_numpy:
       raise _no_target(self.directory)
     record = self._manifest(step)
-    wanted = {item: targets.as_saved(saved) for item, saved in record.items.items()}
+    items = {name: record.items[name] for name in only or record.items}
+    wanted = {item: targets.as_saved(saved) for item, saved in items.items()}
     found = self._read(record, self._compare(record, wanted))
     return {
       item: {
         **found.get(item, {}),
         **{path: encoding.read_json(value) for path, value in saved.values.items()},
       }
-      for item, saved in record.items.items()
+      for item, saved in items.items()
     }
 
   def _try_steps(self, step: int | str | None, on_corrupt: str, attempt: Callable[[int], Any]) -> Any:
@@ -556,7 +570,7 @@ def _checked(verify: str) -> str:
   return verify
 
 
-def _numbers(metrics: Mapping[str, object]) -> dict[str, float]:
+def _numbers(metrics: MappingType[str, object]) -> dict[str, float]:
   numbers: dict[str, float] = {}
   for name, value in metrics.items():
     if jax.numpy.ndim(value) != 0:  # pyright: ignore[reportArgumentType]

@@ -169,7 +169,7 @@ def compare(
   Returns:
     The comparison; nothing is raised for leaves that do not fit.
   """
-  patterns, renames = _Patterns(only, skip), _Renames(rename or {})
+  patterns, renames = Patterns(only, skip), _Renames(rename or {})
   matches: list[Match] = []
   missing: list[tuple[str, str | None]] = []
   extra: list[str] = []
@@ -218,7 +218,7 @@ def bytes_read(struct: jax.ShapeDtypeStruct) -> int:
   return sum(_elements(index, struct.shape) for index in distinct.values()) * struct.dtype.itemsize
 
 
-class _Patterns:
+class Patterns:
   """`only` and `skip`, remembering what they matched."""
 
   def __init__(self, only: Iterable[str] | None, skip: Iterable[str]):

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import json
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from nnx_parallel.cli import options
 
 if TYPE_CHECKING:
-  import nnx_parallel as nxp
   from nnx_parallel.cli.main import Commands
 
 
@@ -24,7 +22,9 @@ def register(commands: Commands) -> None:
   options.add_recipe(parser)
   options.add_mesh(parser)
   parser.add_argument("--explain", metavar="PATH", help="how one Variable came to its layout")
-  parser.add_argument("--json", action="store_true", help="one JSON object instead of a table")
+  parser.add_argument(
+    "--json", action="store_true", help="the plan as JSON, which ShardingPlan.from_json reads"
+  )
   parser.set_defaults(run=run)
 
 
@@ -43,34 +43,12 @@ def run(args: argparse.Namespace) -> int:
     mesh = nxp.abstract_mesh(sizes)
   plan = plan_recipe(recipe, mesh)
   if args.json:
-    print(json.dumps(as_json(plan), indent=2))
+    print(plan.to_json(), end="")
   elif args.explain is not None:
     print(plan.explain(args.explain))
   else:
     print(plan)
+    audit = plan.audit()
+    if audit:
+      print(f"\n{audit}")
   return 0
-
-
-def as_json(plan: nxp.ShardingPlan) -> dict[str, Any]:
-  """The plan as JSON values: the mesh, the totals in bytes per device, and each Variable."""
-  from nnx_parallel.layout.mesh import axis_sizes
-
-  return {
-    "mesh": axis_sizes(plan.mesh),
-    "bytes_per_device": plan.bytes_per_device(),
-    "model_bytes_per_device": plan.bytes_per_device("model"),
-    "notes": list(plan.notes),
-    "variables": [
-      {
-        "path": leaf.name,
-        "type": leaf.kind,
-        "shape": leaf.shape,
-        "dtype": str(leaf.dtype),
-        "names": leaf.names,
-        "spec": list(leaf.spec),
-        "bytes_per_device": leaf.bytes_per_device,
-        "why": leaf.decision.reason,
-      }
-      for leaf in plan.leaves
-    ],
-  }

@@ -9,6 +9,7 @@ from flax import nnx
 
 from nnx_parallel.errors import PlanError
 from nnx_parallel.layout.plan import Root, ShardingPlan
+from nnx_parallel.layout.tracing import make_optimizer, traced_init
 from nnx_parallel.layout.variables import Path, path_str, value_of, variables
 
 
@@ -24,11 +25,11 @@ def build(the_plan: ShardingPlan) -> list[jax.Array]:
   Raises:
     PlanError: `init` builds another structure than it did when planned.
   """
+  module = traced_init(the_plan.init, the_plan.mesh)
   with nnx.use_eager_sharding(False):
-    module = the_plan.init()
     built: dict[Root, dict[Path, Any]] = {"model": variables(module)}
     if the_plan.tx is not None:
-      built["optimizer"] = variables(nnx.Optimizer(module, the_plan.tx, wrt=the_plan.wrt))
+      built["optimizer"] = variables(make_optimizer(module, the_plan.tx, the_plan.wrt))
   for root, found in built.items():
     _check_same_structure(the_plan, root, found)
   return [pad_to(value_of(built[leaf.root][leaf.path]), leaf.storage_shape) for leaf in the_plan.leaves]

@@ -5,9 +5,9 @@ as one program, each of them is compiled again. So the constructor is traced onc
 
 1. Tiny values (keys, counters, scalars) are evaluated first, operation by operation, as eager Python would.
 2. What is left falls apart into *slices*: the operations behind one Variable, or behind several that share
-   work. Tiny values are the inputs of a slice. So are the numbers written in it: no compiler can fold what it
-   does not see, so a slice computes what eager execution computes, and slices that differ in such numbers
-   only (the initial scale of each layer) are equal.
+   work. Tiny values are the inputs of a slice. So are the numbers written in it: slices that differ in such
+   numbers only (the initial scale of each layer) are equal, and the compiler cannot fold what it does not see.
+   With a barrier after each operation, a slice rounds where eager execution rounds.
 3. Equal slices with equal shardings are one program: compiled once, run once for each member.
 
 Compile time follows the number of distinct slices instead of depth; temporaries are those of one slice.
@@ -15,6 +15,7 @@ Compile time follows the number of distinct slices instead of depth; temporaries
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 from collections.abc import Hashable, Iterable, Sequence
@@ -124,19 +125,23 @@ def cut(trace: jex.ClosedJaxpr, shardings: Sequence[NamedSharding]) -> Cut | str
   return Cut(tuple(first), program.constants, given, tuple(tuple(group) for group in groups.values()))
 
 
-def evaluate(steps: Iterable[Step], values: dict[Any, Any]) -> None:
+def evaluate(steps: Iterable[Step], values: dict[Any, Any], *, apart: bool = False) -> None:
   """Runs steps on the values that they read, adding the values that they make.
 
   Args:
     steps: in order.
-    values: variable -> array; read and extended. A variable of a literal's identity stands for the literal.
+    values: variable -> array, read and extended; the id of a literal stands for that literal.
+    apart: this is under `jit`: run each step in its own context, and keep the compiler from merging
+      floating-point steps that eager execution rounds one by one.
   """
   for step in steps:
     operands = [read(value, values) for value in step.inputs]
-    with step.context.manager:
+    with step.context.manager if apart else contextlib.nullcontext():
       results = step.primitive.bind(*operands, **step.primitive.get_bind_params(step.params))
     if not step.primitive.multiple_results:
       results = [results]
+    if apart and not step.compiled and any(_is_float(value) for value in step.outputs):
+      results = jax.lax.optimization_barrier(list(results))
     values.update(zip(step.outputs, results, strict=True))
 
 

@@ -9,6 +9,8 @@ from flax import nnx
 from jax.sharding import PartitionSpec
 
 from nnx_parallel.errors import PlanError
+from nnx_parallel.layout.leaf import LeafPlan
+from nnx_parallel.layout.padding import pad_variable
 from nnx_parallel.layout.plan import Root, ShardingPlan
 from nnx_parallel.layout.variables import DECLARED, Names, Path, declared
 
@@ -36,7 +38,9 @@ def instantiate(the_plan: ShardingPlan, arrays: Mapping[Root, Arrays]) -> Any:
   model = _merge(the_plan, "model", the_plan.abstract_model, arrays)
   if the_plan.abstract_optimizer is None:
     return model
-  return model, _merge(the_plan, "optimizer", the_plan.abstract_optimizer, arrays)
+  optimizer = _merge(the_plan, "optimizer", the_plan.abstract_optimizer, arrays)
+  optimizer.tx = the_plan.live_tx
+  return model, optimizer
 
 
 def _merge(the_plan: ShardingPlan, root: Root, abstract: Any, arrays: Mapping[Root, Arrays]) -> Any:
@@ -47,18 +51,22 @@ def _merge(the_plan: ShardingPlan, root: Root, abstract: Any, arrays: Mapping[Ro
     row = rows[path]
     if path not in found:
       raise PlanError(f"no array for {row.name}.", fix="give one array for each leaf of the plan.")
-    leaves.append((path, _bind(abstract_leaf, found[path], row.spec, the_plan)))
+    leaves.append((path, _bind(abstract_leaf, found[path], row, the_plan)))
   return nnx.merge(graphdef, nnx.from_flat_state(cast(Any, leaves)))
 
 
-def _bind(abstract_leaf: Any, array: Any, spec: PartitionSpec, the_plan: ShardingPlan) -> Any:
+def _bind(abstract_leaf: Any, array: Any, row: LeafPlan, the_plan: ShardingPlan) -> Any:
   if not isinstance(abstract_leaf, nnx.Variable):
     return array
+  spec = row.spec
   updates: dict[str, Any] = {"eager_sharding": True}
   if any(spec) or abstract_leaf.get_metadata().get("out_sharding"):
-    names, rules = declared(abstract_leaf, where="")
-    updates |= _metadata(names, rules, spec)
+    # flax copies a parameter's metadata onto state of another rank, so the row decides for the optimizer.
+    names, rules = declared(abstract_leaf, where=row.name) if row.root == "model" else (row.names, {})
+    updates |= _metadata(names if names and len(names) == len(spec) else None, rules, spec)
     updates["mesh"] = the_plan.mesh
+  if any(row.padding):
+    return pad_variable(abstract_leaf.copy(**updates), array, row.storage_shape)
   return abstract_leaf.copy(array, **updates)
 
 

@@ -13,7 +13,9 @@ from nnx_parallel.create.build import build
 from nnx_parallel.layout.plan import ShardingPlan
 
 
-def construct_whole(the_plan: ShardingPlan, shardings: Sequence[NamedSharding], mesh: Mesh) -> list[jax.Array]:
+def construct_whole(
+  the_plan: ShardingPlan, shardings: Sequence[NamedSharding], mesh: Mesh
+) -> list[jax.Array]:
   """Runs the constructor under `nnx.jit`, with its state constrained to the layout.
 
   Args:

@@ -22,11 +22,14 @@ from jax.sharding import PartitionSpec
 
 from nnx_parallel.errors import PlanError, ShardingError
 from nnx_parallel.layout import optimizer_layout
+from nnx_parallel.layout.attention import check_attention
 from nnx_parallel.layout.constrain import use_rules
 from nnx_parallel.layout.leaf import Decision, LeafPlan, Root, Source
 from nnx_parallel.layout.mesh import AnyMesh, axis_sizes, is_explicit
+from nnx_parallel.layout.padding import logical_transformation
 from nnx_parallel.layout.resolve import Resolution, extend_spec, resolve_spec
 from nnx_parallel.layout.rules import UNEVEN, LogicalRules, RuleSet, Uneven
+from nnx_parallel.layout.tracing import make_optimizer, traced_init, unplaced
 from nnx_parallel.layout.variables import (
   Names,
   Path,
@@ -332,7 +335,7 @@ class ShardingPlan:
     stored = serialize.from_json(text, mesh)
     model = state = None
     if init is not None:
-      model = abstract_module(init)
+      model = abstract_module(init, stored.mesh)
       state = None if optimizer is None else _abstract_optimizer(model, optimizer, wrt)
       _check_stored(stored.leaves, model, state)
     made = cls(
@@ -347,6 +350,13 @@ class ShardingPlan:
       stored.notes,
     )
     return made
+
+  @functools.cached_property
+  def live_tx(self) -> Any:
+    """The transformation that live optimizers of this plan run: `tx`, at logical shapes where it pads."""
+    if self.tx is None or not any(any(leaf.padding) for leaf in self.leaves):
+      return self.tx
+    return logical_transformation(self.tx, nnx.as_pure(nnx.state(self.abstract_model, self.wrt)))
 
   def batch_spec(self, ndim: int) -> PartitionSpec:
     """The spec of an input: that of `InputRules`; else the `batch` rule on dim 0, the other dims whole.
@@ -458,8 +468,9 @@ def plan(
   if uneven not in UNEVEN:
     raise PlanError(f"uneven={uneven!r} is not a policy.", fix=f"one of {', '.join(UNEVEN)}.")
   ruleset = RuleSet.of(rules)
-  model = abstract_module(init)
+  model = abstract_module(init, mesh)
   builder = _Builder(mesh, ruleset, uneven)
+  attention = check_attention(model, builder.sizes)
   leaves = builder.model_leaves(model)
   abstract_optimizer = None
   if optimizer is not None:
@@ -474,15 +485,16 @@ def plan(
     wrt,
     model,
     abstract_optimizer,
-    tuple(builder.notes()),
+    tuple(attention + builder.notes()),
   )
 
 
-def abstract_module(init: Callable[[], nnx.Module]) -> nnx.Module:
+def abstract_module(init: Callable[[], nnx.Module], mesh: AnyMesh | None = None) -> nnx.Module:
   """Builds the module with `ShapeDtypeStruct` values, keeping every annotation, whatever mesh is active.
 
   Args:
     init: a function without arguments that returns an `nnx.Module`.
+    mesh: constraints in `init` may name its axes.
 
   Returns:
     The abstract module.
@@ -506,8 +518,8 @@ def abstract_module(init: Callable[[], nnx.Module]) -> nnx.Module:
       f"init must take no arguments, and {shown} needs {', '.join(missing)}.",
       fix=f"lambda: {shown}({', '.join(f'{name}=...' for name in missing)})",
     )
-  with nnx.use_eager_sharding(False):
-    module = nnx.eval_shape(init)
+  with unplaced():
+    module = nnx.eval_shape(lambda: traced_init(init, mesh))
   if not isinstance(module, nnx.Pytree):  # pyright: ignore[reportUnnecessaryIsInstance]
     raise PlanError(
       f"init returned a {type(module).__name__}, not an nnx.Module.",
@@ -521,8 +533,9 @@ def _abstract_optimizer(model: nnx.Module, tx: optax.GradientTransformation, wrt
     from nnx_parallel.layout import audit
 
     raise audit.nothing_selected(wrt, model)
-  with nnx.use_eager_sharding(False):
-    return nnx.eval_shape(lambda: nnx.Optimizer(model, tx, wrt=wrt))
+  with unplaced():
+    # The model is an argument so that optimizers that compute with parameters see arrays, not shapes.
+    return nnx.eval_shape(lambda traced: make_optimizer(traced, tx, wrt), model)
 
 
 def _no_constructor() -> nnx.Module:
@@ -584,14 +597,6 @@ class _Builder:
     step, reason = f"from its metadata: {names}", f"names {_shown(names)}"
     if names is None:
       matched = self._path_rule(path, len(value.shape))
-      if matched is not None:
-        source, reason = "path rule", f"path rule {matched[0]}: {matched[1]}"
-        names = matched[1]
-        if names is None:
-          return self._leaf("model", path, leaf, None, None, Decision("path rule", f"{reason} (whole)"))
-    if names is None:
-      return self._fallback_leaf(path, leaf)
-      matched = self._path_rule(path)
       if matched is None:
         return self._fallback_leaf(path, leaf)
       source, (pattern, names) = "path rule", matched

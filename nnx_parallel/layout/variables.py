@@ -11,6 +11,7 @@ from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
 from nnx_parallel.errors import ShardingError
+from nnx_parallel.layout.padding import PADDED, logical_kind
 
 Path = tuple[Hashable, ...]
 Entry = str | tuple[str, ...] | None
@@ -21,7 +22,17 @@ DECLARED = "declared_sharding"
 """Metadata key under which creation keeps what the user wrote: `(names, sharding_rules)`."""
 _NAME_KEYS = ("out_sharding", "sharding", "sharding_names")
 _FLAX_KEYS = frozenset(
-  (*_NAME_KEYS, DECLARED, "sharding_rules", "mesh", "optimizer_sharding", "eager_sharding", "hijax", "ref")
+  (
+    *_NAME_KEYS,
+    DECLARED,
+    PADDED,
+    "sharding_rules",
+    "mesh",
+    "optimizer_sharding",
+    "eager_sharding",
+    "hijax",
+    "ref",
+  )
 )
 
 
@@ -85,7 +96,7 @@ def value_of(leaf: Any) -> Any:
 
 def kind_of(leaf: Any) -> str:
   """The Variable's type name, or `array` for a raw array."""
-  return type(leaf).__name__ if isinstance(leaf, nnx.Variable) else "array"
+  return logical_kind(leaf).__name__ if isinstance(leaf, nnx.Variable) else "array"
 
 
 def is_rng(leaf: Any) -> bool:

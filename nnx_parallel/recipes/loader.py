@@ -122,7 +122,8 @@ def load_recipe(spec: str, *, needs: Sequence[str] = TRAINING) -> Recipe:
     module = importlib.import_module(f"nnx_parallel.recipes.{spec}")
   else:
     raise _unknown(spec)
-  return _check(module, spec, needs, {"init": entry} if entry else {})
+  source = place if place.endswith(".py") else str(module.__file__)
+  return _check(module, source, needs, {"init": entry} if entry else {})
 
 
 def _load_file(path: Path) -> ModuleType:
@@ -171,15 +172,14 @@ def _unknown(spec: str) -> RecipeError:
   return RecipeError(f"no recipe named {spec!r}.", fix=fix)
 
 
-def _check(module: ModuleType, spec: str, needs: Sequence[str], renamed: dict[str, str]) -> Recipe:
-  source = str(getattr(module, "__file__", module.__name__))
+def _check(module: ModuleType, source: str, needs: Sequence[str], renamed: dict[str, str]) -> Recipe:
   found: dict[str, Callable[..., Any]] = {}
   for name in SIGNATURES:
     function = getattr(module, renamed.get(name, name), None)
     if function is None and name in renamed:
       raise RecipeError(
         f"{source} does not define {renamed[name]}().",
-        details=f"asked for by {spec!r}; it defines {_listed(_functions(module))}",
+        details=f"it defines {_listed(_functions(module), 'and')}",
         fix="one of these after the colon.",
       )
     if function is not None:

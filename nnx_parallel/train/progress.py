@@ -81,7 +81,9 @@ class StepProgress:
   def _text(self, values: Mapping[str, float]) -> str:
     shown = [f"{k} {v:.4f}" for k, v in values.items() if k not in TIMES]
     rate = f"{values['tokens_per_second']:,.0f} {self._unit}/s"
-    return "  ".join([*shown, rate, f"{values['seconds'] * 1e3:.0f} ms/step"])
+    milliseconds = values["seconds"] * 1e3
+    digits = 1 if milliseconds < 10 else 0
+    return "  ".join([*shown, rate, f"{milliseconds:.{digits}f} ms/step"])
 
   def __enter__(self) -> Self:
     if self._bar is not None:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from checkpoint.runs import arrays
 
+from checkpoint.runs import arrays
 from nnx_parallel.checkpoint.checkpointer import Checkpointer
 
 

@@ -4,9 +4,9 @@ import shutil
 
 import jax
 import pytest
-from checkpoint.runs import arrays, assert_same, target_of
 
 from benchmarks import torture
+from checkpoint.runs import arrays, assert_same, target_of
 from nnx_parallel.checkpoint.checkpointer import Checkpointer
 from nnx_parallel.errors import CheckpointError
 

@@ -1,8 +1,8 @@
 import jax
 import numpy as np
 import pytest
-from checkpoint.runs import arrays, assert_same, target_of
 
+from checkpoint.runs import arrays, assert_same, target_of
 from nnx_parallel.checkpoint.checkpointer import Checkpointer
 from nnx_parallel.errors import CheckpointError
 

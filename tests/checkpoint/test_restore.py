@@ -5,12 +5,12 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from checkpoint.runs import MESHES, Net, arrays, assert_same, batch_of, loss_fn, make_plan, target_of
 from flax import nnx
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import nnx_parallel as nxp
+from checkpoint.runs import MESHES, Net, arrays, assert_same, batch_of, loss_fn, make_plan, target_of
 from nnx_parallel.checkpoint.checkpointer import Checkpointer
 from nnx_parallel.errors import CheckpointError
 from nnx_parallel.layout.variables import value_of, variables

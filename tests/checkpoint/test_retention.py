@@ -1,7 +1,7 @@
 import hypothesis
-from checkpoint.runs import arrays
 from hypothesis import strategies as st
 
+from checkpoint.runs import arrays
 from nnx_parallel.checkpoint.checkpointer import Checkpointer
 from nnx_parallel.checkpoint.retention import Retention
 

@@ -6,8 +6,8 @@ import threading
 
 import jax.numpy as jnp
 import pytest
-from checkpoint.runs import arrays, assert_same, target_of
 
+from checkpoint.runs import arrays, assert_same, target_of
 from nnx_parallel.checkpoint import files
 from nnx_parallel.checkpoint.checkpointer import Checkpointer
 from nnx_parallel.errors import CheckpointError

@@ -31,9 +31,7 @@ def write(tmp_path: Path, text: str) -> Path:
 
 
 def test_a_failure_shows_the_page_and_the_line(tmp_path):
-  page = write(
-    tmp_path, "# Toy\n```python\nx = 1\n```\nText\n```python\ny = x\nraise OSError(y)\n```\n"
-  )
+  page = write(tmp_path, "# Toy\n```python\nx = 1\n```\nText\n```python\ny = x\nraise OSError(y)\n```\n")
   result = runner.run(page)
   assert result.returncode == 1
   assert f'File "{page}", line 8, in <module>' in result.stdout

@@ -58,3 +58,10 @@ def test_a_terminal_gets_one_line_that_is_redrawn(width, close):
   assert "32,768 tokens/s  125 ms/step" in last
   assert ("close" in last) == close
   assert len(last.rstrip()) <= width
+
+
+def test_short_steps_have_a_decimal():
+  out = io.StringIO()
+  with StepProgress(1, console=Console(file=out)) as progress:
+    progress.update(1, VALUES | {"seconds": 0.00042})
+  assert "0.4 ms/step" in out.getvalue()

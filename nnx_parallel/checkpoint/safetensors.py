@@ -1,0 +1,348 @@
+"""Safetensors in and out, one shard at a time; Hugging Face's sharded index included.
+
+The format is a length, a JSON header, and the arrays' bytes; reading it needs nothing but a memory map, so
+each process touches only the pages of its own shards.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import mmap
+import os
+import shutil
+from collections.abc import Iterable
+from collections.abc import Mapping as MappingType
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from nnx_parallel.checkpoint import agree, encoding, preflight, targets, views
+from nnx_parallel.checkpoint.mapping import (
+  Bound,
+  Identity,
+  Mapping,
+  Spec,
+  Stack,
+  layer_counts,
+  stack_size,
+  with_layers,
+)
+from nnx_parallel.checkpoint.views import View
+from nnx_parallel.errors import CheckpointError
+from nnx_parallel.layout.plan import ShardingPlan
+
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+_DTYPES: dict[str, Any] = {
+  "F64": np.float64,
+  "F32": np.float32,
+  "F16": np.float16,
+  "BF16": jnp.bfloat16,
+  "F8_E4M3": jnp.float8_e4m3fn,
+  "F8_E5M2": jnp.float8_e5m2,
+  "I64": np.int64,
+  "I32": np.int32,
+  "I16": np.int16,
+  "I8": np.int8,
+  "U64": np.uint64,
+  "U32": np.uint32,
+  "U16": np.uint16,
+  "U8": np.uint8,
+  "BOOL": np.bool_,
+}
+_NAMES = {np.dtype(dtype): name for name, dtype in _DTYPES.items()}
+
+
+def read_tensors(path: str | os.PathLike[str]) -> dict[str, View]:
+  """Opens the arrays of a file, or of a folder with an index, without reading them.
+
+  Args:
+    path: a `.safetensors` file, an index (`*.index.json`), or a folder that holds either.
+
+  Returns:
+    Views by name.
+
+  Raises:
+    CheckpointError: nothing there, or a file that is damaged or incomplete.
+  """
+  found: dict[str, View] = {}
+  for file in _files(Path(path)):
+    for name, view in _open(file).items():
+      if name in found:
+        raise CheckpointError(f"{name} is in two files of {path}.", fix="remove one of them.")
+      found[name] = view
+  return found
+
+
+def import_safetensors(
+  path: str | os.PathLike[str],
+  plan: ShardingPlan,
+  mapping: Mapping | None = None,
+  *,
+  skip: Iterable[str] = (),
+) -> Any:
+  """Makes a model from safetensors, each shard read straight from the file.
+
+  Args:
+    path: see `read_tensors`.
+    plan: the layout; when it has an optimizer, a fresh one is made.
+    mapping: how their names and shapes become ours; None: names are our paths.
+    skip: patterns of our paths that the files do not have; they are initialised.
+
+  Returns:
+    The module, or (module, optimizer).
+
+  Raises:
+    CheckpointError: an incomplete mapping, or a shape or dtype that does not fit, named.
+  """
+  sources = read_tensors(path)
+  target = targets.read(plan, optimizer="fresh")
+  patterns = preflight.Patterns(None, skip)
+  wanted = {p: w for p, w in target.wanted["model"].items() if not patterns.leaves_out(p)}
+  _no_unused(patterns.unused())
+  arrays: dict[str, jax.Array] = {}
+  for bound in (mapping or Identity()).bind(wanted, sources):
+    arrays[bound.ours] = _load(bound, bound.view(sources), wanted[bound.ours])
+  return target.build({"model": arrays})
+
+
+def export_safetensors(
+  path: str | os.PathLike[str],
+  model: object,
+  mapping: Mapping | None = None,
+  *,
+  plan: ShardingPlan | None = None,
+  skip: Iterable[str] = (),
+  file_bytes: int = 5 << 30,
+) -> list[str]:
+  """Writes a model as safetensors, each process its own shards into the same files.
+
+  Args:
+    path: a folder that does not exist yet; it appears when it is complete.
+    model: a module, or a pytree of arrays.
+    mapping: as for `import_safetensors`; undone. None: names are our paths.
+    plan: its padding is not written.
+    skip: patterns of our paths to leave out, for example `["*rngs*"]`.
+    file_bytes: largest file; more are split and get an index, as Hugging Face's loaders expect.
+
+  Returns:
+    The names written.
+
+  Raises:
+    CheckpointError: the folder exists, the mapping is incomplete, or a leaf has no form in safetensors.
+  """
+  final, temporary = Path(path), Path(f"{os.fspath(path)}.nnx-saving")
+  if final.exists():
+    raise CheckpointError(f"cannot export to {final}: it exists.", fix="choose a folder that does not.")
+  leaves = _leaves(model, plan, skip)
+  bounds = (mapping or Identity()).names_for(leaves)
+  bounds = [
+    with_layers(b, stack_size(b, leaves[b.ours][0])) if isinstance(b.rule.layers, Stack) else b
+    for b in bounds
+  ]
+  specs = _their_specs(bounds, leaves)
+  agree.require_same("what to export", f"{final}\n{specs}")
+  if jax.process_index() == 0:
+    shutil.rmtree(temporary, ignore_errors=True)
+    temporary.mkdir(parents=True)
+    _lay_out(temporary, specs, file_bytes)
+  agree.raise_together(None)
+  sources = {name: view for file in _files(temporary) for name, view in _open(file, write=True).items()}
+  written: set[tuple[str, ...]] = set()
+  for bound in bounds:
+    key = (*bound.theirs, str(bound.layer))
+    if key in written:
+      _check_tied(bound, leaves, sources)
+    else:
+      _store(bound.view(sources), *leaves[bound.ours])
+    written.add(key)
+  agree.raise_together(None)
+  if jax.process_index() == 0:
+    temporary.rename(final)
+  agree.raise_together(None)
+  return list(specs)
+
+
+def _files(path: Path) -> list[Path]:
+  if path.is_dir():
+    if (path / INDEX).exists():
+      return _files(path / INDEX)
+    found = sorted(path.glob("*.safetensors"))
+  elif path.name.endswith(".index.json") and path.exists():
+    index = json.loads(path.read_text())
+    found = [path.parent / name for name in sorted(set(index["weight_map"].values()))]
+  else:
+    found = [path]
+  missing = [file.name for file in found if not file.exists()]
+  if missing or not found:
+    raise CheckpointError(
+      f"cannot read safetensors from {path}: {', '.join(missing) or 'there are none'} is missing.",
+      fix="pass a .safetensors file, its index, or the folder that holds them.",
+    )
+  return found
+
+
+def _open(file: Path, *, write: bool = False) -> dict[str, View]:
+  size = file.stat().st_size
+  with file.open("r+b" if write else "rb") as stream:
+    length = int.from_bytes(stream.read(8), "little")
+    try:
+      if length > size - 8:
+        raise ValueError("the header is longer than the file")
+      header = json.loads(stream.read(length))
+      header.pop("__metadata__", None)
+      end = max((entry["data_offsets"][1] for entry in header.values()), default=0)
+      if 8 + length + end != size:
+        raise ValueError(f"it has {size:,} bytes instead of {8 + length + end:,}")
+    except (ValueError, LookupError, TypeError, AttributeError) as error:
+      raise CheckpointError(
+        f"{file} is not a whole safetensors file: {error}.", fix="copy or download it again."
+      ) from error
+    access = mmap.ACCESS_WRITE if write else mmap.ACCESS_READ
+    data = mmap.mmap(stream.fileno(), 0, access=access)
+  return {name: _view(file, data, 8 + length, name, entry) for name, entry in header.items()}
+
+
+def _view(file: Path, data: mmap.mmap, start: int, name: str, entry: dict[str, Any]) -> View:
+  if entry["dtype"] not in _DTYPES:
+    raise CheckpointError(
+      f"{name} in {file} has the dtype {entry['dtype']}, which is not known here.",
+      details=f"known: {', '.join(_DTYPES)}",
+      fix="convert the file.",
+    )
+  dtype, shape = np.dtype(_DTYPES[entry["dtype"]]), tuple(entry["shape"])
+  array = np.frombuffer(data, dtype, math.prod(shape), start + entry["data_offsets"][0])
+  return views.Memory(array.reshape(shape))
+
+
+def _load(bound: Bound, view: View, wanted: preflight.Wanted) -> jax.Array:
+  struct = wanted.struct
+  if view.shape != wanted.shape or view.dtype != struct.dtype:
+    raise CheckpointError(
+      f"{bound.ours} does not fit: the mapping makes {view.dtype}{list(view.shape)} of "
+      f"{', '.join(bound.theirs[:3])}, "
+      f"the model has {encoding.dtype_name(struct.dtype)}{list(wanted.shape)}.",
+      fix="correct the operations of its rule, or add Cast(theirs, ours) for the dtype.",
+    )
+
+  def block(index: tuple[slice, ...] | None) -> np.ndarray[Any, Any]:
+    box = views.box_of(index or (), struct.shape)
+    inside = tuple(
+      slice(min(part.start, size), min(part.stop, size)) for part, size in zip(box, wanted.shape, strict=True)
+    )
+    values = view.read(inside)
+    lengths = [
+      (part.stop - part.start, kept.stop - kept.start) for part, kept in zip(box, inside, strict=True)
+    ]
+    return values if inside == box else np.pad(values, [(0, full - kept) for full, kept in lengths])
+
+  return jax.make_array_from_callback(struct.shape, struct.sharding, block)
+
+
+def _leaves(
+  model: object, plan: ShardingPlan | None, skip: Iterable[str]
+) -> dict[str, tuple[Spec, jax.Array]]:
+  tree = targets.saved_roots(model, None, plan)["model"]
+  patterns = preflight.Patterns(None, skip)
+  found: dict[str, tuple[Spec, jax.Array]] = {}
+  for path, leaf in tree.leaves.items():
+    if patterns.leaves_out(path):
+      continue
+    array: Any = leaf
+    if not encoding.is_array(leaf) or encoding.is_key(array.dtype) or np.dtype(array.dtype) not in _NAMES:
+      raise CheckpointError(
+        f"{path} has no form in safetensors: {getattr(leaf, 'dtype', type(leaf).__name__)}.",
+        fix=f"leave it out by name: skip=[{path!r}].",
+      )
+    spec = Spec(tuple(tree.shapes.get(path, array.shape)), np.dtype(array.dtype))
+    found[path] = spec, jnp.asarray(array)
+  _no_unused(patterns.unused())
+  return found
+
+
+def _no_unused(names: list[str]) -> None:
+  if names:
+    raise CheckpointError(f"skip={names} matches no leaf.", fix="use paths, or patterns such as '*rngs*'.")
+
+
+def _their_specs(bounds: list[Bound], leaves: MappingType[str, tuple[Spec, jax.Array]]) -> dict[str, Spec]:
+  layers = layer_counts(bounds)
+  specs: dict[str, Spec] = {}
+  for bound in bounds:
+    for name, spec in bound.their_specs(leaves[bound.ours][0], layers.get(bound.theirs[0], 1)).items():
+      if specs.setdefault(name, spec) != spec:
+        raise CheckpointError(
+          f"{name} would be written twice, with different shapes: {specs[name]} and {spec}.",
+          fix="give each of our leaves its own name.",
+        )
+  return specs
+
+
+def _lay_out(folder: Path, specs: MappingType[str, Spec], file_bytes: int) -> None:
+  """Creates the files with their headers and full sizes."""
+  groups: list[dict[str, Spec]] = [{}]
+  sizes = [0]
+  for name, spec in specs.items():
+    size = math.prod(spec.shape) * spec.dtype.itemsize
+    if groups[-1] and sizes[-1] + size > file_bytes:
+      groups.append({})
+      sizes.append(0)
+    groups[-1][name] = spec
+    sizes[-1] += size
+  single = len(groups) == 1
+  names = [
+    SINGLE if single else f"model-{i + 1:05d}-of-{len(groups):05d}.safetensors" for i in range(len(groups))
+  ]
+  for name, group in zip(names, groups, strict=True):
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    offset = 0
+    for tensor, spec in group.items():
+      end = offset + math.prod(spec.shape) * spec.dtype.itemsize
+      header[tensor] = {
+        "dtype": _NAMES[spec.dtype],
+        "shape": list(spec.shape),
+        "data_offsets": [offset, end],
+      }
+      offset = end
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)  # arrays start aligned
+    with (folder / name).open("wb") as file:
+      file.write(len(text).to_bytes(8, "little") + text)
+      file.truncate(8 + len(text) + offset)
+  if not single:
+    weight_map = {tensor: name for name, group in zip(names, groups, strict=True) for tensor in group}
+    index = {"metadata": {"total_size": sum(sizes)}, "weight_map": weight_map}
+    (folder / INDEX).write_text(json.dumps(index, indent=2))
+
+
+def _store(view: View, spec: Spec, array: jax.Array) -> None:
+  for shard in array.addressable_shards:
+    if shard.replica_id:
+      continue
+    box = views.box_of(shard.index, array.shape)
+    kept = tuple(
+      slice(min(p.start, size), min(p.stop, size)) for p, size in zip(box, spec.shape, strict=True)
+    )
+    if all(part.stop > part.start for part in kept):
+      window = tuple(slice(0, part.stop - part.start) for part in kept)
+      view.write(kept, np.asarray(shard.data)[window])
+
+
+def _check_tied(
+  bound: Bound, leaves: MappingType[str, tuple[Spec, jax.Array]], sources: MappingType[str, View]
+) -> None:
+  spec, array = leaves[bound.ours]
+  view = bound.view(sources)
+  for shard in array.addressable_shards:
+    box = views.box_of(shard.index, array.shape)
+    if box == views.whole(spec.shape) or array.shape == spec.shape:
+      values = np.ascontiguousarray(np.asarray(shard.data))
+      if not np.array_equal(view.read(box).view(np.uint8), values.view(np.uint8)):
+        raise CheckpointError(
+          f"{bound.ours} is tied to {bound.theirs[0]}, but its values differ.",
+          fix="tie them in the model, or give each its own name.",
+        )

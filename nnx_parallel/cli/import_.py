@@ -1,0 +1,50 @@
+"""`nnx-parallel import`: safetensors as a checkpoint that training can start from."""
+
+from __future__ import annotations
+
+import argparse
+from typing import TYPE_CHECKING
+
+from nnx_parallel.cli import options
+
+if TYPE_CHECKING:
+  from nnx_parallel.cli.main import Commands
+
+
+def register(commands: Commands) -> None:
+  """Adds the parser of this command."""
+  parser = commands.add_parser(
+    "import",
+    help="turn safetensors into a checkpoint",
+    description="Reads safetensors straight into the recipe's layout and saves them as step 0, with a fresh"
+    " optimizer when the recipe has one.",
+  )
+  parser.add_argument("path", metavar="PATH", help="a .safetensors file, its index, or their folder")
+  parser.add_argument("out", metavar="OUT", help="the checkpoint directory to write to")
+  options.add_recipe(parser)
+  options.add_mesh(parser)
+  parser.add_argument("--mapping", metavar="FILE", help="a Python file with MAPPING = Mapping(...)")
+  parser.add_argument("--skip", action="append", default=[], metavar="PATTERN", help="leaves to initialise")
+  parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+  """Reads the files, and saves step 0."""
+  from nnx_parallel.recipes import load_recipe
+  from nnx_parallel.recipes.job import plan_recipe
+
+  recipe = load_recipe(args.recipe, needs=("init",))
+  sizes = options.mesh_sizes(recipe, args.mesh)
+  options.start_devices(sizes, args.devices)
+  from nnx_parallel.checkpoint.checkpointer import Checkpointer
+  from nnx_parallel.checkpoint.mapping import load_mapping
+  from nnx_parallel.checkpoint.safetensors import import_safetensors
+
+  mapping = load_mapping(args.mapping) if args.mapping else None
+  plan = plan_recipe(recipe, options.real_mesh(sizes, args.devices))
+  made = import_safetensors(args.path, plan, mapping, skip=args.skip)
+  model, optimizer = made if isinstance(made, tuple) else (made, None)
+  with Checkpointer(args.out) as checkpointer:
+    checkpointer.save(0, model, optimizer, plan=plan)
+    print(f"step 0: {checkpointer.metadata(0).nbytes:,} bytes -> {args.out}")
+  return 0

@@ -1,0 +1,84 @@
+"""`nnx-parallel inspect`: what a directory of checkpoints holds; reads the manifests, not the arrays."""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import fnmatch
+import json
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+  from nnx_parallel.checkpoint.checkpointer import Checkpointer
+  from nnx_parallel.checkpoint.manifest import Manifest
+  from nnx_parallel.cli.main import Commands
+
+
+def register(commands: Commands) -> None:
+  """Adds the parser of this command."""
+  parser = commands.add_parser(
+    "inspect",
+    help="list the steps of a checkpoint directory and what one of them holds",
+    description="Lists the complete steps, then the trees, leaves, values and versions of one of them.",
+  )
+  parser.add_argument("directory", metavar="DIR", help="where the steps are")
+  parser.add_argument("--step", type=int, metavar="N", help="the step to show (default: the newest)")
+  parser.add_argument("--leaves", metavar="PATTERN", default="*", help="leaves to list: 'model/*.kernel'")
+  parser.add_argument("--json", action="store_true", help="the manifest as it is")
+  parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+  """Prints the steps and one manifest."""
+  from nnx_parallel.checkpoint.checkpointer import Checkpointer
+  from nnx_parallel.checkpoint.manifest import FILE
+
+  checkpointer = Checkpointer(args.directory)
+  record = checkpointer.metadata(args.step)
+  if args.json:
+    print(json.dumps(json.loads((checkpointer.directory / str(record.step) / FILE).read_text()), indent=2))
+    return 0
+  print_steps(checkpointer)
+  print(f"\nstep {record.step}")
+  print_facts(record)
+  print_leaves(record, args.leaves)
+  return 0
+
+
+def print_steps(checkpointer: Checkpointer) -> None:
+  """One line for each complete step."""
+  from nnx_parallel.errors import CheckpointError
+
+  print(f"{checkpointer.directory}: {len(checkpointer.steps())} complete steps")
+  for step in checkpointer.steps():
+    try:
+      record = checkpointer.metadata(step)
+    except CheckpointError as error:
+      print(f"  {step:>8}  {error.what}")
+      continue
+    when = datetime.datetime.fromtimestamp(record.time, datetime.UTC).strftime("%Y-%m-%d %H:%M:%S")
+    metrics = "  ".join(f"{name}={value:.6g}" for name, value in record.metrics.items())
+    print(f"  {step:>8}  {when} UTC  {record.nbytes:>15,} bytes  {metrics}".rstrip())
+
+
+def print_facts(record: Manifest) -> None:
+  """What is known about the run."""
+  versions = ", ".join(f"{name} {number}" for name, number in record.versions.items())
+  print(f"  fingerprint  {record.fingerprint[:16]}\n  versions     {versions}")
+  if isinstance(record.plan, dict):
+    print(f"  mesh         {record.plan['mesh']} (when saved; a restore does not use it)")
+  for name, value in record.extra.items():
+    print(f"  {name:<12} {json.dumps(value)}")
+
+
+def print_leaves(record: Manifest, pattern: str) -> None:
+  """The trees and the leaves that the pattern names."""
+  for item, tree in record.items.items():
+    size = sum(leaf.nbytes for leaf in tree.leaves.values())
+    print(f"  {item}: {len(tree.leaves)} arrays, {size:,} bytes")
+    for path, leaf in tree.leaves.items():
+      if fnmatch.fnmatchcase(f"{item}/{path}", pattern):
+        shape = ",".join(map(str, leaf.shape))
+        print(f"    {path}  {leaf.dtype}[{shape}]  {leaf.kind}".rstrip())
+    for path, value in tree.values.items():
+      print(f"    {path}  = {json.dumps(value)}")

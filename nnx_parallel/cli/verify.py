@@ -1,0 +1,41 @@
+"""`nnx-parallel verify`: reads every byte of a checkpoint directory and says what is damaged."""
+
+from __future__ import annotations
+
+import argparse
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+  from nnx_parallel.cli.main import Commands
+
+
+def register(commands: Commands) -> None:
+  """Adds the parser of this command."""
+  parser = commands.add_parser(
+    "verify",
+    help="check every value and file of a checkpoint directory",
+    description="Compares every array with the digest taken when it was saved, and every file with its"
+    " size and checksum. Exits with 1 when something is damaged.",
+  )
+  parser.add_argument("directory", metavar="DIR", help="where the steps are")
+  parser.add_argument("--step", type=int, metavar="N", help="check only this step")
+  parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+  """Checks the steps, one line each."""
+  from nnx_parallel.checkpoint.checkpointer import Checkpointer
+
+  checkpointer = Checkpointer(args.directory)
+  steps = [checkpointer.metadata(args.step).step] if args.step is not None else checkpointer.steps()
+  if not steps:
+    checkpointer.metadata()  # raises, and says why there is nothing
+  damaged = 0
+  for step in steps:
+    problems = checkpointer.verify(step)
+    damaged += bool(problems)
+    print(f"step {step}: {'damaged' if problems else 'good'}")
+    for problem in problems.values():
+      print(f"  {problem}")
+  print(f"{len(steps) - damaged} good, {damaged} damaged")
+  return 1 if damaged else 0

@@ -1,0 +1,97 @@
+"""Running a user's constructor under a trace, so that it builds what it builds eagerly."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Generator, Mapping
+from typing import Any
+
+import jax
+import optax
+from flax import nnx
+from jax.core import Tracer
+from jax.sharding import AbstractMesh, AxisType
+
+from nnx_parallel.errors import PlanError
+from nnx_parallel.layout.mesh import AnyMesh, axis_sizes
+from nnx_parallel.layout.variables import path_str
+
+
+@contextlib.contextmanager
+def unplaced() -> Generator[None]:
+  """Variables are built without a mesh, whatever mesh is active; their annotations stay names."""
+  with nnx.use_eager_sharding(False), jax.sharding.use_abstract_mesh(AbstractMesh((), ())):
+    yield
+
+
+def traced_init(init: Callable[[], nnx.Module], mesh: AnyMesh | None) -> nnx.Module:
+  """Runs a constructor under `jit` or `eval_shape`; its constraints may name the axes of `mesh`.
+
+  Args:
+    init: the user's constructor.
+    mesh: the plan's mesh; during the trace its axes are Auto. None: no mesh.
+
+  Returns:
+    The module. An array that was assigned to an attribute without `nnx.data` is data, as it is eagerly:
+    under a trace, flax (0.12) takes it for a static attribute, and the tracer leaks.
+
+  Raises:
+    PlanError: a list, tuple or dict of arrays as an attribute, which flax refuses eagerly.
+  """
+  sizes = axis_sizes(mesh) if mesh is not None else {}
+  auto = AbstractMesh(tuple(sizes.values()), tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes))
+  with nnx.use_eager_sharding(False), jax.sharding.use_abstract_mesh(auto):
+    module = init()
+  if isinstance(module, nnx.Pytree):  # pyright: ignore[reportUnnecessaryIsInstance]
+    for path, node in nnx.iter_graph(module):
+      if isinstance(node, nnx.Pytree):
+        _adopt_arrays(path, node)
+  return module
+
+
+def _adopt_arrays(path: Any, node: nnx.Pytree) -> None:
+  data: Mapping[str, bool] = node._pytree__nodes  # pyright: ignore[reportPrivateUsage]  (flax has no public way to ask)
+  for name, value in list(vars(node).items()):
+    if data.get(name, False):
+      continue
+    if isinstance(value, Tracer):
+      setattr(node, name, nnx.data(value))
+    elif isinstance(value, (list, tuple, dict)) and any(_is_tracer(leaf) for leaf in jax.tree.leaves(value)):
+      where = path_str((*path, name))
+      raise PlanError(
+        f"{where} is a {type(value).__name__} that holds arrays, which flax takes for a static attribute.",
+        fix=f"self.{name} = nnx.data(...), or nnx.List / nnx.Dict of nnx.Variable, in {type(node).__name__}.",
+      )
+
+
+def _is_tracer(value: Any) -> bool:
+  return isinstance(value, Tracer)
+
+
+def make_optimizer(
+  model: nnx.Module, tx: optax.GradientTransformation, wrt: Any
+) -> nnx.Optimizer[Any]:
+  """Builds an optimizer in which each Variable holds exactly one array; updates work as before.
+
+  flax wraps the whole state of one parameter in one Variable, which may then hold a list of arrays (SM3) or
+  none (a masked parameter). Such a Variable becomes a list of Variables, or nothing.
+
+  Args:
+    model: live, traced, or abstract.
+    tx: the optax transformation.
+    wrt: which Variables it trains.
+
+  Returns:
+    The optimizer.
+  """
+  optimizer = nnx.Optimizer(model, tx, wrt=wrt)
+  is_variable = lambda node: isinstance(node, nnx.Variable)
+  optimizer.opt_state = nnx.data(jax.tree.map(_one_each, optimizer.opt_state, is_leaf=is_variable))
+  return optimizer
+
+
+def _one_each(leaf: Any) -> Any:
+  if not isinstance(leaf, nnx.Variable):
+    return leaf
+  value = leaf.get_raw_value()
+  return leaf if hasattr(value, "shape") else jax.tree.map(leaf.copy, value)

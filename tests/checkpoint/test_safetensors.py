@@ -1,0 +1,227 @@
+import json
+
+import hypothesis
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+import safetensors.numpy
+from flax import nnx
+from hypothesis import strategies as st
+
+import nnx_parallel as nxp
+from checkpoint.runs import assert_same
+from nnx_parallel.checkpoint import views
+from nnx_parallel.checkpoint.mapping import (
+  Cast,
+  Mapping,
+  Merge,
+  Reshape,
+  Rule,
+  Split,
+  Stack,
+  Transpose,
+  Unstack,
+)
+from nnx_parallel.checkpoint.safetensors import export_safetensors, import_safetensors
+from nnx_parallel.errors import CheckpointError
+
+RNG = np.random.default_rng(0)
+
+
+class Block(nnx.Module):
+  """Attention-like kernels: heads split out, heads merged, layers stacked, a table that is tied."""
+
+  def __init__(self):
+    rngs = nnx.Rngs(0)
+    draw = nnx.initializers.normal(1.0)
+    self.layers = nnx.List([nnx.Linear(8, 16, rngs=rngs), nnx.Linear(8, 16, rngs=rngs)])
+    self.query = nnx.Param(draw(rngs.params(), (8, 4, 6)))
+    self.out = nnx.Param(draw(rngs.params(), (24, 8)))
+    self.stacked = nnx.Param(draw(rngs.params(), (3, 8, 8)))
+    self.table = nnx.Param(draw(rngs.params(), (30, 8)).astype(jnp.bfloat16))
+    self.head = nnx.Param(self.table.get_value())
+    self.noise = nnx.Dropout(0.5, rngs=rngs)
+
+
+MAPPING = Mapping(
+  Rule("fc.weight", "layers.{i}.kernel", Unstack(1), Transpose(1, 0)),
+  Rule("fc.{i}.bias", "layers.{i}.bias"),
+  Rule("q.weight", "query", Transpose(1, 0), Split(1, 6)),
+  Rule("o.weight", "out", Merge(0, 6)),
+  Rule("s.{i}.weight", "stacked", Stack(), Transpose(0, 2, 1)),
+  Rule("embed", ("table", "head"), Cast(np.float32, jnp.bfloat16)),
+  ignore=["*.inv_freq"],
+)
+NO_NOISE = ["noise.*"]
+
+
+def make_plan(**mesh):
+  mesh = nxp.make_mesh(**mesh, devices=jax.devices()[: np.prod(list(mesh.values()))])
+  return nxp.plan(Block, mesh, nxp.fsdp(tuple(mesh.shape), min_size=4), optimizer=optax.sgd(1e-2))
+
+
+def test_out_and_in_again_on_another_mesh(tmp_path):
+  model, _ = nxp.create_sharded_model(make_plan(a=8))
+  names = export_safetensors(tmp_path / "out", model, MAPPING, skip=NO_NOISE)
+  theirs = safetensors.numpy.load_file(tmp_path / "out" / "model.safetensors")
+  assert set(theirs) == set(names)
+  kernel = np.asarray(model.layers[1].kernel.get_value())
+  np.testing.assert_array_equal(theirs["fc.weight"][:, 1], kernel.T)
+  query = np.asarray(model.query.get_value())
+  np.testing.assert_array_equal(theirs["q.weight"], query.reshape(8, 24).T)
+  np.testing.assert_array_equal(theirs["o.weight"], np.asarray(model.out.get_value()).reshape(4, 6, 8))
+  np.testing.assert_array_equal(theirs["s.2.weight"], np.asarray(model.stacked.get_value())[2].T)
+  assert theirs["embed"].dtype == np.float32
+  again, optimizer = import_safetensors(tmp_path / "out", make_plan(a=2, b=2), MAPPING, skip=NO_NOISE)
+  assert_same(again, model)
+  assert isinstance(optimizer, nnx.Optimizer)
+
+
+def test_many_files_have_an_index_that_others_read(tmp_path):
+  model, _ = nxp.create_sharded_model(make_plan(a=8))
+  names = export_safetensors(tmp_path / "out", model, skip=NO_NOISE, file_bytes=1000)
+  index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
+  assert set(index["weight_map"]) == set(names)
+  total = 0
+  for file in set(index["weight_map"].values()):
+    with safetensors.safe_open(tmp_path / "out" / file, "numpy") as opened:
+      total += len(list(opened.keys()))
+  assert total == len(names)
+  again, _ = import_safetensors(tmp_path / "out", make_plan(b=4), skip=NO_NOISE)
+  assert_same(again, model)
+
+
+def test_padding_is_cut_and_added(tmp_path):
+  def init():
+    return nnx.Linear(6, 10, rngs=nnx.Rngs(0), kernel_metadata={"out_sharding": (None, "x")})
+
+  plan = nxp.plan(init, nxp.make_mesh(x=8), uneven="pad")
+  model = nxp.create_sharded_model(plan)
+  export_safetensors(tmp_path / "out", model, plan=plan)
+  theirs = safetensors.numpy.load_file(tmp_path / "out" / "model.safetensors")
+  assert theirs["kernel"].shape == (6, 10)
+  assert_same(import_safetensors(tmp_path / "out", plan), model)
+
+
+def test_files_of_others(tmp_path):
+  theirs = {"kernel": RNG.standard_normal((8, 16), np.float32), "bias": np.zeros(16, np.float32)}
+  safetensors.numpy.save_file({**theirs, "rope.inv_freq": np.ones(3)}, tmp_path / "m.safetensors")
+  plan = nxp.plan(lambda: nnx.Linear(8, 16, rngs=nnx.Rngs(0)), nxp.make_mesh(a=8), nxp.fsdp("a", min_size=1))
+  mapping = Mapping(Rule("kernel", "kernel"), Rule("bias", "bias"), ignore=["*.inv_freq"])
+  model = import_safetensors(tmp_path / "m.safetensors", plan, mapping)
+  np.testing.assert_array_equal(model.kernel.get_value(), theirs["kernel"])
+  text = r"(?s)0 of our leaves have no source, 1 of their arrays no use\.\n  unused   rope\.inv_freq\n  Fix: "
+  with pytest.raises(CheckpointError, match=text):
+    import_safetensors(tmp_path / "m.safetensors", plan)
+
+
+def test_incomplete_mappings_name_the_leaves(tmp_path):
+  safetensors.numpy.save_file({"kernel_": np.ones((8, 16), np.float32)}, tmp_path / "m.safetensors")
+  plan = nxp.plan(lambda: nnx.Linear(8, 16, rngs=nnx.Rngs(0)), nxp.make_mesh(a=8), nxp.replicate())
+  text = r"(?s)missing  bias: needs bias.*missing  kernel: needs kernel \(nearest: kernel_\).*unused   ker"
+  with pytest.raises(CheckpointError, match=text):
+    import_safetensors(tmp_path / "m.safetensors", plan)
+  with pytest.raises(CheckpointError, match="missing  bias: no rule names it"):
+    import_safetensors(tmp_path / "m.safetensors", plan, Mapping(Rule("kernel_", "kernel")))
+  wrong = Mapping(Rule("kernel_", "kernel", Transpose(1, 0)))
+  text = r"kernel does not fit: the mapping makes float32\[16, 8\] of kernel_, the model has float32\[8, 16\]"
+  with pytest.raises(CheckpointError, match=text):
+    import_safetensors(tmp_path / "m.safetensors", plan, wrong, skip=["bias"])
+  model = nxp.create_sharded_model(plan)
+  with pytest.raises(CheckpointError, match=r"1 of our leaves have no rule\.\n  no rule  bias"):
+    export_safetensors(tmp_path / "out", model, Mapping(Rule("kernel_", "kernel")))
+
+
+def test_layers_with_a_gap(tmp_path):
+  tensors = {f"w.{i}": np.ones((2, 2), np.float32) for i in (0, 2)}
+  safetensors.numpy.save_file(tensors, tmp_path / "m.safetensors")
+  with pytest.raises(CheckpointError, match=r"cannot stack w\.\{i\} into w: the numbers found are \[0, 2\]"):
+    Mapping(Rule("w.{i}", "w", Stack())).bind(["w"], tensors)
+  with pytest.raises(CheckpointError, match=r"does not say how its numbers correspond\.\n  only in theirs: "):
+    Rule("w.{i}", "w")
+
+
+def test_tied_leaves_must_be_equal(tmp_path):
+  tree = {"a": jnp.ones(4), "b": jnp.zeros(4)}
+  with pytest.raises(CheckpointError, match="b is tied to w, but its values differ"):
+    export_safetensors(tmp_path / "out", tree, Mapping(Rule("w", ("a", "b"))))
+  assert not (tmp_path / "out").exists()
+
+
+def test_what_safetensors_cannot_hold(tmp_path):
+  model, _ = nxp.create_sharded_model(make_plan(a=8))
+  text = r"noise\.rngs\.key has no form in safetensors: key<fry>\.\n  Fix: .*skip=\['noise\.rngs\.key'\]"
+  with pytest.raises(CheckpointError, match=text):
+    export_safetensors(tmp_path / "out", model, skip=["noise.rngs.count"])
+
+
+@pytest.mark.parametrize("cut", [3, 40, -1])
+def test_damaged_files(tmp_path, cut):
+  file = tmp_path / "m.safetensors"
+  safetensors.numpy.save_file({"w": np.ones(4, np.float32)}, file)
+  file.write_bytes(file.read_bytes()[:cut])
+  plan = nxp.plan(lambda: nnx.Linear(8, 16, rngs=nnx.Rngs(0)), nxp.make_mesh(a=8), nxp.replicate())
+  with pytest.raises(CheckpointError, match=r"m\.safetensors is not a whole safetensors file"):
+    import_safetensors(file, plan)
+
+
+def boxes(shape):
+  """Strategy: a box with at least one element."""
+
+  def slices(size):
+    return st.tuples(st.integers(0, size - 1), st.integers(1, size)).map(
+      lambda ends: slice(ends[0], max(ends[1], ends[0] + 1))
+    )
+
+  return st.tuples(*map(slices, shape))
+
+
+BASE = np.arange(12 * 10, dtype=np.float32).reshape(12, 10)
+VIEWS = {
+  "transposed": (lambda: views.Transposed(views.Memory(BASE.copy()), (1, 0)), BASE.T),
+  "split": (lambda: views.SplitDim(views.Memory(BASE.copy()), 0, 4), BASE.reshape(3, 4, 10)),
+  "split last": (lambda: views.SplitDim(views.Memory(BASE.copy()), 1, 5), BASE.reshape(12, 2, 5)),
+  "merged": (
+    lambda: views.MergedDims(views.Memory(BASE.reshape(3, 4, 10).copy()), 1),
+    BASE.reshape(3, 40),
+  ),
+  "stacked": (
+    lambda: views.Stacked([views.Memory(BASE[i].copy()) for i in range(12)], 1),
+    BASE.T,
+  ),
+  "layer": (
+    lambda: views.Layer(views.Memory(BASE.copy().reshape(3, 4, 10)), 1, 2),
+    BASE.reshape(3, 4, 10)[:, 2],
+  ),
+  "both": (
+    lambda: views.Transposed(views.SplitDim(views.Memory(BASE.copy()), 0, 4), (2, 0, 1)),
+    BASE.reshape(3, 4, 10).transpose(2, 0, 1),
+  ),
+}
+
+
+@pytest.mark.parametrize("name", VIEWS)
+@hypothesis.given(data=st.data())
+def test_any_box_of_any_view(name, data):
+  make, reference = VIEWS[name]
+  view = make()
+  assert view.shape == reference.shape
+  box = data.draw(boxes(view.shape))
+  np.testing.assert_array_equal(view.read(box), reference[box])
+  changed = reference.copy()
+  changed[box] = -1 - changed[box]
+  view.write(box, changed[box])
+  np.testing.assert_array_equal(view.read(views.whole(view.shape)), changed)
+
+
+def test_reshape_and_cast_there_and_back(tmp_path):
+  tree = {"w": jnp.asarray(BASE), "h": jnp.asarray(BASE, jnp.bfloat16)}
+  mapping = Mapping(
+    Rule("w", "w", Reshape((5, 24), (12, 10))), Rule("h", "h", Cast(np.float32, jnp.bfloat16))
+  )
+  export_safetensors(tmp_path / "out", tree, mapping)
+  theirs = safetensors.numpy.load_file(tmp_path / "out" / "model.safetensors")
+  np.testing.assert_array_equal(theirs["w"], BASE.reshape(5, 24))
+  np.testing.assert_array_equal(theirs["h"], np.asarray(tree["h"]).astype(np.float32))

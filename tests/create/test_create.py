@@ -1,0 +1,139 @@
+"""What creation promises on each kind of mesh, whatever mesh is active."""
+
+from __future__ import annotations
+
+import contextlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import nnx_parallel as nxp
+from create.models import arrays_of, assert_same_arrays, loss, stack
+
+RULES = nxp.LogicalRules(batch=("data", "fsdp"), embed="fsdp", mlp="tensor")
+COMPILE = ("slices", "whole")
+
+
+def mesh_of(kind: str) -> jax.sharding.Mesh:
+  return nxp.make_mesh(data=2, fsdp=2, tensor=2, explicit=kind == "explicit")
+
+
+def active(which: str, mesh: jax.sharding.Mesh) -> contextlib.AbstractContextManager[object]:
+  if which == "none":
+    return contextlib.nullcontext()
+  if which == "same":
+    return jax.set_mesh(mesh)
+  return jax.set_mesh(nxp.make_mesh(other=4, third=2, explicit=which == "another explicit"))
+
+
+@pytest.fixture(scope="module")
+def eager() -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
+  with nnx.use_eager_sharding(False):
+    model = stack()
+    return arrays_of(model), arrays_of(nnx.Optimizer(model, optax.adamw(1e-2), wrt=nnx.Param))
+
+
+@pytest.mark.parametrize("which", ["none", "same", "another", "another explicit"])
+@pytest.mark.parametrize("kind", ["auto", "explicit"])
+@pytest.mark.parametrize("compile", COMPILE)
+def test_values_layout_and_metadata(compile, kind, which, eager):
+  mesh = mesh_of(kind)
+  with active(which, mesh):
+    plan = nxp.plan(stack, mesh, [RULES, nxp.replicate()], optimizer=optax.adamw(1e-2))
+    model, optimizer = nxp.create_sharded_model(plan, compile=compile)
+  assert_same_arrays(arrays_of(model), eager[0])
+  assert_same_arrays(arrays_of(optimizer), eager[1])
+  assert model.head is model.embed
+  for root, node in (("model", model), ("optimizer", optimizer)):
+    for path, leaf in plan.of(root).items():
+      variable = dict(nnx.to_flat_state(nnx.state(node)))[path]
+      value = variable.get_raw_value()
+      assert value.sharding == leaf.sharding, leaf.name
+      assert {shard.data.nbytes for shard in value.addressable_shards} == {leaf.bytes_per_device}
+  kernel = model.blocks[0].up.kernel
+  assert kernel.get_value().sharding.spec == jax.P("fsdp", "tensor")
+  assert nnx.get_partition_spec(nnx.state(model))["blocks"][0]["up"]["kernel"] == jax.P("fsdp", "tensor")
+  assert kernel.get_metadata("out_sharding") == ("embed", "mlp")
+  assert kernel.get_metadata("mesh") == mesh
+
+
+@pytest.mark.parametrize("compile", COMPILE)
+def test_no_two_leaves_share_memory(compile):
+  plan = nxp.plan(stack, mesh_of("auto"), [RULES, nxp.replicate()], optimizer=optax.adamw(1e-2))
+  seen: dict[int, str] = {}
+  for node, root in zip(nxp.create_sharded_model(plan, compile=compile), ("model", "optimizer"), strict=True):
+    for path, leaf in nnx.to_flat_state(nnx.state(node)):
+      value = leaf.get_raw_value()
+      if jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
+        value = jax.random.key_data(value)
+      for shard in value.addressable_shards:
+        pointer = shard.data.unsafe_buffer_pointer()
+        # Devices of one leaf may read the same host memory; two leaves may not, or donating one frees both.
+        assert seen.setdefault(pointer, f"{root} {path}") == f"{root} {path}"
+
+
+def tokens(mesh: jax.sharding.Mesh, plan: nxp.ShardingPlan) -> jax.Array:
+  return nxp.shard_batch(np.random.default_rng(0).integers(0, 32, (8, 5)), plan)
+
+
+@pytest.mark.parametrize("compile", COMPILE)
+def test_a_plain_nnx_jit_step_works_on_what_was_created(compile):
+  mesh = mesh_of("auto")
+  plan = nxp.plan(stack, mesh, [RULES, nxp.replicate()], optimizer=optax.adamw(1e-2))
+  model, optimizer = nxp.create_sharded_model(plan, compile=compile)
+
+  @nnx.jit(donate_argnums=(0, 1))
+  def step(model: nnx.Module, optimizer: nnx.Optimizer, batch: jax.Array) -> jax.Array:
+    value, grads = nnx.value_and_grad(loss)(model, batch)
+    optimizer.update(model, grads)
+    return value
+
+  with nnx.use_eager_sharding(False):
+    alone = stack()
+    its_optimizer = nnx.Optimizer(alone, optax.adamw(1e-2), wrt=nnx.Param)
+  batch = np.random.default_rng(0).integers(0, 32, (8, 5))
+  ours = [float(step(model, optimizer, tokens(mesh, plan))) for _ in range(3)]
+  theirs = [float(step(alone, its_optimizer, jnp.asarray(batch))) for _ in range(3)]
+  np.testing.assert_allclose(ours, theirs, rtol=1e-5)
+  assert ours[2] < ours[0]
+
+
+@pytest.mark.parametrize("kind", ["auto", "explicit"])
+def test_an_optimizer_built_by_hand_follows_the_parameters(kind):
+  mesh = mesh_of(kind)
+  model = nxp.create_sharded_model(stack, mesh, [RULES, nxp.replicate()])
+  optimizer = nnx.Optimizer(model, optax.adamw(1e-2), wrt=nnx.Param)
+  moment = optimizer.opt_state[0].mu["blocks"][0]["up"]["kernel"].get_value()
+  assert moment.sharding.is_equivalent_to(model.blocks[0].up.kernel.get_value().sharding, 2)
+
+
+def test_init_may_build_something_else_only_before_planning():
+  widths = iter([4, 8])
+  plan = nxp.plan(lambda: nnx.Linear(8, next(widths), rngs=nnx.Rngs(0)), nxp.make_mesh(data=8))
+  with pytest.raises(nxp.PlanError) as caught:
+    nxp.create_sharded_model(plan)
+  assert str(caught.value) == (
+    "init built another structure than when it was planned: bias.\n"
+    "  planned float32[4], built float32[8]\n"
+    "  Fix: make init depend on nothing that changes between calls, or plan again."
+  )
+
+
+def test_bad_arguments():
+  plan = nxp.plan(stack, nxp.abstract_mesh(data=1, fsdp=2, tensor=2), [RULES, nxp.replicate()])
+  with pytest.raises(
+    nxp.PlanError, match="this plan is on an abstract mesh, so there is nothing to create on"
+  ):
+    nxp.create_sharded_model(plan)
+  with pytest.raises(nxp.PlanError, match="got a plan and also mesh, rules or optimizer"):
+    nxp.create_sharded_model(plan, nxp.make_mesh(fsdp=8))
+  with pytest.raises(nxp.PlanError, match="needs a mesh"):
+    nxp.create_sharded_model(stack)
+  with pytest.raises(
+    nxp.PlanError, match=r"compile='fast' is not a way to create.\n  Fix: one of slices, whole"
+  ):
+    nxp.create_sharded_model(stack, mesh_of("auto"), [RULES, nxp.replicate()], compile="fast")

@@ -1,0 +1,222 @@
+"""Creation by slices: equal to eager construction bit for bit, and one program per distinct initializer."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import nnx_parallel as nxp
+from create.models import Stack, arrays_of, assert_same_arrays
+from nnx_parallel.create.explain import creation_report
+
+MESH = functools.partial(nxp.make_mesh, fsdp=8)
+RULES = [nxp.LogicalRules(embed=None, mlp=None), nxp.fsdp(min_size=0)]
+# XLA's CPU backend (jax 0.12) may round loops shorter than a vector differently: shards have 8 columns or more.
+SHAPES = {"delta_orthogonal": (3, 3, 8, 16), "orthogonal": (32, 32), "stacked": (4, 16, 32)}
+I = nnx.initializers
+
+
+class Kernels(nnx.Module):
+  """Three kernels of one initializer, in an order that names do not follow."""
+
+  def __init__(
+    self, make: Callable[..., jax.Array], shape: tuple[int, ...], dtype: jnp.dtype, rngs: nnx.Rngs
+  ):
+    for name in "zxy":
+      setattr(self, name, nnx.Param(make(rngs.params(), shape, dtype)))
+
+
+INITIALIZERS = {
+  "constant": I.constant(0.5),
+  "delta_orthogonal": I.delta_orthogonal(),
+  "glorot_uniform": I.glorot_uniform(),
+  "he_normal": I.he_normal(),
+  "lecun_normal": I.lecun_normal(),
+  "normal": I.normal(0.02),
+  "ones": I.ones_init(),
+  "orthogonal": I.orthogonal(),
+  "truncated_normal": I.truncated_normal(0.02, lower=-3, upper=3),
+  "uniform": I.uniform(0.1),
+  "variance_scaling": I.variance_scaling(0.7, "fan_avg", "normal", out_axis=0),
+}
+
+
+def created(init: Callable[[], nnx.Module], **options: object) -> nnx.Module:
+  return nxp.create_sharded_model(init, MESH(), RULES, **options)
+
+
+@pytest.mark.parametrize("name", INITIALIZERS)
+def test_initializers(name):
+  init = lambda: Kernels(INITIALIZERS[name], SHAPES.get(name, (16, 64)), jnp.float32, nnx.Rngs(0))
+  assert_same_arrays(arrays_of(created(init)), arrays_of(init()))
+  plan = nxp.plan(init, MESH(), RULES)
+  assert [program.runs for program in creation_report(plan).programs] == [3]
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float8_e4m3fn"])
+def test_narrow_dtypes(dtype):
+  make = lambda key, shape, dtype: jax.random.normal(key, shape, jnp.float32).astype(dtype)
+  init = lambda: Kernels(make, (16, 64), jnp.dtype(dtype), nnx.Rngs(0))
+  assert_same_arrays(arrays_of(created(init)), arrays_of(init()))
+
+
+class Scaled(nnx.Module):
+  """Each layer's scale depends on its depth, as in GPT-2."""
+
+  def __init__(self, rngs: nnx.Rngs):
+    self.layers = nnx.List(
+      nnx.Linear(32, 64, kernel_init=I.normal(0.02 / (i + 1) ** 0.5), rngs=rngs) for i in range(4)
+    )
+
+
+class Lstm(nnx.Module):
+  """A recurrent cell: orthogonal recurrent kernels, and streams of its own."""
+
+  def __init__(self, rngs: nnx.Rngs):
+    self.cell = nnx.OptimizedLSTMCell(16, 32, rngs=rngs)
+    self.norm = nnx.BatchNorm(32, rngs=rngs)
+    self.drop = nnx.Dropout(0.5, rngs=rngs)
+
+
+class Stacked(nnx.Module):
+  """Layers stacked by nnx.vmap, and by nnx.scan-like splits of the streams."""
+
+  def __init__(self, rngs: nnx.Rngs):
+    @nnx.split_rngs(splits=4)
+    @nnx.vmap(in_axes=0, out_axes=0)
+    def make(rngs: nnx.Rngs) -> nnx.Linear:
+      return nnx.Linear(16, 64, rngs=rngs)
+
+    self.layers = make(rngs)
+
+
+class Compiled(nnx.Module):
+  """Blocks from a constructor that the user compiled already."""
+
+  def __init__(self, rngs: nnx.Rngs):
+    make = nnx.jit(lambda rngs: nnx.Linear(16, 64, rngs=rngs))
+    self.blocks = nnx.List(make(rngs) for _ in range(3))
+
+
+TABLE = np.random.default_rng(0).normal(size=(64, 32)).astype(np.float32)
+
+
+class Computed(nnx.Module):
+  """Constants from numpy, one array in two Variables, values computed from others, several dtypes."""
+
+  def __init__(self, rngs: nnx.Rngs):
+    self.pretrained = nnx.Param(jnp.asarray(TABLE))
+    self.cast = nnx.Param(jnp.asarray(TABLE).astype(jnp.bfloat16))
+    self.once = nnx.Linear(64, 32, rngs=rngs)
+    self.again = nnx.Param(self.once.kernel[...])
+    self.double = nnx.Param(self.once.kernel[...] * 2.0)
+    self.row = nnx.Variable(self.once.kernel[...][0])
+    self.counts = nnx.Variable(jnp.arange(128, dtype=jnp.int32))
+    self.phases = nnx.Variable(jax.lax.complex(jnp.linspace(0.0, 3.0, 128), jnp.ones(128)))
+    self.mask = nnx.Variable(jnp.tril(jnp.ones((16, 16), bool)))
+
+
+CONSTRUCTORS: dict[str, Callable[[], nnx.Module]] = {
+  "compiled": lambda: Compiled(nnx.Rngs(0)),
+  "computed": lambda: Computed(nnx.Rngs(0)),
+  "lora": lambda: nnx.LoRALinear(32, 64, lora_rank=4, rngs=nnx.Rngs(0)),
+  "lstm": lambda: Lstm(nnx.Rngs(0, params=1, dropout=2)),
+  "scaled": lambda: Scaled(nnx.Rngs(0)),
+  "stack": lambda: Stack(3, 16, nnx.Rngs(5, params=1, dropout=2)),
+  "stacked": lambda: Stacked(nnx.Rngs(0)),
+  "old style key": lambda: Kernels(
+    lambda _, *rest: jax.random.normal(jax.random.PRNGKey(7), *rest), (16, 64), jnp.float32, nnx.Rngs(0)
+  ),
+}
+
+
+@pytest.mark.parametrize("name", CONSTRUCTORS)
+def test_constructors(name):
+  init = CONSTRUCTORS[name]
+  with nnx.use_eager_sharding(False):
+    expected = arrays_of(init())
+  assert_same_arrays(arrays_of(created(init)), expected)
+
+
+@pytest.mark.parametrize("name", ["computed", "stack"])
+def test_the_reference_agrees(name):
+  init = CONSTRUCTORS[name]
+  sliced, whole = arrays_of(created(init)), arrays_of(created(init, compile="whole"))
+  for path, value in sliced.items():
+    np.testing.assert_allclose(value, whole[path], rtol=3e-7, atol=1e-7, err_msg=path)
+
+
+def programs(depth: int, optimizer: optax.GradientTransformation | None = None) -> int:
+  init = lambda: Stack(depth, 16, nnx.Rngs(0, dropout=1))
+  plan = nxp.plan(init, MESH(), RULES, optimizer=optimizer)
+  return len(creation_report(plan).programs)
+
+
+def test_the_number_of_programs_does_not_depend_on_depth():
+  assert programs(2) == programs(9)
+  assert programs(2, optax.adamw(1e-3)) == programs(5, optax.adamw(1e-3))
+
+
+def test_layers_that_differ_in_a_number_share_a_program():
+  plan = nxp.plan(CONSTRUCTORS["scaled"], MESH(), RULES)
+  assert str(creation_report(plan)) == (
+    "1 programs make 4 leaves; 4 are placed as they are\n"
+    "     4 x float32[32,64] P(None, 'fsdp'): layers.0.kernel and 3 more"
+  )
+
+
+def test_a_compiled_sub_constructor_is_cut_too():
+  plan = nxp.plan(CONSTRUCTORS["compiled"], MESH(), RULES)
+  report = creation_report(plan)
+  assert sorted(program.runs for program in report.programs if "kernel" in program.leaves[0]) == [3]
+
+
+def test_variables_that_share_work_share_a_slice():
+  plan = nxp.plan(CONSTRUCTORS["computed"], MESH(), RULES)
+  (program,) = [p for p in creation_report(plan).programs if "once.kernel" in p.leaves]
+  assert set(program.leaves) == {"once.kernel", "again", "double", "row"}
+
+
+def test_other_shardings_are_other_programs():
+  init = lambda: Kernels(I.lecun_normal(), (16, 64), jnp.float32, nnx.Rngs(0))
+  rules = nxp.PathRules([("x", ("fsdp", None)), (".*", (None, "fsdp"))])
+  report = creation_report(nxp.plan(init, nxp.make_mesh(fsdp=8), rules))
+  assert sorted((program.runs, program.spec) for program in report.programs) == [
+    (1, jax.P("fsdp", None)),
+    (2, jax.P(None, "fsdp")),
+  ]
+
+
+class Talkative(nnx.Module):
+  """Has a side effect in its constructor."""
+
+  def __init__(self, rngs: nnx.Rngs):
+    self.linear = nnx.Linear(16, 64, rngs=rngs)
+    jax.debug.callback(lambda x: None, self.linear.kernel[...].sum())
+
+
+def test_a_constructor_with_side_effects_runs_whole_and_says_so(caplog):
+  init = lambda: Talkative(nnx.Rngs(0))
+  with caplog.at_level(logging.WARNING):
+    model = created(init)
+  assert_same_arrays(arrays_of(model), arrays_of(init()))
+  reason = "it has side effects (Debug)"
+  assert caplog.messages == [f"creating the model as one program: {reason}"]
+  plan = nxp.plan(init, MESH(), RULES)
+  assert str(creation_report(plan)) == f"created as one program: {reason}"
+
+
+def test_constants_are_copied():
+  table = np.ones((64, 32), np.float32)
+  init = lambda: nnx.Dict(table=nnx.Param(jnp.asarray(table)))
+  model = created(init)
+  table[:] = 7
+  assert float(model.table[...].max()) == 1

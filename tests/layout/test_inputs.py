@@ -1,0 +1,93 @@
+"""Inputs by rank, and over the whole mesh."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from flax import nnx
+from jax.sharding import PartitionSpec as P
+
+import nnx_parallel as nxp
+from nnx_parallel import InputRules, LogicalRules, RuleSet, ShardingError
+
+
+def plan(*rules, **axes):
+  return nxp.plan(
+    lambda: nnx.Linear(8, 8, rngs=nnx.Rngs(0)), nxp.make_mesh(**(axes or {"data": 4, "tensor": 2})), rules
+  )
+
+
+def test_by_rank_with_axes_and_with_names():
+  rules = InputRules(map_1d=("data",), map_2d=("batch", "seq"), map_3d=("batch", None, ("tensor",)))
+  made = plan(rules, LogicalRules(batch="data", seq=["tensor", None]))
+  assert [made.batch_spec(n) for n in range(4)] == [
+    P(),
+    P("data"),
+    P("data", "tensor"),
+    P("data", None, "tensor"),
+  ]
+
+
+def test_the_whole_mesh_splits_the_batch():
+  made = plan(InputRules.whole_mesh(), LogicalRules(batch="data"))
+  assert made.batch_spec(3) == P(("data", "tensor"), None, None)
+  placed = nxp.shard_batch({"x": np.zeros((16, 3)), "n": np.float32(1)}, made)
+  assert {shard.data.shape for shard in placed["x"].addressable_shards} == {(2, 3)}
+  assert placed["n"].sharding.is_fully_replicated
+
+
+def test_a_batch_is_placed_by_rank():
+  made = plan(InputRules(map_2d=("data", "tensor")))
+  placed = nxp.shard_batch(np.zeros((8, 6)), made)
+  assert placed.sharding.shard_shape((8, 6)) == (2, 3)
+  with pytest.raises(ShardingError, match=r"batch: dim 1 has length 5, which 2 shards cannot split evenly"):
+    nxp.shard_batch(np.zeros((8, 5)), made)
+
+
+def test_a_missing_rank_shows_the_mapping():
+  with pytest.raises(ShardingError) as caught:
+    plan(InputRules(map_1d=("data",), map_2d=("data", None))).batch_spec(3)
+  assert str(caught.value) == (
+    "no input rule for an array of 3 dims.\n"
+    "  InputRules(map_1d=('data',), map_2d=('data', None))\n"
+    "  Fix: add a mapping for that rank, for example map_3d=('data', None, None)."
+  )
+
+
+def test_an_unknown_name_says_where():
+  with pytest.raises(ShardingError, match=r"cannot shard inputs of 2 dims: dim 1 is named 'tokens'"):
+    plan(InputRules(map_2d=("data", "tokens"))).batch_spec(2)
+
+
+@pytest.mark.parametrize(
+  ("arguments", "text"),
+  [
+    (
+      {"map_2d": ("data",)},
+      r"map_2d=\('data',\) is not one name for each of 2 dims[\s\S]*map_2d=\('data', None\)",
+    ),
+    ({"map_1d": "data"}, r"map_1d='data' is not one name for each of 1 dims"),
+    ({"map_0d": ()}, r"'map_0d' is not the rank of an input[\s\S]*scalars are always replicated"),
+    ({"by_rank": {1: ("data",)}, "map_1d": ("data",)}, r"inputs of 1 dims have two mappings"),
+    ({"two": ("data", None)}, r"'two' is not the rank"),
+  ],
+)
+def test_mappings_that_make_no_sense(arguments, text):
+  with pytest.raises(ShardingError, match=text):
+    InputRules(**arguments)
+
+
+@pytest.mark.parametrize(
+  "rules", [InputRules(map_1d=("data",), map_2d=[["a", "b"], None]), InputRules.whole_mesh()]
+)
+def test_they_read_back_as_written(rules):
+  assert eval(repr(rules)) == rules
+  assert hash(eval(repr(rules))) == hash(rules)
+  assert RuleSet.of([rules, nxp.fsdp()]).inputs == rules
+
+
+def test_two_input_rules():
+  with pytest.raises(
+    ShardingError, match=r"two input rules: InputRules\.whole_mesh\(\) and InputRules\(map_1d="
+  ):
+    RuleSet.of([InputRules.whole_mesh(), InputRules(map_1d=("data",))])

@@ -1,0 +1,272 @@
+"""Every preset on a model of ours: each parameter named, the expected layout, and the same numbers."""
+
+from __future__ import annotations
+
+import inspect
+
+import jax
+import numpy as np
+import pytest
+from flax import nnx
+from jax.sharding import PartitionSpec as P
+
+import nnx_parallel as nxp
+from layout.families import GPT, T5, Llama, ViT
+from nnx_parallel import InputRules, LogicalRules, PathRules, RuleSet, presets
+
+MODELS = {"t5": T5, "llama": Llama, "gpt": GPT, "vit": ViT}
+LAYOUTS = {
+  "data_parallel": {"data": 8},
+  "zero": {"data": 8},
+  "hybrid": {"replica": 2, "fsdp": 4},
+  "fsdp_tensor": {"data": 2, "fsdp": 2, "tensor": 2},
+  "sequence": {"data": 4, "sequence": 2},
+  "expert": {"data": 4, "expert": 2},
+  "pipeline": {"data": 4, "stage": 2},
+}
+
+
+def build(name, **options):
+  return lambda: MODELS[name](nnx.Rngs(0), **options)
+
+
+def inputs(name):
+  tokens = np.arange(64).reshape(8, 8) % 32
+  images = np.linspace(-1, 1, 8 * 4 * 4 * 3, dtype=np.float32).reshape(8, 4, 4, 3)
+  return {"t5": (tokens, tokens[:, ::-1]), "vit": (images,)}.get(name, (tokens,))
+
+
+def table(plan):
+  """Path with list indices as * -> spec; a spec that differs between layers would show as two."""
+  specs: dict[str, set] = {}
+  for leaf in plan.leaves:
+    specs.setdefault(".".join("*" if isinstance(p, int) else str(p) for p in leaf.path), set()).add(leaf.spec)
+  assert all(len(found) == 1 for found in specs.values())
+  return {path: found.pop() for path, found in specs.items()}
+
+
+def test_the_original_t5_table():
+  rules = presets.t5(embed=None, heads="mp", mlp="mp", vocab="mp")
+  specs = table(nxp.plan(build("t5"), nxp.abstract_mesh(dp=2, mp=4), rules))
+  column, row, whole = P(None, "mp"), P("mp", None), P(None)
+  attention = lambda path: {f"{path}.{n}.kernel": row if n == "o" else column for n in "qkvo"}  # noqa: E731
+  expected = {
+    "shared.embedding": row,
+    "lm_head.kernel": column,
+    **attention("encoder.block.*.layer.*.SelfAttention"),
+    **attention("decoder.block.*.layer.*.SelfAttention"),
+    **attention("decoder.block.*.layer.*.EncDecAttention"),
+  }
+  for part in ("encoder", "decoder"):
+    dense = f"{part}.block.*.layer.*.DenseReluDense"
+    expected |= {f"{dense}.wi_0.kernel": column, f"{dense}.wi_1.kernel": column, f"{dense}.wo.kernel": row}
+    expected[f"{part}.block.*.layer.*.SelfAttention.relative_attention_bias.embedding"] = P(None, None)
+    expected[f"{part}.block.*.layer.*.layer_norm.scale"] = whole
+    expected[f"{part}.final_layer_norm.scale"] = whole
+  assert specs == expected
+
+
+EXPECTED = {
+  "llama": {
+    "embed_tokens.embedding": P("tensor", None),
+    "layers.*.self_attn.q_proj.kernel": P(None, "tensor"),
+    "layers.*.self_attn.k_proj.kernel": P(None, "tensor"),
+    "layers.*.self_attn.v_proj.kernel": P(None, "tensor"),
+    "layers.*.self_attn.o_proj.kernel": P("tensor", None),
+    "layers.*.mlp.gate_proj.kernel": P(None, "tensor"),
+    "layers.*.mlp.up_proj.kernel": P(None, "tensor"),
+    "layers.*.mlp.down_proj.kernel": P("tensor", None),
+    "layers.*.input_layernorm.scale": P(None),
+    "layers.*.post_attention_layernorm.scale": P(None),
+    "norm.scale": P(None),
+    "lm_head.kernel": P(None, "tensor"),
+  },
+  "gpt": {
+    "wte.embedding": P("tensor", None),
+    "wpe.embedding": P(None, None),
+    "h.*.attn.c_attn.kernel": P(None, "tensor"),
+    "h.*.attn.c_attn.bias": P("tensor"),
+    "h.*.attn.c_proj.kernel": P("tensor", None),
+    "h.*.attn.c_proj.bias": P(None),
+    "h.*.mlp.c_fc.kernel": P(None, "tensor"),
+    "h.*.mlp.c_fc.bias": P("tensor"),
+    "h.*.mlp.c_proj.kernel": P("tensor", None),
+    "h.*.mlp.c_proj.bias": P(None),
+    **{f"{norm}.{part}": P(None) for norm in ("h.*.ln_1", "h.*.ln_2", "ln_f") for part in ("scale", "bias")},
+  },
+  "vit": {
+    "patch_embed.kernel": P(None, None, None, None),
+    "patch_embed.bias": P(None),
+    "cls_token": P(None, None, None),
+    "pos_embed": P(None, None, None),
+    **{f"blocks.*.attn.{n}.kernel": P(None, "tensor", None) for n in ("query", "key", "value")},
+    **{f"blocks.*.attn.{n}.bias": P("tensor", None) for n in ("query", "key", "value")},
+    "blocks.*.attn.out.kernel": P("tensor", None, None),
+    "blocks.*.attn.out.bias": P(None),
+    "blocks.*.fc1.kernel": P(None, "tensor"),
+    "blocks.*.fc1.bias": P("tensor"),
+    "blocks.*.fc2.kernel": P("tensor", None),
+    "blocks.*.fc2.bias": P(None),
+    **{
+      f"{n}.{part}": P(None)
+      for n in ("blocks.*.norm1", "blocks.*.norm2", "norm")
+      for part in ("scale", "bias")
+    },
+    "head.kernel": P(None, None),
+    "head.bias": P(None),
+  },
+}
+
+
+@pytest.mark.parametrize("name", EXPECTED)
+def test_the_table_of_a_family(name):
+  rules = [getattr(presets, name)(), presets.fsdp_tensor()]
+  plan = nxp.plan(build(name), nxp.abstract_mesh(fsdp=2, tensor=2), rules)
+  assert table(plan) == EXPECTED[name]
+  assert {leaf.decision.source for leaf in plan.leaves} == {"path rule"}
+  assert plan.notes == ()
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_family_without_a_fallback_leaves_nothing_unmatched(name):
+  logical = LogicalRules(embed=None, mlp="tensor", heads="tensor", kv_heads="tensor", vocab="tensor")
+  nxp.plan(build(name), nxp.abstract_mesh(tensor=2), [getattr(presets, name)(), logical])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MODELS)
+def test_the_same_numbers_as_on_one_device(name):
+  mesh = nxp.make_mesh(data=2, fsdp=2, tensor=2)
+  rules = [getattr(presets, name)(), presets.fsdp_tensor(min_size=64)]
+  model = nxp.create_sharded_model(build(name, depth=1), mesh, rules)
+  assert sum(not leaf.sharding.is_fully_replicated for leaf in jax.tree.leaves(nnx.state(model))) > 5
+  run = nnx.jit(lambda m, args: m(*args))
+  np.testing.assert_allclose(
+    run(model, inputs(name)), run(build(name, depth=1)(), inputs(name)), rtol=2e-5, atol=2e-5
+  )
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_layouts_on_their_mesh(name):
+  rules = getattr(presets, name)(**({} if name == "data_parallel" else {"min_size": 64}))
+  plan = nxp.plan(build("llama"), nxp.abstract_mesh(**LAYOUTS[name]), [presets.llama(), rules])
+  split = plan.bytes_per_device() / sum(leaf.bytes for leaf in plan.leaves)
+  ideal = {
+    "data_parallel": 1,
+    "zero": 8,
+    "hybrid": 4,
+    "fsdp_tensor": 4,
+    "sequence": 8,
+    "expert": 4,
+    "pipeline": 4,
+  }
+  # The norms stay whole: 320 of 27 968 bytes.
+  assert 1 / ideal[name] <= split < 1 / ideal[name] + 0.02
+  batch = [axis for axis in ("data", "replica", "fsdp", "expert") if axis in LAYOUTS[name]]
+  assert plan.batch_spec(1) == P(tuple(batch) if len(batch) > 1 else batch[0])
+
+
+def test_dims_that_a_layout_is_about():
+  def spec(rules, names, shape, **axes):
+    return nxp.resolve_spec(names, shape, axes, rules.logical).spec
+
+  assert spec(presets.expert(), ("expert", "embed", "mlp"), (4, 8, 8), data=2, expert=4) == P(
+    "expert", None, None
+  )
+  assert spec(presets.pipeline(), ("stage", "embed"), (4, 8), data=2, stage=4) == P("stage", None)
+  assert spec(presets.pipeline(), ("stage", "layers", "embed"), (4, 2, 8), data=2, stage=4) == P(
+    "stage", None, None
+  )
+  assert spec(presets.sequence(), ("batch", "seq", "embed"), (4, 8, 8), data=2, sequence=4) == P(
+    "data", "sequence", None
+  )
+  tensor = presets.sequence(tensor="tensor")
+  assert spec(tensor, ("embed", "mlp"), (8, 8), data=2, sequence=2, tensor=2) == P(None, "tensor")
+  # Three key-value heads do not fit four shards: whole, and recorded.
+  assert spec(presets.fsdp_tensor(), ("embed", "kv_heads"), (8, 3), fsdp=2, tensor=4) == P(None, None)
+
+
+@pytest.mark.parametrize("name", presets.__all__)
+def test_presets_print_as_code(name):
+  made = getattr(presets, name)()
+  names = {**vars(nxp), "InputRules": InputRules, "PathRules": PathRules}
+  assert RuleSet.of(eval(repr(made), names)) == RuleSet.of(made)
+
+
+def test_a_preset_is_edited_by_name():
+  rules = presets.fsdp_tensor().replace(vocab=None, kv_heads=None)
+  assert rules.logical["vocab"] == ((),)
+  assert rules.logical["mlp"] == (("tensor",),)
+  assert presets.fsdp_tensor().logical["vocab"] == (("tensor",), ())
+
+
+def test_every_preset_is_public():
+  public = {
+    name
+    for name, value in vars(presets).items()
+    if inspect.isfunction(value) and value.__module__ == presets.__name__
+  }
+  assert {name for name in public if not name.startswith("_")} == set(presets.__all__)
+
+
+class Stock(nnx.Module):
+  def __init__(self, rngs):
+    self.linear = nnx.Linear(8, 16, rngs=rngs)
+    self.general = nnx.LinearGeneral(8, (3, 4), rngs=rngs)
+    self.einsum = nnx.Einsum("ab,bcd->acd", (8, 2, 4), (2, 4), rngs=rngs)
+    self.attention = nnx.MultiHeadAttention(2, 8, decode=False, normalize_qk=True, rngs=rngs)
+    self.embed = nnx.Embed(16, 8, rngs=rngs)
+    self.conv = nnx.Conv(3, 8, (3, 3), rngs=rngs)
+    self.transposed = nnx.ConvTranspose(3, 8, (3, 3), rngs=rngs)
+    self.norms = nnx.List(
+      [norm(8, rngs=rngs) for norm in (nnx.LayerNorm, nnx.RMSNorm, nnx.BatchNorm, nnx.InstanceNorm)]
+    )
+    self.group_norm = nnx.GroupNorm(8, num_groups=2, rngs=rngs)
+    self.cells = nnx.List(
+      [cell(4, 8, rngs=rngs) for cell in (nnx.LSTMCell, nnx.OptimizedLSTMCell, nnx.GRUCell, nnx.SimpleCell)]
+    )
+    self.lora = nnx.LoRALinear(8, 16, lora_rank=2, rngs=rngs)
+    self.spectral = nnx.SpectralNorm(nnx.Linear(8, 16, rngs=rngs), rngs=rngs)
+    self.activation = nnx.PReLU()
+    self.dropout = nnx.Dropout(0.1, rngs=rngs)
+
+
+def test_stock_layers_need_no_other_rules():
+  logical = LogicalRules(embed=None, heads="tensor", vocab="tensor", features="tensor")
+  plan = nxp.plan(lambda: Stock(nnx.Rngs(0)), nxp.abstract_mesh(tensor=2), [presets.layers(), logical])
+  specs = {leaf.name: leaf.spec for leaf in plan.leaves}
+  assert specs["attention.query.kernel"] == P(None, "tensor", None)
+  assert specs["attention.query.bias"] == P("tensor", None)
+  assert specs["attention.out.kernel"] == P("tensor", None, None)
+  assert specs["attention.query_ln.scale"] == P(None)
+  assert specs["embed.embedding"] == P("tensor", None)
+  assert specs["lora.lora.lora_a"] == P(None, None)
+  assert specs["lora.lora.lora_b"] == P(None, "tensor")
+  attention = [name for name in specs if name.startswith("attention.")]
+  for name, spec in specs.items():
+    if name.endswith(".kernel") and name not in attention:
+      assert spec == P(*[None] * (len(spec) - 1), "tensor"), name
+    elif name not in attention and not name.endswith(("lora_b", "embedding")):
+      assert not any(spec), name
+
+
+def test_unmatched_parameters_are_all_listed_with_the_nearest_rule():
+  rules = PathRules([(("self_attn", "q_proj", "weight"), None), (r"lm_head\.kernel", (None, None))])
+  with pytest.raises(nxp.ShardingError) as caught:
+    nxp.plan(build("llama"), nxp.abstract_mesh(tensor=2), rules)
+  text = str(caught.value)
+  assert "incomplete partition spec: 20 parameters have no annotation and match no rule." in text
+  assert "layers.0.self_attn.q_proj.kernel   (nearest rule: ('self_attn', 'q_proj', 'weight'))" in text
+  assert "embed_tokens.embedding" in text
+  assert "\n    lm_head.kernel" not in text
+  assert "None keeps one whole" in text
+
+
+def test_rules_that_never_fire_are_noted_unless_the_table_is_for_a_family():
+  rules = [(("q_proj",), None), (r".*", None)]
+  pairs = [(("q_prj", "kernel"), None), *rules]
+  make = lambda **options: nxp.plan(build("llama"), nxp.abstract_mesh(tensor=2), PathRules(pairs, **options))  # noqa: E731
+  assert [note for note in make().notes if "q_prj" in note] == [
+    "path rule ('q_prj', 'kernel') matches nothing",
+  ]
+  assert not [note for note in make(optional=True).notes if "matches nothing" in note]
