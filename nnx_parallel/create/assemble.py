@@ -71,7 +71,7 @@ def put(value: Any, sharding: NamedSharding) -> jax.Array:
   return jax.make_array_from_callback(value.shape, sharding, lambda index: np.array(value[index]))
 
 
-def _buffers(array: jax.Array) -> set[tuple[jax.Device, int]]:
+def _buffers(array: jax.Array) -> set[tuple[Any, int]]:
   numbers = jax.random.key_data(array) if _is_key(array) else array
   return {(shard.device, shard.data.unsafe_buffer_pointer()) for shard in numbers.addressable_shards}
 
@@ -89,7 +89,7 @@ class Feed:
 
   def host(self, value: Any) -> Any:
     """The array of a variable or literal: numpy, or jax for keys and for constants that are jax arrays."""
-    array = value.val if isinstance(value, jex.Literal) else self.values[value]
+    array = read(value, self.values)
     return array if isinstance(array, jax.Array) else np.asarray(array, dtype=value.aval.dtype)
 
   def __call__(self, value: Any, piece: Slice) -> jax.Array:
@@ -154,4 +154,4 @@ def _abstract(value: Any, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
 
 
 def _is_key(array: Any) -> bool:
-  return jax.dtypes.issubdtype(array.dtype, jax.dtypes.prng_key)
+  return jnp.issubdtype(array.dtype, jax.dtypes.prng_key)

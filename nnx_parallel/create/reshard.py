@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
@@ -61,7 +62,9 @@ def reshard(
   roots: dict[Root, Any] = {"model": model}
   if optimizer is not None:
     roots["optimizer"] = optimizer
-  arrays = {root: {p: value_of(leaf) for p, leaf in variables(node).items()} for root, node in roots.items()}
+  arrays: dict[Root, dict[Path, Any]] = {
+    root: {p: value_of(leaf) for p, leaf in variables(node).items()} for root, node in roots.items()
+  }
   return instantiate(plan, _place(plan, arrays, donate=donate, byte_budget=byte_budget))
 
 
@@ -88,7 +91,8 @@ def from_arrays(
   Example:
     >>> import numpy as np, nnx_parallel as nxp
     >>> from flax import nnx
-    >>> plan = nxp.plan(lambda: nnx.Linear(8, 64, rngs=nnx.Rngs(0)), nxp.make_mesh(fsdp=8), nxp.fsdp(min_size=64))
+    >>> init = lambda: nnx.Linear(8, 64, rngs=nnx.Rngs(0))
+    >>> plan = nxp.plan(init, nxp.make_mesh(fsdp=8), nxp.fsdp(min_size=64))
     >>> arrays = {"kernel": np.ones((8, 64), np.float32), "bias": np.zeros(64, np.float32)}
     >>> nxp.from_arrays(plan, arrays).kernel.get_value().sharding.spec
     P(None, 'fsdp')
@@ -97,13 +101,15 @@ def from_arrays(
   given: dict[Root, Mapping[Any, Any]] = {"model": model}
   if optimizer is not None:
     given["optimizer"] = optimizer
-  arrays = {root: _by_path(plan, root, found) for root, found in given.items()}
+  arrays: dict[Root, dict[Path, Any]] = {root: _by_path(plan, root, found) for root, found in given.items()}
   return instantiate(plan, _place(plan, arrays, donate=False, byte_budget=2**28))
 
 
 def _check_optimizer(plan: ShardingPlan, optimizer: Any) -> None:
   if (plan.tx is None) != (optimizer is None):
-    has = "has an optimizer, and none was given" if optimizer is None else "has no optimizer, and one was given"
+    has = (
+      "has an optimizer, and none was given" if optimizer is None else "has no optimizer, and one was given"
+    )
     raise PlanError(
       f"the plan {has}.",
       fix="pass optimizer=..." if optimizer is None else "plan with nxp.plan(..., optimizer=tx).",
@@ -150,7 +156,7 @@ def _place(
 
 def _move(source: Any, leaf: LeafPlan) -> jax.Array:
   if _is_key(leaf.dtype) and not _is_key(source.dtype):
-    source = jax.random.wrap_key_data(np.asarray(source), impl=_implementation(leaf))
+    source = jax.random.wrap_key_data(jnp.asarray(source), impl=_implementation(leaf))
   if source.shape == leaf.storage_shape:
     return put(source, leaf.sharding)
   if isinstance(source, jax.Array):
@@ -159,9 +165,7 @@ def _move(source: Any, leaf: LeafPlan) -> jax.Array:
   return jax.make_array_from_callback(shape, leaf.sharding, lambda index: _padded(host, index, shape))
 
 
-def _padded(
-  host: np.ndarray[Any, Any], index: tuple[slice, ...], shape: tuple[int, ...]
-) -> np.ndarray[Any, Any]:
+def _padded(host: np.ndarray[Any, Any], index: Any, shape: tuple[int, ...]) -> np.ndarray[Any, Any]:
   """One shard of `host` with zeros appended up to `shape`."""
   sizes = [len(range(*part.indices(size))) for part, size in zip(index, shape, strict=True)]
   shard = np.zeros(sizes, host.dtype)
@@ -198,7 +202,7 @@ def _fits(value: Any, leaf: LeafPlan) -> bool:
 
 
 def _is_key(dtype: Any) -> bool:
-  return jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key)
+  return jnp.issubdtype(dtype, jax.dtypes.prng_key)
 
 
 def _implementation(leaf: LeafPlan) -> Any:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator
 from typing import Any
 
 import jax
@@ -42,21 +42,23 @@ def traced_init(init: Callable[[], nnx.Module], mesh: AnyMesh | None) -> nnx.Mod
   auto = AbstractMesh(tuple(sizes.values()), tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes))
   with nnx.use_eager_sharding(False), jax.sharding.use_abstract_mesh(auto):
     module = init()
-  if isinstance(module, nnx.Pytree):  # pyright: ignore[reportUnnecessaryIsInstance]
-    for path, node in nnx.iter_graph(module):
+  graph: Any = module
+  if isinstance(graph, nnx.Pytree):  # the caller refuses anything else
+    data = {id(leaf) for leaf in jax.tree.leaves(nnx.state(graph))}
+    for path, node in nnx.iter_graph(graph):
       if isinstance(node, nnx.Pytree):
-        _adopt_arrays(path, node)
+        _adopt_arrays(path, node, data)
   return module
 
 
-def _adopt_arrays(path: Any, node: nnx.Pytree) -> None:
-  data: Mapping[str, bool] = node._pytree__nodes  # pyright: ignore[reportPrivateUsage]  (flax has no public way to ask)
+def _adopt_arrays(path: Any, node: nnx.Pytree, data: set[int]) -> None:
   for name, value in list(vars(node).items()):
-    if data.get(name, False):
+    leaves = jax.tree.leaves(value) if isinstance(value, (list, tuple, dict)) else [value]
+    if not any(isinstance(leaf, Tracer) and id(leaf) not in data for leaf in leaves):
       continue
     if isinstance(value, Tracer):
       setattr(node, name, nnx.data(value))
-    elif isinstance(value, (list, tuple, dict)) and any(_is_tracer(leaf) for leaf in jax.tree.leaves(value)):
+    else:
       where = path_str((*path, name))
       raise PlanError(
         f"{where} is a {type(value).__name__} that holds arrays, which flax takes for a static attribute.",
@@ -64,13 +66,7 @@ def _adopt_arrays(path: Any, node: nnx.Pytree) -> None:
       )
 
 
-def _is_tracer(value: Any) -> bool:
-  return isinstance(value, Tracer)
-
-
-def make_optimizer(
-  model: nnx.Module, tx: optax.GradientTransformation, wrt: Any
-) -> nnx.Optimizer[Any]:
+def make_optimizer(model: nnx.Module, tx: optax.GradientTransformation, wrt: Any) -> nnx.Optimizer[Any]:
   """Builds an optimizer in which each Variable holds exactly one array; updates work as before.
 
   flax wraps the whole state of one parameter in one Variable, which may then hold a list of arrays (SM3) or
@@ -85,7 +81,10 @@ def make_optimizer(
     The optimizer.
   """
   optimizer = nnx.Optimizer(model, tx, wrt=wrt)
-  is_variable = lambda node: isinstance(node, nnx.Variable)
+
+  def is_variable(node: Any) -> bool:
+    return isinstance(node, nnx.Variable)
+
   optimizer.opt_state = nnx.data(jax.tree.map(_one_each, optimizer.opt_state, is_leaf=is_variable))
   return optimizer
 

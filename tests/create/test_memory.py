@@ -36,7 +36,9 @@ def test_temporaries_are_those_of_one_shard(explicit, monkeypatch):
   lower = assemble.lower_slice
   monkeypatch.setattr(assemble, "lower_slice", record)
   mesh = nxp.make_mesh(fsdp=4, tensor=2, explicit=explicit)
-  plan = nxp.plan(lambda: layers(3), mesh, nxp.fsdp(("fsdp", "tensor"), min_size=0), optimizer=optax.adam(1e-3))
+  plan = nxp.plan(
+    lambda: layers(3), mesh, nxp.fsdp(("fsdp", "tensor"), min_size=0), optimizer=optax.adam(1e-3)
+  )
   nxp.create_sharded_model(plan)
   memory = [program.compile().memory_analysis() for program in programs]
   assert sorted(m.output_size_in_bytes for m in memory) == [KERNEL // 8] * 2

@@ -7,10 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from create.models import arrays_of
 from flax import nnx
 
 import nnx_parallel as nxp
+from create.models import arrays_of
 
 
 class Net(nnx.Module):
@@ -44,7 +44,9 @@ OPTIMIZERS = {
   "lion": optax.lion(1e-2),
   "masked": optax.masked(optax.adam(1e-2), is_kernel),
   "multi_steps": optax.MultiSteps(optax.adam(1e-2), 2).gradient_transformation(),
-  "multi_transform": optax.multi_transform({"decay": optax.adamw(1e-2), "plain": optax.sgd(1e-2, 0.9)}, label),
+  "multi_transform": optax.multi_transform(
+    {"decay": optax.adamw(1e-2), "plain": optax.sgd(1e-2, 0.9)}, label
+  ),
   "muon": optax.contrib.muon(1e-2),
   "prodigy": optax.contrib.prodigy(1e-2),
   "schedule_free": optax.contrib.schedule_free_adamw(1e-2),

@@ -7,10 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from create.models import arrays_of, assert_same_arrays, stack
 from flax import nnx
 
 import nnx_parallel as nxp
+from create.models import arrays_of, assert_same_arrays, stack
 
 RULES = [nxp.LogicalRules(embed="fsdp", mlp="tensor"), nxp.replicate()]
 
@@ -43,9 +43,7 @@ def test_from_one_device_to_a_mesh_to_another_mesh(alone, explicit, byte_budget)
   model, optimizer = alone
   for target in (mesh(), mesh(2, 4, explicit=explicit), mesh(2, 2, devices=jax.devices()[4:])):
     plan = nxp.plan(stack, target, RULES, optimizer=optax.adamw(1e-2))
-    model, optimizer = nxp.reshard(
-      model, plan, optimizer=optimizer, donate=True, byte_budget=byte_budget
-    )
+    model, optimizer = nxp.reshard(model, plan, optimizer=optimizer, donate=True, byte_budget=byte_budget)
     nxp.check_layout(model, plan, optimizer)
     assert_same_arrays(arrays_of(model), expected[0])
     assert_same_arrays(arrays_of(optimizer), expected[1])
@@ -115,13 +113,22 @@ def test_numpy_arrays_by_name(alone):
 
 
 def test_uneven_arrays_are_padded():
-  init = lambda: nnx.Linear(8, 13, rngs=nnx.Rngs(0))
+  def init():
+    return nnx.Linear(8, 13, rngs=nnx.Rngs(0))
+
   plan = nxp.plan(
-    init, nxp.make_mesh(fsdp=8), nxp.PathRules([("kernel", (None, "fsdp")), ("bias", ("fsdp",))]), uneven="pad"
+    init,
+    nxp.make_mesh(fsdp=8),
+    nxp.PathRules([("kernel", (None, "fsdp")), ("bias", ("fsdp",))]),
+    uneven="pad",
   )
   assert plan["kernel"].storage_shape == (8, 16)
   arrays = arrays_of(init())
-  created, given, moved = nxp.create_sharded_model(plan), nxp.from_arrays(plan, arrays), nxp.reshard(init(), plan)
+  created, given, moved = (
+    nxp.create_sharded_model(plan),
+    nxp.from_arrays(plan, arrays),
+    nxp.reshard(init(), plan),
+  )
   expected = np.pad(arrays["kernel"], [(0, 0), (0, 3)])
   for model in (created, given, moved):
     np.testing.assert_array_equal(np.asarray(model.kernel.get_raw_value()), expected)
@@ -130,7 +137,9 @@ def test_uneven_arrays_are_padded():
 def test_only_the_shards_of_a_memory_map_are_read(tmp_path):
   path = tmp_path / "kernel.npy"
   np.save(path, np.arange(64 * 32, dtype=np.float32).reshape(64, 32))
-  plan = nxp.plan(lambda: nnx.Linear(64, 32, use_bias=False, rngs=nnx.Rngs(0)), nxp.make_mesh(fsdp=8), nxp.fsdp())
+  plan = nxp.plan(
+    lambda: nnx.Linear(64, 32, use_bias=False, rngs=nnx.Rngs(0)), nxp.make_mesh(fsdp=8), nxp.fsdp()
+  )
   model = nxp.from_arrays(plan, {"kernel": np.load(path, mmap_mode="r")})
   np.testing.assert_array_equal(model.kernel[...], np.load(path))
 
