@@ -55,9 +55,9 @@ def _passed_on(module: nnx.MultiHeadAttention, part: str) -> Names | None:
     return None
   names, wanted = _annotation(query), _annotation(out)
   # Read from both ends alike, the names may well be right for both.
-  if wanted is None or names != wanted or names == names[::-1]:
+  if names is None or names != wanted or names == names[::-1]:
     return None
-  return wanted
+  return names
 
 
 def _annotation(variable: Any) -> Names | None:

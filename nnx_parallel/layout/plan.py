@@ -34,12 +34,12 @@ from nnx_parallel.layout.variables import (
   Names,
   Path,
   aliases,
+  array_leaves,
   declared,
   is_rng,
   kind_of,
   path_str,
   value_of,
-  variables,
 )
 
 if TYPE_CHECKING:
@@ -549,7 +549,7 @@ def _check_stored(leaves: Iterable[LeafPlan], model: nnx.Module, optimizer: Any)
   planned = {leaf.name: (leaf.shape, str(leaf.dtype)) for leaf in leaves}
   found: dict[str, Any] = {}
   for prefix, node in (("", model), ("optimizer/", optimizer)):
-    for path, leaf in variables(node).items() if node is not None else ():
+    for path, leaf in array_leaves(node).items() if node is not None else ():
       value = value_of(leaf)
       found[prefix + path_str(path)] = (tuple(value.shape), str(value.dtype))
   for name in dict.fromkeys([*planned, *found]):
@@ -577,7 +577,7 @@ class _Builder:
     tied = aliases(model)
     leaves: list[LeafPlan] = []
     unnamed: list[Path] = []
-    for path, leaf in variables(model).items():
+    for path, leaf in array_leaves(model).items():
       row = self._model_leaf(path, leaf)
       if path in tied:
         row = dataclasses.replace(row, aliases=tied[path])
@@ -589,7 +589,7 @@ class _Builder:
 
   def _model_leaf(self, path: Path, leaf: Any) -> LeafPlan:
     where = path_str(path)
-    value = value_of(leaf)
+    value = _array(leaf, where)
     if is_rng(leaf):
       return self._leaf("model", path, leaf, None, None, Decision("whole", "RNG state"))
     source: Source = "metadata"
@@ -678,7 +678,7 @@ class _Builder:
   ) -> list[LeafPlan]:
     by_path = {leaf.path: leaf for leaf in model_leaves}
     rows: list[LeafPlan] = []
-    for path, leaf in variables(optimizer).items():
+    for path, leaf in array_leaves(optimizer).items():
       shape = tuple(value_of(leaf).shape)
       parameter = optimizer_layout.owner(path, by_path)
       if parameter is None:
@@ -701,12 +701,7 @@ class _Builder:
     found: Resolution | None,
     decision: Decision,
   ) -> LeafPlan:
-    value = value_of(leaf)
-    if not hasattr(value, "shape") or not hasattr(value, "dtype"):
-      raise PlanError(
-        f"{path_str(path)} holds a {type(value).__name__}, which is not an array.",
-        fix="wrap constants with nnx.static(...), or store an array.",
-      )
+    value = _array(leaf, path_str(path))
     shape = tuple(value.shape)
     spec = found.spec if found else PartitionSpec(*([None] * len(shape)))
     padding = found.padding if found else (0,) * len(shape)
@@ -718,6 +713,17 @@ class _Builder:
     tables = [rules for rules in self.rules.paths if not rules.optional]
     dead = [rule.pattern for rules in tables for rule in rules.rules if id(rule) not in self.fired]
     return self.axis_notes + [f"path rule {pattern!r} matches nothing" for pattern in dead]
+
+
+def _array(leaf: Any, where: str) -> Any:
+  value = value_of(leaf)
+  if hasattr(value, "shape") and hasattr(value, "dtype"):
+    return value
+  raise PlanError(
+    f"{where} holds a {type(value).__name__} instead of one array, so it has no layout.",
+    details=f"Variable type {kind_of(leaf)}",
+    fix="give each array a Variable of its own, for example in an nnx.Dict or nnx.List.",
+  )
 
 
 def _shown(names: Names | None) -> str:

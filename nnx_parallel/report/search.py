@@ -141,6 +141,9 @@ def search(
     compile_best: how many of the fastest to compile for the machine; the fastest of these that the
       compiler accepts wins.
 
+  Returns:
+    Every candidate, ranked; print it.
+
   Raises:
     ReportError: the topology or a policy is unknown, or the rules name no axis.
 

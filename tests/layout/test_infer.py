@@ -38,24 +38,24 @@ def by_preset(init, table):
 
 
 def test_llama_comes_out_as_in_the_table():
-  init = lambda: Llama(nnx.Rngs(0))  # noqa: E731
+  init = lambda: Llama(nnx.Rngs(0))
   assert specs(init, TOKENS) == by_preset(init, presets.llama())
 
 
 def test_gpt_comes_out_as_in_the_table_but_for_positions():
-  init = lambda: GPT(nnx.Rngs(0))  # noqa: E731
+  init = lambda: GPT(nnx.Rngs(0))
   found, table = specs(init, TOKENS), by_preset(init, presets.gpt())
   assert {path for path in found if found[path] != table[path]} == {"wpe.embedding"}
 
 
 def test_vit_comes_out_as_in_the_table_but_for_the_head():
-  init = lambda: ViT(nnx.Rngs(0))  # noqa: E731
+  init = lambda: ViT(nnx.Rngs(0))
   found, table = specs(init, IMAGES), by_preset(init, presets.vit())
   assert {path for path in found if found[path] != table[path]} == {"head.kernel", "head.bias"}
 
 
 def test_t5_comes_out_as_in_the_table_but_for_the_bias_of_each_head():
-  init = lambda: T5(nnx.Rngs(0))  # noqa: E731
+  init = lambda: T5(nnx.Rngs(0))
   found, table = specs(init, TOKENS, TOKENS), by_preset(init, presets.t5())
   other = {path for path in found if found[path] != table[path]}
   assert {re.sub(r"\.\d+\.", ".*.", path) for path in other} == {
@@ -66,7 +66,7 @@ def test_t5_comes_out_as_in_the_table_but_for_the_bias_of_each_head():
 
 
 def test_the_proposal_is_code():
-  init = lambda: Llama(nnx.Rngs(0), tied=True)  # noqa: E731
+  init = lambda: Llama(nnx.Rngs(0), tied=True)
   rules = infer_rules(init, nxp.abstract_mesh(**MESH), TOKENS, min_size=0)
   assert (
     repr(rules)
@@ -105,7 +105,7 @@ def test_layers_alternate_between_columns_and_rows():
 
 def test_a_pair_costs_one_collective():
   mesh = nxp.make_mesh(tensor=8)
-  init = lambda: MLP(nnx.Rngs(0), (16, 64, 16))  # noqa: E731
+  init = lambda: MLP(nnx.Rngs(0), (16, 64, 16))
   rules = infer_rules(init, mesh, FLOATS, min_size=0)
   assert repr(rules.fallback) == "replicate()"
   model = nxp.create_sharded_model(init, mesh, rules)
@@ -183,7 +183,7 @@ class Nested(nnx.Module):
 
 
 def test_a_rule_never_reaches_into_longer_paths():
-  init = lambda: Nested(nnx.Rngs(0))  # noqa: E731
+  init = lambda: Nested(nnx.Rngs(0))
   found = specs(init, FLOATS, mesh={"tensor": 4})
   assert found["up.kernel"] == found["inner.up.kernel"] == P(None, "tensor")
   assert found["down.kernel"] == found["inner.down.kernel"] == P("tensor", None)
