@@ -173,7 +173,8 @@ def main() -> None:
     f"Creating a transformer of {WIDTH}-wide blocks on 8 simulated devices (fsdp=4, tensor=2)",
     command=f"python benchmarks/creation.py {' '.join(sys.argv[1:])}".rstrip(),
     notes=[
-      "`second start` reads its programs from `nxp.compilation_cache`. `compiling` adds up the backend's time for each program; ours compile several at a time.",
+      "`second start` reads its programs from `nxp.compilation_cache`.",
+      "`compiling` adds up the backend's time for each program; ours compile several at a time.",
       "`peak growth` is the growth of the process's peak resident memory, compiler included, over the bytes"
       " created.",
     ],

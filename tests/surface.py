@@ -37,7 +37,7 @@ def public_members(cls: type, package: str) -> Iterator[tuple[str, Any]]:
     member = inspect.getattr_static(cls, name)
     is_special = name in ("__call__", "__enter__", "__exit__", "__iter__", "__getitem__", "__len__")
     if (is_special or not name.startswith("_")) and (
-      inspect.isroutine(member) or isinstance(member, property | functools.cached_property | classmethod | staticmethod)
+      inspect.isroutine(member) or isinstance(member, tuple(KINDS))
     ):
       yield name, member
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import functools
 import doctest
+import functools
 import importlib
 import inspect
 import re

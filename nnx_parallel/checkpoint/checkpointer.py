@@ -132,7 +132,7 @@ class Checkpointer:
       optimizer: an `nnx.Optimizer`, or a pytree of arrays.
       extra: more trees of arrays (`"ema"`), or JSON values (`"data"`), by name.
       metrics: numbers; `best` compares them.
-      plan: the plan of model and optimizer; its JSON is kept, and padding is not stored.
+      plan: the plan of model and optimizer, to be kept as a record.
       overwrite: whether to replace the step; the old one is there until the new one is complete.
 
     Raises:
@@ -141,7 +141,7 @@ class Checkpointer:
     """
     self.wait()
     number = self._check_step(step)
-    roots = targets.saved_roots(model, optimizer, plan)
+    roots = targets.saved_roots(model, optimizer)
     values: dict[str, encoding.Json] = {}
     for name, value in (extra or {}).items():
       if name in _RESERVED or not name.isidentifier():

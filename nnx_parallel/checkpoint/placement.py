@@ -37,8 +37,8 @@ def spread(layout: NamedSharding, shape: tuple[int, ...]) -> NamedSharding:
 
   Example:
     >>> mesh = jax.make_mesh((2, 4), ("a", "b"), axis_types=(AxisType.Auto,) * 2)
-    >>> spread(NamedSharding(mesh, PartitionSpec("b")), (6, 8)).spec
-    P('a', 'b')
+    >>> tuple(spread(NamedSharding(mesh, PartitionSpec("b")), (6, 8)).spec)
+    ('a', 'b')
   """
   mesh = layout.mesh
   wanted = [entry if isinstance(entry, tuple) else (entry,) for entry in layout.spec]

@@ -100,9 +100,9 @@ def _make(bound: Bound, sources: list[Any], wanted: Wanted) -> Any:
   layout = struct.sharding
   if isinstance(layout, NamedSharding):
     layout = NamedSharding(_auto(layout), layout.spec)
-  made = _program(dataclasses.replace(bound, ours="", theirs=()), struct.shape, layout)(
-    [on_auto_axes(source) for source in sources]
-  )
+  program = _program(dataclasses.replace(bound, ours="", theirs=()), struct.shape, layout)
+  # One at a time: many programs that communicate at once can starve each other on simulated devices.
+  made = jax.block_until_ready(program([on_auto_axes(source) for source in sources]))
   return jax.device_put(made, struct.sharding)
 
 

@@ -10,7 +10,7 @@ import numpy as np
 from etils import epath
 
 from nnx_parallel.checkpoint import _orbax, agree, encoding, files
-from nnx_parallel.checkpoint.digest import digest
+from nnx_parallel.checkpoint.digest import digest, total
 from nnx_parallel.checkpoint.encoding import Array
 from nnx_parallel.checkpoint.manifest import DamagedError, LeafRecord, Manifest
 from nnx_parallel.checkpoint.preflight import Diff, Match, Wanted, bytes_read
@@ -136,7 +136,7 @@ def _damage_of_values(step_dir: epath.Path, reads: Iterable[_Read]) -> DamagedEr
     f"the values of {one.match.item}/{one.match.saved_path} are not those that were saved "
     f"(files under {one.match.item}/{one.match.saved.folder})"
     for one in reads
-    if one.digest is not None and int(one.digest) != one.match.saved.digest
+    if one.digest is not None and total(one.digest) != one.match.saved.digest
   ]
   return damage(step_dir.name, problems) if problems else None
 

@@ -115,7 +115,6 @@ def export_safetensors(
   model: object,
   mapping: Mapping | None = None,
   *,
-  plan: ShardingPlan | None = None,
   skip: Iterable[str] = (),
   file_bytes: int = 5 << 30,
 ) -> list[str]:
@@ -125,7 +124,6 @@ def export_safetensors(
     path: a folder that does not exist yet; it appears when it is complete.
     model: a module, or a pytree of arrays.
     mapping: as for `import_safetensors`; undone. None: names are our paths.
-    plan: its padding is not written.
     skip: patterns of our paths to leave out, for example `["*rngs*"]`.
     file_bytes: largest file; more are split and get an index, as Hugging Face's loaders expect.
 
@@ -138,7 +136,7 @@ def export_safetensors(
   final, temporary = Path(path), Path(f"{os.fspath(path)}.nnx-saving")
   if final.exists():
     raise CheckpointError(f"cannot export to {final}: it exists.", fix="choose a folder that does not.")
-  leaves = _leaves(model, plan, skip)
+  leaves = _leaves(model, skip)
   bounds = (mapping or Identity()).names_for(leaves)
   bounds = [
     with_layers(b, stack_size(b, leaves[b.ours][0])) if isinstance(b.rule.layers, Stack) else b
@@ -243,10 +241,8 @@ def _load(bound: Bound, view: View, wanted: preflight.Wanted) -> jax.Array:
   return jax.make_array_from_callback(struct.shape, struct.sharding, block)
 
 
-def _leaves(
-  model: object, plan: ShardingPlan | None, skip: Iterable[str]
-) -> dict[str, tuple[Spec, jax.Array]]:
-  tree = targets.saved_roots(model, None, plan)["model"]
+def _leaves(model: object, skip: Iterable[str]) -> dict[str, tuple[Spec, jax.Array]]:
+  tree = targets.saved_roots(model, None)["model"]
   patterns = preflight.Patterns(None, skip)
   found: dict[str, tuple[Spec, jax.Array]] = {}
   for path, leaf in tree.leaves.items():

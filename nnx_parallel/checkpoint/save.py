@@ -13,7 +13,7 @@ import numpy as np
 from etils import epath
 
 from nnx_parallel.checkpoint import _orbax, agree, encoding, files, manifest, paths
-from nnx_parallel.checkpoint.digest import digest
+from nnx_parallel.checkpoint.digest import digest, total
 from nnx_parallel.checkpoint.encoding import Array, Json
 from nnx_parallel.checkpoint.manifest import ItemRecord, LeafRecord, Manifest
 from nnx_parallel.checkpoint.placement import without_padding
@@ -176,7 +176,7 @@ def _encode_leaf(
 
 
 def _with_digests(content: Content) -> dict[str, ItemRecord]:
-  known = {key: int(value) for key, value in content.digests.items()}
+  known = {key: total(parts) for key, parts in content.digests.items()}
   return {
     item: dataclasses.replace(
       record,

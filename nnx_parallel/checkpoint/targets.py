@@ -19,6 +19,7 @@ from nnx_parallel.create.constructor import construct
 from nnx_parallel.create.instantiate import instantiate
 from nnx_parallel.errors import CheckpointError
 from nnx_parallel.layout.mesh import axis_sizes
+from nnx_parallel.layout.padding import is_padded
 from nnx_parallel.layout.plan import Root, ShardingPlan
 from nnx_parallel.layout.variables import kind_of, value_of, variables
 
@@ -86,11 +87,11 @@ def json_values(target: Target, record: Manifest) -> dict[str, dict[str, Json]]:
   return found
 
 
-def saved_roots(model: object, optimizer: object, plan: object) -> dict[str, Tree]:
+def saved_roots(model: object, optimizer: object) -> dict[str, Tree]:
   """The items that `save` writes for a model and its optimizer."""
-  roots = {"model": _tree_to_save(model, "model", plan)}
+  roots = {"model": _tree_to_save(model)}
   if optimizer is not None:
-    roots["optimizer"] = _tree_to_save(optimizer, "optimizer", plan)
+    roots["optimizer"] = _tree_to_save(optimizer)
   return roots
 
 
@@ -121,14 +122,12 @@ def _as_saved(leaf: LeafRecord) -> Wanted:
   return Wanted(jax.ShapeDtypeStruct(leaf.shape, np.dtype(leaf.dtype)), leaf.shape)
 
 
-def _tree_to_save(root: object, item: Root, plan: object) -> Tree:
+def _tree_to_save(root: object) -> Tree:
   if not isinstance(root, (nnx.Module, nnx.Optimizer)):
     leaves, _ = trees.flatten(root)
     return Tree(leaves)
   found = {paths.join(path): leaf for path, leaf in variables(root).items()}  # pyright: ignore[reportArgumentType]
-  shapes: dict[str, tuple[int, ...]] = {}
-  if isinstance(plan, ShardingPlan):
-    shapes = {_text(path): leaf.shape for path, leaf in plan.of(item).items() if any(leaf.padding)}
+  shapes = {path: tuple(leaf.shape) for path, leaf in found.items() if is_padded(leaf)}
   return Tree(
     {path: value_of(leaf) for path, leaf in found.items()},
     shapes,
@@ -175,6 +174,10 @@ def _live_target(roots: Mapping[str, Any], result: object) -> Target:
     item: {_text(path): value_of(leaf) for path, leaf in found.items()} for item, found in leaves.items()
   }
   wanted = {item: trees.wanted(found, item=item) for item, found in values.items()}
+  for item, found in leaves.items():
+    for path, leaf in found.items():
+      if is_padded(leaf):
+        wanted[item][_text(path)] = Wanted(wanted[item][_text(path)].struct, tuple(leaf.shape))
   plain = {item: tuple(p for p in found if p not in wanted[item]) for item, found in values.items()}
 
   def build(found: Found) -> Any:

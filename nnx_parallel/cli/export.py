@@ -44,6 +44,6 @@ def run(args: argparse.Namespace) -> int:
   mapping = load_mapping(args.mapping) if args.mapping else None
   plan = plan_recipe(recipe, options.real_mesh(sizes, args.devices))
   model = Checkpointer(args.directory).restore(plan, args.step, optimizer="drop")
-  names = export_safetensors(args.out, model, mapping, plan=plan, skip=args.skip)
+  names = export_safetensors(args.out, model, mapping, skip=args.skip)
   print(f"{len(names)} arrays -> {args.out}")
   return 0

@@ -331,8 +331,12 @@ class _Keys:
       return type(value).__name__, tuple(self.of(item) for item in value)
     if isinstance(value, dict):
       return tuple((k, self.of(v)) for k, v in value.items())
-    # Objects that cannot be compared equal nothing but themselves: not grouped, and still right.
-    return (type(value), value) if isinstance(value, Hashable) else (type(value), id(value))
+    try:
+      hash(value)
+    except TypeError:
+      # What cannot be hashed equals nothing but itself: not grouped, and still right.
+      return type(value), id(value)
+    return type(value), value
 
   def _body(self, body: Any) -> Hashable:
     jaxpr, constants = getattr(body, "jaxpr", body), getattr(body, "consts", ())

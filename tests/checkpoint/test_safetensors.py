@@ -99,7 +99,7 @@ def test_padding_is_cut_and_added(tmp_path):
 
   plan = nxp.plan(init, nxp.make_mesh(x=8), uneven="pad")
   model = nxp.create_sharded_model(plan)
-  export_safetensors(tmp_path / "out", model, plan=plan)
+  export_safetensors(tmp_path / "out", model)
   theirs = safetensors.numpy.load_file(tmp_path / "out" / "model.safetensors")
   assert theirs["kernel"].shape == (6, 10)
   assert_same(import_safetensors(tmp_path / "out", plan), model)

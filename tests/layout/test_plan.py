@@ -112,7 +112,5 @@ def test_what_is_no_constructor_is_refused(init, message):
 
 
 def test_an_unknown_policy_is_refused():
-  with pytest.raises(
-    nxp.PlanError, match=r"uneven='padd' is not a policy.\n  Fix: one of error, next"
-  ):
+  with pytest.raises(nxp.PlanError, match=r"uneven='padd' is not a policy.\n  Fix: one of error, next"):
     lm_plan(uneven="padd")
