@@ -134,6 +134,7 @@ def test_adafactor_would_be_off_without_logical_shapes():
   assert np.abs(trained(eight, False) - expected).max() > 1e-4
 
 
+@pytest.mark.slow
 def test_gradients_and_norms_ignore_the_padding():
   def init():
     return TiedLM(nnx.Rngs(0), vocab=61)

@@ -103,7 +103,6 @@ def test_a_named_kernel_is_extended_by_the_fallback_and_says_so():
       lambda rngs: None,
       r"init must take no arguments, and <lambda> needs rngs.\n  Fix: lambda: <lambda>\(rngs=...\)",
     ),
-    (lambda: 3, r"init returned a int, not an nnx.Module"),
     (3, r"init must be a function that builds the module, not a int"),
   ],
 )
