@@ -4,7 +4,11 @@
 """
 
 from nnx_parallel.checkpoint.checkpointer import Checkpointer
+from nnx_parallel.create.cache import compilation_cache
 from nnx_parallel.create.constructor import create_sharded_model
+from nnx_parallel.create.explain import CreationReport, creation_report
+from nnx_parallel.create.layout_check import LayoutDifference, check_layout, layout_differences
+from nnx_parallel.create.reshard import from_arrays, reshard
 from nnx_parallel.errors import (
   CheckpointError,
   LayoutMismatchError,
@@ -19,21 +23,35 @@ from nnx_parallel.errors import (
 from nnx_parallel.hosts.data import batches, shard_batch
 from nnx_parallel.layout import presets
 from nnx_parallel.layout.constrain import constrain, use_rules
+from nnx_parallel.layout.infer import infer_rules
 from nnx_parallel.layout.inputs import InputRules
 from nnx_parallel.layout.mesh import abstract_mesh, describe_mesh, make_mesh
 from nnx_parallel.layout.plan import Decision, LeafPlan, ShardingPlan, plan
 from nnx_parallel.layout.resolve import Resolution, resolve_spec
 from nnx_parallel.layout.rules import LogicalRules, PathRules, RuleSet, error, fsdp, replicate
+from nnx_parallel.report.budgets import assert_collectives, assert_fits
+from nnx_parallel.report.chips import Chip, chip
+from nnx_parallel.report.compile_report import CompileReport, compile_report
+from nnx_parallel.report.html import plan_page, report_svg
+from nnx_parallel.report.memory import MemoryPlan, memory_plan
+from nnx_parallel.report.remat import with_remat
+from nnx_parallel.report.search import SearchResult, search
+from nnx_parallel.report.topology import topology_mesh
 from nnx_parallel.train.step import TrainStep, eval_step, train_step
 
 __all__ = [
   "CheckpointError",
   "Checkpointer",
+  "Chip",
+  "CompileReport",
+  "CreationReport",
   "Decision",
   "InputRules",
+  "LayoutDifference",
   "LayoutMismatchError",
   "LeafPlan",
   "LogicalRules",
+  "MemoryPlan",
   "MeshError",
   "NnxParallelError",
   "PathRules",
@@ -42,24 +60,42 @@ __all__ = [
   "ReportError",
   "Resolution",
   "RuleSet",
+  "SearchResult",
   "ShardingError",
   "ShardingPlan",
   "TrainError",
   "TrainStep",
   "abstract_mesh",
+  "assert_collectives",
+  "assert_fits",
   "batches",
+  "check_layout",
+  "chip",
+  "compilation_cache",
+  "compile_report",
   "constrain",
   "create_sharded_model",
+  "creation_report",
   "describe_mesh",
   "error",
   "eval_step",
+  "from_arrays",
   "fsdp",
+  "infer_rules",
+  "layout_differences",
   "make_mesh",
+  "memory_plan",
   "plan",
+  "plan_page",
   "presets",
   "replicate",
+  "report_svg",
+  "reshard",
   "resolve_spec",
+  "search",
   "shard_batch",
+  "topology_mesh",
   "train_step",
   "use_rules",
+  "with_remat",
 ]

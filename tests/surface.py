@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import re
 import types
 from collections.abc import Iterator
 from typing import Any
+
+KINDS = {
+  property: "property",
+  functools.cached_property: "property",
+  classmethod: "classmethod",
+  staticmethod: "staticmethod",
+}
 
 
 def public_objects(module: types.ModuleType, prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -29,7 +37,7 @@ def public_members(cls: type, package: str) -> Iterator[tuple[str, Any]]:
     member = inspect.getattr_static(cls, name)
     is_special = name in ("__call__", "__enter__", "__exit__", "__iter__", "__getitem__", "__len__")
     if (is_special or not name.startswith("_")) and (
-      inspect.isroutine(member) or isinstance(member, property | classmethod | staticmethod)
+      inspect.isroutine(member) or isinstance(member, tuple(KINDS))
     ):
       yield name, member
 
@@ -54,9 +62,7 @@ def describe(name: str, value: Any, package: str) -> Iterator[str]:
     is_error = issubclass(value, BaseException)
     yield f"class {name}({bases})" + ("" if is_error else signature(value))
     for member_name, member in public_members(value, package):
-      kind = {property: "property", classmethod: "classmethod", staticmethod: "staticmethod"}.get(
-        type(member), "method"
-      )
+      kind = KINDS.get(type(member), "method")
       text = "" if kind == "property" else signature(member)
       yield f"  {kind} {name}.{member_name}{text}"
   elif callable(value):

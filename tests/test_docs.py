@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import doctest
+import functools
 import importlib
 import inspect
 import re
@@ -89,7 +90,7 @@ def missing_from_class(name: str, cls: type, doc: str) -> list[str]:
     member_doc = inspect.getdoc(getattr(cls, member_name)) or ""
     if not member_doc:
       missing.append(f"{name}.{member_name}: no docstring")
-    elif not isinstance(member, property):
+    elif not isinstance(member, property | functools.cached_property):
       missing += [
         f"{name}.{member_name}: {parameter} is not described"
         for parameter in parameters(member)

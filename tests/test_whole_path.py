@@ -1,4 +1,4 @@
-"""The whole path at once: plan, create, train, save, restore on another mesh, go on as if nothing happened."""
+"""The whole path at once: plan, create, train, save, restore on another mesh, and simply go on."""
 
 from __future__ import annotations
 

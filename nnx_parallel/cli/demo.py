@@ -174,7 +174,9 @@ def places() -> list[Place]:
   """Where the run goes on: another shape, other axis names on fewer devices, and one device."""
   import nnx_parallel as nxp
 
-  renamed = nxp.LogicalRules(batch=("replica", "shard"), embed="shard", mlp=None, heads=None, vocab=None)
+  renamed = nxp.LogicalRules(
+    batch=("replica", "shard"), embed="shard", mlp=None, heads=None, vocab=["shard", None]
+  )
   return [
     Place("data=4 tensor=2", {"data": 4, "fsdp": 1, "tensor": 2}),
     Place("replica=2 shard=2", {"replica": 2, "shard": 2}, renamed),

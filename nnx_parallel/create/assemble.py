@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 import jax.extend.core as jex
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
@@ -33,9 +34,9 @@ def assemble(pieces: Cut, shardings: Sequence[NamedSharding], mesh: Mesh) -> lis
   Returns:
     One array (global shape) for each output, each in buffers of its own.
   """
-  feed = _Feed(pieces, shardings, mesh)
+  feed = Feed(pieces, shardings, mesh)
   with jax.set_mesh(mesh):
-    lowered = [_lower(group[0], feed, shardings) for group in pieces.groups]
+    lowered = [lower_slice(group[0], feed, shardings) for group in pieces.groups]
   # XLA compiles outside the interpreter lock, so several programs compile at a time.
   with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
     programs = list(pool.map(lambda stage: stage.compile(), lowered))
@@ -63,12 +64,19 @@ def put(value: Any, sharding: NamedSharding) -> jax.Array:
     The array in that sharding.
   """
   if isinstance(value, jax.Array):
-    return jax.device_put(value, sharding, may_alias=False)
+    placed = jax.device_put(value, sharding, may_alias=False)
+    # From one device to several, jax (0.12) hands on the first device's buffer all the same.
+    return jax.jit(jnp.copy, out_shardings=sharding)(placed) if _buffers(placed) & _buffers(value) else placed
   # jax may use numpy's own memory for an array, so each shard is copied.
   return jax.make_array_from_callback(value.shape, sharding, lambda index: np.array(value[index]))
 
 
-class _Feed:
+def _buffers(array: jax.Array) -> set[tuple[Any, int]]:
+  numbers = jax.random.key_data(array) if _is_key(array) else array
+  return {(shard.device, shard.data.unsafe_buffer_pointer()) for shard in numbers.addressable_shards}
+
+
+class Feed:
   """What goes into slices: tiny values and numbers, placed once each; constants, in pieces."""
 
   def __init__(self, pieces: Cut, shardings: Sequence[NamedSharding], mesh: Mesh):
@@ -81,7 +89,7 @@ class _Feed:
 
   def host(self, value: Any) -> Any:
     """The array of a variable or literal: numpy, or jax for keys and for constants that are jax arrays."""
-    array = value.val if isinstance(value, jex.Literal) else self.values[value]
+    array = read(value, self.values)
     return array if isinstance(array, jax.Array) else np.asarray(array, dtype=value.aval.dtype)
 
   def __call__(self, value: Any, piece: Slice) -> jax.Array:
@@ -114,7 +122,18 @@ class _Feed:
     return NamedSharding(self.mesh, spec)
 
 
-def _lower(piece: Slice, feed: _Feed, shardings: Sequence[NamedSharding]) -> Any:
+def lower_slice(piece: Slice, feed: Feed, shardings: Sequence[NamedSharding]) -> jax.stages.Lowered:
+  """Lowers one slice as a program of its inputs; call it under the mesh.
+
+  Args:
+    piece: the slice; its program serves all slices with its key.
+    feed: says how inputs are placed.
+    shardings: the sharding of each output of the trace.
+
+  Returns:
+    The lowered program.
+  """
+
   def run(*arrays: jax.Array) -> list[jax.Array]:
     values: dict[Any, Any] = {}
     for value, array in zip(piece.inputs, arrays, strict=True):
@@ -134,5 +153,5 @@ def _abstract(value: Any, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
   return jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=sharding)
 
 
-def _is_key(aval: Any) -> bool:
-  return jax.dtypes.issubdtype(aval.dtype, jax.dtypes.prng_key)
+def _is_key(array: Any) -> bool:
+  return jnp.issubdtype(array.dtype, jax.dtypes.prng_key)

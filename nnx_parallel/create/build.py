@@ -9,8 +9,8 @@ from flax import nnx
 
 from nnx_parallel.errors import PlanError
 from nnx_parallel.layout.plan import Root, ShardingPlan
-from nnx_parallel.layout.tracing import traced_init
-from nnx_parallel.layout.variables import Path, path_str, value_of, variables
+from nnx_parallel.layout.tracing import make_optimizer, traced_init
+from nnx_parallel.layout.variables import Path, array_leaves, path_str, value_of
 
 
 def build(the_plan: ShardingPlan) -> list[jax.Array]:
@@ -27,12 +27,12 @@ def build(the_plan: ShardingPlan) -> list[jax.Array]:
   """
   module = traced_init(the_plan.init, the_plan.mesh)
   with nnx.use_eager_sharding(False):
-    built: dict[Root, dict[Path, Any]] = {"model": variables(module)}
+    built: dict[Root, dict[Path, Any]] = {"model": array_leaves(module)}
     if the_plan.tx is not None:
-      built["optimizer"] = variables(nnx.Optimizer(module, the_plan.tx, wrt=the_plan.wrt))
+      built["optimizer"] = array_leaves(make_optimizer(module, the_plan.tx, the_plan.wrt))
   for root, found in built.items():
     _check_same_structure(the_plan, root, found)
-  return [pad_to(value_of(built[leaf.root][leaf.path]), leaf.storage_shape) for leaf in the_plan.leaves]
+  return [pad_to(_array(built[leaf.root][leaf.path]), leaf.storage_shape) for leaf in the_plan.leaves]
 
 
 def pad_to(value: Any, shape: tuple[int, ...]) -> Any:
@@ -42,11 +42,16 @@ def pad_to(value: Any, shape: tuple[int, ...]) -> Any:
   return jax.numpy.pad(value, [(0, new - old) for old, new in zip(value.shape, shape, strict=True)])
 
 
+def _array(leaf: Any) -> Any:
+  value = value_of(leaf)
+  return jax.numpy.asarray(value) if isinstance(value, (bool, int, float, complex)) else value
+
+
 def _check_same_structure(the_plan: ShardingPlan, root: Root, found: dict[Path, Any]) -> None:
   planned = the_plan.of(root)
   for path in dict.fromkeys([*planned, *found]):
     want = (planned[path].shape, planned[path].dtype) if path in planned else None
-    value = value_of(found[path]) if path in found else None
+    value = _array(found[path]) if path in found else None
     got = (tuple(value.shape), value.dtype) if value is not None else None
     if got != want:
       raise PlanError(

@@ -5,9 +5,9 @@ as one program, each of them is compiled again. So the constructor is traced onc
 
 1. Tiny values (keys, counters, scalars) are evaluated first, operation by operation, as eager Python would.
 2. What is left falls apart into *slices*: the operations behind one Variable, or behind several that share
-   work. Tiny values are the inputs of a slice. So are the numbers written in it: slices that differ in such
-   numbers only (the initial scale of each layer) are equal, and the compiler cannot fold what it does not see.
-   With a barrier after each operation, a slice rounds where eager execution rounds.
+   work. Tiny values are the inputs of a slice. So are the numbers written in it: slices that differ in those
+   only (the initial scale of each layer) are equal, and the compiler cannot fold what it does not see. With
+   a barrier after each operation, a slice rounds where eager execution rounds.
 3. Equal slices with equal shardings are one program: compiled once, run once for each member.
 
 Compile time follows the number of distinct slices instead of depth; temporaries are those of one slice.
@@ -23,6 +23,7 @@ from typing import Any
 
 import jax
 import jax.extend.core as jex
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
 
@@ -98,7 +99,7 @@ class Cut:
   groups: tuple[tuple[Slice, ...], ...]
 
 
-def cut(trace: jex.ClosedJaxpr, shardings: Sequence[NamedSharding]) -> Cut | str:
+def cut(trace: Any, shardings: Sequence[NamedSharding]) -> Cut | str:
   """Cuts a traced constructor into groups of equal slices.
 
   Args:
@@ -155,7 +156,7 @@ def read(value: Any, values: dict[Any, Any]) -> Any:
 class _Program:
   """The trace as steps that can be split, and whose calls can be opened."""
 
-  def __init__(self, trace: jex.ClosedJaxpr):
+  def __init__(self, trace: Any):
     jaxpr = trace.jaxpr
     self.constants: dict[Any, Any] = dict(zip(jaxpr.constvars, trace.consts, strict=True))
     self.results: list[Any] = list(jaxpr.outvars)
@@ -269,7 +270,7 @@ def _comes_first(step: Step, known: set[Any]) -> bool:
 
 
 def _is_float(value: Any) -> bool:
-  return jax.dtypes.issubdtype(value.aval.dtype, np.inexact)
+  return jnp.issubdtype(value.aval.dtype, np.inexact)
 
 
 def _rename(value: Any, names: dict[Any, Any]) -> Any:
@@ -322,7 +323,7 @@ class _Keys:
     return str(literal.aval), np.asarray(literal.val).tobytes()
 
   def of(self, value: Any) -> Hashable:
-    if isinstance(value, (jex.ClosedJaxpr, jex.Jaxpr)):
+    if hasattr(value, "eqns"):
       if id(value) not in self.bodies:  # jax traces equal calls once, so most bodies are the same object
         self.bodies[id(value)] = self.numbers.setdefault(self._body(value), len(self.numbers))
       return "body", self.bodies[id(value)]
@@ -330,8 +331,12 @@ class _Keys:
       return type(value).__name__, tuple(self.of(item) for item in value)
     if isinstance(value, dict):
       return tuple((k, self.of(v)) for k, v in value.items())
-    # Objects that cannot be compared equal nothing but themselves: not grouped, and still right.
-    return (type(value), value) if isinstance(value, Hashable) else (type(value), id(value))
+    try:
+      hash(value)
+    except TypeError:
+      # What cannot be hashed equals nothing but itself: not grouped, and still right.
+      return type(value), id(value)
+    return type(value), value
 
   def _body(self, body: Any) -> Hashable:
     jaxpr, constants = getattr(body, "jaxpr", body), getattr(body, "consts", ())

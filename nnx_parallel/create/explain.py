@@ -51,8 +51,9 @@ class CreationReport:
     lines = [f"{len(self.programs)} programs make {made} leaves; {len(self.placed)} are placed as they are"]
     for program in self.programs:
       array = f"{program.dtype}[{','.join(map(str, program.shape))}]"
-      more = f" and {len(program.leaves) - 1} more" if len(program.leaves) > 1 else ""
-      lines.append(f"  {program.runs:4} x {array} {program.spec}: {program.leaves[0]}{more}")
+      first, *others = program.leaves
+      more = f" and {len(others)} more" if others else ""
+      lines.append(f"  {program.runs:4} x {array} {program.spec}: {first}{more}")
     return "\n".join(lines)
 
 

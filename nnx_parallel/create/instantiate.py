@@ -6,12 +6,12 @@ from collections.abc import Mapping
 from typing import Any, cast
 
 from flax import nnx
-from jax.sharding import PartitionSpec
 
 from nnx_parallel.errors import PlanError
 from nnx_parallel.layout.leaf import LeafPlan
 from nnx_parallel.layout.padding import pad_variable
 from nnx_parallel.layout.plan import Root, ShardingPlan
+from nnx_parallel.layout.stacked import stack_labels
 from nnx_parallel.layout.variables import DECLARED, Names, Path, declared
 
 Arrays = Mapping[Path, Any]
@@ -46,45 +46,49 @@ def instantiate(the_plan: ShardingPlan, arrays: Mapping[Root, Arrays]) -> Any:
 def _merge(the_plan: ShardingPlan, root: Root, abstract: Any, arrays: Mapping[Root, Arrays]) -> Any:
   graphdef, state = nnx.split(abstract)
   found, rows = arrays.get(root, {}), the_plan.of(root)
+  labels = stack_labels(rows.values()) if root == "model" else {}
   leaves: list[tuple[Path, Any]] = []
   for path, abstract_leaf in nnx.to_flat_state(state):
+    if path not in rows:
+      leaves.append((path, abstract_leaf))  # it holds no array: None, or optax's MaskedNode
+      continue
     row = rows[path]
     if path not in found:
       raise PlanError(f"no array for {row.name}.", fix="give one array for each leaf of the plan.")
-    leaves.append((path, _bind(abstract_leaf, found[path], row, the_plan)))
+    leaves.append((path, _bind(abstract_leaf, found[path], row, labels.get(path))))
   return nnx.merge(graphdef, nnx.from_flat_state(cast(Any, leaves)))
 
 
-def _bind(abstract_leaf: Any, array: Any, row: LeafPlan, the_plan: ShardingPlan) -> Any:
+def _bind(abstract_leaf: Any, array: Any, row: LeafPlan, first_dim: str | None) -> Any:
   if not isinstance(abstract_leaf, nnx.Variable):
     return array
-  spec = row.spec
   updates: dict[str, Any] = {"eager_sharding": True}
-  if any(spec) or abstract_leaf.get_metadata().get("out_sharding"):
-    # flax copies a parameter's metadata onto state of another rank, so the row decides for the optimizer.
-    names, rules = declared(abstract_leaf, where=row.name) if row.root == "model" else (row.names, {})
-    updates |= _metadata(names if names and len(names) == len(spec) else None, rules, spec)
-    updates["mesh"] = the_plan.mesh
+  if any(row.spec) or abstract_leaf.get_metadata().get("out_sharding"):
+    updates |= _metadata(row, first_dim)
+    updates["mesh"] = row.mesh
+    if row.root == "model":
+      names, own_rules = declared(abstract_leaf, where=row.name)
+      updates[DECLARED] = (names, tuple(own_rules.items()))
   if any(row.padding):
     return pad_variable(abstract_leaf.copy(**updates), array, row.storage_shape)
   return abstract_leaf.copy(array, **updates)
 
 
-def _metadata(names: Names | None, own_rules: dict[str, Any], spec: PartitionSpec) -> dict[str, Any]:
-  """The annotation that makes flax derive exactly `spec`, with the user's names wherever they suffice.
+def _metadata(row: LeafPlan, first_dim: str | None) -> dict[str, Any]:
+  """The annotation that makes flax derive exactly the row's spec, with names wherever they suffice.
 
   A name stays where it maps to the same axes in every dim that has it; elsewhere (a dim taken by the
   fallback, a name that resolved differently in two dims) the mesh axes themselves are written.
   """
+  ndim = len(row.shape)
+  names: Names = (first_dim, *([None] * (ndim - 1))) if ndim else ()
+  if row.names is not None and len(row.names) == ndim:  # flax copies names onto state of another rank
+    names = row.names
   written: list[Any] = []
   table: dict[str, Any] = {}
-  for name, axes in zip(names or (None,) * len(spec), spec, strict=True):
+  for name, axes in zip(names, row.spec, strict=True):
     keep = isinstance(name, str) and table.get(name, axes) == axes
     if keep:
       table[str(name)] = axes
     written.append(name if keep else axes)
-  return {
-    "out_sharding": tuple(written),
-    "sharding_rules": tuple(table.items()),
-    DECLARED: (names, tuple(own_rules.items())),
-  }
+  return {"out_sharding": tuple(written), "sharding_rules": tuple(table.items())}

@@ -14,7 +14,7 @@ from nnx_parallel.errors import NnxParallelWarning, PlanError
 from nnx_parallel.layout.leaf import LeafPlan
 from nnx_parallel.layout.mesh import axis_sizes
 from nnx_parallel.layout.render import format_array, format_bytes, grouped, text_table, why
-from nnx_parallel.layout.variables import is_rng, kind_of, variables
+from nnx_parallel.layout.variables import array_leaves, is_rng, kind_of, variables
 
 if TYPE_CHECKING:
   from nnx_parallel.layout.plan import ShardingPlan
@@ -194,7 +194,7 @@ def trainable(plan: ShardingPlan, wrt: Any) -> Trainable:
       fix="ShardingPlan.from_json(text, init=init)",
     )
   rows = plan.of("model")
-  for path, leaf in variables(plan.abstract_model).items():
+  for path, leaf in array_leaves(plan.abstract_model).items():
     target = trained if selects(cast(Any, path), leaf) else frozen if isinstance(leaf, nnx.Param) else other
     target.append(rows[path])
   if not trained:

@@ -26,7 +26,9 @@ def owner(path: Path, parameters: Mapping[Path, LeafPlan]) -> Path | None:
   Returns:
     The longest such path, or None: a step counter, for example.
   """
-  return next((path[i:] for i in range(len(path)) if path[i:] in parameters), None)
+  # A parameter's state may be a list: `opt_state.0.mu.up.kernel.1` belongs to `up.kernel` too.
+  candidates = (part for whole in (path, path[:-1]) for part in (whole[i:] for i in range(len(whole))))
+  return next((part for part in candidates if part in parameters), None)
 
 
 def follow(parameter: LeafPlan, shape: tuple[int, ...]) -> tuple[PartitionSpec, tuple[int, ...], str]:

@@ -12,6 +12,7 @@ and thresholds on its size are those of one device.
 
 from __future__ import annotations
 
+import copy
 import functools
 from typing import Any, cast
 
@@ -88,6 +89,10 @@ def _padded_type(kind: type[nnx.Variable[Any]]) -> type[nnx.Variable[Any]]:
       return kind.__getattr__(self, name)
     return getattr(_logical_variable(self), name)
 
+  def deepcopy(self: Any, memo: dict[int, Any]) -> Any:
+    # Found here, not on the array: else a deep copy of a module would hold bare logical arrays.
+    return self.copy(copy.deepcopy(self.get_raw_value(), memo))
+
   def reduce(self: Any) -> tuple[Any, ...]:
     return _rebuild, (kind, self.__getstate__())
 
@@ -98,14 +103,16 @@ def _padded_type(kind: type[nnx.Variable[Any]]) -> type[nnx.Variable[Any]]:
     "set_value": set_value,
     "shape": property(shape),
     "__getattr__": get_attribute,
+    "__deepcopy__": deepcopy,
     "__reduce__": reduce,
   }
-  return type(kind)(f"Padded{kind.__name__}", (kind,), members)
+  make: Any = type(kind)
+  return make(f"Padded{kind.__name__}", (kind,), members)
 
 
 def _rebuild(kind: type[nnx.Variable[Any]], state: dict[str, Any]) -> Any:
   padded: Any = _padded_type(kind)
-  made: Any = padded.__new__(padded)
+  made = padded.__new__(padded)
   made.__setstate__(state)
   return made
 

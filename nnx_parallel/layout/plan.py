@@ -22,23 +22,24 @@ from jax.sharding import PartitionSpec
 
 from nnx_parallel.errors import PlanError, ShardingError
 from nnx_parallel.layout import optimizer_layout
+from nnx_parallel.layout.attention import check_attention
 from nnx_parallel.layout.constrain import use_rules
 from nnx_parallel.layout.leaf import Decision, LeafPlan, Root, Source
 from nnx_parallel.layout.mesh import AnyMesh, axis_sizes, is_explicit
 from nnx_parallel.layout.padding import logical_transformation
 from nnx_parallel.layout.resolve import Resolution, extend_spec, resolve_spec
 from nnx_parallel.layout.rules import UNEVEN, LogicalRules, RuleSet, Uneven
-from nnx_parallel.layout.tracing import traced_init, unplaced
+from nnx_parallel.layout.tracing import make_optimizer, traced_init, unplaced
 from nnx_parallel.layout.variables import (
   Names,
   Path,
   aliases,
+  array_leaves,
   declared,
   is_rng,
   kind_of,
   path_str,
   value_of,
-  variables,
 )
 
 if TYPE_CHECKING:
@@ -469,6 +470,7 @@ def plan(
   ruleset = RuleSet.of(rules)
   model = abstract_module(init, mesh)
   builder = _Builder(mesh, ruleset, uneven)
+  attention = check_attention(model, builder.sizes)
   leaves = builder.model_leaves(model)
   abstract_optimizer = None
   if optimizer is not None:
@@ -483,7 +485,7 @@ def plan(
     wrt,
     model,
     abstract_optimizer,
-    tuple(builder.notes()),
+    tuple(attention + builder.notes()),
   )
 
 
@@ -532,7 +534,8 @@ def _abstract_optimizer(model: nnx.Module, tx: optax.GradientTransformation, wrt
 
     raise audit.nothing_selected(wrt, model)
   with unplaced():
-    return nnx.eval_shape(lambda: nnx.Optimizer(model, tx, wrt=wrt))
+    # The model is an argument so that optimizers that compute with parameters see arrays, not shapes.
+    return nnx.eval_shape(lambda traced: make_optimizer(traced, tx, wrt), model)
 
 
 def _no_constructor() -> nnx.Module:
@@ -546,7 +549,7 @@ def _check_stored(leaves: Iterable[LeafPlan], model: nnx.Module, optimizer: Any)
   planned = {leaf.name: (leaf.shape, str(leaf.dtype)) for leaf in leaves}
   found: dict[str, Any] = {}
   for prefix, node in (("", model), ("optimizer/", optimizer)):
-    for path, leaf in variables(node).items() if node is not None else ():
+    for path, leaf in array_leaves(node).items() if node is not None else ():
       value = value_of(leaf)
       found[prefix + path_str(path)] = (tuple(value.shape), str(value.dtype))
   for name in dict.fromkeys([*planned, *found]):
@@ -574,7 +577,7 @@ class _Builder:
     tied = aliases(model)
     leaves: list[LeafPlan] = []
     unnamed: list[Path] = []
-    for path, leaf in variables(model).items():
+    for path, leaf in array_leaves(model).items():
       row = self._model_leaf(path, leaf)
       if path in tied:
         row = dataclasses.replace(row, aliases=tied[path])
@@ -586,7 +589,7 @@ class _Builder:
 
   def _model_leaf(self, path: Path, leaf: Any) -> LeafPlan:
     where = path_str(path)
-    value = value_of(leaf)
+    value = _array(leaf, where)
     if is_rng(leaf):
       return self._leaf("model", path, leaf, None, None, Decision("whole", "RNG state"))
     source: Source = "metadata"
@@ -675,7 +678,7 @@ class _Builder:
   ) -> list[LeafPlan]:
     by_path = {leaf.path: leaf for leaf in model_leaves}
     rows: list[LeafPlan] = []
-    for path, leaf in variables(optimizer).items():
+    for path, leaf in array_leaves(optimizer).items():
       shape = tuple(value_of(leaf).shape)
       parameter = optimizer_layout.owner(path, by_path)
       if parameter is None:
@@ -698,12 +701,7 @@ class _Builder:
     found: Resolution | None,
     decision: Decision,
   ) -> LeafPlan:
-    value = value_of(leaf)
-    if not hasattr(value, "shape") or not hasattr(value, "dtype"):
-      raise PlanError(
-        f"{path_str(path)} holds a {type(value).__name__}, which is not an array.",
-        fix="wrap constants with nnx.static(...), or store an array.",
-      )
+    value = _array(leaf, path_str(path))
     shape = tuple(value.shape)
     spec = found.spec if found else PartitionSpec(*([None] * len(shape)))
     padding = found.padding if found else (0,) * len(shape)
@@ -715,6 +713,17 @@ class _Builder:
     tables = [rules for rules in self.rules.paths if not rules.optional]
     dead = [rule.pattern for rules in tables for rule in rules.rules if id(rule) not in self.fired]
     return self.axis_notes + [f"path rule {pattern!r} matches nothing" for pattern in dead]
+
+
+def _array(leaf: Any, where: str) -> Any:
+  value = value_of(leaf)
+  if hasattr(value, "shape") and hasattr(value, "dtype"):
+    return value
+  raise PlanError(
+    f"{where} holds a {type(value).__name__} instead of one array, so it has no layout.",
+    details=f"Variable type {kind_of(leaf)}",
+    fix="give each array a Variable of its own, for example in an nnx.Dict or nnx.List.",
+  )
 
 
 def _shown(names: Names | None) -> str:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import functools
 import keyword
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -334,9 +335,15 @@ class PathRule:
     parts = [str(part) for part in path]
     width = len(self.pattern)
     return any(
-      all(re.fullmatch(regex, part) for regex, part in zip(self.pattern, parts[start:], strict=False))
+      all(map(_matches_part, self.pattern, parts[start : start + width]))
       for start in range(len(parts) - width + 1)
     )
+
+
+# Models repeat the same few parts ("attn", "kernel") in every layer.
+@functools.lru_cache(maxsize=2**14)
+def _matches_part(regex: str, part: str) -> bool:
+  return re.fullmatch(regex, part) is not None
 
 
 @dataclasses.dataclass(frozen=True)

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from nnx_parallel.errors import PlanError
+from nnx_parallel.layout.inputs import InputRules
 from nnx_parallel.layout.leaf import Decision, LeafPlan
 from nnx_parallel.layout.mesh import AnyMesh, abstract_mesh, axis_sizes, is_explicit
 from nnx_parallel.layout.render import format_array, format_bytes, format_spec, grouped, text_table
@@ -168,6 +169,7 @@ def _rules_to_json(rules: RuleSet) -> dict[str, Any]:
       for table in rules.paths
     ],
     "fallback": dataclasses.asdict(rules.fallback) if rules.fallback else None,
+    "inputs": _inputs_to_json(rules.inputs),
   }
 
 
@@ -189,7 +191,20 @@ def _rules_from_json(data: Mapping[str, Any]) -> RuleSet:
   )
   stored: Any = data["fallback"]
   fallback = stored and Fallback(stored["mode"], tuple(stored["axes"]), stored["min_size"], stored["extend"])
-  return RuleSet(LogicalRules(logical, unknown=data["unknown"], uneven=data["uneven"]), paths, fallback)
+  logical_rules = LogicalRules(logical, unknown=data["unknown"], uneven=data["uneven"])
+  return RuleSet(logical_rules, paths, fallback, _inputs_from_json(data["inputs"]))
+
+
+def _inputs_to_json(inputs: InputRules | None) -> Any:
+  return inputs and ("whole mesh" if inputs.every_axis else [[k, list(v)] for k, v in inputs.by_rank.items()])
+
+
+def _inputs_from_json(data: Any) -> InputRules | None:
+  if data is None:
+    return None
+  if data == "whole mesh":
+    return InputRules.whole_mesh()
+  return InputRules({rank: tuple(_entry(entry) for entry in entries) for rank, entries in data})
 
 
 @dataclasses.dataclass(frozen=True)

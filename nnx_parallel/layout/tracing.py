@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator
 from typing import Any
 
 import jax
+import optax
 from flax import nnx
 from jax.core import Tracer
 from jax.sharding import AbstractMesh, AxisType
@@ -41,21 +42,23 @@ def traced_init(init: Callable[[], nnx.Module], mesh: AnyMesh | None) -> nnx.Mod
   auto = AbstractMesh(tuple(sizes.values()), tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes))
   with nnx.use_eager_sharding(False), jax.sharding.use_abstract_mesh(auto):
     module = init()
-  if isinstance(module, nnx.Pytree):  # pyright: ignore[reportUnnecessaryIsInstance]
-    for path, node in nnx.iter_graph(module):
+  graph: Any = module
+  if isinstance(graph, nnx.Pytree):  # the caller refuses anything else
+    data = {id(leaf) for leaf in jax.tree.leaves(nnx.state(graph))}
+    for path, node in nnx.iter_graph(graph):
       if isinstance(node, nnx.Pytree):
-        _adopt_arrays(path, node)
+        _adopt_arrays(path, node, data)
   return module
 
 
-def _adopt_arrays(path: Any, node: nnx.Pytree) -> None:
-  data: Mapping[str, bool] = node._pytree__nodes  # pyright: ignore[reportPrivateUsage]  (flax has no public way to ask)
+def _adopt_arrays(path: Any, node: nnx.Pytree, data: set[int]) -> None:
   for name, value in list(vars(node).items()):
-    if data.get(name, False):
+    leaves = jax.tree.leaves(value) if isinstance(value, (list, tuple, dict)) else [value]
+    if not any(isinstance(leaf, Tracer) and id(leaf) not in data for leaf in leaves):
       continue
     if isinstance(value, Tracer):
       setattr(node, name, nnx.data(value))
-    elif isinstance(value, (list, tuple, dict)) and any(_is_tracer(leaf) for leaf in jax.tree.leaves(value)):
+    else:
       where = path_str((*path, name))
       raise PlanError(
         f"{where} is a {type(value).__name__} that holds arrays, which flax takes for a static attribute.",
@@ -63,5 +66,31 @@ def _adopt_arrays(path: Any, node: nnx.Pytree) -> None:
       )
 
 
-def _is_tracer(value: Any) -> bool:
-  return isinstance(value, Tracer)
+def make_optimizer(model: nnx.Module, tx: optax.GradientTransformation, wrt: Any) -> nnx.Optimizer[Any]:
+  """Builds an optimizer in which each Variable holds exactly one array; updates work as before.
+
+  flax wraps the whole state of one parameter in one Variable, which may then hold a list of arrays (SM3) or
+  none (a masked parameter). Such a Variable becomes a list of Variables, or nothing.
+
+  Args:
+    model: live, traced, or abstract.
+    tx: the optax transformation.
+    wrt: which Variables it trains.
+
+  Returns:
+    The optimizer.
+  """
+  optimizer = nnx.Optimizer(model, tx, wrt=wrt)
+
+  def is_variable(node: Any) -> bool:
+    return isinstance(node, nnx.Variable)
+
+  optimizer.opt_state = nnx.data(jax.tree.map(_one_each, optimizer.opt_state, is_leaf=is_variable))
+  return optimizer
+
+
+def _one_each(leaf: Any) -> Any:
+  if not isinstance(leaf, nnx.Variable):
+    return leaf
+  value = leaf.get_raw_value()
+  return leaf if hasattr(value, "shape") else jax.tree.map(leaf.copy, value)

@@ -54,6 +54,18 @@ def variables(module: Any) -> dict[Path, Any]:
   return dict(nnx.to_flat_state(nnx.state(module)))
 
 
+def array_leaves(module: Any) -> dict[Path, Any]:
+  """What `variables` returns, without those that hold no array: `None`, or optax's `MaskedNode`.
+
+  Args:
+    module: as for `variables`.
+
+  Returns:
+    Path -> `nnx.Variable` (or a raw array), in flax's order.
+  """
+  return {path: leaf for path, leaf in variables(module).items() if jax.tree.leaves(value_of(leaf))}
+
+
 def aliases(module: Any) -> dict[Path, tuple[Path, ...]]:
   """The other paths of tied Variables and shared submodules.
 

@@ -136,7 +136,7 @@ class TextLM(nnx.Module):
 
   def __init__(self, config: Config, rngs: nnx.Rngs):
     self.embed = nnx.Embed(
-      VOCAB, config.width, rngs=rngs, embedding_metadata={"out_sharding": ("vocab", "embed")}
+      VOCAB, config.width, rngs=rngs, embedding_metadata={"out_sharding": ("vocab", None)}
     )
     self.blocks = nnx.List([Block(config, rngs) for _ in range(config.depth)])
     self.norm = nnx.RMSNorm(config.width, rngs=rngs)
@@ -178,7 +178,15 @@ def mesh() -> dict[str, int]:
 
 def rules() -> nxp.LogicalRules:
   """How the names of dims map to the axes of `mesh()`."""
-  return nxp.LogicalRules(batch=("data", "fsdp"), embed="fsdp", mlp="tensor", heads="tensor", vocab="tensor")
+  return nxp.LogicalRules(
+    batch=("data", "fsdp"),
+    embed="fsdp",
+    mlp="tensor",
+    heads="tensor",
+    # The embedding table is split by rows only: looked up by columns, the activations would be
+    # regathered. In the head, fsdp is taken by `embed`, and the second candidate fits.
+    vocab=[("tensor", "fsdp"), "tensor"],
+  )
 
 
 def tokens(batch: Batch) -> int:

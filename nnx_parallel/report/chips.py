@@ -104,6 +104,12 @@ CHIPS: Mapping[str, Chip] = {
 def chip(name: str | Chip) -> Chip:
   """Figures of a chip by short name.
 
+  Args:
+    name: as in `CHIPS`, e.g. `"h100"`; figures are returned as they are.
+
+  Returns:
+    Its row.
+
   Raises:
     ReportError: no such chip in the table.
 

@@ -95,6 +95,12 @@ class CompileReport:
   def bytes_by(self, *keys: str) -> dict[tuple[str, ...], int]:
     """Payload bytes per step, grouped by fields of `Collective`, largest first.
 
+    Args:
+      *keys: field names, e.g. `"kind"`, `"axes"`, `"source"`.
+
+    Returns:
+      The values of those fields as text -> bytes.
+
     Example:
       >>> import jax
       >>> import jax.numpy as jnp
@@ -156,6 +162,9 @@ def compile_report(
     topology: a machine that is not here, e.g. `"tpu:v5e:4x4"` or `"gpu:h100:2x8"`; by default the devices
       of the plan's mesh. See `topology`.
     chip: whose memory decides the verdict; by default that of the devices compiled for.
+
+  Returns:
+    The report; print it, ask it, or turn it into JSON or a page.
 
   Raises:
     ReportError: the plan is abstract and no topology is given, the topology does not have as many devices
@@ -306,7 +315,8 @@ def _assemble(
   memory = done.memory
   if not done.text:
     memory = dataclasses.replace(memory, arguments=sum(a.bytes for a in arguments))
-  need = _need(memory, done, chip)
+  compiled_for = chip_of(kind)
+  need = _need(memory, done, compiled_for.platform if compiled_for else "")
   count = math.prod(axes.values())
   return CompileReport(
     target=f"{count} x {kind}" if kind else f"{count} devices",
@@ -331,7 +341,7 @@ def _assemble(
   )
 
 
-def _need(memory: MemoryStats, done: Compiled, chip: Chip | None) -> int:
+def _need(memory: MemoryStats, done: Compiled, platform: str) -> int:
   """Bytes one device needs.
 
   TPU's peak covers everything, with buffers that share memory counted once. The peak of CPU and GPU
@@ -339,7 +349,7 @@ def _need(memory: MemoryStats, done: Compiled, chip: Chip | None) -> int:
   """
   if done.shortage:
     return done.shortage.bytes + (0 if done.shortage.total else memory.arguments)
-  if chip is not None and chip.platform == "tpu" and memory.peak:
+  if platform == "tpu" and memory.peak:
     return memory.peak
   return memory.arguments + memory.temporaries + memory.outputs - memory.aliased
 

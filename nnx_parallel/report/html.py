@@ -66,7 +66,15 @@ def report_page(report: CompileReport) -> str:
 
 
 def plan_page(plan: ShardingPlan, memory: MemoryPlan | None = None) -> str:
-  """The page of a plan: its bytes by path, its devices, every leaf, and the memory plan where given."""
+  """The page of a plan: its bytes by path, its devices, its largest leaves.
+
+  Args:
+    plan: on any mesh.
+    memory: adds the planned memory by category.
+
+  Returns:
+    One self-contained HTML document.
+  """
   sizes = axis_sizes(plan.mesh)
   leaves = sorted(plan.leaves, key=lambda leaf: -leaf.bytes_per_device)
   items = [svg.Item(x.name, x.bytes_per_device, format_bytes(x.bytes_per_device), x.root) for x in leaves]
@@ -92,6 +100,9 @@ def report_svg(report: CompileReport, picture: Picture) -> str:
   Args:
     report: of a compiled step.
     picture: `"memory"`, `"treemap"`, `"devices"`, `"collectives"` or `"timeline"`.
+
+  Returns:
+    The text of the document.
 
   Raises:
     ReportError: there is no such picture.

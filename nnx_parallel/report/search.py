@@ -141,6 +141,9 @@ def search(
     compile_best: how many of the fastest to compile for the machine; the fastest of these that the
       compiler accepts wins.
 
+  Returns:
+    Every candidate, ranked; print it.
+
   Raises:
     ReportError: the topology or a policy is unknown, or the rules name no axis.
 
@@ -179,6 +182,12 @@ def search(
   too_large = sorted((c for c in found if c.memory_bytes > usable), key=lambda c: c.memory_bytes)
   best = fitting[0] if fitting else None
   if compile_best:
+    if optimizer is None:
+      raise ReportError(
+        "a train step cannot be compiled without an optimizer.",
+        details=f"compile_best={compile_best}",
+        fix="search(..., optimizer=optax.adamw(1e-3), compile_best=...).",
+      )
     fitting, best = _compile(fitting, compile_best, init, loss, batch, rules, optimizer, topology)
   return SearchResult(target, tuple(fitting), tuple(too_large), refused, best)
 

@@ -126,7 +126,8 @@ def _collectives(report: CompileReport) -> str:
 
 def _origin(parameters: Sequence[str], source: str, op: str) -> str:
   place = os.path.basename(source) if source else op.rsplit("/", 1)[-1]
-  return f"{', '.join(parameters)} at {place}" if parameters else place
+  names = ", ".join(parameters)
+  return f"{names} at {place}" if names and place != names else place
 
 
 def _reshards(report: CompileReport) -> str:

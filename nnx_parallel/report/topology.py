@@ -138,6 +138,9 @@ def topology_mesh(text: str, *, explicit: bool = False, **axes: int) -> Mesh:
     explicit: makes the axes Explicit; Auto otherwise.
     **axes: axis name -> size; one may be -1: what is left. Between slices the first axes go outside.
 
+  Returns:
+    A mesh that programs can be lowered and compiled for; its devices hold no array.
+
   Raises:
     ReportError: as `topology`, or the sizes do not multiply to the number of devices.
 

@@ -7,6 +7,7 @@ import threading
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from flax import nnx
 from jax.sharding import NamedSharding
@@ -197,6 +198,30 @@ def test_a_plan_is_a_scope():
     assert spec(constrain(X, "batch", None)) == P(("data", "fsdp"), None)
   with nxp.plan(init, mesh, LogicalRules(batch=None, embed="fsdp")).scope():
     assert spec(constrain(X, "batch", "embed")) == P(None, "fsdp")
+
+
+class Net(nnx.Module):
+  def __init__(self, rngs):
+    self.up, self.down = nnx.Linear(8, 16, rngs=rngs), nnx.Linear(16, 8, rngs=rngs)
+
+  def __call__(self, x):
+    return self.down(constrain(nnx.relu(self.up(x)), "batch", "mlp"))
+
+
+@pytest.mark.parametrize("microbatches", [1, 2])
+def test_a_train_step_runs_in_the_scope_of_its_plan(microbatches):
+  rules = LogicalRules(batch="data", mlp="tensor")
+  mesh = nxp.make_mesh(data=2, tensor=4)
+  plan = nxp.plan(lambda: Net(nnx.Rngs(0)), mesh, rules, optimizer=optax.sgd(0.1))
+  step = nxp.train_step(lambda model, x: (model(x) ** 2).mean(), microbatches=microbatches)
+  model, optimizer = nxp.create_sharded_model(plan)
+  batch = nxp.shard_batch(X, plan)
+  with plan.scope():
+    found = step(model, optimizer, batch)["loss"]
+  plain = Net(nnx.Rngs(0))
+  wanted = step(plain, nnx.Optimizer(plain, optax.sgd(0.1), wrt=nnx.Param), X)["loss"]
+  np.testing.assert_allclose(found, wanted, rtol=1e-5)
+  np.testing.assert_allclose(model.up.kernel[...], plain.up.kernel[...], rtol=1e-4, atol=1e-5)
 
 
 def test_candidates_and_padding():

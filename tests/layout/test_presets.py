@@ -49,7 +49,7 @@ def test_the_original_t5_table():
   rules = presets.t5(embed=None, heads="mp", mlp="mp", vocab="mp")
   specs = table(nxp.plan(build("t5"), nxp.abstract_mesh(dp=2, mp=4), rules))
   column, row, whole = P(None, "mp"), P("mp", None), P(None)
-  attention = lambda path: {f"{path}.{n}.kernel": row if n == "o" else column for n in "qkvo"}  # noqa: E731
+  attention = lambda path: {f"{path}.{n}.kernel": row if n == "o" else column for n in "qkvo"}
   expected = {
     "shared.embedding": row,
     "lm_head.kernel": column,
@@ -265,7 +265,7 @@ def test_unmatched_parameters_are_all_listed_with_the_nearest_rule():
 def test_rules_that_never_fire_are_noted_unless_the_table_is_for_a_family():
   rules = [(("q_proj",), None), (r".*", None)]
   pairs = [(("q_prj", "kernel"), None), *rules]
-  make = lambda **options: nxp.plan(build("llama"), nxp.abstract_mesh(tensor=2), PathRules(pairs, **options))  # noqa: E731
+  make = lambda **options: nxp.plan(build("llama"), nxp.abstract_mesh(tensor=2), PathRules(pairs, **options))
   assert [note for note in make().notes if "q_prj" in note] == [
     "path rule ('q_prj', 'kernel') matches nothing",
   ]

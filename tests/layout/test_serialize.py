@@ -12,6 +12,7 @@ from flax import nnx
 
 import nnx_parallel as nxp
 from layout.models import LM, named
+from nnx_parallel.layout.inputs import InputRules
 from nnx_parallel.layout.serialize import assert_golden_plan
 
 RULES = [
@@ -41,6 +42,19 @@ def test_json_holds_the_whole_plan():
     "axes": {"data": 2, "fsdp": 2, "tensor": 2},
     "explicit": False,
   }
+
+
+@pytest.mark.parametrize(
+  "inputs", [InputRules.whole_mesh(), InputRules(map_1d=("data",), map_2d=("data", None))]
+)
+def test_json_keeps_rules_for_inputs_and_open_ranks(inputs):
+  rules = [
+    inputs,
+    nxp.LogicalRules(mlp=None, embed=None),
+    nxp.PathRules([(".*", ("vocab", ...))], strict=False),
+  ]
+  plan = lm_plan(nxp.abstract_mesh(data=2, vocab=1), rules=[*rules, nxp.fsdp("data")])
+  assert nxp.ShardingPlan.from_json(plan.to_json()).rules == plan.rules
 
 
 def test_json_keeps_odd_paths_dtypes_and_keys():

@@ -1,0 +1,42 @@
+"""The persistent compilation cache: the second start of a job compiles nothing."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import jax
+from jax.experimental.compilation_cache import compilation_cache as jax_cache
+
+
+def compilation_cache(directory: str | os.PathLike[str], *, minimum_seconds: float = 0.0) -> str:
+  """Keeps compiled programs in a directory, for this process and every later one that names it.
+
+  jax's own cache, without the thresholds that leave out the many small programs of a creation. Processes may
+  share the directory; an entry is found by its program, the compiler, its flags and the devices. Only use a
+  directory that nobody you distrust can write: programs in it are run.
+
+  Args:
+    directory: made when it does not exist; or a bucket that jax can write, for example `gs://bucket/cache`.
+    minimum_seconds: programs that compile faster than this are not kept.
+
+  Returns:
+    The directory; an absolute path unless it is a bucket.
+
+  Example:
+    >>> import os, tempfile, nnx_parallel as nxp
+    >>> directory = nxp.compilation_cache(os.path.join(tempfile.mkdtemp(), "programs"))
+    >>> os.path.isdir(directory)
+    True
+  """
+  where = os.fspath(directory)
+  if "://" not in where:
+    path = Path(where).expanduser().absolute()
+    path.mkdir(parents=True, exist_ok=True)
+    where = str(path)
+  # jax decides at its first compilation whether there is a cache, and would not look again.
+  jax_cache.reset_cache()
+  jax.config.update("jax_compilation_cache_dir", where)
+  jax.config.update("jax_persistent_cache_min_compile_time_secs", minimum_seconds)
+  jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+  return where

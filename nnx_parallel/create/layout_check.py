@@ -1,0 +1,158 @@
+"""Does a live module hold what its plan says? Every difference, by name."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+from flax import nnx
+from jax.sharding import NamedSharding
+
+from nnx_parallel.errors import LayoutMismatchError
+from nnx_parallel.layout.plan import LeafPlan, Root, ShardingPlan
+from nnx_parallel.layout.variables import path_str, value_of, variables
+
+
+@dataclasses.dataclass(frozen=True)
+class LayoutDifference:
+  """One leaf that is not as planned.
+
+  Attributes:
+    name: its dotted path; optimizer leaves start with `optimizer/`.
+    planned: what the plan says.
+    found: what the module has.
+  """
+
+  name: str
+  planned: str
+  found: str
+
+  def __str__(self) -> str:
+    return f"{self.name}: planned {self.planned}, found {self.found}"
+
+
+def layout_differences(
+  model: nnx.Module, plan: ShardingPlan, optimizer: nnx.Optimizer[Any] | None = None
+) -> list[LayoutDifference]:
+  """Compares a live module, and its optimizer, with a plan.
+
+  Shape, dtype, devices, spec and memory kind of each array are compared, and the sharding that flax would
+  derive from the Variable's metadata: the one that later computations constrain it to.
+
+  Args:
+    model: the live module.
+    plan: the plan.
+    optimizer: its optimizer; left out of the comparison when None.
+
+  Returns:
+    One difference for each leaf that has one, in the plan's order; empty when all agree.
+  """
+  roots: dict[Root, Any] = {"model": model}
+  if optimizer is not None:
+    roots["optimizer"] = optimizer
+  found: list[LayoutDifference] = []
+  for root, node in roots.items():
+    rows, live = plan.of(root), variables(node)
+    found += [d for path, leaf in rows.items() for d in _compare(leaf, live.get(path))]
+    prefix = "" if root == "model" else "optimizer/"
+    found += [
+      LayoutDifference(prefix + path_str(path), "nothing", _show(value_of(live[path])))
+      for path in live
+      if path not in rows
+    ]
+  return found
+
+
+def check_layout(model: nnx.Module, plan: ShardingPlan, optimizer: nnx.Optimizer[Any] | None = None) -> None:
+  """Raises unless a live module, and its optimizer, are laid out as planned.
+
+  Args:
+    model: the live module.
+    plan: the plan.
+    optimizer: its optimizer; left out of the comparison when None.
+
+  Raises:
+    LayoutMismatchError: names every leaf that differs, with what was planned and what was found.
+
+  Example:
+    >>> import jax.numpy as jnp, nnx_parallel as nxp
+    >>> from flax import nnx
+    >>> init = lambda: nnx.Linear(8, 64, rngs=nnx.Rngs(0))
+    >>> plan = nxp.plan(init, nxp.make_mesh(fsdp=8), nxp.fsdp(min_size=64))
+    >>> model = nxp.create_sharded_model(plan)
+    >>> nxp.check_layout(model, plan)
+    >>> model.kernel.set_value(jnp.zeros((8, 64)))
+    >>> nxp.check_layout(model, plan)
+    Traceback (most recent call last):
+    nnx_parallel.errors.LayoutMismatchError: 1 of 2 arrays are not laid out as planned.
+      kernel: planned float32[8,64] P(None, 'fsdp'), found float32[8,64] on one device
+      Fix: model = nxp.reshard(model, plan); p[...] = x keeps a Variable's layout, p.set_value(x) does not.
+  """
+  differences = layout_differences(model, plan, optimizer)
+  if not differences:
+    return
+  roots = ("model",) if optimizer is None else ("model", "optimizer")
+  total = sum(leaf.root in roots for leaf in plan.leaves)
+  shown = [str(difference) for difference in differences[:20]]
+  if len(differences) > 20:
+    shown.append(f"... and {len(differences) - 20} more")
+  call = "model = nxp.reshard(model, plan)"
+  if optimizer is not None:
+    call = "model, optimizer = nxp.reshard(model, plan, optimizer=optimizer)"
+  raise LayoutMismatchError(
+    f"{len(differences)} of {total} arrays are not laid out as planned.",
+    details="\n".join(shown),
+    fix=f"{call}; p[...] = x keeps a Variable's layout, p.set_value(x) does not.",
+  )
+
+
+def _compare(leaf: LeafPlan, live: Any) -> list[LayoutDifference]:
+  if live is None:
+    return [LayoutDifference(leaf.name, _planned(leaf), "nothing")]
+  value = value_of(live)
+  if not _as_planned(value, leaf):
+    return [LayoutDifference(leaf.name, _planned(leaf), _show(value))]
+  if isinstance(live, nnx.Variable) and live.get_metadata().get("out_sharding"):
+    derived = _derived(live)
+    if derived is None or not derived.is_equivalent_to(leaf.sharding, len(leaf.shape)):
+      shown = "nothing that resolves" if derived is None else f"{derived.spec} on {dict(derived.mesh.shape)}"
+      return [LayoutDifference(leaf.name, f"{_planned(leaf)}", f"metadata that means {shown}")]
+  return []
+
+
+def _as_planned(value: Any, leaf: LeafPlan) -> bool:
+  return (
+    isinstance(value, jax.Array)
+    and value.shape == leaf.storage_shape
+    and value.dtype == leaf.dtype
+    and value.sharding.is_equivalent_to(leaf.sharding, value.ndim)
+  )
+
+
+def _derived(variable: nnx.Variable[Any]) -> NamedSharding | None:
+  metadata = variable.get_metadata()
+  rules = dict(metadata.get("sharding_rules") or ())
+  spec = tuple(rules.get(name, name) if isinstance(name, str) else name for name in metadata["out_sharding"])
+  mesh = metadata.get("mesh")
+  axes = {axis for entry in spec for axis in ((entry,) if isinstance(entry, str) else entry or ())}
+  if mesh is None or not axes <= set(mesh.axis_names):
+    return None
+  return NamedSharding(mesh, jax.P(*spec))
+
+
+def _planned(leaf: LeafPlan) -> str:
+  return f"{leaf.dtype}[{','.join(map(str, leaf.storage_shape))}] {leaf.spec}"
+
+
+def _show(value: Any) -> str:
+  if not hasattr(value, "shape"):
+    return f"a {type(value).__name__}"
+  array = f"{value.dtype}[{','.join(map(str, value.shape))}]"
+  sharding = getattr(value, "sharding", None)
+  if sharding is None:
+    return f"{array} in host memory (numpy)"
+  if isinstance(sharding, NamedSharding):
+    kind = f", {sharding.memory_kind}" if sharding.memory_kind not in (None, "device") else ""
+    return f"{array} {sharding.spec} on {dict(sharding.mesh.shape)}{kind}"
+  return f"{array} on one device" if len(sharding.device_set) == 1 else f"{array} {sharding}"

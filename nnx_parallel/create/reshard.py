@@ -1,0 +1,222 @@
+"""A live module, or arrays from anywhere, into the layout of a plan."""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from nnx_parallel.create.assemble import put
+from nnx_parallel.create.build import pad_to
+from nnx_parallel.create.constructor import real_mesh
+from nnx_parallel.create.instantiate import instantiate
+from nnx_parallel.errors import PlanError
+from nnx_parallel.layout.plan import LeafPlan, Root, ShardingPlan
+from nnx_parallel.layout.variables import Path, path_str, value_of, variables
+
+
+def reshard(
+  model: nnx.Module,
+  plan: ShardingPlan,
+  *,
+  optimizer: nnx.Optimizer[Any] | None = None,
+  donate: bool = False,
+  byte_budget: int = 2**28,
+) -> Any:
+  """Moves a live module into the layout of a plan: from one device, another mesh, other specs.
+
+  Array by array, so that what is under way at a time stays under `byte_budget` on each device. The result is
+  a new module whose arrays share no memory with the old one's, so that a step that donates the one cannot
+  delete the other's; a Variable that is tied stays tied.
+
+  Args:
+    model: the live module: the one that was planned, or one with the same Variables.
+    plan: the plan.
+    optimizer: its optimizer, moved likewise; needed if and only if the plan has one.
+    donate: free each old array as soon as it was moved: the peak is one copy of the model and the budget.
+      The old module cannot be used afterwards.
+    byte_budget: bytes per device that may be under way before waiting; at least one array is.
+
+  Returns:
+    The new module; `(module, optimizer)` when the plan has an optimizer.
+
+  Raises:
+    PlanError: the module and the plan differ in paths, shapes or dtypes, or `optimizer` is missing or in
+      the way.
+
+  Example:
+    >>> import nnx_parallel as nxp
+    >>> from flax import nnx
+    >>> init = lambda: nnx.Linear(8, 64, rngs=nnx.Rngs(0))
+    >>> plan = nxp.plan(init, nxp.make_mesh(fsdp=8), nxp.fsdp(min_size=64))
+    >>> model = nxp.reshard(init(), plan, donate=True)
+    >>> model.kernel.get_value().sharding.spec
+    P(None, 'fsdp')
+  """
+  _check_optimizer(plan, optimizer)
+  roots: dict[Root, Any] = {"model": model}
+  if optimizer is not None:
+    roots["optimizer"] = optimizer
+  arrays: dict[Root, dict[Path, Any]] = {
+    root: {p: value_of(leaf) for p, leaf in variables(node).items()} for root, node in roots.items()
+  }
+  return instantiate(plan, _place(plan, arrays, donate=donate, byte_budget=byte_budget))
+
+
+def from_arrays(
+  plan: ShardingPlan, model: Mapping[Any, Any], optimizer: Mapping[Any, Any] | None = None
+) -> Any:
+  """Builds the planned module from arrays instead of initial values: numpy, memory-mapped files, jax.
+
+  Of a numpy array only what the local devices hold is read, shard by shard, and copied; `init` makes no
+  values.
+
+  Args:
+    plan: the plan.
+    model: one array for each leaf, by dotted path (`"up.kernel"`) or by path tuple; global shapes in
+      elements, without padding. A PRNG key may be given as its `jax.random.key_data`.
+    optimizer: the optimizer's likewise (without `optimizer/`); needed if and only if the plan has one.
+
+  Returns:
+    The live module; `(module, optimizer)` when the plan has an optimizer.
+
+  Raises:
+    PlanError: paths that are missing or that the plan does not have, or other shapes or dtypes.
+
+  Example:
+    >>> import numpy as np, nnx_parallel as nxp
+    >>> from flax import nnx
+    >>> init = lambda: nnx.Linear(8, 64, rngs=nnx.Rngs(0))
+    >>> plan = nxp.plan(init, nxp.make_mesh(fsdp=8), nxp.fsdp(min_size=64))
+    >>> arrays = {"kernel": np.ones((8, 64), np.float32), "bias": np.zeros(64, np.float32)}
+    >>> nxp.from_arrays(plan, arrays).kernel.get_value().sharding.spec
+    P(None, 'fsdp')
+  """
+  _check_optimizer(plan, optimizer)
+  given: dict[Root, Mapping[Any, Any]] = {"model": model}
+  if optimizer is not None:
+    given["optimizer"] = optimizer
+  arrays: dict[Root, dict[Path, Any]] = {root: _by_path(plan, root, found) for root, found in given.items()}
+  return instantiate(plan, _place(plan, arrays, donate=False, byte_budget=2**28))
+
+
+def _check_optimizer(plan: ShardingPlan, optimizer: Any) -> None:
+  if (plan.tx is None) != (optimizer is None):
+    has = (
+      "has an optimizer, and none was given" if optimizer is None else "has no optimizer, and one was given"
+    )
+    raise PlanError(
+      f"the plan {has}.",
+      fix="pass optimizer=..." if optimizer is None else "plan with nxp.plan(..., optimizer=tx).",
+    )
+
+
+def _by_path(plan: ShardingPlan, root: Root, given: Mapping[Any, Any]) -> dict[Path, Any]:
+  names = {path_str(path): path for path in plan.of(root)}
+  return {names.get(key, (key,)) if isinstance(key, str) else key: value for key, value in given.items()}
+
+
+def _place(
+  plan: ShardingPlan, arrays: Mapping[Root, dict[Path, Any]], *, donate: bool, byte_budget: int
+) -> dict[Root, dict[Path, jax.Array]]:
+  real_mesh(plan)
+  for root, found in arrays.items():
+    _check_arrays(plan, root, found)
+  # One array may stand in several Variables; only the last of them may free it.
+  uses = collections.Counter(id(value) for found in arrays.values() for value in found.values())
+  placed: dict[Root, dict[Path, jax.Array]] = {}
+  moving: list[jax.Array] = []
+  old: list[jax.Array] = []
+
+  def settle() -> None:
+    jax.block_until_ready(moving)
+    for source in old:
+      source.delete()
+    moving.clear()
+    old.clear()
+
+  for leaf in plan.leaves:
+    source = arrays[leaf.root].pop(leaf.path)
+    moved = _move(source, leaf)
+    placed.setdefault(leaf.root, {})[leaf.path] = moved
+    moving.append(moved)
+    uses[id(source)] -= 1
+    if donate and isinstance(source, jax.Array) and not uses[id(source)]:
+      old.append(source)
+    if sum(array.nbytes // array.sharding.num_devices for array in moving) > byte_budget:
+      settle()
+  settle()
+  return placed
+
+
+def _move(source: Any, leaf: LeafPlan) -> jax.Array:
+  if _is_key(leaf.dtype) and not _is_key(source.dtype):
+    source = jax.random.wrap_key_data(jnp.asarray(source), impl=_implementation(leaf))
+  if source.shape == leaf.storage_shape:
+    return put(source, leaf.sharding)
+  if isinstance(source, jax.Array):
+    return jax.jit(lambda array: pad_to(array, leaf.storage_shape), out_shardings=leaf.sharding)(source)
+  shape, host = leaf.storage_shape, np.asarray(source)
+  return jax.make_array_from_callback(shape, leaf.sharding, lambda index: _padded(host, index, shape))
+
+
+def _padded(host: np.ndarray[Any, Any], index: Any, shape: tuple[int, ...]) -> np.ndarray[Any, Any]:
+  """One shard of `host` with zeros appended up to `shape`."""
+  sizes = [len(range(*part.indices(size))) for part, size in zip(index, shape, strict=True)]
+  shard = np.zeros(sizes, host.dtype)
+  there = host[index]
+  shard[tuple(slice(0, size) for size in there.shape)] = there
+  return shard
+
+
+def _check_arrays(plan: ShardingPlan, root: Root, found: Mapping[Path, Any]) -> None:
+  rows, what = plan.of(root), "module" if root == "model" else "optimizer"
+  wrong = [
+    f"{rows[path].name}: planned {_planned(rows[path])}, given "
+    + (_shown(found[path]) if path in found else "nothing")
+    for path in rows
+    if path not in found or not _fits(found[path], rows[path])
+  ]
+  wrong += [f"{path_str(path)}: given, and not in the plan" for path in found if path not in rows]
+  if wrong:
+    more = [f"... and {len(wrong) - 20} more"] if len(wrong) > 20 else []
+    raise PlanError(
+      f"{len(wrong)} arrays do not fit the plan's {what}.",
+      details="\n".join([*wrong[:20], *more]),
+      fix="give one array for each leaf: [leaf.name for leaf in plan.leaves] lists them.",
+    )
+
+
+def _fits(value: Any, leaf: LeafPlan) -> bool:
+  if not hasattr(value, "shape") or not hasattr(value, "dtype"):
+    return False
+  if _is_key(leaf.dtype) and not _is_key(value.dtype):
+    data = jax.eval_shape(jax.random.key_data, leaf.struct)
+    return (tuple(value.shape), value.dtype) == (data.shape, data.dtype)
+  return tuple(value.shape) in (leaf.shape, leaf.storage_shape) and value.dtype == leaf.dtype
+
+
+def _is_key(dtype: Any) -> bool:
+  return jnp.issubdtype(dtype, jax.dtypes.prng_key)
+
+
+def _implementation(leaf: LeafPlan) -> Any:
+  # jax.random.key_impl takes a key, not its dtype; a traced one costs nothing.
+  found: list[Any] = []
+  jax.eval_shape(lambda key: found.append(jax.random.key_impl(key)), leaf.struct)
+  return found[0]
+
+
+def _planned(leaf: LeafPlan) -> str:
+  return f"{leaf.dtype}[{','.join(map(str, leaf.shape))}]"
+
+
+def _shown(value: Any) -> str:
+  if not hasattr(value, "shape") or not hasattr(value, "dtype"):
+    return f"a {type(value).__name__}"
+  return f"{value.dtype}[{','.join(map(str, value.shape))}]"

@@ -1,0 +1,71 @@
+"""A trap of `nnx.MultiHeadAttention`: its output projection takes over the query's annotation."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from flax import nnx
+
+from nnx_parallel.errors import ShardingError
+from nnx_parallel.layout.variables import Names, path_str
+
+
+def check_attention(model: nnx.Module, mesh: Mapping[str, int]) -> list[str]:
+  """Finds output projections that carry the query's names, which name the wrong dims.
+
+  The query's kernel is (embed, heads, head size) and the output's (heads, head size, embed); flax passes
+  `kernel_metadata` (and `bias_metadata`) on to the output unless it has its own.
+
+  Args:
+    model: a live or abstract module.
+    mesh: mesh axis name -> size in devices.
+
+  Returns:
+    One note for each projection whose names are all mesh axes: valid, if not what was meant.
+
+  Raises:
+    ShardingError: logical names that were passed on.
+  """
+  notes: list[str] = []
+  for path, module in nnx.iter_modules(model):
+    if not isinstance(module, nnx.MultiHeadAttention):
+      continue
+    for part in ("kernel", "bias"):
+      names = _passed_on(module, part)
+      if names is None:
+        continue
+      where = path_str((*path, "out", part))
+      if all(name in mesh for name in _flat(names)):
+        notes.append(f"{where} has the query's annotation {names}; give it its own with out_{part}_metadata")
+      else:
+        shape = getattr(module.out, part).shape
+        own = ("heads", None, "embed") if part == "kernel" else ("embed",)
+        raise ShardingError(
+          f"{where} has the query's names, which are not those of its dims.",
+          details=f"names {names}, shape {shape}: flax passes {part}_metadata on to it",
+          fix=f'MultiHeadAttention(..., out_{part}_metadata={{"out_sharding": {own!r}}})',
+        )
+  return notes
+
+
+def _passed_on(module: nnx.MultiHeadAttention, part: str) -> Names | None:
+  query, out = getattr(module.query, part), getattr(module.out, part)
+  if query is None or out is None:
+    return None
+  names, wanted = _annotation(query), _annotation(out)
+  # Read from both ends alike, the names may well be right for both.
+  if names is None or names != wanted or names == names[::-1]:
+    return None
+  return names
+
+
+def _annotation(variable: Any) -> Names | None:
+  metadata = variable.get_metadata()
+  keys = ("out_sharding", "sharding", "sharding_names")
+  found = next((metadata[key] for key in keys if metadata.get(key) is not None), None)
+  return tuple(found) if isinstance(found, (tuple, list)) else None
+
+
+def _flat(names: Names) -> list[str]:
+  return [name for entry in names if entry for name in ((entry,) if isinstance(entry, str) else entry)]

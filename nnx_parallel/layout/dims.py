@@ -1,0 +1,297 @@
+"""Which dims of a traced program are the same thing: classes of dims, linked through its operations."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+Dim = tuple[int, int]
+
+
+class Classes:
+  """Dims in classes: a union-find over the dims of all values of a program.
+
+  A class knows the sizes that its dims have (a split must divide all of them) and how many collectives its
+  split would cost: one wherever the class is summed over or looked up.
+  """
+
+  def __init__(self) -> None:
+    self._parent: list[int] = []
+    self._sizes: list[set[int]] = []
+    self._costs: list[int] = []
+    self._product: list[bool] = []
+    self._dims: dict[Any, list[int]] = {}
+
+  def of(self, var: Any) -> list[int]:
+    """The class of each dim of a value, as the number of its root."""
+    return [self._root(node) for node in self._nodes(var)]
+
+  def sizes(self, root: int) -> set[int]:
+    """The sizes of the dims in a class, in elements."""
+    return self._sizes[root]
+
+  def collectives(self, root: int) -> int:
+    """How many times a program would have to communicate if this class were split."""
+    return self._costs[root]
+
+  def is_product(self, root: int) -> bool:
+    """Whether the class takes part in a matrix product, a convolution or a lookup at all."""
+    return self._product[root]
+
+  def link(self, a: Any, dim_a: int, b: Any, dim_b: int) -> None:
+    """Says that a split of one dim carries over to the other."""
+    one, other = self._root(self._nodes(a)[dim_a]), self._root(self._nodes(b)[dim_b])
+    # A dim of size 1 is broadcast: it says nothing about the other one.
+    if one == other or 1 in self._sizes[one] or 1 in self._sizes[other]:
+      return
+    self._parent[other] = one
+    self._sizes[one] |= self._sizes[other]
+    self._costs[one] += self._costs[other]
+    self._product[one] |= self._product[other]
+
+  def link_all(self, a: Any, b: Any) -> None:
+    """Links two values of equal rank dim by dim."""
+    for dim in range(min(len(self._nodes(a)), len(self._nodes(b)))):
+      self.link(a, dim, b, dim)
+
+  def use(self, var: Any, dim: int, *, cost: int) -> None:
+    """Says that a product or lookup uses a dim, and what its split costs there."""
+    root = self._root(self._nodes(var)[dim])
+    self._product[root] = True
+    self._costs[root] += cost
+
+  def reduce(self, var: Any, dim: int) -> None:
+    """Says that a dim is summed over outside of a product."""
+    self._costs[self._root(self._nodes(var)[dim])] += 1
+
+  def _nodes(self, var: Any) -> list[int]:
+    # Literals are unhashable and carry no class.
+    if not _is_variable(var):
+      return [self._new(size) for size in _shape(var)]
+    if var not in self._dims:
+      self._dims[var] = [self._new(size) for size in _shape(var)]
+    return self._dims[var]
+
+  def _new(self, size: int) -> int:
+    self._parent.append(len(self._parent))
+    self._sizes.append({size})
+    self._costs.append(0)
+    self._product.append(False)
+    return len(self._parent) - 1
+
+  def _root(self, node: int) -> int:
+    while self._parent[node] != node:
+      self._parent[node] = self._parent[self._parent[node]]
+      node = self._parent[node]
+    return node
+
+
+def link(jaxpr: Any) -> Classes:
+  """Reads a program once and links its dims.
+
+  Args:
+    jaxpr: a `jax.extend.core.Jaxpr`, as in `jax.make_jaxpr(f)(...).jaxpr`.
+
+  Returns:
+    The classes; ask for those of the program's inputs with `of`.
+  """
+  classes = Classes()
+  _read(classes, jaxpr)
+  return classes
+
+
+def _read(classes: Classes, jaxpr: Any) -> None:
+  for eqn in jaxpr.eqns:
+    rule = _RULES.get(eqn.primitive.name)
+    if rule is not None:
+      rule(classes, eqn)
+    elif not _read_call(classes, eqn):
+      _read_reduction_or_elementwise(classes, eqn)
+
+
+def _read_call(classes: Classes, eqn: Any) -> bool:
+  """Operations that hold one program whose inputs and outputs are theirs: jit, checkpoint, custom rules."""
+  inner = next((eqn.params[k] for k in ("jaxpr", "call_jaxpr", "fun_jaxpr") if k in eqn.params), None)
+  if inner is None:
+    return False
+  inner = getattr(inner, "jaxpr", inner)
+  if len(inner.invars) != len(eqn.invars) or len(inner.outvars) != len(eqn.outvars):
+    return False
+  _enter(classes, inner, eqn.invars, eqn.outvars)
+  return True
+
+
+def _enter(classes: Classes, inner: Any, inputs: Sequence[Any], outputs: Sequence[Any]) -> None:
+  for outside, inside in zip(inputs, inner.invars, strict=True):
+    classes.link_all(outside, inside)
+  _read(classes, inner)
+  for outside, inside in zip(outputs, inner.outvars, strict=True):
+    classes.link_all(outside, inside)
+
+
+def _read_reduction_or_elementwise(classes: Classes, eqn: Any) -> None:
+  name, axes = eqn.primitive.name, eqn.params.get("axes")
+  if name.startswith(("reduce_", "arg")) and axes is not None:
+    source, result = eqn.invars[0], eqn.outvars[0]
+    for axis in axes:
+      classes.reduce(source, axis)
+    kept = [dim for dim in range(len(_shape(source))) if dim not in axes]
+    for dim, origin in enumerate(kept):
+      classes.link(source, origin, result, dim)
+    return
+  # Most other operations work element by element. A wrong link can only make a proposal worse.
+  _same_size(classes, eqn)
+
+
+def _dot_general(classes: Classes, eqn: Any) -> None:
+  (left, right), result = eqn.invars, eqn.outvars[0]
+  (contract_l, contract_r), (batch_l, batch_r) = eqn.params["dimension_numbers"]
+  for dim_l, dim_r in zip(contract_l, contract_r, strict=True):
+    classes.link(left, dim_l, right, dim_r)
+    classes.use(left, dim_l, cost=1)
+  for out, (dim_l, dim_r) in enumerate(zip(batch_l, batch_r, strict=True)):
+    classes.link(left, dim_l, right, dim_r)
+    classes.link(left, dim_l, result, out)
+    classes.use(left, dim_l, cost=0)
+  out = len(batch_l)
+  for var, used in ((left, {*contract_l, *batch_l}), (right, {*contract_r, *batch_r})):
+    for dim in range(len(_shape(var))):
+      if dim not in used:
+        classes.link(var, dim, result, out)
+        classes.use(var, dim, cost=0)
+        out += 1
+
+
+def _convolution(classes: Classes, eqn: Any) -> None:
+  (image, kernel), result = eqn.invars, eqn.outvars[0]
+  numbers = eqn.params["dimension_numbers"]
+  if eqn.params["feature_group_count"] != 1 or eqn.params["batch_group_count"] != 1:
+    return
+  classes.link(image, numbers.lhs_spec[0], result, numbers.out_spec[0])
+  classes.link(image, numbers.lhs_spec[1], kernel, numbers.rhs_spec[1])
+  classes.use(kernel, numbers.rhs_spec[1], cost=1)
+  classes.link(kernel, numbers.rhs_spec[0], result, numbers.out_spec[1])
+  classes.use(kernel, numbers.rhs_spec[0], cost=0)
+
+
+def _gather(classes: Classes, eqn: Any) -> None:
+  table, indices, result = eqn.invars[0], eqn.invars[1], eqn.outvars[0]
+  numbers, slices = eqn.params["dimension_numbers"], eqn.params["slice_sizes"]
+  kept = [dim for dim in range(len(_shape(table))) if dim not in numbers.collapsed_slice_dims]
+  for dim, out in zip(kept, numbers.offset_dims, strict=False):
+    if slices[dim] == _shape(table)[dim]:
+      classes.link(table, dim, result, out)
+  for dim in numbers.collapsed_slice_dims:
+    classes.use(table, dim, cost=1)
+  rest = [dim for dim in range(len(_shape(result))) if dim not in numbers.offset_dims]
+  for dim, out in zip(range(len(_shape(indices)) - 1), rest, strict=False):
+    classes.link(indices, dim, result, out)
+
+
+def _transpose(classes: Classes, eqn: Any) -> None:
+  for out, dim in enumerate(eqn.params["permutation"]):
+    classes.link(eqn.invars[0], dim, eqn.outvars[0], out)
+
+
+def _broadcast_in_dim(classes: Classes, eqn: Any) -> None:
+  for dim, out in enumerate(eqn.params["broadcast_dimensions"]):
+    classes.link(eqn.invars[0], dim, eqn.outvars[0], out)
+
+
+def _reshape(classes: Classes, eqn: Any) -> None:
+  source, result = eqn.invars[0], eqn.outvars[0]
+  for before, after in _factor_groups(_shape(source), _shape(result)):
+    # Blocks of the major dim of one side are blocks of the major dim of the other side.
+    classes.link(source, before, result, after)
+
+
+def _factor_groups(before: Sequence[int], after: Sequence[int]) -> list[Dim]:
+  """The pairs of major dims of groups that multiply to the same size, dims of size 1 aside."""
+  pairs: list[Dim] = []
+  one = [d for d, size in enumerate(before) if size != 1]
+  other = [d for d, size in enumerate(after) if size != 1]
+  while one and other:
+    pairs.append((one[0], other[0]))
+    left, right = before[one.pop(0)], after[other.pop(0)]
+    while left != right:
+      if left < right and one:
+        left *= before[one.pop(0)]
+      elif other:
+        right *= after[other.pop(0)]
+      else:
+        return pairs
+  return pairs
+
+
+def _same_size(classes: Classes, eqn: Any) -> None:
+  """Element by element, slices, concatenations, padding: dims that keep their size are the same."""
+  for source in eqn.invars:
+    for result in eqn.outvars:
+      if len(_shape(source)) == len(_shape(result)):
+        for dim, (a, b) in enumerate(zip(_shape(source), _shape(result), strict=True)):
+          if a == b:
+            classes.link(source, dim, result, dim)
+
+
+def _squeeze(classes: Classes, eqn: Any) -> None:
+  kept = [d for d in range(len(_shape(eqn.invars[0]))) if d not in eqn.params["dimensions"]]
+  for out, dim in enumerate(kept):
+    classes.link(eqn.invars[0], dim, eqn.outvars[0], out)
+
+
+def _scan(classes: Classes, eqn: Any) -> None:
+  # Constants and carries keep their rank inside the body, what is scanned over loses its leading dim. Their
+  # numbers are told by that, since the names of these parameters differ between versions of jax.
+  inner = eqn.params["jaxpr"].jaxpr
+  fixed, carries = _same_rank(eqn.invars, inner.invars), _same_rank(eqn.outvars, inner.outvars)
+  consts = fixed - carries
+  for outside, inside in zip(eqn.invars[:fixed], inner.invars[:fixed], strict=True):
+    classes.link_all(outside, inside)
+  _link_stacked(classes, eqn.invars[fixed:], inner.invars[fixed:])
+  _read(classes, inner)
+  for place, inside in enumerate(inner.outvars[:carries]):
+    classes.link_all(inside, inner.invars[consts + place])
+    classes.link_all(eqn.outvars[place], inside)
+  _link_stacked(classes, eqn.outvars[carries:], inner.outvars[carries:])
+
+
+def _same_rank(outside: Sequence[Any], inside: Sequence[Any]) -> int:
+  return sum(len(_shape(a)) == len(_shape(b)) for a, b in zip(outside, inside, strict=True))
+
+
+def _link_stacked(classes: Classes, stacked: Sequence[Any], each: Sequence[Any]) -> None:
+  for outside, inside in zip(stacked, each, strict=True):
+    for dim in range(len(_shape(inside))):
+      classes.link(outside, dim + 1, inside, dim)
+
+
+def _cond(classes: Classes, eqn: Any) -> None:
+  for branch in eqn.params["branches"]:
+    _enter(classes, branch.jaxpr, eqn.invars[1:], eqn.outvars)
+
+
+def _while(classes: Classes, eqn: Any) -> None:
+  body, skipped = eqn.params["body_jaxpr"].jaxpr, eqn.params["cond_nconsts"]
+  _enter(classes, body, eqn.invars[skipped:], eqn.outvars)
+
+
+_RULES: dict[str, Callable[[Classes, Any], None]] = {
+  "dot_general": _dot_general,
+  "conv_general_dilated": _convolution,
+  "gather": _gather,
+  "transpose": _transpose,
+  "broadcast_in_dim": _broadcast_in_dim,
+  "reshape": _reshape,
+  "squeeze": _squeeze,
+  "scan": _scan,
+  "cond": _cond,
+  "while": _while,
+}
+
+
+def _is_variable(var: Any) -> bool:
+  return not hasattr(var, "val")
+
+
+def _shape(var: Any) -> tuple[int, ...]:
+  return tuple(getattr(var.aval, "shape", ()))

@@ -1,0 +1,228 @@
+"""Rules for a module that nobody annotated, inferred from one abstract trace of it.
+
+The idea: dims that are the same thing share a class. Two dims are linked when an operation carries a split
+of one over to the other: element by element, through a transpose, a reshape (the major dims), a batch or
+contracted pair of a matrix product, a lookup. The hidden width of an MLP is then one class, which contains
+the output dim of `up` and the input dim of `down`; the heads of attention are one class with a dim of the
+query, key, value and output kernels. Splitting a class splits all of them at once, and that is Megatron's
+pair of a column-parallel and a row-parallel layer. What it costs is a collective wherever the class is
+summed over. So classes are taken in order of elements split per collective, at most one for a parameter.
+
+Source: Megatron-LM, arXiv:1909.08053; the propagation of splits follows GSPMD, arXiv:2105.04663.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import jax
+from flax import nnx
+
+from nnx_parallel.errors import ShardingError
+from nnx_parallel.layout import dims
+from nnx_parallel.layout.mesh import AnyMesh, axis_sizes
+from nnx_parallel.layout.plan import abstract_module
+from nnx_parallel.layout.rules import Fallback, LogicalRules, PathRules, RuleSet, fsdp, replicate
+from nnx_parallel.layout.tracing import unplaced
+from nnx_parallel.layout.variables import Names, Path, path_str, value_of, variables
+
+_TENSOR_AXES = ("tensor", "model", "tp", "mp")
+_FSDP_AXES = ("fsdp", "data", "dp")
+_BATCH_AXES = ("replica", "data", "dp", "fsdp")
+
+
+def infer_rules(
+  init: Callable[[], nnx.Module] | nnx.Module,
+  mesh: AnyMesh,
+  *inputs: Any,
+  call: Callable[..., Any] | None = None,
+  tensor_axis: str | None = None,
+  fsdp_axis: str | None = None,
+  min_size: int = 2**18,
+) -> RuleSet:
+  """Proposes rules for a module that nobody annotated. Print the result, edit it, and paste it.
+
+  The module is traced abstractly with `inputs`: no array is made. Pairs of layers that one can split
+  together, the first by its outputs and the second by its inputs, are split over the tensor axis (also
+  embeddings and heads, by vocabulary); large parameters are split over the fsdp axis along a dim that is
+  left. A tied parameter is counted once. The proposal is right on any mesh with these axes whose sizes
+  divide the same dims, and any rule in it may be changed: rules never change results, only the layout.
+
+  Args:
+    init: the constructor, or a live module.
+    mesh: real or abstract; its axis sizes decide which dims can be split.
+    *inputs: arguments of the module, as arrays or `jax.ShapeDtypeStruct`s.
+    call: what to trace, `call(module, *inputs)`, when it is not `module(*inputs)`.
+    tensor_axis: the axis for pairs; by default one called `tensor`, `model`, `tp` or `mp`, if there is one.
+    fsdp_axis: the axis for the rest; by default one called `fsdp`, `data` or `dp`, if there is one.
+    min_size: groups of dims, and parameters, with at most this many elements stay whole.
+
+  Returns:
+    A `RuleSet`; its `repr` is a list of rules as code.
+
+  Raises:
+    ShardingError: no inputs, or an axis that is not in the mesh.
+
+  Example:
+    >>> import jax, nnx_parallel as nxp
+    >>> from flax import nnx
+    >>> class MLP(nnx.Module):
+    ...   def __init__(self, rngs):
+    ...     self.up, self.down = nnx.Linear(512, 2048, rngs=rngs), nnx.Linear(2048, 512, rngs=rngs)
+    ...   def __call__(self, x):
+    ...     return self.down(nnx.relu(self.up(x)))
+    >>> mesh = nxp.abstract_mesh(fsdp=4, tensor=2)
+    >>> nxp.infer_rules(lambda: MLP(nnx.Rngs(0)), mesh, jax.ShapeDtypeStruct((8, 512), "float32"))
+    [LogicalRules(batch='fsdp'), PathRules([
+      (('down', 'kernel'), ('tensor', None)),
+      (('up', 'bias'), ('tensor',)),
+      (('up', 'kernel'), (None, 'tensor')),
+    ]), fsdp('fsdp', min_size=262144, extend=True)]
+  """
+  sizes = axis_sizes(mesh)
+  tensor = _axis(tensor_axis, _TENSOR_AXES, sizes)
+  shard = _axis(fsdp_axis, _FSDP_AXES, sizes)
+  if not inputs and call is None:
+    raise ShardingError(
+      "infer_rules needs example inputs to trace the module with.",
+      fix="infer_rules(init, mesh, jax.ShapeDtypeStruct((8, 128), 'int32')); arrays work too.",
+    )
+  batch = tuple(axis for axis in sizes if axis in _BATCH_AXES)
+  found: dict[Path, Names] = {}
+  if tensor is not None:
+    module = init if isinstance(init, nnx.Module) else abstract_module(init, mesh)
+    found = _tensor_parallel(module, inputs, call, tensor, sizes[tensor], min_size)
+  fallback: Fallback = replicate() if shard is None else fsdp(shard, min_size=min_size)
+  logical = LogicalRules(batch=batch) if batch else LogicalRules()
+  paths = (_as_rules(found),) if any(map(any, found.values())) else ()
+  return RuleSet(logical, paths, fallback)
+
+
+def _axis(given: str | None, known: Iterable[str], sizes: dict[str, int]) -> str | None:
+  if given is None:
+    return next((axis for axis in known if axis in sizes), None)
+  if given not in sizes:
+    raise ShardingError(
+      f"infer_rules was told to use the axis {given!r}, which is not in the mesh.",
+      details=f"mesh {sizes}",
+      fix=f"use one of {', '.join(sizes)}, or leave the argument out.",
+    )
+  return given
+
+
+def _tensor_parallel(
+  module: nnx.Module,
+  inputs: Sequence[Any],
+  call: Callable[..., Any] | None,
+  axis: str,
+  shards: int,
+  min_size: int,
+) -> dict[Path, Names]:
+  leaves = variables(module)
+  graphdef, state = nnx.split(module)
+  paths: list[Path] = [path for path, _ in nnx.to_flat_state(state)]
+
+  def run(values: list[Any], *args: Any) -> Any:
+    flat: list[tuple[Any, Any]] = [
+      (path, _with_value(leaves[path], value)) for path, value in zip(paths, values, strict=True)
+    ]
+    merged = nnx.merge(graphdef, nnx.from_flat_state(flat))
+    return call(merged, *args) if call is not None else merged(*args)  # pyright: ignore[reportCallIssue]
+
+  with unplaced():
+    traced = jax.make_jaxpr(run)([value_of(leaves[path]) for path in paths], *inputs)
+  classes = dims.link(traced.jaxpr)
+  parameters: dict[Path, list[int]] = {
+    path: classes.of(var)
+    for path, var in zip(paths, traced.jaxpr.invars, strict=False)
+    if isinstance(leaves[path], nnx.Param)
+  }
+  chosen = _choose(parameters, classes, leaves, shards, min_size)
+  return {path: tuple(axis if c in chosen else None for c in own) for path, own in parameters.items()}
+
+
+def _with_value(leaf: Any, value: Any) -> Any:
+  return leaf.copy(value) if isinstance(leaf, nnx.Variable) else value
+
+
+@dataclasses.dataclass
+class _Candidate:
+  elements: int
+  users: list[Path]
+
+
+def _choose(
+  parameters: dict[Path, list[int]],
+  classes: dims.Classes,
+  leaves: dict[Path, Any],
+  shards: int,
+  min_size: int,
+) -> set[int]:
+  candidates: dict[int, _Candidate] = {}
+  for path, own in parameters.items():
+    for c in dict.fromkeys(own):
+      found = candidates.setdefault(c, _Candidate(0, []))
+      found.elements += math.prod(value_of(leaves[path]).shape)
+      found.users.append(path)
+
+  def gain(c: int) -> float:
+    # A class that is never summed over leaves the trace split, and costs a collective there.
+    return candidates[c].elements / max(1, classes.collectives(c))
+
+  taken: set[Path] = set()
+  chosen: set[int] = set()
+  # Equal gains are settled by path, so that the proposal is the same on every run.
+  for c in sorted(candidates, key=lambda c: (-gain(c), path_str(candidates[c].users[0]))):
+    users = candidates[c].users
+    fits = classes.is_product(c) and all(size % shards == 0 for size in classes.sizes(c))
+    twice = any(parameters[path].count(c) > 1 for path in users)
+    if fits and not twice and candidates[c].elements > min_size and not taken.intersection(users):
+      chosen.add(c)
+      taken.update(users)
+  return chosen
+
+
+Window = tuple[str, ...]
+
+
+def _as_rules(found: dict[Path, Names]) -> PathRules:
+  r"""One rule for each set of alike paths: list indices become `\d+`, alternatives `(q|k|v)`."""
+  grouped: dict[Window, set[Names]] = {}
+  for path, names in found.items():
+    grouped.setdefault(_pattern(path, any_index=True), set()).add(names)
+  rules: dict[Window, Names] = {}
+  for path, names in found.items():
+    window = _pattern(path, any_index=True)
+    if any(names):
+      rules[window if len(grouped[window]) == 1 else _pattern(path, any_index=False)] = names
+  joined = _join_alternatives(rules)
+  windows = PathRules(joined)
+  # A window may also match inside of a longer path; a pattern for the whole path never does.
+  matches = {path: windows.match(path) for path in found}
+  right = all(
+    (rule.names if rule else None) == (found[p] if any(found[p]) else None) for p, rule in matches.items()
+  )
+  if right and len({rule.pattern for rule in matches.values() if rule}) == len(joined):
+    return windows
+  return PathRules([(r"\.".join(window), names) for window, names in joined])
+
+
+def _pattern(path: Path, *, any_index: bool) -> Window:
+  return tuple(r"\d+" if any_index and isinstance(part, int) else re.escape(str(part)) for part in path)
+
+
+def _join_alternatives(rules: dict[Window, Names]) -> list[tuple[Window, Names]]:
+  # Siblings under one parent that end alike: `q.kernel`, `k.kernel` -> `(q|k).kernel`.
+  families: dict[tuple[Window, str, Names], list[str]] = {}
+  for window, names in rules.items():
+    *head, last = window
+    families.setdefault((tuple(head[:-1]), last, names), []).extend(head[-1:])
+  joined: list[tuple[Window, Names]] = []
+  for (parent, last, names), options in families.items():
+    middle = (options[0] if len(options) == 1 else f"({'|'.join(options)})",) if options else ()
+    joined.append(((*parent, *middle, last), names))
+  return joined

@@ -1,0 +1,109 @@
+"""The two commands that answer before anything runs."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import textwrap
+
+import pytest
+
+from nnx_parallel.cli.compile import fill
+
+RECIPE = """
+import jax, jax.numpy as jnp, numpy as np, optax
+from flax import nnx
+import nnx_parallel as nxp
+
+
+class Net(nnx.Module):
+  def __init__(self, rngs):
+    self.up = nnx.Linear(64, 128, rngs=rngs)
+
+  def __call__(self, x):
+    return self.up(x)
+
+
+def init():
+  return Net(nnx.Rngs(0))
+
+
+def optimizer():
+  return optax.sgd(0.1)
+
+
+def loss(model, batch):
+  return jnp.mean(jnp.square(model(batch)))
+
+
+def batches(start=0, *, split="train"):
+  while True:
+    yield np.zeros((256, 64), np.float32)
+
+
+def rules():
+  return [nxp.LogicalRules(batch="fsdp"), nxp.fsdp(min_size=0)]
+
+
+def mesh():
+  return {"fsdp": 4}
+"""
+
+
+@pytest.fixture
+def recipe(tmp_path):
+  path = tmp_path / "small.py"
+  path.write_text(textwrap.dedent(RECIPE))
+  return str(path)
+
+
+def run(*arguments):
+  return subprocess.run(
+    [sys.executable, "-m", "nnx_parallel.cli.main", *arguments], capture_output=True, text=True, check=False
+  )
+
+
+def test_compile_prints_a_report_and_writes_a_page(recipe, tmp_path):
+  page = tmp_path / "page.html"
+  done = run("compile", recipe, "--topology", "cpu:8", "--html", str(page))
+  assert done.returncode == 0, done.stderr
+  assert "Compiled for 8 x cpu (mesh fsdp 8)" in done.stdout
+  assert "FITS" in done.stdout
+  assert page.read_text().startswith("<!doctype html>")
+
+
+def test_compile_ends_with_2_when_it_does_not_fit(recipe):
+  # 256 Mi examples of 64 floats: 64 GiB of inputs, 8 on each device, and as much again for results.
+  done = run("compile", recipe, "--topology", "cpu:8", "--batch", str(1 << 28), "--chip", "v5e", "--json")
+  assert done.returncode == 2, done.stderr
+  report = json.loads(done.stdout)
+  assert report["fits"] is False
+  assert report["need_bytes"] > report["available_bytes"]
+
+
+def test_compile_says_which_package_is_missing(recipe):
+  done = run("compile", recipe, "--topology", "tpu:v5e:3x3x3x3")
+  assert done.returncode == 1
+  assert "ReportError: " in done.stderr
+  assert "Fix: " in done.stderr
+
+
+def test_search_prints_the_winner(recipe):
+  done = run("search", recipe, "--topology", "tpu:v5e:4x4")
+  assert done.returncode == 0, done.stderr
+  assert "nxp.make_mesh(fsdp=16)" in done.stdout
+  body = json.loads(run("search", recipe, "--topology", "tpu:v5e:4x4", "--json").stdout)
+  assert body["best"]["mesh"] == {"fsdp": 16}
+
+
+def test_search_ends_with_2_when_nothing_fits(recipe):
+  done = run("search", recipe, "--topology", "tpu:v5e:1x1", "--batch", str(1 << 30))
+  assert done.returncode == 2, done.stderr
+  assert "Nothing fits" in done.stdout
+
+
+def test_a_mesh_that_nobody_asked_for_grows_to_the_machine():
+  assert fill({"data": 1, "fsdp": 8}, 16, asked=False) == {"data": 1, "fsdp": 16}
+  assert fill({"data": 2, "fsdp": -1}, 16, asked=True) == {"data": 2, "fsdp": 8}
+  assert fill({"data": 2, "fsdp": 2}, 16, asked=True) == {"data": 2, "fsdp": 2}

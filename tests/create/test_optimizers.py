@@ -1,0 +1,98 @@
+"""Optimizer state is created like parameters: in its layout, for every optimizer, with the eager values."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import nnx_parallel as nxp
+from create.models import arrays_of
+
+
+class Net(nnx.Module):
+  """One kernel with names, one without, and a vector."""
+
+  def __init__(self, rngs: nnx.Rngs):
+    self.up = nnx.Linear(128, 256, rngs=rngs, kernel_metadata={"out_sharding": ("embed", "mlp")})
+    self.down = nnx.Linear(256, 128, rngs=rngs)
+
+
+def net() -> Net:
+  return Net(nnx.Rngs(0))
+
+
+def is_kernel(params: optax.Params) -> optax.Params:
+  return jax.tree_util.tree_map_with_path(lambda path, _: "kernel" in jax.tree_util.keystr(path), params)
+
+
+def label(params: optax.Params) -> optax.Params:
+  return jax.tree.map(lambda keep: "decay" if keep else "plain", is_kernel(params))
+
+
+OPTIMIZERS = {
+  "adafactor": optax.adafactor(1e-2, min_dim_size_to_factor=64),
+  "adamw": optax.adamw(1e-2),
+  "adopt": optax.contrib.adopt(1e-2),
+  "chain": optax.chain(optax.clip_by_global_norm(1.0), optax.adam(1e-2), optax.ema(0.9)),
+  "dog": optax.contrib.dog(1e-2),
+  "inject_hyperparams": optax.inject_hyperparams(optax.adamw)(learning_rate=1e-2),
+  "lbfgs": optax.lbfgs(memory_size=3, linesearch=None),
+  "lion": optax.lion(1e-2),
+  "masked": optax.masked(optax.adam(1e-2), is_kernel),
+  "multi_steps": optax.MultiSteps(optax.adam(1e-2), 2).gradient_transformation(),
+  "multi_transform": optax.multi_transform(
+    {"decay": optax.adamw(1e-2), "plain": optax.sgd(1e-2, 0.9)}, label
+  ),
+  "muon": optax.contrib.muon(1e-2),
+  "prodigy": optax.contrib.prodigy(1e-2),
+  "schedule_free": optax.contrib.schedule_free_adamw(1e-2),
+  "sgd": optax.sgd(1e-2, momentum=0.9),
+  "sm3": optax.sm3(1e-2),
+}
+
+
+def eager(tx: optax.GradientTransformation) -> tuple[Net, nnx.Optimizer]:
+  with nnx.use_eager_sharding(False):
+    model = net()
+    return model, nnx.Optimizer(model, tx, wrt=nnx.Param)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_state_is_created_in_its_layout(name):
+  tx = OPTIMIZERS[name]
+  rules = [nxp.LogicalRules(embed=None, mlp="tensor"), nxp.fsdp(min_size=64)]
+  plan = nxp.plan(net, nxp.make_mesh(fsdp=4, tensor=2), rules, optimizer=tx)
+  model, optimizer = nxp.create_sharded_model(plan)
+  nxp.check_layout(model, plan, optimizer)
+  ours, theirs = (jax.tree.leaves(nnx.state(node)) for node in (optimizer, eager(tx)[1]))
+  for left, right in zip(ours, theirs, strict=True):
+    np.testing.assert_array_equal(left, right, strict=True)
+  whole = [leaf.name for leaf in plan.leaves if leaf.root == "optimizer" and leaf.bytes_per_device > 2048]
+  for name in whole:
+    leaf = plan[name]
+    assert np.prod(leaf.shards) > 1, f"{name} is on every device: {leaf.decision}"
+
+
+def update(model: Net, optimizer: nnx.Optimizer, x: jax.Array) -> None:
+  grads = nnx.grad(lambda m: (m.down(jax.nn.relu(m.up(x))) ** 2).mean())(model)
+  optimizer.update(model, grads)
+
+
+@pytest.mark.parametrize("name", ["adafactor", "adamw", "lbfgs", "multi_steps", "muon", "sm3"])
+def test_the_first_updates_are_the_eager_ones(name):
+  tx = OPTIMIZERS[name]
+  rules = [nxp.LogicalRules(embed=None, mlp="tensor"), nxp.fsdp(min_size=64)]
+  plan = nxp.plan(net, nxp.make_mesh(fsdp=4, tensor=2), rules, optimizer=tx)
+  x = jnp.asarray(np.random.default_rng(0).normal(size=(16, 128)).astype(np.float32))
+  sharded, alone = nxp.create_sharded_model(plan), eager(tx)
+  step = nnx.jit(update)
+  for _ in range(2):
+    step(*sharded, x)
+    step(*alone, x)
+  left, right = arrays_of(sharded[0]), arrays_of(alone[0])
+  for path, value in left.items():
+    np.testing.assert_allclose(value, right[path], rtol=2e-4, atol=2e-4, err_msg=path)

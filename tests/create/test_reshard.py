@@ -1,0 +1,188 @@
+"""Modules and arrays from elsewhere, into the layout of a plan."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import nnx_parallel as nxp
+from create.models import arrays_of, assert_same_arrays, stack
+
+RULES = [nxp.LogicalRules(embed="fsdp", mlp="tensor"), nxp.replicate()]
+
+
+def mesh(fsdp: int = 4, tensor: int = 2, **options: object) -> jax.sharding.Mesh:
+  return nxp.make_mesh(fsdp=fsdp, tensor=tensor, **options)
+
+
+@pytest.fixture
+def alone() -> tuple[nnx.Module, nnx.Optimizer]:
+  with nnx.use_eager_sharding(False):
+    model = stack()
+    return model, nnx.Optimizer(model, optax.adamw(1e-2), wrt=nnx.Param)
+
+
+def pointers(node: object) -> set[int]:
+  found = set()
+  for _, leaf in nnx.to_flat_state(nnx.state(node)):
+    value = leaf.get_raw_value()
+    if jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
+      value = jax.random.key_data(value)
+    found |= {shard.data.unsafe_buffer_pointer() for shard in value.addressable_shards}
+  return found
+
+
+@pytest.mark.parametrize("explicit", [False, True])
+@pytest.mark.parametrize("byte_budget", [0, 2**28])
+def test_from_one_device_to_a_mesh_to_another_mesh(alone, explicit, byte_budget):
+  expected = [arrays_of(node) for node in alone]
+  model, optimizer = alone
+  for target in (mesh(), mesh(2, 4, explicit=explicit), mesh(2, 2, devices=jax.devices()[4:])):
+    plan = nxp.plan(stack, target, RULES, optimizer=optax.adamw(1e-2))
+    model, optimizer = nxp.reshard(model, plan, optimizer=optimizer, donate=True, byte_budget=byte_budget)
+    nxp.check_layout(model, plan, optimizer)
+    assert_same_arrays(arrays_of(model), expected[0])
+    assert_same_arrays(arrays_of(optimizer), expected[1])
+    assert model.head is model.embed
+
+
+def test_without_donation_both_live_and_share_nothing(alone):
+  plan = nxp.plan(stack, mesh(), RULES)
+  first = nxp.reshard(alone[0], plan)
+  second = nxp.reshard(first, plan)
+  assert not pointers(first) & pointers(second)
+
+  @nnx.jit(donate_argnums=0)
+  def step(model: nnx.Module) -> None:
+    for leaf in jax.tree.leaves(nnx.state(model, nnx.Param), is_leaf=lambda x: isinstance(x, nnx.Variable)):
+      leaf[...] = leaf[...] + 1
+
+  before = arrays_of(second)
+  step(second)
+  assert_same_arrays(arrays_of(first), before)
+  assert_same_arrays(arrays_of(alone[0]), before)
+
+
+def test_donation_frees_the_old_arrays(alone):
+  plan = nxp.plan(stack, mesh(), RULES)
+  old = [leaf.get_raw_value() for _, leaf in nnx.to_flat_state(nnx.state(alone[0]))]
+  nxp.reshard(alone[0], plan, donate=True)
+  assert all(array.is_deleted() for array in old)
+
+
+class Shared(nnx.Module):
+  """Two Variables hold one array, as after `ema = Param(p[...])`."""
+
+  def __init__(self) -> None:
+    self.live = nnx.Param(jnp.arange(64.0).reshape(8, 8))
+    self.average = nnx.Variable(self.live[...])
+
+
+def test_a_shared_array_is_made_separate_and_freed_once():
+  model = Shared()
+  assert model.live.get_value() is model.average.get_value()
+  plan = nxp.plan(Shared, nxp.make_mesh(fsdp=8), nxp.fsdp(min_size=0))
+  moved = nxp.reshard(model, plan, donate=True)
+  assert len(pointers(moved)) == 16
+  np.testing.assert_array_equal(moved.average[...], moved.live[...])
+
+
+def test_the_new_module_trains_as_the_old_one(alone):
+  plan = nxp.plan(stack, mesh(), RULES, optimizer=optax.adamw(1e-2))
+  model, optimizer = nxp.reshard(alone[0], plan, optimizer=alone[1])
+  grads = jax.tree.map(jnp.ones_like, nnx.state(model, nnx.Param))
+  optimizer.update(model, grads)
+  alone[1].update(alone[0], jax.tree.map(jnp.ones_like, nnx.state(alone[0], nnx.Param)))
+  left, right = arrays_of(model), arrays_of(alone[0])
+  for name, value in left.items():
+    np.testing.assert_allclose(value, right[name], rtol=1e-6, err_msg=name)
+
+
+def test_numpy_arrays_by_name(alone):
+  plan = nxp.plan(stack, mesh(), RULES, optimizer=optax.adamw(1e-2))
+  given = [jax.tree.map(np.array, arrays_of(node)) for node in alone]
+  model, optimizer = nxp.from_arrays(plan, *given)
+  nxp.check_layout(model, plan, optimizer)
+  assert_same_arrays(arrays_of(model), given[0])
+  given[0]["table"][:] = 7
+  assert float(model.table[...].max()) <= 1
+
+
+def test_uneven_arrays_are_padded():
+  def init():
+    return nnx.Linear(8, 13, rngs=nnx.Rngs(0))
+
+  plan = nxp.plan(
+    init,
+    nxp.make_mesh(fsdp=8),
+    nxp.PathRules([("kernel", (None, "fsdp")), ("bias", ("fsdp",))]),
+    uneven="pad",
+  )
+  assert plan["kernel"].storage_shape == (8, 16)
+  arrays = arrays_of(init())
+  created, given, moved = (
+    nxp.create_sharded_model(plan),
+    nxp.from_arrays(plan, arrays),
+    nxp.reshard(init(), plan),
+  )
+  expected = np.pad(arrays["kernel"], [(0, 0), (0, 3)])
+  for model in (created, given, moved):
+    np.testing.assert_array_equal(np.asarray(model.kernel.get_raw_value()), expected)
+
+
+def test_only_the_shards_of_a_memory_map_are_read(tmp_path):
+  path = tmp_path / "kernel.npy"
+  np.save(path, np.arange(64 * 32, dtype=np.float32).reshape(64, 32))
+  plan = nxp.plan(
+    lambda: nnx.Linear(64, 32, use_bias=False, rngs=nnx.Rngs(0)), nxp.make_mesh(fsdp=8), nxp.fsdp()
+  )
+  model = nxp.from_arrays(plan, {"kernel": np.load(path, mmap_mode="r")})
+  np.testing.assert_array_equal(model.kernel[...], np.load(path))
+
+
+def test_arrays_that_do_not_fit():
+  plan = nxp.plan(lambda: nnx.Linear(8, 16, rngs=nnx.Rngs(0)), nxp.make_mesh(fsdp=8))
+  with pytest.raises(nxp.PlanError) as caught:
+    nxp.from_arrays(plan, {"kernel": np.ones((8, 4), np.float32), "scale": np.ones(3)})
+  assert str(caught.value) == (
+    "3 arrays do not fit the plan's module.\n"
+    "  bias: planned float32[16], given nothing\n"
+    "  kernel: planned float32[8,16], given float32[8,4]\n"
+    "  scale: given, and not in the plan\n"
+    "  Fix: give one array for each leaf: [leaf.name for leaf in plan.leaves] lists them."
+  )
+  with pytest.raises(nxp.PlanError, match="the plan has no optimizer, and one was given"):
+    nxp.from_arrays(plan, {}, {})
+  with_optimizer = nxp.plan(stack, mesh(), RULES, optimizer=optax.sgd(0.1))
+  with pytest.raises(nxp.PlanError, match=r"has an optimizer, and none was given.\n  Fix: pass optimizer="):
+    nxp.reshard(stack, with_optimizer)
+
+
+def test_check_layout_names_each_difference():
+  plan = nxp.plan(stack, mesh(), RULES, optimizer=optax.adamw(1e-2))
+  model, optimizer = nxp.create_sharded_model(plan)
+  nxp.check_layout(model, plan, optimizer)
+  block = model.blocks[0]
+  block.up.kernel.set_value(jnp.zeros((16, 64)))
+  nnx.update(model, {"blocks": {1: {"norm": {"scale": np.ones(16, np.float32)}}}})
+  block.down.kernel.set_metadata(out_sharding=("embed", "mlp"))
+  block.extra = nnx.Param(jnp.zeros(3))
+  del block.up.bias
+  optimizer.step.set_value(jnp.zeros((), jnp.int32))
+  shown = [str(difference) for difference in nxp.layout_differences(model, plan, optimizer)]
+  assert shown == [
+    "blocks.0.down.kernel: planned float32[64,16] P('tensor', 'fsdp'), found metadata that means"
+    " P('fsdp', 'tensor') on {'fsdp': 4, 'tensor': 2}",
+    "blocks.0.up.bias: planned float32[64] P('tensor',), found nothing",
+    "blocks.0.up.kernel: planned float32[16,64] P('fsdp', 'tensor'), found float32[16,64] on one device",
+    "blocks.1.norm.scale: planned float32[16] P(None,), found float32[16] in host memory (numpy)",
+    "blocks.0.extra: planned nothing, found float32[3] on one device",
+    "optimizer/step: planned uint32[] P(), found int32[] on one device",
+  ]
+  with pytest.raises(nxp.LayoutMismatchError, match=r"6 of \d+ arrays are not laid out as planned") as caught:
+    nxp.check_layout(model, plan, optimizer)
+  assert "model, optimizer = nxp.reshard(model, plan, optimizer=optimizer)" in str(caught.value)

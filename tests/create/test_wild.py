@@ -1,0 +1,156 @@
+"""Traits of modules in the wild: each handled, or refused with the attribute and the mend."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import nnx_parallel as nxp
+from create.models import arrays_of, assert_same_arrays
+
+
+class Rotary(nnx.Module):
+  """A complex table assigned to an attribute without `nnx.data`."""
+
+  def __init__(self, rngs: nnx.Rngs):
+    angles = jnp.outer(jnp.arange(8.0), jnp.ones(8))
+    self.table = jax.lax.complex(jnp.cos(angles), jnp.sin(angles))
+    self.linear = nnx.Linear(8, 16, rngs=rngs)
+
+  def __call__(self, x: jax.Array) -> jax.Array:
+    return self.linear(x * jnp.real(self.table))
+
+
+class Unhashable(nnx.Module):
+  """Static attributes that cannot be hashed, and functions that never compare equal."""
+
+  def __init__(self, rngs: nnx.Rngs):
+    self.config = {"widths": [8, 16]}
+    self.activation = lambda x: jax.nn.relu(x)
+    self.partial = functools.partial(jnp.sum, axis=0)
+    self.linear = nnx.Linear(8, 16, rngs=rngs)
+
+  def __call__(self, x: jax.Array) -> jax.Array:
+    return self.activation(self.linear(x))
+
+
+class Metadata(nnx.Module):
+  """Metadata that holds streams, dtypes and None."""
+
+  def __init__(self, rngs: nnx.Rngs):
+    value = nnx.initializers.lecun_normal()(rngs.params(), (8, 16))
+    self.kernel = nnx.Param(value, rngs=nnx.Rngs(3), dtype_hint=jnp.bfloat16, out_sharding=None)
+
+  def __call__(self, x: jax.Array) -> jax.Array:
+    return x @ self.kernel[...]
+
+
+class Optional(nnx.Module):
+  """Modules or None, integer state, statistics, and functions between layers."""
+
+  def __init__(self, rngs: nnx.Rngs):
+    self.layers = nnx.Sequential(nnx.Linear(8, 16, rngs=rngs), jax.nn.gelu, nnx.BatchNorm(16, rngs=rngs))
+    self.adapter: nnx.Linear | None = None
+    self.calls = nnx.Variable(jnp.zeros((), jnp.int32))
+    self.buckets = nnx.Variable(jnp.arange(16, dtype=jnp.int32))
+
+  def __call__(self, x: jax.Array) -> jax.Array:
+    self.calls[...] = self.calls[...] + 1
+    return self.layers(x) if self.adapter is None else self.adapter(self.layers(x))
+
+
+class Tied(nnx.Module):
+  """One Variable in two places, and one submodule twice in a list."""
+
+  def __init__(self, rngs: nnx.Rngs):
+    self.inner = nnx.Linear(8, 8, rngs=rngs)
+    self.outer = nnx.Linear(8, 8, use_bias=False, rngs=rngs)
+    self.outer.kernel = self.inner.kernel
+    self.twice = nnx.List([self.inner, self.inner])
+
+  def __call__(self, x: jax.Array) -> jax.Array:
+    return self.outer(self.twice[1](x))
+
+
+class Caching(nnx.Module):
+  """Makes a cache in its forward pass."""
+
+  def __init__(self, rngs: nnx.Rngs):
+    self.linear = nnx.Linear(8, 16, rngs=rngs)
+
+  def __call__(self, x: jax.Array) -> jax.Array:
+    self.seen = nnx.Cache(x.mean(0, keepdims=True))
+    return self.linear(x * self.seen[...].sum())
+
+
+WILD: dict[str, Callable[[nnx.Rngs], nnx.Module]] = {
+  cls.__name__.lower(): cls for cls in (Rotary, Unhashable, Metadata, Optional, Tied, Caching)
+}
+WILD["attention"] = lambda rngs: nnx.MultiHeadAttention(2, 8, decode=False, rngs=rngs)
+WILD["grouped convolution"] = lambda rngs: nnx.Conv(8, 8, (3,), feature_group_count=8, rngs=rngs)
+WILD["spectral norm"] = lambda rngs: nnx.SpectralNorm(nnx.Linear(8, 16, rngs=rngs), rngs=rngs)
+
+
+@pytest.mark.parametrize("compile", ["slices", "whole"])
+@pytest.mark.parametrize("name", WILD)
+def test_created_as_built_eagerly(name, compile):
+  def init():
+    return WILD[name](nnx.Rngs(0))
+
+  mesh = nxp.make_mesh(data=4, tensor=2)
+  plan = nxp.plan(init, mesh, nxp.fsdp("tensor", min_size=0), optimizer=optax.adam(1e-2))
+  model, optimizer = nxp.create_sharded_model(plan, compile=compile)
+  nxp.check_layout(model, plan, optimizer)
+  expected, found = arrays_of(init()), arrays_of(model)
+  assert found.keys() == expected.keys()
+  if compile == "slices":
+    assert_same_arrays(found, expected)
+  x = jnp.asarray(np.random.default_rng(0).normal(size=(8, 8)).astype(np.float32))
+  output = model(x[:, None] if name == "attention" else x)
+  assert bool(jnp.isfinite(output).all())
+  if name == "tied":
+    assert model.outer.kernel is model.inner.kernel
+    assert model.twice[0] is model.twice[1] is model.inner
+
+
+class Listed(nnx.Module):
+  """Arrays in a plain list, which flax refuses when the module is built eagerly."""
+
+  def __init__(self, rngs: nnx.Rngs):
+    self.tables = [jnp.ones((2, 2)), jnp.zeros(3)]
+
+
+class Outer(nnx.Module):
+  def __init__(self, rngs: nnx.Rngs):
+    self.block = Listed(rngs)
+
+
+def test_a_list_of_arrays_names_the_attribute_and_the_mend():
+  with pytest.raises(nxp.PlanError) as caught:
+    nxp.plan(lambda: Outer(nnx.Rngs(0)), nxp.make_mesh(data=8))
+  assert str(caught.value) == (
+    "block.tables is a list that holds arrays, which flax takes for a static attribute.\n"
+    "  Fix: self.tables = nnx.data(...), or nnx.List / nnx.Dict of nnx.Variable, in Listed."
+  )
+
+
+class Constrained(nnx.Module):
+  """Its constructor constrains a value to mesh axes."""
+
+  def __init__(self, rngs: nnx.Rngs):
+    value = nnx.initializers.lecun_normal()(rngs.params(), (8, 16))
+    self.kernel = nnx.Param(jax.lax.with_sharding_constraint(value, jax.P("data", None)))
+
+
+@pytest.mark.parametrize("explicit", [False, True])
+def test_a_constructor_may_constrain_to_the_plans_axes(explicit):
+  mesh = nxp.make_mesh(data=4, tensor=2, explicit=explicit)
+  model = nxp.create_sharded_model(lambda: Constrained(nnx.Rngs(0)), mesh, nxp.fsdp("tensor", min_size=0))
+  assert model.kernel.get_value().sharding.spec == jax.P(None, "tensor")

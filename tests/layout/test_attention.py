@@ -1,0 +1,67 @@
+"""The annotation that `nnx.MultiHeadAttention` passes on to its output projection."""
+
+from __future__ import annotations
+
+import pytest
+from flax import nnx
+from jax.sharding import PartitionSpec as P
+
+import nnx_parallel as nxp
+from nnx_parallel import LogicalRules, ShardingError
+
+RULES = LogicalRules(embed=None, heads="tensor")
+KERNEL = {"kernel_metadata": {"out_sharding": ("embed", "heads", None)}}
+BIAS = {"bias_metadata": {"out_sharding": ("heads", None)}}
+OUT_KERNEL = {"out_kernel_metadata": {"out_sharding": ("heads", None, "embed")}}
+OUT_BIAS = {"out_bias_metadata": {"out_sharding": ("embed",)}}
+
+
+class Net(nnx.Module):
+  def __init__(self, **options):
+    self.attn = nnx.MultiHeadAttention(4, 16, decode=False, rngs=nnx.Rngs(0), **options)
+
+
+def plan(rules=RULES, **options):
+  return nxp.plan(lambda: Net(**options), nxp.abstract_mesh(fsdp=2, tensor=2), rules)
+
+
+def test_names_that_were_passed_on_are_refused_with_the_argument_to_give():
+  with pytest.raises(ShardingError) as caught:
+    plan(**KERNEL)
+  assert str(caught.value) == (
+    "attn.out.kernel has the query's names, which are not those of its dims.\n"
+    "  names ('embed', 'heads', None), shape (4, 4, 16): flax passes kernel_metadata on to it\n"
+    "  Fix: MultiHeadAttention(..., out_kernel_metadata={\"out_sharding\": ('heads', None, 'embed')})"
+  )
+  with pytest.raises(
+    ShardingError, match=r"attn\.out\.bias has the query's names[\s\S]*out_bias_metadata=.*'embed',"
+  ):
+    plan(**KERNEL, **BIAS, **OUT_KERNEL)
+
+
+def test_its_own_annotation_is_honoured():
+  made = plan(**KERNEL, **BIAS, **OUT_KERNEL, **OUT_BIAS)
+  assert made["attn.query.kernel"].spec == P(None, "tensor", None)
+  assert made["attn.out.kernel"].spec == P("tensor", None, None)
+  assert made["attn.out.bias"].spec == P(None)
+  assert made.notes == ()
+
+
+def test_mesh_axes_that_were_passed_on_are_noted():
+  made = plan(kernel_metadata={"out_sharding": ("fsdp", "tensor", None)})
+  assert made.notes == (
+    "attn.out.kernel has the query's annotation ('fsdp', 'tensor', None); give it its own with"
+    " out_kernel_metadata",
+  )
+
+
+def test_an_initializer_with_partitioning_is_passed_on_too():
+  init = nnx.with_partitioning(nnx.initializers.lecun_normal(), ("embed", "heads", None))
+  with pytest.raises(ShardingError, match=r"attn\.out\.kernel has the query's names"):
+    plan(kernel_init=init)
+
+
+def test_annotations_that_read_alike_from_both_ends_are_left_alone():
+  made = plan(kernel_metadata={"out_sharding": ("embed", None, "embed")})
+  assert made["attn.out.kernel"].names == ("embed", None, "embed")
+  assert plan([RULES, nxp.presets.layers()])["attn.out.kernel"].spec == P("tensor", None, None)

@@ -1,0 +1,297 @@
+"""Inferred rules: the pairs that a person would write, found by a trace."""
+
+from __future__ import annotations
+
+import itertools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from jax.sharding import PartitionSpec as P
+
+import nnx_parallel as nxp
+from layout.families import GPT, T5, Llama, ViT
+from nnx_parallel import ShardingError, infer_rules, presets
+from nnx_parallel.layout import dims
+
+TOKENS = jax.ShapeDtypeStruct((8, 8), "int32")
+IMAGES = jax.ShapeDtypeStruct((8, 4, 4, 3), "float32")
+FLOATS = jax.ShapeDtypeStruct((8, 16), "float32")
+MESH = {"fsdp": 2, "tensor": 2}
+
+
+def specs(init, *inputs, mesh=None, **options):
+  """The tensor-parallel part of the layout that the inferred rules give, by path."""
+  mesh = nxp.abstract_mesh(**(mesh or MESH))
+  rules = infer_rules(init, mesh, *inputs, **{"min_size": 0, **options})
+  plan = nxp.plan(init, mesh, [rules.paths, nxp.replicate()])
+  assert plan.notes == ()
+  return {leaf.name: leaf.spec for leaf in plan.leaves}
+
+
+def by_preset(init, table):
+  plan = nxp.plan(init, nxp.abstract_mesh(**MESH), [table, presets.fsdp_tensor(min_size=2**30)])
+  return {leaf.name: leaf.spec for leaf in plan.leaves}
+
+
+def test_llama_comes_out_as_in_the_table():
+  init = lambda: Llama(nnx.Rngs(0))
+  assert specs(init, TOKENS) == by_preset(init, presets.llama())
+
+
+def test_gpt_comes_out_as_in_the_table_but_for_positions():
+  init = lambda: GPT(nnx.Rngs(0))
+  found, table = specs(init, TOKENS), by_preset(init, presets.gpt())
+  assert {path for path in found if found[path] != table[path]} == {"wpe.embedding"}
+
+
+def test_vit_comes_out_as_in_the_table_but_for_the_head():
+  init = lambda: ViT(nnx.Rngs(0))
+  found, table = specs(init, IMAGES), by_preset(init, presets.vit())
+  assert {path for path in found if found[path] != table[path]} == {"head.kernel", "head.bias"}
+
+
+def test_t5_comes_out_as_in_the_table_but_for_the_bias_of_each_head():
+  init = lambda: T5(nnx.Rngs(0))
+  found, table = specs(init, TOKENS, TOKENS), by_preset(init, presets.t5())
+  other = {path for path in found if found[path] != table[path]}
+  assert {re.sub(r"\.\d+\.", ".*.", path) for path in other} == {
+    f"{part}.block.*.layer.*.SelfAttention.relative_attention_bias.embedding"
+    for part in ("encoder", "decoder")
+  }
+  assert {found[path] for path in other} == {P(None, "tensor")}
+
+
+def test_the_proposal_is_code():
+  init = lambda: Llama(nnx.Rngs(0), tied=True)
+  rules = infer_rules(init, nxp.abstract_mesh(**MESH), TOKENS, min_size=0)
+  assert (
+    repr(rules)
+    == r"""[LogicalRules(batch='fsdp'), PathRules([
+  (('embed_tokens', 'embedding'), ('tensor', None)),
+  (('layers', '\\d+', 'mlp', 'down_proj', 'kernel'), ('tensor', None)),
+  (('layers', '\\d+', 'mlp', '(gate_proj|up_proj)', 'kernel'), (None, 'tensor')),
+  (('layers', '\\d+', 'self_attn', '(k_proj|q_proj|v_proj)', 'kernel'), (None, 'tensor')),
+  (('layers', '\\d+', 'self_attn', 'o_proj', 'kernel'), ('tensor', None)),
+]), fsdp('fsdp', min_size=0, extend=True)]"""
+  )
+  assert nxp.RuleSet.of(eval(repr(rules), vars(nxp))) == rules
+  assert infer_rules(init, nxp.abstract_mesh(**MESH), TOKENS, min_size=0) == rules
+  live = infer_rules(Llama(nnx.Rngs(0), tied=True, depth=1), nxp.abstract_mesh(**MESH), TOKENS, min_size=0)
+  assert live == rules
+
+
+class MLP(nnx.Module):
+  def __init__(self, rngs, sizes=(16, 32, 64, 32, 16)):
+    self.layers = nnx.List([nnx.Linear(a, b, rngs=rngs) for a, b in itertools.pairwise(sizes)])
+
+  def __call__(self, x):
+    for layer in self.layers[:-1]:
+      x = nnx.relu(layer(x))
+    return self.layers[-1](x)
+
+
+def test_layers_alternate_between_columns_and_rows():
+  found = specs(lambda: MLP(nnx.Rngs(0)), FLOATS)
+  kernels = [found[f"layers.{i}.kernel"] for i in range(4)]
+  # The widest dim first (64); the pairs over 32 touch its layers, so the outer layers stand alone.
+  assert kernels[1:3] == [P(None, "tensor"), P("tensor", None)]
+  assert found["layers.1.bias"] == P("tensor")
+  assert found["layers.2.bias"] == P(None)
+
+
+def test_a_pair_costs_one_collective():
+  mesh = nxp.make_mesh(tensor=8)
+  init = lambda: MLP(nnx.Rngs(0), (16, 64, 16))
+  rules = infer_rules(init, mesh, FLOATS, min_size=0)
+  assert repr(rules.fallback) == "replicate()"
+  model = nxp.create_sharded_model(init, mesh, rules)
+  x = jax.device_put(np.ones((8, 16), np.float32), jax.NamedSharding(mesh, P()))
+  run = jax.jit(lambda model, x: model(x)).lower(model, x).compile()
+  text = run.as_text()
+  assert len(re.findall(r" all-reduce(?:-start)?\(", text)) == 1
+  assert not re.findall(r" (all-gather|all-to-all|collective-permute)(?:-start)?\(", text)
+  np.testing.assert_allclose(run(model, x), init()(np.ones((8, 16), np.float32)), rtol=1e-5, atol=1e-6)
+
+
+def test_sizes_that_the_axis_does_not_divide_stay_whole():
+  found = specs(lambda: MLP(nnx.Rngs(0), (16, 30, 16)), FLOATS, mesh={"tensor": 4})
+  assert found == {
+    "layers.0.kernel": P("tensor", None),
+    "layers.0.bias": P(None),
+    "layers.1.kernel": P(None, "tensor"),
+    "layers.1.bias": P("tensor"),
+  }
+
+
+def test_heads_that_the_axis_does_not_divide_leave_attention_whole():
+  # Two key-value heads on four devices: a split would cut through heads.
+  found = specs(lambda: Llama(nnx.Rngs(0), depth=1), TOKENS, mesh={"tensor": 4})
+  assert not any(found["layers.0.self_attn.q_proj.kernel"])
+  assert found["layers.0.mlp.up_proj.kernel"] == P(None, "tensor")
+
+
+def test_small_groups_stay_whole():
+  rules = infer_rules(lambda: Llama(nnx.Rngs(0)), nxp.abstract_mesh(**MESH), TOKENS)
+  assert repr(rules) == "[LogicalRules(batch='fsdp'), fsdp('fsdp', min_size=262144, extend=True)]"
+
+
+def test_only_fsdp_when_there_is_no_tensor_axis():
+  rules = infer_rules(lambda: Llama(nnx.Rngs(0)), nxp.abstract_mesh(data=8), TOKENS, min_size=64)
+  assert repr(rules) == "[LogicalRules(batch='data'), fsdp('data', min_size=64, extend=True)]"
+
+
+def test_axes_by_name():
+  mesh = nxp.abstract_mesh(x=2, y=2)
+  rules = infer_rules(lambda: MLP(nnx.Rngs(0)), mesh, FLOATS, tensor_axis="y", fsdp_axis="x", min_size=0)
+  assert "'y'" in repr(rules.paths)
+  assert rules.fallback.axes == ("x",)
+  with pytest.raises(
+    ShardingError, match=r"told to use the axis 'z', which is not in the mesh[\s\S]*of x, y"
+  ):
+    infer_rules(lambda: MLP(nnx.Rngs(0)), mesh, FLOATS, tensor_axis="z")
+
+
+def test_a_trace_needs_inputs():
+  with pytest.raises(ShardingError, match=r"needs example inputs[\s\S]*jax\.ShapeDtypeStruct\(\(8, 128\)"):
+    infer_rules(lambda: MLP(nnx.Rngs(0)), nxp.abstract_mesh(tensor=2))
+
+
+def test_a_loss_may_be_traced_instead():
+  def loss(model, tokens):
+    logits = model(tokens)
+    picked = jnp.take_along_axis(jax.nn.log_softmax(logits), tokens[..., None], axis=-1)
+    return -picked.mean()
+
+  found = specs(lambda: Llama(nnx.Rngs(0)), TOKENS, call=loss)
+  assert found["layers.1.mlp.down_proj.kernel"] == P("tensor", None)
+  assert found["layers.0.self_attn.o_proj.kernel"] == P("tensor", None)
+
+
+class Nested(nnx.Module):
+  """A path that ends like a longer one: ('kernel' of) `up` and `inner.up`."""
+
+  def __init__(self, rngs):
+    self.inner = nnx.Dict(up=nnx.Linear(16, 64, rngs=rngs), down=nnx.Linear(64, 30, rngs=rngs))
+    self.up, self.down = nnx.Linear(30, 16, rngs=rngs), nnx.Linear(16, 30, rngs=rngs)
+
+  def __call__(self, x):
+    return self.down(self.up(self.inner.down(nnx.relu(self.inner.up(x)))))
+
+
+def test_a_rule_never_reaches_into_longer_paths():
+  init = lambda: Nested(nnx.Rngs(0))
+  found = specs(init, FLOATS, mesh={"tensor": 4})
+  assert found["up.kernel"] == found["inner.up.kernel"] == P(None, "tensor")
+  assert found["down.kernel"] == found["inner.down.kernel"] == P("tensor", None)
+  small = specs(init, FLOATS, mesh={"tensor": 4}, min_size=2000)
+  assert small["inner.up.kernel"] == P(None, "tensor")
+  assert not any(small["up.kernel"])
+  rules = infer_rules(init, nxp.abstract_mesh(tensor=4), FLOATS, min_size=0)
+  assert "'inner\\.down\\.kernel'" in repr(rules).replace("\\\\", "\\")
+  large = infer_rules(init, nxp.abstract_mesh(tensor=64), FLOATS, min_size=0)
+  assert large.paths[0].match(("up", "kernel")) is None
+  assert large.paths[0].match(("inner", "up", "kernel")).names == (None, "tensor")
+
+
+class Convolutions(nnx.Module):
+  def __init__(self, rngs):
+    self.first = nnx.Conv(3, 16, (3, 3), rngs=rngs)
+    self.norm = nnx.BatchNorm(16, rngs=rngs)
+    self.second = nnx.Conv(16, 8, (3, 3), rngs=rngs)
+    self.depthwise = nnx.Conv(8, 8, (3, 3), feature_group_count=8, rngs=rngs)
+
+  def __call__(self, x):
+    return self.depthwise(self.second(nnx.relu(self.norm(self.first(x)))))
+
+
+def test_convolutions_pair_over_their_channels():
+  found = specs(lambda: Convolutions(nnx.Rngs(0)), IMAGES)
+  assert found["first.kernel"] == P(None, None, None, "tensor")
+  assert found["second.kernel"] == P(None, None, "tensor", None)
+  assert found["norm.scale"] == P("tensor")
+  assert not any(found["depthwise.kernel"])
+
+
+class Stacked(nnx.Module):
+  def __init__(self, rngs):
+    @nnx.split_rngs(splits=3)
+    @nnx.vmap(in_axes=0, out_axes=0)
+    def make(rngs):
+      return MLP(rngs, (16, 64, 16))
+
+    self.blocks = make(rngs)
+
+  def __call__(self, x):
+    @nnx.scan(in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)
+    def run(x, block):
+      return block(x)
+
+    return run(x, self.blocks)
+
+
+def test_stacked_layers_are_seen_through_scan():
+  found = specs(lambda: Stacked(nnx.Rngs(0)), FLOATS)
+  assert found["blocks.layers.0.kernel"] == P(None, None, "tensor")
+  assert found["blocks.layers.1.kernel"] == P(None, "tensor", None)
+  assert found["blocks.layers.0.bias"] == P(None, "tensor")
+
+
+@pytest.mark.parametrize("wrap", [nnx.remat, nnx.jit, jax.checkpoint])
+def test_calls_are_seen_through(wrap):
+  class Net(MLP):
+    def __call__(self, x):
+      return wrap(lambda m, x: MLP.__call__(m, x))(self, x)
+
+  found = specs(lambda: Net(nnx.Rngs(0), (16, 64, 16)), FLOATS)
+  assert (found["layers.0.kernel"], found["layers.1.kernel"]) == (P(None, "tensor"), P("tensor", None))
+
+
+def test_a_recurrent_cell_is_never_split_on_both_sides():
+  class Net(nnx.Module):
+    def __init__(self, rngs):
+      self.rnn = nnx.RNN(nnx.SimpleCell(16, 32, rngs=rngs))
+      self.head = nnx.Linear(32, 4, rngs=rngs)
+
+    def __call__(self, x):
+      return self.head(self.rnn(x))
+
+  found = specs(lambda: Net(nnx.Rngs(0)), jax.ShapeDtypeStruct((2, 5, 16), "float32"))
+  assert all(sum(entry is not None for entry in spec) <= 1 for spec in found.values())
+
+
+def test_unused_and_odd_variables_do_no_harm():
+  class Net(MLP):
+    def __init__(self, rngs):
+      super().__init__(rngs, (16, 64, 16))
+      self.unused = nnx.Param(jnp.zeros((64, 64)))
+      self.dropout = nnx.Dropout(0.5, rngs=rngs)
+      self.scale = nnx.Param(jnp.ones(()))
+      self.steps = nnx.Variable(jnp.zeros((), jnp.int32))
+
+    def __call__(self, x):
+      self.steps[...] += 1
+      return self.dropout(super().__call__(x)) * self.scale[...]
+
+  found = specs(lambda: Net(nnx.Rngs(0)), FLOATS)
+  assert not any(found["unused"])
+  assert found["layers.0.kernel"] == P(None, "tensor")
+
+
+@pytest.mark.parametrize(
+  ("before", "after", "pairs"),
+  [
+    ((8, 16), (8, 4, 4), [(0, 0), (1, 1)]),
+    ((8, 4, 4), (8, 16), [(0, 0), (1, 1)]),
+    ((8, 6), (4, 12), [(0, 0)]),
+    ((1, 8), (8,), [(1, 0)]),
+    ((8,), (1, 1, 8), [(0, 2)]),
+    ((), (1,), []),
+    ((2, 3, 4), (6, 4), [(0, 0), (2, 1)]),
+  ],
+)
+def test_a_reshape_links_the_major_dims_of_its_groups(before, after, pairs):
+  assert dims._factor_groups(before, after) == pairs

@@ -1,0 +1,149 @@
+"""What real modules hold besides float32 parameters at string paths."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from jax.sharding import PartitionSpec as Spec
+
+import nnx_parallel as nxp
+from nnx_parallel.create.unsharded import unsharded
+
+
+class Mine(nnx.Variable):
+  """A Variable type of a user's own."""
+
+
+class Odd(nnx.Module):
+  def __init__(self, rngs):
+    self.raw = nnx.data(jnp.ones((8, 16)))
+    self.rope = nnx.data(jnp.ones((8,), jnp.complex64))
+    self.layers = nnx.List([nnx.Linear(8, 8, rngs=rngs), nnx.Dict(scale=nnx.Param(jnp.ones(())))])
+    self.by_int = nnx.data({1: nnx.Param(jnp.ones(8))})
+    self.by_tuple = nnx.data({("a", 2): nnx.Param(jnp.ones((8, 16), jnp.int8))})
+    self.mine = Mine(jnp.ones((8,), jnp.float8_e4m3fn))
+    self.half = nnx.Param(jnp.ones((16, 8), jnp.bfloat16))
+    self.number = nnx.Param(2.0)
+    self.nothing = nnx.Variable(None)
+    self.absent = None
+    self.norm = nnx.BatchNorm(8, rngs=rngs)
+    self.cache = nnx.Cache(jnp.zeros((4, 8)))
+    self.lora = nnx.LoRA(8, 4, 8, rngs=rngs)
+    self.dropout = nnx.Dropout(0.1, rngs=rngs)
+    self.key = nnx.data(jax.random.key(3))
+    self.empty = nnx.Dict()
+    self.act = jnp.sin
+
+
+def init():
+  return Odd(nnx.Rngs(0))
+
+
+def mesh():
+  return nxp.make_mesh(fsdp=8)
+
+
+EXPECTED = {
+  "by_int.1": ("Param", "float32", Spec("fsdp")),
+  "by_tuple.('a', 2)": ("Param", "int8", Spec(None, "fsdp")),
+  "cache": ("Cache", "float32", Spec(None, "fsdp")),
+  "dropout.rngs.count": ("RngCount", "uint32", Spec()),
+  "dropout.rngs.key": ("RngKey", "key<fry>", Spec()),
+  "half": ("Param", "bfloat16", Spec("fsdp", None)),
+  "key": ("array", "key<fry>", Spec()),
+  "layers.0.kernel": ("Param", "float32", Spec(None, "fsdp")),
+  "layers.1.scale": ("Param", "float32", Spec()),
+  "lora.lora_a": ("LoRAParam", "float32", Spec("fsdp", None)),
+  "mine": ("Mine", "float8_e4m3fn", Spec("fsdp")),
+  "norm.mean": ("BatchStat", "float32", Spec("fsdp")),
+  "number": ("Param", "float32", Spec()),
+  "raw": ("array", "float32", Spec(None, "fsdp")),
+  "rope": ("array", "complex64", Spec("fsdp")),
+}
+
+
+def test_all_of_it_is_planned():
+  plan = nxp.plan(init, mesh(), nxp.fsdp(min_size=4))
+  found = {leaf.name: (leaf.kind, str(leaf.dtype), leaf.spec) for leaf in plan.leaves}
+  assert {name: found.get(name) for name in EXPECTED} == EXPECTED
+  assert not any("nothing" in name or "empty" in name for name in found)
+
+
+def test_all_of_it_is_created_with_the_values_of_one_device():
+  model, alone = nxp.create_sharded_model(init, mesh(), nxp.fsdp(min_size=4)), unsharded(init)
+  plan = nxp.plan(init, mesh(), nxp.fsdp(min_size=4))
+  ours, theirs = (nnx.to_flat_state(nnx.state(module)) for module in (model, alone))
+  assert ours.paths == theirs.paths
+  for (path, a), (_, b) in zip(ours, theirs, strict=True):
+    if path == ("nothing",):
+      assert a.get_value() is None
+      continue
+    a, b = (leaf.get_value() if isinstance(leaf, nnx.Variable) else leaf for leaf in (a, b))
+    assert a.sharding.is_equivalent_to(plan.of("model")[path].sharding, a.ndim)
+    if jnp.issubdtype(a.dtype, jax.dtypes.prng_key):
+      a, b = jax.random.key_data(a), jax.random.key_data(b)
+    np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
+
+
+def test_masked_and_empty_optimizer_state():
+  tx = optax.multi_transform(
+    {"adam": optax.adam(1e-3), "frozen": optax.set_to_zero()},
+    lambda params: jax.tree.map_with_path(
+      lambda path, _: "adam" if "kernel" in jax.tree_util.keystr(path) else "frozen", params
+    ),
+  )
+  plan = nxp.plan(lambda: nnx.Linear(8, 16, rngs=nnx.Rngs(0)), mesh(), nxp.fsdp(min_size=8), optimizer=tx)
+  assert not [leaf.name for leaf in plan.leaves if leaf.root == "optimizer" and leaf.name.endswith("bias")]
+  model, optimizer = nxp.create_sharded_model(plan)
+
+  @nnx.jit
+  def step(model, optimizer, x):
+    grads = nnx.grad(lambda m: (m(x) ** 2).mean())(model)
+    optimizer.update(model, grads)
+
+  before = jax.device_get(model.bias[...])
+  step(model, optimizer, jnp.ones((4, 8)))
+  np.testing.assert_array_equal(jax.device_get(model.bias[...]), before)
+  (moment,) = [leaf for leaf in plan.leaves if leaf.name.endswith("mu.kernel")]
+  assert moment.spec == Spec(None, "fsdp")
+
+
+def test_a_module_without_arrays():
+  plan = nxp.plan(lambda: nnx.Dict(), mesh(), nxp.fsdp())
+  assert plan.leaves == ()
+  assert nxp.create_sharded_model(plan) is not None
+  assert not plan.audit()
+  with pytest.raises(
+    nxp.PlanError, match=r"selects none of the model's Variables.*\n.*Variable types in the model: none"
+  ):
+    nxp.plan(lambda: nnx.Dict(), mesh(), optimizer=optax.adam(1e-3))
+
+
+def test_a_variable_that_holds_a_tree_is_refused_with_what_to_do():
+  class Tree(nnx.Module):
+    def __init__(self):
+      self.table = nnx.Param({"a": jnp.ones(8), "b": jnp.ones(8)})
+
+  with pytest.raises(nxp.PlanError, match=r"table holds a dict instead of one array.*\n.*Param\n.*nnx.Dict"):
+    nxp.plan(Tree, mesh())
+
+
+def test_low_precision_bytes_are_exact():
+  plan = nxp.plan(init, mesh(), nxp.fsdp(min_size=4))
+  held = {name: plan[name].bytes_per_device for name in ("half", "mine", "by_tuple.('a', 2)", "rope")}
+  assert held == {"half": 32, "mine": 1, "by_tuple.('a', 2)": 16, "rope": 8}
+
+
+def test_ten_thousand_variables():
+  class Many(nnx.Module):
+    def __init__(self):
+      self.items = nnx.List([nnx.Param(jnp.zeros((8, 8))) for _ in range(10_000)])
+
+  plan = nxp.plan(Many, nxp.abstract_mesh(fsdp=8), nxp.fsdp(min_size=8))
+  assert len(plan.leaves) == 10_000
+  (row,) = [line for line in str(plan).splitlines() if line.startswith("items")]
+  assert row.split()[:4] == ["items.*", "10000", "Param", "float32[8,8]"]

@@ -1,0 +1,117 @@
+"""The plan as a table: what it holds, how it is asked, and what it refuses."""
+
+from __future__ import annotations
+
+import jax
+import optax
+import pytest
+from flax import nnx
+from jax.sharding import PartitionSpec as Spec
+
+import nnx_parallel as nxp
+from layout.models import LM, named
+
+RULES = nxp.LogicalRules(batch=("data", "fsdp"), embed="fsdp", mlp="tensor", vocab="tensor")
+
+
+def init():
+  return LM(64, 8, 2, nnx.Rngs(0))
+
+
+def lm_plan(mesh=None, **kwargs):
+  return nxp.plan(init, mesh or nxp.make_mesh(data=2, fsdp=2, tensor=2), RULES, **kwargs)
+
+
+def test_nothing_is_computed_while_planning():
+  arrays = len(jax.live_arrays())
+  plan = lm_plan(nxp.abstract_mesh(data=2, fsdp=2, tensor=2), optimizer=optax.adam(1e-3))
+  assert len(jax.live_arrays()) == arrays
+  assert isinstance(plan["embed.embedding"].struct, jax.ShapeDtypeStruct)
+
+
+def test_predicted_bytes_are_those_that_the_devices_hold():
+  plan = lm_plan(optimizer=optax.adam(1e-3))
+  held = dict.fromkeys(jax.devices(), 0)
+  for variable in jax.tree.leaves(nnx.state(nxp.create_sharded_model(plan))):
+    for shard in variable.addressable_shards:
+      held[shard.device] += shard.data.nbytes
+  assert set(held.values()) == {plan.bytes_per_device()}
+
+
+def test_bytes_shards_and_copies_of_a_leaf():
+  leaf = lm_plan()["blocks.0.up.kernel"]
+  assert (leaf.shards, leaf.local_shape, leaf.copies) == ((2, 2), (4, 16), 2)
+  assert (leaf.bytes, leaf.bytes_per_device) == (1024, 256)
+
+
+def test_a_plan_of_real_devices_and_of_an_abstract_mesh_agree():
+  real, abstract = lm_plan(), lm_plan(nxp.abstract_mesh(data=2, fsdp=2, tensor=2))
+  assert not real.diff(abstract)
+
+
+def test_planning_twice_gives_the_same_plan():
+  assert lm_plan(optimizer=optax.adam(1e-3)).leaves == lm_plan(optimizer=optax.adam(1e-3)).leaves
+
+
+def test_the_abstract_state_has_the_planned_shardings():
+  plan = lm_plan()
+  state = plan.abstract_state()
+  assert {path: struct.sharding.spec for path, struct in state.items()} == {
+    leaf.path: leaf.spec for leaf in plan.leaves
+  }
+
+
+def test_the_repr_is_one_line():
+  assert (
+    repr(lm_plan()) == "<ShardingPlan: 11 arrays on mesh data=2, fsdp=2, tensor=2; print it for the table>"
+  )
+
+
+def test_unmatched_parameters_are_all_listed_with_the_nearest_rule():
+  rules = nxp.PathRules([(r"blocks\.\d+\.up\.kernal", (None, "tensor")), (r"blocks\.\d+\.norm\.scale", None)])
+
+  def plain():
+    return nnx.Dict(blocks=nnx.List([nnx.Dict(up=nnx.Linear(4, 4, rngs=nnx.Rngs(0)))]))
+
+  with pytest.raises(nxp.ShardingError) as caught:
+    nxp.plan(plain, nxp.make_mesh(tensor=8), rules)
+  assert "2 parameters have no annotation and match no rule" in str(caught.value)
+  assert "blocks.0.up.kernel   (nearest rule: 'blocks\\\\.\\\\d+\\\\.up\\\\.kernal')" in str(caught.value)
+
+
+def test_rules_that_never_fire_are_noted():
+  rules = [nxp.PathRules([("kernel", None), ("kernal", None)], strict=False), nxp.replicate()]
+  plan = nxp.plan(lambda: nnx.Linear(4, 4, rngs=nnx.Rngs(0)), nxp.make_mesh(tensor=8), rules)
+  assert "note: path rule 'kernal' matches nothing" in str(plan)
+
+
+def test_a_named_kernel_is_extended_by_the_fallback_and_says_so():
+  plan = nxp.plan(
+    lambda: nnx.Linear(8, 16, rngs=nnx.Rngs(0), kernel_metadata=named(None, "mlp")),
+    nxp.make_mesh(fsdp=2, tensor=4),
+    [nxp.LogicalRules(mlp="tensor"), nxp.fsdp(min_size=8)],
+  )
+  assert plan["kernel"].spec == Spec("fsdp", "tensor")
+  assert plan["kernel"].decision.reason == "names (-, mlp) + fsdp on the largest dim that divides"
+  assert "extended by fsdp('fsdp', min_size=8, extend=True): 'fsdp' on dim 0 (8)" in plan.explain("kernel")
+
+
+@pytest.mark.parametrize(
+  ("init", "message"),
+  [
+    (
+      lambda rngs: None,
+      r"init must take no arguments, and <lambda> needs rngs.\n  Fix: lambda: <lambda>\(rngs=...\)",
+    ),
+    (lambda: 3, r"init returned a int, not an nnx.Module"),
+    (3, r"init must be a function that builds the module, not a int"),
+  ],
+)
+def test_what_is_no_constructor_is_refused(init, message):
+  with pytest.raises(nxp.PlanError, match=message):
+    nxp.plan(init, nxp.make_mesh(fsdp=8))
+
+
+def test_an_unknown_policy_is_refused():
+  with pytest.raises(nxp.PlanError, match=r"uneven='padd' is not a policy.\n  Fix: one of error, next"):
+    lm_plan(uneven="padd")

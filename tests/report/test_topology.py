@@ -1,0 +1,136 @@
+from __future__ import annotations
+
+import importlib.util
+import subprocess
+import sys
+import textwrap
+
+import pytest
+
+from nnx_parallel.errors import ReportError
+from nnx_parallel.report.chips import CHIPS, chip, chip_of
+from nnx_parallel.report.targets import target_text
+from nnx_parallel.report.topology import machine, topology, topology_mesh
+
+HAS_TPU = importlib.util.find_spec("libtpu") is not None
+HAS_GPU = importlib.util.find_spec("jax_plugins") is not None and any(
+  importlib.util.find_spec(f"jax_plugins.xla_cuda{v}") for v in (12, 13)
+)
+
+
+@pytest.mark.parametrize(
+  ("text", "devices", "slices"),
+  [
+    ("tpu:v5e:4x4", 16, 1),
+    ("tpu:v5p:8x8x16", 1024, 1),
+    ("tpu:v5p:4x4x4*2", 128, 2),
+    ("tpu:tpu7x:2x2x2", 16, 1),
+    ("gpu:h100:2x8", 16, 2),
+    ("gpu:b200:8", 8, 1),
+    ("cpu:8", 8, 1),
+  ],
+)
+def test_names_are_read_without_a_compiler(text, devices, slices):
+  found = machine(text)
+  assert (found.devices, found.slices, found.slice_size) == (devices, slices, devices // slices)
+
+
+@pytest.mark.parametrize(
+  ("text", "message"),
+  [
+    ("v5e-16", "cannot read the topology 'v5e-16'"),
+    ("tpu:v5:4x4", "no figures for the chip 'v5'"),
+    ("tpu:h100:4x4", "h100 is a GPU, not a TPU"),
+    ("gpu:h100:2x8*2", "cannot read the GPU topology"),
+  ],
+)
+def test_names_that_cannot_be_read(text, message):
+  with pytest.raises(ReportError, match=message):
+    machine(text)
+
+
+def test_more_devices_than_this_process_has():
+  with pytest.raises(ReportError, match=r"device_count=512"):
+    topology("cpu:512")
+
+
+def test_axes_must_fill_the_machine():
+  assert dict(topology_mesh("cpu:8", data=2, fsdp=-1).shape) == {"data": 2, "fsdp": 4}
+  with pytest.raises(ReportError, match="do not make the 8 devices of cpu:8"):
+    topology_mesh("cpu:8", data=3)
+
+
+@pytest.mark.skipif(HAS_TPU, reason="the TPU compiler is installed")
+def test_a_missing_tpu_compiler_says_what_to_install():
+  with pytest.raises(ReportError, match=r"pip install 'nnx-parallel\[tpu-aot\]'"):
+    topology("tpu:v5e:4x4")
+
+
+@pytest.mark.skipif(HAS_GPU, reason="the NVIDIA compiler is installed")
+def test_a_missing_gpu_compiler_says_what_to_install():
+  with pytest.raises(ReportError, match=r"pip install 'nnx-parallel\[gpu-aot\]'"):
+    topology("gpu:h100:2x8")
+
+
+@pytest.mark.parametrize("name", CHIPS)
+def test_the_table_is_consistent(name):
+  found = CHIPS[name]
+  assert 0.9 * found.hbm_bytes <= found.usable_bytes <= found.hbm_bytes
+  assert found.peak("bfloat16") > found.hbm_bandwidth / 100
+  assert found.peak("unheard-of") == found.peak("bfloat16")
+
+
+def test_kinds_are_recognised():
+  assert chip_of("NVIDIA H100 80GB HBM3") is chip("h100")
+  assert chip_of("TPU v5 lite") is chip("v5e")
+  assert chip_of("TPU v5") is chip("v5p")
+  assert chip_of("Quantum 9") is None
+
+
+def test_targets_hold_the_figures_of_the_table():
+  text = target_text(chip("h200"))
+  assert f"device_memory_size: {chip('h200').hbm_bytes}" in text
+  assert "cuda_compute_capability { major: 9 }" in text
+  with pytest.raises(ReportError, match="no compiler target for the GPU 'v5e'"):
+    target_text(chip("v5e"))
+
+
+# The compilers themselves run in a process of their own: this one's jax has only CPU devices.
+SCRIPT = """
+import jax, nnx_parallel as nxp
+from nnx_parallel.report.compile_report import compile_report
+from report import layouts
+report = compile_report(
+  nxp.train_step(layouts.loss), layouts.plan(**{axes}), batch=layouts.batch(), topology="{topology}"
+)
+kinds = sorted({{(c.kind, "+".join(c.axes)) for c in report.collectives}})
+print("RESULT", report.target, report.fits, report.cost.flops, report.need_bytes, kinds)
+"""
+
+
+def compile_for(topology, **axes):
+  script = textwrap.dedent(SCRIPT).format(axes=axes, topology=topology)
+  done = subprocess.run(
+    [sys.executable, "-c", script], capture_output=True, text=True, timeout=200, env=None, check=False
+  )
+  lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT")]
+  assert lines, done.stderr[-2000:]
+  return lines[0]
+
+
+FLOPS = 5 * 2 * 1024 * 64 * 128 // 8
+
+
+@pytest.mark.skipif(not HAS_TPU, reason="needs the TPU compiler: pip install nnx-parallel[tpu-aot]")
+def test_the_tpu_compiler_reports_on_a_slice_that_is_not_here(monkeypatch):
+  monkeypatch.setenv("PYTHONPATH", ".:tests")
+  line = compile_for("tpu:v5e:2x4", fsdp=8)
+  assert f"8 x TPU v5 lite True {FLOPS}" in line
+
+
+@pytest.mark.skipif(not HAS_GPU, reason="needs the NVIDIA compiler: pip install nnx-parallel[gpu-aot]")
+def test_the_gpu_compiler_reports_on_hosts_that_are_not_here(monkeypatch):
+  monkeypatch.setenv("PYTHONPATH", ".:tests")
+  line = compile_for("gpu:h100:1x8", fsdp=8)
+  assert f"8 x NVIDIA H100 80GB HBM3 True {FLOPS}" in line
+  assert "('all-gather', 'fsdp')" in line
