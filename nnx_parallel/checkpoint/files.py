@@ -7,6 +7,7 @@ suffixes, or holds its manifest.
 
 from __future__ import annotations
 
+import concurrent.futures
 import contextlib
 import errno
 import hashlib
@@ -24,6 +25,7 @@ from nnx_parallel.errors import CheckpointError
 LOCK = ".nnx_parallel.lock"
 SAVING, REPLACED, DELETING = ".nnx-saving", ".nnx-replaced", ".nnx-deleting"
 _PIECE = 1 << 20
+_SYNCING = 16
 
 _T = TypeVar("_T")
 
@@ -171,11 +173,22 @@ def make_durable(paths: Iterable[epath.Path]) -> None:
 
 
 def make_tree_durable(folder: epath.Path) -> None:
-  """Waits until everything below a folder is on the disk."""
-  if is_local(folder):
-    for parent, _, names in os.walk(folder):
-      make_durable(epath.Path(parent) / name for name in names)
-      make_durable([epath.Path(parent)])
+  """Waits until everything below a step's folder is on the disk.
+
+  TensorStore has synced the files of each array when it wrote them; Orbax syncs neither its metadata nor
+  the folders.
+  """
+  if not is_local(folder):
+    return
+  paths: list[epath.Path] = []
+  for parent, folders, names in os.walk(folder):
+    if "zarr.json" in names:
+      paths += [epath.Path(below) for below, _, _ in os.walk(parent)]
+      folders.clear()
+    else:
+      paths += [epath.Path(parent), *(epath.Path(parent) / name for name in names)]
+  with concurrent.futures.ThreadPoolExecutor(_SYNCING) as pool:
+    list(pool.map(lambda path: make_durable([path]), paths))
 
 
 def check_space(directory: epath.Path, nbytes: int) -> None:
