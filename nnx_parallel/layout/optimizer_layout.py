@@ -5,11 +5,14 @@ By path and shape only: nothing here knows the name of an optimizer.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from jax.sharding import PartitionSpec
 
+from nnx_parallel.errors import PlanError
+from nnx_parallel.layout.resolve import shard_counts
 from nnx_parallel.layout.variables import Path
 
 if TYPE_CHECKING:
@@ -66,6 +69,77 @@ def follow(parameter: LeafPlan, shape: tuple[int, ...]) -> tuple[PartitionSpec, 
     (0,) * len(shape),
     f"whole: {shape} is not part of {own}",
   )
+
+
+def zero_axes(
+  zero: int, axes: Sequence[str] | str | None, batch: Sequence[str], mesh: Mapping[str, int]
+) -> tuple[str, ...]:
+  """The mesh axes over which a ZeRO stage splits the optimizer state.
+
+  Args:
+    zero: the stage: 0, 1 or 2.
+    axes: what the user asked for; None takes `batch`.
+    batch: the mesh axes that split the batch.
+    mesh: mesh axis name -> size in devices.
+
+  Returns:
+    Axes, major to minor; () for stage 0.
+
+  Raises:
+    PlanError: another stage, or an axis that is not in the mesh.
+
+  Source: ZeRO, arXiv:1910.02054. Axes that do not cross slices give the hybrid form.
+  """
+  if zero == 3:
+    raise PlanError(
+      "zero=3 splits the parameters too, which is a matter of the rules.",
+      fix="plan(init, mesh, nxp.fsdp()): the optimizer state follows the parameters.",
+    )
+  if zero not in (0, 1, 2):
+    raise PlanError(f"zero={zero!r} is not a stage.", fix="zero=0, 1 or 2.")
+  if axes is not None and zero == 0:
+    raise PlanError("zero_axes needs a stage.", fix=f"zero=1, zero_axes={axes!r}")
+  if zero == 0:
+    return ()
+  chosen = tuple(batch) if axes is None else (axes,) if isinstance(axes, str) else tuple(axes)
+  for axis in chosen:
+    if axis not in mesh:
+      raise PlanError(
+        f"zero_axes names {axis!r}, which is not in the mesh.",
+        details=f"mesh {dict(mesh)}",
+        fix=f"zero_axes={tuple(batch)!r}",
+      )
+  return chosen
+
+
+def spread(
+  spec: PartitionSpec, shape: Sequence[int], axes: Sequence[str], mesh: Mapping[str, int]
+) -> tuple[PartitionSpec, str]:
+  """Splits an optimizer array over more axes, on the dim that has most left to split.
+
+  Args:
+    spec: its spec so far, one entry per dim.
+    shape: global shape in elements.
+    axes: mesh axes to add, major to minor; those in `spec` already are left out.
+    mesh: mesh axis name -> size in devices.
+
+  Returns:
+    `(spec, why)`; the spec is unchanged when no dim divides.
+  """
+  entries = [() if e is None else (e,) if isinstance(e, str) else tuple(e) for e in spec]
+  used = {axis for entry in entries for axis in entry}
+  added = tuple(axis for axis in axes if axis not in used and mesh[axis] > 1)
+  if not added:
+    return spec, "no further axis"
+  ways = math.prod(mesh[axis] for axis in added)
+  local = [size // count for size, count in zip(shape, shard_counts(spec, len(shape), mesh), strict=True)]
+  fitting = [dim for dim, size in enumerate(local) if size and size % ways == 0]
+  if not fitting:
+    return spec, f"no dim of {tuple(shape)} divides by {ways} more"
+  dim = max(fitting, key=lambda d: (local[d], d))
+  entries[dim] += added
+  result = [None if not entry else entry[0] if len(entry) == 1 else entry for entry in entries]
+  return PartitionSpec(*result), f"ZeRO: dim {dim} also over {', '.join(added)}"
 
 
 def _subsequence(shape: tuple[int, ...], own: tuple[int, ...]) -> list[int | None] | None:

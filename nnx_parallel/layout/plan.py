@@ -12,7 +12,7 @@ import dataclasses
 import functools
 import inspect
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -406,26 +406,30 @@ class ShardingPlan:
 
   @functools.cached_property
   def _batch_axes(self) -> tuple[str, ...]:
-    sizes = axis_sizes(self.mesh)
-    if "batch" in self.rules.logical:
-      options = self.rules.logical["batch"]
-      fitting = [option for option in options if all(axis in sizes for axis in option)]
-      if fitting:
-        return fitting[0]
-      raise ShardingError(
-        "the rule for 'batch' names no axis of this mesh.",
-        details=f"rule {options}, mesh {sizes}",
-        fix=f'LogicalRules(batch="{next(iter(sizes))}", ...)',
-      )
-    known = {"data", "replica", "fsdp", *(self.rules.fallback.axes if self.rules.fallback else ())}
-    axes = tuple(axis for axis in sizes if axis in known)
-    if not axes:
-      raise ShardingError(
-        "no rule says which mesh axes split the batch.",
-        details=f"mesh {sizes}, rules {self.rules}",
-        fix=f'add LogicalRules(batch="{next(iter(sizes))}"), or batch=None to replicate the batch.',
-      )
-    return axes
+    return _batch_axes(self.rules, axis_sizes(self.mesh))
+
+
+def _batch_axes(rules: RuleSet, sizes: Mapping[str, int]) -> tuple[str, ...]:
+  """The mesh axes that split the batch; see `ShardingPlan.batch_spec`."""
+  if "batch" in rules.logical:
+    options = rules.logical["batch"]
+    fitting = [option for option in options if all(axis in sizes for axis in option)]
+    if fitting:
+      return fitting[0]
+    raise ShardingError(
+      "the rule for 'batch' names no axis of this mesh.",
+      details=f"rule {options}, mesh {sizes}",
+      fix=f'LogicalRules(batch="{next(iter(sizes))}", ...)',
+    )
+  known = {"data", "replica", "fsdp", *(rules.fallback.axes if rules.fallback else ())}
+  axes = tuple(axis for axis in sizes if axis in known)
+  if not axes:
+    raise ShardingError(
+      "no rule says which mesh axes split the batch.",
+      details=f"mesh {sizes}, rules {rules}",
+      fix=f'add LogicalRules(batch="{next(iter(sizes))}"), or batch=None to replicate the batch.',
+    )
+  return axes
 
 
 def plan(
@@ -436,6 +440,8 @@ def plan(
   optimizer: optax.GradientTransformation | None = None,
   wrt: Any = nnx.Param,
   uneven: Uneven = "error",
+  zero: int = 0,
+  zero_axes: Sequence[str] | str | None = None,
 ) -> ShardingPlan:
   """Plans the layout of a module, and of its optimizer, without making any array.
 
@@ -448,6 +454,9 @@ def plan(
     wrt: which Variables the optimizer trains; a filter as in `nnx.Optimizer`.
     uneven: what to do with a dim that its mesh axes do not divide: `"error"`, `"next"`, `"pad"` or
       `"replicate"`.
+    zero: ZeRO stage of the optimizer state: 1 splits it over `zero_axes` too, beyond its parameter's layout;
+      2 is the same state, for `train_step(gradients="scattered")`. Stage 3 is `fsdp()`.
+    zero_axes: the axes of that split; those of the batch when not given.
 
   Returns:
     A `ShardingPlan`: print it, `explain` it, create from it, restore into it.
@@ -467,6 +476,10 @@ def plan(
   is_explicit(mesh)  # refuses mixed axis types before any work is done
   if uneven not in UNEVEN:
     raise PlanError(f"uneven={uneven!r} is not a policy.", fix=f"one of {', '.join(UNEVEN)}.")
+  if zero and optimizer is None:
+    raise PlanError(
+      f"zero={zero} splits optimizer state, and there is no optimizer.", fix="optimizer=optax.adamw(...)"
+    )
   ruleset = RuleSet.of(rules)
   model = abstract_module(init, mesh)
   builder = _Builder(mesh, ruleset, uneven)
@@ -474,6 +487,8 @@ def plan(
   leaves = builder.model_leaves(model)
   abstract_optimizer = None
   if optimizer is not None:
+    batch = _batch_axes(ruleset, builder.sizes) if zero and zero_axes is None else ()
+    builder.zero_axes = optimizer_layout.zero_axes(zero, zero_axes, batch, builder.sizes)
     abstract_optimizer = _abstract_optimizer(model, optimizer, wrt)
     leaves += builder.optimizer_leaves(abstract_optimizer, leaves)
   return ShardingPlan(
@@ -569,6 +584,7 @@ class _Builder:
   def __init__(self, mesh: AnyMesh, rules: RuleSet, uneven: Uneven):
     self.mesh, self.rules, self.uneven = mesh, rules, uneven
     self.sizes = axis_sizes(mesh)
+    self.zero_axes: tuple[str, ...] = ()
     self.axis_notes = rules.logical.check_axes(self.sizes)
     self.fired: set[int] = set()
     self.path_rules = sum(len(table.rules) for table in rules.paths)
@@ -685,6 +701,10 @@ class _Builder:
         row = self._leaf("optimizer", path, leaf, None, None, Decision("whole", "not parameter state"))
       else:
         spec, padding, why = optimizer_layout.follow(by_path[parameter], shape)
+        if self.zero_axes:
+          stored = [size + extra for size, extra in zip(shape, padding, strict=True)]
+          spec, more = optimizer_layout.spread(spec, stored, self.zero_axes, self.sizes)
+          why += f"; {more}"
         found = Resolution(spec, padding, ())
         steps = (f"state of parameter {path_str(parameter)}: {why}",)
         decision = Decision("parameter", f"{path_str(parameter)}: {why}", steps)

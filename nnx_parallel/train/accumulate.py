@@ -22,13 +22,16 @@ class Layout(NamedTuple):
 
   Attributes:
     mesh: the mesh, or None on one device.
-    trained: the pinned sharding of each trained array, or None.
+    trained: the pinned sharding of each trained array, or None; of its optimizer state when gradients are
+      scattered.
+    scattered: whether gradients take that layout as soon as they exist, in each microbatch.
     used: mesh axes that split some array of the model.
     batch: mesh axes that split dim 0 of every array of the batch; () when they differ or are unknown.
   """
 
   mesh: Any
   trained: list[Any]
+  scattered: bool
   used: frozenset[str]
   batch: tuple[str, ...]
 
@@ -51,7 +54,9 @@ class Total(NamedTuple):
   how: str
 
 
-def whole_batch(objective: Objective, trained: list[Any], rest: list[Any], batch: Any) -> Total:
+def whole_batch(
+  objective: Objective, trained: list[Any], rest: list[Any], batch: Any, layout: Layout
+) -> Total:
   """Gradients of the batch in one piece.
 
   Args:
@@ -59,12 +64,16 @@ def whole_batch(objective: Objective, trained: list[Any], rest: list[Any], batch
     trained: arrays to differentiate.
     rest: the other arrays.
     batch: the batch.
+    layout: where the arrays are.
 
   Returns:
     Its gradients and terms.
   """
   (_, (found, changed)), grads = jax.value_and_grad(objective, has_aux=True)(trained, rest, batch)
-  return Total(grads, found, 1, changed, "once: one batch")
+  if not layout.scattered:
+    return Total(grads, found, 1, changed, "once: one batch")
+  grads = [_pin(g, where) for g, where in zip(grads, layout.trained, strict=True)]
+  return Total(grads, found, 1, changed, "once: one batch, into the layout of the optimizer state")
 
 
 def in_microbatches(
@@ -98,29 +107,78 @@ def in_microbatches(
   if not axes:
     grads, found, changed = _scan(objective, trained, rest, batch, count, layout.trained)
     return Total(grads, found, count, changed, f"in each microbatch: {why}")
-  specs = [sharding.spec if sharding else None for sharding in layout.trained]
+  parts = count * _replicas(layout.mesh, axes)
+  how = f"once, after the scan, over {', '.join(axes)}"
+  if all(size == 1 for axis, size in layout.mesh.shape.items() if axis not in axes):
+    return _manual(objective, trained, rest, batch, count, layout.mesh, axes, parts, how)
+  return _mapped(objective, trained, rest, batch, count, layout, axes, parts, how)
+
+
+def _manual(
+  objective: Objective,
+  trained: list[Any],
+  rest: list[Any],
+  batch: Any,
+  count: int,
+  mesh: Mesh,
+  axes: tuple[str, ...],
+  parts: int,
+  how: str,
+) -> Total:
+  """Replicas that hold the whole model: each sums its own gradients in a `shard_map` body."""
 
   def local(trained: list[Any], rest: list[Any], batch: Any) -> tuple[Any, Any, Any, Any]:
-    grads, found, _ = _scan(objective, trained, rest, batch, count, specs)
+    grads, found, _ = _scan(objective, trained, rest, batch, count, [None] * len(trained))
     # One call for everything: XLA combines it into one all-reduce.
     grads, sums, counts = jax.lax.psum((grads, found.sums, found.counts), axes)
     return grads, sums, counts, found.outputs
 
-  split = PartitionSpec(axes[0] if len(axes) == 1 else axes)
-  everywhere = PartitionSpec()
+  split, everywhere = PartitionSpec(axes), PartitionSpec()
   grads, sums, counts, outputs = jax.shard_map(
     local,
-    mesh=layout.mesh,
+    mesh=mesh,
     in_specs=(everywhere, everywhere, split),
     out_specs=(everywhere, everywhere, everywhere, split),
-    axis_names=set(axes),
     # Replication is not tracked in types: a user's scan over a carry of zeros would have to declare it.
     check_vma=False,
   )(trained, rest, batch)
-  parts = count * _replicas(layout.mesh, axes)
-  return Total(
-    grads, Terms(sums, counts, outputs), parts, {}, f"once, after the scan, over {', '.join(axes)}"
+  return Total(grads, Terms(sums, counts, outputs), parts, {}, how)
+
+
+def _mapped(
+  objective: Objective,
+  trained: list[Any],
+  rest: list[Any],
+  batch: Any,
+  count: int,
+  layout: Layout,
+  axes: tuple[str, ...],
+  parts: int,
+  how: str,
+) -> Total:
+  """Replicas that are split themselves: a dim of replicas, laid over `axes`, that is summed at the end.
+
+  A `shard_map` over some axes of the mesh would say the same, but XLA aborts the process on some of them
+  (a gather beside another batch axis, jax 0.12.0.1).
+  """
+  replicas = parts // count
+  inner = tuple(axis for axis in layout.batch if axis not in axes)
+
+  def by_replica(x: Any) -> jax.Array:
+    x = jnp.reshape(x, (replicas, x.shape[0] // replicas, *x.shape[1:]))
+    return _pin(x, NamedSharding(layout.mesh, PartitionSpec(axes, inner or None)))
+
+  def one(part: Any) -> tuple[Any, Terms]:
+    grads, found, _ = _scan(objective, trained, rest, part, count, layout.trained)
+    return grads, found
+
+  grads, found = jax.vmap(one, spmd_axis_name=axes)(jax.tree.map(by_replica, batch))
+  summed = Terms(
+    {name: x.sum(0) for name, x in found.sums.items()},
+    {name: None if x is None else x.sum(0) for name, x in found.counts.items()},
+    jax.tree.map(lambda x: x.reshape(x.shape[0] * x.shape[1], *x.shape[2:]), found.outputs),
   )
+  return Total([g.sum(0) for g in grads], summed, parts, {}, how)
 
 
 def check_divides(batch: Any, count: int) -> None:
@@ -204,6 +262,8 @@ def _local_axes(
   """The axes over which each replica may sum on its own; or (), and why not."""
   if layout.mesh is None or layout.mesh.size == 1:
     return (), "one device"
+  if layout.scattered:
+    return (), "gradients are scattered into the layout of the optimizer state"
   if AxisType.Explicit in layout.mesh.axis_types:
     return (), "the mesh has Explicit axes"
   if not layout.batch:
@@ -226,6 +286,11 @@ def _local_axes(
   for eqn in equations(traced.jaxpr):
     if eqn.primitive.name == "shard_map":
       return (), "the loss has its own shard_map"
+    if eqn.primitive.name == "conv_general_dilated":
+      # A dim of replicas makes it a grouped convolution, whose kernel gradient XLA gets wrong.
+      alone = all(size == 1 for axis, size in layout.mesh.shape.items() if axis not in axes)
+      if not alone:
+        return (), "the model has convolutions, and replicas that are split themselves"
     if eqn.primitive.name == "sharding_constraint" and _names(eqn.params["sharding"]) & set(axes):
       return (), f"the model constrains arrays to {', '.join(axes)}"
   return axes, ""

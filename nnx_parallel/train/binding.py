@@ -124,23 +124,7 @@ class Binding:
     return [self.raw[i] if i in self.raw else next(given) for i in range(len(self.labels))]
 
   def without_raw(self, leaves: Sequence[Any]) -> list[Any]:
-    """The leaves of the Variables only; a raw array that the step replaced is refused.
-
-    Args:
-      leaves: one for each path, as `Template.arrays` returns them.
-
-    Returns:
-      The arrays in the order of `read`.
-
-    Raises:
-      TrainError: a raw array was replaced.
-    """
-    for i, was in self.raw.items():
-      if leaves[i] is not was:
-        raise TrainError(
-          f"the step replaced {self.labels[i]}, a raw array, which cannot be written back.",
-          fix="store it as nnx.Variable(...): then each step updates it.",
-        )
+    """The leaves of the Variables only, in the order of `read`."""
     return [leaf for i, leaf in enumerate(leaves) if i not in self.raw]
 
   @property

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +12,7 @@ from jax.sharding import AbstractMesh, NamedSharding
 
 from nnx_parallel.errors import TrainError
 from nnx_parallel.layout.plan import Root, ShardingPlan
-from nnx_parallel.layout.variables import Path
+from nnx_parallel.layout.variables import Path, value_of
 from nnx_parallel.train.accumulate import Layout
 from nnx_parallel.train.binding import Binding, Holders, Template, objects_in
 from nnx_parallel.train.compiled import Compile, Compiled, logger
@@ -174,6 +174,7 @@ def train_step(
   microbatches: int = 1,
   remat: str | Callable[..., Any] | None = None,
   outputs: Sequence[str] = (),
+  gradients: Literal["whole", "scattered"] = "whole",
 ) -> TrainStep:
   """Makes a compiled train step from a loss function.
 
@@ -191,12 +192,15 @@ def train_step(
     remat: recompute activations of the whole loss: `"full"`, `"dots"`, `"dots_no_batch"`, a name or a policy
       of `jax.checkpoint_policies`.
     outputs: names of metrics that are arrays with the examples on dim 0, returned whole.
+    gradients: `"whole"` keeps gradients in the layout of their parameters; `"scattered"` (ZeRO-2, with a plan
+      that has `zero=2`) in that of their optimizer state, which saves memory, and reduces them in each
+      microbatch.
 
   Returns:
     A callable `(model, optimizer, batch) -> metrics`.
 
   Raises:
-    TrainError: a number of microbatches or a remat policy that does not exist.
+    TrainError: a number of microbatches, a remat policy or a layout of gradients that does not exist.
 
   Example:
     >>> import jax.numpy as jnp, optax, nnx_parallel as nxp
@@ -210,7 +214,9 @@ def train_step(
     >>> losses[0] > losses[1] > losses[2], len(step.compiles)
     (True, 1)
   """
-  return TrainStep(Recipe(loss_fn, microbatches, remat, tuple(outputs)))
+  if gradients not in ("whole", "scattered"):
+    raise TrainError(f"gradients={gradients!r} is not a layout.", fix='gradients="whole" or "scattered".')
+  return TrainStep(Recipe(loss_fn, microbatches, remat, tuple(outputs), gradients == "scattered"))
 
 
 def eval_step(loss_fn: LossFn, *, outputs: Sequence[str] = (), pairs: bool = False) -> EvalStep:
@@ -303,8 +309,10 @@ class _Bound:
       # Paths start inside `models`; the template's start with the root's number.
       index = binding.template.index
       trained = [binding.shardings[index[(0, *path)]] for path in paths]
+      if self.recipe.scattered:
+        trained = [_state_sharding(binding, path) or own for path, own in zip(paths, trained, strict=True)]
       used = {axis for s in binding.shardings[: _model_leaves(binding)] if s for axis in _axes_of(s)}
-      return Layout(binding.mesh, trained, frozenset(used), axes)
+      return Layout(binding.mesh, trained, self.recipe.scattered, frozenset(used), axes)
 
     def train_step(arrays: list[Any], batch: Any) -> tuple[list[Any], Metrics]:
       objects = binding.template.build(binding.with_raw(arrays))
@@ -356,6 +364,18 @@ def abstract_roots(plan: ShardingPlan) -> dict[str, Any]:
     structs = plan.abstract_state(root)
     roots[root] = template.build([structs[path] for path in template.paths])
   return roots
+
+
+def _state_sharding(binding: Binding, path: Path) -> NamedSharding | None:
+  """The sharding of the optimizer state that has a trained array's path and shape: a moment, an average."""
+  template = binding.template
+  shape = value_of(template.leaves[template.index[(0, *path)]]).shape
+  for other, leaf, sharding in zip(template.paths, template.leaves, binding.shardings, strict=True):
+    # With several models, the key comes first in both paths; optimizers say `opt_state` after it.
+    tail = path[1:] if other[:2] == (1, path[0]) else path
+    if other[0] == 1 and other[-len(tail) :] == tail and value_of(leaf).shape == shape:
+      return sharding
+  return None
 
 
 def _check_objects(roots: Mapping[str, Any]) -> None:

@@ -36,12 +36,14 @@ class Recipe:
     microbatches: parts that each batch is split into.
     remat: a name in `REMAT`, a policy of `jax.checkpoint`, or None.
     outputs: names of metrics that are per-example arrays.
+    scattered: whether gradients take the layout of their optimizer state as soon as they exist.
   """
 
   loss_fn: LossFn | Mapping[Any, LossFn]
   microbatches: int = 1
   remat: str | Callable[..., Any] | None = None
   outputs: tuple[str, ...] = ()
+  scattered: bool = False
 
 
 def update(recipe: Recipe, models: Any, optimizers: Any, batch: Any, layouts: Any) -> tuple[Metrics, str]:
@@ -151,13 +153,20 @@ def _update_once(
   if recipe.remat is not None:
     objective = jax.checkpoint(objective, policy=policy_of(recipe.remat))  # pyright: ignore[reportAssignmentType]
   train, others = [arrays[i] for i in trained], [arrays[i] for i in rest]
+  layout: Layout = layouts([template.paths[i] for i in trained])
   if whole:
-    total = whole_batch(objective, train, others, batch)
+    total = whole_batch(objective, train, others, batch, layout)
   else:
-    layout: Layout = layouts([template.paths[i] for i in trained])
     total = in_microbatches(objective, train, others, batch, recipe.microbatches, layout)
   for n, value in total.rest.items():
-    template.leaves[rest[n]].set_raw_value(value)
+    leaf = template.leaves[rest[n]]
+    if not isinstance(leaf, nnx.Variable):
+      raise TrainError(
+        f"the loss function replaced {path_str(template.paths[rest[n]])}, a raw array.",
+        details="only Variables are written back after a step",
+        fix="store it as nnx.Variable(...): then each step updates it.",
+      )
+    leaf.set_raw_value(value)
   grads = _scaled(total, train)
   metrics = means(total.terms, total.parts)
   for key, optimizer in optimizers.items():
@@ -230,9 +239,22 @@ def apply(optimizer: Any, model: Any, grads: Any, loss: Any, value_fn: Callable[
     loss: the loss, a scalar.
     value_fn: the loss as a function of the parameters.
   """
+  _check_transformation(optimizer)
   extra: dict[str, Any] = {}
   if isinstance(optimizer.tx, optax.GradientTransformationExtraArgs):
     extra = {"value": loss, "grad": nnx.as_pure(grads), "value_fn": value_fn}
   # optax raises a Python float to an int32 power, which a user's strict promotion would refuse.
   with jax.numpy_dtype_promotion("standard"):
     optimizer.update(model, grads, **extra)
+
+
+def _check_transformation(optimizer: Any) -> None:
+  def is_lookahead(node: Any) -> bool:
+    return isinstance(node, optax.LookaheadState)
+
+  if any(map(is_lookahead, jax.tree.leaves(optimizer.opt_state, is_leaf=is_lookahead))):
+    raise TrainError(
+      "optax.lookahead keeps two copies of the parameters, which nnx.Optimizer cannot give it.",
+      details="its update needs optax.LookaheadParams(fast, slow) in place of the model's parameters",
+      fix="use the fast optimizer alone; nnx.clone(model) and optax.incremental_update keep a slow copy.",
+    )

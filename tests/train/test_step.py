@@ -321,7 +321,7 @@ def test_a_raw_array_is_read_and_may_not_be_replaced():
     model.scale = model.scale + 1.0
     return loss_fn(model, batch)
 
-  with pytest.raises(nxp.TrainError, match=r"scale, a raw array|replaced"):
+  with pytest.raises(nxp.TrainError, match=r"the loss function replaced scale, a raw array"):
     nxp.train_step(replaces)(model, optimizer, data(plan))
 
 
@@ -373,6 +373,37 @@ def test_gradients_cross_the_replicas_once_however_many_microbatches():
   step = nxp.train_step(loss_fn, microbatches=4)
   entry, inside = loops(step.lower(model, optimizer, batch).compile().as_text())
   assert (entry, inside) == (1, 0)
+
+
+def test_replicas_that_are_split_themselves_reduce_once_too():
+  plan, model, optimizer = make()
+  step = nxp.train_step(loss_fn, microbatches=2)
+  text = step.lower(model, optimizer, data(plan, 32)).compile().as_text()
+  across = [line for line in text.splitlines() if " all-reduce(" in line and crosses_data(line)]
+  inside = [line for line in across if "/while/body" in line]
+  assert across
+  assert not inside
+
+
+def crosses_data(line):
+  """Whether an all-reduce of the (2, 2, 2) mesh has devices 0 and 4 in one group."""
+  import re
+
+  named = re.search(r"mesh\['data'=2,'fsdp'=2,'tensor'=2\] \{([^}]*)\}", line)
+  if named:
+    return "'data'" in named.group(1)
+  listed = re.search(r"replica_groups=\{\{([\d,{}]*)\}\}", line)
+  if listed:
+    return any({"0", "4"} <= set(group.split(",")) for group in listed.group(1).split("},{"))
+  iota = re.search(r"replica_groups=\[(\d+),(\d+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", line)
+  if iota:
+    shape = [int(n) for n in iota.group(3).split(",")]
+    ids = np.arange(8).reshape(shape)
+    if iota.group(4):
+      ids = ids.transpose([int(n) for n in iota.group(4).split(",")])
+    groups = ids.reshape(int(iota.group(1)), int(iota.group(2)))
+    return any({0, 4} <= set(group.tolist()) for group in groups)
+  return False
 
 
 def test_random_state_and_statistics_reduce_in_each_microbatch_and_say_so():

@@ -1,0 +1,191 @@
+"""Checks for test suites: that a layout is as planned, and that training on it gives the same numbers."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+import nnx_parallel as nxp
+from nnx_parallel.layout.variables import path_str, value_of, variables
+
+__all__ = ["Training", "assert_layout", "assert_same_training", "gradient_norms", "run_training"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Training:
+  """What a run of `run_training` gave.
+
+  Attributes:
+    losses: one for each step.
+    norms: dotted path -> norm of the gradient of the last batch, after the last step.
+  """
+
+  losses: np.ndarray[Any, Any]
+  norms: dict[str, float]
+
+
+def assert_layout(
+  plan: nxp.ShardingPlan, model: nnx.Module, optimizer: nnx.Optimizer[Any] | None = None
+) -> None:
+  """Asserts that live arrays lie where the plan says, and take as many bytes on each device.
+
+  Args:
+    plan: the plan that they were created from.
+    model: the live module.
+    optimizer: the live optimizer, if it is to be checked too.
+
+  Raises:
+    AssertionError: one line for each leaf that differs: where it is, and where it should be.
+
+  Example:
+    >>> import nnx_parallel as nxp
+    >>> from flax import nnx
+    >>> from nnx_parallel.testing import assert_layout
+    >>> init = lambda: nnx.Linear(8, 64, rngs=nnx.Rngs(0))
+    >>> plan = nxp.plan(init, nxp.make_mesh(fsdp=8), nxp.fsdp(min_size=1))
+    >>> assert_layout(plan, nxp.create_sharded_model(plan))
+  """
+  found = {"model": variables(model), "optimizer": {} if optimizer is None else variables(optimizer)}
+  problems: list[str] = []
+  for leaf in plan.leaves:
+    if leaf.root == "optimizer" and optimizer is None:
+      continue
+    live = found[leaf.root].get(leaf.path)
+    if live is None:
+      problems.append(f"{leaf.name}: missing")
+      continue
+    array = value_of(live)
+    held = {shard.device: int(shard.data.size) * leaf.dtype.itemsize for shard in array.addressable_shards}
+    if not array.sharding.is_equivalent_to(leaf.sharding, len(leaf.shape)):
+      problems.append(f"{leaf.name}: {array.sharding}, planned {leaf.sharding}")
+    elif set(held.values()) != {leaf.bytes_per_device}:
+      problems.append(f"{leaf.name}: {sorted(set(held.values()))} bytes, planned {leaf.bytes_per_device}")
+  assert not problems, "arrays that are not laid out as planned:\n  " + "\n  ".join(problems)
+
+
+def run_training(
+  plan: nxp.ShardingPlan,
+  loss_fn: Callable[[Any, Any], Any],
+  batches: Iterable[Any],
+  **options: Any,
+) -> Training:
+  """Creates the plan's model and trains it.
+
+  Args:
+    plan: a plan with an optimizer.
+    loss_fn: as for `train_step`; a scalar loss, or a (sum, count) pair, with or without metrics.
+    batches: host batches, one for each step.
+    **options: for `train_step`.
+
+  Returns:
+    The losses, and the gradient norms at the end.
+  """
+  model, optimizer = nxp.create_sharded_model(plan)
+  step = nxp.train_step(loss_fn, **options)
+  losses: list[float] = []
+  batch: Any = None
+  for host in batches:
+    batch = nxp.shard_batch(host, plan)
+    # Waited for: simulated devices share few threads, which many programs in flight can starve.
+    losses.append(float(step(model, optimizer, batch)["loss"]))
+  return Training(np.array(losses), gradient_norms(loss_fn, model, batch, wrt=plan.wrt))
+
+
+def gradient_norms(
+  loss_fn: Callable[[Any, Any], Any], model: nnx.Module, batch: Any, *, wrt: Any = nnx.Param
+) -> dict[str, float]:
+  """The norm of each parameter's gradient: what Adam hides when it is wrong by a factor.
+
+  Args:
+    loss_fn: as for `train_step`.
+    model: a live module; unchanged.
+    batch: one placed batch.
+    wrt: which Variables to differentiate.
+
+  Returns:
+    Dotted path -> norm.
+  """
+
+  def loss(module: nnx.Module) -> Any:
+    result = loss_fn(module, batch)
+    if isinstance(result, tuple) and isinstance(result[1], Mapping):
+      result = result[0]
+    return result[0] / result[1].astype(result[0].dtype) if isinstance(result, tuple) else result
+
+  @jax.jit
+  def norms(state: Any, rest: Any) -> list[Any]:
+    grads = jax.grad(lambda trained: loss(nnx.merge(graphdef, trained, rest, copy=True)))(state)
+    return [jnp.linalg.norm(value_of(leaf).ravel()) for _, leaf in nnx.to_flat_state(grads)]
+
+  graphdef, state, rest = nnx.split(model, wrt, ...)
+  paths = [path_str(path) for path, _ in nnx.to_flat_state(state)]
+  return dict(zip(paths, map(float, norms(state, rest)), strict=True))
+
+
+def assert_same_training(
+  loss_fn: Callable[[Any, Any], Any],
+  plans: Mapping[str, nxp.ShardingPlan],
+  batches: Iterable[Any],
+  *,
+  rtol: float = 1e-5,
+  **options: Any,
+) -> dict[str, Training]:
+  """Asserts that training on each plan gives the numbers of one device, step by step and leaf by leaf.
+
+  The single-device run uses the first plan's `init`, rules and optimizer on a mesh of one device. Losses are
+  compared at every step, and the norms of all gradients at the end.
+
+  Args:
+    loss_fn: as for `train_step`.
+    plans: name -> plan with an optimizer, all of the same module.
+    batches: host batches, one for each step.
+    rtol: relative tolerance; a gradient that is zero but for rounding is measured against all gradients.
+    **options: for the `train_step` of the plans; the single device gets whole batches.
+
+  Returns:
+    Name -> what it gave; the single-device run is `"one device"`.
+
+  Raises:
+    AssertionError: which layout, which step or leaf, and both values.
+
+  Example:
+    >>> import numpy as np, optax, nnx_parallel as nxp
+    >>> from flax import nnx
+    >>> from nnx_parallel.testing import assert_same_training
+    >>> init = lambda: nnx.Linear(8, 16, rngs=nnx.Rngs(0))
+    >>> plans = {
+    ...   "fsdp": nxp.plan(init, nxp.make_mesh(fsdp=8), nxp.fsdp(min_size=1), optimizer=optax.adam(1e-2)),
+    ... }
+    >>> batches = [np.random.default_rng(i).normal(size=(16, 8)).astype("float32") for i in range(4)]
+    >>> runs = assert_same_training(lambda model, x: (model(x) ** 2).mean(), plans, batches)
+    >>> sorted(runs)
+    ['fsdp', 'one device']
+  """
+  data = list(batches)
+  first = next(iter(plans.values()))
+  alone = nxp.make_mesh(dict.fromkeys(map(str, first.mesh.axis_names), 1), devices=jax.devices()[:1])
+  reference = nxp.plan(first.init, alone, first.rules, optimizer=first.tx, wrt=first.wrt)
+  runs = {"one device": run_training(reference, loss_fn, data)}
+  for name, plan in plans.items():
+    runs[name] = run_training(plan, loss_fn, data, **options)
+    _assert_close(name, runs["one device"], runs[name], rtol)
+  return runs
+
+
+def _assert_close(name: str, one: Training, many: Training, rtol: float) -> None:
+  for step, (a, b) in enumerate(zip(one.losses, many.losses, strict=True)):
+    assert abs(a - b) <= rtol * abs(a), (
+      f"{name}: the loss of step {step} is {b!r}, on one device {a!r} (relative {abs(a - b) / abs(a):.1e})"
+    )
+  total = float(np.sqrt(sum(norm**2 for norm in one.norms.values())))
+  for path, a in one.norms.items():
+    b = many.norms[path]
+    assert abs(a - b) <= rtol * (a + 0.01 * total), (
+      f"{name}: the gradient norm of {path} is {b!r}, on one device {a!r} (ratio {b / a if a else b:.4g})"
+    )

@@ -1,0 +1,111 @@
+"""ZeRO: optimizer state split over the data axes, with the planned bytes, and the same numbers."""
+
+from __future__ import annotations
+
+import jax
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import nnx_parallel as nxp
+from nnx_parallel.testing import assert_layout, assert_same_training
+
+
+class Net(nnx.Module):
+  """Two layers; the second bias has 6 elements, which nothing divides."""
+
+  def __init__(self, rngs):
+    self.up = nnx.Linear(16, 32, rngs=rngs, kernel_metadata={"out_sharding": ("embed", "mlp")})
+    self.down = nnx.Linear(32, 6, rngs=rngs, kernel_metadata={"out_sharding": ("mlp", None)})
+
+  def __call__(self, x):
+    return self.down(nnx.relu(self.up(x)))
+
+
+def init():
+  return Net(nnx.Rngs(0))
+
+
+def loss_fn(model, x):
+  return ((model(x) - x[:, :6]) ** 2).mean()
+
+
+RULES = nxp.LogicalRules(batch=("data", "fsdp"), embed="fsdp", mlp="tensor")
+MESHES = {"dp": (8, 1, 1), "dp x fsdp x tp": (2, 2, 2), "dp x tp": (4, 1, 2)}
+
+
+def plan_on(name, **options):
+  data, fsdp, tensor = MESHES[name]
+  mesh = nxp.make_mesh(data=data, fsdp=fsdp, tensor=tensor)
+  return nxp.plan(init, mesh, RULES, optimizer=optax.adam(1e-2), **options)
+
+
+def data():
+  return [np.random.default_rng(i).normal(size=(32, 16)).astype(np.float32) for i in range(4)]
+
+
+def test_the_state_is_split_over_the_axes_that_its_parameter_does_not_use():
+  plan = plan_on("dp x fsdp x tp", zero=1)
+  assert plan["up.kernel"].spec == jax.P("fsdp", "tensor")
+  assert plan["optimizer/opt_state.0.mu.up.kernel"].spec == jax.P("fsdp", ("tensor", "data"))
+  assert "ZeRO: dim 1 also over data" in plan["optimizer/opt_state.0.mu.up.kernel"].decision.reason
+  assert plan["optimizer/opt_state.0.mu.up.bias"].spec == jax.P(("data", "fsdp"))
+  assert plan["optimizer/opt_state.0.mu.down.bias"].spec == jax.P(None)
+  assert "no dim of (6,) divides by 4 more" in plan["optimizer/opt_state.0.mu.down.bias"].decision.reason
+
+
+def test_bytes_of_a_stage():
+  whole, split = plan_on("dp"), plan_on("dp", zero=1)
+  assert whole.bytes_per_device("model") == split.bytes_per_device("model")
+  kernels = 4 * (16 * 32 + 32 + 32 * 6)
+  left = 2 * kernels // 8 + 2 * 4 * 6 + 8  # both moments; the odd bias; two counters
+  assert split.bytes_per_device("optimizer") == left
+  model, optimizer = nxp.create_sharded_model(split)
+  nxp.train_step(loss_fn)(model, optimizer, nxp.shard_batch(data()[0], split))
+  assert_layout(split, model, optimizer)
+
+
+@pytest.mark.parametrize("gradients", ["whole", "scattered"])
+def test_stages_train_like_one_device(gradients):
+  plans = {name: plan_on(name, zero=2) for name in MESHES}
+  assert_same_training(loss_fn, plans, data(), gradients=gradients)
+
+
+def test_scattered_gradients_say_so():
+  plan = plan_on("dp", zero=2)
+  model, optimizer = nxp.create_sharded_model(plan)
+  step = nxp.train_step(loss_fn, microbatches=2, gradients="scattered")
+  step(model, optimizer, nxp.shard_batch(data()[0], plan))
+  assert step.reduction.endswith("gradients are scattered into the layout of the optimizer state")
+
+
+def test_hybrid_splits_inside_a_slice_only():
+  mesh = nxp.make_mesh(replica=2, data=4)
+  rules = nxp.LogicalRules(batch=("replica", "data"), embed=None, mlp=None)
+  plan = nxp.plan(init, mesh, rules, optimizer=optax.adam(1e-2), zero=1, zero_axes="data")
+  assert plan["optimizer/opt_state.0.mu.up.kernel"].spec == jax.P(None, "data")
+
+
+@pytest.mark.parametrize(
+  ("options", "message"),
+  [
+    ({"zero": 3}, "zero=3 splits the parameters too"),
+    ({"zero": 4}, "zero=4 is not a stage"),
+    ({"zero_axes": "data"}, "zero_axes needs a stage"),
+    ({"zero": 1, "zero_axes": "dta"}, "zero_axes names 'dta', which is not in the mesh"),
+  ],
+)
+def test_what_is_refused(options, message):
+  with pytest.raises(nxp.PlanError, match=message):
+    plan_on("dp", **options)
+
+
+def test_a_stage_needs_an_optimizer():
+  with pytest.raises(nxp.PlanError, match="zero=1 splits optimizer state, and there is no optimizer"):
+    nxp.plan(init, nxp.make_mesh(data=8), RULES.replace(batch="data", embed=None, mlp=None), zero=1)
+
+
+def test_an_unknown_layout_of_gradients():
+  with pytest.raises(nxp.TrainError, match="gradients='sliced' is not a layout"):
+    nxp.train_step(loss_fn, gradients="sliced")
