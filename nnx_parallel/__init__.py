@@ -9,11 +9,13 @@ from nnx_parallel.create.constructor import create_sharded_model
 from nnx_parallel.create.explain import CreationReport, creation_report
 from nnx_parallel.create.layout_check import LayoutDifference, check_layout, layout_differences
 from nnx_parallel.create.reshard import from_arrays, reshard
+from nnx_parallel.create.unsharded import unsharded
 from nnx_parallel.errors import (
   CheckpointError,
   LayoutMismatchError,
   MeshError,
   NnxParallelError,
+  NnxParallelWarning,
   PlanError,
   RecipeError,
   ReportError,
@@ -54,6 +56,7 @@ __all__ = [
   "MemoryPlan",
   "MeshError",
   "NnxParallelError",
+  "NnxParallelWarning",
   "PathRules",
   "PlanError",
   "RecipeError",
@@ -96,6 +99,7 @@ __all__ = [
   "shard_batch",
   "topology_mesh",
   "train_step",
+  "unsharded",
   "use_rules",
   "with_remat",
 ]

@@ -86,6 +86,7 @@ def create_sharded_model(
     )
   else:
     the_plan = make_plan(init, mesh, rules, optimizer=optimizer, wrt=wrt, uneven=uneven)
+  the_plan.warn_replicated(stacklevel=3)
   return instantiate(the_plan, construct(the_plan, compile))
 
 
