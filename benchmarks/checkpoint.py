@@ -286,6 +286,10 @@ def report(root: pathlib.Path, gigabytes: float, rounds: int) -> None:
   for case in ("save", "restore"):
     share = measure_memory(root, gigabytes, case)
     record.value(f"extra peak memory, {case}", round(share, 3), "of the state")
+  record.notes.append(
+    f"Load average {os.getloadavg()[0]:.0f} at the end. "
+    "The raw write is one stream; Orbax and ours write several."
+  )
   record.write()
 
 
