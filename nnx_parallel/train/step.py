@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
@@ -54,11 +55,18 @@ class _Step:
     if found is None:
       _check_objects(roots)
       found = self._bind(roots, reasons)
+      forget = weakref.WeakMethod(self._forget)
+      found.guards = [weakref.ref(item, lambda _: (forget() or _nothing)()) for item in _all_objects(roots)]
     else:
       self._bounds.remove(found)
     self._bounds = [found, *self._bounds[: _KEPT - 1]]
     self._last = found
     return found
+
+  def _forget(self) -> None:
+    """Drops the arrays of objects that were garbage-collected."""
+    self._bounds = [bound for bound in self._bounds if bound.alive()]
+    self._last = None
 
   def _bind(self, roots: dict[str, Any], reasons: tuple[str, ...]) -> _Bound:
     raise NotImplementedError
@@ -256,6 +264,7 @@ class _Bound:
     self.recipe, self.binding, self.donate, self.as_pairs = recipe, binding, donate, as_pairs
     self.reasons = reasons
     self.how = ""
+    self.guards: list[Any] = []
     self.same = binding.watch.same
     # What the fast path compares: a tuple or dict of modules is new in each call, and goes the longer way.
     self.model, self.optimizer = (binding.watch.reference(name) for name in ("model", "optimizer"))
@@ -376,6 +385,14 @@ def _state_sharding(binding: Binding, path: Path) -> NamedSharding | None:
     if other[0] == 1 and other[-len(tail) :] == tail and value_of(leaf).shape == shape:
       return sharding
   return None
+
+
+def _nothing() -> None:
+  """What a guard calls when the step is gone too."""
+
+
+def _all_objects(roots: Mapping[str, Any]) -> list[Any]:
+  return [item for root in roots.values() for item in objects_in(root)]
 
 
 def _check_objects(roots: Mapping[str, Any]) -> None:
