@@ -256,7 +256,26 @@ class Checkpointer:
     optimizer: str = "restore",
     as_numpy: bool = False,
   ) -> Diff:
-    """Compares a step with a target; no array is read. Arguments as for `restore`."""
+    """Compares a step with a target; no array is read.
+
+    Args:
+      target: as for `restore`, and so are `only`, `skip`, `rename`, `cast`, `mapping`, `optimizer` and
+        `as_numpy`: pass what the restore will get.
+      step: a number, `"latest"` (also None) or `"best"`.
+      only: as for `restore`.
+      skip: as for `restore`.
+      rename: as for `restore`.
+      cast: as for `restore`.
+      mapping: as for `restore`.
+      optimizer: as for `restore`.
+      as_numpy: as for `restore`.
+
+    Returns:
+      What fits, what is missing, extra, renamed or changed, and the bytes that a restore would read.
+
+    Raises:
+      CheckpointError: no such step, or arguments that name nothing.
+    """
     goal = targets.read(target, optimizer=optimizer, as_numpy=as_numpy)
     return self._compare(
       self.metadata(step),

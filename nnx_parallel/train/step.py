@@ -72,7 +72,14 @@ class _Step:
     raise NotImplementedError
 
   def record(self, program: Compiled, arrays: list[Any], batch: Any, reasons: tuple[str, ...]) -> None:
-    """Adds to `compiles` what the last call compiled, if it did."""
+    """Adds to `compiles` what the last call compiled, if it did.
+
+    Args:
+      program: the program that ran.
+      arrays: the arrays that it ran on.
+      batch: the batch that it ran on.
+      reasons: why the Variables were bound again, when they were.
+    """
     why = program.reasons(arrays, batch)
     if why is None:
       return
@@ -85,6 +92,7 @@ class TrainStep(_Step):
   """A compiled train step; made by `train_step`.
 
   Attributes:
+    recipe: the loss function and the options it was made with.
     calls: how many steps were made.
     compiles: one entry for each compilation, with its reasons. More than one is worth a look.
     reduction: how the last compiled program reduces gradients between replicas, in words.
