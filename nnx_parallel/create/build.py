@@ -8,6 +8,7 @@ import jax
 from flax import nnx
 
 from nnx_parallel.errors import PlanError
+from nnx_parallel.layout.padding import pad
 from nnx_parallel.layout.plan import Root, ShardingPlan
 from nnx_parallel.layout.tracing import make_optimizer, traced_init
 from nnx_parallel.layout.variables import Path, array_leaves, path_str, value_of
@@ -32,14 +33,7 @@ def build(the_plan: ShardingPlan) -> list[jax.Array]:
       built["optimizer"] = array_leaves(make_optimizer(module, the_plan.tx, the_plan.wrt))
   for root, found in built.items():
     _check_same_structure(the_plan, root, found)
-  return [pad_to(_array(built[leaf.root][leaf.path]), leaf.storage_shape) for leaf in the_plan.leaves]
-
-
-def pad_to(value: Any, shape: tuple[int, ...]) -> Any:
-  """Appends zeros to each dim up to `shape` (global storage shape, elements)."""
-  if value.shape == shape:
-    return value
-  return jax.numpy.pad(value, [(0, new - old) for old, new in zip(value.shape, shape, strict=True)])
+  return [pad(_array(built[leaf.root][leaf.path]), leaf.storage_shape) for leaf in the_plan.leaves]
 
 
 def _array(leaf: Any) -> Any:

@@ -72,9 +72,10 @@ def create_sharded_model(
     P(None, 'fsdp')
   """
   if isinstance(init, ShardingPlan):
-    if mesh is not None or rules is not None or optimizer is not None:
+    again = mesh is not None or rules is not None or optimizer is not None
+    if again or wrt is not nnx.Param or uneven != "error":
       raise PlanError(
-        "create_sharded_model got a plan and also mesh, rules or optimizer.",
+        "create_sharded_model got a plan and also mesh, rules, optimizer, wrt or uneven.",
         details="a plan already holds all of them",
         fix="create_sharded_model(plan)",
       )

@@ -11,7 +11,7 @@ from jax.sharding import NamedSharding
 
 from nnx_parallel.errors import LayoutMismatchError
 from nnx_parallel.layout.plan import LeafPlan, Root, ShardingPlan
-from nnx_parallel.layout.variables import path_str, value_of, variables
+from nnx_parallel.layout.variables import array_leaves, path_str, value_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,7 +53,7 @@ def layout_differences(
     roots["optimizer"] = optimizer
   found: list[LayoutDifference] = []
   for root, node in roots.items():
-    rows, live = plan.of(root), variables(node)
+    rows, live = plan.of(root), array_leaves(node)
     found += [d for path, leaf in rows.items() for d in _compare(leaf, live.get(path))]
     prefix = "" if root == "model" else "optimizer/"
     found += [

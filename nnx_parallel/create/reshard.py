@@ -12,12 +12,12 @@ import numpy as np
 from flax import nnx
 
 from nnx_parallel.create.assemble import put
-from nnx_parallel.create.build import pad_to
 from nnx_parallel.create.constructor import real_mesh
 from nnx_parallel.create.instantiate import instantiate
 from nnx_parallel.errors import PlanError
+from nnx_parallel.layout.padding import pad
 from nnx_parallel.layout.plan import LeafPlan, Root, ShardingPlan
-from nnx_parallel.layout.variables import Path, path_str, value_of, variables
+from nnx_parallel.layout.variables import Path, array_leaves, path_str, value_of
 
 
 def reshard(
@@ -63,7 +63,7 @@ def reshard(
   if optimizer is not None:
     roots["optimizer"] = optimizer
   arrays: dict[Root, dict[Path, Any]] = {
-    root: {p: value_of(leaf) for p, leaf in variables(node).items()} for root, node in roots.items()
+    root: {p: value_of(leaf) for p, leaf in array_leaves(node).items()} for root, node in roots.items()
   }
   return instantiate(plan, _place(plan, arrays, donate=donate, byte_budget=byte_budget))
 
@@ -131,6 +131,7 @@ def _place(
   uses = collections.Counter(id(value) for found in arrays.values() for value in found.values())
   placed: dict[Root, dict[Path, jax.Array]] = {}
   moving: list[jax.Array] = []
+  under_way = 0
   old: list[jax.Array] = []
 
   def settle() -> None:
@@ -148,8 +149,10 @@ def _place(
     uses[id(source)] -= 1
     if donate and isinstance(source, jax.Array) and not uses[id(source)]:
       old.append(source)
-    if sum(array.nbytes // array.sharding.num_devices for array in moving) > byte_budget:
+    under_way += leaf.bytes_per_device
+    if under_way > byte_budget:
       settle()
+      under_way = 0
   settle()
   return placed
 
@@ -160,7 +163,7 @@ def _move(source: Any, leaf: LeafPlan) -> jax.Array:
   if source.shape == leaf.storage_shape:
     return put(source, leaf.sharding)
   if isinstance(source, jax.Array):
-    return jax.jit(lambda array: pad_to(array, leaf.storage_shape), out_shardings=leaf.sharding)(source)
+    return jax.jit(lambda array: pad(array, leaf.storage_shape), out_shardings=leaf.sharding)(source)
   shape, host = leaf.storage_shape, np.asarray(source)
   return jax.make_array_from_callback(shape, leaf.sharding, lambda index: _padded(host, index, shape))
 

@@ -101,7 +101,7 @@ class Audit(Sequence[Whole]):
 
 def audit(plan: ShardingPlan, *, min_bytes: int = LARGE) -> Audit:
   """See `ShardingPlan.audit`."""
-  found = [_whole(leaf) for leaf in plan.leaves if leaf.bytes > min_bytes and not any(leaf.spec)]
+  found = [_whole(leaf) for leaf in plan.leaves if leaf.bytes > min_bytes and leaf.copies == plan.mesh.size]
   findings = (
     tuple(sorted(found, key=lambda finding: (-finding.wasted, -finding.leaf.bytes)))
     if plan.mesh.size > 1

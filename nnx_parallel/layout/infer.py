@@ -28,7 +28,7 @@ from nnx_parallel.layout.mesh import AnyMesh, axis_sizes
 from nnx_parallel.layout.plan import abstract_module
 from nnx_parallel.layout.rules import Fallback, LogicalRules, PathRules, RuleSet, fsdp, replicate
 from nnx_parallel.layout.tracing import unplaced
-from nnx_parallel.layout.variables import Names, Path, path_str, value_of, variables
+from nnx_parallel.layout.variables import Names, Path, array_leaves, path_str, value_of, variables
 
 _TENSOR_AXES = ("tensor", "model", "tp", "mp")
 _FSDP_AXES = ("fsdp", "data", "dp")
@@ -136,9 +136,10 @@ def _tensor_parallel(
   with unplaced():
     traced = jax.make_jaxpr(run)([value_of(leaves[path]) for path in paths], *inputs)
   classes = dims.link(traced.jaxpr)
+  # A Variable that holds None is no input of the trace; the example inputs follow the leaves.
   parameters: dict[Path, list[int]] = {
     path: classes.of(var)
-    for path, var in zip(paths, traced.jaxpr.invars, strict=False)
+    for path, var in zip(array_leaves(module), traced.jaxpr.invars, strict=False)
     if isinstance(leaves[path], nnx.Param)
   }
   chosen = _choose(parameters, classes, leaves, shards, min_size)

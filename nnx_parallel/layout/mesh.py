@@ -101,8 +101,13 @@ def is_explicit(mesh: AnyMesh) -> bool:
     True when all axes are `Explicit`, False when all are `Auto`.
 
   Raises:
-    MeshError: mixed axis types, or `Manual` axes (inside a `shard_map` body).
+    MeshError: mixed axis types, or `Manual` axes (inside a `shard_map` body); or not a mesh at all.
   """
+  if not isinstance(mesh, (Mesh, AbstractMesh)):  # pyright: ignore[reportUnnecessaryIsInstance]
+    raise MeshError(
+      f"{mesh!r} is not a mesh.",
+      fix="nxp.make_mesh(data=-1) for these devices, nxp.abstract_mesh(data=64) for devices elsewhere.",
+    )
   kinds = set(mesh.axis_types)
   if kinds == {AxisType.Explicit}:
     return True
@@ -205,7 +210,7 @@ def _complete(shape: dict[str, int], count: int) -> dict[str, int]:
   else:
     fix = (
       f"choose sizes that divide {count}; on a CPU, simulate more devices with"
-      f" XLA_FLAGS=--xla_force_host_platform_device_count={max(fixed, count)}."
+      f" XLA_FLAGS=--xla_force_host_platform_device_count={-(-count // fixed) * fixed}."
     )
   raise MeshError(
     f"mesh axes multiply to {fixed} devices, and there are {count}.",

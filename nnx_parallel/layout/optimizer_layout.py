@@ -102,6 +102,10 @@ def zero_axes(
   if zero == 0:
     return ()
   chosen = tuple(batch) if axes is None else (axes,) if isinstance(axes, str) else tuple(axes)
+  if len(set(chosen)) != len(chosen):
+    raise PlanError(
+      f"zero_axes={chosen!r} names an axis twice.", fix=f"zero_axes={tuple(dict.fromkeys(chosen))!r}"
+    )
   for axis in chosen:
     if axis not in mesh:
       raise PlanError(

@@ -476,9 +476,10 @@ def plan(
   is_explicit(mesh)  # refuses mixed axis types before any work is done
   if uneven not in UNEVEN:
     raise PlanError(f"uneven={uneven!r} is not a policy.", fix=f"one of {', '.join(UNEVEN)}.")
-  if zero and optimizer is None:
+  if (zero or zero_axes is not None) and optimizer is None:
+    option = f"zero={zero}" if zero else f"zero_axes={zero_axes!r}"
     raise PlanError(
-      f"zero={zero} splits optimizer state, and there is no optimizer.", fix="optimizer=optax.adamw(...)"
+      f"{option} splits optimizer state, and there is no optimizer.", fix="optimizer=optax.adamw(...)"
     )
   ruleset = RuleSet.of(rules)
   model = abstract_module(init, mesh)

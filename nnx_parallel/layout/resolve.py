@@ -119,7 +119,7 @@ class _Resolver:
     return Resolution(PartitionSpec(*entries), tuple(padding), tuple(self.steps))
 
   def _resolve_dim(self, dim: int, entry: Entry) -> tuple[Candidate, int]:
-    if entry is None:
+    if entry is None or entry == ():
       return (), 0
     if isinstance(entry, str):
       return self._take(dim, entry, self._candidates(dim, entry), self._policy(entry))
@@ -222,7 +222,7 @@ class _Resolver:
     reasons = "; ".join(f"{option}: {why}" for option, why in refused)
     shown = show_candidates(options)
     offer = ", ".join(map(show_candidate, options))
-    if all("not in the mesh" in why for _, why in refused):
+    if all(any(axis not in self.mesh for axis in option) for option in options):
       fix = f"add the axis to the mesh (size 1 is fine), or let the dim stay whole: {name}=[{offer}, None]."
     else:
       fix = f"give {name!r} another candidate or let it stay whole: {name}=[{offer}, None]."

@@ -386,6 +386,8 @@ def fsdp(axis: str | Sequence[str] = "fsdp", *, min_size: int = 2**18, extend: b
   axes = _candidate(axis)
   if not axes:
     raise ShardingError("fsdp() needs a mesh axis.", fix='fsdp("fsdp")')
+  if len(set(axes)) != len(axes):
+    raise ShardingError(f"fsdp({axes!r}) names an axis twice.", fix=f"fsdp({tuple(dict.fromkeys(axes))!r})")
   return Fallback("fsdp", axes, min_size, extend)
 
 

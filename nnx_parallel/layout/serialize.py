@@ -140,8 +140,6 @@ def _path(parts: Iterable[Any]) -> Path:
 
 
 def _entry(entry: Any) -> Any:
-  if isinstance(entry, dict):
-    return ...
   return tuple(entry) if isinstance(entry, list) else entry
 
 
@@ -165,16 +163,16 @@ def _rules_to_json(rules: RuleSet) -> dict[str, Any]:
     "unknown": rules.logical.unknown,
     "uneven": rules.logical.uneven,
     "paths": [
-      {"strict": table.strict, "rules": [[rule.pattern, _names_to_json(rule.names)] for rule in table.rules]}
+      {
+        "strict": table.strict,
+        "optional": table.optional,
+        "rules": [[rule.pattern, rule.names] for rule in table.rules],
+      }
       for table in rules.paths
     ],
     "fallback": dataclasses.asdict(rules.fallback) if rules.fallback else None,
     "inputs": _inputs_to_json(rules.inputs),
   }
-
-
-def _names_to_json(names: Iterable[Any] | None) -> Any:
-  return None if names is None else [{"rest": True} if entry is ... else entry for entry in names]
 
 
 def _rules_from_json(data: Mapping[str, Any]) -> RuleSet:
@@ -186,6 +184,7 @@ def _rules_from_json(data: Mapping[str, Any]) -> RuleSet:
         for pattern, names in table["rules"]
       ],
       strict=table["strict"],
+      optional=table.get("optional", False),
     )
     for table in data["paths"]
   )

@@ -129,8 +129,10 @@ def test_bad_arguments():
     nxp.PlanError, match="this plan is on an abstract mesh, so there is nothing to create on"
   ):
     nxp.create_sharded_model(plan)
-  with pytest.raises(nxp.PlanError, match="got a plan and also mesh, rules or optimizer"):
+  with pytest.raises(nxp.PlanError, match="got a plan and also mesh, rules, optimizer"):
     nxp.create_sharded_model(plan, nxp.make_mesh(fsdp=8))
+  with pytest.raises(nxp.PlanError, match="got a plan and also mesh, rules, optimizer, wrt or uneven"):
+    nxp.create_sharded_model(plan, uneven="pad")
   with pytest.raises(nxp.PlanError, match="needs a mesh"):
     nxp.create_sharded_model(stack)
   with pytest.raises(

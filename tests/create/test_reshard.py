@@ -186,3 +186,15 @@ def test_check_layout_names_each_difference():
   with pytest.raises(nxp.LayoutMismatchError, match=r"6 of \d+ arrays are not laid out as planned") as caught:
     nxp.check_layout(model, plan, optimizer)
   assert "model, optimizer = nxp.reshard(model, plan, optimizer=optimizer)" in str(caught.value)
+
+
+def test_a_variable_without_an_array_is_no_difference():
+  def init() -> nnx.Module:
+    module = nnx.Linear(8, 8, rngs=nnx.Rngs(0))
+    module.cache = nnx.Variable(None)
+    return module
+
+  plan = nxp.plan(init, mesh(), nxp.replicate())
+  model = nxp.create_sharded_model(plan)
+  nxp.check_layout(model, plan)
+  nxp.check_layout(nxp.reshard(model, plan), plan)

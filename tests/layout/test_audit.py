@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 
+import jax
 import optax
 import pytest
 from flax import nnx
@@ -142,3 +143,9 @@ def test_a_filter_that_matches_nothing_is_an_error():
     plan.trainable(nnx.LoRAParam)
   with pytest.raises(nxp.PlanError, match="selects none of the model's Variables"):
     nxp.plan(big, nxp.make_mesh(fsdp=8), optimizer=optax.sgd(1.0), wrt=nnx.LoRAParam)
+
+
+def test_an_axis_of_size_one_splits_nothing():
+  plan = nxp.plan(big, nxp.make_mesh(data=8, fsdp=1), nxp.fsdp())
+  assert plan["kernel"].spec == jax.P("fsdp", None)
+  assert [(found.leaf.name, found.axis) for found in plan.audit()] == [("kernel", "data")]

@@ -295,3 +295,17 @@ def test_unused_and_odd_variables_do_no_harm():
 )
 def test_a_reshape_links_the_major_dims_of_its_groups(before, after, pairs):
   assert dims._factor_groups(before, after) == pairs
+
+
+def test_a_variable_without_an_array_shifts_nothing():
+  class Late(nnx.Module):
+    def __init__(self):
+      self.cache = nnx.Variable(None)  # comes before the layers in flax's order
+      self.up, self.down = (nnx.Linear(a, b, rngs=nnx.Rngs(0)) for a, b in ((16, 64), (64, 16)))
+
+    def __call__(self, x):
+      return self.down(nnx.relu(self.up(x)))
+
+  found = specs(Late, FLOATS)
+  assert found["up.kernel"] == P(None, "tensor")
+  assert found["down.kernel"] == P("tensor", None)

@@ -161,3 +161,14 @@ def test_dcn_factors_that_do_not_fit(dcn, texts):
 def test_slices_without_dcn_are_refused_with_the_call_that_works():
   with pytest.raises(nxp.MeshError, match=r"form 2 slices[\s\S]*dcn=\{'data': 2\}"):
     nxp.make_mesh(data=4, fsdp=2, devices=slices(2, 4))
+
+
+def test_the_advice_for_a_rest_that_does_not_divide_is_a_count_that_does():
+  with pytest.raises(nxp.MeshError, match="multiply to 3 devices, and there are 8") as error:
+    nxp.make_mesh(data=-1, tensor=3)
+  assert "device_count=9." in str(error.value)
+
+
+def test_what_is_not_a_mesh():
+  with pytest.raises(nxp.MeshError, match=r"\{'data': 8\} is not a mesh"):
+    is_explicit({"data": 8})

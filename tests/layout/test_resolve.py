@@ -242,3 +242,7 @@ def test_extending_over_an_axis_that_the_mesh_lacks():
 
 def test_shards_of_each_dim():
   assert shard_counts(P(("data", "fsdp"), None), 3, MESH) == (8, 1, 1)
+
+
+def test_an_empty_tuple_is_a_whole_dim():
+  assert nxp.resolve_spec(((), "fsdp"), (3, 8), MESH).spec == P(None, "fsdp")

@@ -227,3 +227,8 @@ def test_path_rules_read_back_as_written():
   )
   assert eval(repr(rules)) == rules
   assert rules != PathRules(rules.pairs())
+
+
+def test_an_axis_that_would_be_counted_twice():
+  with pytest.raises(ShardingError, match=r"fsdp\(\('data', 'data'\)\) names an axis twice"):
+    nxp.fsdp(("data", "data"))

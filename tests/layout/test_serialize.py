@@ -171,3 +171,9 @@ def test_a_golden_plan_is_written_compared_and_its_difference_shown(tmp_path, mo
   other = lm_plan(rules=[nxp.LogicalRules(embed=None, mlp="tensor", vocab=None)])
   with pytest.raises(AssertionError, match=r"-embed.embedding: .*\n(.*\n)*\+embed.embedding: .*whole"):
     assert_golden_plan(other, file)
+
+
+def test_rules_come_back_equal():
+  table = nxp.PathRules([(("kernel",), (..., None)), ((r"scale",), None)], optional=True)
+  plan = nxp.plan(lambda: nnx.Linear(8, 8, rngs=nnx.Rngs(0)), nxp.abstract_mesh(fsdp=2), [table, nxp.fsdp()])
+  assert nxp.ShardingPlan.from_json(plan.to_json()).rules == plan.rules
