@@ -19,7 +19,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
+from jax.extend.core import jaxpr_as_fun
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from nnx_parallel.errors import TrainError
@@ -61,7 +61,7 @@ def with_right_gradients(run: Callable[..., Any], mesh: Any) -> Callable[..., An
   return mended
 
 
-def _mend(closed: ClosedJaxpr, mesh: Any) -> ClosedJaxpr:
+def _mend(closed: Any, mesh: Any) -> Any:
   if not any(map(_is_faulty, equations(closed.jaxpr))):
     return closed
   return closed.replace(jaxpr=_mend_open(closed.jaxpr, mesh))
@@ -85,7 +85,7 @@ def _mend_equation(eqn: Any, mesh: Any) -> Any:
 def _mend_param(value: Any, mesh: Any) -> Any:
   if type(value) is tuple:
     return tuple(_mend_param(item, mesh) for item in value)
-  if isinstance(value, ClosedJaxpr):
+  if hasattr(value, "jaxpr"):
     return _mend(value, mesh)
   return _mend_open(value, mesh) if hasattr(value, "eqns") else value
 
