@@ -56,8 +56,10 @@ class Noisy(nnx.Module):
 
 
 def test_modules_optimizers_states_and_variables():
-  plan = nxp.plan(lambda: Noisy(nnx.Rngs(0)), nxp.make_mesh(**MESH), nxp.fsdp(), optimizer=optax.adam(0.1))
+  rules = nxp.fsdp(min_size=1)
+  plan = nxp.plan(lambda: Noisy(nnx.Rngs(0)), nxp.make_mesh(**MESH), rules, optimizer=optax.adam(0.1))
   model, optimizer = nxp.create_sharded_model(plan)
+  assert not model.up.kernel.get_value().sharding.is_fully_replicated
   expected = np.asarray(model.up.kernel.get_value())
   found = nxp.to_host({"model": model, "state": nnx.state(model), "one": model.up.kernel, "opt": optimizer})
   for kernel in (found["model"]["up"]["kernel"], found["state"]["up"]["kernel"], found["one"]):
