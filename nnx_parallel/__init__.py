@@ -40,7 +40,7 @@ from nnx_parallel.report.memory import MemoryPlan, memory_plan
 from nnx_parallel.report.remat import with_remat
 from nnx_parallel.report.search import SearchResult, search
 from nnx_parallel.report.topology import topology_mesh
-from nnx_parallel.train.step import TrainStep, eval_step, train_step
+from nnx_parallel.train.step import EvalStep, TrainStep, eval_step, train_step
 
 __all__ = [
   "CheckpointError",
@@ -49,6 +49,7 @@ __all__ = [
   "CompileReport",
   "CreationReport",
   "Decision",
+  "EvalStep",
   "InputRules",
   "LayoutDifference",
   "LayoutMismatchError",

@@ -12,9 +12,17 @@ import numpy as np
 from flax import nnx
 
 import nnx_parallel as nxp
+from nnx_parallel.layout.serialize import assert_golden_plan
 from nnx_parallel.layout.variables import path_str, value_of, variables
 
-__all__ = ["Training", "assert_layout", "assert_same_training", "gradient_norms", "run_training"]
+__all__ = [
+  "Training",
+  "assert_golden_plan",
+  "assert_layout",
+  "assert_same_training",
+  "gradient_norms",
+  "run_training",
+]
 
 
 @dataclasses.dataclass(frozen=True)

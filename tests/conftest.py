@@ -15,7 +15,9 @@ FLAG = "--xla_force_host_platform_device_count"
 
 os.environ["JAX_PLATFORMS"] = "cpu"
 others = [flag for flag in os.environ.get("XLA_FLAGS", "").split() if not flag.startswith(FLAG)]
-os.environ["XLA_FLAGS"] = " ".join([*others, f"{FLAG}={DEVICES}"])
+# On a busy machine one of the simulated devices may wait long for a core; XLA would end the process.
+PATIENCE = "--xla_cpu_collective_call_terminate_timeout_seconds=600"
+os.environ["XLA_FLAGS"] = " ".join([*others, f"{FLAG}={DEVICES}", PATIENCE])
 
 import jax  # noqa: E402
 import optax  # noqa: E402

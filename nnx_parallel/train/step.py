@@ -156,6 +156,8 @@ class EvalStep(_Step):
   """A compiled evaluation; made by `eval_step`.
 
   Attributes:
+    recipe: the loss function and the options it was made with.
+    as_pairs: whether metrics come as `(sum, count)` pairs, to be added over batches.
     calls: how many batches were evaluated.
     compiles: one entry for each compilation, with its reasons.
   """
