@@ -23,6 +23,7 @@ from nnx_parallel.errors import (
   TrainError,
 )
 from nnx_parallel.hosts.data import batches, shard_batch
+from nnx_parallel.hosts.fetch import to_host
 from nnx_parallel.layout import presets
 from nnx_parallel.layout.constrain import constrain, use_rules
 from nnx_parallel.layout.infer import infer_rules
@@ -98,6 +99,7 @@ __all__ = [
   "resolve_spec",
   "search",
   "shard_batch",
+  "to_host",
   "topology_mesh",
   "train_step",
   "unsharded",

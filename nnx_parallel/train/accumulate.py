@@ -300,11 +300,16 @@ def equations(jaxpr: Any) -> Iterator[Any]:
   """Every equation of a jaxpr, those of inner jaxprs included."""
   for eqn in jaxpr.eqns:
     yield eqn
-    for value in eqn.params.values():
-      for item in value if isinstance(value, (tuple, list)) else (value,):
-        inner = getattr(item, "jaxpr", item)
-        if hasattr(inner, "eqns"):
-          yield from equations(inner)
+    yield from inner_equations(eqn)
+
+
+def inner_equations(eqn: Any) -> Iterator[Any]:
+  """Every equation of the jaxprs inside one equation: of a scan's body, a cond's branches, an inner jit."""
+  for value in eqn.params.values():
+    for item in value if isinstance(value, (tuple, list)) else (value,):
+      inner = getattr(item, "jaxpr", item)
+      if hasattr(inner, "eqns"):
+        yield from equations(inner)
 
 
 def _names(sharding: Any) -> set[str]:

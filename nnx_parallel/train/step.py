@@ -17,6 +17,7 @@ from nnx_parallel.layout.variables import Path, value_of
 from nnx_parallel.train.accumulate import Layout
 from nnx_parallel.train.binding import Binding, Holders, Template, objects_in
 from nnx_parallel.train.compiled import Compile, Compiled, logger
+from nnx_parallel.train.convolutions import with_right_gradients
 from nnx_parallel.train.losses import Metrics, means, pairs, terms
 from nnx_parallel.train.update import LossFn, Recipe, keyed, policy_of, update
 
@@ -293,9 +294,11 @@ class _Bound:
       labels = self.binding.variable_labels
       if self.donate:
         shardings = self.binding.variable_shardings
-        found = Compiled(self._train(axes), labels, donate=True, shardings=shardings)
+        run = with_right_gradients(self._train(axes), self.binding.mesh)
+        found = Compiled(run, labels, donate=True, shardings=shardings)
       else:
-        found = Compiled(self._evaluate, labels, donate=False, shardings=None)
+        run = with_right_gradients(self._evaluate, self.binding.mesh)
+        found = Compiled(run, labels, donate=False, shardings=None)
       self._programs[axes] = found
     return found
 
