@@ -15,7 +15,10 @@ FLAG = "--xla_force_host_platform_device_count"
 
 os.environ["JAX_PLATFORMS"] = "cpu"
 others = [flag for flag in os.environ.get("XLA_FLAGS", "").split() if not flag.startswith(FLAG)]
-# On a busy machine one of the simulated devices may wait long for a core; XLA would end the process.
+# A collective holds one thread of XLA's pool for each simulated device that waits. Where the pool is as small
+# as a small machine, all its threads can wait for a device that has none: XLA ends the process after a
+# while. NPROC is what XLA takes for the number of cores.
+os.environ["NPROC"] = "32"
 PATIENCE = "--xla_cpu_collective_call_terminate_timeout_seconds=600"
 os.environ["XLA_FLAGS"] = " ".join([*others, f"{FLAG}={DEVICES}", PATIENCE])
 

@@ -128,6 +128,9 @@ def start_devices(sizes: Sizes, devices: int | None) -> None:
         fix=f"--devices {needed}, or another --mesh.",
       )
     jax.config.update("jax_platforms", "cpu")
+  # A collective holds one thread of XLA's pool for each simulated device that waits, and the pool is as
+  # large as XLA takes the machine to be: on two cores, eight devices can starve each other.
+  os.environ.setdefault("NPROC", str(4 * max(devices or needed, os.cpu_count() or 1)))
   if _count_is_set():
     return
   try:

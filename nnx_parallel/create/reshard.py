@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
@@ -15,7 +16,7 @@ from nnx_parallel.create.assemble import put
 from nnx_parallel.create.constructor import real_mesh
 from nnx_parallel.create.instantiate import instantiate
 from nnx_parallel.errors import PlanError
-from nnx_parallel.layout.padding import pad
+from nnx_parallel.layout.padding import crop, is_padded, pad
 from nnx_parallel.layout.plan import LeafPlan, Root, ShardingPlan
 from nnx_parallel.layout.variables import Path, array_leaves, path_str, value_of
 
@@ -62,9 +63,16 @@ def reshard(
   roots: dict[Root, Any] = {"model": model}
   if optimizer is not None:
     roots["optimizer"] = optimizer
+  leaves = {root: array_leaves(node) for root, node in roots.items()}
   arrays: dict[Root, dict[Path, Any]] = {
-    root: {p: value_of(leaf) for p, leaf in array_leaves(node).items()} for root, node in roots.items()
+    root: {path: value_of(leaf) for path, leaf in found.items()} for root, found in leaves.items()
   }
+  # A padded Variable may be stored at another size than this plan's; what it shows is what must fit.
+  for root, found in leaves.items():
+    for path, leaf in found.items():
+      row = plan.of(root).get(path)
+      if row is not None and is_padded(leaf) and tuple(leaf.shape) == row.shape:
+        arrays[root][path] = _Stored(arrays[root][path])
   return instantiate(plan, _place(plan, arrays, donate=donate, byte_budget=byte_budget))
 
 
@@ -128,7 +136,7 @@ def _place(
   for root, found in arrays.items():
     _check_arrays(plan, root, found)
   # One array may stand in several Variables; only the last of them may free it.
-  uses = collections.Counter(id(value) for found in arrays.values() for value in found.values())
+  uses = collections.Counter(id(_array(value)) for found in arrays.values() for value in found.values())
   placed: dict[Root, dict[Path, jax.Array]] = {}
   moving: list[jax.Array] = []
   under_way = 0
@@ -142,7 +150,7 @@ def _place(
     old.clear()
 
   for leaf in plan.leaves:
-    source = arrays[leaf.root].pop(leaf.path)
+    source = _array(arrays[leaf.root].pop(leaf.path))
     moved = _move(source, leaf)
     placed.setdefault(leaf.root, {})[leaf.path] = moved
     moving.append(moved)
@@ -163,7 +171,9 @@ def _move(source: Any, leaf: LeafPlan) -> jax.Array:
   if source.shape == leaf.storage_shape:
     return put(source, leaf.sharding)
   if isinstance(source, jax.Array):
-    return jax.jit(lambda array: pad(array, leaf.storage_shape), out_shardings=leaf.sharding)(source)
+    # Cut and padded where it is: its devices need not be those of the plan.
+    resized = jax.jit(lambda x: pad(crop(x, leaf.shape, tuple(x.shape)), leaf.storage_shape))(source)
+    return put(resized, leaf.sharding)
   shape, host = leaf.storage_shape, np.asarray(source)
   return jax.make_array_from_callback(shape, leaf.sharding, lambda index: _padded(host, index, shape))
 
@@ -195,7 +205,20 @@ def _check_arrays(plan: ShardingPlan, root: Root, found: Mapping[Path, Any]) -> 
     )
 
 
+@dataclasses.dataclass(frozen=True)
+class _Stored:
+  """The stored array of a padded Variable that shows what the plan shows."""
+
+  array: Any
+
+
+def _array(value: Any) -> Any:
+  return value.array if isinstance(value, _Stored) else value
+
+
 def _fits(value: Any, leaf: LeafPlan) -> bool:
+  if isinstance(value, _Stored):
+    return value.array.dtype == leaf.dtype
   if not hasattr(value, "shape") or not hasattr(value, "dtype"):
     return False
   if _is_key(leaf.dtype) and not _is_key(value.dtype):

@@ -110,7 +110,9 @@ def constrain(x: Any, *names: Entry) -> Any:
   explicit = AxisType.Explicit in mesh.axis_types
   spec = _spec(names, shape, mesh, scope, manual, explicit)
   if not isinstance(x, Tracer):
-    return jax.device_put(x, NamedSharding(_concrete(mesh), spec))
+    # Outside of jit there is no compiler to leave a dim to: it stays whole.
+    placed = PartitionSpec(*(None if entry is PartitionSpec.UNCONSTRAINED else entry for entry in spec))
+    return jax.device_put(x, NamedSharding(_concrete(mesh), placed))
   target = NamedSharding(mesh, spec) if active.empty else spec  # pyright: ignore[reportArgumentType]
   return jax.sharding.reshard(x, target) if explicit else jax.lax.with_sharding_constraint(x, target)
 

@@ -481,7 +481,7 @@ def plan(
     raise PlanError(
       f"{option} splits optimizer state, and there is no optimizer.", fix="optimizer=optax.adamw(...)"
     )
-  ruleset = RuleSet.of(rules)
+  ruleset = RuleSet.of(rules).with_uneven(uneven)
   model = abstract_module(init, mesh)
   builder = _Builder(mesh, ruleset, uneven)
   attention = check_attention(model, builder.sizes)

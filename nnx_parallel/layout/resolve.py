@@ -65,7 +65,8 @@ def resolve_spec(
     rules: logical name -> candidates; names of mesh axes need no rule.
     path: printed in errors, for example `"mlp.up.kernel"`.
     uneven: what to do with a dim that no candidate divides: `"error"`; `"next"`: keep it whole, as a last
-      candidate would; `"pad"`: round the stored dim up; `"replicate"`: keep the dim whole.
+      candidate would; `"pad"`: round the stored dim up for the first candidate. `"replicate"` keeps the dim
+      whole as soon as a candidate does not divide it, without trying the others.
 
   Returns:
     A `Resolution` whose spec has `len(shape)` entries.
@@ -154,13 +155,6 @@ class _Resolver:
     uneven: list[Candidate] = []
     for option in options:
       kind, why = self._refusal(dim, option)
-      if kind == "uneven" and policy == "pad":
-        extra = -self.shape[dim] % self._shards(option)
-        self._use(dim, name, option)
-        self.steps.append(
-          f"{name!r} -> {show_candidate(option)}: {self.shape[dim]} is padded to {self.shape[dim] + extra}"
-        )
-        return option, extra
       if kind == "uneven" and policy == "replicate":
         self.steps.append(f"{name!r} -> whole: {why} (uneven='replicate')")
         return (), 0
@@ -172,6 +166,12 @@ class _Resolver:
         return option, 0
       refused.append((show_candidate(option), why))
       uneven += [option] if kind == "uneven" else []
+    if uneven and policy == "pad":
+      option, size = uneven[0], self.shape[dim]
+      extra = -size % self._shards(option)
+      self._use(dim, name, option)
+      self.steps.append(f"{name!r} -> {show_candidate(option)}: {size} is padded to {size + extra}")
+      return option, extra
     if uneven and policy == "next":
       self.steps.append(f"{name!r} -> whole: {refused[-1][1]}, and no candidate is left (uneven='next')")
       return (), 0

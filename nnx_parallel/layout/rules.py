@@ -485,6 +485,21 @@ class RuleSet:
     """
     return dataclasses.replace(self, logical=self.logical.replace(**rules))
 
+  def with_uneven(self, policy: Uneven) -> RuleSet:
+    """The same rules, with a policy for the names that have none of their own.
+
+    Args:
+      policy: as in `plan`; `"error"` changes nothing, being what a name without a policy has.
+
+    Returns:
+      New rules, so that whoever resolves a name later (`constrain`, say) treats it as the plan did.
+    """
+    if policy == "error" or not len(self.logical):
+      return self
+    uneven = {**dict.fromkeys(self.logical, policy), **self.logical.uneven}
+    logical = LogicalRules(dict(self.logical), unknown=self.logical.unknown, uneven=uneven)
+    return dataclasses.replace(self, logical=logical)
+
   def __repr__(self) -> str:
     return f"[{', '.join(map(repr, _flatten(self)))}]"
 

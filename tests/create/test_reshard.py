@@ -198,3 +198,19 @@ def test_a_variable_without_an_array_is_no_difference():
   model = nxp.create_sharded_model(plan)
   nxp.check_layout(model, plan)
   nxp.check_layout(nxp.reshard(model, plan), plan)
+
+
+def test_padded_models_move_to_any_other_padding():
+  init = lambda: nnx.Embed(30, 8, rngs=nnx.Rngs(0), embedding_metadata={"out_sharding": ("vocab", None)})
+  rules = nxp.LogicalRules(vocab="tensor")
+  expected = np.asarray(nxp.unsharded(init).embedding[...])
+  two = nxp.make_mesh(tensor=2, devices=jax.devices()[:2])  # 30 divides by 2: not padded
+  plans = [
+    nxp.plan(init, mesh, rules, uneven="pad")
+    for mesh in (two, nxp.make_mesh(data=2, tensor=4), nxp.make_mesh(tensor=8), two)
+  ]
+  model = nxp.create_sharded_model(plans[0])
+  for plan in plans[1:]:
+    model = nxp.reshard(model, plan, donate=True)
+    assert model.embedding.get_raw_value().shape == plan["embedding"].storage_shape
+    np.testing.assert_array_equal(np.asarray(model.embedding[...]), expected)

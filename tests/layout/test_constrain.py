@@ -275,3 +275,12 @@ def test_rules_that_do_not_fit_the_mesh_are_refused_on_entry():
     use_rules(RULES, nxp.make_mesh(data=8)),
   ):
     pass
+
+
+def test_a_padded_name_is_left_to_the_compiler_where_it_does_not_divide():
+  init = lambda: nnx.Embed(30, 8, rngs=nnx.Rngs(0), embedding_metadata={"out_sharding": ("vocab", None)})
+  rules = nxp.LogicalRules(batch="data", vocab="tensor")
+  plan = nxp.plan(init, nxp.make_mesh(data=2, tensor=4), rules, uneven="pad")
+  with plan.scope():
+    laid_out = nxp.constrain(jnp.ones((4, 30)), "batch", "vocab")
+  assert laid_out.shape == (4, 30)

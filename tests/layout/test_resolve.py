@@ -144,7 +144,7 @@ def test_an_uneven_dim_is_an_error_with_the_next_size():
   ("policy", "spec", "padding", "step"),
   [
     ("next", P("tensor"), 0, "'vocab' -> 'tensor'; not 'fsdp': 4 does not divide 30"),
-    ("pad", P("fsdp"), 2, "'vocab' -> 'fsdp': 30 is padded to 32"),
+    ("pad", P("tensor"), 0, "'vocab' -> 'tensor'; not 'fsdp': 4 does not divide 30"),
     ("replicate", P(None), 0, "'vocab' -> whole: 4 does not divide 30 (uneven='replicate')"),
     ("error", P("tensor"), 0, "'vocab' -> 'tensor'; not 'fsdp': 4 does not divide 30"),
   ],
@@ -158,6 +158,14 @@ def test_next_keeps_a_dim_whole_when_no_candidate_is_left():
   found = resolve(("vocab",), (31,), uneven="next", vocab=["fsdp", "tensor"])
   assert found.spec == P(None)
   assert found.steps == ("'vocab' -> whole: 2 does not divide 31, and no candidate is left (uneven='next')",)
+
+
+def test_pad_rounds_up_for_the_first_candidate_when_none_divides():
+  found = resolve(("vocab",), (31,), uneven="pad", vocab=["fsdp", "tensor"])
+  assert (found.spec, found.padding) == (P("fsdp"), (1,))
+  assert found.steps == ("'vocab' -> 'fsdp': 31 is padded to 32",)
+  whole = resolve(("vocab",), (31,), uneven="pad", vocab=["fsdp", None])
+  assert (whole.spec, whole.padding) == (P(None), (0,))
 
 
 def test_a_rule_may_have_its_own_policy():
