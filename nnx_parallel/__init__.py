@@ -40,7 +40,9 @@ from nnx_parallel.report.memory import MemoryPlan, memory_plan
 from nnx_parallel.report.remat import with_remat
 from nnx_parallel.report.search import SearchResult, search
 from nnx_parallel.report.topology import topology_mesh
+from nnx_parallel.train.precision import Precision
 from nnx_parallel.train.step import EvalStep, TrainStep, eval_step, train_step
+from nnx_parallel.train.wrappers import ema_of, skip_nonfinite, with_ema, with_masters
 
 __all__ = [
   "CheckpointError",
@@ -61,6 +63,7 @@ __all__ = [
   "NnxParallelWarning",
   "PathRules",
   "PlanError",
+  "Precision",
   "RecipeError",
   "ReportError",
   "Resolution",
@@ -82,6 +85,7 @@ __all__ = [
   "create_sharded_model",
   "creation_report",
   "describe_mesh",
+  "ema_of",
   "error",
   "eval_step",
   "from_arrays",
@@ -99,10 +103,13 @@ __all__ = [
   "resolve_spec",
   "search",
   "shard_batch",
+  "skip_nonfinite",
   "to_host",
   "topology_mesh",
   "train_step",
   "unsharded",
   "use_rules",
+  "with_ema",
+  "with_masters",
   "with_remat",
 ]

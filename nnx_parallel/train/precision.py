@@ -1,0 +1,222 @@
+"""Which dtype each part of a module has, applied to a constructor without editing the module."""
+
+from __future__ import annotations
+
+import dataclasses
+import fnmatch
+import functools
+import warnings
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import jax.numpy as jnp
+import optax
+from flax import nnx
+from jax.typing import DTypeLike
+
+from nnx_parallel.errors import NnxParallelWarning, TrainError
+from nnx_parallel.layout.variables import path_str, value_of
+from nnx_parallel.train.wrappers import with_masters
+
+NORMS = (
+  nnx.BatchNorm,
+  nnx.GroupNorm,
+  nnx.InstanceNorm,
+  nnx.LayerNorm,
+  nnx.RMSNorm,
+  nnx.SpectralNorm,
+  nnx.WeightNorm,
+)
+"""Layers that `Precision.norms` is for, with their subclasses."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Precision:
+  """The dtypes of a model, as one printable object.
+
+  Gradients have the dtype of their parameters. `train_step(microbatches=n)` adds them up in float32 whatever
+  they are. The dtypes of moments are the optimizer's: `optax.adam(1e-3, mu_dtype=jnp.bfloat16)`.
+
+  Attributes:
+    parameters: dtype of every floating `nnx.Param`, except those of norms.
+    compute: what layers compute in: every module with `dtype` and `param_dtype`, as flax's layers have.
+    norms: dtype of the parameters and the arithmetic of normalisation layers.
+    softmax: the least precise dtype in which `nnx.MultiHeadAttention` computes softmax. Without dropout flax
+      always does it in float32; with dropout the attention products are then in this dtype too.
+    output: what the layers named by `output_layers` compute in.
+    output_layers: glob patterns of module paths, such as `"head"` or `"*.logits"`: those that make logits.
+    masters: whether `optimizer` keeps float32 copies of the parameters.
+
+  Raises:
+    TrainError: a dtype that is not floating, or masters of float32 parameters.
+
+  Example:
+    >>> import optax, nnx_parallel as nxp
+    >>> from flax import nnx
+    >>> policy = nxp.Precision.bfloat16_parameters()
+    >>> print(policy)
+    parameters bfloat16 with float32 masters, compute bfloat16, norms float32, softmax float32
+    >>> init = policy.apply(lambda: nnx.Linear(8, 64, rngs=nnx.Rngs(0)))
+    >>> tx = policy.optimizer(optax.adam(1e-3))
+    >>> plan = nxp.plan(init, nxp.make_mesh(fsdp=8), nxp.fsdp(min_size=0), optimizer=tx)
+    >>> plan["kernel"].bytes_per_device, plan["optimizer/opt_state.masters.kernel"].bytes_per_device
+    (128, 256)
+    >>> nxp.create_sharded_model(plan)[0].dtype.name
+    'bfloat16'
+  """
+
+  parameters: DTypeLike = jnp.float32
+  compute: DTypeLike = jnp.float32
+  norms: DTypeLike = jnp.float32
+  softmax: DTypeLike = jnp.float32
+  output: DTypeLike = jnp.float32
+  output_layers: tuple[str, ...] = ()
+  masters: bool = False
+
+  def __post_init__(self) -> None:
+    for name in ("parameters", "compute", "norms", "softmax", "output"):
+      dtype = jnp.dtype(getattr(self, name))
+      if not jnp.issubdtype(dtype, jnp.floating):
+        raise TrainError(f"{name}={dtype} is not a floating dtype.", fix=f"{name}=jnp.bfloat16")
+      object.__setattr__(self, name, dtype)
+    if self.masters and not self._low:
+      raise TrainError(
+        f"parameters in {self.parameters} need no float32 masters.",
+        fix="masters=False, or bfloat16 parameters.",
+      )
+
+  @classmethod
+  def float32(cls, *, output_layers: Iterable[str] = ()) -> Precision:
+    """Everything in float32.
+
+    Args:
+      output_layers: as in the class.
+
+    Returns:
+      The policy.
+    """
+    return cls(output_layers=tuple(output_layers))
+
+  @classmethod
+  def bfloat16(cls, *, output_layers: Iterable[str] = ()) -> Precision:
+    """Computes in bfloat16 with float32 parameters, gradients and norms.
+
+    Args:
+      output_layers: as in the class.
+
+    Returns:
+      The policy.
+    """
+    return cls(compute=jnp.bfloat16, output_layers=tuple(output_layers))
+
+  @classmethod
+  def bfloat16_parameters(cls, *, masters: bool = True, output_layers: Iterable[str] = ()) -> Precision:
+    """Parameters and gradients in bfloat16 too; half the bytes to gather and reduce.
+
+    Args:
+      masters: as in the class; without them training loses small updates.
+      output_layers: as in the class.
+
+    Returns:
+      The policy.
+    """
+    return cls(jnp.bfloat16, jnp.bfloat16, output_layers=tuple(output_layers), masters=masters)
+
+  def apply(self, init: Callable[[], Any]) -> Callable[[], Any]:
+    """A constructor of the same module with these dtypes.
+
+    Initializers run as they were written, and their values are rounded. Dtypes that the module chose itself
+    are replaced; a module's own arithmetic on raw parameters is its own.
+
+    Args:
+      init: builds the module; a function without arguments.
+
+    Returns:
+      The constructor, for `plan` or `create_sharded_model`. It raises `TrainError` when `output_layers` match
+      no layer.
+    """
+
+    @functools.wraps(init)
+    def build() -> Any:
+      module = init()
+      self._set(module)
+      return module
+
+    return build
+
+  def optimizer(self, tx: optax.GradientTransformation) -> optax.GradientTransformation:
+    """The transformation that trains parameters of this policy.
+
+    Args:
+      tx: an optax transformation.
+
+    Returns:
+      `with_masters(tx)` if the policy has masters, else `tx`. Warns (`NnxParallelWarning`) when low-precision
+      parameters have none.
+    """
+    if self.masters:
+      return with_masters(tx)
+    if self._low:
+      warnings.warn(
+        f"training {self.parameters} parameters without float32 masters loses updates below 1/512 of a"
+        " parameter. Fix: Precision.bfloat16_parameters(masters=True)",
+        NnxParallelWarning,
+        stacklevel=2,
+      )
+    return tx
+
+  def __str__(self) -> str:
+    masters = " with float32 masters" if self.masters else ""
+    text = f"parameters {self.parameters}{masters}, compute {self.compute}, norms {self.norms}"
+    text += f", softmax {self.softmax}"
+    return text + (f", {' '.join(self.output_layers)} {self.output}" if self.output_layers else "")
+
+  @property
+  def _low(self) -> bool:
+    return jnp.finfo(self.parameters).bits < 32
+
+  def _set(self, module: Any) -> None:
+    norms: set[int] = set()
+    unused = set(self.output_layers)
+    for path, layer in nnx.iter_modules(module):
+      hits = {pattern for pattern in self.output_layers if fnmatch.fnmatchcase(path_str(path), pattern)}
+      unused -= hits
+      if isinstance(layer, NORMS):
+        norms |= {id(leaf) for leaf in vars(layer).values() if isinstance(leaf, nnx.Param)}
+        _set_layer(layer, self.norms, self.norms)
+      else:
+        _set_layer(layer, self.output if hits else self.compute, self.parameters)
+      if isinstance(layer, nnx.MultiHeadAttention):
+        self._set_attention(layer)
+    if unused:
+      raise TrainError(
+        f"output_layers {sorted(unused)} match no layer of {type(module).__name__}.",
+        details="layers: " + ", ".join(path_str(path) for path, _ in nnx.iter_modules(module) if path),
+        fix="use the dotted path of the layer that makes logits, for example output_layers=('head',).",
+      )
+    for _, leaf in nnx.iter_graph(module):
+      if isinstance(leaf, nnx.Param):
+        _cast(leaf, self.norms if id(leaf) in norms else self.parameters)
+
+  def _set_attention(self, layer: nnx.MultiHeadAttention) -> None:
+    wider = jnp.finfo(self.softmax).bits > jnp.finfo(self.compute).bits
+    if wider and layer.dropout_rate and layer.attention_fn is nnx.dot_product_attention:
+      layer.attention_fn = functools.partial(_attention, softmax=self.softmax)
+
+
+def _set_layer(layer: Any, compute: DTypeLike, parameters: DTypeLike) -> None:
+  if hasattr(layer, "dtype") and hasattr(layer, "param_dtype"):
+    layer.dtype, layer.param_dtype = compute, parameters
+
+
+def _cast(leaf: Any, dtype: DTypeLike) -> None:
+  value = value_of(leaf)
+  if hasattr(value, "dtype") and jnp.issubdtype(value.dtype, jnp.floating) and value.dtype != dtype:
+    leaf.set_raw_value(value.astype(dtype))
+
+
+def _attention(
+  query: Any, key: Any, value: Any, *, softmax: DTypeLike, dtype: Any = None, **options: Any
+) -> Any:
+  result = nnx.dot_product_attention(query, key, value, dtype=softmax, **options)
+  return result.astype(dtype or query.dtype)

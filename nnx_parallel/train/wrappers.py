@@ -1,0 +1,256 @@
+"""Optax transformations around others: float32 masters, averaged parameters, skipped steps.
+
+Their state mirrors the parameters, so the plan lays it out by path and shape like that of any optimizer.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple, cast
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+
+from nnx_parallel.errors import TrainError
+from nnx_parallel.layout.variables import path_str, value_of, variables
+
+_NEVER = int(np.iinfo(np.int32).max)
+
+
+class MastersState(NamedTuple):
+  """State of `with_masters`.
+
+  Attributes:
+    inner: state of the wrapped transformation, made for the masters.
+    masters: the parameters in float32; `optax.MaskedNode()` for those that need no copy.
+  """
+
+  inner: Any
+  masters: Any
+
+
+class AverageState(NamedTuple):
+  """State of `with_ema`.
+
+  Attributes:
+    inner: state of the wrapped transformation.
+    average: the averaged parameters, at least float32.
+  """
+
+  inner: Any
+  average: Any
+
+
+def with_masters(tx: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
+  """Keeps a float32 copy of each bfloat16 or float16 parameter, and updates that.
+
+  A bfloat16 parameter has 8 significant bits: an update below 1/512 of it is lost. Here `tx` gets float32
+  gradients and float32 masters, so its own state is float32 too, and the model gets the rounded masters.
+  Parameters of other dtypes are not copied.
+
+  Args:
+    tx: the transformation that trains the masters. Put `skip_nonfinite` and `with_ema` inside.
+
+  Returns:
+    A transformation for `plan(optimizer=...)` or `nnx.Optimizer`; its state is a `MastersState`.
+
+  Raises:
+    TrainError: an update without parameters.
+
+  Example:
+    >>> import jax.numpy as jnp, optax, nnx_parallel as nxp
+    >>> from flax import nnx
+    >>> init = lambda: nnx.Linear(8, 64, param_dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
+    >>> mesh, tx = nxp.make_mesh(fsdp=8), nxp.with_masters(optax.adam(1e-3))
+    >>> plan = nxp.plan(init, mesh, nxp.fsdp(min_size=0), optimizer=tx)
+    >>> master = plan["optimizer/opt_state.masters.kernel"]
+    >>> master.dtype.name, master.spec, master.bytes_per_device
+    ('float32', P(None, 'fsdp'), 256)
+  """
+  inner = optax.with_extra_args_support(tx)
+
+  def init(params: Any) -> MastersState:
+    masters = jax.tree.map(lambda x: _widen(x) if _is_low(x) else optax.MaskedNode(), params)
+    return MastersState(inner.init(_merged(masters, params)), masters)
+
+  def update(grads: Any, state: MastersState, params: Any = None, **extra: Any) -> tuple[Any, MastersState]:
+    params = _needed(params, "with_masters")
+    full = _merged(state.masters, params)
+    updates, inner_state = inner.update(jax.tree.map(_widen, grads), state.inner, full, **extra)
+    new = optax.apply_updates(full, updates)
+    moved = jax.tree.map(lambda old, p, n: n if _is_low(p) else old, updates, params, new)
+    updates = jax.tree.map(_rounded_update, moved, params)
+    masters = jax.tree.map(
+      lambda m, n: m if _is_masked(m) else n, state.masters, cast(Any, new), is_leaf=_is_masked
+    )
+    return updates, MastersState(inner_state, masters)
+
+  return optax.GradientTransformationExtraArgs(init, cast(Any, update))
+
+
+def with_ema(tx: optax.GradientTransformation, decay: float) -> optax.GradientTransformationExtraArgs:
+  """Keeps an exponential moving average of the trained parameters in the optimizer's state.
+
+  After each update, `average = decay * average + (1 - decay) * parameter`, in float32, starting at the
+  parameters. `ema_of` makes a module of it.
+
+  Args:
+    tx: the transformation that trains. `with_masters(with_ema(tx, decay))` averages the float32 masters.
+    decay: weight of the past, 0 <= decay < 1; 0.999 averages over about 1000 steps.
+
+  Returns:
+    A transformation for `plan(optimizer=...)` or `nnx.Optimizer`; its state is an `AverageState`.
+
+  Raises:
+    TrainError: a decay outside that range, or an update without parameters.
+
+  Example:
+    >>> import optax, nnx_parallel as nxp
+    >>> from flax import nnx
+    >>> init, mesh = lambda: nnx.Linear(8, 64, rngs=nnx.Rngs(0)), nxp.make_mesh(fsdp=8)
+    >>> tx = nxp.with_ema(optax.sgd(0.1), 0.99)
+    >>> plan = nxp.plan(init, mesh, nxp.fsdp(min_size=0), optimizer=tx)
+    >>> plan["optimizer/opt_state.average.kernel"].spec
+    P(None, 'fsdp')
+  """
+  if not 0 <= decay < 1:
+    raise TrainError(f"decay={decay} is not a weight of the past.", fix="0 <= decay < 1, for example 0.999.")
+  inner = optax.with_extra_args_support(tx)
+
+  def init(params: Any) -> AverageState:
+    return AverageState(inner.init(params), jax.tree.map(_widen, params))
+
+  def update(grads: Any, state: AverageState, params: Any = None, **extra: Any) -> tuple[Any, AverageState]:
+    params = _needed(params, "with_ema")
+    updates, inner_state = inner.update(grads, state.inner, params, **extra)
+    new: Any = jax.tree.map(_widen, optax.apply_updates(params, updates))
+    return updates, AverageState(inner_state, optax.incremental_update(new, state.average, 1 - decay))
+
+  return optax.GradientTransformationExtraArgs(init, cast(Any, update))
+
+
+def ema_of(optimizer: nnx.Optimizer[Any], model: nnx.Module) -> Any:
+  """A copy of a module that holds the averages of `with_ema`.
+
+  Args:
+    optimizer: the live optimizer of `model`.
+    model: the live module; unchanged.
+
+  Returns:
+    A new module. Averaged parameters have the dtype and layout of the model's; everything else is a copy.
+    Training on does not change it.
+
+  Raises:
+    TrainError: the optimizer's state holds no average, or several.
+
+  Example:
+    >>> import numpy as np, optax, nnx_parallel as nxp
+    >>> from flax import nnx
+    >>> init, mesh = lambda: nnx.Linear(8, 64, rngs=nnx.Rngs(0)), nxp.make_mesh(fsdp=8)
+    >>> plan = nxp.plan(init, mesh, nxp.fsdp(min_size=0), optimizer=nxp.with_ema(optax.sgd(1.0), 0.75))
+    >>> model, optimizer = nxp.create_sharded_model(plan)
+    >>> step = nxp.train_step(lambda model, x: model(x).mean() * 64)
+    >>> _ = step(model, optimizer, np.ones((8, 8), "float32"))
+    >>> float(model.bias[0]), float(nxp.ema_of(optimizer, model).bias[0])
+    (-1.0, -0.25)
+  """
+  states = [n for n in jax.tree.leaves(optimizer.opt_state, is_leaf=_is_average) if _is_average(n)]
+  if len(states) != 1:
+    raise TrainError(
+      f"the optimizer's state holds {len(states)} averages, and ema_of needs one.",
+      details=f"state {type(optimizer.opt_state).__name__}",
+      fix="plan(init, mesh, rules, optimizer=nxp.with_ema(tx, 0.999))",
+    )
+  module = nnx.clone(model)
+  found = variables(module)
+  for path, average in nnx.to_flat_state(states[0].average):
+    if path not in found:
+      raise TrainError(
+        f"the optimizer averages {path_str(path)}, which the model does not have.",
+        fix="ema_of(optimizer, model) with the model that this optimizer trains.",
+      )
+    array = value_of(found[path])
+    # Copied, because a train step donates the optimizer's own.
+    copy = jnp.copy(value_of(average)).astype(array.dtype)
+    found[path].set_raw_value(jax.device_put(copy, array.sharding))
+  return module
+
+
+def skip_nonfinite(
+  tx: optax.GradientTransformation, max_consecutive: int | None = None
+) -> optax.GradientTransformationExtraArgs:
+  """Leaves parameters and state as they are at a step whose gradients hold a NaN or an infinity.
+
+  This is `optax.apply_if_finite`, for transformations whose updates have another dtype than the gradients
+  too. `optimizer.opt_state.total_notfinite` counts the skipped steps.
+
+  Args:
+    tx: the transformation to protect; inside `with_masters`, if that is used.
+    max_consecutive: after this many skipped steps in a row the next one is applied, finite or not, so that
+      the failure shows. None: never.
+
+  Returns:
+    A transformation for `plan(optimizer=...)` or `nnx.Optimizer`.
+
+  Raises:
+    TrainError: a negative `max_consecutive`.
+
+  Example:
+    >>> import numpy as np, optax, nnx_parallel as nxp
+    >>> from flax import nnx
+    >>> init, mesh = lambda: nnx.Linear(8, 64, rngs=nnx.Rngs(0)), nxp.make_mesh(fsdp=8)
+    >>> tx = nxp.skip_nonfinite(optax.adam(1e-3))
+    >>> plan = nxp.plan(init, mesh, nxp.fsdp(min_size=0), optimizer=tx)
+    >>> model, optimizer = nxp.create_sharded_model(plan)
+    >>> step = nxp.train_step(lambda model, x: model(x).mean())
+    >>> _ = step(model, optimizer, np.full((8, 8), np.inf, "float32"))
+    >>> int(optimizer.opt_state.total_notfinite[...]), bool((model.bias[...] == 0).all())
+    (1, True)
+  """
+  if max_consecutive is not None and max_consecutive < 0:
+    raise TrainError(f"max_consecutive={max_consecutive} is negative.", fix="0 or more; None for never.")
+  inner = optax.with_extra_args_support(tx)
+  safe = optax.apply_if_finite(inner, _NEVER if max_consecutive is None else max_consecutive)
+
+  def update(grads: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
+    # Its two branches must agree in dtype, and the one that skips returns zeros like the gradients.
+    like = jax.eval_shape(lambda g: inner.update(g, state.inner_state, params, **extra)[0], grads)
+    grads = jax.tree.map(lambda g, u: g.astype(u.dtype), grads, like)
+    return cast(Any, safe).update(grads, state, params, **extra)
+
+  return optax.GradientTransformationExtraArgs(safe.init, cast(Any, update))
+
+
+def _is_low(array: Any) -> bool:
+  return jnp.issubdtype(array.dtype, jnp.floating) and jnp.finfo(array.dtype).bits < 32
+
+
+def _widen(array: Any) -> Any:
+  return array.astype(jnp.float32) if _is_low(array) else array
+
+
+def _is_masked(node: Any) -> bool:
+  return isinstance(node, optax.MaskedNode)
+
+
+def _is_average(node: Any) -> bool:
+  return isinstance(node, AverageState)
+
+
+def _merged(masters: Any, params: Any) -> Any:
+  return jax.tree.map(lambda m, p: p if _is_masked(m) else m, masters, params, is_leaf=_is_masked)
+
+
+def _rounded_update(moved: Any, param: Any) -> Any:
+  """The float32 step from a parameter to its rounded master; other updates as they are."""
+  if not _is_low(param):
+    return moved
+  return moved.astype(param.dtype).astype(jnp.float32) - param.astype(jnp.float32)
+
+
+def _needed(params: Any, name: str) -> Any:
+  if params is None:
+    raise TrainError(f"{name} needs the parameters.", fix="tx.update(grads, state, params)")
+  return params

@@ -1,0 +1,186 @@
+"""One policy sets the dtypes of any module, in the plan and in what is created."""
+
+from __future__ import annotations
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import nnx_parallel as nxp
+from nnx_parallel.testing import assert_layout, assert_same_training
+
+BF16, F32 = jnp.dtype("bfloat16"), jnp.dtype("float32")
+
+
+@pytest.fixture(autouse=True)
+def standard_promotion():
+  """jax.nn.dot_product_attention promotes bfloat16 to float32 itself, which strict promotion refuses."""
+  with jax.numpy_dtype_promotion("standard"):
+    yield
+
+
+class Model(nnx.Module):
+  """Every kind of layer that has dtypes, some with a choice of their own."""
+
+  def __init__(self, rngs, rate=0.0):
+    self.embed = nnx.Embed(32, 16, rngs=rngs)
+    self.conv = nnx.Conv(16, 16, (3,), rngs=rngs)
+    self.norm = nnx.LayerNorm(16, rngs=rngs)
+    self.attention = nnx.MultiHeadAttention(
+      num_heads=2, in_features=16, dropout_rate=rate, decode=False, rngs=rngs
+    )
+    self.mix = nnx.Einsum("abc,cd->abd", (16, 16), (16,), rngs=rngs)
+    self.blocks = nnx.List([nnx.LinearGeneral(16, 16, dtype=jnp.float16, rngs=rngs)])
+    self.scale = nnx.Param(jnp.ones((16,)))
+    self.steps = nnx.Param(jnp.zeros((2,), jnp.int32))
+    self.average = nnx.BatchStat(jnp.zeros((16,)))
+    self.head = nnx.Linear(16, 32, rngs=rngs)
+
+  def __call__(self, tokens):
+    x = self.conv(self.embed(tokens))
+    x = x + self.attention(self.norm(x))
+    return self.head(self.blocks[0](self.mix(x)))
+
+
+def init():
+  return Model(nnx.Rngs(0))
+
+
+def weights():
+  return nnx.All(nnx.Param, nnx.Not(nnx.PathContains("steps")))
+
+
+def loss_fn(model, tokens):
+  logits = model(tokens).astype(jnp.float32)
+  return optax.softmax_cross_entropy_with_integer_labels(logits, tokens).mean()
+
+
+def tokens(steps=3):
+  return [np.random.default_rng(i).integers(0, 32, (16, 8), dtype=np.int32) for i in range(steps)]
+
+
+def plan_of(policy, tx=None):
+  tx = policy.optimizer(tx or optax.adam(1e-2))
+  mesh = nxp.make_mesh(data=2, fsdp=4)
+  rules = (nxp.LogicalRules(batch=("data", "fsdp")), nxp.fsdp(min_size=0))
+  return nxp.plan(policy.apply(init), mesh, rules, optimizer=tx, wrt=weights())
+
+
+def test_a_policy_prints():
+  assert str(nxp.Precision.float32()) == (
+    "parameters float32, compute float32, norms float32, softmax float32"
+  )
+  assert str(nxp.Precision.bfloat16_parameters(output_layers=["head"])) == (
+    "parameters bfloat16 with float32 masters, compute bfloat16, norms float32, softmax float32, head float32"
+  )
+
+
+def test_every_layer_gets_its_dtypes():
+  module = nxp.Precision.bfloat16_parameters(output_layers=["head"]).apply(init)()
+  for layer in (module.embed, module.conv, module.attention, module.attention.query, module.mix):
+    assert (layer.dtype, layer.param_dtype) == (BF16, BF16)
+  assert module.blocks[0].dtype == BF16
+  assert (module.norm.dtype, module.norm.scale.dtype, module.norm.bias.dtype) == (F32, F32, F32)
+  assert (module.head.dtype, module.head.kernel.dtype) == (F32, BF16)
+  assert module.scale.dtype == module.embed.embedding.dtype == BF16
+  assert (module.steps.dtype, module.average.dtype) == (jnp.int32, F32)
+  assert module(tokens()[0]).dtype == F32
+
+
+def test_bfloat16_computes_low_and_keeps_parameters():
+  module, plain = nxp.Precision.bfloat16().apply(init)(), init()
+  text = jax.jit(module).lower(tokens()[0]).as_text()
+  operands = re.findall(r"stablehlo\.(?:dot_general|convolution).* : \((.*)\) ->", text)
+  assert len(operands) >= 8
+  assert all(both.count("bf16") == 2 for both in operands), operands
+  for (path, a), (_, b) in zip(
+    nnx.to_flat_state(nnx.state(module)), nnx.to_flat_state(nnx.state(plain)), strict=True
+  ):
+    if jnp.issubdtype(b.dtype, jnp.floating):
+      np.testing.assert_array_equal(a.get_value(), b.get_value(), err_msg=str(path))
+
+
+def test_the_plan_counts_the_bytes_of_the_policy():
+  full, low = plan_of(nxp.Precision.float32()), plan_of(nxp.Precision.bfloat16_parameters())
+  assert 2 * low["head.kernel"].bytes_per_device == full["head.kernel"].bytes_per_device
+  assert low["norm.scale"].dtype == F32
+  assert low["optimizer/opt_state.masters.head.kernel"].bytes_per_device == 16 * 32 * 4 // 4
+  assert "optimizer/opt_state.masters.norm.scale" not in [leaf.name for leaf in low.leaves]
+  model, optimizer = nxp.create_sharded_model(low)
+  assert_layout(low, model, optimizer)
+  values = nxp.Precision.bfloat16_parameters().apply(init)().head.kernel.get_value()
+  np.testing.assert_array_equal(model.head.kernel.get_value(), values)
+  nxp.train_step(loss_fn)(model, optimizer, nxp.shard_batch(tokens()[0], low))
+  assert_layout(low, model, optimizer)
+
+
+@pytest.mark.parametrize(
+  ("policy", "rtol"),
+  [
+    (nxp.Precision.float32(), 1e-5),
+    (nxp.Precision.bfloat16(output_layers=["head"]), 3e-2),
+    (nxp.Precision.bfloat16_parameters(output_layers=["head"]), 3e-2),
+  ],
+  ids=["float32", "bfloat16", "bfloat16 parameters"],
+)
+def test_training_equals_one_device(policy, rtol):
+  # bfloat16 rounds at 1/256, and another layout adds in another order; Adam would turn that into whole steps.
+  assert_same_training(loss_fn, {"fsdp": plan_of(policy, optax.sgd(0.1))}, tokens(), rtol=rtol)
+
+
+def test_softmax_stays_float32_with_dropout():
+  def exponentials(policy):
+    module = policy.apply(lambda: Model(nnx.Rngs(0, dropout=1), rate=0.1))()
+    attend = jax.jit(lambda x: module.attention(x, deterministic=True))
+    text = attend.lower(jnp.ones((2, 8, 16), BF16)).as_text()
+    return set(re.findall(r"stablehlo\.exponential .*x(\w+)>", text))
+
+  assert exponentials(nxp.Precision.bfloat16()) == {"f32"}
+  assert exponentials(nxp.Precision(compute=BF16, softmax=BF16)) == {"bf16"}
+
+
+def test_tied_and_stacked_layers():
+  class Tied(nnx.Module):
+    def __init__(self, rngs):
+      self.a = nnx.Linear(8, 8, rngs=rngs)
+      self.b = self.a
+
+      @nnx.vmap(in_axes=0, out_axes=0)
+      def layers(rngs):
+        return nnx.Linear(8, 8, rngs=rngs)
+
+      self.layers = layers(rngs.split(3))
+
+  module = nxp.Precision.bfloat16_parameters().apply(lambda: Tied(nnx.Rngs(0)))()
+  assert module.a is module.b
+  assert module.a.kernel.dtype == BF16
+  assert (module.layers.dtype, module.layers.kernel.dtype, module.layers.kernel.shape) == (
+    BF16,
+    BF16,
+    (3, 8, 8),
+  )
+
+
+def test_training_low_parameters_without_masters_warns():
+  policy = nxp.Precision.bfloat16_parameters(masters=False)
+  with pytest.warns(nxp.NnxParallelWarning, match="loses updates below 1/512") as caught:
+    policy.optimizer(optax.adam(1e-2))
+  assert caught[0].filename == __file__
+  tx = optax.adam(1e-2)
+  assert nxp.Precision.bfloat16().optimizer(tx) is tx
+
+
+def test_bad_policies():
+  with pytest.raises(nxp.TrainError, match="compute=int8 is not a floating dtype"):
+    nxp.Precision(compute=jnp.int8)
+  with pytest.raises(nxp.TrainError, match="parameters in float32 need no float32 masters"):
+    nxp.Precision(masters=True)
+  build = nxp.Precision.bfloat16(output_layers=["haed"]).apply(init)
+  with pytest.raises(nxp.TrainError, match=r"output_layers \['haed'\] match no layer of Model") as error:
+    build()
+  assert "head" in str(error.value)

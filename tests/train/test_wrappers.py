@@ -1,0 +1,236 @@
+"""Masters, averages, skipped steps and clipping: laid out by the plan, equal to one device."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import nnx_parallel as nxp
+from nnx_parallel.layout.variables import path_str, value_of, variables
+from nnx_parallel.testing import assert_layout, assert_same_training
+
+RULES = nxp.LogicalRules(batch=("data", "fsdp"), embed="fsdp", mlp="tensor")
+MESHES = {"dp": (8, 1, 1), "dp x fsdp x tp": (2, 2, 2), "dp x tp": (4, 1, 2)}
+
+
+class Net(nnx.Module):
+  """Two layers, with parameters in the given dtype; it computes in float32."""
+
+  def __init__(self, rngs, dtype):
+    def linear(a, b, names):
+      metadata = {"out_sharding": names}
+      return nnx.Linear(a, b, rngs=rngs, dtype=jnp.float32, param_dtype=dtype, kernel_metadata=metadata)
+
+    self.up = linear(16, 32, ("embed", "mlp"))
+    self.down = linear(32, 16, ("mlp", "embed"))
+
+  def __call__(self, x):
+    return self.down(nnx.relu(self.up(x)))
+
+
+def unplaced(dtype):
+  with nnx.use_eager_sharding(False):
+    return Net(nnx.Rngs(0), dtype)
+
+
+def loss_fn(model, x):
+  return ((model(x) - x) ** 2).mean()
+
+
+def data(steps=3):
+  return [np.random.default_rng(i).normal(size=(32, 16)).astype(np.float32) for i in range(steps)]
+
+
+def plan_on(name, tx, dtype=jnp.float32, **options):
+  data_size, fsdp, tensor = MESHES[name]
+  mesh = nxp.make_mesh(data=data_size, fsdp=fsdp, tensor=tensor)
+  return nxp.plan(lambda: Net(nnx.Rngs(0), dtype), mesh, RULES, optimizer=tx, **options)
+
+
+def train(plan, batches, **options):
+  model, optimizer = nxp.create_sharded_model(plan)
+  step = nxp.train_step(loss_fn, **options)
+  for batch in batches:
+    jax.block_until_ready(step(model, optimizer, nxp.shard_batch(batch, plan)))
+  return model, optimizer
+
+
+def arrays(module):
+  return {
+    path_str(path): np.asarray(value_of(leaf).astype(jnp.float32))
+    for path, leaf in variables(module).items()
+    if jnp.issubdtype(value_of(leaf).dtype, jnp.floating)
+  }
+
+
+def assert_close(a, b, rtol=1e-5):
+  assert a.keys() == b.keys()
+  for name in a:
+    np.testing.assert_allclose(a[name], b[name], rtol=rtol, atol=rtol, err_msg=name)
+
+
+@pytest.mark.parametrize("zero", [0, 1])
+def test_masters_train_as_float32_parameters_do(zero):
+  # The gradients are taken at the rounded parameters, so the reference rounds its parameters too.
+  plan = plan_on("dp x fsdp x tp", nxp.with_masters(optax.adam(1e-2)), jnp.bfloat16, zero=zero)
+  model, optimizer = train(plan, data())
+  assert_layout(plan, model, optimizer)
+
+  graphdef, start = nnx.split(unplaced(jnp.bfloat16))
+  full = jax.tree.map(lambda x: x.astype(jnp.float32), nnx.as_pure(start))
+  tx = optax.adam(1e-2)
+  state = tx.init(full)
+  for batch in data():
+    low = jax.tree.map(lambda x: x.astype(jnp.bfloat16), full)
+    grads = jax.grad(lambda p, x: loss_fn(nnx.merge(graphdef, p), x))(low, batch)
+    updates, state = tx.update(jax.tree.map(lambda g: g.astype(jnp.float32), grads), state)
+    full = optax.apply_updates(full, updates)
+  masters = arrays(optimizer.opt_state.masters)
+  expected = {path_str(path): np.asarray(x) for path, x in nnx.to_flat_state(full)}
+  assert_close(masters, expected, rtol=2e-3)
+  for name, value in arrays(model).items():
+    np.testing.assert_array_equal(value, masters[name].astype(jnp.bfloat16).astype(np.float32))
+
+
+def test_small_updates_add_up_only_with_masters():
+  def moved(tx):
+    model, _ = train(plan_on("dp", tx, jnp.bfloat16), data(1) * 40)
+    before = arrays(unplaced(jnp.bfloat16))
+    return np.mean(arrays(model)["up.kernel"] != before["up.kernel"])
+
+  # Adam moves every weight by its learning rate: far below the spacing of most bfloat16 weights here.
+  assert moved(nxp.with_masters(optax.adam(2e-5))) > 2 * moved(optax.adam(2e-5))
+
+
+def test_float32_parameters_get_no_copy():
+  plan = plan_on("dp", nxp.with_masters(optax.adam(1e-2)))
+  plain = plan_on("dp", optax.adam(1e-2))
+  assert plan.bytes_per_device() == plain.bytes_per_device()
+  np.testing.assert_array_equal(
+    arrays(train(plan, data())[0])["up.kernel"], arrays(train(plain, data())[0])["up.kernel"]
+  )
+
+
+def test_bytes_of_masters_and_averages():
+  tx = nxp.with_masters(nxp.with_ema(optax.adam(1e-2), 0.9))
+  plan = plan_on("dp", tx, jnp.bfloat16, zero=1)
+  count = 16 * 32 + 32 + 32 * 16 + 16
+  assert plan.bytes_per_device("model") == 2 * count
+  assert (
+    plan.bytes_per_device("optimizer") == 4 * 4 * count // 8 + 8
+  )  # master, average, two moments; counters
+  assert_layout(plan, *train(plan, data(2), gradients="scattered"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+  "tx",
+  [
+    nxp.with_masters(optax.adam(1e-2)),
+    nxp.with_ema(optax.adam(1e-2), 0.9),
+    nxp.skip_nonfinite(optax.adam(1e-2)),
+    nxp.with_masters(nxp.skip_nonfinite(nxp.with_ema(optax.adam(1e-2), 0.9))),
+    optax.chain(optax.clip_by_global_norm(0.05), optax.sgd(0.5)),
+    optax.chain(optax.clip_by_block_rms(1e-3), optax.sgd(0.5)),
+    optax.chain(optax.adaptive_grad_clip(1e-2), optax.sgd(0.5)),
+    optax.adam(1e-2, mu_dtype=jnp.bfloat16),
+  ],
+  ids=["masters", "ema", "skip", "all", "global norm", "block rms", "adaptive", "bf16 moments"],
+)
+def test_each_trains_like_one_device(tx):
+  assert_same_training(loss_fn, {name: plan_on(name, tx) for name in ("dp", "dp x fsdp x tp")}, data())
+
+
+@pytest.mark.parametrize("name", list(MESHES))
+def test_clipping_is_exact(name):
+  def moves(clip):
+    # sgd with a learning rate of 1 moves by the clipped gradient.
+    model, _ = train(plan_on(name, optax.chain(clip, optax.sgd(1.0))), data(1))
+    before = arrays(unplaced(jnp.float32))
+    return {key: value - before[key] for key, value in arrays(model).items()}
+
+  free = moves(optax.identity())
+  assert norm_of(free.values()) > 0.1
+  assert norm_of(moves(optax.clip_by_global_norm(0.05)).values()) == pytest.approx(0.05, rel=1e-5)
+  for key, move in moves(optax.clip_by_block_rms(2e-3)).items():
+    rms = norm_of([free[key]]) / free[key].size ** 0.5
+    assert norm_of([move]) / move.size**0.5 == pytest.approx(min(rms, 2e-3), rel=1e-4), key
+
+
+def norm_of(values):
+  return float(np.sqrt(sum((value.astype(np.float64) ** 2).sum() for value in values)))
+
+
+def test_moments_in_bfloat16_are_planned_so():
+  plan = plan_on("dp x fsdp x tp", optax.adam(1e-2, mu_dtype=jnp.bfloat16))
+  assert plan["optimizer/opt_state.0.mu.up.kernel"].dtype == jnp.bfloat16
+  assert plan["optimizer/opt_state.0.nu.up.kernel"].dtype == jnp.float32
+  assert_layout(plan, *train(plan, data(2)))
+
+
+@pytest.mark.parametrize("name", list(MESHES))
+def test_ema_is_the_average_of_the_parameters(name):
+  decay = 0.8
+  plan = plan_on(name, nxp.with_ema(optax.sgd(0.5), decay), zero=1)
+  model, optimizer = nxp.create_sharded_model(plan)
+  step = nxp.train_step(loss_fn)
+  expected = arrays(model)
+  for batch in data():
+    step(model, optimizer, nxp.shard_batch(batch, plan))
+    expected = {key: decay * expected[key] + (1 - decay) * value for key, value in arrays(model).items()}
+  averaged = nxp.ema_of(optimizer, model)
+  assert_close(arrays(averaged), expected, rtol=1e-6)
+  assert_layout(plan, averaged)
+  step(model, optimizer, nxp.shard_batch(data()[0], plan))
+  assert_close(arrays(averaged), expected, rtol=1e-6)  # donation did not take its arrays
+
+
+def test_ema_of_needs_one_average():
+  model, optimizer = train(plan_on("dp", optax.sgd(0.1)), data(1))
+  with pytest.raises(nxp.TrainError, match="holds 0 averages") as error:
+    nxp.ema_of(optimizer, model)
+  assert "Fix: plan(init, mesh, rules, optimizer=nxp.with_ema(tx, 0.999))" in str(error.value)
+
+
+@pytest.mark.parametrize(
+  ("wrap", "dtype"),
+  [
+    (nxp.skip_nonfinite, jnp.float32),
+    (nxp.skip_nonfinite, jnp.bfloat16),
+    (lambda tx: nxp.with_masters(nxp.skip_nonfinite(tx)), jnp.bfloat16),
+    (lambda tx: nxp.skip_nonfinite(nxp.with_masters(tx)), jnp.bfloat16),
+  ],
+  ids=["float32", "bfloat16", "inside masters", "outside masters"],
+)
+def test_a_nonfinite_step_changes_nothing(wrap, dtype):
+  plan = plan_on("dp x fsdp x tp", wrap(optax.adam(1e-2)), dtype)
+  good, bad = data(2), data(1)[0]
+  bad[5, 3] = np.nan
+  kept, optimizer = train(plan, [good[0], bad, bad, good[1]])
+  assert_layout(plan, kept, optimizer)
+  expected, _ = train(plan, good)
+  assert_close(arrays(kept), arrays(expected), rtol=1e-6)
+  state = optimizer.opt_state
+  state = state if hasattr(state, "total_notfinite") else state.inner
+  assert int(state.total_notfinite[...]) == 2
+
+
+def test_a_lasting_failure_shows_when_asked():
+  plan = plan_on("dp", nxp.skip_nonfinite(optax.sgd(0.1), max_consecutive=1))
+  model, _ = train(plan, [np.full((32, 16), np.nan, np.float32)] * 2)
+  assert np.isnan(arrays(model)["down.bias"]).all()
+
+
+def test_bad_arguments():
+  with pytest.raises(nxp.TrainError, match=r"decay=1 is not a weight of the past"):
+    nxp.with_ema(optax.sgd(0.1), 1)
+  with pytest.raises(nxp.TrainError, match="max_consecutive=-1 is negative"):
+    nxp.skip_nonfinite(optax.sgd(0.1), -1)
+  tx = nxp.with_masters(optax.sgd(0.1))
+  state = tx.init({"a": jnp.ones(2)})
+  with pytest.raises(nxp.TrainError, match="with_masters needs the parameters"):
+    tx.update({"a": jnp.ones(2)}, state)
