@@ -1,14 +1,19 @@
-"""`nnx-parallel plan`: how a recipe is laid out on a mesh; nothing is allocated, no device is needed."""
+"""`nnx-parallel plan`: how a recipe is laid out on a mesh, and whether it fits; no device is needed."""
 
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from nnx_parallel.cli import options
+from nnx_parallel.cli.compile import DOES_NOT_FIT, abstract_batch, add_step, loss_of
 
 if TYPE_CHECKING:
   from nnx_parallel.cli.main import Commands
+  from nnx_parallel.layout.plan import ShardingPlan
+  from nnx_parallel.recipes import Recipe
+  from nnx_parallel.report.memory import MemoryPlan
 
 
 def register(commands: Commands) -> None:
@@ -17,7 +22,8 @@ def register(commands: Commands) -> None:
     "plan",
     help="show how a recipe is laid out on a mesh",
     description="Prints every Variable of the model and its optimizer: shape, layout, bytes per"
-    " device, and why. Needs no devices: the mesh may be as large as you like.",
+    " device, and why. Needs no devices: the mesh may be as large as you like. With --chip, also the"
+    " planned memory of a train step; exit code 2: it does not fit.",
   )
   options.add_recipe(parser)
   options.add_mesh(parser)
@@ -25,11 +31,17 @@ def register(commands: Commands) -> None:
   parser.add_argument(
     "--json", action="store_true", help="the plan as JSON, which ShardingPlan.from_json reads"
   )
+  parser.add_argument("--chip", metavar="NAME", help="compare the planned memory with this chip's: v5e, h100")
+  add_step(parser)
+  parser.add_argument(
+    "--microbatches", type=int, metavar="N", help="parts that the batch is run in, for --chip"
+  )
+  parser.add_argument("--html", type=Path, metavar="FILE", help="also write a page with pictures")
   parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
-  """Prints the plan."""
+  """Prints the plan, and says by the exit code whether its memory fits where a chip is named."""
   import nnx_parallel as nxp
   from nnx_parallel.recipes import load_recipe
   from nnx_parallel.recipes.job import plan_recipe
@@ -42,6 +54,10 @@ def run(args: argparse.Namespace) -> int:
   else:
     mesh = nxp.abstract_mesh(sizes)
   plan = plan_recipe(recipe, mesh)
+  wanted = args.chip or (args.html and recipe.loss and recipe.batches)
+  memory = _memory(recipe, plan, args) if wanted else None
+  if args.html:
+    args.html.write_text(nxp.plan_page(plan, memory))
   if args.json:
     print(plan.to_json(), end="")
   elif args.explain is not None:
@@ -51,4 +67,17 @@ def run(args: argparse.Namespace) -> int:
     audit = plan.audit()
     if audit:
       print(f"\n{audit}")
-  return 0
+    if args.chip:
+      print(f"\n{memory}")
+  fits = memory is None or memory.headroom_bytes is None or memory.headroom_bytes >= 0
+  return 0 if fits else DOES_NOT_FIT
+
+
+def _memory(recipe: Recipe, plan: ShardingPlan, args: argparse.Namespace) -> MemoryPlan:
+  """The memory of the recipe's step, from its loss and the shapes of its first batch."""
+  from nnx_parallel.report.memory import memory_plan
+
+  parts = args.microbatches or (recipe.microbatches() if recipe.microbatches else 1)
+  return memory_plan(
+    plan, loss_of(recipe), abstract_batch(recipe, args.batch), microbatches=parts, chip=args.chip
+  )

@@ -131,7 +131,7 @@ def memory_categories(work: Workload, sizes: Sizes, microbatches: int = 1) -> di
   activation (the logits) and its gradient. While a layer is differentiated, the kept inputs of all
   layers are alive with what that layer recomputes, its gathered weights, and the gradients so far.
   """
-  gradients = per_device(work.trained, sizes)
+  gradients = per_device(work.gradients, sizes)
   inside = per_device(work.kept, sizes) / microbatches
   outside = per_device(work.kept_outside, sizes) / microbatches
   largest = max((p.per_device(sizes) for p in work.largest), default=0.0) / microbatches

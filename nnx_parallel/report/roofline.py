@@ -187,7 +187,7 @@ def _traffic(work: Workload, sizes: Sizes, microbatches: int) -> float:
   passes = 4 if work.recomputed else 3
   weights = used * work.compute_bytes / 4 * passes * microbatches
   state = per_device(work.parameters, sizes) + per_device(work.optimizer, sizes)
-  return activations + weights + 2 * state + 2 * per_device(work.trained, sizes)
+  return activations + weights + 2 * state + 2 * per_device(work.gradients, sizes)
 
 
 def _parameter_links(
@@ -202,13 +202,25 @@ def _parameter_links(
       n = math.prod(sizes[a] for a in gathered)
       sent = 3 * microbatches * whole * (n - 1) / n
       _add(seconds, gathered, link_seconds(sent, 3 * microbatches, gathered, sizes, chip, fast))
-  for part in work.trained:
+  for part, spread in work.reduced:
     summed = tuple(a for a in sizes if a in work.batch_axes and a not in part.split and sizes[a] > 1)
     if summed:
       n = math.prod(sizes[a] for a in summed)
-      sent = 2 * part.per_device(sizes) * (n - 1) / n
-      _add(seconds, summed, link_seconds(sent, 1, summed, sizes, chip, fast))
+      rounds, runs = _rounds(work.stage if spread else 0, microbatches)
+      sent = rounds * part.per_device(sizes) * (n - 1) / n
+      _add(seconds, summed, link_seconds(sent, runs, summed, sizes, chip, fast))
   return seconds
+
+
+def _rounds(stage: int, microbatches: int) -> tuple[int, int]:
+  """How often a parameter's bytes go around the ring for its gradient and update, in how many collectives.
+
+  An all-reduce goes around twice, a reduce-scatter and an all-gather once each. Stage 0: an all-reduce.
+  Stage 1: a reduce-scatter of the gradient and an all-gather of the updated parameter. Stage 2: a
+  reduce-scatter in each microbatch, and the all-gather. TPU programs do this; CPU programs write each
+  reduce-scatter as an all-reduce and a slice.
+  """
+  return {0: (2, 1), 1: (2, 2), 2: (microbatches + 1, microbatches + 1)}[stage]
 
 
 def _activation_links(

@@ -1,4 +1,4 @@
-"""Which layout is best: every factorisation of the mesh, microbatches and remat, ranked by the model."""
+"""Which layout is best: every mesh, with microbatches, remat and ZeRO stages, ranked by the model."""
 
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ from nnx_parallel.report.remat import Remat, with_remat
 from nnx_parallel.report.roofline import StepTime, step_time
 from nnx_parallel.report.topology import Machine, machine
 from nnx_parallel.report.workload import Workload, trace_workload
+from nnx_parallel.report.zero import with_zero
 
 Sizes = dict[str, int]
 
@@ -36,6 +37,7 @@ class Candidate:
     sizes: mesh axis -> size.
     microbatches: parts that the batch is run in.
     remat: what layers keep; see `with_remat`.
+    zero: ZeRO stage of the optimizer's state (1) and of the gradients too (2); see `plan`.
     memory_bytes: predicted need of one device.
     time: predicted time of the step.
     report: the compiler's figures, where this candidate was compiled.
@@ -44,6 +46,7 @@ class Candidate:
   sizes: Mapping[str, int]
   microbatches: int
   remat: Remat
+  zero: int
   memory_bytes: int
   time: StepTime
   report: CompileReport | None = None
@@ -90,11 +93,13 @@ class SearchResult:
     if self.best is None:
       raise ReportError(f"no layout fits on {self.machine.text}.", fix="more devices, or a smaller batch.")
     loss = "loss" if self.best.remat == "as written" else f'nxp.with_remat(loss, "{self.best.remat}")'
+    stage = f", zero={self.best.zero}" if self.best.zero else ""
+    gradients = ', gradients="scattered"' if self.best.zero == 2 else ""
     return (
       f"mesh = nxp.make_mesh({self.best.mesh_text})\n"
-      "plan = nxp.plan(init, mesh, rules, optimizer=optimizer)\n"
+      f"plan = nxp.plan(init, mesh, rules, optimizer=optimizer{stage})\n"
       "model, state = nxp.create_sharded_model(plan)\n"
-      f"step = nxp.train_step({loss}, microbatches={self.best.microbatches})\n"
+      f"step = nxp.train_step({loss}, microbatches={self.best.microbatches}{gradients})\n"
     )
 
   def to_json(self) -> str:
@@ -124,10 +129,11 @@ def search(
   rules: Any,
   optimizer: optax.GradientTransformation | None = None,
   remats: Sequence[Remat] = ("none", "dots", "full"),
+  zero: Sequence[int] = (0, 1, 2),
   max_microbatches: int = 64,
   compile_best: int = 0,
 ) -> SearchResult:
-  """Ranks every mesh that the rules can use, with microbatches and remat policies, for a machine.
+  """Ranks every mesh that the rules can use, with microbatches, remat and ZeRO stages, for a machine.
 
   Args:
     init: builds the module.
@@ -137,6 +143,8 @@ def search(
     rules: as for `plan`; the axes that they name are the axes searched over.
     optimizer: its state is counted.
     remats: policies to try; see `with_remat`.
+    zero: ZeRO stages to try where they split something further; see `plan`. Stage 3 is an `fsdp` axis
+      of the rules.
     max_microbatches: largest number of parts of the batch to try; powers of two.
     compile_best: how many of the fastest to compile for the machine; the fastest of these that the
       compiler accepts wins.
@@ -145,7 +153,7 @@ def search(
     Every candidate, ranked; print it.
 
   Raises:
-    ReportError: the topology or a policy is unknown, or the rules name no axis.
+    ReportError: the topology, a policy or a stage is unknown, or the rules name no axis.
 
   Example:
     >>> import jax
@@ -159,6 +167,12 @@ def search(
     >>> result.best.mesh_text
     'fsdp=16'
   """
+  strange = [stage for stage in zero if stage not in (0, 1, 2)]
+  if strange:
+    raise ReportError(
+      f"zero={strange[0]!r} is not a stage to search over.",
+      fix="zero=(0, 1, 2); stage 3 is the rule fsdp(), and is searched as a mesh axis.",
+    )
   target = machine(topology)
   axes = searched_axes(rules)
   # Sizes of two keep every axis in the specs; the traces do not depend on them.
@@ -176,7 +190,7 @@ def search(
     if reason:
       refused[reason] = refused.get(reason, 0) + 1
       continue
-    found += _candidates(works, sizes, target, batch, max_microbatches)
+    found += _candidates(works, sizes, target, batch, zero, max_microbatches)
   usable = target.chip.usable_bytes
   fitting = sorted((c for c in found if c.memory_bytes <= usable), key=_rank)
   too_large = sorted((c for c in found if c.memory_bytes > usable), key=lambda c: c.memory_bytes)
@@ -259,17 +273,24 @@ def _refuse(
 
 
 def _candidates(
-  works: Mapping[Remat, Workload], sizes: Sizes, target: Machine, batch: Any, most: int
+  works: Mapping[Remat, Workload],
+  sizes: Sizes,
+  target: Machine,
+  batch: Any,
+  stages: Sequence[int],
+  most: int,
 ) -> Iterator[Candidate]:
   parts = math.prod(sizes.get(axis, 1) for axis in next(iter(works.values())).batch_axes)
   examples = min((x.shape[0] for x in jax.tree.leaves(batch) if x.shape), default=1)
-  for remat, work in works.items():
-    count = 1
-    while count <= most and examples % (parts * count) == 0:
+  counts = [2**n for n in range(most.bit_length()) if 2**n <= most and examples % (parts * 2**n) == 0]
+  for (remat, traced), stage in itertools.product(works.items(), stages):
+    work = with_zero(traced, sizes, stage)
+    if work.stage != stage:
+      continue  # nothing is left to split: the same as stage 0
+    for count in counts:
       memory = round(sum(memory_categories(work, sizes, count).values()))
       time = step_time(work, sizes, target.chip, microbatches=count, slice_size=target.slice_size)
-      yield Candidate(sizes, count, remat, memory, time)
-      count *= 2
+      yield Candidate(sizes, count, remat, stage, memory, time)
 
 
 def _compile(
@@ -286,8 +307,13 @@ def _compile(
 
   done: list[Candidate] = []
   for candidate in fitting[:count]:
-    layout = make_plan(init, abstract_mesh(dict(candidate.sizes)), rules, optimizer=optimizer)
-    step = train_step(with_remat(loss, candidate.remat), microbatches=candidate.microbatches)
+    mesh = abstract_mesh(dict(candidate.sizes))
+    layout = make_plan(init, mesh, rules, optimizer=optimizer, zero=candidate.zero)
+    step = train_step(
+      with_remat(loss, candidate.remat),
+      microbatches=candidate.microbatches,
+      gradients="scattered" if candidate.zero == 2 else "whole",
+    )
     report = compile_report(step, layout, batch=batch, topology=topology)
     done.append(dataclasses.replace(candidate, report=report))
   best = next((c for c in done if c.report and c.report.fits), None)
@@ -303,6 +329,7 @@ def _row(candidate: Candidate) -> dict[str, Any]:
     "mesh": dict(candidate.sizes),
     "microbatches": candidate.microbatches,
     "remat": candidate.remat,
+    "zero": candidate.zero,
     "memory_bytes": candidate.memory_bytes,
     "seconds": candidate.time.seconds,
     "mfu": candidate.time.mfu,

@@ -11,7 +11,7 @@ from nnx_parallel.report.units import format_bytes, format_seconds
 if TYPE_CHECKING:
   from nnx_parallel.report.search import Candidate, SearchResult
 
-_COLUMNS = ("mesh", "microbatches>", "remat", "memory>", "step>", "MFU>", "bound by")
+_COLUMNS = ("mesh", "microbatches>", "remat", "ZeRO>", "memory>", "step>", "MFU>", "bound by")
 
 
 def search_text(result: SearchResult) -> str:
@@ -28,9 +28,9 @@ def search_text(result: SearchResult) -> str:
     return "\n".join([*lines, render("Nothing fits. The smallest", _COLUMNS, smallest)])
   front = [_row(c) for c in result.pareto()[:10]]
   lines += ["", render("Fastest for their memory (Pareto front)", _COLUMNS, front)]
-  others = [(*_row(c)[:3], _why(c, result.best)) for c in _other_meshes(result)[:8]]
+  others = [(*_row(c)[:4], _why(c, result.best)) for c in _other_meshes(result)[:8]]
   if others:
-    lines.append(render("Other meshes, at their best", (*_COLUMNS[:3], "why not"), others))
+    lines.append(render("Other meshes, at their best", (*_COLUMNS[:4], "why not"), others))
   lines += ["The winner:", "", *("  " + line for line in result.code().splitlines())]
   return "\n".join(lines) + "\n"
 
@@ -64,6 +64,7 @@ def _row(candidate: Candidate) -> tuple[str, ...]:
     candidate.mesh_text,
     str(candidate.microbatches),
     candidate.remat,
+    str(candidate.zero),
     format_bytes(candidate.memory_bytes),
     format_seconds(candidate.time.seconds),
     f"{100 * candidate.time.mfu:.0f} %",

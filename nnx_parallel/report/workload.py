@@ -10,8 +10,10 @@ from typing import Any
 import jax
 from flax import nnx
 from jax.extend import core
+from jax.sharding import PartitionSpec
 
 from nnx_parallel.layout.mesh import axis_sizes
+from nnx_parallel.layout.optimizer_layout import owner
 from nnx_parallel.layout.plan import LeafPlan, ShardingPlan
 from nnx_parallel.report.jaxprs import as_function, opened, scan_counts
 from nnx_parallel.report.propagate import Flow, Kept, Product, Propagation
@@ -34,6 +36,24 @@ class Part:
 
 
 @dataclasses.dataclass(frozen=True)
+class Leaf:
+  """Arrays of the state that are alike, with what decides how a ZeRO stage splits them.
+
+  Attributes:
+    shape: global shape of one of them, in elements.
+    spec: its layout at stage 0.
+    part: all of them, at stage 0.
+    spreads: whether a stage may split them: the state of a parameter, and parameters that have state of
+      their own shape.
+  """
+
+  shape: tuple[int, ...]
+  spec: PartitionSpec
+  part: Part
+  spreads: bool
+
+
+@dataclasses.dataclass(frozen=True)
 class Workload:
   """One step of a model on a batch, for any sizes of the mesh axes.
 
@@ -53,6 +73,11 @@ class Workload:
     products: matrix products of the forward pass.
     recomputed: matrix products that rematerialisation runs again.
     compute_bytes: bytes per element of the type in which weights are multiplied.
+    optimizer_leaves: the optimizer's state, leaf by leaf.
+    trained_leaves: trained parameters, leaf by leaf.
+    stage: ZeRO stage; see `with_zero`.
+    gradients: as they are held until the update.
+    reduced: trained parameters, each with the axes over which the stage splits its update.
   """
 
   parameters: tuple[Part, ...]
@@ -70,6 +95,11 @@ class Workload:
   products: tuple[Product, ...]
   recomputed: tuple[Product, ...]
   compute_bytes: int
+  optimizer_leaves: tuple[Leaf, ...]
+  trained_leaves: tuple[Leaf, ...]
+  stage: int
+  gradients: tuple[Part, ...]
+  reduced: tuple[tuple[Part, Split], ...]
 
 
 def per_device(parts: Iterable[Part], sizes: Sizes) -> float:
@@ -97,11 +127,15 @@ def trace_workload(
   layer = max((parts for parts, _ in layers), key=lambda p: sum(x.bytes for x in p), default=())
   model = [leaf for leaf in plan.leaves if leaf.root == "model"]
   params = [leaf for leaf in model if "Param" in leaf.kind]
+  owners = [(leaf, owner(leaf.path, plan.of("model"))) for leaf in plan.leaves if leaf.root == "optimizer"]
+  own_shape = {path for leaf, path in owners if path and leaf.shape == plan.of("model")[path].shape}
+  rows = [(plan.of("model")[path], path in own_shape) for path in traces.trained_paths]
+  trained = _merge(_part(leaf) for leaf, _ in rows)
   return Workload(
     parameters=_merge(_part(leaf) for leaf in params),
-    trained=_merge(_part(plan.of("model")[path]) for path in traces.trained_paths),
+    trained=trained,
     other=_merge(_part(leaf) for leaf in model if leaf not in params),
-    optimizer=_merge(_part(leaf) for leaf in plan.leaves if leaf.root == "optimizer"),
+    optimizer=_merge(_part(leaf) for leaf, _ in owners),
     batch=_merge(Part(_size(x), f.names) for x, f in zip(traces.inputs, traces.batch_flows, strict=True)),
     batch_axes=plan_batch_axes(plan),
     kept=kept.scanned,
@@ -113,6 +147,11 @@ def trace_workload(
     products=tuple(seen.products),
     recomputed=tuple(product for _, products in layers for product in products),
     compute_bytes=_compute_bytes(forward),
+    optimizer_leaves=_alike((leaf, path is not None) for leaf, path in owners),
+    trained_leaves=_alike(rows),
+    stage=0,
+    gradients=trained,
+    reduced=tuple((part, frozenset[str]()) for part in trained),
   )
 
 
@@ -268,6 +307,16 @@ def _compute_bytes(traced: Any) -> int:
 
 def _part(leaf: LeafPlan) -> Part:
   return Part(leaf.bytes, frozenset(axis for dim in _dims(leaf.spec, len(leaf.shape)) for axis in dim))
+
+
+def _alike(rows: Iterable[tuple[LeafPlan, bool]]) -> tuple[Leaf, ...]:
+  """One entry for each shape, layout and answer."""
+  sums: dict[tuple[tuple[int, ...], PartitionSpec, bool], Part] = {}
+  for leaf, spreads in rows:
+    key, part = (leaf.shape, leaf.spec, spreads), _part(leaf)
+    so_far = sums[key].bytes if key in sums else 0
+    sums[key] = Part(so_far + part.bytes, part.split)
+  return tuple(Leaf(shape, spec, part, spreads) for (shape, spec, spreads), part in sums.items())
 
 
 def _merge(parts: Iterable[Part]) -> tuple[Part, ...]:

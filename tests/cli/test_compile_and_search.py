@@ -1,4 +1,4 @@
-"""The two commands that answer before anything runs."""
+"""The commands that answer before anything runs."""
 
 from __future__ import annotations
 
@@ -101,6 +101,40 @@ def test_search_ends_with_2_when_nothing_fits(recipe):
   done = run("search", recipe, "--topology", "tpu:v5e:1x1", "--batch", str(1 << 30))
   assert done.returncode == 2, done.stderr
   assert "Nothing fits" in done.stdout
+
+
+def test_plan_compares_its_memory_with_a_chip_and_writes_a_page(recipe, tmp_path):
+  page = tmp_path / "plan.html"
+  done = run("plan", recipe, "--chip", "v5e", "--html", str(page))
+  assert done.returncode == 0, done.stderr
+  assert "Planned memory per device" in done.stdout
+  assert "left on v5e" in done.stdout
+  assert page.read_text().startswith("<!doctype html>")
+  assert "Planned memory per device" in page.read_text()
+
+
+def test_plan_ends_with_2_when_its_memory_does_not_fit(recipe):
+  large = ("plan", recipe, "--chip", "v5e", "--batch", str(1 << 30))
+  done = run(*large)
+  assert done.returncode == 2, done.stderr
+  assert "too much on v5e" in done.stdout
+  # More devices along the axis of the batch are the cure.
+  done = run(*large, "--mesh", "fsdp=1024", "--json")
+  assert done.returncode == 0, done.stderr
+  assert json.loads(done.stdout)
+
+
+def test_plan_without_a_chip_asks_for_nothing_but_a_model(tmp_path):
+  path = tmp_path / "bare.py"
+  path.write_text("from flax import nnx\ndef init():\n  return nnx.Linear(8, 8, rngs=nnx.Rngs(0))\n")
+  page = tmp_path / "plan.html"
+  done = run("plan", str(path), "--mesh", "fsdp=4", "--html", str(page))
+  assert done.returncode == 0, done.stderr
+  assert "Planned memory per device" not in page.read_text()
+  done = run("plan", str(path), "--mesh", "fsdp=4", "--chip", "v5e")
+  assert done.returncode == 1
+  assert "has no loss()" in done.stderr
+  assert "Fix: " in done.stderr
 
 
 def test_a_mesh_that_nobody_asked_for_grows_to_the_machine():

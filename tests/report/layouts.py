@@ -40,7 +40,7 @@ def batch():
   return jax.ShapeDtypeStruct((BATCH, WIDTH), jnp.float32)
 
 
-def plan(mesh=None, optimizer=None, **axes):
+def plan(mesh=None, optimizer=None, zero=0, **axes):
   """A plan of the MLP: batch over data and fsdp, embed over fsdp, mlp over tensor."""
   rules = nxp.LogicalRules(
     batch=("data", "fsdp"),
@@ -48,7 +48,8 @@ def plan(mesh=None, optimizer=None, **axes):
     mlp="tensor",
   )
   sizes = {"data": 1, "fsdp": 1, "tensor": 1, **axes}
-  return nxp.plan(init, mesh or nxp.abstract_mesh(sizes), rules, optimizer=optimizer or optax.sgd(0.1))
+  mesh = mesh or nxp.abstract_mesh(sizes)
+  return nxp.plan(init, mesh, rules, optimizer=optimizer or optax.sgd(0.1), zero=zero)
 
 
 PARAMS = 2 * WIDTH * HIDDEN * 4

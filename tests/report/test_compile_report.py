@@ -21,9 +21,10 @@ from nnx_parallel.report.reshards import find_reshards
 from report import layouts
 
 
-def report(optimizer=None, microbatches=1, **axes):
-  plan = layouts.plan(optimizer=optimizer, **axes)
-  step = nxp.train_step(layouts.loss, microbatches=microbatches)
+def report(optimizer=None, microbatches=1, zero=0, **axes):
+  plan = layouts.plan(optimizer=optimizer, zero=zero, **axes)
+  gradients = "scattered" if zero == 2 else "whole"
+  step = nxp.train_step(layouts.loss, microbatches=microbatches, gradients=gradients)
   return compile_report(step, plan, batch=layouts.batch(), topology="cpu:8")
 
 
@@ -97,6 +98,35 @@ MINIMA = {
     {"all_reduce_data_bytes": layouts.PARAMS // 2 + LOSS, "all_reduce_tensor_bytes": ACTIVATION // 4},
   ),
 }
+
+
+# As in MINIMA, CPU writes a reduce-scatter as an all-reduce and a slice: its payload is the same.
+ZERO_MINIMA = {
+  # Gradients reduced once, whatever the microbatches; updated parameters gathered once.
+  "ZeRO-1": ({"zero": 1}, {"all_reduce_data_bytes": layouts.PARAMS + LOSS}),
+  "ZeRO-1, 4 microbatches": (
+    {"zero": 1, "microbatches": 4},
+    {"all_reduce_data_bytes": layouts.PARAMS + LOSS},
+  ),
+  "ZeRO-2": ({"zero": 2}, {"all_reduce_data_bytes": layouts.PARAMS + LOSS}),
+  # Whole gradients are never kept, so that each microbatch reduces its own.
+  "ZeRO-2, 4 microbatches": (
+    {"zero": 2, "microbatches": 4},
+    {"all_reduce_data_bytes": 4 * (layouts.PARAMS + LOSS)},
+  ),
+}
+
+
+@pytest.mark.parametrize("name", ZERO_MINIMA)
+def test_each_zero_stage_sends_the_analytic_minimum(name, capsys):
+  options, reduced = ZERO_MINIMA[name]
+  minima = {**reduced, "all_gather_data_bytes": layouts.PARAMS}
+  found = report(data=8, optimizer=optax.adam(1e-3), **options)
+  assert_collectives(found, **{key: f"=={size}" for key, size in minima.items()})
+  assert_collectives(found, collective_permute_count=0, all_to_all_count=0, reduce_scatter_count=0)
+  assert found.categories["optimizer"] == 2 * layouts.PARAMS // 8 + 8
+  with capsys.disabled():
+    print(f"\n{name}: {found.bytes_by('kind', 'axes')} analytic {minima}")
 
 
 @pytest.mark.parametrize("name", MINIMA)

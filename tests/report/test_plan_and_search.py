@@ -17,11 +17,12 @@ import nnx_parallel as nxp
 from nnx_parallel.errors import ReportError
 from nnx_parallel.report.chips import chip
 from nnx_parallel.report.compile_report import compile_report
-from nnx_parallel.report.memory import ERROR_BAND, memory_plan
+from nnx_parallel.report.memory import ERROR_BAND, memory_categories, memory_plan
 from nnx_parallel.report.remat import REMATS, with_remat
 from nnx_parallel.report.roofline import compiled_time, link_seconds, step_time
 from nnx_parallel.report.search import factorisations, search, searched_axes
 from nnx_parallel.report.workload import trace_workload
+from nnx_parallel.report.zero import with_zero
 from report import layouts
 
 DEPTH, WIDTH, HIDDEN = 6, 128, 512
@@ -111,6 +112,17 @@ def test_the_plan_is_within_its_band_of_the_compiled_need(axes, remat):
   compiled = compile_report(step, plan(**axes), batch=big, topology="cpu:8")
   ratio = compiled.need_bytes / planned.need_bytes
   assert ERROR_BAND[0] <= ratio <= ERROR_BAND[1], f"{ratio:.2f}: {planned.categories}"
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_a_zero_stage_is_within_the_band_of_the_compiled_need(stage):
+  axes = {"data": 8, "fsdp": 1, "tensor": 1}
+  work = with_zero(trace_workload(plan(fsdp=2), loss, BATCH), axes, stage)
+  planned = sum(memory_categories(work, axes, 4).values())
+  real = nxp.plan(init, nxp.abstract_mesh(axes), RULES, optimizer=optax.adam(1e-3), zero=stage)
+  step = nxp.train_step(loss, microbatches=4, gradients="scattered" if stage == 2 else "whole")
+  compiled = compile_report(step, real, batch=BATCH, topology="cpu:8")
+  assert ERROR_BAND[0] <= compiled.need_bytes / planned <= ERROR_BAND[1]
 
 
 @pytest.mark.parametrize("remat", REMATS)
@@ -229,6 +241,68 @@ def test_the_code_of_the_winner_runs(monkeypatch):
   exec(result.code(), scope)
   batch = nxp.shard_batch(np.zeros(BATCH.shape, np.float32), scope["plan"])
   assert float(scope["step"](scope["model"], scope["state"], batch)["loss"]) == 0.0
+
+
+@pytest.mark.parametrize("optimizer", [optax.adam(1e-3), optax.adafactor(1e-3)], ids=["adam", "adafactor"])
+@pytest.mark.parametrize("sizes", [(8, 1, 1), (4, 2, 1), (2, 2, 2), (64, 1, 4)])
+def test_a_zero_stage_has_the_bytes_of_the_real_plan(optimizer, sizes):
+  axes = dict(zip(("data", "fsdp", "tensor"), sizes, strict=True))
+  real = nxp.plan(init, nxp.abstract_mesh(axes), RULES, optimizer=optimizer, zero=1)
+  state = sum(leaf.bytes_per_device for leaf in real.leaves if leaf.root == "optimizer")
+  # Traced on other sizes, as `search` does.
+  work = trace_workload(plan(data=2, fsdp=2, tensor=2, optimizer=optimizer), loss, BATCH)
+  whole, one, two = (memory_categories(with_zero(work, axes, stage), axes, 4) for stage in (0, 1, 2))
+  assert round(one["optimizer"]) == round(two["optimizer"]) == state < round(whole["optimizer"])
+  assert one["gradients"] == whole["gradients"]
+
+
+def test_stage_two_splits_gradients_as_the_state_of_their_shape():
+  axes = {"data": 8, "fsdp": 1, "tensor": 1}
+  for optimizer, ways in ((optax.adam(1e-3), 8), (optax.sgd(0.1), 1)):
+    work = with_zero(trace_workload(plan(fsdp=2, optimizer=optimizer), loss, BATCH), axes, 2)
+    assert memory_categories(work, axes, 4)["gradients"] == 2 * PARAMS / ways
+    assert work.stage == (2 if ways == 8 else 0)
+
+
+def test_a_stage_that_divides_nothing_is_stage_zero():
+  work = trace_workload(plan(fsdp=2), loss, BATCH)
+  assert with_zero(work, {"data": 5, "fsdp": 1, "tensor": 1}, 1) is work
+  assert with_zero(work, {"data": 1, "fsdp": 8, "tensor": 1}, 2) is work
+
+
+def test_zero_stages_send_what_their_collectives_send():
+  axes = {"data": 8, "fsdp": 1, "tensor": 1}
+  work = trace_workload(plan(fsdp=2), loss, BATCH)
+  cpu = chip("cpu")
+  once = PARAMS * 7 / 8 / (cpu.link_bandwidth * cpu.links)
+  for stage, rounds in ((0, 2), (1, 2), (2, 5)):
+    time = step_time(with_zero(work, axes, stage), axes, cpu, microbatches=4)
+    assert time.overlapped["data"] == pytest.approx(rounds * once, rel=0.2)
+
+
+def test_search_varies_the_zero_stage(monkeypatch):
+  monkeypatch.setattr(nxp, "with_remat", with_remat, raising=False)
+  rules = nxp.LogicalRules(batch="data", embed=None, mlp=None, layers=None)
+  optimizer = optax.adam(1e-3)
+  result = search(init, loss, "cpu:8", batch=BATCH, rules=rules, optimizer=optimizer, max_microbatches=1)
+  by_stage = {c.zero: c for c in result.fitting if c.remat == "none"}
+  assert set(by_stage) == {0, 1, 2}
+  real = [nxp.plan(init, nxp.abstract_mesh(data=8), rules, optimizer=optimizer, zero=z) for z in (0, 1)]
+  saved = sum(p.bytes_per_device for p in real[0].leaves) - sum(p.bytes_per_device for p in real[1].leaves)
+  assert by_stage[0].memory_bytes - by_stage[1].memory_bytes == saved == 2 * PARAMS * 7 // 8
+  assert result.best.zero == 2
+  assert "optimizer=optimizer, zero=2)" in result.code()
+  assert 'gradients="scattered")' in result.code()
+  assert json.loads(result.to_json())["best"]["zero"] == 2
+  scope = {"nxp": nxp, "init": init, "loss": loss, "rules": rules, "optimizer": optimizer}
+  exec(result.code(), scope)
+  batch = nxp.shard_batch(np.zeros(BATCH.shape, np.float32), scope["plan"])
+  assert float(scope["step"](scope["model"], scope["state"], batch)["loss"]) == 0.0
+
+
+def test_stage_three_is_not_searched_as_a_stage():
+  with pytest.raises(ReportError, match=r"zero=3 is not a stage to search over(.|\n)*fsdp\(\)"):
+    search(init, loss, "cpu:8", batch=BATCH, rules=RULES, zero=[3])
 
 
 def test_sizes_that_do_not_divide_are_left_out_with_the_reason():

@@ -1,0 +1,49 @@
+"""What a ZeRO stage changes in a workload: how the optimizer's state and the gradients are split.
+
+Stage 3, which splits the parameters too, is an axis of the rules (`fsdp`), not a stage here.
+Source: ZeRO, arXiv:1910.02054.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+from nnx_parallel.layout import optimizer_layout
+from nnx_parallel.report.workload import Leaf, Part, Sizes, Workload
+
+
+def with_zero(work: Workload, sizes: Sizes, stage: int) -> Workload:
+  """The same step with the optimizer's state split over the batch axes too, as `plan(..., zero=stage)` does.
+
+  Args:
+    work: a step of stage 0.
+    sizes: mesh axis -> size in devices; an array is split only where one of its dims divides.
+    stage: 0, 1 (state), or 2 (state and gradients).
+
+  Returns:
+    The workload for these sizes; `work` itself where the stage splits nothing further.
+  """
+  if not stage:
+    return work
+  optimizer = tuple(_spread(leaf, work.batch_axes, sizes) for leaf in work.optimizer_leaves)
+  if all(part.split == leaf.part.split for part, leaf in zip(optimizer, work.optimizer_leaves, strict=True)):
+    return work
+  updated = tuple(_spread(leaf, work.batch_axes, sizes) for leaf in work.trained_leaves)
+  return dataclasses.replace(
+    work,
+    stage=stage,
+    optimizer=optimizer,
+    gradients=updated if stage == 2 else work.trained,
+    reduced=tuple(
+      (leaf.part, part.split - leaf.part.split)
+      for leaf, part in zip(work.trained_leaves, updated, strict=True)
+    ),
+  )
+
+
+def _spread(leaf: Leaf, axes: tuple[str, ...], sizes: Sizes) -> Part:
+  if not leaf.spreads:
+    return leaf.part
+  spec, _ = optimizer_layout.spread(leaf.spec, leaf.shape, axes, sizes)
+  split = {axis for entry in spec if entry for axis in ((entry,) if isinstance(entry, str) else entry)}
+  return Part(leaf.part.bytes, frozenset(split))
