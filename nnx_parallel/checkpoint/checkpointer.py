@@ -47,7 +47,8 @@ class Checkpointer:
   several processes, make each call on all of them.
 
   Args:
-    directory: local, or any path that `etils.epath` knows; made at the first save.
+    directory: local, or an object store that `etils.epath` and Orbax know; made at the first save. An
+      object store has no lock, so let one job write there, and steps are not replaced in place.
     max_to_keep: how many of the newest steps to keep; None keeps all.
     keep_every: also keep each step that this divides.
     best: name of the metric that decides which step is best; the best step is kept too.
@@ -574,8 +575,18 @@ class Checkpointer:
 
 
 def _absolute(directory: str | os.PathLike[str]) -> epath.Path:
-  path = epath.Path(directory).expanduser()
-  if not files.is_local(path):
+  try:
+    path = epath.Path(directory).expanduser()
+    remote = not files.is_local(path)
+    if remote:
+      path.exists()  # imports what the store needs
+  except (KeyError, ImportError) as error:
+    raise CheckpointError(
+      f"cannot open {directory}: no file system for it is installed.",
+      details=str(error),
+      fix="install the package of that store (gcsfs for gs://, s3fs for s3://), or pass a local path.",
+    ) from error
+  if remote:
     return path
   path = epath.Path(os.path.abspath(path))
   if path.exists() and not path.is_dir():
