@@ -12,7 +12,7 @@ import threading
 import types
 import warnings
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Generator, Iterable
 from collections.abc import Mapping as MappingType
 from typing import Any
 
@@ -47,7 +47,8 @@ class Checkpointer:
   several processes, make each call on all of them.
 
   Args:
-    directory: local, or any path that `etils.epath` knows; made at the first save.
+    directory: local, or an object store that `etils.epath` and Orbax know; made at the first save. An
+      object store has no lock, so let one job write there, and steps are not replaced in place.
     max_to_keep: how many of the newest steps to keep; None keeps all.
     keep_every: also keep each step that this divides.
     best: name of the metric that decides which step is best; the best step is kept too.
@@ -92,6 +93,7 @@ class Checkpointer:
     self._pool = concurrent.futures.ThreadPoolExecutor(1, "nnx_parallel-checkpoint")
     self._pending: concurrent.futures.Future[None] | None = None
     self._old_handlers: dict[int, Any] = {}
+    self._holds, self._put_off = 0, False
     self._at_exit = functools.partial(_if_alive, weakref.WeakMethod(self.wait))
     atexit.register(self._at_exit)
     # atexit comes too late to finish a background save: by then Python starts no more threads, and Orbax
@@ -139,6 +141,19 @@ class Checkpointer:
       CheckpointError: the step exists, a leaf cannot be stored, the disk refuses, another job is writing
         here, or an earlier background save failed.
     """
+    with self.hold():
+      self._save(step, model, optimizer, extra, metrics, plan, overwrite)
+
+  def _save(
+    self,
+    step: int,
+    model: object,
+    optimizer: object,
+    extra: MappingType[str, object] | None,
+    metrics: MappingType[str, object] | None,
+    plan: object,
+    overwrite: bool,
+  ) -> None:
     self.wait()
     number = self._check_step(step)
     roots = targets.saved_roots(model, optimizer)
@@ -176,9 +191,10 @@ class Checkpointer:
     Raises:
       CheckpointError: it failed.
     """
-    pending, self._pending = self._pending, None
-    if pending is not None:
-      agree.together(pending.result)
+    with self.hold():
+      pending, self._pending = self._pending, None
+      if pending is not None:
+        agree.together(pending.result)
 
   def close(self) -> None:
     """Waits for a background save and lets the object go.
@@ -196,23 +212,55 @@ class Checkpointer:
   def save_on_sigterm(self, state: Callable[[], MappingType[str, Any]]) -> None:
     """Saves when the process is asked to end, then ends it; undone by `close`.
 
-    The save happens where Python handles signals, between two operations of the main thread.
+    The save happens where Python handles signals, between two operations of the main thread, but never
+    inside a block of `hold` or another call of this object. Put the updates into such blocks: while a step
+    runs, the arrays of the model are donated and cannot be saved. For jobs of one process only: several
+    would be interrupted at different steps.
 
     Args:
       state: called then; returns the arguments of `save`, for example
         `lambda: {"step": step, "model": model, "optimizer": optimizer}`.
     """
 
-    def handle(number: int, _: types.FrameType | None) -> None:
-      arguments = dict(state())
-      step = arguments.pop("step")
-      if step not in self.steps():
-        self.save(step, **arguments)
-      self.wait()
+    def save_and_end() -> None:
+      with self.hold():
+        self.wait()
+        arguments = dict(state())
+        step = arguments.pop("step")
+        if arguments.get("overwrite") or step not in self.steps():
+          self.save(step, **arguments)
+          self.wait()
+        self._put_off = False  # a second signal asked for the same
       self._restore_handlers()
-      signal.raise_signal(number)
+      signal.raise_signal(signal.SIGTERM)
 
+    def handle(_: int, __: types.FrameType | None) -> None:
+      if self._holds:
+        self._put_off = True
+      else:
+        save_and_end()
+
+    self._save_and_end = save_and_end
     self._old_handlers[signal.SIGTERM] = signal.signal(signal.SIGTERM, handle)
+
+  @contextlib.contextmanager
+  def hold(self) -> Generator[None]:
+    """Puts off the save of `save_on_sigterm` until the block is left.
+
+    Example:
+      >>> import tempfile
+      >>> checkpointer = Checkpointer(tempfile.mkdtemp())
+      >>> with checkpointer.hold():
+      ...   pass  # train_step(model, optimizer, batch); step += 1
+    """
+    self._holds += 1
+    try:
+      yield
+    finally:
+      self._holds -= 1
+    if self._put_off and not self._holds:
+      self._put_off = False
+      self._save_and_end()
 
   # Finding.
 
@@ -574,8 +622,18 @@ class Checkpointer:
 
 
 def _absolute(directory: str | os.PathLike[str]) -> epath.Path:
-  path = epath.Path(directory).expanduser()
-  if not files.is_local(path):
+  try:
+    path = epath.Path(directory).expanduser()
+    remote = not files.is_local(path)
+    if remote:
+      path.exists()  # imports what the store needs
+  except (KeyError, ImportError) as error:
+    raise CheckpointError(
+      f"cannot open {directory}: no file system for it is installed.",
+      details=str(error),
+      fix="install the package of that store (gcsfs for gs://, s3fs for s3://), or pass a local path.",
+    ) from error
+  if remote:
     return path
   path = epath.Path(os.path.abspath(path))
   if path.exists() and not path.is_dir():

@@ -1,8 +1,10 @@
 """Folders: which steps there are, one writer at a time, and commits that survive a crash.
 
-A step is written under a temporary name, made durable, and renamed. The name of a step therefore only
-ever belongs to a complete checkpoint. Everything that this package may delete carries one of its own
-suffixes, or holds its manifest.
+On a local file system a step is written under a temporary name, made durable, and renamed. The name of a
+step therefore only ever belongs to a complete checkpoint. Object stores rename nothing in one go: there a
+step is written under its own name and becomes one with its manifest, written last; a mark beside it says
+that it is under way, or that it is to go. Everything that this package may delete carries one of its own
+suffixes, has such a mark, or holds its manifest.
 """
 
 from __future__ import annotations
@@ -100,6 +102,8 @@ def sweep(directory: epath.Path) -> list[str]:
   Returns:
     The names of the folders that were removed or put back.
   """
+  if not is_local(directory):
+    return _sweep_marks(directory)
   touched: list[str] = []
   for entry in sorted(directory.iterdir(), key=lambda path: path.name):
     name, suffix = os.path.splitext(entry.name.partition(".orbax-checkpoint-tmp")[0])
@@ -111,6 +115,33 @@ def sweep(directory: epath.Path) -> list[str]:
       continue
     touched.append(entry.name)
   return touched
+
+
+def _sweep_marks(directory: epath.Path) -> list[str]:
+  touched: list[str] = []
+  for entry in sorted(directory.iterdir(), key=lambda path: path.name):
+    name, suffix = os.path.splitext(entry.name)
+    if suffix not in (SAVING, DELETING) or not _is_step_name(name):
+      continue
+    if suffix == DELETING or not (directory / name / manifest.FILE).exists():
+      _remove_marked(directory, int(name))
+      touched.append(name)
+    entry.unlink()
+  return touched
+
+
+def _remove_marked(directory: epath.Path, step: int) -> None:
+  folder = directory / str(step)
+  (folder / manifest.FILE).unlink(missing_ok=True)  # first: without it the step is none
+  if folder.exists():
+    folder.rmtree()
+
+
+def mark(directory: epath.Path, step: int, suffix: str) -> epath.Path:
+  """Says on an object store what is about to happen to a step, in case it is cut short."""
+  path = directory / f"{step}{suffix}"
+  path.write_text("")
+  return path
 
 
 def commit(temporary: epath.Path, final: epath.Path) -> None:
@@ -128,6 +159,11 @@ def commit(temporary: epath.Path, final: epath.Path) -> None:
 
 def delete_step(directory: epath.Path, step: int) -> None:
   """Deletes a step; killed half way, the step is gone as a whole."""
+  if not is_local(directory):
+    doomed = mark(directory, step, DELETING)
+    _remove_marked(directory, step)
+    doomed.unlink()
+    return
   doomed = directory / f"{step}{DELETING}"
   (directory / str(step)).rename(doomed)
   make_durable([directory])
@@ -144,11 +180,15 @@ def all_files(folder: epath.Path) -> dict[str, int]:
         path = os.path.join(parent, name)
         found[os.path.relpath(path, root)] = os.path.getsize(path)
     return found
-  return {
-    os.fspath(path.relative_to(folder)): path.stat().length
-    for path in folder.glob("**/*")
-    if not path.is_dir()
-  }
+  return {os.fspath(path.relative_to(folder)): path.stat().length for path in _files_below(folder)}
+
+
+def _files_below(folder: epath.Path) -> Generator[epath.Path]:
+  for path in folder.iterdir():
+    if path.is_dir():
+      yield from _files_below(path)
+    else:
+      yield path
 
 
 def sha256(file: epath.Path) -> str:

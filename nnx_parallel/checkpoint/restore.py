@@ -237,4 +237,5 @@ def _without_elements(struct: jax.ShapeDtypeStruct) -> Array:
   if not encoding.is_key(struct.dtype):
     return jax.numpy.zeros(struct.shape, struct.dtype, device=struct.sharding)
   data = jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct(struct.shape, struct.dtype))
-  return encoding.decode(np.zeros(data.shape, data.dtype), encoding.key_encoding(struct.dtype), "")
+  keys = encoding.decode(np.zeros(data.shape, data.dtype), encoding.key_encoding(struct.dtype), "")
+  return jax.device_put(keys, struct.sharding)

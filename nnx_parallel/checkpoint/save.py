@@ -107,6 +107,8 @@ def write(
   """
   final = directory / str(step)
   folder = directory / f"{step}{files.SAVING}" if files.is_local(directory) else final
+  if folder == final and jax.process_index() == 0:
+    files.mark(directory, step, files.SAVING)
   pending = None
   if content.arrays:
     pending = _orbax.start_save(folder, content.arrays, chunk_bytes=chunk_bytes)
@@ -136,16 +138,22 @@ def write(
     files.make_tree_durable(folder)
     if folder != final:
       files.commit(folder, final)
+    else:  # the manifest was the commit
+      (directory / f"{step}{files.SAVING}").unlink()
 
   return finish
 
 
 def abandon(directory: epath.Path, step: int) -> None:
-  """Removes what a failed save left under its temporary name."""
-  if jax.process_index() == 0 and files.is_local(directory):
+  """Removes what a failed save left; what cannot be removed now, the next save sweeps."""
+  if jax.process_index() != 0:
+    return
+  with contextlib.suppress(OSError):
+    if not files.is_local(directory):
+      files.sweep(directory)
+      return
     for entry in directory.glob(f"{step}{files.SAVING}*"):
-      with contextlib.suppress(OSError):  # the next start sweeps it
-        entry.rmtree()
+      entry.rmtree()
 
 
 def _encode_leaf(

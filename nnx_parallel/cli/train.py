@@ -5,9 +5,11 @@ from __future__ import annotations
 import argparse
 import contextlib
 import math
+import sys
+import warnings
 from collections.abc import Callable, Generator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from nnx_parallel.cli import options
 from nnx_parallel.errors import CheckpointError, TrainError
@@ -130,12 +132,17 @@ def make_job(
   *,
   microbatches: int | None = None,
 ) -> Job:
-  """Restores the newest checkpoint, or creates the job when there is none yet."""
+  """Restores the newest good checkpoint, or creates the job when there is none yet."""
   from nnx_parallel.recipes.job import Job
 
   parts = microbatches or (recipe.microbatches() if recipe.microbatches is not None else 1)
   if checkpointer is not None and checkpointer.steps():
-    return Job.restore(recipe, plan, checkpointer, microbatches=parts)
+    with warnings.catch_warnings(record=True) as caught:
+      warnings.simplefilter("always", UserWarning)
+      job = Job.restore(recipe, plan, checkpointer, microbatches=parts)
+    for warning in caught:
+      print(f"warning: {warning.message}", file=sys.stderr)
+    return job
   return Job.start(recipe, plan, microbatches=parts)
 
 
@@ -169,7 +176,7 @@ def train_with_progress(
   *,
   quiet: bool = False,
 ) -> None:
-  """Trains to `steps`; shows progress, writes `metrics.jsonl`, saves.
+  """Trains to `steps`; shows progress, writes `metrics.jsonl`, saves, on SIGTERM too.
 
   Args:
     job: is advanced in place.
@@ -191,9 +198,18 @@ def train_with_progress(
       log.write(step, values)
       progress.update(step, values)
 
+    def last_state() -> dict[str, Any]:
+      job.report(observe)
+      print(f"asked to end: saving step {job.step}", flush=True)
+      return job.state()
+
+    hold = contextlib.nullcontext
+    if checkpointer is not None:
+      hold = checkpointer.hold
+      checkpointer.save_on_sigterm(last_state)
     stride = save_every or steps
     while job.step < steps:
-      job.train(min(steps, (job.step // stride + 1) * stride), observe)
+      job.train(min(steps, (job.step // stride + 1) * stride), observe, hold=hold)
       if checkpointer is not None:
         job.save(checkpointer)
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from typing import Any, Self
 
 import jax
@@ -53,6 +55,8 @@ class Job:
     microbatches: into how many parts each global batch is cut.
     step: how many updates were made.
     samples: the data cursor: how many samples were consumed, on whatever mesh, in whatever batches.
+    passed_over: the newest step that was damaged when this job was restored from an older one; up to
+      it, saves replace what is there.
   """
 
   recipe: Recipe
@@ -62,6 +66,7 @@ class Job:
   microbatches: int = 1
   step: int = 0
   samples: int = 0
+  passed_over: int = 0
 
   def __post_init__(self) -> None:
     if self.recipe.loss is None or self.recipe.batches is None:
@@ -73,6 +78,7 @@ class Job:
     self._train_step = nxp.train_step(self._loss, microbatches=self.microbatches)
     self._eval_step = nxp.eval_step(self._loss)
     self.clock = StepClock()
+    self._late: tuple[int, Mapping[str, Any], int] | None = None
 
   @classmethod
   def start(cls, recipe: Recipe, plan: nxp.ShardingPlan, *, microbatches: int = 1) -> Self:
@@ -89,15 +95,19 @@ class Job:
     *,
     microbatches: int = 1,
   ) -> Self:
-    """The job as it was at its last checkpoint, in the layout of this plan.
+    """The job as it was at its last good checkpoint, in the layout of this plan.
+
+    A damaged one is passed over with a warning.
 
     Raises:
       CheckpointError: nothing to restore, or it does not fit the plan.
     """
-    step = checkpointer.metadata().step
-    model, optimizer = checkpointer.restore(plan, step)
-    cursor = checkpointer.restore_extra("data", step=step)
-    return cls(recipe, plan, model, optimizer, microbatches, step, cursor["samples"])
+    newest = max(checkpointer.steps(), default=0)
+    model, optimizer = checkpointer.restore(plan, on_corrupt="fallback")
+    step = checkpointer.restored.step if checkpointer.restored is not None else newest
+    samples = checkpointer.restore_extra("data", step=step)["samples"]
+    passed_over = newest if newest > step else 0
+    return cls(recipe, plan, model, optimizer, microbatches, step, samples, passed_over)
 
   def save(self, checkpointer: nxp.Checkpointer) -> None:
     """Saves everything that `restore` needs.
@@ -105,29 +115,56 @@ class Job:
     Raises:
       CheckpointError: as `Checkpointer.save`.
     """
-    extra = {"data": {"samples": self.samples, "recipe": self.recipe.name}}
-    checkpointer.save(self.step, self.model, self.optimizer, extra=extra, plan=self.plan)
+    checkpointer.save(**self.state())
 
-  def train(self, steps: int, observe: Observer = lambda step, values: None) -> None:
+  def state(self) -> dict[str, Any]:
+    """The arguments for `Checkpointer.save`, and for `Checkpointer.save_on_sigterm`."""
+    return {
+      "step": self.step,
+      "model": self.model,
+      "optimizer": self.optimizer,
+      "extra": {"data": {"samples": self.samples, "recipe": self.recipe.name}},
+      "plan": self.plan,
+      "overwrite": self.step <= self.passed_over,
+    }
+
+  def train(
+    self,
+    steps: int,
+    observe: Observer = lambda step, values: None,
+    *,
+    hold: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext,
+  ) -> None:
     """Trains until `steps` updates were made in all.
 
     Args:
       steps: the number of the last step; nothing happens when it was reached before.
       observe: called after each step with its number and its metrics, `seconds` and
         `tokens_per_second`.
+      hold: entered around each update and its reports, where model and step do not belong together:
+        `Checkpointer.hold`.
 
     Raises:
       TrainError: the batches end too early, or a loss is not finite.
     """
     self.clock.start()
     # Metrics are read one step late, so that the devices always have the next step to work on.
-    late: tuple[int, Mapping[str, Any], int] | None = None
     for number, batch in self._numbered_batches(steps):
-      metrics = self._train_step(self.model, self.optimizer, batch)
-      self.step, self.samples = number, self.samples + _batch_size(batch)
-      if late is not None:
-        self._report(late, observe)
-      late = (number, metrics, self._tokens(batch))
+      with hold():
+        metrics = self._train_step(self.model, self.optimizer, batch)
+        self.step, self.samples = number, self.samples + _batch_size(batch)
+        self.report(observe)
+        self._late = (number, metrics, self._tokens(batch))
+    with hold():
+      self.report(observe)
+
+  def report(self, observe: Observer) -> None:
+    """Reports the last step, if its metrics were not read yet.
+
+    Raises:
+      TrainError: its loss is not finite.
+    """
+    late, self._late = self._late, None
     if late is not None:
       self._report(late, observe)
 

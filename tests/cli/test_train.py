@@ -163,3 +163,34 @@ def environment():
 
   root = str(Path(cli.__file__).parents[2])
   return {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"} | {"PYTHONPATH": root}
+
+
+def test_a_damaged_step_is_passed_over_and_made_again(tiny, capsys):
+  common = ["train", tiny, "--checkpoint", "ckpt", "--resume", "--save-every", "2", "--quiet"]
+  assert cli.main([*common, "--steps", "4"]) == 0
+  next(p for p in Path("ckpt/4/model/kernel/c").rglob("*") if p.is_file()).write_bytes(b"")
+  capsys.readouterr()
+  assert cli.main([*common, "--steps", "6"]) == 0
+  assert capsys.readouterr().err.startswith(
+    "warning: step 4 was passed over: step 4 is damaged: model/kernel/"
+  )
+  assert cli.main(["verify", "ckpt"]) == 0
+
+
+def test_a_run_that_is_asked_to_end_saves_and_goes_on_as_if_it_never_had(tiny):
+  """The signal comes after an update, before its metrics are kept."""
+  Path("ended.py").write_text(
+    TINY.replace("def tokens(batch):", "def tokens(batch):\n  global n; n += 1\n  if n == 3: end()")
+    + "\nimport os, signal\nn = 0\ndef end():\n  os.kill(os.getpid(), signal.SIGTERM)\n"
+  )
+  command = [sys.executable, "-m", "nnx_parallel.cli.main", "train"]
+  common = ["--checkpoint", "ckpt", "--out", "parts", "--steps", "8"]
+  done = subprocess.run(
+    [*command, "ended.py", *common], env=environment(), capture_output=True, text=True, check=False
+  )
+  assert done.returncode == -15, done.stderr
+  assert done.stdout.splitlines()[-1] == "asked to end: saving step 3"
+  assert cli.main(["train", tiny, *common, "--resume", "--quiet"]) == 0
+  assert cli.main(["train", tiny, "--steps", "8", "--out", "straight", "--quiet"]) == 0
+  straight, parts = records("straight/metrics.jsonl"), records("parts/metrics.jsonl")
+  assert [(r["step"], r["loss"]) for r in parts] == [(r["step"], r["loss"]) for r in straight]

@@ -1,0 +1,93 @@
+"""A store without locks, fsync and renames: a local folder for which this package believes so."""
+
+import pytest
+
+from checkpoint.runs import arrays, assert_same, target_of
+from nnx_parallel.checkpoint import files, manifest
+from nnx_parallel.checkpoint.checkpointer import Checkpointer
+from nnx_parallel.errors import CheckpointError
+
+
+@pytest.fixture
+def store(tmp_path, monkeypatch):
+  def unknown(*_):
+    raise AssertionError("not on an object store")
+
+  monkeypatch.setattr(files, "is_local", lambda _: False)
+  monkeypatch.setattr(files, "commit", unknown)
+  monkeypatch.setattr(files.os, "fsync", unknown)
+  return tmp_path
+
+
+def names(directory):
+  return sorted(path.name for path in directory.iterdir())
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_steps_come_back_and_old_ones_go(store, asynchronous):
+  trees = {step: arrays(step) for step in (1, 2, 3)}
+  with Checkpointer(store, max_to_keep=2, asynchronous=asynchronous) as checkpointer:
+    for step, tree in trees.items():
+      checkpointer.save(step, tree)
+    assert_same(checkpointer.restore(target_of(trees[3])), trees[3])
+    assert checkpointer.verify() == {}
+  assert names(store) == ["2", "3"]
+  assert "model/w/zarr.json" in checkpointer.metadata().files
+
+
+def test_a_save_cut_short_is_no_step_and_can_be_made_again(store, monkeypatch):
+  tree = arrays()
+  checkpointer = Checkpointer(store)
+  checkpointer.save(1, tree)
+
+  def killed(*_):
+    raise KeyboardInterrupt
+
+  with monkeypatch.context() as patch:
+    patch.setattr(manifest, "write", killed)
+    with pytest.raises(KeyboardInterrupt):
+      checkpointer.save(2, tree)
+  assert names(store) == ["1", "2", "2.nnx-saving"]
+  again = Checkpointer(store)
+  assert (again.steps(), again.latest()) == ([1], 1)
+  again.save(2, tree)
+  assert names(store) == ["1", "2"]
+  assert_same(again.restore(target_of(tree)), tree)
+
+
+def test_a_failed_save_leaves_nothing(store, monkeypatch):
+  def full(*_):
+    raise OSError(28, "No space left")
+
+  monkeypatch.setattr(manifest, "write", full)
+  with pytest.raises(CheckpointError, match=r"cannot save step 2 in .*: the disk is full"):
+    Checkpointer(store).save(2, arrays())
+  assert names(store) == []
+
+
+def test_a_deletion_cut_short_is_finished_and_a_finished_save_stays(store):
+  checkpointer = Checkpointer(store)
+  for step in (1, 2):
+    checkpointer.save(step, arrays())
+  files.mark(checkpointer.directory, 1, files.DELETING)
+  files.mark(checkpointer.directory, 2, files.SAVING)
+  assert files.sweep(checkpointer.directory) == ["1"]
+  assert names(store) == ["2"]
+
+
+def test_folders_of_others_and_complete_steps_are_left_alone(store):
+  (store / "5").mkdir()
+  (store / "5" / "thesis.txt").touch()
+  checkpointer = Checkpointer(store)
+  with pytest.raises(CheckpointError, match="was not written by nnx_parallel"):
+    checkpointer.save(5, arrays())
+  checkpointer.save(6, arrays())
+  with pytest.raises(CheckpointError, match=r"cannot replace step 6 in .*: renames are not atomic there"):
+    checkpointer.save(6, arrays(), overwrite=True)
+  assert names(store) == ["5", "6"]
+  assert (store / "5" / "thesis.txt").exists()
+
+
+def test_a_store_that_nothing_here_can_open():
+  with pytest.raises(CheckpointError, match=r"cannot open nowhere://run: no file system for it is installed"):
+    Checkpointer("nowhere://run")

@@ -1,0 +1,183 @@
+"""What users of other tools lost time on with checkpoints, and where each promise is kept.
+
+Told here, or in the test that is named:
+
+| what hurt | test |
+|---|---|
+| restore brings back the saved layout | test_restore: test_any_mesh_into_any_other |
+| PRNG keys; `Cannot interpret 'key<fry>'` | test_restore: test_everything_a_run_is; here |
+| silent partial restore | here; by name: test_preflight: test_partial_only_by_name |
+| host memory blows up | here; predicted: test_preflight: test_a_fit_predicts_bytes |
+| unfinished saves look valid | test_integrity: test_latest_skips_what_is_not_whole |
+| background errors vanish | test_safety: test_background_errors_are_raised_at_the_next_call |
+| slow load from the chunk layout | here; reshard: test_commands: test_reshard_keeps_everything |
+| `Sharding info not provided when restoring` | test_restore: test_numpy_only_on_request |
+| `tree structures do not match` | here (another optimizer chain); renames: test_preflight |
+| `Requested shape: ... is not compatible` | test_preflight: test_shapes_name_the_leaf_and_both_shapes |
+| `Found incomplete checkpoint at ...` | here |
+| `Memory kind mismatch` | test_restore: test_memory_kinds_and_float_types_are_the_targets |
+"""
+
+import hypothesis
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from hypothesis import strategies as st
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import nnx_parallel as nxp
+from checkpoint.runs import MESHES, assert_same, make_plan
+from nnx_parallel.checkpoint import _orbax, paths
+from nnx_parallel.checkpoint.checkpointer import Checkpointer
+from nnx_parallel.errors import CheckpointError
+
+
+class Deep(nnx.Module):
+  def __init__(self, depth):
+    rngs = nnx.Rngs(0)
+    self.layers = nnx.List([nnx.Linear(8, 8, use_bias=False, rngs=rngs) for _ in range(depth)])
+
+
+def deep_plan(depth, tx=None):
+  return nxp.plan(lambda: Deep(depth), nxp.make_mesh(fsdp=8), nxp.fsdp(min_size=1), optimizer=tx)
+
+
+def test_random_streams_go_on_where_they_were(tmp_path):
+  model, _ = nxp.create_sharded_model(make_plan("8"))
+  x = jnp.ones((8, 32))
+  model.dropout(x)
+  checkpointer = Checkpointer(tmp_path)
+  checkpointer.save(1, model)
+  restored = checkpointer.restore(make_plan("2x4", optimizer=False))
+  for _ in range(2):
+    np.testing.assert_array_equal(model.dropout(x), restored.dropout(x))
+
+
+@pytest.mark.parametrize(("saved", "wanted", "kind"), [(12, 16, "missing"), (16, 12, "extra")])
+def test_a_file_of_another_depth_is_refused_before_any_array_is_read(
+  tmp_path, monkeypatch, saved, wanted, kind
+):
+  checkpointer = Checkpointer(tmp_path)
+  checkpointer.save(1, nxp.create_sharded_model(deep_plan(saved)))
+  monkeypatch.setattr(_orbax, "load", lambda *_, **__: pytest.fail("an array was read"))
+  text = rf"does not fit the target \(4 {kind}\)\.\n(.*\n)*?  {kind}  +model/layers\.12\.kernel"
+  with pytest.raises(CheckpointError, match=text):
+    checkpointer.restore(deep_plan(wanted))
+
+
+def test_another_optimizer_chain_is_a_diff_by_path(tmp_path):
+  adam, momentum = optax.adam(1e-3), optax.sgd(1e-3, momentum=0.9)
+  checkpointer = Checkpointer(tmp_path)
+  checkpointer.save(1, *nxp.create_sharded_model(deep_plan(1, adam)))
+  text = (
+    r"(?s)missing  optimizer/opt_state\.0\.trace\.layers\.0\.kernel"
+    r".*extra    optimizer/opt_state\.0\.mu\.layers\.0\.kernel"
+    r".*Fix: "
+  )
+  with pytest.raises(CheckpointError, match=text):
+    checkpointer.restore(deep_plan(1, momentum))
+  _, optimizer = checkpointer.restore(deep_plan(1, momentum), optimizer="fresh")
+  assert isinstance(optimizer, nnx.Optimizer)
+
+
+def test_no_more_bytes_are_in_flight_than_the_budget(tmp_path, monkeypatch):
+  model = nxp.create_sharded_model(deep_plan(6))
+  Checkpointer(tmp_path).save(1, model)
+  reads, load = [], _orbax.load
+
+  def watched(step_dir, item, targets, others, **options):
+    reads.append(sum(np.prod(t.sharding.shard_shape(t.shape)) * 4 * 8 for t in targets.values()))
+    return load(step_dir, item, targets, others, **options)
+
+  monkeypatch.setattr(_orbax, "load", watched)
+  checkpointer = Checkpointer(tmp_path, byte_budget=600)
+  assert_same(checkpointer.restore(deep_plan(6)), model)
+  assert reads == [512, 512, 512]
+  diff = checkpointer.preflight(deep_plan(6))
+  assert diff.bytes_read == sum(reads)
+  assert "this process reads" in str(diff)
+
+
+def test_pieces_on_disk_are_small_enough_for_any_reader(tmp_path):
+  leaf = jax.device_put(np.arange(4096, dtype=np.float32).reshape(64, 64), jax.devices()[0])
+  Checkpointer(tmp_path, chunk_bytes=1024).save(1, {"w": leaf})
+  pieces = [path for path in (tmp_path / "1" / "model" / "w" / "c").rglob("*") if path.is_file()]
+  assert len(pieces) == 16
+  assert {path.stat().st_size for path in pieces} == {1024 + 20}  # an index entry and its checksum
+
+
+def test_an_unfinished_step_names_the_complete_ones(saved):
+  directory, trees = saved
+  (directory / "2" / "nnx_parallel.json").unlink()
+  checkpointer = Checkpointer(directory)
+  assert checkpointer.latest() == 1
+  text = r"(?s)cannot find step 2 in .*complete steps: \[1\]\n  incomplete, .*: \[2\]\n  Fix: restore\(1\)"
+  with pytest.raises(CheckpointError, match=text):
+    checkpointer.restore(trees[2], 2)
+
+
+# Any tree, on any mesh, in any dtype, under any names.
+
+NAMES = st.text("ab.0/_-é", min_size=1, max_size=4)
+DTYPES = st.sampled_from(
+  [np.float32, jnp.bfloat16, np.float16, np.int32, np.uint8, np.bool_, jnp.int4, "key"]
+)
+SHAPES = st.lists(st.sampled_from([0, 1, 3, 4, 8]), max_size=3).map(tuple)
+LEAVES = st.tuples(SHAPES, DTYPES, st.integers(0, 2**31 - 1))
+TREES = st.recursive(
+  LEAVES,
+  lambda inner: (
+    st.lists(inner, min_size=1, max_size=3) | st.dictionaries(NAMES, inner, min_size=1, max_size=3)
+  ),
+  max_leaves=5,
+)
+
+
+def is_leaf(node):
+  return isinstance(node, tuple)
+
+
+def place(leaf, mesh):
+  """A random array, its dims split over the axes of the mesh as long as they divide them."""
+  shape, dtype, seed = leaf
+  free, spec = dict(mesh.shape), []
+  for size in shape:
+    axis = next((name for name, parts in free.items() if size and size % parts == 0), None)
+    free.pop(axis, None)
+    spec.append(axis)
+  if isinstance(dtype, str):
+    array = jax.random.split(jax.random.key(seed), (*shape, 1))[..., 0]
+  else:
+    array = np.random.default_rng(seed).integers(0, 2, shape).astype(dtype)
+  return jax.device_put(array, NamedSharding(mesh, P(*spec)))
+
+
+@hypothesis.settings(max_examples=25, deadline=None, derandomize=True)
+@hypothesis.given(
+  st.dictionaries(NAMES, TREES, min_size=1, max_size=3),
+  st.sampled_from(sorted(MESHES)),
+  st.sampled_from(sorted(MESHES)),
+  st.booleans(),
+)
+def test_any_tree_on_any_mesh_under_any_names(tmp_path_factory, spec, source, goal, renamed):
+  old, new = MESHES[source](), MESHES[goal]()
+  tree = jax.tree.map(lambda leaf: place(leaf, old), spec, is_leaf=is_leaf)
+  like = jax.tree.map(lambda leaf: place(leaf, new), spec, is_leaf=is_leaf)
+  target = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), like)
+  rename = {}
+  if renamed:
+    target = {f"new{i}": target[name] for i, name in enumerate(tree)}
+    like = {f"new{i}": like[name] for i, name in enumerate(tree)}
+    rename = {f"new{i}": paths.join((name,)) for i, name in enumerate(tree)}
+  with Checkpointer(tmp_path_factory.mktemp("any")) as checkpointer:
+    checkpointer.save(1, tree)
+    again = checkpointer.restore(target, rename=rename)
+    assert checkpointer.verify() == {}
+  assert_same(again, like)
+  for restored, wanted in zip(jax.tree.leaves(again), jax.tree.leaves(like), strict=True):
+    assert restored.sharding == wanted.sharding
+    assert restored.dtype == wanted.dtype
