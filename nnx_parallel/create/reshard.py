@@ -63,7 +63,7 @@ def reshard(
   roots: dict[Root, Any] = {"model": model}
   if optimizer is not None:
     roots["optimizer"] = optimizer
-  leaves = {root: array_leaves(node) for root, node in roots.items()}
+  leaves: dict[Root, dict[Path, Any]] = {root: array_leaves(node) for root, node in roots.items()}
   arrays: dict[Root, dict[Path, Any]] = {
     root: {path: value_of(leaf) for path, leaf in found.items()} for root, found in leaves.items()
   }

@@ -496,7 +496,7 @@ class RuleSet:
     """
     if policy == "error" or not len(self.logical):
       return self
-    uneven = {**dict.fromkeys(self.logical, policy), **self.logical.uneven}
+    uneven: dict[str, Uneven] = dict.fromkeys(self.logical, policy) | self.logical.uneven
     logical = LogicalRules(dict(self.logical), unknown=self.logical.unknown, uneven=uneven)
     return dataclasses.replace(self, logical=logical)
 
