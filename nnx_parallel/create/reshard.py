@@ -69,8 +69,9 @@ def reshard(
   }
   # A padded Variable may be stored at another size than this plan's; what it shows is what must fit.
   for root, found in leaves.items():
+    rows = plan.of(root)
     for path, leaf in found.items():
-      row = plan.of(root).get(path)
+      row = rows.get(path)
       if row is not None and is_padded(leaf) and tuple(leaf.shape) == row.shape:
         arrays[root][path] = _Stored(arrays[root][path])
   return instantiate(plan, _place(plan, arrays, donate=donate, byte_budget=byte_budget))
