@@ -496,7 +496,9 @@ class RuleSet:
     """
     if policy == "error" or not len(self.logical):
       return self
-    uneven: dict[str, Uneven] = dict.fromkeys(self.logical, policy) | self.logical.uneven
+    uneven = dict(self.logical.uneven)
+    for name in self.logical:
+      uneven.setdefault(name, policy)
     logical = LogicalRules(dict(self.logical), unknown=self.logical.unknown, uneven=uneven)
     return dataclasses.replace(self, logical=logical)
 
