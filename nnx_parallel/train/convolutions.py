@@ -14,6 +14,7 @@ are summed over those axes.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -53,6 +54,7 @@ def with_right_gradients(run: Callable[..., Any], mesh: Any) -> Callable[..., An
   if mesh is None or mesh.size == 1:
     return run
 
+  @functools.wraps(run)  # jax names the program's arguments after those of `run`, and reports show them
   def mended(*args: Any) -> Any:
     closed, shape = jax.make_jaxpr(run, return_shape=True)(*args)
     closed = _mend(closed, mesh)
