@@ -23,8 +23,8 @@ demo: setup  ## the main job: plan, train, save, restore on other meshes, compar
 test: setup  ## every test and every guide
 	@$(pytest) $(PYTEST_ARGS)
 
-quick: setup  ## the fast tests (under 3 minutes)
-	@$(pytest) -m "not slow" --ignore=tests/guides $(PYTEST_ARGS)
+quick: setup  ## layout, data, and the whole path once (under 3 minutes)
+	@$(pytest) -m "not slow" tests/layout tests/hosts tests/test_layering.py tests/test_public_surface.py tests/test_whole_path.py $(PYTEST_ARGS)
 
 guides: setup  ## runs README.md and guides/*.md from top to bottom
 	@$(pytest) tests/guides $(PYTEST_ARGS)
