@@ -24,6 +24,7 @@ from nnx_parallel.errors import PlanError, ShardingError
 from nnx_parallel.layout import optimizer_layout
 from nnx_parallel.layout.attention import check_attention
 from nnx_parallel.layout.constrain import use_rules
+from nnx_parallel.layout.grouped import check_grouped
 from nnx_parallel.layout.leaf import Decision, LeafPlan, Root, Source
 from nnx_parallel.layout.mesh import AnyMesh, axis_sizes, is_explicit
 from nnx_parallel.layout.padding import logical_transformation
@@ -123,6 +124,26 @@ class ShardingPlan:
       Bytes per device.
     """
     return sum(leaf.bytes_per_device for leaf in self.leaves if root in (None, leaf.root))
+
+  def num_parameters(self, wrt: Any = nnx.Param) -> int:
+    """Counts the elements of the model's parameters; tied ones once, padding not at all.
+
+    Args:
+      wrt: which Variables count; a filter as in `nnx.Optimizer`.
+
+    Returns:
+      Elements in all, over all devices.
+
+    Raises:
+      PlanError: as `trainable`.
+
+    Example:
+      >>> import nnx_parallel as nxp
+      >>> from flax import nnx
+      >>> nxp.plan(lambda: nnx.Linear(8, 64, rngs=nnx.Rngs(0)), nxp.make_mesh(fsdp=8)).num_parameters()
+      576
+    """
+    return sum(math.prod(leaf.shape) for leaf in self.trainable(wrt).trained)
 
   def explain(self, name: str) -> str:
     """How one leaf came to its layout.
@@ -484,7 +505,9 @@ def plan(
   ruleset = RuleSet.of(rules).with_uneven(uneven)
   model = abstract_module(init, mesh)
   builder = _Builder(mesh, ruleset, uneven)
-  attention = check_attention(model, builder.sizes)
+  found = check_attention(model, builder.sizes)
+  with contextlib.suppress(ShardingError):
+    found += check_grouped(model, _batch_axes(ruleset, builder.sizes), builder.sizes)
   leaves = builder.model_leaves(model)
   abstract_optimizer = None
   if optimizer is not None:
@@ -501,7 +524,7 @@ def plan(
     wrt,
     model,
     abstract_optimizer,
-    tuple(attention + builder.notes()),
+    tuple(found + builder.notes()),
   )
 
 
