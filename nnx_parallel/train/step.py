@@ -85,6 +85,7 @@ class _Step:
     if why is None:
       return
     self.compiles.append(Compile(self.calls, why or reasons))
+    _warn_unplaced(arrays, batch)
     if len(self.compiles) > 1:
       logger.info("the step was compiled again: %s", self.compiles[-1])
 
@@ -428,6 +429,24 @@ def _pointer(value: jax.Array) -> Any:
   if not shards or not value.size:
     return id(value)
   return shards[0].device.id, shards[0].data.unsafe_buffer_pointer()
+
+
+def _warn_unplaced(arrays: list[Any], batch: Any) -> None:
+  """Says that a batch is on no mesh: jax gives it whole to every device, and all of them compute all of it."""
+  if all(x.sharding.mesh.size == 1 for x in arrays if _is_placed(x)):
+    return
+  leaves = jax.tree_util.tree_leaves_with_path(batch)
+  loose = [path for path, leaf in leaves if jnp.ndim(leaf) and not _is_placed(leaf)]
+  if loose:
+    logger.warning(
+      "batch%s lies on no mesh, so every device computes all of its examples. Fix: step(model, optimizer,"
+      " nxp.shard_batch(batch, plan))",
+      jax.tree_util.keystr(loose[0]),
+    )
+
+
+def _is_placed(x: Any) -> bool:
+  return isinstance(getattr(x, "sharding", None), NamedSharding)
 
 
 def _model_leaves(binding: Binding) -> int:
