@@ -609,6 +609,7 @@ class _Builder:
     self.mesh, self.rules, self.uneven = mesh, rules, uneven
     self.sizes = axis_sizes(mesh)
     self.zero_axes: tuple[str, ...] = ()
+    self.zero_notes: list[str] = []
     self.axis_notes = rules.logical.check_axes(self.sizes)
     self.fired: set[int] = set()
     self.path_rules = sum(len(table.rules) for table in rules.paths)
@@ -718,6 +719,7 @@ class _Builder:
   ) -> list[LeafPlan]:
     by_path = {leaf.path: leaf for leaf in model_leaves}
     rows: list[LeafPlan] = []
+    spread = False
     for path, leaf in array_leaves(optimizer).items():
       shape = tuple(value_of(leaf).shape)
       parameter = optimizer_layout.owner(path, by_path)
@@ -727,13 +729,18 @@ class _Builder:
         spec, padding, why = optimizer_layout.follow(by_path[parameter], shape)
         if self.zero_axes:
           stored = [size + extra for size, extra in zip(shape, padding, strict=True)]
+          own = spec
           spec, more = optimizer_layout.spread(spec, stored, self.zero_axes, self.sizes)
+          spread = spread or spec != own
           why += f"; {more}"
         found = Resolution(spec, padding, ())
         steps = (f"state of parameter {path_str(parameter)}: {why}",)
         decision = Decision("parameter", why, steps)
         row = self._leaf("optimizer", path, leaf, by_path[parameter].names, found, decision)
       rows.append(row)
+    if self.zero_axes and not spread:
+      axes = ", ".join(f"{axis}={self.sizes[axis]}" for axis in self.zero_axes)
+      self.zero_notes = [f"zero splits nothing: {axes}, and no optimizer state has a dim left for them"]
     return rows
 
   def _leaf(
@@ -756,7 +763,7 @@ class _Builder:
   def notes(self) -> list[str]:
     tables = [rules for rules in self.rules.paths if not rules.optional]
     dead = [rule.pattern for rules in tables for rule in rules.rules if id(rule) not in self.fired]
-    return self.axis_notes + [f"path rule {pattern!r} matches nothing" for pattern in dead]
+    return self.axis_notes + self.zero_notes + [f"path rule {pattern!r} matches nothing" for pattern in dead]
 
 
 def _array(leaf: Any, where: str) -> Any:

@@ -18,6 +18,7 @@ from nnx_parallel.train.accumulate import Layout
 from nnx_parallel.train.binding import Binding, Holders, Template, objects_in
 from nnx_parallel.train.compiled import Compile, Compiled, logger
 from nnx_parallel.train.convolutions import with_right_gradients
+from nnx_parallel.train.loss_call import call_loss
 from nnx_parallel.train.losses import Metrics, means, pairs, terms
 from nnx_parallel.train.update import LossFn, Recipe, keyed, policy_of, update
 
@@ -347,7 +348,7 @@ class _Bound:
   def _evaluate(self, arrays: list[Any], batch: Any) -> Metrics:
     template: Template = self.binding.template
     (models,) = template.build(self.binding.with_raw(arrays))
-    found = terms(self.recipe.loss_fn(models, batch), self.recipe.outputs)  # pyright: ignore[reportCallIssue]
+    found = terms(call_loss(self.recipe.loss_fn, models, batch), self.recipe.outputs)  # pyright: ignore[reportArgumentType]
     return pairs(found) if self.as_pairs else means(found)
 
   def _copy(self, arrays: list[Any], shared: list[int]) -> None:

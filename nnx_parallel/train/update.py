@@ -16,6 +16,7 @@ from nnx_parallel.errors import TrainError
 from nnx_parallel.layout.variables import Path, path_str
 from nnx_parallel.train.accumulate import Layout, Total, in_microbatches, whole_batch
 from nnx_parallel.train.binding import Template
+from nnx_parallel.train.loss_call import call_loss
 from nnx_parallel.train.losses import Metrics, Terms, mean, means, terms
 
 LossFn = Callable[[Any, Any], Any]
@@ -139,7 +140,7 @@ def _update_once(
     for i, array in zip([*trained, *rest], [*train, *others], strict=True):
       merged[i] = array
     inner = template.build(merged)
-    found = terms(loss_fn(inner, part), recipe.outputs)
+    found = terms(call_loss(loss_fn, inner, part), recipe.outputs)
     after = template.arrays(inner)
     for i, array in zip(trained, train, strict=True):
       if after[i] is not array:

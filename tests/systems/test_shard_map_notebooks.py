@@ -39,7 +39,9 @@ def test_a_sharded_product_has_the_local_blocks_of_the_notebook():
     seen.update(x=x.shape, w=w.shape)
     return x @ w
 
-  made = jax.jit(jax.shard_map(product, mesh=mesh, in_specs=(P("i", None), P(None, "j")), out_specs=P("i", "j")))
+  made = jax.jit(
+    jax.shard_map(product, mesh=mesh, in_specs=(P("i", None), P(None, "j")), out_specs=P("i", "j"))
+  )
   out = made(x, w)
   assert seen == {"x": (48, 64), "w": (64, 64)}
   assert out.sharding.shard_shape(out.shape) == (48, 64)
