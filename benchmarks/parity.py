@@ -201,12 +201,13 @@ def page(runs: dict[str, Any]) -> str:
         "`python benchmarks/parity.py`, once with each Python",
         f"Largest of all: {largest}; the bound is 1e-5.",
         "\n".join(lines),
-        "Each cell: the largest relative difference over all steps of the loss, and over all steps and parameters of"
-        " the norm of a gradient as the optimizer got it. All runs start from one initial model. Targets that are"
-        " padding are spread unevenly, so microbatches and shards have different weights.",
-        "Where it can fail: a loss on its way to 0 is a difference of nearly equal numbers, so its relative error"
-        " grows (adamw at 1e-2 without noise in the data ends at 4e-5, 2e-3 apart between any two layouts). Here"
-        " noise keeps it of order 1.",
+        "Each cell: the largest relative difference over all steps of the loss, and over all steps and"
+        " parameters of the norm of a gradient as the optimizer got it. All runs start from one initial"
+        " model. Targets that are padding are spread unevenly, so microbatches and shards have different"
+        " weights.",
+        "Where it can fail: a loss on its way to 0 is a difference of nearly equal numbers, so its relative"
+        " error grows (adamw at 1e-2 without noise in the data ends at 4e-5, and layouts are 2e-3 apart)."
+        " Here noise keeps it of order 1.",
         *(
           ", ".join(f"{name} {value}" for name, value in run["environment"].items())
           + f", processor time {run['processor_seconds']:.0f} s"

@@ -274,12 +274,11 @@ def assert_same_numbers(name: str, one: Training, many: Training, *, rtol: float
     >>> import numpy as np, optax, nnx_parallel as nxp
     >>> from flax import nnx
     >>> from nnx_parallel.testing import assert_same_numbers, run_training, with_gradient_norms
-    >>> def plan(**axes):
-    ...   mesh, tx = nxp.make_mesh(**axes), with_gradient_norms(optax.adam(1e-3))
-    ...   return nxp.plan(lambda: nnx.Linear(8, 8, rngs=nnx.Rngs(0)), mesh, nxp.fsdp(min_size=1), optimizer=tx)
-    >>> batches = [np.ones((8, 8), "float32")] * 4
-    >>> runs = [run_training(p, lambda m, x: (m(x) ** 2).mean(), batches) for p in (plan(fsdp=8), plan(data=8))]
-    >>> assert_same_numbers("dp", *runs)
+    >>> init, tx = lambda: nnx.Linear(8, 8, rngs=nnx.Rngs(0)), with_gradient_norms(optax.adam(1e-3))
+    >>> def run(rules):
+    ...   plan = nxp.plan(init, nxp.make_mesh(fsdp=8), rules, optimizer=tx)
+    ...   return run_training(plan, lambda m, x: (m(x) ** 2).mean(), [np.ones((8, 8), "float32")] * 4)
+    >>> assert_same_numbers("fsdp", run(nxp.replicate()), run(nxp.fsdp(min_size=1)))
   """
   for step, (a, b) in enumerate(zip(one.losses, many.losses, strict=True)):
     assert abs(a - b) <= rtol * abs(a), (

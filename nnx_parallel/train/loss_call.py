@@ -26,8 +26,8 @@ def call_loss(loss_fn: Callable[[Any, Any], Any], models: Any, batch: Any) -> An
     What it returned.
 
   Raises:
-    TrainError: it changes a Variable of a module that is no argument of the step; or a layer cannot run on the
-      Explicit axes of its mesh.
+    TrainError: it changes a Variable of a module that is no argument of the step; or a layer cannot run on
+      the Explicit axes of its mesh.
   """
   with _Explained(loss_fn, models):
     return loss_fn(models, batch)
@@ -67,8 +67,8 @@ def _of_another_module(loss_fn: Callable[[Any, Any], Any], error: BaseException)
   return TrainError(
     f"the loss function changes a Variable of {shown}, which it does not get as an argument.",
     details=_first_line(error),
-    fix='step({"model": model, "other": other}, {"model": optimizer}, batch), with a loss function of that dict;'
-    " or make it part of the model.",
+    fix='step({"model": model, "other": other}, {"model": optimizer}, batch), with a loss function of that'
+    " dict; or make it part of the model.",
   )
 
 

@@ -433,7 +433,7 @@ def _pointer(value: jax.Array) -> Any:
 
 
 def _warn_unplaced(arrays: list[Any], batch: Any) -> None:
-  """Says that a batch is on no mesh: jax gives it whole to every device, and all of them compute all of it."""
+  """Says that a batch is on no mesh: jax gives it whole to every device, and each computes all of it."""
   if all(x.sharding.mesh.size == 1 for x in arrays if _is_placed(x)):
     return
   leaves = jax.tree_util.tree_leaves_with_path(batch)

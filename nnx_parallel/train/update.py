@@ -269,13 +269,14 @@ def _update_on_auto_axes(optimizer: Any, model: Any, grads: Any, extra: dict[str
   extra = {name: value for name, value in extra.items() if not callable(value)}  # they trace on Explicit axes
   graphdef, state = nnx.split((model, optimizer))
 
-  def update(state: Any, grads: Any, extra: Any) -> Any:
+  def run(state: Any, grads: Any, extra: Any) -> Any:
     pair = nnx.merge(graphdef, state)
     pair[1].update(pair[0], grads, **extra)
     return nnx.state(pair)
 
   placed = jax.tree.map(lambda x: jax.typeof(x).sharding, state)
-  nnx.update((model, optimizer), jax.sharding.auto_axes(update, out_sharding=placed)(state, grads, extra))
+  on_auto_axes: Any = jax.sharding.auto_axes(run, out_sharding=placed)
+  nnx.update((model, optimizer), on_auto_axes(state, grads, extra))
 
 
 def _check_transformation(optimizer: Any) -> None:

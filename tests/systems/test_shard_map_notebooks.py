@@ -1,4 +1,4 @@
-"""Data parallelism and FSDP by hand, as the UvA deep-learning notebooks teach them, and the same without hands.
+"""Data parallelism and FSDP by hand, as the UvA deep-learning notebooks teach them, and the same without.
 
 The numbers are those of the notebooks: local shapes, collectives on small arrays, the classifier, its specs.
 """
