@@ -1,7 +1,7 @@
 """What Praxis' `partition_spmd_model` gives: from one plan, on a plain module.
 
 The partitioned state, its specs, the input specs, a train and an eval step, the number of parameters; inputs
-by rank; padded variables that the model's code does not see; everything but the state replicated; state donated.
+by rank; padded variables that the model's code does not see; all but the state replicated; the state donated.
 """
 
 from __future__ import annotations
