@@ -16,7 +16,7 @@ from nnx_parallel.errors import ReportError
 from nnx_parallel.report.budgets import assert_collectives, assert_fits
 from nnx_parallel.report.chips import chip
 from nnx_parallel.report.compile_report import _need, compile_report
-from nnx_parallel.report.compiler import Compiled, MemoryStats, Shortage
+from nnx_parallel.report.compiler import Compiled, MemoryStats
 from nnx_parallel.report.reshards import find_reshards
 from report import layouts
 
@@ -71,14 +71,43 @@ def test_text_json_and_verdict_agree(fsdp):
   assert body["quantities"]["params"] == layouts.PARAMS
 
 
+def too_small(report, usable):
+  """The report against a chip with so much memory."""
+  tiny = dataclasses.replace(chip("h100"), name="tiny", usable_bytes=usable)
+  return str(dataclasses.replace(report, chip=tiny, fits=False))
+
+
 def test_a_device_too_small_says_what_would_help(fsdp):
-  small = chip("h100")
-  tiny = dataclasses.replace(small, name="tiny", usable_bytes=fsdp.memory.arguments + 64 * 1024)
-  short = dataclasses.replace(fsdp, chip=tiny, fits=False)
-  assert "DOES NOT FIT: needs" in str(short)
-  assert "microbatches=" in str(short)
-  none = dataclasses.replace(tiny, usable_bytes=fsdp.memory.arguments // 4)
-  assert "times as many devices" in str(dataclasses.replace(fsdp, chip=none, fits=False))
+  assert fsdp.examples == layouts.BATCH // 8
+  fixed = fsdp.memory.arguments + fsdp.categories["parameters"]
+  falls = fsdp.need_bytes - fixed
+  text = too_small(fsdp, fixed + falls // 4)
+  assert "DOES NOT FIT: needs" in text
+  assert "Try 4 times as many microbatches, or a batch 4 times smaller" in text
+  assert f"Largest at the peak: {64} KiB of " in text
+  # No batch is small enough for the state and the gradients.
+  text = too_small(fsdp, fsdp.memory.arguments)
+  assert "State and gradients are 64.01 KiB per device: try 8 times as many devices" in text
+  # One example per device cannot be split further.
+  assert "times as many devices" in too_small(dataclasses.replace(fsdp, examples=1), fixed + falls // 4)
+
+
+def test_what_fills_the_memory_is_named_by_its_line():
+  mesh = jax.make_mesh((8,), ("x",), axis_types=(AxisType.Auto,))
+
+  def f(x, w):
+    scores = x @ x.T  # every pair of rows: far larger than anything else
+    return jnp.sin(scores) @ (x @ w)
+
+  x = jax.ShapeDtypeStruct((4096, 16), jnp.float32, sharding=NamedSharding(mesh, P("x")))
+  w = jax.ShapeDtypeStruct((16, 16), jnp.float32, sharding=NamedSharding(mesh, P()))
+  found = compile_report(jax.jit(f, out_shardings=NamedSharding(mesh, P("x"))).lower(x, w))
+  largest = found.peak[0]
+  assert largest.shape == "f32[512,4096]"
+  assert largest.bytes == largest.count * 512 * 4096 * 4
+  line = f.__code__.co_firstlineno
+  assert largest.source.endswith((f"test_compile_report.py:{line + 1}", f"test_compile_report.py:{line + 2}"))
+  assert "In memory at the peak, besides the arguments" in str(found)
 
 
 # Analytic minima ------------------------------------------------------------------------------
@@ -195,9 +224,9 @@ def test_a_broken_budget_lists_what_was_sent(fsdp):
   with pytest.raises(ReportError, match="breaks its communication budget") as error:
     assert_collectives(fsdp, all_gather_bytes="<=params/2", all_reduce_count=0)
   text = str(error.value)
-  assert f"all_gather_bytes = {layouts.PARAMS} bytes (64.00 KiB), budget <=params/2" in text
+  assert f"all_gather_bytes = {layouts.PARAMS} bytes (64 KiB), budget <=params/2" in text
   assert "all_reduce_count = " in text
-  assert "all-gather over fsdp: 1 x 32.00 KiB from " in text
+  assert "all-gather over fsdp: 1 x 32 KiB from " in text
 
 
 @pytest.mark.parametrize(
@@ -220,7 +249,7 @@ def test_fits_or_says_by_how_much_not(fsdp):
   assert_fits(fsdp, "v5e")
   with pytest.raises(ReportError, match="no figures for the chip 'h1000'"):
     assert_fits(fsdp, "h1000")
-  with pytest.raises(ReportError, match=r"needs .* per device, 1.00 KiB usable"):
+  with pytest.raises(ReportError, match=r"needs .* per device, 1 KiB usable"):
     assert_fits(fsdp, dataclasses.replace(chip("h100"), usable_bytes=1024))
 
 
@@ -233,8 +262,7 @@ def test_the_need_follows_the_backend():
   assert _need(memory, done, "tpu") == 120
   assert _need(memory, done, "gpu") == 140
   assert _need(memory, done, "") == 140
-  short = Compiled("", "", memory, Shortage(1000, total=False), "", 0.0)
-  assert _need(memory, short, "tpu") == 1100
+  assert _need(memory, dataclasses.replace(done, shortage=1000), "tpu") == 1000
 
 
 def test_the_chip_compared_with_does_not_change_the_need(fsdp):
