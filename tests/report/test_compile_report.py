@@ -15,9 +15,11 @@ import nnx_parallel as nxp
 from nnx_parallel.errors import ReportError
 from nnx_parallel.report.budgets import assert_collectives, assert_fits
 from nnx_parallel.report.chips import chip
+from nnx_parallel.report.collectives import KINDS
 from nnx_parallel.report.compile_report import _need, compile_report
 from nnx_parallel.report.compiler import Compiled, MemoryStats
 from nnx_parallel.report.reshards import find_reshards
+from benchmarks.layouts import CASES
 from report import layouts
 
 
@@ -52,7 +54,8 @@ def test_collectives_name_the_parameter_and_the_line(fsdp):
   gathered = {p for c in fsdp.collectives if c.kind == "all-gather" for p in c.parameters}
   assert gathered == {"up.kernel", "down.kernel"}
   assert all(c.source or c.parameters for c in fsdp.collectives)
-  assert any(c.source.endswith("layouts.py:28") for c in fsdp.collectives)
+  line = layouts.MLP.__call__.__code__.co_firstlineno + 1
+  assert any(c.source.endswith(f"layouts.py:{line}") for c in fsdp.collectives)
 
 
 def test_flops_are_exact(fsdp):
@@ -112,109 +115,17 @@ def test_what_fills_the_memory_is_named_by_its_line():
 
 # Analytic minima ------------------------------------------------------------------------------
 
-ACTIVATION = layouts.BATCH * layouts.WIDTH * 4
-LOSS = 4
-MINIMA = {
-  "dp": ({"data": 8}, {"all_reduce_data_bytes": layouts.PARAMS + LOSS, "all_gather_bytes": 0}),
-  # CPU writes a reduce-scatter as an all-reduce and a slice.
-  "fsdp": (
-    {"fsdp": 8},
-    {"all_gather_fsdp_bytes": layouts.PARAMS, "all_reduce_fsdp_bytes": layouts.PARAMS + LOSS},
-  ),
-  "tp": ({"tensor": 8}, {"all_reduce_tensor_bytes": ACTIVATION, "all_gather_bytes": 0}),
-  "dp x tp": (
-    {"data": 4, "tensor": 2},
-    {"all_reduce_data_bytes": layouts.PARAMS // 2 + LOSS, "all_reduce_tensor_bytes": ACTIVATION // 4},
-  ),
-}
 
-
-# As in MINIMA, CPU writes a reduce-scatter as an all-reduce and a slice: its payload is the same.
-ZERO_MINIMA = {
-  # Gradients reduced once, whatever the microbatches; updated parameters gathered once.
-  "ZeRO-1": ({"zero": 1}, {"all_reduce_data_bytes": layouts.PARAMS + LOSS}),
-  "ZeRO-1, 4 microbatches": (
-    {"zero": 1, "microbatches": 4},
-    {"all_reduce_data_bytes": layouts.PARAMS + LOSS},
-  ),
-  "ZeRO-2": ({"zero": 2}, {"all_reduce_data_bytes": layouts.PARAMS + LOSS}),
-  # Whole gradients are never kept, so that each microbatch reduces its own.
-  "ZeRO-2, 4 microbatches": (
-    {"zero": 2, "microbatches": 4},
-    {"all_reduce_data_bytes": 4 * (layouts.PARAMS + LOSS)},
-  ),
-}
-
-
-@pytest.mark.parametrize("name", ZERO_MINIMA)
-def test_each_zero_stage_sends_the_analytic_minimum(name, capsys):
-  options, reduced = ZERO_MINIMA[name]
-  minima = {**reduced, "all_gather_data_bytes": layouts.PARAMS}
-  found = report(data=8, optimizer=optax.adam(1e-3), **options)
-  assert_collectives(found, **{key: f"=={size}" for key, size in minima.items()})
-  assert_collectives(found, collective_permute_count=0, all_to_all_count=0, reduce_scatter_count=0)
-  assert found.categories["optimizer"] == 2 * layouts.PARAMS // 8 + 8
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_each_layout_and_scheme_sends_the_analytic_minimum(case, capsys):
+  found = case.report("cpu:8")
+  assert_collectives(found, **{f"{key}_bytes": f"=={size}" for key, size in case.least.items()})
+  kinds = {kind for kind in KINDS if any(key.startswith(kind.replace("-", "_")) for key in case.least)}
+  assert {c.kind for c in found.collectives} == kinds
+  if isinstance(case.options, dict) and "zero" in case.options:
+    assert found.categories["optimizer"] == 2 * layouts.PARAMS // 8 + 8
   with capsys.disabled():
-    print(f"\n{name}: {found.bytes_by('kind', 'axes')} analytic {minima}")
-
-
-@pytest.mark.parametrize("name", MINIMA)
-def test_each_layout_sends_the_analytic_minimum(name, capsys):
-  axes, minima = MINIMA[name]
-  found = report(**axes)
-  assert_collectives(found, **{key: f"=={size}" for key, size in minima.items()})
-  assert_collectives(found, collective_permute_count=0, all_to_all_count=0)
-  with capsys.disabled():
-    print(f"\n{name}: {found.bytes_by('kind', 'axes')} analytic {minima}")
-
-
-def manual(body, spec, shape=(64, 64)):
-  mesh = jax.make_mesh((8,), ("ring",), axis_types=(AxisType.Auto,))
-  mapped = jax.shard_map(body, mesh=mesh, in_specs=spec, out_specs=spec)
-  x = jax.ShapeDtypeStruct(shape, jnp.float32, sharding=NamedSharding(mesh, spec))
-  return compile_report(jax.jit(mapped).lower(x))
-
-
-RING = [(i, (i + 1) % 8) for i in range(8)]
-
-
-def test_a_ring_sends_each_block_seven_times():
-  def attend(x):
-    def hop(_, state):
-      block, total = state
-      block = jax.lax.ppermute(block, "ring", RING)
-      return block, total + block * x
-
-    return jax.lax.fori_loop(0, 7, hop, (x, x * x))[1]
-
-  block = 8 * 64 * 4
-  assert_collectives(
-    manual(attend, P("ring")),
-    names={"block": block},
-    collective_permute_ring_bytes="==7*block",
-    all_count="==7",
-  )
-
-
-def test_experts_send_tokens_out_and_back():
-  def experts(x):
-    there = jax.lax.all_to_all(x, "ring", 0, 0, tiled=True)
-    return jax.lax.all_to_all(jnp.sin(there), "ring", 0, 0, tiled=True)
-
-  assert_collectives(manual(experts, P("ring")), all_to_all_bytes=f"=={2 * 8 * 64 * 4}", all_count="==2")
-
-
-def test_a_pipeline_sends_one_microbatch_per_tick():
-  def stages(x):
-    def tick(state, microbatch):
-      state = jax.lax.ppermute(jnp.sin(state + microbatch), "ring", RING)
-      return state, None
-
-    return jax.lax.scan(tick, x[0], x)[0][None].repeat(8, 0)
-
-  ticks, microbatch = 8, 64 * 4
-  found = manual(stages, P("ring"))
-  assert_collectives(found, names={"mb": microbatch}, collective_permute_bytes=f"=={ticks}*mb")
+    print(f"\n{case.name}: sends {found.bytes_by('kind', 'axes')}, least {case.least}")
 
 
 # Budgets --------------------------------------------------------------------------------------
