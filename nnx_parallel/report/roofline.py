@@ -8,12 +8,22 @@ Per device and step, with `m` microbatches:
   reads and writes, over the HBM bandwidth;
 - links, for each mesh axis: ring traffic over the bandwidth of the slowest link that the axis crosses, plus
   `LATENCY` per hop. Gathers and reductions of parameters overlap with compute; sums of
-  activations over a tensor axis do not, since the next product waits for them.
+  activations over a tensor axis and exchanges between experts do not, since the next product waits for
+  them;
+- host: state in the host's memory is read and written once per step, at the update, when nothing is left to
+  overlap with: `2 * bytes / host_bandwidth`. That is an upper edge: it takes one direction at a time.
 
-`seconds = max(compute, memory, overlapped links) + waiting links`.
+`seconds = max(compute, memory, overlapped links) + waiting links and host`.
+
+Sequence parallel (activations split over the tensor axis between the products) sends what tensor parallel
+sends: each all-reduce becomes a gather and a scatter of half its bytes. What it saves is memory.
+
+Error: see `benchmarks/results/step_time.md`, where the model is held against published MaxText and TorchTitan
+figures and against compiled programs.
 
 Sources: Williams, Waterman and Patterson, "Roofline", CACM 2009; "How to Scale Your Model"
-(jax-ml.github.io/scaling-book), chapters 3 and 5; chip figures as in `chips`.
+(jax-ml.github.io/scaling-book), chapters 3 and 5; sequence parallel,
+arXiv:2205.05198; chip figures as in `chips`.
 """
 
 from __future__ import annotations
@@ -44,7 +54,7 @@ class StepTime:
     compute: arithmetic.
     memory: HBM traffic.
     overlapped: links that run beside compute, by mesh axis.
-    waiting: links that compute waits for, by mesh axis.
+    waiting: links that compute waits for, by mesh axis; `host` is the link to the host's memory.
     flops: matrix FLOPs per device, recomputation included.
     model_flops: the same without recomputation.
     peak: peak FLOP per second of the device.
@@ -116,12 +126,14 @@ def step_time(
   model = 3 * _flops(work.products, sizes)
   flops = model + _flops(work.recomputed, sizes)
   peak = chip.peak({1: "int8", 2: "bfloat16"}.get(work.compute_bytes, "float32"))
-  overlapped = _parameter_links(work, sizes, chip, fast, microbatches)
+  waiting = _activation_links(work, sizes, chip, fast, microbatches)
+  if work.host_state():
+    waiting["host"] = 2 * per_device(work.host_state(), sizes) / chip.host_bandwidth
   return StepTime(
     compute=flops / (peak * EFFICIENCY),
     memory=_traffic(work, sizes, microbatches) / chip.hbm_bandwidth,
-    overlapped=overlapped,
-    waiting=_activation_links(work, sizes, chip, fast, microbatches),
+    overlapped=_parameter_links(work, sizes, chip, fast, microbatches),
+    waiting=waiting,
     flops=flops,
     model_flops=model,
     peak=peak,
@@ -182,11 +194,11 @@ def _traffic(work: Workload, sizes: Sizes, microbatches: int) -> float:
     * (Part(p.in_bytes, p.in_split).per_device(sizes) + Part(p.out_bytes, p.out_split).per_device(sizes))
     for p in (*work.products, *work.products, *work.products, *work.recomputed)
   )
-  batch = frozenset(work.batch_axes)
+  batch = frozenset(work.gather_axes)
   used = sum(Part(p.bytes, p.split - batch).per_device(sizes) for p in work.parameters)
   passes = 4 if work.recomputed else 3
   weights = used * work.compute_bytes / 4 * passes * microbatches
-  state = per_device(work.parameters, sizes) + per_device(work.optimizer, sizes)
+  state = per_device(work.parameters, sizes) + per_device(work.optimizer, sizes)  # wherever it lies
   return activations + weights + 2 * state + 2 * per_device(work.gradients, sizes)
 
 
@@ -196,14 +208,14 @@ def _parameter_links(
   """Gathers of parameters before each pass, scatters of gradients after, sums over replicas at the end."""
   seconds: dict[str, float] = {}
   for part in work.parameters:
-    gathered = tuple(a for a in sizes if a in work.batch_axes and a in part.split and sizes[a] > 1)
+    gathered = tuple(a for a in sizes if a in work.gather_axes and a in part.split and sizes[a] > 1)
     if gathered:
       whole = Part(part.bytes, part.split - set(gathered)).per_device(sizes) * work.compute_bytes / 4
       n = math.prod(sizes[a] for a in gathered)
       sent = 3 * microbatches * whole * (n - 1) / n
       _add(seconds, gathered, link_seconds(sent, 3 * microbatches, gathered, sizes, chip, fast))
   for part, spread in work.reduced:
-    summed = tuple(a for a in sizes if a in work.batch_axes and a not in part.split and sizes[a] > 1)
+    summed = tuple(a for a in sizes if a in work.token_axes and a not in part.split and sizes[a] > 1)
     if summed:
       n = math.prod(sizes[a] for a in summed)
       rounds, runs = _rounds(work.stage if spread else 0, microbatches)
@@ -226,7 +238,7 @@ def _rounds(stage: int, microbatches: int) -> tuple[int, int]:
 def _activation_links(
   work: Workload, sizes: Sizes, chip: Chip, fast: Mapping[str, bool], microbatches: int
 ) -> dict[str, float]:
-  """Sums of partial products, forward and again when recomputed, and of gradients of shared inputs."""
+  """Sums of partial products, forward and again when recomputed, of gradients of shared inputs; exchanges."""
   seconds: dict[str, float] = {}
 
   def total(axes: frozenset[str], size: int, split: frozenset[str], times: int) -> None:
@@ -244,6 +256,13 @@ def _activation_links(
     if product.source not in inputs:
       inputs.add(product.source)
       total(product.spread, product.in_bytes, product.in_split, product.times)
+  for move in work.moves:
+    over = tuple(a for a in sizes if a in move.axes and sizes[a] > 1)
+    if over:
+      n = math.prod(sizes[a] for a in over)
+      # Each device keeps one part of its own, and sends it back in the backward pass.
+      sent = 2 * Part(move.bytes, move.split).per_device(sizes) * (n - 1) / n * move.times
+      _add(seconds, over, link_seconds(sent, 2 * move.times * microbatches, over, sizes, chip, fast))
   return seconds
 
 
