@@ -7,9 +7,9 @@ sparsity; NVLink per direction; one 200 or 400 Gb/s network port per GPU) and th
 `nvidia-smi` shows; Google Cloud's "TPU system architecture" pages, and for one-way link bandwidth "How
 to Scale Your Model" (jax-ml.github.io/scaling-book), chapter 2. `usable_bytes` of a TPU is the limit
 that its compiler enforces (libtpu 0.0.42 and 0.0.50); of a GPU 92 % of the memory, which leaves room
-for the CUDA context and for NCCL. `host_bandwidth`: PCIe generation 4 (A100) and 5 (H100 and later) of 16 lanes;
-for TPUs the scaling book's 15 GB/s per chip, 32 for v6e; none is published for tpu7x, which takes v6e's,
-halved like the rest of its row.
+for the CUDA context and for NCCL. `host_bandwidth`: PCIe generation 4 (A100) and 5 (H100 and later) of
+16 lanes; for TPUs the scaling book's 15 GB/s per chip, 32 for v6e; none is published for tpu7x, which takes
+v6e's, halved like the rest of its row.
 """
 
 from __future__ import annotations

@@ -30,7 +30,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from nnx_parallel.report.chips import Chip
@@ -39,6 +39,7 @@ from nnx_parallel.report.workload import Part, Sizes, Workload, per_device
 
 if TYPE_CHECKING:
   from nnx_parallel.report.compile_report import CompileReport
+  from nnx_parallel.report.topology import Machine
 
 EFFICIENCY = 0.7
 """Share of the peak that large matrix products reach in practice."""
@@ -58,6 +59,7 @@ class StepTime:
     flops: matrix FLOPs per device, recomputation included.
     model_flops: the same without recomputation.
     peak: peak FLOP per second of the device.
+    dtype: type in which weights are multiplied.
   """
 
   compute: float
@@ -67,6 +69,7 @@ class StepTime:
   flops: float
   model_flops: float
   peak: float
+  dtype: str = "float32"
 
   @property
   def seconds(self) -> float:
@@ -125,7 +128,8 @@ def step_time(
   fast = axis_links(sizes, slice_size or chip.domain or devices)
   model = 3 * _flops(work.products, sizes)
   flops = model + _flops(work.recomputed, sizes)
-  peak = chip.peak({1: "int8", 2: "bfloat16"}.get(work.compute_bytes, "float32"))
+  dtype = {1: "int8", 2: "bfloat16"}.get(work.compute_bytes, "float32")
+  peak = chip.peak(dtype)
   waiting = _activation_links(work, sizes, chip, fast, microbatches)
   if work.host_state():
     waiting["host"] = 2 * per_device(work.host_state(), sizes) / chip.host_bandwidth
@@ -137,6 +141,7 @@ def step_time(
     flops=flops,
     model_flops=model,
     peak=peak,
+    dtype=dtype,
   )
 
 
@@ -169,6 +174,46 @@ def compiled_time(report: CompileReport, *, slice_size: int | None = None) -> St
     flops=flops,
     model_flops=flops,
     peak=peak,
+  )
+
+
+def program_time(
+  report: CompileReport, predicted: StepTime, machine: Machine, scattered: Collection[str] = ()
+) -> StepTime:
+  """The time of a compiled program on a machine that it may not be compiled for.
+
+  FLOPs and collective bytes are the program's. Memory traffic, and which links overlap, are the model's:
+  how a CPU program fuses and schedules says nothing about another chip. Two habits of CPU programs are
+  undone: they widen bfloat16 collectives to float32, and write a reduce-scatter as an all-reduce and a slice.
+
+  Args:
+    report: of the step, compiled for anything.
+    predicted: the model's figures for the same step.
+    machine: whose links and peak count.
+    scattered: axes of the batch that split parameters too: gradients are scattered over them.
+  """
+  on_cpu = report.target.endswith("cpu")
+  sizes, chip = report.axes, machine.chip
+  fast = axis_links(dict(sizes), machine.slice_size)
+  beside = {axis for name in predicted.overlapped for axis in name.split("+")}
+  overlapped: dict[str, float] = {}
+  waiting = {name: value for name, value in predicted.waiting.items() if name == "host"}
+  for c in report.collectives:
+    if not c.axes:
+      continue
+    sent = float(c.sent_bytes)
+    if on_cpu and predicted.dtype == "bfloat16" and c.dtype == "f32":
+      sent /= 2
+    if on_cpu and c.kind == "all-reduce" and set(c.axes) <= set(scattered):
+      sent /= 2
+    seconds = link_seconds(sent, c.times, c.axes, sizes, chip, fast)
+    _add(overlapped if beside.issuperset(c.axes) else waiting, c.axes, seconds)
+  return dataclasses.replace(
+    predicted,
+    compute=report.cost.flops / (predicted.peak * EFFICIENCY),
+    overlapped=overlapped,
+    waiting=waiting,
+    flops=report.cost.flops,
   )
 
 
@@ -218,21 +263,28 @@ def _parameter_links(
     summed = tuple(a for a in sizes if a in work.token_axes and a not in part.split and sizes[a] > 1)
     if summed:
       n = math.prod(sizes[a] for a in summed)
-      rounds, runs = _rounds(work.stage if spread else 0, microbatches)
+      narrow = work.compute_bytes / 4
+      rounds, runs = _rounds(work.stage if spread else 0, microbatches, narrow)
       sent = rounds * part.per_device(sizes) * (n - 1) / n
       _add(seconds, summed, link_seconds(sent, runs, summed, sizes, chip, fast))
   return seconds
 
 
-def _rounds(stage: int, microbatches: int) -> tuple[int, int]:
+def _rounds(stage: int, microbatches: int, narrow: float) -> tuple[float, int]:
   """How often a parameter's bytes go around the ring for its gradient and update, in how many collectives.
 
   An all-reduce goes around twice, a reduce-scatter and an all-gather once each. Stage 0: an all-reduce.
   Stage 1: a reduce-scatter of the gradient and an all-gather of the updated parameter. Stage 2: a
   reduce-scatter in each microbatch, and the all-gather. TPU programs do this; CPU programs write each
-  reduce-scatter as an all-reduce and a slice.
+  reduce-scatter as an all-reduce and a slice. A gradient is sent in the type of its product (`narrow` of the
+  parameter's bytes), unless microbatches have been summed before.
   """
-  return {0: (2, 1), 1: (2, 2), 2: (microbatches + 1, microbatches + 1)}[stage]
+  once = narrow if microbatches == 1 else 1.0
+  return {
+    0: (2 * once, 1),
+    1: (once + 1, 2),
+    2: (microbatches * narrow + 1, microbatches + 1),
+  }[stage]
 
 
 def _activation_links(

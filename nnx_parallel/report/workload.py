@@ -169,7 +169,6 @@ def trace_workload(
   layers = [_layer(item, batch_axes) for item in seen.kept]
   layer = max((parts for parts, _ in layers), key=lambda p: sum(x.bytes for x in p), default=())
   model = [leaf for leaf in plan.leaves if leaf.root == "model"]
-  params = [leaf for leaf in model if "Param" in leaf.kind]
   owners = [(leaf, owner(leaf.path, plan.of("model"))) for leaf in plan.leaves if leaf.root == "optimizer"]
   own_shape = {p: leaf for leaf, p in owners if p and leaf.shape == plan.of("model")[p].shape}
   rows = [(plan.of("model")[path], path in own_shape) for path in traces.trained_paths]
@@ -179,9 +178,9 @@ def trace_workload(
   shared = frozenset[str]().union(*(product.shared for product in weighted))
   tokens = frozenset(batch_axes).union(*(product.tokens for product in weighted))
   return Workload(
-    parameters=_merge(_part(leaf) for leaf in params),
+    parameters=parameter_parts(plan),
     trained=_merge(part for part, _ in updated),
-    other=_merge(_part(leaf) for leaf in model if leaf not in params),
+    other=_merge(_part(leaf) for leaf in model if "Param" not in leaf.kind),
     optimizer=tuple(leaf.part for leaf in optimizer),
     batch=_merge(Part(_size(x), f.names) for x, f in zip(traces.inputs, traces.batch_flows, strict=True)),
     batch_axes=batch_axes,
@@ -220,6 +219,11 @@ def _constraints(traced: Any) -> int:
     count += eqn.primitive.name == "sharding_constraint"
     count += sum(_constraints(inner) for inner in core.jaxprs_in_params(eqn.params))
   return count
+
+
+def parameter_parts(plan: ShardingPlan) -> tuple[Part, ...]:
+  """The parameters of a plan, by the axes that split them."""
+  return _merge(_part(leaf) for leaf in plan.leaves if leaf.root == "model" and "Param" in leaf.kind)
 
 
 def plan_batch_axes(plan: ShardingPlan) -> tuple[str, ...]:

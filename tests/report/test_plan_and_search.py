@@ -286,7 +286,9 @@ def test_search_varies_the_zero_stage(monkeypatch):
   monkeypatch.setattr(nxp, "with_remat", with_remat, raising=False)
   rules = nxp.LogicalRules(batch="data", embed=None, mlp=None, layers=None)
   optimizer = optax.adam(1e-3)
-  result = search(init, loss, "cpu:8", batch=BATCH, rules=rules, optimizer=optimizer, max_microbatches=1)
+  result = search(
+    init, loss, "cpu:8", batch=BATCH, rules=rules, optimizer=optimizer, max_microbatches=1, offload=[False]
+  )
   by_stage = {c.zero: c for c in result.fitting if c.remat == "none"}
   assert set(by_stage) == {0, 1, 2}
   real = [nxp.plan(init, nxp.abstract_mesh(data=8), rules, optimizer=optimizer, zero=z) for z in (0, 1)]
