@@ -13,7 +13,7 @@ import numpy as np
 from etils import epath
 
 from nnx_parallel.checkpoint import _orbax, agree, encoding, files, manifest, paths
-from nnx_parallel.checkpoint.digest import digest, total
+from nnx_parallel.checkpoint.digest import block_shape, digest, totals
 from nnx_parallel.checkpoint.encoding import Array, Json
 from nnx_parallel.checkpoint.manifest import ItemRecord, LeafRecord, Manifest
 from nnx_parallel.checkpoint.placement import without_padding
@@ -73,7 +73,7 @@ def prepare(trees: Mapping[str, Tree]) -> Content:
       record, array = _encode_leaf(name, path, leaf, tree)  # pyright: ignore[reportArgumentType]
       records[path] = record
       if array is not None:
-        digests[item, path] = digest(array)
+        digests[item, path] = digest(array, block=record.block)
         stored[record.folder] = array
     items[item] = ItemRecord(records, values)
     if stored:
@@ -178,18 +178,19 @@ def _encode_leaf(
     dtype=encoding.dtype_name(array.dtype),
     encoding=how,
     kind=tree.kinds.get(path, ""),
-    digest=None,
     nbytes=stored.nbytes if stored is not None else 0,
+    block=block_shape(tuple(stored.shape), stored.dtype.itemsize) if stored is not None else (),
+    digests=(),
   ), stored
 
 
 def _with_digests(content: Content) -> dict[str, ItemRecord]:
-  known = {key: total(parts) for key, parts in content.digests.items()}
+  known = {key: totals(parts) for key, parts in content.digests.items()}
   return {
     item: dataclasses.replace(
       record,
       leaves={
-        path: dataclasses.replace(leaf, digest=known.get((item, path)))
+        path: dataclasses.replace(leaf, digests=known.get((item, path), ()))
         for path, leaf in record.leaves.items()
       },
     )
