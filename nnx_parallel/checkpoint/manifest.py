@@ -81,7 +81,7 @@ class Manifest:
     items: the trees, by name.
     extra: JSON values saved beside the trees, for example a data cursor.
     metrics: numbers that `best` compares; not finite ones included.
-    plan: the plan's JSON, or None.
+    plan: what `ShardingPlan.to_json` wrote, or None; `ShardingPlan.from_json(json.dumps(...))` reads it.
     versions: of Python and the packages that wrote it.
     fingerprint: changes whenever any value, path, shape or dtype changes.
     time: seconds since 1970 when it was committed.

@@ -64,7 +64,9 @@ def read(
       array = arrays.get(one.match.saved.folder)
       results.setdefault(one.match.item, {})[one.match.path] = _place(array, one)
       if verify == "full" and array is not None:
-        waiting.append(dataclasses.replace(one, digest=digest(array, _stored_shape(one), one.match.saved.block)))
+        waiting.append(
+          dataclasses.replace(one, digest=digest(array, _stored_shape(one), one.match.saved.block))
+        )
   agree.raise_together(error or _damage_of_values(step_dir, waiting))
   return results
 

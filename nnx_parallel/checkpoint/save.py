@@ -90,8 +90,10 @@ def write(
   metrics: Mapping[str, float],
   plan: Json,
   chunk_bytes: int | None,
+  byte_budget: int,
+  background: bool,
 ) -> Callable[[], None]:
-  """Starts writing a step; the arrays may be donated or changed as soon as this returns.
+  """Starts writing a step; in the background, arrays may be donated or changed as soon as this returns.
 
   Args:
     directory: exists and is locked by the caller.
@@ -101,6 +103,8 @@ def write(
     metrics: numbers, JSON ready.
     plan: JSON of the plan, or None.
     chunk_bytes: see `_orbax.start_save`.
+    byte_budget: see `_orbax.start_save`.
+    background: see `_orbax.start_save`.
 
   Returns:
     A function that waits until everything is on the disk and commits it.
@@ -111,7 +115,9 @@ def write(
     files.mark(directory, step, files.SAVING)
   pending = None
   if content.arrays:
-    pending = _orbax.start_save(folder, content.arrays, chunk_bytes=chunk_bytes)
+    pending = _orbax.start_save(
+      folder, content.arrays, chunk_bytes=chunk_bytes, byte_budget=byte_budget, background=background
+    )
   elif jax.process_index() == 0:
     folder.mkdir()
 

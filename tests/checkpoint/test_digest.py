@@ -114,7 +114,9 @@ def test_a_changed_element_changes_its_block_alone():
   assert [block_ranges(i, (10, 4), (3, 4)) for i in changed] == ["[6:9, 0:4]"]
 
 
-@pytest.mark.parametrize(("shape", "itemsize"), [((7,), 4), ((1000, 3), 2), ((5, 40, 6), 4), ((), 8), ((1, 9), 1)])
+@pytest.mark.parametrize(
+  ("shape", "itemsize"), [((7,), 4), ((1000, 3), 2), ((5, 40, 6), 4), ((), 8), ((1, 9), 1)]
+)
 @pytest.mark.parametrize("budget", [8, 100, 10_000])
 def test_blocks_keep_to_their_size(shape, itemsize, budget):
   block = block_shape(shape, itemsize, budget)

@@ -5,8 +5,8 @@ import shutil
 import jax
 import pytest
 
-from benchmarks import torture
 import nnx_parallel as nxp
+from benchmarks import torture
 from checkpoint.runs import arrays, assert_same, target_of
 from nnx_parallel.checkpoint.checkpointer import Checkpointer
 from nnx_parallel.errors import CheckpointError
