@@ -45,6 +45,7 @@ with epy.lazy_api_imports(globals()):
   from nnx_parallel.report.search import SearchResult, search
   from nnx_parallel.report.topology import topology_mesh
   from nnx_parallel.train.precision import Precision
+  from nnx_parallel.train.rng import fold_rng_over_axis
   from nnx_parallel.train.step import EvalStep, TrainStep, eval_step, train_step
   from nnx_parallel.train.wrappers import ema_of, skip_nonfinite, with_ema, with_masters
 
@@ -92,6 +93,7 @@ __all__ = [
   "ema_of",
   "error",
   "eval_step",
+  "fold_rng_over_axis",
   "from_arrays",
   "fsdp",
   "infer_rules",
