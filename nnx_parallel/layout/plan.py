@@ -21,10 +21,10 @@ from flax import nnx
 from jax.sharding import PartitionSpec
 
 from nnx_parallel.errors import PlanError, ShardingError
-from nnx_parallel.layout import optimizer_layout
+from nnx_parallel.layout import offload, optimizer_layout
 from nnx_parallel.layout.attention import check_attention
 from nnx_parallel.layout.constrain import use_rules
-from nnx_parallel.layout.leaf import Decision, LeafPlan, Root, Source
+from nnx_parallel.layout.leaf import HOST_KINDS, Decision, LeafPlan, Root, Source
 from nnx_parallel.layout.mesh import AnyMesh, axis_sizes, is_explicit
 from nnx_parallel.layout.padding import logical_transformation
 from nnx_parallel.layout.resolve import Resolution, extend_spec, resolve_spec
@@ -113,16 +113,18 @@ class ShardingPlan:
     """
     return {path: leaf.struct for path, leaf in self.of(root).items()}
 
-  def bytes_per_device(self, root: Root | None = None) -> int:
-    """Bytes that each device holds.
+  def bytes_per_device(self, root: Root | None = None, *, host: bool = False) -> int:
+    """Bytes that each device holds in its own memory.
 
     Args:
       root: count only this object; both when None.
+      host: count what lies in host memory instead (`plan(optimizer_memory="pinned_host")`).
 
     Returns:
       Bytes per device.
     """
-    return sum(leaf.bytes_per_device for leaf in self.leaves if root in (None, leaf.root))
+    rows = (leaf for leaf in self.leaves if leaf.on_host == host and root in (None, leaf.root))
+    return sum(leaf.bytes_per_device for leaf in rows)
 
   def explain(self, name: str) -> str:
     """How one leaf came to its layout.
@@ -353,10 +355,12 @@ class ShardingPlan:
 
   @functools.cached_property
   def live_tx(self) -> Any:
-    """The transformation that live optimizers of this plan run: `tx`, at logical shapes where it pads."""
-    if self.tx is None or not any(any(leaf.padding) for leaf in self.leaves):
-      return self.tx
-    return logical_transformation(self.tx, nnx.as_pure(nnx.state(self.abstract_model, self.wrt)))
+    """The transformation that live optimizers run: `tx`, at logical shapes and from host memory if planned."""
+    tx = self.tx
+    if tx is not None and any(any(leaf.padding) for leaf in self.leaves):
+      tx = logical_transformation(tx, nnx.as_pure(nnx.state(self.abstract_model, self.wrt)))
+    away = {path_str(leaf.path[1:]): leaf.bytes_per_device for leaf in self.leaves if leaf.on_host}
+    return offload.streamed(tx, away) if tx is not None and away else tx
 
   def batch_spec(self, ndim: int) -> PartitionSpec:
     """The spec of an input: that of `InputRules`; else the `batch` rule on dim 0, the other dims whole.
@@ -442,6 +446,7 @@ def plan(
   uneven: Uneven = "error",
   zero: int = 0,
   zero_axes: Sequence[str] | str | None = None,
+  optimizer_memory: str | None = None,
 ) -> ShardingPlan:
   """Plans the layout of a module, and of its optimizer, without making any array.
 
@@ -457,6 +462,8 @@ def plan(
     zero: ZeRO stage of the optimizer state: 1 splits it over `zero_axes` too, beyond its parameter's layout;
       2 is the same state, for `train_step(gradients="scattered")`. Stage 3 is `fsdp()`.
     zero_axes: the axes of that split; those of the batch when not given.
+    optimizer_memory: where the optimizer state of parameters lies between steps: `"pinned_host"` keeps it off
+      the devices; the optimizer then fetches it, a few parameters at a time, and puts it back.
 
   Returns:
     A `ShardingPlan`: print it, `explain` it, create from it, restore into it.
@@ -481,9 +488,16 @@ def plan(
     raise PlanError(
       f"{option} splits optimizer state, and there is no optimizer.", fix="optimizer=optax.adamw(...)"
     )
+  offload.check_kind(optimizer_memory)
+  if optimizer_memory is not None and optimizer is None:
+    raise PlanError(
+      f"optimizer_memory={optimizer_memory!r} places optimizer state, and there is no optimizer.",
+      fix="optimizer=optax.adamw(...)",
+    )
   ruleset = RuleSet.of(rules).with_uneven(uneven)
   model = abstract_module(init, mesh)
   builder = _Builder(mesh, ruleset, uneven)
+  builder.optimizer_memory = optimizer_memory if optimizer_memory in HOST_KINDS else None
   attention = check_attention(model, builder.sizes)
   leaves = builder.model_leaves(model)
   abstract_optimizer = None
@@ -586,6 +600,7 @@ class _Builder:
     self.mesh, self.rules, self.uneven = mesh, rules, uneven
     self.sizes = axis_sizes(mesh)
     self.zero_axes: tuple[str, ...] = ()
+    self.optimizer_memory: str | None = None
     self.axis_notes = rules.logical.check_axes(self.sizes)
     self.fired: set[int] = set()
     self.path_rules = sum(len(table.rules) for table in rules.paths)
@@ -710,6 +725,8 @@ class _Builder:
         steps = (f"state of parameter {path_str(parameter)}: {why}",)
         decision = Decision("parameter", f"{path_str(parameter)}: {why}", steps)
         row = self._leaf("optimizer", path, leaf, by_path[parameter].names, found, decision)
+        if shape:  # scalars are not worth a transfer
+          row = dataclasses.replace(row, memory_kind=self.optimizer_memory)
       rows.append(row)
     return rows
 

@@ -130,6 +130,7 @@ def trace_workload(
   owners = [(leaf, owner(leaf.path, plan.of("model"))) for leaf in plan.leaves if leaf.root == "optimizer"]
   own_shape = {path for leaf, path in owners if path and leaf.shape == plan.of("model")[path].shape}
   rows = [(plan.of("model")[path], path in own_shape) for path in traces.trained_paths]
+  owners = [(leaf, path) for leaf, path in owners if not leaf.on_host]
   trained = _merge(_part(leaf) for leaf, _ in rows)
   return Workload(
     parameters=_merge(_part(leaf) for leaf in params),
