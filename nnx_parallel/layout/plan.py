@@ -505,6 +505,7 @@ def plan(
     batch = _batch_axes(ruleset, builder.sizes) if zero and zero_axes is None else ()
     builder.zero_axes = optimizer_layout.zero_axes(zero, zero_axes, batch, builder.sizes)
     abstract_optimizer = _abstract_optimizer(model, optimizer, wrt)
+    builder.kept_dims = _kept_dims(model, optimizer, wrt, abstract_optimizer)
     leaves += builder.optimizer_leaves(abstract_optimizer, leaves)
   return ShardingPlan(
     mesh,
@@ -568,6 +569,38 @@ def _abstract_optimizer(model: nnx.Module, tx: optax.GradientTransformation, wrt
     return nnx.eval_shape(lambda traced: make_optimizer(traced, tx, wrt), model)
 
 
+def _kept_dims(
+  model: nnx.Module, tx: optax.GradientTransformation, wrt: Any, optimizer: nnx.Optimizer[Any]
+) -> dict[Path, tuple[int | None, ...]]:
+  """For state of a part of its parameter's dims, which dims: where two are equally long, shapes do not say.
+
+  The optimizer is built once more for parameters whose equal dims differ by one element each.
+  """
+  rows = {path: tuple(value_of(leaf).shape) for path, leaf in array_leaves(model).items()}
+  probes = {path: optimizer_layout.apart(shape) for path, shape in rows.items()}
+  unclear = {
+    path: parameter
+    for path, leaf in array_leaves(optimizer).items()
+    if (parameter := optimizer_layout.owner(path, rows)) is not None
+    and probes[parameter] != rows[parameter]
+    and 0 < len(value_of(leaf).shape) < len(rows[parameter])
+  }
+  if not unclear:
+    return {}
+  graphdef, state = nnx.split(model)
+  probed: list[Any] = [
+    (path, leaf.copy(jax.ShapeDtypeStruct(probes[path], value_of(leaf).dtype)) if path in rows else leaf)
+    for path, leaf in nnx.to_flat_state(state)
+  ]
+  other = array_leaves(_abstract_optimizer(nnx.merge(graphdef, nnx.from_flat_state(probed)), tx, wrt))
+  found = {
+    path: optimizer_layout.dims_of(tuple(value_of(other[path]).shape), probes[parameter])
+    for path, parameter in unclear.items()
+    if path in other
+  }
+  return {path: dims for path, dims in found.items() if dims is not None}
+
+
 def _no_constructor() -> nnx.Module:
   raise PlanError(
     "this plan was read from JSON without its constructor, so it cannot build a module.",
@@ -601,6 +634,7 @@ class _Builder:
     self.sizes = axis_sizes(mesh)
     self.zero_axes: tuple[str, ...] = ()
     self.optimizer_memory: str | None = None
+    self.kept_dims: Mapping[Path, tuple[int | None, ...]] = {}
     self.axis_notes = rules.logical.check_axes(self.sizes)
     self.fired: set[int] = set()
     self.path_rules = sum(len(table.rules) for table in rules.paths)
@@ -716,7 +750,7 @@ class _Builder:
       if parameter is None:
         row = self._leaf("optimizer", path, leaf, None, None, Decision("whole", "not parameter state"))
       else:
-        spec, padding, why = optimizer_layout.follow(by_path[parameter], shape)
+        spec, padding, why = optimizer_layout.follow(by_path[parameter], shape, self.kept_dims.get(path))
         if self.zero_axes:
           stored = [size + extra for size, extra in zip(shape, padding, strict=True)]
           spec, more = optimizer_layout.spread(spec, stored, self.zero_axes, self.sizes)
