@@ -17,6 +17,7 @@ from nnx_parallel.layout.variables import Path, path_str
 from nnx_parallel.train.accumulate import Layout, Total, in_microbatches, whole_batch
 from nnx_parallel.train.binding import Template
 from nnx_parallel.train.loss_call import call_loss
+from nnx_parallel.train.loss_scale import common_scale, rescaled
 from nnx_parallel.train.losses import Metrics, Terms, mean, means, terms
 
 LossFn = Callable[[Any, Any], Any]
@@ -134,9 +135,12 @@ def _update_once(
   _check_trained(template, trained, optimizers)
   rest = [i for i in range(len(arrays)) if i not in set(trained)]
   whole = recipe.microbatches == 1
+  scale = common_scale(optimizers.values())
 
   def objective(train: list[Any], others: list[Any], part: Any) -> Any:
     merged = [*arrays]
+    # The scale travels with the arrays: a manual program closes over nothing.
+    factor, others = (None, others) if scale is None else (others[-1], others[:-1])
     for i, array in zip([*trained, *rest], [*train, *others], strict=True):
       merged[i] = array
     inner = template.build(merged)
@@ -149,12 +153,20 @@ def _update_once(
           fix="leave it out of the optimizer's wrt, or keep the new value in another Variable.",
         )
     changed = {n: after[i] for n, i in enumerate(rest) if after[i] is not others[n]}
-    loss = found.sums["loss"]
-    return mean(loss, found.counts["loss"]) if whole else loss, (found, changed)
+    loss, count = found.sums["loss"], found.counts["loss"]
+    if whole:
+      loss, count = mean(loss, count), None
+    elif factor is None:
+      count = None
+    elif count is not None:
+      loss = mean(loss, count)  # a scaled sum over many examples would overflow
+    return loss if factor is None else loss * factor.astype(loss.dtype), (found, changed, count)
 
   if recipe.remat is not None:
     objective = jax.checkpoint(objective, policy=policy_of(recipe.remat))  # pyright: ignore[reportAssignmentType]
   train, others = [arrays[i] for i in trained], [arrays[i] for i in rest]
+  if scale is not None:
+    others.append(scale)
   layout: Layout = layouts([template.paths[i] for i in trained])
   if whole:
     total = whole_batch(objective, train, others, batch, layout)
@@ -174,7 +186,8 @@ def _update_once(
   for key, optimizer in optimizers.items():
     mine = [n for n, i in enumerate(trained) if key is None or template.paths[i][0] == key]
     paths = [template.paths[trained[n]] for n in mine]
-    leaves = [template.leaves[trained[n]].copy(grads[n]) for n in mine]
+    own = rescaled([grads[n] for n in mine], optimizer, scale)
+    leaves = [template.leaves[trained[n]].copy(grad) for n, grad in zip(mine, own, strict=True)]
     model = models if key is None else models[key]
 
     def value_fn(params: Any, mine: list[int] = mine) -> Any:
