@@ -194,17 +194,34 @@ def test_numpy_only_on_request(tmp_path):
   assert_same(checkpointer.restore(bare, only=["w"], as_numpy=True), {"w": tree["w"]})
 
 
-def test_memory_kinds_and_float_types_are_the_targets(tmp_path):
+@pytest.mark.parametrize("kind", ["pinned_host", "unpinned_host"])
+def test_memory_kinds_are_the_targets(tmp_path, kind):
+  mesh = nxp.make_mesh(a=2, b=4)
+  tree = arrays() | {"key": jax.random.split(jax.random.key(3), 8), "none": jnp.zeros((0, 4))}
+  on_host = {
+    name: jax.ShapeDtypeStruct(
+      x.shape, x.dtype, sharding=NamedSharding(mesh, P("b") if x.ndim else P(), memory_kind=kind)
+    )
+    for name, x in tree.items()
+  }
+  device, host = Checkpointer(tmp_path / "device"), Checkpointer(tmp_path / "host")
+  device.save(1, tree)
+  moved = device.restore(on_host)
+  assert {x.sharding.memory_kind for x in moved.values()} == {kind}
+  assert_same(moved, tree)
+  host.save(1, moved)
+  assert host.metadata().fingerprint == device.metadata().fingerprint
+  back = host.restore(tree)
+  assert {x.sharding.memory_kind for x in back.values()} == {"device"}
+  assert_same(back, tree)
+
+
+def test_float_types_are_the_targets(tmp_path):
   tree = arrays()
   checkpointer = Checkpointer(tmp_path)
   checkpointer.save(1, tree)
   mesh = nxp.make_mesh(a=2, b=4)
   target = target_of(tree)
-  host = NamedSharding(mesh, P("b", None), memory_kind="unpinned_host")
-  target["w"] = jax.ShapeDtypeStruct((8, 16), np.float32, sharding=host)
-  again = checkpointer.restore(target)
-  assert again["w"].sharding.memory_kind == "unpinned_host"
-  assert_same(again, tree)
   target["w"] = jax.ShapeDtypeStruct((8, 16), jnp.bfloat16, sharding=NamedSharding(mesh, P("b")))
   with pytest.raises(
     CheckpointError, match=r"(?s)dtype    model/w: saved float32, wanted bfloat16.*cast=True"
