@@ -3,7 +3,8 @@
     python benchmarks/checkpoint.py --gigabytes 2 --rounds 5
 
 Every case takes its turn in every round; ratios are medians over rounds. Reads are cold: the files are
-dropped from the page cache first. Peak memory is measured in a process of its own for each case.
+dropped from the page cache first. Processor time is recorded too: on a shared machine it tells what a case
+costs where the clock tells what the others do. Peak memory is measured in a process of its own for each case.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import functools
 import os
 import pathlib
 import shutil
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -26,13 +28,17 @@ os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {FLAGS}".strip()
 
 import jax  # noqa: E402
 import jax.numpy as jnp  # noqa: E402
+from flax import nnx  # noqa: E402
 from jax.sharding import AxisType, Mesh, NamedSharding  # noqa: E402
 from jax.sharding import PartitionSpec as P  # noqa: E402
 from orbax.checkpoint import v1 as ocp  # noqa: E402
 
+import nnx_parallel as nxp  # noqa: E402
 from nnx_parallel.checkpoint.checkpointer import Checkpointer  # noqa: E402
+from nnx_parallel.checkpoint.safetensors import export_safetensors, import_safetensors  # noqa: E402
 
 WIDTH = 2048
+MEMORY = ("save", "restore", "import of safetensors")
 Tree = dict[str, Any]
 
 
@@ -45,26 +51,49 @@ def make_mesh(*sizes: int) -> Mesh:
   return jax.make_mesh(sizes, names, axis_types=(AxisType.Auto,) * len(sizes), devices=jax.devices()[:count])
 
 
+def names(gigabytes: float) -> list[str]:
+  """Of the layers: as many as make that many bytes together with Adam's moments."""
+  return [f"layer{i}" for i in range(max(1, round(gigabytes * 1e9 / (3 * 4 * (WIDTH * WIDTH + WIDTH)))))]
+
+
+def shapes(gigabytes: float, prefixes: tuple[str, ...]) -> Tree:
+  """The arrays of `make_state` without values."""
+  forms = {"kernel": (WIDTH, WIDTH), "bias": (WIDTH,)}
+  return {
+    f"{prefix}{layer}_{leaf}": jax.ShapeDtypeStruct(shape, jnp.float32)
+    for prefix in prefixes
+    for layer in names(gigabytes)
+    for leaf, shape in forms.items()
+  }
+
+
 def make_state(gigabytes: float) -> tuple[Tree, Tree]:
   """Parameters and Adam's moments, on a 2 x 4 mesh, cut along both dims."""
-  layers = max(1, round(gigabytes * 1e9 / (3 * 4 * (WIDTH * WIDTH + WIDTH))))
   mesh = make_mesh(2, 4)
-  wide, flat = NamedSharding(mesh, P("a", "b")), NamedSharding(mesh, P("b"))
-
-  @functools.partial(jax.jit, out_shardings=(wide, flat))
-  def draw(key: jax.Array) -> tuple[jax.Array, jax.Array]:
-    return jax.random.normal(key, (WIDTH, WIDTH)), jax.random.normal(key, (WIDTH,))
-
-  def tree(seed: int) -> Tree:
-    found: Tree = {}
-    for layer in range(layers):
-      kernel, bias = draw(jax.random.fold_in(jax.random.key(seed), layer))
-      found |= {f"layer{layer}.kernel": kernel, f"layer{layer}.bias": bias}
-    return found
-
-  return tree(0), {
-    f"{name}.{leaf}": value for i, name in enumerate(("mu", "nu")) for leaf, value in tree(i + 1).items()
+  layouts = {2: NamedSharding(mesh, P("a", "b")), 1: NamedSharding(mesh, P("b"))}
+  draw = {
+    ndim: jax.jit(functools.partial(jax.random.normal, shape=(WIDTH,) * ndim), out_shardings=layout)
+    for ndim, layout in layouts.items()
   }
+
+  def tree(*prefixes: str) -> Tree:
+    wanted = shapes(gigabytes, prefixes)
+    keys = jax.random.split(jax.random.key(len(prefixes)), len(wanted))
+    return {name: draw[x.ndim](key) for (name, x), key in zip(wanted.items(), keys, strict=True)}
+
+  return tree(""), tree("mu_", "nu_")
+
+
+def bag_plan(gigabytes: float) -> nxp.ShardingPlan:
+  """A module that holds the whole state, for safetensors; kernels cut into columns over 8 devices."""
+
+  class Bag(nnx.Module):
+    def __init__(self) -> None:
+      for name, x in shapes(gigabytes, ("", "mu_", "nu_")).items():
+        layout = (None, "a") if x.ndim == 2 else (None,)
+        setattr(self, name, nnx.Param(jnp.zeros(x.shape, x.dtype), out_sharding=layout))
+
+  return nxp.plan(Bag, make_mesh(8))
 
 
 def target(tree: Tree, mesh: Mesh, spec: P) -> Tree:
@@ -87,8 +116,9 @@ def drop_cache(folder: pathlib.Path) -> None:
 class Cases:
   """What is timed; each method does one thing once and returns its seconds."""
 
-  def __init__(self, root: pathlib.Path, model: Tree, optimizer: Tree):
-    self.root, self.model, self.optimizer = root, model, optimizer
+  def __init__(self, root: pathlib.Path, model: Tree, optimizer: Tree, plan: nxp.ShardingPlan):
+    self.root, self.model, self.optimizer, self.plan = root, model, optimizer, plan
+    self.spent = 0.0  # processor seconds of the last case
     self.nbytes = sum(x.nbytes for tree in (model, optimizer) for x in tree.values())
     self.layouts = {
       "same mesh": (make_mesh(2, 4), P("a", "b")),
@@ -98,8 +128,9 @@ class Cases:
     }
 
   def _timed(self, call: Callable[[], Any]) -> float:
-    began = time.perf_counter()
+    began, spent = time.perf_counter(), time.process_time()
     jax.block_until_ready(call())
+    self.spent = time.process_time() - spent
     return time.perf_counter() - began
 
   def _fresh(self, name: str) -> pathlib.Path:
@@ -185,46 +216,58 @@ class Cases:
       )
     )
 
+  def export(self) -> None:
+    """Writes the whole state as one safetensors file, once."""
+    export_safetensors(self._fresh("safetensors"), self.model | self.optimizer)
+
+  def import_safetensors(self) -> float:
+    """Ours, into columns over 8 devices."""
+    drop_cache(self.root / "safetensors")
+    return self._timed(
+      lambda: nnx.to_pure_dict(nnx.state(import_safetensors(self.root / "safetensors", self.plan)))
+    )
+
+  def orbax_import(self) -> float:
+    """Orbax's own reader of safetensors, into the same layout."""
+    drop_cache(self.root / "safetensors")
+    mesh, spec = self.layouts["columns, 8 devices"]
+    context = ocp.Context(checkpoint_layout=ocp.options.CheckpointLayout.SAFETENSORS)
+    context.memory_options.read_concurrent_bytes = 256 << 20
+    goal = target(self.model | self.optimizer, mesh, spec)
+    with context:
+      return self._timed(lambda: ocp.load(self.root / "safetensors", goal))
+
 
 def memory(gigabytes: float, case: str) -> None:
   """Runs one case in this process and prints state, and extra peak memory over it, in bytes."""
   root = pathlib.Path(os.environ["CHECKPOINT_BENCHMARK"])
-  model, optimizer = make_state(gigabytes)
-  cases = Cases(root, model, optimizer)
+  abstract = shapes(gigabytes, ("",)), shapes(gigabytes, ("mu_", "nu_"))
+  nbytes = sum(x.size * x.dtype.itemsize for tree in abstract for x in tree.values())
+  call: Callable[[], Any]
   if case == "save":
-    jax.block_until_ready([*model.values(), *optimizer.values()])
-    before = _resident()
-    _reset_peak()
-    Checkpointer(root / "memory").save(1, model, optimizer)
-    print(cases.nbytes, _peak() - before)
-    return
-  mesh, spec = cases.layouts["columns, 8 devices"]
-  goals = target(model, mesh, spec), target(optimizer, mesh, spec)
-  nbytes = sum(jnp.dtype(x.dtype).itemsize * x.size for goal in goals for x in goal.values())
-  del model, optimizer, cases
-  before = _resident()
-  _reset_peak()
-  checkpointer = Checkpointer(root / "ours")
-  kept = checkpointer.restore(goals[0]), checkpointer.restore_extra("optimizer", goals[1])
-  jax.block_until_ready(kept)
-  print(nbytes, _peak() - before - nbytes)
+    state = jax.block_until_ready(make_state(gigabytes))
+    call, kept = functools.partial(Checkpointer(root / "memory").save, 1, *state), 0
+  elif case == "restore":
+    goals = [target(tree, make_mesh(8), P(None, "a")) for tree in abstract]
+    checkpointer, kept = Checkpointer(root / "ours"), nbytes
+
+    def call() -> Any:
+      return checkpointer.restore(goals[0]), checkpointer.restore_extra("optimizer", goals[1])
+  else:
+    plan, kept = bag_plan(gigabytes), nbytes
+
+    def call() -> Any:
+      return nnx.to_pure_dict(nnx.state(import_safetensors(root / "safetensors", plan)))
+
+  before = _status("VmRSS")
+  pathlib.Path("/proc/self/clear_refs").write_text("5")
+  jax.block_until_ready(call())
+  print(nbytes, _status("VmHWM") - before - kept)
 
 
 def _status(field: str) -> int:
   lines = pathlib.Path("/proc/self/status").read_text().splitlines()
   return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(field))
-
-
-def _resident() -> int:
-  return _status("VmRSS")
-
-
-def _peak() -> int:
-  return _status("VmHWM")
-
-
-def _reset_peak() -> None:
-  pathlib.Path("/proc/self/clear_refs").write_text("5")
 
 
 def measure_memory(root: pathlib.Path, gigabytes: float, case: str) -> float:
@@ -241,7 +284,7 @@ def main() -> None:
   parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
   parser.add_argument("--gigabytes", type=float, default=2.0, help="parameters and Adam moments together")
   parser.add_argument("--rounds", type=int, default=5)
-  parser.add_argument("--memory", choices=["save", "restore"], help=argparse.SUPPRESS)
+  parser.add_argument("--memory", choices=MEMORY, help=argparse.SUPPRESS)
   arguments = parser.parse_args()
   if arguments.memory:
     memory(arguments.gigabytes, arguments.memory)
@@ -254,8 +297,10 @@ def report(root: pathlib.Path, gigabytes: float, rounds: int) -> None:
   """Times all cases in turns and writes the record."""
   from harness import Record, Timing
 
-  cases = Cases(root, *make_state(gigabytes))
+  cases = Cases(root, *make_state(gigabytes), bag_plan(gigabytes))
+  cases.export()
   seconds: dict[str, list[float]] = {}
+  spent: dict[str, list[float]] = {}
   for number in range(rounds + 1):
     turn = {
       "raw write": cases.raw_write,
@@ -268,10 +313,13 @@ def report(root: pathlib.Path, gigabytes: float, rounds: int) -> None:
       turn[f"restore, {layout}, Orbax"] = functools.partial(cases.orbax_restore, layout)
       turn[f"restore, {layout}, ours"] = functools.partial(cases.restore, layout, "off")
       turn[f"restore, {layout}, ours, verified"] = functools.partial(cases.restore, layout, "full")
+    turn["import of safetensors, Orbax"] = cases.orbax_import
+    turn["import of safetensors, ours"] = cases.import_safetensors
     for case, call in turn.items():
       taken = call()
       if number:  # the first round compiles
         seconds.setdefault(case, []).append(taken)
+        spent.setdefault(case, []).append(cases.spent)
   record = Record(
     "checkpoint",
     f"{cases.nbytes / 1e9:.2f} GB of parameters and Adam moments, 8 simulated devices, median of {rounds}",
@@ -280,15 +328,20 @@ def report(root: pathlib.Path, gigabytes: float, rounds: int) -> None:
   timings = {case: Timing(case, tuple(taken)) for case, taken in seconds.items()}
   for group in ("write", "read"):
     base = f"raw {group}"
-    kind = "save" if group == "write" else "restore"
-    chosen = {case: timing for case, timing in timings.items() if case == base or case.startswith(kind)}
+    kinds = ("save",) if group == "write" else ("restore", "import")
+    chosen = {case: timing for case, timing in timings.items() if case == base or case.startswith(kinds)}
     record.compare(chosen, baseline=base, group=group)
-  for case in ("save", "restore"):
+  for case, taken in spent.items():
+    record.value(
+      f"processor time, {case}", round(statistics.median(taken) * 1e9 / cases.nbytes, 2), "s per GB"
+    )
+  for case in MEMORY:
     share = measure_memory(root, gigabytes, case)
     record.value(f"extra peak memory, {case}", round(share, 3), "of the state")
   record.notes.append(
     f"Load average {os.getloadavg()[0]:.0f} at the end. "
-    "The raw write is one stream; Orbax and ours write several."
+    "The raw write is one stream; Orbax and ours write several. "
+    f"The byte budget of a restore is {(256 << 20) / cases.nbytes:.2f} of the state."
   )
   record.write()
 

@@ -13,54 +13,65 @@ from __future__ import annotations
 
 import argparse
 import collections
+import concurrent.futures
+import contextlib
 import dataclasses
 import json
+import multiprocessing
 import os
 import pathlib
 import platform
 import random
 import shutil
 import socket
-import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable
+from multiprocessing.connection import Connection
+from typing import Any
 
 DEVICES = 8
 FLAGS = f"--xla_force_host_platform_device_count={DEVICES}"
 
-JOB = """
-import os, sys
-directory, mode, process, processes, port = sys.argv[1], sys.argv[2], *map(int, sys.argv[3:6])
-import jax
-if processes > 1:
-  jax.distributed.initialize(f"localhost:{port}", processes, process, heartbeat_timeout_seconds=10)
-import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec as P
-from nnx_parallel.checkpoint.checkpointer import Checkpointer
+# Jobs are forked from a process that has imported everything, so a kill costs a second and not ten.
+JOBS = multiprocessing.get_context("forkserver")
+JOBS.set_forkserver_preload(["nnx_parallel.checkpoint.checkpointer"])
 
-mesh = jax.make_mesh((2, len(jax.devices()) // 2), ("a", "b"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
-def tree(step):
-  def put(shape, spec):
-    values = np.random.default_rng(step).standard_normal(shape).astype(np.float32)
-    sharding = NamedSharding(mesh, P(*spec))
-    return jax.make_array_from_callback(shape, sharding, lambda index: values[index])
-  return {"w": put((256, 512), ("a", "b")), "v": put((64, 64), ("b",)), "b": put((512,), ())}
 
-checkpointer = Checkpointer(directory, asynchronous=mode == "async", max_to_keep=2)
-first = (checkpointer.latest() or 0) + 1
-print("started", flush=True)
-for step in range(first, first + 100):
-  replace = step % 3 == 0
-  checkpointer.save(step, tree(step))
-  if mode == "async":
-    checkpointer.wait()
-  print("saved", step, flush=True)
-  if replace:
-    checkpointer.save(step, tree(step), overwrite=True)
-checkpointer.close()
-"""
+def job(reports: Connection, directory: str, mode: str, process: int, processes: int, port: int) -> None:
+  """Saves step after step, and says so, until it is killed."""
+  flags = f"--xla_force_host_platform_device_count={DEVICES // processes}"
+  os.environ |= {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags}
+  import jax
+  from jax.sharding import NamedSharding
+  from jax.sharding import PartitionSpec as P
+
+  from nnx_parallel.checkpoint.checkpointer import Checkpointer
+
+  if processes > 1:
+    jax.distributed.initialize(f"localhost:{port}", processes, process, heartbeat_timeout_seconds=10)
+  kinds = (jax.sharding.AxisType.Auto,) * 2
+  mesh = jax.make_mesh((2, DEVICES // 2), ("a", "b"), axis_types=kinds)
+  layouts = {"w": P("a", "b"), "v": P("b"), "b": P()}
+
+  def tree(step: int) -> dict[str, jax.Array]:
+    return {
+      name: jax.make_array_from_callback(values.shape, NamedSharding(mesh, layouts[name]), values.__getitem__)
+      for name, values in expected(step).items()
+    }
+
+  checkpointer = Checkpointer(directory, asynchronous=mode == "async", max_to_keep=2)
+  first = (checkpointer.latest() or 0) + 1
+  reports.send("started")
+  for step in range(first, first + 100):
+    checkpointer.save(step, tree(step))
+    if mode == "async":
+      checkpointer.wait()
+    reports.send(step)
+    if step % 3 == 0:
+      checkpointer.save(step, tree(step), overwrite=True)
+  checkpointer.close()
 
 
 @dataclasses.dataclass
@@ -76,11 +87,11 @@ class Kill:
   problem: str
 
 
-def expected(step: int) -> dict[str, object]:
+def expected(step: int) -> dict[str, Any]:
   """What a job saves at a step."""
   import numpy as np
 
-  def values(*shape: int) -> object:
+  def values(*shape: int) -> Any:
     return np.random.default_rng(step).standard_normal(shape).astype(np.float32)
 
   return {"w": values(256, 512), "v": values(64, 64), "b": values(512)}
@@ -93,18 +104,28 @@ def kill_once(directory: pathlib.Path, mode: str, processes: int, saves: int, de
 
   before = Checkpointer(directory).latest() or 0
   port = _free_port()
-  jobs = [_start(directory, mode, process, processes, port) for process in range(processes)]
+  ends = [JOBS.Pipe(duplex=False) for _ in range(processes)]
+  jobs = [
+    JOBS.Process(target=job, args=(send, str(directory), mode, process, processes, port))
+    for process, (_, send) in enumerate(ends)
+  ]
+  for one in jobs:
+    one.start()
+  for _, send in ends:
+    send.close()
+  reports = ends[0][0]
   try:
-    lines = _read_until(jobs[0], "started", 1) + _read_until(jobs[0], "saved", saves)
+    said = [_next(reports) for _ in range(1 + saves)]
     time.sleep(delay)
   finally:
-    for job in jobs:
-      job.kill()
-  lines += jobs[0].stdout.readlines()
-  for job in jobs:
-    job.communicate()
-  reports = [int(line.split()[1]) for line in lines if line.startswith("saved")]
-  reported = max([before, *reports])
+    for one in jobs:
+      one.kill()
+  for one in jobs:
+    one.join()
+  with contextlib.suppress(EOFError):
+    while True:
+      said.append(reports.recv())
+  reported = max([before, *(step for step in said if isinstance(step, int))])
   found, problem, litter = 0, "", len(list(directory.glob("*.nnx-*")))
   try:
     checkpointer = Checkpointer(directory)
@@ -122,18 +143,25 @@ def kill_once(directory: pathlib.Path, mode: str, processes: int, saves: int, de
 
 
 def kills(count: int, seed: int = 0, log: Callable[[str], None] = print) -> list[Kill]:
-  """Kills `count` jobs, one after the other in the same directories."""
-  rng, found = random.Random(seed), []
+  """Kills `count` jobs: of each kind one after the other in the same directory, two kinds at a time."""
   kinds = [("sync", 1), ("async", 1), ("sync", 2), ("async", 2)]
-  with tempfile.TemporaryDirectory() as root:
-    for index in range(count):
-      mode, processes = kinds[index % len(kinds)]
-      directory = pathlib.Path(root) / f"{mode}-{processes}"
-      directory.mkdir(exist_ok=True)
+
+  def series(root: str, index: int) -> list[Kill]:
+    mode, processes = kinds[index]
+    rng, directory = random.Random(f"{seed} {index}"), pathlib.Path(root) / f"{mode}-{processes}"
+    directory.mkdir()
+    found: list[Kill] = []
+    for _ in range(index, count, len(kinds)):
       found.append(kill_once(directory, mode, processes, rng.randrange(4), rng.uniform(0.0, 0.25)))
       if found[-1].problem:
-        log(f"{index}: {found[-1]}")
-  return found
+        log(f"{found[-1]}")
+      elif len(found) % 10 == 0:
+        log(f"{mode}, {processes} process(es): {len(found)} kills")
+    return found
+
+  with tempfile.TemporaryDirectory() as root, concurrent.futures.ThreadPoolExecutor(2) as pool:
+    rows = pool.map(lambda index: series(root, index), range(len(kinds)))
+    return [kill for row in rows for kill in row]
 
 
 DAMAGE = ("flip", "truncate", "delete", "swap", "zero", "append")
@@ -240,33 +268,11 @@ def _same(found: dict[str, object], wanted: dict[str, object]) -> bool:
   return found.keys() == wanted.keys() and all(np.array_equal(found[k], wanted[k]) for k in wanted)
 
 
-def _start(
-  directory: pathlib.Path, mode: str, process: int, processes: int, port: int
-) -> subprocess.Popen[str]:
-  devices = DEVICES // processes
-  environment = {
-    **os.environ,
-    "JAX_PLATFORMS": "cpu",
-    "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}",
-  }
-  arguments = [str(directory), mode, str(process), str(processes), str(port)]
-  return subprocess.Popen(
-    [sys.executable, "-c", JOB, *arguments],
-    env=environment,
-    stdout=subprocess.PIPE,
-    stderr=subprocess.PIPE,
-    text=True,
-  )
-
-
-def _read_until(job: subprocess.Popen[str], word: str, times: int) -> list[str]:
-  """Reads the job's lines until the word began that many of them."""
-  lines: list[str] = []
-  while sum(line.startswith(word) for line in lines) < times:
-    lines.append(job.stdout.readline())
-    if not lines[-1]:
-      raise RuntimeError(f"a job ended by itself:\n{job.stderr.read()}")
-  return lines
+def _next(reports: Connection) -> object:
+  try:
+    return reports.recv()
+  except EOFError:
+    raise RuntimeError("a job ended by itself; its error is above") from None
 
 
 def _free_port() -> int:

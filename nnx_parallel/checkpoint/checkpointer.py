@@ -7,13 +7,13 @@ import concurrent.futures
 import contextlib
 import functools
 import os
-import signal
 import threading
 import types
 import warnings
 import weakref
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Iterable
 from collections.abc import Mapping as MappingType
+from contextlib import AbstractContextManager
 from typing import Any
 
 import jax
@@ -21,6 +21,7 @@ from etils import epath
 
 from nnx_parallel.checkpoint import (
   agree,
+  catalog,
   encoding,
   files,
   manifest,
@@ -34,6 +35,7 @@ from nnx_parallel.checkpoint.manifest import DamagedError, Manifest
 from nnx_parallel.checkpoint.mapping import Mapping
 from nnx_parallel.checkpoint.preflight import Diff, Wanted, compare
 from nnx_parallel.checkpoint.retention import Retention
+from nnx_parallel.checkpoint.sigterm import Termination
 from nnx_parallel.errors import CheckpointError
 
 _RESERVED = ("model", "optimizer")
@@ -88,15 +90,15 @@ class Checkpointer:
     byte_budget: int = 256 << 20,
     chunk_bytes: int | None = 16 << 20,
   ):
-    self.directory = _absolute(directory)
+    self.directory = catalog.absolute(directory)
     self.restored: Manifest | None = None
-    self._retention = Retention(max_to_keep, keep_every, best, best_mode, keep_best)
+    retention = Retention(max_to_keep, keep_every, best, best_mode, keep_best)
+    self._catalog = catalog.Catalog(self.directory, retention)
     self._asynchronous, self._verify = asynchronous, _checked(verify)
     self._byte_budget, self._chunk_bytes = byte_budget, chunk_bytes
     self._pool = concurrent.futures.ThreadPoolExecutor(1, "nnx_parallel-checkpoint")
     self._pending: concurrent.futures.Future[None] | None = None
-    self._old_handlers: dict[int, Any] = {}
-    self._holds, self._put_off = 0, False
+    self._termination = Termination()
     self._at_exit = functools.partial(_if_alive, weakref.WeakMethod(self.wait))
     atexit.register(self._at_exit)
     # atexit comes too late to finish a background save: by then Python starts no more threads, and Orbax
@@ -205,7 +207,7 @@ class Checkpointer:
     Raises:
       CheckpointError: the save failed.
     """
-    self._restore_handlers()
+    self._termination.stop()
     atexit.unregister(self._at_exit)
     try:
       self.wait()
@@ -225,29 +227,17 @@ class Checkpointer:
         `lambda: {"step": step, "model": model, "optimizer": optimizer}`.
     """
 
-    def save_and_end() -> None:
-      with self.hold():
+    def save_now() -> None:
+      self.wait()
+      arguments = dict(state())
+      step = arguments.pop("step")
+      if arguments.get("overwrite") or step not in self.steps():
+        self.save(step, **arguments)
         self.wait()
-        arguments = dict(state())
-        step = arguments.pop("step")
-        if arguments.get("overwrite") or step not in self.steps():
-          self.save(step, **arguments)
-          self.wait()
-        self._put_off = False  # a second signal asked for the same
-      self._restore_handlers()
-      signal.raise_signal(signal.SIGTERM)
 
-    def handle(_: int, __: types.FrameType | None) -> None:
-      if self._holds:
-        self._put_off = True
-      else:
-        save_and_end()
+    self._termination.watch(save_now)
 
-    self._save_and_end = save_and_end
-    self._old_handlers[signal.SIGTERM] = signal.signal(signal.SIGTERM, handle)
-
-  @contextlib.contextmanager
-  def hold(self) -> Generator[None]:
+  def hold(self) -> AbstractContextManager[None]:
     """Puts off the save of `save_on_sigterm` until the block is left.
 
     Example:
@@ -256,33 +246,21 @@ class Checkpointer:
       >>> with checkpointer.hold():
       ...   pass  # train_step(model, optimizer, batch); step += 1
     """
-    self._holds += 1
-    try:
-      yield
-    finally:
-      self._holds -= 1
-    if self._put_off and not self._holds:
-      self._put_off = False
-      self._save_and_end()
+    return self._termination.hold()
 
   # Finding.
 
   def steps(self) -> list[int]:
     """The complete steps, oldest first."""
-    return files.saved_steps(self.directory)
+    return self._catalog.steps()
 
   def latest(self) -> int | None:
     """The newest step whose manifest and files are all there, or None."""
-    for step in reversed(self.steps()):
-      with contextlib.suppress(CheckpointError):
-        record = self._manifest(step)
-        if not restore.damaged_files(self._folder(step), record, record.files):
-          return step
-    return None
+    return self._catalog.latest()
 
   def best(self) -> int | None:
     """The step with the best metric, or None when no step has it."""
-    return next(iter(self._retention.ranked(self._metrics())), None)
+    return self._catalog.best()
 
   def metadata(self, step: int | str | None = None) -> Manifest:
     """What a step holds, without reading its arrays.
@@ -290,7 +268,7 @@ class Checkpointer:
     Args:
       step: a number, `"latest"` (also None) or `"best"`.
     """
-    return self._manifest(self._resolve(step))
+    return self._catalog.manifest(self._catalog.resolve(step))
 
   # Restoring.
 
@@ -388,7 +366,7 @@ class Checkpointer:
     goal = remap.through(mapping, goal) if mapping else goal
 
     def attempt(number: int) -> Any:
-      record = self._manifest(number)
+      record = self._catalog.manifest(number)
       diff = self._compare(record, goal.wanted, **choose)
       agree.together(diff.require)
       return self._fill(goal, record, diff)
@@ -429,12 +407,12 @@ class Checkpointer:
     Returns:
       A description by file or leaf; empty when the step is sound.
     """
-    number = self._resolve(step)
+    number = self._catalog.resolve(step)
     try:
-      record = self._manifest(number)
+      record = self._catalog.manifest(number)
     except CheckpointError as error:
       return {manifest.FILE: error.what}
-    folder = self._folder(number)
+    folder = self._catalog.folder(number)
     problems = {text.split(" ")[0]: text for text in restore.damaged_files(folder, record, record.files)}
     for name, error in restore.check_values(folder, record, byte_budget=self._byte_budget):
       if error is not None:
@@ -480,29 +458,14 @@ class Checkpointer:
     self.directory.mkdir(parents=True, exist_ok=True)
     stack.enter_context(files.writer_lock(self.directory))
     files.sweep(self.directory)
-    if step in files.foreign_steps(self.directory):
-      raise CheckpointError(
-        f"cannot save step {step}: {self._folder(step)} was not written by nnx_parallel.",
-        fix="choose another directory; nothing was changed.",
-      )
-    if step in self.steps() and not overwrite:
-      raise CheckpointError(
-        f"cannot save step {step}: it exists in {self.directory}.",
-        details=f"steps: {self.steps()}",
-        fix="pass overwrite=True to replace it once the new one is complete, or use another step.",
-      )
-    if step in self.steps() and not files.is_local(self.directory):
-      raise CheckpointError(
-        f"cannot replace step {step} in {self.directory}: renames are not atomic there.",
-        fix="save under another step, or delete this one first.",
-      )
+    self._catalog.check_free(step, overwrite=overwrite)
     files.check_space(self.directory, nbytes)
 
   def _finish(self, step: int, finish: Callable[[], None], held: contextlib.ExitStack) -> None:
     def commit() -> None:
       finish()
       if jax.process_index() == 0:
-        for old in self._retention.doomed(self._metrics()):
+        for old in self._catalog.doomed():
           files.delete_step(self.directory, old)
 
     with held:
@@ -534,7 +497,7 @@ class Checkpointer:
     names = "\n".join(f"{match.name} {match.wanted.shape}" for match in diff.matches)
     agree.require_same("what to restore", f"step {record.step}\n{names}")
     return restore.read(
-      self._folder(record.step), record, diff, verify=self._verify, byte_budget=self._byte_budget
+      self._catalog.folder(record.step), record, diff, verify=self._verify, byte_budget=self._byte_budget
     )
 
   def _fill(self, goal: targets.Target, record: Manifest, diff: Diff) -> Any:
@@ -546,7 +509,7 @@ class Checkpointer:
   ) -> dict[str, dict[str, Any]]:
     if not as_numpy:
       raise _no_target(self.directory)
-    record = self._manifest(step)
+    record = self._catalog.manifest(step)
     items = {name: record.items[name] for name in only or record.items}
     wanted = {item: targets.as_saved(saved) for item, saved in items.items()}
     found = self._read(record, self._compare(record, wanted))
@@ -559,7 +522,7 @@ class Checkpointer:
     }
 
   def _try_steps(self, step: int | str | None, on_corrupt: str, attempt: Callable[[int], Any]) -> Any:
-    number = self._resolve(step)
+    number = self._catalog.resolve(step)
     older = [other for other in self.steps() if other < number]
     while True:
       try:
@@ -570,80 +533,13 @@ class Checkpointer:
         warnings.warn(f"step {number} was passed over: {error.what}", stacklevel=3)
         number = older.pop()
       else:
-        self.restored = self._manifest(number)
+        self.restored = self._catalog.manifest(number)
         return result
-
-  def _resolve(self, step: int | str | None) -> int:
-    if step is None or step == "latest":
-      number = (self.steps() or [None])[-1]
-    elif step == "best":
-      number = self.best()
-    elif isinstance(step, str):
-      raise CheckpointError(f"step={step!r} is unknown.", fix='pass a number, "latest" or "best".')
-    else:
-      number = int(step)
-    if number is not None and number in self.steps():
-      return number
-    raise self._no_step(step)
-
-  def _no_step(self, step: int | str | None) -> CheckpointError:
-    steps = self.steps()
-    foreign = files.foreign_steps(self.directory)
-    details = f"complete steps: {steps or 'none'}"
-    if foreign:
-      details += f"\nincomplete, or written by something else (no {manifest.FILE}): {foreign}"
-    what = "a checkpoint" if step is None or step == "latest" else f"step {step}"
-    if step == "best":
-      what = f"a step with the metric {self._retention.best!r}"
-    fix = f"restore({steps[-1]}), or step='latest'." if steps else "save one first, or check the path."
-    if not self.directory.exists():
-      details = "there is no such directory"
-    return CheckpointError(f"cannot find {what} in {self.directory}.", details=details, fix=fix)
-
-  def _metrics(self) -> dict[int, dict[str, float]]:
-    rows: dict[int, dict[str, float]] = {}
-    for step in self.steps():
-      try:
-        rows[step] = {name: float(value) for name, value in self._manifest(step).metrics.items()}
-      except CheckpointError:
-        continue  # a damaged step is nobody's best, and is not deleted either
-    return rows
-
-  def _manifest(self, step: int) -> Manifest:
-    return manifest.read(self._folder(step))
-
-  def _folder(self, step: int) -> epath.Path:
-    return self.directory / str(step)
 
   def _check_step(self, step: int) -> int:
     if isinstance(step, bool) or int(step) != step or step < 0:
       raise CheckpointError(f"step={step!r} is not a step.", fix="pass a whole number from 0 up.")
     return int(step)
-
-  def _restore_handlers(self) -> None:
-    for number, handler in self._old_handlers.items():
-      signal.signal(number, handler)
-    self._old_handlers.clear()
-
-
-def _absolute(directory: str | os.PathLike[str]) -> epath.Path:
-  try:
-    path = epath.Path(directory).expanduser()
-    remote = not files.is_local(path)
-    if remote:
-      path.exists()  # imports what the store needs
-  except (KeyError, ImportError) as error:
-    raise CheckpointError(
-      f"cannot open {directory}: no file system for it is installed.",
-      details=str(error),
-      fix="install the package of that store (gcsfs for gs://, s3fs for s3://), or pass a local path.",
-    ) from error
-  if remote:
-    return path
-  path = epath.Path(os.path.abspath(path))
-  if path.exists() and not path.is_dir():
-    raise CheckpointError(f"{path} is a file, not a directory.", fix="choose a directory for the steps.")
-  return path
 
 
 def _checked(verify: str) -> str:

@@ -6,6 +6,7 @@ each process touches only the pages of its own shards.
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import mmap
@@ -213,8 +214,12 @@ def _view(file: Path, data: mmap.mmap, start: int, name: str, entry: dict[str, A
       fix="convert the file.",
     )
   dtype, shape = np.dtype(_DTYPES[entry["dtype"]]), tuple(entry["shape"])
-  array = np.frombuffer(data, dtype, math.prod(shape), start + entry["data_offsets"][0])
-  return views.Memory(array.reshape(shape))
+  begin, end = (start + offset for offset in entry["data_offsets"])
+  array = np.frombuffer(data, dtype, math.prod(shape), begin)
+  # Pages that were read stay in the page cache, but count no longer as this process's memory.
+  first = begin - begin % mmap.PAGESIZE
+  forget = functools.partial(data.madvise, mmap.MADV_DONTNEED, first, max(1, end - first))
+  return views.Memory(array.reshape(shape), forget)
 
 
 def _load(bound: Bound, view: View, wanted: preflight.Wanted) -> jax.Array:

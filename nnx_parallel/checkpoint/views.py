@@ -7,7 +7,7 @@ stands on. So a mapping between two programs' weights works one shard at a time,
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -16,6 +16,10 @@ from nnx_parallel.errors import CheckpointError
 
 Box = tuple[slice, ...]
 Block = np.ndarray[Any, Any]
+
+
+def _keep() -> None:
+  """Memory that is nobody's file stays."""
 
 
 class View(Protocol):
@@ -42,9 +46,15 @@ class View(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class Memory:
-  """A numpy array, possibly mapped from a file, as a view."""
+  """A numpy array, possibly mapped from a file, as a view.
+
+  Attributes:
+    array: the values.
+    forget: called after each read; lets the pages of a file go again.
+  """
 
   array: Block
+  forget: Callable[[], None] = _keep
 
   @property
   def shape(self) -> tuple[int, ...]:
@@ -58,7 +68,9 @@ class Memory:
 
   def read(self, box: Box) -> Block:
     """A copy, because jax on CPU may keep the memory it is given."""
-    return np.array(self.array[box], copy=True, order="C")
+    values = np.array(self.array[box], copy=True, order="C")
+    self.forget()
+    return values
 
   def write(self, box: Box, values: Block) -> None:
     """Into the array itself."""

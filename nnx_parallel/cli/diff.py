@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING
 
-from nnx_parallel.cli import options
+from nnx_parallel.cli import checkpoints
 
 if TYPE_CHECKING:
   from nnx_parallel.cli.main import Commands
@@ -19,24 +19,17 @@ def register(commands: Commands) -> None:
     description="Compares the newest step with the recipe's model and optimizer, leaf by leaf: missing,"
     " extra, renamed, reshaped, of another dtype. Reads no array. Exits with 1 when it does not fit.",
   )
-  parser.add_argument("directory", metavar="DIR", help="where the steps are")
-  options.add_recipe(parser)
-  options.add_mesh(parser)
-  parser.add_argument("--step", type=int, metavar="N", help="the step to compare (default: the newest)")
+  checkpoints.add_directory(parser)
+  checkpoints.add_target(parser)
+  checkpoints.add_step(parser, "compare")
   parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
   """Prints the comparison."""
-  from nnx_parallel.recipes import load_recipe
-  from nnx_parallel.recipes.job import plan_recipe
-
-  recipe = load_recipe(args.recipe, needs=("init",))
-  sizes = options.mesh_sizes(recipe, args.mesh)
-  options.start_devices(sizes, args.devices)
   from nnx_parallel.checkpoint.checkpointer import Checkpointer
 
-  plan = plan_recipe(recipe, options.real_mesh(sizes, args.devices))
+  plan = checkpoints.load_plan(args)
   diff = Checkpointer(args.directory).preflight(plan, args.step)
   print(diff)
   return 0 if diff.fits else 1

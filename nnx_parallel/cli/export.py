@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING
 
-from nnx_parallel.cli import options
+from nnx_parallel.cli import checkpoints
 
 if TYPE_CHECKING:
   from nnx_parallel.cli.main import Commands
@@ -19,30 +19,21 @@ def register(commands: Commands) -> None:
     description="Restores and verifies the model, and writes it as safetensors, with an index when there are"
     " several files.",
   )
-  parser.add_argument("directory", metavar="DIR", help="where the steps are")
+  checkpoints.add_directory(parser)
   parser.add_argument("out", metavar="OUT", help="a folder that does not exist yet")
-  options.add_recipe(parser)
-  options.add_mesh(parser)
-  parser.add_argument("--step", type=int, metavar="N", help="the step to export (default: the newest)")
-  parser.add_argument("--mapping", metavar="FILE", help="a Python file with MAPPING = Mapping(...)")
-  parser.add_argument("--skip", action="append", default=[], metavar="PATTERN", help="leaves to leave out")
+  checkpoints.add_target(parser)
+  checkpoints.add_step(parser, "export")
+  checkpoints.add_mapping(parser, "leave out")
   parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
   """Restores, and writes the files."""
-  from nnx_parallel.recipes import load_recipe
-  from nnx_parallel.recipes.job import plan_recipe
-
-  recipe = load_recipe(args.recipe, needs=("init",))
-  sizes = options.mesh_sizes(recipe, args.mesh)
-  options.start_devices(sizes, args.devices)
   from nnx_parallel.checkpoint.checkpointer import Checkpointer
-  from nnx_parallel.checkpoint.mapping import load_mapping
   from nnx_parallel.checkpoint.safetensors import export_safetensors
 
-  mapping = load_mapping(args.mapping) if args.mapping else None
-  plan = plan_recipe(recipe, options.real_mesh(sizes, args.devices))
+  plan = checkpoints.load_plan(args)
+  mapping = checkpoints.load_mapping(args)
   model = Checkpointer(args.directory).restore(plan, args.step, optimizer="drop")
   names = export_safetensors(args.out, model, mapping, skip=args.skip)
   print(f"{len(names)} arrays -> {args.out}")

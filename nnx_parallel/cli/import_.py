@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING
 
-from nnx_parallel.cli import options
+from nnx_parallel.cli import checkpoints
 
 if TYPE_CHECKING:
   from nnx_parallel.cli.main import Commands
@@ -21,27 +21,18 @@ def register(commands: Commands) -> None:
   )
   parser.add_argument("path", metavar="PATH", help="a .safetensors file, its index, or their folder")
   parser.add_argument("out", metavar="OUT", help="the checkpoint directory to write to")
-  options.add_recipe(parser)
-  options.add_mesh(parser)
-  parser.add_argument("--mapping", metavar="FILE", help="a Python file with MAPPING = Mapping(...)")
-  parser.add_argument("--skip", action="append", default=[], metavar="PATTERN", help="leaves to initialise")
+  checkpoints.add_target(parser)
+  checkpoints.add_mapping(parser, "initialise")
   parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
   """Reads the files, and saves step 0."""
-  from nnx_parallel.recipes import load_recipe
-  from nnx_parallel.recipes.job import plan_recipe
-
-  recipe = load_recipe(args.recipe, needs=("init",))
-  sizes = options.mesh_sizes(recipe, args.mesh)
-  options.start_devices(sizes, args.devices)
   from nnx_parallel.checkpoint.checkpointer import Checkpointer
-  from nnx_parallel.checkpoint.mapping import load_mapping
   from nnx_parallel.checkpoint.safetensors import import_safetensors
 
-  mapping = load_mapping(args.mapping) if args.mapping else None
-  plan = plan_recipe(recipe, options.real_mesh(sizes, args.devices))
+  plan = checkpoints.load_plan(args)
+  mapping = checkpoints.load_mapping(args)
   made = import_safetensors(args.path, plan, mapping, skip=args.skip)
   model, optimizer = made if isinstance(made, tuple) else (made, None)
   with Checkpointer(args.out) as checkpointer:

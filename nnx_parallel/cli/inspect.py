@@ -8,6 +8,8 @@ import fnmatch
 import json
 from typing import TYPE_CHECKING
 
+from nnx_parallel.cli import checkpoints
+
 if TYPE_CHECKING:
   from nnx_parallel.checkpoint.checkpointer import Checkpointer
   from nnx_parallel.checkpoint.manifest import Manifest
@@ -21,8 +23,8 @@ def register(commands: Commands) -> None:
     help="list the steps of a checkpoint directory and what one of them holds",
     description="Lists the complete steps, then the trees, leaves, values and versions of one of them.",
   )
-  parser.add_argument("directory", metavar="DIR", help="where the steps are")
-  parser.add_argument("--step", type=int, metavar="N", help="the step to show (default: the newest)")
+  checkpoints.add_directory(parser)
+  checkpoints.add_step(parser, "show")
   parser.add_argument("--leaves", metavar="PATTERN", default="*", help="leaves to list: 'model/*.kernel'")
   parser.add_argument("--json", action="store_true", help="the manifest as it is")
   parser.set_defaults(run=run)
@@ -65,8 +67,9 @@ def print_facts(record: Manifest) -> None:
   """What is known about the run."""
   versions = ", ".join(f"{name} {number}" for name, number in record.versions.items())
   print(f"  fingerprint  {record.fingerprint[:16]}\n  versions     {versions}")
-  if isinstance(record.plan, dict):
-    print(f"  mesh         {record.plan['mesh']['axes']} (when saved; a restore does not use it)")
+  mesh = record.plan.get("mesh") if isinstance(record.plan, dict) else None
+  if isinstance(mesh, dict):
+    print(f"  mesh         {mesh['axes']} (when saved; a restore does not use it)")
   for name, value in record.extra.items():
     print(f"  {name:<12} {json.dumps(value)}")
 

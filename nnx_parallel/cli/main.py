@@ -20,7 +20,7 @@ if TYPE_CHECKING:
   Commands = argparse._SubParsersAction[argparse.ArgumentParser]  # pyright: ignore[reportPrivateUsage]
 
 ORDER = ("plan", "compile", "search", "train", "demo", "launch")
-NOT_COMMANDS = ("__init__", "main", "options")
+NOT_COMMANDS = ("__init__", "checkpoints", "main", "options")
 
 OK, FAILED, USAGE, INTERRUPTED = 0, 1, 2, 130
 

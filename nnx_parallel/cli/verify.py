@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING
 
+from nnx_parallel.cli import checkpoints
+
 if TYPE_CHECKING:
   from nnx_parallel.cli.main import Commands
 
@@ -17,7 +19,7 @@ def register(commands: Commands) -> None:
     description="Compares every array with the digest taken when it was saved, and every file with its"
     " size and checksum. Exits with 1 when something is damaged.",
   )
-  parser.add_argument("directory", metavar="DIR", help="where the steps are")
+  checkpoints.add_directory(parser)
   parser.add_argument("--step", type=int, metavar="N", help="check only this step")
   parser.set_defaults(run=run)
 

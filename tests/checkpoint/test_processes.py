@@ -1,66 +1,28 @@
 """Two processes of four devices each, on one machine."""
 
-import os
-import socket
-import subprocess
-import sys
 import textwrap
 
 import numpy as np
 import pytest
+import safetensors.numpy
 
 from checkpoint.runs import assert_same
 from nnx_parallel.checkpoint.checkpointer import Checkpointer
+from processes import run_two
 
 START = """
-import sys
-directory, process, port = sys.argv[1], int(sys.argv[2]), sys.argv[3]
-import jax
-jax.distributed.initialize(f"localhost:{port}", 2, process, heartbeat_timeout_seconds=10)
-import numpy as np
-import nnx_parallel as nxp
-from jax.sharding import NamedSharding, PartitionSpec as P
 from nnx_parallel.checkpoint.checkpointer import Checkpointer
 from nnx_parallel.errors import CheckpointError
-
-def put(values, mesh, *spec):
-  sharding = NamedSharding(mesh, P(*spec))
-  return jax.make_array_from_callback(values.shape, sharding, lambda index: values[index])
 
 mesh = nxp.make_mesh(a=2, b=4)
 values = {"w": np.arange(128, dtype=np.float32).reshape(8, 16), "b": np.arange(16, dtype=np.int32)}
 tree = {"w": put(values["w"], mesh, "a", "b"), "b": put(values["b"], mesh, "b")}
-checkpointer = Checkpointer(directory, asynchronous=True)
+checkpointer = Checkpointer(arguments[0], asynchronous=True)
 """
 
 
 def run(tmp_path, body):
-  with socket.socket() as probe:
-    probe.bind(("localhost", 0))
-    port = probe.getsockname()[1]
-  environment = {
-    **os.environ,
-    "JAX_PLATFORMS": "cpu",
-    "XLA_FLAGS": "--xla_force_host_platform_device_count=4",
-  }
-  jobs = [
-    subprocess.Popen(
-      [sys.executable, "-c", START + textwrap.dedent(body), str(tmp_path), str(process), str(port)],
-      env=environment,
-      stdout=subprocess.PIPE,
-      stderr=subprocess.PIPE,
-      text=True,
-    )
-    for process in range(2)
-  ]
-  try:
-    results = [job.communicate(timeout=120) for job in jobs]
-  finally:
-    for job in jobs:
-      job.kill()
-  for job, (_, errors) in zip(jobs, results, strict=True):
-    assert job.returncode == 0, errors
-  return [out for out, _ in results]
+  return run_two(START + textwrap.dedent(body), tmp_path)
 
 
 @pytest.mark.slow
@@ -113,3 +75,36 @@ def test_what_fails_on_one_process_fails_on_both_and_none_hangs(tmp_path):
     assert "steps [1, 5]" in out
   assert "refused: cannot save step 1: it exists" in first
   assert "refused: processes [0] could not go on, so this one stopped too." in second
+
+
+@pytest.mark.slow
+def test_safetensors_are_read_and_written_each_process_its_own_slices(tmp_path):
+  kernel = np.random.default_rng(0).standard_normal((16, 32)).astype(np.float32)
+  theirs = {"fc.weight": kernel.T.copy(), "fc.bias": np.arange(32, dtype=np.float32)}
+  safetensors.numpy.save_file(theirs, tmp_path / "in.safetensors")
+  body = """
+    import pathlib
+    from flax import nnx
+    from nnx_parallel.checkpoint import views
+    from nnx_parallel.checkpoint.mapping import Mapping, Rule, Transpose
+    from nnx_parallel.checkpoint.safetensors import export_safetensors, import_safetensors
+
+    read, elements = views.Memory.read, 0
+    def counted(self, box):
+      global elements
+      values = read(self, box)
+      elements += values.size
+      return values
+    views.Memory.read = counted
+    root = pathlib.Path(arguments[0])
+    init = lambda: nnx.Linear(16, 32, rngs=nnx.Rngs(0))
+    plan = nxp.plan(init, nxp.make_mesh(x=8), nxp.fsdp("x", min_size=64))
+    mapping = Mapping(Rule("fc.weight", "kernel", Transpose(1, 0)), Rule("fc.bias", "bias"))
+    model = import_safetensors(root / "in.safetensors", plan, mapping)
+    print("read", elements)
+    export_safetensors(root / "out", model, mapping)
+  """
+  for out in run(tmp_path, body):
+    assert f"read {16 * 32 // 2 + 32}" in out
+  found = safetensors.numpy.load_file(tmp_path / "out" / "model.safetensors")
+  assert_same(found, theirs)

@@ -15,7 +15,7 @@ Told here, or in the test that is named:
 | `tree structures do not match` | here (another optimizer chain); renames: test_preflight |
 | `Requested shape: ... is not compatible` | test_preflight: test_shapes_name_the_leaf_and_both_shapes |
 | `Found incomplete checkpoint at ...` | here |
-| `Memory kind mismatch` | test_restore: test_memory_kinds_and_float_types_are_the_targets |
+| `Memory kind mismatch` | test_restore: test_memory_kinds_are_the_targets |
 """
 
 import hypothesis

@@ -52,6 +52,31 @@ def test_a_resumed_run_is_the_run_that_never_stopped(tmp_path, asynchronous):
   assert [float(again(model, optimizer, batch_of(i))["loss"]) for i in range(3, 6)] == losses[3:]
 
 
+def test_wrapped_and_offloaded_optimizers_go_on_where_they_were(tmp_path):
+  tx = nxp.with_loss_scale(nxp.with_ema(optax.adam(1e-2), 0.9), growth_interval=2)
+  rules = nxp.fsdp(min_size=16)
+  plan = nxp.plan(Net, MESHES["8"](), rules, optimizer=tx)
+  away = nxp.plan(Net, MESHES["8"](), rules, optimizer=tx, optimizer_memory="pinned_host")
+  step, losses = nxp.train_step(loss_fn), []
+  model, optimizer = nxp.create_sharded_model(plan)
+  for i in range(4):
+    if i == 2:
+      Checkpointer(tmp_path).save(i, model, optimizer)
+      saved = {path: np.asarray(value_of(leaf)) for path, leaf in variables(optimizer).items()}
+    losses.append(float(step(model, optimizer, batch_of(i))["loss"]))
+  again, moved = Checkpointer(tmp_path).restore(away)
+  assert float(nxp.loss_scale_of(moved)) == 2.0**16
+  kinds = {path: value_of(leaf).sharding.memory_kind for path, leaf in variables(moved).items()}
+  assert kinds == {path: leaf.sharding.memory_kind for path, leaf in away.of("optimizer").items()}
+  assert "pinned_host" in kinds.values()
+  for path, leaf in variables(moved).items():
+    np.testing.assert_array_equal(value_of(leaf), saved[path])
+  onward = nxp.train_step(loss_fn)
+  model, optimizer = Checkpointer(tmp_path).restore(plan)
+  assert [float(onward(model, optimizer, batch_of(i))["loss"]) for i in (2, 3)] == losses[2:]
+  assert_same(nxp.ema_of(moved, again), nxp.ema_of(*reversed(Checkpointer(tmp_path).restore(plan))))
+
+
 def test_live_modules_are_filled_in_place(tmp_path):
   model, optimizer = nxp.create_sharded_model(make_plan("8"))
   other, other_optimizer = nxp.create_sharded_model(make_plan("2x4"))
@@ -194,17 +219,34 @@ def test_numpy_only_on_request(tmp_path):
   assert_same(checkpointer.restore(bare, only=["w"], as_numpy=True), {"w": tree["w"]})
 
 
-def test_memory_kinds_and_float_types_are_the_targets(tmp_path):
+@pytest.mark.parametrize("kind", ["pinned_host", "unpinned_host"])
+def test_memory_kinds_are_the_targets(tmp_path, kind):
+  mesh = nxp.make_mesh(a=2, b=4)
+  tree = arrays() | {"key": jax.random.split(jax.random.key(3), 8), "none": jnp.zeros((0, 4))}
+  on_host = {
+    name: jax.ShapeDtypeStruct(
+      x.shape, x.dtype, sharding=NamedSharding(mesh, P("b") if x.ndim else P(), memory_kind=kind)
+    )
+    for name, x in tree.items()
+  }
+  device, host = Checkpointer(tmp_path / "device"), Checkpointer(tmp_path / "host")
+  device.save(1, tree)
+  moved = device.restore(on_host)
+  assert {x.sharding.memory_kind for x in moved.values()} == {kind}
+  assert_same(moved, tree)
+  host.save(1, moved)
+  assert host.metadata().fingerprint == device.metadata().fingerprint
+  back = host.restore(tree)
+  assert {x.sharding.memory_kind for x in back.values()} == {"device"}
+  assert_same(back, tree)
+
+
+def test_float_types_are_the_targets(tmp_path):
   tree = arrays()
   checkpointer = Checkpointer(tmp_path)
   checkpointer.save(1, tree)
   mesh = nxp.make_mesh(a=2, b=4)
   target = target_of(tree)
-  host = NamedSharding(mesh, P("b", None), memory_kind="unpinned_host")
-  target["w"] = jax.ShapeDtypeStruct((8, 16), np.float32, sharding=host)
-  again = checkpointer.restore(target)
-  assert again["w"].sharding.memory_kind == "unpinned_host"
-  assert_same(again, tree)
   target["w"] = jax.ShapeDtypeStruct((8, 16), jnp.bfloat16, sharding=NamedSharding(mesh, P("b")))
   with pytest.raises(
     CheckpointError, match=r"(?s)dtype    model/w: saved float32, wanted bfloat16.*cast=True"

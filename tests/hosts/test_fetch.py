@@ -2,11 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import socket
-import subprocess
-import sys
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -17,6 +12,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import nnx_parallel as nxp
+from processes import run_two
 
 MESH = {"data": 2, "fsdp": 4}
 
@@ -88,21 +84,17 @@ def test_what_was_fetched_outlives_the_donated_step():
 
 
 PROCESS = """
-import sys
-process, port = int(sys.argv[1]), sys.argv[2]
-import jax
-jax.distributed.initialize(f"localhost:{port}", 2, process, heartbeat_timeout_seconds=10)
-import numpy as np, nnx_parallel as nxp
 from flax import nnx
-from jax.sharding import NamedSharding, PartitionSpec as P
 
 mesh = nxp.make_mesh(a=2, b=4)
 values = np.arange(128, dtype=np.float32).reshape(8, 16)
-put = lambda *spec: jax.make_array_from_callback(
-  values.shape, NamedSharding(mesh, P(*spec)), lambda index: values[index]
-)
 keys = jax.jit(lambda: jax.random.split(jax.random.key(1), 8), out_shardings=NamedSharding(mesh, P("a")))()
-tree = {"split": put("a", "b"), "whole": put(), "variable": nnx.Param(put("b", "a")), "keys": keys}
+tree = {
+  "split": put(values, mesh, "a", "b"),
+  "whole": put(values, mesh),
+  "variable": nnx.Param(put(values, mesh, "b", "a")),
+  "keys": keys,
+}
 assert not tree["split"].is_fully_addressable and not keys.is_fully_addressable
 found = nxp.to_host(tree | {"local": jax.numpy.full((2,), process)})
 for name in ("split", "whole", "variable"):
@@ -116,25 +108,5 @@ print("fetched")
 
 @pytest.mark.slow
 def test_two_processes_each_get_everything():
-  with socket.socket() as probe:
-    probe.bind(("localhost", 0))
-    port = str(probe.getsockname()[1])
-  flags = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_force_host_platform_device_count=4"}
-  jobs = [
-    subprocess.Popen(
-      [sys.executable, "-c", PROCESS, str(process), port],
-      env=os.environ | flags,
-      stdout=subprocess.PIPE,
-      stderr=subprocess.PIPE,
-      text=True,
-    )
-    for process in range(2)
-  ]
-  try:
-    results = [job.communicate(timeout=120) for job in jobs]
-  finally:
-    for job in jobs:
-      job.kill()
-  for job, (out, errors) in zip(jobs, results, strict=True):
-    assert job.returncode == 0, errors
+  for out in run_two(PROCESS):
     assert "fetched" in out

@@ -1,0 +1,145 @@
+"""Which steps a directory holds, and which of them is meant."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+
+from etils import epath
+
+from nnx_parallel.checkpoint import files, manifest, restore
+from nnx_parallel.checkpoint.manifest import Manifest
+from nnx_parallel.checkpoint.retention import Retention
+from nnx_parallel.errors import CheckpointError
+
+
+@dataclasses.dataclass(frozen=True)
+class Catalog:
+  """The steps in a directory, looked up anew at each call.
+
+  Attributes:
+    directory: absolute.
+    retention: says which step is best, and which may go.
+  """
+
+  directory: epath.Path
+  retention: Retention
+
+  def steps(self) -> list[int]:
+    """The complete steps, oldest first."""
+    return files.saved_steps(self.directory)
+
+  def folder(self, step: int) -> epath.Path:
+    """Of a step."""
+    return self.directory / str(step)
+
+  def manifest(self, step: int) -> Manifest:
+    """Of a step; read and checked."""
+    return manifest.read(self.folder(step))
+
+  def latest(self) -> int | None:
+    """The newest step whose manifest and files are all there, or None."""
+    for step in reversed(self.steps()):
+      with contextlib.suppress(CheckpointError):
+        record = self.manifest(step)
+        if not restore.damaged_files(self.folder(step), record, record.files):
+          return step
+    return None
+
+  def best(self) -> int | None:
+    """The step with the best metric, or None when no step has it."""
+    return next(iter(self.retention.ranked(self._metrics())), None)
+
+  def doomed(self) -> list[int]:
+    """The steps that need not be kept."""
+    return self.retention.doomed(self._metrics())
+
+  def resolve(self, step: int | str | None) -> int:
+    """The number that is meant by a number, `"latest"` (also None) or `"best"`.
+
+    Raises:
+      CheckpointError: there is no such step; the message lists those there are.
+    """
+    if step is None or step == "latest":
+      number = (self.steps() or [None])[-1]
+    elif step == "best":
+      number = self.best()
+    elif isinstance(step, str):
+      raise CheckpointError(f"step={step!r} is unknown.", fix='pass a number, "latest" or "best".')
+    else:
+      number = int(step)
+    if number is not None and number in self.steps():
+      return number
+    raise self._no_step(step)
+
+  def check_free(self, step: int, *, overwrite: bool) -> None:
+    """Raises unless a step may be written.
+
+    Raises:
+      CheckpointError: it exists, or its folder is somebody else's.
+    """
+    if step in files.foreign_steps(self.directory):
+      raise CheckpointError(
+        f"cannot save step {step}: {self.folder(step)} was not written by nnx_parallel.",
+        fix="choose another directory; nothing was changed.",
+      )
+    if step in self.steps() and not overwrite:
+      raise CheckpointError(
+        f"cannot save step {step}: it exists in {self.directory}.",
+        details=f"steps: {self.steps()}",
+        fix="pass overwrite=True to replace it once the new one is complete, or use another step.",
+      )
+    if step in self.steps() and not files.is_local(self.directory):
+      raise CheckpointError(
+        f"cannot replace step {step} in {self.directory}: renames are not atomic there.",
+        fix="save under another step, or delete this one first.",
+      )
+
+  def _metrics(self) -> dict[int, dict[str, float]]:
+    rows: dict[int, dict[str, float]] = {}
+    for step in self.steps():
+      try:
+        rows[step] = {name: float(value) for name, value in self.manifest(step).metrics.items()}
+      except CheckpointError:
+        continue  # a damaged step is nobody's best, and is not deleted either
+    return rows
+
+  def _no_step(self, step: int | str | None) -> CheckpointError:
+    steps = self.steps()
+    foreign = files.foreign_steps(self.directory)
+    details = f"complete steps: {steps or 'none'}"
+    if foreign:
+      details += f"\nincomplete, or written by something else (no {manifest.FILE}): {foreign}"
+    what = "a checkpoint" if step is None or step == "latest" else f"step {step}"
+    if step == "best":
+      what = f"a step with the metric {self.retention.best!r}"
+    fix = f"restore({steps[-1]}), or step='latest'." if steps else "save one first, or check the path."
+    if not self.directory.exists():
+      details = "there is no such directory"
+    return CheckpointError(f"cannot find {what} in {self.directory}.", details=details, fix=fix)
+
+
+def absolute(directory: str | os.PathLike[str]) -> epath.Path:
+  """The directory as an absolute path, or as the address of an object store.
+
+  Raises:
+    CheckpointError: a file, or a store for which no package is installed.
+  """
+  try:
+    path = epath.Path(directory).expanduser()
+    remote = not files.is_local(path)
+    if remote:
+      path.exists()  # imports what the store needs
+  except (KeyError, ImportError) as error:
+    raise CheckpointError(
+      f"cannot open {directory}: no file system for it is installed.",
+      details=str(error),
+      fix="install the package of that store (gcsfs for gs://, s3fs for s3://), or pass a local path.",
+    ) from error
+  if remote:
+    return path
+  path = epath.Path(os.path.abspath(path))
+  if path.exists() and not path.is_dir():
+    raise CheckpointError(f"{path} is a file, not a directory.", fix="choose a directory for the steps.")
+  return path

@@ -1,0 +1,60 @@
+"""What the commands on checkpoints share: a step, a mapping, and the plan of a recipe on a mesh."""
+
+from __future__ import annotations
+
+import argparse
+from typing import TYPE_CHECKING
+
+from nnx_parallel.cli import options
+
+if TYPE_CHECKING:
+  from nnx_parallel.checkpoint.mapping import Mapping
+  from nnx_parallel.layout.plan import ShardingPlan
+
+
+def add_directory(parser: argparse.ArgumentParser) -> None:
+  """Adds the argument DIR."""
+  parser.add_argument("directory", metavar="DIR", help="where the steps are")
+
+
+def add_step(parser: argparse.ArgumentParser, to_do: str) -> None:
+  """Adds `--step`; `to_do` says what happens to that step."""
+  parser.add_argument("--step", type=int, metavar="N", help=f"the step to {to_do} (default: the newest)")
+
+
+def add_target(parser: argparse.ArgumentParser) -> None:
+  """Adds RECIPE, `--mesh` and `--devices`, which `load_plan` reads."""
+  options.add_recipe(parser)
+  options.add_mesh(parser)
+
+
+def add_mapping(parser: argparse.ArgumentParser, skipped: str) -> None:
+  """Adds `--mapping` and `--skip`; `skipped` says what becomes of the leaves left out."""
+  parser.add_argument("--mapping", metavar="FILE", help="a Python file with MAPPING = Mapping(...)")
+  parser.add_argument("--skip", action="append", default=[], metavar="PATTERN", help=f"leaves to {skipped}")
+
+
+def load_plan(args: argparse.Namespace) -> ShardingPlan:
+  """Plans the recipe on real or simulated devices; comes before jax's first use.
+
+  Raises:
+    NnxParallelError: no such recipe, or a mesh or rules that do not fit.
+  """
+  from nnx_parallel.recipes import load_recipe
+  from nnx_parallel.recipes.job import plan_recipe
+
+  recipe = load_recipe(args.recipe, needs=("init",))
+  sizes = options.mesh_sizes(recipe, args.mesh)
+  options.start_devices(sizes, args.devices)
+  return plan_recipe(recipe, options.real_mesh(sizes, args.devices))
+
+
+def load_mapping(args: argparse.Namespace) -> Mapping | None:
+  """The mapping of `--mapping`.
+
+  Raises:
+    CheckpointError: a file that cannot be read, or defines no `MAPPING`.
+  """
+  from nnx_parallel.checkpoint import mapping
+
+  return mapping.load_mapping(args.mapping) if args.mapping else None
