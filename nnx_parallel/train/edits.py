@@ -66,7 +66,7 @@ def _install(module: nnx.Pytree) -> bool:
   trace: Any = getattr(state, "_trace_state", None)
   if type(trace) is TraceState:
     counting: Any = _Counting.__new__(_Counting)
-    counting._jax_trace = trace._jax_trace  # the level at which it was made, perhaps not this one
+    counting._jax_trace = trace.jax_trace  # the level at which it was made, perhaps not this one
     state._trace_state = counting
   return type(trace) in (TraceState, _Counting)
 
