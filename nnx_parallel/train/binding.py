@@ -1,8 +1,7 @@
 """A live module as a flat list of arrays: read, written back, and watched for edits.
 
 The cost of `nnx.jit` per step is the traversal of the module. Here it is traversed once; each step then reads
-the arrays of the same Variables, and an identity check over the attributes of every submodule tells whether
-the module still is what was traversed.
+the arrays of the same Variables, and `Watch` tells whether the module still is what was traversed.
 """
 
 from __future__ import annotations
@@ -21,11 +20,14 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from nnx_parallel.errors import TrainError
 from nnx_parallel.layout.variables import Path, path_str, value_of, variables
+from nnx_parallel.train.edits import assignments, hear
 
 # The slot itself: the public accessors cost five times as much and check what a step has checked once.
 _SLOT: Any = vars(nnx.Variable)["_raw_value"]
 _END: Any = object()
 _SIMPLE = (bool, int, float, str, bytes, type(None), tuple)
+_PATIENCE = 64
+_consume = collections.deque[Any](maxlen=0).extend
 
 
 class Template:
@@ -86,6 +88,11 @@ class Template:
     return [value_of(after[path]) for path in self.paths]
 
 
+def write(variables: Iterable[Any], arrays: Iterable[Any]) -> None:
+  """Gives each Variable its array, without the checks that a step has made once."""
+  _consume(map(_SLOT.__set__, variables, arrays))
+
+
 class Binding:
   """The Variables of live objects, in a fixed order, with their shardings pinned.
 
@@ -98,7 +105,7 @@ class Binding:
     self.template = Template(tuple(roots.values()))
     self.labels = [self.label(path) for path in self.template.paths]
     self.raw = {i: leaf for i, leaf in enumerate(self.template.leaves) if not isinstance(leaf, nnx.Variable)}
-    self.variables = [leaf for leaf in self.template.leaves if isinstance(leaf, nnx.Variable)]
+    self.variables: list[Any] = [leaf for leaf in self.template.leaves if isinstance(leaf, nnx.Variable)]
     self._check_plain()
     self.watch = Watch(roots)
     self.shardings = [_sharding_of(value_of(leaf)) for leaf in self.template.leaves]
@@ -112,11 +119,12 @@ class Binding:
 
   def read(self) -> list[Any]:
     """The current arrays of the Variables (raw arrays excluded), in order."""
-    return list(map(_SLOT.__get__, self.variables))
+    # Python reads a slot faster than `map` over its descriptor does.
+    return [variable._raw_value for variable in self.variables]
 
   def write(self, arrays: Iterable[Any]) -> None:
     """Writes the arrays of one step back, in the order of `read`."""
-    collections.deque(map(_SLOT.__set__, self.variables, arrays), maxlen=0)
+    write(self.variables, arrays)
 
   def with_raw(self, arrays: Iterable[Any]) -> list[Any]:
     """All leaves: `arrays` for the Variables, the module's own for raw arrays."""
@@ -173,6 +181,10 @@ class Binding:
 class Watch:
   """Notices that attributes of live modules were replaced, added or removed, by identity.
 
+  At the next `same`: attributes assigned to, added to or deleted from a module, and items of lists and dicts
+  that a module holds. Within 64 calls of `same`: attributes replaced past the module's `__setattr__`, as
+  `vars(module)["name"] = value` does. Not at all: Variables' metadata, and what lies inside other objects.
+
   Args:
     roots: as for `Binding`.
   """
@@ -183,19 +195,42 @@ class Watch:
 
   def _take(self) -> None:
     self._views: list[Any] = []
+    self._unheard: list[Any] = []
+    self._sized: list[Any] = []
     self._names: list[str] = []
     seen: set[int] = set()
     for name, make in self._roots.items():
-      for path, container in _containers(name, make(), seen):
-        self._views.append(container if isinstance(container, list) else container.values())
+      for path, node, container in _containers(name, make(), seen):
+        view = container if isinstance(container, list) else container.values()
+        self._views.append(view)
+        if isinstance(node, nnx.Pytree) and hear(node):
+          self._sized.append(container)
+        else:
+          self._unheard.append(view)
         keys = range(len(container)) if isinstance(container, list) else container
         self._names += [f"{path}.{key}" for key in keys]
     self._saved: list[Any] = [*itertools.chain.from_iterable(self._views), _END]
+    self._saved_unheard: list[Any] = [*itertools.chain.from_iterable(self._unheard), _END]
+    self._size = sum(map(len, self._sized))
+    self._looked()
+
+  def _looked(self) -> None:
+    self._assignments = assignments()
+    self._patience = _PATIENCE
 
   def same(self) -> bool:
-    """Whether every attribute still is the same object: tens of nanoseconds for each."""
-    current = itertools.chain(itertools.chain.from_iterable(self._views), (_END,))
-    return all(map(operator.is_, current, self._saved))
+    """Whether every attribute still is the same object."""
+    if self._assignments == assignments() and sum(map(len, self._sized)) == self._size and self._patience:
+      self._patience -= 1
+      return not self._unheard or _identical(self._unheard, self._saved_unheard)
+    return self.looks_same()
+
+  def looks_same(self) -> bool:
+    """`same` without hearing: looks at every attribute, at tens of nanoseconds for each."""
+    if not _identical(self._views, self._saved):
+      return False
+    self._looked()
+    return True
 
   def reference(self, name: str) -> Callable[[], Any]:
     """Gives the watched root while it lives: the object itself, or None for tuples and dicts of them."""
@@ -244,13 +279,16 @@ class Holders:
 
   Donating such an array would delete it under its other holder: an `nnx.clone` kept as an average, or a value
   that the user read before the step.
+
+  Attributes:
+    alone: the reference count of an array that only its Variable and one list hold, as `map` sees it.
   """
 
   def __init__(self) -> None:
     probe = nnx.Variable(0)
     _SLOT.__set__(probe, object())
     # What the Variable and the list account for, measured rather than assumed.
-    self._alone = self._counts([_SLOT.__get__(probe)])[0]
+    self.alone = self._counts([_SLOT.__get__(probe)])[0]
 
   @staticmethod
   def _counts(arrays: list[Any]) -> list[int]:
@@ -265,9 +303,9 @@ class Holders:
     Returns:
       Positions, usually none.
     """
-    if sum(map(sys.getrefcount, arrays)) == self._alone * len(arrays):
+    if sum(map(sys.getrefcount, arrays)) == self.alone * len(arrays):
       return []
-    return [i for i, count in enumerate(self._counts(arrays)) if count > self._alone]
+    return [i for i, count in enumerate(self._counts(arrays)) if count > self.alone]
 
 
 def objects_in(root: Any) -> list[Any]:
@@ -297,8 +335,13 @@ def _weak(root: Any) -> Callable[[], Any]:
   return weakref.ref(root)
 
 
-def _containers(path: str, node: Any, seen: set[int]) -> Iterator[tuple[str, Any]]:
-  """Every mutable container of a module tree: attribute dicts, dicts and lists."""
+def _identical(views: list[Any], saved: list[Any]) -> bool:
+  current = itertools.chain(itertools.chain.from_iterable(views), (_END,))
+  return all(map(operator.is_, current, saved))
+
+
+def _containers(path: str, node: Any, seen: set[int]) -> Iterator[tuple[str, Any, Any]]:
+  """Every mutable container of a module tree, and its owner: attribute dicts, dicts and lists."""
   if isinstance(node, (nnx.Variable, *_SIMPLE[:-1])) or id(node) in seen:
     return
   if isinstance(node, nnx.Pytree):
@@ -309,7 +352,7 @@ def _containers(path: str, node: Any, seen: set[int]) -> Iterator[tuple[str, Any
     return
   seen.add(id(node))
   if not isinstance(container, tuple):
-    yield path, container
+    yield path, node, container
   for key, value in list(container.items()) if isinstance(container, dict) else enumerate(container):
     yield from _containers(f"{path}.{key}", value, seen)
 

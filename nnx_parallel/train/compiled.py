@@ -43,28 +43,34 @@ class Compiled:
     labels: dotted paths of the arrays, for reasons and errors.
     donate: whether the arrays are donated.
     shardings: pinned output shardings of the first result, or None.
+
+  Attributes:
+    jitted: what `jax.jit` made; a step calls it directly.
+    cache_size: entries in jax's cache of it; more than `known` when something was compiled since `reasons`.
+    known: entries that were accounted for.
   """
 
   def __init__(self, run: Callable[..., Any], labels: Sequence[str], *, donate: bool, shardings: Any):
     self.labels = labels
     pinned: dict[str, Any] = {"out_shardings": (shardings, None)} if shardings is not None else {}
     self.jitted: Any = jax.jit(run, donate_argnums=(0,) if donate else (), **pinned)
-    self._size = 0
+    self.cache_size: Callable[[], int] = self.jitted._cache_size
+    self.known = 0
     self._seen: list[Signature] = []
 
-  def __call__(self, arrays: list[Any], batch: Any) -> Any:
-    """Runs it; a failure that one array explains is raised with that array's path."""
-    try:
-      return self.jitted(arrays, batch)
-    except (ValueError, RuntimeError) as error:
-      problem = self._problem(arrays)
-      if problem is None:
-        raise
-      raise problem from error
+  def explain(self, error: Exception, arrays: list[Any]) -> None:
+    """Raises a failure of the call that one array explains with that array's path.
 
-  def grown(self) -> bool:
-    """Whether calls since the last look added an entry to jax's cache of this function."""
-    return self.jitted._cache_size() != self._size
+    Args:
+      error: what the call raised.
+      arrays: the arrays of that call.
+
+    Raises:
+      TrainError: an array is deleted, or on other devices than the rest.
+    """
+    problem = self._problem(arrays)
+    if problem is not None:
+      raise problem from error
 
   def reasons(self, arrays: list[Any], batch: Any) -> tuple[str, ...] | None:
     """What was new in the call that made the cache grow.
@@ -77,7 +83,7 @@ class Compiled:
       Phrases; empty for the first compilation. None when nothing was compiled: jax adds a second entry for
       the same program when typed PRNG keys first take its fast path.
     """
-    self._size = self.jitted._cache_size()
+    self.known = self.cache_size()
     now = signature(self.labels, arrays, batch)
     differences = [_difference(before, now) for before in self._seen]
     if not differences:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from sys import getrefcount
 from typing import Any, Literal
 
 import jax
@@ -15,7 +16,7 @@ from nnx_parallel.errors import TrainError
 from nnx_parallel.layout.plan import Root, ShardingPlan
 from nnx_parallel.layout.variables import Path, value_of
 from nnx_parallel.train.accumulate import Layout
-from nnx_parallel.train.binding import Binding, Holders, Template, objects_in
+from nnx_parallel.train.binding import Binding, Holders, Template, objects_in, write
 from nnx_parallel.train.compiled import Compile, Compiled, logger
 from nnx_parallel.train.convolutions import with_right_gradients
 from nnx_parallel.train.loss_call import call_loss
@@ -57,13 +58,23 @@ class _Step:
     if found is None:
       _check_objects(roots)
       found = self._bind(roots, reasons)
-      forget = weakref.WeakMethod(self._forget)
-      found.guards = [weakref.ref(item, lambda _: (forget() or _nothing)()) for item in _all_objects(roots)]
+      for item in _all_objects(roots):
+        # A finalizer, not a bare weak reference: it stays quiet while the interpreter shuts down.
+        weakref.finalize(item, _call, weakref.WeakMethod(self._forget)).atexit = False
     else:
       self._bounds.remove(found)
     self._bounds = [found, *self._bounds[: _KEPT - 1]]
     self._last = found
     return found
+
+  def rebind(self) -> None:
+    """Forgets what is known of modules and programs; the next call looks at everything and compiles.
+
+    For the edits that a step does not notice: metadata of a Variable, and what changed inside an object that
+    is neither a module nor a list or dict.
+    """
+    self._bounds = []
+    self._last = None
 
   def _forget(self) -> None:
     """Drops the arrays of objects that were garbage-collected."""
@@ -123,7 +134,21 @@ class TrainStep(_Step):
     bound = self._last
     if bound is None or bound.model() is not model or bound.optimizer() is not optimizer or not bound.same():
       bound = self._rebound({"model": model, "optimizer": optimizer})
-    metrics = bound.step(self, batch)
+    # Written out rather than split up: with ten Variables, each Python call is half a percent of the step.
+    program = bound.only or bound.program(batch)
+    variables = bound.variables
+    arrays = [variable._raw_value for variable in variables]
+    if sum(map(getrefcount, arrays)) != bound.held_alone:
+      bound.set_apart(arrays)
+    try:
+      new, metrics = program.jitted(arrays, batch)
+    except (ValueError, RuntimeError) as error:
+      program.explain(error, arrays)
+      raise
+    write(variables, new)
+    if program.cache_size() != program.known:
+      self.record(program, arrays, batch, bound.reasons)
+      self.reduction = bound.how
     self.calls += 1
     return metrics
 
@@ -277,8 +302,10 @@ class _Bound:
     self.recipe, self.binding, self.donate, self.as_pairs = recipe, binding, donate, as_pairs
     self.reasons = reasons
     self.how = ""
-    self.guards: list[Any] = []
     self.same = binding.watch.same
+    self.variables = binding.variables
+    self.held_alone = _HOLDERS.alone * len(binding.variables)
+    self.only: Compiled | None = None
     # What the fast path compares: a tuple or dict of modules is new in each call, and goes the longer way.
     self.model, self.optimizer = (binding.watch.reference(name) for name in ("model", "optimizer"))
     self._programs: dict[tuple[str, ...], Compiled] = {}
@@ -302,29 +329,26 @@ class _Bound:
         run = with_right_gradients(self._evaluate, self.binding.mesh)
         found = Compiled(run, labels, donate=False, shardings=None)
       self._programs[axes] = found
+    if self.recipe.microbatches == 1:
+      self.only = found
     return found
 
-  def step(self, owner: TrainStep, batch: Any) -> Metrics:
-    binding = self.binding
-    program = self.program(batch)
-    arrays = binding.read()
-    shared = _HOLDERS.shared(arrays)
-    if shared:
-      self._copy(arrays, shared)
-    new, metrics = program(arrays, batch)
-    binding.write(new)
-    if program.grown():
+  def evaluate(self, owner: EvalStep, batch: Any) -> Metrics:
+    program = self.only or self.program(batch)
+    arrays = self.binding.read()
+    try:
+      metrics = program.jitted(arrays, batch)
+    except (ValueError, RuntimeError) as error:
+      program.explain(error, arrays)
+      raise
+    if program.cache_size() != program.known:
       owner.record(program, arrays, batch, self.reasons)
-      owner.reduction = self.how
     return metrics
 
-  def evaluate(self, owner: EvalStep, batch: Any) -> Metrics:
-    program = self.program(batch)
-    arrays = self.binding.read()
-    metrics = program(arrays, batch)
-    if program.grown():
-      owner.record(program, arrays, batch, self.reasons)
-    return metrics
+  def set_apart(self, arrays: list[Any]) -> None:
+    """Copies in `arrays`, as just read, those that somebody else holds too."""
+    for i in _HOLDERS.shared(arrays):
+      arrays[i] = jnp.copy(arrays[i])
 
   def _train(self, axes: tuple[str, ...]) -> Callable[[list[Any], Any], tuple[list[Any], Metrics]]:
     binding = self.binding
@@ -350,10 +374,6 @@ class _Bound:
     (models,) = template.build(self.binding.with_raw(arrays))
     found = terms(call_loss(self.recipe.loss_fn, models, batch), self.recipe.outputs)  # pyright: ignore[reportArgumentType]
     return pairs(found) if self.as_pairs else means(found)
-
-  def _copy(self, arrays: list[Any], shared: list[int]) -> None:
-    for i in shared:
-      arrays[i] = jnp.copy(arrays[i])
 
   def _check_apart(self) -> None:
     """Gives each Variable its own buffers: one buffer cannot be donated twice."""
@@ -403,8 +423,10 @@ def _state_sharding(binding: Binding, path: Path) -> NamedSharding | None:
   return None
 
 
-def _nothing() -> None:
-  """What a guard calls when the step is gone too."""
+def _call(forget: weakref.WeakMethod[Callable[[], None]]) -> None:
+  method = forget()
+  if method is not None:
+    method()
 
 
 def _all_objects(roots: Mapping[str, Any]) -> list[Any]:

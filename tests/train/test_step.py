@@ -103,6 +103,91 @@ def test_donation_reuses_the_buffers():
   assert memory.alias_size_in_bytes == plan.bytes_per_device()
 
 
+def pointers(*objects):
+  flat = [leaf for obj in objects for _, leaf in nnx.to_flat_state(nnx.state(obj))]
+  return [leaf.get_raw_value().addressable_shards[0].data.unsafe_buffer_pointer() for leaf in flat]
+
+
+def test_the_buffers_of_the_next_step_are_those_of_the_last_and_the_old_arrays_are_gone():
+  plan, model, optimizer = make()
+  step, batch = nxp.train_step(loss_fn), data(plan)
+  step(model, optimizer, batch)
+  held = step._last.binding.read()
+  before = pointers(model, optimizer)
+  # The list above holds each array too, so the step works on copies and none of its arrays is donated.
+  step(model, optimizer, batch)
+  assert not any(array.is_deleted() for array in held)
+  del held
+  before = pointers(model, optimizer)
+  step(model, optimizer, batch)
+  assert sorted(pointers(model, optimizer)) == sorted(before)
+
+
+def test_a_step_does_not_wait_for_its_metrics(monkeypatch):
+  plan, model, optimizer = make()
+  step, batch = nxp.train_step(loss_fn), data(plan)
+  metrics = step(model, optimizer, batch)
+  waited = []
+  array = type(metrics["loss"])
+  for name in ("block_until_ready", "__array__", "__float__", "__bool__", "item", "tolist"):
+    monkeypatch.setattr(array, name, lambda self, *args, name=name: waited.append(name))
+  for _ in range(3):
+    metrics = step(model, optimizer, batch)
+  assert waited == []
+  assert isinstance(metrics["loss"], jax.Array)
+  metrics["loss"].block_until_ready()
+  assert waited == ["block_until_ready"]
+
+
+@pytest.mark.parametrize("by", ["nnx.jit", "jax.jit"])
+def test_a_step_and_a_users_own_jit_take_turns(by):
+  plan, model, optimizer = make(tx=optax.sgd(0.1))
+  step, batch = nxp.train_step(loss_fn), data(plan)
+
+  @nnx.jit
+  def with_nnx(model, optimizer, batch):
+    loss, grads = nnx.value_and_grad(loss_fn)(model, batch)
+    optimizer.update(model, grads)
+    return loss
+
+  graphdef, _ = nnx.split((model, optimizer))
+
+  @jax.jit
+  def with_jax(state, batch):
+    model, optimizer = nnx.merge(graphdef, state)
+    loss, grads = nnx.value_and_grad(loss_fn)(model, batch)
+    optimizer.update(model, grads)
+    return loss, nnx.state((model, optimizer))
+
+  losses = []
+  for _ in range(2):
+    losses.append(step(model, optimizer, batch)["loss"])
+    if by == "nnx.jit":
+      losses.append(with_nnx(model, optimizer, batch))
+    else:
+      loss, state = with_jax(nnx.state((model, optimizer)), batch)
+      nnx.update((model, optimizer), state)
+      losses.append(loss)
+  assert sorted(map(float, losses), reverse=True) == list(map(float, losses))
+  assert int(optimizer.step.get_value()) == 4
+
+
+def test_rebind_sees_what_a_step_does_not():
+  plan, model, optimizer = make(tx=optax.sgd(0.0))
+
+  def scaled(model, batch):
+    return loss_fn(model, batch) * model.up.kernel.get_metadata().get("scale", 1.0)
+
+  step, batch = nxp.train_step(scaled), data(plan)
+  first = step(model, optimizer, batch)["loss"]
+  model.up.kernel.set_metadata(scale=2.0)
+  unseen = step(model, optimizer, batch)["loss"]
+  step.rebind()
+  seen = step(model, optimizer, batch)["loss"]
+  assert float(unseen) == float(first)
+  assert np.isclose(float(seen), 2 * float(first))
+
+
 def test_a_step_lowers_from_a_plan_without_arrays():
   mesh = nxp.abstract_mesh(data=4, fsdp=16, tensor=8)
 
@@ -157,6 +242,45 @@ def test_another_batch_shape_says_so(caplog):
     step(model, optimizer, data(plan, 32))
   assert "batch['x']: float32[16,8]" in str(step.compiles[1])
   assert "-> float32[32,8]" in caplog.text
+
+
+def laid_out_whole(model, batch):
+  whole = jax.NamedSharding(model.up.kernel.get_value().sharding.mesh, jax.P())
+  return {**batch, "x": jax.device_put(batch["x"], whole)}
+
+
+def renamed(model, batch):
+  return {"x": batch["x"], "y": batch["y"], "weight": batch["x"]}
+
+
+def static(model, batch):
+  model.up.precision = "highest"
+  return batch
+
+
+@pytest.mark.parametrize(
+  ("change", "reason"),
+  [
+    (lambda model, batch: jax.tree.map(lambda x: x[:8], batch), "batch['x']: float32[16,8]"),
+    (lambda model, batch: {**batch, "x": batch["x"].astype(jnp.bfloat16)}, "-> bfloat16[16,8]"),
+    (laid_out_whole, "-> float32[16,8] P()"),
+    (renamed, "batch['weight']: absent -> float32[16,8]"),
+    (static, "model.up.precision: None -> 'highest'"),
+  ],
+  ids=["shape", "dtype", "layout", "argument", "static value"],
+)
+def test_a_recompile_says_what_changed(change, reason):
+  plan, model, optimizer = make(tx=optax.sgd(0.1))
+  step, batch = nxp.train_step(in_float32), data(plan)
+  step(model, optimizer, batch)
+  step(model, optimizer, change(model, batch))
+  assert len(step.compiles) == 2
+  assert reason in str(step.compiles[1])
+
+
+def in_float32(model, batch):
+  x, y = (batch[name].astype(jnp.float32) for name in "xy")
+  return ((model(x) - y) ** 2).mean()
 
 
 def test_flags_are_noticed_and_flipping_back_costs_nothing():

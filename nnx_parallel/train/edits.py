@@ -1,0 +1,93 @@
+"""Hears when an attribute of a live module is assigned, so that a step need not look at all of them.
+
+A look at every attribute (`Watch.looks_same` in `binding.py`, the plain reference) costs a tenth of a small
+step. But each `module.name = value` first asks flax whether the module may be changed here, and flax asks the
+module's `TraceState`. One that counts how often it is asked tells of every assignment in any watched module
+at the price of comparing two integers; what the assignment changed is then for the look to find.
+
+Not heard are deletions (the number of attributes tells), lists and dicts, and what goes past the module's own
+`__setattr__`: `vars(module)["name"] = value`, `object.__setattr__`. `Watch` looks for those.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+from flax import nnx
+from flax.nnx.tracers import TraceState
+
+_asked = [0]
+
+
+class _Counting(TraceState):
+  """A trace state that answers like the one it replaces, and counts the questions."""
+
+  __slots__ = ()
+
+  def is_valid(self) -> bool:
+    _asked[0] += 1
+    return super().is_valid()
+
+  def __reduce__(self) -> Any:
+    return TraceState, ()  # a pickled or copied module is nobody's to watch
+
+
+def assignments() -> int:
+  """How many assignments to attributes of heard modules were made in this process, or a few more."""
+  return _asked[0]
+
+
+def hear(module: nnx.Pytree) -> bool:
+  """Counts assignments to attributes of this module from now on.
+
+  Args:
+    module: a live module; it behaves as before.
+
+  Returns:
+    Whether it can be heard: not if its class assigns in a way of its own, or flax in another way than the
+    supported versions.
+
+  Example:
+    >>> from flax import nnx
+    >>> from nnx_parallel.train.edits import assignments, hear
+    >>> model = nnx.Dropout(0.1, deterministic=False)
+    >>> hear(model), (before := assignments()) >= 0
+    (True, True)
+    >>> model.eval()
+    >>> assignments() > before
+    True
+  """
+  return _plain(type(module)) and _flax_asks() and _install(module)
+
+
+def _install(module: nnx.Pytree) -> bool:
+  state: Any = vars(module).get("_pytree__state")
+  trace: Any = getattr(state, "_trace_state", None)
+  if type(trace) is TraceState:
+    counting: Any = _Counting.__new__(_Counting)
+    counting._jax_trace = trace.jax_trace  # the level at which it was made, perhaps not this one
+    state._trace_state = counting
+  return type(trace) in (TraceState, _Counting)
+
+
+@functools.cache
+def _plain(kind: type) -> bool:
+  names = ("__setattr__", "__delattr__", "_setattr", "_check_valid_context")
+  return all(getattr(kind, name, None) is getattr(nnx.Pytree, name) for name in names)
+
+
+@functools.cache
+def _flax_asks() -> bool:
+  """Tries it on a module, because what is counted is flax's own business."""
+  probe = nnx.List([0])
+  if not all(hasattr(nnx.Pytree, name) for name in ("_setattr", "_check_valid_context")):
+    return False
+  if not _install(probe):
+    return False
+  heard: list[bool] = []
+  for edit in (lambda: probe.__setitem__(0, 1), lambda: setattr(probe, "added", 1), lambda: probe.append(2)):
+    before = assignments()
+    edit()
+    heard.append(assignments() > before)
+  return all(heard)

@@ -1,0 +1,131 @@
+"""Edits of live modules: what is heard, what is looked for, and that both say the same."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import subprocess
+import sys
+
+import jax
+import pytest
+from flax import nnx
+from flax.errors import TraceContextError
+
+from nnx_parallel.train import edits
+from nnx_parallel.train.binding import Watch
+from nnx_parallel.train.edits import assignments, hear
+
+
+class Block(nnx.Module):
+  def __init__(self, rngs):
+    self.linear = nnx.Linear(2, 2, rngs=rngs)
+    self.drop = nnx.Dropout(0.5, rngs=rngs)
+    self.layers = nnx.List([nnx.Linear(2, 2, rngs=rngs) for _ in range(2)])
+    self.table = {"a": 1}
+    self.sizes = [1, 2]
+
+
+def swap(model):
+  model.layers[0], model.layers[1] = model.layers[1], model.layers[0]
+
+
+def past_setattr(model):
+  vars(model.linear)["kernel"] = nnx.Param(model.linear.kernel.get_value())
+
+
+EDITS = {
+  "flag": lambda m: m.eval(),
+  "number of another type": lambda m: setattr(m.drop, "rate", 1),
+  "Variable with the same value": lambda m: setattr(m.linear, "bias", nnx.Param(m.linear.bias.get_value())),
+  "submodule": lambda m: setattr(m, "linear", nnx.clone(m.linear)),
+  "added": lambda m: setattr(m, "extra", 1),
+  "deleted": lambda m: delattr(m.linear, "bias"),
+  "two items change places": swap,
+  "appended": lambda m: m.layers.append(nnx.clone(m.layers[0])),
+  "popped": lambda m: m.layers.pop(),
+  "item of a dict": lambda m: m.table.update(a=2),
+  "item of a list": lambda m: m.sizes.append(3),
+  "nnx.pop": lambda m: nnx.pop(m, nnx.RngCount),
+}
+
+
+@pytest.mark.parametrize("edit", EDITS.values(), ids=EDITS)
+def test_every_edit_is_noticed_at_once_by_hearing_as_by_looking(edit):
+  model = Block(nnx.Rngs(0))
+  watch = Watch({"model": model})
+  assert watch.same()
+  assert watch.looks_same()
+  edit(model)
+  assert not watch.same()
+  assert not watch.looks_same()
+  watch.look()
+  assert watch.same()
+
+
+def test_what_goes_past_setattr_is_noticed_within_64_steps():
+  model = Block(nnx.Rngs(0))
+  watch = Watch({"model": model})
+  past_setattr(model)
+  assert not watch.looks_same()
+  assert [watch.same() for _ in range(65)].index(False) == 64
+
+
+def test_a_class_that_assigns_in_its_own_way_is_looked_at_each_time():
+  class Own(nnx.Module):
+    def __init__(self):
+      self.flag = False
+
+    def __setattr__(self, name, value):
+      object.__setattr__(self, name, value)
+
+  model = Own()
+  assert not hear(model)
+  watch = Watch({"model": model})
+  model.flag = True
+  assert not watch.same()
+
+
+def test_where_flax_asks_no_more_every_step_looks(monkeypatch):
+  monkeypatch.setattr(nnx.Pytree, "_check_valid_context", lambda self, message: None)
+  edits._flax_asks.cache_clear()
+  try:
+    model = Block(nnx.Rngs(0))
+    assert not hear(model)
+    watch = Watch({"model": model})
+    model.linear.bias = None
+    assert not watch.same()
+  finally:
+    monkeypatch.undo()
+    edits._flax_asks.cache_clear()
+  assert hear(Block(nnx.Rngs(0)))
+
+
+def test_watched_modules_behave_as_before():
+  plain, model = Block(nnx.Rngs(0)), Block(nnx.Rngs(0))
+  model.drop.rngs, plain.drop.rngs = None, None
+  hear(model)
+  assert hear(model)
+  for other in (
+    copy.deepcopy(model.linear),
+    pickle.loads(pickle.dumps(model.linear)),
+    nnx.clone(model.linear),
+  ):
+    assert jax.tree.structure(other) == jax.tree.structure(plain.linear)
+    before = assignments()
+    other.bias = None
+    assert assignments() == before
+  with pytest.raises(TraceContextError, match="Cannot mutate"):
+    jax.jit(lambda x: setattr(model, "table", x))(1.0)
+
+
+def test_a_step_ends_quietly_with_its_interpreter():
+  code = (
+    "import jax, optax, nnx_parallel as nxp; from flax import nnx;"
+    "init = lambda: nnx.Linear(2, 2, rngs=nnx.Rngs(0));"
+    "plan = nxp.plan(init, nxp.make_mesh(data=8), nxp.replicate(), optimizer=optax.sgd(0.1));"
+    "model, optimizer = nxp.create_sharded_model(plan); step = nxp.train_step(lambda m, x: m(x).sum());"
+    "step(model, optimizer, jax.numpy.ones((8, 2)))"
+  )
+  done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
+  assert (done.returncode, done.stderr) == (0, "")

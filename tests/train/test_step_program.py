@@ -1,0 +1,42 @@
+"""The compiled step is the program that a person writes by hand: the same FLOPs, the same bytes sent."""
+
+from __future__ import annotations
+
+import numpy as np
+import optax
+import pytest
+
+import nnx_parallel as nxp
+from benchmarks.by_hand import LAYOUTS, classifier, moments_of, parameters_of, step_by_hand, transformer
+from nnx_parallel.report.collectives import collectives, totals
+from nnx_parallel.report.cost import cost
+
+RNG = np.random.default_rng(0)
+DIGITS = {
+  "pixels": RNG.normal(size=(32, 64)).astype(np.float32),
+  "labels": (np.arange(32) % 10).astype(np.int32),
+}
+JOBS = {"digits": classifier(64, DIGITS), "transformer": transformer(64, 8, 1, 8, 8)}
+
+
+def work(lowered, mesh):
+  """FLOPs of a program, and the bytes it sends by kind and axes."""
+  text = lowered.compile().as_text()
+  sent = totals(collectives(text, dict(mesh.shape)), key=lambda c: (c.kind, c.axes))
+  return cost(text).flops, sent
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("job", JOBS.values(), ids=JOBS)
+def test_flops_and_bytes_sent_equal_the_hand_written_step(job, layout):
+  tx = optax.adamw(1e-3)
+  plan = job.plan(layout, tx)
+  model, optimizer = nxp.create_sharded_model(plan)
+  batch = nxp.shard_batch(job.batch, plan)
+  parameters = parameters_of(model)
+  by_hand, state = step_by_hand(job, tx, parameters, moments_of(plan, parameters))
+  ours = work(nxp.train_step(job.loss).lower(model, optimizer, batch), plan.mesh)
+  theirs = work(by_hand.lower(parameters, state, batch), plan.mesh)
+  assert ours == theirs
+  assert ours[0] > 0
+  assert ours[1]
