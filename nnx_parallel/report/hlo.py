@@ -30,6 +30,7 @@ _BRANCHES = re.compile(r"branch_computations=\{([^}]*)\}")
 _OP_NAME = re.compile(r'op_name="([^"]*)"')
 _FRAME = re.compile(r"stack_frame_id=(\d+)")
 _PARENTHESIS = re.compile(r"[()]")
+_PARTITIONS = re.compile(r"^HloModule .*\bnum_partitions=(\d+)", re.MULTILINE)
 _OLD_SOURCE = re.compile(r'source_file="([^"]*)" source_line=(\d+)')
 
 
@@ -136,6 +137,8 @@ class Program:
   computations: Mapping[str, Computation]
   entry: Computation
   frames: Mapping[int, str]
+  partitions: int = 0
+  """Devices that the program is for: of one slice, where there are several. 0 where the text does not say."""
 
   def source(self, instruction: Instruction) -> str:
     """`file.py:line` of an instruction, or an empty string."""
@@ -252,7 +255,10 @@ def parse(text: str) -> Program:
         lines.append(instruction)
   if not entry:
     raise ValueError("the text holds no HLO entry computation")
-  return Program(computations, computations[entry], _read_frames(text))
+  partitions = _PARTITIONS.search(text)
+  return Program(
+    computations, computations[entry], _read_frames(text), int(partitions[1]) if partitions else 0
+  )
 
 
 def read_shapes(text: str) -> tuple[Shape, ...]:

@@ -154,7 +154,9 @@ def _collectives(report: CompileReport) -> str:
 def _origin(parameters: Sequence[str], source: str, op: str) -> str:
   place = os.path.basename(source) if source else op.rsplit("/", 1)[-1]
   names = ", ".join(parameters)
-  return f"{names} at {place}" if names and place != names else place
+  if not names or not place or place == names:
+    return names or place
+  return f"{names} at {place}"
 
 
 def _reshards(report: CompileReport) -> str:
