@@ -77,8 +77,7 @@ class Instruction:
   @property
   def op_name(self) -> str:
     """The JAX name stack, e.g. `jit(step)/jvp()/while/body/dot_general`."""
-    found = _OP_NAME.search(self.rest)
-    return found.group(1).replace("\\'", "'") if found else ""
+    return op_name(self.rest)
 
   def attribute(self, name: str) -> str:
     """The text of `name=...` up to the next top-level comma, or an empty string."""
@@ -142,9 +141,9 @@ class Program:
 
   def source(self, instruction: Instruction) -> str:
     """`file.py:line` of an instruction, or an empty string."""
-    frame = _FRAME.search(instruction.rest)
-    if frame:
-      return self.frames.get(int(frame.group(1)), "")
+    place = frame_of(instruction.rest, self.frames)
+    if place:
+      return place
     old = _OLD_SOURCE.search(instruction.rest)
     return f"{old.group(1)}:{old.group(2)}" if old else ""
 
@@ -259,6 +258,18 @@ def parse(text: str) -> Program:
   return Program(
     computations, computations[entry], _read_frames(text), int(partitions[1]) if partitions else 0
   )
+
+
+def op_name(rest: str) -> str:
+  """The JAX name stack in what follows an instruction's operands, or an empty string."""
+  found = _OP_NAME.search(rest)
+  return found.group(1).replace("\\'", "'") if found else ""
+
+
+def frame_of(rest: str, frames: Mapping[int, str]) -> str:
+  """`file:line` in what follows an instruction's operands, or an empty string."""
+  found = _FRAME.search(rest)
+  return frames.get(int(found.group(1)), "") if found else ""
 
 
 def read_shapes(text: str) -> tuple[Shape, ...]:

@@ -157,7 +157,7 @@ def test_transfers_between_slices_keep_their_kind(transfer, kind, payload):
 ENTRY %main (p: f32[8]) -> f32[8] {{
   %p = f32[8]{{0}} parameter(0), metadata={{op_name="x"}}
   %t = token[] after-all()
-  %send = (f32[8]{{0}}, u32[], token[]) send(%p, %t), is_host_transfer=true, frontend_attributes={{{transfer}}}
+  %send = (f32[8]{{0}}, u32[], token[]) send(%p, %t), frontend_attributes={{{transfer}}}
   ROOT %out = f32[8]{{0}} copy(%p)
 }}
 """

@@ -12,6 +12,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import nnx_parallel as nxp
+from benchmarks.layouts import CASES
 from nnx_parallel.errors import ReportError
 from nnx_parallel.report.budgets import assert_collectives, assert_fits
 from nnx_parallel.report.chips import chip
@@ -19,7 +20,6 @@ from nnx_parallel.report.collectives import KINDS
 from nnx_parallel.report.compile_report import _need, compile_report
 from nnx_parallel.report.compiler import Compiled, MemoryStats
 from nnx_parallel.report.reshards import find_reshards
-from benchmarks.layouts import CASES
 from report import layouts
 
 
@@ -93,6 +93,16 @@ def test_a_device_too_small_says_what_would_help(fsdp):
   assert "State and gradients are 64.01 KiB per device: try 8 times as many devices" in text
   # One example per device cannot be split further.
   assert "times as many devices" in too_small(dataclasses.replace(fsdp, examples=1), fixed + falls // 4)
+
+
+def test_a_batch_that_is_whole_on_each_device_is_pointed_out(fsdp):
+  shape = f"f32[{layouts.BATCH},128]"
+  largest = dataclasses.replace(fsdp.peak[0], shape=shape, source="model.py:7", parameters=())
+  whole = dataclasses.replace(fsdp, peak=(largest, *fsdp.peak))
+  text = too_small(whole, fsdp.memory.arguments)
+  assert f"{shape} from model.py:7. If its first dim is the batch, all 1024 examples" in text
+  assert "though 8 devices share them: hold it, or what it is made from, with nxp.constrain(x" in text
+  assert "If its first dim" not in too_small(fsdp, fsdp.memory.arguments)
 
 
 def test_what_fills_the_memory_is_named_by_its_line():
