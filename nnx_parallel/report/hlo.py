@@ -368,9 +368,12 @@ def _read_frames(text: str) -> dict[int, str]:
 
 
 def _users_line(frame: int, own: Mapping[int, str], parents: Mapping[int, int]) -> str:
-  """The innermost line outside installed packages, or the innermost line."""
+  """The innermost line outside other packages, or the innermost line.
+
+  This package counts as the user's: what it adds to a step (sums over microbatches) has no line of theirs.
+  """
   at = frame
-  while at in own and "site-packages" in own[at]:
+  while at in own and "site-packages" in own[at].replace("site-packages/nnx_parallel/", ""):
     at = parents[at]
   return own.get(at, own[frame])
 

@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 import jax
 from flax import nnx
-from jax.extend import core
+from jax.extend import core, source_info_util
 
 from nnx_parallel.errors import ReportError
 from nnx_parallel.report.jaxprs import CHECKPOINTS, constants, opened, scan_counts
@@ -91,7 +91,8 @@ def _run(eqn: Any, inputs: list[Any], policy: Remat, in_layer: bool) -> Sequence
     return body(*inputs) if in_layer else _checkpointed(body, policy)(*inputs)
   if name == "scan" and params["length"] > 1:
     return _scan(eqn, inputs, policy, in_layer)
-  with eqn.ctx.manager:
+  # Without it, every operation of the loss would seem to come from the line below.
+  with source_info_util.user_context(eqn.source_info.traceback), eqn.ctx.manager:
     results = eqn.primitive.bind(*inputs, **eqn.primitive.get_bind_params(params))
   return results if eqn.primitive.multiple_results else [results]
 

@@ -58,6 +58,19 @@ def test_collectives_name_the_parameter_and_the_line(fsdp):
   assert any(c.source.endswith(f"layouts.py:{line}") for c in fsdp.collectives)
 
 
+def test_what_this_package_adds_has_its_own_line():
+  found = report(fsdp=8, microbatches=2)
+  places = {t.source.rpartition(":")[0] for t in found.peak}
+  assert any(place.endswith("benchmarks/layouts.py") for place in places)
+  assert any(place.endswith("nnx_parallel/train/accumulate.py") for place in places)
+
+
+def test_another_choice_of_remat_keeps_the_users_lines():
+  step = nxp.train_step(nxp.with_remat(layouts.loss, "none"))
+  found = compile_report(step, layouts.plan(fsdp=8), batch=layouts.batch(), topology="cpu:8")
+  assert {t.source.rpartition("/")[2].partition(":")[0] for t in found.peak if t.source} == {"layouts.py"}
+
+
 def test_flops_are_exact(fsdp):
   product = 2 * layouts.BATCH * layouts.WIDTH * layouts.HIDDEN
   # Two products forward, three backward: the gradient of the input is not needed.
