@@ -708,7 +708,7 @@ class _Builder:
           why += f"; {more}"
         found = Resolution(spec, padding, ())
         steps = (f"state of parameter {path_str(parameter)}: {why}",)
-        decision = Decision("parameter", f"{path_str(parameter)}: {why}", steps)
+        decision = Decision("parameter", why, steps)
         row = self._leaf("optimizer", path, leaf, by_path[parameter].names, found, decision)
       rows.append(row)
     return rows
