@@ -76,7 +76,9 @@ def _evaluate(jaxpr: Any, args: Sequence[Any], policy: Remat, in_layer: bool) ->
     return var.val if isinstance(var, core.Literal) else values[var]
 
   for eqn in body.eqns:
-    results = _run(eqn, [read(v) for v in eqn.invars], policy, in_layer)
+    # Else every operation of the loss would seem to come from a line of this file.
+    with source_info_util.user_context(eqn.source_info.traceback):
+      results = _run(eqn, [read(v) for v in eqn.invars], policy, in_layer)
     values.update(zip(eqn.outvars, results, strict=True))
   return [read(v) for v in body.outvars]
 
@@ -91,8 +93,7 @@ def _run(eqn: Any, inputs: list[Any], policy: Remat, in_layer: bool) -> Sequence
     return body(*inputs) if in_layer else _checkpointed(body, policy)(*inputs)
   if name == "scan" and params["length"] > 1:
     return _scan(eqn, inputs, policy, in_layer)
-  # Without it, every operation of the loss would seem to come from the line below.
-  with source_info_util.user_context(eqn.source_info.traceback), eqn.ctx.manager:
+  with eqn.ctx.manager:
     results = eqn.primitive.bind(*inputs, **eqn.primitive.get_bind_params(params))
   return results if eqn.primitive.multiple_results else [results]
 
