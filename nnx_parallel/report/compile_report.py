@@ -336,7 +336,8 @@ def _assemble(
   if done.shortage is not None:
     memory = dataclasses.replace(memory, arguments=sum(a.bytes for a in arguments))
   compiled_for = chip_of(kind)
-  need = _need(memory, done, compiled_for.platform if compiled_for else "")
+  kept = sum(a.bytes for a in arguments if not a.donated)
+  need = _need(memory, done, compiled_for.platform if compiled_for else "", kept)
   count = math.prod(axes.values())
   return CompileReport(
     target=f"{count} x {kind}" if kind else f"{count} devices",
@@ -362,14 +363,14 @@ def _assemble(
   )
 
 
-def _need(memory: MemoryStats, done: Compiled, platform: str) -> int:
-  """Bytes one device needs.
+def _need(memory: MemoryStats, done: Compiled, platform: str, kept: int) -> int:
+  """Bytes one device needs; `kept` are those of arguments that are not donated.
 
   TPU's peak covers everything, with buffers that share memory counted once. The peak of CPU and GPU
   leaves parts out, so there it is arguments, temporaries and the results that reuse no argument.
   """
   if done.shortage is not None:
-    return done.shortage
+    return done.shortage.bytes + (0 if done.shortage.total else kept)
   if platform == "tpu" and memory.peak:
     return memory.peak
   return memory.arguments + memory.temporaries + memory.outputs - memory.aliased

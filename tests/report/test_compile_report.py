@@ -18,7 +18,7 @@ from nnx_parallel.report.budgets import assert_collectives, assert_fits
 from nnx_parallel.report.chips import chip
 from nnx_parallel.report.collectives import KINDS
 from nnx_parallel.report.compile_report import _need, compile_report
-from nnx_parallel.report.compiler import Compiled, MemoryStats
+from nnx_parallel.report.compiler import Compiled, MemoryStats, Shortage
 from nnx_parallel.report.reshards import find_reshards
 from report import layouts
 
@@ -193,10 +193,12 @@ def test_fits_or_says_by_how_much_not(fsdp):
 def test_the_need_follows_the_backend():
   memory = MemoryStats(arguments=100, outputs=60, aliased=50, temporaries=30, peak=120)
   done = Compiled("text", "", memory, None, "", 0.0)
-  assert _need(memory, done, "tpu") == 120
-  assert _need(memory, done, "gpu") == 140
-  assert _need(memory, done, "") == 140
-  assert _need(memory, dataclasses.replace(done, shortage=1000), "tpu") == 1000
+  assert _need(memory, done, "tpu", 40) == 120
+  assert _need(memory, done, "gpu", 40) == 140
+  assert _need(memory, done, "", 40) == 140
+  # What TPU calls temporaries has the donated arguments in it, but not those that are only read.
+  assert _need(memory, dataclasses.replace(done, shortage=Shortage(1000, total=False)), "tpu", 40) == 1040
+  assert _need(memory, dataclasses.replace(done, shortage=Shortage(1000, total=True)), "tpu", 40) == 1000
 
 
 def test_the_chip_compared_with_does_not_change_the_need(fsdp):
