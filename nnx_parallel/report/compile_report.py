@@ -243,9 +243,11 @@ def abstract_batch(plan: ShardingPlan, batch: Any) -> Any:
 
 
 def state_categories(plan: ShardingPlan) -> dict[str, int]:
-  """Bytes per device of the planned state: parameters, other state of the model, optimizer."""
+  """Bytes per device of the planned state in device memory: parameters, other model state, optimizer."""
   sums = {"parameters": 0, "other model state": 0, "optimizer": 0}
   for leaf in plan.leaves:
+    if leaf.on_host:
+      continue
     kind = "parameters" if "Param" in leaf.kind else "other model state"
     sums["optimizer" if leaf.root == "optimizer" else kind] += leaf.bytes_per_device
   return sums
