@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Mapping
 import numpy as np
 
 from nnx_parallel.report import hlo
-from nnx_parallel.report.groups import AxisFinder, AxisMatch, count_pairs, group_labels, pair_labels
+from nnx_parallel.report.groups import AxisFinder, AxisMatch, Labels, count_pairs, group_labels, pair_labels
 from nnx_parallel.report.origins import Origins
 
 KINDS = (
@@ -24,6 +24,17 @@ KINDS = (
 _KIND = re.compile(rf"^(?:ragged-)?({'|'.join(KINDS)})(-start)?$")
 # The text that TPU writes on the steps of one collective that a fusion spreads over compute.
 _LATER_STEP = re.compile(r'"async_collective_fusion_config":\{"flag_start":"(?!-1)')
+# Between TPU slices the runtime of the hosts carries the data: a `send` and a `recv` that name a collective.
+_ACROSS: Mapping[str, str] = {
+  "ALL_REDUCE": "all-reduce",
+  "ALL_GATHER": "all-gather",
+  "REDUCE_SCATTER": "reduce-scatter",
+  "ALL_TO_ALL": "all-to-all",
+  "ONE_TO_ONE": "collective-permute",
+}
+_TRANSFER = re.compile(r'_xla_megascale_transfer_type="(\w+)"')
+_TARGET = re.compile(r'_xla_megascale_target="\{([\d,]+)\}x')
+_RENDEZVOUS = re.compile(r'rendezvous="([^"]*)"')
 # Kinds whose payload is the value of their operand; the other kinds add values up.
 _CARRIES = frozenset(KINDS) - {"all-reduce", "reduce-scatter"}
 _COMPUTE = frozenset({"fusion", "dot", "convolution", "custom-call", "while", "call", "conditional"})
@@ -120,9 +131,11 @@ def collectives(program: str | hlo.Program, axes: Mapping[str, int]) -> tuple[Co
   found: list[Collective] = []
   for run in program.executed():
     match = _KIND.match(run.instruction.opcode)
-    if not match or _LATER_STEP.search(run.instruction.rest):
+    across = _TRANSFER.search(run.instruction.rest) if run.instruction.opcode == "send" else None
+    if (not match and not across) or _LATER_STEP.search(run.instruction.rest):
       continue
-    collective = _describe(program, run, match.group(1), finder, scattered, origins)
+    kind = match[1] if match else _ACROSS[across[1]] if across else ""
+    collective = _describe(program, run, kind, finder, scattered, origins)
     if collective.group_size > 1:
       found.append(collective)
   return tuple(found)
@@ -148,10 +161,13 @@ def _describe(
   origins: Origins,
 ) -> Collective:
   instruction = run.instruction
-  match, group_size = _groups(instruction, finder)
+  slices = finder.devices // program.partitions if program.partitions > 1 else 1
+  across = instruction.opcode == "send"
+  match, group_size = (_slices if across else _groups)(instruction, finder, slices)
   if kind == "all-reduce" and run.computation.name in scattered:
     kind = "reduce-scatter"
   shapes = _payload(instruction, kind, run.computation, group_size)
+  made = origins.made(instruction, run.computation, run.caller)
   return Collective(
     kind=kind,
     axes=match.axes,
@@ -160,30 +176,45 @@ def _describe(
     dtype=shapes[0].dtype if shapes else "",
     bytes=sum(shape.bytes for shape in shapes),
     times=run.times,
-    overlapped=_overlapped(run),
-    op=instruction.op_name or (run.caller.op_name if run.caller else ""),
-    source=program.source(instruction) or (program.source(run.caller) if run.caller else ""),
+    overlapped=_overlapped_sending(run) if across else _overlapped(run),
+    op=made.op_name if made else "",
+    source=program.source(made) if made else "",
     parameters=origins.of(instruction, run.computation) if kind in _CARRIES else (),
     name=instruction.name,
   )
 
 
-def _groups(instruction: hlo.Instruction, finder: AxisFinder) -> tuple[AxisMatch, int]:
-  rest = instruction.rest
+def _groups(instruction: hlo.Instruction, finder: AxisFinder, slices: int) -> tuple[AxisMatch, int]:
+  rest, devices = instruction.rest, finder.devices // slices
   if "source_target_pairs=" in rest:
     pairs = instruction.attribute("source_target_pairs")
-    labels = pair_labels(pairs, finder.devices)
-    return finder.match(labels), 2 if count_pairs(pairs) else 1
+    labels = pair_labels(pairs, devices)
+    return finder.match(_in_each(labels, slices)), 2 if count_pairs(pairs) else 1
   at = rest.index("replica_groups=") + len("replica_groups=")
-  labels = group_labels(rest[at:], finder.devices)
-  return finder.match(labels), int(np.unique(labels, return_counts=True)[1].max())
+  labels = group_labels(rest[at:], devices)
+  return finder.match(_in_each(labels, slices)), int(np.unique(labels, return_counts=True)[1].max())
+
+
+def _in_each(labels: Labels, slices: int) -> Labels:
+  """The groups of one slice, repeated in each: slices are consecutive positions of the mesh."""
+  return np.concatenate([labels + number * len(labels) for number in range(slices)])
+
+
+def _slices(instruction: hlo.Instruction, finder: AxisFinder, slices: int) -> tuple[AxisMatch, int]:
+  """The axes between slices. Only groups of all slices are written in the program; others are a part."""
+  match = finder.match(np.arange(finder.devices) % (finder.devices // slices))
+  target = _TARGET.search(instruction.rest)
+  whole = match.whole and target is not None and target[1].count(",") + 1 == slices
+  pair = "ONE_TO_ONE" in instruction.rest
+  return AxisMatch(match.axes, whole), 2 if pair else slices
 
 
 def _payload(
   instruction: hlo.Instruction, kind: str, computation: hlo.Computation, group_size: int
 ) -> tuple[hlo.Shape, ...]:
   """Shapes of what a group holds together, per run."""
-  operands = [computation.by_name[name] for name in instruction.operands]
+  count = 1 if instruction.opcode == "send" else None  # the other operand of a send is a token
+  operands = [computation.by_name[name] for name in instruction.operands[:count]]
   inputs = tuple(shape for operand in operands for shape in operand.shapes)
   if kind != "all-gather":
     return inputs
@@ -205,6 +236,22 @@ def _overlapped(run: hlo.Executed) -> bool:
   start = order.index(instruction)
   for later in order[start + 1 :]:
     if instruction.name in later.operands and later.opcode.endswith("-done"):
+      return False
+    if later.opcode in _COMPUTE and max((s.elements for s in later.shapes), default=0) > 1:
+      return True
+  return False
+
+
+def _overlapped_sending(run: hlo.Executed) -> bool:
+  """Whether anything is computed until the `recv-done` of the same rendezvous."""
+  name = _RENDEZVOUS.search(run.instruction.rest)
+  order = run.computation.instructions
+  receive = next(
+    (i for i in order if i.opcode == "recv" and name and name.group() in i.rest),
+    None,
+  )
+  for later in order[order.index(run.instruction) + 1 :]:
+    if receive is not None and later.opcode == "recv-done" and receive.name in later.operands:
       return False
     if later.opcode in _COMPUTE and max((s.elements for s in later.shapes), default=0) > 1:
       return True

@@ -69,6 +69,7 @@ class CompileReport:
     seconds: time the compiler took.
     quantities: global sizes in bytes that budgets can name: `params`, `optimizer`, `batch`.
     examples: of one microbatch on one device, or None where that is unknown.
+    batch_split: devices between which the plan splits the batch, or None without a plan.
   """
 
   target: str
@@ -87,6 +88,7 @@ class CompileReport:
   seconds: float
   quantities: Mapping[str, int]
   examples: int | None = None
+  batch_split: int | None = None
 
   @property
   def available_bytes(self) -> int | None:
@@ -206,17 +208,17 @@ def compile_report(
     names={f"arrays[{index}]": name for index, name in enumerate(names)},
     quantities=_quantities(here, batch),
   )
-  return dataclasses.replace(report, examples=_examples(step, here, batch))
+  entry = here.batch_spec(1)[0]
+  axes = (entry,) if isinstance(entry, str) else tuple(entry or ())
+  shards = math.prod(axis_sizes(here.mesh)[axis] for axis in axes)
+  return dataclasses.replace(report, examples=_examples(step, batch, shards), batch_split=shards)
 
 
-def _examples(step: Any, plan: ShardingPlan, batch: Any) -> int | None:
+def _examples(step: Any, batch: Any, shards: int) -> int | None:
   """Examples of one microbatch on one device, where the step and all arrays of the batch say it."""
   sizes = {x.shape[0] for x in jax.tree.leaves(batch) if x.shape}
   if not isinstance(step, TrainStep) or len(sizes) != 1:
     return None
-  entry = plan.batch_spec(1)[0]
-  axes = (entry,) if isinstance(entry, str) else tuple(entry or ())
-  shards = math.prod(axis_sizes(plan.mesh)[axis] for axis in axes)
   return max(1, sizes.pop() // (shards * step.recipe.microbatches))
 
 
@@ -336,7 +338,8 @@ def _assemble(
   if done.shortage is not None:
     memory = dataclasses.replace(memory, arguments=sum(a.bytes for a in arguments))
   compiled_for = chip_of(kind)
-  need = _need(memory, done, compiled_for.platform if compiled_for else "")
+  kept = sum(a.bytes for a in arguments if not a.donated)
+  need = _need(memory, done, compiled_for.platform if compiled_for else "", kept)
   count = math.prod(axes.values())
   return CompileReport(
     target=f"{count} x {kind}" if kind else f"{count} devices",
@@ -362,14 +365,14 @@ def _assemble(
   )
 
 
-def _need(memory: MemoryStats, done: Compiled, platform: str) -> int:
-  """Bytes one device needs.
+def _need(memory: MemoryStats, done: Compiled, platform: str, kept: int) -> int:
+  """Bytes one device needs; `kept` are those of arguments that are not donated.
 
   TPU's peak covers everything, with buffers that share memory counted once. The peak of CPU and GPU
   leaves parts out, so there it is arguments, temporaries and the results that reuse no argument.
   """
   if done.shortage is not None:
-    return done.shortage
+    return done.shortage.bytes + (0 if done.shortage.total else kept)
   if platform == "tpu" and memory.peak:
     return memory.peak
   return memory.arguments + memory.temporaries + memory.outputs - memory.aliased

@@ -24,11 +24,10 @@ _DUMPS = (
   re.compile(r"after_optimizations\.txt$"),
   re.compile(r"after_optimizations-live-range\.txt$"),
 )
-# Whatever the first message says, its figure is the total of its own memory report: arguments included.
-_SHORTAGES = (
-  re.compile(r"required for HLO temporaries \((?P<need>[\d.]+)(?P<unit>[KMGT])\) exceeds available HBM"),
-  re.compile(r"[Uu]sed (?P<need>[\d.]+)(?P<unit>[KMGT]) of (?P<limit>[\d.]+)[KMGT] hbm"),
+_TEMPORARIES = re.compile(
+  r"required for HLO temporaries \((?P<need>[\d.]+)(?P<unit>[KMGT])\) exceeds available HBM"
 )
+_TOTAL = re.compile(r"[Uu]sed (?P<need>[\d.]+)(?P<unit>[KMGT]) of (?P<limit>[\d.]+)[KMGT] hbm")
 _UNITS = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
 
@@ -45,6 +44,21 @@ class MemoryStats:
 
 
 @dataclasses.dataclass(frozen=True)
+class Shortage:
+  """What a compiler that checks memory (TPU) could not place.
+
+  Attributes:
+    bytes: needed per device.
+    total: whether that is everything. Else the arguments that are not donated come on top: what the compiler
+      calls temporaries is the total of its memory report, which has donated arguments and results in it
+      (libtpu 0.0.42 and 0.0.50).
+  """
+
+  bytes: int
+  total: bool
+
+
+@dataclasses.dataclass(frozen=True)
 class Compiled:
   """What one compilation gave.
 
@@ -52,7 +66,7 @@ class Compiled:
     text: the final program; when it ran out of memory, as far as the compiler came.
     partitioned: the program of one device right after SPMD partitioning; empty when not dumped.
     memory: the compiler's figures.
-    shortage: bytes needed per device, by a compiler that checks memory (TPU) and found too little; or None.
+    shortage: what did not fit, or None.
     log: what the compiler printed.
     seconds: wall time of the compilation.
     live: the compiler's list of what is in memory when, or an empty string.
@@ -61,7 +75,7 @@ class Compiled:
   text: str
   partitioned: str
   memory: MemoryStats
-  shortage: int | None
+  shortage: Shortage | None
   log: str
   seconds: float
   live: str = ""
@@ -110,15 +124,16 @@ def memory_stats(compiled: jax.stages.Compiled) -> MemoryStats:
   )
 
 
-def _shortage(error: RuntimeError) -> int:
-  found = next(filter(None, (pattern.search(str(error)) for pattern in _SHORTAGES)), None)
+def _shortage(error: RuntimeError) -> Shortage:
+  total, temporaries = _TOTAL.search(str(error)), _TEMPORARIES.search(str(error))
+  found = total or temporaries
   if not found:
     raise ReportError(
       "the compiler refused the step.",
       details=str(error)[:600],
       fix="compile it on simulated devices first: topology='cpu:8'.",
     ) from error
-  return int(float(found["need"]) * _UNITS[found["unit"]])
+  return Shortage(int(float(found["need"]) * _UNITS[found["unit"]]), total is not None)
 
 
 def _largest(folder: pathlib.Path, kind: re.Pattern[str]) -> str:

@@ -30,6 +30,7 @@ _BRANCHES = re.compile(r"branch_computations=\{([^}]*)\}")
 _OP_NAME = re.compile(r'op_name="([^"]*)"')
 _FRAME = re.compile(r"stack_frame_id=(\d+)")
 _PARENTHESIS = re.compile(r"[()]")
+_PARTITIONS = re.compile(r"^HloModule .*\bnum_partitions=(\d+)", re.MULTILINE)
 _OLD_SOURCE = re.compile(r'source_file="([^"]*)" source_line=(\d+)')
 
 
@@ -76,8 +77,7 @@ class Instruction:
   @property
   def op_name(self) -> str:
     """The JAX name stack, e.g. `jit(step)/jvp()/while/body/dot_general`."""
-    found = _OP_NAME.search(self.rest)
-    return found.group(1).replace("\\'", "'") if found else ""
+    return op_name(self.rest)
 
   def attribute(self, name: str) -> str:
     """The text of `name=...` up to the next top-level comma, or an empty string."""
@@ -136,12 +136,14 @@ class Program:
   computations: Mapping[str, Computation]
   entry: Computation
   frames: Mapping[int, str]
+  partitions: int = 0
+  """Devices that the program is for: of one slice, where there are several. 0 where the text does not say."""
 
   def source(self, instruction: Instruction) -> str:
     """`file.py:line` of an instruction, or an empty string."""
-    frame = _FRAME.search(instruction.rest)
-    if frame:
-      return self.frames.get(int(frame.group(1)), "")
+    place = frame_of(instruction.rest, self.frames)
+    if place:
+      return place
     old = _OLD_SOURCE.search(instruction.rest)
     return f"{old.group(1)}:{old.group(2)}" if old else ""
 
@@ -252,7 +254,22 @@ def parse(text: str) -> Program:
         lines.append(instruction)
   if not entry:
     raise ValueError("the text holds no HLO entry computation")
-  return Program(computations, computations[entry], _read_frames(text))
+  partitions = _PARTITIONS.search(text)
+  return Program(
+    computations, computations[entry], _read_frames(text), int(partitions[1]) if partitions else 0
+  )
+
+
+def op_name(rest: str) -> str:
+  """The JAX name stack in what follows an instruction's operands, or an empty string."""
+  found = _OP_NAME.search(rest)
+  return found.group(1).replace("\\'", "'") if found else ""
+
+
+def frame_of(rest: str, frames: Mapping[int, str]) -> str:
+  """`file:line` in what follows an instruction's operands, or an empty string."""
+  found = _FRAME.search(rest)
+  return frames.get(int(found.group(1)), "") if found else ""
 
 
 def read_shapes(text: str) -> tuple[Shape, ...]:
@@ -351,9 +368,12 @@ def _read_frames(text: str) -> dict[int, str]:
 
 
 def _users_line(frame: int, own: Mapping[int, str], parents: Mapping[int, int]) -> str:
-  """The innermost line outside installed packages, or the innermost line."""
+  """The innermost line outside other packages, or the innermost line.
+
+  This package counts as the user's: what it adds to a step (sums over microbatches) has no line of theirs.
+  """
   at = frame
-  while at in own and "site-packages" in own[at]:
+  while at in own and "site-packages" in own[at].replace("site-packages/nnx_parallel/", ""):
     at = parents[at]
   return own.get(at, own[frame])
 

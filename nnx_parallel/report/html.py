@@ -52,6 +52,7 @@ def report_page(report: CompileReport) -> str:
     f"<h1>One step on {html.escape(report.target)}, mesh {html.escape(mesh)}</h1>",
     f"<p class='verdict {state}'>{html.escape(verdict(report))}</p><p>{facts}</p>",
     _section("Memory per device", memory_svg(report)),
+    *([_section("In memory at the peak, besides the arguments", _peak_table(report))] if report.peak else []),
     _section("Arguments by size, per device", treemap_svg(report)),
     _section("Predicted step", timeline_svg(report)),
     _section("Sent per step, by kind and axis", collectives_svg(report) + _collective_table(report)),
@@ -63,6 +64,14 @@ def report_page(report: CompileReport) -> str:
     table = _table(("where", "tensor", "bytes>", "from", "to"), rows)
     body.insert(3, _section("Made whole on each device against the layout", table))
   return _page(f"{report.target}: compile report", body)
+
+
+def _peak_table(report: CompileReport) -> str:
+  rows = [
+    (format_bytes(t.bytes), f"{t.count} x {t.shape}", ", ".join(t.parameters), t.source or t.op)
+    for t in report.peak[:12]
+  ]
+  return _table(("bytes>", "arrays", "parameter", "where"), rows)
 
 
 def plan_page(plan: ShardingPlan, memory: MemoryPlan | None = None) -> str:

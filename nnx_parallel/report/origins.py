@@ -12,6 +12,7 @@ _MOVES = frozenset({
   "collective-permute-done", "fusion-done", "tuple",
 })  # fmt: skip
 _FUSIONS = frozenset({"fusion", "fusion-start"})
+_REDUCES = frozenset({"all-reduce", "all-reduce-start", "all-reduce-done", "reduce-scatter", "all-to-all"})
 _FAR = 200
 
 
@@ -35,19 +36,42 @@ class Origins:
     """Name of the argument whose value a result is, unmixed; `index` picks an element of a tuple."""
     return self._follow(instruction.name, computation, int(index) if index.isdigit() else None, 0)
 
+  def made(
+    self, instruction: hlo.Instruction, computation: hlo.Computation, caller: hlo.Instruction | None
+  ) -> hlo.Instruction | None:
+    """The operation whose JAX name says where a collective comes from: itself, its caller, its operand."""
+    if instruction.op_name or (caller is not None and caller.op_name):
+      return instruction if instruction.op_name else caller
+    operand = computation.by_name.get(instruction.operands[0]) if instruction.operands else None
+    made = self.maker(operand, computation) if operand is not None else None
+    return made if made is not None and made.op_name else None
+
   def maker(self, instruction: hlo.Instruction, computation: hlo.Computation) -> hlo.Instruction:
     """The operation with a JAX name that made a value; copies and what loops carry have none of their own."""
-    at = instruction
+    at, index = instruction, None
     for _ in range(_FAR):
       if at.op_name:
         return at
       if at.opcode == "parameter" and computation.name in self._callers:
         at, computation = self._callers[computation.name]
-      elif at.opcode in _MOVES and at.operands and at.operands[0] in computation.by_name:
-        at = computation.by_name[at.operands[0]]
-      else:
+        continue
+      onward = self._source_of(at, computation, index)
+      if onward is None:
         break
-    return at if at.op_name else instruction
+      index = int(at.attribute("index")) if at.opcode == "get-tuple-element" else None
+      at = onward
+    return instruction
+
+  def _source_of(
+    self, at: hlo.Instruction, computation: hlo.Computation, index: int | None
+  ) -> hlo.Instruction | None:
+    operands = [computation.by_name[name] for name in at.operands if name in computation.by_name]
+    moves = self._only_moves(at) if at.opcode in _FUSIONS else at.opcode in _MOVES | _REDUCES
+    if not moves or not operands:
+      return None
+    if index is not None and index < len(operands) and at.opcode != "get-tuple-element":
+      return operands[index]
+    return max(operands, key=lambda operand: operand.bytes)
 
   def _follow(self, name: str, computation: hlo.Computation, index: int | None, depth: int) -> str | None:
     at = computation.by_name.get(name)

@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 import jax
 from flax import nnx
-from jax.extend import core
+from jax.extend import core, source_info_util
 
 from nnx_parallel.errors import ReportError
 from nnx_parallel.report.jaxprs import CHECKPOINTS, constants, opened, scan_counts
@@ -76,7 +76,9 @@ def _evaluate(jaxpr: Any, args: Sequence[Any], policy: Remat, in_layer: bool) ->
     return var.val if isinstance(var, core.Literal) else values[var]
 
   for eqn in body.eqns:
-    results = _run(eqn, [read(v) for v in eqn.invars], policy, in_layer)
+    # Else every operation of the loss would seem to come from a line of this file.
+    with source_info_util.user_context(eqn.source_info.traceback):
+      results = _run(eqn, [read(v) for v in eqn.invars], policy, in_layer)
     values.update(zip(eqn.outvars, results, strict=True))
   return [read(v) for v in body.outvars]
 

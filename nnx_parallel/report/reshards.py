@@ -13,8 +13,6 @@ _WARNING = re.compile(
   r"(?P<before>.+?) to (?P<after>.+?) (?:efficiently|without)[^%]*"
   r"%(?P<name>[\w.\-]+) = (?P<shape>\w+\[[\d,]*\])[^ ]* (?P<opcode>[\w\-]+)\((?P<rest>.*)"
 )
-_FRAME = re.compile(r"stack_frame_id=(\d+)")
-_OP_NAME = re.compile(r'op_name="([^"]*)"')
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,12 +48,12 @@ def find_reshards(log: str, frames: Mapping[int, str]) -> tuple[Reshard, ...]:
   """
   found: list[Reshard] = []
   for match in _WARNING.finditer(log):
-    frame, op = _FRAME.search(match["rest"]), _OP_NAME.search(match["rest"])
+    op = hlo.op_name(match["rest"])
     if not op and "fake_parameter" in match["rest"]:
       continue  # a trial of the partitioner, repeated with the true operands
     reshard = Reshard(
-      op=op.group(1) if op else match["name"],
-      source=frames.get(int(frame.group(1)), "") if frame else "",
+      op=op or match["name"],
+      source=hlo.frame_of(match["rest"], frames),
       shape=match["shape"],
       bytes=sum(shape.bytes for shape in hlo.read_shapes(match["shape"])),
       before=match["before"],

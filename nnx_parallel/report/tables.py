@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import os
+import re
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
@@ -76,8 +77,20 @@ def advice(report: CompileReport) -> str:
       "splits the parameters."
     )
   if report.peak:
-    lines.append(f"Largest at the peak: {_tenant(report.peak[0])}.")
+    lines.append(f"Largest at the peak: {_tenant(report.peak[0])}.{_whole_batch(report)}")
   return " ".join(lines)
+
+
+def _whole_batch(report: CompileReport) -> str:
+  """What to do when the largest array seems to hold the examples of all devices."""
+  split, largest = report.batch_split or 1, report.peak[0]
+  whole = (report.examples or 0) * split
+  if split == 1 or not whole or not re.match(rf"\w+\[{whole}[,\]]", largest.shape):
+    return ""
+  return (
+    f" If its first dim is the batch, all {whole} examples are on each device, though {split} devices share "
+    'them: hold it, or what it is made from, with nxp.constrain(x, "batch", ...).'
+  )
 
 
 def _header(report: CompileReport) -> str:
@@ -154,7 +167,9 @@ def _collectives(report: CompileReport) -> str:
 def _origin(parameters: Sequence[str], source: str, op: str) -> str:
   place = os.path.basename(source) if source else op.rsplit("/", 1)[-1]
   names = ", ".join(parameters)
-  return f"{names} at {place}" if names and place != names else place
+  if not names or not place or place == names:
+    return names or place
+  return f"{names} at {place}"
 
 
 def _reshards(report: CompileReport) -> str:

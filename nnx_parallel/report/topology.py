@@ -7,6 +7,9 @@
 | `gpu:h100:2x8` | two hosts of 8 GPUs, NVLink inside a host |
 | `cpu:8` | the first 8 devices of this process |
 
+With several slices of v4 or v5p the compiler takes no wrap links (libtpu 0.0.50), and writes gathers inside
+a slice as all-reduces, which send twice as much: for what one slice sends, compile for one.
+
 The devices can be put in a mesh, and programs lowered and compiled for them, but hold no array.
 """
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import subprocess
 import sys
@@ -82,11 +83,25 @@ def test_compile_ends_with_2_when_it_does_not_fit(recipe):
   assert report["need_bytes"] > report["available_bytes"]
 
 
+@pytest.mark.skipif(importlib.util.find_spec("libtpu") is not None, reason="the TPU compiler is installed")
 def test_compile_says_which_package_is_missing(recipe):
-  done = run("compile", recipe, "--topology", "tpu:v5e:3x3x3x3")
+  done = run("compile", recipe, "--topology", "tpu:v5e:4x4")
   assert done.returncode == 1
-  assert "ReportError: " in done.stderr
-  assert "Fix: " in done.stderr
+  assert "ReportError: cannot compile for 'tpu:v5e:4x4': the TPU compiler is not installed." in done.stderr
+  assert "Fix: pip install 'nnx-parallel[tpu-aot]'" in done.stderr
+
+
+def test_compile_takes_a_function_of_a_module(recipe):
+  wide = "\n\ndef wide():\n  return nnx.Linear(64, 4096, rngs=nnx.Rngs(0))\n"
+  with open(recipe, "a") as file:
+    file.write(wide)
+  done = run("compile", f"{recipe}:wide", "--topology", "cpu:8", "--mesh", "fsdp=8", "--json")
+  assert done.returncode == 0, done.stderr
+  body = json.loads(done.stdout)
+  assert body["categories"]["parameters"] == (64 * 4096 + 4096) * 4 // 8
+  assert body["fits"] is True
+  assert {c["kind"] for c in body["collectives"]} >= {"all-reduce"}
+  assert body["peak"][0]["bytes"] > 0
 
 
 def test_search_prints_the_winner(recipe):

@@ -125,6 +125,49 @@ def test_the_loop_count_of_a_condition_without_a_note():
   assert [program.trips(loop, program.entry) for loop in loops] == [LAYERS, LAYERS]
 
 
+def test_what_the_hosts_carry_between_tpu_slices_is_counted():
+  # One step of benchmarks/layouts.py on two v5e slices of 4x4: batch over data (the slices) and fsdp.
+  text = (PROGRAMS / "slices" / "tpu13.hlo").read_text()
+  found = collectives(text, {"data": 2, "fsdp": 16, "tensor": 1})
+  kernel = 64 * 128
+  across = [c for c in found if c.axes == ("data",)]
+  # Shards of both gradients; the loss, which TPU pads to 128 numbers.
+  assert sorted(c.bytes for c in across) == [128 * 4, kernel * 4 // 16, kernel * 4 // 16]
+  assert all(c.kind == "all-reduce" and c.whole and c.group_size == 2 and c.overlapped for c in across)
+  assert {c.source.rpartition(":")[0] for c in across} == {"benchmarks/layouts.py"}
+  # Groups in the text are those of one slice; they are the same in the other.
+  inside = totals((c for c in found if c.axes == ("fsdp",)), lambda c: (c.kind, c.whole, c.group_size))
+  assert inside == {
+    ("all-gather", True, 16): 2 * kernel * 2,
+    ("all-reduce", True, 16): 2 * kernel * 4 + 128 * 4,
+  }
+
+
+@pytest.mark.parametrize(
+  ("transfer", "kind", "payload"),
+  [
+    ('_xla_megascale_target="{1,2}x{0:3}",_xla_megascale_transfer_type="ALL_GATHER"', "all-gather", 64),
+    ('_xla_megascale_transfer_type="ALL_TO_ALL"', "all-to-all", 32),
+    ('_xla_megascale_transfer_type="ONE_TO_ONE"', "collective-permute", 32),
+  ],
+)
+def test_transfers_between_slices_keep_their_kind(transfer, kind, payload):
+  text = f"""HloModule jit_f, is_scheduled=true, num_partitions=4
+
+ENTRY %main (p: f32[8]) -> f32[8] {{
+  %p = f32[8]{{0}} parameter(0), metadata={{op_name="x"}}
+  %t = token[] after-all()
+  %send = (f32[8]{{0}}, u32[], token[]) send(%p, %t), frontend_attributes={{{transfer}}}
+  ROOT %out = f32[8]{{0}} copy(%p)
+}}
+"""
+  (found,) = collectives(text, {"slice": 2, "inner": 4})
+  assert (found.kind, found.axes, found.bytes, found.parameters) == (kind, ("slice",), payload, ("x",))
+  # Groups that are not all of the slices are not written in the program.
+  assert found.whole is ("target" in transfer)
+  assert not found.overlapped
+
+
 def test_text_without_a_program_is_an_error():
   with pytest.raises(ValueError, match="no HLO entry computation"):
     parse("HloModule nothing")

@@ -12,14 +12,14 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import nnx_parallel as nxp
+from benchmarks.layouts import CASES
 from nnx_parallel.errors import ReportError
 from nnx_parallel.report.budgets import assert_collectives, assert_fits
 from nnx_parallel.report.chips import chip
 from nnx_parallel.report.collectives import KINDS
 from nnx_parallel.report.compile_report import _need, compile_report
-from nnx_parallel.report.compiler import Compiled, MemoryStats
+from nnx_parallel.report.compiler import Compiled, MemoryStats, Shortage
 from nnx_parallel.report.reshards import find_reshards
-from benchmarks.layouts import CASES
 from report import layouts
 
 
@@ -58,6 +58,19 @@ def test_collectives_name_the_parameter_and_the_line(fsdp):
   assert any(c.source.endswith(f"layouts.py:{line}") for c in fsdp.collectives)
 
 
+def test_what_this_package_adds_has_its_own_line():
+  found = report(fsdp=8, microbatches=2)
+  places = {t.source.rpartition(":")[0] for t in found.peak}
+  assert any(place.endswith("benchmarks/layouts.py") for place in places)
+  assert any(place.endswith("nnx_parallel/train/accumulate.py") for place in places)
+
+
+def test_another_choice_of_remat_keeps_the_users_lines():
+  step = nxp.train_step(nxp.with_remat(layouts.loss, "none"))
+  found = compile_report(step, layouts.plan(fsdp=8), batch=layouts.batch(), topology="cpu:8")
+  assert {t.source.rpartition("/")[2].partition(":")[0] for t in found.peak if t.source} == {"layouts.py"}
+
+
 def test_flops_are_exact(fsdp):
   product = 2 * layouts.BATCH * layouts.WIDTH * layouts.HIDDEN
   # Two products forward, three backward: the gradient of the input is not needed.
@@ -93,6 +106,16 @@ def test_a_device_too_small_says_what_would_help(fsdp):
   assert "State and gradients are 64.01 KiB per device: try 8 times as many devices" in text
   # One example per device cannot be split further.
   assert "times as many devices" in too_small(dataclasses.replace(fsdp, examples=1), fixed + falls // 4)
+
+
+def test_a_batch_that_is_whole_on_each_device_is_pointed_out(fsdp):
+  shape = f"f32[{layouts.BATCH},128]"
+  largest = dataclasses.replace(fsdp.peak[0], shape=shape, source="model.py:7", parameters=())
+  whole = dataclasses.replace(fsdp, peak=(largest, *fsdp.peak))
+  text = too_small(whole, fsdp.memory.arguments)
+  assert f"{shape} from model.py:7. If its first dim is the batch, all 1024 examples" in text
+  assert "though 8 devices share them: hold it, or what it is made from, with nxp.constrain(x" in text
+  assert "If its first dim" not in too_small(fsdp, fsdp.memory.arguments)
 
 
 def test_what_fills_the_memory_is_named_by_its_line():
@@ -170,10 +193,12 @@ def test_fits_or_says_by_how_much_not(fsdp):
 def test_the_need_follows_the_backend():
   memory = MemoryStats(arguments=100, outputs=60, aliased=50, temporaries=30, peak=120)
   done = Compiled("text", "", memory, None, "", 0.0)
-  assert _need(memory, done, "tpu") == 120
-  assert _need(memory, done, "gpu") == 140
-  assert _need(memory, done, "") == 140
-  assert _need(memory, dataclasses.replace(done, shortage=1000), "tpu") == 1000
+  assert _need(memory, done, "tpu", 40) == 120
+  assert _need(memory, done, "gpu", 40) == 140
+  assert _need(memory, done, "", 40) == 140
+  # What TPU calls temporaries has the donated arguments in it, but not those that are only read.
+  assert _need(memory, dataclasses.replace(done, shortage=Shortage(1000, total=False)), "tpu", 40) == 1040
+  assert _need(memory, dataclasses.replace(done, shortage=Shortage(1000, total=True)), "tpu", 40) == 1000
 
 
 def test_the_chip_compared_with_does_not_change_the_need(fsdp):

@@ -100,16 +100,19 @@ SCRIPT = """
 import jax, nnx_parallel as nxp
 from nnx_parallel.report.compile_report import compile_report
 from report import layouts
+batch = jax.ShapeDtypeStruct(({rows}, layouts.WIDTH), "float32")
 report = compile_report(
-  nxp.train_step(layouts.loss), layouts.plan(**{axes}), batch=layouts.batch(), topology="{topology}"
+  nxp.train_step(layouts.loss), layouts.plan(**{axes}), batch=batch, topology="{topology}"
 )
+alive = sum(t.bytes for t in report.peak) + report.memory.arguments
 kinds = sorted({{(c.kind, "+".join(c.axes)) for c in report.collectives}})
-print("RESULT", report.target, report.fits, report.cost.flops, report.need_bytes, kinds)
+print("RESULT", report.target, report.fits, report.cost.flops, report.need_bytes, kinds,
+      "ALIVE", alive, report.need_bytes)
 """
 
 
-def compile_for(topology, **axes):
-  script = textwrap.dedent(SCRIPT).format(axes=axes, topology=topology)
+def compile_for(topology, rows=1024, **axes):
+  script = textwrap.dedent(SCRIPT).format(axes=axes, topology=topology, rows=rows)
   done = subprocess.run(
     [sys.executable, "-c", script], capture_output=True, text=True, timeout=200, env=None, check=False
   )
@@ -126,6 +129,26 @@ def test_the_tpu_compiler_reports_on_a_slice_that_is_not_here(monkeypatch):
   monkeypatch.setenv("PYTHONPATH", ".:tests")
   line = compile_for("tpu:v5e:2x4", fsdp=8)
   assert f"8 x TPU v5 lite True {FLOPS}" in line
+
+
+@pytest.mark.skipif(not HAS_TPU, reason="needs the TPU compiler: pip install nnx-parallel[tpu-aot]")
+def test_slices_and_tori_send_what_the_layout_says(monkeypatch):
+  monkeypatch.setenv("PYTHONPATH", ".:tests")
+  # Without the wrap links of a real v5p the compiler writes every gather as an all-reduce.
+  assert "('all-gather', 'fsdp')" in compile_for("tpu:v5p:4x4x4", fsdp=64)
+  assert "('all-reduce', 'data')" in compile_for("tpu:v5e:4x4*2", data=2, fsdp=16)
+
+
+@pytest.mark.skipif(not HAS_TPU, reason="needs the TPU compiler: pip install nnx-parallel[tpu-aot]")
+def test_a_step_that_does_not_fit_says_what_is_alive(monkeypatch):
+  monkeypatch.setenv("PYTHONPATH", ".:tests")
+  rows = 1 << 29
+  line = compile_for("tpu:v5e:2x4", rows=rows, fsdp=8)
+  # The batch, 16 GiB on each device, and what is computed from it: the sum of what is alive at the peak.
+  alive, need = (int(word) for word in line.rpartition("ALIVE ")[2].split()[:2])
+  assert "8 x TPU v5 lite False" in line
+  assert alive == pytest.approx(need, rel=0.01)
+  assert need > 2 * rows // 8 * 64 * 4
 
 
 @pytest.mark.skipif(not HAS_GPU, reason="needs the NVIDIA compiler: pip install nnx-parallel[gpu-aot]")
