@@ -165,7 +165,8 @@ def test_an_expert_axis_is_added_where_parameters_have_the_name():
   assert only.time.waiting["expert"] == pytest.approx(
     4 * (tokens * 7 / 8 / (cpu.link_bandwidth * cpu.links) + 3 * LATENCY)
   )
-  assert only.time.overlapped["expert"] < 2 * WIDTH * WIDTH * 4 / cpu.link_bandwidth
+  summed = 2 * WIDTH * WIDTH * 4 * 7 / 8 / cpu.link_bandwidth + 3 * LATENCY
+  assert only.time.overlapped["expert"] == pytest.approx(summed)
 
 
 def test_the_code_with_an_expert_axis_runs():
