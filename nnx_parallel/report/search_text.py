@@ -100,6 +100,8 @@ def _why(candidate: Candidate, best: Candidate, usable: int) -> str:
     return f"the compiler needs {format_bytes(candidate.report.need_bytes)}"
   if candidate.memory_bytes > usable:
     return f"does not fit: {format_bytes(candidate.memory_bytes)}"
+  if ratio <= 1.01:
+    return f"as fast, {format_bytes(max(0, candidate.memory_bytes - best.memory_bytes))} more"
   return f"{ratio:.2f} times slower, bound by {candidate.time.binds}"
 
 
