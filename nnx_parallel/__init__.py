@@ -41,7 +41,9 @@ with epy.lazy_api_imports(globals()):
   from nnx_parallel.report.compile_report import CompileReport, compile_report
   from nnx_parallel.report.html import plan_page, report_svg
   from nnx_parallel.report.memory import MemoryPlan, memory_plan
+  from nnx_parallel.report.raster import save_svg
   from nnx_parallel.report.remat import with_remat
+  from nnx_parallel.report.roofline import StepTime, predict_time
   from nnx_parallel.report.search import SearchResult, search
   from nnx_parallel.report.topology import topology_mesh
   from nnx_parallel.train.loss_scale import loss_scale_of, with_loss_scale
@@ -77,6 +79,7 @@ __all__ = [
   "SearchResult",
   "ShardingError",
   "ShardingPlan",
+  "StepTime",
   "TrainError",
   "TrainStep",
   "abstract_mesh",
@@ -104,11 +107,13 @@ __all__ = [
   "memory_plan",
   "plan",
   "plan_page",
+  "predict_time",
   "presets",
   "replicate",
   "report_svg",
   "reshard",
   "resolve_spec",
+  "save_svg",
   "search",
   "shard_batch",
   "skip_nonfinite",

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
   from nnx_parallel.layout.plan import ShardingPlan
   from nnx_parallel.recipes import Recipe
   from nnx_parallel.report.memory import MemoryPlan
+  from nnx_parallel.report.roofline import StepTime
 
 
 def register(commands: Commands) -> None:
@@ -57,7 +58,8 @@ def run(args: argparse.Namespace) -> int:
   wanted = args.chip or (args.html and recipe.loss and recipe.batches)
   memory = _memory(recipe, plan, args) if wanted else None
   if args.html:
-    args.html.write_text(nxp.plan_page(plan, memory))
+    time = _time(recipe, plan, args) if args.chip else None
+    args.html.write_text(nxp.plan_page(plan, memory, time))
   if args.json:
     print(plan.to_json(), end="")
   elif args.explain is not None:
@@ -77,7 +79,17 @@ def _memory(recipe: Recipe, plan: ShardingPlan, args: argparse.Namespace) -> Mem
   """The memory of the recipe's step, from its loss and the shapes of its first batch."""
   from nnx_parallel.report.memory import memory_plan
 
-  parts = args.microbatches or (recipe.microbatches() if recipe.microbatches else 1)
-  return memory_plan(
-    plan, loss_of(recipe), abstract_batch(recipe, args.batch), microbatches=parts, chip=args.chip
-  )
+  batch = abstract_batch(recipe, args.batch)
+  return memory_plan(plan, loss_of(recipe), batch, microbatches=_parts(recipe, args), chip=args.chip)
+
+
+def _time(recipe: Recipe, plan: ShardingPlan, args: argparse.Namespace) -> StepTime:
+  """The predicted time of the same step."""
+  from nnx_parallel.report.roofline import predict_time
+
+  batch = abstract_batch(recipe, args.batch)
+  return predict_time(plan, loss_of(recipe), batch, microbatches=_parts(recipe, args), chip=args.chip)
+
+
+def _parts(recipe: Recipe, args: argparse.Namespace) -> int:
+  return args.microbatches or (recipe.microbatches() if recipe.microbatches else 1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from nnx_parallel.cli import options
@@ -11,22 +12,30 @@ from nnx_parallel.cli.compile import DOES_NOT_FIT, abstract_batch, add_step, los
 if TYPE_CHECKING:
   from nnx_parallel.cli.main import Commands
 
+_MOST_SIMULATED = 1024
+
 
 def register(commands: Commands) -> None:
   """Adds the parser of this command."""
   parser = commands.add_parser(
     "search",
     help="rank every layout of a recipe on a machine",
-    description="Tries every factorisation of the mesh with microbatches and remat policies, by a model of"
-    " memory and time, and prints the Pareto front and the winner as code. Exit code 2: nothing fits.",
+    description="Tries every factorisation of the mesh with microbatches, remat policies, ZeRO stages and"
+    " offload, and with split sequences and experts where the model names them, by a model of memory and"
+    " time; prints the Pareto front and the winner as code. Exit code 2: nothing fits.",
   )
   options.add_recipe(parser)
   parser.add_argument("--topology", required=True, metavar="NAME", help="e.g. tpu:v5p:4x4x8, gpu:h100:4x8")
   add_step(parser)
   parser.add_argument(
-    "--compile-best", type=int, default=0, metavar="N", help="compile the N fastest for the machine"
+    "--compile-best",
+    type=int,
+    default=0,
+    metavar="N",
+    help="compile the N fastest for simulated devices, and the first of these for the machine",
   )
   parser.add_argument("--json", action="store_true", help="one JSON object instead of tables")
+  parser.add_argument("--html", type=Path, metavar="FILE", help="also write a page with pictures")
   parser.set_defaults(run=run)
 
 
@@ -38,7 +47,10 @@ def run(args: argparse.Namespace) -> int:
   from nnx_parallel.report.topology import machine
 
   recipe = load_recipe(args.recipe)
-  start_compiler({"all": machine(args.topology).devices}, args.topology, None)
+  devices = machine(args.topology).devices
+  # Simulated devices hold nothing, but each costs some memory of the process.
+  simulate = args.compile_best and devices <= _MOST_SIMULATED
+  start_compiler({"all": devices}, f"cpu:{devices}" if simulate else args.topology, None)
   result = search(
     recipe.init,
     loss_of(recipe),
@@ -49,4 +61,6 @@ def run(args: argparse.Namespace) -> int:
     compile_best=args.compile_best,
   )
   print(result.to_json() if args.json else result)
+  if args.html:
+    args.html.write_text(result.to_html())
   return 0 if result.best is not None else DOES_NOT_FIT

@@ -40,6 +40,9 @@ class Chip:
     domain: devices that the fast links join, or None when the topology says so.
     devices_per_chip: JAX devices that one chip of a topology's name makes.
     host_bandwidth: bytes per second in one direction between a device and its host's memory.
+    efficiency: share of the peak that the matrix products of training reach. 0.78 on TPUs and 0.5 on GPUs,
+      fitted to published runs on v5e, v5p and H100 (`benchmarks/results/step_time.md`); not measured on
+      the others.
   """
 
   name: str
@@ -54,6 +57,7 @@ class Chip:
   domain: int | None
   devices_per_chip: int = 1
   host_bandwidth: float = 16e9
+  efficiency: float = 0.7
 
   def peak(self, dtype: str) -> float:
     """Peak FLOP per second for matrix products in `dtype` (`"bfloat16"` where it is not listed)."""
@@ -70,9 +74,7 @@ def _gpu(
   pcie: float,
 ) -> Chip:
   memory = memory_mib * _MIB
-  return Chip(
-    name, "gpu", memory, int(memory * 0.92), bandwidth, flops, nvlink, 1, net, 8, host_bandwidth=pcie
-  )
+  return Chip(name, "gpu", memory, int(memory * 0.92), bandwidth, flops, nvlink, 1, net, 8, 1, pcie, 0.5)
 
 
 def _tpu(
@@ -84,7 +86,7 @@ def _tpu(
   halves = 2 if name == "tpu7x" else 1
   pcie = {"v6e": 32e9, "tpu7x": 16e9}.get(name, 15e9)
   memory, usable = int(gib * _GIB), int(usable_gib * _GIB)
-  return Chip(name, "tpu", memory, usable, bandwidth, flops, link, 2, 6.25e9, None, halves, pcie)
+  return Chip(name, "tpu", memory, usable, bandwidth, flops, link, 2, 6.25e9, None, halves, pcie, 0.78)
 
 
 _HOPPER = {"bfloat16": 989e12, "float16": 989e12, "float8": 1979e12, "int8": 1979e12,

@@ -6,6 +6,7 @@ import html
 import json
 import math
 import os
+import re
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Literal
 
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
   from nnx_parallel.report.compile_report import CompileReport
   from nnx_parallel.report.memory import MemoryPlan
   from nnx_parallel.report.roofline import StepTime
+  from nnx_parallel.report.search import SearchResult
 
 Picture = Literal["memory", "treemap", "devices", "collectives", "timeline"]
 
@@ -31,9 +33,9 @@ h1 { font-size: 1.4em; } h2 { font-size: 1.1em; margin: 2em 0 .4em; }
 svg { max-width: 100%; height: auto; }
 .verdict { padding: .6em 1em; border-left: 5px solid; }
 .fits { border-color: #009E73; } .short { border-color: #D55E00; } .unknown { border-color: #7A7A7A; }
-.legend span { margin-right: 1.4em; white-space: nowrap; }
-.legend i { display: inline-block; width: .8em; height: .8em; margin-right: .4em; }
+pre { padding: .8em 1em; background: #8882; overflow-x: auto; }
 table { border-collapse: collapse; font-size: 13px; } td, th { padding: 2px 12px 2px 0; text-align: left; }
+td:not(:last-child) { white-space: nowrap; }
 td.n, th.n { text-align: right; white-space: nowrap; font-variant-numeric: tabular-nums; }
 .scroll { overflow-x: auto; }
 """
@@ -74,12 +76,13 @@ def _peak_table(report: CompileReport) -> str:
   return _table(("bytes>", "arrays", "parameter", "where"), rows)
 
 
-def plan_page(plan: ShardingPlan, memory: MemoryPlan | None = None) -> str:
+def plan_page(plan: ShardingPlan, memory: MemoryPlan | None = None, time: StepTime | None = None) -> str:
   """The page of a plan: its bytes by path, its devices, its largest leaves.
 
   Args:
     plan: on any mesh.
     memory: adds the planned memory by category.
+    time: adds the predicted step, and how long each axis of the mesh sends.
 
   Returns:
     One self-contained HTML document.
@@ -90,6 +93,9 @@ def plan_page(plan: ShardingPlan, memory: MemoryPlan | None = None) -> str:
   body = [f"<h1>Plan of {len(leaves)} leaves on a mesh of {math.prod(sizes.values())} devices</h1>"]
   if memory is not None:
     body.append(_section("Planned memory per device", _memory_bar(memory.categories, memory.chip)))
+  if time is not None:
+    body.append(_section("Predicted step", step_svg(time)))
+    body.append(_section("Predicted sending, by axis", _links_svg(time)))
   rows = [
     (x.name, str(x.shape), str(x.dtype), str(x.spec), format_bytes(x.bytes_per_device), x.decision.reason)
     for x in leaves[:200]
@@ -114,7 +120,7 @@ def report_svg(report: CompileReport, picture: Picture) -> str:
     The text of the document.
 
   Raises:
-    ReportError: there is no such picture.
+    ReportError: there is no such picture, or nothing to draw: no collective, or no figures of the chip.
 
   Example:
     >>> import jax
@@ -136,7 +142,10 @@ def report_svg(report: CompileReport, picture: Picture) -> str:
   if picture not in makers:
     raise ReportError(f"no picture {picture!r}.", fix=f"one of {', '.join(makers)}.")
   text = makers[picture](report)
-  return text[: text.rindex("</svg>") + len("</svg>")]
+  start, end = text.find("<svg"), text.rfind("</svg>")
+  if start < 0:
+    raise ReportError(f"there is nothing to draw in {picture!r}.", details=re.sub("<[^>]*>", "", text))
+  return text[start : end + len("</svg>")]
 
 
 def notebook_frame(page: str) -> str:
@@ -164,7 +173,7 @@ def _memory_bar(categories: Mapping[str, int], chip: object) -> str:
 def treemap_svg(report: CompileReport) -> str:
   """Arguments by bytes per device."""
   items = [
-    svg.Item(a.name, a.bytes, format_bytes(a.bytes), a.name.partition("/")[0] if "/" in a.name else "")
+    svg.Item(a.name, a.bytes, format_bytes(a.bytes), a.name.partition("/")[0] if "/" in a.name else "model")
     for a in report.arguments[:400]
   ]
   return svg.treemap(items)
@@ -189,7 +198,7 @@ def timeline_svg(report: CompileReport) -> str:
   """Where the time of a step goes, by the roofline model; an empty note where the chip is unknown."""
   time = compiled_time(report)
   if time is None:
-    return "<p>No published figures for this device.</p><svg></svg>"
+    return "<p>No published figures for this device.</p>"
   return step_svg(time)
 
 
@@ -202,8 +211,65 @@ def step_svg(time: StepTime) -> str:
   for name, seconds in time.waiting.items():
     rows.append((f"{name} (waiting)", [(at, seconds, format_seconds(seconds))]))
     at += seconds
+  if time.exposed:
+    rows.append(("links that show", [(at, time.exposed, format_seconds(time.exposed))]))
   note = f"<p>{format_seconds(time.seconds)} by the roofline model, bound by {html.escape(time.binds)}.</p>"
   return note + svg.timeline(rows, time.seconds, format_seconds(time.seconds))
+
+
+def _links_svg(time: StepTime) -> str:
+  """Seconds of sending by mesh axis, those that compute waits for apart."""
+  rows = [("beside compute", time.overlapped), ("waited for", time.waiting)]
+  items = [
+    svg.Item(f"{axis} ({how})", seconds, format_seconds(seconds), how)
+    for how, axes in rows
+    for axis, seconds in axes.items()
+  ]
+  items.sort(key=lambda item: -item.value)
+  return svg.bars(items) if items else "<p>Nothing is sent.</p>"
+
+
+def search_page(result: SearchResult) -> str:
+  """The page of a search: every candidate by memory and time, the front as a table, the winner's code."""
+  from nnx_parallel.report.search_text import FRONT_COLUMNS, front_rows
+
+  front = result.pareto()
+  known = {id(candidate) for candidate in front}
+  usable = result.machine.chip.usable_bytes
+  # Much slower ones would squeeze the others into a line.
+  shown = [c for c in result.fitting[:1500] if c.time.seconds <= 4 * front[0].time.seconds]
+  shown += [c for c in front if c.time.seconds <= 4 * front[0].time.seconds and c not in shown]
+  points = [
+    (
+      svg.Item(
+        f"{c.mesh_text}, {c.microbatches} parts, {c.remat}",
+        c.memory_bytes,
+        f"{format_bytes(c.memory_bytes)}, {format_seconds(c.time.seconds)}",
+        "front" if id(c) in known else "",
+      ),
+      c.time.seconds,
+    )
+    for c in shown
+  ]
+  limit = svg.Item("usable", usable, format_bytes(usable))
+  tried = len(result.fitting) + len(result.too_large)
+  body = [
+    f"<h1>{tried} layouts for {html.escape(result.machine.text)}: {len(result.fitting)} fit</h1>",
+    *(f"<p>{html.escape(note)}</p>" for note in result.notes),
+  ]
+  if result.best is None:
+    return _page("Search", [*body, "<p class='verdict short'>Nothing fits.</p>"])
+  body += [
+    _section(
+      "Memory against time, up to four times the best",
+      svg.scatter(points, ("memory per device", "step time"), limit),
+    ),
+    _section("Fastest for their memory", _table(FRONT_COLUMNS, front_rows(result))),
+    _section("Predicted step of the winner", step_svg(result.best.time)),
+    _section("The winner", f"<pre>{html.escape(result.code())}</pre>"),
+    f"<script type='application/json' id='search'>{_embedded(result.to_json())}</script>",
+  ]
+  return _page(f"{result.machine.text}: search", body)
 
 
 def _collective_table(report: CompileReport) -> str:

@@ -26,7 +26,7 @@ class MemoryPlan:
 
   Attributes:
     categories: bytes per device by what they hold, at the moment that needs most; their sum is `need_bytes`.
-    largest: the largest leaves of the state: (name, bytes per device).
+    largest: the largest leaves of the state in device memory: (name, bytes per device).
     host_bytes: state of the optimizer in the host's memory, in bytes per device; not part of the need.
     microbatches: parts that the batch is run in.
     remat: what layers keep for the backward pass.
@@ -121,7 +121,8 @@ def memory_plan(
     raise ReportError(f"microbatches={microbatches} is not a positive number.", fix="microbatches=1.")
   work = trace_workload(plan, loss, batch, remat=remat, scattered=gradients == "scattered")
   sizes = axis_sizes(plan.mesh)
-  leaves = sorted(plan.leaves, key=lambda leaf: -leaf.bytes_per_device)
+  near = (leaf for leaf in plan.leaves if not leaf.on_host)
+  leaves = sorted(near, key=lambda leaf: -leaf.bytes_per_device)
   return MemoryPlan(
     categories={k: round(v) for k, v in memory_categories(work, sizes, microbatches).items()},
     largest=tuple((leaf.name, leaf.bytes_per_device) for leaf in leaves[:8]),

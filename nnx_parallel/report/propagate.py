@@ -331,7 +331,7 @@ def _match_sizes(
 
 def _constraint(eqn: Any, before: Axes) -> Axes:
   """The axes that the program asks for; a dim that is left to the compiler keeps its own."""
-  spec = getattr(eqn.params["sharding"], "spec", ())
+  spec: Sequence[Any] = getattr(eqn.params["sharding"], "spec", ())
   dims: list[DimAxes] = []
   for entry, own in zip(spec, before, strict=False):
     if entry is PartitionSpec.UNCONSTRAINED:

@@ -3,9 +3,9 @@
 Per device and step, with `m` microbatches:
 
 - compute: matrix FLOPs (forward, twice that backward, and what rematerialisation repeats) over the chip's
-  peak times `EFFICIENCY`;
+  peak times the chip's `efficiency`;
 - memory: operands and results of the products, parameters once per pass and microbatch, and the optimizer's
-  reads and writes, over the HBM bandwidth;
+  reads and writes, over the HBM bandwidth; attention's scores count as if they were written out;
 - links, for each mesh axis: ring traffic over the bandwidth of the slowest link that the axis crosses, plus
   `LATENCY` per hop. Gathers and reductions of parameters overlap with compute; sums of
   activations over a tensor axis and exchanges between experts do not, since the next product waits for
@@ -13,7 +13,8 @@ Per device and step, with `m` microbatches:
 - host: state in the host's memory is read and written once per step, at the update, when nothing is left to
   overlap with: `2 * bytes / host_bandwidth`. That is an upper edge: it takes one direction at a time.
 
-`seconds = max(compute, memory, overlapped links) + waiting links and host`.
+`seconds = max(compute, memory, overlapped links) + waiting links and host + exposed`, where `exposed` is
+`EXPOSED` of the link time that should hide behind something longer: the first gather and the last sum do not.
 
 Sequence parallel (activations split over the tensor axis between the products) sends what tensor parallel
 sends: each all-reduce becomes a gather and a scatter of half its bytes. What it saves is memory.
@@ -30,19 +31,24 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Collection, Mapping, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal
 
+from nnx_parallel.layout.mesh import axis_sizes
+from nnx_parallel.layout.plan import ShardingPlan
 from nnx_parallel.report.chips import Chip
+from nnx_parallel.report.chips import chip as chip_named
 from nnx_parallel.report.propagate import Product
-from nnx_parallel.report.workload import Part, Sizes, Workload, per_device
+from nnx_parallel.report.remat import Remat
+from nnx_parallel.report.units import format_seconds
+from nnx_parallel.report.workload import Part, Sizes, Workload, per_device, trace_workload
 
 if TYPE_CHECKING:
   from nnx_parallel.report.compile_report import CompileReport
   from nnx_parallel.report.topology import Machine
 
-EFFICIENCY = 0.7
-"""Share of the peak that large matrix products reach in practice."""
+EXPOSED = 0.1
+"""Share of overlapped link time that is not hidden."""
 LATENCY = 1e-6
 """Seconds per hop of a ring."""
 
@@ -74,7 +80,13 @@ class StepTime:
   @property
   def seconds(self) -> float:
     """The whole step."""
-    return max(self.terms().values()) + sum(self.waiting.values())
+    return max(self.terms().values()) + sum(self.waiting.values()) + self.exposed
+
+  @property
+  def exposed(self) -> float:
+    """What shows of the links that run beside something longer."""
+    longest = max(self.terms().values())
+    return EXPOSED * sum(seconds for seconds in self.overlapped.values() if seconds < longest)
 
   @property
   def binds(self) -> str:
@@ -87,6 +99,15 @@ class StepTime:
   def mfu(self) -> float:
     """Model FLOP utilisation: useful FLOPs over what the peak would do in the step's time."""
     return self.model_flops / (self.peak * self.seconds) if self.seconds else 0.0
+
+  def __str__(self) -> str:
+    from nnx_parallel.report.tables import render
+
+    rows = [(name, format_seconds(seconds), "") for name, seconds in self.terms().items()]
+    rows += [(name, format_seconds(seconds), "waited for") for name, seconds in self.waiting.items()]
+    rows.append(("links that show", format_seconds(self.exposed), ""))
+    rows.append(("step", format_seconds(self.seconds), f"bound by {self.binds}, MFU {100 * self.mfu:.0f} %"))
+    return render("Predicted step", ("what", "time>", ""), rows)
 
   def terms(self) -> dict[str, float]:
     """Seconds of each term that overlaps with the others."""
@@ -112,6 +133,54 @@ def axis_links(sizes: Sizes, slice_size: int) -> dict[str, bool]:
   return dict(reversed(fast.items()))
 
 
+def predict_time(
+  plan: ShardingPlan,
+  loss: Callable[[Any, Any], Any],
+  batch: Any,
+  *,
+  chip: Chip | str,
+  microbatches: int = 1,
+  remat: Remat = "as written",
+  gradients: Literal["whole", "scattered"] = "whole",
+  slice_size: int | None = None,
+) -> StepTime:
+  """Predicts how long a train step takes, from an abstract trace of its loss, and what it waits for.
+
+  Args:
+    plan: the layout, on any mesh; its axes are taken major to minor.
+    loss: `loss(model, batch)` -> scalar, or (scalar, metrics).
+    batch: a pytree of arrays or `ShapeDtypeStruct`s of the global batch.
+    chip: figures of one device, or its name.
+    microbatches: parts that the batch is run in.
+    remat: what layers keep; see `with_remat`.
+    gradients: as in `train_step`.
+    slice_size: devices that the fast links join; by default the chip's domain, or all of them.
+
+  Returns:
+    The time and its terms; print it. See the top of this module for what it leaves out.
+
+  Raises:
+    ReportError: the chip is not in the table, or there is no such remat policy.
+
+  Example:
+    >>> import jax
+    >>> import jax.numpy as jnp
+    >>> import optax
+    >>> from flax import nnx
+    >>> import nnx_parallel as nxp
+    >>> init = lambda: nnx.Linear(8192, 8192, use_bias=False, dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
+    >>> plan = nxp.plan(init, nxp.abstract_mesh(fsdp=256), nxp.fsdp(), optimizer=optax.adam(1e-3))
+    >>> batch = jax.ShapeDtypeStruct((1 << 22, 8192), jnp.bfloat16)
+    >>> time = predict_time(plan, lambda model, x: (model(x) ** 2).mean(), batch, chip="v5p")
+    >>> time.binds
+    'compute'
+  """
+  work = trace_workload(plan, loss, batch, remat=remat, scattered=gradients == "scattered")
+  return step_time(
+    work, axis_sizes(plan.mesh), chip_named(chip), microbatches=microbatches, slice_size=slice_size
+  )
+
+
 def step_time(
   work: Workload, sizes: Sizes, chip: Chip, *, microbatches: int = 1, slice_size: int | None = None
 ) -> StepTime:
@@ -134,7 +203,7 @@ def step_time(
   if work.host_state():
     waiting["host"] = 2 * per_device(work.host_state(), sizes) / chip.host_bandwidth
   return StepTime(
-    compute=flops / (peak * EFFICIENCY),
+    compute=flops / (peak * chip.efficiency),
     memory=_traffic(work, sizes, microbatches) / chip.hbm_bandwidth,
     overlapped=_parameter_links(work, sizes, chip, fast, microbatches),
     waiting=waiting,
@@ -167,7 +236,7 @@ def compiled_time(report: CompileReport, *, slice_size: int | None = None) -> St
   peak = chip.peak("bfloat16" if any(c.dtype == "bf16" for c in report.collectives) else "float32")
   flops = report.cost.flops
   return StepTime(
-    compute=flops / (peak * EFFICIENCY),
+    compute=flops / (peak * chip.efficiency),
     memory=report.cost.hbm_bytes / chip.hbm_bandwidth,
     overlapped=overlapped,
     waiting=waiting,
@@ -210,7 +279,7 @@ def program_time(
     _add(overlapped if beside.issuperset(c.axes) else waiting, c.axes, seconds)
   return dataclasses.replace(
     predicted,
-    compute=report.cost.flops / (predicted.peak * EFFICIENCY),
+    compute=report.cost.flops / (predicted.peak * chip.efficiency),
     overlapped=overlapped,
     waiting=waiting,
     flops=report.cost.flops,

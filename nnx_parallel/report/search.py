@@ -33,6 +33,10 @@ from nnx_parallel.report.topology import Machine, machine
 from nnx_parallel.report.workload import lays_out_activations
 from nnx_parallel.report.zero import with_offload, with_zero
 
+SAME_TIME = 0.005
+"""Relative difference of predicted times below which less memory decides."""
+_SAME_MEMORY = 0.005  # a ZeRO stage that saves less is not tried
+
 
 @dataclasses.dataclass(frozen=True)
 class Candidate:
@@ -74,7 +78,8 @@ class SearchResult:
 
   Attributes:
     machine: what was searched for.
-    fitting: candidates that fit by the model, fastest first.
+    fitting: candidates that fit by the model, fastest first; times within `SAME_TIME` count as equal, and
+      the smaller one comes first.
     too_large: candidates that do not, smallest first.
     refused: reason -> number of mesh factorisations that it ruled out.
     best: the winner: the fastest that fits, and that compiled where `compile_best` asked for it; None
@@ -92,7 +97,10 @@ class SearchResult:
   scoped: bool = False
 
   def pareto(self) -> tuple[Candidate, ...]:
-    """Candidates that no other one beats in both memory and time, fastest first."""
+    """Candidates that no other one beats in both memory and time, fastest first.
+
+    Times within `SAME_TIME` count as equal.
+    """
     front: list[Candidate] = []
     for candidate in self.fitting:
       if not front or candidate.memory_bytes < front[-1].memory_bytes:
@@ -128,6 +136,17 @@ class SearchResult:
     from nnx_parallel.report.search_text import search_text
 
     return search_text(self)
+
+  def to_html(self) -> str:
+    """One self-contained HTML page."""
+    from nnx_parallel.report.html import search_page
+
+    return search_page(self)
+
+  def _repr_html_(self) -> str:
+    from nnx_parallel.report.html import notebook_frame
+
+    return notebook_frame(self.to_html())
 
 
 def search(
@@ -240,19 +259,26 @@ def _candidates(
   parts = math.prod(sizes.get(axis, 1) for axis in space.work.batch_axes)
   examples = min((x.shape[0] for x in jax.tree.leaves(batch) if x.shape), default=1)
   counts = [2**n for n in range(most.bit_length()) if 2**n <= most and examples % (parts * 2**n) == 0]
-  for (remat, traced), stage, away in itertools.product(space.works.items(), stages, offload):
+  least: dict[tuple[Remat, bool, int], float] = {}
+  for (remat, traced), stage, away in itertools.product(space.works.items(), sorted(stages), offload):
     placed = with_zero(traced, sizes, stage)
     work = with_offload(placed) if away else placed
     if placed.stage != stage or (away and work is placed):
       continue  # nothing is left to split, or to move: the same as without
     for count in counts:
       memory = round(sum(memory_categories(work, sizes, count).values()))
+      key = (remat, away, count)
+      if stage and memory > (1 - _SAME_MEMORY) * least.get(key, math.inf):
+        continue
+      least[key] = memory
       time = step_time(work, sizes, target.chip, microbatches=count, slice_size=target.slice_size)
       yield Candidate(sizes, count, remat, stage, away, space.changes, memory, time)
 
 
-def _rank(candidate: Candidate) -> tuple[float, int, int]:
-  return candidate.time.seconds, candidate.memory_bytes, len(candidate.changes)
+def _rank(candidate: Candidate) -> tuple[int, int, float]:
+  """By time; of those within half a per cent, which the model cannot tell apart, by memory."""
+  step = round(math.log(max(candidate.time.seconds, 1e-12)) / math.log(1 + SAME_TIME))
+  return step, candidate.memory_bytes, candidate.time.seconds
 
 
 def _row(candidate: Candidate) -> dict[str, Any]:

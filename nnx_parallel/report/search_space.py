@@ -156,7 +156,9 @@ def _space(
   # Sizes of two keep every axis in the specs; the traces do not depend on them.
   mesh = abstract_mesh(dict.fromkeys(axes, 2))
   probe = make_plan(init, mesh, changed, optimizer=optimizer, uneven="replicate")
-  works = {remat: trace_workload(probe, loss, batch, remat=remat) for remat in dict.fromkeys(remats)}
+  works: dict[Remat, Workload] = {
+    remat: trace_workload(probe, loss, batch, remat=remat) for remat in dict.fromkeys(remats)
+  }
   work = next(iter(works.values()))
   limits = _limits(probe, work)
   used = {axis for _, dim in limits for axis in dim} | set(work.batch_axes)

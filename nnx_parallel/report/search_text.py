@@ -11,7 +11,7 @@ from nnx_parallel.report.units import format_bytes, format_seconds
 if TYPE_CHECKING:
   from nnx_parallel.report.search import Candidate, SearchResult
 
-_COLUMNS = ("mesh", "parts>", "remat", "ZeRO>", "besides", "memory>", "step>", "MFU>", "bound by")
+FRONT_COLUMNS = ("mesh", "parts>", "remat", "ZeRO>", "besides", "memory>", "step>", "MFU>", "bound by")
 _HOW = 5  # columns that say how a candidate runs
 
 
@@ -27,18 +27,18 @@ def search_text(result: SearchResult) -> str:
   lines += [f"  {note}" for note in result.notes]
   if result.best is None:
     smallest = [_row(c) for c in result.too_large[:3]]
-    return "\n".join([*lines, render("Nothing fits. The smallest", _COLUMNS, smallest)])
-  front = [_row(c) for c in result.pareto()[:10]]
-  lines += ["", render("Fastest for their memory (Pareto front)", _COLUMNS, front)]
+    return "\n".join([*lines, render("Nothing fits. The smallest", FRONT_COLUMNS, smallest)])
+  front = front_rows(result)[:10]
+  lines += ["", render("Fastest for their memory (Pareto front)", FRONT_COLUMNS, front)]
   others = [
     (*_row(c)[:_HOW], _why(c, result.best, target.chip.usable_bytes)) for c in _other_meshes(result)[:8]
   ]
   if others:
-    lines.append(render("Other meshes, at their best", (*_COLUMNS[:_HOW], "why not"), others))
+    lines.append(render("Other meshes, at their best", (*FRONT_COLUMNS[:_HOW], "why not"), others))
   compiled = [c for c in result.fitting if c.report is not None and c.compiled is not None]
   if compiled:
     rows = [(*_row(c)[:_HOW], *_compiled(c)) for c in compiled]
-    lines.append(render("Compiled", (*_COLUMNS[:_HOW], "compiler needs>", "fits", "step>"), rows))
+    lines.append(render("Compiled", (*FRONT_COLUMNS[:_HOW], "compiler needs>", "fits", "step>"), rows))
   lines += ["The winner:", "", *("  " + line for line in result.code().splitlines())]
   return "\n".join(lines) + "\n"
 
@@ -74,6 +74,11 @@ def _axes(axes: tuple[str, ...]) -> str:
   return f'"{axes[0]}"' if len(axes) == 1 else "(" + ", ".join(f'"{axis}"' for axis in axes) + ")"
 
 
+def front_rows(result: SearchResult) -> list[tuple[str, ...]]:
+  """The Pareto front, one row of `FRONT_COLUMNS` for each candidate."""
+  return [_row(candidate) for candidate in result.pareto()]
+
+
 def _largest(refused: Mapping[str, int]) -> list[tuple[str, int]]:
   return sorted(refused.items(), key=lambda pair: -pair[1])[:5]
 
@@ -95,6 +100,8 @@ def _why(candidate: Candidate, best: Candidate, usable: int) -> str:
     return f"the compiler needs {format_bytes(candidate.report.need_bytes)}"
   if candidate.memory_bytes > usable:
     return f"does not fit: {format_bytes(candidate.memory_bytes)}"
+  if ratio <= 1.01:
+    return f"as fast, {format_bytes(max(0, candidate.memory_bytes - best.memory_bytes))} more"
   return f"{ratio:.2f} times slower, bound by {candidate.time.binds}"
 
 

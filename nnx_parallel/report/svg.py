@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import html
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 # Okabe and Ito's palette: told apart by readers with any colour vision.
-PALETTE = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#B8A800", "#7A7A7A")
+PALETTE = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#B8A800", "#7A7A7A", "#333333")
 _INK = {
   colour: "black" if colour in ("#E69F00", "#56B4E9", "#B8A800", "#CC79A7") else "white" for colour in PALETTE
 }
+_LETTER = 7.2  # pixels, of the wider letters at size 12
 _FONT = "font-family='system-ui, sans-serif'"
 
 
@@ -53,12 +55,15 @@ def treemap(items: Sequence[Item], width: int = 900, height: int = 420) -> str:
       f"<g><title>{tip}</title><rect x='{box.x:.1f}' y='{box.y:.1f}' width='{box.width:.1f}' "
       f"height='{box.height:.1f}' fill='{colour}' stroke='white'/>"
     )
-    if box.width > 60 and box.height > 30:
-      room = int(box.width / 7)
+    if box.width > 60 and box.height > 34:
+      room = int((box.width - 8) / _LETTER)
       parts.append(_text(box.x + 5, box.y + 15, _tail(item.name, room), _INK[colour]))
-      parts.append(_text(box.x + 5, box.y + 29, _short(item.label, room), _INK[colour]))
+      if len(item.label) <= room:
+        parts.append(_text(box.x + 5, box.y + 29, item.label, _INK[colour]))
     parts.append("</g>")
-  return _svg(width, height, parts, f"{len(ordered)} parts by size")
+  named = [Item(group, 1.0, "") for group in groups] if len(groups) > 1 else []
+  more, below = _legend(named, width, height + 8)
+  return _svg(width, height + below, [*parts, *more], f"{len(ordered)} parts by size")
 
 
 def squarify(values: Sequence[float], box: Box) -> list[Box]:
@@ -100,7 +105,7 @@ def squarify(values: Sequence[float], box: Box) -> list[Box]:
   return boxes
 
 
-def stacked_bar(items: Sequence[Item], limit: Item | None = None, width: int = 900, height: int = 90) -> str:
+def stacked_bar(items: Sequence[Item], limit: Item | None = None, width: int = 900) -> str:
   """One bar of consecutive parts, with a mark at a limit, and a legend."""
   shown = [item for item in items if item.value > 0]
   whole = max(sum(i.value for i in shown), limit.value if limit else 0.0, 1e-30)
@@ -119,7 +124,58 @@ def stacked_bar(items: Sequence[Item], limit: Item | None = None, width: int = 9
     x = min(width - 1.0, 1 + limit.value * scale)
     parts.append(f"<line x1='{x:.1f}' x2='{x:.1f}' y1='16' y2='58' stroke='#D55E00' stroke-width='2'/>")
     parts.append(_text(x, 12, f"{limit.name} {limit.label}", "#D55E00", anchor="end" if x > 200 else "start"))
-  return _svg(width, height - 20, parts, "parts of a whole") + legend(shown)
+  more, below = _legend(shown, width, 64)
+  return _svg(width, 66 + below, [*parts, *more], "parts of a whole")
+
+
+def scatter(
+  items: Sequence[tuple[Item, float]], labels: tuple[str, str], limit: Item | None = None, width: int = 900
+) -> str:
+  """Points on two scales that start at zero: those of the front are joined and named.
+
+  Args:
+    items: (point, height): the point's value runs to the right; a group marks it as on the front.
+    labels: what runs to the right, and what upwards.
+    limit: a mark on the scale to the right.
+    width: in pixels.
+  """
+  high, base = 300, 326
+  far = max([item.value for item, _ in items] + ([limit.value] if limit else []), default=1.0) * 1.05 or 1.0
+  top = max((height for _, height in items), default=1.0) * 1.08 or 1.0
+
+  def place(item: Item, height: float) -> tuple[float, float]:
+    return 70 + (width - 110) * item.value / far, base - high * height / top
+
+  parts = [
+    f"<line x1='70' x2='{width - 40}' y1='{base}' y2='{base}' stroke='currentColor'/>",
+    f"<line x1='70' x2='70' y1='{base - high}' y2='{base}' stroke='currentColor'/>",
+    _text(width - 40, base + 18, labels[0], anchor="end"),
+    _text(74, base - high + 4, labels[1]),
+    _text(64, base + 14, "0", anchor="end"),
+  ]
+  if limit is not None:
+    x = place(limit, 0)[0]
+    parts.append(
+      f"<line x1='{x:.1f}' x2='{x:.1f}' y1='{base - high}' y2='{base}' stroke='#D55E00' stroke-width='2'/>"
+    )
+    parts.append(_text(x - 5, base - high + 4, f"{limit.name} {limit.label}", "#D55E00", anchor="end"))
+  for item, height in sorted(items, key=lambda pair: bool(pair[0].group)):
+    x, y = place(item, height)
+    colour, radius = (PALETTE[5], 5) if item.group else (PALETTE[0], 2)
+    tip = html.escape(f"{item.name}: {item.label}")
+    parts.append(
+      f"<circle cx='{x:.1f}' cy='{y:.1f}' r='{radius}' fill='{colour}'><title>{tip}</title></circle>"
+    )
+  marked = [(item, height) for item, height in items if item.group]
+  for item, height in (marked[0], marked[-1]) if len(marked) > 1 else marked:
+    x, y = place(item, height)
+    parts.append(_text(min(x, width - 130), y + 20, item.label, anchor="middle"))
+  front = [place(item, height) for item, height in marked]
+  for (x1, y1), (x2, y2) in itertools.pairwise(front):
+    parts.append(
+      f"<line x1='{x1:.1f}' x2='{x2:.1f}' y1='{y1:.1f}' y2='{y2:.1f}' stroke='#D55E00' stroke-width='1'/>"
+    )
+  return _svg(width, base + 26, parts, f"{labels[1]} against {labels[0]}")
 
 
 def bars(items: Sequence[Item], width: int = 900) -> str:
@@ -190,14 +246,20 @@ def timeline(
   return _svg(width, y + 22, parts, "predicted step")
 
 
-def legend(items: Sequence[Item]) -> str:
-  """Coloured squares with names and values, as HTML."""
-  spans = (
-    f"<span><i style='background:{PALETTE[n % len(PALETTE)]}'></i>{html.escape(item.name)} "
-    f"<b>{html.escape(item.label)}</b></span>"
-    for n, item in enumerate(items)
-  )
-  return f"<p class='legend'>{' '.join(spans)}</p>"
+def _legend(items: Sequence[Item], width: int, top: float) -> tuple[list[str], float]:
+  """Coloured squares with names and values, in rows; and the height that they take."""
+  parts: list[str] = []
+  x, y = 1.0, top
+  for n, item in enumerate(items):
+    text = f"{item.name} {item.label}".strip()
+    long = 18 + _LETTER * len(text) + 18
+    if x > 1 and x + long > width:
+      x, y = 1.0, y + 20
+    colour = PALETTE[n % len(PALETTE)]
+    parts.append(f"<rect x='{x:.1f}' y='{y:.1f}' width='11' height='11' fill='{colour}'/>")
+    parts.append(_text(x + 17, y + 10, text))
+    x += long
+  return parts, y - top + 22 if items else 0.0
 
 
 def _worst(row: Sequence[float], short: float, scale: float) -> float:
@@ -223,8 +285,11 @@ def _short(text: str, room: int) -> str:
 
 
 def _tail(path: str, room: int) -> str:
-  """Shortens a path from the left: its end tells leaves apart."""
-  return path if len(path) <= room else f"…{path[-max(1, room - 1) :]}"
+  """Shortens a path from the left, by whole parts where that leaves something: its end tells leaves apart."""
+  parts = path.replace("/", ".").split(".")
+  while len(parts) > 1 and len(".".join(parts)) > room:
+    parts = parts[1:]
+  return path if len(path) <= room else _short(".".join(parts), room)
 
 
 def _text(

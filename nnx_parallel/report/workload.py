@@ -21,8 +21,6 @@ from nnx_parallel.report.jaxprs import as_function, opened, scan_counts
 from nnx_parallel.report.propagate import Flow, Kept, Move, Product, Propagation
 from nnx_parallel.report.remat import Remat, with_remat
 
-_HOST_KINDS = ("pinned_host", "unpinned_host")
-
 Split = frozenset[str]
 Sizes = Mapping[str, int]
 
@@ -386,7 +384,7 @@ def _alike(rows: Iterable[tuple[LeafPlan, bool]]) -> tuple[Leaf, ...]:
   sums: dict[tuple[Any, ...], Part] = {}
   for leaf, spreads in rows:
     masters = leaf.root == "optimizer" and "masters" in leaf.path
-    key = (leaf.shape, leaf.spec, spreads, masters, leaf.memory_kind in _HOST_KINDS)
+    key = (leaf.shape, leaf.spec, spreads, masters, leaf.on_host)
     part = _part(leaf)
     so_far = sums[key].bytes if key in sums else 0
     sums[key] = Part(so_far + part.bytes, part.split)

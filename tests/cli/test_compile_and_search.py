@@ -104,12 +104,19 @@ def test_compile_takes_a_function_of_a_module(recipe):
   assert body["peak"][0]["bytes"] > 0
 
 
-def test_search_prints_the_winner(recipe):
-  done = run("search", recipe, "--topology", "tpu:v5e:4x4")
+def test_search_prints_the_winner_and_writes_a_page(recipe, tmp_path):
+  page = tmp_path / "search.html"
+  done = run("search", recipe, "--topology", "tpu:v5e:4x4", "--html", str(page))
   assert done.returncode == 0, done.stderr
+  assert "Memory against time" in page.read_text()
   assert "nxp.make_mesh(fsdp=16)" in done.stdout
-  body = json.loads(run("search", recipe, "--topology", "tpu:v5e:4x4", "--json").stdout)
-  assert body["best"]["mesh"] == {"fsdp": 16}
+  # The environment of the tests simulates eight devices.
+  body = json.loads(
+    run("search", recipe, "--topology", "tpu:v5e:2x4", "--json", "--compile-best", "1").stdout
+  )
+  assert body["best"]["mesh"] == {"fsdp": 8}
+  assert body["best"]["compiled_bytes"] > 0
+  assert not any("simulated" in note for note in body["notes"])
 
 
 def test_search_ends_with_2_when_nothing_fits(recipe):
@@ -126,6 +133,7 @@ def test_plan_compares_its_memory_with_a_chip_and_writes_a_page(recipe, tmp_path
   assert "left on v5e" in done.stdout
   assert page.read_text().startswith("<!doctype html>")
   assert "Planned memory per device" in page.read_text()
+  assert "Predicted step" in page.read_text()
 
 
 def test_plan_ends_with_2_when_its_memory_does_not_fit(recipe):

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import base64
+import dataclasses
 import json
 import re
 import shutil
@@ -18,6 +19,8 @@ from nnx_parallel.report import svg
 from nnx_parallel.report.compile_report import compile_report
 from nnx_parallel.report.html import notebook_frame, plan_page, report_page, report_svg
 from nnx_parallel.report.memory import memory_plan
+from nnx_parallel.report.roofline import predict_time
+from nnx_parallel.report.search import search
 from report import layouts
 
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
@@ -31,11 +34,20 @@ def report():
 
 
 @pytest.fixture(scope="module")
-def pages(report):
-  plan = layouts.plan(fsdp=8)
+def found():
+  rules = nxp.LogicalRules(batch=("data", "fsdp"), embed="fsdp", mlp="tensor")
+  return search(layouts.init, layouts.loss, "tpu:v5e:4x4", batch=layouts.batch(), rules=rules)
+
+
+@pytest.fixture(scope="module")
+def pages(report, found):
+  plan = layouts.plan(fsdp=4, tensor=2)
+  memory = memory_plan(plan, layouts.loss, layouts.batch(), chip="h100")
+  time = predict_time(plan, layouts.loss, layouts.batch(), chip="h100")
   return {
     "report": report_page(report),
-    "plan": plan_page(plan, memory_plan(plan, layouts.loss, layouts.batch(), chip="h100")),
+    "plan": plan_page(plan, memory, time),
+    "search": found.to_html(),
   }
 
 
@@ -57,16 +69,24 @@ class Structure(HTMLParser):
     self._in = None
 
 
-@pytest.mark.parametrize("name", ["report", "plan"])
+@pytest.mark.parametrize("name", ["report", "plan", "search"])
 def test_a_page_is_complete_and_loads_nothing(pages, name):
   found = Structure()
   found.feed(pages[name])
   assert found.outside == []
   assert not re.search(r"@import|url\(|https?://(?!www\.w3\.org/2000/svg)", pages[name])
-  assert found.tags.count("svg") >= 3
+  assert found.tags.count("svg") >= {"report": 5, "plan": 5, "search": 2}[name]
   expected = {
+    "search": ["Fastest for their memory", "Predicted step of the winner", "The winner"],
     "report": ["Memory per device", "Predicted step", "Sent per step, by kind and axis", "Devices"],
-    "plan": ["Planned memory per device", "State by size, per device", "Devices", "Largest leaves"],
+    "plan": [
+      "Planned memory per device",
+      "Predicted step",
+      "Predicted sending, by axis",
+      "State by size, per device",
+      "Devices",
+      "Largest leaves",
+    ],
   }
   assert [h for h in found.headings if h in expected[name]] == expected[name]
 
@@ -77,6 +97,49 @@ def test_pictures_are_valid_xml(report, picture):
   root = ET.fromstring(text[text.index("<svg") :])
   assert root.tag == "{http://www.w3.org/2000/svg}svg"
   assert len(list(root.iter("{http://www.w3.org/2000/svg}rect"))) >= 1
+
+
+def test_every_label_of_a_bar_is_in_the_picture(report):
+  text = report_svg(report, "memory")
+  assert all(name in text for name in ("parameters", "optimizer", "working memory"))
+
+
+def test_a_report_that_sends_nothing_has_no_picture_of_it(report):
+  quiet = dataclasses.replace(report, collectives=())
+  with pytest.raises(ReportError, match=r"nothing to draw in 'collectives'(.|\n)*Nothing is sent"):
+    report_svg(quiet, "collectives")
+
+
+@pytest.mark.parametrize("suffix", ["svg", "png", "pdf"])
+def test_a_picture_is_written_for_papers(report, suffix, tmp_path):
+  pytest.importorskip("matplotlib")
+  file = tmp_path / f"memory.{suffix}"
+  nxp.save_svg(report_svg(report, "memory"), file)
+  assert file.read_bytes()[:4] == {"svg": b"<svg", "png": b"\x89PNG", "pdf": b"%PDF"}[suffix]
+
+
+def test_a_png_shows_what_the_svg_shows(tmp_path):
+  image = pytest.importorskip("matplotlib.image")
+  parts = [svg.Item("a", 3, "3"), svg.Item("b", 1, "1")]
+  nxp.save_svg(svg.stacked_bar(parts), tmp_path / "bar.png")
+  pixels = image.imread(tmp_path / "bar.png")
+  row = pixels[pixels.shape[0] * 36 // 88, :, 2]  # through the bar: blue is high, orange has none
+  assert row[pixels.shape[1] // 3] > 0.6
+  assert row[-pixels.shape[1] // 10] < 0.1
+
+
+def test_another_file_is_refused(tmp_path):
+  with pytest.raises(ReportError, match=r"cannot write a picture as bar\.gif(.|\n)*\.svg, \.png or \.pdf"):
+    nxp.save_svg(svg.bars([svg.Item("a", 1, "1")]), tmp_path / "bar.gif")
+
+
+def test_a_search_is_drawn_as_a_cloud_with_its_front(found):
+  page = found.to_html()
+  marked = sum(c.time.seconds <= 4 * found.pareto()[0].time.seconds for c in found.pareto())
+  assert page.count("r='5'") == marked >= 1
+  assert page.count("r='2'") >= 10
+  assert "nxp.make_mesh" in page
+  assert "usable 15.75 GiB" in page
 
 
 def test_an_unknown_picture_is_refused(report):
@@ -104,13 +167,20 @@ def test_a_treemap_fills_its_box_in_proportion(values):
 
 
 @pytest.mark.skipif(BROWSER is None, reason="needs a browser: apt-get install chromium")
-@pytest.mark.parametrize("name", ["report", "plan"])
+@pytest.mark.parametrize("name", ["report", "plan", "search"])
 def test_a_browser_lays_the_page_out(pages, name, tmp_path):
   """Opens the page, and lets it say how wide it is, how many shapes it drew, and whether text overlaps."""
   probe = """<script>addEventListener('load', () => {
     const rects = [...document.querySelectorAll('svg rect')].filter(r => r.getBBox().width > 0).length;
     const wide = document.documentElement.scrollWidth <= innerWidth;
-    document.title = 'PROBE ' + btoa(JSON.stringify([rects, wide, document.body.scrollHeight]));
+    const cut = [...document.querySelectorAll('svg')].flatMap(s => {
+      const box = s.getBoundingClientRect();
+      return [...s.querySelectorAll('text')].filter(t => {
+        const b = t.getBoundingClientRect();
+        return b.left < box.left - 1 || b.right > box.right + 1 || b.bottom > box.bottom + 1;
+      }).map(t => t.textContent);
+    });
+    document.title = 'PROBE ' + btoa(JSON.stringify([rects, wide, document.body.scrollHeight, cut.join()]));
   })</script>"""
   page = tmp_path / "page.html"
   page.write_text(pages[name].replace("</body>", probe + "</body>"))
@@ -124,7 +194,8 @@ def test_a_browser_lays_the_page_out(pages, name, tmp_path):
   )
   found = re.search(r"<title>PROBE ([\w+/=]+)</title>", done.stdout)
   assert found, done.stderr[-500:]
-  rects, no_sideways_scroll, height = json.loads(base64.b64decode(found.group(1)))
-  assert rects >= 10
+  rects, no_sideways_scroll, height, cut = json.loads(base64.b64decode(found.group(1)))
+  assert rects >= {"report": 10, "plan": 10, "search": 3}[name]
+  assert cut == ""
   assert no_sideways_scroll
-  assert height > 900
+  assert height > {"report": 900, "plan": 900, "search": 700}[name]
