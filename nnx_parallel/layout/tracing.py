@@ -44,26 +44,36 @@ def traced_init(init: Callable[[], nnx.Module], mesh: AnyMesh | None) -> nnx.Mod
     module = init()
   graph: Any = module
   if isinstance(graph, nnx.Pytree):  # the caller refuses anything else
-    data = {id(leaf) for leaf in jax.tree.leaves(nnx.state(graph))}
-    for path, node in nnx.iter_graph(graph):
-      if isinstance(node, nnx.Pytree):
-        _adopt_arrays(path, node, data)
+    loose = [
+      (path, node, name)
+      for path, node in nnx.iter_graph(graph)
+      if isinstance(node, nnx.Pytree)
+      for name, value in vars(node).items()
+      if any(isinstance(leaf, Tracer) for leaf in _arrays_in(value))
+    ]
+    if loose:  # rare, and reading the state of a large module takes a while
+      data = {id(leaf) for leaf in jax.tree.leaves(nnx.state(graph))}
+      for path, node, name in loose:
+        _adopt_array(path, node, name, data)
   return module
 
 
-def _adopt_arrays(path: Any, node: nnx.Pytree, data: set[int]) -> None:
-  for name, value in list(vars(node).items()):
-    leaves = jax.tree.leaves(value) if isinstance(value, (list, tuple, dict)) else [value]
-    if not any(isinstance(leaf, Tracer) and id(leaf) not in data for leaf in leaves):
-      continue
-    if isinstance(value, Tracer):
-      setattr(node, name, nnx.data(value))
-    else:
-      where = path_str((*path, name))
-      raise PlanError(
-        f"{where} is a {type(value).__name__} that holds arrays, which flax takes for a static attribute.",
-        fix=f"self.{name} = nnx.data(...), or nnx.List / nnx.Dict of nnx.Variable, in {type(node).__name__}.",
-      )
+def _arrays_in(value: Any) -> list[Any]:
+  return jax.tree.leaves(value) if isinstance(value, (list, tuple, dict)) else [value]
+
+
+def _adopt_array(path: Any, node: nnx.Pytree, name: str, data: set[int]) -> None:
+  value = getattr(node, name)
+  if all(id(leaf) in data for leaf in _arrays_in(value) if isinstance(leaf, Tracer)):
+    return
+  if isinstance(value, Tracer):
+    setattr(node, name, nnx.data(value))
+    return
+  where = path_str((*path, name))
+  raise PlanError(
+    f"{where} is a {type(value).__name__} that holds arrays, which flax takes for a static attribute.",
+    fix=f"self.{name} = nnx.data(...), or nnx.List / nnx.Dict of nnx.Variable, in {type(node).__name__}.",
+  )
 
 
 def make_optimizer(model: nnx.Module, tx: optax.GradientTransformation, wrt: Any) -> nnx.Optimizer[Any]:
