@@ -10,6 +10,7 @@ import jax
 import optax
 from flax import nnx
 from jax.core import Tracer
+from jax.interpreters.partial_eval import DynamicJaxprTracer
 from jax.sharding import AbstractMesh, AxisType
 
 from nnx_parallel.errors import PlanError
@@ -22,6 +23,28 @@ def unplaced() -> Generator[None]:
   """Variables are built without a mesh, whatever mesh is active; their annotations stay names."""
   with nnx.use_eager_sharding(False), jax.sharding.use_abstract_mesh(AbstractMesh((), ())):
     yield
+
+
+@contextlib.contextmanager
+def _quick_conversions() -> Generator[None]:
+  """Keeps tracing linear in the number of random draws under jax 0.10.
+
+  There `jnp.array` asks each tracer for its `sharding`, and tracers read the whole trace so far to word the
+  refusal (48 transformer blocks: 6 s instead of 1). Newer ones refuse at once; so do these, meanwhile.
+  """
+  if jax.__version_info__ >= (0, 12):
+    yield
+    return
+
+  def refuse(tracer: Tracer) -> None:
+    raise AttributeError("a traced array has no sharding")
+
+  DynamicJaxprTracer.sharding = property(refuse)
+  try:
+    yield
+  finally:
+    with contextlib.suppress(AttributeError):  # another thread was here too
+      del DynamicJaxprTracer.sharding
 
 
 def traced_init(init: Callable[[], nnx.Module], mesh: AnyMesh | None) -> nnx.Module:
@@ -40,7 +63,7 @@ def traced_init(init: Callable[[], nnx.Module], mesh: AnyMesh | None) -> nnx.Mod
   """
   sizes = axis_sizes(mesh) if mesh is not None else {}
   auto = AbstractMesh(tuple(sizes.values()), tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes))
-  with nnx.use_eager_sharding(False), jax.sharding.use_abstract_mesh(auto):
+  with _quick_conversions(), nnx.use_eager_sharding(False), jax.sharding.use_abstract_mesh(auto):
     module = init()
   graph: Any = module
   if isinstance(graph, nnx.Pytree):  # the caller refuses anything else
