@@ -36,15 +36,16 @@ def _quick_conversions() -> Generator[None]:
     yield
     return
 
-  def refuse(tracer: Tracer) -> None:
+  def refuse(_: Any) -> None:
     raise AttributeError("a traced array has no sharding")
 
-  DynamicJaxprTracer.sharding = property(refuse)
+  tracers: Any = DynamicJaxprTracer
+  tracers.sharding = property(refuse)
   try:
     yield
   finally:
     with contextlib.suppress(AttributeError):  # another thread was here too
-      del DynamicJaxprTracer.sharding
+      del tracers.sharding
 
 
 def traced_init(init: Callable[[], nnx.Module], mesh: AnyMesh | None) -> nnx.Module:
