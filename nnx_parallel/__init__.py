@@ -44,7 +44,9 @@ with epy.lazy_api_imports(globals()):
   from nnx_parallel.report.remat import with_remat
   from nnx_parallel.report.search import SearchResult, search
   from nnx_parallel.report.topology import topology_mesh
+  from nnx_parallel.train.loss_scale import loss_scale_of, with_loss_scale
   from nnx_parallel.train.precision import Precision
+  from nnx_parallel.train.rng import fold_rng_over_axis
   from nnx_parallel.train.step import EvalStep, TrainStep, eval_step, train_step
   from nnx_parallel.train.wrappers import ema_of, skip_nonfinite, with_ema, with_masters
 
@@ -92,10 +94,12 @@ __all__ = [
   "ema_of",
   "error",
   "eval_step",
+  "fold_rng_over_axis",
   "from_arrays",
   "fsdp",
   "infer_rules",
   "layout_differences",
+  "loss_scale_of",
   "make_mesh",
   "memory_plan",
   "plan",
@@ -114,6 +118,7 @@ __all__ = [
   "unsharded",
   "use_rules",
   "with_ema",
+  "with_loss_scale",
   "with_masters",
   "with_remat",
 ]

@@ -287,15 +287,20 @@ def _hang(text: str, width: int) -> str:
 def _totals(plan: ShardingPlan) -> list[str]:
   rows: list[tuple[str, ...]] = []
   for root in ("model", "optimizer"):
-    leaves = [leaf for leaf in plan.leaves if leaf.root == root]
+    leaves = [leaf for leaf in plan.leaves if leaf.root == root and not leaf.on_host]
     if leaves:
       total, held = sum(leaf.bytes for leaf in leaves), sum(leaf.bytes_per_device for leaf in leaves)
       elements = sum(math.prod(leaf.shape) for leaf in leaves)
       copies = f"{held * plan.mesh.size / max(total, 1):.2f}"
       rows.append((root, str(len(leaves)), f"{elements:,}", format_bytes(total), format_bytes(held), copies))
+  near = [leaf for leaf in plan.leaves if not leaf.on_host]
   if len(rows) > 1:
-    total = sum(leaf.bytes for leaf in plan.leaves)
-    both = (format_bytes(total), format_bytes(plan.bytes_per_device()))
-    rows.append(("together", str(len(plan.leaves)), "", *both, ""))
+    both = (format_bytes(sum(leaf.bytes for leaf in near)), format_bytes(plan.bytes_per_device()))
+    rows.append(("together", str(len(near)), "", *both, ""))
+  away = [leaf for leaf in plan.leaves if leaf.on_host]
+  if away:
+    elements = f"{sum(math.prod(leaf.shape) for leaf in away):,}"
+    both = (format_bytes(sum(leaf.bytes for leaf in away)), format_bytes(plan.bytes_per_device(host=True)))
+    rows.append(("in host memory", str(len(away)), elements, *both, ""))
   header = ("total", "arrays", "elements", "in all", "per device", "copies")
   return text_table(header, rows, right=(1, 2, 3, 4, 5)).splitlines()
