@@ -2,7 +2,8 @@
 
 `python benchmarks/creation.py` measures all of it on both axis types (an hour on 2 cores);
 `--depths 4 12 --rounds 1 --axes auto` measures less. Each measurement has a process of its own, so that
-nothing is compiled already and the peak of its memory is its own; the ways take turns.
+nothing is compiled already and the peak of its memory is its own; the ways take turns. Processor time stands
+beside wall time, because a machine that does other work too stretches only the latter.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 os.environ["JAX_PLATFORMS"] = "cpu"
@@ -25,7 +27,8 @@ import jax
 from flax import nnx
 
 import nnx_parallel as nxp
-from harness import RESULTS, Record, Timing
+from harness import RESULTS, Record
+from nnx_parallel.create import assemble
 
 WIDTH = 256
 GUIDE = "nnx.jit constructor"
@@ -41,25 +44,29 @@ def linear(inputs: int, outputs: int, names: tuple[str, str], rngs: nnx.Rngs) ->
 class Block(nnx.Module):
   """A transformer block: its parameters, annotated with mesh axes."""
 
-  def __init__(self, rngs: nnx.Rngs):
-    self.norms = nnx.List(nnx.RMSNorm(WIDTH, rngs=rngs) for _ in range(2))
-    self.query, self.key, self.value = (linear(WIDTH, WIDTH, ("fsdp", "tensor"), rngs) for _ in range(3))
-    self.out = linear(WIDTH, WIDTH, ("tensor", "fsdp"), rngs)
-    self.gate, self.up = (linear(WIDTH, 4 * WIDTH, ("fsdp", "tensor"), rngs) for _ in range(2))
-    self.down = linear(4 * WIDTH, WIDTH, ("tensor", "fsdp"), rngs)
+  def __init__(self, rngs: nnx.Rngs, width: int):
+    self.norms = nnx.List(nnx.RMSNorm(width, rngs=rngs) for _ in range(2))
+    self.query, self.key, self.value = (linear(width, width, ("fsdp", "tensor"), rngs) for _ in range(3))
+    self.out = linear(width, width, ("tensor", "fsdp"), rngs)
+    self.gate, self.up = (linear(width, 4 * width, ("fsdp", "tensor"), rngs) for _ in range(2))
+    self.down = linear(4 * width, width, ("tensor", "fsdp"), rngs)
 
 
-def build(depth: int) -> nnx.List:
+def build(depth: int, width: int = WIDTH) -> nnx.List:
   rngs = nnx.Rngs(0)
-  return nnx.List(Block(rngs) for _ in range(depth))
+  return nnx.List(Block(rngs, width) for _ in range(depth))
 
 
-def guide(depth: int, mesh: jax.sharding.Mesh) -> nnx.Module:
+Init = Callable[[], nnx.Module]
+Way = Callable[[Init, jax.sharding.Mesh], nnx.Module]
+
+
+def guide(init: Init, mesh: jax.sharding.Mesh) -> nnx.Module:
   """The flax guide: construct under `nnx.jit`, constrain the state to its annotations."""
 
   @nnx.jit
   def constructor() -> nnx.Module:
-    model = build(depth)
+    model = init()
     state = nnx.state(model)
     nnx.update(model, jax.lax.with_sharding_constraint(state, nnx.get_partition_spec(state)))
     return model
@@ -68,31 +75,31 @@ def guide(depth: int, mesh: jax.sharding.Mesh) -> nnx.Module:
     return constructor()
 
 
-def eager(depth: int, mesh: jax.sharding.Mesh) -> nnx.Module:
+def eager(init: Init, mesh: jax.sharding.Mesh) -> nnx.Module:
   """Eager construction: flax places each Variable when it is made."""
   with jax.set_mesh(mesh):
-    return build(depth)
+    return init()
 
 
-def out_shardings(depth: int, mesh: jax.sharding.Mesh) -> nnx.Module:
+def out_shardings(init: Init, mesh: jax.sharding.Mesh) -> nnx.Module:
   """One `jax.jit` of the state, with the shardings of an abstract build."""
   with jax.set_mesh(mesh):
-    graphdef, abstract = nnx.split(nnx.eval_shape(lambda: build(depth)))
+    graphdef, abstract = nnx.split(nnx.eval_shape(init))
     shardings = nnx.get_named_sharding(abstract, mesh)
-    return nnx.merge(graphdef, jax.jit(lambda: nnx.state(build(depth)), out_shardings=shardings)())
+    return nnx.merge(graphdef, jax.jit(lambda: nnx.state(init()), out_shardings=shardings)())
 
 
-def ours(depth: int, mesh: jax.sharding.Mesh) -> nnx.Module:
-  return nxp.create_sharded_model(lambda: build(depth), mesh)
+def ours(init: Init, mesh: jax.sharding.Mesh) -> nnx.Module:
+  return nxp.create_sharded_model(init, mesh)
 
 
-def second_start(depth: int, mesh: jax.sharding.Mesh) -> nnx.Module:
+def second_start(init: Init, mesh: jax.sharding.Mesh) -> nnx.Module:
   """Ours, with the programs that an earlier process left in the cache."""
   nxp.compilation_cache(os.environ["CREATION_CACHE"])
-  return ours(depth, mesh)
+  return ours(init, mesh)
 
 
-WAYS: dict[str, Callable[[int, jax.sharding.Mesh], nnx.Module]] = {
+WAYS: dict[str, Way] = {
   GUIDE: guide,
   "eager under jax.set_mesh": eager,
   "jax.jit, out_shardings": out_shardings,
@@ -106,7 +113,25 @@ def peak_bytes() -> int:
   return 1024 * int(next(line for line in lines if line.startswith("VmHWM")).split()[1])
 
 
-def child(way: str, depth: int, axes: str) -> None:
+class Stopwatch:
+  """Processor seconds of a function, over all its calls and all threads."""
+
+  def __init__(self) -> None:
+    self.seconds = 0.0
+
+  def around(self, function: Callable[..., Any]) -> Callable[..., Any]:
+    def timed(*arguments: Any) -> Any:
+      began = time.process_time()
+      result = function(*arguments)
+      if not isinstance(result, nnx.Module):
+        jax.block_until_ready(result)
+      self.seconds += time.process_time() - began
+      return result
+
+    return timed
+
+
+def child(way: str, depth: int, width: int, axes: str) -> None:
   """Creates once, and prints what it took."""
   compiling: list[float] = []
   jax.monitoring.register_event_duration_secs_listener(
@@ -114,90 +139,204 @@ def child(way: str, depth: int, axes: str) -> None:
   )
   mesh = nxp.make_mesh(fsdp=4, tensor=2, explicit=axes == "explicit")
   jax.block_until_ready(jax.device_put(0.0, jax.NamedSharding(mesh, jax.P())))
+  started = peak_bytes()
+  # Some tens of MB of compiler are read into memory by the first program, whatever it is.
+  jax.block_until_ready(jax.jit(lambda key: jax.random.normal(key, (8, 8)))(jax.random.key(0)))
+  constructor, execution = Stopwatch(), Stopwatch()
+  assemble.run_slices = execution.around(assemble.run_slices)
   before, compiling[:] = peak_bytes(), []
-  began = time.perf_counter()
-  model = WAYS[way](depth, mesh)
+  began, worked = time.perf_counter(), time.process_time()
+  model = WAYS[way](constructor.around(lambda: build(depth, width)), mesh)
   jax.block_until_ready(nnx.state(model))
-  wall = time.perf_counter() - began
-  size = sum(leaf.nbytes for leaf in jax.tree.leaves(nnx.state(model, nnx.Param)))
-  found = {"wall": wall, "compile": sum(compiling), "grown": peak_bytes() - before, "bytes": size}
+  found = {
+    "wall": time.perf_counter() - began,
+    "processor": time.process_time() - worked,
+    "constructor": constructor.seconds,
+    "execution": execution.seconds,
+    "compile": sum(compiling),
+    "grown": peak_bytes() - before,
+    "compiler": before - started,
+    "bytes": sum(leaf.nbytes for leaf in jax.tree.leaves(nnx.state(model, nnx.Param))),
+  }
   print(json.dumps(found))
 
 
-def measure_once(way: str, depth: int, axes: str) -> dict[str, Any]:
+Row = dict[str, Any]
+
+
+def measure_once(way: str, depth: int, width: int, axes: str, limit_s: float) -> Row | None:
+  """What one creation took; None when its process ran for longer than the limit and was stopped."""
   command = [sys.executable, __file__, "--child", way, "--depths", str(depth), "--axes", axes]
-  done = subprocess.run(command, capture_output=True, text=True)
+  try:
+    done = subprocess.run([*command, "--width", str(width)], capture_output=True, text=True, timeout=limit_s)
+  except subprocess.TimeoutExpired:
+    return None
   if done.returncode:
     sys.exit(done.stderr)
   return json.loads(done.stdout.splitlines()[-1])
 
 
-def median(found: list[dict[str, Any]], key: str) -> float:
-  return sorted(row[key] for row in found)[len(found) // 2]
+class Measured:
+  """The measurements of all ways at all depths on one kind of axes."""
+
+  def __init__(self, options: argparse.Namespace, axes: str):
+    self.options, self.axes = options, axes
+    self.rows: dict[tuple[str, int], list[Row]] = {}
+    self.over: dict[str, int] = {}
+    """Way -> the depth at which it took over the limit; it is not tried deeper."""
+
+  def depth(self, depth: int) -> None:
+    """Measures one depth, in rounds."""
+    options = self.options
+    measure_once(SECOND, depth, options.width, self.axes, options.limit_s)  # fills the cache
+    for _ in range(options.rounds):
+      for way in WAYS:
+        rows = self.rows.setdefault((way, depth), [])
+        if way in self.over or (rows and rows[0]["wall"] > options.once_s):
+          continue
+        row = measure_once(way, depth, options.width, self.axes, options.limit_s)
+        print(self.axes, depth, way, row or f"over {options.limit_s:g} s", flush=True)
+        if row is None:
+          self.over[way] = depth
+        else:
+          rows.append(row)
+
+  def median(self, way: str, depth: int, key: str) -> float:
+    return median(row[key] for row in self.rows[way, depth])
+
+  def record(self, record: Record, depth: int) -> None:
+    """Adds the rows of one depth."""
+    group = f"{self.axes} axes, {depth} blocks"
+    limit = self.options.limit_s
+    reference = self.median(GUIDE, depth, "wall") if self.rows[GUIDE, depth] else limit
+    baseline = GUIDE if self.rows[GUIDE, depth] else f"{limit:g} s, which {GUIDE} took more than"
+    for way in WAYS:
+      rows = self.rows[way, depth]
+      if not rows:
+        record.value(f"{way}: stopped, or not tried, after", limit, "s", group=group)
+        continue
+      walls = sorted(row["wall"] / reference for row in rows)
+      record.rows.append(
+        {
+          "group": group,
+          "case": way,
+          "ratio": median(walls),
+          "ratio_quartiles": [walls[0], walls[-1]],
+          "median_seconds": self.median(way, depth, "wall"),
+          "rounds": len(rows),
+          "baseline": baseline,
+        }
+      )
+      record.value(f"{way}: processor time", self.median(way, depth, "processor"), "s", group=group)
+      record.value(f"{way}: compiling", self.median(way, depth, "compile"), "s", group=group)
+      grown = self.median(way, depth, "grown") / rows[0]["bytes"]
+      record.value(f"{way}: peak growth", grown, "x", group=group)
+
+  def record_growth(self, record: Record) -> None:
+    """Adds what depth costs ours: processor time besides execution, and memory for each byte created."""
+    small = 12 if 12 in self.depths() else self.depths()[0]
+    large = self.depths()[-1]
+    group = f"{self.axes} axes, ours from {small} to {large} blocks"
+    host = {d: self.median(OURS, d, "processor") - self.median(OURS, d, "execution") for d in (small, large)}
+    own = {d: host[d] - self.median(OURS, d, "constructor") for d in (small, large)}
+    for d in (small, large):
+      record.value(f"{d} blocks: executing the programs", self.median(OURS, d, "execution"), "s", group=group)
+      record.value(
+        f"{d} blocks: the user's constructor, traced", self.median(OURS, d, "constructor"), "s", group=group
+      )
+      record.value(f"{d} blocks: all else", own[d], "s", group=group)
+    record.value("growth apart from execution", host[large] / host[small], "x", group=group)
+    record.value("growth apart from execution and the constructor", own[large] / own[small], "x", group=group)
+    if small == large:
+      return
+    grown, size = (
+      self.median(OURS, large, key) - self.median(OURS, small, key) for key in ("grown", "bytes")
+    )
+    record.value("peak memory for each further byte created", grown / size, "bytes", group=group)
+    record.value(
+      "peak memory of a process's first program",
+      self.median(OURS, large, "compiler") / 1e6,
+      "MB",
+      group=group,
+    )
+
+  def depths(self) -> list[int]:
+    return sorted({depth for _, depth in self.rows})
 
 
-def picture(curves: dict[tuple[str, str], dict[int, float]]) -> None:
+def picture(measured: list[Measured], name: str) -> None:
   """Seconds by depth, one line for each way."""
   import matplotlib as mpl
 
   mpl.use("agg")
   from matplotlib import pyplot as plt
 
-  kinds = list(dict.fromkeys(axes for axes, _ in curves))
-  figure, plots = plt.subplots(1, len(kinds), figsize=(5 * len(kinds), 4), sharey=True, squeeze=False)
-  for plot, kind in zip(plots[0], kinds, strict=True):
-    for (axes, way), curve in curves.items():
-      if axes == kind:
-        plot.plot(list(curve), list(curve.values()), marker="o", label=way)
-    plot.set(title=f"{kind} axes", xlabel="blocks", ylabel="seconds to create", yscale="log")
-    plot.set_xticks(sorted({depth for curve in curves.values() for depth in curve}))
+  figure, plots = plt.subplots(1, len(measured), figsize=(5 * len(measured), 4), sharey=True, squeeze=False)
+  for plot, one in zip(plots[0], measured, strict=True):
+    for way in WAYS:
+      curve = {depth: one.median(way, depth, "wall") for depth in one.depths() if one.rows[way, depth]}
+      plot.plot(list(curve), list(curve.values()), marker="o", label=way)
+    plot.set(title=f"{one.axes} axes", xlabel="blocks", ylabel="seconds to create", yscale="log")
+    plot.set_xticks(one.depths())
     plot.grid(alpha=0.3)
   plots[0][0].legend()
   figure.tight_layout()
-  figure.savefig(RESULTS / "creation.png", dpi=120)
+  figure.savefig(RESULTS / f"{name}.png", dpi=120)
+
+
+def parse() -> argparse.Namespace:
+  parser = argparse.ArgumentParser()
+  parser.add_argument("--depths", type=int, nargs="+", default=[4, 12, 24, 48, 96])
+  parser.add_argument("--width", type=int, default=WIDTH)
+  parser.add_argument("--rounds", type=int, default=3)
+  parser.add_argument("--once-s", type=float, default=30, help="a way that takes longer has one round")
+  parser.add_argument(
+    "--limit-s",
+    type=float,
+    default=900,
+    help="a way whose process takes longer is stopped, and not tried deeper",
+  )
+  parser.add_argument("--axes", nargs="+", choices=["auto", "explicit"], default=["auto", "explicit"])
+  parser.add_argument("--record-name", default="creation", help="the record's file name in results")
+  parser.add_argument("--child", choices=list(WAYS))
+  return parser.parse_args()
 
 
 def main() -> None:
-  """Measures, and writes `results/creation.{json,md,png}`."""
-  parser = argparse.ArgumentParser()
-  parser.add_argument("--depths", type=int, nargs="+", default=[4, 12, 24, 48, 96])
-  parser.add_argument("--rounds", type=int, default=3)
-  parser.add_argument("--axes", nargs="+", choices=["auto", "explicit"], default=["auto", "explicit"])
-  parser.add_argument("--child", choices=list(WAYS))
-  options = parser.parse_args()
+  """Measures, and writes `results/<record name>.{json,md,png}`."""
+  options = parse()
   if options.child:
-    child(options.child, options.depths[0], options.axes[0])
+    child(options.child, options.depths[0], options.width, options.axes[0])
     return
   record = Record(
-    "creation",
-    f"Creating a transformer of {WIDTH}-wide blocks on 8 simulated devices (fsdp=4, tensor=2)",
+    options.record_name,
+    f"Creating a transformer of {options.width}-wide blocks on 8 simulated devices (fsdp=4, tensor=2)",
     command=f"python benchmarks/creation.py {' '.join(sys.argv[1:])}".rstrip(),
     notes=[
+      "`ratio` is of wall times; `quartiles` are the least and the greatest round. A way that takes over"
+      f" {options.once_s:g} s has one round; one whose process takes over {options.limit_s:g} s is stopped,"
+      " and not tried deeper."
+      " Where that is the baseline, the limit stands for it, and the true ratios are smaller.",
       "`second start` reads its programs from `nxp.compilation_cache`.",
-      "`compiling` adds up the backend's time for each program; ours compile several at a time.",
-      "`peak growth` is the growth of the process's peak resident memory, compiler included, over the bytes"
-      " created.",
+      "`processor time` is user and system time of all threads. `compiling` adds up the backend's wall time"
+      " for each program; ours compile several at a time.",
+      "`peak growth` is the growth of the process's peak resident memory over the bytes created, compiler"
+      " included, in a process that has compiled one 8 x 8 program.",
+      "Seconds in `ours from ... to ...` are processor time. `the user's constructor` is flax's own work"
+      " while it is traced: once for the plan, once for the programs.",
     ],
   )
-  curves: dict[tuple[str, str], dict[int, float]] = {}
   os.environ["CREATION_CACHE"] = tempfile.mkdtemp()
+  measured: list[Measured] = []
   for axes in options.axes:
+    measured.append(Measured(options, axes))
     for depth in options.depths:
-      found: dict[str, list[dict[str, Any]]] = {way: [] for way in WAYS}
-      measure_once(SECOND, depth, axes)  # fills the cache
-      for _ in range(options.rounds):
-        for way, rows in found.items():
-          rows.append(measure_once(way, depth, axes))
-          print(axes, depth, way, rows[-1], flush=True)
-      group = f"{axes} axes, {depth} blocks"
-      timings = {way: Timing(way, tuple(row["wall"] for row in rows)) for way, rows in found.items()}
-      record.compare(timings, baseline=GUIDE, group=group)
-      for way, rows in found.items():
-        curves.setdefault((axes, way), {})[depth] = timings[way].median
-        record.value(f"{way}: compiling", median(rows, "compile"), "s", group=group)
-        record.value(f"{way}: peak growth", median(rows, "grown") / rows[0]["bytes"], "x", group=group)
-  record.write()
-  picture(curves)
+      measured[-1].depth(depth)
+      measured[-1].record(record, depth)
+    measured[-1].record_growth(record)
+    record.notes.append(f"Load average over 15 minutes, {axes} axes done: {os.getloadavg()[2]:.1f}.")
+    record.write()
+    picture(measured, options.record_name)
 
 
 if __name__ == "__main__":

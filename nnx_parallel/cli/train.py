@@ -59,6 +59,7 @@ def run(args: argparse.Namespace) -> int:
   """Trains, evaluates, saves, and says where everything is."""
   if args.checkpoint is None and (args.resume or args.save_every):
     args.usage_error("--resume and --save-every need --checkpoint DIR")
+  import nnx_parallel as nxp
   from nnx_parallel.recipes import load_recipe
   from nnx_parallel.recipes.job import plan_recipe
 
@@ -68,7 +69,7 @@ def run(args: argparse.Namespace) -> int:
   sizes = options.mesh_sizes(recipe, args.mesh)
   options.start_devices(sizes, args.devices)
   if args.compilation_cache is not None:
-    use_compilation_cache(args.compilation_cache)
+    nxp.compilation_cache(args.compilation_cache)
   plan = plan_recipe(recipe, options.real_mesh(sizes, args.devices))
   check_first_batch(recipe, plan)
   with open_checkpoints(args.checkpoint, resume=args.resume) as checkpointer:
@@ -144,14 +145,6 @@ def make_job(
       print(f"warning: {warning.message}", file=sys.stderr)
     return job
   return Job.start(recipe, plan, microbatches=parts)
-
-
-def use_compilation_cache(folder: str) -> None:
-  """Keeps every compiled program in `folder`, so that the next start need not compile."""
-  import jax
-
-  jax.config.update("jax_compilation_cache_dir", folder)
-  jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
 
 
 def describe(job: Job) -> str:

@@ -34,12 +34,45 @@ def assemble(pieces: Cut, shardings: Sequence[NamedSharding], mesh: Mesh) -> lis
     One array (global shape) for each output, each in buffers of its own.
   """
   feed = Feed(pieces, shardings, mesh)
+  programs = compile_groups(pieces, feed, shardings, mesh)
+  made = run_slices(pieces, programs, feed)
+  made.update((i, put(feed.host(value), shardings[i])) for i, value in pieces.given.items())
+  return [made[i] for i in range(len(shardings))]
+
+
+def compile_groups(
+  pieces: Cut, feed: Feed, shardings: Sequence[NamedSharding], mesh: Mesh
+) -> list[jax.stages.Compiled]:
+  """Compiles the program of each group of equal slices.
+
+  Args:
+    pieces: the cut constructor.
+    feed: says how inputs are placed.
+    shardings: the sharding of each output, on `mesh`.
+    mesh: real devices, Auto axes.
+
+  Returns:
+    One program for each group.
+  """
   with jax.set_mesh(mesh):
     lowered = [lower_slice(group[0], feed, shardings) for group in pieces.groups]
   # XLA compiles outside the interpreter lock, so several programs compile at a time.
   with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
-    programs = list(pool.map(lambda stage: stage.compile(), lowered))
-  made = {i: put(feed.host(value), shardings[i]) for i, value in pieces.given.items()}
+    return list(pool.map(lambda stage: stage.compile(), lowered))
+
+
+def run_slices(pieces: Cut, programs: Sequence[jax.stages.Compiled], feed: Feed) -> dict[int, jax.Array]:
+  """Runs every slice, with not much more than `IN_FLIGHT` bytes of results under way.
+
+  Args:
+    pieces: the cut constructor.
+    programs: one for each group.
+    feed: gives the inputs.
+
+  Returns:
+    Position of the output -> its array (global shape).
+  """
+  made: dict[int, jax.Array] = {}
   under_way = 0
   for group, program in zip(pieces.groups, programs, strict=True):
     for piece in group:
@@ -49,7 +82,7 @@ def assemble(pieces: Cut, shardings: Sequence[NamedSharding], mesh: Mesh) -> lis
       if under_way > IN_FLIGHT:
         jax.block_until_ready(arrays)
         under_way = 0
-  return [made[i] for i in range(len(shardings))]
+  return made
 
 
 def put(value: Any, sharding: NamedSharding) -> jax.Array:

@@ -10,6 +10,7 @@ from flax import nnx
 from nnx_parallel.errors import PlanError
 from nnx_parallel.layout.padding import pad
 from nnx_parallel.layout.plan import Root, ShardingPlan
+from nnx_parallel.layout.render import format_array
 from nnx_parallel.layout.tracing import make_optimizer, traced_init
 from nnx_parallel.layout.variables import Path, array_leaves, path_str, value_of
 
@@ -56,4 +57,4 @@ def _check_same_structure(the_plan: ShardingPlan, root: Root, found: dict[Path, 
 
 
 def _show(array: tuple[tuple[int, ...], Any] | None) -> str:
-  return "nothing" if array is None else f"{array[1]}{list(array[0])}"
+  return "nothing" if array is None else format_array(array[1], array[0])

@@ -9,6 +9,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from nnx_parallel.create.constructor import cut_plan, real_mesh
 from nnx_parallel.layout.mesh import auto_mesh
 from nnx_parallel.layout.plan import LeafPlan, ShardingPlan
+from nnx_parallel.layout.render import format_array
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,7 +51,7 @@ class CreationReport:
     made = sum(len(program.leaves) for program in self.programs)
     lines = [f"{len(self.programs)} programs make {made} leaves; {len(self.placed)} are placed as they are"]
     for program in self.programs:
-      array = f"{program.dtype}[{','.join(map(str, program.shape))}]"
+      array = format_array(program.dtype, program.shape)
       first, *others = program.leaves
       more = f" and {len(others)} more" if others else ""
       lines.append(f"  {program.runs:4} x {array} {program.spec}: {first}{more}")

@@ -11,6 +11,7 @@ from jax.sharding import NamedSharding
 
 from nnx_parallel.errors import LayoutMismatchError
 from nnx_parallel.layout.plan import LeafPlan, Root, ShardingPlan
+from nnx_parallel.layout.render import format_array
 from nnx_parallel.layout.variables import array_leaves, path_str, value_of
 
 
@@ -144,13 +145,13 @@ def _derived(variable: nnx.Variable[Any]) -> NamedSharding | None:
 
 def _planned(leaf: LeafPlan) -> str:
   kind = f" in {leaf.memory_kind}" if leaf.on_host else ""
-  return f"{leaf.dtype}[{','.join(map(str, leaf.storage_shape))}] {leaf.spec}{kind}"
+  return f"{format_array(leaf.dtype, leaf.storage_shape)} {leaf.spec}{kind}"
 
 
 def _show(value: Any) -> str:
   if not hasattr(value, "shape"):
     return f"a {type(value).__name__}"
-  array = f"{value.dtype}[{','.join(map(str, value.shape))}]"
+  array = format_array(value.dtype, value.shape)
   sharding = getattr(value, "sharding", None)
   if sharding is None:
     return f"{array} in host memory (numpy)"

@@ -18,6 +18,7 @@ from nnx_parallel.create.instantiate import instantiate
 from nnx_parallel.errors import PlanError
 from nnx_parallel.layout.padding import crop, is_padded, pad
 from nnx_parallel.layout.plan import LeafPlan, Root, ShardingPlan
+from nnx_parallel.layout.render import format_array
 from nnx_parallel.layout.variables import Path, array_leaves, path_str, value_of
 
 
@@ -191,7 +192,7 @@ def _padded(host: np.ndarray[Any, Any], index: Any, shape: tuple[int, ...]) -> n
 def _check_arrays(plan: ShardingPlan, root: Root, found: Mapping[Path, Any]) -> None:
   rows, what = plan.of(root), "module" if root == "model" else "optimizer"
   wrong = [
-    f"{rows[path].name}: planned {_planned(rows[path])}, given "
+    f"{rows[path].name}: planned {format_array(rows[path].dtype, rows[path].shape)}, given "
     + (_shown(found[path]) if path in found else "nothing")
     for path in rows
     if path not in found or not _fits(found[path], rows[path])
@@ -239,11 +240,7 @@ def _implementation(leaf: LeafPlan) -> Any:
   return found[0]
 
 
-def _planned(leaf: LeafPlan) -> str:
-  return f"{leaf.dtype}[{','.join(map(str, leaf.shape))}]"
-
-
 def _shown(value: Any) -> str:
   if not hasattr(value, "shape") or not hasattr(value, "dtype"):
     return f"a {type(value).__name__}"
-  return f"{value.dtype}[{','.join(map(str, value.shape))}]"
+  return format_array(value.dtype, value.shape)

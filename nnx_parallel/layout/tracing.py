@@ -10,6 +10,7 @@ import jax
 import optax
 from flax import nnx
 from jax.core import Tracer
+from jax.interpreters.partial_eval import DynamicJaxprTracer
 from jax.sharding import AbstractMesh, AxisType
 
 from nnx_parallel.errors import PlanError
@@ -22,6 +23,29 @@ def unplaced() -> Generator[None]:
   """Variables are built without a mesh, whatever mesh is active; their annotations stay names."""
   with nnx.use_eager_sharding(False), jax.sharding.use_abstract_mesh(AbstractMesh((), ())):
     yield
+
+
+@contextlib.contextmanager
+def _quick_conversions() -> Generator[None]:
+  """Keeps tracing linear in the number of random draws under jax 0.10.
+
+  There `jnp.array` asks each tracer for its `sharding`, and tracers read the whole trace so far to word the
+  refusal (48 transformer blocks: 6 s instead of 1). Newer ones refuse at once; so do these, meanwhile.
+  """
+  if jax.__version_info__ >= (0, 12):
+    yield
+    return
+
+  def refuse(_: Any) -> None:
+    raise AttributeError("a traced array has no sharding")
+
+  tracers: Any = DynamicJaxprTracer
+  tracers.sharding = property(refuse)
+  try:
+    yield
+  finally:
+    with contextlib.suppress(AttributeError):  # another thread was here too
+      del tracers.sharding
 
 
 def traced_init(init: Callable[[], nnx.Module], mesh: AnyMesh | None) -> nnx.Module:
@@ -40,30 +64,40 @@ def traced_init(init: Callable[[], nnx.Module], mesh: AnyMesh | None) -> nnx.Mod
   """
   sizes = axis_sizes(mesh) if mesh is not None else {}
   auto = AbstractMesh(tuple(sizes.values()), tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes))
-  with nnx.use_eager_sharding(False), jax.sharding.use_abstract_mesh(auto):
+  with _quick_conversions(), nnx.use_eager_sharding(False), jax.sharding.use_abstract_mesh(auto):
     module = init()
   graph: Any = module
   if isinstance(graph, nnx.Pytree):  # the caller refuses anything else
-    data = {id(leaf) for leaf in jax.tree.leaves(nnx.state(graph))}
-    for path, node in nnx.iter_graph(graph):
-      if isinstance(node, nnx.Pytree):
-        _adopt_arrays(path, node, data)
+    loose = [
+      (path, node, name)
+      for path, node in nnx.iter_graph(graph)
+      if isinstance(node, nnx.Pytree)
+      for name, value in vars(node).items()
+      if any(isinstance(leaf, Tracer) for leaf in _arrays_in(value))
+    ]
+    if loose:  # rare, and reading the state of a large module takes a while
+      data = {id(leaf) for leaf in jax.tree.leaves(nnx.state(graph))}
+      for path, node, name in loose:
+        _adopt_array(path, node, name, data)
   return module
 
 
-def _adopt_arrays(path: Any, node: nnx.Pytree, data: set[int]) -> None:
-  for name, value in list(vars(node).items()):
-    leaves = jax.tree.leaves(value) if isinstance(value, (list, tuple, dict)) else [value]
-    if not any(isinstance(leaf, Tracer) and id(leaf) not in data for leaf in leaves):
-      continue
-    if isinstance(value, Tracer):
-      setattr(node, name, nnx.data(value))
-    else:
-      where = path_str((*path, name))
-      raise PlanError(
-        f"{where} is a {type(value).__name__} that holds arrays, which flax takes for a static attribute.",
-        fix=f"self.{name} = nnx.data(...), or nnx.List / nnx.Dict of nnx.Variable, in {type(node).__name__}.",
-      )
+def _arrays_in(value: Any) -> list[Any]:
+  return jax.tree.leaves(value) if isinstance(value, (list, tuple, dict)) else [value]
+
+
+def _adopt_array(path: Any, node: nnx.Pytree, name: str, data: set[int]) -> None:
+  value = getattr(node, name)
+  if all(id(leaf) in data for leaf in _arrays_in(value) if isinstance(leaf, Tracer)):
+    return
+  if isinstance(value, Tracer):
+    setattr(node, name, nnx.data(value))
+    return
+  where = path_str((*path, name))
+  raise PlanError(
+    f"{where} is a {type(value).__name__} that holds arrays, which flax takes for a static attribute.",
+    fix=f"self.{name} = nnx.data(...), or nnx.List / nnx.Dict of nnx.Variable, in {type(node).__name__}.",
+  )
 
 
 def make_optimizer(model: nnx.Module, tx: optax.GradientTransformation, wrt: Any) -> nnx.Optimizer[Any]:
