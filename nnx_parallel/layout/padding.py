@@ -245,6 +245,8 @@ def logical_transformation(
     A transformation for parameters and state at their storage shapes.
   """
 
+  inner = optax.with_extra_args_support(tx)
+
   @functools.cache
   def state_shapes() -> list[tuple[int, ...]]:
     return [leaf.shape for leaf in jax.tree.leaves(jax.eval_shape(tx.init, parameters))]
@@ -256,7 +258,7 @@ def logical_transformation(
     structure = jax.tree.structure(grads)
     cut = functools.partial(_cut, shapes=parameter_shapes)
     like_params = {k: cut(v) if jax.tree.structure(v) == structure else v for k, v in extra.items()}
-    updates, new_state = cast(Any, tx).update(
+    updates, new_state = inner.update(
       cut(grads), _cut(state, state_shapes()), None if params is None else cut(params), **like_params
     )
     return _fill(updates, stored_grads), _fill(new_state, stored_state)

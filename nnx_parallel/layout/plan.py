@@ -24,7 +24,7 @@ from nnx_parallel.errors import PlanError, ShardingError
 from nnx_parallel.layout import offload, optimizer_layout
 from nnx_parallel.layout.attention import check_attention
 from nnx_parallel.layout.constrain import use_rules
-from nnx_parallel.layout.leaf import HOST_KINDS, Decision, LeafPlan, Root, Source
+from nnx_parallel.layout.leaf import Decision, LeafPlan, Root, Source
 from nnx_parallel.layout.mesh import AnyMesh, axis_sizes, is_explicit
 from nnx_parallel.layout.padding import logical_transformation
 from nnx_parallel.layout.resolve import Resolution, extend_spec, resolve_spec
@@ -497,7 +497,7 @@ def plan(
   ruleset = RuleSet.of(rules).with_uneven(uneven)
   model = abstract_module(init, mesh)
   builder = _Builder(mesh, ruleset, uneven)
-  builder.optimizer_memory = optimizer_memory if optimizer_memory in HOST_KINDS else None
+  builder.optimizer_memory = None if optimizer_memory == "device" else optimizer_memory
   attention = check_attention(model, builder.sizes)
   leaves = builder.model_leaves(model)
   abstract_optimizer = None

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
+import optax.contrib
 from flax import nnx
 
 from nnx_parallel.errors import TrainError
@@ -255,17 +257,44 @@ def apply(optimizer: Any, model: Any, grads: Any, loss: Any, value_fn: Callable[
   _check_transformation(optimizer)
   extra: dict[str, Any] = {}
   if isinstance(optimizer.tx, optax.GradientTransformationExtraArgs):
-    extra = {"value": loss, "grad": nnx.as_pure(grads), "value_fn": value_fn}
-  # optax raises a Python float to an int32 power, which a user's strict promotion would refuse.
-  with jax.numpy_dtype_promotion("standard"):
+    given = {"value": loss, "grad": nnx.as_pure(grads), "value_fn": value_fn}
+    extra = extra_arguments(optimizer.tx, optimizer.opt_state, given)
+  # optax raises a Python float to an int32 power, and multiplies scalars of shape (1,) with matrices: a user's
+  # strict promotion would refuse both.
+  with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
     optimizer.update(model, grads, **extra)
 
 
-def _check_transformation(optimizer: Any) -> None:
-  def is_lookahead(node: Any) -> bool:
-    return isinstance(node, optax.LookaheadState)
+def extra_arguments(tx: Any, state: Any, given: dict[str, Any]) -> dict[str, Any]:
+  """The named arguments for an update: most take any, some want other names, and line searches refuse those.
 
-  if any(map(is_lookahead, jax.tree.leaves(optimizer.opt_state, is_leaf=is_lookahead))):
+  Args:
+    tx: the transformation.
+    state: its state.
+    given: `value`, `grad` and `value_fn`.
+
+  Returns:
+    What to pass to `tx.update`.
+  """
+  value_fn = given["value_fn"]
+  parameters = inspect.signature(tx.update).parameters
+  if not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):  # optax.contrib.sam
+    given = given | {"grad_fn": lambda params, _: jax.grad(value_fn)(params)}
+    return {name: value for name, value in given.items() if name in parameters}
+  if _holds(optax.contrib.HutchinsonState, state):  # Sophia
+    return given | {"obj_fn": value_fn}
+  return given
+
+
+def _holds(kind: type, state: Any) -> bool:
+  def matches(node: Any) -> bool:
+    return isinstance(node, kind)
+
+  return any(map(matches, jax.tree.leaves(state, is_leaf=matches)))
+
+
+def _check_transformation(optimizer: Any) -> None:
+  if _holds(optax.LookaheadState, optimizer.opt_state):
     raise TrainError(
       "optax.lookahead keeps two copies of the parameters, which nnx.Optimizer cannot give it.",
       details="its update needs optax.LookaheadParams(fast, slow) in place of the model's parameters",
