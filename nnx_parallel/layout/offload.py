@@ -1,11 +1,11 @@
 """Optimizer state in host memory, brought to the device a few parameters at a time.
 
-A transformation that gets all of its state at once brings all of it to the device at once: with Adam, XLA then
-needs more temporaries than the state took (measured by the TPU compiler). So the update is traced and its
-equations are sorted by the parameter whose state they wait for. State is fetched parameter by parameter, and an
-optimization barrier makes each fetch wait until the state of an earlier group is back in host memory. No rule
-about any optimizer is needed: what depends on gradients alone (a global norm) comes first, and what depends on
-several parameters' state comes when the last of them is there.
+A transformation that gets all of its state at once brings all of it to the device at once: with Adam, the
+temporaries are then as large as the state was (measured with the TPU compiler). So the update is traced, and
+its equations are sorted by the parameter whose state they wait for. State is fetched parameter by parameter,
+and an optimization barrier makes each fetch wait until the state of an earlier group is back in host memory.
+No rule about any optimizer is needed: what depends on gradients alone (a global norm) comes first, and what
+depends on several parameters' state comes when the last of them is there.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import jax.extend.core as jex
 import optax
 
 from nnx_parallel.errors import PlanError
+from nnx_parallel.layout.extra_args import accept_extra
 from nnx_parallel.layout.optimizer_layout import owner
 from nnx_parallel.layout.variables import Path, path_str
 
@@ -69,7 +70,7 @@ def streamed(
     >>> updates["a"].sharding.memory_kind, state.trace["a"].sharding.memory_kind
     ('device', 'pinned_host')
   """
-  inner = optax.with_extra_args_support(tx)
+  inner = accept_extra(tx)
 
   def update(grads: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
     leaves, structure = jax.tree.flatten(state)

@@ -179,7 +179,8 @@ def dims_of(shape: tuple[int, ...], own: tuple[int, ...]) -> tuple[int | None, .
   """Which dims of a parameter an array has, by size and in order.
 
   Args:
-    shape: of the array. Sizes of 1 stand for dims that were summed away, or for placeholders: they match none.
+    shape: of the array. Sizes of 1 stand for dims that were summed away, or for placeholders: they match
+      none.
     own: of the parameter.
 
   Returns:

@@ -24,6 +24,7 @@ from jax.core import Tracer
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from nnx_parallel.errors import ShardingError
+from nnx_parallel.layout.extra_args import accept_extra
 
 PADDED = "padded_shape"
 """Metadata key of a padded Variable: `(logical shape, storage shape)`."""
@@ -244,8 +245,7 @@ def logical_transformation(
   Returns:
     A transformation for parameters and state at their storage shapes.
   """
-
-  inner = optax.with_extra_args_support(tx)
+  inner = accept_extra(tx)
 
   @functools.cache
   def state_shapes() -> list[tuple[int, ...]]:

@@ -355,7 +355,7 @@ class ShardingPlan:
 
   @functools.cached_property
   def live_tx(self) -> Any:
-    """The transformation that live optimizers run: `tx`, at logical shapes and from host memory if planned."""
+    """What live optimizers run: `tx`, at logical shapes and with state from host memory, where so planned."""
     tx = self.tx
     if tx is not None and any(any(leaf.padding) for leaf in self.leaves):
       tx = logical_transformation(tx, nnx.as_pure(nnx.state(self.abstract_model, self.wrt)))

@@ -183,7 +183,8 @@ class Precision:
       return with_loss_scale(tx)
     if jnp.float16 in (self.parameters, self.compute):
       warnings.warn(
-        "float16 without a loss scale loses gradients below 6e-8. Fix: Precision.float16(), or loss_scale=True",
+        "float16 without a loss scale loses gradients below 6e-8."
+        " Fix: Precision.float16(), or loss_scale=True",
         NnxParallelWarning,
         stacklevel=2,
       )

@@ -259,14 +259,14 @@ def apply(optimizer: Any, model: Any, grads: Any, loss: Any, value_fn: Callable[
   if isinstance(optimizer.tx, optax.GradientTransformationExtraArgs):
     given = {"value": loss, "grad": nnx.as_pure(grads), "value_fn": value_fn}
     extra = extra_arguments(optimizer.tx, optimizer.opt_state, given)
-  # optax raises a Python float to an int32 power, and multiplies scalars of shape (1,) with matrices: a user's
-  # strict promotion would refuse both.
+  # optax raises a Python float to an int32 power, and multiplies arrays of shape (1,) with matrices: a
+  # user's strict promotion would refuse both.
   with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
     optimizer.update(model, grads, **extra)
 
 
 def extra_arguments(tx: Any, state: Any, given: dict[str, Any]) -> dict[str, Any]:
-  """The named arguments for an update: most take any, some want other names, and line searches refuse those.
+  """The named arguments for an update: most take any, some want other names, line searches refuse those.
 
   Args:
     tx: the transformation.

@@ -19,11 +19,12 @@ from nnx_parallel.train.update import extra_arguments
 
 RATE = 1e-2
 RATED = """
-  adabelief adadelta adagrad adam adamax adamaxw adamw adan amsgrad fromage lamb lars lion nadam nadamw novograd
+  adabelief adadelta adagrad adam adamax adamaxw adamw adan amsgrad fromage lamb lars lion nadam nadamw
+  novograd
   optimistic_adam_v2 optimistic_gradient_descent polyak_sgd radam rmsprop rprop sgd sign_sgd signum
   sm3 yogi lbfgs acprop ademamix adopt dadapt_adamw madgrad momo momo_adam muon prodigy schedule_free_adamw
   schedule_free_sgd simplified_ademamix sophia
-""".split()
+""".split()  # noqa: SIM905
 BUILT = {
   "adafactor": lambda: optax.adafactor(RATE, min_dim_size_to_factor=4),
   "cocob": lambda: optax.contrib.cocob(),
@@ -78,9 +79,9 @@ PARTS = """
   scale_by_novograd scale_by_optimistic_gradient scale_by_param_block_norm scale_by_param_block_rms
   scale_by_polyak scale_by_radam scale_by_rms scale_by_rprop scale_by_rss scale_by_schedule scale_by_sign
   scale_by_sm3 scale_by_trust_ratio scale_by_yogi scale_by_zoom_linesearch set_to_zero stateless
-  stateless_with_tree_map trace with_extra_args_support zero_nans scale_by_acprop scale_by_ademamix scale_by_adopt
-  scale_by_cocob scale_by_galore scale_by_madgrad scale_by_muon scale_by_simplified_ademamix
-""".split()
+  stateless_with_tree_map trace with_extra_args_support zero_nans scale_by_acprop scale_by_ademamix
+  scale_by_adopt scale_by_cocob scale_by_galore scale_by_madgrad scale_by_muon scale_by_simplified_ademamix
+""".split()  # noqa: SIM905
 REFUSED = {
   "lookahead": "keeps two copies of the parameters; train_step says so",
   "differentially_private_aggregate": "wants one gradient per example, which no step computes",
