@@ -40,8 +40,10 @@ from nnx_parallel.report.memory import MemoryPlan, memory_plan
 from nnx_parallel.report.remat import with_remat
 from nnx_parallel.report.search import SearchResult, search
 from nnx_parallel.report.topology import topology_mesh
+from nnx_parallel.train.convolutions import with_right_gradients
 from nnx_parallel.train.loss_scale import loss_scale_of, with_loss_scale
 from nnx_parallel.train.precision import Precision
+from nnx_parallel.train.quantized import quantized
 from nnx_parallel.train.step import EvalStep, TrainStep, eval_step, train_step
 from nnx_parallel.train.wrappers import ema_of, skip_nonfinite, with_ema, with_masters
 
@@ -99,6 +101,7 @@ __all__ = [
   "plan",
   "plan_page",
   "presets",
+  "quantized",
   "replicate",
   "report_svg",
   "reshard",
@@ -115,4 +118,5 @@ __all__ = [
   "with_loss_scale",
   "with_masters",
   "with_remat",
+  "with_right_gradients",
 ]

@@ -19,12 +19,12 @@ if TYPE_CHECKING:
   from nnx_parallel.layout.plan import LeafPlan
 
 
-def owner(path: Path, parameters: Mapping[Path, LeafPlan]) -> Path | None:
+def owner(path: Path, parameters: Mapping[Path, object]) -> Path | None:
   """The parameter whose path ends this optimizer path: `opt_state.0.mu.up.kernel` -> `up.kernel`.
 
   Args:
     path: path inside the optimizer.
-    parameters: the model's leaves by path.
+    parameters: anything by the path of the parameter.
 
   Returns:
     The longest such path, or None: a step counter, for example.
