@@ -3,49 +3,54 @@
 `plan` decides the layout of every Variable and explains it; everything else reads that plan.
 """
 
-from nnx_parallel.checkpoint.checkpointer import Checkpointer
-from nnx_parallel.create.cache import compilation_cache
-from nnx_parallel.create.constructor import create_sharded_model
-from nnx_parallel.create.explain import CreationReport, creation_report
-from nnx_parallel.create.layout_check import LayoutDifference, check_layout, layout_differences
-from nnx_parallel.create.reshard import from_arrays, reshard
-from nnx_parallel.create.unsharded import unsharded
-from nnx_parallel.errors import (
-  CheckpointError,
-  LayoutMismatchError,
-  MeshError,
-  NnxParallelError,
-  NnxParallelWarning,
-  PlanError,
-  RecipeError,
-  ReportError,
-  ShardingError,
-  TrainError,
-)
-from nnx_parallel.hosts.data import batches, shard_batch
-from nnx_parallel.hosts.fetch import to_host
-from nnx_parallel.layout import presets
-from nnx_parallel.layout.constrain import constrain, use_rules
-from nnx_parallel.layout.infer import infer_rules
-from nnx_parallel.layout.inputs import InputRules
-from nnx_parallel.layout.mesh import abstract_mesh, describe_mesh, make_mesh
-from nnx_parallel.layout.plan import Decision, LeafPlan, ShardingPlan, plan
-from nnx_parallel.layout.resolve import Resolution, resolve_spec
-from nnx_parallel.layout.rules import LogicalRules, PathRules, RuleSet, error, fsdp, replicate
-from nnx_parallel.report.budgets import assert_collectives, assert_fits
-from nnx_parallel.report.chips import Chip, chip
-from nnx_parallel.report.compile_report import CompileReport, compile_report
-from nnx_parallel.report.html import plan_page, report_svg
-from nnx_parallel.report.memory import MemoryPlan, memory_plan
-from nnx_parallel.report.remat import with_remat
-from nnx_parallel.report.search import SearchResult, search
-from nnx_parallel.report.topology import topology_mesh
-from nnx_parallel.train.convolutions import with_right_gradients
-from nnx_parallel.train.loss_scale import loss_scale_of, with_loss_scale
-from nnx_parallel.train.precision import Precision
-from nnx_parallel.train.quantized import quantized
-from nnx_parallel.train.step import EvalStep, TrainStep, eval_step, train_step
-from nnx_parallel.train.wrappers import ema_of, skip_nonfinite, with_ema, with_masters
+from etils import epy
+
+# A name is imported when it is first used: help and usage errors of the command line do not wait for jax.
+with epy.lazy_api_imports(globals()):
+  from nnx_parallel.checkpoint.checkpointer import Checkpointer
+  from nnx_parallel.create.cache import compilation_cache
+  from nnx_parallel.create.constructor import create_sharded_model
+  from nnx_parallel.create.explain import CreationReport, creation_report
+  from nnx_parallel.create.layout_check import LayoutDifference, check_layout, layout_differences
+  from nnx_parallel.create.reshard import from_arrays, reshard
+  from nnx_parallel.create.unsharded import unsharded
+  from nnx_parallel.errors import (
+    CheckpointError,
+    LayoutMismatchError,
+    MeshError,
+    NnxParallelError,
+    NnxParallelWarning,
+    PlanError,
+    RecipeError,
+    ReportError,
+    ShardingError,
+    TrainError,
+  )
+  from nnx_parallel.hosts.data import batches, shard_batch
+  from nnx_parallel.hosts.fetch import to_host
+  from nnx_parallel.layout import presets
+  from nnx_parallel.layout.constrain import constrain, use_rules
+  from nnx_parallel.layout.infer import infer_rules
+  from nnx_parallel.layout.inputs import InputRules
+  from nnx_parallel.layout.mesh import abstract_mesh, describe_mesh, make_mesh
+  from nnx_parallel.layout.plan import Decision, LeafPlan, ShardingPlan, plan
+  from nnx_parallel.layout.resolve import Resolution, resolve_spec
+  from nnx_parallel.layout.rules import LogicalRules, PathRules, RuleSet, error, fsdp, replicate
+  from nnx_parallel.report.budgets import assert_collectives, assert_fits
+  from nnx_parallel.report.chips import Chip, chip
+  from nnx_parallel.report.compile_report import CompileReport, compile_report
+  from nnx_parallel.report.html import plan_page, report_svg
+  from nnx_parallel.report.memory import MemoryPlan, memory_plan
+  from nnx_parallel.report.remat import with_remat
+  from nnx_parallel.report.search import SearchResult, search
+  from nnx_parallel.report.topology import topology_mesh
+  from nnx_parallel.train.convolutions import with_right_gradients
+  from nnx_parallel.train.loss_scale import loss_scale_of, with_loss_scale
+  from nnx_parallel.train.precision import Precision
+  from nnx_parallel.train.quantized import quantized
+  from nnx_parallel.train.rng import fold_rng_over_axis
+  from nnx_parallel.train.step import EvalStep, TrainStep, eval_step, train_step
+  from nnx_parallel.train.wrappers import ema_of, skip_nonfinite, with_ema, with_masters
 
 __all__ = [
   "CheckpointError",
@@ -91,6 +96,7 @@ __all__ = [
   "ema_of",
   "error",
   "eval_step",
+  "fold_rng_over_axis",
   "from_arrays",
   "fsdp",
   "infer_rules",

@@ -53,7 +53,7 @@ def follow(
   """
   own = parameter.shape
   if shape == own:
-    return parameter.spec, parameter.padding, "same shape"
+    return parameter.spec, parameter.padding, "as its parameter"
   extra = len(shape) - len(own)
   if extra > 0 and shape[extra:] == own:
     lead = (None,) * extra

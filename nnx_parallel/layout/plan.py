@@ -24,6 +24,7 @@ from nnx_parallel.errors import PlanError, ShardingError
 from nnx_parallel.layout import offload, optimizer_layout
 from nnx_parallel.layout.attention import check_attention
 from nnx_parallel.layout.constrain import use_rules
+from nnx_parallel.layout.grouped import check_grouped
 from nnx_parallel.layout.leaf import Decision, LeafPlan, Root, Source
 from nnx_parallel.layout.mesh import AnyMesh, axis_sizes, is_explicit
 from nnx_parallel.layout.padding import logical_transformation
@@ -125,6 +126,26 @@ class ShardingPlan:
     """
     rows = (leaf for leaf in self.leaves if leaf.on_host == host and root in (None, leaf.root))
     return sum(leaf.bytes_per_device for leaf in rows)
+
+  def num_parameters(self, wrt: Any = nnx.Param) -> int:
+    """Counts the elements of the model's parameters; tied ones once, padding not at all.
+
+    Args:
+      wrt: which Variables count; a filter as in `nnx.Optimizer`.
+
+    Returns:
+      Elements in all, over all devices.
+
+    Raises:
+      PlanError: as `trainable`.
+
+    Example:
+      >>> import nnx_parallel as nxp
+      >>> from flax import nnx
+      >>> nxp.plan(lambda: nnx.Linear(8, 64, rngs=nnx.Rngs(0)), nxp.make_mesh(fsdp=8)).num_parameters()
+      576
+    """
+    return sum(math.prod(leaf.shape) for leaf in self.trainable(wrt).trained)
 
   def explain(self, name: str) -> str:
     """How one leaf came to its layout.
@@ -498,7 +519,9 @@ def plan(
   model = abstract_module(init, mesh)
   builder = _Builder(mesh, ruleset, uneven)
   builder.optimizer_memory = None if optimizer_memory == "device" else optimizer_memory
-  attention = check_attention(model, builder.sizes)
+  found = check_attention(model, builder.sizes)
+  with contextlib.suppress(ShardingError):
+    found += check_grouped(model, _batch_axes(ruleset, builder.sizes), builder.sizes)
   leaves = builder.model_leaves(model)
   abstract_optimizer = None
   if optimizer is not None:
@@ -516,7 +539,7 @@ def plan(
     wrt,
     model,
     abstract_optimizer,
-    tuple(attention + builder.notes()),
+    tuple(found + builder.notes()),
   )
 
 
@@ -757,7 +780,7 @@ class _Builder:
           why += f"; {more}"
         found = Resolution(spec, padding, ())
         steps = (f"state of parameter {path_str(parameter)}: {why}",)
-        decision = Decision("parameter", f"{path_str(parameter)}: {why}", steps)
+        decision = Decision("parameter", why, steps)
         row = self._leaf("optimizer", path, leaf, by_path[parameter].names, found, decision)
         if shape:  # scalars are not worth a transfer
           row = dataclasses.replace(row, memory_kind=self.optimizer_memory)

@@ -155,7 +155,7 @@ def grouped(leaves: Iterable[LeafPlan]) -> list[tuple[str, list[LeafPlan]]]:
   groups: dict[object, list[LeafPlan]] = {}
   for leaf in leaves:
     pattern = _pattern(leaf)
-    key = (pattern, leaf.shape, leaf.dtype, leaf.spec, leaf.kind, leaf.memory_kind, why(leaf))
+    key = (pattern, leaf.shape, leaf.dtype, leaf.spec, leaf.kind, leaf.memory_kind, leaf.decision.reason)
     groups.setdefault(key, []).append(leaf)
   return [(_common_name(found), found) for found in groups.values()]
 
@@ -171,14 +171,6 @@ def _common_name(leaves: Sequence[LeafPlan]) -> str:
   parts = zip(differs, _pattern(leaves[0])[1:], paths[0], strict=True)
   name = ".".join(pattern if differ else str(part) for differ, pattern, part in parts)
   return name if leaves[0].root == "model" else f"optimizer/{name}"
-
-
-def why(leaf: LeafPlan) -> str:
-  """The leaf's reason without its own path, so that alike leaves have the same."""
-  reason = leaf.decision.reason
-  if leaf.decision.source == "parameter":
-    reason = reason.partition(": ")[2] or reason
-  return "as its parameter" if reason == "same shape" else reason
 
 
 def _optimizer_groups(plan: ShardingPlan) -> list[tuple[str, list[LeafPlan]]]:
@@ -209,7 +201,7 @@ def _row(name: str, leaves: Sequence[LeafPlan]) -> tuple[str, ...]:
   first = leaves[0]
   same_array = len({leaf.shape for leaf in leaves}) == 1
   same_spec = len({leaf.spec for leaf in leaves}) == 1
-  reason = why(first) if same_array else "as its parameter"
+  reason = first.decision.reason if same_array else "as its parameter"
   if any(first.padding) and same_array:
     reason += f"; stored as {format_array('', first.storage_shape)}"
   if first.memory_kind:

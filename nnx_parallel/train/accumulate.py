@@ -215,10 +215,8 @@ def _scan(
     total, moving = carry
     current = [moving.get(i, array) for i, array in enumerate(rest)]
     grads, (found, changed, weight) = grad(trained, current, part)
-    total = [
-      _pin(so_far + _weighed(wide_grad(g), weight), where)
-      for so_far, g, where in zip(total, grads, layouts, strict=True)
-    ]
+    grads = [_pin(_weighed(wide_grad(g), weight), where) for g, where in zip(grads, layouts, strict=True)]
+    total = [_pin(a + b, where) for a, b, where in zip(total, grads, layouts, strict=True)]
     moving = {i: changed[i].astype(array.dtype) if i in changed else array for i, array in moving.items()}
     return (total, moving), found
 
@@ -243,8 +241,10 @@ def _weighed(x: jax.Array, weight: jax.Array | None) -> jax.Array:
 
 
 def _pin(x: jax.Array, where: Any) -> jax.Array:
-  if where is None or (isinstance(where, NamedSharding) and AxisType.Explicit in where.mesh.axis_types):
+  if where is None:
     return x
+  if isinstance(where, NamedSharding) and AxisType.Explicit in where.mesh.axis_types:
+    return jax.sharding.reshard(x, where)
   return jax.lax.with_sharding_constraint(x, where)
 
 
@@ -253,7 +253,12 @@ def _split(x: Any, count: int) -> jax.Array:
   x = jnp.asarray(x)
   if not x.ndim:
     return jnp.broadcast_to(x, (count,))
-  return x.reshape(x.shape[0] // count, count, *x.shape[1:]).swapaxes(0, 1)
+  parts = x.reshape(x.shape[0] // count, count, *x.shape[1:]).swapaxes(0, 1)
+  own: Any = jax.typeof(x).sharding
+  if AxisType.Explicit in own.mesh.axis_types:
+    # The types of a user's arrays must not depend on the microbatches: reshape drops axes of size 1.
+    return jax.sharding.reshard(parts, NamedSharding(own.mesh, PartitionSpec(None, *own.spec)))
+  return parts
 
 
 def _join(x: jax.Array) -> jax.Array:

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import optax
 import optax.contrib
 from flax import nnx
+from jax.sharding import AxisType
 
 from nnx_parallel.errors import TrainError
 from nnx_parallel.layout.variables import Path, path_str
@@ -262,7 +263,35 @@ def apply(optimizer: Any, model: Any, grads: Any, loss: Any, value_fn: Callable[
   # optax raises a Python float to an int32 power, and multiplies arrays of shape (1,) with matrices: a
   # user's strict promotion would refuse both.
   with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-    optimizer.update(model, grads, **extra)
+    if _is_split_further(optimizer, model, grads):
+      _update_on_auto_axes(optimizer, model, grads, extra)
+    else:
+      optimizer.update(model, grads, **extra)
+
+
+def _is_split_further(optimizer: Any, model: Any, grads: Any) -> bool:
+  """Whether, on an Explicit mesh, state lies otherwise than its parameter (ZeRO): optax adds the two."""
+  params: list[Any] = [jax.typeof(x) for x in jax.tree.leaves(nnx.state(model, optimizer.wrt))]
+  if not any(AxisType.Explicit in kind.sharding.mesh.axis_types for kind in params):
+    return False
+  known = {(kind.shape, kind.sharding.spec) for kind in params}
+  shapes = {kind.shape for kind in params}
+  state: list[Any] = [jax.typeof(x) for x in jax.tree.leaves((grads, optimizer.opt_state))]
+  return any(kind.shape in shapes and (kind.shape, kind.sharding.spec) not in known for kind in state)
+
+
+def _update_on_auto_axes(optimizer: Any, model: Any, grads: Any, extra: dict[str, Any]) -> None:
+  """Lets the compiler move what optax adds up, and gives every array back where it was."""
+  extra = {name: value for name, value in extra.items() if not callable(value)}  # traced on Explicit axes
+  graphdef, state = nnx.split((model, optimizer))
+
+  def update(state: Any, grads: Any, extra: Any) -> Any:
+    pair = nnx.merge(graphdef, state)
+    pair[1].update(pair[0], grads, **extra)
+    return nnx.state(pair)
+
+  placed = jax.tree.map(lambda x: jax.typeof(x).sharding, state)
+  nnx.update((model, optimizer), jax.sharding.auto_axes(update, out_sharding=placed)(state, grads, extra))
 
 
 def extra_arguments(tx: Any, state: Any, given: dict[str, Any]) -> dict[str, Any]:

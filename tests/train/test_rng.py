@@ -1,0 +1,189 @@
+"""Dropout draws what one device does on every jit layout; in manual code each data shard draws its own."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from jax import P
+
+import nnx_parallel as nxp
+from nnx_parallel.testing import assert_same_training, run_training
+
+
+class Net(nnx.Module):
+  """Noise on the input, dropout in the middle."""
+
+  def __init__(self, rngs):
+    self.up = nnx.Linear(8, 32, rngs=rngs, kernel_metadata={"out_sharding": ("embed", "mlp")})
+    self.down = nnx.Linear(32, 8, rngs=rngs, kernel_metadata={"out_sharding": ("mlp", "embed")})
+    self.dropout = nnx.Dropout(0.5, rngs=rngs)
+    self.noise = rngs.noise.fork()
+
+  def __call__(self, x):
+    x = x + 0.1 * self.noise.normal(x.shape)
+    return self.down(self.dropout(nnx.relu(self.up(x))))
+
+
+def init():
+  return Net(nnx.Rngs(0))
+
+
+def loss_fn(model, x):
+  return jnp.square(model(x) - x).mean()
+
+
+RULES = nxp.LogicalRules(batch=("data", "fsdp"), embed="fsdp", mlp="tensor")
+BATCHES = list(np.random.default_rng(0).normal(size=(3, 16, 8)).astype(np.float32))
+
+
+def plan_on(*sizes):
+  axes = dict(zip(("data", "fsdp", "tensor"), sizes, strict=True))
+  mesh = nxp.make_mesh(axes, devices=jax.devices()[: int(np.prod(sizes))])
+  return nxp.plan(init, mesh, RULES, optimizer=optax.adam(1e-2))
+
+
+def explicit_plan():
+  # Stock layers cannot contract a split dim on Explicit axes, so the kernels stay whole.
+  rules = nxp.LogicalRules(batch="data", embed=None, mlp=None)
+  return nxp.plan(init, nxp.make_mesh(data=8, explicit=True), rules, optimizer=optax.adam(1e-2))
+
+
+def test_dropout_and_noise_equal_one_device():
+  plans = {"dp": plan_on(8, 1, 1), "fsdp x tp": plan_on(1, 4, 2), "explicit": explicit_plan()}
+  assert_same_training(loss_fn, plans, BATCHES)
+
+
+def test_microbatches_draw_what_one_device_draws_for_them():
+  one = run_training(plan_on(1, 1, 1), loss_fn, BATCHES, microbatches=2)
+  many = run_training(plan_on(2, 2, 2), loss_fn, BATCHES, microbatches=2)
+  np.testing.assert_allclose(many.losses, one.losses, rtol=1e-5)
+  for path, norm in one.norms.items():
+    np.testing.assert_allclose(many.norms[path], norm, rtol=2e-5, err_msg=path)
+
+
+MESH = {"data": 4, "tensor": 2}
+
+
+def drawn(draw, target):
+  """What each shard draws, as (data, tensor, 16)."""
+  body = lambda target: draw(target)[None, None]
+  run = jax.shard_map(
+    body, mesh=nxp.make_mesh(MESH), in_specs=P(), out_specs=P("data", "tensor"), check_vma=False
+  )
+  return np.asarray(jax.jit(run)(target))
+
+
+def uniform(key):
+  return jax.random.uniform(key, (16,))
+
+
+TARGETS = {
+  "typed key": (jax.random.key, uniform),
+  "raw key": (jax.random.PRNGKey, uniform),
+  "rngs": (nnx.Rngs, lambda rngs: uniform(rngs.dropout())),
+  "stream": (lambda seed: nnx.Rngs(seed).dropout, lambda stream: uniform(stream())),
+  "module": (
+    lambda seed: nnx.Dropout(0.5, rngs=nnx.Rngs(seed)),
+    lambda dropout: dropout(jnp.ones((16,))),
+  ),
+}
+
+
+@pytest.mark.parametrize("kind", TARGETS)
+def test_data_shards_differ_and_model_shards_agree(kind):
+  make, draw = TARGETS[kind]
+  target = make(0)
+  if isinstance(target, nnx.Pytree):
+    graphdef, target = nnx.split(target)
+    restored = lambda state: nnx.merge(graphdef, state)
+  else:
+    restored = lambda key: key
+  same = drawn(lambda t: draw(restored(t)), target)
+  assert (same == same[0, 0]).all()  # the trap: every shard draws the same
+  found = drawn(lambda t: draw(nxp.fold_rng_over_axis(restored(t), "data")), target)
+  assert (found[:, 0] == found[:, 1]).all()
+  assert len({row.tobytes() for row in found[:, 0]}) == 4
+  both = drawn(lambda t: draw(nxp.fold_rng_over_axis(restored(t), ("data", "tensor"))), target)
+  assert len({row.tobytes() for row in both.reshape(8, 16)}) == 8
+
+
+def test_streams_split_over_layers_are_folded_one_by_one():
+  rngs = nnx.Rngs(0)
+  stream = rngs.dropout.split(3)
+  graphdef, state = nnx.split(stream)
+
+  def draw(state):
+    return jax.vmap(uniform)(nxp.fold_rng_over_axis(nnx.merge(graphdef, state), "data").key[...])
+
+  found = drawn(draw, state)
+  assert len({row.tobytes() for row in found[:, 0].reshape(12, 16)}) == 12
+
+
+def test_a_module_without_streams_is_returned_as_it_is():
+  plain = nnx.Param(jnp.zeros(16))
+  module = nnx.Dict(w=plain)
+
+  def body(x):
+    assert nxp.fold_rng_over_axis(module, "data") is module
+    return x
+
+  drawn(body, jnp.zeros(16))
+
+
+def test_the_module_keeps_its_keys_and_its_counters_advance():
+  dropout = nxp.create_sharded_model(lambda: nnx.Dropout(0.5, rngs=nnx.Rngs(0)), nxp.make_mesh(MESH))
+  key = jax.random.key_data(dropout.rngs.key[...])
+
+  @nnx.jit
+  @nnx.shard_map(mesh=nxp.make_mesh(MESH), in_specs=(P(), P("data")), out_specs=P("data"))
+  def drop(dropout, x):
+    return nxp.fold_rng_over_axis(dropout, "data")(x)
+
+  first, second = (np.asarray(drop(dropout, jnp.ones((4, 32)))) for _ in range(2))
+  assert len({row.tobytes() for row in [*first, *second]}) == 8
+  assert (jax.random.key_data(dropout.rngs.key[...]) == key).all()
+  assert int(dropout.rngs.count[...]) == 2
+
+
+def manual_step(mesh):
+  """Data parallel by hand: each shard its own masks, gradients averaged."""
+
+  @nnx.jit
+  def step(model, optimizer, x):
+    @nnx.shard_map(mesh=mesh, in_specs=(P(), P("data")), out_specs=(P(), P()))
+    def gradients(model, x):
+      loss, grads = nnx.value_and_grad(loss_fn)(nxp.fold_rng_over_axis(model, "data"), x)
+      return jax.lax.pmean(loss, "data"), jax.tree.map(lambda g: g / 8, grads)
+
+    loss, grads = gradients(model, x)
+    optimizer.update(model, grads)
+    return loss
+
+  return step
+
+
+def test_manual_training_resumes_bit_for_bit(tmp_path):
+  plan = plan_on(8, 1, 1)
+  batches = [nxp.shard_batch(b, plan) for b in [*BATCHES, *BATCHES]]
+  model, optimizer = nxp.create_sharded_model(plan)
+  step = manual_step(plan.mesh)
+  [float(step(model, optimizer, b)) for b in batches[:3]]
+  with nxp.Checkpointer(tmp_path) as checkpointer:
+    checkpointer.save(3, model, optimizer)
+    straight = [float(step(model, optimizer, b)) for b in batches[3:]]
+    model, optimizer = checkpointer.restore(plan)
+  assert [float(step(model, optimizer, b)) for b in batches[3:]] == straight
+  assert len(set(straight)) == 3
+
+
+def test_what_cannot_be_folded():
+  with pytest.raises(
+    nxp.TrainError, match=r"cannot fold over 'data': .* not split along that axis by hand\."
+  ):
+    nxp.fold_rng_over_axis(jax.random.key(0), "data")
+  with pytest.raises(nxp.TrainError, match=r"cannot fold a int over an axis: it is no PRNG key\."):
+    nxp.fold_rng_over_axis(3, "data")
