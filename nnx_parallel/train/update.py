@@ -41,6 +41,7 @@ class Recipe:
     remat: a name in `REMAT`, a policy of `jax.checkpoint`, or None.
     outputs: names of metrics that are per-example arrays.
     scattered: whether gradients take the layout of their optimizer state as soon as they exist.
+    reduction: dtype in which replicas sum their gradients, or None.
   """
 
   loss_fn: LossFn | Mapping[Any, LossFn]
@@ -48,6 +49,7 @@ class Recipe:
   remat: str | Callable[..., Any] | None = None
   outputs: tuple[str, ...] = ()
   scattered: bool = False
+  reduction: Any = None
 
 
 def update(recipe: Recipe, models: Any, optimizers: Any, batch: Any, layouts: Any) -> tuple[Metrics, str]:
@@ -135,7 +137,7 @@ def _update_once(
   trained = [i for i in range(len(arrays)) if _is_trained(template, i, optimizers)]
   _check_trained(template, trained, optimizers)
   rest = [i for i in range(len(arrays)) if i not in set(trained)]
-  whole = recipe.microbatches == 1
+  whole = recipe.microbatches == 1 and recipe.reduction is None
   scale = common_scale(optimizers.values())
 
   def objective(train: list[Any], others: list[Any], part: Any) -> Any:
@@ -172,7 +174,7 @@ def _update_once(
   if whole:
     total = whole_batch(objective, train, others, batch, layout)
   else:
-    total = in_microbatches(objective, train, others, batch, recipe.microbatches, layout)
+    total = in_microbatches(objective, train, others, batch, recipe.microbatches, layout, recipe.reduction)
   for n, value in total.rest.items():
     leaf = template.leaves[rest[n]]
     if not isinstance(leaf, nnx.Variable):

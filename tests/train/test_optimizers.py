@@ -213,6 +213,7 @@ def trained(layout):
   }
 
 
+@pytest.mark.timeout(900)  # one program of all optimizers: about 20 s of processor time to compile
 @pytest.mark.parametrize("layout", [name for name in MESHES if name != "one device"])
 def test_every_optimizer_gives_the_same_numbers(layout):
   one, many = trained("one device"), trained(layout)
