@@ -22,7 +22,7 @@ def accept_extra(tx: optax.GradientTransformation) -> optax.GradientTransformati
     >>> from nnx_parallel.layout.extra_args import accept_extra
     >>> tx = accept_extra(optax.contrib.sam(optax.sgd(0.1), optax.sgd(0.1)))
     >>> tx.update(jnp.ones(2), tx.init(jnp.ones(2)), jnp.ones(2), value=1.0)[0]
-    Array([-0.1, -0.1], dtype=float32)
+    Array([0.1, 0.1], dtype=float32)
   """
   inner = optax.with_extra_args_support(tx)
   names = inspect.signature(inner.update).parameters
