@@ -293,7 +293,8 @@ def _update_on_auto_axes(optimizer: Any, model: Any, grads: Any, extra: dict[str
     return nnx.state(pair)
 
   placed = jax.tree.map(lambda x: jax.typeof(x).sharding, state)
-  nnx.update((model, optimizer), jax.sharding.auto_axes(update, out_sharding=placed)(state, grads, extra))
+  moved: Any = jax.sharding.auto_axes(update, out_sharding=placed)
+  nnx.update((model, optimizer), moved(state, grads, extra))
 
 
 def extra_arguments(tx: Any, state: Any, given: dict[str, Any]) -> dict[str, Any]:
