@@ -46,8 +46,10 @@ with epy.lazy_api_imports(globals()):
   from nnx_parallel.report.roofline import StepTime, predict_time
   from nnx_parallel.report.search import SearchResult, search
   from nnx_parallel.report.topology import topology_mesh
+  from nnx_parallel.train.convolutions import with_right_gradients
   from nnx_parallel.train.loss_scale import loss_scale_of, with_loss_scale
   from nnx_parallel.train.precision import Precision
+  from nnx_parallel.train.quantized import quantized
   from nnx_parallel.train.rng import fold_rng_over_axis
   from nnx_parallel.train.step import EvalStep, TrainStep, eval_step, train_step
   from nnx_parallel.train.wrappers import ema_of, skip_nonfinite, with_ema, with_masters
@@ -109,6 +111,7 @@ __all__ = [
   "plan_page",
   "predict_time",
   "presets",
+  "quantized",
   "replicate",
   "report_svg",
   "reshard",
@@ -126,4 +129,5 @@ __all__ = [
   "with_loss_scale",
   "with_masters",
   "with_remat",
+  "with_right_gradients",
 ]

@@ -6,7 +6,7 @@ import argparse
 import difflib
 import math
 import os
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from nnx_parallel.errors import MeshError
 
@@ -41,6 +41,25 @@ def add_mesh(parser: argparse.ArgumentParser) -> None:
     metavar="N",
     help="simulate N CPU devices (default, without an accelerator: as many as the mesh has)",
   )
+
+
+def add_optimizer(parser: argparse.ArgumentParser) -> None:
+  """Adds `--zero` and `--offload`, which say where optimizer state lies."""
+  parser.add_argument(
+    "--zero",
+    type=int,
+    choices=(0, 1),
+    default=0,
+    help="1 splits the optimizer state over the axes of the batch too (ZeRO-1)",
+  )
+  parser.add_argument(
+    "--offload", action="store_true", help="keep the optimizer state in host memory between steps"
+  )
+
+
+def optimizer_options(args: argparse.Namespace) -> dict[str, Any]:
+  """What `add_optimizer` added, as arguments of `nxp.plan`."""
+  return {"zero": args.zero, "optimizer_memory": "pinned_host" if args.offload else None}
 
 
 def parse_mesh(text: str) -> Sizes:

@@ -28,6 +28,7 @@ def register(commands: Commands) -> None:
   )
   options.add_recipe(parser)
   options.add_mesh(parser)
+  options.add_optimizer(parser)
   parser.add_argument("--explain", metavar="PATH", help="how one Variable came to its layout")
   parser.add_argument(
     "--json", action="store_true", help="the plan as JSON, which ShardingPlan.from_json reads"
@@ -54,7 +55,7 @@ def run(args: argparse.Namespace) -> int:
     mesh = options.real_mesh(sizes, args.devices)
   else:
     mesh = nxp.abstract_mesh(sizes)
-  plan = plan_recipe(recipe, mesh)
+  plan = plan_recipe(recipe, mesh, **options.optimizer_options(args))
   wanted = args.chip or (args.html and recipe.loss and recipe.batches)
   memory = _memory(recipe, plan, args) if wanted else None
   if args.html:

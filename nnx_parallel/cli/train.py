@@ -34,6 +34,7 @@ def register(commands: Commands) -> None:
   )
   options.add_recipe(parser)
   options.add_mesh(parser)
+  options.add_optimizer(parser)
   add = parser.add_argument
   add("--steps", type=positive, default=200, metavar="N", help="the last step's number (200)")
   add("--microbatches", type=positive, metavar="N", help="cut each global batch into N parts")
@@ -70,7 +71,8 @@ def run(args: argparse.Namespace) -> int:
   options.start_devices(sizes, args.devices)
   if args.compilation_cache is not None:
     nxp.compilation_cache(args.compilation_cache)
-  plan = plan_recipe(recipe, options.real_mesh(sizes, args.devices))
+  mesh = options.real_mesh(sizes, args.devices)
+  plan = plan_recipe(recipe, mesh, **options.optimizer_options(args))
   check_first_batch(recipe, plan)
   with open_checkpoints(args.checkpoint, resume=args.resume) as checkpointer:
     job = make_job(recipe, plan, checkpointer, microbatches=args.microbatches)

@@ -37,6 +37,9 @@ def create_sharded_model(
   optimizer: optax.GradientTransformation | None = None,
   wrt: Any = nnx.Param,
   uneven: Uneven = "error",
+  zero: int = 0,
+  zero_axes: Sequence[str] | str | None = None,
+  optimizer_memory: str | None = None,
   compile: Compile = "slices",
 ) -> Any:
   """Builds a module (and its optimizer) with every Variable created directly in its shards.
@@ -51,6 +54,9 @@ def create_sharded_model(
     optimizer: an optax transformation, when `init` is a constructor.
     wrt: which Variables it trains.
     uneven: the policy for uneven dims, when `init` is a constructor.
+    zero: the ZeRO stage of the optimizer state, when `init` is a constructor.
+    zero_axes: the axes of that stage, when `init` is a constructor.
+    optimizer_memory: where optimizer state lies between steps, when `init` is a constructor.
     compile: `"slices"`: one program for each distinct initializer, run for each Variable that has it; the
       compile time does not grow with depth. `"whole"`: the constructor as one `nnx.jit` program, the
       reference. A constructor that cannot be cut is created whole; a warning is logged, and
@@ -72,10 +78,10 @@ def create_sharded_model(
     P(None, 'fsdp')
   """
   if isinstance(init, ShardingPlan):
-    again = mesh is not None or rules is not None or optimizer is not None
-    if again or wrt is not nnx.Param or uneven != "error":
+    again = (mesh, rules, optimizer, zero_axes, optimizer_memory) != (None,) * 5
+    if again or wrt is not nnx.Param or uneven != "error" or zero:
       raise PlanError(
-        "create_sharded_model got a plan and also mesh, rules, optimizer, wrt or uneven.",
+        "create_sharded_model got a plan and also mesh, rules, optimizer, or an option of plan().",
         details="a plan already holds all of them",
         fix="create_sharded_model(plan)",
       )
@@ -86,7 +92,17 @@ def create_sharded_model(
       fix="create_sharded_model(init, nxp.make_mesh(fsdp=-1), nxp.fsdp())",
     )
   else:
-    the_plan = make_plan(init, mesh, rules, optimizer=optimizer, wrt=wrt, uneven=uneven)
+    the_plan = make_plan(
+      init,
+      mesh,
+      rules,
+      optimizer=optimizer,
+      wrt=wrt,
+      uneven=uneven,
+      zero=zero,
+      zero_axes=zero_axes,
+      optimizer_memory=optimizer_memory,
+    )
   the_plan.warn_replicated(stacklevel=3)
   return instantiate(the_plan, construct(the_plan, compile))
 

@@ -1,11 +1,11 @@
 """Optimizer state in host memory, brought to the device a few parameters at a time.
 
-A transformation that gets all of its state at once brings all of it to the device at once: with Adam, XLA then
-needs more temporaries than the state took (measured by the TPU compiler). So the update is traced and its
-equations are sorted by the parameter whose state they wait for. State is fetched parameter by parameter, and an
-optimization barrier makes each fetch wait until the state of an earlier group is back in host memory. No rule
-about any optimizer is needed: what depends on gradients alone (a global norm) comes first, and what depends on
-several parameters' state comes when the last of them is there.
+A transformation that gets all of its state at once brings all of it to the device at once: with Adam, the
+temporaries are then as large as the state was (measured with the TPU compiler). So the update is traced, and
+its equations are sorted by the parameter whose state they wait for. State is fetched parameter by parameter,
+and an optimization barrier makes each fetch wait until the state of an earlier group is back in host memory.
+No rule about any optimizer is needed: what depends on gradients alone (a global norm) comes first, and what
+depends on several parameters' state comes when the last of them is there.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import jax.extend.core as jex
 import optax
 
 from nnx_parallel.errors import PlanError
-from nnx_parallel.layout.leaf import HOST_KINDS
+from nnx_parallel.layout.extra_args import accept_extra
 from nnx_parallel.layout.optimizer_layout import owner
 from nnx_parallel.layout.variables import Path, path_str
 
@@ -31,18 +31,18 @@ _AHEAD = 2  # groups under way: one is fetched while another is computed or retu
 
 
 def check_kind(kind: str | None) -> None:
-  """Refuses a memory kind that no device has.
+  """Refuses what is neither the device's memory nor the one that devices copy from.
 
   Args:
     kind: what the user asked for.
 
   Raises:
-    PlanError: a kind that jax does not know.
+    PlanError: another kind: a compiled program returns host arrays in `pinned_host` only.
   """
-  if kind is not None and kind not in ("device", *HOST_KINDS):
+  if kind not in (None, "device", "pinned_host"):
     raise PlanError(
-      f"optimizer_memory={kind!r} is not a kind of memory.",
-      fix=f"None for the device's own, or one of {', '.join(map(repr, HOST_KINDS))}.",
+      f"optimizer_memory={kind!r} is not a memory that state can be fetched from.",
+      fix='optimizer_memory="pinned_host", or None for the device\'s own.',
     )
 
 
@@ -70,7 +70,7 @@ def streamed(
     >>> updates["a"].sharding.memory_kind, state.trace["a"].sharding.memory_kind
     ('device', 'pinned_host')
   """
-  inner = optax.with_extra_args_support(tx)
+  inner = accept_extra(tx)
 
   def update(grads: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
     leaves, structure = jax.tree.flatten(state)
@@ -94,8 +94,8 @@ def _on_host(leaf: Any) -> bool:
 
 def _groups(state: Any, grads: Any, sizes: Mapping[str, int]) -> list[int]:
   """For each leaf of `state`, the number of the group that it is fetched with; 0 for what is not fetched."""
-  parameters: Any = {_plain(path): None for path, _ in jax.tree_util.tree_leaves_with_path(grads)}
-  rows = [(_plain(path), leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(state)]
+  parameters: Any = {plain_path(path): None for path, _ in jax.tree_util.tree_leaves_with_path(grads)}
+  rows = [(plain_path(path), leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(state)]
   owners = [owner(path, parameters) if _on_host(leaf) else () for path, leaf in rows]
   numbers: dict[Path | None, int] = {(): 0}
   number, held = 1, 0
@@ -110,7 +110,9 @@ def _groups(state: Any, grads: Any, sizes: Mapping[str, int]) -> list[int]:
   return [numbers[of] for of in owners]
 
 
-def _plain(path: Sequence[Any]) -> Path:
+def plain_path(path: Sequence[Any]) -> Path:
+  """A path of `jax.tree_util` in the plain parts of a plan's paths."""
+
   def part(key: Any) -> Any:
     return next(getattr(key, name) for name in ("key", "idx", "name") if hasattr(key, name))
 

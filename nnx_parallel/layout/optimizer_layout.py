@@ -19,12 +19,12 @@ if TYPE_CHECKING:
   from nnx_parallel.layout.plan import LeafPlan
 
 
-def owner(path: Path, parameters: Mapping[Path, LeafPlan]) -> Path | None:
+def owner(path: Path, parameters: Mapping[Path, object]) -> Path | None:
   """The parameter whose path ends this optimizer path: `opt_state.0.mu.up.kernel` -> `up.kernel`.
 
   Args:
     path: path inside the optimizer.
-    parameters: the model's leaves by path.
+    parameters: anything by the path of the parameter.
 
   Returns:
     The longest such path, or None: a step counter, for example.
@@ -179,7 +179,8 @@ def dims_of(shape: tuple[int, ...], own: tuple[int, ...]) -> tuple[int | None, .
   """Which dims of a parameter an array has, by size and in order.
 
   Args:
-    shape: of the array. Sizes of 1 stand for dims that were summed away, or for placeholders: they match none.
+    shape: of the array. Sizes of 1 stand for dims that were summed away, or for placeholders: they match
+      none.
     own: of the parameter.
 
   Returns:

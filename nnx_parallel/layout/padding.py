@@ -24,6 +24,7 @@ from jax.core import Tracer
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from nnx_parallel.errors import ShardingError
+from nnx_parallel.layout.extra_args import accept_extra
 
 PADDED = "padded_shape"
 """Metadata key of a padded Variable: `(logical shape, storage shape)`."""
@@ -244,6 +245,7 @@ def logical_transformation(
   Returns:
     A transformation for parameters and state at their storage shapes.
   """
+  inner = accept_extra(tx)
 
   @functools.cache
   def state_shapes() -> list[tuple[int, ...]]:
@@ -256,7 +258,7 @@ def logical_transformation(
     structure = jax.tree.structure(grads)
     cut = functools.partial(_cut, shapes=parameter_shapes)
     like_params = {k: cut(v) if jax.tree.structure(v) == structure else v for k, v in extra.items()}
-    updates, new_state = cast(Any, tx).update(
+    updates, new_state = inner.update(
       cut(grads), _cut(state, state_shapes()), None if params is None else cut(params), **like_params
     )
     return _fill(updates, stored_grads), _fill(new_state, stored_state)

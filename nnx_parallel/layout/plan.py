@@ -25,7 +25,7 @@ from nnx_parallel.layout import offload, optimizer_layout
 from nnx_parallel.layout.attention import check_attention
 from nnx_parallel.layout.constrain import use_rules
 from nnx_parallel.layout.grouped import check_grouped
-from nnx_parallel.layout.leaf import HOST_KINDS, Decision, LeafPlan, Root, Source
+from nnx_parallel.layout.leaf import Decision, LeafPlan, Root, Source
 from nnx_parallel.layout.mesh import AnyMesh, axis_sizes, is_explicit
 from nnx_parallel.layout.padding import logical_transformation
 from nnx_parallel.layout.resolve import Resolution, extend_spec, resolve_spec
@@ -376,7 +376,7 @@ class ShardingPlan:
 
   @functools.cached_property
   def live_tx(self) -> Any:
-    """The transformation that live optimizers run: `tx`, at logical shapes and from host memory if planned."""
+    """What live optimizers run: `tx`, at logical shapes and with state from host memory, where so planned."""
     tx = self.tx
     if tx is not None and any(any(leaf.padding) for leaf in self.leaves):
       tx = logical_transformation(tx, nnx.as_pure(nnx.state(self.abstract_model, self.wrt)))
@@ -518,7 +518,7 @@ def plan(
   ruleset = RuleSet.of(rules).with_uneven(uneven)
   model = abstract_module(init, mesh)
   builder = _Builder(mesh, ruleset, uneven)
-  builder.optimizer_memory = optimizer_memory if optimizer_memory in HOST_KINDS else None
+  builder.optimizer_memory = None if optimizer_memory == "device" else optimizer_memory
   found = check_attention(model, builder.sizes)
   with contextlib.suppress(ShardingError):
     found += check_grouped(model, _batch_axes(ruleset, builder.sizes), builder.sizes)

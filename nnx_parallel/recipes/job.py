@@ -20,13 +20,14 @@ from nnx_parallel.train.metrics import Record, StepClock
 Observer = Callable[[int, Record], None]
 
 
-def plan_recipe(recipe: Recipe, mesh: Any, rules: Any = None) -> nxp.ShardingPlan:
+def plan_recipe(recipe: Recipe, mesh: Any, rules: Any = None, **options: Any) -> nxp.ShardingPlan:
   """The plan of a recipe's model and optimizer.
 
   Args:
     recipe: gives `init`, and `optimizer` and `rules` if it has them.
     mesh: real or abstract.
     rules: instead of the recipe's; a recipe without rules is planned with `nxp.fsdp()`.
+    **options: for `nxp.plan`: `zero`, `optimizer_memory`.
 
   Raises:
     ShardingError: rules that do not fit.
@@ -40,7 +41,7 @@ def plan_recipe(recipe: Recipe, mesh: Any, rules: Any = None) -> nxp.ShardingPla
   if rules is None:
     rules = recipe.rules() if recipe.rules is not None else nxp.fsdp()
   optimizer = recipe.optimizer() if recipe.optimizer is not None else None
-  return nxp.plan(recipe.init, mesh, rules, optimizer=optimizer)
+  return nxp.plan(recipe.init, mesh, rules, optimizer=optimizer, **options)
 
 
 @dataclasses.dataclass

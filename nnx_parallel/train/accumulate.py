@@ -80,7 +80,13 @@ def whole_batch(
 
 
 def in_microbatches(
-  objective: Objective, trained: list[Any], rest: list[Any], batch: Any, count: int, layout: Layout
+  objective: Objective,
+  trained: list[Any],
+  rest: list[Any],
+  batch: Any,
+  count: int,
+  layout: Layout,
+  reduction: Any = None,
 ) -> Total:
   """Gradients summed over `count` microbatches in a scan.
 
@@ -98,22 +104,31 @@ def in_microbatches(
     batch: global arrays with the examples on dim 0.
     count: number of microbatches.
     layout: where the arrays are.
+    reduction: dtype in which replicas that hold the whole model sum their gradients; None: float32.
 
   Returns:
     Sums over all parts.
 
   Raises:
-    TrainError: a batch that does not split evenly.
+    TrainError: a batch that does not split evenly, or a `reduction` that is not in our hands.
   """
   check_divides(batch, count)
   axes, why = _local_axes(objective, trained, rest, batch, count, layout)
+  alone = bool(axes) and all(size == 1 for axis, size in layout.mesh.shape.items() if axis not in axes)
+  if reduction is not None and not alone:
+    raise TrainError(
+      f"reduction={jnp.dtype(reduction)} cannot be honoured: XLA places the reductions of this step.",
+      details=why or "the replicas are split themselves",
+      fix="leave reduction out: gradients are reduced in the dtype in which their layers compute.",
+    )
   if not axes:
     grads, found, changed = _scan(objective, trained, rest, batch, count, layout.trained)
     return Total(grads, found, count, changed, f"in each microbatch: {why}")
   parts = count * _replicas(layout.mesh, axes)
   how = f"once, after the scan, over {', '.join(axes)}"
-  if all(size == 1 for axis, size in layout.mesh.shape.items() if axis not in axes):
-    return _manual(objective, trained, rest, batch, count, layout.mesh, axes, parts, how)
+  if alone:
+    how += f", in {jnp.dtype(reduction or jnp.float32)}"
+    return _manual(objective, trained, rest, batch, count, layout.mesh, axes, parts, how, reduction)
   return _mapped(objective, trained, rest, batch, count, layout, axes, parts, how)
 
 
@@ -127,14 +142,16 @@ def _manual(
   axes: tuple[str, ...],
   parts: int,
   how: str,
+  reduction: Any,
 ) -> Total:
   """Replicas that hold the whole model: each sums its own gradients in a `shard_map` body."""
 
   def local(trained: list[Any], rest: list[Any], batch: Any) -> tuple[Any, Any, Any, Any]:
     grads, found, _ = _scan(objective, trained, rest, batch, count, [None] * len(trained))
+    grads = grads if reduction is None else [g.astype(reduction) for g in grads]
     # One call for everything: XLA combines it into one all-reduce.
     grads, sums, counts = jax.lax.psum((grads, found.sums, found.counts), axes)
-    return grads, sums, counts, found.outputs
+    return [wide_grad(g) for g in grads], sums, counts, found.outputs
 
   split, everywhere = PartitionSpec(axes), PartitionSpec()
   grads, sums, counts, outputs = jax.shard_map(

@@ -30,8 +30,10 @@ from nnx_parallel.train.accumulate import equations, inner_equations
 def with_right_gradients(run: Callable[..., Any], mesh: Any) -> Callable[..., Any]:
   """`run` with every grouped kernel gradient computed by hand-placed convolutions.
 
+  `train_step` does this by itself; it is for steps of your own.
+
   Args:
-    run: a function of arrays, to be traced under `jax.jit`. It is traced once.
+    run: a function of pytrees of arrays, to be traced under `jax.jit`. It is traced once.
     mesh: the mesh of its arrays, concrete or abstract; None on one device.
 
   Returns:
@@ -39,7 +41,6 @@ def with_right_gradients(run: Callable[..., Any], mesh: Any) -> Callable[..., An
 
   Example:
     >>> import jax, jax.numpy as jnp, nnx_parallel as nxp
-    >>> from nnx_parallel.train.convolutions import with_right_gradients
     >>> def loss(kernel, x):
     ...   y = jax.lax.conv_general_dilated(
     ...     x, kernel, (1,), "SAME", dimension_numbers=("NWC", "WIO", "NWC"), feature_group_count=4
@@ -48,7 +49,7 @@ def with_right_gradients(run: Callable[..., Any], mesh: Any) -> Callable[..., An
     >>> mesh = nxp.make_mesh(data=2, model=4)
     >>> x = jax.device_put(jnp.ones((8, 6, 4)), jax.NamedSharding(mesh, jax.P("data")))
     >>> kernel = jax.device_put(jnp.ones((3, 1, 4)), jax.NamedSharding(mesh, jax.P()))
-    >>> print(jax.jit(with_right_gradients(jax.grad(loss), mesh))(kernel, x)[:, 0, 0])
+    >>> print(jax.jit(nxp.with_right_gradients(jax.grad(loss), mesh))(kernel, x)[:, 0, 0])
     [40. 48. 40.]
   """
   if mesh is None or mesh.size == 1:

@@ -1,7 +1,7 @@
 """Dynamic loss scaling: float16 gradients that neither vanish nor overflow.
 
 The scale is part of the optimizer's state, so the plan lays it out and checkpoints carry it. `train_step`
-multiplies the loss by it; the transformation divides the gradients. Both are exact, because it is a power of two.
+multiplies the loss by it; the transformation divides the gradients. Both are exact: it is a power of two.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import optax
 
 from nnx_parallel.errors import TrainError
+from nnx_parallel.layout.extra_args import accept_extra
 from nnx_parallel.layout.variables import value_of
 from nnx_parallel.train.wrappers import all_finite, chosen, is_low, widen
 
@@ -45,15 +46,16 @@ def with_loss_scale(
 ) -> optax.GradientTransformationExtraArgs:
   """Divides gradients by a scale that adapts itself; for computing in float16.
 
-  A step whose gradients hold a NaN or an infinity changes neither parameters nor the state of `tx`, and halves
-  the scale. After `growth_interval` finite steps in a row the scale doubles. Other Variables, such as batch
-  statistics, keep what the forward pass gave them. `train_step` sees this state and multiplies the loss, and
-  its metrics stay unscaled; a step of your own multiplies by `loss_scale_of(optimizer)` before it
+  A step whose gradients hold a NaN or an infinity changes neither parameters nor the state of `tx`, and
+  halves the scale. After `growth_interval` finite steps in a row the scale doubles. Other Variables, such as
+  batch statistics, keep what the forward pass gave them. `train_step` sees this state and multiplies the
+  loss, and its metrics stay unscaled; a step of your own multiplies by `loss_scale_of(optimizer)` before it
   differentiates.
 
   Args:
-    tx: the transformation that gets unscaled gradients. This one must be outermost: what is around it, a clip
-      or `MultiSteps`, would see scaled ones. Float16 parameters need `with_loss_scale(with_masters(tx))`.
+    tx: the transformation that gets unscaled gradients. `with_loss_scale` must be outermost: what is around
+      it, a clip or `MultiSteps`, would see scaled ones. Float16 parameters need
+      `with_loss_scale(with_masters(tx))`.
     initial: the first scale, a power of two.
     growth_interval: finite steps before the scale doubles.
     minimum: the scale is not halved below this power of two.
@@ -73,7 +75,7 @@ def with_loss_scale(
     >>> plan = nxp.plan(init, nxp.make_mesh(fsdp=8), nxp.fsdp(min_size=0), optimizer=tx)
     >>> model, optimizer = nxp.create_sharded_model(plan)
     >>> step = nxp.train_step(lambda model, x: (model(x).astype(jnp.float32) ** 2).mean())
-    >>> _ = step(model, optimizer, np.full((8, 8), 3e4, "float16"))  # the squares overflow in the backward pass
+    >>> _ = step(model, optimizer, np.full((8, 8), 3e4, "float16"))  # its gradients overflow
     >>> float(nxp.loss_scale_of(optimizer)), int(optimizer.opt_state.skipped[...])
     (16384.0, 1)
 
@@ -91,7 +93,7 @@ def with_loss_scale(
     )
   if growth_interval < 1:
     raise TrainError(f"growth_interval={growth_interval} is not a number of steps.", fix="1 or more.")
-  inner = optax.with_extra_args_support(tx)
+  inner = accept_extra(tx)
 
   def init(params: Any) -> LossScaleState:
     zero = jnp.zeros((), jnp.int32)

@@ -47,6 +47,8 @@ class Precision:
     output: what the layers named by `output_layers` compute in.
     output_layers: glob patterns of module paths, such as `"head"` or `"*.logits"`: those that make logits.
     masters: whether `optimizer` keeps float32 copies of the parameters.
+    reduction: dtype in which replicas sum gradients, for `train_step(loss_fn, reduction=policy.reduction)`.
+      None leaves it to XLA, which takes the dtype of each layer's compute.
     loss_scale: whether `optimizer` scales the loss, see `with_loss_scale`: float16 needs it, bfloat16 has the
       range of float32.
 
@@ -76,6 +78,7 @@ class Precision:
   output_layers: tuple[str, ...] = ()
   masters: bool = False
   loss_scale: bool = False
+  reduction: DTypeLike | None = None
 
   def __post_init__(self) -> None:
     for name in ("parameters", "compute", "norms", "softmax", "output"):
@@ -183,7 +186,8 @@ class Precision:
       return with_loss_scale(tx)
     if jnp.float16 in (self.parameters, self.compute):
       warnings.warn(
-        "float16 without a loss scale loses gradients below 6e-8. Fix: Precision.float16(), or loss_scale=True",
+        "float16 without a loss scale loses gradients below 6e-8."
+        " Fix: Precision.float16(), or loss_scale=True",
         NnxParallelWarning,
         stacklevel=2,
       )
@@ -194,6 +198,7 @@ class Precision:
     text = f"parameters {self.parameters}{masters}, compute {self.compute}, norms {self.norms}"
     text += f", softmax {self.softmax}"
     text += f", {' '.join(self.output_layers)} {self.output}" if self.output_layers else ""
+    text += f", reduction {jnp.dtype(self.reduction)}" if self.reduction is not None else ""
     return text + (", dynamic loss scale" if self.loss_scale else "")
 
   @property

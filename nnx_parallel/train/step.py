@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import AbstractMesh, NamedSharding
+from jax.typing import DTypeLike
 
 from nnx_parallel.errors import TrainError
 from nnx_parallel.layout.plan import Root, ShardingPlan
@@ -221,6 +222,7 @@ def train_step(
   remat: str | Callable[..., Any] | None = None,
   outputs: Sequence[str] = (),
   gradients: Literal["whole", "scattered"] = "whole",
+  reduction: DTypeLike | None = None,
 ) -> TrainStep:
   """Makes a compiled train step from a loss function.
 
@@ -242,6 +244,10 @@ def train_step(
       that has `zero=2`) in that of their optimizer state, which saves memory, and reduces them in each
       microbatch.
 
+    reduction: dtype in which replicas sum their gradients, where each holds the whole model and sums its own
+      part first (see `microbatches`); anything else is an error when the step is traced. None: XLA reduces a
+      gradient in the dtype in which its layer computes, and sums of microbatches in float32.
+
   Returns:
     A callable `(model, optimizer, batch) -> metrics`.
 
@@ -262,7 +268,7 @@ def train_step(
   """
   if gradients not in ("whole", "scattered"):
     raise TrainError(f"gradients={gradients!r} is not a layout.", fix='gradients="whole" or "scattered".')
-  return TrainStep(Recipe(loss_fn, microbatches, remat, tuple(outputs), gradients == "scattered"))
+  return TrainStep(Recipe(loss_fn, microbatches, remat, tuple(outputs), gradients == "scattered", reduction))
 
 
 def eval_step(loss_fn: LossFn, *, outputs: Sequence[str] = (), pairs: bool = False) -> EvalStep:
@@ -317,7 +323,7 @@ class _Bound:
 
   def program(self, batch: Any) -> Compiled:
     # Only accumulation depends on how the batch is laid out; jit handles all else by itself.
-    axes = _batch_axes(batch) if self.recipe.microbatches > 1 else ()
+    axes = _batch_axes(batch) if self.recipe.microbatches > 1 or self.recipe.reduction else ()
     found = self._programs.get(axes)
     if found is None:
       labels = self.binding.variable_labels

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
+import optax.contrib
 from flax import nnx
 from jax.sharding import AxisType
 
@@ -40,6 +42,7 @@ class Recipe:
     remat: a name in `REMAT`, a policy of `jax.checkpoint`, or None.
     outputs: names of metrics that are per-example arrays.
     scattered: whether gradients take the layout of their optimizer state as soon as they exist.
+    reduction: dtype in which replicas sum their gradients, or None.
   """
 
   loss_fn: LossFn | Mapping[Any, LossFn]
@@ -47,6 +50,7 @@ class Recipe:
   remat: str | Callable[..., Any] | None = None
   outputs: tuple[str, ...] = ()
   scattered: bool = False
+  reduction: Any = None
 
 
 def update(recipe: Recipe, models: Any, optimizers: Any, batch: Any, layouts: Any) -> tuple[Metrics, str]:
@@ -134,7 +138,7 @@ def _update_once(
   trained = [i for i in range(len(arrays)) if _is_trained(template, i, optimizers)]
   _check_trained(template, trained, optimizers)
   rest = [i for i in range(len(arrays)) if i not in set(trained)]
-  whole = recipe.microbatches == 1
+  whole = recipe.microbatches == 1 and recipe.reduction is None
   scale = common_scale(optimizers.values())
 
   def objective(train: list[Any], others: list[Any], part: Any) -> Any:
@@ -171,7 +175,7 @@ def _update_once(
   if whole:
     total = whole_batch(objective, train, others, batch, layout)
   else:
-    total = in_microbatches(objective, train, others, batch, recipe.microbatches, layout)
+    total = in_microbatches(objective, train, others, batch, recipe.microbatches, layout, recipe.reduction)
   for n, value in total.rest.items():
     leaf = template.leaves[rest[n]]
     if not isinstance(leaf, nnx.Variable):
@@ -257,9 +261,11 @@ def apply(optimizer: Any, model: Any, grads: Any, loss: Any, value_fn: Callable[
   _check_transformation(optimizer)
   extra: dict[str, Any] = {}
   if isinstance(optimizer.tx, optax.GradientTransformationExtraArgs):
-    extra = {"value": loss, "grad": nnx.as_pure(grads), "value_fn": value_fn}
-  # optax raises a Python float to an int32 power, which a user's strict promotion would refuse.
-  with jax.numpy_dtype_promotion("standard"):
+    given = {"value": loss, "grad": nnx.as_pure(grads), "value_fn": value_fn}
+    extra = extra_arguments(optimizer.tx, optimizer.opt_state, given)
+  # optax raises a Python float to an int32 power, and multiplies arrays of shape (1,) with matrices: a
+  # user's strict promotion would refuse both.
+  with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
     if _is_split_further(optimizer, model, grads):
       _update_on_auto_axes(optimizer, model, grads, extra)
     else:
@@ -292,11 +298,36 @@ def _update_on_auto_axes(optimizer: Any, model: Any, grads: Any, extra: dict[str
   nnx.update((model, optimizer), on_auto_axes(state, grads, extra))
 
 
-def _check_transformation(optimizer: Any) -> None:
-  def is_lookahead(node: Any) -> bool:
-    return isinstance(node, optax.LookaheadState)
+def extra_arguments(tx: Any, state: Any, given: dict[str, Any]) -> dict[str, Any]:
+  """The named arguments for an update: most take any, some want other names, line searches refuse those.
 
-  if any(map(is_lookahead, jax.tree.leaves(optimizer.opt_state, is_leaf=is_lookahead))):
+  Args:
+    tx: the transformation.
+    state: its state.
+    given: `value`, `grad` and `value_fn`.
+
+  Returns:
+    What to pass to `tx.update`.
+  """
+  value_fn = given["value_fn"]
+  parameters = inspect.signature(tx.update).parameters
+  if not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):  # optax.contrib.sam
+    given = given | {"grad_fn": lambda params, _: jax.grad(value_fn)(params)}
+    return {name: value for name, value in given.items() if name in parameters}
+  if _holds(optax.contrib.HutchinsonState, state):  # Sophia
+    return given | {"obj_fn": value_fn}
+  return given
+
+
+def _holds(kind: type, state: Any) -> bool:
+  def matches(node: Any) -> bool:
+    return isinstance(node, kind)
+
+  return any(map(matches, jax.tree.leaves(state, is_leaf=matches)))
+
+
+def _check_transformation(optimizer: Any) -> None:
+  if _holds(optax.LookaheadState, optimizer.opt_state):
     raise TrainError(
       "optax.lookahead keeps two copies of the parameters, which nnx.Optimizer cannot give it.",
       details="its update needs optax.LookaheadParams(fast, slow) in place of the model's parameters",

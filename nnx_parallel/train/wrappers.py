@@ -14,6 +14,7 @@ import optax
 from flax import nnx
 
 from nnx_parallel.errors import TrainError
+from nnx_parallel.layout.extra_args import accept_extra
 from nnx_parallel.layout.variables import path_str, value_of, variables
 
 
@@ -67,7 +68,7 @@ def with_masters(tx: optax.GradientTransformation) -> optax.GradientTransformati
     >>> master.dtype.name, master.spec, master.bytes_per_device
     ('float32', P(None, 'fsdp'), 256)
   """
-  inner = optax.with_extra_args_support(tx)
+  inner = accept_extra(tx)
 
   def init(params: Any) -> MastersState:
     masters = jax.tree.map(lambda x: widen(x) if is_low(x) else optax.MaskedNode(), params)
@@ -115,7 +116,7 @@ def with_ema(tx: optax.GradientTransformation, decay: float) -> optax.GradientTr
   """
   if not 0 <= decay < 1:
     raise TrainError(f"decay={decay} is not a weight of the past.", fix="0 <= decay < 1, for example 0.999.")
-  inner = optax.with_extra_args_support(tx)
+  inner = accept_extra(tx)
 
   def init(params: Any) -> AverageState:
     return AverageState(inner.init(params), jax.tree.map(widen, params))
@@ -181,8 +182,9 @@ def skip_nonfinite(
 ) -> optax.GradientTransformationExtraArgs:
   """Leaves parameters and state as they are at a step whose gradients hold a NaN or an infinity.
 
-  It does what `optax.apply_if_finite` does, with its state, in less memory (select instead of a conditional),
-  and for transformations whose updates have another dtype than the gradients too. `optimizer.opt_state.total_notfinite` counts the skipped steps.
+  It does what `optax.apply_if_finite` does, with the same state, by selecting instead of branching: that
+  takes less memory, and suits transformations whose updates have another dtype than the gradients.
+  `optimizer.opt_state.total_notfinite` counts the skipped steps.
 
   Args:
     tx: the transformation to protect; inside `with_masters`, if that is used.
@@ -209,7 +211,7 @@ def skip_nonfinite(
   """
   if max_consecutive is not None and max_consecutive < 0:
     raise TrainError(f"max_consecutive={max_consecutive} is negative.", fix="0 or more; None for never.")
-  inner = optax.with_extra_args_support(tx)
+  inner = accept_extra(tx)
 
   def init(params: Any) -> optax.ApplyIfFiniteState:
     zero = jnp.zeros((), jnp.int32)

@@ -131,7 +131,7 @@ def test_bad_arguments():
     nxp.create_sharded_model(plan)
   with pytest.raises(nxp.PlanError, match="got a plan and also mesh, rules, optimizer"):
     nxp.create_sharded_model(plan, nxp.make_mesh(fsdp=8))
-  with pytest.raises(nxp.PlanError, match="got a plan and also mesh, rules, optimizer, wrt or uneven"):
+  with pytest.raises(nxp.PlanError, match="got a plan and also mesh, rules, optimizer, or an option of plan"):
     nxp.create_sharded_model(plan, uneven="pad")
   with pytest.raises(nxp.PlanError, match="needs a mesh"):
     nxp.create_sharded_model(stack)

@@ -1,4 +1,4 @@
-"""Dynamic loss scaling: float16 trains like float32, overflows are skipped, the scale is state like any other."""
+"""Dynamic loss scaling: float16 trains like float32, overflows are skipped, the scale is optimizer state."""
 
 from __future__ import annotations
 
@@ -182,8 +182,8 @@ def test_in_a_step_of_your_own():
 
 def test_float16_parameters_with_masters_and_without():
   mesh = nxp.make_mesh(data=2, fsdp=2, tensor=2)
-  tx = nxp.with_masters(optax.adam(1e-2))
-  for tx in (nxp.with_loss_scale(optax.sgd(0.1, momentum=0.5)), nxp.with_loss_scale(tx)):
+  for inner in (optax.sgd(0.1, momentum=0.5), nxp.with_masters(optax.adam(1e-2))):
+    tx = nxp.with_loss_scale(inner)
     init = lambda: Net(nnx.Rngs(0), jnp.float16, jnp.float16)
     plan = nxp.plan(init, mesh, RULES, optimizer=tx)
     model, optimizer, losses = train(plan, [data(1)[0]] * 4)

@@ -184,3 +184,33 @@ def test_bad_policies():
   with pytest.raises(nxp.TrainError, match=r"output_layers \['haed'\] match no layer of Model") as error:
     build()
   assert "head" in str(error.value)
+
+
+@pytest.mark.parametrize(("dtype", "mark"), [(jnp.bfloat16, "bf16"), (jnp.float32, "f32")])
+def test_the_dtype_in_which_replicas_sum_gradients(dtype, mark):
+  def init():
+    return nnx.Linear(24, 40, use_bias=False, dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
+
+  def loss_fn(model, x):
+    return (model(x).astype(jnp.float32) ** 2).mean()
+
+  policy = nxp.Precision(reduction=dtype)
+  assert f"reduction {jnp.dtype(dtype)}" in str(policy)
+  plan = nxp.plan(init, nxp.make_mesh(data=8), nxp.replicate(), optimizer=optax.sgd(0.1))
+  x = nxp.shard_batch(np.random.default_rng(0).normal(size=(16, 24)).astype(np.float32), plan)
+  step = nxp.train_step(loss_fn, reduction=policy.reduction)
+  text = step.lower(plan, batch=x).as_text()
+  reduced = [
+    line for line in text.splitlines() if "tensor<24x40x" in line and "->" in line and "}) :" in line
+  ]
+  assert reduced
+  assert all(f"(tensor<24x40x{mark}>) -> tensor<24x40x{mark}>" in line for line in reduced)
+  model, optimizer = nxp.create_sharded_model(plan)
+  step(model, optimizer, x)
+  assert step.reduction == f"once, after the scan, over data, in {jnp.dtype(dtype)}"
+  reference, other = nxp.create_sharded_model(plan)
+  nxp.train_step(loss_fn)(reference, other, x)
+  np.testing.assert_allclose(model.kernel[...], reference.kernel[...], rtol=2e-2, atol=1e-3)
+  split = nxp.plan(init, nxp.make_mesh(fsdp=8), nxp.fsdp(min_size=0), optimizer=optax.sgd(0.1))
+  with pytest.raises(nxp.TrainError, match=r"reduction=.* cannot be honoured: XLA places the reductions"):
+    step.lower(split, batch=nxp.shard_batch(np.ones((16, 24), np.float32), split))

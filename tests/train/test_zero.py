@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import jax
 import numpy as np
 import optax
@@ -78,6 +80,35 @@ def test_scattered_gradients_say_so():
   step = nxp.train_step(loss_fn, microbatches=2, gradients="scattered")
   step(model, optimizer, nxp.shard_batch(data()[0], plan))
   assert step.reduction.endswith("gradients are scattered into the layout of the optimizer state")
+
+
+@pytest.mark.parametrize("gradients", ["whole", "scattered"])
+def test_accumulated_gradients_take_the_planned_bytes(gradients):
+  plan = plan_on("dp", zero=2)
+  step = nxp.train_step(loss_fn, microbatches=2, gradients=gradients)
+  text = step.lower(plan, batch=nxp.shard_batch(data()[0], plan)).compile().as_text()
+  carried = max(re.findall(r"= \((.*?)\) while\(", text), key=len)
+  whole, split = plan["up.kernel"].local_shape, plan["optimizer/opt_state.0.mu.up.kernel"].local_shape
+  assert whole == (16, 32)
+  assert np.prod(split) == 16 * 32 / 8
+  counts = [carried.count(f"f32[{','.join(map(str, shape))}]") for shape in (whole, split)]
+  # The loop carries the parameter, and its gradient in one of the two layouts.
+  assert counts == ([2, 0] if gradients == "whole" else [1, 1])
+
+
+def test_stages_hold_the_planned_bytes_on_each_device():
+  held = {}
+  for zero in (0, 1, 2):
+    plan = plan_on("dp", zero=zero)
+    model, optimizer = nxp.create_sharded_model(plan)
+    assert_layout(plan, model, optimizer)  # bytes of each array on each device, as planned
+    held[zero] = plan.bytes_per_device("optimizer")
+  assert held[1] == held[2] < held[0] / 6
+  wrong = nxp.create_sharded_model(plan_on("dp"))
+  with pytest.raises(AssertionError, match=r"optimizer/opt_state.0.mu.up.kernel: .*planned"):
+    assert_layout(plan, *wrong)
+  with pytest.raises(nxp.LayoutMismatchError, match=r"optimizer/opt_state.0.mu.up.kernel: planned"):
+    nxp.check_layout(wrong[0], plan, wrong[1])
 
 
 def test_hybrid_splits_inside_a_slice_only():

@@ -1,0 +1,102 @@
+"""Freezing: what is not trained has no optimizer state, no gradient in the program, and does not move."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import nnx_parallel as nxp
+from nnx_parallel.layout.variables import path_str, value_of, variables
+from nnx_parallel.testing import assert_layout
+
+WIDTH = 64
+
+
+class Net(nnx.Module):
+  """A frozen trunk, a head, and a low-rank adapter beside the trunk."""
+
+  def __init__(self, rngs):
+    self.trunk = nnx.List([nnx.Linear(WIDTH, WIDTH, use_bias=False, rngs=rngs) for _ in range(4)])
+    self.adapter = nnx.LoRA(WIDTH, 2, WIDTH, rngs=rngs)
+    self.head = nnx.Linear(WIDTH, WIDTH, use_bias=False, rngs=rngs)
+
+  def __call__(self, x):
+    y = x
+    for layer in self.trunk:
+      y = jnp.tanh(layer(y))
+    return self.head(y + self.adapter(x))
+
+
+def init():
+  return Net(nnx.Rngs(0))
+
+
+def loss_fn(model, x):
+  return ((model(x) - x) ** 2).mean()
+
+
+HEAD = nnx.All(nnx.Param, nnx.PathContains("head"))
+X = np.random.default_rng(0).normal(size=(64, WIDTH)).astype(np.float32)
+
+
+def plan_on(wrt=nnx.Param, tx=None):
+  mesh = nxp.make_mesh(data=2, fsdp=4)
+  return nxp.plan(init, mesh, nxp.fsdp(min_size=0), optimizer=tx or optax.adam(1e-2), wrt=wrt)
+
+
+def arrays(module):
+  return {path_str(path): np.asarray(value_of(leaf)) for path, leaf in variables(module).items()}
+
+
+def flops(plan, **options):
+  step = nxp.train_step(loss_fn, **options)
+  return step.lower(plan, batch=nxp.shard_batch(X, plan)).compile().cost_analysis()["flops"]
+
+
+@pytest.mark.parametrize("microbatches", [1, 2])
+def test_a_subset_is_trained_and_the_rest_has_no_state(microbatches):
+  plan = plan_on(nnx.LoRAParam)
+  moments = [leaf.name for leaf in plan.leaves if leaf.root == "optimizer" and leaf.shape]
+  assert sorted(moments) == [
+    f"optimizer/opt_state.0.{m}.adapter.lora_{k}" for m in ("mu", "nu") for k in "ab"
+  ]
+  model, optimizer = nxp.create_sharded_model(plan)
+  before = arrays(model)
+  step = nxp.train_step(loss_fn, microbatches=microbatches)
+  losses = [float(step(model, optimizer, nxp.shard_batch(X, plan))["loss"]) for _ in range(4)]
+  assert losses[-1] < losses[0]
+  assert_layout(plan, model, optimizer)
+  moved = {name for name, value in arrays(model).items() if (value != before[name]).any()}
+  assert moved == {"adapter.lora_a", "adapter.lora_b"}
+
+
+def test_counts_are_printed():
+  text = str(plan_on().trainable(HEAD))
+  assert f"trained      1 arrays            {WIDTH * WIDTH:,} elements   16 KiB in all" in text
+  assert f"frozen       6 arrays           {4 * WIDTH * WIDTH + 4 * WIDTH:,} elements   65 KiB in all" in text
+  with pytest.raises(nxp.PlanError, match="selects none of the model's Variables"):
+    plan_on(nnx.PathContains("haed"))
+
+
+def test_gradients_of_frozen_parameters_are_not_computed():
+  product = 2 * X.size * WIDTH / 8  # on each of 8 devices
+  everything, head = flops(plan_on()), flops(plan_on(HEAD))
+  # Five layers and two thin ones: forward, gradient of the kernel, gradient of the input (not of the first).
+  assert everything == pytest.approx(14 * product, rel=0.15)
+  assert head == pytest.approx(6 * product, rel=0.15)  # five forward, one gradient
+
+
+def test_optax_freezes_in_the_program_too():
+  def labels(params):
+    return jax.tree_util.tree_map_with_path(lambda path, _: "head" if "head" in str(path) else "rest", params)
+
+  tx = optax.multi_transform({"head": optax.adam(1e-2), "rest": optax.set_to_zero()}, labels)
+  plan = plan_on(tx=tx)
+  moments = [leaf.name for leaf in plan.leaves if leaf.root == "optimizer" and leaf.shape]
+  assert len(moments) == 2
+  assert all(name.endswith("head.kernel") for name in moments)
+  assert flops(plan) == pytest.approx(flops(plan_on(HEAD)), rel=0.05)

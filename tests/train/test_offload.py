@@ -1,0 +1,162 @@
+"""Optimizer state in host memory: planned, created, streamed, trained on, restored."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import nnx_parallel as nxp
+from nnx_parallel.layout import offload
+from nnx_parallel.layout.variables import value_of, variables
+from nnx_parallel.testing import assert_layout
+
+RULES = nxp.LogicalRules(batch=("data", "fsdp"), embed="fsdp", mlp="tensor")
+HOST = "pinned_host"
+
+
+class Net(nnx.Module):
+  """Three layers, so that state is fetched in several groups."""
+
+  def __init__(self, rngs):
+    self.up = nnx.Linear(16, 32, rngs=rngs, kernel_metadata={"out_sharding": ("embed", "mlp")})
+    self.mix = nnx.Linear(32, 32, rngs=rngs, kernel_metadata={"out_sharding": ("mlp", "embed")})
+    self.down = nnx.Linear(32, 16, rngs=rngs, kernel_metadata={"out_sharding": ("mlp", "embed")})
+
+  def __call__(self, x):
+    return self.down(nnx.relu(self.mix(nnx.relu(self.up(x)))))
+
+
+def loss_fn(model, x):
+  return ((model(x) - x) ** 2).mean()
+
+
+def data(steps=3):
+  return [np.random.default_rng(i).normal(size=(32, 16)).astype(np.float32) for i in range(steps)]
+
+
+def plan_on(tx, memory, **options):
+  mesh = nxp.make_mesh(data=2, fsdp=2, tensor=2)
+  return nxp.plan(lambda: Net(nnx.Rngs(0)), mesh, RULES, optimizer=tx, optimizer_memory=memory, **options)
+
+
+def train(plan, steps=3):
+  model, optimizer = nxp.create_sharded_model(plan)
+  assert_layout(plan, model, optimizer)
+  step = nxp.train_step(loss_fn)
+  losses = [float(step(model, optimizer, nxp.shard_batch(batch, plan))["loss"]) for batch in data(steps)]
+  assert len(step.compiles) == 1
+  return model, optimizer, losses
+
+
+@pytest.fixture(autouse=True)
+def small_groups(monkeypatch):
+  monkeypatch.setattr(offload, "GROUP_BYTES", 600)
+
+
+@pytest.mark.parametrize(
+  "tx",
+  [
+    optax.chain(optax.clip_by_global_norm(0.05), optax.lamb(1e-2)),
+    nxp.with_loss_scale(nxp.with_masters(nxp.with_ema(optax.adamw(1e-2), 0.9))),
+  ],
+  ids=["global norm, lamb", "wrappers"],
+)
+def test_the_same_numbers_as_on_the_device(tx):
+  plan = plan_on(tx, HOST, zero=1)
+  model, optimizer, losses = train(plan)
+  np.testing.assert_allclose(losses, train(plan_on(tx, None, zero=1))[2], rtol=1e-6)
+  assert_layout(plan, model, optimizer)
+  nxp.check_layout(model, plan, optimizer)
+
+
+def test_the_plan_says_where_and_counts_it_off_the_device():
+  near, away = plan_on(optax.adam(1e-2), None), plan_on(optax.adam(1e-2), HOST)
+  assert away["optimizer/opt_state.0.mu.up.kernel"].memory_kind == HOST
+  assert away["optimizer/opt_state.0.count"].memory_kind is None  # scalars are not worth a transfer
+  moments = sum(leaf.bytes_per_device for leaf in near.leaves if leaf.root == "optimizer" and leaf.shape)
+  assert away.bytes_per_device(host=True) == moments
+  assert away.bytes_per_device() == near.bytes_per_device() - moments
+  assert near.bytes_per_device(host=True) == 0
+  assert "in host memory" in str(away)
+  assert "kept in pinned_host memory" in away.explain("optimizer/opt_state.0.mu.up.kernel")
+  batch = jax.ShapeDtypeStruct((32, 16), jnp.float32)
+  categories = nxp.memory_plan(away, loss_fn, batch).categories
+  assert categories["optimizer"] == away.bytes_per_device("optimizer") == 8
+
+
+def test_a_later_fetch_waits_for_an_earlier_group():
+  plan = plan_on(optax.adam(1e-2), HOST)
+  text = nxp.train_step(loss_fn).lower(plan, batch=jax.ShapeDtypeStruct((32, 16), jnp.float32)).as_text()
+  assert text.count("optimization_barrier") >= 2
+  alone = offload.streamed(optax.adam(1e-2), {})
+  state = jax.device_put(alone.init({"a": jnp.ones(4)}), jax.memory.Space.Host)
+  assert "optimization_barrier" not in jax.jit(alone.update).lower({"a": jnp.ones(4)}, state).as_text()
+
+
+def test_in_a_step_of_your_own_and_padded():
+  def init():
+    return nnx.Linear(15, 15, rngs=nnx.Rngs(0), kernel_metadata={"out_sharding": ("mlp", "embed")})
+
+  mesh = nxp.make_mesh(data=2, fsdp=2, tensor=2)
+  plan = nxp.plan(init, mesh, RULES, optimizer=optax.adam(1e-2), uneven="pad", optimizer_memory=HOST)
+  model, optimizer = nxp.create_sharded_model(plan)
+
+  @jax.jit
+  def step(state, x):
+    model, optimizer = nnx.merge(graphdef, state)
+    loss, grads = nnx.value_and_grad(lambda model: (model(x) ** 2).mean())(model)
+    with jax.numpy_dtype_promotion("standard"):
+      optimizer.update(model, grads)
+    return nnx.state((model, optimizer)), loss
+
+  graphdef, state = nnx.split((model, optimizer))
+  losses: list[float] = []
+  for _ in range(2):
+    state, loss = step(state, jnp.ones((8, 15)))
+    losses.append(float(loss))
+  assert losses[1] < losses[0]
+  nnx.update((model, optimizer), state)
+  for leaf in plan.leaves:
+    if leaf.on_host:
+      assert value_of(variables(optimizer)[leaf.path]).sharding.memory_kind == HOST
+  step = nxp.train_step(lambda model, x: (model(x) ** 2).mean())
+  assert float(step(model, optimizer, jnp.ones((8, 15)))["loss"]) < losses[1]
+
+
+@pytest.mark.parametrize("kind", [None, HOST])
+def test_a_checkpoint_is_restored_into_each_memory(tmp_path, kind):
+  tx = optax.adam(1e-2)
+  saved = plan_on(tx, None if kind == HOST else HOST)
+  model, optimizer, _ = train(saved, 1)
+  with nxp.Checkpointer(tmp_path) as checkpoints:
+    checkpoints.save(1, model, optimizer)
+    plan = plan_on(tx, kind)
+    again, restored = checkpoints.restore(plan)
+  assert_layout(plan, again, restored)
+  nxp.check_layout(again, plan, restored)
+  for path, leaf in variables(restored).items():
+    np.testing.assert_array_equal(value_of(leaf), value_of(variables(optimizer)[path]))
+
+
+def test_check_layout_sees_the_memory():
+  plan = plan_on(optax.adam(1e-2), HOST)
+  model, optimizer = nxp.create_sharded_model(plan_on(optax.adam(1e-2), None))
+  with pytest.raises(nxp.LayoutMismatchError, match=r"in pinned_host, found float32\[32,16\] P\("):
+    nxp.check_layout(model, plan, optimizer)
+  with pytest.raises(AssertionError, match="pinned_host"):
+    assert_layout(plan, model, optimizer)
+  moved, moved_optimizer = nxp.reshard(model, plan, optimizer=optimizer)
+  nxp.check_layout(moved, plan, moved_optimizer)
+
+
+def test_what_is_refused():
+  with pytest.raises(
+    nxp.PlanError, match="optimizer_memory='host' is not a memory that state can be fetched from"
+  ):
+    plan_on(optax.adam(1e-2), "host")
+  with pytest.raises(nxp.PlanError, match="places optimizer state, and there is no optimizer"):
+    plan_on(None, HOST)

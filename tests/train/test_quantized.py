@@ -1,0 +1,72 @@
+"""Int8 and float8 products by qwix: they are in the program, train, and equal one device."""
+
+from __future__ import annotations
+
+import importlib.util
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import nnx_parallel as nxp
+
+RULES = nxp.LogicalRules(batch=("data", "fsdp"), embed="fsdp", mlp="tensor")
+needs_qwix = pytest.mark.skipif(importlib.util.find_spec("qwix") is None, reason="qwix is optional")
+
+
+class Net(nnx.Module):
+  """Two layers."""
+
+  def __init__(self, rngs):
+    self.up = nnx.Linear(16, 32, rngs=rngs, kernel_metadata={"out_sharding": ("embed", "mlp")})
+    self.down = nnx.Linear(32, 16, rngs=rngs, kernel_metadata={"out_sharding": ("mlp", "embed")})
+
+  def __call__(self, x):
+    return self.down(nnx.relu(self.up(x)))
+
+
+def init():
+  return Net(nnx.Rngs(0))
+
+
+def loss_fn(model, x):
+  return ((model(x) - x) ** 2).mean()
+
+
+def run(build, sizes):
+  mesh = nxp.make_mesh(
+    dict(zip(("data", "fsdp", "tensor"), sizes, strict=True)), devices=jax.devices()[: np.prod(sizes)]
+  )
+  plan = nxp.plan(build, mesh, RULES, optimizer=optax.adam(1e-2))
+  model, optimizer = nxp.create_sharded_model(plan)
+  step = nxp.train_step(loss_fn)
+  x = nxp.shard_batch(np.random.default_rng(0).normal(size=(32, 16)).astype(np.float32), plan)
+  text = step.lower(model, optimizer, x).as_text()
+  return [float(step(model, optimizer, x)["loss"]) for _ in range(4)], text, plan
+
+
+@needs_qwix
+@pytest.mark.filterwarnings("ignore:The 'm.iter_modules")  # qwix 0.1.8 on flax 0.12.12
+@pytest.mark.parametrize(("dtype", "mark"), [(jnp.int8, "xi8>"), (jnp.float8_e4m3fn, "xf8E4M3FN>")])
+def test_products_are_low_and_train_like_one_device(dtype, mark):
+  build = nxp.quantized(init, dtype, jnp.zeros((1, 16)))
+  with jax.numpy_dtype_promotion("standard"):
+    one, _, _ = run(build, (1, 1, 1))
+    many, text, plan = run(build, (2, 2, 2))
+    _, plain, reference = run(init, (2, 2, 2))
+  assert mark in text
+  assert mark not in plain
+  np.testing.assert_allclose(one, many, rtol=5e-3)
+  assert many[-1] < many[0]
+  assert not plan.diff(reference)
+
+
+def test_bad_calls(monkeypatch):
+  with pytest.raises(nxp.TrainError, match="quantized needs example inputs of the module"):
+    nxp.quantized(init, jnp.int8)
+  monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+  with pytest.raises(nxp.TrainError, match=r"need qwix, which is not installed(.|\n)*pip install qwix"):
+    nxp.quantized(init, jnp.int8, jnp.zeros((1, 16)))()
