@@ -32,6 +32,7 @@ from nnx_parallel.layout.mesh import abstract_mesh, describe_mesh, make_mesh
 from nnx_parallel.layout.plan import Decision, LeafPlan, ShardingPlan, plan
 from nnx_parallel.layout.resolve import Resolution, resolve_spec
 from nnx_parallel.layout.rules import LogicalRules, PathRules, RuleSet, error, fsdp, replicate
+from nnx_parallel.recipes.fit import EarlyStop, FitResult, fit
 from nnx_parallel.report.budgets import assert_collectives, assert_fits
 from nnx_parallel.report.chips import Chip, chip
 from nnx_parallel.report.compile_report import CompileReport, compile_report
@@ -40,9 +41,11 @@ from nnx_parallel.report.memory import MemoryPlan, memory_plan
 from nnx_parallel.report.remat import with_remat
 from nnx_parallel.report.search import SearchResult, search
 from nnx_parallel.report.topology import topology_mesh
+from nnx_parallel.train.metrics import MetricsLog, TensorBoardLog, read_metrics
 from nnx_parallel.train.precision import Precision
 from nnx_parallel.train.rng import fold_rng_over_axis
 from nnx_parallel.train.step import EvalStep, TrainStep, eval_step, train_step
+from nnx_parallel.train.sums import MetricSums, evaluate
 from nnx_parallel.train.wrappers import ema_of, skip_nonfinite, with_ema, with_masters
 
 __all__ = [
@@ -52,7 +55,9 @@ __all__ = [
   "CompileReport",
   "CreationReport",
   "Decision",
+  "EarlyStop",
   "EvalStep",
+  "FitResult",
   "InputRules",
   "LayoutDifference",
   "LayoutMismatchError",
@@ -60,6 +65,8 @@ __all__ = [
   "LogicalRules",
   "MemoryPlan",
   "MeshError",
+  "MetricSums",
+  "MetricsLog",
   "NnxParallelError",
   "NnxParallelWarning",
   "PathRules",
@@ -72,6 +79,7 @@ __all__ = [
   "SearchResult",
   "ShardingError",
   "ShardingPlan",
+  "TensorBoardLog",
   "TrainError",
   "TrainStep",
   "abstract_mesh",
@@ -89,6 +97,8 @@ __all__ = [
   "ema_of",
   "error",
   "eval_step",
+  "evaluate",
+  "fit",
   "fold_rng_over_axis",
   "from_arrays",
   "fsdp",
@@ -99,6 +109,7 @@ __all__ = [
   "plan",
   "plan_page",
   "presets",
+  "read_metrics",
   "replicate",
   "report_svg",
   "reshard",

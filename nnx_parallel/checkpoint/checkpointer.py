@@ -241,7 +241,8 @@ class Checkpointer:
         save_and_end()
 
     self._save_and_end = save_and_end
-    self._old_handlers[signal.SIGTERM] = signal.signal(signal.SIGTERM, handle)
+    # Only the first call found a handler that was not ours.
+    self._old_handlers.setdefault(signal.SIGTERM, signal.signal(signal.SIGTERM, handle))
 
   @contextlib.contextmanager
   def hold(self) -> Generator[None]:

@@ -18,7 +18,7 @@ from nnx_parallel.train.accumulate import Layout
 from nnx_parallel.train.binding import Binding, Holders, Template, objects_in
 from nnx_parallel.train.compiled import Compile, Compiled, logger
 from nnx_parallel.train.convolutions import with_right_gradients
-from nnx_parallel.train.losses import Metrics, means, pairs, terms
+from nnx_parallel.train.losses import Metrics, examples_in, means, pairs, terms
 from nnx_parallel.train.update import LossFn, Recipe, keyed, policy_of, update
 
 _HOLDERS = Holders()
@@ -148,6 +148,20 @@ class TrainStep(_Step):
       return traced.lower(lowering_platforms=(jax.default_backend(),))
     return traced.lower()
 
+  def compiled(self, model: Any, optimizer: Any, batch: Any) -> Any:
+    """The program that runs for these arguments; after a call with them, it is not compiled again.
+
+    Args:
+      model: as in a call.
+      optimizer: as in a call.
+      batch: as in a call.
+
+    Returns:
+      A `jax.stages.Compiled`: its text, memory and cost.
+    """
+    bound = self._rebound({"model": model, "optimizer": optimizer})
+    return bound.program(batch).jitted.lower(bound.binding.read(), batch).compile()
+
   def _bind(self, roots: dict[str, Any], reasons: tuple[str, ...]) -> _Bound:
     return _Bound(self.recipe, Binding(roots), reasons, donate=True)
 
@@ -194,6 +208,7 @@ def train_step(
   remat: str | Callable[..., Any] | None = None,
   outputs: Sequence[str] = (),
   gradients: Literal["whole", "scattered"] = "whole",
+  pairs: bool = False,
 ) -> TrainStep:
   """Makes a compiled train step from a loss function.
 
@@ -214,6 +229,8 @@ def train_step(
     gradients: `"whole"` keeps gradients in the layout of their parameters; `"scattered"` (ZeRO-2, with a plan
       that has `zero=2`) in that of their optimizer state, which saves memory, and reduces them in each
       microbatch.
+    pairs: return `(sum, count)` pairs instead of means, for exact means over many steps (`MetricSums`). A
+      plain scalar counts for as many as the batch has examples.
 
   Returns:
     A callable `(model, optimizer, batch) -> metrics`.
@@ -235,7 +252,7 @@ def train_step(
   """
   if gradients not in ("whole", "scattered"):
     raise TrainError(f"gradients={gradients!r} is not a layout.", fix='gradients="whole" or "scattered".')
-  return TrainStep(Recipe(loss_fn, microbatches, remat, tuple(outputs), gradients == "scattered"))
+  return TrainStep(Recipe(loss_fn, microbatches, remat, tuple(outputs), gradients == "scattered", pairs))
 
 
 def eval_step(loss_fn: LossFn, *, outputs: Sequence[str] = (), pairs: bool = False) -> EvalStep:
@@ -244,7 +261,8 @@ def eval_step(loss_fn: LossFn, *, outputs: Sequence[str] = (), pairs: bool = Fal
   Args:
     loss_fn: as in `train_step`.
     outputs: names of metrics that are arrays with the examples on dim 0, returned whole.
-    pairs: return `(sum, count)` pairs instead of means, to be added up over batches.
+    pairs: return `(sum, count)` pairs instead of means, to be added up over batches (`MetricSums`). A plain
+      scalar counts for as many as the batch has examples.
 
   Returns:
     A callable `(model, batch) -> metrics`.
@@ -347,7 +365,7 @@ class _Bound:
     template: Template = self.binding.template
     (models,) = template.build(self.binding.with_raw(arrays))
     found = terms(self.recipe.loss_fn(models, batch), self.recipe.outputs)  # pyright: ignore[reportCallIssue]
-    return pairs(found) if self.as_pairs else means(found)
+    return pairs(found, examples=examples_in(batch)) if self.as_pairs else means(found)
 
   def _copy(self, arrays: list[Any], shared: list[int]) -> None:
     for i in shared:

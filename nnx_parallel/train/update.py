@@ -15,7 +15,7 @@ from nnx_parallel.errors import TrainError
 from nnx_parallel.layout.variables import Path, path_str
 from nnx_parallel.train.accumulate import Layout, Total, in_microbatches, whole_batch
 from nnx_parallel.train.binding import Template
-from nnx_parallel.train.losses import Metrics, Terms, mean, means, terms
+from nnx_parallel.train.losses import Metrics, Terms, examples_in, mean, means, pairs, terms
 
 LossFn = Callable[[Any, Any], Any]
 
@@ -37,6 +37,7 @@ class Recipe:
     remat: a name in `REMAT`, a policy of `jax.checkpoint`, or None.
     outputs: names of metrics that are per-example arrays.
     scattered: whether gradients take the layout of their optimizer state as soon as they exist.
+    pairs: whether metrics come as `(sum, count)` pairs.
   """
 
   loss_fn: LossFn | Mapping[Any, LossFn]
@@ -44,6 +45,7 @@ class Recipe:
   remat: str | Callable[..., Any] | None = None
   outputs: tuple[str, ...] = ()
   scattered: bool = False
+  pairs: bool = False
 
 
 def update(recipe: Recipe, models: Any, optimizers: Any, batch: Any, layouts: Any) -> tuple[Metrics, str]:
@@ -183,6 +185,8 @@ def _update_once(
       return mean(found.sums["loss"], found.counts["loss"])
 
     apply(optimizer, model, _state(paths, leaves, key), metrics["loss"], value_fn)
+  if recipe.pairs:
+    metrics = pairs(total.terms, total.parts, examples_in(batch))
   return metrics, total.how
 
 
