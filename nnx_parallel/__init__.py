@@ -32,7 +32,8 @@ from nnx_parallel.layout.mesh import abstract_mesh, describe_mesh, make_mesh
 from nnx_parallel.layout.plan import Decision, LeafPlan, ShardingPlan, plan
 from nnx_parallel.layout.resolve import Resolution, resolve_spec
 from nnx_parallel.layout.rules import LogicalRules, PathRules, RuleSet, error, fsdp, replicate
-from nnx_parallel.recipes.fit import EarlyStop, FitResult, fit
+from nnx_parallel.recipes.fit import FitResult, fit
+from nnx_parallel.recipes.recorder import EarlyStop
 from nnx_parallel.report.budgets import assert_collectives, assert_fits
 from nnx_parallel.report.chips import Chip, chip
 from nnx_parallel.report.compile_report import CompileReport, compile_report

@@ -274,7 +274,7 @@ def format_times(result: nxp.FitResult) -> str:
   parts = sorted(seconds.items(), key=lambda item: (item[0] != "step", -item[1]))
   shares = [f"{kind} {spent / total:.0%}" for kind, spent in parts if spent >= total / 200]
   mfu = result.metrics.get("mfu")
-  used = "MFU n/a (no peak is known for this device; --peak-flops)" if mfu is None else f"MFU {mfu:.1%}"
+  used = "MFU n/a (the peak of this device is not known)" if mfu is None else f"MFU {mfu:.1%}"
   return f"{total:.1f} s: {', '.join(shares)}; {used}"
 
 

@@ -9,8 +9,9 @@ from flax import nnx
 
 import nnx_parallel as nxp
 from nnx_parallel.errors import RecipeError
-from nnx_parallel.recipes.fit import Position, resume_from
+from nnx_parallel.recipes.fit import resume_from
 from nnx_parallel.recipes.loader import Recipe
+from nnx_parallel.recipes.recorder import Position
 from nnx_parallel.train.metrics import Record
 
 

@@ -89,7 +89,7 @@ class TensorBoardLog:
 
   def __init__(self, directory: str | os.PathLike[str], *, after: int = 0):
     try:
-      from tensorboardX import SummaryWriter
+      from tensorboardX import SummaryWriter  # pyright: ignore[reportMissingImports]
     except ModuleNotFoundError as error:
       raise TrainError(
         f"cannot write TensorBoard files to {os.fspath(directory)}: tensorboardX is not installed.",

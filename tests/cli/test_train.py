@@ -77,7 +77,7 @@ def test_a_run_prints_its_course_and_leaves_metrics_curve_and_checkpoint(tiny, c
   assert lines[13].startswith("step 20/20  eval_loss ")
   assert lines[14].startswith("held out at step 20: loss ")
   assert re.match(
-    r"time        \d+\.\d s: .*compile \d+%.*; MFU n/a \(no peak is known for this device", lines[15]
+    r"time        \d+\.\d s: .*compile \d+%.*; MFU n/a \(the peak of this device is not known", lines[15]
   )
   assert lines[16:] == [
     "metrics     runs/tiny/metrics.jsonl",
