@@ -35,6 +35,7 @@ class Config:
   sequence: int = 4096
   batch: int = 16
   compute: jnp.dtype = jnp.bfloat16
+  query_block: int = 512
 
   @property
   def head(self) -> int:
@@ -84,7 +85,7 @@ class Block(nnx.Module):
     weights = (w[...].astype(x.dtype) for w in (self.query, self.key, self.value))
     q, k, v = (jnp.einsum("bsd,dhk->bshk", x, w) for w in weights)
     q, k = rotate(q), rotate(k)
-    y = jax.nn.dot_product_attention(q, k, v, is_causal=True)
+    y = causal_attention(q, k, v, self.config.query_block)
     return jnp.einsum("bshk,hkd->bsd", y, self.out[...].astype(x.dtype))
 
   def feed(self, x: jax.Array) -> jax.Array:
@@ -109,7 +110,7 @@ class Llama(nnx.Module):
     self.head = parameter(rngs, (c.width, c.vocab), ("embed", "vocab"))
 
   def __call__(self, tokens: jax.Array) -> jax.Array:
-    """Token ids (batch, sequence) -> logits (batch, sequence, vocab) in float32."""
+    """Token ids (batch, sequence) -> logits (batch, sequence, vocab) in the dtype of compute."""
     x = self.embed[...].astype(self.config.compute)[tokens]
     x = keep_batch_split(x, self.embed)
     graphdef, stacked = nnx.split(self.layers)
@@ -118,8 +119,10 @@ class Llama(nnx.Module):
       return nnx.merge(graphdef, state)(x), None
 
     x, _ = jax.lax.scan(jax.checkpoint(layer) if self.remat else layer, x, stacked)
-    x = norm(x, self.norm)
-    return jnp.einsum("bsd,dv->bsv", x, self.head[...].astype(x.dtype), preferred_element_type=jnp.float32)
+    # The barrier makes the head's gradient wait for nothing: else the gradient of the logits, the largest
+    # array of the step, may live on through the backward pass of the layers.
+    x, head = jax.lax.optimization_barrier((norm(x, self.norm), self.head[...].astype(x.dtype)))
+    return x @ head
 
 
 def keep_batch_split(x: jax.Array, near: nnx.Param) -> jax.Array:
@@ -138,6 +141,32 @@ def norm(x: jax.Array, scale: nnx.Param) -> jax.Array:
   return (y * scale[...].reshape(1, 1, -1)).astype(x.dtype)
 
 
+def causal_attention(q: jax.Array, k: jax.Array, v: jax.Array, block: int) -> jax.Array:
+  """Causal attention by blocks of queries, so that only one block's scores exist at a time.
+
+  Scores and softmax are float32. All scores of one sequence of 4096 tokens would be 2 GiB per device.
+  Source: Rabe and Staats, arXiv:2112.05682.
+
+  Args:
+    q: (batch, sequence, heads, head_dim).
+    k: (batch, sequence, kv_heads, head_dim).
+    v: as `k`.
+    block: queries at a time; the whole sequence where it does not divide it.
+  """
+  batch, length, heads, dim = q.shape
+  block = block if length % block == 0 else length
+  starts = jnp.arange(0, length, block)
+
+  @jax.checkpoint
+  def one(rows: tuple[jax.Array, jax.Array]) -> jax.Array:
+    start, queries = rows
+    seen = start + jnp.arange(block)[:, None] >= jnp.arange(length)[None, :]
+    return jax.nn.dot_product_attention(queries, k, v, mask=seen[None, None])
+
+  y = jax.lax.map(one, (starts, q.reshape(batch, -1, block, heads, dim).swapaxes(0, 1)))
+  return y.swapaxes(0, 1).reshape(q.shape)
+
+
 def rotate(x: jax.Array) -> jax.Array:
   """Rotary positions on (batch, sequence, heads, head_dim). Source: RoFormer, arXiv:2104.09864."""
   half = x.shape[-1] // 2
@@ -150,8 +179,15 @@ def rotate(x: jax.Array) -> jax.Array:
 
 
 def cross_entropy(logits: jax.Array, targets: jax.Array) -> jax.Array:
-  """Mean cross-entropy of (batch, sequence, vocab) logits."""
-  return optax.softmax_cross_entropy_with_integer_labels(logits, targets).mean()
+  """Mean cross-entropy of (batch, sequence, vocab) logits, in float32.
+
+  The target's logit is picked by a comparison, which fuses; the gradient of an indexed read would be
+  one more array of the size of the logits, and gather them where the vocabulary is split.
+  """
+  logits = logits.astype(jnp.float32)
+  chosen = jax.lax.broadcasted_iota(jnp.int32, logits.shape, 2) == targets[..., None]
+  picked = jnp.sum(jnp.where(chosen, logits, 0.0), axis=-1)
+  return jnp.mean(jax.nn.logsumexp(logits, axis=-1) - picked)
 
 
 def build(size: str, *, remat: bool = True, **changes: int) -> Llama:

@@ -3,51 +3,56 @@
 `plan` decides the layout of every Variable and explains it; everything else reads that plan.
 """
 
-from nnx_parallel.checkpoint.checkpointer import Checkpointer
-from nnx_parallel.create.cache import compilation_cache
-from nnx_parallel.create.constructor import create_sharded_model
-from nnx_parallel.create.explain import CreationReport, creation_report
-from nnx_parallel.create.layout_check import LayoutDifference, check_layout, layout_differences
-from nnx_parallel.create.reshard import from_arrays, reshard
-from nnx_parallel.create.unsharded import unsharded
-from nnx_parallel.errors import (
-  CheckpointError,
-  LayoutMismatchError,
-  MeshError,
-  NnxParallelError,
-  NnxParallelWarning,
-  PlanError,
-  RecipeError,
-  ReportError,
-  ShardingError,
-  TrainError,
-)
-from nnx_parallel.hosts.data import batches, shard_batch
-from nnx_parallel.hosts.fetch import to_host
-from nnx_parallel.layout import presets
-from nnx_parallel.layout.constrain import constrain, use_rules
-from nnx_parallel.layout.infer import infer_rules
-from nnx_parallel.layout.inputs import InputRules
-from nnx_parallel.layout.mesh import abstract_mesh, describe_mesh, make_mesh
-from nnx_parallel.layout.plan import Decision, LeafPlan, ShardingPlan, plan
-from nnx_parallel.layout.resolve import Resolution, resolve_spec
-from nnx_parallel.layout.rules import LogicalRules, PathRules, RuleSet, error, fsdp, replicate
-from nnx_parallel.recipes.fit import FitResult, fit
-from nnx_parallel.recipes.recorder import EarlyStop
-from nnx_parallel.report.budgets import assert_collectives, assert_fits
-from nnx_parallel.report.chips import Chip, chip
-from nnx_parallel.report.compile_report import CompileReport, compile_report
-from nnx_parallel.report.html import plan_page, report_svg
-from nnx_parallel.report.memory import MemoryPlan, memory_plan
-from nnx_parallel.report.remat import with_remat
-from nnx_parallel.report.search import SearchResult, search
-from nnx_parallel.report.topology import topology_mesh
-from nnx_parallel.train.metrics import MetricsLog, TensorBoardLog, read_metrics
-from nnx_parallel.train.precision import Precision
-from nnx_parallel.train.rng import fold_rng_over_axis
-from nnx_parallel.train.step import EvalStep, TrainStep, eval_step, train_step
-from nnx_parallel.train.sums import MetricSums, evaluate
-from nnx_parallel.train.wrappers import ema_of, skip_nonfinite, with_ema, with_masters
+from etils import epy
+
+# A name is imported when it is first used: help and usage errors of the command line do not wait for jax.
+with epy.lazy_api_imports(globals()):
+  from nnx_parallel.checkpoint.checkpointer import Checkpointer
+  from nnx_parallel.create.cache import compilation_cache
+  from nnx_parallel.create.constructor import create_sharded_model
+  from nnx_parallel.create.explain import CreationReport, creation_report
+  from nnx_parallel.create.layout_check import LayoutDifference, check_layout, layout_differences
+  from nnx_parallel.create.reshard import from_arrays, reshard
+  from nnx_parallel.create.unsharded import unsharded
+  from nnx_parallel.errors import (
+    CheckpointError,
+    LayoutMismatchError,
+    MeshError,
+    NnxParallelError,
+    NnxParallelWarning,
+    PlanError,
+    RecipeError,
+    ReportError,
+    ShardingError,
+    TrainError,
+  )
+  from nnx_parallel.hosts.data import batches, shard_batch
+  from nnx_parallel.hosts.fetch import to_host
+  from nnx_parallel.layout import presets
+  from nnx_parallel.layout.constrain import constrain, use_rules
+  from nnx_parallel.layout.infer import infer_rules
+  from nnx_parallel.layout.inputs import InputRules
+  from nnx_parallel.layout.mesh import abstract_mesh, describe_mesh, make_mesh
+  from nnx_parallel.layout.plan import Decision, LeafPlan, ShardingPlan, plan
+  from nnx_parallel.layout.resolve import Resolution, resolve_spec
+  from nnx_parallel.layout.rules import LogicalRules, PathRules, RuleSet, error, fsdp, replicate
+  from nnx_parallel.recipes.fit import FitResult, fit
+  from nnx_parallel.recipes.recorder import EarlyStop
+  from nnx_parallel.report.budgets import assert_collectives, assert_fits
+  from nnx_parallel.report.chips import Chip, chip
+  from nnx_parallel.report.compile_report import CompileReport, compile_report
+  from nnx_parallel.report.html import plan_page, report_svg
+  from nnx_parallel.report.memory import MemoryPlan, memory_plan
+  from nnx_parallel.report.remat import with_remat
+  from nnx_parallel.report.search import SearchResult, search
+  from nnx_parallel.report.topology import topology_mesh
+  from nnx_parallel.train.loss_scale import loss_scale_of, with_loss_scale
+  from nnx_parallel.train.metrics import MetricsLog, TensorBoardLog, read_metrics
+  from nnx_parallel.train.precision import Precision
+  from nnx_parallel.train.rng import fold_rng_over_axis
+  from nnx_parallel.train.step import EvalStep, TrainStep, eval_step, train_step
+  from nnx_parallel.train.sums import MetricSums, evaluate
+  from nnx_parallel.train.wrappers import ema_of, skip_nonfinite, with_ema, with_masters
 
 __all__ = [
   "CheckpointError",
@@ -105,6 +110,7 @@ __all__ = [
   "fsdp",
   "infer_rules",
   "layout_differences",
+  "loss_scale_of",
   "make_mesh",
   "memory_plan",
   "plan",
@@ -124,6 +130,7 @@ __all__ = [
   "unsharded",
   "use_rules",
   "with_ema",
+  "with_loss_scale",
   "with_masters",
   "with_remat",
 ]

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from flax import nnx
 
 import nnx_parallel as nxp
@@ -16,13 +17,64 @@ from nnx_parallel.layout.serialize import assert_golden_plan
 from nnx_parallel.layout.variables import path_str, value_of, variables
 
 __all__ = [
+  "GradientNorms",
   "Training",
   "assert_golden_plan",
   "assert_layout",
+  "assert_same_numbers",
   "assert_same_training",
   "gradient_norms",
   "run_training",
+  "with_gradient_norms",
 ]
+
+
+class GradientNorms(NamedTuple):
+  """State of `with_gradient_norms`.
+
+  Attributes:
+    inner: state of the wrapped transformation.
+    norms: float32, one for each trained array in flax's order: the norm of its gradient in the last step.
+  """
+
+  inner: Any
+  norms: Any
+
+
+def with_gradient_norms(tx: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
+  """Keeps the norm of each gradient that the optimizer was given, for `run_training` to read.
+
+  This is what a step really did: with the reductions between replicas, the microbatches and their weights.
+  Losses alone do not show it, because Adam trains alike with gradients that are wrong by a factor.
+
+  Args:
+    tx: the transformation to wrap; outermost.
+
+  Returns:
+    A transformation for `plan(optimizer=...)`; its state is a `GradientNorms`.
+
+  Example:
+    >>> import numpy as np, optax, nnx_parallel as nxp
+    >>> from flax import nnx
+    >>> from nnx_parallel.testing import run_training, with_gradient_norms
+    >>> init = lambda: nnx.Linear(8, 8, rngs=nnx.Rngs(0))
+    >>> tx = with_gradient_norms(optax.sgd(0.0))
+    >>> plan = nxp.plan(init, nxp.make_mesh(fsdp=8), nxp.fsdp(min_size=1), optimizer=tx)
+    >>> run = run_training(plan, lambda model, x: model(x).sum(), [np.ones((8, 8), "float32")] * 2)
+    >>> run.history["bias"]  # 8 outputs, each of 8 examples: 8 * sqrt(8)
+    array([22.627417, 22.627417], dtype=float32)
+  """
+  inner = optax.with_extra_args_support(tx)
+
+  def init(params: Any) -> GradientNorms:
+    return GradientNorms(inner.init(params), jnp.zeros(len(jax.tree.leaves(params)), jnp.float32))
+
+  def update(grads: Any, state: GradientNorms, params: Any = None, **extra: Any) -> tuple[Any, GradientNorms]:
+    norms = jnp.stack([jnp.linalg.norm(g.astype(jnp.float32).ravel()) for g in jax.tree.leaves(grads)])
+    updates, new = inner.update(grads, state.inner, params, **extra)
+    return updates, GradientNorms(new, norms)
+
+  return optax.GradientTransformationExtraArgs(init, update)  # pyright: ignore[reportArgumentType]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,11 +83,15 @@ class Training:
 
   Attributes:
     losses: one for each step.
-    norms: dotted path -> norm of the gradient of the last batch, after the last step.
+    norms: dotted path -> norm of the gradient of the last batch, after the last step; before it, as the
+      optimizer got it, when there is a history.
+    history: dotted path -> norm of the gradient in each step, as the optimizer got it; empty when the plan's
+      optimizer is not one of `with_gradient_norms`.
   """
 
   losses: np.ndarray[Any, Any]
   norms: dict[str, float]
+  history: dict[str, np.ndarray[Any, Any]]
 
 
 def assert_layout(
@@ -81,6 +137,8 @@ def run_training(
   plan: nxp.ShardingPlan,
   loss_fn: Callable[[Any, Any], Any],
   batches: Iterable[Any],
+  *,
+  start: tuple[nnx.Module, nnx.Optimizer[Any]] | None = None,
   **options: Any,
 ) -> Training:
   """Creates the plan's model and trains it.
@@ -89,20 +147,33 @@ def run_training(
     plan: a plan with an optimizer.
     loss_fn: as for `train_step`; a scalar loss, or a (sum, count) pair, with or without metrics.
     batches: host batches, one for each step.
+    start: a live model and optimizer of the same module to start from, copied into the plan's layout, which
+      compiles nothing. None creates them from the plan.
     **options: for `train_step`.
 
   Returns:
-    The losses, and the gradient norms at the end.
+    The losses, and the gradient norms.
   """
-  model, optimizer = nxp.create_sharded_model(plan)
+  if start is None:
+    model, optimizer = nxp.create_sharded_model(plan)
+  else:
+    model, optimizer = nxp.reshard(start[0], plan, optimizer=start[1])
   step = nxp.train_step(loss_fn, **options)
+  recorded = isinstance(optimizer.opt_state, GradientNorms)
   losses: list[float] = []
+  history: list[Any] = []
   batch: Any = None
   for host in batches:
     batch = nxp.shard_batch(host, plan)
     # Waited for: simulated devices share few threads, which many programs in flight can starve.
     losses.append(float(step(model, optimizer, batch)["loss"]))
-  return Training(np.array(losses), gradient_norms(loss_fn, model, batch, wrt=plan.wrt))
+    if recorded:
+      history.append(np.asarray(optimizer.opt_state.norms[...]))
+  if not history:
+    return Training(np.array(losses), gradient_norms(loss_fn, model, batch, wrt=plan.wrt), {})
+  paths = [path_str(path) for path, _ in nnx.to_flat_state(nnx.state(model, plan.wrt))]
+  by_path = dict(zip(paths, np.array(history).T, strict=True))
+  return Training(np.array(losses), {path: float(norms[-1]) for path, norms in by_path.items()}, by_path)
 
 
 def gradient_norms(
@@ -147,7 +218,8 @@ def assert_same_training(
   """Asserts that training on each plan gives the numbers of one device, step by step and leaf by leaf.
 
   The single-device run uses the first plan's `init`, rules and optimizer on a mesh of one device. Losses are
-  compared at every step, and the norms of all gradients at the end.
+  compared at every step, and the norms of all gradients at the end; at every step too where the plans'
+  optimizer is a `with_gradient_norms(tx)`.
 
   Args:
     loss_fn: as for `train_step`.
@@ -182,18 +254,47 @@ def assert_same_training(
   runs = {"one device": run_training(reference, loss_fn, data)}
   for name, plan in plans.items():
     runs[name] = run_training(plan, loss_fn, data, **options)
-    _assert_close(name, runs["one device"], runs[name], rtol)
+    assert_same_numbers(name, runs["one device"], runs[name], rtol=rtol)
   return runs
 
 
-def _assert_close(name: str, one: Training, many: Training, rtol: float) -> None:
+def assert_same_numbers(name: str, one: Training, many: Training, *, rtol: float = 1e-5) -> None:
+  """Asserts that two runs on the same batches have the same losses and gradient norms.
+
+  Args:
+    name: what the second run is called in messages.
+    one: the run on one device.
+    many: the run to check.
+    rtol: relative tolerance; a gradient that is zero but for rounding is measured against all gradients.
+
+  Raises:
+    AssertionError: which step or leaf, and both values.
+
+  Example:
+    >>> import numpy as np, optax, nnx_parallel as nxp
+    >>> from flax import nnx
+    >>> from nnx_parallel.testing import assert_same_numbers, run_training, with_gradient_norms
+    >>> def plan(**axes):
+    ...   mesh, tx = nxp.make_mesh(**axes), with_gradient_norms(optax.adam(1e-3))
+    ...   return nxp.plan(lambda: nnx.Linear(8, 8, rngs=nnx.Rngs(0)), mesh, nxp.fsdp(min_size=1), optimizer=tx)
+    >>> batches = [np.ones((8, 8), "float32")] * 4
+    >>> runs = [run_training(p, lambda m, x: (m(x) ** 2).mean(), batches) for p in (plan(fsdp=8), plan(data=8))]
+    >>> assert_same_numbers("dp", *runs)
+  """
   for step, (a, b) in enumerate(zip(one.losses, many.losses, strict=True)):
     assert abs(a - b) <= rtol * abs(a), (
       f"{name}: the loss of step {step} is {b!r}, on one device {a!r} (relative {abs(a - b) / abs(a):.1e})"
     )
-  total = float(np.sqrt(sum(norm**2 for norm in one.norms.values())))
-  for path, a in one.norms.items():
-    b = many.norms[path]
+  for step in range(len(one.losses) if one.history and many.history else 0):
+    a, b = ({path: float(norms[step]) for path, norms in run.history.items()} for run in (one, many))
+    _assert_norms_close(f"{name}, step {step}", a, b, rtol)
+  _assert_norms_close(name, one.norms, many.norms, rtol)
+
+
+def _assert_norms_close(name: str, one: dict[str, float], many: dict[str, float], rtol: float) -> None:
+  total = float(np.sqrt(sum(norm**2 for norm in one.values())))
+  for path, a in one.items():
+    b = many[path]
     assert abs(a - b) <= rtol * (a + 0.01 * total), (
       f"{name}: the gradient norm of {path} is {b!r}, on one device {a!r} (ratio {b / a if a else b:.4g})"
     )

@@ -34,16 +34,28 @@ class Pending(Protocol):
 
 
 def start_save(
-  step_dir: epath.Path, items: Mapping[str, Mapping[str, Array]], *, chunk_bytes: int | None
+  step_dir: epath.Path,
+  items: Mapping[str, Mapping[str, Array]],
+  *,
+  chunk_bytes: int | None,
+  byte_budget: int,
+  background: bool,
 ) -> Pending:
-  """Copies the arrays off the devices and starts writing them.
+  """Starts writing the arrays.
 
   Args:
     step_dir: created by this call; appears under its name once complete.
     items: arrays by item and folder name; none of them empty.
     chunk_bytes: largest piece that is read as a whole; None stores each shard as one piece.
+    byte_budget: most bytes in flight beyond the arrays themselves.
+    background: whether all arrays are copied off the devices before this returns; otherwise only a budget's
+      worth of copies exists at a time.
   """
   context = _context(byte_budget=None)
+  # As in `load`, an array that is larger than the budget goes alone.
+  budget = max(byte_budget, max(_bytes_here(array) for tree in items.values() for array in tree.values()) + 1)
+  context.memory_options.write_concurrent_bytes = budget
+  context.memory_options.transfer_concurrent_bytes = None if background else budget
   context.array_options.saving.storage_options.chunk_byte_size = chunk_bytes
   with context, quiet():
     return ocp.save_checkpointables_async(step_dir, {name: dict(tree) for name, tree in items.items()})
@@ -99,6 +111,12 @@ def quiet() -> Generator[None]:
 def _shard_bytes(target: jax.ShapeDtypeStruct) -> int:
   shape = target.sharding.shard_shape(target.shape) if target.sharding else target.shape
   return math.prod(shape) * target.dtype.itemsize
+
+
+def _bytes_here(array: Array) -> int:
+  if isinstance(array, np.ndarray):
+    return array.nbytes
+  return sum(shard.data.nbytes for shard in array.addressable_shards)
 
 
 def _drop(_: logging.LogRecord) -> bool:

@@ -51,12 +51,14 @@ class Checkpointer:
       object store has no lock, so let one job write there, and steps are not replaced in place.
     max_to_keep: how many of the newest steps to keep; None keeps all.
     keep_every: also keep each step that this divides.
-    best: name of the metric that decides which step is best; the best step is kept too.
+    best: name of the metric that decides which step is best; the best steps are kept too.
     best_mode: `"min"` or `"max"`.
+    keep_best: how many of the best.
     asynchronous: whether `save` returns once the arrays are copied off the devices.
     verify: what `restore` checks: `"full"` every value, `"metadata"` the files' sizes and the metadata,
       `"off"` nothing.
-    byte_budget: host bytes in flight while reading, beyond the arrays themselves.
+    byte_budget: host bytes in flight while reading and writing, beyond the arrays themselves. A background
+      save holds a copy of them all.
     chunk_bytes: largest piece of an array that is read as a whole; None stores each shard as one piece.
 
   Raises:
@@ -80,6 +82,7 @@ class Checkpointer:
     keep_every: int | None = None,
     best: str | None = None,
     best_mode: str = "min",
+    keep_best: int = 1,
     asynchronous: bool = False,
     verify: str = "full",
     byte_budget: int = 256 << 20,
@@ -87,7 +90,7 @@ class Checkpointer:
   ):
     self.directory = _absolute(directory)
     self.restored: Manifest | None = None
-    self._retention = Retention(max_to_keep, keep_every, best, best_mode)
+    self._retention = Retention(max_to_keep, keep_every, best, best_mode, keep_best)
     self._asynchronous, self._verify = asynchronous, _checked(verify)
     self._byte_budget, self._chunk_bytes = byte_budget, chunk_bytes
     self._pool = concurrent.futures.ThreadPoolExecutor(1, "nnx_parallel-checkpoint")
@@ -467,6 +470,8 @@ class Checkpointer:
         metrics=metrics,
         plan=plan,
         chunk_bytes=self._chunk_bytes,
+        byte_budget=self._byte_budget,
+        background=self._asynchronous,
       ),
       doing,
       self.directory,

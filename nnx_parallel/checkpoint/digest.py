@@ -1,15 +1,17 @@
-"""A digest of an array's values that does not depend on how the array is laid out.
+"""Digests of an array's logical blocks that do not depend on how the array is laid out.
 
-Each element's bits are mixed with its position and the results are summed modulo 2**32. A sum does not
-care about order, so shards are digested where they are, without communication, and only one number per
-device travels. The same values give the same digest on any mesh, any process count, and on the host.
-Changing one element always changes the digest; any other damage passes with probability 2**-32. It guards
-against rot, not malice.
+Each element's bits are mixed with its position and the results are summed modulo 2**32, block by block. A
+block is a range of the global array, of about `BLOCK_BYTES`, fixed by the array's shape alone. A sum does not
+care about order, so shards are digested where they are, without communication, and only a few numbers per
+device travel. The same values give the same digests on any mesh, any process count, and on the host.
+Changing one element always changes its block's digest; any other damage passes with probability 2**-32. It
+guards against rot, not malice.
 """
 
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -21,42 +23,92 @@ from jax.sharding import NamedSharding, PartitionSpec
 from nnx_parallel.checkpoint.encoding import Array
 from nnx_parallel.checkpoint.placement import on_auto_axes
 
+BLOCK_BYTES = 16 << 20
 _STEP, _FIRST, _SECOND = 0x9E3779B1, 0x85EBCA6B, 0xC2B2AE35
 
+Shape = tuple[int, ...]
 
-def digest(array: Array, shape: tuple[int, ...] | None = None) -> jax.Array:
-  """Digests an array's global value.
+
+def block_shape(shape: Shape, itemsize: int, block_bytes: int = BLOCK_BYTES) -> Shape:
+  """Cuts an array into ranges of consecutive elements: 1 along the first dims, then a range, then whole dims.
+
+  Args:
+    shape: logical global shape in elements; none of them 0.
+    itemsize: bytes of an element.
+    block_bytes: most bytes of a block.
+
+  Example:
+    >>> block_shape((4, 6, 8), 1, 1000), block_shape((4, 6, 8), 1, 100), block_shape((4, 6, 8), 1, 20)
+    ((4, 6, 8), (2, 6, 8), (1, 2, 8))
+  """
+  block = list(shape)
+  for dim, size in enumerate(shape):
+    rest = math.prod(shape[dim + 1 :]) * itemsize
+    block[dim] = min(size, max(1, block_bytes // rest))
+    if block[dim] > 1 or rest <= block_bytes:
+      break
+  return tuple(block)
+
+
+def digest(array: Array, shape: Shape | None = None, block: Shape | None = None) -> jax.Array:
+  """Digests an array's global value, block by block.
 
   Args:
     array: any dtype whose items are whole bytes; not a typed key. Of a `jax.Array` each device reads only
       its own shard. Host arrays are digested on the CPU.
     shape: logical global shape; what lies beyond it is padding and does not count.
+    block: from `block_shape`; None takes the whole array as one.
 
   Returns:
-    uint32 numbers on the array's devices, not waited for: `total` waits and adds them up.
+    uint32 numbers on the array's devices, not waited for: `totals` waits and adds them up.
 
   Example:
     >>> x = np.arange(6, dtype=np.float32)
-    >>> total(digest(x)) == total(digest(jnp.asarray(x))) == total(digest(np.pad(x, (0, 2)), shape=(6,)))
+    >>> totals(digest(x)) == totals(digest(jnp.asarray(x))) == totals(digest(np.pad(x, (0, 2)), shape=(6,)))
     True
-    >>> total(digest(x)) == total(digest(x[::-1].copy()))
-    False
+    >>> one, two, three = totals(digest(x, block=(2,)))
+    >>> x[4] = 9
+    >>> [a == b for a, b in zip(totals(digest(x, block=(2,))), (one, two, three))]
+    [True, True, False]
   """
   shape = tuple(array.shape if shape is None else shape)
+  block = shape if block is None else block
   if isinstance(array, np.ndarray):
     host = jax.devices("cpu")[0]
-    return _digest_whole(jax.device_put(_host_words(array), host), shape)
+    return _digest_whole(jax.device_put(_host_words(array), host), shape, block)
   array = on_auto_axes(array)
   sharding = array.sharding
   if not isinstance(sharding, NamedSharding):
-    return _digest_whole(array, shape)
-  parts = _digest_shards(sharding, len(array.shape), shape)(array)
+    return _digest_whole(array, shape, block)
+  parts = _digest_shards(sharding, tuple(array.shape), shape, block)(array)
   return parts if parts.is_fully_addressable else _sum_everywhere(sharding.mesh)(parts)
 
 
-def total(parts: jax.Array) -> int:
-  """Waits for what `digest` returned, and adds it up."""
-  return int(np.asarray(parts).sum(dtype=np.uint64) % 2**32)
+def totals(parts: jax.Array) -> tuple[int, ...]:
+  """Waits for what `digest` returned, and adds it up: a number for each block, in C order."""
+  sums = np.asarray(parts).sum(axis=0, dtype=np.uint64) % 2**32
+  return tuple(int(number) for number in sums)
+
+
+def block_ranges(index: int, shape: Shape, block: Shape) -> str:
+  """Where a block lies, as `[0:8, 0:16]`; empty when there is only one.
+
+  Args:
+    index: of the block, in C order.
+    shape: logical global shape in elements.
+    block: from `block_shape`.
+
+  Example:
+    >>> block_ranges(1, (10, 4), (8, 4)), block_ranges(0, (10, 4), (10, 4))
+    ('[8:10, 0:4]', '')
+  """
+  if shape == block:
+    return ""
+  counts = [-(-size // part) for size, part in zip(shape, block, strict=True)]
+  where = np.unravel_index(index, counts)
+  starts = [int(at) * part for at, part in zip(where, block, strict=True)]
+  ends = [min(start + part, size) for start, part, size in zip(starts, block, shape, strict=True)]
+  return f"[{', '.join(f'{start}:{end}' for start, end in zip(starts, ends, strict=True))}]"
 
 
 def _host_words(array: np.ndarray) -> np.ndarray:
@@ -78,33 +130,34 @@ def _device_words(array: jax.Array) -> jax.Array:
   return words.reshape((*array.shape, -1)) if array.dtype.itemsize > 4 else words
 
 
-@functools.partial(jax.jit, static_argnums=1)
-def _digest_whole(array: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-  return _digest_block(array, [jnp.uint32(0)] * len(shape), shape)
+@functools.partial(jax.jit, static_argnums=(1, 2))
+def _digest_whole(array: jax.Array, shape: Shape, block: Shape) -> jax.Array:
+  full = tuple(array.shape[: len(shape)])
+  return _digest_part(array, [jnp.uint32(0)] * len(shape), full, shape, block)
 
 
 @functools.lru_cache(maxsize=1024)
-def _digest_shards(layout: NamedSharding, ndim: int, shape: tuple[int, ...]) -> jax.stages.Wrapped:
-  """A program without communication: one number from each device, on a mesh with Auto axes."""
+def _digest_shards(layout: NamedSharding, full: Shape, shape: Shape, block: Shape) -> jax.stages.Wrapped:
+  """A program without communication: a row of numbers from each device, on a mesh with Auto axes."""
   mesh: Any = layout.mesh
-  axes = mesh.axis_names
+  axes, ndim = mesh.axis_names, len(full)
   names = [entry if isinstance(entry, tuple) else (entry,) * (entry is not None) for entry in layout.spec]
   names += [()] * (ndim - len(names))
   free = [axis for axis in axes if not any(axis in entry for entry in names)]
 
-  def local(block: jax.Array) -> jax.Array:
-    offsets = [_index(entry, mesh) * jnp.uint32(size) for entry, size in zip(names, block.shape, strict=True)]
+  def local(part: jax.Array) -> jax.Array:
+    offsets = [_index(entry, mesh) * jnp.uint32(size) for entry, size in zip(names, part.shape, strict=True)]
     counts = jnp.uint32(1)
     for axis in free:  # replicas share the work where a dim divides; elsewhere one of them does it
       size, mine = mesh.shape[axis], jax.lax.axis_index(axis).astype(jnp.uint32)
-      dim = next((dim for dim in range(ndim) if block.shape[dim] % size == 0), None)
+      dim = next((dim for dim in range(ndim) if part.shape[dim] % size == 0), None)
       if dim is None:
         counts = counts * (mine == jnp.uint32(0)).astype(jnp.uint32)
         continue
-      rows = block.shape[dim] // size
-      block = jax.lax.dynamic_slice_in_dim(block, mine.astype(jnp.int32) * rows, rows, dim)
+      rows = part.shape[dim] // size
+      part = jax.lax.dynamic_slice_in_dim(part, mine.astype(jnp.int32) * rows, rows, dim)
       offsets[dim] = offsets[dim] + mine * jnp.uint32(rows)
-    return (_digest_block(block, offsets, shape) * counts).reshape(1)
+    return _digest_part(part, offsets, full, shape, block) * counts
 
   spec = PartitionSpec(*layout.spec)
   return jax.jit(
@@ -117,7 +170,7 @@ def _sum_everywhere(mesh: Any) -> jax.stages.Wrapped:
   """Processes that see only their own shards need the sum; it is dispatched in the caller's order."""
 
   def add(parts: jax.Array) -> jax.Array:
-    return jnp.sum(parts, dtype=jnp.uint32)
+    return jnp.sum(parts, axis=0, keepdims=True, dtype=jnp.uint32)
 
   return jax.jit(add, out_shardings=NamedSharding(mesh, PartitionSpec()))
 
@@ -130,8 +183,14 @@ def _index(entry: tuple[str, ...], mesh: Any) -> jax.Array:
   return index
 
 
-def _digest_block(array: jax.Array, offsets: Sequence[jax.Array], shape: tuple[int, ...]) -> jax.Array:
-  """Digests a block that starts at `offsets` of an array whose logical shape is `shape`."""
+def _digest_part(
+  array: jax.Array, offsets: Sequence[jax.Array], full: Shape, shape: Shape, block: Shape
+) -> jax.Array:
+  """Digests the part that starts at `offsets` of an array of shape `full`, whose logical shape is `shape`.
+
+  Returns:
+    uint32 of shape (1, blocks): the part's share in the digest of each block of the whole array.
+  """
   words = _device_words(array).astype(jnp.uint32)
   position, inside = jnp.uint32(0), jnp.uint32(1)
   for dim, size in enumerate(words.shape):
@@ -142,7 +201,29 @@ def _digest_block(array: jax.Array, offsets: Sequence[jax.Array], shape: tuple[i
     position = position + jnp.expand_dims(mixed, others)
     if dim < len(shape):
       inside = inside * jnp.expand_dims((index < jnp.uint32(shape[dim])).astype(jnp.uint32), others)
-  return jnp.sum(_mix(words ^ position) * inside, dtype=jnp.uint32)
+  mixed = _mix(words ^ position) * inside
+  cut = [dim for dim, size in enumerate(shape) if block[dim] < size]
+  leading = cut[-1] + 1 if cut else 0
+  sums = jnp.sum(mixed, axis=tuple(range(leading, words.ndim)), dtype=jnp.uint32)
+  if not leading:
+    return sums.reshape(1, 1)
+  return _sum_by_block(sums, offsets[:leading], full[:leading], shape[:leading], block[leading - 1])
+
+
+def _sum_by_block(
+  sums: jax.Array, offsets: Sequence[jax.Array], full: Shape, shape: Shape, rows: int
+) -> jax.Array:
+  """Adds up each range of `rows` along the last dim, and puts the results where they are in the whole."""
+  *outer, size = sums.shape
+  count = -(-size // rows) + 1  # a part need not begin where a block does
+  zero, first = jnp.uint32(0), offsets[-1] % jnp.uint32(rows)
+  aligned = jnp.zeros((*outer, count * rows), jnp.uint32)
+  aligned = jax.lax.dynamic_update_slice(aligned, sums, (*[zero] * len(outer), first))
+  found = jnp.sum(aligned.reshape(*outer, count, rows), axis=-1, dtype=jnp.uint32)
+  grid = jnp.zeros((*full[:-1], -(-full[-1] // rows) + count), jnp.uint32)
+  grid = jax.lax.dynamic_update_slice(grid, found, (*offsets[:-1], offsets[-1] // jnp.uint32(rows)))
+  kept = (*shape[:-1], -(-shape[-1] // rows))
+  return grid[tuple(slice(0, end) for end in kept)].reshape(1, -1)
 
 
 def _mix(words: jax.Array) -> jax.Array:

@@ -2,7 +2,7 @@
 
 One JSON file, `nnx_parallel.json`, lies in each step folder. A folder with a readable manifest is a
 complete checkpoint; without one it is none. The manifest names every leaf with its logical shape, dtype,
-kind and digest, every file with its size, and the versions, plan and JSON values that belong to the run.
+kind and digests, every file with its size, and the versions, plan and JSON values that belong to the run.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from nnx_parallel.checkpoint.encoding import Json
 from nnx_parallel.errors import CheckpointError
 
 FILE = "nnx_parallel.json"
-FORMAT = 1
+FORMAT = 2
 _PACKAGES = ("nnx_parallel", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
 
 
@@ -39,8 +39,9 @@ class LeafRecord:
     dtype: as `encoding.dtype_name` writes it.
     encoding: how the stored array stands for the leaf (`encoding.encoding_of`).
     kind: the Variable's type, for example `"Param"`; empty for plain arrays.
-    digest: of the stored array; None for an array without elements.
     nbytes: bytes of the stored array.
+    block: shape of the stored array's logical blocks, in elements.
+    digests: one for each block, in C order; none for an array without elements.
   """
 
   folder: str
@@ -48,8 +49,14 @@ class LeafRecord:
   dtype: str
   encoding: str
   kind: str
-  digest: int | None
   nbytes: int
+  block: tuple[int, ...]
+  digests: tuple[int, ...]
+
+  @property
+  def digest(self) -> int:
+    """Of the whole array; the size of the blocks does not matter."""
+    return sum(self.digests) % 2**32
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,7 +81,7 @@ class Manifest:
     items: the trees, by name.
     extra: JSON values saved beside the trees, for example a data cursor.
     metrics: numbers that `best` compares; not finite ones included.
-    plan: the plan's JSON, or None.
+    plan: what `ShardingPlan.to_json` wrote, or None; `ShardingPlan.from_json(json.dumps(...))` reads it.
     versions: of Python and the packages that wrote it.
     fingerprint: changes whenever any value, path, shape or dtype changes.
     time: seconds since 1970 when it was committed.
@@ -110,7 +117,7 @@ def read(step_dir: epath.Path) -> Manifest:
   """Reads and checks the manifest of a step folder.
 
   Raises:
-    CheckpointError: no manifest, one that was damaged, or one of a newer format.
+    CheckpointError: no manifest, one that was damaged, or one of another format.
   """
   file = step_dir / FILE
   try:
@@ -127,7 +134,7 @@ def read(step_dir: epath.Path) -> Manifest:
   if number != FORMAT:
     raise CheckpointError(
       f"cannot read {file}: it has format {number!r}, and this version reads format {FORMAT}.",
-      fix="install the newer nnx_parallel that wrote it.",
+      fix="install the nnx_parallel that wrote it.",
     )
   if not intact:
     raise _damaged(file, "its contents do not have the SHA-256 that it names")
@@ -159,12 +166,16 @@ def fingerprint(items: Mapping[str, ItemRecord]) -> str:
 def _parse(body: Any) -> Manifest:
   items = {
     name: ItemRecord(
-      {path: LeafRecord(**leaf | {"shape": tuple(leaf["shape"])}) for path, leaf in item["leaves"].items()},
+      {path: _parse_leaf(leaf) for path, leaf in item["leaves"].items()},
       item["values"],
     )
     for name, item in body["items"].items()
   }
   return Manifest(**(body | {"items": items}))
+
+
+def _parse_leaf(leaf: Any) -> LeafRecord:
+  return LeafRecord(**leaf | {name: tuple(leaf[name]) for name in ("shape", "block", "digests")})
 
 
 def _body(value: object) -> str:

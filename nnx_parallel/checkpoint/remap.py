@@ -5,6 +5,7 @@ The saved leaves are read, verified, evenly spread over the target's devices, an
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import functools
 from collections.abc import Container
@@ -35,16 +36,12 @@ def through(mapping: Mapping, target: Target) -> Target:
   wanted = {item: _sources(bounds[item], leaves) for item, leaves in target.wanted.items()}
 
   def build(found: Found) -> Any:
-    filled: dict[str, dict[str, Any]] = {item: dict(leaves) for item, leaves in found.items()}
-    for item, table in bounds.items():
-      have = filled.setdefault(item, {})
-      made = {
-        path: _make(bound, [have[name] for name in bound.theirs], target.wanted[item][path])
-        for path, bound in table.items()
-        if all(name in have for name in bound.theirs)
+    return target.build(
+      {
+        item: _put_together(leaves, bounds.get(item, {}), target.wanted.get(item, {}))
+        for item, leaves in found.items()
       }
-      filled[item] = {**_kept(have, table), **made}
-    return target.build(filled)
+    )
 
   return dataclasses.replace(target, wanted=wanted, build=build)
 
@@ -73,9 +70,20 @@ def _sources(table: MappingType[str, Bound], leaves: MappingType[str, Wanted]) -
   return found
 
 
-def _kept(have: MappingType[str, Any], table: MappingType[str, Bound]) -> dict[str, Any]:
-  used = {name for bound in table.values() for name in bound.theirs}
-  return {name: value for name, value in have.items() if name not in used}
+def _put_together(
+  have: dict[str, Any], table: MappingType[str, Bound], wanted: MappingType[str, Wanted]
+) -> dict[str, Any]:
+  """Makes the leaves behind rules, taking each saved one out of `have` at its last use: few exist twice."""
+  uses = collections.Counter(name for bound in table.values() for name in bound.theirs)
+  made: dict[str, Any] = {}
+  for path, bound in table.items():
+    whole = all(name in have for name in bound.theirs)
+    uses.subtract(bound.theirs)
+    sources = [have[name] if uses[name] else have.pop(name, None) for name in bound.theirs if name in have]
+    if whole:
+      made[path] = _make(bound, sources, wanted[path])
+  have.update(made)
+  return have
 
 
 def _spec(wanted: Wanted) -> Spec:

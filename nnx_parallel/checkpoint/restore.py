@@ -10,7 +10,7 @@ import numpy as np
 from etils import epath
 
 from nnx_parallel.checkpoint import _orbax, agree, encoding, files
-from nnx_parallel.checkpoint.digest import digest, total
+from nnx_parallel.checkpoint.digest import block_ranges, digest, totals
 from nnx_parallel.checkpoint.encoding import Array
 from nnx_parallel.checkpoint.manifest import DamagedError, LeafRecord, Manifest
 from nnx_parallel.checkpoint.preflight import Diff, Match, Wanted, bytes_read
@@ -64,7 +64,9 @@ def read(
       array = arrays.get(one.match.saved.folder)
       results.setdefault(one.match.item, {})[one.match.path] = _place(array, one)
       if verify == "full" and array is not None:
-        waiting.append(dataclasses.replace(one, digest=digest(array, _stored_shape(one))))
+        waiting.append(
+          dataclasses.replace(one, digest=digest(array, _stored_shape(one), one.match.saved.block))
+        )
   agree.raise_together(error or _damage_of_values(step_dir, waiting))
   return results
 
@@ -92,7 +94,7 @@ def check_values(
       except DamagedError as error:
         yield match.name, error
         continue
-      checked = dataclasses.replace(one, digest=digest(array))
+      checked = dataclasses.replace(one, digest=digest(array, block=match.saved.block))
       yield match.name, _damage_of_values(step_dir, [checked])
 
 
@@ -133,12 +135,21 @@ def _damage_of_files(
 
 def _damage_of_values(step_dir: epath.Path, reads: Iterable[_Read]) -> DamagedError | None:
   problems = [
-    f"the values of {one.match.item}/{one.match.saved_path} are not those that were saved "
+    f"the values of {one.match.item}/{one.match.saved_path}{where} are not those that were saved "
     f"(files under {one.match.item}/{one.match.saved.folder})"
     for one in reads
-    if one.digest is not None and total(one.digest) != one.match.saved.digest
+    for where in _damaged_blocks(one)
   ]
   return damage(step_dir.name, problems) if problems else None
+
+
+def _damaged_blocks(one: _Read) -> list[str]:
+  """The ranges whose digests are not those that were saved."""
+  if one.digest is None:
+    return []
+  saved, shape = one.match.saved, _stored_shape(one)
+  pairs = zip(totals(one.digest), saved.digests, strict=True)
+  return [block_ranges(i, shape, saved.block) for i, (found, wanted) in enumerate(pairs) if found != wanted]
 
 
 def _groups(matches: Iterable[Match], byte_budget: int) -> Iterator[list[_Read]]:

@@ -13,7 +13,7 @@ import numpy as np
 from etils import epath
 
 from nnx_parallel.checkpoint import _orbax, agree, encoding, files, manifest, paths
-from nnx_parallel.checkpoint.digest import digest, total
+from nnx_parallel.checkpoint.digest import block_shape, digest, totals
 from nnx_parallel.checkpoint.encoding import Array, Json
 from nnx_parallel.checkpoint.manifest import ItemRecord, LeafRecord, Manifest
 from nnx_parallel.checkpoint.placement import without_padding
@@ -73,7 +73,7 @@ def prepare(trees: Mapping[str, Tree]) -> Content:
       record, array = _encode_leaf(name, path, leaf, tree)  # pyright: ignore[reportArgumentType]
       records[path] = record
       if array is not None:
-        digests[item, path] = digest(array)
+        digests[item, path] = digest(array, block=record.block)
         stored[record.folder] = array
     items[item] = ItemRecord(records, values)
     if stored:
@@ -90,8 +90,10 @@ def write(
   metrics: Mapping[str, float],
   plan: Json,
   chunk_bytes: int | None,
+  byte_budget: int,
+  background: bool,
 ) -> Callable[[], None]:
-  """Starts writing a step; the arrays may be donated or changed as soon as this returns.
+  """Starts writing a step; in the background, arrays may be donated or changed as soon as this returns.
 
   Args:
     directory: exists and is locked by the caller.
@@ -101,6 +103,8 @@ def write(
     metrics: numbers, JSON ready.
     plan: JSON of the plan, or None.
     chunk_bytes: see `_orbax.start_save`.
+    byte_budget: see `_orbax.start_save`.
+    background: see `_orbax.start_save`.
 
   Returns:
     A function that waits until everything is on the disk and commits it.
@@ -111,7 +115,9 @@ def write(
     files.mark(directory, step, files.SAVING)
   pending = None
   if content.arrays:
-    pending = _orbax.start_save(folder, content.arrays, chunk_bytes=chunk_bytes)
+    pending = _orbax.start_save(
+      folder, content.arrays, chunk_bytes=chunk_bytes, byte_budget=byte_budget, background=background
+    )
   elif jax.process_index() == 0:
     folder.mkdir()
 
@@ -178,18 +184,19 @@ def _encode_leaf(
     dtype=encoding.dtype_name(array.dtype),
     encoding=how,
     kind=tree.kinds.get(path, ""),
-    digest=None,
     nbytes=stored.nbytes if stored is not None else 0,
+    block=block_shape(tuple(stored.shape), stored.dtype.itemsize) if stored is not None else (),
+    digests=(),
   ), stored
 
 
 def _with_digests(content: Content) -> dict[str, ItemRecord]:
-  known = {key: total(parts) for key, parts in content.digests.items()}
+  known = {key: totals(parts) for key, parts in content.digests.items()}
   return {
     item: dataclasses.replace(
       record,
       leaves={
-        path: dataclasses.replace(leaf, digest=known.get((item, path)))
+        path: dataclasses.replace(leaf, digests=known.get((item, path), ()))
         for path, leaf in record.leaves.items()
       },
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -24,7 +25,7 @@ from nnx_parallel.layout.plan import Root, ShardingPlan
 from nnx_parallel.layout.variables import kind_of, value_of, variables
 
 OPTIMIZER = ("restore", "drop", "fresh")
-Found = Mapping[str, Mapping[str, Any]]
+Found = dict[str, dict[str, Any]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,17 +97,12 @@ def saved_roots(model: object, optimizer: object) -> dict[str, Tree]:
 
 
 def plan_json(plan: object) -> Json:
-  """What the manifest keeps of a plan: the mesh and each leaf's spec."""
+  """What the manifest keeps of a plan: all that `ShardingPlan.from_json` reads."""
   if plan is None:
     return None
   if not isinstance(plan, ShardingPlan):
     raise CheckpointError(f"plan={plan!r} is not a ShardingPlan.", fix="pass what nxp.plan(...) returned.")
-  specs: dict[str, Json] = {
-    leaf.name: [list(entry) if isinstance(entry, tuple) else entry for entry in leaf.spec]
-    for leaf in plan.leaves
-  }
-  sizes: dict[str, Json] = dict(axis_sizes(plan.mesh))
-  return {"mesh": sizes, "specs": specs}
+  return json.loads(plan.to_json())
 
 
 def as_saved(record: ItemRecord) -> dict[str, Wanted]:

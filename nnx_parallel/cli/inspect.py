@@ -66,7 +66,7 @@ def print_facts(record: Manifest) -> None:
   versions = ", ".join(f"{name} {number}" for name, number in record.versions.items())
   print(f"  fingerprint  {record.fingerprint[:16]}\n  versions     {versions}")
   if isinstance(record.plan, dict):
-    print(f"  mesh         {record.plan['mesh']} (when saved; a restore does not use it)")
+    print(f"  mesh         {record.plan['mesh']['axes']} (when saved; a restore does not use it)")
   for name, value in record.extra.items():
     print(f"  {name:<12} {json.dumps(value)}")
 

@@ -115,7 +115,8 @@ def _compare(leaf: LeafPlan, live: Any) -> list[LayoutDifference]:
     return [LayoutDifference(leaf.name, _planned(leaf), _show(value))]
   if isinstance(live, nnx.Variable) and live.get_metadata().get("out_sharding"):
     derived = _derived(live)
-    if derived is None or not derived.is_equivalent_to(leaf.sharding, len(leaf.shape)):
+    planned = NamedSharding(leaf.mesh, leaf.spec)  # metadata says nothing about memory
+    if derived is None or not derived.is_equivalent_to(planned, len(leaf.shape)):
       shown = "nothing that resolves" if derived is None else f"{derived.spec} on {dict(derived.mesh.shape)}"
       return [LayoutDifference(leaf.name, f"{_planned(leaf)}", f"metadata that means {shown}")]
   return []
@@ -142,7 +143,8 @@ def _derived(variable: nnx.Variable[Any]) -> NamedSharding | None:
 
 
 def _planned(leaf: LeafPlan) -> str:
-  return f"{leaf.dtype}[{','.join(map(str, leaf.storage_shape))}] {leaf.spec}"
+  kind = f" in {leaf.memory_kind}" if leaf.on_host else ""
+  return f"{leaf.dtype}[{','.join(map(str, leaf.storage_shape))}] {leaf.spec}{kind}"
 
 
 def _show(value: Any) -> str:
@@ -153,6 +155,6 @@ def _show(value: Any) -> str:
   if sharding is None:
     return f"{array} in host memory (numpy)"
   if isinstance(sharding, NamedSharding):
-    kind = f", {sharding.memory_kind}" if sharding.memory_kind not in (None, "device") else ""
+    kind = f" in {sharding.memory_kind}" if sharding.memory_kind not in (None, "device") else ""
     return f"{array} {sharding.spec} on {dict(sharding.mesh.shape)}{kind}"
   return f"{array} on one device" if len(sharding.device_set) == 1 else f"{array} {sharding}"

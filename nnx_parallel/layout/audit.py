@@ -13,7 +13,7 @@ from flax import nnx
 from nnx_parallel.errors import NnxParallelWarning, PlanError
 from nnx_parallel.layout.leaf import LeafPlan
 from nnx_parallel.layout.mesh import axis_sizes
-from nnx_parallel.layout.render import format_array, format_bytes, grouped, text_table, why
+from nnx_parallel.layout.render import format_array, format_bytes, grouped, text_table
 from nnx_parallel.layout.variables import array_leaves, is_rng, kind_of, variables
 
 if TYPE_CHECKING:
@@ -89,7 +89,7 @@ class Audit(Sequence[Whole]):
           format_array(first.leaf.dtype, first.leaf.shape),
           format_bytes(sum(leaf.bytes_per_device for leaf in leaves)),
           format_bytes(sum(by_leaf[leaf.name].wasted for leaf in leaves)),
-          why(first.leaf) + ("" if first.leaf.decision.chosen else " (!)"),
+          first.leaf.decision.reason + ("" if first.leaf.decision.chosen else " (!)"),
           first.remedy,
         )
       )

@@ -14,6 +14,9 @@ from nnx_parallel.layout.mesh import AnyMesh, axis_sizes
 from nnx_parallel.layout.resolve import shard_counts
 from nnx_parallel.layout.variables import Names, Path, path_str
 
+HOST_KINDS = ("pinned_host", "unpinned_host")
+"""Memory kinds that are not the device's own."""
+
 Root = Literal["model", "optimizer"]
 Source = Literal["metadata", "path rule", "fallback", "parameter", "whole"]
 
@@ -79,6 +82,11 @@ class LeafPlan:
   def sharding(self) -> NamedSharding:
     """The spec on the plan's mesh, with the memory kind."""
     return NamedSharding(self.mesh, self.spec, memory_kind=self.memory_kind)  # pyright: ignore[reportArgumentType]
+
+  @property
+  def on_host(self) -> bool:
+    """Whether it lies in the memory of the device's host, not in the device's own."""
+    return self.memory_kind in HOST_KINDS
 
   @functools.cached_property
   def storage_shape(self) -> tuple[int, ...]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from numbers import Integral
 from typing import Any, TypeAlias
 
 import jax
@@ -52,7 +53,9 @@ def make_mesh(
     {'data': 2, 'fsdp': 2, 'tensor': 2}
   """
   devices = list(jax.devices() if devices is None else devices)
-  shape = _complete({**(axes or {}), **sizes}, len(devices))
+  if not devices:
+    raise MeshError("a mesh needs at least one device, and `devices` is empty.", fix="devices=jax.devices()")
+  shape = _complete(_merged(axes, sizes), len(devices))
   dcn_shape = _dcn_shape(shape, dcn or {})
   types = (AxisType.Explicit if explicit else AxisType.Auto,) * len(shape)
   return Mesh(_arrange(shape, dcn_shape, devices), tuple(shape), axis_types=types)
@@ -79,8 +82,7 @@ def abstract_mesh(
     >>> nxp.abstract_mesh(data=16, fsdp=256).size
     4096
   """
-  shape = {**(axes or {}), **sizes}
-  _check_sizes(shape)
+  shape = _merged(axes, sizes)
   if -1 in shape.values():
     raise MeshError(
       "an abstract mesh cannot have an axis of size -1: there are no devices to count.",
@@ -179,20 +181,29 @@ def _axes_by_link(mesh: Mesh) -> tuple[list[str], list[str], list[str]]:
   return inside, hosts, slices
 
 
-def _check_sizes(shape: Mapping[str, Any]) -> None:
+def _merged(axes: Mapping[str, int] | None, sizes: Mapping[str, int]) -> dict[str, int]:
+  """The sizes that were given both ways, as plain ints, checked."""
+  twice = sorted(set(axes or {}) & set(sizes))
+  if twice:
+    raise MeshError(
+      f"mesh axis {twice[0]!r} is given twice.",
+      details=f"axes={dict(axes or {})}, and {dict(sizes)}",
+      fix=f"leave {twice[0]!r} out of one of them.",
+    )
+  shape: dict[str, Any] = {**(axes or {}), **sizes}
   if not shape:
     raise MeshError("a mesh needs at least one axis.", fix="make_mesh(data=-1)")
   for name, size in shape.items():
-    if not isinstance(size, int) or isinstance(size, bool) or (size < 1 and size != -1):
+    if isinstance(size, bool) or not isinstance(size, Integral) or (size < 1 and size != -1):
       raise MeshError(
         f"mesh axis {name!r} has size {size!r}; sizes are positive integers, or one -1.",
-        details=f"axes {dict(shape)}",
+        details=f"axes {shape}",
         fix=f"{name}=-1 takes all the devices that the other axes leave.",
       )
+  return {name: int(size) for name, size in shape.items()}
 
 
 def _complete(shape: dict[str, int], count: int) -> dict[str, int]:
-  _check_sizes(shape)
   unknown = [name for name, size in shape.items() if size == -1]
   if len(unknown) > 1:
     raise MeshError(
@@ -220,6 +231,12 @@ def _complete(shape: dict[str, int], count: int) -> dict[str, int]:
 
 
 def _dcn_shape(shape: dict[str, int], dcn: Mapping[str, int]) -> dict[str, int]:
+  if not isinstance(dcn, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance]
+    raise MeshError(
+      f"dcn={dcn!r} does not say how many ways the axis is split.",
+      details=f"axes {shape}",
+      fix="a mapping of axis to slices, for example dcn=dict(data=2).",
+    )
   for name, factor in dcn.items():
     if name not in shape:
       raise MeshError(
@@ -227,7 +244,7 @@ def _dcn_shape(shape: dict[str, int], dcn: Mapping[str, int]) -> dict[str, int]:
         details=f"axes {shape}, dcn {dict(dcn)}",
         fix=f"use one of {', '.join(shape)}.",
       )
-    if factor < 1 or shape[name] % factor:
+    if not isinstance(factor, Integral) or factor < 1 or shape[name] % factor:
       raise MeshError(
         f"dcn splits axis {name!r} {factor} ways, which does not divide its size {shape[name]}.",
         details=f"axes {shape}, dcn {dict(dcn)}",

@@ -34,7 +34,9 @@ def owner(path: Path, parameters: Mapping[Path, LeafPlan]) -> Path | None:
   return next((part for part in candidates if part in parameters), None)
 
 
-def follow(parameter: LeafPlan, shape: tuple[int, ...]) -> tuple[PartitionSpec, tuple[int, ...], str]:
+def follow(
+  parameter: LeafPlan, shape: tuple[int, ...], dims: tuple[int | None, ...] | None = None
+) -> tuple[PartitionSpec, tuple[int, ...], str]:
   """Lays an optimizer array out after its parameter.
 
   Same shape: the same spec (moments). Dims in front of the parameter's: those are whole (the history of
@@ -44,13 +46,14 @@ def follow(parameter: LeafPlan, shape: tuple[int, ...]) -> tuple[PartitionSpec, 
   Args:
     parameter: the parameter's row.
     shape: global shape of the optimizer's array, in elements.
+    dims: which of the parameter's dims it has, where that is known: of a square matrix, sizes do not say.
 
   Returns:
     `(spec, padding, why)`.
   """
   own = parameter.shape
   if shape == own:
-    return parameter.spec, parameter.padding, "same shape"
+    return parameter.spec, parameter.padding, "as its parameter"
   extra = len(shape) - len(own)
   if extra > 0 and shape[extra:] == own:
     lead = (None,) * extra
@@ -59,11 +62,16 @@ def follow(parameter: LeafPlan, shape: tuple[int, ...]) -> tuple[PartitionSpec, 
       (0,) * extra + parameter.padding,
       f"{extra} dims in front",
     )
-  kept = _subsequence(shape, own)
+  kept = dims_of(shape, own) if dims is None or len(dims) != len(shape) else dims
   if kept is not None:
     spec = PartitionSpec(*(parameter.spec[dim] if dim is not None else None for dim in kept))
     padding = tuple(parameter.padding[dim] if dim is not None else 0 for dim in kept)
-    return spec, padding, f"factored {shape} of {own}"
+    which = (
+      ""
+      if dims is None or not any(dim is not None for dim in kept)
+      else f", dim {', '.join(str(dim) for dim in kept if dim is not None)}"
+    )
+    return spec, padding, f"factored {shape} of {own}{which}"
   return (
     PartitionSpec(*([None] * len(shape))),
     (0,) * len(shape),
@@ -146,8 +154,37 @@ def spread(
   return PartitionSpec(*result), f"ZeRO: dim {dim} also over {', '.join(added)}"
 
 
-def _subsequence(shape: tuple[int, ...], own: tuple[int, ...]) -> list[int | None] | None:
-  # Sizes of 1 stand for dims that were summed away, or for placeholders; they match no dim.
+def apart(shape: tuple[int, ...]) -> tuple[int, ...]:
+  """The shape with equal sizes made different, later ones longer; sizes of 1 stay.
+
+  Args:
+    shape: sizes of a parameter's dims.
+
+  Returns:
+    Sizes of which no two above 1 are equal; `shape` itself when that is so already.
+
+  Example:
+    >>> apart((64, 8, 8, 1, 1))
+    (64, 8, 9, 1, 1)
+  """
+  found: list[int] = []
+  for size in shape:
+    while size > 1 and size in found:
+      size += 1
+    found.append(size)
+  return tuple(found)
+
+
+def dims_of(shape: tuple[int, ...], own: tuple[int, ...]) -> tuple[int | None, ...] | None:
+  """Which dims of a parameter an array has, by size and in order.
+
+  Args:
+    shape: of the array. Sizes of 1 stand for dims that were summed away, or for placeholders: they match none.
+    own: of the parameter.
+
+  Returns:
+    One dim of `own`, or None, for each of `shape`; None when it is no such array.
+  """
   kept: list[int | None] = []
   start = 0
   for size in shape:
@@ -159,4 +196,4 @@ def _subsequence(shape: tuple[int, ...], own: tuple[int, ...]) -> list[int | Non
       return None
     kept.append(dim)
     start = dim + 1
-  return kept
+  return tuple(kept)

@@ -21,10 +21,11 @@ from flax import nnx
 from jax.sharding import PartitionSpec
 
 from nnx_parallel.errors import PlanError, ShardingError
-from nnx_parallel.layout import optimizer_layout
+from nnx_parallel.layout import offload, optimizer_layout
 from nnx_parallel.layout.attention import check_attention
 from nnx_parallel.layout.constrain import use_rules
-from nnx_parallel.layout.leaf import Decision, LeafPlan, Root, Source
+from nnx_parallel.layout.grouped import check_grouped
+from nnx_parallel.layout.leaf import HOST_KINDS, Decision, LeafPlan, Root, Source
 from nnx_parallel.layout.mesh import AnyMesh, axis_sizes, is_explicit
 from nnx_parallel.layout.padding import logical_transformation
 from nnx_parallel.layout.resolve import Resolution, extend_spec, resolve_spec
@@ -113,16 +114,38 @@ class ShardingPlan:
     """
     return {path: leaf.struct for path, leaf in self.of(root).items()}
 
-  def bytes_per_device(self, root: Root | None = None) -> int:
-    """Bytes that each device holds.
+  def bytes_per_device(self, root: Root | None = None, *, host: bool = False) -> int:
+    """Bytes that each device holds in its own memory.
 
     Args:
       root: count only this object; both when None.
+      host: count what lies in host memory instead (`plan(optimizer_memory="pinned_host")`).
 
     Returns:
       Bytes per device.
     """
-    return sum(leaf.bytes_per_device for leaf in self.leaves if root in (None, leaf.root))
+    rows = (leaf for leaf in self.leaves if leaf.on_host == host and root in (None, leaf.root))
+    return sum(leaf.bytes_per_device for leaf in rows)
+
+  def num_parameters(self, wrt: Any = nnx.Param) -> int:
+    """Counts the elements of the model's parameters; tied ones once, padding not at all.
+
+    Args:
+      wrt: which Variables count; a filter as in `nnx.Optimizer`.
+
+    Returns:
+      Elements in all, over all devices.
+
+    Raises:
+      PlanError: as `trainable`.
+
+    Example:
+      >>> import nnx_parallel as nxp
+      >>> from flax import nnx
+      >>> nxp.plan(lambda: nnx.Linear(8, 64, rngs=nnx.Rngs(0)), nxp.make_mesh(fsdp=8)).num_parameters()
+      576
+    """
+    return sum(math.prod(leaf.shape) for leaf in self.trainable(wrt).trained)
 
   def explain(self, name: str) -> str:
     """How one leaf came to its layout.
@@ -353,10 +376,12 @@ class ShardingPlan:
 
   @functools.cached_property
   def live_tx(self) -> Any:
-    """The transformation that live optimizers of this plan run: `tx`, at logical shapes where it pads."""
-    if self.tx is None or not any(any(leaf.padding) for leaf in self.leaves):
-      return self.tx
-    return logical_transformation(self.tx, nnx.as_pure(nnx.state(self.abstract_model, self.wrt)))
+    """The transformation that live optimizers run: `tx`, at logical shapes and from host memory if planned."""
+    tx = self.tx
+    if tx is not None and any(any(leaf.padding) for leaf in self.leaves):
+      tx = logical_transformation(tx, nnx.as_pure(nnx.state(self.abstract_model, self.wrt)))
+    away = {path_str(leaf.path[1:]): leaf.bytes_per_device for leaf in self.leaves if leaf.on_host}
+    return offload.streamed(tx, away) if tx is not None and away else tx
 
   def batch_spec(self, ndim: int) -> PartitionSpec:
     """The spec of an input: that of `InputRules`; else the `batch` rule on dim 0, the other dims whole.
@@ -442,6 +467,7 @@ def plan(
   uneven: Uneven = "error",
   zero: int = 0,
   zero_axes: Sequence[str] | str | None = None,
+  optimizer_memory: str | None = None,
 ) -> ShardingPlan:
   """Plans the layout of a module, and of its optimizer, without making any array.
 
@@ -457,6 +483,8 @@ def plan(
     zero: ZeRO stage of the optimizer state: 1 splits it over `zero_axes` too, beyond its parameter's layout;
       2 is the same state, for `train_step(gradients="scattered")`. Stage 3 is `fsdp()`.
     zero_axes: the axes of that split; those of the batch when not given.
+    optimizer_memory: where the optimizer state of parameters lies between steps: `"pinned_host"` keeps it off
+      the devices; the optimizer then fetches it, a few parameters at a time, and puts it back.
 
   Returns:
     A `ShardingPlan`: print it, `explain` it, create from it, restore into it.
@@ -481,16 +509,26 @@ def plan(
     raise PlanError(
       f"{option} splits optimizer state, and there is no optimizer.", fix="optimizer=optax.adamw(...)"
     )
+  offload.check_kind(optimizer_memory)
+  if optimizer_memory is not None and optimizer is None:
+    raise PlanError(
+      f"optimizer_memory={optimizer_memory!r} places optimizer state, and there is no optimizer.",
+      fix="optimizer=optax.adamw(...)",
+    )
   ruleset = RuleSet.of(rules).with_uneven(uneven)
   model = abstract_module(init, mesh)
   builder = _Builder(mesh, ruleset, uneven)
-  attention = check_attention(model, builder.sizes)
+  builder.optimizer_memory = optimizer_memory if optimizer_memory in HOST_KINDS else None
+  found = check_attention(model, builder.sizes)
+  with contextlib.suppress(ShardingError):
+    found += check_grouped(model, _batch_axes(ruleset, builder.sizes), builder.sizes)
   leaves = builder.model_leaves(model)
   abstract_optimizer = None
   if optimizer is not None:
     batch = _batch_axes(ruleset, builder.sizes) if zero and zero_axes is None else ()
     builder.zero_axes = optimizer_layout.zero_axes(zero, zero_axes, batch, builder.sizes)
     abstract_optimizer = _abstract_optimizer(model, optimizer, wrt)
+    builder.kept_dims = _kept_dims(model, optimizer, wrt, abstract_optimizer)
     leaves += builder.optimizer_leaves(abstract_optimizer, leaves)
   return ShardingPlan(
     mesh,
@@ -501,7 +539,7 @@ def plan(
     wrt,
     model,
     abstract_optimizer,
-    tuple(attention + builder.notes()),
+    tuple(found + builder.notes()),
   )
 
 
@@ -554,6 +592,38 @@ def _abstract_optimizer(model: nnx.Module, tx: optax.GradientTransformation, wrt
     return nnx.eval_shape(lambda traced: make_optimizer(traced, tx, wrt), model)
 
 
+def _kept_dims(
+  model: nnx.Module, tx: optax.GradientTransformation, wrt: Any, optimizer: nnx.Optimizer[Any]
+) -> dict[Path, tuple[int | None, ...]]:
+  """For state of a part of its parameter's dims, which dims: where two are equally long, shapes do not say.
+
+  The optimizer is built once more for parameters whose equal dims differ by one element each.
+  """
+  rows = {path: tuple(value_of(leaf).shape) for path, leaf in array_leaves(model).items()}
+  probes = {path: optimizer_layout.apart(shape) for path, shape in rows.items()}
+  unclear = {
+    path: parameter
+    for path, leaf in array_leaves(optimizer).items()
+    if (parameter := optimizer_layout.owner(path, rows)) is not None
+    and probes[parameter] != rows[parameter]
+    and 0 < len(value_of(leaf).shape) < len(rows[parameter])
+  }
+  if not unclear:
+    return {}
+  graphdef, state = nnx.split(model)
+  probed: list[Any] = [
+    (path, leaf.copy(jax.ShapeDtypeStruct(probes[path], value_of(leaf).dtype)) if path in rows else leaf)
+    for path, leaf in nnx.to_flat_state(state)
+  ]
+  other = array_leaves(_abstract_optimizer(nnx.merge(graphdef, nnx.from_flat_state(probed)), tx, wrt))
+  found = {
+    path: optimizer_layout.dims_of(tuple(value_of(other[path]).shape), probes[parameter])
+    for path, parameter in unclear.items()
+    if path in other
+  }
+  return {path: dims for path, dims in found.items() if dims is not None}
+
+
 def _no_constructor() -> nnx.Module:
   raise PlanError(
     "this plan was read from JSON without its constructor, so it cannot build a module.",
@@ -586,6 +656,8 @@ class _Builder:
     self.mesh, self.rules, self.uneven = mesh, rules, uneven
     self.sizes = axis_sizes(mesh)
     self.zero_axes: tuple[str, ...] = ()
+    self.optimizer_memory: str | None = None
+    self.kept_dims: Mapping[Path, tuple[int | None, ...]] = {}
     self.axis_notes = rules.logical.check_axes(self.sizes)
     self.fired: set[int] = set()
     self.path_rules = sum(len(table.rules) for table in rules.paths)
@@ -701,15 +773,17 @@ class _Builder:
       if parameter is None:
         row = self._leaf("optimizer", path, leaf, None, None, Decision("whole", "not parameter state"))
       else:
-        spec, padding, why = optimizer_layout.follow(by_path[parameter], shape)
+        spec, padding, why = optimizer_layout.follow(by_path[parameter], shape, self.kept_dims.get(path))
         if self.zero_axes:
           stored = [size + extra for size, extra in zip(shape, padding, strict=True)]
           spec, more = optimizer_layout.spread(spec, stored, self.zero_axes, self.sizes)
           why += f"; {more}"
         found = Resolution(spec, padding, ())
         steps = (f"state of parameter {path_str(parameter)}: {why}",)
-        decision = Decision("parameter", f"{path_str(parameter)}: {why}", steps)
+        decision = Decision("parameter", why, steps)
         row = self._leaf("optimizer", path, leaf, by_path[parameter].names, found, decision)
+        if shape:  # scalars are not worth a transfer
+          row = dataclasses.replace(row, memory_kind=self.optimizer_memory)
       rows.append(row)
     return rows
 

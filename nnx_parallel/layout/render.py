@@ -155,7 +155,7 @@ def grouped(leaves: Iterable[LeafPlan]) -> list[tuple[str, list[LeafPlan]]]:
   groups: dict[object, list[LeafPlan]] = {}
   for leaf in leaves:
     pattern = _pattern(leaf)
-    key = (pattern, leaf.shape, leaf.dtype, leaf.spec, leaf.kind, leaf.memory_kind, why(leaf))
+    key = (pattern, leaf.shape, leaf.dtype, leaf.spec, leaf.kind, leaf.memory_kind, leaf.decision.reason)
     groups.setdefault(key, []).append(leaf)
   return [(_common_name(found), found) for found in groups.values()]
 
@@ -171,14 +171,6 @@ def _common_name(leaves: Sequence[LeafPlan]) -> str:
   parts = zip(differs, _pattern(leaves[0])[1:], paths[0], strict=True)
   name = ".".join(pattern if differ else str(part) for differ, pattern, part in parts)
   return name if leaves[0].root == "model" else f"optimizer/{name}"
-
-
-def why(leaf: LeafPlan) -> str:
-  """The leaf's reason without its own path, so that alike leaves have the same."""
-  reason = leaf.decision.reason
-  if leaf.decision.source == "parameter":
-    reason = reason.partition(": ")[2] or reason
-  return "as its parameter" if reason == "same shape" else reason
 
 
 def _optimizer_groups(plan: ShardingPlan) -> list[tuple[str, list[LeafPlan]]]:
@@ -209,7 +201,7 @@ def _row(name: str, leaves: Sequence[LeafPlan]) -> tuple[str, ...]:
   first = leaves[0]
   same_array = len({leaf.shape for leaf in leaves}) == 1
   same_spec = len({leaf.spec for leaf in leaves}) == 1
-  reason = why(first) if same_array else "as its parameter"
+  reason = first.decision.reason if same_array else "as its parameter"
   if any(first.padding) and same_array:
     reason += f"; stored as {format_array('', first.storage_shape)}"
   if first.memory_kind:
@@ -295,15 +287,20 @@ def _hang(text: str, width: int) -> str:
 def _totals(plan: ShardingPlan) -> list[str]:
   rows: list[tuple[str, ...]] = []
   for root in ("model", "optimizer"):
-    leaves = [leaf for leaf in plan.leaves if leaf.root == root]
+    leaves = [leaf for leaf in plan.leaves if leaf.root == root and not leaf.on_host]
     if leaves:
       total, held = sum(leaf.bytes for leaf in leaves), sum(leaf.bytes_per_device for leaf in leaves)
       elements = sum(math.prod(leaf.shape) for leaf in leaves)
       copies = f"{held * plan.mesh.size / max(total, 1):.2f}"
       rows.append((root, str(len(leaves)), f"{elements:,}", format_bytes(total), format_bytes(held), copies))
+  near = [leaf for leaf in plan.leaves if not leaf.on_host]
   if len(rows) > 1:
-    total = sum(leaf.bytes for leaf in plan.leaves)
-    both = (format_bytes(total), format_bytes(plan.bytes_per_device()))
-    rows.append(("together", str(len(plan.leaves)), "", *both, ""))
+    both = (format_bytes(sum(leaf.bytes for leaf in near)), format_bytes(plan.bytes_per_device()))
+    rows.append(("together", str(len(near)), "", *both, ""))
+  away = [leaf for leaf in plan.leaves if leaf.on_host]
+  if away:
+    elements = f"{sum(math.prod(leaf.shape) for leaf in away):,}"
+    both = (format_bytes(sum(leaf.bytes for leaf in away)), format_bytes(plan.bytes_per_device(host=True)))
+    rows.append(("in host memory", str(len(away)), elements, *both, ""))
   header = ("total", "arrays", "elements", "in all", "per device", "copies")
   return text_table(header, rows, right=(1, 2, 3, 4, 5)).splitlines()

@@ -17,6 +17,7 @@ from jax.sharding import PartitionSpec
 from nnx_parallel.errors import ShardingError
 from nnx_parallel.layout.mesh import AnyMesh, axis_sizes
 from nnx_parallel.layout.rules import (
+  UNEVEN,
   Candidate,
   Fallback,
   LogicalRules,
@@ -82,6 +83,8 @@ def resolve_spec(
     >>> nxp.resolve_spec(("embed", "mlp"), (8, 32), {"fsdp": 4, "tensor": 2}, rules).spec
     P('fsdp', 'tensor')
   """
+  if uneven not in UNEVEN:
+    raise ShardingError(f"uneven={uneven!r} is not a policy.", fix=f"one of {', '.join(UNEVEN)}.")
   sizes = dict(mesh) if isinstance(mesh, Mapping) else axis_sizes(mesh)
   return _Resolver(tuple(shape), sizes, rules or LogicalRules(), path, uneven).resolve(tuple(names))
 

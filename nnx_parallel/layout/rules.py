@@ -17,6 +17,8 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
+from jax.sharding import PartitionSpec
+
 from nnx_parallel.errors import ShardingError
 from nnx_parallel.layout.inputs import InputRules
 from nnx_parallel.layout.variables import Names, Path, path_str
@@ -193,7 +195,7 @@ class PathRules:
   A pattern is a regular expression that must match the *whole* dotted path (`r".*attn\.(q|k|v)\.kernel"`),
   or a *window*: a tuple of regular expressions, each matching the whole of one of as many consecutive path
   parts (`("SelfAttention", "(q|k|v)", "kernel")`). A value is a tuple with one name (logical, or a mesh
-  axis) per dim, where one `...` stands for any number of whole dims; or None: the parameter stays whole.
+  axis) per dim, where one `...` stands for any number of whole dims; a `PartitionSpec`; or None: whole.
 
   Args:
     rules: `(pattern, names)` pairs in order.
@@ -285,6 +287,8 @@ class PathRule:
       ) from error
     if names is None:
       return cls(window, None)
+    if isinstance(names, PartitionSpec):
+      names = (*names, ...)  # as in jax, the dims that a spec leaves out are whole
     entries: tuple[Any, ...] = tuple(names) if isinstance(names, (tuple, list)) else ()
     entries = tuple(WHOLE_DIMS if entry is ... else entry for entry in entries)
     if not isinstance(names, (tuple, list)) or not all(map(_is_path_entry, entries)):
@@ -363,12 +367,15 @@ class Fallback:
 
 
 def fsdp(axis: str | Sequence[str] = "fsdp", *, min_size: int = 2**18, extend: bool = True) -> Fallback:
-  """Fallback: cut a parameter's largest free dim that divides, over `axis` (ZeRO-3).
+  """Fallback: cut an array's largest free dim that divides, over `axis` (ZeRO-3).
+
+  It holds for every Variable that nothing else names: parameters, and batch statistics or caches that are
+  as large as parameters. RNG state stays whole.
 
   Args:
     axis: mesh axis, or several (major to minor) that cut the dim together.
-    min_size: parameters with at most this many *elements* stay whole.
-    extend: also give the axis to a free dim of a parameter that has names, so that for example a
+    min_size: arrays with at most this many *elements* stay whole.
+    extend: also give the axis to a free dim of a Variable that has names, so that for example a
       tensor-parallel kernel is split over both axes.
 
   Returns:
@@ -465,7 +472,8 @@ class RuleSet:
       else:
         raise ShardingError(
           f"{item!r} is not a sharding rule.",
-          fix='pass LogicalRules(embed="fsdp"), PathRules([...]), fsdp(), replicate(), or a list of these.',
+          fix='pass LogicalRules(embed="fsdp"), PathRules([...]), fsdp(), replicate(), or a list of these;'
+          " the (name, axes) pairs of Flax Linen through LogicalRules.from_linen(pairs).",
         )
     return cls(logical if logical is not None else LogicalRules(), tuple(paths), fallback, inputs)
 

@@ -67,7 +67,15 @@ def from_json(text: str, mesh: AnyMesh | None) -> Stored:
       details=f"format {seen!r}; this version reads {FORMAT}",
       fix="write it again with plan.to_json().",
     )
-  stored: Any = data
+  try:
+    return _stored(data, mesh)
+  except KeyError as error:
+    raise PlanError(
+      f"this JSON of a plan lacks {error}.", fix="write it again with plan.to_json(), and do not edit it."
+    ) from error
+
+
+def _stored(stored: Any, mesh: AnyMesh | None) -> Stored:
   axes = dict(stored["mesh"]["axes"])
   if mesh is None:
     mesh = abstract_mesh(axes, explicit=stored["mesh"]["explicit"])

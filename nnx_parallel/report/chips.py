@@ -7,7 +7,9 @@ sparsity; NVLink per direction; one 200 or 400 Gb/s network port per GPU) and th
 `nvidia-smi` shows; Google Cloud's "TPU system architecture" pages, and for one-way link bandwidth "How
 to Scale Your Model" (jax-ml.github.io/scaling-book), chapter 2. `usable_bytes` of a TPU is the limit
 that its compiler enforces (libtpu 0.0.42 and 0.0.50); of a GPU 92 % of the memory, which leaves room
-for the CUDA context and for NCCL.
+for the CUDA context and for NCCL. `host_bandwidth`: PCIe generation 4 (A100) and 5 (H100 and later) of
+16 lanes; for TPUs the scaling book's 15 GB/s per chip, 32 for v6e; none is published for tpu7x, which takes
+v6e's, halved like the rest of its row.
 """
 
 from __future__ import annotations
@@ -37,6 +39,7 @@ class Chip:
     network_bandwidth: bytes per second in one direction between hosts (GPU) or slices (TPU).
     domain: devices that the fast links join, or None when the topology says so.
     devices_per_chip: JAX devices that one chip of a topology's name makes.
+    host_bandwidth: bytes per second in one direction between a device and its host's memory.
   """
 
   name: str
@@ -50,6 +53,7 @@ class Chip:
   network_bandwidth: float
   domain: int | None
   devices_per_chip: int = 1
+  host_bandwidth: float = 16e9
 
   def peak(self, dtype: str) -> float:
     """Peak FLOP per second for matrix products in `dtype` (`"bfloat16"` where it is not listed)."""
@@ -57,12 +61,18 @@ class Chip:
 
 
 def _gpu(
-  name: str, memory_mib: int, bandwidth: float, flops: Mapping[str, float], nvlink: float, net: float
+  name: str,
+  memory_mib: int,
+  bandwidth: float,
+  flops: Mapping[str, float],
+  nvlink: float,
+  net: float,
+  pcie: float,
 ) -> Chip:
   memory = memory_mib * _MIB
   return Chip(
-    name, "gpu", memory, int(memory * 0.92), bandwidth, flops, nvlink, 1, net, domain=8
-  )  # fmt: skip
+    name, "gpu", memory, int(memory * 0.92), bandwidth, flops, nvlink, 1, net, 8, host_bandwidth=pcie
+  )
 
 
 def _tpu(
@@ -72,9 +82,9 @@ def _tpu(
   flops = {"bfloat16": bf16, "int8": int8, "float32": bf16 / 3}
   # Between slices: 6.25 GB/s of data-centre network per chip, the scaling book's planning figure.
   halves = 2 if name == "tpu7x" else 1
-  return Chip(
-    name, "tpu", int(gib * _GIB), int(usable_gib * _GIB), bandwidth, flops, link, 2, 6.25e9, None, halves
-  )  # fmt: skip
+  pcie = {"v6e": 32e9, "tpu7x": 16e9}.get(name, 15e9)
+  memory, usable = int(gib * _GIB), int(usable_gib * _GIB)
+  return Chip(name, "tpu", memory, usable, bandwidth, flops, link, 2, 6.25e9, None, halves, pcie)
 
 
 _HOPPER = {"bfloat16": 989e12, "float16": 989e12, "float8": 1979e12, "int8": 1979e12,
@@ -86,10 +96,10 @@ _BLACKWELL = {"bfloat16": 2250e12, "float16": 2250e12, "float8": 4500e12, "int8"
 CHIPS: Mapping[str, Chip] = {
   chip.name: chip
   for chip in (
-    _gpu("a100", 81920, 2.039e12, _AMPERE, 300e9, 25e9),
-    _gpu("h100", 81559, 3.35e12, _HOPPER, 450e9, 50e9),
-    _gpu("h200", 143771, 4.8e12, _HOPPER, 450e9, 50e9),
-    _gpu("b200", 183359, 8.0e12, _BLACKWELL, 900e9, 50e9),
+    _gpu("a100", 81920, 2.039e12, _AMPERE, 300e9, 25e9, 32e9),
+    _gpu("h100", 81559, 3.35e12, _HOPPER, 450e9, 50e9, 64e9),
+    _gpu("h200", 143771, 4.8e12, _HOPPER, 450e9, 50e9, 64e9),
+    _gpu("b200", 183359, 8.0e12, _BLACKWELL, 900e9, 50e9, 64e9),
     _tpu("v4", 32, 30.75, 1.228e12, 275e12, 275e12, 45e9),
     _tpu("v5e", 16, 15.75, 0.819e12, 197e12, 394e12, 45e9),
     _tpu("v5p", 95.74, 95.73, 2.765e12, 459e12, 918e12, 90e9),

@@ -23,8 +23,10 @@ from nnx_parallel.report.chips import chip as chip_named
 from nnx_parallel.report.collectives import Collective, collectives
 from nnx_parallel.report.compiler import Compiled, MemoryStats, memory_stats, run_compiler
 from nnx_parallel.report.cost import Cost, cost
+from nnx_parallel.report.peak import Tenant, at_peak
 from nnx_parallel.report.reshards import Reshard, find_reshards
 from nnx_parallel.report.topology import topology_mesh
+from nnx_parallel.train.step import TrainStep
 
 _ALIASES = re.compile(r"\{[\d, ]*\}: \((\d+), ")
 
@@ -56,15 +58,17 @@ class CompileReport:
     need_bytes: memory one device needs, by the measure that is right for its backend.
     fits: whether that is within `chip.usable_bytes`; None without a chip.
     compiled: False when the compiler stopped for lack of memory; the rest is then read from the program
-      before backend optimisation.
+      as far as the compiler came.
     arguments: every array the step takes, largest first.
     categories: bytes per device of the arguments by category (`{"parameters": ...}`) and of what
       the compiler adds.
     cost: matrix FLOPs and memory traffic.
     collectives: what is sent, in program order.
+    peak: what is in memory, besides the arguments, when the most is; largest first.
     reshards: tensors made whole on each device against the layout's intention.
     seconds: time the compiler took.
     quantities: global sizes in bytes that budgets can name: `params`, `optimizer`, `batch`.
+    examples: of one microbatch on one device, or None where that is unknown.
   """
 
   target: str
@@ -78,9 +82,11 @@ class CompileReport:
   categories: Mapping[str, int]
   cost: Cost
   collectives: tuple[Collective, ...]
+  peak: tuple[Tenant, ...]
   reshards: tuple[Reshard, ...]
   seconds: float
   quantities: Mapping[str, int]
+  examples: int | None = None
 
   @property
   def available_bytes(self) -> int | None:
@@ -192,7 +198,7 @@ def compile_report(
   objects = objects if isinstance(objects, tuple) else (objects,)
   lowered = step.lower(*objects, abstract_batch(here, batch), *args)
   names = [_plan_name(path) for path in variables(objects)]
-  return report_of(
+  report = report_of(
     _plain(lowered),
     axes=axis_sizes(here.mesh),
     chip=chip,
@@ -200,6 +206,18 @@ def compile_report(
     names={f"arrays[{index}]": name for index, name in enumerate(names)},
     quantities=_quantities(here, batch),
   )
+  return dataclasses.replace(report, examples=_examples(step, here, batch))
+
+
+def _examples(step: Any, plan: ShardingPlan, batch: Any) -> int | None:
+  """Examples of one microbatch on one device, where the step and all arrays of the batch say it."""
+  sizes = {x.shape[0] for x in jax.tree.leaves(batch) if x.shape}
+  if not isinstance(step, TrainStep) or len(sizes) != 1:
+    return None
+  entry = plan.batch_spec(1)[0]
+  axes = (entry,) if isinstance(entry, str) else tuple(entry or ())
+  shards = math.prod(axis_sizes(plan.mesh)[axis] for axis in axes)
+  return max(1, sizes.pop() // (shards * step.recipe.microbatches))
 
 
 def _plain(lowered: Any) -> jax.stages.Lowered:
@@ -223,9 +241,11 @@ def abstract_batch(plan: ShardingPlan, batch: Any) -> Any:
 
 
 def state_categories(plan: ShardingPlan) -> dict[str, int]:
-  """Bytes per device of the planned state: parameters, other state of the model, optimizer."""
+  """Bytes per device of the planned state in device memory: parameters, other model state, optimizer."""
   sums = {"parameters": 0, "other model state": 0, "optimizer": 0}
   for leaf in plan.leaves:
+    if leaf.on_host:
+      continue
     kind = "parameters" if "Param" in leaf.kind else "other model state"
     sums["optimizer" if leaf.root == "optimizer" else kind] += leaf.bytes_per_device
   return sums
@@ -313,7 +333,7 @@ def _assemble(
   split = hlo.parse(done.partitioned) if done.partitioned else program
   arguments = _arguments(program, done.text, names)
   memory = done.memory
-  if not done.text:
+  if done.shortage is not None:
     memory = dataclasses.replace(memory, arguments=sum(a.bytes for a in arguments))
   compiled_for = chip_of(kind)
   need = _need(memory, done, compiled_for.platform if compiled_for else "")
@@ -324,8 +344,8 @@ def _assemble(
     axes=dict(axes),
     memory=memory,
     need_bytes=need,
-    fits=None if chip is None else bool(done.text) and need <= chip.usable_bytes,
-    compiled=bool(done.text),
+    fits=None if chip is None else done.shortage is None and need <= chip.usable_bytes,
+    compiled=done.shortage is None,
     arguments=arguments,
     categories=_categories(memory, need, categories),
     cost=Cost(cost(split).flops, cost(program).hbm_bytes),
@@ -335,6 +355,7 @@ def _assemble(
       )
       for c in collectives(program, axes)
     ),
+    peak=at_peak(done.live, program, names),
     reshards=find_reshards(done.log, split.frames),
     seconds=done.seconds,
     quantities={},
@@ -347,8 +368,8 @@ def _need(memory: MemoryStats, done: Compiled, platform: str) -> int:
   TPU's peak covers everything, with buffers that share memory counted once. The peak of CPU and GPU
   leaves parts out, so there it is arguments, temporaries and the results that reuse no argument.
   """
-  if done.shortage:
-    return done.shortage.bytes + (0 if done.shortage.total else memory.arguments)
+  if done.shortage is not None:
+    return done.shortage
   if platform == "tpu" and memory.peak:
     return memory.peak
   return memory.arguments + memory.temporaries + memory.outputs - memory.aliased

@@ -17,12 +17,18 @@ import jax
 
 from nnx_parallel.errors import ReportError
 
-# The partitioner of TPU has its own name; both write the program of one device right after splitting.
-_PARTITIONED = re.compile(r"after_(?:tpu-)?spmd-partitioning\.")
-_TEMPORARIES = re.compile(
-  r"required for HLO temporaries \((?P<need>[\d.]+)(?P<unit>[KMGT])\) exceeds available HBM"
+# What is read of a dump. The partitioner of TPU has its own name; both write the program of one device
+# right after splitting.
+_DUMPS = (
+  re.compile(r"after_(?:tpu-)?spmd-partitioning\."),
+  re.compile(r"after_optimizations\.txt$"),
+  re.compile(r"after_optimizations-live-range\.txt$"),
 )
-_TOTAL = re.compile(r"[Uu]sed (?P<need>[\d.]+)(?P<unit>[KMGT]) of (?P<limit>[\d.]+)[KMGT] hbm")
+# Whatever the first message says, its figure is the total of its own memory report: arguments included.
+_SHORTAGES = (
+  re.compile(r"required for HLO temporaries \((?P<need>[\d.]+)(?P<unit>[KMGT])\) exceeds available HBM"),
+  re.compile(r"[Uu]sed (?P<need>[\d.]+)(?P<unit>[KMGT]) of (?P<limit>[\d.]+)[KMGT] hbm"),
+)
 _UNITS = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
 
@@ -39,37 +45,26 @@ class MemoryStats:
 
 
 @dataclasses.dataclass(frozen=True)
-class Shortage:
-  """What a compiler that checks memory (TPU) could not place.
-
-  Attributes:
-    bytes: needed per device.
-    total: whether that includes the arguments; else it is the temporaries alone.
-  """
-
-  bytes: int
-  total: bool
-
-
-@dataclasses.dataclass(frozen=True)
 class Compiled:
   """What one compilation gave.
 
   Attributes:
-    text: the final program; empty when it ran out of memory.
+    text: the final program; when it ran out of memory, as far as the compiler came.
     partitioned: the program of one device right after SPMD partitioning; empty when not dumped.
     memory: the compiler's figures.
-    shortage: what did not fit, or None.
+    shortage: bytes needed per device, by a compiler that checks memory (TPU) and found too little; or None.
     log: what the compiler printed.
     seconds: wall time of the compilation.
+    live: the compiler's list of what is in memory when, or an empty string.
   """
 
   text: str
   partitioned: str
   memory: MemoryStats
-  shortage: Shortage | None
+  shortage: int | None
   log: str
   seconds: float
+  live: str = ""
 
 
 def run_compiler(lowered: jax.stages.Lowered) -> Compiled:
@@ -92,10 +87,11 @@ def run_compiler(lowered: jax.stages.Lowered) -> Compiled:
       except jax.errors.JaxRuntimeError as error:
         short = _shortage(error)
     seconds = time.perf_counter() - start
-    partitioned = _largest(pathlib.Path(folder))
+    partitioned, final, live = (_largest(pathlib.Path(folder), kind) for kind in _DUMPS)
   if compiled is None:
-    return Compiled("", partitioned, MemoryStats(), short, log[0], seconds)
-  return Compiled(compiled.as_text() or "", partitioned, memory_stats(compiled), None, log[0], seconds)
+    return Compiled(final, partitioned, MemoryStats(), short, log[0], seconds, live)
+  text = compiled.as_text() or final
+  return Compiled(text, partitioned, memory_stats(compiled), None, log[0], seconds, live)
 
 
 def memory_stats(compiled: jax.stages.Compiled) -> MemoryStats:
@@ -109,24 +105,26 @@ def memory_stats(compiled: jax.stages.Compiled) -> MemoryStats:
     aliased=stats.alias_size_in_bytes,
     temporaries=stats.temp_size_in_bytes,
     code=stats.generated_code_size_in_bytes,
-    peak=stats.peak_memory_in_bytes,
+    # The peak counts arrays in host memory (offloaded optimizer state) too; a device does not hold those.
+    peak=max(
+      0, stats.peak_memory_in_bytes - stats.host_argument_size_in_bytes - stats.host_temp_size_in_bytes
+    ),
   )
 
 
-def _shortage(error: RuntimeError) -> Shortage:
-  total, temporaries = _TOTAL.search(str(error)), _TEMPORARIES.search(str(error))
-  found = total or temporaries
+def _shortage(error: RuntimeError) -> int:
+  found = next(filter(None, (pattern.search(str(error)) for pattern in _SHORTAGES)), None)
   if not found:
     raise ReportError(
       "the compiler refused the step.",
       details=str(error)[:600],
       fix="compile it on simulated devices first: topology='cpu:8'.",
     ) from error
-  return Shortage(int(float(found["need"]) * _UNITS[found["unit"]]), total is not None)
+  return int(float(found["need"]) * _UNITS[found["unit"]])
 
 
-def _largest(folder: pathlib.Path) -> str:
-  files = [file for file in folder.rglob("*.txt") if _PARTITIONED.search(file.name)]
+def _largest(folder: pathlib.Path, kind: re.Pattern[str]) -> str:
+  files = [file for file in folder.rglob("*.txt") if kind.search(file.name)]
   return max(files, key=lambda file: file.stat().st_size).read_text() if files else ""
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Literal
 
 from nnx_parallel.errors import ReportError
 from nnx_parallel.layout.mesh import axis_sizes
@@ -25,8 +25,9 @@ class MemoryPlan:
   """Predicted memory of one step.
 
   Attributes:
-    categories: bytes per device by what they hold; their sum is `need_bytes`.
+    categories: bytes per device by what they hold, at the moment that needs most; their sum is `need_bytes`.
     largest: the largest leaves of the state: (name, bytes per device).
+    host_bytes: state of the optimizer in the host's memory, in bytes per device; not part of the need.
     microbatches: parts that the batch is run in.
     remat: what layers keep for the backward pass.
     chip: whose memory it is compared with, or None.
@@ -37,6 +38,7 @@ class MemoryPlan:
   microbatches: int
   remat: Remat
   chip: Chip | None
+  host_bytes: int = 0
 
   @property
   def need_bytes(self) -> int:
@@ -62,6 +64,8 @@ class MemoryPlan:
     text = render("Planned memory per device", ("what", "bytes>", "share>"), rows)
     low, high = (format_bytes(self.need_bytes * edge) for edge in ERROR_BAND)
     text += f"Compilers have needed between {low} and {high} where this plan said the same.\n"
+    if self.host_bytes:
+      text += f"Besides, {format_bytes(self.host_bytes)} in the host's memory.\n"
     if self.chip is not None and self.headroom_bytes is not None:
       word = "left" if self.headroom_bytes >= 0 else "too much"
       text += f"{format_bytes(abs(self.headroom_bytes))} {word} on {self.chip.name}.\n"
@@ -77,6 +81,7 @@ def memory_plan(
   *,
   microbatches: int = 1,
   remat: Remat = "as written",
+  gradients: Literal["whole", "scattered"] = "whole",
   chip: Chip | str | None = None,
 ) -> MemoryPlan:
   """Predicts the memory of a train step from an abstract trace of its loss.
@@ -91,6 +96,7 @@ def memory_plan(
     batch: a pytree of arrays or `ShapeDtypeStruct`s of the global batch.
     microbatches: parts that the batch is run in.
     remat: what layers keep; see `with_remat`.
+    gradients: as in `train_step`: `"scattered"` (ZeRO-2) holds them in the layout of the optimizer's state.
     chip: to compare with.
 
   Returns:
@@ -113,50 +119,85 @@ def memory_plan(
   """
   if microbatches < 1:
     raise ReportError(f"microbatches={microbatches} is not a positive number.", fix="microbatches=1.")
-  work = trace_workload(plan, loss, batch, remat=remat)
+  work = trace_workload(plan, loss, batch, remat=remat, scattered=gradients == "scattered")
+  sizes = axis_sizes(plan.mesh)
   leaves = sorted(plan.leaves, key=lambda leaf: -leaf.bytes_per_device)
   return MemoryPlan(
-    categories={k: round(v) for k, v in memory_categories(work, axis_sizes(plan.mesh), microbatches).items()},
+    categories={k: round(v) for k, v in memory_categories(work, sizes, microbatches).items()},
     largest=tuple((leaf.name, leaf.bytes_per_device) for leaf in leaves[:8]),
     microbatches=microbatches,
     remat=remat,
     chip=chip_named(chip) if chip is not None else None,
+    host_bytes=round(per_device(work.host_state(), sizes)),
   )
 
 
 def memory_categories(work: Workload, sizes: Sizes, microbatches: int = 1) -> dict[str, float]:
   """Bytes per device by category, for any sizes of the mesh axes.
 
-  Two moments compete for the peak. At the end of the forward pass, everything kept is alive with the largest
-  activation (the logits) and its gradient. While a layer is differentiated, the kept inputs of all
-  layers are alive with what that layer recomputes, its gathered weights, and the gradients so far.
+  Three moments compete for the peak. At the end of the forward pass, everything kept is alive with the
+  largest activation (the logits) and its gradient. While a layer is differentiated, the kept inputs of all
+  layers are alive with what that layer recomputes, its gathered weights, and the gradients so far. At the
+  update, no activation is left, and state in the host's memory passes through.
+
+  Args:
+    work: what the step is made of.
+    sizes: mesh axis -> size in devices.
+    microbatches: parts that the batch is run in; with several, their sum is kept beside the gradients.
   """
   gradients = per_device(work.gradients, sizes)
-  inside = per_device(work.kept, sizes) / microbatches
+  accumulators = gradients if microbatches > 1 else 0.0
+  kept = per_device(work.kept, sizes) / microbatches
   outside = per_device(work.kept_outside, sizes) / microbatches
-  largest = max((p.per_device(sizes) for p in work.largest), default=0.0) / microbatches
+  largest, is_logits = _largest(work, sizes)
   layer = per_device(work.layer, sizes) / microbatches
-  weights = per_device(work.kept_weights, sizes)
-  gathered = 2 * _gathered(work, sizes)
-  head = outside + largest
-  body = layer + gathered + (gradients if microbatches == 1 else 0.0)
-  at_head = head > body
-  return {
+  moments: list[dict[str, float]] = [
+    {
+      # The gradients of one microbatch are summed into those of the others as they come.
+      "gradients": accumulators,
+      "kept activations": kept + outside,
+      "logits" if is_logits else "largest activation": largest / microbatches,
+    },
+    {
+      "gradients": gradients,
+      "kept activations": kept,
+      "one layer": layer,
+      "gathered parameters": 2 * _gathered(work, sizes),
+    },
+    {"gradients": gradients, "state in passing": _in_passing(work, sizes)},
+  ]
+  state = {
     "parameters": per_device(work.parameters, sizes),
     "other model state": per_device(work.other, sizes),
-    "optimizer": per_device(work.optimizer, sizes),
+    "optimizer": per_device(work.device_state(), sizes),
+    "masters": per_device(work.device_state(masters=True), sizes),
     "batch": per_device(work.batch, sizes),
-    "gradients": gradients * (2 if microbatches > 1 else 0 if at_head else 1),
-    "kept activations": inside + (outside if at_head else 0.0),
-    "cast parameters": weights,
-    "largest activation" if at_head else "one layer": largest if at_head else layer,
-    "gathered parameters": 0.0 if at_head else gathered,
+    "accumulators": accumulators,
+    "cast parameters": per_device(work.kept_weights, sizes),
   }
+  return state | max(moments, key=lambda moment: sum(moment.values()))
+
+
+def _largest(work: Workload, sizes: Sizes) -> tuple[float, bool]:
+  """Bytes of the largest activation, and whether it is what a last product with parameters gives: logits."""
+  largest = max((part.per_device(sizes) for part in work.largest), default=0.0)
+  last = next((p for p in reversed(work.products) if p.weighs and p.times == 1), None)
+  if last is None:
+    return largest, False
+  # The loss may compute in a wider type than the product.
+  logits = Part(last.out_bytes, last.out_split).per_device(sizes)
+  return largest, logits <= largest <= 2 * logits
+
+
+def _in_passing(work: Workload, sizes: Sizes) -> float:
+  """State that is on its way between host and device: two groups, each of at least one parameter's state."""
+  parts = [part.per_device(sizes) for part in work.host_state()]
+  return min(sum(parts), 4 * max(parts, default=0.0))
 
 
 def _gathered(work: Workload, sizes: Sizes) -> float:
   """One layer's parameters as they are multiplied: whole along the batch axes, in the compute type."""
-  batch = frozenset(work.batch_axes)
+  batch = frozenset(work.gather_axes)
   return sum(
     Part(part.bytes, part.split - batch).per_device(sizes) * work.compute_bytes / 4
     for part in work.layer_weights

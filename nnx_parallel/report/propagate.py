@@ -1,9 +1,10 @@
 """Follows mesh axes through the trace of a loss, without a compiler and without axis sizes.
 
 The trace gives shapes; parameters and batch bring their axes; each operation hands them on the way the
-partitioner does: a dim keeps its axes, an axis is used once in an array, and when two dims want the same
-axis the one that comes from the batch wins (the other operand is gathered). Sizes enter only when the
-result is evaluated, so one trace serves every factorisation of a mesh.
+partitioner does: a dim keeps its axes, and an axis is used once in an array. When two dims of a product want
+the same axis, an axis of the batch stays with the data (the parameter is gathered: fsdp), any other with the
+parameter (the data is gathered: tensor parallel, after a sequence-parallel part). Sizes enter only when
+the result is evaluated, so one trace serves every factorisation of a mesh.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from jax.extend import core
+from jax.sharding import PartitionSpec
 
 from nnx_parallel.report.jaxprs import CHECKPOINTS, opened, scan_counts
 
@@ -53,9 +55,13 @@ class Product:
     out_split: axes that divide the result.
     source: identity of the data operand, so that products of one input are recognised.
     in_bytes: of the data operand, per run.
-    in_split: axes that divide the data operand.
+    in_split: axes that divide the data operand as it is multiplied.
     spread: axes of the other operand's free dims that the data operand does not have: its gradient is
-      summed over them.
+      summed over them. Where the data comes split over them (sequence parallel), a gather before and a
+      scatter of the gradient send as much as that sum.
+    weighs: whether the other operand is made of parameters only.
+    shared: axes of dims that both operands have and the result keeps: one expert for each index, say.
+    tokens: axes of the data operand's free dims: the gradient of a parameter is summed over them.
   """
 
   flops: int
@@ -68,6 +74,26 @@ class Product:
   in_bytes: int
   in_split: frozenset[str]
   spread: frozenset[str]
+  weighs: bool = False
+  shared: frozenset[str] = frozenset()
+  tokens: frozenset[str] = frozenset()
+
+
+@dataclasses.dataclass(frozen=True)
+class Move:
+  """An array of the batch that changes its layout, forward and (the other way) backward.
+
+  Attributes:
+    axes: what is exchanged.
+    bytes: of the whole array, per run.
+    split: axes that divide it while it is sent: before an exchange of dims, after a gather.
+    times: runs.
+  """
+
+  axes: frozenset[str]
+  bytes: int
+  split: frozenset[str]
+  times: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,14 +116,23 @@ class Propagation:
     products: matrix products in order.
     kept: parts under `jax.checkpoint`.
     largest: (bytes, axes) of the largest arrays that depend on the batch, per run.
+    moves: arrays that change their layout.
+    constrained: (size, axes) of the dims of activations that the program lays out by itself.
   """
 
-  def __init__(self, saves: Callable[..., Any] | None = None) -> None:
-    """Products whose results `saves` accepts are left out of `products`."""
-    self._saves = saves
+  def __init__(self, saves: Callable[..., Any] | None = None, batch_axes: Sequence[str] = ()) -> None:
+    """Starts empty.
+
+    Args:
+      saves: products whose results it accepts are left out of `products`.
+      batch_axes: axes that split the batch.
+    """
+    self._saves, self._batch = saves, frozenset(batch_axes)
     self.products: list[Product] = []
     self.kept: list[Kept] = []
     self.largest: dict[frozenset[str], int] = {}
+    self.moves: list[Move] = []
+    self.constrained: set[tuple[int, DimAxes]] = set()
 
   def run(
     self, jaxpr: Any, inputs: Sequence[Flow], times: int = 1, *, live: frozenset[int] | None = None
@@ -151,6 +186,8 @@ class Propagation:
     data, weight = any(f.data for f in inputs), any(f.weight for f in inputs)
     if name == "dot_general":
       return [self._dot(eqn, inputs, times)]
+    if name == "sharding_constraint":
+      return [self._constrain(eqn, inputs[0], times)]
     return [Flow(_spread(eqn, out.aval.shape, inputs), data, weight) for out in eqn.outvars]
 
   def _scan(self, eqn: Any, inputs: list[Flow], times: int) -> list[Flow]:
@@ -158,7 +195,7 @@ class Propagation:
     consts, carry = counts.constants, counts.carried
     fixed, state, rows = inputs[:consts], inputs[consts : consts + carry], inputs[consts + carry :]
     rows = [Flow(flow.axes[1:], flow.data, flow.weight) for flow in rows]
-    probe = Propagation()
+    probe = Propagation(batch_axes=tuple(self._batch))
     after = probe.run(eqn.params["jaxpr"], [*fixed, *state, *rows])
     # A carry that starts as zeros takes the axes that the body gives it.
     state = [
@@ -180,7 +217,12 @@ class Propagation:
     batch = [used.take(*(f.axes[d] for f, d in zip((left, right), pair, strict=True)))
              for pair in zip(left_batch, right_batch, strict=True)]  # fmt: skip
     frees = {id(left): left_free, id(right): right_free}
-    taken = {id(flow): [used.take(flow.axes[d]) for d in frees[id(flow)]] for flow in order}
+    main, other = order
+    shared = frozenset(used.names)
+    free = frozenset[str]() if other.data else {a for d in frees[id(other)] for a in other.axes[d]}
+    wanted = frozenset(free) - self._batch
+    taken = {id(main): [used.take(_without(main.axes[d], wanted)) for d in frees[id(main)]]}
+    taken[id(other)] = [used.take(other.axes[d]) for d in frees[id(other)]]
     axes = (*batch, *taken[id(left)], *taken[id(right)])
     summed = [
       axis
@@ -189,10 +231,14 @@ class Propagation:
       if axis not in used.names and axis in left.names and (axis in right.names or not right.data)
     ]
     both = [axis for axis in summed if axis in left.names and axis in right.names]
-    main, other = order
     main_shape = shapes[0] if left_first else shapes[1]
-    spread = frozenset(axis for dim in taken[id(other)] for axis in dim) - main.names
+    gathered = main.names - wanted
+    spread = frozenset(axis for dim in taken[id(other)] for axis in dim) - gathered
     out = Flow(axes, left.data or right.data, left.weight or right.weight)
+    for var, flow, dims in zip(eqn.invars, inputs, (left_batch, right_batch), strict=True):
+      if flow.data:
+        own = {axis for d in dims for axis in flow.axes[d]}
+        self._exchange(var.aval, flow.names, shared - own, times)
     if self._saves and self._saves(eqn.primitive, *(v.aval for v in eqn.invars), **eqn.params):
       return out
     self.products.append(
@@ -205,11 +251,29 @@ class Propagation:
         out_split=out.names,
         source=id(eqn.invars[0 if left_first else 1]),
         in_bytes=math.prod(main_shape) * eqn.invars[0 if left_first else 1].aval.dtype.itemsize,
-        in_split=main.names,
+        in_split=gathered,
         spread=spread if not other.data else frozenset(),
+        weighs=other.weight and not other.data,
+        shared=shared if other.weight and not other.data else frozenset(),
+        tokens=frozenset(axis for dim in taken[id(main)] for axis in dim),
       )
     )
     return out
+
+  def _constrain(self, eqn: Any, flow: Flow, times: int) -> Flow:
+    """A layout that the program asks for; an axis that changes its dim is exchanged."""
+    aval = eqn.outvars[0].aval
+    axes = _constraint(eqn, flow.axes)
+    if flow.data:
+      self.constrained |= {(n, dim) for n, dim in zip(aval.shape, axes, strict=True) if dim}
+      moved = {a for before, after in zip(flow.axes, axes, strict=True) for a in after if a not in before}
+      self._exchange(aval, flow.names, frozenset(moved), times)
+    return Flow(axes, flow.data, flow.weight)
+
+  def _exchange(self, aval: Any, split: frozenset[str], arriving: frozenset[str], times: int) -> None:
+    """An array that is split over some of the `arriving` axes along another dim: an all-to-all."""
+    if split & arriving:
+      self.moves.append(Move(split & arriving, _bytes(aval), split, times))
 
 
 class _Used:
@@ -234,8 +298,6 @@ def _bytes(aval: Any) -> int:
 def _spread(eqn: Any, shape: tuple[int, ...], inputs: list[Flow]) -> Axes:
   """Axes of an operation's result: by its dim mapping where it has one, else by equal sizes."""
   name, used = eqn.primitive.name, _Used()
-  if name == "sharding_constraint":
-    return _constraint(eqn, len(shape))
   if name in _MAPPINGS and inputs:
     sources = _MAPPINGS[name](eqn.params, len(inputs[0].axes))
     return tuple(used.take(inputs[0].axes[s]) if s is not None else () for s in sources)
@@ -267,10 +329,20 @@ def _match_sizes(
       result[at] = used.take(axes)
 
 
-def _constraint(eqn: Any, rank: int) -> Axes:
+def _constraint(eqn: Any, before: Axes) -> Axes:
+  """The axes that the program asks for; a dim that is left to the compiler keeps its own."""
   spec = getattr(eqn.params["sharding"], "spec", ())
-  dims = [(entry,) if isinstance(entry, str) else tuple(entry or ()) for entry in spec]
-  return (*dims, *(((),) * (rank - len(dims))))
+  dims: list[DimAxes] = []
+  for entry, own in zip(spec, before, strict=False):
+    if entry is PartitionSpec.UNCONSTRAINED:
+      dims.append(own)
+    else:
+      dims.append((entry,) if isinstance(entry, str) else tuple(entry or ()))
+  return (*dims, *(((),) * (len(before) - len(dims))))
+
+
+def _without(axes: DimAxes, left_out: frozenset[str]) -> DimAxes:
+  return tuple(axis for axis in axes if axis not in left_out)
 
 
 def _broadcast(params: Mapping[str, Any], rank: int) -> list[int | None]:

@@ -8,19 +8,29 @@ Per device and step, with `m` microbatches:
   reads and writes, over the HBM bandwidth;
 - links, for each mesh axis: ring traffic over the bandwidth of the slowest link that the axis crosses, plus
   `LATENCY` per hop. Gathers and reductions of parameters overlap with compute; sums of
-  activations over a tensor axis do not, since the next product waits for them.
+  activations over a tensor axis and exchanges between experts do not, since the next product waits for
+  them;
+- host: state in the host's memory is read and written once per step, at the update, when nothing is left to
+  overlap with: `2 * bytes / host_bandwidth`. That is an upper edge: it takes one direction at a time.
 
-`seconds = max(compute, memory, overlapped links) + waiting links`.
+`seconds = max(compute, memory, overlapped links) + waiting links and host`.
+
+Sequence parallel (activations split over the tensor axis between the products) sends what tensor parallel
+sends: each all-reduce becomes a gather and a scatter of half its bytes. What it saves is memory.
+
+Error: see `benchmarks/results/step_time.md`, where the model is held against published MaxText and TorchTitan
+figures and against compiled programs.
 
 Sources: Williams, Waterman and Patterson, "Roofline", CACM 2009; "How to Scale Your Model"
-(jax-ml.github.io/scaling-book), chapters 3 and 5; chip figures as in `chips`.
+(jax-ml.github.io/scaling-book), chapters 3 and 5; sequence parallel,
+arXiv:2205.05198; chip figures as in `chips`.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from nnx_parallel.report.chips import Chip
@@ -29,6 +39,7 @@ from nnx_parallel.report.workload import Part, Sizes, Workload, per_device
 
 if TYPE_CHECKING:
   from nnx_parallel.report.compile_report import CompileReport
+  from nnx_parallel.report.topology import Machine
 
 EFFICIENCY = 0.7
 """Share of the peak that large matrix products reach in practice."""
@@ -44,10 +55,11 @@ class StepTime:
     compute: arithmetic.
     memory: HBM traffic.
     overlapped: links that run beside compute, by mesh axis.
-    waiting: links that compute waits for, by mesh axis.
+    waiting: links that compute waits for, by mesh axis; `host` is the link to the host's memory.
     flops: matrix FLOPs per device, recomputation included.
     model_flops: the same without recomputation.
     peak: peak FLOP per second of the device.
+    dtype: type in which weights are multiplied.
   """
 
   compute: float
@@ -57,6 +69,7 @@ class StepTime:
   flops: float
   model_flops: float
   peak: float
+  dtype: str = "float32"
 
   @property
   def seconds(self) -> float:
@@ -115,16 +128,20 @@ def step_time(
   fast = axis_links(sizes, slice_size or chip.domain or devices)
   model = 3 * _flops(work.products, sizes)
   flops = model + _flops(work.recomputed, sizes)
-  peak = chip.peak({1: "int8", 2: "bfloat16"}.get(work.compute_bytes, "float32"))
-  overlapped = _parameter_links(work, sizes, chip, fast, microbatches)
+  dtype = {1: "int8", 2: "bfloat16"}.get(work.compute_bytes, "float32")
+  peak = chip.peak(dtype)
+  waiting = _activation_links(work, sizes, chip, fast, microbatches)
+  if work.host_state():
+    waiting["host"] = 2 * per_device(work.host_state(), sizes) / chip.host_bandwidth
   return StepTime(
     compute=flops / (peak * EFFICIENCY),
     memory=_traffic(work, sizes, microbatches) / chip.hbm_bandwidth,
-    overlapped=overlapped,
-    waiting=_activation_links(work, sizes, chip, fast, microbatches),
+    overlapped=_parameter_links(work, sizes, chip, fast, microbatches),
+    waiting=waiting,
     flops=flops,
     model_flops=model,
     peak=peak,
+    dtype=dtype,
   )
 
 
@@ -160,6 +177,46 @@ def compiled_time(report: CompileReport, *, slice_size: int | None = None) -> St
   )
 
 
+def program_time(
+  report: CompileReport, predicted: StepTime, machine: Machine, scattered: Collection[str] = ()
+) -> StepTime:
+  """The time of a compiled program on a machine that it may not be compiled for.
+
+  FLOPs and collective bytes are the program's. Memory traffic, and which links overlap, are the model's:
+  how a CPU program fuses and schedules says nothing about another chip. Two habits of CPU programs are
+  undone: they widen bfloat16 collectives to float32, and write a reduce-scatter as an all-reduce and a slice.
+
+  Args:
+    report: of the step, compiled for anything.
+    predicted: the model's figures for the same step.
+    machine: whose links and peak count.
+    scattered: axes of the batch that split parameters too: gradients are scattered over them.
+  """
+  on_cpu = report.target.endswith("cpu")
+  sizes, chip = report.axes, machine.chip
+  fast = axis_links(dict(sizes), machine.slice_size)
+  beside = {axis for name in predicted.overlapped for axis in name.split("+")}
+  overlapped: dict[str, float] = {}
+  waiting = {name: value for name, value in predicted.waiting.items() if name == "host"}
+  for c in report.collectives:
+    if not c.axes:
+      continue
+    sent = float(c.sent_bytes)
+    if on_cpu and predicted.dtype == "bfloat16" and c.dtype == "f32":
+      sent /= 2
+    if on_cpu and c.kind == "all-reduce" and set(c.axes) <= set(scattered):
+      sent /= 2
+    seconds = link_seconds(sent, c.times, c.axes, sizes, chip, fast)
+    _add(overlapped if beside.issuperset(c.axes) else waiting, c.axes, seconds)
+  return dataclasses.replace(
+    predicted,
+    compute=report.cost.flops / (predicted.peak * EFFICIENCY),
+    overlapped=overlapped,
+    waiting=waiting,
+    flops=report.cost.flops,
+  )
+
+
 def link_seconds(
   sent: float, runs: float, axes: Sequence[str], sizes: Sizes, chip: Chip, fast: Mapping[str, bool]
 ) -> float:
@@ -182,11 +239,11 @@ def _traffic(work: Workload, sizes: Sizes, microbatches: int) -> float:
     * (Part(p.in_bytes, p.in_split).per_device(sizes) + Part(p.out_bytes, p.out_split).per_device(sizes))
     for p in (*work.products, *work.products, *work.products, *work.recomputed)
   )
-  batch = frozenset(work.batch_axes)
+  batch = frozenset(work.gather_axes)
   used = sum(Part(p.bytes, p.split - batch).per_device(sizes) for p in work.parameters)
   passes = 4 if work.recomputed else 3
   weights = used * work.compute_bytes / 4 * passes * microbatches
-  state = per_device(work.parameters, sizes) + per_device(work.optimizer, sizes)
+  state = per_device(work.parameters, sizes) + per_device(work.optimizer, sizes)  # wherever it lies
   return activations + weights + 2 * state + 2 * per_device(work.gradients, sizes)
 
 
@@ -196,37 +253,44 @@ def _parameter_links(
   """Gathers of parameters before each pass, scatters of gradients after, sums over replicas at the end."""
   seconds: dict[str, float] = {}
   for part in work.parameters:
-    gathered = tuple(a for a in sizes if a in work.batch_axes and a in part.split and sizes[a] > 1)
+    gathered = tuple(a for a in sizes if a in work.gather_axes and a in part.split and sizes[a] > 1)
     if gathered:
       whole = Part(part.bytes, part.split - set(gathered)).per_device(sizes) * work.compute_bytes / 4
       n = math.prod(sizes[a] for a in gathered)
       sent = 3 * microbatches * whole * (n - 1) / n
       _add(seconds, gathered, link_seconds(sent, 3 * microbatches, gathered, sizes, chip, fast))
   for part, spread in work.reduced:
-    summed = tuple(a for a in sizes if a in work.batch_axes and a not in part.split and sizes[a] > 1)
+    summed = tuple(a for a in sizes if a in work.token_axes and a not in part.split and sizes[a] > 1)
     if summed:
       n = math.prod(sizes[a] for a in summed)
-      rounds, runs = _rounds(work.stage if spread else 0, microbatches)
+      narrow = work.compute_bytes / 4
+      rounds, runs = _rounds(work.stage if spread else 0, microbatches, narrow)
       sent = rounds * part.per_device(sizes) * (n - 1) / n
       _add(seconds, summed, link_seconds(sent, runs, summed, sizes, chip, fast))
   return seconds
 
 
-def _rounds(stage: int, microbatches: int) -> tuple[int, int]:
+def _rounds(stage: int, microbatches: int, narrow: float) -> tuple[float, int]:
   """How often a parameter's bytes go around the ring for its gradient and update, in how many collectives.
 
   An all-reduce goes around twice, a reduce-scatter and an all-gather once each. Stage 0: an all-reduce.
   Stage 1: a reduce-scatter of the gradient and an all-gather of the updated parameter. Stage 2: a
   reduce-scatter in each microbatch, and the all-gather. TPU programs do this; CPU programs write each
-  reduce-scatter as an all-reduce and a slice.
+  reduce-scatter as an all-reduce and a slice. A gradient is sent in the type of its product (`narrow` of the
+  parameter's bytes), unless microbatches have been summed before.
   """
-  return {0: (2, 1), 1: (2, 2), 2: (microbatches + 1, microbatches + 1)}[stage]
+  once = narrow if microbatches == 1 else 1.0
+  return {
+    0: (2 * once, 1),
+    1: (once + 1, 2),
+    2: (microbatches * narrow + 1, microbatches + 1),
+  }[stage]
 
 
 def _activation_links(
   work: Workload, sizes: Sizes, chip: Chip, fast: Mapping[str, bool], microbatches: int
 ) -> dict[str, float]:
-  """Sums of partial products, forward and again when recomputed, and of gradients of shared inputs."""
+  """Sums of partial products, forward and again when recomputed, of gradients of shared inputs; exchanges."""
   seconds: dict[str, float] = {}
 
   def total(axes: frozenset[str], size: int, split: frozenset[str], times: int) -> None:
@@ -244,6 +308,13 @@ def _activation_links(
     if product.source not in inputs:
       inputs.add(product.source)
       total(product.spread, product.in_bytes, product.in_split, product.times)
+  for move in work.moves:
+    over = tuple(a for a in sizes if a in move.axes and sizes[a] > 1)
+    if over:
+      n = math.prod(sizes[a] for a in over)
+      # Each device keeps one part of its own, and sends it back in the backward pass.
+      sent = 2 * Part(move.bytes, move.split).per_device(sizes) * (n - 1) / n * move.times
+      _add(seconds, over, link_seconds(sent, 2 * move.times * microbatches, over, sizes, chip, fast))
   return seconds
 
 

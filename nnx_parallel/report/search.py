@@ -1,4 +1,9 @@
-"""Which layout is best: every mesh, with microbatches, remat and ZeRO stages, ranked by the model."""
+"""Which layout is best: every mesh and every way to run the step on it, ranked by the model.
+
+Tried are all factorisations of the devices into the axes that the model can use, an axis for experts and
+split sequences where the model has names for them, microbatches, remat policies, ZeRO stages, and optimizer
+state in the host's memory.
+"""
 
 from __future__ import annotations
 
@@ -15,18 +20,18 @@ from flax import nnx
 
 from nnx_parallel.errors import ReportError
 from nnx_parallel.layout.mesh import abstract_mesh
-from nnx_parallel.layout.plan import ShardingPlan
 from nnx_parallel.layout.plan import plan as make_plan
 from nnx_parallel.layout.rules import RuleSet
-from nnx_parallel.report.compile_report import CompileReport, compile_report
+from nnx_parallel.report.compile_report import CompileReport
 from nnx_parallel.report.memory import memory_categories
-from nnx_parallel.report.remat import Remat, with_remat
+from nnx_parallel.report.remat import Remat
 from nnx_parallel.report.roofline import StepTime, step_time
+from nnx_parallel.report.search_compile import Task
+from nnx_parallel.report.search_compile import compile_best as compile_first
+from nnx_parallel.report.search_space import Sizes, Space, factorisations, searched_axes, spaces
 from nnx_parallel.report.topology import Machine, machine
-from nnx_parallel.report.workload import Workload, trace_workload
-from nnx_parallel.report.zero import with_zero
-
-Sizes = dict[str, int]
+from nnx_parallel.report.workload import lays_out_activations
+from nnx_parallel.report.zero import with_offload, with_zero
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,18 +43,24 @@ class Candidate:
     microbatches: parts that the batch is run in.
     remat: what layers keep; see `with_remat`.
     zero: ZeRO stage of the optimizer's state (1) and of the gradients too (2); see `plan`.
+    offload: whether the optimizer's state lies in the host's memory between steps.
+    changes: logical name -> axes, where the rules differ from the user's: split sequences, experts.
     memory_bytes: predicted need of one device.
     time: predicted time of the step.
     report: the compiler's figures, where this candidate was compiled.
+    compiled: the time of the compiled program, by its own FLOPs and collectives; see `program_time`.
   """
 
   sizes: Mapping[str, int]
   microbatches: int
   remat: Remat
   zero: int
+  offload: bool
+  changes: Mapping[str, tuple[str, ...]]
   memory_bytes: int
   time: StepTime
   report: CompileReport | None = None
+  compiled: StepTime | None = None
 
   @property
   def mesh_text(self) -> str:
@@ -68,6 +79,8 @@ class SearchResult:
     refused: reason -> number of mesh factorisations that it ruled out.
     best: the winner: the fastest that fits, and that compiled where `compile_best` asked for it; None
       when nothing fits.
+    notes: what a reader should know: axes that split nothing, compilers that are not here.
+    scoped: whether the loss names dims of activations, so that it needs the plan's rules in scope.
   """
 
   machine: Machine
@@ -75,6 +88,8 @@ class SearchResult:
   too_large: tuple[Candidate, ...]
   refused: Mapping[str, int]
   best: Candidate | None
+  notes: tuple[str, ...] = ()
+  scoped: bool = False
 
   def pareto(self) -> tuple[Candidate, ...]:
     """Candidates that no other one beats in both memory and time, fastest first."""
@@ -92,15 +107,9 @@ class SearchResult:
     """
     if self.best is None:
       raise ReportError(f"no layout fits on {self.machine.text}.", fix="more devices, or a smaller batch.")
-    loss = "loss" if self.best.remat == "as written" else f'nxp.with_remat(loss, "{self.best.remat}")'
-    stage = f", zero={self.best.zero}" if self.best.zero else ""
-    gradients = ', gradients="scattered"' if self.best.zero == 2 else ""
-    return (
-      f"mesh = nxp.make_mesh({self.best.mesh_text})\n"
-      f"plan = nxp.plan(init, mesh, rules, optimizer=optimizer{stage})\n"
-      "model, state = nxp.create_sharded_model(plan)\n"
-      f"step = nxp.train_step({loss}, microbatches={self.best.microbatches}{gradients})\n"
-    )
+    from nnx_parallel.report.search_text import winner_code
+
+    return winner_code(self.best, scoped=self.scoped)
 
   def to_json(self) -> str:
     """The winner, the Pareto front and the counts as JSON."""
@@ -111,6 +120,7 @@ class SearchResult:
       "refused": dict(self.refused),
       "best": _row(self.best) if self.best else None,
       "pareto": [_row(candidate) for candidate in self.pareto()],
+      "notes": list(self.notes),
     }
     return json.dumps(body, indent=2)
 
@@ -130,24 +140,28 @@ def search(
   optimizer: optax.GradientTransformation | None = None,
   remats: Sequence[Remat] = ("none", "dots", "full"),
   zero: Sequence[int] = (0, 1, 2),
+  offload: Sequence[bool] = (False, True),
   max_microbatches: int = 64,
   compile_best: int = 0,
 ) -> SearchResult:
-  """Ranks every mesh that the rules can use, with microbatches, remat and ZeRO stages, for a machine.
+  """Ranks every way to run a step on a machine, by a model of its memory and time.
 
   Args:
     init: builds the module.
     loss: `loss(model, batch)` -> scalar, or (scalar, metrics).
     topology: the machine, e.g. `"tpu:v5p:4x4x8"`; its compiler is needed only by `compile_best`.
     batch: a pytree of arrays or `ShapeDtypeStruct`s of the global batch.
-    rules: as for `plan`; the axes that they name are the axes searched over.
+    rules: as for `plan`; the axes that they name are the axes searched over. Where they keep `sequence` or
+      `expert` whole (see `search_space`), splitting it is tried too.
     optimizer: its state is counted.
     remats: policies to try; see `with_remat`.
     zero: ZeRO stages to try where they split something further; see `plan`. Stage 3 is an `fsdp` axis
       of the rules.
+    offload: whether to try keeping the optimizer's state in the host's memory.
     max_microbatches: largest number of parts of the batch to try; powers of two.
-    compile_best: how many of the fastest to compile for the machine; the fastest of these that the
-      compiler accepts wins.
+    compile_best: how many of the fastest to compile for simulated CPU devices, where this process has
+      enough of them; they are then ordered by what was compiled. The first of these that the machine's own
+      compiler accepts wins, where that is installed; `notes` says what was not.
 
   Returns:
     Every candidate, ranked; print it.
@@ -173,155 +187,72 @@ def search(
       f"zero={strange[0]!r} is not a stage to search over.",
       fix="zero=(0, 1, 2); stage 3 is the rule fsdp(), and is searched as a mesh axis.",
     )
+  if compile_best and optimizer is None:
+    raise ReportError(
+      "a train step cannot be compiled without an optimizer.",
+      details=f"compile_best={compile_best}",
+      fix="search(..., optimizer=optax.adamw(1e-3), compile_best=...).",
+    )
   target = machine(topology)
-  axes = searched_axes(rules)
-  # Sizes of two keep every axis in the specs; the traces do not depend on them.
-  probe = make_plan(
-    init, abstract_mesh(dict.fromkeys(axes, 2)), rules, optimizer=optimizer, uneven="replicate"
-  )
-  works: dict[Remat, Workload] = {
-    remat: trace_workload(probe, loss, batch, remat=remat) for remat in dict.fromkeys(remats)
-  }
-  limits = _limits(probe)
   refused: dict[str, int] = {}
   found: list[Candidate] = []
-  for sizes in factorisations(target.devices, axes):
-    reason = _refuse(sizes, limits, batch, next(iter(works.values())))
-    if reason:
-      refused[reason] = refused.get(reason, 0) + 1
-      continue
-    found += _candidates(works, sizes, target, batch, zero, max_microbatches)
+  tried = spaces(init, loss, rules, optimizer, batch, remats)
+  for space in tried:
+    for sizes in factorisations(target.devices, space.axes or searched_axes(rules)[:1]):
+      whole = {**dict.fromkeys(space.idle, 1), **sizes}
+      if any(whole[axis] == 1 for axis in space.needed):
+        continue  # the same as without the changes
+      reason = space.refuse(whole, batch)
+      if reason:
+        refused[reason] = refused.get(reason, 0) + 1
+        continue
+      found += _candidates(space, whole, target, batch, zero, offload, max_microbatches)
   usable = target.chip.usable_bytes
   fitting = sorted((c for c in found if c.memory_bytes <= usable), key=_rank)
   too_large = sorted((c for c in found if c.memory_bytes > usable), key=lambda c: c.memory_bytes)
   best = fitting[0] if fitting else None
-  if compile_best:
-    if optimizer is None:
-      raise ReportError(
-        "a train step cannot be compiled without an optimizer.",
-        details=f"compile_best={compile_best}",
-        fix="search(..., optimizer=optax.adamw(1e-3), compile_best=...).",
-      )
-    fitting, best = _compile(fitting, compile_best, init, loss, batch, rules, optimizer, topology)
-  return SearchResult(target, tuple(fitting), tuple(too_large), refused, best)
+  notes = tuple(f"The axis {axis!r} splits nothing of this model: 1." for axis in tried[0].idle)
+  scoped = _scoped(init, loss, rules, batch)
+  if compile_best and optimizer is not None:
+    task = Task(init, loss, rules, optimizer, batch, target, scoped)
+    fitting, best, more = compile_first(task, fitting, compile_best)
+    notes += more
+  return SearchResult(target, tuple(fitting), tuple(too_large), refused, best, notes, scoped)
 
 
-def searched_axes(rules: Any) -> tuple[str, ...]:
-  """Mesh axes that rules name: those of the batch first, the others by appearance.
-
-  Raises:
-    ReportError: they name none.
-
-  Example:
-    >>> import nnx_parallel as nxp
-    >>> searched_axes(nxp.LogicalRules(mlp="tensor", batch=("data", "fsdp"), embed="fsdp"))
-    ('data', 'fsdp', 'tensor')
-  """
-  ruleset = RuleSet.of(rules)
-  options = [*ruleset.logical.get("batch", ()), *itertools.chain(*ruleset.logical.values())]
-  named = [axis for option in options for axis in option]
-  named += list(ruleset.fallback.axes) if ruleset.fallback else []
-  axes = tuple(dict.fromkeys(named))
-  if not axes:
-    raise ReportError(
-      "the rules name no mesh axis, so there is nothing to search over.",
-      details=f"rules {rules}",
-      fix='LogicalRules(batch=("data", "fsdp"), embed="fsdp", mlp="tensor"), or fsdp().',
-    )
-  return axes
-
-
-def factorisations(count: int, axes: Sequence[str]) -> Iterator[Sizes]:
-  """Every way to write `count` as a product of one size per axis.
-
-  Example:
-    >>> [tuple(s.values()) for s in factorisations(4, ("data", "tensor"))]
-    [(1, 4), (2, 2), (4, 1)]
-  """
-  if len(axes) == 1:
-    yield {axes[0]: count}
-    return
-  for size in range(1, count + 1):
-    if count % size == 0:
-      for rest in factorisations(count // size, axes[1:]):
-        yield {axes[0]: size, **rest}
-
-
-def _limits(probe: ShardingPlan) -> dict[tuple[int, tuple[str, ...]], str]:
-  """(dim size, axes that split it) -> the leaf and dim that say so."""
-  limits: dict[tuple[int, tuple[str, ...]], str] = {}
-  for leaf in probe.leaves:
-    if leaf.root == "model":
-      for dim, entry in enumerate(leaf.spec):
-        axes = (entry,) if isinstance(entry, str) else tuple(entry or ())
-        if axes:
-          limits.setdefault((leaf.shape[dim], axes), f"{leaf.name} dim {dim}")
-  return limits
-
-
-def _refuse(
-  sizes: Sizes, limits: Mapping[tuple[int, tuple[str, ...]], str], batch: Any, work: Workload
-) -> str:
-  parts = math.prod(sizes.get(axis, 1) for axis in work.batch_axes)
-  for x in jax.tree.leaves(batch):
-    if x.shape and x.shape[0] % parts:
-      return f"a batch of {x.shape[0]} does not divide over {'+'.join(work.batch_axes)}"
-  for (size, axes), where in limits.items():
-    if size % math.prod(sizes[axis] for axis in axes):
-      return f"{where} of {size} does not divide over {'+'.join(axes)}"
-  return ""
+def _scoped(init: Callable[[], nnx.Module], loss: Callable[[Any, Any], Any], rules: Any, batch: Any) -> bool:
+  """Whether the loss uses `constrain`; without logical rules there are no names that it could use."""
+  if not len(RuleSet.of(rules).logical):
+    return False
+  mesh = abstract_mesh(dict.fromkeys(searched_axes(rules), 2))
+  return lays_out_activations(make_plan(init, mesh, rules, uneven="replicate"), loss, batch)
 
 
 def _candidates(
-  works: Mapping[Remat, Workload],
+  space: Space,
   sizes: Sizes,
   target: Machine,
   batch: Any,
   stages: Sequence[int],
+  offload: Sequence[bool],
   most: int,
 ) -> Iterator[Candidate]:
-  parts = math.prod(sizes.get(axis, 1) for axis in next(iter(works.values())).batch_axes)
+  parts = math.prod(sizes.get(axis, 1) for axis in space.work.batch_axes)
   examples = min((x.shape[0] for x in jax.tree.leaves(batch) if x.shape), default=1)
   counts = [2**n for n in range(most.bit_length()) if 2**n <= most and examples % (parts * 2**n) == 0]
-  for (remat, traced), stage in itertools.product(works.items(), stages):
-    work = with_zero(traced, sizes, stage)
-    if work.stage != stage:
-      continue  # nothing is left to split: the same as stage 0
+  for (remat, traced), stage, away in itertools.product(space.works.items(), stages, offload):
+    placed = with_zero(traced, sizes, stage)
+    work = with_offload(placed) if away else placed
+    if placed.stage != stage or (away and work is placed):
+      continue  # nothing is left to split, or to move: the same as without
     for count in counts:
       memory = round(sum(memory_categories(work, sizes, count).values()))
       time = step_time(work, sizes, target.chip, microbatches=count, slice_size=target.slice_size)
-      yield Candidate(sizes, count, remat, stage, memory, time)
+      yield Candidate(sizes, count, remat, stage, away, space.changes, memory, time)
 
 
-def _compile(
-  fitting: Sequence[Candidate],
-  count: int,
-  init: Callable[[], nnx.Module],
-  loss: Callable[[Any, Any], Any],
-  batch: Any,
-  rules: Any,
-  optimizer: optax.GradientTransformation | None,
-  topology: str,
-) -> tuple[list[Candidate], Candidate | None]:
-  from nnx_parallel.train.step import train_step
-
-  done: list[Candidate] = []
-  for candidate in fitting[:count]:
-    mesh = abstract_mesh(dict(candidate.sizes))
-    layout = make_plan(init, mesh, rules, optimizer=optimizer, zero=candidate.zero)
-    step = train_step(
-      with_remat(loss, candidate.remat),
-      microbatches=candidate.microbatches,
-      gradients="scattered" if candidate.zero == 2 else "whole",
-    )
-    report = compile_report(step, layout, batch=batch, topology=topology)
-    done.append(dataclasses.replace(candidate, report=report))
-  best = next((c for c in done if c.report and c.report.fits), None)
-  return [*done, *fitting[count:]], best
-
-
-def _rank(candidate: Candidate) -> tuple[float, int]:
-  return candidate.time.seconds, candidate.memory_bytes
+def _rank(candidate: Candidate) -> tuple[float, int, int]:
+  return candidate.time.seconds, candidate.memory_bytes, len(candidate.changes)
 
 
 def _row(candidate: Candidate) -> dict[str, Any]:
@@ -330,9 +261,12 @@ def _row(candidate: Candidate) -> dict[str, Any]:
     "microbatches": candidate.microbatches,
     "remat": candidate.remat,
     "zero": candidate.zero,
+    "offload": candidate.offload,
+    "rules": {name: list(axes) for name, axes in candidate.changes.items()},
     "memory_bytes": candidate.memory_bytes,
     "seconds": candidate.time.seconds,
     "mfu": candidate.time.mfu,
     "binds": candidate.time.binds,
     "compiled_bytes": candidate.report.need_bytes if candidate.report else None,
+    "compiled_seconds": candidate.compiled.seconds if candidate.compiled else None,
   }

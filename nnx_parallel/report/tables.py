@@ -14,14 +14,16 @@ from nnx_parallel.report.units import format_bytes, format_count, format_seconds
 
 if TYPE_CHECKING:
   from nnx_parallel.report.compile_report import CompileReport
+  from nnx_parallel.report.peak import Tenant
 
 _WIDTH = 110
 _ROWS = 12
+_TENANTS = 6
 
 
 def report_text(report: CompileReport) -> str:
   """The whole report as plain text."""
-  sections = [_header(report), _memory(report), _collectives(report)]
+  sections = [_header(report), _memory(report), _peak(report), _collectives(report)]
   if report.reshards:
     sections.append(_reshards(report))
   sections.append(_arguments(report))
@@ -54,21 +56,28 @@ def verdict(report: CompileReport) -> str:
 
 def advice(report: CompileReport) -> str:
   """What would make a program fit, from how its memory divides; estimates, to be compiled again."""
-  have = report.available_bytes or 0
-  state, working = report.memory.arguments, report.need_bytes - report.memory.arguments
+  have, state = report.available_bytes or 0, report.memory.arguments
+  # Gradients are as large as the parameters, however small a microbatch is.
+  fixed = state + report.categories.get("parameters", 0)
+  falls = max(0, report.need_bytes - fixed)
+  lines: list[str] = []
   for parts in (2, 4, 8, 16, 32):
-    if state + working / parts <= have:
-      return (
-        f"Try microbatches={parts}, or a batch {parts} times smaller: the working memory of "
-        f"{format_bytes(working)} would fall to about {format_bytes(working / parts)}."
+    if parts <= (report.examples or parts) and fixed + falls / parts <= have:
+      lines.append(
+        f"Try {parts} times as many microbatches, or a batch {parts} times smaller: what they divide, "
+        f"{format_bytes(falls)}, would fall to about {format_bytes(falls / parts)}."
       )
-  for times in (2, 4, 8, 16, 32, 64):
-    if (state + working) / times <= have:
-      return (
-        f"The state alone is {format_bytes(state)} per device: try {times} times as many devices "
-        "along an axis that splits the parameters."
-      )
-  return f"The state alone is {format_bytes(state)} per device: split it over many more devices."
+      break
+  else:
+    times = next((n for n in (2, 4, 8, 16, 32, 64) if report.need_bytes / n <= have), None)
+    devices = f"{times} times as many devices" if times else "many more devices"
+    lines.append(
+      f"State and gradients are {format_bytes(fixed)} per device: try {devices} along an axis that "
+      "splits the parameters."
+    )
+  if report.peak:
+    lines.append(f"Largest at the peak: {_tenant(report.peak[0])}.")
+  return " ".join(lines)
 
 
 def _header(report: CompileReport) -> str:
@@ -81,7 +90,7 @@ def _header(report: CompileReport) -> str:
     f"{format_bytes(report.cost.hbm_bytes)} memory traffic, {format_bytes(sent)} sent.",
   ]
   if not report.compiled:
-    lines.append("The compiler ran out of memory; what follows is the program before optimisation.")
+    lines.append("The compiler stopped for lack of memory; what follows is the program as far as it came.")
   return "\n".join(lines) + "\n"
 
 
@@ -90,6 +99,24 @@ def _memory(report: CompileReport) -> str:
   rows = [(n, format_bytes(b), f"{100 * b / need:.0f} %") for n, b in report.categories.items()]
   rows.append(("all", format_bytes(report.need_bytes), "100 %"))
   return render("Memory per device", ("what", "bytes>", "share>"), rows)
+
+
+def _peak(report: CompileReport) -> str:
+  if not report.peak:
+    return ""
+  rows = [
+    (format_bytes(t.bytes), _array(t), _origin(t.parameters, t.source, t.op)) for t in report.peak[:_TENANTS]
+  ]
+  return render("In memory at the peak, besides the arguments", ("bytes>", "array", "from"), rows)
+
+
+def _tenant(tenant: Tenant) -> str:
+  origin = _origin(tenant.parameters, tenant.source, tenant.op)
+  return f"{format_bytes(tenant.bytes)} of {_array(tenant)} from {origin}"
+
+
+def _array(tenant: Tenant) -> str:
+  return f"{tenant.count} x {tenant.shape}" if tenant.count > 1 else tenant.shape
 
 
 def _collectives(report: CompileReport) -> str:
@@ -145,8 +172,6 @@ def _reshards(report: CompileReport) -> str:
 
 
 def _arguments(report: CompileReport) -> str:
-  if not report.compiled:
-    return ""
   rows = [(item.name, format_bytes(item.bytes)) for item in report.kept[:6] if item.bytes]
   donated = sum(item.bytes for item in report.arguments if item.donated)
   line = f"Donated: {format_bytes(donated)} of {format_bytes(report.memory.arguments)} arguments.\n"

@@ -2,19 +2,9 @@
 
 from __future__ import annotations
 
+from nnx_parallel.layout.render import format_bytes
 
-def format_bytes(count: float) -> str:
-  """Bytes in binary units.
-
-  Example:
-    >>> format_bytes(0), format_bytes(1536), format_bytes(6 * 2**30)
-    ('0 B', '1.50 KiB', '6.00 GiB')
-  """
-  for unit in ("B", "KiB", "MiB", "GiB"):
-    if abs(count) < 1024:
-      return f"{count:.0f} B" if unit == "B" else f"{count:.2f} {unit}"
-    count /= 1024
-  return f"{count:.2f} TiB"
+__all__ = ["format_bytes", "format_count", "format_seconds"]
 
 
 def format_count(count: float) -> str:

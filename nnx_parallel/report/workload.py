@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -16,8 +18,10 @@ from nnx_parallel.layout.mesh import axis_sizes
 from nnx_parallel.layout.optimizer_layout import owner
 from nnx_parallel.layout.plan import LeafPlan, ShardingPlan
 from nnx_parallel.report.jaxprs import as_function, opened, scan_counts
-from nnx_parallel.report.propagate import Flow, Kept, Product, Propagation
+from nnx_parallel.report.propagate import Flow, Kept, Move, Product, Propagation
 from nnx_parallel.report.remat import Remat, with_remat
+
+_HOST_KINDS = ("pinned_host", "unpinned_host")
 
 Split = frozenset[str]
 Sizes = Mapping[str, int]
@@ -45,12 +49,16 @@ class Leaf:
     part: all of them, at stage 0.
     spreads: whether a stage may split them: the state of a parameter, and parameters that have state of
       their own shape.
+    masters: whether they are float32 copies of parameters in a smaller type; see `with_masters`.
+    on_host: whether the plan keeps them in the host's memory.
   """
 
   shape: tuple[int, ...]
   spec: PartitionSpec
   part: Part
   spreads: bool
+  masters: bool = False
+  on_host: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,21 +69,28 @@ class Workload:
     parameters: trained and frozen parameters.
     trained: those that get a gradient.
     other: the model's other state.
-    optimizer: the optimizer's state.
+    optimizer: the optimizer's state, one part for each of `optimizer_leaves`.
     batch: the inputs.
     batch_axes: axes that split the batch.
+    gather_axes: those of `batch_axes` over which parameters are gathered before use; the others hold
+      different experts.
+    token_axes: axes over which gradients of parameters are summed: those of the batch, and one that splits
+      sequences.
     kept: arrays that scanned layers keep for the backward pass and that scale with the batch.
     kept_outside: the same, of what is outside scans.
     kept_weights: such arrays that depend on parameters only (casts).
     layer: arrays of the largest rematerialised layer while it is differentiated.
     layer_weights: the parameters of one scanned layer.
     largest: the largest array computed from the batch, for each way of splitting.
+    moves: arrays of the batch that change their layout.
+    constrained: (size, axes) of dims of activations that the model lays out by itself.
     products: matrix products of the forward pass.
     recomputed: matrix products that rematerialisation runs again.
     compute_bytes: bytes per element of the type in which weights are multiplied.
-    optimizer_leaves: the optimizer's state, leaf by leaf.
+    optimizer_leaves: the optimizer's state, leaf by leaf, at stage 0.
     trained_leaves: trained parameters, leaf by leaf.
     stage: ZeRO stage; see `with_zero`.
+    offload: whether the state of parameters lies in the host's memory whatever the plan says.
     gradients: as they are held until the update.
     reduced: trained parameters, each with the axes over which the stage splits its update.
   """
@@ -86,20 +101,39 @@ class Workload:
   optimizer: tuple[Part, ...]
   batch: tuple[Part, ...]
   batch_axes: tuple[str, ...]
+  gather_axes: tuple[str, ...]
+  token_axes: tuple[str, ...]
   kept: tuple[Part, ...]
   kept_outside: tuple[Part, ...]
   kept_weights: tuple[Part, ...]
   layer: tuple[Part, ...]
   layer_weights: tuple[Part, ...]
   largest: tuple[Part, ...]
+  moves: tuple[Move, ...]
+  constrained: frozenset[tuple[int, tuple[str, ...]]]
   products: tuple[Product, ...]
   recomputed: tuple[Product, ...]
   compute_bytes: int
   optimizer_leaves: tuple[Leaf, ...]
   trained_leaves: tuple[Leaf, ...]
   stage: int
+  offload: bool
   gradients: tuple[Part, ...]
   reduced: tuple[tuple[Part, Split], ...]
+
+  def host_state(self) -> tuple[Part, ...]:
+    """The optimizer's state in the host's memory."""
+    rows = zip(self.optimizer, self.optimizer_leaves, strict=True)
+    return tuple(part for part, leaf in rows if self._on_host(leaf))
+
+  def device_state(self, *, masters: bool = False) -> tuple[Part, ...]:
+    """The optimizer's state in device memory: the float32 masters, or everything else."""
+    rows = zip(self.optimizer, self.optimizer_leaves, strict=True)
+    return tuple(part for part, leaf in rows if not self._on_host(leaf) and leaf.masters == masters)
+
+  def _on_host(self, leaf: Leaf) -> bool:
+    # Scalars are not worth a transfer, and stay on the device.
+    return leaf.on_host or (self.offload and leaf.spreads and bool(leaf.shape))
 
 
 def per_device(parts: Iterable[Part], sizes: Sizes) -> float:
@@ -108,51 +142,88 @@ def per_device(parts: Iterable[Part], sizes: Sizes) -> float:
 
 
 def trace_workload(
-  plan: ShardingPlan, loss: Callable[[Any, Any], Any], batch: Any, *, remat: Remat = "as written"
+  plan: ShardingPlan,
+  loss: Callable[[Any, Any], Any],
+  batch: Any,
+  *,
+  remat: Remat = "as written",
+  scattered: bool = False,
 ) -> Workload:
   """Traces a loss abstractly and says what its step is made of.
 
   Args:
     plan: gives the model, the optimizer and the axes of every leaf; its axis sizes are not used.
-    loss: `loss(model, batch)` -> scalar, or (scalar, metrics).
+    loss: `loss(model, batch)` -> scalar, or (scalar, metrics). Traced with the plan's rules in scope, so that
+      `constrain` means here what it means in training.
     batch: a pytree of arrays or `ShapeDtypeStruct`s of the global batch.
     remat: what layers keep; see `with_remat`.
+    scattered: whether gradients have the layout of the optimizer's state, as with
+      `train_step(gradients="scattered")`.
   """
   traces = _Traces(plan, with_remat(loss, remat), batch)
+  batch_axes = plan_batch_axes(plan)
   forward, flows = traces.loss(), traces.flows
-  seen = Propagation()
+  seen = Propagation(batch_axes=batch_axes)
   seen.run(forward, flows)
-  kept = _residuals(traces.backward(), flows)
-  layers = [_layer(item) for item in seen.kept]
+  kept = _residuals(traces.backward(), flows, batch_axes)
+  layers = [_layer(item, batch_axes) for item in seen.kept]
   layer = max((parts for parts, _ in layers), key=lambda p: sum(x.bytes for x in p), default=())
   model = [leaf for leaf in plan.leaves if leaf.root == "model"]
-  params = [leaf for leaf in model if "Param" in leaf.kind]
   owners = [(leaf, owner(leaf.path, plan.of("model"))) for leaf in plan.leaves if leaf.root == "optimizer"]
-  own_shape = {path for leaf, path in owners if path and leaf.shape == plan.of("model")[path].shape}
+  own_shape = {p: leaf for leaf, p in owners if p and leaf.shape == plan.of("model")[p].shape}
   rows = [(plan.of("model")[path], path in own_shape) for path in traces.trained_paths]
-  trained = _merge(_part(leaf) for leaf, _ in rows)
+  updated = [(_part(leaf), _part(own_shape.get(leaf.path, leaf)).split) for leaf, _ in rows]
+  optimizer = _alike((leaf, path is not None) for leaf, path in owners)
+  weighted = [product for product in seen.products if product.weighs]
+  shared = frozenset[str]().union(*(product.shared for product in weighted))
+  tokens = frozenset(batch_axes).union(*(product.tokens for product in weighted))
   return Workload(
-    parameters=_merge(_part(leaf) for leaf in params),
-    trained=trained,
-    other=_merge(_part(leaf) for leaf in model if leaf not in params),
-    optimizer=_merge(_part(leaf) for leaf, _ in owners),
+    parameters=parameter_parts(plan),
+    trained=_merge(part for part, _ in updated),
+    other=_merge(_part(leaf) for leaf in model if "Param" not in leaf.kind),
+    optimizer=tuple(leaf.part for leaf in optimizer),
     batch=_merge(Part(_size(x), f.names) for x, f in zip(traces.inputs, traces.batch_flows, strict=True)),
-    batch_axes=plan_batch_axes(plan),
+    batch_axes=batch_axes,
+    gather_axes=tuple(axis for axis in batch_axes if axis not in shared),
+    token_axes=tuple(axis for axis in axis_sizes(plan.mesh) if axis in tokens),
     kept=kept.scanned,
     kept_outside=kept.outside,
     kept_weights=kept.weights,
     layer=layer,
     layer_weights=max(_scanned(forward, flows), key=lambda p: sum(x.bytes for x in p), default=()),
     largest=tuple(Part(size, split) for split, size in seen.largest.items()),
+    moves=tuple(seen.moves),
+    constrained=frozenset(seen.constrained),
     products=tuple(seen.products),
     recomputed=tuple(product for _, products in layers for product in products),
     compute_bytes=_compute_bytes(forward),
-    optimizer_leaves=_alike((leaf, path is not None) for leaf, path in owners),
+    optimizer_leaves=optimizer,
     trained_leaves=_alike(rows),
-    stage=0,
-    gradients=trained,
-    reduced=tuple((part, frozenset[str]()) for part in trained),
+    stage=(2 if scattered else 1) if any(split - part.split for part, split in updated) else 0,
+    offload=False,
+    gradients=_merge(Part(part.bytes, split) if scattered else part for part, split in updated),
+    reduced=_merge_reduced((part, split - part.split) for part, split in updated),
   )
+
+
+def lays_out_activations(plan: ShardingPlan, loss: Callable[[Any, Any], Any], batch: Any) -> bool:
+  """Whether the loss names dims of activations (`constrain`), so that it must run with rules in scope."""
+  traces = _Traces(plan, loss, batch)
+  return _constraints(traces.loss()) != _constraints(traces.loss(scoped=False))
+
+
+def _constraints(traced: Any) -> int:
+  """Layouts that a traced program asks for."""
+  count = 0
+  for eqn in opened(traced).eqns:
+    count += eqn.primitive.name == "sharding_constraint"
+    count += sum(_constraints(inner) for inner in core.jaxprs_in_params(eqn.params))
+  return count
+
+
+def parameter_parts(plan: ShardingPlan) -> tuple[Part, ...]:
+  """The parameters of a plan, by the axes that split them."""
+  return _merge(_part(leaf) for leaf in plan.leaves if leaf.root == "model" and "Param" in leaf.kind)
 
 
 def plan_batch_axes(plan: ShardingPlan) -> tuple[str, ...]:
@@ -181,7 +252,7 @@ class _Traces:
       [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in self.inputs],
     ]
 
-    def pure(trained: list[Any], rest: list[Any], inputs: list[Any]) -> Any:
+    def pure(scoped: bool, trained: list[Any], rest: list[Any], inputs: list[Any]) -> Any:
       states = [
         nnx.from_flat_state(
           [
@@ -191,19 +262,20 @@ class _Traces:
         )
         for flat, arrays in ((trained_flat, trained), (rest_flat, rest))
       ]
-      with nnx.use_eager_sharding(False):
+      with nnx.use_eager_sharding(False), plan.scope() if scoped else contextlib.nullcontext():
         module = nnx.merge(graphdef, *states)
         result = loss(module, jax.tree.unflatten(structure, inputs))
       return result[0] if isinstance(result, tuple) else result
 
     self._pure = pure
 
-  def loss(self) -> Any:
-    return jax.make_jaxpr(self._pure)(*self._arrays)
+  def loss(self, *, scoped: bool = True) -> Any:
+    # A partial is new each time, so that JAX's cache of traces does not answer for another scope.
+    return jax.make_jaxpr(functools.partial(self._pure, scoped))(*self._arrays)
 
   def backward(self) -> Any:
     def kept(trained: list[Any], rest: list[Any], inputs: list[Any]) -> Any:
-      _, pullback = jax.vjp(lambda t: self._pure(t, rest, inputs), trained)
+      _, pullback = jax.vjp(lambda t: self._pure(True, t, rest, inputs), trained)
       return jax.tree.leaves(pullback)
 
     return jax.make_jaxpr(kept)(*self._arrays)
@@ -216,10 +288,10 @@ class _Residuals:
   weights: tuple[Part, ...]
 
 
-def _residuals(traced: Any, flows: Sequence[Flow]) -> _Residuals:
+def _residuals(traced: Any, flows: Sequence[Flow], batch_axes: Sequence[str]) -> _Residuals:
   """What a traced forward pass hands to its backward pass, inputs left out."""
   body = opened(traced)
-  outs = Propagation().run(traced, flows)
+  outs = Propagation(batch_axes=batch_axes).run(traced, flows)
   loops = {var for eqn in body.eqns if eqn.primitive.name == "scan" for var in eqn.outvars}
   seen: set[Any] = set(body.invars)
   groups: tuple[list[Part], list[Part], list[Part]] = ([], [], [])
@@ -234,7 +306,7 @@ def _residuals(traced: Any, flows: Sequence[Flow]) -> _Residuals:
   return _Residuals(*(_merge(group) for group in groups))
 
 
-def _layer(item: Kept) -> tuple[tuple[Part, ...], tuple[Product, ...]]:
+def _layer(item: Kept, batch_axes: Sequence[str]) -> tuple[tuple[Part, ...], tuple[Product, ...]]:
   """Arrays alive while one rematerialised layer is differentiated, and the products run for them."""
   run = as_function(item.jaxpr)
   arrays = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in opened(item.jaxpr).invars]
@@ -251,9 +323,9 @@ def _layer(item: Kept) -> tuple[tuple[Part, ...], tuple[Product, ...]]:
     return jax.tree.leaves(pullback)
 
   traced = jax.make_jaxpr(kept)(*arrays)
-  again = Propagation(item.saves)
+  again = Propagation(item.saves, batch_axes)
   again.run(traced, item.inputs, item.times, live=_live(traced))
-  found = _residuals(traced, item.inputs)
+  found = _residuals(traced, item.inputs, batch_axes)
   return _merge((*found.scanned, *found.outside)), tuple(again.products)
 
 
@@ -310,13 +382,15 @@ def _part(leaf: LeafPlan) -> Part:
 
 
 def _alike(rows: Iterable[tuple[LeafPlan, bool]]) -> tuple[Leaf, ...]:
-  """One entry for each shape, layout and answer."""
-  sums: dict[tuple[tuple[int, ...], PartitionSpec, bool], Part] = {}
+  """One entry for each shape, layout, place and answer."""
+  sums: dict[tuple[Any, ...], Part] = {}
   for leaf, spreads in rows:
-    key, part = (leaf.shape, leaf.spec, spreads), _part(leaf)
+    masters = leaf.root == "optimizer" and "masters" in leaf.path
+    key = (leaf.shape, leaf.spec, spreads, masters, leaf.memory_kind in _HOST_KINDS)
+    part = _part(leaf)
     so_far = sums[key].bytes if key in sums else 0
     sums[key] = Part(so_far + part.bytes, part.split)
-  return tuple(Leaf(shape, spec, part, spreads) for (shape, spec, spreads), part in sums.items())
+  return tuple(Leaf(key[0], key[1], part, *key[2:]) for key, part in sums.items())
 
 
 def _merge(parts: Iterable[Part]) -> tuple[Part, ...]:
@@ -324,6 +398,13 @@ def _merge(parts: Iterable[Part]) -> tuple[Part, ...]:
   for part in parts:
     sums[part.split] = sums.get(part.split, 0) + part.bytes
   return tuple(Part(size, split) for split, size in sums.items())
+
+
+def _merge_reduced(rows: Iterable[tuple[Part, Split]]) -> tuple[tuple[Part, Split], ...]:
+  sums: dict[tuple[Split, Split], int] = {}
+  for part, spread in rows:
+    sums[part.split, spread] = sums.get((part.split, spread), 0) + part.bytes
+  return tuple((Part(size, split), spread) for (split, spread), size in sums.items())
 
 
 def _dims(spec: Any, rank: int) -> tuple[tuple[str, ...], ...]:

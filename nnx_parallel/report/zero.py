@@ -1,4 +1,4 @@
-"""What a ZeRO stage changes in a workload: how the optimizer's state and the gradients are split.
+"""What a ZeRO stage, and offload, change in a workload: where the optimizer's state and the gradients are.
 
 Stage 3, which splits the parameters too, is an axis of the rules (`fsdp`), not a stage here.
 Source: ZeRO, arXiv:1910.02054.
@@ -39,6 +39,19 @@ def with_zero(work: Workload, sizes: Sizes, stage: int) -> Workload:
       for leaf, part in zip(work.trained_leaves, updated, strict=True)
     ),
   )
+
+
+def with_offload(work: Workload) -> Workload:
+  """The same step with the state of parameters in the host's memory, as `plan(optimizer_memory=...)` does.
+
+  Args:
+    work: a step, after `with_zero`: what a stage splits further is also less to fetch.
+
+  Returns:
+    The workload; `work` itself where there is no such state.
+  """
+  moved = dataclasses.replace(work, offload=True)
+  return moved if len(moved.host_state()) > len(work.host_state()) else work
 
 
 def _spread(leaf: Leaf, axes: tuple[str, ...], sizes: Sizes) -> Part:

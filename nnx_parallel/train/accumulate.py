@@ -13,8 +13,11 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from nnx_parallel.errors import TrainError
 from nnx_parallel.train.losses import Terms
 
-Objective = Callable[[list[Any], list[Any], Any], tuple[Any, tuple[Terms, dict[int, Any]]]]
-"""`(trained, rest, batch) -> (what to differentiate, (terms, rest arrays that changed by position))`."""
+Objective = Callable[[list[Any], list[Any], Any], tuple[Any, tuple[Terms, dict[int, Any], Any]]]
+"""`(trained, rest, batch) -> (what to differentiate, (terms, rest arrays that changed by position, weight))`.
+
+Gradients are multiplied by the weight, unless it is None, before they are added to those of other parts.
+"""
 
 
 class Layout(NamedTuple):
@@ -69,7 +72,7 @@ def whole_batch(
   Returns:
     Its gradients and terms.
   """
-  (_, (found, changed)), grads = jax.value_and_grad(objective, has_aux=True)(trained, rest, batch)
+  (_, (found, changed, _)), grads = jax.value_and_grad(objective, has_aux=True)(trained, rest, batch)
   if not layout.scattered:
     return Total(grads, found, 1, changed, "once: one batch")
   grads = [_pin(g, where) for g, where in zip(grads, layout.trained, strict=True)]
@@ -211,10 +214,9 @@ def _scan(
   def body(carry: Any, part: Any) -> tuple[Any, Terms]:
     total, moving = carry
     current = [moving.get(i, array) for i, array in enumerate(rest)]
-    grads, (found, changed) = grad(trained, current, part)
-    total = [
-      _pin(so_far + wide_grad(g), where) for so_far, g, where in zip(total, grads, layouts, strict=True)
-    ]
+    grads, (found, changed, weight) = grad(trained, current, part)
+    grads = [_pin(_weighed(wide_grad(g), weight), where) for g, where in zip(grads, layouts, strict=True)]
+    total = [_pin(a + b, where) for a, b, where in zip(total, grads, layouts, strict=True)]
     moving = {i: changed[i].astype(array.dtype) if i in changed else array for i, array in moving.items()}
     return (total, moving), found
 
@@ -234,9 +236,15 @@ def wide_grad(x: jax.Array) -> jax.Array:
   return x.astype(jnp.float32) if x.dtype in (jnp.bfloat16, jnp.float16) else x
 
 
+def _weighed(x: jax.Array, weight: jax.Array | None) -> jax.Array:
+  return x if weight is None else x * weight.astype(x.dtype)
+
+
 def _pin(x: jax.Array, where: Any) -> jax.Array:
-  if where is None or (isinstance(where, NamedSharding) and AxisType.Explicit in where.mesh.axis_types):
+  if where is None:
     return x
+  if isinstance(where, NamedSharding) and AxisType.Explicit in where.mesh.axis_types:
+    return jax.sharding.reshard(x, where)
   return jax.lax.with_sharding_constraint(x, where)
 
 
@@ -245,7 +253,12 @@ def _split(x: Any, count: int) -> jax.Array:
   x = jnp.asarray(x)
   if not x.ndim:
     return jnp.broadcast_to(x, (count,))
-  return x.reshape(x.shape[0] // count, count, *x.shape[1:]).swapaxes(0, 1)
+  parts = x.reshape(x.shape[0] // count, count, *x.shape[1:]).swapaxes(0, 1)
+  own: Any = jax.typeof(x).sharding
+  if AxisType.Explicit in own.mesh.axis_types:
+    # The types of a user's arrays must not depend on the microbatches: reshape drops axes of size 1.
+    return jax.sharding.reshard(parts, NamedSharding(own.mesh, PartitionSpec(None, *own.spec)))
+  return parts
 
 
 def _join(x: jax.Array) -> jax.Array:
@@ -280,7 +293,7 @@ def _local_axes(
   part = jax.tree.map(
     lambda x: jax.ShapeDtypeStruct((jnp.shape(x)[0] // (replicas * count), *jnp.shape(x)[1:]), x.dtype), batch
   )
-  traced, (_, (_, changed)) = jax.make_jaxpr(objective, return_shape=True)(trained, rest, part)
+  traced, (_, (_, changed, _)) = jax.make_jaxpr(objective, return_shape=True)(trained, rest, part)
   if changed:
     return (), "the loss changes Variables (statistics, counters or random state)"
   for eqn in equations(traced.jaxpr):

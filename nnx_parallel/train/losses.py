@@ -17,9 +17,9 @@ class Terms(NamedTuple):
   """The terms of one (micro)batch.
 
   Attributes:
-    sums: name -> float32 scalar; `loss` is one of them.
-    counts: name -> float32 scalar, what the sum is divided by; None where a plain scalar was returned, which
-      counts as one whether the part is large or small.
+    sums: name -> float32 scalar, or an array for a summary; `loss` is one of them.
+    counts: name -> float32, what the sum is divided by; None where a plain scalar was returned, which counts
+      as one whether the part is large or small.
     outputs: name -> array with the examples on dim 0.
   """
 
@@ -32,7 +32,9 @@ def terms(result: Any, outputs: Sequence[str] = ()) -> Terms:
   """Reads what a loss function returned.
 
   Args:
-    result: a scalar, a `(sum, count)` pair, or either of them with a dict of metrics: `(loss, metrics)`.
+    result: a scalar, a `(sum, count)` pair, or either of them with a dict of metrics: `(loss, metrics)`. The
+      sum of a metric may be an array (a summary: accuracy by class, a histogram), with one count or a count
+      for each element.
     outputs: names of metrics that are per-example arrays.
 
   Returns:
@@ -63,19 +65,31 @@ def terms(result: Any, outputs: Sequence[str] = ()) -> Terms:
 
 def _add(found: Terms, name: str, value: Any) -> None:
   pair = value if isinstance(value, tuple) and len(value) == 2 else (value, None)
-  shapes = [getattr(x, "shape", ()) for x in pair if x is not None]
-  if any(shape != () for shape in shapes) or any(isinstance(x, (tuple, dict, list, str)) for x in pair):
-    returned = f"a {type(value).__name__}" + (f" of shape {shapes[0]}" if len(shapes) == 1 else "")
-    kind = "the loss" if name == "loss" else f"the metric {name!r}"
-    raise TrainError(
-      f"{kind} must be a scalar or a (sum, count) pair of scalars; the loss function returned {returned}.",
-      details="a loss function returns loss, (loss, metrics), (sum, count) or ((sum, count), metrics)",
-      fix="x.mean(), or (x.sum(), x.size); name per-example arrays in outputs=(...)."
-      if name != "loss"
-      else "loss.mean(), or (loss.sum(), loss.size), which weights uneven batches exactly.",
-    )
+  nested = any(isinstance(x, (tuple, dict, list, str)) for x in pair)
+  shapes = [tuple(getattr(x, "shape", ())) for x in pair if x is not None]
+  # A summary: as many means as the sum has elements, over one count or a count for each.
+  summary = name != "loss" and len(shapes) == 2 and shapes[1] in ((), shapes[0])
+  if nested or not (summary or all(shape == () for shape in shapes)):
+    raise _not_a_term(name, value, shapes)
   found.sums[name] = wide(pair[0])
   found.counts[name] = None if pair[1] is None else jnp.asarray(pair[1]).astype(found.sums[name].dtype)
+
+
+def _not_a_term(name: str, value: Any, shapes: Sequence[tuple[int, ...]]) -> TrainError:
+  returned = f"a {type(value).__name__}" + (f" of shape {shapes[0]}" if len(shapes) == 1 else "")
+  forms = "a loss function returns loss, (loss, metrics), (sum, count) or ((sum, count), metrics)"
+  if name == "loss":
+    return TrainError(
+      f"the loss must be a scalar or a (sum, count) pair of scalars; the loss function returned {returned}.",
+      details=forms,
+      fix="loss.mean(), or (loss.sum(), loss.size), which weights uneven batches exactly.",
+    )
+  return TrainError(
+    f"the metric {name!r} must be a scalar or a (sum, count) pair; the loss function returned {returned}.",
+    details=f"{forms}; the sum of a metric may be an array, over one count or a count for each element"
+    + (f": these are {shapes[0]} and {shapes[1]}" if len(shapes) == 2 else ""),
+    fix="x.mean(), or (x.sum(), x.size); name per-example arrays in outputs=(...).",
+  )
 
 
 def wide(x: Any) -> jax.Array:

@@ -16,6 +16,7 @@ from jax.typing import DTypeLike
 
 from nnx_parallel.errors import NnxParallelWarning, TrainError
 from nnx_parallel.layout.variables import path_str, value_of
+from nnx_parallel.train.loss_scale import with_loss_scale
 from nnx_parallel.train.wrappers import with_masters
 
 NORMS = (
@@ -46,6 +47,8 @@ class Precision:
     output: what the layers named by `output_layers` compute in.
     output_layers: glob patterns of module paths, such as `"head"` or `"*.logits"`: those that make logits.
     masters: whether `optimizer` keeps float32 copies of the parameters.
+    loss_scale: whether `optimizer` scales the loss, see `with_loss_scale`: float16 needs it, bfloat16 has the
+      range of float32.
 
   Raises:
     TrainError: a dtype that is not floating, or masters of float32 parameters.
@@ -72,6 +75,7 @@ class Precision:
   output: DTypeLike = jnp.float32
   output_layers: tuple[str, ...] = ()
   masters: bool = False
+  loss_scale: bool = False
 
   def __post_init__(self) -> None:
     for name in ("parameters", "compute", "norms", "softmax", "output"):
@@ -122,6 +126,18 @@ class Precision:
     """
     return cls(jnp.bfloat16, jnp.bfloat16, output_layers=tuple(output_layers), masters=masters)
 
+  @classmethod
+  def float16(cls, *, output_layers: Iterable[str] = ()) -> Precision:
+    """Computes in float16 with float32 parameters and norms, and a dynamic loss scale.
+
+    Args:
+      output_layers: as in the class.
+
+    Returns:
+      The policy.
+    """
+    return cls(compute=jnp.float16, output_layers=tuple(output_layers), loss_scale=True)
+
   def apply(self, init: Callable[[], Any]) -> Callable[[], Any]:
     """A constructor of the same module with these dtypes.
 
@@ -151,15 +167,23 @@ class Precision:
       tx: an optax transformation.
 
     Returns:
-      `with_masters(tx)` if the policy has masters, else `tx`. Warns (`NnxParallelWarning`) when low-precision
-      parameters have none.
+      `tx`, in `with_masters` and in `with_loss_scale` if the policy has them. Warns (`NnxParallelWarning`)
+      when low-precision parameters have no masters, or float16 no loss scale.
     """
     if self.masters:
-      return with_masters(tx)
-    if self._low:
+      tx = with_masters(tx)
+    elif self._low:
       warnings.warn(
         f"training {self.parameters} parameters without float32 masters loses updates below 1/512 of a"
         " parameter. Fix: Precision.bfloat16_parameters(masters=True)",
+        NnxParallelWarning,
+        stacklevel=2,
+      )
+    if self.loss_scale:
+      return with_loss_scale(tx)
+    if jnp.float16 in (self.parameters, self.compute):
+      warnings.warn(
+        "float16 without a loss scale loses gradients below 6e-8. Fix: Precision.float16(), or loss_scale=True",
         NnxParallelWarning,
         stacklevel=2,
       )
@@ -169,7 +193,8 @@ class Precision:
     masters = " with float32 masters" if self.masters else ""
     text = f"parameters {self.parameters}{masters}, compute {self.compute}, norms {self.norms}"
     text += f", softmax {self.softmax}"
-    return text + (f", {' '.join(self.output_layers)} {self.output}" if self.output_layers else "")
+    text += f", {' '.join(self.output_layers)} {self.output}" if self.output_layers else ""
+    return text + (", dynamic loss scale" if self.loss_scale else "")
 
   @property
   def _low(self) -> bool:

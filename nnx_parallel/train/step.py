@@ -403,6 +403,7 @@ def abstract_roots(plan: ShardingPlan) -> dict[str, Any]:
     template = Template(objects)
     structs = plan.abstract_state(root)
     roots[root] = template.build([structs[path] for path in template.paths])
+  roots["optimizer"].tx = plan.live_tx
   return roots
 
 

@@ -10,11 +10,13 @@ import jax
 import jax.numpy as jnp
 import optax
 from flax import nnx
+from jax.sharding import AxisType
 
 from nnx_parallel.errors import TrainError
 from nnx_parallel.layout.variables import Path, path_str
 from nnx_parallel.train.accumulate import Layout, Total, in_microbatches, whole_batch
 from nnx_parallel.train.binding import Template
+from nnx_parallel.train.loss_scale import common_scale, rescaled
 from nnx_parallel.train.losses import Metrics, Terms, examples_in, mean, means, pairs, terms
 
 LossFn = Callable[[Any, Any], Any]
@@ -134,9 +136,12 @@ def _update_once(
   _check_trained(template, trained, optimizers)
   rest = [i for i in range(len(arrays)) if i not in set(trained)]
   whole = recipe.microbatches == 1
+  scale = common_scale(optimizers.values())
 
   def objective(train: list[Any], others: list[Any], part: Any) -> Any:
     merged = [*arrays]
+    # The scale travels with the arrays: a manual program closes over nothing.
+    factor, others = (None, others) if scale is None else (others[-1], others[:-1])
     for i, array in zip([*trained, *rest], [*train, *others], strict=True):
       merged[i] = array
     inner = template.build(merged)
@@ -149,12 +154,20 @@ def _update_once(
           fix="leave it out of the optimizer's wrt, or keep the new value in another Variable.",
         )
     changed = {n: after[i] for n, i in enumerate(rest) if after[i] is not others[n]}
-    loss = found.sums["loss"]
-    return mean(loss, found.counts["loss"]) if whole else loss, (found, changed)
+    loss, count = found.sums["loss"], found.counts["loss"]
+    if whole:
+      loss, count = mean(loss, count), None
+    elif factor is None:
+      count = None
+    elif count is not None:
+      loss = mean(loss, count)  # a scaled sum over many examples would overflow
+    return loss if factor is None else loss * factor.astype(loss.dtype), (found, changed, count)
 
   if recipe.remat is not None:
     objective = jax.checkpoint(objective, policy=policy_of(recipe.remat))  # pyright: ignore[reportAssignmentType]
   train, others = [arrays[i] for i in trained], [arrays[i] for i in rest]
+  if scale is not None:
+    others.append(scale)
   layout: Layout = layouts([template.paths[i] for i in trained])
   if whole:
     total = whole_batch(objective, train, others, batch, layout)
@@ -174,7 +187,8 @@ def _update_once(
   for key, optimizer in optimizers.items():
     mine = [n for n, i in enumerate(trained) if key is None or template.paths[i][0] == key]
     paths = [template.paths[trained[n]] for n in mine]
-    leaves = [template.leaves[trained[n]].copy(grads[n]) for n in mine]
+    own = rescaled([grads[n] for n in mine], optimizer, scale)
+    leaves = [template.leaves[trained[n]].copy(grad) for n, grad in zip(mine, own, strict=True)]
     model = models if key is None else models[key]
 
     def value_fn(params: Any, mine: list[int] = mine) -> Any:
@@ -249,7 +263,37 @@ def apply(optimizer: Any, model: Any, grads: Any, loss: Any, value_fn: Callable[
     extra = {"value": loss, "grad": nnx.as_pure(grads), "value_fn": value_fn}
   # optax raises a Python float to an int32 power, which a user's strict promotion would refuse.
   with jax.numpy_dtype_promotion("standard"):
-    optimizer.update(model, grads, **extra)
+    if _is_split_further(optimizer, model, grads):
+      _update_on_auto_axes(optimizer, model, grads, extra)
+    else:
+      optimizer.update(model, grads, **extra)
+
+
+def _is_split_further(optimizer: Any, model: Any, grads: Any) -> bool:
+  """Whether, on an Explicit mesh, state lies otherwise than its parameter (ZeRO): optax adds the two."""
+  params: list[Any] = [jax.typeof(x) for x in jax.tree.leaves(nnx.state(model, optimizer.wrt))]
+  if not any(AxisType.Explicit in kind.sharding.mesh.axis_types for kind in params):
+    return False
+  known = {(kind.shape, kind.sharding.spec) for kind in params}
+  shapes = {kind.shape for kind in params}
+  state: list[Any] = [jax.typeof(x) for x in jax.tree.leaves((grads, optimizer.opt_state))]
+  return any(kind.shape in shapes and (kind.shape, kind.sharding.spec) not in known for kind in state)
+
+
+def _update_on_auto_axes(optimizer: Any, model: Any, grads: Any, extra: dict[str, Any]) -> None:
+  """Lets the compiler move what optax adds up, and gives every array back where it was."""
+  extra = {
+    name: value for name, value in extra.items() if name != "value_fn"
+  }  # it is traced on Explicit axes
+  graphdef, state = nnx.split((model, optimizer))
+
+  def update(state: Any, grads: Any, extra: Any) -> Any:
+    pair = nnx.merge(graphdef, state)
+    pair[1].update(pair[0], grads, **extra)
+    return nnx.state(pair)
+
+  placed = jax.tree.map(lambda x: jax.typeof(x).sharding, state)
+  nnx.update((model, optimizer), jax.sharding.auto_axes(update, out_sharding=placed)(state, grads, extra))
 
 
 def _check_transformation(optimizer: Any) -> None:

@@ -1,3 +1,5 @@
+import math
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -5,7 +7,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from nnx_parallel.checkpoint.digest import _digest_shards, digest, total
+from nnx_parallel.checkpoint.digest import _digest_shards, block_ranges, block_shape, digest, totals
 from nnx_parallel.checkpoint.placement import without_padding
 
 RNG = np.random.default_rng(0)
@@ -29,19 +31,19 @@ LAYOUTS = [
 def test_the_layout_does_not_matter(layout):
   values = RNG.standard_normal((16, 24)).astype(np.float32)
   shape, names, spec, kind, memory = layout
-  assert total(digest(place(values, shape, names, spec, kind, **memory))) == total(digest(values))
+  assert totals(digest(place(values, shape, names, spec, kind, **memory))) == totals(digest(values))
 
 
 def test_odd_layouts_and_scalars():
   values = RNG.standard_normal((3, 5)).astype(np.float32)
-  assert total(digest(place(values, (2, 4), ("a", "b"), P()))) == total(digest(values))
+  assert totals(digest(place(values, (2, 4), ("a", "b"), P()))) == totals(digest(values))
   scalar = values[:1, 0].reshape(())
-  assert total(digest(place(scalar, (2, 4), ("a", "b"), P()))) == total(digest(scalar))
+  assert totals(digest(place(scalar, (2, 4), ("a", "b"), P()))) == totals(digest(scalar))
 
 
 def test_no_device_waits_for_another():
   array = place(np.ones((16, 8), np.float32), (2, 4), ("a", "b"), P("b"))
-  text = _digest_shards(array.sharding, 2, (16, 8)).lower(array).compile().as_text()
+  text = _digest_shards(array.sharding, (16, 8), (16, 8), (1, 8)).lower(array).compile().as_text()
   assert "all-" not in text
   assert "collective" not in text
 
@@ -52,28 +54,28 @@ DTYPES = ["bool", "int8", "uint16", "int32", "float16", "bfloat16", "float32", "
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_host_and_device_agree_and_every_bit_counts(dtype):
   values = np.asarray(jnp.asarray(RNG.integers(0, 2, (5, 3)), jnp.int32).astype(dtype))
-  whole = total(digest(values))
-  assert whole == total(digest(jnp.asarray(values)))
+  whole = totals(digest(values))
+  assert whole == totals(digest(jnp.asarray(values)))
   for bit in RNG.integers(0, values.nbytes * 8, 20):
     damaged = np.frombuffer(values.tobytes(), np.uint8).copy()
     damaged[bit // 8] ^= 1 << (bit % 8)
-    assert total(digest(damaged.view(values.dtype).reshape(values.shape))) != whole
+    assert totals(digest(damaged.view(values.dtype).reshape(values.shape))) != whole
 
 
 def test_wide_host_arrays_have_digests_without_x64():
   values = np.arange(6, dtype=np.int64).reshape(2, 3)
-  assert total(digest(values)) != total(digest(values.T.copy().reshape(2, 3)))
+  assert totals(digest(values)) != totals(digest(values.T.copy().reshape(2, 3)))
 
 
 def test_scalars_have_digests():
-  assert total(digest(jnp.float32(1.0))) != total(digest(jnp.float32(2.0)))
+  assert totals(digest(jnp.float32(1.0))) != totals(digest(jnp.float32(2.0)))
 
 
 def test_padding_does_not_count():
   values = RNG.standard_normal((6, 10)).astype(np.float32)
   padded = place(np.pad(values, ((0, 2), (0, 6))), (2, 4), ("a", "b"), P("b", "a"))
-  assert total(digest(padded, (6, 10))) == total(digest(values))
-  assert total(digest(padded)) != total(digest(values))
+  assert totals(digest(padded, (6, 10))) == totals(digest(values))
+  assert totals(digest(padded)) != totals(digest(values))
 
 
 def test_padding_is_cut_without_gathering():
@@ -82,3 +84,41 @@ def test_padding_is_cut_without_gathering():
   cut = without_padding(padded, (6, 8))
   np.testing.assert_array_equal(cut, values)
   assert cut.sharding.spec == P(None, "a")
+
+
+BLOCKS = {(16, 24): (5, 24), (3, 10, 7): (1, 4, 7), (50,): (16,), (2, 3, 5): (1, 1, 5)}
+
+
+@pytest.mark.parametrize("shape", BLOCKS)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_blocks_are_the_same_in_every_layout(layout, shape):
+  values = RNG.standard_normal(shape).astype(np.float32)
+  mesh, names, spec, kind, memory = layout
+  sizes = dict(zip(names, mesh, strict=True))
+  parts = [math.prod(sizes[n] for n in (e if isinstance(e, tuple) else (e,))) if e else 1 for e in spec]
+  parts = (parts + [1] * len(shape))[: len(shape)]
+  padding = [(0, -size % part) for size, part in zip(shape, parts, strict=True)]
+  placed = place(np.pad(values, padding), mesh, names, P(*spec[: len(shape)]), kind, **memory)
+  found = totals(digest(placed, shape, BLOCKS[shape]))
+  assert found == totals(digest(values, block=BLOCKS[shape]))
+  assert sum(found) % 2**32 == totals(digest(values))[0]
+  assert len(found) == math.prod(-(-n // b) for n, b in zip(shape, BLOCKS[shape], strict=True))
+
+
+def test_a_changed_element_changes_its_block_alone():
+  values = RNG.standard_normal((10, 4)).astype(np.float32)
+  before = totals(digest(values, block=(3, 4)))
+  values[7, 2] += 1
+  after = totals(digest(place(values, (2, 4), ("a", "b"), P("a", "b")), block=(3, 4)))
+  changed = [i for i in range(4) if before[i] != after[i]]
+  assert [block_ranges(i, (10, 4), (3, 4)) for i in changed] == ["[6:9, 0:4]"]
+
+
+@pytest.mark.parametrize(
+  ("shape", "itemsize"), [((7,), 4), ((1000, 3), 2), ((5, 40, 6), 4), ((), 8), ((1, 9), 1)]
+)
+@pytest.mark.parametrize("budget", [8, 100, 10_000])
+def test_blocks_keep_to_their_size(shape, itemsize, budget):
+  block = block_shape(shape, itemsize, budget)
+  assert math.prod(block) * itemsize <= budget
+  assert len(block) == len(shape)

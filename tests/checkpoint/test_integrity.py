@@ -5,6 +5,7 @@ import shutil
 import jax
 import pytest
 
+import nnx_parallel as nxp
 from benchmarks import torture
 from checkpoint.runs import arrays, assert_same, target_of
 from nnx_parallel.checkpoint.checkpointer import Checkpointer
@@ -55,6 +56,22 @@ def test_large_files_are_checked_by_value_alone(saved, monkeypatch):
       checkpointer.restore(target_of(trees[2]), 3)
   with Checkpointer(directory, verify="metadata") as unverified, pytest.raises(AssertionError):
     assert_same(unverified.restore(target_of(trees[2]), 3), trees[2])
+
+
+def test_a_damaged_block_is_named_in_any_layout(saved, monkeypatch):
+  directory, trees = saved
+  monkeypatch.setattr("nnx_parallel.checkpoint.save._HASHED_BYTES", 8)
+  monkeypatch.setattr("nnx_parallel.checkpoint.digest.block_shape.__defaults__", (128,))
+  with Checkpointer(directory) as checkpointer:
+    checkpointer.save(3, trees[2])
+    leaf = checkpointer.metadata(3).items["model"].leaves["w"]
+    assert (leaf.block, len(leaf.digests)) == ((2, 16), 4)
+    flip(directory / "3" / "model" / "w" / "c" / "1" / "2", bit=8 * (4 * 4 * 1 + 3))  # row 1 of rows 4 to 7
+    text = r"the values of model/w\[4:6, 0:16\] are not those that were saved"
+    for mesh in (None, nxp.make_mesh(x=8)):
+      with pytest.raises(CheckpointError, match=text):
+        checkpointer.restore(target_of(trees[2], mesh), 3)
+    assert re.search(text, checkpointer.verify(3)["model/w"])
 
 
 def test_fallback_takes_the_newest_good_step_and_says_so(saved):
@@ -110,8 +127,8 @@ def test_a_damaged_manifest_names_the_file(saved):
     with pytest.raises(CheckpointError, match=f"{re.escape(str(file))} is damaged: {why}"):
       Checkpointer(directory).restore(target_of(trees[2]))
     assert Checkpointer(directory).latest() == 1
-  file.write_text(whole.replace('"format": 1', '"format": 7'))
-  with pytest.raises(CheckpointError, match=r"it has format 7, and this version reads format 1\.\n"):
+  file.write_text(whole.replace('"format": 2', '"format": 7'))
+  with pytest.raises(CheckpointError, match=r"it has format 7, and this version reads format 2\.\n"):
     Checkpointer(directory).restore(target_of(trees[2]))
 
 

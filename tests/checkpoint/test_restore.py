@@ -1,4 +1,5 @@
 import itertools
+import json
 
 import jax
 import jax.numpy as jnp
@@ -30,6 +31,7 @@ def test_any_mesh_into_any_other(tmp_path, source, goal):
     restored, restored_optimizer = checkpointer.restore(wanted)
   assert_same(model, restored)
   assert_same(optimizer, restored_optimizer)
+  assert nxp.ShardingPlan.from_json(json.dumps(checkpointer.restored.plan)).to_json() == saved.to_json()
   assert_laid_out(restored, wanted, "model")
   assert_laid_out(restored_optimizer, wanted, "optimizer")
 
@@ -211,9 +213,11 @@ def test_memory_kinds_and_float_types_are_the_targets(tmp_path):
   assert_same(checkpointer.restore(target, cast=True)["w"], tree["w"].astype(jnp.bfloat16))
 
 
-def test_small_budgets_read_the_same(tmp_path):
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_small_budgets_write_and_read_the_same(tmp_path, asynchronous):
   model, _ = nxp.create_sharded_model(make_plan("8"))
-  Checkpointer(tmp_path, chunk_bytes=512).save(1, model)
+  with Checkpointer(tmp_path, chunk_bytes=512, byte_budget=300, asynchronous=asynchronous) as checkpointer:
+    checkpointer.save(1, model)
   plan = make_plan("2x4", optimizer=False)
   assert_same(Checkpointer(tmp_path, byte_budget=300).restore(plan), model)
 

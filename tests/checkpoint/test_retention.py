@@ -30,7 +30,7 @@ def test_the_newest_and_the_best_always_stay(losses, newest, every, keep_best, m
 def test_steps_on_disk(tmp_path):
   tree = {"w": arrays()["w"]}
   losses = {1: 5.0, 2: 1.0, 3: float("nan"), 4: 3.0, 5: 4.0}
-  with Checkpointer(tmp_path, max_to_keep=2, keep_every=3, best="loss") as checkpointer:
+  with Checkpointer(tmp_path, max_to_keep=1, keep_every=3, best="loss", keep_best=2) as checkpointer:
     for step, loss in losses.items():
       checkpointer.save(step, tree, metrics={"loss": loss})
     assert checkpointer.steps() == [2, 3, 4, 5]

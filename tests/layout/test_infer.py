@@ -78,7 +78,8 @@ def test_the_proposal_is_code():
   (('layers', '\\d+', 'self_attn', 'o_proj', 'kernel'), ('tensor', None)),
 ]), fsdp('fsdp', min_size=0, extend=True)]"""
   )
-  assert nxp.RuleSet.of(eval(repr(rules), vars(nxp))) == rules
+  names = {name: getattr(nxp, name) for name in nxp.__all__}
+  assert nxp.RuleSet.of(eval(repr(rules), names)) == rules
   assert infer_rules(init, nxp.abstract_mesh(**MESH), TOKENS, min_size=0) == rules
   live = infer_rules(Llama(nnx.Rngs(0), tied=True, depth=1), nxp.abstract_mesh(**MESH), TOKENS, min_size=0)
   assert live == rules

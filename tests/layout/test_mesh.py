@@ -63,6 +63,26 @@ def test_a_subset_of_devices_and_names_that_are_keywords():
   assert ids(mesh) == [[4, 5], [6, 7]]
 
 
+def test_sizes_may_be_numpy_integers():
+  sizes = axis_sizes(nxp.make_mesh(data=np.int64(2), fsdp=-1))
+  assert sizes == {"data": 2, "fsdp": 4}
+  assert {type(size) for size in sizes.values()} == {int}
+
+
+@pytest.mark.parametrize(
+  ("arguments", "text"),
+  [
+    ({"axes": {"data": 2}, "data": 8}, r"'data' is given twice[\s\S]*leave 'data' out of one"),
+    ({"data": 1, "devices": []}, r"needs at least one device[\s\S]*devices=jax.devices\(\)"),
+    ({"data": 8, "dcn": "data"}, r"dcn='data' does not say[\s\S]*dcn=dict\(data=2\)"),
+    ({"data": 8, "dcn": {"data": 2.0}}, r"dcn splits axis 'data' 2.0 ways"),
+  ],
+)
+def test_arguments_that_contradict(arguments, text):
+  with pytest.raises(nxp.MeshError, match=text):
+    nxp.make_mesh(**arguments)
+
+
 @pytest.mark.parametrize(
   ("sizes", "texts"),
   [

@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 import nnx_parallel as nxp
 from layout.families import GPT, T5, Llama, ViT
-from nnx_parallel import InputRules, LogicalRules, PathRules, RuleSet, presets
+from nnx_parallel import LogicalRules, PathRules, RuleSet, presets
 
 MODELS = {"t5": T5, "llama": Llama, "gpt": GPT, "vit": ViT}
 LAYOUTS = {
@@ -189,7 +189,7 @@ def test_dims_that_a_layout_is_about():
 @pytest.mark.parametrize("name", presets.__all__)
 def test_presets_print_as_code(name):
   made = getattr(presets, name)()
-  names = {**vars(nxp), "InputRules": InputRules, "PathRules": PathRules}
+  names = {name: getattr(nxp, name) for name in nxp.__all__}
   assert RuleSet.of(eval(repr(made), names)) == RuleSet.of(made)
 
 

@@ -129,6 +129,11 @@ def test_names_must_fit_the_rank():
     resolve(("embed", "mlp"), (8, 8, 8), embed=None, mlp=None)
 
 
+def test_a_policy_that_does_not_exist_is_an_error():
+  with pytest.raises(nxp.ShardingError, match=r"uneven='padd' is not a policy[\s\S]*error, next, pad"):
+    resolve(("embed",), (8,), uneven="padd", embed="fsdp")
+
+
 def test_an_uneven_dim_is_an_error_with_the_next_size():
   with pytest.raises(ShardingError) as caught:
     resolve(("embed", "mlp"), (8, 30), embed=None, mlp="fsdp")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from jax.sharding import PartitionSpec as P
 
 import nnx_parallel as nxp
 from nnx_parallel import LogicalRules, PathRules, RuleSet, ShardingError
@@ -138,6 +139,7 @@ def test_a_rule_set_is_read_from_anything_sensible():
   ("rules", "text"),
   [
     ("fsdp", r"'fsdp' is not a sharding rule[\s\S]*LogicalRules\(embed=\"fsdp\"\)"),
+    ([("embed", "fsdp")], r"'embed' is not a sharding rule[\s\S]*LogicalRules.from_linen\(pairs\)"),
     ([nxp.fsdp(), nxp.replicate()], r"two fallbacks: fsdp\('fsdp', .*\) and replicate\(\)"),
     ([{"mlp": "tensor"}, {"mlp": "fsdp"}], r"logical name 'mlp' has two rules\.\s+'tensor' and 'fsdp'"),
   ],
@@ -205,6 +207,15 @@ def test_the_first_path_rule_wins():
 def test_path_rules_that_make_no_sense(pairs, text):
   with pytest.raises(ShardingError, match=text):
     PathRules(pairs)
+
+
+def test_a_path_rule_may_be_a_partition_spec():
+  rule = PathRules([("kernel", P(None, ("data", "fsdp")))]).match(("kernel",))
+  assert rule.names_for(2, where="kernel") == (None, ("data", "fsdp"))
+  assert rule.names_for(3, where="kernel") == (None, ("data", "fsdp"), None)
+  with pytest.raises(ShardingError, match="gives 2 names to bias, an array of 1 dims"):
+    rule.names_for(1, where="bias")
+  assert PathRules([("scale", P())]).match(("scale",)).names_for(2, where="scale") == (None, None)
 
 
 def test_an_ellipsis_stands_for_whole_dims():

@@ -15,9 +15,11 @@ import nnx_parallel as nxp
 from nnx_parallel.errors import ReportError
 from nnx_parallel.report.budgets import assert_collectives, assert_fits
 from nnx_parallel.report.chips import chip
+from nnx_parallel.report.collectives import KINDS
 from nnx_parallel.report.compile_report import _need, compile_report
-from nnx_parallel.report.compiler import Compiled, MemoryStats, Shortage
+from nnx_parallel.report.compiler import Compiled, MemoryStats
 from nnx_parallel.report.reshards import find_reshards
+from benchmarks.layouts import CASES
 from report import layouts
 
 
@@ -52,7 +54,8 @@ def test_collectives_name_the_parameter_and_the_line(fsdp):
   gathered = {p for c in fsdp.collectives if c.kind == "all-gather" for p in c.parameters}
   assert gathered == {"up.kernel", "down.kernel"}
   assert all(c.source or c.parameters for c in fsdp.collectives)
-  assert any(c.source.endswith("layouts.py:28") for c in fsdp.collectives)
+  line = layouts.MLP.__call__.__code__.co_firstlineno + 1
+  assert any(c.source.endswith(f"layouts.py:{line}") for c in fsdp.collectives)
 
 
 def test_flops_are_exact(fsdp):
@@ -71,121 +74,58 @@ def test_text_json_and_verdict_agree(fsdp):
   assert body["quantities"]["params"] == layouts.PARAMS
 
 
+def too_small(report, usable):
+  """The report against a chip with so much memory."""
+  tiny = dataclasses.replace(chip("h100"), name="tiny", usable_bytes=usable)
+  return str(dataclasses.replace(report, chip=tiny, fits=False))
+
+
 def test_a_device_too_small_says_what_would_help(fsdp):
-  small = chip("h100")
-  tiny = dataclasses.replace(small, name="tiny", usable_bytes=fsdp.memory.arguments + 64 * 1024)
-  short = dataclasses.replace(fsdp, chip=tiny, fits=False)
-  assert "DOES NOT FIT: needs" in str(short)
-  assert "microbatches=" in str(short)
-  none = dataclasses.replace(tiny, usable_bytes=fsdp.memory.arguments // 4)
-  assert "times as many devices" in str(dataclasses.replace(fsdp, chip=none, fits=False))
+  assert fsdp.examples == layouts.BATCH // 8
+  fixed = fsdp.memory.arguments + fsdp.categories["parameters"]
+  falls = fsdp.need_bytes - fixed
+  text = too_small(fsdp, fixed + falls // 4)
+  assert "DOES NOT FIT: needs" in text
+  assert "Try 4 times as many microbatches, or a batch 4 times smaller" in text
+  assert f"Largest at the peak: {64} KiB of " in text
+  # No batch is small enough for the state and the gradients.
+  text = too_small(fsdp, fsdp.memory.arguments)
+  assert "State and gradients are 64.01 KiB per device: try 8 times as many devices" in text
+  # One example per device cannot be split further.
+  assert "times as many devices" in too_small(dataclasses.replace(fsdp, examples=1), fixed + falls // 4)
+
+
+def test_what_fills_the_memory_is_named_by_its_line():
+  mesh = jax.make_mesh((8,), ("x",), axis_types=(AxisType.Auto,))
+
+  def f(x, w):
+    scores = x @ x.T  # every pair of rows: far larger than anything else
+    return jnp.sin(scores) @ (x @ w)
+
+  x = jax.ShapeDtypeStruct((4096, 16), jnp.float32, sharding=NamedSharding(mesh, P("x")))
+  w = jax.ShapeDtypeStruct((16, 16), jnp.float32, sharding=NamedSharding(mesh, P()))
+  found = compile_report(jax.jit(f, out_shardings=NamedSharding(mesh, P("x"))).lower(x, w))
+  largest = found.peak[0]
+  assert largest.shape == "f32[512,4096]"
+  assert largest.bytes == largest.count * 512 * 4096 * 4
+  line = f.__code__.co_firstlineno
+  assert largest.source.endswith((f"test_compile_report.py:{line + 1}", f"test_compile_report.py:{line + 2}"))
+  assert "In memory at the peak, besides the arguments" in str(found)
 
 
 # Analytic minima ------------------------------------------------------------------------------
 
-ACTIVATION = layouts.BATCH * layouts.WIDTH * 4
-LOSS = 4
-MINIMA = {
-  "dp": ({"data": 8}, {"all_reduce_data_bytes": layouts.PARAMS + LOSS, "all_gather_bytes": 0}),
-  # CPU writes a reduce-scatter as an all-reduce and a slice.
-  "fsdp": (
-    {"fsdp": 8},
-    {"all_gather_fsdp_bytes": layouts.PARAMS, "all_reduce_fsdp_bytes": layouts.PARAMS + LOSS},
-  ),
-  "tp": ({"tensor": 8}, {"all_reduce_tensor_bytes": ACTIVATION, "all_gather_bytes": 0}),
-  "dp x tp": (
-    {"data": 4, "tensor": 2},
-    {"all_reduce_data_bytes": layouts.PARAMS // 2 + LOSS, "all_reduce_tensor_bytes": ACTIVATION // 4},
-  ),
-}
 
-
-# As in MINIMA, CPU writes a reduce-scatter as an all-reduce and a slice: its payload is the same.
-ZERO_MINIMA = {
-  # Gradients reduced once, whatever the microbatches; updated parameters gathered once.
-  "ZeRO-1": ({"zero": 1}, {"all_reduce_data_bytes": layouts.PARAMS + LOSS}),
-  "ZeRO-1, 4 microbatches": (
-    {"zero": 1, "microbatches": 4},
-    {"all_reduce_data_bytes": layouts.PARAMS + LOSS},
-  ),
-  "ZeRO-2": ({"zero": 2}, {"all_reduce_data_bytes": layouts.PARAMS + LOSS}),
-  # Whole gradients are never kept, so that each microbatch reduces its own.
-  "ZeRO-2, 4 microbatches": (
-    {"zero": 2, "microbatches": 4},
-    {"all_reduce_data_bytes": 4 * (layouts.PARAMS + LOSS)},
-  ),
-}
-
-
-@pytest.mark.parametrize("name", ZERO_MINIMA)
-def test_each_zero_stage_sends_the_analytic_minimum(name, capsys):
-  options, reduced = ZERO_MINIMA[name]
-  minima = {**reduced, "all_gather_data_bytes": layouts.PARAMS}
-  found = report(data=8, optimizer=optax.adam(1e-3), **options)
-  assert_collectives(found, **{key: f"=={size}" for key, size in minima.items()})
-  assert_collectives(found, collective_permute_count=0, all_to_all_count=0, reduce_scatter_count=0)
-  assert found.categories["optimizer"] == 2 * layouts.PARAMS // 8 + 8
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_each_layout_and_scheme_sends_the_analytic_minimum(case, capsys):
+  found = case.report("cpu:8")
+  assert_collectives(found, **{f"{key}_bytes": f"=={size}" for key, size in case.least.items()})
+  kinds = {kind for kind in KINDS if any(key.startswith(kind.replace("-", "_")) for key in case.least)}
+  assert {c.kind for c in found.collectives} == kinds
+  if isinstance(case.options, dict) and "zero" in case.options:
+    assert found.categories["optimizer"] == 2 * layouts.PARAMS // 8 + 8
   with capsys.disabled():
-    print(f"\n{name}: {found.bytes_by('kind', 'axes')} analytic {minima}")
-
-
-@pytest.mark.parametrize("name", MINIMA)
-def test_each_layout_sends_the_analytic_minimum(name, capsys):
-  axes, minima = MINIMA[name]
-  found = report(**axes)
-  assert_collectives(found, **{key: f"=={size}" for key, size in minima.items()})
-  assert_collectives(found, collective_permute_count=0, all_to_all_count=0)
-  with capsys.disabled():
-    print(f"\n{name}: {found.bytes_by('kind', 'axes')} analytic {minima}")
-
-
-def manual(body, spec, shape=(64, 64)):
-  mesh = jax.make_mesh((8,), ("ring",), axis_types=(AxisType.Auto,))
-  mapped = jax.shard_map(body, mesh=mesh, in_specs=spec, out_specs=spec)
-  x = jax.ShapeDtypeStruct(shape, jnp.float32, sharding=NamedSharding(mesh, spec))
-  return compile_report(jax.jit(mapped).lower(x))
-
-
-RING = [(i, (i + 1) % 8) for i in range(8)]
-
-
-def test_a_ring_sends_each_block_seven_times():
-  def attend(x):
-    def hop(_, state):
-      block, total = state
-      block = jax.lax.ppermute(block, "ring", RING)
-      return block, total + block * x
-
-    return jax.lax.fori_loop(0, 7, hop, (x, x * x))[1]
-
-  block = 8 * 64 * 4
-  assert_collectives(
-    manual(attend, P("ring")),
-    names={"block": block},
-    collective_permute_ring_bytes="==7*block",
-    all_count="==7",
-  )
-
-
-def test_experts_send_tokens_out_and_back():
-  def experts(x):
-    there = jax.lax.all_to_all(x, "ring", 0, 0, tiled=True)
-    return jax.lax.all_to_all(jnp.sin(there), "ring", 0, 0, tiled=True)
-
-  assert_collectives(manual(experts, P("ring")), all_to_all_bytes=f"=={2 * 8 * 64 * 4}", all_count="==2")
-
-
-def test_a_pipeline_sends_one_microbatch_per_tick():
-  def stages(x):
-    def tick(state, microbatch):
-      state = jax.lax.ppermute(jnp.sin(state + microbatch), "ring", RING)
-      return state, None
-
-    return jax.lax.scan(tick, x[0], x)[0][None].repeat(8, 0)
-
-  ticks, microbatch = 8, 64 * 4
-  found = manual(stages, P("ring"))
-  assert_collectives(found, names={"mb": microbatch}, collective_permute_bytes=f"=={ticks}*mb")
+    print(f"\n{case.name}: sends {found.bytes_by('kind', 'axes')}, least {case.least}")
 
 
 # Budgets --------------------------------------------------------------------------------------
@@ -195,9 +135,9 @@ def test_a_broken_budget_lists_what_was_sent(fsdp):
   with pytest.raises(ReportError, match="breaks its communication budget") as error:
     assert_collectives(fsdp, all_gather_bytes="<=params/2", all_reduce_count=0)
   text = str(error.value)
-  assert f"all_gather_bytes = {layouts.PARAMS} bytes (64.00 KiB), budget <=params/2" in text
+  assert f"all_gather_bytes = {layouts.PARAMS} bytes (64 KiB), budget <=params/2" in text
   assert "all_reduce_count = " in text
-  assert "all-gather over fsdp: 1 x 32.00 KiB from " in text
+  assert "all-gather over fsdp: 1 x 32 KiB from " in text
 
 
 @pytest.mark.parametrize(
@@ -220,7 +160,7 @@ def test_fits_or_says_by_how_much_not(fsdp):
   assert_fits(fsdp, "v5e")
   with pytest.raises(ReportError, match="no figures for the chip 'h1000'"):
     assert_fits(fsdp, "h1000")
-  with pytest.raises(ReportError, match=r"needs .* per device, 1.00 KiB usable"):
+  with pytest.raises(ReportError, match=r"needs .* per device, 1 KiB usable"):
     assert_fits(fsdp, dataclasses.replace(chip("h100"), usable_bytes=1024))
 
 
@@ -233,8 +173,7 @@ def test_the_need_follows_the_backend():
   assert _need(memory, done, "tpu") == 120
   assert _need(memory, done, "gpu") == 140
   assert _need(memory, done, "") == 140
-  short = Compiled("", "", memory, Shortage(1000, total=False), "", 0.0)
-  assert _need(memory, short, "tpu") == 1100
+  assert _need(memory, dataclasses.replace(done, shortage=1000), "tpu") == 1000
 
 
 def test_the_chip_compared_with_does_not_change_the_need(fsdp):

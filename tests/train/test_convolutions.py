@@ -216,3 +216,34 @@ def test_explicit_mesh() -> None:
   with jax.set_mesh(mesh):
     found = jax.jit(with_right_gradients(jax.grad(depthwise_loss), mesh))(kernel, x)
   np.testing.assert_allclose(found, expected, atol=1e-5, rtol=1e-4)
+
+
+def test_the_plan_warns_those_who_compile_their_own_step() -> None:
+  def notes(**axes: int) -> tuple[str, ...]:
+    rules = nxp.LogicalRules(batch="data", kh=None, kw=None, conv=None, **{"in": None})
+    return nxp.plan(lambda: Net(nnx.Rngs(0)), nxp.make_mesh(**axes), rules).notes
+
+  assert notes(data=2, model=4) == (
+    "depthwise, grouped: grouped convolutions, whose kernel gradients XLA makes up to 4 times too large on"
+    " this mesh; train_step computes them right, a jit of your own does not",
+  )
+  assert notes(data=8, model=1) == ()
+
+
+def test_a_step_of_ones_own_is_wrong_and_right_when_wrapped() -> None:
+  mesh = nxp.make_mesh(data=2, model=4)
+  rules = nxp.LogicalRules(batch="data", kh=None, kw=None, conv=None, **{"in": None})
+  plan = nxp.plan(lambda: Net(nnx.Rngs(0)), mesh, rules)
+  graphdef, state = nnx.split(nxp.create_sharded_model(plan))
+  batch = nxp.shard_batch(batch_of(16), plan)
+
+  def run(state: Any, batch: Any) -> Any:
+    return jax.grad(lambda state: loss_fn(nnx.merge(graphdef, state), batch))(state)
+
+  def flat(grads: Any) -> dict[Any, np.ndarray]:
+    leaves = jax.tree_util.tree_leaves_with_path(nnx.to_pure_dict(grads))
+    return {jax.tree_util.keystr(path): np.asarray(leaf) for path, leaf in leaves}
+
+  check_equal(flat(jax.jit(with_right_gradients(run, mesh))(state, batch)), single_device())
+  alone, key = flat(jax.jit(run)(state, batch)), "['depthwise']['kernel']"
+  assert np.linalg.norm(alone[key]) == pytest.approx(4 * np.linalg.norm(single_device()[key]), rel=1e-3)

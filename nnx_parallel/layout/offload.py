@@ -1,0 +1,177 @@
+"""Optimizer state in host memory, brought to the device a few parameters at a time.
+
+A transformation that gets all of its state at once brings all of it to the device at once: with Adam, XLA then
+needs more temporaries than the state took (measured by the TPU compiler). So the update is traced and its
+equations are sorted by the parameter whose state they wait for. State is fetched parameter by parameter, and an
+optimization barrier makes each fetch wait until the state of an earlier group is back in host memory. No rule
+about any optimizer is needed: what depends on gradients alone (a global norm) comes first, and what depends on
+several parameters' state comes when the last of them is there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, cast
+
+import jax
+import jax.extend.core as jex
+import optax
+
+from nnx_parallel.errors import PlanError
+from nnx_parallel.layout.leaf import HOST_KINDS
+from nnx_parallel.layout.optimizer_layout import owner
+from nnx_parallel.layout.variables import Path, path_str
+
+Space = jax.memory.Space
+
+GROUP_BYTES = 8 * 2**20
+"""Bytes per device of state that are fetched together; smaller transfers do not fill the link."""
+
+_AHEAD = 2  # groups under way: one is fetched while another is computed or returned
+
+
+def check_kind(kind: str | None) -> None:
+  """Refuses a memory kind that no device has.
+
+  Args:
+    kind: what the user asked for.
+
+  Raises:
+    PlanError: a kind that jax does not know.
+  """
+  if kind is not None and kind not in ("device", *HOST_KINDS):
+    raise PlanError(
+      f"optimizer_memory={kind!r} is not a kind of memory.",
+      fix=f"None for the device's own, or one of {', '.join(map(repr, HOST_KINDS))}.",
+    )
+
+
+def streamed(
+  tx: optax.GradientTransformation, sizes: Mapping[str, int]
+) -> optax.GradientTransformationExtraArgs:
+  """A transformation whose state may lie in host memory: fetched, updated and put back, group by group.
+
+  A state that lies on the device is updated as by `tx`.
+
+  Args:
+    tx: the optax transformation.
+    sizes: dotted path of a state array -> its bytes per device; those that are not named count nothing.
+
+  Returns:
+    A transformation with the same state.
+
+  Example:
+    >>> import jax, jax.numpy as jnp, optax
+    >>> from nnx_parallel.layout.offload import streamed
+    >>> params = {"a": jnp.ones(4), "b": jnp.ones(4)}
+    >>> tx = streamed(optax.trace(0.9), {})
+    >>> state = jax.device_put(tx.init(params), jax.memory.Space.Host)
+    >>> updates, state = jax.jit(tx.update)(params, state)
+    >>> updates["a"].sharding.memory_kind, state.trace["a"].sharding.memory_kind
+    ('device', 'pinned_host')
+  """
+  inner = optax.with_extra_args_support(tx)
+
+  def update(grads: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
+    leaves, structure = jax.tree.flatten(state)
+    if not any(map(_on_host, leaves)):
+      return cast(Any, inner).update(grads, state, params, **extra)
+
+    def run(grads: Any, leaves: list[Any], params: Any) -> tuple[Any, list[Any]]:
+      state = jax.tree.unflatten(structure, leaves)
+      updates, new = cast(Any, inner).update(grads, state, params, **extra)
+      return updates, jax.tree.leaves(new)
+
+    groups = _groups(state, grads, sizes)
+    return _run_in_groups(run, grads, leaves, params, groups, structure)
+
+  return optax.GradientTransformationExtraArgs(tx.init, cast(Any, update))
+
+
+def _on_host(leaf: Any) -> bool:
+  return getattr(jax.typeof(leaf), "memory_space", None) == Space.Host
+
+
+def _groups(state: Any, grads: Any, sizes: Mapping[str, int]) -> list[int]:
+  """For each leaf of `state`, the number of the group that it is fetched with; 0 for what is not fetched."""
+  parameters: Any = {_plain(path): None for path, _ in jax.tree_util.tree_leaves_with_path(grads)}
+  rows = [(_plain(path), leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(state)]
+  owners = [owner(path, parameters) if _on_host(leaf) else () for path, leaf in rows]
+  numbers: dict[Path | None, int] = {(): 0}
+  number, held = 1, 0
+  for parameter in (*parameters, None):  # state of no parameter comes last, in one group
+    bytes_here = sum(
+      sizes.get(path_str(path), 0) for (path, _), of in zip(rows, owners, strict=True) if of == parameter
+    )
+    if held and held + bytes_here > GROUP_BYTES:
+      number, held = number + 1, 0
+    numbers[parameter] = number
+    held += bytes_here
+  return [numbers[of] for of in owners]
+
+
+def _plain(path: Sequence[Any]) -> Path:
+  def part(key: Any) -> Any:
+    return next(getattr(key, name) for name in ("key", "idx", "name") if hasattr(key, name))
+
+  return tuple(map(part, path))
+
+
+def _run_in_groups(
+  run: Any, grads: Any, leaves: list[Any], params: Any, groups: list[int], structure: Any
+) -> tuple[Any, Any]:
+  # Traced for its equations; these transfers are never used, and so never made.
+  near = [jax.device_put(leaf, Space.Device) if _on_host(leaf) else leaf for leaf in leaves]
+  closed, shape = jax.make_jaxpr(run, return_shape=True)(grads, near, params)
+  jaxpr = closed.jaxpr
+  first = len(jax.tree.leaves(grads))
+  inputs = [*jax.tree.leaves(grads), *leaves, *jax.tree.leaves(params)]
+  when: dict[Any, int] = dict.fromkeys(jaxpr.constvars, 0)
+  for i, var in enumerate(jaxpr.invars):
+    when[var] = groups[i - first] if first <= i < first + len(leaves) else 0
+  equations: list[list[Any]] = [[] for _ in range(max(groups) + 1)]
+  for eqn in jaxpr.eqns:
+    level = max((when[v] for v in eqn.invars if not isinstance(v, jex.Literal)), default=0)
+    when |= dict.fromkeys(eqn.outvars, level)
+    equations[level].append(eqn)
+  values: dict[Any, Any] = dict(zip(jaxpr.constvars, closed.consts, strict=True))
+  values |= {v: x for v, x in zip(jaxpr.invars, inputs, strict=True) if not when[v]}
+  updates, state = jax.tree.unflatten(jax.tree.structure(shape), jaxpr.outvars)
+  returned: list[list[jax.Array]] = []
+  result: dict[int, Any] = {}
+  for level, members in enumerate(equations):
+    mine = [i for i, group in enumerate(groups) if level and group == level]
+    fetched = _fetch([leaves[i] for i in mine], returned[-_AHEAD] if len(returned) >= _AHEAD else [])
+    values |= {jaxpr.invars[first + i]: x for i, x in zip(mine, fetched, strict=True)}
+    for eqn in members:
+      _evaluate(eqn, values)
+    done = [i for i, v in enumerate(state) if i not in result and _known(v, values)]
+    for i in done:
+      value = _read(state[i], values)
+      result[i] = jax.device_put(value, Space.Host) if groups[i] else value
+    if level:
+      returned.append([result[i] for i in done if groups[i]])
+  new = jax.tree.unflatten(structure, [result[i] for i in range(len(state))])
+  return jax.tree.map(lambda v: _read(v, values), updates), new
+
+
+def _fetch(leaves: list[Any], after: list[jax.Array]) -> list[jax.Array]:
+  """Host arrays on the device, not before `after` exists."""
+  if after and leaves:
+    leaves, _ = jax.lax.optimization_barrier((leaves, after))
+  return [jax.device_put(leaf, Space.Device) for leaf in leaves]
+
+
+def _evaluate(eqn: Any, values: dict[Any, Any]) -> None:
+  params = eqn.primitive.get_bind_params(eqn.params)
+  with eqn.ctx.manager:
+    out = eqn.primitive.bind(*[_read(v, values) for v in eqn.invars], **params)
+  values |= zip(eqn.outvars, out if eqn.primitive.multiple_results else [out], strict=True)
+
+
+def _known(var: Any, values: dict[Any, Any]) -> bool:
+  return isinstance(var, jex.Literal) or var in values
+
+
+def _read(var: Any, values: dict[Any, Any]) -> Any:
+  return var.val if isinstance(var, jex.Literal) else values[var]

@@ -1,0 +1,228 @@
+"""Dynamic loss scaling: float16 gradients that neither vanish nor overflow.
+
+The scale is part of the optimizer's state, so the plan lays it out and checkpoints carry it. `train_step`
+multiplies the loss by it; the transformation divides the gradients. Both are exact, because it is a power of two.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import Any, NamedTuple, cast
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from nnx_parallel.errors import TrainError
+from nnx_parallel.layout.variables import value_of
+from nnx_parallel.train.wrappers import all_finite, chosen, is_low, widen
+
+
+class LossScaleState(NamedTuple):
+  """State of `with_loss_scale`.
+
+  Attributes:
+    inner: state of the wrapped transformation.
+    scale: what the loss is multiplied by, a float32 power of two.
+    good_steps: finite steps since the scale last changed.
+    skipped: steps whose gradients were not finite, in all.
+  """
+
+  inner: Any
+  scale: Any
+  good_steps: Any
+  skipped: Any
+
+
+def with_loss_scale(
+  tx: optax.GradientTransformation,
+  *,
+  initial: float = 2.0**15,
+  growth_interval: int = 2000,
+  minimum: float = 1.0,
+  maximum: float = 2.0**24,
+) -> optax.GradientTransformationExtraArgs:
+  """Divides gradients by a scale that adapts itself; for computing in float16.
+
+  A step whose gradients hold a NaN or an infinity changes neither parameters nor the state of `tx`, and halves
+  the scale. After `growth_interval` finite steps in a row the scale doubles. Other Variables, such as batch
+  statistics, keep what the forward pass gave them. `train_step` sees this state and multiplies the loss, and
+  its metrics stay unscaled; a step of your own multiplies by `loss_scale_of(optimizer)` before it
+  differentiates.
+
+  Args:
+    tx: the transformation that gets unscaled gradients. This one must be outermost: what is around it, a clip
+      or `MultiSteps`, would see scaled ones. Float16 parameters need `with_loss_scale(with_masters(tx))`.
+    initial: the first scale, a power of two.
+    growth_interval: finite steps before the scale doubles.
+    minimum: the scale is not halved below this power of two.
+    maximum: nor doubled above this one.
+
+  Returns:
+    A transformation for `plan(optimizer=...)` or `nnx.Optimizer`; its state is a `LossScaleState`.
+
+  Raises:
+    TrainError: a scale that is no power of two, bounds in the wrong order, or an interval below 1.
+
+  Example:
+    >>> import jax.numpy as jnp, numpy as np, optax, nnx_parallel as nxp
+    >>> from flax import nnx
+    >>> init = lambda: nnx.Linear(8, 64, dtype=jnp.float16, rngs=nnx.Rngs(0))
+    >>> tx = nxp.with_loss_scale(optax.adam(1e-3))
+    >>> plan = nxp.plan(init, nxp.make_mesh(fsdp=8), nxp.fsdp(min_size=0), optimizer=tx)
+    >>> model, optimizer = nxp.create_sharded_model(plan)
+    >>> step = nxp.train_step(lambda model, x: (model(x).astype(jnp.float32) ** 2).mean())
+    >>> _ = step(model, optimizer, np.full((8, 8), 3e4, "float16"))  # the squares overflow in the backward pass
+    >>> float(nxp.loss_scale_of(optimizer)), int(optimizer.opt_state.skipped[...])
+    (16384.0, 1)
+
+  Source: Mixed Precision Training, arXiv:1710.03740.
+  """
+  for name, value in (("initial", initial), ("minimum", minimum), ("maximum", maximum)):
+    if not (value > 0 and math.frexp(value)[0] == 0.5):
+      raise TrainError(
+        f"{name}={value} is not a power of two, so dividing by it would round gradients.",
+        fix=f"{name}={2.0 ** round(math.log2(value)) if value > 0 else 2.0**15}",
+      )
+  if not minimum <= initial <= maximum:
+    raise TrainError(
+      f"initial={initial} is not between minimum={minimum} and maximum={maximum}.", fix="initial=2.0**15"
+    )
+  if growth_interval < 1:
+    raise TrainError(f"growth_interval={growth_interval} is not a number of steps.", fix="1 or more.")
+  inner = optax.with_extra_args_support(tx)
+
+  def init(params: Any) -> LossScaleState:
+    zero = jnp.zeros((), jnp.int32)
+    return LossScaleState(inner.init(params), jnp.asarray(initial, jnp.float32), zero, zero)
+
+  def update(
+    grads: Any, state: LossScaleState, params: Any = None, **extra: Any
+  ) -> tuple[Any, LossScaleState]:
+    unscaled = jax.tree.map(lambda g: widen(g) / state.scale.astype(widen(g).dtype), grads)
+    finite = all_finite(unscaled)
+    if not _takes(inner, unscaled, state.inner, params, extra):
+      unscaled = jax.tree.map(lambda u, g: u.astype(g.dtype), unscaled, grads)
+    if "grad" in extra:
+      extra["grad"] = unscaled
+    updates, inner_state = inner.update(unscaled, state.inner, params, **extra)
+    good = jnp.where(finite, state.good_steps + 1, 0)
+    grown = good >= growth_interval
+    scale = jnp.where(grown, jnp.minimum(state.scale * 2, maximum), state.scale)
+    scale = jnp.where(finite, scale, jnp.maximum(state.scale / 2, minimum))
+    new = LossScaleState(
+      chosen(finite, inner_state, state.inner),
+      scale,
+      jnp.where(grown, 0, good),
+      state.skipped + jnp.where(finite, 0, 1),
+    )
+    return chosen(finite, updates, jax.tree.map(jnp.zeros_like, updates)), new
+
+  return optax.GradientTransformationExtraArgs(init, cast(Any, update))
+
+
+def loss_scale_of(optimizer: Any) -> jax.Array:
+  """What the loss is to be multiplied by before it is differentiated.
+
+  Args:
+    optimizer: an `nnx.Optimizer`, live or traced, made with `with_loss_scale`.
+
+  Returns:
+    A float32 scalar.
+
+  Raises:
+    TrainError: the optimizer has no loss scale, or another transformation is around it.
+
+  Example:
+    >>> import jax.numpy as jnp, optax, nnx_parallel as nxp
+    >>> from flax import nnx
+    >>> model = nnx.Linear(4, 4, dtype=jnp.float16, rngs=nnx.Rngs(0))
+    >>> optimizer = nnx.Optimizer(model, nxp.with_loss_scale(optax.sgd(0.1)), wrt=nnx.Param)
+    >>> @nnx.jit
+    ... def step(model, optimizer, x):
+    ...   scale = nxp.loss_scale_of(optimizer)
+    ...   loss_fn = lambda model: (model(x) ** 2).mean().astype(jnp.float32) * scale
+    ...   loss, grads = nnx.value_and_grad(loss_fn)(model)
+    ...   optimizer.update(model, grads)
+    ...   return loss / scale
+    >>> x = jnp.ones((8, 4))
+    >>> float(step(model, optimizer, x)) > float(step(model, optimizer, x))
+    True
+  """
+  scale = find_scale(optimizer)
+  if scale is None:
+    raise TrainError(
+      "this optimizer has no loss scale.",
+      details=f"state {type(optimizer.opt_state).__name__}",
+      fix="plan(init, mesh, rules, optimizer=nxp.with_loss_scale(tx))",
+    )
+  return scale
+
+
+def find_scale(optimizer: Any) -> jax.Array | None:
+  """The scale of an optimizer, or None when it has none.
+
+  Args:
+    optimizer: an `nnx.Optimizer`, live or traced.
+
+  Returns:
+    A float32 scalar, or None.
+
+  Raises:
+    TrainError: a transformation is around `with_loss_scale`.
+  """
+  state = optimizer.opt_state
+  if _is_scaled(state):
+    return value_of(state.scale)
+  if any(map(_is_scaled, jax.tree.leaves(state, is_leaf=_is_scaled))):
+    raise TrainError(
+      "with_loss_scale must be the outermost transformation.",
+      details=f"it is inside {type(state).__name__}, which would see gradients before they are unscaled",
+      fix="nxp.with_loss_scale(optax.chain(optax.clip_by_global_norm(1.0), tx))",
+    )
+  return None
+
+
+def common_scale(optimizers: Iterable[Any]) -> jax.Array | None:
+  """The scale for a loss that these optimizers share: the first that one of them has.
+
+  Args:
+    optimizers: traced optimizers.
+
+  Returns:
+    A float32 scalar, or None when none of them scales.
+  """
+  return next((scale for scale in map(find_scale, optimizers) if scale is not None), None)
+
+
+def rescaled(grads: list[Any], optimizer: Any, used: jax.Array | None) -> list[Any]:
+  """Gradients of a loss multiplied by `used`, as if by the optimizer's own scale.
+
+  Args:
+    grads: arrays.
+    optimizer: which they are for.
+    used: what the loss was multiplied by, or None.
+
+  Returns:
+    The arrays; the same where the two scales are one.
+  """
+  if used is None:
+    return grads
+  own = find_scale(optimizer)
+  if own is used:
+    return grads
+  ratio = (jnp.ones_like(used) if own is None else own) / used
+  return [(widen(g) * ratio.astype(widen(g).dtype)).astype(g.dtype) for g in grads]
+
+
+def _is_scaled(node: Any) -> bool:
+  return isinstance(node, LossScaleState)
+
+
+def _takes(inner: Any, grads: Any, state: Any, params: Any, extra: dict[str, Any]) -> bool:
+  """Whether `inner` keeps the dtypes of its state when it gets these float32 gradients: masters do."""
+  if params is not None and not any(map(is_low, jax.tree.leaves(params))):
+    return True
+  after = jax.eval_shape(lambda g: inner.update(g, state, params, **extra)[1], grads)
+  return [x.dtype for x in jax.tree.leaves(after)] == [x.dtype for x in jax.tree.leaves(state)]

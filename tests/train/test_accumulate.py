@@ -1,0 +1,158 @@
+"""Accumulation: one exchange between replicas, accumulators where they should lie, exact weights."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import nnx_parallel as nxp
+from nnx_parallel.report.collectives import collectives
+
+WIDTH, HIDDEN, PARTS = 64, 512, 4
+KERNEL = WIDTH * HIDDEN * 4
+RULES = nxp.LogicalRules(batch=("data", "fsdp"), embed="fsdp", mlp="tensor")
+
+
+class Net(nnx.Module):
+  """Two kernels of 128 KiB; nothing random, no statistics."""
+
+  def __init__(self, rngs):
+    names = {"out_sharding": ("embed", "mlp")}
+    self.up = nnx.Linear(WIDTH, HIDDEN, use_bias=False, rngs=rngs, kernel_metadata=names)
+    names = {"out_sharding": ("mlp", "embed")}
+    self.down = nnx.Linear(HIDDEN, WIDTH, use_bias=False, rngs=rngs, kernel_metadata=names)
+
+  def __call__(self, x):
+    return self.down(nnx.relu(self.up(x)))
+
+
+def loss_fn(model, batch):
+  errors = ((model(batch["x"]) - batch["x"]) ** 2).mean(-1)
+  return (errors * batch["w"]).sum(), batch["w"].sum()
+
+
+def step_on(axes, *, microbatches=PARTS, gradients="whole", **options):
+  mesh = nxp.make_mesh({"data": 1, "fsdp": 1, "tensor": 1} | axes)
+  plan = nxp.plan(lambda: Net(nnx.Rngs(0)), mesh, RULES, optimizer=optax.sgd(0.1, momentum=0.9), **options)
+  model, optimizer = nxp.create_sharded_model(plan)
+  rng = np.random.default_rng(0)
+  host = {
+    "x": rng.normal(size=(64, WIDTH)).astype(np.float32),
+    "w": (rng.random(64) < 0.3).astype(np.float32),
+  }
+  step = nxp.train_step(loss_fn, microbatches=microbatches, gradients=gradients)
+  return step, model, optimizer, nxp.shard_batch(host, plan)
+
+
+def compiled(step, model, optimizer, batch):
+  return step.lower(model, optimizer, batch).compile()
+
+
+def gradient_exchanges(program, mesh, axis):
+  """`(times, bytes)` of each all-reduce or reduce-scatter over `axis` that carries a gradient."""
+  found = collectives(program.as_text(), dict(mesh.shape))
+  kinds = ("all-reduce", "reduce-scatter")
+  return [(c.times, c.bytes) for c in found if c.kind in kinds and axis in c.axes and c.bytes > 4096]
+
+
+@pytest.mark.parametrize("zero", [0, 1])
+def test_replicas_exchange_once_at_each_stage(zero):
+  """ZeRO with whole gradients: the sums of all microbatches are exchanged, then split."""
+  step, model, optimizer, batch = step_on({"data": 8}, zero=zero)
+  mesh = model.up.kernel.get_value().sharding.mesh
+  found = gradient_exchanges(compiled(step, model, optimizer, batch), mesh, "data")
+  assert {times for times, _ in found} == {1}
+  assert sum(size for _, size in found) <= 2 * KERNEL + 4096
+  step(model, optimizer, batch)
+  assert step.reduction == "once, after the scan, over data"
+
+
+def test_slices_exchange_once_and_shards_inside_in_each_microbatch():
+  """Hybrid: the fast axis works in each microbatch, the slow one once."""
+  step, model, optimizer, batch = step_on({"data": 2, "fsdp": 4})
+  program, mesh = compiled(step, model, optimizer, batch), model.up.kernel.get_value().sharding.mesh
+  across = gradient_exchanges(program, mesh, "data")
+  assert across
+  assert {times for times, _ in across} == {1}
+  # What crosses is a shard of each kernel.
+  assert sum(size for _, size in across) <= 2 * KERNEL // 4 + 4096
+  assert PARTS in {times for times, _ in gradient_exchanges(program, mesh, "fsdp")}
+
+
+def test_fsdp_and_scattered_gradients_exchange_in_each_microbatch_and_say_why():
+  step, model, optimizer, batch = step_on({"fsdp": 8})
+  step(model, optimizer, batch)
+  assert step.reduction == "in each microbatch: data, fsdp split the parameters too"
+  step, model, optimizer, batch = step_on({"data": 8}, zero=2, gradients="scattered")
+  mesh = model.up.kernel.get_value().sharding.mesh
+  program = compiled(step, model, optimizer, batch)
+  assert {times for times, _ in gradient_exchanges(program, mesh, "data")} == {PARTS}
+
+
+def test_scattered_accumulators_lie_in_the_layout_of_the_optimizer_state():
+  """The carry of the scan is an eighth of each kernel, where whole gradients carry all of it."""
+  carries = {}
+  for gradients in ("whole", "scattered"):
+    program = compiled(*step_on({"data": 8}, zero=2, gradients=gradients))
+    loops = [line for line in program.as_text().splitlines() if " while(" in line]
+    carries[gradients] = "".join(loops)
+  assert f"f32[{WIDTH},{HIDDEN}]" in carries["whole"]
+  assert f"f32[{WIDTH},{HIDDEN // 8}]" in carries["scattered"]
+  assert f"f32[{WIDTH},{HIDDEN // 8}]" not in carries["whole"]
+
+
+@pytest.mark.parametrize(
+  ("axes", "options"),
+  [
+    ({"data": 8}, {"zero": 2, "gradients": "scattered"}),
+    ({"data": 2, "fsdp": 2, "tensor": 2}, {"zero": 1}),
+  ],
+)
+def test_uneven_microbatches_equal_the_large_batch(axes, options):
+  results = []
+  for microbatches in (1, PARTS):
+    step, model, optimizer, batch = step_on(axes, microbatches=microbatches, **options)
+    loss = float(step(model, optimizer, batch)["loss"])
+    momentum = jax.tree.map(np.asarray, nnx.to_pure_dict(nnx.state(optimizer)))
+    results.append((loss, momentum))
+  (whole, a), (split, b) = results
+  assert split == pytest.approx(whole, rel=1e-6)
+  # After one step the momentum is the gradient itself: a wrong weight would show as a factor.
+  for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
+    np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-7)
+
+
+def summed(model, batch):
+  """The hits and the count of each of four classes, and a histogram."""
+  scores = model(batch["x"])[:, :4]
+  label = jnp.argmax(batch["x"][:, :4], axis=-1)
+  seen = jax.nn.one_hot(label, 4)
+  hits = seen * (jnp.argmax(scores, axis=-1) == label)[:, None].astype(scores.dtype)
+  summaries = {"by_class": (hits.sum(0), seen.sum(0)), "share": (seen.sum(0), seen.sum())}
+  return loss_fn(model, batch), summaries
+
+
+@pytest.mark.parametrize("axes", [{"data": 8}, {"data": 2, "fsdp": 2, "tensor": 2}])
+def test_summaries_are_weighted_element_by_element(axes):
+  _, model, optimizer, batch = step_on(axes)
+  expected = nxp.eval_step(summed)(model, batch)
+  found = nxp.train_step(summed, microbatches=PARTS)(model, optimizer, batch)
+  assert found["by_class"].shape == (4,)
+  np.testing.assert_allclose(found["by_class"], expected["by_class"], rtol=1e-6)
+  label = np.argmax(np.asarray(batch["x"])[:, :4], axis=-1)
+  np.testing.assert_allclose(found["share"], np.bincount(label, minlength=4) / 64, rtol=1e-6)
+  assert all(value.sharding.is_fully_replicated for value in found.values())
+
+
+def test_a_sum_whose_counts_do_not_fit_is_refused():
+  step, model, optimizer, batch = step_on({"data": 8}, microbatches=1)
+  step = nxp.train_step(lambda m, b: (loss_fn(m, b), {"by_class": (jnp.ones(4), jnp.ones(3))}))
+  with pytest.raises(
+    nxp.TrainError, match=r"the metric 'by_class' must be a scalar or a \(sum, count\) pair"
+  ) as e:
+    step(model, optimizer, batch)
+  assert "these are (4,) and (3,)" in str(e.value)

@@ -1,0 +1,158 @@
+"""Several models in one step: a GAN and a distillation, against loops written by hand."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import nnx_parallel as nxp
+from nnx_parallel.testing import assert_layout
+from nnx_parallel.train.update import policy_of
+
+STEPS = 15
+
+
+class MLP(nnx.Module):
+  """Two layers with a batch norm that can be left out."""
+
+  def __init__(self, size_in, size_out, rngs, norm=False):
+    self.up = nnx.Linear(size_in, 16, rngs=rngs, kernel_metadata={"out_sharding": ("embed", "mlp")})
+    self.norm = nnx.BatchNorm(16, rngs=rngs) if norm else None
+    self.down = nnx.Linear(16, size_out, rngs=rngs, kernel_metadata={"out_sharding": ("mlp", "embed")})
+
+  def __call__(self, x):
+    x = self.up(x)
+    if self.norm is not None:
+      x = self.norm(x)
+    return self.down(nnx.tanh(x))
+
+
+RULES = nxp.LogicalRules(batch=("data", "fsdp"), embed=["fsdp", None], mlp="tensor")
+
+
+def make(init, tx=None, **options):
+  mesh = nxp.make_mesh(data=2, fsdp=2, tensor=2)
+  plan = nxp.plan(init, mesh, RULES, optimizer=tx, uneven="next", **options)
+  made = nxp.create_sharded_model(plan)
+  return (plan, *made) if tx is not None else (plan, made)
+
+
+def generator():
+  return MLP(4, 2, nnx.Rngs(0))
+
+
+def discriminator():
+  return MLP(2, 1, nnx.Rngs(1))
+
+
+def gen_loss(models, batch):
+  return optax.sigmoid_binary_cross_entropy(
+    models["disc"](models["gen"](batch["noise"])), jnp.ones((32, 1))
+  ).mean()
+
+
+def disc_loss(models, batch):
+  real = models["disc"](batch["real"])
+  fake = models["disc"](models["gen"](batch["noise"]))
+  losses = optax.sigmoid_binary_cross_entropy(real, jnp.ones((32, 1)))
+  losses += optax.sigmoid_binary_cross_entropy(fake, jnp.zeros((32, 1)))
+  return losses.mean(), {"real": (jax.nn.sigmoid(real).sum(), 32.0)}
+
+
+def points():
+  rng = np.random.default_rng(0)
+  return [
+    {
+      "real": (rng.normal(size=(32, 2)) * 0.1 + 2).astype(np.float32),
+      "noise": rng.normal(size=(32, 4)).astype(np.float32),
+    }
+    for _ in range(STEPS)
+  ]
+
+
+def gan_by_hand():
+  """The generator first, then the discriminator against the generator that was just updated."""
+  models = {"gen": nxp.unsharded(generator), "disc": nxp.unsharded(discriminator)}
+  optimizers = {
+    "gen": nnx.Optimizer(models["gen"], optax.adam(1e-2), wrt=nnx.Param),
+    "disc": nnx.Optimizer(models["disc"], optax.sgd(0.1), wrt=nnx.Param),
+  }
+  losses = []
+  for batch in points():
+    row = {}
+    for key, loss_fn in (("gen", gen_loss), ("disc", lambda m, b: disc_loss(m, b)[0])):
+
+      def alone(model, key=key, loss_fn=loss_fn, batch=batch):
+        return loss_fn({**models, key: model}, batch)
+
+      row[key], grads = nnx.value_and_grad(alone)(models[key])
+      optimizers[key].update(models[key], grads)
+    losses.append((float(row["gen"]), float(row["disc"])))
+  return models, np.array(losses)
+
+
+def test_a_gan_equals_a_loop_written_by_hand():
+  expected, losses = gan_by_hand()
+  gen_plan, gen, gen_opt = make(generator, optax.adam(1e-2))
+  disc_plan, disc, disc_opt = make(discriminator, optax.sgd(0.1), zero=1)
+  step = nxp.train_step({"gen": gen_loss, "disc": disc_loss})
+  found = []
+  for host in points():
+    batch = nxp.shard_batch(host, gen_plan)
+    metrics = step({"gen": gen, "disc": disc}, {"gen": gen_opt, "disc": disc_opt}, batch)
+    found.append((float(metrics["gen/loss"]), float(metrics["disc/loss"])))
+  assert set(metrics) == {"gen/loss", "disc/loss", "disc/real"}
+  np.testing.assert_allclose(found, losses, rtol=1e-5)
+  for got, want in ((gen, expected["gen"]), (disc, expected["disc"])):
+    for x, y in zip(jax.tree.leaves(nnx.state(got)), jax.tree.leaves(nnx.state(want)), strict=True):
+      np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-6)
+  assert len(step.compiles) == 1
+  assert_layout(gen_plan, gen, gen_opt)
+  assert_layout(disc_plan, disc, disc_opt)
+
+
+@pytest.mark.parametrize("microbatches", [1, 2])
+def test_a_student_learns_from_a_frozen_teacher(microbatches):
+  plan, student, optimizer = make(lambda: MLP(4, 2, nnx.Rngs(0)), optax.adam(1e-2))
+  _, teacher = make(lambda: MLP(4, 2, nnx.Rngs(1), norm=True))
+  teacher.eval()
+  before = jax.tree.map(np.asarray, nnx.to_pure_dict(nnx.state(teacher)))
+
+  def loss_fn(models, x):
+    errors = ((models["student"](x) - models["teacher"](x)) ** 2).mean(-1)
+    return errors.sum(), errors.size
+
+  step = nxp.train_step(loss_fn, microbatches=microbatches)
+  x = nxp.shard_batch(np.random.default_rng(0).normal(size=(32, 4)).astype(np.float32), plan)
+  losses = [
+    float(step({"student": student, "teacher": teacher}, {"student": optimizer}, x)["loss"])
+    for _ in range(STEPS)
+  ]
+  assert losses[-1] < 0.7 * losses[0]
+  after = jax.tree.map(np.asarray, nnx.to_pure_dict(nnx.state(teacher)))
+  jax.tree.map(np.testing.assert_array_equal, before, after)
+  assert len(step.compiles) == 1
+
+
+def test_each_short_name_of_a_remat_policy_is_one_of_jax():
+  policies = jax.checkpoint_policies
+  assert policy_of("full") is None
+  assert policy_of("dots") is policies.dots_saveable
+  assert policy_of("dots_no_batch") is policies.dots_with_no_batch_dims_saveable
+  assert policy_of("everything_saveable") is policies.everything_saveable
+
+
+def test_remat_recomputes():
+  """The names reach jax.checkpoint: with them, the forward products are in the program twice."""
+
+  def products(remat):
+    plan, model, optimizer = make(lambda: MLP(4, 2, nnx.Rngs(0)), optax.sgd(0.1))
+    x = nxp.shard_batch(np.zeros((32, 4), np.float32), plan)
+    step = nxp.train_step(lambda m, x: (m(x) ** 2).mean(), remat=remat)
+    return step.lower(model, optimizer, x).as_text().count("stablehlo.dot_general")
+
+  assert products("full") > products("dots") == products(None)
