@@ -45,7 +45,7 @@ class FitResult:
     history: every record in order, each with its `step`.
     stopped: why it ended: `"steps"`, `"data"` or `"early"`.
     seconds: wall time by kind: `step`, `compile`, `data` (the devices waited for a batch), `evaluation`,
-      `checkpoint`, `restore`, `other`.
+      `checkpoint`, `restore`, `profile`, `other`.
   """
 
   step: int
@@ -230,7 +230,8 @@ def fit(
         break
       number = at.step + 1
       if window is not None:
-        window.before(number, metrics)
+        with goodput.spend("profile"):
+          window.before(number, metrics)
       began = time.perf_counter()
       with hold():
         with jax.profiler.StepTraceAnnotation("train", step_num=number):
@@ -250,7 +251,8 @@ def fit(
           if evaluating or saving:
             recorder.flush()
       if window is not None:
-        window.after(number, metrics)
+        with goodput.spend("profile"):
+          window.after(number, metrics)
       if evaluating:
         run_evaluation()
       if saving:

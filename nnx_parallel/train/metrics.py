@@ -80,11 +80,6 @@ class TensorBoardLog:
 
   Raises:
     TrainError: tensorboardX is not installed.
-
-  Example:
-    >>> import tempfile
-    >>> with TensorBoardLog(tempfile.mkdtemp()) as log:
-    ...   log.write(1, {"loss": 2.5})
   """
 
   def __init__(self, directory: str | os.PathLike[str], *, after: int = 0):
@@ -136,6 +131,12 @@ def read_metrics(path: str | Path) -> list[Record]:
   """The records of a metrics file, in order; none when there is no file.
 
   A last line without its end, left by a kill, is ignored; null values come back as nan.
+
+  Args:
+    path: as given to `MetricsLog`.
+
+  Returns:
+    One dict for each line, its `step` first.
 
   Raises:
     TrainError: another line is not a JSON object with a step.
