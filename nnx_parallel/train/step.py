@@ -57,7 +57,9 @@ class _Step:
       _check_objects(roots)
       found = self._bind(roots, reasons)
       forget = weakref.WeakMethod(self._forget)
-      found.guards = [weakref.ref(item, lambda _, gone=_nothing: (forget() or gone)()) for item in _all_objects(roots)]
+      found.guards = [
+        weakref.ref(item, lambda _, gone=_nothing: (forget() or gone)()) for item in _all_objects(roots)
+      ]
     else:
       self._bounds.remove(found)
     self._bounds = [found, *self._bounds[: _KEPT - 1]]
