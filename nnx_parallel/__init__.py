@@ -36,6 +36,8 @@ with epy.lazy_api_imports(globals()):
   from nnx_parallel.layout.plan import Decision, LeafPlan, ShardingPlan, plan
   from nnx_parallel.layout.resolve import Resolution, resolve_spec
   from nnx_parallel.layout.rules import LogicalRules, PathRules, RuleSet, error, fsdp, replicate
+  from nnx_parallel.recipes.fit import FitResult, fit
+  from nnx_parallel.recipes.recorder import EarlyStop
   from nnx_parallel.report.budgets import assert_collectives, assert_fits
   from nnx_parallel.report.chips import Chip, chip
   from nnx_parallel.report.compile_report import CompileReport, compile_report
@@ -48,10 +50,12 @@ with epy.lazy_api_imports(globals()):
   from nnx_parallel.report.topology import topology_mesh
   from nnx_parallel.train.convolutions import with_right_gradients
   from nnx_parallel.train.loss_scale import loss_scale_of, with_loss_scale
+  from nnx_parallel.train.metrics import MetricsLog, TensorBoardLog, read_metrics
   from nnx_parallel.train.precision import Precision
   from nnx_parallel.train.quantized import quantized
   from nnx_parallel.train.rng import fold_rng_over_axis
   from nnx_parallel.train.step import EvalStep, TrainStep, eval_step, train_step
+  from nnx_parallel.train.sums import MetricSums, evaluate
   from nnx_parallel.train.wrappers import ema_of, skip_nonfinite, with_ema, with_masters
 
 __all__ = [
@@ -61,7 +65,9 @@ __all__ = [
   "CompileReport",
   "CreationReport",
   "Decision",
+  "EarlyStop",
   "EvalStep",
+  "FitResult",
   "InputRules",
   "LayoutDifference",
   "LayoutMismatchError",
@@ -69,6 +75,8 @@ __all__ = [
   "LogicalRules",
   "MemoryPlan",
   "MeshError",
+  "MetricSums",
+  "MetricsLog",
   "NnxParallelError",
   "NnxParallelWarning",
   "PathRules",
@@ -82,6 +90,7 @@ __all__ = [
   "ShardingError",
   "ShardingPlan",
   "StepTime",
+  "TensorBoardLog",
   "TrainError",
   "TrainStep",
   "abstract_mesh",
@@ -99,6 +108,8 @@ __all__ = [
   "ema_of",
   "error",
   "eval_step",
+  "evaluate",
+  "fit",
   "fold_rng_over_axis",
   "from_arrays",
   "fsdp",
@@ -112,6 +123,7 @@ __all__ = [
   "predict_time",
   "presets",
   "quantized",
+  "read_metrics",
   "replicate",
   "report_svg",
   "reshard",

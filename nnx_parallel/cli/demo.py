@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nnx_parallel.cli import options
-from nnx_parallel.cli.train import describe, draw, format_record, positive, train_with_progress
+from nnx_parallel.cli.train import describe, draw, format_record, format_times, positive
 from nnx_parallel.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -83,6 +83,7 @@ def run(args: argparse.Namespace) -> int:
   import nnx_parallel as nxp
   from nnx_parallel.recipes import load_recipe
   from nnx_parallel.recipes.job import Job, plan_recipe
+  from nnx_parallel.train.progress import StepProgress
 
   started = time.perf_counter()
   recipe = load_recipe("text_lm")
@@ -101,8 +102,11 @@ def run(args: argparse.Namespace) -> int:
   print(describe(job))
   before = job.evaluate()
   print(f"held out before  {format_record(before)}")
-  train_with_progress(job, args.steps, out)
+  with nxp.MetricsLog(out / "metrics.jsonl") as log:
+    shown = StepProgress(args.steps, unit=job.unit)
+    result = job.train(args.steps, progress=shown, trackers=[log.write])
   after = job.evaluate()
+  print(format_times(result))
   print(f"held out after   {format_record(after)}")
 
   with nxp.Checkpointer(out / "checkpoint") as checkpointer:
@@ -119,7 +123,9 @@ def run(args: argparse.Namespace) -> int:
   seconds = time.perf_counter() - started
   heading("6. Summary", f"{seconds:.0f} s in all")
   failures = find_failures(before, after, others)
-  (out / RECORD).write_text(json.dumps(record(before, after, others, job, seconds), indent=2) + "\n")
+  (out / RECORD).write_text(
+    json.dumps(record(before, after, others, result.metrics, seconds), indent=2) + "\n"
+  )
   print_summary(out, before, after, others)
   for failure in failures:
     print(f"FAILED: {failure}")
@@ -194,9 +200,8 @@ def make_place_mesh(place: Place) -> Mesh:
 
 def next_losses(job: Job, count: int) -> list[float]:
   """Trains `count` steps more and returns their losses."""
-  losses: list[float] = []
-  job.train(job.step + count, lambda step, values: losses.append(values["loss"]))
-  return losses
+  result = job.train(job.step + count)
+  return [record["loss"] for record in result.history]
 
 
 def continue_at(
@@ -267,7 +272,7 @@ def find_failures(before: Record, after: Record, others: Sequence[Continued]) ->
 
 
 def record(
-  before: Record, after: Record, others: Sequence[Continued], job: Job, seconds: float
+  before: Record, after: Record, others: Sequence[Continued], trained: Record, seconds: float
 ) -> dict[str, Any]:
   """The numbers of this run, for `demo.json`."""
   return {
@@ -278,7 +283,7 @@ def record(
     "flax": version("flax"),
     "held_out_before": before,
     "held_out_after": after,
-    "tokens_per_second": round(job.clock.tokens_per_second),
+    "tokens_per_second": round(trained["tokens_per_second"]),
     "tolerance": TOLERANCE,
     "continued": [dataclasses.asdict(other) for other in others],
   }

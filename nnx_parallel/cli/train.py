@@ -9,7 +9,7 @@ import sys
 import warnings
 from collections.abc import Callable, Generator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from nnx_parallel.cli import options
 from nnx_parallel.errors import CheckpointError, TrainError
@@ -39,10 +39,33 @@ def register(commands: Commands) -> None:
   add("--steps", type=positive, default=200, metavar="N", help="the last step's number (200)")
   add("--microbatches", type=positive, metavar="N", help="cut each global batch into N parts")
   add("--text", metavar="DIR", help="folder of text to learn, for recipes that read text")
+  add("--eval-every", type=positive, metavar="N", help="evaluate each N-th step too, not only the last")
+  add(
+    "--early-stop",
+    type=positive,
+    metavar="N",
+    help="end after N evaluations in a row without a lower eval_loss",
+  )
   add("--checkpoint", metavar="DIR", help="save the last step here")
   add("--save-every", type=positive, metavar="N", help="save each N-th step too")
-  add("--resume", action="store_true", help="go on from the newest step in --checkpoint, if any")
-  add("--out", metavar="DIR", help="folder for metrics and loss curve (runs/RECIPE)")
+  add(
+    "--keep", type=positive, metavar="N", help="keep the newest N steps, and the one of the lowest eval_loss"
+  )
+  add(
+    "--resume",
+    nargs="?",
+    const="latest",
+    type=step_name,
+    metavar="STEP",
+    help="go on from a step in --checkpoint, if there is any: a number, best, or latest (when left out)",
+  )
+  add("--out", metavar="DIR", help="folder for metrics, loss curve and profile (runs/RECIPE)")
+  add("--log-every", type=positive, default=1, metavar="N", help="one record for N steps, of their means (1)")
+  add("--tensorboard", metavar="DIR", help="write TensorBoard files there too")
+  add("--profile", type=window, metavar="A:B", help="trace the steps A to B for xprof")
+  add(
+    "--peak-flops", type=float, metavar="F", help="peak FLOP/s of a device, for MFU (the chip's in bfloat16)"
+  )
   add("--compilation-cache", metavar="DIR", help="keep compiled programs here for the next start")
   add("--quiet", action="store_true", help="print only the last step and the result")
   parser.set_defaults(run=run, usage_error=parser.error)
@@ -56,10 +79,35 @@ def positive(text: str) -> int:
   return number
 
 
+def step_name(text: str) -> int | str:
+  """A step, for argparse: its number, `latest` or `best`."""
+  if text in ("latest", "best"):
+    return text
+  try:
+    return int(text)
+  except ValueError:
+    raise argparse.ArgumentTypeError(f"{text!r} is no step: a number, latest or best") from None
+
+
+def window(text: str) -> tuple[int, int]:
+  """The first and last step of a profile, for argparse.
+
+  Example:
+    >>> window("10:12")
+    (10, 12)
+  """
+  first, _, last = text.partition(":")
+  if not (first.isdigit() and last.isdigit() and 0 < int(first) <= int(last)):
+    raise argparse.ArgumentTypeError(f"{text!r} is no window of steps: say 10:12")
+  return int(first), int(last)
+
+
 def run(args: argparse.Namespace) -> int:
   """Trains, evaluates, saves, and says where everything is."""
-  if args.checkpoint is None and (args.resume or args.save_every):
-    args.usage_error("--resume and --save-every need --checkpoint DIR")
+  if args.checkpoint is None and (args.resume is not None or args.save_every or args.keep):
+    args.usage_error("--resume, --save-every and --keep need --checkpoint DIR")
+  if args.early_stop and not args.eval_every:
+    args.usage_error("--early-stop needs --eval-every N")
   import nnx_parallel as nxp
   from nnx_parallel.recipes import load_recipe
   from nnx_parallel.recipes.job import plan_recipe
@@ -74,25 +122,53 @@ def run(args: argparse.Namespace) -> int:
   mesh = options.real_mesh(sizes, args.devices)
   plan = plan_recipe(recipe, mesh, **options.optimizer_options(args))
   check_first_batch(recipe, plan)
-  with open_checkpoints(args.checkpoint, resume=args.resume) as checkpointer:
-    job = make_job(recipe, plan, checkpointer, microbatches=args.microbatches)
+  with open_checkpoints(args.checkpoint, resume=args.resume, keep=args.keep) as checkpointer:
+    job = make_job(recipe, plan, checkpointer, args.resume, microbatches=args.microbatches)
     train(args, job, checkpointer)
   return 0
 
 
 def train(args: argparse.Namespace, job: Job, checkpointer: nxp.Checkpointer | None) -> None:
   """Takes a job to the last step, evaluating before and after."""
+  import nnx_parallel as nxp
+  from nnx_parallel.train.progress import StepProgress
+
   out = Path(args.out or Path("runs", job.recipe.name))
   say: Say = (lambda text: None) if args.quiet else print
   say(f"{job.recipe.name}, {describe(job)}")
   if job.step >= args.steps:
     print(f"step {job.step} is reached; go on with --steps {job.step + args.steps}")
     return
-  say(f"held out at step {job.step}: {format_record(job.evaluate())}")
-  train_with_progress(job, args.steps, out, checkpointer, args.save_every, quiet=args.quiet)
-  print(f"held out at step {job.step}: {format_record(job.evaluate())}")
+  shown = StepProgress(args.steps, start=job.step, unit=job.unit, quiet=args.quiet)
+  shown.note(job.step, f"held out  {format_record(job.evaluate())}")
+  with contextlib.ExitStack() as stack:
+    trackers = [stack.enter_context(nxp.MetricsLog(out / "metrics.jsonl", after=job.step)).write]
+    if args.tensorboard is not None:
+      trackers.append(stack.enter_context(nxp.TensorBoardLog(args.tensorboard, after=job.step)).write)
+    result = job.train(
+      args.steps,
+      progress=shown,
+      trackers=trackers,
+      log_every=args.log_every,
+      evaluate=job.evaluate,
+      eval_every=args.eval_every,
+      early_stop=nxp.EarlyStop("eval_loss", args.early_stop) if args.early_stop else None,
+      checkpointer=checkpointer,
+      save_every=args.save_every,
+      profile=args.profile,
+      profile_dir=out / "profile",
+      peak_flops=args.peak_flops,
+    )
+  if result.stopped == "early":
+    print(f"ended at step {job.step}: no lower eval_loss in {args.early_stop} evaluations")
+  print(f"held out at step {job.step}: {format_record(evaluation(result.metrics))}")
+  say(f"time        {format_times(result)}")
   say(f"metrics     {out / 'metrics.jsonl'}")
   say(f"loss curve  {draw(out, job.recipe.name)}")
+  if args.tensorboard is not None:
+    say(f"tensorboard --logdir {args.tensorboard}")
+  if args.profile is not None:
+    say(f"profile     xprof {out / 'profile'}")
   if args.checkpoint is None:
     say("checkpoint  none; keep the model with --checkpoint DIR")
   else:
@@ -110,16 +186,18 @@ def check_first_batch(recipe: Recipe, plan: nxp.ShardingPlan) -> None:
 
 
 @contextlib.contextmanager
-def open_checkpoints(folder: str | Path | None, *, resume: bool) -> Generator[nxp.Checkpointer | None]:
+def open_checkpoints(
+  folder: str | Path | None, *, resume: int | str | None, keep: int | None
+) -> Generator[nxp.Checkpointer | None]:
   """The checkpoints of a run; a folder that holds some must not be mixed with a new run."""
   import nnx_parallel as nxp
 
   if folder is None:
     yield None
     return
-  with nxp.Checkpointer(folder) as checkpointer:
+  with nxp.Checkpointer(folder, max_to_keep=keep, best="eval_loss") as checkpointer:
     steps = checkpointer.steps()
-    if steps and not resume:
+    if steps and resume is None:
       raise CheckpointError(
         f"{folder} holds the checkpoints of an earlier run.",
         details=f"steps {', '.join(map(str, steps))}",
@@ -132,17 +210,18 @@ def make_job(
   recipe: Recipe,
   plan: nxp.ShardingPlan,
   checkpointer: nxp.Checkpointer | None,
+  step: int | str | None = "latest",
   *,
   microbatches: int | None = None,
 ) -> Job:
-  """Restores the newest good checkpoint, or creates the job when there is none yet."""
+  """Restores a checkpoint (the newest good one), or creates the job when there is none yet."""
   from nnx_parallel.recipes.job import Job
 
   parts = microbatches or (recipe.microbatches() if recipe.microbatches is not None else 1)
   if checkpointer is not None and checkpointer.steps():
     with warnings.catch_warnings(record=True) as caught:
       warnings.simplefilter("always", UserWarning)
-      job = Job.restore(recipe, plan, checkpointer, microbatches=parts)
+      job = Job.restore(recipe, plan, checkpointer, step, microbatches=parts)
     for warning in caught:
       print(f"warning: {warning.message}", file=sys.stderr)
     return job
@@ -162,53 +241,6 @@ def describe(job: Job) -> str:
   )
 
 
-def train_with_progress(
-  job: Job,
-  steps: int,
-  out: Path,
-  checkpointer: nxp.Checkpointer | None = None,
-  save_every: int | None = None,
-  *,
-  quiet: bool = False,
-) -> None:
-  """Trains to `steps`; shows progress, writes `metrics.jsonl`, saves, on SIGTERM too.
-
-  Args:
-    job: is advanced in place.
-    steps: the number of the last step.
-    out: folder for the metrics.
-    checkpointer: where to save the last step, and each `save_every`-th; None saves nothing.
-    save_every: in steps.
-    quiet: show the last step only.
-  """
-  from nnx_parallel.train.metrics import MetricsLog
-  from nnx_parallel.train.progress import StepProgress
-
-  with (
-    MetricsLog(out / "metrics.jsonl", after=job.step) as log,
-    StepProgress(steps, start=job.step, unit=job.unit, quiet=quiet) as progress,
-  ):
-
-    def observe(step: int, values: Record) -> None:
-      log.write(step, values)
-      progress.update(step, values)
-
-    def last_state() -> dict[str, Any]:
-      job.report(observe)
-      print(f"asked to end: saving step {job.step}", flush=True)
-      return job.state()
-
-    hold = contextlib.nullcontext
-    if checkpointer is not None:
-      hold = checkpointer.hold
-      checkpointer.save_on_sigterm(last_state)
-    stride = save_every or steps
-    while job.step < steps:
-      job.train(min(steps, (job.step // stride + 1) * stride), observe, hold=hold)
-      if checkpointer is not None:
-        job.save(checkpointer)
-
-
 def draw(out: Path, title: str) -> str:
   """Draws the loss curve next to the metrics; returns where it is, or why there is none."""
   from nnx_parallel.train.metrics import draw_curves, read_metrics
@@ -217,6 +249,28 @@ def draw(out: Path, title: str) -> str:
     return str(draw_curves(read_metrics(out / "metrics.jsonl"), out / "loss.png", title=title))
   except TrainError as error:
     return f"not drawn: {error.what} {error.fix}"
+
+
+def evaluation(metrics: Record) -> Record:
+  """The metrics of the evaluations, by their own names.
+
+  Example:
+    >>> evaluation({"loss": 2.0, "eval_loss": 1.5})
+    {'loss': 1.5}
+  """
+  prefix = "eval_"
+  return {name.removeprefix(prefix): value for name, value in metrics.items() if name.startswith(prefix)}
+
+
+def format_times(result: nxp.FitResult) -> str:
+  """What the time of a run went into, and how much of the chip's peak the steps used."""
+  seconds = result.seconds
+  total = sum(seconds.values())
+  parts = sorted(seconds.items(), key=lambda item: (item[0] != "step", -item[1]))
+  shares = [f"{kind} {spent / total:.0%}" for kind, spent in parts if spent >= total / 200]
+  mfu = result.metrics.get("mfu")
+  used = "MFU n/a (the peak of this device is not known)" if mfu is None else f"MFU {mfu:.1%}"
+  return f"{total:.1f} s: {', '.join(shares)}; {used}"
 
 
 def format_record(record: Record) -> str:

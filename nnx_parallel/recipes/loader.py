@@ -37,7 +37,7 @@ CALLS: dict[str, tuple[int, tuple[str, ...]]] = {
   "tokens": (1, ()),
   "microbatches": (0, ()),
 }
-MACHINERY = ("__init__", "job", "loader")  # the files of this folder that are no recipes
+MACHINERY = ("__init__", "fit", "job", "loader", "recorder")  # the files of this folder that are no recipes
 TRAINING = ("init", "optimizer", "loss", "batches")
 
 

@@ -123,10 +123,25 @@ def means(found: Terms, parts: int = 1) -> Metrics:
   return {**result, **found.outputs}
 
 
-def pairs(found: Terms) -> Metrics:
-  """Each term as `(sum, count)`, a plain scalar with a count of 1, and the outputs."""
-  summed = {
-    name: (total, jnp.ones_like(total) if found.counts[name] is None else found.counts[name])
-    for name, total in found.sums.items()
-  }
-  return {**summed, **found.outputs}
+def pairs(found: Terms, parts: int = 1, examples: int = 1) -> Metrics:
+  """Each term as `(sum, count)`, and the outputs.
+
+  Args:
+    found: terms, summed over `parts` parts.
+    parts: how many parts were summed.
+    examples: what a plain scalar counts for: it is taken for the mean over the examples of the batch.
+
+  Returns:
+    Name -> pair of float32 scalars, or array.
+  """
+  result: Metrics = {}
+  for name, total in found.sums.items():
+    count = found.counts[name]
+    plain = jnp.full_like(total, examples)
+    result[name] = (total * (plain / parts), plain) if count is None else (total, count)
+  return {**result, **found.outputs}
+
+
+def examples_in(batch: Any) -> int:
+  """The length of dim 0 of the batch's first array; 1 when it holds scalars only."""
+  return next((leaf.shape[0] for leaf in jax.tree.leaves(batch) if jnp.ndim(leaf)), 1)

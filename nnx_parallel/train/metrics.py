@@ -1,79 +1,26 @@
-"""What a run leaves behind: one JSON line per step, read back, and drawn as a picture."""
+"""What a run leaves behind: JSON lines or TensorBoard files, read back, and drawn as a picture."""
 
 from __future__ import annotations
 
-import collections
 import json
 import math
-import time
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
+
+import numpy as np
 
 from nnx_parallel.errors import TrainError
 
 Record = dict[str, float]
 
 
-class StepClock:
-  """Step time and throughput over the last steps; the first step, which compiles, is kept apart.
-
-  Args:
-    window: how many of the last steps are averaged.
-
-  Attributes:
-    first_seconds: what the first step took, compilation included.
-
-  Example:
-    >>> clock = StepClock()
-    >>> clock.start()
-    >>> for _ in range(3):
-    ...   record = clock.tick(tokens=1024)
-    >>> sorted(record)
-    ['seconds', 'tokens_per_second']
-  """
-
-  def __init__(self, window: int = 20):
-    self.first_seconds = math.nan
-    self._last = math.nan
-    self._steps: collections.deque[tuple[float, int]] = collections.deque(maxlen=window)
-
-  def start(self) -> None:
-    """Starts the time of the next step; what lies between two starts and ticks does not count."""
-    self._last = time.perf_counter()
-
-  def tick(self, tokens: int) -> Record:
-    """Notes the end of a step.
-
-    Args:
-      tokens: how many tokens, or samples, the step consumed.
-
-    Returns:
-      `seconds` of this step, and `tokens_per_second` over the window (over this step for the first).
-    """
-    now = time.perf_counter()
-    seconds, self._last = now - self._last, now
-    if math.isnan(self.first_seconds):
-      self.first_seconds = seconds
-      return {"seconds": seconds, "tokens_per_second": tokens / seconds}
-    self._steps.append((seconds, tokens))
-    return {"seconds": seconds, "tokens_per_second": self.tokens_per_second}
-
-  @property
-  def step_seconds(self) -> float:
-    """Mean seconds per step over the window; nan before the second step."""
-    return sum(s for s, _ in self._steps) / len(self._steps) if self._steps else math.nan
-
-  @property
-  def tokens_per_second(self) -> float:
-    """Mean tokens per second over the window; nan before the second step."""
-    seconds = sum(s for s, _ in self._steps)
-    return sum(t for _, t in self._steps) / seconds if self._steps else math.nan
-
-
 class MetricsLog:
   """A file of JSON lines, one for each step, each on disk before the next step ends.
+
+  `log.write` is a tracker for `nxp.fit`.
 
   Args:
     path: the file; its folder is made.
@@ -101,8 +48,8 @@ class MetricsLog:
     for record in kept:
       self._file.write(_line(record))
 
-  def write(self, step: int, values: Mapping[str, float]) -> None:
-    """Appends one line: the step, then the values; those that are not finite are written as null."""
+  def write(self, step: int, values: Mapping[str, Any]) -> None:
+    """Appends one line: the step, then the values; what is not finite is null, arrays are lists."""
     self._file.write(_line({"step": step, **values}))
     self._file.flush()
 
@@ -122,15 +69,74 @@ class MetricsLog:
     self.close()
 
 
-def _line(record: Mapping[str, float]) -> str:
-  finite = {k: v if math.isfinite(v) else None for k, v in record.items()}
-  return json.dumps(finite) + "\n"
+class TensorBoardLog:
+  """Files that TensorBoard shows: a curve for each number, a histogram for each array.
+
+  `log.write` is a tracker for `nxp.fit`.
+
+  Args:
+    directory: one folder for each run.
+    after: the step that the run resumes from; what was written for later steps is hidden.
+
+  Raises:
+    TrainError: tensorboardX is not installed.
+  """
+
+  def __init__(self, directory: str | os.PathLike[str], *, after: int = 0):
+    try:
+      from tensorboardX import SummaryWriter  # pyright: ignore[reportMissingImports]
+    except ModuleNotFoundError as error:
+      raise TrainError(
+        f"cannot write TensorBoard files to {os.fspath(directory)}: tensorboardX is not installed.",
+        fix="pip install 'nnx-parallel[tensorboard]', or MetricsLog(...), which needs nothing.",
+      ) from error
+    self._writer = SummaryWriter(os.fspath(directory), purge_step=after + 1 if after else None)
+
+  def write(self, step: int, values: Mapping[str, Any]) -> None:
+    """Adds one point to each curve; arrays become histograms of their values."""
+    for name, value in values.items():
+      if np.ndim(value):
+        self._writer.add_histogram(name, np.asarray(value, np.float32).ravel(), step)
+      else:
+        self._writer.add_scalar(name, float(value), step)
+
+  def close(self) -> None:
+    """Writes what is buffered, and closes the file."""
+    self._writer.close()
+
+  def __enter__(self) -> Self:
+    return self
+
+  def __exit__(
+    self,
+    kind: type[BaseException] | None,
+    error: BaseException | None,
+    trace: TracebackType | None,
+  ) -> None:
+    self.close()
+
+
+def _line(record: Mapping[str, Any]) -> str:
+  return json.dumps({name: _plain(value) for name, value in record.items()}) + "\n"
+
+
+def _plain(value: Any) -> Any:
+  if np.ndim(value):
+    return [_plain(x) for x in np.asarray(value)]
+  value = value.item() if isinstance(value, np.generic | np.ndarray) else value
+  return value if math.isfinite(value) else None
 
 
 def read_metrics(path: str | Path) -> list[Record]:
   """The records of a metrics file, in order; none when there is no file.
 
   A last line without its end, left by a kill, is ignored; null values come back as nan.
+
+  Args:
+    path: as given to `MetricsLog`.
+
+  Returns:
+    One dict for each line, its `step` first.
 
   Raises:
     TrainError: another line is not a JSON object with a step.
@@ -154,7 +160,7 @@ def _parse(line: str, path: Path, number: int) -> Record:
     ) from error
 
 
-def _or_nan(value: float | None) -> float:
+def _or_nan(value: Any) -> Any:
   return math.nan if value is None else value
 
 

@@ -20,10 +20,11 @@ class StepProgress:
   the last step.
 
   Args:
-    steps: the last step's number.
+    steps: the last step's number; None when nobody knows.
     start: the step that the run resumes from.
     unit: what is counted per second: `tokens`, `samples`.
     quiet: say as little as possible.
+    silent: say nothing.
     console: where to print; by default standard output.
 
   Example:
@@ -36,21 +37,23 @@ class StepProgress:
 
   def __init__(
     self,
-    steps: int,
+    steps: int | None,
     *,
     start: int = 0,
     unit: str = "tokens",
     quiet: bool = False,
+    silent: bool = False,
     console: Console | None = None,
   ):
-    self._steps, self._start, self._unit, self._quiet = steps, start, unit, quiet
+    self._steps, self._start, self._unit, self._quiet = steps, start, unit, quiet or silent
+    self._silent = silent
     self._console = console or Console(highlight=False, soft_wrap=True)
-    self._every = max(1, (steps - start) // 10)
-    self._bar = self._make_bar() if self._console.is_terminal and not quiet else None
+    self._every = max(1, (steps - start) // 10) if steps is not None else 100
+    self._bar = self._make_bar() if self._console.is_terminal and not self._quiet else None
 
   def _make_bar(self) -> bars.Progress:
     bar = bars.Progress(
-      bars.TextColumn("step {task.completed}/{task.total}"),
+      bars.TextColumn("step {task.completed}" + ("" if self._steps is None else "/{task.total}")),
       bars.BarColumn(bar_width=12 if self._console.width < NARROW else 24),
       bars.TextColumn("{task.description}"),
       bars.TextColumn("eta"),
@@ -69,17 +72,31 @@ class StepProgress:
     """
     if self._bar is not None:
       if self._console.width < NARROW:
-        values = {name: values[name] for name in ("loss", *TIMES)}
+        values = {name: values[name] for name in ("loss", *TIMES) if name in values}
       self._bar.update(self._bar.task_ids[0], completed=step, description=self._text(values))
-    elif step == self._steps or (not self._quiet and self._is_due(step)):
-      width = len(str(self._steps))
-      self._console.print(f"step {step:{width}}/{self._steps}  {self._text(values)}", markup=False)
+    elif not self._silent and (step == self._steps or (not self._quiet and self._is_due(step))):
+      self._console.print(f"{self._number(step)}  {self._text(values)}", markup=False)
+
+  def note(self, step: int, text: str) -> None:
+    """Prints a line for a step, above the bar where there is one; nothing when quiet.
+
+    Args:
+      step: its number.
+      text: what happened, for example the metrics of an evaluation.
+    """
+    if not self._quiet:
+      self._console.print(f"{self._number(step)}  {text}", markup=False)
+
+  def _number(self, step: int) -> str:
+    return f"step {step}" if self._steps is None else f"step {step:{len(str(self._steps))}}/{self._steps}"
 
   def _is_due(self, step: int) -> bool:
     return step == self._start + 1 or step % self._every == 0
 
   def _text(self, values: Mapping[str, float]) -> str:
-    shown = [f"{k} {v:.4f}" for k, v in values.items() if k not in TIMES]
+    shown = [f"{k} {v:.4f}" for k, v in values.items() if k not in (*TIMES, "mfu")]
+    if "mfu" in values:
+      shown.append(f"mfu {values['mfu']:.1%}")
     rate = f"{values['tokens_per_second']:,.0f} {self._unit}/s"
     milliseconds = values["seconds"] * 1e3
     digits = 1 if milliseconds < 10 else 0

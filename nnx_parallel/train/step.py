@@ -21,7 +21,7 @@ from nnx_parallel.train.binding import Binding, Holders, Template, objects_in, w
 from nnx_parallel.train.compiled import Compile, Compiled, logger
 from nnx_parallel.train.convolutions import with_right_gradients
 from nnx_parallel.train.loss_call import call_loss
-from nnx_parallel.train.losses import Metrics, means, pairs, terms
+from nnx_parallel.train.losses import Metrics, examples_in, means, pairs, terms
 from nnx_parallel.train.update import LossFn, Recipe, keyed, policy_of, update
 
 _HOLDERS = Holders()
@@ -176,6 +176,20 @@ class TrainStep(_Step):
       return traced.lower(lowering_platforms=(jax.default_backend(),))
     return traced.lower()
 
+  def compiled(self, model: Any, optimizer: Any, batch: Any) -> Any:
+    """The program that runs for these arguments; after a call with them, it is not compiled again.
+
+    Args:
+      model: as in a call.
+      optimizer: as in a call.
+      batch: as in a call.
+
+    Returns:
+      A `jax.stages.Compiled`: its text, memory and cost.
+    """
+    bound = self._rebound({"model": model, "optimizer": optimizer})
+    return bound.program(batch).jitted.lower(bound.binding.read(), batch).compile()
+
   def _bind(self, roots: dict[str, Any], reasons: tuple[str, ...]) -> _Bound:
     return _Bound(self.recipe, Binding(roots), reasons, donate=True)
 
@@ -223,6 +237,7 @@ def train_step(
   outputs: Sequence[str] = (),
   gradients: Literal["whole", "scattered"] = "whole",
   reduction: DTypeLike | None = None,
+  pairs: bool = False,
 ) -> TrainStep:
   """Makes a compiled train step from a loss function.
 
@@ -243,6 +258,8 @@ def train_step(
     gradients: `"whole"` keeps gradients in the layout of their parameters; `"scattered"` (ZeRO-2, with a plan
       that has `zero=2`) in that of their optimizer state, which saves memory, and reduces them in each
       microbatch.
+    pairs: return `(sum, count)` pairs instead of means, for exact means over many steps (`MetricSums`). A
+      plain scalar counts for as many as the batch has examples.
 
     reduction: dtype in which replicas sum their gradients, where each holds the whole model and sums its own
       part first (see `microbatches`); anything else is an error when the step is traced. None: XLA reduces a
@@ -268,7 +285,10 @@ def train_step(
   """
   if gradients not in ("whole", "scattered"):
     raise TrainError(f"gradients={gradients!r} is not a layout.", fix='gradients="whole" or "scattered".')
-  return TrainStep(Recipe(loss_fn, microbatches, remat, tuple(outputs), gradients == "scattered", reduction))
+  recipe = Recipe(
+    loss_fn, microbatches, remat, tuple(outputs), gradients == "scattered", reduction, pairs
+  )
+  return TrainStep(recipe)
 
 
 def eval_step(loss_fn: LossFn, *, outputs: Sequence[str] = (), pairs: bool = False) -> EvalStep:
@@ -277,7 +297,8 @@ def eval_step(loss_fn: LossFn, *, outputs: Sequence[str] = (), pairs: bool = Fal
   Args:
     loss_fn: as in `train_step`.
     outputs: names of metrics that are arrays with the examples on dim 0, returned whole.
-    pairs: return `(sum, count)` pairs instead of means, to be added up over batches.
+    pairs: return `(sum, count)` pairs instead of means, to be added up over batches (`MetricSums`). A plain
+      scalar counts for as many as the batch has examples.
 
   Returns:
     A callable `(model, batch) -> metrics`.
@@ -379,7 +400,7 @@ class _Bound:
     template: Template = self.binding.template
     (models,) = template.build(self.binding.with_raw(arrays))
     found = terms(call_loss(self.recipe.loss_fn, models, batch), self.recipe.outputs)  # pyright: ignore[reportArgumentType]
-    return pairs(found) if self.as_pairs else means(found)
+    return pairs(found, examples=examples_in(batch)) if self.as_pairs else means(found)
 
   def _check_apart(self) -> None:
     """Gives each Variable its own buffers: one buffer cannot be donated twice."""

@@ -20,7 +20,7 @@ from nnx_parallel.train.accumulate import Layout, Total, in_microbatches, whole_
 from nnx_parallel.train.binding import Template
 from nnx_parallel.train.loss_call import call_loss
 from nnx_parallel.train.loss_scale import common_scale, rescaled
-from nnx_parallel.train.losses import Metrics, Terms, mean, means, terms
+from nnx_parallel.train.losses import Metrics, Terms, examples_in, mean, means, pairs, terms
 
 LossFn = Callable[[Any, Any], Any]
 
@@ -43,6 +43,7 @@ class Recipe:
     outputs: names of metrics that are per-example arrays.
     scattered: whether gradients take the layout of their optimizer state as soon as they exist.
     reduction: dtype in which replicas sum their gradients, or None.
+    pairs: whether metrics come as `(sum, count)` pairs.
   """
 
   loss_fn: LossFn | Mapping[Any, LossFn]
@@ -51,6 +52,7 @@ class Recipe:
   outputs: tuple[str, ...] = ()
   scattered: bool = False
   reduction: Any = None
+  pairs: bool = False
 
 
 def update(recipe: Recipe, models: Any, optimizers: Any, batch: Any, layouts: Any) -> tuple[Metrics, str]:
@@ -202,6 +204,8 @@ def _update_once(
       return mean(found.sums["loss"], found.counts["loss"])
 
     apply(optimizer, model, _state(paths, leaves, key), metrics["loss"], value_fn)
+  if recipe.pairs:
+    metrics = pairs(total.terms, total.parts, examples_in(batch))
   return metrics, total.how
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -61,23 +62,32 @@ def records(path):
   return [json.loads(line) for line in Path(path).read_text().splitlines()]
 
 
+def losses(out):
+  return [(r["step"], r["loss"]) for r in records(f"{out}/metrics.jsonl") if "loss" in r]
+
+
 def test_a_run_prints_its_course_and_leaves_metrics_curve_and_checkpoint(tiny, capsys):
   assert cli.main(["train", tiny, "--steps", "20", "--checkpoint", "ckpt"]) == 0
   lines = capsys.readouterr().out.splitlines()
   assert lines[0].startswith("tiny, 72 parameters on mesh data=4,tensor=2, ")
-  assert lines[1].startswith("held out at step 0: loss ")
+  assert lines[1].startswith("step  0/20  held out  loss ")
   assert lines[2].startswith("step  1/20  loss ")
   assert lines[12].startswith("step 20/20  loss ")
   assert "tokens/s" in lines[12]
-  assert lines[13].startswith("held out at step 20: loss ")
-  assert lines[14:] == [
+  assert lines[13].startswith("step 20/20  eval_loss ")
+  assert lines[14].startswith("held out at step 20: loss ")
+  assert re.match(
+    r"time        \d+\.\d s: .*compile \d+%.*; MFU n/a \(the peak of this device is not known", lines[15]
+  )
+  assert lines[16:] == [
     "metrics     runs/tiny/metrics.jsonl",
     "loss curve  runs/tiny/loss.png",
     "checkpoint  ckpt/20",
   ]
   written = records("runs/tiny/metrics.jsonl")
-  assert [r["step"] for r in written] == list(range(1, 21))
-  assert written[-1]["loss"] < written[0]["loss"]
+  assert [r["step"] for r in written] == [*range(1, 21), 20]
+  assert written[-2]["loss"] < written[0]["loss"]
+  assert written[-1].keys() == {"step", "eval_loss"}
   assert Path("runs/tiny/loss.png").stat().st_size > 1000
   assert Path("ckpt/20").is_dir()
 
@@ -96,8 +106,7 @@ def test_a_resumed_run_equals_the_one_that_never_stopped(tiny, capsys):
   capsys.readouterr()
   assert cli.main([*common, "--steps", "8"]) == 0
   assert "from step 3" in capsys.readouterr().out.splitlines()[0]
-  straight, parts = records("straight/metrics.jsonl"), records("parts/metrics.jsonl")
-  assert [(r["step"], r["loss"]) for r in parts] == [(r["step"], r["loss"]) for r in straight]
+  assert losses("parts") == losses("straight")
 
 
 def test_a_run_that_is_done_says_how_to_go_on(tiny, capsys):
@@ -123,6 +132,50 @@ def test_steps_are_saved_on_the_way(tiny):
   common = ["train", tiny, "--steps", "5", "--checkpoint", "ckpt", "--quiet"]
   assert cli.main([*common, "--save-every", "2"]) == 0
   assert sorted(p.name for p in Path("ckpt").iterdir() if p.name.isdigit()) == ["2", "4", "5"]
+
+
+def test_evaluations_retention_and_the_best_step(tiny, capsys):
+  common = ["train", tiny, "--steps", "8", "--checkpoint", "ckpt", "--peak-flops", "1e9", "--log-every", "3"]
+  assert cli.main([*common, "--eval-every", "2", "--save-every", "2", "--keep", "1", "--profile", "3:4"]) == 0
+  out = capsys.readouterr().out
+  assert [line[:8] for line in out.splitlines() if "eval_loss" in line] == [
+    f"step {n}/8" for n in (2, 4, 6, 8)
+  ]
+  assert "; MFU " in out
+  assert "profile     xprof runs/tiny/profile" in out
+  assert list(Path("runs/tiny/profile").rglob("*.xplane.pb"))
+  assert [r["step"] for r in records("runs/tiny/metrics.jsonl") if "loss" in r] == [1, 2, 3, 4, 6, 8]
+  kept = sorted(int(p.name) for p in Path("ckpt").iterdir() if p.name.isdigit())
+  assert kept[-1] == 8
+  assert len(kept) <= 2
+
+
+STUCK = TINY.replace("optax.sgd(0.1)", "optax.sgd(0.0)")
+
+
+def test_early_stop_ends_a_run_that_no_longer_improves(tiny, capsys):
+  Path("stuck.py").write_text(STUCK)
+  common = ["train", "stuck.py", "--steps", "20", "--checkpoint", "ckpt", "--eval-every", "2", "--quiet"]
+  assert cli.main([*common, "--early-stop", "2"]) == 0
+  assert "ended at step 6: no lower eval_loss in 2 evaluations" in capsys.readouterr().out
+  # The first evaluation was the best; what was evaluated since is part of the checkpoint.
+  assert cli.main([*common, "--early-stop", "3", "--resume", "6"]) == 0
+  assert "ended at step 8: no lower eval_loss in 3 evaluations" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+  ("words", "message"),
+  [
+    (["--early-stop", "2"], "--early-stop needs --eval-every N"),
+    (["--keep", "2"], "--resume, --save-every and --keep need --checkpoint DIR"),
+    (["--profile", "9"], "argument --profile: '9' is no window of steps: say 10:12"),
+    (["--resume", "newest"], "argument --resume: 'newest' is no step: a number, latest or best"),
+  ],
+)
+def test_flags_that_mean_nothing(tiny, capsys, words, message):
+  with pytest.raises(SystemExit):
+    cli.main(["train", tiny, *words])
+  assert message in capsys.readouterr().err
 
 
 def test_text_is_refused_where_it_cannot_be_used(tiny, capsys):
@@ -192,5 +245,4 @@ def test_a_run_that_is_asked_to_end_saves_and_goes_on_as_if_it_never_had(tiny):
   assert done.stdout.splitlines()[-1] == "asked to end: saving step 3"
   assert cli.main(["train", tiny, *common, "--resume", "--quiet"]) == 0
   assert cli.main(["train", tiny, "--steps", "8", "--out", "straight", "--quiet"]) == 0
-  straight, parts = records("straight/metrics.jsonl"), records("parts/metrics.jsonl")
-  assert [(r["step"], r["loss"]) for r in parts] == [(r["step"], r["loss"]) for r in straight]
+  assert losses("parts") == losses("straight")

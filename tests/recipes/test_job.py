@@ -28,15 +28,13 @@ def make_plan(recipe, **sizes):
 
 
 def losses(job, steps):
-  seen = {}
-  job.train(steps, lambda step, values: seen.__setitem__(step, values["loss"]))
-  return seen
+  return {record["step"]: record["loss"] for record in job.train(steps).history}
 
 
 def test_each_step_is_reported_once_in_order(recipe):
   job = Job.start(recipe, make_plan(recipe, data=4, tensor=2))
   records = []
-  job.train(5, lambda step, values: records.append((step, values)))
+  job.train(5, trackers=[lambda step, values: records.append((step, values))])
   assert [step for step, _ in records] == [1, 2, 3, 4, 5]
   assert list(records[0][1]) == ["loss", "close", "seconds", "tokens_per_second"]
   assert (job.step, job.samples, job.unit) == (5, 80, "samples")
@@ -114,9 +112,9 @@ def test_batches_that_end_too_early(recipe):
     recipe, batches=lambda start, split="train": recipe.batches(start, split=split, last=32)
   )
   job = Job.start(short, make_plan(recipe, data=4, tensor=2))
-  with pytest.raises(TrainError, match=r"the batches of tiny ended after step 2 of 5\.") as caught:
+  with pytest.raises(TrainError, match=r"the batches ended after step 2 of 5\.") as caught:
     job.train(5)
-  assert "--steps 2" in str(caught.value)
+  assert "steps=2" in str(caught.value)
   assert job.step == 2
 
 
@@ -129,7 +127,7 @@ def test_a_loss_that_is_not_finite_stops_the_run(recipe):
   job = Job.start(dataclasses.replace(recipe, batches=batches), make_plan(recipe, data=4, tensor=2))
   seen = []
   with pytest.raises(TrainError, match="the loss of step 2 is nan"):
-    job.train(5, lambda step, values: seen.append(step))
+    job.train(5, trackers=[lambda step, values: seen.append(step)])
   assert seen == [1, 2]
 
 

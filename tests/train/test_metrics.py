@@ -11,11 +11,11 @@ import pytest
 from nnx_parallel.errors import TrainError
 from nnx_parallel.train.metrics import (
   MetricsLog,
-  StepClock,
   draw_curves,
   read_metrics,
   running_mean,
 )
+from nnx_parallel.train.timing import StepClock
 
 
 @pytest.fixture

@@ -1,0 +1,181 @@
+"""What `fit` does with metrics: reads them a step late, shows, records and tracks them, stops early."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal
+
+import jax
+
+from nnx_parallel.errors import TrainError
+from nnx_parallel.hosts.fetch import to_host
+from nnx_parallel.train.losses import examples_in
+from nnx_parallel.train.metrics import Record
+from nnx_parallel.train.progress import StepProgress
+from nnx_parallel.train.sums import MetricSums, is_scalar
+from nnx_parallel.train.timing import StepClock
+
+Tracker = Callable[[int, Mapping[str, Any]], object]
+
+
+@dataclasses.dataclass
+class EarlyStop:
+  """Ends a run when a metric has not improved for a while.
+
+  Attributes:
+    metric: its name in the records: `"eval_loss"` is the `loss` of the evaluations.
+    patience: after how many records in a row without a better value.
+    mode: `"min"` or `"max"`, what is better.
+    min_delta: how much better it has to be.
+    best: the best value so far.
+    waited: records since then. Both are saved in checkpoints.
+  """
+
+  metric: str = "eval_loss"
+  patience: int = 3
+  mode: Literal["min", "max"] = "min"
+  min_delta: float = 0.0
+  best: float | None = None
+  waited: int = 0
+
+  def __post_init__(self) -> None:
+    if self.mode not in ("min", "max") or self.patience < 1 or self.min_delta < 0:
+      raise TrainError(
+        f"{self} cannot stop a run.",
+        fix='mode "min" or "max", patience from 1 up, min_delta from 0 up.',
+      )
+
+  def update(self, record: Mapping[str, Any]) -> bool:
+    """Looks at a record; True when the run should end. Records without the metric do not count."""
+    if self.metric not in record:
+      return False
+    value = float(record[self.metric])
+    gain = math.inf if self.best is None else self.best - value if self.mode == "min" else value - self.best
+    if gain > self.min_delta:
+      self.best, self.waited = value, 0
+    else:
+      self.waited += 1
+    return self.waited >= self.patience
+
+
+@dataclasses.dataclass
+class Position:
+  """How far a run has come.
+
+  Attributes:
+    step: how many updates were made.
+    samples: the data cursor: how many examples were consumed, on whatever mesh, in whatever batches.
+    replaces: saves up to this step replace what an earlier run left there after the step it resumes from.
+    stop: what `EarlyStop` had seen: its `best` and `waited`.
+  """
+
+  step: int = 0
+  samples: int = 0
+  replaces: int = 0
+  stop: dict[str, Any] = dataclasses.field(default_factory=dict[str, Any])
+
+
+class Recorder:
+  """Reads metrics one step late and hands them on: to the display, the trackers and the early stop."""
+
+  def __init__(
+    self,
+    at: Position,
+    shown: StepProgress,
+    trackers: Sequence[Tracker],
+    early_stop: EarlyStop | None,
+    finite: bool,
+    evaluates: bool,
+  ):
+    self.at, self.shown, self.early_stop = at, shown, early_stop
+    self.trackers, self.finite, self.evaluates = trackers, finite, evaluates
+    self.history: list[Record] = []
+    self.newest: Record = {}
+    self.ended = False
+    self.ideal_seconds = math.nan  # of a step at the peak of the chip
+    self.clock = StepClock()
+    self._sums, self._steps, self._tokens = MetricSums(), 0, 0
+    self._late: Callable[[], None] | None = None
+    self._before: Any = None
+    self._arrays: dict[str, Any] = {}
+    if early_stop is not None and at.stop:
+      early_stop.best, early_stop.waited = at.stop["best"], at.stop["waited"]
+
+  def add(
+    self, number: int, metrics: Mapping[str, Any], batch: Any, tokens: Callable[[Any], int], *, report: bool
+  ) -> None:
+    """Takes what a step returned, and reports the one before; `report` closes the window of a record."""
+    scalars = {name: value for name, value in metrics.items() if is_scalar(value)}
+    self._sums.add(scalars, weight=examples_in(batch))
+    self._steps, self._tokens = self._steps + 1, self._tokens + tokens(batch)
+    # One step ahead keeps the devices busy; waiting for the one before bounds what is in flight.
+    jax.block_until_ready(self._before)
+    self._before = scalars
+    self.flush()
+    self._arrays = {name: value for name, value in metrics.items() if name not in scalars}
+    if report:
+      self.close_window(number)
+
+  def close_window(self, number: int) -> None:
+    """Makes one record, still to be reported, of the steps since the last one, if there are any."""
+    if self._steps:
+      args = (number, self._sums, self._arrays, self._tokens, self._steps)
+      self._late = functools.partial(self._report, *args)
+      self._sums, self._steps, self._tokens = MetricSums(), 0, 0
+
+  def flush(self) -> None:
+    """Reports what is pending, if anything is."""
+    late, self._late = self._late, None
+    if late is not None:
+      late()
+
+  def evaluation(self, number: int, values: Mapping[str, Any]) -> None:
+    """Records what an evaluation gave, as `eval_...`."""
+    found = {f"eval_{name}": float(value) for name, value in values.items()}
+    self.shown.note(number, "  ".join(f"{name} {value:.4f}" for name, value in found.items()))
+    self._record(number, found, last=True)
+
+  def of_step(self, number: int) -> Record:
+    """All metrics that were recorded for one step."""
+    found = [record for record in self.history[-2:] if record["step"] == number]
+    return {name: value for record in found for name, value in record.items() if name != "step"}
+
+  def fail(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+    """After a failure, reports the step before it, if that did not fail too."""
+    if error is not None:
+      with contextlib.suppress(TrainError, RuntimeError):
+        self.flush()
+
+  def _report(self, number: int, sums: MetricSums, arrays: dict[str, Any], tokens: int, steps: int) -> None:
+    values = sums.read() | self.clock.tick(tokens, steps=steps)
+    if math.isfinite(mfu := self.ideal_seconds / self.clock.step_seconds):
+      values["mfu"] = mfu
+    self.shown.update(number, values)
+    fetched = to_host(arrays) if arrays and self.trackers else {}
+    self._record(number, values, fetched, last=not self.evaluates)
+    if self.finite and not math.isfinite(values.get("loss", 0.0)):
+      raise TrainError(
+        f"the loss of step {number} is {values['loss']}: training further is of no use.",
+        details=", ".join(f"{k} {v:.4g}" for k, v in values.items()),
+        fix="a lower learning rate or clipped gradients in optimizer(); then resume from a checkpoint.",
+      )
+
+  def _record(
+    self, number: int, values: Record, arrays: Mapping[str, Any] | None = None, *, last: bool
+  ) -> None:
+    self.newest.update(values)
+    self.history.append({"step": number, **values})
+    if jax.process_index() == 0:
+      for track in self.trackers:
+        track(number, {**values, **(arrays or {})})
+    stop = self.early_stop
+    if stop is None:
+      return
+    self.ended = stop.update(values) or self.ended
+    self.at.stop = {"best": stop.best, "waited": stop.waited}
+    if last and stop.metric not in self.newest:
+      raise TrainError(f"no record has the metric {stop.metric!r}.", fix=f"one of {', '.join(self.newest)}.")

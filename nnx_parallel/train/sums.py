@@ -1,0 +1,128 @@
+"""Sums of metrics over steps or batches, kept on the devices until somebody reads them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from nnx_parallel.errors import TrainError
+from nnx_parallel.train.losses import examples_in, wide
+from nnx_parallel.train.metrics import Record
+
+
+class MetricSums:
+  """Exact means of metrics over many steps, without waiting for any of them.
+
+  A `(sum, count)` pair is added as it is, so that what a step saw more of weighs more: steps made with
+  `train_step(..., pairs=True)` return pairs. A plain number is a mean, and weighs what `add` is told.
+
+  Example:
+    >>> import jax.numpy as jnp, nnx_parallel as nxp
+    >>> sums = nxp.MetricSums()
+    >>> sums.add({"loss": (jnp.float32(6.0), jnp.float32(2.0)), "accuracy": 1.0}, weight=2)
+    >>> sums.add({"loss": (jnp.float32(1.0), jnp.float32(8.0)), "accuracy": 0.25}, weight=8)
+    >>> sums.read()
+    {'loss': 0.7, 'accuracy': 0.4}
+  """
+
+  def __init__(self) -> None:
+    self._total: dict[str, Any] = {}
+    self._weight: float | None = None  # of a single step, which is kept as it came
+
+  def add(self, metrics: Mapping[str, Any], *, weight: float = 1.0) -> None:
+    """Adds what one step returned: dispatched to the devices, not waited for.
+
+    Args:
+      metrics: name -> scalar, or `(sum, count)` pair of scalars.
+      weight: what plain scalars count for, for example the number of examples in the batch.
+
+    Raises:
+      TrainError: an array, or other names than before.
+    """
+    for name, value in metrics.items():
+      if not is_scalar(value):
+        raise TrainError(
+          f"the metric {name!r} is an array, which has no mean here.",
+          fix=f"sum it in the loss function, {name!r}: (x.sum(), x.size), or leave it out of add().",
+        )
+    if not self._total:
+      self._total, self._weight = dict(metrics), weight
+      return
+    if self._total.keys() != metrics.keys():
+      raise TrainError(
+        f"the metrics are {', '.join(metrics)}, and were {', '.join(self._total)}.",
+        fix="one MetricSums for each kind of step.",
+      )
+    if self._weight is not None:
+      self._total, self._weight = _as_pairs(self._total, np.float32(self._weight)), None
+    self._total = _added(self._total, dict(metrics), np.float32(weight))
+
+  def read(self) -> Record:
+    """The means, `loss` first; waits for the steps. 0 where nothing was counted; empty before the first."""
+    total: dict[str, Any] = jax.device_get(self._total)
+    return {name: _mean(total[name]) for name in sorted(total, key=lambda name: (name != "loss", name))}
+
+
+def is_scalar(value: Any) -> bool:
+  """Whether a metric is one number, or a pair of two."""
+  return not any(map(np.ndim, value if isinstance(value, tuple) else (value,)))
+
+
+def evaluate(step: Callable[[Any, Any], Mapping[str, Any]], model: Any, batches: Iterable[Any]) -> Record:
+  """Mean metrics over many batches, exactly weighted.
+
+  Args:
+    step: `(model, batch) -> metrics`; `eval_step(loss_fn, pairs=True)` weighs every batch by what it holds.
+      The means of a step without pairs are weighed by the examples of their batch.
+    model: what the step takes. `nnx.view(model, deterministic=True, use_running_average=True)` shares the
+      model's Variables and has dropout off; make it once, since another object is compiled for anew.
+    batches: placed batches.
+
+  Returns:
+    Name -> mean, `loss` first; empty without batches. Per-example arrays are left out.
+
+  Example:
+    >>> import jax.numpy as jnp, nnx_parallel as nxp
+    >>> from flax import nnx
+    >>> model = nxp.create_sharded_model(lambda: nnx.Linear(4, 2, rngs=nnx.Rngs(0)), nxp.make_mesh(data=8))
+    >>> step = nxp.eval_step(lambda m, x: (m(x).sum(), x.size), pairs=True)
+    >>> nxp.evaluate(step, model, [jnp.zeros((16, 4)), jnp.zeros((8, 4))])
+    {'loss': 0.0}
+  """
+  sums = MetricSums()
+  before: Any = None
+  for batch in batches:
+    metrics = {name: value for name, value in step(model, batch).items() if is_scalar(value)}
+    sums.add(metrics, weight=examples_in(batch))
+    # One batch ahead keeps the devices busy; more would only hold more memory.
+    jax.block_until_ready(before)
+    before = metrics
+  return sums.read()
+
+
+def _mean(value: Any) -> float:
+  if not isinstance(value, tuple):
+    return float(value)
+  total, count = map(float, value)
+  return total / count if count else 0.0
+
+
+@jax.jit
+def _as_pairs(metrics: dict[str, Any], weight: Any) -> dict[str, Any]:
+  return {name: _pair(value, weight) for name, value in metrics.items()}
+
+
+@jax.jit
+def _added(total: dict[str, Any], metrics: dict[str, Any], weight: Any) -> dict[str, Any]:
+  return jax.tree.map(jnp.add, total, {name: _pair(value, weight) for name, value in metrics.items()})
+
+
+def _pair(value: Any, weight: Any) -> tuple[Any, Any]:
+  if isinstance(value, tuple):
+    total, count = value
+    return wide(total), wide(count)
+  return wide(value) * weight.astype(wide(value).dtype), weight

@@ -1,0 +1,111 @@
+"""Where the time goes: seconds per step, throughput, utilisation of the chip, goodput."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import math
+import time
+from collections.abc import Generator
+
+from nnx_parallel.train.metrics import Record
+
+
+class StepClock:
+  """Step time and throughput over the last steps; the first step, which compiles, is kept apart.
+
+  Args:
+    window: how many of the last ticks are averaged.
+
+  Attributes:
+    first_seconds: what the first step took, compilation included.
+
+  Example:
+    >>> clock = StepClock()
+    >>> clock.start()
+    >>> for _ in range(3):
+    ...   record = clock.tick(tokens=1024)
+    >>> sorted(record)
+    ['seconds', 'tokens_per_second']
+  """
+
+  def __init__(self, window: int = 20):
+    self.first_seconds = math.nan
+    self._last = math.nan
+    self._ticks: collections.deque[tuple[float, int, int]] = collections.deque(maxlen=window)
+
+  def start(self) -> None:
+    """Starts the time of the next step; what lies between two starts and ticks does not count."""
+    self._last = time.perf_counter()
+
+  def tick(self, tokens: int, *, steps: int = 1) -> Record:
+    """Notes the end of a step, or of several that are reported together.
+
+    Args:
+      tokens: how many tokens, or samples, they consumed.
+      steps: how many steps since the last tick.
+
+    Returns:
+      `seconds` per step, and `tokens_per_second` over the window (of this tick alone for the first).
+    """
+    now = time.perf_counter()
+    seconds, self._last = now - self._last, now
+    if math.isnan(self.first_seconds):
+      self.first_seconds = seconds
+      return {"seconds": seconds / steps, "tokens_per_second": tokens / seconds}
+    self._ticks.append((seconds, tokens, steps))
+    return {"seconds": seconds / steps, "tokens_per_second": self.tokens_per_second}
+
+  @property
+  def step_seconds(self) -> float:
+    """Mean seconds per step over the window; nan before the second tick."""
+    return sum(s for s, _, _ in self._ticks) / sum(n for _, _, n in self._ticks) if self._ticks else math.nan
+
+  @property
+  def tokens_per_second(self) -> float:
+    """Mean tokens per second over the window; nan before the second tick."""
+    seconds = sum(s for s, _, _ in self._ticks)
+    return sum(t for _, t, _ in self._ticks) / seconds if self._ticks else math.nan
+
+
+class Goodput:
+  """Wall time by what it was spent on, as seen from the host; goodput is the part spent on steps.
+
+  Made for `with` blocks that do not overlap; what lies between them is `other`. Steps run while the host does
+  other things, so time waiting for data counts as lost only when the devices had run out of work; `fit`
+  looks, and books it as `step` otherwise.
+
+  Example:
+    >>> goodput = Goodput()
+    >>> with goodput.spend("compile"):
+    ...   pass
+    >>> sorted(goodput.seconds()), 0.0 <= goodput.share("step") <= 1.0
+    (['compile', 'other'], True)
+  """
+
+  def __init__(self) -> None:
+    self._start = time.perf_counter()
+    self._spent: dict[str, float] = {}
+
+  def add(self, kind: str, seconds: float) -> None:
+    """Books seconds on a kind."""
+    self._spent[kind] = self._spent.get(kind, 0.0) + seconds
+
+  @contextlib.contextmanager
+  def spend(self, kind: str) -> Generator[None]:
+    """Books the time of a block, also of one that fails."""
+    start = time.perf_counter()
+    try:
+      yield
+    finally:
+      self.add(kind, time.perf_counter() - start)
+
+  def seconds(self) -> dict[str, float]:
+    """Kind -> seconds so far, `other` last; they add up to the wall time."""
+    wall = time.perf_counter() - self._start
+    return {**self._spent, "other": max(0.0, wall - sum(self._spent.values()))}
+
+  def share(self, kind: str = "step") -> float:
+    """The part of the wall time spent on a kind; of `step`, that is the goodput."""
+    spent = self.seconds()
+    return spent.get(kind, 0.0) / max(sum(spent.values()), 1e-9)

@@ -1,0 +1,188 @@
+"""Sums of metrics: exact weights, on device, beside those of flax; where they are written; goodput."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import nnx_parallel as nxp
+from nnx_parallel.train.timing import Goodput
+
+
+def test_pairs_and_plain_numbers_are_weighted_exactly():
+  sums = nxp.MetricSums()
+  assert sums.read() == {}
+  sums.add({"b": 1.0, "loss": (jnp.float32(3), jnp.int32(1)), "none": (0.0, 0)}, weight=1)
+  assert sums.read() == {"loss": 3.0, "b": 1.0, "none": 0.0}
+  sums.add({"b": np.float16(5), "loss": (jnp.bfloat16(1), jnp.int32(3)), "none": (0.0, 0)}, weight=3)
+  assert sums.read() == {"loss": 1.0, "b": 4.0, "none": 0.0}
+  alone = nxp.MetricSums()
+  alone.add({"b": 0.1}, weight=3)
+  assert alone.read() == {"b": 0.1}  # as it came, not 0.3 / 3
+
+
+def test_many_small_parts_of_low_precision_add_up():
+  sums = nxp.MetricSums()
+  for _ in range(300):
+    sums.add({"loss": (jnp.bfloat16(1), jnp.bfloat16(1))})
+  assert sums.read() == {"loss": 1.0}  # bfloat16 would stay at 256
+
+
+def test_what_cannot_be_added():
+  sums = nxp.MetricSums()
+  with pytest.raises(nxp.TrainError, match=r"the metric 'rows' is an array, which has no mean here\."):
+    sums.add({"rows": jnp.ones(3)})
+  sums.add({"loss": 1.0})
+  with pytest.raises(nxp.TrainError, match=r"the metrics are accuracy, and were loss\."):
+    sums.add({"accuracy": 1.0})
+
+
+def loss_fn(model, batch):
+  error = jnp.square(model(batch["x"])).mean(-1)
+  pair = (error * batch["w"]).sum(), batch["w"].sum()
+  return pair, {"plain": error.mean(), "rows": error}
+
+
+@pytest.fixture(scope="module")
+def run():
+  plan = nxp.plan(lambda: nnx.Linear(4, 4, rngs=nnx.Rngs(0)), nxp.make_mesh(data=8), optimizer=optax.sgd(0.0))
+  rng = np.random.default_rng(0)
+  data = [
+    {"x": rng.normal(size=(n, 4)).astype(np.float32), "w": rng.uniform(size=n).astype(np.float32)}
+    for n in (16, 32)
+  ]
+  both = {name: np.concatenate([part[name] for part in data]) for name in ("x", "w")}
+  return plan, *nxp.create_sharded_model(plan), data, both
+
+
+@pytest.mark.parametrize("microbatches", [1, 2])
+def test_two_steps_of_uneven_batches_weigh_what_one_large_batch_does(run, microbatches):
+  plan, model, optimizer, data, both = run
+  step = nxp.train_step(loss_fn, pairs=True, outputs=("rows",), microbatches=microbatches)
+  sums = nxp.MetricSums()
+  for batch in data:
+    metrics = step(model, optimizer, nxp.shard_batch(batch, plan))
+    assert metrics.pop("rows").shape == batch["w"].shape
+    sums.add(metrics)
+  whole = nxp.eval_step(loss_fn, outputs=("rows",))(model, nxp.shard_batch(both, plan))
+  found = sums.read()
+  assert found.keys() == {"loss", "plain"}
+  for name, value in found.items():
+    np.testing.assert_allclose(value, whole[name], rtol=2e-6)
+
+
+def test_evaluate_weighs_exactly_too(run):
+  plan, model, _, data, both = run
+  batches = [nxp.shard_batch(batch, plan) for batch in data]
+  (whole,) = [nxp.evaluate(nxp.eval_step(loss_fn, outputs=("rows",)), model, [nxp.shard_batch(both, plan)])]
+  found = nxp.evaluate(nxp.eval_step(loss_fn, pairs=True, outputs=("rows",)), model, batches)
+  assert found == pytest.approx(whole, rel=2e-6)
+
+
+def test_the_program_of_a_step_is_not_compiled_again(run):
+  plan, model, optimizer, data, _ = run
+  step = nxp.train_step(loss_fn, outputs=("rows",))
+  batch = nxp.shard_batch(data[0], plan)
+  step(model, optimizer, batch)
+  with jax.no_tracing():
+    text = step.compiled(model, optimizer, batch).as_text()
+  assert "all-reduce" in text
+  assert len(step.compiles) == 1
+
+
+def test_metrics_of_flax_take_what_steps_return(run):
+  plan, model, optimizer, data, _ = run
+  step = nxp.train_step(lambda m, b: (m(b["x"]).mean(), {"logits": m(b["x"])}), outputs=("logits",))
+  metrics = nnx.MultiMetric(loss=nnx.metrics.Average("loss"), accuracy=nnx.metrics.Accuracy())
+  rows, losses = [], []
+  for host in data:
+    batch = nxp.shard_batch(host, plan)
+    labels = nxp.shard_batch(np.zeros(len(host["w"]), np.int32), plan)
+    found = step(model, optimizer, batch)
+    with jax.numpy_dtype_promotion("standard"):  # flax adds bools, int32 and float32
+      metrics.update(loss=found["loss"], logits=found["logits"], labels=labels)
+    rows.append(nxp.to_host(found["logits"]).argmax(-1) == 0)
+    losses.append(float(found["loss"]))
+  with jax.numpy_dtype_promotion("standard"):
+    computed = nxp.to_host(metrics.compute())
+  assert computed["accuracy"] == pytest.approx(np.concatenate(rows).mean())
+  assert computed["loss"] == pytest.approx(np.mean(losses))
+
+
+def test_metrics_of_flax_inside_the_compiled_step(run):
+  """A MultiMetric is one more model, without an optimizer: it is updated in place, on the mesh."""
+  plan, model, _, data, _ = run
+  optimizer = nnx.Optimizer(model, optax.sgd(0.0), wrt=nnx.Param)
+  metrics = nnx.MultiMetric(loss=nnx.metrics.Average("loss"))
+
+  def loss(models, batch):
+    error = jnp.square(models["net"](batch["x"])).mean(-1)
+    models["metrics"].update(loss=jax.lax.stop_gradient(error))
+    return error.mean()
+
+  step = nxp.train_step(loss)
+  for host in data:
+    step({"net": model, "metrics": metrics}, {"net": optimizer}, nxp.shard_batch(host, plan))
+  x = np.concatenate([host["x"] for host in data])
+  expected = np.square(np.asarray(model(jnp.asarray(x)))).mean()
+  with jax.numpy_dtype_promotion("standard"):
+    assert float(metrics.compute()["loss"]) == pytest.approx(float(expected), rel=1e-5)
+  metrics.reset()
+  assert int(metrics.loss.count[...]) == 0
+
+
+def test_arrays_are_lists_in_json_lines(tmp_path):
+  with nxp.MetricsLog(tmp_path / "m.jsonl") as log:
+    log.write(1, {"loss": np.float32(0.5), "rows": np.array([[1, 2], [3, 4]]), "nan": jnp.float32(jnp.nan)})
+  assert json.loads(log.path.read_text()) == {"step": 1, "loss": 0.5, "rows": [[1, 2], [3, 4]], "nan": None}
+
+
+def test_tensorboard_files_hold_what_was_written(tmp_path):
+  pytest.importorskip("tensorboardX")
+  from tensorboardX.proto.event_pb2 import Event
+
+  with nxp.TensorBoardLog(tmp_path) as log:
+    log.write(7, {"loss": 0.25, "rows": np.arange(4.0)})
+  (file,) = tmp_path.iterdir()
+  events = [Event.FromString(data) for data in records_of(file.read_bytes())]
+  values = {v.tag: v for event in events if event.step == 7 for v in event.summary.value}
+  assert values["loss"].simple_value == 0.25
+  assert values["rows"].histo.num == 4
+
+
+def records_of(data):
+  """The records of a TFRecord file: length, its checksum, the bytes, their checksum."""
+  while data:
+    length = int.from_bytes(data[:8], "little")
+    yield data[12 : 12 + length]
+    data = data[16 + length :]
+
+
+def test_without_tensorboard_the_extra_is_named(tmp_path, monkeypatch):
+  monkeypatch.setitem(sys.modules, "tensorboardX", None)
+  with pytest.raises(
+    nxp.TrainError, match=r"tensorboardX is not installed\.\n  Fix: pip install 'nnx-parallel\[tensorboard\]'"
+  ):
+    nxp.TensorBoardLog(tmp_path)
+
+
+def test_goodput_is_the_part_of_the_wall_time_spent_on_steps(monkeypatch):
+  now = [0.0]
+  monkeypatch.setattr(time, "perf_counter", lambda: now[0])
+  goodput = Goodput()
+  now[0] = 1.0
+  with goodput.spend("compile"):
+    now[0] = 4.0
+  goodput.add("step", 5.0)
+  now[0] = 9.0
+  assert goodput.seconds() == {"compile": 3.0, "step": 5.0, "other": 1.0}
+  assert goodput.share() == 5 / 9
+  assert goodput.share("data") == 0.0
