@@ -285,9 +285,7 @@ def train_step(
   """
   if gradients not in ("whole", "scattered"):
     raise TrainError(f"gradients={gradients!r} is not a layout.", fix='gradients="whole" or "scattered".')
-  recipe = Recipe(
-    loss_fn, microbatches, remat, tuple(outputs), gradients == "scattered", reduction, pairs
-  )
+  recipe = Recipe(loss_fn, microbatches, remat, tuple(outputs), gradients == "scattered", reduction, pairs)
   return TrainStep(recipe)
 
 
