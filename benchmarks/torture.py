@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import collections
-import concurrent.futures
 import contextlib
 import dataclasses
 import json
@@ -143,7 +142,7 @@ def kill_once(directory: pathlib.Path, mode: str, processes: int, saves: int, de
 
 
 def kills(count: int, seed: int = 0, log: Callable[[str], None] = print) -> list[Kill]:
-  """Kills `count` jobs: of each kind one after the other in the same directory, two kinds at a time."""
+  """Kills `count` jobs: one after the other, all of a kind in the same directory."""
   kinds = [("sync", 1), ("async", 1), ("sync", 2), ("async", 2)]
 
   def series(root: str, index: int) -> list[Kill]:
@@ -159,9 +158,8 @@ def kills(count: int, seed: int = 0, log: Callable[[str], None] = print) -> list
         log(f"{mode}, {processes} process(es): {len(found)} kills")
     return found
 
-  with tempfile.TemporaryDirectory() as root, concurrent.futures.ThreadPoolExecutor(2) as pool:
-    rows = pool.map(lambda index: series(root, index), range(len(kinds)))
-    return [kill for row in rows for kill in row]
+  with tempfile.TemporaryDirectory() as root:
+    return [kill for index in range(len(kinds)) for kill in series(root, index)]
 
 
 DAMAGE = ("flip", "truncate", "delete", "swap", "zero", "append")
