@@ -91,8 +91,7 @@ def main() -> None:
     "python -m benchmarks search",
     notes=[
       "The model is Llama-shaped, 4 layers of width 512, 64 sequences of 256 tokens.",
-      "Compiled time: the program's FLOPs and collective bytes in v5e's roofline; memory traffic is the"
-      " model's.",
+      "Compiled time: the program's FLOPs and sent bytes in v5e's roofline; HBM traffic is the model's.",
     ],
   )
   speed(record)
