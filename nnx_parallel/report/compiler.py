@@ -113,6 +113,7 @@ def memory_stats(compiled: jax.stages.Compiled) -> MemoryStats:
   stats: Any = compiled.memory_analysis()
   if stats is None:
     return MemoryStats()
+  in_host = stats.host_argument_size_in_bytes + stats.host_temp_size_in_bytes
   return MemoryStats(
     arguments=stats.argument_size_in_bytes,
     outputs=stats.output_size_in_bytes,
@@ -120,9 +121,7 @@ def memory_stats(compiled: jax.stages.Compiled) -> MemoryStats:
     temporaries=stats.temp_size_in_bytes,
     code=stats.generated_code_size_in_bytes,
     # The peak counts arrays in host memory (offloaded optimizer state) too; a device does not hold those.
-    peak=max(
-      0, stats.peak_memory_in_bytes - stats.host_argument_size_in_bytes - stats.host_temp_size_in_bytes
-    ),
+    peak=max(0, stats.peak_memory_in_bytes - in_host),
   )
 
 
