@@ -162,9 +162,7 @@ def measured() -> dict[str, Any]:
   began = time.process_time()
   for optimizer in OPTIMIZERS:
     runs = Runs(optimizer)
-    print(
-      f"{optimizer}: the loss goes from {runs.one.losses[0]:.2f} to {runs.one.losses[-1]:.2f}", flush=True
-    )
+    print(f"{optimizer}: the loss goes from {runs.one.losses[0]:.2f} to {runs.one.losses[-1]:.2f}", flush=True)
     for case in CASES:
       loss, norm = differences(runs.one, runs.run(case))
       rows.append({"optimizer": optimizer, **dataclasses.asdict(case), "loss": loss, "norm": norm})
@@ -194,28 +192,25 @@ def page(runs: dict[str, Any]) -> str:
       "| " + " | ".join([str(case), *(f"{row['loss']:.1e} / {row['norm']:.1e}" for row in found)]) + " |"
     )
   largest = ", ".join(f"{worst(run):.1e} with {version}" for version, run in runs.items())
-  return (
-    "\n\n".join(
-      [
-        f"# Float32 training on every layout against one device, {STEPS} steps",
-        "`python benchmarks/parity.py`, once with each Python",
-        f"Largest of all: {largest}; the bound is 1e-5.",
-        "\n".join(lines),
-        "Each cell: the largest relative difference over all steps of the loss, and over all steps and parameters of"
-        " the norm of a gradient as the optimizer got it. All runs start from one initial model. Targets that are"
-        " padding are spread unevenly, so microbatches and shards have different weights.",
-        "Where it can fail: a loss on its way to 0 is a difference of nearly equal numbers, so its relative error"
-        " grows (adamw at 1e-2 without noise in the data ends at 4e-5, 2e-3 apart between any two layouts). Here"
-        " noise keeps it of order 1.",
-        *(
-          ", ".join(f"{name} {value}" for name, value in run["environment"].items())
-          + f", processor time {run['processor_seconds']:.0f} s"
-          for run in runs.values()
-        ),
-      ]
-    )
-    + "\n"
-  )
+  return "\n\n".join(
+    [
+      f"# Float32 training on every layout against one device, {STEPS} steps",
+      "`python benchmarks/parity.py`, once with each Python",
+      f"Largest of all: {largest}; the bound is 1e-5.",
+      "\n".join(lines),
+      "Each cell: the largest relative difference over all steps of the loss, and over all steps and parameters of"
+      " the norm of a gradient as the optimizer got it. All runs start from one initial model. Targets that are"
+      " padding are spread unevenly, so microbatches and shards have different weights.",
+      "Where it can fail: a loss on its way to 0 is a difference of nearly equal numbers, so its relative error"
+      " grows (adamw at 1e-2 without noise in the data ends at 4e-5, 2e-3 apart between any two layouts). Here"
+      " noise keeps it of order 1.",
+      *(
+        ", ".join(f"{name} {value}" for name, value in run["environment"].items())
+        + f", processor time {run['processor_seconds']:.0f} s"
+        for run in runs.values()
+      ),
+    ]
+  ) + "\n"
 
 
 def main() -> None:

@@ -106,9 +106,7 @@ def memory_stats(compiled: jax.stages.Compiled) -> MemoryStats:
     temporaries=stats.temp_size_in_bytes,
     code=stats.generated_code_size_in_bytes,
     # The peak counts arrays in host memory (offloaded optimizer state) too; a device does not hold those.
-    peak=max(
-      0, stats.peak_memory_in_bytes - stats.host_argument_size_in_bytes - stats.host_temp_size_in_bytes
-    ),
+    peak=max(0, stats.peak_memory_in_bytes - stats.host_argument_size_in_bytes - stats.host_temp_size_in_bytes),
   )
 
 

@@ -278,9 +278,7 @@ def _is_split_further(optimizer: Any, model: Any, grads: Any) -> bool:
 
 def _update_on_auto_axes(optimizer: Any, model: Any, grads: Any, extra: dict[str, Any]) -> None:
   """Lets the compiler move what optax adds up, and gives every array back where it was."""
-  extra = {
-    name: value for name, value in extra.items() if name != "value_fn"
-  }  # it is traced on Explicit axes
+  extra = {name: value for name, value in extra.items() if name != "value_fn"}  # it is traced on Explicit axes
   graphdef, state = nnx.split((model, optimizer))
 
   def update(state: Any, grads: Any, extra: Any) -> Any:

@@ -16,7 +16,6 @@ from flax import nnx
 from nnx_parallel.errors import TrainError
 from nnx_parallel.layout.variables import path_str, value_of, variables
 
-
 class MastersState(NamedTuple):
   """State of `with_masters`.
 
