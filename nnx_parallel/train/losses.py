@@ -80,7 +80,8 @@ def _not_a_term(name: str, value: Any, shapes: Sequence[tuple[int, ...]]) -> Tra
   forms = "a loss function returns loss, (loss, metrics), (sum, count) or ((sum, count), metrics)"
   if name == "loss":
     return TrainError(
-      f"the loss must be a scalar or a (sum, count) pair of scalars; the loss function returned {returned}.",
+      "the loss must be a scalar or a (sum, count) pair of scalars; the loss function returned"
+      f" {returned}.",
       details=forms,
       fix="loss.mean(), or (loss.sum(), loss.size), which weights uneven batches exactly.",
     )
