@@ -163,9 +163,7 @@ def test_a_gradient_that_is_wrong_by_a_factor_is_named(recorded):
   one, many = (testing.run_training(plan, loss, x) for plan in (right, wrong))
   np.testing.assert_allclose(one.losses, many.losses, rtol=1e-5)  # Adam hides it
   step = ", step 0" if recorded else ""
-  with pytest.raises(
-    AssertionError, match=rf"wrong{step}: the gradient norm of up.kernel is .*\(ratio 2\)"
-  ):
+  with pytest.raises(AssertionError, match=rf"wrong{step}: the gradient norm of up.kernel is .*\(ratio 2\)"):
     assert_same_numbers("wrong", one, many)
 
 

@@ -66,7 +66,11 @@ def follow(
   if kept is not None:
     spec = PartitionSpec(*(parameter.spec[dim] if dim is not None else None for dim in kept))
     padding = tuple(parameter.padding[dim] if dim is not None else 0 for dim in kept)
-    which = "" if dims is None or not any(dim is not None for dim in kept) else f", dim {', '.join(str(dim) for dim in kept if dim is not None)}"
+    which = (
+      ""
+      if dims is None or not any(dim is not None for dim in kept)
+      else f", dim {', '.join(str(dim) for dim in kept if dim is not None)}"
+    )
     return spec, padding, f"factored {shape} of {own}{which}"
   return (
     PartitionSpec(*([None] * len(shape))),

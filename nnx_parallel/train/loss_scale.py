@@ -99,7 +99,9 @@ def with_loss_scale(
     zero = jnp.zeros((), jnp.int32)
     return LossScaleState(inner.init(params), jnp.asarray(initial, jnp.float32), zero, zero)
 
-  def update(grads: Any, state: LossScaleState, params: Any = None, **extra: Any) -> tuple[Any, LossScaleState]:
+  def update(
+    grads: Any, state: LossScaleState, params: Any = None, **extra: Any
+  ) -> tuple[Any, LossScaleState]:
     unscaled = jax.tree.map(lambda g: widen(g) / state.scale.astype(widen(g).dtype), grads)
     finite = all_finite(unscaled)
     if not _takes(inner, unscaled, state.inner, params, extra):

@@ -80,8 +80,7 @@ def _not_a_term(name: str, value: Any, shapes: Sequence[tuple[int, ...]]) -> Tra
   forms = "a loss function returns loss, (loss, metrics), (sum, count) or ((sum, count), metrics)"
   if name == "loss":
     return TrainError(
-      "the loss must be a scalar or a (sum, count) pair of scalars; the loss function returned"
-      f" {returned}.",
+      f"the loss must be a scalar or a (sum, count) pair of scalars; the loss function returned {returned}.",
       details=forms,
       fix="loss.mean(), or (loss.sum(), loss.size), which weights uneven batches exactly.",
     )

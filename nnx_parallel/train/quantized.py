@@ -60,5 +60,8 @@ def quantized(
 
 def _qwix() -> Any:
   if importlib.util.find_spec("qwix") is None:
-    raise TrainError("int8 and float8 products need qwix, which is not installed.", fix="pip install qwix")
+    raise TrainError(
+      "int8 and float8 products need qwix, which is not installed.",
+      fix='pip install "nnx-parallel[quantized]"',
+    )
   return importlib.import_module("qwix")

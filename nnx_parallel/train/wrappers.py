@@ -17,6 +17,7 @@ from nnx_parallel.errors import TrainError
 from nnx_parallel.layout.extra_args import accept_extra
 from nnx_parallel.layout.variables import path_str, value_of, variables
 
+
 class MastersState(NamedTuple):
   """State of `with_masters`.
 

@@ -151,6 +151,8 @@ def test_summaries_are_weighted_element_by_element(axes):
 def test_a_sum_whose_counts_do_not_fit_is_refused():
   step, model, optimizer, batch = step_on({"data": 8}, microbatches=1)
   step = nxp.train_step(lambda m, b: (loss_fn(m, b), {"by_class": (jnp.ones(4), jnp.ones(3))}))
-  with pytest.raises(nxp.TrainError, match=r"the metric 'by_class' must be a scalar or a \(sum, count\) pair") as e:
+  with pytest.raises(
+    nxp.TrainError, match=r"the metric 'by_class' must be a scalar or a \(sum, count\) pair"
+  ) as e:
     step(model, optimizer, batch)
   assert "these are (4,) and (3,)" in str(e.value)

@@ -120,7 +120,9 @@ def test_an_overflow_is_skipped_and_halves_the_scale_and_good_steps_double_it():
   assert np.isfinite(losses[1])  # the backward pass overflows, not the loss
   expected, reference, _ = train(plan, good[:2])
   for key, value in arrays(expected).items():
-    np.testing.assert_allclose(arrays(model)[key], value, rtol=1e-3, atol=1e-4)  # gradients under another scale
+    np.testing.assert_allclose(
+      arrays(model)[key], value, rtol=1e-3, atol=1e-4
+    )  # gradients under another scale
   state = optimizer.opt_state
   assert (float(state.scale[...]), int(state.skipped[...]), int(state.good_steps[...])) == (2.0**9, 1, 1)
   assert int(state.inner[0].count[...]) == int(reference.opt_state.inner[0].count[...]) == 2

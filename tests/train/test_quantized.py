@@ -68,5 +68,5 @@ def test_bad_calls(monkeypatch):
   with pytest.raises(nxp.TrainError, match="quantized needs example inputs of the module"):
     nxp.quantized(init, jnp.int8)
   monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-  with pytest.raises(nxp.TrainError, match=r"need qwix, which is not installed(.|\n)*pip install qwix"):
+  with pytest.raises(nxp.TrainError, match=r"need qwix, which is not installed(.|\n)*nnx-parallel.quantized"):
     nxp.quantized(init, jnp.int8, jnp.zeros((1, 16)))()
