@@ -80,8 +80,9 @@ def _memory(recipe: Recipe, plan: ShardingPlan, args: argparse.Namespace) -> Mem
   """The memory of the recipe's step, from its loss and the shapes of its first batch."""
   from nnx_parallel.report.memory import memory_plan
 
+  loss = loss_of(recipe)
   batch = abstract_batch(recipe, args.batch)
-  return memory_plan(plan, loss_of(recipe), batch, microbatches=_parts(recipe, args), chip=args.chip)
+  return memory_plan(plan, loss, batch, microbatches=_parts(recipe, args), chip=args.chip)
 
 
 def _time(recipe: Recipe, plan: ShardingPlan, args: argparse.Namespace) -> StepTime:

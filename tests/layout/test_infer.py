@@ -28,7 +28,7 @@ def specs(init, *inputs, mesh=None, **options):
   mesh = nxp.abstract_mesh(**(mesh or MESH))
   rules = infer_rules(init, mesh, *inputs, **{"min_size": 0, **options})
   plan = nxp.plan(init, mesh, [rules.paths, nxp.replicate()])
-  assert plan.notes == ()
+  assert all("grouped convolutions" in note for note in plan.notes)
   return {leaf.name: leaf.spec for leaf in plan.leaves}
 
 

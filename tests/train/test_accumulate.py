@@ -68,7 +68,7 @@ def test_replicas_exchange_once_at_each_stage(zero):
   assert {times for times, _ in found} == {1}
   assert sum(size for _, size in found) <= 2 * KERNEL + 4096
   step(model, optimizer, batch)
-  assert step.reduction == "once, after the scan, over data"
+  assert step.reduction == "once, after the scan, over data, in float32"
 
 
 def test_slices_exchange_once_and_shards_inside_in_each_microbatch():

@@ -125,7 +125,7 @@ def test_a_step_ends_quietly_with_its_interpreter():
     "init = lambda: nnx.Linear(2, 2, rngs=nnx.Rngs(0));"
     "plan = nxp.plan(init, nxp.make_mesh(data=8), nxp.replicate(), optimizer=optax.sgd(0.1));"
     "model, optimizer = nxp.create_sharded_model(plan); step = nxp.train_step(lambda m, x: m(x).sum());"
-    "step(model, optimizer, jax.numpy.ones((8, 2)))"
+    "step(model, optimizer, nxp.shard_batch(jax.numpy.ones((8, 2)), plan))"
   )
   done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
   assert (done.returncode, done.stderr) == (0, "")
