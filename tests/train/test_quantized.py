@@ -49,7 +49,8 @@ def run(build, sizes):
 
 
 @needs_qwix
-@pytest.mark.filterwarnings("ignore:The 'm.iter_modules", "ignore:'.value' access")  # qwix 0.1.8 on flax 0.12.12
+# qwix 0.1.8 on flax 0.12.12
+@pytest.mark.filterwarnings("ignore:The 'm.iter_modules", "ignore:'.value' access")
 @pytest.mark.parametrize(("dtype", "mark"), [(jnp.int8, "xi8>"), (jnp.float8_e4m3fn, "xf8E4M3FN>")])
 def test_products_are_low_and_train_like_one_device(dtype, mark):
   build = nxp.quantized(init, dtype, jnp.zeros((1, 16)))
