@@ -10,7 +10,6 @@ installed (`tpu-aot`, `gpu-aot`), for TPU and NVIDIA.
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
 import os
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -26,6 +25,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import nnx_parallel as nxp
+from nnx_parallel.report.topology import machine, missing_compiler
 
 # So many examples that gathering the parameters is cheaper than gathering activations.
 WIDTH, HIDDEN, BATCH = 64, 128, 1024
@@ -269,11 +269,8 @@ CASES = (
 
 def machines() -> Iterator[str]:
   """Eight devices of each kind whose compiler is here."""
-  yield "cpu:8"
-  if importlib.util.find_spec("libtpu"):
-    yield "tpu:v5e:2x4"
-  if importlib.util.find_spec("jax_plugins"):
-    yield "gpu:h100:1x8"
+  texts = ("cpu:8", "tpu:v5e:2x4", "gpu:h100:1x8")
+  return (text for text in texts if missing_compiler(machine(text)) is None)
 
 
 def main() -> None:
@@ -283,7 +280,7 @@ def main() -> None:
   record = Record(
     "collective_bytes",
     "What each layout sends, over the least that it can send",
-    "python benchmarks/layouts.py",
+    "python -m benchmarks layouts",
     notes=[
       "Payload per step in bytes: what a group of devices holds together, summed over the collectives.",
       "Below 1 on TPU: its matrix products round float32 operands to bfloat16, and it sends them rounded.",

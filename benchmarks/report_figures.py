@@ -1,14 +1,12 @@
-"""How far the reports' figures are from the compilers': memory, sent bytes, ranking, and search speed.
+"""How far the memory plan is from the compilers: what they needed over what was planned.
 
 TPU and NVIDIA programs are added where their compilers are installed (`tpu-aot`, `gpu-aot`).
 """
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import statistics
-import time
 from collections.abc import Iterator
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
@@ -20,8 +18,7 @@ from benchmarks.harness import Record
 from nnx_parallel.report.compile_report import CompileReport, compile_report
 from nnx_parallel.report.memory import memory_plan
 from nnx_parallel.report.remat import Remat, with_remat
-from nnx_parallel.report.roofline import compiled_time
-from nnx_parallel.report.search import search
+from nnx_parallel.report.topology import machine, missing_compiler
 
 SMALL = llama.Config(vocab=4096, width=256, depth=4, heads=8, kv_heads=4, mlp=768, sequence=512, batch=32)
 MESHES = ((16, 1, 1), (1, 16, 1), (2, 4, 2), (1, 4, 4))
@@ -31,10 +28,9 @@ STEPS: tuple[tuple[Remat, int], ...] = (("none", 1), ("dots", 1), ("full", 1), (
 def machines() -> Iterator[tuple[str, int]]:
   """Topologies whose compiler is here, and how many of the cases to run on each."""
   yield "cpu:16", 16
-  if importlib.util.find_spec("libtpu"):
-    yield "tpu:v5e:4x4", 6
-  if importlib.util.find_spec("jax_plugins"):
-    yield "gpu:h100:2x8", 4
+  for text, count in (("tpu:v5e:4x4", 6), ("gpu:h100:2x8", 4)):
+    if missing_compiler(machine(text)) is None:
+      yield text, count
 
 
 def layout(sizes: tuple[int, int, int]) -> nxp.ShardingPlan:
@@ -67,62 +63,18 @@ def memory_cases(record: Record) -> None:
     record.value(f"{name} of {len(ratios)}", value, "compiled/planned", group="memory plan, summary")
 
 
-def search_pick(record: Record) -> None:
-  """The search's pick against the best of every mesh, each compiled and timed by the model."""
-  result = search(
-    lambda: llama.build("small"),
-    llama.loss,
-    "cpu:16",
-    batch=llama.batch_of(SMALL),
-    rules=llama.RULES,
-    optimizer=llama.optimizer(),
-    remats=("full",),
-    max_microbatches=1,
-  )
-  times: dict[tuple[int, ...], float] = {}
-  for candidate in result.fitting:
-    sizes = tuple(candidate.sizes.values())
-    report = compiled("cpu:16", (sizes[0], sizes[1], sizes[2]), "full", 1)
-    found = compiled_time(report)
-    if found is not None:
-      times[sizes] = found.seconds
-  if result.best is not None:
-    ratio = times[tuple(result.best.sizes.values())] / min(times.values())
-    record.value(f"pick over best of {len(times)} compiled meshes", ratio, "ratio", group="search")
-
-
-def search_speed(record: Record) -> None:
-  """70B on 256 and on 8192 devices."""
-  for topology, batch in (("tpu:v5p:4x8x8", 256), ("gpu:h100:1024x8", 4096)):
-    start = time.perf_counter()
-    result = search(
-      llama.init_70b,
-      llama.loss,
-      topology,
-      batch=llama.batch_of(llama.SIZES["70b"], batch=batch),
-      rules=llama.RULES,
-      optimizer=llama.optimizer(),
-    )
-    seconds = time.perf_counter() - start
-    tried = len(result.fitting) + len(result.too_large)
-    record.value(f"70B on {topology}, {tried} layouts", seconds, "s", group="search")
-
-
 def main() -> None:
   """Runs everything and writes the record."""
   llama.SIZES["small"] = SMALL
   record = Record(
     "report_figures",
-    "How far the reports' figures are from the compilers'",
-    "python benchmarks/report_figures.py",
+    "How far the memory plan is from the compilers",
+    "python -m benchmarks report_figures",
     notes=[
       "The model is Llama-shaped with scanned layers; a ratio over 1 means that the compiler needed more.",
-      "The pick is judged by the roofline model on the compiled programs: nothing was timed on devices.",
     ],
   )
-  search_speed(record)
   memory_cases(record)
-  search_pick(record)
   record.write()
 
 

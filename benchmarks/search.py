@@ -7,7 +7,6 @@ TPU compiler where it is installed (`tpu-aot`).
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import time
 from typing import Any
@@ -20,7 +19,7 @@ from benchmarks.harness import Record
 from benchmarks.step_time import correlation
 from nnx_parallel.report.search import Candidate, SearchResult, search
 from nnx_parallel.report.search_compile import Task, compile_candidate
-from nnx_parallel.report.topology import machine
+from nnx_parallel.report.topology import machine, missing_compiler
 
 SMALL = llama.Config(vocab=2048, width=512, depth=4, heads=8, kv_heads=8, mlp=1536, sequence=256, batch=64)
 
@@ -97,8 +96,8 @@ def main() -> None:
   speed(record)
   pick(record, "tpu:v5e:2x4", "cpu:8", remats=["none", "full"], zero=[0], max_microbatches=1)
   record.write()
-  if importlib.util.find_spec("libtpu"):
-    text = "tpu:v5e:2x2"
+  text = "tpu:v5e:2x2"
+  if missing_compiler(machine(text)) is None:
     pick(record, text, text, remats=["full"], zero=[0], max_microbatches=2)
   record.write()
 

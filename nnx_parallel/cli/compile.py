@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import math
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nnx_parallel.cli import options
@@ -34,17 +33,19 @@ def register(commands: Commands) -> None:
     " default: simulated CPU devices, as many as the mesh has",
   )
   add_step(parser)
-  parser.add_argument("--microbatches", type=int, metavar="N", help="parts that the batch is run in")
+  parser.add_argument(
+    "--microbatches", type=options.positive, metavar="N", help="parts that the batch is run in"
+  )
   parser.add_argument("--remat", default="as written", metavar="POLICY", help="none, dots or full")
   parser.add_argument("--chip", metavar="NAME", help="compare the need with this chip's memory")
   parser.add_argument("--json", action="store_true", help="one JSON object instead of tables")
-  parser.add_argument("--html", type=Path, metavar="FILE", help="also write a page with pictures")
+  options.add_page(parser)
   parser.set_defaults(run=run)
 
 
 def add_step(parser: argparse.ArgumentParser) -> None:
   """Adds the options that say what the step works on."""
-  parser.add_argument("--batch", type=int, metavar="N", help="examples in the global batch")
+  parser.add_argument("--batch", type=options.positive, metavar="N", help="examples in the global batch")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -69,7 +70,7 @@ def run(args: argparse.Namespace) -> int:
   report = compile_report(step, plan, batch=batch, topology=topology, chip=args.chip)
   print(report.to_json() if args.json else report)
   if args.html:
-    args.html.write_text(report.to_html())
+    options.write_page(args.html, report.to_html())
   return DOES_NOT_FIT if report.fits is False else 0
 
 

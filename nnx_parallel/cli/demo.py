@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nnx_parallel.cli import options
-from nnx_parallel.cli.train import describe, draw, format_record, format_times, positive
+from nnx_parallel.cli.train import describe, draw, format_record, format_times
 from nnx_parallel.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -72,8 +72,10 @@ def register(commands: Commands) -> None:
     " and checks that each goes on as the run that never stopped. Fails when a claim does.",
   )
   parser.add_argument("--out", default="runs/demo", metavar="DIR", help="where files go (runs/demo)")
-  parser.add_argument("--steps", type=positive, default=200, metavar="N", help="training steps (200)")
-  parser.add_argument("--next-steps", type=positive, default=5, metavar="N", help="steps compared (5)")
+  parser.add_argument("--steps", type=options.positive, default=200, metavar="N", help="training steps (200)")
+  parser.add_argument(
+    "--next-steps", type=options.positive, default=5, metavar="N", help="steps compared (5)"
+  )
   parser.add_argument("--text", metavar="DIR", help="text to learn (Python's standard library)")
   parser.set_defaults(run=run)
 

@@ -16,7 +16,7 @@ def register(commands: Commands) -> None:
   parser = commands.add_parser(
     "diff",
     help="compare a checkpoint with a recipe on a mesh",
-    description="Compares the newest step with the recipe's model and optimizer, leaf by leaf: missing,"
+    description="Compares a step with the recipe's model and optimizer, leaf by leaf: missing,"
     " extra, renamed, reshaped, of another dtype. Reads no array. Exits with 1 when it does not fit.",
   )
   checkpoints.add_directory(parser)

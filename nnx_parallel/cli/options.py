@@ -6,9 +6,10 @@ import argparse
 import difflib
 import math
 import os
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from nnx_parallel.errors import MeshError
+from nnx_parallel.errors import MeshError, ReportError
 
 if TYPE_CHECKING:
   from jax.sharding import Mesh
@@ -60,6 +61,34 @@ def add_optimizer(parser: argparse.ArgumentParser) -> None:
 def optimizer_options(args: argparse.Namespace) -> dict[str, Any]:
   """What `add_optimizer` added, as arguments of `nxp.plan`."""
   return {"zero": args.zero, "optimizer_memory": "pinned_host" if args.offload else None}
+
+
+def positive(text: str) -> int:
+  """A whole number from 1 up, for argparse."""
+  number = int(text)
+  if number < 1:
+    raise argparse.ArgumentTypeError(f"{text} is less than 1")
+  return number
+
+
+def add_page(parser: argparse.ArgumentParser) -> None:
+  """Adds `--html`, which `write_page` obeys."""
+  parser.add_argument("--html", type=Path, metavar="FILE", help="also write a page with pictures")
+
+
+def write_page(file: Path, page: str) -> None:
+  """Writes a page, and the folders that it lies in.
+
+  Raises:
+    ReportError: the file cannot be written.
+  """
+  try:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(page)
+  except OSError as error:
+    raise ReportError(
+      f"cannot write the page {file}.", details=error.strerror or str(error), fix="--html page.html"
+    ) from error
 
 
 def parse_mesh(text: str) -> Sizes:

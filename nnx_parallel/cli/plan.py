@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from nnx_parallel.cli import options
@@ -36,9 +35,9 @@ def register(commands: Commands) -> None:
   parser.add_argument("--chip", metavar="NAME", help="compare the planned memory with this chip's: v5e, h100")
   add_step(parser)
   parser.add_argument(
-    "--microbatches", type=int, metavar="N", help="parts that the batch is run in, for --chip"
+    "--microbatches", type=options.positive, metavar="N", help="parts that the batch is run in, for --chip"
   )
-  parser.add_argument("--html", type=Path, metavar="FILE", help="also write a page with pictures")
+  options.add_page(parser)
   parser.set_defaults(run=run)
 
 
@@ -60,7 +59,7 @@ def run(args: argparse.Namespace) -> int:
   memory = _memory(recipe, plan, args) if wanted else None
   if args.html:
     time = _time(recipe, plan, args) if args.chip else None
-    args.html.write_text(nxp.plan_page(plan, memory, time))
+    options.write_page(args.html, nxp.plan_page(plan, memory, time))
   if args.json:
     print(plan.to_json(), end="")
   elif args.explain is not None:

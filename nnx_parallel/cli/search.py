@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from nnx_parallel.cli import options
@@ -29,13 +28,13 @@ def register(commands: Commands) -> None:
   add_step(parser)
   parser.add_argument(
     "--compile-best",
-    type=int,
+    type=options.positive,
     default=0,
     metavar="N",
     help="compile the N fastest for simulated devices, and the first of these for the machine",
   )
   parser.add_argument("--json", action="store_true", help="one JSON object instead of tables")
-  parser.add_argument("--html", type=Path, metavar="FILE", help="also write a page with pictures")
+  options.add_page(parser)
   parser.set_defaults(run=run)
 
 
@@ -62,5 +61,5 @@ def run(args: argparse.Namespace) -> int:
   )
   print(result.to_json() if args.json else result)
   if args.html:
-    args.html.write_text(result.to_html())
+    options.write_page(args.html, result.to_html())
   return 0 if result.best is not None else DOES_NOT_FIT

@@ -36,20 +36,25 @@ def register(commands: Commands) -> None:
   options.add_mesh(parser)
   options.add_optimizer(parser)
   add = parser.add_argument
-  add("--steps", type=positive, default=200, metavar="N", help="the last step's number (200)")
-  add("--microbatches", type=positive, metavar="N", help="cut each global batch into N parts")
+  add("--steps", type=options.positive, default=200, metavar="N", help="the last step's number (200)")
+  add("--microbatches", type=options.positive, metavar="N", help="cut each global batch into N parts")
   add("--text", metavar="DIR", help="folder of text to learn, for recipes that read text")
-  add("--eval-every", type=positive, metavar="N", help="evaluate each N-th step too, not only the last")
+  add(
+    "--eval-every", type=options.positive, metavar="N", help="evaluate each N-th step too, not only the last"
+  )
   add(
     "--early-stop",
-    type=positive,
+    type=options.positive,
     metavar="N",
     help="end after N evaluations in a row without a lower eval_loss",
   )
   add("--checkpoint", metavar="DIR", help="save the last step here")
-  add("--save-every", type=positive, metavar="N", help="save each N-th step too")
+  add("--save-every", type=options.positive, metavar="N", help="save each N-th step too")
   add(
-    "--keep", type=positive, metavar="N", help="keep the newest N steps, and the one of the lowest eval_loss"
+    "--keep",
+    type=options.positive,
+    metavar="N",
+    help="keep the newest N steps, and the one of the lowest eval_loss",
   )
   add(
     "--resume",
@@ -60,7 +65,13 @@ def register(commands: Commands) -> None:
     help="go on from a step in --checkpoint, if there is any: a number, best, or latest (when left out)",
   )
   add("--out", metavar="DIR", help="folder for metrics, loss curve and profile (runs/RECIPE)")
-  add("--log-every", type=positive, default=1, metavar="N", help="one record for N steps, of their means (1)")
+  add(
+    "--log-every",
+    type=options.positive,
+    default=1,
+    metavar="N",
+    help="one record for N steps, of their means (1)",
+  )
   add("--tensorboard", metavar="DIR", help="write TensorBoard files there too")
   add("--profile", type=window, metavar="A:B", help="trace the steps A to B for xprof")
   add(
@@ -69,14 +80,6 @@ def register(commands: Commands) -> None:
   add("--compilation-cache", metavar="DIR", help="keep compiled programs here for the next start")
   add("--quiet", action="store_true", help="print only the last step and the result")
   parser.set_defaults(run=run, usage_error=parser.error)
-
-
-def positive(text: str) -> int:
-  """A whole number from 1 up, for argparse."""
-  number = int(text)
-  if number < 1:
-    raise argparse.ArgumentTypeError(f"{text} is less than 1")
-  return number
 
 
 def step_name(text: str) -> int | str:

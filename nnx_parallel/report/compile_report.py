@@ -313,7 +313,8 @@ def report_of(
   axes = axes or (dict(mesh.shape) if mesh is not None else None)
   if axes is None:
     raise ReportError(
-      "the program's arguments are on no mesh.", fix="compile_report(step, ..., axes=dict(mesh.shape))."
+      "the program's arguments are on no mesh.",
+      fix="lower it with arguments on one: jax.device_put(x, NamedSharding(mesh, PartitionSpec())).",
     )
   device = mesh.abstract_device if mesh is not None else None
   kind = device.device_kind if device else ""

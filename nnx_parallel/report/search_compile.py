@@ -10,14 +10,13 @@ from typing import TYPE_CHECKING, Any
 import jax
 import optax
 
-from nnx_parallel.errors import ReportError
 from nnx_parallel.layout.mesh import abstract_mesh
 from nnx_parallel.layout.plan import plan as make_plan
 from nnx_parallel.layout.rules import RuleSet
 from nnx_parallel.report.compile_report import compile_report
 from nnx_parallel.report.remat import with_remat
 from nnx_parallel.report.roofline import program_time
-from nnx_parallel.report.topology import Machine
+from nnx_parallel.report.topology import Machine, missing_compiler
 from nnx_parallel.report.workload import parameter_parts, plan_batch_axes
 
 if TYPE_CHECKING:
@@ -97,7 +96,11 @@ def compile_best(
     )
   best = next((c for c in done if c.report is None or c.report.fits), None)
   if machine.chip.platform != "cpu" and best is not None:
-    best, done = _checked(task, done, notes)
+    missing = missing_compiler(machine)
+    if missing is None:
+      best, done = _checked(task, done, notes)
+    else:
+      notes.append(f"Not compiled for {machine.text}: {missing}")
   return [*done, *fitting[count:]], best, tuple(notes)
 
 
@@ -106,13 +109,7 @@ def _checked(task: Task, done: list[Candidate], notes: list[str]) -> tuple[Candi
   for n, candidate in enumerate(done):
     if candidate.report is not None and not candidate.report.fits:
       continue
-    try:
-      done[n] = compile_candidate(task, candidate, task.machine.text)
-    except ReportError as error:
-      if "is not installed" not in str(error):
-        raise
-      notes.append(f"Not compiled for {task.machine.text}: {error}")
-      return candidate, done
+    done[n] = compile_candidate(task, candidate, task.machine.text)
     if _fits(done[n]):
       notes.append(f"The winner was compiled for {task.machine.text}: it fits.")
       return done[n], done

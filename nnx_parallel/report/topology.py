@@ -130,7 +130,41 @@ def topology(text: str) -> Topology:
     8
   """
   named = machine(text)
+  missing = missing_compiler(named)
+  if missing is not None:
+    raise missing
   return {"cpu": _local, "tpu": _tpu, "gpu": _gpu}[named.chip.platform](named)
+
+
+def missing_compiler(named: Machine) -> ReportError | None:
+  """What to raise when the compiler of a machine is not installed here; None when it is.
+
+  Args:
+    named: from `machine`; the compiler of simulated CPU devices is always here.
+
+  Example:
+    >>> missing_compiler(machine("cpu:8")) is None
+    True
+  """
+  found = {"cpu": lambda: True, "tpu": _has_tpu_compiler, "gpu": _has_gpu_compiler}[named.chip.platform]()
+  if found:
+    return None
+  compiler, extra = {"tpu": ("TPU", "tpu-aot"), "gpu": ("NVIDIA", "gpu-aot")}[named.chip.platform]
+  return ReportError(
+    f"cannot compile for {named.text!r}: the {compiler} compiler is not installed.",
+    details="it needs no accelerator and no driver, only the wheels of this jax version",
+    fix=f"pip install 'nnx-parallel[{extra}]'.",
+  )
+
+
+def _has_tpu_compiler() -> bool:
+  return importlib.util.find_spec("libtpu") is not None
+
+
+def _has_gpu_compiler() -> bool:
+  return importlib.util.find_spec("jax_plugins") is not None and any(
+    importlib.util.find_spec(f"jax_plugins.xla_cuda{version}") for version in (12, 13)
+  )
 
 
 def topology_mesh(text: str, *, explicit: bool = False, **axes: int) -> Mesh:
@@ -205,8 +239,6 @@ def _local(named: Machine) -> Topology:
 
 
 def _tpu(named: Machine) -> Topology:
-  if importlib.util.find_spec("libtpu") is None:
-    raise _missing(named.text, "TPU", "tpu-aot")
   if not glob.glob("/dev/accel*") and not glob.glob("/dev/vfio/*"):
     for variable, value in _NO_TPU_HERE.items():
       os.environ.setdefault(variable, value)
@@ -229,10 +261,6 @@ def _tpu(named: Machine) -> Topology:
 
 
 def _gpu(named: Machine) -> Topology:
-  if importlib.util.find_spec("jax_plugins") is None or not any(
-    importlib.util.find_spec(f"jax_plugins.xla_cuda{version}") for version in (12, 13)
-  ):
-    raise _missing(named.text, "NVIDIA", "gpu-aot")
   # Lets the plugin load on a machine without a driver.
   os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
   found = topologies.get_topology_desc(
@@ -241,11 +269,3 @@ def _gpu(named: Machine) -> Topology:
     topology=f"{named.size[0]}x1x{named.size[1]}",
   )
   return Topology(named, tuple(found.devices))
-
-
-def _missing(text: str, compiler: str, extra: str) -> ReportError:
-  return ReportError(
-    f"cannot compile for {text!r}: the {compiler} compiler is not installed.",
-    details="it needs no accelerator and no driver, only the wheels of this jax version",
-    fix=f"pip install 'nnx-parallel[{extra}]'.",
-  )

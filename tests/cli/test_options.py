@@ -9,7 +9,8 @@ import sys
 import pytest
 
 from nnx_parallel.cli import options
-from nnx_parallel.errors import MeshError
+from nnx_parallel.cli.main import make_parser
+from nnx_parallel.errors import MeshError, ReportError
 from nnx_parallel.recipes import Recipe
 
 
@@ -105,3 +106,31 @@ def test_devices_are_simulated_unless_the_environment_says_how_many(sizes, devic
     check=False,
   )
   assert done.stdout.strip() == expected, done.stderr
+
+
+@pytest.mark.parametrize(
+  "arguments",
+  [
+    ("compile", "text_lm", "--batch", "0"),
+    ("compile", "text_lm", "--microbatches", "0"),
+    ("plan", "text_lm", "--microbatches", "-1"),
+    ("search", "text_lm", "--topology", "cpu:8", "--compile-best", "0"),
+  ],
+)
+def test_counts_start_at_one(arguments, capsys):
+  with pytest.raises(SystemExit):
+    make_parser().parse_args(arguments)
+  assert f"argument {arguments[-2]}: {arguments[-1]} is less than 1" in capsys.readouterr().err
+
+
+def test_a_page_makes_its_folder(tmp_path):
+  page = tmp_path / "new" / "page.html"
+  options.write_page(page, "<!doctype html>")
+  assert page.read_text() == "<!doctype html>"
+
+
+def test_a_page_that_cannot_be_written(tmp_path):
+  with pytest.raises(
+    ReportError, match=r"cannot write the page (.|\n)*Is a directory\n  Fix: --html page.html"
+  ):
+    options.write_page(tmp_path, "")
