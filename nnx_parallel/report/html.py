@@ -19,6 +19,7 @@ from nnx_parallel.report.tables import verdict
 from nnx_parallel.report.units import format_bytes, format_count, format_seconds
 
 if TYPE_CHECKING:
+  from nnx_parallel.report.chips import Chip
   from nnx_parallel.report.compile_report import CompileReport
   from nnx_parallel.report.memory import MemoryPlan
   from nnx_parallel.report.roofline import StepTime
@@ -144,7 +145,11 @@ def report_svg(report: CompileReport, picture: Picture) -> str:
   text = makers[picture](report)
   start, end = text.find("<svg"), text.rfind("</svg>")
   if start < 0:
-    raise ReportError(f"there is nothing to draw in {picture!r}.", details=re.sub("<[^>]*>", "", text))
+    raise ReportError(
+      f"there is nothing to draw in {picture!r}.",
+      details=re.sub("<[^>]*>", "", text),
+      fix=f"another picture: one of {', '.join(makers)}; a timeline needs compile_report(..., chip=...).",
+    )
   return text[start : end + len("</svg>")]
 
 
@@ -161,8 +166,8 @@ def memory_svg(report: CompileReport) -> str:
   return _memory_bar(report.categories, report.chip)
 
 
-def _memory_bar(categories: Mapping[str, int], chip: object) -> str:
-  usable = getattr(chip, "usable_bytes", None)
+def _memory_bar(categories: Mapping[str, int], chip: Chip | None) -> str:
+  usable = chip.usable_bytes if chip is not None else 0
   limit = svg.Item("usable", usable, format_bytes(usable)) if usable else None
   items = [svg.Item(name, size, format_bytes(size)) for name, size in categories.items()]
   if limit and limit.value > 20 * sum(i.value for i in items):

@@ -157,6 +157,9 @@ def trace_workload(
     remat: what layers keep; see `with_remat`.
     scattered: whether gradients have the layout of the optimizer's state, as with
       `train_step(gradients="scattered")`.
+
+  Raises:
+    ReportError: there is no such remat policy.
   """
   traces = _Traces(plan, with_remat(loss, remat), batch)
   batch_axes = plan_batch_axes(plan)
