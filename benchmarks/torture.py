@@ -19,7 +19,6 @@ import json
 import multiprocessing
 import os
 import pathlib
-import platform
 import random
 import shutil
 import socket
@@ -281,6 +280,8 @@ def _free_port() -> int:
 
 def main() -> int:
   """Runs both, writes the record, and fails when anything was lost or wrong."""
+  from harness import environment
+
   parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
   parser.add_argument("--kills", type=int, default=200)
   parser.add_argument("--corruptions", type=int, default=300)
@@ -295,7 +296,7 @@ def main() -> int:
   bad = [kill for kill in killed if kill.problem]
   by_kind = collections.Counter(f"{kill.mode}, {kill.processes} process(es)" for kill in killed)
   record = {
-    "python": platform.python_version(),
+    **environment(),
     "seconds": round(time.time() - started),
     "corruptions": dict(damaged),
     "kills": dict(by_kind),
