@@ -296,7 +296,7 @@ def main() -> int:
   bad = [kill for kill in killed if kill.problem]
   by_kind = collections.Counter(f"{kill.mode}, {kill.processes} process(es)" for kill in killed)
   record = {
-    "command": f"python benchmarks/torture.py --kills {arguments.kills} --corruptions {arguments.corruptions}",
+    "command": " ".join(["python benchmarks/torture.py", *sys.argv[1:]]),
     "seconds": round(time.time() - started),
     "corruptions": dict(damaged),
     "kills": dict(by_kind),
