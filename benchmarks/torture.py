@@ -280,8 +280,6 @@ def _free_port() -> int:
 
 def main() -> int:
   """Runs both, writes the record, and fails when anything was lost or wrong."""
-  from harness import environment
-
   parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
   parser.add_argument("--kills", type=int, default=200)
   parser.add_argument("--corruptions", type=int, default=300)
@@ -289,6 +287,8 @@ def main() -> int:
   arguments = parser.parse_args()
   os.environ.setdefault("JAX_PLATFORMS", "cpu")
   os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {FLAGS}".strip()
+  from harness import environment  # starts jax, so after the flags
+
   started = time.time()
   damaged = corruptions(arguments.corruptions, arguments.seed)
   print(f"corruptions: {dict(damaged)}")
@@ -296,12 +296,13 @@ def main() -> int:
   bad = [kill for kill in killed if kill.problem]
   by_kind = collections.Counter(f"{kill.mode}, {kill.processes} process(es)" for kill in killed)
   record = {
-    **environment(),
+    "command": " ".join(["python benchmarks/torture.py", *sys.argv[1:]]),
     "seconds": round(time.time() - started),
     "corruptions": dict(damaged),
     "kills": dict(by_kind),
     "kills that left litter, swept at the next start": sum(kill.litter > 0 for kill in killed),
     "lost or wrong after a kill": len(bad),
+    **environment(),
   }
   results = pathlib.Path(__file__).parent / "results"
   results.mkdir(exist_ok=True)
