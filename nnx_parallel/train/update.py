@@ -327,8 +327,12 @@ def extra_arguments(tx: Any, state: Any, given: dict[str, Any]) -> dict[str, Any
   """
   value_fn = given["value_fn"]
   parameters = inspect.signature(tx.update).parameters
-  if not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):  # optax.contrib.sam
+  closed = not any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+  if closed or _holds(
+    optax.contrib.SAMState, state
+  ):  # or inside a wrapper, which leaves out what SAM refuses
     given = given | {"grad_fn": lambda params, _: jax.grad(value_fn)(params)}
+  if closed:
     return {name: value for name, value in given.items() if name in parameters}
   if _holds(optax.contrib.HutchinsonState, state):  # Sophia
     return given | {"obj_fn": value_fn}
