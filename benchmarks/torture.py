@@ -19,7 +19,6 @@ import json
 import multiprocessing
 import os
 import pathlib
-import platform
 import random
 import shutil
 import socket
@@ -288,6 +287,8 @@ def main() -> int:
   arguments = parser.parse_args()
   os.environ.setdefault("JAX_PLATFORMS", "cpu")
   os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {FLAGS}".strip()
+  from harness import environment  # starts jax, so after the flags
+
   started = time.time()
   damaged = corruptions(arguments.corruptions, arguments.seed)
   print(f"corruptions: {dict(damaged)}")
@@ -295,12 +296,13 @@ def main() -> int:
   bad = [kill for kill in killed if kill.problem]
   by_kind = collections.Counter(f"{kill.mode}, {kill.processes} process(es)" for kill in killed)
   record = {
-    "python": platform.python_version(),
+    "command": " ".join(["python benchmarks/torture.py", *sys.argv[1:]]),
     "seconds": round(time.time() - started),
     "corruptions": dict(damaged),
     "kills": dict(by_kind),
     "kills that left litter, swept at the next start": sum(kill.litter > 0 for kill in killed),
     "lost or wrong after a kill": len(bad),
+    **environment(),
   }
   results = pathlib.Path(__file__).parent / "results"
   results.mkdir(exist_ok=True)

@@ -52,13 +52,26 @@ def start_save(
       worth of copies exists at a time.
   """
   context = _context(byte_budget=None)
-  # As in `load`, an array that is larger than the budget goes alone.
-  budget = max(byte_budget, max(_bytes_here(array) for tree in items.values() for array in tree.values()) + 1)
+  budget = _write_budget(items, byte_budget)
   context.memory_options.write_concurrent_bytes = budget
   context.memory_options.transfer_concurrent_bytes = None if background else budget
   context.array_options.saving.storage_options.chunk_byte_size = chunk_bytes
   with context, quiet():
     return ocp.save_checkpointables_async(step_dir, {name: dict(tree) for name, tree in items.items()})
+
+
+def host_bytes_to_save(
+  items: Mapping[str, Mapping[str, Array]], *, byte_budget: int, background: bool
+) -> int:
+  """Most host memory of this process that `start_save` takes beyond the arrays: their copies at a time.
+
+  Args:
+    items: as for `start_save`, and so are the others.
+    byte_budget: see there.
+    background: see there.
+  """
+  copies = sum(_first_copies(array) for tree in items.values() for array in tree.values())
+  return copies if background else min(copies, _write_budget(items, byte_budget))
 
 
 def load(
@@ -101,11 +114,16 @@ def load(
 def quiet() -> Generator[None]:
   """Keeps Orbax's log out of the terminal: failures are raised, with their cause."""
   logger = logging.getLogger("absl")
-  logger.addFilter(_drop)
+
+  # One for each call: a shared filter would be taken away by the first of two threads that ends.
+  def drop(_: logging.LogRecord) -> bool:
+    return False
+
+  logger.addFilter(drop)
   try:
     yield
   finally:
-    logger.removeFilter(_drop)
+    logger.removeFilter(drop)
 
 
 def _shard_bytes(target: jax.ShapeDtypeStruct) -> int:
@@ -113,14 +131,22 @@ def _shard_bytes(target: jax.ShapeDtypeStruct) -> int:
   return math.prod(shape) * target.dtype.itemsize
 
 
+def _write_budget(items: Mapping[str, Mapping[str, Array]], byte_budget: int) -> int:
+  # As in `load`, an array that is larger than the budget goes alone.
+  return max(byte_budget, *(_bytes_here(array) + 1 for tree in items.values() for array in tree.values()))
+
+
+def _first_copies(array: Array) -> int:
+  """Bytes of the shards here, of replicas only the first."""
+  if isinstance(array, np.ndarray):
+    return array.nbytes
+  return sum(shard.data.nbytes for shard in array.addressable_shards if shard.replica_id == 0)
+
+
 def _bytes_here(array: Array) -> int:
   if isinstance(array, np.ndarray):
     return array.nbytes
   return sum(shard.data.nbytes for shard in array.addressable_shards)
-
-
-def _drop(_: logging.LogRecord) -> bool:
-  return False
 
 
 def _context(*, byte_budget: int | None) -> ocp.Context:

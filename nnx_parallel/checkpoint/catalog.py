@@ -64,6 +64,11 @@ class Catalog:
     if step is None or step == "latest":
       number = (self.steps() or [None])[-1]
     elif step == "best":
+      if self.retention.best is None:
+        raise CheckpointError(
+          'step="best" says nothing: no metric decides which step is best.',
+          fix='Checkpointer(directory, best="loss"), the name of a metric that was saved.',
+        )
       number = self.best()
     elif isinstance(step, str):
       raise CheckpointError(f"step={step!r} is unknown.", fix='pass a number, "latest" or "best".')

@@ -133,6 +133,9 @@ class Checkpointer:
   ) -> None:
     """Saves everything a run is as one step, all or nothing.
 
+    Says before it starts, in the log at INFO, how many bytes the step has and how much host memory this
+    process will need.
+
     Args:
       step: not negative.
       model: a module, with Variables of every type, or a pytree of arrays.

@@ -1,6 +1,9 @@
 """Restores a checkpoint of a model that was built otherwise: a list of layers into a stacked one, and so on.
 
-The saved leaves are read, verified, evenly spread over the target's devices, and put together there.
+The saved leaves are read, verified, evenly spread over the target's devices, and put together there. So each
+byte of a leaf is read by one device only, and goes to where the target wants it between devices, not through
+the file system. A mesh axis that divides no dim of a saved leaf is the exception: the leaf is read once for
+each index of that axis by different processes, as a small bias may be.
 """
 
 from __future__ import annotations

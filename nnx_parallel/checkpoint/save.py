@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import logging
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -18,6 +19,8 @@ from nnx_parallel.checkpoint.encoding import Array, Json
 from nnx_parallel.checkpoint.manifest import ItemRecord, LeafRecord, Manifest
 from nnx_parallel.checkpoint.placement import without_padding
 from nnx_parallel.errors import CheckpointError
+
+logger = logging.getLogger(__name__)
 
 # Files up to this size are hashed as a whole: all of the metadata, none of the large arrays.
 _HASHED_BYTES = 1 << 20
@@ -115,6 +118,13 @@ def write(
     files.mark(directory, step, files.SAVING)
   pending = None
   if content.arrays:
+    copies = _orbax.host_bytes_to_save(content.arrays, byte_budget=byte_budget, background=background)
+    logger.info(
+      "saving step %d: %s bytes of arrays; at most %s bytes of host memory here",
+      step,
+      f"{content.nbytes:,}",
+      f"{copies:,}",
+    )
     pending = _orbax.start_save(
       folder, content.arrays, chunk_bytes=chunk_bytes, byte_budget=byte_budget, background=background
     )

@@ -7,9 +7,9 @@ import contextlib
 import math
 import sys
 import warnings
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from nnx_parallel.cli import options
 from nnx_parallel.errors import CheckpointError, TrainError
@@ -121,9 +121,9 @@ def run(args: argparse.Namespace) -> int:
     nxp.compilation_cache(args.compilation_cache)
   mesh = options.real_mesh(sizes, args.devices)
   plan = plan_recipe(recipe, mesh, **options.optimizer_options(args))
-  check_first_batch(recipe, plan)
+  settings = {"batch": check_first_batch(recipe, plan), **asked(args)}
   with open_checkpoints(args.checkpoint, resume=args.resume, keep=args.keep) as checkpointer:
-    job = make_job(recipe, plan, checkpointer, args.resume, microbatches=args.microbatches)
+    job = make_job(recipe, plan, checkpointer, args.resume, microbatches=args.microbatches, settings=settings)
     train(args, job, checkpointer)
   return 0
 
@@ -175,14 +175,26 @@ def train(args: argparse.Namespace, job: Job, checkpointer: nxp.Checkpointer | N
     say(f"checkpoint  {Path(args.checkpoint, str(job.step))}")
 
 
-def check_first_batch(recipe: Recipe, plan: nxp.ShardingPlan) -> None:
-  """Reads and places one batch, so that missing data or a wrong size is said before the model is made."""
+def check_first_batch(recipe: Recipe, plan: nxp.ShardingPlan) -> int:
+  """Reads and places one batch, so that missing data or a wrong size is said before the model is made.
+
+  Returns:
+    Its number of examples; 0 when there is no batch.
+  """
   import nnx_parallel as nxp
+  from nnx_parallel.train.losses import examples_in
 
   if recipe.batches is not None:
     for batch in recipe.batches(0, split="train"):
       nxp.shard_batch(batch, plan)
-      return
+      return examples_in(batch)
+  return 0
+
+
+def asked(args: argparse.Namespace) -> dict[str, Any]:
+  """The options that decide what is computed, to be kept in the checkpoints."""
+  names = ("steps", "zero", "offload", "text", "eval_every", "early_stop")
+  return {name: getattr(args, name) for name in names}
 
 
 @contextlib.contextmanager
@@ -213,6 +225,7 @@ def make_job(
   step: int | str | None = "latest",
   *,
   microbatches: int | None = None,
+  settings: Mapping[str, Any] | None = None,
 ) -> Job:
   """Restores a checkpoint (the newest good one), or creates the job when there is none yet."""
   from nnx_parallel.recipes.job import Job
@@ -221,11 +234,13 @@ def make_job(
   if checkpointer is not None and checkpointer.steps():
     with warnings.catch_warnings(record=True) as caught:
       warnings.simplefilter("always", UserWarning)
-      job = Job.restore(recipe, plan, checkpointer, step, microbatches=parts)
+      job = Job.restore(recipe, plan, checkpointer, step, microbatches=parts, settings=settings)
     for warning in caught:
       print(f"warning: {warning.message}", file=sys.stderr)
+    if job.changes:
+      print(f"settings other than those of step {job.step}: {'; '.join(job.changes)}", file=sys.stderr)
     return job
-  return Job.start(recipe, plan, microbatches=parts)
+  return Job.start(recipe, plan, microbatches=parts, settings=settings)
 
 
 def describe(job: Job) -> str:

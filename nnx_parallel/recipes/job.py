@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any, Self
 
 from flax import nnx
@@ -12,6 +13,7 @@ from nnx_parallel.errors import RecipeError
 from nnx_parallel.recipes.fit import resume_from
 from nnx_parallel.recipes.loader import Recipe
 from nnx_parallel.recipes.recorder import Position
+from nnx_parallel.recipes.settings import Settings, differences, settings_of
 from nnx_parallel.train.metrics import Record
 
 
@@ -50,6 +52,9 @@ class Job:
     optimizer: its optimizer.
     microbatches: into how many parts each global batch is cut.
     position: the step, and the data cursor.
+    settings: how it is run, as JSON values, kept in each checkpoint: those given, and the mesh, the
+      microbatches, the steps asked for and the SHA-256 of the recipe's file.
+    changes: settings that differ from those of the checkpoint it was restored from, as text.
   """
 
   recipe: Recipe
@@ -58,6 +63,8 @@ class Job:
   optimizer: nnx.Optimizer[Any]
   microbatches: int = 1
   position: Position = dataclasses.field(default_factory=Position)
+  settings: Settings = dataclasses.field(default_factory=dict[str, Any])
+  changes: list[str] = dataclasses.field(default_factory=list[str])
 
   def __post_init__(self) -> None:
     if self.recipe.loss is None or self.recipe.batches is None:
@@ -65,6 +72,7 @@ class Job:
         f"the recipe {self.recipe.name} cannot be trained: it has no loss() or no batches().",
         fix="load it with load_recipe(spec), which checks both.",
       )
+    self.settings = settings_of(self.recipe, self.plan, self.microbatches) | self.settings
     self._batches = self.recipe.batches
     self._train_step = nxp.train_step(self.recipe.loss, microbatches=self.microbatches, pairs=True)
     self._eval_step = nxp.eval_step(self.recipe.loss, pairs=True)
@@ -73,10 +81,17 @@ class Job:
     self._quiet = nnx.view(self.model, **options, raise_if_not_found=False)
 
   @classmethod
-  def start(cls, recipe: Recipe, plan: nxp.ShardingPlan, *, microbatches: int = 1) -> Self:
-    """A new job at step 0, created straight into its shards."""
+  def start(
+    cls,
+    recipe: Recipe,
+    plan: nxp.ShardingPlan,
+    *,
+    microbatches: int = 1,
+    settings: Mapping[str, Any] | None = None,
+  ) -> Self:
+    """A new job at step 0, created straight into its shards; `settings` are kept in its checkpoints."""
     model, optimizer = nxp.create_sharded_model(plan)
-    return cls(recipe, plan, model, optimizer, microbatches)
+    return cls(recipe, plan, model, optimizer, microbatches, settings=dict(settings or {}))
 
   @classmethod
   def restore(
@@ -87,14 +102,20 @@ class Job:
     step: int | str | None = "latest",
     *,
     microbatches: int = 1,
+    settings: Mapping[str, Any] | None = None,
   ) -> Self:
     """The job as it was at a checkpoint, in the layout of this plan; a damaged one is passed over.
+
+    Settings may differ from those of the checkpoint: `changes` lists them.
 
     Raises:
       CheckpointError: nothing to restore, or it does not fit the plan.
     """
     (model, optimizer), position = resume_from(checkpointer, plan, step)
-    return cls(recipe, plan, model, optimizer, microbatches, position)
+    job = cls(recipe, plan, model, optimizer, microbatches, position, dict(settings or {}))
+    saved = checkpointer.metadata(position.step).extra.get("settings")
+    job.changes = differences(saved, job.settings) if isinstance(saved, dict) else []
+    return job
 
   def train(self, steps: int, *, progress: Any = False, **options: Any) -> nxp.FitResult:
     """Trains until `steps` updates were made in all, by `nxp.fit`.
@@ -111,6 +132,7 @@ class Job:
       TrainError: the batches end too early, or a loss is not finite.
       CheckpointError: a step that cannot be saved.
     """
+    self.settings["steps"] = steps
     return nxp.fit(
       self._train_step,
       self.model,
@@ -120,7 +142,7 @@ class Job:
       plan=self.plan,
       start=self.position,
       tokens=self.recipe.tokens,
-      extra=lambda: {"recipe": self.recipe.name},
+      extra=self._extra,
       progress=progress,
       **options,
     )
@@ -132,7 +154,7 @@ class Job:
       CheckpointError: as `Checkpointer.save`.
     """
     at = self.position
-    extra = {"recipe": self.recipe.name, "data": {"samples": at.samples, "stop": at.stop}}
+    extra = {**self._extra(), "data": {"samples": at.samples, "stop": at.stop}}
     overwrite = at.step <= at.replaces
     checkpointer.save(at.step, self.model, self.optimizer, extra=extra, plan=self.plan, overwrite=overwrite)
 
@@ -140,6 +162,9 @@ class Job:
     """Mean metrics over the held-out batches, dropout off; empty when there are none."""
     held_out = nxp.batches(self._batches(0, split="held_out"), self.plan)
     return nxp.evaluate(self._eval_step, self._quiet, held_out)
+
+  def _extra(self) -> dict[str, Any]:
+    return {"recipe": self.recipe.name, "settings": dict(self.settings)}
 
   @property
   def step(self) -> int:

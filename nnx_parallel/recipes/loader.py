@@ -37,7 +37,14 @@ CALLS: dict[str, tuple[int, tuple[str, ...]]] = {
   "tokens": (1, ()),
   "microbatches": (0, ()),
 }
-MACHINERY = ("__init__", "fit", "job", "loader", "recorder")  # the files of this folder that are no recipes
+MACHINERY = (
+  "__init__",
+  "fit",
+  "job",
+  "loader",
+  "recorder",
+  "settings",
+)  # the files of this folder that are no recipes
 TRAINING = ("init", "optimizer", "loss", "batches")
 
 

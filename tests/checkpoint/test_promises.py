@@ -18,6 +18,8 @@ Told here, or in the test that is named:
 | `Memory kind mismatch` | test_restore: test_memory_kinds_are_the_targets |
 """
 
+import concurrent.futures
+
 import hypothesis
 import jax
 import jax.numpy as jnp
@@ -100,6 +102,33 @@ def test_no_more_bytes_are_in_flight_than_the_budget(tmp_path, monkeypatch):
   diff = checkpointer.preflight(deep_plan(6))
   assert diff.bytes_read == sum(reads)
   assert "this process reads" in str(diff)
+
+
+@pytest.mark.parametrize(("asynchronous", "host"), [(False, "513"), (True, "1,536")])
+def test_a_save_predicts_bytes(tmp_path, caplog, asynchronous, host):
+  caplog.set_level("INFO", "nnx_parallel.checkpoint.save")
+  with Checkpointer(tmp_path, byte_budget=300, asynchronous=asynchronous) as checkpointer:
+    checkpointer.save(1, {f"w{i}": jnp.zeros((128,)) for i in range(3)})
+  text = f"saving step 1: 1,536 bytes of arrays; at most {host} bytes of host memory here"
+  assert caplog.messages == [text]
+
+
+def test_two_threads_restore_at_once_from_two_directories(tmp_path, caplog):
+  trees = [{"w": np.full((64, 32), i, np.float32), "b": np.full(32, i, np.int32)} for i in range(2)]
+  for i, tree in enumerate(trees):
+    Checkpointer(tmp_path / str(i)).save(1, tree)
+  sharding = NamedSharding(nxp.make_mesh(fsdp=8), P("fsdp"))
+  target = {name: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding) for name, x in trees[0].items()}
+
+  def restore(i):
+    checkpointer = Checkpointer(tmp_path / str(i))
+    return [checkpointer.restore(target) for _ in range(4)]
+
+  with concurrent.futures.ThreadPoolExecutor(2) as pool:
+    for tree, found in zip(trees, pool.map(restore, range(2)), strict=True):
+      for again in found:
+        assert_same(again, tree)
+  assert not caplog.messages
 
 
 def test_pieces_on_disk_are_small_enough_for_any_reader(tmp_path):

@@ -6,6 +6,7 @@ import pytest
 from flax import nnx
 
 import nnx_parallel as nxp
+from nnx_parallel.checkpoint import _orbax
 from nnx_parallel.checkpoint.checkpointer import Checkpointer
 from nnx_parallel.checkpoint.mapping import Mapping, Rule, Stack, Transpose, Unstack
 from nnx_parallel.errors import CheckpointError
@@ -75,3 +76,29 @@ def test_what_the_mapping_leaves_over_is_an_error(tmp_path):
   text = r"shape    model/layers\.0\.kernel: saved \(8, 16\), wanted \(16, 8\)"
   with pytest.raises(CheckpointError, match=text):
     Checkpointer(tmp_path).restore(plan, mapping=wrong, optimizer="drop")
+
+
+def test_each_byte_of_a_list_is_read_once(tmp_path, monkeypatch):
+  listed, optimizer = nxp.create_sharded_model(make_plan(Listed, a=8))
+  checkpointer = Checkpointer(tmp_path)
+  checkpointer.save(1, listed, optimizer)
+  shares, load = {}, _orbax.load
+
+  def watched(step_dir, item, targets, others, **options):
+    for name, target in targets.items():
+      shard = target.sharding.shard_shape(target.shape)
+      shares[item, name] = np.prod(shard) * target.dtype.itemsize
+    return load(step_dir, item, targets, others, **options)
+
+  monkeypatch.setattr(_orbax, "load", watched)
+  plan = make_plan(Stacked, a=2, b=4)
+  checkpointer.restore(plan, mapping=STACK)
+  ruled = {
+    (item, leaf.folder): leaf
+    for item, record in checkpointer.metadata().items.items()
+    for path, leaf in record.leaves.items()
+    if "layers." in path
+  }
+  assert len(ruled) == 18  # kernel and bias of three layers, and two moments of each
+  assert {key: shares[key] * 8 for key in ruled} == {key: leaf.nbytes for key, leaf in ruled.items()}
+  assert checkpointer.preflight(plan, mapping=STACK).bytes_read == checkpointer.metadata().nbytes

@@ -1,9 +1,11 @@
 import hypothesis
+import pytest
 from hypothesis import strategies as st
 
-from checkpoint.runs import arrays
+from checkpoint.runs import arrays, assert_same, target_of
 from nnx_parallel.checkpoint.checkpointer import Checkpointer
 from nnx_parallel.checkpoint.retention import Retention
+from nnx_parallel.errors import CheckpointError
 
 FLOATS = st.floats(allow_nan=True, allow_infinity=True)
 
@@ -37,3 +39,24 @@ def test_steps_on_disk(tmp_path):
     assert checkpointer.best() == 2
     assert checkpointer.metadata("best").step == 2
     assert checkpointer.latest() == 5
+
+
+def test_latest_and_best_are_steps_to_restore(tmp_path):
+  trees = {step: {"w": arrays(step)["w"]} for step in (1, 2, 3)}
+  with Checkpointer(tmp_path, best="loss") as checkpointer:
+    for step, tree in trees.items():
+      checkpointer.save(step, tree, metrics={"loss": abs(step - 2)})
+    for step, number in ((None, 3), ("latest", 3), ("best", 2), (1, 1)):
+      assert_same(checkpointer.restore(target_of(trees[1]), step), trees[number])
+      assert checkpointer.restored.step == number
+    assert checkpointer.preflight(target_of(trees[1]), "best").step == 2
+    with pytest.raises(
+      CheckpointError, match=r"step='newest' is unknown\.\n  Fix: pass a number, \"latest\""
+    ):
+      checkpointer.restore(target_of(trees[1]), "newest")
+  with pytest.raises(
+    CheckpointError, match=r'(?s)step="best" says nothing.*Fix: Checkpointer\(directory, best='
+  ):
+    Checkpointer(tmp_path).restore(target_of(trees[1]), "best")
+  with pytest.raises(CheckpointError, match="cannot find a step with the metric 'accuracy'"):
+    Checkpointer(tmp_path, best="accuracy").restore(target_of(trees[1]), "best")

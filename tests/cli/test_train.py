@@ -109,6 +109,33 @@ def test_a_resumed_run_equals_the_one_that_never_stopped(tiny, capsys):
   assert losses("parts") == losses("straight")
 
 
+def test_a_resume_with_other_settings_says_which_differ(tiny, capsys):
+  common = ["train", tiny, "--checkpoint", "ckpt", "--resume", "--quiet"]
+  assert cli.main([*common, "--steps", "1"]) == 0
+  assert cli.main(["inspect", "ckpt"]) == 0
+  out = capsys.readouterr().out
+  kept = json.loads(
+    next(line for line in out.splitlines() if line.startswith("  settings ")).split(maxsplit=1)[1]
+  )
+  assert len(kept.pop("source_sha256")) == 64
+  assert kept == {
+    "mesh": {"data": 4, "tensor": 2},
+    "microbatches": 1,
+    "batch": 16,
+    "steps": 1,
+    "zero": 0,
+    "offload": False,
+    "text": None,
+    "eval_every": None,
+    "early_stop": None,
+  }
+  assert cli.main([*common, "--steps", "2", "--microbatches", "2", "--mesh", "data=8"]) == 0
+  assert capsys.readouterr().err == (
+    "settings other than those of step 1: mesh data=4,tensor=2 -> data=8,tensor=1; microbatches 1 -> 2;"
+    " steps 1 -> 2\n"
+  )
+
+
 def test_a_run_that_is_done_says_how_to_go_on(tiny, capsys):
   common = ["train", tiny, "--steps", "3", "--checkpoint", "ckpt", "--quiet"]
   assert cli.main(common) == 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import math
 
 import jax
@@ -71,6 +72,40 @@ def test_a_job_resumes_on_another_mesh(recipe, tmp_path, sizes):
   found = losses(resumed, 6)
   assert found.keys() == expected.keys() == {4, 5, 6}
   np.testing.assert_allclose(list(found.values()), list(expected.values()), rtol=1e-5)
+
+
+def test_settings_are_kept_and_a_resume_says_which_differ(recipe, tiny_file, tmp_path):
+  job = Job.start(recipe, make_plan(recipe, data=4, tensor=2), settings={"batch": 16, "zero": 0})
+  with nxp.Checkpointer(tmp_path / "ckpt") as checkpointer:
+    job.train(2, checkpointer=checkpointer)
+    saved = checkpointer.restore_extra("settings")
+    digest = hashlib.sha256(tiny_file.read_bytes()).hexdigest()
+    assert saved == {
+      "mesh": {"data": 4, "tensor": 2},
+      "microbatches": 1,
+      "source_sha256": digest,
+      "batch": 16,
+      "zero": 0,
+      "steps": 2,
+    }
+    assert Job.restore(recipe, job.plan, checkpointer, settings={"batch": 16, "zero": 0}).changes == []
+    tiny_file.write_text(tiny_file.read_text() + "\n")
+    plan = make_plan(recipe, data=8, tensor=1)
+    other = Job.restore(recipe, plan, checkpointer, microbatches=2, settings={"zero": 1, "offload": False})
+    now = hashlib.sha256(tiny_file.read_bytes()).hexdigest()
+    assert other.changes == [
+      "mesh data=4,tensor=2 -> data=8,tensor=1",
+      "microbatches 1 -> 2",
+      f"source_sha256 {digest[:12]} -> {now[:12]}",
+      "zero 0 -> 1",
+    ]
+    other.train(3)
+    other.save(checkpointer)
+    assert checkpointer.restore_extra("settings") == other.settings
+    checkpointer.save(
+      4, other.model, other.optimizer, extra={"data": {"samples": 0}}
+    )  # by a program without them
+    assert Job.restore(recipe, plan, checkpointer).changes == []
 
 
 def test_nothing_to_restore_is_an_error(recipe, tmp_path):
