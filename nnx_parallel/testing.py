@@ -13,6 +13,7 @@ import optax
 from flax import nnx
 
 import nnx_parallel as nxp
+from nnx_parallel.layout.extra_args import accept_extra
 from nnx_parallel.layout.serialize import assert_golden_plan
 from nnx_parallel.layout.variables import path_str, value_of, variables
 
@@ -64,7 +65,7 @@ def with_gradient_norms(tx: optax.GradientTransformation) -> optax.GradientTrans
     >>> run.history["bias"]  # 8 outputs, each of 8 examples: 8 * sqrt(8)
     array([22.627417, 22.627417], dtype=float32)
   """
-  inner = optax.with_extra_args_support(tx)
+  inner = accept_extra(tx)
 
   def init(params: Any) -> GradientNorms:
     return GradientNorms(inner.init(params), jnp.zeros(len(jax.tree.leaves(params)), jnp.float32))

@@ -10,7 +10,6 @@ import jax
 import optax
 from flax import nnx
 from jax.core import Tracer
-from jax.interpreters.partial_eval import DynamicJaxprTracer
 from jax.sharding import AbstractMesh, AxisType
 
 from nnx_parallel.errors import PlanError
@@ -35,6 +34,8 @@ def _quick_conversions() -> Generator[None]:
   if jax.__version_info__ >= (0, 12):
     yield
     return
+  # Imported here, because newer versions of jax are free to move it.
+  from jax.interpreters.partial_eval import DynamicJaxprTracer
 
   def refuse(_: Any) -> None:
     raise AttributeError("a traced array has no sharding")

@@ -130,7 +130,7 @@ def fit(
     eval_every: evaluate each so many steps; by default at the end only.
     checkpointer: where to save; `max_to_keep` and `best` (say, `"eval_loss"`) are its own options.
     save_every: save each so many steps; by default at the end only.
-    extra: returns more to save: trees of arrays, or JSON values, by name.
+    extra: returns more to save: trees of arrays, or JSON values, by name; `"data"` is taken, by the cursor.
     resume: restore `"latest"`, `"best"` or a number into the live model first; starts anew when there is
       no checkpoint. On the same mesh the run goes on bit for bit.
     start: where the model already is, as `resume_from` says; advanced in place.
@@ -166,6 +166,7 @@ def fit(
     >>> result.step, result.stopped, result.history[-1]["loss"] < result.history[0]["loss"]
     (3, 'data', True)
   """
+  _check_intervals(evaluate, eval_every=eval_every, save_every=save_every, log_every=log_every)
   goodput = Goodput()
   if resume is not None and checkpointer is not None and checkpointer.steps():
     with goodput.spend("restore"):
@@ -296,6 +297,14 @@ def _check(
       f"the data cannot go on after {start.samples} samples: batches is a {type(batches).__name__}.",
       fix="pass a function: batches(samples) -> the batches after so many examples.",
     )
+
+
+def _check_intervals(evaluate: Any, **every: int | None) -> None:
+  for name, steps in every.items():
+    if steps is not None and steps < 1:
+      raise TrainError(f"{name}={steps} is not a number of steps.", fix=f"{name}=1 or more.")
+  if evaluate is None and every["eval_every"] is not None:
+    raise TrainError("eval_every needs something to evaluate.", fix="evaluate=lambda: {...metrics}")
 
 
 def _ended(step: int, steps: int) -> TrainError:

@@ -55,7 +55,7 @@ class EarlyStop:
       return False
     value = float(record[self.metric])
     gain = math.inf if self.best is None else self.best - value if self.mode == "min" else value - self.best
-    if gain > self.min_delta:
+    if gain > self.min_delta and not math.isnan(value):  # nothing would be better than a nan
       self.best, self.waited = value, 0
     else:
       self.waited += 1

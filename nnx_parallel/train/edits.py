@@ -15,7 +15,9 @@ import functools
 from typing import Any
 
 from flax import nnx
-from flax.nnx.tracers import TraceState
+
+# flax does not document it: where it is gone, nothing can be heard, and every step looks.
+TraceState: Any = getattr(getattr(nnx, "tracers", None), "TraceState", object)
 
 _asked = [0]
 
@@ -58,7 +60,8 @@ def hear(module: nnx.Pytree) -> bool:
     >>> assignments() > before
     True
   """
-  return _plain(type(module)) and _flax_asks() and _install(module)
+  # In this order: a flax without the methods that `_plain` compares does not ask.
+  return _flax_asks() and _plain(type(module)) and _install(module)
 
 
 def _install(module: nnx.Pytree) -> bool:
@@ -80,9 +83,13 @@ def _plain(kind: type) -> bool:
 @functools.cache
 def _flax_asks() -> bool:
   """Tries it on a module, because what is counted is flax's own business."""
-  probe = nnx.List([0])
-  if not all(hasattr(nnx.Pytree, name) for name in ("_setattr", "_check_valid_context")):
+  parts = (
+    (nnx.Pytree, ("_setattr", "_check_valid_context")),
+    (TraceState, ("_jax_trace", "jax_trace", "is_valid")),
+  )
+  if not all(hasattr(owner, name) for owner, names in parts for name in names):
     return False
+  probe = nnx.List([0])
   if not _install(probe):
     return False
   heard: list[bool] = []

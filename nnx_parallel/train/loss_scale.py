@@ -85,7 +85,7 @@ def with_loss_scale(
     if not (value > 0 and math.frexp(value)[0] == 0.5):
       raise TrainError(
         f"{name}={value} is not a power of two, so dividing by it would round gradients.",
-        fix=f"{name}={2.0 ** round(math.log2(value)) if value > 0 else 2.0**15}",
+        fix=f"{name}={2.0 ** round(math.log2(value)) if 0 < value < math.inf else 2.0**15}",
       )
   if not minimum <= initial <= maximum:
     raise TrainError(

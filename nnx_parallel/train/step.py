@@ -258,18 +258,18 @@ def train_step(
     gradients: `"whole"` keeps gradients in the layout of their parameters; `"scattered"` (ZeRO-2, with a plan
       that has `zero=2`) in that of their optimizer state, which saves memory, and reduces them in each
       microbatch.
-    pairs: return `(sum, count)` pairs instead of means, for exact means over many steps (`MetricSums`). A
-      plain scalar counts for as many as the batch has examples.
-
     reduction: dtype in which replicas sum their gradients, where each holds the whole model and sums its own
       part first (see `microbatches`); anything else is an error when the step is traced. None: XLA reduces a
       gradient in the dtype in which its layer computes, and sums of microbatches in float32.
+    pairs: return `(sum, count)` pairs instead of means, for exact means over many steps (`MetricSums`). A
+      plain scalar counts for as many as the batch has examples.
 
   Returns:
     A callable `(model, optimizer, batch) -> metrics`.
 
   Raises:
-    TrainError: a number of microbatches, a remat policy or a layout of gradients that does not exist.
+    TrainError: a number of microbatches, a remat policy or a layout of gradients that does not exist; or a
+      reduction in a dtype that is not floating.
 
   Example:
     >>> import jax.numpy as jnp, optax, nnx_parallel as nxp
@@ -285,6 +285,10 @@ def train_step(
   """
   if gradients not in ("whole", "scattered"):
     raise TrainError(f"gradients={gradients!r} is not a layout.", fix='gradients="whole" or "scattered".')
+  if reduction is not None and not jnp.issubdtype(reduction, jnp.floating):
+    raise TrainError(
+      f"reduction={jnp.dtype(reduction)} would round gradients to whole numbers.", fix="reduction=jnp.float32"
+    )
   recipe = Recipe(loss_fn, microbatches, remat, tuple(outputs), gradients == "scattered", reduction, pairs)
   return TrainStep(recipe)
 
@@ -342,7 +346,8 @@ class _Bound:
 
   def program(self, batch: Any) -> Compiled:
     # Only accumulation depends on how the batch is laid out; jit handles all else by itself.
-    axes = _batch_axes(batch) if self.recipe.microbatches > 1 or self.recipe.reduction else ()
+    by_layout = self.recipe.microbatches > 1 or self.recipe.reduction is not None
+    axes = _batch_axes(batch) if by_layout else ()
     found = self._programs.get(axes)
     if found is None:
       labels = self.binding.variable_labels
@@ -354,7 +359,7 @@ class _Bound:
         run = with_right_gradients(self._evaluate, self.binding.mesh)
         found = Compiled(run, labels, donate=False, shardings=None)
       self._programs[axes] = found
-    if self.recipe.microbatches == 1:
+    if not by_layout:
       self.only = found
     return found
 

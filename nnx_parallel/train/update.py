@@ -288,18 +288,30 @@ def _is_split_further(optimizer: Any, model: Any, grads: Any) -> bool:
 
 
 def _update_on_auto_axes(optimizer: Any, model: Any, grads: Any, extra: dict[str, Any]) -> None:
-  """Lets the compiler move what optax adds up, and gives every array back where it was."""
-  extra = {name: value for name, value in extra.items() if not callable(value)}  # they trace on Explicit axes
+  """Lets the compiler move what optax adds up, and gives every array back where it was.
+
+  The loss cannot be called there, since it is traced for Explicit axes: an optimizer that does is refused.
+  """
+  functions = {name: _no_function for name, value in extra.items() if callable(value)}
+  extra = {name: value for name, value in extra.items() if name not in functions}
   graphdef, state = nnx.split((model, optimizer))
 
   def run(state: Any, grads: Any, extra: Any) -> Any:
     pair = nnx.merge(graphdef, state)
-    pair[1].update(pair[0], grads, **extra)
+    pair[1].update(pair[0], grads, **extra, **functions)
     return nnx.state(pair)
 
   placed = jax.tree.map(lambda x: jax.typeof(x).sharding, state)
   on_auto_axes: Any = jax.sharding.auto_axes(run, out_sharding=placed)
   nnx.update((model, optimizer), on_auto_axes(state, grads, extra))
+
+
+def _no_function(*_: Any, **__: Any) -> Any:
+  raise TrainError(
+    "the optimizer evaluates the loss in its update, which does not work with ZeRO on Explicit axes.",
+    details="its state is laid out otherwise than the parameters, so the update runs on Auto axes",
+    fix="plan(..., zero=0), or a mesh with Auto axes: nxp.make_mesh without explicit=True.",
+  )
 
 
 def extra_arguments(tx: Any, state: Any, given: dict[str, Any]) -> dict[str, Any]:
@@ -315,8 +327,12 @@ def extra_arguments(tx: Any, state: Any, given: dict[str, Any]) -> dict[str, Any
   """
   value_fn = given["value_fn"]
   parameters = inspect.signature(tx.update).parameters
-  if not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):  # optax.contrib.sam
+  closed = not any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+  if closed or _holds(
+    optax.contrib.SAMState, state
+  ):  # or inside a wrapper, which leaves out what SAM refuses
     given = given | {"grad_fn": lambda params, _: jax.grad(value_fn)(params)}
+  if closed:
     return {name: value for name, value in given.items() if name in parameters}
   if _holds(optax.contrib.HutchinsonState, state):  # Sophia
     return given | {"obj_fn": value_fn}

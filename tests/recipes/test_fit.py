@@ -133,6 +133,25 @@ def test_early_stop(mode, values, last):
   assert (result.step, result.stopped, stop.waited) == (last, "early", 2)
 
 
+def test_early_stop_goes_on_after_a_nan():
+  stop = nxp.EarlyStop("eval_score", patience=2)
+  assert not any(stop.update({"eval_score": value}) for value in (math.nan, 3.0, 2.0, math.nan, 1.0))
+  assert (stop.best, stop.waited) == (1.0, 0)
+
+
+@pytest.mark.parametrize(
+  ("options", "message"),
+  [
+    ({"log_every": 0}, "log_every=0 is not a number of steps"),
+    ({"eval_every": -1}, "eval_every=-1 is not a number of steps"),
+    ({"eval_every": 2}, "eval_every needs something to evaluate"),
+  ],
+)
+def test_intervals_that_mean_nothing(options, message):
+  with pytest.raises(nxp.TrainError, match=message):
+    fake([1.0], **options)
+
+
 def test_early_stop_needs_a_metric_that_exists():
   stop = nxp.EarlyStop("eval_lose")
   with pytest.raises(

@@ -6,6 +6,7 @@ import copy
 import pickle
 import subprocess
 import sys
+import types
 
 import jax
 import pytest
@@ -99,6 +100,22 @@ def test_where_flax_asks_no_more_every_step_looks(monkeypatch):
     monkeypatch.undo()
     edits._flax_asks.cache_clear()
   assert hear(Block(nnx.Rngs(0)))
+
+
+@pytest.mark.parametrize(
+  ("name", "without"),
+  [("nnx", types.SimpleNamespace(Pytree=object, List=nnx.List)), ("TraceState", object)],
+)
+def test_where_flax_has_other_methods_nothing_is_heard(monkeypatch, name, without):
+  model = Block(nnx.Rngs(0))
+  monkeypatch.setattr(edits, name, without)
+  edits._flax_asks.cache_clear()
+  edits._plain.cache_clear()
+  try:
+    assert not hear(model)
+  finally:
+    edits._flax_asks.cache_clear()
+    edits._plain.cache_clear()
 
 
 def test_watched_modules_behave_as_before():

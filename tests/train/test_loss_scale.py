@@ -215,6 +215,7 @@ def test_a_checkpoint_carries_the_scale(tmp_path):
   ("options", "message"),
   [
     ({"initial": 1000.0}, r"initial=1000.0 is not a power of two(.|\n)*Fix: initial=1024.0"),
+    ({"maximum": float("inf")}, r"maximum=inf is not a power of two(.|\n)*Fix: maximum=32768.0"),
     ({"minimum": 0.0}, r"minimum=0.0 is not a power of two"),
     ({"initial": 0.5}, r"initial=0.5 is not between minimum=1.0 and maximum=16777216.0"),
     ({"growth_interval": 0}, "growth_interval=0 is not a number of steps"),

@@ -211,6 +211,14 @@ def test_the_dtype_in_which_replicas_sum_gradients(dtype, mark):
   reference, other = nxp.create_sharded_model(plan)
   nxp.train_step(loss_fn)(reference, other, x)
   np.testing.assert_allclose(model.kernel[...], reference.kernel[...], rtol=2e-2, atol=1e-3)
+  whole = jax.device_put(x, jax.NamedSharding(plan.mesh, jax.P()))
+  with pytest.raises(nxp.TrainError, match=r"reduction=.* cannot be honoured(.|\n)*no mesh axis splits"):
+    step(model, optimizer, whole)  # the program of the batch before is not this one's
   split = nxp.plan(init, nxp.make_mesh(fsdp=8), nxp.fsdp(min_size=0), optimizer=optax.sgd(0.1))
   with pytest.raises(nxp.TrainError, match=r"reduction=.* cannot be honoured: XLA places the reductions"):
     step.lower(split, batch=nxp.shard_batch(np.ones((16, 24), np.float32), split))
+
+
+def test_a_reduction_in_whole_numbers_is_refused():
+  with pytest.raises(nxp.TrainError, match="reduction=int32 would round gradients to whole numbers"):
+    nxp.train_step(lambda model, x: model(x).mean(), reduction=jnp.int32)

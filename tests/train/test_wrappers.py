@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import optax.contrib
 import pytest
 from flax import nnx
 
@@ -258,3 +259,19 @@ def test_bad_arguments():
   state = tx.init({"a": jnp.ones(2)})
   with pytest.raises(nxp.TrainError, match="with_masters needs the parameters"):
     tx.update({"a": jnp.ones(2)}, state)
+
+
+def test_opaque_sam_gets_its_gradient_function_through_a_wrapper():
+  def sam():
+    return optax.contrib.sam(optax.sgd(0.1), optax.sgd(0.1), sync_period=2, opaque_mode=True)
+
+  x = np.ones((8, 8), np.float32)
+  kernels = []
+  for tx in (sam(), nxp.with_loss_scale(sam())):
+    plan = nxp.plan(
+      lambda: nnx.Linear(8, 8, rngs=nnx.Rngs(0)), nxp.make_mesh(data=8), nxp.replicate(), optimizer=tx
+    )
+    model, optimizer = nxp.create_sharded_model(plan)
+    nxp.train_step(lambda model, x: (model(x) ** 2).mean())(model, optimizer, nxp.shard_batch(x, plan))
+    kernels.append(np.asarray(model.kernel[...]))
+  np.testing.assert_array_equal(*kernels)

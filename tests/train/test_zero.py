@@ -140,3 +140,17 @@ def test_a_stage_needs_an_optimizer():
 def test_an_unknown_layout_of_gradients():
   with pytest.raises(nxp.TrainError, match="gradients='sliced' is not a layout"):
     nxp.train_step(loss_fn, gradients="sliced")
+
+
+def test_a_line_search_on_explicit_axes_is_refused():
+  rules = nxp.LogicalRules(batch="data")
+  mesh = nxp.make_mesh(data=8, explicit=True)
+
+  def linear():
+    return nnx.Linear(8, 8, rngs=nnx.Rngs(0))
+
+  plan = nxp.plan(linear, mesh, rules, optimizer=optax.lbfgs(), zero=1)
+  model, optimizer = nxp.create_sharded_model(plan)
+  step = nxp.train_step(lambda model, x: (model(x) ** 2).mean())
+  with pytest.raises(nxp.TrainError, match=r"does not work with ZeRO on Explicit axes(.|\n)*Fix: .*zero=0"):
+    step(model, optimizer, nxp.shard_batch(np.ones((8, 8), np.float32), plan))
