@@ -46,15 +46,15 @@ class Compiled:
 
   Attributes:
     jitted: what `jax.jit` made; a step calls it directly.
-    cache_size: entries in jax's cache of it; more than `known` when something was compiled since `reasons`.
-    known: entries that were accounted for.
+    known: entries of jax's cache of it that were accounted for; `jitted._cache_size()` is more when something
+      was compiled since `reasons`.
   """
 
   def __init__(self, run: Callable[..., Any], labels: Sequence[str], *, donate: bool, shardings: Any):
     self.labels = labels
     pinned: dict[str, Any] = {"out_shardings": (shardings, None)} if shardings is not None else {}
     self.jitted: Any = jax.jit(run, donate_argnums=(0,) if donate else (), **pinned)
-    self.cache_size: Callable[[], int] = self.jitted._cache_size
+    # `jitted._cache_size` is not kept: jax 0.10 cannot collect the cycle that this bound method closes.
     self.known = 0
     self._seen: list[Signature] = []
 
@@ -83,7 +83,7 @@ class Compiled:
       Phrases; empty for the first compilation. None when nothing was compiled: jax adds a second entry for
       the same program when typed PRNG keys first take its fast path.
     """
-    self.known = self.cache_size()
+    self.known = self.jitted._cache_size()
     now = signature(self.labels, arrays, batch)
     differences = [_difference(before, now) for before in self._seen]
     if not differences:

@@ -147,7 +147,7 @@ class TrainStep(_Step):
       program.explain(error, arrays)
       raise
     write(variables, new)
-    if program.cache_size() != program.known:
+    if program.jitted._cache_size() != program.known:
       self.record(program, arrays, batch, bound.reasons)
       self.reduction = bound.how
     self.calls += 1
@@ -371,7 +371,7 @@ class _Bound:
     except (ValueError, RuntimeError) as error:
       program.explain(error, arrays)
       raise
-    if program.cache_size() != program.known:
+    if program.jitted._cache_size() != program.known:
       owner.record(program, arrays, batch, self.reasons)
     return metrics
 
