@@ -51,5 +51,6 @@ class Termination:
       with self.hold():
         self._act()
         self._asked = False  # a second signal asked for the same
+    self._asked = False  # closed meanwhile, and the former handler may return
     self.stop()
     signal.raise_signal(signal.SIGTERM)

@@ -36,6 +36,7 @@ def register(commands: Commands) -> None:
   parser.add_argument(
     "--microbatches", type=options.positive, metavar="N", help="parts that the batch is run in"
   )
+  options.add_optimizer(parser)
   parser.add_argument("--remat", default="as written", metavar="POLICY", help="none, dots or full")
   parser.add_argument("--chip", metavar="NAME", help="compare the need with this chip's memory")
   parser.add_argument("--json", action="store_true", help="one JSON object instead of tables")
@@ -63,7 +64,7 @@ def run(args: argparse.Namespace) -> int:
     sizes = fill(sizes, machine(args.topology).devices, asked=args.mesh is not None)
   topology = args.topology or f"cpu:{math.prod(sizes.values())}"
   start_compiler(sizes, topology, args.devices)
-  plan = plan_recipe(recipe, nxp.abstract_mesh(sizes))
+  plan = plan_recipe(recipe, nxp.abstract_mesh(sizes), **options.optimizer_options(args))
   parts = args.microbatches or (recipe.microbatches() if recipe.microbatches else 1)
   step = nxp.train_step(with_remat(loss_of(recipe), args.remat), microbatches=parts)
   batch = abstract_batch(recipe, args.batch)

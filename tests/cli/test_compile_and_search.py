@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import pathlib
 import subprocess
 import sys
 import textwrap
@@ -72,6 +73,17 @@ def test_compile_prints_a_report_and_writes_a_page(recipe, tmp_path):
   assert "Compiled for 8 x cpu (mesh fsdp 8)" in done.stdout
   assert "FITS" in done.stdout
   assert page.read_text().startswith("<!doctype html>")
+
+
+def test_compile_knows_where_optimizer_state_lies(recipe):
+  path = pathlib.Path(recipe)
+  path.write_text(path.read_text().replace("sgd(0.1)", "sgd(0.1, momentum=0.9)"))
+  reports = [
+    json.loads(run("compile", recipe, "--topology", "cpu:8", "--json", *options).stdout)
+    for options in ([], ["--offload"])
+  ]
+  kept, offloaded = (report["categories"].get("optimizer", 0) for report in reports)
+  assert offloaded < kept
 
 
 def test_compile_ends_with_2_when_it_does_not_fit(recipe):
