@@ -14,6 +14,7 @@ what both programs compute and send.
 from __future__ import annotations
 
 import os
+import sys
 
 DEVICES = 8
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
@@ -211,7 +212,7 @@ def main() -> None:
   record = Record(
     chosen.name,
     "One train step: host time by number of Variables, and whole steps against hand-written ones",
-    command="python -m benchmarks step",
+    command=" ".join(["python benchmarks/step.py", *sys.argv[1:]]),
     notes=[
       "Each host case runs the same SGD update; `jax.jit, flat list` is written by hand, updates no module.",
       "`nnx.cached_partial` and `nnx.jit_partial` (`graph=False`) do not notice when a submodule is replaced;"
