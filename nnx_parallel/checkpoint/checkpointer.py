@@ -8,7 +8,6 @@ import contextlib
 import functools
 import os
 import threading
-import types
 import warnings
 import weakref
 from collections.abc import Callable, Iterable
@@ -110,12 +109,7 @@ class Checkpointer:
   def __enter__(self) -> Checkpointer:
     return self
 
-  def __exit__(
-    self,
-    kind: type[BaseException] | None,
-    error: BaseException | None,
-    traceback: types.TracebackType | None,
-  ) -> None:
+  def __exit__(self, *_: object) -> None:
     self.close()
 
   # Saving.

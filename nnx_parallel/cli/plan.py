@@ -56,9 +56,8 @@ def run(args: argparse.Namespace) -> int:
     mesh = nxp.abstract_mesh(sizes)
   plan = plan_recipe(recipe, mesh, **options.optimizer_options(args))
   wanted = args.chip or (args.html and recipe.loss and recipe.batches)
-  memory = _memory(recipe, plan, args) if wanted else None
+  memory, time = _planned(recipe, plan, args) if wanted else (None, None)
   if args.html:
-    time = _time(recipe, plan, args) if args.chip else None
     options.write_page(args.html, nxp.plan_page(plan, memory, time))
   if args.json:
     print(plan.to_json(), end="")
@@ -75,22 +74,17 @@ def run(args: argparse.Namespace) -> int:
   return 0 if fits else DOES_NOT_FIT
 
 
-def _memory(recipe: Recipe, plan: ShardingPlan, args: argparse.Namespace) -> MemoryPlan:
-  """The memory of the recipe's step, from its loss and the shapes of its first batch."""
+def _planned(
+  recipe: Recipe, plan: ShardingPlan, args: argparse.Namespace
+) -> tuple[MemoryPlan, StepTime | None]:
+  """Memory, and for the page on a chip time, of the recipe's step: from its loss and its first batch."""
   from nnx_parallel.report.memory import memory_plan
+  from nnx_parallel.report.roofline import predict_time
 
   loss = loss_of(recipe)
   batch = abstract_batch(recipe, args.batch)
-  return memory_plan(plan, loss, batch, microbatches=_parts(recipe, args), chip=args.chip)
-
-
-def _time(recipe: Recipe, plan: ShardingPlan, args: argparse.Namespace) -> StepTime:
-  """The predicted time of the same step."""
-  from nnx_parallel.report.roofline import predict_time
-
-  batch = abstract_batch(recipe, args.batch)
-  return predict_time(plan, loss_of(recipe), batch, microbatches=_parts(recipe, args), chip=args.chip)
-
-
-def _parts(recipe: Recipe, args: argparse.Namespace) -> int:
-  return args.microbatches or (recipe.microbatches() if recipe.microbatches else 1)
+  parts = args.microbatches or (recipe.microbatches() if recipe.microbatches else 1)
+  memory = memory_plan(plan, loss, batch, microbatches=parts, chip=args.chip)
+  if not (args.html and args.chip):
+    return memory, None
+  return memory, predict_time(plan, loss, batch, microbatches=parts, chip=args.chip)

@@ -30,7 +30,7 @@ from nnx_parallel.train.metrics import Record
 from nnx_parallel.train.profiler import ProfileWindow
 from nnx_parallel.train.progress import StepProgress
 from nnx_parallel.train.step import TrainStep
-from nnx_parallel.train.timing import Goodput
+from nnx_parallel.train.timing import Goodput, share
 
 Source = Iterable[Any] | Callable[[int], Iterable[Any]]
 
@@ -57,7 +57,7 @@ class FitResult:
   @property
   def goodput(self) -> float:
     """The part of the wall time that was spent on steps."""
-    return self.seconds.get("step", 0.0) / max(sum(self.seconds.values()), 1e-9)
+    return share(self.seconds)
 
 
 def resume_from(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -88,16 +89,17 @@ def spaces(
     ReportError: the rules name no mesh axis.
   """
   ruleset = RuleSet.of(rules)
-  first = _space(init, loss, ruleset, optimizer, batch, remats, {})
+  make = functools.partial(_space, init, loss, ruleset, optimizer, batch)
+  first = make(remats, {})
   found = [first]
   expert = _expert_change(ruleset, first)
   if expert:
-    found.append(_space(init, loss, ruleset, optimizer, batch, remats, expert))
+    found.append(make(remats, expert))
   for base, change in itertools.product(tuple(found), _sequence_changes(ruleset, first)):
     # One policy tells whether the model uses the name at all.
-    tried = _space(init, loss, ruleset, optimizer, batch, remats[:1], {**base.changes, **change})
+    tried = make(remats[:1], {**base.changes, **change})
     if tried.work.constrained != base.work.constrained:
-      found.append(_space(init, loss, ruleset, optimizer, batch, remats, tried.changes))
+      found.append(make(remats, tried.changes))
   return found
 
 

@@ -7,7 +7,6 @@ import math
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 import numpy as np
@@ -60,12 +59,7 @@ class MetricsLog:
   def __enter__(self) -> Self:
     return self
 
-  def __exit__(
-    self,
-    kind: type[BaseException] | None,
-    error: BaseException | None,
-    trace: TracebackType | None,
-  ) -> None:
+  def __exit__(self, *_: object) -> None:
     self.close()
 
 
@@ -107,12 +101,7 @@ class TensorBoardLog:
   def __enter__(self) -> Self:
     return self
 
-  def __exit__(
-    self,
-    kind: type[BaseException] | None,
-    error: BaseException | None,
-    trace: TracebackType | None,
-  ) -> None:
+  def __exit__(self, *_: object) -> None:
     self.close()
 
 

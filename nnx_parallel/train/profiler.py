@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from types import TracebackType
 from typing import Any, Self
 
 import jax
@@ -55,10 +54,5 @@ class ProfileWindow:
   def __enter__(self) -> Self:
     return self
 
-  def __exit__(
-    self,
-    kind: type[BaseException] | None,
-    error: BaseException | None,
-    trace: TracebackType | None,
-  ) -> None:
+  def __exit__(self, *_: object) -> None:
     self.close()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from types import TracebackType
 from typing import Self
 
 from rich import progress as bars
@@ -107,11 +106,6 @@ class StepProgress:
       self._bar.start()
     return self
 
-  def __exit__(
-    self,
-    kind: type[BaseException] | None,
-    error: BaseException | None,
-    trace: TracebackType | None,
-  ) -> None:
+  def __exit__(self, *_: object) -> None:
     if self._bar is not None:
       self._bar.stop()

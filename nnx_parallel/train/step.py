@@ -199,14 +199,9 @@ class EvalStep(_Step):
 
   Attributes:
     recipe: the loss function and the options it was made with.
-    as_pairs: whether metrics come as `(sum, count)` pairs, to be added over batches.
     calls: how many batches were evaluated.
     compiles: one entry for each compilation, with its reasons.
   """
-
-  def __init__(self, recipe: Recipe, *, as_pairs: bool):
-    super().__init__(recipe)
-    self.as_pairs = as_pairs
 
   def __call__(self, model: Any, batch: Any) -> Metrics:
     """Evaluates one batch; the module is unchanged, whatever the loss function does to it.
@@ -226,7 +221,7 @@ class EvalStep(_Step):
     return metrics
 
   def _bind(self, roots: dict[str, Any], reasons: tuple[str, ...]) -> _Bound:
-    return _Bound(self.recipe, Binding(roots), reasons, donate=False, as_pairs=self.as_pairs)
+    return _Bound(self.recipe, Binding(roots), reasons, donate=False)
 
 
 def train_step(
@@ -313,7 +308,7 @@ def eval_step(loss_fn: LossFn, *, outputs: Sequence[str] = (), pairs: bool = Fal
     >>> evaluate(model, jnp.zeros((16, 4)))["loss"]
     (Array(0., dtype=float32), Array(64., dtype=float32))
   """
-  return EvalStep(Recipe(loss_fn, outputs=tuple(outputs)), as_pairs=pairs)
+  return EvalStep(Recipe(loss_fn, outputs=tuple(outputs), pairs=pairs))
 
 
 class _Bound:
@@ -326,9 +321,8 @@ class _Bound:
     reasons: tuple[str, ...],
     *,
     donate: bool,
-    as_pairs: bool = False,
   ):
-    self.recipe, self.binding, self.donate, self.as_pairs = recipe, binding, donate, as_pairs
+    self.recipe, self.binding, self.donate = recipe, binding, donate
     self.reasons = reasons
     self.how = ""
     self.same = binding.watch.same
@@ -403,7 +397,7 @@ class _Bound:
     template: Template = self.binding.template
     (models,) = template.build(self.binding.with_raw(arrays))
     found = terms(call_loss(self.recipe.loss_fn, models, batch), self.recipe.outputs)  # pyright: ignore[reportArgumentType]
-    return pairs(found, examples=examples_in(batch)) if self.as_pairs else means(found)
+    return pairs(found, examples=examples_in(batch)) if self.recipe.pairs else means(found)
 
   def _check_apart(self) -> None:
     """Gives each Variable its own buffers: one buffer cannot be donated twice."""

@@ -6,7 +6,7 @@ import collections
 import contextlib
 import math
 import time
-from collections.abc import Generator
+from collections.abc import Generator, Mapping
 
 from nnx_parallel.train.metrics import Record
 
@@ -107,5 +107,14 @@ class Goodput:
 
   def share(self, kind: str = "step") -> float:
     """The part of the wall time spent on a kind; of `step`, that is the goodput."""
-    spent = self.seconds()
-    return spent.get(kind, 0.0) / max(sum(spent.values()), 1e-9)
+    return share(self.seconds(), kind)
+
+
+def share(seconds: Mapping[str, float], kind: str = "step") -> float:
+  """The part of some seconds by kind that one kind has.
+
+  Example:
+    >>> share({"step": 3.0, "other": 1.0})
+    0.75
+  """
+  return seconds.get(kind, 0.0) / max(sum(seconds.values()), 1e-9)

@@ -328,9 +328,8 @@ def extra_arguments(tx: Any, state: Any, given: dict[str, Any]) -> dict[str, Any
   value_fn = given["value_fn"]
   parameters = inspect.signature(tx.update).parameters
   closed = not any(p.kind is p.VAR_KEYWORD for p in parameters.values())
-  if closed or _holds(
-    optax.contrib.SAMState, state
-  ):  # or inside a wrapper, which leaves out what SAM refuses
+  # SAM, alone or inside a wrapper, which leaves out what SAM refuses.
+  if closed or _holds(optax.contrib.SAMState, state):
     given = given | {"grad_fn": lambda params, _: jax.grad(value_fn)(params)}
   if closed:
     return {name: value for name, value in given.items() if name in parameters}
