@@ -126,7 +126,8 @@ def fit(
     steps: the number of the last step, counted from the start of the first run; None goes on to the end of
       the data.
     plan: places host batches, and is kept in the checkpoints. Without one, batches are used as they come.
-    evaluate: returns metrics, for example by `nxp.evaluate`; they are recorded as `eval_...`.
+    evaluate: returns metrics, for example by `nxp.evaluate`; they are recorded as `eval_...`. A
+      `(sum, count)` pair is divided.
     eval_every: evaluate each so many steps; by default at the end only.
     checkpointer: where to save; `max_to_keep` and `best` (say, `"eval_loss"`) are its own options.
     save_every: save each so many steps; by default at the end only.
@@ -151,7 +152,8 @@ def fit(
     The last step, the metrics, and why it ended.
 
   Raises:
-    TrainError: data that ends before `steps`, a loss that is not finite, or options that mean nothing.
+    TrainError: data that ends before `steps`, a loss that is not finite, an `extra` named `"data"`, an
+      array among the metrics of an evaluation, or options that mean nothing.
     CheckpointError: the checkpointer has steps of another run, or cannot save or restore.
 
   Example:
@@ -185,7 +187,7 @@ def fit(
   def state() -> dict[str, Any]:
     data = {"samples": at.samples, "stop": at.stop}
     found = {"step": at.step, "model": model, "optimizer": optimizer, "plan": plan}
-    found["extra"] = {**(extra() if extra is not None else {}), "data": data}
+    found["extra"] = {**_own_extra(extra), "data": data}
     return {**found, "metrics": recorder.of_step(at.step), "overwrite": at.step <= at.replaces}
 
   def last_state() -> dict[str, Any]:
@@ -305,6 +307,15 @@ def _check_intervals(evaluate: Any, **every: int | None) -> None:
       raise TrainError(f"{name}={steps} is not a number of steps.", fix=f"{name}=1 or more.")
   if evaluate is None and every["eval_every"] is not None:
     raise TrainError("eval_every needs something to evaluate.", fix="evaluate=lambda: {...metrics}")
+
+
+def _own_extra(extra: Callable[[], Mapping[str, Any]] | None) -> Mapping[str, Any]:
+  found = extra() if extra is not None else {}
+  if "data" in found:
+    raise TrainError(
+      "extra() returns a 'data', which is where fit keeps the data cursor.", fix="another name for yours."
+    )
+  return found
 
 
 def _ended(step: int, steps: int) -> TrainError:

@@ -135,7 +135,9 @@ class Recorder:
 
   def evaluation(self, number: int, values: Mapping[str, Any]) -> None:
     """Records what an evaluation gave, as `eval_...`."""
-    found = {f"eval_{name}": float(value) for name, value in values.items()}
+    means = MetricSums()
+    means.add(values)
+    found = {f"eval_{name}": value for name, value in means.read().items()}
     self.shown.note(number, "  ".join(f"{name} {value:.4f}" for name, value in found.items()))
     self._record(number, found, last=True)
 

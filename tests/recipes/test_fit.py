@@ -133,6 +133,18 @@ def test_early_stop(mode, values, last):
   assert (result.step, result.stopped, stop.waited) == (last, "early", 2)
 
 
+def test_an_evaluation_may_return_pairs_and_not_arrays():
+  result = fake([1.0], evaluate=lambda: {"score": (jnp.float32(6.0), 4)})
+  assert result.metrics["eval_score"] == 1.5
+  with pytest.raises(nxp.TrainError, match="'logits' is an array"):
+    fake([1.0], evaluate=lambda: {"logits": np.zeros(3)})
+
+
+def test_the_data_cursor_cannot_be_overwritten(tmp_path):
+  with nxp.Checkpointer(tmp_path) as checkpointer, pytest.raises(nxp.TrainError, match="the data cursor"):
+    fit(steps=1, checkpointer=checkpointer, extra=lambda: {"data": 3})
+
+
 def test_early_stop_goes_on_after_a_nan():
   stop = nxp.EarlyStop("eval_score", patience=2)
   assert not any(stop.update({"eval_score": value}) for value in (math.nan, 3.0, 2.0, math.nan, 1.0))
