@@ -36,6 +36,7 @@ with epy.lazy_api_imports(globals()):
   from nnx_parallel.layout.plan import Decision, LeafPlan, ShardingPlan, plan
   from nnx_parallel.layout.resolve import Resolution, resolve_spec
   from nnx_parallel.layout.rules import LogicalRules, PathRules, RuleSet, error, fsdp, replicate
+  from nnx_parallel.layout.sharded_optimizer import ShardedOptimizer
   from nnx_parallel.recipes.fit import FitResult, fit
   from nnx_parallel.recipes.recorder import EarlyStop
   from nnx_parallel.report.budgets import assert_collectives, assert_fits
@@ -87,6 +88,7 @@ __all__ = [
   "Resolution",
   "RuleSet",
   "SearchResult",
+  "ShardedOptimizer",
   "ShardingError",
   "ShardingPlan",
   "StepTime",

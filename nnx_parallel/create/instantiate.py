@@ -40,6 +40,7 @@ def instantiate(the_plan: ShardingPlan, arrays: Mapping[Root, Arrays]) -> Any:
     return model
   optimizer = _merge(the_plan, "optimizer", the_plan.abstract_optimizer, arrays)
   optimizer.tx = the_plan.live_tx
+  optimizer.placement = the_plan.placement
   return model, optimizer
 
 

@@ -30,6 +30,7 @@ from nnx_parallel.layout.mesh import AnyMesh, axis_sizes, is_explicit
 from nnx_parallel.layout.padding import logical_transformation
 from nnx_parallel.layout.resolve import Resolution, extend_spec, resolve_spec
 from nnx_parallel.layout.rules import UNEVEN, LogicalRules, RuleSet, Uneven
+from nnx_parallel.layout.sharded_optimizer import Placement
 from nnx_parallel.layout.tracing import make_optimizer, traced_init, unplaced
 from nnx_parallel.layout.variables import (
   Names,
@@ -382,6 +383,13 @@ class ShardingPlan:
       tx = logical_transformation(tx, nnx.as_pure(nnx.state(self.abstract_model, self.wrt)))
     away = {path_str(leaf.path[1:]): leaf.bytes_per_device for leaf in self.leaves if leaf.on_host}
     return offload.streamed(tx, away) if tx is not None and away else tx
+
+  @functools.cached_property
+  def placement(self) -> Placement:
+    """What live optimizers keep in a step of the user's own."""
+    roots: tuple[Root, ...] = ("model", "optimizer")
+    model, optimizer = ({path: leaf.sharding for path, leaf in self.of(root).items()} for root in roots)
+    return Placement(model, optimizer)
 
   def batch_spec(self, ndim: int) -> PartitionSpec:
     """The spec of an input: that of `InputRules`; else the `batch` rule on dim 0, the other dims whole.

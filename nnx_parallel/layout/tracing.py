@@ -14,6 +14,7 @@ from jax.sharding import AbstractMesh, AxisType
 
 from nnx_parallel.errors import PlanError
 from nnx_parallel.layout.mesh import AnyMesh, axis_sizes
+from nnx_parallel.layout.sharded_optimizer import ShardedOptimizer
 from nnx_parallel.layout.variables import path_str
 
 
@@ -101,7 +102,7 @@ def _adopt_array(path: Any, node: nnx.Pytree, name: str, data: set[int]) -> None
   )
 
 
-def make_optimizer(model: nnx.Module, tx: optax.GradientTransformation, wrt: Any) -> nnx.Optimizer[Any]:
+def make_optimizer(model: nnx.Module, tx: optax.GradientTransformation, wrt: Any) -> ShardedOptimizer[Any]:
   """Builds an optimizer in which each Variable holds exactly one array; updates work as before.
 
   flax wraps the whole state of one parameter in one Variable, which may then hold a list of arrays (SM3) or
@@ -113,9 +114,9 @@ def make_optimizer(model: nnx.Module, tx: optax.GradientTransformation, wrt: Any
     wrt: which Variables it trains.
 
   Returns:
-    The optimizer.
+    The optimizer, which keeps no layout yet: see `ShardingPlan.placement`.
   """
-  optimizer = nnx.Optimizer(model, tx, wrt=wrt)
+  optimizer = ShardedOptimizer(model, tx, wrt=wrt)
 
   def is_variable(node: Any) -> bool:
     return isinstance(node, nnx.Variable)

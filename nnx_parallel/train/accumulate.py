@@ -46,7 +46,7 @@ class Total(NamedTuple):
     grads: one array for each trained array; float32 sums, not yet divided, when there are several parts.
     terms: summed over the parts.
     parts: how many parts were summed, local ones included.
-    rest: position -> new value.
+    rest: position -> new value; after the rest come the trained arrays, in a batch of one piece only.
     how: where the replicas' gradients are reduced, in words.
   """
 

@@ -12,9 +12,9 @@ import jax.numpy as jnp
 import optax
 import optax.contrib
 from flax import nnx
-from jax.sharding import AxisType
 
 from nnx_parallel.errors import TrainError
+from nnx_parallel.layout.sharded_optimizer import plain_update
 from nnx_parallel.layout.variables import Path, path_str
 from nnx_parallel.train.accumulate import Layout, Total, in_microbatches, whole_batch
 from nnx_parallel.train.binding import Template
@@ -140,6 +140,7 @@ def _update_once(
   trained = [i for i in range(len(arrays)) if _is_trained(template, i, optimizers)]
   _check_trained(template, trained, optimizers)
   rest = [i for i in range(len(arrays)) if i not in set(trained)]
+  order = [*rest, *trained]
   whole = recipe.microbatches == 1 and recipe.reduction is None
   scale = common_scale(optimizers.values())
 
@@ -152,13 +153,13 @@ def _update_once(
     inner = template.build(merged)
     found = terms(call_loss(loss_fn, inner, part), recipe.outputs)
     after = template.arrays(inner)
-    for i, array in zip(trained, train, strict=True):
-      if after[i] is not array:
-        raise TrainError(
-          f"the loss function assigned to {path_str(template.paths[i])}, which the optimizer trains.",
-          fix="leave it out of the optimizer's wrt, or keep the new value in another Variable.",
-        )
-    changed = {n: after[i] for n, i in enumerate(rest) if after[i] is not others[n]}
+    changed = {n: after[i] for n, i in enumerate(order) if after[i] is not merged[i]}
+    if not whole and max(changed, default=-1) >= len(rest):
+      raise TrainError(
+        f"the loss function assigned to {path_str(template.paths[order[max(changed)]])}, which the optimizer"
+        f" trains: the gradients of {recipe.microbatches} microbatches would be those of different models.",
+        fix="microbatches=1 without reduction=; or leave it out of the optimizer's wrt.",
+      )
     loss, count = found.sums["loss"], found.counts["loss"]
     if whole:
       loss, count = mean(loss, count), None
@@ -179,10 +180,10 @@ def _update_once(
   else:
     total = in_microbatches(objective, train, others, batch, recipe.microbatches, layout, recipe.reduction)
   for n, value in total.rest.items():
-    leaf = template.leaves[rest[n]]
+    leaf = template.leaves[order[n]]
     if not isinstance(leaf, nnx.Variable):
       raise TrainError(
-        f"the loss function replaced {path_str(template.paths[rest[n]])}, a raw array.",
+        f"the loss function replaced {path_str(template.paths[order[n]])}, a raw array.",
         details="only Variables are written back after a step",
         fix="store it as nnx.Variable(...): then each step updates it.",
       )
@@ -270,48 +271,8 @@ def apply(optimizer: Any, model: Any, grads: Any, loss: Any, value_fn: Callable[
   # optax raises a Python float to an int32 power, and multiplies arrays of shape (1,) with matrices: a
   # user's strict promotion would refuse both.
   with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-    if _is_split_further(optimizer, model, grads):
-      _update_on_auto_axes(optimizer, model, grads, extra)
-    else:
-      optimizer.update(model, grads, **extra)
-
-
-def _is_split_further(optimizer: Any, model: Any, grads: Any) -> bool:
-  """Whether, on an Explicit mesh, state lies otherwise than its parameter (ZeRO): optax adds the two."""
-  params: list[Any] = [jax.typeof(x) for x in jax.tree.leaves(nnx.state(model, optimizer.wrt))]
-  if not any(AxisType.Explicit in kind.sharding.mesh.axis_types for kind in params):
-    return False
-  known = {(kind.shape, kind.sharding.spec) for kind in params}
-  shapes = {kind.shape for kind in params}
-  state: list[Any] = [jax.typeof(x) for x in jax.tree.leaves((grads, optimizer.opt_state))]
-  return any(kind.shape in shapes and (kind.shape, kind.sharding.spec) not in known for kind in state)
-
-
-def _update_on_auto_axes(optimizer: Any, model: Any, grads: Any, extra: dict[str, Any]) -> None:
-  """Lets the compiler move what optax adds up, and gives every array back where it was.
-
-  The loss cannot be called there, since it is traced for Explicit axes: an optimizer that does is refused.
-  """
-  functions = {name: _no_function for name, value in extra.items() if callable(value)}
-  extra = {name: value for name, value in extra.items() if name not in functions}
-  graphdef, state = nnx.split((model, optimizer))
-
-  def run(state: Any, grads: Any, extra: Any) -> Any:
-    pair = nnx.merge(graphdef, state)
-    pair[1].update(pair[0], grads, **extra, **functions)
-    return nnx.state(pair)
-
-  placed = jax.tree.map(lambda x: jax.typeof(x).sharding, state)
-  on_auto_axes: Any = jax.sharding.auto_axes(run, out_sharding=placed)
-  nnx.update((model, optimizer), on_auto_axes(state, grads, extra))
-
-
-def _no_function(*_: Any, **__: Any) -> Any:
-  raise TrainError(
-    "the optimizer evaluates the loss in its update, which does not work with ZeRO on Explicit axes.",
-    details="its state is laid out otherwise than the parameters, so the update runs on Auto axes",
-    fix="plan(..., zero=0), or a mesh with Auto axes: nxp.make_mesh without explicit=True.",
-  )
+    # The program's outputs are laid out as its inputs; a constraint here would say so twice.
+    plain_update(optimizer, model, grads, extra)
 
 
 def extra_arguments(tx: Any, state: Any, given: dict[str, Any]) -> dict[str, Any]:

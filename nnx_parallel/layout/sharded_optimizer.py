@@ -1,0 +1,171 @@
+"""The optimizer that a plan makes: in a step of the user's own, it keeps the layout of every array."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+import jax
+import optax
+from flax import nnx
+from jax.core import Tracer
+from jax.sharding import AxisType, NamedSharding
+
+from nnx_parallel.errors import TrainError
+from nnx_parallel.layout.variables import Path, array_leaves
+
+M = TypeVar("M", bound=nnx.Module)
+
+
+class Placement:
+  """Where the arrays of a model and of its optimizer belong.
+
+  Flax compares the static attributes of an optimizer in every `nnx.jit` call, so this one is compared by
+  identity: a plan has one.
+
+  Attributes:
+    model: path -> sharding of the storage shape.
+    optimizer: the same for the optimizer's arrays.
+  """
+
+  def __init__(self, model: Mapping[Path, NamedSharding], optimizer: Mapping[Path, NamedSharding]):
+    self.model, self.optimizer = model, optimizer
+
+  def keep(self, model: Any, optimizer: Any) -> None:
+    """Puts, or under a trace constrains, every Variable to its sharding; not in `shard_map` and `vmap`."""
+    for root, table in ((model, self.model), (optimizer, self.optimizer)):
+      for path, leaf in array_leaves(root).items():
+        if isinstance(leaf, nnx.Variable) and path in table:
+          array = leaf.get_raw_value()
+          kept = _kept(array, table[path])
+          if kept is not array:
+            leaf.set_raw_value(kept)
+
+
+class ShardedOptimizer(nnx.Optimizer[M]):
+  """An `nnx.Optimizer` whose updates keep the layout of a plan; `create_sharded_model` and `restore` make it.
+
+  In a step of your own under `nnx.jit` or `jax.jit`, the compiler chooses the layout of what the step
+  returns. It may spread a small replicated parameter over the mesh: then the second step is compiled again,
+  and the model is no longer as planned. So `update` constrains the model and the state. The steps of
+  `nxp.train_step` do the same for everything that they return.
+
+  Attributes:
+    placement: where everything belongs; None updates as `nnx.Optimizer` does.
+
+  Example:
+    >>> import jax.numpy as jnp, optax, nnx_parallel as nxp
+    >>> from flax import nnx
+    >>> init = lambda: nnx.Linear(8, 64, rngs=nnx.Rngs(0))
+    >>> plan = nxp.plan(init, nxp.make_mesh(fsdp=8), nxp.fsdp(min_size=64), optimizer=optax.sgd(0.1), zero=1)
+    >>> model, optimizer = nxp.create_sharded_model(plan)
+    >>> @nnx.jit
+    ... def step(model, optimizer, x):
+    ...   optimizer.update(model, nnx.grad(lambda m: (m(x) ** 2).mean())(model))
+    >>> step(model, optimizer, jnp.ones((8, 8)))
+    >>> nxp.check_layout(model, plan, optimizer)
+  """
+
+  placement: Placement | None = None
+
+  def update(self, model: M, grads: Any, /, **kwargs: Any) -> optax.Updates:
+    """Updates the model and the state in place, as `nnx.Optimizer.update`, and keeps their layout.
+
+    Args:
+      model: the module that this optimizer trains.
+      grads: its gradients, of `nnx.grad` or `nnx.value_and_grad`.
+      **kwargs: for transformations that take more, such as `value=loss`.
+
+    Returns:
+      The updates that were added to the parameters.
+
+    Raises:
+      TrainError: a transformation that evaluates the loss, with ZeRO on Explicit axes.
+    """
+    updates = plain_update(self, model, grads, kwargs)
+    if self.placement is not None:
+      self.placement.keep(model, self)
+    return updates
+
+
+def plain_update(optimizer: Any, model: Any, grads: Any, extra: Mapping[str, Any]) -> Any:
+  """Updates in place, without a constraint on the result; also where state lies unlike its parameter.
+
+  Args:
+    optimizer: an `nnx.Optimizer`.
+    model: the module that it trains.
+    grads: a state of gradients.
+    extra: named arguments for the transformation.
+
+  Returns:
+    The updates.
+
+  Raises:
+    TrainError: a function in `extra`, which the transformation calls, with ZeRO on Explicit axes.
+  """
+  if _is_split_further(optimizer, model, grads):
+    return _update_on_auto_axes(optimizer, model, grads, extra)
+  return _update(optimizer, model, grads, extra)
+
+
+def _update(optimizer: Any, model: Any, grads: Any, extra: Mapping[str, Any]) -> Any:
+  if isinstance(optimizer, ShardedOptimizer):
+    return nnx.Optimizer.update(optimizer, model, grads, **extra)
+  return optimizer.update(model, grads, **extra)
+
+
+def _is_split_further(optimizer: Any, model: Any, grads: Any) -> bool:
+  """Whether, on an Explicit mesh, state lies otherwise than its parameter (ZeRO): optax adds the two."""
+  params: list[Any] = [jax.typeof(x) for x in jax.tree.leaves(nnx.state(model, optimizer.wrt))]
+  if not any(AxisType.Explicit in kind.sharding.mesh.axis_types for kind in params):
+    return False
+  known = {(kind.shape, kind.sharding.spec) for kind in params}
+  shapes = {kind.shape for kind in params}
+  state: list[Any] = [jax.typeof(x) for x in jax.tree.leaves((grads, optimizer.opt_state))]
+  return any(kind.shape in shapes and (kind.shape, kind.sharding.spec) not in known for kind in state)
+
+
+def _update_on_auto_axes(optimizer: Any, model: Any, grads: Any, extra: Mapping[str, Any]) -> Any:
+  """Lets the compiler move what optax adds up, and gives every array back where it was.
+
+  The loss cannot be called there, since it is traced for Explicit axes: an optimizer that does is refused.
+  """
+  functions = {name: _no_function for name, value in extra.items() if callable(value)}
+  extra = {name: value for name, value in extra.items() if name not in functions}
+  graphdef, state = nnx.split((model, optimizer))
+
+  def run(state: Any, grads: Any, extra: Any) -> Any:
+    model, optimizer = nnx.merge(graphdef, state)
+    updates = _update(optimizer, model, grads, {**extra, **functions})
+    return nnx.state((model, optimizer)), updates
+
+  def placed(tree: Any) -> Any:
+    return jax.tree.map(lambda x: jax.typeof(x).sharding, tree)
+
+  params = nnx.as_pure(nnx.state(model, optimizer.wrt))
+  on_auto_axes: Any = jax.sharding.auto_axes(run, out_sharding=(placed(state), placed(params)))
+  new, updates = on_auto_axes(state, grads, extra)
+  nnx.update((model, optimizer), new)
+  return updates
+
+
+def _no_function(*_: Any, **__: Any) -> Any:
+  raise TrainError(
+    "the optimizer evaluates the loss in its update, which does not work with ZeRO on Explicit axes.",
+    details="its state is laid out otherwise than the parameters, so the update runs on Auto axes",
+    fix="plan(..., zero=0), or a mesh with Auto axes: nxp.make_mesh without explicit=True.",
+  )
+
+
+def _kept(array: Any, sharding: NamedSharding) -> Any:
+  if not isinstance(array, Tracer):
+    moved = isinstance(array, jax.Array) and not array.sharding.is_equivalent_to(sharding, array.ndim)
+    return jax.device_put(array, sharding) if moved else array
+  kind: Any = jax.typeof(array)
+  mesh = kind.sharding.mesh
+  active = jax.sharding.get_abstract_mesh()
+  if len(sharding.spec) > kind.ndim or AxisType.Manual in (*mesh.axis_types, *active.axis_types):
+    return array
+  if AxisType.Explicit in sharding.mesh.axis_types:
+    return jax.sharding.reshard(array, sharding)
+  return jax.lax.with_sharding_constraint(array, sharding)
