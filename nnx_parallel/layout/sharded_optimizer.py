@@ -50,6 +50,10 @@ class ShardedOptimizer(nnx.Optimizer[M]):
   and the model is no longer as planned. So `update` constrains the model and the state. The steps of
   `nxp.train_step` do the same for everything that they return.
 
+  Args:
+    *args: as for `nnx.Optimizer`: the model and the transformation.
+    **kwargs: as for `nnx.Optimizer`: `wrt=`.
+
   Attributes:
     placement: where everything belongs; None updates as `nnx.Optimizer` does.
 
