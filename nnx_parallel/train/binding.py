@@ -26,7 +26,7 @@ from nnx_parallel.train.edits import asked, hear
 _SLOT: Any = vars(nnx.Variable)["_raw_value"]
 _END: Any = object()
 _SIMPLE = (bool, int, float, str, bytes, type(None), tuple)
-_PATIENCE = 64
+_PATIENCE = 256
 put: Callable[[Any, Any], None] = _SLOT.__set__
 """Gives a Variable its array, without the checks that a step has made once."""
 exhaust: Callable[[Iterable[Any]], None] = collections.deque[Any](maxlen=0).extend
@@ -180,7 +180,7 @@ class Watch:
   """Notices that attributes of live modules were replaced, added or removed, by identity.
 
   At the next `same`: attributes assigned to, added to or deleted from a module, and items of lists and dicts
-  that a module holds. Within 64 calls of `same`: attributes replaced past the module's `__setattr__`, as
+  that a module holds. Within 256 calls of `same`: attributes replaced past the module's `__setattr__`, as
   `vars(module)["name"] = value` does. Not at all: Variables' metadata, and what lies inside other objects.
 
   Args:
