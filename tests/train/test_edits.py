@@ -72,6 +72,23 @@ def test_what_goes_past_setattr_is_noticed_within_256_steps():
   assert [watch.same() for _ in range(257)].index(False) == 256
 
 
+def test_a_deletion_is_heard_and_not_only_looked_for():
+  model = Block(nnx.Rngs(0))
+  assert hear(model.linear)
+  before = asked[0]
+  del model.linear.bias
+  assert asked[0] > before
+
+
+def test_a_module_with_names_that_flax_does_not_list_is_looked_at_each_time():
+  model = Block(nnx.Rngs(0))
+  object.__setattr__(model.linear, "extra", 1)
+  assert not hear(model.linear)
+  watch = Watch({"model": model})
+  del model.linear.extra
+  assert not watch.same()
+
+
 def test_a_class_that_assigns_in_its_own_way_is_looked_at_each_time():
   class Own(nnx.Module):
     def __init__(self):
