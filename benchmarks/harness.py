@@ -69,6 +69,8 @@ def measure(
   warmup: int = 3,
   calls: int = 1,
   wait: bool = True,
+  settle: int = 0,
+  clock: Callable[[], float] = time.perf_counter,
 ) -> dict[str, Timing]:
   """Times several functions in turns.
 
@@ -78,6 +80,8 @@ def measure(
     warmup: untimed calls of each case before the first round, which take the compilation.
     calls: calls per timing, for cases too short for the clock; the time is divided by it.
     wait: whether to wait for the result's arrays; `False` measures only the host's part.
+    settle: untimed calls before each timing, for cases of microseconds, which start slow in cold caches.
+    clock: in seconds; `time.thread_time` or `time.process_time` do not see what else the machine runs.
 
   Returns:
     A timing for each case, in the order given; round `i` of all cases ran next to each other.
@@ -92,18 +96,20 @@ def measure(
     shuffle(order)
     gc.collect()  # else the garbage of one case is collected on the next one's time
     for name in order:
-      seconds[name].append(_time(cases[name], calls, wait))
+      for _ in range(settle):
+        jax.block_until_ready(cases[name]())
+      seconds[name].append(_time(cases[name], calls, wait, clock))
   return {name: Timing(name, tuple(seconds[name])) for name in cases}
 
 
-def _time(case: Callable[[], Any], calls: int, wait: bool) -> float:
+def _time(case: Callable[[], Any], calls: int, wait: bool, clock: Callable[[], float]) -> float:
   result = None
-  began = time.perf_counter()
+  began = clock()
   for _ in range(calls):
     result = case()
   if wait:
     jax.block_until_ready(result)
-  elapsed = time.perf_counter() - began
+  elapsed = clock() - began
   jax.block_until_ready(result)
   return elapsed / calls
 

@@ -21,6 +21,7 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("XLA_FLAGS", f"--xla_force_host_platform_device_count={DEVICES}")
 
 import argparse  # noqa: E402
+import collections  # noqa: E402
 import time  # noqa: E402
 from collections.abc import Callable  # noqa: E402
 from typing import Any  # noqa: E402
@@ -39,7 +40,11 @@ from nnx_parallel.report.collectives import collectives  # noqa: E402
 from nnx_parallel.report.cost import cost  # noqa: E402
 
 SIZES = (10, 100, 1000, 4000)
+WHOLE_LOSS = 1000
+"""From more Variables than these, XLA takes minutes to compile the sum of all their squares."""
 PLAIN, PERSON, OURS = "jax.jit, flat list", "by hand", "nxp.train_step"
+FLOOR = "by hand, live"
+Live = tuple[Any, Any]
 
 
 class Pile(nnx.Module):
@@ -50,25 +55,47 @@ class Pile(nnx.Module):
     self.layers = nnx.List([nnx.Linear(2, 2, rngs=rngs) for _ in range(count // 2)])
 
 
-def loss_fn(model: Pile, scale: jax.Array) -> jax.Array:
+@jax.custom_vjp
+def squares(parameters: list[jax.Array]) -> jax.Array:
+  """Half the sum of squares, of which only the gradient is ever asked for; the value is that of the first."""
+  return (parameters[0] ** 2).sum() / 2
+
+
+def _keep(parameters: list[jax.Array]) -> tuple[jax.Array, list[jax.Array]]:
+  return squares(parameters), parameters
+
+
+def _times(parameters: list[jax.Array], factor: jax.Array) -> tuple[list[jax.Array]]:
+  return ([p * factor for p in parameters],)
+
+
+squares.defvjp(_keep, _times)
+
+
+def loss_of(parameters: list[jax.Array], scale: jax.Array) -> jax.Array:
+  if len(parameters) > WHOLE_LOSS:
+    return squares(parameters) * scale
   # One stack: a chain of thousands of additions would take minutes to compile.
-  parts = [(layer.kernel[...] ** 2).sum() + (layer.bias[...] ** 2).sum() for layer in model.layers]
-  return jnp.stack(parts).sum() * scale
+  return jnp.stack([(p**2).sum() for p in parameters]).sum() * scale
+
+
+def loss_fn(model: Pile, scale: jax.Array) -> jax.Array:
+  return loss_of([p for layer in model.layers for p in (layer.kernel[...], layer.bias[...])], scale)
+
+
+def flat_step(count: int, sharding: Any) -> Any:
+  """The best that a person writes by hand: `count` arrays in a flat list, donated, with pinned layouts."""
+
+  def run(state: list[jax.Array], scale: jax.Array) -> tuple[list[jax.Array], jax.Array]:
+    *parameters, steps = state
+    value, grads = jax.value_and_grad(loss_of)(parameters, scale)
+    return [*(p - 1e-3 * g for p, g in zip(parameters, grads, strict=True)), steps + 1], value
+
+  return jax.jit(run, donate_argnums=0, out_shardings=([sharding] * count, None))
 
 
 def plain(arrays: list[jax.Array], sharding: Any) -> Callable[[], jax.Array]:
-  """The best that a person writes by hand: a flat list, donated, with pinned output shardings."""
-
-  def run(state: list[jax.Array], scale: jax.Array) -> tuple[list[jax.Array], jax.Array]:
-    def loss(parameters: list[jax.Array]) -> jax.Array:
-      return jnp.stack([(p**2).sum() for p in parameters]).sum() * scale
-
-    *parameters, count = state
-    value, grads = jax.value_and_grad(loss)(parameters)
-    return [*(p - 1e-3 * g for p, g in zip(parameters, grads, strict=True)), count + 1], value
-
-  pinned = {} if sharding is None else {"out_shardings": ([sharding] * len(arrays), None)}
-  step = jax.jit(run, donate_argnums=0, **pinned)
+  step = flat_step(len(arrays), sharding)
   state = [jnp.copy(array) for array in arrays]
   scale = jnp.ones(())
 
@@ -80,20 +107,44 @@ def plain(arrays: list[jax.Array], sharding: Any) -> Callable[[], jax.Array]:
   return case
 
 
-def live(count: int, devices: int) -> tuple[Pile, nnx.Optimizer[Pile]]:
+def live(count: int, devices: int) -> Live:
   mesh = nxp.make_mesh(data=devices, devices=jax.devices()[:devices])
   plan = nxp.plan(lambda: Pile(count), mesh, nxp.replicate(), optimizer=optax.sgd(1e-3))
   return nxp.create_sharded_model(plan)
 
 
-def ours(count: int, devices: int) -> Callable[[], jax.Array]:
-  model, optimizer = live(count, devices)
+def copied(objects: Live) -> Live:
+  """The same model and optimizer with arrays of their own: faster than to create thousands of Variables."""
+  graphdef, state = nnx.split(objects)
+  return nnx.merge(graphdef, jax.tree.map(jnp.copy, state))
+
+
+def ours(objects: Live) -> Callable[[], jax.Array]:
+  model, optimizer = objects
   step, scale = nxp.train_step(loss_fn), jnp.ones(())
   return lambda: step(model, optimizer, scale)["loss"]
 
 
-def flax_step(kind: str, count: int, devices: int) -> Callable[[], jax.Array]:
-  model, optimizer = live(count, devices)
+def floor(objects: Live, sharding: Any) -> Callable[[], jax.Array]:
+  """The least that keeps a module live: reads all Variables, dispatches, writes them; looks at nothing."""
+  model, optimizer = objects
+  layers = [variable for layer in model.layers for variable in (layer.kernel, layer.bias)]
+  variables = [*layers, optimizer.step]
+  scale = jnp.ones(())
+  step = flat_step(len(variables), sharding)
+  put = vars(nnx.Variable)["_raw_value"].__set__
+  exhaust = collections.deque[Any](maxlen=0).extend
+
+  def case() -> jax.Array:
+    new, value = step([variable._raw_value for variable in variables], scale)
+    exhaust(map(put, variables, new))
+    return value
+
+  return case
+
+
+def flax_step(kind: str, objects: Live) -> Callable[[], jax.Array]:
+  model, optimizer = objects
   scale = jnp.ones(())
 
   def run(model: Pile, optimizer: nnx.Optimizer[Pile], scale: jax.Array) -> jax.Array:
@@ -122,36 +173,34 @@ def host_times(record: Record, sizes: tuple[int, ...]) -> None:
     for count in sizes:
       mesh = nxp.make_mesh(data=devices, devices=jax.devices()[:devices])
       sharding = NamedSharding(mesh, PartitionSpec())
-      model, optimizer = live(count, devices)
-      arrays = [leaf.get_raw_value() for leaf in jax.tree.leaves(nnx.state(model), is_leaf=_is_variable)]
-      arrays.append(optimizer.step.get_raw_value())
-      del model, optimizer
-      cases = {PLAIN: plain(arrays, sharding), OURS: ours(count, devices)}
-      if count <= 1000:
-        kinds = ("nnx.jit", "nnx.cached_partial", "nnx.jit_partial")
-        cases |= {kind: flax_step(kind, count, devices) for kind in kinds}
-      few = count >= 1000
-      timings = measure(cases, rounds=15 if few else 40, calls=3 if few else 20, wait=False)
+      made = live(count, devices)
+      arrays = [leaf.get_raw_value() for leaf in jax.tree.leaves(nnx.state(made[0]), is_leaf=_is_variable)]
+      arrays.append(made[1].step.get_raw_value())
+      cases = {
+        PLAIN: plain(arrays, sharding),
+        FLOOR: floor(copied(made), sharding),
+        OURS: ours(copied(made)),
+      }
       group = f"{count} Variables, {devices} device{'s' if devices > 1 else ''}"
-      record.compare(timings, baseline=PLAIN, group=group)
+      few = count >= 1000
+      often: dict[str, Any] = (
+        {"rounds": 21, "calls": 3} if few else {"rounds": 101, "calls": 20, "settle": 10}
+      )
+      timings = measure(cases, wait=False, **often)
       # A busy machine stretches the clock, not the time that this thread was running.
-      pair = {name: cases[name] for name in (PLAIN, OURS)}
-      ratio = _processor_time(pair, rounds=15 if few else 60, calls=3 if few else 50)
-      record.value("nxp.train_step / jax.jit, processor time of the calling thread", ratio, "", group=group)
+      spent = measure(cases, wait=False, clock=time.thread_time, **often)
+      for name in (FLOOR, OURS):
+        ratio = spent[name].ratio(spent[PLAIN])[1]
+        record.value(f"{name} / jax.jit, processor time of the calling thread", ratio, "", group=group)
+      # Apart, since some take a hundred times as long and leave cold caches.
+      kinds = ("nnx.jit", "nnx.cached_partial", "nnx.jit_partial")
+      others = {PLAIN: cases[PLAIN]} | {kind: flax_step(kind, copied(made)) for kind in kinds}
+      rarely: dict[str, Any] = {"rounds": 5, "calls": 1} if few else {"rounds": 21, "calls": 10, "settle": 3}
+      slow = measure(others, wait=False, **rarely)
+      record.compare(timings, baseline=PLAIN, group=group)
+      record.compare(slow, baseline=PLAIN, group=f"{group}: flax")
       _say(group, timings, PLAIN)
-
-
-def _processor_time(cases: dict[str, Callable[[], jax.Array]], *, rounds: int, calls: int) -> float:
-  spent: dict[str, list[float]] = {name: [] for name in cases}
-  for i in range(rounds):
-    for name in sorted(cases, reverse=bool(i % 2)):
-      result = None
-      began = time.thread_time()
-      for _ in range(calls):
-        result = cases[name]()
-      spent[name].append(time.thread_time() - began)
-      jax.block_until_ready(result)
-  return Timing("", tuple(spent[OURS])).ratio(Timing("", tuple(spent[PLAIN])))[1]
+      _say(group, slow, PLAIN)
 
 
 def whole_steps(record: Record) -> None:
@@ -181,8 +230,13 @@ def whole_steps(record: Record) -> None:
         PERSON: _repeat(hand, parameters, state, batch),
         OURS: lambda step=step, m=model, o=optimizer, b=batch: step(m, o, b)["loss"],
       }
-      timings = measure(cases, rounds=20, calls=5)
+      short = job_name == "digits MLP"
+      often: dict[str, Any] = {"rounds": 201, "settle": 2} if short else {"rounds": 25}
+      timings = measure(cases, calls=5, **often)
       record.compare(timings, baseline=PERSON, group=group)
+      spent = measure(cases, calls=5, clock=time.process_time, **often)
+      ratio = spent[OURS].ratio(spent[PERSON])[1]
+      record.value("nxp.train_step / by hand, processor time of all threads", ratio, "", group=group)
       _say(group, timings, PERSON)
 
 
@@ -214,7 +268,11 @@ def main() -> None:
     "One train step: host time by number of Variables, and whole steps against hand-written ones",
     command=" ".join(["python benchmarks/step.py", *sys.argv[1:]]),
     notes=[
-      "Each host case runs the same SGD update; `jax.jit, flat list` is written by hand, updates no module.",
+      "Each host case runs the same SGD update; `jax.jit, flat list` is written by hand, updates no module."
+      f" The loss is the sum of squares of all parameters, up to {WHOLE_LOSS} Variables; XLA takes minutes to"
+      " compile it for more, and there it is one with the same gradients whose value reads one parameter.",
+      "`by hand, live` is the least that keeps a module live: it reads every Variable, dispatches, and writes"
+      " it back. It notices no edit, and deletes arrays that somebody else holds.",
       "`nnx.cached_partial` and `nnx.jit_partial` (`graph=False`) do not notice when a submodule is replaced;"
       " `nxp.train_step` does.",
       "Whole steps are AdamW on 8 simulated devices, waited for every five; `by hand` has no flax in it, and"

@@ -20,14 +20,17 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from nnx_parallel.errors import TrainError
 from nnx_parallel.layout.variables import Path, path_str, value_of, variables
-from nnx_parallel.train.edits import assignments, hear
+from nnx_parallel.train.edits import asked, hear
 
 # The slot itself: the public accessors cost five times as much and check what a step has checked once.
 _SLOT: Any = vars(nnx.Variable)["_raw_value"]
 _END: Any = object()
 _SIMPLE = (bool, int, float, str, bytes, type(None), tuple)
-_PATIENCE = 64
-_consume = collections.deque[Any](maxlen=0).extend
+_PATIENCE = 256
+put: Callable[[Any, Any], None] = _SLOT.__set__
+"""Gives a Variable its array, without the checks that a step has made once."""
+exhaust: Callable[[Iterable[Any]], None] = collections.deque[Any](maxlen=0).extend
+"""Runs an iterator to its end: `exhaust(map(put, variables, arrays))` is a loop without bytecode."""
 
 
 class Template:
@@ -88,11 +91,6 @@ class Template:
     return [value_of(after[path]) for path in self.paths]
 
 
-def write(variables: Iterable[Any], arrays: Iterable[Any]) -> None:
-  """Gives each Variable its array, without the checks that a step has made once."""
-  _consume(map(_SLOT.__set__, variables, arrays))
-
-
 class Binding:
   """The Variables of live objects, in a fixed order, with their shardings pinned.
 
@@ -124,7 +122,7 @@ class Binding:
 
   def write(self, arrays: Iterable[Any]) -> None:
     """Writes the arrays of one step back, in the order of `read`."""
-    write(self.variables, arrays)
+    exhaust(map(put, self.variables, arrays))
 
   def with_raw(self, arrays: Iterable[Any]) -> list[Any]:
     """All leaves: `arrays` for the Variables, the module's own for raw arrays."""
@@ -175,14 +173,14 @@ class Binding:
       if i in self.raw:
         self.raw[i] = jax.device_put(value, whole)
       else:
-        _SLOT.__set__(leaf, jax.device_put(value, whole))
+        put(leaf, jax.device_put(value, whole))
 
 
 class Watch:
   """Notices that attributes of live modules were replaced, added or removed, by identity.
 
   At the next `same`: attributes assigned to, added to or deleted from a module, and items of lists and dicts
-  that a module holds. Within 64 calls of `same`: attributes replaced past the module's `__setattr__`, as
+  that a module holds. Within 256 calls of `same`: attributes replaced past the module's `__setattr__`, as
   `vars(module)["name"] = value` does. Not at all: Variables' metadata, and what lies inside other objects.
 
   Args:
@@ -196,31 +194,27 @@ class Watch:
   def _take(self) -> None:
     self._views: list[Any] = []
     self._unheard: list[Any] = []
-    self._sized: list[Any] = []
     self._names: list[str] = []
     seen: set[int] = set()
     for name, make in self._roots.items():
       for path, node, container in _containers(name, make(), seen):
         view = container if isinstance(container, list) else container.values()
         self._views.append(view)
-        if isinstance(node, nnx.Pytree) and hear(node):
-          self._sized.append(container)
-        else:
+        if not (isinstance(node, nnx.Pytree) and hear(node)):
           self._unheard.append(view)
         keys = range(len(container)) if isinstance(container, list) else container
         self._names += [f"{path}.{key}" for key in keys]
     self._saved: list[Any] = [*itertools.chain.from_iterable(self._views), _END]
     self._saved_unheard: list[Any] = [*itertools.chain.from_iterable(self._unheard), _END]
-    self._size = sum(map(len, self._sized))
     self._looked()
 
   def _looked(self) -> None:
-    self._assignments = assignments()
+    self._heard = asked[0]
     self._patience = _PATIENCE
 
   def same(self) -> bool:
     """Whether every attribute still is the same object."""
-    if self._assignments == assignments() and sum(map(len, self._sized)) == self._size and self._patience:
+    if self._heard == asked[0] and self._patience:
       self._patience -= 1
       return not self._unheard or _identical(self._unheard, self._saved_unheard)
     return self.looks_same()
@@ -286,7 +280,7 @@ class Holders:
 
   def __init__(self) -> None:
     probe = nnx.Variable(0)
-    _SLOT.__set__(probe, object())
+    put(probe, object())
     # What the Variable and the list account for, measured rather than assumed.
     self.alone = self._counts([_SLOT.__get__(probe)])[0]
 

@@ -5,21 +5,30 @@ step. But each `module.name = value` first asks flax whether the module may be c
 module's `TraceState`. One that counts how often it is asked tells of every assignment in any watched module
 at the price of comparing two integers; what the assignment changed is then for the look to find.
 
-Not heard are deletions (the number of attributes tells), lists and dicts, and what goes past the module's own
-`__setattr__`: `vars(module)["name"] = value`, `object.__setattr__`. `Watch` looks for those.
+In the same way `del module.name` asks the module's table of attributes for its items, and a table that counts
+tells of every deletion.
+
+Not heard are lists and dicts, and what goes past the module's own `__setattr__` and `__delattr__`:
+`vars(module)["name"] = value`, `object.__setattr__`. `Watch` looks for those.
 """
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable, ItemsView
 from typing import Any
 
 from flax import nnx
 
 # flax does not document it: where it is gone, nothing can be heard, and every step looks.
 TraceState: Any = getattr(getattr(nnx, "tracers", None), "TraceState", object)
+Table: Any = type(getattr(nnx.List, "_pytree__nodes", object()))
 
-_asked = [0]
+asked = [0]
+"""How many assignments to and deletions of attributes of heard modules this process made, or a few more.
+
+A list and not a function, which would cost a tenth of what it saves.
+"""
 
 
 class _Counting(TraceState):
@@ -28,20 +37,26 @@ class _Counting(TraceState):
   __slots__ = ()
 
   def is_valid(self) -> bool:
-    _asked[0] += 1
+    asked[0] += 1
     return super().is_valid()
 
   def __reduce__(self) -> Any:
     return TraceState, ()  # a pickled or copied module is nobody's to watch
 
 
-def assignments() -> int:
-  """How many assignments to attributes of heard modules were made in this process, or a few more."""
-  return _asked[0]
+class _CountingTable(Table):
+  """A table of attributes (name -> whether it is data) that counts who asks for its items."""
+
+  def items(self) -> ItemsView[str, bool]:
+    asked[0] += 1
+    return super().items()
+
+  def __reduce__(self) -> Any:
+    return Table, (dict(self),)
 
 
 def hear(module: nnx.Pytree) -> bool:
-  """Counts assignments to attributes of this module from now on.
+  """Counts assignments to and deletions of attributes of this module from now on, in `asked[0]`.
 
   Args:
     module: a live module; it behaves as before.
@@ -52,12 +67,12 @@ def hear(module: nnx.Pytree) -> bool:
 
   Example:
     >>> from flax import nnx
-    >>> from nnx_parallel.train.edits import assignments, hear
+    >>> from nnx_parallel.train.edits import asked, hear
     >>> model = nnx.Dropout(0.1, deterministic=False)
-    >>> hear(model), (before := assignments()) >= 0
+    >>> hear(model), (before := asked[0]) >= 0
     (True, True)
     >>> model.eval()
-    >>> assignments() > before
+    >>> asked[0] > before
     True
   """
   # In this order: a flax without the methods that `_plain` compares does not ask.
@@ -67,11 +82,18 @@ def hear(module: nnx.Pytree) -> bool:
 def _install(module: nnx.Pytree) -> bool:
   state: Any = vars(module).get("_pytree__state")
   trace: Any = getattr(state, "_trace_state", None)
+  table: Any = vars(module).get("_pytree__nodes")
+  if type(trace) not in (TraceState, _Counting) or type(table) not in (Table, _CountingTable):
+    return False
+  if not all(name in table for name in vars(module)):
+    return False  # the deletion of a name that the table lacks asks nothing
   if type(trace) is TraceState:
     counting: Any = _Counting.__new__(_Counting)
     counting._jax_trace = trace.jax_trace  # the level at which it was made, perhaps not this one
     state._trace_state = counting
-  return type(trace) in (TraceState, _Counting)
+  if type(table) is Table:
+    object.__setattr__(module, "_pytree__nodes", _CountingTable(table))
+  return True
 
 
 @functools.cache
@@ -86,15 +108,24 @@ def _flax_asks() -> bool:
   parts = (
     (nnx.Pytree, ("_setattr", "_check_valid_context")),
     (TraceState, ("_jax_trace", "jax_trace", "is_valid")),
+    (Table, ("__contains__", "__iter__", "items", "update")),
   )
   if not all(hasattr(owner, name) for owner, names in parts for name in names):
     return False
   probe = nnx.List([0])
   if not _install(probe):
     return False
-  heard: list[bool] = []
-  for edit in (lambda: probe.__setitem__(0, 1), lambda: setattr(probe, "added", 1), lambda: probe.append(2)):
-    before = assignments()
-    edit()
-    heard.append(assignments() > before)
-  return all(heard)
+  tries: tuple[Callable[[], Any], ...] = (
+    lambda: probe.__setitem__(0, 1),
+    lambda: setattr(probe, "added", 1),
+    lambda: probe.append(2),
+    lambda: delattr(probe, "0"),
+  )
+  return all(_is_heard(edit, probe) for edit in tries)
+
+
+def _is_heard(edit: Callable[[], Any], module: nnx.Pytree) -> bool:
+  before = asked[0]
+  edit()
+  # What the edit replaced counts no more: a step looks after it has heard something, and installs anew.
+  return asked[0] > before and _install(module)

@@ -60,8 +60,11 @@ def _first_line(error: BaseException) -> str:
 
 
 def _of_another_module(loss_fn: Callable[[Any, Any], Any], error: BaseException) -> TrainError:
-  found = inspect.getclosurevars(loss_fn) if inspect.isfunction(loss_fn) else None
-  outside = {**found.nonlocals, **found.globals} if found else {}
+  try:
+    found = inspect.getclosurevars(loss_fn)
+    outside = {**found.nonlocals, **found.globals}
+  except (TypeError, ValueError):  # no Python function, or one with a name that is not assigned yet
+    outside = {}
   modules = [f"{name} ({type(x).__name__})" for name, x in outside.items() if isinstance(x, nnx.Pytree)]
   shown = ", ".join(modules) or "a module"
   return TrainError(

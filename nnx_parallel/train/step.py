@@ -17,7 +17,7 @@ from nnx_parallel.errors import TrainError
 from nnx_parallel.layout.plan import Root, ShardingPlan
 from nnx_parallel.layout.variables import Path, value_of
 from nnx_parallel.train.accumulate import Layout
-from nnx_parallel.train.binding import Binding, Holders, Template, objects_in, write
+from nnx_parallel.train.binding import Binding, Holders, Template, exhaust, objects_in, put
 from nnx_parallel.train.compiled import Compile, Compiled, logger
 from nnx_parallel.train.convolutions import with_right_gradients
 from nnx_parallel.train.loss_call import call_loss
@@ -146,7 +146,7 @@ class TrainStep(_Step):
     except (ValueError, RuntimeError) as error:
       program.explain(error, arrays)
       raise
-    write(variables, new)
+    exhaust(map(put, variables, new))
     if program.jitted._cache_size() != program.known:
       self.record(program, arrays, batch, bound.reasons)
       self.reduction = bound.how

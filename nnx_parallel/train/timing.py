@@ -17,9 +17,6 @@ class StepClock:
   Args:
     window: how many of the last ticks are averaged.
 
-  Attributes:
-    first_seconds: what the first step took, compilation included.
-
   Example:
     >>> clock = StepClock()
     >>> clock.start()
@@ -30,7 +27,7 @@ class StepClock:
   """
 
   def __init__(self, window: int = 20):
-    self.first_seconds = math.nan
+    self._started = False
     self._last = math.nan
     self._ticks: collections.deque[tuple[float, int, int]] = collections.deque(maxlen=window)
 
@@ -50,8 +47,8 @@ class StepClock:
     """
     now = time.perf_counter()
     seconds, self._last = now - self._last, now
-    if math.isnan(self.first_seconds):
-      self.first_seconds = seconds
+    if not self._started:
+      self._started = True
       return {"seconds": seconds / steps, "tokens_per_second": tokens / seconds}
     self._ticks.append((seconds, tokens, steps))
     return {"seconds": seconds / steps, "tokens_per_second": self.tokens_per_second}

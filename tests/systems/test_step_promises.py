@@ -96,6 +96,18 @@ def test_a_module_from_outside_is_named_where_flax_speaks_of_trace_levels(option
     nxp.eval_step(loss)(model, batch_of(plan))
 
 
+def test_the_explanation_survives_a_name_that_is_not_assigned_yet():
+  plan, model, optimizer = make()
+  noise = nnx.Dropout(0.5, rngs=nnx.Rngs(1))
+
+  def loss(model, x):
+    return (noise(model(x)) ** 2).mean() if x is not None else later
+
+  with pytest.raises(nxp.TrainError, match="the loss function changes a Variable of a module, which it"):
+    nxp.train_step(loss)(model, optimizer, batch_of(plan))
+  later = 0.0
+
+
 def test_the_mend_that_the_error_names_works():
   plan, model, optimizer = make()
   noise = nxp.create_sharded_model(lambda: nnx.Dropout(0.5, rngs=nnx.Rngs(1)), plan.mesh)

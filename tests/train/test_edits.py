@@ -15,7 +15,7 @@ from flax.errors import TraceContextError
 
 from nnx_parallel.train import edits
 from nnx_parallel.train.binding import Watch
-from nnx_parallel.train.edits import assignments, hear
+from nnx_parallel.train.edits import asked, hear
 
 
 class Block(nnx.Module):
@@ -64,12 +64,29 @@ def test_every_edit_is_noticed_at_once_by_hearing_as_by_looking(edit):
   assert watch.same()
 
 
-def test_what_goes_past_setattr_is_noticed_within_64_steps():
+def test_what_goes_past_setattr_is_noticed_within_256_steps():
   model = Block(nnx.Rngs(0))
   watch = Watch({"model": model})
   past_setattr(model)
   assert not watch.looks_same()
-  assert [watch.same() for _ in range(65)].index(False) == 64
+  assert [watch.same() for _ in range(257)].index(False) == 256
+
+
+def test_a_deletion_is_heard_and_not_only_looked_for():
+  model = Block(nnx.Rngs(0))
+  assert hear(model.linear)
+  before = asked[0]
+  del model.linear.bias
+  assert asked[0] > before
+
+
+def test_a_module_with_names_that_flax_does_not_list_is_looked_at_each_time():
+  model = Block(nnx.Rngs(0))
+  object.__setattr__(model.linear, "extra", 1)
+  assert not hear(model.linear)
+  watch = Watch({"model": model})
+  del model.linear.extra
+  assert not watch.same()
 
 
 def test_a_class_that_assigns_in_its_own_way_is_looked_at_each_time():
@@ -129,9 +146,9 @@ def test_watched_modules_behave_as_before():
     nnx.clone(model.linear),
   ):
     assert jax.tree.structure(other) == jax.tree.structure(plain.linear)
-    before = assignments()
+    before = asked[0]
     other.bias = None
-    assert assignments() == before
+    assert asked[0] == before
   with pytest.raises(TraceContextError, match="Cannot mutate"):
     jax.jit(lambda x: setattr(model, "table", x))(1.0)
 
