@@ -37,6 +37,19 @@ _DERIVATIVES = ("jvp_jaxpr_fun", "fwd_jaxpr_thunk", "bwd")
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
+class Stage:
+  """One program of several that run one after the other.
+
+  Attributes:
+    program: a closed jaxpr.
+    reads: its inputs, as positions among the results of all earlier stages.
+  """
+
+  program: Any
+  reads: tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
 class Value:
   """An array that one step makes and others read; stands beside the trace's own variables."""
 
@@ -100,19 +113,18 @@ class Cut:
   groups: tuple[tuple[Slice, ...], ...]
 
 
-def cut(trace: Any, shardings: Sequence[NamedSharding]) -> Cut | str:
+def cut(stages: Sequence[Stage], outputs: Sequence[int], shardings: Sequence[NamedSharding]) -> Cut:
   """Cuts a traced constructor into groups of equal slices.
 
   Args:
-    trace: the traced constructor; each output is one array of the model.
+    stages: the traced constructor, without side effects.
+    outputs: which results of all stages are wanted; each is one array of the model.
     shardings: the sharding of each output.
 
   Returns:
-    The pieces; or why this constructor can only run as a whole, as a clause.
+    The pieces.
   """
-  if trace.effects:
-    return f"it has side effects ({', '.join(sorted(str(effect) for effect in trace.effects))})"
-  program = _Program(trace)
+  program = _Program(stages, outputs)
   while True:
     first, members = program.split()
     if not program.open_shared_calls(members):
@@ -157,13 +169,26 @@ def read(value: Any, values: dict[Any, Any]) -> Any:
 class _Program:
   """The trace as steps that can be split, and whose calls can be opened."""
 
-  def __init__(self, trace: Any):
-    jaxpr = trace.jaxpr
-    self.constants: dict[Any, Any] = dict(zip(jaxpr.constvars, trace.consts, strict=True))
-    self.results: list[Any] = list(jaxpr.outvars)
-    self.steps = [
-      Step(eqn.primitive, eqn.params, eqn.ctx, tuple(eqn.invars), tuple(eqn.outvars)) for eqn in jaxpr.eqns
-    ]
+  def __init__(self, stages: Sequence[Stage], outputs: Sequence[int]):
+    self.constants: dict[Any, Any] = {}
+    self.steps: list[Step] = []
+    made: list[Any] = []
+    for stage in stages:
+      jaxpr = stage.program.jaxpr
+      self.constants.update(zip(jaxpr.constvars, stage.program.consts, strict=True))
+      names = dict(zip(jaxpr.invars, (made[i] for i in stage.reads), strict=True))
+      self.steps += [
+        Step(
+          eqn.primitive,
+          eqn.params,
+          eqn.ctx,
+          tuple([_rename(value, names) for value in eqn.invars]),
+          tuple(eqn.outvars),
+        )
+        for eqn in jaxpr.eqns
+      ]
+      made += [_rename(value, names) for value in jaxpr.outvars]
+    self.results: list[Any] = [made[i] for i in outputs]
 
   def split(self) -> tuple[list[Step], list[tuple[tuple[int, ...], list[Step]]]]:
     """The steps to evaluate first; and for each slice, its outputs and its steps."""
