@@ -15,7 +15,7 @@ from jax.sharding import AbstractMesh, AxisType
 
 from nnx_parallel.errors import PlanError
 from nnx_parallel.layout.mesh import AnyMesh, axis_sizes
-from nnx_parallel.layout.variables import Path, path_str, value_of
+from nnx_parallel.layout.variables import Path, occurrences, path_str, value_of
 
 
 @contextlib.contextmanager
@@ -133,7 +133,7 @@ def traced_init(init: Callable[[], nnx.Module], mesh: AnyMesh | None) -> nnx.Mod
   if isinstance(graph, nnx.Pytree):  # the caller refuses anything else
     loose = [
       (path, node, name)
-      for path, node in nnx.iter_graph(graph)
+      for path, node in occurrences(graph)
       if isinstance(node, nnx.Pytree)
       for name, value in vars(node).items()
       if any(isinstance(leaf, Tracer) for leaf in _arrays_in(value))
