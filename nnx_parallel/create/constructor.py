@@ -108,14 +108,14 @@ def create_sharded_model(
 
 
 def construct(
-  the_plan: ShardingPlan, compile: Compile = "slices", traces: Mapping[Root, Trace] | None = None
+  the_plan: ShardingPlan, compile: Compile = "slices", traces: dict[Root, Trace] | None = None
 ) -> dict[Root, dict[Path, jax.Array]]:
   """Runs the plan's constructor, compiled, with the shards as its outputs.
 
   Args:
     the_plan: a plan on real devices.
     compile: as in `create_sharded_model`.
-    traces: those that the plan was just made from; the constructor is traced anew when None.
+    traces: those that the plan was just made from, which are dropped; None: the constructor is traced anew.
 
   Returns:
     Root -> path -> array (global storage shape), in the plan's shardings.
@@ -131,13 +131,16 @@ def construct(
   mesh = auto_mesh(real_mesh(the_plan))
   shardings = [NamedSharding(mesh, leaf.spec, memory_kind=leaf.memory_kind) for leaf in the_plan.leaves]
   pieces = cut_plan(the_plan, shardings, traces) if compile == "slices" else "compile='whole'"
+  if traces:
+    traces.clear()  # large beside a shard, and of no more use
   if not isinstance(pieces, str):
     arrays = assemble(pieces, shardings, mesh)
   else:
     if compile == "slices":
       logger.warning("creating the model as one program: %s", pieces)
     arrays = construct_whole(the_plan, shardings, mesh)
-  arrays = jax.device_put(arrays, [leaf.sharding for leaf in the_plan.leaves])
+  if mesh is not the_plan.mesh:
+    arrays = jax.device_put(arrays, [leaf.sharding for leaf in the_plan.leaves])
   result: dict[Root, dict[Path, jax.Array]] = {}
   for leaf, array in zip(the_plan.leaves, arrays, strict=True):
     result.setdefault(leaf.root, {})[leaf.path] = array

@@ -84,7 +84,7 @@ class Slice:
   Attributes:
     outputs: positions in the trace's outputs; several when they share work.
     results: the variables of those outputs.
-    steps: in order.
+    steps: in order; empty in all members of a group but the first.
     inputs: what feeds it: tiny values and constants (variables), and numbers (literals).
     key: equal keys mean equal programs.
   """
@@ -133,7 +133,9 @@ def cut(stages: Sequence[Stage], outputs: Sequence[int], shardings: Sequence[Nam
   keys = _Keys()
   for outputs, steps in members:
     piece = _slice(program, outputs, steps, [shardings[i] for i in outputs], keys)
-    groups.setdefault(piece.key, []).append(piece)
+    group = groups.setdefault(piece.key, [])
+    # The trace of a deep model is large beside a shard; the first member's steps serve the whole group.
+    group.append(dataclasses.replace(piece, steps=()) if group else piece)
   sliced = {i for outputs, _ in members for i in outputs}
   given = {i: value for i, value in enumerate(program.results) if i not in sliced}
   return Cut(tuple(first), program.constants, given, tuple(tuple(group) for group in groups.values()))
