@@ -45,7 +45,8 @@ def create_sharded_model(
   """Builds a module (and its optimizer) with every Variable created directly in its shards.
 
   No device ever holds a whole parameter, and the values are bit-identical to those of `init()` on one
-  device. Works with or without an active `jax.set_mesh`, on Auto and Explicit meshes.
+  device. Works with or without an active `jax.set_mesh`, on Auto and Explicit meshes. From a constructor, it
+  runs once, for the plan and for its values; from a plan, once more, for what it reads today.
 
   Args:
     init: a plan; or the constructor, with `mesh` and `rules` as in `plan`.
@@ -59,8 +60,8 @@ def create_sharded_model(
     optimizer_memory: where optimizer state lies between steps, when `init` is a constructor.
     compile: `"slices"`: one program for each distinct initializer, run for each Variable that has it; the
       compile time does not grow with depth. `"whole"`: the constructor as one `nnx.jit` program, the
-      reference. A constructor that cannot be cut is created whole; a warning is logged, and
-      `creation_report(plan)` says why.
+      reference. A constructor that cannot be cut is created whole: `print(plan)`, `creation_report(plan)` and
+      a logged warning say why.
 
   Returns:
     The live module; `(module, nnx.Optimizer)` when the plan has an optimizer.
