@@ -63,7 +63,10 @@ def trace(build: Callable[..., Any], given: Any = None) -> Trace:
   Raises:
     PlanError: it returned something else.
   """
-  graphdef, state = (None, {}) if given is None else nnx.split(given)
+  graphdef: Any = None
+  state: Any = {}
+  if given is not None:
+    graphdef, state = nnx.split(given)
 
   def run(state: Any) -> Any:
     node = build() if given is None else build(nnx.merge(graphdef, state))
