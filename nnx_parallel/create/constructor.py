@@ -140,7 +140,7 @@ def construct(
     if compile == "slices":
       logger.warning("creating the model as one program: %s", pieces)
     arrays = construct_whole(the_plan, shardings, mesh)
-  if mesh is not the_plan.mesh:
+  if mesh is not the_plan.mesh or isinstance(pieces, str):  # nnx.jit words the same shardings in its own way
     arrays = jax.device_put(arrays, [leaf.sharding for leaf in the_plan.leaves])
   result: dict[Root, dict[Path, jax.Array]] = {}
   for leaf, array in zip(the_plan.leaves, arrays, strict=True):
