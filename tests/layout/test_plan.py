@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+
 import jax
 import optax
 import pytest
