@@ -1,6 +1,6 @@
 """Creating a sharded transformer at several depths, four ways: time, compilation and peak memory.
 
-`python benchmarks/creation.py` measures all of it on both axis types (an hour on 2 cores);
+`python benchmarks/creation.py` measures all of it on both axis types (some 12 minutes on 2 quiet cores);
 `--depths 4 12 --rounds 1 --axes auto` measures less. Each measurement has a process of its own, so that
 nothing is compiled already and the peak of its memory is its own; the ways take turns. Processor time stands
 beside wall time, because a machine that does other work too stretches only the latter.
@@ -31,6 +31,7 @@ from harness import RESULTS, Record
 from nnx_parallel.create import assemble
 
 WIDTH = 256
+WIDE = 1024
 GUIDE = "nnx.jit constructor"
 OURS = "create_sharded_model"
 SECOND = f"{OURS}, second start"
@@ -108,6 +109,10 @@ WAYS: dict[str, Way] = {
 }
 
 
+DEEPEST = {GUIDE: 48, "jax.jit, out_shardings": 24}
+"""Blocks beyond which a way is not tried: their time is in proportion to depth, about a second a block."""
+
+
 def peak_bytes() -> int:
   lines = Path("/proc/self/status").read_text().splitlines()
   return 1024 * int(next(line for line in lines if line.startswith("VmHWM")).split()[1])
@@ -147,10 +152,13 @@ def child(way: str, depth: int, width: int, axes: str) -> None:
   before, compiling[:] = peak_bytes(), []
   began, worked = time.perf_counter(), time.process_time()
   model = WAYS[way](constructor.around(lambda: build(depth, width)), mesh)
-  jax.block_until_ready(nnx.state(model))
+  reading = time.thread_time()
+  state = nnx.state(model)
+  reading = time.thread_time() - reading  # the measurement's own work
+  jax.block_until_ready(state)
   found = {
     "wall": time.perf_counter() - began,
-    "processor": time.process_time() - worked,
+    "processor": time.process_time() - worked - reading,
     "constructor": constructor.seconds,
     "execution": execution.seconds,
     "compile": sum(compiling),
@@ -182,8 +190,10 @@ class Measured:
   def __init__(self, options: argparse.Namespace, axes: str):
     self.options, self.axes = options, axes
     self.rows: dict[tuple[str, int], list[Row]] = {}
-    self.over: dict[str, int] = {}
-    """Way -> the depth at which it took over the limit; it is not tried deeper."""
+    self.over: set[str] = set()
+    """Ways that took over the limit; they are not tried deeper."""
+    self.wide: list[Row] = []
+    """Ours, of `--wide-depth` blocks of `WIDE`."""
 
   def depth(self, depth: int) -> None:
     """Measures one depth, in rounds."""
@@ -192,14 +202,33 @@ class Measured:
     for _ in range(options.rounds):
       for way in WAYS:
         rows = self.rows.setdefault((way, depth), [])
-        if way in self.over or (rows and rows[0]["wall"] > options.once_s):
+        if way in self.over or depth > DEEPEST.get(way, depth) or (rows and rows[0]["wall"] > options.once_s):
           continue
         row = measure_once(way, depth, options.width, self.axes, options.limit_s)
         print(self.axes, depth, way, row or f"over {options.limit_s:g} s", flush=True)
         if row is None:
-          self.over[way] = depth
+          self.over.add(way)
         else:
           rows.append(row)
+
+  def measure_wide(self) -> None:
+    """Measures ours on wide blocks, whose shards are large beside what the host keeps for each array."""
+    options = self.options
+    for _ in range(options.rounds if options.wide_depth else 0):
+      row = measure_once(OURS, options.wide_depth, WIDE, self.axes, options.limit_s)
+      print(self.axes, options.wide_depth, f"{WIDE} wide", OURS, row, flush=True)
+      self.wide += [row] if row is not None else []
+
+  def baseline(self, depth: int) -> tuple[float, str]:
+    """The seconds that ratios at one depth refer to, and what they are: the guide's, as deep as it came."""
+    if self.rows[GUIDE, depth]:
+      return self.median(GUIDE, depth, "wall"), GUIDE
+    if GUIDE in self.over:
+      limit = self.options.limit_s
+      return limit, f"{limit:g} s, which {GUIDE} took more than"
+    last = max(d for d in self.depths() if self.rows[GUIDE, d])
+    seconds = self.median(GUIDE, last, "wall")
+    return seconds, f"{seconds:.3g} s, of {GUIDE} at {last} blocks"
 
   def median(self, way: str, depth: int, key: str) -> float:
     return median(row[key] for row in self.rows[way, depth])
@@ -207,13 +236,14 @@ class Measured:
   def record(self, record: Record, depth: int) -> None:
     """Adds the rows of one depth."""
     group = f"{self.axes} axes, {depth} blocks"
-    limit = self.options.limit_s
-    reference = self.median(GUIDE, depth, "wall") if self.rows[GUIDE, depth] else limit
-    baseline = GUIDE if self.rows[GUIDE, depth] else f"{limit:g} s, which {GUIDE} took more than"
+    reference, baseline = self.baseline(depth)
     for way in WAYS:
       rows = self.rows[way, depth]
       if not rows:
-        record.value(f"{way}: stopped, or not tried, after", limit, "s", group=group)
+        if way in self.over:
+          record.value(f"{way}: stopped, or not tried, after", self.options.limit_s, "s", group=group)
+        else:
+          record.value(f"{way}: not tried beyond", DEEPEST[way], "blocks", group=group)
         continue
       walls = sorted(row["wall"] / reference for row in rows)
       record.rows.append(
@@ -260,6 +290,14 @@ class Measured:
       group=group,
     )
 
+  def record_wide(self, record: Record) -> None:
+    """Adds the peak memory of wide blocks."""
+    if self.wide:
+      grown = median(row["grown"] / row["bytes"] for row in self.wide)
+      group = f"{self.axes} axes, {self.options.wide_depth} blocks, {WIDE} wide"
+      record.value(f"{OURS}: bytes created", self.wide[0]["bytes"] / 1e6, "MB", group=group)
+      record.value(f"{OURS}: peak growth", grown, "x", group=group)
+
   def depths(self) -> list[int]:
     return sorted({depth for _, depth in self.rows})
 
@@ -288,12 +326,13 @@ def parse() -> argparse.Namespace:
   parser = argparse.ArgumentParser()
   parser.add_argument("--depths", type=int, nargs="+", default=[4, 12, 24, 48, 96])
   parser.add_argument("--width", type=int, default=WIDTH)
-  parser.add_argument("--rounds", type=int, default=3)
-  parser.add_argument("--once-s", type=float, default=30, help="a way that takes longer has one round")
+  parser.add_argument("--rounds", type=int, default=2)
+  parser.add_argument("--wide-depth", type=int, default=6, help=f"blocks of {WIDE}, for memory; 0 for none")
+  parser.add_argument("--once-s", type=float, default=8, help="a way that takes longer has one round")
   parser.add_argument(
     "--limit-s",
     type=float,
-    default=900,
+    default=240,
     help="a way whose process takes longer is stopped, and not tried deeper",
   )
   parser.add_argument("--axes", nargs="+", choices=["auto", "explicit"], default=["auto", "explicit"])
@@ -315,15 +354,16 @@ def main() -> None:
     notes=[
       "`ratio` is of wall times; `quartiles` are the least and the greatest round. A way that takes over"
       f" {options.once_s:g} s has one round; one whose process takes over {options.limit_s:g} s is stopped,"
-      " and not tried deeper."
-      " Where that is the baseline, the limit stands for it, and the true ratios are smaller.",
+      " and not tried deeper. "
+      + "; ".join(f"{way} is not tried beyond {depth} blocks" for way, depth in DEEPEST.items())
+      + ". Where the baseline is not measured, a lesser time stands for it, and the true ratios are smaller.",
       "`second start` reads its programs from `nxp.compilation_cache`.",
       "`processor time` is user and system time of all threads. `compiling` adds up the backend's wall time"
       " for each program; ours compile several at a time.",
       "`peak growth` is the growth of the process's peak resident memory over the bytes created, compiler"
       " included, in a process that has compiled one 8 x 8 program.",
       "Seconds in `ours from ... to ...` are processor time. `the user's constructor` is flax's own work"
-      " while it is traced: once for the plan, once for the programs.",
+      " while it is traced, once for the plan and the programs.",
     ],
   )
   os.environ["CREATION_CACHE"] = tempfile.mkdtemp()
@@ -334,6 +374,8 @@ def main() -> None:
       measured[-1].depth(depth)
       measured[-1].record(record, depth)
     measured[-1].record_growth(record)
+    measured[-1].measure_wide()
+    measured[-1].record_wide(record)
     record.notes.append(f"Load average over 15 minutes, {axes} axes done: {os.getloadavg()[2]:.1f}.")
     record.write()
     picture(measured, options.record_name)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, get_args
 
 import jax
@@ -12,15 +12,15 @@ from flax import nnx
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from nnx_parallel.create.assemble import assemble
-from nnx_parallel.create.build import build
+from nnx_parallel.create.build import stages, trace_plan
 from nnx_parallel.create.cut import Cut, cut
 from nnx_parallel.create.instantiate import instantiate
 from nnx_parallel.create.reference import construct_whole
 from nnx_parallel.errors import PlanError
 from nnx_parallel.layout.mesh import AnyMesh, auto_mesh
-from nnx_parallel.layout.plan import Root, ShardingPlan
-from nnx_parallel.layout.plan import plan as make_plan
+from nnx_parallel.layout.plan import Root, ShardingPlan, plan_traced
 from nnx_parallel.layout.rules import Uneven
+from nnx_parallel.layout.tracing import Trace
 from nnx_parallel.layout.variables import Path
 
 Compile = Literal["slices", "whole"]
@@ -45,7 +45,8 @@ def create_sharded_model(
   """Builds a module (and its optimizer) with every Variable created directly in its shards.
 
   No device ever holds a whole parameter, and the values are bit-identical to those of `init()` on one
-  device. Works with or without an active `jax.set_mesh`, on Auto and Explicit meshes.
+  device. Works with or without an active `jax.set_mesh`, on Auto and Explicit meshes. From a constructor, it
+  runs once, for the plan and for its values; from a plan, once more, for what it reads today.
 
   Args:
     init: a plan; or the constructor, with `mesh` and `rules` as in `plan`.
@@ -59,8 +60,8 @@ def create_sharded_model(
     optimizer_memory: where optimizer state lies between steps, when `init` is a constructor.
     compile: `"slices"`: one program for each distinct initializer, run for each Variable that has it; the
       compile time does not grow with depth. `"whole"`: the constructor as one `nnx.jit` program, the
-      reference. A constructor that cannot be cut is created whole; a warning is logged, and
-      `creation_report(plan)` says why.
+      reference. A constructor that cannot be cut is created whole: `print(plan)`, `creation_report(plan)` and
+      a logged warning say why.
 
   Returns:
     The live module; `(module, nnx.Optimizer)` when the plan has an optimizer.
@@ -85,14 +86,14 @@ def create_sharded_model(
         details="a plan already holds all of them",
         fix="create_sharded_model(plan)",
       )
-    the_plan = init
+    the_plan, traces = init, None
   elif mesh is None:
     raise PlanError(
       "create_sharded_model needs a mesh.",
       fix="create_sharded_model(init, nxp.make_mesh(fsdp=-1), nxp.fsdp())",
     )
   else:
-    the_plan = make_plan(
+    the_plan, traces = plan_traced(
       init,
       mesh,
       rules,
@@ -104,15 +105,18 @@ def create_sharded_model(
       optimizer_memory=optimizer_memory,
     )
   the_plan.warn_replicated(stacklevel=3)
-  return instantiate(the_plan, construct(the_plan, compile))
+  return instantiate(the_plan, construct(the_plan, compile, traces))
 
 
-def construct(the_plan: ShardingPlan, compile: Compile = "slices") -> dict[Root, dict[Path, jax.Array]]:
+def construct(
+  the_plan: ShardingPlan, compile: Compile = "slices", traces: dict[Root, Trace] | None = None
+) -> dict[Root, dict[Path, jax.Array]]:
   """Runs the plan's constructor, compiled, with the shards as its outputs.
 
   Args:
     the_plan: a plan on real devices.
     compile: as in `create_sharded_model`.
+    traces: those that the plan was just made from, which are dropped; None: the constructor is traced anew.
 
   Returns:
     Root -> path -> array (global storage shape), in the plan's shardings.
@@ -127,33 +131,39 @@ def construct(the_plan: ShardingPlan, compile: Compile = "slices") -> dict[Root,
   # and re-wrapping the results costs nothing.
   mesh = auto_mesh(real_mesh(the_plan))
   shardings = [NamedSharding(mesh, leaf.spec, memory_kind=leaf.memory_kind) for leaf in the_plan.leaves]
-  pieces = cut_plan(the_plan, shardings, mesh) if compile == "slices" else "compile='whole'"
+  pieces = cut_plan(the_plan, shardings, traces) if compile == "slices" else "compile='whole'"
+  if traces:
+    traces.clear()  # large beside a shard, and of no more use
   if not isinstance(pieces, str):
     arrays = assemble(pieces, shardings, mesh)
   else:
     if compile == "slices":
       logger.warning("creating the model as one program: %s", pieces)
     arrays = construct_whole(the_plan, shardings, mesh)
-  arrays = jax.device_put(arrays, [leaf.sharding for leaf in the_plan.leaves])
+  if mesh is not the_plan.mesh or isinstance(pieces, str):  # nnx.jit words the same shardings in its own way
+    arrays = jax.device_put(arrays, [leaf.sharding for leaf in the_plan.leaves])
   result: dict[Root, dict[Path, jax.Array]] = {}
   for leaf, array in zip(the_plan.leaves, arrays, strict=True):
     result.setdefault(leaf.root, {})[leaf.path] = array
   return result
 
 
-def cut_plan(the_plan: ShardingPlan, shardings: Sequence[NamedSharding], mesh: Mesh) -> Cut | str:
-  """Traces the plan's constructor and cuts it.
+def cut_plan(
+  the_plan: ShardingPlan, shardings: Sequence[NamedSharding], traces: Mapping[Root, Trace] | None = None
+) -> Cut | str:
+  """Cuts the plan's constructor.
 
   Args:
     the_plan: the plan.
     shardings: one for each leaf.
-    mesh: the mesh that is active while the constructor is traced.
+    traces: as in `construct`.
 
   Returns:
-    The pieces, or why there are none.
+    The pieces; or why this constructor can only run as a whole, as a clause.
   """
-  with jax.set_mesh(mesh):
-    return cut(jax.make_jaxpr(lambda: build(the_plan))(), shardings)
+  traces = traces or trace_plan(the_plan)
+  whole = next((one.side_effects for one in traces.values() if one.side_effects), "")
+  return whole or cut(*stages(the_plan, traces), shardings)
 
 
 def real_mesh(the_plan: ShardingPlan) -> Mesh:

@@ -37,6 +37,19 @@ _DERIVATIVES = ("jvp_jaxpr_fun", "fwd_jaxpr_thunk", "bwd")
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
+class Stage:
+  """One program of several that run one after the other.
+
+  Attributes:
+    program: a closed jaxpr.
+    reads: its inputs, as positions among the results of all earlier stages.
+  """
+
+  program: Any
+  reads: tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
 class Value:
   """An array that one step makes and others read; stands beside the trace's own variables."""
 
@@ -71,7 +84,7 @@ class Slice:
   Attributes:
     outputs: positions in the trace's outputs; several when they share work.
     results: the variables of those outputs.
-    steps: in order.
+    steps: in order; empty in all members of a group but the first.
     inputs: what feeds it: tiny values and constants (variables), and numbers (literals).
     key: equal keys mean equal programs.
   """
@@ -100,19 +113,18 @@ class Cut:
   groups: tuple[tuple[Slice, ...], ...]
 
 
-def cut(trace: Any, shardings: Sequence[NamedSharding]) -> Cut | str:
+def cut(stages: Sequence[Stage], outputs: Sequence[int], shardings: Sequence[NamedSharding]) -> Cut:
   """Cuts a traced constructor into groups of equal slices.
 
   Args:
-    trace: the traced constructor; each output is one array of the model.
+    stages: the traced constructor, without side effects.
+    outputs: which results of all stages are wanted; each is one array of the model.
     shardings: the sharding of each output.
 
   Returns:
-    The pieces; or why this constructor can only run as a whole, as a clause.
+    The pieces.
   """
-  if trace.effects:
-    return f"it has side effects ({', '.join(sorted(str(effect) for effect in trace.effects))})"
-  program = _Program(trace)
+  program = _Program(stages, outputs)
   while True:
     first, members = program.split()
     if not program.open_shared_calls(members):
@@ -121,7 +133,9 @@ def cut(trace: Any, shardings: Sequence[NamedSharding]) -> Cut | str:
   keys = _Keys()
   for outputs, steps in members:
     piece = _slice(program, outputs, steps, [shardings[i] for i in outputs], keys)
-    groups.setdefault(piece.key, []).append(piece)
+    group = groups.setdefault(piece.key, [])
+    # The trace of a deep model is large beside a shard; the first member's steps serve the whole group.
+    group.append(dataclasses.replace(piece, steps=()) if group else piece)
   sliced = {i for outputs, _ in members for i in outputs}
   given = {i: value for i, value in enumerate(program.results) if i not in sliced}
   return Cut(tuple(first), program.constants, given, tuple(tuple(group) for group in groups.values()))
@@ -157,13 +171,26 @@ def read(value: Any, values: dict[Any, Any]) -> Any:
 class _Program:
   """The trace as steps that can be split, and whose calls can be opened."""
 
-  def __init__(self, trace: Any):
-    jaxpr = trace.jaxpr
-    self.constants: dict[Any, Any] = dict(zip(jaxpr.constvars, trace.consts, strict=True))
-    self.results: list[Any] = list(jaxpr.outvars)
-    self.steps = [
-      Step(eqn.primitive, eqn.params, eqn.ctx, tuple(eqn.invars), tuple(eqn.outvars)) for eqn in jaxpr.eqns
-    ]
+  def __init__(self, stages: Sequence[Stage], outputs: Sequence[int]):
+    self.constants: dict[Any, Any] = {}
+    self.steps: list[Step] = []
+    made: list[Any] = []
+    for stage in stages:
+      jaxpr = stage.program.jaxpr
+      self.constants.update(zip(jaxpr.constvars, stage.program.consts, strict=True))
+      names = dict(zip(jaxpr.invars, (made[i] for i in stage.reads), strict=True))
+      self.steps += [
+        Step(
+          eqn.primitive,
+          eqn.params,
+          eqn.ctx,
+          tuple([_rename(value, names) for value in eqn.invars]),
+          tuple(eqn.outvars),
+        )
+        for eqn in jaxpr.eqns
+      ]
+      made += [_rename(value, names) for value in jaxpr.outvars]
+    self.results: list[Any] = [made[i] for i in outputs]
 
   def split(self) -> tuple[list[Step], list[tuple[tuple[int, ...], list[Step]]]]:
     """The steps to evaluate first; and for each slice, its outputs and its steps."""

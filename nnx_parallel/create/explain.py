@@ -82,7 +82,7 @@ def creation_report(plan: ShardingPlan) -> CreationReport:
   """
   mesh = auto_mesh(real_mesh(plan))
   shardings = [NamedSharding(mesh, leaf.spec, memory_kind=leaf.memory_kind) for leaf in plan.leaves]
-  pieces = cut_plan(plan, shardings, mesh)
+  pieces = cut_plan(plan, shardings)
   if isinstance(pieces, str):
     return CreationReport((), (), pieces)
   programs = tuple(

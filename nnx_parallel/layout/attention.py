@@ -8,7 +8,7 @@ from typing import Any
 from flax import nnx
 
 from nnx_parallel.errors import ShardingError
-from nnx_parallel.layout.variables import Names, path_str
+from nnx_parallel.layout.variables import Names, occurrences, path_str
 
 
 def check_attention(model: nnx.Module, mesh: Mapping[str, int]) -> list[str]:
@@ -28,7 +28,7 @@ def check_attention(model: nnx.Module, mesh: Mapping[str, int]) -> list[str]:
     ShardingError: logical names that were passed on.
   """
   notes: list[str] = []
-  for path, module in nnx.iter_modules(model):
+  for path, module in occurrences(model):
     if not isinstance(module, nnx.MultiHeadAttention):
       continue
     for part in ("kernel", "bias"):

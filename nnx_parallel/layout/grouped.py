@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 
 from flax import nnx
 
-from nnx_parallel.layout.variables import path_str
+from nnx_parallel.layout.variables import occurrences, path_str
 
 
 def check_grouped(model: nnx.Module, batch: Sequence[str], mesh: Mapping[str, int]) -> list[str]:
@@ -29,8 +29,10 @@ def check_grouped(model: nnx.Module, batch: Sequence[str], mesh: Mapping[str, in
     return []
   found = [
     path_str(path)
-    for path, module in nnx.iter_modules(model)
-    if isinstance(groups := getattr(module, "feature_group_count", 1), int) and groups > 1
+    for path, module in occurrences(model)
+    if isinstance(module, nnx.Module)
+    and isinstance(groups := getattr(module, "feature_group_count", 1), int)
+    and groups > 1
   ]
   if not found:
     return []

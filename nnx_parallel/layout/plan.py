@@ -31,7 +31,7 @@ from nnx_parallel.layout.padding import logical_transformation
 from nnx_parallel.layout.resolve import Resolution, extend_spec, resolve_spec
 from nnx_parallel.layout.rules import UNEVEN, LogicalRules, RuleSet, Uneven
 from nnx_parallel.layout.sharded_optimizer import Placement
-from nnx_parallel.layout.tracing import make_optimizer, traced_init, unplaced
+from nnx_parallel.layout.tracing import Trace, make_optimizer, trace, traced_init
 from nnx_parallel.layout.variables import (
   Names,
   Path,
@@ -360,7 +360,7 @@ class ShardingPlan:
     model = state = None
     if init is not None:
       model = abstract_module(init, stored.mesh)
-      state = None if optimizer is None else _abstract_optimizer(model, optimizer, wrt)
+      state = None if optimizer is None else trace_optimizer(model, optimizer, wrt).node
       _check_stored(stored.leaves, model, state)
     made = cls(
       stored.mesh,
@@ -509,6 +509,54 @@ def plan(
     >>> plan["kernel"].spec, plan["optimizer/opt_state.0.mu.kernel"].bytes_per_device
     (P(None, 'fsdp'), 4096)
   """
+  made, _ = plan_traced(
+    init,
+    mesh,
+    rules,
+    optimizer=optimizer,
+    wrt=wrt,
+    uneven=uneven,
+    zero=zero,
+    zero_axes=zero_axes,
+    optimizer_memory=optimizer_memory,
+  )
+  return made
+
+
+def plan_traced(
+  init: Callable[[], nnx.Module],
+  mesh: AnyMesh,
+  rules: Any,
+  *,
+  optimizer: optax.GradientTransformation | None,
+  wrt: Any,
+  uneven: Uneven,
+  zero: int,
+  zero_axes: Sequence[str] | str | None,
+  optimizer_memory: str | None,
+) -> tuple[ShardingPlan, dict[Root, Trace]]:
+  """Plans, and returns the traces behind the plan too, for who creates from it at once.
+
+  A plan does not keep them: what `init` reads (a seed, a table) may change before a later creation.
+
+  Args:
+    init: as all others, as for `plan`.
+    mesh: the mesh.
+    rules: the rules.
+    optimizer: the optimizer, or None.
+    wrt: what it trains.
+    uneven: the policy for uneven dims.
+    zero: the ZeRO stage.
+    zero_axes: its axes.
+    optimizer_memory: where its state lies.
+
+  Returns:
+    The plan; and by root, what its module and its optimizer were built by.
+
+  Raises:
+    ShardingError: as `plan`.
+    PlanError: as `plan`.
+  """
   is_explicit(mesh)  # refuses mixed axis types before any work is done
   if uneven not in UNEVEN:
     raise PlanError(f"uneven={uneven!r} is not a policy.", fix=f"one of {', '.join(UNEVEN)}.")
@@ -524,7 +572,8 @@ def plan(
       fix="optimizer=optax.adamw(...)",
     )
   ruleset = RuleSet.of(rules).with_uneven(uneven)
-  model = abstract_module(init, mesh)
+  traces: dict[Root, Trace] = {"model": trace_module(init, mesh)}
+  model = traces["model"].node
   builder = _Builder(mesh, ruleset, uneven)
   builder.optimizer_memory = None if optimizer_memory == "device" else optimizer_memory
   found = check_attention(model, builder.sizes)
@@ -535,10 +584,14 @@ def plan(
   if optimizer is not None:
     batch = _batch_axes(ruleset, builder.sizes) if zero and zero_axes is None else ()
     builder.zero_axes = optimizer_layout.zero_axes(zero, zero_axes, batch, builder.sizes)
-    abstract_optimizer = _abstract_optimizer(model, optimizer, wrt)
+    traces["optimizer"] = trace_optimizer(model, optimizer, wrt)
+    abstract_optimizer = traces["optimizer"].node
     builder.kept_dims = _kept_dims(model, optimizer, wrt, abstract_optimizer)
     leaves += builder.optimizer_leaves(abstract_optimizer, leaves)
-  return ShardingPlan(
+  whole = next((one.side_effects for one in traces.values() if one.side_effects), "")
+  if whole:
+    found.append(f"created as one program, which takes longer to compile: {whole}")
+  made = ShardingPlan(
     mesh,
     ruleset,
     tuple(leaves),
@@ -549,17 +602,23 @@ def plan(
     abstract_optimizer,
     tuple(found + builder.notes()),
   )
+  return made, traces
 
 
 def abstract_module(init: Callable[[], nnx.Module], mesh: AnyMesh | None = None) -> nnx.Module:
-  """Builds the module with `ShapeDtypeStruct` values, keeping every annotation, whatever mesh is active.
+  """Builds the module with `ShapeDtypeStruct` values; as `trace_module`, without the program."""
+  return trace_module(init, mesh).node
+
+
+def trace_module(init: Callable[[], nnx.Module], mesh: AnyMesh | None = None) -> Trace:
+  """Runs a constructor on abstract values, keeping every annotation, whatever mesh is active.
 
   Args:
     init: a function without arguments that returns an `nnx.Module`.
     mesh: constraints in `init` may name its axes.
 
   Returns:
-    The abstract module.
+    The module with `ShapeDtypeStruct` values, and the program that computes its arrays.
 
   Raises:
     PlanError: `init` is a module, needs arguments, or returns something else.
@@ -580,24 +639,17 @@ def abstract_module(init: Callable[[], nnx.Module], mesh: AnyMesh | None = None)
       f"init must take no arguments, and {shown} needs {', '.join(missing)}.",
       fix=f"lambda: {shown}({', '.join(f'{name}=...' for name in missing)})",
     )
-  with unplaced():
-    module = nnx.eval_shape(lambda: traced_init(init, mesh))
-  if not isinstance(module, nnx.Pytree):  # pyright: ignore[reportUnnecessaryIsInstance]
-    raise PlanError(
-      f"init returned a {type(module).__name__}, not an nnx.Module.",
-      fix="return the module itself.",
-    )
-  return module  # pyright: ignore[reportReturnType]
+  return trace(lambda: traced_init(init, mesh))
 
 
-def _abstract_optimizer(model: nnx.Module, tx: optax.GradientTransformation, wrt: Any) -> nnx.Optimizer[Any]:
+def trace_optimizer(model: nnx.Module, tx: optax.GradientTransformation, wrt: Any) -> Trace:
+  """Builds the optimizer of an abstract module abstractly."""
   if not jax.tree.leaves(nnx.state(model, wrt)):
     from nnx_parallel.layout import audit
 
     raise audit.nothing_selected(wrt, model)
-  with unplaced():
-    # The model is an argument so that optimizers that compute with parameters see arrays, not shapes.
-    return nnx.eval_shape(lambda traced: make_optimizer(traced, tx, wrt), model)
+  # The model is an argument so that optimizers that compute with parameters see arrays, not shapes.
+  return trace(lambda traced: make_optimizer(traced, tx, wrt), model)
 
 
 def _kept_dims(
@@ -623,7 +675,7 @@ def _kept_dims(
     (path, leaf.copy(jax.ShapeDtypeStruct(probes[path], value_of(leaf).dtype)) if path in rows else leaf)
     for path, leaf in nnx.to_flat_state(state)
   ]
-  other = array_leaves(_abstract_optimizer(nnx.merge(graphdef, nnx.from_flat_state(probed)), tx, wrt))
+  other = array_leaves(trace_optimizer(nnx.merge(graphdef, nnx.from_flat_state(probed)), tx, wrt).node)
   found = {
     path: optimizer_layout.dims_of(tuple(value_of(other[path]).shape), probes[parameter])
     for path, parameter in unclear.items()

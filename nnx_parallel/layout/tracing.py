@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Callable, Generator
 from typing import Any
 
@@ -15,7 +16,7 @@ from jax.sharding import AbstractMesh, AxisType
 from nnx_parallel.errors import PlanError
 from nnx_parallel.layout.mesh import AnyMesh, axis_sizes
 from nnx_parallel.layout.sharded_optimizer import ShardedOptimizer
-from nnx_parallel.layout.variables import path_str
+from nnx_parallel.layout.variables import Path, occurrences, path_str, value_of
 
 
 @contextlib.contextmanager
@@ -23,6 +24,70 @@ def unplaced() -> Generator[None]:
   """Variables are built without a mesh, whatever mesh is active; their annotations stay names."""
   with nnx.use_eager_sharding(False), jax.sharding.use_abstract_mesh(AbstractMesh((), ())):
     yield
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Trace:
+  """A function that builds a module or an optimizer, run once on abstract values.
+
+  Attributes:
+    node: what it built, with `ShapeDtypeStruct` values.
+    program: the closed jaxpr that computes its arrays from those of what it was given.
+    reads: for each input of `program`, its path in the state of what the function was given.
+    makes: for each output of `program`, its path in the state of `node`.
+  """
+
+  node: Any
+  program: Any
+  reads: tuple[Path, ...]
+  makes: tuple[Path, ...]
+
+  @property
+  def side_effects(self) -> str:
+    """Names the effects other than building, as a clause; empty when there are none."""
+    names = ", ".join(sorted(str(effect) for effect in self.program.effects))
+    return f"it has side effects ({names})" if names else ""
+
+
+def trace(build: Callable[..., Any], given: Any = None) -> Trace:
+  """Runs a function that builds a module or an optimizer on abstract values, whatever mesh is active.
+
+  Variables are built without a mesh; their annotations stay names.
+
+  Args:
+    build: returns the module; takes `given` when there is one.
+    given: an abstract module.
+
+  Returns:
+    What it built, and the program that computes its arrays.
+
+  Raises:
+    PlanError: it returned something else.
+  """
+  graphdef: Any = None
+  state: Any = {}
+  if given is not None:
+    graphdef, state = nnx.split(given)
+
+  def run(state: Any) -> Any:
+    node = build() if given is None else build(nnx.merge(graphdef, state))
+    if not isinstance(node, nnx.Pytree):
+      raise PlanError(
+        f"init returned a {type(node).__name__}, not an nnx.Module.", fix="return the module itself."
+      )
+    return nnx.split(node)
+
+  with unplaced():
+    program, (built, values) = jax.make_jaxpr(run, return_shape=True)(state)
+    return Trace(nnx.merge(built, values), program, _paths(state), _paths(values))
+
+
+def _paths(state: Any) -> tuple[Path, ...]:
+  """The path of each array of a state, in the order in which jax flattens it."""
+  arrays, tree = jax.tree.flatten(state)
+  numbered = nnx.to_flat_state(jax.tree.unflatten(tree, range(len(arrays)))) if arrays else ()
+  found = {i: path for path, leaf in numbered for i in jax.tree.leaves(value_of(leaf))}
+  return tuple(found[i] for i in range(len(arrays)))
 
 
 @contextlib.contextmanager
@@ -72,7 +137,7 @@ def traced_init(init: Callable[[], nnx.Module], mesh: AnyMesh | None) -> nnx.Mod
   if isinstance(graph, nnx.Pytree):  # the caller refuses anything else
     loose = [
       (path, node, name)
-      for path, node in nnx.iter_graph(graph)
+      for path, node in occurrences(graph)
       if isinstance(node, nnx.Pytree)
       for name, value in vars(node).items()
       if any(isinstance(leaf, Tracer) for leaf in _arrays_in(value))

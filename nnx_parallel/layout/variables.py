@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from types import FunctionType
 from typing import Any, cast
 
 import jax
+import numpy as np
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
@@ -20,6 +22,7 @@ Names = tuple[Entry, ...]
 
 DECLARED = "declared_sharding"
 """Metadata key under which creation keeps what the user wrote: `(names, sharding_rules)`."""
+_NO_NODES = frozenset((str, int, float, bool, type(None), type, FunctionType, np.ndarray))
 _NAME_KEYS = ("out_sharding", "sharding", "sharding_names")
 _FLAX_KEYS = frozenset(
   (
@@ -39,6 +42,46 @@ _FLAX_KEYS = frozenset(
 def path_str(path: Path) -> str:
   """The dotted form that is printed and matched: `("blocks", 0, "kernel")` -> `blocks.0.kernel`."""
   return ".".join(map(str, path))
+
+
+def occurrences(module: Any) -> Iterator[tuple[Path, Any]]:
+  """The modules (any `nnx.Pytree`) and Variables in a module: as `nnx.iter_graph`, many times as fast.
+
+  Args:
+    module: a live, traced or abstract module.
+
+  Yields:
+    Path and object, parts before wholes, in flax's order; a shared object at each of its paths, what is in
+    it at the first only.
+  """
+  yield from _occurrences(module, (), set())
+
+
+def _occurrences(node: Any, path: Path, seen: set[int]) -> Iterator[tuple[Path, Any]]:
+  if isinstance(node, nnx.Pytree) and id(node) not in seen:
+    seen.add(id(node))
+    attributes: list[tuple[Any, Any]] = [
+      (int(name) if name.isdecimal() and isinstance(node, nnx.List) else name, value)
+      for name, value in vars(node).items()
+      if type(value) not in _NO_NODES and not name.startswith("_pytree__")
+    ]
+    for name, value in sorted(attributes, key=lambda item: (isinstance(item[0], str), item[0])):
+      if _is_node(value):
+        yield from _occurrences(value, (*path, name), seen)
+      elif not isinstance(value, jax.Array):
+        for inner, part in jax.tree_util.tree_leaves_with_path(value, is_leaf=_is_node):
+          if _is_node(part):
+            yield from _occurrences(part, (*path, name, *map(_key, inner)), seen)
+  yield path, node
+
+
+def _is_node(value: Any) -> bool:
+  return isinstance(value, (nnx.Pytree, nnx.Variable))
+
+
+def _key(entry: Any) -> Hashable:
+  """An entry of a jax path as flax writes it."""
+  return next(getattr(entry, kind) for kind in ("idx", "key", "name") if hasattr(entry, kind))
 
 
 def variables(module: Any) -> dict[Path, Any]:
@@ -83,9 +126,10 @@ def aliases(module: Any) -> dict[Path, tuple[Path, ...]]:
     >>> aliases(module)
     {('kernel',): (('transposed',),)}
   """
-  groups = [[tuple(path) for path in group] for group in nnx.find_duplicates(module)]
-  if not groups:
+  found = [id(node) for _, node in occurrences(module)]
+  if len(set(found)) == len(found):
     return {}
+  groups = [[tuple(path) for path in group] for group in nnx.find_duplicates(module)]
   result: dict[Path, tuple[Path, ...]] = {}
   for path in variables(module):
     others = [

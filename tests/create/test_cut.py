@@ -251,6 +251,52 @@ def test_a_constructor_with_side_effects_runs_whole_and_says_so(caplog):
   assert caplog.messages == [f"creating the model as one program: {reason}"]
   plan = nxp.plan(init, MESH(), RULES)
   assert str(creation_report(plan)) == f"created as one program: {reason}"
+  assert f"\nnote: created as one program, which takes longer to compile: {reason}" in str(plan)
+
+
+def test_an_optimizer_with_side_effects_is_created_whole_and_the_plan_says_so():
+  def start(params: optax.Params) -> optax.OptState:
+    jax.debug.callback(lambda x: None, jax.tree.leaves(params)[0].sum())
+    return optax.EmptyState()
+
+  loud = optax.chain(optax.adam(1e-3), optax.GradientTransformation(start, lambda g, s, p=None: (g, s)))
+  plan = nxp.plan(CONSTRUCTORS["scaled"], MESH(), RULES, optimizer=loud)
+  assert [note for note in plan.notes if "side effects" in note] == [
+    "created as one program, which takes longer to compile: it has side effects (Debug)"
+  ]
+  assert str(creation_report(plan)) == "created as one program: it has side effects (Debug)"
+
+
+def test_a_constructor_that_can_be_cut_has_no_note():
+  assert not nxp.plan(CONSTRUCTORS["stack"], MESH(), RULES, optimizer=optax.adam(1e-3)).notes
+
+
+@pytest.mark.parametrize("explicit", [False, True])
+def test_one_call_runs_the_constructor_once(explicit):
+  calls = []
+
+  def init():
+    calls.append(len(calls))
+    return Stack(2, 16, nnx.Rngs(5, params=calls[-1]))
+
+  mesh = nxp.make_mesh(fsdp=8, explicit=explicit)
+  model, _ = nxp.create_sharded_model(init, mesh, RULES, optimizer=optax.adamw(1e-3))
+  assert len(calls) == 1
+  with nnx.use_eager_sharding(False):
+    assert_same_arrays(arrays_of(model), arrays_of(Stack(2, 16, nnx.Rngs(5, params=0))))
+
+
+def test_a_plan_creates_what_the_constructor_reads_today():
+  seed = 0
+
+  def init():
+    return Stack(2, 16, nnx.Rngs(seed))
+
+  plan = nxp.plan(init, MESH(), RULES)
+  seed = 7
+  with nnx.use_eager_sharding(False):
+    expected = arrays_of(Stack(2, 16, nnx.Rngs(7)))
+  assert_same_arrays(arrays_of(nxp.create_sharded_model(plan)), expected)
 
 
 def test_constants_are_copied():

@@ -61,11 +61,12 @@ def eager(tx: optax.GradientTransformation) -> tuple[Net, nnx.Optimizer]:
     return model, nnx.Optimizer(model, tx, wrt=nnx.Param)
 
 
+@pytest.mark.parametrize("explicit", [False, True], ids=["auto", "explicit"])
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_state_is_created_in_its_layout(name):
+def test_state_is_created_in_its_layout(name, explicit):
   tx = OPTIMIZERS[name]
   rules = [nxp.LogicalRules(embed=None, mlp="tensor"), nxp.fsdp(min_size=64)]
-  plan = nxp.plan(net, nxp.make_mesh(fsdp=4, tensor=2), rules, optimizer=tx)
+  plan = nxp.plan(net, nxp.make_mesh(fsdp=4, tensor=2, explicit=explicit), rules, optimizer=tx)
   model, optimizer = nxp.create_sharded_model(plan)
   nxp.check_layout(model, plan, optimizer)
   ours, theirs = (jax.tree.leaves(nnx.state(node)) for node in (optimizer, eager(tx)[1]))

@@ -15,7 +15,7 @@ import nnx_parallel as nxp
 from layout.models import LM, named
 from nnx_parallel.create.unsharded import unsharded
 from nnx_parallel.errors import ShardingError
-from nnx_parallel.layout.variables import aliases, declared
+from nnx_parallel.layout.variables import aliases, declared, occurrences
 
 RULES = nxp.LogicalRules(embed="fsdp", mlp="tensor")
 
@@ -176,3 +176,35 @@ def test_without_a_mesh_flax_alone_refuses():
 def test_planning_ignores_whatever_mesh_is_active():
   with jax.set_mesh(nxp.make_mesh(other=8)):
     assert spec_of(**named("embed", "mlp")) == Spec("fsdp", "tensor")
+
+
+class Nested(nnx.Module):
+  """Parts in every kind of container, some of them twice."""
+
+  def __init__(self, rngs: nnx.Rngs):
+    self.plain = nnx.data([nnx.Linear(2, 2, rngs=rngs), {"b": nnx.Param(1.0), "a": (nnx.Param(2.0),)}])
+    self.again = self.plain[0]
+    self.many = nnx.List([nnx.Linear(2, 2, rngs=rngs) for _ in range(12)])
+    self.table = nnx.Dict(z=nnx.Param(3.0), y=nnx.Dict(x=nnx.Param(4.0)))
+    self.chain = nnx.Sequential(self.many[3], jax.nn.relu)
+    self.optimizer = nnx.Optimizer(self.many[0], optax.adamw(1e-3), wrt=nnx.Param)
+    self.size, self.dtype, self.array = 3, jnp.float32, nnx.data(jnp.ones(2))
+
+
+def test_occurrences_are_what_flax_visits_in_its_order():
+  module = Nested(nnx.Rngs(0))
+  seen: set[int] = set()
+  first = [
+    (path, node) for path, node in occurrences(module) if id(node) not in seen and not seen.add(id(node))
+  ]
+  wanted = [(p, node) for p, node in nnx.iter_graph(module) if isinstance(node, (nnx.Pytree, nnx.Variable))]
+  assert [path for path, _ in first] == [path for path, _ in wanted]
+  assert all(ours is theirs for (_, ours), (_, theirs) in zip(first, wanted, strict=True))
+
+
+@pytest.mark.parametrize("container", [list, tuple])
+def test_a_variable_twice_in_one_plain_container_is_tied(container):
+  one = nnx.Param(jnp.ones(2))
+  module = nnx.Module()
+  module.parts = nnx.data(container([one, one]))
+  assert aliases(module) == {("parts", 0): (("parts", 1),)}
