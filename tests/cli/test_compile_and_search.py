@@ -155,8 +155,8 @@ def test_commands_name_a_stage_an_offload_and_rules(recipe):
   text = text.replace("return self.up(x)", 'return self.up(nxp.constrain(x, "batch", "sequence", None))')
   text = text.replace(
     '[nxp.LogicalRules(batch="fsdp"), nxp.fsdp(min_size=0)]',
-    '[nxp.LogicalRules(batch="data", sequence=None, hidden="tensor"), nxp.PathRules({"up.kernel": (None, "hidden")}),'
-    " nxp.replicate()]",
+    '[nxp.LogicalRules(batch="data", sequence=None, hidden="tensor"),'
+    ' nxp.PathRules({"up.kernel": (None, "hidden")}), nxp.replicate()]',
   )
   path.write_text(text.replace('{"fsdp": 4}', '{"data": 4, "tensor": 1}'))
   job = load_recipe(recipe)
@@ -185,7 +185,7 @@ def test_commands_name_a_stage_an_offload_and_rules(recipe):
 
 @pytest.mark.parametrize("text", ["sequence", "sequence=", "a=b,a=c", "1=2", "a=b+"])
 def test_rules_that_cannot_be_read(text):
-  with pytest.raises(argparse.ArgumentTypeError, match="cannot read .*; for example sequence=tensor"):
+  with pytest.raises(argparse.ArgumentTypeError, match=r"cannot read .*; for example sequence=tensor"):
     parse_rules(text)
 
 
