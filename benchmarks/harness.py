@@ -124,7 +124,7 @@ def environment() -> dict[str, Any]:
 
 
 def _commit() -> str:
-  """The commit measured, marked where the working tree differs from it; records do not count as a difference."""
+  """The commit measured, marked where the working tree differs from it in more than records."""
   changed = ["status", "--porcelain", "--untracked-files=no", "--", ".", ":!benchmarks/results"]
   try:
     commit, changes = (

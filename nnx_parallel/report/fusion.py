@@ -1,7 +1,7 @@
 """Which arrays of a trace a compiler keeps in memory.
 
-Compilers fuse an elementwise operation into whatever reads it, and do it again in the backward pass rather than
-keep its result. What they keep are results of products, loops, gathers and reductions. So what a trace
+Compilers fuse an elementwise operation into whatever reads it, and do it again in the backward pass rather
+than keep its result. What they keep are results of products, loops, gathers and reductions. So what a trace
 saves as `exp(logits)` in float32 beside a mask of the targets is, in the program, the logits.
 Source: XLA's fusion passes; the figures are in `benchmarks/results/report_figures.md`.
 """
@@ -16,64 +16,13 @@ from jax.extend import core
 
 from nnx_parallel.report.jaxprs import opened
 
-_FUSED = frozenset(
-  [
-    "abs",
-    "add",
-    "add_any",
-    "and",
-    "broadcast_in_dim",
-    "ceil",
-    "clamp",
-    "convert_element_type",
-    "copy",
-    "copy_p",
-    "cos",
-    "div",
-    "eq",
-    "erf",
-    "erf_inv",
-    "exp",
-    "exp2",
-    "expand_dims",
-    "expm1",
-    "floor",
-    "ge",
-    "gt",
-    "integer_pow",
-    "iota",
-    "is_finite",
-    "le",
-    "log",
-    "log1p",
-    "logistic",
-    "lt",
-    "max",
-    "min",
-    "mul",
-    "ne",
-    "neg",
-    "nextafter",
-    "not",
-    "or",
-    "pow",
-    "rem",
-    "reshape",
-    "round",
-    "rsqrt",
-    "select_n",
-    "sign",
-    "sin",
-    "sqrt",
-    "square",
-    "squeeze",
-    "stop_gradient",
-    "sub",
-    "tan",
-    "tanh",
-    "xor",
-  ]
-)
+_FUSED = frozenset((
+    "abs", "add", "add_any", "and", "broadcast_in_dim", "ceil", "clamp", "convert_element_type", "copy",
+    "copy_p", "cos", "div", "eq", "erf", "erf_inv", "exp", "exp2", "expm1", "floor", "ge", "gt",
+    "integer_pow", "iota", "is_finite", "le", "log", "log1p", "logistic", "lt", "max", "min", "mul", "ne",
+    "neg", "nextafter", "not", "or", "pow", "rem", "reshape", "round", "rsqrt", "select_n", "sign", "sin",
+    "sqrt", "square", "squeeze", "sub", "tan", "tanh", "xor",
+))  # fmt: skip
 _CALLS = ("jit", "pjit", "closed_call", "core_call")
 
 

@@ -138,9 +138,10 @@ def memory_categories(work: Workload, sizes: Sizes, microbatches: int = 1) -> di
   """Bytes per device by category, for any sizes of the mesh axes.
 
   Three moments compete for the peak. At the end of the forward pass, everything kept is alive with the
-  largest activation (the logits), and the last weights are gathered for both passes. While a layer is differentiated, the kept inputs of all
-  layers are alive with what that layer recomputes, its gathered weights, and the gradients so far. At the
-  update, no activation is left, and state in the host's memory passes through.
+  largest activation (the logits), and the last weights are gathered for both passes. While a layer is
+  differentiated, the kept inputs of all layers are alive with what that layer recomputes, its gathered
+  weights, and the gradients so far. At the update, no activation is left, and state in the host's memory
+  passes through.
 
   Args:
     work: what the step is made of.
