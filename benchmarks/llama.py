@@ -39,7 +39,7 @@ class Config:
   sequence: int = 4096
   batch: int = 16
   compute: jnp.dtype = jnp.bfloat16
-  query_block: int = 512
+  query_block: int = 256
   loss_parts: int = 1
 
   @property

@@ -116,7 +116,7 @@ def main() -> None:
     "python -m benchmarks report_8b",
     notes=[
       "Batches of 4096 tokens (16 sequences, 64 on 64 chips), AdamW, float32 state, bfloat16 compute, a scan"
-      " over rematerialised layers, attention by blocks of 512 queries in plain JAX, bfloat16 logits with a"
+      " over rematerialised layers, attention by blocks of 256 queries in plain JAX, bfloat16 logits with a"
       " float32 cross-entropy. Sent: payload per step, what a group of devices holds together.",
       "MaxText 0.2.5: `train_compile`, llama3-8b, the same chips and batch, full remat, scan, splash"
       " attention (on v5e fsdp 16 with dot attention it needs 11.89 GiB). Its permutes are those in windows:"
