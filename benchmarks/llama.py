@@ -24,11 +24,7 @@ import nnx_parallel as nxp
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-  """Sizes of a model; `sequence` and `batch` are those of one global batch.
-
-  `loss_parts` is in how many parts the head and the loss see the batch: two parts need half the logits twice,
-  and send the head's gradient twice.
-  """
+  """Sizes of a model; `sequence` and `batch` are those of one global batch."""
 
   vocab: int
   width: int
@@ -39,8 +35,7 @@ class Config:
   sequence: int = 4096
   batch: int = 16
   compute: jnp.dtype = jnp.bfloat16
-  query_block: int = 256
-  loss_parts: int = 1
+  query_block: int = 512
 
   @property
   def head(self) -> int:
@@ -116,11 +111,6 @@ class Llama(nnx.Module):
 
   def __call__(self, tokens: jax.Array) -> jax.Array:
     """Token ids (batch, sequence) -> logits (batch, sequence, vocab) in the dtype of compute."""
-    x, head = self.features(tokens)
-    return x @ head
-
-  def features(self, tokens: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """What the head multiplies, (batch, sequence, width), and the head, (width, vocab)."""
     x = self.embed[...].astype(self.config.compute)[tokens]
     x = split_sequences(x, self.embed)
     graphdef, stacked = nnx.split(self.layers)
@@ -138,7 +128,8 @@ class Llama(nnx.Module):
     x = keep_batch_split(norm(x, self.norm), self.embed)
     # The barrier makes the head's gradient wait for nothing: else the gradient of the logits, the largest
     # array of the step, may live on through the backward pass of the layers.
-    return jax.lax.optimization_barrier((x, self.head[...].astype(x.dtype)))
+    x, head = jax.lax.optimization_barrier((x, self.head[...].astype(x.dtype)))
+    return x @ head
 
 
 def split_sequences(x: jax.Array, near: nnx.Param) -> jax.Array:
@@ -224,10 +215,6 @@ def init() -> Llama:
   return build("8b")
 
 
-def init_loss_in_two() -> Llama:
-  return build("8b", loss_parts=2)
-
-
 def init_70b() -> Llama:
   return build("70b")
 
@@ -237,12 +224,7 @@ def optimizer() -> optax.GradientTransformation:
 
 
 def loss(model: Llama, batch: dict[str, jax.Array]) -> jax.Array:
-  tokens, targets = batch["tokens"][:, :-1], batch["tokens"][:, 1:]
-  x, head = model.features(tokens)
-  count = model.config.loss_parts
-  # The dim of parts comes second, so that each device has its share of each part.
-  x, targets = (a.reshape(-1, count, *a.shape[1:]) for a in (x, targets))
-  return sum(cross_entropy(x[:, n] @ head, targets[:, n]) for n in range(count)) / count
+  return cross_entropy(model(batch["tokens"][:, :-1]), batch["tokens"][:, 1:])
 
 
 def rules() -> nxp.LogicalRules:
