@@ -30,7 +30,8 @@ def is_fused(eqn: Any) -> bool:
   """Whether an operation is elementwise, or a function of such operations only (`jnp.where`)."""
   name = eqn.primitive.name
   if name in _CALLS:
-    return all(is_fused(inner) for inner in opened(eqn.params["jaxpr"]).eqns)
+    called = next(eqn.params[key] for key in ("jaxpr", "call_jaxpr") if key in eqn.params)
+    return all(is_fused(inner) for inner in opened(called).eqns)
   return name in _FUSED
 
 
