@@ -130,13 +130,16 @@ def environment() -> dict[str, Any]:
 
 
 def _commit() -> str:
-  """The commit measured, marked where the working tree differs from it."""
-  command = ["git", "describe", "--always", "--dirty", "--exclude=*"]
+  """The commit measured, marked where the working tree differs from it in more than records."""
+  changed = ["status", "--porcelain", "--untracked-files=no", "--", ".", ":!benchmarks/results"]
   try:
-    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    commit, changes = (
+      subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True).stdout.strip()
+      for words in (["rev-parse", "--short", "HEAD"], changed)
+    )
   except FileNotFoundError:
     return "unknown"
-  return result.stdout.strip() or "unknown"
+  return f"{commit}-dirty" if changes else commit or "unknown"
 
 
 def _cpu_name() -> str:

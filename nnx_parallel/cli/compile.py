@@ -33,11 +33,8 @@ def register(commands: Commands) -> None:
     " default: simulated CPU devices, as many as the mesh has",
   )
   add_step(parser)
-  parser.add_argument(
-    "--microbatches", type=options.positive, metavar="N", help="parts that the batch is run in"
-  )
+  options.add_way(parser)
   options.add_optimizer(parser)
-  parser.add_argument("--remat", default="as written", metavar="POLICY", help="none, dots or full")
   parser.add_argument("--chip", metavar="NAME", help="compare the need with this chip's memory")
   parser.add_argument("--json", action="store_true", help="one JSON object instead of tables")
   options.add_page(parser)
@@ -56,17 +53,20 @@ def run(args: argparse.Namespace) -> int:
   from nnx_parallel.recipes.job import plan_recipe
   from nnx_parallel.report.compile_report import compile_report
   from nnx_parallel.report.remat import with_remat
+  from nnx_parallel.report.search_compile import scoped_loss
   from nnx_parallel.report.topology import machine
 
   recipe = load_recipe(args.recipe)
-  sizes = options.mesh_sizes(recipe, args.mesh)
+  sizes = options.mesh_sizes(recipe, args.mesh, args.rules)
   if args.topology:
     sizes = fill(sizes, machine(args.topology).devices, asked=args.mesh is not None)
   topology = args.topology or f"cpu:{math.prod(sizes.values())}"
   start_compiler(sizes, topology, args.devices)
-  plan = plan_recipe(recipe, nxp.abstract_mesh(sizes), **options.optimizer_options(args))
+  rules, place = options.rules_of(recipe, args.rules), options.optimizer_options(args)
+  plan = plan_recipe(recipe, nxp.abstract_mesh(sizes), rules, **place)
   parts = args.microbatches or (recipe.microbatches() if recipe.microbatches else 1)
-  step = nxp.train_step(with_remat(loss_of(recipe), args.remat), microbatches=parts)
+  loss = with_remat(scoped_loss(plan, loss_of(recipe)), args.remat)
+  step = nxp.train_step(loss, microbatches=parts, gradients=options.gradients(args))
   batch = abstract_batch(recipe, args.batch)
   report = compile_report(step, plan, batch=batch, topology=topology, chip=args.chip)
   print(report.to_json() if args.json else report)

@@ -6,8 +6,9 @@ import argparse
 import difflib
 import math
 import os
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from nnx_parallel.errors import MeshError, ReportError
 
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
   from nnx_parallel.recipes import Recipe
 
 Sizes = dict[str, int]
+Rules = dict[str, tuple[str, ...]]
 EXAMPLE = "--mesh data=2,fsdp=2,tensor=2"
 
 
@@ -45,13 +47,13 @@ def add_mesh(parser: argparse.ArgumentParser) -> None:
 
 
 def add_optimizer(parser: argparse.ArgumentParser) -> None:
-  """Adds `--zero` and `--offload`, which say where optimizer state lies."""
+  """Adds `--zero` and `--offload`, which say where optimizer state and gradients lie."""
   parser.add_argument(
     "--zero",
     type=int,
-    choices=(0, 1),
+    choices=(0, 1, 2),
     default=0,
-    help="1 splits the optimizer state over the axes of the batch too (ZeRO-1)",
+    help="1 splits the optimizer state over the axes of the batch too (ZeRO-1), 2 also the gradients",
   )
   parser.add_argument(
     "--offload", action="store_true", help="keep the optimizer state in host memory between steps"
@@ -61,6 +63,63 @@ def add_optimizer(parser: argparse.ArgumentParser) -> None:
 def optimizer_options(args: argparse.Namespace) -> dict[str, Any]:
   """What `add_optimizer` added, as arguments of `nxp.plan`."""
   return {"zero": args.zero, "optimizer_memory": "pinned_host" if args.offload else None}
+
+
+def gradients(args: argparse.Namespace) -> Literal["whole", "scattered"]:
+  """The layout of gradients that `--zero` asks for, as `nxp.train_step` takes it."""
+  return "scattered" if args.zero == 2 else "whole"
+
+
+def add_way(parser: argparse.ArgumentParser) -> None:
+  """Adds `--microbatches`, `--remat` and `--rules`: how a step is run, as `search` prints it."""
+  parser.add_argument("--microbatches", type=positive, metavar="N", help="parts that the batch is run in")
+  parser.add_argument("--remat", default="as written", metavar="POLICY", help="none, dots or full")
+  parser.add_argument(
+    "--rules",
+    type=parse_rules,
+    default={},
+    metavar="NAME=AXIS+...,...",
+    help="logical names over other axes than the recipe's rules say: sequence=tensor",
+  )
+
+
+def parse_rules(text: str) -> Rules:
+  """Reads `expert=expert,batch=data+expert` as name -> axes, for argparse.
+
+  Example:
+    >>> parse_rules("sequence=tensor,batch=data+fsdp")
+    {'sequence': ('tensor',), 'batch': ('data', 'fsdp')}
+  """
+  rules: Rules = {}
+  for part in text.split(","):
+    name, _, axes = part.strip().partition("=")
+    if not name.isidentifier() or name in rules or not all(a.isidentifier() for a in axes.split("+")):
+      raise argparse.ArgumentTypeError(f"cannot read {part.strip()!r}; for example sequence=tensor")
+    rules[name] = tuple(axes.split("+"))
+  return rules
+
+
+def rules_of(recipe: Recipe, changes: Rules) -> Any:
+  """The recipe's rules, or `nxp.fsdp()`, with the changes of `--rules`.
+
+  Raises:
+    ShardingError: a name that the rules do not have, or an axis twice.
+  """
+  import nnx_parallel as nxp
+  from nnx_parallel.layout.rules import RuleSet
+
+  rules = recipe.rules() if recipe.rules is not None else nxp.fsdp()
+  return RuleSet.of(rules).replace(**changes) if changes else rules
+
+
+def format_rules(changes: Mapping[str, tuple[str, ...]]) -> str:
+  """Changes of rules as `--rules` takes them.
+
+  Example:
+    >>> format_rules({"sequence": ("tensor",)})
+    'sequence=tensor'
+  """
+  return ",".join(f"{name}={'+'.join(axes)}" for name, axes in changes.items())
 
 
 def positive(text: str) -> int:
@@ -122,7 +181,7 @@ def _is_size(text: str) -> bool:
   return text == "-1" or (text.isascii() and text.isdigit() and int(text) > 0)
 
 
-def mesh_sizes(recipe: Recipe, text: str | None) -> Sizes:
+def mesh_sizes(recipe: Recipe, text: str | None, rules: Mapping[str, tuple[str, ...]] | None = None) -> Sizes:
   """The mesh that a command works on, as axis -> devices along it.
 
   The recipe's `mesh()` names the axes that its rules know: those that `--mesh` leaves out have size 1,
@@ -131,6 +190,7 @@ def mesh_sizes(recipe: Recipe, text: str | None) -> Sizes:
   Args:
     recipe: its own mesh is the default.
     text: the value of `--mesh`.
+    rules: the value of `--rules`; axes that it names are known too.
 
   Raises:
     MeshError: as `parse_mesh`; an axis that the recipe does not know; no mesh at all.
@@ -141,7 +201,8 @@ def mesh_sizes(recipe: Recipe, text: str | None) -> Sizes:
       raise MeshError(f"no mesh: the recipe {recipe.name} has no mesh().", fix=EXAMPLE)
     return dict(known)
   asked = parse_mesh(text)
-  strange = [axis for axis in asked if known and axis not in known]
+  named = {axis for axes in (rules or {}).values() for axis in axes}
+  strange = [axis for axis in asked if known and axis not in known and axis not in named]
   if strange:
     near = difflib.get_close_matches(strange[0], known, n=1)
     raise MeshError(

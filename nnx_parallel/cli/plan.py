@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from nnx_parallel.cli import options
 from nnx_parallel.cli.compile import DOES_NOT_FIT, abstract_batch, add_step, loss_of
@@ -34,9 +34,7 @@ def register(commands: Commands) -> None:
   )
   parser.add_argument("--chip", metavar="NAME", help="compare the planned memory with this chip's: v5e, h100")
   add_step(parser)
-  parser.add_argument(
-    "--microbatches", type=options.positive, metavar="N", help="parts that the batch is run in, for --chip"
-  )
+  options.add_way(parser)
   options.add_page(parser)
   parser.set_defaults(run=run)
 
@@ -48,13 +46,13 @@ def run(args: argparse.Namespace) -> int:
   from nnx_parallel.recipes.job import plan_recipe
 
   recipe = load_recipe(args.recipe, needs=("init",))
-  sizes = options.mesh_sizes(recipe, args.mesh)
+  sizes = options.mesh_sizes(recipe, args.mesh, args.rules)
   if args.devices is not None or -1 in sizes.values():
     options.start_devices(sizes, args.devices)
     mesh = options.real_mesh(sizes, args.devices)
   else:
     mesh = nxp.abstract_mesh(sizes)
-  plan = plan_recipe(recipe, mesh, **options.optimizer_options(args))
+  plan = plan_recipe(recipe, mesh, options.rules_of(recipe, args.rules), **options.optimizer_options(args))
   wanted = args.chip or (args.html and recipe.loss and recipe.batches)
   memory, time = _planned(recipe, plan, args) if wanted else (None, None)
   if args.html:
@@ -84,7 +82,8 @@ def _planned(
   loss = loss_of(recipe)
   batch = abstract_batch(recipe, args.batch)
   parts = args.microbatches or (recipe.microbatches() if recipe.microbatches else 1)
-  memory = memory_plan(plan, loss, batch, microbatches=parts, chip=args.chip)
+  way: dict[str, Any] = {"microbatches": parts, "remat": args.remat, "gradients": options.gradients(args)}
+  memory = memory_plan(plan, loss, batch, chip=args.chip, **way)
   if not (args.html and args.chip):
     return memory, None
-  return memory, predict_time(plan, loss, batch, microbatches=parts, chip=args.chip)
+  return memory, predict_time(plan, loss, batch, chip=args.chip, **way)

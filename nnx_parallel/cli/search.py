@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import shlex
 from typing import TYPE_CHECKING
 
 from nnx_parallel.cli import options
@@ -10,6 +11,7 @@ from nnx_parallel.cli.compile import DOES_NOT_FIT, abstract_batch, add_step, los
 
 if TYPE_CHECKING:
   from nnx_parallel.cli.main import Commands
+  from nnx_parallel.report.search import Candidate
 
 _MOST_SIMULATED = 1024
 
@@ -60,6 +62,19 @@ def run(args: argparse.Namespace) -> int:
     compile_best=args.compile_best,
   )
   print(result.to_json() if args.json else result)
+  if result.best is not None and not args.json:
+    print(f"Compiled alone:\n\n  {command(args, result.best)}\n")
   if args.html:
     options.write_page(args.html, result.to_html())
   return 0 if result.best is not None else DOES_NOT_FIT
+
+
+def command(args: argparse.Namespace, best: Candidate) -> str:
+  """The command that compiles a candidate, as a line for the shell."""
+  words = ["nnx-parallel", "compile", args.recipe, "--topology", args.topology]
+  words += ["--mesh", options.format_sizes(dict(best.sizes)), "--microbatches", str(best.microbatches)]
+  words += ["--remat", best.remat, "--zero", str(best.zero)]
+  words += ["--offload"] if best.offload else []
+  words += ["--rules", options.format_rules(best.changes)] if best.changes else []
+  words += ["--batch", str(args.batch)] if args.batch else []
+  return shlex.join(words)

@@ -9,7 +9,7 @@ import sys
 import warnings
 from collections.abc import Callable, Generator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from nnx_parallel.cli import options
 from nnx_parallel.errors import CheckpointError, TrainError
@@ -126,7 +126,15 @@ def run(args: argparse.Namespace) -> int:
   plan = plan_recipe(recipe, mesh, **options.optimizer_options(args))
   settings = {"batch": check_first_batch(recipe, plan), **asked(args)}
   with open_checkpoints(args.checkpoint, resume=args.resume, keep=args.keep) as checkpointer:
-    job = make_job(recipe, plan, checkpointer, args.resume, microbatches=args.microbatches, settings=settings)
+    job = make_job(
+      recipe,
+      plan,
+      checkpointer,
+      args.resume,
+      microbatches=args.microbatches,
+      settings=settings,
+      gradients=options.gradients(args),
+    )
     train(args, job, checkpointer)
   return 0
 
@@ -229,21 +237,23 @@ def make_job(
   *,
   microbatches: int | None = None,
   settings: Mapping[str, Any] | None = None,
+  gradients: Literal["whole", "scattered"] = "whole",
 ) -> Job:
   """Restores a checkpoint (the newest good one), or creates the job when there is none yet."""
   from nnx_parallel.recipes.job import Job
 
   parts = microbatches or (recipe.microbatches() if recipe.microbatches is not None else 1)
+  how: dict[str, Any] = {"microbatches": parts, "settings": settings, "gradients": gradients}
   if checkpointer is not None and checkpointer.steps():
     with warnings.catch_warnings(record=True) as caught:
       warnings.simplefilter("always", UserWarning)
-      job = Job.restore(recipe, plan, checkpointer, step, microbatches=parts, settings=settings)
+      job = Job.restore(recipe, plan, checkpointer, step, **how)
     for warning in caught:
       print(f"warning: {warning.message}", file=sys.stderr)
     if job.changes:
       print(f"settings other than those of step {job.step}: {'; '.join(job.changes)}", file=sys.stderr)
     return job
-  return Job.start(recipe, plan, microbatches=parts, settings=settings)
+  return Job.start(recipe, plan, **how)
 
 
 def describe(job: Job) -> str:

@@ -17,6 +17,7 @@ from typing import Any
 from jax.extend import core
 from jax.sharding import PartitionSpec
 
+from nnx_parallel.report.fusion import is_fused
 from nnx_parallel.report.jaxprs import CHECKPOINTS, opened, scan_counts
 
 DimAxes = tuple[str, ...]
@@ -60,6 +61,8 @@ class Product:
       summed over them. Where the data comes split over them (sequence parallel), a gather before and a
       scatter of the gradient send as much as that sum.
     weighs: whether the other operand is made of parameters only.
+    other_bytes: of the other operand.
+    other_split: axes that divide the other operand where it comes from.
     shared: axes of dims that both operands have and the result keeps: one expert for each index, say.
     tokens: axes of the data operand's free dims: the gradient of a parameter is summed over them.
   """
@@ -75,6 +78,8 @@ class Product:
   in_split: frozenset[str]
   spread: frozenset[str]
   weighs: bool = False
+  other_bytes: int = 0
+  other_split: frozenset[str] = frozenset()
   shared: frozenset[str] = frozenset()
   tokens: frozenset[str] = frozenset()
 
@@ -115,7 +120,9 @@ class Propagation:
   Attributes:
     products: matrix products in order.
     kept: parts under `jax.checkpoint`.
-    largest: (bytes, axes) of the largest arrays that depend on the batch, per run.
+    largest: (bytes, axes) of the largest arrays that depend on the batch, per run; without elementwise
+      results, which compilers fuse into what reads them.
+    flows: of every variable of the outermost trace.
     moves: arrays that change their layout.
     constrained: (size, axes) of the dims of activations that the program lays out by itself.
   """
@@ -132,6 +139,7 @@ class Propagation:
     self.kept: list[Kept] = []
     self.largest: dict[frozenset[str], int] = {}
     self.moves: list[Move] = []
+    self.flows: dict[Any, Flow] = {}
     self.constrained: set[tuple[int, DimAxes]] = set()
 
   def run(
@@ -160,11 +168,13 @@ class Propagation:
       if live is not None and position not in live:
         continue
       results = self._step(eqn, [read(v) for v in eqn.invars], times)
+      fused = is_fused(eqn)
       for var, flow in zip(eqn.outvars, results, strict=True):
         flows[var] = flow
-        if flow.data:
+        if flow.data and not fused:
           size = math.prod(var.aval.shape) * var.aval.dtype.itemsize
           self.largest[flow.names] = max(size, self.largest.get(flow.names, 0))
+    self.flows = flows  # the outermost trace is done last
     return [read(v) for v in body.outvars]
 
   def _step(self, eqn: Any, inputs: list[Flow], times: int) -> list[Flow]:
@@ -186,6 +196,8 @@ class Propagation:
     data, weight = any(f.data for f in inputs), any(f.weight for f in inputs)
     if name == "dot_general":
       return [self._dot(eqn, inputs, times)]
+    if name == "optimization_barrier":
+      return inputs
     if name == "sharding_constraint":
       return [self._constrain(eqn, inputs[0], times)]
     return [Flow(_spread(eqn, out.aval.shape, inputs), data, weight) for out in eqn.outvars]
@@ -254,6 +266,8 @@ class Propagation:
         in_split=gathered,
         spread=spread if not other.data else frozenset(),
         weighs=other.weight and not other.data,
+        other_bytes=_bytes(eqn.invars[1 if left_first else 0].aval),
+        other_split=other.names,
         shared=shared if other.weight and not other.data else frozenset(),
         tokens=frozenset(axis for dim in taken[id(main)] for axis in dim),
       )

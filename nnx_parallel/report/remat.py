@@ -27,8 +27,9 @@ def with_remat(loss: Callable[[Any, Any], Any], policy: Remat) -> Callable[[Any,
 
   Args:
     loss: `loss(model, batch)`.
-    policy: `"none"` keeps everything, `"full"` recomputes each layer from its input, `"dots"` keeps the
-      results of matrix products with weights, `"as written"` changes nothing.
+    policy: `"none"` keeps everything, `"full"` recomputes each layer from its input (and the parts of it that
+      are under `jax.checkpoint` one by one), `"dots"` keeps the results of matrix products with weights,
+      `"as written"` changes nothing.
 
   Returns:
     A loss with the same arguments, value, gradients and changes of state.
@@ -90,7 +91,9 @@ def _run(eqn: Any, inputs: list[Any], policy: Remat, in_layer: bool) -> Sequence
     return _evaluate(inner, inputs, policy, in_layer)
   if name in CHECKPOINTS:
     body = _layer(params["jaxpr"], policy)
-    return body(*inputs) if in_layer else _checkpointed(body, policy)(*inputs)
+    # Within a layer, what the user recomputes piece by piece (blocks of attention) stays so under "full";
+    # a policy of the layer cannot see into pieces.
+    return body(*inputs) if in_layer and policy != "full" else _checkpointed(body, policy)(*inputs)
   if name == "scan" and params["length"] > 1:
     return _scan(eqn, inputs, policy, in_layer)
   with eqn.ctx.manager:

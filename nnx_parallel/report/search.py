@@ -97,12 +97,13 @@ class SearchResult:
   scoped: bool = False
 
   def pareto(self) -> tuple[Candidate, ...]:
-    """Candidates that no other one beats in both memory and time, fastest first.
+    """Candidates that no other one beats in both predicted memory and predicted time, fastest first.
 
-    Times within `SAME_TIME` count as equal.
+    Times within `SAME_TIME` count as equal. What a compiler refused is left out.
     """
     front: list[Candidate] = []
-    for candidate in self.fitting:
+    accepted = (c for c in self.fitting if c.report is None or c.report.fits is not False)
+    for candidate in sorted(accepted, key=_rank):
       if not front or candidate.memory_bytes < front[-1].memory_bytes:
         front.append(candidate)
     return tuple(front)
@@ -186,7 +187,8 @@ def search(
     Every candidate, ranked; print it.
 
   Raises:
-    ReportError: the topology, a policy or a stage is unknown, or the rules name no axis.
+    ReportError: the topology, a policy or a stage is unknown, `max_microbatches` is not positive, or the
+      rules name no axis.
 
   Example:
     >>> import jax
@@ -200,6 +202,11 @@ def search(
     >>> result.best.mesh_text
     'fsdp=16'
   """
+  if max_microbatches < 1:
+    raise ReportError(
+      f"max_microbatches={max_microbatches} leaves nothing to try: a batch is run in one part at least.",
+      fix="max_microbatches=1 for whole batches only.",
+    )
   strange = [stage for stage in zero if stage not in (0, 1, 2)]
   if strange:
     raise ReportError(

@@ -11,6 +11,7 @@ import jax
 import optax
 
 from nnx_parallel.layout.mesh import abstract_mesh
+from nnx_parallel.layout.plan import ShardingPlan
 from nnx_parallel.layout.plan import plan as make_plan
 from nnx_parallel.layout.rules import RuleSet
 from nnx_parallel.report.compile_report import compile_report
@@ -56,13 +57,8 @@ def compile_candidate(task: Task, candidate: Candidate, topology: str) -> Candid
     **place,
   )
 
-  def scoped(model: Any, batch: Any) -> Any:
-    # The mesh is that of the arrays: a named topology's, which the plan does not know yet.
-    with layout.scope():
-      return task.loss(model, batch)
-
   step = train_step(
-    with_remat(scoped if task.scoped else task.loss, candidate.remat),
+    with_remat(scoped_loss(layout, task.loss) if task.scoped else task.loss, candidate.remat),
     microbatches=candidate.microbatches,
     gradients="scattered" if candidate.zero == 2 else "whole",
   )
@@ -71,6 +67,19 @@ def compile_candidate(task: Task, candidate: Candidate, topology: str) -> Candid
   splitting = {axis for part in parameter_parts(layout) for axis in part.split}
   time = program_time(report, candidate.time, task.machine, batch_axes & splitting)
   return dataclasses.replace(candidate, report=report, compiled=time)
+
+
+def scoped_loss(plan: ShardingPlan, loss: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+  """The loss with a plan's rules in scope, so that `constrain` knows the names.
+
+  The mesh is that of the arrays: a named topology's, say, which the plan does not know yet.
+  """
+
+  def scoped(model: Any, batch: Any) -> Any:
+    with plan.scope():
+      return loss(model, batch)
+
+  return scoped
 
 
 def compile_best(

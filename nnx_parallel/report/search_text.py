@@ -100,9 +100,20 @@ def _why(candidate: Candidate, best: Candidate, usable: int) -> str:
     return f"the compiler needs {format_bytes(candidate.report.need_bytes)}"
   if candidate.memory_bytes > usable:
     return f"does not fit: {format_bytes(candidate.memory_bytes)}"
-  if ratio <= 1.01:
-    return f"as fast, {format_bytes(max(0, candidate.memory_bytes - best.memory_bytes))} more"
-  return f"{ratio:.2f} times slower, bound by {candidate.time.binds}"
+  if candidate.compiled is not None and best.compiled is not None:
+    slower = candidate.compiled.seconds / best.compiled.seconds
+    if slower > 1:
+      return f"{slower:.2f} times slower as compiled"
+  if ratio > 1.01:
+    return f"{ratio:.2f} times slower, bound by {candidate.time.binds}"
+  more = candidate.memory_bytes - best.memory_bytes
+  if more > 0:
+    return f"as fast, {format_bytes(more)} more"
+  if best.report is not None and candidate.report is None:
+    return "as fast by the model, and was not compiled"
+  if ratio > 1:
+    return f"{100 * (ratio - 1):.2g} % slower"
+  return "as fast and as large: a tie"
 
 
 def _compiled(candidate: Candidate) -> tuple[str, ...]:

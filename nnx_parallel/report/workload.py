@@ -14,9 +14,10 @@ from flax import nnx
 from jax.extend import core
 from jax.sharding import PartitionSpec
 
-from nnx_parallel.layout.mesh import axis_sizes
+from nnx_parallel.layout.mesh import abstract_mesh, axis_sizes
 from nnx_parallel.layout.optimizer_layout import owner
 from nnx_parallel.layout.plan import LeafPlan, ShardingPlan
+from nnx_parallel.report.fusion import stored
 from nnx_parallel.report.jaxprs import as_function, opened, scan_counts
 from nnx_parallel.report.propagate import Flow, Kept, Move, Product, Propagation
 from nnx_parallel.report.remat import Remat, with_remat
@@ -79,6 +80,7 @@ class Workload:
     kept_weights: such arrays that depend on parameters only (casts).
     layer: arrays of the largest rematerialised layer while it is differentiated.
     layer_weights: the parameters of one scanned layer.
+    casts: scanned parameters in the type in which they are multiplied, where that is narrower than theirs.
     largest: the largest array computed from the batch, for each way of splitting.
     moves: arrays of the batch that change their layout.
     constrained: (size, axes) of dims of activations that the model lays out by itself.
@@ -106,6 +108,7 @@ class Workload:
   kept_weights: tuple[Part, ...]
   layer: tuple[Part, ...]
   layer_weights: tuple[Part, ...]
+  casts: tuple[Part, ...]
   largest: tuple[Part, ...]
   moves: tuple[Move, ...]
   constrained: frozenset[tuple[int, tuple[str, ...]]]
@@ -168,6 +171,7 @@ def trace_workload(
   seen.run(forward, flows)
   kept = _residuals(traces.backward(), flows, batch_axes)
   layers = [_layer(item, batch_axes) for item in seen.kept]
+  scanned = _scanned(forward, flows)
   layer = max((parts for parts, _ in layers), key=lambda p: sum(x.bytes for x in p), default=())
   model = [leaf for leaf in plan.leaves if leaf.root == "model"]
   owners = [(leaf, owner(leaf.path, plan.of("model"))) for leaf in plan.leaves if leaf.root == "optimizer"]
@@ -191,7 +195,8 @@ def trace_workload(
     kept_outside=kept.outside,
     kept_weights=kept.weights,
     layer=layer,
-    layer_weights=max(_scanned(forward, flows), key=lambda p: sum(x.bytes for x in p), default=()),
+    layer_weights=max((x.once for x in scanned), key=lambda p: sum(x.bytes for x in p), default=()),
+    casts=_merge(part for x in scanned for part in x.casts),
     largest=tuple(Part(size, split) for split, size in seen.largest.items()),
     moves=tuple(seen.moves),
     constrained=frozenset(seen.constrained),
@@ -253,13 +258,20 @@ class _Traces:
       [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in self.inputs],
     ]
 
+    # A live module's Variables know their mesh, and a model may lay out activations by it. All axes have size
+    # one here, so that dims divide whatever is asked for; sizes enter when the workload is evaluated.
+    mesh = abstract_mesh(dict.fromkeys(axis_sizes(plan.mesh), 1))
+
+    def live(path: Any, leaf: Any, x: Any) -> Any:
+      if not isinstance(leaf, nnx.Variable):
+        return x
+      placed = any(rows[path].spec) or leaf.get_metadata().get("out_sharding")
+      return leaf.copy(x, mesh=mesh) if placed else leaf.copy(x)
+
     def pure(scoped: bool, trained: list[Any], rest: list[Any], inputs: list[Any]) -> Any:
       states = [
         nnx.from_flat_state(
-          [
-            (path, leaf.copy(x) if isinstance(leaf, nnx.Variable) else x)
-            for (path, leaf), x in zip(flat, arrays, strict=True)
-          ]
+          [(path, live(path, leaf, x)) for (path, leaf), x in zip(flat, arrays, strict=True)]
         )
         for flat, arrays in ((trained_flat, trained), (rest_flat, rest))
       ]
@@ -292,19 +304,22 @@ class _Residuals:
 def _residuals(traced: Any, flows: Sequence[Flow], batch_axes: Sequence[str]) -> _Residuals:
   """What a traced forward pass hands to its backward pass, inputs left out."""
   body = opened(traced)
-  outs = Propagation(batch_axes=batch_axes).run(traced, flows)
+  seen = Propagation(batch_axes=batch_axes)
+  seen.run(traced, flows)
   loops = {var for eqn in body.eqns if eqn.primitive.name == "scan" for var in eqn.outvars}
-  seen: set[Any] = set(body.invars)
-  groups: tuple[list[Part], list[Part], list[Part]] = ([], [], [])
-  for var, flow in zip(body.outvars, outs, strict=True):
-    if isinstance(var, core.Literal) or var in seen:
-      continue
-    seen.add(var)
-    if not flow.data and not flow.weight:
-      continue  # masks and tables of positions: the compiler keeps one, outside the loop
-    group = 2 if not flow.data else 0 if var in loops else 1
-    groups[group].append(Part(_size(var.aval), flow.names))
-  return _Residuals(*(_merge(group) for group in groups))
+  # Without `data` and without `weight` are masks and tables of positions: compilers keep one, outside loops.
+  results = dict.fromkeys(var for var in body.outvars if not isinstance(var, core.Literal))
+  saved = [var for var in results if var in seen.flows and var not in body.invars]
+  data = [var for var in saved if seen.flows[var].data]
+  weights = [var for var in saved if var not in data and seen.flows[var].weight]
+  rows = [var for var in data if var in loops]
+  outside = [var for var in stored(body, [v for v in data if v not in loops]) if var not in rows]
+  weights = [v for v in weights if v in loops] + stored(body, [v for v in weights if v not in loops])
+
+  def parts(group: Iterable[Any]) -> tuple[Part, ...]:
+    return _merge(Part(_size(var.aval), seen.flows[var].names) for var in group)
+
+  return _Residuals(parts(rows), parts(outside), parts(weights))
 
 
 def _layer(item: Kept, batch_axes: Sequence[str]) -> tuple[tuple[Part, ...], tuple[Product, ...]]:
@@ -344,21 +359,32 @@ def _live(traced: Any) -> frozenset[int]:
   return frozenset(live)
 
 
-def _scanned(traced: Any, flows: Sequence[Flow]) -> list[tuple[Part, ...]]:
-  """For each scan of the outermost level, the parameters that one pass reads."""
+@dataclasses.dataclass(frozen=True)
+class _Scanned:
+  """Parameters that a scan reads: those of one pass, and all of them as cast where they are multiplied."""
+
+  once: tuple[Part, ...]
+  casts: tuple[Part, ...]
+
+
+def _scanned(traced: Any, flows: Sequence[Flow]) -> list[_Scanned]:
+  """One for each scan of the outermost level."""
   by_var = dict(zip(opened(traced).invars, flows, strict=True))
-  found: list[tuple[Part, ...]] = []
+  narrow = _compute_bytes(traced)
+  found: list[_Scanned] = []
   for eqn in opened(traced).eqns:
     if eqn.primitive.name != "scan":
       continue
     counts = scan_counts(eqn)
     rows = eqn.invars[counts.constants + counts.carried :]
-    parts = [
-      Part(_size(v.aval) // eqn.params["length"], by_var[v].names)
-      for v in rows
-      if not isinstance(v, core.Literal) and v in by_var and not by_var[v].data
-    ]
-    found.append(tuple(parts))
+    read = [v for v in rows if not isinstance(v, core.Literal) and v in by_var and not by_var[v].data]
+    wide = [v for v in read if v.aval.dtype.itemsize > narrow]
+    found.append(
+      _Scanned(
+        once=tuple(Part(_size(v.aval) // eqn.params["length"], by_var[v].names) for v in read),
+        casts=tuple(Part(_size(v.aval) * narrow // v.aval.dtype.itemsize, by_var[v].names) for v in wide),
+      )
+    )
   return found
 
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import argparse
 import importlib.util
 import json
 import pathlib
+import shlex
 import subprocess
 import sys
 import textwrap
@@ -12,6 +14,10 @@ import textwrap
 import pytest
 
 from nnx_parallel.cli.compile import fill
+from nnx_parallel.cli.options import parse_rules
+from nnx_parallel.cli.search import command
+from nnx_parallel.recipes import load_recipe
+from nnx_parallel.report.search import search
 
 RECIPE = """
 import jax, jax.numpy as jnp, numpy as np, optax
@@ -129,6 +135,58 @@ def test_search_prints_the_winner_and_writes_a_page(recipe, tmp_path):
   assert body["best"]["mesh"] == {"fsdp": 8}
   assert body["best"]["compiled_bytes"] > 0
   assert not any("simulated" in note for note in body["notes"])
+
+
+def test_the_command_of_the_winner_runs_as_printed(recipe):
+  found = run("search", recipe, "--topology", "cpu:8", "--batch", "512")
+  assert found.returncode == 0, found.stderr
+  line = next(line for line in found.stdout.splitlines() if line.startswith("  nnx-parallel compile"))
+  done = run(*shlex.split(line)[1:], "--json")
+  assert done.returncode == 0, done.stderr
+  report = json.loads(done.stdout)
+  assert report["axes"] == {"fsdp": 8}
+  assert report["quantities"]["batch"] == 512 * 64 * 4
+
+
+def test_commands_name_a_stage_an_offload_and_rules(recipe):
+  """Every choice of a search that a command can meet: Adam's state split, on the host, split sequences."""
+  path = pathlib.Path(recipe)
+  text = path.read_text().replace("sgd(0.1)", "adam(0.1)").replace("(256, 64)", "(256, 32, 64)")
+  text = text.replace("return self.up(x)", 'return self.up(nxp.constrain(x, "batch", "sequence", None))')
+  text = text.replace(
+    '[nxp.LogicalRules(batch="fsdp"), nxp.fsdp(min_size=0)]',
+    '[nxp.LogicalRules(batch="data", sequence=None, hidden="tensor"),'
+    ' nxp.PathRules({"up.kernel": (None, "hidden")}), nxp.replicate()]',
+  )
+  path.write_text(text.replace('{"fsdp": 4}', '{"data": 4, "tensor": 1}'))
+  job = load_recipe(recipe)
+  found = search(
+    job.init, job.loss, "cpu:8", batch=next(job.batches()), rules=job.rules(), optimizer=job.optimizer()
+  )
+  best = next(
+    c
+    for c in found.fitting
+    if c.changes and c.sizes == {"data": 4, "tensor": 2} and c.zero == 2 and c.offload and c.microbatches == 2
+  )
+  line = command(argparse.Namespace(recipe=recipe, topology="cpu:8", batch=64), best)
+  assert "--zero 2 --offload --rules sequence=tensor --batch 64" in line
+  done = run(*shlex.split(line)[1:], "--json")
+  assert done.returncode == 0, done.stderr
+  report = json.loads(done.stdout)
+  assert report["examples"] == 64 // 4 // 2
+  assert report["categories"].get("optimizer", 0) < 64
+  # The kernel's gradient over both axes, not over tensor alone: what whole gradients would need is more.
+  assert any(c["kind"] == "all-to-all" or "tensor" in c["axes"] for c in report["collectives"])
+  words = shlex.split(line)[2:]
+  planned = run("plan", *words[:1], "--chip", "cpu", *words[3:])
+  assert planned.returncode == 0, planned.stderr
+  assert "in the host's memory" in planned.stdout
+
+
+@pytest.mark.parametrize("text", ["sequence", "sequence=", "a=b,a=c", "1=2", "a=b+"])
+def test_rules_that_cannot_be_read(text):
+  with pytest.raises(argparse.ArgumentTypeError, match=r"cannot read .*; for example sequence=tensor"):
+    parse_rules(text)
 
 
 def test_search_ends_with_2_when_nothing_fits(recipe):

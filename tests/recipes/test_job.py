@@ -49,6 +49,14 @@ def test_training_to_a_step_that_is_reached_does_nothing(recipe):
   assert (job.step, job.samples) == (2, 32)
 
 
+def test_scattered_gradients_train_alike(recipe):
+  mesh = nxp.make_mesh(data=4, tensor=2)
+  whole = losses(Job.start(recipe, plan_recipe(recipe, mesh)), 3)
+  job = Job.start(recipe, plan_recipe(recipe, mesh, zero=2), gradients="scattered")
+  assert job._train_step.recipe.scattered
+  np.testing.assert_allclose(list(losses(job, 3).values()), list(whole.values()), rtol=1e-5)
+
+
 def test_a_job_resumes_bit_for_bit(recipe, tmp_path):
   plan = make_plan(recipe, data=4, tensor=2)
   straight = Job.start(recipe, plan)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import json
 import math
@@ -372,6 +373,22 @@ def test_the_best_are_compiled_and_the_first_that_fits_wins():
   assert result.best.report.fits
   with pytest.raises(ReportError, match="a train step cannot be compiled without an optimizer"):
     search(init, loss, "cpu:8", batch=BATCH, rules=RULES, compile_best=1)
+
+
+def test_no_part_of_the_batch_is_refused():
+  with pytest.raises(ReportError, match=r"max_microbatches=0 leaves nothing to try(.|\n)*max_microbatches=1"):
+    search(init, loss, "cpu:8", batch=BATCH, rules=RULES, max_microbatches=0)
+
+
+def test_the_front_leaves_out_what_a_compiler_refused():
+  options = {"remats": ["none"], "offload": [False], "compile_best": 1}
+  result = search(init, loss, "cpu:8", batch=BATCH, rules=RULES, optimizer=optax.sgd(0.1), **options)
+  first = result.fitting[0]
+  refused = dataclasses.replace(first, report=dataclasses.replace(first.report, fits=False))
+  assert first in result.pareto()
+  changed = dataclasses.replace(result, fitting=(refused, *result.fitting[1:]))
+  assert refused not in changed.pareto()
+  assert changed.pareto()
 
 
 def test_70b_is_planned_from_shapes_alone():

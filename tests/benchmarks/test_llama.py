@@ -1,0 +1,44 @@
+"""The Llama recipe: on any mesh it trains as on one device, and keeps only its part between layers."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import nnx_parallel as nxp
+from benchmarks import llama
+from nnx_parallel.report.memory import memory_plan
+from nnx_parallel.testing import assert_same_training, with_gradient_norms
+
+TINY = dataclasses.replace(llama.SIZES["tiny"], depth=2, compute=jnp.float32, batch=8, query_block=32)
+
+
+def init():
+  return llama.Llama(TINY, nnx.Rngs(0))
+
+
+@pytest.mark.parametrize("sizes", [(1, 8, 1), (2, 2, 2)], ids=str)
+def test_every_layout_trains_as_one_device(sizes):
+  mesh = nxp.make_mesh(dict(zip(("data", "fsdp", "tensor"), sizes, strict=True)))
+  optimizer = with_gradient_norms(optax.sgd(0.1))
+  plan = nxp.plan(init, mesh, llama.RULES, optimizer=optimizer)
+  draw = np.random.default_rng(0)
+  batches = [{"tokens": draw.integers(0, TINY.vocab, (8, TINY.sequence + 1), np.int32)} for _ in range(3)]
+  assert_same_training(llama.loss, {"split": plan}, batches, rtol=1e-4)
+
+
+def test_what_is_kept_between_layers_is_split_over_the_tensor_axis():
+  def kept(fsdp, tensor):
+    plan = nxp.plan(
+      init, nxp.abstract_mesh(data=1, fsdp=fsdp, tensor=tensor), llama.RULES, optimizer=optax.sgd(0.1)
+    )
+    return memory_plan(plan, llama.loss, llama.batch_of(TINY)).categories["kept activations"]
+
+  whole = kept(8, 1)
+  assert TINY.depth * TINY.sequence * TINY.width * 4 <= whole
+  assert kept(4, 2) == pytest.approx(whole, rel=0.5)
