@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
 
 import jax
 import numpy as np
 from etils import epath
 
-from nnx_parallel.checkpoint import _orbax, agree, encoding, files
+from nnx_parallel.checkpoint import _orbax, agree, direct, encoding, files
 from nnx_parallel.checkpoint.digest import block_ranges, digest, totals
 from nnx_parallel.checkpoint.encoding import Array
 from nnx_parallel.checkpoint.manifest import DamagedError, LeafRecord, Manifest
@@ -181,17 +183,19 @@ def _load(
   }
   if not targets:
     return {}
-  leaves = manifest.items[item].leaves.values()
-  stored = {leaf.folder for leaf in leaves if leaf.encoding != encoding.EMPTY}
-  pad = any(_stored_shape(one) != one.stored.shape for one in group)
   try:
+    layouts = _layouts(step_dir / item, targets)
+    if layouts:
+      return direct.load(layouts, targets)
+    leaves = manifest.items[item].leaves.values()
+    stored = {leaf.folder for leaf in leaves if leaf.encoding != encoding.EMPTY}
     return _orbax.load(
       step_dir,
       item,
       targets,
       frozenset(stored - targets.keys()),
       byte_budget=byte_budget,
-      pad=pad,
+      pad=any(_stored_shape(one) != one.stored.shape for one in group),
     )
   except (ValueError, TypeError, LookupError, AttributeError, RuntimeError, OSError) as error:
     if len(group) == 1:
@@ -208,6 +212,15 @@ def _load(
   return {
     name: array for one in group for name, array in _load(step_dir, manifest, [one], byte_budget).items()
   }
+
+
+def _layouts(folder: epath.Path, names: Iterable[str]) -> dict[str, direct.Layout] | None:
+  """How the arrays are stored, or None when only Orbax can read one of them."""
+  if not files.is_local(folder):
+    return None
+  found = {name: direct.layout_of(Path(os.fspath(folder)) / name) for name in names}
+  known = {name: layout for name, layout in found.items() if layout is not None}
+  return known if len(known) == len(found) else None
 
 
 def _stored_on_target(match: Match) -> jax.ShapeDtypeStruct:
