@@ -18,7 +18,7 @@ import json
 import math
 import mmap
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -91,31 +91,49 @@ def layout_of(folder: Path) -> Layout | None:
   return Layout(folder, tuple(record["shape"]), jnp.dtype(record["data_type"]), file, chunk, indexed)
 
 
-def load(layouts: Mapping[str, Layout], targets: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, Array]:
-  """Reads arrays into their targets' shardings, each process its own shards.
+def readers() -> concurrent.futures.Executor:
+  """The threads that `start` needs; they end with the `with` block."""
+  return concurrent.futures.ThreadPoolExecutor(_READERS, "nnx_parallel-read")
+
+
+def start(
+  layouts: Mapping[str, Layout],
+  targets: Mapping[str, jax.ShapeDtypeStruct],
+  pool: concurrent.futures.Executor,
+) -> Callable[[], dict[str, Array]]:
+  """Starts to read arrays into their targets' shardings, each process its own shards.
 
   Host memory beyond the shards is at most `_READERS * _PIECE_BYTES`; on other devices than CPUs, the
-  shards are copied from the host as well.
+  shards are in host memory too until the returned function is done.
 
   Args:
     layouts: from `layout_of`, by name.
     targets: shape, dtype and sharding wanted, by the same names; without a sharding a numpy array. The
       shape may be larger than what is stored; the rest is zero.
+    pool: from `readers`.
+
+  Returns:
+    A function that waits, and gives the arrays by name. It raises ValueError when a file is not what was
+    written, and OSError when one is missing.
 
   Raises:
-    ValueError: a file, or the metadata, is not what was written.
-    OSError: a file is missing.
+    ValueError: another dtype or rank is stored.
   """
   blocks = {name: _blocks(layouts[name], target) for name, target in targets.items()}
   jobs = [job for name in targets for job in _jobs(layouts[name], blocks[name])]
-  with concurrent.futures.ThreadPoolExecutor(_READERS, "nnx_parallel-read") as pool:
-    reads = [pool.submit(_read_chunk, *job) for job in jobs]
+  reads = [pool.submit(_read_chunk, *job) for job in jobs]
+
+  def finish() -> dict[str, Array]:
     try:
       for read in reads:
         read.result()
     finally:
-      pool.shutdown(cancel_futures=True)
-  return {name: _place(target, blocks[name]) for name, target in targets.items()}
+      for read in reads:
+        read.cancel()
+    arrays = {name: _place(target, blocks[name]) for name, target in targets.items()}
+    return jax.block_until_ready(arrays)
+
+  return finish
 
 
 def _blocks(layout: Layout, target: jax.ShapeDtypeStruct) -> dict[str, tuple[Box, Block]]:
@@ -222,9 +240,7 @@ def _begin(layout: Layout, starts: Shape, file: int) -> int:
   if not layout.indexed:
     return 0
   counts = [size // step for size, step in zip(layout.file, layout.chunk, strict=True)]
-  places = [
-    start % size // step for start, size, step in zip(starts, layout.file, layout.chunk, strict=True)
-  ]
+  places = [start % size // step for start, size, step in zip(starts, layout.file, layout.chunk, strict=True)]
   length = 16 * math.prod(counts)
   end = os.fstat(file).st_size - length - 4
   index = os.pread(file, length + 4, max(end, 0))

@@ -124,19 +124,22 @@ def write(
     )
   elif jax.process_index() == 0:
     folder.mkdir()
-  try:
-    if content.arrays:
-      pending = _orbax.start_save(
-        folder, content.arrays, chunk_bytes=chunk_bytes, byte_budget=byte_budget, background=background
-      )
-  finally:
-    # After the write has begun, so that both go on at once; even if it has not, because the processes of a
-    # job add up their digests together.
-    digests = _start_digests(content)
+  with contextlib.ExitStack() as stack:
+    stack.enter_context(_orbax.quiet())
+    try:
+      if content.arrays:
+        pending = _orbax.start_save(
+          folder, content.arrays, chunk_bytes=chunk_bytes, byte_budget=byte_budget, background=background
+        )
+    finally:
+      # After the write has begun, so that both go on at once; even if it has not, because the processes of
+      # a job add up their digests together.
+      digests = _start_digests(content)
+    quiet = stack.pop_all()
 
   def finish() -> None:
-    if pending is not None:
-      with _orbax.quiet():
+    with quiet:
+      if pending is not None:
         pending.result()
     items = _with_digests(content, digests)
     if jax.process_index() != 0:
