@@ -2,18 +2,25 @@
 
     python benchmarks/checkpoint.py --gigabytes 2 --rounds 5
 
-Every case takes its turn in every round; ratios are medians over rounds. Reads are cold: the files are
-dropped from the page cache first. Processor time is recorded too: on a shared machine it tells what a case
-costs where the clock tells what the others do. Peak memory is measured in a process of its own for each case.
+Every case takes its turn in every round, readers in another order each round; ratios are medians over
+rounds. All find the machine alike: files to be read are dropped from the page cache, what was written before
+is on the disk, the allocator has given back what earlier cases left, and as much free memory as a case needs
+was touched (on a virtual machine the first touch costs more than reading does). Each save has a new folder,
+and old ones are emptied rather than deleted: ext4 searches long for inodes that were not freed in the last
+minutes.
+Processor time is recorded too: on a shared machine it tells what a case costs where the clock tells what the
+others do. Peak memory is measured in a process of its own for each case.
 """
 
 from __future__ import annotations
 
 import argparse
+import ctypes
 import functools
+import gc
+import mmap
 import os
 import pathlib
-import shutil
 import statistics
 import subprocess
 import sys
@@ -113,12 +120,37 @@ def drop_cache(folder: pathlib.Path) -> None:
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
+def empty(folder: pathlib.Path) -> None:
+  """Frees the blocks of the files, keeps their inodes, and waits for the disk."""
+  for path in folder.rglob("*"):
+    if path.is_file():
+      os.truncate(path, 0)
+  os.sync()
+
+
+def level_memory(nbytes: int) -> None:
+  """Gives back what the allocator kept, then touches as much new memory and frees it."""
+  gc.collect()
+  trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc's
+  if trim is not None:
+    trim(0)
+  memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+  if hasattr(mmap, "MADV_HUGEPAGE"):
+    memory.madvise(mmap.MADV_HUGEPAGE)
+  page = bytes(1)
+  for start in range(0, nbytes, mmap.PAGESIZE):
+    memory[start : start + 1] = page
+  memory.close()
+
+
 class Cases:
   """What is timed; each method does one thing once and returns its seconds."""
 
   def __init__(self, root: pathlib.Path, model: Tree, optimizer: Tree, plan: nxp.ShardingPlan):
     self.root, self.model, self.optimizer, self.plan = root, model, optimizer, plan
     self.spent = 0.0  # processor seconds of the last case
+    self.folders: dict[str, pathlib.Path] = {}  # the newest of each writer
+    self.written = 0
     self.nbytes = sum(x.nbytes for tree in (model, optimizer) for x in tree.values())
     self.layouts = {
       "same mesh": (make_mesh(2, 4), P("a", "b")),
@@ -128,14 +160,18 @@ class Cases:
     }
 
   def _timed(self, call: Callable[[], Any]) -> float:
+    level_memory(2 * self.nbytes)  # the state, and the files in the page cache
     began, spent = time.perf_counter(), time.process_time()
     jax.block_until_ready(call())
     self.spent = time.process_time() - spent
     return time.perf_counter() - began
 
   def _fresh(self, name: str) -> pathlib.Path:
-    shutil.rmtree(self.root / name, ignore_errors=True)
-    return self.root / name
+    if name in self.folders:
+      empty(self.folders[name])
+    self.written += 1
+    self.folders[name] = self.root / f"{name}{self.written}"
+    return self.folders[name]
 
   def raw_write(self) -> float:
     """One file, written in order and synced."""
@@ -159,13 +195,13 @@ class Cases:
 
   def raw_read(self) -> float:
     """The same file, read in order into memory that was never touched."""
-    drop_cache(self.root / "raw")
-    size = (self.root / "raw" / "data").stat().st_size
-    out = memoryview(bytearray(size))
+    path = self.folders["raw"]
+    drop_cache(path)
+    size = (path / "data").stat().st_size
 
     def read() -> None:
-      done = 0
-      with (self.root / "raw" / "data").open("rb", buffering=0) as file:
+      done, out = 0, memoryview(bytearray(size))
+      with (path / "data").open("rb", buffering=0) as file:
         while done < size:
           done += file.readinto(out[done : done + (64 << 20)])
 
@@ -185,13 +221,13 @@ class Cases:
 
   def orbax_restore(self, layout: str) -> float:
     """Plain Orbax into a layout."""
-    drop_cache(self.root / "orbax")
+    drop_cache(self.folders["orbax"])
     mesh, spec = self.layouts[layout]
     context = ocp.Context()
     context.memory_options.read_concurrent_bytes = 256 << 20
     with context:
       goal = {"model": target(self.model, mesh, spec), "optimizer": target(self.optimizer, mesh, spec)}
-      return self._timed(lambda: ocp.load_checkpointables(self.root / "orbax", goal))
+      return self._timed(lambda: ocp.load_checkpointables(self.folders["orbax"], goal))
 
   def save(self) -> float:
     """Ours, with digests, synced and committed."""
@@ -205,9 +241,9 @@ class Cases:
 
   def restore(self, layout: str, verify: str) -> float:
     """Ours, into a layout."""
-    drop_cache(self.root / "ours")
+    drop_cache(self.folders["ours"])
     mesh, spec = self.layouts[layout]
-    checkpointer = Checkpointer(self.root / "ours", verify=verify)
+    checkpointer = Checkpointer(self.folders["ours"], verify=verify)
     goal = {"model": target(self.model, mesh, spec), "optimizer": target(self.optimizer, mesh, spec)}
     return self._timed(
       lambda: (
@@ -222,20 +258,20 @@ class Cases:
 
   def import_safetensors(self) -> float:
     """Ours, into columns over 8 devices."""
-    drop_cache(self.root / "safetensors")
+    drop_cache(self.folders["safetensors"])
     return self._timed(
-      lambda: nnx.to_pure_dict(nnx.state(import_safetensors(self.root / "safetensors", self.plan)))
+      lambda: nnx.to_pure_dict(nnx.state(import_safetensors(self.folders["safetensors"], self.plan)))
     )
 
   def orbax_import(self) -> float:
     """Orbax's own reader of safetensors, into the same layout."""
-    drop_cache(self.root / "safetensors")
+    drop_cache(self.folders["safetensors"])
     mesh, spec = self.layouts["columns, 8 devices"]
     context = ocp.Context(checkpoint_layout=ocp.options.CheckpointLayout.SAFETENSORS)
     context.memory_options.read_concurrent_bytes = 256 << 20
     goal = target(self.model | self.optimizer, mesh, spec)
     with context:
-      return self._timed(lambda: ocp.load(self.root / "safetensors", goal))
+      return self._timed(lambda: ocp.load(self.folders["safetensors"], goal))
 
 
 def memory(gigabytes: float, case: str) -> None:
@@ -301,25 +337,32 @@ def report(root: pathlib.Path, gigabytes: float, rounds: int) -> None:
   cases.export()
   seconds: dict[str, list[float]] = {}
   spent: dict[str, list[float]] = {}
+  writes: dict[str, Callable[[], float]] = {
+    "raw write": cases.raw_write,
+    "save, Orbax": cases.orbax_save,
+    "save, ours": cases.save,
+    "save, ours, blocking part of a background save": cases.save_blocking,
+  }
+  reads: dict[str, Callable[[], float]] = {"raw read": cases.raw_read}
+  for layout in cases.layouts:
+    reads[f"restore, {layout}, Orbax"] = functools.partial(cases.orbax_restore, layout)
+    reads[f"restore, {layout}, ours"] = functools.partial(cases.restore, layout, "off")
+    reads[f"restore, {layout}, ours, verified"] = functools.partial(cases.restore, layout, "full")
+  reads["import of safetensors, Orbax"] = cases.orbax_import
+  reads["import of safetensors, ours"] = cases.import_safetensors
   for number in range(rounds + 1):
-    turn = {
-      "raw write": cases.raw_write,
-      "save, Orbax": cases.orbax_save,
-      "save, ours": cases.save,
-      "save, ours, blocking part of a background save": cases.save_blocking,
-      "raw read": cases.raw_read,
-    }
-    for layout in cases.layouts:
-      turn[f"restore, {layout}, Orbax"] = functools.partial(cases.orbax_restore, layout)
-      turn[f"restore, {layout}, ours"] = functools.partial(cases.restore, layout, "off")
-      turn[f"restore, {layout}, ours, verified"] = functools.partial(cases.restore, layout, "full")
-    turn["import of safetensors, Orbax"] = cases.orbax_import
-    turn["import of safetensors, ours"] = cases.import_safetensors
-    for case, call in turn.items():
+    first = 7 * number % len(reads)
+    order = [*writes, *list(reads)[first:], *list(reads)[:first]]
+    for case in order:
+      call = (writes | reads)[case]
       taken = call()
       if number:  # the first round compiles
         seconds.setdefault(case, []).append(taken)
         spent.setdefault(case, []).append(cases.spent)
+  cases.folders["ours"].rename(root / "ours")
+  cases.folders["safetensors"].rename(root / "safetensors")
+  seconds = {case: seconds[case] for case in [*writes, *reads]}
+  spent = {case: spent[case] for case in [*writes, *reads]}
   record = Record(
     "checkpoint",
     f"{cases.nbytes / 1e9:.2f} GB of parameters and Adam moments, 8 simulated devices, median of {rounds}",
@@ -340,7 +383,8 @@ def report(root: pathlib.Path, gigabytes: float, rounds: int) -> None:
     record.value(f"extra peak memory, {case}", round(share, 3), "of the state")
   record.notes.append(
     f"Load average {os.getloadavg()[0]:.0f} at the end. "
-    "The raw write is one stream; Orbax and ours write several. "
+    "Raw write and raw read are one stream and one file; Orbax writes and reads many files at once, "
+    "ours writes as Orbax does and reads four. "
     f"The byte budget of a restore is {(256 << 20) / cases.nbytes:.2f} of the state."
   )
   record.write()

@@ -12,18 +12,20 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
 from nnx_parallel.checkpoint.encoding import Array
 from nnx_parallel.checkpoint.placement import on_auto_axes
 
 BLOCK_BYTES = 16 << 20
+# On CPUs: elements that are mixed and summed at a time, and columns below which that is slower.
+_TILE, _FEWEST_COLUMNS = 1 << 15, 128
 _STEP, _FIRST, _SECOND = 0x9E3779B1, 0x85EBCA6B, 0xC2B2AE35
 
 Shape = tuple[int, ...]
@@ -60,7 +62,7 @@ def digest(array: Array, shape: Shape | None = None, block: Shape | None = None)
     block: from `block_shape`; None takes the whole array as one.
 
   Returns:
-    uint32 numbers on the array's devices, not waited for: `totals` waits and adds them up.
+    uint32 numbers on the array's devices, of a `jax.Array` not waited for: `totals` waits and adds them up.
 
   Example:
     >>> x = np.arange(6, dtype=np.float32)
@@ -75,11 +77,12 @@ def digest(array: Array, shape: Shape | None = None, block: Shape | None = None)
   block = shape if block is None else block
   if isinstance(array, np.ndarray):
     host = jax.devices("cpu")[0]
-    return _digest_whole(jax.device_put(_host_words(array), host), shape, block)
+    parts = _digest_whole(jax.device_put(_host_words(array), host), shape, block, by_tiles=True)
+    return jax.block_until_ready(parts)  # jax on CPU may read the memory itself, and the caller may change it
   array = on_auto_axes(array)
   sharding = array.sharding
   if not isinstance(sharding, NamedSharding):
-    return _digest_whole(array, shape, block)
+    return _digest_whole(array, shape, block, by_tiles=_on_cpu(sharding))
   parts = _digest_shards(sharding, tuple(array.shape), shape, block)(array)
   return parts if parts.is_fully_addressable else _sum_everywhere(sharding.mesh)(parts)
 
@@ -130,10 +133,14 @@ def _device_words(array: jax.Array) -> jax.Array:
   return words.reshape((*array.shape, -1)) if array.dtype.itemsize > 4 else words
 
 
-@functools.partial(jax.jit, static_argnums=(1, 2))
-def _digest_whole(array: jax.Array, shape: Shape, block: Shape) -> jax.Array:
+def _is_one_word(dtype: Any) -> bool:
+  return dtype.itemsize <= 4 and dtype != jnp.bool_ and not jnp.issubdtype(dtype, jnp.complexfloating)
+
+
+@functools.partial(jax.jit, static_argnames=("shape", "block", "by_tiles"))
+def _digest_whole(array: jax.Array, shape: Shape, block: Shape, *, by_tiles: bool) -> jax.Array:
   full = tuple(array.shape[: len(shape)])
-  return _digest_part(array, [jnp.uint32(0)] * len(shape), full, shape, block)
+  return _digest_part(array, [jnp.uint32(0)] * len(shape), full, shape, block, by_tiles=by_tiles)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -157,7 +164,7 @@ def _digest_shards(layout: NamedSharding, full: Shape, shape: Shape, block: Shap
       rows = part.shape[dim] // size
       part = jax.lax.dynamic_slice_in_dim(part, mine.astype(jnp.int32) * rows, rows, dim)
       offsets[dim] = offsets[dim] + mine * jnp.uint32(rows)
-    return _digest_part(part, offsets, full, shape, block) * counts
+    return _digest_part(part, offsets, full, shape, block, by_tiles=_on_cpu(layout)) * counts
 
   spec = PartitionSpec(*layout.spec)
   return jax.jit(
@@ -175,6 +182,10 @@ def _sum_everywhere(mesh: Any) -> jax.stages.Wrapped:
   return jax.jit(add, out_shardings=NamedSharding(mesh, PartitionSpec()))
 
 
+def _on_cpu(sharding: Sharding) -> bool:
+  return next(iter(sharding.device_set)).platform == "cpu"
+
+
 def _index(entry: tuple[str, ...], mesh: Any) -> jax.Array:
   """Which shard of a dim this device has, as a number from 0."""
   index = jnp.uint32(0)
@@ -184,30 +195,91 @@ def _index(entry: tuple[str, ...], mesh: Any) -> jax.Array:
 
 
 def _digest_part(
-  array: jax.Array, offsets: Sequence[jax.Array], full: Shape, shape: Shape, block: Shape
+  array: jax.Array, offsets: Sequence[jax.Array], full: Shape, shape: Shape, block: Shape, *, by_tiles: bool
 ) -> jax.Array:
   """Digests the part that starts at `offsets` of an array of shape `full`, whose logical shape is `shape`.
 
   Returns:
     uint32 of shape (1, blocks): the part's share in the digest of each block of the whole array.
   """
-  words = _device_words(array).astype(jnp.uint32)
-  position, inside = jnp.uint32(0), jnp.uint32(1)
+  words = array if _is_one_word(array.dtype) else _device_words(array)
+  places: list[jax.Array] = []
+  inside: list[jax.Array] = []
   for dim, size in enumerate(words.shape):
-    others = [d for d in range(words.ndim) if d != dim]
     start = offsets[dim] if dim < len(offsets) else jnp.uint32(0)
     index = jnp.arange(size, dtype=jnp.uint32) + start
-    mixed = _mix((index + jnp.uint32(1)) * jnp.uint32(_STEP) + jnp.uint32(dim * _FIRST % 2**32))
-    position = position + jnp.expand_dims(mixed, others)
-    if dim < len(shape):
-      inside = inside * jnp.expand_dims((index < jnp.uint32(shape[dim])).astype(jnp.uint32), others)
-  mixed = _mix(words ^ position) * inside
+    places.append(_mix((index + jnp.uint32(1)) * jnp.uint32(_STEP) + jnp.uint32(dim * _FIRST % 2**32)))
+    end = shape[dim] if dim < len(shape) else size
+    inside.append((index < jnp.uint32(end)).astype(jnp.uint32))
   cut = [dim for dim, size in enumerate(shape) if block[dim] < size]
   leading = cut[-1] + 1 if cut else 0
-  sums = jnp.sum(mixed, axis=tuple(range(leading, words.ndim)), dtype=jnp.uint32)
+  if by_tiles and _columns(words.shape, leading) >= _FEWEST_COLUMNS and words.size >= 2 * _TILE:
+    sums = _sum_by_tile(words, places, inside, leading)
+  else:
+    mixed = _mix(_device_words(words).astype(jnp.uint32) ^ _outer(jnp.add, places))
+    sums = _sum(mixed * _outer(jnp.multiply, inside), leading)
   if not leading:
     return sums.reshape(1, 1)
   return _sum_by_block(sums, offsets[:leading], full[:leading], shape[:leading], block[leading - 1])
+
+
+def _outer(combine: Callable[..., jax.Array], parts: Sequence[jax.Array]) -> jax.Array:
+  """Combines one number for each index along each dim into one for each element."""
+  whole = jnp.uint32(0) if combine is jnp.add else jnp.uint32(1)
+  for dim, part in enumerate(parts):
+    whole = combine(whole, jnp.expand_dims(part, [d for d in range(len(parts)) if d != dim]))
+  return whole
+
+
+def _sum(mixed: jax.Array, leading: int) -> jax.Array:
+  """Over all dims but the leading ones."""
+  return jnp.sum(mixed, axis=tuple(range(leading, mixed.ndim)), dtype=jnp.uint32)
+
+
+def _split(shape: Shape, leading: int) -> int:
+  """How many dims make the rows of a matrix whose columns fit into a tile."""
+  return next(dim for dim in range(max(1, leading), len(shape) + 1) if math.prod(shape[dim:]) <= _TILE)
+
+
+def _columns(shape: Shape, leading: int) -> int:
+  return math.prod(shape[_split(shape, leading) :]) if shape else 1
+
+
+def _sum_by_tile(
+  array: jax.Array, places: Sequence[jax.Array], inside: Sequence[jax.Array], leading: int
+) -> jax.Array:
+  """The sums of `_sum`, a few rows at a time, so that no mixed copy of the array is ever in memory.
+
+  XLA fuses the mixing with the sum on GPUs and TPUs, but on CPUs it writes the mixed words to memory first.
+  """
+  split = _split(array.shape, leading)
+  columns = math.prod(array.shape[split:])
+  matrix = array.reshape(-1, columns)
+  place = [_outer(jnp.add, part).reshape(-1) for part in (places[:split], places[split:])]
+  kept = [_outer(jnp.multiply, part).reshape(-1) for part in (inside[:split], inside[split:])]
+  rows, height = matrix.shape[0], max(1, _TILE // columns)
+  tiles, rest = divmod(rows, height)
+
+  def tile(start: Any, count: int) -> jax.Array:
+    def cut(array: jax.Array) -> jax.Array:
+      return jax.lax.dynamic_slice_in_dim(array, start, count)
+
+    # The bits are taken here: outside the loop that would be a copy of the array.
+    words = _device_words(cut(matrix)).astype(jnp.uint32)
+    mixed = _mix(words ^ (cut(place[0])[:, None] + place[1][None]))
+    return mixed * (cut(kept[0])[:, None] * kept[1][None])
+
+  if not leading:
+    begin = jnp.zeros((height, columns), jnp.uint32)
+    mixed = jax.lax.fori_loop(0, tiles, lambda i, sums: sums + tile(i * height, height), begin)
+    return _sum(mixed, 0) + _sum(tile(tiles * height, rest), 0)
+
+  def put(sums: jax.Array, start: Any, count: int) -> jax.Array:
+    return jax.lax.dynamic_update_slice_in_dim(sums, _sum(tile(start, count), 1), start, 0)
+
+  sums = jnp.zeros(rows, jnp.uint32)
+  sums = jax.lax.fori_loop(0, tiles, lambda i, sums: put(sums, i * height, height), sums)
+  return _sum(put(sums, tiles * height, rest).reshape(array.shape[:split]), leading)
 
 
 def _sum_by_block(

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import dataclasses
-from collections.abc import Iterable, Iterator, Sequence
+import os
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
 
 import jax
 import numpy as np
 from etils import epath
 
-from nnx_parallel.checkpoint import _orbax, agree, encoding, files
+from nnx_parallel.checkpoint import _orbax, agree, direct, encoding, files
 from nnx_parallel.checkpoint.digest import block_ranges, digest, totals
 from nnx_parallel.checkpoint.encoding import Array
 from nnx_parallel.checkpoint.manifest import DamagedError, LeafRecord, Manifest
 from nnx_parallel.checkpoint.preflight import Diff, Match, Wanted, bytes_read
 
+# What files that are not what was written make their readers raise.
+_READ_ERRORS = (ValueError, TypeError, LookupError, AttributeError, RuntimeError, OSError)
 VERIFY = ("full", "metadata", "off")
 
 
@@ -33,7 +38,7 @@ def wanted_from(struct: jax.ShapeDtypeStruct, shape: tuple[int, ...] | None = No
 def read(
   step_dir: epath.Path, manifest: Manifest, diff: Diff, *, verify: str, byte_budget: int
 ) -> dict[str, dict[str, Array]]:
-  """Reads all matched leaves, a budget's worth at a time, verifying one group while reading the next.
+  """Reads all matched leaves, half a budget at a time, verifying one group while reading the next.
 
   Args:
     step_dir: of the step.
@@ -54,19 +59,26 @@ def read(
   results: dict[str, dict[str, Array]] = {}
   waiting: list[_Read] = []
   error: DamagedError | None = None
-  for group in _groups(diff.matches, byte_budget):
-    try:
-      arrays = _load(step_dir, manifest, group, byte_budget)
-    except DamagedError as caught:
-      error = caught
-      break
-    for one in group:
-      array = arrays.get(one.match.saved.folder)
-      results.setdefault(one.match.item, {})[one.match.path] = _place(array, one)
-      if verify == "full" and array is not None:
-        waiting.append(
-          dataclasses.replace(one, digest=digest(array, _stored_shape(one), one.match.saved.block))
-        )
+  with direct.readers() as pool:
+    # Two groups are in flight: one is read while the other is placed, and its digests are started.
+    groups = _groups(diff.matches, byte_budget // 2)
+    started = ((group, _start(step_dir, manifest, group, byte_budget, pool)) for group in groups)
+    following = next(started, None)
+    while following is not None:
+      group, finish = following
+      following = next(started, None)
+      try:
+        arrays = finish()
+      except DamagedError as caught:
+        error = caught
+        break
+      for one in group:
+        array = arrays.get(one.match.saved.folder)
+        results.setdefault(one.match.item, {})[one.match.path] = _place(array, one)
+        if verify == "full" and array is not None:
+          waiting.append(
+            dataclasses.replace(one, digest=digest(array, _stored_shape(one), one.match.saved.block))
+          )
   agree.raise_together(error or _damage_of_values(step_dir, waiting))
   return results
 
@@ -175,39 +187,72 @@ def _groups(matches: Iterable[Match], byte_budget: int) -> Iterator[list[_Read]]
 def _load(
   step_dir: epath.Path, manifest: Manifest, group: Sequence[_Read], byte_budget: int
 ) -> dict[str, Array]:
+  with direct.readers() as pool:
+    return _start(step_dir, manifest, group, byte_budget, pool)()
+
+
+def _start(
+  step_dir: epath.Path,
+  manifest: Manifest,
+  group: Sequence[_Read],
+  byte_budget: int,
+  pool: concurrent.futures.Executor,
+) -> Callable[[], dict[str, Array]]:
+  """Starts to read a group; the returned function waits, and raises `DamagedError`."""
   item = group[0].match.item
   targets = {
     one.match.saved.folder: one.stored for one in group if one.match.saved.encoding != encoding.EMPTY
   }
-  if not targets:
-    return {}
   leaves = manifest.items[item].leaves.values()
   stored = {leaf.folder for leaf in leaves if leaf.encoding != encoding.EMPTY}
-  pad = any(_stored_shape(one) != one.stored.shape for one in group)
+  read = failed = None
   try:
-    return _orbax.load(
-      step_dir,
-      item,
-      targets,
-      frozenset(stored - targets.keys()),
-      byte_budget=byte_budget,
-      pad=pad,
-    )
-  except (ValueError, TypeError, LookupError, AttributeError, RuntimeError, OSError) as error:
-    if len(group) == 1:
-      match = group[0].match
-      raise damage(
-        step_dir.name,
-        [
-          f"{item}/{match.saved_path} cannot be read "
-          f"(files under {item}/{match.saved.folder}, or the metadata of {item})",
-          str(error)[:300],
-        ],
-      ) from error
-  # One of several arrays failed: read them alone to learn which.
-  return {
-    name: array for one in group for name, array in _load(step_dir, manifest, [one], byte_budget).items()
-  }
+    layouts = _layouts(step_dir / item, targets)
+    if layouts is not None:
+      read = direct.start(layouts, targets, pool)
+  except _READ_ERRORS as error:
+    failed = error
+
+  def finish() -> dict[str, Array]:
+    try:
+      if failed is not None:
+        raise failed
+      if read is not None:
+        return read()
+      return _orbax.load(
+        step_dir,
+        item,
+        targets,
+        frozenset(stored - targets.keys()),
+        byte_budget=byte_budget,
+        pad=any(_stored_shape(one) != one.stored.shape for one in group),
+      )
+    except _READ_ERRORS as error:
+      if len(group) == 1:
+        match = group[0].match
+        raise damage(
+          step_dir.name,
+          [
+            f"{item}/{match.saved_path} cannot be read "
+            f"(files under {item}/{match.saved.folder}, or the metadata of {item})",
+            str(error)[:300],
+          ],
+        ) from error
+    # One of several arrays failed: read them alone to learn which.
+    return {
+      name: array for one in group for name, array in _load(step_dir, manifest, [one], byte_budget).items()
+    }
+
+  return finish
+
+
+def _layouts(folder: epath.Path, names: Iterable[str]) -> dict[str, direct.Layout] | None:
+  """How the arrays are stored, or None when only Orbax can read one of them."""
+  if not files.is_local(folder):
+    return None
+  found = {name: direct.layout_of(Path(os.fspath(folder)) / name) for name in names}
+  known = {name: layout for name, layout in found.items() if layout is not None}
+  return known if len(known) == len(found) else None
 
 
 def _stored_on_target(match: Match) -> jax.ShapeDtypeStruct:

@@ -43,11 +43,10 @@ class Tree:
 
 @dataclasses.dataclass(frozen=True)
 class Content:
-  """What a step will hold, encoded, with digests under way."""
+  """What a step will hold, encoded."""
 
   items: Mapping[str, ItemRecord]
   arrays: Mapping[str, Mapping[str, Array]]
-  digests: Mapping[tuple[str, str], jax.Array]
 
   @property
   def nbytes(self) -> int:
@@ -56,14 +55,13 @@ class Content:
 
 
 def prepare(trees: Mapping[str, Tree]) -> Content:
-  """Checks and encodes the leaves, and starts their digests.
+  """Checks and encodes the leaves.
 
   Raises:
     CheckpointError: a leaf that cannot be stored, named by its path.
   """
   items: dict[str, ItemRecord] = {}
   arrays: dict[str, dict[str, Array]] = {}
-  digests: dict[tuple[str, str], jax.Array] = {}
   for item, tree in trees.items():
     records: dict[str, LeafRecord] = {}
     values: dict[str, Json] = {}
@@ -76,12 +74,11 @@ def prepare(trees: Mapping[str, Tree]) -> Content:
       record, array = _encode_leaf(name, path, leaf, tree)  # pyright: ignore[reportArgumentType]
       records[path] = record
       if array is not None:
-        digests[item, path] = digest(array, block=record.block)
         stored[record.folder] = array
     items[item] = ItemRecord(records, values)
     if stored:
       arrays[item] = stored
-  return Content(items, arrays, digests)
+  return Content(items, arrays)
 
 
 def write(
@@ -125,17 +122,26 @@ def write(
       f"{content.nbytes:,}",
       f"{copies:,}",
     )
-    pending = _orbax.start_save(
-      folder, content.arrays, chunk_bytes=chunk_bytes, byte_budget=byte_budget, background=background
-    )
   elif jax.process_index() == 0:
     folder.mkdir()
+  with contextlib.ExitStack() as stack:
+    stack.enter_context(_orbax.quiet())
+    try:
+      if content.arrays:
+        pending = _orbax.start_save(
+          folder, content.arrays, chunk_bytes=chunk_bytes, byte_budget=byte_budget, background=background
+        )
+    finally:
+      # After the write has begun, so that both go on at once; even if it has not, because the processes of
+      # a job add up their digests together.
+      digests = _start_digests(content)
+    quiet = stack.pop_all()
 
   def finish() -> None:
-    if pending is not None:
-      with _orbax.quiet():
+    with quiet:
+      if pending is not None:
         pending.result()
-    items = _with_digests(content)
+    items = _with_digests(content, digests)
     if jax.process_index() != 0:
       return
     record = Manifest(
@@ -200,8 +206,17 @@ def _encode_leaf(
   ), stored
 
 
-def _with_digests(content: Content) -> dict[str, ItemRecord]:
-  known = {key: totals(parts) for key, parts in content.digests.items()}
+def _start_digests(content: Content) -> dict[tuple[str, str], jax.Array]:
+  return {
+    (item, path): digest(content.arrays[item][leaf.folder], block=leaf.block)
+    for item, record in content.items.items()
+    for path, leaf in record.leaves.items()
+    if leaf.encoding != encoding.EMPTY
+  }
+
+
+def _with_digests(content: Content, digests: Mapping[tuple[str, str], jax.Array]) -> dict[str, ItemRecord]:
+  known = {key: totals(parts) for key, parts in digests.items()}
   return {
     item: dataclasses.replace(
       record,

@@ -7,7 +7,15 @@ import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from nnx_parallel.checkpoint.digest import _digest_shards, block_ranges, block_shape, digest, totals
+from nnx_parallel.checkpoint import digest as room
+from nnx_parallel.checkpoint.digest import (
+  _digest_shards,
+  _digest_whole,
+  block_ranges,
+  block_shape,
+  digest,
+  totals,
+)
 from nnx_parallel.checkpoint.placement import without_padding
 
 RNG = np.random.default_rng(0)
@@ -122,3 +130,25 @@ def test_blocks_keep_to_their_size(shape, itemsize, budget):
   block = block_shape(shape, itemsize, budget)
   assert math.prod(block) * itemsize <= budget
   assert len(block) == len(shape)
+
+
+@pytest.mark.parametrize("shape", [(64, 8), (3, 50, 8), (5, 7, 9)])
+@pytest.mark.parametrize("dtype", ["float32", "int8", "complex64"])
+@pytest.mark.parametrize("block_bytes", [700, 1 << 20])
+def test_tiles_give_the_sums_of_the_whole(monkeypatch, shape, dtype, block_bytes):
+  monkeypatch.setattr(room, "_TILE", 64)
+  monkeypatch.setattr(room, "_FEWEST_COLUMNS", 8)
+  values = jnp.asarray(RNG.standard_normal(shape) * 50).astype(dtype)
+  logical = (shape[0] - 1, *shape[1:])
+  block = block_shape(logical, values.dtype.itemsize, block_bytes)
+  run = jax.jit(_digest_whole.__wrapped__, static_argnames=("shape", "block", "by_tiles"))
+  plain = totals(run(values, logical, block, by_tiles=False))
+  assert totals(run(values, logical, block, by_tiles=True)) == plain
+  assert len(set(plain)) == len(plain)
+
+
+def test_a_large_array_is_not_copied_to_be_digested():
+  array = jax.ShapeDtypeStruct((2048, 1024), jnp.float32)
+  for block in ((2048, 1024), (512, 1024)):
+    program = _digest_whole.lower(array, (2048, 1024), block, by_tiles=True).compile()
+    assert program.memory_analysis().temp_size_in_bytes < 2 << 20

@@ -1,0 +1,291 @@
+"""Reads what Orbax stored on a local disk straight into the memory of the shards.
+
+Through Orbax a byte is copied three times: out of the file, into a host array, into the device's memory.
+On a CPU that is most of a restore, and the copies are memory beyond the shards. Our arrays are stored
+without compression, so a chunk's bytes lie in its file as they lie in the array: here each chunk is read
+once, into the shards that overlap it, and jax on CPU keeps that memory. `_orbax.load` is the plain
+reference, and reads whatever `layout_of` does not know: compressed arrays and object stores.
+
+Source: Zarr 3, https://zarr-specs.readthedocs.io/en/latest/v3/core/index.html, and its sharding codec.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import dataclasses
+import itertools
+import json
+import math
+import mmap
+import os
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from nnx_parallel.checkpoint.encoding import Array
+from nnx_parallel.checkpoint.views import Box, box_of, whole
+
+# Reading threads, and the largest piece that one of them reads beside the shards.
+_READERS, _PIECE_BYTES = 4, 8 << 20
+# From this size on, memory comes from the system in large pages and goes back to it as soon as it is free.
+_MAPPED_BYTES = 1 << 20
+_ALIGNMENT = 64  # jax on CPU keeps memory that is aligned so, and copies other
+_BYTES = [{"name": "bytes"}, {"name": "bytes", "configuration": {"endian": "little"}}]
+
+Shape: TypeAlias = tuple[int, ...]
+Block: TypeAlias = "np.ndarray[Any, Any]"
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+  """How one array lies in its folder.
+
+  Attributes:
+    folder: of the array.
+    shape: stored global shape in elements.
+    dtype: of the elements, little-endian.
+    file: elements that one file holds; those at the ends of the array are padded.
+    chunk: elements that lie together in a file; divides `file`.
+    indexed: whether a file ends with the places of its chunks.
+  """
+
+  folder: Path
+  shape: Shape
+  dtype: np.dtype[Any]
+  file: Shape
+  chunk: Shape
+  indexed: bool
+
+  @property
+  def chunk_bytes(self) -> int:
+    """Bytes of a chunk in its file."""
+    return math.prod(self.chunk) * self.dtype.itemsize
+
+
+def layout_of(folder: Path) -> Layout | None:
+  """Reads how an array is stored; None when that is not a form that can be read directly.
+
+  Raises:
+    ValueError: the metadata is not what Zarr allows.
+    LookupError: likewise.
+    OSError: it is not there.
+  """
+  record = json.loads((folder / "zarr.json").read_bytes())
+  grid, keys, codecs = record["chunk_grid"], record["chunk_key_encoding"], record["codecs"]
+  separator = keys.get("configuration", {}).get("separator", "/")
+  if (grid["name"], keys["name"], separator, len(codecs)) != ("regular", "default", "/", 1):
+    return None
+  file = chunk = tuple(grid["configuration"]["chunk_shape"])
+  if indexed := codecs[0]["name"] == "sharding_indexed":
+    inner = codecs[0]["configuration"]
+    chunk, codecs = tuple(inner["chunk_shape"]), inner["codecs"]
+    index = [codec["name"] for codec in inner["index_codecs"]]
+    if index != ["bytes", "crc32c"] or inner.get("index_location", "end") != "end":
+      return None
+  if len(codecs) != 1 or codecs[0] not in _BYTES:
+    return None
+  return Layout(folder, tuple(record["shape"]), jnp.dtype(record["data_type"]), file, chunk, indexed)
+
+
+def readers() -> concurrent.futures.Executor:
+  """The threads that `start` needs; they end with the `with` block."""
+  return concurrent.futures.ThreadPoolExecutor(_READERS, "nnx_parallel-read")
+
+
+def start(
+  layouts: Mapping[str, Layout],
+  targets: Mapping[str, jax.ShapeDtypeStruct],
+  pool: concurrent.futures.Executor,
+) -> Callable[[], dict[str, Array]]:
+  """Starts to read arrays into their targets' shardings, each process its own shards.
+
+  Host memory beyond the shards is at most `_READERS * _PIECE_BYTES`; on other devices than CPUs, the
+  shards are in host memory too until the returned function is done.
+
+  Args:
+    layouts: from `layout_of`, by name.
+    targets: shape, dtype and sharding wanted, by the same names; without a sharding a numpy array. The
+      shape may be larger than what is stored; the rest is zero.
+    pool: from `readers`.
+
+  Returns:
+    A function that waits, and gives the arrays by name. It raises ValueError when a file is not what was
+    written, and OSError when one is missing.
+
+  Raises:
+    ValueError: another dtype or rank is stored.
+  """
+  blocks = {name: _blocks(layouts[name], target) for name, target in targets.items()}
+  jobs = [job for name in targets for job in _jobs(layouts[name], blocks[name])]
+  reads = [pool.submit(_read_chunk, *job) for job in jobs]
+
+  def finish() -> dict[str, Array]:
+    try:
+      for read in reads:
+        read.result()
+    finally:
+      for read in reads:
+        read.cancel()
+    arrays = {name: _place(target, blocks[name]) for name, target in targets.items()}
+    return jax.block_until_ready(arrays)
+
+  return finish
+
+
+def _blocks(layout: Layout, target: jax.ShapeDtypeStruct) -> dict[str, tuple[Box, Block]]:
+  """Memory for each distinct shard of this process, by the shard's place."""
+  if layout.dtype != target.dtype or len(layout.shape) != len(target.shape):
+    raise ValueError(
+      f"it holds {layout.dtype}{list(layout.shape)} instead of {target.dtype}{list(target.shape)}"
+    )
+  if target.sharding is None:
+    boxes = [whole(target.shape)]
+  else:
+    places = target.sharding.addressable_devices_indices_map(target.shape).values()
+    boxes = [box_of(index or (), target.shape) for index in places]
+  return {
+    str(box): (box, _zeros(tuple(part.stop - part.start for part in box), layout.dtype))
+    for box in {str(box): box for box in boxes}.values()
+  }
+
+
+def _zeros(shape: Shape, dtype: np.dtype[Any]) -> Block:
+  """Zeros in aligned memory."""
+  size = math.prod(shape) * dtype.itemsize
+  if size < _MAPPED_BYTES:
+    memory = np.zeros(size + _ALIGNMENT, np.uint8)
+    start = -memory.ctypes.data % _ALIGNMENT
+    return memory[start : start + size].view(dtype).reshape(shape)
+  mapped = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+  if hasattr(mmap, "MADV_HUGEPAGE"):
+    mapped.madvise(mmap.MADV_HUGEPAGE)
+  return np.frombuffer(mapped, np.uint8).view(dtype).reshape(shape)
+
+
+_Job: TypeAlias = "tuple[Layout, Shape, list[tuple[Box, Block]]]"
+
+
+def _jobs(layout: Layout, blocks: Mapping[str, tuple[Box, Block]]) -> Iterator[_Job]:
+  """The chunks that are wanted, each with the shards that overlap it."""
+  wanted: dict[Shape, list[tuple[Box, Block]]] = {}
+  for box, block in blocks.values():
+    ranges = [
+      range(part.start // step, -(-min(part.stop, size) // step))
+      for part, size, step in zip(box, layout.shape, layout.chunk, strict=True)
+    ]
+    for number in itertools.product(*ranges):
+      wanted.setdefault(number, []).append((box, block))
+  for number, parts in wanted.items():
+    yield layout, number, parts
+
+
+def _read_chunk(layout: Layout, number: Shape, parts: list[tuple[Box, Block]]) -> None:
+  """Reads one chunk, in pieces of consecutive rows, into the shards that overlap it."""
+  starts = tuple(at * step for at, step in zip(number, layout.chunk, strict=True))
+  cuts = [_cut(layout, starts, box) for box, _ in parts]
+  into = [block[(*theirs, ...)] for (_, block), (_, theirs) in zip(parts, cuts, strict=True)]
+  with (layout.folder / _file_name(layout, starts)).open("rb", buffering=0) as file:
+    begin = _begin(layout, starts, file.fileno())
+    inner = [ours for ours, _ in cuts]
+    if len(parts) == 1 and into[0].flags.c_contiguous and _is_rows(inner[0], layout.chunk):
+      row = layout.chunk_bytes // layout.chunk[0] if layout.chunk else layout.chunk_bytes
+      first = inner[0][0].start if inner[0] else 0
+      _fill(file.fileno(), begin + first * row, into[0])
+      return
+    for rows in _pieces(inner, layout):
+      shape = (rows.stop - rows.start, *layout.chunk[1:])
+      piece = np.empty(shape, layout.dtype)
+      _fill(file.fileno(), begin + rows.start * math.prod(shape[1:]) * layout.dtype.itemsize, piece)
+      for ours, block in zip(inner, into, strict=True):
+        low, high = max(rows.start, ours[0].start), min(rows.stop, ours[0].stop)
+        if low < high:
+          block[low - ours[0].start : high - ours[0].start] = piece[
+            (slice(low - rows.start, high - rows.start), *ours[1:])
+          ]
+
+
+def _cut(layout: Layout, starts: Shape, box: Box) -> tuple[Box, Box]:
+  """What a chunk and a shard have in common, counted from the start of each."""
+  ours: list[slice] = []
+  theirs: list[slice] = []
+  for start, step, size, part in zip(starts, layout.chunk, layout.shape, box, strict=True):
+    low, high = max(start, part.start), min(start + step, part.stop, size)
+    ours.append(slice(low - start, high - start))
+    theirs.append(slice(low - part.start, high - part.start))
+  return tuple(ours), tuple(theirs)
+
+
+def _is_rows(box: Box, shape: Shape) -> bool:
+  return all(part == slice(0, size) for part, size in zip(box[1:], shape[1:], strict=True))
+
+
+def _pieces(boxes: list[Box], layout: Layout) -> Iterator[range]:
+  """Ranges of rows that cover the boxes; scalars never get here."""
+  step = max(1, _PIECE_BYTES * layout.chunk[0] // layout.chunk_bytes)
+  end = max(box[0].stop for box in boxes)
+  for start in range(min(box[0].start for box in boxes), end, step):
+    yield range(start, min(start + step, end))
+
+
+def _file_name(layout: Layout, starts: Shape) -> str:
+  return "/".join(["c", *(str(start // size) for start, size in zip(starts, layout.file, strict=True))])
+
+
+def _begin(layout: Layout, starts: Shape, file: int) -> int:
+  """Where a chunk begins in its file, in bytes."""
+  if not layout.indexed:
+    return 0
+  counts = [size // step for size, step in zip(layout.file, layout.chunk, strict=True)]
+  places = [start % size // step for start, size, step in zip(starts, layout.file, layout.chunk, strict=True)]
+  length = 16 * math.prod(counts)
+  end = os.fstat(file).st_size - length - 4
+  index = os.pread(file, length + 4, max(end, 0))
+  if len(index) < length + 4 or _crc32c(index[:-4]) != int.from_bytes(index[-4:], "little"):
+    raise ValueError("the index of a file does not have the checksum that it names")
+  at = 16 * int(np.ravel_multi_index(places, counts)) if counts else 0
+  begin, size = (int.from_bytes(index[i : i + 8], "little") for i in (at, at + 8))
+  if size != layout.chunk_bytes or begin + size > end:
+    raise ValueError(f"a file has {size:,} bytes at {begin:,} instead of a chunk of {layout.chunk_bytes:,}")
+  return begin
+
+
+def _fill(file: int, begin: int, block: Block) -> None:
+  memory = memoryview(block.reshape(-1).view(np.uint8))
+  done = 0
+  while done < len(memory):
+    count = os.preadv(file, [memory[done:]], begin + done)
+    if count == 0:
+      raise ValueError(f"a file ends {len(memory) - done:,} bytes early")
+    done += count
+
+
+def _crc32c(data: bytes) -> int:
+  """The checksum of an index, of a few hundred bytes."""
+  value = 0xFFFFFFFF
+  for byte in data:
+    value = _TABLE[(value ^ byte) & 0xFF] ^ (value >> 8)
+  return value ^ 0xFFFFFFFF
+
+
+def _table() -> list[int]:
+  rows = list(range(256))
+  for _ in range(8):
+    rows = [(row >> 1) ^ (0x82F63B78 if row & 1 else 0) for row in rows]
+  return rows
+
+
+_TABLE = _table()
+
+
+def _place(target: jax.ShapeDtypeStruct, blocks: Mapping[str, tuple[Box, Block]]) -> Array:
+  if target.sharding is None:
+    return next(iter(blocks.values()))[1]
+  return jax.make_array_from_callback(
+    target.shape,
+    target.sharding,
+    lambda index: blocks[str(box_of(index or (), target.shape))][1],
+  )

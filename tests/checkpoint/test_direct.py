@@ -1,0 +1,94 @@
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+from orbax.checkpoint import v1 as ocp
+
+import nnx_parallel as nxp
+from checkpoint.runs import target_of
+from nnx_parallel.checkpoint import _orbax, direct
+from nnx_parallel.checkpoint.checkpointer import Checkpointer
+
+RNG = np.random.default_rng(0)
+SHAPES = {"cube": (8, 12, 16), "wide": (3, 8), "row": (24,), "one": ()}
+SPECS = [P(), P("x"), P(None, "x"), P("y", "x"), P(None, ("x", "y")), P(None, None, "y")]
+
+
+def fitting(spec, shape, mesh):
+  """The spec without the axes that do not divide the array's dims."""
+  entries = [
+    entry if shape[dim] % np.prod([mesh.shape[a] for a in np.atleast_1d(entry)]) == 0 else None
+    for dim, entry in enumerate(spec[: len(shape)])
+    if entry is not None or dim < len(shape)
+    for entry in [entry or ()]
+  ]
+  return P(*entries)
+
+
+@pytest.mark.parametrize("chunk_bytes", [None, 96, 1000])
+@pytest.mark.parametrize("saved", SPECS)
+def test_the_same_as_orbax_in_any_layout(tmp_path, monkeypatch, chunk_bytes, saved):
+  mesh = nxp.make_mesh(x=4, y=2)
+  monkeypatch.setattr(direct, "_PIECE_BYTES", 200)
+  values = {
+    name: RNG.standard_normal(shape).astype(dtype)
+    for (name, shape), dtype in zip(
+      SHAPES.items(), [np.float32, jnp.bfloat16, np.int8, np.bool_], strict=True
+    )
+  }
+
+  def placed(spec):
+    layouts = {name: NamedSharding(mesh, fitting(spec, x.shape, mesh)) for name, x in values.items()}
+    return jax.device_put(values, layouts)
+
+  Checkpointer(tmp_path, chunk_bytes=chunk_bytes).save(1, placed(saved))
+  folder = tmp_path / "1" / "model"
+  layouts = {name: direct.layout_of(folder / name) for name in values}
+  for spec in SPECS:
+    targets = target_of(placed(spec))
+    with direct.readers() as pool:
+      found = direct.start(layouts, targets, pool)()
+    plain = _orbax.load(tmp_path / "1", "model", targets, frozenset(), byte_budget=1 << 20, pad=False)
+    for name in values:
+      assert found[name].sharding == plain[name].sharding
+      for one, other in zip(found[name].addressable_shards, plain[name].addressable_shards, strict=True):
+        np.testing.assert_array_equal(one.data, other.data, strict=True)
+
+
+def test_shards_do_not_share_what_a_donated_step_writes(tmp_path):
+  layout = NamedSharding(nxp.make_mesh(x=8), P())
+  tree = {"w": jax.device_put(np.ones((512, 1024), np.float32), layout)}
+  checkpointer = Checkpointer(tmp_path)
+  checkpointer.save(1, tree)
+  again = jax.jit(lambda w: w + 1, donate_argnums=0)(checkpointer.restore(target_of(tree))["w"])
+  for shard in again.addressable_shards:
+    np.testing.assert_array_equal(shard.data, np.full((512, 1024), 2, np.float32))
+
+
+def test_what_is_compressed_is_left_to_orbax(tmp_path):
+  context = ocp.Context()
+  context.array_options.saving.use_ocdbt = False
+  context.array_options.saving.use_compression = True
+  with context, _orbax.quiet():
+    ocp.save_checkpointables(tmp_path / "1", {"model": {"w": jnp.ones((8, 8))}})
+  assert direct.layout_of(tmp_path / "1" / "model" / "w") is None
+
+
+def test_a_wrong_place_in_a_file_is_not_read(tmp_path):
+  Checkpointer(tmp_path).save(1, {"w": jnp.arange(64.0)})
+  folder = tmp_path / "1" / "model" / "w"
+  file = folder / "c" / "0"
+  data = bytearray(file.read_bytes())
+  target = {"w": jax.ShapeDtypeStruct((64,), np.float32)}
+  for position in range(len(data) - 20, len(data)):
+    data[position] ^= 1
+    file.write_bytes(data)
+    data[position] ^= 1
+    with direct.readers() as pool, pytest.raises(ValueError, match="does not have the checksum"):
+      direct.start({"w": direct.layout_of(folder)}, target, pool)()
+
+
+def test_the_checksum_is_crc32c():
+  assert direct._crc32c(b"123456789") == 0xE3069283  # the check value of the polynomial's definition
