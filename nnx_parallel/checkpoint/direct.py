@@ -3,8 +3,10 @@
 Through Orbax a byte is copied three times: out of the file, into a host array, into the device's memory.
 On a CPU that is most of a restore, and the copies are memory beyond the shards. Our arrays are stored
 without compression, so a chunk's bytes lie in its file as they lie in the array: here each chunk is read
-once, into the shards that overlap it, and jax on CPU keeps that memory. `_orbax.load` is the plain
-reference, and reads whatever `layout_of` does not know: compressed arrays and object stores.
+once, into the shards that overlap it. On CPUs these are the buffers of the new array itself, which nobody has
+seen yet: memory of our own, which jax would take over too, could not be donated, and the first step after a
+restore would hold everything twice. `_orbax.load` is the plain reference, and reads whatever `layout_of` does
+not know: compressed arrays and object stores.
 
 Source: Zarr 3, https://zarr-specs.readthedocs.io/en/latest/v3/core/index.html, and its sharding codec.
 """
@@ -12,13 +14,13 @@ Source: Zarr 3, https://zarr-specs.readthedocs.io/en/latest/v3/core/index.html, 
 from __future__ import annotations
 
 import concurrent.futures
+import ctypes
 import dataclasses
 import itertools
 import json
 import math
-import mmap
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -31,13 +33,12 @@ from nnx_parallel.checkpoint.views import Box, box_of, whole
 
 # Reading threads, and the largest piece that one of them reads beside the shards.
 _READERS, _PIECE_BYTES = 4, 8 << 20
-# From this size on, memory comes from the system in large pages and goes back to it as soon as it is free.
-_MAPPED_BYTES = 1 << 20
-_ALIGNMENT = 64  # jax on CPU keeps memory that is aligned so, and copies other
 _BYTES = [{"name": "bytes"}, {"name": "bytes", "configuration": {"endian": "little"}}]
 
 Shape: TypeAlias = tuple[int, ...]
 Block: TypeAlias = "np.ndarray[Any, Any]"
+Part: TypeAlias = tuple[Box, Block]
+"""Where a shard lies in its array, and its memory."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,7 +105,7 @@ def start(
   """Starts to read arrays into their targets' shardings, each process its own shards.
 
   Host memory beyond the shards is at most `_READERS * _PIECE_BYTES`; on other devices than CPUs, the
-  shards are in host memory too until the returned function is done.
+  shards are in host memory too until the returned function is done. Nobody else has the arrays before.
 
   Args:
     layouts: from `layout_of`, by name.
@@ -119,7 +120,13 @@ def start(
   Raises:
     ValueError: another dtype or rank is stored.
   """
-  blocks = {name: _blocks(layouts[name], target) for name, target in targets.items()}
+  for name, target in targets.items():
+    _check(layouts[name], target)
+  ready = {name: _empty(target) for name, target in targets.items() if _is_on_cpu(target)}
+  jax.block_until_ready(ready)
+  blocks = {
+    name: _memory(ready[name]) if name in ready else _staging(target) for name, target in targets.items()
+  }
   jobs = [job for name in targets for job in _jobs(layouts[name], blocks[name])]
   reads = [pool.submit(_read_chunk, *job) for job in jobs]
 
@@ -130,49 +137,62 @@ def start(
     finally:
       for read in reads:
         read.cancel()
-    arrays = {name: _place(target, blocks[name]) for name, target in targets.items()}
+    arrays = {name: ready.get(name) for name in targets}
+    for name, target in targets.items():
+      if name not in ready:
+        arrays[name] = _place(target, blocks[name])
     return jax.block_until_ready(arrays)
 
   return finish
 
 
-def _blocks(layout: Layout, target: jax.ShapeDtypeStruct) -> dict[str, tuple[Box, Block]]:
-  """Memory for each distinct shard of this process, by the shard's place."""
+def _check(layout: Layout, target: jax.ShapeDtypeStruct) -> None:
   if layout.dtype != target.dtype or len(layout.shape) != len(target.shape):
     raise ValueError(
       f"it holds {layout.dtype}{list(layout.shape)} instead of {target.dtype}{list(target.shape)}"
     )
-  if target.sharding is None:
-    boxes = [whole(target.shape)]
-  else:
+
+
+def _is_on_cpu(target: jax.ShapeDtypeStruct) -> bool:
+  return target.sharding is not None and next(iter(target.sharding.device_set)).platform == "cpu"
+
+
+def _empty(target: jax.ShapeDtypeStruct) -> jax.Array:
+  """Zeros in buffers that nothing else holds."""
+  return jnp.zeros(target.shape, target.dtype, device=target.sharding)
+
+
+def _memory(array: jax.Array) -> list[Part]:
+  """The memory of each shard on a CPU of this process, to be written before anybody reads the array."""
+  return [(box_of(one.index, array.shape), _view(one.data)) for one in array.addressable_shards]
+
+
+def _view(shard: jax.Array) -> Block:
+  if not shard.size:
+    return np.empty(shard.shape, shard.dtype)
+  memory = (ctypes.c_ubyte * shard.nbytes).from_address(shard.unsafe_buffer_pointer())
+  return np.frombuffer(memory, np.uint8).view(shard.dtype).reshape(shard.shape)
+
+
+def _staging(target: jax.ShapeDtypeStruct) -> list[Part]:
+  """Host memory for each distinct shard of this process."""
+  boxes = [whole(target.shape)]
+  if target.sharding is not None:
     places = target.sharding.addressable_devices_indices_map(target.shape).values()
     boxes = [box_of(index or (), target.shape) for index in places]
-  return {
-    str(box): (box, _zeros(tuple(part.stop - part.start for part in box), layout.dtype))
+  return [
+    (box, np.zeros([part.stop - part.start for part in box], target.dtype))
     for box in {str(box): box for box in boxes}.values()
-  }
+  ]
 
 
-def _zeros(shape: Shape, dtype: np.dtype[Any]) -> Block:
-  """Zeros in aligned memory."""
-  size = math.prod(shape) * dtype.itemsize
-  if size < _MAPPED_BYTES:
-    memory = np.zeros(size + _ALIGNMENT, np.uint8)
-    start = -memory.ctypes.data % _ALIGNMENT
-    return memory[start : start + size].view(dtype).reshape(shape)
-  mapped = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-  if hasattr(mmap, "MADV_HUGEPAGE"):
-    mapped.madvise(mmap.MADV_HUGEPAGE)
-  return np.frombuffer(mapped, np.uint8).view(dtype).reshape(shape)
+_Job: TypeAlias = "tuple[Layout, Shape, list[Part]]"
 
 
-_Job: TypeAlias = "tuple[Layout, Shape, list[tuple[Box, Block]]]"
-
-
-def _jobs(layout: Layout, blocks: Mapping[str, tuple[Box, Block]]) -> Iterator[_Job]:
+def _jobs(layout: Layout, blocks: Sequence[Part]) -> Iterator[_Job]:
   """The chunks that are wanted, each with the shards that overlap it."""
-  wanted: dict[Shape, list[tuple[Box, Block]]] = {}
-  for box, block in blocks.values():
+  wanted: dict[Shape, list[Part]] = {}
+  for box, block in blocks:
     ranges = [
       range(part.start // step, -(-min(part.stop, size) // step))
       for part, size, step in zip(box, layout.shape, layout.chunk, strict=True)
@@ -183,7 +203,7 @@ def _jobs(layout: Layout, blocks: Mapping[str, tuple[Box, Block]]) -> Iterator[_
     yield layout, number, parts
 
 
-def _read_chunk(layout: Layout, number: Shape, parts: list[tuple[Box, Block]]) -> None:
+def _read_chunk(layout: Layout, number: Shape, parts: list[Part]) -> None:
   """Reads one chunk, in pieces of consecutive rows, into the shards that overlap it."""
   starts = tuple(at * step for at, step in zip(number, layout.chunk, strict=True))
   cuts = [_cut(layout, starts, box) for box, _ in parts]
@@ -191,10 +211,13 @@ def _read_chunk(layout: Layout, number: Shape, parts: list[tuple[Box, Block]]) -
   with (layout.folder / _file_name(layout, starts)).open("rb", buffering=0) as file:
     begin = _begin(layout, starts, file.fileno())
     inner = [ours for ours, _ in cuts]
-    if len(parts) == 1 and into[0].flags.c_contiguous and _is_rows(inner[0], layout.chunk):
+    alike = all(ours == inner[0] for ours in inner)
+    if alike and into[0].flags.c_contiguous and _is_rows(inner[0], layout.chunk):
       row = layout.chunk_bytes // layout.chunk[0] if layout.chunk else layout.chunk_bytes
       first = inner[0][0].start if inner[0] else 0
       _fill(file.fileno(), begin + first * row, into[0])
+      for replica in into[1:]:
+        replica[...] = into[0]
       return
     for rows in _pieces(inner, layout):
       shape = (rows.stop - rows.start, *layout.chunk[1:])
@@ -281,11 +304,10 @@ def _table() -> list[int]:
 _TABLE = _table()
 
 
-def _place(target: jax.ShapeDtypeStruct, blocks: Mapping[str, tuple[Box, Block]]) -> Array:
+def _place(target: jax.ShapeDtypeStruct, blocks: Sequence[Part]) -> Array:
   if target.sharding is None:
-    return next(iter(blocks.values()))[1]
+    return blocks[0][1]
+  found = {str(box): block for box, block in blocks}
   return jax.make_array_from_callback(
-    target.shape,
-    target.sharding,
-    lambda index: blocks[str(box_of(index or (), target.shape))][1],
+    target.shape, target.sharding, lambda index: found[str(box_of(index or (), target.shape))]
   )

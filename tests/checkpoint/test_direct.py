@@ -57,14 +57,24 @@ def test_the_same_as_orbax_in_any_layout(tmp_path, monkeypatch, chunk_bytes, sav
         np.testing.assert_array_equal(one.data, other.data, strict=True)
 
 
-def test_shards_do_not_share_what_a_donated_step_writes(tmp_path):
-  layout = NamedSharding(nxp.make_mesh(x=8), P())
-  tree = {"w": jax.device_put(np.ones((512, 1024), np.float32), layout)}
+@pytest.mark.parametrize("shape", [(512, 1024), (8,), ()], ids=str)
+@pytest.mark.parametrize("spec", [P(), P("x")], ids=["replicated", "split"])
+def test_the_first_step_after_a_restore_reuses_the_buffers(tmp_path, shape, spec):
+  layout = NamedSharding(nxp.make_mesh(x=8), spec if shape else P())
+  tree = {name: jax.device_put(np.ones(shape, np.float32), layout) for name in "vw"}
   checkpointer = Checkpointer(tmp_path)
   checkpointer.save(1, tree)
-  again = jax.jit(lambda w: w + 1, donate_argnums=0)(checkpointer.restore(target_of(tree))["w"])
-  for shard in again.addressable_shards:
-    np.testing.assert_array_equal(shard.data, np.full((512, 1024), 2, np.float32))
+  restored = checkpointer.restore(target_of(tree))
+  buffers = {name: pointers(array) for name, array in restored.items()}
+  assert len({*buffers["v"], *buffers["w"]}) == 16
+  after = jax.jit(lambda tree: jax.tree.map(lambda x: x + 1, tree), donate_argnums=0)(restored)
+  assert {name: pointers(array) for name, array in after.items()} == buffers
+  for shard in (*after["v"].addressable_shards, *after["w"].addressable_shards):
+    np.testing.assert_array_equal(shard.data, np.full(shard.data.shape, 2, np.float32))
+
+
+def pointers(array):
+  return [shard.data.unsafe_buffer_pointer() for shard in array.addressable_shards]
 
 
 def test_what_is_compressed_is_left_to_orbax(tmp_path):
