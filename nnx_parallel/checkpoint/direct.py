@@ -137,10 +137,9 @@ def start(
     finally:
       for read in reads:
         read.cancel()
-    arrays = {name: ready.get(name) for name in targets}
-    for name, target in targets.items():
-      if name not in ready:
-        arrays[name] = _place(target, blocks[name])
+    arrays: dict[str, Array] = {
+      name: ready[name] if name in ready else _place(target, blocks[name]) for name, target in targets.items()
+    }
     return jax.block_until_ready(arrays)
 
   return finish
