@@ -137,17 +137,17 @@ class TrainStep(_Step):
       bound = self._rebound({"model": model, "optimizer": optimizer})
     # Written out rather than split up: with ten Variables, each Python call is half a percent of the step.
     program = bound.only or bound.program(batch)
-    variables = bound.variables
+    jitted, variables = program.jitted, bound.variables
     arrays = [variable._raw_value for variable in variables]
     if sum(map(getrefcount, arrays)) != bound.held_alone:
       bound.set_apart(arrays)
     try:
-      new, metrics = program.jitted(arrays, batch)
+      new, metrics = jitted(arrays, batch)
     except (ValueError, RuntimeError) as error:
       program.explain(error, arrays)
       raise
     exhaust(map(put, variables, new))
-    if program.jitted._cache_size() != program.known:
+    if jitted._cache_size() != program.known:
       self.record(program, arrays, batch, bound.reasons)
       self.reduction = bound.how
     self.calls += 1
