@@ -24,7 +24,10 @@ import nnx_parallel as nxp
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-  """Sizes of a model; `sequence` and `batch` are those of one global batch."""
+  """Sizes of a model; `sequence` and `batch` are those of one global batch.
+
+  Attention takes `query_block` queries at a time, and the loss one of `loss_parts` parts of the sequence.
+  """
 
   vocab: int
   width: int
@@ -36,6 +39,7 @@ class Config:
   batch: int = 16
   compute: jnp.dtype = jnp.bfloat16
   query_block: int = 512
+  loss_parts: int = 1
 
   @property
   def head(self) -> int:
@@ -111,6 +115,11 @@ class Llama(nnx.Module):
 
   def __call__(self, tokens: jax.Array) -> jax.Array:
     """Token ids (batch, sequence) -> logits (batch, sequence, vocab) in the dtype of compute."""
+    x, head = self.before_logits(tokens)
+    return x @ head
+
+  def before_logits(self, tokens: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Token ids (batch, sequence) -> (batch, sequence, width), and the head that makes logits of it."""
     x = self.embed[...].astype(self.config.compute)[tokens]
     x = split_sequences(x, self.embed)
     graphdef, stacked = nnx.split(self.layers)
@@ -128,8 +137,7 @@ class Llama(nnx.Module):
     x = keep_batch_split(norm(x, self.norm), self.embed)
     # The barrier makes the head's gradient wait for nothing: else the gradient of the logits, the largest
     # array of the step, may live on through the backward pass of the layers.
-    x, head = jax.lax.optimization_barrier((x, self.head[...].astype(x.dtype)))
-    return x @ head
+    return jax.lax.optimization_barrier((x, self.head[...].astype(x.dtype)))
 
 
 def split_sequences(x: jax.Array, near: nnx.Param) -> jax.Array:
@@ -224,7 +232,19 @@ def optimizer() -> optax.GradientTransformation:
 
 
 def loss(model: Llama, batch: dict[str, jax.Array]) -> jax.Array:
-  return cross_entropy(model(batch["tokens"][:, :-1]), batch["tokens"][:, 1:])
+  tokens, targets = batch["tokens"][:, :-1], batch["tokens"][:, 1:]
+  parts = model.config.loss_parts
+  if parts == 1:
+    return cross_entropy(model(tokens), targets)
+  x, head = model.before_logits(tokens)
+
+  @jax.checkpoint
+  def add(total: jax.Array, part: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, None]:
+    return total + cross_entropy(part[0] @ head, part[1]), None
+
+  by_part = (y.reshape(y.shape[0], parts, -1, *y.shape[2:]).swapaxes(0, 1) for y in (x, targets))
+  total, _ = jax.lax.scan(add, jnp.zeros(()), tuple(by_part))
+  return total / parts
 
 
 def rules() -> nxp.LogicalRules:

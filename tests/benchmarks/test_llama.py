@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -30,6 +31,16 @@ def test_every_layout_trains_as_one_device(sizes):
   draw = np.random.default_rng(0)
   batches = [{"tokens": draw.integers(0, TINY.vocab, (8, TINY.sequence + 1), np.int32)} for _ in range(3)]
   assert_same_training(llama.loss, {"split": plan}, batches, rtol=1e-4)
+
+
+def test_the_loss_by_parts_is_the_loss():
+  draw = np.random.default_rng(0)
+  batch = {"tokens": draw.integers(0, TINY.vocab, (8, TINY.sequence + 1), np.int32)}
+  whole, split = (llama.Llama(dataclasses.replace(TINY, loss_parts=n), nnx.Rngs(0)) for n in (1, 4))
+  (a, grads), (b, others) = (nnx.value_and_grad(llama.loss)(model, batch) for model in (whole, split))
+  assert float(a) == pytest.approx(float(b), rel=1e-6)
+  for one, other in zip(jax.tree.leaves(grads), jax.tree.leaves(others), strict=True):
+    np.testing.assert_allclose(one, other, rtol=1e-3, atol=1e-6)
 
 
 def test_what_is_kept_between_layers_is_split_over_the_tensor_axis():
