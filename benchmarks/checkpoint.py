@@ -356,6 +356,7 @@ def report(root: pathlib.Path, gigabytes: float, rounds: int) -> None:
     for case in order:
       call = (writes | reads)[case]
       taken = call()
+      print(f"round {number}: {case} {taken:.2f} s", flush=True)
       if number:  # the first round compiles
         seconds.setdefault(case, []).append(taken)
         spent.setdefault(case, []).append(cases.spent)

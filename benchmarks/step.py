@@ -201,6 +201,7 @@ def host_times(record: Record, sizes: tuple[int, ...]) -> None:
       record.compare(slow, baseline=PLAIN, group=f"{group}: flax")
       _say(group, timings, PLAIN)
       _say(group, slow, PLAIN)
+      record.write()  # what is measured is kept when a run is cut short
 
 
 def whole_steps(record: Record) -> None:
@@ -238,6 +239,7 @@ def whole_steps(record: Record) -> None:
       ratio = spent[OURS].ratio(spent[PERSON])[1]
       record.value("nxp.train_step / by hand, processor time of all threads", ratio, "", group=group)
       _say(group, timings, PERSON)
+      record.write()
 
 
 def _repeat(step: Any, parameters: Any, state: Any, batch: Any) -> Callable[[], jax.Array]:
@@ -284,7 +286,6 @@ def main() -> None:
     host_times(record, tuple(chosen.sizes))
   if chosen.part != "host":
     whole_steps(record)
-  record.write()
 
 
 if __name__ == "__main__":
