@@ -7,8 +7,8 @@ the arithmetic. Nothing is waited for inside a timing.
 Whole steps are those of the `digits` MLP and of a transformer on five layouts, against `by_hand.py`, with
 what both programs compute and send.
 
-    python -m benchmarks step                             both tables
-    python benchmarks/step.py --name step_py311 --part host 10 100      one of them, into another file
+    python -m benchmarks step                                        both tables
+    python benchmarks/step.py --part host --suffix _py311 10 100     one of them, into another file
 """
 
 from __future__ import annotations
@@ -232,7 +232,7 @@ def whole_steps(record: Record) -> None:
         OURS: lambda step=step, m=model, o=optimizer, b=batch: step(m, o, b)["loss"],
       }
       short = job_name == "digits MLP"
-      often: dict[str, Any] = {"rounds": 201, "settle": 2} if short else {"rounds": 25}
+      often: dict[str, Any] = {"rounds": 101, "settle": 2} if short else {"rounds": 25}
       timings = measure(cases, calls=5, **often)
       record.compare(timings, baseline=PERSON, group=group)
       spent = measure(cases, calls=5, clock=time.process_time, **often)
@@ -262,30 +262,32 @@ def _is_variable(node: Any) -> bool:
 def main() -> None:
   parser = argparse.ArgumentParser()
   parser.add_argument("sizes", nargs="*", type=int, default=SIZES)
-  parser.add_argument("--name", default="step", help="name of the files in benchmarks/results")
   parser.add_argument("--part", choices=("host", "whole"), help="one of the two tables")
+  parser.add_argument("--suffix", default="", help="of the names of the records")
   chosen = parser.parse_args()
-  record = Record(
-    chosen.name,
-    "One train step: host time by number of Variables, and whole steps against hand-written ones",
-    command=" ".join(["python benchmarks/step.py", *sys.argv[1:]]),
-    notes=[
-      "Each host case runs the same SGD update; `jax.jit, flat list` is written by hand, updates no module."
+  command = " ".join(["python benchmarks/step.py", *sys.argv[1:]])
+  load = f"Load of the machine at the start: {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores."
+  if chosen.part != "whole":
+    notes = [
+      "Each case runs the same SGD update; `jax.jit, flat list` is written by hand, updates no module."
       f" The loss is the sum of squares of all parameters, up to {WHOLE_LOSS} Variables; XLA takes minutes to"
       " compile it for more, and there it is one with the same gradients whose value reads one parameter.",
       "`by hand, live` is the least that keeps a module live: it reads every Variable, dispatches, and writes"
       " it back. It notices no edit, and deletes arrays that somebody else holds.",
       "`nnx.cached_partial` and `nnx.jit_partial` (`graph=False`) do not notice when a submodule is replaced;"
       " `nxp.train_step` does.",
-      "Whole steps are AdamW on 8 simulated devices, waited for every five; `by hand` has no flax in it, and"
-      " the same layouts, pinned and donated.",
-      f"Load of the machine when the record was made: {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores.",
-    ],
-  )
-  if chosen.part != "whole":
-    host_times(record, tuple(chosen.sizes))
+      load,
+    ]
+    title = "One train step: host time by number of Variables"
+    host_times(Record(f"step_host{chosen.suffix}", title, command=command, notes=notes), tuple(chosen.sizes))
   if chosen.part != "host":
-    whole_steps(record)
+    notes = [
+      "AdamW on 8 simulated devices, waited for every five steps; `by hand` has no flax in it, and the same"
+      " layouts, pinned and donated.",
+      load,
+    ]
+    title = "One train step: whole steps against hand-written ones"
+    whole_steps(Record(f"step_whole{chosen.suffix}", title, command=command, notes=notes))
 
 
 if __name__ == "__main__":
