@@ -1,6 +1,6 @@
 """Creating a sharded transformer at several depths, four ways: time, compilation and peak memory.
 
-`python benchmarks/creation.py` measures all of it on both axis types (some 12 minutes on 2 quiet cores);
+`python benchmarks/creation.py` measures all of it on both axis types;
 `--depths 4 12 --rounds 1 --axes auto` measures less. Each measurement has a process of its own, so that
 nothing is compiled already and the peak of its memory is its own; the ways take turns. Processor time stands
 beside wall time, because a machine that does other work too stretches only the latter.

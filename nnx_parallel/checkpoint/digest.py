@@ -18,10 +18,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec, Sharding
+from jax.sharding import NamedSharding, PartitionSpec
 
 from nnx_parallel.checkpoint.encoding import Array
-from nnx_parallel.checkpoint.placement import on_auto_axes
+from nnx_parallel.checkpoint.placement import on_auto_axes, on_cpu
 
 BLOCK_BYTES = 16 << 20
 # On CPUs: elements that are mixed and summed at a time, and columns below which that is slower.
@@ -82,7 +82,7 @@ def digest(array: Array, shape: Shape | None = None, block: Shape | None = None)
   array = on_auto_axes(array)
   sharding = array.sharding
   if not isinstance(sharding, NamedSharding):
-    return _digest_whole(array, shape, block, by_tiles=_on_cpu(sharding))
+    return _digest_whole(array, shape, block, by_tiles=on_cpu(sharding))
   parts = _digest_shards(sharding, tuple(array.shape), shape, block)(array)
   return parts if parts.is_fully_addressable else _sum_everywhere(sharding.mesh)(parts)
 
@@ -164,7 +164,7 @@ def _digest_shards(layout: NamedSharding, full: Shape, shape: Shape, block: Shap
       rows = part.shape[dim] // size
       part = jax.lax.dynamic_slice_in_dim(part, mine.astype(jnp.int32) * rows, rows, dim)
       offsets[dim] = offsets[dim] + mine * jnp.uint32(rows)
-    return _digest_part(part, offsets, full, shape, block, by_tiles=_on_cpu(layout)) * counts
+    return _digest_part(part, offsets, full, shape, block, by_tiles=on_cpu(layout)) * counts
 
   spec = PartitionSpec(*layout.spec)
   return jax.jit(
@@ -180,10 +180,6 @@ def _sum_everywhere(mesh: Any) -> jax.stages.Wrapped:
     return jnp.sum(parts, axis=0, keepdims=True, dtype=jnp.uint32)
 
   return jax.jit(add, out_shardings=NamedSharding(mesh, PartitionSpec()))
-
-
-def _on_cpu(sharding: Sharding) -> bool:
-  return next(iter(sharding.device_set)).platform == "cpu"
 
 
 def _index(entry: tuple[str, ...], mesh: Any) -> jax.Array:

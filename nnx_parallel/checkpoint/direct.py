@@ -29,6 +29,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from nnx_parallel.checkpoint.encoding import Array
+from nnx_parallel.checkpoint.placement import on_cpu
 from nnx_parallel.checkpoint.views import Box, box_of, whole
 
 # Reading threads, and the largest piece that one of them reads beside the shards.
@@ -122,7 +123,11 @@ def start(
   """
   for name, target in targets.items():
     _check(layouts[name], target)
-  ready = {name: _empty(target) for name, target in targets.items() if _is_on_cpu(target)}
+  ready = {
+    name: jnp.zeros(target.shape, target.dtype, device=target.sharding)
+    for name, target in targets.items()
+    if target.sharding is not None and on_cpu(target.sharding)
+  }
   jax.block_until_ready(ready)
   blocks = {
     name: _memory(ready[name]) if name in ready else _staging(target) for name, target in targets.items()
@@ -150,15 +155,6 @@ def _check(layout: Layout, target: jax.ShapeDtypeStruct) -> None:
     raise ValueError(
       f"it holds {layout.dtype}{list(layout.shape)} instead of {target.dtype}{list(target.shape)}"
     )
-
-
-def _is_on_cpu(target: jax.ShapeDtypeStruct) -> bool:
-  return target.sharding is not None and next(iter(target.sharding.device_set)).platform == "cpu"
-
-
-def _empty(target: jax.ShapeDtypeStruct) -> jax.Array:
-  """Zeros in buffers that nothing else holds."""
-  return jnp.zeros(target.shape, target.dtype, device=target.sharding)
 
 
 def _memory(array: jax.Array) -> list[Part]:

@@ -7,7 +7,12 @@ import math
 from typing import cast
 
 import jax
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, Sharding
+
+
+def on_cpu(sharding: Sharding) -> bool:
+  """Whether its devices are CPUs."""
+  return next(iter(sharding.device_set)).platform == "cpu"
 
 
 def on_auto_axes(array: jax.Array) -> jax.Array:

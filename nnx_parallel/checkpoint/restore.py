@@ -203,6 +203,8 @@ def _start(
   targets = {
     one.match.saved.folder: one.stored for one in group if one.match.saved.encoding != encoding.EMPTY
   }
+  if not targets:
+    return dict
   leaves = manifest.items[item].leaves.values()
   stored = {leaf.folder for leaf in leaves if leaf.encoding != encoding.EMPTY}
   read = failed = None

@@ -62,7 +62,7 @@ def run(args: argparse.Namespace) -> int:
     sizes = fill(sizes, machine(args.topology).devices, asked=args.mesh is not None)
   topology = args.topology or f"cpu:{math.prod(sizes.values())}"
   start_compiler(sizes, topology, args.devices)
-  rules, place = options.rules_of(recipe, args.rules), options.optimizer_options(args)
+  rules, place = options.changed_rules(recipe, args.rules), options.optimizer_options(args)
   plan = plan_recipe(recipe, nxp.abstract_mesh(sizes), rules, **place)
   parts = args.microbatches or (recipe.microbatches() if recipe.microbatches else 1)
   loss = with_remat(scoped_loss(plan, loss_of(recipe)), args.remat)

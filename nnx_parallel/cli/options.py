@@ -8,7 +8,7 @@ import math
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from nnx_parallel.errors import MeshError, ReportError
 
@@ -16,6 +16,7 @@ if TYPE_CHECKING:
   from jax.sharding import Mesh
 
   from nnx_parallel.recipes import Recipe
+  from nnx_parallel.report.zero import Gradients
 
 Sizes = dict[str, int]
 Rules = dict[str, tuple[str, ...]]
@@ -65,9 +66,11 @@ def optimizer_options(args: argparse.Namespace) -> dict[str, Any]:
   return {"zero": args.zero, "optimizer_memory": "pinned_host" if args.offload else None}
 
 
-def gradients(args: argparse.Namespace) -> Literal["whole", "scattered"]:
+def gradients(args: argparse.Namespace) -> Gradients:
   """The layout of gradients that `--zero` asks for, as `nxp.train_step` takes it."""
-  return "scattered" if args.zero == 2 else "whole"
+  from nnx_parallel.report.zero import gradients_of
+
+  return gradients_of(args.zero)
 
 
 def add_way(parser: argparse.ArgumentParser) -> None:
@@ -99,16 +102,16 @@ def parse_rules(text: str) -> Rules:
   return rules
 
 
-def rules_of(recipe: Recipe, changes: Rules) -> Any:
-  """The recipe's rules, or `nxp.fsdp()`, with the changes of `--rules`.
+def changed_rules(recipe: Recipe, changes: Rules) -> Any:
+  """The recipe's rules with the changes of `--rules`.
 
   Raises:
     ShardingError: a name that the rules do not have, or an axis twice.
   """
-  import nnx_parallel as nxp
   from nnx_parallel.layout.rules import RuleSet
+  from nnx_parallel.recipes.job import rules_of
 
-  rules = recipe.rules() if recipe.rules is not None else nxp.fsdp()
+  rules = rules_of(recipe)
   return RuleSet.of(rules).replace(**changes) if changes else rules
 
 

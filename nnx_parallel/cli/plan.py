@@ -52,7 +52,9 @@ def run(args: argparse.Namespace) -> int:
     mesh = options.real_mesh(sizes, args.devices)
   else:
     mesh = nxp.abstract_mesh(sizes)
-  plan = plan_recipe(recipe, mesh, options.rules_of(recipe, args.rules), **options.optimizer_options(args))
+  plan = plan_recipe(
+    recipe, mesh, options.changed_rules(recipe, args.rules), **options.optimizer_options(args)
+  )
   wanted = args.chip or (args.html and recipe.loss and recipe.batches)
   memory, time = _planned(recipe, plan, args) if wanted else (None, None)
   if args.html:

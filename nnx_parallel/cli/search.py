@@ -42,8 +42,8 @@ def register(commands: Commands) -> None:
 
 def run(args: argparse.Namespace) -> int:
   """Searches, prints and says by the exit code whether anything fits."""
-  import nnx_parallel as nxp
   from nnx_parallel.recipes import load_recipe
+  from nnx_parallel.recipes.job import rules_of
   from nnx_parallel.report.search import search
   from nnx_parallel.report.topology import machine
 
@@ -57,7 +57,7 @@ def run(args: argparse.Namespace) -> int:
     loss_of(recipe),
     args.topology,
     batch=abstract_batch(recipe, args.batch),
-    rules=recipe.rules() if recipe.rules is not None else nxp.fsdp(),
+    rules=rules_of(recipe),
     optimizer=recipe.optimizer() if recipe.optimizer is not None else None,
     compile_best=args.compile_best,
   )

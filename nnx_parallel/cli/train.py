@@ -9,7 +9,7 @@ import sys
 import warnings
 from collections.abc import Callable, Generator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from nnx_parallel.cli import options
 from nnx_parallel.errors import CheckpointError, TrainError
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
   from nnx_parallel.cli.main import Commands
   from nnx_parallel.recipes import Recipe
   from nnx_parallel.recipes.job import Job
+  from nnx_parallel.report.zero import Gradients
   from nnx_parallel.train.metrics import Record
 
 Say = Callable[[str], None]
@@ -237,7 +238,7 @@ def make_job(
   *,
   microbatches: int | None = None,
   settings: Mapping[str, Any] | None = None,
-  gradients: Literal["whole", "scattered"] = "whole",
+  gradients: Gradients = "whole",
 ) -> Job:
   """Restores a checkpoint (the newest good one), or creates the job when there is none yet."""
   from nnx_parallel.recipes.job import Job

@@ -20,7 +20,7 @@ from nnx_parallel.errors import PlanError
 from nnx_parallel.layout.mesh import AnyMesh, auto_mesh
 from nnx_parallel.layout.plan import Root, ShardingPlan, plan_traced
 from nnx_parallel.layout.rules import Uneven
-from nnx_parallel.layout.tracing import Trace
+from nnx_parallel.layout.tracing import Trace, side_effects
 from nnx_parallel.layout.variables import Path
 
 Compile = Literal["slices", "whole"]
@@ -64,7 +64,7 @@ def create_sharded_model(
       a logged warning say why.
 
   Returns:
-    The live module; `(module, nnx.Optimizer)` when the plan has an optimizer.
+    The live module; `(module, ShardedOptimizer)` when the plan has an optimizer.
 
   Raises:
     PlanError: a plan on an abstract mesh (nothing to create on), or arguments given twice.
@@ -162,8 +162,7 @@ def cut_plan(
     The pieces; or why this constructor can only run as a whole, as a clause.
   """
   traces = traces or trace_plan(the_plan)
-  whole = next((one.side_effects for one in traces.values() if one.side_effects), "")
-  return whole or cut(*stages(the_plan, traces), shardings)
+  return side_effects(traces.values()) or cut(*stages(the_plan, traces), shardings)
 
 
 def real_mesh(the_plan: ShardingPlan) -> Mesh:

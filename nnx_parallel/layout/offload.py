@@ -10,7 +10,7 @@ depends on several parameters' state comes when the last of them is there.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, cast
 
 import jax
@@ -20,7 +20,7 @@ import optax
 from nnx_parallel.errors import PlanError
 from nnx_parallel.layout.extra_args import accept_extra
 from nnx_parallel.layout.optimizer_layout import owner
-from nnx_parallel.layout.variables import Path, path_str
+from nnx_parallel.layout.variables import Path, path_str, plain_path
 
 Space = jax.memory.Space
 
@@ -108,15 +108,6 @@ def _groups(state: Any, grads: Any, sizes: Mapping[str, int]) -> list[int]:
     numbers[parameter] = number
     held += bytes_here
   return [numbers[of] for of in owners]
-
-
-def plain_path(path: Sequence[Any]) -> Path:
-  """A path of `jax.tree_util` in the plain parts of a plan's paths."""
-
-  def part(key: Any) -> Any:
-    return next(getattr(key, name) for name in ("key", "idx", "name") if hasattr(key, name))
-
-  return tuple(map(part, path))
 
 
 def _run_in_groups(

@@ -31,7 +31,7 @@ from nnx_parallel.layout.padding import logical_transformation
 from nnx_parallel.layout.resolve import Resolution, extend_spec, resolve_spec
 from nnx_parallel.layout.rules import UNEVEN, LogicalRules, RuleSet, Uneven
 from nnx_parallel.layout.sharded_optimizer import Placement
-from nnx_parallel.layout.tracing import Trace, make_optimizer, trace, traced_init
+from nnx_parallel.layout.tracing import Trace, make_optimizer, side_effects, trace, traced_init
 from nnx_parallel.layout.variables import (
   Names,
   Path,
@@ -588,8 +588,7 @@ def plan_traced(
     abstract_optimizer = traces["optimizer"].node
     builder.kept_dims = _kept_dims(model, optimizer, wrt, abstract_optimizer)
     leaves += builder.optimizer_leaves(abstract_optimizer, leaves)
-  whole = next((one.side_effects for one in traces.values() if one.side_effects), "")
-  if whole:
+  if whole := side_effects(traces.values()):
     found.append(f"created as one program, which takes longer to compile: {whole}")
   made = ShardingPlan(
     mesh,

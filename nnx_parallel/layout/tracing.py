@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterable
 from typing import Any
 
 import jax
@@ -42,11 +42,11 @@ class Trace:
   reads: tuple[Path, ...]
   makes: tuple[Path, ...]
 
-  @property
-  def side_effects(self) -> str:
-    """Names the effects other than building, as a clause; empty when there are none."""
-    names = ", ".join(sorted(str(effect) for effect in self.program.effects))
-    return f"it has side effects ({names})" if names else ""
+
+def side_effects(traces: Iterable[Trace]) -> str:
+  """Names the effects of the first that has any but building, as a clause; empty when none has."""
+  effects = next((one.program.effects for one in traces if one.program.effects), ())
+  return f"it has side effects ({', '.join(sorted(map(str, effects)))})" if effects else ""
 
 
 def trace(build: Callable[..., Any], given: Any = None) -> Trace:

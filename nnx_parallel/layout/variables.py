@@ -44,6 +44,15 @@ def path_str(path: Path) -> str:
   return ".".join(map(str, path))
 
 
+def plain_path(path: Sequence[Any]) -> Path:
+  """A path of `jax.tree_util` in the plain parts of a plan's paths."""
+
+  def part(key: Any) -> Any:
+    return next(getattr(key, name) for name in ("key", "idx", "name") if hasattr(key, name))
+
+  return tuple(map(part, path))
+
+
 def occurrences(module: Any) -> Iterator[tuple[Path, Any]]:
   """The modules (any `nnx.Pytree`) and Variables in a module: as `nnx.iter_graph`, many times as fast.
 
@@ -71,17 +80,12 @@ def _occurrences(node: Any, path: Path, seen: set[int]) -> Iterator[tuple[Path, 
       elif not isinstance(value, jax.Array):
         for inner, part in jax.tree_util.tree_leaves_with_path(value, is_leaf=_is_node):
           if _is_node(part):
-            yield from _occurrences(part, (*path, name, *map(_key, inner)), seen)
+            yield from _occurrences(part, (*path, name, *plain_path(inner)), seen)
   yield path, node
 
 
 def _is_node(value: Any) -> bool:
   return isinstance(value, (nnx.Pytree, nnx.Variable))
-
-
-def _key(entry: Any) -> Hashable:
-  """An entry of a jax path as flax writes it."""
-  return next(getattr(entry, kind) for kind in ("idx", "key", "name") if hasattr(entry, kind))
 
 
 def variables(module: Any) -> dict[Path, Any]:

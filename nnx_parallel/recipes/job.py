@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any, Literal, Self
+from typing import Any, Self
 
 from flax import nnx
 
@@ -14,9 +14,13 @@ from nnx_parallel.recipes.fit import resume_from
 from nnx_parallel.recipes.loader import Recipe
 from nnx_parallel.recipes.recorder import Position
 from nnx_parallel.recipes.settings import Settings, differences, settings_of
+from nnx_parallel.report.zero import Gradients
 from nnx_parallel.train.metrics import Record
 
-Gradients = Literal["whole", "scattered"]
+
+def rules_of(recipe: Recipe) -> Any:
+  """The recipe's rules; `nxp.fsdp()` for one without."""
+  return recipe.rules() if recipe.rules is not None else nxp.fsdp()
 
 
 def plan_recipe(recipe: Recipe, mesh: Any, rules: Any = None, **options: Any) -> nxp.ShardingPlan:
@@ -37,8 +41,7 @@ def plan_recipe(recipe: Recipe, mesh: Any, rules: Any = None, **options: Any) ->
     >>> plan["head.kernel"].spec
     P('fsdp', 'tensor')
   """
-  if rules is None:
-    rules = recipe.rules() if recipe.rules is not None else nxp.fsdp()
+  rules = rules_of(recipe) if rules is None else rules
   optimizer = recipe.optimizer() if recipe.optimizer is not None else None
   return nxp.plan(recipe.init, mesh, rules, optimizer=optimizer, **options)
 

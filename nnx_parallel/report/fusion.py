@@ -8,13 +8,12 @@ Source: XLA's fusion passes; the figures are in `benchmarks/results/report_figur
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection
 from typing import Any
 
 from jax.extend import core
 
-from nnx_parallel.report.jaxprs import opened
+from nnx_parallel.report.jaxprs import CALLS, called, nbytes, opened
 
 _FUSED = frozenset((
     "abs", "add", "add_any", "and", "broadcast_in_dim", "ceil", "clamp", "convert_element_type", "copy",
@@ -23,15 +22,13 @@ _FUSED = frozenset((
     "neg", "nextafter", "not", "or", "pow", "rem", "reshape", "round", "rsqrt", "select_n", "sign", "sin",
     "sqrt", "square", "squeeze", "sub", "tan", "tanh", "xor",
 ))  # fmt: skip
-_CALLS = ("jit", "pjit", "closed_call", "core_call")
 
 
 def is_fused(eqn: Any) -> bool:
   """Whether an operation is elementwise, or a function of such operations only (`jnp.where`)."""
   name = eqn.primitive.name
-  if name in _CALLS:
-    called = next(eqn.params[key] for key in ("jaxpr", "call_jaxpr") if key in eqn.params)
-    return all(is_fused(inner) for inner in opened(called).eqns)
+  if name in CALLS:
+    return all(is_fused(inner) for inner in opened(called(eqn)).eqns)
   return name in _FUSED
 
 
@@ -50,9 +47,9 @@ def stored(body: Any, saved: Collection[Any]) -> list[Any]:
   """
   made = {var: eqn for eqn in body.eqns for var in eqn.outvars}
   kept: dict[Any, None] = {}
-  for var in sorted(saved, key=lambda v: -_size(v)):
+  for var in sorted(saved, key=lambda v: -nbytes(v.aval)):
     sources = [source for source in _sources(var, made) if source not in kept]
-    kept |= dict.fromkeys(sources if sum(map(_size, sources)) <= _size(var) else [var])
+    kept |= dict.fromkeys(sources if sum(nbytes(v.aval) for v in sources) <= nbytes(var.aval) else [var])
   return list(kept)
 
 
@@ -74,7 +71,3 @@ def _sources(var: Any, made: dict[Any, Any]) -> list[Any]:
     else:
       found.append(at)
   return found
-
-
-def _size(var: Any) -> int:
-  return math.prod(var.aval.shape) * var.aval.dtype.itemsize

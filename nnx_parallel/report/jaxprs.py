@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from jax.extend import core
 
 CHECKPOINTS = ("checkpoint", "remat", "remat2")
+CALLS = ("jit", "pjit", "closed_call", "core_call")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,6 +36,16 @@ def as_function(jaxpr: Any) -> Callable[..., Sequence[Any]]:
   inner = opened(jaxpr)
   closed = core.ClosedJaxpr(inner, constants(jaxpr))  # pyright: ignore[reportPrivateImportUsage]
   return core.jaxpr_as_fun(closed)
+
+
+def called(eqn: Any) -> Any:
+  """The program that an operation holds (a call, a checkpoint, a custom rule), or None."""
+  return next((eqn.params[key] for key in ("jaxpr", "call_jaxpr", "fun_jaxpr") if key in eqn.params), None)
+
+
+def nbytes(x: Any) -> int:
+  """Bytes of an array, abstract or not."""
+  return math.prod(x.shape) * x.dtype.itemsize
 
 
 def scan_counts(eqn: Any) -> ScanCounts:

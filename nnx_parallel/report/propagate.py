@@ -18,12 +18,11 @@ from jax.extend import core
 from jax.sharding import PartitionSpec
 
 from nnx_parallel.report.fusion import is_fused
-from nnx_parallel.report.jaxprs import CHECKPOINTS, opened, scan_counts
+from nnx_parallel.report.jaxprs import CHECKPOINTS, called, nbytes, opened, scan_counts
 
 DimAxes = tuple[str, ...]
 Axes = tuple[DimAxes, ...]
 
-_CALLS = ("jaxpr", "call_jaxpr", "fun_jaxpr")
 _REDUCTIONS = (
   "reduce_sum", "reduce_max", "reduce_min", "reduce_prod", "reduce_and", "reduce_or", "argmax", "argmin",
 )  # fmt: skip
@@ -172,8 +171,7 @@ class Propagation:
       for var, flow in zip(eqn.outvars, results, strict=True):
         flows[var] = flow
         if flow.data and not fused:
-          size = math.prod(var.aval.shape) * var.aval.dtype.itemsize
-          self.largest[flow.names] = max(size, self.largest.get(flow.names, 0))
+          self.largest[flow.names] = max(nbytes(var.aval), self.largest.get(flow.names, 0))
     self.flows = flows  # the outermost trace is done last
     return [read(v) for v in body.outvars]
 
@@ -188,7 +186,7 @@ class Propagation:
     if name == "cond":
       branches = [self.run(branch, inputs[1:], times) for branch in eqn.params["branches"]]
       return branches[-1]
-    inner = next((eqn.params[key] for key in _CALLS if key in eqn.params), None)
+    inner = called(eqn)
     if inner is not None and len(opened(inner).invars) == len(inputs):
       if name in CHECKPOINTS:
         self.kept.append(Kept(inner, tuple(inputs), times, eqn.params.get("policy")))
@@ -259,14 +257,14 @@ class Propagation:
         times=times,
         split=out.names | frozenset(both),
         summed=frozenset(both),
-        out_bytes=_bytes(eqn.outvars[0].aval),
+        out_bytes=nbytes(eqn.outvars[0].aval),
         out_split=out.names,
         source=id(eqn.invars[0 if left_first else 1]),
         in_bytes=math.prod(main_shape) * eqn.invars[0 if left_first else 1].aval.dtype.itemsize,
         in_split=gathered,
         spread=spread if not other.data else frozenset(),
         weighs=other.weight and not other.data,
-        other_bytes=_bytes(eqn.invars[1 if left_first else 0].aval),
+        other_bytes=nbytes(eqn.invars[1 if left_first else 0].aval),
         other_split=other.names,
         shared=shared if other.weight and not other.data else frozenset(),
         tokens=frozenset(axis for dim in taken[id(main)] for axis in dim),
@@ -287,7 +285,7 @@ class Propagation:
   def _exchange(self, aval: Any, split: frozenset[str], arriving: frozenset[str], times: int) -> None:
     """An array that is split over some of the `arriving` axes along another dim: an all-to-all."""
     if split & arriving:
-      self.moves.append(Move(split & arriving, _bytes(aval), split, times))
+      self.moves.append(Move(split & arriving, nbytes(aval), split, times))
 
 
 class _Used:
@@ -303,10 +301,6 @@ class _Used:
         self.names.update(free)
         return free
     return ()
-
-
-def _bytes(aval: Any) -> int:
-  return math.prod(aval.shape) * aval.dtype.itemsize
 
 
 def _spread(eqn: Any, shape: tuple[int, ...], inputs: list[Flow]) -> Axes:

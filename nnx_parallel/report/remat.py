@@ -15,11 +15,10 @@ from flax import nnx
 from jax.extend import core, source_info_util
 
 from nnx_parallel.errors import ReportError
-from nnx_parallel.report.jaxprs import CHECKPOINTS, constants, opened, scan_counts
+from nnx_parallel.report.jaxprs import CALLS, CHECKPOINTS, called, constants, opened, scan_counts
 
 Remat = Literal["as written", "none", "dots", "full"]
 REMATS: tuple[Remat, ...] = ("as written", "none", "dots", "full")
-_INLINED = ("jit", "pjit", "closed_call", "core_call")
 
 
 def with_remat(loss: Callable[[Any, Any], Any], policy: Remat) -> Callable[[Any, Any], Any]:
@@ -86,9 +85,8 @@ def _evaluate(jaxpr: Any, args: Sequence[Any], policy: Remat, in_layer: bool) ->
 
 def _run(eqn: Any, inputs: list[Any], policy: Remat, in_layer: bool) -> Sequence[Any]:
   name, params = eqn.primitive.name, eqn.params
-  if name in _INLINED:
-    inner = params["jaxpr"] if "jaxpr" in params else params["call_jaxpr"]
-    return _evaluate(inner, inputs, policy, in_layer)
+  if name in CALLS:
+    return _evaluate(called(eqn), inputs, policy, in_layer)
   if name in CHECKPOINTS:
     body = _layer(params["jaxpr"], policy)
     # Within a layer, what the user recomputes piece by piece (blocks of attention) stays so under "full";

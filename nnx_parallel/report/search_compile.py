@@ -19,6 +19,7 @@ from nnx_parallel.report.remat import with_remat
 from nnx_parallel.report.roofline import program_time
 from nnx_parallel.report.topology import Machine, missing_compiler
 from nnx_parallel.report.workload import parameter_parts, plan_batch_axes
+from nnx_parallel.report.zero import gradients_of
 
 if TYPE_CHECKING:
   from nnx_parallel.report.search import Candidate
@@ -60,7 +61,7 @@ def compile_candidate(task: Task, candidate: Candidate, topology: str) -> Candid
   step = train_step(
     with_remat(scoped_loss(layout, task.loss) if task.scoped else task.loss, candidate.remat),
     microbatches=candidate.microbatches,
-    gradients="scattered" if candidate.zero == 2 else "whole",
+    gradients=gradients_of(candidate.zero),
   )
   report = compile_report(step, layout, batch=task.batch, topology=topology, chip=task.machine.chip)
   batch_axes = set(plan_batch_axes(layout))

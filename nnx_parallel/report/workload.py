@@ -18,7 +18,7 @@ from nnx_parallel.layout.mesh import abstract_mesh, axis_sizes
 from nnx_parallel.layout.optimizer_layout import owner
 from nnx_parallel.layout.plan import LeafPlan, ShardingPlan
 from nnx_parallel.report.fusion import stored
-from nnx_parallel.report.jaxprs import as_function, opened, scan_counts
+from nnx_parallel.report.jaxprs import as_function, nbytes, opened, scan_counts
 from nnx_parallel.report.propagate import Flow, Kept, Move, Product, Propagation
 from nnx_parallel.report.remat import Remat, with_remat
 
@@ -187,7 +187,7 @@ def trace_workload(
     trained=_merge(part for part, _ in updated),
     other=_merge(_part(leaf) for leaf in model if "Param" not in leaf.kind),
     optimizer=tuple(leaf.part for leaf in optimizer),
-    batch=_merge(Part(_size(x), f.names) for x, f in zip(traces.inputs, traces.batch_flows, strict=True)),
+    batch=_merge(Part(nbytes(x), f.names) for x, f in zip(traces.inputs, traces.batch_flows, strict=True)),
     batch_axes=batch_axes,
     gather_axes=tuple(axis for axis in batch_axes if axis not in shared),
     token_axes=tuple(axis for axis in axis_sizes(plan.mesh) if axis in tokens),
@@ -309,15 +309,16 @@ def _residuals(traced: Any, flows: Sequence[Flow], batch_axes: Sequence[str]) ->
   loops = {var for eqn in body.eqns if eqn.primitive.name == "scan" for var in eqn.outvars}
   # Without `data` and without `weight` are masks and tables of positions: compilers keep one, outside loops.
   results = dict.fromkeys(var for var in body.outvars if not isinstance(var, core.Literal))
-  saved = [var for var in results if var in seen.flows and var not in body.invars]
+  inputs = set(body.invars)
+  saved = [var for var in results if var in seen.flows and var not in inputs]
   data = [var for var in saved if seen.flows[var].data]
-  weights = [var for var in saved if var not in data and seen.flows[var].weight]
-  rows = [var for var in data if var in loops]
+  weights = [var for var in saved if seen.flows[var].weight and not seen.flows[var].data]
+  rows = dict.fromkeys(var for var in data if var in loops)
   outside = [var for var in stored(body, [v for v in data if v not in loops]) if var not in rows]
   weights = [v for v in weights if v in loops] + stored(body, [v for v in weights if v not in loops])
 
   def parts(group: Iterable[Any]) -> tuple[Part, ...]:
-    return _merge(Part(_size(var.aval), seen.flows[var].names) for var in group)
+    return _merge(Part(nbytes(var.aval), seen.flows[var].names) for var in group)
 
   return _Residuals(parts(rows), parts(outside), parts(weights))
 
@@ -381,8 +382,8 @@ def _scanned(traced: Any, flows: Sequence[Flow]) -> list[_Scanned]:
     wide = [v for v in read if v.aval.dtype.itemsize > narrow]
     found.append(
       _Scanned(
-        once=tuple(Part(_size(v.aval) // eqn.params["length"], by_var[v].names) for v in read),
-        casts=tuple(Part(_size(v.aval) * narrow // v.aval.dtype.itemsize, by_var[v].names) for v in wide),
+        once=tuple(Part(nbytes(v.aval) // eqn.params["length"], by_var[v].names) for v in read),
+        casts=tuple(Part(nbytes(v.aval) * narrow // v.aval.dtype.itemsize, by_var[v].names) for v in wide),
       )
     )
   return found
@@ -396,7 +397,7 @@ def _compute_bytes(traced: Any) -> int:
     for eqn in jaxpr.eqns:
       if eqn.primitive.name == "dot_general":
         aval = eqn.invars[1].aval
-        sizes.append((_size(eqn.outvars[0].aval), aval.dtype.itemsize))
+        sizes.append((nbytes(eqn.outvars[0].aval), aval.dtype.itemsize))
       for inner in core.jaxprs_in_params(eqn.params):
         visit(opened(inner))
 
@@ -437,7 +438,3 @@ def _merge_reduced(rows: Iterable[tuple[Part, Split]]) -> tuple[tuple[Part, Spli
 def _dims(spec: Any, rank: int) -> tuple[tuple[str, ...], ...]:
   dims = [(entry,) if isinstance(entry, str) else tuple(entry or ()) for entry in spec]
   return (*dims, *(((),) * (rank - len(dims))))
-
-
-def _size(x: Any) -> int:
-  return math.prod(x.shape) * x.dtype.itemsize

@@ -120,10 +120,6 @@ class Binding:
     # Python reads a slot faster than `map` over its descriptor does.
     return [variable._raw_value for variable in self.variables]
 
-  def write(self, arrays: Iterable[Any]) -> None:
-    """Writes the arrays of one step back, in the order of `read`."""
-    exhaust(map(put, self.variables, arrays))
-
   def with_raw(self, arrays: Iterable[Any]) -> list[Any]:
     """All leaves: `arrays` for the Variables, the module's own for raw arrays."""
     given = iter(arrays)
