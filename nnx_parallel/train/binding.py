@@ -9,9 +9,9 @@ from __future__ import annotations
 import collections
 import itertools
 import operator
-import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from sys import getrefcount
 from typing import Any
 
 import jax
@@ -20,13 +20,14 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from nnx_parallel.errors import TrainError
 from nnx_parallel.layout.variables import Path, path_str, value_of, variables
-from nnx_parallel.train.edits import asked, hear
+from nnx_parallel.train.edits import hear, heard
 
 # The slot itself: the public accessors cost five times as much and check what a step has checked once.
 _SLOT: Any = vars(nnx.Variable)["_raw_value"]
 _END: Any = object()
 _SIMPLE = (bool, int, float, str, bytes, type(None), tuple)
-_PATIENCE = 256
+PATIENCE = 256
+"""A look at everything follows after so many steps at most that only listened."""
 put: Callable[[Any, Any], None] = _SLOT.__set__
 """Gives a Variable its array, without the checks that a step has made once."""
 exhaust: Callable[[Iterable[Any]], None] = collections.deque[Any](maxlen=0).extend
@@ -181,6 +182,9 @@ class Watch:
 
   Args:
     roots: as for `Binding`.
+
+  Attributes:
+    looked_at: the count of `heard` at the last look; while it is the same, nothing that is heard changed.
   """
 
   def __init__(self, roots: Mapping[str, Any]):
@@ -205,12 +209,17 @@ class Watch:
     self._looked()
 
   def _looked(self) -> None:
-    self._heard = asked[0]
-    self._patience = _PATIENCE
+    self.looked_at = heard[0]
+    self._patience = PATIENCE
+
+  @property
+  def hears_all(self) -> bool:
+    """Whether every container is a module that is heard, so that listening is enough."""
+    return not self._unheard
 
   def same(self) -> bool:
     """Whether every attribute still is the same object."""
-    if self._heard == asked[0] and self._patience:
+    if self.looked_at == heard[0] and self._patience:
       self._patience -= 1
       return not self._unheard or _identical(self._unheard, self._saved_unheard)
     return self.looks_same()
@@ -264,38 +273,37 @@ class Watch:
     self._take()
 
 
-class Holders:
-  """Tells which arrays somebody besides their Variable holds, by reference count.
+def _references(variables: Iterable[Any]) -> list[int]:
+  """The reference counts of the Variables' arrays, as a loop sees them that names each array once."""
+  return [getrefcount(array) for variable in variables for array in [variable._raw_value]]
+
+
+def _count_when_alone() -> int:
+  probe = nnx.Variable(0)
+  put(probe, object())
+  return _references([probe])[0]
+
+
+ALONE = _count_when_alone()
+"""The reference count of an array that only its Variable holds, in a loop like that of `_references`.
+
+Measured rather than assumed: what the Variable and the loop's own name account for.
+"""
+
+
+def shared(variables: Iterable[Any]) -> list[int]:
+  """Positions of the Variables whose arrays somebody else holds too.
 
   Donating such an array would delete it under its other holder: an `nnx.clone` kept as an average, or a value
   that the user read before the step.
 
-  Attributes:
-    alone: the reference count of an array that only its Variable and one list hold, as `map` sees it.
+  Args:
+    variables: live Variables.
+
+  Returns:
+    Positions, usually none.
   """
-
-  def __init__(self) -> None:
-    probe = nnx.Variable(0)
-    put(probe, object())
-    # What the Variable and the list account for, measured rather than assumed.
-    self.alone = self._counts([_SLOT.__get__(probe)])[0]
-
-  @staticmethod
-  def _counts(arrays: list[Any]) -> list[int]:
-    return list(map(sys.getrefcount, arrays))
-
-  def shared(self, arrays: list[Any]) -> list[int]:
-    """Positions of the arrays that have another holder.
-
-    Args:
-      arrays: a list fresh from `Binding.read`, which holds each array once.
-
-    Returns:
-      Positions, usually none.
-    """
-    if sum(map(sys.getrefcount, arrays)) == self.alone * len(arrays):
-      return []
-    return [i for i, count in enumerate(self._counts(arrays)) if count > self.alone]
+  return [i for i, count in enumerate(_references(variables)) if count != ALONE]
 
 
 def objects_in(root: Any) -> list[Any]:

@@ -2,7 +2,7 @@
 
 A look at every attribute (`Watch.looks_same` in `binding.py`, the plain reference) costs a tenth of a small
 step. But each `module.name = value` first asks flax whether the module may be changed here, and flax asks the
-module's `TraceState`. One that counts how often it is asked tells of every assignment in any watched module
+module's `TraceState`. One that counts how often it is heard tells of every assignment in any watched module
 at the price of comparing two integers; what the assignment changed is then for the look to find.
 
 In the same way `del module.name` asks the module's table of attributes for its items, and a table that counts
@@ -10,6 +10,8 @@ tells of every deletion.
 
 Not heard are lists and dicts, and what goes past the module's own `__setattr__` and `__delattr__`:
 `vars(module)["name"] = value`, `object.__setattr__`. `Watch` looks for those.
+
+Compilations are heard through `jax.monitoring`, in the same counter.
 """
 
 from __future__ import annotations
@@ -18,17 +20,28 @@ import functools
 from collections.abc import Callable, ItemsView
 from typing import Any
 
+import jax.monitoring
 from flax import nnx
 
 # flax does not document it: where it is gone, nothing can be heard, and every step looks.
 TraceState: Any = getattr(getattr(nnx, "tracers", None), "TraceState", object)
 Table: Any = type(getattr(nnx.List, "_pytree__nodes", object()))
 
-asked = [0]
+heard = [0]
 """How many assignments to and deletions of attributes of heard modules this process made, or a few more.
 
-A list and not a function, which would cost a tenth of what it saves.
+Compilations count too, so that one comparison tells a step that there is nothing to look into. A list and not
+a function, which would cost a tenth of what it saves.
 """
+
+
+def _hear_compilation(event: str, duration_secs: float, **_: str | int) -> None:
+  del duration_secs
+  if event == "/jax/core/compile/backend_compile_duration":  # recorded for what the cache on disk gives, too
+    heard[0] += 1
+
+
+jax.monitoring.register_event_duration_secs_listener(_hear_compilation)
 
 
 class _Counting(TraceState):
@@ -37,7 +50,7 @@ class _Counting(TraceState):
   __slots__ = ()
 
   def is_valid(self) -> bool:
-    asked[0] += 1
+    heard[0] += 1
     return super().is_valid()
 
   def __reduce__(self) -> Any:
@@ -48,7 +61,7 @@ class _CountingTable(Table):
   """A table of attributes (name -> whether it is data) that counts who asks for its items."""
 
   def items(self) -> ItemsView[str, bool]:
-    asked[0] += 1
+    heard[0] += 1
     return super().items()
 
   def __reduce__(self) -> Any:
@@ -56,7 +69,7 @@ class _CountingTable(Table):
 
 
 def hear(module: nnx.Pytree) -> bool:
-  """Counts assignments to and deletions of attributes of this module from now on, in `asked[0]`.
+  """Counts assignments to and deletions of attributes of this module from now on, in `heard[0]`.
 
   Args:
     module: a live module; it behaves as before.
@@ -67,12 +80,12 @@ def hear(module: nnx.Pytree) -> bool:
 
   Example:
     >>> from flax import nnx
-    >>> from nnx_parallel.train.edits import asked, hear
+    >>> from nnx_parallel.train.edits import heard, hear
     >>> model = nnx.Dropout(0.1, deterministic=False)
-    >>> hear(model), (before := asked[0]) >= 0
+    >>> hear(model), (before := heard[0]) >= 0
     (True, True)
     >>> model.eval()
-    >>> asked[0] > before
+    >>> heard[0] > before
     True
   """
   # In this order: a flax without the methods that `_plain` compares does not ask.
@@ -125,7 +138,7 @@ def _flax_asks() -> bool:
 
 
 def _is_heard(edit: Callable[[], Any], module: nnx.Pytree) -> bool:
-  before = asked[0]
+  before = heard[0]
   edit()
   # What the edit replaced counts no more: a step looks after it has heard something, and installs anew.
-  return asked[0] > before and _install(module)
+  return heard[0] > before and _install(module)

@@ -17,15 +17,22 @@ from nnx_parallel.errors import TrainError
 from nnx_parallel.layout.plan import Root, ShardingPlan
 from nnx_parallel.layout.variables import Path, value_of
 from nnx_parallel.train.accumulate import Layout
-from nnx_parallel.train.binding import Binding, Holders, Template, exhaust, objects_in, put
+from nnx_parallel.train.binding import ALONE, PATIENCE, Binding, Template, exhaust, objects_in, put, shared
 from nnx_parallel.train.compiled import Compile, Compiled, logger
 from nnx_parallel.train.convolutions import with_right_gradients
+from nnx_parallel.train.edits import heard
 from nnx_parallel.train.loss_call import call_loss
 from nnx_parallel.train.losses import Metrics, examples_in, means, pairs, terms
 from nnx_parallel.train.update import LossFn, Recipe, keyed, policy_of, update
 
-_HOLDERS = Holders()
 _KEPT = 4
+Ready = tuple[Callable[[], Any], Callable[[], Any], int, Sequence[Any], Callable[..., Any]]
+"""What the next call needs when nothing changed: model, optimizer, count of `heard`, Variables, program.
+
+One tuple, because each object that a step touches costs as much as a Python call: the program has emptied the
+processor's caches.
+"""
+_NOTHING: Ready = (lambda: None, lambda: None, -1, (), lambda *_: None)
 
 
 class _Step:
@@ -40,6 +47,7 @@ class _Step:
     self.compiles: list[Compile] = []
     self._bounds: list[_Bound] = []
     self._last: _Bound | None = None
+    self._ready = _NOTHING
 
   def _rebound(self, roots: dict[str, Any]) -> _Bound:
     """The binding of these objects as they are now, made if there is none."""
@@ -76,11 +84,13 @@ class _Step:
     """
     self._bounds = []
     self._last = None
+    self._ready = _NOTHING
 
   def _forget(self) -> None:
     """Drops the arrays of objects that were garbage-collected."""
     self._bounds = [bound for bound in self._bounds if bound.alive()]
     self._last = None
+    self._ready = _NOTHING
 
   def _bind(self, roots: dict[str, Any], reasons: tuple[str, ...]) -> _Bound:
     raise NotImplementedError
@@ -132,26 +142,56 @@ class TrainStep(_Step):
     Raises:
       TrainError: a loss, batch or module that a step cannot use; the message has the Variable's path.
     """
-    bound = self._last
-    if bound is None or bound.model() is not model or bound.optimizer() is not optimizer or not bound.same():
-      bound = self._rebound({"model": model, "optimizer": optimizer})
     # Written out rather than split up: with ten Variables, each Python call is half a percent of the step.
-    program = bound.only or bound.program(batch)
-    jitted, variables = program.jitted, bound.variables
-    arrays = [variable._raw_value for variable in variables]
-    if sum(map(getrefcount, arrays)) != bound.held_alone:
-      bound.set_apart(arrays)
+    last_model, last_optimizer, quiet, variables, run = self._ready
+    if (
+      last_model() is not model
+      or last_optimizer() is not optimizer
+      or heard[0] != quiet
+      or not self.calls % PATIENCE
+    ):
+      variables, run = self._prepare(model, optimizer, batch)
+    arrays = [array for v in variables for array in [v._raw_value] if getrefcount(array) == ALONE]
+    if len(arrays) != len(variables):
+      arrays = self._bound_now().read_apart()
     try:
-      new, metrics = jitted(arrays, batch)
+      new, metrics = run(arrays, batch)
     except (ValueError, RuntimeError) as error:
-      program.explain(error, arrays)
+      self._bound_now().running.explain(error, arrays)
       raise
     exhaust(map(put, variables, new))
-    if jitted._cache_size() != program.known:
-      self.record(program, arrays, batch, bound.reasons)
-      self.reduction = bound.how
+    if heard[0] != quiet:
+      self._note(arrays, batch)
     self.calls += 1
     return metrics
+
+  def _prepare(self, model: Any, optimizer: Any, batch: Any) -> tuple[Sequence[Any], Callable[..., Any]]:
+    """The longer way to the Variables and the program: looks at the modules, binds and compiles as needed."""
+    self._ready = _NOTHING
+    bound = self._last
+    if (
+      bound is None
+      or bound.model() is not model
+      or bound.optimizer() is not optimizer
+      or not (bound.watch.looks_same() if bound.watch.hears_all else bound.watch.same())
+    ):
+      bound = self._rebound({"model": model, "optimizer": optimizer})
+    bound.running = bound.program(batch)
+    run = bound.running.jitted
+    if bound.watch.hears_all and not bound.by_layout:
+      self._ready = (bound.model, bound.optimizer, bound.watch.looked_at, bound.variables, run)
+    return bound.variables, run
+
+  def _bound_now(self) -> _Bound:
+    assert self._last is not None  # a call has set it, and holds the modules
+    return self._last
+
+  def _note(self, arrays: list[Any], batch: Any) -> None:
+    """After a call in which something was heard: records a compilation, if it was one of this step."""
+    bound = self._bound_now()
+    if bound.running.jitted._cache_size() != bound.running.known:
+      self.record(bound.running, arrays, batch, bound.reasons)
+      self.reduction = bound.how
 
   def lower(self, model: Any, optimizer: Any = None, batch: Any = None) -> Any:
     """Lowers the step for these arguments, which may be abstract, without running it.
@@ -214,7 +254,7 @@ class EvalStep(_Step):
       Metrics on device: means, or `(sum, count)` pairs when made with `pairs=True`.
     """
     bound = self._last
-    if bound is None or bound.model() is not model or not bound.same():
+    if bound is None or bound.model() is not model or not bound.watch.same():
       bound = self._rebound({"model": model})
     metrics = bound.evaluate(self, batch)
     self.calls += 1
@@ -325,10 +365,11 @@ class _Bound:
     self.recipe, self.binding, self.donate = recipe, binding, donate
     self.reasons = reasons
     self.how = ""
-    self.same = binding.watch.same
+    self.watch = binding.watch
     self.variables = binding.variables
-    self.held_alone = _HOLDERS.alone * len(binding.variables)
-    self.only: Compiled | None = None
+    # Only accumulation depends on how the batch is laid out; jit handles all else by itself.
+    self.by_layout = recipe.microbatches > 1 or recipe.reduction is not None
+    self.running: Compiled  # the program of the call that is under way
     # What the fast path compares: a tuple or dict of modules is new in each call, and goes the longer way.
     self.model, self.optimizer = (binding.watch.reference(name) for name in ("model", "optimizer"))
     self._programs: dict[tuple[str, ...], Compiled] = {}
@@ -339,9 +380,7 @@ class _Bound:
     return self.binding.watch.alive()
 
   def program(self, batch: Any) -> Compiled:
-    # Only accumulation depends on how the batch is laid out; jit handles all else by itself.
-    by_layout = self.recipe.microbatches > 1 or self.recipe.reduction is not None
-    axes = _batch_axes(batch) if by_layout else ()
+    axes = _batch_axes(batch) if self.by_layout else ()
     found = self._programs.get(axes)
     if found is None:
       labels = self.binding.variable_labels
@@ -353,12 +392,10 @@ class _Bound:
         run = with_right_gradients(self._evaluate, self.binding.mesh)
         found = Compiled(run, labels, donate=False, shardings=None)
       self._programs[axes] = found
-    if not by_layout:
-      self.only = found
     return found
 
   def evaluate(self, owner: EvalStep, batch: Any) -> Metrics:
-    program = self.only or self.program(batch)
+    program = self.program(batch)
     arrays = self.binding.read()
     try:
       metrics = program.jitted(arrays, batch)
@@ -369,10 +406,13 @@ class _Bound:
       owner.record(program, arrays, batch, self.reasons)
     return metrics
 
-  def set_apart(self, arrays: list[Any]) -> None:
-    """Copies in `arrays`, as just read, those that somebody else holds too."""
-    for i in _HOLDERS.shared(arrays):
+  def read_apart(self) -> list[Any]:
+    """The current arrays, with copies of those that somebody else holds too."""
+    held = shared(self.variables)
+    arrays = self.binding.read()
+    for i in held:
       arrays[i] = jnp.copy(arrays[i])
+    return arrays
 
   def _train(self, axes: tuple[str, ...]) -> Callable[[list[Any], Any], tuple[list[Any], Metrics]]:
     binding = self.binding

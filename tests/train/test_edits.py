@@ -15,7 +15,7 @@ from flax.errors import TraceContextError
 
 from nnx_parallel.train import edits
 from nnx_parallel.train.binding import Watch
-from nnx_parallel.train.edits import asked, hear
+from nnx_parallel.train.edits import hear, heard
 
 
 class Block(nnx.Module):
@@ -75,9 +75,9 @@ def test_what_goes_past_setattr_is_noticed_within_256_steps():
 def test_a_deletion_is_heard_and_not_only_looked_for():
   model = Block(nnx.Rngs(0))
   assert hear(model.linear)
-  before = asked[0]
+  before = heard[0]
   del model.linear.bias
-  assert asked[0] > before
+  assert heard[0] > before
 
 
 def test_a_module_with_names_that_flax_does_not_list_is_looked_at_each_time():
@@ -146,9 +146,9 @@ def test_watched_modules_behave_as_before():
     nnx.clone(model.linear),
   ):
     assert jax.tree.structure(other) == jax.tree.structure(plain.linear)
-    before = asked[0]
+    before = heard[0]
     other.bias = None
-    assert asked[0] == before
+    assert heard[0] == before
   with pytest.raises(TraceContextError, match="Cannot mutate"):
     jax.jit(lambda x: setattr(model, "table", x))(1.0)
 
