@@ -232,7 +232,7 @@ def whole_steps(record: Record) -> None:
         OURS: lambda step=step, m=model, o=optimizer, b=batch: step(m, o, b)["loss"],
       }
       short = job_name == "digits MLP"
-      often: dict[str, Any] = {"rounds": 101, "settle": 2} if short else {"rounds": 25}
+      often: dict[str, Any] = {"rounds": 401, "settle": 2} if short else {"rounds": 31}
       timings = measure(cases, calls=5, **often)
       record.compare(timings, baseline=PERSON, group=group)
       spent = measure(cases, calls=5, clock=time.process_time, **often)

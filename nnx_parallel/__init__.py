@@ -32,8 +32,9 @@ with epy.lazy_api_imports(globals()):
   from nnx_parallel.layout.constrain import constrain, use_rules
   from nnx_parallel.layout.infer import infer_rules
   from nnx_parallel.layout.inputs import InputRules
+  from nnx_parallel.layout.leaf import Decision, LeafPlan
   from nnx_parallel.layout.mesh import abstract_mesh, describe_mesh, make_mesh
-  from nnx_parallel.layout.plan import Decision, LeafPlan, ShardingPlan, plan
+  from nnx_parallel.layout.plan import ShardingPlan, plan
   from nnx_parallel.layout.resolve import Resolution, resolve_spec
   from nnx_parallel.layout.rules import LogicalRules, PathRules, RuleSet, error, fsdp, replicate
   from nnx_parallel.layout.sharded_optimizer import ShardedOptimizer

@@ -64,8 +64,8 @@ class Diff:
     misspelt: entries of `only`, `skip` and `rename` that match no leaf, with the nearest name.
     bytes_read: bytes of the shards that this process reads.
     device_bytes: most bytes on one device of this process when all is restored.
-    host_bytes: most host memory of this process on the way: the byte budget, and the shards of devices
-      whose memory is the host's.
+    host_bytes: most host memory of this process on the way: two groups of arrays in flight, each of half the
+      byte budget or one larger array, and the shards of devices whose memory is the host's.
   """
 
   step: int
@@ -194,6 +194,8 @@ def compare(
   reshaped = tuple(match for match in matches if match.saved.shape != match.wanted.shape)
   retyped = tuple(match for match in matches if not _same_type(match, cast))
   per_device = _bytes_per_device(match.wanted.struct for match in matches)
+  read = [bytes_read(match.wanted.struct) for match in matches]
+  in_flight = max(byte_budget, 2 * max(read, default=0))
   return Diff(
     step=manifest.step,
     matches=tuple(m for m in matches if m not in reshaped and m not in retyped),
@@ -203,9 +205,9 @@ def compare(
     retyped=retyped,
     skipped=tuple(patterns.left_out),
     misspelt=tuple((name, _closest(name, paths)) for name in patterns.unused() + renames.unused()),
-    bytes_read=sum(bytes_read(match.wanted.struct) for match in matches),
+    bytes_read=sum(read),
     device_bytes=max(per_device.values(), default=0),
-    host_bytes=byte_budget + sum(n for d, n in per_device.items() if d is None or d.platform == "cpu"),
+    host_bytes=in_flight + sum(n for d, n in per_device.items() if d is None or d.platform == "cpu"),
   )
 
 

@@ -19,9 +19,10 @@ from nnx_parallel.checkpoint.save import Tree
 from nnx_parallel.create.constructor import construct
 from nnx_parallel.create.instantiate import instantiate
 from nnx_parallel.errors import CheckpointError
+from nnx_parallel.layout.leaf import Root
 from nnx_parallel.layout.mesh import axis_sizes
 from nnx_parallel.layout.padding import is_padded
-from nnx_parallel.layout.plan import Root, ShardingPlan
+from nnx_parallel.layout.plan import ShardingPlan
 from nnx_parallel.layout.variables import kind_of, value_of, variables
 
 OPTIMIZER = ("restore", "drop", "fresh")

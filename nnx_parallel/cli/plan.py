@@ -83,7 +83,7 @@ def _planned(
 
   loss = loss_of(recipe)
   batch = abstract_batch(recipe, args.batch)
-  parts = args.microbatches or (recipe.microbatches() if recipe.microbatches else 1)
+  parts = recipe.parts(args.microbatches)
   way: dict[str, Any] = {"microbatches": parts, "remat": args.remat, "gradients": options.gradients(args)}
   memory = memory_plan(plan, loss, batch, chip=args.chip, **way)
   if not (args.html and args.chip):

@@ -243,7 +243,7 @@ def make_job(
   """Restores a checkpoint (the newest good one), or creates the job when there is none yet."""
   from nnx_parallel.recipes.job import Job
 
-  parts = microbatches or (recipe.microbatches() if recipe.microbatches is not None else 1)
+  parts = recipe.parts(microbatches)
   how: dict[str, Any] = {"microbatches": parts, "settings": settings, "gradients": gradients}
   if checkpointer is not None and checkpointer.steps():
     with warnings.catch_warnings(record=True) as caught:

@@ -17,8 +17,9 @@ from nnx_parallel.create.cut import Cut, cut
 from nnx_parallel.create.instantiate import instantiate
 from nnx_parallel.create.reference import construct_whole
 from nnx_parallel.errors import PlanError
+from nnx_parallel.layout.leaf import Root
 from nnx_parallel.layout.mesh import AnyMesh, auto_mesh
-from nnx_parallel.layout.plan import Root, ShardingPlan, plan_traced
+from nnx_parallel.layout.plan import ShardingPlan, plan_traced
 from nnx_parallel.layout.rules import Uneven
 from nnx_parallel.layout.tracing import Trace, side_effects
 from nnx_parallel.layout.variables import Path

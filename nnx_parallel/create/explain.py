@@ -7,8 +7,9 @@ import dataclasses
 from jax.sharding import NamedSharding, PartitionSpec
 
 from nnx_parallel.create.constructor import cut_plan, real_mesh
+from nnx_parallel.layout.leaf import LeafPlan
 from nnx_parallel.layout.mesh import auto_mesh
-from nnx_parallel.layout.plan import LeafPlan, ShardingPlan
+from nnx_parallel.layout.plan import ShardingPlan
 from nnx_parallel.layout.render import format_array
 
 

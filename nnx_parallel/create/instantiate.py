@@ -8,9 +8,9 @@ from typing import Any, cast
 from flax import nnx
 
 from nnx_parallel.errors import PlanError
-from nnx_parallel.layout.leaf import LeafPlan
+from nnx_parallel.layout.leaf import LeafPlan, Root
 from nnx_parallel.layout.padding import pad_variable
-from nnx_parallel.layout.plan import Root, ShardingPlan
+from nnx_parallel.layout.plan import ShardingPlan
 from nnx_parallel.layout.stacked import stack_labels
 from nnx_parallel.layout.variables import DECLARED, Names, Path, declared
 

@@ -10,7 +10,8 @@ from flax import nnx
 from jax.sharding import NamedSharding
 
 from nnx_parallel.errors import LayoutMismatchError
-from nnx_parallel.layout.plan import LeafPlan, Root, ShardingPlan
+from nnx_parallel.layout.leaf import LeafPlan, Root
+from nnx_parallel.layout.plan import ShardingPlan
 from nnx_parallel.layout.render import format_array
 from nnx_parallel.layout.variables import array_leaves, path_str, value_of
 

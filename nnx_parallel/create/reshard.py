@@ -16,8 +16,9 @@ from nnx_parallel.create.assemble import put
 from nnx_parallel.create.constructor import real_mesh
 from nnx_parallel.create.instantiate import instantiate
 from nnx_parallel.errors import PlanError
+from nnx_parallel.layout.leaf import LeafPlan, Root
 from nnx_parallel.layout.padding import crop, is_padded, pad
-from nnx_parallel.layout.plan import LeafPlan, Root, ShardingPlan
+from nnx_parallel.layout.plan import ShardingPlan
 from nnx_parallel.layout.render import format_array
 from nnx_parallel.layout.variables import Path, array_leaves, path_str, value_of
 

@@ -24,8 +24,8 @@ from flax import nnx
 
 from nnx_parallel.errors import ShardingError
 from nnx_parallel.layout import dims
+from nnx_parallel.layout.abstract import abstract_module
 from nnx_parallel.layout.mesh import AnyMesh, axis_sizes
-from nnx_parallel.layout.plan import abstract_module
 from nnx_parallel.layout.rules import Fallback, LogicalRules, PathRules, RuleSet, fsdp, replicate
 from nnx_parallel.layout.tracing import unplaced
 from nnx_parallel.layout.variables import Names, Path, array_leaves, path_str, value_of, variables

@@ -16,7 +16,7 @@ from nnx_parallel.layout.resolve import shard_counts
 from nnx_parallel.layout.variables import Path
 
 if TYPE_CHECKING:
-  from nnx_parallel.layout.plan import LeafPlan
+  from nnx_parallel.layout.leaf import LeafPlan
 
 
 def owner(path: Path, parameters: Mapping[Path, object]) -> Path | None:

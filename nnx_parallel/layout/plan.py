@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import inspect
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -22,27 +21,19 @@ from jax.sharding import PartitionSpec
 
 from nnx_parallel.errors import PlanError, ShardingError
 from nnx_parallel.layout import offload, optimizer_layout
+from nnx_parallel.layout.abstract import abstract_module, kept_dims, trace_module, trace_optimizer
 from nnx_parallel.layout.attention import check_attention
 from nnx_parallel.layout.constrain import use_rules
+from nnx_parallel.layout.decide import Decisions, nearest
 from nnx_parallel.layout.grouped import check_grouped
-from nnx_parallel.layout.leaf import Decision, LeafPlan, Root, Source
+from nnx_parallel.layout.leaf import LeafPlan, Root
 from nnx_parallel.layout.mesh import AnyMesh, axis_sizes, is_explicit
 from nnx_parallel.layout.padding import logical_transformation
-from nnx_parallel.layout.resolve import Resolution, extend_spec, resolve_spec
-from nnx_parallel.layout.rules import UNEVEN, LogicalRules, RuleSet, Uneven
+from nnx_parallel.layout.resolve import resolve_spec
+from nnx_parallel.layout.rules import UNEVEN, RuleSet, Uneven
 from nnx_parallel.layout.sharded_optimizer import Placement
-from nnx_parallel.layout.tracing import Trace, make_optimizer, side_effects, trace, traced_init
-from nnx_parallel.layout.variables import (
-  Names,
-  Path,
-  aliases,
-  array_leaves,
-  declared,
-  is_rng,
-  kind_of,
-  path_str,
-  value_of,
-)
+from nnx_parallel.layout.tracing import Trace, side_effects
+from nnx_parallel.layout.variables import Path, array_leaves, path_str, value_of
 
 if TYPE_CHECKING:
   from nnx_parallel.layout.audit import Audit, Trainable
@@ -82,7 +73,7 @@ class ShardingPlan:
     if found is None:
       raise PlanError(
         f"the plan has no leaf {name!r}.",
-        details=f"nearest: {', '.join(_nearest(name, self._by_name)) or 'nothing like it'}",
+        details=f"nearest: {', '.join(nearest(name, self._by_name)) or 'nothing like it'}",
         fix="list them with [leaf.name for leaf in plan.leaves].",
       )
     return found
@@ -574,20 +565,24 @@ def plan_traced(
   ruleset = RuleSet.of(rules).with_uneven(uneven)
   traces: dict[Root, Trace] = {"model": trace_module(init, mesh)}
   model = traces["model"].node
-  builder = _Builder(mesh, ruleset, uneven)
-  builder.optimizer_memory = None if optimizer_memory == "device" else optimizer_memory
-  found = check_attention(model, builder.sizes)
-  with contextlib.suppress(ShardingError):
-    found += check_grouped(model, _batch_axes(ruleset, builder.sizes), builder.sizes)
-  leaves = builder.model_leaves(model)
+  decisions = Decisions(mesh, ruleset, uneven)
+  found = check_attention(model, decisions.sizes)
+  with contextlib.suppress(ShardingError):  # a plan may do without axes for the batch: nothing to check then
+    found += check_grouped(model, _batch_axes(ruleset, decisions.sizes), decisions.sizes)
+  leaves = decisions.model_leaves(model)
   abstract_optimizer = None
   if optimizer is not None:
-    batch = _batch_axes(ruleset, builder.sizes) if zero and zero_axes is None else ()
-    builder.zero_axes = optimizer_layout.zero_axes(zero, zero_axes, batch, builder.sizes)
+    batch = _batch_axes(ruleset, decisions.sizes) if zero and zero_axes is None else ()
+    axes = optimizer_layout.zero_axes(zero, zero_axes, batch, decisions.sizes)
     traces["optimizer"] = trace_optimizer(model, optimizer, wrt)
     abstract_optimizer = traces["optimizer"].node
-    builder.kept_dims = _kept_dims(model, optimizer, wrt, abstract_optimizer)
-    leaves += builder.optimizer_leaves(abstract_optimizer, leaves)
+    leaves += decisions.optimizer_leaves(
+      abstract_optimizer,
+      leaves,
+      zero_axes=axes,
+      memory_kind=None if optimizer_memory == "device" else optimizer_memory,
+      kept_dims=kept_dims(model, optimizer, wrt, abstract_optimizer),
+    )
   if whole := side_effects(traces.values()):
     found.append(f"created as one program, which takes longer to compile: {whole}")
   made = ShardingPlan(
@@ -599,88 +594,9 @@ def plan_traced(
     wrt,
     model,
     abstract_optimizer,
-    tuple(found + builder.notes()),
+    tuple(found + decisions.notes()),
   )
   return made, traces
-
-
-def abstract_module(init: Callable[[], nnx.Module], mesh: AnyMesh | None = None) -> nnx.Module:
-  """Builds the module with `ShapeDtypeStruct` values; as `trace_module`, without the program."""
-  return trace_module(init, mesh).node
-
-
-def trace_module(init: Callable[[], nnx.Module], mesh: AnyMesh | None = None) -> Trace:
-  """Runs a constructor on abstract values, keeping every annotation, whatever mesh is active.
-
-  Args:
-    init: a function without arguments that returns an `nnx.Module`.
-    mesh: constraints in `init` may name its axes.
-
-  Returns:
-    The module with `ShapeDtypeStruct` values, and the program that computes its arrays.
-
-  Raises:
-    PlanError: `init` is a module, needs arguments, or returns something else.
-  """
-  if isinstance(init, nnx.Module) or not callable(init):
-    raise PlanError(
-      f"init must be a function that builds the module, not a {type(init).__name__}.",
-      fix=f"lambda: {type(init).__name__}(..., rngs=nnx.Rngs(0))",
-    )
-  missing = [
-    p.name
-    for p in inspect.signature(init).parameters.values()
-    if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
-  ]
-  if missing:
-    shown = getattr(init, "__name__", type(init).__name__)
-    raise PlanError(
-      f"init must take no arguments, and {shown} needs {', '.join(missing)}.",
-      fix=f"lambda: {shown}({', '.join(f'{name}=...' for name in missing)})",
-    )
-  return trace(lambda: traced_init(init, mesh))
-
-
-def trace_optimizer(model: nnx.Module, tx: optax.GradientTransformation, wrt: Any) -> Trace:
-  """Builds the optimizer of an abstract module abstractly."""
-  if not jax.tree.leaves(nnx.state(model, wrt)):
-    from nnx_parallel.layout import audit
-
-    raise audit.nothing_selected(wrt, model)
-  # The model is an argument so that optimizers that compute with parameters see arrays, not shapes.
-  return trace(lambda traced: make_optimizer(traced, tx, wrt), model)
-
-
-def _kept_dims(
-  model: nnx.Module, tx: optax.GradientTransformation, wrt: Any, optimizer: nnx.Optimizer[Any]
-) -> dict[Path, tuple[int | None, ...]]:
-  """For state of a part of its parameter's dims, which dims: where two are equally long, shapes do not say.
-
-  The optimizer is built once more for parameters whose equal dims differ by one element each.
-  """
-  rows = {path: tuple(value_of(leaf).shape) for path, leaf in array_leaves(model).items()}
-  probes = {path: optimizer_layout.apart(shape) for path, shape in rows.items()}
-  unclear = {
-    path: parameter
-    for path, leaf in array_leaves(optimizer).items()
-    if (parameter := optimizer_layout.owner(path, rows)) is not None
-    and probes[parameter] != rows[parameter]
-    and 0 < len(value_of(leaf).shape) < len(rows[parameter])
-  }
-  if not unclear:
-    return {}
-  graphdef, state = nnx.split(model)
-  probed: list[Any] = [
-    (path, leaf.copy(jax.ShapeDtypeStruct(probes[path], value_of(leaf).dtype)) if path in rows else leaf)
-    for path, leaf in nnx.to_flat_state(state)
-  ]
-  other = array_leaves(trace_optimizer(nnx.merge(graphdef, nnx.from_flat_state(probed)), tx, wrt).node)
-  found = {
-    path: optimizer_layout.dims_of(tuple(value_of(other[path]).shape), probes[parameter])
-    for path, parameter in unclear.items()
-    if path in other
-  }
-  return {path: dims for path, dims in found.items() if dims is not None}
 
 
 def _no_constructor() -> nnx.Module:
@@ -704,217 +620,3 @@ def _check_stored(leaves: Iterable[LeafPlan], model: nnx.Module, optimizer: Any)
         details=f"stored {planned.get(name, 'nothing')}, built {found.get(name, 'nothing')}",
         fix="pass the init (and optimizer) that the plan was made for, or plan again.",
       )
-
-
-class _Builder:
-  """Decides leaf by leaf, and remembers which rules fired."""
-
-  uneven: Uneven
-
-  def __init__(self, mesh: AnyMesh, rules: RuleSet, uneven: Uneven):
-    self.mesh, self.rules, self.uneven = mesh, rules, uneven
-    self.sizes = axis_sizes(mesh)
-    self.zero_axes: tuple[str, ...] = ()
-    self.zero_notes: list[str] = []
-    self.optimizer_memory: str | None = None
-    self.kept_dims: Mapping[Path, tuple[int | None, ...]] = {}
-    self.axis_notes = rules.logical.check_axes(self.sizes)
-    self.fired: set[int] = set()
-    self.path_rules = sum(len(table.rules) for table in rules.paths)
-
-  def model_leaves(self, model: nnx.Module) -> list[LeafPlan]:
-    tied = aliases(model)
-    leaves: list[LeafPlan] = []
-    unnamed: list[Path] = []
-    for path, leaf in array_leaves(model).items():
-      row = self._model_leaf(path, leaf)
-      if path in tied:
-        row = dataclasses.replace(row, aliases=tied[path])
-      leaves.append(row)
-      if row.decision.source == "whole" and isinstance(leaf, nnx.Param):
-        unnamed.append(path)
-    self._check_unnamed(unnamed)
-    return leaves
-
-  def _model_leaf(self, path: Path, leaf: Any) -> LeafPlan:
-    where = path_str(path)
-    value = _array(leaf, where)
-    if is_rng(leaf):
-      return self._leaf("model", path, leaf, None, None, Decision("whole", "RNG state"))
-    source: Source = "metadata"
-    names, own_rules = declared(leaf, where=where)
-    step, reason = f"from its metadata: {names}", f"names {_shown(names)}"
-    if names is None:
-      matched = self._path_rule(path, len(value.shape))
-      if matched is None:
-        return self._fallback_leaf(path, leaf)
-      source, (pattern, names) = "path rule", matched
-      step, reason = f"no annotation; path rule {pattern}: {names or 'whole'}", f"rule {pattern}"
-      if names is None:
-        return self._leaf("model", path, leaf, None, None, Decision(source, f"{reason}: whole", (step,)))
-      reason += f": {_shown(names)}"
-    logical = self.rules.logical
-    if own_rules:
-      logical = logical.replace(**own_rules)
-      step += f" with its own sharding_rules {own_rules}"
-    found = resolve_spec(names, value.shape, self.sizes, logical, path=where, uneven=self.uneven)
-    steps, missed = [step, *found.steps], _missed(names, found.spec, logical)
-    if missed:
-      reason += "; " + next(
-        (s for s in found.steps if s.startswith(f"{missed[0]!r} ->")), f"{missed[0]} whole"
-      )
-    fallback = self.rules.fallback
-    if fallback is not None and fallback.mode == "fsdp" and fallback.extend:
-      spec, why = extend_spec(found.spec, value.shape, self.sizes, fallback)
-      if spec != found.spec:
-        steps.append(f"extended by {fallback}: {why}")
-        reason += f" + {_brief(found.spec, spec)}"
-        found = dataclasses.replace(found, spec=spec)
-      else:
-        steps.append(f"not extended by {fallback}: {why}")
-    return self._leaf("model", path, leaf, names, found, Decision(source, reason, tuple(steps), not missed))
-
-  def _path_rule(self, path: Path, ndim: int) -> tuple[str, Names | None] | None:
-    for rules in self.rules.paths:
-      rule = rules.match(path)
-      if rule is not None:
-        self.fired.add(id(rule))
-        return repr(rule.pattern), rule.names_for(ndim, where=path_str(path))
-    return None
-
-  def _fallback_leaf(self, path: Path, leaf: Any) -> LeafPlan:
-    value, fallback = value_of(leaf), self.rules.fallback
-    whole = PartitionSpec(*([None] * len(value.shape)))
-    step = "no annotation"
-    if self.path_rules:
-      step += f"; none of {self.path_rules} path rules matches"
-    if fallback is None or fallback.mode != "fsdp":
-      reason = "no annotation" if fallback is None else f"no annotation, {fallback}"
-      chosen = fallback is not None and fallback.mode == "replicate"
-      decision = Decision("whole", reason, (f"{step}; {fallback or 'no fallback'}: whole",), chosen)
-      return self._leaf("model", path, leaf, None, None, decision)
-    spec, why = extend_spec(whole, value.shape, self.sizes, fallback)
-    found = Resolution(spec, (0,) * len(value.shape), ())
-    reason = _brief(whole, spec) if spec != whole else why
-    chosen = spec != whole or math.prod(value.shape) <= fallback.min_size
-    decision = Decision("fallback", reason, (f"{step}; {fallback}: {why}",), chosen)
-    return self._leaf("model", path, leaf, None, found, decision)
-
-  def _check_unnamed(self, unnamed: list[Path]) -> None:
-    fallback = self.rules.fallback
-    strict = any(rules.strict for rules in self.rules.paths)
-    if not unnamed or not ((fallback is None and strict) or (fallback and fallback.mode == "error")):
-      return
-    shown = "\n".join(f"  {path_str(path)}{self._nearest_rule(path)}" for path in unnamed[:40])
-    more = f"\n  ... and {len(unnamed) - 40} more" if len(unnamed) > 40 else ""
-    raise ShardingError(
-      f"incomplete partition spec: {len(unnamed)} parameters have no annotation and match no rule.",
-      details=shown + more,
-      fix="add path rules for them (None keeps one whole), or end the rules with fsdp() or replicate().",
-    )
-
-  def _nearest_rule(self, path: Path) -> str:
-    patterns = {
-      p if isinstance(p, str) else ".".join(p): p
-      for rules in self.rules.paths
-      for p in (rule.pattern for rule in rules.rules)
-    }
-    near = _nearest(path_str(path), patterns)
-    return f"   (nearest rule: {patterns[near[0]]!r})" if near else ""
-
-  def optimizer_leaves(
-    self, optimizer: nnx.Optimizer[Any], model_leaves: Iterable[LeafPlan]
-  ) -> list[LeafPlan]:
-    by_path = {leaf.path: leaf for leaf in model_leaves}
-    rows: list[LeafPlan] = []
-    spread = False
-    for path, leaf in array_leaves(optimizer).items():
-      shape = tuple(value_of(leaf).shape)
-      parameter = optimizer_layout.owner(path, by_path)
-      if parameter is None:
-        row = self._leaf("optimizer", path, leaf, None, None, Decision("whole", "not parameter state"))
-      else:
-        spec, padding, why = optimizer_layout.follow(by_path[parameter], shape, self.kept_dims.get(path))
-        if self.zero_axes:
-          stored = [size + extra for size, extra in zip(shape, padding, strict=True)]
-          own = spec
-          spec, more = optimizer_layout.spread(spec, stored, self.zero_axes, self.sizes)
-          spread = spread or spec != own
-          why += f"; {more}"
-        found = Resolution(spec, padding, ())
-        steps = (f"state of parameter {path_str(parameter)}: {why}",)
-        decision = Decision("parameter", why, steps)
-        row = self._leaf("optimizer", path, leaf, by_path[parameter].names, found, decision)
-        if shape:  # scalars are not worth a transfer
-          row = dataclasses.replace(row, memory_kind=self.optimizer_memory)
-      rows.append(row)
-    if self.zero_axes and not spread:
-      axes = ", ".join(f"{axis}={self.sizes[axis]}" for axis in self.zero_axes)
-      self.zero_notes = [f"zero splits nothing: {axes}, and no optimizer state has a dim left for them"]
-    return rows
-
-  def _leaf(
-    self,
-    root: Root,
-    path: Path,
-    leaf: Any,
-    names: Names | None,
-    found: Resolution | None,
-    decision: Decision,
-  ) -> LeafPlan:
-    value = _array(leaf, path_str(path))
-    shape = tuple(value.shape)
-    spec = found.spec if found else PartitionSpec(*([None] * len(shape)))
-    padding = found.padding if found else (0,) * len(shape)
-    return LeafPlan(
-      root, path, kind_of(leaf), shape, value.dtype, names, spec, padding, None, decision, self.mesh
-    )
-
-  def notes(self) -> list[str]:
-    tables = [rules for rules in self.rules.paths if not rules.optional]
-    dead = [rule.pattern for rules in tables for rule in rules.rules if id(rule) not in self.fired]
-    return self.axis_notes + self.zero_notes + [f"path rule {pattern!r} matches nothing" for pattern in dead]
-
-
-def _array(leaf: Any, where: str) -> Any:
-  value = value_of(leaf)
-  if hasattr(value, "shape") and hasattr(value, "dtype"):
-    return value
-  raise PlanError(
-    f"{where} holds a {type(value).__name__} instead of one array, so it has no layout.",
-    details=f"Variable type {kind_of(leaf)}",
-    fix="give each array a Variable of its own, for example in an nnx.Dict or nnx.List.",
-  )
-
-
-def _shown(names: Names | None) -> str:
-  parts = ["-" if n is None else n if isinstance(n, str) else "+".join(n) for n in names or ()]
-  return f"({', '.join(parts)})"
-
-
-def _brief(before: PartitionSpec, after: PartitionSpec) -> str:
-  dim = next(dim for dim, entry in enumerate(after) if entry != before[dim])
-  entry = after[dim]
-  return f"{entry if isinstance(entry, str) else '+'.join(entry or ())} on the largest dim that divides"
-
-
-def _missed(names: Names, spec: PartitionSpec, logical: LogicalRules) -> list[str]:
-  """The names whose first candidate splits their dim, and whose dim stays whole all the same."""
-  return [
-    name if isinstance(name, str) else "+".join(name)
-    for name, entry in zip(names, spec, strict=True)
-    if name is not None and entry is None and _first_choice(name, logical)
-  ]
-
-
-def _first_choice(name: str | tuple[str, ...], logical: LogicalRules) -> tuple[str, ...]:
-  parts = (name,) if isinstance(name, str) else name
-  if logical.unknown == "whole":
-    parts = tuple(part for part in parts if part in logical)
-  return tuple(axis for part in parts for axis in (logical[part][0] if part in logical else (part,)))
-
-
-def _nearest(name: str, options: Iterable[str]) -> list[str]:
-  import difflib
-
-  return difflib.get_close_matches(name, list(options), 3, cutoff=0.5)

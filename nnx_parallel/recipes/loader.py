@@ -76,6 +76,10 @@ class Recipe:
   tokens: Callable[[Any], int] | None = None
   microbatches: Callable[[], int] | None = None
 
+  def parts(self, asked: int | None) -> int:
+    """Into how many microbatches a batch is cut: as asked for, else as the recipe says, else one."""
+    return asked or (self.microbatches() if self.microbatches else 1)
+
   def with_text(self, folder: str) -> Recipe:
     """The recipe with its `batches` read from another folder of text.
 

@@ -14,9 +14,10 @@ from flax import nnx
 from jax.extend import core
 from jax.sharding import PartitionSpec
 
+from nnx_parallel.layout.leaf import LeafPlan
 from nnx_parallel.layout.mesh import abstract_mesh, axis_sizes
 from nnx_parallel.layout.optimizer_layout import owner
-from nnx_parallel.layout.plan import LeafPlan, ShardingPlan
+from nnx_parallel.layout.plan import ShardingPlan
 from nnx_parallel.report.fusion import stored
 from nnx_parallel.report.jaxprs import as_function, nbytes, opened, scan_counts
 from nnx_parallel.report.propagate import Flow, Kept, Move, Product, Propagation

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from nnx_parallel.errors import TrainError
+from nnx_parallel.train.floats import widen
 from nnx_parallel.train.losses import Terms
 
 Objective = Callable[[list[Any], list[Any], Any], tuple[Any, tuple[Terms, dict[int, Any], Any]]]
@@ -151,7 +152,7 @@ def _manual(
     grads = grads if reduction is None else [g.astype(reduction) for g in grads]
     # One call for everything: XLA combines it into one all-reduce.
     grads, sums, counts = jax.lax.psum((grads, found.sums, found.counts), axes)
-    return [wide_grad(g) for g in grads], sums, counts, found.outputs
+    return [widen(g) for g in grads], sums, counts, found.outputs
 
   split, everywhere = PartitionSpec(axes), PartitionSpec()
   grads, sums, counts, outputs = jax.shard_map(
@@ -232,12 +233,13 @@ def _scan(
     total, moving = carry
     current = [moving.get(i, array) for i, array in enumerate(rest)]
     grads, (found, changed, weight) = grad(trained, current, part)
-    grads = [_pin(_weighed(wide_grad(g), weight), where) for g, where in zip(grads, layouts, strict=True)]
+    # In float32: many small gradients are added, and summed over replicas.
+    grads = [_pin(_weighed(widen(g), weight), where) for g, where in zip(grads, layouts, strict=True)]
     total = [_pin(a + b, where) for a, b, where in zip(total, grads, layouts, strict=True)]
     moving = {i: changed[i].astype(array.dtype) if i in changed else array for i, array in moving.items()}
     return (total, moving), found
 
-  zeros = [_pin(jnp.zeros_like(wide_grad(x)), where) for x, where in zip(trained, layouts, strict=True)]
+  zeros = [_pin(jnp.zeros_like(widen(x)), where) for x, where in zip(trained, layouts, strict=True)]
   moving = {i: rest[i] for i in changes}
   (total, moving), stacked = jax.lax.scan(body, (zeros, moving), parts)
   summed = Terms(
@@ -246,11 +248,6 @@ def _scan(
     jax.tree.map(_join, stacked.outputs),
   )
   return total, summed, moving
-
-
-def wide_grad(x: jax.Array) -> jax.Array:
-  """Float16 and bfloat16 as float32: many small gradients are added, and summed over replicas."""
-  return x.astype(jnp.float32) if x.dtype in (jnp.bfloat16, jnp.float16) else x
 
 
 def _weighed(x: jax.Array, weight: jax.Array | None) -> jax.Array:

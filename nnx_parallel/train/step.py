@@ -14,7 +14,8 @@ from jax.sharding import AbstractMesh, NamedSharding
 from jax.typing import DTypeLike
 
 from nnx_parallel.errors import TrainError
-from nnx_parallel.layout.plan import Root, ShardingPlan
+from nnx_parallel.layout.leaf import Root
+from nnx_parallel.layout.plan import ShardingPlan
 from nnx_parallel.layout.variables import Path, value_of
 from nnx_parallel.train.accumulate import Layout
 from nnx_parallel.train.binding import ALONE, PATIENCE, Binding, Template, exhaust, objects_in, put, shared

@@ -16,6 +16,7 @@ from flax import nnx
 from nnx_parallel.errors import TrainError
 from nnx_parallel.layout.extra_args import accept_extra
 from nnx_parallel.layout.variables import path_str, value_of, variables
+from nnx_parallel.train.floats import is_low, widen
 
 
 class MastersState(NamedTuple):
@@ -227,16 +228,6 @@ def skip_nonfinite(
     return chosen(apply, updates, jax.tree.map(jnp.zeros_like, updates)), after
 
   return optax.GradientTransformationExtraArgs(init, cast(Any, update))
-
-
-def is_low(array: Any) -> bool:
-  """Whether it is floating with less than 32 bits: its updates and sums are better made in float32."""
-  return jnp.issubdtype(array.dtype, jnp.floating) and jnp.finfo(array.dtype).bits < 32
-
-
-def widen(array: Any) -> Any:
-  """The array in at least float32."""
-  return array.astype(jnp.float32) if is_low(array) else array
 
 
 def all_finite(tree: Any) -> jax.Array:

@@ -24,6 +24,15 @@ def test_a_fit_predicts_bytes(saved):
   assert "step 2: fits the target\nrestored: 4 leaves, left out by name: 0\nthis process reads" in str(diff)
 
 
+def test_arrays_larger_than_the_budget_are_in_the_prediction(saved):
+  directory, trees = saved
+  target = target_of(trees[2])
+  roomy = Checkpointer(directory, byte_budget=2**20).preflight(target).host_bytes
+  tight = Checkpointer(directory, byte_budget=16).preflight(target).host_bytes
+  largest = max(sum(s.data.nbytes for s in leaf.addressable_shards) for leaf in trees[2].values())
+  assert roomy - tight == 2**20 - 2 * largest
+
+
 def test_renamed_leaves_are_hinted_by_name_and_shape(saved):
   directory, trees = saved
   checkpointer = Checkpointer(directory)

@@ -1,0 +1,96 @@
+"""Modules and optimizers without arrays: what a constructor would build, and the program that computes it."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import optax
+from flax import nnx
+
+from nnx_parallel.errors import PlanError
+from nnx_parallel.layout import optimizer_layout
+from nnx_parallel.layout.mesh import AnyMesh
+from nnx_parallel.layout.tracing import Trace, make_optimizer, trace, traced_init
+from nnx_parallel.layout.variables import Path, array_leaves, value_of
+
+
+def abstract_module(init: Callable[[], nnx.Module], mesh: AnyMesh | None = None) -> nnx.Module:
+  """Builds the module with `ShapeDtypeStruct` values; as `trace_module`, without the program."""
+  return trace_module(init, mesh).node
+
+
+def trace_module(init: Callable[[], nnx.Module], mesh: AnyMesh | None = None) -> Trace:
+  """Runs a constructor on abstract values, keeping every annotation, whatever mesh is active.
+
+  Args:
+    init: a function without arguments that returns an `nnx.Module`.
+    mesh: constraints in `init` may name its axes.
+
+  Returns:
+    The module with `ShapeDtypeStruct` values, and the program that computes its arrays.
+
+  Raises:
+    PlanError: `init` is a module, needs arguments, or returns something else.
+  """
+  if isinstance(init, nnx.Module) or not callable(init):
+    raise PlanError(
+      f"init must be a function that builds the module, not a {type(init).__name__}.",
+      fix=f"lambda: {type(init).__name__}(..., rngs=nnx.Rngs(0))",
+    )
+  missing = [
+    p.name
+    for p in inspect.signature(init).parameters.values()
+    if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
+  ]
+  if missing:
+    shown = getattr(init, "__name__", type(init).__name__)
+    raise PlanError(
+      f"init must take no arguments, and {shown} needs {', '.join(missing)}.",
+      fix=f"lambda: {shown}({', '.join(f'{name}=...' for name in missing)})",
+    )
+  return trace(lambda: traced_init(init, mesh))
+
+
+def trace_optimizer(model: nnx.Module, tx: optax.GradientTransformation, wrt: Any) -> Trace:
+  """Builds the optimizer of an abstract module abstractly."""
+  if not jax.tree.leaves(nnx.state(model, wrt)):
+    from nnx_parallel.layout import audit
+
+    raise audit.nothing_selected(wrt, model)
+  # The model is an argument so that optimizers that compute with parameters see arrays, not shapes.
+  return trace(lambda traced: make_optimizer(traced, tx, wrt), model)
+
+
+def kept_dims(
+  model: nnx.Module, tx: optax.GradientTransformation, wrt: Any, optimizer: nnx.Optimizer[Any]
+) -> dict[Path, tuple[int | None, ...]]:
+  """For state of a part of its parameter's dims, which dims: where two are equally long, shapes do not say.
+
+  The optimizer is built once more for parameters whose equal dims differ by one element each.
+  """
+  rows = {path: tuple(value_of(leaf).shape) for path, leaf in array_leaves(model).items()}
+  probes = {path: optimizer_layout.apart(shape) for path, shape in rows.items()}
+  unclear = {
+    path: parameter
+    for path, leaf in array_leaves(optimizer).items()
+    if (parameter := optimizer_layout.owner(path, rows)) is not None
+    and probes[parameter] != rows[parameter]
+    and 0 < len(value_of(leaf).shape) < len(rows[parameter])
+  }
+  if not unclear:
+    return {}
+  graphdef, state = nnx.split(model)
+  probed: list[Any] = [
+    (path, leaf.copy(jax.ShapeDtypeStruct(probes[path], value_of(leaf).dtype)) if path in rows else leaf)
+    for path, leaf in nnx.to_flat_state(state)
+  ]
+  other = array_leaves(trace_optimizer(nnx.merge(graphdef, nnx.from_flat_state(probed)), tx, wrt).node)
+  found = {
+    path: optimizer_layout.dims_of(tuple(value_of(other[path]).shape), probes[parameter])
+    for path, parameter in unclear.items()
+    if path in other
+  }
+  return {path: dims for path, dims in found.items() if dims is not None}

@@ -1,0 +1,265 @@
+"""The decisions behind a plan: which layout each Variable gets, and why."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import math
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from flax import nnx
+from jax.sharding import PartitionSpec
+
+from nnx_parallel.errors import PlanError, ShardingError
+from nnx_parallel.layout import optimizer_layout
+from nnx_parallel.layout.leaf import Decision, LeafPlan, Root, Source
+from nnx_parallel.layout.mesh import AnyMesh, axis_sizes
+from nnx_parallel.layout.resolve import Resolution, extend_spec, resolve_spec
+from nnx_parallel.layout.rules import LogicalRules, RuleSet, Uneven
+from nnx_parallel.layout.variables import (
+  Names,
+  Path,
+  aliases,
+  array_leaves,
+  declared,
+  is_rng,
+  kind_of,
+  path_str,
+  value_of,
+)
+
+
+class Decisions:
+  """Decides leaf by leaf, and remembers which rules fired.
+
+  Args:
+    mesh: the mesh of the plan.
+    rules: its rules.
+    uneven: its policy for dims that their axes do not divide.
+  """
+
+  def __init__(self, mesh: AnyMesh, rules: RuleSet, uneven: Uneven):
+    self.mesh, self.rules = mesh, rules
+    self.uneven: Uneven = uneven
+    self.sizes = axis_sizes(mesh)
+    self.zero_notes: list[str] = []
+    self.axis_notes = rules.logical.check_axes(self.sizes)
+    self.fired: set[int] = set()
+    self.path_rules = sum(len(table.rules) for table in rules.paths)
+
+  def model_leaves(self, model: nnx.Module) -> list[LeafPlan]:
+    """Decides every array of the abstract module, in flax's order."""
+    tied = aliases(model)
+    leaves: list[LeafPlan] = []
+    unnamed: list[Path] = []
+    for path, leaf in array_leaves(model).items():
+      row = self._model_leaf(path, leaf)
+      if path in tied:
+        row = dataclasses.replace(row, aliases=tied[path])
+      leaves.append(row)
+      if row.decision.source == "whole" and isinstance(leaf, nnx.Param):
+        unnamed.append(path)
+    self._check_unnamed(unnamed)
+    return leaves
+
+  def _model_leaf(self, path: Path, leaf: Any) -> LeafPlan:
+    where = path_str(path)
+    value = _array(leaf, where)
+    if is_rng(leaf):
+      return self._leaf("model", path, leaf, None, None, Decision("whole", "RNG state"))
+    source: Source = "metadata"
+    names, own_rules = declared(leaf, where=where)
+    step, reason = f"from its metadata: {names}", f"names {_shown(names)}"
+    if names is None:
+      matched = self._path_rule(path, len(value.shape))
+      if matched is None:
+        return self._fallback_leaf(path, leaf)
+      source, (pattern, names) = "path rule", matched
+      step, reason = f"no annotation; path rule {pattern}: {names or 'whole'}", f"rule {pattern}"
+      if names is None:
+        return self._leaf("model", path, leaf, None, None, Decision(source, f"{reason}: whole", (step,)))
+      reason += f": {_shown(names)}"
+    logical = self.rules.logical
+    if own_rules:
+      logical = logical.replace(**own_rules)
+      step += f" with its own sharding_rules {own_rules}"
+    found = resolve_spec(names, value.shape, self.sizes, logical, path=where, uneven=self.uneven)
+    steps, missed = [step, *found.steps], _missed(names, found.spec, logical)
+    if missed:
+      reason += "; " + next(
+        (s for s in found.steps if s.startswith(f"{missed[0]!r} ->")), f"{missed[0]} whole"
+      )
+    fallback = self.rules.fallback
+    if fallback is not None and fallback.mode == "fsdp" and fallback.extend:
+      spec, why = extend_spec(found.spec, value.shape, self.sizes, fallback)
+      if spec != found.spec:
+        steps.append(f"extended by {fallback}: {why}")
+        reason += f" + {_brief(found.spec, spec)}"
+        found = dataclasses.replace(found, spec=spec)
+      else:
+        steps.append(f"not extended by {fallback}: {why}")
+    return self._leaf("model", path, leaf, names, found, Decision(source, reason, tuple(steps), not missed))
+
+  def _path_rule(self, path: Path, ndim: int) -> tuple[str, Names | None] | None:
+    for rules in self.rules.paths:
+      rule = rules.match(path)
+      if rule is not None:
+        self.fired.add(id(rule))
+        return repr(rule.pattern), rule.names_for(ndim, where=path_str(path))
+    return None
+
+  def _fallback_leaf(self, path: Path, leaf: Any) -> LeafPlan:
+    value, fallback = value_of(leaf), self.rules.fallback
+    whole = PartitionSpec(*([None] * len(value.shape)))
+    step = "no annotation"
+    if self.path_rules:
+      step += f"; none of {self.path_rules} path rules matches"
+    if fallback is None or fallback.mode != "fsdp":
+      reason = "no annotation" if fallback is None else f"no annotation, {fallback}"
+      chosen = fallback is not None and fallback.mode == "replicate"
+      decision = Decision("whole", reason, (f"{step}; {fallback or 'no fallback'}: whole",), chosen)
+      return self._leaf("model", path, leaf, None, None, decision)
+    spec, why = extend_spec(whole, value.shape, self.sizes, fallback)
+    found = Resolution(spec, (0,) * len(value.shape), ())
+    reason = _brief(whole, spec) if spec != whole else why
+    chosen = spec != whole or math.prod(value.shape) <= fallback.min_size
+    decision = Decision("fallback", reason, (f"{step}; {fallback}: {why}",), chosen)
+    return self._leaf("model", path, leaf, None, found, decision)
+
+  def _check_unnamed(self, unnamed: list[Path]) -> None:
+    fallback = self.rules.fallback
+    strict = any(rules.strict for rules in self.rules.paths)
+    if not unnamed or not ((fallback is None and strict) or (fallback and fallback.mode == "error")):
+      return
+    shown = "\n".join(f"  {path_str(path)}{self._nearest_rule(path)}" for path in unnamed[:40])
+    more = f"\n  ... and {len(unnamed) - 40} more" if len(unnamed) > 40 else ""
+    raise ShardingError(
+      f"incomplete partition spec: {len(unnamed)} parameters have no annotation and match no rule.",
+      details=shown + more,
+      fix="add path rules for them (None keeps one whole), or end the rules with fsdp() or replicate().",
+    )
+
+  def _nearest_rule(self, path: Path) -> str:
+    patterns = {
+      p if isinstance(p, str) else ".".join(p): p
+      for rules in self.rules.paths
+      for p in (rule.pattern for rule in rules.rules)
+    }
+    near = nearest(path_str(path), patterns)
+    return f"   (nearest rule: {patterns[near[0]]!r})" if near else ""
+
+  def optimizer_leaves(
+    self,
+    optimizer: nnx.Optimizer[Any],
+    model_leaves: Iterable[LeafPlan],
+    *,
+    zero_axes: tuple[str, ...],
+    memory_kind: str | None,
+    kept_dims: Mapping[Path, tuple[int | None, ...]],
+  ) -> list[LeafPlan]:
+    """Decides the state of an optimizer, which follows the parameters.
+
+    Args:
+      optimizer: the abstract optimizer.
+      model_leaves: what `model_leaves` decided.
+      zero_axes: split it over these axes too; none with ZeRO stage 0.
+      memory_kind: where state of parameters lies between steps; None is device memory.
+      kept_dims: path -> dims of the parameter, for state that shapes do not explain.
+
+    Returns:
+      One row for each array, in flax's order.
+    """
+    by_path = {leaf.path: leaf for leaf in model_leaves}
+    rows: list[LeafPlan] = []
+    spread = False
+    for path, leaf in array_leaves(optimizer).items():
+      shape = tuple(value_of(leaf).shape)
+      parameter = optimizer_layout.owner(path, by_path)
+      if parameter is None:
+        row = self._leaf("optimizer", path, leaf, None, None, Decision("whole", "not parameter state"))
+      else:
+        spec, padding, why = optimizer_layout.follow(by_path[parameter], shape, kept_dims.get(path))
+        if zero_axes:
+          stored = [size + extra for size, extra in zip(shape, padding, strict=True)]
+          own = spec
+          spec, more = optimizer_layout.spread(spec, stored, zero_axes, self.sizes)
+          spread = spread or spec != own
+          why += f"; {more}"
+        found = Resolution(spec, padding, ())
+        steps = (f"state of parameter {path_str(parameter)}: {why}",)
+        decision = Decision("parameter", why, steps)
+        row = self._leaf("optimizer", path, leaf, by_path[parameter].names, found, decision)
+        if shape:  # scalars are not worth a transfer
+          row = dataclasses.replace(row, memory_kind=memory_kind)
+      rows.append(row)
+    if zero_axes and not spread:
+      axes = ", ".join(f"{axis}={self.sizes[axis]}" for axis in zero_axes)
+      self.zero_notes = [f"zero splits nothing: {axes}, and no optimizer state has a dim left for them"]
+    return rows
+
+  def _leaf(
+    self,
+    root: Root,
+    path: Path,
+    leaf: Any,
+    names: Names | None,
+    found: Resolution | None,
+    decision: Decision,
+  ) -> LeafPlan:
+    value = _array(leaf, path_str(path))
+    shape = tuple(value.shape)
+    spec = found.spec if found else PartitionSpec(*([None] * len(shape)))
+    padding = found.padding if found else (0,) * len(shape)
+    return LeafPlan(
+      root, path, kind_of(leaf), shape, value.dtype, names, spec, padding, None, decision, self.mesh
+    )
+
+  def notes(self) -> list[str]:
+    """What a reader of the plan should know: axes and rules that did nothing."""
+    tables = [rules for rules in self.rules.paths if not rules.optional]
+    dead = [rule.pattern for rules in tables for rule in rules.rules if id(rule) not in self.fired]
+    return self.axis_notes + self.zero_notes + [f"path rule {pattern!r} matches nothing" for pattern in dead]
+
+
+def _array(leaf: Any, where: str) -> Any:
+  value = value_of(leaf)
+  if hasattr(value, "shape") and hasattr(value, "dtype"):
+    return value
+  raise PlanError(
+    f"{where} holds a {type(value).__name__} instead of one array, so it has no layout.",
+    details=f"Variable type {kind_of(leaf)}",
+    fix="give each array a Variable of its own, for example in an nnx.Dict or nnx.List.",
+  )
+
+
+def _shown(names: Names | None) -> str:
+  parts = ["-" if n is None else n if isinstance(n, str) else "+".join(n) for n in names or ()]
+  return f"({', '.join(parts)})"
+
+
+def _brief(before: PartitionSpec, after: PartitionSpec) -> str:
+  dim = next(dim for dim, entry in enumerate(after) if entry != before[dim])
+  entry = after[dim]
+  return f"{entry if isinstance(entry, str) else '+'.join(entry or ())} on the largest dim that divides"
+
+
+def _missed(names: Names, spec: PartitionSpec, logical: LogicalRules) -> list[str]:
+  """The names whose first candidate splits their dim, and whose dim stays whole all the same."""
+  return [
+    name if isinstance(name, str) else "+".join(name)
+    for name, entry in zip(names, spec, strict=True)
+    if name is not None and entry is None and _first_choice(name, logical)
+  ]
+
+
+def _first_choice(name: str | tuple[str, ...], logical: LogicalRules) -> tuple[str, ...]:
+  parts = (name,) if isinstance(name, str) else name
+  if logical.unknown == "whole":
+    parts = tuple(part for part in parts if part in logical)
+  return tuple(axis for part in parts for axis in (logical[part][0] if part in logical else (part,)))
+
+
+def nearest(name: str, options: Iterable[str]) -> list[str]:
+  """Up to three options that a mistyped name may mean, the likeliest first."""
+  return difflib.get_close_matches(name, list(options), 3, cutoff=0.5)
