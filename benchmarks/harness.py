@@ -92,6 +92,8 @@ def measure(
   seconds: dict[str, list[float]] = {name: [] for name in cases}
   order = list(cases)
   shuffle = random.Random(0).shuffle
+  gc.collect()
+  gc.freeze()  # what lives by now need not be looked at in each round
   for _ in range(rounds):
     shuffle(order)
     gc.collect()  # else the garbage of one case is collected on the next one's time
@@ -99,6 +101,7 @@ def measure(
       for _ in range(settle):
         jax.block_until_ready(cases[name]())
       seconds[name].append(_time(cases[name], calls, wait, clock))
+  gc.unfreeze()
   return {name: Timing(name, tuple(seconds[name])) for name in cases}
 
 

@@ -9,10 +9,13 @@ import sys
 import types
 
 import jax
+import jax.numpy as jnp
+import optax
 import pytest
 from flax import nnx
 from flax.errors import TraceContextError
 
+import nnx_parallel as nxp
 from nnx_parallel.train import edits
 from nnx_parallel.train.binding import Watch
 from nnx_parallel.train.edits import hear, heard
@@ -70,6 +73,47 @@ def test_what_goes_past_setattr_is_noticed_within_256_steps():
   past_setattr(model)
   assert not watch.looks_same()
   assert [watch.same() for _ in range(257)].index(False) == 256
+
+
+class Scaled(nnx.Module):
+  """All of it is heard, so that steps only listen."""
+
+  def __init__(self):
+    self.weight = nnx.Param(jnp.ones(4))
+    self.scale = 1.0
+
+
+@pytest.mark.parametrize("tables", [False, True], ids=["all heard", "with a list that is not"])
+def test_a_step_looks_at_everything_within_256_calls(tables):
+  model = Scaled()
+  if tables:
+    model.sizes = [1, 2]
+  optimizer = nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param)
+  step = nxp.train_step(lambda m, x: m.scale * (m.weight[...] * x).sum())
+  batch = jnp.ones(4)
+  for _ in range(3):
+    step(model, optimizer, batch)
+  assert len(step.compiles) == 1
+  vars(model)["scale"] = 2.0
+  for _ in range(257):
+    step(model, optimizer, batch)
+  assert len(step.compiles) == 2
+  assert "scale: 1.0 -> 2.0" in str(step.compiles[1])
+
+
+def test_compilations_of_others_are_heard_and_not_taken_for_the_steps_own():
+  model = Scaled()
+  optimizer = nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param)
+  step = nxp.train_step(lambda m, x: m.scale * (m.weight[...] * x).sum())
+  for _ in range(3):
+    step(model, optimizer, jnp.ones(4))
+  before = heard[0]
+  jax.jit(lambda x: jnp.sin(x) * 0.123)(jnp.ones(3))
+  assert heard[0] > before
+  step(model, optimizer, jnp.ones(4))
+  assert len(step.compiles) == 1
+  step(model, optimizer, jnp.ones(8)[:4].astype(jnp.bfloat16))
+  assert len(step.compiles) == 2
 
 
 def test_a_deletion_is_heard_and_not_only_looked_for():
