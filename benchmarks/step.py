@@ -284,7 +284,8 @@ def main() -> None:
     host_times(Record(f"step_host{chosen.suffix}", title, command=command, notes=notes), tuple(chosen.sizes))
   if chosen.part != "host":
     notes = [
-      "AdamW on 8 simulated devices, waited for after 5 steps of the transformer, 10 of the MLP; `by hand` has no flax in it, and the same"
+      "AdamW on 8 simulated devices, waited for after 5 steps of the transformer, 10 of the MLP;"
+      " `by hand` has no flax in it, and the same"
       " layouts, pinned and donated.",
       load,
     ]

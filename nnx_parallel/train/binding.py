@@ -227,6 +227,7 @@ class Watch:
   def looks_same(self) -> bool:
     """`same` without hearing: looks at every attribute, at tens of nanoseconds for each."""
     if not _identical(self._views, self._saved):
+      self._patience = 0  # `same` does not say otherwise until somebody has dealt with it
       return False
     self._looked()
     return True
