@@ -123,6 +123,8 @@ class Llama(nnx.Module):
     x = self.embed[...].astype(self.config.compute)[tokens]
     x = split_sequences(x, self.embed)
     graphdef, stacked = nnx.split(self.layers)
+    # Cast as a whole: a layer's gradient is made in this dtype, and is then kept in it until the update.
+    stacked = jax.tree.map(lambda w: w.astype(x.dtype) if w.ndim > 2 else w, stacked)
 
     def layer(x: jax.Array, state: nnx.State) -> jax.Array:
       x = keep_batch_split(split_sequences(x, self.embed), self.embed)

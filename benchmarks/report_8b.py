@@ -126,7 +126,8 @@ def main() -> None:
       "What the memory of each layout is made of was found in the report's table 'In memory at the peak':"
       " attention by blocks (all scores of a sequence were two arrays of 2 GiB); logits in bfloat16, cast"
       " inside the cross-entropy; the target's logit by a comparison; a barrier between the head's two"
-      " gradients; over a tensor axis, positions split between layers, which halves the saved activations.",
+      " gradients; the stacked weights cast before the scan, so that their gradients are kept in bfloat16;"
+      " over a tensor axis, positions split between layers, which halves the saved activations.",
     ],
   )
   for case in here:

@@ -82,6 +82,8 @@ class Workload:
     layer: arrays of the largest rematerialised layer while it is differentiated.
     layer_weights: the parameters of one scanned layer.
     casts: scanned parameters in the type in which they are multiplied, where that is narrower than theirs.
+    narrowed: what gradients of scanned parameters take less until the update, where the model casts the
+      parameters of all layers before it scans them; nothing where they are scattered.
     largest: the largest array computed from the batch, for each way of splitting.
     moves: arrays of the batch that change their layout.
     constrained: (size, axes) of dims of activations that the model lays out by itself.
@@ -110,6 +112,7 @@ class Workload:
   layer: tuple[Part, ...]
   layer_weights: tuple[Part, ...]
   casts: tuple[Part, ...]
+  narrowed: tuple[Part, ...]
   largest: tuple[Part, ...]
   moves: tuple[Move, ...]
   constrained: frozenset[tuple[int, tuple[str, ...]]]
@@ -198,6 +201,8 @@ def trace_workload(
     layer=layer,
     layer_weights=max((x.once for x in scanned), key=lambda p: sum(x.bytes for x in p), default=()),
     casts=_merge(part for x in scanned for part in x.casts),
+    # Scattered gradients leave the scan for another layout, one layer at a time.
+    narrowed=() if scattered else _merge(part for x in scanned for part in x.narrowed),
     largest=tuple(Part(size, split) for split, size in seen.largest.items()),
     moves=tuple(seen.moves),
     constrained=frozenset(seen.constrained),
@@ -363,28 +368,45 @@ def _live(traced: Any) -> frozenset[int]:
 
 @dataclasses.dataclass(frozen=True)
 class _Scanned:
-  """Parameters that a scan reads: those of one pass, and all of them as cast where they are multiplied."""
+  """Parameters that a scan reads.
+
+  Attributes:
+    once: those of one pass.
+    casts: all of them, as cast where they are multiplied.
+    narrowed: bytes that all of them have more than what the scan reads of them, cast before it.
+  """
 
   once: tuple[Part, ...]
   casts: tuple[Part, ...]
+  narrowed: tuple[Part, ...]
 
 
 def _scanned(traced: Any, flows: Sequence[Flow]) -> list[_Scanned]:
   """One for each scan of the outermost level."""
-  by_var = dict(zip(opened(traced).invars, flows, strict=True))
+  body = opened(traced)
+  flow = dict(zip(body.invars, flows, strict=True))
+  cast_from = {
+    eqn.outvars[0]: eqn.invars[0] for eqn in body.eqns if eqn.primitive.name == "convert_element_type"
+  }
   narrow = _compute_bytes(traced)
   found: list[_Scanned] = []
-  for eqn in opened(traced).eqns:
+  for eqn in body.eqns:
     if eqn.primitive.name != "scan":
       continue
     counts = scan_counts(eqn)
-    rows = eqn.invars[counts.constants + counts.carried :]
-    read = [v for v in rows if not isinstance(v, core.Literal) and v in by_var and not by_var[v].data]
-    wide = [v for v in read if v.aval.dtype.itemsize > narrow]
+    rows = [v for v in eqn.invars[counts.constants + counts.carried :] if not isinstance(v, core.Literal)]
+    read = [(v, cast_from.get(v, v)) for v in rows]
+    read = [(v, own) for v, own in read if own in flow and not flow[own].data]
+    wide = [own for _, own in read if own.aval.dtype.itemsize > narrow]
     found.append(
       _Scanned(
-        once=tuple(Part(nbytes(v.aval) // eqn.params["length"], by_var[v].names) for v in read),
-        casts=tuple(Part(nbytes(v.aval) * narrow // v.aval.dtype.itemsize, by_var[v].names) for v in wide),
+        once=tuple(Part(nbytes(own.aval) // eqn.params["length"], flow[own].names) for _, own in read),
+        casts=tuple(Part(nbytes(v.aval) * narrow // v.aval.dtype.itemsize, flow[v].names) for v in wide),
+        narrowed=tuple(
+          Part(nbytes(own.aval) - nbytes(v.aval), flow[own].names)
+          for v, own in read
+          if nbytes(v.aval) < nbytes(own.aval)
+        ),
       )
     )
   return found

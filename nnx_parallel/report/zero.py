@@ -42,6 +42,7 @@ def with_zero(work: Workload, sizes: Sizes, stage: int) -> Workload:
     stage=stage,
     optimizer=optimizer,
     gradients=updated if stage == 2 else work.trained,
+    narrowed=() if stage == 2 else work.narrowed,
     reduced=tuple(
       (leaf.part, part.split - leaf.part.split)
       for leaf, part in zip(work.trained_leaves, updated, strict=True)

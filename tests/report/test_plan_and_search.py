@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import json
 import math
@@ -94,6 +95,33 @@ def test_microbatches_divide_activations_and_double_gradients():
   assert four.categories["kept activations"] == one.categories["kept activations"] // 4
   assert one.categories["gradients"] == PARAMS // 8
   assert four.categories["gradients"] == four.categories["accumulators"] == PARAMS // 8
+
+
+def scanned(cast_first, model, batch):
+  """The layers of `Stack` in bfloat16: their weights cast as a whole, or each when it is multiplied."""
+  low = jnp.bfloat16
+
+  def layer(x, weights):
+    up, down = (w.astype(low) for w in weights)
+    return jax.checkpoint(lambda x: x + jax.nn.gelu(x @ up) @ down)(x), None
+
+  weights = (model.up[...], model.down[...])
+  x, _ = jax.lax.scan(layer, batch.astype(low), [w.astype(low) for w in weights] if cast_first else weights)
+  return jnp.mean(jnp.square(x.astype(jnp.float32)))
+
+
+def test_weights_cast_before_the_scan_have_gradients_half_as_large():
+  layout = plan(fsdp=2, optimizer=optax.adam(1e-3))
+  small = jax.ShapeDtypeStruct((4, WIDTH), jnp.float32)
+  own, first = (
+    memory_plan(layout, functools.partial(scanned, cast), small).categories for cast in (False, True)
+  )
+  layers = sum(layout[name].bytes_per_device for name in ("up", "down"))
+  assert own["gradients"] - first["gradients"] == layers // 2
+  assert own["cast parameters"] == first["cast parameters"] == layers // 2
+  work = trace_workload(layout, functools.partial(scanned, True), small)
+  assert work.narrowed
+  assert not with_zero(work, {"data": 2, "fsdp": 2, "tensor": 1}, 2).narrowed
 
 
 def test_headroom_and_text():
