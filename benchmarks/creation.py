@@ -309,7 +309,7 @@ def picture(measured: list[Measured], name: str) -> None:
   mpl.use("agg")
   from matplotlib import pyplot as plt
 
-  figure, plots = plt.subplots(1, len(measured), figsize=(5 * len(measured), 4), sharey=True, squeeze=False)
+  figure, plots = plt.subplots(1, len(measured), figsize=(5 * len(measured), 4.5), sharey=True, squeeze=False)
   for plot, one in zip(plots[0], measured, strict=True):
     for way in WAYS:
       curve = {depth: one.median(way, depth, "wall") for depth in one.depths() if one.rows[way, depth]}
@@ -317,8 +317,9 @@ def picture(measured: list[Measured], name: str) -> None:
     plot.set(title=f"{one.axes} axes", xlabel="blocks", ylabel="seconds to create", yscale="log")
     plot.set_xticks(one.depths())
     plot.grid(alpha=0.3)
-  plots[0][0].legend()
-  figure.tight_layout()
+  lines, names = plots[0][0].get_legend_handles_labels()
+  figure.legend(lines, names, loc="lower center", ncols=3)
+  figure.tight_layout(rect=(0, 0.12, 1, 1))
   figure.savefig(RESULTS / f"{name}.png", dpi=120)
 
 
