@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 Sizes = dict[str, int]
 Rules = dict[str, tuple[str, ...]]
 EXAMPLE = "--mesh data=2,fsdp=2,tensor=2"
+AS_WRITTEN = "as written"
+REMATS = (AS_WRITTEN, "none", "dots", "full")  # those of report/remat.py, which takes a second to import
 
 
 def add_recipe(parser: argparse.ArgumentParser) -> None:
@@ -76,7 +78,9 @@ def gradients(args: argparse.Namespace) -> Gradients:
 def add_way(parser: argparse.ArgumentParser) -> None:
   """Adds `--microbatches`, `--remat` and `--rules`: how a step is run, as `search` prints it."""
   parser.add_argument("--microbatches", type=positive, metavar="N", help="parts that the batch is run in")
-  parser.add_argument("--remat", default="as written", metavar="POLICY", help="none, dots or full")
+  parser.add_argument(
+    "--remat", default=AS_WRITTEN, choices=REMATS, help="what layers keep; as the recipe says when not given"
+  )
   parser.add_argument(
     "--rules",
     type=parse_rules,

@@ -22,8 +22,9 @@ def register(commands: Commands) -> None:
     "plan",
     help="show how a recipe is laid out on a mesh",
     description="Prints every Variable of the model and its optimizer: shape, layout, bytes per"
-    " device, and why. Needs no devices: the mesh may be as large as you like. With --chip, also the"
-    " planned memory of a train step; exit code 2: it does not fit.",
+    " device, and why. Needs no devices: the mesh may be as large as you like. With --chip, --batch,"
+    " --microbatches or --remat, also the planned memory of a train step; exit code 2: it does not fit the"
+    " chip.",
   )
   options.add_recipe(parser)
   options.add_mesh(parser)
@@ -55,7 +56,8 @@ def run(args: argparse.Namespace) -> int:
   plan = plan_recipe(
     recipe, mesh, options.changed_rules(recipe, args.rules), **options.optimizer_options(args)
   )
-  wanted = args.chip or (args.html and recipe.loss and recipe.batches)
+  asked = bool(args.chip or args.batch or args.microbatches or args.remat != options.AS_WRITTEN)
+  wanted = asked or (args.html and recipe.loss and recipe.batches)
   memory, time = _planned(recipe, plan, args) if wanted else (None, None)
   if args.html:
     options.write_page(args.html, nxp.plan_page(plan, memory, time))
@@ -68,7 +70,7 @@ def run(args: argparse.Namespace) -> int:
     audit = plan.audit()
     if audit:
       print(f"\n{audit}")
-    if args.chip:
+    if asked:
       print(f"\n{memory}")
   fits = memory is None or memory.headroom_bytes is None or memory.headroom_bytes >= 0
   return 0 if fits else DOES_NOT_FIT

@@ -8,10 +8,12 @@ import sys
 
 import pytest
 
+from nnx_parallel.cli import main as cli
 from nnx_parallel.cli import options
 from nnx_parallel.cli.main import make_parser
 from nnx_parallel.errors import MeshError, ReportError
 from nnx_parallel.recipes import Recipe
+from nnx_parallel.report import remat
 
 
 def recipe(sizes):
@@ -123,6 +125,13 @@ def test_counts_start_at_one(arguments, capsys):
   assert f"argument {arguments[-2]}: {arguments[-1]} is less than 1" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("command", ["plan", "compile"])
+def test_another_remat_policy_is_refused(command, capsys):
+  with pytest.raises(SystemExit):
+    make_parser().parse_args([command, "text_lm", "--remat", "some"])
+  assert "argument --remat: invalid choice: 'some' (choose from" in capsys.readouterr().err
+
+
 def test_a_page_makes_its_folder(tmp_path):
   page = tmp_path / "new" / "page.html"
   options.write_page(page, "<!doctype html>")
@@ -134,3 +143,13 @@ def test_a_page_that_cannot_be_written(tmp_path):
     ReportError, match=r"cannot write the page (.|\n)*Is a directory\n  Fix: --html page.html"
   ):
     options.write_page(tmp_path, "")
+
+
+def test_the_remat_policies_are_those_of_the_report():
+  assert options.REMATS == remat.REMATS
+
+
+@pytest.mark.parametrize("step", [("--remat", "full"), ("--microbatches", "2"), ("--batch", "8")])
+def test_options_of_the_step_show_its_memory_without_a_chip(step, capsys):
+  assert cli.main(["plan", "text_lm", "--mesh", "data=2,fsdp=2,tensor=2", *step]) == 0
+  assert "Planned memory per device" in capsys.readouterr().out
