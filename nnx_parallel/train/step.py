@@ -52,6 +52,7 @@ class _Step:
 
   def _rebound(self, roots: dict[str, Any]) -> _Bound:
     """The binding of these objects as they are now, made if there is none."""
+    self._ready = _NOTHING  # it is for the binding that was last until now
     self._bounds = [bound for bound in self._bounds if bound.alive()]
     mine = [bound for bound in self._bounds if bound.binding.watch.is_for(roots)]
     found = next((bound for bound in mine if bound.binding.watch.same()), None)
@@ -168,7 +169,6 @@ class TrainStep(_Step):
 
   def _prepare(self, model: Any, optimizer: Any, batch: Any) -> tuple[Sequence[Any], Callable[..., Any]]:
     """The longer way to the Variables and the program: looks at the modules, binds and compiles as needed."""
-    self._ready = _NOTHING
     bound = self._last
     if (
       bound is None
@@ -179,6 +179,7 @@ class TrainStep(_Step):
       bound = self._rebound({"model": model, "optimizer": optimizer})
     bound.running = bound.program(batch)
     run = bound.running.jitted
+    self._ready = _NOTHING
     if bound.watch.hears_all and not bound.by_layout:
       self._ready = (bound.model, bound.optimizer, bound.watch.looked_at, bound.variables, run)
     return bound.variables, run

@@ -124,6 +124,19 @@ def test_compilations_of_others_are_heard_and_not_taken_for_the_steps_own():
   assert len(step.compiles) == 2
 
 
+def test_a_program_asked_for_between_steps_does_not_mix_up_the_models():
+  one, other = Scaled(), Scaled()
+  optimizers = {id(m): nnx.Optimizer(m, optax.sgd(0.1), wrt=nnx.Param) for m in (one, other)}
+  step = nxp.train_step(lambda m, x: m.scale * (m.weight[...] * x).sum())
+  for _ in range(3):
+    step(one, optimizers[id(one)], jnp.ones(4))
+  step.compiled(other, optimizers[id(other)], jnp.ones(4))
+  step(one, optimizers[id(one)], jnp.ones(()))  # compiles, which is noted for the right one
+  assert [compiled.step for compiled in step.compiles] == [0, 3]
+  assert int(optimizers[id(one)].step[...]) == 4
+  assert int(optimizers[id(other)].step[...]) == 0
+
+
 def test_a_deletion_is_heard_and_not_only_looked_for():
   model = Block(nnx.Rngs(0))
   assert hear(model.linear)
