@@ -129,6 +129,15 @@ def empty(folder: pathlib.Path) -> None:
   os.sync()
 
 
+def orbax_like_ours() -> ocp.Context:
+  """Orbax with the options that we use to save."""
+  context = ocp.Context()
+  context.array_options.saving.use_ocdbt = False
+  context.array_options.saving.use_compression = False
+  context.array_options.saving.storage_options.chunk_byte_size = 16 << 20
+  return context
+
+
 def level_memory(nbytes: int) -> None:
   """Gives back what the allocator kept, then touches as much new memory and frees it."""
   gc.collect()
@@ -211,11 +220,7 @@ class Cases:
   def orbax_save(self) -> float:
     """Plain Orbax with the options that we use."""
     path = self._fresh("orbax")
-    context = ocp.Context()
-    context.array_options.saving.use_ocdbt = False
-    context.array_options.saving.use_compression = False
-    context.array_options.saving.storage_options.chunk_byte_size = 16 << 20
-    with context:
+    with orbax_like_ours():
       return self._timed(
         lambda: ocp.save_checkpointables(path, {"model": self.model, "optimizer": self.optimizer})
       )
@@ -249,17 +254,13 @@ class Cases:
   def orbax_blocking(self) -> float:
     """The part of a background save by Orbax, with the options that we use."""
     path = self._fresh("orbax_background")
-    context = ocp.Context()
-    context.array_options.saving.use_ocdbt = False
-    context.array_options.saving.use_compression = False
-    context.array_options.saving.storage_options.chunk_byte_size = 16 << 20
     pending: list[Any] = []
 
     def save() -> None:
       items = {"model": self.model, "optimizer": self.optimizer}
       pending.append(ocp.save_checkpointables_async(path, items))
 
-    with context:
+    with orbax_like_ours():
       seconds = self._timed(save)
       pending[0].result()
     return seconds
