@@ -14,7 +14,7 @@ from nnx_parallel.errors import PlanError
 from nnx_parallel.layout import optimizer_layout
 from nnx_parallel.layout.mesh import AnyMesh
 from nnx_parallel.layout.tracing import Trace, make_optimizer, trace, traced_init
-from nnx_parallel.layout.variables import Path, array_leaves, value_of
+from nnx_parallel.layout.variables import Path, array_leaves, is_rng, kind_of, value_of, variables
 
 
 def abstract_module(init: Callable[[], nnx.Module], mesh: AnyMesh | None = None) -> nnx.Module:
@@ -57,11 +57,19 @@ def trace_module(init: Callable[[], nnx.Module], mesh: AnyMesh | None = None) ->
 def trace_optimizer(model: nnx.Module, tx: optax.GradientTransformation, wrt: Any) -> Trace:
   """Builds the optimizer of an abstract module abstractly."""
   if not jax.tree.leaves(nnx.state(model, wrt)):
-    from nnx_parallel.layout import audit
-
-    raise audit.nothing_selected(wrt, model)
+    raise nothing_selected(wrt, model)
   # The model is an argument so that optimizers that compute with parameters see arrays, not shapes.
   return trace(lambda traced: make_optimizer(traced, tx, wrt), model)
+
+
+def nothing_selected(wrt: Any, model: nnx.Module) -> PlanError:
+  """The error for a filter that matches no Variable."""
+  kinds = sorted({kind_of(leaf) for leaf in variables(model).values() if not is_rng(leaf)})
+  return PlanError(
+    f"wrt={wrt!r} selects none of the model's Variables, so there is nothing to train.",
+    details=f"Variable types in the model: {', '.join(kinds) or 'none'}",
+    fix="wrt=nnx.Param, or a filter that matches some of them.",
+  )
 
 
 def kept_dims(

@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING, Any, cast
 from flax import nnx
 
 from nnx_parallel.errors import NnxParallelWarning, PlanError
+from nnx_parallel.layout.abstract import nothing_selected
 from nnx_parallel.layout.leaf import LeafPlan
 from nnx_parallel.layout.mesh import axis_sizes
 from nnx_parallel.layout.render import format_array, format_bytes, grouped, text_table
-from nnx_parallel.layout.variables import array_leaves, is_rng, kind_of, variables
+from nnx_parallel.layout.variables import array_leaves
 
 if TYPE_CHECKING:
   from nnx_parallel.layout.plan import ShardingPlan
@@ -200,13 +201,3 @@ def trainable(plan: ShardingPlan, wrt: Any) -> Trainable:
   if not trained:
     raise nothing_selected(wrt, plan.abstract_model)
   return Trainable(wrt, tuple(trained), tuple(frozen), tuple(other))
-
-
-def nothing_selected(wrt: Any, model: nnx.Module) -> PlanError:
-  """The error for a filter that matches no Variable."""
-  kinds = sorted({kind_of(leaf) for leaf in variables(model).values() if not is_rng(leaf)})
-  return PlanError(
-    f"wrt={wrt!r} selects none of the model's Variables, so there is nothing to train.",
-    details=f"Variable types in the model: {', '.join(kinds) or 'none'}",
-    fix="wrt=nnx.Param, or a filter that matches some of them.",
-  )
