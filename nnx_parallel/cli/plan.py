@@ -56,7 +56,9 @@ def run(args: argparse.Namespace) -> int:
   plan = plan_recipe(
     recipe, mesh, options.changed_rules(recipe, args.rules), **options.optimizer_options(args)
   )
-  asked = bool(args.chip or args.batch or args.microbatches or args.remat != options.AS_WRITTEN)
+  shown = not (args.json or args.explain)
+  step = bool(args.batch or args.microbatches or args.remat != options.AS_WRITTEN)
+  asked = bool(args.chip) or (shown and step)
   wanted = asked or (args.html and recipe.loss and recipe.batches)
   memory, time = _planned(recipe, plan, args) if wanted else (None, None)
   if args.html:

@@ -175,7 +175,7 @@ def trace_workload(
   seen.run(forward, flows)
   kept = _residuals(traces.backward(), flows, batch_axes)
   layers = [_layer(item, batch_axes) for item in seen.kept]
-  scanned = _scanned(forward, flows)
+  scanned = _scanned(forward, flows, trained=len(traces.trained_paths))
   layer = max((parts for parts, _ in layers), key=lambda p: sum(x.bytes for x in p), default=())
   model = [leaf for leaf in plan.leaves if leaf.root == "model"]
   owners = [(leaf, owner(leaf.path, plan.of("model"))) for leaf in plan.leaves if leaf.root == "optimizer"]
@@ -373,7 +373,7 @@ class _Scanned:
   Attributes:
     once: those of one pass.
     casts: all of them, as cast where they are multiplied.
-    narrowed: bytes that all of them have more than what the scan reads of them, cast before it.
+    narrowed: bytes that the trained ones have more than what the scan reads of them, cast before it.
   """
 
   once: tuple[Part, ...]
@@ -381,10 +381,11 @@ class _Scanned:
   narrowed: tuple[Part, ...]
 
 
-def _scanned(traced: Any, flows: Sequence[Flow]) -> list[_Scanned]:
-  """One for each scan of the outermost level."""
+def _scanned(traced: Any, flows: Sequence[Flow], *, trained: int) -> list[_Scanned]:
+  """One for each scan of the outermost level; the first `trained` inputs get gradients."""
   body = opened(traced)
   flow = dict(zip(body.invars, flows, strict=True))
+  with_gradient = set(body.invars[:trained])
   cast_from = {
     eqn.outvars[0]: eqn.invars[0] for eqn in body.eqns if eqn.primitive.name == "convert_element_type"
   }
@@ -405,7 +406,7 @@ def _scanned(traced: Any, flows: Sequence[Flow]) -> list[_Scanned]:
         narrowed=tuple(
           Part(nbytes(own.aval) - nbytes(v.aval), flow[own].names)
           for v, own in read
-          if nbytes(v.aval) < nbytes(own.aval)
+          if own in with_gradient and nbytes(v.aval) < nbytes(own.aval)
         ),
       )
     )

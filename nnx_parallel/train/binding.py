@@ -233,9 +233,9 @@ class Watch:
     return True
 
   def reference(self, name: str) -> Callable[[], Any]:
-    """Gives the watched root while it lives: the object itself, or None for tuples and dicts of them."""
+    """Gives the watched root while it lives; for tuples and dicts of them, something that is never given."""
     make = self._roots.get(name)
-    return make if isinstance(make, weakref.ref) else lambda: None
+    return make if isinstance(make, weakref.ref) else lambda: _END
 
   def alive(self) -> bool:
     """Whether none of the watched modules and optimizers was garbage-collected."""

@@ -2,7 +2,7 @@
 
 A look at every attribute (`Watch.looks_same` in `binding.py`, the plain reference) costs a tenth of a small
 step. But each `module.name = value` first asks flax whether the module may be changed here, and flax asks the
-module's `TraceState`. One that counts how often it is heard tells of every assignment in any watched module
+module's `TraceState`. One that counts how often it is asked tells of every assignment in any watched module
 at the price of comparing two integers; what the assignment changed is then for the look to find.
 
 In the same way `del module.name` asks the module's table of attributes for its items, and a table that counts

@@ -91,8 +91,10 @@ class _Step:
   def _forget(self) -> None:
     """Drops the arrays of objects that were garbage-collected."""
     self._bounds = [bound for bound in self._bounds if bound.alive()]
-    self._last = None
-    self._ready = _NOTHING
+    # Perhaps in the midst of a call: the collector may run while another model's loss is traced.
+    if self._last is not None and not self._last.alive():
+      self._last = None
+      self._ready = _NOTHING
 
   def _bind(self, roots: dict[str, Any], reasons: tuple[str, ...]) -> _Bound:
     raise NotImplementedError
@@ -121,7 +123,8 @@ class TrainStep(_Step):
   Attributes:
     recipe: the loss function and the options it was made with.
     calls: how many steps were made.
-    compiles: one entry for each compilation, with its reasons. More than one is worth a look.
+    compiles: one entry for each compilation, with its reasons. More than one is worth a look. Not those that
+      `compiled` made for later calls, nor any after `jax.monitoring.clear_event_listeners()`.
     reduction: how the last compiled program reduces gradients between replicas, in words.
   """
 
@@ -155,6 +158,7 @@ class TrainStep(_Step):
       variables, run = self._prepare(model, optimizer, batch)
     arrays = [array for v in variables for array in [v._raw_value] if getrefcount(array) == ALONE]
     if len(arrays) != len(variables):
+      del arrays  # it holds each of them once more
       arrays = self._bound_now().read_apart()
     try:
       new, metrics = run(arrays, batch)

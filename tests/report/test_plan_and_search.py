@@ -124,6 +124,15 @@ def test_weights_cast_before_the_scan_have_gradients_half_as_large():
   assert not with_zero(work, {"data": 2, "fsdp": 2, "tensor": 1}, 2).narrowed
 
 
+def test_frozen_weights_cast_before_the_scan_have_no_gradients():
+  sizes = {"data": 1, "fsdp": 2, "tensor": 1}
+  head = nnx.PathContains("head")
+  layout = nxp.plan(init, nxp.abstract_mesh(sizes), RULES, optimizer=optax.adam(1e-3), wrt=head)
+  small = jax.ShapeDtypeStruct((4, WIDTH), jnp.float32)
+  categories = memory_plan(layout, functools.partial(scanned, True), small).categories
+  assert categories["gradients"] == layout["head"].bytes_per_device
+
+
 def test_headroom_and_text():
   found = memory_plan(plan(fsdp=8), loss, BATCH, chip="v5e")
   assert found.headroom_bytes == chip("v5e").usable_bytes - found.need_bytes

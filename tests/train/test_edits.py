@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import pickle
 import subprocess
 import sys
@@ -135,6 +136,48 @@ def test_a_program_asked_for_between_steps_does_not_mix_up_the_models():
   assert [compiled.step for compiled in step.compiles] == [0, 3]
   assert int(optimizers[id(one)].step[...]) == 4
   assert int(optimizers[id(other)].step[...]) == 0
+
+
+def test_a_model_collected_during_anothers_call_does_not_disturb_it():
+  def loss(model, x):
+    gc.collect()  # while it is traced, as the collector may at any time
+    return model.scale * (model.weight[...] * x).sum()
+
+  step = nxp.train_step(loss)
+  for number in range(2):
+    model = Scaled()
+    cycle: list = [model]
+    cycle.append(cycle)  # only the collector finds the model
+    optimizer = nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param)
+    for _ in range(2):
+      step(model, optimizer, jnp.ones(4))
+    assert (step.calls, len(step.compiles)) == (2 * number + 2, number + 1)
+    del model, optimizer, cycle
+
+
+def test_only_the_array_that_somebody_holds_is_copied():
+  model = Scaled()
+  model.bias = nnx.Param(jnp.ones(4))
+  optimizer = nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param)
+  step = nxp.train_step(lambda m, x: (m.weight[...] * x + m.bias[...]).sum())
+  for _ in range(3):
+    step(model, optimizer, jnp.ones(4))
+  where = {name: getattr(model, name).get_raw_value().unsafe_buffer_pointer() for name in ("weight", "bias")}
+  held = model.weight.get_raw_value()
+  before = float(held.sum())
+  step(model, optimizer, jnp.ones(4))
+  assert float(held.sum()) == before
+  assert model.weight.get_raw_value().unsafe_buffer_pointer() != where["weight"]
+  assert model.bias.get_raw_value().unsafe_buffer_pointer() == where["bias"]
+
+
+def test_nothing_is_not_taken_for_the_last_models():
+  models = (Scaled(),)
+  optimizers = tuple(nnx.Optimizer(m, optax.sgd(0.1), wrt=nnx.Param) for m in models)
+  step = nxp.train_step(lambda models, x: (models[0].weight[...] * x).sum())
+  step(models, optimizers, jnp.ones(4))
+  with pytest.raises(nxp.TrainError, match="the step's model is a NoneType"):
+    step(None, None, jnp.ones(4))
 
 
 def test_a_deletion_is_heard_and_not_only_looked_for():
