@@ -16,7 +16,7 @@ if TYPE_CHECKING:
   from jax.sharding import Mesh
 
   from nnx_parallel.recipes import Recipe
-  from nnx_parallel.report.zero import Gradients
+  from nnx_parallel.train.update import Gradients
 
 Sizes = dict[str, int]
 Rules = dict[str, tuple[str, ...]]
@@ -70,7 +70,7 @@ def optimizer_options(args: argparse.Namespace) -> dict[str, Any]:
 
 def gradients(args: argparse.Namespace) -> Gradients:
   """The layout of gradients that `--zero` asks for, as `nxp.train_step` takes it."""
-  from nnx_parallel.report.zero import gradients_of
+  from nnx_parallel.train.update import gradients_of
 
   return gradients_of(args.zero)
 

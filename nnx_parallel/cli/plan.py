@@ -29,9 +29,9 @@ def register(commands: Commands) -> None:
   options.add_recipe(parser)
   options.add_mesh(parser)
   options.add_optimizer(parser)
-  parser.add_argument("--explain", metavar="PATH", help="how one Variable came to its layout")
+  parser.add_argument("--explain", metavar="PATH", help="how one Variable came to its layout, alone")
   parser.add_argument(
-    "--json", action="store_true", help="the plan as JSON, which ShardingPlan.from_json reads"
+    "--json", action="store_true", help="the plan alone as JSON, which ShardingPlan.from_json reads"
   )
   parser.add_argument("--chip", metavar="NAME", help="compare the planned memory with this chip's: v5e, h100")
   add_step(parser)

@@ -19,8 +19,8 @@ if TYPE_CHECKING:
   from nnx_parallel.cli.main import Commands
   from nnx_parallel.recipes import Recipe
   from nnx_parallel.recipes.job import Job
-  from nnx_parallel.report.zero import Gradients
   from nnx_parallel.train.metrics import Record
+  from nnx_parallel.train.update import Gradients
 
 Say = Callable[[str], None]
 

@@ -14,8 +14,8 @@ from nnx_parallel.recipes.fit import resume_from
 from nnx_parallel.recipes.loader import Recipe
 from nnx_parallel.recipes.recorder import Position
 from nnx_parallel.recipes.settings import Settings, differences, settings_of
-from nnx_parallel.report.zero import Gradients
 from nnx_parallel.train.metrics import Record
+from nnx_parallel.train.update import Gradients
 
 
 def rules_of(recipe: Recipe) -> Any:

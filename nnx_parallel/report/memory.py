@@ -148,8 +148,9 @@ def memory_categories(work: Workload, sizes: Sizes, microbatches: int = 1) -> di
     sizes: mesh axis -> size in devices.
     microbatches: parts that the batch is run in; with several, their sum is kept beside the gradients.
   """
-  accumulators = per_device(work.gradients, sizes) if microbatches > 1 else 0.0
-  gradients = per_device(work.gradients, sizes) - per_device(work.narrowed, sizes)
+  wide = per_device(work.gradients, sizes)
+  accumulators = wide if microbatches > 1 else 0.0
+  gradients = wide - per_device(work.narrowed, sizes)
   kept = per_device(work.kept, sizes) / microbatches
   outside = per_device(work.kept_outside, sizes) / microbatches
   largest, is_logits = _largest(work, sizes)

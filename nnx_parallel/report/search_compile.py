@@ -19,7 +19,6 @@ from nnx_parallel.report.remat import with_remat
 from nnx_parallel.report.roofline import program_time
 from nnx_parallel.report.topology import Machine, missing_compiler
 from nnx_parallel.report.workload import parameter_parts, plan_batch_axes
-from nnx_parallel.report.zero import gradients_of
 
 if TYPE_CHECKING:
   from nnx_parallel.report.search import Candidate
@@ -45,6 +44,7 @@ def compile_candidate(task: Task, candidate: Candidate, topology: str) -> Candid
     The candidate with its report, and with its time by the program's own FLOPs and collectives.
   """
   from nnx_parallel.train.step import train_step
+  from nnx_parallel.train.update import gradients_of
 
   rules = RuleSet.of(task.rules)
   rules = rules.replace(**candidate.changes) if candidate.changes else rules

@@ -7,17 +7,9 @@ Source: ZeRO, arXiv:1910.02054.
 from __future__ import annotations
 
 import dataclasses
-from typing import Literal
 
 from nnx_parallel.layout import optimizer_layout
 from nnx_parallel.report.workload import Leaf, Part, Sizes, Workload
-
-Gradients = Literal["whole", "scattered"]
-
-
-def gradients_of(stage: int) -> Gradients:
-  """The layout of gradients in a ZeRO stage, as `train_step` takes it."""
-  return "scattered" if stage == 2 else "whole"
 
 
 def with_zero(work: Workload, sizes: Sizes, stage: int) -> Workload:

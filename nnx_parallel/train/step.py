@@ -54,14 +54,14 @@ class _Step:
     """The binding of these objects as they are now, made if there is none."""
     self._ready = _NOTHING  # it is for the binding that was last until now
     self._bounds = [bound for bound in self._bounds if bound.alive()]
-    mine = [bound for bound in self._bounds if bound.binding.watch.is_for(roots)]
-    found = next((bound for bound in mine if bound.binding.watch.same()), None)
+    mine = [bound for bound in self._bounds if bound.watch.is_for(roots)]
+    found = next((bound for bound in mine if bound.watch.same()), None)
     reasons: tuple[str, ...] = ("first call",) if not self.compiles else ("other objects than before",)
     if found is None and mine:
-      changes, simple = mine[0].binding.watch.changes()
+      changes, simple = mine[0].watch.changes()
       if not changes:
         found = mine[0]
-        found.binding.watch.look()
+        found.watch.look()
       elif not simple:
         # The old binding may hold whole submodules that were replaced. Flags, though, are often flipped back.
         self._bounds = [bound for bound in self._bounds if bound not in mine]
@@ -183,7 +183,6 @@ class TrainStep(_Step):
       bound = self._rebound({"model": model, "optimizer": optimizer})
     bound.running = bound.program(batch)
     run = bound.running.jitted
-    self._ready = _NOTHING
     if bound.watch.hears_all and not bound.by_layout:
       self._ready = (bound.model, bound.optimizer, bound.watch.looked_at, bound.variables, run)
     return bound.variables, run
@@ -383,7 +382,7 @@ class _Bound:
       self._check_apart()
 
   def alive(self) -> bool:
-    return self.binding.watch.alive()
+    return self.watch.alive()
 
   def program(self, batch: Any) -> Compiled:
     axes = _batch_axes(batch) if self.by_layout else ()

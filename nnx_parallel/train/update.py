@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +23,7 @@ from nnx_parallel.train.loss_scale import common_scale, rescaled
 from nnx_parallel.train.losses import Metrics, Terms, examples_in, mean, means, pairs, terms
 
 LossFn = Callable[[Any, Any], Any]
+Gradients = Literal["whole", "scattered"]
 
 REMAT: dict[str, str | None] = {
   "full": None,
@@ -53,6 +54,11 @@ class Recipe:
   scattered: bool = False
   reduction: Any = None
   pairs: bool = False
+
+
+def gradients_of(stage: int) -> Gradients:
+  """The layout of gradients in a ZeRO stage, as `train_step` takes it."""
+  return "scattered" if stage == 2 else "whole"
 
 
 def update(recipe: Recipe, models: Any, optimizers: Any, batch: Any, layouts: Any) -> tuple[Metrics, str]:
