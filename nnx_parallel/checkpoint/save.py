@@ -14,7 +14,7 @@ import numpy as np
 from etils import epath
 
 from nnx_parallel.checkpoint import _orbax, agree, encoding, files, manifest, paths
-from nnx_parallel.checkpoint.digest import block_shape, digest, totals
+from nnx_parallel.checkpoint.digest import block_shape, digest_later, totals
 from nnx_parallel.checkpoint.encoding import Array, Json
 from nnx_parallel.checkpoint.manifest import ItemRecord, LeafRecord, Manifest
 from nnx_parallel.checkpoint.placement import without_padding
@@ -109,6 +109,9 @@ def write(
   Returns:
     A function that waits until everything is on the disk and commits it.
   """
+  # Before the write, whose threads want the same cores; and whether or not that can begin, because the
+  # processes of a job add up their digests together.
+  digests = _start_digests(content)
   final = directory / str(step)
   folder = directory / f"{step}{files.SAVING}" if files.is_local(directory) else final
   if folder == final and jax.process_index() == 0:
@@ -126,22 +129,21 @@ def write(
     folder.mkdir()
   with contextlib.ExitStack() as stack:
     stack.enter_context(_orbax.quiet())
-    try:
-      if content.arrays:
-        pending = _orbax.start_save(
-          folder, content.arrays, chunk_bytes=chunk_bytes, byte_budget=byte_budget, background=background
-        )
-    finally:
-      # After the write has begun, so that both go on at once; even if it has not, because the processes of
-      # a job add up their digests together.
-      digests = _start_digests(content)
+    if content.arrays:
+      pending = _orbax.start_save(
+        folder, content.arrays, chunk_bytes=chunk_bytes, byte_budget=byte_budget, background=background
+      )
     quiet = stack.pop_all()
 
   def finish() -> None:
     with quiet:
-      if pending is not None:
-        pending.result()
-    items = _with_digests(content, digests)
+      try:
+        parts = {leaf: later() for leaf, later in digests.items()}
+        digests.clear()
+      finally:
+        if pending is not None:
+          pending.result()
+    items = _with_digests(content, parts)
     if jax.process_index() != 0:
       return
     record = Manifest(
@@ -206,17 +208,17 @@ def _encode_leaf(
   ), stored
 
 
-def _start_digests(content: Content) -> dict[tuple[str, str], jax.Array]:
+def _start_digests(content: Content) -> dict[tuple[str, str], Callable[[], jax.Array]]:
   return {
-    (item, path): digest(content.arrays[item][leaf.folder], block=leaf.block)
+    (item, path): digest_later(content.arrays[item][leaf.folder], leaf.block)
     for item, record in content.items.items()
     for path, leaf in record.leaves.items()
     if leaf.encoding != encoding.EMPTY
   }
 
 
-def _with_digests(content: Content, digests: Mapping[tuple[str, str], jax.Array]) -> dict[str, ItemRecord]:
-  known = {key: totals(parts) for key, parts in digests.items()}
+def _with_digests(content: Content, parts: Mapping[tuple[str, str], jax.Array]) -> dict[str, ItemRecord]:
+  known = {leaf: totals(numbers) for leaf, numbers in parts.items()}
   return {
     item: dataclasses.replace(
       record,

@@ -1,4 +1,5 @@
 import math
+from concurrent.futures import ThreadPoolExecutor
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +15,7 @@ from nnx_parallel.checkpoint.digest import (
   block_ranges,
   block_shape,
   digest,
+  digest_later,
   totals,
 )
 from nnx_parallel.checkpoint.placement import without_padding
@@ -40,6 +42,42 @@ def test_the_layout_does_not_matter(layout):
   values = RNG.standard_normal((16, 24)).astype(np.float32)
   shape, names, spec, kind, memory = layout
   assert totals(digest(place(values, shape, names, spec, kind, **memory))) == totals(digest(values))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("gone", ["donated", "deleted"])
+def test_later_is_the_same_when_the_array_is_gone(layout, gone):
+  values = RNG.standard_normal((16, 24)).astype(np.float32)
+  shape, names, spec, kind, memory = layout
+  array = place(values, shape, names, spec, kind, **memory)
+  later = digest_later(array, (4, 24))
+  if gone == "donated":
+    array = jax.jit(lambda x: x * 2, donate_argnums=0)(array)
+    array.block_until_ready()
+  else:
+    array.delete()
+  with ThreadPoolExecutor(1) as pool:
+    assert totals(pool.submit(later).result()) == totals(digest(values, block=(4, 24)))
+
+
+def test_later_computes_nothing_at_once_on_cpus_and_copies_nothing(monkeypatch):
+  called = []
+  monkeypatch.setattr(room, "digest", lambda array, block: called.append(array))
+  array = place(RNG.standard_normal((16, 24)).astype(np.float32), (2, 4), ("a", "b"), P("b"))
+  later = room.digest_later(array, (4, 24))
+  assert not called
+  later()
+  pairs = zip(called[0].addressable_shards, array.addressable_shards, strict=True)
+  assert all(one.data.unsafe_buffer_pointer() == two.data.unsafe_buffer_pointer() for one, two in pairs)
+
+
+def test_later_of_one_device_and_of_host_arrays():
+  values = np.arange(24, dtype=np.float32)
+  want = totals(digest(values, block=(10,)))
+  host = values.copy()
+  laters = [digest_later(jax.device_put(values, jax.devices()[3]), (10,)), digest_later(host, (10,))]
+  host[:] = 0
+  assert [totals(later()) for later in laters] == [want, want]
 
 
 def test_odd_layouts_and_scalars():
