@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from nnx_parallel.cli import options
 from nnx_parallel.cli.compile import DOES_NOT_FIT, abstract_batch, add_step, loss_of
+from nnx_parallel.errors import ReportError
 
 if TYPE_CHECKING:
   from nnx_parallel.cli.main import Commands
@@ -29,8 +30,9 @@ def register(commands: Commands) -> None:
   options.add_recipe(parser)
   options.add_mesh(parser)
   options.add_optimizer(parser)
-  parser.add_argument("--explain", metavar="PATH", help="how one Variable came to its layout, alone")
-  parser.add_argument(
+  alone = parser.add_mutually_exclusive_group()
+  alone.add_argument("--explain", metavar="PATH", help="how one Variable came to its layout, alone")
+  alone.add_argument(
     "--json", action="store_true", help="the plan alone as JSON, which ShardingPlan.from_json reads"
   )
   parser.add_argument("--chip", metavar="NAME", help="compare the planned memory with this chip's: v5e, h100")
@@ -46,6 +48,13 @@ def run(args: argparse.Namespace) -> int:
   from nnx_parallel.recipes import load_recipe
   from nnx_parallel.recipes.job import plan_recipe
 
+  shown = not (args.json or args.explain)
+  step = bool(args.batch or args.microbatches or args.remat != options.AS_WRITTEN)
+  if step and not (shown or args.chip or args.html):
+    raise ReportError(
+      "--batch, --microbatches and --remat change a step's memory, which --json and --explain do not show.",
+      fix="leave them out, or add --chip NAME (the exit code says whether it fits) or --html FILE.",
+    )
   recipe = load_recipe(args.recipe, needs=("init",))
   sizes = options.mesh_sizes(recipe, args.mesh, args.rules)
   if args.devices is not None or -1 in sizes.values():
@@ -56,8 +65,6 @@ def run(args: argparse.Namespace) -> int:
   plan = plan_recipe(
     recipe, mesh, options.changed_rules(recipe, args.rules), **options.optimizer_options(args)
   )
-  shown = not (args.json or args.explain)
-  step = bool(args.batch or args.microbatches or args.remat != options.AS_WRITTEN)
   asked = bool(args.chip) or (shown and step)
   wanted = asked or (args.html and recipe.loss and recipe.batches)
   memory, time = _planned(recipe, plan, args) if wanted else (None, None)

@@ -50,6 +50,7 @@ def test_help_does_not_import_jax():
     [],
     ["no_such_command"],
     ["plan"],
+    ["plan", "text_lm", "--json", "--explain", "embed.embedding"],
     ["train", "text_lm", "--steps", "0"],
     ["train", "text_lm", "--steps", "many"],
     ["train", "text_lm", "--resume"],

@@ -153,3 +153,11 @@ def test_the_remat_policies_are_those_of_the_report():
 def test_options_of_the_step_show_its_memory_without_a_chip(step, capsys):
   assert cli.main(["plan", "text_lm", "--mesh", "data=2,fsdp=2,tensor=2", *step]) == 0
   assert "Planned memory per device" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("alone", [("--json",), ("--explain", "embed.embedding")])
+def test_options_that_nothing_shows_are_refused(alone, capsys):
+  mesh = ["plan", "text_lm", "--mesh", "data=2,fsdp=2,tensor=2"]
+  assert cli.main([*mesh, *alone, "--remat", "full"]) == 1
+  assert "which --json and --explain do not show.\n  Fix: leave them out" in capsys.readouterr().err
+  assert cli.main([*mesh, *alone, "--remat", "full", "--chip", "v5e"]) == 0
