@@ -29,6 +29,7 @@ class _Scope:
 
 
 _SCOPE: Any = jax.make_user_context(None)
+_SPENT: Any = jax.make_user_context(())
 
 
 @contextlib.contextmanager
@@ -62,6 +63,24 @@ def use_rules(rules: Any, mesh: AnyMesh | None = None) -> Generator[None, None, 
     logical.check_axes(axis_sizes(mesh))
   with _SCOPE(_Scope(logical, mesh)):
     yield
+
+
+def spent(axes: tuple[str, ...]) -> contextlib.AbstractContextManager[None]:
+  """Has `constrain` leave mesh axes out, inside a `jax.vmap` whose mapped dim is laid out over them.
+
+  Args:
+    axes: those of its `spmd_axis_name`.
+  """
+  return _SPENT(axes)
+
+
+def default_rules(scope: contextlib.AbstractContextManager[None]) -> contextlib.AbstractContextManager[None]:
+  """The scope, for where the caller has no rules in scope; otherwise nothing, since the caller's hold.
+
+  Args:
+    scope: of `use_rules` or `plan.scope()`, not entered.
+  """
+  return scope if _SCOPE.value is None else contextlib.nullcontext()
 
 
 def constrain(x: Any, *names: Entry) -> Any:
@@ -102,9 +121,8 @@ def constrain(x: Any, *names: Entry) -> Any:
   mesh = _mesh(x, scope, active)
   if mesh is None:
     return x
-  manual = {
-    name for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True) if kind == AxisType.Manual
-  }
+  kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
+  manual = {name for name, kind in kinds.items() if kind == AxisType.Manual or name in _SPENT.value}
   if len(manual) == len(mesh.axis_names):
     return x
   explicit = AxisType.Explicit in mesh.axis_types

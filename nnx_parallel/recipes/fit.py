@@ -21,6 +21,7 @@ import jax
 from nnx_parallel.checkpoint.checkpointer import Checkpointer
 from nnx_parallel.errors import CheckpointError, TrainError
 from nnx_parallel.hosts.data import batches as placed
+from nnx_parallel.layout.constrain import default_rules
 from nnx_parallel.layout.plan import ShardingPlan
 from nnx_parallel.recipes.recorder import EarlyStop, Position, Recorder, Tracker
 from nnx_parallel.report.chips import chip_of
@@ -125,7 +126,8 @@ def fit(
       any iterable.
     steps: the number of the last step, counted from the start of the first run; None goes on to the end of
       the data.
-    plan: places host batches, and is kept in the checkpoints. Without one, batches are used as they come.
+    plan: places host batches, is kept in the checkpoints, and has its rules in scope for `constrain`, unless
+      the caller has others there. Without one, batches are used as they come.
     evaluate: returns metrics, for example by `nxp.evaluate`; they are recorded as `eval_...`. A
       `(sum, count)` pair is divided.
     eval_every: evaluate each so many steps; by default at the end only.
@@ -217,6 +219,8 @@ def fit(
   host = iter(batches(at.samples) if callable(batches) else batches)
   source = host if plan is None else placed(host, plan)
   with contextlib.ExitStack() as stack:
+    if plan is not None:
+      stack.enter_context(default_rules(plan.scope()))
     stack.enter_context(shown)
     window = stack.enter_context(ProfileWindow(profile_dir, *profile)) if profile is not None else None
     stack.push(recorder.fail)

@@ -10,6 +10,7 @@ from flax import nnx
 
 import nnx_parallel as nxp
 from nnx_parallel.errors import RecipeError
+from nnx_parallel.layout.constrain import default_rules
 from nnx_parallel.recipes.fit import resume_from
 from nnx_parallel.recipes.loader import Recipe
 from nnx_parallel.recipes.recorder import Position
@@ -175,7 +176,8 @@ class Job:
   def evaluate(self) -> Record:
     """Mean metrics over the held-out batches, dropout off; empty when there are none."""
     held_out = nxp.batches(self._batches(0, split="held_out"), self.plan)
-    return nxp.evaluate(self._eval_step, self._quiet, held_out)
+    with default_rules(self.plan.scope()):
+      return nxp.evaluate(self._eval_step, self._quiet, held_out)
 
   def _extra(self) -> dict[str, Any]:
     return {"recipe": self.recipe.name, "settings": dict(self.settings)}

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from nnx_parallel.errors import TrainError
+from nnx_parallel.layout.constrain import spent
 from nnx_parallel.train.floats import widen
 from nnx_parallel.train.losses import Terms
 
@@ -95,8 +96,8 @@ def in_microbatches(
   the model is replicated over mesh axes that split the batch, each replica sums its own gradients and they
   are reduced once, after the scan. That needs a loss that is a mean or a sum over examples (which
   microbatches ask for anyhow) and one that changes no Variable: with batch statistics or random numbers, or
-  sharding constraints that name those axes, gradients are reduced in each microbatch, which gives the same
-  numbers as one device in every case.
+  sharding constraints of jax's own that name those axes (`nxp.constrain` leaves them out here), gradients are
+  reduced in each microbatch, which gives the same numbers as one device in every case.
 
   Args:
     objective: see `Objective`; its sums are added up, so it must not divide by counts.
@@ -193,7 +194,8 @@ def _mapped(
     grads, found, _ = _scan(objective, trained, rest, part, count, layout.trained)
     return grads, found
 
-  grads, found = jax.vmap(one, spmd_axis_name=axes)(jax.tree.map(by_replica, batch))
+  with spent(axes):
+    grads, found = jax.vmap(one, spmd_axis_name=axes)(jax.tree.map(by_replica, batch))
   summed = Terms(
     {name: x.sum(0) for name, x in found.sums.items()},
     {name: None if x is None else x.sum(0) for name, x in found.counts.items()},
@@ -307,7 +309,8 @@ def _local_axes(
   part = jax.tree.map(
     lambda x: jax.ShapeDtypeStruct((jnp.shape(x)[0] // (replicas * count), *jnp.shape(x)[1:]), x.dtype), batch
   )
-  traced, (_, (_, changed, _)) = jax.make_jaxpr(objective, return_shape=True)(trained, rest, part)
+  with spent(axes):
+    traced, (_, (_, changed, _)) = jax.make_jaxpr(objective, return_shape=True)(trained, rest, part)
   if changed:
     return (), "the loss changes Variables (statistics, counters or random state)"
   for eqn in equations(traced.jaxpr):

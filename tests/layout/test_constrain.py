@@ -224,6 +224,24 @@ def test_a_train_step_runs_in_the_scope_of_its_plan(microbatches):
   np.testing.assert_allclose(model.up.kernel[...], plain.up.kernel[...], rtol=1e-4, atol=1e-5)
 
 
+def test_microbatches_of_replicas_that_are_split_themselves():
+  def init():
+    return Net(nnx.Rngs(0))
+
+  mesh = nxp.make_mesh(data=4, tensor=2)
+  rules = [LogicalRules(batch="data", mlp="tensor"), nxp.fsdp("tensor", min_size=8)]
+  plan = nxp.plan(init, mesh, rules, optimizer=optax.sgd(0.1))
+  step = nxp.train_step(lambda model, x: (model(x) ** 2).mean(), microbatches=2)
+  model, optimizer = nxp.create_sharded_model(plan)
+  with plan.scope():
+    found = step(model, optimizer, nxp.shard_batch(X, plan))["loss"]  # one row in each part of each replica
+  assert step.reduction == "once, after the scan, over data"
+  plain = init()
+  wanted = step(plain, nnx.Optimizer(plain, optax.sgd(0.1), wrt=nnx.Param), X)["loss"]
+  np.testing.assert_allclose(found, wanted, rtol=1e-5)
+  np.testing.assert_allclose(model.up.kernel[...], plain.up.kernel[...], rtol=1e-4, atol=1e-5)
+
+
 def test_candidates_and_padding():
   mesh = nxp.make_mesh(data=2, tensor=4)
   rules = LogicalRules(heads=["tensor", None], vocab="tensor", uneven={"vocab": "pad"})

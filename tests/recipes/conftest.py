@@ -22,7 +22,8 @@ class Net(nnx.Module):
     self.down = nnx.Linear(16, 8, rngs=rngs, kernel_metadata={"out_sharding": ("hidden", "inputs")})
 
   def __call__(self, x):
-    return self.down(self.dropout(nnx.relu(self.up(x))))
+    hidden = nxp.constrain(nnx.relu(self.up(x)), "batch", "hidden")
+    return self.down(self.dropout(hidden))
 
 
 def init():

@@ -8,11 +8,14 @@ import math
 import os
 import signal
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
 from flax import nnx
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
 import nnx_parallel as nxp
 from nnx_parallel.recipes.fit import resume_from
@@ -265,6 +268,24 @@ def test_sigterm_saves_where_the_run_is(tmp_path, capsys):
   finally:
     signal.signal(signal.SIGTERM, before)
   assert of_losses(rest) == {n: of_losses(straight)[n] for n in (4, 5)}
+
+
+def test_the_plan_says_what_names_of_activations_mean():
+  found = []
+
+  def constrained(model, x):
+    x = nxp.constrain(x, "batch", None)
+    jax.debug.inspect_array_sharding(x, callback=found.append)
+    return loss_fn(model, x)
+
+  def run(step):
+    return nxp.fit(step, *objects(), endless, steps=1, plan=plan(), progress=False)
+
+  run(nxp.train_step(constrained))
+  assert found.pop().is_equivalent_to(NamedSharding(plan().mesh, P(("data", "fsdp"))), 2)
+  with nxp.use_rules(nxp.LogicalRules(batch="fsdp"), plan().mesh):  # the caller's hold
+    run(nxp.train_step(constrained))
+  assert found.pop().is_equivalent_to(NamedSharding(plan().mesh, P("fsdp")), 2)
 
 
 def test_what_it_shows(capsys):
