@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
+import os
 from collections.abc import Generator, Mapping
 from typing import Any, Protocol
 
@@ -112,18 +113,18 @@ def load(
 
 @contextlib.contextmanager
 def quiet() -> Generator[None]:
-  """Keeps Orbax's log out of the terminal: failures are raised, with their cause."""
+  """Keeps Orbax's log out of the terminal, and nobody else's: failures are raised, with their cause."""
   logger = logging.getLogger("absl")
 
   # One for each call: a shared filter would be taken away by the first of two threads that ends.
-  def drop(_: logging.LogRecord) -> bool:
-    return False
+  def is_of_others(record: logging.LogRecord) -> bool:
+    return f"{os.sep}orbax{os.sep}" not in record.pathname
 
-  logger.addFilter(drop)
+  logger.addFilter(is_of_others)
   try:
     yield
   finally:
-    logger.removeFilter(drop)
+    logger.removeFilter(is_of_others)
 
 
 def _shard_bytes(target: jax.ShapeDtypeStruct) -> int:

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
+from nnx_parallel.checkpoint.manifest import DamagedError
 from nnx_parallel.errors import CheckpointError
 
 _T = TypeVar("_T")
+_SOUND, _DAMAGED, _FAILED = range(3)
 
 
 def require_same(what: str, text: str) -> None:
@@ -35,36 +37,50 @@ def require_same(what: str, text: str) -> None:
     )
 
 
-def raise_together(error: CheckpointError | None) -> None:
+def raise_together(error: Exception | None) -> None:
   """Raises on every process when any of them has an error, so that none is left waiting.
 
+  All raise a `DamagedError` or none does: who takes an older step instead must not be alone.
+
   Raises:
-    CheckpointError: this process's error, or word of the others'.
+    Exception: this process's error.
+    CheckpointError: word of the others'.
   """
   if jax.process_count() == 1:
-    failed = [0] if error else []
-  else:
-    everyone = np.asarray(multihost_utils.process_allgather(np.int32(error is not None)))
-    failed = [i for i in range(everyone.size) if everyone.reshape(-1)[i]]
-  if error is not None:
+    if error is not None:
+      raise error
+    return
+  code = _SOUND if error is None else _DAMAGED if isinstance(error, DamagedError) else _FAILED
+  codes = np.asarray(multihost_utils.process_allgather(np.int32(code))).reshape(-1)
+  worst = codes.max()
+  if error is not None and code == worst:
     raise error
-  if failed:
-    raise CheckpointError(
-      f"processes {failed} could not go on, so this one stopped too.",
+  if worst != _SOUND:
+    kind = DamagedError if worst == _DAMAGED else CheckpointError
+    raise kind(
+      f"processes {np.flatnonzero(codes == worst).tolist()} could not go on, so this one stopped too.",
       fix="read the error of the first of them.",
-    )
+    ) from error
 
 
 def together(call: Callable[[], _T]) -> _T:
   """Makes a call on every process; when it fails on one, it fails on all.
 
   Raises:
-    CheckpointError: see `raise_together`.
+    Exception: see `raise_together`.
   """
   try:
     result = call()
-  except CheckpointError as error:
+  except Exception as error:
     raise_together(error)
     raise
   raise_together(None)
   return result
+
+
+def added_up(numbers: Sequence[int]) -> list[int]:
+  """The sums over all processes, modulo 2**32; each passes as many numbers."""
+  if jax.process_count() == 1:
+    return list(numbers)
+  everyone = np.asarray(multihost_utils.process_allgather(np.asarray(numbers, np.uint32)))
+  return [int(total) for total in everyone.sum(axis=0, dtype=np.uint64) % 2**32]

@@ -35,8 +35,16 @@ class Catalog:
     return self.directory / str(step)
 
   def manifest(self, step: int) -> Manifest:
-    """Of a step; read and checked."""
-    return manifest.read(self.folder(step))
+    """Of a step; read and checked.
+
+    Raises:
+      CheckpointError: see `manifest.read`.
+      DamagedError: it is the manifest of another step.
+    """
+    found = manifest.read(self.folder(step))
+    if found.step != step:
+      raise restore.damage(step, [f"{manifest.FILE} is that of step {found.step}"])
+    return found
 
   def latest(self) -> int | None:
     """The newest step whose manifest and files are all there, or None."""

@@ -5,7 +5,9 @@ from __future__ import annotations
 import atexit
 import concurrent.futures
 import contextlib
+import dataclasses
 import functools
+import operator
 import os
 import threading
 import warnings
@@ -16,6 +18,7 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import jax
+import numpy as np
 from etils import epath
 
 from nnx_parallel.checkpoint import (
@@ -32,12 +35,29 @@ from nnx_parallel.checkpoint import (
 )
 from nnx_parallel.checkpoint.manifest import DamagedError, Manifest
 from nnx_parallel.checkpoint.mapping import Mapping
+from nnx_parallel.checkpoint.placement import no_mesh
 from nnx_parallel.checkpoint.preflight import Diff, Wanted, compare
 from nnx_parallel.checkpoint.retention import Retention
 from nnx_parallel.checkpoint.sigterm import Termination
 from nnx_parallel.errors import CheckpointError
 
 _RESERVED = ("model", "optimizer")
+
+
+@dataclasses.dataclass(frozen=True)
+class _Job:
+  """One save: the arguments of `Checkpointer.save`, checked and encoded."""
+
+  step: int
+  content: save.Content
+  extra: MappingType[str, encoding.Json]
+  metrics: MappingType[str, float]
+  plan: encoding.Json
+  overwrite: bool
+
+
+_UNFINISHED: set[Checkpointer] = set()
+"""Those with a background save that goes on or has failed: kept alive, so that the error is raised."""
 
 
 class Checkpointer:
@@ -97,6 +117,8 @@ class Checkpointer:
     self._byte_budget, self._chunk_bytes = byte_budget, chunk_bytes
     self._pool = concurrent.futures.ThreadPoolExecutor(1, "nnx_parallel-checkpoint")
     self._pending: concurrent.futures.Future[None] | None = None
+    self._restored_step: int | None = None
+    self._closed = False
     self._termination = Termination()
     self._at_exit = functools.partial(_if_alive, weakref.WeakMethod(self.wait))
     atexit.register(self._at_exit)
@@ -128,7 +150,7 @@ class Checkpointer:
     """Saves everything a run is as one step, all or nothing.
 
     Says before it starts, in the log at INFO, how many bytes the step has and how much host memory this
-    process will need.
+    process will need. Padded arrays are cut to their logical shape first, which takes a copy of them.
 
     Args:
       step: not negative.
@@ -143,7 +165,7 @@ class Checkpointer:
       CheckpointError: the step exists, a leaf cannot be stored, the disk refuses, another job is writing
         here, or an earlier background save failed.
     """
-    with self.hold():
+    with self.hold(), no_mesh():
       self._save(step, model, optimizer, extra, metrics, plan, overwrite)
 
   def _save(
@@ -157,33 +179,28 @@ class Checkpointer:
     overwrite: bool,
   ) -> None:
     self.wait()
-    number = self._check_step(step)
-    roots = targets.saved_roots(model, optimizer)
-    values: dict[str, encoding.Json] = {}
-    for name, value in (extra or {}).items():
-      if name in _RESERVED or not name.isidentifier():
-        raise CheckpointError(
-          f"extra={{{name!r}: ...}} cannot be used as a name.", fix="use another identifier."
-        )
-      leaves, _ = trees.flatten(value)
-      if any(encoding.is_array(leaf) for leaf in leaves.values()):
-        roots[name] = save.Tree(leaves)
-      else:
-        values[name] = encoding.check_json(value, path=f"extra[{name!r}]")
-    content = agree.together(lambda: save.prepare(roots))
-    save.agree_on(self.directory, number, content)
-    with contextlib.ExitStack() as stack:
-      finish = self._start(
-        stack,
-        number,
-        content,
-        extra=values,
-        metrics=_numbers(metrics or {}),
-        plan=targets.plan_json(plan),
-        overwrite=overwrite,
+    if self._closed:
+      raise CheckpointError(
+        f"cannot save step {step}: this Checkpointer was closed.",
+        fix=f"make another: Checkpointer({os.fspath(self.directory)!r}).",
       )
+    job = agree.together(
+      lambda: _Job(
+        _checked_step(step),
+        *_content(model, optimizer, extra),
+        _numbers(metrics or {}),
+        targets.plan_json(plan),
+        overwrite,
+      )
+    )
+    save.agree_on(self.directory, job.step, job.content)
+    with contextlib.ExitStack() as stack:
+      finish = self._start(stack, job)
       held = stack.pop_all()
-    self._pending = self._pool.submit(self._finish, number, finish, held)
+    pending = self._pending = self._pool.submit(self._finish, job.step, finish, held)
+    _UNFINISHED.add(self)
+    pending.add_done_callback(functools.partial(_forget_finished, self))
+    self._restored_step = None
     if not self._asynchronous:
       self.wait()
 
@@ -194,9 +211,15 @@ class Checkpointer:
       CheckpointError: it failed.
     """
     with self.hold():
-      pending, self._pending = self._pending, None
-      if pending is not None:
+      pending = self._pending
+      if pending is None:
+        return
+      try:
         agree.together(pending.result)
+      finally:
+        if pending.done():  # else an interrupt ended the wait, and the save is still to be waited for
+          self._pending = None
+          _UNFINISHED.discard(self)
 
   def close(self) -> None:
     """Waits for a background save and lets the object go.
@@ -204,6 +227,7 @@ class Checkpointer:
     Raises:
       CheckpointError: the save failed.
     """
+    self._closed = True
     self._termination.stop()
     atexit.unregister(self._at_exit)
     try:
@@ -222,7 +246,16 @@ class Checkpointer:
     Args:
       state: called then; returns the arguments of `save`, for example
         `lambda: {"step": step, "model": model, "optimizer": optimizer}`.
+
+    Raises:
+      CheckpointError: a job of several processes.
     """
+    if jax.process_count() > 1:
+      raise CheckpointError(
+        f"save_on_sigterm is for jobs of one process, and this one has {jax.process_count()}.",
+        fix="save often; or ask jax.experimental.multihost_utils.reached_preemption_sync_point(step) in the"
+        " loop, and save when it says so.",
+      )
 
     def save_now() -> None:
       self.wait()
@@ -338,7 +371,7 @@ class Checkpointer:
       cast: whether one float dtype may become another.
       mapping: how saved leaves make up the target's: lists of layers stacked or cut, dims transposed,
         split or merged. Patterns above are then about the saved paths.
-      optimizer: `"restore"`, `"drop"` (return the model only) or `"fresh"` (keep a new one).
+      optimizer: `"restore"`, `"drop"` (return the model only) or, with a plan, `"fresh"` (make a new one).
       on_corrupt: `"error"`, or `"fallback"` to take the newest good step, with a warning.
       as_numpy: return numpy arrays; without a target, of everything that was saved.
 
@@ -348,27 +381,18 @@ class Checkpointer:
     Raises:
       CheckpointError: no such step, leaves that do not fit, or damage, all named.
     """
-    self.wait()
-    if on_corrupt not in ("error", "fallback"):
-      raise CheckpointError(f"on_corrupt={on_corrupt!r} is unknown.", fix='pass "error" or "fallback".')
-    choose = {
+    choose: dict[str, Any] = {
       "only": only if only is None or isinstance(only, str) else tuple(only),
       "skip": skip if isinstance(skip, str) else tuple(skip),
       "rename": rename,
       "cast": cast,
     }
-    if target is None:
-      return self._try_steps(step, on_corrupt, lambda s: self._read_as_saved(s, as_numpy))
-    goal = targets.read(target, optimizer=optimizer, as_numpy=as_numpy)
-    goal = remap.through(mapping, goal) if mapping else goal
-
-    def attempt(number: int) -> Any:
-      record = self._catalog.manifest(number)
-      diff = self._compare(record, goal.wanted, **choose)
-      agree.together(diff.require)
-      return self._fill(goal, record, diff)
-
-    return self._try_steps(step, on_corrupt, attempt)
+    with self.hold(), no_mesh():
+      self.wait()
+      goal = agree.together(
+        lambda: self._goal(target, choose, mapping, optimizer, on_corrupt, as_numpy=as_numpy)
+      )
+      return self._try_steps(step, on_corrupt, lambda record: self._attempt(goal, record, choose))
 
   def restore_extra(
     self, name: str, target: object = None, step: int | str | None = None, *, as_numpy: bool = False
@@ -378,25 +402,33 @@ class Checkpointer:
     Args:
       name: as in `extra`.
       target: pytree of `jax.ShapeDtypeStruct`s with shardings; not needed for JSON values.
-      step: a number, `"latest"` (also None) or `"best"`.
+      step: a number, `"latest"` or `"best"`; None is the step that `restore` took since the last save, or
+        the latest.
       as_numpy: return numpy arrays.
+
+    Returns:
+      A tree like the target, the value, or what was saved by path.
+
+    Raises:
+      CheckpointError: no such step or name, leaves that do not fit, or damage.
     """
-    self.wait()
-    record = self.metadata(step)
-    if name in record.extra:
-      return encoding.read_json(record.extra[name])
-    if name not in record.items:
-      raise CheckpointError(
-        f"step {record.step} has no {name!r}.",
-        details=f"it has {sorted({*record.items, *record.extra})}",
-        fix="use one of these names.",
-      )
-    if target is None:
-      return self._read_as_saved(record.step, as_numpy, only=[name])[name]
-    goal = targets.read(target, optimizer="drop", as_numpy=as_numpy, item=name)
-    diff = self._compare(record, goal.wanted)
-    agree.together(diff.require)
-    return self._fill(goal, record, diff)
+    with self.hold(), no_mesh():
+      self.wait()
+      record = self.metadata(self._restored_step if step is None else step)
+      if name in record.extra:
+        return encoding.read_json(record.extra[name])
+      if name not in record.items:
+        raise CheckpointError(
+          f"step {record.step} has no {name!r}.",
+          details=f"it has {sorted({*record.items, *record.extra})}",
+          fix="use one of these names.",
+        )
+      if target is None and not as_numpy:
+        raise _no_target(self.directory)
+      goal = None
+      if target is not None:
+        goal = agree.together(lambda: targets.read(target, optimizer="drop", as_numpy=as_numpy, item=name))
+      return self._attempt(goal, record, {}, only_item=name)
 
   def verify(self, step: int | str | None = None) -> dict[str, str]:
     """Reads a whole step and says what is wrong with it.
@@ -411,45 +443,35 @@ class Checkpointer:
       return {manifest.FILE: error.what}
     folder = self._catalog.folder(number)
     problems = {text.split(" ")[0]: text for text in restore.damaged_files(folder, record, record.files)}
-    for name, error in restore.check_values(folder, record, byte_budget=self._byte_budget):
-      if error is not None:
-        problems[name] = error.what
+    with no_mesh():
+      for name, error in restore.check_values(folder, record, byte_budget=self._byte_budget):
+        if error is not None:
+          problems[name] = error.what
     return problems
 
   # Inside.
 
-  def _start(
-    self,
-    stack: contextlib.ExitStack,
-    step: int,
-    content: save.Content,
-    *,
-    extra: MappingType[str, encoding.Json],
-    metrics: MappingType[str, float],
-    plan: encoding.Json,
-    overwrite: bool,
-  ) -> Callable[[], None]:
+  def _start(self, stack: contextlib.ExitStack, job: _Job) -> Callable[[], None]:
     def open_for_writing() -> None:
       if jax.process_index() == 0:
-        self._open_for_writing(stack, step, content.nbytes, overwrite)
+        self._open_for_writing(stack, job.step, job.content.nbytes, job.overwrite)
 
-    doing = f"save step {step}"
-    agree.together(lambda: files.explained(open_for_writing, doing, self.directory))
-    return files.explained(
-      lambda: save.write(
+    def write() -> Callable[[], None]:
+      return save.write(
         self.directory,
-        step,
-        content,
-        extra=extra,
-        metrics=metrics,
-        plan=plan,
+        job.step,
+        job.content,
+        extra=job.extra,
+        metrics=job.metrics,
+        plan=job.plan,
         chunk_bytes=self._chunk_bytes,
         byte_budget=self._byte_budget,
         background=self._asynchronous,
-      ),
-      doing,
-      self.directory,
-    )
+      )
+
+    doing = f"save step {job.step}"
+    agree.together(lambda: files.explained(open_for_writing, doing, self.directory))
+    return agree.together(lambda: files.explained(write, doing, self.directory))
 
   def _open_for_writing(self, stack: contextlib.ExitStack, step: int, nbytes: int, overwrite: bool) -> None:
     self.directory.mkdir(parents=True, exist_ok=True)
@@ -497,46 +519,109 @@ class Checkpointer:
       self._catalog.folder(record.step), record, diff, verify=self._verify, byte_budget=self._byte_budget
     )
 
-  def _fill(self, goal: targets.Target, record: Manifest, diff: Diff) -> Any:
-    values = targets.json_values(goal, record)
-    return goal.build(targets.merge(self._read(record, diff), values))
-
-  def _read_as_saved(
-    self, step: int, as_numpy: bool, only: Iterable[str] | None = None
-  ) -> dict[str, dict[str, Any]]:
+  def _goal(
+    self,
+    target: object,
+    choose: MappingType[str, Any],
+    mapping: Mapping | None,
+    optimizer: str,
+    on_corrupt: str,
+    *,
+    as_numpy: bool,
+  ) -> targets.Target | None:
+    """What the arguments of `restore` ask for; None for everything as it was saved."""
+    if on_corrupt not in ("error", "fallback"):
+      raise CheckpointError(f"on_corrupt={on_corrupt!r} is unknown.", fix='pass "error" or "fallback".')
+    if target is not None:
+      goal = targets.read(target, optimizer=optimizer, as_numpy=as_numpy)
+      return remap.through(mapping, goal) if mapping else goal
     if not as_numpy:
       raise _no_target(self.directory)
-    record = self._catalog.manifest(step)
-    items = {name: record.items[name] for name in only or record.items}
+    given = {"rename": choose["rename"], "cast": choose["cast"], "mapping": mapping}
+    given["optimizer"] = optimizer != "restore"
+    if unused := [name for name, value in given.items() if value]:
+      raise CheckpointError(
+        f"restore(as_numpy=True) without a target takes no {unused[0]}=: it returns what was saved.",
+        fix="only= and skip= choose leaves; pass a target for the rest.",
+      )
+    return None
+
+  def _attempt(
+    self,
+    goal: targets.Target | None,
+    record: Manifest,
+    choose: MappingType[str, Any],
+    only_item: str | None = None,
+  ) -> Any:
+    """Restores from one step."""
+    if goal is not None:
+      diff = self._compare(record, goal.wanted, **choose)
+      agree.together(diff.require)
+      values = targets.json_values(goal, record)
+      return goal.build(targets.merge(self._read(record, diff), values))
+    items = {name: saved for name, saved in record.items.items() if only_item in (None, name)}
     wanted = {item: targets.as_saved(saved) for item, saved in items.items()}
-    found = self._read(record, self._compare(record, wanted))
-    return {
+    diff = self._compare(record, wanted, **choose)
+    agree.together(diff.require)
+    found = self._read(record, diff)
+    whole = {
       item: {
         **found.get(item, {}),
         **{path: encoding.read_json(value) for path, value in saved.values.items()},
       }
       for item, saved in items.items()
     }
+    return whole if only_item is None else whole[only_item]
 
-  def _try_steps(self, step: int | str | None, on_corrupt: str, attempt: Callable[[int], Any]) -> Any:
-    number = self._catalog.resolve(step)
+  def _try_steps(self, step: int | str | None, on_corrupt: str, attempt: Callable[[Manifest], Any]) -> Any:
+    number = agree.together(lambda: self._catalog.resolve(step))
     older = [other for other in self.steps() if other < number]
     while True:
       try:
-        result = attempt(number)
+        record = agree.together(functools.partial(self._catalog.manifest, number))
+        result = attempt(record)
       except DamagedError as error:
         if on_corrupt == "error" or not older:
           raise
         warnings.warn(f"step {number} was passed over: {error.what}", stacklevel=3)
         number = older.pop()
       else:
-        self.restored = self._catalog.manifest(number)
+        self.restored, self._restored_step = record, number
         return result
 
-  def _check_step(self, step: int) -> int:
-    if isinstance(step, bool) or int(step) != step or step < 0:
-      raise CheckpointError(f"step={step!r} is not a step.", fix="pass a whole number from 0 up.")
-    return int(step)
+
+def _forget_finished(checkpointer: Checkpointer, pending: concurrent.futures.Future[None]) -> None:
+  if not pending.exception():
+    _UNFINISHED.discard(checkpointer)
+
+
+def _checked_step(step: object) -> int:
+  try:
+    number = operator.index(step)  # pyright: ignore[reportArgumentType]
+  except TypeError:
+    number = -1
+  if isinstance(step, bool) or number < 0:
+    raise CheckpointError(f"step={step!r} is not a step.", fix="pass a whole number from 0 up.")
+  return number
+
+
+def _content(
+  model: object, optimizer: object, extra: MappingType[str, object] | None
+) -> tuple[save.Content, dict[str, encoding.Json]]:
+  """What is saved, and the JSON values among `extra`."""
+  roots = targets.saved_roots(model, optimizer)
+  values: dict[str, encoding.Json] = {}
+  for name, value in (extra or {}).items():
+    if name in _RESERVED or not name.isidentifier():
+      raise CheckpointError(
+        f"extra={{{name!r}: ...}} cannot be used as a name.", fix="use another identifier."
+      )
+    leaves, _ = trees.flatten(value)
+    if any(isinstance(leaf, (jax.Array, np.ndarray)) for leaf in leaves.values()):
+      roots[name] = save.Tree(leaves)
+    else:
+      values[name] = encoding.check_json(value, path=f"extra[{name!r}]")
+  return save.prepare(roots), values
 
 
 def _checked(verify: str) -> str:
@@ -548,9 +633,12 @@ def _checked(verify: str) -> str:
 def _numbers(metrics: MappingType[str, object]) -> dict[str, float]:
   numbers: dict[str, float] = {}
   for name, value in metrics.items():
-    if jax.numpy.ndim(value) != 0:  # pyright: ignore[reportArgumentType]
-      raise CheckpointError(f"metrics[{name!r}] is not one number.", fix="reduce it before saving.")
-    numbers[name] = float(value)  # pyright: ignore[reportArgumentType]
+    try:
+      numbers[name] = float(value)  # pyright: ignore[reportArgumentType]
+    except (TypeError, ValueError) as error:
+      raise CheckpointError(
+        f"metrics[{name!r}] is not one number.", details=f"{value!r}"[:200], fix="reduce it before saving."
+      ) from error
   return numbers
 
 

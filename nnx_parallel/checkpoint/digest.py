@@ -21,7 +21,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from nnx_parallel.checkpoint.encoding import Array
-from nnx_parallel.checkpoint.placement import on_auto_axes, on_cpu
+from nnx_parallel.checkpoint.placement import auto_layout, on_auto_axes, on_cpu
 
 BLOCK_BYTES = 16 << 20
 # On CPUs: elements that are mixed and summed at a time, and columns below which that is slower.
@@ -63,6 +63,7 @@ def digest(array: Array, shape: Shape | None = None, block: Shape | None = None)
 
   Returns:
     uint32 numbers on the array's devices, of a `jax.Array` not waited for: `totals` waits and adds them up.
+    Of an array that is spread over processes, each process gets its own share.
 
   Example:
     >>> x = np.arange(6, dtype=np.float32)
@@ -76,15 +77,14 @@ def digest(array: Array, shape: Shape | None = None, block: Shape | None = None)
   shape = tuple(array.shape if shape is None else shape)
   block = shape if block is None else block
   if isinstance(array, np.ndarray):
-    host = jax.devices("cpu")[0]
+    host = host_device()
     parts = _digest_whole(jax.device_put(_host_words(array), host), shape, block, by_tiles=True)
     return jax.block_until_ready(parts)  # jax on CPU may read the memory itself, and the caller may change it
   array = on_auto_axes(array)
   sharding = array.sharding
   if not isinstance(sharding, NamedSharding):
     return _digest_whole(array, shape, block, by_tiles=on_cpu(sharding))
-  parts = _digest_shards(sharding, tuple(array.shape), shape, block)(array)
-  return parts if parts.is_fully_addressable else _sum_everywhere(sharding.mesh)(parts)
+  return _digest_shards(sharding, tuple(array.shape), shape, block)(array)
 
 
 def digest_later(array: Array, block: Shape) -> Callable[[], jax.Array]:
@@ -100,7 +100,8 @@ def digest_later(array: Array, block: Shape) -> Callable[[], jax.Array]:
     block: from `block_shape`.
 
   Returns:
-    A function that returns what `digest` returns, to be called once, on any thread.
+    A function that returns what `digest` returns, added up over all processes; to be called once, on any
+    thread.
 
   Example:
     >>> x = jnp.arange(6.0)
@@ -111,13 +112,16 @@ def digest_later(array: Array, block: Shape) -> Callable[[], jax.Array]:
   """
   if isinstance(array, np.ndarray) or not (on_cpu(array.sharding) and array.is_fully_addressable):
     parts = digest(array, block=block)
+    # Here, because all processes have to run this program in the same order among their others.
+    parts = parts if parts.is_fully_addressable else _sum_everywhere(parts.sharding.mesh)(parts)
     return lambda: parts
-  # Processes add up their numbers in the order of the callers' programs, hence `is_fully_addressable`.
-  shape, array = array.shape, on_auto_axes(array)
-  layout, shards = array.sharding, [(np.asarray(part.data), part.device) for part in array.addressable_shards]
+  shape, layout, wide = array.shape, auto_layout(array.sharding), array.dtype.itemsize > 4
+  shards = [(np.asarray(part.data), part.device) for part in array.addressable_shards]
 
   def later() -> jax.Array:
-    held = [jax.device_put(view, device) for view, device in shards]  # aliases, no copies
+    # Aliases, no copies. Without x64, which is each thread's own, jax would make 32 bits of 64.
+    with jax.enable_x64(wide):
+      held = [jax.device_put(view, device) for view, device in shards]
     shards.clear()
     return digest(jax.make_array_from_single_device_arrays(shape, layout, held), block=block)
 
@@ -125,9 +129,20 @@ def digest_later(array: Array, block: Shape) -> Callable[[], jax.Array]:
 
 
 def totals(parts: jax.Array) -> tuple[int, ...]:
-  """Waits for what `digest` returned, and adds it up: a number for each block, in C order."""
-  sums = np.asarray(parts).sum(axis=0, dtype=np.uint64) % 2**32
+  """Waits for what `digest` returned, and adds up what this process has: a number per block, in C order."""
+  rows = [parts]
+  if not (parts.is_fully_addressable or parts.is_fully_replicated):
+    rows = [shard.data for shard in parts.addressable_shards]
+  sums = np.concatenate([np.asarray(row) for row in rows]).sum(axis=0, dtype=np.uint64) % 2**32
   return tuple(int(number) for number in sums)
+
+
+def host_device() -> Any:
+  """The device of this process on which host arrays are digested: a CPU, where jax has one."""
+  try:
+    return jax.local_devices(backend="cpu")[0]
+  except RuntimeError:  # JAX_PLATFORMS names others only
+    return jax.local_devices()[0]
 
 
 def block_ranges(index: int, shape: Shape, block: Shape) -> str:

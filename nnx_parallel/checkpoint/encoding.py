@@ -126,11 +126,13 @@ def stored_form(
 
 
 def check_json(value: object, *, path: str) -> Json:
-  """Returns `value` when JSON gives it back unchanged.
+  """Returns `value` when JSON gives it back unchanged; numpy's scalars become Python's.
 
   Raises:
     CheckpointError: another type, an infinite or undefined number, a name that is not text.
   """
+  if isinstance(value, np.generic):
+    value = value.item()
   if value is None or isinstance(value, (bool, str, int)):
     return value
   if isinstance(value, float):

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
-from typing import cast
+from typing import Any, cast
 
 import jax
+import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, Sharding
 
 
@@ -15,18 +17,28 @@ def on_cpu(sharding: Sharding) -> bool:
   return next(iter(sharding.device_set)).platform == "cpu"
 
 
-def on_auto_axes(array: jax.Array) -> jax.Array:
-  """The same buffers in device memory, on a mesh whose axes are all Auto.
+def no_mesh() -> contextlib.AbstractContextManager[Any]:
+  """Takes the mesh of `jax.set_mesh` away: the programs here run on the meshes of the arrays."""
+  return jax.set_mesh(Mesh(np.empty((), object), ()))
 
-  On Explicit axes each operation below would need its output sharding spelt out. Only an array in host
-  memory is copied.
+
+def auto_layout(sharding: Sharding) -> Sharding:
+  """The same layout in device memory, on a mesh whose axes are all Auto.
+
+  On Explicit axes each operation below would need its output sharding spelt out.
   """
+  if not isinstance(sharding, NamedSharding):
+    return sharding
+  names, devices = sharding.mesh.axis_names, cast(Mesh, sharding.mesh).devices
+  return NamedSharding(Mesh(devices, names, axis_types=(AxisType.Auto,) * len(names)), sharding.spec)
+
+
+def on_auto_axes(array: jax.Array) -> jax.Array:
+  """The same buffers in `auto_layout`; only an array in host memory is copied."""
   sharding = array.sharding
   if not isinstance(sharding, NamedSharding):
     return array
-  names, devices = sharding.mesh.axis_names, cast(Mesh, sharding.mesh).devices
-  mesh = Mesh(devices, names, axis_types=(AxisType.Auto,) * len(names))
-  layout = NamedSharding(mesh, sharding.spec)
+  layout = auto_layout(sharding)
   if sharding.memory_kind not in (None, layout.memory_kind):
     array = jax.device_put(array, NamedSharding(sharding.mesh, sharding.spec))
   shards = [shard.data for shard in array.addressable_shards]

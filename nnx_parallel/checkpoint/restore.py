@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import dataclasses
+import errno
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
@@ -17,17 +18,27 @@ from nnx_parallel.checkpoint.digest import block_ranges, digest, totals
 from nnx_parallel.checkpoint.encoding import Array
 from nnx_parallel.checkpoint.manifest import DamagedError, LeafRecord, Manifest
 from nnx_parallel.checkpoint.preflight import Diff, Match, Wanted, bytes_read
+from nnx_parallel.errors import CheckpointError
 
 # What files that are not what was written make their readers raise.
 _READ_ERRORS = (ValueError, TypeError, LookupError, AttributeError, RuntimeError, OSError)
 VERIFY = ("full", "metadata", "off")
+# Errors that say something of this machine and this moment, and nothing of the file.
+_PASSING = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EACCES, errno.EPERM, errno.ESTALE})
+_PASSING_WORDS = ("RESOURCE_EXHAUSTED", "PERMISSION_DENIED", "Too many open files", "Cannot allocate memory")
 
 
 @dataclasses.dataclass(frozen=True)
 class _Read:
   match: Match
   stored: jax.ShapeDtypeStruct
-  digest: jax.Array | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class _Digested:
+  read: _Read
+  spread: bool  # over processes, each of which has found its own share
+  digests: tuple[int, ...]
 
 
 def wanted_from(struct: jax.ShapeDtypeStruct, shape: tuple[int, ...] | None = None) -> Wanted:
@@ -55,10 +66,24 @@ def read(
     DamagedError: names the leaf and the files that are not what was saved.
   """
   if verify != "off":
-    agree.raise_together(_damage_of_files(step_dir, manifest, diff.matches))
+    agree.together(lambda: _raise(_damage_of_files(step_dir, manifest, diff.matches)))
+  results, digested = agree.together(lambda: _read_all(step_dir, manifest, diff, verify, byte_budget))
+  # Only now, when no process can fail before it, do they add up their digests.
+  agree.raise_together(_damage_of_values(step_dir, _added_up(digested)))
+  return results
+
+
+def _raise(error: Exception | None) -> None:
+  if error is not None:
+    raise error
+
+
+def _read_all(
+  step_dir: epath.Path, manifest: Manifest, diff: Diff, verify: str, byte_budget: int
+) -> tuple[dict[str, dict[str, Array]], list[_Digested]]:
+  """The arrays, and what this process found of their digests; it waits for no other process."""
   results: dict[str, dict[str, Array]] = {}
-  waiting: list[_Read] = []
-  error: DamagedError | None = None
+  waiting: list[tuple[_Read, bool, jax.Array]] = []
   with direct.readers() as pool:
     # Two groups are in flight: one is read while the other is placed, and its digests are started.
     groups = _groups(diff.matches, byte_budget // 2)
@@ -67,20 +92,27 @@ def read(
     while following is not None:
       group, finish = following
       following = next(started, None)
-      try:
-        arrays = finish()
-      except DamagedError as caught:
-        error = caught
-        break
+      arrays = finish()
       for one in group:
         array = arrays.get(one.match.saved.folder)
         results.setdefault(one.match.item, {})[one.match.path] = _place(array, one)
         if verify == "full" and array is not None:
-          waiting.append(
-            dataclasses.replace(one, digest=digest(array, _stored_shape(one), one.match.saved.block))
-          )
-  agree.raise_together(error or _damage_of_values(step_dir, waiting))
-  return results
+          parts = digest(array, _stored_shape(one), one.match.saved.block)
+          waiting.append((one, _is_spread(array), parts))
+  return results, [_Digested(one, spread, totals(parts)) for one, spread, parts in waiting]
+
+
+def _is_spread(array: Array) -> bool:
+  return isinstance(array, jax.Array) and not array.is_fully_addressable
+
+
+def _added_up(digested: Sequence[_Digested]) -> list[_Digested]:
+  """The digests with the shares of all processes, in arrays that are spread over them."""
+  sums = iter(agree.added_up([number for one in digested if one.spread for number in one.digests]))
+  return [
+    dataclasses.replace(one, digests=tuple(next(sums) for _ in one.digests)) if one.spread else one
+    for one in digested
+  ]
 
 
 def check_values(
@@ -106,22 +138,53 @@ def check_values(
       except DamagedError as error:
         yield match.name, error
         continue
-      checked = dataclasses.replace(one, digest=digest(array, block=match.saved.block))
-      yield match.name, _damage_of_values(step_dir, [checked])
+      digests = totals(digest(array, block=match.saved.block))
+      yield match.name, _damage_of_values(step_dir, [_Digested(one, False, digests)])
 
 
 def damaged_files(step_dir: epath.Path, manifest: Manifest, names: Iterable[str]) -> list[str]:
-  """Says which of the named files are missing, cut short, or not what was written."""
+  """Says which of the named files are missing, cut short, unreadable, or not what was written.
+
+  Raises:
+    CheckpointError: a file that cannot be read for a reason that says nothing of the file.
+  """
   problems: list[str] = []
   for name in names:
-    file, size = step_dir / name, manifest.files[name]
-    if not file.exists():
-      problems.append(f"{name} is missing")
-    elif (found := file.stat().length) != size:
-      problems.append(f"{name} has {found:,} bytes instead of {size:,}")
-    elif name in manifest.hashes and files.sha256(file) != manifest.hashes[name]:
-      problems.append(f"{name} does not have the contents that were written")
+    try:
+      problem = _problem_of_file(step_dir / name, manifest.files[name], manifest.hashes.get(name))
+    except OSError as error:
+      _raise_passing(error, f"{step_dir / name}")
+      problem = f"cannot be read ({error.strerror or error})"
+    if problem:
+      problems.append(f"{name} {problem}")
   return problems
+
+
+def _problem_of_file(file: epath.Path, size: int, sha256: str | None) -> str:
+  if not file.exists():
+    return "is missing"
+  if (found := file.stat().length) != size:
+    return f"has {found:,} bytes instead of {size:,}"
+  if sha256 is not None and files.sha256(file) != sha256:
+    return "does not have the contents that were written"
+  return ""
+
+
+def _raise_passing(error: BaseException, what: str) -> None:
+  """Raises when an error says nothing of the checkpoint: then no older step may be taken instead.
+
+  Raises:
+    CheckpointError: what could not be read, and why.
+  """
+  cause: BaseException | None = error
+  while cause is not None and not (isinstance(cause, OSError) and cause.errno in _PASSING):
+    cause = cause.__cause__ or cause.__context__
+  if cause is not None or any(word in str(error) for word in _PASSING_WORDS):
+    raise CheckpointError(
+      f"cannot read {what}: {cause.strerror if isinstance(cause, OSError) else type(error).__name__}.",
+      details=str(error)[:300],
+      fix="see to the cause and try again; this is no sign of damage.",
+    ) from error
 
 
 def damage(step: object, problems: Sequence[str]) -> DamagedError:
@@ -145,22 +208,21 @@ def _damage_of_files(
   return damage(manifest.step, problems) if problems else None
 
 
-def _damage_of_values(step_dir: epath.Path, reads: Iterable[_Read]) -> DamagedError | None:
+def _damage_of_values(step_dir: epath.Path, digested: Iterable[_Digested]) -> DamagedError | None:
   problems = [
-    f"the values of {one.match.item}/{one.match.saved_path}{where} are not those that were saved "
-    f"(files under {one.match.item}/{one.match.saved.folder})"
-    for one in reads
+    f"the values of {match.item}/{match.saved_path}{where} are not those that were saved "
+    f"(files under {match.item}/{match.saved.folder})"
+    for one in digested
+    for match in [one.read.match]
     for where in _damaged_blocks(one)
   ]
   return damage(step_dir.name, problems) if problems else None
 
 
-def _damaged_blocks(one: _Read) -> list[str]:
+def _damaged_blocks(one: _Digested) -> list[str]:
   """The ranges whose digests are not those that were saved."""
-  if one.digest is None:
-    return []
-  saved, shape = one.match.saved, _stored_shape(one)
-  pairs = zip(totals(one.digest), saved.digests, strict=True)
+  saved, shape = one.read.match.saved, _stored_shape(one.read)
+  pairs = zip(one.digests, saved.digests, strict=True)
   return [block_ranges(i, shape, saved.block) for i, (found, wanted) in enumerate(pairs) if found != wanted]
 
 
@@ -230,6 +292,7 @@ def _start(
         pad=any(_stored_shape(one) != one.stored.shape for one in group),
       )
     except _READ_ERRORS as error:
+      _raise_passing(error, f"{step_dir / item}")
       if len(group) == 1:
         match = group[0].match
         raise damage(

@@ -43,10 +43,17 @@ class Tree:
 
 @dataclasses.dataclass(frozen=True)
 class Content:
-  """What a step will hold, encoded."""
+  """What a step will hold, encoded.
+
+  Attributes:
+    items: the records, by item.
+    arrays: what is stored, by item and folder.
+    cut_bytes: device memory that this process holds for arrays that were padded, cut to their logical shape.
+  """
 
   items: Mapping[str, ItemRecord]
   arrays: Mapping[str, Mapping[str, Array]]
+  cut_bytes: int
 
   @property
   def nbytes(self) -> int:
@@ -62,6 +69,7 @@ def prepare(trees: Mapping[str, Tree]) -> Content:
   """
   items: dict[str, ItemRecord] = {}
   arrays: dict[str, dict[str, Array]] = {}
+  cut_bytes = 0
   for item, tree in trees.items():
     records: dict[str, LeafRecord] = {}
     values: dict[str, Json] = {}
@@ -75,10 +83,12 @@ def prepare(trees: Mapping[str, Tree]) -> Content:
       records[path] = record
       if array is not None:
         stored[record.folder] = array
+        if isinstance(array, jax.Array) and record.shape != leaf.shape:  # pyright: ignore[reportAttributeAccessIssue]
+          cut_bytes += sum(shard.data.nbytes for shard in array.addressable_shards)
     items[item] = ItemRecord(records, values)
     if stored:
       arrays[item] = stored
-  return Content(items, arrays)
+  return Content(items, arrays, cut_bytes)
 
 
 def write(
@@ -120,10 +130,11 @@ def write(
   if content.arrays:
     copies = _orbax.host_bytes_to_save(content.arrays, byte_budget=byte_budget, background=background)
     logger.info(
-      "saving step %d: %s bytes of arrays; at most %s bytes of host memory here",
+      "saving step %d: %s bytes of arrays; at most %s bytes of host memory here%s",
       step,
       f"{content.nbytes:,}",
       f"{copies:,}",
+      f", and {content.cut_bytes:,} bytes beside the padded arrays" if content.cut_bytes else "",
     )
   elif jax.process_index() == 0:
     folder.mkdir()

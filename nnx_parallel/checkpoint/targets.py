@@ -12,6 +12,7 @@ import numpy as np
 from flax import nnx
 
 from nnx_parallel.checkpoint import encoding, paths, trees
+from nnx_parallel.checkpoint.digest import host_device
 from nnx_parallel.checkpoint.encoding import Array, Json
 from nnx_parallel.checkpoint.manifest import ItemRecord, LeafRecord, Manifest
 from nnx_parallel.checkpoint.preflight import Wanted
@@ -64,8 +65,7 @@ def read(target: object, *, optimizer: str, as_numpy: bool = False, item: str = 
   if isinstance(target, nnx.Module):
     return _live_target({"model": target}, target)
   if isinstance(target, tuple) and target and isinstance(target[0], nnx.Module):
-    model, live = target
-    return _live_target({"model": model} | ({"optimizer": live} if optimizer == "restore" else {}), target)
+    return _pair_target(target, optimizer)
   return _tree_target(target, as_numpy=as_numpy, item=item)
 
 
@@ -114,7 +114,7 @@ def as_saved(record: ItemRecord) -> dict[str, Wanted]:
 def _as_saved(leaf: LeafRecord) -> Wanted:
   if leaf.encoding.startswith("key:"):
     key = jax.eval_shape(lambda: jax.random.key(0, impl=leaf.encoding.removeprefix("key:")))
-    host = jax.sharding.SingleDeviceSharding(jax.devices("cpu")[0])
+    host = jax.sharding.SingleDeviceSharding(host_device())
     return Wanted(jax.ShapeDtypeStruct(leaf.shape, key.dtype, sharding=host), leaf.shape)
   return Wanted(jax.ShapeDtypeStruct(leaf.shape, np.dtype(leaf.dtype)), leaf.shape)
 
@@ -163,6 +163,22 @@ def _plan_target(plan: ShardingPlan, optimizer: str) -> Target:
     return instantiate(plan, arrays)
 
   return Target(wanted, {}, build)
+
+
+def _pair_target(target: tuple[Any, ...], optimizer: str) -> Target:
+  if len(target) != 2:
+    raise CheckpointError(
+      f"a target of {len(target)} objects cannot be restored.", fix="pass a module, or (module, optimizer)."
+    )
+  if optimizer == "fresh":
+    raise CheckpointError(
+      'optimizer="fresh" needs a plan: a live optimizer is filled or left as it is.',
+      fix='restore(plan, optimizer="fresh"); or restore(model) beside an optimizer that was just made.',
+    )
+  model, live = target
+  if optimizer == "drop":
+    return _live_target({"model": model}, model)
+  return _live_target({"model": model, "optimizer": live}, target)
 
 
 def _live_target(roots: Mapping[str, Any], result: object) -> Target:

@@ -69,6 +69,18 @@ def test_saving_and_restoring_keep_to_the_shards_and_the_budget(tmp_path):
 
 
 @pytest.mark.slow
+def test_state_in_host_memory_is_not_copied_to_be_saved(tmp_path):
+  body = """
+    rows = NamedSharding(mesh, P("a"), memory_kind="pinned_host")
+    tree = {f"w{i}": jax.device_put(np.full((2048, 2048), i, np.float32), rows) for i in range(8)}
+    checkpointer = nxp.Checkpointer(folder, byte_budget=32 * MIB)
+    print(extra_peak(lambda: checkpointer.save(1, tree, overwrite=True)))
+  """
+  (saved,) = run(tmp_path, body)
+  assert saved <= 64  # of 128
+
+
+@pytest.mark.slow
 def test_importing_holds_the_shards_alone(tmp_path):
   body = """
     tensors = {f"w{i}": np.full((2048, 2048), i, np.float32) for i in range(8)}

@@ -108,3 +108,94 @@ def test_safetensors_are_read_and_written_each_process_its_own_slices(tmp_path):
     assert f"read {16 * 32 // 2 + 32}" in out
   found = safetensors.numpy.load_file(tmp_path / "out" / "model.safetensors")
   assert_same(found, theirs)
+
+
+@pytest.mark.slow
+def test_damage_that_one_process_sees_ends_both_and_both_fall_back(tmp_path):
+  body = """
+    import pathlib, warnings
+    from jax.experimental import multihost_utils
+    from nnx_parallel.checkpoint import save
+
+    save._HASHED_BYTES = 8
+    trees = {f"w{i}": put(values["w"], mesh, "a", "b") for i in range(4)}
+    for step in (1, 2):
+      checkpointer.save(step, trees)
+    checkpointer.wait()
+    if process == 0:
+      for file in (pathlib.Path(arguments[0]) / "2/model/w0/c/1").rglob("*"):  # rows of process 1
+        if file.is_file():
+          data = bytearray(file.read_bytes())
+          data[-2] ^= 1  # of the index: reading fails, before any digest
+          file.write_bytes(bytes(data))
+    multihost_utils.sync_global_devices("damaged")
+    try:
+      checkpointer.restore(trees)
+    except CheckpointError as error:
+      print("refused:", type(error).__name__, error.what)
+    with warnings.catch_warnings():
+      warnings.simplefilter("ignore")
+      again = checkpointer.restore(trees, on_corrupt="fallback")
+    print("took", checkpointer.restored.step)
+    for shard in again["w0"].addressable_shards:
+      np.testing.assert_array_equal(shard.data, values["w"][shard.index])
+  """
+  for out in run(tmp_path, body):
+    assert out.count("refused: DamagedError") == 1
+    assert "took 1" in out
+
+
+@pytest.mark.slow
+def test_values_that_one_process_finds_wrong_are_found_by_both(tmp_path):
+  body = """
+    import pathlib
+    from jax.experimental import multihost_utils
+    from nnx_parallel.checkpoint import save
+
+    save._HASHED_BYTES = 8
+    checkpointer.save(1, tree)
+    checkpointer.wait()
+    if process == 0:
+      file = min(f for f in (pathlib.Path(arguments[0]) / "1/model/w/c").rglob("*") if f.is_file())
+      data = bytearray(file.read_bytes())
+      data[1] ^= 1
+      file.write_bytes(bytes(data))
+    multihost_utils.sync_global_devices("damaged")
+    try:
+      checkpointer.restore(tree)
+    except CheckpointError as error:
+      print("refused:", error.what)
+    print("wrong", list(checkpointer.verify(1)))
+  """
+  for out in run(tmp_path, body):
+    assert "refused: step 1 is damaged: the values of model/w" in out
+    assert "wrong ['model/w']" in out
+
+
+@pytest.mark.slow
+def test_host_arrays_and_wrong_arguments_of_one_process(tmp_path):
+  body = """
+    checkpointer.save(1, {**tree, "n": np.arange(5)}, extra={"data": {"cursor": np.int64(3)}})
+    checkpointer.wait()
+    found = checkpointer.restore(as_numpy=True)["model"]
+    np.testing.assert_array_equal(found["w"], values["w"])
+    print("wrong", checkpointer.verify(1), "cursor", checkpointer.restore_extra("data")["cursor"])
+    def attempt(call):
+      try:
+        call()
+      except Exception as error:
+        print("refused:", type(error).__name__, str(error).splitlines()[0])
+    abstract = {name: jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in tree.items()}
+    attempt(lambda: checkpointer.restore(tree if process else abstract))
+    attempt(lambda: checkpointer.save(2, tree, metrics={"loss": "low" if process else 1}))
+    attempt(lambda: checkpointer.save(2, tree, plan=None if process else "mine"))
+    attempt(lambda: checkpointer.save(None if process else 2, tree))
+    attempt(lambda: checkpointer.save_on_sigterm(dict))
+    checkpointer.save(2, tree)
+    checkpointer.close()
+    print("steps", checkpointer.steps())
+  """
+  for out in run(tmp_path, body):
+    assert out.count("refused: CheckpointError") == 5
+    assert "wrong {} cursor 3" in out
+    assert "steps [1, 2]" in out

@@ -1,0 +1,244 @@
+"""Ways in which a checkpoint could have lied, each of them once found by trying."""
+
+import concurrent.futures
+import errno
+import gc
+import logging
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import textwrap
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import nnx_parallel as nxp
+from checkpoint.runs import MESHES, arrays, assert_same, make_plan, target_of
+from nnx_parallel.checkpoint import direct, files, save
+from nnx_parallel.checkpoint.checkpointer import Checkpointer
+from nnx_parallel.errors import CheckpointError
+
+
+def test_a_manifest_of_another_step_is_damage(saved):
+  directory, trees = saved
+  shutil.copy(directory / "1" / "nnx_parallel.json", directory / "2" / "nnx_parallel.json")
+  checkpointer = Checkpointer(directory)
+  with pytest.raises(CheckpointError, match=r"step 2 is damaged: nnx_parallel.json is that of step 1\."):
+    checkpointer.restore(target_of(trees[2]))
+  assert checkpointer.verify(2) == {
+    "nnx_parallel.json": "step 2 is damaged: nnx_parallel.json is that of step 1."
+  }
+  assert checkpointer.latest() == 1
+  with pytest.warns(UserWarning, match="step 2 was passed over"):
+    assert_same(checkpointer.restore(target_of(trees[1]), on_corrupt="fallback"), trees[1])
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_arrays_of_64_bits_outside_of_their_scope(tmp_path, asynchronous):
+  with jax.enable_x64(True):
+    tree = {"w": jnp.arange(64, dtype=jnp.float64) / 3, "n": jnp.arange(64, dtype=jnp.int64) << 40}
+  with Checkpointer(tmp_path, asynchronous=asynchronous) as checkpointer:
+    checkpointer.save(1, tree)
+    checkpointer.wait()
+    assert checkpointer.verify() == {}
+    found = checkpointer.restore(as_numpy=True)["model"]
+  assert_same(found, tree)
+
+
+@pytest.mark.parametrize("name", ["8", "4 explicit"])
+def test_a_mesh_that_is_set_changes_nothing(tmp_path, name):
+  plan = make_plan(name)
+  model, optimizer = nxp.create_sharded_model(plan)
+  with jax.set_mesh(plan.mesh):
+    checkpointer = Checkpointer(tmp_path)
+    checkpointer.save(1, model, optimizer)
+    assert checkpointer.verify() == {}
+    restored, _ = checkpointer.restore(plan)
+  assert_same(restored, model)
+  other = make_plan("2x4")
+  with jax.set_mesh(other.mesh):
+    assert_same(checkpointer.restore(other)[0], model)
+
+
+def test_a_padded_leaf_is_saved_while_a_mesh_is_set(tmp_path, caplog):
+  caplog.set_level("INFO", "nnx_parallel.checkpoint.save")
+  rules = nxp.LogicalRules(rows="fsdp", uneven={"rows": "pad"})
+  init = lambda: nnx.Embed(7, 8, rngs=nnx.Rngs(0), embedding_metadata={"out_sharding": ("rows", None)})
+  plan = nxp.plan(init, MESHES["4 explicit"](), rules)
+  model = nxp.create_sharded_model(plan)
+  with jax.set_mesh(plan.mesh):
+    Checkpointer(tmp_path).save(1, model)
+    assert_same(Checkpointer(tmp_path).restore(plan), model)
+  # 7 rows of 8, split by columns, because 7 is odd.
+  assert caplog.messages[0].endswith("and 224 bytes beside the padded arrays")
+
+
+def test_an_interrupted_wait_loses_no_error(tmp_path, monkeypatch):
+  monkeypatch.setattr(files, "make_tree_durable", lambda _: (_ for _ in ()).throw(OSError(28, "full")))
+  checkpointer = Checkpointer(tmp_path, asynchronous=True)
+  checkpointer.save(1, arrays())
+  pending = checkpointer._pending
+  concurrent.futures.wait([pending])
+
+  class Interrupted:
+    def result(self):
+      raise KeyboardInterrupt
+
+    def done(self):
+      return False
+
+  checkpointer._pending = Interrupted()
+  with pytest.raises(KeyboardInterrupt):
+    checkpointer.wait()
+  assert isinstance(checkpointer._pending, Interrupted)
+  checkpointer._pending = pending
+  with pytest.raises(CheckpointError, match="cannot save step 1"):
+    checkpointer.close()
+  with pytest.raises(CheckpointError, match=r"cannot save step 2: this Checkpointer was closed\."):
+    checkpointer.save(2, arrays())
+  assert sorted(path.name for path in tmp_path.iterdir()) == [files.LOCK]
+
+
+def test_a_background_error_outlives_its_checkpointer(tmp_path):
+  code = """
+    import sys, jax.numpy as jnp
+    from nnx_parallel.checkpoint import files
+    from nnx_parallel.checkpoint.checkpointer import Checkpointer
+    def fail(_): raise OSError(28, "No space left on device")
+    files.make_tree_durable = fail
+    Checkpointer(sys.argv[1], asynchronous=True).save(1, {"w": jnp.ones(4)})
+  """
+  environment = {**os.environ, "JAX_PLATFORMS": "cpu"}
+  command = [sys.executable, "-c", textwrap.dedent(code), str(tmp_path)]
+  done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+  assert "cannot save step 1" in done.stderr
+
+
+def test_a_checkpointer_without_a_save_is_collected(tmp_path):
+  checkpointer = Checkpointer(tmp_path, asynchronous=True)
+  checkpointer.save(1, arrays())
+  concurrent.futures.wait([checkpointer._pending])
+  del checkpointer
+  gc.collect()
+  assert not [found for found in gc.get_objects() if type(found) is Checkpointer]
+
+
+@pytest.mark.parametrize("number", [errno.EMFILE, errno.ENOMEM, errno.EACCES])
+def test_what_says_nothing_of_the_files_is_no_damage(saved, monkeypatch, number):
+  directory, trees = saved
+
+  def fail(*_):
+    raise OSError(number, os.strerror(number))
+
+  for owner, name in ((direct, "_read_chunk"), (files, "sha256")):
+    with monkeypatch.context() as patch:
+      patch.setattr(owner, name, fail)
+      with pytest.raises(CheckpointError, match=rf"cannot read .*2.*: {os.strerror(number)}\.") as caught:
+        Checkpointer(directory).restore(target_of(trees[2]), on_corrupt="fallback")
+      assert "no sign of damage" in str(caught.value)
+
+
+def test_a_file_that_the_disk_cannot_read_is_damage(saved, monkeypatch):
+  directory, trees = saved
+  right = files.sha256
+
+  def fail(file):
+    if "/2/" in os.fspath(file):
+      raise OSError(errno.EIO, os.strerror(errno.EIO))
+    return right(file)
+
+  monkeypatch.setattr(files, "sha256", fail)
+  checkpointer = Checkpointer(directory)
+  assert checkpointer.latest() == 1
+  with pytest.warns(UserWarning, match="step 2 was passed over: step 2 is damaged: .* cannot be read"):
+    assert_same(checkpointer.restore(target_of(trees[1]), on_corrupt="fallback"), trees[1])
+
+
+def test_a_signal_waits_for_the_end_of_a_restore(saved, monkeypatch):
+  directory, trees = saved
+  checkpointer = Checkpointer(directory)
+  states, real = [], direct.start
+
+  def start(*arguments):
+    os.kill(os.getpid(), signal.SIGTERM)
+    states.append("reading")
+    return real(*arguments)
+
+  monkeypatch.setattr(direct, "start", start)
+  before = signal.signal(signal.SIGTERM, lambda *_: None)
+  try:
+    checkpointer.save_on_sigterm(lambda: states.append("asked") or {"step": 2, "model": trees[2]})
+    found = checkpointer.restore(target_of(trees[2]))
+  finally:
+    signal.signal(signal.SIGTERM, before)
+  assert_same(found, trees[2])
+  assert states == ["reading", "asked"]
+
+
+def test_a_live_pair_says_what_becomes_of_its_optimizer(tmp_path):
+  plan = make_plan()
+  model, optimizer = nxp.create_sharded_model(plan)
+  checkpointer = Checkpointer(tmp_path)
+  checkpointer.save(1, model, optimizer)
+  assert checkpointer.restore((model, optimizer), optimizer="drop") is model
+  with pytest.raises(CheckpointError, match='optimizer="fresh" needs a plan'):
+    checkpointer.restore((model, optimizer), optimizer="fresh")
+  with pytest.raises(CheckpointError, match="a target of 3 objects cannot be restored"):
+    checkpointer.restore((model, optimizer, 1))
+
+
+def test_extras_are_those_of_the_step_that_was_restored(saved):
+  directory, trees = saved
+  checkpointer = Checkpointer(directory)
+  for step in (3, 4):
+    checkpointer.save(
+      step, trees[1], extra={"data": {"samples": np.int64(step * 10), "rate": np.float32(0.5)}}
+    )
+  checkpointer.restore(target_of(trees[1]), 3)
+  assert checkpointer.restore_extra("data") == {"samples": 30, "rate": 0.5}
+  assert checkpointer.restore_extra("data", step="latest")["samples"] == 40
+  checkpointer.save(5, trees[1], extra={"data": {"samples": 50}})
+  assert checkpointer.restore_extra("data") == {"samples": 50}
+
+
+def test_numpy_without_a_target_is_chosen_by_name_too(saved):
+  directory, _ = saved
+  checkpointer = Checkpointer(directory)
+  assert checkpointer.restore(as_numpy=True, only=["w"])["model"].keys() == {"w"}
+  assert checkpointer.restore(as_numpy=True, skip=["w", "half"])["model"].keys() == {"b", "step"}
+  with pytest.raises(CheckpointError, match="no leaf  nonexistent"):
+    checkpointer.restore(as_numpy=True, only=["nonexistent"])
+  for options in ({"optimizer": "drop"}, {"cast": True}, {"rename": {"w": "b"}}):
+    with pytest.raises(CheckpointError, match=f"without a target takes no {next(iter(options))}="):
+      checkpointer.restore(as_numpy=True, **options)
+
+
+def test_arguments_that_mean_nothing(tmp_path):
+  checkpointer = Checkpointer(tmp_path)
+  for step in ("x", None, 1.5, True, -1):
+    with pytest.raises(CheckpointError, match="is not a step"):
+      checkpointer.save(step, arrays())
+  for value in ("abc", [1, 2], None):
+    with pytest.raises(CheckpointError, match=r"metrics\['loss'\] is not one number"):
+      checkpointer.save(1, arrays(), metrics={"loss": value})
+  assert list(tmp_path.iterdir()) == []
+
+
+def test_the_log_of_others_is_heard_during_a_background_save(tmp_path, monkeypatch, caplog):
+  heard, real = [], save._orbax.start_save
+
+  def start(*arguments, **options):
+    logging.getLogger("absl").error("mine")
+    heard.append([record.message for record in caplog.records if record.name == "absl"])
+    return real(*arguments, **options)
+
+  monkeypatch.setattr(save._orbax, "start_save", start)
+  with Checkpointer(tmp_path, asynchronous=True) as checkpointer:
+    checkpointer.save(1, arrays())
+  assert heard == [["mine"]]
+  assert [record.message for record in caplog.records if record.name == "absl"] == ["mine"]
