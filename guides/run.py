@@ -35,10 +35,11 @@ from typing import NamedTuple
 ROOT = Path(__file__).resolve().parent.parent
 DEVICES = 8
 
+NUMBER = r"\d+(?:[.,]\d+)*"
 VARIES = (
-  (r"\d[\d,.]* (?:us|ms|s)\b", "<time>"),
-  (r"\d[\d,.]*(?= (?:samples|tokens)/s\b)", "<rate>"),
-  (r"\d[\d.]*%", "<part of the time>"),
+  (rf"{NUMBER} (?:us|ms|s)\b", "<time>"),
+  (rf"{NUMBER}(?= (?:samples|tokens)/s\b)", "<rate>"),
+  (rf"{NUMBER}%", "<part of the time>"),
   (r"[\w-]+\.(?:py|md):\d+", "<line of code>"),
 )
 """What is not the same in each run, and what stands for it in a comparison."""
@@ -92,7 +93,7 @@ def comparable(text: str, exact: bool) -> list[str]:
   for pattern, instead in VARIES:
     text = re.sub(pattern, instead, text)
   if not exact:
-    text = re.sub(r"[ -]+", " ", re.sub(r"\d[\d,.]*", "#", text))
+    text = re.sub(r"[ -]+", " ", re.sub(NUMBER, "#", text))
   return [line.rstrip() for line in text.strip("\n").splitlines()]
 
 

@@ -150,3 +150,9 @@ def test_text_that_no_block_prints_has_another_fence(tmp_path, before):
   assert result.returncode == 1
   assert "no ```python block printed this; fence it as sh, py or console" in result.stdout
   assert runner.run(write(tmp_path, f"{before}```console\nfrom a shell\n```\n")).returncode == 0
+
+
+def test_a_figure_may_be_cut_short():
+  for exact in (True, False):
+    assert runner.difference("loss 3.515...", "loss 3.5158908, 12 GB", exact) == ""
+  assert runner.difference("loss 3.515...", "loss 3.516", exact=True)
