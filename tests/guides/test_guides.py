@@ -118,7 +118,7 @@ def test_a_line_of_code_and_a_rate_may_move():
   assert runner.difference(shown, printed.replace("4 MiB", "5 MiB"), exact=True)
 
 
-@pytest.mark.parametrize("shown", ["row 0", "...\nrow 4", f"{FIRST}\nrow 0"])
+@pytest.mark.parametrize("shown", ["row 0", "...\nline 3", f"{FIRST}\nrow 0"])
 def test_an_altered_text_block_fails_the_page(tmp_path, shown):
   result = runner.run(write(tmp_path, PRINTS.replace("SHOWN", shown)))
   assert result.returncode == 1
@@ -142,6 +142,21 @@ def test_an_altered_guide_fails(tmp_path):
 def test_errors_count_as_printed(tmp_path):
   code = "import sys\nprint('first')\nprint('then', file=sys.stderr)"
   assert runner.run(write(tmp_path, f"```python\n{code}\n```\n```text\nfirst\nthen\n```\n")).returncode == 0
+
+
+def test_an_unknown_fence_is_found(tmp_path):
+  result = runner.run(write(tmp_path, "```python\nprint(1)\n```\n```txt\n2\n```\n"))
+  assert result.returncode == 1
+  assert (
+    "toy.md:5: a block is fenced as text, text newest, sh, py, console or python, not 'txt'" in result.stdout
+  )
+
+
+@pytest.mark.parametrize("fence", ["text", "text newest"])
+def test_a_block_for_the_newest_jax_is_compared_under_it_only(tmp_path, fence):
+  page = write(tmp_path, f"```python\nprint('old words')\n```\n```{fence}\nnew words\n```\n")
+  passes = fence == "text newest" and not runner.has_pinned_jax()
+  assert runner.run(page).returncode == (0 if passes else 1)
 
 
 @pytest.mark.parametrize("before", ["", "```python\nprint(1)\n```\n```text\n1\n```\n"])
