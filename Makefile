@@ -17,7 +17,7 @@ pytest = $(bin)/python -m pytest -n $(WORKERS)
 help:  ## this list
 	@sed -n 's/^\([a-z]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST) | expand -t 16
 
-demo: setup  ## the main job: plan, train, save, restore on other meshes, compare (4 minutes)
+demo: setup  ## the main job: plan, train, save, restore on other meshes, compare (2 minutes)
 	@$(bin)/nnx-parallel demo
 
 test: setup  ## every test and every guide

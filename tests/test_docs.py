@@ -181,3 +181,19 @@ def test_links_and_commands_in_pages_exist(page):
   assert [link for link in links if not (page.parent / link).exists()] == []
   targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
   assert set(re.findall(r"(?:`|^)make ([a-z-]+)", text, re.MULTILINE)) - targets == set()
+
+
+def test_each_guide_is_linked_from_the_readme():
+  links = re.findall(r"\]\((guides/[^)#\s]+)", (ROOT / "README.md").read_text())
+  assert {f"guides/{guide.name}" for guide in GUIDES} - set(links) == set()
+
+
+def test_links_to_sections_exist():
+  def anchor(title: str) -> str:
+    return re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-")
+
+  for page in PAGES:
+    for link, section in re.findall(r"\]\(((?!\w+:)[^)#\s]*)#([^)\s]+)\)", page.read_text()):
+      target = page.parent / link if link else page
+      titles = re.findall(r"^#+ (.+)$", target.read_text(), re.MULTILINE)
+      assert section in [anchor(title) for title in titles], f"{page.name}: {link}#{section}"

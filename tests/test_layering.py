@@ -226,9 +226,16 @@ IMPORT_TWICE = """
 import json, os, sys, warnings
 import jax, optax, orbax.checkpoint
 from flax import nnx
+from jax._src import monitoring
 
 def state():
   return {
+    "jax.monitoring": repr([
+      monitoring.get_event_listeners(),
+      monitoring.get_event_duration_listeners(),
+      monitoring.get_event_time_span_listeners(),
+      monitoring.get_scalar_listeners(),
+    ]),
     "environment": dict(os.environ),
     "jax config": {name: repr(value) for name, value in sorted(jax.config.values.items())},
     "warning filters": repr(warnings.filters),
@@ -254,6 +261,17 @@ def test_importing_changes_nothing_and_starts_no_backend(tmp_path):
   assert result.returncode == 0, result.stderr
   assert json.loads(result.stdout.splitlines()[-1]) == {}
   assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("kind", ["event", "event_duration_secs", "event_time_span", "scalar"])
+def test_a_listener_would_be_noticed(tmp_path, kind):
+  code = f"import jax.monitoring\njax.monitoring.register_{kind}_listener(print)"
+  (tmp_path / "nnx_parallel.py").write_text(code)
+  environment = {**os.environ, "JAX_PLATFORMS": "none_such", "PYTHONPATH": str(tmp_path)}
+  command = [sys.executable, "-c", IMPORT_TWICE]
+  result = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True)
+  assert result.returncode == 0, result.stderr
+  assert list(json.loads(result.stdout.splitlines()[-1])) == ["jax.monitoring"]
 
 
 def test_a_started_backend_would_be_noticed():

@@ -19,7 +19,7 @@ from nnx_parallel.errors import NnxParallelError
 if TYPE_CHECKING:
   Commands = argparse._SubParsersAction[argparse.ArgumentParser]  # pyright: ignore[reportPrivateUsage]
 
-ORDER = ("plan", "compile", "search", "train", "demo", "launch")
+ORDER = ("plan", "compile", "search", "train", "demo")
 NOT_COMMANDS = ("__init__", "checkpoints", "main", "options")
 
 OK, FAILED, USAGE, INTERRUPTED = 0, 1, 2, 130

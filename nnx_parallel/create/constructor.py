@@ -45,9 +45,11 @@ def create_sharded_model(
 ) -> Any:
   """Builds a module (and its optimizer) with every Variable created directly in its shards.
 
-  No device ever holds a whole parameter, and the values are bit-identical to those of `init()` on one
-  device. Works with or without an active `jax.set_mesh`, on Auto and Explicit meshes. From a constructor, it
-  runs once, for the plan and for its values; from a plan, once more, for what it reads today.
+  What the plan splits is never whole on a device, unless its initializer computes with the whole of it (an
+  orthogonal one does); what the plan keeps whole is whole. For flax's initializers the values are those of
+  `init()` on one device, bit for bit, up to the three cases that the guide "Creating" lists. Works with or
+  without an active `jax.set_mesh`, on Auto and Explicit meshes. From a constructor, it runs once, for the
+  plan and for its values; from a plan, once more, for what it reads today.
 
   Args:
     init: a plan; or the constructor, with `mesh` and `rules` as in `plan`.

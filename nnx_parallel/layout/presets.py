@@ -136,7 +136,11 @@ def sequence(
   *,
   min_size: int = MIN_SIZE,
 ) -> RuleSet:
-  """Sequence (context) parallelism: activations split along `seq`, parameters over both axes by FSDP.
+  """Activations that are laid out by name are split along `seq`, parameters over both axes by FSDP.
+
+  A layout, not a scheme: there is no ring attention. Attention over a split sequence is left to the compiler,
+  which gathers the keys and values of the whole sequence on each device. What no name reaches
+  (`nxp.constrain`, the inputs) is laid out as the compiler likes.
 
   Args:
     data: mesh axis that splits the batch.
@@ -160,7 +164,9 @@ def sequence(
 def expert(
   data: str = "data", expert: str = "expert", tensor: str | None = None, *, min_size: int = MIN_SIZE
 ) -> RuleSet:
-  """Expert parallelism: the `expert` dim of expert weights over one axis, which also splits the batch.
+  """The `expert` dim of expert weights over one axis, which also splits the batch.
+
+  A layout, not a scheme: routing, and the exchange of tokens, are your model's and the compiler's.
 
   Args:
     data: mesh axis that splits the batch and, by FSDP, the parameters.
@@ -187,11 +193,14 @@ def expert(
 def pipeline(
   data: str = "data", stage: str = "stage", tensor: str | None = None, *, min_size: int = MIN_SIZE
 ) -> RuleSet:
-  """Pipeline parallelism: the stage (or stacked layer) dim of parameters over one axis.
+  """The stage (or stacked layer) dim of parameters over one axis, to save memory.
+
+  A layout, not a scheme: nothing is pipelined. In a scan over the layers each device computes all of them,
+  and gathers their weights: on data=2 x stage=4, four times the FLOPs per device of data=8.
 
   Args:
     data: mesh axis that splits the batch and, by FSDP, the parameters.
-    stage: mesh axis whose devices each hold a stage.
+    stage: mesh axis that splits the layers; it splits no batch.
     tensor: mesh axis for hidden widths and heads, if any.
     min_size: parameters with at most this many elements are not split over `data`.
 

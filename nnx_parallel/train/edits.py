@@ -11,7 +11,7 @@ tells of every deletion.
 Not heard are lists and dicts, and what goes past the module's own `__setattr__` and `__delattr__`:
 `vars(module)["name"] = value`, `object.__setattr__`. `Watch` looks for those.
 
-Compilations are heard through `jax.monitoring`, in the same counter.
+Compilations are heard through `jax.monitoring`, in the same counter, from the first train step on.
 """
 
 from __future__ import annotations
@@ -41,7 +41,10 @@ def _hear_compilation(event: str, duration_secs: float, **_: str | int) -> None:
     heard[0] += 1
 
 
-jax.monitoring.register_event_duration_secs_listener(_hear_compilation)
+@functools.cache
+def hear_compilations() -> None:
+  """Counts compilations from now on, in `heard[0]`; once, however often it is called."""
+  jax.monitoring.register_event_duration_secs_listener(_hear_compilation)
 
 
 class _Counting(TraceState):

@@ -21,7 +21,7 @@ from nnx_parallel.train.accumulate import Layout
 from nnx_parallel.train.binding import ALONE, PATIENCE, Binding, Template, exhaust, objects_in, put, shared
 from nnx_parallel.train.compiled import Compile, Compiled, logger
 from nnx_parallel.train.convolutions import with_right_gradients
-from nnx_parallel.train.edits import heard
+from nnx_parallel.train.edits import hear_compilations, heard
 from nnx_parallel.train.loss_call import call_loss
 from nnx_parallel.train.losses import Metrics, examples_in, means, pairs, terms
 from nnx_parallel.train.update import LossFn, Recipe, keyed, policy_of, update
@@ -130,6 +130,7 @@ class TrainStep(_Step):
 
   def __init__(self, recipe: Recipe):
     super().__init__(recipe)
+    hear_compilations()
     self.reduction = ""
 
   def __call__(self, model: Any, optimizer: Any, batch: Any) -> Metrics:

@@ -1,4 +1,4 @@
-"""Every guide runs from top to bottom, and the runner notices when one does not."""
+"""Every guide runs from top to bottom and prints what it shows; the runner notices when one does not."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_a_failure_shows_the_page_and_the_line(tmp_path):
 def test_blocks_share_a_namespace_and_see_eight_devices_in_an_empty_directory(tmp_path):
   page = write(
     tmp_path,
-    "```python\nimport jax, os\n```\n```text\nnot code\n```\n"
+    "```python\nimport jax, os\n```\n```sh\nnot code\n```\n"
     "```python\nassert jax.device_count() == 8\nassert not os.listdir()\nprint(os.getcwd())\n```\n",
   )
   result = runner.run(page)
@@ -54,3 +54,120 @@ def test_an_open_block_is_an_error(tmp_path):
   result = runner.run(write(tmp_path, "```python\nx = 1\n"))
   assert result.returncode == 1
   assert "the ```python block before line 2 is never closed" in result.stdout
+
+
+PRINTS = """```python
+print("loss 0.5, 12,345 bytes, 1.5 s")
+for row in range(4):
+  print("row", row)
+```
+Some words.
+```text
+SHOWN
+```
+"""
+ROWS = "row 0\nrow 1\nrow 2\nrow 3"
+FIRST = "loss 0.5, 12,345 bytes, 1.5 s"
+
+
+@pytest.mark.parametrize(
+  "shown",
+  [
+    f"{FIRST}\n{ROWS}",
+    f"loss 0.5, 12,345 bytes, 98 ms\n{ROWS}",
+    f"loss 0.5, ...\n{ROWS}",
+    "...\nrow 3",
+    f"{FIRST}\n...",
+    f"{FIRST}\nrow 0\n...\nrow 2\n...",
+    f"...\n{FIRST}\n{ROWS}\n...",
+  ],
+)
+def test_what_a_block_printed_may_be_shown_as(shown):
+  printed = f"{FIRST}\n{ROWS}\n\n"
+  assert runner.difference(shown, printed, exact=True) == ""
+  assert runner.difference(shown, printed, exact=False) == ""
+
+
+@pytest.mark.parametrize(
+  ("shown", "changed"),
+  [
+    (f"loss 0.6, 12,345 bytes, 1.5 s\n{ROWS}", "-loss 0.6"),
+    (f"loss 0.5, 12,346 bytes, 1.5 s\n{ROWS}", "-loss 0.5, 12,346"),
+    (f"{FIRST}\nrow 0\nrow 2\nrow 3", "+row 1"),
+    (f"{FIRST}\nrow 1\nrow 0\n...", "-row 0"),
+    (f"{FIRST}\n...\nrow 2", "+row 3"),
+    (ROWS, "+loss"),
+    (f"{FIRST}\n{ROWS}\nrow 4", "-row 4"),
+    ("", "+loss"),
+  ],
+)
+def test_what_no_block_printed_is_found(shown, changed):
+  assert f"\n{changed}" in runner.difference(shown, f"{FIRST}\n{ROWS}\n", exact=True)
+
+
+def test_another_jax_may_print_other_figures_but_no_other_words():
+  assert runner.difference("up  -  16 KiB  P(None)", "up  --   8.5 KiB  P(None)", exact=False) == ""
+  assert "+up # MiB" in runner.difference("up  16 KiB", "up  16 MiB", exact=False)
+  assert runner.difference("up  16 KiB", "up   8 KiB", exact=True)
+
+
+def test_a_line_of_code_and_a_rate_may_move():
+  shown = "4 MiB from accumulate.py:223 and page.md:7; 10,123 samples/s, 3.1 ms/step, step 12%"
+  printed = "4 MiB from accumulate.py:244 and page.md:8; 99 samples/s, 1 s/step, step 9.5%"
+  assert runner.difference(shown, printed, exact=True) == ""
+  assert runner.difference(shown, printed.replace("4 MiB", "5 MiB"), exact=True)
+
+
+@pytest.mark.parametrize("shown", ["row 0", "...\nline 3", f"{FIRST}\nrow 0"])
+def test_an_altered_text_block_fails_the_page(tmp_path, shown):
+  result = runner.run(write(tmp_path, PRINTS.replace("SHOWN", shown)))
+  assert result.returncode == 1
+  assert "toy.md:8: this is not what the block before it prints" in result.stdout
+  assert runner.run(write(tmp_path, PRINTS.replace("SHOWN", f"{FIRST}\n{ROWS}"))).returncode == 0
+
+
+def test_an_altered_guide_fails(tmp_path):
+  page = next(page for page in runner.pages() if page.name == "03-logical-names.md")
+  text = page.read_text()
+  altered = text.replace(
+    "up.kernel       Param  float32[64,256]  (fsdp,", "up.kernel       Param  float32[64,256]  (data,"
+  )
+  assert altered != text
+  result = runner.run(write(tmp_path, altered))
+  assert result.returncode == 1
+  assert "\n-up.kernel" in result.stdout
+  assert "\n+up.kernel" in result.stdout
+
+
+def test_errors_count_as_printed(tmp_path):
+  code = "import sys\nprint('first')\nprint('then', file=sys.stderr)"
+  assert runner.run(write(tmp_path, f"```python\n{code}\n```\n```text\nfirst\nthen\n```\n")).returncode == 0
+
+
+def test_an_unknown_fence_is_found(tmp_path):
+  result = runner.run(write(tmp_path, "```python\nprint(1)\n```\n```txt\n2\n```\n"))
+  assert result.returncode == 1
+  assert (
+    "toy.md:5: a block is fenced as text, text newest, sh, py, console or python, not 'txt'" in result.stdout
+  )
+
+
+@pytest.mark.parametrize("fence", ["text", "text newest"])
+def test_a_block_for_the_newest_jax_is_compared_under_it_only(tmp_path, fence):
+  page = write(tmp_path, f"```python\nprint('old words')\n```\n```{fence}\nnew words\n```\n")
+  passes = fence == "text newest" and not runner.has_pinned_jax()
+  assert runner.run(page).returncode == (0 if passes else 1)
+
+
+@pytest.mark.parametrize("before", ["", "```python\nprint(1)\n```\n```text\n1\n```\n"])
+def test_text_that_no_block_prints_has_another_fence(tmp_path, before):
+  result = runner.run(write(tmp_path, f"{before}```text\nfrom a shell\n```\n"))
+  assert result.returncode == 1
+  assert "no ```python block printed this; fence it as sh, py or console" in result.stdout
+  assert runner.run(write(tmp_path, f"{before}```console\nfrom a shell\n```\n")).returncode == 0
+
+
+def test_a_figure_may_be_cut_short():
+  for exact in (True, False):
+    assert runner.difference("loss 3.515...", "loss 3.5158908, 12 GB", exact) == ""
+  assert runner.difference("loss 3.515...", "loss 3.516", exact=True)
