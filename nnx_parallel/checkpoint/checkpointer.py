@@ -50,7 +50,8 @@ class Checkpointer:
   Args:
     directory: local, or an object store that `etils.epath` and Orbax know; made at the first save. An
       object store has no lock, so let one job write there, and steps are not replaced in place.
-    max_to_keep: how many of the newest steps to keep; None keeps all.
+    max_to_keep: how many of the newest steps to keep; None keeps all. The newest is the step that was
+      written last, whatever its number, and larger steps written before it (an abandoned run's) go first.
     keep_every: also keep each step that this divides.
     best: name of the metric that decides which step is best; the best steps are kept too.
     best_mode: `"min"` or `"max"`.
@@ -252,7 +253,7 @@ class Checkpointer:
     return self._catalog.steps()
 
   def latest(self) -> int | None:
-    """The newest step whose manifest and files are all there, or None."""
+    """The newest step, the one written last, whose manifest and files are all there, or None."""
     return self._catalog.latest()
 
   def best(self) -> int | None:
@@ -399,12 +400,12 @@ class Checkpointer:
     return self._fill(goal, record, diff)
 
   def verify(self, step: int | str | None = None) -> dict[str, str]:
-    """Reads a whole step and says what is wrong with it.
+    """Reads a whole step and says what is wrong with it; a folder that lost its manifest is a step too.
 
     Returns:
       A description by file or leaf; empty when the step is sound.
     """
-    number = self._catalog.resolve(step)
+    number = self._catalog.resolve(step, whole=False)
     try:
       record = self._catalog.manifest(number)
     except CheckpointError as error:
@@ -520,7 +521,7 @@ class Checkpointer:
 
   def _try_steps(self, step: int | str | None, on_corrupt: str, attempt: Callable[[int], Any]) -> Any:
     number = self._catalog.resolve(step)
-    older = [other for other in self.steps() if other < number]
+    older = [other for other in reversed(self._catalog.newest_first()) if other < number]
     while True:
       try:
         result = attempt(number)

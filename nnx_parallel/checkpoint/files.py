@@ -13,9 +13,11 @@ import concurrent.futures
 import contextlib
 import errno
 import hashlib
+import math
 import os
 import shutil
 import socket
+import time
 from collections.abc import Callable, Generator, Iterable
 from typing import TypeVar
 
@@ -49,17 +51,37 @@ def saved_steps(directory: epath.Path) -> list[int]:
 
 
 def foreign_steps(directory: epath.Path) -> list[int]:
-  """The folders named like a step that hold something without a manifest of ours."""
+  """The folders named like a step that hold something without a manifest of ours: damaged, or not ours.
+
+  A step of an object store that is being written or deleted has a mark, and is not among them.
+  """
   if not directory.is_dir():
     return []
   return sorted(
-    int(entry.name)
-    for entry in directory.iterdir()
-    if _is_step_name(entry.name)
-    and entry.is_dir()
-    and not (entry / manifest.FILE).exists()
-    and any(entry.iterdir())
+    int(entry.name) for entry in directory.iterdir() if _is_step_name(entry.name) and _is_foreign(entry)
   )
+
+
+def _is_foreign(folder: epath.Path) -> bool:
+  file = folder / manifest.FILE
+  if file.exists() or any((folder.parent / f"{folder.name}{mark}").exists() for mark in (SAVING, DELETING)):
+    return False
+  # Whoever wrote or deleted it may have ended since the manifest was looked for, and taken the mark away.
+  with contextlib.suppress(FileNotFoundError):
+    return folder.is_dir() and any(folder.iterdir()) and not file.exists()
+  return False
+
+
+def commit_time(directory: epath.Path) -> float:
+  """The time, in seconds since 1970, to give a step that is committed now: after that of every other.
+
+  The order of these times says which step is the newest, also when the clock went back in between.
+  """
+  last = -math.inf
+  for step in saved_steps(directory):
+    with contextlib.suppress(CheckpointError):
+      last = max(last, manifest.read(directory / str(step)).time)
+  return max(time.time(), math.nextafter(last, math.inf))
 
 
 @contextlib.contextmanager
