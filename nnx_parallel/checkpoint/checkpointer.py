@@ -460,18 +460,15 @@ class Checkpointer:
     files.check_space(self.directory, nbytes)
 
   def _finish(self, step: int, finish: Callable[[], None], held: contextlib.ExitStack) -> None:
-    def commit() -> None:
-      finish()
-      if jax.process_index() == 0:
-        for old in self._catalog.doomed():
-          files.delete_step(self.directory, old)
-
     with held:
       try:
-        files.explained(commit, f"save step {step}", self.directory)
+        files.explained(finish, f"save step {step}", self.directory)
       except CheckpointError:
         save.abandon(self.directory, step)
         raise
+      if jax.process_index() == 0:
+        for problem in files.delete_steps(self.directory, self._catalog.doomed):
+          warnings.warn(f"step {step} is saved, but {problem}", stacklevel=2)
 
   def _drain(self) -> None:
     if self._pending is not None:

@@ -12,12 +12,14 @@ from __future__ import annotations
 import concurrent.futures
 import contextlib
 import errno
+import functools
 import hashlib
 import math
 import os
 import shutil
 import socket
 import time
+import warnings
 from collections.abc import Callable, Generator, Iterable
 from typing import TypeVar
 
@@ -129,10 +131,13 @@ def sweep(directory: epath.Path) -> list[str]:
   touched: list[str] = []
   for entry in sorted(directory.iterdir(), key=lambda path: path.name):
     name, suffix = os.path.splitext(entry.name.partition(".orbax-checkpoint-tmp")[0])
+    if not _is_step_name(name):
+      continue  # an export in progress, or something that is not ours
     if suffix == REPLACED and not (directory / name).exists():
       entry.rename(directory / name)
     elif suffix in (SAVING, REPLACED, DELETING):
-      entry.rmtree()
+      if not _removed(entry.rmtree, entry):
+        continue
     else:
       continue
     touched.append(entry.name)
@@ -146,10 +151,21 @@ def _sweep_marks(directory: epath.Path) -> list[str]:
     if suffix not in (SAVING, DELETING) or not _is_step_name(name):
       continue
     if suffix == DELETING or not (directory / name / manifest.FILE).exists():
-      _remove_marked(directory, int(name))
+      if not _removed(functools.partial(_remove_marked, directory, int(name)), directory / name):
+        continue  # the mark stays
       touched.append(name)
     entry.unlink()
   return touched
+
+
+def _removed(remove: Callable[[], None], folder: epath.Path) -> bool:
+  """Whether it could be removed; if not, it is in no save's way and is tried again before the next one."""
+  try:
+    remove()
+  except OSError as error:
+    warnings.warn(f"{folder}, left by an earlier save, could not be removed: {error}", stacklevel=4)
+    return False
+  return True
 
 
 def _remove_marked(directory: epath.Path, step: int) -> None:
@@ -177,6 +193,21 @@ def commit(temporary: epath.Path, final: epath.Path) -> None:
   make_durable([final.parent])
   if replaced.exists():
     replaced.rmtree()
+
+
+def delete_steps(directory: epath.Path, doomed: Callable[[], Iterable[int]]) -> list[str]:
+  """Deletes the steps that `doomed` names, and says what could not be done; none of it undoes a save."""
+  problems: list[str] = []
+  try:
+    steps = [*doomed()]
+  except OSError as error:
+    return [f"which of the old steps may go could not be read: {error}"]
+  for step in steps:
+    try:
+      delete_step(directory, step)
+    except OSError as error:
+      problems.append(f"step {step}, which need not be kept, could not be removed: {error}")
+  return problems
 
 
 def delete_step(directory: epath.Path, step: int) -> None:
