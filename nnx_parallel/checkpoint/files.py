@@ -284,20 +284,27 @@ def make_tree_durable(folder: epath.Path) -> None:
     list(pool.map(lambda path: make_durable([path]), paths))
 
 
-def check_space(directory: epath.Path, nbytes: int) -> None:
-  """Raises when the disk plainly cannot take a checkpoint of this size.
+def check_space(
+  directory: epath.Path,
+  nbytes: int,
+  *,
+  doing: str = "save",
+  what: str = "the checkpoint",
+  fix: str = "free some space, or keep fewer checkpoints: Checkpointer(..., max_to_keep=2).",
+) -> None:
+  """Raises when the disk plainly cannot take so many bytes.
 
   Raises:
-    CheckpointError: fewer bytes are free than the arrays have.
+    CheckpointError: fewer bytes are free than the arrays have; the others are its words.
   """
   if not is_local(directory):
     return
   free = shutil.disk_usage(directory).free
   if free < nbytes:
     raise CheckpointError(
-      f"cannot save to {directory}: the disk is full.",
-      details=f"the checkpoint needs {nbytes:,} bytes, {free:,} are free",
-      fix="free some space, or keep fewer checkpoints: Checkpointer(..., max_to_keep=2).",
+      f"cannot {doing} to {directory}: the disk is full.",
+      details=f"{what} needs {nbytes:,} bytes, {free:,} are free",
+      fix=fix,
     )
 
 
