@@ -5,12 +5,13 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
+from collections.abc import Mapping
 
 from etils import epath
 
 from nnx_parallel.checkpoint import files, manifest, restore
 from nnx_parallel.checkpoint.manifest import Manifest
-from nnx_parallel.checkpoint.retention import Retention
+from nnx_parallel.checkpoint.retention import Retention, newest_first
 from nnx_parallel.errors import CheckpointError
 
 
@@ -46,9 +47,15 @@ class Catalog:
       raise restore.damage(step, [f"{manifest.FILE} is that of step {found.step}"])
     return found
 
+  def newest_first(self) -> list[int]:
+    """All steps, damaged ones too, as `retention.newest_first` orders them."""
+    records = self._records()
+    found = [*self.steps(), *files.foreign_steps(self.directory)]
+    return newest_first({step: records[step].time if step in records else None for step in found})
+
   def latest(self) -> int | None:
     """The newest step whose manifest and files are all there, or None."""
-    for step in reversed(self.steps()):
+    for step in self.newest_first():
       with contextlib.suppress(CheckpointError):
         record = self.manifest(step)
         if not restore.damaged_files(self.folder(step), record, record.files):
@@ -57,20 +64,30 @@ class Catalog:
 
   def best(self) -> int | None:
     """The step with the best metric, or None when no step has it."""
-    return next(iter(self.retention.ranked(self._metrics())), None)
+    return next(iter(self.retention.ranked(_metrics(self._records()))), None)
 
   def doomed(self) -> list[int]:
-    """The steps that need not be kept."""
-    return self.retention.doomed(self._metrics())
+    """The steps that need not be kept; never the one that was written last, nor a damaged one."""
+    if self.retention.newest is None:
+      return []
+    records = self._records()
+    times = {step: record.time for step, record in records.items()}
+    return self.retention.doomed(_metrics(records), times)
 
-  def resolve(self, step: int | str | None) -> int:
+  def resolve(self, step: int | str | None, *, whole: bool = True) -> int:
     """The number that is meant by a number, `"latest"` (also None) or `"best"`.
+
+    The latest may be damaged, and have no manifest: then whoever reads it says so.
+
+    Args:
+      step: as above.
+      whole: whether a number must be that of a step with a manifest.
 
     Raises:
       CheckpointError: there is no such step; the message lists those there are.
     """
     if step is None or step == "latest":
-      number = (self.steps() or [None])[-1]
+      number = self.newest_first()[0] if self.steps() else None
     elif step == "best":
       if self.retention.best is None:
         raise CheckpointError(
@@ -82,7 +99,8 @@ class Catalog:
       raise CheckpointError(f"step={step!r} is unknown.", fix='pass a number, "latest" or "best".')
     else:
       number = int(step)
-    if number is not None and number in self.steps():
+    known = [*self.steps(), *([] if whole else files.foreign_steps(self.directory))]
+    if number is not None and (number in known or step in (None, "latest")):
       return number
     raise self._no_step(step)
 
@@ -94,8 +112,8 @@ class Catalog:
     """
     if step in files.foreign_steps(self.directory):
       raise CheckpointError(
-        f"cannot save step {step}: {self.folder(step)} was not written by nnx_parallel.",
-        fix="choose another directory; nothing was changed.",
+        f"cannot save step {step}: {self.folder(step)} was not written by nnx_parallel, or is damaged.",
+        fix="move that folder elsewhere, or choose another directory; nothing was changed.",
       )
     if step in self.steps() and not overwrite:
       raise CheckpointError(
@@ -109,14 +127,13 @@ class Catalog:
         fix="save under another step, or delete this one first.",
       )
 
-  def _metrics(self) -> dict[int, dict[str, float]]:
-    rows: dict[int, dict[str, float]] = {}
+  def _records(self) -> dict[int, Manifest]:
+    """The manifests that can be read: a damaged step is nobody's best, and is not deleted either."""
+    found: dict[int, Manifest] = {}
     for step in self.steps():
-      try:
-        rows[step] = {name: float(value) for name, value in self.manifest(step).metrics.items()}
-      except CheckpointError:
-        continue  # a damaged step is nobody's best, and is not deleted either
-    return rows
+      with contextlib.suppress(CheckpointError):
+        found[step] = self.manifest(step)
+    return found
 
   def _no_step(self, step: int | str | None) -> CheckpointError:
     steps = self.steps()
@@ -131,6 +148,12 @@ class Catalog:
     if not self.directory.exists():
       details = "there is no such directory"
     return CheckpointError(f"cannot find {what} in {self.directory}.", details=details, fix=fix)
+
+
+def _metrics(records: Mapping[int, Manifest]) -> dict[int, dict[str, float]]:
+  return {
+    step: {name: float(value) for name, value in record.metrics.items()} for step, record in records.items()
+  }
 
 
 def absolute(directory: str | os.PathLike[str]) -> epath.Path:

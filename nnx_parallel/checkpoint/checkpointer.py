@@ -70,7 +70,8 @@ class Checkpointer:
   Args:
     directory: local, or an object store that `etils.epath` and Orbax know; made at the first save. An
       object store has no lock, so let one job write there, and steps are not replaced in place.
-    max_to_keep: how many of the newest steps to keep; None keeps all.
+    max_to_keep: how many of the newest steps to keep; None keeps all. The newest is the step that was
+      written last, whatever its number, and larger steps written before it (an abandoned run's) go first.
     keep_every: also keep each step that this divides.
     best: name of the metric that decides which step is best; the best steps are kept too.
     best_mode: `"min"` or `"max"`.
@@ -285,7 +286,7 @@ class Checkpointer:
     return self._catalog.steps()
 
   def latest(self) -> int | None:
-    """The newest step whose manifest and files are all there, or None."""
+    """The newest step, the one written last, whose manifest and files are all there, or None."""
     return self._catalog.latest()
 
   def best(self) -> int | None:
@@ -431,12 +432,12 @@ class Checkpointer:
       return self._attempt(goal, record, {}, only_item=name)
 
   def verify(self, step: int | str | None = None) -> dict[str, str]:
-    """Reads a whole step and says what is wrong with it.
+    """Reads a whole step and says what is wrong with it; a folder that lost its manifest is a step too.
 
     Returns:
       A description by file or leaf; empty when the step is sound.
     """
-    number = self._catalog.resolve(step)
+    number = self._catalog.resolve(step, whole=False)
     try:
       record = self._catalog.manifest(number)
     except CheckpointError as error:
@@ -481,18 +482,15 @@ class Checkpointer:
     files.check_space(self.directory, nbytes)
 
   def _finish(self, step: int, finish: Callable[[], None], held: contextlib.ExitStack) -> None:
-    def commit() -> None:
-      finish()
-      if jax.process_index() == 0:
-        for old in self._catalog.doomed():
-          files.delete_step(self.directory, old)
-
     with held:
       try:
-        files.explained(commit, f"save step {step}", self.directory)
+        files.explained(finish, f"save step {step}", self.directory)
       except CheckpointError:
         save.abandon(self.directory, step)
         raise
+      if jax.process_index() == 0:
+        for problem in files.delete_steps(self.directory, self._catalog.doomed):
+          warnings.warn(f"step {step} is saved, but {problem}", stacklevel=2)
 
   def _drain(self) -> None:
     if self._pending is not None:
@@ -575,7 +573,7 @@ class Checkpointer:
 
   def _try_steps(self, step: int | str | None, on_corrupt: str, attempt: Callable[[Manifest], Any]) -> Any:
     number = agree.together(lambda: self._catalog.resolve(step))
-    older = [other for other in self.steps() if other < number]
+    older = [other for other in reversed(self._catalog.newest_first()) if other < number]
     while True:
       try:
         record = agree.together(functools.partial(self._catalog.manifest, number))

@@ -12,10 +12,14 @@ from __future__ import annotations
 import concurrent.futures
 import contextlib
 import errno
+import functools
 import hashlib
+import math
 import os
 import shutil
 import socket
+import time
+import warnings
 from collections.abc import Callable, Generator, Iterable
 from typing import TypeVar
 
@@ -49,17 +53,37 @@ def saved_steps(directory: epath.Path) -> list[int]:
 
 
 def foreign_steps(directory: epath.Path) -> list[int]:
-  """The folders named like a step that hold something without a manifest of ours."""
+  """The folders named like a step that hold something without a manifest of ours: damaged, or not ours.
+
+  A step of an object store that is being written or deleted has a mark, and is not among them.
+  """
   if not directory.is_dir():
     return []
   return sorted(
-    int(entry.name)
-    for entry in directory.iterdir()
-    if _is_step_name(entry.name)
-    and entry.is_dir()
-    and not (entry / manifest.FILE).exists()
-    and any(entry.iterdir())
+    int(entry.name) for entry in directory.iterdir() if _is_step_name(entry.name) and _is_foreign(entry)
   )
+
+
+def _is_foreign(folder: epath.Path) -> bool:
+  file = folder / manifest.FILE
+  if file.exists() or any((folder.parent / f"{folder.name}{mark}").exists() for mark in (SAVING, DELETING)):
+    return False
+  # Whoever wrote or deleted it may have ended since the manifest was looked for, and taken the mark away.
+  with contextlib.suppress(FileNotFoundError):
+    return folder.is_dir() and any(folder.iterdir()) and not file.exists()
+  return False
+
+
+def commit_time(directory: epath.Path) -> float:
+  """The time, in seconds since 1970, to give a step that is committed now: after that of every other.
+
+  The order of these times says which step is the newest, also when the clock went back in between.
+  """
+  last = -math.inf
+  for step in saved_steps(directory):
+    with contextlib.suppress(CheckpointError):
+      last = max(last, manifest.read(directory / str(step)).time)
+  return max(time.time(), math.nextafter(last, math.inf))
 
 
 @contextlib.contextmanager
@@ -107,10 +131,13 @@ def sweep(directory: epath.Path) -> list[str]:
   touched: list[str] = []
   for entry in sorted(directory.iterdir(), key=lambda path: path.name):
     name, suffix = os.path.splitext(entry.name.partition(".orbax-checkpoint-tmp")[0])
+    if not _is_step_name(name):
+      continue  # an export in progress, or something that is not ours
     if suffix == REPLACED and not (directory / name).exists():
       entry.rename(directory / name)
     elif suffix in (SAVING, REPLACED, DELETING):
-      entry.rmtree()
+      if not _removed(entry.rmtree, entry):
+        continue
     else:
       continue
     touched.append(entry.name)
@@ -124,10 +151,21 @@ def _sweep_marks(directory: epath.Path) -> list[str]:
     if suffix not in (SAVING, DELETING) or not _is_step_name(name):
       continue
     if suffix == DELETING or not (directory / name / manifest.FILE).exists():
-      _remove_marked(directory, int(name))
+      if not _removed(functools.partial(_remove_marked, directory, int(name)), directory / name):
+        continue  # the mark stays
       touched.append(name)
     entry.unlink()
   return touched
+
+
+def _removed(remove: Callable[[], None], folder: epath.Path) -> bool:
+  """Whether it could be removed; if not, it is in no save's way and is tried again before the next one."""
+  try:
+    remove()
+  except OSError as error:
+    warnings.warn(f"{folder}, left by an earlier save, could not be removed: {error}", stacklevel=4)
+    return False
+  return True
 
 
 def _remove_marked(directory: epath.Path, step: int) -> None:
@@ -155,6 +193,21 @@ def commit(temporary: epath.Path, final: epath.Path) -> None:
   make_durable([final.parent])
   if replaced.exists():
     replaced.rmtree()
+
+
+def delete_steps(directory: epath.Path, doomed: Callable[[], Iterable[int]]) -> list[str]:
+  """Deletes the steps that `doomed` names, and says what could not be done; none of it undoes a save."""
+  problems: list[str] = []
+  try:
+    steps = [*doomed()]
+  except OSError as error:
+    return [f"which of the old steps may go could not be read: {error}"]
+  for step in steps:
+    try:
+      delete_step(directory, step)
+    except OSError as error:
+      problems.append(f"step {step}, which need not be kept, could not be removed: {error}")
+  return problems
 
 
 def delete_step(directory: epath.Path, step: int) -> None:
@@ -231,20 +284,27 @@ def make_tree_durable(folder: epath.Path) -> None:
     list(pool.map(lambda path: make_durable([path]), paths))
 
 
-def check_space(directory: epath.Path, nbytes: int) -> None:
-  """Raises when the disk plainly cannot take a checkpoint of this size.
+def check_space(
+  directory: epath.Path,
+  nbytes: int,
+  *,
+  doing: str = "save",
+  what: str = "the checkpoint",
+  fix: str = "free some space, or keep fewer checkpoints: Checkpointer(..., max_to_keep=2).",
+) -> None:
+  """Raises when the disk plainly cannot take so many bytes.
 
   Raises:
-    CheckpointError: fewer bytes are free than the arrays have.
+    CheckpointError: fewer bytes are free than the arrays have; the others are its words.
   """
   if not is_local(directory):
     return
   free = shutil.disk_usage(directory).free
   if free < nbytes:
     raise CheckpointError(
-      f"cannot save to {directory}: the disk is full.",
-      details=f"the checkpoint needs {nbytes:,} bytes, {free:,} are free",
-      fix="free some space, or keep fewer checkpoints: Checkpointer(..., max_to_keep=2).",
+      f"cannot {doing} to {directory}: the disk is full.",
+      details=f"{what} needs {nbytes:,} bytes, {free:,} are free",
+      fix=fix,
     )
 
 

@@ -21,7 +21,8 @@ from nnx_parallel.checkpoint.encoding import Json
 from nnx_parallel.errors import CheckpointError
 
 FILE = "nnx_parallel.json"
-FORMAT = 2
+FORMAT = 3
+_READ = (2, FORMAT)
 _PACKAGES = ("nnx_parallel", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
 
 
@@ -84,7 +85,7 @@ class Manifest:
     plan: what `ShardingPlan.to_json` wrote, or None; `ShardingPlan.from_json(json.dumps(...))` reads it.
     versions: of Python and the packages that wrote it.
     fingerprint: changes whenever any value, path, shape or dtype changes.
-    time: seconds since 1970 when it was committed.
+    time: seconds since 1970 when it was committed; later than that of any step committed before it.
     files: bytes of every other file of the step, by relative path.
     hashes: SHA-256 of the files that hold no array data, by relative path.
   """
@@ -108,8 +109,8 @@ class Manifest:
 
 def write(manifest: Manifest, step_dir: epath.Path) -> None:
   """Writes the manifest into a step folder; the caller makes it durable."""
-  body = _body(dataclasses.asdict(manifest))
-  text = json.dumps({"format": FORMAT, "sha256": _sha256(body), "manifest": json.loads(body)})
+  body = json.loads(_body(dataclasses.asdict(manifest)))
+  text = json.dumps({"format": FORMAT, "sha256": _signature(FORMAT, body), "manifest": body})
   (step_dir / FILE).write_text(text)
 
 
@@ -122,23 +123,29 @@ def read(step_dir: epath.Path) -> Manifest:
   file = step_dir / FILE
   try:
     document = json.loads(file.read_bytes())
-    number, body = document["format"], document["manifest"]
-    intact = document["sha256"] == _sha256(_body(body))
+    number, sha256, body = document["format"], document["sha256"], document["manifest"]
   except FileNotFoundError:
-    raise CheckpointError(
-      f"{step_dir} is not a complete checkpoint: it has no {FILE}.",
-      fix="restore another step: Checkpointer(...).steps() lists the complete ones.",
+    raise DamagedError(
+      f"{step_dir} is damaged, or something else wrote it: {FILE} is missing.",
+      fix='restore another step: Checkpointer(...).steps() lists the complete ones; on_corrupt="fallback" '
+      "takes the newest good one. If the folder is not a checkpoint, move it elsewhere.",
     ) from None
   except (ValueError, TypeError, LookupError) as error:
     raise _damaged(file, f"it cannot be read as JSON ({error})") from error
-  if number != FORMAT:
-    raise CheckpointError(
-      f"cannot read {file}: it has format {number!r}, and this version reads format {FORMAT}.",
-      fix="install the nnx_parallel that wrote it.",
-    )
-  if not intact:
+  if number in _READ and sha256 == _signature(number, body):
+    return _parse(body)
+  # A format that is not the one that was signed is a damaged number, not a newer format.
+  if number in _READ or sha256 in (_signature(known, body) for known in _READ):
     raise _damaged(file, "its contents do not have the SHA-256 that it names")
-  return _parse(body)
+  raise CheckpointError(
+    f"cannot read {file}: it has format {number!r}, and this version reads the formats 2 to {FORMAT}.",
+    fix="install the nnx_parallel that wrote it.",
+  )
+
+
+def _signature(number: int, body: Any) -> str:
+  """SHA-256 of a manifest; until format 2 the format was not part of it."""
+  return _sha256(_body(body if number == 2 else [number, body]))
 
 
 def versions() -> dict[str, str]:

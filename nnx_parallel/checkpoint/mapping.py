@@ -17,6 +17,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import fnmatch
+import math
 import re
 import runpy
 from collections.abc import Container, Iterable, Sequence
@@ -50,6 +51,10 @@ class Transpose:
   def __init__(self, *order: int):
     object.__setattr__(self, "order", order)
 
+  def misfit(self, theirs: Shape) -> str:
+    """Why it cannot be done to an array of theirs of this shape; empty when it can."""
+    return "" if sorted(self.order) == list(range(len(theirs))) else f"does not name the dims of {theirs}"
+
   def view(self, source: View) -> View:
     """Ours on theirs."""
     return views.Transposed(source, self.order)
@@ -70,10 +75,13 @@ class Split:
   dim: int
   size: int
 
+  def misfit(self, theirs: Shape) -> str:
+    """Why it cannot be done to an array of theirs of this shape; empty when it can."""
+    fits = 0 <= self.dim < len(theirs) and self.size > 0 and not theirs[self.dim] % self.size
+    return "" if fits else f"cannot split dim {self.dim} of {theirs} into rows of {self.size}"
+
   def view(self, source: View) -> View:
     """Ours on theirs."""
-    if source.shape[self.dim] % self.size:
-      raise CheckpointError(f"cannot split dim {self.dim} of {source.shape} into rows of {self.size}.")
     return views.SplitDim(source, self.dim, self.size)
 
   def apply(self, theirs: jax.Array) -> jax.Array:
@@ -92,6 +100,11 @@ class Merge:
 
   dim: int
   size: int
+
+  def misfit(self, theirs: Shape) -> str:
+    """Why it cannot be done to an array of theirs of this shape; empty when it can."""
+    fits = 0 <= self.dim < len(theirs) - 1 and theirs[self.dim + 1] == self.size
+    return "" if fits else f"cannot merge dim {self.dim} of {theirs} with a next one of {self.size}"
 
   def view(self, source: View) -> View:
     """Ours on theirs."""
@@ -114,6 +127,11 @@ class Reshape:
   theirs_shape: Shape
   ours_shape: Shape
 
+  def misfit(self, theirs: Shape) -> str:
+    """Why it cannot be done to an array of theirs of this shape; empty when it can."""
+    fits = math.prod(theirs) == math.prod(self.ours_shape)
+    return "" if fits else f"cannot give {theirs} another number of elements"
+
   def view(self, source: View) -> View:
     """Ours on theirs."""
     return views.Reshaped(source, self.ours_shape)
@@ -133,6 +151,10 @@ class Cast:
 
   theirs_dtype: Any
   ours_dtype: Any
+
+  def misfit(self, theirs: Shape) -> str:
+    """It can be done to any shape."""
+    return ""
 
   def view(self, source: View) -> View:
     """Ours on theirs."""
@@ -216,6 +238,8 @@ class Bound:
     elif isinstance(self.rule.layers, Unstack):
       view = views.Layer(view, self.rule.layers.dim, self.layer or 0)
     for operation in self.rule.operations:
+      if why := operation.misfit(view.shape):
+        raise self._no_rule(operation, why)
       view = operation.view(view)
     return view
 
@@ -234,7 +258,10 @@ class Bound:
     """Shape and dtype of their arrays when ours is given; `layers` is how many of ours they hold."""
     spec = ours
     for operation in reversed(self.rule.operations):
-      spec = operation.theirs(spec)
+      try:
+        spec = operation.theirs(spec)
+      except IndexError:
+        raise self._no_rule(operation, f"cannot be undone on {spec.shape}") from None
     if isinstance(self.rule.layers, Stack):
       dim = self.rule.layers.dim
       spec = Spec(spec.shape[:dim] + spec.shape[dim + 1 :], spec.dtype)
@@ -242,6 +269,13 @@ class Bound:
       dim = self.rule.layers.dim
       spec = Spec((*spec.shape[:dim], layers, *spec.shape[dim:]), spec.dtype)
     return dict.fromkeys(self.theirs, spec)
+
+  def _no_rule(self, operation: Operation, why: str) -> CheckpointError:
+    return CheckpointError(
+      f"{self.ours} cannot be made of {', '.join(self.theirs[:3])}: {operation} {why}.",
+      details=f"rule {self.rule.theirs!r} -> {', '.join(self.rule.ours)}",
+      fix="correct the operations of that rule; they are written from theirs to ours.",
+    )
 
 
 class Mapping:
@@ -287,13 +321,46 @@ class Mapping:
       )
     return bounds
 
+  def check_layers(self, ours: Iterable[str], wanted: Container[str], theirs: MappingType[str, View]) -> None:
+    """Checks that their arrays that are cut into layers have as many of them as we have.
+
+    Args:
+      ours: all of our paths; a layer of theirs that belongs to one that is not wanted is left out with it.
+      wanted: those that are made of theirs.
+      theirs: their arrays.
+
+    Raises:
+      CheckpointError: layers that are left over on either side.
+    """
+    found: dict[tuple[str, int], dict[int, str]] = {}
+    for path in ours:
+      bound = self._bind_one(path, None)
+      if bound is not None and isinstance(bound.rule.layers, Unstack) and bound.theirs[0] in theirs:
+        found.setdefault((bound.theirs[0], bound.rule.layers.dim), {})[bound.layer or 0] = path
+    lost: list[str] = []
+    spare: list[str] = []
+    for (name, dim), layers in found.items():
+      shape = theirs[name].shape
+      size = shape[dim] if dim < len(shape) else 0
+      has = f"{name} has {size} layers: shape {shape}, dim {dim}"
+      lost += [f"missing  {layers[i]}: {has}" for i in sorted(layers) if i >= size and layers[i] in wanted]
+      unused = [str(i) for i in range(size) if i not in layers]
+      spare += [f"unused   {', '.join(unused)} of {name}: {has}"] if unused else []
+    if lost or spare:
+      raise CheckpointError(
+        f"the mapping is not complete: {len(lost)} of our layers have no source, "
+        f"{len(spare)} of their stacked arrays have layers of no use.",
+        details="\n".join([*lost[:12], *spare[:12]]),
+        fix="make a model of as many layers, or leave ours out by name: skip=[...].",
+      )
+
   def names_for(self, ours: Iterable[str]) -> list[Bound]:
     """The rule behind each of our paths when their arrays are yet to be written.
 
     The names of a stacked rule are patterns still: `with_layers` fills them in.
 
     Raises:
-      CheckpointError: a path without a rule.
+      CheckpointError: a path without a rule, or layers that do not make up a whole array.
     """
     bounds = [(path, self._bind_one(path, None)) for path in ours]
     lost = [path for path, bound in bounds if bound is None]
@@ -303,7 +370,15 @@ class Mapping:
         details="\n".join(f"no rule  {path}" for path in lost[:12]),
         fix="add rules for them, or leave them out by name: skip=[...].",
       )
-    return [bound for _, bound in bounds if bound is not None]
+    found = [bound for _, bound in bounds if bound is not None]
+    for name, count in layer_counts(found).items():
+      there = {bound.layer for bound in found if bound.theirs[0] == name}
+      if len(there) < count:
+        raise CheckpointError(
+          f"cannot write {name}: of its {count} layers there are only {sorted(i or 0 for i in there)}.",
+          fix="leave out all of them by name, or none.",
+        )
+    return found
 
   def find(self, path: str, parameters: Container[str]) -> Bound | None:
     """The rule behind a parameter, or behind a leaf whose path ends with a parameter's: its moment.

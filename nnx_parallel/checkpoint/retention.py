@@ -1,4 +1,4 @@
-"""Which steps to keep."""
+"""Which steps are the newest, and which of them to keep."""
 
 from __future__ import annotations
 
@@ -7,6 +7,32 @@ import math
 from collections.abc import Mapping
 
 from nnx_parallel.errors import CheckpointError
+
+
+def newest_first(times: Mapping[int, float | None]) -> list[int]:
+  """Steps by age: those of the run that goes on, then those that it left behind.
+
+  A step was left behind when a smaller one was written after it: a run went on from before it. So the
+  first is the one that was written last.
+
+  Args:
+    times: when each step was written; None when nothing says it, and then its number decides.
+
+  Example:
+    >>> newest_first({100: 1.0, 150: 3.0, 200: 2.0})
+    [150, 100, 200]
+  """
+  current: list[int] = []
+  left: dict[int, float] = {}
+  last = -math.inf
+  for step in sorted(times):
+    time = times[step]
+    if time is not None and time < last:
+      left[step] = time
+    else:
+      current.append(step)
+      last = last if time is None else time
+  return [*reversed(current), *sorted(left, key=lambda step: -left[step])]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,16 +78,19 @@ class Retention:
     finite = [step for step, value in values.items() if not math.isnan(value)]
     return sorted(finite, key=lambda step: (sign * values[step], -step))
 
-  def doomed(self, metrics: Mapping[int, Mapping[str, float]]) -> list[int]:
-    """The steps to delete, oldest first.
+  def doomed(
+    self, metrics: Mapping[int, Mapping[str, float]], times: Mapping[int, float] | None = None
+  ) -> list[int]:
+    """The steps to delete, in the order of their numbers.
 
     Args:
       metrics: of every saved step.
+      times: when each of them was written; None: in the order of their numbers.
     """
     if self.newest is None:
       return []
-    steps = sorted(metrics)
-    kept = set(steps[-self.newest :]) | set(self.ranked(metrics)[: self.keep_best])
+    steps = newest_first(dict.fromkeys(metrics) if times is None else times)
+    kept = {*steps[: self.newest], *self.ranked(metrics)[: self.keep_best]}
     if self.every is not None:
       kept |= {step for step in steps if step % self.every == 0}
-    return [step for step in steps if step not in kept]
+    return sorted(set(steps) - kept)

@@ -6,24 +6,27 @@ each process touches only the pages of its own shards.
 
 from __future__ import annotations
 
+import errno
 import functools
 import json
 import math
 import mmap
 import os
 import shutil
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Mapping as MappingType
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from etils import epath
 
-from nnx_parallel.checkpoint import agree, encoding, preflight, targets, views
+from nnx_parallel.checkpoint import agree, encoding, files, preflight, targets, views
 from nnx_parallel.checkpoint.mapping import (
   Bound,
+  Cast,
   Identity,
   Mapping,
   Spec,
@@ -56,6 +59,7 @@ _DTYPES: dict[str, Any] = {
   "BOOL": np.bool_,
 }
 _NAMES = {np.dtype(dtype): name for name, dtype in _DTYPES.items()}
+_T = TypeVar("_T")
 
 
 def read_tensors(path: str | os.PathLike[str]) -> dict[str, View]:
@@ -100,15 +104,22 @@ def import_safetensors(
   Raises:
     CheckpointError: an incomplete mapping, or a shape or dtype that does not fit, named.
   """
-  sources = read_tensors(path)
+  rules = mapping or Identity()
   target = targets.read(plan, optimizer="fresh")
   patterns = preflight.Patterns(None, skip)
   wanted = {p: w for p, w in target.wanted["model"].items() if not patterns.leaves_out(p)}
-  _no_unused(patterns.unused())
-  arrays: dict[str, jax.Array] = {}
-  for bound in (mapping or Identity()).bind(wanted, sources):
-    arrays[bound.ours] = _load(bound, bound.view(sources), wanted[bound.ours])
-  return target.build({"model": arrays})
+
+  def read() -> dict[str, jax.Array]:
+    _no_unused(patterns.unused())
+    sources = read_tensors(path)
+    bounds = rules.bind(wanted, sources)
+    rules.check_layers(target.wanted["model"], wanted, sources)
+    try:
+      return {bound.ours: _load(bound, bound.view(sources), wanted[bound.ours]) for bound in bounds}
+    except OSError as error:
+      raise CheckpointError(f"cannot read {path}: {error}.", fix="copy or download it again.") from error
+
+  return target.build({"model": agree.together(read)})
 
 
 def export_safetensors(
@@ -135,35 +146,66 @@ def export_safetensors(
     CheckpointError: the folder exists, the mapping is incomplete, or a leaf has no form in safetensors.
   """
   final, temporary = Path(path), Path(f"{os.fspath(path)}.nnx-saving")
+  doing = f"export to {final.name}"
+  leaves, bounds, specs = _together(lambda: _plan_export(final, model, mapping, skip), doing, final.parent)
+  agree.require_same("what to export", f"{final}\n{specs}")
+
+  def lay_out() -> None:
+    if jax.process_index() == 0:
+      shutil.rmtree(temporary, ignore_errors=True)
+      temporary.mkdir(parents=True)
+      _lay_out(temporary, specs, file_bytes)
+
+  def store() -> dict[str, View]:
+    sources = {name: view for file in _files(temporary) for name, view in _open(file, write=True).items()}
+    for bound in first:
+      view, (spec, array) = bound.view(sources), leaves[bound.ours]
+      _require_fit(bound, view, spec.shape, spec.dtype)
+      _store(view, spec, array)
+    return sources
+
+  def compare(sources: MappingType[str, View]) -> None:
+    for bound in tied:
+      view, (spec, array) = bound.view(sources), leaves[bound.ours]
+      _require_fit(bound, view, spec.shape, spec.dtype)
+      _require_same(bound, view, spec, array)
+
+  first, tied = _first_and_tied(bounds)
+  try:
+    _together(lay_out, doing, final.parent)
+    sources = _together(store, doing, final.parent)
+    # Only now: other processes may have written what a tied leaf here is compared with.
+    _together(lambda: compare(sources), doing, final.parent)
+    _together(lambda: temporary.rename(final) if jax.process_index() == 0 else None, doing, final.parent)
+  finally:
+    if jax.process_index() == 0:
+      shutil.rmtree(temporary, ignore_errors=True)
+  return list(specs)
+
+
+def _together(call: Callable[[], _T], doing: str, folder: Path) -> _T:
+  """Makes a call on every process; what one of them cannot do ends it on all, with an error that says it."""
+  return agree.together(lambda: files.explained(call, doing, epath.Path(folder)))
+
+
+def _plan_export(
+  final: Path, model: object, mapping: Mapping | None, skip: Iterable[str]
+) -> tuple[dict[str, tuple[Spec, jax.Array]], list[Bound], dict[str, Spec]]:
   if final.exists():
     raise CheckpointError(f"cannot export to {final}: it exists.", fix="choose a folder that does not.")
   leaves = _leaves(model, skip)
-  bounds = (mapping or Identity()).names_for(leaves)
   bounds = [
     with_layers(b, stack_size(b, leaves[b.ours][0])) if isinstance(b.rule.layers, Stack) else b
-    for b in bounds
+    for b in (mapping or Identity()).names_for(leaves)
   ]
-  specs = _their_specs(bounds, leaves)
-  agree.require_same("what to export", f"{final}\n{specs}")
-  if jax.process_index() == 0:
-    shutil.rmtree(temporary, ignore_errors=True)
-    temporary.mkdir(parents=True)
-    _lay_out(temporary, specs, file_bytes)
-  agree.raise_together(None)
-  sources = {name: view for file in _files(temporary) for name, view in _open(file, write=True).items()}
-  written: set[tuple[str, ...]] = set()
-  for bound in bounds:
-    key = (*bound.theirs, str(bound.layer))
-    if key in written:
-      _check_tied(bound, leaves, sources)
-    else:
-      _store(bound.view(sources), *leaves[bound.ours])
-    written.add(key)
-  agree.raise_together(None)
-  if jax.process_index() == 0:
-    temporary.rename(final)
-  agree.raise_together(None)
-  return list(specs)
+  return leaves, bounds, _their_specs(bounds, leaves)
+
+
+def _first_and_tied(bounds: Iterable[Bound]) -> tuple[list[Bound], list[Bound]]:
+  """The first leaf of ours for each of their arrays, or layer of one; the others are tied to it."""
+  first: dict[tuple[tuple[str, ...], int | None], Bound] = {}
+  tied = [bound for bound in bounds if first.setdefault((bound.theirs, bound.layer), bound) is not bound]
+  return list(first.values()), tied
 
 
 def _files(path: Path) -> list[Path]:
@@ -172,8 +214,7 @@ def _files(path: Path) -> list[Path]:
       return _files(path / INDEX)
     found = sorted(path.glob("*.safetensors"))
   elif path.name.endswith(".index.json") and path.exists():
-    index = json.loads(path.read_text())
-    found = [path.parent / name for name in sorted(set(index["weight_map"].values()))]
+    found = [path.parent / name for name in _named_by(path)]
   else:
     found = [path]
   missing = [file.name for file in found if not file.exists()]
@@ -185,37 +226,75 @@ def _files(path: Path) -> list[Path]:
   return found
 
 
+def _named_by(index: Path) -> list[str]:
+  try:
+    return sorted(set(json.loads(index.read_text())["weight_map"].values()))
+  except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+    raise CheckpointError(
+      f"{index} is not an index of safetensors files: {error}.", fix="copy or download it again."
+    ) from error
+
+
 def _open(file: Path, *, write: bool = False) -> dict[str, View]:
+  try:
+    return _mapped(file, write=write)
+  except OSError as error:
+    raise CheckpointError(f"cannot open {file}: {error.strerror}.", fix="check who may read it.") from error
+  except (ValueError, LookupError, TypeError, AttributeError) as error:
+    raise CheckpointError(
+      f"{file} is not a whole safetensors file: {error}.", fix="copy or download it again."
+    ) from error
+
+
+def _mapped(file: Path, *, write: bool) -> dict[str, View]:
   size = file.stat().st_size
   with file.open("r+b" if write else "rb") as stream:
     length = int.from_bytes(stream.read(8), "little")
-    try:
-      if length > size - 8:
-        raise ValueError("the header is longer than the file")
-      header = json.loads(stream.read(length))
-      header.pop("__metadata__", None)
-      end = max((entry["data_offsets"][1] for entry in header.values()), default=0)
-      if 8 + length + end != size:
-        raise ValueError(f"it has {size:,} bytes instead of {8 + length + end:,}")
-    except (ValueError, LookupError, TypeError, AttributeError) as error:
-      raise CheckpointError(
-        f"{file} is not a whole safetensors file: {error}.", fix="copy or download it again."
-      ) from error
+    if length > size - 8:
+      raise ValueError("the header is longer than the file")
+    header = json.loads(stream.read(length))
+    header.pop("__metadata__", None)
+    for name, entry in header.items():
+      _require_known(file, name, entry["dtype"])
+    end = 8 + length + _end_of(header)
+    if end != size:
+      raise ValueError(f"it has {size:,} bytes instead of {end:,}")
     access = mmap.ACCESS_WRITE if write else mmap.ACCESS_READ
     data = mmap.mmap(stream.fileno(), 0, access=access)
-  return {name: _view(file, data, 8 + length, name, entry) for name, entry in header.items()}
+  return {name: _view(data, 8 + length, entry) for name, entry in header.items()}
 
 
-def _view(file: Path, data: mmap.mmap, start: int, name: str, entry: dict[str, Any]) -> View:
-  if entry["dtype"] not in _DTYPES:
+def _require_known(file: Path, name: str, dtype: str) -> None:
+  if dtype not in _DTYPES:
     raise CheckpointError(
-      f"{name} in {file} has the dtype {entry['dtype']}, which is not known here.",
+      f"{name} in {file} has the dtype {dtype}, which is not known here.",
       details=f"known: {', '.join(_DTYPES)}",
       fix="convert the file.",
     )
+
+
+def _end_of(header: MappingType[str, Any]) -> int:
+  """Where the arrays end; they must follow each other without overlap or gap, as the format has it."""
+  position, before = 0, "the header"
+  for name, entry in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
+    (begin, end), shape = entry["data_offsets"], entry["shape"]
+    if begin != position:
+      raise ValueError(f"{name} begins at byte {begin:,}, and {before} ends at byte {position:,}")
+    if any(size < 0 for size in shape):
+      raise ValueError(f"{name} has shape {shape}")
+    size = math.prod(shape) * np.dtype(_DTYPES[entry["dtype"]]).itemsize
+    if end - begin != size:
+      raise ValueError(f"{name} has {end - begin:,} bytes, and {entry['dtype']}{shape} needs {size:,}")
+    position, before = end, name
+  return position
+
+
+def _view(data: mmap.mmap, start: int, entry: dict[str, Any]) -> View:
   dtype, shape = np.dtype(_DTYPES[entry["dtype"]]), tuple(entry["shape"])
   begin, end = (start + offset for offset in entry["data_offsets"])
   array = np.frombuffer(data, dtype, math.prod(shape), begin)
+  if begin == end:
+    return views.Memory(array.reshape(shape))  # without pages of its own to let go
   # Pages that were read stay in the page cache, but count no longer as this process's memory.
   first = begin - begin % mmap.PAGESIZE
   forget = functools.partial(data.madvise, mmap.MADV_DONTNEED, first, max(1, end - first))
@@ -224,13 +303,7 @@ def _view(file: Path, data: mmap.mmap, start: int, name: str, entry: dict[str, A
 
 def _load(bound: Bound, view: View, wanted: preflight.Wanted) -> jax.Array:
   struct = wanted.struct
-  if view.shape != wanted.shape or view.dtype != struct.dtype:
-    raise CheckpointError(
-      f"{bound.ours} does not fit: the mapping makes {view.dtype}{list(view.shape)} of "
-      f"{', '.join(bound.theirs[:3])}, "
-      f"the model has {encoding.dtype_name(struct.dtype)}{list(wanted.shape)}.",
-      fix="correct the operations of its rule, or add Cast(theirs, ours) for the dtype.",
-    )
+  _require_fit(bound, view, wanted.shape, struct.dtype)
 
   def block(index: tuple[slice, ...] | None) -> np.ndarray[Any, Any]:
     box = views.box_of(index or (), struct.shape)
@@ -244,6 +317,15 @@ def _load(bound: Bound, view: View, wanted: preflight.Wanted) -> jax.Array:
     return values if inside == box else np.pad(values, [(0, full - kept) for full, kept in lengths])
 
   return jax.make_array_from_callback(struct.shape, struct.sharding, block)
+
+
+def _require_fit(bound: Bound, view: View, shape: tuple[int, ...], dtype: Any) -> None:
+  if view.shape != shape or view.dtype != dtype:
+    raise CheckpointError(
+      f"{bound.ours} does not fit: the mapping makes {view.dtype}{list(view.shape)} of "
+      f"{', '.join(bound.theirs[:3])}, the model has {encoding.dtype_name(dtype)}{list(shape)}.",
+      fix="correct the operations of its rule, or add Cast(theirs, ours) for the dtype.",
+    )
 
 
 def _leaves(model: object, skip: Iterable[str]) -> dict[str, tuple[Spec, jax.Array]]:
@@ -284,7 +366,7 @@ def _their_specs(bounds: list[Bound], leaves: MappingType[str, tuple[Spec, jax.A
 
 
 def _lay_out(folder: Path, specs: MappingType[str, Spec], file_bytes: int) -> None:
-  """Creates the files with their headers and full sizes."""
+  """Creates the files with their headers and full sizes, and their place on the disk."""
   groups: list[dict[str, Spec]] = [{}]
   sizes = [0]
   for name, spec in specs.items():
@@ -294,6 +376,9 @@ def _lay_out(folder: Path, specs: MappingType[str, Spec], file_bytes: int) -> No
       sizes.append(0)
     groups[-1][name] = spec
     sizes[-1] += size
+  files.check_space(
+    epath.Path(folder.parent), sum(sizes), doing="export", what="the model", fix="free some space."
+  )
   single = len(groups) == 1
   names = [
     SINGLE if single else f"model-{i + 1:05d}-of-{len(groups):05d}.safetensors" for i in range(len(groups))
@@ -313,14 +398,27 @@ def _lay_out(folder: Path, specs: MappingType[str, Spec], file_bytes: int) -> No
     text += b" " * (-len(text) % 8)  # arrays start aligned
     with (folder / name).open("wb") as file:
       file.write(len(text).to_bytes(8, "little") + text)
-      file.truncate(8 + len(text) + offset)
+      file.flush()
+      _reserve(file.fileno(), 8 + len(text) + offset)
   if not single:
     weight_map = {tensor: name for name, group in zip(names, groups, strict=True) for tensor in group}
     index = {"metadata": {"total_size": sum(sizes)}, "weight_map": weight_map}
     (folder / INDEX).write_text(json.dumps(index, indent=2))
 
 
-def _store(view: View, spec: Spec, array: jax.Array) -> None:
+def _reserve(file: int, size: int) -> None:
+  """Gives a file its size, and a place on the disk: to write into a map without one would end the process."""
+  if hasattr(os, "posix_fallocate"):
+    try:
+      os.posix_fallocate(file, 0, size)
+    except OSError as error:
+      if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS):
+        raise
+  os.ftruncate(file, size)
+
+
+def _pieces(spec: Spec, array: jax.Array) -> Iterator[tuple[views.Box, views.Block]]:
+  """The shards here, of replicas the first, as boxes of the leaf without its padding."""
   for shard in array.addressable_shards:
     if shard.replica_id:
       continue
@@ -330,20 +428,20 @@ def _store(view: View, spec: Spec, array: jax.Array) -> None:
     )
     if all(part.stop > part.start for part in kept):
       window = tuple(slice(0, part.stop - part.start) for part in kept)
-      view.write(kept, np.asarray(shard.data)[window])
+      yield kept, np.asarray(shard.data)[window]
 
 
-def _check_tied(
-  bound: Bound, leaves: MappingType[str, tuple[Spec, jax.Array]], sources: MappingType[str, View]
-) -> None:
-  spec, array = leaves[bound.ours]
-  view = bound.view(sources)
-  for shard in array.addressable_shards:
-    box = views.box_of(shard.index, array.shape)
-    if box == views.whole(spec.shape) or array.shape == spec.shape:
-      values = np.ascontiguousarray(np.asarray(shard.data))
-      if not np.array_equal(view.read(box).view(np.uint8), values.view(np.uint8)):
-        raise CheckpointError(
-          f"{bound.ours} is tied to {bound.theirs[0]}, but its values differ.",
-          fix="tie them in the model, or give each its own name.",
-        )
+def _store(view: View, spec: Spec, array: jax.Array) -> None:
+  for box, values in _pieces(spec, array):
+    view.write(box, values)
+
+
+def _require_same(bound: Bound, view: View, spec: Spec, array: jax.Array) -> None:
+  for box, values in _pieces(spec, array):
+    for cast in (operation for operation in bound.rule.operations if isinstance(operation, Cast)):
+      values = values.astype(cast.theirs_dtype).astype(values.dtype)
+    if view.read(box).tobytes() != values.tobytes():
+      raise CheckpointError(
+        f"{bound.ours} is tied to {bound.theirs[0]}, but its values differ.",
+        fix="tie them in the model, or give each its own name.",
+      )

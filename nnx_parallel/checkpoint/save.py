@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
-import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -165,7 +164,7 @@ def write(
       plan=plan,
       versions=manifest.versions(),
       fingerprint=manifest.fingerprint(items),
-      time=time.time(),
+      time=files.commit_time(directory),
       files=(sizes := files.all_files(folder)),
       hashes={name: files.sha256(folder / name) for name, n in sizes.items() if n <= _HASHED_BYTES},
     )

@@ -26,10 +26,12 @@ def register(commands: Commands) -> None:
 
 def run(args: argparse.Namespace) -> int:
   """Checks the steps, one line each."""
+  from nnx_parallel.checkpoint import files
   from nnx_parallel.checkpoint.checkpointer import Checkpointer
 
   checkpointer = Checkpointer(args.directory)
-  steps = [checkpointer.metadata(args.step).step] if args.step is not None else checkpointer.steps()
+  found = sorted([*checkpointer.steps(), *files.foreign_steps(checkpointer.directory)])
+  steps = found if args.step is None else [args.step]
   if not steps:
     checkpointer.metadata()  # raises, and says why there is nothing
   damaged = 0

@@ -1,3 +1,5 @@
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -73,6 +75,14 @@ def test_verify(run_dir, capsys):
   assert "step 20: damaged\n" in text
   assert "model/kernel" in text
   assert "1 good, 1 damaged" in text
+  (run_dir / "run" / "10" / "nnx_parallel.json").unlink()
+  for arguments, counts in (([], "0 good, 2 damaged"), (["--step", "10"], "0 good, 1 damaged")):
+    assert main(["verify", str(run_dir / "run"), *arguments]) == 1
+    text = capsys.readouterr().out
+    assert re.search(
+      r"step 10: damaged\n  .*10 is damaged, or something else wrote it: nnx_p.* is miss", text
+    )
+    assert counts in text
   assert main(["verify", str(run_dir / "nowhere")]) == 1
   assert "there is no such directory" in capsys.readouterr().err
 

@@ -8,6 +8,7 @@ import pytest
 import nnx_parallel as nxp
 from benchmarks import torture
 from checkpoint.runs import arrays, assert_same, target_of
+from nnx_parallel.checkpoint import manifest
 from nnx_parallel.checkpoint.checkpointer import Checkpointer
 from nnx_parallel.errors import CheckpointError
 
@@ -127,9 +128,57 @@ def test_a_damaged_manifest_names_the_file(saved):
     with pytest.raises(CheckpointError, match=f"{re.escape(str(file))} is damaged: {why}"):
       Checkpointer(directory).restore(target_of(trees[2]))
     assert Checkpointer(directory).latest() == 1
-  file.write_text(whole.replace('"format": 2', '"format": 7'))
-  with pytest.raises(CheckpointError, match=r"it has format 7, and this version reads format 2\.\n"):
-    Checkpointer(directory).restore(target_of(trees[2]))
+
+
+@pytest.mark.parametrize("number", ["2", "0", "9", "2.5", '"3"', "null"])
+def test_a_damaged_format_is_damage(saved, number):
+  directory, trees = saved
+  file = directory / "2" / "nnx_parallel.json"
+  whole = file.read_text()
+  file.write_text(whole.replace('"format": 3', f'"format": {number}'))
+  with pytest.warns(UserWarning, match=r"step 2 was passed over: .* do not have the SHA-256"):
+    assert_same(Checkpointer(directory).restore(target_of(trees[1]), on_corrupt="fallback"), trees[1])
+
+
+def test_formats_of_other_versions(saved, monkeypatch):
+  directory, trees = saved
+  checkpointer = Checkpointer(directory)
+  record = checkpointer.metadata(2)
+  with monkeypatch.context() as patch:
+    patch.setattr(manifest, "FORMAT", 2)
+    manifest.write(record, checkpointer.directory / "2")
+  assert '"format": 2' in (directory / "2" / "nnx_parallel.json").read_text()
+  assert_same(checkpointer.restore(target_of(trees[2])), trees[2])
+  with monkeypatch.context() as patch:
+    patch.setattr(manifest, "FORMAT", 7)
+    manifest.write(record, checkpointer.directory / "2")
+  text = r"it has format 7, and this version reads the formats 2 to 3\.\n  Fix: install the nnx_parallel"
+  with pytest.raises(CheckpointError, match=text):
+    checkpointer.restore(target_of(trees[2]), on_corrupt="fallback")
+
+
+def test_a_missing_manifest_is_damage(saved):
+  directory, trees = saved
+  checkpointer = Checkpointer(directory)
+  checkpointer.save(3, trees[2])
+  (directory / "2" / "nnx_parallel.json").unlink()
+  assert_same(checkpointer.restore(target_of(trees[2])), trees[2])  # an old one is in nobody's way
+  (directory / "3" / "nnx_parallel.json").unlink()
+  text = r"3 is damaged, or something else wrote it: nnx_parallel\.json is missing\.\n  Fix: restore another"
+  with pytest.raises(CheckpointError, match=text):
+    checkpointer.restore(target_of(trees[1]))
+  with (
+    pytest.warns(UserWarning, match="step 3 was passed over"),
+    pytest.warns(UserWarning, match="step 2 was passed over"),
+  ):
+    assert_same(checkpointer.restore(target_of(trees[1]), on_corrupt="fallback"), trees[1])
+  assert checkpointer.latest() == 1
+  assert checkpointer.verify(1) == {}
+  for step in (2, 3, "latest"):
+    assert list(checkpointer.verify(step)) == ["nnx_parallel.json"]
+  text = r"(?s)cannot save step 2: .* was not written by nnx_parallel, or is damaged.*Fix: move that fold"
+  with pytest.raises(CheckpointError, match=text):
+    checkpointer.save(2, trees[2], overwrite=True)
 
 
 def test_latest_skips_what_is_not_whole(saved):

@@ -5,6 +5,7 @@ import pytest
 from checkpoint.runs import arrays, assert_same, target_of
 from nnx_parallel.checkpoint import files, manifest
 from nnx_parallel.checkpoint.checkpointer import Checkpointer
+from nnx_parallel.cli.main import main
 from nnx_parallel.errors import CheckpointError
 
 
@@ -53,6 +54,22 @@ def test_a_save_cut_short_is_no_step_and_can_be_made_again(store, monkeypatch):
   again.save(2, tree)
   assert names(store) == ["1", "2"]
   assert_same(again.restore(target_of(tree)), tree)
+
+
+def test_an_unfinished_save_is_no_damage_and_a_lost_manifest_is(store):
+  checkpointer = Checkpointer(store)
+  trees = {step: arrays(step) for step in (1, 2)}
+  for step, tree in trees.items():
+    checkpointer.save(step, tree)
+  (store / "2" / manifest.FILE).unlink()
+  for suffix in (files.SAVING, files.DELETING):
+    mark = files.mark(checkpointer.directory, 2, suffix)
+    assert_same(checkpointer.restore(target_of(trees[1])), trees[1])
+    assert main(["verify", str(store)]) == 0
+    mark.unlink()
+  with pytest.warns(UserWarning, match="step 2 was passed over"):
+    assert_same(checkpointer.restore(target_of(trees[1]), on_corrupt="fallback"), trees[1])
+  assert main(["verify", str(store)]) == 1
 
 
 def test_a_failed_save_leaves_nothing(store, monkeypatch):

@@ -199,3 +199,41 @@ def test_host_arrays_and_wrong_arguments_of_one_process(tmp_path):
     assert out.count("refused: CheckpointError") == 5
     assert "wrong {} cursor 3" in out
     assert "steps [1, 2]" in out
+
+
+@pytest.mark.slow
+def test_an_export_that_fails_on_one_process_fails_on_both(tmp_path):
+  body = """
+    import pathlib
+    from flax import nnx
+    import nnx_parallel.checkpoint.safetensors as out
+    from nnx_parallel.checkpoint import views
+    from nnx_parallel.checkpoint.mapping import Mapping, Rule
+
+    root = pathlib.Path(arguments[0])
+    def full(*_, **__):
+      raise OSError(28, "No space left on device")
+    def attempt(call):
+      try:
+        call()
+      except CheckpointError as error:
+        print("refused:", error.what)
+    places = [(out, "_lay_out"), (views.Memory, "write"), (out, "_require_same")]
+    for number, (where, name) in enumerate(places):
+      for failing in (0, 1):
+        works = getattr(where, name)
+        if process == failing:
+          setattr(where, name, full)
+        mapping = Mapping(Rule("w", ("w", "v")), Rule("b", "b"))
+        pair = {**tree, "v": put(values["w"], mesh, None, ("b", "a"))}
+        attempt(lambda: out.export_safetensors(root / f"{number} {failing}", pair, mapping))
+        setattr(where, name, works)
+    attempt(lambda: out.export_safetensors(root / "differ", {**tree, "v": tree["w"] + 1}, mapping))
+    out.export_safetensors(root / "equal", pair, mapping)
+    plan = nxp.plan(lambda: nnx.Linear(16, 32, rngs=nnx.Rngs(0)), nxp.make_mesh(x=8), nxp.replicate())
+    there = root / "equal" if process == 0 else root / "nowhere"
+    attempt(lambda: out.import_safetensors(there, plan, skip=["bias"]))
+  """
+  for text in run(tmp_path, body):
+    assert text.count("refused:") == 7
+  assert sorted(path.name for path in tmp_path.iterdir()) == ["0 1", "equal"]

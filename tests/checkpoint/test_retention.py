@@ -1,10 +1,12 @@
+import itertools
+
 import hypothesis
 import pytest
 from hypothesis import strategies as st
 
 from checkpoint.runs import arrays, assert_same, target_of
 from nnx_parallel.checkpoint.checkpointer import Checkpointer
-from nnx_parallel.checkpoint.retention import Retention
+from nnx_parallel.checkpoint.retention import Retention, newest_first
 from nnx_parallel.errors import CheckpointError
 
 FLOATS = st.floats(allow_nan=True, allow_infinity=True)
@@ -27,6 +29,40 @@ def test_the_newest_and_the_best_always_stay(losses, newest, every, keep_best, m
     wanted = min(best) if mode == "min" else max(best)
     assert any(losses[step] == wanted for step in kept)
   assert all(step in kept for step in metrics if every and step % every == 0)
+
+
+@hypothesis.given(st.permutations(range(12)), st.integers(0, 11), st.integers(1, 4))
+def test_the_step_written_last_is_the_newest(order, count, newest):
+  times = {step: float(i) for i, step in enumerate(order[: count + 1])}
+  found = newest_first(times)
+  assert sorted(found) == sorted(times)
+  assert found[0] == order[count]
+  current = found[: next((i for i in range(1, len(found)) if found[i] > found[i - 1]), len(found))]
+  assert all(times[a] > times[b] for a, b in itertools.pairwise(current))
+  assert order[count] not in Retention(newest).doomed({step: {} for step in times}, times)
+
+
+def test_a_run_that_resumes_from_an_older_step_keeps_its_own_steps(tmp_path, monkeypatch):
+  tree = {"w": arrays()["w"]}
+  with Checkpointer(tmp_path, max_to_keep=1, best="loss") as checkpointer:
+    checkpointer.save(100, tree, metrics={"loss": 1.0})
+    checkpointer.save(200, tree, metrics={"loss": 2.0})
+    monkeypatch.setattr("time.time", lambda: 1.0)  # the clock goes back
+    for step in (150, 160):
+      checkpointer.save(step, tree, metrics={"loss": 3.0})
+      assert checkpointer.steps() == [100, step]
+      assert (checkpointer.latest(), checkpointer.metadata().step) == (step, step)
+
+
+def test_what_a_run_left_behind_goes_first(tmp_path):
+  tree = {"w": arrays()["w"]}
+  with Checkpointer(tmp_path) as checkpointer:
+    for step in (100, 200, 300, 150):
+      checkpointer.save(step, tree)
+    assert checkpointer.latest() == 150
+  with Checkpointer(tmp_path, max_to_keep=3) as checkpointer:
+    checkpointer.save(160, tree)
+    assert checkpointer.steps() == [100, 150, 160]
 
 
 def test_steps_on_disk(tmp_path):

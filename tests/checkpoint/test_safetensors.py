@@ -1,4 +1,8 @@
+import errno
 import json
+import os
+import re
+import shutil
 
 import hypothesis
 import jax
@@ -24,7 +28,7 @@ from nnx_parallel.checkpoint.mapping import (
   Transpose,
   Unstack,
 )
-from nnx_parallel.checkpoint.safetensors import export_safetensors, import_safetensors
+from nnx_parallel.checkpoint.safetensors import export_safetensors, import_safetensors, read_tensors
 from nnx_parallel.errors import CheckpointError
 
 RNG = np.random.default_rng(0)
@@ -150,6 +154,139 @@ def test_tied_leaves_must_be_equal(tmp_path):
   assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize("skipped", [[], ["layers.2.kernel"]])
+def test_a_stack_of_another_depth(tmp_path, skipped):
+  def plan_of(depth):
+    def init():
+      rngs = nnx.Rngs(0)
+      layers = [nnx.Linear(4, 4, use_bias=False, rngs=rngs) for _ in range(depth)]
+      return nnx.Dict(layers=nnx.List(layers))
+
+    return nxp.plan(init, nxp.make_mesh(a=8), nxp.replicate())
+
+  weights = RNG.standard_normal((4, 6, 4), np.float32)
+  safetensors.numpy.save_file({"h": weights}, tmp_path / "m.safetensors")
+  mapping = Mapping(Rule("h", "layers.{i}.kernel", Unstack(1)))
+  text = (
+    r"unused   4, 5 of h: h has 6 layers: shape \(4, 6, 4\), dim 1\n  Fix: make a model of as many layers"
+  )
+  with pytest.raises(CheckpointError, match=text):
+    import_safetensors(tmp_path / "m.safetensors", plan_of(4), mapping, skip=skipped)
+  text = r"2 of our layers have no source, 0 of .*\n  missing  layers\.6\.kernel: h has 6 layers"
+  with pytest.raises(CheckpointError, match=text):
+    import_safetensors(tmp_path / "m.safetensors", plan_of(8), mapping, skip=skipped)
+  left_out = [*skipped, "layers.6.kernel", "layers.7.kernel"]
+  for model in (
+    import_safetensors(tmp_path / "m.safetensors", plan_of(6), mapping, skip=skipped),
+    import_safetensors(tmp_path / "m.safetensors", plan_of(8), mapping, skip=left_out),
+  ):
+    np.testing.assert_array_equal(model["layers"][5].kernel.get_value(), weights[:, 5])
+  flat = Mapping(Rule("h", "layers.{i}.kernel", Unstack(3)))
+  with pytest.raises(CheckpointError, match=r"h has 0 layers: shape \(4, 6, 4\), dim 3"):
+    import_safetensors(tmp_path / "m.safetensors", plan_of(6), flat)
+  if skipped:
+    with pytest.raises(
+      CheckpointError, match=r"cannot write h: of its 6 layers there are only \[0, 1, 3, 4, 5\]"
+    ):
+      export_safetensors(tmp_path / "out", model_of(plan_of(6)), mapping, skip=skipped)
+
+
+def model_of(plan):
+  return nxp.create_sharded_model(plan)
+
+
+OPERATIONS = {
+  r"Split(dim=1, size=4) cannot split dim 1 of (8, 10) into rows of 4": Split(1, 4),
+  r"Split(dim=2, size=4) cannot split dim 2 of (8, 10) into rows of 4": Split(2, 4),
+  r"Merge(dim=0, size=4) cannot merge dim 0 of (8, 10) with a next one of 4": Merge(0, 4),
+  r"Transpose(order=(1, 0, 2)) does not name the dims of (8, 10)": Transpose(1, 0, 2),
+  r"cannot give (8, 10) another number of elements": Reshape((8, 9), (8, 3, 3)),
+}
+
+
+@pytest.mark.parametrize("text", OPERATIONS)
+def test_operations_that_do_not_fit_name_the_leaf(tmp_path, text):
+  rule = Rule("q", "w", OPERATIONS[text])
+  safetensors.numpy.save_file({"q": np.zeros((8, 10), np.float32)}, tmp_path / "m.safetensors")
+
+  class Model(nnx.Module):
+    def __init__(self):
+      self.w = nnx.Param(jnp.zeros((8, 3, 4)))
+
+  plan = nxp.plan(Model, nxp.make_mesh(a=8), nxp.replicate())
+  text = rf"w cannot be made of q: .*{re.escape(text)}\.\n  rule 'q' -> w\n  Fix: correct the operations"
+  with pytest.raises(CheckpointError, match=text):
+    import_safetensors(tmp_path / "m.safetensors", plan, Mapping(rule))
+
+
+@pytest.mark.parametrize("operation", [Split(1, 4), Merge(0, 6), Transpose(0, 2, 1), Reshape((5, 4), (5, 4))])
+def test_operations_that_cannot_be_undone(tmp_path, operation):
+  text = (
+    r"w (cannot be made of q: .* cannot be undone on \(8, 10\)|does not fit: the mapping makes float32\[)"
+  )
+  with pytest.raises(CheckpointError, match=text):
+    export_safetensors(tmp_path / "out", {"w": jnp.ones((8, 10))}, Mapping(Rule("q", "w", operation)))
+  assert list(tmp_path.iterdir()) == []
+
+
+def test_tied_leaves_are_compared_without_their_padding(tmp_path):
+  class Tied(nnx.Module):
+    def __init__(self, value):
+      self.a = nnx.Param(jnp.full((6, 10), jnp.pi), out_sharding=(None, "x"))
+      self.b = nnx.Param(jnp.full((6, 10), value), out_sharding=(None, "x"))
+
+  def model(value):
+    return nxp.create_sharded_model(nxp.plan(lambda: Tied(value), nxp.make_mesh(x=8), uneven="pad"))
+
+  mapping = Mapping(Rule("w", ("a", "b"), Cast(jnp.bfloat16, jnp.float32)))
+  export_safetensors(tmp_path / "out", model(jnp.pi), mapping)
+  with pytest.raises(CheckpointError, match="b is tied to w, but its values differ"):
+    export_safetensors(tmp_path / "other", model(3.0), mapping)
+
+
+@pytest.mark.parametrize("moment", ["before", "while the files are made", "while they are written"])
+def test_a_failed_export_leaves_nothing(tmp_path, monkeypatch, moment):
+  if moment == "before":
+    usage = shutil.disk_usage(tmp_path)._replace(free=10)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage)
+    text = r"cannot export to [^:]*[^g]: the disk is full\.\n  the model needs 400 bytes, 10 are free"
+  else:
+
+    def full(*_):
+      raise OSError(28, "No space left on device")
+
+    where = {
+      "while the files are made": (os, "posix_fallocate"),
+      "while they are written": (views.Memory, "write"),
+    }
+    monkeypatch.setattr(*where[moment], full)
+    text = r"cannot export to out in .*: the disk is full\.\n  .*No space left on device"
+  with pytest.raises(CheckpointError, match=text):
+    export_safetensors(tmp_path / "out", {"w": jnp.ones(100)})
+  assert list(tmp_path.iterdir()) == []
+
+
+def test_an_export_has_its_place_on_the_disk(tmp_path, monkeypatch):
+  written = views.Memory.write
+
+  def measured(self, box, values):
+    status = os.stat(tmp_path / "out.nnx-saving" / "model.safetensors")
+    assert status.st_blocks * 512 >= status.st_size
+    written(self, box, values)
+
+  monkeypatch.setattr(views.Memory, "write", measured)
+  export_safetensors(tmp_path / "out", {"w": jnp.ones((512, 1024)), "none": jnp.zeros((0, 3))})
+  assert safetensors.numpy.load_file(tmp_path / "out" / "model.safetensors")["none"].shape == (0, 3)
+
+  def unknown(*_):
+    raise OSError(errno.EOPNOTSUPP, "Operation not supported")
+
+  monkeypatch.setattr(os, "posix_fallocate", unknown)
+  monkeypatch.setattr(views.Memory, "write", written)
+  export_safetensors(tmp_path / "other", {"w": jnp.ones(4)})
+  assert safetensors.numpy.load_file(tmp_path / "other" / "model.safetensors")["w"].sum() == 4
+
+
 def test_what_safetensors_cannot_hold(tmp_path):
   model, _ = nxp.create_sharded_model(make_plan(a=8))
   text = r"noise\.rngs\.key has no form in safetensors: key<fry>\.\n  Fix: .*skip=\['noise\.rngs\.key'\]"
@@ -165,6 +302,40 @@ def test_damaged_files(tmp_path, cut):
   plan = nxp.plan(lambda: nnx.Linear(8, 16, rngs=nnx.Rngs(0)), nxp.make_mesh(a=8), nxp.replicate())
   with pytest.raises(CheckpointError, match=r"m\.safetensors is not a whole safetensors file"):
     import_safetensors(file, plan)
+
+
+def entry(shape, begin, end):
+  return {"dtype": "F32", "shape": shape, "data_offsets": [begin, end]}
+
+
+HEADERS = {
+  "b begins at byte 0, and a ends at byte 8": {"a": entry([2], 0, 8), "b": entry([3], 0, 12)},
+  "b begins at byte 4, and a ends at byte 8": {"a": entry([2], 0, 8), "b": entry([2], 4, 12)},
+  "a begins at byte 4, and the header ends at byte 0": {"a": entry([2], 4, 12)},
+  "a has 12 bytes, and F32[2] needs 8": {"a": entry([2], 0, 12)},
+  "a has shape [-1, -3]": {"a": entry([-1, -3], 0, 12)},
+  "'data_offsets'": {"a": {"dtype": "F32", "shape": [3]}},
+}
+
+
+@pytest.mark.parametrize("text", HEADERS)
+def test_headers_that_lie(tmp_path, text):
+  file, header = tmp_path / "m.safetensors", json.dumps(HEADERS[text]).encode()
+  file.write_bytes(len(header).to_bytes(8, "little") + header + bytes(12))
+  with pytest.raises(safetensors.SafetensorError):
+    safetensors.numpy.load_file(file)
+  with pytest.raises(
+    CheckpointError, match=rf"m\.safetensors is not a whole .*: {re.escape(text)}\.\n  Fix: "
+  ):
+    read_tensors(file)
+
+
+def test_an_index_that_is_none(tmp_path):
+  file = tmp_path / "model.safetensors.index.json"
+  for text in ("[]", "{", '{"weight_map": 3}'):
+    file.write_text(text)
+    with pytest.raises(CheckpointError, match=r"index\.json is not an index of safetensors files: "):
+      read_tensors(tmp_path)
 
 
 def boxes(shape):

@@ -48,6 +48,34 @@ def test_a_failed_overwrite_keeps_the_old_step(saved, monkeypatch, moment):
   checkpointer.save(3, trees[1])
 
 
+@pytest.mark.parametrize("local", [True, False])
+def test_a_step_is_saved_also_when_an_old_one_cannot_be_removed(tmp_path, monkeypatch, local):
+  tree = arrays()
+  monkeypatch.setattr(files, "is_local", lambda _: local)
+  checkpointer = Checkpointer(tmp_path, max_to_keep=1)
+  checkpointer.save(1, tree)
+  with monkeypatch.context() as patch:
+    patch.setattr(type(checkpointer.directory), "rmtree", broken(13))
+    text = r"step 2 is saved, but step 1, which need not be kept, could not be removed: .*Permission denied"
+    with pytest.warns(UserWarning, match=text):
+      checkpointer.save(2, tree)
+    assert checkpointer.steps() == [2]
+    text = r"1(\.nnx-deleting)?, left by an earlier save, could not be removed: .*Permission denied"
+    with (
+      pytest.warns(UserWarning, match=text),
+      pytest.warns(UserWarning, match="step 3 is saved, but step 2"),
+    ):
+      checkpointer.save(3, tree)
+    assert_same(checkpointer.restore(target_of(tree)), tree)
+  with monkeypatch.context() as patch:
+    patch.setattr(files, "delete_step", broken(5))
+    with pytest.warns(UserWarning, match="step 4 is saved, but step 3, .*Input/output error"):
+      checkpointer.save(4, tree)
+  assert checkpointer.steps() == [3, 4]
+  checkpointer.save(5, tree)
+  assert names(tmp_path) == ["5"]
+
+
 def test_a_replacement_that_was_cut_in_two_is_undone(saved):
   directory, trees = saved
   (directory / "2").rename(directory / "2.nnx-replaced")
@@ -57,6 +85,15 @@ def test_a_replacement_that_was_cut_in_two_is_undone(saved):
   (directory / "notes.nnx").mkdir()
   assert_same(Checkpointer(directory).restore(target_of(trees[2])), trees[2])
   assert names(directory) == ["1", "2", "notes.nnx"]
+
+
+def test_only_what_a_step_left_is_swept(saved):
+  directory, trees = saved
+  others = ["hf.nnx-saving", "hf.nnx-deleting", "01.nnx-saving", "best.nnx-replaced"]
+  for name in others:
+    (directory / name).mkdir()
+  Checkpointer(directory).save(3, trees[1])
+  assert names(directory) == sorted([*others, "1", "2", "3"])
 
 
 def test_two_writers_do_not_meet(saved):
