@@ -32,7 +32,7 @@ from nnx_parallel.checkpoint import (
 )
 from nnx_parallel.checkpoint.manifest import DamagedError, Manifest
 from nnx_parallel.checkpoint.mapping import Mapping
-from nnx_parallel.checkpoint.preflight import Diff, Wanted, compare
+from nnx_parallel.checkpoint.preflight import Diff, compare
 from nnx_parallel.checkpoint.retention import Retention
 from nnx_parallel.checkpoint.sigterm import Termination
 from nnx_parallel.errors import CheckpointError
@@ -305,7 +305,7 @@ class Checkpointer:
     goal = targets.read(target, optimizer=optimizer, as_numpy=as_numpy)
     return self._compare(
       self.metadata(step),
-      (remap.through(mapping, goal) if mapping else goal).wanted,
+      remap.through(mapping, goal) if mapping else goal,
       only=only,
       skip=skip,
       rename=rename,
@@ -327,6 +327,8 @@ class Checkpointer:
     as_numpy: bool = False,
   ) -> Any:
     """Restores a step into the target's layout; the layout it was saved in does not matter.
+
+    Says before it reads, in the log at INFO, how many bytes of arrays and how much host memory that takes here.
 
     Args:
       target: a plan; a module, or (module, optimizer), whose values are replaced; or a pytree of
@@ -364,7 +366,7 @@ class Checkpointer:
 
     def attempt(number: int) -> Any:
       record = self._catalog.manifest(number)
-      diff = self._compare(record, goal.wanted, **choose)
+      diff = self._compare(record, goal, **choose)
       agree.together(diff.require)
       return self._fill(goal, record, diff)
 
@@ -394,7 +396,7 @@ class Checkpointer:
     if target is None:
       return self._read_as_saved(record.step, as_numpy, only=[name])[name]
     goal = targets.read(target, optimizer="drop", as_numpy=as_numpy, item=name)
-    diff = self._compare(record, goal.wanted)
+    diff = self._compare(record, goal)
     agree.together(diff.require)
     return self._fill(goal, record, diff)
 
@@ -485,10 +487,11 @@ class Checkpointer:
     with contextlib.suppress(CheckpointError, OSError), files.writer_lock(self.directory):
       files.sweep(self.directory)
 
-  def _compare(
-    self, record: Manifest, wanted: MappingType[str, MappingType[str, Wanted]], **choose: Any
-  ) -> Diff:
-    return compare(record, wanted, byte_budget=self._byte_budget, **choose)
+  def _compare(self, record: Manifest, goal: targets.Target, **choose: Any) -> Diff:
+    folder = self._catalog.folder(record.step)
+    return compare(
+      record, goal.wanted, values=goal.values, folder=folder, byte_budget=self._byte_budget, **choose
+    )
 
   def _read(self, record: Manifest, diff: Diff) -> dict[str, dict[str, encoding.Array]]:
     names = "\n".join(f"{match.name} {match.wanted.shape}" for match in diff.matches)
@@ -498,8 +501,7 @@ class Checkpointer:
     )
 
   def _fill(self, goal: targets.Target, record: Manifest, diff: Diff) -> Any:
-    values = targets.json_values(goal, record)
-    return goal.build(targets.merge(self._read(record, diff), values))
+    return goal.build(targets.merge(self._read(record, diff), diff.values))
 
   def _read_as_saved(
     self, step: int, as_numpy: bool, only: Iterable[str] | None = None
@@ -507,9 +509,10 @@ class Checkpointer:
     if not as_numpy:
       raise _no_target(self.directory)
     record = self._catalog.manifest(step)
+    folder = self._catalog.folder(step)
     items = {name: record.items[name] for name in only or record.items}
     wanted = {item: targets.as_saved(saved) for item, saved in items.items()}
-    found = self._read(record, self._compare(record, wanted))
+    found = self._read(record, compare(record, wanted, folder=folder, byte_budget=self._byte_budget))
     return {
       item: {
         **found.get(item, {}),
