@@ -36,7 +36,7 @@ from nnx_parallel.checkpoint import (
 from nnx_parallel.checkpoint.manifest import DamagedError, Manifest
 from nnx_parallel.checkpoint.mapping import Mapping
 from nnx_parallel.checkpoint.placement import no_mesh
-from nnx_parallel.checkpoint.preflight import Diff, Wanted, compare
+from nnx_parallel.checkpoint.preflight import Diff, compare
 from nnx_parallel.checkpoint.retention import Retention
 from nnx_parallel.checkpoint.sigterm import Termination
 from nnx_parallel.errors import CheckpointError
@@ -339,7 +339,7 @@ class Checkpointer:
     goal = targets.read(target, optimizer=optimizer, as_numpy=as_numpy)
     return self._compare(
       self.metadata(step),
-      (remap.through(mapping, goal) if mapping else goal).wanted,
+      remap.through(mapping, goal) if mapping else goal,
       only=only,
       skip=skip,
       rename=rename,
@@ -361,6 +361,8 @@ class Checkpointer:
     as_numpy: bool = False,
   ) -> Any:
     """Restores a step into the target's layout; the layout it was saved in does not matter.
+
+    Says before it reads, in the log at INFO, how many bytes of arrays and how much host memory that takes here.
 
     Args:
       target: a plan; a module, or (module, optimizer), whose values are replaced; or a pytree of
@@ -505,10 +507,19 @@ class Checkpointer:
     with contextlib.suppress(CheckpointError, OSError), files.writer_lock(self.directory):
       files.sweep(self.directory)
 
-  def _compare(
-    self, record: Manifest, wanted: MappingType[str, MappingType[str, Wanted]], **choose: Any
-  ) -> Diff:
-    return compare(record, wanted, byte_budget=self._byte_budget, **choose)
+  def _compare(self, record: Manifest, goal: targets.Target, **choose: Any) -> Diff:
+    folder = self._catalog.folder(record.step)
+    return compare(
+      record, goal.wanted, values=goal.values, folder=folder, byte_budget=self._byte_budget, **choose
+    )
+
+  def _fitting(self, record: Manifest, goal: targets.Target, choose: MappingType[str, Any]) -> Diff:
+    def compared() -> Diff:
+      diff = self._compare(record, goal, **choose)
+      diff.require()
+      return diff
+
+    return agree.together(compared)
 
   def _read(self, record: Manifest, diff: Diff) -> dict[str, dict[str, encoding.Array]]:
     names = "\n".join(f"{match.name} {match.wanted.shape}" for match in diff.matches)
@@ -553,23 +564,14 @@ class Checkpointer:
   ) -> Any:
     """Restores from one step."""
     if goal is not None:
-      diff = self._compare(record, goal.wanted, **choose)
-      agree.together(diff.require)
-      values = targets.json_values(goal, record)
-      return goal.build(targets.merge(self._read(record, diff), values))
+      diff = self._fitting(record, goal, choose)
+      return goal.build(targets.merge(self._read(record, diff), diff.values))
     items = {name: saved for name, saved in record.items.items() if only_item in (None, name)}
     wanted = {item: targets.as_saved(saved) for item, saved in items.items()}
-    diff = self._compare(record, wanted, **choose)
-    agree.together(diff.require)
-    found = self._read(record, diff)
-    whole = {
-      item: {
-        **found.get(item, {}),
-        **{path: encoding.read_json(value) for path, value in saved.values.items()},
-      }
-      for item, saved in items.items()
-    }
-    return whole if only_item is None else whole[only_item]
+    values = {item: tuple(saved.values) for item, saved in items.items()}
+    diff = self._fitting(record, targets.Target(wanted, values, dict), choose)
+    found = targets.merge(self._read(record, diff), diff.values)
+    return {item: found.get(item, {}) for item in items} if only_item is None else found.get(only_item, {})
 
   def _try_steps(self, step: int | str | None, on_corrupt: str, attempt: Callable[[Manifest], Any]) -> Any:
     number = agree.together(lambda: self._catalog.resolve(step))

@@ -43,6 +43,7 @@ class LeafRecord:
     nbytes: bytes of the stored array.
     block: shape of the stored array's logical blocks, in elements.
     digests: one for each block, in C order; none for an array without elements.
+    layout: the one it was saved in, as `preflight.layout_text` writes it; empty for numpy arrays.
   """
 
   folder: str
@@ -53,6 +54,7 @@ class LeafRecord:
   nbytes: int
   block: tuple[int, ...]
   digests: tuple[int, ...]
+  layout: str = ""
 
   @property
   def digest(self) -> int:

@@ -6,16 +6,25 @@ import dataclasses
 import difflib
 import fnmatch
 import math
+import os
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
+from etils import epath
+from jax.sharding import NamedSharding, Sharding
 
-from nnx_parallel.checkpoint import encoding
-from nnx_parallel.checkpoint.manifest import LeafRecord, Manifest
+from nnx_parallel.checkpoint import direct, encoding, files
+from nnx_parallel.checkpoint.encoding import Json
+from nnx_parallel.checkpoint.manifest import ItemRecord, LeafRecord, Manifest
 from nnx_parallel.errors import CheckpointError
+from nnx_parallel.layout.leaf import HOST_KINDS
+from nnx_parallel.layout.mesh import axis_sizes
 
-_MOST_ROWS = 12
+_MOST_ROWS, _MOST_LAYOUTS = 12, 3
+_NOTHING = ItemRecord({}, {})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,6 +56,22 @@ class Match:
     """`item/path`, as errors print it."""
     return f"{self.item}/{self.path}"
 
+  @property
+  def stored(self) -> jax.ShapeDtypeStruct:
+    """How it is read: stored dtype, the target's padded shape and sharding.
+
+    Without a sharding, as a numpy array, where jax has no such dtype while `jax_enable_x64` is off.
+    """
+    struct, saved = self.wanted.struct, self.saved
+    dtype = struct.dtype if encoding.is_key(struct.dtype) else np.dtype(saved.dtype)
+    sharding = struct.sharding if _made_of(dtype) == dtype else None
+    return encoding.stored_form(struct.shape, dtype, saved.encoding, sharding)
+
+  @property
+  def layouts(self) -> tuple[str, str]:
+    """The layout it was saved in, and the wanted one; an empty text stands for an unknown one or none."""
+    return self.saved.layout, layout_text(self.wanted.struct.sharding)
+
 
 @dataclasses.dataclass(frozen=True)
 class Diff:
@@ -59,10 +84,12 @@ class Diff:
       the same shape, or None.
     extra: saved leaves that the target has no place for.
     reshaped: leaves whose logical shape differs.
-    retyped: leaves whose dtype or key implementation differs.
+    retyped: leaves whose dtype or key implementation differs, or is none that jax makes now.
     skipped: leaves left out by name.
     misspelt: entries of `only`, `skip` and `rename` that match no leaf, with the nearest name.
-    bytes_read: bytes of the shards that this process reads.
+    values: the saved JSON values that fill the target's, by item and the target's path.
+    bytes_read: bytes of arrays that this process reads from files: its shards, and what lies between them
+      in a file where that is too little to be passed over. On object stores, its shards alone.
     device_bytes: most bytes on one device of this process when all is restored.
     host_bytes: most host memory of this process on the way: two groups of arrays in flight, each of half the
       byte budget or one larger array, and the shards of devices whose memory is the host's.
@@ -76,9 +103,15 @@ class Diff:
   retyped: tuple[Match, ...]
   skipped: tuple[str, ...]
   misspelt: tuple[tuple[str, str | None], ...]
+  values: Mapping[str, Mapping[str, Json]]
   bytes_read: int
   device_bytes: int
   host_bytes: int
+
+  @property
+  def resharded(self) -> tuple[Match, ...]:
+    """Of `matches`, the leaves that were saved in another layout, where that is recorded."""
+    return tuple(match for match in self.matches if all(match.layouts) and len({*match.layouts}) > 1)
 
   @property
   def fits(self) -> bool:
@@ -88,7 +121,9 @@ class Diff:
   def __str__(self) -> str:
     lines = [f"step {self.step}: {'fits' if self.fits else 'does not fit'} the target"]
     lines += self._problems()
-    lines.append(f"restored: {len(self.matches)} leaves, left out by name: {len(self.skipped)}")
+    count = len(self.matches) + sum(map(len, self.values.values()))
+    lines.append(f"restored: {count} leaves, left out by name: {len(self.skipped)}")
+    lines += self._changes()
     lines.append(
       f"this process reads {self.bytes_read:,} bytes; "
       f"at most {self.device_bytes:,} bytes per device and {self.host_bytes:,} bytes of host memory"
@@ -119,15 +154,25 @@ class Diff:
 
   def _problems(self) -> list[str]:
     hint = "  (saved: {}?)"
-    missing = [f"missing  {a}{hint.format(b) if b else ''}" for a, b in self.missing]
-    extra = [f"extra    {a}" for a in self.extra]
+    both = {name for name, _ in self.missing}.intersection(self.extra)
+    kinds = dict.fromkeys(both, "  (one is an array, the other a JSON value)")
+    missing = [f"missing  {a}{kinds.get(a, hint.format(b) if b else '')}" for a, b in self.missing]
+    extra = [f"extra    {a}{kinds.get(a, '')}" for a in self.extra]
     reshaped = [f"shape    {m.name}: saved {m.saved.shape}, wanted {m.wanted.shape}" for m in self.reshaped]
-    retyped = [
-      f"dtype    {m.name}: saved {m.saved.dtype}, wanted {encoding.dtype_name(m.wanted.struct.dtype)}"
-      for m in self.retyped
-    ]
+    retyped = [f"dtype    {m.name}: saved {m.saved.dtype}, wanted {_wanted_type(m)}" for m in self.retyped]
     names = [f"no leaf  {a}{f'  (nearest: {b})' if b else ''}" for a, b in self.misspelt]
     return [row for rows in (missing, extra, reshaped, retyped, names) for row in _shorten(rows)]
+
+  def _changes(self) -> list[str]:
+    changed = self.resharded
+    rows = [
+      f"  {match.name}: saved {saved}, wanted {wanted}"
+      for match in changed[:_MOST_LAYOUTS]
+      for saved, wanted in [match.layouts]
+    ]
+    if len(changed) > _MOST_LAYOUTS:
+      rows.append(f"  ... and {len(changed) - _MOST_LAYOUTS} more")
+    return [f"in another layout than saved: {len(changed)} leaves", *rows] if changed else []
 
   def _fix(self) -> str:
     if self.missing and all(name.startswith("optimizer/") for name, _ in self.missing):
@@ -140,6 +185,11 @@ class Diff:
       return "use the leaf's path, or a pattern such as 'layers.*.kernel'."
     if self.reshaped:
       return "build the target with the saved shapes, or leave them out by name: skip=[...]."
+    if any(_wants_x64(match) for match in self.retyped):
+      return (
+        'jax.config.update("jax_enable_x64", True), or ask for a dtype of 32 bits with cast=True, '
+        "or for numpy arrays: as_numpy=True."
+      )
     if self.retyped:
       return "ask for the saved dtype, or for a conversion between float types: cast=True."
     return "name what may stay out: restore(..., skip=[...]), or what is wanted: only=[...]."
@@ -149,6 +199,8 @@ def compare(
   manifest: Manifest,
   target: Mapping[str, Mapping[str, Wanted]],
   *,
+  values: Mapping[str, Iterable[str]] | None = None,
+  folder: epath.Path | None = None,
   only: Iterable[str] | None = None,
   skip: Iterable[str] = (),
   rename: Mapping[str, str] | None = None,
@@ -160,6 +212,8 @@ def compare(
   Args:
     manifest: of the checkpoint.
     target: leaves by item and path; saved items that are not in it are not looked at.
+    values: paths of the target's JSON values by item; None looks at no saved ones either.
+    folder: of the step; None predicts the bytes read without looking at how the arrays are stored.
     only: patterns of the target's paths to restore (`fnmatch`); all others are left out.
     skip: patterns of paths, in the target or in the checkpoint, to leave out.
     rename: the target's path, or the start of it, to the saved one.
@@ -173,46 +227,86 @@ def compare(
   matches: list[Match] = []
   missing: list[tuple[str, str | None]] = []
   extra: list[str] = []
-  for item, leaves in target.items():
-    saved = manifest.items[item].leaves if item in manifest.items else {}
+  found: dict[str, dict[str, Json]] = {}
+  plain = {item: tuple(names) for item, names in (values or {}).items()}
+  for item in dict.fromkeys([*target, *plain]):
+    leaves, record = target.get(item, {}), manifest.items.get(item, _NOTHING)
+    arrays, others = record.leaves, record.values if values is not None else {}
     used: set[str] = set()
-    absent: list[tuple[str, Wanted]] = []
-    for path, wanted in leaves.items():
+    absent: list[str] = []
+    for path in [*leaves, *plain.get(item, ())]:
       saved_path = renames.apply(path)
       if patterns.leaves_out(path):
         used.add(saved_path)
-      elif saved_path in saved:
+      elif path in leaves and saved_path in arrays:
         used.add(saved_path)
-        matches.append(Match(item, path, wanted, saved_path, saved[saved_path]))
+        matches.append(Match(item, path, leaves[path], saved_path, arrays[saved_path]))
+      elif path not in leaves and saved_path in others:
+        used.add(saved_path)
+        found.setdefault(item, {})[path] = encoding.read_json(others[saved_path])
       else:
-        absent.append((path, wanted))
-    unused = {path: saved[path] for path in saved if path not in used}
-    missing += [(f"{item}/{path}", _nearest(item, path, wanted, unused)) for path, wanted in absent]
-    extra += [f"{item}/{path}" for path in unused if not patterns.leaves_out(path)]
-  paths = [path for leaves in target.values() for path in leaves]
-  paths += [path for item in target if item in manifest.items for path in manifest.items[item].leaves]
+        absent.append(path)
+    unused = {path: arrays[path] for path in arrays if path not in used}
+    missing += [
+      (f"{item}/{path}", _nearest(item, path, leaves[path], unused) if path in leaves else None)
+      for path in absent
+    ]
+    extra += [
+      f"{item}/{path}" for path in (*arrays, *others) if path not in used and not patterns.leaves_out(path)
+    ]
+  paths = [path for leaves in (*target.values(), *plain.values()) for path in leaves]
+  looked_at = [manifest.items[item] for item in target if item in manifest.items]
+  paths += [
+    path for item in looked_at for path in (*item.leaves, *(item.values if values is not None else ()))
+  ]
   reshaped = tuple(match for match in matches if match.saved.shape != match.wanted.shape)
   retyped = tuple(match for match in matches if not _same_type(match, cast))
+  fitting = tuple(match for match in matches if match not in reshaped and match not in retyped)
   per_device = _bytes_per_device(match.wanted.struct for match in matches)
-  read = [bytes_read(match.wanted.struct) for match in matches]
-  in_flight = max(byte_budget, 2 * max(read, default=0))
+  in_flight = max(byte_budget, 2 * max((shard_bytes(match.stored) for match in fitting), default=0))
   return Diff(
     step=manifest.step,
-    matches=tuple(m for m in matches if m not in reshaped and m not in retyped),
+    matches=fitting,
     missing=tuple(missing),
     extra=tuple(extra),
     reshaped=reshaped,
     retyped=retyped,
     skipped=tuple(patterns.left_out),
     misspelt=tuple((name, _closest(name, paths)) for name in patterns.unused() + renames.unused()),
-    bytes_read=sum(read),
-    device_bytes=max(per_device.values(), default=0),
+    values=found,
+    bytes_read=sum(_bytes_read(match, manifest, folder) for match in fitting),
+    device_bytes=max((n for device, n in per_device.items() if device is not None), default=0),
     host_bytes=in_flight + sum(n for d, n in per_device.items() if d is None or d.platform == "cpu"),
   )
 
 
-def bytes_read(struct: jax.ShapeDtypeStruct) -> int:
-  """Bytes of an array that this process must read: each of its distinct shards once."""
+def layout_text(sharding: Sharding | None) -> str:
+  """A layout for people to read and programs to compare; axes of size 1 change nothing and are not in it.
+
+  Example:
+    >>> mesh = jax.make_mesh((2, 1, 4), ("a", "b", "c"))
+    >>> layout_text(NamedSharding(mesh, jax.P(("a", "b"), None, "c")))
+    "P('a', None, 'c') on {'a': 2, 'c': 4}"
+  """
+  if sharding is None:
+    return ""
+  memory = sharding.memory_kind or ""
+  where = f" in {memory}" if _on_host(sharding) else ""
+  if sharding.num_devices == 1:
+    return f"one device{where}"
+  if not isinstance(sharding, NamedSharding):
+    return f"{type(sharding).__name__} on {sharding.num_devices} devices{where}"
+  sizes = {name: size for name, size in axis_sizes(sharding.mesh).items() if size > 1}
+  entries = [entry if isinstance(entry, tuple) else (entry,) for entry in sharding.spec]
+  split = [[axis for axis in axes if axis in sizes] for axes in entries]
+  while split and not split[-1]:
+    split.pop()
+  names = (repr(axes[0] if len(axes) == 1 else tuple(axes) or None) for axes in split)
+  return f"P({', '.join(names)}) on {sizes}{where}"
+
+
+def shard_bytes(struct: jax.ShapeDtypeStruct) -> int:
+  """Bytes of the distinct shards of an array that this process has."""
   if struct.sharding is None:
     return math.prod(struct.shape) * struct.dtype.itemsize
   shards = struct.sharding.addressable_devices_indices_map(struct.shape).values()
@@ -277,6 +371,8 @@ def _as_names(names: Iterable[str], argument: str) -> tuple[str, ...]:
 
 def _same_type(match: Match, cast: bool) -> bool:
   wanted = match.wanted.struct.dtype
+  if _wants_x64(match):
+    return False
   if encoding.dtype_name(wanted) == match.saved.dtype:
     return True
   if not cast or encoding.is_key(wanted) or match.saved.encoding.startswith("key:"):
@@ -296,15 +392,55 @@ def _closest(name: str, names: list[str]) -> str | None:
   return next(iter(difflib.get_close_matches(name, names, n=1, cutoff=0.4)), None)
 
 
+def _bytes_read(match: Match, manifest: Manifest, folder: epath.Path | None) -> int:
+  """Bytes of an array that are read here; where its metadata is damaged, those of the shards."""
+  struct, name = match.stored, f"{match.item}/{match.saved.folder}/zarr.json"
+  if match.saved.encoding == encoding.EMPTY:
+    return 0
+  if folder is not None and files.is_local(folder) and name in manifest.hashes:
+    file = folder / name
+    if file.exists() and files.sha256(file) == manifest.hashes[name]:
+      layout = direct.layout_of(Path(os.fspath(file.parent)))
+      if layout is not None:
+        return direct.bytes_to_read(layout, struct)
+  return shard_bytes(struct)
+
+
+def _made_of(dtype: Any) -> Any:
+  """The dtype that jax gives an array of this one: another one, while `jax_enable_x64` is off."""
+  return dtype if encoding.is_key(dtype) else jax.dtypes.canonicalize_dtype(dtype)
+
+
+def _wants_x64(match: Match) -> bool:
+  struct = match.wanted.struct
+  return struct.sharding is not None and _made_of(struct.dtype) != struct.dtype
+
+
+def _wanted_type(match: Match) -> str:
+  dtype = match.wanted.struct.dtype
+  note = f" (jax would make {_made_of(dtype)} of it: jax_enable_x64 is off)" if _wants_x64(match) else ""
+  return f"{encoding.dtype_name(dtype)}{note}"
+
+
+def _on_host(sharding: Sharding) -> bool:
+  """Whether the memory is the host's, and not the one that the devices use by default."""
+  device = next(iter(sharding.device_set))
+  kind = sharding.memory_kind
+  return kind in HOST_KINDS and kind != device.default_memory().kind
+
+
 def _bytes_per_device(structs: Iterable[jax.ShapeDtypeStruct]) -> dict[Any, int]:
+  """By device of this process; None stands for the host's memory."""
   total: dict[Any, int] = {}
   for struct in structs:
     if struct.sharding is None:
       total[None] = total.get(None, 0) + math.prod(struct.shape) * struct.dtype.itemsize
       continue
     shard = math.prod(struct.sharding.shard_shape(struct.shape)) * struct.dtype.itemsize
+    away = _on_host(struct.sharding)
     for device in struct.sharding.addressable_devices:
-      total[device] = total.get(device, 0) + shard
+      place = None if away else device
+      total[place] = total.get(place, 0) + shard
   return total
 
 

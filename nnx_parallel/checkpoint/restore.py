@@ -5,6 +5,7 @@ from __future__ import annotations
 import concurrent.futures
 import dataclasses
 import errno
+import logging
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
@@ -17,8 +18,10 @@ from nnx_parallel.checkpoint import _orbax, agree, direct, encoding, files
 from nnx_parallel.checkpoint.digest import block_ranges, digest, totals
 from nnx_parallel.checkpoint.encoding import Array
 from nnx_parallel.checkpoint.manifest import DamagedError, LeafRecord, Manifest
-from nnx_parallel.checkpoint.preflight import Diff, Match, Wanted, bytes_read
+from nnx_parallel.checkpoint.preflight import Diff, Match, Wanted, shard_bytes
 from nnx_parallel.errors import CheckpointError
+
+logger = logging.getLogger(__name__)
 
 # What files that are not what was written make their readers raise.
 _READ_ERRORS = (ValueError, TypeError, LookupError, AttributeError, RuntimeError, OSError)
@@ -55,8 +58,8 @@ def read(
     step_dir: of the step.
     manifest: of the step.
     diff: fits.
-    verify: `full` compares every value's digest, `metadata` the files' sizes and the small files'
-      contents, `off` nothing.
+    verify: `full` compares every value's digest and the contents of the metadata, `metadata` those of all
+      small files, `off` nothing; but for `off`, the sizes of the files too.
     byte_budget: most bytes in flight.
 
   Returns:
@@ -65,11 +68,20 @@ def read(
   Raises:
     DamagedError: names the leaf and the files that are not what was saved.
   """
+  logger.info(
+    "restoring step %d: reading %s bytes; at most %s bytes of host memory here",
+    manifest.step,
+    f"{diff.bytes_read:,}",
+    f"{diff.host_bytes:,}",
+  )
   if verify != "off":
-    agree.together(lambda: _raise(_damage_of_files(step_dir, manifest, diff.matches)))
+    agree.together(
+      lambda: _raise(_damage_of_files(step_dir, manifest, diff.matches, chunks=verify == "metadata"))
+    )
   results, digested = agree.together(lambda: _read_all(step_dir, manifest, diff, verify, byte_budget))
   # Only now, when no process can fail before it, do they add up their digests.
-  agree.raise_together(_damage_of_values(step_dir, _added_up(digested)))
+  summed = _added_up(digested)
+  agree.together(lambda: _raise(_damage_of_values(step_dir, manifest, summed)))
   return results
 
 
@@ -118,7 +130,7 @@ def _added_up(digested: Sequence[_Digested]) -> list[_Digested]:
 def check_values(
   step_dir: epath.Path, manifest: Manifest, *, byte_budget: int
 ) -> Iterator[tuple[str, DamagedError | None]]:
-  """Reads every array of a step to the host, one budget at a time, and compares the digests.
+  """Reads every array of a step to the host, one after the other, and compares the digests.
 
   Yields:
     Each leaf's name, and what is wrong with it or None.
@@ -139,19 +151,28 @@ def check_values(
         yield match.name, error
         continue
       digests = totals(digest(array, block=match.saved.block))
-      yield match.name, _damage_of_values(step_dir, [_Digested(one, False, digests)])
+      yield match.name, _damage_of_values(step_dir, manifest, [_Digested(one, False, digests)])
 
 
-def damaged_files(step_dir: epath.Path, manifest: Manifest, names: Iterable[str]) -> list[str]:
+def damaged_files(
+  step_dir: epath.Path, manifest: Manifest, names: Iterable[str], *, chunks: bool = True
+) -> list[str]:
   """Says which of the named files are missing, cut short, unreadable, or not what was written.
+
+  Args:
+    step_dir: of the step.
+    manifest: of the step.
+    names: of files in the manifest.
+    chunks: whether the contents of files that hold values are looked at too, as far as they are small.
 
   Raises:
     CheckpointError: a file that cannot be read for a reason that says nothing of the file.
   """
   problems: list[str] = []
   for name in names:
+    sha256 = manifest.hashes.get(name) if chunks or not _holds_values(name) else None
     try:
-      problem = _problem_of_file(step_dir / name, manifest.files[name], manifest.hashes.get(name))
+      problem = _problem_of_file(step_dir / name, manifest.files[name], sha256)
     except OSError as error:
       _raise_passing(error, f"{step_dir / name}")
       problem = f"cannot be read ({error.strerror or error})"
@@ -198,25 +219,55 @@ def damage(step: object, problems: Sequence[str]) -> DamagedError:
 
 
 def _damage_of_files(
-  step_dir: epath.Path, manifest: Manifest, matches: Iterable[Match]
+  step_dir: epath.Path, manifest: Manifest, matches: Iterable[Match], *, chunks: bool
 ) -> DamagedError | None:
-  """Checks the files of the wanted items; those of items that are not read may be gone."""
-  items = {match.item for match in matches}
-  unread = set(manifest.items) - items
-  names = [name for name in manifest.files if name.partition("/")[0] not in unread]
-  problems = damaged_files(step_dir, manifest, names)
+  """Checks the files of the wanted leaves, and what they have in common; others may be gone."""
+  leaves = {(match.item, match.saved.folder) for match in matches}
+  items = {item for item, _ in leaves}
+  unread = {
+    (item, leaf.folder)
+    for item, record in manifest.items.items()
+    for leaf in record.leaves.values()
+    if (item, leaf.folder) not in leaves
+  }
+
+  def is_read(name: str) -> bool:
+    item, _, rest = name.partition("/")
+    return item not in manifest.items or (item in items and (item, rest.partition("/")[0]) not in unread)
+
+  names = [name for name in manifest.files if is_read(name)]
+  problems = damaged_files(step_dir, manifest, names, chunks=chunks)
   return damage(manifest.step, problems) if problems else None
 
 
-def _damage_of_values(step_dir: epath.Path, digested: Iterable[_Digested]) -> DamagedError | None:
-  problems = [
-    f"the values of {match.item}/{match.saved_path}{where} are not those that were saved "
-    f"(files under {match.item}/{match.saved.folder})"
-    for one in digested
-    for match in [one.read.match]
-    for where in _damaged_blocks(one)
-  ]
-  return damage(step_dir.name, problems) if problems else None
+def _damaged_files_of(step_dir: epath.Path, manifest: Manifest, match: Match) -> list[str]:
+  folder = f"{match.item}/{match.saved.folder}/"
+  return damaged_files(step_dir, manifest, [name for name in manifest.files if name.startswith(folder)])
+
+
+def _holds_values(name: str) -> bool:
+  """Whether a file of a step lies under `ITEM/FOLDER/c`, where the values are."""
+  return name.split("/")[2:3] == ["c"]
+
+
+def _damage_of_values(
+  step_dir: epath.Path, manifest: Manifest, digested: Iterable[_Digested]
+) -> DamagedError | None:
+  """Names the ranges that are not what was saved, after the files where these are known."""
+  values: list[str] = []
+  damaged: list[str] = []
+  for one in digested:
+    match = one.read.match
+    folder = f"{match.item}/{match.saved.folder}"
+    blocks = _damaged_blocks(one)
+    values += [
+      f"the values of {match.item}/{match.saved_path}{where} are not those that were saved "
+      f"(files under {folder})"
+      for where in blocks
+    ]
+    if blocks:
+      damaged += _damaged_files_of(step_dir, manifest, match)
+  return damage(step_dir.name, [*damaged, *values]) if values else None
 
 
 def _damaged_blocks(one: _Digested) -> list[str]:
@@ -232,8 +283,8 @@ def _groups(matches: Iterable[Match], byte_budget: int) -> Iterator[list[_Read]]
   sizes = {False: 0, True: 0}
   item = None
   for match in matches:
-    one = _Read(match, _stored_on_target(match))
-    padded, size = one.match.wanted.struct.shape != match.saved.shape, bytes_read(one.stored)
+    one = _Read(match, match.stored)
+    padded, size = one.match.wanted.struct.shape != match.saved.shape, shard_bytes(one.stored)
     if match.item != item or sizes[padded] + size > byte_budget:
       flush = list(groups) if match.item != item else [padded]
       for key in flush:
@@ -298,6 +349,7 @@ def _start(
         raise damage(
           step_dir.name,
           [
+            *_damaged_files_of(step_dir, manifest, match),
             f"{item}/{match.saved_path} cannot be read "
             f"(files under {item}/{match.saved.folder}, or the metadata of {item})",
             str(error)[:300],
@@ -320,13 +372,6 @@ def _layouts(folder: epath.Path, names: Iterable[str]) -> dict[str, direct.Layou
   return known if len(known) == len(found) else None
 
 
-def _stored_on_target(match: Match) -> jax.ShapeDtypeStruct:
-  """How a leaf is read: stored dtype, the target's padded shape and sharding."""
-  struct = match.wanted.struct
-  saved_dtype = struct.dtype if encoding.is_key(struct.dtype) else np.dtype(match.saved.dtype)
-  return encoding.stored_form(struct.shape, saved_dtype, match.saved.encoding, struct.sharding)
-
-
 def _stored_on_host(leaf: LeafRecord) -> jax.ShapeDtypeStruct:
   if leaf.encoding.startswith("key:"):
     key = jax.eval_shape(lambda: jax.random.key(0, impl=leaf.encoding.removeprefix("key:")))
@@ -347,6 +392,9 @@ def _place(array: Array | None, one: _Read) -> Array:
   leaf = encoding.decode(array, saved.encoding, saved.dtype)
   if leaf.dtype != struct.dtype:
     leaf = leaf.astype(struct.dtype)
+  if isinstance(leaf, np.ndarray) and struct.sharding is not None:
+    values = leaf  # of 64 bits, and read to the host because jax makes no such arrays now
+    return jax.make_array_from_callback(values.shape, struct.sharding, lambda index: values[index])
   if isinstance(leaf, jax.Array) and struct.sharding is not None and leaf.sharding != struct.sharding:
     leaf = jax.device_put(leaf, struct.sharding)
   return leaf

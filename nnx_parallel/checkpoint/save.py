@@ -17,6 +17,7 @@ from nnx_parallel.checkpoint.digest import block_shape, digest_later, totals
 from nnx_parallel.checkpoint.encoding import Array, Json
 from nnx_parallel.checkpoint.manifest import ItemRecord, LeafRecord, Manifest
 from nnx_parallel.checkpoint.placement import without_padding
+from nnx_parallel.checkpoint.preflight import layout_text
 from nnx_parallel.errors import CheckpointError
 
 logger = logging.getLogger(__name__)
@@ -215,6 +216,7 @@ def _encode_leaf(
     nbytes=stored.nbytes if stored is not None else 0,
     block=block_shape(tuple(stored.shape), stored.dtype.itemsize) if stored is not None else (),
     digests=(),
+    layout=layout_text(leaf.sharding) if isinstance(leaf, jax.Array) else "",
   ), stored
 
 

@@ -11,10 +11,10 @@ import jax
 import numpy as np
 from flax import nnx
 
-from nnx_parallel.checkpoint import encoding, paths, trees
+from nnx_parallel.checkpoint import paths, trees
 from nnx_parallel.checkpoint.digest import host_device
 from nnx_parallel.checkpoint.encoding import Array, Json
-from nnx_parallel.checkpoint.manifest import ItemRecord, LeafRecord, Manifest
+from nnx_parallel.checkpoint.manifest import ItemRecord, LeafRecord
 from nnx_parallel.checkpoint.preflight import Wanted
 from nnx_parallel.checkpoint.save import Tree
 from nnx_parallel.create.constructor import construct
@@ -67,26 +67,6 @@ def read(target: object, *, optimizer: str, as_numpy: bool = False, item: str = 
   if isinstance(target, tuple) and target and isinstance(target[0], nnx.Module):
     return _pair_target(target, optimizer)
   return _tree_target(target, as_numpy=as_numpy, item=item)
-
-
-def json_values(target: Target, record: Manifest) -> dict[str, dict[str, Json]]:
-  """The JSON values that the target has places for.
-
-  Raises:
-    CheckpointError: the checkpoint has no such value.
-  """
-  found: dict[str, dict[str, Json]] = {}
-  for item, names in target.values.items():
-    saved = record.items[item].values if item in record.items else {}
-    for path in names:
-      if path not in saved:
-        raise CheckpointError(
-          f"cannot restore {item}/{path}: step {record.step} has no such value.",
-          details=f"values saved: {sorted(saved) or 'none'}",
-          fix="take it out of the target, or put an array with a sharding there.",
-        )
-      found.setdefault(item, {})[path] = encoding.read_json(saved[path])
-  return found
 
 
 def saved_roots(model: object, optimizer: object) -> dict[str, Tree]:

@@ -27,11 +27,14 @@ def fitting(spec, shape, mesh):
   return P(*entries)
 
 
-@pytest.mark.parametrize("chunk_bytes", [None, 96, 1000])
+@pytest.mark.parametrize(
+  ("chunk_bytes", "gap"), [(None, 1), (None, 40), (96, 1), (1000, 40), (1000, 1 << 15)]
+)
 @pytest.mark.parametrize("saved", SPECS)
-def test_the_same_as_orbax_in_any_layout(tmp_path, monkeypatch, chunk_bytes, saved):
+def test_the_same_as_orbax_in_any_layout(tmp_path, monkeypatch, bytes_read, chunk_bytes, gap, saved):
   mesh = nxp.make_mesh(x=4, y=2)
   monkeypatch.setattr(direct, "_PIECE_BYTES", 200)
+  monkeypatch.setattr(direct, "_GAP_BYTES", gap)
   values = {
     name: RNG.standard_normal(shape).astype(dtype)
     for (name, shape), dtype in zip(
@@ -48,13 +51,45 @@ def test_the_same_as_orbax_in_any_layout(tmp_path, monkeypatch, chunk_bytes, sav
   layouts = {name: direct.layout_of(folder / name) for name in values}
   for spec in SPECS:
     targets = target_of(placed(spec))
+    bytes_read.clear()
     with direct.readers() as pool:
       found = direct.start(layouts, targets, pool)()
+    assert sum(bytes_read) == sum(direct.bytes_to_read(layouts[name], targets[name]) for name in values)
     plain = _orbax.load(tmp_path / "1", "model", targets, frozenset(), byte_budget=1 << 20, pad=False)
     for name in values:
       assert found[name].sharding == plain[name].sharding
       for one, other in zip(found[name].addressable_shards, plain[name].addressable_shards, strict=True):
         np.testing.assert_array_equal(one.data, other.data, strict=True)
+
+
+@pytest.mark.parametrize(
+  ("columns", "split", "fraction"),
+  [
+    (2048, P(None, "x"), 1),  # half of each row of 8 KiB: the other half is not worth a call
+    (32768, P(None, "x"), 2),  # of 128 KiB
+    (2048, P("x"), 2),
+    (32768, P("y", "x"), 4),
+  ],
+)
+def test_what_is_not_wanted_of_a_chunk_is_passed_over(tmp_path, bytes_read, columns, split, fraction):
+  values = np.arange(64 * columns, dtype=np.float32).reshape(64, columns)
+  saved = jax.device_put({"w": values}, jax.devices()[0])
+  Checkpointer(tmp_path).save(1, saved)
+  layout = direct.layout_of(tmp_path / "1" / "model" / "w")
+  assert layout.chunk == values.shape
+  [area] = direct._areas(layout, [_first(values.shape, split)])
+  count = np.prod([part.stop - part.start for part in area.box])
+  assert count * fraction == values.size
+  out = np.zeros([part.stop - part.start for part in _first(values.shape, split)], np.float32)
+  bytes_read.clear()
+  direct._read_area(layout, area, [(_first(values.shape, split), out)])
+  assert sum(bytes_read) == count * 4
+  np.testing.assert_array_equal(out, values[_first(values.shape, split)])
+
+
+def _first(shape, split):
+  halves = [size // 2 if axis else size for size, axis in zip(shape, (*split, None), strict=False)]
+  return tuple(slice(0, size) for size in halves)
 
 
 @pytest.mark.parametrize("shape", [(512, 1024), (8,), ()], ids=str)

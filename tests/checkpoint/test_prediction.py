@@ -1,0 +1,327 @@
+"""What a preflight says of dtypes, bytes and layouts, against what a restore does."""
+
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import nnx_parallel as nxp
+from checkpoint.runs import arrays, assert_same, target_of
+from nnx_parallel.checkpoint import direct, manifest, preflight
+from nnx_parallel.checkpoint.checkpointer import Checkpointer
+from nnx_parallel.errors import CheckpointError
+from processes import run_two
+
+# 64-bit arrays while jax has none.
+
+
+@pytest.fixture
+def wide(tmp_path):
+  """A step of 64-bit numpy arrays, and them."""
+  tree = {"f": np.linspace(0, 1, 16), "i": np.arange(16, dtype=np.int64) << 40}
+  Checkpointer(tmp_path).save(1, tree)
+  return tmp_path, tree
+
+
+def struct(name, tree, dtype=None):
+  layout = NamedSharding(nxp.make_mesh(x=8), P("x"))
+  return jax.ShapeDtypeStruct(tree[name].shape, dtype or tree[name].dtype, sharding=layout)
+
+
+@pytest.mark.parametrize("verify", ["full", "off"])
+@pytest.mark.parametrize(
+  ("name", "text"),
+  [
+    (
+      "f",
+      r"dtype    model/f: saved float64, wanted float64 \(jax would make float32 of it: jax_enable_x64 is",
+    ),
+    (
+      "i",
+      r"dtype    model/i: saved int64, wanted int64 \(jax would make int32 of it: jax_enable_x64 is off\)",
+    ),
+  ],
+)
+def test_arrays_that_jax_would_make_smaller_are_refused_before_reading(wide, monkeypatch, verify, name, text):
+  directory, tree = wide
+  checkpointer = Checkpointer(directory, verify=verify)
+  target = {name: struct(name, tree)}
+  diff = checkpointer.preflight(target, only=[name])
+  assert not diff.fits
+  assert [match.name for match in diff.retyped] == [f"model/{name}"]
+  monkeypatch.setattr(direct, "start", lambda *_: pytest.fail("an array was read"))
+  fix = r'  Fix: jax.config.update\("jax_enable_x64", True\), or ask for .*cast=True, .*as_numpy=True\.'
+  with pytest.raises(CheckpointError, match=rf"(?s)1 of another dtype.*{text}.*\n{fix}"):
+    checkpointer.restore(target, only=[name])
+
+
+@pytest.mark.parametrize("verify", ["full", "off"])
+def test_each_way_out_of_64_bits_works(wide, verify):
+  directory, tree = wide
+  checkpointer = Checkpointer(directory, verify=verify)
+  assert_same(checkpointer.restore(target_of_wide(tree), as_numpy=True), tree)
+  target = {"f": struct("f", tree, np.float32)}
+  again = checkpointer.restore(target, only=["f"], cast=True)["f"]
+  assert again.sharding == target["f"].sharding
+  np.testing.assert_array_equal(again, tree["f"].astype(np.float32), strict=True)
+  assert checkpointer.preflight(target, only=["f"], cast=True).bytes_read == 16 * 8
+  with jax.enable_x64(True):
+    again = checkpointer.restore(target_of_wide(tree))
+    assert {name: array.dtype for name, array in again.items()} == {"f": np.float64, "i": np.int64}
+    assert_same(again, tree)
+
+
+def target_of_wide(tree):
+  return {name: struct(name, tree) for name in tree}
+
+
+# Bytes that are read.
+
+
+@pytest.mark.parametrize("spec", [P(), P("x"), P(None, "x"), P("y", "x")])
+@pytest.mark.parametrize("width", [512, 32768])
+def test_the_bytes_predicted_are_the_bytes_read(tmp_path, bytes_read, width, spec):
+  values = {"w": np.ones((16, width), np.float32), "b": np.ones(width, np.float32), "n": np.float32(3)}
+  checkpointer = Checkpointer(tmp_path)
+  checkpointer.save(1, jax.device_put(values, jax.devices()[0]))
+  mesh = nxp.make_mesh(x=2, y=2, devices=jax.devices()[4:])
+  target = {
+    "w": jax.ShapeDtypeStruct((16, width), np.float32, sharding=NamedSharding(mesh, spec)),
+    "b": jax.ShapeDtypeStruct((width,), np.float32, sharding=NamedSharding(mesh, P("x"))),
+    "n": jax.ShapeDtypeStruct((), np.float32, sharding=NamedSharding(mesh, P())),
+  }
+  assert_same(checkpointer.restore(target), values)
+  assert checkpointer.preflight(target).bytes_read == sum(bytes_read)
+
+
+@pytest.mark.slow
+def test_two_processes_read_their_columns_and_what_was_predicted(tmp_path):
+  body = """
+    import os
+    from nnx_parallel.checkpoint.checkpointer import Checkpointer
+
+    sizes, read = [], os.preadv
+    def counted(file, buffers, offset):
+      sizes.append(read(file, buffers, offset))
+      return sizes[-1]
+    os.preadv = counted
+    mesh = nxp.make_mesh(x=8)
+    for step, shape in ((1, (2048, 2048)), (2, (64, 65536))):
+      values = np.arange(2**22, dtype=np.float32).reshape(shape)
+      checkpointer = Checkpointer(arguments[0])
+      checkpointer.save(step, {"w": put(values, mesh)})
+      layout = NamedSharding(mesh, P(None, "x"))
+      target = {"w": jax.ShapeDtypeStruct(shape, np.float32, sharding=layout)}
+      predicted = checkpointer.preflight(target, step).bytes_read
+      sizes.clear()
+      for shard in checkpointer.restore(target, step)["w"].addressable_shards:
+        np.testing.assert_array_equal(shard.data, values[shard.index])
+      print("step", step, "predicted", predicted, "read", sum(sizes))
+  """
+  for out in run_two(body, tmp_path):
+    # Half a row of 8 KiB is not worth a call of its own, half of 256 KiB is.
+    assert "step 1 predicted 16777216 read 16777216" in out
+    assert "step 2 predicted 8388608 read 8388608" in out
+
+
+def test_a_restore_says_what_it_will_read(saved, caplog):
+  directory, trees = saved
+  checkpointer = Checkpointer(directory, byte_budget=300)
+  diff = checkpointer.preflight(target_of(trees[2]))
+  caplog.set_level("INFO", "nnx_parallel.checkpoint.restore")
+  checkpointer.restore(target_of(trees[2]))
+  text = f"reading {diff.bytes_read:,} bytes; at most {diff.host_bytes:,} bytes of host memory here"
+  assert caplog.messages == [f"restoring step 2: {text}"]
+
+
+def test_state_in_host_memory_is_not_counted_on_devices(tmp_path):
+  mesh = nxp.make_mesh(x=8)
+  tree = {name: np.ones((64, 8), np.float32) for name in ("near", "away")}
+  checkpointer = Checkpointer(tmp_path, byte_budget=0)
+  checkpointer.save(1, tree)
+
+  def diff(kind):
+    layouts = {"near": NamedSharding(mesh, P("x")), "away": NamedSharding(mesh, P("x"), memory_kind=kind)}
+    return checkpointer.preflight(
+      {n: jax.ShapeDtypeStruct((64, 8), np.float32, sharding=layout) for n, layout in layouts.items()}
+    )
+
+  shard = 8 * 8 * 4
+  assert diff("device").device_bytes == 2 * shard
+  assert diff("pinned_host").device_bytes == shard
+  # Devices that are CPUs have their memory in the host's too.
+  assert diff("pinned_host").host_bytes == diff("device").host_bytes
+
+
+# Layouts.
+
+
+def test_leaves_that_change_their_layout_are_counted_and_named(saved):
+  directory, trees = saved
+  checkpointer = Checkpointer(directory)
+  same = checkpointer.preflight(target_of(trees[2]))
+  assert same.resharded == ()
+  assert "layout" not in str(same)
+  mesh = nxp.make_mesh(x=4, devices=jax.devices()[:4])
+  target = target_of(trees[2], mesh) | {
+    "w": jax.ShapeDtypeStruct((8, 16), np.float32, sharding=NamedSharding(mesh, P(None, "x")))
+  }
+  diff = checkpointer.preflight(target)
+  assert diff.fits
+  assert [match.path for match in diff.resharded] == ["b", "half", "step", "w"]
+  assert str(diff).splitlines()[2:7] == [
+    "in another layout than saved: 4 leaves",
+    "  model/b: saved P('b') on {'a': 2, 'b': 4}, wanted P() on {'x': 4}",
+    "  model/half: saved P(None, 'a') on {'a': 2, 'b': 4}, wanted P() on {'x': 4}",
+    "  model/step: saved P() on {'a': 2, 'b': 4}, wanted P() on {'x': 4}",
+    "  ... and 1 more",
+  ]
+
+
+def test_layouts_as_text():
+  one = jax.devices()[0]
+  assert preflight.layout_text(jnp.ones(2).sharding) == "one device"
+  assert preflight.layout_text(NamedSharding(nxp.make_mesh(x=1, devices=[one]), P("x"))) == "one device"
+  mesh = nxp.make_mesh(a=2, b=4, c=1)
+  layout = NamedSharding(mesh, P(("a", "b"), "c"), memory_kind="pinned_host")
+  assert preflight.layout_text(layout) == "P(('a', 'b')) on {'a': 2, 'b': 4} in pinned_host"
+  assert preflight.layout_text(None) == ""
+
+
+def test_steps_without_layouts_restore(saved):
+  directory, trees = saved
+  file = directory / "2" / manifest.FILE
+  document = json.loads(file.read_text())
+  for leaf in document["manifest"]["items"]["model"]["leaves"].values():
+    del leaf["layout"]
+  document["sha256"] = manifest._sha256(manifest._body(document["manifest"]))
+  file.write_text(json.dumps(document))
+  checkpointer = Checkpointer(directory)
+  target = target_of(trees[2], nxp.make_mesh(x=8))
+  assert checkpointer.preflight(target).resharded == ()
+  assert_same(checkpointer.restore(target), trees[2])
+
+
+# JSON values.
+
+
+@pytest.fixture
+def mixed(tmp_path):
+  """A checkpointer with a step of arrays and JSON values, and that tree."""
+  tree = {"w": np.ones((4, 4), np.float32), "config": {"depth": 3, "name": "net"}}
+  checkpointer = Checkpointer(tmp_path)
+  checkpointer.save(1, tree)
+  return checkpointer, tree
+
+
+def test_json_values_that_the_target_lacks_are_extra(mixed):
+  checkpointer, tree = mixed
+  target = {"w": tree["w"], "config": {"depth": 0}}
+  assert checkpointer.preflight(target).extra == ("model/config.name",)
+  with pytest.raises(CheckpointError, match=r"\(1 extra\)\.\n  extra    model/config\.name\n  Fix: .*skip="):
+    checkpointer.restore(target)
+  again = checkpointer.restore(target, skip=["config.name"])
+  assert again["config"] == {"depth": 3}
+  assert checkpointer.restore({"w": tree["w"]}, only=["w"]).keys() == {"w"}
+
+
+def test_json_values_that_were_not_saved_are_missing(mixed):
+  checkpointer, tree = mixed
+  target = {**tree, "config": {"depth": 0, "name": "", "width": 8}}
+  diff = checkpointer.preflight(target)
+  assert not diff.fits
+  assert diff.missing == (("model/config.width", None),)
+  with pytest.raises(
+    CheckpointError, match=r"\(1 missing\)\.\n  missing  model/config\.width\n  Fix: .*skip="
+  ):
+    checkpointer.restore(target)
+  again = checkpointer.restore(target, skip=["*.width"])
+  assert again["config"] == {"depth": 3, "name": "net", "width": 8}
+
+
+def test_json_values_are_counted_left_out_and_renamed(mixed):
+  checkpointer, tree = mixed
+  target = {"w": tree["w"], "settings": {"depth": 0, "name": ""}}
+  rename = {"settings": "config"}
+  assert checkpointer.restore(target, rename=rename)["settings"] == tree["config"]
+  assert "restored: 3 leaves, left out by name: 0" in str(checkpointer.preflight(target, rename=rename))
+  diff = checkpointer.preflight(tree, skip=["config"])
+  assert diff.skipped == ("config.depth", "config.name")
+  assert checkpointer.restore(tree | {"config": {"depth": 7, "name": ""}}, skip=["config"])["config"] == {
+    "depth": 7,
+    "name": "",
+  }
+
+
+def test_a_value_where_an_array_is_wanted_is_both_missing_and_extra(mixed):
+  checkpointer, tree = mixed
+  target = {**tree, "config": {"depth": np.int32(0), "name": ""}}
+  diff = checkpointer.preflight(target)
+  assert [name for name, _ in diff.missing] == ["model/config.depth"]
+  assert diff.extra == ("model/config.depth",)
+  for kind in ("missing", "extra  "):
+    assert f"{kind}  model/config.depth  (one is an array, the other a JSON value)" in str(diff)
+
+
+# Files of other leaves.
+
+
+def test_damage_to_a_leaf_that_is_not_restored_does_no_harm(saved):
+  directory, trees = saved
+  for file in (directory / "2" / "model" / "b").rglob("*"):
+    if file.is_file():
+      file.write_bytes(file.read_bytes()[::-1])
+  checkpointer = Checkpointer(directory)
+  assert_same(checkpointer.restore({"w": target_of(trees[2])["w"]}, only=["w"]), {"w": trees[2]["w"]})
+  with pytest.raises(
+    CheckpointError, match=r"step 2 is damaged: model/b/zarr\.json does not have the contents"
+  ):
+    checkpointer.restore(target_of(trees[2]))
+  assert "model/b/zarr.json" in checkpointer.verify(2)
+
+
+def test_on_restore_only_metadata_is_hashed(saved, monkeypatch):
+  directory, trees = saved
+  hashed, sha256 = [], preflight.files.sha256
+
+  def watched(file):
+    hashed.append(str(file.relative_to(directory / "2")))
+    return sha256(file)
+
+  monkeypatch.setattr(preflight.files, "sha256", watched)
+  Checkpointer(directory).restore({"w": target_of(trees[2])["w"]}, only=["w"])
+  assert "model/w/zarr.json" in hashed
+  assert [name for name in hashed if "/c/" in name or name.startswith(("model/b", "model/half"))] == []
+  hashed.clear()
+  Checkpointer(directory, verify="metadata").restore({"w": target_of(trees[2])["w"]}, only=["w"])
+  assert "model/w/c/0/0" in hashed
+
+
+@pytest.mark.parametrize("verify", ["full", "metadata"])
+def test_chunk_files_are_still_named(saved, verify):
+  directory, trees = saved
+  one, two = (directory / "2" / "model" / "w" / "c" / "0" / name for name in "01")
+  before = [file.read_bytes() for file in (one, two)]
+  checkpointer = Checkpointer(directory, verify=verify)
+
+  def fails(text):
+    with pytest.raises(CheckpointError, match=f"step 2 is damaged: {text}"):
+      checkpointer.restore(target_of(trees[2]))
+    for file, data in zip((one, two), before, strict=True):
+      file.write_bytes(data)
+
+  one.write_bytes(before[1])
+  two.write_bytes(before[0])
+  fails("model/w/c/0/0 does not have the contents that were written")
+  one.write_bytes(before[0][:-1])
+  fails("model/w/c/0/0 has 83 bytes instead of 84")
+  two.unlink()
+  fails("model/w/c/0/1 is missing")
+  one.write_bytes(before[0][:-1] + bytes([before[0][-1] ^ 1]))  # the checksum of the index
+  fails("model/w/c/0/0 does not have the contents that were written")
+  assert_same(checkpointer.restore(target_of(trees[2])), trees[2])
+  assert_same(arrays(2), trees[2])
