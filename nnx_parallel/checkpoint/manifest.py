@@ -18,6 +18,7 @@ from typing import Any
 from etils import epath
 
 from nnx_parallel.checkpoint.encoding import Json
+from nnx_parallel.checkpoint.passing import raise_passing
 from nnx_parallel.errors import CheckpointError
 
 FILE = "nnx_parallel.json"
@@ -134,6 +135,9 @@ def read(step_dir: epath.Path) -> Manifest:
     ) from None
   except (ValueError, TypeError, LookupError) as error:
     raise _damaged(file, f"it cannot be read as JSON ({error})") from error
+  except OSError as error:
+    raise_passing(error, f"{file}")
+    raise _damaged(file, f"it cannot be read ({error.strerror or error})") from error
   if number in _READ and sha256 == _signature(number, body):
     return _parse(body)
   # A format that is not the one that was signed is a damaged number, not a newer format.

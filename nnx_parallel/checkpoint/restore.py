@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import concurrent.futures
 import dataclasses
-import errno
 import logging
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -18,17 +17,14 @@ from nnx_parallel.checkpoint import _orbax, agree, direct, encoding, files
 from nnx_parallel.checkpoint.digest import block_ranges, digest, totals
 from nnx_parallel.checkpoint.encoding import Array
 from nnx_parallel.checkpoint.manifest import DamagedError, LeafRecord, Manifest
+from nnx_parallel.checkpoint.passing import raise_passing
 from nnx_parallel.checkpoint.preflight import Diff, Match, Wanted, shard_bytes
-from nnx_parallel.errors import CheckpointError
 
 logger = logging.getLogger(__name__)
 
 # What files that are not what was written make their readers raise.
 _READ_ERRORS = (ValueError, TypeError, LookupError, AttributeError, RuntimeError, OSError)
 VERIFY = ("full", "metadata", "off")
-# Errors that say something of this machine and this moment, and nothing of the file.
-_PASSING = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EACCES, errno.EPERM, errno.ESTALE})
-_PASSING_WORDS = ("RESOURCE_EXHAUSTED", "PERMISSION_DENIED", "Too many open files", "Cannot allocate memory")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -174,7 +170,7 @@ def damaged_files(
     try:
       problem = _problem_of_file(step_dir / name, manifest.files[name], sha256)
     except OSError as error:
-      _raise_passing(error, f"{step_dir / name}")
+      raise_passing(error, f"{step_dir / name}")
       problem = f"cannot be read ({error.strerror or error})"
     if problem:
       problems.append(f"{name} {problem}")
@@ -189,23 +185,6 @@ def _problem_of_file(file: epath.Path, size: int, sha256: str | None) -> str:
   if sha256 is not None and files.sha256(file) != sha256:
     return "does not have the contents that were written"
   return ""
-
-
-def _raise_passing(error: BaseException, what: str) -> None:
-  """Raises when an error says nothing of the checkpoint: then no older step may be taken instead.
-
-  Raises:
-    CheckpointError: what could not be read, and why.
-  """
-  cause: BaseException | None = error
-  while cause is not None and not (isinstance(cause, OSError) and cause.errno in _PASSING):
-    cause = cause.__cause__ or cause.__context__
-  if cause is not None or any(word in str(error) for word in _PASSING_WORDS):
-    raise CheckpointError(
-      f"cannot read {what}: {cause.strerror if isinstance(cause, OSError) else type(error).__name__}.",
-      details=str(error)[:300],
-      fix="see to the cause and try again; this is no sign of damage.",
-    ) from error
 
 
 def damage(step: object, problems: Sequence[str]) -> DamagedError:
@@ -343,7 +322,7 @@ def _start(
         pad=any(_stored_shape(one) != one.stored.shape for one in group),
       )
     except _READ_ERRORS as error:
-      _raise_passing(error, f"{step_dir / item}")
+      raise_passing(error, f"{step_dir / item}")
       if len(group) == 1:
         match = group[0].match
         raise damage(

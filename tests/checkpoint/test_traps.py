@@ -135,7 +135,7 @@ def test_what_says_nothing_of_the_files_is_no_damage(saved, monkeypatch, number)
   def fail(*_):
     raise OSError(number, os.strerror(number))
 
-  for owner, name in ((direct, "_read_chunk"), (files, "sha256")):
+  for owner, name in ((direct, "_read_area"), (files, "sha256")):
     with monkeypatch.context() as patch:
       patch.setattr(owner, name, fail)
       with pytest.raises(CheckpointError, match=rf"cannot read .*2.*: {os.strerror(number)}\.") as caught:
@@ -157,6 +157,24 @@ def test_a_file_that_the_disk_cannot_read_is_damage(saved, monkeypatch):
   assert checkpointer.latest() == 1
   with pytest.warns(UserWarning, match="step 2 was passed over: step 2 is damaged: .* cannot be read"):
     assert_same(checkpointer.restore(target_of(trees[1]), on_corrupt="fallback"), trees[1])
+
+
+def test_a_manifest_that_cannot_be_read(saved, monkeypatch):
+  directory, trees = saved
+  checkpointer, number, local = Checkpointer(directory), errno.EIO, type(Checkpointer(directory).directory)
+  read = local.read_bytes
+
+  def fail(self):
+    if os.fspath(self).endswith("/2/nnx_parallel.json"):
+      raise OSError(number, os.strerror(number))
+    return read(self)
+
+  monkeypatch.setattr(local, "read_bytes", fail)
+  with pytest.warns(UserWarning, match=r"step 2 was passed over: .*json is damaged: it cannot be read"):
+    assert_same(checkpointer.restore(target_of(trees[1]), on_corrupt="fallback"), trees[1])
+  number = errno.EACCES
+  with pytest.raises(CheckpointError, match=r"cannot read .*2/nnx_parallel.json: Permission denied\."):
+    checkpointer.restore(target_of(trees[1]), 2, on_corrupt="fallback")
 
 
 def test_a_signal_waits_for_the_end_of_a_restore(saved, monkeypatch):
