@@ -7,7 +7,7 @@ from flax import nnx
 from orbax.checkpoint import v1 as ocp
 
 import nnx_parallel as nxp
-from checkpoint.runs import Net, assert_same, make_plan
+from checkpoint.runs import Net, assert_same, batch_of, loss_fn, make_plan
 from nnx_parallel.checkpoint.foreign import restore_orbax
 from nnx_parallel.errors import CheckpointError
 
@@ -65,6 +65,64 @@ def test_inside_another_tree_and_among_others(tmp_path):
   with pytest.raises(CheckpointError, match=r'(?s)missing  head\.bias.*saved: params\..*prefix="params"'):
     restore_orbax(tmp_path / "step", plan, item="train")
   assert_same(restore_orbax(tmp_path / "step", plan, item="train", prefix="params"), model)
+
+
+def test_a_checkpoint_of_another_depth(tmp_path):
+  def init(depth):
+    return nnx.Dict(layers=nnx.List([nnx.Linear(8, 8, rngs=nnx.Rngs(0)) for _ in range(depth)]))
+
+  def plan_of(depth):
+    return nxp.plan(lambda: init(depth), nxp.make_mesh(fsdp=8), nxp.fsdp(min_size=1))
+
+  model = init(12)
+  ocp.save(tmp_path / "step", {"net": nnx.state(model), "cursor": jnp.ones(2)})
+  text = r"(?s)8 leaves do not fit\.\n  extra    layers\.10\.bias\n.*stay out: skip=\[\.\.\.\]"
+  with pytest.raises(CheckpointError, match=text):
+    restore_orbax(tmp_path / "step", plan_of(8), prefix="net")
+  with pytest.raises(CheckpointError, match=r"2 leaves do not fit\.\n  missing  layers\.12\.bias"):
+    restore_orbax(tmp_path / "step", plan_of(13), prefix="net")
+  fewer = restore_orbax(
+    tmp_path / "step", plan_of(8), prefix="net", skip=["layers.8", "layers.9", "layers.1?.*"]
+  )
+  assert_same(fewer["layers"][7], model["layers"][7])
+  more = restore_orbax(tmp_path / "step", plan_of(13), prefix="net", skip=["layers.12"])
+  assert_same(more["layers"][11], model["layers"][11])
+  with pytest.raises(CheckpointError, match=r"no leaf  skip='layer\.3'"):
+    restore_orbax(tmp_path / "step", plan_of(12), prefix="net", skip=["layer.3"])
+
+
+OPTIMIZERS = {
+  "two trees": {"item": "model", "optimizer_item": "optimizer"},
+  "one tree": {"prefix": "model", "optimizer_prefix": "optimizer"},
+}
+
+
+@pytest.mark.parametrize("pure", [False, True])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_the_optimizer_too(tmp_path, name, pure):
+  model, optimizer = trained = nxp.create_sharded_model(make_plan("8"))
+  nxp.train_step(loss_fn)(model, optimizer, batch_of(0))
+  state = (lambda x: nnx.to_pure_dict(nnx.state(x))) if pure else nnx.state
+  tree = {"model": state(model), "optimizer": state(optimizer)}
+  save = ocp.save_checkpointables if name == "two trees" else ocp.save
+  save(tmp_path / "step", tree)
+  where = OPTIMIZERS[name]
+  for target in (make_plan("2x4"), nxp.create_sharded_model(make_plan("4 explicit"))):
+    for one, other in zip(
+      restore_orbax(tmp_path / "step", target, optimizer="restore", **where), trained, strict=True
+    ):
+      assert_same(one, other)
+  with pytest.raises(
+    CheckpointError, match=r"cannot restore an optimizer: the target has none\.\n  Fix: pass a pl"
+  ):
+    restore_orbax(tmp_path / "step", make_plan("8", optimizer=False), optimizer="restore", **where)
+  wrong = {
+    **where,
+    "optimizer_item": where.get("item"),
+    "optimizer_prefix": "model" if "prefix" in where else "",
+  }
+  with pytest.raises(CheckpointError, match=r"missing  optimizer/opt_state\.0\.count"):
+    restore_orbax(tmp_path / "step", make_plan("8"), optimizer="restore", **wrong)
 
 
 def test_what_does_not_fit(tmp_path):

@@ -94,8 +94,8 @@ def test_a_stack_of_another_depth_does_not_fit(tmp_path, depth):
   shapes = {"kernel": (depth, 16, 8), "bias": (depth, 16)}
   sharding = jnp.zeros(3).sharding
   target = {k: jax.ShapeDtypeStruct(s, np.float32, sharding=sharding) for k, s in shapes.items()}
-  kind = {2: "extra ", 4: "missing"}[depth]
-  with pytest.raises(CheckpointError, match=rf"{kind}  model/layers\.{min(depth, 3)}\.kernel"):
+  kind = {2: "extra", 4: "missing"}[depth]
+  with pytest.raises(CheckpointError, match=rf"{kind} +model/layers\.{min(depth, 3)}\.kernel"):
     checkpointer.restore(target, 2, mapping=STACK)
 
 
