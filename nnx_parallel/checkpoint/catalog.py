@@ -9,7 +9,7 @@ import os
 from etils import epath
 
 from nnx_parallel.checkpoint import files, manifest, restore
-from nnx_parallel.checkpoint.manifest import Manifest
+from nnx_parallel.checkpoint.manifest import DamagedError, Manifest
 from nnx_parallel.checkpoint.retention import Retention
 from nnx_parallel.errors import CheckpointError
 
@@ -36,7 +36,13 @@ class Catalog:
 
   def manifest(self, step: int) -> Manifest:
     """Of a step; read and checked."""
-    return manifest.read(self.folder(step))
+    record = manifest.read(self.folder(step))
+    if record.step != step:
+      raise DamagedError(
+        f"step {step} is damaged: {self.folder(step) / manifest.FILE} is of step {record.step}.",
+        fix='restore(..., on_corrupt="fallback") takes the newest good step.',
+      )
+    return record
 
   def latest(self) -> int | None:
     """The newest step whose manifest and files are all there, or None."""

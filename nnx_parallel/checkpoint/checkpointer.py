@@ -328,7 +328,7 @@ class Checkpointer:
   ) -> Any:
     """Restores a step into the target's layout; the layout it was saved in does not matter.
 
-    Says before it reads, in the log at INFO, how many bytes of arrays and how much host memory that takes here.
+    Says before it reads, in the log at INFO, how many bytes that will be here, and how much host memory.
 
     Args:
       target: a plan; a module, or (module, optimizer), whose values are replaced; or a pytree of
