@@ -1,12 +1,13 @@
 """Kills saving jobs and damages checkpoints, and counts what restoring then makes of them.
 
-    python benchmarks/torture.py --kills 200 --corruptions 300
+    python benchmarks/torture.py --kills 200 --corruptions 300 --trees 300
 
 A job is killed with SIGKILL at a random moment while it saves (sync, async, and in two processes). Then the
 newest step that it had reported must still be there, `latest` must restore with every value verified, and
-the next job must start, clean up and save. A corruption damages one random file of a copy of a checkpoint:
-restoring it must fail and name a file or leaf, or (when the damage is in bytes that nobody reads) return
-exactly what was saved.
+the next job must start, clean up and save. A corruption damages one random file of a copy of a directory
+with two steps, or swaps files, manifests or folders between the steps: restoring must fail and name a file
+or leaf, or (when the damage is in bytes that nobody reads) return exactly what was saved under that number.
+Last, random trees are saved from random meshes and restored into others, under other names.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ import pathlib
 import random
 import shutil
 import socket
+import subprocess
 import sys
 import tempfile
 import time
@@ -162,15 +164,13 @@ def kills(count: int, seed: int = 0, log: Callable[[str], None] = print) -> list
 
 
 DAMAGE = ("flip", "truncate", "delete", "swap", "zero", "append")
+BETWEEN = ("swap files", "swap manifests", "copy manifest", "rename step", "swap steps")
+MANIFEST = "nnx_parallel.json"
 
 
 def damage_one(step_dir: pathlib.Path, rng: random.Random) -> list[str]:
   """Damages one file (two when it swaps), small and large ones alike; returns the kind and the files."""
-  every = sorted(path for path in step_dir.rglob("*") if path.is_file() and path.stat().st_size)
-  kinds = collections.defaultdict(list)
-  for path in every:
-    kinds["chunk" if "c" in path.relative_to(step_dir).parts else path.name].append(path)
-  target = rng.choice(kinds[rng.choice(sorted(kinds))])
+  every, target = _choose(step_dir, rng)
   data, how = bytearray(target.read_bytes()), rng.choice(DAMAGE)
   if how == "flip":
     data[rng.randrange(len(data))] ^= 1 << rng.randrange(8)
@@ -194,8 +194,39 @@ def damage_one(step_dir: pathlib.Path, rng: random.Random) -> list[str]:
   return [how, *(str(path.relative_to(step_dir)) for path in touched)]
 
 
+def damage_between(directory: pathlib.Path, rng: random.Random) -> tuple[int, list[str]]:
+  """Mixes up steps 1 and 2; returns a step that may be hurt, and the kind and the files."""
+  how, (one, other) = rng.choice(BETWEEN), rng.sample((1, 2), 2)
+  source, goal, spare = directory / str(one), directory / str(other), directory / "3"
+  if how == "rename step":
+    goal.rename(spare)
+    return 3, [how, MANIFEST]
+  if how == "swap steps":
+    for old, new in ((source, spare), (goal, source), (spare, goal)):
+      old.rename(new)
+    return one, [how, MANIFEST]
+  if how == "copy manifest":
+    shutil.copyfile(source / MANIFEST, goal / MANIFEST)
+    return other, [how, MANIFEST]
+  path = source / MANIFEST if how == "swap manifests" else _choose(source, rng)[1]
+  name = str(path.relative_to(source))
+  ours, theirs = path.read_bytes(), (goal / name).read_bytes()
+  path.write_bytes(theirs)
+  (goal / name).write_bytes(ours)
+  return other, [how, name]
+
+
+def _choose(step_dir: pathlib.Path, rng: random.Random) -> tuple[list[pathlib.Path], pathlib.Path]:
+  """All files of a step that are not empty, and one of them; each kind is as likely as the others."""
+  every = sorted(path for path in step_dir.rglob("*") if path.is_file() and path.stat().st_size)
+  kinds = collections.defaultdict(list)
+  for path in every:
+    kinds["chunk" if "c" in path.relative_to(step_dir).parts else path.name].append(path)
+  return every, rng.choice(kinds[rng.choice(sorted(kinds))])
+
+
 def corruptions(count: int, seed: int = 0, log: Callable[[str], None] = print) -> collections.Counter[str]:
-  """Damages `count` copies of a checkpoint and restores each into another layout.
+  """Damages `count` copies of a directory with two steps and restores one of them into another layout.
 
   Returns:
     How many were `named` (an error that names a file or leaf), `harmless` (the right values came back),
@@ -211,44 +242,72 @@ def corruptions(count: int, seed: int = 0, log: Callable[[str], None] = print) -
 
   rng, results = random.Random(seed), collections.Counter[str]()
   mesh = jax.make_mesh((2, 4), ("a", "b"), axis_types=(AxisType.Auto,) * 2)
-  tree = {
-    "w": jax.device_put(np.random.default_rng(0).standard_normal((64, 64)), NamedSharding(mesh, P("a", "b"))),
-    "key": jax.random.key(0),
-    "b": jax.device_put(np.arange(32, dtype=np.int32), NamedSharding(mesh, P())),
-  }
-  opt = {"mu": tree["w"] * 2, "count": np.int32(3)}
+
+  def saved(step: int) -> tuple[dict[str, Any], dict[str, Any]]:
+    values = np.random.default_rng(step).standard_normal((64, 64)).astype(np.float32)
+    tree = {
+      "w": jax.device_put(values, NamedSharding(mesh, P("a", "b"))),
+      "key": jax.random.key(step),
+      "b": jax.device_put(np.arange(32, dtype=np.int32) * step, NamedSharding(mesh, P())),
+    }
+    return tree, {"mu": tree["w"] * 2, "count": np.int32(step)}
+
   layouts = [P(), P("b"), P(None, "a"), P(("a", "b"))]
+  everything = {step: saved(step) for step in (1, 2)}
   with tempfile.TemporaryDirectory() as root:
     good = pathlib.Path(root) / "good"
-    Checkpointer(good, chunk_bytes=4096).save(1, tree, opt, extra={"data": {"cursor": 5}})
+    for step, (tree, opt) in everything.items():
+      Checkpointer(good, chunk_bytes=4096).save(step, tree, opt, extra={"data": {"cursor": 5}})
     for index in range(count):
       bad = pathlib.Path(root) / "bad"
       shutil.rmtree(bad, ignore_errors=True)
       shutil.copytree(good, bad)
-      how, *files = damage_one(bad / "1", rng)
+      if rng.random() < 0.25:
+        step, (how, *files) = damage_between(bad, rng)
+      else:
+        step = rng.choice((1, 2))
+        how, *files = damage_one(bad / str(step), rng)
       # A leaf is named by its folder, metadata by the file.
       names = [name.rpartition("/c/")[0].replace("/c", "") or name for name in files]
       names += [name.rpartition("/")[0] for name in files if name.endswith("zarr.json")]
-      spec = rng.choice(layouts)
       target = {
-        "w": jax.ShapeDtypeStruct((64, 64), tree["w"].dtype, sharding=NamedSharding(mesh, spec)),
-        "key": tree["key"],
+        "w": jax.ShapeDtypeStruct((64, 64), np.float32, sharding=NamedSharding(mesh, rng.choice(layouts))),
+        "key": jax.random.key(0),
         "b": jax.ShapeDtypeStruct((32,), np.int32, sharding=NamedSharding(mesh, P("b"))),
       }
       checkpointer = Checkpointer(bad)
       try:
-        again = checkpointer.restore(target, 1)
-        moments = checkpointer.restore(step=1, as_numpy=True)["optimizer"]
+        again = checkpointer.restore(target, step)
+        moments = checkpointer.restore(step=step, as_numpy=True)["optimizer"]
       except CheckpointError as error:
         outcome = "named" if any(name in str(error) for name in names) else "unnamed"
       else:
-        right = all(np.array_equal(_plain(again[k]), _plain(tree[k])) for k in tree)
-        right &= np.array_equal(moments["mu"], opt["mu"]) and moments["count"] == 3
+        tree, opt = everything.get(step, ({}, {}))
+        right = again.keys() == tree.keys() and moments.keys() == opt.keys()
+        right = right and all(np.array_equal(_plain(again[k]), _plain(tree[k])) for k in tree)
+        right = right and all(np.array_equal(moments[k], opt[k]) for k in opt)
         outcome = "harmless" if right else "wrong"
       results[outcome] += 1
       if outcome in ("wrong", "unnamed"):
-        log(f"{index}: {how} {files}: {outcome}")
+        log(f"{index}: step {step}: {how} {files}: {outcome}")
   return results
+
+
+def trees(count: int) -> str:
+  """Runs the test of random trees on `count` new examples, and says how it ended."""
+  tests = pathlib.Path(__file__).parent.parent / "tests" / "checkpoint" / "test_promises.py"
+  test = f"{tests}::test_any_tree_on_any_mesh_under_any_names"
+  done = subprocess.run(
+    [sys.executable, "-m", "pytest", "-q", "--timeout=0", test],
+    env={**os.environ, "RANDOM_TREES": str(count)},
+    cwd=tests.parent.parent.parent,
+    capture_output=True,
+    text=True,
+    check=False,
+  )
+  if done.returncode:
+    print(done.stdout)
+  return "all right" if done.returncode == 0 else "wrong, see above"
 
 
 def _plain(leaf: object) -> object:
@@ -283,6 +342,7 @@ def main() -> int:
   parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
   parser.add_argument("--kills", type=int, default=200)
   parser.add_argument("--corruptions", type=int, default=300)
+  parser.add_argument("--trees", type=int, default=300)
   parser.add_argument("--seed", type=int, default=0)
   arguments = parser.parse_args()
   os.environ.setdefault("JAX_PLATFORMS", "cpu")
@@ -293,6 +353,7 @@ def main() -> int:
   damaged = corruptions(arguments.corruptions, arguments.seed)
   print(f"corruptions: {dict(damaged)}")
   killed = kills(arguments.kills, arguments.seed)
+  random_trees = trees(arguments.trees) if arguments.trees else "none tried"
   bad = [kill for kill in killed if kill.problem]
   by_kind = collections.Counter(f"{kill.mode}, {kill.processes} process(es)" for kill in killed)
   record = {
@@ -302,6 +363,7 @@ def main() -> int:
     "kills": dict(by_kind),
     "kills that left litter, swept at the next start": sum(kill.litter > 0 for kill in killed),
     "lost or wrong after a kill": len(bad),
+    f"{arguments.trees} random trees": random_trees,
     **environment(),
   }
   results = pathlib.Path(__file__).parent / "results"
@@ -310,7 +372,7 @@ def main() -> int:
   rows = "\n".join(f"| {name} | {value} |" for name, value in record.items())
   (results / "torture.md").write_text(f"# Torture\n\n| what | found |\n|---|---|\n{rows}\n")
   print(rows)
-  return 1 if bad or damaged["wrong"] or damaged["unnamed"] else 0
+  return 1 if bad or damaged["wrong"] or damaged["unnamed"] or "wrong" in random_trees else 0
 
 
 if __name__ == "__main__":

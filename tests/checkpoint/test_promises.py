@@ -19,6 +19,7 @@ Told here, or in the test that is named:
 """
 
 import concurrent.futures
+import os
 
 import hypothesis
 import jax
@@ -165,11 +166,14 @@ def test_an_unfinished_step_names_the_complete_ones(saved):
 # Any tree, on any mesh, in any dtype, under any names.
 
 NAMES = st.text("ab.0/_-é", min_size=1, max_size=4)
-DTYPES = st.sampled_from(
-  [np.float32, jnp.bfloat16, np.float16, np.int32, np.uint8, np.bool_, jnp.int4, "key"]
-)
+FLOATS = ["float16", "bfloat16", "float32"]
+SMALL_FLOATS = ["float8_e3m4", "float8_e4m3", "float8_e4m3b11fnuz", "float8_e4m3fn", "float8_e4m3fnuz"]
+SMALL_FLOATS += ["float8_e5m2", "float8_e5m2fnuz", "float8_e8m0fnu", "float4_e2m1fn"]
+INTS = [f"{sign}int{bits}" for sign in ("", "u") for bits in (4, 8, 16, 32)]
+DTYPES = st.sampled_from([*FLOATS, *SMALL_FLOATS, *INTS, "bool", "key"])
 SHAPES = st.lists(st.sampled_from([0, 1, 3, 4, 8]), max_size=3).map(tuple)
-LEAVES = st.tuples(SHAPES, DTYPES, st.integers(0, 2**31 - 1))
+SPECIAL = st.sampled_from([None, np.nan, np.inf, -np.inf, -0.0])
+LEAVES = st.tuples(SHAPES, DTYPES, st.integers(0, 2**31 - 1), SPECIAL)
 TREES = st.recursive(
   LEAVES,
   lambda inner: (
@@ -183,22 +187,42 @@ def is_leaf(node):
   return isinstance(node, tuple)
 
 
+def values(shape, dtype, seed, special):
+  """Any bits, so any value: a nan of any kind too; `special` comes first in an array of floats."""
+  rng = np.random.default_rng(seed)
+  if dtype == "bool":
+    return rng.integers(0, 2, shape).astype(np.bool_)
+  dtype = jnp.dtype(dtype)
+  if dtype.name in ("int4", "uint4"):
+    return rng.integers(jnp.iinfo(dtype).min, jnp.iinfo(dtype).max + 1, shape).astype(dtype)
+  if dtype.name == "float4_e2m1fn":
+    return rng.integers(0, 16, shape, np.uint8).view(dtype)
+  array = np.frombuffer(rng.bytes(int(np.prod(shape)) * dtype.itemsize), dtype).reshape(shape).copy()
+  if special is not None and array.size and dtype.name in FLOATS:
+    array.flat[0] = special
+  return array
+
+
 def place(leaf, mesh):
   """A random array, its dims split over the axes of the mesh as long as they divide them."""
-  shape, dtype, seed = leaf
+  shape, dtype, seed, special = leaf
   free, spec = dict(mesh.shape), []
   for size in shape:
     axis = next((name for name, parts in free.items() if size and size % parts == 0), None)
     free.pop(axis, None)
     spec.append(axis)
-  if isinstance(dtype, str):
+  if dtype == "key":
     array = jax.random.split(jax.random.key(seed), (*shape, 1))[..., 0]
   else:
-    array = np.random.default_rng(seed).integers(0, 2, shape).astype(dtype)
+    array = values(shape, dtype, seed, special)
   return jax.device_put(array, NamedSharding(mesh, P(*spec)))
 
 
-@hypothesis.settings(max_examples=25, deadline=None, derandomize=True)
+# `make torture` tries many others, new ones each time.
+COUNT = int(os.environ.get("RANDOM_TREES", "25"))
+
+
+@hypothesis.settings(max_examples=COUNT, deadline=None, derandomize="RANDOM_TREES" not in os.environ)
 @hypothesis.given(
   st.dictionaries(NAMES, TREES, min_size=1, max_size=3),
   st.sampled_from(sorted(MESHES)),
