@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import ast
 import doctest
 import functools
 import importlib
 import inspect
 import re
+import textwrap
 import types
 from pathlib import Path
 from typing import Any
@@ -28,11 +30,14 @@ MODULES = sorted(
 )
 
 
+def plain(function: Any) -> Any:
+  """The function in a classmethod or staticmethod."""
+  return function.__func__ if isinstance(function, classmethod | staticmethod) else function
+
+
 def parameters(function: Any) -> list[str]:
   """The names that a caller passes."""
-  if isinstance(function, classmethod | staticmethod):
-    function = function.__func__
-  names = inspect.signature(function).parameters
+  names = inspect.signature(plain(function)).parameters
   return [name for name in names if name not in ("self", "cls") and not name.startswith("_")]
 
 
@@ -43,11 +48,17 @@ def section(doc: str, *titles: str) -> str:
 
 
 def returns_a_value(function: Any) -> bool:
-  return inspect.signature(function).return_annotation not in (
+  return inspect.signature(plain(function)).return_annotation not in (
     None,
     "None",
     inspect.Signature.empty,
   )
+
+
+def raises(function: Any) -> bool:
+  """Whether its own code raises an error, other than one that it caught."""
+  tree = ast.parse(textwrap.dedent(inspect.getsource(plain(function))))
+  return any(isinstance(node, ast.Raise) and node.exc for node in ast.walk(tree))
 
 
 def missing_from_docs(name: str, value: Any) -> list[str]:
@@ -63,19 +74,28 @@ def missing_from_docs(name: str, value: Any) -> list[str]:
     return []
   if inspect.isclass(value):
     return missing_from_class(name, value, doc)
-  listed = section(doc, "Args")
-  missing = [
-    f"{name}: {parameter} is not under Args:"
-    for parameter in parameters(value)
-    if not re.search(rf"^\s+\**{parameter}\b.*:", listed, re.MULTILINE)
-  ]
+  missing = missing_from_args(name, value, doc)
   if returns_a_value(value) and not section(doc, "Returns", "Yields"):
     missing.append(f"{name}: no Returns:")
+  if ">>>" not in section(doc, "Example"):
+    missing.append(f"{name}: no Example:")
+  if raises(value) and not section(doc, "Raises"):
+    missing.append(f"{name}: no Raises:")
   return missing
 
 
+def missing_from_args(name: str, function: Any, doc: str) -> list[str]:
+  """The parameters that are not listed under Args: of the function's own docstring."""
+  listed = section(doc, "Args")
+  return [
+    f"{name}: {parameter} is not under Args:"
+    for parameter in parameters(function)
+    if not re.search(rf"^\s+\**{parameter}\b.*:", listed, re.MULTILINE)
+  ]
+
+
 def missing_from_class(name: str, cls: type, doc: str) -> list[str]:
-  """A class lists its constructor's arguments; its methods name theirs, or the class does."""
+  """A class lists its constructor's arguments, its methods theirs."""
   missing = []
   if not issubclass(cls, BaseException) and cls.__init__ is not object.__init__:
     listed = section(doc, "Args") + section(doc, "Attributes")
@@ -91,11 +111,15 @@ def missing_from_class(name: str, cls: type, doc: str) -> list[str]:
     if not member_doc:
       missing.append(f"{name}.{member_name}: no docstring")
     elif not isinstance(member, property | functools.cached_property):
-      missing += [
-        f"{name}.{member_name}: {parameter} is not described"
-        for parameter in parameters(member)
-        if not re.search(rf"\b{parameter}\b", member_doc + doc)
-      ]
+      missing += missing_from_args(f"{name}.{member_name}", member, member_doc)
+      if (
+        section(member_doc, "Args")
+        and returns_a_value(member)
+        and not section(member_doc, "Returns", "Yields")
+      ):
+        missing.append(f"{name}.{member_name}: no Returns:")
+      if raises(member) and not section(member_doc, "Raises"):
+        missing.append(f"{name}.{member_name}: no Raises:")
   return missing
 
 
@@ -133,6 +157,10 @@ def test_gaps_in_docstrings_are_found():
 
     Returns:
       The sum.
+
+    Example:
+      >>> whole(1, 2)
+      3
     """
     return x + sum(rest)
 
@@ -146,19 +174,39 @@ def test_gaps_in_docstrings_are_found():
     def __init__(self, size: int, color: str):
       pass
 
-    def grow(self, by: int) -> None:
-      """Grows."""
+    def grow(self, by: int, size: int) -> None:
+      """Grows by so much.
+
+      Args:
+        by: in bytes.
+      """
+
+    def fit(self, size: int) -> int:
+      """Makes it as large as this.
+
+      Args:
+        size: in bytes.
+      """
+      if size < 0:
+        raise ValueError(size)
+      return size
 
     def shrink(self) -> None:
       pass
 
   Box.__module__ = "toy"
   assert missing_from_docs("bare", bare) == ["bare: no docstring"]
-  assert missing_from_docs("half", half) == ["half: rest is not under Args:", "half: no Returns:"]
+  assert missing_from_docs("half", half) == [
+    "half: rest is not under Args:",
+    "half: no Returns:",
+    "half: no Example:",
+  ]
   assert missing_from_docs("whole", whole) == []
   assert missing_from_docs("Box", Box) == [
     "Box: color is under neither Args: nor Attributes:",
-    "Box.grow: by is not described",
+    "Box.fit: no Returns:",
+    "Box.fit: no Raises:",
+    "Box.grow: size is not under Args:",
     "Box.shrink: no docstring",
   ]
   assert missing_from_docs("empty", types.ModuleType("empty")) == ["empty: no docstring"]

@@ -83,6 +83,10 @@ class Checkpointer:
       save holds a copy of them all.
     chunk_bytes: largest piece of an array that is read as a whole; None stores each shard as one piece.
 
+  Attributes:
+    directory: the absolute path, an `epath.Path`.
+    restored: the `Manifest` of the step that the last `restore` took; None before the first.
+
   Raises:
     CheckpointError: an option that means nothing, or a path that is a file.
 
@@ -298,6 +302,12 @@ class Checkpointer:
 
     Args:
       step: a number, `"latest"` (also None) or `"best"`.
+
+    Returns:
+      The step's `Manifest`: its number, metrics, extra values, plan, versions, the shape of each leaf.
+
+    Raises:
+      CheckpointError: no such step, or its manifest cannot be read.
     """
     return self._catalog.manifest(self._catalog.resolve(step))
 
@@ -410,10 +420,11 @@ class Checkpointer:
       as_numpy: return numpy arrays.
 
     Returns:
-      A tree like the target, the value, or what was saved by path.
+      A tree like the target; without one, with `as_numpy`, numpy arrays by path; for JSON, the value.
 
     Raises:
-      CheckpointError: no such step or name, leaves that do not fit, or damage.
+      CheckpointError: no such step or name, leaves that do not fit, damage, or neither target nor
+        `as_numpy`.
     """
     with self.hold(), no_mesh():
       self.wait()
@@ -436,8 +447,14 @@ class Checkpointer:
   def verify(self, step: int | str | None = None) -> dict[str, str]:
     """Reads a whole step and says what is wrong with it; a folder that lost its manifest is a step too.
 
+    Args:
+      step: a number, `"latest"` (also None) or `"best"`.
+
     Returns:
       A description by file or leaf; empty when the step is sound.
+
+    Raises:
+      CheckpointError: no such step.
     """
     number = self._catalog.resolve(step, whole=False)
     try:

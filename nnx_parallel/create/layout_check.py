@@ -49,6 +49,16 @@ def layout_differences(
 
   Returns:
     One difference for each leaf that has one, in the plan's order; empty when all agree.
+
+  Example:
+    >>> import jax.numpy as jnp
+    >>> import nnx_parallel as nxp
+    >>> init = lambda: nnx.Linear(8, 16, rngs=nnx.Rngs(0))
+    >>> plan = nxp.plan(init, nxp.make_mesh(fsdp=8), nxp.fsdp(min_size=16))
+    >>> model = nxp.create_sharded_model(plan)
+    >>> model.kernel.set_value(jnp.zeros((8, 16)))
+    >>> print(nxp.layout_differences(model, plan)[0])
+    kernel: planned float32[8,16] P(None, 'fsdp'), found float32[8,16] on one device
   """
   roots: dict[Root, Any] = {"model": model}
   if optimizer is not None:

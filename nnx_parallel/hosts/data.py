@@ -78,6 +78,19 @@ def batches(source: Iterable[Any], plan: ShardingPlan, *, prefetch: int = 2) -> 
 
   Yields:
     Placed batches, in order.
+
+  Raises:
+    ShardingError: a batch that the rules cannot place; as `shard_batch`.
+
+  Example:
+    >>> import numpy as np
+    >>> import nnx_parallel as nxp
+    >>> from flax import nnx
+    >>> mesh, rules = nxp.make_mesh(data=8), nxp.presets.data_parallel()
+    >>> plan = nxp.plan(lambda: nnx.Linear(4, 2, rngs=nnx.Rngs(0)), mesh, rules)
+    >>> host = [np.full((16, 4), number, np.float32) for number in range(3)]
+    >>> [(batch.sharding.spec, float(batch.sum())) for batch in nxp.batches(host, plan)]
+    [(P('data', None), 0.0), (P('data', None), 64.0), (P('data', None), 128.0)]
   """
   queue: deque[Any] = deque()
   for batch in source:

@@ -381,6 +381,9 @@ def fsdp(axis: str | Sequence[str] = "fsdp", *, min_size: int = 2**18, extend: b
   Returns:
     A fallback for the `rules` argument of `plan` and `create_sharded_model`.
 
+  Raises:
+    ShardingError: no axis, or one that is named twice.
+
   Source: ZeRO, arXiv:1910.02054; the threshold and the choice of dim follow the UvA deep-learning notebooks.
 
   Example:
@@ -403,6 +406,13 @@ def replicate() -> Fallback:
 
   Returns:
     A fallback for the `rules` argument.
+
+  Example:
+    >>> import nnx_parallel as nxp
+    >>> from flax import nnx
+    >>> plan = nxp.plan(lambda: nnx.Linear(8, 4, rngs=nnx.Rngs(0)), nxp.make_mesh(data=8), nxp.replicate())
+    >>> plan["kernel"].copies, plan["kernel"].decision.reason
+    (8, 'no annotation, replicate()')
   """
   return Fallback("replicate")
 
@@ -412,6 +422,18 @@ def error() -> Fallback:
 
   Returns:
     A fallback for the `rules` argument.
+
+  Example:
+    >>> import nnx_parallel as nxp
+    >>> from flax import nnx
+    >>> try:
+    ...   nxp.plan(lambda: nnx.Linear(8, 4, rngs=nnx.Rngs(0)), nxp.make_mesh(data=8), nxp.error())
+    ... except nxp.ShardingError as error:
+    ...   print(error)
+    incomplete partition spec: 2 parameters have no annotation and match no rule.
+        bias
+        kernel
+      Fix: ...
   """
   return Fallback("error")
 

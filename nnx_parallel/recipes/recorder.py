@@ -50,7 +50,14 @@ class EarlyStop:
       )
 
   def update(self, record: Mapping[str, Any]) -> bool:
-    """Looks at a record; True when the run should end. Records without the metric do not count."""
+    """Looks at a record.
+
+    Args:
+      record: metrics by name; one without the watched metric does not count.
+
+    Returns:
+      Whether the run should end.
+    """
     if self.metric not in record:
       return False
     value = float(record[self.metric])

@@ -60,7 +60,14 @@ class Chip:
   efficiency: float = 0.7
 
   def peak(self, dtype: str) -> float:
-    """Peak FLOP per second for matrix products in `dtype` (`"bfloat16"` where it is not listed)."""
+    """Peak FLOP per second for matrix products.
+
+    Args:
+      dtype: of the operands; one that `flops` does not list counts as `"bfloat16"`.
+
+    Returns:
+      FLOP per second.
+    """
     return self.flops.get(dtype, self.flops["bfloat16"])
 
 

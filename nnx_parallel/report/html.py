@@ -87,6 +87,14 @@ def plan_page(plan: ShardingPlan, memory: MemoryPlan | None = None, time: StepTi
 
   Returns:
     One self-contained HTML document.
+
+  Example:
+    >>> import nnx_parallel as nxp
+    >>> from flax import nnx
+    >>> init = lambda: nnx.Linear(8, 16, rngs=nnx.Rngs(0))
+    >>> page = nxp.plan_page(nxp.plan(init, nxp.abstract_mesh(fsdp=8), nxp.fsdp()))
+    >>> page[:15], "Plan of 2 leaves on a mesh of 8 devices" in page
+    ('<!doctype html>', True)
   """
   sizes = axis_sizes(plan.mesh)
   leaves = sorted(plan.leaves, key=lambda leaf: -leaf.bytes_per_device)

@@ -48,7 +48,12 @@ class MetricsLog:
       self._file.write(_line(record))
 
   def write(self, step: int, values: Mapping[str, Any]) -> None:
-    """Appends one line: the step, then the values; what is not finite is null, arrays are lists."""
+    """Appends one line: the step, then the values.
+
+    Args:
+      step: its number.
+      values: by name; what is not finite is written as null, an array as a list.
+    """
     self._file.write(_line({"step": step, **values}))
     self._file.flush()
 
@@ -87,7 +92,12 @@ class TensorBoardLog:
     self._writer = SummaryWriter(os.fspath(directory), purge_step=after + 1 if after else None)
 
   def write(self, step: int, values: Mapping[str, Any]) -> None:
-    """Adds one point to each curve; arrays become histograms of their values."""
+    """Adds one point to each curve.
+
+    Args:
+      step: its number.
+      values: by name; an array becomes a histogram of its values.
+    """
     for name, value in values.items():
       if np.ndim(value):
         self._writer.add_histogram(name, np.asarray(value, np.float32).ravel(), step)
@@ -129,6 +139,14 @@ def read_metrics(path: str | Path) -> list[Record]:
 
   Raises:
     TrainError: another line is not a JSON object with a step.
+
+  Example:
+    >>> import tempfile
+    >>> path = Path(tempfile.mkdtemp(), "metrics.jsonl")
+    >>> with MetricsLog(path) as log:
+    ...   log.write(1, {"loss": 2.5})
+    >>> read_metrics(path)
+    [{'step': 1, 'loss': 2.5}]
   """
   path = Path(path)
   if not path.is_file():
