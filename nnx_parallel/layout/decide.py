@@ -12,11 +12,11 @@ from flax import nnx
 from jax.sharding import PartitionSpec
 
 from nnx_parallel.errors import PlanError, ShardingError
-from nnx_parallel.layout import optimizer_layout
+from nnx_parallel.layout import lookup, optimizer_layout
 from nnx_parallel.layout.leaf import Decision, LeafPlan, Root, Source
 from nnx_parallel.layout.mesh import AnyMesh, axis_sizes
 from nnx_parallel.layout.resolve import Resolution, extend_spec, resolve_spec
-from nnx_parallel.layout.rules import LogicalRules, RuleSet, Uneven
+from nnx_parallel.layout.rules import Fallback, LogicalRules, RuleSet, Uneven
 from nnx_parallel.layout.variables import (
   Names,
   Path,
@@ -47,10 +47,12 @@ class Decisions:
     self.axis_notes = rules.logical.check_axes(self.sizes)
     self.fired: set[int] = set()
     self.path_rules = sum(len(table.rules) for table in rules.paths)
+    self.tables: frozenset[int] = frozenset()
+    self.table_leaves: list[LeafPlan] = []
 
   def model_leaves(self, model: nnx.Module) -> list[LeafPlan]:
     """Decides every array of the abstract module, in flax's order."""
-    tied = aliases(model)
+    tied, self.tables = aliases(model), lookup.tables(model)
     leaves: list[LeafPlan] = []
     unnamed: list[Path] = []
     for path, leaf in array_leaves(model).items():
@@ -58,6 +60,8 @@ class Decisions:
       if path in tied:
         row = dataclasses.replace(row, aliases=tied[path])
       leaves.append(row)
+      if id(leaf) in self.tables:
+        self.table_leaves.append(row)
       if row.decision.source == "whole" and isinstance(leaf, nnx.Param):
         unnamed.append(path)
     self._check_unnamed(unnamed)
@@ -92,14 +96,19 @@ class Decisions:
       )
     fallback = self.rules.fallback
     if fallback is not None and fallback.mode == "fsdp" and fallback.extend:
-      spec, why = extend_spec(found.spec, value.shape, self.sizes, fallback)
+      stored = [size + extra for size, extra in zip(value.shape, found.padding, strict=True)]
+      rows = self._rows(leaf)
+      spec, why = extend_spec(found.spec, stored, self.sizes, fallback, rows=rows)
       if spec != found.spec:
         steps.append(f"extended by {fallback}: {why}")
-        reason += f" + {_brief(found.spec, spec)}"
+        reason += f" + {_brief(found.spec, spec, fallback, rows)}"
         found = dataclasses.replace(found, spec=spec)
       else:
         steps.append(f"not extended by {fallback}: {why}")
     return self._leaf("model", path, leaf, names, found, Decision(source, reason, tuple(steps), not missed))
+
+  def _rows(self, leaf: Any) -> int | None:
+    return len(value_of(leaf).shape) + lookup.ROWS if id(leaf) in self.tables else None
 
   def _path_rule(self, path: Path, ndim: int) -> tuple[str, Names | None] | None:
     for rules in self.rules.paths:
@@ -120,9 +129,10 @@ class Decisions:
       chosen = fallback is not None and fallback.mode == "replicate"
       decision = Decision("whole", reason, (f"{step}; {fallback or 'no fallback'}: whole",), chosen)
       return self._leaf("model", path, leaf, None, None, decision)
-    spec, why = extend_spec(whole, value.shape, self.sizes, fallback)
+    rows = self._rows(leaf)
+    spec, why = extend_spec(whole, value.shape, self.sizes, fallback, rows=rows)
     found = Resolution(spec, (0,) * len(value.shape), ())
-    reason = _brief(whole, spec) if spec != whole else why
+    reason = _brief(whole, spec, fallback, rows) if spec != whole else why
     chosen = spec != whole or math.prod(value.shape) <= fallback.min_size
     decision = Decision("fallback", reason, (f"{step}; {fallback}: {why}",), chosen)
     return self._leaf("model", path, leaf, None, found, decision)
@@ -238,10 +248,9 @@ def _shown(names: Names | None) -> str:
   return f"({', '.join(parts)})"
 
 
-def _brief(before: PartitionSpec, after: PartitionSpec) -> str:
+def _brief(before: PartitionSpec, after: PartitionSpec, fallback: Fallback, rows: int | None) -> str:
   dim = next(dim for dim, entry in enumerate(after) if entry != before[dim])
-  entry = after[dim]
-  return f"{entry if isinstance(entry, str) else '+'.join(entry or ())} on the largest dim that divides"
+  return f"{'+'.join(fallback.axes)} on {'its rows' if dim == rows else 'the largest dim that divides'}"
 
 
 def _missed(names: Names, spec: PartitionSpec, logical: LogicalRules) -> list[str]:

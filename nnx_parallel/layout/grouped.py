@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 
 from flax import nnx
 
-from nnx_parallel.layout.variables import occurrences, path_str
+from nnx_parallel.layout.variables import few, occurrences, path_str
 
 
 def check_grouped(model: nnx.Module, batch: Sequence[str], mesh: Mapping[str, int]) -> list[str]:
@@ -36,8 +36,7 @@ def check_grouped(model: nnx.Module, batch: Sequence[str], mesh: Mapping[str, in
   ]
   if not found:
     return []
-  shown = ", ".join(found[:3]) + (f" and {len(found) - 3} more" if len(found) > 3 else "")
   return [
-    f"{shown}: grouped convolutions, whose kernel gradients XLA makes up to {factor} times too large on this"
-    " mesh; train_step computes them right, a jit of your own does not"
+    f"{few(found)}: grouped convolutions, whose kernel gradients XLA makes up to {factor} times too large on"
+    " this mesh; train_step computes them right, a jit of your own does not"
   ]

@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec
 
 from nnx_parallel.errors import PlanError
 from nnx_parallel.layout.resolve import shard_counts
-from nnx_parallel.layout.variables import Path
+from nnx_parallel.layout.variables import Path, axes_of, entry_of
 
 if TYPE_CHECKING:
   from nnx_parallel.layout.leaf import LeafPlan
@@ -138,7 +138,7 @@ def spread(
   Returns:
     `(spec, why)`; the spec is unchanged when no dim divides.
   """
-  entries = [() if e is None else (e,) if isinstance(e, str) else tuple(e) for e in spec]
+  entries = [axes_of(entry) for entry in spec]
   used = {axis for entry in entries for axis in entry}
   added = tuple(axis for axis in axes if axis not in used and mesh[axis] > 1)
   if not added:
@@ -150,8 +150,7 @@ def spread(
     return spec, f"no dim of {tuple(shape)} divides by {ways} more"
   dim = max(fitting, key=lambda d: (local[d], d))
   entries[dim] += added
-  result = [None if not entry else entry[0] if len(entry) == 1 else entry for entry in entries]
-  return PartitionSpec(*result), f"ZeRO: dim {dim} also over {', '.join(added)}"
+  return PartitionSpec(*map(entry_of, entries)), f"ZeRO: dim {dim} also over {', '.join(added)}"
 
 
 def apart(shape: tuple[int, ...]) -> tuple[int, ...]:

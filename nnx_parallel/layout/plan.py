@@ -27,6 +27,7 @@ from nnx_parallel.layout.constrain import use_rules
 from nnx_parallel.layout.decide import Decisions, nearest
 from nnx_parallel.layout.grouped import check_grouped
 from nnx_parallel.layout.leaf import LeafPlan, Root
+from nnx_parallel.layout.lookup import check_tables
 from nnx_parallel.layout.mesh import AnyMesh, axis_sizes, is_explicit
 from nnx_parallel.layout.padding import logical_transformation
 from nnx_parallel.layout.resolve import resolve_spec
@@ -567,9 +568,11 @@ def plan_traced(
   model = traces["model"].node
   decisions = Decisions(mesh, ruleset, uneven)
   found = check_attention(model, decisions.sizes)
-  with contextlib.suppress(ShardingError):  # a plan may do without axes for the batch: nothing to check then
-    found += check_grouped(model, _batch_axes(ruleset, decisions.sizes), decisions.sizes)
   leaves = decisions.model_leaves(model)
+  with contextlib.suppress(ShardingError):  # a plan may do without axes for the batch: nothing to check then
+    batch = _batch_axes(ruleset, decisions.sizes)
+    found += check_grouped(model, batch, decisions.sizes)
+    found += check_tables(decisions.table_leaves, batch, decisions.sizes)
   abstract_optimizer = None
   if optimizer is not None:
     batch = _batch_axes(ruleset, decisions.sizes) if zero and zero_axes is None else ()

@@ -25,7 +25,7 @@ from nnx_parallel.layout.rules import (
   show_candidate,
   show_candidates,
 )
-from nnx_parallel.layout.variables import Entry, Names
+from nnx_parallel.layout.variables import Entry, Names, axes_of, entry_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,7 +86,8 @@ def resolve_spec(
   if uneven not in UNEVEN:
     raise ShardingError(f"uneven={uneven!r} is not a policy.", fix=f"one of {', '.join(UNEVEN)}.")
   sizes = dict(mesh) if isinstance(mesh, Mapping) else axis_sizes(mesh)
-  return _Resolver(tuple(shape), sizes, rules or LogicalRules(), path, uneven).resolve(tuple(names))
+  rules = LogicalRules() if rules is None else rules  # an empty table has a policy for unknown names too
+  return _Resolver(tuple(shape), sizes, rules, path, uneven).resolve(tuple(names))
 
 
 class _Resolver:
@@ -118,7 +119,7 @@ class _Resolver:
     padding: list[int] = []
     for dim, entry in enumerate(names):
       axes, extra = self._resolve_dim(dim, entry)
-      entries.append(axes[0] if len(axes) == 1 else axes or None)
+      entries.append(entry_of(axes))
       padding.append(extra)
     return Resolution(PartitionSpec(*entries), tuple(padding), tuple(self.steps))
 
@@ -242,16 +243,16 @@ def extend_spec(
   mesh: Mapping[str, int],
   fallback: Fallback,
   *,
-  free: Sequence[bool] | None = None,
+  rows: int | None = None,
 ) -> tuple[PartitionSpec, str]:
-  """Gives the axes of an `fsdp` fallback to the largest free dim that they divide.
+  """Gives the axes of an `fsdp` fallback to the largest free dim that they divide, or to a table's rows.
 
   Args:
     spec: the spec so far; entries of None are free dims.
-    shape: global shape in elements.
+    shape: global shape in elements, as stored.
     mesh: mesh axis name -> size in devices.
     fallback: made by `fsdp(...)`.
-    free: which dims may be taken; all whole dims when not given.
+    rows: the dim of a look-up table's rows. It is taken first, behind the axes that it has.
 
   Returns:
     `(spec, reason)`; the spec is unchanged, and the reason says why, when the array stays as it was.
@@ -267,7 +268,7 @@ def extend_spec(
       fix=f"fsdp({next(iter(mesh))!r}), or add {missing[0]}=... to the mesh.",
     )
   entries = list(spec)
-  taken = {axis for entry in entries if entry for axis in ((entry,) if isinstance(entry, str) else entry)}
+  taken = {axis for entry in entries for axis in axes_of(entry)}
   size, shards = math.prod(shape), math.prod(mesh[axis] for axis in fallback.axes)
   shown = show_candidate(fallback.axes)
   used = [axis for axis in fallback.axes if axis in taken]
@@ -275,16 +276,25 @@ def extend_spec(
     return spec, f"axis {used[0]!r} is already used"
   if size <= fallback.min_size:
     return spec, f"{size} elements, at most min_size={fallback.min_size}"
-  open_dims = [d for d, entry in enumerate(entries) if not entry and (free is None or free[d])]
-  fitting = [d for d in open_dims if shape[d] % shards == 0 and shape[d] > 0]
+  not_rows = ""
+  if rows is not None:
+    own = axes_of(entries[rows])
+    ways = shards * math.prod(mesh[axis] for axis in own)
+    if shape[rows] and shape[rows] % ways == 0:
+      entries[rows] = entry_of(own + fallback.axes)
+      behind = f" behind {show_candidate(own)}" if own else ""
+      return PartitionSpec(
+        *entries
+      ), f"{shown}{behind} on dim {rows} ({shape[rows]}), the rows of a look-up table"
+    not_rows = f"; not the rows of this look-up table: {ways} does not divide {shape[rows]}"
+  fitting = [d for d, entry in enumerate(entries) if not entry and shape[d] and shape[d] % shards == 0]
   if not fitting:
-    return spec, f"no free dim of {tuple(shape)} divides by {shards} ({shown})"
+    return spec, f"no free dim of {tuple(shape)} divides by {shards} ({shown}){not_rows}"
   # Ties go to the last dim, so that a square kernel is split along its output features.
   dim = max(fitting, key=lambda d: (shape[d], d))
-  entries[dim] = fallback.axes[0] if len(fallback.axes) == 1 else fallback.axes
-  return PartitionSpec(
-    *entries
-  ), f"{shown} on dim {dim} ({shape[dim]}), the largest free dim that {shards} divides"
+  entries[dim] = entry_of(fallback.axes)
+  why = f"{shown} on dim {dim} ({shape[dim]}), the largest free dim that {shards} divides{not_rows}"
+  return PartitionSpec(*entries), why
 
 
 def shard_counts(spec: PartitionSpec, ndim: int, mesh: Mapping[str, int]) -> tuple[int, ...]:
@@ -300,6 +310,5 @@ def shard_counts(spec: PartitionSpec, ndim: int, mesh: Mapping[str, int]) -> tup
   """
   counts: list[int] = []
   for entry in (*spec, *([None] * (ndim - len(spec)))):
-    axes = () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
-    counts.append(math.prod(mesh[axis] for axis in axes))
+    counts.append(math.prod(mesh[axis] for axis in axes_of(entry)))
   return tuple(counts)

@@ -370,7 +370,9 @@ def fsdp(axis: str | Sequence[str] = "fsdp", *, min_size: int = 2**18, extend: b
   """Fallback: cut an array's largest free dim that divides, over `axis` (ZeRO-3).
 
   It holds for every Variable that nothing else names: parameters, and batch statistics or caches that are
-  as large as parameters. RNG state stays whole.
+  as large as parameters. RNG state stays whole. A look-up table (of `nnx.Embed`) is cut by rows, also where
+  they are split already, and by columns only if its rows do not divide: by columns, the activations would
+  come out split by feature, and be sent instead of the weights.
 
   Args:
     axis: mesh axis, or several (major to minor) that cut the dim together.

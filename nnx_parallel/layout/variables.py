@@ -44,6 +44,21 @@ def path_str(path: Path) -> str:
   return ".".join(map(str, path))
 
 
+def few(names: Sequence[str]) -> str:
+  """The first names of a list that may be long, for a note: `a, b, c and 9 more`."""
+  return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+
+
+def axes_of(entry: Any) -> tuple[str, ...]:
+  """The mesh axes of one dim of a spec, major to minor."""
+  return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
+
+
+def entry_of(axes: tuple[str, ...]) -> Entry:
+  """What `axes_of` reads: one axis by itself, None for none."""
+  return axes[0] if len(axes) == 1 else axes or None
+
+
 def plain_path(path: Sequence[Any]) -> Path:
   """A path of `jax.tree_util` in the plain parts of a plan's paths."""
 

@@ -49,7 +49,9 @@ step                      OptState     uint32[]       whole                  4 B
 total      arrays  elements     in all  per device  copies
 model          16     2,192  8.562 KiB   2.562 KiB    2.39
 optimizer      34     4,386  17.13 KiB   5.133 KiB    2.40
-together       50             25.7 KiB   7.695 KiB"""  # noqa: E501
+together       50             25.7 KiB   7.695 KiB
+note: embed.embedding: look-up table split by columns over fsdp, as the batch, so a step sends activations instead of
+  weights; split the rows: names (('tensor', 'fsdp'), None)"""  # noqa: E501
 
 
 def test_the_table():

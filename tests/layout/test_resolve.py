@@ -242,10 +242,36 @@ def test_extending_a_spec(spec, shape, options, expected, why):
   assert extend_spec(spec, shape, MESH, fallback) == (expected, why)
 
 
-def test_extending_only_the_dims_that_may_be_taken():
-  spec, why = extend_spec(P(None, None), (16, 32), MESH, nxp.fsdp(min_size=1), free=(True, False))
-  assert spec == P("fsdp", None)
-  assert "dim 0" in why
+@pytest.mark.parametrize(
+  ("spec", "shape", "expected", "why"),
+  [
+    (P(None, None), (16, 32), P("fsdp", None), "'fsdp' on dim 0 (16), the rows of a look-up table"),
+    (
+      P("tensor", None),
+      (16, 32),
+      P(("tensor", "fsdp"), None),
+      "'fsdp' behind 'tensor' on dim 0 (16), the rows of a look-up table",
+    ),
+    (P(None, "tensor"), (16, 32), P("fsdp", "tensor"), "'fsdp' on dim 0 (16), the rows of a look-up table"),
+    (
+      P("tensor", None),
+      (12, 32),
+      P("tensor", "fsdp"),
+      "'fsdp' on dim 1 (32), the largest free dim that 4 divides; not the rows of this look-up table: 8 does"
+      " not divide 12",
+    ),
+    (
+      P(None, None),
+      (30, 6),
+      P(None, None),
+      "no free dim of (30, 6) divides by 4 ('fsdp'); not the rows of this look-up table: 4 does"
+      " not divide 30",
+    ),
+    (P(None, "fsdp"), (16, 32), P(None, "fsdp"), "axis 'fsdp' is already used"),
+  ],
+)
+def test_extending_the_spec_of_a_look_up_table(spec, shape, expected, why):
+  assert extend_spec(spec, shape, MESH, nxp.fsdp(min_size=1), rows=0) == (expected, why)
 
 
 def test_extending_over_an_axis_that_the_mesh_lacks():

@@ -1,0 +1,130 @@
+"""Look-up tables: the fallback splits their rows; split by columns over the batch's axes, they are noted."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+import pytest
+from flax import nnx
+from jax.sharding import PartitionSpec as P
+
+import nnx_parallel as nxp
+from layout.families import Llama
+from nnx_parallel import presets
+
+
+def embed(vocab=64, width=32):
+  return lambda: nnx.Embed(vocab, width, rngs=nnx.Rngs(0))
+
+
+def planned(rules, init=None, mesh=None, **options):
+  return nxp.plan(init or embed(), nxp.abstract_mesh(**(mesh or {"fsdp": 8})), rules, **options)
+
+
+@pytest.mark.parametrize(
+  ("mesh", "rules", "expected"),
+  [
+    ({"fsdp": 8}, [nxp.LogicalRules(unknown="whole"), nxp.fsdp(min_size=0)], P("fsdp", None)),
+    ({"data": 8}, presets.zero(min_size=0), P("data", None)),
+    ({"replica": 2, "fsdp": 4}, presets.hybrid(min_size=0), P("fsdp", None)),
+    ({"fsdp": 8, "tensor": 1}, presets.fsdp_tensor(min_size=0), P(("tensor", "fsdp"), None)),
+    ({"fsdp": 4, "tensor": 2}, presets.fsdp_tensor(min_size=0), P(("tensor", "fsdp"), None)),
+    ({"data": 2, "fsdp": 2, "tensor": 2}, presets.fsdp_tensor(min_size=0), P(("tensor", "fsdp"), None)),
+    ({"data": 2, "sequence": 4}, presets.sequence(min_size=0), P(("data", "sequence"), None)),
+    ({"data": 2, "expert": 4}, presets.expert(min_size=0), P("data", None)),
+    ({"data": 2, "stage": 4}, presets.pipeline(min_size=0), P("data", None)),
+  ],
+)
+@pytest.mark.parametrize("shape", [(64, 32), (32, 64)], ids=["many rows", "wide rows"])
+def test_the_fallback_splits_the_rows(mesh, rules, expected, shape):
+  plan = planned([presets.layers(), rules], embed(*shape), mesh)
+  assert plan["embedding"].spec == expected
+  assert plan.notes == ()
+
+
+@pytest.mark.parametrize("table", ["llama", "gpt", "layers"])
+def test_tables_of_names_agree(table):
+  rules = [getattr(presets, table)(), presets.fsdp_tensor(min_size=0)]
+  plan = planned(rules, lambda: nnx.Dict(embed=embed()()), {"fsdp": 4, "tensor": 2})
+  assert plan["embed.embedding"].spec == P(("tensor", "fsdp"), None)
+  assert plan["embed.embedding"].decision.reason.endswith("(vocab, embed) + fsdp on its rows")
+
+
+def test_what_the_plan_says():
+  rules = [presets.layers(), presets.fsdp_tensor(min_size=0)]
+  assert planned(rules, mesh={"fsdp": 4, "tensor": 2}).explain("embedding") == (
+    "embedding: Param float32[64,32] -> P(('tensor', 'fsdp'), None)\n"
+    "  no annotation; path rule ('embedding',): ('vocab', 'embed')\n"
+    "  'vocab' -> 'tensor'\n"
+    "  'embed' -> None\n"
+    "  extended by fsdp('fsdp', min_size=0, extend=True): 'fsdp' behind 'tensor' on dim 0 (64), the rows of a"
+    " look-up table\n"
+    "  each device holds float32[8,32], 1024 bytes of 8192"
+  )
+  assert planned(nxp.fsdp(min_size=0))["embedding"].decision.reason == "fsdp on its rows"
+
+
+def test_subclasses_stacks_and_tied_heads_are_tables_too():
+  class Scaled(nnx.Embed):
+    def __call__(self, inputs):
+      return super().__call__(inputs) * 2
+
+  class Tied(nnx.Module):
+    def __init__(self):
+      self.embed = Scaled(32, 64, rngs=nnx.Rngs(0))
+      self.a_head = self.embed.embedding  # its first path in flax's order
+
+  assert planned(nxp.fsdp(min_size=0), Tied)["a_head"].spec == P("fsdp", None)
+  stack = nnx.vmap(lambda rngs: nnx.Embed(16, 32, rngs=rngs), in_axes=0, out_axes=0)
+  plan = planned(nxp.fsdp(min_size=0), lambda: stack(nnx.Rngs(0).split(64)))
+  assert plan["embedding"].spec == P(None, "fsdp", None)
+
+
+def test_a_parameter_that_is_only_called_so_is_no_table():
+  class Own(nnx.Module):
+    def __init__(self):
+      self.embedding = nnx.Param(jnp.zeros((32, 64)))
+
+  assert planned(nxp.fsdp(min_size=0), Own)["embedding"].spec == P(None, "fsdp")
+
+
+def test_padded_rows_take_the_fallback_too():
+  rules = [nxp.LogicalRules(vocab="tensor", embed=None, batch="fsdp"), presets.layers(), nxp.fsdp(min_size=0)]
+  plan = planned(rules, embed(63, 32), {"fsdp": 4, "tensor": 2}, uneven="pad")
+  assert (plan["embedding"].spec, plan["embedding"].storage_shape) == (P(("tensor", "fsdp"), None), (64, 32))
+
+
+def test_rows_that_do_not_divide_are_noted():
+  plan = planned([presets.layers(), presets.fsdp_tensor(min_size=0)], embed(62, 32), {"fsdp": 4, "tensor": 2})
+  assert plan["embedding"].spec == P("tensor", "fsdp")
+  assert plan.notes == (
+    "embedding: look-up table split by columns over fsdp, as the batch, so a step sends activations instead"
+    " of weights; split the rows, and pad them (uneven=\"pad\"): names (('tensor', 'fsdp'), None)",
+  )
+  names = nxp.PathRules([("embedding", (("tensor", "fsdp"), None))])
+  mended = planned([names, presets.fsdp_tensor()], embed(62, 32), {"fsdp": 4, "tensor": 2}, uneven="pad")
+  assert (mended["embedding"].storage_shape, mended.notes) == ((64, 32), ())
+
+
+def test_columns_that_rules_ask_for_are_noted_once_for_all_tables():
+  init = lambda: nnx.List([embed()() for _ in range(5)])
+  rules = [nxp.LogicalRules(batch="fsdp", vocab=None, embed=["fsdp"]), presets.layers()]
+  assert planned(rules, init).notes == (
+    "0.embedding, 1.embedding, 2.embedding and 2 more: look-up tables split by columns over fsdp, as the"
+    " batch, so a step sends activations instead of weights; split the rows: names ('fsdp', None)",
+  )
+
+
+@pytest.mark.parametrize(
+  ("mesh", "embed_axes"), [({"fsdp": 4, "tensor": 2}, "tensor"), ({"fsdp": 1, "tensor": 8}, "fsdp")]
+)
+def test_columns_over_other_axes_or_one_device_are_not(mesh, embed_axes):
+  rules = [nxp.LogicalRules(batch="fsdp", vocab=None, embed=embed_axes), presets.layers()]
+  assert planned(rules, mesh=mesh).notes == ()
+
+
+def test_a_whole_model_by_the_ready_made_rules():
+  init = lambda: Llama(nnx.Rngs(0), vocab=32, width=64, tied=True)
+  rules = [presets.llama(), presets.fsdp_tensor(min_size=0)]
+  plan = planned(rules, init, {"fsdp": 8, "tensor": 1})
+  assert plan["embed_tokens.embedding"].spec == P(("tensor", "fsdp"), None)
+  assert plan.notes == ()

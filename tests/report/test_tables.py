@@ -1,0 +1,43 @@
+"""What a step of a language model sends under the ready-made rules: weights, not activations."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from flax import nnx
+
+import nnx_parallel as nxp
+from layout.families import Llama
+from nnx_parallel import presets
+from nnx_parallel.errors import ReportError
+
+ROWS, LENGTH, VOCAB = 32, 128, 512
+
+
+def compiled(sizes, *rules):
+  init = lambda: Llama(nnx.Rngs(0), vocab=VOCAB, width=64, heads=4, hidden=128, depth=3, tied=True)
+  rules = [*rules, presets.llama(), presets.fsdp_tensor(min_size=1024)]
+  plan = nxp.plan(init, nxp.make_mesh(sizes), rules, optimizer=optax.adamw(1e-3))
+  tokens = jax.ShapeDtypeStruct((ROWS, LENGTH), jnp.int32)
+  return nxp.compile_report(nxp.train_step(loss), plan, batch={"inputs": tokens, "targets": tokens})
+
+
+def loss(model, batch):
+  logits = model(batch["inputs"])
+  return optax.softmax_cross_entropy_with_integer_labels(logits, batch["targets"]).mean()
+
+
+# By fsdp alone, parameters are gathered and gradients are summed; the tensor axis sums activations on top.
+@pytest.mark.parametrize(
+  ("sizes", "budget"), [({"fsdp": 8, "tensor": 1}, "<=2.5*params"), ({"fsdp": 4, "tensor": 2}, "<=14*params")]
+)
+def test_a_language_model_sends_weights(sizes, budget):
+  nxp.assert_collectives(compiled(sizes), all_bytes=budget, all_fsdp_bytes="<=2.5*params")
+
+
+def test_a_table_by_columns_sends_activations():
+  columns = nxp.PathRules([("embed_tokens.embedding", ("tensor", "fsdp"))])
+  with pytest.raises(ReportError, match="breaks its communication budget"):
+    nxp.assert_collectives(compiled({"fsdp": 8, "tensor": 1}, columns), all_bytes="<=10*params")
