@@ -184,8 +184,7 @@ class Case:
       step, arguments = self.options(mesh)
       return nxp.compile_report(jax.jit(step).lower(*arguments))
     options = dict(self.options)
-    gradients = "scattered" if options.get("zero") == 2 else "whole"
-    step = nxp.train_step(loss, microbatches=options.pop("microbatches", 1), gradients=gradients)
+    step = nxp.train_step(loss, microbatches=options.pop("microbatches", 1))
     return nxp.compile_report(step, plan(**options, **self.axes), batch=batch(), topology=topology)
 
 

@@ -143,7 +143,6 @@ class Runs:
         self.data,
         start=self.start,
         microbatches=case.microbatches,
-        gradients="scattered" if case.zero == 2 else "whole",
       )
 
 

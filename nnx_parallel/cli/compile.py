@@ -65,7 +65,7 @@ def run(args: argparse.Namespace) -> int:
   rules, place = options.changed_rules(recipe, args.rules), options.optimizer_options(args)
   plan = plan_recipe(recipe, nxp.abstract_mesh(sizes), rules, **place)
   loss = with_remat(scoped_loss(plan, loss_of(recipe)), args.remat)
-  step = nxp.train_step(loss, microbatches=recipe.parts(args.microbatches), gradients=options.gradients(args))
+  step = nxp.train_step(loss, microbatches=recipe.parts(args.microbatches))
   batch = abstract_batch(recipe, args.batch)
   report = compile_report(step, plan, batch=batch, topology=topology, chip=args.chip)
   print(report.to_json() if args.json else report)

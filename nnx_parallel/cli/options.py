@@ -16,7 +16,6 @@ if TYPE_CHECKING:
   from jax.sharding import Mesh
 
   from nnx_parallel.recipes import Recipe
-  from nnx_parallel.train.update import Gradients
 
 Sizes = dict[str, int]
 Rules = dict[str, tuple[str, ...]]
@@ -66,13 +65,6 @@ def add_optimizer(parser: argparse.ArgumentParser) -> None:
 def optimizer_options(args: argparse.Namespace) -> dict[str, Any]:
   """What `add_optimizer` added, as arguments of `nxp.plan`."""
   return {"zero": args.zero, "optimizer_memory": "pinned_host" if args.offload else None}
-
-
-def gradients(args: argparse.Namespace) -> Gradients:
-  """The layout of gradients that `--zero` asks for, as `nxp.train_step` takes it."""
-  from nnx_parallel.train.update import gradients_of
-
-  return gradients_of(args.zero)
 
 
 def add_way(parser: argparse.ArgumentParser) -> None:

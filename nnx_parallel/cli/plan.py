@@ -95,7 +95,7 @@ def _planned(
   loss = loss_of(recipe)
   batch = abstract_batch(recipe, args.batch)
   parts = recipe.parts(args.microbatches)
-  way: dict[str, Any] = {"microbatches": parts, "remat": args.remat, "gradients": options.gradients(args)}
+  way: dict[str, Any] = {"microbatches": parts, "remat": args.remat}
   memory = memory_plan(plan, loss, batch, chip=args.chip, **way)
   if not (args.html and args.chip):
     return memory, None

@@ -20,7 +20,6 @@ if TYPE_CHECKING:
   from nnx_parallel.recipes import Recipe
   from nnx_parallel.recipes.job import Job
   from nnx_parallel.train.metrics import Record
-  from nnx_parallel.train.update import Gradients
 
 Say = Callable[[str], None]
 
@@ -134,7 +133,6 @@ def run(args: argparse.Namespace) -> int:
       args.resume,
       microbatches=args.microbatches,
       settings=settings,
-      gradients=options.gradients(args),
     )
     train(args, job, checkpointer)
   return 0
@@ -238,13 +236,12 @@ def make_job(
   *,
   microbatches: int | None = None,
   settings: Mapping[str, Any] | None = None,
-  gradients: Gradients = "whole",
 ) -> Job:
   """Restores a checkpoint (the newest good one), or creates the job when there is none yet."""
   from nnx_parallel.recipes.job import Job
 
   parts = recipe.parts(microbatches)
-  how: dict[str, Any] = {"microbatches": parts, "settings": settings, "gradients": gradients}
+  how: dict[str, Any] = {"microbatches": parts, "settings": settings}
   if checkpointer is not None and checkpointer.steps():
     with warnings.catch_warnings(record=True) as caught:
       warnings.simplefilter("always", UserWarning)

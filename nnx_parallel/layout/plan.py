@@ -56,6 +56,7 @@ class ShardingPlan:
       that was read from JSON without its constructor.
     abstract_optimizer: the optimizer likewise, or None.
     notes: what a reader should know, for example rules that matched nothing.
+    zero: ZeRO stage of the optimizer state (1), and of the gradients too (2).
   """
 
   mesh: AnyMesh
@@ -67,6 +68,7 @@ class ShardingPlan:
   abstract_model: nnx.Module | None
   abstract_optimizer: nnx.Optimizer[Any] | None
   notes: tuple[str, ...] = ()
+  zero: int = 0
 
   def __getitem__(self, name: str) -> LeafPlan:
     """The leaf with this dotted path (`optimizer/...` for optimizer state)."""
@@ -364,6 +366,7 @@ class ShardingPlan:
       model,
       state,
       stored.notes,
+      stored.zero,
     )
     return made
 
@@ -381,7 +384,7 @@ class ShardingPlan:
     """What live optimizers keep in a step of the user's own."""
     roots: tuple[Root, ...] = ("model", "optimizer")
     model, optimizer = ({path: leaf.sharding for path, leaf in self.of(root).items()} for root in roots)
-    return Placement(model, optimizer)
+    return Placement(model, optimizer, self.zero)
 
   def batch_spec(self, ndim: int) -> PartitionSpec:
     """The spec of an input: that of `InputRules`; else the `batch` rule on dim 0, the other dims whole.
@@ -481,7 +484,7 @@ def plan(
     uneven: what to do with a dim that its mesh axes do not divide: `"error"`, `"next"`, `"pad"` or
       `"replicate"`.
     zero: ZeRO stage of the optimizer state: 1 splits it over `zero_axes` too, beyond its parameter's layout;
-      2 is the same state, for `train_step(gradients="scattered")`. Stage 3 is `fsdp()`.
+      2 is the same state, and `train_step` keeps the gradients in its layout too. Stage 3 is `fsdp()`.
     zero_axes: the axes of that split; those of the batch when not given.
     optimizer_memory: where the optimizer state of parameters lies between steps: `"pinned_host"` keeps it off
       the devices; the optimizer then fetches it, a few parameters at a time, and puts it back.
@@ -598,6 +601,7 @@ def plan_traced(
     model,
     abstract_optimizer,
     tuple(found + decisions.notes()),
+    zero,
   )
   return made, traces
 

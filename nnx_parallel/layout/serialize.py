@@ -33,12 +33,14 @@ _KEY_TYPES = ("threefry2x32", "rbg", "unsafe_rbg")
 
 def to_json(plan: ShardingPlan) -> str:
   """See `ShardingPlan.to_json`."""
-  head = {
+  head: dict[str, Any] = {
     "format": FORMAT,
     "mesh": {"axes": axis_sizes(plan.mesh), "explicit": is_explicit(plan.mesh)},
     "rules": _rules_to_json(plan.rules),
     "notes": list(plan.notes),
   }
+  if plan.zero:
+    head["zero"] = plan.zero
   # One line per leaf, so that the difference of two files is readable.
   leaves = ",\n  ".join(json.dumps(_leaf_to_json(leaf)) for leaf in plan.leaves)
   return json.dumps(head)[:-1] + f',\n"leaves": [\n  {leaves}\n]}}\n'
@@ -52,6 +54,7 @@ class Stored:
   rules: RuleSet
   leaves: tuple[LeafPlan, ...]
   notes: tuple[str, ...]
+  zero: int
 
 
 def from_json(text: str, mesh: AnyMesh | None) -> Stored:
@@ -86,7 +89,9 @@ def _stored(stored: Any, mesh: AnyMesh | None) -> Stored:
       fix="pass a mesh of the stored shape, or plan again for the new one.",
     )
   leaves = tuple(_leaf_from_json(row, mesh) for row in stored["leaves"])
-  return Stored(mesh, _rules_from_json(stored["rules"]), leaves, tuple(stored["notes"]))
+  return Stored(
+    mesh, _rules_from_json(stored["rules"]), leaves, tuple(stored["notes"]), stored.get("zero", 0)
+  )
 
 
 def _leaf_to_json(leaf: LeafPlan) -> dict[str, Any]:

@@ -26,10 +26,13 @@ class Placement:
   Attributes:
     model: path -> sharding of the storage shape.
     optimizer: the same for the optimizer's arrays.
+    zero: the plan's ZeRO stage.
   """
 
-  def __init__(self, model: Mapping[Path, NamedSharding], optimizer: Mapping[Path, NamedSharding]):
-    self.model, self.optimizer = model, optimizer
+  def __init__(
+    self, model: Mapping[Path, NamedSharding], optimizer: Mapping[Path, NamedSharding], zero: int = 0
+  ):
+    self.model, self.optimizer, self.zero = model, optimizer, zero
 
   def keep(self, model: Any, optimizer: Any) -> None:
     """Puts, or under a trace constrains, every Variable to its sharding; not in `shard_map` and `vmap`."""

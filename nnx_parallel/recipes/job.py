@@ -16,7 +16,6 @@ from nnx_parallel.recipes.loader import Recipe
 from nnx_parallel.recipes.recorder import Position
 from nnx_parallel.recipes.settings import Settings, differences, settings_of
 from nnx_parallel.train.metrics import Record
-from nnx_parallel.train.update import Gradients
 
 
 def rules_of(recipe: Recipe) -> Any:
@@ -61,7 +60,6 @@ class Job:
     settings: how it is run, as JSON values, kept in each checkpoint: those given, and the mesh, the
       microbatches, the steps asked for and the SHA-256 of the recipe's file.
     changes: settings that differ from those of the checkpoint it was restored from, as text.
-    gradients: as for `train_step`: `"scattered"` (ZeRO-2) holds them in the layout of the optimizer's state.
   """
 
   recipe: Recipe
@@ -72,7 +70,6 @@ class Job:
   position: Position = dataclasses.field(default_factory=Position)
   settings: Settings = dataclasses.field(default_factory=dict[str, Any])
   changes: list[str] = dataclasses.field(default_factory=list[str])
-  gradients: Gradients = "whole"
 
   def __post_init__(self) -> None:
     if self.recipe.loss is None or self.recipe.batches is None:
@@ -82,9 +79,7 @@ class Job:
       )
     self.settings = settings_of(self.recipe, self.plan, self.microbatches) | self.settings
     self._batches = self.recipe.batches
-    self._train_step = nxp.train_step(
-      self.recipe.loss, microbatches=self.microbatches, pairs=True, gradients=self.gradients
-    )
+    self._train_step = nxp.train_step(self.recipe.loss, microbatches=self.microbatches, pairs=True)
     self._eval_step = nxp.eval_step(self.recipe.loss, pairs=True)
     # Made once: it shares the model's Variables, and another object would be compiled for anew.
     options = {"deterministic": True, "use_running_average": True}
@@ -98,13 +93,10 @@ class Job:
     *,
     microbatches: int = 1,
     settings: Mapping[str, Any] | None = None,
-    gradients: Gradients = "whole",
   ) -> Self:
     """A new job at step 0, created straight into its shards; `settings` are kept in its checkpoints."""
     model, optimizer = nxp.create_sharded_model(plan)
-    return cls(
-      recipe, plan, model, optimizer, microbatches, settings=dict(settings or {}), gradients=gradients
-    )
+    return cls(recipe, plan, model, optimizer, microbatches, settings=dict(settings or {}))
 
   @classmethod
   def restore(
@@ -116,7 +108,6 @@ class Job:
     *,
     microbatches: int = 1,
     settings: Mapping[str, Any] | None = None,
-    gradients: Gradients = "whole",
   ) -> Self:
     """The job as it was at a checkpoint, in the layout of this plan; a damaged one is passed over.
 
@@ -127,7 +118,7 @@ class Job:
     """
     (model, optimizer), position = resume_from(checkpointer, plan, step)
     given = dict(settings or {})
-    job = cls(recipe, plan, model, optimizer, microbatches, position, given, gradients=gradients)
+    job = cls(recipe, plan, model, optimizer, microbatches, position, given)
     saved = checkpointer.metadata(position.step).extra.get("settings")
     job.changes = differences(saved, job.settings) if isinstance(saved, dict) else []
     return job

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Callable, Mapping
-from typing import Any, Literal
+from typing import Any
 
 from nnx_parallel.errors import ReportError
 from nnx_parallel.layout.mesh import axis_sizes
@@ -16,6 +16,7 @@ from nnx_parallel.report.propagate import Product
 from nnx_parallel.report.remat import Remat
 from nnx_parallel.report.units import format_bytes
 from nnx_parallel.report.workload import Part, Sizes, Workload, per_device, trace_workload
+from nnx_parallel.train.gradients import Gradients
 
 ERROR_BAND = (0.55, 1.55)
 """Compiled need over planned need: the cases of `benchmarks/results/report_figures.md`, with room."""
@@ -82,7 +83,7 @@ def memory_plan(
   *,
   microbatches: int = 1,
   remat: Remat = "as written",
-  gradients: Literal["whole", "scattered"] = "whole",
+  gradients: Gradients | None = None,
   chip: Chip | str | None = None,
 ) -> MemoryPlan:
   """Predicts the memory of a train step from an abstract trace of its loss.
@@ -97,7 +98,7 @@ def memory_plan(
     batch: a pytree of arrays or `ShapeDtypeStruct`s of the global batch.
     microbatches: parts that the batch is run in.
     remat: what layers keep; see `with_remat`.
-    gradients: as in `train_step`: `"scattered"` (ZeRO-2) holds them in the layout of the optimizer's state.
+    gradients: as in `train_step`: by default as the plan says.
     chip: to compare with.
 
   Returns:
@@ -105,6 +106,7 @@ def memory_plan(
 
   Raises:
     ReportError: `microbatches` is not positive, or the chip is not in the table.
+    TrainError: no such remat policy, no layer for it, or gradients that cannot be scattered.
 
   Example:
     >>> import jax
@@ -120,7 +122,7 @@ def memory_plan(
   """
   if microbatches < 1:
     raise ReportError(f"microbatches={microbatches} is not a positive number.", fix="microbatches=1.")
-  work = trace_workload(plan, loss, batch, remat=remat, scattered=gradients == "scattered")
+  work = trace_workload(plan, loss, batch, remat=remat, gradients=gradients)
   sizes = axis_sizes(plan.mesh)
   near = (leaf for leaf in plan.leaves if not leaf.on_host)
   leaves = sorted(near, key=lambda leaf: -leaf.bytes_per_device)

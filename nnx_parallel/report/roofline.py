@@ -32,7 +32,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from nnx_parallel.layout.mesh import axis_sizes
 from nnx_parallel.layout.plan import ShardingPlan
@@ -42,6 +42,7 @@ from nnx_parallel.report.propagate import Product
 from nnx_parallel.report.remat import Remat
 from nnx_parallel.report.units import format_seconds
 from nnx_parallel.report.workload import Part, Sizes, Workload, per_device, trace_workload
+from nnx_parallel.train.gradients import Gradients
 
 if TYPE_CHECKING:
   from nnx_parallel.report.compile_report import CompileReport
@@ -141,7 +142,7 @@ def predict_time(
   chip: Chip | str,
   microbatches: int = 1,
   remat: Remat = "as written",
-  gradients: Literal["whole", "scattered"] = "whole",
+  gradients: Gradients | None = None,
   slice_size: int | None = None,
 ) -> StepTime:
   """Predicts how long a train step takes, from an abstract trace of its loss, and what it waits for.
@@ -153,14 +154,15 @@ def predict_time(
     chip: figures of one device, or its name.
     microbatches: parts that the batch is run in.
     remat: what layers keep; see `with_remat`.
-    gradients: as in `train_step`.
+    gradients: as in `train_step`: by default as the plan says.
     slice_size: devices that the fast links join; by default the chip's domain, or all of them.
 
   Returns:
     The time and its terms; print it. See the top of this module for what it leaves out.
 
   Raises:
-    ReportError: the chip is not in the table, or there is no such remat policy.
+    ReportError: the chip is not in the table.
+    TrainError: no such remat policy, no layer for it, or gradients that cannot be scattered.
 
   Example:
     >>> import jax
@@ -175,7 +177,7 @@ def predict_time(
     >>> time.binds
     'compute'
   """
-  work = trace_workload(plan, loss, batch, remat=remat, scattered=gradients == "scattered")
+  work = trace_workload(plan, loss, batch, remat=remat, gradients=gradients)
   return step_time(
     work, axis_sizes(plan.mesh), chip_named(chip), microbatches=microbatches, slice_size=slice_size
   )

@@ -44,7 +44,6 @@ def compile_candidate(task: Task, candidate: Candidate, topology: str) -> Candid
     The candidate with its report, and with its time by the program's own FLOPs and collectives.
   """
   from nnx_parallel.train.step import train_step
-  from nnx_parallel.train.update import gradients_of
 
   rules = RuleSet.of(task.rules)
   rules = rules.replace(**candidate.changes) if candidate.changes else rules
@@ -61,7 +60,6 @@ def compile_candidate(task: Task, candidate: Candidate, topology: str) -> Candid
   step = train_step(
     with_remat(scoped_loss(layout, task.loss) if task.scoped else task.loss, candidate.remat),
     microbatches=candidate.microbatches,
-    gradients=gradients_of(candidate.zero),
   )
   report = compile_report(step, layout, batch=task.batch, topology=topology, chip=task.machine.chip)
   batch_axes = set(plan_batch_axes(layout))

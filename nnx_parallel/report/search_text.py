@@ -54,7 +54,6 @@ def winner_code(best: Candidate, *, scoped: bool) -> str:
   options += ', optimizer_memory="pinned_host"' if best.offload else ""
   name = "scoped" if scoped else "loss"
   loss = name if best.remat == "as written" else f'nxp.with_remat({name}, "{best.remat}")'
-  gradients = ', gradients="scattered"' if best.zero == 2 else ""
   lines: list[str] = []
   if best.changes:
     changes = ", ".join(f"{key}={_axes(axes)}" for key, axes in best.changes.items())
@@ -66,7 +65,7 @@ def winner_code(best: Candidate, *, scoped: bool) -> str:
   ]
   if scoped:
     lines += ["", "def scoped(model, batch):", "  with plan.scope():", "    return loss(model, batch)", ""]
-  lines.append(f"step = nxp.train_step({loss}, microbatches={best.microbatches}{gradients})")
+  lines.append(f"step = nxp.train_step({loss}, microbatches={best.microbatches})")
   return "\n".join(lines) + "\n"
 
 

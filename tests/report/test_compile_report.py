@@ -25,8 +25,7 @@ from report import layouts
 
 def report(optimizer=None, microbatches=1, zero=0, **axes):
   plan = layouts.plan(optimizer=optimizer, zero=zero, **axes)
-  gradients = "scattered" if zero == 2 else "whole"
-  step = nxp.train_step(layouts.loss, microbatches=microbatches, gradients=gradients)
+  step = nxp.train_step(layouts.loss, microbatches=microbatches)
   return compile_report(step, plan, batch=layouts.batch(), topology="cpu:8")
 
 

@@ -11,7 +11,7 @@ import pytest
 from flax import nnx
 
 import nnx_parallel as nxp
-from nnx_parallel.testing import assert_layout, assert_same_training
+from nnx_parallel.testing import assert_layout, assert_same_training, run_training
 
 
 class Net(nnx.Module):
@@ -74,12 +74,93 @@ def test_stages_train_like_one_device(gradients):
   assert_same_training(loss_fn, plans, data(), gradients=gradients)
 
 
-def test_scattered_gradients_say_so():
-  plan = plan_on("dp", zero=2)
-  model, optimizer = nxp.create_sharded_model(plan)
-  step = nxp.train_step(loss_fn, microbatches=2, gradients="scattered")
+SCATTERED = "gradients are scattered into the layout of the optimizer state"
+
+
+def reduction(plan, live=None, microbatches=2, **options):
+  model, optimizer = live or nxp.create_sharded_model(plan)
+  step = nxp.train_step(loss_fn, microbatches=microbatches, **options)
   step(model, optimizer, nxp.shard_batch(data()[0], plan))
-  assert step.reduction.endswith("gradients are scattered into the layout of the optimizer state")
+  return step.reduction
+
+
+def program(plan, **options):
+  step = nxp.train_step(loss_fn, microbatches=2, **options)
+  return step.lower(plan, batch=nxp.shard_batch(data()[0], plan)).as_text()
+
+
+def test_scattered_gradients_say_so():
+  assert reduction(plan_on("dp", zero=2), gradients="scattered").endswith(SCATTERED)
+  once = reduction(plan_on("dp", zero=2), microbatches=1)
+  assert once == "once: one batch, into the layout of the optimizer state"
+
+
+def test_a_step_follows_the_stage_of_the_plan():
+  one, two = plan_on("dp", zero=1), plan_on("dp", zero=2)
+  assert reduction(two).endswith(SCATTERED)
+  assert reduction(one) == reduction(two, gradients="whole") == "once, after the scan, over data, in float32"
+  assert program(two) == program(two, gradients="scattered") != program(one)
+  assert program(one) == program(one, gradients="whole") == program(two, gradients="whole")
+
+
+def test_the_stage_outlives_json_and_checkpoints(tmp_path):
+  plan = plan_on("dp", zero=2)
+  stored = nxp.ShardingPlan.from_json(plan.to_json(), mesh=plan.mesh, init=init, optimizer=plan.tx)
+  assert (stored.zero, reduction(stored)) == (2, reduction(plan))
+  assert nxp.ShardingPlan.from_json(plan_on("dp").to_json()).zero == 0
+  with nxp.Checkpointer(tmp_path / "ckpt") as checkpointer:
+    checkpointer.save(1, *nxp.create_sharded_model(plan))
+    assert reduction(plan, checkpointer.restore(plan)).endswith(SCATTERED)
+
+
+def test_several_models_each_follow_their_plan():
+  plans = {"a": plan_on("dp", zero=2), "b": plan_on("dp")}
+  live = {name: nxp.create_sharded_model(plan) for name, plan in plans.items()}
+  models, optimizers = ({name: pair[i] for name, pair in live.items()} for i in (0, 1))
+
+  def both(models, x):
+    return loss_fn(models["a"], x) + loss_fn(models["b"], x)
+
+  step = nxp.train_step(both, microbatches=2)
+  batch = nxp.shard_batch(data()[0], plans["a"])
+  text = step.lower(models, optimizers, batch).compile().as_text()
+  carried = max(re.findall(r"= \((.*?)\) while\(", text), key=len)
+  # Both parameters, and one gradient in each layout.
+  assert (carried.count("f32[16,32]"), carried.count("f32[16,4]")) == (3, 1)
+
+
+def test_state_in_host_memory_gives_gradients_its_split_and_not_its_place():
+  plan = plan_on("dp", zero=2, optimizer_memory="pinned_host")
+  near = plan_on("dp", zero=2)
+  assert reduction(plan).endswith(SCATTERED)
+  for microbatches in (1, 2):
+    runs = [run_training(p, loss_fn, data(), microbatches=microbatches) for p in (near, plan)]
+    np.testing.assert_allclose(runs[1].losses, runs[0].losses, rtol=1e-6)
+
+
+@pytest.mark.parametrize("microbatches", [1, 2])
+def test_scattered_without_a_stage_is_refused(microbatches):
+  plan = plan_on("dp")
+  message = (
+    r"scatters nothing: no optimizer state is split more than its parameter\.\n  the plan of the optimizer"
+    r" has zero=0\n  Fix: nxp\.plan\(\.\.\., zero=2\)"
+  )
+  with pytest.raises(nxp.TrainError, match=message):
+    reduction(plan, microbatches=microbatches, gradients="scattered")
+  step = nxp.train_step(loss_fn, microbatches=microbatches, gradients="scattered")
+  with pytest.raises(nxp.TrainError, match="scatters nothing"):
+    step.lower(plan, batch=nxp.shard_batch(data()[0], plan))
+
+
+def test_a_stage_that_splits_nothing_leaves_the_step_as_it_is():
+  mesh = nxp.make_mesh({"data": 1, "fsdp": 1, "tensor": 1}, devices=jax.devices()[:1])
+  plan = nxp.plan(init, mesh, RULES, optimizer=optax.adam(1e-2), zero=2)
+  assert reduction(plan) == reduction(plan, gradients="scattered") == "in each microbatch: one device"
+
+
+def test_a_reduction_beside_scattered_gradients_is_refused():
+  with pytest.raises(nxp.TrainError, match=f'{SCATTERED}(.|\n)*Fix: gradients="whole"; or leave reduction'):
+    reduction(plan_on("dp", zero=2), reduction=np.float16)
 
 
 @pytest.mark.parametrize("gradients", ["whole", "scattered"])
