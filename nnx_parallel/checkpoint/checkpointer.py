@@ -518,12 +518,16 @@ class Checkpointer:
 
   def _try_steps(self, step: int | str | None, on_corrupt: str, attempt: Callable[[int], Any]) -> Any:
     number = self._catalog.resolve(step)
-    older = [other for other in reversed(self._catalog.newest_first()) if other < number]
+    older: list[int] | None = None
     while True:
       try:
         result = attempt(number)
       except DamagedError as error:
-        if on_corrupt == "error" or not older:
+        if on_corrupt == "error":
+          raise
+        if older is None:  # not before: it reads the manifests
+          older = [other for other in reversed(self._catalog.newest_first()) if other < number]
+        if not older:
           raise
         warnings.warn(f"step {number} was passed over: {error.what}", stacklevel=3)
         number = older.pop()
