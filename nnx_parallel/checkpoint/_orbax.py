@@ -23,7 +23,7 @@ from nnx_parallel.checkpoint.encoding import Array
 from nnx_parallel.errors import CheckpointError
 
 # Below this a replicated array is written by one process, not cut into a file per replica.
-_SMALLEST_REPLICA_SLICE = 16 << 20
+_SMALLEST_REPLICA_SLICE = 4 << 20
 
 
 class Pending(Protocol):

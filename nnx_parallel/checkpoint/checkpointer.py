@@ -592,13 +592,17 @@ class Checkpointer:
 
   def _try_steps(self, step: int | str | None, on_corrupt: str, attempt: Callable[[Manifest], Any]) -> Any:
     number = agree.together(lambda: self._catalog.resolve(step))
-    older = [other for other in reversed(self._catalog.newest_first()) if other < number]
+    older: list[int] | None = None
     while True:
       try:
         record = agree.together(functools.partial(self._catalog.manifest, number))
         result = attempt(record)
       except DamagedError as error:
-        if on_corrupt == "error" or not older:
+        if on_corrupt == "error":
+          raise
+        if older is None:  # not before: it reads the manifests
+          older = [other for other in reversed(self._catalog.newest_first()) if other < number]
+        if not older:
           raise
         warnings.warn(f"step {number} was passed over: {error.what}", stacklevel=3)
         number = older.pop()

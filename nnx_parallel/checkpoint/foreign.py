@@ -141,7 +141,8 @@ def _match(
     raise CheckpointError(
       f"cannot restore {step_dir}: {len(problems)} leaves do not fit.",
       details="\n".join([*problems[:12], *_saved_names(roots)]),
-      fix='if the model is inside another tree: prefix="params"; what may stay out: skip=[...].',
+      fix='if the model is inside another tree: prefix="params", and for the optimizer optimizer_item= or '
+      "optimizer_prefix=; what may stay out: skip=[...].",
     )
   return sources
 
