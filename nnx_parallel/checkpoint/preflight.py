@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import difflib
 import fnmatch
@@ -398,14 +397,18 @@ def _bytes_read(match: Match, manifest: Manifest, folder: epath.Path | None) -> 
   struct, name = match.stored, f"{match.item}/{match.saved.folder}/zarr.json"
   if match.saved.encoding == encoding.EMPTY:
     return 0
-  if folder is not None and files.is_local(folder) and name in manifest.hashes:
-    file = folder / name
-    with contextlib.suppress(OSError):  # whoever reads the array will say so
-      if files.sha256(file) == manifest.hashes[name]:
-        layout = direct.layout_of(Path(os.fspath(file.parent)))
-        if layout is not None:
-          return direct.bytes_to_read(layout, struct)
+  if folder is not None and files.is_local(folder) and _is_intact(folder / name, manifest.hashes.get(name)):
+    layout = direct.layout_of(Path(os.fspath((folder / name).parent)))
+    if layout is not None:
+      return direct.bytes_to_read(layout, struct)
   return shard_bytes(struct)
+
+
+def _is_intact(file: epath.Path, sha256: str | None) -> bool:
+  try:
+    return files.sha256(file) == sha256
+  except OSError:
+    return False  # damage is for the restore to name
 
 
 def _made_of(dtype: Any) -> Any:

@@ -326,3 +326,12 @@ def test_chunk_files_are_still_named(saved, verify):
   fails("model/w/c/0/0 does not have the contents that were written")
   assert_same(checkpointer.restore(target_of(trees[2])), trees[2])
   assert_same(arrays(2), trees[2])
+
+
+@pytest.mark.parametrize("harm", [lambda file: file.unlink(), lambda file: file.write_text("{}")])
+def test_damaged_metadata_does_not_stop_a_prediction(saved, harm):
+  directory, trees = saved
+  target = target_of(trees[2])
+  before = Checkpointer(directory).preflight(target)
+  harm(directory / "2" / "model" / "w" / "zarr.json")
+  assert Checkpointer(directory).preflight(target).bytes_read == before.bytes_read
