@@ -218,6 +218,7 @@ def whole_steps(record: Record) -> None:
       model, optimizer = nxp.create_sharded_model(plan)
       batch = nxp.shard_batch(job.batch, plan)
       parameters = by_hand.parameters_of(model)
+      held = sum(array.nbytes for array in parameters.values())
       hand, state = by_hand.step_by_hand(job, tx, parameters, by_hand.moments_of(plan, parameters))
       step = nxp.train_step(job.loss)
       group = f"{job_name}, {layout}"
@@ -227,6 +228,7 @@ def whole_steps(record: Record) -> None:
         sent = sum(c.total_bytes for c in collectives(text, dict(plan.mesh.shape)))
         record.value(f"{name}: FLOPs per device", cost(text).flops, "", group=group)
         record.value(f"{name}: bytes in collectives", sent, "bytes", group=group)
+        record.value(f"{name}: bytes in collectives, of the parameters' bytes", sent / held, "", group=group)
       cases = {
         PERSON: _repeat(hand, parameters, state, batch),
         OURS: lambda step=step, m=model, o=optimizer, b=batch: step(m, o, b)["loss"],
