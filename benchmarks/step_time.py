@@ -25,9 +25,9 @@ import nnx_parallel as nxp
 from benchmarks import llama
 from benchmarks.harness import Record
 from nnx_parallel.report.chips import chip
-from nnx_parallel.report.remat import Remat
 from nnx_parallel.report.roofline import StepTime, step_time
 from nnx_parallel.report.workload import trace_workload
+from nnx_parallel.train.remat import Remat
 
 MEASURED = chip("h100")
 H100 = dataclasses.replace(MEASURED, hbm_bandwidth=2.4e12)

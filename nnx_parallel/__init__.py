@@ -46,7 +46,6 @@ with epy.lazy_api_imports(globals()):
   from nnx_parallel.report.html import plan_page, report_svg
   from nnx_parallel.report.memory import MemoryPlan, memory_plan
   from nnx_parallel.report.raster import save_svg
-  from nnx_parallel.report.remat import with_remat
   from nnx_parallel.report.roofline import StepTime, predict_time
   from nnx_parallel.report.search import SearchResult, search
   from nnx_parallel.report.topology import topology_mesh
@@ -55,6 +54,7 @@ with epy.lazy_api_imports(globals()):
   from nnx_parallel.train.metrics import MetricsLog, TensorBoardLog, read_metrics
   from nnx_parallel.train.precision import Precision
   from nnx_parallel.train.quantized import quantized
+  from nnx_parallel.train.remat import with_remat
   from nnx_parallel.train.rng import fold_rng_over_axis
   from nnx_parallel.train.step import EvalStep, TrainStep, eval_step, train_step
   from nnx_parallel.train.sums import MetricSums, evaluate

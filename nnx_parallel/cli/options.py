@@ -21,7 +21,7 @@ Sizes = dict[str, int]
 Rules = dict[str, tuple[str, ...]]
 EXAMPLE = "--mesh data=2,fsdp=2,tensor=2"
 AS_WRITTEN = "as written"
-REMATS = (AS_WRITTEN, "none", "dots", "full")  # those of report/remat.py, which takes a second to import
+REMATS = (AS_WRITTEN, "none", "dots", "full")  # those of train/remat.py, which takes a second to import
 
 
 def add_recipe(parser: argparse.ArgumentParser) -> None:

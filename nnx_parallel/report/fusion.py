@@ -13,7 +13,7 @@ from typing import Any
 
 from jax.extend import core
 
-from nnx_parallel.report.jaxprs import CALLS, called, nbytes, opened
+from nnx_parallel.train.jaxprs import CALLS, called, nbytes, opened
 
 _FUSED = frozenset((
     "abs", "add", "add_any", "and", "broadcast_in_dim", "ceil", "clamp", "convert_element_type", "copy",

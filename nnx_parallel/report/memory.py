@@ -13,10 +13,10 @@ from nnx_parallel.layout.plan import ShardingPlan
 from nnx_parallel.report.chips import Chip
 from nnx_parallel.report.chips import chip as chip_named
 from nnx_parallel.report.propagate import Product
-from nnx_parallel.report.remat import Remat
 from nnx_parallel.report.units import format_bytes
 from nnx_parallel.report.workload import Part, Sizes, Workload, per_device, trace_workload
 from nnx_parallel.train.gradients import Gradients
+from nnx_parallel.train.remat import Remat
 
 ERROR_BAND = (0.55, 1.55)
 """Compiled need over planned need: the cases of `benchmarks/results/report_figures.md`, with room."""

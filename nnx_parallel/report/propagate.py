@@ -18,7 +18,7 @@ from jax.extend import core
 from jax.sharding import PartitionSpec
 
 from nnx_parallel.report.fusion import is_fused
-from nnx_parallel.report.jaxprs import CHECKPOINTS, called, nbytes, opened, scan_counts
+from nnx_parallel.train.jaxprs import CHECKPOINTS, called, nbytes, opened, scan_counts
 
 DimAxes = tuple[str, ...]
 Axes = tuple[DimAxes, ...]

@@ -39,10 +39,10 @@ from nnx_parallel.layout.plan import ShardingPlan
 from nnx_parallel.report.chips import Chip
 from nnx_parallel.report.chips import chip as chip_named
 from nnx_parallel.report.propagate import Product
-from nnx_parallel.report.remat import Remat
 from nnx_parallel.report.units import format_seconds
 from nnx_parallel.report.workload import Part, Sizes, Workload, per_device, trace_workload
 from nnx_parallel.train.gradients import Gradients
+from nnx_parallel.train.remat import Remat
 
 if TYPE_CHECKING:
   from nnx_parallel.report.compile_report import CompileReport

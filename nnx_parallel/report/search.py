@@ -24,7 +24,6 @@ from nnx_parallel.layout.plan import plan as make_plan
 from nnx_parallel.layout.rules import RuleSet
 from nnx_parallel.report.compile_report import CompileReport
 from nnx_parallel.report.memory import memory_categories
-from nnx_parallel.report.remat import Remat
 from nnx_parallel.report.roofline import StepTime, step_time
 from nnx_parallel.report.search_compile import Task
 from nnx_parallel.report.search_compile import compile_best as compile_first
@@ -32,6 +31,7 @@ from nnx_parallel.report.search_space import Sizes, Space, factorisations, searc
 from nnx_parallel.report.topology import Machine, machine
 from nnx_parallel.report.workload import lays_out_activations
 from nnx_parallel.report.zero import with_offload, with_zero
+from nnx_parallel.train.remat import MARK_LAYERS, Remat
 
 SAME_TIME = 0.005
 """Relative difference of predicted times below which less memory decides."""
@@ -174,7 +174,8 @@ def search(
     rules: as for `plan`; the axes that they name are the axes searched over. Where they keep `sequence` or
       `expert` whole (see `search_space`), splitting it is tried too.
     optimizer: its state is counted.
-    remats: policies to try; see `with_remat`.
+    remats: policies to try; see `with_remat`. Where the loss has no layers that they apply to, it is run as
+      written, and `notes` says so.
     zero: ZeRO stages to try where they split something further; see `plan`. Stage 3 is an `fsdp` axis
       of the rules.
     offload: whether to try keeping the optimizer's state in the host's memory.
@@ -238,6 +239,8 @@ def search(
   too_large = sorted((c for c in found if c.memory_bytes > usable), key=lambda c: c.memory_bytes)
   best = fitting[0] if fitting else None
   notes = tuple(f"The axis {axis!r} splits nothing of this model: 1." for axis in tried[0].idle)
+  if set(remats) - set(tried[0].works):
+    notes += (f"No remat policy was tried, since none finds a layer in the loss. Fix: {MARK_LAYERS}.",)
   scoped = _scoped(init, loss, rules, batch)
   if compile_best and optimizer is not None:
     task = Task(init, loss, rules, optimizer, batch, target, scoped)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -15,7 +16,6 @@ from nnx_parallel.layout.plan import ShardingPlan
 from nnx_parallel.layout.plan import plan as make_plan
 from nnx_parallel.layout.rules import RuleSet
 from nnx_parallel.report.compile_report import compile_report
-from nnx_parallel.report.remat import with_remat
 from nnx_parallel.report.roofline import program_time
 from nnx_parallel.report.topology import Machine, missing_compiler
 from nnx_parallel.report.workload import parameter_parts, plan_batch_axes
@@ -58,7 +58,8 @@ def compile_candidate(task: Task, candidate: Candidate, topology: str) -> Candid
   )
 
   step = train_step(
-    with_remat(scoped_loss(layout, task.loss) if task.scoped else task.loss, candidate.remat),
+    scoped_loss(layout, task.loss) if task.scoped else task.loss,
+    remat=candidate.remat,
     microbatches=candidate.microbatches,
   )
   report = compile_report(step, layout, batch=task.batch, topology=topology, chip=task.machine.chip)
@@ -74,6 +75,7 @@ def scoped_loss(plan: ShardingPlan, loss: Callable[[Any, Any], Any]) -> Callable
   The mesh is that of the arrays: a named topology's, say, which the plan does not know yet.
   """
 
+  @functools.wraps(loss)
   def scoped(model: Any, batch: Any) -> Any:
     with plan.scope():
       return loss(model, batch)

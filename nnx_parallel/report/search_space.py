@@ -16,8 +16,8 @@ from nnx_parallel.layout.mesh import abstract_mesh
 from nnx_parallel.layout.plan import ShardingPlan
 from nnx_parallel.layout.plan import plan as make_plan
 from nnx_parallel.layout.rules import RuleSet
-from nnx_parallel.report.remat import Remat
-from nnx_parallel.report.workload import Workload, trace_workload
+from nnx_parallel.report.workload import Workload, finds_layers, trace_workload
+from nnx_parallel.train.remat import Remat
 
 Sizes = dict[str, int]
 Changes = Mapping[str, tuple[str, ...]]
@@ -36,7 +36,7 @@ class Space:
     changes: logical name -> axes, where they differ from the user's rules.
     axes: the axes that the model can use.
     idle: axes that the rules name and that split nothing of this model.
-    works: remat policy -> the step.
+    works: remat policy -> the step; only as written where policies find no layer.
     limits: (size of a dim, axes that split it) -> where it is.
     needed: axes without which the changes change nothing.
     names: logical names of the dims of the parameters.
@@ -91,6 +91,7 @@ def spaces(
   ruleset = RuleSet.of(rules)
   make = functools.partial(_space, init, loss, ruleset, optimizer, batch)
   first = make(remats, {})
+  remats = tuple(first.works)
   found = [first]
   expert = _expert_change(ruleset, first)
   if expert:
@@ -158,6 +159,8 @@ def _space(
   # Sizes of two keep every axis in the specs; the traces do not depend on them.
   mesh = abstract_mesh(dict.fromkeys(axes, 2))
   probe = make_plan(init, mesh, changed, optimizer=optimizer, uneven="replicate")
+  if not {"as written", "none"}.issuperset(remats) and not finds_layers(probe, loss, batch):
+    remats = ("as written",)
   works: dict[Remat, Workload] = {
     remat: trace_workload(probe, loss, batch, remat=remat) for remat in dict.fromkeys(remats)
   }

@@ -53,7 +53,7 @@ def winner_code(best: Candidate, *, scoped: bool) -> str:
   options = f", zero={best.zero}" if best.zero else ""
   options += ', optimizer_memory="pinned_host"' if best.offload else ""
   name = "scoped" if scoped else "loss"
-  loss = name if best.remat == "as written" else f'nxp.with_remat({name}, "{best.remat}")'
+  remat = "" if best.remat == "as written" else f', remat="{best.remat}"'
   lines: list[str] = []
   if best.changes:
     changes = ", ".join(f"{key}={_axes(axes)}" for key, axes in best.changes.items())
@@ -65,7 +65,7 @@ def winner_code(best: Candidate, *, scoped: bool) -> str:
   ]
   if scoped:
     lines += ["", "def scoped(model, batch):", "  with plan.scope():", "    return loss(model, batch)", ""]
-  lines.append(f"step = nxp.train_step({loss}, microbatches={best.microbatches})")
+  lines.append(f"step = nxp.train_step({name}, microbatches={best.microbatches}{remat})")
   return "\n".join(lines) + "\n"
 
 

@@ -19,10 +19,10 @@ from nnx_parallel.layout.mesh import abstract_mesh, axis_sizes
 from nnx_parallel.layout.optimizer_layout import owner
 from nnx_parallel.layout.plan import ShardingPlan
 from nnx_parallel.report.fusion import stored
-from nnx_parallel.report.jaxprs import as_function, nbytes, opened, scan_counts
 from nnx_parallel.report.propagate import Flow, Kept, Move, Product, Propagation
-from nnx_parallel.report.remat import Remat, with_remat
 from nnx_parallel.train.gradients import Gradients, is_scattered
+from nnx_parallel.train.jaxprs import as_function, nbytes, opened, scan_counts
+from nnx_parallel.train.remat import Remat, has_layers, with_remat
 
 Split = frozenset[str]
 Sizes = Mapping[str, int]
@@ -218,6 +218,11 @@ def trace_workload(
     gradients=_merge(Part(part.bytes, split) if scattered else part for part, split in updated),
     reduced=_merge_reduced((part, split - part.split) for part, split in updated),
   )
+
+
+def finds_layers(plan: ShardingPlan, loss: Callable[[Any, Any], Any], batch: Any) -> bool:
+  """Whether the loss has layers that remat policies apply to; see `with_remat`."""
+  return has_layers(_Traces(plan, loss, batch).loss())
 
 
 def lays_out_activations(plan: ShardingPlan, loss: Callable[[Any, Any], Any], batch: Any) -> bool:

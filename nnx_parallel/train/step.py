@@ -25,7 +25,8 @@ from nnx_parallel.train.edits import hear_compilations, heard
 from nnx_parallel.train.gradients import Gradients, is_scattered
 from nnx_parallel.train.loss_call import call_loss
 from nnx_parallel.train.losses import Metrics, examples_in, means, pairs, terms
-from nnx_parallel.train.update import LossFn, Recipe, keyed, policy_of, update
+from nnx_parallel.train.remat import Policy, check_policy
+from nnx_parallel.train.update import LossFn, Recipe, keyed, update
 
 _KEPT = 4
 Ready = tuple[Callable[[], Any], Callable[[], Any], int, Sequence[Any], Callable[..., Any]]
@@ -43,7 +44,7 @@ class _Step:
   def __init__(self, recipe: Recipe):
     if recipe.microbatches < 1:
       raise TrainError(f"microbatches={recipe.microbatches} is not a positive number.", fix="microbatches=1")
-    policy_of(recipe.remat)
+    check_policy(recipe.remat)
     self.recipe = recipe
     self.calls = 0
     self.compiles: list[Compile] = []
@@ -275,7 +276,7 @@ def train_step(
   loss_fn: LossFn | Mapping[Any, LossFn],
   *,
   microbatches: int = 1,
-  remat: str | Callable[..., Any] | None = None,
+  remat: Policy = None,
   outputs: Sequence[str] = (),
   gradients: Gradients | None = None,
   reduction: DTypeLike | None = None,
@@ -294,8 +295,10 @@ def train_step(
       divided, so that uneven parts (padding, masks) weigh what they hold. For several models trained in turn
       (a GAN), a dict key -> loss function; later ones see the models that earlier ones updated.
     microbatches: split the batch and accumulate gradients over this many parts inside the compiled step.
-    remat: recompute activations of the whole loss: `"full"`, `"dots"`, `"dots_no_batch"`, a name or a policy
-      of `jax.checkpoint_policies`.
+    remat: what each layer keeps for the backward pass: `"none"` everything, `"dots"` the results of matrix
+      products with weights, `"full"` its input only; or a policy of `jax.checkpoint_policies`. None, or
+      `"as written"`: as the model says. A layer is the body of a scan, or what is under `nnx.remat`; where
+      there is none, the first call is an error. See `with_remat`.
     outputs: names of metrics that are arrays with the examples on dim 0, returned whole.
     gradients: `"whole"` keeps gradients in the layout of their parameters; `"scattered"` (ZeRO-2) in that of
       their optimizer state, which saves memory, and reduces them in each microbatch. None: as the optimizer's

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -19,18 +20,13 @@ from nnx_parallel.layout.variables import Path, path_str
 from nnx_parallel.train.accumulate import Layout, Total, in_microbatches, whole_batch
 from nnx_parallel.train.binding import Template
 from nnx_parallel.train.gradients import Gradients
+from nnx_parallel.train.jaxprs import forwarded
 from nnx_parallel.train.loss_call import call_loss
 from nnx_parallel.train.loss_scale import common_scale, rescaled
 from nnx_parallel.train.losses import Metrics, Terms, examples_in, mean, means, pairs, terms
+from nnx_parallel.train.remat import Policy, rematerialised
 
 LossFn = Callable[[Any, Any], Any]
-
-REMAT: dict[str, str | None] = {
-  "full": None,
-  "dots": "dots_saveable",
-  "dots_no_batch": "dots_with_no_batch_dims_saveable",
-}
-"""Names for `remat=`, to jax.checkpoint_policies; None saves nothing."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,7 +36,7 @@ class Recipe:
   Attributes:
     loss_fn: one loss function, or key -> loss function for several models trained in turn.
     microbatches: parts that each batch is split into.
-    remat: a name in `REMAT`, a policy of `jax.checkpoint`, or None.
+    remat: what layers keep for the backward pass; see `with_remat`.
     outputs: names of metrics that are per-example arrays.
     gradients: `"scattered"` where gradients take the layout of their optimizer state as soon as they exist,
       `"whole"` where they keep that of their parameter; None: as the optimizer's plan says.
@@ -50,7 +46,7 @@ class Recipe:
 
   loss_fn: LossFn | Mapping[Any, LossFn]
   microbatches: int = 1
-  remat: str | Callable[..., Any] | None = None
+  remat: Policy = None
   outputs: tuple[str, ...] = ()
   gradients: Gradients | None = None
   reduction: Any = None
@@ -114,26 +110,6 @@ def keyed(models: Any, optimizers: Any) -> dict[Any, Any]:
   return found
 
 
-def policy_of(remat: str | Callable[..., Any] | None) -> Callable[..., Any] | None:
-  """The checkpoint policy of a name.
-
-  Raises:
-    TrainError: an unknown name.
-  """
-  if not isinstance(remat, str):
-    return remat
-  name = REMAT.get(remat, remat)
-  if name is None:
-    return None
-  policy = getattr(jax.checkpoint_policies, name, None)
-  if policy is None:
-    raise TrainError(
-      f"remat={remat!r} is not a known policy.",
-      fix=f"one of {', '.join(map(repr, REMAT))}, the name of a policy in jax.checkpoint_policies, or one.",
-    )
-  return policy
-
-
 def _update_once(
   recipe: Recipe, loss_fn: LossFn, models: Any, optimizers: dict[Any, Any], batch: Any, layouts: Any
 ) -> tuple[Metrics, str]:
@@ -146,7 +122,7 @@ def _update_once(
   whole = recipe.microbatches == 1 and recipe.reduction is None
   scale = common_scale(optimizers.values())
 
-  def objective(train: list[Any], others: list[Any], part: Any) -> Any:
+  def objective(train: list[Any], others: list[Any], part: Any, *, exact: bool = True) -> Any:
     merged = [*arrays]
     # The scale travels with the arrays: a manual program closes over nothing.
     factor, others = (None, others) if scale is None else (others[-1], others[:-1])
@@ -156,7 +132,11 @@ def _update_once(
     found = terms(call_loss(loss_fn, inner, part), recipe.outputs)
     after = template.arrays(inner)
     changed = {n: after[i] for n, i in enumerate(order) if after[i] is not merged[i]}
-    if not whole and max(changed, default=-1) >= len(rest):
+    if not whole and exact and max(changed, default=-1) >= len(rest):
+      # Perhaps only the outputs of `nnx.remat`, which returns every Variable that it gets.
+      same = _unchanged(functools.partial(objective, exact=False), train, others, part, len(rest))
+      changed = {n: array for n, array in changed.items() if n not in same}
+    if not whole and exact and max(changed, default=-1) >= len(rest):
       raise TrainError(
         f"the loss function assigned to {path_str(template.paths[order[max(changed)]])}, which the optimizer"
         f" trains: the gradients of {recipe.microbatches} microbatches would be those of different models.",
@@ -171,18 +151,19 @@ def _update_once(
       loss = mean(loss, count)  # a scaled sum over many examples would overflow
     return loss if factor is None else loss * factor.astype(loss.dtype), (found, changed, count)
 
-  if recipe.remat is not None:
-    objective = jax.checkpoint(objective, policy=policy_of(recipe.remat))  # pyright: ignore[reportAssignmentType]
   train, others = [arrays[i] for i in trained], [arrays[i] for i in rest]
   if scale is not None:
     others.append(scale)
   paths = [template.paths[i] for i in trained]
   stages = {key: _stage(optimizer) for key, optimizer in optimizers.items()}
+  differentiated = rematerialised(objective, recipe.remat)
   layout: Layout = layouts(paths, [stages[None if None in stages else path[0]] for path in paths])
   if whole:
-    total = whole_batch(objective, train, others, batch, layout)
+    total = whole_batch(differentiated, train, others, batch, layout)
   else:
-    total = in_microbatches(objective, train, others, batch, recipe.microbatches, layout, recipe.reduction)
+    total = in_microbatches(
+      differentiated, train, others, batch, recipe.microbatches, layout, recipe.reduction
+    )
   for n, value in total.rest.items():
     leaf = template.leaves[order[n]]
     if not isinstance(leaf, nnx.Variable):
@@ -204,13 +185,25 @@ def _update_once(
       replaced = [*train]
       for n, value in zip(mine, jax.tree.leaves(params), strict=True):
         replaced[n] = value
-      found: Terms = objective(replaced, others, batch)[1][0]
+      found: Terms = differentiated(replaced, others, batch)[1][0]
       return mean(found.sums["loss"], found.counts["loss"])
 
     apply(optimizer, model, _state([paths[n] for n in mine], leaves, key), metrics["loss"], value_fn)
   if recipe.pairs:
     metrics = pairs(total.terms, total.parts, examples_in(batch))
   return metrics, total.how
+
+
+def _unchanged(objective: Any, train: list[Any], others: list[Any], part: Any, rest: int) -> set[int]:
+  """Positions, first those of the `rest`, of arrays that the objective gives back as it got them."""
+
+  def given_back(train: list[Any], others: list[Any], part: Any) -> Any:
+    return objective(train, others, part)[1][1]
+
+  traced, shape = jax.make_jaxpr(given_back, return_shape=True)(train, others, part)
+  inputs = [*range(rest, rest + len(train)), *range(len(others))]  # the position of each input
+  found = zip(shape, forwarded(traced), strict=True)
+  return {n for n, source in found if source is not None and source < len(inputs) and inputs[source] == n}
 
 
 def _stage(optimizer: Any) -> int:

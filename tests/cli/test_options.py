@@ -13,7 +13,7 @@ from nnx_parallel.cli import options
 from nnx_parallel.cli.main import make_parser
 from nnx_parallel.errors import MeshError, ReportError
 from nnx_parallel.recipes import Recipe
-from nnx_parallel.report import remat
+from nnx_parallel.train import remat
 
 
 def recipe(sizes):
@@ -145,11 +145,11 @@ def test_a_page_that_cannot_be_written(tmp_path):
     options.write_page(tmp_path, "")
 
 
-def test_the_remat_policies_are_those_of_the_report():
+def test_the_remat_policies_are_those_of_a_step():
   assert options.REMATS == remat.REMATS
 
 
-@pytest.mark.parametrize("step", [("--remat", "full"), ("--microbatches", "2"), ("--batch", "8")])
+@pytest.mark.parametrize("step", [("--remat", "none"), ("--microbatches", "2"), ("--batch", "8")])
 def test_options_of_the_step_show_its_memory_without_a_chip(step, capsys):
   assert cli.main(["plan", "text_lm", "--mesh", "data=2,fsdp=2,tensor=2", *step]) == 0
   assert "Planned memory per device" in capsys.readouterr().out
@@ -158,6 +158,13 @@ def test_options_of_the_step_show_its_memory_without_a_chip(step, capsys):
 @pytest.mark.parametrize("alone", [("--json",), ("--explain", "embed.embedding")])
 def test_options_that_nothing_shows_are_refused(alone, capsys):
   mesh = ["plan", "text_lm", "--mesh", "data=2,fsdp=2,tensor=2"]
-  assert cli.main([*mesh, *alone, "--remat", "full"]) == 1
+  assert cli.main([*mesh, *alone, "--remat", "none"]) == 1
   assert "which --json and --explain do not show.\n  Fix: leave them out" in capsys.readouterr().err
-  assert cli.main([*mesh, *alone, "--remat", "full", "--chip", "v5e"]) == 0
+  assert cli.main([*mesh, *alone, "--remat", "none", "--chip", "v5e"]) == 0
+
+
+@pytest.mark.parametrize("command", ["plan", "compile"])
+def test_a_remat_policy_that_finds_no_layer_is_refused(command, capsys, tmp_path, monkeypatch):
+  monkeypatch.chdir(tmp_path)
+  assert cli.main([command, "text_lm", "--mesh", "data=2,fsdp=2,tensor=2", "--remat", "full"]) == 1
+  assert "remat='full' finds no layer in the loss" in capsys.readouterr().err

@@ -23,13 +23,21 @@ class Net(nnx.Module):
     return self.down(self.drop(nnx.relu(self.up(x))))
 
 
+class Layer(Net):
+  """The same, as a layer that a remat policy finds."""
+
+  @nnx.remat
+  def __call__(self, x):
+    return super().__call__(x)
+
+
 RULES = nxp.LogicalRules(batch="data", mlp="tensor")
 SIZES = {"data": 2, "tensor": 4}
 
 
-def make(*, explicit=False, **options):
+def make(net=Net, *, explicit=False, **options):
   mesh = nxp.make_mesh(SIZES, explicit=explicit)
-  plan = nxp.plan(lambda: Net(nnx.Rngs(0)), mesh, RULES, optimizer=optax.adam(1e-2), **options)
+  plan = nxp.plan(lambda: net(nnx.Rngs(0)), mesh, RULES, optimizer=optax.adam(1e-2), **options)
   return plan, *nxp.create_sharded_model(plan)
 
 
@@ -71,7 +79,7 @@ def test_the_first_step_reuses_the_buffers_after_a_restore_as_after_a_fresh_star
 
 def test_random_state_is_updated_under_every_transform_of_the_step():
   """No trace-level error: the step owns the split and the merge."""
-  plan, model, optimizer = make()
+  plan, model, optimizer = make(Layer)
   step = nxp.train_step(loss_fn, microbatches=2, remat="full")
   for _ in range(2):
     step(model, optimizer, batch_of(plan))
@@ -80,7 +88,7 @@ def test_random_state_is_updated_under_every_transform_of_the_step():
 
 @pytest.mark.parametrize("options", [{}, {"microbatches": 2, "remat": "full"}])
 def test_a_module_from_outside_is_named_where_flax_speaks_of_trace_levels(options):
-  plan, model, optimizer = make()
+  plan, model, optimizer = make(Layer)
   noise = nnx.Dropout(0.5, rngs=nnx.Rngs(1))
 
   def loss(model, x):

@@ -11,7 +11,6 @@ from flax import nnx
 
 import nnx_parallel as nxp
 from nnx_parallel.testing import assert_layout
-from nnx_parallel.train.update import policy_of
 
 STEPS = 15
 
@@ -136,23 +135,3 @@ def test_a_student_learns_from_a_frozen_teacher(microbatches):
   after = jax.tree.map(np.asarray, nnx.to_pure_dict(nnx.state(teacher)))
   jax.tree.map(np.testing.assert_array_equal, before, after)
   assert len(step.compiles) == 1
-
-
-def test_each_short_name_of_a_remat_policy_is_one_of_jax():
-  policies = jax.checkpoint_policies
-  assert policy_of("full") is None
-  assert policy_of("dots") is policies.dots_saveable
-  assert policy_of("dots_no_batch") is policies.dots_with_no_batch_dims_saveable
-  assert policy_of("everything_saveable") is policies.everything_saveable
-
-
-def test_remat_recomputes():
-  """The names reach jax.checkpoint: with them, the forward products are in the program twice."""
-
-  def products(remat):
-    plan, model, optimizer = make(lambda: MLP(4, 2, nnx.Rngs(0)), optax.sgd(0.1))
-    x = nxp.shard_batch(np.zeros((32, 4), np.float32), plan)
-    step = nxp.train_step(lambda m, x: (m(x) ** 2).mean(), remat=remat)
-    return step.lower(model, optimizer, x).as_text().count("stablehlo.dot_general")
-
-  assert products("full") > products("dots") == products(None)

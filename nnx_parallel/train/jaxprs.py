@@ -43,6 +43,35 @@ def called(eqn: Any) -> Any:
   return next((eqn.params[key] for key in ("jaxpr", "call_jaxpr", "fun_jaxpr") if key in eqn.params), None)
 
 
+def forwarded(jaxpr: Any) -> list[int | None]:
+  """For each output the position of the input that it is, unchanged; None for what is computed.
+
+  Seen through calls, checkpoints and scans: `nnx.remat` and `nnx.scan` return every Variable that they got.
+  """
+  body = opened(jaxpr)
+  source: dict[Any, int] = {var: position for position, var in enumerate(body.invars)}
+  for eqn in body.eqns:
+    for out, position in zip(eqn.outvars, _forwarded_by(eqn), strict=True):
+      var = None if position is None else eqn.invars[position]
+      if not isinstance(var, core.Literal) and var in source:
+        source[out] = source[var]
+  return [None if isinstance(var, core.Literal) else source.get(var) for var in body.outvars]
+
+
+def _forwarded_by(eqn: Any) -> list[int | None]:
+  name = eqn.primitive.name
+  if name in CALLS or name in CHECKPOINTS:
+    return forwarded(called(eqn))
+  if name != "scan":
+    return [None] * len(eqn.outvars)
+  counts = scan_counts(eqn)
+  inside = forwarded(eqn.params["jaxpr"])
+  carries, rows = inside[: counts.carried], inside[counts.carried :]
+  kept: list[int | None] = [p if p == counts.constants + n else None for n, p in enumerate(carries)]
+  first = counts.constants + counts.carried
+  return kept + [p if p is not None and p >= first else None for p in rows]
+
+
 def nbytes(x: Any) -> int:
   """Bytes of an array, abstract or not."""
   return math.prod(x.shape) * x.dtype.itemsize

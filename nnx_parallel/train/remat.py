@@ -1,0 +1,192 @@
+"""Changes what a loss keeps for its backward pass, layer by layer, without touching the module.
+
+Layers are found in the trace: the body of each scan, and each part that is already under
+`jax.checkpoint`. A model whose layers are a Python loop without `nnx.remat` has neither:
+that is an error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
+
+import jax
+from flax import nnx
+from jax.extend import core, source_info_util
+
+from nnx_parallel.errors import TrainError
+from nnx_parallel.train.jaxprs import CALLS, CHECKPOINTS, called, constants, opened, scan_counts
+
+Remat = Literal["as written", "none", "dots", "full"]
+REMATS: tuple[Remat, ...] = ("as written", "none", "dots", "full")
+Policy = Remat | Callable[..., Any] | None
+"""One of `REMATS`, a policy of `jax.checkpoint_policies` for each layer, or None: as written."""
+MARK_LAYERS = "@nnx.remat on the __call__ of the layers' class, or layers stacked by nnx.scan"
+
+
+def with_remat(loss: Callable[[Any, Any], Any], policy: Policy) -> Callable[[Any, Any], Any]:
+  """The same loss with another choice of what its layers keep for the backward pass.
+
+  `train_step(loss, remat=policy)` does this by itself; this is for a step of your own.
+
+  Args:
+    loss: `loss(model, batch)`.
+    policy: `"none"` keeps everything, `"full"` recomputes each layer from its input (and the parts of it that
+      are under `jax.checkpoint` one by one), `"dots"` keeps the results of matrix products with weights,
+      `"as written"` or None changes nothing. A policy of `jax.checkpoint_policies` holds within each layer.
+
+  Returns:
+    A loss with the same arguments, value, gradients and changes of state. It raises a `TrainError` where a
+    policy other than `"none"` finds no layer.
+
+  Raises:
+    TrainError: no such policy.
+
+  Example:
+    >>> import jax.numpy as jnp
+    >>> from flax import nnx
+    >>> class Layer(nnx.Linear):
+    ...   @nnx.remat
+    ...   def __call__(self, x):
+    ...     return super().__call__(x)
+    >>> loss = with_remat(lambda model, x: model(x).sum(), "full")
+    >>> float(loss(Layer(2, 2, use_bias=False, rngs=nnx.Rngs(0)), jnp.zeros((1, 2))))
+    0.0
+  """
+  if check_policy(policy) in (None, "as written"):
+    return loss
+
+  def changed(model: Any, batch: Any) -> Any:
+    graphdef, state = nnx.split(model)
+
+    def pure(state: Any, batch: Any) -> Any:
+      module = nnx.merge(graphdef, state)
+      result = loss(module, batch)
+      return result, nnx.state(module)
+
+    result, after = rematerialised(pure, policy)(state, batch)
+    nnx.update(model, after)
+    return result
+
+  return changed
+
+
+def check_policy(policy: Policy) -> Policy:
+  """The policy itself.
+
+  Raises:
+    TrainError: no such policy.
+  """
+  if policy is None or policy in REMATS or callable(policy):
+    return policy
+  raise TrainError(
+    f"remat={policy!r} is not a known policy.",
+    fix=f"one of {', '.join(map(repr, REMATS))}, or a policy itself: jax.checkpoint_policies.NAME.",
+  )
+
+
+def rematerialised(function: Callable[..., Any], policy: Policy) -> Callable[..., Any]:
+  """A pure function whose layers keep for the backward pass what `policy` says; see `with_remat`.
+
+  Args:
+    function: of pytrees of arrays, with arrays as results.
+    policy: what its layers keep.
+
+  Returns:
+    A function with the same arguments and results. It raises a `TrainError` where there is no layer.
+  """
+  if check_policy(policy) in (None, "as written"):
+    return function
+
+  def changed(*args: Any) -> Any:
+    traced, shape = jax.make_jaxpr(function, return_shape=True)(*args)
+    if policy != "none" and not has_layers(traced):
+      raise TrainError(
+        f"remat={policy!r} finds no layer in the loss, so it would change nothing.",
+        details="a layer is the body of a scan, or what is under nnx.remat or jax.checkpoint",
+        fix=f"{MARK_LAYERS}; or leave remat out.",
+      )
+    flat = _evaluate(traced, jax.tree.leaves(args), policy, False)
+    return jax.tree.unflatten(jax.tree.structure(shape), flat)
+
+  return changed
+
+
+def has_layers(jaxpr: Any) -> bool:
+  """Whether a traced loss has parts that a policy applies to."""
+  for eqn in opened(jaxpr).eqns:
+    name = eqn.primitive.name
+    if name in CHECKPOINTS or (name == "scan" and eqn.params["length"] > 1):
+      return True
+    if name in CALLS and has_layers(called(eqn)):
+      return True
+  return False
+
+
+def _evaluate(jaxpr: Any, args: Sequence[Any], policy: Policy, in_layer: bool) -> list[Any]:
+  body = opened(jaxpr)
+  values: dict[Any, Any] = {
+    **dict(zip(body.constvars, constants(jaxpr), strict=True)),
+    **dict(zip(body.invars, args, strict=True)),
+  }
+
+  def read(var: Any) -> Any:
+    return var.val if isinstance(var, core.Literal) else values[var]
+
+  for eqn in body.eqns:
+    # Else every operation of the loss would seem to come from a line of this file.
+    with source_info_util.user_context(eqn.source_info.traceback):
+      results = _run(eqn, [read(v) for v in eqn.invars], policy, in_layer)
+    values.update(zip(eqn.outvars, results, strict=True))
+  return [read(v) for v in body.outvars]
+
+
+def _run(eqn: Any, inputs: list[Any], policy: Policy, in_layer: bool) -> Sequence[Any]:
+  name, params = eqn.primitive.name, eqn.params
+  if name in CALLS:
+    return _evaluate(called(eqn), inputs, policy, in_layer)
+  if name in CHECKPOINTS:
+    body = _layer(params["jaxpr"], policy)
+    # Within a layer, what the user recomputes piece by piece (blocks of attention) stays so under "full";
+    # a policy of the layer cannot see into pieces.
+    return body(*inputs) if in_layer and policy != "full" else _checkpointed(body, policy)(*inputs)
+  if name == "scan" and params["length"] > 1:
+    return _scan(eqn, inputs, policy, in_layer)
+  with eqn.ctx.manager:
+    results = eqn.primitive.bind(*inputs, **eqn.primitive.get_bind_params(params))
+  return results if eqn.primitive.multiple_results else [results]
+
+
+def _scan(eqn: Any, inputs: list[Any], policy: Policy, in_layer: bool) -> list[Any]:
+  params = eqn.params
+  counts = scan_counts(eqn)
+  fixed_count, carry_count = counts.constants, counts.carried
+  fixed = inputs[:fixed_count]
+  layer = _layer(params["jaxpr"], policy)
+  body = layer if in_layer else _checkpointed(layer, policy)
+
+  def step(carry: list[Any], row: list[Any]) -> tuple[list[Any], list[Any]]:
+    out = body(*fixed, *carry, *row)
+    return list(out[:carry_count]), list(out[carry_count:])
+
+  carry, rows = jax.lax.scan(
+    step,
+    inputs[fixed_count : fixed_count + carry_count],
+    inputs[fixed_count + carry_count :],
+    length=params["length"],
+    reverse=params["reverse"],
+    unroll=params["unroll"],
+  )
+  return [*carry, *rows]
+
+
+def _layer(jaxpr: Any, policy: Policy) -> Callable[..., list[Any]]:
+  return lambda *args: _evaluate(jaxpr, args, policy, True)
+
+
+def _checkpointed(body: Callable[..., list[Any]], policy: Policy) -> Callable[..., list[Any]]:
+  if policy == "none":
+    return body
+  named = {"dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable, "full": None}
+  saved = named[policy] if isinstance(policy, str) else policy
+  return jax.checkpoint(body, policy=saved)

@@ -1,0 +1,241 @@
+"""Remat in a step: one vocabulary, layer by layer, and never without effect in silence."""
+
+from __future__ import annotations
+
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import nnx_parallel as nxp
+from nnx_parallel.train.remat import REMATS
+
+WIDTH, DEPTH = 32, 4
+RULES = nxp.LogicalRules(batch=("data", "fsdp"), embed="fsdp", mlp="tensor")
+POLICIES = [*REMATS, jax.checkpoint_policies.dots_saveable]
+
+
+class Layer(nnx.Module):
+  """Two products and dropout."""
+
+  def __init__(self, rngs):
+    self.up = nnx.Linear(WIDTH, 4 * WIDTH, rngs=rngs, kernel_metadata={"out_sharding": ("embed", "mlp")})
+    self.down = nnx.Linear(4 * WIDTH, WIDTH, rngs=rngs, kernel_metadata={"out_sharding": ("mlp", "embed")})
+    self.drop = nnx.Dropout(0.1, rngs=rngs)
+
+  def __call__(self, x):
+    return x + self.drop(self.down(nnx.gelu(self.up(x))))
+
+
+class Marked(Layer):
+  """The same, as a layer that a policy finds."""
+
+  @nnx.remat
+  def __call__(self, x):
+    return super().__call__(x)
+
+
+class Net(nnx.Module):
+  """A Python loop of layers."""
+
+  def __init__(self, kind, rngs):
+    self.layers = nnx.List([kind(rngs) for _ in range(DEPTH)])
+
+  def __call__(self, x):
+    for layer in self.layers:
+      x = layer(x)
+    return x
+
+
+def loss_fn(model, x):
+  return (model(x) ** 2).mean()
+
+
+def plan_on(kind=Marked, *, explicit=False, rules=RULES, **axes):
+  mesh = nxp.make_mesh(axes or {"data": 2, "fsdp": 2, "tensor": 2}, explicit=explicit)
+  return nxp.plan(lambda: Net(kind, nnx.Rngs(0)), mesh, rules, optimizer=optax.adam(1e-2))
+
+
+def batch_of(plan, examples=64):
+  x = np.random.default_rng(0).normal(size=(examples, WIDTH)).astype(np.float32)
+  return nxp.shard_batch(x, plan)
+
+
+def program(remat, kind=Marked, loss=loss_fn):
+  plan = plan_on(kind)
+  return nxp.train_step(loss, remat=remat).lower(plan, batch=batch_of(plan, 4096)).compile()
+
+
+@pytest.mark.parametrize("microbatches", [1, 2])
+@pytest.mark.parametrize("remat", POLICIES, ids=str)
+def test_every_policy_trains_alike(remat, microbatches):
+  plan = plan_on()
+  losses, counts = [], []
+  for policy in (None, remat):
+    model, optimizer = nxp.create_sharded_model(plan)
+    step = nxp.train_step(loss_fn, remat=policy, microbatches=microbatches)
+    losses.append([float(step(model, optimizer, batch_of(plan))["loss"]) for _ in range(3)])
+    counts.append(int(model.layers[0].drop.rngs.count[...]))
+  np.testing.assert_allclose(losses[1], losses[0], rtol=1e-5)
+  assert counts == [3 * microbatches] * 2
+
+
+class Bare(nnx.Module):
+  """Layers under nnx.remat, or stacked by nnx.scan, that change no Variable."""
+
+  def __init__(self, stacked, rngs):
+    def make(rngs):
+      return nnx.Linear(WIDTH, WIDTH, rngs=rngs)
+
+    self.stacked = stacked
+    self.layers = nnx.vmap(make)(rngs.split(DEPTH)) if stacked else nnx.List([make(rngs), make(rngs)])
+
+  def __call__(self, x):
+    if self.stacked:
+      run = nnx.scan(lambda x, layer: nnx.tanh(layer(x)), in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)
+      return run(x, self.layers)
+    for layer in self.layers:
+      x = nnx.remat(lambda layer, x: nnx.tanh(layer(x)))(layer, x)
+    return x
+
+
+@pytest.mark.parametrize("stacked", [False, True])
+def test_variables_that_layers_only_hand_on_are_not_changed(stacked):
+  """flax gives each Variable of such a layer a new array, so that it seems assigned to."""
+  mesh = nxp.make_mesh(data=8)
+  plan = nxp.plan(lambda: Bare(stacked, nnx.Rngs(0)), mesh, nxp.replicate(), optimizer=optax.adam(1e-2))
+  losses = []
+  for microbatches, remat in ((1, None), (2, None), (2, "full")):
+    model, optimizer = nxp.create_sharded_model(plan)
+    step = nxp.train_step(loss_fn, microbatches=microbatches, remat=remat)
+    losses.append([float(step(model, optimizer, batch_of(plan))["loss"]) for _ in range(2)])
+    if microbatches > 1:
+      assert step.reduction == "once, after the scan, over data, in float32"
+  np.testing.assert_allclose(losses[1:], [losses[0]] * 2, rtol=1e-5)
+
+
+def test_a_policy_holds_within_each_layer():
+  """Of the whole loss, "full" would keep the layers of the second forward pass all at once."""
+  kept = {remat: program(remat).memory_analysis().temp_size_in_bytes for remat in REMATS}
+  assert kept["full"] < kept["none"] / 2
+  assert kept["full"] < kept["dots"] < kept["none"]
+  assert kept["as written"] == program(None).memory_analysis().temp_size_in_bytes
+
+
+@pytest.mark.parametrize("remat", ["none", "dots", "full"])
+def test_a_step_means_by_a_policy_what_with_remat_does(remat):
+  mine, wrapped = program(remat), program(None, loss=nxp.with_remat(loss_fn, remat))
+  for figure in ("flops", "bytes accessed"):
+    assert mine.cost_analysis()[figure] == pytest.approx(wrapped.cost_analysis()[figure], rel=1e-3)
+  assert mine.memory_analysis().temp_size_in_bytes == wrapped.memory_analysis().temp_size_in_bytes
+
+
+NO_LAYER = (
+  r"remat='full' finds no layer in the loss, so it would change nothing\.\n"
+  r"  a layer is the body of a scan, or what is under nnx\.remat or jax\.checkpoint\n"
+  r"  Fix: @nnx\.remat on the __call__ of the layers' class, or layers stacked by nnx\.scan"
+)
+
+
+@pytest.mark.parametrize("microbatches", [1, 2])
+def test_a_policy_that_finds_no_layer_is_refused(microbatches):
+  plan = plan_on(Layer)
+  step = nxp.train_step(loss_fn, remat="full", microbatches=microbatches)
+  with pytest.raises(nxp.TrainError, match=NO_LAYER):
+    step(*nxp.create_sharded_model(plan), batch_of(plan))
+
+
+def test_the_reports_refuse_what_a_step_refuses():
+  plan = plan_on(Layer)
+  batch = jax.ShapeDtypeStruct((64, WIDTH), jnp.float32)
+  with pytest.raises(nxp.TrainError, match=NO_LAYER):
+    nxp.memory_plan(plan, loss_fn, batch, remat="full")
+  with pytest.raises(nxp.TrainError, match=NO_LAYER):
+    nxp.predict_time(plan, loss_fn, batch, remat="full", chip="v5e")
+  with pytest.raises(nxp.TrainError, match=NO_LAYER):
+    nxp.with_remat(loss_fn, "full")(nxp.create_sharded_model(plan)[0], batch_of(plan))
+
+
+@pytest.mark.parametrize("remat", [None, "as written", "none"])
+def test_what_changes_nothing_needs_no_layer(remat):
+  plan = plan_on(Layer)
+  model, optimizer = nxp.create_sharded_model(plan)
+  assert np.isfinite(nxp.train_step(loss_fn, remat=remat)(model, optimizer, batch_of(plan))["loss"])
+
+
+@pytest.mark.parametrize("remat", ["dotz", "dots_saveable", "dots_no_batch"])
+def test_another_word_is_refused(remat):
+  message = (
+    f"remat='{remat}' is not a known policy.\n  Fix: one of 'as written', 'none', 'dots', 'full', or a policy"
+    " itself: jax.checkpoint_policies.NAME."
+  )
+  for refused in (
+    lambda: nxp.train_step(loss_fn, remat=remat),
+    lambda: nxp.with_remat(loss_fn, remat),
+  ):
+    with pytest.raises(nxp.TrainError) as error:
+      refused()
+    assert str(error.value) == message
+
+
+def test_losses_in_turn_are_each_rematerialised():
+  plan = plan_on()
+  live = [nxp.create_sharded_model(plan) for _ in range(2)]
+  models, optimizers = ({"a": live[0][n], "b": live[1][n]} for n in (0, 1))
+
+  def of(key):
+    return lambda models, x: loss_fn(models[key], x)
+
+  step = nxp.train_step({"a": of("a"), "b": of("b")}, remat="full")
+  found = step(models, optimizers, batch_of(plan))
+  assert float(found["a/loss"]) == float(found["b/loss"])
+  bare = nxp.train_step(
+    {"a": of("a"), "b": lambda models, x: (models["b"].layers[0].up.bias[...] ** 2).sum()}
+  )
+  bare(models, optimizers, batch_of(plan))
+  mixed = nxp.train_step(
+    {"a": of("a"), "b": lambda m, x: (m["b"].layers[0].up.bias[...] ** 2).sum()}, remat="full"
+  )
+  with pytest.raises(nxp.TrainError, match=NO_LAYER):
+    mixed(models, optimizers, batch_of(plan))
+
+
+def test_remat_on_explicit_axes():
+  plan = plan_on(explicit=True, rules=nxp.LogicalRules(batch="data", embed=None, mlp=None), data=8)
+  results = []
+  for remat in (None, "dots"):
+    model, optimizer = nxp.create_sharded_model(plan)
+    with jax.set_mesh(plan.mesh):
+      step = nxp.train_step(loss_fn, remat=remat)
+      results.append([float(step(model, optimizer, batch_of(plan))["loss"]) for _ in range(2)])
+  np.testing.assert_allclose(*results, rtol=1e-5)
+
+
+def search(kind, **options):
+  batch = jax.ShapeDtypeStruct((64, WIDTH), jnp.float32)
+  init = lambda: Net(kind, nnx.Rngs(0))
+  return nxp.search(init, loss_fn, "cpu:8", batch=batch, rules=RULES, optimizer=optax.adam(1e-2), **options)
+
+
+def test_a_search_leaves_out_policies_that_change_nothing_and_says_so():
+  found = search(Layer, zero=[0], offload=[False])
+  assert {c.remat for c in found.fitting} == {"as written"}
+  note = "No remat policy was tried, since none finds a layer in the loss. Fix: @nnx.remat on the __call__"
+  assert note in str(found)
+  assert any(note in line for line in json.loads(found.to_json())["notes"])
+  assert "remat" not in found.code()
+  alone = search(Layer, remats=["none"], zero=[0], offload=[False])
+  assert {c.remat for c in alone.fitting} == {"none"}
+  assert not alone.notes
+
+
+def test_the_code_of_a_search_gives_the_policy_to_the_step():
+  found = search(Marked, remats=["full"], zero=[0], offload=[False], max_microbatches=1)
+  assert not found.notes
+  assert 'step = nxp.train_step(loss, microbatches=1, remat="full")' in found.code()
+  scope = {"nxp": nxp, "loss": loss_fn, "rules": RULES, "optimizer": optax.adam(1e-2)}
+  exec(found.code(), scope | {"init": lambda: Net(Marked, nnx.Rngs(0))})
