@@ -20,6 +20,7 @@ if TYPE_CHECKING:
   from nnx_parallel.recipes import Recipe
   from nnx_parallel.recipes.job import Job
   from nnx_parallel.train.metrics import Record
+  from nnx_parallel.train.remat import Policy
 
 Say = Callable[[str], None]
 
@@ -34,10 +35,10 @@ def register(commands: Commands) -> None:
   )
   options.add_recipe(parser)
   options.add_mesh(parser)
+  options.add_way(parser)
   options.add_optimizer(parser)
   add = parser.add_argument
   add("--steps", type=options.positive, default=200, metavar="N", help="the last step's number (200)")
-  add("--microbatches", type=options.positive, metavar="N", help="cut each global batch into N parts")
   add("--text", metavar="DIR", help="folder of text to learn, for recipes that read text")
   add(
     "--eval-every", type=options.positive, metavar="N", help="evaluate each N-th step too, not only the last"
@@ -118,12 +119,13 @@ def run(args: argparse.Namespace) -> int:
   recipe = load_recipe(args.recipe)
   if args.text is not None:
     recipe = recipe.with_text(args.text)
-  sizes = options.mesh_sizes(recipe, args.mesh)
+  sizes = options.mesh_sizes(recipe, args.mesh, args.rules)
   options.start_devices(sizes, args.devices)
   if args.compilation_cache is not None:
     nxp.compilation_cache(args.compilation_cache)
   mesh = options.real_mesh(sizes, args.devices)
-  plan = plan_recipe(recipe, mesh, **options.optimizer_options(args))
+  rules = options.changed_rules(recipe, args.rules)
+  plan = plan_recipe(recipe, mesh, rules, **options.optimizer_options(args))
   settings = {"batch": check_first_batch(recipe, plan), **asked(args)}
   with open_checkpoints(args.checkpoint, resume=args.resume, keep=args.keep) as checkpointer:
     job = make_job(
@@ -132,6 +134,7 @@ def run(args: argparse.Namespace) -> int:
       checkpointer,
       args.resume,
       microbatches=args.microbatches,
+      remat=args.remat,
       settings=settings,
     )
     train(args, job, checkpointer)
@@ -203,8 +206,8 @@ def check_first_batch(recipe: Recipe, plan: nxp.ShardingPlan) -> int:
 
 def asked(args: argparse.Namespace) -> dict[str, Any]:
   """The options that decide what is computed, to be kept in the checkpoints."""
-  names = ("steps", "zero", "offload", "text", "eval_every", "early_stop")
-  return {name: getattr(args, name) for name in names}
+  names = ("steps", "zero", "offload", "remat", "text", "eval_every", "early_stop")
+  return {name: getattr(args, name) for name in names} | {"rules": options.format_rules(args.rules)}
 
 
 @contextlib.contextmanager
@@ -235,13 +238,14 @@ def make_job(
   step: int | str | None = "latest",
   *,
   microbatches: int | None = None,
+  remat: Policy = None,
   settings: Mapping[str, Any] | None = None,
 ) -> Job:
   """Restores a checkpoint (the newest good one), or creates the job when there is none yet."""
   from nnx_parallel.recipes.job import Job
 
   parts = recipe.parts(microbatches)
-  how: dict[str, Any] = {"microbatches": parts, "settings": settings}
+  how: dict[str, Any] = {"microbatches": parts, "remat": remat, "settings": settings}
   if checkpointer is not None and checkpointer.steps():
     with warnings.catch_warnings(record=True) as caught:
       warnings.simplefilter("always", UserWarning)

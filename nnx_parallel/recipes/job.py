@@ -15,7 +15,9 @@ from nnx_parallel.recipes.fit import resume_from
 from nnx_parallel.recipes.loader import Recipe
 from nnx_parallel.recipes.recorder import Position
 from nnx_parallel.recipes.settings import Settings, differences, settings_of
+from nnx_parallel.report.search_compile import scoped_loss
 from nnx_parallel.train.metrics import Record
+from nnx_parallel.train.remat import Policy
 
 
 def rules_of(recipe: Recipe) -> Any:
@@ -60,6 +62,7 @@ class Job:
     settings: how it is run, as JSON values, kept in each checkpoint: those given, and the mesh, the
       microbatches, the steps asked for and the SHA-256 of the recipe's file.
     changes: settings that differ from those of the checkpoint it was restored from, as text.
+    remat: what layers keep for the backward pass; as for `train_step`.
   """
 
   recipe: Recipe
@@ -70,6 +73,7 @@ class Job:
   position: Position = dataclasses.field(default_factory=Position)
   settings: Settings = dataclasses.field(default_factory=dict[str, Any])
   changes: list[str] = dataclasses.field(default_factory=list[str])
+  remat: Policy = None
 
   def __post_init__(self) -> None:
     if self.recipe.loss is None or self.recipe.batches is None:
@@ -79,8 +83,10 @@ class Job:
       )
     self.settings = settings_of(self.recipe, self.plan, self.microbatches) | self.settings
     self._batches = self.recipe.batches
-    self._train_step = nxp.train_step(self.recipe.loss, microbatches=self.microbatches, pairs=True)
-    self._eval_step = nxp.eval_step(self.recipe.loss, pairs=True)
+    loss = scoped_loss(self.plan, self.recipe.loss)
+    parts = self.microbatches
+    self._train_step = nxp.train_step(loss, microbatches=parts, remat=self.remat, pairs=True)
+    self._eval_step = nxp.eval_step(loss, pairs=True)
     # Made once: it shares the model's Variables, and another object would be compiled for anew.
     options = {"deterministic": True, "use_running_average": True}
     self._quiet = nnx.view(self.model, **options, raise_if_not_found=False)
@@ -92,11 +98,12 @@ class Job:
     plan: nxp.ShardingPlan,
     *,
     microbatches: int = 1,
+    remat: Policy = None,
     settings: Mapping[str, Any] | None = None,
   ) -> Self:
     """A new job at step 0, created straight into its shards; `settings` are kept in its checkpoints."""
     model, optimizer = nxp.create_sharded_model(plan)
-    return cls(recipe, plan, model, optimizer, microbatches, settings=dict(settings or {}))
+    return cls(recipe, plan, model, optimizer, microbatches, settings=dict(settings or {}), remat=remat)
 
   @classmethod
   def restore(
@@ -107,6 +114,7 @@ class Job:
     step: int | str | None = "latest",
     *,
     microbatches: int = 1,
+    remat: Policy = None,
     settings: Mapping[str, Any] | None = None,
   ) -> Self:
     """The job as it was at a checkpoint, in the layout of this plan; a damaged one is passed over.
@@ -118,7 +126,7 @@ class Job:
     """
     (model, optimizer), position = resume_from(checkpointer, plan, step)
     given = dict(settings or {})
-    job = cls(recipe, plan, model, optimizer, microbatches, position, given)
+    job = cls(recipe, plan, model, optimizer, microbatches, position, given, remat=remat)
     saved = checkpointer.metadata(position.step).extra.get("settings")
     job.changes = differences(saved, job.settings) if isinstance(saved, dict) else []
     return job

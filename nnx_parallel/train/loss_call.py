@@ -61,7 +61,7 @@ def _first_line(error: BaseException) -> str:
 
 def _of_another_module(loss_fn: Callable[[Any, Any], Any], error: BaseException) -> TrainError:
   try:
-    found = inspect.getclosurevars(loss_fn)
+    found = inspect.getclosurevars(inspect.unwrap(loss_fn))
     outside = {**found.nonlocals, **found.globals}
   except (TypeError, ValueError):  # no Python function, or one with a name that is not assigned yet
     outside = {}

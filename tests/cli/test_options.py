@@ -125,7 +125,7 @@ def test_counts_start_at_one(arguments, capsys):
   assert f"argument {arguments[-2]}: {arguments[-1]} is less than 1" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("command", ["plan", "compile"])
+@pytest.mark.parametrize("command", ["plan", "compile", "train"])
 def test_another_remat_policy_is_refused(command, capsys):
   with pytest.raises(SystemExit):
     make_parser().parse_args([command, "text_lm", "--remat", "some"])
@@ -163,7 +163,7 @@ def test_options_that_nothing_shows_are_refused(alone, capsys):
   assert cli.main([*mesh, *alone, "--remat", "none", "--chip", "v5e"]) == 0
 
 
-@pytest.mark.parametrize("command", ["plan", "compile"])
+@pytest.mark.parametrize("command", ["plan", "compile", "train"])
 def test_a_remat_policy_that_finds_no_layer_is_refused(command, capsys, tmp_path, monkeypatch):
   monkeypatch.chdir(tmp_path)
   assert cli.main([command, "text_lm", "--mesh", "data=2,fsdp=2,tensor=2", "--remat", "full"]) == 1

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+import nnx_parallel as nxp
 from nnx_parallel.cli import main as cli
 
 TINY = """
@@ -125,6 +126,8 @@ def test_a_resume_with_other_settings_says_which_differ(tiny, capsys):
     "steps": 1,
     "zero": 0,
     "offload": False,
+    "remat": "as written",
+    "rules": "",
     "text": None,
     "eval_every": None,
     "early_stop": None,
@@ -273,3 +276,60 @@ def test_a_run_that_is_asked_to_end_saves_and_goes_on_as_if_it_never_had(tiny):
   assert cli.main(["train", tiny, *common, "--resume", "--quiet"]) == 0
   assert cli.main(["train", tiny, "--steps", "8", "--out", "straight", "--quiet"]) == 0
   assert losses("parts") == losses("straight")
+
+
+LAYERED = (
+  TINY.replace(
+    "def init():",
+    """class Layer(nnx.Linear):
+  @nnx.remat
+  def __call__(self, x):
+    return nxp.constrain(super().__call__(x), "batch", "width")
+
+
+def init():""",
+  )
+  .replace("return nnx.Linear(", "return Layer(")
+  .replace('columns="tensor")', 'columns="tensor", width=None)')
+)
+
+
+@pytest.fixture
+def layered(tmp_path, monkeypatch):
+  monkeypatch.chdir(tmp_path)
+  Path("layered.py").write_text(LAYERED)
+  return "layered.py"
+
+
+def test_train_takes_the_way_that_search_prints(layered, capsys):
+  """The same losses on every way, and a resume on another says which settings differ."""
+  assert LAYERED != TINY
+  common = ["train", layered, "--steps", "3", "--quiet"]
+  assert cli.main([*common, "--out", "plain", "--checkpoint", "ckpt"]) == 0
+  way = ["--remat", "full", "--rules", "width=tensor,columns=tensor", "--microbatches", "2", "--zero", "2"]
+  assert cli.main([*common, "--out", "way", *way]) == 0
+  expected = [loss for _, loss in losses("plain")]
+  assert [loss for _, loss in losses("way")] == pytest.approx(expected, rel=1e-5)
+  capsys.readouterr()
+  resume = ["train", layered, "--steps", "4", "--quiet", "--checkpoint", "ckpt", "--resume", "--out", "plain"]
+  assert cli.main([*resume, *way]) == 0
+  said = capsys.readouterr().err
+  assert 'remat "as written" -> "full"' in said
+  assert 'rules "" -> "width=tensor,columns=tensor"' in said
+  assert "zero 0 -> 2" in said
+
+
+def test_the_rules_of_a_run_reach_its_loss(layered):
+  from nnx_parallel.cli import options
+  from nnx_parallel.recipes import load_recipe
+  from nnx_parallel.recipes.job import Job, plan_recipe
+
+  recipe = load_recipe(layered)
+  mesh = nxp.make_mesh(data=4, tensor=2)
+  texts = []
+  for changes in ({}, {"width": ("tensor",)}):
+    plan = plan_recipe(recipe, mesh, options.changed_rules(recipe, changes))
+    job = Job.start(recipe, plan)
+    batch = nxp.shard_batch(next(iter(recipe.batches(0, split="train"))), plan)
+    texts.append(job._train_step.lower(plan, batch=batch).as_text())
+  assert texts[0] != texts[1]
