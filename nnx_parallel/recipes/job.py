@@ -15,7 +15,6 @@ from nnx_parallel.recipes.fit import resume_from
 from nnx_parallel.recipes.loader import Recipe
 from nnx_parallel.recipes.recorder import Position
 from nnx_parallel.recipes.settings import Settings, differences, settings_of
-from nnx_parallel.report.search_compile import scoped_loss
 from nnx_parallel.train.metrics import Record
 from nnx_parallel.train.remat import Policy
 
@@ -83,10 +82,10 @@ class Job:
       )
     self.settings = settings_of(self.recipe, self.plan, self.microbatches) | self.settings
     self._batches = self.recipe.batches
-    loss = scoped_loss(self.plan, self.recipe.loss)
-    parts = self.microbatches
-    self._train_step = nxp.train_step(loss, microbatches=parts, remat=self.remat, pairs=True)
-    self._eval_step = nxp.eval_step(loss, pairs=True)
+    self._train_step = nxp.train_step(
+      self.recipe.loss, microbatches=self.microbatches, remat=self.remat, pairs=True
+    )
+    self._eval_step = nxp.eval_step(self.recipe.loss, pairs=True)
     # Made once: it shares the model's Variables, and another object would be compiled for anew.
     options = {"deterministic": True, "use_running_average": True}
     self._quiet = nnx.view(self.model, **options, raise_if_not_found=False)
