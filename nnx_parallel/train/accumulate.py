@@ -308,9 +308,8 @@ def _local_axes(
   sizes = {jnp.shape(leaf)[0] for leaf in jax.tree.leaves(batch) if jnp.ndim(leaf)}
   if any(size % (replicas * count) for size in sizes):
     return (), f"{count} microbatches on each of {replicas} replicas do not divide the batch"
-  # As large as on one device: a replica's own part would not divide over the axes that the model names.
   part = jax.tree.map(
-    lambda x: jax.ShapeDtypeStruct((jnp.shape(x)[0] // count, *jnp.shape(x)[1:]), x.dtype), batch
+    lambda x: jax.ShapeDtypeStruct((jnp.shape(x)[0] // (replicas * count), *jnp.shape(x)[1:]), x.dtype), batch
   )
   with spent(axes):
     traced, (_, (_, changed, _)) = jax.make_jaxpr(objective, return_shape=True)(trained, rest, part)

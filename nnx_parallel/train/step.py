@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from sys import getrefcount
@@ -14,6 +15,7 @@ from jax.sharding import AbstractMesh, NamedSharding
 from jax.typing import DTypeLike
 
 from nnx_parallel.errors import TrainError
+from nnx_parallel.layout.constrain import default_rules
 from nnx_parallel.layout.leaf import Root
 from nnx_parallel.layout.plan import ShardingPlan
 from nnx_parallel.layout.variables import Path, value_of
@@ -205,7 +207,8 @@ class TrainStep(_Step):
     """Lowers the step for these arguments, which may be abstract, without running it.
 
     Args:
-      model: live modules; or a plan with an optimizer, which may be on an abstract mesh.
+      model: live modules; or a plan with an optimizer, which may be on an abstract mesh. Its rules are in
+        scope for `constrain`, unless the caller has others there.
       optimizer: the live optimizer; None with a plan.
       batch: a pytree of arrays, or of `ShapeDtypeStruct`s with shardings.
 
@@ -215,11 +218,12 @@ class TrainStep(_Step):
     Raises:
       TrainError: a plan without an optimizer.
     """
-    roots = {"model": model, "optimizer": optimizer}
+    roots, scope = {"model": model, "optimizer": optimizer}, contextlib.nullcontext()
     if isinstance(model, ShardingPlan):
-      roots = abstract_roots(model)
+      roots, scope = abstract_roots(model), default_rules(model.scope())
     bound = _Bound(self.recipe, Binding(roots), (), donate=True)
-    traced = bound.program(batch).jitted.trace(bound.binding.read(), batch)
+    with scope:
+      traced = bound.program(batch).jitted.trace(bound.binding.read(), batch)
     if isinstance(bound.binding.mesh, AbstractMesh):
       return traced.lower(lowering_platforms=(jax.default_backend(),))
     return traced.lower()
