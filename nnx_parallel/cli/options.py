@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from nnx_parallel.errors import MeshError, ReportError
+from nnx_parallel.errors import MeshError, ReportError, ShardingError
 
 if TYPE_CHECKING:
   from jax.sharding import Mesh
@@ -102,13 +102,23 @@ def changed_rules(recipe: Recipe, changes: Rules) -> Any:
   """The recipe's rules with the changes of `--rules`.
 
   Raises:
-    ShardingError: a name that the rules do not have, or an axis twice.
+    ShardingError: a name that looks like a misspelt one, or an axis twice. Other new names are added.
   """
   from nnx_parallel.layout.rules import RuleSet
   from nnx_parallel.recipes.job import rules_of
 
   rules = rules_of(recipe)
-  return RuleSet.of(rules).replace(**changes) if changes else rules
+  if not changes:
+    return rules
+  known = RuleSet.of(rules)
+  for name in changes:
+    near = difflib.get_close_matches(name, list(known.logical), n=1, cutoff=0.8)
+    if name not in known.logical and near:
+      raise ShardingError(
+        f"--rules names {name!r}, which the rules of {recipe.name} do not have.",
+        fix=f"did you mean {near[0]}?",
+      )
+  return known.replace(**changes)
 
 
 def format_rules(changes: Mapping[str, tuple[str, ...]]) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import math
 import sys
 import warnings
 from collections.abc import Callable, Generator, Mapping
@@ -263,10 +262,9 @@ def describe(job: Job) -> str:
   from nnx_parallel.layout.mesh import axis_sizes
   from nnx_parallel.layout.render import format_bytes
 
-  parameters = sum(math.prod(leaf.shape) for leaf in job.plan.leaves if leaf.kind == "Param")
   start = f", from step {job.step}" if job.step else ""
   return (
-    f"{parameters:,} parameters on mesh {options.format_sizes(axis_sizes(job.plan.mesh))},"
+    f"{job.plan.num_parameters():,} parameters on mesh {options.format_sizes(axis_sizes(job.plan.mesh))},"
     f" {format_bytes(job.plan.bytes_per_device())} per device with the optimizer{start}"
   )
 

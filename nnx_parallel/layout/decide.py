@@ -222,7 +222,18 @@ class Decisions:
     spec = found.spec if found else PartitionSpec(*([None] * len(shape)))
     padding = found.padding if found else (0,) * len(shape)
     return LeafPlan(
-      root, path, kind_of(leaf), shape, value.dtype, names, spec, padding, None, decision, self.mesh
+      root,
+      path,
+      kind_of(leaf),
+      shape,
+      value.dtype,
+      names,
+      spec,
+      padding,
+      None,
+      decision,
+      self.mesh,
+      is_parameter=root == "model" and isinstance(leaf, nnx.Param),
     )
 
   def notes(self) -> list[str]:

@@ -58,6 +58,7 @@ class LeafPlan:
     mesh: the plan's mesh.
     aliases: the other paths under which the module holds the same Variable (tied weights); it is counted
       once, here.
+    is_parameter: whether it is an `nnx.Param` of the model, or of a subclass, whatever its name.
   """
 
   root: Root
@@ -72,6 +73,7 @@ class LeafPlan:
   decision: Decision
   mesh: AnyMesh = dataclasses.field(repr=False)
   aliases: tuple[Path, ...] = ()
+  is_parameter: bool = False
 
   @functools.cached_property
   def name(self) -> str:

@@ -115,7 +115,13 @@ def _leaf_to_json(leaf: LeafPlan) -> dict[str, Any]:
     row["chosen"] = False
   if leaf.aliases:
     row["aliases"] = [[_part_to_json(part, leaf.name) for part in path] for path in leaf.aliases]
+  if leaf.is_parameter != _sounds_like_parameter(row):
+    row["is_parameter"] = leaf.is_parameter
   return row
+
+
+def _sounds_like_parameter(row: Mapping[str, Any]) -> bool:
+  return row["root"] == "model" and "Param" in row["kind"]
 
 
 def _leaf_from_json(row: Mapping[str, Any], mesh: AnyMesh) -> LeafPlan:
@@ -135,6 +141,7 @@ def _leaf_from_json(row: Mapping[str, Any], mesh: AnyMesh) -> LeafPlan:
     decision,
     mesh,
     tuple(_path(path) for path in row.get("aliases", ())),
+    row.get("is_parameter", _sounds_like_parameter(row)),
   )
 
 

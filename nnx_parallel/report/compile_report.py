@@ -248,14 +248,14 @@ def state_categories(plan: ShardingPlan) -> dict[str, int]:
   for leaf in plan.leaves:
     if leaf.on_host:
       continue
-    kind = "parameters" if "Param" in leaf.kind else "other model state"
+    kind = "parameters" if leaf.is_parameter else "other model state"
     sums["optimizer" if leaf.root == "optimizer" else kind] += leaf.bytes_per_device
   return sums
 
 
 def _quantities(plan: ShardingPlan, batch: Any) -> dict[str, int]:
   return {
-    "params": sum(x.bytes for x in plan.leaves if x.root == "model" and "Param" in x.kind),
+    "params": sum(x.bytes for x in plan.leaves if x.is_parameter),
     "optimizer": sum(x.bytes for x in plan.leaves if x.root == "optimizer"),
     "batch": sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(batch)),
   }

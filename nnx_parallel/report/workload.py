@@ -191,7 +191,7 @@ def trace_workload(
   return Workload(
     parameters=parameter_parts(plan),
     trained=_merge(part for part, _ in updated),
-    other=_merge(_part(leaf) for leaf in model if "Param" not in leaf.kind),
+    other=_merge(_part(leaf) for leaf in model if not leaf.is_parameter),
     optimizer=tuple(leaf.part for leaf in optimizer),
     batch=_merge(Part(nbytes(x), f.names) for x, f in zip(traces.inputs, traces.batch_flows, strict=True)),
     batch_axes=batch_axes,
@@ -242,7 +242,7 @@ def _constraints(traced: Any) -> int:
 
 def parameter_parts(plan: ShardingPlan) -> tuple[Part, ...]:
   """The parameters of a plan, by the axes that split them."""
-  return _merge(_part(leaf) for leaf in plan.leaves if leaf.root == "model" and "Param" in leaf.kind)
+  return _merge(_part(leaf) for leaf in plan.leaves if leaf.is_parameter)
 
 
 def plan_batch_axes(plan: ShardingPlan) -> tuple[str, ...]:

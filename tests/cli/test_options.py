@@ -168,3 +168,11 @@ def test_a_remat_policy_that_finds_no_layer_is_refused(command, capsys, tmp_path
   monkeypatch.chdir(tmp_path)
   assert cli.main([command, "text_lm", "--mesh", "data=2,fsdp=2,tensor=2", "--remat", "full"]) == 1
   assert "remat='full' finds no layer in the loss" in capsys.readouterr().err
+
+
+def test_a_misspelt_name_of_a_rule_is_refused_and_a_new_one_is_added(capsys):
+  mesh = ["plan", "text_lm", "--mesh", "data=2,fsdp=2,tensor=2"]
+  assert cli.main([*mesh, "--rules", "embd=tensor"]) == 1
+  text = "--rules names 'embd', which the rules of text_lm do not have.\n  Fix: did you mean embed?"
+  assert text in capsys.readouterr().err
+  assert cli.main([*mesh, "--rules", "sequence=tensor"]) == 0

@@ -14,6 +14,7 @@ import nnx_parallel as nxp
 from layout.models import LM, named
 from nnx_parallel.layout.inputs import InputRules
 from nnx_parallel.layout.serialize import assert_golden_plan
+from nnx_parallel.report.compile_report import state_categories
 
 RULES = [
   nxp.LogicalRules(embed="fsdp", mlp=["tensor", None], vocab=("tensor", "data"), uneven={"vocab": "pad"}),
@@ -178,3 +179,26 @@ def test_rules_come_back_equal():
   table = nxp.PathRules([(("kernel",), (..., None)), ((r"scale",), None)], optional=True)
   plan = nxp.plan(lambda: nnx.Linear(8, 8, rngs=nnx.Rngs(0)), nxp.abstract_mesh(fsdp=2), [table, nxp.fsdp()])
   assert nxp.ShardingPlan.from_json(plan.to_json()).rules == plan.rules
+
+
+class Weight(nnx.Param):
+  """A parameter whose name does not say so."""
+
+
+class NotAParam(nnx.Variable):
+  """The other way round."""
+
+
+def test_a_parameter_is_known_by_its_type_and_not_by_its_name():
+  class Net(nnx.Module):
+    def __init__(self):
+      self.weight, self.other = Weight(jnp.zeros((4, 8))), NotAParam(jnp.zeros(3))
+      self.bias = nnx.Param(jnp.zeros(8))
+
+  plan = nxp.plan(Net, nxp.abstract_mesh(data=2), nxp.replicate(), optimizer=optax.adam(1e-3))
+  again = nxp.ShardingPlan.from_json(plan.to_json())
+  for found in (plan, again):
+    assert {leaf.name for leaf in found.leaves if leaf.is_parameter} == {"weight", "bias"}
+    assert state_categories(found)["parameters"] == 4 * (32 + 8)
+    assert state_categories(found)["other model state"] == 12
+  assert again.to_json() == plan.to_json()
