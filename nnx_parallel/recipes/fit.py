@@ -145,7 +145,9 @@ def fit(
     tokens: tokens in a batch, for `tokens_per_second`; by default examples are counted.
     flops: floating point operations of a step on one device; by default those of the compiled step's matrix
       products, where the peak is known.
-    peak_flops: per second, of one device; by default the chip's in bfloat16. With both, `mfu` is recorded.
+    peak_flops: per second, of one device; by default the chip's in bfloat16. With both, `mfu` is recorded:
+      what the step computes over what the device could. The default `flops` counts what is recomputed too
+      (hardware FLOPs utilization, HFU); pass the model's own for MFU in the strict sense.
     profile: the first and last step to trace for xprof.
     profile_dir: where the trace goes.
     nonfinite: whether a loss that is not finite is an error.
