@@ -49,7 +49,16 @@ class Net(nnx.Module):
 
   def __call__(self, x: jax.Array) -> jax.Array:
     x = nnx.gelu(self.stem(x))
-    return self.head(self.depthwise(nnx.gelu(self.grouped(x))).mean((1, 2)))
+    return self.head(self.body(x).mean((1, 2)))
+
+  def body(self, x: jax.Array) -> jax.Array:
+    return self.depthwise(nnx.gelu(self.grouped(x)))
+
+
+class RematNet(Net):
+  """The same, whose convolutions are a layer that can be recomputed."""
+
+  body = nnx.remat(Net.body)
 
 
 def loss_fn(model: Net, batch: dict[str, jax.Array]) -> jax.Array:
@@ -65,11 +74,11 @@ def batch_of(examples: int) -> dict[str, np.ndarray]:
 
 
 def gradients(
-  mesh: Any, rules: dict[str, Any], examples: int = 16, **options: Any
+  mesh: Any, rules: dict[str, Any], examples: int = 16, net: type[Net] = Net, **options: Any
 ) -> tuple[dict[Any, np.ndarray], Any]:
   """What one step of SGD at rate 1 subtracts: the gradients that the optimizer saw."""
   names = {"kh": None, "kw": None, "in": None, "conv": None} | rules
-  plan = nxp.plan(lambda: Net(nnx.Rngs(0)), mesh, nxp.LogicalRules(**names), optimizer=optax.sgd(1.0))
+  plan = nxp.plan(lambda: net(nnx.Rngs(0)), mesh, nxp.LogicalRules(**names), optimizer=optax.sgd(1.0))
   model, optimizer = nxp.create_sharded_model(plan)
   before = jax.tree.map(np.asarray, nnx.to_pure_dict(nnx.state(model, nnx.Param)))
   step = nxp.train_step(loss_fn, **options)
@@ -107,7 +116,8 @@ def test_gradient_norms_equal_one_device(layout: str) -> None:
   "options", [{"microbatches": 2}, {"remat": "full"}, {"microbatches": 2, "remat": "full"}]
 )
 def test_gradients_inside_scans_and_remat(options: dict[str, Any]) -> None:
-  found, _ = gradients(nxp.make_mesh(data=2, model=4), {"batch": "data"}, **options)
+  net = RematNet if "remat" in options else Net
+  found, _ = gradients(nxp.make_mesh(data=2, model=4), {"batch": "data"}, net=net, **options)
   check_equal(found, single_device())
 
 
