@@ -71,7 +71,7 @@ def program(remat, kind=Marked, loss=loss_fn):
 
 
 @pytest.mark.parametrize("microbatches", [1, 2])
-@pytest.mark.parametrize("remat", POLICIES, ids=str)
+@pytest.mark.parametrize("remat", POLICIES, ids=lambda policy: getattr(policy, "__name__", str(policy)))
 def test_every_policy_trains_alike(remat, microbatches):
   plan = plan_on()
   losses, counts = [], []
