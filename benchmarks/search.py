@@ -38,9 +38,7 @@ def find(text: str, **options: Any) -> SearchResult:
 def pick(record: Record, text: str, compiler: str, **options: Any) -> None:
   """Every candidate of a grid compiled by `compiler`; the time of the search's pick over the best time."""
   result = find(text, **options)
-  task = Task(
-    small, llama.loss, llama.RULES, llama.optimizer(), llama.batch_of(SMALL), machine(text), result.scoped
-  )
+  task = Task(small, llama.loss, llama.RULES, llama.optimizer(), llama.batch_of(SMALL), machine(text))
   began = time.process_time()
   done: list[Candidate] = []
   for candidate in result.fitting:

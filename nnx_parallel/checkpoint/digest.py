@@ -22,6 +22,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from nnx_parallel.checkpoint.encoding import Array
 from nnx_parallel.checkpoint.placement import auto_layout, on_auto_axes, on_cpu
+from nnx_parallel.layout.variables import axes_of
 
 BLOCK_BYTES = 16 << 20
 # On CPUs: elements that are mixed and summed at a time, and columns below which that is slower.
@@ -200,7 +201,7 @@ def _digest_shards(layout: NamedSharding, full: Shape, shape: Shape, block: Shap
   """A program without communication: a row of numbers from each device, on a mesh with Auto axes."""
   mesh: Any = layout.mesh
   axes, ndim = mesh.axis_names, len(full)
-  names = [entry if isinstance(entry, tuple) else (entry,) * (entry is not None) for entry in layout.spec]
+  names = [axes_of(entry) for entry in layout.spec]
   names += [()] * (ndim - len(names))
   free = [axis for axis in axes if not any(axis in entry for entry in names)]
 

@@ -11,6 +11,8 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, Sharding
 
+from nnx_parallel.layout.variables import axes_of, entry_of
+
 
 def on_cpu(sharding: Sharding) -> bool:
   """Whether its devices are CPUs."""
@@ -58,7 +60,7 @@ def spread(layout: NamedSharding, shape: tuple[int, ...]) -> NamedSharding:
     ('a', 'b')
   """
   mesh = layout.mesh
-  wanted = [entry if isinstance(entry, tuple) else (entry,) for entry in layout.spec]
+  wanted = [axes_of(entry) for entry in layout.spec]
   wanted += [()] * (len(shape) - len(wanted))
   names: list[tuple[str, ...]] = [()] * len(shape)
 
@@ -67,14 +69,14 @@ def spread(layout: NamedSharding, shape: tuple[int, ...]) -> NamedSharding:
 
   for dim, entry in enumerate(wanted):
     for axis in entry:
-      if axis is not None and divides(dim, axis):
+      if divides(dim, axis):
         names[dim] += (axis,)
   for axis in mesh.axis_names:
     if not any(axis in entry for entry in names):
       dim = next((dim for dim in range(len(shape)) if divides(dim, axis)), None)
       if dim is not None:
         names[dim] += (axis,)
-  return NamedSharding(mesh, PartitionSpec(*(_entry(entry) for entry in names)))
+  return NamedSharding(mesh, PartitionSpec(*map(entry_of, names)))
 
 
 def without_padding(array: jax.Array, shape: tuple[int, ...]) -> jax.Array:
@@ -89,7 +91,3 @@ def without_padding(array: jax.Array, shape: tuple[int, ...]) -> jax.Array:
 def _cut(shape: tuple[int, ...], layout: jax.sharding.Sharding) -> jax.stages.Wrapped:
   window = tuple(slice(0, size) for size in shape)
   return jax.jit(lambda array: array[window], out_shardings=layout)
-
-
-def _entry(axes: tuple[str, ...]) -> str | tuple[str, ...] | None:
-  return axes[0] if len(axes) == 1 else axes or None

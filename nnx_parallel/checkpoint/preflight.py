@@ -22,6 +22,7 @@ from nnx_parallel.checkpoint.manifest import ItemRecord, LeafRecord, Manifest
 from nnx_parallel.errors import CheckpointError
 from nnx_parallel.layout.leaf import HOST_KINDS
 from nnx_parallel.layout.mesh import axis_sizes
+from nnx_parallel.layout.variables import axes_of, entry_of
 
 _MOST_ROWS, _MOST_LAYOUTS = 12, 3
 _NOTHING = ItemRecord({}, {})
@@ -297,11 +298,10 @@ def layout_text(sharding: Sharding | None) -> str:
   if not isinstance(sharding, NamedSharding):
     return f"{type(sharding).__name__} on {sharding.num_devices} devices{where}"
   sizes = {name: size for name, size in axis_sizes(sharding.mesh).items() if size > 1}
-  entries = [entry if isinstance(entry, tuple) else (entry,) for entry in sharding.spec]
-  split = [[axis for axis in axes if axis in sizes] for axes in entries]
+  split = [tuple(axis for axis in axes_of(entry) if axis in sizes) for entry in sharding.spec]
   while split and not split[-1]:
     split.pop()
-  names = (repr(axes[0] if len(axes) == 1 else tuple(axes) or None) for axes in split)
+  names = (repr(entry_of(axes)) for axes in split)
   return f"P({', '.join(names)}) on {sizes}{where}"
 
 

@@ -52,7 +52,6 @@ def run(args: argparse.Namespace) -> int:
   from nnx_parallel.recipes import load_recipe
   from nnx_parallel.recipes.job import plan_recipe
   from nnx_parallel.report.compile_report import compile_report
-  from nnx_parallel.report.search_compile import scoped_loss
   from nnx_parallel.report.topology import machine
 
   recipe = load_recipe(args.recipe)
@@ -63,8 +62,7 @@ def run(args: argparse.Namespace) -> int:
   start_compiler(sizes, topology, args.devices)
   rules, place = options.changed_rules(recipe, args.rules), options.optimizer_options(args)
   plan = plan_recipe(recipe, nxp.abstract_mesh(sizes), rules, **place)
-  loss = scoped_loss(plan, loss_of(recipe))
-  step = nxp.train_step(loss, microbatches=recipe.parts(args.microbatches), remat=args.remat)
+  step = nxp.train_step(loss_of(recipe), microbatches=recipe.parts(args.microbatches), remat=args.remat)
   batch = abstract_batch(recipe, args.batch)
   report = compile_report(step, plan, batch=batch, topology=topology, chip=args.chip)
   print(report.to_json() if args.json else report)

@@ -13,7 +13,7 @@ from nnx_parallel.errors import LayoutMismatchError
 from nnx_parallel.layout.leaf import LeafPlan, Root
 from nnx_parallel.layout.plan import ShardingPlan
 from nnx_parallel.layout.render import format_array
-from nnx_parallel.layout.variables import array_leaves, path_str, value_of
+from nnx_parallel.layout.variables import array_leaves, axes_of, path_str, value_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -148,7 +148,7 @@ def _derived(variable: nnx.Variable[Any]) -> NamedSharding | None:
   rules = dict(metadata.get("sharding_rules") or ())
   spec = tuple(rules.get(name, name) if isinstance(name, str) else name for name in metadata["out_sharding"])
   mesh = metadata.get("mesh")
-  axes = {axis for entry in spec for axis in ((entry,) if isinstance(entry, str) else entry or ())}
+  axes = {axis for entry in spec for axis in axes_of(entry)}
   if mesh is None or not axes <= set(mesh.axis_names):
     return None
   return NamedSharding(mesh, jax.P(*spec))

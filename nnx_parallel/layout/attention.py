@@ -8,7 +8,7 @@ from typing import Any
 from flax import nnx
 
 from nnx_parallel.errors import ShardingError
-from nnx_parallel.layout.variables import Names, occurrences, path_str
+from nnx_parallel.layout.variables import Names, axes_of, occurrences, path_str
 
 
 def check_attention(model: nnx.Module, mesh: Mapping[str, int]) -> list[str]:
@@ -68,4 +68,4 @@ def _annotation(variable: Any) -> Names | None:
 
 
 def _flat(names: Names) -> list[str]:
-  return [name for entry in names if entry for name in ((entry,) if isinstance(entry, str) else entry)]
+  return [name for entry in names if entry for name in axes_of(entry)]

@@ -19,7 +19,7 @@ from nnx_parallel.errors import MeshError, ShardingError
 from nnx_parallel.layout.mesh import AnyMesh, axis_sizes
 from nnx_parallel.layout.resolve import resolve_spec
 from nnx_parallel.layout.rules import LogicalRules, RuleSet
-from nnx_parallel.layout.variables import Entry
+from nnx_parallel.layout.variables import Entry, axes_of, entry_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -168,17 +168,16 @@ def _spec(
   found = resolve_spec(names, shape, sizes, scope.rules if scope else None, path="an activation")
   entries: list[Any] = []
   for entry, padding in zip(found.spec, found.padding, strict=True):
-    axes = () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
-    kept = tuple(axis for axis in axes if axis not in manual)
+    kept = tuple(axis for axis in axes_of(entry) if axis not in manual)
     if padding:
       entries.append(None if explicit else PartitionSpec.UNCONSTRAINED)
     else:
-      entries.append(kept[0] if len(kept) == 1 else kept or None)
+      entries.append(entry_of(kept))
   return PartitionSpec(*entries)
 
 
 def _check_axes_only(names: tuple[Entry, ...], sizes: dict[str, int]) -> None:
-  flat = [name for entry in names if entry for name in ((entry,) if isinstance(entry, str) else entry)]
+  flat = [name for entry in names if entry for name in axes_of(entry)]
   unknown = [name for name in flat if name not in sizes]
   if unknown:
     raise ShardingError(

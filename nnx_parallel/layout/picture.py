@@ -15,6 +15,7 @@ from nnx_parallel.errors import PlanError
 from nnx_parallel.layout.leaf import LeafPlan
 from nnx_parallel.layout.mesh import AnyMesh, axis_sizes
 from nnx_parallel.layout.render import format_array, format_bytes, format_spec
+from nnx_parallel.layout.variables import axes_of
 
 LIMIT = 16
 """Blocks drawn along one side; what is beyond is counted in words."""
@@ -95,9 +96,8 @@ def _places(mesh: AnyMesh) -> list[tuple[int, dict[str, int]]]:
 
 
 def _position(entry: Any, place: dict[str, int], mesh: AnyMesh) -> int:
-  axes = () if not entry else (entry,) if isinstance(entry, str) else tuple(entry)
   position = 0
-  for axis in axes:  # major to minor
+  for axis in axes_of(entry):  # major to minor
     position = position * axis_sizes(mesh)[axis] + place[axis]
   return position
 

@@ -34,7 +34,7 @@ from nnx_parallel.layout.resolve import resolve_spec
 from nnx_parallel.layout.rules import UNEVEN, RuleSet, Uneven
 from nnx_parallel.layout.sharded_optimizer import Placement
 from nnx_parallel.layout.tracing import Trace, side_effects
-from nnx_parallel.layout.variables import Path, array_leaves, path_str, value_of
+from nnx_parallel.layout.variables import Path, array_leaves, entry_of, path_str, value_of
 
 if TYPE_CHECKING:
   from nnx_parallel.layout.audit import Audit, Trainable
@@ -409,8 +409,7 @@ class ShardingPlan:
       # Sizes that everything divides: whether a given batch does is checked where it is placed.
       shape = (self.mesh.size,) * ndim
       return resolve_spec(names, shape, sizes, self.rules.logical, path=f"inputs of {ndim} dims").spec
-    axes = self._batch_axes
-    return PartitionSpec(axes[0] if len(axes) == 1 else axes or None, *([None] * (ndim - 1)))
+    return PartitionSpec(entry_of(self._batch_axes), *([None] * (ndim - 1)))
 
   def scope(self) -> contextlib.AbstractContextManager[None]:
     """Puts this plan's rules and mesh in scope for `constrain`; a missing `batch` rule is `batch_spec`'s.

@@ -14,9 +14,10 @@ from jax.sharding import AbstractMesh, NamedSharding
 
 from nnx_parallel.create.instantiate import instantiate
 from nnx_parallel.errors import ReportError
+from nnx_parallel.layout.constrain import default_rules
 from nnx_parallel.layout.mesh import axis_sizes, is_explicit
 from nnx_parallel.layout.plan import ShardingPlan
-from nnx_parallel.layout.variables import Path, path_str, variables
+from nnx_parallel.layout.variables import Path, axes_of, path_str, variables
 from nnx_parallel.report import hlo
 from nnx_parallel.report.chips import Chip, chip_of
 from nnx_parallel.report.chips import chip as chip_named
@@ -164,7 +165,8 @@ def compile_report(
   Args:
     step: what `train_step` or `eval_step` made, a function under `nnx.jit` or `jax.jit`, or a program that
       is already lowered or compiled.
-    plan: the layout of the step's model and optimizer; arrays that do not exist stand in for them.
+    plan: the layout of the step's model and optimizer; arrays that do not exist stand in for them. Its rules
+      are in scope for `constrain`, unless the caller has others there.
     *args: without a plan, the arguments of the step, real or abstract; with one, what follows the batch.
     batch: a pytree of arrays or `jax.ShapeDtypeStruct`s of the global batch.
     topology: a machine that is not here, e.g. `"tpu:v5e:4x4"` or `"gpu:h100:2x8"`; by default the devices
@@ -198,7 +200,8 @@ def compile_report(
   here = _placed(plan, topology)
   objects = instantiate(here, {root: here.abstract_state(root) for root in ("model", "optimizer")})
   objects = objects if isinstance(objects, tuple) else (objects,)
-  lowered = step.lower(*objects, abstract_batch(here, batch), *args)
+  with default_rules(here.scope()):
+    lowered = step.lower(*objects, abstract_batch(here, batch), *args)
   names = [_plan_name(path) for path in variables(objects)]
   report = report_of(
     _plain(lowered),
@@ -208,9 +211,7 @@ def compile_report(
     names={f"arrays[{index}]": name for index, name in enumerate(names)},
     quantities=_quantities(here, batch),
   )
-  entry = here.batch_spec(1)[0]
-  axes = (entry,) if isinstance(entry, str) else tuple(entry or ())
-  shards = math.prod(axis_sizes(here.mesh)[axis] for axis in axes)
+  shards = math.prod(axis_sizes(here.mesh)[axis] for axis in axes_of(here.batch_spec(1)[0]))
   return dataclasses.replace(report, examples=_examples(step, batch, shards), batch_split=shards)
 
 

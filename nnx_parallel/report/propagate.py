@@ -17,6 +17,7 @@ from typing import Any
 from jax.extend import core
 from jax.sharding import PartitionSpec
 
+from nnx_parallel.layout.variables import axes_of
 from nnx_parallel.report.fusion import is_fused
 from nnx_parallel.train.jaxprs import CHECKPOINTS, called, nbytes, opened, scan_counts
 
@@ -345,7 +346,7 @@ def _constraint(eqn: Any, before: Axes) -> Axes:
     if entry is PartitionSpec.UNCONSTRAINED:
       dims.append(own)
     else:
-      dims.append((entry,) if isinstance(entry, str) else tuple(entry or ()))
+      dims.append(axes_of(entry))
   return (*dims, *(((),) * (len(before) - len(dims))))
 
 

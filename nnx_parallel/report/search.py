@@ -243,7 +243,7 @@ def search(
     notes += (f"No remat policy was tried, since none finds a layer in the loss. Fix: {MARK_LAYERS}.",)
   scoped = _scoped(init, loss, rules, batch)
   if compile_best and optimizer is not None:
-    task = Task(init, loss, rules, optimizer, batch, target, scoped)
+    task = Task(init, loss, rules, optimizer, batch, target)
     fitting, best, more = compile_first(task, fitting, compile_best)
     notes += more
   return SearchResult(target, tuple(fitting), tuple(too_large), refused, best, notes, scoped)

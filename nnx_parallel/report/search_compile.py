@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -12,7 +11,6 @@ import jax
 import optax
 
 from nnx_parallel.layout.mesh import abstract_mesh
-from nnx_parallel.layout.plan import ShardingPlan
 from nnx_parallel.layout.plan import plan as make_plan
 from nnx_parallel.layout.rules import RuleSet
 from nnx_parallel.report.compile_report import compile_report
@@ -34,7 +32,6 @@ class Task:
   optimizer: optax.GradientTransformation
   batch: Any
   machine: Machine
-  scoped: bool
 
 
 def compile_candidate(task: Task, candidate: Candidate, topology: str) -> Candidate:
@@ -57,30 +54,12 @@ def compile_candidate(task: Task, candidate: Candidate, topology: str) -> Candid
     **place,
   )
 
-  step = train_step(
-    scoped_loss(layout, task.loss) if task.scoped else task.loss,
-    remat=candidate.remat,
-    microbatches=candidate.microbatches,
-  )
+  step = train_step(task.loss, remat=candidate.remat, microbatches=candidate.microbatches)
   report = compile_report(step, layout, batch=task.batch, topology=topology, chip=task.machine.chip)
   batch_axes = set(plan_batch_axes(layout))
   splitting = {axis for part in parameter_parts(layout) for axis in part.split}
   time = program_time(report, candidate.time, task.machine, batch_axes & splitting)
   return dataclasses.replace(candidate, report=report, compiled=time)
-
-
-def scoped_loss(plan: ShardingPlan, loss: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
-  """The loss with a plan's rules in scope, so that `constrain` knows the names.
-
-  The mesh is that of the arrays: a named topology's, say, which the plan does not know yet.
-  """
-
-  @functools.wraps(loss)
-  def scoped(model: Any, batch: Any) -> Any:
-    with plan.scope():
-      return loss(model, batch)
-
-  return scoped
 
 
 def compile_best(

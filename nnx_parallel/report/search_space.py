@@ -16,6 +16,7 @@ from nnx_parallel.layout.mesh import abstract_mesh
 from nnx_parallel.layout.plan import ShardingPlan
 from nnx_parallel.layout.plan import plan as make_plan
 from nnx_parallel.layout.rules import RuleSet
+from nnx_parallel.layout.variables import axes_of
 from nnx_parallel.report.workload import Workload, finds_layers, trace_workload
 from nnx_parallel.train.remat import Remat
 
@@ -174,12 +175,8 @@ def _space(
     works=works,
     limits=limits,
     needed=frozenset(axis for name, dim in changes.items() if name != "batch" for axis in dim),
-    names=frozenset(name for leaf in probe.leaves for entry in leaf.names or () for name in _flat(entry)),
+    names=frozenset(name for leaf in probe.leaves for entry in leaf.names or () for name in axes_of(entry)),
   )
-
-
-def _flat(entry: Any) -> tuple[str, ...]:
-  return (entry,) if isinstance(entry, str) else tuple(entry or ())
 
 
 def _limits(probe: ShardingPlan, work: Workload) -> dict[tuple[int, tuple[str, ...]], str]:
@@ -188,7 +185,7 @@ def _limits(probe: ShardingPlan, work: Workload) -> dict[tuple[int, tuple[str, .
   for leaf in probe.leaves:
     if leaf.root == "model":
       for dim, entry in enumerate(leaf.spec):
-        axes = _flat(entry)
+        axes = axes_of(entry)
         if axes:
           limits.setdefault((leaf.shape[dim], axes), f"{leaf.name} dim {dim}")
   for size, axes in sorted(work.constrained):

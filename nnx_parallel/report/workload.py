@@ -18,6 +18,7 @@ from nnx_parallel.layout.leaf import LeafPlan
 from nnx_parallel.layout.mesh import abstract_mesh, axis_sizes
 from nnx_parallel.layout.optimizer_layout import owner
 from nnx_parallel.layout.plan import ShardingPlan
+from nnx_parallel.layout.variables import axes_of
 from nnx_parallel.report.fusion import stored
 from nnx_parallel.report.propagate import Flow, Kept, Move, Product, Propagation
 from nnx_parallel.train.gradients import Gradients, is_scattered
@@ -247,9 +248,7 @@ def parameter_parts(plan: ShardingPlan) -> tuple[Part, ...]:
 
 def plan_batch_axes(plan: ShardingPlan) -> tuple[str, ...]:
   """Axes that split the batch, of those in the mesh."""
-  entry = plan.batch_spec(1)[0]
-  axes = (entry,) if isinstance(entry, str) else tuple(entry or ())
-  return tuple(axis for axis in axes if axis in axis_sizes(plan.mesh))
+  return tuple(axis for axis in axes_of(plan.batch_spec(1)[0]) if axis in axis_sizes(plan.mesh))
 
 
 class _Traces:
@@ -467,5 +466,5 @@ def _merge_reduced(rows: Iterable[tuple[Part, Split]]) -> tuple[tuple[Part, Spli
 
 
 def _dims(spec: Any, rank: int) -> tuple[tuple[str, ...], ...]:
-  dims = [(entry,) if isinstance(entry, str) else tuple(entry or ()) for entry in spec]
+  dims = [axes_of(entry) for entry in spec]
   return (*dims, *(((),) * (rank - len(dims))))

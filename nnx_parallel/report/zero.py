@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 
 from nnx_parallel.layout import optimizer_layout
+from nnx_parallel.layout.variables import axes_of
 from nnx_parallel.report.workload import Leaf, Part, Sizes, Workload
 
 
@@ -59,5 +60,5 @@ def _spread(leaf: Leaf, axes: tuple[str, ...], sizes: Sizes) -> Part:
   if not leaf.spreads:
     return leaf.part
   spec, _ = optimizer_layout.spread(leaf.spec, leaf.shape, axes, sizes)
-  split = {axis for entry in spec if entry for axis in ((entry,) if isinstance(entry, str) else entry)}
+  split = {axis for entry in spec for axis in axes_of(entry)}
   return Part(leaf.part.bytes, frozenset(split))

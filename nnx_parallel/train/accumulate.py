@@ -12,6 +12,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from nnx_parallel.errors import TrainError
 from nnx_parallel.layout.constrain import spent
+from nnx_parallel.layout.variables import axes_of
 from nnx_parallel.train.floats import widen
 from nnx_parallel.train.losses import Terms
 
@@ -346,4 +347,4 @@ def inner_equations(eqn: Any) -> Iterator[Any]:
 
 def _names(sharding: Any) -> set[str]:
   spec = getattr(sharding, "spec", ())
-  return {axis for entry in spec if entry for axis in ((entry,) if isinstance(entry, str) else tuple(entry))}
+  return {axis for entry in spec for axis in axes_of(entry)}

@@ -18,7 +18,7 @@ from nnx_parallel.errors import TrainError
 from nnx_parallel.layout.constrain import default_rules
 from nnx_parallel.layout.leaf import Root
 from nnx_parallel.layout.plan import ShardingPlan
-from nnx_parallel.layout.variables import Path, value_of
+from nnx_parallel.layout.variables import Path, axes_of, value_of
 from nnx_parallel.train.accumulate import Layout
 from nnx_parallel.train.binding import ALONE, PATIENCE, Binding, Template, exhaust, objects_in, put, shared
 from nnx_parallel.train.compiled import Compile, Compiled, logger
@@ -444,7 +444,7 @@ class _Bound:
         for where, mine, stage in zip(split, own, stages, strict=True)
       ]
       scattered = any(a is not b for a, b in zip(trained, own, strict=True))
-      used = {axis for s in binding.shardings[: _model_leaves(binding)] if s for axis in _axes_of(s)}
+      used = {axis for s in binding.shardings[: _model_leaves(binding)] if s for axis in _axes_in(s)}
       return Layout(binding.mesh, trained, scattered, frozenset(used), axes)
 
     def train_step(arrays: list[Any], batch: Any) -> tuple[list[Any], Metrics]:
@@ -506,7 +506,7 @@ def _split_further(binding: Binding, path: Path) -> NamedSharding | None:
     # With several models, the key comes first in both paths; optimizers say `opt_state` after it.
     tail = path[1:] if other[:2] == (1, path[0]) else path
     if other[0] == 1 and other[-len(tail) :] == tail and value_of(leaf).shape == shape:
-      if own is None or sharding is None or _axes_of(sharding) <= _axes_of(own):
+      if own is None or sharding is None or _axes_in(sharding) <= _axes_in(own):
         return None
       # The state may lie in the host's memory; gradients do not.
       return NamedSharding(own.mesh, sharding.spec, memory_kind=own.memory_kind)
@@ -567,13 +567,8 @@ def _model_leaves(binding: Binding) -> int:
   return sum(path[0] == 0 for path in binding.template.paths)
 
 
-def _axes_of(sharding: NamedSharding) -> set[str]:
-  return {
-    axis
-    for entry in sharding.spec
-    if entry
-    for axis in ((entry,) if isinstance(entry, str) else tuple(entry))
-  }
+def _axes_in(sharding: NamedSharding) -> set[str]:
+  return {axis for entry in sharding.spec for axis in axes_of(entry)}
 
 
 def _batch_axes(batch: Any) -> tuple[str, ...]:
@@ -583,6 +578,5 @@ def _batch_axes(batch: Any) -> tuple[str, ...]:
     sharding = getattr(leaf, "sharding", None)
     if not isinstance(sharding, NamedSharding) or not jnp.ndim(leaf) or not sharding.spec:
       return ()
-    entry = sharding.spec[0]
-    found.add((entry,) if isinstance(entry, str) else tuple(entry or ()))
+    found.add(axes_of(sharding.spec[0]))
   return found.pop() if len(found) == 1 else ()

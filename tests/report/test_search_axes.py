@@ -85,7 +85,7 @@ def find(kind, topology="cpu:8", **options):
 
 
 def task(kind, topology="cpu:8"):
-  return Task(lambda: kind(nnx.Rngs(0)), loss, RULES, ADAM, BATCH, machine(topology), scoped=True)
+  return Task(lambda: kind(nnx.Rngs(0)), loss, RULES, ADAM, BATCH, machine(topology))
 
 
 def run_code(result, kind):
