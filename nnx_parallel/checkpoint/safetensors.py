@@ -105,7 +105,7 @@ def import_safetensors(
     CheckpointError: an incomplete mapping, or a shape or dtype that does not fit, named.
   """
   rules = mapping or Identity()
-  target = targets.read(plan, optimizer="fresh")
+  target = targets.read(plan, optimizer="drop" if plan.tx is None else "fresh")
   patterns = preflight.Patterns(None, skip)
   wanted = {p: w for p, w in target.wanted["model"].items() if not patterns.leaves_out(p)}
 
