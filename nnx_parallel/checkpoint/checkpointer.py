@@ -59,6 +59,8 @@ class _Job:
 _UNFINISHED: set[Checkpointer] = set()
 """Those with a background save that goes on or has failed: kept alive, so that the error is raised."""
 
+_LIVE: weakref.WeakSet[Checkpointer] = weakref.WeakSet()
+
 
 class Checkpointer:
   """Saves and restores steps in a directory.
@@ -131,7 +133,7 @@ class Checkpointer:
     # needs them. Only this hook comes earlier; the error, if any, is left for atexit to raise.
     finish = functools.partial(_if_alive, weakref.WeakMethod(self._drain))
     threading._register_atexit(finish)  # pyright: ignore
-    self._recover()
+    _LIVE.add(self)
 
   def __enter__(self) -> Checkpointer:
     return self
@@ -515,14 +517,11 @@ class Checkpointer:
     if self._pending is not None:
       concurrent.futures.wait([self._pending])
 
-  def _recover(self) -> None:
-    """Cleans up after a killed writer, unless one is alive or nothing may be written."""
-    if not self.directory.is_dir() or jax.process_index() != 0:
-      return
-    if not (self.directory / files.LOCK).exists():
-      return  # nothing was ever saved here
-    with contextlib.suppress(CheckpointError, OSError), files.writer_lock(self.directory):
-      files.sweep(self.directory)
+  def _forget_parent(self) -> None:
+    """Makes the copy in a forked process whole: it has none of its parent's threads, saves and signals."""
+    self._pool = concurrent.futures.ThreadPoolExecutor(1, "nnx_parallel-checkpoint")
+    self._pending = None
+    self._termination.stop()
 
   def _compare(self, record: Manifest, goal: targets.Target, **choose: Any) -> Diff:
     folder = self._catalog.folder(record.step)
@@ -669,6 +668,17 @@ def _no_target(directory: epath.Path) -> CheckpointError:
     fix="pass a plan, a live model, or a tree of jax.ShapeDtypeStruct with shardings; "
     "as_numpy=True returns numpy arrays.",
   )
+
+
+def _after_fork() -> None:
+  files.drop_locks()
+  _UNFINISHED.clear()
+  for checkpointer in _LIVE:
+    checkpointer._forget_parent()  # pyright: ignore[reportPrivateUsage]
+
+
+if hasattr(os, "register_at_fork"):
+  os.register_at_fork(after_in_child=_after_fork)
 
 
 def _if_alive(method: weakref.WeakMethod[Callable[[], None]]) -> None:

@@ -5,8 +5,8 @@ block is a range of the global array, of about `BLOCK_BYTES`, fixed by the array
 care about order, so shards are digested where they are, without communication, and only a few numbers per
 device travel. The same values give the same digests on any mesh, any process count, and on the host.
 A change within one 32-bit word (an element of up to four bytes, half of one of eight) always changes its
-block's digest; other damage passes with a probability of about 2**-32, structured damage too, such as the same
-bit flipped in several elements. That guards against rot, not malice.
+block's digest. Other damage passes with a probability of about 2**-32, also structured damage such as the
+same bit flipped in several elements. That guards against rot, not malice.
 """
 
 from __future__ import annotations
