@@ -14,11 +14,9 @@ import contextlib
 import errno
 import functools
 import hashlib
-import math
 import os
 import shutil
 import socket
-import time
 import warnings
 from collections.abc import Callable, Generator, Iterable
 from typing import TypeVar
@@ -44,7 +42,7 @@ def is_local(directory: epath.Path) -> bool:
 
 
 def saved_steps(directory: epath.Path) -> list[int]:
-  """The steps that have a manifest, oldest first; other folders, empty ones too, do not count."""
+  """The steps that have a manifest, smallest number first; other folders, empty ones too, do not count."""
   if not directory.is_dir():
     return []
   named = ((entry, entry.name.removesuffix(REPLACED)) for entry in directory.iterdir())
@@ -79,18 +77,6 @@ def _is_foreign(folder: epath.Path) -> bool:
   with contextlib.suppress(FileNotFoundError):
     return folder.is_dir() and any(folder.iterdir()) and not file.exists()
   return False
-
-
-def commit_time(directory: epath.Path) -> float:
-  """The time, in seconds since 1970, to give a step that is committed now: after that of every other.
-
-  The order of these times says which step is the newest, also when the clock went back in between.
-  """
-  last = -math.inf
-  for step in saved_steps(directory):
-    with contextlib.suppress(CheckpointError):
-      last = max(last, manifest.read(directory / str(step)).time)
-  return max(time.time(), math.nextafter(last, math.inf))
 
 
 @contextlib.contextmanager
