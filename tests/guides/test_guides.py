@@ -15,7 +15,9 @@ spec.loader.exec_module(runner)
 
 
 @pytest.mark.parametrize("page", runner.pages(), ids=lambda page: page.name)
-def test_guide_runs(page):
+def test_guide_runs(page, tmp_path):
+  if page.name == "README.md":  # its script is the one that people keep in a folder and start again
+    page = write(tmp_path, 2 * page.read_text())
   result = runner.run(page)
   assert result.returncode == 0, result.stdout
 
