@@ -35,7 +35,7 @@ class Catalog:
 
   def folder(self, step: int) -> epath.Path:
     """Of a step."""
-    return self.directory / str(step)
+    return files.folder_of(self.directory, step)
 
   def manifest(self, step: int) -> Manifest:
     """Of a step; read and checked.

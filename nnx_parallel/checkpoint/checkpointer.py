@@ -14,7 +14,6 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterable
 from collections.abc import Mapping as MappingType
-from contextlib import AbstractContextManager
 from typing import Any
 
 import jax
@@ -39,7 +38,6 @@ from nnx_parallel.checkpoint.mapping import Mapping
 from nnx_parallel.checkpoint.placement import no_mesh
 from nnx_parallel.checkpoint.preflight import Diff, compare
 from nnx_parallel.checkpoint.retention import Retention
-from nnx_parallel.checkpoint.sigterm import Termination
 from nnx_parallel.checkpoint.targets import Only
 from nnx_parallel.errors import CheckpointError
 
@@ -60,6 +58,8 @@ class _Job:
 
 _UNFINISHED: set[Checkpointer] = set()
 """Those with a background save that goes on or has failed: kept alive, so that the error is raised."""
+
+_LIVE: weakref.WeakSet[Checkpointer] = weakref.WeakSet()
 
 
 class Checkpointer:
@@ -129,14 +129,13 @@ class Checkpointer:
     self._position: int | None = None  # the step that this run resumed from or saved last
     self._restored_step: int | None = None
     self._closed = False
-    self._termination = Termination()
     self._at_exit = functools.partial(_if_alive, weakref.WeakMethod(self.wait))
     atexit.register(self._at_exit)
     # atexit comes too late to finish a background save: by then Python starts no more threads, and Orbax
     # needs them. Only this hook comes earlier; the error, if any, is left for atexit to raise.
     finish = functools.partial(_if_alive, weakref.WeakMethod(self._drain))
     threading._register_atexit(finish)  # pyright: ignore
-    self._recover()
+    _LIVE.add(self)
 
   def __enter__(self) -> Checkpointer:
     return self
@@ -182,7 +181,7 @@ class Checkpointer:
       CheckpointError: the step exists, or newer ones of another run do; a leaf cannot be stored, the disk
         refuses, another job is writing here, or an earlier background save failed.
     """
-    with self.hold(), no_mesh():
+    with no_mesh():
       self._save(step, model, optimizer, only, extra, metrics, plan, overwrite)
 
   def _save(
@@ -228,18 +227,17 @@ class Checkpointer:
     Raises:
       CheckpointError: it failed.
     """
-    with self.hold():
-      pending = self._pending
-      if pending is None:
-        return
-      try:
-        agree.together(pending.result)
-        if self._saving is not None:
-          self._position = self._saving
-      finally:
-        if pending.done():  # else an interrupt ended the wait, and the save is still to be waited for
-          self._pending = None
-          _UNFINISHED.discard(self)
+    pending = self._pending
+    if pending is None:
+      return
+    try:
+      agree.together(pending.result)
+      if self._saving is not None:
+        self._position = self._saving
+    finally:
+      if pending.done():  # else an interrupt ended the wait, and the save is still to be waited for
+        self._pending = None
+        _UNFINISHED.discard(self)
 
   def close(self) -> None:
     """Waits for a background save and lets the object go.
@@ -248,55 +246,11 @@ class Checkpointer:
       CheckpointError: the save failed.
     """
     self._closed = True
-    self._termination.stop()
     atexit.unregister(self._at_exit)
     try:
       self.wait()
     finally:
       self._pool.shutdown()
-
-  def save_on_sigterm(self, state: Callable[[], MappingType[str, Any]]) -> None:
-    """Saves when the process is asked to end, then ends it; undone by `close`.
-
-    The save happens where Python handles signals, between two operations of the main thread, but never
-    inside a block of `hold` or another call of this object. Put the updates into such blocks: while a step
-    runs, the arrays of the model are donated and cannot be saved. For jobs of one process only: several
-    would be interrupted at different steps.
-
-    Args:
-      state: called then; returns the arguments of `save`, for example
-        `lambda: {"step": step, "model": model, "optimizer": optimizer}`.
-
-    Raises:
-      CheckpointError: a job of several processes.
-    """
-    if jax.process_count() > 1:
-      raise CheckpointError(
-        f"save_on_sigterm is for jobs of one process, and this one has {jax.process_count()}.",
-        fix="save often; or ask jax.experimental.multihost_utils.reached_preemption_sync_point(step) in the"
-        " loop, and save when it says so.",
-      )
-
-    def save_now() -> None:
-      self.wait()
-      arguments = dict(state())
-      step = arguments.pop("step")
-      if arguments.get("overwrite") or step not in self.steps():
-        self.save(step, **arguments)
-        self.wait()
-
-    self._termination.watch(save_now)
-
-  def hold(self) -> AbstractContextManager[None]:
-    """Puts off the save of `save_on_sigterm` until the block is left.
-
-    Example:
-      >>> import tempfile
-      >>> checkpointer = Checkpointer(tempfile.mkdtemp())
-      >>> with checkpointer.hold():
-      ...   pass  # train_step(model, optimizer, batch); step += 1
-    """
-    return self._termination.hold()
 
   # Finding.
 
@@ -413,7 +367,7 @@ class Checkpointer:
       "rename": rename,
       "cast": cast,
     }
-    with self.hold(), no_mesh():
+    with no_mesh():
       self.wait()
       agree.together(
         lambda: self._check_choices(target, choose, mapping, optimizer, on_corrupt, as_numpy, filtered)
@@ -449,7 +403,7 @@ class Checkpointer:
       CheckpointError: no such step or name, leaves that do not fit, damage, or neither target nor
         `as_numpy`.
     """
-    with self.hold(), no_mesh():
+    with no_mesh():
       self.wait()
       record = self.metadata(self._restored_step if step is None else step)
       if name in record.extra:
@@ -540,14 +494,10 @@ class Checkpointer:
     if self._pending is not None:
       concurrent.futures.wait([self._pending])
 
-  def _recover(self) -> None:
-    """Cleans up after a killed writer, unless one is alive or nothing may be written."""
-    if not self.directory.is_dir() or jax.process_index() != 0:
-      return
-    if not (self.directory / files.LOCK).exists():
-      return  # nothing was ever saved here
-    with contextlib.suppress(CheckpointError, OSError), files.writer_lock(self.directory):
-      files.sweep(self.directory)
+  def _forget_parent(self) -> None:
+    """Makes the copy in a forked process whole: it has none of its parent's threads, saves and signals."""
+    self._pool = concurrent.futures.ThreadPoolExecutor(1, "nnx_parallel-checkpoint")
+    self._pending = None
 
   def _compare(self, record: Manifest, goal: targets.Target, **choose: Any) -> Diff:
     folder = self._catalog.folder(record.step)
@@ -720,6 +670,17 @@ def _no_target(directory: epath.Path) -> CheckpointError:
     fix="pass a plan, a live model, or a tree of jax.ShapeDtypeStruct with shardings; "
     "as_numpy=True returns numpy arrays.",
   )
+
+
+def _after_fork() -> None:
+  files.drop_locks()
+  _UNFINISHED.clear()
+  for checkpointer in _LIVE:
+    checkpointer._forget_parent()  # pyright: ignore[reportPrivateUsage]
+
+
+if hasattr(os, "register_at_fork"):
+  os.register_at_fork(after_in_child=_after_fork)
 
 
 def _if_alive(method: weakref.WeakMethod[Callable[[], None]]) -> None:

@@ -24,10 +24,10 @@ def flip(path, bit=37):
 
 def test_damage_to_any_file_is_found_and_named():
   # The long form is `make torture`.
-  found = torture.corruptions(60, seed=1)
+  found = torture.corruptions(20, seed=1)
   assert found["wrong"] == 0
   assert found["unnamed"] == 0
-  assert found["named"] + found["harmless"] == 60
+  assert found["named"] + found["harmless"] == 20
 
 
 def test_a_flipped_bit_names_the_leaf_and_its_files(saved):
