@@ -203,7 +203,7 @@ def _encode_leaf(
       f"cannot save {name}: its array was donated to a compiled function and is gone.",
       fix="save the arrays that the step returned, or save before the step.",
     )
-  array = np.asarray(leaf) if isinstance(leaf, np.generic) else leaf
+  array = encoding.plain_array(leaf, path=name)
   shape = tuple(tree.shapes.get(path, array.shape))
   how = encoding.encoding_of(shape, array.dtype, path=name)
   stored = None
