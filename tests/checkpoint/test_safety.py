@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import pytest
 
 from checkpoint.runs import arrays, assert_same, target_of
-from nnx_parallel.checkpoint import files
+from nnx_parallel.checkpoint import _orbax, files
 from nnx_parallel.checkpoint.checkpointer import Checkpointer
 from nnx_parallel.errors import CheckpointError
 
@@ -213,6 +213,27 @@ def test_folders_of_others_are_left_alone(tmp_path):
     checkpointer.restore(arrays(), 5)
 
 
+def test_a_path_that_the_array_store_reads_otherwise_is_refused(tmp_path):
+  with pytest.raises(CheckpointError, match=r"holds a backslash.*\n.*\n  Fix: rename"):
+    Checkpointer(tmp_path / "a\\b" / "run")
+  assert names(tmp_path) == []
+
+
+def test_arrays_that_are_stored_elsewhere_are_missed_before_the_commit(saved, monkeypatch):
+  directory, trees = saved
+  real = _orbax.start_save
+
+  def start(folder, items, **options):
+    return real(folder, {"model": {"b": items["model"]["b"]}}, **options)
+
+  monkeypatch.setattr(_orbax, "start_save", start)
+  with pytest.raises(
+    CheckpointError, match=r"cannot save step 3: .* no files of model/half, model/step, model/w"
+  ):
+    Checkpointer(directory).save(3, trees[1])
+  assert names(directory) == ["1", "2"]
+
+
 def test_nothing_to_restore(tmp_path):
   with pytest.raises(CheckpointError, match=r"cannot find a checkpoint in .*\n  there is no such directory"):
     Checkpointer(tmp_path / "none").restore(arrays())
@@ -296,7 +317,7 @@ def test_a_background_save_is_finished_at_exit(tmp_path):
 def test_a_background_error_is_shown_at_exit(tmp_path):
   code = """
     import sys, jax.numpy as jnp
-    from nnx_parallel.checkpoint import files
+    from nnx_parallel.checkpoint import _orbax, files
     from nnx_parallel.checkpoint.checkpointer import Checkpointer
     def fail(_): raise OSError(28, "No space left on device")
     files.make_tree_durable = fail
@@ -343,7 +364,7 @@ def test_sigterm_during_a_step_waits_for_its_end(tmp_path):
 def test_sigterm_during_a_save_ends_after_it(tmp_path):
   code = """
     import os, signal, sys, jax.numpy as jnp
-    from nnx_parallel.checkpoint import files
+    from nnx_parallel.checkpoint import _orbax, files
     from nnx_parallel.checkpoint.checkpointer import Checkpointer
     checkpointer = Checkpointer(sys.argv[1])
     state = {"step": 1, "model": {"w": jnp.ones(4)}}
