@@ -13,7 +13,6 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterable
 from collections.abc import Mapping as MappingType
-from contextlib import AbstractContextManager
 from typing import Any
 
 import jax
@@ -38,7 +37,6 @@ from nnx_parallel.checkpoint.mapping import Mapping
 from nnx_parallel.checkpoint.placement import no_mesh
 from nnx_parallel.checkpoint.preflight import Diff, compare
 from nnx_parallel.checkpoint.retention import Retention
-from nnx_parallel.checkpoint.sigterm import Termination
 from nnx_parallel.errors import CheckpointError
 
 _RESERVED = ("model", "optimizer")
@@ -128,7 +126,6 @@ class Checkpointer:
     self._position: int | None = None  # the step that this run resumed from or saved last
     self._restored_step: int | None = None
     self._closed = False
-    self._termination = Termination()
     self._at_exit = functools.partial(_if_alive, weakref.WeakMethod(self.wait))
     atexit.register(self._at_exit)
     # atexit comes too late to finish a background save: by then Python starts no more threads, and Orbax
@@ -178,7 +175,7 @@ class Checkpointer:
       CheckpointError: the step exists, or newer ones of another run do; a leaf cannot be stored, the disk
         refuses, another job is writing here, or an earlier background save failed.
     """
-    with self.hold(), no_mesh():
+    with no_mesh():
       self._save(step, model, optimizer, extra, metrics, plan, overwrite)
 
   def _save(
@@ -223,18 +220,17 @@ class Checkpointer:
     Raises:
       CheckpointError: it failed.
     """
-    with self.hold():
-      pending = self._pending
-      if pending is None:
-        return
-      try:
-        agree.together(pending.result)
-        if self._saving is not None:
-          self._position = self._saving
-      finally:
-        if pending.done():  # else an interrupt ended the wait, and the save is still to be waited for
-          self._pending = None
-          _UNFINISHED.discard(self)
+    pending = self._pending
+    if pending is None:
+      return
+    try:
+      agree.together(pending.result)
+      if self._saving is not None:
+        self._position = self._saving
+    finally:
+      if pending.done():  # else an interrupt ended the wait, and the save is still to be waited for
+        self._pending = None
+        _UNFINISHED.discard(self)
 
   def close(self) -> None:
     """Waits for a background save and lets the object go.
@@ -243,55 +239,11 @@ class Checkpointer:
       CheckpointError: the save failed.
     """
     self._closed = True
-    self._termination.stop()
     atexit.unregister(self._at_exit)
     try:
       self.wait()
     finally:
       self._pool.shutdown()
-
-  def save_on_sigterm(self, state: Callable[[], MappingType[str, Any]]) -> None:
-    """Saves when the process is asked to end, then ends it; undone by `close`.
-
-    The save happens where Python handles signals, between two operations of the main thread, but never
-    inside a block of `hold` or another call of this object. Put the updates into such blocks: while a step
-    runs, the arrays of the model are donated and cannot be saved. For jobs of one process only: several
-    would be interrupted at different steps.
-
-    Args:
-      state: called then; returns the arguments of `save`, for example
-        `lambda: {"step": step, "model": model, "optimizer": optimizer}`.
-
-    Raises:
-      CheckpointError: a job of several processes.
-    """
-    if jax.process_count() > 1:
-      raise CheckpointError(
-        f"save_on_sigterm is for jobs of one process, and this one has {jax.process_count()}.",
-        fix="save often; or ask jax.experimental.multihost_utils.reached_preemption_sync_point(step) in the"
-        " loop, and save when it says so.",
-      )
-
-    def save_now() -> None:
-      self.wait()
-      arguments = dict(state())
-      step = arguments.pop("step")
-      if arguments.get("overwrite") or step not in self.steps():
-        self.save(step, **arguments)
-        self.wait()
-
-    self._termination.watch(save_now)
-
-  def hold(self) -> AbstractContextManager[None]:
-    """Puts off the save of `save_on_sigterm` until the block is left.
-
-    Example:
-      >>> import tempfile
-      >>> checkpointer = Checkpointer(tempfile.mkdtemp())
-      >>> with checkpointer.hold():
-      ...   pass  # train_step(model, optimizer, batch); step += 1
-    """
-    return self._termination.hold()
 
   # Finding.
 
@@ -410,7 +362,7 @@ class Checkpointer:
       "rename": rename,
       "cast": cast,
     }
-    with self.hold(), no_mesh():
+    with no_mesh():
       self.wait()
       goal = agree.together(
         lambda: self._goal(target, choose, mapping, optimizer, on_corrupt, as_numpy=as_numpy)
@@ -439,7 +391,7 @@ class Checkpointer:
       CheckpointError: no such step or name, leaves that do not fit, damage, or neither target nor
         `as_numpy`.
     """
-    with self.hold(), no_mesh():
+    with no_mesh():
       self.wait()
       record = self.metadata(self._restored_step if step is None else step)
       if name in record.extra:
@@ -531,10 +483,9 @@ class Checkpointer:
       concurrent.futures.wait([self._pending])
 
   def _forget_parent(self) -> None:
-    """Makes the copy in a forked process whole: it has none of its parent's threads, saves and signals."""
+    """Makes the copy in a forked process whole: it has none of its parent's threads and saves."""
     self._pool = concurrent.futures.ThreadPoolExecutor(1, "nnx_parallel-checkpoint")
     self._pending = None
-    self._termination.stop()
 
   def _compare(self, record: Manifest, goal: targets.Target, **choose: Any) -> Diff:
     folder = self._catalog.folder(record.step)

@@ -59,7 +59,7 @@ def test_inspect(run_dir, capsys):
   assert "loss=0.25" in text
   assert "mesh         {'fsdp': 8}" in text
   assert 'data         {"samples": 640}' in text
-  assert "    kernel  float32[16,32]  Param\n" in text
+  assert "kernel     Param  float32[16,32]  2 KiB\n" in text
   assert "mu.kernel" not in text
   assert main(["inspect", str(run_dir / "run"), "--step", "15"]) == 1
   assert "cannot find step 15" in capsys.readouterr().err

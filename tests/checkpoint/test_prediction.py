@@ -106,7 +106,7 @@ def test_two_processes_read_their_columns_and_what_was_predicted(tmp_path):
     def counted(file, buffers, offset):
       sizes.append(read(file, buffers, offset))
       return sizes[-1]
-    os.preadv = counted
+    patch(os, "preadv", counted)
     mesh = nxp.make_mesh(x=8)
     for step, shape in ((1, (2048, 2048)), (2, (64, 65536))):
       values = np.arange(2**22, dtype=np.float32).reshape(shape)

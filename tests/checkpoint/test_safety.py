@@ -1,7 +1,6 @@
 import multiprocessing
 import os
 import shutil
-import signal
 import subprocess
 import sys
 import textwrap
@@ -135,7 +134,6 @@ def test_a_fork_during_a_background_save_ends_and_holds_nothing(saved, monkeypat
   monkeypatch.setattr(files, "make_tree_durable", slow)
   fork = multiprocessing.get_context("fork")
   with Checkpointer(directory, asynchronous=True) as checkpointer:
-    checkpointer.save_on_sigterm(lambda: {"step": 9, "model": trees[1]})
     checkpointer.save(3, trees[1])
     with warnings.catch_warnings():
       warnings.simplefilter("ignore")  # Python and jax warn of threads in forked processes
@@ -148,9 +146,8 @@ def test_a_fork_during_a_background_save_ends_and_holds_nothing(saved, monkeypat
       checkpointer.wait()
       checkpointer.save(4, trees[1])  # while the other worker lives
       checkpointer.wait()
-      long.terminate()  # as data loaders end their workers
-      long.join(10)
-      assert (short.exitcode, long.exitcode) == (0, -signal.SIGTERM)
+      assert short.exitcode == 0
+      assert long.is_alive()
     finally:
       short.kill()
       long.kill()
@@ -317,7 +314,7 @@ def test_a_background_save_is_finished_at_exit(tmp_path):
 def test_a_background_error_is_shown_at_exit(tmp_path):
   code = """
     import sys, jax.numpy as jnp
-    from nnx_parallel.checkpoint import _orbax, files
+    from nnx_parallel.checkpoint import files
     from nnx_parallel.checkpoint.checkpointer import Checkpointer
     def fail(_): raise OSError(28, "No space left on device")
     files.make_tree_durable = fail
@@ -325,61 +322,6 @@ def test_a_background_error_is_shown_at_exit(tmp_path):
     checkpointer.save(1, {"w": jnp.ones(4)})
   """
   assert "cannot save step 1" in run(code, tmp_path).stderr
-
-
-def test_sigterm_saves_and_then_ends(tmp_path):
-  code = """
-    import os, signal, sys, jax.numpy as jnp
-    from nnx_parallel.checkpoint.checkpointer import Checkpointer
-    checkpointer = Checkpointer(sys.argv[1])
-    checkpointer.save_on_sigterm(lambda: {"step": 7, "model": {"w": jnp.ones(4)}})
-    os.kill(os.getpid(), signal.SIGTERM)
-    print("still here")
-  """
-  done = run(code, tmp_path)
-  assert done.returncode == -15, done.stderr
-  assert "still here" not in done.stdout
-  assert Checkpointer(tmp_path).latest() == 7
-
-
-def test_sigterm_during_a_step_waits_for_its_end(tmp_path):
-  code = """
-    import os, signal, sys, jax.numpy as jnp
-    from nnx_parallel.checkpoint.checkpointer import Checkpointer
-    checkpointer = Checkpointer(sys.argv[1])
-    state = {"step": 1, "model": {"w": jnp.ones(4)}}
-    checkpointer.save_on_sigterm(lambda: state)
-    with checkpointer.hold():
-      state["model"]["w"].delete()
-      os.kill(os.getpid(), signal.SIGTERM)
-      checkpointer.wait()  # a block within the block
-      state = {"step": 2, "model": {"w": jnp.ones(4)}}
-    print("still here")
-  """
-  done = run(code, tmp_path)
-  assert (done.returncode, done.stdout) == (-15, ""), done.stderr
-  assert Checkpointer(tmp_path).steps() == [2]
-
-
-def test_sigterm_during_a_save_ends_after_it(tmp_path):
-  code = """
-    import os, signal, sys, jax.numpy as jnp
-    from nnx_parallel.checkpoint import _orbax, files
-    from nnx_parallel.checkpoint.checkpointer import Checkpointer
-    checkpointer = Checkpointer(sys.argv[1])
-    state = {"step": 1, "model": {"w": jnp.ones(4)}}
-    checkpointer.save_on_sigterm(lambda: state)
-    check = files.check_space
-    def asked(*arguments):
-      os.kill(os.getpid(), signal.SIGTERM)
-      check(*arguments)
-    files.check_space = asked
-    checkpointer.save(**state)
-    print("still here")
-  """
-  done = run(code, tmp_path)
-  assert (done.returncode, done.stdout) == (-15, ""), done.stderr
-  assert Checkpointer(tmp_path).steps() == [1]
 
 
 def test_killed_jobs_lose_nothing():
