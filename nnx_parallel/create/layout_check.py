@@ -104,8 +104,9 @@ def check_layout(model: nnx.Module, plan: ShardingPlan, optimizer: nnx.Optimizer
   differences = layout_differences(model, plan, optimizer)
   if not differences:
     return
-  roots = ("model",) if optimizer is None else ("model", "optimizer")
-  total = sum(leaf.root in roots for leaf in plan.leaves)
+  planned = [leaf.name for leaf in plan.leaves if leaf.root == "model" or optimizer is not None]
+  extra = len([difference for difference in differences if difference.name not in planned])
+  wrong = f"{len(differences) - extra} of {len(planned)} arrays are not laid out as planned"
   shown = [str(difference) for difference in differences[:20]]
   if len(differences) > 20:
     shown.append(f"... and {len(differences) - 20} more")
@@ -113,7 +114,7 @@ def check_layout(model: nnx.Module, plan: ShardingPlan, optimizer: nnx.Optimizer
   if optimizer is not None:
     call = "model, optimizer = nxp.reshard(model, plan, optimizer=optimizer)"
   raise LayoutMismatchError(
-    f"{len(differences)} of {total} arrays are not laid out as planned.",
+    wrong + (f", and {extra} {'is' if extra == 1 else 'are'} not in the plan." if extra else "."),
     details="\n".join(shown),
     fix=f"{call}; p[...] = x keeps a Variable's layout, p.set_value(x) does not.",
   )
