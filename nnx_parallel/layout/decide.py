@@ -84,7 +84,8 @@ class Decisions:
       if matched is None:
         return self._fallback_leaf(path, leaf)
       source, (pattern, names) = "path rule", matched
-      step, reason = f"no annotation; path rule {pattern}: {names or 'whole'}", f"rule {pattern}"
+      step = f"no annotation; path rule {pattern!r}: {names or 'whole'}"
+      reason = f"rule {abbreviated(pattern)!r}"
       if names is None:
         return self._leaf("model", path, leaf, None, None, Decision(source, f"{reason}: whole", (step,)))
       reason += f": {_shown(names)}"
@@ -116,12 +117,12 @@ class Decisions:
   def _rows(self, leaf: Any) -> int | None:
     return len(value_of(leaf).shape) + lookup.ROWS if id(leaf) in self.tables else None
 
-  def _path_rule(self, path: Path, ndim: int) -> tuple[str, Names | None] | None:
+  def _path_rule(self, path: Path, ndim: int) -> tuple[str | tuple[str, ...], Names | None] | None:
     for rules in self.rules.paths:
       rule = rules.match(path)
       if rule is not None:
         self.fired.add(id(rule))
-        return repr(rule.pattern), rule.names_for(ndim, where=path_str(path))
+        return rule.pattern, rule.names_for(ndim, where=path_str(path))
     return None
 
   def _fallback_leaf(self, path: Path, leaf: Any) -> LeafPlan:
@@ -269,6 +270,25 @@ def _written(leaf: nnx.Variable[Any]) -> int:
   """How many names the user wrote in a tuple; 0 for a spec, whose missing entries are known to mean None."""
   names = leaf.get_metadata("out_sharding", None)
   return len(names) if isinstance(names, (tuple, list)) else 0
+
+
+def abbreviated(pattern: str | tuple[str, ...]) -> str | tuple[str, ...]:
+  """A rule's pattern for a table: what is long ends after one of its alternatives.
+
+  Example:
+    >>> abbreviated(("attn|attention|self_attention", "c_attn|qkv|q_proj|k_proj|query|key", "kernel"))
+    ('attn|attention|…', 'c_attn|qkv|…', 'kernel')
+  """
+  if isinstance(pattern, tuple):
+    return tuple(_cut(part, 16) for part in pattern)
+  return _cut(pattern, 32)
+
+
+def _cut(text: str, size: int) -> str:
+  if len(text) <= size:
+    return text
+  alternatives = text.rfind("|", 0, size)
+  return text[: alternatives + 1 or size] + "…"
 
 
 def _shown(names: Names | None) -> str:
