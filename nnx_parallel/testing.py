@@ -14,6 +14,7 @@ from flax import nnx
 
 import nnx_parallel as nxp
 from nnx_parallel.layout.extra_args import accept_extra
+from nnx_parallel.layout.plan import check_plan
 from nnx_parallel.layout.serialize import assert_golden_plan
 from nnx_parallel.layout.variables import path_str, value_of, variables
 
@@ -116,6 +117,7 @@ def assert_layout(
     >>> plan = nxp.plan(init, nxp.make_mesh(fsdp=8), nxp.fsdp(min_size=1))
     >>> assert_layout(plan, nxp.create_sharded_model(plan))
   """
+  check_plan(plan, "assert_layout(plan, model, optimizer)")
   problems = [str(difference) for difference in nxp.layout_differences(model, plan, optimizer)]
   if not problems:  # so every leaf of the plan has its array
     live = {"model": variables(model), "optimizer": {} if optimizer is None else variables(optimizer)}
@@ -148,7 +150,15 @@ def run_training(
 
   Returns:
     The losses, and the gradient norms.
+
+  Raises:
+    PlanError: the plan has no optimizer.
   """
+  if plan.tx is None:
+    raise nxp.PlanError(
+      "a plan without an optimizer cannot be trained.",
+      fix="nxp.plan(init, mesh, rules, optimizer=optax.sgd(0.1))",
+    )
   if start is None:
     model, optimizer = nxp.create_sharded_model(plan)
   else:

@@ -60,6 +60,11 @@ def read(target: object, *, optimizer: str, as_numpy: bool = False, item: str = 
   """
   if optimizer not in OPTIMIZER:
     raise CheckpointError(f"optimizer={optimizer!r} is unknown.", fix='pass "restore", "drop" or "fresh".')
+  if callable(target) and not isinstance(target, nnx.Module):
+    raise CheckpointError(
+      f"cannot restore into the function {getattr(target, '__name__', type(target).__name__)}.",
+      fix="restore(nxp.plan(init, mesh, rules)); restore(init()), on one device; restore(), for the arrays.",
+    )
   if isinstance(target, ShardingPlan):
     return _plan_target(target, optimizer)
   if isinstance(target, nnx.Module):

@@ -11,7 +11,7 @@ from jax.sharding import NamedSharding
 
 from nnx_parallel.errors import LayoutMismatchError
 from nnx_parallel.layout.leaf import LeafPlan, Root
-from nnx_parallel.layout.plan import ShardingPlan
+from nnx_parallel.layout.plan import ShardingPlan, check_plan
 from nnx_parallel.layout.render import format_array
 from nnx_parallel.layout.variables import array_leaves, axes_of, path_str, value_of
 
@@ -60,6 +60,7 @@ def layout_differences(
     >>> print(nxp.layout_differences(model, plan)[0])
     kernel: planned float32[8,16] P(None, 'fsdp'), found float32[8,16] on one device
   """
+  check_plan(plan, "check_layout(model, plan, optimizer)")
   roots: dict[Root, Any] = {"model": model}
   if optimizer is not None:
     roots["optimizer"] = optimizer

@@ -103,7 +103,7 @@ def is_explicit(mesh: AnyMesh) -> bool:
   """
   if not isinstance(mesh, (Mesh, AbstractMesh)):  # pyright: ignore[reportUnnecessaryIsInstance]
     raise MeshError(
-      f"{mesh!r} is not a mesh.",
+      f"{mesh!r:.80} is not a mesh.",
       fix="nxp.make_mesh(data=-1) for these devices, nxp.abstract_mesh(data=64) for devices elsewhere.",
     )
   kinds = set(mesh.axis_types)

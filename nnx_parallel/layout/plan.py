@@ -34,7 +34,7 @@ from nnx_parallel.layout.resolve import resolve_spec
 from nnx_parallel.layout.rules import UNEVEN, RuleSet, Uneven
 from nnx_parallel.layout.sharded_optimizer import Placement
 from nnx_parallel.layout.tracing import Trace, side_effects
-from nnx_parallel.layout.variables import Path, array_leaves, entry_of, path_str, value_of
+from nnx_parallel.layout.variables import Path, array_leaves, entry_of, few, path_str, value_of
 
 if TYPE_CHECKING:
   from nnx_parallel.layout.audit import Audit, Trainable
@@ -74,9 +74,11 @@ class ShardingPlan:
     """The leaf with this dotted path (`optimizer/...` for optimizer state)."""
     found = self._by_name.get(name)
     if found is None:
+      inside = [full for full in self._by_name if full.startswith(f"{name}.")]
+      near = few(inside) if inside else ", ".join(nearest(name, self._by_name)) or "nothing like it"
       raise PlanError(
         f"the plan has no leaf {name!r}.",
-        details=f"nearest: {', '.join(nearest(name, self._by_name)) or 'nothing like it'}",
+        details=f"{'in it' if inside else 'nearest'}: {near}",
         fix="list them with [leaf.name for leaf in plan.leaves].",
       )
     return found
@@ -434,6 +436,23 @@ class ShardingPlan:
   @functools.cached_property
   def _batch_axes(self) -> tuple[str, ...]:
     return _batch_axes(self.rules, axis_sizes(self.mesh))
+
+
+def check_plan(plan: object, call: str) -> None:
+  """Refuses another object where a plan is meant.
+
+  Args:
+    plan: what was given.
+    call: the call that works, for example `reshard(model, plan)`.
+
+  Raises:
+    PlanError: it is no plan.
+  """
+  if not isinstance(plan, ShardingPlan):
+    raise PlanError(
+      f"{call.partition('(')[0]} needs a plan, and got a value of type {type(plan).__name__}.",
+      fix=f"{call}, with plan = nxp.plan(init, mesh, rules).",
+    )
 
 
 def _batch_axes(rules: RuleSet, sizes: Mapping[str, int]) -> tuple[str, ...]:

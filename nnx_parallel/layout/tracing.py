@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import optax
 from flax import nnx
+from flax.errors import TraceContextError
 from jax.core import Tracer
 from jax.sharding import AbstractMesh, AxisType
 
@@ -127,12 +128,20 @@ def traced_init(init: Callable[[], nnx.Module], mesh: AnyMesh | None) -> nnx.Mod
     under a trace, flax (0.12) takes it for a static attribute, and the tracer leaks.
 
   Raises:
-    PlanError: a list, tuple or dict of arrays as an attribute, which flax refuses eagerly.
+    PlanError: a list, tuple or dict of arrays as an attribute, which flax refuses eagerly; or `init` changes
+      a Variable that it did not make.
   """
   sizes = axis_sizes(mesh) if mesh is not None else {}
   auto = AbstractMesh(tuple(sizes.values()), tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes))
-  with _quick_conversions(), nnx.use_eager_sharding(False), jax.sharding.use_abstract_mesh(auto):
-    module = init()
+  try:
+    with _quick_conversions(), nnx.use_eager_sharding(False), jax.sharding.use_abstract_mesh(auto):
+      module = init()
+  except TraceContextError as error:
+    raise PlanError(
+      "init changes a Variable that was made outside of it, such as the counter of an nnx.Rngs.",
+      details=str(error).split(" (https://")[0],
+      fix="make it inside of init: lambda: MyModule(..., rngs=nnx.Rngs(0))",
+    ) from error
   graph: Any = module
   if isinstance(graph, nnx.Pytree):  # the caller refuses anything else
     loose = [
