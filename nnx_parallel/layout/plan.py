@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import itertools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -33,8 +34,8 @@ from nnx_parallel.layout.padding import logical_transformation
 from nnx_parallel.layout.resolve import resolve_spec
 from nnx_parallel.layout.rules import UNEVEN, RuleSet, Uneven
 from nnx_parallel.layout.sharded_optimizer import Placement
-from nnx_parallel.layout.tracing import Trace, side_effects
-from nnx_parallel.layout.variables import Path, array_leaves, entry_of, few, path_str, value_of
+from nnx_parallel.layout.tracing import Trace, placements, side_effects
+from nnx_parallel.layout.variables import Path, array_leaves, axes_of, entry_of, few, path_str, value_of
 
 if TYPE_CHECKING:
   from nnx_parallel.layout.audit import Audit, Trainable
@@ -607,6 +608,7 @@ def plan_traced(
       memory_kind=None if optimizer_memory == "device" else optimizer_memory,
       kept_dims=kept_dims(model, optimizer, wrt, abstract_optimizer),
     )
+  found += _overridden(placements(traces["model"]), leaves)
   if whole := side_effects(traces.values()):
     found.append(f"created as one program, which takes longer to compile: {whole}")
   made = ShardingPlan(
@@ -622,6 +624,18 @@ def plan_traced(
     zero,
   )
   return made, traces
+
+
+def _overridden(placed: Mapping[Path, PartitionSpec], leaves: Iterable[LeafPlan]) -> list[str]:
+  """The note on arrays that `init` itself places in another way than the plan."""
+  other: list[str] = []
+  for leaf in leaves:
+    asked = placed.get(leaf.path, leaf.spec) if leaf.root == "model" else leaf.spec
+    entries = itertools.zip_longest(asked, leaf.spec)
+    if any(a is not PartitionSpec.UNCONSTRAINED and axes_of(a) != axes_of(b) for a, b in entries):
+      other.append(f"{leaf.name} {asked}, planned {leaf.spec}")
+  advice = "the plan follows annotations (out_sharding=...) and rules"
+  return [f"init itself places {few(other)}: {advice}"] if other else []
 
 
 def _no_constructor() -> nnx.Module:

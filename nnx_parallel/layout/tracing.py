@@ -12,12 +12,21 @@ import optax
 from flax import nnx
 from flax.errors import TraceContextError
 from jax.core import Tracer
-from jax.sharding import AbstractMesh, AxisType
+from jax.extend.core import Literal
+from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 from nnx_parallel.errors import PlanError
 from nnx_parallel.layout.mesh import AnyMesh, axis_sizes
 from nnx_parallel.layout.sharded_optimizer import ShardedOptimizer
 from nnx_parallel.layout.variables import Path, occurrences, path_str, value_of
+
+_PLACES = {
+  "sharding_constraint": "sharding",
+  "reshard": "dst_sharding",
+  "device_put": "devices",
+  "jit": "out_shardings",
+}
+"""Operations that place their results, and the parameter that says where."""
 
 
 @contextlib.contextmanager
@@ -48,6 +57,19 @@ def side_effects(traces: Iterable[Trace]) -> str:
   """Names the effects of the first that has any but building, as a clause; empty when none has."""
   effects = next((one.program.effects for one in traces if one.program.effects), ())
   return f"it has side effects ({', '.join(sorted(map(str, effects)))})" if effects else ""
+
+
+def placements(one: Trace) -> dict[Path, PartitionSpec]:
+  """The arrays that the traced function itself places, as the last thing it does to them, and how."""
+  jaxpr = one.program.jaxpr
+  placed: dict[Any, PartitionSpec] = {}
+  for eqn in jaxpr.eqns:
+    found = eqn.params[_PLACES[eqn.primitive.name]] if eqn.primitive.name in _PLACES else ()
+    for var, sharding in zip(eqn.outvars, found if isinstance(found, tuple) else (found,), strict=False):
+      if isinstance(sharding, NamedSharding):
+        placed[var] = sharding.spec
+  made = zip(one.makes, jaxpr.outvars, strict=True)
+  return {path: placed[var] for path, var in made if not isinstance(var, Literal) and var in placed}
 
 
 def trace(build: Callable[..., Any], given: Any = None) -> Trace:
