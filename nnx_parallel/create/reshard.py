@@ -112,7 +112,7 @@ def from_arrays(
   check_plan(plan, "from_arrays(plan, arrays)")
   _check_optimizer(plan, optimizer)
   for found in (model, optimizer):
-    if not isinstance(found, (Mapping, type(None))):
+    if not isinstance(found, (Mapping, type(None))):  # pyright: ignore[reportUnnecessaryIsInstance]
       raise PlanError(
         f"from_arrays needs arrays by path, and got a value of type {type(found).__name__}.",
         fix="from_arrays(plan, {'up.kernel': array}); for a live module, reshard(model, plan).",

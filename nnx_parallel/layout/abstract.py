@@ -36,11 +36,12 @@ def trace_module(init: Callable[[], nnx.Module], mesh: AnyMesh | None = None) ->
   Raises:
     PlanError: `init` is a module, needs arguments, or returns something else.
   """
-  if isinstance(init, nnx.Module) or not callable(init):
+  is_module = isinstance(init, nnx.Module)
+  if is_module or not callable(init):
     shown = type(init).__name__
     raise PlanError(
       f"init must be a function that builds the module, and not of type {shown}.",
-      fix=f"lambda: {shown if isinstance(init, nnx.Module) else 'MyModule'}(..., rngs=nnx.Rngs(0))",
+      fix=f"lambda: {shown if is_module else 'MyModule'}(..., rngs=nnx.Rngs(0))",
     )
   called = init if isinstance(init, functools.partial) else functools.partial(init)
   shown = getattr(called.func, "__name__", type(called.func).__name__).replace("<lambda>", "init")
@@ -110,7 +111,7 @@ def nothing_selected(wrt: Any, model: nnx.Module) -> PlanError:
 def kept_dims(
   model: nnx.Module, tx: optax.GradientTransformation, wrt: Any, optimizer: nnx.Optimizer[Any]
 ) -> dict[Path, tuple[int | None, ...]]:
-  """For state of a part of its parameter's dims, which dims: where two are equally long, shapes do not say.
+  """Which parameter dims a factored state array keeps; shapes alone are ambiguous for square parameters.
 
   The optimizer is built once more for parameters whose equal dims differ by one element each.
   """

@@ -54,7 +54,7 @@ class Trace:
 
 
 def side_effects(traces: Iterable[Trace]) -> str:
-  """Names the effects of the first that has any but building, as a clause; empty when none has."""
+  """Describes the side effects of the first trace that has any, as a clause; empty if none has."""
   effects = next((one.program.effects for one in traces if one.program.effects), ())
   return f"it has side effects ({', '.join(sorted(map(str, effects)))})" if effects else ""
 
@@ -64,7 +64,7 @@ def placements(one: Trace) -> dict[Path, PartitionSpec]:
   jaxpr = one.program.jaxpr
   placed: dict[Any, PartitionSpec] = {}
   for eqn in jaxpr.eqns:
-    found = eqn.params[_PLACES[eqn.primitive.name]] if eqn.primitive.name in _PLACES else ()
+    found: Any = eqn.params[_PLACES[eqn.primitive.name]] if eqn.primitive.name in _PLACES else ()
     for var, sharding in zip(eqn.outvars, found if isinstance(found, tuple) else (found,), strict=False):
       if isinstance(sharding, NamedSharding):
         placed[var] = sharding.spec
