@@ -194,7 +194,7 @@ def test_the_first_path_rule_wins():
 @pytest.mark.parametrize(
   ("pairs", "text"),
   [
-    ([("(", None)], r"path rule '\(' is not a regular expression: .*[\s\S]*re\.escape"),
+    ([("(", None)], r"path rule '\(' is not a regular expression: .*[\s\S]*Fix: PathRules"),
     ([(("ok", "["), None)], r"path rule \('ok', '\['\) is not a regular expression"),
     ([("kernel", "tensor")], r"path rule 'kernel' has the value 'tensor'[\s\S]*\('tensor', None\)"),
     ([("kernel", 3)], r"path rule 'kernel' has the value 3"),
