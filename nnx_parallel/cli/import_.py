@@ -33,7 +33,8 @@ def run(args: argparse.Namespace) -> int:
 
   plan = checkpoints.load_plan(args)
   mapping = checkpoints.load_mapping(args)
-  made = import_safetensors(args.path, plan, mapping, skip=args.skip)
+  with checkpoints.skip_as_option():
+    made = import_safetensors(args.path, plan, mapping, skip=args.skip)
   model, optimizer = made if isinstance(made, tuple) else (made, None)
   with Checkpointer(args.out) as checkpointer:
     checkpointer.save(0, model, optimizer, plan=plan)

@@ -37,6 +37,7 @@ class StopSignals:
     self._former: dict[int, Any] = {}
     self._came: int | None = None
     self._together = False
+    self._process = os.getpid()
 
   def asked(self, step: int) -> bool:
     """Whether to stop now; the same on all processes.
@@ -80,7 +81,8 @@ class StopSignals:
     former(self._came, None)
 
   def _handle(self, number: int, frame: types.FrameType | None) -> None:
-    if number == signal.SIGINT and self._came is not None:
+    forked = os.getpid() != self._process  # a worker, in which nobody asks
+    if forked or (number == signal.SIGINT and self._came is not None):
       signal.signal(number, self._former[number])
       signal.raise_signal(number)
       return
