@@ -95,7 +95,7 @@ def test_safetensors_are_read_and_written_each_process_its_own_slices(tmp_path):
       values = read(self, box)
       elements += values.size
       return values
-    views.Memory.read = counted
+    patch(views.Memory, "read", counted)
     root = pathlib.Path(arguments[0])
     init = lambda: nnx.Linear(16, 32, rngs=nnx.Rngs(0))
     plan = nxp.plan(init, nxp.make_mesh(x=8), nxp.fsdp("x", min_size=64))
@@ -117,7 +117,7 @@ def test_damage_that_one_process_sees_ends_both_and_both_fall_back(tmp_path):
     from jax.experimental import multihost_utils
     from nnx_parallel.checkpoint import save
 
-    save._HASHED_BYTES = 8
+    patch(save, "_HASHED_BYTES", 8)
     trees = {f"w{i}": put(values["w"], mesh, "a", "b") for i in range(4)}
     for step in (1, 2):
       checkpointer.save(step, trees)
@@ -152,7 +152,7 @@ def test_values_that_one_process_finds_wrong_are_found_by_both(tmp_path):
     from jax.experimental import multihost_utils
     from nnx_parallel.checkpoint import save
 
-    save._HASHED_BYTES = 8
+    patch(save, "_HASHED_BYTES", 8)
     checkpointer.save(1, tree)
     checkpointer.wait()
     if process == 0:
