@@ -278,7 +278,8 @@ def train_step(
   Args:
     loss_fn: `loss_fn(model, batch)` returns `loss`, or `(loss, metrics)` with a dict. The loss and each
       metric are a scalar, or a `(sum, count)` pair: pairs are summed over microbatches before they are
-      divided, so that uneven parts (padding, masks) weigh what they hold. For several models trained in turn
+      divided, so that uneven parts (padding, masks) weigh what they hold. A count has no gradient, also where
+      it is computed from parameters. For several models trained in turn
       (a GAN), a dict key -> loss function; later ones see the models that earlier ones updated.
     microbatches: split the batch and accumulate gradients over this many parts inside the compiled step.
     remat: what each layer keeps for the backward pass: `"none"` everything, `"dots"` the results of matrix
