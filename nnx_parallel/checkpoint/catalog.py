@@ -183,7 +183,7 @@ def absolute(directory: str | os.PathLike[str]) -> epath.Path:
   """The directory as an absolute path, or as the address of an object store.
 
   Raises:
-    CheckpointError: a file, or a store for which no package is installed.
+    CheckpointError: a file, a path with a backslash, or a store for which no package is installed.
   """
   try:
     path = epath.Path(directory).expanduser()
@@ -199,6 +199,12 @@ def absolute(directory: str | os.PathLike[str]) -> epath.Path:
   if remote:
     return path
   path = epath.Path(os.path.abspath(path))
+  if "\\" in os.fspath(path):
+    raise CheckpointError(
+      f"{path} holds a backslash.",
+      details="TensorStore, which writes the arrays, takes it for the start of another folder",
+      fix="rename that folder, or choose another.",
+    )
   if path.exists() and not path.is_dir():
     raise CheckpointError(f"{path} is a file, not a directory.", fix="choose a directory for the steps.")
   return path

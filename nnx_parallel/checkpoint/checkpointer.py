@@ -483,7 +483,7 @@ class Checkpointer:
       concurrent.futures.wait([self._pending])
 
   def _forget_parent(self) -> None:
-    """Makes the copy in a forked process whole: it has none of its parent's threads, saves and signals."""
+    """Makes the copy in a forked process whole: it has none of its parent's threads and saves."""
     self._pool = concurrent.futures.ThreadPoolExecutor(1, "nnx_parallel-checkpoint")
     self._pending = None
 
