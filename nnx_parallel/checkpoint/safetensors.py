@@ -124,7 +124,7 @@ def import_safetensors(
     CheckpointError: an incomplete mapping, or a shape or dtype that does not fit, named.
   """
   rules = mapping or Identity()
-  target = targets.read(plan, optimizer="fresh")
+  target = targets.read(plan, optimizer="drop" if plan.tx is None else "fresh")
   patterns = preflight.Patterns(None, skip)
   left_out = {path for path in target.wanted["model"] if patterns.leaves_out(path)}
   left_out |= _random_state(plan.abstract_model)
