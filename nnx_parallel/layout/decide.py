@@ -23,6 +23,7 @@ from nnx_parallel.layout.variables import (
   aliases,
   array_leaves,
   declared,
+  few,
   is_rng,
   kind_of,
   path_str,
@@ -44,6 +45,7 @@ class Decisions:
     self.uneven: Uneven = uneven
     self.sizes = axis_sizes(mesh)
     self.zero_notes: list[str] = []
+    self.short: list[str] = []
     self.axis_notes = rules.logical.check_axes(self.sizes)
     self.fired: set[int] = set()
     self.path_rules = sum(len(table.rules) for table in rules.paths)
@@ -75,6 +77,8 @@ class Decisions:
     source: Source = "metadata"
     names, own_rules = declared(leaf, where=where)
     step, reason = f"from its metadata: {names}", f"names {_shown(names)}"
+    if names is not None and 0 < _written(leaf) < len(names):
+      self.short.append(where)
     if names is None:
       matched = self._path_rule(path, len(value.shape))
       if matched is None:
@@ -90,6 +94,8 @@ class Decisions:
       logical = logical.replace(**own_rules)
       step += f" with its own sharding_rules {own_rules}"
     found = resolve_spec(names, value.shape, self.sizes, logical, path=where, uneven=self.uneven)
+    if any(found.padding) and not isinstance(leaf, nnx.Variable):
+      found = _unpadded(names, value.shape, found)
     steps, missed = [step, *found.steps], _missed(names, found.spec, logical)
     if missed:
       reason += "; " + next(
@@ -241,7 +247,12 @@ class Decisions:
     """What a reader of the plan should know: axes and rules that did nothing."""
     tables = [rules for rules in self.rules.paths if not rules.optional]
     dead = [rule.pattern for rules in tables for rule in rules.rules if id(rule) not in self.fired]
-    return self.axis_notes + self.zero_notes + [f"path rule {pattern!r} matches nothing" for pattern in dead]
+    short = (
+      f"fewer names than dims, the last dims are replicated: {few(self.short)} (a layer stacked by nnx.vmap"
+    )
+    short += " needs transform_metadata={nnx.PARTITION_NAME: 'layers'})"
+    notes = self.axis_notes + self.zero_notes + ([short] if self.short else [])
+    return notes + [f"path rule {pattern!r} matches nothing" for pattern in dead]
 
 
 def _array(leaf: Any, where: str) -> Any:
@@ -253,6 +264,12 @@ def _array(leaf: Any, where: str) -> Any:
     details=f"Variable type {kind_of(leaf)}",
     fix="give each array a Variable of its own, for example in an nnx.Dict or nnx.List.",
   )
+
+
+def _written(leaf: nnx.Variable[Any]) -> int:
+  """How many names the user wrote in a tuple; 0 for a spec, whose missing entries are known to mean None."""
+  names = leaf.get_metadata("out_sharding", None)
+  return len(names) if isinstance(names, (tuple, list)) else 0
 
 
 def abbreviated(pattern: str | tuple[str, ...]) -> str | tuple[str, ...]:
@@ -277,6 +294,18 @@ def _cut(text: str, size: int) -> str:
 def _shown(names: Names | None) -> str:
   parts = ["-" if n is None else n if isinstance(n, str) else "+".join(n) for n in names or ()]
   return f"({', '.join(parts)})"
+
+
+def _unpadded(names: Names, shape: tuple[int, ...], found: Resolution) -> Resolution:
+  """For an array without a Variable that would hide the padding from its module."""
+  entries: list[Any] = []
+  steps = [step for step in found.steps if " is padded to " not in step]
+  for name, size, entry, extra in zip(names, shape, found.spec, found.padding, strict=True):
+    entries.append(None if extra else entry)
+    if extra and name is not None:
+      shown = name if isinstance(name, str) else "+".join(name)
+      steps.append(f"{shown!r} -> whole: {size} would be padded, which only an nnx.Variable hides")
+  return Resolution(PartitionSpec(*entries), (0,) * len(shape), tuple(steps))
 
 
 def _brief(before: PartitionSpec, after: PartitionSpec, fallback: Fallback, rows: int | None) -> str:
