@@ -75,7 +75,7 @@ def nothing_selected(wrt: Any, model: nnx.Module) -> PlanError:
 def kept_dims(
   model: nnx.Module, tx: optax.GradientTransformation, wrt: Any, optimizer: nnx.Optimizer[Any]
 ) -> dict[Path, tuple[int | None, ...]]:
-  """For state of a part of its parameter's dims, which dims: where two are equally long, shapes do not say.
+  """Which dims of its parameter a factored state array keeps, where shapes alone are ambiguous.
 
   The optimizer is built once more for parameters whose equal dims differ by one element each.
   """

@@ -44,7 +44,7 @@ class Trace:
 
 
 def side_effects(traces: Iterable[Trace]) -> str:
-  """Names the effects of the first that has any but building, as a clause; empty when none has."""
+  """Describes the side effects of the first trace that has any, as a clause; empty if none has."""
   effects = next((one.program.effects for one in traces if one.program.effects), ())
   return f"it has side effects ({', '.join(sorted(map(str, effects)))})" if effects else ""
 
