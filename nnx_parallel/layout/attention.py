@@ -54,7 +54,7 @@ def _passed_on(module: nnx.MultiHeadAttention, part: str) -> Names | None:
   if query is None or out is None:
     return None
   names, wanted = _annotation(query), _annotation(out)
-  # Read from both ends alike, the names may well be right for both.
+  # Names that read the same backwards can be right for both projections.
   if names is None or names != wanted or names == names[::-1]:
     return None
   return names

@@ -66,7 +66,7 @@ def use_rules(rules: Any, mesh: AnyMesh | None = None) -> Generator[None, None, 
 
 
 def spent(axes: tuple[str, ...]) -> contextlib.AbstractContextManager[None]:
-  """Has `constrain` leave mesh axes out, inside a `jax.vmap` whose mapped dim is laid out over them.
+  """Makes `constrain` ignore mesh axes that the mapped dim of an enclosing `jax.vmap` uses.
 
   Args:
     axes: those of its `spmd_axis_name`.
@@ -75,7 +75,7 @@ def spent(axes: tuple[str, ...]) -> contextlib.AbstractContextManager[None]:
 
 
 def default_rules(scope: contextlib.AbstractContextManager[None]) -> contextlib.AbstractContextManager[None]:
-  """The scope, for where the caller has no rules in scope; otherwise nothing, since the caller's hold.
+  """Enters `scope` unless the caller already has rules in scope.
 
   Args:
     scope: of `use_rules` or `plan.scope()`, not entered.

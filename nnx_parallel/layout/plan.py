@@ -549,12 +549,12 @@ def plan_traced(
   zero_axes: Sequence[str] | str | None,
   optimizer_memory: str | None,
 ) -> tuple[ShardingPlan, dict[Root, Trace]]:
-  """Plans, and returns the traces behind the plan too, for who creates from it at once.
+  """Like `plan`; also returns the traces, for a caller that creates the model right away.
 
   A plan does not keep them: what `init` reads (a seed, a table) may change before a later creation.
 
   Args:
-    init: as all others, as for `plan`.
+    init: this and all others as for `plan`.
     mesh: the mesh.
     rules: the rules.
     optimizer: the optimizer, or None.
