@@ -22,12 +22,15 @@ Names = tuple[Entry, ...]
 
 DECLARED = "declared_sharding"
 """Metadata key under which creation keeps what the user wrote: `(names, sharding_rules)`."""
+SCOPE = "sharding_scope"
+"""Metadata key under which creation keeps the plan's rules for activations; see `constrain.Scope`."""
 _NO_NODES = frozenset((str, int, float, bool, type(None), type, FunctionType, np.ndarray))
 _NAME_KEYS = ("out_sharding", "sharding", "sharding_names")
 _FLAX_KEYS = frozenset(
   (
     *_NAME_KEYS,
     DECLARED,
+    SCOPE,
     PADDED,
     "sharding_rules",
     "mesh",

@@ -170,7 +170,7 @@ def trace_workload(
     TrainError: no such remat policy, no layer for it, or gradients that cannot be scattered.
   """
   traces = _Traces(plan, with_remat(loss, remat), batch)
-  batch_axes = plan_batch_axes(plan)
+  batch_axes = plan.batch_axes
   forward, flows = traces.loss(), traces.flows
   seen = Propagation(batch_axes=batch_axes)
   seen.run(forward, flows)
@@ -244,11 +244,6 @@ def _constraints(traced: Any) -> int:
 def parameter_parts(plan: ShardingPlan) -> tuple[Part, ...]:
   """The parameters of a plan, by the axes that split them."""
   return _merge(_part(leaf) for leaf in plan.leaves if leaf.is_parameter)
-
-
-def plan_batch_axes(plan: ShardingPlan) -> tuple[str, ...]:
-  """Axes that split the batch, of those in the mesh."""
-  return tuple(axis for axis in axes_of(plan.batch_spec(1)[0]) if axis in axis_sizes(plan.mesh))
 
 
 class _Traces:

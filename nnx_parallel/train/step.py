@@ -15,7 +15,7 @@ from jax.sharding import AbstractMesh, NamedSharding
 from jax.typing import DTypeLike
 
 from nnx_parallel.errors import TrainError
-from nnx_parallel.layout.constrain import default_rules
+from nnx_parallel.layout.constrain import default_scope, scope_of
 from nnx_parallel.layout.leaf import Root
 from nnx_parallel.layout.plan import ShardingPlan
 from nnx_parallel.layout.variables import Path, axes_of, value_of
@@ -220,7 +220,7 @@ class TrainStep(_Step):
     """
     roots, scope = {"model": model, "optimizer": optimizer}, contextlib.nullcontext()
     if isinstance(model, ShardingPlan):
-      roots, scope = abstract_roots(model), default_rules(model.scope())
+      roots, scope = abstract_roots(model), default_scope(model.activation_rules)
     bound = _Bound(self.recipe, Binding(roots), (), donate=True)
     with scope:
       traced = bound.program(batch).jitted.trace(bound.binding.read(), batch)
@@ -432,6 +432,7 @@ class _Bound:
 
   def _train(self, axes: tuple[str, ...]) -> Callable[[list[Any], Any], tuple[list[Any], Metrics]]:
     binding = self.binding
+    scope = scope_of(binding.variables)
 
     def layouts(paths: list[Path], stages: list[int]) -> Layout:
       # Paths start inside `models`; the template's start with the root's number.
@@ -449,7 +450,8 @@ class _Bound:
 
     def train_step(arrays: list[Any], batch: Any) -> tuple[list[Any], Metrics]:
       objects = binding.template.build(binding.with_raw(arrays))
-      metrics, self.how = update(self.recipe, objects[0], objects[1], batch, layouts)
+      with default_scope(scope):
+        metrics, self.how = update(self.recipe, objects[0], objects[1], batch, layouts)
       return binding.without_raw(binding.template.arrays(objects)), metrics
 
     return train_step
@@ -457,7 +459,8 @@ class _Bound:
   def _evaluate(self, arrays: list[Any], batch: Any) -> Metrics:
     template: Template = self.binding.template
     (models,) = template.build(self.binding.with_raw(arrays))
-    found = terms(call_loss(self.recipe.loss_fn, models, batch), self.recipe.outputs)  # pyright: ignore[reportArgumentType]
+    with default_scope(scope_of(self.binding.variables)):
+      found = terms(call_loss(self.recipe.loss_fn, models, batch), self.recipe.outputs)  # pyright: ignore[reportArgumentType]
     return pairs(found, examples=examples_in(batch)) if self.recipe.pairs else means(found)
 
   def _check_apart(self) -> None:
