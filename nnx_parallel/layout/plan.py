@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 import optax
 from flax import nnx
-from jax.sharding import PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
 from nnx_parallel.errors import PlanError
 from nnx_parallel.layout import offload, optimizer_layout
@@ -34,7 +34,7 @@ from nnx_parallel.layout.padding import logical_transformation
 from nnx_parallel.layout.rules import UNEVEN, RuleSet, Uneven
 from nnx_parallel.layout.sharded_optimizer import Placement
 from nnx_parallel.layout.tracing import Trace, side_effects
-from nnx_parallel.layout.variables import Path, array_leaves, path_str, value_of
+from nnx_parallel.layout.variables import Path, array_leaves, kind_of, path_str, value_of
 
 if TYPE_CHECKING:
   from nnx_parallel.layout.audit import Audit, Trainable
@@ -132,7 +132,7 @@ class ShardingPlan:
       Elements in all, over all devices.
 
     Raises:
-      PlanError: as `trainable`.
+      PlanError: as `trainable`, with another filter than `nnx.Param`.
 
     Example:
       >>> import nnx_parallel as nxp
@@ -140,7 +140,11 @@ class ShardingPlan:
       >>> nxp.plan(lambda: nnx.Linear(8, 64, rngs=nnx.Rngs(0)), nxp.make_mesh(fsdp=8)).num_parameters()
       576
     """
-    return sum(math.prod(leaf.shape) for leaf in self.trainable(wrt).trained)
+    # The table says which are parameters, also where there is no module to ask.
+    rows = (
+      [row for row in self.leaves if row.is_parameter] if wrt is nnx.Param else self.trainable(wrt).trained
+    )
+    return sum(math.prod(leaf.shape) for leaf in rows)
 
   def explain(self, name: str) -> str:
     """How one leaf came to its layout.
@@ -384,7 +388,18 @@ class ShardingPlan:
     """What live optimizers keep in a step of the user's own."""
     roots: tuple[Root, ...] = ("model", "optimizer")
     model, optimizer = ({path: leaf.sharding for path, leaf in self.of(root).items()} for root in roots)
-    return Placement(model, optimizer, self.zero)
+    return Placement(model, optimizer, self.zero, self._scattered)
+
+  @property
+  def _scattered(self) -> dict[Path, NamedSharding]:
+    """The shardings of gradients in the layout of their optimizer state, where that is split more."""
+    parameters, found = self.of("model"), dict[Path, NamedSharding]()
+    for leaf in self.leaves:
+      own = parameters[leaf.parameter] if leaf.parameter is not None else leaf
+      if leaf.shape == own.shape and math.prod(leaf.shards) > math.prod(own.shards):
+        # The state may lie in the host's memory; gradients do not.
+        found.setdefault(own.path, NamedSharding(self.mesh, leaf.spec))  # pyright: ignore[reportArgumentType]
+    return found
 
   @functools.cached_property
   def batch_axes(self) -> tuple[str, ...]:
@@ -594,16 +609,23 @@ def _no_constructor() -> nnx.Module:
 
 
 def _check_stored(leaves: Iterable[LeafPlan], model: nnx.Module, optimizer: Any) -> None:
-  planned = {leaf.name: (leaf.shape, str(leaf.dtype)) for leaf in leaves}
+  planned = {leaf.name: (leaf.kind, leaf.shape, str(leaf.dtype), leaf.is_parameter) for leaf in leaves}
   found: dict[str, Any] = {}
   for prefix, node in (("", model), ("optimizer/", optimizer)):
     for path, leaf in array_leaves(node).items() if node is not None else ():
-      value = value_of(leaf)
-      found[prefix + path_str(path)] = (tuple(value.shape), str(value.dtype))
+      value, is_parameter = value_of(leaf), not prefix and isinstance(leaf, nnx.Param)
+      found[prefix + path_str(path)] = (kind_of(leaf), tuple(value.shape), str(value.dtype), is_parameter)
   for name in dict.fromkeys([*planned, *found]):
     if planned.get(name) != found.get(name):
       raise PlanError(
         f"the stored plan is for another module: {name}.",
-        details=f"stored {planned.get(name, 'nothing')}, built {found.get(name, 'nothing')}",
+        details=f"stored {_said(planned.get(name))}, built {_said(found.get(name))}",
         fix="pass the init (and optimizer) that the plan was made for, or plan again.",
       )
+
+
+def _said(row: tuple[str, tuple[int, ...], str, bool] | None) -> str:
+  if row is None:
+    return "nothing"
+  kind, shape, dtype, is_parameter = row
+  return f"{kind} {dtype}{list(shape)}" + (", a parameter" if is_parameter else "")
