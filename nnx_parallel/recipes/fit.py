@@ -21,7 +21,7 @@ from nnx_parallel.checkpoint.checkpointer import Checkpointer
 from nnx_parallel.errors import CheckpointError, NnxParallelWarning, TrainError
 from nnx_parallel.hosts.data import batches as placed
 from nnx_parallel.hosts.stop import StopSignals
-from nnx_parallel.layout.constrain import default_rules
+from nnx_parallel.layout.constrain import default_scope
 from nnx_parallel.layout.plan import ShardingPlan
 from nnx_parallel.recipes.recorder import EarlyStop, Position, Recorder, Tracker
 from nnx_parallel.report.chips import chip_of
@@ -236,7 +236,7 @@ def fit(
   with contextlib.ExitStack() as stack:
     stop = stack.enter_context(StopSignals())
     if plan is not None:
-      stack.enter_context(default_rules(plan.scope()))
+      stack.enter_context(default_scope(plan.activation_rules))
     stack.enter_context(shown)
     window = stack.enter_context(ProfileWindow(profile_dir, *profile)) if profile is not None else None
     stack.push(recorder.fail)

@@ -14,10 +14,10 @@ from jax.sharding import AbstractMesh, NamedSharding
 
 from nnx_parallel.create.instantiate import instantiate
 from nnx_parallel.errors import ReportError
-from nnx_parallel.layout.constrain import default_rules
+from nnx_parallel.layout.constrain import default_scope
 from nnx_parallel.layout.mesh import axis_sizes, is_explicit
 from nnx_parallel.layout.plan import ShardingPlan, check_plan
-from nnx_parallel.layout.variables import Path, axes_of, path_str, variables
+from nnx_parallel.layout.variables import Path, path_str, variables
 from nnx_parallel.report import hlo
 from nnx_parallel.report.chips import Chip, chip_of
 from nnx_parallel.report.chips import chip as chip_named
@@ -216,7 +216,8 @@ def compile_report(
   here = _placed(plan, topology)
   objects = instantiate(here, {root: here.abstract_state(root) for root in ("model", "optimizer")})
   objects = objects if isinstance(objects, tuple) else (objects,)
-  with default_rules(here.scope()):
+  # Nothing can run on a machine that is not here: the mesh is for what is traced.
+  with default_scope(dataclasses.replace(here.activation_rules, mesh=here.mesh.abstract_mesh)):
     lowered = step.lower(*objects, abstract_batch(here, batch), *args)
   names = [_plan_name(path) for path in variables(objects)]
   report = report_of(
@@ -227,7 +228,7 @@ def compile_report(
     names={f"arrays[{index}]": name for index, name in enumerate(names)},
     quantities=_quantities(here, batch),
   )
-  shards = math.prod(axis_sizes(here.mesh)[axis] for axis in axes_of(here.batch_spec(1)[0]))
+  shards = math.prod(axis_sizes(here.mesh)[axis] for axis in here.batch_axes)
   return dataclasses.replace(report, examples=_examples(step, batch, shards), batch_split=shards)
 
 
