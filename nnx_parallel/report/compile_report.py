@@ -63,7 +63,7 @@ class CompileReport:
     arguments: every array the step takes, largest first.
     categories: bytes per device of the arguments by category (`{"parameters": ...}`) and of what
       the compiler adds.
-    cost: matrix FLOPs and memory traffic.
+    cost: matrix FLOPs, memory traffic, and what these do not count.
     collectives: what is sent, in program order.
     peak: what is in memory, besides the arguments, when the most is; largest first.
     reshards: tensors made whole on each device against the layout's intention.
@@ -131,6 +131,7 @@ class CompileReport:
   def to_json(self) -> str:
     """The report as JSON, with the verdict and the totals worked out."""
     body = dataclasses.asdict(self)
+    body["cost"]["flops"] = self.cost.flops
     body["available_bytes"] = self.available_bytes
     body["sent_bytes"] = sum(item.sent_bytes for item in self.collectives)
     return json.dumps(body, indent=2)
@@ -353,7 +354,7 @@ def _assemble(
     compiled=done.shortage is None,
     arguments=arguments,
     categories=_categories(memory, need, categories),
-    cost=Cost(cost(split).flops, cost(program).hbm_bytes),
+    cost=dataclasses.replace(cost(split), hbm_bytes=cost(program).hbm_bytes),
     collectives=tuple(
       dataclasses.replace(
         c, parameters=tuple(names.get(p, p) for p in c.parameters), op=names.get(c.op, c.op)

@@ -151,7 +151,7 @@ def memory_categories(work: Workload, sizes: Sizes, microbatches: int = 1) -> di
     microbatches: parts that the batch is run in; with several, their sum is kept beside the gradients.
   """
   wide = per_device(work.gradients, sizes)
-  accumulators = wide if microbatches > 1 else 0.0
+  accumulators = per_device(work.sums, sizes) if microbatches > 1 else 0.0
   gradients = wide - per_device(work.narrowed, sizes)
   kept = per_device(work.kept, sizes) / microbatches
   outside = per_device(work.kept_outside, sizes) / microbatches
@@ -160,7 +160,7 @@ def memory_categories(work: Workload, sizes: Sizes, microbatches: int = 1) -> di
   moments: list[dict[str, float]] = [
     {
       # The gradients of one microbatch are summed into those of the others as they come.
-      "gradients": accumulators,
+      "gradients": wide if microbatches > 1 else 0.0,
       "kept activations": kept + outside,
       "logits" if is_logits else "largest activation": largest / microbatches,
       "gathered parameters": _gathered_last(work, sizes),
@@ -217,10 +217,10 @@ def _in_passing(work: Workload, sizes: Sizes) -> float:
 
 
 def _gathered(work: Workload, sizes: Sizes) -> float:
-  """One layer's parameters as they are multiplied: whole along the batch axes, in the compute type."""
+  """One layer's parameters as they are multiplied: whole along the batch axes, in the type of their use."""
   batch = frozenset(work.gather_axes)
   return sum(
-    Part(part.bytes, part.split - batch).per_device(sizes) * work.compute_bytes / 4
+    Part(part.bytes, part.split - batch).per_device(sizes)
     for part in work.layer_weights
     if part.split & batch
   )

@@ -28,6 +28,7 @@ from nnx_parallel.report.roofline import StepTime, step_time
 from nnx_parallel.report.search_compile import Task
 from nnx_parallel.report.search_compile import compile_best as compile_first
 from nnx_parallel.report.search_space import Sizes, Space, factorisations, searched_axes, spaces
+from nnx_parallel.report.tables import not_counted
 from nnx_parallel.report.topology import Machine, machine
 from nnx_parallel.report.workload import lays_out_activations
 from nnx_parallel.report.zero import with_offload, with_zero
@@ -158,9 +159,9 @@ def search(
   batch: Any,
   rules: Any,
   optimizer: optax.GradientTransformation | None = None,
-  remats: Sequence[Remat] = ("none", "dots", "full"),
-  zero: Sequence[int] = (0, 1, 2),
-  offload: Sequence[bool] = (False, True),
+  remat: Remat | Sequence[Remat] = ("none", "dots", "full"),
+  zero: int | Sequence[int] = (0, 1, 2),
+  offload: bool | Sequence[bool] = (False, True),
   max_microbatches: int = 64,
   compile_best: int = 0,
 ) -> SearchResult:
@@ -174,11 +175,11 @@ def search(
     rules: as for `plan`; the axes that they name are the axes searched over. Where they keep `sequence` or
       `expert` whole (see `search_space`), splitting it is tried too.
     optimizer: its state is counted.
-    remats: policies to try; see `with_remat`. Where the loss has no layers that they apply to, it is run as
-      written, and `notes` says so.
-    zero: ZeRO stages to try where they split something further; see `plan`. Stage 3 is an `fsdp` axis
-      of the rules.
-    offload: whether to try keeping the optimizer's state in the host's memory.
+    remat: the policy, or those to try; see `with_remat`. Where the loss has no layers that they apply to, it
+      is run as written, and `notes` says so.
+    zero: the ZeRO stage, or those to try, where they split something further; see `plan`. Stage 3 is an
+      `fsdp` axis of the rules.
+    offload: whether the optimizer's state lies in the host's memory; both are tried by default.
     max_microbatches: largest number of parts of the batch to try; powers of two.
     compile_best: how many of the fastest to compile for simulated CPU devices, where this process has
       enough of them; they are then ordered by what was compiled. The first of these that the machine's own
@@ -208,7 +209,10 @@ def search(
       f"max_microbatches={max_microbatches} leaves nothing to try: a batch is run in one part at least.",
       fix="max_microbatches=1 for whole batches only.",
     )
-  strange = [stage for stage in zero if stage not in (0, 1, 2)]
+  remats: tuple[Remat, ...] = (remat,) if isinstance(remat, str) else tuple(remat)
+  stages = (zero,) if isinstance(zero, int) else tuple(zero)
+  places = (offload,) if isinstance(offload, bool) else tuple(offload)
+  strange = [stage for stage in stages if stage not in (0, 1, 2)]
   if strange:
     raise ReportError(
       f"zero={strange[0]!r} is not a stage to search over.",
@@ -233,7 +237,7 @@ def search(
       if reason:
         refused[reason] = refused.get(reason, 0) + 1
         continue
-      found += _candidates(space, whole, target, batch, zero, offload, max_microbatches)
+      found += _candidates(space, whole, target, batch, stages, places, max_microbatches)
   usable = target.chip.usable_bytes
   fitting = sorted((c for c in found if c.memory_bytes <= usable), key=_rank)
   too_large = sorted((c for c in found if c.memory_bytes > usable), key=lambda c: c.memory_bytes)
@@ -241,6 +245,8 @@ def search(
   notes = tuple(f"The axis {axis!r} splits nothing of this model: 1." for axis in tried[0].idle)
   if set(remats) - set(tried[0].works):
     notes += (f"No remat policy was tried, since none finds a layer in the loss. Fix: {MARK_LAYERS}.",)
+  missed = not_counted(tried[0].work.uncounted)
+  notes += (missed.rstrip(),) if missed else ()
   scoped = _scoped(init, loss, rules, batch)
   if compile_best and optimizer is not None:
     task = Task(init, loss, rules, optimizer, batch, target)

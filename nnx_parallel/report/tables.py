@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import os
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from rich.console import Console
@@ -41,6 +41,13 @@ def render(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) ->
   out = io.StringIO()
   Console(file=out, width=_WIDTH, color_system=None, markup=False, emoji=False).print(table)
   return "\n".join([title, *(line.rstrip() for line in out.getvalue().splitlines())]) + "\n"
+
+
+def not_counted(operations: Mapping[str, int]) -> str:
+  """A line that names what an estimate left out, or nothing."""
+  if not operations:
+    return ""
+  return "Not counted: " + ", ".join(f"{count} x {name}" for name, count in operations.items()) + ".\n"
 
 
 def verdict(report: CompileReport) -> str:
@@ -102,6 +109,8 @@ def _header(report: CompileReport) -> str:
     f"Per device and step: {format_count(report.cost.flops)} matrix FLOPs, "
     f"{format_bytes(report.cost.hbm_bytes)} memory traffic, {format_bytes(sent)} sent.",
   ]
+  missed = not_counted(report.cost.uncounted)
+  lines += [missed.rstrip()] if missed else []
   if not report.compiled:
     lines.append("The compiler stopped for lack of memory; what follows is the program as far as it came.")
   return "\n".join(lines) + "\n"

@@ -256,7 +256,10 @@ def test_a_gradient_travels_in_the_type_of_its_product():
   axes = {"data": 8, "fsdp": 1, "tensor": 1}
 
   def narrow(model, batch):
-    return jnp.mean(jnp.square(batch.astype(jnp.bfloat16) @ model.head[...].astype(jnp.bfloat16)))
+    x = batch.astype(jnp.bfloat16)
+    for n in range(DEPTH):
+      x = x @ model.up[n].astype(jnp.bfloat16) @ model.down[n].astype(jnp.bfloat16)
+    return jnp.mean(jnp.square(x @ model.head[...].astype(jnp.bfloat16)))
 
   wide = chip("cpu").link_bandwidth * chip("cpu").links
   work = trace_workload(plan(fsdp=2), narrow, BATCH)
@@ -393,7 +396,7 @@ def test_sizes_that_do_not_divide_are_left_out_with_the_reason():
 def test_nothing_fits():
   huge = jax.ShapeDtypeStruct((1 << 22, WIDTH), jnp.float32)
   rules = nxp.LogicalRules(batch=None, embed="fsdp", mlp="fsdp2", layers=None)
-  result = search(init, loss, "tpu:v5e:2x2", batch=huge, rules=rules, remats=["none"], max_microbatches=1)
+  result = search(init, loss, "tpu:v5e:2x2", batch=huge, rules=rules, remat=["none"], max_microbatches=1)
   assert result.best is None
   assert "Nothing fits. The smallest" in str(result)
   with pytest.raises(ReportError, match="no layout fits on tpu:v5e:2x2"):
@@ -419,7 +422,7 @@ def test_no_part_of_the_batch_is_refused():
 
 
 def test_the_front_leaves_out_what_a_compiler_refused():
-  options = {"remats": ["none"], "offload": [False], "compile_best": 1}
+  options = {"remat": ["none"], "offload": [False], "compile_best": 1}
   result = search(init, loss, "cpu:8", batch=BATCH, rules=RULES, optimizer=optax.sgd(0.1), **options)
   first = result.fitting[0]
   refused = dataclasses.replace(first, report=dataclasses.replace(first.report, fits=False))
