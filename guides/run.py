@@ -145,8 +145,8 @@ def run(page: Path) -> subprocess.CompletedProcess[str]:
   environment = {
     **os.environ,
     "JAX_PLATFORMS": "cpu",
-    "XLA_FLAGS": f"--xla_force_host_platform_device_count={DEVICES}"
-    " --xla_cpu_collective_call_terminate_timeout_seconds=600",
+    "JAX_NUM_CPU_DEVICES": str(DEVICES),
+    "XLA_FLAGS": "--xla_cpu_collective_call_terminate_timeout_seconds=600",
     "NPROC": "32",  # threads for XLA's pool: simulated devices that wait for each other hold one each
     "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep),
     "MPLBACKEND": "agg",

@@ -7,14 +7,12 @@ import concurrent.futures
 import contextlib
 import dataclasses
 import functools
-import operator
 import os
 import threading
 import warnings
 import weakref
 from collections.abc import Callable, Iterable
 from collections.abc import Mapping as MappingType
-from contextlib import AbstractContextManager
 from typing import Any
 
 import jax
@@ -33,12 +31,12 @@ from nnx_parallel.checkpoint import (
   targets,
   trees,
 )
+from nnx_parallel.checkpoint.lineage import Place
 from nnx_parallel.checkpoint.manifest import DamagedError, Manifest
 from nnx_parallel.checkpoint.mapping import Mapping
 from nnx_parallel.checkpoint.placement import no_mesh
 from nnx_parallel.checkpoint.preflight import Diff, compare
 from nnx_parallel.checkpoint.retention import Retention
-from nnx_parallel.checkpoint.sigterm import Termination
 from nnx_parallel.errors import CheckpointError
 
 _RESERVED = ("model", "optimizer")
@@ -59,6 +57,8 @@ class _Job:
 _UNFINISHED: set[Checkpointer] = set()
 """Those with a background save that goes on or has failed: kept alive, so that the error is raised."""
 
+_LIVE: weakref.WeakSet[Checkpointer] = weakref.WeakSet()
+
 
 class Checkpointer:
   """Saves and restores steps in a directory.
@@ -70,8 +70,8 @@ class Checkpointer:
   Args:
     directory: local, or an object store that `etils.epath` and Orbax know; made at the first save. An
       object store has no lock, so let one job write there, and steps are not replaced in place.
-    max_to_keep: how many of the newest steps to keep; None keeps all. The newest is the step that was
-      written last, whatever its number, and larger steps written before it (an abandoned run's) go first.
+    max_to_keep: how many of the newest steps to keep; None keeps all. Each step names the one that its run
+      resumed from or saved before; those that a run left behind by resuming from before them go first.
     keep_every: also keep each step that this divides.
     best: name of the metric that decides which step is best; the best steps are kept too.
     best_mode: `"min"` or `"max"`.
@@ -122,16 +122,17 @@ class Checkpointer:
     self._byte_budget, self._chunk_bytes = byte_budget, chunk_bytes
     self._pool = concurrent.futures.ThreadPoolExecutor(1, "nnx_parallel-checkpoint")
     self._pending: concurrent.futures.Future[None] | None = None
+    self._saving: int | None = None  # where the run is once `_pending` is done, if that is elsewhere
+    self._position: int | None = None  # the step that this run resumed from or saved last
     self._restored_step: int | None = None
     self._closed = False
-    self._termination = Termination()
     self._at_exit = functools.partial(_if_alive, weakref.WeakMethod(self.wait))
     atexit.register(self._at_exit)
     # atexit comes too late to finish a background save: by then Python starts no more threads, and Orbax
     # needs them. Only this hook comes earlier; the error, if any, is left for atexit to raise.
     finish = functools.partial(_if_alive, weakref.WeakMethod(self._drain))
     threading._register_atexit(finish)  # pyright: ignore
-    self._recover()
+    _LIVE.add(self)
 
   def __enter__(self) -> Checkpointer:
     return self
@@ -154,6 +155,9 @@ class Checkpointer:
   ) -> None:
     """Saves everything a run is as one step, all or nothing.
 
+    The step follows the one that this object restored into a target or saved last, and else the newest there
+    is. Where newer steps lie that the run did not resume from, a smaller one is refused.
+
     Says before it starts, in the log at INFO, how many bytes the step has and how much host memory this
     process will need. Padded arrays are cut to their logical shape first, which takes a copy of them.
 
@@ -164,13 +168,14 @@ class Checkpointer:
       extra: more trees of arrays (`"ema"`), or JSON values (`"data"`), by name.
       metrics: numbers; `best` compares them.
       plan: the plan of model and optimizer, to be kept as a record.
-      overwrite: whether to replace the step; the old one is there until the new one is complete.
+      overwrite: whether to replace the step; the old one is there until the new one is complete. A step that
+        this run has not come to keeps its place: adding a metric to it does not make it the newest.
 
     Raises:
-      CheckpointError: the step exists, a leaf cannot be stored, the disk refuses, another job is writing
-        here, or an earlier background save failed.
+      CheckpointError: the step exists, or newer ones of another run do; a leaf cannot be stored, the disk
+        refuses, another job is writing here, or an earlier background save failed.
     """
-    with self.hold(), no_mesh():
+    with no_mesh():
       self._save(step, model, optimizer, extra, metrics, plan, overwrite)
 
   def _save(
@@ -191,7 +196,7 @@ class Checkpointer:
       )
     job = agree.together(
       lambda: _Job(
-        _checked_step(step),
+        catalog.as_step(step),
         *_content(model, optimizer, extra),
         _numbers(metrics or {}),
         targets.plan_json(plan),
@@ -215,16 +220,17 @@ class Checkpointer:
     Raises:
       CheckpointError: it failed.
     """
-    with self.hold():
-      pending = self._pending
-      if pending is None:
-        return
-      try:
-        agree.together(pending.result)
-      finally:
-        if pending.done():  # else an interrupt ended the wait, and the save is still to be waited for
-          self._pending = None
-          _UNFINISHED.discard(self)
+    pending = self._pending
+    if pending is None:
+      return
+    try:
+      agree.together(pending.result)
+      if self._saving is not None:
+        self._position = self._saving
+    finally:
+      if pending.done():  # else an interrupt ended the wait, and the save is still to be waited for
+        self._pending = None
+        _UNFINISHED.discard(self)
 
   def close(self) -> None:
     """Waits for a background save and lets the object go.
@@ -233,64 +239,20 @@ class Checkpointer:
       CheckpointError: the save failed.
     """
     self._closed = True
-    self._termination.stop()
     atexit.unregister(self._at_exit)
     try:
       self.wait()
     finally:
       self._pool.shutdown()
 
-  def save_on_sigterm(self, state: Callable[[], MappingType[str, Any]]) -> None:
-    """Saves when the process is asked to end, then ends it; undone by `close`.
-
-    The save happens where Python handles signals, between two operations of the main thread, but never
-    inside a block of `hold` or another call of this object. Put the updates into such blocks: while a step
-    runs, the arrays of the model are donated and cannot be saved. For jobs of one process only: several
-    would be interrupted at different steps.
-
-    Args:
-      state: called then; returns the arguments of `save`, for example
-        `lambda: {"step": step, "model": model, "optimizer": optimizer}`.
-
-    Raises:
-      CheckpointError: a job of several processes.
-    """
-    if jax.process_count() > 1:
-      raise CheckpointError(
-        f"save_on_sigterm is for jobs of one process, and this one has {jax.process_count()}.",
-        fix="save often; or ask jax.experimental.multihost_utils.reached_preemption_sync_point(step) in the"
-        " loop, and save when it says so.",
-      )
-
-    def save_now() -> None:
-      self.wait()
-      arguments = dict(state())
-      step = arguments.pop("step")
-      if arguments.get("overwrite") or step not in self.steps():
-        self.save(step, **arguments)
-        self.wait()
-
-    self._termination.watch(save_now)
-
-  def hold(self) -> AbstractContextManager[None]:
-    """Puts off the save of `save_on_sigterm` until the block is left.
-
-    Example:
-      >>> import tempfile
-      >>> checkpointer = Checkpointer(tempfile.mkdtemp())
-      >>> with checkpointer.hold():
-      ...   pass  # train_step(model, optimizer, batch); step += 1
-    """
-    return self._termination.hold()
-
   # Finding.
 
   def steps(self) -> list[int]:
-    """The complete steps, oldest first."""
+    """The complete steps, in the order of their numbers; `latest` says which is the newest."""
     return self._catalog.steps()
 
   def latest(self) -> int | None:
-    """The newest step, the one written last, whose manifest and files are all there, or None."""
+    """The newest step of the run that saved last, whose manifest and files are all there, or None."""
     return self._catalog.latest()
 
   def best(self) -> int | None:
@@ -400,12 +362,15 @@ class Checkpointer:
       "rename": rename,
       "cast": cast,
     }
-    with self.hold(), no_mesh():
+    with no_mesh():
       self.wait()
       goal = agree.together(
         lambda: self._goal(target, choose, mapping, optimizer, on_corrupt, as_numpy=as_numpy)
       )
-      return self._try_steps(step, on_corrupt, lambda record: self._attempt(goal, record, choose))
+      found = self._try_steps(step, on_corrupt, lambda record: self._attempt(goal, record, choose))
+      if goal is not None:
+        self._position = self._restored_step
+      return found
 
   def restore_extra(
     self, name: str, target: object = None, step: int | str | None = None, *, as_numpy: bool = False
@@ -426,7 +391,7 @@ class Checkpointer:
       CheckpointError: no such step or name, leaves that do not fit, damage, or neither target nor
         `as_numpy`.
     """
-    with self.hold(), no_mesh():
+    with no_mesh():
       self.wait()
       record = self.metadata(self._restored_step if step is None else step)
       if name in record.extra:
@@ -472,9 +437,8 @@ class Checkpointer:
   # Inside.
 
   def _start(self, stack: contextlib.ExitStack, job: _Job) -> Callable[[], None]:
-    def open_for_writing() -> None:
-      if jax.process_index() == 0:
-        self._open_for_writing(stack, job.step, job.content.nbytes, job.overwrite)
+    def open_for_writing() -> Place | None:
+      return self._open_for_writing(stack, job) if jax.process_index() == 0 else None
 
     def write() -> Callable[[], None]:
       return save.write(
@@ -484,21 +448,24 @@ class Checkpointer:
         extra=job.extra,
         metrics=job.metrics,
         plan=job.plan,
+        place=place,
         chunk_bytes=self._chunk_bytes,
         byte_budget=self._byte_budget,
         background=self._asynchronous,
       )
 
     doing = f"save step {job.step}"
-    agree.together(lambda: files.explained(open_for_writing, doing, self.directory))
+    place = agree.together(lambda: files.explained(open_for_writing, doing, self.directory))
+    self._saving = job.step if place is not None and place.time is None else None
     return agree.together(lambda: files.explained(write, doing, self.directory))
 
-  def _open_for_writing(self, stack: contextlib.ExitStack, step: int, nbytes: int, overwrite: bool) -> None:
+  def _open_for_writing(self, stack: contextlib.ExitStack, job: _Job) -> Place:
     self.directory.mkdir(parents=True, exist_ok=True)
     stack.enter_context(files.writer_lock(self.directory))
     files.sweep(self.directory)
-    self._catalog.check_free(step, overwrite=overwrite)
-    files.check_space(self.directory, nbytes)
+    place = self._catalog.place(job.step, self._position, overwrite=job.overwrite)
+    files.check_space(self.directory, job.content.nbytes)
+    return place
 
   def _finish(self, step: int, finish: Callable[[], None], held: contextlib.ExitStack) -> None:
     with held:
@@ -515,14 +482,10 @@ class Checkpointer:
     if self._pending is not None:
       concurrent.futures.wait([self._pending])
 
-  def _recover(self) -> None:
-    """Cleans up after a killed writer, unless one is alive or nothing may be written."""
-    if not self.directory.is_dir() or jax.process_index() != 0:
-      return
-    if not (self.directory / files.LOCK).exists():
-      return  # nothing was ever saved here
-    with contextlib.suppress(CheckpointError, OSError), files.writer_lock(self.directory):
-      files.sweep(self.directory)
+  def _forget_parent(self) -> None:
+    """Makes the copy in a forked process whole: it has none of its parent's threads, saves and signals."""
+    self._pool = concurrent.futures.ThreadPoolExecutor(1, "nnx_parallel-checkpoint")
+    self._pending = None
 
   def _compare(self, record: Manifest, goal: targets.Target, **choose: Any) -> Diff:
     folder = self._catalog.folder(record.step)
@@ -616,16 +579,6 @@ def _forget_finished(checkpointer: Checkpointer, pending: concurrent.futures.Fut
     _UNFINISHED.discard(checkpointer)
 
 
-def _checked_step(step: object) -> int:
-  try:
-    number = operator.index(step)  # pyright: ignore[reportArgumentType]
-  except TypeError:
-    number = -1
-  if isinstance(step, bool) or number < 0:
-    raise CheckpointError(f"step={step!r} is not a step.", fix="pass a whole number from 0 up.")
-  return number
-
-
 def _content(
   model: object, optimizer: object, extra: MappingType[str, object] | None
 ) -> tuple[save.Content, dict[str, encoding.Json]]:
@@ -669,6 +622,17 @@ def _no_target(directory: epath.Path) -> CheckpointError:
     fix="pass a plan, a live model, or a tree of jax.ShapeDtypeStruct with shardings; "
     "as_numpy=True returns numpy arrays.",
   )
+
+
+def _after_fork() -> None:
+  files.drop_locks()
+  _UNFINISHED.clear()
+  for checkpointer in _LIVE:
+    checkpointer._forget_parent()  # pyright: ignore[reportPrivateUsage]
+
+
+if hasattr(os, "register_at_fork"):
+  os.register_at_fork(after_in_child=_after_fork)
 
 
 def _if_alive(method: weakref.WeakMethod[Callable[[], None]]) -> None:

@@ -22,6 +22,7 @@ from nnx_parallel.checkpoint.manifest import ItemRecord, LeafRecord, Manifest
 from nnx_parallel.errors import CheckpointError
 from nnx_parallel.layout.leaf import HOST_KINDS
 from nnx_parallel.layout.mesh import axis_sizes
+from nnx_parallel.layout.render import Shown
 from nnx_parallel.layout.variables import axes_of, entry_of
 
 _MOST_ROWS, _MOST_LAYOUTS = 12, 3
@@ -75,7 +76,7 @@ class Match:
 
 
 @dataclasses.dataclass(frozen=True)
-class Diff:
+class Diff(Shown):
   """What would happen if a checkpoint were restored into a target.
 
   Attributes:

@@ -15,6 +15,7 @@ from etils import epath
 from nnx_parallel.checkpoint import _orbax, agree, encoding, files, manifest, paths
 from nnx_parallel.checkpoint.digest import block_shape, digest_later, totals
 from nnx_parallel.checkpoint.encoding import Array, Json
+from nnx_parallel.checkpoint.lineage import Place
 from nnx_parallel.checkpoint.manifest import ItemRecord, LeafRecord, Manifest
 from nnx_parallel.checkpoint.placement import without_padding
 from nnx_parallel.checkpoint.preflight import layout_text
@@ -99,6 +100,7 @@ def write(
   extra: Mapping[str, Json],
   metrics: Mapping[str, float],
   plan: Json,
+  place: Place | None,
   chunk_bytes: int | None,
   byte_budget: int,
   background: bool,
@@ -112,6 +114,7 @@ def write(
     extra: JSON values.
     metrics: numbers, JSON ready.
     plan: JSON of the plan, or None.
+    place: in the lineage of its run; only process 0 needs it.
     chunk_bytes: see `_orbax.start_save`.
     byte_budget: see `_orbax.start_save`.
     background: see `_orbax.start_save`.
@@ -155,7 +158,7 @@ def write(
         if pending is not None:
           pending.result()
     items = _with_digests(content, parts)
-    if jax.process_index() != 0:
+    if place is None:
       return
     record = Manifest(
       step=step,
@@ -165,9 +168,10 @@ def write(
       plan=plan,
       versions=manifest.versions(),
       fingerprint=manifest.fingerprint(items),
-      time=files.commit_time(directory),
+      time=place.stamp(),
       files=(sizes := files.all_files(folder)),
       hashes={name: files.sha256(folder / name) for name, n in sizes.items() if n <= _HASHED_BYTES},
+      parent=place.parent,
     )
     manifest.write(record, folder)
     files.make_tree_durable(folder)

@@ -49,6 +49,7 @@ def add_step(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
   """Compiles, prints and says by the exit code whether it fits."""
   import nnx_parallel as nxp
+  from nnx_parallel.layout.render import print_text
   from nnx_parallel.recipes import load_recipe
   from nnx_parallel.recipes.job import plan_recipe
   from nnx_parallel.report.compile_report import compile_report
@@ -65,7 +66,10 @@ def run(args: argparse.Namespace) -> int:
   step = nxp.train_step(loss_of(recipe), microbatches=recipe.parts(args.microbatches), remat=args.remat)
   batch = abstract_batch(recipe, args.batch)
   report = compile_report(step, plan, batch=batch, topology=topology, chip=args.chip)
-  print(report.to_json() if args.json else report)
+  if args.json:
+    print(report.to_json())
+  else:
+    print_text(str(report))
   if args.html:
     options.write_page(args.html, report.to_html())
   return DOES_NOT_FIT if report.fits is False else 0

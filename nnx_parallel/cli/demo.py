@@ -96,7 +96,7 @@ def run(args: argparse.Namespace) -> int:
 
   heading("1. Plan", "every array of model and optimizer, before anything is allocated")
   plan = plan_recipe(recipe, options.real_mesh(MESH, DEVICES))
-  print(plan)
+  plan.show()
 
   heading("2. Train", f"{args.steps} steps on {DEVICES} simulated CPU devices")
   print(describe_text(args.text))
@@ -233,22 +233,17 @@ def find_misplaced(job: Job) -> list[str]:
 
 
 def print_comparison(straight: Sequence[float], others: Sequence[Continued], step: int) -> None:
-  """Prints the losses of each place, step by step, below those of the run that never stopped."""
-  from rich.console import Console
-  from rich.table import Table
+  """Prints the losses of each place, step by step, beside those of the run that never stopped."""
+  from nnx_parallel.layout.render import print_text, text_table
 
-  table = Table(box=None, header_style="bold", pad_edge=False, padding=(0, 2, 0, 0))
-  table.add_column("mesh", no_wrap=True)
-  table.add_column("devices", justify="right")
-  for number in range(step + 1, step + 1 + len(straight)):
-    table.add_column(f"step {number}", justify="right")
-  table.add_column("difference", justify="right")
-  mesh = " ".join(f"{axis}={size}" for axis, size in MESH.items())
-  table.add_row(mesh, str(DEVICES), *(f"{x:.7f}" for x in straight), "never stopped")
-  for other in others:
-    losses = (f"{x:.7f}" for x in other.losses)
-    table.add_row(other.title, str(other.devices), *losses, f"{other.difference:.1e}")
-  Console(highlight=False, width=120).print(table)
+  columns = [("never stopped", DEVICES, straight, "")]
+  columns += [(o.title, o.devices, o.losses, f"{o.difference:.1e}") for o in others]
+  header = ["step", *(title for title, *_ in columns)]
+  rows = [["devices", *(str(devices) for _, devices, *_ in columns)]]
+  for at in range(len(straight)):
+    rows.append([f"{step + 1 + at}", *(f"{losses[at]:.7f}" for _, _, losses, _ in columns)])
+  rows.append(["difference", *(difference for *_, difference in columns)])
+  print_text(text_table(header, rows, right=range(1, len(header))))
 
 
 def generate_line(job: Job) -> str:

@@ -6,6 +6,7 @@ import argparse
 import difflib
 import math
 import os
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -145,7 +146,7 @@ def add_page(parser: argparse.ArgumentParser) -> None:
 
 
 def write_page(file: Path, page: str) -> None:
-  """Writes a page, and the folders that it lies in.
+  """Writes a page and the folders above it, and says so on standard error.
 
   Raises:
     ReportError: the file cannot be written.
@@ -153,6 +154,7 @@ def write_page(file: Path, page: str) -> None:
   try:
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text(page)
+    print(f"page written to {file}", file=sys.stderr)
   except OSError as error:
     raise ReportError(
       f"cannot write the page {file}.", details=error.strerror or str(error), fix="--html page.html"

@@ -45,6 +45,7 @@ def register(commands: Commands) -> None:
 def run(args: argparse.Namespace) -> int:
   """Prints the plan, and says by the exit code whether its memory fits where a chip is named."""
   import nnx_parallel as nxp
+  from nnx_parallel.layout.render import print_text
   from nnx_parallel.recipes import load_recipe
   from nnx_parallel.recipes.job import plan_recipe
 
@@ -75,12 +76,12 @@ def run(args: argparse.Namespace) -> int:
   elif args.explain is not None:
     print(plan.explain(args.explain))
   else:
-    print(plan)
+    plan.show()
     audit = plan.audit()
     if audit:
-      print(f"\n{audit}")
+      print_text(f"\n{audit}")
     if asked:
-      print(f"\n{memory}")
+      print_text(f"\n{memory}")
   fits = memory is None or memory.headroom_bytes is None or memory.headroom_bytes >= 0
   return 0 if fits else DOES_NOT_FIT
 

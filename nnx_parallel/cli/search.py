@@ -42,6 +42,7 @@ def register(commands: Commands) -> None:
 
 def run(args: argparse.Namespace) -> int:
   """Searches, prints and says by the exit code whether anything fits."""
+  from nnx_parallel.layout.render import print_text
   from nnx_parallel.recipes import load_recipe
   from nnx_parallel.recipes.job import rules_of
   from nnx_parallel.report.search import search
@@ -61,7 +62,10 @@ def run(args: argparse.Namespace) -> int:
     optimizer=recipe.optimizer() if recipe.optimizer is not None else None,
     compile_best=args.compile_best,
   )
-  print(result.to_json() if args.json else result)
+  if args.json:
+    print(result.to_json())
+  else:
+    print_text(str(result))
   if result.best is not None and not args.json:
     print(f"Compiled alone:\n\n  {command(args, result.best)}\n")
   if args.html:

@@ -198,7 +198,7 @@ def check_first_batch(recipe: Recipe, plan: nxp.ShardingPlan) -> int:
 
   if recipe.batches is not None:
     for batch in recipe.batches(0, split="train"):
-      nxp.shard_batch(batch, plan)
+      nxp.shard_batch(batch, plan, whole=True)
       return examples_in(batch)
   return 0
 

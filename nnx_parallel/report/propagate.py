@@ -14,6 +14,7 @@ conditional count. A loop whose length is not known counts once, and what else c
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -56,12 +57,14 @@ class Flow:
     data: whether its values depend on the batch.
     weight: whether they depend on parameters.
     parameter: position of the input whose values they are, where they are a parameter's.
+    value: which value this is. Its variable does not say it: jax traces equal calls once, to one jaxpr.
   """
 
   axes: Axes
   data: bool
   weight: bool = False
   parameter: int | None = None
+  value: int = dataclasses.field(default_factory=itertools.count().__next__, compare=False)
 
   @property
   def names(self) -> frozenset[str]:
@@ -264,7 +267,7 @@ class Propagation:
         summed=frozenset(),
         out_bytes=sum(nbytes(out.aval) for out in eqn.outvars),
         out_split=split,
-        source=id(eqn.invars[first]),
+        source=inputs[first].value,
         in_bytes=sum(nbytes(v.aval) for v in eqn.invars),
         in_split=inputs[first].names,
         spread=frozenset(),
@@ -283,7 +286,7 @@ class Propagation:
     counts = scan_counts(eqn)
     consts, carry = counts.constants, counts.carried
     fixed, state, rows = inputs[:consts], inputs[consts : consts + carry], inputs[consts + carry :]
-    rows = [dataclasses.replace(flow, axes=flow.axes[1:]) for flow in rows]
+    rows = [Flow(flow.axes[1:], flow.data, flow.weight, flow.parameter) for flow in rows]
     probe = Propagation(batch_axes=tuple(self._batch))
     after = probe.run(eqn.params["jaxpr"], [*fixed, *state, *rows])
     # A carry that starts as zeros takes the axes that the body gives it.
@@ -292,7 +295,7 @@ class Propagation:
       for old, new in zip(state, after[:carry], strict=True)
     ]
     out = self.run(eqn.params["jaxpr"], [*fixed, *state, *rows], times * eqn.params["length"])
-    return state + [dataclasses.replace(flow, axes=((), *flow.axes)) for flow in out[carry:]]
+    return state + [Flow(((), *flow.axes), flow.data, flow.weight, flow.parameter) for flow in out[carry:]]
 
   def _dot(self, eqn: Any, inputs: list[Flow], times: int, meeting: _Meeting) -> Flow:
     # Copies: both operands may be one array.
@@ -339,7 +342,7 @@ class Propagation:
         summed=frozenset(both),
         out_bytes=nbytes(eqn.outvars[0].aval),
         out_split=out.names,
-        source=id(eqn.invars[0 if left_first else 1]),
+        source=main.value,
         in_bytes=math.prod(main_shape) * eqn.invars[0 if left_first else 1].aval.dtype.itemsize,
         in_split=gathered,
         spread=spread if not other.data else frozenset(),
@@ -360,7 +363,7 @@ class Propagation:
       self.constrained |= {(n, dim) for n, dim in zip(aval.shape, axes, strict=True) if dim}
       moved = {a for before, after in zip(flow.axes, axes, strict=True) for a in after if a not in before}
       self._exchange(aval, flow.names, frozenset(moved), times)
-    return dataclasses.replace(flow, axes=axes)
+    return Flow(axes, flow.data, flow.weight, flow.parameter)
 
   def _exchange(self, aval: Any, split: frozenset[str], arriving: frozenset[str], times: int) -> None:
     """An array that is split over some of the `arriving` axes along another dim: an all-to-all."""

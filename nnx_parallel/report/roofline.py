@@ -36,6 +36,7 @@ from typing import TYPE_CHECKING, Any
 
 from nnx_parallel.layout.mesh import axis_sizes
 from nnx_parallel.layout.plan import ShardingPlan
+from nnx_parallel.layout.render import Shown
 from nnx_parallel.report.chips import Chip
 from nnx_parallel.report.chips import chip as chip_named
 from nnx_parallel.report.propagate import Product
@@ -55,7 +56,7 @@ LATENCY = 1e-6
 
 
 @dataclasses.dataclass(frozen=True)
-class StepTime:
+class StepTime(Shown):
   """Predicted time of one step, in seconds.
 
   Attributes:

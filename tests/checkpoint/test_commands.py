@@ -1,3 +1,4 @@
+import json
 import re
 
 import jax
@@ -58,10 +59,23 @@ def test_inspect(run_dir, capsys):
   assert "loss=0.25" in text
   assert "mesh         {'fsdp': 8}" in text
   assert 'data         {"samples": 640}' in text
-  assert "    kernel  float32[16,32]  Param\n" in text
+  assert "kernel     Param  float32[16,32]  2 KiB\n" in text
   assert "mu.kernel" not in text
   assert main(["inspect", str(run_dir / "run"), "--step", "15"]) == 1
   assert "cannot find step 15" in capsys.readouterr().err
+
+
+def test_inspect_prints_json_also_of_metrics_that_are_no_numbers(tmp_path, capsys):
+  metrics = {"loss": float("nan"), "best": -float("inf")}
+  nxp.Checkpointer(tmp_path).save(3, {"w": np.ones(2, np.float32)}, metrics=metrics)
+  assert main(["inspect", str(tmp_path), "--json"]) == 0
+
+  def refuse(word):
+    pytest.fail(f"{word} is not JSON")
+
+  record = json.loads(capsys.readouterr().out, parse_constant=refuse)
+  assert (record["step"], record["parent"], record["metrics"].keys()) == (3, None, metrics.keys())
+  np.testing.assert_equal(nxp.Checkpointer(tmp_path).metadata().metrics, metrics)
 
 
 def test_verify(run_dir, capsys):
@@ -130,6 +144,10 @@ def test_export_and_import(run_dir, capsys):
   assert_same(old["model"], new["model"])
   assert main(["export", str(run_dir / "run"), out, *how]) == 1
   assert f"cannot export to {out}: it exists" in capsys.readouterr().err
+  assert main(["import", out, str(run_dir / "run"), *how]) == 1
+  text = capsys.readouterr().err
+  assert "it holds the checkpoints of a run.\n  steps 10, 20\n  Fix: choose an empty directory" in text
+  assert nxp.Checkpointer(run_dir / "run").latest() == 20
   assert main(["import", out, back, recipe, "--mapping", str(run_dir / "empty.py")]) == 1
   assert "empty.py defines no MAPPING" in capsys.readouterr().err
   assert main(["import", out, back, recipe, "--mapping", str(run_dir / "none.py")]) == 1

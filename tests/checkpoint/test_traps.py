@@ -6,7 +6,6 @@ import gc
 import logging
 import os
 import shutil
-import signal
 import subprocess
 import sys
 import textwrap
@@ -175,27 +174,6 @@ def test_a_manifest_that_cannot_be_read(saved, monkeypatch):
   number = errno.EACCES
   with pytest.raises(CheckpointError, match=r"cannot read .*2/nnx_parallel.json: Permission denied\."):
     checkpointer.restore(target_of(trees[1]), 2, on_corrupt="fallback")
-
-
-def test_a_signal_waits_for_the_end_of_a_restore(saved, monkeypatch):
-  directory, trees = saved
-  checkpointer = Checkpointer(directory)
-  states, real = [], direct.start
-
-  def start(*arguments):
-    os.kill(os.getpid(), signal.SIGTERM)
-    states.append("reading")
-    return real(*arguments)
-
-  monkeypatch.setattr(direct, "start", start)
-  before = signal.signal(signal.SIGTERM, lambda *_: None)
-  try:
-    checkpointer.save_on_sigterm(lambda: states.append("asked") or {"step": 2, "model": trees[2]})
-    found = checkpointer.restore(target_of(trees[2]))
-  finally:
-    signal.signal(signal.SIGTERM, before)
-  assert_same(found, trees[2])
-  assert states == ["reading", "asked"]
 
 
 def test_a_live_pair_says_what_becomes_of_its_optimizer(tmp_path):

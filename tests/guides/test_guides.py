@@ -8,8 +8,6 @@ from pathlib import Path
 
 import pytest
 
-import nnx_parallel
-
 ROOT = Path(__file__).resolve().parents[2]
 spec = importlib.util.spec_from_file_location("guide_runner", ROOT / "guides" / "run.py")
 runner = importlib.util.module_from_spec(spec)
@@ -17,9 +15,9 @@ spec.loader.exec_module(runner)
 
 
 @pytest.mark.parametrize("page", runner.pages(), ids=lambda page: page.name)
-def test_guide_runs(page):
-  if page.name == "README.md" and not hasattr(nnx_parallel, "Checkpointer"):
-    pytest.skip("the README shows names that are not here yet")
+def test_guide_runs(page, tmp_path):
+  if page.name == "README.md":  # its script is the one that people keep in a folder and start again
+    page = write(tmp_path, 2 * page.read_text())
   result = runner.run(page)
   assert result.returncode == 0, result.stdout
 
