@@ -53,7 +53,8 @@ class CompileReport:
 
   Attributes:
     target: the devices compiled for, e.g. `"16 x TPU v5 lite"`.
-    chip: published figures of the device, or None for one that the table does not know.
+    chip: published figures of the device, or None for one that the table does not know. Where the program
+      is for devices of this process, `usable_bytes` is the limit that they give themselves.
     axes: mesh axis -> size in devices.
     memory: the compiler's own figures.
     need_bytes: memory one device needs, by the measure that is right for its backend.
@@ -164,8 +165,8 @@ def compile_report(
   """Compiles a step without running it, and reports what it needs, computes and sends.
 
   Args:
-    step: what `train_step` or `eval_step` made, a function under `nnx.jit` or `jax.jit`, or a program that
-      is already lowered or compiled.
+    step: what `train_step` made, a function under `nnx.jit` or `jax.jit`, or a program that is already
+      lowered or compiled.
     plan: the layout of the step's model and optimizer; arrays that do not exist stand in for them. Its rules
       are in scope for `constrain`, unless the caller has others there.
     *args: without a plan, the arguments of the step, real or abstract; with one, what follows the batch.
@@ -179,7 +180,8 @@ def compile_report(
 
   Raises:
     ReportError: the plan is abstract and no topology is given, the topology does not have as many devices
-      as the plan, its compiler is not installed, or it refuses the program for another reason than memory.
+      as the plan, its compiler is not installed, or it refuses the program for another reason than memory;
+      or `step` is no step, or has no batch.
 
   Example:
     >>> import jax
@@ -196,8 +198,19 @@ def compile_report(
   """
   if isinstance(step, jax.stages.Lowered | jax.stages.Compiled):
     return report_of(step, chip=chip)
+  if not hasattr(step, "lower"):
+    name = getattr(step, "__name__", type(step).__name__)
+    raise ReportError(
+      f"{name} is no step: it has nothing to compile.",
+      fix=f"compile_report(nxp.train_step({name}), plan, batch=...), or a function under jax.jit or nnx.jit.",
+    )
   if plan is None:
     return report_of(_plain(step.lower(*args)), chip=chip)
+  if batch is None and isinstance(step, TrainStep):
+    raise ReportError(
+      "a step is compiled for a batch, and there is none.",
+      fix="compile_report(step, plan, batch=jax.ShapeDtypeStruct((64, 128), jnp.float32)): global shapes.",
+    )
   here = _placed(plan, topology)
   objects = instantiate(here, {root: here.abstract_state(root) for root in ("model", "optimizer")})
   objects = objects if isinstance(objects, tuple) else (objects,)
@@ -320,9 +333,16 @@ def report_of(
     )
   device = mesh.abstract_device if mesh is not None else None
   kind = device.device_kind if device else ""
-  figures = chip_named(chip) if chip is not None else chip_of(kind)
+  figures = chip_named(chip) if chip is not None else _measured(chip_of(kind), kind)
   report = _assemble(done, axes, kind, figures, categories or {}, names or {})
   return dataclasses.replace(report, quantities=dict(quantities or {}))
+
+
+def _measured(figures: Chip | None, kind: str) -> Chip | None:
+  """The figures with the memory limit of a device of this kind, where this process has one."""
+  here = next((device for device in jax.local_devices() if device.device_kind == kind), None)
+  limit = (here.memory_stats() or {}).get("bytes_limit") if here is not None else None
+  return dataclasses.replace(figures, usable_bytes=limit) if figures is not None and limit else figures
 
 
 def _assemble(

@@ -227,7 +227,8 @@ def step_svg(time: StepTime) -> str:
     at += seconds
   if time.exposed:
     rows.append(("links that show", [(at, time.exposed, format_seconds(time.exposed))]))
-  note = f"<p>{format_seconds(time.seconds)} by the roofline model, bound by {html.escape(time.binds)}.</p>"
+  note = f"<p>{format_seconds(time.seconds)} by the roofline model, bound by {html.escape(time.binds)}. "
+  note += f"{html.escape(not_counted(time.uncounted))}</p>"
   return note + svg.timeline(rows, time.seconds, format_seconds(time.seconds))
 
 

@@ -14,6 +14,7 @@ from rich.table import Table
 from nnx_parallel.report.units import format_bytes, format_count, format_seconds
 
 if TYPE_CHECKING:
+  from nnx_parallel.report.chips import Chip
   from nnx_parallel.report.compile_report import CompileReport
   from nnx_parallel.report.peak import Tenant
 
@@ -50,12 +51,20 @@ def not_counted(operations: Mapping[str, int]) -> str:
   return "Not counted: " + ", ".join(f"{count} x {name}" for name, count in operations.items()) + ".\n"
 
 
+def usable_note(chip: Chip) -> str:
+  """What decides how much of a GPU's memory is usable; nothing for other devices."""
+  if chip.platform != "gpu":
+    return ""
+  share = 100 * chip.usable_bytes / chip.hbm_bytes
+  return f", the {share:.0f} % that JAX takes (XLA_CLIENT_MEM_FRACTION)"
+
+
 def verdict(report: CompileReport) -> str:
   """One sentence: whether it fits, and if not, what would make it fit."""
   need = format_bytes(report.need_bytes)
   if report.chip is None or report.available_bytes is None:
     return f"needs {need} per device; the memory of this device is not in the table."
-  have = f"{format_bytes(report.available_bytes)} usable on {report.chip.name}"
+  have = f"{format_bytes(report.available_bytes)} usable on {report.chip.name}{usable_note(report.chip)}"
   if report.fits:
     free = format_bytes(report.available_bytes - report.need_bytes)
     return f"FITS: needs {need} of {have}; {free} free."
