@@ -74,6 +74,11 @@ def add_way(parser: argparse.ArgumentParser) -> None:
   parser.add_argument(
     "--remat", default=AS_WRITTEN, choices=REMATS, help="what layers keep; as the recipe says when not given"
   )
+  add_rules(parser)
+
+
+def add_rules(parser: argparse.ArgumentParser) -> None:
+  """Adds `--rules`."""
   parser.add_argument(
     "--rules",
     type=parse_rules,

@@ -14,6 +14,7 @@ import textwrap
 import pytest
 
 from nnx_parallel.cli.compile import fill
+from nnx_parallel.cli.main import main
 from nnx_parallel.cli.options import parse_rules
 from nnx_parallel.cli.search import command
 from nnx_parallel.recipes import load_recipe
@@ -168,7 +169,7 @@ def test_commands_name_a_stage_an_offload_and_rules(recipe):
     for c in found.fitting
     if c.changes and c.sizes == {"data": 4, "tensor": 2} and c.zero == 2 and c.offload and c.microbatches == 2
   )
-  line = command(argparse.Namespace(recipe=recipe, topology="cpu:8", batch=64), best)
+  line = command(argparse.Namespace(recipe=recipe, topology="cpu:8", batch=64, rules={}), best)
   assert "--zero 2 --offload --rules sequence=tensor --batch 64" in line
   done = run(*shlex.split(line)[1:], "--json")
   assert done.returncode == 0, done.stderr
@@ -187,6 +188,25 @@ def test_commands_name_a_stage_an_offload_and_rules(recipe):
 def test_rules_that_cannot_be_read(text):
   with pytest.raises(argparse.ArgumentTypeError, match=r"cannot read .*; for example sequence=tensor"):
     parse_rules(text)
+
+
+def test_search_tries_what_it_is_told_to(recipe, capsys):
+  path = pathlib.Path(recipe)
+  path.write_text(path.read_text().replace("sgd(0.1)", "adam(0.1)"))
+
+  def found(*words):
+    words = ("search", recipe, "--topology", "tpu:v5e:2x4", *words)
+    assert main(words) == 0
+    return capsys.readouterr().out
+
+  assert len(json.loads(found("--json"))["pareto"]) > 1
+  told = json.loads(found("--remat", "as written", "--zero", "0", "--no-offload", "--json"))
+  rows = told["pareto"]
+  assert {(row["remat"], row["zero"], row["offload"]) for row in rows} == {("as written", 0, False)}
+  assert all(row["offload"] for row in json.loads(found("--offload", "--json"))["pareto"])
+  text = found("--rules", "batch=data")
+  assert "--rules batch=data" in text.splitlines()[-2]
+  assert "make_mesh(data=" in text
 
 
 def test_search_ends_with_2_when_nothing_fits(recipe):
