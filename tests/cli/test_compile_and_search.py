@@ -149,23 +149,6 @@ def test_the_command_of_the_winner_runs_as_printed(recipe):
   assert report["quantities"]["batch"] == 512 * 64 * 4
 
 
-def test_a_search_tries_what_it_is_told_to(recipe, capsys):
-  path = pathlib.Path(recipe)
-  text = path.read_text().replace("sgd(0.1)", "adam(0.1)").replace('{"fsdp": 4}', '{"data": 4}')
-  path.write_text(text.replace('batch="fsdp"), nxp.fsdp(min_size=0)', 'batch="data"), nxp.replicate()'))
-  common = ["search", recipe, "--topology", "tpu:v5e:2x2", "--json"]
-  counts = []
-  for words in ([], ["--zero", "0", "--rules", "hidden=data"]):
-    assert main([*common, *words]) == 0
-    found = json.loads(capsys.readouterr().out)
-    counts.append(found["fitting"])
-  assert counts[1] < counts[0]
-  assert {row["zero"] for row in found["pareto"]} == {0}
-  with pytest.raises(SystemExit):
-    main([*common, "--remat", "some"])
-  assert "invalid choice: 'some'" in capsys.readouterr().err
-
-
 def test_commands_name_a_stage_an_offload_and_rules(recipe):
   """Every choice of a search that a command can meet: Adam's state split, on the host, split sequences."""
   path = pathlib.Path(recipe)
