@@ -34,7 +34,7 @@ from nnx_parallel.layout.padding import logical_transformation
 from nnx_parallel.layout.resolve import resolve_spec
 from nnx_parallel.layout.rules import UNEVEN, RuleSet, Uneven
 from nnx_parallel.layout.sharded_optimizer import Placement
-from nnx_parallel.layout.tracing import Trace, placements, side_effects
+from nnx_parallel.layout.tracing import Trace, placements, why_one_program
 from nnx_parallel.layout.variables import Path, array_leaves, axes_of, entry_of, few, path_str, value_of
 
 if TYPE_CHECKING:
@@ -609,7 +609,7 @@ def plan_traced(
       kept_dims=kept_dims(model, optimizer, wrt, abstract_optimizer),
     )
   found += _overridden(placements(traces["model"]), leaves)
-  if whole := side_effects(traces.values()):
+  if whole := why_one_program(traces.values()):
     found.append(f"created as one program, which takes longer to compile: {whole}")
   made = ShardingPlan(
     mesh,

@@ -8,6 +8,7 @@ from collections.abc import Callable, Generator, Iterable
 from typing import Any
 
 import jax
+import numpy as np
 import optax
 from flax import nnx
 from flax.errors import TraceContextError
@@ -20,6 +21,7 @@ from nnx_parallel.layout.mesh import AnyMesh, axis_sizes
 from nnx_parallel.layout.sharded_optimizer import ShardedOptimizer
 from nnx_parallel.layout.variables import Path, occurrences, path_str, value_of
 
+_WIDE = tuple(map(np.dtype, ("float64", "int64", "uint64", "complex128")))
 _PLACES = {
   "sharding_constraint": "sharding",
   "reshard": "dst_sharding",
@@ -53,10 +55,16 @@ class Trace:
   makes: tuple[Path, ...]
 
 
-def side_effects(traces: Iterable[Trace]) -> str:
-  """Describes the side effects of the first trace that has any, as a clause; empty if none has."""
-  effects = next((one.program.effects for one in traces if one.program.effects), ())
-  return f"it has side effects ({', '.join(sorted(map(str, effects)))})" if effects else ""
+def why_one_program(traces: Iterable[Trace]) -> str:
+  """Why these traces can only be run as one program, as a clause; empty if they can be sliced."""
+  for one in traces:
+    if one.program.effects:
+      return f"it has side effects ({', '.join(sorted(map(str, one.program.effects)))})"
+    results = [var.aval for eqn in one.program.jaxpr.eqns for var in eqn.outvars]
+    wide = next((x.dtype for x in results if hasattr(x, "dtype") and x.dtype in _WIDE), None)
+    if wide is not None and not jax.config.jax_enable_x64:
+      return f"it computes in {wide} under a jax.enable_x64 of its own"
+  return ""
 
 
 def placements(one: Trace) -> dict[Path, PartitionSpec]:
