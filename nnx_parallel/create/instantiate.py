@@ -79,9 +79,9 @@ def _bind(abstract_leaf: Any, array: Any, row: LeafPlan, first_dim: str | None) 
 def _metadata(row: LeafPlan, first_dim: str | None) -> dict[str, Any]:
   """The annotation that makes flax derive exactly the row's spec, with names wherever they suffice.
 
-  A name stays where it maps to the same axes in every dim that has it; elsewhere (a dim taken by the
-  fallback, a name that resolved differently in two dims, a name spelt like an axis of another dim) the mesh axes
-  themselves are written.
+  A name stays where it maps to the same axes in every dim that has it. Elsewhere the mesh axes themselves are
+  written: in a dim taken by the fallback, or for a name that resolved differently in two dims or is spelt
+  like an axis of another dim.
   """
   ndim = len(row.shape)
   names: Names = (first_dim, *([None] * (ndim - 1))) if ndim else ()
