@@ -117,19 +117,19 @@ def kept_dims(
   """
   rows = {path: tuple(value_of(leaf).shape) for path, leaf in array_leaves(model).items()}
   probes = {path: optimizer_layout.apart(shape) for path, shape in rows.items()}
+  state = array_leaves(optimizer)
+  owned = optimizer_layout.owners(state, rows)
   unclear = {
     path: parameter
-    for path, leaf in array_leaves(optimizer).items()
-    if (parameter := optimizer_layout.owner(path, rows)) is not None
-    and probes[parameter] != rows[parameter]
-    and 0 < len(value_of(leaf).shape) < len(rows[parameter])
+    for path, parameter in owned.items()
+    if probes[parameter] != rows[parameter] and 0 < len(value_of(state[path]).shape) < len(rows[parameter])
   }
   if not unclear:
     return {}
-  graphdef, state = nnx.split(model)
+  graphdef, values = nnx.split(model)
   probed: list[Any] = [
     (path, leaf.copy(jax.ShapeDtypeStruct(probes[path], value_of(leaf).dtype)) if path in rows else leaf)
-    for path, leaf in nnx.to_flat_state(state)
+    for path, leaf in nnx.to_flat_state(values)
   ]
   other = array_leaves(trace_optimizer(nnx.merge(graphdef, nnx.from_flat_state(probed)), tx, wrt).node)
   found = {
