@@ -567,6 +567,8 @@ def plan_traced(
     PlanError: as `plan`.
   """
   is_explicit(mesh)  # refuses mixed axis types before any work is done
+  if isinstance(rules, optax.GradientTransformation):
+    raise PlanError("rules got an optax transformation.", fix="plan(init, mesh, rules, optimizer=...)")
   if uneven not in UNEVEN:
     raise PlanError(f"uneven={uneven!r} is not a policy.", fix=f"one of {', '.join(UNEVEN)}.")
   if (zero or zero_axes is not None) and optimizer is None:
