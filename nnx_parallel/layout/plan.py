@@ -34,7 +34,7 @@ from nnx_parallel.layout.mesh import AnyMesh, axis_sizes, is_explicit
 from nnx_parallel.layout.padding import logical_transformation
 from nnx_parallel.layout.rules import UNEVEN, RuleSet, Uneven
 from nnx_parallel.layout.sharded_optimizer import Placement
-from nnx_parallel.layout.tracing import Trace, placements, side_effects
+from nnx_parallel.layout.tracing import Trace, placements, why_one_program
 from nnx_parallel.layout.variables import Path, array_leaves, axes_of, few, kind_of, path_str, value_of
 
 if TYPE_CHECKING:
@@ -567,6 +567,8 @@ def plan_traced(
     PlanError: as `plan`.
   """
   is_explicit(mesh)  # refuses mixed axis types before any work is done
+  if isinstance(rules, optax.GradientTransformation):
+    raise PlanError("rules got an optax transformation.", fix="plan(init, mesh, rules, optimizer=...)")
   if uneven not in UNEVEN:
     raise PlanError(f"uneven={uneven!r} is not a policy.", fix=f"one of {', '.join(UNEVEN)}.")
   if (zero or zero_axes is not None) and optimizer is None:
@@ -605,7 +607,7 @@ def plan_traced(
       kept_dims=kept_dims(model, optimizer, wrt, abstract_optimizer),
     )
   found += _overridden(placements(traces["model"]), leaves)
-  if whole := side_effects(traces.values()):
+  if whole := why_one_program(traces.values()):
     found.append(f"created as one program, which takes longer to compile: {whole}")
   made = ShardingPlan(
     mesh,
