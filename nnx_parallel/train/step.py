@@ -20,6 +20,7 @@ from nnx_parallel.errors import TrainError
 from nnx_parallel.layout.constrain import default_rules
 from nnx_parallel.layout.leaf import Root
 from nnx_parallel.layout.plan import ShardingPlan
+from nnx_parallel.layout.sharded_optimizer import ShardedOptimizer
 from nnx_parallel.layout.variables import Path, axes_of, value_of
 from nnx_parallel.train.accumulate import Layout
 from nnx_parallel.train.binding import (
@@ -38,7 +39,7 @@ from nnx_parallel.train.compiled import Compile, Compiled, logger
 from nnx_parallel.train.convolutions import with_right_gradients
 from nnx_parallel.train.gradients import Gradients, is_scattered
 from nnx_parallel.train.loss_call import call_loss
-from nnx_parallel.train.losses import Metrics, examples_in, means, pairs, terms
+from nnx_parallel.train.losses import Metrics, check_examples, examples_in, means, pairs, terms
 from nnx_parallel.train.remat import Policy, check_policy
 from nnx_parallel.train.update import LossFn, Recipe, keyed, update
 
@@ -218,7 +219,10 @@ class TrainStep(_Step):
 
   def _bind(self, roots: dict[str, Any], reasons: tuple[str, ...]) -> _Bound:
     check_outside(roots.values())
-    return _Bound(self.recipe, Binding(roots), reasons, donate=True)
+    planned = _planned(roots)
+    binding = Binding(roots, planned)
+    _warn_unplanned(binding, planned, several=not isinstance(roots["model"], nnx.Pytree))
+    return _Bound(self.recipe, binding, reasons, donate=True)
 
 
 class EvalStep(_Step):
@@ -444,6 +448,7 @@ class _Bound:
 
   def _evaluate(self, arrays: list[Any], batch: Any) -> Metrics:
     template: Template = self.binding.template
+    check_examples(batch)
     (models,) = template.build(self.binding.with_raw(arrays))
     found = terms(call_loss(self.recipe.loss_fn, models, batch), self.recipe.outputs)  # pyright: ignore[reportArgumentType]
     return pairs(found, examples=examples_in(batch)) if self.recipe.pairs else means(found)
@@ -461,6 +466,38 @@ class _Bound:
         logger.info("%s and %s shared one array; each has its own now", first[where], label)
         variable.set_raw_value(jnp.copy(value))
       first.setdefault(where, label)
+
+
+def _planned(roots: Mapping[str, Any]) -> dict[Path, NamedSharding]:
+  """Where the plans of the optimizers say that arrays lie, by path in a binding's template."""
+  found: dict[Path, NamedSharding] = {}
+  for key, optimizer in keyed(roots["model"], roots["optimizer"]).items():
+    placement = optimizer.placement if isinstance(optimizer, ShardedOptimizer) else None
+    if placement is not None:
+      inside = () if key is None else (key,)
+      found |= {(0, *inside, *path): where for path, where in placement.model.items()}
+      found |= {(1, *inside, *path): where for path, where in placement.optimizer.items()}
+  return found
+
+
+def _warn_unplanned(binding: Binding, planned: Mapping[Path, NamedSharding], *, several: bool) -> None:
+  """Says which arrays of a planned model the plan does not know and therefore lie whole."""
+  models = {path[1] if several else None for path in planned if path[0] == 0}
+  whole = [
+    label
+    for label, path, where in zip(binding.labels, binding.template.paths, binding.shardings, strict=True)
+    if path[0] == 0 and path not in planned and (path[1] if several else None) in models
+    if value_of(binding.template.leaves[binding.template.index[path]]).ndim
+    if where is not None and where.is_fully_replicated
+  ]
+  if whole:
+    more = f" and {len(whole) - 3} more" if len(whole) > 3 else ""
+    logger.warning(
+      "%s%s: not in the plan, so each device holds all of it. Fix: plan the edited constructor, and create"
+      " from that plan.",
+      ", ".join(whole[:3]),
+      more,
+    )
 
 
 def abstract_roots(plan: ShardingPlan) -> dict[str, Any]:
@@ -512,13 +549,17 @@ def _all_objects(roots: Mapping[str, Any]) -> list[Any]:
 
 
 def _check_objects(roots: Mapping[str, Any]) -> None:
+  kinds: dict[str, type] = {"model": nnx.Pytree, "optimizer": nnx.Optimizer}
+  call = "step(model, optimizer, batch)" if "optimizer" in roots else "evaluate(model, batch)"
   for name, root in roots.items():
     kind = "module" if name == "model" else name
     for item in objects_in(root):
-      if not isinstance(item, nnx.Pytree):
+      # An optimizer may be part of what a loss reads, but is not what a step trains.
+      swapped = name == "model" and "optimizer" in roots and isinstance(root, nnx.Optimizer)
+      if swapped or not isinstance(item, kinds[name]):
         raise TrainError(
           f"the step's {name} is a {type(item).__name__}, not a live {kind}.",
-          fix="step(model, optimizer, batch) with an nnx.Module and an nnx.Optimizer.",
+          fix=f"{call}, in this order" + (", with an nnx.Optimizer." if name == "optimizer" else "."),
         )
   if "optimizer" in roots:
     keyed(roots["model"], roots["optimizer"])
