@@ -177,6 +177,7 @@ class TrainStep(_Step):
   def _record(self, bound: _Bound, compiled: Compile) -> None:
     super()._record(bound, compiled)
     self.reduction = bound.how
+    _warn_unplanned(bound.unplanned)
 
   def lower(self, model: Any, optimizer: Any = None, batch: Any = None) -> Any:
     """Lowers the step for these arguments, which may be abstract, without running it.
@@ -221,8 +222,9 @@ class TrainStep(_Step):
     check_outside(roots.values())
     planned = _planned(roots)
     binding = Binding(roots, planned)
-    _warn_unplanned(binding, planned, several=not isinstance(roots["model"], nnx.Pytree))
-    return _Bound(self.recipe, binding, reasons, donate=True)
+    bound = _Bound(self.recipe, binding, reasons, donate=True)
+    bound.unplanned = _unplanned(binding, planned, several=not isinstance(roots["model"], nnx.Pytree))
+    return bound
 
 
 class EvalStep(_Step):
@@ -368,6 +370,7 @@ class _Bound:
     self.recipe, self.binding, self.donate = recipe, binding, donate
     self.reasons = reasons
     self.how = ""
+    self.unplanned: list[str] = []
     self.watch = binding.watch
     self.trace = current_trace()
     self.variables = binding.variables
@@ -480,22 +483,25 @@ def _planned(roots: Mapping[str, Any]) -> dict[Path, NamedSharding]:
   return found
 
 
-def _warn_unplanned(binding: Binding, planned: Mapping[Path, NamedSharding], *, several: bool) -> None:
-  """Says which arrays of a planned model the plan does not know and therefore lie whole."""
+def _unplanned(binding: Binding, planned: Mapping[Path, NamedSharding], *, several: bool) -> list[str]:
+  """The arrays of a planned model that the plan does not know, and that lie whole."""
   models = {path[1] if several else None for path in planned if path[0] == 0}
-  whole = [
+  rows = zip(binding.labels, binding.template.paths, binding.template.leaves, binding.shardings, strict=True)
+  return [
     label
-    for label, path, where in zip(binding.labels, binding.template.paths, binding.shardings, strict=True)
+    for label, path, leaf, where in rows
     if path[0] == 0 and path not in planned and (path[1] if several else None) in models
-    if value_of(binding.template.leaves[binding.template.index[path]]).ndim
-    if where is not None and where.is_fully_replicated
+    if value_of(leaf).ndim and where is not None and where.is_fully_replicated
   ]
-  if whole:
-    more = f" and {len(whole) - 3} more" if len(whole) > 3 else ""
+
+
+def _warn_unplanned(labels: list[str]) -> None:
+  if labels:
+    more = f" and {len(labels) - 3} more" if len(labels) > 3 else ""
     logger.warning(
       "%s%s: not in the plan, so each device holds all of it. Fix: plan the edited constructor, and create"
       " from that plan.",
-      ", ".join(whole[:3]),
+      ", ".join(labels[:3]),
       more,
     )
 
