@@ -96,9 +96,8 @@ class _Step:
       for item in _all_objects(roots):
         # A finalizer, not a bare weak reference: it stays quiet while the interpreter shuts down.
         weakref.finalize(item, _call, weakref.WeakMethod(self._forget)).atexit = False
-    else:
-      self._bounds.remove(found)
-    self._bounds = [found, *self._bounds[: _KEPT - 1]]
+    others = [bound for bound in self._bounds if bound is not found]
+    self._bounds = [found, *others[: _KEPT - 1]]
     self._last = found
     return found
 
@@ -271,7 +270,8 @@ def train_step(
   The step reads the live Variables, runs one compiled and donated program, and writes them back: an edit of
   the module between steps is trained on, and one that changes its structure compiles again, with the reason
   in `step.compiles`. Metadata of a Variable, and changes inside an object that is neither a module nor a list
-  or dict, are not noticed: call `step.rebind()` after them.
+  or dict, are not noticed: call `step.rebind()` after them. Where the optimizer was made from a plan, a layer
+  that was replaced is put where the plan says; new parameters are an error that says what to call.
 
   An array that somebody else also holds (a clone, a value read before) is copied, not donated under its
   holder. A part of an array is not noticed: `x.addressable_shards[0].data` is deleted with `x` at the next
