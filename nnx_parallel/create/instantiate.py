@@ -12,7 +12,7 @@ from nnx_parallel.layout.leaf import LeafPlan, Root
 from nnx_parallel.layout.padding import pad_variable
 from nnx_parallel.layout.plan import ShardingPlan
 from nnx_parallel.layout.stacked import stack_labels
-from nnx_parallel.layout.variables import DECLARED, Names, Path, declared
+from nnx_parallel.layout.variables import DECLARED, SCOPE, Names, Path, declared
 
 Arrays = Mapping[Path, Any]
 
@@ -48,6 +48,8 @@ def _merge(the_plan: ShardingPlan, root: Root, abstract: Any, arrays: Mapping[Ro
   graphdef, state = nnx.split(abstract)
   found, rows = arrays.get(root, {}), the_plan.of(root)
   labels = stack_labels(rows.values()) if root == "model" else {}
+  # Where the model goes, a step finds the rules for its activations.
+  scope: dict[str, Any] = {SCOPE: the_plan.activation_rules} if root == "model" else {}
   leaves: list[tuple[Path, Any]] = []
   for path, abstract_leaf in nnx.to_flat_state(state):
     if path not in rows:
@@ -56,20 +58,21 @@ def _merge(the_plan: ShardingPlan, root: Root, abstract: Any, arrays: Mapping[Ro
     row = rows[path]
     if path not in found:
       raise PlanError(f"no array for {row.name}.", fix="give one array for each leaf of the plan.")
-    leaves.append((path, _bind(abstract_leaf, found[path], row, labels.get(path))))
+    leaves.append((path, _bind(abstract_leaf, found[path], row, labels.get(path), scope)))
   return nnx.merge(graphdef, nnx.from_flat_state(cast(Any, leaves)))
 
 
-def _bind(abstract_leaf: Any, array: Any, row: LeafPlan, first_dim: str | None) -> Any:
+def _bind(abstract_leaf: Any, array: Any, row: LeafPlan, first_dim: str | None, scope: dict[str, Any]) -> Any:
   if not isinstance(abstract_leaf, nnx.Variable):
     return array
-  updates: dict[str, Any] = {"eager_sharding": True}
+  updates: dict[str, Any] = {"eager_sharding": True, **scope}
   if any(row.spec) or abstract_leaf.get_metadata().get("out_sharding"):
     updates |= _metadata(row, first_dim)
     updates["mesh"] = row.mesh
     if row.root == "model":
       names, own_rules = declared(abstract_leaf, where=row.name)
-      updates[DECLARED] = (names, tuple(own_rules.items()))
+      written = (updates["out_sharding"], updates["sharding_rules"])
+      updates[DECLARED] = (names, tuple(own_rules.items()), written)
   if any(row.padding):
     return pad_variable(abstract_leaf.copy(**updates), array, row.storage_shape)
   return abstract_leaf.copy(array, **updates)
@@ -79,16 +82,18 @@ def _metadata(row: LeafPlan, first_dim: str | None) -> dict[str, Any]:
   """The annotation that makes flax derive exactly the row's spec, with names wherever they suffice.
 
   A name stays where it maps to the same axes in every dim that has it; elsewhere (a dim taken by the
-  fallback, a name that resolved differently in two dims) the mesh axes themselves are written.
+  fallback, a name that resolved differently in two dims, a name spelt like another mesh axis) the mesh axes
+  themselves are written.
   """
   ndim = len(row.shape)
   names: Names = (first_dim, *([None] * (ndim - 1))) if ndim else ()
   if row.names is not None and len(row.names) == ndim:  # flax copies names onto state of another rank
     names = row.names
+  mesh_axes = row.mesh.axis_names
   written: list[Any] = []
   table: dict[str, Any] = {}
   for name, axes in zip(names, row.spec, strict=True):
-    keep = isinstance(name, str) and table.get(name, axes) == axes
+    keep = isinstance(name, str) and table.get(name, axes) == axes and (name == axes or name not in mesh_axes)
     if keep:
       table[str(name)] = axes
     written.append(name if keep else axes)

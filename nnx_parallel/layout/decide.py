@@ -23,6 +23,7 @@ from nnx_parallel.layout.variables import (
   aliases,
   array_leaves,
   declared,
+  few,
   is_rng,
   kind_of,
   path_str,
@@ -44,6 +45,7 @@ class Decisions:
     self.uneven: Uneven = uneven
     self.sizes = axis_sizes(mesh)
     self.zero_notes: list[str] = []
+    self.short: list[str] = []
     self.axis_notes = rules.logical.check_axes(self.sizes)
     self.fired: set[int] = set()
     self.path_rules = sum(len(table.rules) for table in rules.paths)
@@ -56,7 +58,7 @@ class Decisions:
     leaves: list[LeafPlan] = []
     unnamed: list[Path] = []
     for path, leaf in array_leaves(model).items():
-      row = self._model_leaf(path, leaf)
+      row = self._model_leaf((path, *tied.get(path, ())), leaf)
       if path in tied:
         row = dataclasses.replace(row, aliases=tied[path])
       leaves.append(row)
@@ -67,7 +69,8 @@ class Decisions:
     self._check_unnamed(unnamed)
     return leaves
 
-  def _model_leaf(self, path: Path, leaf: Any) -> LeafPlan:
+  def _model_leaf(self, paths: tuple[Path, ...], leaf: Any) -> LeafPlan:
+    path = paths[0]
     where = path_str(path)
     value = _array(leaf, where)
     if is_rng(leaf):
@@ -75,20 +78,25 @@ class Decisions:
     source: Source = "metadata"
     names, own_rules = declared(leaf, where=where)
     step, reason = f"from its metadata: {names}", f"names {_shown(names)}"
+    if names is not None and 0 < _written(leaf) < len(names):
+      self.short.append(where)
     if names is None:
-      matched = self._path_rule(path, len(value.shape))
+      matched = self._path_rule(paths, len(value.shape))
       if matched is None:
         return self._fallback_leaf(path, leaf)
       source, (pattern, names) = "path rule", matched
-      step, reason = f"no annotation; path rule {pattern}: {names or 'whole'}", f"rule {pattern}"
+      step = f"no annotation; path rule {pattern!r}: {names or 'whole'}"
+      reason = f"rule {abbreviated(pattern)!r}"
       if names is None:
         return self._leaf("model", path, leaf, None, None, Decision(source, f"{reason}: whole", (step,)))
       reason += f": {_shown(names)}"
     logical = self.rules.logical
     if own_rules:
-      logical = logical.replace(**own_rules)
+      logical = logical.replace(own_rules)
       step += f" with its own sharding_rules {own_rules}"
     found = resolve_spec(names, value.shape, self.sizes, logical, path=where, uneven=self.uneven)
+    if any(found.padding) and not isinstance(leaf, nnx.Variable):
+      found = _unpadded(names, value.shape, found)
     steps, missed = [step, *found.steps], _missed(names, found.spec, logical)
     if missed:
       reason += "; " + next(
@@ -110,12 +118,14 @@ class Decisions:
   def _rows(self, leaf: Any) -> int | None:
     return len(value_of(leaf).shape) + lookup.ROWS if id(leaf) in self.tables else None
 
-  def _path_rule(self, path: Path, ndim: int) -> tuple[str, Names | None] | None:
-    for rules in self.rules.paths:
-      rule = rules.match(path)
-      if rule is not None:
+  def _path_rule(
+    self, paths: tuple[Path, ...], ndim: int
+  ) -> tuple[str | tuple[str, ...], Names | None] | None:
+    """The first rule that matches any of the paths of a Variable, which may be tied."""
+    for rule in (rule for table in self.rules.paths for rule in table.rules):
+      if any(map(rule.matches, paths)):
         self.fired.add(id(rule))
-        return repr(rule.pattern), rule.names_for(ndim, where=path_str(path))
+        return rule.pattern, rule.names_for(ndim, where=path_str(paths[0]))
     return None
 
   def _fallback_leaf(self, path: Path, leaf: Any) -> LeafPlan:
@@ -183,23 +193,29 @@ class Decisions:
     by_path = {leaf.path: leaf for leaf in model_leaves}
     rows: list[LeafPlan] = []
     spread = False
-    for path, leaf in array_leaves(optimizer).items():
+    state = array_leaves(optimizer)
+    owned = optimizer_layout.owners(state, by_path)
+    for path, leaf in state.items():
       shape = tuple(value_of(leaf).shape)
-      parameter = optimizer_layout.owner(path, by_path)
+      parameter = owned.get(path)
       if parameter is None:
         row = self._leaf("optimizer", path, leaf, None, None, Decision("whole", "not parameter state"))
       else:
         spec, padding, why = optimizer_layout.follow(by_path[parameter], shape, kept_dims.get(path))
+        own = self._own_layout(leaf, by_path[parameter])
+        if own is not None:
+          spec, padding, why = own
         if zero_axes:
           stored = [size + extra for size, extra in zip(shape, padding, strict=True)]
-          own = spec
+          before = spec
           spec, more = optimizer_layout.spread(spec, stored, zero_axes, self.sizes)
-          spread = spread or spec != own
+          spread = spread or spec != before
           why += f"; {more}"
         found = Resolution(spec, padding, ())
         steps = (f"state of parameter {path_str(parameter)}: {why}",)
         decision = Decision("parameter", why, steps)
         row = self._leaf("optimizer", path, leaf, by_path[parameter].names, found, decision)
+        row = dataclasses.replace(row, parameter=parameter)
         if shape:  # scalars are not worth a transfer
           row = dataclasses.replace(row, memory_kind=memory_kind)
       rows.append(row)
@@ -207,6 +223,20 @@ class Decisions:
       axes = ", ".join(f"{axis}={self.sizes[axis]}" for axis in zero_axes)
       self.zero_notes = [f"zero splits nothing: {axes}, and no optimizer state has a dim left for them"]
     return rows
+
+  def _own_layout(self, leaf: Any, parameter: LeafPlan) -> tuple[PartitionSpec, tuple[int, ...], str] | None:
+    """The layout of state whose parameter has `optimizer_sharding`, which flax writes on the state."""
+    shape = tuple(value_of(leaf).shape)
+    if not isinstance(leaf, nnx.OptVariable) or shape != parameter.shape:
+      return None
+    names, own_rules = declared(leaf, where=parameter.name)
+    if names is None or (parameter.decision.source == "metadata" and names == parameter.names):
+      return None
+    logical = self.rules.logical.replace(own_rules) if own_rules else self.rules.logical
+    found = resolve_spec(
+      names, shape, self.sizes, logical, path=f"the state of {parameter.name}", uneven="next"
+    )
+    return found.spec, found.padding, f"its optimizer_sharding: {_shown(names)}"
 
   def _leaf(
     self,
@@ -240,7 +270,12 @@ class Decisions:
     """What a reader of the plan should know: axes and rules that did nothing."""
     tables = [rules for rules in self.rules.paths if not rules.optional]
     dead = [rule.pattern for rules in tables for rule in rules.rules if id(rule) not in self.fired]
-    return self.axis_notes + self.zero_notes + [f"path rule {pattern!r} matches nothing" for pattern in dead]
+    short = (
+      f"fewer names than dims, the last dims are replicated: {few(self.short)} (a layer stacked by nnx.vmap"
+    )
+    short += " needs transform_metadata={nnx.PARTITION_NAME: 'layers'})"
+    notes = self.axis_notes + self.zero_notes + ([short] if self.short else [])
+    return notes + [f"path rule {pattern!r} matches nothing" for pattern in dead]
 
 
 def _array(leaf: Any, where: str) -> Any:
@@ -254,9 +289,46 @@ def _array(leaf: Any, where: str) -> Any:
   )
 
 
+def _written(leaf: nnx.Variable[Any]) -> int:
+  """How many names the user wrote in a tuple; 0 for a spec, whose missing entries are known to mean None."""
+  names = leaf.get_metadata("out_sharding", None)
+  return len(names) if isinstance(names, (tuple, list)) else 0
+
+
+def abbreviated(pattern: str | tuple[str, ...]) -> str | tuple[str, ...]:
+  """A rule's pattern for a table: what is long ends after one of its alternatives.
+
+  Example:
+    >>> abbreviated(("attn|attention|self_attention", "c_attn|qkv|q_proj|k_proj|query|key", "kernel"))
+    ('attn|attention|…', 'c_attn|qkv|…', 'kernel')
+  """
+  if isinstance(pattern, tuple):
+    return tuple(_cut(part, 16) for part in pattern)
+  return _cut(pattern, 32)
+
+
+def _cut(text: str, size: int) -> str:
+  if len(text) <= size:
+    return text
+  alternatives = text.rfind("|", 0, size)
+  return text[: alternatives + 1 or size] + "…"
+
+
 def _shown(names: Names | None) -> str:
   parts = ["-" if n is None else n if isinstance(n, str) else "+".join(n) for n in names or ()]
   return f"({', '.join(parts)})"
+
+
+def _unpadded(names: Names, shape: tuple[int, ...], found: Resolution) -> Resolution:
+  """For an array without a Variable that would hide the padding from its module."""
+  entries: list[Any] = []
+  steps = [step for step in found.steps if " is padded to " not in step]
+  for name, size, entry, extra in zip(names, shape, found.spec, found.padding, strict=True):
+    entries.append(None if extra else entry)
+    if extra and name is not None:
+      shown = name if isinstance(name, str) else "+".join(name)
+      steps.append(f"{shown!r} -> whole: {size} would be padded, which only an nnx.Variable hides")
+  return Resolution(PartitionSpec(*entries), (0,) * len(shape), tuple(steps))
 
 
 def _brief(before: PartitionSpec, after: PartitionSpec, fallback: Fallback, rows: int | None) -> str:
