@@ -184,7 +184,10 @@ def as_step(step: object) -> int:
   except TypeError:
     number = -1
   if isinstance(step, bool) or number < 0:
-    raise CheckpointError(f"step={step!r} is not a step.", fix="pass a whole number from 0 up.")
+    shown = f"step={step!r}" if isinstance(step, (int, float, str)) else f"a {type(step).__name__}"
+    raise CheckpointError(
+      f"{shown} is not a step.", fix="a whole number from 0 up comes first: save(100, model, optimizer)."
+    )
   return number
 
 
@@ -196,7 +199,7 @@ def absolute(directory: str | os.PathLike[str]) -> epath.Path:
   """The directory as an absolute path, or as the address of an object store.
 
   Raises:
-    CheckpointError: a file, or a store for which no package is installed.
+    CheckpointError: a file, a path with a backslash, or a store for which no package is installed.
   """
   try:
     path = epath.Path(directory).expanduser()
@@ -212,6 +215,12 @@ def absolute(directory: str | os.PathLike[str]) -> epath.Path:
   if remote:
     return path
   path = epath.Path(os.path.abspath(path))
+  if "\\" in os.fspath(path):
+    raise CheckpointError(
+      f"{path} holds a backslash.",
+      details="TensorStore, which writes the arrays, takes it for the start of another folder",
+      fix="rename that folder, or choose another.",
+    )
   if path.exists() and not path.is_dir():
     raise CheckpointError(f"{path} is a file, not a directory.", fix="choose a directory for the steps.")
   return path

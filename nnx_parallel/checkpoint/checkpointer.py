@@ -57,7 +57,7 @@ class _Job:
 
 
 _UNFINISHED: set[Checkpointer] = set()
-"""Those with a background save that goes on or has failed: kept alive, so that the error is raised."""
+"""Those whose background save is running or has failed: kept alive, so that its error is raised."""
 
 _LIVE: weakref.WeakSet[Checkpointer] = weakref.WeakSet()
 
@@ -495,7 +495,7 @@ class Checkpointer:
       concurrent.futures.wait([self._pending])
 
   def _forget_parent(self) -> None:
-    """Makes the copy in a forked process whole: it has none of its parent's threads, saves and signals."""
+    """Makes the copy in a forked process whole: it has none of its parent's threads and saves."""
     self._pool = concurrent.futures.ThreadPoolExecutor(1, "nnx_parallel-checkpoint")
     self._pending = None
 

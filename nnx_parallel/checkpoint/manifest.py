@@ -145,7 +145,7 @@ def write(manifest: Manifest, step_dir: epath.Path) -> None:
   fields = dataclasses.asdict(manifest)
   header = {name: fields.pop(name) for name in ("step", "time", "parent")}
   header["metrics"] = encoding.check_json(fields.pop("metrics"), path="metrics")
-  body = _json(fields)
+  body = json.dumps(fields, separators=(",", ":"))
   signed: dict[str, Any] = {"format": FORMAT, **header, "body": _sha256(body)}
   (step_dir / FILE).write_text(f"{_json({**signed, 'sha256': _sha256(_json(signed))})}\n{body}\n")
 
