@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-
 import pytest
 
 from checkpoint.runs import arrays
@@ -18,16 +16,3 @@ def saved(tmp_path):
     for step, tree in trees.items():
       checkpointer.save(step, tree)
   return tmp_path / "run", trees
-
-
-@pytest.fixture
-def bytes_read(monkeypatch):
-  """The sizes of all direct reads of array data, in a list that may be emptied."""
-  sizes, read = [], os.preadv
-
-  def counted(file, buffers, offset):
-    sizes.append(read(file, buffers, offset))
-    return sizes[-1]
-
-  monkeypatch.setattr(os, "preadv", counted)
-  return sizes
