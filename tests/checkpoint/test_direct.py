@@ -7,7 +7,7 @@ from jax.sharding import PartitionSpec as P
 from orbax.checkpoint import v1 as ocp
 
 import nnx_parallel as nxp
-from checkpoint.runs import target_of
+from checkpoint.runs import arrays, assert_same, target_of
 from nnx_parallel.checkpoint import _orbax, direct
 from nnx_parallel.checkpoint.checkpointer import Checkpointer
 
@@ -90,6 +90,18 @@ def test_what_is_not_wanted_of_a_chunk_is_passed_over(tmp_path, bytes_read, colu
 def _first(shape, split):
   halves = [size // 2 if axis else size for size, axis in zip(shape, (*split, None), strict=False)]
   return tuple(slice(0, size) for size in halves)
+
+
+@pytest.mark.parametrize("spec", [P(), P("y", "x"), P(None, ("x", "y"))])
+def test_devices_that_are_no_cpus_get_what_the_host_read(tmp_path, monkeypatch, spec):
+  tree = arrays(mesh=nxp.make_mesh(a=2, b=4))
+  Checkpointer(tmp_path).save(1, tree)
+  monkeypatch.setattr(direct, "on_cpu", lambda _: False)
+  mesh = nxp.make_mesh(x=4, y=2)
+  layouts = {name: NamedSharding(mesh, fitting(spec, x.shape, mesh)) for name, x in tree.items()}
+  again = Checkpointer(tmp_path).restore(target_of(jax.device_put(tree, layouts)))
+  assert_same(again, tree)
+  assert all(again[name].sharding == layouts[name] for name in tree)
 
 
 @pytest.mark.parametrize("shape", [(512, 1024), (8,), ()], ids=str)
