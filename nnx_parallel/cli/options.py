@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 Sizes = dict[str, int]
 Rules = dict[str, tuple[str, ...]]
+NO = 3  # the exit code of a command whose answer is no: does not fit, differs, damaged
 EXAMPLE = "--mesh data=2,fsdp=2,tensor=2"
 AS_WRITTEN = "as written"
 REMATS = (AS_WRITTEN, "none", "dots", "full")  # those of train/remat.py, which takes a second to import
@@ -74,6 +75,11 @@ def add_way(parser: argparse.ArgumentParser) -> None:
   parser.add_argument(
     "--remat", default=AS_WRITTEN, choices=REMATS, help="what layers keep; as the recipe says when not given"
   )
+  add_rules(parser)
+
+
+def add_rules(parser: argparse.ArgumentParser) -> None:
+  """Adds `--rules`, which `changed_rules` obeys."""
   parser.add_argument(
     "--rules",
     type=parse_rules,
@@ -119,7 +125,7 @@ def changed_rules(recipe: Recipe, changes: Rules) -> Any:
         f"--rules names {name!r}, which the rules of {recipe.name} do not have.",
         fix=f"did you mean {near[0]}?",
       )
-  return known.replace(**changes)
+  return known.replace(changes)
 
 
 def format_rules(changes: Mapping[str, tuple[str, ...]]) -> str:

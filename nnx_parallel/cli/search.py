@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import argparse
 import shlex
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from nnx_parallel.cli import options
-from nnx_parallel.cli.compile import DOES_NOT_FIT, abstract_batch, add_step, loss_of, start_compiler
+from nnx_parallel.cli.compile import abstract_batch, add_step, loss_of, start_compiler
 
 if TYPE_CHECKING:
   from nnx_parallel.cli.main import Commands
   from nnx_parallel.report.search import Candidate
 
 _MOST_SIMULATED = 1024
+SEARCHED = ("none", "dots", "full")
 
 
 def register(commands: Commands) -> None:
@@ -23,7 +24,7 @@ def register(commands: Commands) -> None:
     help="rank every layout of a recipe on a machine",
     description="Tries every factorisation of the mesh with microbatches, remat policies, ZeRO stages and"
     " offload, and with split sequences and experts where the model names them, by a model of memory and"
-    " time; prints the Pareto front and the winner as code. Exit code 2: nothing fits.",
+    " time; prints the Pareto front and the winner as code. Exit code 3: nothing fits.",
   )
   options.add_recipe(parser)
   parser.add_argument("--topology", required=True, metavar="NAME", help="e.g. tpu:v5p:4x4x8, gpu:h100:4x8")
@@ -35,6 +36,18 @@ def register(commands: Commands) -> None:
     metavar="N",
     help="compile the N fastest for simulated devices, and the first of these for the machine",
   )
+  parser.add_argument(
+    "--remat", nargs="+", choices=options.REMATS, help="policies to try (default: none dots full)"
+  )
+  parser.add_argument(
+    "--zero", nargs="+", type=int, choices=(0, 1, 2), help="ZeRO stages to try (default: 0 1 2)"
+  )
+  parser.add_argument(
+    "--offload",
+    action=argparse.BooleanOptionalAction,
+    help="optimizer state always, or never, in host memory (default: both are tried)",
+  )
+  options.add_rules(parser)
   parser.add_argument("--json", action="store_true", help="one JSON object instead of tables")
   options.add_page(parser)
   parser.set_defaults(run=run)
@@ -44,7 +57,6 @@ def run(args: argparse.Namespace) -> int:
   """Searches, prints and says by the exit code whether anything fits."""
   from nnx_parallel.layout.render import print_text
   from nnx_parallel.recipes import load_recipe
-  from nnx_parallel.recipes.job import rules_of
   from nnx_parallel.report.search import search
   from nnx_parallel.report.topology import machine
 
@@ -53,14 +65,16 @@ def run(args: argparse.Namespace) -> int:
   # Simulated devices hold nothing, but each costs some memory of the process.
   simulate = args.compile_best and devices <= _MOST_SIMULATED
   start_compiler({"all": devices}, f"cpu:{devices}" if simulate else args.topology, None)
+  tried: dict[str, Any] = {"remat": args.remat, "zero": args.zero, "offload": args.offload}
   result = search(
     recipe.init,
     loss_of(recipe),
     args.topology,
     batch=abstract_batch(recipe, args.batch),
-    rules=rules_of(recipe),
+    rules=options.changed_rules(recipe, args.rules),
     optimizer=recipe.optimizer() if recipe.optimizer is not None else None,
     compile_best=args.compile_best,
+    **{name: value for name, value in tried.items() if value is not None},
   )
   if args.json:
     print(result.to_json())
@@ -70,7 +84,7 @@ def run(args: argparse.Namespace) -> int:
     print(f"Compiled alone:\n\n  {command(args, result.best)}\n")
   if args.html:
     options.write_page(args.html, result.to_html())
-  return 0 if result.best is not None else DOES_NOT_FIT
+  return 0 if result.best is not None else options.NO
 
 
 def command(args: argparse.Namespace, best: Candidate) -> str:
@@ -79,6 +93,7 @@ def command(args: argparse.Namespace, best: Candidate) -> str:
   words += ["--mesh", options.format_sizes(dict(best.sizes)), "--microbatches", str(best.microbatches)]
   words += ["--remat", best.remat, "--zero", str(best.zero)]
   words += ["--offload"] if best.offload else []
-  words += ["--rules", options.format_rules(best.changes)] if best.changes else []
+  rules = {**args.rules, **best.changes}
+  words += ["--rules", options.format_rules(rules)] if rules else []
   words += ["--batch", str(args.batch)] if args.batch else []
   return shlex.join(words)

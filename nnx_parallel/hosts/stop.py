@@ -82,7 +82,8 @@ class StopSignals:
     former(self._came, None)
 
   def _handle(self, number: int, frame: types.FrameType | None) -> None:
-    if os.getpid() != self._process or (number == signal.SIGINT and self._came is not None):
+    forked = os.getpid() != self._process  # a worker, in which nobody asks
+    if forked or (number == signal.SIGINT and self._came is not None):
       signal.signal(number, self._former[number])
       signal.raise_signal(number)
       return

@@ -14,6 +14,7 @@ import textwrap
 import pytest
 
 from nnx_parallel.cli.compile import fill
+from nnx_parallel.cli.main import main
 from nnx_parallel.cli.options import parse_rules
 from nnx_parallel.cli.search import command
 from nnx_parallel.recipes import load_recipe
@@ -92,10 +93,10 @@ def test_compile_knows_where_optimizer_state_lies(recipe):
   assert offloaded < kept
 
 
-def test_compile_ends_with_2_when_it_does_not_fit(recipe):
+def test_compile_ends_with_3_when_it_does_not_fit(recipe):
   # 256 Mi examples of 64 floats: 64 GiB of inputs, 8 on each device, and as much again for results.
   done = run("compile", recipe, "--topology", "cpu:8", "--batch", str(1 << 28), "--chip", "v5e", "--json")
-  assert done.returncode == 2, done.stderr
+  assert done.returncode == 3, done.stderr
   report = json.loads(done.stdout)
   assert report["fits"] is False
   assert report["need_bytes"] > report["available_bytes"]
@@ -168,7 +169,7 @@ def test_commands_name_a_stage_an_offload_and_rules(recipe):
     for c in found.fitting
     if c.changes and c.sizes == {"data": 4, "tensor": 2} and c.zero == 2 and c.offload and c.microbatches == 2
   )
-  line = command(argparse.Namespace(recipe=recipe, topology="cpu:8", batch=64), best)
+  line = command(argparse.Namespace(recipe=recipe, topology="cpu:8", batch=64, rules={}), best)
   assert "--zero 2 --offload --rules sequence=tensor --batch 64" in line
   done = run(*shlex.split(line)[1:], "--json")
   assert done.returncode == 0, done.stderr
@@ -189,9 +190,28 @@ def test_rules_that_cannot_be_read(text):
     parse_rules(text)
 
 
-def test_search_ends_with_2_when_nothing_fits(recipe):
+def test_search_tries_what_it_is_told_to(recipe, capsys):
+  path = pathlib.Path(recipe)
+  path.write_text(path.read_text().replace("sgd(0.1)", "adam(0.1)"))
+
+  def found(*words):
+    words = ("search", recipe, "--topology", "tpu:v5e:2x4", *words)
+    assert main(words) == 0
+    return capsys.readouterr().out
+
+  assert len(json.loads(found("--json"))["pareto"]) > 1
+  told = json.loads(found("--remat", "as written", "--zero", "0", "--no-offload", "--json"))
+  rows = told["pareto"]
+  assert {(row["remat"], row["zero"], row["offload"]) for row in rows} == {("as written", 0, False)}
+  assert all(row["offload"] for row in json.loads(found("--offload", "--json"))["pareto"])
+  text = found("--rules", "batch=data")
+  assert "--rules batch=data" in text.splitlines()[-2]
+  assert "make_mesh(data=" in text
+
+
+def test_search_ends_with_3_when_nothing_fits(recipe):
   done = run("search", recipe, "--topology", "tpu:v5e:1x1", "--batch", str(1 << 30))
-  assert done.returncode == 2, done.stderr
+  assert done.returncode == 3, done.stderr
   assert "Nothing fits" in done.stdout
 
 
@@ -206,10 +226,10 @@ def test_plan_compares_its_memory_with_a_chip_and_writes_a_page(recipe, tmp_path
   assert "Predicted step" in page.read_text()
 
 
-def test_plan_ends_with_2_when_its_memory_does_not_fit(recipe):
+def test_plan_ends_with_3_when_its_memory_does_not_fit(recipe):
   large = ("plan", recipe, "--chip", "v5e", "--batch", str(1 << 30))
   done = run(*large)
-  assert done.returncode == 2, done.stderr
+  assert done.returncode == 3, done.stderr
   assert "too much on v5e" in done.stdout
   # More devices along the axis of the batch are the cure.
   done = run(*large, "--mesh", "fsdp=1024", "--json")

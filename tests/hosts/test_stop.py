@@ -75,6 +75,22 @@ def test_the_second_interrupt_ends_at_once(capfd):
   assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
+def test_a_forked_worker_can_be_ended(former):
+  signal.signal(signal.SIGTERM, signal.SIG_DFL)
+  context = multiprocessing.get_context("fork")
+  started = context.Event()
+  with nxp.StopSignals():
+    worker = context.Process(target=lambda: (started.set(), time.sleep(30)))
+    with warnings.catch_warnings():
+      warnings.simplefilter("ignore", DeprecationWarning)  # of forking where jax runs
+      warnings.simplefilter("ignore", RuntimeWarning)
+      worker.start()
+    started.wait(30)
+    worker.terminate()
+    worker.join(10)
+  assert worker.exitcode == -signal.SIGTERM
+
+
 def test_an_error_goes_before_the_signal(former):
   def failing():
     with nxp.StopSignals():
