@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 
 import pytest
@@ -26,16 +25,3 @@ def saved(tmp_path, saved_once):
   """A directory with steps 1 and 2 of `arrays`, and the trees by step."""
   shutil.copytree(saved_once, tmp_path / "run")
   return tmp_path / "run", {step: arrays(step) for step in (1, 2)}
-
-
-@pytest.fixture
-def bytes_read(monkeypatch):
-  """The sizes of all direct reads of array data, in a list that may be emptied."""
-  sizes, read = [], os.preadv
-
-  def counted(file, buffers, offset):
-    sizes.append(read(file, buffers, offset))
-    return sizes[-1]
-
-  monkeypatch.setattr(os, "preadv", counted)
-  return sizes
