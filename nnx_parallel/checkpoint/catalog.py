@@ -184,7 +184,10 @@ def as_step(step: object) -> int:
   except TypeError:
     number = -1
   if isinstance(step, bool) or number < 0:
-    raise CheckpointError(f"step={step!r} is not a step.", fix="pass a whole number from 0 up.")
+    shown = f"step={step!r}" if isinstance(step, (int, float, str)) else f"a {type(step).__name__}"
+    raise CheckpointError(
+      f"{shown} is not a step.", fix="a whole number from 0 up comes first: save(100, model, optimizer)."
+    )
   return number
 
 

@@ -57,7 +57,7 @@ class _Job:
 
 
 _UNFINISHED: set[Checkpointer] = set()
-"""Those with a background save that goes on or has failed: kept alive, so that the error is raised."""
+"""Those whose background save is running or has failed: kept alive, so that its error is raised."""
 
 _LIVE: weakref.WeakSet[Checkpointer] = weakref.WeakSet()
 

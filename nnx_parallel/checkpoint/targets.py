@@ -82,6 +82,11 @@ def read(
   """
   if optimizer not in OPTIMIZER:
     raise CheckpointError(f"optimizer={optimizer!r} is unknown.", fix='pass "restore", "drop" or "fresh".')
+  if callable(target) and not isinstance(target, nnx.Module):
+    raise CheckpointError(
+      f"cannot restore into the function {getattr(target, '__name__', type(target).__name__)}.",
+      fix="restore(nxp.plan(init, mesh, rules)); restore(init()), on one device; restore(), for the arrays.",
+    )
   is_plan = isinstance(target, ShardingPlan)
   if optimizer == "fresh" and not (is_plan and target.tx is not None):
     raise CheckpointError(

@@ -1,4 +1,4 @@
-"""Windows onto stored arrays that rename no byte: transposed, split, merged, stacked, cast.
+"""Lazy views of stored arrays: transposed, split, merged, stacked, cast.
 
 A view has a shape and dtype, and reads or writes any box of itself by reading or writing boxes of what it
 stands on. So a mapping between two programs' weights works one shard at a time, in both directions.

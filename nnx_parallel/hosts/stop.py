@@ -17,7 +17,8 @@ class StopSignals:
 
   At the end of the block the former handlers are back, and a signal that came is handed to them: the process
   then ends as it would have, only later. An exception that leaves the block goes first. A second Ctrl-C
-  acts at once.
+  acts at once, and so does any signal to a process that was forked within the block, as workers that read
+  data are.
 
   In a job of several processes it is JAX's preemption service that listens, to SIGTERM only: when one process
   is asked to end, all agree on a step to stop after. Where that service is switched off

@@ -21,7 +21,7 @@ from nnx_parallel.checkpoint.checkpointer import Checkpointer
 from nnx_parallel.errors import CheckpointError, NnxParallelWarning, TrainError
 from nnx_parallel.hosts.data import batches as placed
 from nnx_parallel.hosts.stop import StopSignals
-from nnx_parallel.layout.constrain import default_rules
+from nnx_parallel.layout.constrain import default_scope
 from nnx_parallel.layout.plan import ShardingPlan
 from nnx_parallel.recipes.recorder import EarlyStop, Position, Recorder, Tracker
 from nnx_parallel.report.chips import chip_of
@@ -86,7 +86,7 @@ def resume_from(
   found = checkpointer.restored
   number = newest if found is None else found.step
   known = "data" in checkpointer.metadata(number).extra
-  data = checkpointer.restore_extra("data", step=number) if known else None
+  data: Any = checkpointer.restore_extra("data", step=number) if known else None
   if not isinstance(data, dict) or "samples" not in data:
     warnings.warn(
       f"step {number} in {checkpointer.directory} says nothing of the data, which starts at its beginning.",
@@ -236,7 +236,7 @@ def fit(
   with contextlib.ExitStack() as stack:
     stop = stack.enter_context(StopSignals())
     if plan is not None:
-      stack.enter_context(default_rules(plan.scope()))
+      stack.enter_context(default_scope(plan.activation_rules))
     stack.enter_context(shown)
     window = stack.enter_context(ProfileWindow(profile_dir, *profile)) if profile is not None else None
     stack.push(recorder.fail)

@@ -14,10 +14,10 @@ from jax.sharding import AbstractMesh, NamedSharding
 
 from nnx_parallel.create.instantiate import instantiate
 from nnx_parallel.errors import ReportError
-from nnx_parallel.layout.constrain import default_rules
+from nnx_parallel.layout.constrain import default_scope
 from nnx_parallel.layout.mesh import axis_sizes, is_explicit
-from nnx_parallel.layout.plan import ShardingPlan
-from nnx_parallel.layout.variables import Path, axes_of, path_str, variables
+from nnx_parallel.layout.plan import ShardingPlan, check_plan
+from nnx_parallel.layout.variables import Path, path_str, variables
 from nnx_parallel.report import hlo
 from nnx_parallel.report.chips import Chip, chip_of
 from nnx_parallel.report.chips import chip as chip_named
@@ -53,7 +53,8 @@ class CompileReport:
 
   Attributes:
     target: the devices compiled for, e.g. `"16 x TPU v5 lite"`.
-    chip: published figures of the device, or None for one that the table does not know.
+    chip: published figures of the device, or None for one that the table does not know. Where the program
+      is for devices of this process, `usable_bytes` is the limit that they give themselves.
     axes: mesh axis -> size in devices.
     memory: the compiler's own figures.
     need_bytes: memory one device needs, by the measure that is right for its backend.
@@ -63,7 +64,7 @@ class CompileReport:
     arguments: every array the step takes, largest first.
     categories: bytes per device of the arguments by category (`{"parameters": ...}`) and of what
       the compiler adds.
-    cost: matrix FLOPs and memory traffic.
+    cost: matrix FLOPs, memory traffic, and what these do not count.
     collectives: what is sent, in program order.
     peak: what is in memory, besides the arguments, when the most is; largest first.
     reshards: tensors made whole on each device against the layout's intention.
@@ -131,6 +132,7 @@ class CompileReport:
   def to_json(self) -> str:
     """The report as JSON, with the verdict and the totals worked out."""
     body = dataclasses.asdict(self)
+    body["cost"]["flops"] = self.cost.flops
     body["available_bytes"] = self.available_bytes
     body["sent_bytes"] = sum(item.sent_bytes for item in self.collectives)
     return json.dumps(body, indent=2)
@@ -163,7 +165,7 @@ def compile_report(
   """Compiles a step without running it, and reports what it needs, computes and sends.
 
   Args:
-    step: what `train_step` or `eval_step` made, a function under `nnx.jit` or `jax.jit`, or a program that
+    step: what `train_step` made, a function under `nnx.jit` or `jax.jit`, or a program that
       is already lowered or compiled.
     plan: the layout of the step's model and optimizer; arrays that do not exist stand in for them. Its rules
       are in scope for `constrain`, unless the caller has others there.
@@ -178,7 +180,8 @@ def compile_report(
 
   Raises:
     ReportError: the plan is abstract and no topology is given, the topology does not have as many devices
-      as the plan, its compiler is not installed, or it refuses the program for another reason than memory.
+      as the plan, its compiler is not installed, or it refuses the program for another reason than memory;
+      or `step` is no step, or has no batch.
 
   Example:
     >>> import jax
@@ -195,12 +198,29 @@ def compile_report(
   """
   if isinstance(step, jax.stages.Lowered | jax.stages.Compiled):
     return report_of(step, chip=chip)
+  if not hasattr(step, "lower"):
+    raise ReportError(
+      f"compile_report needs a step, and cannot lower {getattr(step, '__name__', type(step).__name__)}.",
+      fix="compile_report(nxp.train_step(loss_fn), plan, batch=batch); jax.jit and nnx.jit make steps too.",
+    )
+  if plan is not None:
+    check_plan(plan, "compile_report(step, plan, batch=batch)")
+    if batch is None:
+      given = (
+        f"{len(args)} other arguments are, after the plan" if args else "nothing was given after the plan"
+      )
+      raise ReportError(
+        "compile_report with a plan needs a batch.",
+        details=given,
+        fix="compile_report(step, plan, batch=jax.ShapeDtypeStruct((512, 128), 'int32')); arrays work too.",
+      )
   if plan is None:
     return report_of(_plain(step.lower(*args)), chip=chip)
   here = _placed(plan, topology)
   objects = instantiate(here, {root: here.abstract_state(root) for root in ("model", "optimizer")})
   objects = objects if isinstance(objects, tuple) else (objects,)
-  with default_rules(here.scope()):
+  # Nothing can run on a machine that is not here: the mesh is for what is traced.
+  with default_scope(dataclasses.replace(here.activation_rules, mesh=here.mesh.abstract_mesh)):
     lowered = step.lower(*objects, abstract_batch(here, batch), *args)
   names = [_plan_name(path) for path in variables(objects)]
   report = report_of(
@@ -211,7 +231,7 @@ def compile_report(
     names={f"arrays[{index}]": name for index, name in enumerate(names)},
     quantities=_quantities(here, batch),
   )
-  shards = math.prod(axis_sizes(here.mesh)[axis] for axis in axes_of(here.batch_spec(1)[0]))
+  shards = math.prod(axis_sizes(here.mesh)[axis] for axis in here.batch_axes)
   return dataclasses.replace(report, examples=_examples(step, batch, shards), batch_split=shards)
 
 
@@ -319,9 +339,16 @@ def report_of(
     )
   device = mesh.abstract_device if mesh is not None else None
   kind = device.device_kind if device else ""
-  figures = chip_named(chip) if chip is not None else chip_of(kind)
+  figures = chip_named(chip) if chip is not None else _measured(chip_of(kind), kind)
   report = _assemble(done, axes, kind, figures, categories or {}, names or {})
   return dataclasses.replace(report, quantities=dict(quantities or {}))
+
+
+def _measured(figures: Chip | None, kind: str) -> Chip | None:
+  """The figures with the memory limit of a device of this kind, where this process has one."""
+  here = next((device for device in jax.local_devices() if device.device_kind == kind), None)
+  limit = (here.memory_stats() or {}).get("bytes_limit") if here is not None else None
+  return dataclasses.replace(figures, usable_bytes=limit) if figures is not None and limit else figures
 
 
 def _assemble(
@@ -353,7 +380,7 @@ def _assemble(
     compiled=done.shortage is None,
     arguments=arguments,
     categories=_categories(memory, need, categories),
-    cost=Cost(cost(split).flops, cost(program).hbm_bytes),
+    cost=dataclasses.replace(cost(split), hbm_bytes=cost(program).hbm_bytes),
     collectives=tuple(
       dataclasses.replace(
         c, parameters=tuple(names.get(p, p) for p in c.parameters), op=names.get(c.op, c.op)

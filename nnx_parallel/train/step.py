@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import operator
 import threading
@@ -17,10 +18,11 @@ from jax.sharding import AbstractMesh, NamedSharding
 from jax.typing import DTypeLike
 
 from nnx_parallel.errors import TrainError
-from nnx_parallel.layout.constrain import default_rules
+from nnx_parallel.layout.constrain import default_scope, scope_of
 from nnx_parallel.layout.leaf import Root
 from nnx_parallel.layout.plan import ShardingPlan
-from nnx_parallel.layout.variables import Path, axes_of, value_of
+from nnx_parallel.layout.sharded_optimizer import Placement
+from nnx_parallel.layout.variables import Path, axes_of
 from nnx_parallel.train.accumulate import Layout
 from nnx_parallel.train.binding import (
   ABSENT,
@@ -194,7 +196,7 @@ class TrainStep(_Step):
     """
     roots, scope = {"model": model, "optimizer": optimizer}, contextlib.nullcontext()
     if isinstance(model, ShardingPlan):
-      roots, scope = abstract_roots(model), default_rules(model.scope())
+      roots, scope = abstract_roots(model), default_scope(model.activation_rules)
     bound = _Bound(self.recipe, Binding(roots), (), donate=True)
     with scope:
       traced = bound.program(batch).jitted.trace(bound.binding.read(), batch)
@@ -423,12 +425,13 @@ class _Bound:
 
   def _train(self, axes: tuple[str, ...]) -> Callable[[list[Any], Any], tuple[list[Any], Metrics]]:
     binding = self.binding
+    scope = scope_of(binding.variables)
 
-    def layouts(paths: list[Path], stages: list[int]) -> Layout:
+    def layouts(optimizers: dict[Any, Any], paths: list[Path], stages: list[int]) -> Layout:
       # Paths start inside `models`; the template's start with the root's number.
       index, asked = binding.template.index, self.recipe.gradients
       own = [binding.shardings[index[(0, *path)]] for path in paths]
-      split = [_split_further(binding, path) for path in paths]
+      split = [_scattered(optimizers, path, mine) for path, mine in zip(paths, own, strict=True)]
       chosen = {s: is_scattered(asked, s, further=any(split)) for s in stages}
       trained = [
         where if where is not None and chosen[stage] else mine
@@ -440,7 +443,9 @@ class _Bound:
 
     def train_step(arrays: list[Any], batch: Any) -> tuple[list[Any], Metrics]:
       objects = binding.template.build(binding.with_raw(arrays))
-      metrics, self.how = update(self.recipe, objects[0], objects[1], batch, layouts)
+      with default_scope(scope):
+        found = functools.partial(layouts, keyed(objects[0], objects[1]))
+        metrics, self.how = update(self.recipe, objects[0], objects[1], batch, found)
       return binding.without_raw(binding.template.arrays(objects)), metrics
 
     return train_step
@@ -448,7 +453,8 @@ class _Bound:
   def _evaluate(self, arrays: list[Any], batch: Any) -> Metrics:
     template: Template = self.binding.template
     (models,) = template.build(self.binding.with_raw(arrays))
-    found = terms(call_loss(self.recipe.loss_fn, models, batch), self.recipe.outputs)  # pyright: ignore[reportArgumentType]
+    with default_scope(scope_of(self.binding.variables)):
+      found = terms(call_loss(self.recipe.loss_fn, models, batch), self.recipe.outputs)  # pyright: ignore[reportArgumentType]
     return pairs(found, examples=examples_in(batch)) if self.recipe.pairs else means(found)
 
   def _check_apart(self) -> None:
@@ -488,20 +494,13 @@ def abstract_roots(plan: ShardingPlan) -> dict[str, Any]:
   return roots
 
 
-def _split_further(binding: Binding, path: Path) -> NamedSharding | None:
-  """A trained array in the layout of its optimizer state, where that is split more than the array itself."""
-  template = binding.template
-  at = template.index[(0, *path)]
-  shape, own = value_of(template.leaves[at]).shape, binding.shardings[at]
-  for other, leaf, sharding in zip(template.paths, template.leaves, binding.shardings, strict=True):
-    # With several models, the key comes first in both paths; optimizers say `opt_state` after it.
-    tail = path[1:] if other[:2] == (1, path[0]) else path
-    if other[0] == 1 and other[-len(tail) :] == tail and value_of(leaf).shape == shape:
-      if own is None or sharding is None or _axes_in(sharding) <= _axes_in(own):
-        return None
-      # The state may lie in the host's memory; gradients do not.
-      return NamedSharding(own.mesh, sharding.spec, memory_kind=own.memory_kind)
-  return None
+def _scattered(optimizers: dict[Any, Any], path: Path, own: NamedSharding | None) -> NamedSharding | None:
+  """The layout of a gradient as the optimizer's plan scatters it; None where it lies with its parameter."""
+  # With several models, the key of the model comes first.
+  key, inside = (None, path) if None in optimizers else (path[0], path[1:])
+  placement: Placement | None = getattr(optimizers.get(key), "placement", None)
+  found = placement.gradients.get(inside) if placement is not None else None
+  return found if found is not None and own is not None and found.mesh == own.mesh else None
 
 
 def _call(forget: weakref.WeakMethod[Callable[[], None]]) -> None:
