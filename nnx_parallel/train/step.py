@@ -265,6 +265,7 @@ def train_step(
   gradients: Gradients | None = None,
   reduction: DTypeLike | None = None,
   pairs: bool = False,
+  diagnostics: bool = False,
 ) -> TrainStep:
   """Makes a compiled train step from a loss function.
 
@@ -302,6 +303,8 @@ def train_step(
       gradient in the dtype in which its layer computes, and sums of microbatches in float32.
     pairs: return `(sum, count)` pairs instead of means, for exact means over many steps (`MetricSums`). A
       plain scalar counts for as many as the batch has examples.
+    diagnostics: add `grad_norm` to the metrics, the norm of all gradients before the optimizer changes them,
+      and `learning_rate`, where the optimizer's state holds it: that of `optax.inject_hyperparams`.
 
   Returns:
     A callable `(model, optimizer, batch) -> metrics`.
@@ -330,7 +333,7 @@ def train_step(
     raise TrainError(
       f"reduction={jnp.dtype(reduction)} would round gradients to whole numbers.", fix="reduction=jnp.float32"
     )
-  recipe = Recipe(loss_fn, microbatches, remat, tuple(outputs), gradients, reduction, pairs)
+  recipe = Recipe(loss_fn, microbatches, remat, tuple(outputs), gradients, reduction, pairs, diagnostics)
   return TrainStep(recipe)
 
 

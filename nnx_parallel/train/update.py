@@ -20,6 +20,7 @@ from nnx_parallel.layout.sharded_optimizer import ShardedOptimizer, plain_update
 from nnx_parallel.layout.variables import Path, path_str, plain_path, variables
 from nnx_parallel.train.accumulate import Layout, Total, in_microbatches, loss_of, whole_batch
 from nnx_parallel.train.binding import Template
+from nnx_parallel.train.diagnostics import diagnostics, merged
 from nnx_parallel.train.gradients import Gradients
 from nnx_parallel.train.jaxprs import forwarded
 from nnx_parallel.train.loss_call import call_loss
@@ -48,6 +49,7 @@ class Recipe:
       `"whole"` where they keep that of their parameter; None: as the optimizer's plan says.
     reduction: dtype in which replicas sum their gradients, or None.
     pairs: whether metrics come as `(sum, count)` pairs.
+    diagnostics: whether the norm of the gradients and the learning rate are among the metrics.
   """
 
   loss_fn: LossFn | Mapping[Any, LossFn]
@@ -57,6 +59,7 @@ class Recipe:
   gradients: Gradients | None = None
   reduction: Any = None
   pairs: bool = False
+  diagnostics: bool = False
 
 
 def update(recipe: Recipe, models: Any, optimizers: Any, batch: Any, layouts: Any) -> tuple[Metrics, str]:
@@ -184,6 +187,7 @@ def _update_once(
     leaf.set_raw_value(value)
   grads = _scaled(total, train)
   metrics = means(total.terms, total.parts)
+  noted: Metrics = {}
   for key, optimizer in optimizers.items():
     mine = [n for n, i in enumerate(trained) if key is None or template.paths[i][0] == key]
     own = rescaled([grads[n] for n in mine], optimizer, scale)
@@ -198,9 +202,13 @@ def _update_once(
       return value if scale is None else multiplied_in_backward(value, scale)
 
     apply(optimizer, model, _state([paths[n] for n in mine], leaves, key), metrics["loss"], value_fn)
+    if recipe.diagnostics:
+      noted |= diagnostics(optimizer, own, f"{key}/" if len(optimizers) > 1 else "")
   if recipe.pairs:
-    metrics = pairs(total.terms, total.parts, examples_in(batch))
-  return metrics, total.how
+    examples = examples_in(batch)
+    metrics = pairs(total.terms, total.parts, examples)
+    noted = {name: (value * examples, jnp.full_like(value, examples)) for name, value in noted.items()}
+  return merged(metrics, noted), total.how
 
 
 def _unchanged(objective: Any, train: list[Any], others: list[Any], part: Any, rest: int) -> set[int]:

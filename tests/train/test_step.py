@@ -701,6 +701,41 @@ def test_only_what_wrt_names_is_trained():
   assert not np.array_equal(b, np.asarray(model.lora.lora_b.get_value()))
 
 
+@pytest.mark.parametrize("parts", [1, 2])
+@pytest.mark.parametrize("pairs", [False, True])
+def test_diagnostics_are_the_norm_of_the_gradients_and_the_rate_of_the_update(parts, pairs):
+  schedule = optax.linear_schedule(0.5, 0.0, 4)
+  tx = optax.chain(
+    optax.clip_by_global_norm(1e-3), optax.inject_hyperparams(optax.sgd)(learning_rate=schedule)
+  )
+  init, mesh = lambda: nnx.Linear(8, 4, rngs=nnx.Rngs(0)), nxp.make_mesh(data=4, fsdp=2)
+  plan = nxp.plan(init, mesh, nxp.fsdp(min_size=8), optimizer=tx)
+  model, optimizer = nxp.create_sharded_model(plan)
+  x = np.random.default_rng(0).standard_normal((16, 8)).astype(np.float32)
+  loss = lambda m, b: jnp.square(m(b)).mean()
+  norm = optax.tree.norm(nnx.state(nnx.grad(loss)(init(), x)))
+  step = nxp.train_step(loss, diagnostics=True, pairs=pairs, microbatches=parts)
+  found = [step(model, optimizer, nxp.shard_batch(x, plan)) for _ in range(2)]
+  read = lambda value: float(value[0] / value[1]) if pairs else float(value)
+  assert read(found[0]["grad_norm"]) == pytest.approx(float(norm), rel=1e-5)
+  assert [read(metrics["learning_rate"]) for metrics in found] == [0.5, 0.375]
+  assert len(step.compiles) == 1
+
+
+def test_diagnostics_of_several_models_and_of_a_name_that_is_taken():
+  pairs = [make(Plain)[1:] for _ in range(2)]
+  models, optimizers = (dict(zip("ab", side, strict=True)) for side in zip(*pairs, strict=True))
+  x = jnp.ones((16, 8))
+  both = lambda m, b: jnp.square(m["b"](m["a"](b))).mean()
+  assert {"a/grad_norm", "b/grad_norm"} < nxp.train_step(both, diagnostics=True)(models, optimizers, x).keys()
+  one = {key: lambda m, b, key=key: jnp.square(m[key](b)).mean() for key in "ab"}
+  found = nxp.train_step(one, diagnostics=True)(models, optimizers, x)
+  assert found.keys() == {"a/loss", "a/grad_norm", "b/loss", "b/grad_norm"}
+  taken = nxp.train_step(lambda m, b: (m(b).mean(), {"grad_norm": 1.0}), diagnostics=True)
+  with pytest.raises(nxp.TrainError, match=r"returned a metric 'grad_norm', which diagnostics=True adds\."):
+    taken(*pairs[0], x)
+
+
 def test_evaluation_leaves_the_module_alone():
   plan, model, _ = make(Net)
   evaluate = nxp.eval_step(masked, outputs=("per_example",), pairs=True)
