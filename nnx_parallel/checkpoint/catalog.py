@@ -65,11 +65,24 @@ class Catalog:
 
   def latest(self) -> int | None:
     """The newest step whose manifest and files are all there, or None."""
-    for step in self.newest_first():
+    steps = self.newest_first()
+    while steps:
+      found = self.identity(step := steps.pop(0))
       with contextlib.suppress(CheckpointError):
         record = self.manifest(step)
         if not restore.damaged_files(self.folder(step), record, record.files):
           return step
+      if found is None or self.identity(step) != found:
+        steps = self.newest_first()  # a writer removed or replaced it in between
+    return None
+
+  def identity(self, step: int) -> int | None:
+    """Tells the folder of a step from another one of the same name; None when there is none."""
+    folder = self.folder(step)
+    if not files.is_local(folder):
+      return 0 if folder.exists() else None
+    with contextlib.suppress(FileNotFoundError):
+      return os.stat(folder).st_ino
     return None
 
   def best(self) -> int | None:
@@ -171,7 +184,10 @@ def as_step(step: object) -> int:
   except TypeError:
     number = -1
   if isinstance(step, bool) or number < 0:
-    raise CheckpointError(f"step={step!r} is not a step.", fix="pass a whole number from 0 up.")
+    shown = f"step={step!r}" if isinstance(step, (int, float, str)) else f"a {type(step).__name__}"
+    raise CheckpointError(
+      f"{shown} is not a step.", fix="a whole number from 0 up comes first: save(100, model, optimizer)."
+    )
   return number
 
 
@@ -183,7 +199,7 @@ def absolute(directory: str | os.PathLike[str]) -> epath.Path:
   """The directory as an absolute path, or as the address of an object store.
 
   Raises:
-    CheckpointError: a file, or a store for which no package is installed.
+    CheckpointError: a file, a path with a backslash, or a store for which no package is installed.
   """
   try:
     path = epath.Path(directory).expanduser()
@@ -199,6 +215,12 @@ def absolute(directory: str | os.PathLike[str]) -> epath.Path:
   if remote:
     return path
   path = epath.Path(os.path.abspath(path))
+  if "\\" in os.fspath(path):
+    raise CheckpointError(
+      f"{path} holds a backslash.",
+      details="TensorStore, which writes the arrays, takes it for the start of another folder",
+      fix="rename that folder, or choose another.",
+    )
   if path.exists() and not path.is_dir():
     raise CheckpointError(f"{path} is a file, not a directory.", fix="choose a directory for the steps.")
   return path

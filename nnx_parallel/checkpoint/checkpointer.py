@@ -7,6 +7,7 @@ import concurrent.futures
 import contextlib
 import dataclasses
 import functools
+import operator
 import os
 import threading
 import warnings
@@ -37,6 +38,7 @@ from nnx_parallel.checkpoint.mapping import Mapping
 from nnx_parallel.checkpoint.placement import no_mesh
 from nnx_parallel.checkpoint.preflight import Diff, compare
 from nnx_parallel.checkpoint.retention import Retention
+from nnx_parallel.checkpoint.targets import Only
 from nnx_parallel.errors import CheckpointError
 
 _RESERVED = ("model", "optimizer")
@@ -55,7 +57,7 @@ class _Job:
 
 
 _UNFINISHED: set[Checkpointer] = set()
-"""Those with a background save that goes on or has failed: kept alive, so that the error is raised."""
+"""Those whose background save is running or has failed: kept alive, so that its error is raised."""
 
 _LIVE: weakref.WeakSet[Checkpointer] = weakref.WeakSet()
 
@@ -119,7 +121,8 @@ class Checkpointer:
     retention = Retention(max_to_keep, keep_every, best, best_mode, keep_best)
     self._catalog = catalog.Catalog(self.directory, retention)
     self._asynchronous, self._verify = asynchronous, _checked(verify)
-    self._byte_budget, self._chunk_bytes = byte_budget, chunk_bytes
+    self._byte_budget = _checked_bytes("byte_budget", byte_budget, least=0)
+    self._chunk_bytes = None if chunk_bytes is None else _checked_bytes("chunk_bytes", chunk_bytes, least=1)
     self._pool = concurrent.futures.ThreadPoolExecutor(1, "nnx_parallel-checkpoint")
     self._pending: concurrent.futures.Future[None] | None = None
     self._saving: int | None = None  # where the run is once `_pending` is done, if that is elsewhere
@@ -148,6 +151,7 @@ class Checkpointer:
     model: object,
     optimizer: object = None,
     *,
+    only: Only | None = None,
     extra: MappingType[str, object] | None = None,
     metrics: MappingType[str, object] | None = None,
     plan: object = None,
@@ -163,8 +167,10 @@ class Checkpointer:
 
     Args:
       step: not negative.
-      model: a module, with Variables of every type, or a pytree of arrays.
-      optimizer: an `nnx.Optimizer`, or a pytree of arrays.
+      model: a module, with Variables of every type; an `nnx.State`; a pytree of arrays; or a tuple or dict of
+        these.
+      optimizer: an `nnx.Optimizer`, a pytree of arrays, or a tuple or dict of these.
+      only: which leaves of the model to save: a filter of nnx (`nnx.LoRAParam`), or patterns of paths.
       extra: more trees of arrays (`"ema"`), or JSON values (`"data"`), by name.
       metrics: numbers; `best` compares them.
       plan: the plan of model and optimizer, to be kept as a record.
@@ -176,13 +182,14 @@ class Checkpointer:
         refuses, another job is writing here, or an earlier background save failed.
     """
     with no_mesh():
-      self._save(step, model, optimizer, extra, metrics, plan, overwrite)
+      self._save(step, model, optimizer, only, extra, metrics, plan, overwrite)
 
   def _save(
     self,
     step: int,
     model: object,
     optimizer: object,
+    only: Only | None,
     extra: MappingType[str, object] | None,
     metrics: MappingType[str, object] | None,
     plan: object,
@@ -197,7 +204,7 @@ class Checkpointer:
     job = agree.together(
       lambda: _Job(
         catalog.as_step(step),
-        *_content(model, optimizer, extra),
+        *_content(model, optimizer, only, extra),
         _numbers(metrics or {}),
         targets.plan_json(plan),
         overwrite,
@@ -271,7 +278,7 @@ class Checkpointer:
     Raises:
       CheckpointError: no such step, or its manifest cannot be read.
     """
-    return self._catalog.manifest(self._catalog.resolve(step))
+    return agree.together(lambda: self._catalog.manifest(self._catalog.resolve(step)))
 
   # Restoring.
 
@@ -280,7 +287,7 @@ class Checkpointer:
     target: object,
     step: int | str | None = None,
     *,
-    only: Iterable[str] | None = None,
+    only: Only | None = None,
     skip: Iterable[str] = (),
     rename: MappingType[str, str] | None = None,
     cast: bool = False,
@@ -308,22 +315,17 @@ class Checkpointer:
     Raises:
       CheckpointError: no such step, or arguments that name nothing.
     """
-    goal = targets.read(target, optimizer=optimizer, as_numpy=as_numpy)
-    return self._compare(
-      self.metadata(step),
-      remap.through(mapping, goal) if mapping else goal,
-      only=only,
-      skip=skip,
-      rename=rename,
-      cast=cast,
-    )
+    record = self.metadata(step)
+    names, choose = targets.split_only(only)
+    goal = self._goal(target, record, mapping, optimizer, as_numpy, choose)
+    return self._compare(record, goal, only=names, skip=skip, rename=rename, cast=cast)
 
   def restore(
     self,
     target: object = None,
     step: int | str | None = None,
     *,
-    only: Iterable[str] | None = None,
+    only: Only | None = None,
     skip: Iterable[str] = (),
     rename: MappingType[str, str] | None = None,
     cast: bool = False,
@@ -337,16 +339,18 @@ class Checkpointer:
     Says before it reads, in the log at INFO, how many bytes of arrays and how much host memory that takes.
 
     Args:
-      target: a plan; a module, or (module, optimizer), whose values are replaced; or a pytree of
-        `jax.ShapeDtypeStruct`s with shardings.
+      target: a plan; a module or `nnx.State`, whose values are replaced; a pytree of
+        `jax.ShapeDtypeStruct`s with shardings; a tuple or dict of these; or (model, optimizer), as saved.
       step: a number, `"latest"` (also None) or `"best"`.
-      only: patterns of paths to restore; everything else stays as the target has it.
+      only: patterns of paths to restore, or a filter of nnx for the model's leaves (`nnx.LoRAParam`);
+        everything else stays as the target has it.
       skip: patterns of paths, in the target or the checkpoint, to leave alone.
       rename: path in the target, or its start, to the saved one.
       cast: whether one float dtype may become another.
       mapping: how saved leaves make up the target's: lists of layers stacked or cut, dims transposed,
         split or merged. Patterns above are then about the saved paths.
-      optimizer: `"restore"`, `"drop"` (return the model only) or, with a plan, `"fresh"` (make a new one).
+      optimizer: `"restore"`, `"drop"` (leave it, and return the model only) or, with a plan, `"fresh"` (make
+        a new one).
       on_corrupt: `"error"`, or `"fallback"` to take the newest good step, with a warning.
       as_numpy: return numpy arrays; without a target, of everything that was saved.
 
@@ -356,19 +360,27 @@ class Checkpointer:
     Raises:
       CheckpointError: no such step, leaves that do not fit, or damage, all named.
     """
+    names, filtered = targets.split_only(only)
     choose: dict[str, Any] = {
-      "only": only if only is None or isinstance(only, str) else tuple(only),
+      "only": names,
       "skip": skip if isinstance(skip, str) else tuple(skip),
       "rename": rename,
       "cast": cast,
     }
     with no_mesh():
       self.wait()
-      goal = agree.together(
-        lambda: self._goal(target, choose, mapping, optimizer, on_corrupt, as_numpy=as_numpy)
+      agree.together(
+        lambda: self._check_choices(target, choose, mapping, optimizer, on_corrupt, as_numpy, filtered)
       )
-      found = self._try_steps(step, on_corrupt, lambda record: self._attempt(goal, record, choose))
-      if goal is not None:
+
+      def attempt(record: Manifest) -> Any:
+        goal = None
+        if target is not None:
+          goal = agree.together(lambda: self._goal(target, record, mapping, optimizer, as_numpy, filtered))
+        return self._attempt(goal, record, choose)
+
+      found = self._try_steps(step, on_corrupt, attempt)
+      if target is not None:
         self._position = self._restored_step
       return found
 
@@ -421,13 +433,13 @@ class Checkpointer:
     Raises:
       CheckpointError: no such step.
     """
-    number = self._catalog.resolve(step, whole=False)
+    number = agree.together(lambda: self._catalog.resolve(step, whole=False))
     try:
-      record = self._catalog.manifest(number)
-    except CheckpointError as error:
+      record = agree.together(lambda: self._catalog.manifest(number))
+    except DamagedError as error:
       return {manifest.FILE: error.what}
     folder = self._catalog.folder(number)
-    problems = {text.split(" ")[0]: text for text in restore.damaged_files(folder, record, record.files)}
+    problems = agree.together(lambda: restore.damaged_files(folder, record, record.files))
     with no_mesh():
       for name, error in restore.check_values(folder, record, byte_budget=self._byte_budget):
         if error is not None:
@@ -483,14 +495,21 @@ class Checkpointer:
       concurrent.futures.wait([self._pending])
 
   def _forget_parent(self) -> None:
-    """Makes the copy in a forked process whole: it has none of its parent's threads, saves and signals."""
+    """Makes the copy in a forked process whole: it has none of its parent's threads and saves."""
     self._pool = concurrent.futures.ThreadPoolExecutor(1, "nnx_parallel-checkpoint")
     self._pending = None
 
   def _compare(self, record: Manifest, goal: targets.Target, **choose: Any) -> Diff:
     folder = self._catalog.folder(record.step)
     return compare(
-      record, goal.wanted, values=goal.values, folder=folder, byte_budget=self._byte_budget, **choose
+      record,
+      goal.wanted,
+      values=goal.values,
+      left_out=goal.left_out,
+      drops_optimizer=goal.drops_optimizer,
+      folder=folder,
+      byte_budget=self._byte_budget,
+      **choose,
     )
 
   def _fitting(self, record: Manifest, goal: targets.Target, choose: MappingType[str, Any]) -> Diff:
@@ -508,32 +527,42 @@ class Checkpointer:
       self._catalog.folder(record.step), record, diff, verify=self._verify, byte_budget=self._byte_budget
     )
 
-  def _goal(
+  def _check_choices(
     self,
     target: object,
     choose: MappingType[str, Any],
     mapping: Mapping | None,
     optimizer: str,
     on_corrupt: str,
-    *,
     as_numpy: bool,
-  ) -> targets.Target | None:
-    """What the arguments of `restore` ask for; None for everything as it was saved."""
+    filtered: object,
+  ) -> None:
     if on_corrupt not in ("error", "fallback"):
       raise CheckpointError(f"on_corrupt={on_corrupt!r} is unknown.", fix='pass "error" or "fallback".')
     if target is not None:
-      goal = targets.read(target, optimizer=optimizer, as_numpy=as_numpy)
-      return remap.through(mapping, goal) if mapping else goal
+      return
     if not as_numpy:
       raise _no_target(self.directory)
     given = {"rename": choose["rename"], "cast": choose["cast"], "mapping": mapping}
-    given["optimizer"] = optimizer != "restore"
+    given |= {"optimizer": optimizer != "restore", "filter as only": filtered is not None}
     if unused := [name for name, value in given.items() if value]:
       raise CheckpointError(
         f"restore(as_numpy=True) without a target takes no {unused[0]}=: it returns what was saved.",
-        fix="only= and skip= choose leaves; pass a target for the rest.",
+        fix="only= and skip= choose leaves by their paths; pass a target for the rest.",
       )
-    return None
+
+  def _goal(
+    self,
+    target: object,
+    record: Manifest,
+    mapping: Mapping | None,
+    optimizer: str,
+    as_numpy: bool,
+    filtered: object,
+  ) -> targets.Target:
+    """What the arguments of `restore` ask for of a step."""
+    goal = targets.read(target, optimizer=optimizer, as_numpy=as_numpy, record=record, choose=filtered)
+    return remap.through(mapping, goal) if mapping else goal
 
   def _attempt(
     self,
@@ -549,7 +578,7 @@ class Checkpointer:
     items = {name: saved for name, saved in record.items.items() if only_item in (None, name)}
     wanted = {item: targets.as_saved(saved) for item, saved in items.items()}
     values = {item: tuple(saved.values) for item, saved in items.items()}
-    diff = self._fitting(record, targets.Target(wanted, values, dict), choose)
+    diff = self._fitting(record, targets.Target(wanted, values, dict, drops_optimizer=True), choose)
     found = targets.merge(self._read(record, diff), diff.values)
     return {item: found.get(item, {}) for item in items} if only_item is None else found.get(only_item, {})
 
@@ -557,13 +586,19 @@ class Checkpointer:
     number = agree.together(lambda: self._catalog.resolve(step))
     older: list[int] | None = None
     while True:
+      found = self._catalog.identity(number)
       try:
         record = agree.together(functools.partial(self._catalog.manifest, number))
         result = attempt(record)
-      except DamagedError as error:
-        if on_corrupt == "error":
+      except CheckpointError as error:
+        if any(agree.added_up([found is None or self._catalog.identity(number) != found])):
+          if step not in (None, "latest", "best"):
+            raise manifest.vanished(self._catalog.folder(number)) from error
+          number, older = agree.together(lambda: self._catalog.resolve(step)), None
+          continue
+        if on_corrupt == "error" or not isinstance(error, DamagedError):
           raise
-        if older is None:  # not before: it reads the manifests
+        if older is None:  # not before: it reads the headers
           older = [other for other in reversed(self._catalog.newest_first()) if other < number]
         if not older:
           raise
@@ -580,10 +615,10 @@ def _forget_finished(checkpointer: Checkpointer, pending: concurrent.futures.Fut
 
 
 def _content(
-  model: object, optimizer: object, extra: MappingType[str, object] | None
+  model: object, optimizer: object, only: Only | None, extra: MappingType[str, object] | None
 ) -> tuple[save.Content, dict[str, encoding.Json]]:
   """What is saved, and the JSON values among `extra`."""
-  roots = targets.saved_roots(model, optimizer)
+  roots = targets.saved_roots(model, optimizer, only)
   values: dict[str, encoding.Json] = {}
   for name, value in (extra or {}).items():
     if name in _RESERVED or not name.isidentifier():
@@ -591,11 +626,24 @@ def _content(
         f"extra={{{name!r}: ...}} cannot be used as a name.", fix="use another identifier."
       )
     leaves, _ = trees.flatten(value)
-    if any(isinstance(leaf, (jax.Array, np.ndarray)) for leaf in leaves.values()):
-      roots[name] = save.Tree(leaves)
+    tree = targets.tree_to_save(leaves)
+    if any(isinstance(leaf, (jax.Array, np.ndarray)) for leaf in tree.leaves.values()):
+      roots[name] = tree
     else:
       values[name] = encoding.check_json(value, path=f"extra[{name!r}]")
   return save.prepare(roots), values
+
+
+def _checked_bytes(name: str, value: object, *, least: int) -> int:
+  try:
+    number = operator.index(value)  # pyright: ignore[reportArgumentType]
+  except TypeError:
+    number = -1
+  if isinstance(value, bool) or number < least:
+    raise CheckpointError(
+      f"{name}={value!r} is not a number of bytes from {least} up.", fix=f"{name}=256 << 20 is 256 MiB."
+    )
+  return number
 
 
 def _checked(verify: str) -> str:

@@ -298,7 +298,7 @@ def check_space(
   """Raises when the disk plainly cannot take so many bytes.
 
   Raises:
-    CheckpointError: fewer bytes are free than the arrays have; the others are its words.
+    CheckpointError: less disk space is free than the arrays need; `doing`, `what` and `fix` fill it in.
   """
   if not is_local(directory):
     return

@@ -145,7 +145,7 @@ def write(manifest: Manifest, step_dir: epath.Path) -> None:
   fields = dataclasses.asdict(manifest)
   header = {name: fields.pop(name) for name in ("step", "time", "parent")}
   header["metrics"] = encoding.check_json(fields.pop("metrics"), path="metrics")
-  body = _json(fields)
+  body = json.dumps(fields, separators=(",", ":"))
   signed: dict[str, Any] = {"format": FORMAT, **header, "body": _sha256(body)}
   (step_dir / FILE).write_text(f"{_json({**signed, 'sha256': _sha256(_json(signed))})}\n{body}\n")
 
@@ -185,6 +185,14 @@ def as_json(step_dir: epath.Path) -> dict[str, Json]:
   return {**signed, **body}
 
 
+def vanished(step_dir: epath.Path) -> VanishedError:
+  """The error for a step that is gone."""
+  return VanishedError(
+    f"{step_dir} vanished: another process removed or replaced it.",
+    fix="take another step: Checkpointer(...).steps() lists those there are.",
+  )
+
+
 def _read(step_dir: epath.Path) -> tuple[dict[str, Any], dict[str, Any]]:
   signed, body = _checked(step_dir, lambda file: file.read_bytes())
   if signed["body"] != _sha256(body):
@@ -201,10 +209,7 @@ def _checked(step_dir: epath.Path, load: Callable[[epath.Path], bytes]) -> tuple
     number, sha256 = signed["format"], signed.pop("sha256")
   except FileNotFoundError:
     if not step_dir.exists():
-      raise VanishedError(
-        f"{step_dir} is not there any more: another process removed it.",
-        fix="take another step: Checkpointer(...).steps() lists those there are.",
-      ) from None
+      raise vanished(step_dir) from None
     raise DamagedError(
       f"{step_dir} is damaged, or something else wrote it: {FILE} is missing.",
       fix='restore another step: Checkpointer(...).steps() lists the complete ones; on_corrupt="fallback" '

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import jax
@@ -160,6 +160,8 @@ def write(
     items = _with_digests(content, parts)
     if place is None:
       return
+    sizes = files.all_files(folder)
+    _require_stored(step, items, sizes)
     record = Manifest(
       step=step,
       items=items,
@@ -169,7 +171,7 @@ def write(
       versions=manifest.versions(),
       fingerprint=manifest.fingerprint(items),
       time=place.stamp(),
-      files=(sizes := files.all_files(folder)),
+      files=sizes,
       hashes={name: files.sha256(folder / name) for name, n in sizes.items() if n <= _HASHED_BYTES},
       parent=place.parent,
     )
@@ -203,7 +205,7 @@ def _encode_leaf(
       f"cannot save {name}: its array was donated to a compiled function and is gone.",
       fix="save the arrays that the step returned, or save before the step.",
     )
-  array = np.asarray(leaf) if isinstance(leaf, np.generic) else leaf
+  array = encoding.plain_array(leaf, path=name)
   shape = tuple(tree.shapes.get(path, array.shape))
   how = encoding.encoding_of(shape, array.dtype, path=name)
   stored = None
@@ -245,6 +247,23 @@ def _with_digests(content: Content, parts: Mapping[tuple[str, str], jax.Array]) 
     )
     for item, record in content.items.items()
   }
+
+
+def _require_stored(step: int, items: Mapping[str, ItemRecord], names: Iterable[str]) -> None:
+  """Raises when an array has no file in the step's folder; whoever reads the step would miss it."""
+  there = {"/".join(name.split("/")[:2]) for name in names}
+  lost = [
+    f"{item}/{path}"
+    for item, record in items.items()
+    for path, leaf in record.leaves.items()
+    if leaf.encoding != encoding.EMPTY and f"{item}/{leaf.folder}" not in there
+  ]
+  if lost:
+    raise CheckpointError(
+      f"cannot save step {step}: there are no files of {', '.join(sorted(lost)[:8])}.",
+      details=f"{len(lost)} arrays were stored elsewhere, or not at all",
+      fix="choose a directory whose path has letters, digits, dots and dashes only.",
+    )
 
 
 def describe(content: Content) -> str:

@@ -13,8 +13,6 @@ if TYPE_CHECKING:
   from nnx_parallel.cli.main import Commands
   from nnx_parallel.recipes import Recipe
 
-DOES_NOT_FIT = 2
-
 
 def register(commands: Commands) -> None:
   """Adds the parser of this command."""
@@ -22,7 +20,7 @@ def register(commands: Commands) -> None:
     "compile",
     help="compile a recipe's step for a machine that is not here",
     description="Compiles the train step with the real compiler of a machine, on any CPU, and reports"
-    " memory per device, FLOPs and everything that is sent. Exit code 2: it does not fit.",
+    " memory per device, FLOPs and everything that is sent. Exit code 3: it does not fit.",
   )
   options.add_recipe(parser)
   options.add_mesh(parser)
@@ -72,7 +70,7 @@ def run(args: argparse.Namespace) -> int:
     print_text(str(report))
   if args.html:
     options.write_page(args.html, report.to_html())
-  return DOES_NOT_FIT if report.fits is False else 0
+  return options.NO if report.fits is False else 0
 
 
 def fill(sizes: options.Sizes, devices: int, *, asked: bool) -> options.Sizes:

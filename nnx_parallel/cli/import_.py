@@ -41,7 +41,8 @@ def run(args: argparse.Namespace) -> int:
         details=f"steps {', '.join(map(str, steps))}",
         fix="choose an empty directory for OUT.",
       )
-    made = import_safetensors(args.path, plan, mapping, skip=args.skip)
+    with checkpoints.skip_as_option():
+      made = import_safetensors(args.path, plan, mapping, skip=args.skip)
     model, optimizer = made if isinstance(made, tuple) else (made, None)
     checkpointer.save(0, model, optimizer, plan=plan)
     print(f"step 0: {checkpointer.metadata(0).nbytes:,} bytes -> {args.out}")

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 Sizes = dict[str, int]
 Rules = dict[str, tuple[str, ...]]
+NO = 3  # the exit code of a command whose answer is no: does not fit, differs, damaged
 EXAMPLE = "--mesh data=2,fsdp=2,tensor=2"
 AS_WRITTEN = "as written"
 REMATS = (AS_WRITTEN, "none", "dots", "full")  # those of train/remat.py, which takes a second to import
@@ -78,7 +79,7 @@ def add_way(parser: argparse.ArgumentParser) -> None:
 
 
 def add_rules(parser: argparse.ArgumentParser) -> None:
-  """Adds `--rules`."""
+  """Adds `--rules`, which `changed_rules` obeys."""
   parser.add_argument(
     "--rules",
     type=parse_rules,

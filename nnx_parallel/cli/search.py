@@ -7,13 +7,14 @@ import shlex
 from typing import TYPE_CHECKING, Any
 
 from nnx_parallel.cli import options
-from nnx_parallel.cli.compile import DOES_NOT_FIT, abstract_batch, add_step, loss_of, start_compiler
+from nnx_parallel.cli.compile import abstract_batch, add_step, loss_of, start_compiler
 
 if TYPE_CHECKING:
   from nnx_parallel.cli.main import Commands
   from nnx_parallel.report.search import Candidate
 
 _MOST_SIMULATED = 1024
+SEARCHED = ("none", "dots", "full")
 
 
 def register(commands: Commands) -> None:
@@ -23,7 +24,7 @@ def register(commands: Commands) -> None:
     help="rank every layout of a recipe on a machine",
     description="Tries every factorisation of the mesh with microbatches, remat policies, ZeRO stages and"
     " offload, and with split sequences and experts where the model names them, by a model of memory and"
-    " time; prints the Pareto front and the winner as code. Exit code 2: nothing fits.",
+    " time; prints the Pareto front and the winner as code. Exit code 3: nothing fits.",
   )
   options.add_recipe(parser)
   parser.add_argument("--topology", required=True, metavar="NAME", help="e.g. tpu:v5p:4x4x8, gpu:h100:4x8")
@@ -83,7 +84,7 @@ def run(args: argparse.Namespace) -> int:
     print(f"Compiled alone:\n\n  {command(args, result.best)}\n")
   if args.html:
     options.write_page(args.html, result.to_html())
-  return 0 if result.best is not None else DOES_NOT_FIT
+  return 0 if result.best is not None else options.NO
 
 
 def command(args: argparse.Namespace, best: Candidate) -> str:

@@ -12,7 +12,7 @@ from nnx_parallel.layout.leaf import LeafPlan, Root
 from nnx_parallel.layout.padding import pad_variable
 from nnx_parallel.layout.plan import ShardingPlan
 from nnx_parallel.layout.stacked import stack_labels
-from nnx_parallel.layout.variables import DECLARED, Names, Path, declared
+from nnx_parallel.layout.variables import DECLARED, SCOPE, Names, Path, declared
 
 Arrays = Mapping[Path, Any]
 
@@ -48,6 +48,8 @@ def _merge(the_plan: ShardingPlan, root: Root, abstract: Any, arrays: Mapping[Ro
   graphdef, state = nnx.split(abstract)
   found, rows = arrays.get(root, {}), the_plan.of(root)
   labels = stack_labels(rows.values()) if root == "model" else {}
+  # Where the model goes, a step finds the rules for its activations.
+  scope: dict[str, Any] = {SCOPE: the_plan.activation_rules} if root == "model" else {}
   leaves: list[tuple[Path, Any]] = []
   for path, abstract_leaf in nnx.to_flat_state(state):
     if path not in rows:
@@ -56,14 +58,14 @@ def _merge(the_plan: ShardingPlan, root: Root, abstract: Any, arrays: Mapping[Ro
     row = rows[path]
     if path not in found:
       raise PlanError(f"no array for {row.name}.", fix="give one array for each leaf of the plan.")
-    leaves.append((path, _bind(abstract_leaf, found[path], row, labels.get(path))))
+    leaves.append((path, _bind(abstract_leaf, found[path], row, labels.get(path), scope)))
   return nnx.merge(graphdef, nnx.from_flat_state(cast(Any, leaves)))
 
 
-def _bind(abstract_leaf: Any, array: Any, row: LeafPlan, first_dim: str | None) -> Any:
+def _bind(abstract_leaf: Any, array: Any, row: LeafPlan, first_dim: str | None, scope: dict[str, Any]) -> Any:
   if not isinstance(abstract_leaf, nnx.Variable):
     return array
-  updates: dict[str, Any] = {"eager_sharding": True}
+  updates: dict[str, Any] = {"eager_sharding": True, **scope}
   if any(row.spec) or abstract_leaf.get_metadata().get("out_sharding"):
     updates |= _metadata(row, first_dim)
     updates["mesh"] = row.mesh

@@ -17,7 +17,8 @@ class StopSignals:
 
   At the end of the block the former handlers are back, and a signal that came is handed to them: the process
   then ends as it would have, only later. An exception that leaves the block goes first. A second Ctrl-C
-  acts at once.
+  acts at once, and so does any signal to a process that was forked within the block, as workers that read
+  data are.
 
   In a job of several processes it is JAX's preemption service that listens, to SIGTERM only: when one process
   is asked to end, all agree on a step to stop after. Where that service is switched off
@@ -37,6 +38,7 @@ class StopSignals:
     self._former: dict[int, Any] = {}
     self._came: int | None = None
     self._together = False
+    self._process = os.getpid()
 
   def asked(self, step: int) -> bool:
     """Whether to stop now; the same on all processes.
@@ -80,7 +82,8 @@ class StopSignals:
     former(self._came, None)
 
   def _handle(self, number: int, frame: types.FrameType | None) -> None:
-    if number == signal.SIGINT and self._came is not None:
+    forked = os.getpid() != self._process  # a worker, in which nobody asks
+    if forked or (number == signal.SIGINT and self._came is not None):
       signal.signal(number, self._former[number])
       signal.raise_signal(number)
       return

@@ -8,7 +8,7 @@ from typing import Any
 from flax import nnx
 
 from nnx_parallel.errors import ShardingError
-from nnx_parallel.layout.variables import Names, axes_of, occurrences, path_str
+from nnx_parallel.layout.variables import Names, annotation, axes_of, occurrences, path_str
 
 
 def check_attention(model: nnx.Module, mesh: Mapping[str, int]) -> list[str]:
@@ -53,18 +53,17 @@ def _passed_on(module: nnx.MultiHeadAttention, part: str) -> Names | None:
   query, out = getattr(module.query, part), getattr(module.out, part)
   if query is None or out is None:
     return None
-  names, wanted = _annotation(query), _annotation(out)
-  # Read from both ends alike, the names may well be right for both.
+  names, wanted = _names(query), _names(out)
+  # Names that read the same backwards can be right for both projections.
   if names is None or names != wanted or names == names[::-1]:
     return None
   return names
 
 
-def _annotation(variable: Any) -> Names | None:
-  metadata = variable.get_metadata()
-  keys = ("out_sharding", "sharding", "sharding_names")
-  found = next((metadata[key] for key in keys if metadata.get(key) is not None), None)
-  return tuple(found) if isinstance(found, (tuple, list)) else None
+def _names(variable: Any) -> Names | None:
+  # The names of the query are of another rank than the output's bias: they are compared as they are written.
+  written = annotation(variable)
+  return None if written is None else tuple(written[1])
 
 
 def _flat(names: Names) -> list[str]:

@@ -135,8 +135,10 @@ def warn_replicated(plan: ShardingPlan, *, stacklevel: int = 2) -> bool:
   shown = worst.leaf
   more = f" and {len(found) - 1} more" if len(found) > 1 else ""
   held = format_bytes(sum(finding.leaf.bytes for finding in found))
+  others = sorted({finding.leaf.kind for finding in found if not finding.leaf.is_parameter})
+  what = f"the model ({', '.join(others)})" if others else "parameters"
   message = (
-    f"{held} of parameters are whole on each of {plan.mesh.size} devices: {shown.name}"
+    f"{held} of {what} are whole on each of {plan.mesh.size} devices: {shown.name}"
     f" {format_array(shown.dtype, shown.shape)} ({shown.decision.reason}; {worst.remedy}){more}."
     " print(plan.audit()) lists them; fsdp() at the end of the rules splits them, replicate() accepts them."
   )

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Generator
+import functools
+from collections.abc import Generator, Iterable
 from typing import Any
 
 import jax
+from flax import nnx
 from jax.core import Tracer
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
@@ -19,13 +21,28 @@ from nnx_parallel.errors import MeshError, ShardingError
 from nnx_parallel.layout.mesh import AnyMesh, axis_sizes
 from nnx_parallel.layout.resolve import resolve_spec
 from nnx_parallel.layout.rules import LogicalRules, RuleSet
-from nnx_parallel.layout.variables import Entry, axes_of, entry_of
+from nnx_parallel.layout.variables import SCOPE, Entry, axes_of, entry_of
 
 
 @dataclasses.dataclass(frozen=True)
-class _Scope:
+class Scope:
+  """Rules for activations, and a mesh. Compared by value, so that equal ones give one compiled program."""
+
   rules: LogicalRules
   mesh: AnyMesh | None
+
+  def __hash__(self) -> int:
+    return self._hash
+
+  @functools.cached_property
+  def _hash(self) -> int:
+    return hash((self.rules, self.mesh))
+
+  def __deepcopy__(self, _: Any) -> Scope:
+    return self
+
+  def __reduce__(self) -> tuple[Any, ...]:
+    return Scope, (self.rules, None)  # a pickled model leaves its devices behind
 
 
 _SCOPE: Any = jax.make_user_context(None)
@@ -34,11 +51,12 @@ _SPENT: Any = jax.make_user_context(())
 
 @contextlib.contextmanager
 def use_rules(rules: Any, mesh: AnyMesh | None = None) -> Generator[None, None, None]:
-  """Puts logical rules, and a mesh, in scope for `constrain`.
+  """Puts logical rules in scope for `constrain`, and makes a mesh the active one.
 
-  May be entered around a call or inside a traced function, and nested: the innermost one holds. A function
-  compiled under some rules is compiled again under others, and found again under equal ones. Each thread
-  has its own scope.
+  With a mesh, `jax.lax.with_sharding_constraint(x, PartitionSpec(...))` and models that look for the active
+  mesh find it too, unless `jax.set_mesh` has made another one active. May be entered around a call or inside
+  a traced function, and nested: the innermost one holds. A function compiled under some rules is compiled
+  again under others, and found again under equal ones. Each thread has its own scope.
 
   Args:
     rules: anything that `plan` takes as rules; only the logical rules matter here.
@@ -61,12 +79,39 @@ def use_rules(rules: Any, mesh: AnyMesh | None = None) -> Generator[None, None, 
   logical = RuleSet.of(rules).logical
   if mesh is not None:
     logical.check_axes(axis_sizes(mesh))
-  with _SCOPE(_Scope(logical, mesh)):
+  with scoped(Scope(logical, mesh)):
     yield
 
 
+@contextlib.contextmanager
+def scoped(scope: Scope) -> Generator[None, None, None]:
+  """`use_rules`, for rules that were checked before."""
+  with _active(scope.mesh), _SCOPE(scope):
+    yield
+
+
+def _active(mesh: AnyMesh | None) -> contextlib.AbstractContextManager[Any]:
+  """Makes a mesh the active one, unless somebody else has chosen another."""
+  active, outer = jax.sharding.get_abstract_mesh(), _SCOPE.value
+  by_scope = outer is not None and outer.mesh is not None and outer.mesh.abstract_mesh == active
+  if mesh is None or not (active.empty or by_scope):
+    return contextlib.nullcontext()
+  if isinstance(mesh, Mesh):
+    # Inside a trace, where jax does not say whether one is under way, there are no devices to set.
+    with contextlib.suppress(ValueError):
+      return jax.set_mesh(mesh)
+  return jax.sharding.use_abstract_mesh(mesh.abstract_mesh)
+
+
+def scope_of(variables: Iterable[Any]) -> Scope | None:
+  """The scope of the plan that Variables were made from; None without one, and where they disagree."""
+  leaves = (leaf for leaf in variables if isinstance(leaf, nnx.Variable))
+  found = {scope for leaf in leaves if (scope := leaf.get_metadata().get(SCOPE)) is not None}
+  return found.pop() if len(found) == 1 else None
+
+
 def spent(axes: tuple[str, ...]) -> contextlib.AbstractContextManager[None]:
-  """Has `constrain` leave mesh axes out, inside a `jax.vmap` whose mapped dim is laid out over them.
+  """Makes `constrain` ignore mesh axes that the mapped dim of an enclosing `jax.vmap` uses.
 
   Args:
     axes: those of its `spmd_axis_name`.
@@ -74,13 +119,16 @@ def spent(axes: tuple[str, ...]) -> contextlib.AbstractContextManager[None]:
   return _SPENT(axes)
 
 
-def default_rules(scope: contextlib.AbstractContextManager[None]) -> contextlib.AbstractContextManager[None]:
-  """The scope, for where the caller has no rules in scope; otherwise nothing, since the caller's hold.
+def default_scope(scope: Scope | None) -> contextlib.AbstractContextManager[None]:
+  """Puts a scope in scope where the caller has none. The caller's rules hold, on this mesh if they have none.
 
   Args:
-    scope: of `use_rules` or `plan.scope()`, not entered.
+    scope: of a plan, or None.
   """
-  return scope if _SCOPE.value is None else contextlib.nullcontext()
+  outer: Scope | None = _SCOPE.value
+  if scope is None:
+    return contextlib.nullcontext()
+  return scoped(scope if outer is None else Scope(outer.rules, outer.mesh or scope.mesh))
 
 
 def constrain(x: Any, *names: Entry) -> Any:
@@ -109,7 +157,7 @@ def constrain(x: Any, *names: Entry) -> Any:
     ...   nxp.constrain(jnp.ones((8, 4)), "batch", "embed").sharding.spec
     P('data', None)
   """
-  scope: _Scope | None = _SCOPE.value
+  scope: Scope | None = _SCOPE.value
   shape = tuple(jax.numpy.shape(x))
   if len(names) != len(shape):
     raise ShardingError(
@@ -120,22 +168,25 @@ def constrain(x: Any, *names: Entry) -> Any:
   active = jax.sharding.get_abstract_mesh()
   mesh = _mesh(x, scope, active)
   if mesh is None:
+    _check_names(names, scope)
     return x
   kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
   manual = {name for name, kind in kinds.items() if kind == AxisType.Manual or name in _SPENT.value}
-  if len(manual) == len(mesh.axis_names):
-    return x
   explicit = AxisType.Explicit in mesh.axis_types
   spec = _spec(names, shape, mesh, scope, manual, explicit)
+  if len(manual) == len(mesh.axis_names):
+    return x
   if not isinstance(x, Tracer):
     # Outside of jit there is no compiler to leave a dim to: it stays whole.
     placed = PartitionSpec(*(None if entry is PartitionSpec.UNCONSTRAINED else entry for entry in spec))
     return jax.device_put(x, NamedSharding(_concrete(mesh), placed))
-  target = NamedSharding(mesh, spec) if active.empty else spec  # pyright: ignore[reportArgumentType]
+  # Where the scope knows the devices, arguments that are on no mesh must not decide them.
+  known = scope.mesh if scope is not None and isinstance(scope.mesh, Mesh) and not manual else mesh
+  target = NamedSharding(known, spec) if active.empty or known is not mesh else spec  # pyright: ignore[reportArgumentType]
   return jax.sharding.reshard(x, target) if explicit else jax.lax.with_sharding_constraint(x, target)
 
 
-def _mesh(x: Any, scope: _Scope | None, active: AbstractMesh) -> AnyMesh | None:
+def _mesh(x: Any, scope: Scope | None, active: AbstractMesh) -> AnyMesh | None:
   wanted = scope.mesh if scope is not None else None
   if not active.empty:
     if wanted is not None and axis_sizes(wanted) != axis_sizes(active):
@@ -158,7 +209,7 @@ def _spec(
   names: tuple[Entry, ...],
   shape: tuple[int, ...],
   mesh: AnyMesh,
-  scope: _Scope | None,
+  scope: Scope | None,
   manual: set[Any],
   explicit: bool,
 ) -> PartitionSpec:
@@ -174,6 +225,13 @@ def _spec(
     else:
       entries.append(entry_of(kept))
   return PartitionSpec(*entries)
+
+
+def _check_names(names: tuple[Entry, ...], scope: Scope | None) -> None:
+  """Finds a misspelt name also where there is no mesh, and so no layout."""
+  if scope is not None:
+    known = dict.fromkeys((*scope.rules, *scope.rules.mesh_axes()), 1)
+    resolve_spec(names, (1,) * len(names), known, scope.rules, path="an activation")
 
 
 def _check_axes_only(names: tuple[Entry, ...], sizes: dict[str, int]) -> None:

@@ -58,7 +58,7 @@ class Decisions:
     leaves: list[LeafPlan] = []
     unnamed: list[Path] = []
     for path, leaf in array_leaves(model).items():
-      row = self._model_leaf(path, leaf)
+      row = self._model_leaf((path, *tied.get(path, ())), leaf)
       if path in tied:
         row = dataclasses.replace(row, aliases=tied[path])
       leaves.append(row)
@@ -69,7 +69,8 @@ class Decisions:
     self._check_unnamed(unnamed)
     return leaves
 
-  def _model_leaf(self, path: Path, leaf: Any) -> LeafPlan:
+  def _model_leaf(self, paths: tuple[Path, ...], leaf: Any) -> LeafPlan:
+    path = paths[0]
     where = path_str(path)
     value = _array(leaf, where)
     if is_rng(leaf):
@@ -80,7 +81,7 @@ class Decisions:
     if names is not None and 0 < _written(leaf) < len(names):
       self.short.append(where)
     if names is None:
-      matched = self._path_rule(path, len(value.shape))
+      matched = self._path_rule(paths, len(value.shape))
       if matched is None:
         return self._fallback_leaf(path, leaf)
       source, (pattern, names) = "path rule", matched
@@ -117,12 +118,14 @@ class Decisions:
   def _rows(self, leaf: Any) -> int | None:
     return len(value_of(leaf).shape) + lookup.ROWS if id(leaf) in self.tables else None
 
-  def _path_rule(self, path: Path, ndim: int) -> tuple[str | tuple[str, ...], Names | None] | None:
-    for rules in self.rules.paths:
-      rule = rules.match(path)
-      if rule is not None:
+  def _path_rule(
+    self, paths: tuple[Path, ...], ndim: int
+  ) -> tuple[str | tuple[str, ...], Names | None] | None:
+    """The first rule that matches any of the paths of a Variable, which may be tied."""
+    for rule in (rule for table in self.rules.paths for rule in table.rules):
+      if any(map(rule.matches, paths)):
         self.fired.add(id(rule))
-        return rule.pattern, rule.names_for(ndim, where=path_str(path))
+        return rule.pattern, rule.names_for(ndim, where=path_str(paths[0]))
     return None
 
   def _fallback_leaf(self, path: Path, leaf: Any) -> LeafPlan:
@@ -190,23 +193,29 @@ class Decisions:
     by_path = {leaf.path: leaf for leaf in model_leaves}
     rows: list[LeafPlan] = []
     spread = False
-    for path, leaf in array_leaves(optimizer).items():
+    state = array_leaves(optimizer)
+    owned = optimizer_layout.owners(state, by_path)
+    for path, leaf in state.items():
       shape = tuple(value_of(leaf).shape)
-      parameter = optimizer_layout.owner(path, by_path)
+      parameter = owned.get(path)
       if parameter is None:
         row = self._leaf("optimizer", path, leaf, None, None, Decision("whole", "not parameter state"))
       else:
         spec, padding, why = optimizer_layout.follow(by_path[parameter], shape, kept_dims.get(path))
+        own = self._own_layout(leaf, by_path[parameter])
+        if own is not None:
+          spec, padding, why = own
         if zero_axes:
           stored = [size + extra for size, extra in zip(shape, padding, strict=True)]
-          own = spec
+          before = spec
           spec, more = optimizer_layout.spread(spec, stored, zero_axes, self.sizes)
-          spread = spread or spec != own
+          spread = spread or spec != before
           why += f"; {more}"
         found = Resolution(spec, padding, ())
         steps = (f"state of parameter {path_str(parameter)}: {why}",)
         decision = Decision("parameter", why, steps)
         row = self._leaf("optimizer", path, leaf, by_path[parameter].names, found, decision)
+        row = dataclasses.replace(row, parameter=parameter)
         if shape:  # scalars are not worth a transfer
           row = dataclasses.replace(row, memory_kind=memory_kind)
       rows.append(row)
@@ -214,6 +223,20 @@ class Decisions:
       axes = ", ".join(f"{axis}={self.sizes[axis]}" for axis in zero_axes)
       self.zero_notes = [f"zero splits nothing: {axes}, and no optimizer state has a dim left for them"]
     return rows
+
+  def _own_layout(self, leaf: Any, parameter: LeafPlan) -> tuple[PartitionSpec, tuple[int, ...], str] | None:
+    """The layout of state whose parameter has `optimizer_sharding`, which flax writes on the state."""
+    shape = tuple(value_of(leaf).shape)
+    if not isinstance(leaf, nnx.OptVariable) or shape != parameter.shape:
+      return None
+    names, own_rules = declared(leaf, where=parameter.name)
+    if names is None or (parameter.decision.source == "metadata" and names == parameter.names):
+      return None
+    logical = self.rules.logical.replace(**own_rules) if own_rules else self.rules.logical
+    found = resolve_spec(
+      names, shape, self.sizes, logical, path=f"the state of {parameter.name}", uneven="next"
+    )
+    return found.spec, found.padding, f"its optimizer_sharding: {_shown(names)}"
 
   def _leaf(
     self,

@@ -16,7 +16,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -25,14 +25,15 @@ from flax import nnx
 from nnx_parallel.errors import ShardingError
 from nnx_parallel.layout import dims
 from nnx_parallel.layout.abstract import abstract_module
-from nnx_parallel.layout.mesh import AnyMesh, axis_sizes
+from nnx_parallel.layout.batch import AXES
+from nnx_parallel.layout.constrain import Scope, scoped
+from nnx_parallel.layout.mesh import AnyMesh, abstract_mesh, axis_sizes, is_explicit
 from nnx_parallel.layout.rules import Fallback, LogicalRules, PathRules, RuleSet, fsdp, replicate
 from nnx_parallel.layout.tracing import unplaced
 from nnx_parallel.layout.variables import Names, Path, array_leaves, path_str, value_of, variables
 
 _TENSOR_AXES = ("tensor", "model", "tp", "mp")
 _FSDP_AXES = ("fsdp", "data", "dp")
-_BATCH_AXES = ("replica", "data", "dp", "fsdp")
 
 
 def infer_rules(
@@ -83,6 +84,7 @@ def infer_rules(
       (('up', 'kernel'), (None, 'tensor')),
     ]), fsdp('fsdp', min_size=262144, extend=True)]
   """
+  is_explicit(mesh)  # refuses what is no mesh
   sizes = axis_sizes(mesh)
   tensor = _axis(tensor_axis, _TENSOR_AXES, sizes)
   shard = _axis(fsdp_axis, _FSDP_AXES, sizes)
@@ -91,11 +93,11 @@ def infer_rules(
       "infer_rules needs example inputs to trace the module with.",
       fix="infer_rules(init, mesh, jax.ShapeDtypeStruct((8, 128), 'int32')); arrays work too.",
     )
-  batch = tuple(axis for axis in sizes if axis in _BATCH_AXES)
+  batch = tuple(axis for axis in sizes if axis in AXES)
   found: dict[Path, Names] = {}
   if tensor is not None:
     module = init if isinstance(init, nnx.Module) else abstract_module(init, mesh)
-    found = _tensor_parallel(module, inputs, call, tensor, sizes[tensor], min_size)
+    found = _tensor_parallel(module, inputs, call, tensor, sizes, min_size)
   fallback: Fallback = replicate() if shard is None else fsdp(shard, min_size=min_size)
   logical = LogicalRules(batch=batch) if batch else LogicalRules()
   paths = (_as_rules(found),) if any(map(any, found.values())) else ()
@@ -119,11 +121,13 @@ def _tensor_parallel(
   inputs: Sequence[Any],
   call: Callable[..., Any] | None,
   axis: str,
-  shards: int,
+  sizes: Mapping[str, int],
   min_size: int,
 ) -> dict[Path, Names]:
   leaves = variables(module)
   graphdef, state = nnx.split(module)
+  # The module may lay out activations. No rules are known yet, and example inputs need not divide.
+  scope = Scope(LogicalRules(unknown="whole"), abstract_mesh(dict.fromkeys(sizes, 1)))
   paths: list[Path] = [path for path, _ in nnx.to_flat_state(state)]
 
   def run(values: list[Any], *args: Any) -> Any:
@@ -131,7 +135,8 @@ def _tensor_parallel(
       (path, _with_value(leaves[path], value)) for path, value in zip(paths, values, strict=True)
     ]
     merged = nnx.merge(graphdef, nnx.from_flat_state(flat))
-    return call(merged, *args) if call is not None else merged(*args)  # pyright: ignore[reportCallIssue]
+    with scoped(scope):
+      return call(merged, *args) if call is not None else merged(*args)  # pyright: ignore[reportCallIssue]
 
   with unplaced():
     traced = jax.make_jaxpr(run)([value_of(leaves[path]) for path in paths], *inputs)
@@ -142,7 +147,7 @@ def _tensor_parallel(
     for path, var in zip(array_leaves(module), traced.jaxpr.invars, strict=False)
     if isinstance(leaves[path], nnx.Param)
   }
-  chosen = _choose(parameters, classes, leaves, shards, min_size)
+  chosen = _choose(parameters, classes, leaves, sizes[axis], min_size)
   return {path: tuple(axis if c in chosen else None for c in own) for path, own in parameters.items()}
 
 

@@ -59,6 +59,7 @@ class LeafPlan:
     aliases: the other paths under which the module holds the same Variable (tied weights); it is counted
       once, here.
     is_parameter: whether it is an `nnx.Param` of the model, or of a subclass, whatever its name.
+    parameter: for optimizer state, the path of the Variable of the model that it belongs to, if of one.
   """
 
   root: Root
@@ -74,6 +75,7 @@ class LeafPlan:
   mesh: AnyMesh = dataclasses.field(repr=False)
   aliases: tuple[Path, ...] = ()
   is_parameter: bool = False
+  parameter: Path | None = None
 
   @functools.cached_property
   def name(self) -> str:

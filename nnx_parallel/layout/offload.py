@@ -19,7 +19,7 @@ import optax
 
 from nnx_parallel.errors import PlanError
 from nnx_parallel.layout.extra_args import accept_extra
-from nnx_parallel.layout.optimizer_layout import owner
+from nnx_parallel.layout.optimizer_layout import owners
 from nnx_parallel.layout.variables import Path, path_str, plain_path
 
 Space = jax.memory.Space
@@ -96,18 +96,19 @@ def _groups(state: Any, grads: Any, sizes: Mapping[str, int]) -> list[int]:
   """For each leaf of `state`, the number of the group that it is fetched with; 0 for what is not fetched."""
   parameters: Any = {plain_path(path): None for path, _ in jax.tree_util.tree_leaves_with_path(grads)}
   rows = [(plain_path(path), leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(state)]
-  owners = [owner(path, parameters) if _on_host(leaf) else () for path, leaf in rows]
+  owned = owners((path for path, _ in rows), parameters)
+  of_each = [owned.get(path) if _on_host(leaf) else () for path, leaf in rows]
   numbers: dict[Path | None, int] = {(): 0}
   number, held = 1, 0
   for parameter in (*parameters, None):  # state of no parameter comes last, in one group
     bytes_here = sum(
-      sizes.get(path_str(path), 0) for (path, _), of in zip(rows, owners, strict=True) if of == parameter
+      sizes.get(path_str(path), 0) for (path, _), of in zip(rows, of_each, strict=True) if of == parameter
     )
     if held and held + bytes_here > GROUP_BYTES:
       number, held = number + 1, 0
     numbers[parameter] = number
     held += bytes_here
-  return [numbers[of] for of in owners]
+  return [numbers[of] for of in of_each]
 
 
 def _run_in_groups(

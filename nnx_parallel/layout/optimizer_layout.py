@@ -5,8 +5,9 @@ By path and shape only: nothing here knows the name of an optimizer.
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from jax.sharding import PartitionSpec
@@ -19,19 +20,33 @@ if TYPE_CHECKING:
   from nnx_parallel.layout.leaf import LeafPlan
 
 
-def owner(path: Path, parameters: Mapping[Path, object]) -> Path | None:
-  """The parameter whose path ends this optimizer path: `opt_state.0.mu.up.kernel` -> `up.kernel`.
+def owners(paths: Iterable[Path], parameters: Collection[Path]) -> dict[Path, Path]:
+  """The parameter whose path ends an optimizer path: `opt_state.0.mu.up.kernel` belongs to `up.kernel`.
+
+  A model may have a part called `mu` too, so that two paths end it: `mu.kernel` and `kernel`. An optimizer
+  keeps the state of all its parameters under one prefix, so the prefix with the most parameters decides.
 
   Args:
-    path: path inside the optimizer.
-    parameters: anything by the path of the parameter.
+    paths: all paths inside the optimizer.
+    parameters: the paths of the model.
 
   Returns:
-    The longest such path, or None: a step counter, for example.
+    Optimizer path -> parameter path; a step counter, for example, has none.
   """
   # A parameter's state may be a list: `opt_state.0.mu.up.kernel.1` belongs to `up.kernel` too.
-  candidates = (part for whole in (path, path[:-1]) for part in (whole[i:] for i in range(len(whole))))
-  return next((part for part in candidates if part in parameters), None)
+  found = {
+    path: [
+      (path[:i], part[i:]) for part in (path, path[:-1]) for i in range(len(part)) if part[i:] in parameters
+    ]
+    for path in paths
+  }
+  under: dict[Path, set[Path]] = {}
+  for prefix, parameter in itertools.chain.from_iterable(found.values()):
+    under.setdefault(prefix, set()).add(parameter)
+  # Among equals the first, which is the longest path of a parameter.
+  return {
+    path: max(options, key=lambda one: len(under[one[0]]))[1] for path, options in found.items() if options
+  }
 
 
 def follow(
@@ -46,7 +61,7 @@ def follow(
   Args:
     parameter: the parameter's row.
     shape: global shape of the optimizer's array, in elements.
-    dims: which of the parameter's dims it has, where that is known: of a square matrix, sizes do not say.
+    dims: which of the parameter's dims it has, where that is known: sizes of a square matrix are ambiguous.
 
   Returns:
     `(spec, padding, why)`.
@@ -94,7 +109,7 @@ def zero_axes(
     Axes, major to minor; () for stage 0.
 
   Raises:
-    PlanError: another stage, or an axis that is not in the mesh.
+    PlanError: another stage, no axis, or one that is not in the mesh.
 
   Source: ZeRO, arXiv:1910.02054. Axes that do not cross slices give the hybrid form.
   """
@@ -110,6 +125,13 @@ def zero_axes(
   if zero == 0:
     return ()
   chosen = tuple(batch) if axes is None else (axes,) if isinstance(axes, str) else tuple(axes)
+  if not chosen:
+    raise PlanError(
+      f"zero={zero} splits nothing: "
+      + ("no mesh axis splits the batch." if axes is None else "zero_axes names no axis."),
+      details=f"mesh {dict(mesh)}",
+      fix=f"zero_axes={next(iter(mesh))!r}, or split the batch: LogicalRules(batch={next(iter(mesh))!r}).",
+    )
   if len(set(chosen)) != len(chosen):
     raise PlanError(
       f"zero_axes={chosen!r} names an axis twice.", fix=f"zero_axes={tuple(dict.fromkeys(chosen))!r}"

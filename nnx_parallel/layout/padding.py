@@ -40,7 +40,7 @@ _STORED_ATTRIBUTES = frozenset(
 
 def is_padded(variable: Any) -> bool:
   """Whether a Variable stores more than it shows."""
-  return PADDED in getattr(variable, "_var_metadata", ())
+  return isinstance(variable, nnx.Variable) and variable.has_metadata(PADDED)
 
 
 def logical_kind(variable: nnx.Variable[Any]) -> type[nnx.Variable[Any]]:
@@ -91,7 +91,7 @@ def _padded_type(kind: type[nnx.Variable[Any]]) -> type[nnx.Variable[Any]]:
   def get_attribute(self: Any, name: str) -> Any:
     if name == "_read":  # nobody has read it yet
       return None
-    if name in _STORED_ATTRIBUTES or name in object.__getattribute__(self, "_var_metadata"):
+    if name in _STORED_ATTRIBUTES or self.has_metadata(name):
       return kind.__getattr__(self, name)
     return getattr(_logical_variable(self), name)
 

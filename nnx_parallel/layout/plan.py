@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import itertools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -17,24 +18,24 @@ from typing import TYPE_CHECKING, Any
 import jax
 import optax
 from flax import nnx
-from jax.sharding import PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
-from nnx_parallel.errors import PlanError, ShardingError
+from nnx_parallel.errors import PlanError
 from nnx_parallel.layout import offload, optimizer_layout
 from nnx_parallel.layout.abstract import abstract_module, kept_dims, trace_module, trace_optimizer
 from nnx_parallel.layout.attention import check_attention
-from nnx_parallel.layout.constrain import use_rules
+from nnx_parallel.layout.batch import batch_axes, input_spec, no_batch_axes, with_batch
+from nnx_parallel.layout.constrain import Scope, scoped
 from nnx_parallel.layout.decide import Decisions, nearest
 from nnx_parallel.layout.grouped import check_grouped
 from nnx_parallel.layout.leaf import LeafPlan, Root
 from nnx_parallel.layout.lookup import check_tables
 from nnx_parallel.layout.mesh import AnyMesh, axis_sizes, is_explicit
 from nnx_parallel.layout.padding import logical_transformation
-from nnx_parallel.layout.resolve import resolve_spec
 from nnx_parallel.layout.rules import UNEVEN, RuleSet, Uneven
 from nnx_parallel.layout.sharded_optimizer import Placement
-from nnx_parallel.layout.tracing import Trace, side_effects
-from nnx_parallel.layout.variables import Path, array_leaves, entry_of, path_str, value_of
+from nnx_parallel.layout.tracing import Trace, placements, side_effects
+from nnx_parallel.layout.variables import Path, array_leaves, axes_of, few, kind_of, path_str, value_of
 
 if TYPE_CHECKING:
   from nnx_parallel.layout.audit import Audit, Trainable
@@ -74,9 +75,11 @@ class ShardingPlan:
     """The leaf with this dotted path (`optimizer/...` for optimizer state)."""
     found = self._by_name.get(name)
     if found is None:
+      inside = [full for full in self._by_name if full.startswith(f"{name}.")]
+      near = few(inside) if inside else ", ".join(nearest(name, self._by_name)) or "nothing like it"
       raise PlanError(
         f"the plan has no leaf {name!r}.",
-        details=f"nearest: {', '.join(nearest(name, self._by_name)) or 'nothing like it'}",
+        details=f"{'in it' if inside else 'nearest'}: {near}",
         fix="list them with [leaf.name for leaf in plan.leaves].",
       )
     return found
@@ -132,7 +135,7 @@ class ShardingPlan:
       Elements in all, over all devices.
 
     Raises:
-      PlanError: as `trainable`.
+      PlanError: as `trainable`, with another filter than `nnx.Param`.
 
     Example:
       >>> import nnx_parallel as nxp
@@ -140,7 +143,11 @@ class ShardingPlan:
       >>> nxp.plan(lambda: nnx.Linear(8, 64, rngs=nnx.Rngs(0)), nxp.make_mesh(fsdp=8)).num_parameters()
       576
     """
-    return sum(math.prod(leaf.shape) for leaf in self.trainable(wrt).trained)
+    # The table says which are parameters, also where there is no module to ask.
+    rows = (
+      [row for row in self.leaves if row.is_parameter] if wrt is nnx.Param else self.trainable(wrt).trained
+    )
+    return sum(math.prod(leaf.shape) for leaf in rows)
 
   def explain(self, name: str) -> str:
     """How one leaf came to its layout.
@@ -384,13 +391,36 @@ class ShardingPlan:
     """What live optimizers keep in a step of the user's own."""
     roots: tuple[Root, ...] = ("model", "optimizer")
     model, optimizer = ({path: leaf.sharding for path, leaf in self.of(root).items()} for root in roots)
-    return Placement(model, optimizer, self.zero)
+    return Placement(model, optimizer, self.zero, self._scattered)
+
+  @property
+  def _scattered(self) -> dict[Path, NamedSharding]:
+    """The shardings of gradients in the layout of their optimizer state, where that is split more."""
+    parameters, found = self.of("model"), dict[Path, NamedSharding]()
+    for leaf in self.leaves:
+      own = parameters[leaf.parameter] if leaf.parameter is not None else leaf
+      if leaf.shape == own.shape and math.prod(leaf.shards) > math.prod(own.shards):
+        # The state may lie in the host's memory; gradients do not.
+        found.setdefault(own.path, NamedSharding(self.mesh, leaf.spec))  # pyright: ignore[reportArgumentType]
+    return found
+
+  @functools.cached_property
+  def batch_axes(self) -> tuple[str, ...]:
+    """The mesh axes that split dim 0 of the inputs, major to minor; `()` for a replicated batch.
+
+    Those of `InputRules`; else those of the `batch` rule; else the axes called `replica`, `data`, `dp` and
+    `fsdp`, and the fallback's, as far as the mesh has them.
+
+    Raises:
+      ShardingError: no `batch` rule and no such axis.
+    """
+    axes = batch_axes(self.rules, axis_sizes(self.mesh))
+    if axes is None:
+      raise no_batch_axes(self.rules, axis_sizes(self.mesh))
+    return axes
 
   def batch_spec(self, ndim: int) -> PartitionSpec:
-    """The spec of an input: that of `InputRules`; else the `batch` rule on dim 0, the other dims whole.
-
-    Without a `batch` rule, the batch is split over the axes called `data`, `replica` and `fsdp`, and the
-    fallback's, as far as the mesh has them.
+    """The spec of an input: that of `InputRules`; else `batch_axes` on dim 0, the other dims whole.
 
     Args:
       ndim: rank of the input; a scalar is replicated.
@@ -401,18 +431,12 @@ class ShardingPlan:
     Raises:
       ShardingError: no `batch` rule and no such axis.
     """
-    if ndim == 0:
-      return PartitionSpec()
-    if self.rules.inputs is not None:
-      sizes = axis_sizes(self.mesh)
-      names = self.rules.inputs.names_for(ndim, tuple(sizes))
-      # Sizes that everything divides: whether a given batch does is checked where it is placed.
-      shape = (self.mesh.size,) * ndim
-      return resolve_spec(names, shape, sizes, self.rules.logical, path=f"inputs of {ndim} dims").spec
-    return PartitionSpec(entry_of(self._batch_axes), *([None] * (ndim - 1)))
+    return input_spec(self.rules, ndim, axis_sizes(self.mesh))
 
   def scope(self) -> contextlib.AbstractContextManager[None]:
-    """Puts this plan's rules and mesh in scope for `constrain`; a missing `batch` rule is `batch_spec`'s.
+    """Puts this plan's rules and mesh in scope; a missing `batch` rule is `batch_axes`.
+
+    The steps of `train_step` and `eval_step` do so by themselves. This is for a step of your own.
 
     Returns:
       A context manager; see `use_rules`.
@@ -425,38 +449,29 @@ class ShardingPlan:
       ...   nxp.constrain(jnp.ones((8, 4)), "batch", None).sharding.spec
       P('data', None)
     """
-    logical = self.rules.logical
-    if "batch" not in logical:
-      with contextlib.suppress(ShardingError):
-        logical = logical.replace(batch=self._batch_axes)
-    return use_rules(logical, self.mesh)
+    return scoped(self.activation_rules)
 
   @functools.cached_property
-  def _batch_axes(self) -> tuple[str, ...]:
-    return _batch_axes(self.rules, axis_sizes(self.mesh))
+  def activation_rules(self) -> Scope:
+    """What `scope` puts in scope; the Variables of a model that is made from this plan carry it."""
+    return Scope(with_batch(self.rules, axis_sizes(self.mesh)), self.mesh)
 
 
-def _batch_axes(rules: RuleSet, sizes: Mapping[str, int]) -> tuple[str, ...]:
-  """The mesh axes that split the batch; see `ShardingPlan.batch_spec`."""
-  if "batch" in rules.logical:
-    options = rules.logical["batch"]
-    fitting = [option for option in options if all(axis in sizes for axis in option)]
-    if fitting:
-      return fitting[0]
-    raise ShardingError(
-      "the rule for 'batch' names no axis of this mesh.",
-      details=f"rule {options}, mesh {sizes}",
-      fix=f'LogicalRules(batch="{next(iter(sizes))}", ...)',
+def check_plan(plan: object, call: str) -> None:
+  """Refuses another object where a plan is meant.
+
+  Args:
+    plan: what was given.
+    call: the call that works, for example `reshard(model, plan)`.
+
+  Raises:
+    PlanError: it is no plan.
+  """
+  if not isinstance(plan, ShardingPlan):
+    raise PlanError(
+      f"{call.partition('(')[0]} needs a plan, and got a value of type {type(plan).__name__}.",
+      fix=f"{call}, with plan = nxp.plan(init, mesh, rules).",
     )
-  known = {"data", "replica", "fsdp", *(rules.fallback.axes if rules.fallback else ())}
-  axes = tuple(axis for axis in sizes if axis in known)
-  if not axes:
-    raise ShardingError(
-      "no rule says which mesh axes split the batch.",
-      details=f"mesh {sizes}, rules {rules}",
-      fix=f'add LogicalRules(batch="{next(iter(sizes))}"), or batch=None to replicate the batch.',
-    )
-  return axes
 
 
 def plan(
@@ -529,12 +544,12 @@ def plan_traced(
   zero_axes: Sequence[str] | str | None,
   optimizer_memory: str | None,
 ) -> tuple[ShardingPlan, dict[Root, Trace]]:
-  """Plans, and returns the traces behind the plan too, for who creates from it at once.
+  """Like `plan`; also returns the traces, for a caller that creates the model right away.
 
   A plan does not keep them: what `init` reads (a seed, a table) may change before a later creation.
 
   Args:
-    init: as all others, as for `plan`.
+    init: this and all others as for `plan`.
     mesh: the mesh.
     rules: the rules.
     optimizer: the optimizer, or None.
@@ -571,14 +586,15 @@ def plan_traced(
   decisions = Decisions(mesh, ruleset, uneven)
   found = check_attention(model, decisions.sizes)
   leaves = decisions.model_leaves(model)
-  with contextlib.suppress(ShardingError):  # a plan may do without axes for the batch: nothing to check then
-    batch = _batch_axes(ruleset, decisions.sizes)
+  batch = batch_axes(ruleset, decisions.sizes)
+  if batch is not None:  # a plan may do without axes for the batch: nothing to check then
     found += check_grouped(model, batch, decisions.sizes)
     found += check_tables(decisions.table_leaves, batch, decisions.sizes)
   abstract_optimizer = None
   if optimizer is not None:
-    batch = _batch_axes(ruleset, decisions.sizes) if zero and zero_axes is None else ()
-    axes = optimizer_layout.zero_axes(zero, zero_axes, batch, decisions.sizes)
+    if zero and zero_axes is None and batch is None:
+      raise no_batch_axes(ruleset, decisions.sizes)
+    axes = optimizer_layout.zero_axes(zero, zero_axes, batch or (), decisions.sizes)
     traces["optimizer"] = trace_optimizer(model, optimizer, wrt)
     abstract_optimizer = traces["optimizer"].node
     leaves += decisions.optimizer_leaves(
@@ -588,6 +604,7 @@ def plan_traced(
       memory_kind=None if optimizer_memory == "device" else optimizer_memory,
       kept_dims=kept_dims(model, optimizer, wrt, abstract_optimizer),
     )
+  found += _overridden(placements(traces["model"]), leaves)
   if whole := side_effects(traces.values()):
     found.append(f"created as one program, which takes longer to compile: {whole}")
   made = ShardingPlan(
@@ -605,6 +622,18 @@ def plan_traced(
   return made, traces
 
 
+def _overridden(placed: Mapping[Path, PartitionSpec], leaves: Iterable[LeafPlan]) -> list[str]:
+  """The note on arrays that `init` itself places in another way than the plan."""
+  other: list[str] = []
+  for leaf in leaves:
+    asked = placed.get(leaf.path, leaf.spec) if leaf.root == "model" else leaf.spec
+    entries = itertools.zip_longest(asked, leaf.spec)
+    if any(a is not PartitionSpec.UNCONSTRAINED and axes_of(a) != axes_of(b) for a, b in entries):
+      other.append(f"{leaf.name} {asked}, planned {leaf.spec}")
+  advice = "the plan follows annotations (out_sharding=...) and rules"
+  return [f"init itself places {few(other)}: {advice}"] if other else []
+
+
 def _no_constructor() -> nnx.Module:
   raise PlanError(
     "this plan was read from JSON without its constructor, so it cannot build a module.",
@@ -613,16 +642,23 @@ def _no_constructor() -> nnx.Module:
 
 
 def _check_stored(leaves: Iterable[LeafPlan], model: nnx.Module, optimizer: Any) -> None:
-  planned = {leaf.name: (leaf.shape, str(leaf.dtype)) for leaf in leaves}
+  planned = {leaf.name: (leaf.kind, leaf.shape, str(leaf.dtype), leaf.is_parameter) for leaf in leaves}
   found: dict[str, Any] = {}
   for prefix, node in (("", model), ("optimizer/", optimizer)):
     for path, leaf in array_leaves(node).items() if node is not None else ():
-      value = value_of(leaf)
-      found[prefix + path_str(path)] = (tuple(value.shape), str(value.dtype))
+      value, is_parameter = value_of(leaf), not prefix and isinstance(leaf, nnx.Param)
+      found[prefix + path_str(path)] = (kind_of(leaf), tuple(value.shape), str(value.dtype), is_parameter)
   for name in dict.fromkeys([*planned, *found]):
     if planned.get(name) != found.get(name):
       raise PlanError(
         f"the stored plan is for another module: {name}.",
-        details=f"stored {planned.get(name, 'nothing')}, built {found.get(name, 'nothing')}",
+        details=f"stored {_said(planned.get(name))}, built {_said(found.get(name))}",
         fix="pass the init (and optimizer) that the plan was made for, or plan again.",
       )
+
+
+def _said(row: tuple[str, tuple[int, ...], str, bool] | None) -> str:
+  if row is None:
+    return "nothing"
+  kind, shape, dtype, is_parameter = row
+  return f"{kind} {dtype}{list(shape)}" + (", a parameter" if is_parameter else "")

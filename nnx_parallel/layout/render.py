@@ -16,7 +16,6 @@ from jax.sharding import PartitionSpec
 
 from nnx_parallel.layout.leaf import LeafPlan
 from nnx_parallel.layout.mesh import describe_mesh
-from nnx_parallel.layout.optimizer_layout import owner
 from nnx_parallel.layout.variables import path_str
 
 if TYPE_CHECKING:
@@ -121,8 +120,7 @@ def explain(plan: ShardingPlan, leaf: LeafPlan) -> str:
   held = f"each device holds {local}, {leaf.bytes_per_device} bytes of {leaf.bytes}"
   copies = f" ({leaf.copies} copies on {plan.mesh.size} devices)" if leaf.copies > 1 else ""
   lines.append(held + copies)
-  parameters = plan.of("model")
-  followers = [o for o in plan.leaves if o.root == "optimizer" and owner(o.path, parameters) == leaf.path]
+  followers = [other for other in plan.leaves if other.parameter == leaf.path]
   if followers and leaf.root == "model":
     size = format_bytes(sum(other.bytes_per_device for other in followers))
     lines.append(f"{len(followers)} optimizer arrays follow it: {size} per device")
@@ -224,7 +222,7 @@ def _optimizer_groups(plan: ShardingPlan) -> list[tuple[str, list[LeafPlan]]]:
   for leaf in plan.leaves:
     if leaf.root != "optimizer":
       continue
-    path = owner(leaf.path, parameters)
+    path = leaf.parameter
     if path is None or _layout(leaf) != _layout(parameters[path]):
       rest.append(leaf)
       continue

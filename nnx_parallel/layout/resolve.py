@@ -24,6 +24,7 @@ from nnx_parallel.layout.rules import (
   Uneven,
   show_candidate,
   show_candidates,
+  show_rule,
 )
 from nnx_parallel.layout.variables import Entry, Names, axes_of, entry_of
 
@@ -149,7 +150,7 @@ class _Resolver:
       f"cannot shard {self.path}: dim {dim} is named {name!r}, which is neither a rule nor a mesh axis.",
       details=f"rules {', '.join(self.rules) or 'none'}; mesh {self.mesh}",
       fix=(f"did you mean {near[0]!r}? " if near else "")
-      + f'Add a rule, LogicalRules({name}="{axis}"), or {name}=None to keep it whole.',
+      + f"Add a rule, LogicalRules({show_rule(name, axis)}), or {show_rule(name, None)} to keep it whole.",
     )
 
   def _take(
@@ -213,7 +214,7 @@ class _Resolver:
       f"cannot shard {self.path}: dim {dim} ({name!r}) has length {size}, which {shards} shards cannot split"
       " evenly.",
       details=f"shape {self.shape}, names {self.names}, rule {name!r} -> {option}, mesh {self.mesh}",
-      fix=f'pad it (uneven="pad", to {padded}), or replicate it with rules.replace({name}=None).',
+      fix=f'pad it (uneven="pad", to {padded}), or replicate it with rules.replace({show_rule(name, None)}).',
     )
 
   def _raise_no_candidate(
@@ -225,11 +226,11 @@ class _Resolver:
   ) -> NoReturn:
     reasons = "; ".join(f"{option}: {why}" for option, why in refused)
     shown = show_candidates(options)
-    offer = ", ".join(map(show_candidate, options))
+    offer = show_rule(name, [*map(entry_of, options), None])
     if all(any(axis not in self.mesh for axis in option) for option in options):
-      fix = f"add the axis to the mesh (size 1 is fine), or let the dim stay whole: {name}=[{offer}, None]."
+      fix = f"add the axis to the mesh (size 1 is fine), or let the dim stay whole: {offer}."
     else:
-      fix = f"give {name!r} another candidate or let it stay whole: {name}=[{offer}, None]."
+      fix = f"give {name!r} another candidate or let it stay whole: {offer}."
     raise ShardingError(
       f"cannot shard {self.path}: no candidate for dim {dim} ({name!r}) fits: {reasons}.",
       details=f"shape {self.shape}, names {self.names}, rule {name!r} -> {shown}, mesh {self.mesh}",

@@ -21,7 +21,7 @@ from jax.sharding import PartitionSpec
 
 from nnx_parallel.errors import ShardingError
 from nnx_parallel.layout.inputs import InputRules
-from nnx_parallel.layout.variables import Names, Path, path_str
+from nnx_parallel.layout.variables import Names, Path, entry_of, path_str
 
 Candidate = tuple[str, ...]
 """Mesh axes that cut one dim together, major to minor; `()` keeps the dim whole."""
@@ -133,16 +133,31 @@ class LogicalRules(Mapping[str, tuple[Candidate, ...]]):
       parts.append(f"uneven={self.uneven}")
     return f"LogicalRules({', '.join(parts)})"
 
-  def replace(self, **rules: Any) -> LogicalRules:
+  def replace(
+    self,
+    names: Mapping[str, Any] | None = None,
+    /,
+    *,
+    unknown: Literal["error", "whole"] | None = None,
+    uneven: Mapping[str, Uneven] | None = None,
+    **rules: Any,
+  ) -> LogicalRules:
     """A copy with some rules replaced or added.
 
     Args:
+      names: logical name -> candidates, for names that are not Python keywords; merged with `rules`.
+      unknown: the policy for names without a rule; None keeps it.
+      uneven: policies by name, replaced or added.
       **rules: logical name -> candidates, as in the constructor.
 
     Returns:
       New rules; `self` is unchanged.
     """
-    return LogicalRules({**self._table, **rules}, unknown=self.unknown, uneven=self.uneven)
+    return LogicalRules(
+      {**self._table, **(names or {}), **rules},
+      unknown=unknown or self.unknown,
+      uneven={**self.uneven, **(uneven or {})},
+    )
 
   def __eq__(self, other: object) -> bool:
     if not isinstance(other, LogicalRules):
@@ -175,12 +190,12 @@ class LogicalRules(Mapping[str, tuple[Candidate, ...]]):
       absent = [axis for option in options for axis in option if axis not in mesh]
       if all(any(axis not in mesh for axis in option) for option in options):
         near = difflib.get_close_matches(absent[0], list(mesh), 1)
-        shown = ", ".join(map(show_candidate, (*options, ())))
+        shown = show_rule(name, [*map(entry_of, options), None])
         raise ShardingError(
           f"the rule for {name!r} can never apply: axis {absent[0]!r} is not in the mesh.",
-          details=f"rule {name}={show_candidates(options)}, mesh {dict(mesh)}",
+          details=f"rule {name!r} -> {show_candidates(options)}, mesh {dict(mesh)}",
           fix=(f"did you mean {near[0]!r}? Otherwise let" if near else "let")
-          + f" the dim stay whole on such a mesh: {name}=[{shown}].",
+          + f" the dim stay whole on such a mesh: {shown}.",
         )
       for axis in dict.fromkeys(absent):
         near = difflib.get_close_matches(axis, list(mesh), 1, cutoff=0.75)
@@ -189,13 +204,28 @@ class LogicalRules(Mapping[str, tuple[Candidate, ...]]):
     return notes
 
 
+def _mended(window: str | tuple[str, ...]) -> str | tuple[str, ...]:
+  """A pattern as it was probably meant: as in a shell, where `*` stands for anything; else literally."""
+
+  def part(pattern: str) -> str:
+    try:
+      re.compile(pattern)
+    except re.error:
+      return ".*".join(map(re.escape, pattern.split("*")))
+    return pattern
+
+  return part(window) if isinstance(window, str) else tuple(map(part, window))
+
+
 class PathRules:
   r"""Names for parameters that nobody annotated, by pattern on their path. The first match wins.
 
   A pattern is a regular expression that must match the *whole* dotted path (`r".*attn\.(q|k|v)\.kernel"`),
   or a *window*: a tuple of regular expressions, each matching the whole of one of as many consecutive path
   parts (`("SelfAttention", "(q|k|v)", "kernel")`). A value is a tuple with one name (logical, or a mesh
-  axis) per dim, where one `...` stands for any number of whole dims; a `PartitionSpec`; or None: whole.
+  axis) per dim, where one `...` stands for any number of whole dims; or a `PartitionSpec`. None and
+  `PartitionSpec()` keep the parameter whole, whatever the fallback is. With `(None, None)` its dims have no
+  names, and `fsdp(extend=True)` may still split one.
 
   Args:
     rules: `(pattern, names)` pairs in order.
@@ -283,9 +313,9 @@ class PathRule:
     except re.error as error:
       raise ShardingError(
         f"path rule {window!r} is not a regular expression: {error}.",
-        fix="escape it with re.escape.",
+        fix=f"PathRules([({_mended(window)!r}, {names!r})])",
       ) from error
-    if names is None:
+    if names is None or (isinstance(names, PartitionSpec) and not len(names)):
       return cls(window, None)
     if isinstance(names, PartitionSpec):
       names = (*names, ...)  # as in jax, the dims that a spec leaves out are whole
@@ -501,11 +531,15 @@ class RuleSet:
         )
     return cls(logical if logical is not None else LogicalRules(), tuple(paths), fallback, inputs)
 
-  def replace(self, **rules: Any) -> RuleSet:
+  def replace(
+    self, names: Mapping[str, Any] | None = None, /, *, fallback: Fallback | None = None, **rules: Any
+  ) -> RuleSet:
     """A copy with some logical rules replaced or added: how a preset is edited.
 
     Args:
-      **rules: logical name -> candidates, as in `LogicalRules`.
+      names: as for `LogicalRules.replace`.
+      fallback: `fsdp()`, `replicate()` or `error()` instead of its own; None keeps it.
+      **rules: logical name -> candidates, and the options of `LogicalRules.replace`.
 
     Returns:
       New rules; `self` is unchanged.
@@ -515,7 +549,8 @@ class RuleSet:
       >>> nxp.presets.data_parallel().replace(batch=("data", "fsdp"))
       [LogicalRules(batch=('data', 'fsdp'), unknown='whole'), replicate()]
     """
-    return dataclasses.replace(self, logical=self.logical.replace(**rules))
+    logical = self.logical.replace(names, **rules)
+    return dataclasses.replace(self, logical=logical, fallback=fallback or self.fallback)
 
   def with_uneven(self, policy: Uneven) -> RuleSet:
     """The same rules, with a policy for the names that have none of their own.
@@ -562,7 +597,7 @@ def _merge(first: LogicalRules, second: LogicalRules) -> LogicalRules:
     raise ShardingError(
       f"logical name {name!r} has two rules.",
       details=f"{show_candidates(first[name])} and {show_candidates(second[name])}",
-      fix=f"keep one, or change it with rules.replace({name}=...).",
+      fix=f"keep one, or change it with rules.replace({show_rule(name, ...)}).",
     )
   unknown = "whole" if "whole" in (first.unknown, second.unknown) else "error"
   return LogicalRules({**first, **second}, unknown=unknown, uneven={**first.uneven, **second.uneven})
@@ -583,7 +618,7 @@ def _candidates(name: str, value: Any) -> tuple[Candidate, ...]:
   # A list holds candidates; everything else is one. A tuple of tuples is how `Mapping` access returns
   # candidates, so that rules can be built from rules.
   is_many = isinstance(value, list) or (
-    isinstance(value, tuple) and any(not isinstance(item, str) for item in value)  # pyright: ignore[reportUnknownVariableType]
+    isinstance(value, tuple) and value and all(isinstance(item, tuple) for item in value)  # pyright: ignore[reportUnknownVariableType]
   )
   options = tuple(_candidate(item) for item in (value if is_many else [value])) or ((),)  # pyright: ignore[reportUnknownVariableType]
   for position, option in enumerate(options):
@@ -591,7 +626,8 @@ def _candidates(name: str, value: Any) -> tuple[Candidate, ...]:
     if bad or len(set(option)) != len(option):
       raise ShardingError(
         f"rule for {name!r}: {option!r} is not a tuple of distinct mesh axes.",
-        fix=f'{name}="fsdp", {name}=("data", "fsdp"), or {name}=["tensor", None] for candidates.',
+        fix=f"{show_rule(name, 'fsdp')}, {show_rule(name, ('data', 'fsdp'))}, or a list of candidates:"
+        f" {show_rule(name, ['tensor', None])}.",
       )
     # Whatever stops the axes of an earlier candidate (absent, used, uneven) also stops more of them.
     shadow = next((earlier for earlier in options[:position] if set(earlier) <= set(option)), None)
@@ -617,6 +653,12 @@ def show_names(names: Sequence[Any] | None) -> str:
     return "None"
   shown = ["..." if entry == WHOLE_DIMS else repr(entry) for entry in names]
   return f"({shown[0]},)" if len(shown) == 1 else f"({', '.join(shown)})"
+
+
+def show_rule(name: str, value: Any) -> str:
+  """One logical rule as it would be typed, whatever its name: `mlp=None`, `{'col-alias': None}`."""
+  shown = "..." if value is ... else repr(value)
+  return f"{name}={shown}" if _is_keyword_argument(name) else f"{{{name!r}: {shown}}}"
 
 
 def show_candidate(option: Candidate) -> str:

@@ -122,6 +122,8 @@ def _leaf_to_json(leaf: LeafPlan) -> dict[str, Any]:
     row["chosen"] = False
   if leaf.aliases:
     row["aliases"] = [[_part_to_json(part, leaf.name) for part in path] for path in leaf.aliases]
+  if leaf.parameter is not None:
+    row["parameter"] = [_part_to_json(part, leaf.name) for part in leaf.parameter]
   if leaf.is_parameter != _sounds_like_parameter(row):
     row["is_parameter"] = leaf.is_parameter
   return row
@@ -149,6 +151,7 @@ def _leaf_from_json(row: Mapping[str, Any], mesh: AnyMesh) -> LeafPlan:
     mesh,
     tuple(_path(path) for path in row.get("aliases", ())),
     row.get("is_parameter", _sounds_like_parameter(row)),
+    _path(row["parameter"]) if "parameter" in row else None,
   )
 
 

@@ -27,12 +27,18 @@ class Placement:
     model: path -> sharding of the storage shape.
     optimizer: the same for the optimizer's arrays.
     zero: the plan's ZeRO stage.
+    gradients: path -> sharding of a scattered gradient, for parameters whose state is split more than they
+      are.
   """
 
   def __init__(
-    self, model: Mapping[Path, NamedSharding], optimizer: Mapping[Path, NamedSharding], zero: int = 0
+    self,
+    model: Mapping[Path, NamedSharding],
+    optimizer: Mapping[Path, NamedSharding],
+    zero: int,
+    gradients: Mapping[Path, NamedSharding],
   ):
-    self.model, self.optimizer, self.zero = model, optimizer, zero
+    self.model, self.optimizer, self.zero, self.gradients = model, optimizer, zero, gradients
 
   def keep(self, model: Any, optimizer: Any) -> None:
     """Puts, or under a trace constrains, every Variable to its sharding; not in `shard_map` and `vmap`."""
@@ -96,7 +102,7 @@ class ShardedOptimizer(nnx.Optimizer[M]):
 
 
 def plain_update(optimizer: Any, model: Any, grads: Any, extra: Mapping[str, Any]) -> Any:
-  """Updates in place, without a constraint on the result; also where state lies unlike its parameter.
+  """Updates in place without constraining the result; state may be sharded unlike its parameter.
 
   Args:
     optimizer: an `nnx.Optimizer`.

@@ -23,12 +23,15 @@ Names = tuple[Entry, ...]
 DECLARED = "declared_sharding"
 """Metadata key under which creation keeps what the user wrote, and what it wrote in its place for flax:
 `(names, sharding_rules, (out_sharding, sharding_rules))`."""
+SCOPE = "sharding_scope"
+"""Metadata key under which creation keeps the plan's rules for activations; see `constrain.Scope`."""
 _NO_NODES = frozenset((str, int, float, bool, type(None), type, FunctionType, np.ndarray))
 _NAME_KEYS = ("out_sharding", "sharding", "sharding_names")
 _FLAX_KEYS = frozenset(
   (
     *_NAME_KEYS,
     DECLARED,
+    SCOPE,
     PADDED,
     "sharding_rules",
     "mesh",
@@ -207,12 +210,20 @@ def declared(leaf: Any, *, where: str) -> tuple[Names | None, dict[str, Any]]:
   names, rules, written = metadata.get(DECLARED, (None, (), None))
   if written == (metadata.get("out_sharding"), metadata.get("sharding_rules")):  # unchanged since creation
     return names, dict(rules)
-  key = next((k for k in _NAME_KEYS if metadata.get(k) is not None), None)
-  if key is None:
+  written = annotation(leaf)
+  if written is None:
     return None, {}
-  names = _to_names(metadata[key], ndim, where=where, key=key)
+  key, value = written
+  names = _to_names(value, ndim, where=where, key=key)
   rules = _own_rules(metadata.get("sharding_rules") or (), where=where)
   return names, rules
+
+
+def annotation(variable: nnx.Variable[Any]) -> tuple[str, Any] | None:
+  """The metadata key of a Variable's annotation, and the names or spec as written; None without one."""
+  metadata = cast(Mapping[str, Any], variable.get_metadata())
+  found = next(((key, metadata[key]) for key in _NAME_KEYS if metadata.get(key) is not None), None)
+  return found if found is None or not isinstance(found[1], NamedSharding) else (found[0], found[1].spec)
 
 
 def _check_keys(metadata: Mapping[str, Any], where: str) -> None:

@@ -21,7 +21,7 @@ from nnx_parallel.checkpoint.checkpointer import Checkpointer
 from nnx_parallel.errors import CheckpointError, NnxParallelWarning, TrainError
 from nnx_parallel.hosts.data import batches as placed
 from nnx_parallel.hosts.stop import StopSignals
-from nnx_parallel.layout.constrain import default_rules
+from nnx_parallel.layout.constrain import default_scope
 from nnx_parallel.layout.plan import ShardingPlan
 from nnx_parallel.recipes.recorder import EarlyStop, Position, Recorder, Tracker
 from nnx_parallel.report.chips import chip_of
@@ -110,6 +110,7 @@ def fit(
   eval_every: int | None = None,
   checkpointer: Checkpointer | None = None,
   save_every: int | None = None,
+  save_every_minutes: float | None = None,
   extra: Callable[[], Mapping[str, Any]] | None = None,
   resume: int | Literal["latest", "best"] | None = None,
   start: Position | None = None,
@@ -147,6 +148,7 @@ def fit(
     eval_every: evaluate each so many steps; by default at the end only.
     checkpointer: where to save; `max_to_keep` and `best` (say, `"eval_loss"`) are its own options.
     save_every: save each so many steps; by default at the end only.
+    save_every_minutes: save after so many minutes too; for jobs of one process, since clocks differ.
     extra: returns more to save: trees of arrays, or JSON values, by name; `"data"` is taken, by the cursor.
     resume: restore `"latest"`, `"best"` or a number into the live model first; `"latest"` starts anew when
       there is no checkpoint. On the same mesh the run goes on bit for bit. A checkpoint that `fit` did not
@@ -188,12 +190,13 @@ def fit(
     >>> result.step, result.stopped, result.history[-1]["loss"] < result.history[0]["loss"]
     (3, 'data', True)
   """
+  _check_minutes(save_every_minutes)
   _check_intervals(evaluate, eval_every=eval_every, save_every=save_every, log_every=log_every)
   goodput = Goodput()
   if checkpointer is not None and resume is not None and (resume != "latest" or checkpointer.steps()):
     with goodput.spend("restore"):
       _, start = resume_from(checkpointer, (model, optimizer), resume)
-  _check(checkpointer, save_every, resume, start, batches)
+  _check(checkpointer, save_every or save_every_minutes, resume, start, batches)
   at = start or Position()
   shown = progress
   if isinstance(shown, bool):
@@ -202,6 +205,7 @@ def fit(
   peak = _peak() if peak_flops is None else peak_flops
   recorder = Recorder(at, shown, trackers, early_stop, nonfinite == "error", evaluate is not None)
   saved, evaluated, stopped, metrics = -1, -1, "steps", None
+  saved_at = time.monotonic()
   first, compiles = at.step + 1, _compiles(step)
 
   def state() -> dict[str, Any]:
@@ -218,18 +222,21 @@ def fit(
       evaluated = at.step
 
   def save() -> None:
-    nonlocal saved
+    nonlocal saved, saved_at
     if checkpointer is not None and saved != at.step >= first:
       with goodput.spend("checkpoint"):
         checkpointer.save(**state())
-      saved = at.step
+      saved, saved_at = at.step, time.monotonic()
+
+  def minutes() -> float:
+    return (time.monotonic() - saved_at) / 60
 
   host = iter(batches(at.samples) if callable(batches) else batches)
   source = host if plan is None else placed(host, plan)
   with contextlib.ExitStack() as stack:
     stop = stack.enter_context(StopSignals())
     if plan is not None:
-      stack.enter_context(default_rules(plan.scope()))
+      stack.enter_context(default_scope(plan.activation_rules))
     stack.enter_context(shown)
     window = stack.enter_context(ProfileWindow(profile_dir, *profile)) if profile is not None else None
     stack.push(recorder.fail)
@@ -261,6 +268,7 @@ def fit(
           work = _flops(step, model, optimizer, batch) if flops is None else flops
           recorder.ideal_seconds = work / peak
       evaluating, saving = (n is not None and number % n == 0 for n in (eval_every, save_every))
+      saving = saving or (save_every_minutes is not None and minutes() >= save_every_minutes)
       now = evaluating or saving or number in (first, steps) or number % log_every == 0
       with goodput.spend("step"):
         recorder.add(number, metrics, batch, tokens or examples_in, report=now)
@@ -308,7 +316,7 @@ def _checked(metrics: Any) -> Mapping[str, Any]:
 
 def _check(
   checkpointer: Checkpointer | None,
-  save_every: int | None,
+  save_every: float | None,
   resume: int | str | None,
   start: Position | None,
   batches: Source,
@@ -336,6 +344,19 @@ def _check_intervals(evaluate: Any, **every: int | None) -> None:
       raise TrainError(f"{name}={steps} is not a number of steps.", fix=f"{name}=1 or more.")
   if evaluate is None and every["eval_every"] is not None:
     raise TrainError("eval_every needs something to evaluate.", fix="evaluate=lambda: {...metrics}")
+
+
+def _check_minutes(minutes: float | None) -> None:
+  if minutes is None:
+    return
+  if not minutes > 0:
+    raise TrainError(f"save_every_minutes={minutes} is no time.", fix="save_every_minutes=10")
+  if jax.process_count() > 1:
+    raise TrainError(
+      f"save_every_minutes is for jobs of one process, and this one has {jax.process_count()}.",
+      details="their clocks differ, and all must save the same step",
+      fix="save_every=N, in steps.",
+    )
 
 
 def _own_extra(extra: Callable[[], Mapping[str, Any]] | None) -> Mapping[str, Any]:

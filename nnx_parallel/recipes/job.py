@@ -10,7 +10,7 @@ from flax import nnx
 
 import nnx_parallel as nxp
 from nnx_parallel.errors import RecipeError
-from nnx_parallel.layout.constrain import default_rules
+from nnx_parallel.layout.constrain import default_scope
 from nnx_parallel.recipes.fit import resume_from
 from nnx_parallel.recipes.loader import Recipe
 from nnx_parallel.recipes.recorder import Position
@@ -174,7 +174,7 @@ class Job:
   def evaluate(self) -> Record:
     """Mean metrics over the held-out batches, dropout off; empty when there are none."""
     held_out = nxp.batches(self._batches(0, split="held_out"), self.plan, whole=True)
-    with default_rules(self.plan.scope()):
+    with default_scope(self.plan.activation_rules):
       return nxp.evaluate(self._eval_step, self._quiet, held_out)
 
   def _placed(self, samples: int) -> Iterator[Any]:

@@ -14,10 +14,10 @@ from jax.sharding import AbstractMesh, NamedSharding
 
 from nnx_parallel.create.instantiate import instantiate
 from nnx_parallel.errors import ReportError
-from nnx_parallel.layout.constrain import default_rules
+from nnx_parallel.layout.constrain import default_scope
 from nnx_parallel.layout.mesh import axis_sizes, is_explicit
-from nnx_parallel.layout.plan import ShardingPlan
-from nnx_parallel.layout.variables import Path, axes_of, path_str, variables
+from nnx_parallel.layout.plan import ShardingPlan, check_plan
+from nnx_parallel.layout.variables import Path, path_str, variables
 from nnx_parallel.report import hlo
 from nnx_parallel.report.chips import Chip, chip_of
 from nnx_parallel.report.chips import chip as chip_named
@@ -165,8 +165,8 @@ def compile_report(
   """Compiles a step without running it, and reports what it needs, computes and sends.
 
   Args:
-    step: what `train_step` made, a function under `nnx.jit` or `jax.jit`, or a program that is already
-      lowered or compiled.
+    step: what `train_step` made, a function under `nnx.jit` or `jax.jit`, or a program that
+      is already lowered or compiled.
     plan: the layout of the step's model and optimizer; arrays that do not exist stand in for them. Its rules
       are in scope for `constrain`, unless the caller has others there.
     *args: without a plan, the arguments of the step, real or abstract; with one, what follows the batch.
@@ -199,22 +199,28 @@ def compile_report(
   if isinstance(step, jax.stages.Lowered | jax.stages.Compiled):
     return report_of(step, chip=chip)
   if not hasattr(step, "lower"):
-    name = getattr(step, "__name__", type(step).__name__)
     raise ReportError(
-      f"{name} is no step: it has nothing to compile.",
-      fix=f"compile_report(nxp.train_step({name}), plan, batch=...), or a function under jax.jit or nnx.jit.",
+      f"compile_report needs a step, and cannot lower {getattr(step, '__name__', type(step).__name__)}.",
+      fix="compile_report(nxp.train_step(loss_fn), plan, batch=batch); jax.jit and nnx.jit make steps too.",
     )
+  if plan is not None:
+    check_plan(plan, "compile_report(step, plan, batch=batch)")
+    if batch is None:
+      given = (
+        f"{len(args)} other arguments are, after the plan" if args else "nothing was given after the plan"
+      )
+      raise ReportError(
+        "compile_report with a plan needs a batch.",
+        details=given,
+        fix="compile_report(step, plan, batch=jax.ShapeDtypeStruct((512, 128), 'int32')); arrays work too.",
+      )
   if plan is None:
     return report_of(_plain(step.lower(*args)), chip=chip)
-  if batch is None and isinstance(step, TrainStep):
-    raise ReportError(
-      "a step is compiled for a batch, and there is none.",
-      fix="compile_report(step, plan, batch=jax.ShapeDtypeStruct((64, 128), jnp.float32)): global shapes.",
-    )
   here = _placed(plan, topology)
   objects = instantiate(here, {root: here.abstract_state(root) for root in ("model", "optimizer")})
   objects = objects if isinstance(objects, tuple) else (objects,)
-  with default_rules(here.scope()):
+  # Nothing can run on a machine that is not here: the mesh is for what is traced.
+  with default_scope(dataclasses.replace(here.activation_rules, mesh=here.mesh.abstract_mesh)):
     lowered = step.lower(*objects, abstract_batch(here, batch), *args)
   names = [_plan_name(path) for path in variables(objects)]
   report = report_of(
@@ -225,7 +231,7 @@ def compile_report(
     names={f"arrays[{index}]": name for index, name in enumerate(names)},
     quantities=_quantities(here, batch),
   )
-  shards = math.prod(axis_sizes(here.mesh)[axis] for axis in axes_of(here.batch_spec(1)[0]))
+  shards = math.prod(axis_sizes(here.mesh)[axis] for axis in here.batch_axes)
   return dataclasses.replace(report, examples=_examples(step, batch, shards), batch_split=shards)
 
 

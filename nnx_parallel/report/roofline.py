@@ -98,7 +98,7 @@ class StepTime(Shown):
 
   @property
   def exposed(self) -> float:
-    """What shows of the links that run beside something longer."""
+    """Seconds of sending beside compute that compute does not hide."""
     longest = max(self.terms().values())
     return EXPOSED * sum(seconds for seconds in self.overlapped.values() if seconds < longest)
 
@@ -122,7 +122,7 @@ class StepTime(Shown):
     rows = [(name, format_seconds(seconds), "") for name, seconds in self.terms().items()]
     rows[0] = ("compute", format_seconds(self.compute), mix)
     rows += [(name, format_seconds(seconds), "waited for") for name, seconds in self.waiting.items()]
-    rows.append(("links that show", format_seconds(self.exposed), ""))
+    rows.append(("sending not hidden", format_seconds(self.exposed), ""))
     rows.append(("step", format_seconds(self.seconds), f"bound by {self.binds}, MFU {100 * self.mfu:.0f} %"))
     return render("Predicted step", ("what", "time>", ""), rows) + not_counted(self.uncounted)
 

@@ -16,7 +16,7 @@ from nnx_parallel.layout.rules import RuleSet
 from nnx_parallel.report.compile_report import compile_report
 from nnx_parallel.report.roofline import program_time
 from nnx_parallel.report.topology import Machine, missing_compiler
-from nnx_parallel.report.workload import parameter_parts, plan_batch_axes
+from nnx_parallel.report.workload import parameter_parts
 
 if TYPE_CHECKING:
   from nnx_parallel.report.search import Candidate
@@ -56,7 +56,7 @@ def compile_candidate(task: Task, candidate: Candidate, topology: str) -> Candid
 
   step = train_step(task.loss, remat=candidate.remat, microbatches=candidate.microbatches)
   report = compile_report(step, layout, batch=task.batch, topology=topology, chip=task.machine.chip)
-  batch_axes = set(plan_batch_axes(layout))
+  batch_axes = set(layout.batch_axes)
   splitting = {axis for part in parameter_parts(layout) for axis in part.split}
   time = program_time(report, candidate.time, task.machine, batch_axes & splitting)
   return dataclasses.replace(candidate, report=report, compiled=time)

@@ -16,7 +16,6 @@ from jax.sharding import PartitionSpec
 
 from nnx_parallel.layout.leaf import LeafPlan
 from nnx_parallel.layout.mesh import abstract_mesh, axis_sizes
-from nnx_parallel.layout.optimizer_layout import owner
 from nnx_parallel.layout.plan import ShardingPlan
 from nnx_parallel.layout.variables import axes_of
 from nnx_parallel.report.fusion import stored
@@ -209,7 +208,7 @@ def trace_workload(
     TrainError: no such remat policy, no layer for it, or gradients that cannot be scattered.
   """
   traces = _Traces(plan, with_remat(loss, remat), batch)
-  batch_axes = plan_batch_axes(plan)
+  batch_axes = plan.batch_axes
   forward, flows = traces.loss(), traces.flows
   seen = Propagation(batch_axes=batch_axes)
   seen.run(forward, flows)
@@ -219,7 +218,7 @@ def trace_workload(
   scanned = _scanned(forward, flows, read, trained=len(traces.trained_paths))
   layer = max((parts for parts, _ in layers), key=lambda p: sum(x.bytes for x in p), default=())
   model = [leaf for leaf in plan.leaves if leaf.root == "model"]
-  owners = [(leaf, owner(leaf.path, plan.of("model"))) for leaf in plan.leaves if leaf.root == "optimizer"]
+  owners = [(leaf, leaf.parameter) for leaf in plan.leaves if leaf.root == "optimizer"]
   own_shape = {p: leaf for leaf, p in owners if p and leaf.shape == plan.of("model")[p].shape}
   trained = _trained(
     (plan.of("model")[path], own_shape.get(path), size)
@@ -289,11 +288,6 @@ def _constraints(traced: Any) -> int:
 def parameter_parts(plan: ShardingPlan) -> tuple[Part, ...]:
   """The parameters of a plan, by the axes that split them."""
   return _merge(_part(leaf) for leaf in plan.leaves if leaf.is_parameter)
-
-
-def plan_batch_axes(plan: ShardingPlan) -> tuple[str, ...]:
-  """Axes that split the batch, of those in the mesh."""
-  return tuple(axis for axis in axes_of(plan.batch_spec(1)[0]) if axis in axis_sizes(plan.mesh))
 
 
 class _Traces:

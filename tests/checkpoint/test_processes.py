@@ -217,7 +217,7 @@ def test_an_export_that_fails_on_one_process_fails_on_both(tmp_path):
         call()
       except CheckpointError as error:
         print("refused:", error.what)
-    places = [(out, "_lay_out"), (views.Memory, "write"), (out, "_require_same")]
+    places = [(out, "_lay_out"), (views.InFile, "write"), (out, "_require_same")]
     for number, (where, name) in enumerate(places):
       for failing in (0, 1):
         works = getattr(where, name)

@@ -93,10 +93,10 @@ def test_compile_knows_where_optimizer_state_lies(recipe):
   assert offloaded < kept
 
 
-def test_compile_ends_with_2_when_it_does_not_fit(recipe):
+def test_compile_ends_with_3_when_it_does_not_fit(recipe):
   # 256 Mi examples of 64 floats: 64 GiB of inputs, 8 on each device, and as much again for results.
   done = run("compile", recipe, "--topology", "cpu:8", "--batch", str(1 << 28), "--chip", "v5e", "--json")
-  assert done.returncode == 2, done.stderr
+  assert done.returncode == 3, done.stderr
   report = json.loads(done.stdout)
   assert report["fits"] is False
   assert report["need_bytes"] > report["available_bytes"]
@@ -209,9 +209,9 @@ def test_search_tries_what_it_is_told_to(recipe, capsys):
   assert "make_mesh(data=" in text
 
 
-def test_search_ends_with_2_when_nothing_fits(recipe):
+def test_search_ends_with_3_when_nothing_fits(recipe):
   done = run("search", recipe, "--topology", "tpu:v5e:1x1", "--batch", str(1 << 30))
-  assert done.returncode == 2, done.stderr
+  assert done.returncode == 3, done.stderr
   assert "Nothing fits" in done.stdout
 
 
@@ -226,10 +226,10 @@ def test_plan_compares_its_memory_with_a_chip_and_writes_a_page(recipe, tmp_path
   assert "Predicted step" in page.read_text()
 
 
-def test_plan_ends_with_2_when_its_memory_does_not_fit(recipe):
+def test_plan_ends_with_3_when_its_memory_does_not_fit(recipe):
   large = ("plan", recipe, "--chip", "v5e", "--batch", str(1 << 30))
   done = run(*large)
-  assert done.returncode == 2, done.stderr
+  assert done.returncode == 3, done.stderr
   assert "too much on v5e" in done.stdout
   # More devices along the axis of the batch are the cure.
   done = run(*large, "--mesh", "fsdp=1024", "--json")

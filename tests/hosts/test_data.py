@@ -9,7 +9,7 @@ from flax import nnx
 from jax.sharding import PartitionSpec as P
 
 import nnx_parallel as nxp
-from processes import run_two
+from processes import end_pairs, run_two
 
 
 def _plan(rules=None, **axes):
@@ -131,7 +131,9 @@ def test_two_processes_pass_their_shares_and_stop_at_the_same_step(tmp_path):
         steps = checkpointer.steps()
         print("ended", error.code, len(steps), checkpointer.restore_extra("data")["samples"] == 16 * steps[0])
   """
-  for text in run_two(body, tmp_path / "ckpt"):
+  results = run_two(body, tmp_path / "ckpt")
+  end_pairs()  # JAX does not forget the signal
+  for text in results:
     lines = text.splitlines()
     right = "[True, True, True, True] (16, 4)"
     assert [f"{name} {right}" for name in ("share", "again", "whole", "same")] == lines[:4]

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
+import time
+import warnings
 
 import pytest
 
@@ -72,6 +75,22 @@ def test_the_second_interrupt_ends_at_once(capfd):
   assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
+def test_a_forked_worker_can_be_ended(former):
+  signal.signal(signal.SIGTERM, signal.SIG_DFL)
+  context = multiprocessing.get_context("fork")
+  started = context.Event()
+  with nxp.StopSignals():
+    worker = context.Process(target=lambda: (started.set(), time.sleep(30)))
+    with warnings.catch_warnings():
+      warnings.simplefilter("ignore", DeprecationWarning)  # of forking where jax runs
+      warnings.simplefilter("ignore", RuntimeWarning)
+      worker.start()
+    started.wait(30)
+    worker.terminate()
+    worker.join(10)
+  assert worker.exitcode == -signal.SIGTERM
+
+
 def test_an_error_goes_before_the_signal(former):
   def failing():
     with nxp.StopSignals():
@@ -81,6 +100,20 @@ def test_an_error_goes_before_the_signal(former):
   with pytest.raises(ZeroDivisionError):
     failing()
   assert former == []
+
+
+def test_a_forked_worker_ends_when_it_is_asked_to():
+  worker = multiprocessing.get_context("fork").Process(target=time.sleep, args=(60,))
+  with nxp.StopSignals() as stop:
+    with warnings.catch_warnings():
+      warnings.simplefilter("ignore")  # Python and jax warn of threads in forked processes
+      worker.start()
+    worker.terminate()
+    worker.join(5)
+    ended = worker.exitcode
+    worker.kill()
+    assert not stop.asked(1)
+  assert ended == -signal.SIGTERM
 
 
 def test_what_is_ignored_stays_ignored():

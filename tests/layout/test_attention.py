@@ -65,3 +65,8 @@ def test_annotations_that_read_alike_from_both_ends_are_left_alone():
   made = plan(kernel_metadata={"out_sharding": ("embed", None, "embed")})
   assert made["attn.out.kernel"].names == ("embed", None, "embed")
   assert plan([RULES, nxp.presets.layers()])["attn.out.kernel"].spec == P("tensor", None, None)
+
+
+def test_a_spec_that_was_passed_on_is_refused_as_names_are():
+  with pytest.raises(ShardingError, match=r"attn\.out\.kernel has the query's names"):
+    plan(kernel_metadata={"out_sharding": P("embed", "heads", None)})

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 import threading
 
 import jax
@@ -206,6 +208,111 @@ class Net(nnx.Module):
 
   def __call__(self, x):
     return self.down(constrain(nnx.relu(self.up(x)), "batch", "mlp"))
+
+
+SEEN = []
+
+
+@jax.custom_vjp
+def noted(x):
+  return x
+
+
+def backward(_, cotangent):
+  SEEN.append(jax.sharding.get_abstract_mesh().axis_names)
+  return (jax.lax.with_sharding_constraint(constrain(cotangent, "batch", None), P("data")),)
+
+
+noted.defvjp(lambda x: (x, None), backward)
+
+
+class Placing(nnx.Module):
+  """Lays activations out by the names of the rules, and by jax's own means."""
+
+  def __init__(self, rngs):
+    self.inner = nnx.Linear(8, 8, rngs=rngs)
+
+  def __call__(self, x):
+    SEEN.append(jax.sharding.get_abstract_mesh().axis_names)
+    x = jax.lax.with_sharding_constraint(constrain(self.inner(x), "batch", "mlp"), P("data"))
+    return noted(x)
+
+
+@pytest.mark.parametrize("microbatches", [1, 2])
+def test_steps_find_the_rules_and_the_mesh_in_the_model(microbatches):
+  rules = [LogicalRules(batch="data", mlp="tensor"), nxp.replicate()]
+  mesh = nxp.make_mesh(data=2, tensor=4)
+  plan = nxp.plan(lambda: Placing(nnx.Rngs(0)), mesh, rules, optimizer=optax.sgd(0.1))
+  loss = lambda model, x: (model(x) ** 2).mean()
+  model, optimizer = nxp.create_sharded_model(plan)
+  batch = nxp.shard_batch(X / 64, plan)
+  evaluate, wanted = nxp.eval_step(loss), (np.asarray(model.inner(X / 64)) ** 2).mean()
+  SEEN.clear()
+  for same in (model, nnx.clone(model), nnx.view(model, deterministic=True, raise_if_not_found=False)):
+    np.testing.assert_allclose(evaluate(same, batch)["loss"], wanted, rtol=1e-6)
+  step = nxp.train_step(loss, microbatches=microbatches)
+  np.testing.assert_allclose(step(model, optimizer, batch)["loss"], wanted, rtol=1e-6)
+  assert set(SEEN) == {("data", "tensor")}
+  assert jax.sharding.get_abstract_mesh().empty
+
+
+def test_whoever_traces_a_model_has_the_mesh_of_its_plan_active():
+  init, mesh = lambda: Placing(nnx.Rngs(0)), nxp.make_mesh(data=2, tensor=4)
+  loss = lambda model, x: (model(x) ** 2).mean()
+  rules = [LogicalRules(batch="data", mlp="tensor"), nxp.replicate()]
+  plan = nxp.plan(init, mesh, rules, optimizer=optax.sgd(0.1))
+  batch = jax.ShapeDtypeStruct((8, 8), "float32")
+  SEEN.clear()
+  assert nxp.memory_plan(plan, loss, batch).need_bytes > 0
+  own = nnx.jit(lambda model, _, x: nnx.grad(loss)(model, x))
+  assert nxp.compile_report(own, plan, batch=batch).fits is not False
+  assert nxp.train_step(loss).lower(plan, None, batch)
+  found = nxp.infer_rules(init, mesh, batch, min_size=1)
+  assert [rule.names for rule in found.paths[0].rules] == [("tensor",), (None, "tensor")]
+  assert set(SEEN) == {("data", "tensor")}
+
+
+def test_a_model_with_rules_is_copied_and_pickled():
+  plan = nxp.plan(lambda: nnx.Linear(2, 2, rngs=nnx.Rngs(0)), nxp.make_mesh(data=8), LogicalRules(mlp="data"))
+  model = nxp.create_sharded_model(plan)
+  for again in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+    np.testing.assert_array_equal(again.kernel[...], model.kernel[...])
+
+
+def test_the_rules_of_the_caller_go_before_those_of_the_model():
+  mesh, seen = nxp.make_mesh(data=2, tensor=4), []
+
+  def loss(model, x):
+    seen.append(jax.make_jaxpr(lambda x: constrain(x, "batch", "mlp"))(x).eqns[0].params["sharding"].spec)
+    return model(x).mean()
+
+  plan = nxp.plan(lambda: nnx.Linear(8, 8, rngs=nnx.Rngs(0)), mesh, LogicalRules(batch="data", mlp="tensor"))
+  model, evaluate = nxp.create_sharded_model(plan), nxp.eval_step(loss)
+  evaluate(model, X)
+  with use_rules(LogicalRules(batch="tensor", mlp=None)):
+    evaluate(model, X)
+  assert seen == [P("data", "tensor"), P("tensor", None)]
+
+
+def test_a_scope_makes_its_mesh_the_active_one_unless_the_user_did(mesh):
+  with use_rules(RULES, mesh):
+    assert jax.sharding.get_mesh() == mesh
+    with use_rules(RULES, nxp.make_mesh(data=8, tensor=1)):
+      assert dict(jax.sharding.get_mesh().shape) == {"data": 8, "tensor": 1}
+    assert jax.sharding.get_mesh() == mesh
+  assert jax.sharding.get_abstract_mesh().empty
+  with jax.set_mesh(mesh), use_rules(LogicalRules(), nxp.make_mesh(data=8)):
+    assert jax.sharding.get_mesh() == mesh
+
+
+def test_a_misspelt_name_is_an_error_without_a_mesh_and_where_all_axes_are_manual():
+  with use_rules(RULES), pytest.raises(ShardingError, match=r"named 'bacth'[\s\S]*did you mean 'batch'"):
+    constrain(X, "bacth", None)
+  body = lambda x: constrain(x, "bacth", None)
+  mesh = nxp.make_mesh(data=2, tensor=4)
+  whole = jax.shard_map(body, mesh=mesh, in_specs=P("data"), out_specs=P("data"))
+  with use_rules(RULES, mesh), pytest.raises(ShardingError, match="named 'bacth'"):
+    jax.jit(whole)(X)
 
 
 @pytest.mark.parametrize("microbatches", [1, 2])

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import jax
 import numpy as np
+import optax
 import pytest
 from flax import nnx
 from jax.sharding import PartitionSpec as P
@@ -34,6 +36,21 @@ def test_the_whole_mesh_splits_the_batch():
   placed = nxp.shard_batch({"x": np.zeros((16, 3)), "n": np.float32(1)}, made)
   assert {shard.data.shape for shard in placed["x"].addressable_shards} == {(2, 3)}
   assert placed["n"].sharding.is_fully_replicated
+
+
+def test_inputs_activations_zero_and_reports_split_the_batch_alike():
+  mesh = nxp.make_mesh(data=2, x=4)
+  init = lambda: nnx.Linear(8, 8, rngs=nnx.Rngs(0))
+  for inputs in (InputRules.whole_mesh(), InputRules(map_2d=(("data", "x"), None))):
+    made = nxp.plan(init, mesh, [inputs, nxp.replicate()], optimizer=optax.adam(1e-3), zero=1)
+    assert made.batch_spec(2) == P(("data", "x"), None)
+    assert made.batch_axes == ("data", "x")
+    with made.scope():
+      assert nxp.constrain(np.zeros((8, 8)), "batch", None).sharding.spec == P(("data", "x"), None)
+    assert made["optimizer/opt_state.0.mu.kernel"].shards == (1, 8)
+    step, batch = nxp.train_step(lambda m, x: m(x).mean()), jax.ShapeDtypeStruct((16, 8), "float32")
+    assert nxp.memory_plan(made, lambda m, x: m(x).mean(), batch).need_bytes
+    assert nxp.compile_report(step, made, batch=batch).batch_split == 8
 
 
 def test_a_batch_is_placed_by_rank():

@@ -104,9 +104,9 @@ def test_a_named_kernel_is_extended_by_the_fallback_and_says_so():
   [
     (
       lambda rngs: None,
-      r"init must take no arguments, and <lambda> needs rngs.\n  Fix: lambda: <lambda>\(rngs=...\)",
+      r"init must take no arguments, and init needs rngs.\n  Fix: lambda: init\(rngs=nnx.Rngs\(0\)\)",
     ),
-    (3, r"init must be a function that builds the module, not a int"),
+    (3, r"init must be a function that builds the module, and not of type int"),
   ],
 )
 def test_what_is_no_constructor_is_refused(init, message):
@@ -117,3 +117,17 @@ def test_what_is_no_constructor_is_refused(init, message):
 def test_an_unknown_policy_is_refused():
   with pytest.raises(nxp.PlanError, match=r"uneven='padd' is not a policy.\n  Fix: one of error, next"):
     lm_plan(uneven="padd")
+
+
+def test_a_path_rule_reaches_a_tied_variable_by_any_of_its_paths():
+  rules = nxp.PathRules([("head", ("tensor", None))], strict=False)
+  plan = nxp.plan(init, nxp.make_mesh(tensor=8), [rules, nxp.LogicalRules(unknown="whole")])
+  assert plan["head"].decision.source == "metadata"
+
+  def plain():
+    table = nnx.Embed(64, 8, rngs=nnx.Rngs(0))
+    return nnx.Dict(embed=table, head=nnx.Dict(kernel=table.embedding))
+
+  plan = nxp.plan(plain, nxp.make_mesh(tensor=8), nxp.PathRules([(r"head\.kernel", ("tensor", None))]))
+  assert plan["embed.embedding"].spec == Spec("tensor", None)
+  assert plan.notes == ()

@@ -80,7 +80,7 @@ def test_an_unknown_name_is_an_error_with_the_nearest_one():
   assert str(caught.value) == (
     "cannot shard mlp.up.kernel: dim 0 is named 'embd', which is neither a rule nor a mesh axis.\n"
     "  rules embed, mlp; mesh {'data': 2, 'fsdp': 4, 'tensor': 2}\n"
-    "  Fix: did you mean 'embed'? Add a rule, LogicalRules(embd=\"data\"), or embd=None to keep it whole."
+    "  Fix: did you mean 'embed'? Add a rule, LogicalRules(embd='data'), or embd=None to keep it whole."
   )
 
 

@@ -202,3 +202,19 @@ def test_a_parameter_is_known_by_its_type_and_not_by_its_name():
     assert state_categories(found)["parameters"] == 4 * (32 + 8)
     assert state_categories(found)["other model state"] == 12
   assert again.to_json() == plan.to_json()
+
+
+def test_a_stored_plan_is_not_for_a_variable_of_another_type():
+  text = nxp.plan(lambda: nnx.Dict(x=nnx.Param(jnp.zeros(4))), nxp.abstract_mesh(data=2)).to_json()
+  with pytest.raises(
+    nxp.PlanError, match=r"x\.\n  stored Param float32\[4\], a parameter, built BatchStat float32"
+  ):
+    nxp.ShardingPlan.from_json(text, init=lambda: nnx.Dict(x=nnx.BatchStat(jnp.zeros(4))))
+
+
+def test_a_stored_plan_counts_its_parameters_and_knows_whose_state_is_whose():
+  plan = lm_plan(optimizer=optax.adam(1e-3))
+  again = nxp.ShardingPlan.from_json(plan.to_json())
+  assert again.num_parameters() == plan.num_parameters()
+  assert [leaf.parameter for leaf in again.leaves] == [leaf.parameter for leaf in plan.leaves]
+  assert again["optimizer/opt_state.0.mu.blocks.0.up.kernel"].parameter == ("blocks", 0, "up", "kernel")

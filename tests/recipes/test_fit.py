@@ -109,6 +109,19 @@ def test_a_run_resumes_bit_for_bit_with_its_data_and_dropout(tmp_path):
     assert checkpointer.restore_extra("data", step=7) == {"samples": 112, "stop": {}}
 
 
+def test_saves_by_the_clock(tmp_path, monkeypatch):
+  now = 0.0
+
+  def tick(step, values):
+    nonlocal now
+    now += 70.0 if step == 2 else 20.0
+
+  monkeypatch.setattr("nnx_parallel.recipes.fit.time.monotonic", lambda: now)
+  with nxp.Checkpointer(tmp_path) as checkpointer:
+    fit(steps=6, checkpointer=checkpointer, save_every_minutes=1.5, trackers=[tick])
+    assert checkpointer.steps() == [4, 6]
+
+
 def test_best_is_the_step_with_the_best_evaluation(tmp_path):
   values = iter([3.0, 1.0, 2.0])
   with nxp.Checkpointer(tmp_path, max_to_keep=1, best="eval_score") as checkpointer:
@@ -160,6 +173,8 @@ def test_early_stop_goes_on_after_a_nan():
     ({"log_every": 0}, "log_every=0 is not a number of steps"),
     ({"eval_every": -1}, "eval_every=-1 is not a number of steps"),
     ({"eval_every": 2}, "eval_every needs something to evaluate"),
+    ({"save_every_minutes": 0}, "save_every_minutes=0 is no time"),
+    ({"save_every_minutes": 1}, "save_every and resume need a checkpointer"),
   ],
 )
 def test_intervals_that_mean_nothing(options, message):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
@@ -235,3 +236,41 @@ def test_a_line_search_on_explicit_axes_is_refused():
   step = nxp.train_step(lambda model, x: (model(x) ** 2).mean())
   with pytest.raises(nxp.TrainError, match=r"does not work with ZeRO on Explicit axes(.|\n)*Fix: .*zero=0"):
     step(model, optimizer, nxp.shard_batch(np.ones((8, 8), np.float32), plan))
+
+
+def test_a_stage_that_has_no_axes_is_an_error_and_not_a_no_op():
+  rules = nxp.LogicalRules(batch=None, embed=None, mlp="tensor")
+  with pytest.raises(nxp.PlanError) as caught:
+    nxp.plan(init, nxp.abstract_mesh(data=4, tensor=2), rules, optimizer=optax.adam(1e-2), zero=1)
+  assert str(caught.value) == (
+    "zero=1 splits nothing: no mesh axis splits the batch.\n"
+    "  mesh {'data': 4, 'tensor': 2}\n"
+    "  Fix: zero_axes='data', or split the batch: LogicalRules(batch='data')."
+  )
+  with pytest.raises(nxp.PlanError, match="zero=1 splits nothing: zero_axes names no axis"):
+    nxp.plan(init, nxp.abstract_mesh(tensor=8), rules, optimizer=optax.adam(1.0), zero=1, zero_axes=())
+
+
+class Twice(nnx.Module):
+  """Two kernels of one shape, the path of one ending as the other's, on different axes."""
+
+  def __init__(self, rngs):
+    self.inner = nnx.Linear(
+      16, 16, use_bias=False, rngs=rngs, kernel_metadata={"out_sharding": (None, "tensor")}
+    )
+    self.kernel = nnx.Param(jnp.ones((16, 16)) / 16)
+
+  def __call__(self, x):
+    return self.inner(x) @ self.kernel[...]
+
+
+def test_gradients_are_scattered_as_the_state_of_their_own_parameter():
+  mesh = nxp.make_mesh(data=4, tensor=2)
+  made = nxp.plan(lambda: Twice(nnx.Rngs(0)), mesh, nxp.replicate(), optimizer=optax.adam(1e-2), zero=2)
+  assert made["optimizer/opt_state.0.mu.kernel"].spec == jax.P(None, "data")
+  state = made["optimizer/opt_state.0.mu.inner.kernel"].spec
+  step = nxp.train_step(lambda m, x: (m(x) ** 2).mean())
+  text = step.lower(made, batch=nxp.shard_batch(data()[0], made)).as_text()
+  found = set(re.findall(r"sharding_constraint .*<@mesh, (\[.*\])> : tensor<16x16xf32>", text))
+  shown = {jax.P(None, "data"): '[{}, {"data"}]', jax.P("data", "tensor"): '[{"data"}, {"tensor"}]'}
+  assert found >= {shown[jax.P(None, "data")], shown[state]}

@@ -1,0 +1,79 @@
+"""Which mesh axes split the batch: the one place that says it, for inputs, activations, ZeRO and reports."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+from jax.sharding import PartitionSpec
+
+from nnx_parallel.errors import ShardingError
+from nnx_parallel.layout.resolve import resolve_spec
+from nnx_parallel.layout.rules import LogicalRules, RuleSet
+from nnx_parallel.layout.variables import Entry, Names, axes_of
+
+AXES = ("replica", "data", "dp", "fsdp")
+"""Names of mesh axes that split the batch where no rule says otherwise."""
+
+
+def batch_axes(rules: RuleSet, mesh: Mapping[str, int]) -> tuple[str, ...] | None:
+  """The mesh axes that split dim 0 of the inputs.
+
+  Args:
+    rules: all rules of a plan.
+    mesh: mesh axis name -> size in devices.
+
+  Returns:
+    Axes, major to minor; `()` for a replicated batch, None when nothing says it. Where `InputRules` split
+    dim 0 differently for different ranks, the longest split.
+  """
+  logical = _with_conventional(rules, mesh)
+  first: list[Entry] = ["batch"]
+  if rules.inputs is not None:
+    first = [rules.inputs.names_for(rank, tuple(mesh))[0] for rank in rules.inputs.by_rank or (1,)]
+  elif "batch" not in logical:
+    return None
+  found = [_resolved((name,), logical, mesh, "the batch")[0] for name in first]
+  return max(map(axes_of, found), key=len)
+
+
+def with_batch(rules: RuleSet, mesh: Mapping[str, int]) -> LogicalRules:
+  """The logical rules of a plan, with `batch_axes` as the rule for `batch` where there is none."""
+  if "batch" in rules.logical:
+    return rules.logical
+  axes = batch_axes(rules, mesh)
+  return rules.logical if axes is None else rules.logical.replace(batch=axes)
+
+
+def input_spec(rules: RuleSet, ndim: int, mesh: Mapping[str, int]) -> PartitionSpec:
+  """The spec of an input; see `ShardingPlan.batch_spec`."""
+  if ndim == 0:
+    return PartitionSpec()
+  logical = _with_conventional(rules, mesh)
+  names: Names = ("batch", *[None] * (ndim - 1))
+  if rules.inputs is not None:
+    names = rules.inputs.names_for(ndim, tuple(mesh))
+  elif "batch" not in logical:
+    raise no_batch_axes(rules, mesh)
+  return _resolved(names, logical, mesh, f"inputs of {ndim} dims")
+
+
+def no_batch_axes(rules: RuleSet, mesh: Mapping[str, int]) -> ShardingError:
+  """The error for rules and a mesh that do not say how the batch is split."""
+  return ShardingError(
+    "no rule says which mesh axes split the batch.",
+    details=f"mesh {dict(mesh)}, rules {rules}",
+    fix=f'add LogicalRules(batch="{next(iter(mesh))}"), or batch=None to replicate the batch.',
+  )
+
+
+def _with_conventional(rules: RuleSet, mesh: Mapping[str, int]) -> LogicalRules:
+  known = {*AXES, *(rules.fallback.axes if rules.fallback else ())}
+  axes = tuple(axis for axis in mesh if axis in known)
+  return rules.logical.replace(batch=axes) if axes and "batch" not in rules.logical else rules.logical
+
+
+def _resolved(names: Names, logical: LogicalRules, mesh: Mapping[str, int], where: str) -> PartitionSpec:
+  # A size that everything divides: whether a given batch does is checked where it is placed.
+  shape = (math.prod(mesh.values()),) * len(names)
+  return resolve_spec(names, shape, mesh, logical, path=where).spec
