@@ -43,7 +43,7 @@ def compile_candidate(task: Task, candidate: Candidate, topology: str) -> Candid
   from nnx_parallel.train.step import train_step
 
   rules = RuleSet.of(task.rules)
-  rules = rules.replace(**candidate.changes) if candidate.changes else rules
+  rules = rules.replace(candidate.changes) if candidate.changes else rules
   place: dict[str, Any] = {"optimizer_memory": "pinned_host"} if candidate.offload else {}
   layout = make_plan(
     task.init,
