@@ -293,6 +293,19 @@ def test_the_time_adds_up_and_utilisation_needs_a_peak():
   assert given["mfu"] * 1e12 * given["seconds"] == pytest.approx(1e3)
 
 
+def test_a_utilisation_without_all_flops_says_so():
+  def called(model, x):
+    seen = jax.pure_callback(lambda value: value, jax.ShapeDtypeStruct((), x.dtype), x.sum())
+    return loss_fn(model, x) + jax.lax.stop_gradient(seen)
+
+  with pytest.warns(
+    nxp.NnxParallelWarning, match=r"mfu is too low. Not counted: 1 x \w*callback(.|\n)*flops="
+  ):
+    nxp.fit(
+      nxp.train_step(called), *objects(), endless, plan=plan(), progress=False, steps=1, peak_flops=1e12
+    )
+
+
 def test_a_profile_of_two_steps(tmp_path):
   fake([jnp.float32(1)] * 4, profile=(2, 3), profile_dir=tmp_path)
   assert list(tmp_path.rglob("*.xplane.pb"))
