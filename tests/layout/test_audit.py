@@ -93,7 +93,7 @@ def test_what_nothing_divides_is_listed_without_a_remedy():
   plan = nxp.plan(lambda: nnx.Linear(1021, 511, rngs=nnx.Rngs(0)), nxp.make_mesh(fsdp=8), nxp.fsdp())
   (found,) = plan.audit()
   assert (found.remedy, found.wasted) == ("no mesh axis divides a dim", 0)
-  assert found.leaf.decision.reason == "no free dim of (1021, 511) divides by 8 ('fsdp')"
+  assert found.leaf.decision.reason == "no dim of (1021, 511) divides by 8 ('fsdp')"
 
 
 def test_optimizer_state_is_listed_with_its_parameter():
