@@ -9,7 +9,7 @@ PYTEST_ARGS ?=
 
 SHELL := /bin/sh
 bin = $(VENV)/bin
-pytest = $(bin)/python -m pytest -n $(WORKERS)
+pytest = $(bin)/python -m pytest -n $(WORKERS) --dist worksteal
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test quick guides lint format types bench torture setup setup-lint clean
@@ -47,7 +47,7 @@ torture: setup  ## kills training runs for a long time and checks what their che
 	@$(bin)/python benchmarks/torture.py
 
 clean:  ## deletes $(VENV) and caches
-	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache .hypothesis "$${XDG_CACHE_HOME:-$$HOME/.cache}/nnx_parallel-tests"
 
 setup:
 	@command -v $(PYTHON) >/dev/null || { echo "$(PYTHON) not found. Fix: make <target> PYTHON=/path/to/python3.11 (or newer)" >&2; exit 1; }

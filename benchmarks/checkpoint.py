@@ -270,13 +270,8 @@ class Cases:
     drop_cache(self.folders["ours"])
     mesh, spec = self.layouts[layout]
     checkpointer = Checkpointer(self.folders["ours"], verify=verify)
-    goal = {"model": target(self.model, mesh, spec), "optimizer": target(self.optimizer, mesh, spec)}
-    return self._timed(
-      lambda: (
-        checkpointer.restore(goal["model"]),
-        checkpointer.restore_extra("optimizer", goal["optimizer"]),
-      )
-    )
+    goal = target(self.model, mesh, spec), target(self.optimizer, mesh, spec)
+    return self._timed(lambda: checkpointer.restore(goal))
 
   def export(self) -> None:
     """Writes the whole state as one safetensors file, once."""
@@ -310,11 +305,11 @@ def memory(gigabytes: float, case: str) -> None:
     state = jax.block_until_ready(make_state(gigabytes))
     call, kept = functools.partial(Checkpointer(root / "memory").save, 1, *state), 0
   elif case == "restore":
-    goals = [target(tree, make_mesh(8), P(None, "a")) for tree in abstract]
+    goals = tuple(target(tree, make_mesh(8), P(None, "a")) for tree in abstract)
     checkpointer, kept = Checkpointer(root / "ours"), nbytes
 
     def call() -> Any:
-      return checkpointer.restore(goals[0]), checkpointer.restore_extra("optimizer", goals[1])
+      return checkpointer.restore(goals)
   else:
     plan, kept = bag_plan(gigabytes), nbytes
 

@@ -10,6 +10,8 @@ A ```text block is what the ```python block before it printed, and is compared w
 - Under another jax than the one that `constraints/newest.txt` pins, no figures are compared, and no spaces;
   a block fenced as `text newest` (what a compiler made, in words that differ) is not compared at all.
 
+A ```diff block is the difference of the two ```python blocks before it.
+
 What no block printed is fenced otherwise: `sh` for commands, `py` for code that is not run, `console` for the
 rest.
 
@@ -36,7 +38,7 @@ from typing import NamedTuple
 ROOT = Path(__file__).resolve().parent.parent
 DEVICES = 8
 
-COMPARED = ("text", "text newest")
+COMPARED = ("text", "text newest", "diff")
 UNCHECKED = ("sh", "py", "console")
 
 NUMBER = r"\d+(?:[.,]\d+)*"
@@ -117,6 +119,7 @@ def execute(page: Path) -> None:
   """Runs a page's blocks in this process; a failure shows the page and the line."""
   namespace = {"__name__": "__main__", "__file__": str(page)}
   exact, wrong, printed = has_pinned_jax(), [], None
+  code = ["", ""]
   for kind, start, text in blocks(page.read_text()):
     where = f"{page}:{start}"
     if kind == "python":
@@ -125,11 +128,17 @@ def execute(page: Path) -> None:
         # Blank lines put the code where it stands in the page, so that tracebacks point there.
         exec(compile("\n" * (start - 1) + text, str(page), "exec", dont_inherit=True), namespace)
       printed = echo.getvalue()
+      code = [code[1], text]
     elif kind in UNCHECKED:
       continue
     elif kind not in COMPARED:
       known = ", ".join((*COMPARED, *UNCHECKED))
       wrong.append(f"{where}: a block is fenced as {known} or python, not {kind!r}")
+    elif kind == "diff":
+      lines = difflib.unified_diff(*(part.splitlines() for part in code), lineterm="", n=1)
+      changes = "\n".join(line for line in lines if not line.startswith(("---", "+++", "@@")))
+      if unlike := difference(text, changes, exact=True):
+        wrong.append(f"{where}: this is not the difference of the two blocks before it\n{unlike}")
     elif printed is None:
       wrong.append(f"{where}: no ```python block printed this; fence it as sh, py or console")
     else:
@@ -145,8 +154,8 @@ def run(page: Path) -> subprocess.CompletedProcess[str]:
   environment = {
     **os.environ,
     "JAX_PLATFORMS": "cpu",
-    "XLA_FLAGS": f"--xla_force_host_platform_device_count={DEVICES}"
-    " --xla_cpu_collective_call_terminate_timeout_seconds=600",
+    "JAX_NUM_CPU_DEVICES": str(DEVICES),
+    "XLA_FLAGS": "--xla_cpu_collective_call_terminate_timeout_seconds=600",
     "NPROC": "32",  # threads for XLA's pool: simulated devices that wait for each other hold one each
     "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep),
     "MPLBACKEND": "agg",

@@ -28,6 +28,7 @@ with epy.lazy_api_imports(globals()):
   )
   from nnx_parallel.hosts.data import batches, shard_batch
   from nnx_parallel.hosts.fetch import to_host
+  from nnx_parallel.hosts.stop import StopSignals
   from nnx_parallel.layout import presets
   from nnx_parallel.layout.constrain import constrain, use_rules
   from nnx_parallel.layout.infer import infer_rules
@@ -93,6 +94,7 @@ __all__ = [
   "ShardingError",
   "ShardingPlan",
   "StepTime",
+  "StopSignals",
   "TensorBoardLog",
   "TrainError",
   "TrainStep",

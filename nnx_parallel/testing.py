@@ -14,6 +14,7 @@ from flax import nnx
 
 import nnx_parallel as nxp
 from nnx_parallel.layout.extra_args import accept_extra
+from nnx_parallel.layout.plan import check_plan
 from nnx_parallel.layout.serialize import assert_golden_plan
 from nnx_parallel.layout.variables import path_str, value_of, variables
 
@@ -98,7 +99,7 @@ class Training:
 def assert_layout(
   plan: nxp.ShardingPlan, model: nnx.Module, optimizer: nnx.Optimizer[Any] | None = None
 ) -> None:
-  """Asserts that live arrays lie where the plan says, and take as many bytes on each device.
+  """Asserts that a live module is as `check_layout` wants it, and takes the planned bytes on each device.
 
   Args:
     plan: the plan that they were created from.
@@ -106,7 +107,7 @@ def assert_layout(
     optimizer: the live optimizer, if it is to be checked too.
 
   Raises:
-    AssertionError: one line for each leaf that differs: where it is, and where it should be.
+    AssertionError: one line for each leaf that differs: what was planned, and what was found.
 
   Example:
     >>> import nnx_parallel as nxp
@@ -116,21 +117,16 @@ def assert_layout(
     >>> plan = nxp.plan(init, nxp.make_mesh(fsdp=8), nxp.fsdp(min_size=1))
     >>> assert_layout(plan, nxp.create_sharded_model(plan))
   """
-  found = {"model": variables(model), "optimizer": {} if optimizer is None else variables(optimizer)}
-  problems: list[str] = []
-  for leaf in plan.leaves:
-    if leaf.root == "optimizer" and optimizer is None:
-      continue
-    live = found[leaf.root].get(leaf.path)
-    if live is None:
-      problems.append(f"{leaf.name}: missing")
-      continue
-    array = value_of(live)
-    held = {shard.device: int(shard.data.size) * leaf.dtype.itemsize for shard in array.addressable_shards}
-    if not array.sharding.is_equivalent_to(leaf.sharding, len(leaf.shape)):
-      problems.append(f"{leaf.name}: {array.sharding}, planned {leaf.sharding}")
-    elif set(held.values()) != {leaf.bytes_per_device}:
-      problems.append(f"{leaf.name}: {sorted(set(held.values()))} bytes, planned {leaf.bytes_per_device}")
+  check_plan(plan, "assert_layout(plan, model, optimizer)")
+  problems = [str(difference) for difference in nxp.layout_differences(model, plan, optimizer)]
+  if not problems:  # so every leaf of the plan has its array
+    live = {"model": variables(model), "optimizer": {} if optimizer is None else variables(optimizer)}
+    for leaf in plan.leaves:
+      if leaf.path in live[leaf.root]:
+        shards = value_of(live[leaf.root][leaf.path]).addressable_shards
+        held = {shard.device: shard.data.nbytes for shard in shards}
+        if set(held.values()) != {leaf.bytes_per_device}:
+          problems.append(f"{leaf.name}: planned {leaf.bytes_per_device} bytes on each device, found {held}")
   assert not problems, "arrays that are not laid out as planned:\n  " + "\n  ".join(problems)
 
 
@@ -154,7 +150,15 @@ def run_training(
 
   Returns:
     The losses, and the gradient norms.
+
+  Raises:
+    PlanError: the plan has no optimizer.
   """
+  if plan.tx is None:
+    raise nxp.PlanError(
+      "a plan without an optimizer cannot be trained.",
+      fix="nxp.plan(init, mesh, rules, optimizer=optax.sgd(0.1))",
+    )
   if start is None:
     model, optimizer = nxp.create_sharded_model(plan)
   else:

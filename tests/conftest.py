@@ -1,4 +1,4 @@
-"""Eight simulated CPU devices and strict numerics for every test.
+"""Eight simulated CPU devices, strict numerics and a cache of compiled programs for every test.
 
 The environment is set before anything imports jax, because jax reads it once.
 """
@@ -6,8 +6,11 @@ The environment is set before anything imports jax, because jax reads it once.
 from __future__ import annotations
 
 import functools
+import hashlib
 import os
-from collections.abc import Callable
+import platform
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 DEVICES = 8
@@ -22,9 +25,26 @@ os.environ["NPROC"] = "32"
 PATIENCE = "--xla_cpu_collective_call_terminate_timeout_seconds=600"
 os.environ["XLA_FLAGS"] = " ".join([*others, f"{FLAG}={DEVICES}", PATIENCE])
 
+
+def processor() -> str:
+  """Names this kind of processor: a program that is compiled for one need not run on another."""
+  cpuinfo = Path("/proc/cpuinfo")
+  lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
+  features = next((line for line in lines if line.startswith(("flags", "Features"))), platform.processor())
+  return hashlib.sha256(features.encode()).hexdigest()[:8]
+
+
+# Compilation is half of the suite's processor time. A program is compiled once for all tests, for the
+# processes that they start, and for later runs; an entry is found by program, flags and jaxlib.
+CACHE = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "nnx_parallel-tests" / processor()
+os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(CACHE))
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
+
 import jax  # noqa: E402
 import optax  # noqa: E402
 import pytest  # noqa: E402
+from jax.experimental.compilation_cache import compilation_cache  # noqa: E402
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
@@ -60,3 +80,16 @@ def eight_devices() -> list[jax.Device]:
   if len(devices) != DEVICES:
     pytest.exit(f"the tests need {DEVICES} simulated devices, found {devices}", returncode=3)
   return devices
+
+
+@pytest.fixture(scope="module")
+def no_program_cache() -> Iterator[None]:
+  """Compiles anew, for modules that read the compiler's own output.
+
+  A program from the cache keeps the source lines of whoever compiled it first, and prints no warnings.
+  """
+  jax.config.update("jax_enable_compilation_cache", False)
+  compilation_cache.reset_cache()  # jax decides once whether there is a cache
+  yield
+  jax.config.update("jax_enable_compilation_cache", True)
+  compilation_cache.reset_cache()

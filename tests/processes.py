@@ -1,16 +1,29 @@
-"""Jobs of several processes on this machine, started together and joined by JAX's runtime."""
+"""Jobs of two processes on this machine, joined by JAX's runtime.
+
+The two interpreters are started once for each pytest worker and run one body after another: to start them,
+and to import jax in both, takes longer than most bodies. A body that fails ends its pair.
+"""
 
 from __future__ import annotations
 
+import atexit
+import concurrent.futures
+import contextlib
+import json
 import os
 import socket
 import subprocess
 import sys
+import tempfile
 import textwrap
+from typing import Any
 
-START = """
-import sys
-process, port, arguments = int(sys.argv[1]), sys.argv[2], sys.argv[3:]
+TIMEOUT_S = 240
+
+RUNNER = """
+import contextlib, io, json, os, sys, traceback, unittest.mock
+process, port = int(sys.argv[1]), sys.argv[2]
+answers = os.fdopen(int(sys.argv[3]), "w")  # gloo writes to stdout
 import jax
 jax.distributed.initialize(f"localhost:{port}", 2, process, heartbeat_timeout_seconds=10)
 import numpy as np
@@ -20,39 +33,105 @@ from jax.sharding import NamedSharding, PartitionSpec as P
 def put(values, mesh, *spec):
   sharding = NamedSharding(mesh, P(*spec))
   return jax.make_array_from_callback(values.shape, sharding, lambda index: values[index])
+
+given = dict(globals())
+for line in sys.stdin:
+  code, arguments = json.loads(line)
+  printed, error = io.StringIO(), None
+  with contextlib.ExitStack() as undo, contextlib.redirect_stdout(printed):
+    def patch(owner, name, value):
+      undo.enter_context(unittest.mock.patch.object(owner, name, value))
+    try:
+      exec(compile(code, "<body>", "exec"), {**given, "arguments": arguments, "patch": patch})
+    except BaseException:
+      error = traceback.format_exc()
+  print(json.dumps([printed.getvalue(), error]), file=answers, flush=True)
 """
 
 
-def run_two(body: str, *arguments: object) -> list[str]:
+class Pair:
+  """Two processes of four devices each that run the same Python code."""
+
+  def __init__(self) -> None:
+    with socket.socket() as probe:
+      probe.bind(("localhost", 0))
+      port = probe.getsockname()[1]
+    flags = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_force_host_platform_device_count=4"}
+    self.output = tempfile.TemporaryFile("w+")  # noqa: SIM115 (closed by `end`)
+    self.jobs, self.answers = [], []
+    for process in range(2):
+      answers, theirs = os.pipe()
+      self.answers.append(os.fdopen(answers))
+      job = subprocess.Popen(
+        [sys.executable, "-c", RUNNER, str(process), str(port), str(theirs)],
+        env={**os.environ, **flags, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+        stdin=subprocess.PIPE,
+        stdout=self.output,
+        stderr=self.output,
+        pass_fds=[theirs],
+        text=True,
+      )
+      os.close(theirs)
+      self.jobs.append(job)
+
+  def run(self, code: str, arguments: list[str]) -> list[tuple[str, str | None]]:
+    """Runs the code in both; returns what each printed and its traceback, if any."""
+    for job in self.jobs:
+      job.stdin.write(json.dumps([code, arguments]) + "\n")
+      job.stdin.flush()
+    readers = concurrent.futures.ThreadPoolExecutor(len(self.jobs))
+    try:
+      lines = [readers.submit(answers.readline) for answers in self.answers]
+      return [self._answer(line.result(timeout=TIMEOUT_S)) for line in lines]
+    finally:
+      readers.shutdown(wait=False)
+
+  def _answer(self, line: str) -> tuple[str, str | None]:
+    if line:
+      printed, error = json.loads(line)
+      return printed, error
+    self.output.seek(0)
+    return "", f"a process ended:\n{self.output.read()}"
+
+  def end(self) -> None:
+    for job, answers in zip(self.jobs, self.answers, strict=True):
+      job.kill()
+      job.wait()
+      answers.close()
+      with contextlib.suppress(BrokenPipeError):
+        job.stdin.close()
+    self.output.close()
+
+
+_pairs: list[Pair] = []
+
+
+@atexit.register
+def end_pairs() -> None:
+  while _pairs:
+    _pairs.pop().end()
+
+
+def run_two(body: str, *arguments: Any) -> list[str]:
   """Runs Python code in two processes of four devices each; both must end well.
 
   Args:
-    body: runs after `START`: it has `process` (0 or 1), `arguments`, `put`, and the modules imported there.
+    body: it has `process` (0 or 1), `arguments`, `put`, the modules that `RUNNER` imports, and
+      `patch(owner, name, value)`, which is undone after it.
     *arguments: as text in `arguments`.
 
   Returns:
     What each of them printed.
   """
-  with socket.socket() as probe:
-    probe.bind(("localhost", 0))
-    port = probe.getsockname()[1]
-  flags = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_force_host_platform_device_count=4"}
-  code = START + textwrap.dedent(body)
-  jobs = [
-    subprocess.Popen(
-      [sys.executable, "-c", code, str(process), str(port), *map(str, arguments)],
-      env={**os.environ, **flags},
-      stdout=subprocess.PIPE,
-      stderr=subprocess.PIPE,
-      text=True,
-    )
-    for process in range(2)
-  ]
+  if not _pairs:
+    _pairs.append(Pair())
   try:
-    results = [job.communicate(timeout=240) for job in jobs]
-  finally:
-    for job in jobs:
-      job.kill()
-  for job, (_, errors) in zip(jobs, results, strict=True):
-    assert job.returncode == 0, errors
-  return [out for out, _ in results]
+    results = _pairs[0].run(textwrap.dedent(body), [str(argument) for argument in arguments])
+  except BaseException:
+    end_pairs()
+    raise
+  failed = [error for _, error in results if error]
+  if failed:
+    end_pairs()
+  assert not failed, "\n".join(failed)
+  return [printed for printed, _ in results]

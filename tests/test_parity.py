@@ -181,3 +181,17 @@ def test_assert_layout_names_the_leaf():
   model.embed.embedding.set_value(jnp.zeros((VOCAB, WIDTH)))
   with pytest.raises(AssertionError, match=r"embed.embedding: .*planned"):
     assert_layout(plan, model, optimizer)
+
+
+@pytest.mark.parametrize("fault", ["dtype", "extra"])
+def test_assert_layout_sees_what_check_layout_sees(fault):
+  plan = plan_on("fsdp")
+  model, optimizer = nxp.create_sharded_model(plan)
+  if fault == "dtype":
+    table = model.embed.embedding
+    table.set_value(jax.device_put(table[...].astype(jnp.bfloat16), plan["embed.embedding"].sharding))
+  else:
+    model.extra = nnx.Param(jnp.zeros(3))
+  message = {"dtype": "embed.embedding: .*found bfloat16", "extra": "extra: planned nothing, found float32"}
+  with pytest.raises(AssertionError, match=message[fault]):
+    assert_layout(plan, model, optimizer)

@@ -107,7 +107,7 @@ def load(
     # np.empty reserves addresses, not memory.
     abstract[name] = target if target.sharding else np.empty(target.shape, target.dtype)
   with context, quiet():
-    loaded = ocp.load(step_dir, abstract, checkpointable_name=item)
+    loaded = _load(step_dir, abstract, item)
   return {name: loaded[name] for name in targets}
 
 
@@ -125,6 +125,17 @@ def quiet() -> Generator[None]:
     yield
   finally:
     logger.removeFilter(is_of_others)
+
+
+def _load(step_dir: epath.Path, abstract: Any, item: str | None) -> Any:
+  """Raises what TensorStore raised while it read a shard, which Orbax wraps in a bare `Exception`."""
+  try:
+    return ocp.load(step_dir, abstract, checkpointable_name=item)
+  except Exception as error:
+    if type(error) is not Exception or error.__cause__ is None:
+      raise
+    cause = error.__cause__
+  raise cause  # not above, where the two would be each other's cause
 
 
 def _shard_bytes(target: jax.ShapeDtypeStruct) -> int:
@@ -192,7 +203,7 @@ def load_tree(step_dir: epath.Path, item: str | None, abstract: Any, *, byte_bud
   """Reads a tree in which leaves that are not wanted are `PLACEHOLDER`."""
   context = _context(byte_budget=byte_budget)
   with context, quiet():
-    return ocp.load(step_dir, abstract, checkpointable_name=item)
+    return _load(step_dir, abstract, item)
 
 
 PLACEHOLDER = ocp.PLACEHOLDER

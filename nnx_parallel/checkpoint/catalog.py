@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import operator
 import os
 from collections.abc import Mapping
 
 from etils import epath
 
-from nnx_parallel.checkpoint import files, manifest, restore
-from nnx_parallel.checkpoint.manifest import Manifest
-from nnx_parallel.checkpoint.retention import Retention, newest_first
+from nnx_parallel.checkpoint import files, lineage, manifest, restore
+from nnx_parallel.checkpoint.lineage import Place
+from nnx_parallel.checkpoint.manifest import Header, Manifest
+from nnx_parallel.checkpoint.retention import Retention
 from nnx_parallel.errors import CheckpointError
 
 
@@ -28,12 +30,12 @@ class Catalog:
   retention: Retention
 
   def steps(self) -> list[int]:
-    """The complete steps, oldest first."""
+    """The complete steps, in the order of their numbers."""
     return files.saved_steps(self.directory)
 
   def folder(self, step: int) -> epath.Path:
     """Of a step."""
-    return self.directory / str(step)
+    return files.folder_of(self.directory, step)
 
   def manifest(self, step: int) -> Manifest:
     """Of a step; read and checked.
@@ -48,31 +50,51 @@ class Catalog:
     return found
 
   def newest_first(self) -> list[int]:
-    """All steps, damaged ones too, as `retention.newest_first` orders them."""
-    records = self._records()
-    found = [*self.steps(), *files.foreign_steps(self.directory)]
-    return newest_first({step: records[step].time if step in records else None for step in found})
+    """All steps, damaged ones too, as `lineage.newest_first` orders them."""
+    return lineage.newest_first(self.headers())
+
+  def headers(self) -> dict[int, Header | None]:
+    """Of all steps; None for one that is damaged, or somebody else's."""
+    found: dict[int, Header | None] = dict.fromkeys(files.foreign_steps(self.directory))
+    for step in self.steps():
+      found[step] = None
+      with contextlib.suppress(CheckpointError):
+        header = manifest.read_header(self.folder(step))
+        found[step] = header if header.step == step else None
+    return found
 
   def latest(self) -> int | None:
     """The newest step whose manifest and files are all there, or None."""
-    for step in self.newest_first():
+    steps = self.newest_first()
+    while steps:
+      found = self.identity(step := steps.pop(0))
       with contextlib.suppress(CheckpointError):
         record = self.manifest(step)
         if not restore.damaged_files(self.folder(step), record, record.files):
           return step
+      if found is None or self.identity(step) != found:
+        steps = self.newest_first()  # a writer removed or replaced it in between
+    return None
+
+  def identity(self, step: int) -> int | None:
+    """Tells the folder of a step from another one of the same name; None when there is none."""
+    folder = self.folder(step)
+    if not files.is_local(folder):
+      return 0 if folder.exists() else None
+    with contextlib.suppress(FileNotFoundError):
+      return os.stat(folder).st_ino
     return None
 
   def best(self) -> int | None:
     """The step with the best metric, or None when no step has it."""
-    return next(iter(self.retention.ranked(_metrics(self._records()))), None)
+    return next(iter(self.retention.ranked(_metrics(self.headers()))), None)
 
   def doomed(self) -> list[int]:
-    """The steps that need not be kept; never the one that was written last, nor a damaged one."""
+    """The steps that need not be kept; never the newest, nor a damaged one."""
     if self.retention.newest is None:
       return []
-    records = self._records()
-    times = {step: record.time for step, record in records.items()}
-    return self.retention.doomed(_metrics(records), times)
+    metrics = _metrics(headers := self.headers())
+    return self.retention.doomed(metrics, [s for s in lineage.newest_first(headers) if s in metrics])
 
   def resolve(self, step: int | str | None, *, whole: bool = True) -> int:
     """The number that is meant by a number, `"latest"` (also None) or `"best"`.
@@ -98,18 +120,27 @@ class Catalog:
     elif isinstance(step, str):
       raise CheckpointError(f"step={step!r} is unknown.", fix='pass a number, "latest" or "best".')
     else:
-      number = int(step)
+      number = as_step(step)
     known = [*self.steps(), *([] if whole else files.foreign_steps(self.directory))]
     if number is not None and (number in known or step in (None, "latest")):
       return number
     raise self._no_step(step)
 
-  def check_free(self, step: int, *, overwrite: bool) -> None:
-    """Raises unless a step may be written.
+  def place(self, step: int, position: int | None, *, overwrite: bool) -> Place:
+    """Where a step belongs that is about to be written.
+
+    Args:
+      step: its number.
+      position: the step that this run resumed from or saved last, if any.
+      overwrite: whether it may exist.
 
     Raises:
-      CheckpointError: it exists, or its folder is somebody else's.
+      CheckpointError: it exists, its folder is somebody else's, or the run did not come from before it.
     """
+    self._check_free(step, overwrite=overwrite)
+    return lineage.place(step, position, self.headers(), self.directory)
+
+  def _check_free(self, step: int, *, overwrite: bool) -> None:
     if step in files.foreign_steps(self.directory):
       raise CheckpointError(
         f"cannot save step {step}: {self.folder(step)} was not written by nnx_parallel, or is damaged.",
@@ -127,14 +158,6 @@ class Catalog:
         fix="save under another step, or delete this one first.",
       )
 
-  def _records(self) -> dict[int, Manifest]:
-    """The manifests that can be read: a damaged step is nobody's best, and is not deleted either."""
-    found: dict[int, Manifest] = {}
-    for step in self.steps():
-      with contextlib.suppress(CheckpointError):
-        found[step] = self.manifest(step)
-    return found
-
   def _no_step(self, step: int | str | None) -> CheckpointError:
     steps = self.steps()
     foreign = files.foreign_steps(self.directory)
@@ -150,17 +173,33 @@ class Catalog:
     return CheckpointError(f"cannot find {what} in {self.directory}.", details=details, fix=fix)
 
 
-def _metrics(records: Mapping[int, Manifest]) -> dict[int, dict[str, float]]:
-  return {
-    step: {name: float(value) for name, value in record.metrics.items()} for step, record in records.items()
-  }
+def as_step(step: object) -> int:
+  """The number of a step.
+
+  Raises:
+    CheckpointError: not a whole number from 0 up.
+  """
+  try:
+    number = operator.index(step)  # pyright: ignore[reportArgumentType]
+  except TypeError:
+    number = -1
+  if isinstance(step, bool) or number < 0:
+    shown = f"step={step!r}" if isinstance(step, (int, float, str)) else f"a {type(step).__name__}"
+    raise CheckpointError(
+      f"{shown} is not a step.", fix="a whole number from 0 up comes first: save(100, model, optimizer)."
+    )
+  return number
+
+
+def _metrics(headers: Mapping[int, Header | None]) -> dict[int, Mapping[str, float]]:
+  return {step: header.metrics for step, header in headers.items() if header is not None}
 
 
 def absolute(directory: str | os.PathLike[str]) -> epath.Path:
   """The directory as an absolute path, or as the address of an object store.
 
   Raises:
-    CheckpointError: a file, or a store for which no package is installed.
+    CheckpointError: a file, a path with a backslash, or a store for which no package is installed.
   """
   try:
     path = epath.Path(directory).expanduser()
@@ -176,6 +215,12 @@ def absolute(directory: str | os.PathLike[str]) -> epath.Path:
   if remote:
     return path
   path = epath.Path(os.path.abspath(path))
+  if "\\" in os.fspath(path):
+    raise CheckpointError(
+      f"{path} holds a backslash.",
+      details="TensorStore, which writes the arrays, takes it for the start of another folder",
+      fix="rename that folder, or choose another.",
+    )
   if path.exists() and not path.is_dir():
     raise CheckpointError(f"{path} is a file, not a directory.", fix="choose a directory for the steps.")
   return path

@@ -14,7 +14,6 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterable
 from collections.abc import Mapping as MappingType
-from contextlib import AbstractContextManager
 from typing import Any
 
 import jax
@@ -33,12 +32,13 @@ from nnx_parallel.checkpoint import (
   targets,
   trees,
 )
+from nnx_parallel.checkpoint.lineage import Place
 from nnx_parallel.checkpoint.manifest import DamagedError, Manifest
 from nnx_parallel.checkpoint.mapping import Mapping
 from nnx_parallel.checkpoint.placement import no_mesh
 from nnx_parallel.checkpoint.preflight import Diff, compare
 from nnx_parallel.checkpoint.retention import Retention
-from nnx_parallel.checkpoint.sigterm import Termination
+from nnx_parallel.checkpoint.targets import Only
 from nnx_parallel.errors import CheckpointError
 
 _RESERVED = ("model", "optimizer")
@@ -57,7 +57,9 @@ class _Job:
 
 
 _UNFINISHED: set[Checkpointer] = set()
-"""Those with a background save that goes on or has failed: kept alive, so that the error is raised."""
+"""Those whose background save is running or has failed: kept alive, so that its error is raised."""
+
+_LIVE: weakref.WeakSet[Checkpointer] = weakref.WeakSet()
 
 
 class Checkpointer:
@@ -70,8 +72,8 @@ class Checkpointer:
   Args:
     directory: local, or an object store that `etils.epath` and Orbax know; made at the first save. An
       object store has no lock, so let one job write there, and steps are not replaced in place.
-    max_to_keep: how many of the newest steps to keep; None keeps all. The newest is the step that was
-      written last, whatever its number, and larger steps written before it (an abandoned run's) go first.
+    max_to_keep: how many of the newest steps to keep; None keeps all. Each step names the one that its run
+      resumed from or saved before; those that a run left behind by resuming from before them go first.
     keep_every: also keep each step that this divides.
     best: name of the metric that decides which step is best; the best steps are kept too.
     best_mode: `"min"` or `"max"`.
@@ -119,19 +121,21 @@ class Checkpointer:
     retention = Retention(max_to_keep, keep_every, best, best_mode, keep_best)
     self._catalog = catalog.Catalog(self.directory, retention)
     self._asynchronous, self._verify = asynchronous, _checked(verify)
-    self._byte_budget, self._chunk_bytes = byte_budget, chunk_bytes
+    self._byte_budget = _checked_bytes("byte_budget", byte_budget, least=0)
+    self._chunk_bytes = None if chunk_bytes is None else _checked_bytes("chunk_bytes", chunk_bytes, least=1)
     self._pool = concurrent.futures.ThreadPoolExecutor(1, "nnx_parallel-checkpoint")
     self._pending: concurrent.futures.Future[None] | None = None
+    self._saving: int | None = None  # where the run is once `_pending` is done, if that is elsewhere
+    self._position: int | None = None  # the step that this run resumed from or saved last
     self._restored_step: int | None = None
     self._closed = False
-    self._termination = Termination()
     self._at_exit = functools.partial(_if_alive, weakref.WeakMethod(self.wait))
     atexit.register(self._at_exit)
     # atexit comes too late to finish a background save: by then Python starts no more threads, and Orbax
     # needs them. Only this hook comes earlier; the error, if any, is left for atexit to raise.
     finish = functools.partial(_if_alive, weakref.WeakMethod(self._drain))
     threading._register_atexit(finish)  # pyright: ignore
-    self._recover()
+    _LIVE.add(self)
 
   def __enter__(self) -> Checkpointer:
     return self
@@ -147,6 +151,7 @@ class Checkpointer:
     model: object,
     optimizer: object = None,
     *,
+    only: Only | None = None,
     extra: MappingType[str, object] | None = None,
     metrics: MappingType[str, object] | None = None,
     plan: object = None,
@@ -154,30 +159,37 @@ class Checkpointer:
   ) -> None:
     """Saves everything a run is as one step, all or nothing.
 
+    The step follows the one that this object restored into a target or saved last, and else the newest there
+    is. Where newer steps lie that the run did not resume from, a smaller one is refused.
+
     Says before it starts, in the log at INFO, how many bytes the step has and how much host memory this
     process will need. Padded arrays are cut to their logical shape first, which takes a copy of them.
 
     Args:
       step: not negative.
-      model: a module, with Variables of every type, or a pytree of arrays.
-      optimizer: an `nnx.Optimizer`, or a pytree of arrays.
+      model: a module, with Variables of every type; an `nnx.State`; a pytree of arrays; or a tuple or dict of
+        these.
+      optimizer: an `nnx.Optimizer`, a pytree of arrays, or a tuple or dict of these.
+      only: which leaves of the model to save: a filter of nnx (`nnx.LoRAParam`), or patterns of paths.
       extra: more trees of arrays (`"ema"`), or JSON values (`"data"`), by name.
       metrics: numbers; `best` compares them.
       plan: the plan of model and optimizer, to be kept as a record.
-      overwrite: whether to replace the step; the old one is there until the new one is complete.
+      overwrite: whether to replace the step; the old one is there until the new one is complete. A step that
+        this run has not come to keeps its place: adding a metric to it does not make it the newest.
 
     Raises:
-      CheckpointError: the step exists, a leaf cannot be stored, the disk refuses, another job is writing
-        here, or an earlier background save failed.
+      CheckpointError: the step exists, or newer ones of another run do; a leaf cannot be stored, the disk
+        refuses, another job is writing here, or an earlier background save failed.
     """
-    with self.hold(), no_mesh():
-      self._save(step, model, optimizer, extra, metrics, plan, overwrite)
+    with no_mesh():
+      self._save(step, model, optimizer, only, extra, metrics, plan, overwrite)
 
   def _save(
     self,
     step: int,
     model: object,
     optimizer: object,
+    only: Only | None,
     extra: MappingType[str, object] | None,
     metrics: MappingType[str, object] | None,
     plan: object,
@@ -191,8 +203,8 @@ class Checkpointer:
       )
     job = agree.together(
       lambda: _Job(
-        _checked_step(step),
-        *_content(model, optimizer, extra),
+        catalog.as_step(step),
+        *_content(model, optimizer, only, extra),
         _numbers(metrics or {}),
         targets.plan_json(plan),
         overwrite,
@@ -215,16 +227,17 @@ class Checkpointer:
     Raises:
       CheckpointError: it failed.
     """
-    with self.hold():
-      pending = self._pending
-      if pending is None:
-        return
-      try:
-        agree.together(pending.result)
-      finally:
-        if pending.done():  # else an interrupt ended the wait, and the save is still to be waited for
-          self._pending = None
-          _UNFINISHED.discard(self)
+    pending = self._pending
+    if pending is None:
+      return
+    try:
+      agree.together(pending.result)
+      if self._saving is not None:
+        self._position = self._saving
+    finally:
+      if pending.done():  # else an interrupt ended the wait, and the save is still to be waited for
+        self._pending = None
+        _UNFINISHED.discard(self)
 
   def close(self) -> None:
     """Waits for a background save and lets the object go.
@@ -233,64 +246,20 @@ class Checkpointer:
       CheckpointError: the save failed.
     """
     self._closed = True
-    self._termination.stop()
     atexit.unregister(self._at_exit)
     try:
       self.wait()
     finally:
       self._pool.shutdown()
 
-  def save_on_sigterm(self, state: Callable[[], MappingType[str, Any]]) -> None:
-    """Saves when the process is asked to end, then ends it; undone by `close`.
-
-    The save happens where Python handles signals, between two operations of the main thread, but never
-    inside a block of `hold` or another call of this object. Put the updates into such blocks: while a step
-    runs, the arrays of the model are donated and cannot be saved. For jobs of one process only: several
-    would be interrupted at different steps.
-
-    Args:
-      state: called then; returns the arguments of `save`, for example
-        `lambda: {"step": step, "model": model, "optimizer": optimizer}`.
-
-    Raises:
-      CheckpointError: a job of several processes.
-    """
-    if jax.process_count() > 1:
-      raise CheckpointError(
-        f"save_on_sigterm is for jobs of one process, and this one has {jax.process_count()}.",
-        fix="save often; or ask jax.experimental.multihost_utils.reached_preemption_sync_point(step) in the"
-        " loop, and save when it says so.",
-      )
-
-    def save_now() -> None:
-      self.wait()
-      arguments = dict(state())
-      step = arguments.pop("step")
-      if arguments.get("overwrite") or step not in self.steps():
-        self.save(step, **arguments)
-        self.wait()
-
-    self._termination.watch(save_now)
-
-  def hold(self) -> AbstractContextManager[None]:
-    """Puts off the save of `save_on_sigterm` until the block is left.
-
-    Example:
-      >>> import tempfile
-      >>> checkpointer = Checkpointer(tempfile.mkdtemp())
-      >>> with checkpointer.hold():
-      ...   pass  # train_step(model, optimizer, batch); step += 1
-    """
-    return self._termination.hold()
-
   # Finding.
 
   def steps(self) -> list[int]:
-    """The complete steps, oldest first."""
+    """The complete steps, in the order of their numbers; `latest` says which is the newest."""
     return self._catalog.steps()
 
   def latest(self) -> int | None:
-    """The newest step, the one written last, whose manifest and files are all there, or None."""
+    """The newest step of the run that saved last, whose manifest and files are all there, or None."""
     return self._catalog.latest()
 
   def best(self) -> int | None:
@@ -309,7 +278,7 @@ class Checkpointer:
     Raises:
       CheckpointError: no such step, or its manifest cannot be read.
     """
-    return self._catalog.manifest(self._catalog.resolve(step))
+    return agree.together(lambda: self._catalog.manifest(self._catalog.resolve(step)))
 
   # Restoring.
 
@@ -318,7 +287,7 @@ class Checkpointer:
     target: object,
     step: int | str | None = None,
     *,
-    only: Iterable[str] | None = None,
+    only: Only | None = None,
     skip: Iterable[str] = (),
     rename: MappingType[str, str] | None = None,
     cast: bool = False,
@@ -346,22 +315,17 @@ class Checkpointer:
     Raises:
       CheckpointError: no such step, or arguments that name nothing.
     """
-    goal = targets.read(target, optimizer=optimizer, as_numpy=as_numpy)
-    return self._compare(
-      self.metadata(step),
-      remap.through(mapping, goal) if mapping else goal,
-      only=only,
-      skip=skip,
-      rename=rename,
-      cast=cast,
-    )
+    record = self.metadata(step)
+    names, choose = targets.split_only(only)
+    goal = self._goal(target, record, mapping, optimizer, as_numpy, choose)
+    return self._compare(record, goal, only=names, skip=skip, rename=rename, cast=cast)
 
   def restore(
     self,
     target: object = None,
     step: int | str | None = None,
     *,
-    only: Iterable[str] | None = None,
+    only: Only | None = None,
     skip: Iterable[str] = (),
     rename: MappingType[str, str] | None = None,
     cast: bool = False,
@@ -375,16 +339,18 @@ class Checkpointer:
     Says before it reads, in the log at INFO, how many bytes of arrays and how much host memory that takes.
 
     Args:
-      target: a plan; a module, or (module, optimizer), whose values are replaced; or a pytree of
-        `jax.ShapeDtypeStruct`s with shardings.
+      target: a plan; a module or `nnx.State`, whose values are replaced; a pytree of
+        `jax.ShapeDtypeStruct`s with shardings; a tuple or dict of these; or (model, optimizer), as saved.
       step: a number, `"latest"` (also None) or `"best"`.
-      only: patterns of paths to restore; everything else stays as the target has it.
+      only: patterns of paths to restore, or a filter of nnx for the model's leaves (`nnx.LoRAParam`);
+        everything else stays as the target has it.
       skip: patterns of paths, in the target or the checkpoint, to leave alone.
       rename: path in the target, or its start, to the saved one.
       cast: whether one float dtype may become another.
       mapping: how saved leaves make up the target's: lists of layers stacked or cut, dims transposed,
         split or merged. Patterns above are then about the saved paths.
-      optimizer: `"restore"`, `"drop"` (return the model only) or, with a plan, `"fresh"` (make a new one).
+      optimizer: `"restore"`, `"drop"` (leave it, and return the model only) or, with a plan, `"fresh"` (make
+        a new one).
       on_corrupt: `"error"`, or `"fallback"` to take the newest good step, with a warning.
       as_numpy: return numpy arrays; without a target, of everything that was saved.
 
@@ -394,18 +360,29 @@ class Checkpointer:
     Raises:
       CheckpointError: no such step, leaves that do not fit, or damage, all named.
     """
+    names, filtered = targets.split_only(only)
     choose: dict[str, Any] = {
-      "only": only if only is None or isinstance(only, str) else tuple(only),
+      "only": names,
       "skip": skip if isinstance(skip, str) else tuple(skip),
       "rename": rename,
       "cast": cast,
     }
-    with self.hold(), no_mesh():
+    with no_mesh():
       self.wait()
-      goal = agree.together(
-        lambda: self._goal(target, choose, mapping, optimizer, on_corrupt, as_numpy=as_numpy)
+      agree.together(
+        lambda: self._check_choices(target, choose, mapping, optimizer, on_corrupt, as_numpy, filtered)
       )
-      return self._try_steps(step, on_corrupt, lambda record: self._attempt(goal, record, choose))
+
+      def attempt(record: Manifest) -> Any:
+        goal = None
+        if target is not None:
+          goal = agree.together(lambda: self._goal(target, record, mapping, optimizer, as_numpy, filtered))
+        return self._attempt(goal, record, choose)
+
+      found = self._try_steps(step, on_corrupt, attempt)
+      if target is not None:
+        self._position = self._restored_step
+      return found
 
   def restore_extra(
     self, name: str, target: object = None, step: int | str | None = None, *, as_numpy: bool = False
@@ -426,7 +403,7 @@ class Checkpointer:
       CheckpointError: no such step or name, leaves that do not fit, damage, or neither target nor
         `as_numpy`.
     """
-    with self.hold(), no_mesh():
+    with no_mesh():
       self.wait()
       record = self.metadata(self._restored_step if step is None else step)
       if name in record.extra:
@@ -456,13 +433,13 @@ class Checkpointer:
     Raises:
       CheckpointError: no such step.
     """
-    number = self._catalog.resolve(step, whole=False)
+    number = agree.together(lambda: self._catalog.resolve(step, whole=False))
     try:
-      record = self._catalog.manifest(number)
-    except CheckpointError as error:
+      record = agree.together(lambda: self._catalog.manifest(number))
+    except DamagedError as error:
       return {manifest.FILE: error.what}
     folder = self._catalog.folder(number)
-    problems = {text.split(" ")[0]: text for text in restore.damaged_files(folder, record, record.files)}
+    problems = agree.together(lambda: restore.damaged_files(folder, record, record.files))
     with no_mesh():
       for name, error in restore.check_values(folder, record, byte_budget=self._byte_budget):
         if error is not None:
@@ -472,9 +449,8 @@ class Checkpointer:
   # Inside.
 
   def _start(self, stack: contextlib.ExitStack, job: _Job) -> Callable[[], None]:
-    def open_for_writing() -> None:
-      if jax.process_index() == 0:
-        self._open_for_writing(stack, job.step, job.content.nbytes, job.overwrite)
+    def open_for_writing() -> Place | None:
+      return self._open_for_writing(stack, job) if jax.process_index() == 0 else None
 
     def write() -> Callable[[], None]:
       return save.write(
@@ -484,21 +460,24 @@ class Checkpointer:
         extra=job.extra,
         metrics=job.metrics,
         plan=job.plan,
+        place=place,
         chunk_bytes=self._chunk_bytes,
         byte_budget=self._byte_budget,
         background=self._asynchronous,
       )
 
     doing = f"save step {job.step}"
-    agree.together(lambda: files.explained(open_for_writing, doing, self.directory))
+    place = agree.together(lambda: files.explained(open_for_writing, doing, self.directory))
+    self._saving = job.step if place is not None and place.time is None else None
     return agree.together(lambda: files.explained(write, doing, self.directory))
 
-  def _open_for_writing(self, stack: contextlib.ExitStack, step: int, nbytes: int, overwrite: bool) -> None:
+  def _open_for_writing(self, stack: contextlib.ExitStack, job: _Job) -> Place:
     self.directory.mkdir(parents=True, exist_ok=True)
     stack.enter_context(files.writer_lock(self.directory))
     files.sweep(self.directory)
-    self._catalog.check_free(step, overwrite=overwrite)
-    files.check_space(self.directory, nbytes)
+    place = self._catalog.place(job.step, self._position, overwrite=job.overwrite)
+    files.check_space(self.directory, job.content.nbytes)
+    return place
 
   def _finish(self, step: int, finish: Callable[[], None], held: contextlib.ExitStack) -> None:
     with held:
@@ -515,19 +494,22 @@ class Checkpointer:
     if self._pending is not None:
       concurrent.futures.wait([self._pending])
 
-  def _recover(self) -> None:
-    """Cleans up after a killed writer, unless one is alive or nothing may be written."""
-    if not self.directory.is_dir() or jax.process_index() != 0:
-      return
-    if not (self.directory / files.LOCK).exists():
-      return  # nothing was ever saved here
-    with contextlib.suppress(CheckpointError, OSError), files.writer_lock(self.directory):
-      files.sweep(self.directory)
+  def _forget_parent(self) -> None:
+    """Makes the copy in a forked process whole: it has none of its parent's threads and saves."""
+    self._pool = concurrent.futures.ThreadPoolExecutor(1, "nnx_parallel-checkpoint")
+    self._pending = None
 
   def _compare(self, record: Manifest, goal: targets.Target, **choose: Any) -> Diff:
     folder = self._catalog.folder(record.step)
     return compare(
-      record, goal.wanted, values=goal.values, folder=folder, byte_budget=self._byte_budget, **choose
+      record,
+      goal.wanted,
+      values=goal.values,
+      left_out=goal.left_out,
+      drops_optimizer=goal.drops_optimizer,
+      folder=folder,
+      byte_budget=self._byte_budget,
+      **choose,
     )
 
   def _fitting(self, record: Manifest, goal: targets.Target, choose: MappingType[str, Any]) -> Diff:
@@ -545,32 +527,42 @@ class Checkpointer:
       self._catalog.folder(record.step), record, diff, verify=self._verify, byte_budget=self._byte_budget
     )
 
-  def _goal(
+  def _check_choices(
     self,
     target: object,
     choose: MappingType[str, Any],
     mapping: Mapping | None,
     optimizer: str,
     on_corrupt: str,
-    *,
     as_numpy: bool,
-  ) -> targets.Target | None:
-    """What the arguments of `restore` ask for; None for everything as it was saved."""
+    filtered: object,
+  ) -> None:
     if on_corrupt not in ("error", "fallback"):
       raise CheckpointError(f"on_corrupt={on_corrupt!r} is unknown.", fix='pass "error" or "fallback".')
     if target is not None:
-      goal = targets.read(target, optimizer=optimizer, as_numpy=as_numpy)
-      return remap.through(mapping, goal) if mapping else goal
+      return
     if not as_numpy:
       raise _no_target(self.directory)
     given = {"rename": choose["rename"], "cast": choose["cast"], "mapping": mapping}
-    given["optimizer"] = optimizer != "restore"
+    given |= {"optimizer": optimizer != "restore", "filter as only": filtered is not None}
     if unused := [name for name, value in given.items() if value]:
       raise CheckpointError(
         f"restore(as_numpy=True) without a target takes no {unused[0]}=: it returns what was saved.",
-        fix="only= and skip= choose leaves; pass a target for the rest.",
+        fix="only= and skip= choose leaves by their paths; pass a target for the rest.",
       )
-    return None
+
+  def _goal(
+    self,
+    target: object,
+    record: Manifest,
+    mapping: Mapping | None,
+    optimizer: str,
+    as_numpy: bool,
+    filtered: object,
+  ) -> targets.Target:
+    """What the arguments of `restore` ask for of a step."""
+    goal = targets.read(target, optimizer=optimizer, as_numpy=as_numpy, record=record, choose=filtered)
+    return remap.through(mapping, goal) if mapping else goal
 
   def _attempt(
     self,
@@ -586,7 +578,7 @@ class Checkpointer:
     items = {name: saved for name, saved in record.items.items() if only_item in (None, name)}
     wanted = {item: targets.as_saved(saved) for item, saved in items.items()}
     values = {item: tuple(saved.values) for item, saved in items.items()}
-    diff = self._fitting(record, targets.Target(wanted, values, dict), choose)
+    diff = self._fitting(record, targets.Target(wanted, values, dict, drops_optimizer=True), choose)
     found = targets.merge(self._read(record, diff), diff.values)
     return {item: found.get(item, {}) for item in items} if only_item is None else found.get(only_item, {})
 
@@ -594,13 +586,19 @@ class Checkpointer:
     number = agree.together(lambda: self._catalog.resolve(step))
     older: list[int] | None = None
     while True:
+      found = self._catalog.identity(number)
       try:
         record = agree.together(functools.partial(self._catalog.manifest, number))
         result = attempt(record)
-      except DamagedError as error:
-        if on_corrupt == "error":
+      except CheckpointError as error:
+        if any(agree.added_up([found is None or self._catalog.identity(number) != found])):
+          if step not in (None, "latest", "best"):
+            raise manifest.vanished(self._catalog.folder(number)) from error
+          number, older = agree.together(lambda: self._catalog.resolve(step)), None
+          continue
+        if on_corrupt == "error" or not isinstance(error, DamagedError):
           raise
-        if older is None:  # not before: it reads the manifests
+        if older is None:  # not before: it reads the headers
           older = [other for other in reversed(self._catalog.newest_first()) if other < number]
         if not older:
           raise
@@ -616,21 +614,11 @@ def _forget_finished(checkpointer: Checkpointer, pending: concurrent.futures.Fut
     _UNFINISHED.discard(checkpointer)
 
 
-def _checked_step(step: object) -> int:
-  try:
-    number = operator.index(step)  # pyright: ignore[reportArgumentType]
-  except TypeError:
-    number = -1
-  if isinstance(step, bool) or number < 0:
-    raise CheckpointError(f"step={step!r} is not a step.", fix="pass a whole number from 0 up.")
-  return number
-
-
 def _content(
-  model: object, optimizer: object, extra: MappingType[str, object] | None
+  model: object, optimizer: object, only: Only | None, extra: MappingType[str, object] | None
 ) -> tuple[save.Content, dict[str, encoding.Json]]:
   """What is saved, and the JSON values among `extra`."""
-  roots = targets.saved_roots(model, optimizer)
+  roots = targets.saved_roots(model, optimizer, only)
   values: dict[str, encoding.Json] = {}
   for name, value in (extra or {}).items():
     if name in _RESERVED or not name.isidentifier():
@@ -638,11 +626,24 @@ def _content(
         f"extra={{{name!r}: ...}} cannot be used as a name.", fix="use another identifier."
       )
     leaves, _ = trees.flatten(value)
-    if any(isinstance(leaf, (jax.Array, np.ndarray)) for leaf in leaves.values()):
-      roots[name] = save.Tree(leaves)
+    tree = targets.tree_to_save(leaves)
+    if any(isinstance(leaf, (jax.Array, np.ndarray)) for leaf in tree.leaves.values()):
+      roots[name] = tree
     else:
       values[name] = encoding.check_json(value, path=f"extra[{name!r}]")
   return save.prepare(roots), values
+
+
+def _checked_bytes(name: str, value: object, *, least: int) -> int:
+  try:
+    number = operator.index(value)  # pyright: ignore[reportArgumentType]
+  except TypeError:
+    number = -1
+  if isinstance(value, bool) or number < least:
+    raise CheckpointError(
+      f"{name}={value!r} is not a number of bytes from {least} up.", fix=f"{name}=256 << 20 is 256 MiB."
+    )
+  return number
 
 
 def _checked(verify: str) -> str:
@@ -669,6 +670,17 @@ def _no_target(directory: epath.Path) -> CheckpointError:
     fix="pass a plan, a live model, or a tree of jax.ShapeDtypeStruct with shardings; "
     "as_numpy=True returns numpy arrays.",
   )
+
+
+def _after_fork() -> None:
+  files.drop_locks()
+  _UNFINISHED.clear()
+  for checkpointer in _LIVE:
+    checkpointer._forget_parent()  # pyright: ignore[reportPrivateUsage]
+
+
+if hasattr(os, "register_at_fork"):
+  os.register_at_fork(after_in_child=_after_fork)
 
 
 def _if_alive(method: weakref.WeakMethod[Callable[[], None]]) -> None:

@@ -4,8 +4,9 @@ Each element's bits are mixed with its position and the results are summed modul
 block is a range of the global array, of about `BLOCK_BYTES`, fixed by the array's shape alone. A sum does not
 care about order, so shards are digested where they are, without communication, and only a few numbers per
 device travel. The same values give the same digests on any mesh, any process count, and on the host.
-Changing one element always changes its block's digest; any other damage passes with probability 2**-32. It
-guards against rot, not malice.
+A change within one 32-bit word (an element of up to four bytes, half of one of eight) always changes its
+block's digest. Other damage passes with a probability of about 2**-32, also structured damage such as the
+same bit flipped in several elements. That guards against rot, not malice.
 """
 
 from __future__ import annotations
@@ -348,8 +349,12 @@ def _sum_by_block(
 
 
 def _mix(words: jax.Array) -> jax.Array:
-  """A bijection of 32-bit words in which each bit depends on many."""
+  """A bijection of 32-bit words in which each bit depends on all: the finalizer of MurmurHash3 (`fmix32`).
+
+  Source: https://github.com/aappleby/smhasher/blob/master/src/MurmurHash3.cpp
+  """
+  words = words ^ (words >> jnp.uint32(16))
   words = words * jnp.uint32(_FIRST)
-  words = words ^ (words >> jnp.uint32(15))
+  words = words ^ (words >> jnp.uint32(13))
   words = words * jnp.uint32(_SECOND)
-  return words ^ (words >> jnp.uint32(13))
+  return words ^ (words >> jnp.uint32(16))

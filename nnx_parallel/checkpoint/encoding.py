@@ -20,6 +20,7 @@ Array: TypeAlias = "jax.Array | np.ndarray[Any, Any]"
 Json: TypeAlias = "bool | int | float | str | list[Json] | dict[str, Json] | None"
 
 PLAIN, EMPTY, BITS, SMALL = "plain", "empty", "bits", "small"
+_FLOAT, _TUPLE = "__float__", "__tuple__"
 
 _STORED_AS_IS = frozenset(
   {"bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"}
@@ -30,6 +31,23 @@ _STORED_AS_IS = frozenset(
 def is_array(leaf: object) -> bool:
   """Whether a leaf is stored as an array; everything else must be a JSON value."""
   return isinstance(leaf, (jax.Array, np.ndarray, np.generic))
+
+
+def plain_array(leaf: Array | np.generic, *, path: str) -> Array:
+  """A leaf as an array that is all values, in this machine's byte order; of jax's arrays, itself.
+
+  Raises:
+    CheckpointError: an array with a mask.
+  """
+  if isinstance(leaf, jax.Array):
+    return leaf
+  if isinstance(leaf, np.ma.MaskedArray):
+    raise CheckpointError(
+      f"cannot save {path}: it is a masked array, and its mask would be lost.",
+      fix='save two arrays: {"values": x.filled(0), "mask": np.ma.getmaskarray(x)}.',
+    )
+  array = np.asarray(leaf)
+  return array if array.dtype.isnative else array.astype(array.dtype.newbyteorder("="))
 
 
 def is_key(dtype: Any) -> bool:
@@ -51,7 +69,7 @@ def encoding_of(shape: tuple[int, ...], dtype: Any, *, path: str) -> str:
   """Names the encoding of an array: `plain`, `empty`, `bits`, `small` or `key:<implementation>`.
 
   Raises:
-    CheckpointError: text, objects, dates and the like.
+    CheckpointError: text, objects, dates and the like, or numbers that jax does not have.
   """
   if is_key(dtype):
     return key_encoding(dtype) if 0 not in shape else EMPTY
@@ -66,6 +84,12 @@ def encoding_of(shape: tuple[int, ...], dtype: Any, *, path: str) -> str:
   if dtype.name in _STORED_AS_IS:
     return PLAIN
   bits = jnp.iinfo(dtype).bits if jnp.issubdtype(dtype, jnp.integer) else jnp.finfo(dtype).bits
+  if bits not in (2, 4, 8):  # long doubles, and floats of 6 bits
+    other = "complex128" if dtype.kind == "c" else "float64" if bits > 8 else "float32"
+    raise CheckpointError(
+      f"cannot save {path}: jax has no arrays of dtype {dtype} that could be restored.",
+      fix=f"convert it first: array.astype(np.{other}).",
+    )
   return SMALL if bits < 8 else BITS
 
 
@@ -126,23 +150,31 @@ def stored_form(
 
 
 def check_json(value: object, *, path: str) -> Json:
-  """Returns `value` when JSON gives it back unchanged; numpy's scalars become Python's.
+  """Writes `value` as JSON from which `read_json` gives it back unchanged; numpy's scalars become Python's.
+
+  Infinite and undefined numbers, for which JSON has no word, and tuples become dicts with one reserved name.
 
   Raises:
-    CheckpointError: another type, an infinite or undefined number, a name that is not text.
+    CheckpointError: another type, a name that is not text, a dict that would be read as something else.
   """
   if isinstance(value, np.generic):
     value = value.item()
   if value is None or isinstance(value, (bool, str, int)):
     return value
   if isinstance(value, float):
-    # json writes these as words that other readers reject.
-    return value if np.isfinite(value) else {"__float__": repr(value)}
-  if isinstance(value, (list, tuple)):
-    return [check_json(inner, path=f"{path}[{index}]") for index, inner in enumerate(value)]  # pyright: ignore[reportUnknownVariableType, reportUnknownArgumentType]
+    return value if np.isfinite(value) else {_FLOAT: repr(value)}
+  if isinstance(value, list) or type(value) is tuple:
+    items = [check_json(inner, path=f"{path}[{index}]") for index, inner in enumerate(value)]  # pyright: ignore[reportUnknownVariableType, reportUnknownArgumentType]
+    return items if isinstance(value, list) else {_TUPLE: items}
   if isinstance(value, dict) and all(isinstance(key, str) for key in value):  # pyright: ignore[reportUnknownVariableType]
-    items: dict[str, object] = value  # pyright: ignore[reportUnknownVariableType]
-    return {key: check_json(inner, path=f"{path}.{key}") for key, inner in items.items()}
+    fields: dict[str, object] = value  # pyright: ignore[reportUnknownVariableType]
+    if fields.keys() in ({_FLOAT}, {_TUPLE}):
+      raise CheckpointError(
+        f"cannot save {path}: a dict with the single name {next(iter(fields))!r} is reserved.",
+        details=f"value: {value!r}"[:200],
+        fix="rename it.",
+      )
+    return {key: check_json(inner, path=f"{path}.{key}") for key, inner in fields.items()}
   raise CheckpointError(
     f"cannot save {path}: a {type(value).__name__} is neither an array nor a JSON value.",
     details=f"value: {value!r}"[:200],
@@ -150,11 +182,13 @@ def check_json(value: object, *, path: str) -> Json:
   )
 
 
-def read_json(value: Json) -> Json:
+def read_json(value: Json) -> Any:
   """Undoes `check_json`."""
   if isinstance(value, dict):
-    if value.keys() == {"__float__"}:
-      return float(str(value["__float__"]))
+    if value.keys() == {_FLOAT}:
+      return float(str(value[_FLOAT]))
+    if value.keys() == {_TUPLE} and isinstance(items := value[_TUPLE], list):
+      return tuple(read_json(inner) for inner in items)
     return {key: read_json(inner) for key, inner in value.items()}
   if isinstance(value, list):
     return [read_json(inner) for inner in value]

@@ -14,11 +14,9 @@ import contextlib
 import errno
 import functools
 import hashlib
-import math
 import os
 import shutil
 import socket
-import time
 import warnings
 from collections.abc import Callable, Generator, Iterable
 from typing import TypeVar
@@ -33,6 +31,8 @@ SAVING, REPLACED, DELETING = ".nnx-saving", ".nnx-replaced", ".nnx-deleting"
 _PIECE = 1 << 20
 _SYNCING = 16
 
+_LOCKS: set[int] = set()
+
 _T = TypeVar("_T")
 
 
@@ -42,14 +42,19 @@ def is_local(directory: epath.Path) -> bool:
 
 
 def saved_steps(directory: epath.Path) -> list[int]:
-  """The steps that have a manifest, oldest first; other folders, empty ones too, do not count."""
+  """The steps that have a manifest, smallest number first; other folders, empty ones too, do not count."""
   if not directory.is_dir():
     return []
+  named = ((entry, entry.name.removesuffix(REPLACED)) for entry in directory.iterdir())
   return sorted(
-    int(entry.name)
-    for entry in directory.iterdir()
-    if _is_step_name(entry.name) and (entry / manifest.FILE).exists()
+    {int(name) for entry, name in named if _is_step_name(name) and (entry / manifest.FILE).exists()}
   )
+
+
+def folder_of(directory: epath.Path, step: int) -> epath.Path:
+  """The folder of a step: its number, or the name it has until the step that replaces it is there."""
+  folder, replaced = directory / str(step), directory / f"{step}{REPLACED}"
+  return replaced if not folder.exists() and (replaced / manifest.FILE).exists() else folder
 
 
 def foreign_steps(directory: epath.Path) -> list[int]:
@@ -74,18 +79,6 @@ def _is_foreign(folder: epath.Path) -> bool:
   return False
 
 
-def commit_time(directory: epath.Path) -> float:
-  """The time, in seconds since 1970, to give a step that is committed now: after that of every other.
-
-  The order of these times says which step is the newest, also when the clock went back in between.
-  """
-  last = -math.inf
-  for step in saved_steps(directory):
-    with contextlib.suppress(CheckpointError):
-      last = max(last, manifest.read(directory / str(step)).time)
-  return max(time.time(), math.nextafter(last, math.inf))
-
-
 @contextlib.contextmanager
 def writer_lock(directory: epath.Path) -> Generator[None]:
   """Holds the directory for writing.
@@ -100,24 +93,34 @@ def writer_lock(directory: epath.Path) -> Generator[None]:
     return
   import fcntl  # not on Windows, where nothing else of this module would hold either
 
-  path = os.fspath(directory / LOCK)
-  with open(path, "a+", encoding="utf-8") as file:
+  file, process = os.open(directory / LOCK, os.O_RDWR | os.O_CREAT, 0o666), os.getpid()
+  _LOCKS.add(file)
+  try:
     try:
       fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-      file.seek(0)
       raise CheckpointError(
         f"cannot write to {directory}: another job is writing there.",
-        details=f"held by {file.read().strip() or 'a process that has not said its name'}",
+        details=f"held by {os.pread(file, 1000, 0).decode().strip() or 'a process without a name yet'}",
         fix="give each job its own directory, or wait until the other has finished.",
       ) from None
-    file.truncate(0)
-    file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
-    file.flush()
+    os.ftruncate(file, 0)
+    os.write(file, f"process {process} on {socket.gethostname()}\n".encode())
     try:
       yield
     finally:
-      file.truncate(0)
+      if os.getpid() == process:
+        os.ftruncate(file, 0)
+  finally:
+    if os.getpid() == process:  # in a forked one the number may be another file's by now
+      _LOCKS.discard(file)
+      os.close(file)
+
+
+def drop_locks() -> None:
+  """Closes in a forked process the locks of its parent, which the parent could not give back otherwise."""
+  while _LOCKS:
+    os.close(_LOCKS.pop())
 
 
 def sweep(directory: epath.Path) -> list[str]:
@@ -295,7 +298,7 @@ def check_space(
   """Raises when the disk plainly cannot take so many bytes.
 
   Raises:
-    CheckpointError: fewer bytes are free than the arrays have; the others are its words.
+    CheckpointError: less disk space is free than the arrays need; `doing`, `what` and `fix` fill it in.
   """
   if not is_local(directory):
     return

@@ -1,8 +1,9 @@
 """The manifest: what a checkpoint holds, written last and signed with its own digest.
 
-One JSON file, `nnx_parallel.json`, lies in each step folder. A folder with a readable manifest is a
-complete checkpoint; without one it is none. The manifest names every leaf with its logical shape, dtype,
-kind and digests, every file with its size, and the versions, plan and JSON values that belong to the run.
+One file, `nnx_parallel.json`, lies in each step folder. A folder with a readable manifest is a complete
+checkpoint; without one it is none. Its first line, the header, is all that a search for a step reads: number,
+time, metrics and parent. The second line names every leaf with its logical shape, dtype, kind and digests,
+every file with its size, and the versions, plan and JSON values that belong to the run. Both are JSON.
 """
 
 from __future__ import annotations
@@ -12,23 +13,28 @@ import hashlib
 import importlib.metadata
 import json
 import platform
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from etils import epath
 
+from nnx_parallel.checkpoint import encoding
 from nnx_parallel.checkpoint.encoding import Json
 from nnx_parallel.checkpoint.passing import raise_passing
 from nnx_parallel.errors import CheckpointError
 
 FILE = "nnx_parallel.json"
-FORMAT = 3
-_READ = (2, FORMAT)
+FORMAT = 4
+_LONGEST_HEADER = 1 << 20
 _PACKAGES = ("nnx_parallel", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
 
 
 class DamagedError(CheckpointError):
   """A checkpoint whose files or values are not those that were saved."""
+
+
+class VanishedError(CheckpointError):
+  """A checkpoint that another process removed or replaced while it was read."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,6 +83,23 @@ class ItemRecord:
 
 
 @dataclasses.dataclass(frozen=True)
+class Header:
+  """What a search for a step needs to know of it.
+
+  Attributes:
+    step: as in `Manifest`, and so are the others.
+    time: see there.
+    metrics: see there.
+    parent: see there.
+  """
+
+  step: int
+  time: float
+  metrics: Mapping[str, float]
+  parent: int | None
+
+
+@dataclasses.dataclass(frozen=True)
 class Manifest:
   """All that is known about a checkpoint without reading its arrays.
 
@@ -88,9 +111,10 @@ class Manifest:
     plan: what `ShardingPlan.to_json` wrote, or None; `ShardingPlan.from_json(json.dumps(...))` reads it.
     versions: of Python and the packages that wrote it.
     fingerprint: changes whenever any value, path, shape or dtype changes.
-    time: seconds since 1970 when it was committed; later than that of any step committed before it.
+    time: seconds since 1970 when it was first committed; later than that of any step committed before it.
     files: bytes of every other file of the step, by relative path.
     hashes: SHA-256 of the files that hold no array data, by relative path.
+    parent: the step that the run resumed from or saved before this one; None at the start of a run.
   """
 
   step: int
@@ -103,6 +127,12 @@ class Manifest:
   time: float
   files: Mapping[str, int]
   hashes: Mapping[str, str]
+  parent: int | None
+
+  @property
+  def header(self) -> Header:
+    """Its first line."""
+    return Header(self.step, self.time, self.metrics, self.parent)
 
   @property
   def nbytes(self) -> int:
@@ -112,46 +142,92 @@ class Manifest:
 
 def write(manifest: Manifest, step_dir: epath.Path) -> None:
   """Writes the manifest into a step folder; the caller makes it durable."""
-  body = json.loads(_body(dataclasses.asdict(manifest)))
-  text = json.dumps({"format": FORMAT, "sha256": _signature(FORMAT, body), "manifest": body})
-  (step_dir / FILE).write_text(text)
+  fields = dataclasses.asdict(manifest)
+  header = {name: fields.pop(name) for name in ("step", "time", "parent")}
+  header["metrics"] = encoding.check_json(fields.pop("metrics"), path="metrics")
+  body = json.dumps(fields, separators=(",", ":"))
+  signed: dict[str, Any] = {"format": FORMAT, **header, "body": _sha256(body)}
+  (step_dir / FILE).write_text(f"{_json({**signed, 'sha256': _sha256(_json(signed))})}\n{body}\n")
 
 
 def read(step_dir: epath.Path) -> Manifest:
   """Reads and checks the manifest of a step folder.
 
   Raises:
+    VanishedError: the folder is not there.
     CheckpointError: no manifest, one that was damaged, or one of another format.
   """
+  return _parse(*_read(step_dir))
+
+
+def read_header(step_dir: epath.Path) -> Header:
+  """Reads and checks the first line of a manifest.
+
+  Raises:
+    VanishedError: the folder is not there.
+    CheckpointError: no manifest, one that was damaged, or one of another format.
+  """
+
+  def first_line(file: epath.Path) -> bytes:
+    with file.open("rb") as stream:
+      return stream.readline(_LONGEST_HEADER)
+
+  return _header(_checked(step_dir, first_line)[0])
+
+
+def as_json(step_dir: epath.Path) -> dict[str, Json]:
+  """The manifest as it is stored, header and body in one.
+
+  Raises:
+    CheckpointError: as `read`.
+  """
+  signed, body = _read(step_dir)
+  return {**signed, **body}
+
+
+def vanished(step_dir: epath.Path) -> VanishedError:
+  """The error for a step that is gone."""
+  return VanishedError(
+    f"{step_dir} vanished: another process removed or replaced it.",
+    fix="take another step: Checkpointer(...).steps() lists those there are.",
+  )
+
+
+def _read(step_dir: epath.Path) -> tuple[dict[str, Any], dict[str, Any]]:
+  signed, body = _checked(step_dir, lambda file: file.read_bytes())
+  if signed["body"] != _sha256(body):
+    raise _damaged(step_dir / FILE, "its contents do not have the SHA-256 that it names")
+  return signed, json.loads(body)
+
+
+def _checked(step_dir: epath.Path, load: Callable[[epath.Path], bytes]) -> tuple[dict[str, Any], bytes]:
+  """The signed fields of the header, and the body as far as `load` reads it."""
   file = step_dir / FILE
   try:
-    document = json.loads(file.read_bytes())
-    number, sha256, body = document["format"], document["sha256"], document["manifest"]
+    line, _, body = load(file).partition(b"\n")
+    signed = json.loads(line)
+    number, sha256 = signed["format"], signed.pop("sha256")
   except FileNotFoundError:
+    if not step_dir.exists():
+      raise vanished(step_dir) from None
     raise DamagedError(
       f"{step_dir} is damaged, or something else wrote it: {FILE} is missing.",
       fix='restore another step: Checkpointer(...).steps() lists the complete ones; on_corrupt="fallback" '
       "takes the newest good one. If the folder is not a checkpoint, move it elsewhere.",
     ) from None
-  except (ValueError, TypeError, LookupError) as error:
+  except (ValueError, TypeError, LookupError, AttributeError) as error:
     raise _damaged(file, f"it cannot be read as JSON ({error})") from error
   except OSError as error:
     raise_passing(error, f"{file}")
     raise _damaged(file, f"it cannot be read ({error.strerror or error})") from error
-  if number in _READ and sha256 == _signature(number, body):
-    return _parse(body)
-  # A format that is not the one that was signed is a damaged number, not a newer format.
-  if number in _READ or sha256 in (_signature(known, body) for known in _READ):
+  if sha256 != _sha256(_json(signed)):
     raise _damaged(file, "its contents do not have the SHA-256 that it names")
-  raise CheckpointError(
-    f"cannot read {file}: it has format {number!r}, and this version reads the formats 2 to {FORMAT}.",
-    fix="install the nnx_parallel that wrote it.",
-  )
-
-
-def _signature(number: int, body: Any) -> str:
-  """SHA-256 of a manifest; until format 2 the format was not part of it."""
-  return _sha256(_body(body if number == 2 else [number, body]))
+  if number != FORMAT:
+    raise CheckpointError(
+      f"cannot read {file}: it has format {number!r}, and this version reads format {FORMAT}.",
+      fix="install the nnx_parallel that wrote it.",
+    )
+  return signed, body.removesuffix(b"\n")
 
 
 def versions() -> dict[str, str]:
@@ -173,10 +249,15 @@ def fingerprint(items: Mapping[str, ItemRecord]) -> str:
     for path, leaf in sorted(item.leaves.items())
   ]
   values = {name: dict(item.values) for name, item in items.items()}
-  return _sha256(_body([rows, values]))
+  return _sha256(_json([rows, values]))
 
 
-def _parse(body: Any) -> Manifest:
+def _header(signed: Mapping[str, Any]) -> Header:
+  metrics = {name: float(encoding.read_json(value)) for name, value in signed["metrics"].items()}  # pyright: ignore[reportArgumentType]
+  return Header(signed["step"], signed["time"], metrics, signed["parent"])
+
+
+def _parse(signed: Mapping[str, Any], body: Any) -> Manifest:
   items = {
     name: ItemRecord(
       {path: _parse_leaf(leaf) for path, leaf in item["leaves"].items()},
@@ -184,19 +265,26 @@ def _parse(body: Any) -> Manifest:
     )
     for name, item in body["items"].items()
   }
-  return Manifest(**(body | {"items": items}))
+  header = _header(signed)
+  return Manifest(
+    step=header.step,
+    time=header.time,
+    metrics=header.metrics,
+    parent=header.parent,
+    **(body | {"items": items}),
+  )
 
 
 def _parse_leaf(leaf: Any) -> LeafRecord:
   return LeafRecord(**leaf | {name: tuple(leaf[name]) for name in ("shape", "block", "digests")})
 
 
-def _body(value: object) -> str:
+def _json(value: object) -> str:
   return json.dumps(value, sort_keys=True, separators=(",", ":"))
 
 
-def _sha256(text: str) -> str:
-  return hashlib.sha256(text.encode()).hexdigest()
+def _sha256(text: str | bytes) -> str:
+  return hashlib.sha256(text.encode() if isinstance(text, str) else text).hexdigest()
 
 
 def _damaged(file: epath.Path, why: str) -> DamagedError:

@@ -1,4 +1,4 @@
-"""Errors of reading that say something of this machine and this moment, and nothing of the files."""
+"""Transient read errors (open-file limit, permissions): they do not mean damage."""
 
 from __future__ import annotations
 

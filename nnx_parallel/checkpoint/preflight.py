@@ -22,6 +22,7 @@ from nnx_parallel.checkpoint.manifest import ItemRecord, LeafRecord, Manifest
 from nnx_parallel.errors import CheckpointError
 from nnx_parallel.layout.leaf import HOST_KINDS
 from nnx_parallel.layout.mesh import axis_sizes
+from nnx_parallel.layout.render import Shown
 from nnx_parallel.layout.variables import axes_of, entry_of
 
 _MOST_ROWS, _MOST_LAYOUTS = 12, 3
@@ -75,7 +76,7 @@ class Match:
 
 
 @dataclasses.dataclass(frozen=True)
-class Diff:
+class Diff(Shown):
   """What would happen if a checkpoint were restored into a target.
 
   Attributes:
@@ -178,6 +179,10 @@ class Diff:
   def _fix(self) -> str:
     if self.missing and all(name.startswith("optimizer/") for name, _ in self.missing):
       return 'if it has no such optimizer: restore(..., optimizer="fresh"), or optimizer="drop".'
+    if not self.missing and self.extra and all(name.startswith("optimizer/") for name in self.extra):
+      return (
+        'to restore it, plan with optimizer=..., or pass (model, optimizer); to leave it, optimizer="drop".'
+      )
     renames = {a.partition("/")[2]: b.partition("/")[2] for a, b in self.missing if b}
     if renames:
       first = dict(list(renames.items())[:3])
@@ -201,6 +206,8 @@ def compare(
   target: Mapping[str, Mapping[str, Wanted]],
   *,
   values: Mapping[str, Iterable[str]] | None = None,
+  left_out: Mapping[str, Iterable[str]] | None = None,
+  drops_optimizer: bool = True,
   folder: epath.Path | None = None,
   only: Iterable[str] | None = None,
   skip: Iterable[str] = (),
@@ -212,8 +219,10 @@ def compare(
 
   Args:
     manifest: of the checkpoint.
-    target: leaves by item and path; saved items that are not in it are not looked at.
+    target: leaves by item and path; of saved items that are not in it, only an optimizer is looked at.
     values: paths of the target's JSON values by item; None looks at no saved ones either.
+    left_out: paths of the target that are not to be restored, by item.
+    drops_optimizer: whether a saved optimizer that the target lacks is left alone on purpose.
     folder: of the step; None predicts the bytes read without looking at how the arrays are stored.
     only: patterns of the target's paths to restore (`fnmatch`); all others are left out.
     skip: patterns of paths, in the target or in the checkpoint, to leave out.
@@ -233,7 +242,8 @@ def compare(
   for item in dict.fromkeys([*target, *plain]):
     leaves, record = target.get(item, {}), manifest.items.get(item, _NOTHING)
     arrays, others = record.leaves, record.values if values is not None else {}
-    used: set[str] = set()
+    used = {renames.apply(path) for path in (left_out or {}).get(item, ())}
+    patterns.left_out |= dict.fromkeys((left_out or {}).get(item, ()))
     absent: list[str] = []
     for path in [*leaves, *plain.get(item, ())]:
       saved_path = renames.apply(path)
@@ -255,6 +265,9 @@ def compare(
     extra += [
       f"{item}/{path}" for path in (*arrays, *others) if path not in used and not patterns.leaves_out(path)
     ]
+  if "optimizer" in manifest.items.keys() - {*target, *plain} and not drops_optimizer:
+    record = manifest.items["optimizer"]
+    extra += [f"optimizer/{p}" for p in (*record.leaves, *record.values) if not patterns.leaves_out(p)]
   paths = [path for leaves in (*target.values(), *plain.values()) for path in leaves]
   looked_at = [manifest.items[item] for item in target if item in manifest.items]
   paths += [

@@ -37,11 +37,6 @@ def reshard(
   record = source.metadata(step)
   restored = source.restore(plan, record.step)
   model, optimizer = restored if isinstance(restored, tuple) else (restored, None)
-  if optimizer is None and "optimizer" in record.items:
-    raise CheckpointError(
-      f"step {record.step} has an optimizer and the plan has none, so it would be lost.",
-      fix="plan with optimizer=..., as in training.",
-    )
   extra: dict[str, object] = {name: encoding.read_json(value) for name, value in record.extra.items()}
   others = [name for name in record.items if name not in ("model", "optimizer")]
   extra |= {name: _nested(source.restore_extra(name, step=record.step, as_numpy=True)) for name in others}

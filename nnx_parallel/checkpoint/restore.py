@@ -152,7 +152,7 @@ def check_values(
 
 def damaged_files(
   step_dir: epath.Path, manifest: Manifest, names: Iterable[str], *, chunks: bool = True
-) -> list[str]:
+) -> dict[str, str]:
   """Says which of the named files are missing, cut short, unreadable, or not what was written.
 
   Args:
@@ -161,10 +161,13 @@ def damaged_files(
     names: of files in the manifest.
     chunks: whether the contents of files that hold values are looked at too, as far as they are small.
 
+  Returns:
+    What is wrong, by name.
+
   Raises:
     CheckpointError: a file that cannot be read for a reason that says nothing of the file.
   """
-  problems: list[str] = []
+  problems: dict[str, str] = {}
   for name in names:
     sha256 = manifest.hashes.get(name) if chunks or not _holds_values(name) else None
     try:
@@ -173,18 +176,22 @@ def damaged_files(
       raise_passing(error, f"{step_dir / name}")
       problem = f"cannot be read ({error.strerror or error})"
     if problem:
-      problems.append(f"{name} {problem}")
+      problems[name] = f"{name} {problem}"
   return problems
 
 
 def _problem_of_file(file: epath.Path, size: int, sha256: str | None) -> str:
-  if not file.exists():
+  try:
+    found = file.stat().length
+    if found == size and (sha256 is None or files.sha256(file) == sha256):
+      return ""
+  except FileNotFoundError:
     return "is missing"
-  if (found := file.stat().length) != size:
-    return f"has {found:,} bytes instead of {size:,}"
-  if sha256 is not None and files.sha256(file) != sha256:
-    return "does not have the contents that were written"
-  return ""
+  return (
+    f"has {found:,} bytes instead of {size:,}"
+    if found != size
+    else "does not have the contents that were written"
+  )
 
 
 def damage(step: object, problems: Sequence[str]) -> DamagedError:
@@ -216,12 +223,13 @@ def _damage_of_files(
 
   names = [name for name in manifest.files if is_read(name)]
   problems = damaged_files(step_dir, manifest, names, chunks=chunks)
-  return damage(manifest.step, problems) if problems else None
+  return damage(manifest.step, [*problems.values()]) if problems else None
 
 
 def _damaged_files_of(step_dir: epath.Path, manifest: Manifest, match: Match) -> list[str]:
   folder = f"{match.item}/{match.saved.folder}/"
-  return damaged_files(step_dir, manifest, [name for name in manifest.files if name.startswith(folder)])
+  names = [name for name in manifest.files if name.startswith(folder)]
+  return [*damaged_files(step_dir, manifest, names).values()]
 
 
 def _holds_values(name: str) -> bool:

@@ -1,38 +1,12 @@
-"""Which steps are the newest, and which of them to keep."""
+"""Which steps to keep."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from nnx_parallel.errors import CheckpointError
-
-
-def newest_first(times: Mapping[int, float | None]) -> list[int]:
-  """Steps by age: those of the run that goes on, then those that it left behind.
-
-  A step was left behind when a smaller one was written after it: a run went on from before it. So the
-  first is the one that was written last.
-
-  Args:
-    times: when each step was written; None when nothing says it, and then its number decides.
-
-  Example:
-    >>> newest_first({100: 1.0, 150: 3.0, 200: 2.0})
-    [150, 100, 200]
-  """
-  current: list[int] = []
-  left: dict[int, float] = {}
-  last = -math.inf
-  for step in sorted(times):
-    time = times[step]
-    if time is not None and time < last:
-      left[step] = time
-    else:
-      current.append(step)
-      last = last if time is None else time
-  return [*reversed(current), *sorted(left, key=lambda step: -left[step])]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,7 +25,8 @@ class Retention:
 
   Example:
     >>> keep = Retention(newest=2, every=100, best="loss")
-    >>> keep.doomed({100: {}, 150: {"loss": 1.0}, 160: {"loss": 2.0}, 170: {}, 180: {}})
+    >>> metrics = {100: {}, 150: {"loss": 1.0}, 160: {"loss": 2.0}, 170: {}, 180: {}}
+    >>> keep.doomed(metrics, newest_first=[180, 170, 160, 150, 100])
     [160]
   """
 
@@ -78,19 +53,16 @@ class Retention:
     finite = [step for step, value in values.items() if not math.isnan(value)]
     return sorted(finite, key=lambda step: (sign * values[step], -step))
 
-  def doomed(
-    self, metrics: Mapping[int, Mapping[str, float]], times: Mapping[int, float] | None = None
-  ) -> list[int]:
+  def doomed(self, metrics: Mapping[int, Mapping[str, float]], newest_first: Sequence[int]) -> list[int]:
     """The steps to delete, in the order of their numbers.
 
     Args:
       metrics: of every saved step.
-      times: when each of them was written; None: in the order of their numbers.
+      newest_first: these steps by age.
     """
     if self.newest is None:
       return []
-    steps = newest_first(dict.fromkeys(metrics) if times is None else times)
-    kept = {*steps[: self.newest], *self.ranked(metrics)[: self.keep_best]}
+    kept = {*newest_first[: self.newest], *self.ranked(metrics)[: self.keep_best]}
     if self.every is not None:
-      kept |= {step for step in steps if step % self.every == 0}
-    return sorted(set(steps) - kept)
+      kept |= {step for step in newest_first if step % self.every == 0}
+    return sorted(set(newest_first) - kept)

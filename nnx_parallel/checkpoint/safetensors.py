@@ -1,29 +1,30 @@
 """Safetensors in and out, one shard at a time; Hugging Face's sharded index included.
 
-The format is a length, a JSON header, and the arrays' bytes; reading it needs nothing but a memory map, so
-each process touches only the pages of its own shards.
+The package `safetensors` reads and checks the headers. Behind them the arrays' bytes follow one another: each
+process reads only the pages of its own shards, from a memory map, and writes only the bytes of its own.
 """
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import functools
 import json
 import math
-import mmap
 import os
 import shutil
 from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Mapping as MappingType
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from etils import epath
+from flax import nnx
 
-from nnx_parallel.checkpoint import agree, encoding, files, preflight, targets, views
+from nnx_parallel.checkpoint import agree, encoding, files, paths, preflight, targets, views
 from nnx_parallel.checkpoint.mapping import (
   Bound,
   Cast,
@@ -38,6 +39,7 @@ from nnx_parallel.checkpoint.mapping import (
 from nnx_parallel.checkpoint.views import View
 from nnx_parallel.errors import CheckpointError
 from nnx_parallel.layout.plan import ShardingPlan
+from nnx_parallel.layout.variables import variables
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -59,7 +61,10 @@ _DTYPES: dict[str, Any] = {
   "BOOL": np.bool_,
 }
 _NAMES = {np.dtype(dtype): name for name, dtype in _DTYPES.items()}
+_LARGEST_INDEX = 100 << 20
 _T = TypeVar("_T")
+_ViewsOf: TypeAlias = Callable[[Path], Callable[[int, tuple[int, ...], np.dtype[Any]], View]]
+"""From a file to what makes the view of an array in it from its first byte, shape and dtype."""
 
 
 def read_tensors(path: str | os.PathLike[str]) -> dict[str, View]:
@@ -74,9 +79,21 @@ def read_tensors(path: str | os.PathLike[str]) -> dict[str, View]:
   Raises:
     CheckpointError: nothing there, or a file that is damaged or incomplete.
   """
+  return _read_all(Path(path), views.mapped)
+
+
+def _read_all(path: Path, views_of: _ViewsOf) -> dict[str, View]:
   found: dict[str, View] = {}
-  for file in _files(Path(path)):
-    for name, view in _open(file).items():
+  places, index = _files(path)
+  for file in places:
+    opened = _open(file, views_of)
+    if lost := [name for name, where in index.items() if where == file.name and name not in opened]:
+      raise CheckpointError(
+        f"{file} does not hold {lost[0]}, which its index places there.",
+        details=f"{len(lost)} arrays are missing" if len(lost) > 1 else "",
+        fix="copy or download the folder again.",
+      )
+    for name, view in opened.items():
       if name in found:
         raise CheckpointError(f"{name} is in two files of {path}.", fix="remove one of them.")
       found[name] = view
@@ -92,6 +109,8 @@ def import_safetensors(
 ) -> Any:
   """Makes a model from safetensors, each shard read straight from the file.
 
+  Random-number state (`nnx.RngState`) is not in such files: it is initialised.
+
   Args:
     path: see `read_tensors`.
     plan: the layout; when it has an optimizer, a fresh one is made.
@@ -105,9 +124,11 @@ def import_safetensors(
     CheckpointError: an incomplete mapping, or a shape or dtype that does not fit, named.
   """
   rules = mapping or Identity()
-  target = targets.read(plan, optimizer="fresh")
+  target = targets.read(plan, optimizer="drop" if plan.tx is None else "fresh")
   patterns = preflight.Patterns(None, skip)
-  wanted = {p: w for p, w in target.wanted["model"].items() if not patterns.leaves_out(p)}
+  left_out = {path for path in target.wanted["model"] if patterns.leaves_out(path)}
+  left_out |= _random_state(plan.abstract_model)
+  wanted = {path: one for path, one in target.wanted["model"].items() if path not in left_out}
 
   def read() -> dict[str, jax.Array]:
     _no_unused(patterns.unused())
@@ -132,11 +153,13 @@ def export_safetensors(
 ) -> list[str]:
   """Writes a model as safetensors, each process its own shards into the same files.
 
+  Random-number state (`nnx.RngState`) is left out.
+
   Args:
     path: a folder that does not exist yet; it appears when it is complete.
     model: a module, or a pytree of arrays.
     mapping: as for `import_safetensors`; undone. None: names are our paths.
-    skip: patterns of our paths to leave out, for example `["*rngs*"]`.
+    skip: patterns of our paths to leave out, for example `["*.bias"]`.
     file_bytes: largest file; more are split and get an index, as Hugging Face's loaders expect.
 
   Returns:
@@ -152,16 +175,22 @@ def export_safetensors(
 
   def lay_out() -> None:
     if jax.process_index() == 0:
-      shutil.rmtree(temporary, ignore_errors=True)
-      temporary.mkdir(parents=True)
+      temporary.mkdir(parents=True, exist_ok=True)
+      stack.enter_context(files.writer_lock(epath.Path(temporary)))
+      stack.callback(shutil.rmtree, temporary, ignore_errors=True)
+      _require_new(final)  # whoever had the lock before may just have written it
+      for left in temporary.iterdir():
+        if left.name != files.LOCK:
+          left.unlink()
       _lay_out(temporary, specs, file_bytes)
 
   def store() -> dict[str, View]:
-    sources = {name: view for file in _files(temporary) for name, view in _open(file, write=True).items()}
+    sources = _read_all(temporary, lambda file: functools.partial(views.InFile, file))
     for bound in first:
       view, (spec, array) = bound.view(sources), leaves[bound.ours]
       _require_fit(bound, view, spec.shape, spec.dtype)
       _store(view, spec, array)
+    files.make_tree_durable(epath.Path(temporary))
     return sources
 
   def compare(sources: MappingType[str, View]) -> None:
@@ -170,16 +199,19 @@ def export_safetensors(
       _require_fit(bound, view, spec.shape, spec.dtype)
       _require_same(bound, view, spec, array)
 
+  def publish() -> None:
+    if jax.process_index() == 0:
+      temporary.rename(final)
+      (final / files.LOCK).unlink()
+      files.make_durable([epath.Path(final), epath.Path(final.parent)])
+
   first, tied = _first_and_tied(bounds)
-  try:
+  with contextlib.ExitStack() as stack:
     _together(lay_out, doing, final.parent)
     sources = _together(store, doing, final.parent)
     # Only now: other processes may have written what a tied leaf here is compared with.
     _together(lambda: compare(sources), doing, final.parent)
-    _together(lambda: temporary.rename(final) if jax.process_index() == 0 else None, doing, final.parent)
-  finally:
-    if jax.process_index() == 0:
-      shutil.rmtree(temporary, ignore_errors=True)
+    _together(publish, doing, final.parent)
   return list(specs)
 
 
@@ -191,14 +223,18 @@ def _together(call: Callable[[], _T], doing: str, folder: Path) -> _T:
 def _plan_export(
   final: Path, model: object, mapping: Mapping | None, skip: Iterable[str]
 ) -> tuple[dict[str, tuple[Spec, jax.Array]], list[Bound], dict[str, Spec]]:
-  if final.exists():
-    raise CheckpointError(f"cannot export to {final}: it exists.", fix="choose a folder that does not.")
+  _require_new(final)
   leaves = _leaves(model, skip)
   bounds = [
     with_layers(b, stack_size(b, leaves[b.ours][0])) if isinstance(b.rule.layers, Stack) else b
     for b in (mapping or Identity()).names_for(leaves)
   ]
   return leaves, bounds, _their_specs(bounds, leaves)
+
+
+def _require_new(final: Path) -> None:
+  if final.exists():
+    raise CheckpointError(f"cannot export to {final}: it exists.", fix="choose a folder that does not.")
 
 
 def _first_and_tied(bounds: Iterable[Bound]) -> tuple[list[Bound], list[Bound]]:
@@ -208,60 +244,69 @@ def _first_and_tied(bounds: Iterable[Bound]) -> tuple[list[Bound], list[Bound]]:
   return list(first.values()), tied
 
 
-def _files(path: Path) -> list[Path]:
+def _files(path: Path) -> tuple[list[Path], dict[str, str]]:
+  """The files to read, and which of them holds which array, as far as an index says so."""
+  index: dict[str, str] = {}
   if path.is_dir():
     if (path / INDEX).exists():
       return _files(path / INDEX)
     found = sorted(path.glob("*.safetensors"))
   elif path.name.endswith(".index.json") and path.exists():
-    found = [path.parent / name for name in _named_by(path)]
+    index = _weight_map(path)
+    found = [path.parent / name for name in sorted(set(index.values()))]
   else:
     found = [path]
-  missing = [file.name for file in found if not file.exists()]
+  missing = [file.name for file in found if not file.is_file()]
   if missing or not found:
     raise CheckpointError(
       f"cannot read safetensors from {path}: {', '.join(missing) or 'there are none'} is missing.",
       fix="pass a .safetensors file, its index, or the folder that holds them.",
     )
-  return found
+  return found, index
 
 
-def _named_by(index: Path) -> list[str]:
+def _weight_map(index: Path) -> dict[str, str]:
+  """File names by array; all of them in the folder of the index."""
   try:
-    return sorted(set(json.loads(index.read_text())["weight_map"].values()))
-  except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+    if (size := index.stat().st_size) > _LARGEST_INDEX:
+      raise ValueError(f"it has {size:,} bytes")
+    names = json.loads(index.read_text())["weight_map"]
+    for tensor, file in names.items():
+      if not isinstance(file, str) or file in ("", ".", "..") or "/" in file or os.sep in file:
+        raise ValueError(f"{tensor} is not in a file beside it, but in {file!r}")
+    return names
+  except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
     raise CheckpointError(
       f"{index} is not an index of safetensors files: {error}.", fix="copy or download it again."
     ) from error
 
 
-def _open(file: Path, *, write: bool = False) -> dict[str, View]:
+def _open(file: Path, views_of: _ViewsOf) -> dict[str, View]:
   try:
-    return _mapped(file, write=write)
+    from safetensors import SafetensorError, safe_open
+  except ImportError as error:
+    raise CheckpointError(
+      f"cannot read {file}: the package safetensors is not installed.",
+      fix="pip install 'nnx-parallel[safetensors]'.",
+    ) from error
+  try:
+    with safe_open(file, "numpy") as opened:
+      slices = [(name, opened.get_slice(name)) for name in opened.offset_keys()]
+      entries = [(name, one.get_dtype(), tuple(one.get_shape())) for name, one in slices]
+    begin = file.stat().st_size
   except OSError as error:
-    raise CheckpointError(f"cannot open {file}: {error.strerror}.", fix="check who may read it.") from error
-  except (ValueError, LookupError, TypeError, AttributeError) as error:
+    raise CheckpointError(f"cannot open {file}: {error}.", fix="check who may read it.") from error
+  except SafetensorError as error:
     raise CheckpointError(
       f"{file} is not a whole safetensors file: {error}.", fix="copy or download it again."
     ) from error
-
-
-def _mapped(file: Path, *, write: bool) -> dict[str, View]:
-  size = file.stat().st_size
-  with file.open("r+b" if write else "rb") as stream:
-    length = int.from_bytes(stream.read(8), "little")
-    if length > size - 8:
-      raise ValueError("the header is longer than the file")
-    header = json.loads(stream.read(length))
-    header.pop("__metadata__", None)
-    for name, entry in header.items():
-      _require_known(file, name, entry["dtype"])
-    end = 8 + length + _end_of(header)
-    if end != size:
-      raise ValueError(f"it has {size:,} bytes instead of {end:,}")
-    access = mmap.ACCESS_WRITE if write else mmap.ACCESS_READ
-    data = mmap.mmap(stream.fileno(), 0, access=access)
-  return {name: _view(data, 8 + length, entry) for name, entry in header.items()}
+  view_of, found = views_of(file), dict[str, View]()
+  # The arrays lie in this order without a gap, up to the end.
+  for name, dtype, shape in reversed(entries):
+    _require_known(file, name, dtype)
+    begin -= math.prod(shape) * np.dtype(_DTYPES[dtype]).itemsize
+    found[name] = view_of(begin, shape, np.dtype(_DTYPES[dtype]))
+  return dict(reversed(found.items()))
 
 
 def _require_known(file: Path, name: str, dtype: str) -> None:
@@ -271,34 +316,6 @@ def _require_known(file: Path, name: str, dtype: str) -> None:
       details=f"known: {', '.join(_DTYPES)}",
       fix="convert the file.",
     )
-
-
-def _end_of(header: MappingType[str, Any]) -> int:
-  """Where the arrays end; they must follow each other without overlap or gap, as the format has it."""
-  position, before = 0, "the header"
-  for name, entry in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
-    (begin, end), shape = entry["data_offsets"], entry["shape"]
-    if begin != position:
-      raise ValueError(f"{name} begins at byte {begin:,}, and {before} ends at byte {position:,}")
-    if any(size < 0 for size in shape):
-      raise ValueError(f"{name} has shape {shape}")
-    size = math.prod(shape) * np.dtype(_DTYPES[entry["dtype"]]).itemsize
-    if end - begin != size:
-      raise ValueError(f"{name} has {end - begin:,} bytes, and {entry['dtype']}{shape} needs {size:,}")
-    position, before = end, name
-  return position
-
-
-def _view(data: mmap.mmap, start: int, entry: dict[str, Any]) -> View:
-  dtype, shape = np.dtype(_DTYPES[entry["dtype"]]), tuple(entry["shape"])
-  begin, end = (start + offset for offset in entry["data_offsets"])
-  array = np.frombuffer(data, dtype, math.prod(shape), begin)
-  if begin == end:
-    return views.Memory(array.reshape(shape))  # without pages of its own to let go
-  # Pages that were read stay in the page cache, but count no longer as this process's memory.
-  first = begin - begin % mmap.PAGESIZE
-  forget = functools.partial(data.madvise, mmap.MADV_DONTNEED, first, max(1, end - first))
-  return views.Memory(array.reshape(shape), forget)
 
 
 def _load(bound: Bound, view: View, wanted: preflight.Wanted) -> jax.Array:
@@ -329,11 +346,11 @@ def _require_fit(bound: Bound, view: View, shape: tuple[int, ...], dtype: Any) -
 
 
 def _leaves(model: object, skip: Iterable[str]) -> dict[str, tuple[Spec, jax.Array]]:
-  tree = targets.saved_roots(model, None)["model"]
+  tree, random = targets.saved_roots(model, None)["model"], _random_state(model)
   patterns = preflight.Patterns(None, skip)
   found: dict[str, tuple[Spec, jax.Array]] = {}
   for path, leaf in tree.leaves.items():
-    if patterns.leaves_out(path):
+    if patterns.leaves_out(path) or path in random:
       continue
     array: Any = leaf
     if not encoding.is_array(leaf) or encoding.is_key(array.dtype) or np.dtype(array.dtype) not in _NAMES:
@@ -345,6 +362,13 @@ def _leaves(model: object, skip: Iterable[str]) -> dict[str, tuple[Spec, jax.Arr
     found[path] = spec, jnp.asarray(array)
   _no_unused(patterns.unused())
   return found
+
+
+def _random_state(model: object) -> set[str]:
+  """The paths of a module's keys and counters of random numbers, known by their type."""
+  if not isinstance(model, nnx.Module):
+    return set()
+  return {paths.join(path) for path, leaf in variables(model).items() if isinstance(leaf, nnx.RngState)}  # pyright: ignore[reportArgumentType]
 
 
 def _no_unused(names: list[str]) -> None:
@@ -407,7 +431,7 @@ def _lay_out(folder: Path, specs: MappingType[str, Spec], file_bytes: int) -> No
 
 
 def _reserve(file: int, size: int) -> None:
-  """Gives a file its size, and a place on the disk: to write into a map without one would end the process."""
+  """Gives a file its size, and a place on the disk, so that a full one is noticed before the writing."""
   if hasattr(os, "posix_fallocate"):
     try:
       os.posix_fallocate(file, 0, size)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import jax
@@ -15,6 +15,7 @@ from etils import epath
 from nnx_parallel.checkpoint import _orbax, agree, encoding, files, manifest, paths
 from nnx_parallel.checkpoint.digest import block_shape, digest_later, totals
 from nnx_parallel.checkpoint.encoding import Array, Json
+from nnx_parallel.checkpoint.lineage import Place
 from nnx_parallel.checkpoint.manifest import ItemRecord, LeafRecord, Manifest
 from nnx_parallel.checkpoint.placement import without_padding
 from nnx_parallel.checkpoint.preflight import layout_text
@@ -99,6 +100,7 @@ def write(
   extra: Mapping[str, Json],
   metrics: Mapping[str, float],
   plan: Json,
+  place: Place | None,
   chunk_bytes: int | None,
   byte_budget: int,
   background: bool,
@@ -112,6 +114,7 @@ def write(
     extra: JSON values.
     metrics: numbers, JSON ready.
     plan: JSON of the plan, or None.
+    place: in the lineage of its run; only process 0 needs it.
     chunk_bytes: see `_orbax.start_save`.
     byte_budget: see `_orbax.start_save`.
     background: see `_orbax.start_save`.
@@ -155,8 +158,10 @@ def write(
         if pending is not None:
           pending.result()
     items = _with_digests(content, parts)
-    if jax.process_index() != 0:
+    if place is None:
       return
+    sizes = files.all_files(folder)
+    _require_stored(step, items, sizes)
     record = Manifest(
       step=step,
       items=items,
@@ -165,9 +170,10 @@ def write(
       plan=plan,
       versions=manifest.versions(),
       fingerprint=manifest.fingerprint(items),
-      time=files.commit_time(directory),
-      files=(sizes := files.all_files(folder)),
+      time=place.stamp(),
+      files=sizes,
       hashes={name: files.sha256(folder / name) for name, n in sizes.items() if n <= _HASHED_BYTES},
+      parent=place.parent,
     )
     manifest.write(record, folder)
     files.make_tree_durable(folder)
@@ -199,7 +205,7 @@ def _encode_leaf(
       f"cannot save {name}: its array was donated to a compiled function and is gone.",
       fix="save the arrays that the step returned, or save before the step.",
     )
-  array = np.asarray(leaf) if isinstance(leaf, np.generic) else leaf
+  array = encoding.plain_array(leaf, path=name)
   shape = tuple(tree.shapes.get(path, array.shape))
   how = encoding.encoding_of(shape, array.dtype, path=name)
   stored = None
@@ -241,6 +247,23 @@ def _with_digests(content: Content, parts: Mapping[tuple[str, str], jax.Array]) 
     )
     for item, record in content.items.items()
   }
+
+
+def _require_stored(step: int, items: Mapping[str, ItemRecord], names: Iterable[str]) -> None:
+  """Raises when an array has no file in the step's folder; whoever reads the step would miss it."""
+  there = {"/".join(name.split("/")[:2]) for name in names}
+  lost = [
+    f"{item}/{path}"
+    for item, record in items.items()
+    for path, leaf in record.leaves.items()
+    if leaf.encoding != encoding.EMPTY and f"{item}/{leaf.folder}" not in there
+  ]
+  if lost:
+    raise CheckpointError(
+      f"cannot save step {step}: there are no files of {', '.join(sorted(lost)[:8])}.",
+      details=f"{len(lost)} arrays were stored elsewhere, or not at all",
+      fix="choose a directory whose path has letters, digits, dots and dashes only.",
+    )
 
 
 def describe(content: Content) -> str:

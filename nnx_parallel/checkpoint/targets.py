@@ -1,11 +1,12 @@
-"""What users pass to `save` and `restore`, as tables of leaves: plans, live modules, pytrees."""
+"""What users pass to `save` and `restore`, as tables of leaves."""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, TypeAlias
 
 import jax
 import numpy as np
@@ -13,9 +14,9 @@ from flax import nnx
 
 from nnx_parallel.checkpoint import paths, trees
 from nnx_parallel.checkpoint.digest import host_device
-from nnx_parallel.checkpoint.encoding import Array, Json
-from nnx_parallel.checkpoint.manifest import ItemRecord, LeafRecord
-from nnx_parallel.checkpoint.preflight import Wanted
+from nnx_parallel.checkpoint.encoding import EMPTY, Array, Json
+from nnx_parallel.checkpoint.manifest import ItemRecord, LeafRecord, Manifest
+from nnx_parallel.checkpoint.preflight import Patterns, Wanted
 from nnx_parallel.checkpoint.save import Tree
 from nnx_parallel.create.constructor import construct
 from nnx_parallel.create.instantiate import instantiate
@@ -24,10 +25,15 @@ from nnx_parallel.layout.leaf import Root
 from nnx_parallel.layout.mesh import axis_sizes
 from nnx_parallel.layout.padding import is_padded
 from nnx_parallel.layout.plan import ShardingPlan
-from nnx_parallel.layout.variables import kind_of, value_of, variables
+from nnx_parallel.layout.variables import kind_of, value_of
 
 OPTIMIZER = ("restore", "drop", "fresh")
+_KEYS = ("threefry2x32", "rbg", "unsafe_rbg")
 Found = dict[str, dict[str, Any]]
+
+
+Only: TypeAlias = "Iterable[str] | nnx.filterlib.Filter"
+"""Patterns of paths, or a filter of nnx for the leaves of the model."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,42 +45,114 @@ class Target:
     values: the paths of leaves that are JSON values, by item.
     build: makes the result from the arrays and values that were read; leaves that were left out by name
       are what the target has, or what `init` makes.
+    left_out: paths of the target that a filter does not choose, by item.
+    drops_optimizer: whether a saved optimizer is left alone on purpose.
   """
 
   wanted: Mapping[str, Mapping[str, Wanted]]
   values: Mapping[str, tuple[str, ...]]
   build: Callable[[Found], Any]
+  left_out: Mapping[str, frozenset[str]] = dataclasses.field(default_factory=dict[str, Any])
+  drops_optimizer: bool = False
 
 
-def read(target: object, *, optimizer: str, as_numpy: bool = False, item: str = "model") -> Target:
+def read(
+  target: object,
+  *,
+  optimizer: str,
+  as_numpy: bool = False,
+  item: str = "model",
+  record: Manifest | None = None,
+  choose: Any = None,
+) -> Target:
   """Reads a target.
 
   Args:
-    target: a plan, a module, (module, optimizer), or a pytree of abstract or concrete arrays.
+    target: a plan; a module, `nnx.State`, or tree of these and of abstract or concrete arrays; or a pair
+      of such a target and its optimizer.
     optimizer: `restore`, `drop` or `fresh`.
     as_numpy: whether a pytree's leaves become numpy arrays.
-    item: the item that a pytree stands for.
+    item: the item that the target stands for.
+    record: of the step; tells a tree of two from a pair.
+    choose: a filter of nnx for the leaves of the model; None takes them all.
 
   Raises:
-    CheckpointError: an unknown `optimizer`, or a leaf without a sharding.
+    CheckpointError: an unknown `optimizer`, options that the target cannot honour, a leaf without a
+      sharding, or a filter that chooses nothing.
   """
   if optimizer not in OPTIMIZER:
     raise CheckpointError(f"optimizer={optimizer!r} is unknown.", fix='pass "restore", "drop" or "fresh".')
-  if isinstance(target, ShardingPlan):
-    return _plan_target(target, optimizer)
-  if isinstance(target, nnx.Module):
-    return _live_target({"model": target}, target)
-  if isinstance(target, tuple) and target and isinstance(target[0], nnx.Module):
-    return _pair_target(target, optimizer)
-  return _tree_target(target, as_numpy=as_numpy, item=item)
+  if callable(target) and not isinstance(target, nnx.Module):
+    raise CheckpointError(
+      f"cannot restore into the function {getattr(target, '__name__', type(target).__name__)}.",
+      fix="restore(nxp.plan(init, mesh, rules)); restore(init()), on one device; restore(), for the arrays.",
+    )
+  is_plan = isinstance(target, ShardingPlan)
+  if optimizer == "fresh" and not (is_plan and target.tx is not None):
+    raise CheckpointError(
+      'optimizer="fresh" needs a plan with an optimizer: only a plan can make one.',
+      fix='restore(plan, optimizer="fresh"); or optimizer="drop", beside an optimizer that was just made.',
+    )
+  if as_numpy and (is_plan or trees.has_nodes(target)):
+    raise CheckpointError(
+      f"as_numpy=True cannot be honoured: a {type(target).__name__} is restored as jax arrays.",
+      fix="restore(as_numpy=True) without a target; or pass a tree of jax.ShapeDtypeStruct.",
+    )
+  if is_plan:
+    if item != "model":
+      raise CheckpointError(
+        f"cannot restore {item!r} into a plan: that is for the model and its optimizer.",
+        fix="pass a module, or a tree of jax.ShapeDtypeStruct with shardings.",
+      )
+    found = _plan_target(target, optimizer)
+    table = trees.flatten(target.abstract_model)[0] if choose is not None else {}
+  else:
+    roots: dict[str, Any] = {item: target}
+    if item == "model" and _is_pair(target, record):
+      pair: Any = target
+      roots = {"model": pair[0], "optimizer": pair[1]}
+    if optimizer == "drop":
+      roots.pop("optimizer", None)
+    found = _tree_target(roots, as_numpy=as_numpy)
+    table = trees.flatten(roots[item])[0] if choose is not None else {}
+  found = dataclasses.replace(found, drops_optimizer=optimizer != "restore" or item != "model")
+  return found if choose is None else _only(found, item, table, choose)
 
 
-def saved_roots(model: object, optimizer: object) -> dict[str, Tree]:
-  """The items that `save` writes for a model and its optimizer."""
-  roots = {"model": _tree_to_save(model)}
+def split_only(only: Only | None) -> tuple[tuple[str, ...] | str | None, Any]:
+  """The patterns of `only`, and its filter of nnx; one of them is None."""
+  if only is None or isinstance(only, str):
+    return only, None
+  if not isinstance(only, Iterable):
+    return None, only
+  several: tuple[Any, ...] = tuple(only)
+  return (several, None) if all(isinstance(name, str) for name in several) else (None, several)
+
+
+def saved_roots(model: object, optimizer: object, only: Only | None = None) -> dict[str, Tree]:
+  """The items that `save` writes for a model, or the leaves of it that `only` names, and its optimizer."""
+  leaves = trees.flatten(model)[0]
+  patterns, choose = split_only(only)
+  if choose is not None:
+    leaves = _chosen(leaves, choose)
+  if patterns is not None:
+    names = Patterns(patterns, ())
+    leaves = {name: leaf for name, leaf in leaves.items() if not names.leaves_out(name)}
+    if unused := names.unused():
+      raise CheckpointError(f"only= names no leaf of the model: {unused}.", fix="use a leaf's path.")
+  roots = {"model": tree_to_save(leaves)}
   if optimizer is not None:
-    roots["optimizer"] = _tree_to_save(optimizer)
+    roots["optimizer"] = tree_to_save(trees.flatten(optimizer)[0])
   return roots
+
+
+def tree_to_save(leaves: Mapping[str, Any]) -> Tree:
+  """An item of these leaves, with what is known of the Variables among them."""
+  return Tree(
+    {path: value_of(leaf) for path, leaf in leaves.items()},
+    {path: tuple(leaf.shape) for path, leaf in leaves.items() if is_padded(leaf)},
+    {path: kind_of(leaf) for path, leaf in leaves.items() if isinstance(leaf, nnx.Variable)},
+  )
 
 
 def plan_json(plan: object) -> Json:
@@ -88,28 +166,22 @@ def plan_json(plan: object) -> Json:
 
 def as_saved(record: ItemRecord) -> dict[str, Wanted]:
   """A target of numpy arrays (and keys on the first CPU) for everything in an item."""
-  return {path: _as_saved(leaf) for path, leaf in record.leaves.items()}
+  return {path: _as_saved(path, leaf) for path, leaf in record.leaves.items()}
 
 
-def _as_saved(leaf: LeafRecord) -> Wanted:
-  if leaf.encoding.startswith("key:"):
-    key = jax.eval_shape(lambda: jax.random.key(0, impl=leaf.encoding.removeprefix("key:")))
+def _as_saved(path: str, leaf: LeafRecord) -> Wanted:
+  if leaf.encoding.startswith("key:") or leaf.dtype.startswith("key<"):
+    kinds = _KEYS if leaf.encoding == EMPTY else (leaf.encoding.removeprefix("key:"),)
+    keys = [jax.eval_shape(functools.partial(jax.random.key, 0, impl=kind)) for kind in kinds]
+    key = next((key for key in keys if str(key.dtype) == leaf.dtype), None)
+    if key is None:
+      raise CheckpointError(
+        f"cannot restore {path} without a target: its keys are of the unknown kind {leaf.dtype}.",
+        fix=f"skip=[{path!r}], or pass a target that has them.",
+      )
     host = jax.sharding.SingleDeviceSharding(host_device())
     return Wanted(jax.ShapeDtypeStruct(leaf.shape, key.dtype, sharding=host), leaf.shape)
   return Wanted(jax.ShapeDtypeStruct(leaf.shape, np.dtype(leaf.dtype)), leaf.shape)
-
-
-def _tree_to_save(root: object) -> Tree:
-  if not isinstance(root, (nnx.Module, nnx.Optimizer)):
-    leaves, _ = trees.flatten(root)
-    return Tree(leaves)
-  found = {paths.join(path): leaf for path, leaf in variables(root).items()}  # pyright: ignore[reportArgumentType]
-  shapes = {path: tuple(leaf.shape) for path, leaf in found.items() if is_padded(leaf)}
-  return Tree(
-    {path: value_of(leaf) for path, leaf in found.items()},
-    shapes,
-    {path: kind_of(leaf) for path, leaf in found.items()},
-  )
 
 
 def _plan_target(plan: ShardingPlan, optimizer: str) -> Target:
@@ -145,61 +217,54 @@ def _plan_target(plan: ShardingPlan, optimizer: str) -> Target:
   return Target(wanted, {}, build)
 
 
-def _pair_target(target: tuple[Any, ...], optimizer: str) -> Target:
-  if len(target) != 2:
-    raise CheckpointError(
-      f"a target of {len(target)} objects cannot be restored.", fix="pass a module, or (module, optimizer)."
-    )
-  if optimizer == "fresh":
-    raise CheckpointError(
-      'optimizer="fresh" needs a plan: a live optimizer is filled or left as it is.',
-      fix='restore(plan, optimizer="fresh"); or restore(model) beside an optimizer that was just made.',
-    )
-  model, live = target
-  if optimizer == "drop":
-    return _live_target({"model": model}, model)
-  return _live_target({"model": model, "optimizer": live}, target)
+def _is_pair(target: object, record: Manifest | None) -> bool:
+  """Whether a target is (model, optimizer), and not a model that is a tuple of two."""
+  if type(target) is not tuple or len(target) != 2:  # pyright: ignore[reportUnknownArgumentType]
+    return False
+  model, second = target  # pyright: ignore[reportUnknownVariableType]
+  if trees.has_nodes(second):
+    return trees.has_nodes(second, nnx.Optimizer) and not trees.has_nodes(model, nnx.Optimizer)
+  if record is None or "optimizer" not in record.items:
+    return False
+  saved = record.items["model"]
+  return not trees.flatten(target)[0].keys() <= {*saved.leaves, *saved.values}
 
 
-def _live_target(roots: Mapping[str, Any], result: object) -> Target:
-  leaves = {item: variables(root) for item, root in roots.items()}
-  values = {
-    item: {_text(path): value_of(leaf) for path, leaf in found.items()} for item, found in leaves.items()
-  }
-  wanted = {item: trees.wanted(found, item=item) for item, found in values.items()}
-  for item, found in leaves.items():
-    for path, leaf in found.items():
-      if is_padded(leaf):
-        wanted[item][_text(path)] = Wanted(wanted[item][_text(path)].struct, tuple(leaf.shape))
-  plain = {item: tuple(p for p in found if p not in wanted[item]) for item, found in values.items()}
+def _tree_target(roots: Mapping[str, Any], *, as_numpy: bool) -> Target:
+  tables = {item: trees.flatten(root) for item, root in roots.items()}
+  wanted = {item: trees.wanted(leaves, item=item, as_numpy=as_numpy) for item, (leaves, _) in tables.items()}
+  plain = {item: tuple(path for path in tables[item][0] if path not in wanted[item]) for item in roots}
 
   def build(found: Found) -> Any:
-    for item, root in roots.items():
-      raw: list[tuple[Any, Any]] = []
-      for path, leaf in leaves[item].items():
-        if _text(path) not in found.get(item, {}):
-          continue
-        value = found[item][_text(path)]
-        if isinstance(leaf, nnx.Variable):
-          leaf.set_raw_value(value)
-        else:
-          raw.append((path, value))
-      if raw:
-        nnx.update(root, nnx.from_flat_state(raw))
-    return result
+    made = [rebuild(found.get(item, {})) for item, (_, rebuild) in tables.items()]
+    return made[0] if len(made) == 1 else tuple(made)
 
   return Target(wanted, plain, build)
 
 
-def _tree_target(tree: object, *, as_numpy: bool, item: str) -> Target:
-  leaves, rebuild = trees.flatten(tree)
-  wanted = trees.wanted(leaves, item=item, as_numpy=as_numpy)
-  plain = tuple(path for path in leaves if path not in wanted)
+def _only(target: Target, item: str, leaves: Mapping[str, Any], choose: Any) -> Target:
+  chosen = _chosen(leaves, choose)
+  return dataclasses.replace(
+    target,
+    wanted={**target.wanted, item: {p: one for p, one in target.wanted[item].items() if p in chosen}},
+    values={
+      name: tuple(p for p in all_ if name != item or p in chosen) for name, all_ in target.values.items()
+    },
+    left_out={item: frozenset(leaves.keys() - chosen.keys())},
+  )
 
-  def build(found: Found) -> Any:
-    return rebuild({**leaves, **found.get(item, {})})
 
-  return Target({item: wanted}, {item: plain}, build)
+def _chosen(leaves: Mapping[str, Any], choose: Any) -> dict[str, Any]:
+  predicate = nnx.filterlib.to_predicate(choose)
+  chosen = {path: leaf for path, leaf in leaves.items() if predicate(paths.split(path), leaf)}  # pyright: ignore[reportArgumentType]
+  if not chosen:
+    kinds = sorted({type(leaf).__name__ for leaf in leaves.values()})
+    raise CheckpointError(
+      f"only={choose!r} chooses no leaf of the model.",
+      details=f"its leaves are of the types {', '.join(kinds)}",
+      fix="pass a filter of nnx that does, such as only=nnx.Param, or patterns of paths: only=['head'].",
+    )
+  return chosen
 
 
 def merge(arrays: Mapping[str, Mapping[str, Array]], values: Mapping[str, Mapping[str, Json]]) -> Found:

@@ -1,4 +1,4 @@
-"""Windows onto stored arrays that rename no byte: transposed, split, merged, stacked, cast.
+"""Lazy views of stored arrays: transposed, split, merged, stacked, cast.
 
 A view has a shape and dtype, and reads or writes any box of itself by reading or writing boxes of what it
 stands on. So a mapping between two programs' weights works one shard at a time, in both directions.
@@ -7,7 +7,11 @@ stands on. So a mapping between two programs' weights works one shard at a time,
 from __future__ import annotations
 
 import dataclasses
+import functools
+import math
+import mmap
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
@@ -75,6 +79,62 @@ class Memory:
   def write(self, box: Box, values: Block) -> None:
     """Into the array itself."""
     self.array[box] = values
+
+
+def mapped(file: Path) -> Callable[[int, tuple[int, ...], np.dtype[Any]], View]:
+  """Maps a file to be read; the function makes views of arrays from their first byte, shape and dtype."""
+  with file.open("rb") as stream:
+    data = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ)
+
+  def view(begin: int, shape: tuple[int, ...], dtype: np.dtype[Any]) -> View:
+    if not math.prod(shape):
+      return Memory(np.empty(shape, dtype))  # without pages of its own to let go
+    array = np.frombuffer(data, dtype, math.prod(shape), begin).reshape(shape)
+    # Pages that were read stay in the page cache, but count no longer as this process's memory.
+    first = begin - begin % mmap.PAGESIZE
+    pages = first, begin + array.nbytes - first
+    return Memory(array, functools.partial(data.madvise, mmap.MADV_DONTNEED, *pages))
+
+  return view
+
+
+@dataclasses.dataclass(frozen=True)
+class InFile:
+  """An array in a file that others write to as well, each its own bytes and no page around them.
+
+  Attributes:
+    file: it has its full size.
+    begin: first byte of the array.
+  """
+
+  file: Path
+  begin: int
+  shape: tuple[int, ...]
+  dtype: np.dtype[Any]
+
+  def read(self, box: Box) -> Block:
+    """What the file holds now."""
+    return mapped(self.file)(self.begin, self.shape, self.dtype).read(box)
+
+  def write(self, box: Box, values: Block) -> None:
+    """One run of consecutive bytes after the other."""
+    if not values.size:
+      return
+    dim = len(box)  # whole from here on
+    while dim and box[dim - 1] == slice(0, self.shape[dim - 1]):
+      dim -= 1
+    strides = [math.prod(self.shape[at + 1 :]) * self.dtype.itemsize for at in range(len(box))]
+    starts = np.array(self.begin)
+    for at, (part, stride) in enumerate(zip(box[:dim], strides, strict=False)):
+      places = np.arange(part.start, part.stop if at < dim - 1 else part.start + 1) * stride
+      starts = np.add.outer(starts, places)
+    runs = np.ascontiguousarray(values, self.dtype).reshape(starts.size, -1).view(np.uint8)
+    with self.file.open("r+b", buffering=0) as stream:
+      for start, run in zip(starts.flat, runs, strict=True):
+        stream.seek(int(start))
+        rest = memoryview(run)
+        while rest:
+          rest = rest[stream.write(rest) :]
 
 
 @dataclasses.dataclass(frozen=True)

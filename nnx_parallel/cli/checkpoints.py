@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import re
+import shlex
+from collections.abc import Generator
 from typing import TYPE_CHECKING
 
 from nnx_parallel.cli import options
@@ -17,15 +21,20 @@ def add_directory(parser: argparse.ArgumentParser) -> None:
   parser.add_argument("directory", metavar="DIR", help="where the steps are")
 
 
-def add_step(parser: argparse.ArgumentParser, to_do: str) -> None:
+def add_step(parser: argparse.ArgumentParser, to_do: str, default: str = "the newest") -> None:
   """Adds `--step`; `to_do` says what happens to that step."""
-  parser.add_argument("--step", type=int, metavar="N", help=f"the step to {to_do} (default: the newest)")
+  parser.add_argument("--step", type=int, metavar="N", help=f"the step to {to_do} (default: {default})")
 
 
-def add_target(parser: argparse.ArgumentParser) -> None:
-  """Adds RECIPE, `--mesh` and `--devices`, which `load_plan` reads."""
+def add_target(parser: argparse.ArgumentParser, *, optimizer: bool = True) -> None:
+  """Adds RECIPE and the options of its layout, which `load_plan` reads; of the optimizer's too, if wanted."""
   options.add_recipe(parser)
   options.add_mesh(parser)
+  options.add_rules(parser)
+  if optimizer:
+    options.add_optimizer(parser)
+  else:
+    parser.set_defaults(zero=0, offload=False)
 
 
 def add_mapping(parser: argparse.ArgumentParser, skipped: str) -> None:
@@ -44,9 +53,30 @@ def load_plan(args: argparse.Namespace) -> ShardingPlan:
   from nnx_parallel.recipes.job import plan_recipe
 
   recipe = load_recipe(args.recipe, needs=("init",))
-  sizes = options.mesh_sizes(recipe, args.mesh)
+  sizes = options.mesh_sizes(recipe, args.mesh, args.rules)
   options.start_devices(sizes, args.devices)
-  return plan_recipe(recipe, options.real_mesh(sizes, args.devices))
+  mesh, rules = options.real_mesh(sizes, args.devices), options.changed_rules(recipe, args.rules)
+  return plan_recipe(recipe, mesh, rules, **options.optimizer_options(args))
+
+
+@contextlib.contextmanager
+def skip_as_option() -> Generator[None]:
+  """Errors that speak of Python's `skip=[...]` speak of `--skip` instead."""
+  from nnx_parallel.errors import CheckpointError
+
+  try:
+    yield
+  except CheckpointError as error:
+    what, details, fix = map(_as_option, (error.what, error.details, error.fix))
+    raise CheckpointError(what, details=details, fix=fix) from error
+
+
+def _as_option(text: str) -> str:
+  def option(found: re.Match[str]) -> str:
+    names = re.findall(r"'([^']*)'", found[1]) or ["PATTERN"]
+    return shlex.join(word for name in names for word in ("--skip", name))
+
+  return re.sub(r"skip=(\[.*?\])", option, text)
 
 
 def load_mapping(args: argparse.Namespace) -> Mapping | None:

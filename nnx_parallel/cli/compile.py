@@ -13,8 +13,6 @@ if TYPE_CHECKING:
   from nnx_parallel.cli.main import Commands
   from nnx_parallel.recipes import Recipe
 
-DOES_NOT_FIT = 2
-
 
 def register(commands: Commands) -> None:
   """Adds the parser of this command."""
@@ -22,7 +20,7 @@ def register(commands: Commands) -> None:
     "compile",
     help="compile a recipe's step for a machine that is not here",
     description="Compiles the train step with the real compiler of a machine, on any CPU, and reports"
-    " memory per device, FLOPs and everything that is sent. Exit code 2: it does not fit.",
+    " memory per device, FLOPs and everything that is sent. Exit code 3: it does not fit.",
   )
   options.add_recipe(parser)
   options.add_mesh(parser)
@@ -49,6 +47,7 @@ def add_step(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
   """Compiles, prints and says by the exit code whether it fits."""
   import nnx_parallel as nxp
+  from nnx_parallel.layout.render import print_text
   from nnx_parallel.recipes import load_recipe
   from nnx_parallel.recipes.job import plan_recipe
   from nnx_parallel.report.compile_report import compile_report
@@ -65,10 +64,13 @@ def run(args: argparse.Namespace) -> int:
   step = nxp.train_step(loss_of(recipe), microbatches=recipe.parts(args.microbatches), remat=args.remat)
   batch = abstract_batch(recipe, args.batch)
   report = compile_report(step, plan, batch=batch, topology=topology, chip=args.chip)
-  print(report.to_json() if args.json else report)
+  if args.json:
+    print(report.to_json())
+  else:
+    print_text(str(report))
   if args.html:
     options.write_page(args.html, report.to_html())
-  return DOES_NOT_FIT if report.fits is False else 0
+  return options.NO if report.fits is False else 0
 
 
 def fill(sizes: options.Sizes, devices: int, *, asked: bool) -> options.Sizes:

@@ -69,7 +69,7 @@ def register(commands: Commands) -> None:
     "demo",
     help="the whole path once: plan, train, save, restore elsewhere, compare, generate",
     description="Trains text_lm on 8 simulated devices, restores it on other meshes and on one device,"
-    " and checks that each goes on as the run that never stopped. Fails when a claim does.",
+    " and checks that each goes on as the run that never stopped. Exit code 3: a claim does not hold.",
   )
   parser.add_argument("--out", default="runs/demo", metavar="DIR", help="where files go (runs/demo)")
   parser.add_argument("--steps", type=options.positive, default=200, metavar="N", help="training steps (200)")
@@ -81,22 +81,20 @@ def register(commands: Commands) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-  """Runs the demo; 1 when a claim does not hold."""
+  """Runs the demo; exit code 3 when a claim does not hold."""
   import nnx_parallel as nxp
   from nnx_parallel.recipes import load_recipe
   from nnx_parallel.recipes.job import Job, plan_recipe
   from nnx_parallel.train.progress import StepProgress
 
   started = time.perf_counter()
-  recipe = load_recipe("text_lm")
-  if args.text is not None:
-    recipe = recipe.with_text(args.text)
+  recipe = load_recipe("text_lm").given(text=args.text)
   options.start_devices(MESH, DEVICES)
   out = fresh_folder(Path(args.out))
 
   heading("1. Plan", "every array of model and optimizer, before anything is allocated")
   plan = plan_recipe(recipe, options.real_mesh(MESH, DEVICES))
-  print(plan)
+  plan.show()
 
   heading("2. Train", f"{args.steps} steps on {DEVICES} simulated CPU devices")
   print(describe_text(args.text))
@@ -131,7 +129,7 @@ def run(args: argparse.Namespace) -> int:
   print_summary(out, before, after, others)
   for failure in failures:
     print(f"FAILED: {failure}")
-  return 1 if failures else 0
+  return options.NO if failures else 0
 
 
 def heading(title: str, text: str) -> None:
@@ -233,22 +231,17 @@ def find_misplaced(job: Job) -> list[str]:
 
 
 def print_comparison(straight: Sequence[float], others: Sequence[Continued], step: int) -> None:
-  """Prints the losses of each place, step by step, below those of the run that never stopped."""
-  from rich.console import Console
-  from rich.table import Table
+  """Prints the losses of each place, step by step, beside those of the run that never stopped."""
+  from nnx_parallel.layout.render import print_text, text_table
 
-  table = Table(box=None, header_style="bold", pad_edge=False, padding=(0, 2, 0, 0))
-  table.add_column("mesh", no_wrap=True)
-  table.add_column("devices", justify="right")
-  for number in range(step + 1, step + 1 + len(straight)):
-    table.add_column(f"step {number}", justify="right")
-  table.add_column("difference", justify="right")
-  mesh = " ".join(f"{axis}={size}" for axis, size in MESH.items())
-  table.add_row(mesh, str(DEVICES), *(f"{x:.7f}" for x in straight), "never stopped")
-  for other in others:
-    losses = (f"{x:.7f}" for x in other.losses)
-    table.add_row(other.title, str(other.devices), *losses, f"{other.difference:.1e}")
-  Console(highlight=False, width=120).print(table)
+  columns = [("never stopped", DEVICES, straight, "")]
+  columns += [(o.title, o.devices, o.losses, f"{o.difference:.1e}") for o in others]
+  header = ["step", *(title for title, *_ in columns)]
+  rows = [["devices", *(str(devices) for _, devices, *_ in columns)]]
+  for at in range(len(straight)):
+    rows.append([f"{step + 1 + at}", *(f"{losses[at]:.7f}" for _, _, losses, _ in columns)])
+  rows.append(["difference", *(difference for *_, difference in columns)])
+  print_text(text_table(header, rows, right=range(1, len(header))))
 
 
 def generate_line(job: Job) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING
 
-from nnx_parallel.cli import checkpoints
+from nnx_parallel.cli import checkpoints, options
 
 if TYPE_CHECKING:
   from nnx_parallel.cli.main import Commands
@@ -17,7 +17,7 @@ def register(commands: Commands) -> None:
     "diff",
     help="compare a checkpoint with a recipe on a mesh",
     description="Compares a step with the recipe's model and optimizer, leaf by leaf: missing,"
-    " extra, renamed, reshaped, of another dtype. Reads no array. Exits with 1 when it does not fit.",
+    " extra, renamed, reshaped, of another dtype. Reads no array. Exit code 3: it does not fit.",
   )
   checkpoints.add_directory(parser)
   checkpoints.add_target(parser)
@@ -32,4 +32,4 @@ def run(args: argparse.Namespace) -> int:
   plan = checkpoints.load_plan(args)
   diff = Checkpointer(args.directory).preflight(plan, args.step)
   print(diff)
-  return 0 if diff.fits else 1
+  return 0 if diff.fits else options.NO

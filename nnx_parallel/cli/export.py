@@ -21,7 +21,7 @@ def register(commands: Commands) -> None:
   )
   checkpoints.add_directory(parser)
   parser.add_argument("out", metavar="OUT", help="a folder that does not exist yet")
-  checkpoints.add_target(parser)
+  checkpoints.add_target(parser, optimizer=False)
   checkpoints.add_step(parser, "export")
   checkpoints.add_mapping(parser, "leave out")
   parser.set_defaults(run=run)
@@ -35,6 +35,7 @@ def run(args: argparse.Namespace) -> int:
   plan = checkpoints.load_plan(args)
   mapping = checkpoints.load_mapping(args)
   model = Checkpointer(args.directory).restore(plan, args.step, optimizer="drop")
-  names = export_safetensors(args.out, model, mapping, skip=args.skip)
+  with checkpoints.skip_as_option():
+    names = export_safetensors(args.out, model, mapping, skip=args.skip)
   print(f"{len(names)} arrays -> {args.out}")
   return 0

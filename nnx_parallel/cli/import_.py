@@ -6,6 +6,7 @@ import argparse
 from typing import TYPE_CHECKING
 
 from nnx_parallel.cli import checkpoints
+from nnx_parallel.errors import CheckpointError
 
 if TYPE_CHECKING:
   from nnx_parallel.cli.main import Commands
@@ -33,9 +34,16 @@ def run(args: argparse.Namespace) -> int:
 
   plan = checkpoints.load_plan(args)
   mapping = checkpoints.load_mapping(args)
-  made = import_safetensors(args.path, plan, mapping, skip=args.skip)
-  model, optimizer = made if isinstance(made, tuple) else (made, None)
   with Checkpointer(args.out) as checkpointer:
+    if steps := checkpointer.steps():
+      raise CheckpointError(
+        f"cannot import into {args.out}: it holds the checkpoints of a run.",
+        details=f"steps {', '.join(map(str, steps))}",
+        fix="choose an empty directory for OUT.",
+      )
+    with checkpoints.skip_as_option():
+      made = import_safetensors(args.path, plan, mapping, skip=args.skip)
+    model, optimizer = made if isinstance(made, tuple) else (made, None)
     checkpointer.save(0, model, optimizer, plan=plan)
     print(f"step 0: {checkpointer.metadata(0).nbytes:,} bytes -> {args.out}")
   return 0

@@ -25,7 +25,11 @@ def register(commands: Commands) -> None:
   )
   checkpoints.add_directory(parser)
   checkpoints.add_step(parser, "show")
-  parser.add_argument("--leaves", metavar="PATTERN", default="*", help="leaves to list: 'model/*.kernel'")
+  parser.add_argument(
+    "--leaves",
+    metavar="PATTERN",
+    help="leaves to list one by one: 'model/*.kernel' (all, equal layers folded)",
+  )
   parser.add_argument("--json", action="store_true", help="the manifest as it is")
   parser.set_defaults(run=run)
 
@@ -33,12 +37,12 @@ def register(commands: Commands) -> None:
 def run(args: argparse.Namespace) -> int:
   """Prints the steps and one manifest."""
   from nnx_parallel.checkpoint.checkpointer import Checkpointer
-  from nnx_parallel.checkpoint.manifest import FILE
+  from nnx_parallel.checkpoint.manifest import as_json
 
   checkpointer = Checkpointer(args.directory)
   record = checkpointer.metadata(args.step)
   if args.json:
-    print(json.dumps(json.loads((checkpointer.directory / str(record.step) / FILE).read_text()), indent=2))
+    print(json.dumps(as_json(checkpointer.directory / str(record.step)), indent=2))
     return 0
   print_steps(checkpointer)
   print(f"\nstep {record.step}")
@@ -74,14 +78,26 @@ def print_facts(record: Manifest) -> None:
     print(f"  {name:<12} {json.dumps(value)}")
 
 
-def print_leaves(record: Manifest, pattern: str) -> None:
-  """The trees and the leaves that the pattern names."""
+def print_leaves(record: Manifest, pattern: str | None) -> None:
+  """The trees and their leaves: those that the pattern names, or all, with equal layers in one row."""
+  from nnx_parallel.layout.render import format_bytes, number_pattern, print_text, text_table
+
   for item, tree in record.items.items():
-    size = sum(leaf.nbytes for leaf in tree.leaves.values())
-    print(f"  {item}: {len(tree.leaves)} arrays, {size:,} bytes")
+    groups: dict[tuple[str, ...], list[tuple[str, int]]] = {}
     for path, leaf in tree.leaves.items():
-      if fnmatch.fnmatchcase(f"{item}/{path}", pattern):
-        shape = ",".join(map(str, leaf.shape))
-        print(f"    {path}  {leaf.dtype}[{shape}]  {leaf.kind}".rstrip())
+      if pattern is None or fnmatch.fnmatchcase(f"{item}/{path}", pattern):
+        array = f"{leaf.dtype}[{','.join(map(str, leaf.shape))}]"
+        name = path if pattern else number_pattern(path)
+        groups.setdefault((name, array, leaf.kind), []).append((path, leaf.nbytes))
+    rows: list[tuple[str, ...]] = []
+    for (name, array, kind), found in groups.items():
+      many, size = len(found) > 1, sum(nbytes for _, nbytes in found)
+      rows.append(
+        (name if many else found[0][0], str(len(found)) if many else "", kind, array, format_bytes(size))
+      )
+    size = sum(leaf.nbytes for leaf in tree.leaves.values())
+    print(f"\n{item}: {len(tree.leaves)} arrays, {size:,} bytes")
+    if rows:
+      print_text(text_table(("leaf", "n", "type", "array", "bytes"), rows, right=(1, 4)))
     for path, value in tree.values.items():
-      print(f"    {path}  = {json.dumps(value)}")
+      print(f"{path} = {json.dumps(value)}")

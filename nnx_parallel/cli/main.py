@@ -19,10 +19,10 @@ from nnx_parallel.errors import NnxParallelError
 if TYPE_CHECKING:
   Commands = argparse._SubParsersAction[argparse.ArgumentParser]  # pyright: ignore[reportPrivateUsage]
 
-ORDER = ("plan", "compile", "search", "train", "demo")
+ORDER = ("plan", "compile", "search", "train", "new", "demo")
 NOT_COMMANDS = ("__init__", "checkpoints", "main", "options")
 
-OK, FAILED, USAGE, INTERRUPTED = 0, 1, 2, 130
+OK, FAILED, INTERRUPTED = 0, 1, 130  # argparse ends with 2; options.NO is 3
 
 
 class Command(Protocol):
@@ -65,7 +65,9 @@ def make_parser() -> argparse.ArgumentParser:
   parser = argparse.ArgumentParser(
     prog="nnx-parallel",
     description="Parallelism for Flax NNX: any module, any mesh, one plan.",
-    epilog="Start here: nnx-parallel plan text_lm --mesh data=2,fsdp=2,tensor=2",
+    epilog="Start here: nnx-parallel plan text_lm --mesh data=2,fsdp=2,tensor=2\n"
+    "Exit codes: 0 done, 1 error, 2 wrong usage, 3 the answer is no (does not fit, differs, damaged).",
+    formatter_class=argparse.RawDescriptionHelpFormatter,
   )
   parser.add_argument("--version", action="version", version=f"%(prog)s {package_version()}")
   commands = parser.add_subparsers(metavar="COMMAND", required=True)
@@ -81,10 +83,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     argv: the arguments; by default those of the process.
 
   Returns:
-    0 when it worked; 1 for an error, whose message is on standard error; 2 for wrong usage, and for
-    a plan that does not fit; 130 when interrupted.
+    0 when it worked; 1 for an error, whose message is on standard error; 2 for wrong usage; 3 when the answer
+    is no: something does not fit, differs or is damaged; 130 when interrupted.
   """
-  args = make_parser().parse_args(argv)
+  parser = make_parser()
+  if not (sys.argv[1:] if argv is None else argv):
+    parser.print_help()
+    return OK
+  args = parser.parse_args(argv)
   try:
     return args.run(args)
   except NnxParallelError as error:

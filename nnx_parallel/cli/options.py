@@ -6,6 +6,7 @@ import argparse
 import difflib
 import math
 import os
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
 
 Sizes = dict[str, int]
 Rules = dict[str, tuple[str, ...]]
+NO = 3  # the exit code of a command whose answer is no: does not fit, differs, damaged
 EXAMPLE = "--mesh data=2,fsdp=2,tensor=2"
 AS_WRITTEN = "as written"
 REMATS = (AS_WRITTEN, "none", "dots", "full")  # those of train/remat.py, which takes a second to import
@@ -73,6 +75,11 @@ def add_way(parser: argparse.ArgumentParser) -> None:
   parser.add_argument(
     "--remat", default=AS_WRITTEN, choices=REMATS, help="what layers keep; as the recipe says when not given"
   )
+  add_rules(parser)
+
+
+def add_rules(parser: argparse.ArgumentParser) -> None:
+  """Adds `--rules`, which `changed_rules` obeys."""
   parser.add_argument(
     "--rules",
     type=parse_rules,
@@ -145,7 +152,7 @@ def add_page(parser: argparse.ArgumentParser) -> None:
 
 
 def write_page(file: Path, page: str) -> None:
-  """Writes a page, and the folders that it lies in.
+  """Writes a page and the folders above it, and says so on standard error.
 
   Raises:
     ReportError: the file cannot be written.
@@ -153,6 +160,7 @@ def write_page(file: Path, page: str) -> None:
   try:
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text(page)
+    print(f"page written to {file}", file=sys.stderr)
   except OSError as error:
     raise ReportError(
       f"cannot write the page {file}.", details=error.strerror or str(error), fix="--html page.html"

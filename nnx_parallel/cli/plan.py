@@ -6,7 +6,7 @@ import argparse
 from typing import TYPE_CHECKING, Any
 
 from nnx_parallel.cli import options
-from nnx_parallel.cli.compile import DOES_NOT_FIT, abstract_batch, add_step, loss_of
+from nnx_parallel.cli.compile import abstract_batch, add_step, loss_of
 from nnx_parallel.errors import ReportError
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ def register(commands: Commands) -> None:
     help="show how a recipe is laid out on a mesh",
     description="Prints every Variable of the model and its optimizer: shape, layout, bytes per"
     " device, and why. Needs no devices: the mesh may be as large as you like. With --chip, --batch,"
-    " --microbatches or --remat, also the planned memory of a train step; exit code 2: it does not fit the"
+    " --microbatches or --remat, also the planned memory of a train step; exit code 3: it does not fit the"
     " chip.",
   )
   options.add_recipe(parser)
@@ -45,6 +45,7 @@ def register(commands: Commands) -> None:
 def run(args: argparse.Namespace) -> int:
   """Prints the plan, and says by the exit code whether its memory fits where a chip is named."""
   import nnx_parallel as nxp
+  from nnx_parallel.layout.render import print_text
   from nnx_parallel.recipes import load_recipe
   from nnx_parallel.recipes.job import plan_recipe
 
@@ -69,20 +70,20 @@ def run(args: argparse.Namespace) -> int:
   wanted = asked or (args.html and recipe.loss and recipe.batches)
   memory, time = _planned(recipe, plan, args) if wanted else (None, None)
   if args.html:
-    options.write_page(args.html, nxp.plan_page(plan, memory, time))
+    options.write_page(args.html, nxp.plan_page(plan, memory, time, title=recipe.name))
   if args.json:
     print(plan.to_json(), end="")
   elif args.explain is not None:
     print(plan.explain(args.explain))
   else:
-    print(plan)
+    plan.show()
     audit = plan.audit()
     if audit:
-      print(f"\n{audit}")
+      print_text(f"\n{audit}")
     if asked:
-      print(f"\n{memory}")
+      print_text(f"\n{memory}")
   fits = memory is None or memory.headroom_bytes is None or memory.headroom_bytes >= 0
-  return 0 if fits else DOES_NOT_FIT
+  return 0 if fits else options.NO
 
 
 def _planned(

@@ -7,13 +7,14 @@ import shlex
 from typing import TYPE_CHECKING
 
 from nnx_parallel.cli import options
-from nnx_parallel.cli.compile import DOES_NOT_FIT, abstract_batch, add_step, loss_of, start_compiler
+from nnx_parallel.cli.compile import abstract_batch, add_step, loss_of, start_compiler
 
 if TYPE_CHECKING:
   from nnx_parallel.cli.main import Commands
   from nnx_parallel.report.search import Candidate
 
 _MOST_SIMULATED = 1024
+SEARCHED = ("none", "dots", "full")
 
 
 def register(commands: Commands) -> None:
@@ -23,11 +24,27 @@ def register(commands: Commands) -> None:
     help="rank every layout of a recipe on a machine",
     description="Tries every factorisation of the mesh with microbatches, remat policies, ZeRO stages and"
     " offload, and with split sequences and experts where the model names them, by a model of memory and"
-    " time; prints the Pareto front and the winner as code. Exit code 2: nothing fits.",
+    " time; prints the Pareto front and the winner as code. Exit code 3: nothing fits.",
   )
   options.add_recipe(parser)
   parser.add_argument("--topology", required=True, metavar="NAME", help="e.g. tpu:v5p:4x4x8, gpu:h100:4x8")
   add_step(parser)
+  options.add_rules(parser)
+  parser.add_argument(
+    "--remat",
+    nargs="+",
+    choices=SEARCHED,
+    default=SEARCHED,
+    help=f"the policies to try ({' '.join(SEARCHED)})",
+  )
+  parser.add_argument(
+    "--zero",
+    nargs="+",
+    type=int,
+    choices=(0, 1, 2),
+    default=(0, 1, 2),
+    help="the ZeRO stages to try (0 1 2)",
+  )
   parser.add_argument(
     "--compile-best",
     type=options.positive,
@@ -42,8 +59,8 @@ def register(commands: Commands) -> None:
 
 def run(args: argparse.Namespace) -> int:
   """Searches, prints and says by the exit code whether anything fits."""
+  from nnx_parallel.layout.render import print_text
   from nnx_parallel.recipes import load_recipe
-  from nnx_parallel.recipes.job import rules_of
   from nnx_parallel.report.search import search
   from nnx_parallel.report.topology import machine
 
@@ -57,16 +74,21 @@ def run(args: argparse.Namespace) -> int:
     loss_of(recipe),
     args.topology,
     batch=abstract_batch(recipe, args.batch),
-    rules=rules_of(recipe),
+    rules=options.changed_rules(recipe, args.rules),
+    remats=args.remat,
+    zero=args.zero,
     optimizer=recipe.optimizer() if recipe.optimizer is not None else None,
     compile_best=args.compile_best,
   )
-  print(result.to_json() if args.json else result)
+  if args.json:
+    print(result.to_json())
+  else:
+    print_text(str(result))
   if result.best is not None and not args.json:
     print(f"Compiled alone:\n\n  {command(args, result.best)}\n")
   if args.html:
     options.write_page(args.html, result.to_html())
-  return 0 if result.best is not None else DOES_NOT_FIT
+  return 0 if result.best is not None else options.NO
 
 
 def command(args: argparse.Namespace, best: Candidate) -> str:
@@ -75,6 +97,7 @@ def command(args: argparse.Namespace, best: Candidate) -> str:
   words += ["--mesh", options.format_sizes(dict(best.sizes)), "--microbatches", str(best.microbatches)]
   words += ["--remat", best.remat, "--zero", str(best.zero)]
   words += ["--offload"] if best.offload else []
-  words += ["--rules", options.format_rules(best.changes)] if best.changes else []
+  changes = {**args.rules, **best.changes}
+  words += ["--rules", options.format_rules(changes)] if changes else []
   words += ["--batch", str(args.batch)] if args.batch else []
   return shlex.join(words)

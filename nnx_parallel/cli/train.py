@@ -38,6 +38,8 @@ def register(commands: Commands) -> None:
   options.add_optimizer(parser)
   add = parser.add_argument
   add("--steps", type=options.positive, default=200, metavar="N", help="the last step's number (200)")
+  add("--batch", type=options.positive, metavar="N", help="examples in a global batch, where the recipe asks")
+  add("--seed", type=int, metavar="N", help="the seed of initial values and data, where the recipe asks")
   add("--text", metavar="DIR", help="folder of text to learn, for recipes that read text")
   add(
     "--eval-every", type=options.positive, metavar="N", help="evaluate each N-th step too, not only the last"
@@ -50,6 +52,7 @@ def register(commands: Commands) -> None:
   )
   add("--checkpoint", metavar="DIR", help="save the last step here")
   add("--save-every", type=options.positive, metavar="N", help="save each N-th step too")
+  add("--save-every-minutes", type=float, metavar="M", help="save after so many minutes too")
   add(
     "--keep",
     type=options.positive,
@@ -107,17 +110,16 @@ def window(text: str) -> tuple[int, int]:
 
 def run(args: argparse.Namespace) -> int:
   """Trains, evaluates, saves, and says where everything is."""
-  if args.checkpoint is None and (args.resume is not None or args.save_every or args.keep):
-    args.usage_error("--resume, --save-every and --keep need --checkpoint DIR")
+  saves = args.save_every or args.save_every_minutes
+  if args.checkpoint is None and (args.resume is not None or saves or args.keep):
+    args.usage_error("--resume, --save-every, --save-every-minutes and --keep need --checkpoint DIR")
   if args.early_stop and not args.eval_every:
     args.usage_error("--early-stop needs --eval-every N")
   import nnx_parallel as nxp
   from nnx_parallel.recipes import load_recipe
   from nnx_parallel.recipes.job import plan_recipe
 
-  recipe = load_recipe(args.recipe)
-  if args.text is not None:
-    recipe = recipe.with_text(args.text)
+  recipe = load_recipe(args.recipe).given(text=args.text, batch=args.batch, seed=args.seed)
   sizes = options.mesh_sizes(recipe, args.mesh, args.rules)
   options.start_devices(sizes, args.devices)
   if args.compilation_cache is not None:
@@ -154,7 +156,8 @@ def train(args: argparse.Namespace, job: Job, checkpointer: nxp.Checkpointer | N
   shown = StepProgress(args.steps, start=job.step, unit=job.unit, quiet=args.quiet)
   shown.note(job.step, f"held out  {format_record(job.evaluate())}")
   with contextlib.ExitStack() as stack:
-    trackers = [stack.enter_context(nxp.MetricsLog(out / "metrics.jsonl", after=job.step)).write]
+    log = stack.enter_context(nxp.MetricsLog(out / "metrics.jsonl", after=job.step))
+    trackers = [log.write]
     if args.tensorboard is not None:
       trackers.append(stack.enter_context(nxp.TensorBoardLog(args.tensorboard, after=job.step)).write)
     result = job.train(
@@ -167,6 +170,7 @@ def train(args: argparse.Namespace, job: Job, checkpointer: nxp.Checkpointer | N
       early_stop=nxp.EarlyStop("eval_loss", args.early_stop) if args.early_stop else None,
       checkpointer=checkpointer,
       save_every=args.save_every,
+      save_every_minutes=args.save_every_minutes,
       profile=args.profile,
       profile_dir=out / "profile",
       peak_flops=args.peak_flops,
@@ -175,7 +179,7 @@ def train(args: argparse.Namespace, job: Job, checkpointer: nxp.Checkpointer | N
     print(f"ended at step {job.step}: no lower eval_loss in {args.early_stop} evaluations")
   print(f"held out at step {job.step}: {format_record(evaluation(result.metrics))}")
   say(f"time        {format_times(result)}")
-  say(f"metrics     {out / 'metrics.jsonl'}")
+  say(f"metrics     {log.path}" + (f" (an earlier run's: {log.earlier})" if log.earlier else ""))
   say(f"loss curve  {draw(out, job.recipe.name)}")
   if args.tensorboard is not None:
     say(f"tensorboard --logdir {args.tensorboard}")
@@ -198,14 +202,14 @@ def check_first_batch(recipe: Recipe, plan: nxp.ShardingPlan) -> int:
 
   if recipe.batches is not None:
     for batch in recipe.batches(0, split="train"):
-      nxp.shard_batch(batch, plan)
+      nxp.shard_batch(batch, plan, whole=True)
       return examples_in(batch)
   return 0
 
 
 def asked(args: argparse.Namespace) -> dict[str, Any]:
   """The options that decide what is computed, to be kept in the checkpoints."""
-  names = ("steps", "zero", "offload", "remat", "text", "eval_every", "early_stop")
+  names = ("steps", "zero", "offload", "remat", "text", "seed", "eval_every", "early_stop")
   return {name: getattr(args, name) for name in names} | {"rules": options.format_rules(args.rules)}
 
 
@@ -245,7 +249,7 @@ def make_job(
 
   parts = recipe.parts(microbatches)
   how: dict[str, Any] = {"microbatches": parts, "remat": remat, "settings": settings}
-  if checkpointer is not None and checkpointer.steps():
+  if checkpointer is not None and (checkpointer.steps() or step not in (None, "latest")):
     with warnings.catch_warnings(record=True) as caught:
       warnings.simplefilter("always", UserWarning)
       job = Job.restore(recipe, plan, checkpointer, step, **how)

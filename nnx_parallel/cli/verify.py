@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING
 
-from nnx_parallel.cli import checkpoints
+from nnx_parallel.cli import checkpoints, options
 
 if TYPE_CHECKING:
   from nnx_parallel.cli.main import Commands
@@ -17,10 +17,10 @@ def register(commands: Commands) -> None:
     "verify",
     help="check every value and file of a checkpoint directory",
     description="Compares every array with the digest taken when it was saved, and every file with its"
-    " size and checksum. Exits with 1 when something is damaged.",
+    " size and checksum. Exit code 3: something is damaged.",
   )
   checkpoints.add_directory(parser)
-  parser.add_argument("--step", type=int, metavar="N", help="check only this step")
+  checkpoints.add_step(parser, "check", default="all")
   parser.set_defaults(run=run)
 
 
@@ -42,4 +42,4 @@ def run(args: argparse.Namespace) -> int:
     for problem in problems.values():
       print(f"  {problem}")
   print(f"{len(steps) - damaged} good, {damaged} damaged")
-  return 1 if damaged else 0
+  return options.NO if damaged else 0

@@ -48,8 +48,8 @@ def create_sharded_model(
   What the plan splits is never whole on a device, unless its initializer computes with the whole of it (an
   orthogonal one does); what the plan keeps whole is whole. For flax's initializers the values are those of
   `init()` on one device, bit for bit, up to the three cases that the guide "Creating" lists. Works with or
-  without an active `jax.set_mesh`, on Auto and Explicit meshes. From a constructor, it runs once, for the
-  plan and for its values; from a plan, once more, for what it reads today.
+  without an active `jax.set_mesh`, on Auto and Explicit meshes. Given a constructor, it is traced once.
+  Given a plan, its `init` is traced again, so that values which it reads (a seed) are today's.
 
   Args:
     init: a plan; or the constructor, with `mesh` and `rules` as in `plan`.
@@ -119,7 +119,7 @@ def construct(
   Args:
     the_plan: a plan on real devices.
     compile: as in `create_sharded_model`.
-    traces: those that the plan was just made from, which are dropped; None: the constructor is traced anew.
+    traces: of this plan, just made; they are cleared. None traces the constructor again.
 
   Returns:
     Root -> path -> array (global storage shape), in the plan's shardings.
@@ -162,7 +162,7 @@ def cut_plan(
     traces: as in `construct`.
 
   Returns:
-    The pieces; or why this constructor can only run as a whole, as a clause.
+    The pieces; or the reason, as a clause, why the constructor cannot be sliced.
   """
   traces = traces or trace_plan(the_plan)
   return side_effects(traces.values()) or cut(*stages(the_plan, traces), shardings)

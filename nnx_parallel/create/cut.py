@@ -15,7 +15,6 @@ Compile time follows the number of distinct slices instead of depth; temporaries
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import math
 from collections.abc import Hashable, Iterable, Sequence
@@ -142,17 +141,19 @@ def cut(stages: Sequence[Stage], outputs: Sequence[int], shardings: Sequence[Nam
 
 
 def evaluate(steps: Iterable[Step], values: dict[Any, Any], *, apart: bool = False) -> None:
-  """Runs steps on the values that they read, adding the values that they make.
+  """Runs steps on the values that they read, each under its own configuration, adding what they make.
 
   Args:
     steps: in order.
     values: variable -> array, read and extended; the id of a literal stands for that literal.
-    apart: this is under `jit`: run each step in its own context, and keep the compiler from merging
+    apart: this is under `jit`: run each step in its whole context, and keep the compiler from merging
       floating-point steps that eager execution rounds one by one.
   """
   for step in steps:
     operands = [read(value, values) for value in step.inputs]
-    with step.context.manager if apart else contextlib.nullcontext():
+    # Eagerly only what changes values: a mesh would run tiny operations on all devices.
+    partitionable = jax.threefry_partitionable(step.context.threefry_partitionable)
+    with step.context.manager if apart else partitionable:
       results = step.primitive.bind(*operands, **step.primitive.get_bind_params(step.params))
     if not step.primitive.multiple_results:
       results = [results]

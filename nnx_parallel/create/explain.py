@@ -10,7 +10,7 @@ from nnx_parallel.create.constructor import cut_plan, real_mesh
 from nnx_parallel.layout.leaf import LeafPlan
 from nnx_parallel.layout.mesh import auto_mesh
 from nnx_parallel.layout.plan import ShardingPlan
-from nnx_parallel.layout.render import format_array
+from nnx_parallel.layout.render import Shown, format_array
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,7 +33,7 @@ class Program:
 
 
 @dataclasses.dataclass(frozen=True)
-class CreationReport:
+class CreationReport(Shown):
   """How a plan is created.
 
   Attributes:

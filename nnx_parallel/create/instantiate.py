@@ -71,7 +71,8 @@ def _bind(abstract_leaf: Any, array: Any, row: LeafPlan, first_dim: str | None, 
     updates["mesh"] = row.mesh
     if row.root == "model":
       names, own_rules = declared(abstract_leaf, where=row.name)
-      updates[DECLARED] = (names, tuple(own_rules.items()))
+      written = (updates["out_sharding"], updates["sharding_rules"])
+      updates[DECLARED] = (names, tuple(own_rules.items()), written)
   if any(row.padding):
     return pad_variable(abstract_leaf.copy(**updates), array, row.storage_shape)
   return abstract_leaf.copy(array, **updates)
@@ -81,16 +82,18 @@ def _metadata(row: LeafPlan, first_dim: str | None) -> dict[str, Any]:
   """The annotation that makes flax derive exactly the row's spec, with names wherever they suffice.
 
   A name stays where it maps to the same axes in every dim that has it; elsewhere (a dim taken by the
-  fallback, a name that resolved differently in two dims) the mesh axes themselves are written.
+  fallback, a name that resolved differently in two dims, a name spelt like another mesh axis) the mesh axes
+  themselves are written.
   """
   ndim = len(row.shape)
   names: Names = (first_dim, *([None] * (ndim - 1))) if ndim else ()
   if row.names is not None and len(row.names) == ndim:  # flax copies names onto state of another rank
     names = row.names
+  mesh_axes = row.mesh.axis_names
   written: list[Any] = []
   table: dict[str, Any] = {}
   for name, axes in zip(names, row.spec, strict=True):
-    keep = isinstance(name, str) and table.get(name, axes) == axes
+    keep = isinstance(name, str) and table.get(name, axes) == axes and (name == axes or name not in mesh_axes)
     if keep:
       table[str(name)] = axes
     written.append(name if keep else axes)

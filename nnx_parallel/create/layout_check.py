@@ -11,7 +11,7 @@ from jax.sharding import NamedSharding
 
 from nnx_parallel.errors import LayoutMismatchError
 from nnx_parallel.layout.leaf import LeafPlan, Root
-from nnx_parallel.layout.plan import ShardingPlan
+from nnx_parallel.layout.plan import ShardingPlan, check_plan
 from nnx_parallel.layout.render import format_array
 from nnx_parallel.layout.variables import array_leaves, axes_of, path_str, value_of
 
@@ -60,6 +60,7 @@ def layout_differences(
     >>> print(nxp.layout_differences(model, plan)[0])
     kernel: planned float32[8,16] P(None, 'fsdp'), found float32[8,16] on one device
   """
+  check_plan(plan, "check_layout(model, plan, optimizer)")
   roots: dict[Root, Any] = {"model": model}
   if optimizer is not None:
     roots["optimizer"] = optimizer
@@ -104,8 +105,9 @@ def check_layout(model: nnx.Module, plan: ShardingPlan, optimizer: nnx.Optimizer
   differences = layout_differences(model, plan, optimizer)
   if not differences:
     return
-  roots = ("model",) if optimizer is None else ("model", "optimizer")
-  total = sum(leaf.root in roots for leaf in plan.leaves)
+  planned = [leaf.name for leaf in plan.leaves if leaf.root == "model" or optimizer is not None]
+  extra = len([difference for difference in differences if difference.name not in planned])
+  wrong = f"{len(differences) - extra} of {len(planned)} arrays are not laid out as planned"
   shown = [str(difference) for difference in differences[:20]]
   if len(differences) > 20:
     shown.append(f"... and {len(differences) - 20} more")
@@ -113,7 +115,7 @@ def check_layout(model: nnx.Module, plan: ShardingPlan, optimizer: nnx.Optimizer
   if optimizer is not None:
     call = "model, optimizer = nxp.reshard(model, plan, optimizer=optimizer)"
   raise LayoutMismatchError(
-    f"{len(differences)} of {total} arrays are not laid out as planned.",
+    wrong + (f", and {extra} {'is' if extra == 1 else 'are'} not in the plan." if extra else "."),
     details="\n".join(shown),
     fix=f"{call}; p[...] = x keeps a Variable's layout, p.set_value(x) does not.",
   )

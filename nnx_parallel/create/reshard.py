@@ -18,7 +18,7 @@ from nnx_parallel.create.instantiate import instantiate
 from nnx_parallel.errors import PlanError
 from nnx_parallel.layout.leaf import LeafPlan, Root
 from nnx_parallel.layout.padding import crop, is_padded, pad
-from nnx_parallel.layout.plan import ShardingPlan
+from nnx_parallel.layout.plan import ShardingPlan, check_plan
 from nnx_parallel.layout.render import format_array
 from nnx_parallel.layout.variables import Path, array_leaves, path_str, value_of
 
@@ -61,6 +61,7 @@ def reshard(
     >>> model.kernel.get_value().sharding.spec
     P(None, 'fsdp')
   """
+  check_plan(plan, "reshard(model, plan)")
   _check_optimizer(plan, optimizer)
   roots: dict[Root, Any] = {"model": model}
   if optimizer is not None:
@@ -108,7 +109,14 @@ def from_arrays(
     >>> nxp.from_arrays(plan, arrays).kernel.get_value().sharding.spec
     P(None, 'fsdp')
   """
+  check_plan(plan, "from_arrays(plan, arrays)")
   _check_optimizer(plan, optimizer)
+  for found in (model, optimizer):
+    if not isinstance(found, (Mapping, type(None))):  # pyright: ignore[reportUnnecessaryIsInstance]
+      raise PlanError(
+        f"from_arrays needs arrays by path, and got a value of type {type(found).__name__}.",
+        fix="from_arrays(plan, {'up.kernel': array}); for a live module, reshard(model, plan).",
+      )
   given: dict[Root, Mapping[Any, Any]] = {"model": model}
   if optimizer is not None:
     given["optimizer"] = optimizer

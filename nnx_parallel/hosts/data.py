@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 import jax
+import numpy as np
 from jax.sharding import AbstractMesh, NamedSharding
 
 from nnx_parallel.errors import ShardingError
@@ -15,18 +16,26 @@ from nnx_parallel.layout.plan import ShardingPlan
 from nnx_parallel.layout.resolve import shard_counts
 
 
-def shard_batch(batch: Any, plan: ShardingPlan) -> Any:
+def shard_batch(batch: Any, plan: ShardingPlan, *, whole: bool = False) -> Any:
   """Places one batch: dim 0 of each array split by the `batch` rule, the other dims whole.
 
+  In a job of several processes each passes its own share: the examples for its own devices. The global batch
+  is all shares in the order of the mesh. Processes whose devices hold the same examples (a mesh axis that
+  does not split the batch runs across them) pass the same share. Nothing is sent or compared, so all shares
+  must have the same shapes.
+
   Args:
-    batch: a pytree of host or device arrays (global shapes, batch on dim 0); scalars are replicated.
+    batch: a pytree of host or device arrays, batch on dim 0; scalars are replicated. What is a global
+      `jax.Array` already is only moved to the plan's layout.
     plan: gives the mesh and the `batch` rule.
+    whole: each process passes the same global batch, of which it places its share.
 
   Returns:
     The same pytree of global `jax.Array`s.
 
   Raises:
-    ShardingError: a batch that the mesh axes cannot split evenly; the message has the next size that works.
+    ShardingError: no examples, a batch that the mesh axes cannot split evenly (the message has the next size
+      that works), or a leaf that is not an array of numbers.
 
   Example:
     >>> import numpy as np, nnx_parallel as nxp
@@ -35,46 +44,93 @@ def shard_batch(batch: Any, plan: ShardingPlan) -> Any:
     >>> nxp.shard_batch({"x": np.zeros((16, 4))}, plan)["x"].sharding.spec
     P('data', None)
   """
+  if not isinstance(plan, ShardingPlan):  # pyright: ignore[reportUnnecessaryIsInstance]
+    raise ShardingError(
+      f"shard_batch needs a plan, and got a {type(plan).__name__}.",
+      fix="nxp.shard_batch(batch, plan), with plan = nxp.plan(init, mesh, rules).",
+    )
   if isinstance(plan.mesh, AbstractMesh):
     raise ShardingError(
       "a batch cannot be placed on an abstract mesh.",
       fix="plan on real devices with make_mesh(...).",
     )
-  sizes = axis_sizes(plan.mesh)
 
-  def place(path: Any, array: Any) -> jax.Array:
-    shape = tuple(array.shape) if hasattr(array, "shape") else ()
-    spec = plan.batch_spec(len(shape))
-    counts = shard_counts(spec, len(shape), sizes)
-    shards = counts[0] if counts else 1
-    if shape and shape[0] % shards:
-      below, above = shape[0] - shape[0] % shards, shape[0] + -shape[0] % shards
+  def place(path: Any, leaf: Any) -> jax.Array:
+    name = f"batch{jax.tree_util.keystr(path)}"
+    if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
+      return jax.device_put(leaf, NamedSharding(plan.mesh, plan.batch_spec(leaf.ndim)))
+    array = leaf if isinstance(leaf, jax.Array) else np.asarray(leaf)
+    if isinstance(array, np.ndarray) and array.dtype.kind in "USO":
       raise ShardingError(
-        f"batch{jax.tree_util.keystr(path)} has {shape[0]} examples, which {shards} shards cannot split"
-        f" evenly (remainder {shape[0] % shards}).",
-        details=f"shape {shape}, batch axes {spec[0]}, mesh {sizes}",
-        fix=f"use a global batch of {f'{below} or ' if below else ''}{above}.",
+        f"{name} is not an array of numbers.",
+        details=f"a {type(leaf).__name__} of dtype {array.dtype}: {leaf!r:.60}",
+        fix="leave it out of the batch, or encode it as numbers.",
       )
-    uneven = next((dim for dim, count in enumerate(counts) if shape[dim] % count), None)
-    if uneven is not None:
-      raise ShardingError(
-        f"batch{jax.tree_util.keystr(path)}: dim {uneven} has length {shape[uneven]}, which {counts[uneven]}"
-        " shards cannot split evenly.",
-        details=f"shape {shape}, spec {spec}, mesh {sizes}",
-        fix="change the length, or the InputRules for this rank.",
-      )
-    return jax.device_put(array, NamedSharding(plan.mesh, spec))
+    return _placed(name, array, plan, whole=whole)
 
   return jax.tree_util.tree_map_with_path(place, batch)
 
 
-def batches(source: Iterable[Any], plan: ShardingPlan, *, prefetch: int = 2) -> Iterator[Any]:
+def _placed(name: str, array: Any, plan: ShardingPlan, *, whole: bool) -> jax.Array:
+  shape = tuple(array.shape)
+  sizes = axis_sizes(plan.mesh)
+  spec = plan.batch_spec(len(shape))
+  sharding = NamedSharding(plan.mesh, spec)
+  counts = shard_counts(spec, len(shape), sizes)
+  mine = counts if whole else _own_counts(sharding, counts)
+  if shape and not shape[0]:
+    raise ShardingError(
+      f"{name} has no examples.", details=f"shape {shape}", fix="leave empty batches out of the source."
+    )
+  if shape and shape[0] % mine[0]:
+    below, above = shape[0] - shape[0] % mine[0], shape[0] + -shape[0] % mine[0]
+    own = mine != counts
+    raise ShardingError(
+      f"{name} has {shape[0]} examples{' on this process' if own else ''}, which {mine[0]} shards cannot"
+      f" split evenly (remainder {shape[0] % mine[0]}).",
+      details=f"shape {shape}, batch axes {spec[0]}, mesh {sizes}",
+      fix=f"{'pass each process' if own else 'use'} a {'share' if own else 'global batch'} of"
+      f" {f'{below} or ' if below else ''}{above}.",
+    )
+  uneven = next((dim for dim, count in enumerate(mine) if shape[dim] % count), None)
+  if uneven is not None:
+    raise ShardingError(
+      f"{name}: dim {uneven} has length {shape[uneven]}, which {mine[uneven]} shards cannot split evenly.",
+      details=f"shape {shape}, spec {spec}, mesh {sizes}",
+      fix="change the length, or the InputRules for this rank.",
+    )
+  if jax.process_count() == 1:
+    return jax.device_put(array, sharding)
+  host = np.asarray(array)
+  if whole:
+    return jax.make_array_from_callback(shape, sharding, lambda index: host[index])
+  rows = zip(shape, mine, counts, strict=True)
+  return jax.make_array_from_process_local_data(
+    sharding, host, tuple(length // own * count for length, own, count in rows)
+  )
+
+
+def _own_counts(sharding: NamedSharding, counts: tuple[int, ...]) -> tuple[int, ...]:
+  """Of the shards that each dim is cut into, how many lie on this process."""
+  if sharding.is_fully_addressable:
+    return counts
+  found = sharding.addressable_devices_indices_map(counts).values()
+  starts = [{index[dim].indices(counts[dim]) for index in found if index} for dim in range(len(counts))]
+  return tuple(len(own) if count > 1 else 1 for own, count in zip(starts, counts, strict=True))
+
+
+def batches(
+  source: Iterable[Any], plan: ShardingPlan, *, prefetch: int = 2, whole: bool = False
+) -> Iterator[Any]:
   """Places each batch of `source`, a few ahead of the step that uses it.
 
+  When the source fails, the batches before the failure are given out first.
+
   Args:
-    source: host batches, as for `shard_batch`.
+    source: host batches, as for `shard_batch`: in a job of several processes, this process's shares.
     plan: gives the mesh and the `batch` rule.
     prefetch: how many batches are on the devices before they are asked for.
+    whole: the source of each process gives whole global batches; as for `shard_batch`.
 
   Yields:
     Placed batches, in order.
@@ -93,8 +149,15 @@ def batches(source: Iterable[Any], plan: ShardingPlan, *, prefetch: int = 2) -> 
     [(P('data', None), 0.0), (P('data', None), 64.0), (P('data', None), 128.0)]
   """
   queue: deque[Any] = deque()
-  for batch in source:
-    queue.append(shard_batch(batch, plan))
+  host = iter(source)
+  while True:
+    try:
+      queue.append(shard_batch(next(host), plan, whole=whole))
+    except StopIteration:
+      yield from queue
+      return
+    except Exception:
+      yield from queue
+      raise
     if len(queue) > prefetch:
       yield queue.popleft()
-  yield from queue

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable
 from typing import Any
@@ -35,27 +36,62 @@ def trace_module(init: Callable[[], nnx.Module], mesh: AnyMesh | None = None) ->
   Raises:
     PlanError: `init` is a module, needs arguments, or returns something else.
   """
-  if isinstance(init, nnx.Module) or not callable(init):
+  is_module = isinstance(init, nnx.Module)
+  if is_module or not callable(init):
+    shown = type(init).__name__
     raise PlanError(
-      f"init must be a function that builds the module, not a {type(init).__name__}.",
-      fix=f"lambda: {type(init).__name__}(..., rngs=nnx.Rngs(0))",
+      f"init must be a function that builds the module, and not of type {shown}.",
+      fix=f"lambda: {shown if is_module else 'MyModule'}(..., rngs=nnx.Rngs(0))",
     )
-  missing = [
-    p.name
-    for p in inspect.signature(init).parameters.values()
-    if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
-  ]
+  called = init if isinstance(init, functools.partial) else functools.partial(init)
+  shown = getattr(called.func, "__name__", type(called.func).__name__).replace("<lambda>", "init")
+  missing = _missing(called)
   if missing:
-    shown = getattr(init, "__name__", type(init).__name__)
+    values = [f"{name}={'nnx.Rngs(0)' if name == 'rngs' else '...'}" for name in missing]
+    given = "..., " if called.args or called.keywords else ""
     raise PlanError(
       f"init must take no arguments, and {shown} needs {', '.join(missing)}.",
-      fix=f"lambda: {shown}({', '.join(f'{name}=...' for name in missing)})",
+      fix=f"lambda: {shown}({given}{', '.join(values)})",
     )
   return trace(lambda: traced_init(init, mesh))
 
 
+def _missing(init: functools.partial[Any]) -> list[str]:
+  """The parameters that a call without arguments would lack."""
+  if inspect.isclass(init.func):  # the signature of an nnx.Module's metaclass hides that of `__init__`
+    init = functools.partial(init.func.__init__, None, *init.args, **init.keywords)
+  return [
+    p.name
+    for p in inspect.signature(init).parameters.values()
+    if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
+  ]
+
+
+def check_transformation(tx: object) -> None:
+  """Refuses what is no optax transformation, with the call that makes one.
+
+  Raises:
+    PlanError: it has no `init` and `update`.
+  """
+  if callable(getattr(tx, "init", None)) and callable(getattr(tx, "update", None)):
+    return
+  kind = type(tx).__name__
+  if isinstance(tx, nnx.Optimizer):
+    what = f"an nnx.Optimizer ({kind}), which belongs to a live model"
+    fix = "optimizer=optimizer.tx; create_sharded_model(plan) returns a model and its nnx.Optimizer."
+  elif callable(tx):
+    name = getattr(tx, "__name__", kind)
+    room = "optax." if getattr(tx, "__module__", "").startswith("optax.") else ""
+    what, fix = f"the function {name}, which was not called", f"optimizer={room}{name}(1e-3)"
+  else:
+    rate = tx if isinstance(tx, float) else 1e-3
+    what, fix = f"{tx!r:.60}", f"optimizer=optax.adamw({rate})"
+  raise PlanError(f"optimizer must be an optax transformation, and is {what}.", fix=fix)
+
+
 def trace_optimizer(model: nnx.Module, tx: optax.GradientTransformation, wrt: Any) -> Trace:
   """Builds the optimizer of an abstract module abstractly."""
+  check_transformation(tx)
   if not jax.tree.leaves(nnx.state(model, wrt)):
     raise nothing_selected(wrt, model)
   # The model is an argument so that optimizers that compute with parameters see arrays, not shapes.
@@ -75,7 +111,7 @@ def nothing_selected(wrt: Any, model: nnx.Module) -> PlanError:
 def kept_dims(
   model: nnx.Module, tx: optax.GradientTransformation, wrt: Any, optimizer: nnx.Optimizer[Any]
 ) -> dict[Path, tuple[int | None, ...]]:
-  """For state of a part of its parameter's dims, which dims: where two are equally long, shapes do not say.
+  """Which parameter dims a factored state array keeps; shapes alone are ambiguous for square parameters.
 
   The optimizer is built once more for parameters whose equal dims differ by one element each.
   """

@@ -14,7 +14,7 @@ from nnx_parallel.errors import NnxParallelWarning, PlanError
 from nnx_parallel.layout.abstract import nothing_selected
 from nnx_parallel.layout.leaf import LeafPlan
 from nnx_parallel.layout.mesh import axis_sizes
-from nnx_parallel.layout.render import format_array, format_bytes, grouped, text_table
+from nnx_parallel.layout.render import Shown, format_array, format_bytes, grouped, text_table
 from nnx_parallel.layout.variables import array_leaves
 
 if TYPE_CHECKING:
@@ -54,7 +54,7 @@ class Whole:
 
 
 @dataclasses.dataclass(frozen=True)
-class Audit(Sequence[Whole]):
+class Audit(Shown, Sequence[Whole]):
   """The large leaves that stay whole, by bytes wasted; prints as a table, and is falsy when there are none.
 
   Attributes:
@@ -135,8 +135,10 @@ def warn_replicated(plan: ShardingPlan, *, stacklevel: int = 2) -> bool:
   shown = worst.leaf
   more = f" and {len(found) - 1} more" if len(found) > 1 else ""
   held = format_bytes(sum(finding.leaf.bytes for finding in found))
+  others = sorted({finding.leaf.kind for finding in found if not finding.leaf.is_parameter})
+  what = f"the model ({', '.join(others)})" if others else "parameters"
   message = (
-    f"{held} of parameters are whole on each of {plan.mesh.size} devices: {shown.name}"
+    f"{held} of {what} are whole on each of {plan.mesh.size} devices: {shown.name}"
     f" {format_array(shown.dtype, shown.shape)} ({shown.decision.reason}; {worst.remedy}){more}."
     " print(plan.audit()) lists them; fsdp() at the end of the rules splits them, replicate() accepts them."
   )
@@ -145,7 +147,7 @@ def warn_replicated(plan: ShardingPlan, *, stacklevel: int = 2) -> bool:
 
 
 @dataclasses.dataclass(frozen=True)
-class Trainable:
+class Trainable(Shown):
   """What a filter trains and what it leaves frozen; prints as a summary.
 
   Attributes:

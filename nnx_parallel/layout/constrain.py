@@ -111,7 +111,7 @@ def scope_of(variables: Iterable[Any]) -> Scope | None:
 
 
 def spent(axes: tuple[str, ...]) -> contextlib.AbstractContextManager[None]:
-  """Has `constrain` leave mesh axes out, inside a `jax.vmap` whose mapped dim is laid out over them.
+  """Makes `constrain` ignore mesh axes that the mapped dim of an enclosing `jax.vmap` uses.
 
   Args:
     axes: those of its `spmd_axis_name`.
@@ -120,7 +120,7 @@ def spent(axes: tuple[str, ...]) -> contextlib.AbstractContextManager[None]:
 
 
 def default_scope(scope: Scope | None) -> contextlib.AbstractContextManager[None]:
-  """Puts a scope in scope where the caller has none. The caller's rules hold, on this mesh if they have none.
+  """Enters `scope` unless the caller already has rules in scope; those hold, on this mesh if they have none.
 
   Args:
     scope: of a plan, or None.

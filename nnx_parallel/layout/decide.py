@@ -23,6 +23,7 @@ from nnx_parallel.layout.variables import (
   aliases,
   array_leaves,
   declared,
+  few,
   is_rng,
   kind_of,
   path_str,
@@ -44,6 +45,7 @@ class Decisions:
     self.uneven: Uneven = uneven
     self.sizes = axis_sizes(mesh)
     self.zero_notes: list[str] = []
+    self.short: list[str] = []
     self.axis_notes = rules.logical.check_axes(self.sizes)
     self.fired: set[int] = set()
     self.path_rules = sum(len(table.rules) for table in rules.paths)
@@ -76,12 +78,15 @@ class Decisions:
     source: Source = "metadata"
     names, own_rules = declared(leaf, where=where)
     step, reason = f"from its metadata: {names}", f"names {_shown(names)}"
+    if names is not None and 0 < _written(leaf) < len(names):
+      self.short.append(where)
     if names is None:
       matched = self._path_rule(paths, len(value.shape))
       if matched is None:
         return self._fallback_leaf(path, leaf)
       source, (pattern, names) = "path rule", matched
-      step, reason = f"no annotation; path rule {pattern}: {names or 'whole'}", f"rule {pattern}"
+      step = f"no annotation; path rule {pattern!r}: {names or 'whole'}"
+      reason = f"rule {abbreviated(pattern)!r}"
       if names is None:
         return self._leaf("model", path, leaf, None, None, Decision(source, f"{reason}: whole", (step,)))
       reason += f": {_shown(names)}"
@@ -90,6 +95,8 @@ class Decisions:
       logical = logical.replace(**own_rules)
       step += f" with its own sharding_rules {own_rules}"
     found = resolve_spec(names, value.shape, self.sizes, logical, path=where, uneven=self.uneven)
+    if any(found.padding) and not isinstance(leaf, nnx.Variable):
+      found = _unpadded(names, value.shape, found)
     steps, missed = [step, *found.steps], _missed(names, found.spec, logical)
     if missed:
       reason += "; " + next(
@@ -116,12 +123,14 @@ class Decisions:
     # A raw array has no place for its shape without padding.
     return self.uneven == "pad" and isinstance(leaf, nnx.Variable)
 
-  def _path_rule(self, paths: tuple[Path, ...], ndim: int) -> tuple[str, Names | None] | None:
+  def _path_rule(
+    self, paths: tuple[Path, ...], ndim: int
+  ) -> tuple[str | tuple[str, ...], Names | None] | None:
     """The first rule that matches any of the paths of a Variable, which may be tied."""
     for rule in (rule for table in self.rules.paths for rule in table.rules):
       if any(map(rule.matches, paths)):
         self.fired.add(id(rule))
-        return repr(rule.pattern), rule.names_for(ndim, where=path_str(paths[0]))
+        return rule.pattern, rule.names_for(ndim, where=path_str(paths[0]))
     return None
 
   def _fallback_leaf(self, path: Path, leaf: Any) -> LeafPlan:
@@ -266,7 +275,12 @@ class Decisions:
     """What a reader of the plan should know: axes and rules that did nothing."""
     tables = [rules for rules in self.rules.paths if not rules.optional]
     dead = [rule.pattern for rules in tables for rule in rules.rules if id(rule) not in self.fired]
-    return self.axis_notes + self.zero_notes + [f"path rule {pattern!r} matches nothing" for pattern in dead]
+    short = (
+      f"fewer names than dims, the last dims are replicated: {few(self.short)} (a layer stacked by nnx.vmap"
+    )
+    short += " needs transform_metadata={nnx.PARTITION_NAME: 'layers'})"
+    notes = self.axis_notes + self.zero_notes + ([short] if self.short else [])
+    return notes + [f"path rule {pattern!r} matches nothing" for pattern in dead]
 
 
 def _array(leaf: Any, where: str) -> Any:
@@ -278,6 +292,31 @@ def _array(leaf: Any, where: str) -> Any:
     details=f"Variable type {kind_of(leaf)}",
     fix="give each array a Variable of its own, for example in an nnx.Dict or nnx.List.",
   )
+
+
+def _written(leaf: nnx.Variable[Any]) -> int:
+  """How many names the user wrote in a tuple; 0 for a spec, whose missing entries are known to mean None."""
+  names = leaf.get_metadata("out_sharding", None)
+  return len(names) if isinstance(names, (tuple, list)) else 0
+
+
+def abbreviated(pattern: str | tuple[str, ...]) -> str | tuple[str, ...]:
+  """A rule's pattern for a table: what is long ends after one of its alternatives.
+
+  Example:
+    >>> abbreviated(("attn|attention|self_attention", "c_attn|qkv|q_proj|k_proj|query|key", "kernel"))
+    ('attn|attention|…', 'c_attn|qkv|…', 'kernel')
+  """
+  if isinstance(pattern, tuple):
+    return tuple(_cut(part, 16) for part in pattern)
+  return _cut(pattern, 32)
+
+
+def _cut(text: str, size: int) -> str:
+  if len(text) <= size:
+    return text
+  alternatives = text.rfind("|", 0, size)
+  return text[: alternatives + 1 or size] + "…"
 
 
 def _shown(names: Names | None) -> str:
@@ -293,6 +332,18 @@ def _brief(found: Extended, rows: int | None) -> str:
     f"{'+'.join(axes)} on {which(dim)}{', padded' * bool(found.padding[dim])}" for axes, dim in found.added
   ]
   return ", ".join(said)
+
+
+def _unpadded(names: Names, shape: tuple[int, ...], found: Resolution) -> Resolution:
+  """For an array without a Variable that would hide the padding from its module."""
+  entries: list[Any] = []
+  steps = [step for step in found.steps if " is padded to " not in step]
+  for name, size, entry, extra in zip(names, shape, found.spec, found.padding, strict=True):
+    entries.append(None if extra else entry)
+    if extra and name is not None:
+      shown = name if isinstance(name, str) else "+".join(name)
+      steps.append(f"{shown!r} -> whole: {size} would be padded, which only an nnx.Variable hides")
+  return Resolution(PartitionSpec(*entries), (0,) * len(shape), tuple(steps))
 
 
 def _missed(names: Names, spec: PartitionSpec, logical: LogicalRules) -> list[str]:

@@ -64,6 +64,11 @@ class Classes:
     """Says that a dim is summed over outside of a product."""
     self._costs[self._root(self._nodes(var)[dim])] += 1
 
+  def forget(self, jaxpr: Any) -> None:
+    """Lets the next call of a program have classes of its own: jax traces equal calls once, to one jaxpr."""
+    for var in (*jaxpr.constvars, *jaxpr.invars, *(made for eqn in jaxpr.eqns for made in eqn.outvars)):
+      self._dims.pop(var, None)
+
   def _nodes(self, var: Any) -> list[int]:
     # Literals are unhashable and carry no class.
     if not _is_variable(var):
@@ -127,6 +132,7 @@ def _enter(classes: Classes, inner: Any, inputs: Sequence[Any], outputs: Sequenc
   _read(classes, inner)
   for outside, inside in zip(outputs, inner.outvars, strict=True):
     classes.link_all(outside, inside)
+  classes.forget(inner)
 
 
 def _read_reduction_or_elementwise(classes: Classes, eqn: Any) -> None:
@@ -253,6 +259,7 @@ def _scan(classes: Classes, eqn: Any) -> None:
     classes.link_all(inside, inner.invars[consts + place])
     classes.link_all(eqn.outvars[place], inside)
   _link_stacked(classes, eqn.outvars[carries:], inner.outvars[carries:])
+  classes.forget(inner)
 
 
 def _same_rank(outside: Sequence[Any], inside: Sequence[Any]) -> int:

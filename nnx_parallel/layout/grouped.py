@@ -1,4 +1,4 @@
-"""A fault of XLA that a plan can foresee: kernel gradients of grouped convolutions, too large by a factor."""
+"""Warns about an XLA bug: kernel gradients of grouped convolutions are too large on some meshes."""
 
 from __future__ import annotations
 

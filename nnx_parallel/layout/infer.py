@@ -27,7 +27,7 @@ from nnx_parallel.layout import dims
 from nnx_parallel.layout.abstract import abstract_module
 from nnx_parallel.layout.batch import AXES
 from nnx_parallel.layout.constrain import Scope, scoped
-from nnx_parallel.layout.mesh import AnyMesh, abstract_mesh, axis_sizes
+from nnx_parallel.layout.mesh import AnyMesh, abstract_mesh, axis_sizes, is_explicit
 from nnx_parallel.layout.rules import Fallback, LogicalRules, PathRules, RuleSet, fsdp, replicate
 from nnx_parallel.layout.tracing import unplaced
 from nnx_parallel.layout.variables import Names, Path, array_leaves, path_str, value_of, variables
@@ -84,6 +84,7 @@ def infer_rules(
       (('up', 'kernel'), (None, 'tensor')),
     ]), fsdp('fsdp', min_size=262144, extend=True)]
   """
+  is_explicit(mesh)  # refuses what is no mesh
   sizes = axis_sizes(mesh)
   tensor = _axis(tensor_axis, _TENSOR_AXES, sizes)
   shard = _axis(fsdp_axis, _FSDP_AXES, sizes)

@@ -1,4 +1,4 @@
-"""How inputs are split when the batch dim over the batch axes is not what is wanted: by rank, or over all."""
+"""Input layouts other than "dim 0 over the batch axes": by rank, or over the whole mesh."""
 
 from __future__ import annotations
 

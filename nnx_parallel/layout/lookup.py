@@ -1,7 +1,8 @@
 """Look-up tables, whose rows are what to split.
 
 A table that is split by columns gives activations that are split by feature. Where the same axis splits the
-batch, XLA keeps the former and sends activations in the layers that follow; one split by rows it gathers.
+batch, XLA keeps them so and communicates activations in the layers that follow; a table split by rows is
+simply gathered.
 """
 
 from __future__ import annotations

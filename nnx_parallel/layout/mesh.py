@@ -21,7 +21,7 @@ Grid: TypeAlias = np.ndarray[Any, Any]
 
 def make_mesh(
   axes: Mapping[str, int] | None = None,
-  *,
+  *names: object,
   devices: Sequence[Device] | None = None,
   explicit: bool = False,
   dcn: Mapping[str, int] | None = None,
@@ -33,7 +33,8 @@ def make_mesh(
   on CPU it is the plain order of `devices`.
 
   Args:
-    axes: axis sizes in devices as a mapping, for names that are not Python keywords; merged with `sizes`.
+    axes: axis sizes in devices as a mapping, for names that no keyword can have; merged with `sizes`.
+    *names: nothing; `jax.make_mesh` has names here, and the error says how to write them.
     devices: the devices to use; all of `jax.devices()` when not given.
     explicit: use `AxisType.Explicit` for every axis (sharding in types) instead of `AxisType.Auto`.
     dcn: how many ways an axis is split *between* slices (or hosts, on GPU), for example `dict(data=2)`:
@@ -55,19 +56,20 @@ def make_mesh(
   devices = list(jax.devices() if devices is None else devices)
   if not devices:
     raise MeshError("a mesh needs at least one device, and `devices` is empty.", fix="devices=jax.devices()")
-  shape = _complete(_merged(axes, sizes), len(devices))
+  shape = _complete(_merged(axes, names, sizes, counted=True), len(devices))
   dcn_shape = _dcn_shape(shape, dcn or {})
   types = (AxisType.Explicit if explicit else AxisType.Auto,) * len(shape)
   return Mesh(_arrange(shape, dcn_shape, devices), tuple(shape), axis_types=types)
 
 
 def abstract_mesh(
-  axes: Mapping[str, int] | None = None, *, explicit: bool = False, **sizes: int
+  axes: Mapping[str, int] | None = None, *names: object, explicit: bool = False, **sizes: int
 ) -> AbstractMesh:
   """A mesh of any size with no devices behind it, for planning.
 
   Args:
     axes: axis sizes in devices as a mapping; merged with `sizes`.
+    *names: nothing, as in `make_mesh`.
     explicit: use `AxisType.Explicit` for every axis.
     **sizes: axis name -> size in devices; `-1` is an error, since nothing says how many devices there are.
 
@@ -82,13 +84,7 @@ def abstract_mesh(
     >>> nxp.abstract_mesh(data=16, fsdp=256).size
     4096
   """
-  shape = _merged(axes, sizes)
-  if -1 in shape.values():
-    raise MeshError(
-      "an abstract mesh cannot have an axis of size -1: there are no devices to count.",
-      details=f"axes {shape}",
-      fix="give every axis its size, e.g. abstract_mesh(data=16, fsdp=256).",
-    )
+  shape = _merged(axes, names, sizes, counted=False)
   kind = AxisType.Explicit if explicit else AxisType.Auto
   return AbstractMesh(tuple(shape.values()), tuple(shape), axis_types=(kind,) * len(shape))
 
@@ -107,7 +103,7 @@ def is_explicit(mesh: AnyMesh) -> bool:
   """
   if not isinstance(mesh, (Mesh, AbstractMesh)):  # pyright: ignore[reportUnnecessaryIsInstance]
     raise MeshError(
-      f"{mesh!r} is not a mesh.",
+      f"{mesh!r:.80} is not a mesh.",
       fix="nxp.make_mesh(data=-1) for these devices, nxp.abstract_mesh(data=64) for devices elsewhere.",
     )
   kinds = set(mesh.axis_types)
@@ -181,8 +177,17 @@ def _axes_by_link(mesh: Mesh) -> tuple[list[str], list[str], list[str]]:
   return inside, hosts, slices
 
 
-def _merged(axes: Mapping[str, int] | None, sizes: Mapping[str, int]) -> dict[str, int]:
-  """The sizes that were given both ways, as plain ints, checked."""
+def _merged(
+  axes: Mapping[str, int] | None, names: tuple[Any, ...], sizes: Mapping[str, int], *, counted: bool
+) -> dict[str, int]:
+  """The sizes that were given both ways, as plain ints, checked; -1 is a size where devices are counted."""
+  call = "make_mesh(data=-1)" if counted else "abstract_mesh(data=16, fsdp=256)"
+  if names or not isinstance(axes, (Mapping, type(None))):  # pyright: ignore[reportUnnecessaryIsInstance]
+    raise MeshError(
+      "the axes of a mesh are written as name=size, not as sizes and names.",
+      details=f"given {', '.join(map(repr, (axes, *names)))}",
+      fix=_by_name(call, axes, names[0] if names else ()),
+    )
   twice = sorted(set(axes or {}) & set(sizes))
   if twice:
     raise MeshError(
@@ -192,15 +197,28 @@ def _merged(axes: Mapping[str, int] | None, sizes: Mapping[str, int]) -> dict[st
     )
   shape: dict[str, Any] = {**(axes or {}), **sizes}
   if not shape:
-    raise MeshError("a mesh needs at least one axis.", fix="make_mesh(data=-1)")
+    raise MeshError("a mesh needs at least one axis.", fix=call)
   for name, size in shape.items():
-    if isinstance(size, bool) or not isinstance(size, Integral) or (size < 1 and size != -1):
+    if (
+      isinstance(size, bool) or not isinstance(size, Integral) or (size < 1 and not (counted and size == -1))
+    ):
+      rest = f"{name}=-1 takes all the devices that the other axes leave."
       raise MeshError(
-        f"mesh axis {name!r} has size {size!r}; sizes are positive integers, or one -1.",
+        f"mesh axis {name!r} has size {size!r}; sizes are positive integers"
+        + (", or one -1." if counted else ": an abstract mesh has no devices to count."),
         details=f"axes {shape}",
-        fix=f"{name}=-1 takes all the devices that the other axes leave.",
+        fix=rest if counted else f"give every axis its size, e.g. {call}.",
       )
   return {name: int(size) for name, size in shape.items()}
+
+
+def _by_name(call: str, sizes: Any, names: Any) -> str:
+  """The call with the sizes and names that `jax.make_mesh` takes; `call` itself where they do not pair up."""
+  function, _, _ = call.partition("(")
+  try:
+    return f"{function}({', '.join(f'{name}={size}' for size, name in zip(sizes, names, strict=True))})"
+  except (TypeError, ValueError):
+    return call
 
 
 def _complete(shape: dict[str, int], count: int) -> dict[str, int]:

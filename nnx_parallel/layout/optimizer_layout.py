@@ -61,7 +61,7 @@ def follow(
   Args:
     parameter: the parameter's row.
     shape: global shape of the optimizer's array, in elements.
-    dims: which of the parameter's dims it has, where that is known: of a square matrix, sizes do not say.
+    dims: which of the parameter's dims it has, where that is known: sizes of a square matrix are ambiguous.
 
   Returns:
     `(spec, padding, why)`.

@@ -14,10 +14,13 @@ from __future__ import annotations
 
 import copy
 import functools
+import weakref
 from typing import Any, cast
 
 import jax
+import jax.extend.core as jex
 import jax.numpy as jnp
+import numpy as np
 import optax
 from flax import nnx
 from jax.core import Tracer
@@ -37,7 +40,7 @@ _STORED_ATTRIBUTES = frozenset(
 
 def is_padded(variable: Any) -> bool:
   """Whether a Variable stores more than it shows."""
-  return PADDED in getattr(variable, "_var_metadata", ())
+  return isinstance(variable, nnx.Variable) and variable.has_metadata(PADDED)
 
 
 def logical_kind(variable: nnx.Variable[Any]) -> type[nnx.Variable[Any]]:
@@ -86,7 +89,9 @@ def _padded_type(kind: type[nnx.Variable[Any]]) -> type[nnx.Variable[Any]]:
     return _limits(tuple(self.get_raw_value().shape), *self.get_metadata(PADDED))
 
   def get_attribute(self: Any, name: str) -> Any:
-    if name in _STORED_ATTRIBUTES or name in object.__getattribute__(self, "_var_metadata"):
+    if name == "_read":  # nobody has read it yet
+      return None
+    if name in _STORED_ATTRIBUTES or self.has_metadata(name):
       return kind.__getattr__(self, name)
     return getattr(_logical_variable(self), name)
 
@@ -100,6 +105,7 @@ def _padded_type(kind: type[nnx.Variable[Any]]) -> type[nnx.Variable[Any]]:
   members = {
     "__doc__": f"A padded `{kind.__name__}`: stored with padding, seen without.",
     "__module__": __name__,
+    "__slots__": ("_read",),
     "get_value": get_value,
     "set_value": set_value,
     "shape": property(shape),
@@ -120,11 +126,28 @@ def _rebuild(kind: type[nnx.Variable[Any]], state: dict[str, Any]) -> Any:
 
 def _logical_variable(variable: Any) -> nnx.Variable[Any]:
   """The same Variable as its own type, at the logical shape: hooks and overrides of that type apply."""
-  logical, storage = variable.get_metadata(PADDED)
   metadata = {k: v for k, v in variable.get_metadata().items() if k not in (PADDED, "ref")} | {"ref": False}
-  raw = variable.get_raw_value()
-  raw = raw[...] if variable.ref else raw
-  return cast(Any, logical_kind(variable)).from_metadata(crop(raw, logical, storage), metadata)
+  return cast(Any, logical_kind(variable)).from_metadata(_logical_array(variable), metadata)
+
+
+def _logical_array(variable: Any) -> Any:
+  """The array without the padding: one object for all reads of an unchanged Variable, as flax gives.
+
+  Libraries such as Qwix find the Variable of an operand by the identity of its array. The Variable does not
+  keep that array alive, and each trace has its own.
+  """
+  raw, (logical, storage) = variable.get_raw_value(), variable.get_metadata(PADDED)
+  if variable.ref:
+    return crop(raw[...], logical, storage)
+  if not isinstance(raw, (jax.Array, np.ndarray)):
+    return crop(raw, logical, storage)
+  trace = jex.get_opaque_trace_state()
+  read = variable._read
+  if read is not None and read[0]() is raw and read[1] == trace and (kept := read[2]()) is not None:
+    return kept
+  value = crop(raw, logical, storage)
+  object.__setattr__(variable, "_read", (weakref.ref(raw), trace, weakref.ref(value)))
+  return value
 
 
 def _store(variable: Any, value: Any) -> None:
@@ -166,7 +189,7 @@ def crop(value: Any, logical: tuple[int, ...], storage: tuple[int, ...]) -> Any:
   if shape is None or shape == logical:
     return value
   limits = _limits(tuple(shape), logical, storage)
-  if isinstance(value, jax.ShapeDtypeStruct):
+  if not isinstance(value, (jax.Array, np.ndarray)):  # abstract, or what flax prints for an array
     return jax.ShapeDtypeStruct(limits, value.dtype)
   return _whole_where_cut(value, limits)[tuple(slice(limit) for limit in limits)]
 

@@ -10,8 +10,9 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import itertools
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -33,8 +34,8 @@ from nnx_parallel.layout.mesh import AnyMesh, axis_sizes, is_explicit
 from nnx_parallel.layout.padding import logical_transformation
 from nnx_parallel.layout.rules import UNEVEN, RuleSet, Uneven
 from nnx_parallel.layout.sharded_optimizer import Placement
-from nnx_parallel.layout.tracing import Trace, side_effects
-from nnx_parallel.layout.variables import Path, array_leaves, kind_of, path_str, value_of
+from nnx_parallel.layout.tracing import Trace, placements, side_effects
+from nnx_parallel.layout.variables import Path, array_leaves, axes_of, few, kind_of, path_str, value_of
 
 if TYPE_CHECKING:
   from nnx_parallel.layout.audit import Audit, Trainable
@@ -74,9 +75,11 @@ class ShardingPlan:
     """The leaf with this dotted path (`optimizer/...` for optimizer state)."""
     found = self._by_name.get(name)
     if found is None:
+      inside = [full for full in self._by_name if full.startswith(f"{name}.")]
+      near = few(inside) if inside else ", ".join(nearest(name, self._by_name)) or "nothing like it"
       raise PlanError(
         f"the plan has no leaf {name!r}.",
-        details=f"nearest: {', '.join(nearest(name, self._by_name)) or 'nothing like it'}",
+        details=f"{'in it' if inside else 'nearest'}: {near}",
         fix="list them with [leaf.name for leaf in plan.leaves].",
       )
     return found
@@ -454,6 +457,23 @@ class ShardingPlan:
     return Scope(with_batch(self.rules, axis_sizes(self.mesh)), self.mesh)
 
 
+def check_plan(plan: object, call: str) -> None:
+  """Refuses another object where a plan is meant.
+
+  Args:
+    plan: what was given.
+    call: the call that works, for example `reshard(model, plan)`.
+
+  Raises:
+    PlanError: it is no plan.
+  """
+  if not isinstance(plan, ShardingPlan):
+    raise PlanError(
+      f"{call.partition('(')[0]} needs a plan, and got a value of type {type(plan).__name__}.",
+      fix=f"{call}, with plan = nxp.plan(init, mesh, rules).",
+    )
+
+
 def plan(
   init: Callable[[], nnx.Module],
   mesh: AnyMesh,
@@ -524,12 +544,12 @@ def plan_traced(
   zero_axes: Sequence[str] | str | None,
   optimizer_memory: str | None,
 ) -> tuple[ShardingPlan, dict[Root, Trace]]:
-  """Plans, and returns the traces behind the plan too, for who creates from it at once.
+  """Like `plan`; also returns the traces, for a caller that creates the model right away.
 
   A plan does not keep them: what `init` reads (a seed, a table) may change before a later creation.
 
   Args:
-    init: as all others, as for `plan`.
+    init: this and all others as for `plan`.
     mesh: the mesh.
     rules: the rules.
     optimizer: the optimizer, or None.
@@ -584,6 +604,7 @@ def plan_traced(
       memory_kind=None if optimizer_memory == "device" else optimizer_memory,
       kept_dims=kept_dims(model, optimizer, wrt, abstract_optimizer),
     )
+  found += _overridden(placements(traces["model"]), leaves)
   if whole := side_effects(traces.values()):
     found.append(f"created as one program, which takes longer to compile: {whole}")
   made = ShardingPlan(
@@ -599,6 +620,18 @@ def plan_traced(
     zero,
   )
   return made, traces
+
+
+def _overridden(placed: Mapping[Path, PartitionSpec], leaves: Iterable[LeafPlan]) -> list[str]:
+  """The note on arrays that `init` itself places in another way than the plan."""
+  other: list[str] = []
+  for leaf in leaves:
+    asked = placed.get(leaf.path, leaf.spec) if leaf.root == "model" else leaf.spec
+    entries = itertools.zip_longest(asked, leaf.spec)
+    if any(a is not PartitionSpec.UNCONSTRAINED and axes_of(a) != axes_of(b) for a, b in entries):
+      other.append(f"{leaf.name} {asked}, planned {leaf.spec}")
+  advice = "the plan follows annotations (out_sharding=...) and rules"
+  return [f"init itself places {few(other)}: {advice}"] if other else []
 
 
 def _no_constructor() -> nnx.Module:

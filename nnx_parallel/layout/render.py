@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import html
 import math
+import os
 import re
 import shutil
+import sys
 import textwrap
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from jax.sharding import PartitionSpec
 
@@ -19,8 +22,56 @@ if TYPE_CHECKING:
   from nnx_parallel.layout.plan import ShardingPlan
 
 WIDTH = 118
-"""Columns of printed plans where no terminal says otherwise."""
+"""Columns of what is printed into a file, a pipe or a notebook."""
 _GAP = "  "
+_INDENT = "    "
+_BESIDE = 20
+"""Columns that a column of words needs; with fewer it stands under its row."""
+_PRE = "overflow-x:auto;white-space:pre;line-height:1.35;font-size:12px;margin:0"
+
+
+class Shown:
+  """Shows `str(self)` in notebooks and IPython, which would list the fields of a dataclass."""
+
+  def _repr_html_(self) -> str:
+    return as_html(str(self))
+
+  def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
+    printer.text(str(self))
+
+
+def page_width() -> int:
+  """Columns to use: those of the terminal, or of the variable `COLUMNS`; `WIDTH` in a file or a notebook."""
+  known = sys.stdout.isatty() or "COLUMNS" in os.environ
+  return max(60, min(shutil.get_terminal_size((WIDTH, 24)).columns, 200)) if known else WIDTH
+
+
+def print_text(text: str) -> None:
+  """Prints a table or a report; in colour where the output is a terminal.
+
+  Args:
+    text: lines that fit the terminal.
+  """
+  if not sys.stdout.isatty():
+    print(text)
+    return
+  from rich.console import Console
+  from rich.text import Text
+
+  styled = Text(text, no_wrap=True, overflow="ignore")
+  styled.highlight_regex(r"(?m)^(model|optimizer|total|whole on every device|changed)  .*$", "bold")
+  styled.highlight_regex(r"(?m)^mesh .*$", "bold cyan")
+  styled.highlight_regex(rf"(?m)^{_INDENT}\S.*$", "dim")
+  styled.highlight_regex(r"(?m)^note: |\bwhole\b|\(!\)|DOES NOT FIT", "yellow")
+  styled.highlight_regex(r"\d[\d.,]* (?:[KMGT]i)?B\b|\bFITS\b", "green")
+  Console(soft_wrap=True).print(styled)
+
+
+def as_html(text: str) -> str:
+  """Text for a notebook: in a box that scrolls instead of wrapping, with the headers of a plan in bold."""
+  lines = (html.escape(line) for line in text.splitlines())
+  bold = "\n".join(f"<b>{x}</b>" if x.startswith(("model ", "optimizer ", "mesh ")) else x for x in lines)
+  return f'<pre style="{_PRE}">{bold}</pre>'
 
 
 def format_bytes(count: float) -> str:
@@ -76,39 +127,32 @@ def explain(plan: ShardingPlan, leaf: LeafPlan) -> str:
   return "\n  ".join(lines)
 
 
-def plan_text(plan: ShardingPlan, *, width: int = WIDTH) -> str:
+def plan_text(plan: ShardingPlan, *, width: int | None = None) -> str:
   """The text of `print(plan)`: mesh, rules, one row per group of alike leaves, totals, notes.
 
   Args:
     plan: the plan.
-    width: columns to use; the last column wraps.
+    width: columns to use; by default `page_width()`.
 
   Returns:
-    Lines joined by newlines, none longer than `width` unless a single name is.
+    Lines joined by newlines, none longer than `width` unless a single word is.
   """
-  lines = [*describe_mesh(plan.mesh).splitlines(), *_rules_lines(plan, width)]
+  width = width or page_width()
+  mesh = [_hang(line, width) for line in describe_mesh(plan.mesh).splitlines()]
+  lines = [*mesh, *_rules_lines(plan, width)]
   model = [leaf for leaf in plan.leaves if leaf.root == "model"]
   rows = [_row(pattern, leaves) for pattern, leaves in grouped(model)]
   sections = [("model", rows)]
   if len(model) < len(plan.leaves):
     sections.append(("optimizer", [_row(name, leaves) for name, leaves in _optimizer_groups(plan)]))
-  lines += ["", *_tables(sections, width), "", *_totals(plan)]
+  lines += ["", *_tables(sections, width), "", *_totals(plan, width)]
   lines += [_hang(f"note: {note}", width) for note in plan.notes]
   return "\n".join(lines)
 
 
 def plan_html(plan: ShardingPlan) -> str:
-  """The plan as HTML for a notebook: the same table, in a box that scrolls instead of wrapping."""
-  from html import escape
-
-  lines = plan_text(plan, width=160).splitlines()
-  shown = "\n".join(
-    f"<b>{escape(line)}</b>" if line.startswith(("model ", "optimizer ", "mesh ")) else escape(line)
-    for line in lines
-  )
-  return (
-    f'<pre style="overflow-x:auto;white-space:pre;line-height:1.35;font-size:12px;margin:0">{shown}</pre>'
-  )
+  """The plan as HTML for a notebook: the same table, wider."""
+  return as_html(plan_text(plan, width=160))
 
 
 def show(plan: ShardingPlan) -> None:
@@ -118,21 +162,10 @@ def show(plan: ShardingPlan) -> None:
 
     display(plan)
     return
-  from rich.console import Console
-  from rich.text import Text
-
-  width = max(80, min(shutil.get_terminal_size((WIDTH, 24)).columns, 200))
-  text = Text(plan_text(plan, width=width), no_wrap=True, overflow="ignore")
-  text.highlight_regex(r"(?m)^(model|optimizer) .*$", "bold")
-  text.highlight_regex(r"(?m)^mesh .*$", "bold cyan")
-  text.highlight_regex(r"\bwhole\b", "yellow")
-  text.highlight_regex(r"\d[\d.,]* (?:[KMGT]i)?B\b", "green")
-  Console(width=width, soft_wrap=True).print(text)
+  print_text(plan_text(plan))
 
 
 def _in_notebook() -> bool:
-  import sys
-
   ipython = sys.modules.get("IPython")
   shell = ipython.get_ipython() if ipython is not None else None
   return shell is not None and hasattr(shell, "kernel")
@@ -156,6 +189,16 @@ def grouped(leaves: Iterable[LeafPlan]) -> list[tuple[str, list[LeafPlan]]]:
     key = (pattern, leaf.shape, leaf.dtype, leaf.spec, leaf.kind, leaf.memory_kind, leaf.decision.reason)
     groups.setdefault(key, []).append(leaf)
   return [(_common_name(found), found) for found in groups.values()]
+
+
+def number_pattern(name: str) -> str:
+  """A dotted name with `*` for the numbers that count layers.
+
+  Example:
+    >>> number_pattern("blocks.11.layer_3.up.kernel")
+    'blocks.*.layer_*.up.kernel'
+  """
+  return re.sub(r"(?<![^._/])\d+(?=\.|$)", "*", name)
 
 
 def _pattern(leaf: LeafPlan) -> tuple[str, ...]:
@@ -223,7 +266,9 @@ def _tables(sections: Sequence[tuple[str, Sequence[tuple[str, ...]]]], width: in
   every = [(title, *columns) for title, _ in sections] + [row for _, rows in sections for row in rows]
   lines: list[str] = []
   for title, rows in sections:
-    table = text_table((title, *columns), rows, right=(1, 5), wrap=(6,), width=width, measure=every)
+    table = text_table(
+      (title, *columns), rows, right=(1, 5), wrap=(6,), below=(2, 6), width=width, measure=every
+    )
     lines += [*([""] if lines else []), *table.splitlines()]
   return lines
 
@@ -234,38 +279,71 @@ def text_table(
   *,
   right: Sequence[int] = (),
   wrap: Sequence[int] = (),
-  width: int = WIDTH,
+  below: Sequence[int] = (),
+  width: int | None = None,
   measure: Sequence[Sequence[str]] | None = None,
 ) -> str:
-  """Aligns rows under a header; only the columns that may wrap do.
+  """Aligns rows under a header.
+
+  Where the page is narrow, the columns of words stand under their row, and names continue after a dot.
 
   Args:
     header: one word for each column.
     rows: the cells.
     right: columns that are aligned to the right.
-    wrap: columns that share what the others leave of `width`, and continue on lines below.
-    width: columns of text.
+    wrap: columns of words: they share what the others leave of `width`, and continue on lines below.
+    below: columns that stand under their row where the page is narrow; by default those of `wrap`.
+    width: columns of text; by default `page_width()`.
     measure: rows that decide the widths, when they should fit more than this table.
 
   Returns:
     Lines without trailing blanks.
   """
-  sample = measure or [header, *rows]
-  sizes = [max(len(row[column]) for row in sample) for column in range(len(header))]
-  room = width - sum(sizes[c] for c in range(len(sizes)) if c not in wrap) - len(_GAP) * (len(sizes) - 1)
-  for column in wrap:
-    sizes[column] = min(sizes[column], max(room // len(wrap), 16))
+  width = width or page_width()
+  sizes = [max(len(row[c]) for row in measure or [header, *rows]) for c in range(len(header))]
+  every = range(len(header))
+  room = _room(sizes, width, every, wrap)
+  narrow = room < min(sum(sizes[c] for c in wrap), _BESIDE * len(wrap))
+  under = (below or wrap) if narrow else ()
+  beside = [c for c in every if c not in under]
+  if narrow:
+    sizes[0] = min(sizes[0], max(16, _room(sizes, width, beside, (0,))))
+  else:
+    for column in wrap:
+      sizes[column] = min(sizes[column], room // len(wrap))
   lines: list[str] = []
   for row in (header, *rows):
-    cells = [
-      textwrap.wrap(cell, sizes[c], break_on_hyphens=False) or [""] if c in wrap else [cell]
-      for c, cell in enumerate(row)
-    ]
-    for height in range(max(map(len, cells))):
-      parts = [cell[height] if height < len(cell) else "" for cell in cells]
-      aligned = [p.rjust(sizes[c]) if c in right else p.ljust(sizes[c]) for c, p in enumerate(parts)]
+    cells = {c: _cell(row[c], sizes[c], words=c in wrap) for c in beside}
+    for height in range(max(map(len, cells.values()))):
+      parts = {c: cell[height] if height < len(cell) else "" for c, cell in cells.items()}
+      aligned = [p.rjust(sizes[c]) if c in right else p.ljust(sizes[c]) for c, p in parts.items()]
       lines.append(_GAP.join(aligned).rstrip())
+    words = "; ".join(row[c] for c in under if row[c])
+    lines += _wrapped(words, width, indent=_INDENT) if words else []
   return "\n".join(lines)
+
+
+def _room(sizes: Sequence[int], width: int, columns: Sequence[int], free: Sequence[int]) -> int:
+  """What the other columns leave for those that are free."""
+  fixed = sum(sizes[c] for c in columns if c not in free)
+  return width - fixed - len(_GAP) * (len(columns) - 1)
+
+
+def _cell(text: str, size: int, *, words: bool) -> list[str]:
+  if words:
+    return _wrapped(text, size)
+  lines = [""]
+  for part in re.findall(r"[^.]*\.?", text) if len(text) > size else [text]:
+    if len(lines[-1] + part) > size and lines[-1]:
+      lines.append(_GAP)
+    lines[-1] += part
+  return lines
+
+
+def _wrapped(text: str, width: int, indent: str = "") -> list[str]:
+  return textwrap.wrap(
+    text, width, initial_indent=indent, subsequent_indent=indent, break_on_hyphens=False
+  ) or [""]
 
 
 def _rules_lines(plan: ShardingPlan, width: int) -> list[str]:
@@ -282,7 +360,7 @@ def _hang(text: str, width: int) -> str:
   return textwrap.fill(text, width, subsequent_indent="  ", break_on_hyphens=False, break_long_words=False)
 
 
-def _totals(plan: ShardingPlan) -> list[str]:
+def _totals(plan: ShardingPlan, width: int) -> list[str]:
   rows: list[tuple[str, ...]] = []
   for root in ("model", "optimizer"):
     leaves = [leaf for leaf in plan.leaves if leaf.root == root and not leaf.on_host]
@@ -301,4 +379,4 @@ def _totals(plan: ShardingPlan) -> list[str]:
     both = (format_bytes(sum(leaf.bytes for leaf in away)), format_bytes(plan.bytes_per_device(host=True)))
     rows.append(("in host memory", str(len(away)), elements, *both, ""))
   header = ("total", "arrays", "elements", "in all", "per device", "copies")
-  return text_table(header, rows, right=(1, 2, 3, 4, 5)).splitlines()
+  return text_table(header, rows, right=(1, 2, 3, 4, 5), width=width).splitlines()

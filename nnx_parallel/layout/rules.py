@@ -204,6 +204,19 @@ class LogicalRules(Mapping[str, tuple[Candidate, ...]]):
     return notes
 
 
+def _mended(window: str | tuple[str, ...]) -> str | tuple[str, ...]:
+  """A pattern as it was probably meant: as in a shell, where `*` stands for anything; else literally."""
+
+  def part(pattern: str) -> str:
+    try:
+      re.compile(pattern)
+    except re.error:
+      return ".*".join(map(re.escape, pattern.split("*")))
+    return pattern
+
+  return part(window) if isinstance(window, str) else tuple(map(part, window))
+
+
 class PathRules:
   r"""Names for parameters that nobody annotated, by pattern on their path. The first match wins.
 
@@ -300,9 +313,7 @@ class PathRule:
     except re.error as error:
       raise ShardingError(
         f"path rule {window!r} is not a regular expression: {error}.",
-        fix=f"{window.replace('*', '.*', 1)!r}: a dot stands for any character."
-        if isinstance(window, str) and window.startswith("*")
-        else "escape it with re.escape.",
+        fix=f"PathRules([({_mended(window)!r}, {names!r})])",
       ) from error
     if names is None or (isinstance(names, PartitionSpec) and not len(names)):
       return cls(window, None)

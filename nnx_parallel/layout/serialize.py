@@ -6,7 +6,6 @@ import dataclasses
 import difflib
 import json
 import os
-import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path as File
 from typing import TYPE_CHECKING, Any, cast
@@ -19,7 +18,15 @@ from nnx_parallel.errors import PlanError
 from nnx_parallel.layout.inputs import InputRules
 from nnx_parallel.layout.leaf import Decision, LeafPlan
 from nnx_parallel.layout.mesh import AnyMesh, abstract_mesh, axis_sizes, is_explicit
-from nnx_parallel.layout.render import format_array, format_bytes, format_spec, grouped, text_table
+from nnx_parallel.layout.render import (
+  Shown,
+  format_array,
+  format_bytes,
+  format_spec,
+  grouped,
+  number_pattern,
+  text_table,
+)
 from nnx_parallel.layout.rules import Fallback, LogicalRules, PathRules, RuleSet
 from nnx_parallel.layout.variables import Path, path_str
 
@@ -240,7 +247,7 @@ class Change:
 
 
 @dataclasses.dataclass(frozen=True)
-class PlanDiff:
+class PlanDiff(Shown):
   """The difference of two plans; prints as a table, and is falsy when they lay everything out alike.
 
   Attributes:
@@ -266,7 +273,7 @@ class PlanDiff:
     rows: list[tuple[str, ...]] = []
     alike: dict[tuple[str, ...], list[str]] = {}
     for change in self.changes:
-      pattern = re.sub(r"(?<=[._])\d+(?=\.|$)", "*", change.name)
+      pattern = number_pattern(change.name)
       alike.setdefault((pattern, change.field, change.before, change.after), []).append(change.name)
     for (pattern, field, before, after), names in alike.items():
       rows.append((pattern if len(names) > 1 else names[0], str(len(names)), field, before, after))

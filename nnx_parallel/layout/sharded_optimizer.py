@@ -102,7 +102,7 @@ class ShardedOptimizer(nnx.Optimizer[M]):
 
 
 def plain_update(optimizer: Any, model: Any, grads: Any, extra: Mapping[str, Any]) -> Any:
-  """Updates in place, without a constraint on the result; also where state lies unlike its parameter.
+  """Updates in place without constraining the result; state may be sharded unlike its parameter.
 
   Args:
     optimizer: an `nnx.Optimizer`.

@@ -10,13 +10,23 @@ from typing import Any
 import jax
 import optax
 from flax import nnx
+from flax.errors import TraceContextError
 from jax.core import Tracer
-from jax.sharding import AbstractMesh, AxisType
+from jax.extend.core import Literal
+from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 from nnx_parallel.errors import PlanError
 from nnx_parallel.layout.mesh import AnyMesh, axis_sizes
 from nnx_parallel.layout.sharded_optimizer import ShardedOptimizer
 from nnx_parallel.layout.variables import Path, occurrences, path_str, value_of
+
+_PLACES = {
+  "sharding_constraint": "sharding",
+  "reshard": "dst_sharding",
+  "device_put": "devices",
+  "jit": "out_shardings",
+}
+"""Operations that place their results, and the parameter that says where."""
 
 
 @contextlib.contextmanager
@@ -44,9 +54,22 @@ class Trace:
 
 
 def side_effects(traces: Iterable[Trace]) -> str:
-  """Names the effects of the first that has any but building, as a clause; empty when none has."""
+  """Describes the side effects of the first trace that has any, as a clause; empty if none has."""
   effects = next((one.program.effects for one in traces if one.program.effects), ())
   return f"it has side effects ({', '.join(sorted(map(str, effects)))})" if effects else ""
+
+
+def placements(one: Trace) -> dict[Path, PartitionSpec]:
+  """The arrays that the traced function itself places, as the last thing it does to them, and how."""
+  jaxpr = one.program.jaxpr
+  placed: dict[Any, PartitionSpec] = {}
+  for eqn in jaxpr.eqns:
+    found: Any = eqn.params[_PLACES[eqn.primitive.name]] if eqn.primitive.name in _PLACES else ()
+    for var, sharding in zip(eqn.outvars, found if isinstance(found, tuple) else (found,), strict=False):
+      if isinstance(sharding, NamedSharding):
+        placed[var] = sharding.spec
+  made = zip(one.makes, jaxpr.outvars, strict=True)
+  return {path: placed[var] for path, var in made if not isinstance(var, Literal) and var in placed}
 
 
 def trace(build: Callable[..., Any], given: Any = None) -> Trace:
@@ -127,12 +150,20 @@ def traced_init(init: Callable[[], nnx.Module], mesh: AnyMesh | None) -> nnx.Mod
     under a trace, flax (0.12) takes it for a static attribute, and the tracer leaks.
 
   Raises:
-    PlanError: a list, tuple or dict of arrays as an attribute, which flax refuses eagerly.
+    PlanError: a list, tuple or dict of arrays as an attribute, which flax refuses eagerly; or `init` changes
+      a Variable that it did not make.
   """
   sizes = axis_sizes(mesh) if mesh is not None else {}
   auto = AbstractMesh(tuple(sizes.values()), tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes))
-  with _quick_conversions(), nnx.use_eager_sharding(False), jax.sharding.use_abstract_mesh(auto):
-    module = init()
+  try:
+    with _quick_conversions(), nnx.use_eager_sharding(False), jax.sharding.use_abstract_mesh(auto):
+      module = init()
+  except TraceContextError as error:
+    raise PlanError(
+      "init changes a Variable that was made outside of it, such as the counter of an nnx.Rngs.",
+      details=str(error).split(" (https://")[0],
+      fix="make it inside of init: lambda: MyModule(..., rngs=nnx.Rngs(0))",
+    ) from error
   graph: Any = module
   if isinstance(graph, nnx.Pytree):  # the caller refuses anything else
     loose = [

@@ -21,7 +21,8 @@ Entry = str | tuple[str, ...] | None
 Names = tuple[Entry, ...]
 
 DECLARED = "declared_sharding"
-"""Metadata key under which creation keeps what the user wrote: `(names, sharding_rules)`."""
+"""Metadata key under which creation keeps what the user wrote, and what it wrote in its place for flax:
+`(names, sharding_rules, (out_sharding, sharding_rules))`."""
 SCOPE = "sharding_scope"
 """Metadata key under which creation keeps the plan's rules for activations; see `constrain.Scope`."""
 _NO_NODES = frozenset((str, int, float, bool, type(None), type, FunctionType, np.ndarray))
@@ -189,7 +190,7 @@ def declared(leaf: Any, *, where: str) -> tuple[Names | None, dict[str, Any]]:
   """What the user wrote on a Variable: its names, and its own `sharding_rules`.
 
   Every key that flax has used is read (`out_sharding`, `sharding`, `sharding_names`), with a tuple, list,
-  `PartitionSpec` or `NamedSharding` as value. A `PartitionSpec` may be shorter than the rank.
+  `PartitionSpec` or `NamedSharding` as value. As in flax, dims beyond its end are replicated.
 
   Args:
     leaf: a Variable or a raw array.
@@ -199,20 +200,20 @@ def declared(leaf: Any, *, where: str) -> tuple[Names | None, dict[str, Any]]:
     `(names, rules)`; names is None when nothing was written.
 
   Raises:
-    ShardingError: an annotation that is not a sequence of names, or has another length than the rank.
+    ShardingError: an annotation that is not a sequence of names, or is longer than the rank.
   """
   if not isinstance(leaf, nnx.Variable):
     return None, {}
   metadata = cast(Mapping[str, Any], leaf.get_metadata())
   _check_keys(metadata, where)
   ndim = len(value_of(leaf).shape)
-  if DECLARED in metadata and len(metadata[DECLARED][0] or ()) in (0, ndim):
-    names, rules = metadata[DECLARED]
+  names, rules, written = metadata.get(DECLARED, (None, (), None))
+  if written == (metadata.get("out_sharding"), metadata.get("sharding_rules")):  # unchanged since creation
     return names, dict(rules)
-  written = annotation(leaf)
-  if written is None:
+  found = annotation(leaf)
+  if found is None:
     return None, {}
-  key, value = written
+  key, value = found
   names = _to_names(value, ndim, where=where, key=key)
   rules = _own_rules(metadata.get("sharding_rules") or (), where=where)
   return names, rules
@@ -255,7 +256,6 @@ def _own_rules(rules: Any, *, where: str) -> dict[str, Any]:
 
 
 def _to_names(value: Any, ndim: int, *, where: str, key: str) -> Names:
-  from_spec = isinstance(value, (PartitionSpec, NamedSharding))
   if isinstance(value, NamedSharding):
     value = value.spec
   if isinstance(value, str) or not isinstance(value, (Sequence, PartitionSpec)):
@@ -264,21 +264,13 @@ def _to_names(value: Any, ndim: int, *, where: str, key: str) -> Names:
       fix=f"{key}=({value!r}, None)" if isinstance(value, str) else f'{key}=("embed", "mlp")',
     )
   names = tuple(_to_entry(entry, where=where, key=key) for entry in value)
-  if from_spec and len(names) <= ndim:
-    return (*names, *([None] * (ndim - len(names))))
-  if len(names) != ndim:
-    hint = ""
-    if len(names) == ndim - 1:
-      hint = (
-        "\nIf nnx.vmap or nnx.scan stacked this layer, pass"
-        " transform_metadata={nnx.PARTITION_NAME: 'layers'} (or None) so that the new dim gets a name."
-      )
+  if len(names) > ndim:
     raise ShardingError(
       f"{where}: {len(names)} names for an array of {ndim} dims.",
-      details=f"{key} {names}, one name is needed for each dim",
-      fix=f"write {ndim} entries, None for a dim that stays whole.{hint}",
+      details=f"{key} {names}, at most one name for each dim",
+      fix=f"write {ndim} entries, None for a replicated dim.",
     )
-  return names
+  return (*names, *([None] * (ndim - len(names))))
 
 
 def _to_entry(entry: Any, *, where: str, key: str) -> Entry:

@@ -55,9 +55,9 @@ class Classifier(nnx.Module):
     return self.output(x).astype(jnp.float32)
 
 
-def init() -> Classifier:
+def init(seed: int = SEED) -> Classifier:
   """The model, with its own dropout stream."""
-  return Classifier(nnx.Rngs(SEED))
+  return Classifier(nnx.Rngs(seed))
 
 
 def optimizer() -> optax.GradientTransformation:
@@ -89,13 +89,16 @@ def microbatches() -> int:
   return 4
 
 
-def batches(start: int = 0, *, split: str = "train") -> Iterator[Batch]:
-  """Yields float32 `pixels` (128, 64) between 0 and 1, and int32 `labels` (128,).
+def batches(start: int = 0, *, split: str = "train", batch: int = BATCH, seed: int = SEED) -> Iterator[Batch]:
+  """Yields float32 `pixels` (batch, 64) between 0 and 1, and int32 `labels` (batch,).
 
   Args:
     start: the cursor: how many images were consumed before. Image `i` of the run is a function of
       the seed and `i` alone; each epoch is a new permutation of the training images.
-    split: `"train"`, endless; or `"held_out"`, 384 images, drawn once, that are never trained on.
+    split: `"train"`, endless; or `"held_out"`, 384 images, drawn once, that are never trained on (as many
+      whole batches of them as there are).
+    batch: images in a global batch.
+    seed: of the permutations.
 
   Raises:
     RecipeError: an unknown split, or scikit-learn is not installed.
@@ -103,25 +106,25 @@ def batches(start: int = 0, *, split: str = "train") -> Iterator[Batch]:
   pixels, labels = read_digits()
   trained = len(labels) - TEST_IMAGES
   if split == "train":
-    rows = _endless_rows(start, trained)
+    rows = _endless_rows(start, trained, batch, seed)
   elif split == "held_out":
-    rows = iter(np.arange(trained, len(labels)).reshape(-1, BATCH))
+    rows = iter(np.arange(trained, trained + TEST_IMAGES // batch * batch).reshape(-1, batch))
   else:
     raise RecipeError(f"digits has no split {split!r}.", fix="split='train' or split='held_out'.")
   for chosen in rows:
     yield {"pixels": pixels[chosen], "labels": labels[chosen]}
 
 
-def _endless_rows(start: int, trained: int) -> Iterator[np.ndarray]:
+def _endless_rows(start: int, trained: int, batch: int, seed: int) -> Iterator[np.ndarray]:
   while True:
-    index = np.arange(start, start + BATCH)
-    yield np.array([_epoch(int(i) // trained, trained)[i % trained] for i in index])
-    start += BATCH
+    index = np.arange(start, start + batch)
+    yield np.array([_epoch(int(i) // trained, trained, seed)[i % trained] for i in index])
+    start += batch
 
 
 @functools.lru_cache(maxsize=2)
-def _epoch(epoch: int, count: int) -> np.ndarray:
-  return np.random.default_rng((SEED, epoch)).permutation(count)
+def _epoch(epoch: int, count: int, seed: int) -> np.ndarray:
+  return np.random.default_rng((seed, epoch)).permutation(count)
 
 
 @functools.cache

@@ -10,17 +10,17 @@ import contextlib
 import dataclasses
 import math
 import os
-import threading
 import time
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from typing import Any, Literal
 
 import jax
 
 from nnx_parallel.checkpoint.checkpointer import Checkpointer
-from nnx_parallel.errors import CheckpointError, TrainError
+from nnx_parallel.errors import CheckpointError, NnxParallelWarning, TrainError
 from nnx_parallel.hosts.data import batches as placed
+from nnx_parallel.hosts.stop import StopSignals
 from nnx_parallel.layout.constrain import default_scope
 from nnx_parallel.layout.plan import ShardingPlan
 from nnx_parallel.recipes.recorder import EarlyStop, Position, Recorder, Tracker
@@ -44,7 +44,8 @@ class FitResult:
     step: the last step's number.
     metrics: the newest value of every metric, evaluations as `eval_...`.
     history: every record in order, each with its `step`.
-    stopped: why it ended: `"steps"`, `"data"` or `"early"`.
+    stopped: why it ended: `"steps"`, `"data"` or `"early"`; `"signal"` where SIGTERM or Ctrl-C came and has
+      a handler that does not end the process.
     seconds: wall time by kind: `step`, `compile`, `data` (the devices waited for a batch), `evaluation`,
       `checkpoint`, `restore`, `profile`, `other`.
   """
@@ -64,7 +65,10 @@ class FitResult:
 def resume_from(
   checkpointer: Checkpointer, target: Any, step: int | str | None = "latest"
 ) -> tuple[Any, Position]:
-  """Restores a run that `fit` saved; a damaged newest step is passed over with a warning.
+  """Restores a run, to go on with it; a damaged newest step is passed over with a warning.
+
+  A step that was not saved by `fit`, such as imported weights, has no data cursor: the data then starts at
+  its beginning, with a warning.
 
   Args:
     checkpointer: where it was saved.
@@ -75,13 +79,21 @@ def resume_from(
     What was restored, and where it was.
 
   Raises:
-    CheckpointError: nothing to restore, it does not fit, or it was not saved by `fit`.
+    CheckpointError: nothing to restore, or it does not fit.
   """
   newest = max(checkpointer.steps(), default=0)
   restored = checkpointer.restore(target, step, on_corrupt="fallback")
   found = checkpointer.restored
   number = newest if found is None else found.step
-  data = checkpointer.restore_extra("data", step=number)
+  known = "data" in checkpointer.metadata(number).extra
+  data = checkpointer.restore_extra("data", step=number) if known else None
+  if not isinstance(data, dict) or "samples" not in data:
+    warnings.warn(
+      f"step {number} in {checkpointer.directory} says nothing of the data, which starts at its beginning.",
+      NnxParallelWarning,
+      stacklevel=2,
+    )
+    data = {"samples": 0}
   replaces = newest if newest > number else 0
   return restored, Position(number, data["samples"], replaces, data.get("stop", {}))
 
@@ -98,6 +110,7 @@ def fit(
   eval_every: int | None = None,
   checkpointer: Checkpointer | None = None,
   save_every: int | None = None,
+  save_every_minutes: float | None = None,
   extra: Callable[[], Mapping[str, Any]] | None = None,
   resume: int | Literal["latest", "best"] | None = None,
   start: Position | None = None,
@@ -115,15 +128,17 @@ def fit(
   """Trains a live model, with progress, evaluation, checkpoints and metrics.
 
   No step is waited for before the next one is dispatched: metrics are read one step late. With a
-  checkpointer, the last step is saved, and so is the current one on SIGTERM (in the main thread of a job of
-  one process). A failure loses no record of the steps before it.
+  checkpointer, the last step is saved. SIGTERM and Ctrl-C end the run after the current step, which is saved
+  too; the process then ends as it would have (see `StopSignals`). A second Ctrl-C acts at once. A failure
+  loses no record of the steps before it.
 
   Args:
     step: `(model, optimizer, batch) -> metrics`: of `nxp.train_step`, or your own under `nnx.jit`.
-    model: what the step updates.
-    optimizer: its optimizer.
-    batches: `batches(samples)` gives the batches after so many examples, which is what resuming needs; or
-      any iterable.
+    model: what the step updates: a module, or a tuple or dict of modules.
+    optimizer: its optimizer; for several models, a tuple or dict of optimizers.
+    batches: `batches(samples)` gives the batches after so many examples (of all processes), which is what
+      resuming needs; or any iterable. In a job of several processes each passes its shares, or batches
+      placed by `nxp.batches`.
     steps: the number of the last step, counted from the start of the first run; None goes on to the end of
       the data.
     plan: places host batches, is kept in the checkpoints, and has its rules in scope for `constrain`, unless
@@ -133,9 +148,11 @@ def fit(
     eval_every: evaluate each so many steps; by default at the end only.
     checkpointer: where to save; `max_to_keep` and `best` (say, `"eval_loss"`) are its own options.
     save_every: save each so many steps; by default at the end only.
+    save_every_minutes: save after so many minutes too; for jobs of one process, since clocks differ.
     extra: returns more to save: trees of arrays, or JSON values, by name; `"data"` is taken, by the cursor.
-    resume: restore `"latest"`, `"best"` or a number into the live model first; starts anew when there is
-      no checkpoint. On the same mesh the run goes on bit for bit.
+    resume: restore `"latest"`, `"best"` or a number into the live model first; `"latest"` starts anew when
+      there is no checkpoint. On the same mesh the run goes on bit for bit. A checkpoint that `fit` did not
+      save starts the data at its beginning, with a warning.
     start: where the model already is, as `resume_from` says; advanced in place.
     early_stop: ends the run early.
     trackers: called with each record, on process 0: `MetricsLog(path).write`, `TensorBoardLog(dir).write`,
@@ -156,9 +173,10 @@ def fit(
     The last step, the metrics, and why it ended.
 
   Raises:
-    TrainError: data that ends before `steps`, a loss that is not finite, an `extra` named `"data"`, an
-      array among the metrics of an evaluation, or options that mean nothing.
-    CheckpointError: the checkpointer has steps of another run, or cannot save or restore.
+    TrainError: data that ends before `steps`, a loss that is not finite, a step that returns no dict, an
+      `extra` named `"data"`, an array among the metrics of an evaluation, or options that mean nothing.
+    CheckpointError: the checkpointer has steps of another run, or not the one to resume from, or cannot save
+      or restore.
 
   Example:
     >>> import numpy as np, optax, nnx_parallel as nxp
@@ -172,12 +190,13 @@ def fit(
     >>> result.step, result.stopped, result.history[-1]["loss"] < result.history[0]["loss"]
     (3, 'data', True)
   """
+  _check_minutes(save_every_minutes)
   _check_intervals(evaluate, eval_every=eval_every, save_every=save_every, log_every=log_every)
   goodput = Goodput()
-  if resume is not None and checkpointer is not None and checkpointer.steps():
+  if checkpointer is not None and resume is not None and (resume != "latest" or checkpointer.steps()):
     with goodput.spend("restore"):
       _, start = resume_from(checkpointer, (model, optimizer), resume)
-  _check(checkpointer, save_every, resume, start, batches)
+  _check(checkpointer, save_every or save_every_minutes, resume, start, batches)
   at = start or Position()
   shown = progress
   if isinstance(shown, bool):
@@ -186,6 +205,7 @@ def fit(
   peak = _peak() if peak_flops is None else peak_flops
   recorder = Recorder(at, shown, trackers, early_stop, nonfinite == "error", evaluate is not None)
   saved, evaluated, stopped, metrics = -1, -1, "steps", None
+  saved_at = time.monotonic()
   first, compiles = at.step + 1, _compiles(step)
 
   def state() -> dict[str, Any]:
@@ -193,11 +213,6 @@ def fit(
     found = {"step": at.step, "model": model, "optimizer": optimizer, "plan": plan}
     found["extra"] = {**_own_extra(extra), "data": data}
     return {**found, "metrics": recorder.of_step(at.step), "overwrite": at.step <= at.replaces}
-
-  def last_state() -> dict[str, Any]:
-    recorder.flush()
-    print(f"asked to end: saving step {at.step}", flush=True)
-    return state()
 
   def run_evaluation() -> None:
     nonlocal evaluated
@@ -207,20 +222,19 @@ def fit(
       evaluated = at.step
 
   def save() -> None:
-    nonlocal saved
+    nonlocal saved, saved_at
     if checkpointer is not None and saved != at.step >= first:
       with goodput.spend("checkpoint"):
         checkpointer.save(**state())
-      saved = at.step
+      saved, saved_at = at.step, time.monotonic()
 
-  hold: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext
-  if checkpointer is not None:
-    hold = checkpointer.hold
-    if jax.process_count() == 1 and threading.current_thread() is threading.main_thread():
-      checkpointer.save_on_sigterm(last_state)
+  def minutes() -> float:
+    return (time.monotonic() - saved_at) / 60
+
   host = iter(batches(at.samples) if callable(batches) else batches)
   source = host if plan is None else placed(host, plan)
   with contextlib.ExitStack() as stack:
+    stop = stack.enter_context(StopSignals())
     if plan is not None:
       stack.enter_context(default_scope(plan.activation_rules))
     stack.enter_context(shown)
@@ -234,6 +248,7 @@ def fit(
       goodput.add("step" if _busy(metrics) else "data", time.perf_counter() - began)
       if batch is _END:
         if steps is not None:
+          recorder.finish(at.step)
           raise _ended(at.step, steps)
         stopped = "data"
         break
@@ -242,26 +257,29 @@ def fit(
         with goodput.spend("profile"):
           window.before(number, metrics)
       began = time.perf_counter()
-      with hold():
-        with jax.profiler.StepTraceAnnotation("train", step_num=number):
-          metrics = step(model, optimizer, batch)
-        at.step, at.samples = number, at.samples + examples_in(batch)
-        compiled = number == first or _compiles(step) > compiles
-        goodput.add("compile" if compiled else "step", time.perf_counter() - began)
-        compiles = _compiles(step)
-        if compiled and peak:
-          with goodput.spend("compile"):
-            work = _flops(step, model, optimizer, batch) if flops is None else flops
-            recorder.ideal_seconds = work / peak
-        evaluating, saving = (n is not None and number % n == 0 for n in (eval_every, save_every))
-        now = evaluating or saving or number in (first, steps) or number % log_every == 0
-        with goodput.spend("step"):
-          recorder.add(number, metrics, batch, tokens or examples_in, report=now)
-          if evaluating or saving:
-            recorder.flush()
+      with jax.profiler.StepTraceAnnotation("train", step_num=number):
+        metrics = _checked(step(model, optimizer, batch))
+      at.step, at.samples = number, at.samples + examples_in(batch)
+      compiled = number == first or _compiles(step) > compiles
+      goodput.add("compile" if compiled else "step", time.perf_counter() - began)
+      compiles = _compiles(step)
+      if compiled and peak:
+        with goodput.spend("compile"):
+          work = _flops(step, model, optimizer, batch) if flops is None else flops
+          recorder.ideal_seconds = work / peak
+      evaluating, saving = (n is not None and number % n == 0 for n in (eval_every, save_every))
+      saving = saving or (save_every_minutes is not None and minutes() >= save_every_minutes)
+      now = evaluating or saving or number in (first, steps) or number % log_every == 0
+      with goodput.spend("step"):
+        recorder.add(number, metrics, batch, tokens or examples_in, report=now)
+        if evaluating or saving:
+          recorder.flush()
       if window is not None:
         with goodput.spend("profile"):
           window.after(number, metrics)
+      if stop.asked(number):
+        stopped = "signal"
+        break
       if evaluating:
         run_evaluation()
       if saving:
@@ -271,21 +289,34 @@ def fit(
       if recorder.ended:
         stopped = "early"
         break
-    with goodput.spend("step"), hold():
-      recorder.flush()
-      recorder.close_window(at.step)
-      recorder.flush()
-    run_evaluation()
+    with goodput.spend("step"):
+      recorder.finish(at.step)
+    if stopped != "signal":
+      run_evaluation()
+    elif jax.process_index() == 0:
+      done = "stopped after" if checkpointer is None else "saving"
+      print(f"asked to end: {done} step {at.step}", flush=True)
     save()
+    if checkpointer is not None and stopped == "signal":
+      checkpointer.wait()
   return FitResult(at.step, recorder.newest, recorder.history, stopped, goodput.seconds())
 
 
 _END = object()
 
 
+def _checked(metrics: Any) -> Mapping[str, Any]:
+  if not isinstance(metrics, Mapping):
+    raise TrainError(
+      f"the step returned a {type(metrics).__name__}, and fit needs its metrics by name.",
+      fix='return {"loss": loss} from the step.',
+    )
+  return metrics  # pyright: ignore[reportUnknownVariableType]
+
+
 def _check(
   checkpointer: Checkpointer | None,
-  save_every: int | None,
+  save_every: float | None,
   resume: int | str | None,
   start: Position | None,
   batches: Source,
@@ -313,6 +344,19 @@ def _check_intervals(evaluate: Any, **every: int | None) -> None:
       raise TrainError(f"{name}={steps} is not a number of steps.", fix=f"{name}=1 or more.")
   if evaluate is None and every["eval_every"] is not None:
     raise TrainError("eval_every needs something to evaluate.", fix="evaluate=lambda: {...metrics}")
+
+
+def _check_minutes(minutes: float | None) -> None:
+  if minutes is None:
+    return
+  if not minutes > 0:
+    raise TrainError(f"save_every_minutes={minutes} is no time.", fix="save_every_minutes=10")
+  if jax.process_count() > 1:
+    raise TrainError(
+      f"save_every_minutes is for jobs of one process, and this one has {jax.process_count()}.",
+      details="their clocks differ, and all must save the same step",
+      fix="save_every=N, in steps.",
+    )
 
 
 def _own_extra(extra: Callable[[], Mapping[str, Any]] | None) -> Mapping[str, Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, Self
 
 from flax import nnx
@@ -150,7 +150,7 @@ class Job:
       self._train_step,
       self.model,
       self.optimizer,
-      self._batches,
+      self._placed,
       steps=steps,
       plan=self.plan,
       start=self.position,
@@ -173,9 +173,13 @@ class Job:
 
   def evaluate(self) -> Record:
     """Mean metrics over the held-out batches, dropout off; empty when there are none."""
-    held_out = nxp.batches(self._batches(0, split="held_out"), self.plan)
+    held_out = nxp.batches(self._batches(0, split="held_out"), self.plan, whole=True)
     with default_scope(self.plan.activation_rules):
       return nxp.evaluate(self._eval_step, self._quiet, held_out)
+
+  def _placed(self, samples: int) -> Iterator[Any]:
+    # Each process makes the same global batches, and places its share of them; it is fit that prefetches.
+    return nxp.batches(self._batches(samples), self.plan, prefetch=0, whole=True)
 
   def _extra(self) -> dict[str, Any]:
     return {"recipe": self.recipe.name, "settings": dict(self.settings)}

@@ -80,19 +80,27 @@ class Recipe:
     """Into how many microbatches a batch is cut: as asked for, else as the recipe says, else one."""
     return asked or (self.microbatches() if self.microbatches else 1)
 
-  def with_text(self, folder: str) -> Recipe:
-    """The recipe with its `batches` read from another folder of text.
+  def given(self, **options: Any) -> Recipe:
+    """The recipe with options set: each goes to `init` and `batches`, where they have such an argument.
+
+    Args:
+      **options: by name; None leaves the recipe's own default.
 
     Raises:
-      RecipeError: its `batches` has no `text` argument.
+      RecipeError: neither has such an argument.
     """
-    if self.batches is None or "text" not in inspect.signature(self.batches).parameters:
-      raise RecipeError(
-        f"the recipe {self.name} does not learn from a folder of text.",
-        details="its batches() has no argument named text",
-        fix="leave --text out, or add the argument: def batches(start=0, *, split, text=None).",
-      )
-    return dataclasses.replace(self, batches=functools.partial(self.batches, text=folder))
+    functions = {name: getattr(self, name) for name in ("init", "batches")}
+    for option, value in options.items():
+      takers = [n for n, f in functions.items() if f and option in inspect.signature(f).parameters]
+      if value is not None and not takers:
+        raise RecipeError(
+          f"the recipe {self.name} takes no {option}.",
+          details=f"neither its init() nor its batches() has an argument named {option}",
+          fix=f"leave --{option} out, or add the argument: def batches(start=0, *, split, {option}=None).",
+        )
+      for name in takers if value is not None else ():
+        functions[name] = functools.partial(functions[name], **{option: value})
+    return dataclasses.replace(self, **functions)
 
 
 def embedded_recipes() -> list[str]:
@@ -151,10 +159,13 @@ def _load_file(path: Path) -> ModuleType:
     raise RecipeError(f"{path} is not a Python file.", fix="a .py file.")
   module = importlib.util.module_from_spec(spec)
   sys.modules[name] = module
-  # As `python file.py` would: the file's neighbours can be imported.
-  if str(path.parent.resolve()) not in sys.path:
-    sys.path.insert(0, str(path.parent.resolve()))
-  spec.loader.exec_module(module)
+  # As `python file.py` would: while the file runs, its neighbours can be imported.
+  folder = str(path.parent.resolve())
+  sys.path.insert(0, folder)
+  try:
+    spec.loader.exec_module(module)
+  finally:
+    sys.path.remove(folder)
   return module
 
 

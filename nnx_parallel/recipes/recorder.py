@@ -140,6 +140,12 @@ class Recorder:
     if late is not None:
       late()
 
+  def finish(self, number: int) -> None:
+    """Reports all steps up to this one, the last."""
+    self.flush()
+    self.close_window(number)
+    self.flush()
+
   def evaluation(self, number: int, values: Mapping[str, Any]) -> None:
     """Records what an evaluation gave, as `eval_...`."""
     means = MetricSums()

@@ -1,4 +1,4 @@
-"""A byte-level transformer language model on any folder of text. Copy this file to start your own.
+"""A byte-level transformer language model on any folder of text. `nnx-parallel new FILE` copies this file.
 
 A recipe is a file of plain functions; the command line calls them:
 
@@ -153,9 +153,9 @@ class TextLM(nnx.Module):
 # Recipe ----------------------------------------------------------------------------------------
 
 
-def init(config: Config = CONFIG) -> TextLM:
+def init(config: Config = CONFIG, seed: int | None = None) -> TextLM:
   """The model; called abstractly by the plan, and compiled straight into shards by the creation."""
-  return TextLM(config, nnx.Rngs(config.seed))
+  return TextLM(config, nnx.Rngs(config.seed if seed is None else seed))
 
 
 def optimizer(config: Config = CONFIG) -> optax.GradientTransformation:
@@ -195,7 +195,13 @@ def tokens(batch: Batch) -> int:
 
 
 def batches(
-  start: int = 0, *, split: str = "train", text: str | None = None, config: Config = CONFIG
+  start: int = 0,
+  *,
+  split: str = "train",
+  text: str | None = None,
+  batch: int | None = None,
+  seed: int | None = None,
+  config: Config = CONFIG,
 ) -> Iterator[Batch]:
   """Yields global batches as int32 `inputs` and `targets`, each (batch, sequence).
 
@@ -204,11 +210,16 @@ def batches(
       and `i` alone, so a run resumed on any mesh, with any batch size, goes on where it was.
     split: `"train"`, endless; or `"held_out"`, a fixed number of evenly spaced windows.
     text: folder of text; by default `NXP_TEXT`, else Python's own standard library.
-    config: gives the window length and the batch size.
+    batch: windows in a global batch, instead of the config's.
+    seed: says which windows are drawn, instead of the config's.
+    config: gives the window length.
 
   Raises:
     RecipeError: an unknown split, or a folder without enough text.
   """
+  config = dataclasses.replace(
+    config, batch=batch or config.batch, seed=config.seed if seed is None else seed
+  )
   train, held_out = read_text(text or os.environ.get("NXP_TEXT"), config.sequence + 1)
   if split == "train":
     data, windows = train, _random_windows(len(train), start, config)

@@ -16,7 +16,7 @@ from nnx_parallel.create.instantiate import instantiate
 from nnx_parallel.errors import ReportError
 from nnx_parallel.layout.constrain import default_scope
 from nnx_parallel.layout.mesh import axis_sizes, is_explicit
-from nnx_parallel.layout.plan import ShardingPlan
+from nnx_parallel.layout.plan import ShardingPlan, check_plan
 from nnx_parallel.layout.variables import Path, path_str, variables
 from nnx_parallel.report import hlo
 from nnx_parallel.report.chips import Chip, chip_of
@@ -163,7 +163,7 @@ def compile_report(
   """Compiles a step without running it, and reports what it needs, computes and sends.
 
   Args:
-    step: what `train_step` or `eval_step` made, a function under `nnx.jit` or `jax.jit`, or a program that
+    step: what `train_step` made, a function under `nnx.jit` or `jax.jit`, or a program that
       is already lowered or compiled.
     plan: the layout of the step's model and optimizer; arrays that do not exist stand in for them. Its rules
       are in scope for `constrain`, unless the caller has others there.
@@ -195,6 +195,22 @@ def compile_report(
   """
   if isinstance(step, jax.stages.Lowered | jax.stages.Compiled):
     return report_of(step, chip=chip)
+  if not hasattr(step, "lower"):
+    raise ReportError(
+      f"compile_report needs a step, and cannot lower {getattr(step, '__name__', type(step).__name__)}.",
+      fix="compile_report(nxp.train_step(loss_fn), plan, batch=batch); jax.jit and nnx.jit make steps too.",
+    )
+  if plan is not None:
+    check_plan(plan, "compile_report(step, plan, batch=batch)")
+    if batch is None:
+      given = (
+        f"{len(args)} other arguments are, after the plan" if args else "nothing was given after the plan"
+      )
+      raise ReportError(
+        "compile_report with a plan needs a batch.",
+        details=given,
+        fix="compile_report(step, plan, batch=jax.ShapeDtypeStruct((512, 128), 'int32')); arrays work too.",
+      )
   if plan is None:
     return report_of(_plain(step.lower(*args)), chip=chip)
   here = _placed(plan, topology)

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Literal
 from nnx_parallel.errors import ReportError
 from nnx_parallel.layout.mesh import axis_sizes
 from nnx_parallel.layout.plan import ShardingPlan
+from nnx_parallel.layout.render import format_array, format_spec, grouped
 from nnx_parallel.report import svg
 from nnx_parallel.report.roofline import compiled_time
 from nnx_parallel.report.tables import verdict
@@ -77,13 +78,20 @@ def _peak_table(report: CompileReport) -> str:
   return _table(("bytes>", "arrays", "parameter", "where"), rows)
 
 
-def plan_page(plan: ShardingPlan, memory: MemoryPlan | None = None, time: StepTime | None = None) -> str:
+def plan_page(
+  plan: ShardingPlan,
+  memory: MemoryPlan | None = None,
+  time: StepTime | None = None,
+  *,
+  title: str = "Plan",
+) -> str:
   """The page of a plan: its bytes by path, its devices, its largest leaves.
 
   Args:
     plan: on any mesh.
-    memory: adds the planned memory by category.
+    memory: adds the planned memory by category, and with a chip whether it fits.
     time: adds the predicted step, and how long each axis of the mesh sends.
+    title: what is planned, for the head of the page.
 
   Returns:
     One self-contained HTML document.
@@ -93,29 +101,53 @@ def plan_page(plan: ShardingPlan, memory: MemoryPlan | None = None, time: StepTi
     >>> from flax import nnx
     >>> init = lambda: nnx.Linear(8, 16, rngs=nnx.Rngs(0))
     >>> page = nxp.plan_page(nxp.plan(init, nxp.abstract_mesh(fsdp=8), nxp.fsdp()))
-    >>> page[:15], "Plan of 2 leaves on a mesh of 8 devices" in page
+    >>> page[:15], "Plan on fsdp=8 = 8 devices" in page
     ('<!doctype html>', True)
   """
   sizes = axis_sizes(plan.mesh)
   leaves = sorted(plan.leaves, key=lambda leaf: -leaf.bytes_per_device)
   items = [svg.Item(x.name, x.bytes_per_device, format_bytes(x.bytes_per_device), x.root) for x in leaves]
-  body = [f"<h1>Plan of {len(leaves)} leaves on a mesh of {math.prod(sizes.values())} devices</h1>"]
+  mesh = " x ".join(f"{axis}={size}" for axis, size in sizes.items())
+  head = f"{title} on {mesh} = {math.prod(sizes.values())} devices"
+  held = format_bytes(plan.bytes_per_device())
+  body = [f"<h1>{html.escape(head)}</h1>", f"<p>{len(leaves)} arrays, {held} per device.</p>"]
   if memory is not None:
+    head, state = _planned_verdict(head, memory)
+    body.insert(1, f"<p class='verdict {state[0]}'>{html.escape(state[1])}</p>")
     body.append(_section("Planned memory per device", _memory_bar(memory.categories, memory.chip)))
   if time is not None:
     body.append(_section("Predicted step", step_svg(time)))
     body.append(_section("Predicted sending, by axis", _links_svg(time)))
+  found = [(name, alike, sum(x.bytes_per_device for x in alike)) for name, alike in grouped(leaves)]
   rows = [
-    (x.name, str(x.shape), str(x.dtype), str(x.spec), format_bytes(x.bytes_per_device), x.decision.reason)
-    for x in leaves[:200]
+    (
+      name,
+      str(len(alike)) if len(alike) > 1 else "",
+      format_array(alike[0].dtype, alike[0].shape),
+      format_spec(alike[0].spec),
+      format_bytes(size),
+      alike[0].decision.reason,
+    )
+    for name, alike, size in sorted(found, key=lambda row: -row[2])[:200]
   ]
-  columns = ("leaf", "shape", "dtype", "spec", "per device>", "why")
+  columns = ("leaves", "n>", "array", "spec", "per device>", "why")
   body += [
     _section("State by size, per device", svg.treemap(items[:400])),
     _section("Devices", devices_svg(sizes)),
     _section("Largest leaves", _table(columns, rows)),
   ]
-  return _page("Sharding plan", body)
+  return _page(head, body)
+
+
+def _planned_verdict(head: str, memory: MemoryPlan) -> tuple[str, tuple[str, str]]:
+  """The title with the verdict, and the verdict: its class and its sentence."""
+  need = format_bytes(memory.need_bytes)
+  if memory.chip is None or memory.headroom_bytes is None:
+    return head, ("unknown", f"A step needs about {need} per device; no chip to compare it with.")
+  word, state = ("fits", "fits") if memory.headroom_bytes >= 0 else ("does not fit", "short")
+  have = f"{format_bytes(memory.chip.usable_bytes)} usable on {memory.chip.name}"
+  sentence = f"{word.upper()}, as planned: a step needs about {need} of {have}."
+  return f"{head}: {word} {memory.chip.name}", (state, sentence)
 
 
 def report_svg(report: CompileReport, picture: Picture) -> str:
@@ -225,7 +257,7 @@ def step_svg(time: StepTime) -> str:
     rows.append((f"{name} (waiting)", [(at, seconds, format_seconds(seconds))]))
     at += seconds
   if time.exposed:
-    rows.append(("links that show", [(at, time.exposed, format_seconds(time.exposed))]))
+    rows.append(("sending not hidden", [(at, time.exposed, format_seconds(time.exposed))]))
   note = f"<p>{format_seconds(time.seconds)} by the roofline model, bound by {html.escape(time.binds)}.</p>"
   return note + svg.timeline(rows, time.seconds, format_seconds(time.seconds))
 
@@ -244,7 +276,7 @@ def _links_svg(time: StepTime) -> str:
 
 def search_page(result: SearchResult) -> str:
   """The page of a search: every candidate by memory and time, the front as a table, the winner's code."""
-  from nnx_parallel.report.search_text import FRONT_COLUMNS, front_rows
+  from nnx_parallel.report.search_text import FRONT_COLUMNS, OTHER_COLUMNS, front_rows, other_rows
 
   front = result.pareto()
   known = {id(candidate) for candidate in front}
@@ -266,6 +298,7 @@ def search_page(result: SearchResult) -> str:
   ]
   limit = svg.Item("usable", usable, format_bytes(usable))
   tried = len(result.fitting) + len(result.too_large)
+  refused = [(str(count), why) for why, count in result.refused.items()]
   body = [
     f"<h1>{tried} layouts for {html.escape(result.machine.text)}: {len(result.fitting)} fit</h1>",
     *(f"<p>{html.escape(note)}</p>" for note in result.notes),
@@ -275,9 +308,11 @@ def search_page(result: SearchResult) -> str:
   body += [
     _section(
       "Memory against time, up to four times the best",
-      svg.scatter(points, ("memory per device", "step time"), limit),
+      svg.scatter(points, ("memory per device", "step time"), limit, (format_bytes, format_seconds)),
     ),
     _section("Fastest for their memory", _table(FRONT_COLUMNS, front_rows(result))),
+    _section("Other meshes, at their best", _table(OTHER_COLUMNS, other_rows(result))),
+    *([_section("Left out", _table(("meshes>", "why"), refused))] if refused else []),
     _section("Predicted step of the winner", step_svg(result.best.time)),
     _section("The winner", f"<pre>{html.escape(result.code())}</pre>"),
     f"<script type='application/json' id='search'>{_embedded(result.to_json())}</script>",

@@ -10,6 +10,7 @@ from typing import Any
 from nnx_parallel.errors import ReportError
 from nnx_parallel.layout.mesh import axis_sizes
 from nnx_parallel.layout.plan import ShardingPlan
+from nnx_parallel.layout.render import Shown
 from nnx_parallel.report.chips import Chip
 from nnx_parallel.report.chips import chip as chip_named
 from nnx_parallel.report.propagate import Product
@@ -23,7 +24,7 @@ ERROR_BAND = (0.55, 1.55)
 
 
 @dataclasses.dataclass(frozen=True)
-class MemoryPlan:
+class MemoryPlan(Shown):
   """Predicted memory of one step.
 
   Attributes:

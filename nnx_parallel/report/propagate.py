@@ -10,6 +10,7 @@ the result is evaluated, so one trace serves every factorisation of a mesh.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -36,6 +37,8 @@ class Flow:
   axes: Axes
   data: bool
   weight: bool = False
+  value: int = dataclasses.field(default_factory=itertools.count().__next__, compare=False)
+  """Which value this is. Its variable does not say it: jax traces equal calls once, to one jaxpr."""
 
   @property
   def names(self) -> frozenset[str]:
@@ -260,7 +263,7 @@ class Propagation:
         summed=frozenset(both),
         out_bytes=nbytes(eqn.outvars[0].aval),
         out_split=out.names,
-        source=id(eqn.invars[0 if left_first else 1]),
+        source=main.value,
         in_bytes=math.prod(main_shape) * eqn.invars[0 if left_first else 1].aval.dtype.itemsize,
         in_split=gathered,
         spread=spread if not other.data else frozenset(),

@@ -36,6 +36,7 @@ from typing import TYPE_CHECKING, Any
 
 from nnx_parallel.layout.mesh import axis_sizes
 from nnx_parallel.layout.plan import ShardingPlan
+from nnx_parallel.layout.render import Shown
 from nnx_parallel.report.chips import Chip
 from nnx_parallel.report.chips import chip as chip_named
 from nnx_parallel.report.propagate import Product
@@ -55,7 +56,7 @@ LATENCY = 1e-6
 
 
 @dataclasses.dataclass(frozen=True)
-class StepTime:
+class StepTime(Shown):
   """Predicted time of one step, in seconds.
 
   Attributes:
@@ -85,7 +86,7 @@ class StepTime:
 
   @property
   def exposed(self) -> float:
-    """What shows of the links that run beside something longer."""
+    """Seconds of sending beside compute that compute does not hide."""
     longest = max(self.terms().values())
     return EXPOSED * sum(seconds for seconds in self.overlapped.values() if seconds < longest)
 
@@ -106,7 +107,7 @@ class StepTime:
 
     rows = [(name, format_seconds(seconds), "") for name, seconds in self.terms().items()]
     rows += [(name, format_seconds(seconds), "waited for") for name, seconds in self.waiting.items()]
-    rows.append(("links that show", format_seconds(self.exposed), ""))
+    rows.append(("sending not hidden", format_seconds(self.exposed), ""))
     rows.append(("step", format_seconds(self.seconds), f"bound by {self.binds}, MFU {100 * self.mfu:.0f} %"))
     return render("Predicted step", ("what", "time>", ""), rows)
 

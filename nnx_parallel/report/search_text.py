@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 
 FRONT_COLUMNS = ("mesh", "parts>", "remat", "ZeRO>", "besides", "memory>", "step>", "MFU>", "bound by")
 _HOW = 5  # columns that say how a candidate runs
+OTHER_COLUMNS = (*FRONT_COLUMNS[:_HOW], "why not")
 
 
 def search_text(result: SearchResult) -> str:
@@ -30,11 +31,9 @@ def search_text(result: SearchResult) -> str:
     return "\n".join([*lines, render("Nothing fits. The smallest", FRONT_COLUMNS, smallest)])
   front = front_rows(result)[:10]
   lines += ["", render("Fastest for their memory (Pareto front)", FRONT_COLUMNS, front)]
-  others = [
-    (*_row(c)[:_HOW], _why(c, result.best, target.chip.usable_bytes)) for c in _other_meshes(result)[:8]
-  ]
+  others = other_rows(result)[:8]
   if others:
-    lines.append(render("Other meshes, at their best", (*FRONT_COLUMNS[:_HOW], "why not"), others))
+    lines.append(render("Other meshes, at their best", OTHER_COLUMNS, others))
   compiled = [c for c in result.fitting if c.report is not None and c.compiled is not None]
   if compiled:
     rows = [(*_row(c)[:_HOW], *_compiled(c)) for c in compiled]
@@ -76,6 +75,12 @@ def _axes(axes: tuple[str, ...]) -> str:
 def front_rows(result: SearchResult) -> list[tuple[str, ...]]:
   """The Pareto front, one row of `FRONT_COLUMNS` for each candidate."""
   return [_row(candidate) for candidate in result.pareto()]
+
+
+def other_rows(result: SearchResult) -> list[tuple[str, ...]]:
+  """Each other mesh at its best, and why it lost: one row of `OTHER_COLUMNS` for each."""
+  best, usable = result.best, result.machine.chip.usable_bytes
+  return [(*_row(c)[:_HOW], _why(c, best, usable)) for c in _other_meshes(result)] if best else []
 
 
 def _largest(refused: Mapping[str, int]) -> list[tuple[str, int]]:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import html
 import itertools
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 # Okabe and Ito's palette: told apart by readers with any colour vision.
@@ -129,18 +130,25 @@ def stacked_bar(items: Sequence[Item], limit: Item | None = None, width: int = 9
 
 
 def scatter(
-  items: Sequence[tuple[Item, float]], labels: tuple[str, str], limit: Item | None = None, width: int = 900
+  items: Sequence[tuple[Item, float]],
+  labels: tuple[str, str],
+  limit: Item | None = None,
+  formats: tuple[Callable[[float], str], Callable[[float], str]] = (str, str),
+  width: int = 900,
 ) -> str:
   """Points on two scales that start at zero: those of the front are joined and named.
 
   Args:
     items: (point, height): the point's value runs to the right; a group marks it as on the front.
     labels: what runs to the right, and what upwards.
-    limit: a mark on the scale to the right.
+    limit: a mark on the scale to the right; only named where it is so far that the points would be one.
+    formats: how the values on the two scales are written.
     width: in pixels.
   """
   high, base = 300, 326
-  far = max([item.value for item, _ in items] + ([limit.value] if limit else []), default=1.0) * 1.05 or 1.0
+  most = max((item.value for item, _ in items), default=1.0)
+  near = limit is not None and limit.value <= 4 * most
+  far = (max(most, limit.value) if limit and near else most) * 1.05 or 1.0
   top = max((height for _, height in items), default=1.0) * 1.08 or 1.0
 
   def place(item: Item, height: float) -> tuple[float, float]:
@@ -153,7 +161,19 @@ def scatter(
     _text(74, base - high + 4, labels[1]),
     _text(64, base + 14, "0", anchor="end"),
   ]
-  if limit is not None:
+  for value in _ticks(far, 1024):
+    x = 70 + (width - 110) * value / far
+    parts.append(_grid(x, x, base, base - high))
+    if x < width - 190:  # the label of the scale stands there
+      parts.append(_text(x, base + 18, formats[0](value), anchor="middle", size=11))
+  for value in _ticks(top, 1000):
+    y = base - high * value / top
+    parts.append(_grid(70, width - 40, y, y))
+    parts.append(_text(64, y + 4, formats[1](value), anchor="end", size=11))
+  if limit is not None and not near:
+    note = f"{limit.name} {limit.label}: far to the right"
+    parts.append(_text(width - 44, base - high + 4, note, "#D55E00", anchor="end"))
+  elif limit is not None:
     x = place(limit, 0)[0]
     parts.append(
       f"<line x1='{x:.1f}' x2='{x:.1f}' y1='{base - high}' y2='{base}' stroke='#D55E00' stroke-width='2'/>"
@@ -176,6 +196,19 @@ def scatter(
       f"<line x1='{x1:.1f}' x2='{x2:.1f}' y1='{y1:.1f}' y2='{y2:.1f}' stroke='#D55E00' stroke-width='1'/>"
     )
   return _svg(width, base + 26, parts, f"{labels[1]} against {labels[0]}")
+
+
+def _ticks(most: float, base: int) -> list[float]:
+  """Up to six round values from above 0 to `most`, in the unit of `base` (1000 or 1024) that it has."""
+  unit = float(base) ** math.floor(math.log(most, base))
+  steps = (digit * 10.0**power * unit for power in range(-1, 4) for digit in (1, 2, 5))
+  step = next(s for s in steps if most / s <= 6)
+  return [step * n for n in range(1, int(most / step) + 1)]
+
+
+def _grid(x1: float, x2: float, y1: float, y2: float) -> str:
+  place = f"x1='{x1:.1f}' x2='{x2:.1f}' y1='{y1:.1f}' y2='{y2:.1f}'"
+  return f"<line {place} stroke='currentColor' stroke-opacity='0.15'/>"
 
 
 def bars(items: Sequence[Item], width: int = 900) -> str:
@@ -285,11 +318,24 @@ def _short(text: str, room: int) -> str:
 
 
 def _tail(path: str, room: int) -> str:
-  """Shortens a path from the left, by whole parts where that leaves something: its end tells leaves apart."""
+  """Shortens a path by whole parts where it can: the number of its layer and its end tell leaves apart.
+
+  Example:
+    >>> _tail("blocks.3.mlp.up.kernel", 16), _tail("blocks.3.mlp.up.kernel", 12)
+    ('3.mlp.up.kernel', '3…up.kernel')
+  """
+  if len(path) <= room:
+    return path
   parts = path.replace("/", ".").split(".")
-  while len(parts) > 1 and len(".".join(parts)) > room:
-    parts = parts[1:]
-  return path if len(path) <= room else _short(".".join(parts), room)
+  # A position in optax's chain is not a layer.
+  numbers = [
+    n for n, part in enumerate(parts) if part.isdigit() and "opt_state" not in parts[max(0, n - 2) : n]
+  ]
+  layer = numbers[-1] if numbers else 0
+  tails = [".".join(parts[n:]) for n in range(1, layer + 1)]
+  head = f"{parts[layer]}…" if numbers else ""
+  tails += [head + ".".join(parts[n:]) for n in range(layer + 1, len(parts))]
+  return next((tail for tail in tails if len(tail) <= room), _short((tails or parts)[-1], room))
 
 
 def _text(

@@ -14,7 +14,7 @@ from nnx_parallel.errors import TrainError
 from nnx_parallel.layout.constrain import spent
 from nnx_parallel.layout.variables import axes_of
 from nnx_parallel.train.floats import widen
-from nnx_parallel.train.losses import Terms
+from nnx_parallel.train.losses import Terms, mean
 
 Objective = Callable[[list[Any], list[Any], Any], tuple[Any, tuple[Terms, dict[int, Any], Any]]]
 """`(trained, rest, batch) -> (what to differentiate, (terms, rest arrays that changed by position, weight))`.
@@ -135,6 +135,32 @@ def in_microbatches(
     how += f", in {jnp.dtype(reduction or jnp.float32)}"
     return _manual(objective, trained, rest, batch, count, layout.mesh, axes, parts, how, reduction)
   return _mapped(objective, trained, rest, batch, count, layout, axes, parts, how)
+
+
+def loss_of(objective: Objective, trained: list[Any], rest: list[Any], batch: Any, count: int) -> Any:
+  """The mean loss of a batch, for optimizers that evaluate it: part by part, as its gradients were made.
+
+  Args:
+    objective: see `Objective`; what it changes is dropped.
+    trained: arrays, which this may be differentiated by: each part is then recomputed, so that no more than
+      one of them is kept.
+    rest: the other arrays, the same for each part.
+    batch: global arrays with the examples on dim 0.
+    count: number of microbatches.
+
+  Returns:
+    A scalar.
+  """
+
+  def part_of(part: Any) -> tuple[Any, Any]:
+    found = objective(trained, rest, part)[1][0]
+    return found.sums["loss"], found.counts["loss"]
+
+  if count == 1:
+    return mean(*part_of(batch))
+  parts = jax.tree.map(lambda x: _split(x, count), batch)
+  _, (sums, counts) = jax.lax.scan(lambda _, part: (None, jax.checkpoint(part_of)(part)), None, parts)
+  return sums.mean() if counts is None else mean(sums.sum(), counts.sum())
 
 
 def _manual(

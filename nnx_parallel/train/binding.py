@@ -7,6 +7,7 @@ the arrays of the same Variables, and `Watch` tells whether the module still is 
 from __future__ import annotations
 
 import collections
+import functools
 import itertools
 import operator
 import weakref
@@ -15,19 +16,24 @@ from sys import getrefcount
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
+from flax.errors import TraceContextError
+from jax.core import Tracer
+from jax.extend.core import get_opaque_trace_state
 from jax.sharding import NamedSharding, PartitionSpec
 
 from nnx_parallel.errors import TrainError
 from nnx_parallel.layout.variables import Path, path_str, value_of, variables
-from nnx_parallel.train.edits import hear, heard
+from nnx_parallel.train.compiled import deleted, is_deleted
 
 # The slot itself: the public accessors cost five times as much and check what a step has checked once.
 _SLOT: Any = vars(nnx.Variable)["_raw_value"]
-_END: Any = object()
+ABSENT: Any = object()
+"""Stands for an object that is not there."""
 _SIMPLE = (bool, int, float, str, bytes, type(None), tuple)
-PATIENCE = 256
-"""A look at everything follows after so many steps at most that only listened."""
+current_trace: Callable[[], Any] = functools.partial(get_opaque_trace_state, convention="nnx")
+"""What flax compares before it lets a Variable be changed: equal while no `jit` is being traced."""
 put: Callable[[Any, Any], None] = _SLOT.__set__
 """Gives a Variable its array, without the checks that a step has made once."""
 exhaust: Callable[[Iterable[Any]], None] = collections.deque[Any](maxlen=0).extend
@@ -141,13 +147,16 @@ class Binding:
     return [sharding for i, sharding in enumerate(self.shardings) if i not in self.raw]
 
   def _check_plain(self) -> None:
-    for label, variable in zip(self.variable_labels, self.variables, strict=True):
-      value = variable.get_raw_value()
+    values = [variable.get_raw_value() for variable in self.variables]
+    for label, variable, value in zip(self.variable_labels, self.variables, values, strict=True):
       if _SLOT.__get__(variable) is not value or not hasattr(value, "shape"):
         raise TrainError(
           f"{label} holds a {type(value).__name__}, which a step cannot read and write back.",
           fix="store one array in each Variable (no array refs, no pytrees).",
         )
+    gone = [label for label, value in zip(self.variable_labels, values, strict=True) if is_deleted(value)]
+    if gone:
+      raise deleted(gone, len(values))
 
   def _settle(self, mesh: Any) -> None:
     # Without this, XLA chooses a layout for what lies on no mesh, the second step starts from that layout,
@@ -176,15 +185,11 @@ class Binding:
 class Watch:
   """Notices that attributes of live modules were replaced, added or removed, by identity.
 
-  At the next `same`: attributes assigned to, added to or deleted from a module, and items of lists and dicts
-  that a module holds. Within 256 calls of `same`: attributes replaced past the module's `__setattr__`, as
-  `vars(module)["name"] = value` does. Not at all: Variables' metadata, and what lies inside other objects.
+  Compared are the attributes of every module, and the items of the lists and dicts that a module holds. Not
+  noticed are changes of a Variable's metadata, and those inside other objects.
 
   Args:
     roots: as for `Binding`.
-
-  Attributes:
-    looked_at: the count of `heard` at the last look; while it is the same, nothing that is heard changed.
   """
 
   def __init__(self, roots: Mapping[str, Any]):
@@ -193,49 +198,29 @@ class Watch:
 
   def _take(self) -> None:
     self._views: list[Any] = []
-    self._unheard: list[Any] = []
+    self._keys: list[Any] = []
     self._names: list[str] = []
     seen: set[int] = set()
     for name, make in self._roots.items():
       for path, node, container in _containers(name, make(), seen):
-        view = container if isinstance(container, list) else container.values()
-        self._views.append(view)
-        if not (isinstance(node, nnx.Pytree) and hear(node)):
-          self._unheard.append(view)
+        self._views.append(container if isinstance(container, list) else container.values())
+        if isinstance(node, dict):  # a module has a table of its names among its attributes
+          self._keys.append(node)
         keys = range(len(container)) if isinstance(container, list) else container
         self._names += [f"{path}.{key}" for key in keys]
-    self._saved: list[Any] = [*itertools.chain.from_iterable(self._views), _END]
-    self._saved_unheard: list[Any] = [*itertools.chain.from_iterable(self._unheard), _END]
-    self._looked()
-
-  def _looked(self) -> None:
-    self.looked_at = heard[0]
-    self._patience = PATIENCE
-
-  @property
-  def hears_all(self) -> bool:
-    """Whether every container is a module that is heard, so that listening is enough."""
-    return not self._unheard
+    self._saved: list[Any] = [*itertools.chain.from_iterable(self._views), ABSENT]
+    self._saved_keys: list[Any] = [*itertools.chain.from_iterable(self._keys), ABSENT]
 
   def same(self) -> bool:
-    """Whether every attribute still is the same object."""
-    if self.looked_at == heard[0] and self._patience:
-      self._patience -= 1
-      return not self._unheard or _identical(self._unheard, self._saved_unheard)
-    return self.looks_same()
-
-  def looks_same(self) -> bool:
-    """`same` without hearing: looks at every attribute, at tens of nanoseconds for each."""
-    if not _identical(self._views, self._saved):
-      self._patience = 0  # `same` does not say otherwise until somebody has dealt with it
-      return False
-    self._looked()
-    return True
+    """Whether every attribute still is the same object, at tens of nanoseconds for each."""
+    return _identical(self._views, self._saved) and (
+      not self._keys or _identical(self._keys, self._saved_keys)
+    )
 
   def reference(self, name: str) -> Callable[[], Any]:
     """Gives the watched root while it lives; for tuples and dicts of them, something that is never given."""
     make = self._roots.get(name)
-    return make if isinstance(make, weakref.ref) else lambda: _END
+    return make if isinstance(make, weakref.ref) else lambda: ABSENT
 
   def alive(self) -> bool:
     """Whether none of the watched modules and optimizers was garbage-collected."""
@@ -257,11 +242,11 @@ class Watch:
     phrases: list[str] = []
     simple = True
     for name in dict.fromkeys([*before, *after]):
-      old, new = before.get(name, _END), after.get(name, _END)
+      old, new = before.get(name, ABSENT), after.get(name, ABSENT)
       if old is new or name.rsplit(".", 1)[-1].startswith("_pytree__"):
         continue
-      if old is _END or new is _END:
-        phrases.append(f"{name} was {'added' if old is _END else 'removed'}")
+      if old is ABSENT or new is ABSENT:
+        phrases.append(f"{name} was {'added' if old is ABSENT else 'removed'}")
         simple = False
       elif not (type(old) is type(new) and isinstance(new, _SIMPLE) and old == new):
         plain = isinstance(old, _SIMPLE) and isinstance(new, _SIMPLE)
@@ -274,26 +259,23 @@ class Watch:
     self._take()
 
 
-def _references(variables: Iterable[Any]) -> list[int]:
-  """The reference counts of the Variables' arrays, as a loop sees them that names each array once."""
-  return [getrefcount(array) for variable in variables for array in [variable._raw_value]]
+def _unshared(variables: Iterable[Any], count: int) -> list[Any]:
+  """The arrays of the Variables whose reference count, as this loop sees it, is `count`."""
+  return [array for variable in variables for array in [variable._raw_value] if getrefcount(array) == count]
 
 
 def _count_when_alone() -> int:
   probe = nnx.Variable(0)
   put(probe, object())
-  return _references([probe])[0]
+  return next(count for count in itertools.count() if _unshared([probe], count))
 
 
-ALONE = _count_when_alone()
-"""The reference count of an array that only its Variable holds, in a loop like that of `_references`.
-
-Measured rather than assumed: what the Variable and the loop's own name account for.
-"""
+_ALONE = _count_when_alone()
+"""What `_unshared` counts for an array that only its Variable holds: measured rather than assumed."""
 
 
-def shared(variables: Iterable[Any]) -> list[int]:
-  """Positions of the Variables whose arrays somebody else holds too.
+def read_apart(variables: Sequence[Any]) -> list[Any]:
+  """The arrays of the Variables, with copies of those that somebody else holds too.
 
   Donating such an array would delete it under its other holder: an `nnx.clone` kept as an average, or a value
   that the user read before the step.
@@ -302,9 +284,41 @@ def shared(variables: Iterable[Any]) -> list[int]:
     variables: live Variables.
 
   Returns:
-    Positions, usually none.
+    One array for each Variable, which may be donated.
   """
-  return [i for i, count in enumerate(_references(variables)) if count != ALONE]
+  arrays = _unshared(variables, _ALONE)
+  if len(arrays) == len(variables):
+    return arrays
+  del arrays  # it holds each of them once more
+  return [v._raw_value if _unshared([v], _ALONE) else jnp.copy(v._raw_value) for v in variables]
+
+
+def check_outside(roots: Iterable[Any]) -> None:
+  """Refuses objects whose Variables may not be changed here, because another program is being traced.
+
+  Raises:
+    TrainError: the step is called inside `jax.jit`, `nnx.jit` or another transform.
+  """
+  for variable in variables(tuple(roots)).values():
+    if not isinstance(variable, nnx.Variable):
+      continue
+    value = variable.get_raw_value()
+    try:
+      variable.set_raw_value(value)
+    except TraceContextError as error:
+      raise inside_a_program() from error
+    if isinstance(value, Tracer):
+      raise inside_a_program()
+
+
+def inside_a_program() -> TrainError:
+  """The error of a step that is called where jax traces another program."""
+  return TrainError(
+    "a train step cannot run inside jax.jit, nnx.jit or another transform: it is a compiled program itself.",
+    details="it would write tracers into the live Variables",
+    fix="call step(model, optimizer, batch) from plain Python; in a program of your own, use\n"
+    "loss, grads = nnx.value_and_grad(loss_fn)(model, batch); optimizer.update(model, grads).",
+  )
 
 
 def objects_in(root: Any) -> list[Any]:
@@ -335,7 +349,7 @@ def _weak(root: Any) -> Callable[[], Any]:
 
 
 def _identical(views: list[Any], saved: list[Any]) -> bool:
-  current = itertools.chain(itertools.chain.from_iterable(views), (_END,))
+  current = itertools.chain(itertools.chain.from_iterable(views), (ABSENT,))
   return all(map(operator.is_, current, saved))
 
 

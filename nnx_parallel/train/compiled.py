@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import re
+import reprlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 from jax.sharding import NamedSharding
 
 from nnx_parallel.errors import TrainError
 
 logger = logging.getLogger("nnx_parallel")
 
+# As jax 0.10 and 0.12 say it, in Python and in XLA, at the dispatch of a program: nothing has run then.
+_DELETED = re.compile(r"^Array has been deleted|Buffer has been deleted or donated\.?$")
 _SETTINGS = ("jax_enable_x64", "jax_numpy_dtype_promotion", "jax_default_matmul_precision", "jax_debug_nans")
 Signature = dict[str, str]
 """Label -> type and layout, in words."""
@@ -58,19 +63,32 @@ class Compiled:
     self.known = 0
     self._seen: list[Signature] = []
 
-  def explain(self, error: Exception, arrays: list[Any]) -> None:
-    """Raises a failure of the call that one array explains with that array's path.
+  def explain(self, error: BaseException, arrays: Sequence[Any], batch: Any) -> None:
+    """Says what a failed call means for the module, in its terms.
 
     Args:
       error: what the call raised.
-      arrays: the arrays of that call.
+      arrays: the arrays of the Variables, after it.
+      batch: its batch.
 
     Raises:
-      TrainError: an array is deleted, or on other devices than the rest.
+      TrainError: the arguments explain the failure: an array was deleted before the call, lies on other
+        devices than the rest, or is none. Otherwise, where the program has taken the arrays over, the error
+        gets a note that they are gone.
     """
-    problem = self._problem(arrays)
+    gone = [label for label, array in zip(self.labels, arrays, strict=True) if is_deleted(array)]
+    problem: TrainError | None = None
+    if _DELETED.search(str(error)):
+      problem = deleted(gone, len(self.labels)) if gone else _deleted_in(batch)
+    elif isinstance(error, (TypeError, ValueError)) and not gone:
+      problem = self._misplaced(arrays, batch) or _no_array(batch)
     if problem is not None:
       raise problem from error
+    if gone:
+      error.add_note(
+        f"The step was under way and had taken over its arrays: {_some(gone, len(self.labels))} are lost.\n"
+        f"  Fix: {_RESTORE}."
+      )
 
   def reasons(self, arrays: list[Any], batch: Any) -> tuple[str, ...] | None:
     """What was new in the call that made the cache grow.
@@ -95,25 +113,100 @@ class Compiled:
     self._seen.append(now)
     return tuple(least)
 
-  def _problem(self, arrays: list[Any]) -> TrainError | None:
-    """The array that explains a failure of the call, if one does."""
-    meshes = [x.sharding.mesh for x in arrays if isinstance(getattr(x, "sharding", None), NamedSharding)]
-    for label, array in zip(self.labels, arrays, strict=True):
-      if not isinstance(array, jax.Array):
-        continue
-      if array.is_deleted():
+  def _misplaced(self, arrays: Sequence[Any], batch: Any) -> TrainError | None:
+    """The array that lies on other devices than the model, if there is one."""
+    placed = [(label, x) for label, x in zip(self.labels, arrays, strict=True) if isinstance(x, jax.Array)]
+    mesh = next((x.sharding.mesh for _, x in placed if isinstance(x.sharding, NamedSharding)), None)
+    if mesh is None:
+      return None
+    # In their order: a program runs on one assignment of devices.
+    devices = tuple(mesh.devices.flat)
+    for label, array in placed:
+      if array.committed and not _lies_on(array, devices):
         return TrainError(
-          f"{label} was deleted: its memory was donated to another computation.",
-          details="a step donates the arrays of the module that it updates",
-          fix="keep a copy of what another function donates: jax.tree.map(jnp.copy, nnx.state(model)).",
-        )
-      if meshes and array.committed and array.sharding.device_set != set(meshes[0].devices.flat):
-        return TrainError(
-          f"{label} lies on {len(array.sharding.device_set)} device(s), and the model on {meshes[0].size}.",
-          details=f"{label}: {array.sharding}; the model's mesh: {dict(meshes[0].shape)}",
+          f"{label} lies on {len(array.sharding.device_set)} device(s), and the model on {mesh.size}.",
+          details=f"{label}: {array.sharding}; the model's mesh: {dict(mesh.shape)}",
           fix="write values in place, which keeps the layout: variable[...] = value.",
         )
+    for path, array in jax.tree_util.tree_leaves_with_path(batch):
+      if isinstance(array, jax.Array) and array.committed and not _lies_on(array, devices):
+        return TrainError(
+          f"batch{jax.tree_util.keystr(path)} does not lie on the model's mesh.",
+          details=f"its devices {_ids(array.sharding)}, the model's {[d.id for d in devices]}"
+          f" (mesh {dict(mesh.shape)})",
+          fix="nxp.shard_batch(batch, plan) with the plan of this model.",
+        )
     return None
+
+
+_RESTORE = "restore the last checkpoint: model, optimizer = nxp.Checkpointer(directory).restore(plan)"
+
+
+def is_deleted(array: Any) -> bool:
+  """Whether it is an array whose memory was donated or freed."""
+  return isinstance(array, jax.Array) and array.is_deleted()
+
+
+def deleted(labels: Sequence[str], count: int) -> TrainError:
+  """The error of a call on a model whose arrays are gone.
+
+  Args:
+    labels: dotted paths of those that are gone.
+    count: how many arrays the model and its optimizer have.
+
+  Returns:
+    What to raise.
+  """
+  return TrainError(
+    f"{labels[0]} was deleted: its memory was donated to a step that failed, or to another function.",
+    details=f"gone: {_some(labels, count)}",
+    fix=f"{_RESTORE}.\n"
+    "Keep a copy of what another function donates: jax.tree.map(jnp.copy, nnx.state(model)).",
+  )
+
+
+def _some(labels: Sequence[str], count: int) -> str:
+  more = f" and {len(labels) - 3} more" if len(labels) > 3 else ""
+  return f"{', '.join(labels[:3])}{more} of {count} arrays"
+
+
+def _deleted_in(batch: Any) -> TrainError | None:
+  for path, leaf in jax.tree_util.tree_leaves_with_path(batch):
+    if is_deleted(leaf):
+      return TrainError(
+        f"batch{jax.tree_util.keystr(path)} was deleted: its memory was donated or freed before the step.",
+        fix="make or fetch the batch again; a step does not donate its batch.",
+      )
+  return None
+
+
+def _no_array(batch: Any) -> TrainError | None:
+  """The first leaf of a batch that jax cannot take, if there is one."""
+  for path, leaf in jax.tree_util.tree_leaves_with_path(batch):
+    dtype = getattr(leaf, "dtype", None)
+    if isinstance(leaf, (bool, int, float, complex)) or hasattr(leaf, "__jax_array__"):
+      continue
+    if dtype is None or (isinstance(leaf, (np.ndarray, np.generic)) and dtype.kind in "OSUMm"):
+      kind = f"a {type(leaf).__name__}" + ("" if dtype is None else f" of {dtype}")
+      return TrainError(
+        f"batch{jax.tree_util.keystr(path)} is {kind}, which no program can take.",
+        details=f"value {reprlib.repr(leaf)}",
+        fix="give a step arrays of numbers only; keep names and texts beside the batch.",
+      )
+  return None
+
+
+def _lies_on(array: jax.Array, devices: tuple[Any, ...]) -> bool:
+  sharding = array.sharding
+  if isinstance(sharding, NamedSharding):
+    return tuple(sharding.mesh.devices.flat) == devices
+  return sharding.device_set == set(devices)
+
+
+def _ids(sharding: Any) -> list[int]:
+  if isinstance(sharding, NamedSharding):
+    return [device.id for device in sharding.mesh.devices.flat]
+  return sorted(device.id for device in sharding.device_set)
 
 
 def signature(labels: Sequence[str], arrays: Sequence[Any], batch: Any) -> Signature:

@@ -48,6 +48,12 @@ def terms(result: Any, outputs: Sequence[str] = ()) -> Terms:
     loss, metrics = result
   found = Terms({}, {}, {})
   _add(found, "loss", loss)
+  if "loss" in map(str, metrics):
+    raise TrainError(
+      "the loss function returned a metric called 'loss', which would take the place of the loss.",
+      details=f"metrics {', '.join(map(str, metrics))}",
+      fix="give the metric another name; the step returns the loss as 'loss' anyhow.",
+    )
   for name, value in metrics.items():
     if name in outputs:
       found.outputs[name] = value
@@ -65,31 +71,56 @@ def terms(result: Any, outputs: Sequence[str] = ()) -> Terms:
 
 def _add(found: Terms, name: str, value: Any) -> None:
   pair = value if isinstance(value, tuple) and len(value) == 2 else (value, None)
-  nested = any(isinstance(x, (tuple, dict, list, str)) for x in pair)
   shapes = [tuple(getattr(x, "shape", ())) for x in pair if x is not None]
   # A summary: as many means as the sum has elements, over one count or a count for each.
   summary = name != "loss" and len(shapes) == 2 and shapes[1] in ((), shapes[0])
-  if nested or not (summary or all(shape == () for shape in shapes)):
-    raise _not_a_term(name, value, shapes)
+  numbers = _is_number(pair[0]) and (pair[1] is None or _is_number(pair[1]))
+  if not numbers or not (summary or all(shape == () for shape in shapes)):
+    raise _not_a_term(name, value)
   found.sums[name] = wide(pair[0])
-  found.counts[name] = None if pair[1] is None else jnp.asarray(pair[1]).astype(found.sums[name].dtype)
+  # A count is a weight: were it differentiated, the gradient would depend on how the batch is split.
+  count = None if pair[1] is None else jax.lax.stop_gradient(jnp.asarray(pair[1]))
+  found.counts[name] = None if count is None else count.astype(found.sums[name].dtype)
 
 
-def _not_a_term(name: str, value: Any, shapes: Sequence[tuple[int, ...]]) -> TrainError:
-  returned = f"a {type(value).__name__}" + (f" of shape {shapes[0]}" if len(shapes) == 1 else "")
+def _is_number(x: Any) -> bool:
+  return isinstance(x, (bool, int, float)) or hasattr(x, "shape")
+
+
+def _not_a_term(name: str, value: Any) -> TrainError:
   forms = "a loss function returns loss, (loss, metrics), (sum, count) or ((sum, count), metrics)"
-  if name == "loss":
+  returned = _shown(value)
+  if name != "loss":
     return TrainError(
-      f"the loss must be a scalar or a (sum, count) pair of scalars; the loss function returned {returned}.",
-      details=forms,
-      fix="loss.mean(), or (loss.sum(), loss.size), which weights uneven batches exactly.",
+      f"the metric {name!r} must be a scalar or a (sum, count) pair; the loss function returned {returned}.",
+      details=f"{forms}; the sum of a metric may be an array, over one count or a count for each element",
+      fix="x.mean(), or (x.sum(), x.size); name per-example arrays in outputs=(...).",
+    )
+  fix = "loss.mean(), or (loss.sum(), loss.size), which weights uneven batches exactly."
+  if value is None:
+    fix = "end the loss function with: return loss"
+  elif isinstance(value, Mapping):
+    fix = 'return loss, metrics: the loss first, and beside it a dict of the others; or value["loss"].'
+  elif isinstance(value, tuple) and value and _is_number(value[0]) and getattr(value[0], "shape", ()) == ():
+    fix = (
+      'give each metric a name: return loss, {"accuracy": accuracy}; arrays are named in outputs=(...) too.'
     )
   return TrainError(
-    f"the metric {name!r} must be a scalar or a (sum, count) pair; the loss function returned {returned}.",
-    details=f"{forms}; the sum of a metric may be an array, over one count or a count for each element"
-    + (f": these are {shapes[0]} and {shapes[1]}" if len(shapes) == 2 else ""),
-    fix="x.mean(), or (x.sum(), x.size); name per-example arrays in outputs=(...).",
+    f"the loss must be a scalar or a (sum, count) pair of scalars; the loss function returned {returned}.",
+    details=forms,
+    fix=fix,
   )
+
+
+def _shown(value: Any) -> str:
+  """What was returned, in the user's terms: a tracer is an array."""
+  if isinstance(value, tuple):
+    return f"({', '.join(map(_shown, value))})"
+  if hasattr(value, "shape") and hasattr(value, "dtype"):
+    return f"{value.dtype}[{','.join(map(str, value.shape))}]"
+  if value is None:
+    return "None"
+  return f"a {type(value).__name__}"
 
 
 def wide(x: Any) -> jax.Array:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import os
@@ -17,15 +18,19 @@ Record = dict[str, float]
 
 
 class MetricsLog:
-  """A file of JSON lines, one for each step, each on disk before the next step ends.
+  """A file of JSON lines, one for each step, each handed to the operating system at once.
 
-  `log.write` is a tracker for `nxp.fit`.
+  `log.write` is a tracker for `nxp.fit`. A kill loses no line that was written.
 
   Args:
     path: the file; its folder is made.
     after: the step that the run resumes from. Lines of later steps (a run that was killed after its
       last checkpoint) and half-written lines are dropped, so every step is in the file once. At 0 the
-      file starts anew.
+      file starts anew, and what an earlier run wrote is kept beside it: `metrics-1.jsonl`.
+
+  Attributes:
+    path: the file.
+    earlier: where the file of an earlier run was moved to; None where there was none.
 
   Example:
     >>> import tempfile
@@ -42,10 +47,12 @@ class MetricsLog:
   def __init__(self, path: str | Path, *, after: int = 0):
     self.path = Path(path)
     self.path.parent.mkdir(parents=True, exist_ok=True)
-    kept = [r for r in read_metrics(self.path) if r["step"] <= after] if after else []
-    self._file = self.path.open("w", encoding="utf-8")
-    for record in kept:
-      self._file.write(_line(record))
+    self.earlier: Path | None = None
+    if after:
+      _keep(self.path, [record for record in read_metrics(self.path) if record["step"] <= after])
+    elif self.path.is_file() and self.path.stat().st_size:
+      self.earlier = self.path.rename(_unused(self.path))
+    self._file = self.path.open("a", encoding="utf-8")
 
   def write(self, step: int, values: Mapping[str, Any]) -> None:
     """Appends one line: the step, then the values.
@@ -113,6 +120,21 @@ class TensorBoardLog:
 
   def __exit__(self, *_: object) -> None:
     self.close()
+
+
+def _keep(path: Path, records: Sequence[Record]) -> None:
+  """Replaces the file by these records; a kill leaves the file as it was, or whole."""
+  draft = path.with_name(f"{path.name}.tmp")
+  with draft.open("w", encoding="utf-8") as file:
+    file.writelines(map(_line, records))
+    file.flush()
+    os.fsync(file.fileno())
+  draft.replace(path)
+
+
+def _unused(path: Path) -> Path:
+  names = (path.with_name(f"{path.stem}-{number}{path.suffix}") for number in itertools.count(1))
+  return next(name for name in names if not name.exists())
 
 
 def _line(record: Mapping[str, Any]) -> str:

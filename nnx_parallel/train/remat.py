@@ -116,7 +116,7 @@ def has_layers(jaxpr: Any) -> bool:
   """Whether a traced loss has parts that a policy applies to."""
   for eqn in opened(jaxpr).eqns:
     name = eqn.primitive.name
-    if name in CHECKPOINTS or (name == "scan" and eqn.params["length"] > 1):
+    if name in CHECKPOINTS or name == "scan":
       return True
     if name in CALLS and has_layers(called(eqn)):
       return True
@@ -150,7 +150,7 @@ def _run(eqn: Any, inputs: list[Any], policy: Policy, in_layer: bool) -> Sequenc
     # Within a layer, what the user recomputes piece by piece (blocks of attention) stays so under "full";
     # a policy of the layer cannot see into pieces.
     return body(*inputs) if in_layer and policy != "full" else _checkpointed(body, policy)(*inputs)
-  if name == "scan" and params["length"] > 1:
+  if name == "scan":
     return _scan(eqn, inputs, policy, in_layer)
   with eqn.ctx.manager:
     results = eqn.primitive.bind(*inputs, **eqn.primitive.get_bind_params(params))

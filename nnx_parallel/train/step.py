@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
+import operator
+import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from sys import getrefcount
 from typing import Any
 
 import jax
@@ -22,10 +24,20 @@ from nnx_parallel.layout.plan import ShardingPlan
 from nnx_parallel.layout.sharded_optimizer import Placement
 from nnx_parallel.layout.variables import Path, axes_of
 from nnx_parallel.train.accumulate import Layout
-from nnx_parallel.train.binding import ALONE, PATIENCE, Binding, Template, exhaust, objects_in, put, shared
+from nnx_parallel.train.binding import (
+  ABSENT,
+  Binding,
+  Template,
+  check_outside,
+  current_trace,
+  exhaust,
+  inside_a_program,
+  objects_in,
+  put,
+  read_apart,
+)
 from nnx_parallel.train.compiled import Compile, Compiled, logger
 from nnx_parallel.train.convolutions import with_right_gradients
-from nnx_parallel.train.edits import hear_compilations, heard
 from nnx_parallel.train.gradients import Gradients, is_scattered
 from nnx_parallel.train.loss_call import call_loss
 from nnx_parallel.train.losses import Metrics, examples_in, means, pairs, terms
@@ -33,13 +45,7 @@ from nnx_parallel.train.remat import Policy, check_policy
 from nnx_parallel.train.update import LossFn, Recipe, keyed, update
 
 _KEPT = 4
-Ready = tuple[Callable[[], Any], Callable[[], Any], int, Sequence[Any], Callable[..., Any]]
-"""What the next call needs when nothing changed: model, optimizer, count of `heard`, Variables, program.
-
-One tuple, because each object that a step touches costs as much as a Python call: the program has emptied the
-processor's caches.
-"""
-_NOTHING: Ready = (lambda: None, lambda: None, -1, (), lambda *_: None)
+_new_arrays = operator.itemgetter(0)
 
 
 class _Step:
@@ -54,11 +60,24 @@ class _Step:
     self.compiles: list[Compile] = []
     self._bounds: list[_Bound] = []
     self._last: _Bound | None = None
-    self._ready = _NOTHING
+    # Two threads may train two models. Taken again by `_forget`, which the collector calls at any time.
+    self._lock = threading.RLock()
+
+  def _bound(self, model: Any, optimizer: Any = ABSENT) -> _Bound:
+    """The binding of these objects as they are now; the last one, where it is theirs and nothing changed."""
+    bound = self._last
+    if (
+      bound is None
+      or bound.model() is not model
+      or bound.optimizer() is not optimizer
+      or not bound.watch.same()
+    ):
+      roots = {"model": model} if optimizer is ABSENT else {"model": model, "optimizer": optimizer}
+      with self._lock:
+        bound = self._rebound(roots)
+    return bound
 
   def _rebound(self, roots: dict[str, Any]) -> _Bound:
-    """The binding of these objects as they are now, made if there is none."""
-    self._ready = _NOTHING  # it is for the binding that was last until now
     self._bounds = [bound for bound in self._bounds if bound.alive()]
     mine = [bound for bound in self._bounds if bound.watch.is_for(roots)]
     found = next((bound for bound in mine if bound.watch.same()), None)
@@ -87,12 +106,11 @@ class _Step:
   def rebind(self) -> None:
     """Forgets what is known of modules and programs; the next call looks at everything and compiles.
 
-    For the edits that a step does not notice: metadata of a Variable, and what changed inside an object that
-    is neither a module nor a list or dict.
+    For the edits that a step does not notice: metadata of a Variable, and changes inside an object that is
+    neither a module nor a list or dict.
     """
     self._bounds = []
     self._last = None
-    self._ready = _NOTHING
 
   def _forget(self) -> None:
     """Drops the arrays of objects that were garbage-collected."""
@@ -100,43 +118,40 @@ class _Step:
     # Perhaps in the midst of a call: the collector may run while another model's loss is traced.
     if self._last is not None and not self._last.alive():
       self._last = None
-      self._ready = _NOTHING
 
   def _bind(self, roots: dict[str, Any], reasons: tuple[str, ...]) -> _Bound:
     raise NotImplementedError
 
-  def record(self, program: Compiled, arrays: list[Any], batch: Any, reasons: tuple[str, ...]) -> None:
-    """Adds to `compiles` what the last call compiled, if it did.
+  def _done(self, bound: _Bound, program: Compiled, arrays: list[Any], batch: Any) -> None:
+    """After a call: counts it, and adds to `compiles` what it compiled, if it did."""
+    if program.jitted._cache_size() != program.known:
+      why = program.reasons(arrays, batch)
+      if why is not None:
+        self._record(bound, Compile(self.calls, why or bound.reasons))
+        _warn_unplaced(arrays, batch)
+    self.calls += 1
 
-    Args:
-      program: the program that ran.
-      arrays: the arrays that it ran on.
-      batch: the batch that it ran on.
-      reasons: why the Variables were bound again, when they were.
-    """
-    why = program.reasons(arrays, batch)
-    if why is None:
-      return
-    self.compiles.append(Compile(self.calls, why or reasons))
-    _warn_unplaced(arrays, batch)
+  def _record(self, bound: _Bound, compiled: Compile) -> None:
+    self.compiles.append(compiled)
     if len(self.compiles) > 1:
-      logger.info("the step was compiled again: %s", self.compiles[-1])
+      logger.info("the step was compiled again: %s", compiled)
 
 
 class TrainStep(_Step):
   """A compiled train step; made by `train_step`.
 
+  Threads may share one, each with models of its own.
+
   Attributes:
     recipe: the loss function and the options it was made with.
     calls: how many steps were made.
-    compiles: one entry for each compilation, with its reasons. More than one is worth a look. Not those that
-      `compiled` made for later calls, nor any after `jax.monitoring.clear_event_listeners()`.
+    compiles: one entry for each compilation, with its reasons. More than one is worth a look. Compilations
+      started by `compiled()` are not listed.
     reduction: how the last compiled program reduces gradients between replicas, in words.
   """
 
   def __init__(self, recipe: Recipe):
     super().__init__(recipe)
-    hear_compilations()
     self.reduction = ""
 
   def __call__(self, model: Any, optimizer: Any, batch: Any) -> Metrics:
@@ -154,56 +169,15 @@ class TrainStep(_Step):
     Raises:
       TrainError: a loss, batch or module that a step cannot use; the message has the Variable's path.
     """
-    # Written out rather than split up: with ten Variables, each Python call is half a percent of the step.
-    last_model, last_optimizer, quiet, variables, run = self._ready
-    if (
-      last_model() is not model
-      or last_optimizer() is not optimizer
-      or heard[0] != quiet
-      or not self.calls % PATIENCE
-    ):
-      variables, run = self._prepare(model, optimizer, batch)
-    arrays = [array for v in variables for array in [v._raw_value] if getrefcount(array) == ALONE]
-    if len(arrays) != len(variables):
-      del arrays  # it holds each of them once more
-      arrays = self._bound_now().read_apart()
-    try:
-      new, metrics = run(arrays, batch)
-    except (ValueError, RuntimeError) as error:
-      self._bound_now().running.explain(error, arrays)
-      raise
-    exhaust(map(put, variables, new))
-    if heard[0] != quiet:
-      self._note(arrays, batch)
-    self.calls += 1
+    bound = self._bound(model, optimizer)
+    program = bound.program(batch)
+    arrays, metrics = bound.update(program, batch)
+    self._done(bound, program, arrays, batch)
     return metrics
 
-  def _prepare(self, model: Any, optimizer: Any, batch: Any) -> tuple[Sequence[Any], Callable[..., Any]]:
-    """The longer way to the Variables and the program: looks at the modules, binds and compiles as needed."""
-    bound = self._last
-    if (
-      bound is None
-      or bound.model() is not model
-      or bound.optimizer() is not optimizer
-      or not (bound.watch.looks_same() if bound.watch.hears_all else bound.watch.same())
-    ):
-      bound = self._rebound({"model": model, "optimizer": optimizer})
-    bound.running = bound.program(batch)
-    run = bound.running.jitted
-    if bound.watch.hears_all and not bound.by_layout:
-      self._ready = (bound.model, bound.optimizer, bound.watch.looked_at, bound.variables, run)
-    return bound.variables, run
-
-  def _bound_now(self) -> _Bound:
-    assert self._last is not None  # a call has set it, and holds the modules
-    return self._last
-
-  def _note(self, arrays: list[Any], batch: Any) -> None:
-    """After a call in which something was heard: records a compilation, if it was one of this step."""
-    bound = self._bound_now()
-    if bound.running.jitted._cache_size() != bound.running.known:
-      self.record(bound.running, arrays, batch, bound.reasons)
-      self.reduction = bound.how
+  def _record(self, bound: _Bound, compiled: Compile) -> None:
+    super()._record(bound, compiled)
+    self.reduction = bound.how
 
   def lower(self, model: Any, optimizer: Any = None, batch: Any = None) -> Any:
     """Lowers the step for these arguments, which may be abstract, without running it.
@@ -241,10 +215,11 @@ class TrainStep(_Step):
     Returns:
       A `jax.stages.Compiled`: its text, memory and cost.
     """
-    bound = self._rebound({"model": model, "optimizer": optimizer})
+    bound = self._bound(model, optimizer)
     return bound.program(batch).jitted.lower(bound.binding.read(), batch).compile()
 
   def _bind(self, roots: dict[str, Any], reasons: tuple[str, ...]) -> _Bound:
+    check_outside(roots.values())
     return _Bound(self.recipe, Binding(roots), reasons, donate=True)
 
 
@@ -267,11 +242,10 @@ class EvalStep(_Step):
     Returns:
       Metrics on device: means, or `(sum, count)` pairs when made with `pairs=True`.
     """
-    bound = self._last
-    if bound is None or bound.model() is not model or not bound.watch.same():
-      bound = self._rebound({"model": model})
-    metrics = bound.evaluate(self, batch)
-    self.calls += 1
+    bound = self._bound(model)
+    program = bound.program(batch)
+    arrays, metrics = bound.evaluate(program, batch)
+    self._done(bound, program, arrays, batch)
     return metrics
 
   def _bind(self, roots: dict[str, Any], reasons: tuple[str, ...]) -> _Bound:
@@ -292,13 +266,22 @@ def train_step(
 
   The step reads the live Variables, runs one compiled and donated program, and writes them back: an edit of
   the module between steps is trained on, and one that changes its structure compiles again, with the reason
-  in `step.compiles`. An array that somebody else also holds (a clone, a value read before) is copied, not
-  donated under its holder.
+  in `step.compiles`. Metadata of a Variable, and changes inside an object that is neither a module nor a list
+  or dict, are not noticed: call `step.rebind()` after them.
+
+  An array that somebody else also holds (a clone, a value read before) is copied, not donated under its
+  holder. A part of an array is not noticed: `x.addressable_shards[0].data` is deleted with `x` at the next
+  step, unless it was copied.
+
+  A step returns, or leaves the model and the optimizer as they were: an exception such as Ctrl-C comes before
+  or after the step, never in its midst. Where the program itself fails, the arrays that it had taken over are
+  lost; the error says so, and each later step is a `TrainError`. Restore a checkpoint then.
 
   Args:
     loss_fn: `loss_fn(model, batch)` returns `loss`, or `(loss, metrics)` with a dict. The loss and each
       metric are a scalar, or a `(sum, count)` pair: pairs are summed over microbatches before they are
-      divided, so that uneven parts (padding, masks) weigh what they hold. For several models trained in turn
+      divided, so that uneven parts (padding, masks) weigh what they hold. A count has no gradient, also where
+      it is computed from parameters. For several models trained in turn
       (a GAN), a dict key -> loss function; later ones see the models that earlier ones updated.
     microbatches: split the batch and accumulate gradients over this many parts inside the compiled step.
     remat: what each layer keeps for the backward pass: `"none"` everything, `"dots"` the results of matrix
@@ -384,10 +367,10 @@ class _Bound:
     self.reasons = reasons
     self.how = ""
     self.watch = binding.watch
+    self.trace = current_trace()
     self.variables = binding.variables
     # Only accumulation depends on how the batch is laid out; jit handles all else by itself.
     self.by_layout = recipe.microbatches > 1 or recipe.reduction is not None
-    self.running: Compiled  # the program of the call that is under way
     # What the fast path compares: a tuple or dict of modules is new in each call, and goes the longer way.
     self.model, self.optimizer = (binding.watch.reference(name) for name in ("model", "optimizer"))
     self._programs: dict[tuple[str, ...], Compiled] = {}
@@ -412,25 +395,30 @@ class _Bound:
       self._programs[axes] = found
     return found
 
-  def evaluate(self, owner: EvalStep, batch: Any) -> Metrics:
-    program = self.program(batch)
+  def update(self, program: Compiled, batch: Any) -> tuple[list[Any], Metrics]:
+    """Runs a program and writes its arrays back, all or none; returns the old ones and the metrics."""
+    if current_trace() != self.trace:
+      raise inside_a_program()
+    try:
+      arrays = read_apart(self.variables)
+      ran, kept = itertools.tee(map(program.jitted, (arrays,), (batch,)))
+      # One call, from the start of the program to the last array written back. Python looks for signals
+      # between calls: none, Ctrl-C included, comes after the program has taken the old arrays over and before
+      # the Variables have the new ones.
+      exhaust(map(put, self.variables, itertools.chain.from_iterable(map(_new_arrays, ran))))
+    except BaseException as error:
+      program.explain(error, self.binding.read(), batch)
+      raise
+    return arrays, next(kept)[1]
+
+  def evaluate(self, program: Compiled, batch: Any) -> tuple[list[Any], Metrics]:
+    """Runs a program that changes nothing. Returns the arrays and the metrics."""
     arrays = self.binding.read()
     try:
-      metrics = program.jitted(arrays, batch)
-    except (ValueError, RuntimeError) as error:
-      program.explain(error, arrays)
+      return arrays, program.jitted(arrays, batch)
+    except (TypeError, ValueError, RuntimeError) as error:
+      program.explain(error, arrays, batch)
       raise
-    if program.jitted._cache_size() != program.known:
-      owner.record(program, arrays, batch, self.reasons)
-    return metrics
-
-  def read_apart(self) -> list[Any]:
-    """The current arrays, with copies of those that somebody else holds too."""
-    held = shared(self.variables)
-    arrays = self.binding.read()
-    for i in held:
-      arrays[i] = jnp.copy(arrays[i])
-    return arrays
 
   def _train(self, axes: tuple[str, ...]) -> Callable[[list[Any], Any], tuple[list[Any], Metrics]]:
     binding = self.binding

@@ -17,13 +17,18 @@ from flax import nnx
 from nnx_parallel.errors import TrainError
 from nnx_parallel.layout.sharded_optimizer import ShardedOptimizer, plain_update
 from nnx_parallel.layout.variables import Path, path_str
-from nnx_parallel.train.accumulate import Layout, Total, in_microbatches, whole_batch
+from nnx_parallel.train.accumulate import Layout, Total, in_microbatches, loss_of, whole_batch
 from nnx_parallel.train.binding import Template
 from nnx_parallel.train.gradients import Gradients
 from nnx_parallel.train.jaxprs import forwarded
 from nnx_parallel.train.loss_call import call_loss
-from nnx_parallel.train.loss_scale import common_scale, rescaled
-from nnx_parallel.train.losses import Metrics, Terms, examples_in, mean, means, pairs, terms
+from nnx_parallel.train.loss_scale import (
+  common_scale,
+  divided_in_backward,
+  multiplied_in_backward,
+  rescaled,
+)
+from nnx_parallel.train.losses import Metrics, examples_in, mean, means, pairs, terms
 from nnx_parallel.train.remat import Policy, rematerialised
 
 LossFn = Callable[[Any, Any], Any]
@@ -184,9 +189,9 @@ def _update_once(
     def value_fn(params: Any, mine: list[int] = mine) -> Any:
       replaced = [*train]
       for n, value in zip(mine, jax.tree.leaves(params), strict=True):
-        replaced[n] = value
-      found: Terms = differentiated(replaced, others, batch)[1][0]
-      return mean(found.sums["loss"], found.counts["loss"])
+        replaced[n] = value if scale is None else divided_in_backward(value, scale)
+      value = loss_of(differentiated, replaced, others, batch, recipe.microbatches)
+      return value if scale is None else multiplied_in_backward(value, scale)
 
     apply(optimizer, model, _state([paths[n] for n in mine], leaves, key), metrics["loss"], value_fn)
   if recipe.pairs:

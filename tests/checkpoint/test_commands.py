@@ -1,3 +1,4 @@
+import json
 import re
 
 import jax
@@ -10,6 +11,7 @@ from flax import nnx
 import nnx_parallel as nxp
 from checkpoint.runs import assert_same
 from nnx_parallel.cli.main import main
+from nnx_parallel.recipes import load_recipe
 
 RECIPE = """
 import optax
@@ -58,10 +60,23 @@ def test_inspect(run_dir, capsys):
   assert "loss=0.25" in text
   assert "mesh         {'fsdp': 8}" in text
   assert 'data         {"samples": 640}' in text
-  assert "    kernel  float32[16,32]  Param\n" in text
+  assert "kernel     Param  float32[16,32]  2 KiB\n" in text
   assert "mu.kernel" not in text
   assert main(["inspect", str(run_dir / "run"), "--step", "15"]) == 1
   assert "cannot find step 15" in capsys.readouterr().err
+
+
+def test_inspect_prints_json_also_of_metrics_that_are_no_numbers(tmp_path, capsys):
+  metrics = {"loss": float("nan"), "best": -float("inf")}
+  nxp.Checkpointer(tmp_path).save(3, {"w": np.ones(2, np.float32)}, metrics=metrics)
+  assert main(["inspect", str(tmp_path), "--json"]) == 0
+
+  def refuse(word):
+    pytest.fail(f"{word} is not JSON")
+
+  record = json.loads(capsys.readouterr().out, parse_constant=refuse)
+  assert (record["step"], record["parent"], record["metrics"].keys()) == (3, None, metrics.keys())
+  np.testing.assert_equal(nxp.Checkpointer(tmp_path).metadata().metrics, metrics)
 
 
 def test_verify(run_dir, capsys):
@@ -70,14 +85,14 @@ def test_verify(run_dir, capsys):
   victim = min((run_dir / "run" / "20" / "model" / "kernel" / "c").rglob("*0"))
   victim = victim if victim.is_file() else next(p for p in victim.rglob("*") if p.is_file())
   victim.write_bytes(bytes(victim.stat().st_size))
-  assert main(["verify", str(run_dir / "run")]) == 1
+  assert main(["verify", str(run_dir / "run")]) == 3
   text = capsys.readouterr().out
   assert "step 20: damaged\n" in text
   assert "model/kernel" in text
   assert "1 good, 1 damaged" in text
   (run_dir / "run" / "10" / "nnx_parallel.json").unlink()
   for arguments, counts in (([], "0 good, 2 damaged"), (["--step", "10"], "0 good, 1 damaged")):
-    assert main(["verify", str(run_dir / "run"), *arguments]) == 1
+    assert main(["verify", str(run_dir / "run"), *arguments]) == 3
     text = capsys.readouterr().out
     assert re.search(
       r"step 10: damaged\n  .*10 is damaged, or something else wrote it: nnx_p.* is miss", text
@@ -91,7 +106,7 @@ def test_diff(run_dir, capsys):
   arguments = ["--mesh", "fsdp=4", "--devices", "4"]
   assert main(["diff", str(run_dir / "run"), str(run_dir / "recipe.py"), *arguments]) == 0
   assert "step 20: fits the target" in capsys.readouterr().out
-  assert main(["diff", str(run_dir / "run"), str(run_dir / "wide.py"), *arguments]) == 1
+  assert main(["diff", str(run_dir / "run"), str(run_dir / "wide.py"), *arguments]) == 3
   assert "shape    model/kernel: saved (16, 32), wanted (16, 64)" in capsys.readouterr().out
 
 
@@ -130,7 +145,79 @@ def test_export_and_import(run_dir, capsys):
   assert_same(old["model"], new["model"])
   assert main(["export", str(run_dir / "run"), out, *how]) == 1
   assert f"cannot export to {out}: it exists" in capsys.readouterr().err
+  assert main(["import", out, str(run_dir / "run"), *how]) == 1
+  text = capsys.readouterr().err
+  assert "it holds the checkpoints of a run.\n  steps 10, 20\n  Fix: choose an empty directory" in text
+  assert nxp.Checkpointer(run_dir / "run").latest() == 20
   assert main(["import", out, back, recipe, "--mapping", str(run_dir / "empty.py")]) == 1
   assert "empty.py defines no MAPPING" in capsys.readouterr().err
   assert main(["import", out, back, recipe, "--mapping", str(run_dir / "none.py")]) == 1
   assert "none.py: No such file" in capsys.readouterr().err
+
+
+NAMED = """
+import optax
+from flax import nnx
+import nnx_parallel as nxp
+
+def init():
+  return nnx.Linear(16, 32, rngs=nnx.Rngs(0), kernel_metadata={"out_sharding": ("rows", None)})
+
+def optimizer():
+  return optax.adam(1e-3)
+
+def rules():
+  return nxp.LogicalRules(batch="data", rows=None)
+
+def mesh():
+  return {"data": 4, "tensor": 2}
+"""
+
+
+def test_commands_on_checkpoints_lay_out_as_training_does(run_dir, capsys):
+  (run_dir / "named.py").write_text(NAMED)
+  run, out, files = (str(run_dir / name) for name in ("run", "out", "hf"))
+  way = [str(run_dir / "named.py"), "--rules", "rows=tensor"]
+  split = [*way, "--zero", "1", "--offload"]
+  assert main(["diff", run, *split]) == 0
+  assert main(["export", run, files, *way]) == 0
+  assert main(["reshard", run, out, *split]) == 0
+  assert main(["import", files, str(run_dir / "back"), *split]) == 0
+  for directory in (out, run_dir / "back"):
+    plan = nxp.ShardingPlan.from_json(json.dumps(nxp.Checkpointer(directory).metadata().plan))
+    assert plan["kernel"].spec == jax.P("tensor", None)
+    mu = plan["optimizer/opt_state.0.mu.kernel"]
+    assert mu.spec == jax.P("tensor", "data")
+    assert mu.memory_kind == "pinned_host"
+
+
+ODD = """
+from flax import nnx
+import nnx_parallel as nxp
+
+class Odd(nnx.Linear):
+  def __init__(self, rngs):
+    super().__init__(16, 32, rngs=rngs)
+    self.odd = nnx.Param(rngs.params())
+
+def init():
+  return Odd(nnx.Rngs(0))
+
+def mesh():
+  return {"fsdp": 8}
+"""
+
+
+def test_what_to_skip_is_said_as_an_option(tmp_path, capsys):
+  recipe, run, out = (str(tmp_path / name) for name in ("odd.py", "run", "hf"))
+  (tmp_path / "odd.py").write_text(ODD)
+  plan = nxp.plan(load_recipe(recipe, needs=("init",)).init, nxp.make_mesh(fsdp=8), nxp.fsdp(min_size=1))
+  with nxp.Checkpointer(run) as checkpointer:
+    checkpointer.save(1, nxp.create_sharded_model(plan))
+  assert main(["export", run, out, recipe]) == 1
+  said = capsys.readouterr().err
+  assert "--skip odd" in said
+  assert "skip=[" not in said
+  assert main(["export", run, out, recipe, "--skip", "odd", "--skip", "kernl"]) == 1
+  assert "--skip kernl matches no leaf" in capsys.readouterr().err
+  assert main(["export", run, out, recipe, "--skip", "odd"]) == 0

@@ -23,6 +23,16 @@ from nnx_parallel.checkpoint.placement import without_padding
 RNG = np.random.default_rng(0)
 
 
+@pytest.fixture(params=["cpu", "accelerator"])
+def platform(request, monkeypatch):
+  """Runs a test a second time through the branches that GPUs and TPUs take."""
+  if request.param == "accelerator":
+    monkeypatch.setattr(room, "on_cpu", lambda _: False)
+  _digest_shards.cache_clear()
+  yield
+  _digest_shards.cache_clear()
+
+
 def place(array, shape, names, spec, kind=AxisType.Auto, **memory):
   mesh = jax.make_mesh(shape, names, axis_types=(kind,) * len(names), devices=jax.devices()[: np.prod(shape)])
   return jax.device_put(array, NamedSharding(mesh, spec, **memory))
@@ -38,6 +48,7 @@ LAYOUTS = [
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.usefixtures("platform")
 def test_the_layout_does_not_matter(layout):
   values = RNG.standard_normal((16, 24)).astype(np.float32)
   shape, names, spec, kind, memory = layout
@@ -46,6 +57,7 @@ def test_the_layout_does_not_matter(layout):
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("gone", ["donated", "deleted"])
+@pytest.mark.usefixtures("platform")
 def test_later_is_the_same_when_the_array_is_gone(layout, gone):
   values = RNG.standard_normal((16, 24)).astype(np.float32)
   shape, names, spec, kind, memory = layout
@@ -149,6 +161,18 @@ def test_blocks_are_the_same_in_every_layout(layout, shape):
   assert found == totals(digest(values, block=BLOCKS[shape]))
   assert sum(found) % 2**32 == totals(digest(values))[0]
   assert len(found) == math.prod(-(-n // b) for n, b in zip(shape, BLOCKS[shape], strict=True))
+
+
+def test_the_same_bit_of_several_elements_is_noticed():
+  """What a stuck line or a dead memory cell does; 65 536 blocks at once, each with its own values."""
+  bits = np.random.default_rng(1).integers(0, 2**32, (1 << 16, 8), np.uint32)
+  before = np.array(totals(digest(bits, block=(1, 8))))
+  for bit in range(32):
+    for count in (2, 4, 8):
+      damaged = bits.copy()
+      damaged[:, :count] ^= np.uint32(1 << bit)
+      same = before == np.array(totals(digest(damaged, block=(1, 8))))
+      assert not same.any(), f"bit {bit} of {count} words: {same.sum()} of {same.size} blocks pass"
 
 
 def test_a_changed_element_changes_its_block_alone():

@@ -1,4 +1,3 @@
-import json
 import re
 import shutil
 
@@ -25,10 +24,10 @@ def flip(path, bit=37):
 
 def test_damage_to_any_file_is_found_and_named():
   # The long form is `make torture`.
-  found = torture.corruptions(60, seed=1)
+  found = torture.corruptions(20, seed=1)
   assert found["wrong"] == 0
   assert found["unnamed"] == 0
-  assert found["named"] + found["harmless"] == 60
+  assert found["named"] + found["harmless"] == 20
 
 
 def test_a_flipped_bit_names_the_leaf_and_its_files(saved):
@@ -44,8 +43,7 @@ def test_a_flipped_bit_names_the_leaf_and_its_files(saved):
 
 def test_large_files_are_checked_by_value_alone(saved, monkeypatch):
   directory, trees = saved
-  record = json.loads((directory / "2" / "nnx_parallel.json").read_text())["manifest"]
-  assert "model/w/c/0/0" in record["hashes"]
+  assert "model/w/c/0/0" in Checkpointer(directory).metadata(2).hashes
   monkeypatch.setattr("nnx_parallel.checkpoint.save._HASHED_BYTES", 8)
   with Checkpointer(directory) as checkpointer:
     checkpointer.save(3, trees[2])
@@ -121,7 +119,8 @@ def test_a_damaged_manifest_names_the_file(saved):
   whole = file.read_text()
   for text, why in [
     (whole[:100], "it cannot be read as JSON"),
-    (whole.replace('"step": 2', '"step": 3'), "its contents do not have the SHA-256"),
+    (whole.replace('"step":2', '"step":3'), "its contents do not have the SHA-256"),
+    (whole.replace('"block":[', '"block":[1'), "its contents do not have the SHA-256"),
     ("[]", "it cannot be read as JSON"),
   ]:
     file.write_text(text)
@@ -135,7 +134,7 @@ def test_a_damaged_format_is_damage(saved, number):
   directory, trees = saved
   file = directory / "2" / "nnx_parallel.json"
   whole = file.read_text()
-  file.write_text(whole.replace('"format": 3', f'"format": {number}'))
+  file.write_text(whole.replace('"format":4', f'"format":{number}'))
   with pytest.warns(UserWarning, match=r"step 2 was passed over: .* do not have the SHA-256"):
     assert_same(Checkpointer(directory).restore(target_of(trees[1]), on_corrupt="fallback"), trees[1])
 
@@ -145,14 +144,9 @@ def test_formats_of_other_versions(saved, monkeypatch):
   checkpointer = Checkpointer(directory)
   record = checkpointer.metadata(2)
   with monkeypatch.context() as patch:
-    patch.setattr(manifest, "FORMAT", 2)
-    manifest.write(record, checkpointer.directory / "2")
-  assert '"format": 2' in (directory / "2" / "nnx_parallel.json").read_text()
-  assert_same(checkpointer.restore(target_of(trees[2])), trees[2])
-  with monkeypatch.context() as patch:
     patch.setattr(manifest, "FORMAT", 7)
     manifest.write(record, checkpointer.directory / "2")
-  text = r"it has format 7, and this version reads the formats 2 to 3\.\n  Fix: install the nnx_parallel"
+  text = r"it has format 7, and this version reads format 4\.\n  Fix: install the nnx_parallel"
   with pytest.raises(CheckpointError, match=text):
     checkpointer.restore(target_of(trees[2]), on_corrupt="fallback")
 
@@ -198,4 +192,4 @@ def test_the_item_that_is_not_wanted_may_be_gone(tmp_path):
   checkpointer = Checkpointer(tmp_path)
   checkpointer.save(1, tree, {"mu": tree["w"]})
   shutil.rmtree(tmp_path / "1" / "optimizer")
-  assert_same(checkpointer.restore(target_of(tree)), tree)
+  assert_same(checkpointer.restore(target_of(tree), optimizer="drop"), tree)

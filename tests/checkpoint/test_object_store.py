@@ -72,6 +72,22 @@ def test_an_unfinished_save_is_no_damage_and_a_lost_manifest_is(store):
   assert main(["verify", str(store)]) == 1
 
 
+def test_an_array_that_cannot_be_decoded_is_damage(store):
+  trees = {step: arrays(step) for step in (1, 2)}
+  checkpointer = Checkpointer(store)
+  for step, tree in trees.items():
+    checkpointer.save(step, tree)
+  chunk = min(path for path in (store / "2" / "model" / "w" / "c").rglob("*") if path.is_file())
+  data = bytearray(chunk.read_bytes())
+  data[-1] ^= 1  # of the checksum of its index
+  chunk.write_bytes(data)
+  with pytest.raises(CheckpointError, match=r"step 2 is damaged: model/w/c/0/0 does not have the contents"):
+    checkpointer.restore(target_of(trees[2]))
+  assert list(checkpointer.verify(2)) == ["model/w/c/0/0", "model/w"]
+  with pytest.warns(UserWarning, match="step 2 was passed over"):
+    assert_same(checkpointer.restore(target_of(trees[1]), on_corrupt="fallback"), trees[1])
+
+
 def test_a_failed_save_leaves_nothing(store, monkeypatch):
   def full(*_):
     raise OSError(28, "No space left")

@@ -219,7 +219,7 @@ def place(leaf, mesh):
 
 
 # `make torture` tries many others, new ones each time.
-COUNT = int(os.environ.get("RANDOM_TREES", "25"))
+COUNT = int(os.environ.get("RANDOM_TREES", "10"))
 
 
 @hypothesis.settings(max_examples=COUNT, deadline=None, derandomize="RANDOM_TREES" not in os.environ)

@@ -3,6 +3,7 @@ import json
 
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 import optax
 import pytest
@@ -286,3 +287,47 @@ def test_modules_of_another_width_do_not_fit(tmp_path):
   assert isinstance(model, Net)
   with pytest.raises(CheckpointError, match=r"shape    model/head.kernel: saved \(32, 6\), wanted \(64, 6\)"):
     checkpointer.restore(make_plan("8", width=64, optimizer=False))
+
+
+def test_host_arrays_of_any_byte_order_come_back_native(tmp_path):
+  tree = {name: np.arange(6, dtype=name).reshape(2, 3) for name in (">f4", ">i8", "<u2", ">c8")}
+  tree["scalar"] = np.dtype(">f4").type(1.5)
+  checkpointer = Checkpointer(tmp_path)
+  checkpointer.save(1, tree)
+  again = checkpointer.restore(as_numpy=True)["model"]
+  for name, values in tree.items():
+    np.testing.assert_array_equal(again[name], values)
+    assert again[name].dtype == values.dtype.newbyteorder("=")
+  assert checkpointer.verify() == {}
+
+
+@pytest.mark.parametrize(
+  ("array", "text"),
+  [
+    (np.zeros(2, np.longdouble), r"dtype float128 .*Fix: .*astype\(np\.float64\)"),
+    (np.zeros(2, np.clongdouble), r"dtype complex256 .*Fix: .*astype\(np\.complex128\)"),
+    (np.zeros(2, ml_dtypes.float6_e2m3fn), r"dtype float6_e2m3fn .*Fix: .*astype\(np\.float32\)"),
+    (np.ma.masked_equal([1, 2], 2), r"mask.*Fix: .*\.filled\("),
+  ],
+)
+def test_arrays_that_could_not_be_restored_are_refused(tmp_path, array, text):
+  with pytest.raises(CheckpointError, match=rf"(?s)cannot save model/a\.b: .*{text}"):
+    Checkpointer(tmp_path / "run").save(1, {"a": {"b": array}})
+  assert not (tmp_path / "run").exists()
+
+
+def test_json_values_come_back_as_they_were(tmp_path):
+  value = {
+    "z": (1, (2, [3])),
+    "a": [float("inf"), -0.0, None, True, "é", 2**70],
+    "nested": {"shape": (), "b": {"__tuple": 1}, "a": {}},
+  }
+  checkpointer = Checkpointer(tmp_path)
+  checkpointer.save(1, {"w": jnp.ones(2)}, extra={"data": value, "number": 3})
+  found = checkpointer.restore_extra("data")
+  assert repr(found) == repr(value)  # types and order too
+  for mark in ("__float__", "__tuple__"):
+    with pytest.raises(
+      CheckpointError, match=rf"(?s)cannot save extra\['data'\]\.a: .*'{mark}'.*\n.*Fix: rename"
+    ):
+      checkpointer.save(2, {"w": jnp.ones(2)}, extra={"data": {"a": {mark: "x"}}})

@@ -1,12 +1,16 @@
-import itertools
+import dataclasses
 
 import hypothesis
+import numpy as np
 import pytest
 from hypothesis import strategies as st
 
 from checkpoint.runs import arrays, assert_same, target_of
+from nnx_parallel.checkpoint import files, manifest
 from nnx_parallel.checkpoint.checkpointer import Checkpointer
-from nnx_parallel.checkpoint.retention import Retention, newest_first
+from nnx_parallel.checkpoint.lineage import newest_first, place
+from nnx_parallel.checkpoint.manifest import Header
+from nnx_parallel.checkpoint.retention import Retention
 from nnx_parallel.errors import CheckpointError
 
 FLOATS = st.floats(allow_nan=True, allow_infinity=True)
@@ -22,7 +26,7 @@ FLOATS = st.floats(allow_nan=True, allow_infinity=True)
 def test_the_newest_and_the_best_always_stay(losses, newest, every, keep_best, mode):
   keep = Retention(newest, every, "loss", mode, keep_best)
   metrics = {step: {"loss": loss} for step, loss in losses.items()}
-  kept = sorted(metrics.keys() - keep.doomed(metrics))
+  kept = sorted(metrics.keys() - keep.doomed(metrics, sorted(metrics, reverse=True)))
   assert set(sorted(metrics)[-newest:]) <= set(kept)
   best = [loss for loss in losses.values() if loss == loss]
   if best:
@@ -31,15 +35,101 @@ def test_the_newest_and_the_best_always_stay(losses, newest, every, keep_best, m
   assert all(step in kept for step in metrics if every and step % every == 0)
 
 
-@hypothesis.given(st.permutations(range(12)), st.integers(0, 11), st.integers(1, 4))
-def test_the_step_written_last_is_the_newest(order, count, newest):
-  times = {step: float(i) for i, step in enumerate(order[: count + 1])}
-  found = newest_first(times)
-  assert sorted(found) == sorted(times)
-  assert found[0] == order[count]
-  current = found[: next((i for i in range(1, len(found)) if found[i] > found[i - 1]), len(found))]
-  assert all(times[a] > times[b] for a, b in itertools.pairwise(current))
-  assert order[count] not in Retention(newest).doomed({step: {} for step in times}, times)
+@hypothesis.given(st.lists(st.tuples(st.integers(0, 3), st.integers(1, 3)), max_size=8))
+def test_the_newest_step_ends_the_last_lineage(moves):
+  headers, line = {}, []
+  for back, forward in moves:  # resume from one of the last steps of the run, and save the next one
+    line = line[: max(len(line) - back, 1)]
+    position = line[-1] if line else None
+    step = (position or 0) + forward
+    where = place(step, position, headers, "run")
+    headers[step] = Header(step, where.after + 1 if headers else 0.0, {}, where.parent)
+    line.append(step)
+    assert (where.parent, where.time) == (position, None)
+    found = newest_first(headers)
+    assert found[: len(line)] == line[::-1]
+    assert sorted(found) == sorted(headers)
+    assert step not in Retention(1).doomed({step: {} for step in headers}, found)
+
+
+@pytest.fixture
+def two(tmp_path):
+  """A directory with the steps 100 and 200 of one run, a tree, and a Checkpointer that keeps two."""
+  tree = {"w": np.arange(4.0, dtype=np.float32)}
+  with Checkpointer(tmp_path) as checkpointer:
+    checkpointer.save(100, tree)
+    checkpointer.save(200, tree)
+  return tmp_path, tree, Checkpointer(tmp_path, max_to_keep=2)
+
+
+def test_a_run_that_did_not_come_from_there_deletes_nothing(two):
+  _, tree, checkpointer = two
+  for step in (0, 150):
+    for overwrite in (False, True):
+      text = rf"(?s)cannot save step {step}: .* holds newer steps.*newest is step 200.*Fix: to go on from"
+      with pytest.raises(CheckpointError, match=text):
+        checkpointer.save(step, tree, overwrite=overwrite)
+  assert (checkpointer.steps(), checkpointer.latest()) == ([100, 200], 200)
+  checkpointer.save(300, tree)
+  assert (checkpointer.steps(), checkpointer.metadata().parent) == ([200, 300], 200)
+
+
+def test_a_metric_that_is_added_later_makes_no_step_the_newest(two):
+  directory, tree, checkpointer = two
+  checkpointer.save(100, tree, metrics={"loss": 1.0}, overwrite=True)
+  assert (checkpointer.latest(), checkpointer.metadata(100).metrics) == (200, {"loss": 1.0})
+  checkpointer.restore(tree, 200)
+  checkpointer.save(100, tree, metrics={"loss": 2.0}, overwrite=True)
+  checkpointer.save(300, tree)
+  assert (checkpointer.latest(), checkpointer.steps()) == (300, [200, 300])
+  assert Checkpointer(directory).metadata().parent == 200
+
+
+def test_a_run_that_resumed_replaces_what_it_left_behind(two):
+  _, tree, checkpointer = two
+  checkpointer.restore(tree, 100)
+  checkpointer.restore(as_numpy=True)  # looks at step 200, and goes on from nowhere
+  checkpointer.save(150, tree)
+  assert (checkpointer.steps(), checkpointer.latest()) == ([100, 150], 150)
+  checkpointer.save(200, tree)
+  assert (checkpointer.latest(), checkpointer.metadata().parent) == (200, 150)
+
+
+def test_a_save_that_failed_is_nobodys_parent(two, monkeypatch):
+  _, tree, checkpointer = two
+  with monkeypatch.context() as patch:
+    patch.setattr(files, "make_tree_durable", lambda _: (_ for _ in ()).throw(OSError(28, "full")))
+    with pytest.raises(CheckpointError, match="the disk is full"):
+      checkpointer.save(300, tree)
+  checkpointer.save(400, tree)
+  assert checkpointer.metadata().parent == 200
+
+
+def test_the_catalogue_reads_one_line_of_each_step(tmp_path, monkeypatch):
+  tree = {"w": np.arange(4.0, dtype=np.float32)}
+  checkpointer = Checkpointer(tmp_path, max_to_keep=200, best="loss")
+  checkpointer.save(1, tree, metrics={"loss": float("nan")})
+  record, folder = checkpointer.metadata(), checkpointer.directory
+  for step in range(2, 100):
+    (folder / str(step)).mkdir()
+    manifest.write(dataclasses.replace(record, step=step, time=record.time + step), folder / str(step))
+  heads, bodies = [], []
+  head, body = manifest.read_header, manifest.read
+  monkeypatch.setattr(manifest, "read_header", lambda step_dir: heads.append(step_dir) or head(step_dir))
+  monkeypatch.setattr(manifest, "read", lambda step_dir: bodies.append(step_dir) or body(step_dir))
+
+  def reads(call):
+    heads.clear()
+    bodies.clear()
+    call()
+    return len(heads), len(bodies)
+
+  assert reads(checkpointer.steps) == (0, 0)
+  assert reads(lambda: checkpointer.save(100, tree)) == (199, 0)  # before it, and for what may go
+  assert reads(checkpointer.latest) == (100, 1)
+  assert reads(lambda: checkpointer.restore(tree)) == (100, 1)
+  assert reads(lambda: checkpointer.restore(tree, 1)) == (0, 1)
+  assert reads(checkpointer.best) == (100, 0)
 
 
 def test_a_run_that_resumes_from_an_older_step_keeps_its_own_steps(tmp_path, monkeypatch):
@@ -47,6 +137,7 @@ def test_a_run_that_resumes_from_an_older_step_keeps_its_own_steps(tmp_path, mon
   with Checkpointer(tmp_path, max_to_keep=1, best="loss") as checkpointer:
     checkpointer.save(100, tree, metrics={"loss": 1.0})
     checkpointer.save(200, tree, metrics={"loss": 2.0})
+    checkpointer.restore(target_of(tree), 100)
     monkeypatch.setattr("time.time", lambda: 1.0)  # the clock goes back
     for step in (150, 160):
       checkpointer.save(step, tree, metrics={"loss": 3.0})
@@ -58,6 +149,8 @@ def test_a_fallback_keeps_to_the_run_that_goes_on(tmp_path):
   trees = {step: {"w": arrays(step)["w"]} for step in (100, 120, 110, 130)}
   with Checkpointer(tmp_path) as checkpointer:
     for step, tree in trees.items():
+      if step == 110:
+        checkpointer.restore(target_of(tree), 100)
       checkpointer.save(step, tree)
     (tmp_path / "130" / "nnx_parallel.json").write_text("{}")
     with pytest.warns(UserWarning, match="step 130 was passed over"):
@@ -68,8 +161,10 @@ def test_a_fallback_keeps_to_the_run_that_goes_on(tmp_path):
 def test_what_a_run_left_behind_goes_first(tmp_path):
   tree = {"w": arrays()["w"]}
   with Checkpointer(tmp_path) as checkpointer:
-    for step in (100, 200, 300, 150):
+    for step in (100, 200, 300):
       checkpointer.save(step, tree)
+    checkpointer.restore(target_of(tree), 100)
+    checkpointer.save(150, tree)
     assert checkpointer.latest() == 150
   with Checkpointer(tmp_path, max_to_keep=3) as checkpointer:
     checkpointer.save(160, tree)

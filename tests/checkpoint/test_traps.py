@@ -6,7 +6,6 @@ import gc
 import logging
 import os
 import shutil
-import signal
 import subprocess
 import sys
 import textwrap
@@ -19,7 +18,7 @@ from flax import nnx
 
 import nnx_parallel as nxp
 from checkpoint.runs import MESHES, arrays, assert_same, make_plan, target_of
-from nnx_parallel.checkpoint import direct, files, save
+from nnx_parallel.checkpoint import direct, files, restore, save
 from nnx_parallel.checkpoint.checkpointer import Checkpointer
 from nnx_parallel.errors import CheckpointError
 
@@ -177,27 +176,6 @@ def test_a_manifest_that_cannot_be_read(saved, monkeypatch):
     checkpointer.restore(target_of(trees[1]), 2, on_corrupt="fallback")
 
 
-def test_a_signal_waits_for_the_end_of_a_restore(saved, monkeypatch):
-  directory, trees = saved
-  checkpointer = Checkpointer(directory)
-  states, real = [], direct.start
-
-  def start(*arguments):
-    os.kill(os.getpid(), signal.SIGTERM)
-    states.append("reading")
-    return real(*arguments)
-
-  monkeypatch.setattr(direct, "start", start)
-  before = signal.signal(signal.SIGTERM, lambda *_: None)
-  try:
-    checkpointer.save_on_sigterm(lambda: states.append("asked") or {"step": 2, "model": trees[2]})
-    found = checkpointer.restore(target_of(trees[2]))
-  finally:
-    signal.signal(signal.SIGTERM, before)
-  assert_same(found, trees[2])
-  assert states == ["reading", "asked"]
-
-
 def test_a_live_pair_says_what_becomes_of_its_optimizer(tmp_path):
   plan = make_plan()
   model, optimizer = nxp.create_sharded_model(plan)
@@ -206,7 +184,7 @@ def test_a_live_pair_says_what_becomes_of_its_optimizer(tmp_path):
   assert checkpointer.restore((model, optimizer), optimizer="drop") is model
   with pytest.raises(CheckpointError, match='optimizer="fresh" needs a plan'):
     checkpointer.restore((model, optimizer), optimizer="fresh")
-  with pytest.raises(CheckpointError, match="a target of 3 objects cannot be restored"):
+  with pytest.raises(CheckpointError, match=r"missing  model/0\.dropout"):
     checkpointer.restore((model, optimizer, 1))
 
 
@@ -244,7 +222,82 @@ def test_arguments_that_mean_nothing(tmp_path):
   for value in ("abc", [1, 2], None):
     with pytest.raises(CheckpointError, match=r"metrics\['loss'\] is not one number"):
       checkpointer.save(1, arrays(), metrics={"loss": value})
+  for option in ({"byte_budget": -5}, {"byte_budget": "1GB"}, {"chunk_bytes": 0}, {"chunk_bytes": True}):
+    with pytest.raises(CheckpointError, match="is not a number of bytes from"):
+      Checkpointer(tmp_path, **option)
   assert list(tmp_path.iterdir()) == []
+
+
+def test_a_step_to_restore_is_a_whole_number(saved):
+  directory, trees = saved
+  for step in (1.9, True, 1.0):
+    with pytest.raises(CheckpointError, match=f"step={step} is not a step"):
+      Checkpointer(directory).restore(target_of(trees[1]), step)
+  assert_same(Checkpointer(directory).restore(target_of(trees[1]), np.int64(1)), trees[1])
+
+
+def test_options_that_a_target_cannot_honour(tmp_path):
+  plan = make_plan(optimizer=False)
+  model = nxp.create_sharded_model(plan)
+  checkpointer = Checkpointer(tmp_path)
+  checkpointer.save(1, model)
+  for target in (plan, model, {"a": jnp.ones(2)}):
+    with pytest.raises(CheckpointError, match='optimizer="fresh" needs a plan with an optimizer'):
+      checkpointer.restore(target, optimizer="fresh")
+  for target in (plan, model, {"a": model}):
+    with pytest.raises(CheckpointError, match=f"as_numpy=True cannot be honoured: a {type(target).__name__}"):
+      checkpointer.restore(target, as_numpy=True)
+
+
+def test_an_optimizer_is_not_dropped_without_a_word(tmp_path):
+  plan = make_plan()
+  model, optimizer = nxp.create_sharded_model(plan)
+  checkpointer = Checkpointer(tmp_path)
+  checkpointer.save(1, model, optimizer)
+  alone = make_plan(optimizer=False)
+  for target in (alone, model, nnx.state(model)):
+    assert not checkpointer.preflight(target).fits
+    with pytest.raises(CheckpointError, match=r'extra    optimizer/.*(\n.*)*Fix: .*optimizer="drop"'):
+      checkpointer.restore(target)
+  assert_same(checkpointer.restore(alone, optimizer="drop"), model)
+  head = checkpointer.restore(alone, only=["head"]).head
+  np.testing.assert_array_equal(head.kernel[...], model.head.kernel[...])
+
+
+def test_problems_of_names_with_spaces_stay_apart(tmp_path):
+  checkpointer = Checkpointer(tmp_path)
+  checkpointer.save(1, {"a b": np.ones(3, np.float32), "a c": np.ones(3, np.float32)})
+  for name in ("a b", "a c"):
+    (tmp_path / "1" / "model" / name / "c" / "0").unlink()
+  found = checkpointer.verify()
+  assert {"model/a b/c/0", "model/a c/c/0"} <= found.keys()
+
+
+def test_keys_without_elements_do_not_stop_a_restore_as_numpy(tmp_path):
+  tree = {name: jax.random.split(jax.random.key(0, impl=name), 2)[:0] for name in ("rbg", "threefry2x32")}
+  checkpointer = Checkpointer(tmp_path)
+  checkpointer.save(1, {**tree, "w": np.ones(3, np.float32)})
+  found = checkpointer.restore(as_numpy=True)["model"]
+  for name, keys in tree.items():
+    assert (found[name].shape, found[name].dtype) == (keys.shape, keys.dtype)
+
+
+def test_a_step_that_vanishes_is_not_called_damaged(saved, monkeypatch):
+  directory, trees = saved
+  checkpointer, other, real = Checkpointer(directory), Checkpointer(directory, max_to_keep=1), restore.read
+  checkpointer.save(3, trees[1])
+
+  def read(*arguments, **options):
+    monkeypatch.undo()
+    other.save(4, trees[2])  # and deletes the others
+    return real(*arguments, **options)
+
+  monkeypatch.setattr(restore, "read", read)
+  assert_same(checkpointer.restore(target_of(trees[2])), trees[2])  # the newest was asked for
+  assert checkpointer.restored.step == 4
+  monkeypatch.setattr(restore, "read", lambda *_, **__: shutil.rmtree(directory / "4") or real(*_, **__))
+  with pytest.raises(CheckpointError, match=r"4 vanished: another process removed or replaced it"):
+    checkpointer.restore(target_of(trees[2]), 4, on_corrupt="fallback")
 
 
 def test_the_log_of_others_is_heard_during_a_background_save(tmp_path, monkeypatch, caplog):

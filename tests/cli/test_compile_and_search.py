@@ -13,6 +13,7 @@ import textwrap
 
 import pytest
 
+from nnx_parallel.cli import main as cli
 from nnx_parallel.cli.compile import fill
 from nnx_parallel.cli.options import parse_rules
 from nnx_parallel.cli.search import command
@@ -92,10 +93,10 @@ def test_compile_knows_where_optimizer_state_lies(recipe):
   assert offloaded < kept
 
 
-def test_compile_ends_with_2_when_it_does_not_fit(recipe):
+def test_compile_ends_with_3_when_it_does_not_fit(recipe):
   # 256 Mi examples of 64 floats: 64 GiB of inputs, 8 on each device, and as much again for results.
   done = run("compile", recipe, "--topology", "cpu:8", "--batch", str(1 << 28), "--chip", "v5e", "--json")
-  assert done.returncode == 2, done.stderr
+  assert done.returncode == 3, done.stderr
   report = json.loads(done.stdout)
   assert report["fits"] is False
   assert report["need_bytes"] > report["available_bytes"]
@@ -148,6 +149,23 @@ def test_the_command_of_the_winner_runs_as_printed(recipe):
   assert report["quantities"]["batch"] == 512 * 64 * 4
 
 
+def test_a_search_tries_what_it_is_told_to(recipe, capsys):
+  path = pathlib.Path(recipe)
+  text = path.read_text().replace("sgd(0.1)", "adam(0.1)").replace('{"fsdp": 4}', '{"data": 4}')
+  path.write_text(text.replace('batch="fsdp"), nxp.fsdp(min_size=0)', 'batch="data"), nxp.replicate()'))
+  common = ["search", recipe, "--topology", "tpu:v5e:2x2", "--json"]
+  counts = []
+  for words in ([], ["--zero", "0", "--rules", "hidden=data"]):
+    assert cli.main([*common, *words]) == 0
+    found = json.loads(capsys.readouterr().out)
+    counts.append(found["fitting"])
+  assert counts[1] < counts[0]
+  assert {row["zero"] for row in found["pareto"]} == {0}
+  with pytest.raises(SystemExit):
+    cli.main([*common, "--remat", "some"])
+  assert "invalid choice: 'some'" in capsys.readouterr().err
+
+
 def test_commands_name_a_stage_an_offload_and_rules(recipe):
   """Every choice of a search that a command can meet: Adam's state split, on the host, split sequences."""
   path = pathlib.Path(recipe)
@@ -168,7 +186,7 @@ def test_commands_name_a_stage_an_offload_and_rules(recipe):
     for c in found.fitting
     if c.changes and c.sizes == {"data": 4, "tensor": 2} and c.zero == 2 and c.offload and c.microbatches == 2
   )
-  line = command(argparse.Namespace(recipe=recipe, topology="cpu:8", batch=64), best)
+  line = command(argparse.Namespace(recipe=recipe, topology="cpu:8", batch=64, rules={}), best)
   assert "--zero 2 --offload --rules sequence=tensor --batch 64" in line
   done = run(*shlex.split(line)[1:], "--json")
   assert done.returncode == 0, done.stderr
@@ -189,9 +207,9 @@ def test_rules_that_cannot_be_read(text):
     parse_rules(text)
 
 
-def test_search_ends_with_2_when_nothing_fits(recipe):
+def test_search_ends_with_3_when_nothing_fits(recipe):
   done = run("search", recipe, "--topology", "tpu:v5e:1x1", "--batch", str(1 << 30))
-  assert done.returncode == 2, done.stderr
+  assert done.returncode == 3, done.stderr
   assert "Nothing fits" in done.stdout
 
 
@@ -206,10 +224,10 @@ def test_plan_compares_its_memory_with_a_chip_and_writes_a_page(recipe, tmp_path
   assert "Predicted step" in page.read_text()
 
 
-def test_plan_ends_with_2_when_its_memory_does_not_fit(recipe):
+def test_plan_ends_with_3_when_its_memory_does_not_fit(recipe):
   large = ("plan", recipe, "--chip", "v5e", "--batch", str(1 << 30))
   done = run(*large)
-  assert done.returncode == 2, done.stderr
+  assert done.returncode == 3, done.stderr
   assert "too much on v5e" in done.stdout
   # More devices along the axis of the batch are the cure.
   done = run(*large, "--mesh", "fsdp=1024", "--json")

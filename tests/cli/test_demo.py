@@ -37,6 +37,23 @@ def test_claims_that_do_not_hold(after, other, failure):
   assert failure in found
 
 
+def test_the_comparison_fits_a_terminal_of_80_columns(capsys, monkeypatch):
+  monkeypatch.setenv("COLUMNS", "80")
+  others = [
+    demo.Continued("data=4 tensor=2", 8, [1.0, 2.0], 3e-7, []),
+    demo.Continued("replica=2 shard=2", 4, [1.0, 2.0], 2e-7, []),
+    demo.Continued("one device", 1, [1.0, 2.0], 1e-7, []),
+  ]
+  demo.print_comparison([1.0, 2.0], others, 200)
+  assert capsys.readouterr().out.splitlines() == [
+    "step        never stopped  data=4 tensor=2  replica=2 shard=2  one device",
+    "devices                 8                8                  4           1",
+    "201             1.0000000        1.0000000          1.0000000   1.0000000",
+    "202             2.0000000        2.0000000          2.0000000   2.0000000",
+    "difference                         3.0e-07            2.0e-07     1.0e-07",
+  ]
+
+
 def test_a_folder_of_something_else_is_left_alone(tmp_path, capsys):
   (tmp_path / "thesis.tex").write_text("years of work")
   assert cli.main(["demo", "--out", str(tmp_path)]) == 1

@@ -15,7 +15,7 @@ from nnx_parallel.cli import main as cli
 
 def run(*arguments, cwd=None):
   return subprocess.run(
-    [sys.executable, "-m", "nnx_parallel.cli.main", *arguments],
+    [sys.executable, "-m", "nnx_parallel", *arguments],
     capture_output=True,
     text=True,
     cwd=cwd,
@@ -47,7 +47,6 @@ def test_help_does_not_import_jax():
 @pytest.mark.parametrize(
   "arguments",
   [
-    [],
     ["no_such_command"],
     ["plan"],
     ["plan", "text_lm", "--json", "--explain", "embed.embedding"],
@@ -62,6 +61,34 @@ def test_wrong_usage_is_exit_code_2(arguments, capsys):
     cli.main(arguments)
   assert caught.value.code == 2
   assert "usage: nnx-parallel" in capsys.readouterr().err
+
+
+def test_without_a_command_it_prints_help_also_as_a_module(capsys):
+  assert cli.main([]) == 0
+  help_text = capsys.readouterr().out
+  assert help_text.startswith("usage: nnx-parallel")
+  assert "3 the answer is no (does not fit, differs, damaged)" in help_text
+  done = run()
+  assert (done.returncode, done.stderr) == (0, "")
+  assert "Start here: nnx-parallel plan text_lm" in done.stdout
+
+
+@pytest.mark.parametrize("like", ["text_lm", "digits"])
+def test_a_new_recipe_is_a_copy_that_commands_take(like, tmp_path, monkeypatch, capsys):
+  monkeypatch.chdir(tmp_path)
+  assert cli.main(["new", "jobs/mine.py", "--like", like]) == 0
+  assert f"jobs/mine.py is a copy of {like}; next:" in capsys.readouterr().out
+  assert "jobs/mine.py --mesh" in (tmp_path / "jobs" / "mine.py").read_text()
+  assert cli.main(["plan", "jobs/mine.py", "--mesh", "data=8"]) == 0
+  capsys.readouterr()
+  assert cli.main(["new", "jobs/mine.py"]) == 1
+  assert (
+    capsys.readouterr().err == "RecipeError: cannot write jobs/mine.py: File exists.\n  Fix: another FILE.\n"
+  )
+  assert cli.main(["new", "mine"]) == 1
+  assert "Fix: nnx-parallel new mine.py" in capsys.readouterr().err
+  assert cli.main(["new", "other.py", "--like", "txt"]) == 1
+  assert "Fix: --like digits or text_lm." in capsys.readouterr().err
 
 
 def test_an_error_is_its_message_without_a_traceback(capsys):

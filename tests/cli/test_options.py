@@ -132,9 +132,10 @@ def test_another_remat_policy_is_refused(command, capsys):
   assert "argument --remat: invalid choice: 'some' (choose from" in capsys.readouterr().err
 
 
-def test_a_page_makes_its_folder(tmp_path):
+def test_a_page_makes_its_folder_and_is_named(tmp_path, capsys):
   page = tmp_path / "new" / "page.html"
   options.write_page(page, "<!doctype html>")
+  assert capsys.readouterr() == ("", f"page written to {page}\n")
   assert page.read_text() == "<!doctype html>"
 
 

@@ -129,6 +129,7 @@ def test_a_resume_with_other_settings_says_which_differ(tiny, capsys):
     "remat": "as written",
     "rules": "",
     "text": None,
+    "seed": None,
     "eval_every": None,
     "early_stop": None,
   }
@@ -197,7 +198,7 @@ def test_early_stop_ends_a_run_that_no_longer_improves(tiny, capsys):
   ("words", "message"),
   [
     (["--early-stop", "2"], "--early-stop needs --eval-every N"),
-    (["--keep", "2"], "--resume, --save-every and --keep need --checkpoint DIR"),
+    (["--keep", "2"], "--resume, --save-every, --save-every-minutes and --keep need --checkpoint DIR"),
     (["--profile", "9"], "argument --profile: '9' is no window of steps: say 10:12"),
     (["--resume", "newest"], "argument --resume: 'newest' is no step: a number, latest or best"),
   ],
@@ -210,7 +211,42 @@ def test_flags_that_mean_nothing(tiny, capsys, words, message):
 
 def test_text_is_refused_where_it_cannot_be_used(tiny, capsys):
   assert cli.main(["train", tiny, "--text", "."]) == 1
-  assert "the recipe tiny does not learn from a folder of text" in capsys.readouterr().err
+  assert capsys.readouterr().err == (
+    "RecipeError: the recipe tiny takes no text.\n"
+    "  neither its init() nor its batches() has an argument named text\n"
+    "  Fix: leave --text out, or add the argument: def batches(start=0, *, split, text=None).\n"
+  )
+
+
+def test_the_batch_and_the_seed_reach_the_recipe(tiny, capsys):
+  text = TINY.replace("def init():", "def init(seed=0):").replace("nnx.Rngs(0)", "nnx.Rngs(seed)")
+  text = text.replace('split="train"):', 'split="train", batch=16):').replace(", 16):", ", batch):")
+  Path("given.py").write_text(text.replace("(16, 8)", "(batch, 8)"))
+  common = ["train", "given.py", "--steps", "2", "--quiet"]
+  assert cli.main([*common, "--out", "plain"]) == 0
+  assert cli.main([*common, "--out", "same", "--batch", "16", "--seed", "0"]) == 0
+  assert cli.main([*common, "--out", "other", "--seed", "1", "--checkpoint", "ckpt"]) == 0
+  assert losses("plain") == losses("same") != losses("other")
+  assert cli.main([*common, "--batch", "32", "--steps", "3", "--checkpoint", "ckpt", "--resume"]) == 0
+  assert nxp.Checkpointer("ckpt").restore_extra("data")["samples"] == 2 * 16 + 32
+  assert "batch 16 -> 32" in capsys.readouterr().err
+
+
+def test_a_second_run_keeps_the_metrics_of_the_first(tiny, capsys):
+  for steps in ("3", "2"):
+    assert cli.main(["train", tiny, "--steps", steps]) == 0
+  assert "metrics     runs/tiny/metrics.jsonl (an earlier run's: runs/tiny/metrics-1.jsonl)" in (
+    capsys.readouterr().out.splitlines()
+  )
+  assert [step for step, _ in losses("runs/tiny")] == [1, 2]
+  assert len([r for r in records("runs/tiny/metrics-1.jsonl") if "loss" in r]) == 3
+
+
+@pytest.mark.parametrize("step", ["100", "best"])
+def test_a_step_to_resume_that_is_not_there(tiny, capsys, step):
+  assert cli.main(["train", tiny, "--steps", "2", "--checkpoint", "ckpt", "--resume", step]) == 1
+  assert "CheckpointError: cannot find" in capsys.readouterr().err
+  assert not Path("runs").exists()
 
 
 def test_an_empty_folder_of_text(tmp_path, capsys):
@@ -260,6 +296,18 @@ def test_a_damaged_step_is_passed_over_and_made_again(tiny, capsys):
   assert cli.main(["verify", "ckpt"]) == 0
 
 
+def test_an_interrupted_run_saves_and_goes_on(tiny, capsys):
+  Path("ended.py").write_text(
+    TINY.replace("def tokens(batch):", "def tokens(batch):\n  global n; n += 1\n  if n == 3: end()")
+    + "\nimport os, signal\nn = 0\ndef end():\n  os.kill(os.getpid(), signal.SIGINT)\n"
+  )
+  assert cli.main(["train", "ended.py", "--checkpoint", "ckpt", "--steps", "8"]) == 130
+  shown = capsys.readouterr()
+  assert shown.out.splitlines()[-1] == "asked to end: saving step 3"
+  assert shown.err == "interrupted\n"
+  assert cli.main(["inspect", "ckpt"]) == 0
+
+
 def test_a_run_that_is_asked_to_end_saves_and_goes_on_as_if_it_never_had(tiny):
   """The signal comes after an update, before its metrics are kept."""
   Path("ended.py").write_text(
@@ -271,7 +319,7 @@ def test_a_run_that_is_asked_to_end_saves_and_goes_on_as_if_it_never_had(tiny):
   done = subprocess.run(
     [*command, "ended.py", *common], env=environment(), capture_output=True, text=True, check=False
   )
-  assert done.returncode == -15, done.stderr
+  assert done.returncode == 143, done.stderr
   assert done.stdout.splitlines()[-1] == "asked to end: saving step 3"
   assert cli.main(["train", tiny, *common, "--resume", "--quiet"]) == 0
   assert cli.main(["train", tiny, "--steps", "8", "--out", "straight", "--quiet"]) == 0

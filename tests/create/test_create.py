@@ -111,6 +111,20 @@ def test_an_optimizer_built_by_hand_follows_the_parameters(kind):
   assert moment.sharding.is_equivalent_to(model.blocks[0].up.kernel.get_value().sharding, 2)
 
 
+def test_a_rule_spelt_like_a_mesh_axis_leaves_the_fallback_alone():
+  def init() -> nnx.Module:
+    return nnx.Linear(16, 32, rngs=nnx.Rngs(0), kernel_metadata={"out_sharding": ("fsdp", None)})
+
+  rules = [nxp.LogicalRules(fsdp=None), nxp.fsdp("fsdp", min_size=64, extend=True)]
+  plan = nxp.plan(init, nxp.make_mesh(fsdp=8), rules)
+  assert plan["kernel"].spec == jax.P(None, "fsdp")
+  model = nxp.create_sharded_model(plan)
+  nxp.check_layout(model, plan)
+  optimizer = nnx.Optimizer(model, optax.adam(1e-2), wrt=nnx.Param)
+  moment = optimizer.opt_state[0].mu["kernel"].get_value()
+  assert moment.addressable_shards[0].data.shape == (16, 4)
+
+
 def test_init_may_build_something_else_only_before_planning():
   widths = iter([4, 8])
   plan = nxp.plan(lambda: nnx.Linear(8, next(widths), rngs=nnx.Rngs(0)), nxp.make_mesh(data=8))

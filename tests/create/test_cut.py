@@ -131,9 +131,16 @@ class Computed(nnx.Module):
     self.mask = nnx.Variable(jnp.tril(jnp.ones((16, 16), bool)))
 
 
+def old_random_numbers() -> nnx.Module:
+  with jax.threefry_partitionable(False):
+    rngs = nnx.Rngs(jax.random.split(jax.random.key(0), 4)[2])
+    return nnx.Linear(16, 64, rngs=rngs)
+
+
 CONSTRUCTORS: dict[str, Callable[[], nnx.Module]] = {
   "compiled": lambda: Compiled(nnx.Rngs(0)),
   "computed": lambda: Computed(nnx.Rngs(0)),
+  "old random numbers": old_random_numbers,
   "lora": lambda: nnx.LoRALinear(32, 64, lora_rank=4, rngs=nnx.Rngs(0)),
   "lstm": lambda: Lstm(nnx.Rngs(0, params=1, dropout=2)),
   "scaled": lambda: Scaled(nnx.Rngs(0)),

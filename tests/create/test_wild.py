@@ -154,3 +154,16 @@ def test_a_constructor_may_constrain_to_the_plans_axes(explicit):
   mesh = nxp.make_mesh(data=4, tensor=2, explicit=explicit)
   model = nxp.create_sharded_model(lambda: Constrained(nnx.Rngs(0)), mesh, nxp.fsdp("tensor", min_size=0))
   assert model.kernel.get_value().sharding.spec == jax.P(None, "tensor")
+
+
+def test_what_a_constructor_places_otherwise_is_noted():
+  mesh = nxp.make_mesh(data=4, tensor=2)
+  plan = nxp.plan(lambda: Constrained(nnx.Rngs(0)), mesh, nxp.replicate())
+  assert plan.notes == (
+    "init itself places kernel P('data', None), planned P(None, None): the plan follows annotations"
+    " (out_sharding=...) and rules",
+  )
+  followed = nxp.plan(
+    lambda: Constrained(nnx.Rngs(0)), mesh, [nxp.PathRules([("kernel", jax.P("data"))]), nxp.replicate()]
+  )
+  assert followed.notes == ()

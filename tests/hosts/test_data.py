@@ -9,6 +9,7 @@ from flax import nnx
 from jax.sharding import PartitionSpec as P
 
 import nnx_parallel as nxp
+from processes import end_pairs, run_two
 
 
 def _plan(rules=None, **axes):
@@ -57,7 +58,85 @@ def test_batches_keep_order_and_lose_none(prefetch):
   assert seen == [0, 1, 2, 3]
 
 
+def test_a_source_that_fails_loses_no_batch_before():
+  def source():
+    yield from (np.full((8,), i, np.float32) for i in range(3))
+    raise OSError("the disk is gone")
+
+  seen = []
+  with pytest.raises(OSError, match="the disk is gone"):
+    seen.extend(int(batch[0]) for batch in nxp.batches(source(), _plan(data=8)))
+  assert seen == [0, 1, 2]
+
+
+@pytest.mark.parametrize(
+  ("batch", "message"),
+  [
+    ({"x": np.zeros((0, 3))}, r"batch\['x'\] has no examples\.\n  shape \(0, 3\)"),
+    ({"label": ["cat"]}, r"batch\['label'\]\[0\] is not an array of numbers\."),
+    ({"label": np.array(["cat"] * 8)}, r"batch\['label'\] is not an array of numbers\."),
+  ],
+)
+def test_what_is_no_batch(batch, message):
+  with pytest.raises(nxp.ShardingError, match=message):
+    nxp.shard_batch(batch, _plan(data=8))
+
+
+def test_a_mesh_is_not_a_plan():
+  with pytest.raises(nxp.ShardingError, match=r"shard_batch needs a plan, and got a Mesh\.\n  Fix: .*plan\)"):
+    nxp.shard_batch(np.ones((8, 3)), nxp.make_mesh(data=8))
+
+
 def test_values_survive_placement():
   plan = _plan(data=4, tensor=2)
   value = np.arange(24, dtype=np.float32).reshape(8, 3)
   np.testing.assert_array_equal(jax.device_get(nxp.shard_batch(value, plan)), value)
+
+
+@pytest.mark.slow
+def test_two_processes_pass_their_shares_and_stop_at_the_same_step(tmp_path):
+  body = """
+    import os, signal
+    import optax
+    from flax import nnx
+
+    everything = np.arange(64, dtype=np.float32).reshape(16, 4)
+    def show(array):
+      return [s.data.tolist() == everything[s.index].tolist() for s in array.addressable_shards], array.shape
+
+    init = lambda: nnx.Linear(4, 4, rngs=nnx.Rngs(0))
+    plan = nxp.plan(init, nxp.make_mesh(data=4, tensor=2), nxp.replicate(), optimizer=optax.sgd(0.1))
+    share = everything[8 * process : 8 * process + 8]
+    print("share", *show(nxp.shard_batch({"x": share, "n": 3}, plan)["x"]))
+    print("again", *show(nxp.shard_batch(nxp.shard_batch(share, plan), plan)))
+    print("whole", *show(nxp.shard_batch(everything, plan, whole=True)))
+    # Both processes hold every example: a device of each has it.
+    both = nxp.plan(init, nxp.make_mesh(tensor=2, data=4), nxp.LogicalRules(batch="data"))
+    print("same", *show(nxp.shard_batch(everything, both)))
+    try:
+      nxp.shard_batch(everything[:7], plan)
+    except nxp.ShardingError as error:
+      print(error)
+
+    def endless(samples):
+      while True:
+        yield share * np.float32(1e-2)
+    kill = lambda step, _: os.kill(os.getpid(), signal.SIGTERM) if step == 2 else None
+    with nxp.Checkpointer(arguments[0]) as checkpointer:
+      step = nxp.train_step(lambda model, x: (model(x) ** 2).mean())
+      try:
+        nxp.fit(step, *nxp.create_sharded_model(plan), endless, steps=10**9, plan=plan, progress=False,
+                checkpointer=checkpointer, trackers=[kill])
+      except SystemExit as error:
+        steps = checkpointer.steps()
+        print("ended", error.code, len(steps), checkpointer.restore_extra("data")["samples"] == 16 * steps[0])
+  """
+  results = run_two(body, tmp_path / "ckpt")
+  end_pairs()  # JAX does not forget the signal
+  for text in results:
+    lines = text.splitlines()
+    right = "[True, True, True, True] (16, 4)"
+    assert [f"{name} {right}" for name in ("share", "again", "whole", "same")] == lines[:4]
+    assert lines[4].startswith("batch has 7 examples on this process, which 2 shards cannot split evenly")
+    assert "Fix: pass each process a share of 6 or 8." in lines[6]
+    assert lines[-1] == "ended 143 1 True"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 
 import jax
+import jax.numpy as jnp
 import optax
 import pytest
 from flax import nnx
@@ -46,6 +47,12 @@ def test_creation_can_warn_once_and_points_at_the_caller():
     " split dim 0 (1024)). print(plan.audit()) lists them; fsdp() at the end of the rules splits them,"
     " replicate() accepts them."
   )
+
+
+def test_a_large_cache_is_not_called_a_parameter():
+  plan = nxp.plan(lambda: nnx.Dict(keys=nnx.Cache(jnp.zeros((1024, 512)))), nxp.make_mesh(fsdp=8))
+  with pytest.warns(NnxParallelWarning, match=r"2 MiB of the model \(Cache\) are whole on each of 8"):
+    plan.warn_replicated()
 
 
 @pytest.mark.parametrize(

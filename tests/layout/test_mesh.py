@@ -132,8 +132,22 @@ def test_abstract_meshes_of_any_size():
   [({"data": -1}, "no devices to count"), ({}, "at least one axis"), ({"data": 0}, "has size 0")],
 )
 def test_abstract_meshes_that_cannot_be(sizes, text):
-  with pytest.raises(nxp.MeshError, match=text):
+  with pytest.raises(nxp.MeshError, match=text) as caught:
     nxp.abstract_mesh(**sizes)
+  assert "abstract_mesh(data=16, fsdp=256)" in str(caught.value)
+  assert "-1 takes" not in str(caught.value)
+
+
+def test_the_form_of_jax_is_answered_with_names():
+  with pytest.raises(nxp.MeshError) as caught:
+    nxp.make_mesh((2, 4), ("data", "fsdp"))
+  assert str(caught.value) == (
+    "the axes of a mesh are written as name=size, not as sizes and names.\n"
+    "  given (2, 4), ('data', 'fsdp')\n"
+    "  Fix: make_mesh(data=2, fsdp=4)"
+  )
+  with pytest.raises(nxp.MeshError, match=r"given 8\n  Fix: abstract_mesh\(data=16, fsdp=256\)"):
+    nxp.abstract_mesh(8)
 
 
 def test_simulated_slices_are_runs_of_devices():

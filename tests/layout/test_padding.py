@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+import weakref
 
 import jax
 import jax.numpy as jnp
@@ -199,6 +200,31 @@ def test_a_padded_variable_is_its_own_kind_at_its_own_shape():
   assert len(kernel) == 8
   assert kernel.sharding.spec == jax.sharding.PartitionSpec(None, "tensor")
   assert "PaddedParam" in repr(kernel)
+  assert "shape=(8, 30)" in repr(model)
+
+
+def test_reads_of_an_unchanged_variable_give_one_array():
+  """Qwix and others find the Variable of an operand by the identity of its array, as flax lets them."""
+  model = linear()
+  kernel = model.kernel
+  held = kernel[...]
+  assert kernel.get_value() is held
+
+  @nnx.jit
+  def read(model):
+    one = model.kernel[...]
+    assert model.kernel.get_value() is one
+    inner = jax.jit(lambda: model.kernel[...] + 1.0)()  # another trace: an array of its own
+    model.kernel[...] = one * 2.0
+    assert model.kernel[...] is not one
+    return model.kernel[...] + inner
+
+  np.testing.assert_allclose(read(model), 3 * held + 1, atol=1e-6)
+  np.testing.assert_array_equal(kernel[...], 2 * held)
+  jax.make_jaxpr(lambda: kernel[...])()
+  assert not isinstance(kernel[...], jax.core.Tracer)
+  kept = weakref.ref(kernel[...])
+  assert kept() is None  # who reads keeps it alive, the Variable does not hold a second copy
 
 
 def test_values_are_set_at_the_logical_shape_and_stay_sharded():
@@ -323,6 +349,26 @@ def test_a_shape_that_does_not_tell_where_the_padding_is_is_an_error():
     crop(jnp.zeros(8), (6, 7), (8, 8))
   with pytest.raises(ShardingError, match="which is neither of the two"):
     crop(jnp.zeros((4, 4)), (6, 7), (8, 8))
+
+
+class Raw(nnx.Module):
+  """An array in a Variable, and one that the module holds as it is."""
+
+  def __init__(self, rngs):
+    self.table = nnx.data(jnp.ones((5, 6)))
+    self.weight = nnx.Param(jnp.ones((5, 6)))
+
+  def __call__(self, x):
+    return x @ self.table + x @ self.weight
+
+
+def test_an_array_without_a_variable_is_not_padded():
+  names = nxp.PathRules([("table|weight", (None, "tensor"))])
+  plan = nxp.plan(lambda: Raw(nnx.Rngs(0)), nxp.make_mesh(tensor=8), names, uneven="pad")
+  assert (plan["table"].padding, plan["weight"].padding) == ((0, 0), (0, 2))
+  assert "'tensor' -> whole: 6 would be padded, which only an nnx.Variable hides" in plan.explain("table")
+  model = nxp.create_sharded_model(plan)
+  assert model(jnp.ones((2, 5))).shape == (2, 6)
 
 
 def test_the_plan_shows_the_padding():

@@ -104,9 +104,9 @@ def test_a_named_kernel_is_extended_by_the_fallback_and_says_so():
   [
     (
       lambda rngs: None,
-      r"init must take no arguments, and <lambda> needs rngs.\n  Fix: lambda: <lambda>\(rngs=...\)",
+      r"init must take no arguments, and init needs rngs.\n  Fix: lambda: init\(rngs=nnx.Rngs\(0\)\)",
     ),
-    (3, r"init must be a function that builds the module, not a int"),
+    (3, r"init must be a function that builds the module, and not of type int"),
   ],
 )
 def test_what_is_no_constructor_is_refused(init, message):

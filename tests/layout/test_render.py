@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import html
+import re
 import sys
 import types
 
@@ -141,13 +143,70 @@ def test_an_unknown_path_is_told_the_nearest():
     lm_plan().explain("embed.embeding")
 
 
-def test_show_fits_a_terminal(capsys, monkeypatch):
-  monkeypatch.setenv("COLUMNS", "100")
+NARROW = """\
+model                  n  array          spec            per device
+    type; why
+blocks.*.down.bias     3  float32[8]     whole                 96 B
+    Param; no annotation
+blocks.*.down.kernel   3  float32[32,8]  (tensor, fsdp)       768 B
+    Param; names (mlp, embed)
+"""
+
+
+def test_a_narrow_terminal_shows_the_reason_under_its_row(capsys, monkeypatch):
+  monkeypatch.setenv("COLUMNS", "80")
   lm_plan().show()
-  lines = capsys.readouterr().out.splitlines()
-  assert lines[0].startswith("mesh data=2")
-  assert max(map(len, lines)) <= 100
-  assert any("embed.embedding" in line for line in lines)
+  shown = capsys.readouterr().out
+  assert shown.rstrip("\n") == str(lm_plan())
+  assert NARROW in shown
+  assert max(map(len, shown.splitlines())) <= 80
+
+
+def test_a_very_narrow_terminal_folds_names_at_their_dots():
+  rows = [("encoder.layers.*.attention.kernel", "float32[1024,1024]", "a reason of five words")]
+  assert text_table(("model", "array", "why"), rows, wrap=(2,), width=42).splitlines() == [
+    "model                   array",
+    "    why",
+    "encoder.layers.*.       float32[1024,1024]",
+    "  attention.kernel",
+    "    a reason of five words",
+  ]
+
+
+def test_a_long_path_rule_is_cut_between_its_alternatives():
+  window = ("attn|attention|self_attention", "q_proj|k_proj|v_proj|query|key|value", "kernel")
+  rules = [nxp.PathRules([(window, (None, "fsdp", None)), (r".*\.(bias|scale|offset|shift|gain)", None)])]
+  attention = lambda: nnx.Dict(attn=nnx.MultiHeadAttention(8, 32, decode=False, rngs=nnx.Rngs(0)))
+  plan = nxp.plan(attention, nxp.make_mesh(fsdp=8), [*rules, nxp.replicate()])
+  assert (
+    plan["attn.query.kernel"].decision.reason
+    == "rule ('attn|attention|…', 'q_proj|k_proj|…', 'kernel'): (-, fsdp, -)"
+  )
+  assert plan["attn.query.bias"].decision.reason == r"rule '.*\\.(bias|scale|offset|shift|…': whole"
+  assert f"path rule {window!r}" in plan.explain("attn.query.kernel")
+
+
+def test_colour_is_for_terminals_alone(capsys, monkeypatch):
+  plan = lm_plan()
+  plan.show()
+  assert "\x1b[" not in capsys.readouterr().out
+  monkeypatch.setenv("TERM", "xterm-256color")
+  monkeypatch.setenv("COLUMNS", "100")
+  monkeypatch.delenv("NO_COLOR", raising=False)
+  monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+  plan.show()
+  shown = capsys.readouterr().out
+  assert "\x1b[1mmodel " in shown
+  assert re.sub(r"\x1b\[[\d;]*m", "", shown).rstrip("\n") == str(plan)
+
+
+def test_what_is_printed_as_text_is_text_in_a_notebook():
+  plan = nxp.plan(lambda: nnx.Linear(1024, 512, rngs=nnx.Rngs(0)), nxp.make_mesh(fsdp=8), nxp.replicate())
+  for value in (plan.audit(), plan.trainable(), plan.diff(lm_plan())):
+    assert html.unescape(re.sub("<[^>]*>", "", value._repr_html_())) == str(value)
+    printed = []
+    value._repr_pretty_(types.SimpleNamespace(text=printed.append), False)
+    assert printed == [str(value)]
 
 
 def test_show_hands_itself_to_a_notebook(monkeypatch):
@@ -164,11 +223,11 @@ def test_show_hands_itself_to_a_notebook(monkeypatch):
 
 
 def test_html_is_escaped_and_does_not_wrap():
-  html = lm_plan()._repr_html_()
-  assert html.startswith("<pre")
-  assert html.endswith("</pre>")
-  assert "embed -&gt; fsdp" in html
-  assert "white-space:pre" in html
+  shown = lm_plan()._repr_html_()
+  assert shown.startswith("<pre")
+  assert shown.endswith("</pre>")
+  assert "embed -&gt; fsdp" in shown
+  assert "white-space:pre" in shown
 
 
 @pytest.mark.parametrize(

@@ -45,6 +45,8 @@ def test_every_historic_key_is_read(key):
     (Spec("fsdp"), Spec("fsdp", None)),
     (Spec(None, ("fsdp", "tensor")), Spec(None, ("fsdp", "tensor"))),
     (Spec(), Spec(None, None)),
+    ((), Spec(None, None)),
+    (("embed",), Spec("fsdp", None)),
     ((("embed", "mlp"), None), Spec(("fsdp", "tensor"), None)),
     (None, Spec(None, None)),
   ],
@@ -97,7 +99,10 @@ def test_a_variables_own_rules_must_agree():
     ),
     ({"out_sharding": 3}, r"out_sharding must be one name .* not 3"),
     ({"out_sharding": ("embed", 3)}, r"3 in out_sharding is not a name"),
-    ({"out_sharding": ("embed",)}, r"kernel: 1 names for an array of 2 dims.\n.*\n  Fix: write 2 entries"),
+    (
+      {"out_sharding": ("embed",) * 3},
+      r"kernel: 3 names for an array of 2 dims.\n.*\n  Fix: write 2 entries",
+    ),
     (
       {"out_sharding": ("embed", "mpl")},
       r"dim 1 is named 'mpl', .*\n.*\n.*did you mean 'mlp'\?",
@@ -127,6 +132,15 @@ def test_names_survive_creation_and_can_be_planned_again_on_another_mesh():
     lambda: nnx.clone(model), nxp.make_mesh(tensor=8), nxp.LogicalRules(embed=None, mlp="tensor")
   )
   assert again["kernel"].spec == Spec(None, "tensor")
+
+
+def test_an_annotation_written_after_creation_counts():
+  rules = RULES.replace(embed="fsdp")
+  model = nxp.create_sharded_model(
+    lambda: nnx.Linear(8, 16, rngs=nnx.Rngs(0), kernel_metadata=named("embed", "mlp")), mesh(), rules
+  )
+  model.kernel.set_metadata(out_sharding=("mlp", "embed"))
+  assert nxp.plan(lambda: nnx.clone(model), mesh(), rules)["kernel"].spec == Spec("tensor", "fsdp")
 
 
 def test_tied_weights_are_counted_once_under_all_their_paths():

@@ -109,6 +109,19 @@ def test_a_run_resumes_bit_for_bit_with_its_data_and_dropout(tmp_path):
     assert checkpointer.restore_extra("data", step=7) == {"samples": 112, "stop": {}}
 
 
+def test_saves_by_the_clock(tmp_path, monkeypatch):
+  now = 0.0
+
+  def tick(step, values):
+    nonlocal now
+    now += 70.0 if step == 2 else 20.0
+
+  monkeypatch.setattr("nnx_parallel.recipes.fit.time.monotonic", lambda: now)
+  with nxp.Checkpointer(tmp_path) as checkpointer:
+    fit(steps=6, checkpointer=checkpointer, save_every_minutes=1.5, trackers=[tick])
+    assert checkpointer.steps() == [4, 6]
+
+
 def test_best_is_the_step_with_the_best_evaluation(tmp_path):
   values = iter([3.0, 1.0, 2.0])
   with nxp.Checkpointer(tmp_path, max_to_keep=1, best="eval_score") as checkpointer:
@@ -160,6 +173,8 @@ def test_early_stop_goes_on_after_a_nan():
     ({"log_every": 0}, "log_every=0 is not a number of steps"),
     ({"eval_every": -1}, "eval_every=-1 is not a number of steps"),
     ({"eval_every": 2}, "eval_every needs something to evaluate"),
+    ({"save_every_minutes": 0}, "save_every_minutes=0 is no time"),
+    ({"save_every_minutes": 1}, "save_every and resume need a checkpointer"),
   ],
 )
 def test_intervals_that_mean_nothing(options, message):
@@ -200,6 +215,14 @@ def test_a_loss_that_is_not_finite():
   with pytest.raises(nxp.TrainError, match=r"the loss of step 2 is nan: training further is of no use\."):
     fake([1.0, math.nan, 1.0])
   assert len(fake([1.0, math.nan, 1.0], nonfinite="continue").history) == 3
+  with pytest.raises(nxp.TrainError, match=r"the loss of step 2 is nan"):
+    fake([1.0, math.nan], steps=5)  # and not that the data ended
+
+
+def test_a_step_that_returns_no_metrics():
+  step = lambda model, optimizer, batch: jnp.float32(batch)
+  with pytest.raises(nxp.TrainError, match=r"returned a ArrayImpl.*\n  Fix: return {\"loss\": loss} from"):
+    nxp.fit(step, None, None, [1.0], progress=False)
 
 
 def test_checkpoints_of_another_run_and_missing_checkpointers(tmp_path):
@@ -209,6 +232,22 @@ def test_checkpoints_of_another_run_and_missing_checkpointers(tmp_path):
     fit(steps=1, checkpointer=checkpointer)
     with pytest.raises(nxp.CheckpointError, match="holds the checkpoints of an earlier run"):
       fit(steps=2, checkpointer=checkpointer)
+
+
+@pytest.mark.parametrize("step", [100, "best"])
+def test_a_step_to_resume_from_that_is_not_there(tmp_path, step):
+  checkpointer = nxp.Checkpointer(tmp_path, best="eval_loss")
+  with pytest.raises(nxp.CheckpointError, match="cannot find"):
+    fit(steps=1, checkpointer=checkpointer, resume=step)
+
+
+def test_a_checkpoint_of_another_program_starts_the_data_at_its_beginning(tmp_path):
+  with nxp.Checkpointer(tmp_path) as checkpointer:
+    checkpointer.save(2, *objects())
+    with pytest.warns(nxp.NnxParallelWarning, match=r"step 2 in .* says nothing of the data"):
+      result = fit(steps=3, checkpointer=checkpointer, resume="latest")
+    assert (result.step, checkpointer.steps()) == (3, [2, 3])
+    assert checkpointer.restore_extra("data", step=3)["samples"] == 16
 
 
 def test_the_time_adds_up_and_utilisation_needs_a_peak():
@@ -252,22 +291,50 @@ def test_arrays_go_to_trackers_and_a_step_of_your_own_works():
   assert seen[0]["rows"].tolist() == [4.0] * 16
 
 
-def test_sigterm_saves_where_the_run_is(tmp_path, capsys):
-  """The handler ends the process by the handler before it, which here only notes that."""
-  ended = []
-  before = signal.signal(signal.SIGTERM, lambda *_: ended.append(True))
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_saves_the_step_and_ends_the_run(tmp_path, capfd, number):
+  came = []
+  before = signal.signal(number, lambda *_: came.append(True))
+  model, optimizer = nxp.create_sharded_model(plan())
+  straight = of_losses(fit(on=nxp.create_sharded_model(plan()), steps=5))
+  kill = lambda step, _: os.kill(os.getpid(), number) if step == 2 else None
   try:
     with nxp.Checkpointer(tmp_path) as checkpointer:
-      kill = lambda step, _: os.kill(os.getpid(), signal.SIGTERM) if step == 2 and not ended else None
-      straight = fit(steps=5, checkpointer=checkpointer, trackers=[kill])
-      assert checkpointer.steps() == [3, 5]
-    assert ended == [True]
-    assert "asked to end: saving step 3" in capsys.readouterr().out
-    with nxp.Checkpointer(tmp_path) as checkpointer:
-      rest = fit(steps=5, checkpointer=checkpointer, resume=3)
+      ended = fit(
+        on=(model, optimizer), steps=5, checkpointer=checkpointer, trackers=[kill], evaluate=lambda: 1 / 0
+      )
+      assert (ended.step, ended.stopped, checkpointer.steps(), came) == (3, "signal", [3], [True])
+      assert "asked to end: saving step 3" in capfd.readouterr().out
+      os.kill(os.getpid(), number)
+      assert (came, checkpointer.steps()) == ([True, True], [3])  # nothing listens after the run
+      rest = fit(on=(model, optimizer), steps=5, checkpointer=checkpointer, resume="latest")
+  finally:
+    signal.signal(number, before)
+  assert of_losses(ended) | of_losses(rest) == straight
+
+
+def test_a_signal_saves_no_model_that_is_nan(tmp_path):
+  came = []
+  before = signal.signal(signal.SIGTERM, lambda *_: came.append(True))
+
+  models = nxp.create_sharded_model(plan())
+  kill = lambda step, _: os.kill(os.getpid(), signal.SIGTERM) if step == 1 else None
+
+  def breaking(samples):
+    yield from (next(endless()), np.full((16, 4), np.nan, np.float32))
+    yield from endless()
+
+  try:
+    with (
+      nxp.Checkpointer(tmp_path) as checkpointer,
+      pytest.raises(nxp.TrainError, match="the loss of step 2 is nan"),
+    ):
+      fit(breaking, on=models, steps=5, checkpointer=checkpointer, trackers=[kill])
+    os.kill(os.getpid(), signal.SIGTERM)
   finally:
     signal.signal(signal.SIGTERM, before)
-  assert of_losses(rest) == {n: of_losses(straight)[n] for n in (4, 5)}
+  assert came == [True]
+  assert nxp.Checkpointer(tmp_path).steps() == []
 
 
 def test_the_plan_says_what_names_of_activations_mean():

@@ -27,11 +27,12 @@ def test_a_file_is_a_recipe(tiny_file):
   assert recipe.tokens is None
 
 
-def test_a_file_can_import_its_neighbours(tiny_file, monkeypatch):
-  monkeypatch.setattr(sys, "path", list(sys.path))
+def test_a_file_can_import_its_neighbours_while_it_is_loaded(tiny_file):
+  before = list(sys.path)
   (tiny_file.parent / "neighbour_of_mine.py").write_text("SIZE = 3\n")
   tiny_file.write_text("from neighbour_of_mine import SIZE\n" + tiny_file.read_text())
   assert load_recipe(str(tiny_file)).mesh() == {"data": 4, "tensor": 2}
+  assert sys.path == before
 
 
 def test_a_module_is_a_recipe_and_may_name_its_init():
@@ -115,5 +116,5 @@ def test_an_import_that_fails_inside_a_module_keeps_its_own_error(tmp_path, monk
 
 
 def test_text_is_refused_by_recipes_that_read_none(tiny_file):
-  with pytest.raises(RecipeError, match="the recipe tiny does not learn from a folder of text"):
-    load_recipe(str(tiny_file)).with_text("somewhere")
+  with pytest.raises(RecipeError, match="the recipe tiny takes no text"):
+    load_recipe(str(tiny_file)).given(text="somewhere")

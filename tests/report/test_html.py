@@ -10,6 +10,7 @@ import xml.etree.ElementTree as ET
 from html.parser import HTMLParser
 
 import pytest
+from flax import nnx
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -21,6 +22,7 @@ from nnx_parallel.report.html import notebook_frame, plan_page, report_page, rep
 from nnx_parallel.report.memory import memory_plan
 from nnx_parallel.report.roofline import predict_time
 from nnx_parallel.report.search import search
+from nnx_parallel.report.units import format_bytes, format_seconds
 from report import layouts
 
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
@@ -46,7 +48,7 @@ def pages(report, found):
   time = predict_time(plan, layouts.loss, layouts.batch(), chip="h100")
   return {
     "report": report_page(report),
-    "plan": plan_page(plan, memory, time),
+    "plan": plan_page(plan, memory, time, title="my <model>"),
     "search": found.to_html(),
   }
 
@@ -77,7 +79,12 @@ def test_a_page_is_complete_and_loads_nothing(pages, name):
   assert not re.search(r"@import|url\(|https?://(?!www\.w3\.org/2000/svg)", pages[name])
   assert found.tags.count("svg") >= {"report": 5, "plan": 5, "search": 2}[name]
   expected = {
-    "search": ["Fastest for their memory", "Predicted step of the winner", "The winner"],
+    "search": [
+      "Fastest for their memory",
+      "Other meshes, at their best",
+      "Predicted step of the winner",
+      "The winner",
+    ],
     "report": ["Memory per device", "Predicted step", "Sent per step, by kind and axis", "Devices"],
     "plan": [
       "Planned memory per device",
@@ -89,6 +96,38 @@ def test_a_page_is_complete_and_loads_nothing(pages, name):
     ],
   }
   assert [h for h in found.headings if h in expected[name]] == expected[name]
+
+
+def test_a_plan_is_headed_by_what_it_is_and_whether_it_fits(pages):
+  head = "my &lt;model&gt; on data=1 x fsdp=4 x tensor=2 = 8 devices"
+  assert f"<title>{head}: fits h100</title>" in pages["plan"]
+  assert f"<h1>{head}</h1>" in pages["plan"]
+  assert re.search(
+    r"<p class='verdict fits'>FITS, as planned: a step needs about .* usable on h100\.", pages["plan"]
+  )
+
+
+def test_equal_layers_are_one_row_of_a_plans_page():
+  layers = lambda: nnx.List([nnx.Linear(8, 8, rngs=nnx.Rngs(0)) for _ in range(12)])
+  page = plan_page(nxp.plan(layers, nxp.abstract_mesh(fsdp=8), nxp.fsdp(min_size=8)))
+  assert "<td>*.kernel</td><td class=n>12</td><td>float32[8,8]</td><td>(-, fsdp)</td>" in page
+  assert "<td>3.kernel</td>" not in page
+  assert "<title>3.kernel: 32 B</title>" in page
+
+
+def test_a_cloud_has_scales_and_uses_them():
+  points = [(svg.Item("a", 3 * 2**20, ""), 0.002), (svg.Item("b", 2**20, "", "front"), 0.004)]
+  picture = svg.scatter(
+    points, ("memory", "time"), svg.Item("usable", 2**34, "16 GiB"), (format_bytes, format_seconds)
+  )
+  assert "usable 16 GiB: far to the right" in picture
+  assert [text for text in re.findall(r">([^<>]+)</text>", picture) if re.match(r"\d.* (MiB|ms)$", text)] == [
+    "1 MiB", "2 MiB", "1.0 ms", "2.0 ms", "3.0 ms", "4.0 ms",
+  ]  # fmt: skip
+  right = max(float(x) for x in re.findall(r"cx='([\d.]+)'", picture))
+  assert right > 800
+  near = svg.scatter(points, ("memory", "time"), svg.Item("usable", 2**23, "8 MiB"))
+  assert "far to the right" not in near
 
 
 @pytest.mark.parametrize("picture", ["memory", "treemap", "devices", "collectives", "timeline"])

@@ -229,6 +229,29 @@ def test_each_layout_waits_for_its_own_axis():
   assert (set(tensor.overlapped), set(tensor.waiting)) == (set(), {"tensor"})
 
 
+def test_products_inside_of_compiled_calls_are_told_apart():
+  """Calls of a compiled function on equal shapes share one traced program, and not their operands."""
+
+  class Chain(nnx.Module):
+    def __init__(self, multiply):
+      self.multiply = multiply
+      self.weights = nnx.List(
+        nnx.Param(jnp.ones((WIDTH, WIDTH)), out_sharding=names)
+        for names in [(None, "tensor"), ("tensor", None)] * 2
+      )
+
+    def __call__(self, x):
+      for weight in self.weights:
+        x = self.multiply(x, weight[...])
+      return x
+
+  def waiting(multiply):
+    made = nxp.plan(lambda: Chain(multiply), nxp.abstract_mesh(tensor=8), nxp.LogicalRules(batch=None))
+    return predict_time(made, loss, BATCH, chip="h100").waiting
+
+  assert waiting(jax.jit(jax.lax.dot)) == waiting(jax.lax.dot)
+
+
 def test_an_axis_that_leaves_the_host_is_slower():
   sizes, h100 = {"data": 2, "fsdp": 8}, chip("h100")
   near = link_seconds(1e9, 1, ("fsdp",), sizes, h100, {"data": False, "fsdp": True})

@@ -155,4 +155,50 @@ def test_a_sum_whose_counts_do_not_fit_is_refused():
     nxp.TrainError, match=r"the metric 'by_class' must be a scalar or a \(sum, count\) pair"
   ) as e:
     step(model, optimizer, batch)
-  assert "these are (4,) and (3,)" in str(e.value)
+  assert "returned (float32[4], float32[3])" in str(e.value)
+
+
+def one_device(loss_fn, tx, microbatches):
+  model = nnx.Linear(4, 1, rngs=nnx.Rngs(0))
+  optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
+  step = nxp.train_step(loss_fn, microbatches=microbatches)
+  step(model, optimizer, np.random.default_rng(0).normal(size=(16, 4)).astype(np.float32))
+  return np.asarray(model.kernel[...])
+
+
+def test_a_count_that_depends_on_parameters_has_no_gradient_however_the_batch_is_split():
+  def learned(model, x):
+    """Examples are weighted by what the model says, so that the count moves with it."""
+    weight = jax.nn.sigmoid(model(x)[:, 0])
+    return (weight * (x**2).sum(-1)).sum(), weight.sum()
+
+  def fixed(model, x):
+    total, count = learned(model, x)
+    return total / jax.lax.stop_gradient(count)
+
+  expected = one_device(fixed, optax.sgd(1.0), 1)
+  for microbatches in (1, 2, 4):
+    np.testing.assert_allclose(one_device(learned, optax.sgd(1.0), microbatches), expected, rtol=1e-5)
+
+
+def by_value_fn():
+  """Follows the gradients of the loss function that the step gives it, as SAM and line searches do."""
+
+  def update(grads, state, params=None, *, value_fn, **_):
+    return jax.tree.map(lambda g: -g, jax.grad(value_fn)(params)), state
+
+  return optax.GradientTransformationExtraArgs(lambda params: optax.EmptyState(), update)
+
+
+@pytest.mark.parametrize("pair", [False, True])
+def test_an_optimizer_that_evaluates_the_loss_gets_it_in_microbatches_too(pair):
+  seen = []
+
+  def loss(model, x):
+    seen.append(x.shape)
+    errors = model(x) ** 2
+    return (errors.sum(), errors.size) if pair else errors.mean()
+
+  parts = one_device(loss, by_value_fn(), 4)
+  assert set(seen) == {(4, 4)}
+  np.testing.assert_allclose(parts, one_device(loss, optax.sgd(1.0), 1), rtol=1e-5)

@@ -234,3 +234,20 @@ def test_it_must_be_outermost():
   plain = nxp.create_sharded_model(plan_on("dp", optax.sgd(0.1)))[1]
   with pytest.raises(nxp.TrainError, match="this optimizer has no loss scale"):
     nxp.loss_scale_of(plain)
+
+
+def test_the_gradients_that_an_optimizer_takes_of_the_loss_are_scaled_too():
+  def update(grads, state, params=None, *, value_fn, **_):
+    return jax.tree.map(lambda g: -1e6 * g, jax.grad(value_fn)(params)), state
+
+  found = {}
+  for dtype in (jnp.float32, jnp.float16):
+    tx = optax.GradientTransformationExtraArgs(lambda params: optax.EmptyState(), update)
+    model = nnx.Linear(16, 16, dtype=dtype, rngs=nnx.Rngs(0))
+    optimizer = nnx.Optimizer(model, nxp.with_loss_scale(tx), wrt=nnx.Param)
+    before = np.asarray(model.kernel[...])
+    nxp.train_step(tiny_loss, microbatches=2)(model, optimizer, data(1)[0])
+    found[dtype] = np.asarray(model.kernel[...]) - before
+  moved = np.abs(found[jnp.float32]).max()
+  assert moved > 0
+  np.testing.assert_allclose(found[jnp.float16], found[jnp.float32], atol=0.01 * moved)

@@ -51,10 +51,19 @@ def test_a_resumed_run_replaces_the_steps_after_its_checkpoint(path):
   ]
 
 
-def test_a_new_run_starts_a_new_file(path):
-  with MetricsLog(path) as log:
-    log.write(1, {"loss": 9.0})
-  assert read_metrics(path) == [{"step": 1, "loss": 9.0}]
+def test_the_history_is_in_the_file_before_the_first_step_of_a_resumed_run(path):
+  log = MetricsLog(path, after=3)  # a kill comes now, during the compilation
+  assert [r["step"] for r in read_metrics(path)] == [1, 2, 3]
+  log.close()
+
+
+def test_a_new_run_starts_a_new_file_and_keeps_the_earlier_one(path):
+  for number, loss in ((1, 9.0), (2, 8.0)):
+    with MetricsLog(path) as log:
+      log.write(1, {"loss": loss})
+    assert log.earlier == path.with_name(f"metrics-{number}.jsonl")
+  assert read_metrics(path) == [{"step": 1, "loss": 8.0}]
+  assert [len(read_metrics(path.with_name(f"metrics-{number}.jsonl"))) for number in (1, 2)] == [5, 1]
 
 
 def test_what_is_not_finite_is_null_in_the_file_and_nan_when_read(tmp_path):

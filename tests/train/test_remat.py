@@ -87,12 +87,12 @@ def test_every_policy_trains_alike(remat, microbatches):
 class Bare(nnx.Module):
   """Layers under nnx.remat, or stacked by nnx.scan, that change no Variable."""
 
-  def __init__(self, stacked, rngs):
+  def __init__(self, stacked, rngs, depth=DEPTH):
     def make(rngs):
       return nnx.Linear(WIDTH, WIDTH, rngs=rngs)
 
     self.stacked = stacked
-    self.layers = nnx.vmap(make)(rngs.split(DEPTH)) if stacked else nnx.List([make(rngs), make(rngs)])
+    self.layers = nnx.vmap(make)(rngs.split(depth)) if stacked else nnx.List([make(rngs), make(rngs)])
 
   def __call__(self, x):
     if self.stacked:
@@ -250,3 +250,14 @@ def test_the_code_of_a_search_gives_the_policy_to_the_step():
   assert 'step = nxp.train_step(loss, microbatches=1, remat="full")' in found.code()
   scope = {"nxp": nxp, "loss": loss_fn, "rules": RULES, "optimizer": optax.adam(1e-2)}
   exec(found.code(), scope | {"init": lambda: Net(Marked, nnx.Rngs(0))})
+
+
+def test_a_single_stacked_layer_is_a_layer():
+  """A model made small to be debugged trains with the options of the large one."""
+  losses = []
+  for remat in (None, "full"):
+    model = Bare(True, nnx.Rngs(0), depth=1)
+    optimizer = nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param)
+    step = nxp.train_step(loss_fn, remat=remat)
+    losses.append([float(step(model, optimizer, jnp.ones((2, WIDTH)))["loss"]) for _ in range(2)])
+  np.testing.assert_allclose(losses[0], losses[1], rtol=1e-6)

@@ -388,18 +388,42 @@ def test_the_step_does_not_keep_a_discarded_model():
   assert inner() is None
 
 
-@pytest.mark.parametrize(
-  ("result", "message"),
-  [
-    (lambda x: x, r"the loss must be a scalar or a \(sum, count\) pair"),
-    (lambda x: (x.mean(), {"a": x}), r"the metric 'a' must be a scalar"),
-    (lambda x: {"loss": x.mean()}, "returned a dict"),
-  ],
-)
-def test_what_a_loss_may_not_return(result, message):
-  plan, model, optimizer = make()
-  with pytest.raises(nxp.TrainError, match=message):
-    nxp.train_step(lambda m, b: result(m(b["x"])))(model, optimizer, data(plan))
+RETURNED = {
+  "an array": (lambda x: x, r"returned float32\[16,8\]", "loss.mean(), or (loss.sum(), loss.size)"),
+  "nothing": (lambda x: None, "returned None", "return loss"),
+  "a dict": (lambda x: {"loss": x.mean()}, "returned a dict", "return loss, metrics"),
+  "a metric without a name": (
+    lambda x: (x.mean(), x),
+    r"returned \(float32\[\], float32\[16,8\]\)",
+    "return loss, {",
+  ),
+  "a text": (lambda x: "loss", "returned a str", "loss.mean()"),
+  "a metric of each example": (
+    lambda x: (x.mean(), {"a": x}),
+    r"the metric 'a' must be a scalar or a \(sum, count\) pair; .* returned float32\[16,8\]",
+    "outputs=(...)",
+  ),
+  "a metric called loss": (
+    lambda x: (x.mean(), {"loss": x.sum()}),
+    "a metric called 'loss', which would take the place of the loss",
+    "give the metric another name",
+  ),
+}
+
+
+@pytest.mark.parametrize(("result", "message", "fix"), RETURNED.values(), ids=RETURNED)
+@pytest.mark.parametrize("kind", ["train", "eval"])
+def test_what_a_loss_may_not_return(result, message, fix, kind):
+  model = nnx.Linear(8, 8, rngs=nnx.Rngs(0))
+  optimizer = nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param)
+  loss, x = lambda m, x: result(m(x)), jnp.ones((16, 8))
+  with pytest.raises(nxp.TrainError, match=message) as error:
+    if kind == "train":
+      nxp.train_step(loss)(model, optimizer, x)
+    else:
+      nxp.eval_step(loss)(model, x)
+  assert fix in str(error.value).split("Fix: ")[1]
+  assert "Tracer" not in str(error.value)
 
 
 def test_a_missing_output_and_a_wrong_policy_are_named():

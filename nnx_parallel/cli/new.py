@@ -1,0 +1,48 @@
+"""`nnx-parallel new`: writes a recipe to start from."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.resources
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from nnx_parallel.errors import RecipeError
+
+if TYPE_CHECKING:
+  from nnx_parallel.cli.main import Commands
+
+
+def register(commands: Commands) -> None:
+  """Adds the parser of this command."""
+  parser = commands.add_parser(
+    "new",
+    help="write a recipe to start from",
+    description="Copies a recipe of the package into a file of your own, which every command takes.",
+  )
+  parser.add_argument("file", metavar="FILE", type=Path, help="the file to write: mine.py")
+  parser.add_argument("--like", default="text_lm", metavar="NAME", help="text_lm (default) or digits")
+  parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+  """Writes the file, and says what to do with it."""
+  from nnx_parallel.recipes import embedded_recipes
+
+  file: Path = args.file
+  if args.like not in embedded_recipes():
+    raise RecipeError(f"no recipe named {args.like!r}.", fix=f"--like {' or '.join(embedded_recipes())}.")
+  if file.suffix != ".py":
+    raise RecipeError(f"a recipe is a Python file, and {file} is not.", fix=f"nnx-parallel new {file}.py")
+  source = importlib.resources.files("nnx_parallel.recipes").joinpath(f"{args.like}.py").read_text("utf-8")
+  # The commands in its docstring are for the new file.
+  source = re.sub(rf"(nnx-parallel \w+ +){args.like}\b", lambda found: f"{found[1]}{file}", source)
+  try:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with file.open("x", encoding="utf-8") as new:
+      new.write(source)
+  except OSError as error:
+    raise RecipeError(f"cannot write {file}: {error.strerror}.", fix="another FILE.") from error
+  print(f"{file} is a copy of {args.like}; next:\n  nnx-parallel plan {file}\n  nnx-parallel train {file}")
+  return 0

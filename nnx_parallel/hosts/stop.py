@@ -1,0 +1,93 @@
+"""SIGTERM and Ctrl-C as a flag that a training loop reads between two steps."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import types
+from typing import Any, Self
+
+import jax
+from jax.experimental import multihost_utils
+
+
+class StopSignals:
+  """Within its block, SIGTERM and the first Ctrl-C ask the loop to stop instead of ending the process.
+
+  At the end of the block the former handlers are back, and a signal that came is handed to them: the process
+  then ends as it would have, only later. An exception that leaves the block goes first. A second Ctrl-C
+  acts at once, and so does any signal to a process that was forked within the block, as workers that read
+  data are.
+
+  In a job of several processes it is JAX's preemption service that listens, to SIGTERM only: when one process
+  is asked to end, all agree on a step to stop after. Where that service is switched off
+  (`jax_enable_preemption_service`), and outside the main thread, signals do what they did before.
+
+  Example:
+    >>> import nnx_parallel as nxp
+    >>> with nxp.StopSignals() as stop:
+    ...   for step in range(1, 4):
+    ...     if stop.asked(step):  # after each update
+    ...       break  # save here
+    >>> step
+    3
+  """
+
+  def __init__(self) -> None:
+    self._former: dict[int, Any] = {}
+    self._came: int | None = None
+    self._together = False
+    self._process = os.getpid()
+
+  def asked(self, step: int) -> bool:
+    """Whether to stop now; the same on all processes.
+
+    Args:
+      step: the number of the step that was made; each process must ask after each step.
+
+    Returns:
+      True once a signal came, in a job of several processes after the step that all agreed on.
+    """
+    if not jax.distributed.is_initialized():
+      return self._came is not None
+    if not jax.config.jax_enable_preemption_service:  # pyright: ignore
+      return False
+    self._together = multihost_utils.reached_preemption_sync_point(step) or self._together
+    return self._together
+
+  def __enter__(self) -> Self:
+    if jax.distributed.is_initialized() or threading.current_thread() is not threading.main_thread():
+      return self
+    for number in (signal.SIGTERM, signal.SIGINT):
+      former = signal.getsignal(number)
+      # What is ignored stays ignored; None is a handler that Python cannot put back.
+      if former not in (signal.SIG_IGN, None):
+        self._former[number] = former
+        signal.signal(number, self._handle)
+    return self
+
+  def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+    for number, former in self._former.items():
+      signal.signal(number, former)
+    if error is not None:
+      return
+    if self._together:
+      raise SystemExit(128 + signal.SIGTERM)
+    if self._came is None:
+      return
+    former = self._former[self._came]
+    if former is signal.SIG_DFL:
+      raise SystemExit(128 + self._came)  # not killed: what is open can be closed
+    former(self._came, None)
+
+  def _handle(self, number: int, frame: types.FrameType | None) -> None:
+    forked = os.getpid() != self._process  # a worker, in which nobody asks
+    if forked or (number == signal.SIGINT and self._came is not None):
+      signal.signal(number, self._former[number])
+      signal.raise_signal(number)
+      return
+    self._came = number
+    if number == signal.SIGINT:
+      # Not print: the interrupted code may be in the middle of one.
+      os.write(2, b"\ninterrupted: stopping after this step; again to end at once\n")

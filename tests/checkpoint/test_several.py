@@ -1,0 +1,146 @@
+"""Several models and optimizers in one step, parts of a model, and what is no module."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import nnx_parallel as nxp
+from checkpoint.runs import assert_same
+from nnx_parallel.checkpoint.checkpointer import Checkpointer
+from nnx_parallel.errors import CheckpointError
+
+
+class Adapted(nnx.Module):
+  def __init__(self, seed):
+    rngs = nnx.Rngs(seed)
+    self.base = nnx.Linear(4, 4, rngs=rngs)
+    self.lora = nnx.LoRA(4, 2, 4, base_module=self.base, rngs=rngs)
+    self.lora.lora_b[...] = self.lora.lora_b[...] + seed
+
+
+def linear(seed):
+  return nnx.Linear(4, 4, rngs=nnx.Rngs(seed))
+
+
+def adam(model, wrt=nnx.Param):
+  return nnx.Optimizer(model, optax.adam(1e-2), wrt=wrt)
+
+
+def states(tree):
+  return [nnx.state(node) for node in jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, nnx.Pytree))]
+
+
+def assert_equal(found, wanted):
+  for one, other in zip(states(found), states(wanted), strict=True):
+    assert_same(nnx.to_pure_dict(one), nnx.to_pure_dict(other))
+
+
+@pytest.mark.parametrize("pack", [tuple, lambda p: {"d": p[0], "g": p[1]}, lambda p: {"d": [*p]}])
+def test_several_models_and_optimizers(tmp_path, pack):
+  models, others = ([linear(seed), linear(seed + 1)] for seed in (0, 5))
+  optimizers, fresh = ([adam(model) for model in both] for both in (models, others))
+  for model, optimizer in zip(models, optimizers, strict=True):
+    optimizer.update(model, jax.tree.map(jnp.ones_like, nnx.state(model, nnx.Param)))
+  checkpointer = Checkpointer(tmp_path)
+  checkpointer.save(1, pack(models), pack(optimizers))
+  target = pack(others), pack(fresh)
+  found = checkpointer.restore(target)
+  assert_equal(found, (pack(models), pack(optimizers)))
+  assert states(others)[0]["kernel"][...] is states(found[0])[0]["kernel"][...]  # filled in place
+  again = pack([linear(8), linear(9)])
+  assert_equal(checkpointer.restore(again, optimizer="drop"), pack(models))
+
+
+def test_a_model_that_is_a_tuple_of_two_is_no_pair(tmp_path):
+  checkpointer = Checkpointer(tmp_path)
+  checkpointer.save(1, (linear(0), linear(1)))
+  assert_equal(checkpointer.restore((linear(2), linear(3))), (linear(0), linear(1)))
+  tree = [np.ones(3, np.float32), {"m": np.zeros(2, np.float32)}]
+  checkpointer.save(2, tuple(tree), {"mu": tree[0]})
+  assert_same(checkpointer.restore(tuple(tree), optimizer="drop"), tuple(tree))
+
+
+def test_values_beside_models_are_saved_too(tmp_path):
+  checkpointer = Checkpointer(tmp_path)
+  checkpointer.save(1, {"net": linear(0), "steps": 3, "scale": jnp.float32(2), "name": "a"})
+  target = {"net": linear(1), "steps": 0, "scale": jnp.float32(0), "name": ""}
+  found = checkpointer.restore(target)
+  assert (found["steps"], float(found["scale"]), found["name"]) == (3, 2.0, "a")
+  assert found["net"] is target["net"]
+  assert_equal(found["net"], linear(0))
+
+
+def test_a_pair_of_trees_is_restored_as_it_was_saved(tmp_path):
+  params = {"w": jnp.ones((4, 4))}
+  state = optax.adam(1e-2).init(params)
+  checkpointer = Checkpointer(tmp_path)
+  checkpointer.save(1, params, state)
+  for pair in ((params, state), jax.eval_shape(lambda: (params, state))):
+    numpy = isinstance(pair[0]["w"], jax.ShapeDtypeStruct)
+    found = checkpointer.restore(pair, as_numpy=numpy)
+    assert jax.tree.structure(found) == jax.tree.structure(pair)
+    assert_same(found, (params, state))
+  assert_same(checkpointer.restore((params, state), optimizer="drop"), params)
+
+
+def test_adapters_alone_are_saved_and_restored_onto_another_base(tmp_path):
+  model, other = Adapted(1), Adapted(2)
+  optimizer, fresh = adam(model, nnx.LoRAParam), adam(other, nnx.LoRAParam)
+  optimizer.update(model, jax.tree.map(jnp.ones_like, nnx.state(model, nnx.LoRAParam)))
+  base = np.asarray(other.base.kernel[...])
+  checkpointer = Checkpointer(tmp_path)
+  checkpointer.save(1, model, optimizer, only=nnx.LoRAParam)
+  assert sorted(checkpointer.metadata().items["model"].leaves) == ["lora.lora_a", "lora.lora_b"]
+  with pytest.raises(CheckpointError, match=r"missing  model/base\.kernel"):
+    checkpointer.restore((other, fresh))
+  diff = checkpointer.preflight((other, fresh), only=nnx.LoRAParam)
+  assert diff.fits
+  assert "base.kernel" in diff.skipped
+  checkpointer.restore((other, fresh), only=nnx.LoRAParam)
+  np.testing.assert_array_equal(other.base.kernel[...], base)
+  np.testing.assert_array_equal(other.lora.lora_a[...], model.lora.lora_a[...])
+  assert_equal(fresh, optimizer)
+  with pytest.raises(CheckpointError, match=r"chooses no leaf of the model\.\n  its leaves are of"):
+    checkpointer.save(2, model, only=nnx.BatchStat)
+  with pytest.raises(CheckpointError, match=r"names no leaf of the model: \['nothing'\]"):
+    checkpointer.save(2, model, only=["nothing"])
+
+
+def test_a_filter_takes_its_part_of_a_whole_step(tmp_path):
+  model, other = Adapted(1), Adapted(2)
+  checkpointer = Checkpointer(tmp_path)
+  checkpointer.save(1, model)
+  base = np.asarray(other.base.kernel[...])
+  checkpointer.restore(other, only=(nnx.LoRAParam,))
+  np.testing.assert_array_equal(other.lora.lora_b[...], model.lora.lora_b[...])
+  np.testing.assert_array_equal(other.base.kernel[...], base)
+  plan = nxp.plan(lambda: Adapted(2), nxp.make_mesh(fsdp=8), nxp.fsdp())
+  made = checkpointer.restore(plan, only=nnx.LoRAParam)
+  np.testing.assert_array_equal(made.lora.lora_b[...], model.lora.lora_b[...])
+  np.testing.assert_array_equal(made.base.kernel[...], base)
+
+
+def test_states_are_saved_and_restored_into_their_modules(tmp_path):
+  model, other = Adapted(1), Adapted(2)
+  checkpointer = Checkpointer(tmp_path)
+  checkpointer.save(1, nnx.state(model))
+  assert_equal(checkpointer.restore(other), model)
+  checkpointer.save(2, nnx.state(model, nnx.LoRAParam), adam(model, nnx.LoRAParam))
+  third = Adapted(3)
+  checkpointer.restore(nnx.state(third, nnx.LoRAParam), optimizer="drop")
+  np.testing.assert_array_equal(third.lora.lora_a[...], model.lora.lora_a[...])
+  pure = nnx.state(model, nnx.LoRAParam)
+  pure = nnx.from_flat_state([(path, leaf.get_value()) for path, leaf in nnx.to_flat_state(pure)])
+  found = checkpointer.restore(jax.tree.map(jnp.zeros_like, pure), optimizer="drop")
+  assert_same(nnx.to_pure_dict(found), nnx.to_pure_dict(pure))
+
+
+def test_an_extra_tree_may_be_a_module(tmp_path):
+  checkpointer = Checkpointer(tmp_path)
+  checkpointer.save(1, linear(0), extra={"ema": linear(1)})
+  assert_equal(checkpointer.restore_extra("ema", linear(2)), linear(1))
+  with pytest.raises(CheckpointError, match="cannot restore 'ema' into a plan"):
+    checkpointer.restore_extra("ema", nxp.plan(lambda: linear(0), nxp.make_mesh(fsdp=8), nxp.fsdp()))

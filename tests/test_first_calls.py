@@ -1,0 +1,158 @@
+"""What is easily written wrong in the first minutes: each call is answered with the one that works."""
+
+from __future__ import annotations
+
+import functools
+
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import nnx_parallel as nxp
+from nnx_parallel.testing import assert_layout, run_training
+
+
+class MLP(nnx.Module):
+  def __init__(self, rngs):
+    self.up, self.down = nnx.Linear(8, 16, rngs=rngs), nnx.Linear(16, 8, rngs=rngs)
+
+
+def init():
+  return MLP(nnx.Rngs(0))
+
+
+def loss(model, batch):
+  return model.up(batch).mean()
+
+
+RNGS = nnx.Rngs(0)
+MESH = functools.cache(lambda: nxp.make_mesh(fsdp=8))
+PLAN = functools.cache(lambda: nxp.plan(init, MESH(), nxp.fsdp(min_size=1)))
+X = np.ones((8, 8), np.float32)
+
+
+def optimizer():
+  return nnx.Optimizer(init(), optax.sgd(0.1), wrt=nnx.Param)
+
+
+CALLS = {
+  "an nnx.Optimizer": (
+    lambda: nxp.plan(init, MESH(), optimizer=optimizer()),
+    "must be an optax transformation, and is an nnx.Optimizer",
+    "optimizer=optimizer.tx; create_sharded_model(plan) returns",
+  ),
+  "an optimizer that was not called": (
+    lambda: nxp.plan(init, MESH(), optimizer=optax.adamw),
+    "is the function adamw, which was not called",
+    "optimizer=optax.adamw(1e-3)",
+  ),
+  "a learning rate": (
+    lambda: nxp.plan(init, MESH(), optimizer=0.02),
+    "must be an optax transformation, and is 0.02",
+    "optimizer=optax.adamw(0.02)",
+  ),
+  "a class": (
+    lambda: nxp.plan(MLP, MESH()),
+    "init must take no arguments, and MLP needs rngs",
+    "lambda: MLP(rngs=nnx.Rngs(0))",
+  ),
+  "a partial": (
+    lambda: nxp.plan(functools.partial(nnx.Linear, 8), MESH()),
+    "init must take no arguments, and Linear needs out_features, rngs",
+    "lambda: Linear(..., out_features=..., rngs=nnx.Rngs(0))",
+  ),
+  "a builtin class": (lambda: nxp.plan(dict, MESH()), "init returned a dict", "return the module itself"),
+  "a number": (lambda: nxp.plan(3, MESH()), "and not of type int", "lambda: MyModule(...,"),
+  "rngs from outside": (
+    lambda: nxp.plan(lambda: MLP(RNGS), MESH()),
+    "init changes a Variable that was made outside of it",
+    "lambda: MyModule(..., rngs=nnx.Rngs(0))",
+  ),
+  "rngs in a partial": (
+    lambda: nxp.create_sharded_model(functools.partial(nnx.Linear, 8, 8, rngs=RNGS), MESH()),
+    "Cannot mutate RngCount",
+    "make it inside of init",
+  ),
+  "a module's path": (lambda: PLAN()["up"], "no leaf 'up'.\n  in it: up.bias, up.kernel", "plan.leaves"),
+  "a pattern as in a shell": (
+    lambda: nxp.PathRules([("*.kernel", ("fsdp", None))]),
+    "path rule '*.kernel' is not a regular expression",
+    r"PathRules([('.*\\.kernel', ('fsdp', None))])",
+  ),
+  "a window as in a shell": (
+    lambda: nxp.PathRules([(("*", "up"), None)]),
+    "is not a regular expression",
+    "PathRules([(('.*', 'up'), None)])",
+  ),
+  "a mesh to reshard": (
+    lambda: nxp.reshard(init(), MESH()),
+    "reshard needs a plan, and got a value of type Mesh",
+    "reshard(model, plan), with plan = nxp.plan(init, mesh, rules)",
+  ),
+  "a module to from_arrays": (
+    lambda: nxp.from_arrays(PLAN(), init()),
+    "from_arrays needs arrays by path, and got a value of type MLP",
+    "for a live module, reshard(model, plan)",
+  ),
+  "swapped, from_arrays": (
+    lambda: nxp.from_arrays({}, PLAN()),
+    "from_arrays needs a plan, and got a value of type dict",
+    "from_arrays(plan, arrays)",
+  ),
+  "swapped, check_layout": (
+    lambda: nxp.check_layout(PLAN(), init()),
+    "check_layout needs a plan, and got a value of type MLP",
+    "check_layout(model, plan, optimizer)",
+  ),
+  "swapped, assert_layout": (
+    lambda: assert_layout(init(), PLAN()),
+    "assert_layout needs a plan",
+    "assert_layout(plan, model, optimizer)",
+  ),
+  "inputs for a mesh": (lambda: nxp.infer_rules(init, X), "is not a mesh", "nxp.make_mesh(data=-1)"),
+  "training without an optimizer": (
+    lambda: run_training(PLAN(), loss, [X]),
+    "a plan without an optimizer cannot be trained",
+    "optimizer=optax.sgd(0.1)",
+  ),
+  "a loss to compile": (
+    lambda: nxp.compile_report(loss, PLAN(), batch=X),
+    "compile_report needs a step, and cannot lower loss",
+    "compile_report(nxp.train_step(loss_fn), plan, batch=batch)",
+  ),
+  "a mesh to compile for": (
+    lambda: nxp.compile_report(nxp.train_step(loss), MESH(), batch=X),
+    "compile_report needs a plan",
+    "compile_report(step, plan, batch=batch)",
+  ),
+  "no batch to compile": (
+    lambda: nxp.compile_report(nxp.train_step(loss), PLAN(), X),
+    "needs a batch.\n  1 other arguments",
+    "batch=jax.ShapeDtypeStruct(",
+  ),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_the_answer_is_the_call_that_works(name):
+  call, what, fix = CALLS[name]
+  with pytest.raises(nxp.NnxParallelError) as caught:
+    call()
+  said, _, mended = str(caught.value).partition("\n  Fix: ")
+  assert what in said
+  assert fix in mended
+
+
+def test_a_checkpointer_does_not_print_the_model(tmp_path):
+  with nxp.Checkpointer(tmp_path) as checkpoints:
+    with pytest.raises(nxp.CheckpointError) as caught:
+      checkpoints.save(init(), 5)
+    assert str(caught.value) == (
+      "a MLP is not a step.\n  Fix: a whole number from 0 up comes first: save(100, model, optimizer)."
+    )
+    checkpoints.save(5, init())
+    with pytest.raises(
+      nxp.CheckpointError, match=r"into the function init.\n  Fix: restore\(nxp.plan\(init, "
+    ):
+      checkpoints.restore(init)

@@ -1,0 +1,227 @@
+"""What the package assumes of the inside of jax, flax, optax and orbax: one assertion each.
+
+When one fails under a new version, its docstring names the file that has to change.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+import threading
+
+import absl.logging
+import jax
+import jax.extend.core as jex
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from jax.experimental.compilation_cache import compilation_cache
+from jax.sharding import AbstractMesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import nnx_parallel as nxp
+
+OLD = jax.__version_info__ < (0, 12)
+
+
+def equations(function, *args):
+  return {eqn.primitive.name: eqn for eqn in jax.make_jaxpr(function)(*args).eqns}
+
+
+def inner_program(eqn):
+  return next(eqn.params[name] for name in ("jaxpr", "call_jaxpr", "fun_jaxpr") if name in eqn.params)
+
+
+X = np.ones((4, 4), np.float32)
+
+
+def test_the_context_of_an_equation_has_the_known_fields():
+  """`create/cut.py` compares these to find equal programs: a new field must join the comparison."""
+  (eqn,) = jax.make_jaxpr(jnp.sin)(X).eqns
+  known = {"compute_type", "threefry_partitionable", "xla_metadata", "cur_abstract_mesh", "configs"}
+  known |= {"remove_size_one_mesh_axis"} | (set() if OLD else {"cur_layout_mode", "no_collectives"})
+  assert {name for name in type(eqn.ctx).__slots__ if not name.startswith("_")} == known
+  with eqn.ctx.manager:  # also train/remat.py, layout/offload.py
+    assert eqn.primitive.bind(X, **eqn.primitive.get_bind_params(eqn.params)) is not None
+
+
+def plus_one(custom):
+  function = custom(lambda x: x + 1)
+  if custom is jax.custom_jvp:
+    function.defjvp(lambda primals, tangents: (primals[0] + 1, tangents[0]))
+  else:
+    function.defvjp(lambda x: (x + 1, None), lambda _, g: (g,))
+  return function
+
+
+@pytest.mark.parametrize(
+  ("name", "function"),
+  [
+    ("jit", jax.jit(jnp.sin)),
+    ("remat2", jax.checkpoint(jnp.sin)),
+    ("custom_jvp_call", plus_one(jax.custom_jvp)),
+    ("custom_vjp_call", plus_one(jax.custom_vjp)),
+  ],
+)
+def test_operations_that_call_a_program_hold_it_under_a_known_name(name, function):
+  """`train/jaxprs.py`, `layout/dims.py`, `create/cut.py` and `train/remat.py` look into calls."""
+  eqn = equations(function, X)[name]
+  program = inner_program(eqn)
+  assert len(getattr(program, "jaxpr", program).invars) == len(eqn.invars)
+
+
+def test_loops_and_conditionals_hold_their_programs_under_known_names():
+  """`train/jaxprs.py`, `report/propagate.py`, `train/accumulate.py`."""
+  scan = equations(lambda x: jax.lax.scan(lambda c, r: (c + r, c), x[0], x), X)["scan"]
+  assert {"jaxpr", "length"} <= set(scan.params)
+  loop = equations(lambda x: jax.lax.while_loop(lambda c: c[0, 0] < 3, lambda c: c + 1, x), X)["while"]
+  assert {"body_jaxpr", "cond_jaxpr", "cond_nconsts", "body_nconsts"} <= set(loop.params)
+  branch = equations(lambda x: jax.lax.cond(x[0, 0] > 0, jnp.sin, jnp.cos, x), X)["cond"]
+  assert len(branch.params["branches"]) == 2
+
+
+def test_a_checkpoint_has_a_policy():
+  """`train/remat.py` replaces it."""
+  assert "policy" in equations(jax.checkpoint(jnp.sin), X)["remat2"].params
+
+
+def test_a_convolution_says_how_it_is_grouped():
+  """`train/convolutions.py` mends kernel gradients by these names; `layout/grouped.py` warns."""
+  kernel = np.ones((3, 1, 4), np.float32)
+  conv = jax.make_jaxpr(
+    lambda x: jax.lax.conv_general_dilated(
+      x, kernel, (1,), "SAME", dimension_numbers=("NWC", "WIO", "NWC"), feature_group_count=4
+    )
+  )(np.ones((2, 8, 4), np.float32)).eqns[-1]
+  assert (conv.primitive.name, conv.params["feature_group_count"]) == ("conv_general_dilated", 4)
+  assert "batch_group_count" in conv.params
+
+
+def test_custom_derivatives_are_the_known_parameters():
+  """`create/cut.py` leaves them out when it compares programs: they differ by identity in each trace."""
+  found = equations(plus_one(jax.custom_vjp), X)["custom_vjp_call"].params
+  assert {"fwd_jaxpr_thunk", "bwd"} <= set(found)
+  assert "jvp_jaxpr_fun" in equations(plus_one(jax.custom_jvp), X)["custom_jvp_call"].params
+
+
+def test_jaxprs_are_rebuilt_by_replace():
+  """`train/remat.py`, `train/convolutions.py`."""
+  closed = jax.make_jaxpr(jnp.sin)(X)
+  assert closed.jaxpr.replace(eqns=closed.jaxpr.eqns).eqns == closed.jaxpr.eqns
+  assert isinstance(closed.jaxpr, jex.Jaxpr)
+
+
+@pytest.mark.skipif(not OLD, reason="newer versions refuse by themselves")
+def test_old_tracers_have_a_sharding_that_can_be_replaced():
+  """`layout/tracing.py` (`_quick_conversions`): goes with jax 0.10."""
+  from jax.interpreters.partial_eval import DynamicJaxprTracer
+
+  assert "sharding" not in vars(DynamicJaxprTracer)
+
+
+def test_residuals_of_a_pullback_are_its_leaves():
+  """`report/workload.py` reads there what the backward pass keeps."""
+  kept = jax.eval_shape(lambda x: jax.vjp(lambda x: jnp.sin(x).sum(), x)[1], X)
+  assert [leaf.shape for leaf in jax.tree.leaves(kept)] == [(4, 4)]
+
+
+def test_a_lowered_program_knows_its_inputs_and_their_mesh():
+  """`report/compile_report.py` finds the mesh and the device kind of a program there."""
+  mesh = nxp.make_mesh(x=8)
+  lowered = jax.jit(jnp.sin).lower(jax.ShapeDtypeStruct((8,), jnp.float32, sharding=NamedSharding(mesh, P())))
+  (aval,) = jax.tree.leaves(lowered.in_avals)
+  assert aval.shape == (8,)
+  assert hasattr(AbstractMesh((8,), ("x",)), "abstract_device")
+
+
+def test_programs_that_jit_made_are_counted():
+  """`train/compiled.py` notices by it that a step compiled."""
+  function = jax.jit(lambda x: x + 1)
+  function(np.float32(1))
+  function(np.float32(2))
+  assert function._cache_size() == 1
+
+
+def test_shards_tell_where_they_are():
+  """`train/step.py` and `create/assemble.py` find arrays that share memory."""
+  array = jnp.ones(8)
+  shard = array.addressable_shards[0].data
+  assert shard.unsafe_buffer_pointer() == array.unsafe_buffer_pointer()
+
+
+def test_the_compilation_cache_can_be_reset():
+  """`create/cache.py`: jax decides once whether there is a cache."""
+  assert callable(compilation_cache.reset_cache)
+
+
+def test_a_variable_keeps_its_value_in_a_slot():
+  """`train/binding.py` and `train/step.py` read and write it, without what `get_value` does beside."""
+  variable = nnx.Param(jnp.ones(3))
+  assert variable._raw_value is variable.get_value()
+
+
+def test_only_the_list_and_the_variable_hold_an_array():
+  """`train/binding.py` (`ALONE`): an array with one more reference is somebody's, and is not donated."""
+  variables = [nnx.Param(jnp.ones(3))]
+  (mine,) = [sys.getrefcount(array) for v in variables for array in [v._raw_value]]
+  held = variables[0].get_value()
+  (shared,) = [sys.getrefcount(array) for v in variables for array in [v._raw_value]]
+  assert shared == mine + 1
+  assert held is not None
+
+
+def test_metadata_of_a_variable_can_be_asked_for():
+  """`layout/padding.py` and `layout/variables.py`: annotations are metadata under these names."""
+  with nnx.use_eager_sharding(False):
+    variable = nnx.Param(jnp.ones((2, 2)), out_sharding=("a", None), sharding_rules=(("a", "x"),))
+  assert variable.get_metadata("out_sharding") == ("a", None)
+  assert variable.get_metadata("sharding_rules") == (("a", "x"),)
+  assert set(variable.get_metadata()) <= set(variable._var_metadata)
+
+
+def test_attributes_of_a_module_are_its_vars():
+  """`layout/variables.py` (`occurrences`): items of an `nnx.List` are attributes named by their numbers."""
+  found = vars(nnx.List([nnx.Param(jnp.ones(1))]))
+  assert [name for name in found if not name.startswith("_pytree__")] == ["_length", "0"]
+
+
+def test_an_optimizer_keeps_its_state_in_opt_state():
+  """`layout/tracing.py` and `create/instantiate.py` replace it."""
+  optimizer = nnx.Optimizer(nnx.Linear(2, 2, rngs=nnx.Rngs(0)), optax.adam(1e-3), wrt=nnx.Param)
+  assert {"opt_state", "step"} <= set(vars(optimizer))
+
+
+def test_states_of_optimizers_that_hold_more_than_moments():
+  """`train/update.py` knows these by type."""
+  assert hasattr(optax.contrib, "SAMState")
+  assert hasattr(optax, "LookaheadState")
+
+
+def test_errors_of_explicit_axes_have_a_known_name():
+  """`train/loss_call.py` restates them; the class is not public."""
+  mesh = nxp.make_mesh(x=8, explicit=True)
+  split = jax.device_put(np.ones((8, 8), np.float32), NamedSharding(mesh, P("x", None)))
+  with pytest.raises(Exception, match="shard") as info:
+    jax.jit(lambda a: a @ a.T + a @ a)(split)
+  assert type(info.value).__name__ == "ShardingTypeError"
+
+
+def test_what_runs_at_exit_can_run_before_threads_are_joined():
+  """`checkpoint/checkpointer.py`: a background save is finished while its threads can still start others."""
+  assert callable(threading._register_atexit)
+
+
+def test_orbax_stores_one_folder_for_each_leaf(tmp_path):
+  """`checkpoint/{_orbax,restore,preflight,files}.py`: `FOLDER/zarr.json` beside `c/` (Zarr 3, no OCDBT)."""
+  with nxp.Checkpointer(tmp_path) as checkpointer:
+    checkpointer.save(1, {"w": jnp.ones((8, 8))})
+  folder = tmp_path / "1" / "model" / "w"
+  assert (folder / "zarr.json").exists()
+  assert (folder / "c").is_dir()
+
+
+def test_orbax_logs_through_absl():
+  """`checkpoint/_orbax.py` (`quiet`) filters this logger."""
+  assert absl.logging.get_absl_logger() is logging.getLogger("absl")
