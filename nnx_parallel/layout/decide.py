@@ -46,6 +46,7 @@ class Decisions:
     self.sizes = axis_sizes(mesh)
     self.zero_notes: list[str] = []
     self.short: list[str] = []
+    self.left_out: list[str] = []
     self.axis_notes = rules.logical.check_axes(self.sizes)
     self.fired: set[int] = set()
     self.path_rules = sum(len(table.rules) for table in rules.paths)
@@ -83,6 +84,8 @@ class Decisions:
     if names is None:
       matched = self._path_rule(paths, len(value.shape))
       if matched is None:
+        if any(table.optional for table in self.rules.paths) and _is_matrix(leaf):
+          self.left_out.append(where)
         return self._fallback_leaf(path, leaf)
       source, (pattern, names) = "path rule", matched
       step = f"no annotation; path rule {pattern!r}: {names or 'whole'}"
@@ -280,6 +283,8 @@ class Decisions:
     )
     short += " needs transform_metadata={nnx.PARTITION_NAME: 'layers'})"
     notes = self.axis_notes + self.zero_notes + ([short] if self.short else [])
+    if self.left_out:
+      notes.append(f"no path rule names {few(self.left_out)}, so tensor parallelism passes them by")
     return notes + [f"path rule {pattern!r} matches nothing" for pattern in dead]
 
 
@@ -292,6 +297,10 @@ def _array(leaf: Any, where: str) -> Any:
     details=f"Variable type {kind_of(leaf)}",
     fix="give each array a Variable of its own, for example in an nnx.Dict or nnx.List.",
   )
+
+
+def _is_matrix(leaf: Any) -> bool:
+  return isinstance(leaf, nnx.Param) and len(value_of(leaf).shape) > 1
 
 
 def _written(leaf: nnx.Variable[Any]) -> int:

@@ -635,7 +635,7 @@ def plan_traced(
 
 
 def _with_context(rules: RuleSet, mesh: Mapping[str, int]) -> tuple[RuleSet, list[str]]:
-  """Adds the rules of an active `nnx.logical_axis_rules` whose axes the mesh has, as flax would apply them."""
+  """Adds the rules of an active `nnx.logical_axis_rules` whose axes the mesh has, as flax would."""
   # flax.nnx exports the context, and not what reads it.
   context = {
     name: axes_of(axes) for name, axes in get_logical_axis_rules() if set(axes_of(axes)) <= set(mesh)
