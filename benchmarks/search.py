@@ -92,11 +92,11 @@ def main() -> None:
     ],
   )
   speed(record)
-  pick(record, "tpu:v5e:2x4", "cpu:8", remats=["none", "full"], zero=[0], max_microbatches=1)
+  pick(record, "tpu:v5e:2x4", "cpu:8", remat=["none", "full"], zero=[0], max_microbatches=1)
   record.write()
   text = "tpu:v5e:2x2"
   if missing_compiler(machine(text)) is None:
-    pick(record, text, text, remats=["full"], zero=[0], max_microbatches=1)
+    pick(record, text, text, remat=["full"], zero=[0], max_microbatches=1)
   record.write()
 
 

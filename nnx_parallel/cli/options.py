@@ -125,7 +125,7 @@ def changed_rules(recipe: Recipe, changes: Rules) -> Any:
         f"--rules names {name!r}, which the rules of {recipe.name} do not have.",
         fix=f"did you mean {near[0]}?",
       )
-  return known.replace(**changes)
+  return known.replace(changes)
 
 
 def format_rules(changes: Mapping[str, tuple[str, ...]]) -> str:

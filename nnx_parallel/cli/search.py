@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import shlex
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from nnx_parallel.cli import options
 from nnx_parallel.cli.compile import abstract_batch, add_step, loss_of, start_compiler
@@ -29,22 +29,6 @@ def register(commands: Commands) -> None:
   options.add_recipe(parser)
   parser.add_argument("--topology", required=True, metavar="NAME", help="e.g. tpu:v5p:4x4x8, gpu:h100:4x8")
   add_step(parser)
-  options.add_rules(parser)
-  parser.add_argument(
-    "--remat",
-    nargs="+",
-    choices=SEARCHED,
-    default=SEARCHED,
-    help=f"the policies to try ({' '.join(SEARCHED)})",
-  )
-  parser.add_argument(
-    "--zero",
-    nargs="+",
-    type=int,
-    choices=(0, 1, 2),
-    default=(0, 1, 2),
-    help="the ZeRO stages to try (0 1 2)",
-  )
   parser.add_argument(
     "--compile-best",
     type=options.positive,
@@ -52,6 +36,18 @@ def register(commands: Commands) -> None:
     metavar="N",
     help="compile the N fastest for simulated devices, and the first of these for the machine",
   )
+  parser.add_argument(
+    "--remat", nargs="+", choices=options.REMATS, help="policies to try (default: none dots full)"
+  )
+  parser.add_argument(
+    "--zero", nargs="+", type=int, choices=(0, 1, 2), help="ZeRO stages to try (default: 0 1 2)"
+  )
+  parser.add_argument(
+    "--offload",
+    action=argparse.BooleanOptionalAction,
+    help="optimizer state always, or never, in host memory (default: both are tried)",
+  )
+  options.add_rules(parser)
   parser.add_argument("--json", action="store_true", help="one JSON object instead of tables")
   options.add_page(parser)
   parser.set_defaults(run=run)
@@ -69,16 +65,16 @@ def run(args: argparse.Namespace) -> int:
   # Simulated devices hold nothing, but each costs some memory of the process.
   simulate = args.compile_best and devices <= _MOST_SIMULATED
   start_compiler({"all": devices}, f"cpu:{devices}" if simulate else args.topology, None)
+  tried: dict[str, Any] = {"remat": args.remat, "zero": args.zero, "offload": args.offload}
   result = search(
     recipe.init,
     loss_of(recipe),
     args.topology,
     batch=abstract_batch(recipe, args.batch),
     rules=options.changed_rules(recipe, args.rules),
-    remats=args.remat,
-    zero=args.zero,
     optimizer=recipe.optimizer() if recipe.optimizer is not None else None,
     compile_best=args.compile_best,
+    **{name: value for name, value in tried.items() if value is not None},
   )
   if args.json:
     print(result.to_json())
@@ -97,7 +93,7 @@ def command(args: argparse.Namespace, best: Candidate) -> str:
   words += ["--mesh", options.format_sizes(dict(best.sizes)), "--microbatches", str(best.microbatches)]
   words += ["--remat", best.remat, "--zero", str(best.zero)]
   words += ["--offload"] if best.offload else []
-  changes = {**args.rules, **best.changes}
-  words += ["--rules", options.format_rules(changes)] if changes else []
+  rules = {**args.rules, **best.changes}
+  words += ["--rules", options.format_rules(rules)] if rules else []
   words += ["--batch", str(args.batch)] if args.batch else []
   return shlex.join(words)

@@ -95,7 +95,7 @@ class Decisions:
       reason += f": {_shown(names)}"
     logical = self.rules.logical
     if own_rules:
-      logical = logical.replace(**own_rules)
+      logical = logical.replace(own_rules)
       step += f" with its own sharding_rules {own_rules}"
     found = resolve_spec(names, value.shape, self.sizes, logical, path=where, uneven=self.uneven)
     if any(found.padding) and not isinstance(leaf, nnx.Variable):
@@ -240,7 +240,7 @@ class Decisions:
     names, own_rules = declared(leaf, where=parameter.name)
     if names is None or (parameter.decision.source == "metadata" and names == parameter.names):
       return None
-    logical = self.rules.logical.replace(**own_rules) if own_rules else self.rules.logical
+    logical = self.rules.logical.replace(own_rules) if own_rules else self.rules.logical
     found = resolve_spec(
       names, shape, self.sizes, logical, path=f"the state of {parameter.name}", uneven="next"
     )

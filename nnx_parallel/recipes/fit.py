@@ -86,7 +86,7 @@ def resume_from(
   found = checkpointer.restored
   number = newest if found is None else found.step
   known = "data" in checkpointer.metadata(number).extra
-  data = checkpointer.restore_extra("data", step=number) if known else None
+  data: Any = checkpointer.restore_extra("data", step=number) if known else None
   if not isinstance(data, dict) or "samples" not in data:
     warnings.warn(
       f"step {number} in {checkpointer.directory} says nothing of the data, which starts at its beginning.",

@@ -5,22 +5,31 @@ A TPU7x chip shows up as two JAX devices, so its row is half a chip; the other c
 Sources: NVIDIA data sheets for A100 80GB SXM, H100 SXM, H200 SXM and HGX B200 (dense figures, without
 sparsity; NVLink per direction; one 200 or 400 Gb/s network port per GPU) and the memory that
 `nvidia-smi` shows; Google Cloud's "TPU system architecture" pages, and for one-way link bandwidth "How
-to Scale Your Model" (jax-ml.github.io/scaling-book), chapter 2. `usable_bytes` of a TPU is the limit
-that its compiler enforces (libtpu 0.0.42 and 0.0.50); of a GPU 92 % of the memory, which leaves room
-for the CUDA context and for NCCL. `host_bandwidth`: PCIe generation 4 (A100) and 5 (H100 and later) of
-16 lanes; for TPUs the scaling book's 15 GB/s per chip, 32 for v6e; none is published for tpu7x, which takes
-v6e's, halved like the rest of its row.
+to Scale Your Model" (jax-ml.github.io/scaling-book), chapter 2. The A100 of 40 GB: NVIDIA A100 data sheet,
+SXM. `usable_bytes` of a TPU is the limit that its compiler enforces (libtpu 0.0.42 and 0.0.50); of a GPU the
+75 % that JAX takes by default, or what `XLA_CLIENT_MEM_FRACTION` (formerly
+`XLA_PYTHON_CLIENT_MEM_FRACTION`) says in this process. `host_bandwidth`: PCIe generation 4 (A100) and 5
+(H100 and later) of 16 lanes; for TPUs the scaling book's 15 GB/s per chip, 32 for v6e; none is published for
+tpu7x, which takes v6e's, halved like the rest of its row.
+
+Float32 products: the text of `jax.lax.Precision`. TPUs run them as one, three or six bfloat16 passes
+(`DEFAULT`, `HIGH`, `HIGHEST`), GPUs as TF32, and only at `HIGHEST` in float32.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import difflib
+import os
 from collections.abc import Mapping
 
 from nnx_parallel.errors import ReportError
 
 _GIB, _MIB = 2**30, 2**20
+_GPU_SHARE = 0.75
+# Types that a chip without units for them multiplies as bfloat16.
+_NARROW = ("float4", "float8", "int8", "float16")
+_TPU_PASSES: Mapping[str, int] = {"float32": 1, "float32 high": 3, "float32 highest": 6}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,16 +42,16 @@ class Chip:
     hbm_bytes: memory in bytes.
     usable_bytes: what a program may use of it, in bytes.
     hbm_bandwidth: bytes per second.
-    flops: peak matrix FLOP per second by dtype.
+    flops: peak matrix FLOP per second by dtype of the operands; `"tf32"` is what a GPU makes of float32.
     link_bandwidth: bytes per second in one direction: of NVLink to the switch, or of one ICI link.
     links: ICI links that one mesh axis can use at a time (2 on a ring: both directions); 1 on NVLink.
     network_bandwidth: bytes per second in one direction between hosts (GPU) or slices (TPU).
     domain: devices that the fast links join, or None when the topology says so.
     devices_per_chip: JAX devices that one chip of a topology's name makes.
     host_bandwidth: bytes per second in one direction between a device and its host's memory.
-    efficiency: share of the peak that the matrix products of training reach. 0.78 on TPUs and 0.5 on GPUs,
-      fitted to published runs on v5e, v5p and H100 (`benchmarks/results/step_time.md`); not measured on
-      the others.
+    efficiency: share of the peak that the matrix products of training reach. 0.78 on TPUs, fitted to MaxText
+      on v5e and v5p (`benchmarks/results/step_time.md`); 0.5 on GPUs, a guess: the two H100 runs give 0.42.
+      Not measured on the other chips. 0.7 for a chip of your own, a guess.
   """
 
   name: str
@@ -59,16 +68,32 @@ class Chip:
   host_bandwidth: float = 16e9
   efficiency: float = 0.7
 
-  def peak(self, dtype: str) -> float:
+  def peak(self, arithmetic: str) -> float:
     """Peak FLOP per second for matrix products.
 
     Args:
-      dtype: of the operands; one that `flops` does not list counts as `"bfloat16"`.
+      arithmetic: type of the operands, e.g. `"bfloat16"`; `"float32"`, `"float32 high"` and
+        `"float32 highest"` by precision; `"bfloat16 x3"` for three passes. Types that `flops` does not list
+        count as bfloat16 where they are narrow, as float32 at the highest precision otherwise.
 
     Returns:
       FLOP per second.
+
+    Example:
+      >>> [round(chip("v5e").peak(f"float32{how}") / 1e12) for how in ("", " high", " highest")]
+      [197, 66, 33]
     """
-    return self.flops.get(dtype, self.flops["bfloat16"])
+    name, _, passes = arithmetic.partition(" x")
+    if passes:
+      return self.peak(name) / int(passes)
+    if name in _TPU_PASSES:
+      if self.platform == "tpu":
+        return self.flops["bfloat16"] / _TPU_PASSES[name]
+      row = "tf32" if name != "float32 highest" and "tf32" in self.flops else "float32"
+      return self.flops.get(row, self.flops["bfloat16"])
+    if name in self.flops:
+      return self.flops[name]
+    return self.flops["bfloat16"] if name in _NARROW else self.peak("float32 highest")
 
 
 def _gpu(
@@ -81,14 +106,13 @@ def _gpu(
   pcie: float,
 ) -> Chip:
   memory = memory_mib * _MIB
-  return Chip(name, "gpu", memory, int(memory * 0.92), bandwidth, flops, nvlink, 1, net, 8, 1, pcie, 0.5)
+  usable = int(memory * _GPU_SHARE)
+  return Chip(name, "gpu", memory, usable, bandwidth, flops, nvlink, 1, net, 8, 1, pcie, 0.5)
 
 
 def _tpu(
-  name: str, gib: float, usable_gib: float, bandwidth: float, bf16: float, int8: float, link: float
+  name: str, gib: float, usable_gib: float, bandwidth: float, flops: Mapping[str, float], link: float
 ) -> Chip:
-  # Float32 products run as three (TPU v5, v6) bfloat16 passes at the `HIGH` precision.
-  flops = {"bfloat16": bf16, "int8": int8, "float32": bf16 / 3}
   # Between slices: 6.25 GB/s of data-centre network per chip, the scaling book's planning figure.
   halves = 2 if name == "tpu7x" else 1
   pcie = {"v6e": 32e9, "tpu7x": 16e9}.get(name, 15e9)
@@ -106,14 +130,15 @@ CHIPS: Mapping[str, Chip] = {
   chip.name: chip
   for chip in (
     _gpu("a100", 81920, 2.039e12, _AMPERE, 300e9, 25e9, 32e9),
+    _gpu("a100_40gb", 40960, 1.555e12, _AMPERE, 300e9, 25e9, 32e9),
     _gpu("h100", 81559, 3.35e12, _HOPPER, 450e9, 50e9, 64e9),
     _gpu("h200", 143771, 4.8e12, _HOPPER, 450e9, 50e9, 64e9),
     _gpu("b200", 183359, 8.0e12, _BLACKWELL, 900e9, 50e9, 64e9),
-    _tpu("v4", 32, 30.75, 1.228e12, 275e12, 275e12, 45e9),
-    _tpu("v5e", 16, 15.75, 0.819e12, 197e12, 394e12, 45e9),
-    _tpu("v5p", 95.74, 95.73, 2.765e12, 459e12, 918e12, 90e9),
-    _tpu("v6e", 32, 31.24, 1.64e12, 918e12, 1836e12, 90e9),
-    _tpu("tpu7x", 96, 94.74, 3.69e12, 1153.5e12, 2307e12, 100e9),
+    _tpu("v4", 32, 30.75, 1.228e12, {"bfloat16": 275e12, "int8": 275e12}, 45e9),
+    _tpu("v5e", 16, 15.75, 0.819e12, {"bfloat16": 197e12, "int8": 394e12}, 45e9),
+    _tpu("v5p", 95.74, 95.73, 2.765e12, {"bfloat16": 459e12, "int8": 918e12}, 90e9),
+    _tpu("v6e", 32, 31.24, 1.64e12, {"bfloat16": 918e12, "int8": 1836e12}, 90e9),
+    _tpu("tpu7x", 96, 94.74, 3.69e12, {"bfloat16": 1153.5e12, "float8": 2307e12}, 100e9),
     # A yardstick for simulated devices, not a measurement of any machine.
     Chip("cpu", "cpu", 16 * _GIB, 16 * _GIB, 20e9, {"bfloat16": 50e9, "float32": 100e9}, 5e9, 1, 1e9, None),
   )
@@ -145,15 +170,15 @@ def chip(name: str | Chip) -> Chip:
       details=f"known chips: {', '.join(CHIPS)}",
       fix=f"chip({(close or ['h100'])[0]!r}), or pass your own nxp.Chip(...).",
     )
-  return CHIPS[name.lower()]
+  return _as_set(CHIPS[name.lower()])
 
 
-# Words in `jax.Device.device_kind` -> row; the first that occurs wins.
-_KINDS = (
-  ("A100", "a100"), ("H100", "h100"), ("H200", "h200"), ("B200", "b200"), ("TPU v4", "v4"),
-  ("TPU v5 lite", "v5e"), ("TPU v5e", "v5e"), ("TPU v5", "v5p"), ("TPU v6", "v6e"), ("TPU7x", "tpu7x"),
-  ("cpu", "cpu"),
-)  # fmt: skip
+# `jax.Device.device_kind` -> row. Whole names: other cards of a family differ in memory, links or clock.
+_KINDS: Mapping[str, str] = {
+  "NVIDIA A100-SXM4-80GB": "a100", "NVIDIA A100-SXM4-40GB": "a100_40gb", "NVIDIA H100 80GB HBM3": "h100",
+  "NVIDIA H200": "h200", "NVIDIA B200": "b200", "TPU v4": "v4", "TPU v5 lite": "v5e", "TPU v5e": "v5e",
+  "TPU v5": "v5p", "TPU v5p": "v5p", "TPU v6 lite": "v6e", "TPU v6e": "v6e", "TPU7x": "tpu7x", "cpu": "cpu",
+}  # fmt: skip
 
 
 def chip_of(device_kind: str) -> Chip | None:
@@ -162,5 +187,16 @@ def chip_of(device_kind: str) -> Chip | None:
   Example:
     >>> chip_of("NVIDIA H100 80GB HBM3").name
     'h100'
+    >>> chip_of("NVIDIA H100 PCIe") is None
+    True
   """
-  return next((CHIPS[name] for word, name in _KINDS if word in device_kind), None)
+  name = _KINDS.get(device_kind)
+  return None if name is None else _as_set(CHIPS[name])
+
+
+def _as_set(row: Chip) -> Chip:
+  """The row with the share of a GPU's memory that the environment lets JAX take."""
+  told = os.environ.get("XLA_CLIENT_MEM_FRACTION") or os.environ.get("XLA_PYTHON_CLIENT_MEM_FRACTION")
+  if row.platform != "gpu" or not told:
+    return row
+  return dataclasses.replace(row, usable_bytes=int(row.hbm_bytes * min(1.0, float(told))))

@@ -53,7 +53,8 @@ class CompileReport:
 
   Attributes:
     target: the devices compiled for, e.g. `"16 x TPU v5 lite"`.
-    chip: published figures of the device, or None for one that the table does not know.
+    chip: published figures of the device, or None for one that the table does not know. Where the program
+      is for devices of this process, `usable_bytes` is the limit that they give themselves.
     axes: mesh axis -> size in devices.
     memory: the compiler's own figures.
     need_bytes: memory one device needs, by the measure that is right for its backend.
@@ -63,7 +64,7 @@ class CompileReport:
     arguments: every array the step takes, largest first.
     categories: bytes per device of the arguments by category (`{"parameters": ...}`) and of what
       the compiler adds.
-    cost: matrix FLOPs and memory traffic.
+    cost: matrix FLOPs, memory traffic, and what these do not count.
     collectives: what is sent, in program order.
     peak: what is in memory, besides the arguments, when the most is; largest first.
     reshards: tensors made whole on each device against the layout's intention.
@@ -131,6 +132,7 @@ class CompileReport:
   def to_json(self) -> str:
     """The report as JSON, with the verdict and the totals worked out."""
     body = dataclasses.asdict(self)
+    body["cost"]["flops"] = self.cost.flops
     body["available_bytes"] = self.available_bytes
     body["sent_bytes"] = sum(item.sent_bytes for item in self.collectives)
     return json.dumps(body, indent=2)
@@ -178,7 +180,8 @@ def compile_report(
 
   Raises:
     ReportError: the plan is abstract and no topology is given, the topology does not have as many devices
-      as the plan, its compiler is not installed, or it refuses the program for another reason than memory.
+      as the plan, its compiler is not installed, or it refuses the program for another reason than memory;
+      or `step` is no step, or has no batch.
 
   Example:
     >>> import jax
@@ -336,9 +339,16 @@ def report_of(
     )
   device = mesh.abstract_device if mesh is not None else None
   kind = device.device_kind if device else ""
-  figures = chip_named(chip) if chip is not None else chip_of(kind)
+  figures = chip_named(chip) if chip is not None else _measured(chip_of(kind), kind)
   report = _assemble(done, axes, kind, figures, categories or {}, names or {})
   return dataclasses.replace(report, quantities=dict(quantities or {}))
+
+
+def _measured(figures: Chip | None, kind: str) -> Chip | None:
+  """The figures with the memory limit of a device of this kind, where this process has one."""
+  here = next((device for device in jax.local_devices() if device.device_kind == kind), None)
+  limit = (here.memory_stats() or {}).get("bytes_limit") if here is not None else None
+  return dataclasses.replace(figures, usable_bytes=limit) if figures is not None and limit else figures
 
 
 def _assemble(
@@ -370,7 +380,7 @@ def _assemble(
     compiled=done.shortage is None,
     arguments=arguments,
     categories=_categories(memory, need, categories),
-    cost=Cost(cost(split).flops, cost(program).hbm_bytes),
+    cost=dataclasses.replace(cost(split), hbm_bytes=cost(program).hbm_bytes),
     collectives=tuple(
       dataclasses.replace(
         c, parameters=tuple(names.get(p, p) for p in c.parameters), op=names.get(c.op, c.op)

@@ -7,6 +7,7 @@ import dataclasses
 import os
 import pathlib
 import re
+import subprocess
 import sys
 import tempfile
 import time
@@ -142,20 +143,31 @@ def _largest(folder: pathlib.Path, kind: re.Pattern[str]) -> str:
   return max(files, key=lambda file: file.stat().st_size).read_text() if files else ""
 
 
+# Waits for a line from this process; where the process ends without one, passes on what it wrote.
+_WATCH = 'read -r done || { cat "$0" >&2; rm -f "$0"; }'
+
+
 @contextlib.contextmanager
 def _standard_error() -> Generator[list[str]]:
-  """Collects what compilers write to the process's standard error, then passes it on."""
+  """Collects what compilers write to the process's standard error, then passes it on.
+
+  A compiler that finds a fault of its own ends the process: what it said then is passed on by a child, which
+  outlives it.
+  """
   log = [""]
   sys.stderr.flush()
   saved = os.dup(2)
-  with tempfile.TemporaryFile() as file:
-    os.dup2(file.fileno(), 2)
+  number, name = tempfile.mkstemp(prefix="compiler-", suffix=".log")
+  with subprocess.Popen(["sh", "-c", _WATCH, name], stdin=subprocess.PIPE) as watch:
+    os.dup2(number, 2)
     try:
       yield log
     finally:
       os.dup2(saved, 2)
-      file.seek(0)
-      log[0] = file.read().decode(errors="replace")
+      os.close(number)
+      log[0] = pathlib.Path(name).read_text(errors="replace")
+      os.unlink(name)
+      watch.communicate(b"done\n")
       with os.fdopen(saved, "w") as stderr:
         stderr.writelines(line for line in log[0].splitlines(True) if not _reported(line))
 

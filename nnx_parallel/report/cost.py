@@ -5,14 +5,24 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
+from collections.abc import Mapping
 
 from nnx_parallel.report import hlo
+from nnx_parallel.report.arithmetic import ENDLESS, compiled_arithmetic
 
 _CONTRACTING = re.compile(r'"lhs_contracting_dimensions":\[([^\]]*)\]')
 _LABELS = re.compile(r"dim_labels=\w+_(\w+)->(\w+)")
+_DILATED = re.compile(r"\blhs_dilate=([\dx]+)")
+_TARGET = re.compile(r'custom_call_target="([^"]*)"')
+_ESTIMATE = re.compile(r'"cost_estimate":\s*\{[^}]*"flops":\s*"?(\d+)')
+# Custom calls that say where something lies, wait, or sort.
+_LIGHT_CALLS = re.compile(
+  r"Sharding|SPMD|xla\.sdy|AllocateBuffer|MoveTo|PinTo|annotate_device_placement|LayoutConstraint|TopK"
+  r"|PartialReduce|cub\$|AsyncCollective"
+)
 _FREE = frozenset({
   "parameter", "constant", "tuple", "get-tuple-element", "bitcast", "while", "conditional", "call",
-  "after-all", "partition-id", "replica-id", "optimization-barrier", "iota", "copy-done", "fusion-done",
+  "after-all", "partition-id", "replica-id", "optimization-barrier", "iota", "fusion-done", "async-update",
 })  # fmt: skip
 
 
@@ -21,13 +31,21 @@ class Cost:
   """Work of one call of the program on one device.
 
   Attributes:
-    flops: floating point operations of matrix products and convolutions (a multiply-add is two).
+    arithmetic: floating point operations of matrix products, convolutions, and kernels that state theirs (a
+      multiply-add is two), by type and precision; see `Chip.peak`.
     hbm_bytes: bytes read and written by the scheduled operations; a value that a fusion keeps in
       registers does not count, one that stays in a cache does.
+    uncounted: operation -> runs, of what `arithmetic` lacks: custom calls, loops of unknown length.
   """
 
-  flops: int
+  arithmetic: Mapping[str, int]
   hbm_bytes: int
+  uncounted: Mapping[str, int]
+
+  @property
+  def flops(self) -> int:
+    """Floating point operations of all types."""
+    return sum(self.arithmetic.values())
 
 
 def cost(program: str | hlo.Program) -> Cost:
@@ -45,13 +63,37 @@ def cost(program: str | hlo.Program) -> Cost:
     2048
   """
   program = hlo.parse(program) if isinstance(program, str) else program
-  flops = traffic = 0
+  arithmetic: dict[str, int] = {}
+  uncounted: dict[str, int] = {}
+  traffic = 0
   for run in program.executed():
-    flops += run.times * _flops(run.instruction, run.computation)
+    instruction, computation = run.instruction, run.computation
+    flops = _flops(instruction, computation)
+    if flops:
+      types = [shape.dtype for shape in _operand_shapes(instruction, computation)[:2]]
+      name = compiled_arithmetic(types, instruction.rest)
+      arithmetic[name] = arithmetic.get(name, 0) + run.times * flops
+    else:
+      missed = _missed(instruction, computation, program)
+      if missed:
+        uncounted[missed] = uncounted.get(missed, 0) + run.times
     fused = run.caller is not None and run.caller.opcode not in ("while", "conditional", "call")
     if not fused:
-      traffic += run.times * _traffic(run.instruction, run.computation, program)
-  return Cost(flops, traffic)
+      traffic += run.times * _traffic(instruction, computation, program)
+  return Cost(arithmetic, traffic, uncounted)
+
+
+def _missed(instruction: hlo.Instruction, computation: hlo.Computation, program: hlo.Program) -> str:
+  """What an instruction computes that is not counted, or an empty string."""
+  if instruction.opcode == "while" and program.trips(instruction, computation) is None:
+    return ENDLESS
+  target = _TARGET.search(instruction.rest) if instruction.opcode == "custom-call" else None
+  return target[1] if target and not _LIGHT_CALLS.search(target[1]) else ""
+
+
+def _operand_shapes(instruction: hlo.Instruction, computation: hlo.Computation) -> list[hlo.Shape]:
+  operands = (computation.by_name[n] for n in instruction.operands if n in computation.by_name)
+  return [shape for operand in operands for shape in operand.shapes]
 
 
 def _flops(instruction: hlo.Instruction, computation: hlo.Computation) -> int:
@@ -60,16 +102,18 @@ def _flops(instruction: hlo.Instruction, computation: hlo.Computation) -> int:
     dims = instruction.attribute("lhs_contracting_dims").strip("{}")
     return 2 * instruction.shapes[0].elements * _product(left, dims)
   if instruction.opcode == "custom-call":
-    dims = _CONTRACTING.search(instruction.rest)
-    if not dims:
-      return 0
-    left = computation.by_name[instruction.operands[0]].shapes[0]
-    return 2 * instruction.shapes[0].elements * _product(left, dims.group(1).replace('"', ""))
+    dims, estimate = _CONTRACTING.search(instruction.rest), _ESTIMATE.search(instruction.rest)
+    if dims:
+      left = computation.by_name[instruction.operands[0]].shapes[0]
+      return 2 * instruction.shapes[0].elements * _product(left, dims.group(1).replace('"', ""))
+    return int(estimate[1]) if estimate else 0
   if instruction.opcode == "convolution":
     kernel = computation.by_name[instruction.operands[1]].shapes[0]
-    labels = _LABELS.search(instruction.rest)
+    labels, dilated = _LABELS.search(instruction.rest), _DILATED.search(instruction.rest)
     out = kernel.dims[labels.group(1).index("o")] if labels else 1
-    return 2 * instruction.shapes[0].elements * kernel.elements // max(1, out)
+    # Zeros that a stride puts between the elements of the left operand are no work.
+    zeros = math.prod(int(n) for n in dilated[1].split("x")) if dilated else 1
+    return 2 * instruction.shapes[0].elements * kernel.elements // max(1, out * zeros)
   return 0
 
 
@@ -86,8 +130,13 @@ def _traffic(instruction: hlo.Instruction, computation: hlo.Computation, program
     return 2 * computation.by_name[instruction.operands[1]].bytes
   if instruction.opcode in ("fusion", "fusion-start"):
     return _fusion_traffic(instruction, program)
-  operands = (computation.by_name[n] for n in instruction.operands if n in computation.by_name)
-  return instruction.bytes + sum(operand.bytes for operand in operands)
+  read = sum(shape.bytes for shape in _operand_shapes(instruction, computation))
+  # An asynchronous operation reads where it starts and writes where it is done: what is between is no array.
+  if instruction.opcode.endswith("-start") or instruction.opcode in ("send", "recv"):
+    return read
+  if instruction.opcode.endswith("-done"):
+    return instruction.bytes
+  return instruction.bytes + read
 
 
 def _fusion_traffic(fusion: hlo.Instruction, program: hlo.Program) -> int:

@@ -150,20 +150,21 @@ class Program:
   def executed(self) -> Iterator[Executed]:
     """Every instruction that runs, loops multiplied out, fused computations included.
 
-    Both branches of a conditional are listed, each as if it were taken: an upper bound.
+    All branches of a conditional are listed, each as if it were taken: an upper bound. A loop of unknown
+    length (`trips`) is listed once: a lower bound.
     """
     yield from self._walk(self.entry, 1, None)
 
   def _walk(self, computation: Computation, times: int, caller: Instruction | None) -> Iterator[Executed]:
     for instruction in computation.instructions:
       yield Executed(instruction, computation, times, caller)
-      inner = times * self.trips(instruction, computation) if instruction.opcode == "while" else times
+      inner = times * (self.trips(instruction, computation) or 1) if instruction.opcode == "while" else times
       for name in instruction.called:
         if name in self.computations:
           yield from self._walk(self.computations[name], inner, instruction)
 
-  def trips(self, loop: Instruction, computation: Computation) -> int:
-    """How often a `while` runs: as the compiler says, else read from its condition, else 1."""
+  def trips(self, loop: Instruction, computation: Computation) -> int | None:
+    """How often a `while` runs: as the compiler says, or read from its condition; None: neither says it."""
     known = _TRIPS.search(loop.rest)
     if known:
       return int(known.group(1))
@@ -171,10 +172,10 @@ class Program:
     body = self.computations[loop.attribute("body").lstrip("%")]
     bound = self._bound(condition)
     if bound is None:
-      return 1
+      return None
     index, limit = bound
     start = _initial(loop, computation, index)
-    return max(1, -(-(limit - start) // _step(body, index)))
+    return None if start is None else max(1, -(-(limit - start) // _step(body, index)))
 
   def _bound(self, condition: Computation) -> tuple[int, int] | None:
     """The tuple index of the counter and the limit in `counter < limit`."""
@@ -199,15 +200,16 @@ class Program:
     return int(left.attribute("index")), int(right.arguments)
 
 
-def _initial(loop: Instruction, computation: Computation, index: int) -> int:
+def _initial(loop: Instruction, computation: Computation, index: int) -> int | None:
+  """The counter before the loop, or None where it is computed."""
   made = computation.by_name.get(loop.operands[0])
   if made is None or made.opcode != "tuple":
-    return 0
+    return None
   start = computation.by_name[made.operands[index]]
   while start.opcode in ("copy", "bitcast", "convert") and start.operands:
     start = computation.by_name[start.operands[0]]
   is_number = start.opcode == "constant" and re.fullmatch(r"-?\d+", start.arguments)
-  return int(start.arguments) if is_number else 0
+  return int(start.arguments) if is_number else None
 
 
 def _step(body: Computation, index: int) -> int:

@@ -16,7 +16,7 @@ from nnx_parallel.layout.plan import ShardingPlan
 from nnx_parallel.layout.render import format_array, format_spec, grouped
 from nnx_parallel.report import svg
 from nnx_parallel.report.roofline import compiled_time
-from nnx_parallel.report.tables import verdict
+from nnx_parallel.report.tables import not_counted, verdict
 from nnx_parallel.report.units import format_bytes, format_count, format_seconds
 
 if TYPE_CHECKING:
@@ -51,6 +51,7 @@ def report_page(report: CompileReport) -> str:
     f"{format_count(report.cost.flops)} matrix FLOPs, {format_bytes(report.cost.hbm_bytes)} memory "
     f"traffic, {format_bytes(sent)} sent, per device and step; compiled in {format_seconds(report.seconds)}"
   )
+  facts += f". {not_counted(report.cost.uncounted)}"
   state = {True: "fits", False: "short", None: "unknown"}[report.fits]
   body = [
     f"<h1>One step on {html.escape(report.target)}, mesh {html.escape(mesh)}</h1>",
@@ -258,7 +259,8 @@ def step_svg(time: StepTime) -> str:
     at += seconds
   if time.exposed:
     rows.append(("sending not hidden", [(at, time.exposed, format_seconds(time.exposed))]))
-  note = f"<p>{format_seconds(time.seconds)} by the roofline model, bound by {html.escape(time.binds)}.</p>"
+  note = f"<p>{format_seconds(time.seconds)} by the roofline model, bound by {html.escape(time.binds)}. "
+  note += f"{html.escape(not_counted(time.uncounted))}</p>"
   return note + svg.timeline(rows, time.seconds, format_seconds(time.seconds))
 
 

@@ -5,6 +5,10 @@ partitioner does: a dim keeps its axes, and an axis is used once in an array. Wh
 the same axis, an axis of the batch stays with the data (the parameter is gathered: fsdp), any other with the
 parameter (the data is gathered: tensor parallel, after a sequence-parallel part). Sizes enter only when
 the result is evaluated, so one trace serves every factorisation of a mesh.
+
+Counted are matrix products, convolutions, and kernels (Pallas) that state their cost. All branches of a
+conditional count. A loop whose length is not known counts once, and what else computes is not counted:
+`Propagation.uncounted` lists both.
 """
 
 from __future__ import annotations
@@ -15,10 +19,12 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import jax
 from jax.extend import core
 from jax.sharding import PartitionSpec
 
 from nnx_parallel.layout.variables import axes_of
+from nnx_parallel.report.arithmetic import ENDLESS, traced_arithmetic
 from nnx_parallel.report.fusion import is_fused
 from nnx_parallel.train.jaxprs import CHECKPOINTS, called, nbytes, opened, scan_counts
 
@@ -28,17 +34,37 @@ Axes = tuple[DimAxes, ...]
 _REDUCTIONS = (
   "reduce_sum", "reduce_max", "reduce_min", "reduce_prod", "reduce_and", "reduce_or", "argmax", "argmin",
 )  # fmt: skip
+# Operations that hand on the values of their first operand, in another type, shape or order at most.
+_MOVES = frozenset((
+  "broadcast_in_dim", "convert_element_type", "copy", "copy_p", "dynamic_slice", "name", "reduce_precision",
+  "reshape", "rev", "slice", "split", "squeeze", "stop_gradient", "transpose",
+))  # fmt: skip
+# Beside those of `jax.lax`: operations without arithmetic worth counting.
+_LIGHT = frozenset((
+  "copy_p", "custom_lin", "debug_callback", "debug_print", "device_put", "layout_constraint", "mesh_cast",
+  "name", "pvary", "random_bits", "random_clone", "random_fold_in", "random_seed", "random_split",
+  "random_unwrap", "random_wrap", "reshard", "threefry2x32",
+))  # fmt: skip
+_HEAVY = frozenset(("custom_linear_solve", "fft", "linear_solve"))
 
 
 @dataclasses.dataclass(frozen=True)
 class Flow:
-  """Axes of an array's dims, and whether its values depend on the batch, or on parameters."""
+  """Where an array comes from.
+
+  Attributes:
+    axes: mesh axes of each of its dims.
+    data: whether its values depend on the batch.
+    weight: whether they depend on parameters.
+    parameter: position of the input whose values they are, where they are a parameter's.
+    value: which value this is. Its variable does not say it: jax traces equal calls once, to one jaxpr.
+  """
 
   axes: Axes
   data: bool
   weight: bool = False
+  parameter: int | None = None
   value: int = dataclasses.field(default_factory=itertools.count().__next__, compare=False)
-  """Which value this is. Its variable does not say it: jax traces equal calls once, to one jaxpr."""
 
   @property
   def names(self) -> frozenset[str]:
@@ -48,9 +74,10 @@ class Flow:
 
 @dataclasses.dataclass(frozen=True)
 class Product:
-  """One matrix product.
+  """One matrix product or convolution, or a kernel that states its cost.
 
   Attributes:
+    arithmetic: type and precision, as `Chip.peak` takes them.
     flops: of the whole product, once per run.
     times: runs.
     split: axes that divide the work.
@@ -70,6 +97,7 @@ class Product:
     tokens: axes of the data operand's free dims: the gradient of a parameter is summed over them.
   """
 
+  arithmetic: str
   flops: int
   times: int
   split: frozenset[str]
@@ -128,6 +156,8 @@ class Propagation:
     flows: of every variable of the outermost trace.
     moves: arrays that change their layout.
     constrained: (size, axes) of the dims of activations that the program lays out by itself.
+    read: parameter -> bytes per element of the widest type in which it is used; see `Flow.parameter`.
+    uncounted: operation -> runs, of what computes and is not in `products`.
   """
 
   def __init__(self, saves: Callable[..., Any] | None = None, batch_axes: Sequence[str] = ()) -> None:
@@ -144,6 +174,8 @@ class Propagation:
     self.moves: list[Move] = []
     self.flows: dict[Any, Flow] = {}
     self.constrained: set[tuple[int, DimAxes]] = set()
+    self.read: dict[int, int] = {}
+    self.uncounted: dict[str, int] = {}
 
   def run(
     self, jaxpr: Any, inputs: Sequence[Flow], times: int = 1, *, live: frozenset[int] | None = None
@@ -184,31 +216,77 @@ class Propagation:
     if name == "scan":
       return self._scan(eqn, inputs, times)
     if name == "while":
-      body = eqn.params["body_jaxpr"]
-      skipped, consts = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
-      return self.run(body, inputs[skipped:], times)[: len(inputs) - skipped - consts]
+      return self._while(eqn, inputs, times)
     if name == "cond":
       branches = [self.run(branch, inputs[1:], times) for branch in eqn.params["branches"]]
       return branches[-1]
-    inner = called(eqn)
+    inner = None if name == "pallas_call" else called(eqn)
     if inner is not None and len(opened(inner).invars) == len(inputs):
       if name in CHECKPOINTS:
         self.kept.append(Kept(inner, tuple(inputs), times, eqn.params.get("policy")))
       return self.run(inner, inputs, times)
-    data, weight = any(f.data for f in inputs), any(f.weight for f in inputs)
-    if name == "dot_general":
-      return [self._dot(eqn, inputs, times)]
     if name == "optimization_barrier":
       return inputs
     if name == "sharding_constraint":
       return [self._constrain(eqn, inputs[0], times)]
-    return [Flow(_spread(eqn, out.aval.shape, inputs), data, weight) for out in eqn.outvars]
+    data, weight = any(f.data for f in inputs), any(f.weight for f in inputs)
+    own = inputs[0].parameter if name in _MOVES else None
+    if own is None:
+      self._read(eqn, inputs)
+    meeting = _meeting(eqn)
+    if meeting is not None:
+      return [self._dot(eqn, inputs, times, meeting)]
+    flows = [Flow(_spread(eqn, out.aval.shape, inputs), data, weight, own) for out in eqn.outvars]
+    if _is_heavy(name):
+      self._kernel(eqn, inputs, flows, times)
+    return flows
+
+  def _read(self, eqn: Any, inputs: Sequence[Flow]) -> None:
+    for var, flow in zip(eqn.invars, inputs, strict=True):
+      if flow.parameter is not None:
+        size = var.aval.dtype.itemsize
+        self.read[flow.parameter] = max(size, self.read.get(flow.parameter, 0))
+
+  def _miss(self, what: str, times: int) -> None:
+    self.uncounted[what] = self.uncounted.get(what, 0) + times
+
+  def _kernel(self, eqn: Any, inputs: Sequence[Flow], flows: Sequence[Flow], times: int) -> None:
+    """An operation that cannot be looked into: counted by its own estimate, or listed."""
+    estimate = eqn.params.get("cost_estimate")
+    if not getattr(estimate, "flops", 0):
+      self._miss(eqn.primitive.name, times)
+      return
+    first = max(range(len(inputs)), key=lambda n: (inputs[n].data, nbytes(eqn.invars[n].aval)))
+    split = flows[0].names
+    self.products.append(
+      Product(
+        arithmetic=traced_arithmetic([eqn.invars[first].aval]),
+        flops=int(estimate.flops),
+        times=times,
+        split=split,
+        summed=frozenset(),
+        out_bytes=sum(nbytes(out.aval) for out in eqn.outvars),
+        out_split=split,
+        source=inputs[first].value,
+        in_bytes=sum(nbytes(v.aval) for v in eqn.invars),
+        in_split=inputs[first].names,
+        spread=frozenset(),
+      )
+    )
+
+  def _while(self, eqn: Any, inputs: list[Flow], times: int) -> list[Flow]:
+    skipped, consts = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
+    before = len(self.products), dict(self.uncounted)
+    out = self.run(eqn.params["body_jaxpr"], inputs[skipped:], times)
+    if (len(self.products), self.uncounted) != before:
+      self._miss(ENDLESS, times)
+    return out[: len(inputs) - skipped - consts]
 
   def _scan(self, eqn: Any, inputs: list[Flow], times: int) -> list[Flow]:
     counts = scan_counts(eqn)
     consts, carry = counts.constants, counts.carried
     fixed, state, rows = inputs[:consts], inputs[consts : consts + carry], inputs[consts + carry :]
-    rows = [Flow(flow.axes[1:], flow.data, flow.weight) for flow in rows]
+    rows = [Flow(flow.axes[1:], flow.data, flow.weight, flow.parameter) for flow in rows]
     probe = Propagation(batch_axes=tuple(self._batch))
     after = probe.run(eqn.params["jaxpr"], [*fixed, *state, *rows])
     # A carry that starts as zeros takes the axes that the body gives it.
@@ -217,14 +295,14 @@ class Propagation:
       for old, new in zip(state, after[:carry], strict=True)
     ]
     out = self.run(eqn.params["jaxpr"], [*fixed, *state, *rows], times * eqn.params["length"])
-    return state + [Flow(((), *flow.axes), flow.data, flow.weight) for flow in out[carry:]]
+    return state + [Flow(((), *flow.axes), flow.data, flow.weight, flow.parameter) for flow in out[carry:]]
 
-  def _dot(self, eqn: Any, inputs: list[Flow], times: int) -> Flow:
-    left, right = inputs
-    (left_sum, right_sum), (left_batch, right_batch) = eqn.params["dimension_numbers"]
+  def _dot(self, eqn: Any, inputs: list[Flow], times: int, meeting: _Meeting) -> Flow:
+    # Copies: both operands may be one array.
+    left, right = inputs = [dataclasses.replace(flow) for flow in inputs[:2]]
+    (left_sum, right_sum), (left_batch, right_batch) = meeting.summed, meeting.shared
+    left_free, right_free = meeting.free
     shapes = [v.aval.shape for v in eqn.invars]
-    left_free = [d for d in range(len(shapes[0])) if d not in (*left_sum, *left_batch)]
-    right_free = [d for d in range(len(shapes[1])) if d not in (*right_sum, *right_batch)]
     left_first = left.data or not right.data
     order = (left, right) if left_first else (right, left)
     used = _Used()
@@ -237,7 +315,7 @@ class Propagation:
     wanted = frozenset(free) - self._batch
     taken = {id(main): [used.take(_without(main.axes[d], wanted)) for d in frees[id(main)]]}
     taken[id(other)] = [used.take(other.axes[d]) for d in frees[id(other)]]
-    axes = (*batch, *taken[id(left)], *taken[id(right)])
+    axes = meeting.arranged((*batch, *taken[id(left)], *taken[id(right)]))
     summed = [
       axis
       for a, b in zip(left_sum, right_sum, strict=True)
@@ -249,7 +327,7 @@ class Propagation:
     gathered = main.names - wanted
     spread = frozenset(axis for dim in taken[id(other)] for axis in dim) - gathered
     out = Flow(axes, left.data or right.data, left.weight or right.weight)
-    for var, flow, dims in zip(eqn.invars, inputs, (left_batch, right_batch), strict=True):
+    for var, flow, dims in zip(eqn.invars[:2], inputs, (left_batch, right_batch), strict=True):
       if flow.data:
         own = {axis for d in dims for axis in flow.axes[d]}
         self._exchange(var.aval, flow.names, shared - own, times)
@@ -257,7 +335,8 @@ class Propagation:
       return out
     self.products.append(
       Product(
-        flops=2 * math.prod(eqn.outvars[0].aval.shape) * math.prod(shapes[0][d] for d in left_sum),
+        arithmetic=traced_arithmetic([v.aval for v in eqn.invars[:2]], eqn.params["precision"]),
+        flops=meeting.flops,
         times=times,
         split=out.names | frozenset(both),
         summed=frozenset(both),
@@ -284,12 +363,99 @@ class Propagation:
       self.constrained |= {(n, dim) for n, dim in zip(aval.shape, axes, strict=True) if dim}
       moved = {a for before, after in zip(flow.axes, axes, strict=True) for a in after if a not in before}
       self._exchange(aval, flow.names, frozenset(moved), times)
-    return Flow(axes, flow.data, flow.weight)
+    return Flow(axes, flow.data, flow.weight, flow.parameter)
 
   def _exchange(self, aval: Any, split: frozenset[str], arriving: frozenset[str], times: int) -> None:
     """An array that is split over some of the `arriving` axes along another dim: an all-to-all."""
     if split & arriving:
       self.moves.append(Move(split & arriving, nbytes(aval), split, times))
+
+
+@dataclasses.dataclass(frozen=True)
+class _Meeting:
+  """How the dims of two operands meet.
+
+  Attributes:
+    summed: dims of the left and of the right operand that are summed over.
+    shared: dims that both have and the result keeps.
+    free: dims that only one of them has.
+    flops: of the whole product.
+    places: dim of the result, for each of the shared dims, the free ones of the left, and of the right.
+  """
+
+  summed: tuple[Sequence[int], Sequence[int]]
+  shared: tuple[Sequence[int], Sequence[int]]
+  free: tuple[Sequence[int], Sequence[int]]
+  flops: int
+  places: Sequence[int] | None = None
+
+  def arranged(self, axes: Axes) -> Axes:
+    """The axes of the shared and the free dims in the order of the result."""
+    if self.places is None:
+      return axes
+    placed = dict(zip(self.places, axes, strict=True))
+    return tuple(placed[d] for d in sorted(placed))
+
+
+def _meeting(eqn: Any) -> _Meeting | None:
+  """How a product's operands meet; None for other operations."""
+  make = _MEETINGS.get(eqn.primitive.name)
+  return make(eqn) if make else None
+
+
+def _dot_meeting(eqn: Any) -> _Meeting:
+  return _meet(eqn, *eqn.params["dimension_numbers"])
+
+
+def _ragged_meeting(eqn: Any) -> _Meeting | None:
+  """Rows of the left operand in groups, each with its own right operand: a layer of experts."""
+  numbers = eqn.params["ragged_dot_dimension_numbers"]
+  (left_sum, right_sum), shared = numbers.dot_dimension_numbers
+  if set(numbers.lhs_ragged_dimensions) & {*left_sum, *shared[0]}:
+    return None
+  return _meet(eqn, (left_sum, right_sum), shared, numbers.rhs_group_dimensions)
+
+
+def _meet(
+  eqn: Any,
+  summed: tuple[Sequence[int], Sequence[int]],
+  shared: tuple[Sequence[int], Sequence[int]],
+  groups: Sequence[int] = (),
+) -> _Meeting:
+  left, right = (v.aval.shape for v in eqn.invars[:2])
+  free = (
+    [d for d in range(len(left)) if d not in (*summed[0], *shared[0])],
+    [d for d in range(len(right)) if d not in (*summed[1], *shared[1], *groups)],
+  )
+  flops = 2 * math.prod(eqn.outvars[0].aval.shape) * math.prod(left[d] for d in summed[0])
+  return _Meeting(summed, shared, free, flops)
+
+
+def _convolution_meeting(eqn: Any) -> _Meeting:
+  """Windows of the left operand times the kernel; what padding and dilation put between is not counted."""
+  numbers, kernel = eqn.params["dimension_numbers"], eqn.invars[1].aval.shape
+  (batch, channel, *space), (out, into, *_) = numbers.lhs_spec, numbers.rhs_spec
+  result = eqn.outvars[0].aval.shape
+  dilated = math.prod(eqn.params["lhs_dilation"])
+  flops = 2 * math.prod(result) * math.prod(kernel) // max(1, kernel[out] * dilated)
+  out_batch, out_channel, *out_space = numbers.out_spec
+  if eqn.params["feature_group_count"] > 1:  # each group of channels has kernels of its own
+    places = (out_batch, out_channel, *out_space)
+    return _Meeting(((), ()), ((), ()), ((batch, channel, *space), ()), flops, places)
+  free = ((batch, *space), (out,))
+  return _Meeting(((channel,), (into,)), ((), ()), free, flops, (out_batch, *out_space, out_channel))
+
+
+_MEETINGS: Mapping[str, Callable[[Any], _Meeting | None]] = {
+  "dot_general": _dot_meeting,
+  "conv_general_dilated": _convolution_meeting,
+  "ragged_dot_general": _ragged_meeting,
+}
+
+
+def _is_heavy(name: str) -> bool:
+  """Whether an operation may compute much: all that `jax.lax` does not have, products aside, unless known."""
+  return name in _HEAVY or not (name in _LIGHT or hasattr(jax.lax, f"{name}_p"))
 
 
 class _Used:

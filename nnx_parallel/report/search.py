@@ -12,7 +12,7 @@ import itertools
 import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import optax
@@ -23,11 +23,12 @@ from nnx_parallel.layout.mesh import abstract_mesh
 from nnx_parallel.layout.plan import plan as make_plan
 from nnx_parallel.layout.rules import RuleSet
 from nnx_parallel.report.compile_report import CompileReport
-from nnx_parallel.report.memory import memory_categories
+from nnx_parallel.report.memory import ERROR_BAND, memory_categories
 from nnx_parallel.report.roofline import StepTime, step_time
 from nnx_parallel.report.search_compile import Task
 from nnx_parallel.report.search_compile import compile_best as compile_first
 from nnx_parallel.report.search_space import Sizes, Space, factorisations, searched_axes, spaces
+from nnx_parallel.report.tables import not_counted
 from nnx_parallel.report.topology import Machine, machine
 from nnx_parallel.report.workload import lays_out_activations
 from nnx_parallel.report.zero import with_offload, with_zero
@@ -35,6 +36,7 @@ from nnx_parallel.train.remat import MARK_LAYERS, Remat
 
 SAME_TIME = 0.005
 """Relative difference of predicted times below which less memory decides."""
+Fit = Literal["surely", "perhaps", "no"]
 _SAME_MEMORY = 0.005  # a ZeRO stage that saves less is not tried
 
 
@@ -51,6 +53,8 @@ class Candidate:
     changes: logical name -> axes, where the rules differ from the user's: split sequences, experts.
     memory_bytes: predicted need of one device.
     time: predicted time of the step.
+    fits: `"surely"` if the largest need that a compiler had for such a prediction fits too (`ERROR_BAND`),
+      `"perhaps"` if only the prediction does, else `"no"`.
     report: the compiler's figures, where this candidate was compiled.
     compiled: the time of the compiled program, by its own FLOPs and collectives; see `program_time`.
   """
@@ -63,6 +67,7 @@ class Candidate:
   changes: Mapping[str, tuple[str, ...]]
   memory_bytes: int
   time: StepTime
+  fits: Fit
   report: CompileReport | None = None
   compiled: StepTime | None = None
 
@@ -78,12 +83,13 @@ class SearchResult:
 
   Attributes:
     machine: what was searched for.
-    fitting: candidates that fit by the model, fastest first; times within `SAME_TIME` count as equal, and
-      the smaller one comes first.
+    fitting: candidates that fit by the memory plan: those that surely do, then those that perhaps do, each
+      fastest first; times within `SAME_TIME` count as equal, and the smaller one comes first. Compiled ones
+      come before the others.
     too_large: candidates that do not, smallest first.
     refused: reason -> number of mesh factorisations that it ruled out.
-    best: the winner: the fastest that fits, and that compiled where `compile_best` asked for it; None
-      when nothing fits.
+    best: the winner: the first of `fitting`, or the fastest that compiled where `compile_best` asked for it;
+      None when nothing fits.
     notes: what a reader should know: axes that split nothing, compilers that are not here.
     scoped: whether the loss names dims of activations, so that it needs the plan's rules in scope.
   """
@@ -103,7 +109,7 @@ class SearchResult:
     """
     front: list[Candidate] = []
     accepted = (c for c in self.fitting if c.report is None or c.report.fits is not False)
-    for candidate in sorted(accepted, key=_rank):
+    for candidate in sorted(accepted, key=speed):
       if not front or candidate.memory_bytes < front[-1].memory_bytes:
         front.append(candidate)
     return tuple(front)
@@ -158,9 +164,9 @@ def search(
   batch: Any,
   rules: Any,
   optimizer: optax.GradientTransformation | None = None,
-  remats: Sequence[Remat] = ("none", "dots", "full"),
-  zero: Sequence[int] = (0, 1, 2),
-  offload: Sequence[bool] = (False, True),
+  remat: Remat | Sequence[Remat] = ("none", "dots", "full"),
+  zero: int | Sequence[int] = (0, 1, 2),
+  offload: bool | Sequence[bool] = (False, True),
   max_microbatches: int = 64,
   compile_best: int = 0,
 ) -> SearchResult:
@@ -174,15 +180,16 @@ def search(
     rules: as for `plan`; the axes that they name are the axes searched over. Where they keep `sequence` or
       `expert` whole (see `search_space`), splitting it is tried too.
     optimizer: its state is counted.
-    remats: policies to try; see `with_remat`. Where the loss has no layers that they apply to, it is run as
-      written, and `notes` says so.
-    zero: ZeRO stages to try where they split something further; see `plan`. Stage 3 is an `fsdp` axis
-      of the rules.
-    offload: whether to try keeping the optimizer's state in the host's memory.
+    remat: the policy, or those to try; see `with_remat`. Where the loss has no layers that they apply to, it
+      is run as written, and `notes` says so.
+    zero: the ZeRO stage, or those to try, where they split something further; see `plan`. Stage 3 is an
+      `fsdp` axis of the rules.
+    offload: whether the optimizer's state lies in the host's memory; both are tried by default.
     max_microbatches: largest number of parts of the batch to try; powers of two.
     compile_best: how many of the fastest to compile for simulated CPU devices, where this process has
-      enough of them; they are then ordered by what was compiled. The first of these that the machine's own
-      compiler accepts wins, where that is installed; `notes` says what was not.
+      enough of them, those that only perhaps fit included; they are then ordered by what was compiled. The
+      first of these that the machine's own compiler accepts wins, where that is installed; `notes` says what
+      was not.
 
   Returns:
     Every candidate, ranked; print it.
@@ -208,7 +215,10 @@ def search(
       f"max_microbatches={max_microbatches} leaves nothing to try: a batch is run in one part at least.",
       fix="max_microbatches=1 for whole batches only.",
     )
-  strange = [stage for stage in zero if stage not in (0, 1, 2)]
+  remats: tuple[Remat, ...] = (remat,) if isinstance(remat, str) else tuple(remat)
+  stages = (zero,) if isinstance(zero, int) else tuple(zero)
+  places = (offload,) if isinstance(offload, bool) else tuple(offload)
+  strange = [stage for stage in stages if stage not in (0, 1, 2)]
   if strange:
     raise ReportError(
       f"zero={strange[0]!r} is not a stage to search over.",
@@ -233,18 +243,20 @@ def search(
       if reason:
         refused[reason] = refused.get(reason, 0) + 1
         continue
-      found += _candidates(space, whole, target, batch, zero, offload, max_microbatches)
-  usable = target.chip.usable_bytes
-  fitting = sorted((c for c in found if c.memory_bytes <= usable), key=_rank)
-  too_large = sorted((c for c in found if c.memory_bytes > usable), key=lambda c: c.memory_bytes)
+      found += _candidates(space, whole, target, batch, stages, places, max_microbatches)
+  fitting = sorted((c for c in found if c.fits != "no"), key=lambda c: (c.fits != "surely", speed(c)))
+  too_large = sorted((c for c in found if c.fits == "no"), key=lambda c: c.memory_bytes)
   best = fitting[0] if fitting else None
   notes = tuple(f"The axis {axis!r} splits nothing of this model: 1." for axis in tried[0].idle)
   if set(remats) - set(tried[0].works):
     notes += (f"No remat policy was tried, since none finds a layer in the loss. Fix: {MARK_LAYERS}.",)
+  missed = not_counted(tried[0].work.uncounted)
+  notes += (missed.rstrip(),) if missed else ()
   scoped = _scoped(init, loss, rules, batch)
   if compile_best and optimizer is not None:
     task = Task(init, loss, rules, optimizer, batch, target)
-    fitting, best, more = compile_first(task, fitting, compile_best)
+    chosen = sorted(fitting, key=speed)[:compile_best]
+    fitting, best, more = compile_first(task, chosen, [c for c in fitting if c not in chosen])
     notes += more
   return SearchResult(target, tuple(fitting), tuple(too_large), refused, best, notes, scoped)
 
@@ -282,10 +294,17 @@ def _candidates(
         continue
       least[key] = memory
       time = step_time(work, sizes, target.chip, microbatches=count, slice_size=target.slice_size)
-      yield Candidate(sizes, count, remat, stage, away, space.changes, memory, time)
+      fits = _fit(memory, target.chip.usable_bytes)
+      yield Candidate(sizes, count, remat, stage, away, space.changes, memory, time, fits)
 
 
-def _rank(candidate: Candidate) -> tuple[int, int, float]:
+def _fit(memory: int, usable: int) -> Fit:
+  if memory > usable:
+    return "no"
+  return "surely" if memory * ERROR_BAND[1] <= usable else "perhaps"
+
+
+def speed(candidate: Candidate) -> tuple[int, int, float]:
   """By time; of those within half a per cent, which the model cannot tell apart, by memory."""
   step = round(math.log(max(candidate.time.seconds, 1e-12)) / math.log(1 + SAME_TIME))
   return step, candidate.memory_bytes, candidate.time.seconds
@@ -300,6 +319,7 @@ def _row(candidate: Candidate) -> dict[str, Any]:
     "offload": candidate.offload,
     "rules": {name: list(axes) for name, axes in candidate.changes.items()},
     "memory_bytes": candidate.memory_bytes,
+    "fits": candidate.fits,
     "seconds": candidate.time.seconds,
     "mfu": candidate.time.mfu,
     "binds": candidate.time.binds,

@@ -43,7 +43,7 @@ def compile_candidate(task: Task, candidate: Candidate, topology: str) -> Candid
   from nnx_parallel.train.step import train_step
 
   rules = RuleSet.of(task.rules)
-  rules = rules.replace(**candidate.changes) if candidate.changes else rules
+  rules = rules.replace(candidate.changes) if candidate.changes else rules
   place: dict[str, Any] = {"optimizer_memory": "pinned_host"} if candidate.offload else {}
   layout = make_plan(
     task.init,
@@ -63,18 +63,19 @@ def compile_candidate(task: Task, candidate: Candidate, topology: str) -> Candid
 
 
 def compile_best(
-  task: Task, fitting: Sequence[Candidate], count: int
+  task: Task, chosen: Sequence[Candidate], others: Sequence[Candidate]
 ) -> tuple[list[Candidate], Candidate | None, tuple[str, ...]]:
-  """Compiles the first `count` for simulated devices, orders them by that, and has the first checked.
+  """Compiles candidates for simulated devices, orders them by that, and has the first checked.
 
   The real compiler of the machine, where it is installed, has the last word on whether a candidate fits.
+  Where none that was chosen fits, the first of the others wins if it surely does.
 
   Returns:
     All candidates, the compiled ones first; the winner; and what a reader should know.
   """
   notes: list[str] = []
   machine, here = task.machine, len(jax.devices("cpu"))
-  done = list(fitting[:count])
+  done = list(chosen)
   if machine.devices <= here:
     text = f"cpu:{machine.devices}"
     done = sorted((compile_candidate(task, c, text) for c in done), key=_order)
@@ -90,7 +91,10 @@ def compile_best(
       best, done = _checked(task, done, notes)
     else:
       notes.append(f"Not compiled for {machine.text}: {missing}")
-  return [*done, *fitting[count:]], best, tuple(notes)
+  if best is None and others and others[0].fits == "surely":
+    best = others[0]
+    notes.append(f"None of the {len(done)} compiled layouts fits; the winner was not compiled.")
+  return [*done, *others], best, tuple(notes)
 
 
 def _checked(task: Task, done: list[Candidate], notes: list[str]) -> tuple[Candidate | None, list[Candidate]]:

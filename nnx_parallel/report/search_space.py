@@ -155,7 +155,7 @@ def _space(
   remats: Sequence[Remat],
   changes: Changes,
 ) -> Space:
-  changed = ruleset.replace(**changes) if changes else ruleset
+  changed = ruleset.replace(changes) if changes else ruleset
   axes = searched_axes(changed)
   # Sizes of two keep every axis in the specs; the traces do not depend on them.
   mesh = abstract_mesh(dict.fromkeys(axes, 2))

@@ -5,13 +5,25 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from nnx_parallel.report.tables import render
+from nnx_parallel.report.memory import BAND_TEXT, CASES
+from nnx_parallel.report.tables import render, usable_note
 from nnx_parallel.report.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
   from nnx_parallel.report.search import Candidate, SearchResult
 
-FRONT_COLUMNS = ("mesh", "parts>", "remat", "ZeRO>", "besides", "memory>", "step>", "MFU>", "bound by")
+FRONT_COLUMNS = (
+  "mesh",
+  "parts>",
+  "remat",
+  "ZeRO>",
+  "besides",
+  "memory>",
+  "fits",
+  "step>",
+  "MFU>",
+  "bound by",
+)
 _HOW = 5  # columns that say how a candidate runs
 OTHER_COLUMNS = (*FRONT_COLUMNS[:_HOW], "why not")
 
@@ -19,11 +31,15 @@ OTHER_COLUMNS = (*FRONT_COLUMNS[:_HOW], "why not")
 def search_text(result: SearchResult) -> str:
   """Counts, the Pareto front, why the others lost, and the code of the winner."""
   target = result.machine
+  sure = sum(candidate.fits == "surely" for candidate in result.fitting)
   tried = len(result.fitting) + len(result.too_large)
   lines = [
-    f"{tried} layouts for {target.devices} x {target.chip.name} "
-    f"({format_bytes(target.chip.usable_bytes)} usable each): {len(result.fitting)} fit."
+    f"{tried} layouts for {target.devices} x {target.chip.name}, "
+    f"{format_bytes(target.chip.usable_bytes)} usable each{usable_note(target.chip)}: "
+    f"{len(result.fitting)} fit by the memory plan, {sure} of them surely."
   ]
+  if sure < len(result.fitting) or result.best is None:
+    lines.append(f"  In {CASES} test cases {BAND_TEXT}.")
   lines += [f"  left out, {count} meshes: {why}" for why, count in _largest(result.refused)]
   lines += [f"  {note}" for note in result.notes]
   if result.best is None:
@@ -38,7 +54,10 @@ def search_text(result: SearchResult) -> str:
   if compiled:
     rows = [(*_row(c)[:_HOW], *_compiled(c)) for c in compiled]
     lines.append(render("Compiled", (*FRONT_COLUMNS[:_HOW], "compiler needs>", "fits", "step>"), rows))
-  lines += ["The winner:", "", *("  " + line for line in result.code().splitlines())]
+  title = "The winner"
+  if result.best.report is None and result.best.fits == "perhaps":
+    title += " perhaps fits; search(..., compile_best=1) tells"
+  lines += [f"{title}:", "", *("  " + line for line in result.code().splitlines())]
   return "\n".join(lines) + "\n"
 
 
@@ -104,6 +123,8 @@ def _why(candidate: Candidate, best: Candidate, usable: int) -> str:
     return f"the compiler needs {format_bytes(candidate.report.need_bytes)}"
   if candidate.memory_bytes > usable:
     return f"does not fit: {format_bytes(candidate.memory_bytes)}"
+  if candidate.report is None and candidate.fits == "perhaps" and best.fits == "surely" and ratio < 0.995:
+    return f"perhaps fits; {1 / ratio:.2f} times faster"
   if candidate.compiled is not None and best.compiled is not None:
     slower = candidate.compiled.seconds / best.compiled.seconds
     if slower > 1:
@@ -142,6 +163,7 @@ def _row(candidate: Candidate) -> tuple[str, ...]:
     str(candidate.zero),
     _besides(candidate),
     format_bytes(candidate.memory_bytes),
+    candidate.fits,
     format_seconds(candidate.time.seconds),
     f"{100 * candidate.time.mfu:.0f} %",
     candidate.time.binds,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import os
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from rich.console import Console
@@ -14,6 +14,7 @@ from rich.table import Table
 from nnx_parallel.report.units import format_bytes, format_count, format_seconds
 
 if TYPE_CHECKING:
+  from nnx_parallel.report.chips import Chip
   from nnx_parallel.report.compile_report import CompileReport
   from nnx_parallel.report.peak import Tenant
 
@@ -43,12 +44,27 @@ def render(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) ->
   return "\n".join([title, *(line.rstrip() for line in out.getvalue().splitlines())]) + "\n"
 
 
+def not_counted(operations: Mapping[str, int]) -> str:
+  """A line that names what an estimate left out, or nothing."""
+  if not operations:
+    return ""
+  return "Not counted: " + ", ".join(f"{count} x {name}" for name, count in operations.items()) + ".\n"
+
+
+def usable_note(chip: Chip) -> str:
+  """What decides how much of a GPU's memory is usable; nothing for other devices."""
+  if chip.platform != "gpu":
+    return ""
+  share = 100 * chip.usable_bytes / chip.hbm_bytes
+  return f", the {share:.0f} % that JAX takes (XLA_CLIENT_MEM_FRACTION)"
+
+
 def verdict(report: CompileReport) -> str:
   """One sentence: whether it fits, and if not, what would make it fit."""
   need = format_bytes(report.need_bytes)
   if report.chip is None or report.available_bytes is None:
     return f"needs {need} per device; the memory of this device is not in the table."
-  have = f"{format_bytes(report.available_bytes)} usable on {report.chip.name}"
+  have = f"{format_bytes(report.available_bytes)} usable on {report.chip.name}{usable_note(report.chip)}"
   if report.fits:
     free = format_bytes(report.available_bytes - report.need_bytes)
     return f"FITS: needs {need} of {have}; {free} free."
@@ -102,6 +118,8 @@ def _header(report: CompileReport) -> str:
     f"Per device and step: {format_count(report.cost.flops)} matrix FLOPs, "
     f"{format_bytes(report.cost.hbm_bytes)} memory traffic, {format_bytes(sent)} sent.",
   ]
+  missed = not_counted(report.cost.uncounted)
+  lines += [missed.rstrip()] if missed else []
   if not report.compiled:
     lines.append("The compiler stopped for lack of memory; what follows is the program as far as it came.")
   return "\n".join(lines) + "\n"

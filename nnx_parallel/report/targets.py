@@ -26,6 +26,7 @@ class _Target:
 
 _TARGETS: Mapping[str, _Target] = {
   "a100": _Target("NVIDIA A100-SXM4-80GB", 8, 108, 40, 1.41, 164, 64),
+  "a100_40gb": _Target("NVIDIA A100-SXM4-40GB", 8, 108, 40, 1.41, 164, 64),
   "h100": _Target("NVIDIA H100 80GB HBM3", 9, 132, 50, 1.98, 228, 128),
   "h200": _Target("NVIDIA H200", 9, 132, 50, 1.98, 228, 128),
   "b200": _Target("NVIDIA B200", 10, 148, 126, 1.965, 228, 128),

@@ -63,11 +63,30 @@ class Leaf:
 
 
 @dataclasses.dataclass(frozen=True)
+class Trained:
+  """Trained parameters that are alike, and their gradients.
+
+  Attributes:
+    leaf: the parameters.
+    read: their bytes in the type in which the loss uses them, which is that of a microbatch's gradients.
+    summed: bytes of the gradients' sum over microbatches, which is in float32 at least.
+    further: axes over which the stage splits their update beside the axes that split them.
+  """
+
+  leaf: Leaf
+  read: int
+  summed: int
+  further: Split = frozenset()
+
+
+@dataclasses.dataclass(frozen=True)
 class Workload:
   """One step of a model on a batch, for any sizes of the mesh axes.
 
   Attributes:
     parameters: trained and frozen parameters.
+    used: the same in the type in which they are gathered: their own, or the one in which they are used where
+      that is narrower.
     trained: those that get a gradient.
     other: the model's other state.
     optimizer: the optimizer's state, one part for each of `optimizer_leaves`.
@@ -81,7 +100,7 @@ class Workload:
     kept_outside: the same, of what is outside scans.
     kept_weights: such arrays that depend on parameters only (casts).
     layer: arrays of the largest rematerialised layer while it is differentiated.
-    layer_weights: the parameters of one scanned layer.
+    layer_weights: the parameters of one scanned layer, in the type in which they are used.
     casts: scanned parameters in the type in which they are multiplied, where that is narrower than theirs.
     narrowed: what gradients of scanned parameters take less until the update, where the model casts the
       parameters of all layers before it scans them; nothing where they are scattered.
@@ -90,17 +109,16 @@ class Workload:
     constrained: (size, axes) of dims of activations that the model lays out by itself.
     products: matrix products of the forward pass.
     recomputed: matrix products that rematerialisation runs again.
-    compute_bytes: bytes per element of the type in which weights are multiplied.
+    uncounted: operation -> runs, of what computes and is not among the products.
     optimizer_leaves: the optimizer's state, leaf by leaf, at stage 0.
-    trained_leaves: trained parameters, leaf by leaf.
     stage: ZeRO stage; see `with_zero`.
+    scattered: whether gradients are held split as their update is.
     offload: whether the state of parameters lies in the host's memory whatever the plan says.
-    gradients: as they are held until the update.
-    reduced: trained parameters, each with the axes over which the stage splits its update.
   """
 
   parameters: tuple[Part, ...]
-  trained: tuple[Part, ...]
+  used: tuple[Part, ...]
+  trained: tuple[Trained, ...]
   other: tuple[Part, ...]
   optimizer: tuple[Part, ...]
   batch: tuple[Part, ...]
@@ -119,13 +137,34 @@ class Workload:
   constrained: frozenset[tuple[int, tuple[str, ...]]]
   products: tuple[Product, ...]
   recomputed: tuple[Product, ...]
-  compute_bytes: int
+  uncounted: Mapping[str, int]
   optimizer_leaves: tuple[Leaf, ...]
-  trained_leaves: tuple[Leaf, ...]
   stage: int
+  scattered: bool
   offload: bool
-  gradients: tuple[Part, ...]
-  reduced: tuple[tuple[Part, Split], ...]
+
+  @functools.cached_property
+  def gradients(self) -> tuple[Part, ...]:
+    """The gradients of one batch or microbatch, in the types of their parameters."""
+    return _merge(Part(t.leaf.part.bytes, self._held(t)) for t in self.trained)
+
+  @functools.cached_property
+  def sums(self) -> tuple[Part, ...]:
+    """The sums of gradients over microbatches."""
+    return _merge(Part(t.summed, self._held(t)) for t in self.trained)
+
+  @functools.cached_property
+  def reduced(self) -> Mapping[tuple[Split, Split], tuple[int, int, int]]:
+    """(axes of parameters, further axes of their update) -> bytes stored, read and summed."""
+    found: dict[tuple[Split, Split], tuple[int, int, int]] = {}
+    for t in self.trained:
+      key = (t.leaf.part.split, t.further)
+      stored, read, summed = found.get(key, (0, 0, 0))
+      found[key] = (stored + t.leaf.part.bytes, read + t.read, summed + t.summed)
+    return found
+
+  def _held(self, trained: Trained) -> Split:
+    return trained.leaf.part.split | (trained.further if self.scattered else frozenset())
 
   def host_state(self) -> tuple[Part, ...]:
     """The optimizer's state in the host's memory."""
@@ -173,16 +212,19 @@ def trace_workload(
   forward, flows = traces.loss(), traces.flows
   seen = Propagation(batch_axes=batch_axes)
   seen.run(forward, flows)
+  read = [max(1, seen.read.get(n, leaf.dtype.itemsize)) for n, leaf in enumerate(traces.leaves)]
   kept = _residuals(traces.backward(), flows, batch_axes)
   layers = [_layer(item, batch_axes) for item in seen.kept]
-  scanned = _scanned(forward, flows, trained=len(traces.trained_paths))
+  scanned = _scanned(forward, flows, read, trained=len(traces.trained_paths))
   layer = max((parts for parts, _ in layers), key=lambda p: sum(x.bytes for x in p), default=())
   model = [leaf for leaf in plan.leaves if leaf.root == "model"]
   owners = [(leaf, leaf.parameter) for leaf in plan.leaves if leaf.root == "optimizer"]
   own_shape = {p: leaf for leaf, p in owners if p and leaf.shape == plan.of("model")[p].shape}
-  rows = [(plan.of("model")[path], path in own_shape) for path in traces.trained_paths]
-  updated = [(_part(leaf), _part(own_shape.get(leaf.path, leaf)).split) for leaf, _ in rows]
-  further = any(split - part.split for part, split in updated)
+  trained = _trained(
+    (plan.of("model")[path], own_shape.get(path), size)
+    for path, size in zip(traces.trained_paths, read, strict=False)
+  )
+  further = any(t.further for t in trained)
   scattered = is_scattered(gradients, plan.zero, further=further)
   optimizer = _alike((leaf, path is not None) for leaf, path in owners)
   weighted = [product for product in seen.products if product.weighs]
@@ -190,7 +232,12 @@ def trace_workload(
   tokens = frozenset(batch_axes).union(*(product.tokens for product in weighted))
   return Workload(
     parameters=parameter_parts(plan),
-    trained=_merge(part for part, _ in updated),
+    used=_merge(
+      Part(_resized(leaf, min(size, leaf.dtype.itemsize)), _part(leaf).split)
+      for leaf, size in zip(traces.leaves, read, strict=True)
+      if leaf.is_parameter
+    ),
+    trained=trained,
     other=_merge(_part(leaf) for leaf in model if not leaf.is_parameter),
     optimizer=tuple(leaf.part for leaf in optimizer),
     batch=_merge(Part(nbytes(x), f.names) for x, f in zip(traces.inputs, traces.batch_flows, strict=True)),
@@ -210,13 +257,11 @@ def trace_workload(
     constrained=frozenset(seen.constrained),
     products=tuple(seen.products),
     recomputed=tuple(product for _, products in layers for product in products),
-    compute_bytes=_compute_bytes(forward),
+    uncounted=dict(seen.uncounted),
     optimizer_leaves=optimizer,
-    trained_leaves=_alike(rows),
     stage=(2 if scattered else 1) if further else 0,
+    scattered=scattered,
     offload=False,
-    gradients=_merge(Part(part.bytes, split) if scattered else part for part, split in updated),
-    reduced=_merge_reduced((part, split - part.split) for part, split in updated),
   )
 
 
@@ -255,8 +300,8 @@ class _Traces:
     self.trained_paths = [path for path, _ in trained_flat]
     self.inputs, structure = jax.tree.flatten(batch)
     self.batch_flows = [Flow(_dims(plan.batch_spec(len(x.shape)), len(x.shape)), True) for x in self.inputs]
-    leaves = [rows[path] for path, _ in (*trained_flat, *rest_flat)]
-    self.flows = [Flow(_dims(leaf.spec, len(leaf.shape)), False, True) for leaf in leaves]
+    leaves = self.leaves = [rows[path] for path, _ in (*trained_flat, *rest_flat)]
+    self.flows = [Flow(_dims(x.spec, len(x.shape)), False, True, n) for n, x in enumerate(leaves)]
     self.flows += self.batch_flows
     self._arrays = [
       [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in leaves[: len(trained_flat)]],
@@ -371,7 +416,7 @@ class _Scanned:
   """Parameters that a scan reads.
 
   Attributes:
-    once: those of one pass.
+    once: those of one pass, in the type in which they are used.
     casts: all of them, as cast where they are multiplied.
     narrowed: bytes that the trained ones have more than what the scan reads of them, cast before it.
   """
@@ -381,52 +426,43 @@ class _Scanned:
   narrowed: tuple[Part, ...]
 
 
-def _scanned(traced: Any, flows: Sequence[Flow], *, trained: int) -> list[_Scanned]:
-  """One for each scan of the outermost level; the first `trained` inputs get gradients."""
+def _scanned(traced: Any, flows: Sequence[Flow], read: Sequence[int], *, trained: int) -> list[_Scanned]:
+  """One for each scan of the outermost level; the first `trained` inputs get gradients.
+
+  Args:
+    traced: the loss.
+    flows: of its inputs.
+    read: bytes per element in which each parameter is used.
+    trained: number of trained parameters.
+  """
   body = opened(traced)
   flow = dict(zip(body.invars, flows, strict=True))
   with_gradient = set(body.invars[:trained])
   cast_from = {
     eqn.outvars[0]: eqn.invars[0] for eqn in body.eqns if eqn.primitive.name == "convert_element_type"
   }
-  narrow = _compute_bytes(traced)
+  narrow = {var: min(size, var.aval.dtype.itemsize) for var, size in zip(body.invars, read, strict=False)}
   found: list[_Scanned] = []
   for eqn in body.eqns:
     if eqn.primitive.name != "scan":
       continue
     counts = scan_counts(eqn)
     rows = [v for v in eqn.invars[counts.constants + counts.carried :] if not isinstance(v, core.Literal)]
-    read = [(v, cast_from.get(v, v)) for v in rows]
-    read = [(v, own) for v, own in read if own in flow and not flow[own].data]
-    wide = [own for _, own in read if own.aval.dtype.itemsize > narrow]
+    pairs = [(v, cast_from.get(v, v)) for v in rows]
+    pairs = [(v, own) for v, own in pairs if own in narrow]
+    used = {own: nbytes(own.aval) // own.aval.dtype.itemsize * narrow[own] for _, own in pairs}
     found.append(
       _Scanned(
-        once=tuple(Part(nbytes(own.aval) // eqn.params["length"], flow[own].names) for _, own in read),
-        casts=tuple(Part(nbytes(v.aval) * narrow // v.aval.dtype.itemsize, flow[v].names) for v in wide),
+        once=tuple(Part(used[own] // eqn.params["length"], flow[own].names) for _, own in pairs),
+        casts=tuple(Part(size, flow[own].names) for own, size in used.items() if size < nbytes(own.aval)),
         narrowed=tuple(
           Part(nbytes(own.aval) - nbytes(v.aval), flow[own].names)
-          for v, own in read
+          for v, own in pairs
           if own in with_gradient and nbytes(v.aval) < nbytes(own.aval)
         ),
       )
     )
   return found
-
-
-def _compute_bytes(traced: Any) -> int:
-  """Bytes per element of the largest matrix product's operands."""
-  sizes: list[tuple[int, int]] = []
-
-  def visit(jaxpr: Any) -> None:
-    for eqn in jaxpr.eqns:
-      if eqn.primitive.name == "dot_general":
-        aval = eqn.invars[1].aval
-        sizes.append((nbytes(eqn.outvars[0].aval), aval.dtype.itemsize))
-      for inner in core.jaxprs_in_params(eqn.params):
-        visit(opened(inner))
-
-  visit(opened(traced))
-  return max(sizes, default=(0, 4))[1]
 
 
 def _part(leaf: LeafPlan) -> Part:
@@ -445,18 +481,37 @@ def _alike(rows: Iterable[tuple[LeafPlan, bool]]) -> tuple[Leaf, ...]:
   return tuple(Leaf(key[0], key[1], part, *key[2:]) for key, part in sums.items())
 
 
+def _resized(leaf: LeafPlan, itemsize: int) -> int:
+  """Bytes of a leaf with elements of another size."""
+  return leaf.bytes // leaf.dtype.itemsize * itemsize
+
+
+def _trained(rows: Iterable[tuple[LeafPlan, LeafPlan | None, int]]) -> tuple[Trained, ...]:
+  """One entry for parameters of one shape, layout and type, used in one type.
+
+  Args:
+    rows: parameter, its optimizer state of its own shape, and bytes per element in which it is used.
+  """
+  sums: dict[tuple[Any, ...], tuple[int, int, int]] = {}
+  for leaf, state, size in rows:
+    part = _part(leaf)
+    further = _part(state).split - part.split if state else frozenset[str]()
+    key = (leaf.shape, leaf.spec, part.split, state is not None, further)
+    stored, read, summed = sums.get(key, (0, 0, 0))
+    sums[key] = (
+      stored + part.bytes, read + _resized(leaf, size), summed + _resized(leaf, max(4, leaf.dtype.itemsize))
+    )  # fmt: skip
+  return tuple(
+    Trained(Leaf(shape, spec, Part(stored, split), spreads), read, summed, further)
+    for (shape, spec, split, spreads, further), (stored, read, summed) in sums.items()
+  )
+
+
 def _merge(parts: Iterable[Part]) -> tuple[Part, ...]:
   sums: dict[Split, int] = {}
   for part in parts:
     sums[part.split] = sums.get(part.split, 0) + part.bytes
   return tuple(Part(size, split) for split, size in sums.items())
-
-
-def _merge_reduced(rows: Iterable[tuple[Part, Split]]) -> tuple[tuple[Part, Split], ...]:
-  sums: dict[tuple[Split, Split], int] = {}
-  for part, spread in rows:
-    sums[part.split, spread] = sums.get((part.split, spread), 0) + part.bytes
-  return tuple((Part(size, split), spread) for (split, spread), size in sums.items())
 
 
 def _dims(spec: Any, rank: int) -> tuple[tuple[str, ...], ...]:

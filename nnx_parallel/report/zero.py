@@ -29,16 +29,15 @@ def with_zero(work: Workload, sizes: Sizes, stage: int) -> Workload:
   optimizer = tuple(_spread(leaf, work.batch_axes, sizes) for leaf in work.optimizer_leaves)
   if all(part.split == leaf.part.split for part, leaf in zip(optimizer, work.optimizer_leaves, strict=True)):
     return work
-  updated = tuple(_spread(leaf, work.batch_axes, sizes) for leaf in work.trained_leaves)
   return dataclasses.replace(
     work,
     stage=stage,
     optimizer=optimizer,
-    gradients=updated if stage == 2 else work.trained,
+    scattered=stage == 2,
     narrowed=() if stage == 2 else work.narrowed,
-    reduced=tuple(
-      (leaf.part, part.split - leaf.part.split)
-      for leaf, part in zip(work.trained_leaves, updated, strict=True)
+    trained=tuple(
+      dataclasses.replace(t, further=_spread(t.leaf, work.batch_axes, sizes).split - t.leaf.part.split)
+      for t in work.trained
     ),
   )
 

@@ -13,8 +13,8 @@ import textwrap
 
 import pytest
 
-from nnx_parallel.cli import main as cli
 from nnx_parallel.cli.compile import fill
+from nnx_parallel.cli.main import main
 from nnx_parallel.cli.options import parse_rules
 from nnx_parallel.cli.search import command
 from nnx_parallel.recipes import load_recipe
@@ -149,23 +149,6 @@ def test_the_command_of_the_winner_runs_as_printed(recipe):
   assert report["quantities"]["batch"] == 512 * 64 * 4
 
 
-def test_a_search_tries_what_it_is_told_to(recipe, capsys):
-  path = pathlib.Path(recipe)
-  text = path.read_text().replace("sgd(0.1)", "adam(0.1)").replace('{"fsdp": 4}', '{"data": 4}')
-  path.write_text(text.replace('batch="fsdp"), nxp.fsdp(min_size=0)', 'batch="data"), nxp.replicate()'))
-  common = ["search", recipe, "--topology", "tpu:v5e:2x2", "--json"]
-  counts = []
-  for words in ([], ["--zero", "0", "--rules", "hidden=data"]):
-    assert cli.main([*common, *words]) == 0
-    found = json.loads(capsys.readouterr().out)
-    counts.append(found["fitting"])
-  assert counts[1] < counts[0]
-  assert {row["zero"] for row in found["pareto"]} == {0}
-  with pytest.raises(SystemExit):
-    cli.main([*common, "--remat", "some"])
-  assert "invalid choice: 'some'" in capsys.readouterr().err
-
-
 def test_commands_name_a_stage_an_offload_and_rules(recipe):
   """Every choice of a search that a command can meet: Adam's state split, on the host, split sequences."""
   path = pathlib.Path(recipe)
@@ -205,6 +188,25 @@ def test_commands_name_a_stage_an_offload_and_rules(recipe):
 def test_rules_that_cannot_be_read(text):
   with pytest.raises(argparse.ArgumentTypeError, match=r"cannot read .*; for example sequence=tensor"):
     parse_rules(text)
+
+
+def test_search_tries_what_it_is_told_to(recipe, capsys):
+  path = pathlib.Path(recipe)
+  path.write_text(path.read_text().replace("sgd(0.1)", "adam(0.1)"))
+
+  def found(*words):
+    words = ("search", recipe, "--topology", "tpu:v5e:2x4", *words)
+    assert main(words) == 0
+    return capsys.readouterr().out
+
+  assert len(json.loads(found("--json"))["pareto"]) > 1
+  told = json.loads(found("--remat", "as written", "--zero", "0", "--no-offload", "--json"))
+  rows = told["pareto"]
+  assert {(row["remat"], row["zero"], row["offload"]) for row in rows} == {("as written", 0, False)}
+  assert all(row["offload"] for row in json.loads(found("--offload", "--json"))["pareto"])
+  text = found("--rules", "batch=data")
+  assert "--rules batch=data" in text.splitlines()[-2]
+  assert "make_mesh(data=" in text
 
 
 def test_search_ends_with_3_when_nothing_fits(recipe):

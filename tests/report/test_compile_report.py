@@ -2,6 +2,10 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
+import signal
+import subprocess
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +22,7 @@ from nnx_parallel.report.budgets import assert_collectives, assert_fits
 from nnx_parallel.report.chips import chip
 from nnx_parallel.report.collectives import KINDS
 from nnx_parallel.report.compile_report import _need, compile_report
-from nnx_parallel.report.compiler import Compiled, MemoryStats, Shortage
+from nnx_parallel.report.compiler import Compiled, MemoryStats, Shortage, run_compiler
 from nnx_parallel.report.reshards import find_reshards
 from report import layouts
 
@@ -269,3 +273,65 @@ def test_a_users_own_jitted_step():
   plan = dataclasses.replace(plan, abstract_optimizer=None)
   found = compile_report(step, plan, batch=layouts.batch(), topology="cpu:8")
   assert found.cost.flops == 2 * 2 * layouts.BATCH * layouts.WIDTH * layouts.HIDDEN // 8
+
+
+ABORT = """
+import os
+from nnx_parallel.report.compiler import run_compiler
+
+class Faulty:
+  def compile(self, compiler_options):
+    os.write(2, b"Check failed: the reason\\n")
+    os.abort()
+
+run_compiler(Faulty())
+"""
+
+
+def test_a_compiler_that_ends_the_process_is_heard(tmp_path):
+  environment = {**os.environ, "TMPDIR": str(tmp_path)}
+  done = subprocess.run(
+    [sys.executable, "-c", ABORT], capture_output=True, text=True, check=False, env=environment
+  )
+  assert done.returncode == -signal.SIGABRT
+  assert "Check failed: the reason" in done.stderr
+  assert not list(tmp_path.glob("*.log"))
+
+
+def test_what_a_compiler_says_is_kept_and_passed_on(capfd):
+  class Talkative:
+    def compile(self, compiler_options):
+      os.write(2, b"a warning\n[SPMD] Involuntary full rematerialization: in the report\n")
+      raise jax.errors.JaxRuntimeError("Used 20G of 16G hbm")
+
+  done = run_compiler(Talkative())
+  assert (done.shortage, "Involuntary" in done.log) == (Shortage(20 << 30, True), True)
+  assert capfd.readouterr().err == "a warning\n"
+
+
+def test_a_device_that_is_here_says_how_much_memory_a_program_may_use(monkeypatch, fsdp):
+  lowered = layouts_step_lowered()
+  kind = type(jax.devices()[0])
+  monkeypatch.setattr(kind, "memory_stats", lambda device: {"bytes_limit": 12345})
+  assert compile_report(lowered).available_bytes == 12345
+  assert compile_report(lowered, chip="v5e").available_bytes == chip("v5e").usable_bytes
+  monkeypatch.undo()
+  assert compile_report(lowered).available_bytes == chip("cpu").usable_bytes
+
+
+def layouts_step_lowered():
+  x = jax.ShapeDtypeStruct((8,), jnp.float32, sharding=NamedSharding(nxp.make_mesh(data=8), P("data")))
+  return jax.jit(lambda x: 2 * x).lower(x)
+
+
+def test_a_loss_is_no_step():
+  with pytest.raises(
+    ReportError, match=r"loss is no step(.|\n)*compile_report\(nxp.train_step\(loss\), plan"
+  ):
+    compile_report(layouts.loss, layouts.plan(fsdp=8), batch=layouts.batch())
+
+
+def test_a_step_needs_a_batch():
+  plan = layouts.plan(fsdp=8, optimizer=optax.sgd(0.1))
+  with pytest.raises(ReportError, match=r"there is none(.|\n)*batch=jax.ShapeDtypeStruct"):
+    compile_report(nxp.train_step(layouts.loss), plan, topology="cpu:8")

@@ -80,7 +80,7 @@ def loss(model, batch):
 def find(kind, topology="cpu:8", **options):
   return search(
     lambda: kind(nnx.Rngs(0)), loss, topology, batch=BATCH, rules=RULES, optimizer=ADAM,
-    **{"remats": ["as written"], "zero": [0], "offload": [False], "max_microbatches": 1, **options},
+    **{"remat": ["as written"], "zero": [0], "offload": [False], "max_microbatches": 1, **options},
   )  # fmt: skip
 
 

@@ -75,16 +75,43 @@ def test_a_missing_gpu_compiler_says_what_to_install():
 @pytest.mark.parametrize("name", CHIPS)
 def test_the_table_is_consistent(name):
   found = CHIPS[name]
-  assert 0.9 * found.hbm_bytes <= found.usable_bytes <= found.hbm_bytes
+  share = 0.75 if found.platform == "gpu" else 1.0
+  assert 0.95 * share * found.hbm_bytes <= found.usable_bytes <= share * found.hbm_bytes
   assert found.peak("bfloat16") > found.hbm_bandwidth / 100
-  assert found.peak("unheard-of") == found.peak("bfloat16")
+  assert found.peak("complex128") == found.peak("float32 highest")
 
 
-def test_kinds_are_recognised():
+def test_kinds_are_recognised_by_their_whole_name():
   assert chip_of("NVIDIA H100 80GB HBM3") is chip("h100")
   assert chip_of("TPU v5 lite") is chip("v5e")
   assert chip_of("TPU v5") is chip("v5p")
-  assert chip_of("Quantum 9") is None
+  small = chip_of("NVIDIA A100-SXM4-40GB")
+  assert small.usable_bytes <= 30 * 2**30 < chip_of("NVIDIA A100-SXM4-80GB").usable_bytes
+  for other in ("Quantum 9", "NVIDIA H100 PCIe", "NVIDIA H100 NVL", "NVIDIA A100-PCIE-40GB", "TPU v4 lite"):
+    assert chip_of(other) is None, other
+
+
+def test_float32_products_run_as_jax_runs_them():
+  v5p, h100 = chip("v5p"), chip("h100")
+  assert [v5p.peak("bfloat16") / v5p.peak(f"float32{how}") for how in ("", " high", " highest")] == [1, 3, 6]
+  assert h100.peak("float32") == h100.peak("float32 high") == h100.flops["tf32"]
+  assert h100.peak("float32 highest") == h100.flops["float32"]
+  assert h100.peak("bfloat16 x3") == h100.peak("bfloat16") / 3
+
+
+def test_types_of_one_byte_are_not_alike():
+  assert chip("v5p").peak("float8") == chip("v5p").peak("bfloat16") < chip("v5p").peak("int8")
+  assert chip("tpu7x").peak("int8") == chip("tpu7x").peak("bfloat16") < chip("tpu7x").peak("float8")
+  assert chip("a100").peak("float8") == chip("a100").peak("bfloat16")
+
+
+@pytest.mark.parametrize("name", ["XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION"])
+def test_a_gpu_has_the_memory_that_jax_may_take(monkeypatch, name):
+  assert chip("h100").usable_bytes == int(0.75 * chip("h100").hbm_bytes)
+  monkeypatch.setenv(name, "0.92")
+  for found in (chip("h100"), chip_of("NVIDIA H100 80GB HBM3"), machine("gpu:h100:1x8").chip):
+    assert found.usable_bytes == int(0.92 * found.hbm_bytes)
+  assert chip("v5e").usable_bytes == CHIPS["v5e"].usable_bytes
 
 
 def test_targets_hold_the_figures_of_the_table():

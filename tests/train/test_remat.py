@@ -239,13 +239,13 @@ def test_a_search_leaves_out_policies_that_change_nothing_and_says_so():
   assert note in str(found)
   assert any(note in line for line in json.loads(found.to_json())["notes"])
   assert "remat" not in found.code()
-  alone = search(Layer, remats=["none"], zero=[0], offload=[False])
+  alone = search(Layer, remat=["none"], zero=[0], offload=[False])
   assert {c.remat for c in alone.fitting} == {"none"}
   assert not alone.notes
 
 
 def test_the_code_of_a_search_gives_the_policy_to_the_step():
-  found = search(Marked, remats=["full"], zero=[0], offload=[False], max_microbatches=1)
+  found = search(Marked, remat=["full"], zero=[0], offload=[False], max_microbatches=1)
   assert not found.notes
   assert 'step = nxp.train_step(loss, microbatches=1, remat="full")' in found.code()
   scope = {"nxp": nxp, "loss": loss_fn, "rules": RULES, "optimizer": optax.adam(1e-2)}

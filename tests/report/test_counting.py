@@ -1,0 +1,270 @@
+"""What the estimates count, in which arithmetic, and what they say that they do not count."""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from flax import nnx
+from jax.experimental import pallas as pl
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import nnx_parallel as nxp
+from nnx_parallel.report.arithmetic import ENDLESS
+from nnx_parallel.report.chips import chip
+from nnx_parallel.report.compile_report import compile_report
+from nnx_parallel.report.cost import cost
+from nnx_parallel.report.memory import memory_plan
+from nnx_parallel.report.roofline import compiled_time, predict_time
+from nnx_parallel.report.search import search
+
+DEPTH, WIDTH, WORDS = 4, 64, 512
+BATCH = jax.ShapeDtypeStruct((256, WIDTH), jnp.bfloat16)
+BF16, F32 = jnp.bfloat16, jnp.float32
+
+
+class Net(nnx.Module):
+  """Scanned layers and a head, each multiplied in a type of its own."""
+
+  def __init__(self, stored=F32, layers=BF16, head: jnp.dtype | None = F32):
+    self.up = nnx.Param(jnp.zeros((DEPTH, WIDTH, WIDTH), stored), out_sharding=("layers", "embed", "mlp"))
+    self.head = nnx.Param(jnp.zeros((WIDTH, WORDS), stored), out_sharding=("embed", "mlp"))
+    self.types = layers, head
+
+  def __call__(self, x):
+    layers, head = self.types
+    x, _ = jax.lax.scan(lambda x, w: (x @ w.astype(layers), None), x.astype(layers), self.up[...])
+    return x if head is None else x.astype(head) @ self.head[...].astype(head)
+
+
+def loss(model, batch):
+  return jnp.mean(jnp.square(model(batch).astype(F32)))
+
+
+RULES = nxp.LogicalRules(batch="fsdp", embed="fsdp", mlp=None, layers=None)
+
+
+def time(model, on="h100", batch=BATCH, of=loss, rules=RULES, **options):
+  layout = nxp.plan(model, nxp.abstract_mesh(fsdp=8), rules, optimizer=optax.sgd(0.1))
+  return predict_time(layout, of, batch, chip=on, **options)
+
+
+def net(**types):
+  return functools.partial(Net, **types)
+
+
+# The arithmetic of each product ---------------------------------------------------------------
+
+
+@pytest.mark.parametrize("on", ["h100", "v5p"])
+def test_a_wide_head_does_not_widen_the_layers(on):
+  layers, both = time(net(head=None), on), time(net(), on)
+  head = 3 * 2 * 256 * WIDTH * WORDS / 8
+  assert both.arithmetic == {**layers.arithmetic, "float32": head}
+  spent = head / (chip(on).peak("float32") * chip(on).efficiency)
+  assert both.compute == pytest.approx(layers.compute + spent)
+  assert "float32" in str(both)
+
+
+def test_a_parameter_travels_in_the_type_of_its_own_use():
+  # Only the head is wide: the layers' gathers and scatters stay as they are.
+  wide, narrow = time(net(head=F32), "cpu"), time(net(head=BF16), "cpu")
+  per_byte = 7 / 8 / (chip("cpu").link_bandwidth * chip("cpu").links)
+  more = wide.overlapped["fsdp"] - narrow.overlapped["fsdp"]
+  assert more == pytest.approx(3 * WIDTH * WORDS * 2 * per_byte)
+
+
+@pytest.mark.parametrize(("on", "slower"), [("v5p", 6), ("h100", 494 / 67)])
+def test_float32_costs_what_its_precision_costs(on, slower):
+  plain = time(net(layers=F32), on)
+  with jax.default_matmul_precision("highest"):
+    exact = time(net(layers=F32), on)
+  assert exact.compute / plain.compute == pytest.approx(slower, rel=1e-3)
+  assert exact.main_arithmetic == "float32 highest"
+  if on == "v5p":
+    assert plain.compute == time(net(head=BF16), on).compute
+
+
+def test_parameters_in_bfloat16_are_not_halved_twice():
+  wide, narrow = (time(net(stored=stored, head=BF16), "cpu") for stored in (F32, BF16))
+  assert narrow.overlapped == pytest.approx(wide.overlapped)
+
+
+def test_gradients_of_bfloat16_parameters_are_summed_in_float32():
+  def planned(stored):
+    layout = nxp.plan(
+      net(stored=stored, head=BF16), nxp.abstract_mesh(fsdp=8), RULES, optimizer=optax.sgd(0.1)
+    )
+    return memory_plan(layout, loss, BATCH, microbatches=4).categories
+
+  wide, narrow = planned(F32), planned(BF16)
+  assert narrow["accumulators"] == wide["accumulators"] == 2 * narrow["parameters"]
+  assert narrow["parameters"] == wide["parameters"] // 2
+
+
+def test_the_time_of_a_compiled_program_takes_the_peak_of_its_products():
+  # Data parallel: the only collectives are of float32 gradients.
+  rules = nxp.LogicalRules(batch="fsdp", embed=None, mlp=None, layers=None)
+  layout = nxp.plan(net(head=BF16), nxp.make_mesh(fsdp=8), rules, optimizer=optax.sgd(0.1))
+  report = compile_report(nxp.train_step(loss), layout, batch=BATCH, chip="h100")
+  found = compiled_time(report)
+  assert report.cost.arithmetic == {"bfloat16": report.cost.flops}
+  assert found.compute == report.cost.flops / (chip("h100").peak("bfloat16") * chip("h100").efficiency)
+
+
+# Convolutions ---------------------------------------------------------------------------------
+
+
+def program(lowered):
+  """The text of a program that no backend has rewritten."""
+  return lowered.compiler_ir("hlo").as_hlo_module().to_string()
+
+
+@pytest.mark.parametrize(
+  "options",
+  [{}, {"strides": 2}, {"feature_group_count": 4}, {"kernel_dilation": 2}],
+  ids=["plain", "strided", "grouped", "dilated"],
+)
+def test_convolutions_have_the_flops_that_jax_counts(options):
+  init = lambda: nnx.Conv(8, 16, (3, 3), padding="VALID", use_bias=False, rngs=nnx.Rngs(0), **options)
+  images = jax.ShapeDtypeStruct((16, 9, 9, 8), F32)
+  found = time(init, of=lambda model, x: jnp.sum(model(x)), batch=images, rules=[RULES, nxp.replicate()])
+  model = nnx.eval_shape(init)
+  lowered = nnx.jit(lambda model, x: model(x)).lower(model, images).lowered
+  counted = lowered.cost_analysis()["flops"]
+  assert found.arithmetic == {"float32": 3 * counted / 8}
+  assert cost(program(lowered)).flops == counted
+
+
+def test_the_backward_pass_of_a_strided_convolution_computes_no_zeros():
+  init = lambda: nnx.Conv(8, 16, (2, 2), strides=2, padding="VALID", use_bias=False, rngs=nnx.Rngs(0))
+  graphdef, state = nnx.split(nnx.eval_shape(init))
+  run = lambda state, x: jnp.sum(jnp.square(nnx.merge(graphdef, state)(x)))
+  images = jax.ShapeDtypeStruct((16, 8, 8, 8), F32)
+  forward = cost(program(jax.jit(run).lower(state, images))).flops
+  both = cost(program(jax.jit(jax.grad(run, argnums=(0, 1))).lower(state, images))).flops
+  assert both == 3 * forward
+
+
+# What is not counted is said ------------------------------------------------------------------
+
+
+def doubled(x, **options):
+  def kernel(x_ref, out_ref):
+    out_ref[...] = 2 * x_ref[...]
+
+  shape = jax.ShapeDtypeStruct(x.shape, x.dtype)
+  call = jax.custom_vjp(pl.pallas_call(kernel, out_shape=shape, interpret=True, **options))
+  call.defvjp(lambda x: (call(x), None), lambda _, g: (2 * g,))
+  return call(x)
+
+
+def test_a_kernel_is_counted_by_its_own_estimate_or_listed():
+  estimate = pl.CostEstimate(flops=8_000_000, transcendentals=0, bytes_accessed=0)
+  plain = time(net())
+  told = time(net(), of=lambda model, x: loss(model, doubled(x, cost_estimate=estimate)))
+  assert told.flops - plain.flops == 3 * estimate.flops / 8
+  assert (plain.uncounted, told.uncounted) == ({}, {})
+  silent = time(net(), of=lambda model, x: loss(model, doubled(x)))
+  assert silent.flops == plain.flops
+  assert str(silent).endswith("Not counted: 1 x pallas_call.\n")
+
+
+def test_a_search_lists_what_it_did_not_count():
+  of = lambda model, x: loss(model, doubled(x))
+  result = search(Net, of, "cpu:8", batch=BATCH, rules=RULES, remat="as written", zero=0, offload=False)
+  assert "Not counted: 1 x pallas_call." in result.notes
+  assert "Not counted: 1 x pallas_call." in str(result)
+
+
+def halved(x, w, count):
+  return jax.lax.fori_loop(0, count, lambda _, x: 0.5 * (x @ w), x)
+
+
+def test_a_loop_of_unknown_length_is_listed():
+  def of(model, batch):
+    x, count = batch
+    seen = halved(x, jax.lax.stop_gradient(model.up[0]).astype(BF16), count)
+    return loss(model, jax.lax.stop_gradient(seen))
+
+  found = time(net(), batch=(BATCH, jax.ShapeDtypeStruct((), jnp.int32)), of=of)
+  assert found.uncounted == {ENDLESS: 1}
+  known = time(net(), of=lambda model, x: of(model, (x, 7)))
+  assert known.uncounted == {}
+  product = 3 * 2 * 256 * WIDTH * WIDTH / 8
+  assert known.arithmetic["bfloat16"] - found.arithmetic["bfloat16"] == 6 * product
+
+
+@pytest.mark.parametrize("count", ["known", "unknown"])
+def test_a_compiled_loop_of_unknown_length_is_listed(count):
+  x = jax.ShapeDtypeStruct((8, 8), F32)
+  if count == "known":
+    text = jax.jit(lambda x: halved(x, x, 7)).lower(x).compile().as_text()
+    assert (cost(text).flops, cost(text).uncounted) == (7 * 2 * 8**3, {})
+  else:
+    text = jax.jit(halved).lower(x, x, jax.ShapeDtypeStruct((), jnp.int32)).compile().as_text()
+    assert (cost(text).flops, cost(text).uncounted) == (2 * 8**3, {ENDLESS: 1})
+
+
+CALL = """HloModule jit_f, is_scheduled=true
+
+ENTRY %main (p: bf16[8,64]) -> bf16[8,64] {{
+  %p = bf16[8,64]{{1,0}} parameter(0)
+  %m = bf16[8,64]{{1,0}} custom-call(%p), custom_call_target="MoveToHost"
+  ROOT %k = bf16[8,64]{{1,0}} custom-call(%m), custom_call_target="tpu_custom_call"{config}
+}}
+"""
+
+
+def test_custom_calls_are_counted_by_their_estimate_or_listed():
+  assert cost(CALL.format(config="")).uncounted == {"tpu_custom_call": 1}
+  config = ', backend_config={"custom_call_config": {"body": "T=", "cost_estimate": {"flops": 512, "x": 1}}}'
+  found = cost(CALL.format(config=config))
+  assert (found.arithmetic, found.uncounted) == ({"bfloat16": 512}, {})
+
+
+def test_a_report_lists_custom_calls():
+  def step(x):
+    return jax.pure_callback(lambda x: x, x, x)
+
+  mesh = nxp.make_mesh(fsdp=8)
+  x = jax.ShapeDtypeStruct((8,), F32, sharding=NamedSharding(mesh, P()))
+  report = compile_report(jax.jit(step).lower(x))
+  (name,) = report.cost.uncounted
+  assert "callback" in name
+  assert f"Not counted: 1 x {name}." in str(report)
+  assert f"Not counted: 1 x {name}." in report.to_html()
+
+
+# Traffic of asynchronous operations -----------------------------------------------------------
+
+GATHERS = {
+  "sync": "ROOT %g = f32[8,128]{1,0} all-gather(%p), replica_groups=[1,8]<=[8], dimensions={0}",
+  "async": """%s = (f32[1,128]{1,0}, f32[8,128]{1,0}) all-gather-start(%p), replica_groups=[1,8]<=[8]
+  ROOT %d = f32[8,128]{1,0} all-gather-done(%s)""",
+}
+COPIES = {
+  "sync": "ROOT %c = f32[1,128]{1,0} copy(%p)",
+  "async": """%s = (f32[1,128]{1,0}, f32[1,128]{1,0}, u32[]) copy-start(%p)
+  ROOT %d = f32[1,128]{1,0} copy-done(%s)""",
+}
+
+
+@pytest.mark.parametrize("lines", [GATHERS, COPIES], ids=["all-gather", "copy"])
+def test_an_asynchronous_operation_moves_its_bytes_once(lines):
+  def traffic(body):
+    entry = f"ENTRY %main (p: f32[1,128]) -> f32[] {{\n  %p = f32[1,128]{{1,0}} parameter(0)\n  {body}\n}}\n"
+    return cost(f"HloModule jit_f, is_scheduled=true\n\n{entry}").hbm_bytes
+
+  assert traffic(lines["async"]) == traffic(lines["sync"])
+
+
+@pytest.mark.parametrize("backend", ["gpu", "tpu"])
+def test_stored_programs_have_nothing_left_uncounted(backend):
+  for path in (Path(__file__).parent / "programs").glob(f"{backend}*.hlo"):
+    assert cost(path.read_text()).uncounted == {}, path
