@@ -14,6 +14,7 @@ from flax import nnx
 from jax.extend import core
 from jax.sharding import PartitionSpec
 
+from nnx_parallel.errors import ReportError
 from nnx_parallel.layout.leaf import LeafPlan
 from nnx_parallel.layout.mesh import abstract_mesh, axis_sizes
 from nnx_parallel.layout.plan import ShardingPlan
@@ -206,7 +207,13 @@ def trace_workload(
 
   Raises:
     TrainError: no such remat policy, no layer for it, or gradients that cannot be scattered.
+    ReportError: a step in place of its loss function.
   """
+  if hasattr(loss, "recipe"):
+    raise ReportError(
+      f"an estimate reads the loss function, and got a {type(loss).__name__}.",
+      fix="memory_plan(plan, loss_fn, batch), with what train_step(loss_fn) was made from.",
+    )
   traces = _Traces(plan, with_remat(loss, remat), batch)
   batch_axes = plan.batch_axes
   forward, flows = traces.loss(), traces.flows
