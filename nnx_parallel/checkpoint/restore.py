@@ -14,14 +14,14 @@ from etils import epath
 from nnx_parallel.checkpoint import _orbax, agree, encoding, files, store
 from nnx_parallel.checkpoint.digest import block_ranges, digest, totals
 from nnx_parallel.checkpoint.encoding import Array
-from nnx_parallel.checkpoint.manifest import DamagedError, LeafRecord, Manifest
+from nnx_parallel.checkpoint.manifest import DamagedError, LeafRecord, Manifest, is_no_file
 from nnx_parallel.checkpoint.passing import raise_passing
 from nnx_parallel.checkpoint.preflight import Diff, Match, Wanted, shard_bytes
 
 logger = logging.getLogger(__name__)
 
 # What files that are not what was written make their readers raise.
-_READ_ERRORS = (ValueError, TypeError, LookupError, AttributeError, RuntimeError, OSError)
+_READ_ERRORS = (ValueError, TypeError, LookupError, AttributeError, RuntimeError, OSError, MemoryError)
 VERIFY = ("full", "metadata", "off")
 
 
@@ -181,7 +181,8 @@ def damaged_files(
 def _problem_of_file(file: epath.Path, size: int, sha256: str | None) -> str:
   try:
     found = file.stat().length
-    if found == size and (sha256 is None or files.sha256(file) == sha256):
+    is_pipe = not size and is_no_file(file)
+    if found == size and not is_pipe and (sha256 is None or files.sha256(file) == sha256):
       return ""
   except FileNotFoundError:
     return "is missing"
@@ -351,10 +352,9 @@ def _start(
 
 
 def _stored_on_host(leaf: LeafRecord) -> jax.ShapeDtypeStruct:
-  if leaf.encoding.startswith("key:"):
-    key = jax.eval_shape(lambda: jax.random.key(0, impl=leaf.encoding.removeprefix("key:")))
-    return encoding.stored_form(leaf.shape, key.dtype, leaf.encoding, None)
-  return encoding.stored_form(leaf.shape, np.dtype(leaf.dtype), leaf.encoding, None)
+  key, _, implementation = leaf.encoding.partition(":")
+  dtype = encoding.key_dtype(implementation) if key == "key" else np.dtype(leaf.dtype)
+  return encoding.stored_form(leaf.shape, dtype, leaf.encoding, None)
 
 
 def _place(array: Array | None, one: _Read) -> Array:
