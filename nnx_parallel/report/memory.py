@@ -221,7 +221,7 @@ def _gathered_last(work: Workload, sizes: Sizes) -> float:
 
 
 def _in_passing(work: Workload, sizes: Sizes) -> float:
-  """State on its way between host and device: as a guess, the states of four of the largest parameters."""
+  """State on its way between host and device: as a guess, four times the largest kind of leaf."""
   parts = [part.per_device(sizes) for part in work.host_state()]
   return min(sum(parts), 4 * max(parts, default=0.0))
 
