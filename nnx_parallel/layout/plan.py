@@ -28,14 +28,14 @@ from nnx_parallel.layout.attention import check_attention
 from nnx_parallel.layout.batch import batch_axes, input_spec, no_batch_axes, with_batch
 from nnx_parallel.layout.constrain import Scope, scoped
 from nnx_parallel.layout.decide import Decisions, nearest
-from nnx_parallel.layout.grouped import check_grouped
+from nnx_parallel.layout.grouped import check_depthwise, check_grouped
 from nnx_parallel.layout.leaf import LeafPlan, Root
 from nnx_parallel.layout.lookup import check_tables
 from nnx_parallel.layout.mesh import AnyMesh, axis_sizes, is_explicit
 from nnx_parallel.layout.padding import logical_transformation
 from nnx_parallel.layout.rules import UNEVEN, RuleSet, Uneven
 from nnx_parallel.layout.sharded_optimizer import Placement
-from nnx_parallel.layout.tracing import Trace, placements, side_effects
+from nnx_parallel.layout.tracing import Trace, placements, why_one_program
 from nnx_parallel.layout.variables import (
   Path,
   array_leaves,
@@ -578,6 +578,8 @@ def plan_traced(
     PlanError: as `plan`.
   """
   is_explicit(mesh)  # refuses mixed axis types before any work is done
+  if isinstance(rules, optax.GradientTransformation):
+    raise PlanError("rules got an optax transformation.", fix="plan(init, mesh, rules, optimizer=...)")
   if uneven not in UNEVEN:
     raise PlanError(f"uneven={uneven!r} is not a policy.", fix=f"one of {', '.join(UNEVEN)}.")
   if (zero or zero_axes is not None) and optimizer is None:
@@ -601,6 +603,7 @@ def plan_traced(
   batch = batch_axes(ruleset, decisions.sizes)
   if batch is not None:  # a plan may do without axes for the batch: nothing to check then
     found += check_grouped(model, batch, decisions.sizes)
+    found += check_depthwise(model, leaves, batch, decisions.sizes)
     found += check_tables(decisions.table_leaves, batch, decisions.sizes)
   abstract_optimizer = None
   if optimizer is not None:
@@ -617,7 +620,7 @@ def plan_traced(
       kept_dims=kept_dims(model, optimizer, wrt, abstract_optimizer),
     )
   found += _overridden(placements(traces["model"]), leaves)
-  if whole := side_effects(traces.values()):
+  if whole := why_one_program(traces.values()):
     found.append(f"created as one program, which takes longer to compile: {whole}")
   made = ShardingPlan(
     mesh,

@@ -525,6 +525,9 @@ class RuleSet:
           raise ShardingError(f"two input rules: {inputs} and {item}.", fix="keep one of them.")
         inputs = item
       else:
+        if callable(item) and getattr(item, "__module__", "").startswith("nnx_parallel.layout."):
+          name = getattr(item, "__name__", "")
+          raise ShardingError(f"the function {name} was not called, so it is no rule.", fix=f"{name}()")
         raise ShardingError(
           f"{item!r} is not a sharding rule.",
           fix='pass LogicalRules(embed="fsdp"), PathRules([...]), fsdp(), replicate(), or a list of these;'

@@ -275,6 +275,8 @@ def test_a_fix_is_python_whatever_the_name():
     nxp.resolve_spec(("a b",), (3,), {"x": 2}, LogicalRules({"a b": "x"}))
   with pytest.raises(ShardingError, match=r"stay whole: \{'a b': \['x', None\]\}"):
     nxp.resolve_spec((("x"), "a b"), (4, 4), {"x": 2}, LogicalRules({"a b": "x"}))
+  with pytest.raises(ShardingError, match=r"Fix: PathRules\(\[\('\.\*kernel', None\)\]\)"):
+    PathRules([("*kernel", None)])
 
 
 def test_none_and_an_empty_spec_keep_a_parameter_whole_whatever_the_fallback():
