@@ -1,4 +1,4 @@
-"""Warns about grouped convolutions: wrong kernel gradients by XLA, and activations moved for their kernels."""
+"""Warns about grouped convolutions: wrong kernel gradients on some meshes, and activations that XLA moves."""
 
 from __future__ import annotations
 
