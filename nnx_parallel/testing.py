@@ -238,6 +238,7 @@ def assert_same_training(
 
   Raises:
     AssertionError: which layout, which step or leaf, and both values.
+    PlanError: no plans by name, a plan without an optimizer, or no batches.
 
   Example:
     >>> import numpy as np, optax, nnx_parallel as nxp
@@ -253,6 +254,12 @@ def assert_same_training(
     ['fsdp', 'one device']
   """
   data = list(batches)
+  if not isinstance(plans, Mapping) or not plans or not data:  # pyright: ignore[reportUnnecessaryIsInstance]
+    raise nxp.PlanError(
+      "assert_same_training needs plans by name and batches.",
+      details=f"given a value of type {type(plans).__name__}, and {len(data)} batches",
+      fix='assert_same_training(loss_fn, {"fsdp": plan}, batches)',
+    )
   first = next(iter(plans.values()))
   alone = nxp.make_mesh(dict.fromkeys(map(str, first.mesh.axis_names), 1), devices=jax.devices()[:1])
   reference = nxp.plan(first.init, alone, first.rules, optimizer=first.tx, wrt=first.wrt)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import functools
 
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
 from flax import nnx
 
 import nnx_parallel as nxp
-from nnx_parallel.testing import assert_layout, run_training
+from nnx_parallel.testing import assert_layout, assert_same_training, run_training
 
 
 class MLP(nnx.Module):
@@ -73,6 +74,46 @@ CALLS = {
     lambda: nxp.create_sharded_model(functools.partial(nnx.Linear, 8, 8, rngs=RNGS), MESH()),
     "Cannot mutate RngCount",
     "make it inside of init",
+  ),
+  "an abstract module": (
+    lambda: nxp.plan(lambda: nnx.eval_shape(init), MESH()),
+    "init returned a module without values",
+    "return the module itself",
+  ),
+  "a value read in init": (
+    lambda: nxp.plan(lambda: nnx.Dict(scale=float(jnp.ones(3).sum())), MESH()),
+    "init asks for the value of an array",
+    "np.sqrt in place of jnp.sqrt",
+  ),
+  "an array for numpy in init": (
+    lambda: nxp.plan(lambda: nnx.Param(np.asarray(jnp.ones(3))), MESH()),
+    "init asks for the value of an array",
+    "compute with numpy",
+  ),
+  "rules that were not called": (
+    lambda: nxp.plan(init, MESH(), [nxp.fsdp]),
+    "the function fsdp was not called",
+    "fsdp()",
+  ),
+  "an optimizer as rules": (
+    lambda: nxp.plan(init, MESH(), optax.sgd(0.1)),
+    "rules got an optax transformation",
+    "plan(init, mesh, rules, optimizer=...)",
+  ),
+  "a number of devices": (
+    lambda: nxp.make_mesh(data=4, devices=4),
+    "devices=4 is not a list of devices",
+    "devices=jax.devices()[:4]",
+  ),
+  "a mesh of pairs": (
+    lambda: nxp.make_mesh([("data", 2), ("fsdp", 4)]),
+    "written as name=size",
+    "make_mesh(data=2, fsdp=4)",
+  ),
+  "one plan to compare": (
+    lambda: assert_same_training(loss, PLAN(), [X]),
+    "needs plans by name and batches.\n  given a value of type ShardingPlan, and 1 batches",
+    'assert_same_training(loss_fn, {"fsdp": plan}, batches)',
   ),
   "a module's path": (lambda: PLAN()["up"], "no leaf 'up'.\n  in it: up.bias, up.kernel", "plan.leaves"),
   "a pattern as in a shell": (

@@ -7,6 +7,7 @@ Python numbers, strings, booleans and None are kept as JSON values.
 
 from __future__ import annotations
 
+import functools
 from typing import Any, TypeAlias
 
 import jax
@@ -21,6 +22,7 @@ Json: TypeAlias = "bool | int | float | str | list[Json] | dict[str, Json] | Non
 
 PLAIN, EMPTY, BITS, SMALL = "plain", "empty", "bits", "small"
 _FLOAT, _TUPLE = "__float__", "__tuple__"
+_DEEPEST = 100
 
 _STORED_AS_IS = frozenset(
   {"bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"}
@@ -149,7 +151,35 @@ def stored_form(
   return jax.ShapeDtypeStruct(data.shape, data.dtype, sharding=sharding)
 
 
-def check_json(value: object, *, path: str) -> Json:
+@functools.lru_cache(maxsize=256)
+def stored_words(dtype: str, encoding: str) -> tuple[tuple[int, ...], int]:
+  """The dims that a stored array has behind the leaf's, and the bytes of its elements.
+
+  Args:
+    dtype: from `dtype_name`.
+    encoding: from `encoding_of`.
+
+  Raises:
+    ValueError: they do not belong together, or name nothing.
+  """
+  if dtype.startswith("key<"):
+    if encoding == EMPTY:
+      return (), 0
+    kind = key_dtype(encoding.removeprefix("key:"))
+    if dtype_name(kind) != dtype:
+      raise ValueError(f"{dtype} as {encoding}")
+    form = stored_form((), kind, encoding, None)
+    return form.shape, form.dtype.itemsize
+  try:
+    fits = encoding in (EMPTY, encoding_of((), np.dtype(dtype), path=dtype))
+  except CheckpointError as error:
+    raise ValueError(error.what) from error
+  if not fits:
+    raise ValueError(f"{dtype} as {encoding}")
+  return (), 0 if encoding == EMPTY else stored_form((), np.dtype(dtype), encoding, None).dtype.itemsize
+
+
+def check_json(value: object, *, path: str, depth: int = 0) -> Json:
   """Writes `value` as JSON from which `read_json` gives it back unchanged; numpy's scalars become Python's.
 
   Infinite and undefined numbers, for which JSON has no word, and tuples become dicts with one reserved name.
@@ -157,6 +187,8 @@ def check_json(value: object, *, path: str) -> Json:
   Raises:
     CheckpointError: another type, a name that is not text, a dict that would be read as something else.
   """
+  if depth > _DEEPEST:
+    raise CheckpointError(f"cannot save {path[:100]}...: it is nested too deeply.", fix="make it flatter.")
   if isinstance(value, np.generic):
     value = value.item()
   if value is None or isinstance(value, (bool, str, int)):
@@ -164,7 +196,7 @@ def check_json(value: object, *, path: str) -> Json:
   if isinstance(value, float):
     return value if np.isfinite(value) else {_FLOAT: repr(value)}
   if isinstance(value, list) or type(value) is tuple:
-    items = [check_json(inner, path=f"{path}[{index}]") for index, inner in enumerate(value)]  # pyright: ignore[reportUnknownVariableType, reportUnknownArgumentType]
+    items = [check_json(inner, path=f"{path}[{index}]", depth=depth + 1) for index, inner in enumerate(value)]  # pyright: ignore[reportUnknownVariableType, reportUnknownArgumentType]
     return items if isinstance(value, list) else {_TUPLE: items}
   if isinstance(value, dict) and all(isinstance(key, str) for key in value):  # pyright: ignore[reportUnknownVariableType]
     fields: dict[str, object] = value  # pyright: ignore[reportUnknownVariableType]
@@ -174,7 +206,7 @@ def check_json(value: object, *, path: str) -> Json:
         details=f"value: {value!r}"[:200],
         fix="rename it.",
       )
-    return {key: check_json(inner, path=f"{path}.{key}") for key, inner in fields.items()}
+    return {key: check_json(inner, path=f"{path}.{key}", depth=depth + 1) for key, inner in fields.items()}
   raise CheckpointError(
     f"cannot save {path}: a {type(value).__name__} is neither an array nor a JSON value.",
     details=f"value: {value!r}"[:200],
@@ -182,17 +214,33 @@ def check_json(value: object, *, path: str) -> Json:
   )
 
 
-def read_json(value: Json) -> Any:
-  """Undoes `check_json`."""
+def read_json(value: Json, depth: int = 0) -> Any:
+  """Undoes `check_json`.
+
+  Raises:
+    ValueError: what it never writes.
+  """
+  if depth > 2 * _DEEPEST:  # a tuple takes two levels
+    raise ValueError("values are nested too deeply")
   if isinstance(value, dict):
     if value.keys() == {_FLOAT}:
       return float(str(value[_FLOAT]))
     if value.keys() == {_TUPLE} and isinstance(items := value[_TUPLE], list):
-      return tuple(read_json(inner) for inner in items)
-    return {key: read_json(inner) for key, inner in value.items()}
+      return tuple(read_json(inner, depth + 2) for inner in items)
+    return {key: read_json(inner, depth + 1) for key, inner in value.items()}
   if isinstance(value, list):
-    return [read_json(inner) for inner in value]
+    return [read_json(inner, depth + 1) for inner in value]
   return value
+
+
+@functools.lru_cache(maxsize=16)
+def key_dtype(implementation: str) -> Any:
+  """The dtype of typed PRNG keys of `threefry2x32` and the like.
+
+  Raises:
+    ValueError: jax knows none of that name.
+  """
+  return jax.eval_shape(lambda: jax.random.key(0, impl=implementation)).dtype
 
 
 def key_encoding(dtype: Any) -> str:

@@ -12,20 +12,25 @@ import dataclasses
 import hashlib
 import importlib.metadata
 import json
+import math
+import os
 import platform
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 from etils import epath
 
-from nnx_parallel.checkpoint import encoding
+from nnx_parallel.checkpoint import encoding, paths, schema
 from nnx_parallel.checkpoint.encoding import Json
 from nnx_parallel.checkpoint.passing import raise_passing
 from nnx_parallel.errors import CheckpointError
 
 FILE = "nnx_parallel.json"
 FORMAT = 4
-_LONGEST_HEADER = 1 << 20
+_LONGEST_HEADER, _LARGEST = 1 << 20, 1 << 30
+# What parsing raises where fields are missing, of other types, or nested without end.
+_NOT_THE_FORMAT = (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError)
+_T = TypeVar("_T")
 _PACKAGES = ("nnx_parallel", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
 
 
@@ -157,7 +162,7 @@ def read(step_dir: epath.Path) -> Manifest:
     VanishedError: the folder is not there.
     CheckpointError: no manifest, one that was damaged, or one of another format.
   """
-  return _parse(*_read(step_dir))
+  return _believed(step_dir, lambda: _parse(*_read(step_dir)))
 
 
 def read_header(step_dir: epath.Path) -> Header:
@@ -172,7 +177,7 @@ def read_header(step_dir: epath.Path) -> Header:
     with file.open("rb") as stream:
       return stream.readline(_LONGEST_HEADER)
 
-  return _header(_checked(step_dir, first_line)[0])
+  return _believed(step_dir, lambda: _header(_checked(step_dir, first_line)[0]))
 
 
 def as_json(step_dir: epath.Path) -> dict[str, Json]:
@@ -181,7 +186,7 @@ def as_json(step_dir: epath.Path) -> dict[str, Json]:
   Raises:
     CheckpointError: as `read`.
   """
-  signed, body = _read(step_dir)
+  signed, body = _believed(step_dir, lambda: _read(step_dir))
   return {**signed, **body}
 
 
@@ -193,8 +198,18 @@ def vanished(step_dir: epath.Path) -> VanishedError:
   )
 
 
+def is_no_file(path: epath.Path) -> bool:
+  """Whether this is something local that is no file; to open a pipe would be to wait for its writer."""
+  return os.path.exists(path) and not os.path.isfile(path)
+
+
 def _read(step_dir: epath.Path) -> tuple[dict[str, Any], dict[str, Any]]:
-  signed, body = _checked(step_dir, lambda file: file.read_bytes())
+  def everything(file: epath.Path) -> bytes:
+    if (size := file.stat().length) > _LARGEST:
+      raise ValueError(f"it has {size:,} bytes")
+    return file.read_bytes()
+
+  signed, body = _checked(step_dir, everything)
   if signed["body"] != _sha256(body):
     raise _damaged(step_dir / FILE, "its contents do not have the SHA-256 that it names")
   return signed, json.loads(body)
@@ -204,6 +219,8 @@ def _checked(step_dir: epath.Path, load: Callable[[epath.Path], bytes]) -> tuple
   """The signed fields of the header, and the body as far as `load` reads it."""
   file = step_dir / FILE
   try:
+    if is_no_file(file):
+      raise FileNotFoundError(file)
     line, _, body = load(file).partition(b"\n")
     signed = json.loads(line)
     number, sha256 = signed["format"], signed.pop("sha256")
@@ -215,7 +232,7 @@ def _checked(step_dir: epath.Path, load: Callable[[epath.Path], bytes]) -> tuple
       fix='restore another step: Checkpointer(...).steps() lists the complete ones; on_corrupt="fallback" '
       "takes the newest good one. If the folder is not a checkpoint, move it elsewhere.",
     ) from None
-  except (ValueError, TypeError, LookupError, AttributeError) as error:
+  except _NOT_THE_FORMAT as error:
     raise _damaged(file, f"it cannot be read as JSON ({error})") from error
   except OSError as error:
     raise_passing(error, f"{file}")
@@ -252,31 +269,59 @@ def fingerprint(items: Mapping[str, ItemRecord]) -> str:
   return _sha256(_json([rows, values]))
 
 
+def _believed(step_dir: epath.Path, parse: Callable[[], _T]) -> _T:
+  """Parses what has the right SHA-256, which anybody can write: a field may still be none of the format."""
+  try:
+    return parse()
+  except _NOT_THE_FORMAT as error:
+    raise _damaged(
+      step_dir / FILE, f"a field is not what the format has ({type(error).__name__}: {error})"
+    ) from error
+
+
 def _header(signed: Mapping[str, Any]) -> Header:
-  metrics = {name: float(encoding.read_json(value)) for name, value in signed["metrics"].items()}  # pyright: ignore[reportArgumentType]
-  return Header(signed["step"], signed["time"], metrics, signed["parent"])
+  metrics = {name: float(encoding.read_json(value)) for name, value in signed["metrics"].items()}
+  parent = signed["parent"] if signed["parent"] is None else schema.whole(signed["parent"])
+  return Header(schema.whole(signed["step"]), schema.finite(signed["time"]), metrics, parent)
 
 
 def _parse(signed: Mapping[str, Any], body: Any) -> Manifest:
+  header = _header(signed)
   items = {
-    name: ItemRecord(
-      {path: _parse_leaf(leaf) for path, leaf in item["leaves"].items()},
-      item["values"],
+    schema.folder_name(name): ItemRecord(
+      {path: _parse_leaf(path, **leaf) for path, leaf in item["leaves"].items()},
+      schema.table(item["values"], encoding.read_json),
     )
     for name, item in body["items"].items()
   }
-  header = _header(signed)
+  checked = {
+    "items": items,
+    "extra": schema.table(body["extra"], encoding.read_json),
+    "versions": schema.table(body["versions"], schema.text),
+    "fingerprint": schema.text(body["fingerprint"]),
+    "files": schema.table(body["files"], schema.whole, schema.inside),
+    "hashes": schema.table(body["hashes"], schema.text),
+  }
   return Manifest(
-    step=header.step,
-    time=header.time,
-    metrics=header.metrics,
-    parent=header.parent,
-    **(body | {"items": items}),
+    step=header.step, time=header.time, metrics=header.metrics, parent=header.parent, **(body | checked)
   )
 
 
-def _parse_leaf(leaf: Any) -> LeafRecord:
-  return LeafRecord(**leaf | {name: tuple(leaf[name]) for name in ("shape", "block", "digests")})
+def _parse_leaf(path: str, **fields: Any) -> LeafRecord:
+  lists = {name: tuple(map(schema.whole, fields[name])) for name in ("shape", "block", "digests")}
+  leaf = LeafRecord(**fields | lists)
+  schema.text(leaf.kind)
+  schema.text(leaf.layout)
+  words, itemsize = encoding.stored_words(leaf.dtype, leaf.encoding)
+  stored = leaf.shape + words if 0 not in leaf.shape else ()
+  if leaf.folder != paths.file_name(path):
+    raise ValueError(f"{path} in the folder {leaf.folder!r}")
+  if (leaf.encoding == encoding.EMPTY) != (0 in leaf.shape) or leaf.nbytes != math.prod(stored) * itemsize:
+    raise ValueError(f"{path}: {leaf.nbytes:,} bytes of {leaf.dtype}{list(leaf.shape)} ({leaf.encoding})")
+  counts = [-(-size // part) for size, part in zip(stored, leaf.block, strict=True)]
+  if len(leaf.digests) != (math.prod(counts) if stored or itemsize else 0):
+    raise ValueError(f"{path}: {len(leaf.digests)} digests for blocks of {leaf.block}")
+  return leaf
 
 
 def _json(value: object) -> str:

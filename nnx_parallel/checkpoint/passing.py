@@ -18,7 +18,9 @@ def raise_passing(error: BaseException, what: str) -> None:
     CheckpointError: what could not be read, and why.
   """
   cause: BaseException | None = error
-  while cause is not None and not (isinstance(cause, OSError) and cause.errno in _NUMBERS):
+  while cause is not None and not (
+    isinstance(cause, MemoryError) or (isinstance(cause, OSError) and cause.errno in _NUMBERS)
+  ):
     cause = cause.__cause__ or cause.__context__
   if cause is not None or any(word in str(error) for word in _WORDS):
     raise CheckpointError(

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import difflib
 import fnmatch
 import math
-import os
 from collections.abc import Iterable, Mapping
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -16,7 +15,7 @@ import numpy as np
 from etils import epath
 from jax.sharding import NamedSharding, Sharding
 
-from nnx_parallel.checkpoint import direct, encoding, files
+from nnx_parallel.checkpoint import encoding, files, store
 from nnx_parallel.checkpoint.encoding import Json
 from nnx_parallel.checkpoint.manifest import ItemRecord, LeafRecord, Manifest
 from nnx_parallel.errors import CheckpointError
@@ -69,6 +68,11 @@ class Match:
     sharding = struct.sharding if _made_of(dtype) == dtype else None
     return encoding.stored_form(struct.shape, dtype, saved.encoding, sharding)
 
+  def stored_form(self, read: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+    """The shape, without padding, and the dtype on disk of what is read as `read`."""
+    words = read.shape[len(self.wanted.struct.shape) :]
+    return jax.ShapeDtypeStruct((*self.saved.shape, *words), read.dtype)
+
   @property
   def layouts(self) -> tuple[str, str]:
     """The layout it was saved in, and the wanted one; an empty text stands for an unknown one or none."""
@@ -90,8 +94,8 @@ class Diff(Shown):
     skipped: leaves left out by name.
     misspelt: entries of `only`, `skip` and `rename` that match no leaf, with the nearest name.
     values: the saved JSON values that fill the target's, by item and the target's path.
-    bytes_read: bytes of arrays that this process reads from files: its shards, and what lies between them
-      in a file where that is too little to be passed over. On object stores, its shards alone.
+    bytes_read: bytes of arrays that this process reads from files: the chunks that its shards lie in. On
+      object stores, its shards alone.
     device_bytes: most bytes on one device of this process when all is restored.
     host_bytes: most host memory of this process on the way: two groups of arrays in flight, each of half the
       byte budget or one larger array, and the shards of devices whose memory is the host's.
@@ -407,21 +411,17 @@ def _closest(name: str, names: list[str]) -> str | None:
 
 def _bytes_read(match: Match, manifest: Manifest, folder: epath.Path | None) -> int:
   """Bytes of an array that are read here; where its metadata is damaged, those of the shards."""
-  struct, name = match.stored, f"{match.item}/{match.saved.folder}/zarr.json"
+  struct, name = match.stored, match.saved.folder
   if match.saved.encoding == encoding.EMPTY:
     return 0
-  if folder is not None and files.is_local(folder) and _is_intact(folder / name, manifest.hashes.get(name)):
-    layout = direct.layout_of(Path(os.fspath((folder / name).parent)))
-    if layout is not None:
-      return direct.bytes_to_read(layout, struct)
+  # Damage is for the restore to name, and so is a step that vanished.
+  with contextlib.suppress(OSError, ValueError):
+    file = f"{match.item}/{name}/{store.METADATA}"
+    if folder is not None and manifest.hashes.get(file) == files.sha256(folder / file):
+      found = store.open_arrays(folder / match.item, {name: match.stored_form(struct)})
+      if found is not None:
+        return store.bytes_to_read(found[name], struct)
   return shard_bytes(struct)
-
-
-def _is_intact(file: epath.Path, sha256: str | None) -> bool:
-  try:
-    return files.sha256(file) == sha256
-  except OSError:
-    return False  # damage is for the restore to name
 
 
 def _made_of(dtype: Any) -> Any:

@@ -5,25 +5,23 @@ from __future__ import annotations
 import concurrent.futures
 import dataclasses
 import logging
-import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from pathlib import Path
 
 import jax
 import numpy as np
 from etils import epath
 
-from nnx_parallel.checkpoint import _orbax, agree, direct, encoding, files
+from nnx_parallel.checkpoint import _orbax, agree, encoding, files, store
 from nnx_parallel.checkpoint.digest import block_ranges, digest, totals
 from nnx_parallel.checkpoint.encoding import Array
-from nnx_parallel.checkpoint.manifest import DamagedError, LeafRecord, Manifest
+from nnx_parallel.checkpoint.manifest import DamagedError, LeafRecord, Manifest, is_no_file
 from nnx_parallel.checkpoint.passing import raise_passing
 from nnx_parallel.checkpoint.preflight import Diff, Match, Wanted, shard_bytes
 
 logger = logging.getLogger(__name__)
 
 # What files that are not what was written make their readers raise.
-_READ_ERRORS = (ValueError, TypeError, LookupError, AttributeError, RuntimeError, OSError)
+_READ_ERRORS = (ValueError, TypeError, LookupError, AttributeError, RuntimeError, OSError, MemoryError)
 VERIFY = ("full", "metadata", "off")
 
 
@@ -92,7 +90,7 @@ def _read_all(
   """The arrays, and what this process found of their digests; it waits for no other process."""
   results: dict[str, dict[str, Array]] = {}
   waiting: list[tuple[_Read, bool, jax.Array]] = []
-  with direct.readers() as pool:
+  with store.readers() as pool:
     # Two groups are in flight: one is read while the other is placed, and its digests are started.
     groups = _groups(diff.matches, byte_budget // 2)
     started = ((group, _start(step_dir, manifest, group, byte_budget, pool)) for group in groups)
@@ -105,7 +103,7 @@ def _read_all(
         array = arrays.get(one.match.saved.folder)
         results.setdefault(one.match.item, {})[one.match.path] = _place(array, one)
         if verify == "full" and array is not None:
-          parts = digest(array, _stored_shape(one), one.match.saved.block)
+          parts = digest(array, one.match.stored_form(one.stored).shape, one.match.saved.block)
           waiting.append((one, _is_spread(array), parts))
   return results, [_Digested(one, spread, totals(parts)) for one, spread, parts in waiting]
 
@@ -183,7 +181,8 @@ def damaged_files(
 def _problem_of_file(file: epath.Path, size: int, sha256: str | None) -> str:
   try:
     found = file.stat().length
-    if found == size and (sha256 is None or files.sha256(file) == sha256):
+    is_pipe = not size and is_no_file(file)
+    if found == size and not is_pipe and (sha256 is None or files.sha256(file) == sha256):
       return ""
   except FileNotFoundError:
     return "is missing"
@@ -259,7 +258,8 @@ def _damage_of_values(
 
 def _damaged_blocks(one: _Digested) -> list[str]:
   """The ranges whose digests are not those that were saved."""
-  saved, shape = one.read.match.saved, _stored_shape(one.read)
+  match = one.read.match
+  saved, shape = match.saved, match.stored_form(one.read.stored).shape
   pairs = zip(one.digests, saved.digests, strict=True)
   return [block_ranges(i, shape, saved.block) for i, (found, wanted) in enumerate(pairs) if found != wanted]
 
@@ -287,7 +287,7 @@ def _groups(matches: Iterable[Match], byte_budget: int) -> Iterator[list[_Read]]
 def _load(
   step_dir: epath.Path, manifest: Manifest, group: Sequence[_Read], byte_budget: int
 ) -> dict[str, Array]:
-  with direct.readers() as pool:
+  with store.readers() as pool:
     return _start(step_dir, manifest, group, byte_budget, pool)()
 
 
@@ -309,9 +309,10 @@ def _start(
   stored = {leaf.folder for leaf in leaves if leaf.encoding != encoding.EMPTY}
   read = failed = None
   try:
-    layouts = _layouts(step_dir / item, targets)
-    if layouts is not None:
-      read = direct.start(layouts, targets, pool)
+    forms = {one.match.saved.folder: one.match.stored_form(one.stored) for one in group}
+    opened = store.open_arrays(step_dir / item, {name: forms[name] for name in targets})
+    if opened is not None:
+      read = store.start(opened, targets, pool)
   except _READ_ERRORS as error:
     failed = error
 
@@ -327,7 +328,7 @@ def _start(
         targets,
         frozenset(stored - targets.keys()),
         byte_budget=byte_budget,
-        pad=any(_stored_shape(one) != one.stored.shape for one in group),
+        pad=any(one.match.stored_form(one.stored).shape != one.stored.shape for one in group),
       )
     except _READ_ERRORS as error:
       raise_passing(error, f"{step_dir / item}")
@@ -350,25 +351,10 @@ def _start(
   return finish
 
 
-def _layouts(folder: epath.Path, names: Iterable[str]) -> dict[str, direct.Layout] | None:
-  """How the arrays are stored, or None when only Orbax can read one of them."""
-  if not files.is_local(folder):
-    return None
-  found = {name: direct.layout_of(Path(os.fspath(folder)) / name) for name in names}
-  known = {name: layout for name, layout in found.items() if layout is not None}
-  return known if len(known) == len(found) else None
-
-
 def _stored_on_host(leaf: LeafRecord) -> jax.ShapeDtypeStruct:
-  if leaf.encoding.startswith("key:"):
-    key = jax.eval_shape(lambda: jax.random.key(0, impl=leaf.encoding.removeprefix("key:")))
-    return encoding.stored_form(leaf.shape, key.dtype, leaf.encoding, None)
-  return encoding.stored_form(leaf.shape, np.dtype(leaf.dtype), leaf.encoding, None)
-
-
-def _stored_shape(one: _Read) -> tuple[int, ...]:
-  """The logical shape of the stored array, key words included."""
-  return one.match.saved.shape + one.stored.shape[len(one.match.wanted.struct.shape) :]
+  key, _, implementation = leaf.encoding.partition(":")
+  dtype = encoding.key_dtype(implementation) if key == "key" else np.dtype(leaf.dtype)
+  return encoding.stored_form(leaf.shape, dtype, leaf.encoding, None)
 
 
 def _place(array: Array | None, one: _Read) -> Array:

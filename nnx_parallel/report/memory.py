@@ -177,6 +177,7 @@ def memory_categories(work: Workload, sizes: Sizes, microbatches: int = 1) -> di
       "gradients": gradients,
       "kept activations": kept,
       "one layer": layer,
+      # Those in use, and the next ones on their way: a guess.
       "gathered parameters": 2 * _gathered(work, sizes),
     },
     {"gradients": gradients, "state in passing": _in_passing(work, sizes)},
@@ -219,7 +220,7 @@ def _gathered_last(work: Workload, sizes: Sizes) -> float:
 
 
 def _in_passing(work: Workload, sizes: Sizes) -> float:
-  """State that is on its way between host and device: two groups, each of at least one parameter's state."""
+  """State on its way between host and device: as a guess, the states of four of the largest parameters."""
   parts = [part.per_device(sizes) for part in work.host_state()]
   return min(sum(parts), 4 * max(parts, default=0.0))
 

@@ -37,7 +37,7 @@ from nnx_parallel.train.remat import MARK_LAYERS, Remat
 SAME_TIME = 0.005
 """Relative difference of predicted times below which less memory decides."""
 Fit = Literal["surely", "perhaps", "no"]
-_SAME_MEMORY = 0.005  # a ZeRO stage that saves less is not tried
+_SAME_MEMORY = 0.005  # a ZeRO stage that saves less is dropped
 
 
 @dataclasses.dataclass(frozen=True)

@@ -212,7 +212,7 @@ def trace_workload(
   forward, flows = traces.loss(), traces.flows
   seen = Propagation(batch_axes=batch_axes)
   seen.run(forward, flows)
-  read = [max(1, seen.read.get(n, leaf.dtype.itemsize)) for n, leaf in enumerate(traces.leaves)]
+  read = [seen.read.get(n) or leaf.dtype.itemsize or 1 for n, leaf in enumerate(traces.leaves)]
   kept = _residuals(traces.backward(), flows, batch_axes)
   layers = [_layer(item, batch_axes) for item in seen.kept]
   scanned = _scanned(forward, flows, read, trained=len(traces.trained_paths))

@@ -34,7 +34,7 @@ from jax.sharding import PartitionSpec as P
 
 import nnx_parallel as nxp
 from checkpoint.runs import MESHES, assert_same, make_plan
-from nnx_parallel.checkpoint import _orbax, direct, paths
+from nnx_parallel.checkpoint import _orbax, paths, store
 from nnx_parallel.checkpoint.checkpointer import Checkpointer
 from nnx_parallel.errors import CheckpointError
 
@@ -67,7 +67,7 @@ def test_a_file_of_another_depth_is_refused_before_any_array_is_read(
   checkpointer = Checkpointer(tmp_path)
   checkpointer.save(1, nxp.create_sharded_model(deep_plan(saved)))
   monkeypatch.setattr(_orbax, "load", lambda *_, **__: pytest.fail("an array was read"))
-  monkeypatch.setattr(direct, "start", lambda *_: pytest.fail("an array was read"))
+  monkeypatch.setattr(store, "start", lambda *_: pytest.fail("an array was read"))
   text = rf"does not fit the target \(4 {kind}\)\.\n(.*\n)*?  {kind}  +model/layers\.12\.kernel"
   with pytest.raises(CheckpointError, match=text):
     checkpointer.restore(deep_plan(wanted))
@@ -91,12 +91,12 @@ def test_another_optimizer_chain_is_a_diff_by_path(tmp_path):
 def test_no_more_bytes_are_in_flight_than_the_budget(tmp_path, monkeypatch):
   model = nxp.create_sharded_model(deep_plan(6))
   Checkpointer(tmp_path).save(1, model)
-  reads, in_flight, most, start = [], 0, 0, direct.start
+  reads, in_flight, most, start = [], 0, 0, store.start
 
-  def watched(layouts, targets, pool):
+  def watched(stores, targets, pool):
     nonlocal in_flight, most
     size = sum(np.prod(t.sharding.shard_shape(t.shape)) * 4 * 8 for t in targets.values())
-    finish = start(layouts, targets, pool)
+    finish = start(stores, targets, pool)
     reads.append(size)
     in_flight += size
     most = max(most, in_flight)
@@ -108,7 +108,7 @@ def test_no_more_bytes_are_in_flight_than_the_budget(tmp_path, monkeypatch):
 
     return watched_finish
 
-  monkeypatch.setattr(direct, "start", watched)
+  monkeypatch.setattr(store, "start", watched)
   checkpointer = Checkpointer(tmp_path, byte_budget=1200)
   assert_same(checkpointer.restore(deep_plan(6)), model)
   assert reads == [512, 512, 512]

@@ -6,7 +6,7 @@ import pytest
 from flax import nnx
 
 import nnx_parallel as nxp
-from nnx_parallel.checkpoint import direct
+from nnx_parallel.checkpoint import store
 from nnx_parallel.checkpoint.checkpointer import Checkpointer
 from nnx_parallel.checkpoint.mapping import Mapping, Rule, Stack, Transpose, Unstack
 from nnx_parallel.errors import CheckpointError
@@ -103,15 +103,16 @@ def test_each_byte_of_a_list_is_read_once(tmp_path, monkeypatch):
   listed, optimizer = nxp.create_sharded_model(make_plan(Listed, a=8))
   checkpointer = Checkpointer(tmp_path)
   checkpointer.save(1, listed, optimizer)
-  shares, start = {}, direct.start
+  shares, start = {}, store.start
 
-  def watched(layouts, targets, pool):
+  def watched(stores, targets, pool):
     for name, target in targets.items():
       shard = target.sharding.shard_shape(target.shape)
-      shares[layouts[name].folder.parent.name, name] = np.prod(shard) * target.dtype.itemsize
-    return start(layouts, targets, pool)
+      item = stores[name].spec().to_json()["kvstore"]["path"].split("/")[-3]
+      shares[item, name] = np.prod(shard) * target.dtype.itemsize
+    return start(stores, targets, pool)
 
-  monkeypatch.setattr(direct, "start", watched)
+  monkeypatch.setattr(store, "start", watched)
   plan = make_plan(Stacked, a=2, b=4)
   checkpointer.restore(plan, mapping=STACK)
   ruled = {

@@ -18,7 +18,7 @@ from flax import nnx
 
 import nnx_parallel as nxp
 from checkpoint.runs import MESHES, arrays, assert_same, make_plan, target_of
-from nnx_parallel.checkpoint import direct, files, restore, save
+from nnx_parallel.checkpoint import files, restore, save, store
 from nnx_parallel.checkpoint.checkpointer import Checkpointer
 from nnx_parallel.errors import CheckpointError
 
@@ -134,7 +134,7 @@ def test_what_says_nothing_of_the_files_is_no_damage(saved, monkeypatch, number)
   def fail(*_):
     raise OSError(number, os.strerror(number))
 
-  for owner, name in ((direct, "_read_area"), (files, "sha256")):
+  for owner, name in ((store, "_read_chunk"), (files, "sha256")):
     with monkeypatch.context() as patch:
       patch.setattr(owner, name, fail)
       with pytest.raises(CheckpointError, match=rf"cannot read .*2.*: {os.strerror(number)}\.") as caught:

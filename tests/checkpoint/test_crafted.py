@@ -1,0 +1,189 @@
+"""Files that somebody wrote on purpose: with the right SHA-256, and a body that is none of ours."""
+
+import hashlib
+import json
+import math
+import os
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from checkpoint.runs import arrays, assert_same, target_of
+from nnx_parallel.checkpoint.checkpointer import Checkpointer
+from nnx_parallel.checkpoint.manifest import FILE, DamagedError
+from nnx_parallel.errors import CheckpointError
+
+
+def digest(text):
+  return hashlib.sha256(text.encode()).hexdigest()
+
+
+def sign_again(step, edit):
+  """Edits the header and the body of a manifest, and signs both."""
+  file = step / FILE
+  header, body = map(json.loads, file.read_text().splitlines())
+  del header["sha256"]
+  edit(header, body)
+  write(file, header, json.dumps(body))
+
+
+def write(file, header, body):
+  header["body"] = digest(body)
+  header["sha256"] = digest(json.dumps(header, sort_keys=True, separators=(",", ":")))
+  file.write_text(f"{json.dumps(header)}\n{body}\n")
+
+
+def leaf(**fields):
+  return lambda header, body: body["items"]["model"]["leaves"]["w"].update(fields)
+
+
+def field(**fields):
+  return lambda header, body: body.update(fields)
+
+
+def head(**fields):
+  return lambda header, body: header.update(fields)
+
+
+def rename_item(header, body):
+  body["items"]["../2/model"] = body["items"].pop("model")
+
+
+def without(*names):
+  def edit(header, body):
+    for part in (header, body, body.get("items", {}).get("model", {}).get("leaves", {}).get("w", {})):
+      for name in names:
+        part.pop(name, None)
+
+  return edit
+
+
+EDITS = {
+  "a folder above": leaf(folder="../../1/model/w"),
+  "an absolute folder": leaf(folder="/etc"),
+  "another leaf's folder": leaf(folder="b"),
+  "an item above": rename_item,
+  "files above": field(files={"../../secret": 3}),
+  "an absolute file": field(files={"/etc/passwd": 3}),
+  "a negative shape": leaf(shape=[-8, -16]),
+  "a shape of floats": leaf(shape=[8.0, 16.0]),
+  "a shape that is none": leaf(shape=3),
+  "another shape": leaf(shape=[8, 15]),
+  "an endless shape": leaf(shape=[2**62, 2**62]),
+  "a block of 0": leaf(block=[0, 16]),
+  "a block of other rank": leaf(block=[8]),
+  "too few digests": leaf(digests=[]),
+  "digests of text": leaf(digests=["a"]),
+  "an unknown dtype": leaf(dtype="float99"),
+  "objects": leaf(dtype="object"),
+  "an unknown encoding": leaf(encoding="zip"),
+  "keys of an unknown kind": leaf(dtype="key<fry>", encoding="key:none"),
+  "a key that is none": leaf(encoding="key:threefry2x32"),
+  "empty and not empty": leaf(encoding="empty"),
+  "an unknown field": leaf(colour="red"),
+  "no shape": without("shape"),
+  "no items": without("items"),
+  "no step": without("step"),
+  "no time": without("time"),
+  "items of a list": field(items=[]),
+  "a step of text": head(step="two"),
+  "a time of text": head(time="now"),
+  "a parent of text": head(parent="one"),
+  "metrics of text": head(metrics={"loss": "low"}),
+  "metrics of a list": head(metrics=[1]),
+  "sizes of text": field(files={"a": "1"}),
+  "values that are no float": field(extra={"a": {"__float__": "much"}}),
+}
+
+
+@pytest.mark.parametrize("name", EDITS)
+def test_a_signed_manifest_that_lies_is_damage(saved, name):
+  directory, trees = saved
+  sign_again(directory / "2", EDITS[name])
+  checkpointer = Checkpointer(directory)
+  with pytest.raises(
+    DamagedError, match=r"2/nnx_parallel\.json is damaged: a field is not what the format has"
+  ):
+    checkpointer.metadata(2)
+  assert checkpointer.latest() == 1
+  assert list(checkpointer.verify(2)) == [FILE]
+  if name == "a folder above":  # the others go the same way
+    with pytest.warns(UserWarning, match="step 2 was passed over"):
+      assert_same(checkpointer.restore(target_of(trees[1]), on_corrupt="fallback"), trees[1])
+    checkpointer.save(3, trees[1])
+
+
+@pytest.mark.parametrize("text", ["", "{}", "[" * 200_000, "[]", "null"])
+def test_a_body_that_is_none_is_damage(saved, text):
+  directory, trees = saved
+  file = directory / "2" / FILE
+  header = json.loads(file.read_text().splitlines()[0])
+  del header["sha256"]
+  write(file, header, text)
+  checkpointer = Checkpointer(directory)
+  with pytest.raises(DamagedError, match="is damaged"):
+    checkpointer.metadata(2)
+  assert checkpointer.latest() == 1
+  checkpointer.save(3, trees[1])
+
+
+def test_a_header_without_end_is_damage(saved):
+  directory, _ = saved
+  (directory / "2" / FILE).write_text("[" * (2 << 20))
+  assert Checkpointer(directory).latest() == 1
+  os.truncate(directory / "2" / FILE, 2 << 30)
+  with pytest.raises(DamagedError, match=r"it has 2,147,483,648 bytes"):
+    Checkpointer(directory).metadata(2)
+
+
+@pytest.mark.parametrize("name", [FILE, "model/w/zarr.json"])
+def test_a_pipe_is_not_waited_for(saved, name):
+  directory, _ = saved
+  (directory / "2" / name).unlink()
+  os.mkfifo(directory / "2" / name)
+  if name != FILE:
+    sign_again(directory / "2", lambda header, body: body["files"].update({name: 0}))
+  checkpointer = Checkpointer(directory)
+  assert checkpointer.latest() == 1
+  assert list(checkpointer.verify(2)) == [name]
+
+
+def test_an_array_larger_than_the_memory_is_no_damage(tmp_path):
+  checkpointer = Checkpointer(tmp_path, verify="off")
+  checkpointer.save(1, {"w": np.zeros(4, np.int8)})
+  size = 1 << 50
+  blocks = -(-size // (16 << 20))
+  sign_again(tmp_path / "1", leaf(shape=[size], nbytes=size, block=[size], digests=[0]))
+  zarr = tmp_path / "1" / "model" / "w" / "zarr.json"
+  zarr.write_text(zarr.read_text().replace('"shape":[4]', f'"shape":[{size}]'))
+  assert blocks > 1
+  with pytest.raises(CheckpointError, match=r"cannot read .*\n.*\n.*no sign of damage"):
+    checkpointer.restore(as_numpy=True)
+
+
+def test_values_nested_too_deeply_are_refused(tmp_path):
+  value = 3
+  for _ in range(150):
+    value = [value]
+  with pytest.raises(CheckpointError, match=r"cannot save extra\['data'\]\[0\].*: it is nested too deeply"):
+    Checkpointer(tmp_path).save(1, {"w": np.ones(2)}, extra={"data": value})
+
+
+def test_every_kind_of_leaf_passes(tmp_path):
+  tree = {
+    "keys": jax.random.split(jax.random.key(0, impl="rbg"), 3),
+    "empty": jnp.zeros((0, 3)),
+    "no keys": jax.random.split(jax.random.key(0), 2)[:0],
+    "int4": jnp.arange(4, dtype=jnp.int4),
+    "float8": jnp.ones((2, 3), jnp.float8_e4m3fn),
+    "scalar": np.float64(1),
+    "../a": jnp.ones(2),
+    **arrays(),
+  }
+  checkpointer = Checkpointer(tmp_path)
+  checkpointer.save(0, tree, extra={"deep": [[[(1,)]]], "nan": math.nan}, metrics={"loss": math.inf})
+  record = checkpointer.metadata(0)
+  assert record.items["model"].leaves.keys() >= {"keys", "empty", "int4"}
+  assert (checkpointer.latest(), checkpointer.verify()) == (0, {})
