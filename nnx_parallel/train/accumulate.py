@@ -94,11 +94,11 @@ def in_microbatches(
   """Gradients summed over `count` microbatches in a scan.
 
   Microbatch `m` is every `count`-th example from `m` on, so that each stays spread over all devices. Where
-  the model is replicated over mesh axes that split the batch, each replica sums its own gradients and they
-  are reduced once, after the scan. That needs a loss that is a mean or a sum over examples (which
-  microbatches ask for anyhow) and one that changes no Variable: with batch statistics or random numbers, or
-  sharding constraints of jax's own that name those axes (`nxp.constrain` leaves them out here), gradients are
-  reduced in each microbatch, which gives the same numbers as one device in every case.
+  the model is replicated over mesh axes that split the batch, each replica sums its own gradients, and they
+  are reduced once, after the scan. This needs a loss that is a mean or a sum over examples, changes no
+  Variable (batch statistics, random numbers), and has no sharding constraint of jax's own over those axes
+  (`nxp.constrain` is handled). Otherwise gradients are reduced in each microbatch; `Total.how` says why. The
+  numbers are those of one device in both cases.
 
   Args:
     objective: see `Objective`; its sums are added up, so it must not divide by counts.
