@@ -1,13 +1,15 @@
 """Kills saving jobs and damages checkpoints, and counts what restoring then makes of them.
 
-    python benchmarks/torture.py --kills 200 --corruptions 300 --trees 300
+    python benchmarks/torture.py --kills 200 --corruptions 300 --reads 200 --trees 300
 
-A job is killed with SIGKILL at a random moment while it saves (sync, async, and in two processes). Then the
-newest step that it had reported must still be there, `latest` must restore with every value verified, and
-the next job must start, clean up and save. A corruption damages one random file of a copy of a directory
-with two steps, or swaps files, manifests or folders between the steps: restoring must fail and name a file
-or leaf, or (when the damage is in bytes that nobody reads) return exactly what was saved under that number.
-Last, random trees are saved from random meshes and restored into others, under other names.
+A job is killed with SIGKILL at a random moment while it saves two models (sync, async, and in two processes).
+Then the newest step that it had reported must still be there, `latest` must restore with every value
+verified, and the next job must start, clean up and save. A corruption damages one random file of a copy of a
+directory with two steps, or swaps files, manifests or folders between the steps: restoring must fail and name
+a file or leaf, or (when the damage is in bytes that nobody reads) return exactly what was saved under that
+number. A reader restores the newest step again and again beside a job that saves, replaces and deletes: each
+restore is right, and none is refused. Last, random trees are saved from random meshes and restored into
+others, under other names.
 """
 
 from __future__ import annotations
@@ -44,6 +46,7 @@ def job(reports: Connection, directory: str, mode: str, process: int, processes:
   flags = f"--xla_force_host_platform_device_count={DEVICES // processes}"
   os.environ |= {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags}
   import jax
+  from flax import nnx
   from jax.sharding import NamedSharding
   from jax.sharding import PartitionSpec as P
 
@@ -53,24 +56,26 @@ def job(reports: Connection, directory: str, mode: str, process: int, processes:
     jax.distributed.initialize(f"localhost:{port}", processes, process, heartbeat_timeout_seconds=10)
   kinds = (jax.sharding.AxisType.Auto,) * 2
   mesh = jax.make_mesh((2, DEVICES // 2), ("a", "b"), axis_types=kinds)
-  layouts = {"w": P("a", "b"), "v": P("b"), "b": P()}
+  layouts = {"one.w": P("a", "b"), "two.v": P("b"), "two.b": P()}
 
-  def tree(step: int) -> dict[str, jax.Array]:
-    return {
-      name: jax.make_array_from_callback(values.shape, NamedSharding(mesh, layouts[name]), values.__getitem__)
-      for name, values in expected(step).items()
-    }
+  def models(step: int) -> dict[str, nnx.Module]:
+    made = {"one": nnx.Module(), "two": nnx.Module()}
+    for path, values in expected(step).items():
+      layout, (model, name) = NamedSharding(mesh, layouts[path]), path.split(".")
+      array = jax.make_array_from_callback(values.shape, layout, values.__getitem__)
+      setattr(made[model], name, nnx.Param(array))
+    return made
 
   checkpointer = Checkpointer(directory, asynchronous=mode == "async", max_to_keep=2)
   first = (checkpointer.latest() or 0) + 1
   reports.send("started")
   for step in range(first, first + 100):
-    checkpointer.save(step, tree(step))
+    checkpointer.save(step, models(step))
     if mode == "async":
       checkpointer.wait()
     reports.send(step)
     if step % 3 == 0:
-      checkpointer.save(step, tree(step), overwrite=True)
+      checkpointer.save(step, models(step), overwrite=True)
   checkpointer.close()
 
 
@@ -94,7 +99,7 @@ def expected(step: int) -> dict[str, Any]:
   def values(*shape: int) -> Any:
     return np.random.default_rng(step).standard_normal(shape).astype(np.float32)
 
-  return {"w": values(256, 512), "v": values(64, 64), "b": values(512)}
+  return {"one.w": values(256, 512), "two.v": values(64, 64), "two.b": values(512)}
 
 
 def kill_once(directory: pathlib.Path, mode: str, processes: int, saves: int, delay: float) -> Kill:
@@ -226,6 +231,34 @@ def _choose(step_dir: pathlib.Path, rng: random.Random) -> tuple[list[pathlib.Pa
   return every, rng.choice(kinds[rng.choice(sorted(kinds))])
 
 
+def reads_beside_a_writer(count: int, log: Callable[[str], None] = print) -> collections.Counter[str]:
+  """Restores the newest step so many times while a job saves, replaces and deletes steps."""
+  from nnx_parallel.checkpoint.checkpointer import Checkpointer
+  from nnx_parallel.errors import NnxParallelError
+
+  results: collections.Counter[str] = collections.Counter()
+  with tempfile.TemporaryDirectory() as root:
+    reports, send = JOBS.Pipe(duplex=False)
+    writer = JOBS.Process(target=job, args=(send, root, "sync", 0, 1, 0))
+    writer.start()
+    send.close()
+    try:
+      while _next(reports) == "started":
+        pass  # until the first step is there
+      while sum(results.values()) < count and writer.is_alive():
+        reader = Checkpointer(root)
+        try:
+          found = reader.restore(as_numpy=True, on_corrupt="fallback")["model"]
+          results["right" if _same(found, expected(reader.restored.step)) else "wrong"] += 1
+        except (NnxParallelError, UserWarning) as error:
+          results["refused"] += 1
+          log(f"{error}")
+    finally:
+      writer.kill()
+      writer.join()
+  return results
+
+
 def corruptions(count: int, seed: int = 0, log: Callable[[str], None] = print) -> collections.Counter[str]:
   """Damages `count` copies of a directory with two steps and restores one of them into another layout.
 
@@ -343,6 +376,7 @@ def main() -> int:
   parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
   parser.add_argument("--kills", type=int, default=200)
   parser.add_argument("--corruptions", type=int, default=300)
+  parser.add_argument("--reads", type=int, default=200)
   parser.add_argument("--trees", type=int, default=300)
   parser.add_argument("--seed", type=int, default=0)
   arguments = parser.parse_args()
@@ -353,6 +387,8 @@ def main() -> int:
   started = time.time()
   damaged = corruptions(arguments.corruptions, arguments.seed)
   print(f"corruptions: {dict(damaged)}")
+  read = reads_beside_a_writer(arguments.reads) if arguments.reads else collections.Counter[str]()
+  print(f"reads beside a writer: {dict(read)}")
   killed = kills(arguments.kills, arguments.seed)
   random_trees = trees(arguments.trees) if arguments.trees else "none tried"
   bad = [kill for kill in killed if kill.problem]
@@ -361,6 +397,7 @@ def main() -> int:
     "command": " ".join(["python benchmarks/torture.py", *sys.argv[1:]]),
     "seconds": round(time.time() - started),
     "corruptions": dict(damaged),
+    "reads beside a writer": dict(read),
     "kills": dict(by_kind),
     "kills that left litter, swept by the next save": sum(kill.litter > 0 for kill in killed),
     "lost or wrong after a kill": len(bad),
@@ -373,7 +410,8 @@ def main() -> int:
   rows = "\n".join(f"| {name} | {value} |" for name, value in record.items())
   (results / "torture.md").write_text(f"# Torture\n\n| what | found |\n|---|---|\n{rows}\n")
   print(rows)
-  return 1 if bad or damaged["wrong"] or damaged["unnamed"] or "wrong" in random_trees else 0
+  failed = bad or read["wrong"] or read["refused"]
+  return 1 if failed or damaged["wrong"] or damaged["unnamed"] or "wrong" in random_trees else 0
 
 
 if __name__ == "__main__":
