@@ -13,6 +13,7 @@ import optax
 from flax import nnx
 
 import nnx_parallel as nxp
+from nnx_parallel.layout.constrain import default_scope, scope_of
 from nnx_parallel.layout.extra_args import accept_extra
 from nnx_parallel.layout.plan import check_plan
 from nnx_parallel.layout.serialize import assert_golden_plan
@@ -209,7 +210,9 @@ def gradient_norms(
 
   graphdef, state, rest = nnx.split(model, wrt, ...)
   paths = [path_str(path) for path, _ in nnx.to_flat_state(state)]
-  return dict(zip(paths, map(float, norms(state, rest)), strict=True))
+  with default_scope(scope_of(variables(model).values())):
+    found = norms(state, rest)
+  return dict(zip(paths, map(float, found), strict=True))
 
 
 def assert_same_training(

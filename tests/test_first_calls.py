@@ -167,6 +167,17 @@ CALLS = {
     "compile_report needs a plan",
     "compile_report(step, plan, batch=batch)",
   ),
+  "a mesh to estimate": (
+    lambda: nxp.memory_plan(MESH(), loss, X),
+    "memory_plan needs a plan",
+    "memory_plan(plan, loss_fn, batch)",
+  ),
+  "a step to estimate": (
+    lambda: nxp.predict_time(PLAN(), nxp.train_step(loss), X, chip="h100"),
+    "an estimate reads the loss function, and got a TrainStep",
+    "what train_step(loss_fn) was made from",
+  ),
+  "a mesh to compare": (lambda: PLAN().diff(MESH()), "plan.diff needs a plan", "plan.diff(other)"),
   "no batch to compile": (
     lambda: nxp.compile_report(nxp.train_step(loss), PLAN(), X),
     "needs a batch.\n  1 other arguments",
@@ -194,6 +205,6 @@ def test_a_checkpointer_does_not_print_the_model(tmp_path):
     )
     checkpoints.save(5, init())
     with pytest.raises(
-      nxp.CheckpointError, match=r"into the function init.\n  Fix: restore\(nxp.plan\(init, "
+      nxp.CheckpointError, match=r"into init: it has [^\n]*\n  Fix: restore\(nxp.plan\(init, "
     ):
       checkpoints.restore(init)

@@ -1,4 +1,4 @@
-"""Warns about grouped convolutions: wrong kernel gradients on some meshes, and activations that XLA moves."""
+"""Warns about grouped convolutions: wrong kernel gradients by XLA, activations moved for their kernels."""
 
 from __future__ import annotations
 

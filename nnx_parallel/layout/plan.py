@@ -324,6 +324,7 @@ class ShardingPlan:
     """
     from nnx_parallel.layout import serialize
 
+    check_plan(other, "plan.diff(other)")
     return serialize.diff(self, other)
 
   def to_json(self) -> str:

@@ -17,9 +17,9 @@ from flax import nnx
 from jax.sharding import AbstractMesh, NamedSharding
 from jax.typing import DTypeLike
 
+from nnx_parallel.create.instantiate import instantiate
 from nnx_parallel.errors import TrainError
 from nnx_parallel.layout.constrain import default_scope, scope_of
-from nnx_parallel.layout.leaf import Root
 from nnx_parallel.layout.plan import ShardingPlan
 from nnx_parallel.layout.sharded_optimizer import Placement, ShardedOptimizer
 from nnx_parallel.layout.variables import Path, axes_of, value_of
@@ -194,9 +194,11 @@ class TrainStep(_Step):
     Raises:
       TrainError: a plan without an optimizer.
     """
-    roots, scope = {"model": model, "optimizer": optimizer}, contextlib.nullcontext()
+    scope = contextlib.nullcontext()
     if isinstance(model, ShardingPlan):
-      roots, scope = abstract_roots(model), default_scope(model.activation_rules)
+      scope = default_scope(model.activation_rules)
+      model, optimizer = _abstract(model)
+    roots = {"model": model, "optimizer": optimizer}
     bound = _Bound(self.recipe, Binding(roots), (), donate=True)
     with scope:
       traced = bound.program(batch).jitted.trace(bound.binding.read(), batch)
@@ -514,26 +516,16 @@ def _warn_unplanned(labels: list[str]) -> None:
     )
 
 
-def abstract_roots(plan: ShardingPlan) -> dict[str, Any]:
-  """The plan's abstract model and optimizer with shardings on every Variable, as roots of a binding.
-
-  Raises:
-    TrainError: the plan has no optimizer.
-  """
+def _abstract(plan: ShardingPlan) -> Any:
+  """The plan's model and optimizer as they would be created, with a `ShapeDtypeStruct` in every Variable."""
   if plan.abstract_optimizer is None:
     raise TrainError(
       "this plan has no optimizer, so there is no train step to lower.",
       fix="nxp.plan(init, mesh, rules, optimizer=optax.adamw(1e-3))",
     )
-  roots: dict[str, Any] = {}
-  abstract: dict[Root, Any] = {"model": plan.abstract_model, "optimizer": plan.abstract_optimizer}
-  for root, objects in abstract.items():
-    template = Template(objects)
-    structs = plan.abstract_state(root)
-    roots[root] = template.build([structs[path] for path in template.paths])
-  roots["optimizer"].tx = plan.live_tx
-  roots["optimizer"].placement = plan.placement
-  return roots
+  return instantiate(
+    plan, {"model": plan.abstract_state("model"), "optimizer": plan.abstract_state("optimizer")}
+  )
 
 
 def _scattered(optimizers: dict[Any, Any], path: Path, own: NamedSharding | None) -> NamedSharding | None:

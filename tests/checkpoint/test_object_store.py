@@ -69,7 +69,7 @@ def test_an_unfinished_save_is_no_damage_and_a_lost_manifest_is(store):
     mark.unlink()
   with pytest.warns(UserWarning, match="step 2 was passed over"):
     assert_same(checkpointer.restore(target_of(trees[1]), on_corrupt="fallback"), trees[1])
-  assert main(["verify", str(store)]) == 1
+  assert main(["verify", str(store)]) == 3
 
 
 def test_an_array_that_cannot_be_decoded_is_damage(store):

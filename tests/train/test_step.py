@@ -204,6 +204,20 @@ def test_a_step_lowers_from_a_plan_without_arrays():
     nxp.train_step(loss_fn).lower(bare, None, batch)
 
 
+def test_what_a_padded_plan_lowers_is_what_its_live_modules_run():
+  names = {"out_sharding": (None, "mlp")}
+  plan = nxp.plan(
+    lambda: nnx.Linear(8, 6, rngs=nnx.Rngs(0), kernel_metadata=names),
+    nxp.make_mesh(tensor=4, data=2),
+    nxp.LogicalRules(batch="data", mlp="tensor"),
+    optimizer=optax.sgd(0.1),
+    uneven="pad",
+  )
+  step, batch = nxp.train_step(lambda m, x: ((m(x) - x[:, :6]) ** 2).mean()), np.ones((16, 8), np.float32)
+  planned = step.lower(plan, batch=batch).as_text()
+  assert planned == step.lower(*nxp.create_sharded_model(plan), batch).as_text()
+
+
 def test_an_edited_value_is_trained_on():
   plan, model, optimizer = make(tx=optax.sgd(0.0))
   step, batch = nxp.train_step(loss_fn), data(plan)
