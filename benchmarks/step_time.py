@@ -174,9 +174,9 @@ def main() -> None:
       " limited to 500 W).",
       "Left out: runs whose remat policy or number format the model does not have (MaxText 128B on v5e and"
       " Llama 2, TorchTitan in float8), and 1024B, whose mesh is ambiguous in its script.",
-      f"{by_compute} of {len(runs)} runs are predicted to be bound by compute. So these runs test the count of"
-      " FLOPs and one number for each platform, the share of the peak that products reach. They do not test"
-      " bandwidths of links, of networks or of memory, latency, or which links overlap.",
+      f"{by_compute} of {len(runs)} runs are predicted to be bound by compute. So these runs test the count"
+      " of FLOPs and one number for each platform, the share of the peak that products reach. They do not"
+      " test bandwidths of links, of networks or of memory, latency, or which links overlap.",
       "The baseline is one constant for each chip: the mean of its published figures.",
       "One family left out: the efficiency (or the constant) comes from the other families, in the mean of"
       " their ratios, and is held against the family left out. There is one family of GPU runs; for it both"

@@ -13,6 +13,7 @@ import optax
 from flax import nnx
 
 import nnx_parallel as nxp
+from nnx_parallel.layout.constrain import default_scope, scope_of
 from nnx_parallel.layout.extra_args import accept_extra
 from nnx_parallel.layout.plan import check_plan
 from nnx_parallel.layout.serialize import assert_golden_plan
@@ -209,7 +210,9 @@ def gradient_norms(
 
   graphdef, state, rest = nnx.split(model, wrt, ...)
   paths = [path_str(path) for path, _ in nnx.to_flat_state(state)]
-  return dict(zip(paths, map(float, norms(state, rest)), strict=True))
+  with default_scope(scope_of(variables(model).values())):
+    found = norms(state, rest)
+  return dict(zip(paths, map(float, found), strict=True))
 
 
 def assert_same_training(
@@ -238,6 +241,7 @@ def assert_same_training(
 
   Raises:
     AssertionError: which layout, which step or leaf, and both values.
+    PlanError: no plans by name, a plan without an optimizer, or no batches.
 
   Example:
     >>> import numpy as np, optax, nnx_parallel as nxp
@@ -253,6 +257,12 @@ def assert_same_training(
     ['fsdp', 'one device']
   """
   data = list(batches)
+  if not isinstance(plans, Mapping) or not plans or not data:  # pyright: ignore[reportUnnecessaryIsInstance]
+    raise nxp.PlanError(
+      "assert_same_training needs plans by name and batches.",
+      details=f"given a value of type {type(plans).__name__}, and {len(data)} batches",
+      fix='assert_same_training(loss_fn, {"fsdp": plan}, batches)',
+    )
   first = next(iter(plans.values()))
   alone = nxp.make_mesh(dict.fromkeys(map(str, first.mesh.axis_names), 1), devices=jax.devices()[:1])
   reference = nxp.plan(first.init, alone, first.rules, optimizer=first.tx, wrt=first.wrt)

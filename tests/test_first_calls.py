@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import functools
 
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
 from flax import nnx
 
 import nnx_parallel as nxp
-from nnx_parallel.testing import assert_layout, run_training
+from nnx_parallel.testing import assert_layout, assert_same_training, run_training
 
 
 class MLP(nnx.Module):
@@ -74,6 +75,46 @@ CALLS = {
     "Cannot mutate RngCount",
     "make it inside of init",
   ),
+  "an abstract module": (
+    lambda: nxp.plan(lambda: nnx.eval_shape(init), MESH()),
+    "init returned a module without values",
+    "return the module itself",
+  ),
+  "a value read in init": (
+    lambda: nxp.plan(lambda: nnx.Dict(scale=float(jnp.ones(3).sum())), MESH()),
+    "init asks for the value of an array",
+    "np.sqrt in place of jnp.sqrt",
+  ),
+  "an array for numpy in init": (
+    lambda: nxp.plan(lambda: nnx.Param(np.asarray(jnp.ones(3))), MESH()),
+    "init asks for the value of an array",
+    "compute with numpy",
+  ),
+  "rules that were not called": (
+    lambda: nxp.plan(init, MESH(), [nxp.fsdp]),
+    "the function fsdp was not called",
+    "fsdp()",
+  ),
+  "an optimizer as rules": (
+    lambda: nxp.plan(init, MESH(), optax.sgd(0.1)),
+    "rules got an optax transformation",
+    "plan(init, mesh, rules, optimizer=...)",
+  ),
+  "a number of devices": (
+    lambda: nxp.make_mesh(data=4, devices=4),
+    "devices=4 is not a list of devices",
+    "devices=jax.devices()[:4]",
+  ),
+  "a mesh of pairs": (
+    lambda: nxp.make_mesh([("data", 2), ("fsdp", 4)]),
+    "written as name=size",
+    "make_mesh(data=2, fsdp=4)",
+  ),
+  "one plan to compare": (
+    lambda: assert_same_training(loss, PLAN(), [X]),
+    "needs plans by name and batches.\n  given a value of type ShardingPlan, and 1 batches",
+    'assert_same_training(loss_fn, {"fsdp": plan}, batches)',
+  ),
   "a module's path": (lambda: PLAN()["up"], "no leaf 'up'.\n  in it: up.bias, up.kernel", "plan.leaves"),
   "a pattern as in a shell": (
     lambda: nxp.PathRules([("*.kernel", ("fsdp", None))]),
@@ -126,6 +167,17 @@ CALLS = {
     "compile_report needs a plan",
     "compile_report(step, plan, batch=batch)",
   ),
+  "a mesh to estimate": (
+    lambda: nxp.memory_plan(MESH(), loss, X),
+    "memory_plan needs a plan",
+    "memory_plan(plan, loss_fn, batch)",
+  ),
+  "a step to estimate": (
+    lambda: nxp.predict_time(PLAN(), nxp.train_step(loss), X, chip="h100"),
+    "an estimate reads the loss function, and got a TrainStep",
+    "what train_step(loss_fn) was made from",
+  ),
+  "a mesh to compare": (lambda: PLAN().diff(MESH()), "plan.diff needs a plan", "plan.diff(other)"),
   "no batch to compile": (
     lambda: nxp.compile_report(nxp.train_step(loss), PLAN(), X),
     "needs a batch.\n  1 other arguments",
@@ -153,6 +205,6 @@ def test_a_checkpointer_does_not_print_the_model(tmp_path):
     )
     checkpoints.save(5, init())
     with pytest.raises(
-      nxp.CheckpointError, match=r"into the function init.\n  Fix: restore\(nxp.plan\(init, "
+      nxp.CheckpointError, match=r"into init: it has [^\n]*\n  Fix: restore\(nxp.plan\(init, "
     ):
       checkpoints.restore(init)

@@ -109,7 +109,7 @@ class Catalog:
       CheckpointError: there is no such step; the message lists those there are.
     """
     if step is None or step == "latest":
-      number = self.newest_first()[0] if self.steps() else None
+      number = next(iter(self.newest_first()), None) if self.steps() else None
     elif step == "best":
       if self.retention.best is None:
         raise CheckpointError(
@@ -120,11 +120,12 @@ class Catalog:
     elif isinstance(step, str):
       raise CheckpointError(f"step={step!r} is unknown.", fix='pass a number, "latest" or "best".')
     else:
-      number = as_step(step)
-    known = [*self.steps(), *([] if whole else files.foreign_steps(self.directory))]
-    if number is not None and (number in known or step in (None, "latest")):
-      return number
-    raise self._no_step(step)
+      folder = self.folder(number := as_step(step))
+      if not ((folder / manifest.FILE).exists() or (not whole and files.is_foreign(folder))):
+        number = None
+    if number is None:
+      raise self._no_step(step)
+    return number
 
   def place(self, step: int, position: int | None, *, overwrite: bool) -> Place:
     """Where a step belongs that is about to be written.
@@ -141,18 +142,21 @@ class Catalog:
     return lineage.place(step, position, self.headers(), self.directory)
 
   def _check_free(self, step: int, *, overwrite: bool) -> None:
-    if step in files.foreign_steps(self.directory):
+    folder = self.folder(step)
+    if files.is_foreign(folder):
       raise CheckpointError(
-        f"cannot save step {step}: {self.folder(step)} was not written by nnx_parallel, or is damaged.",
+        f"cannot save step {step}: {folder} was not written by nnx_parallel, or is damaged.",
         fix="move that folder elsewhere, or choose another directory; nothing was changed.",
       )
-    if step in self.steps() and not overwrite:
+    if not (folder / manifest.FILE).exists():
+      return
+    if not overwrite:
       raise CheckpointError(
         f"cannot save step {step}: it exists in {self.directory}.",
         details=f"steps: {self.steps()}",
         fix="pass overwrite=True to replace it once the new one is complete, or use another step.",
       )
-    if step in self.steps() and not files.is_local(self.directory):
+    if not files.is_local(self.directory):
       raise CheckpointError(
         f"cannot replace step {step} in {self.directory}: renames are not atomic there.",
         fix="save under another step, or delete this one first.",

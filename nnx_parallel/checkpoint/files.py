@@ -66,11 +66,12 @@ def foreign_steps(directory: epath.Path) -> list[int]:
   if not directory.is_dir():
     return []
   return sorted(
-    int(entry.name) for entry in directory.iterdir() if _is_step_name(entry.name) and _is_foreign(entry)
+    int(entry.name) for entry in directory.iterdir() if _is_step_name(entry.name) and is_foreign(entry)
   )
 
 
-def _is_foreign(folder: epath.Path) -> bool:
+def is_foreign(folder: epath.Path) -> bool:
+  """Whether a folder named like a step is one of those that `foreign_steps` lists."""
   file = folder / manifest.FILE
   if file.exists() or any((folder.parent / f"{folder.name}{mark}").exists() for mark in (SAVING, DELETING)):
     return False

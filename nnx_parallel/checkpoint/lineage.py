@@ -76,12 +76,11 @@ def place(step: int, position: int | None, headers: Mapping[int, Header | None],
     return Place(old.parent, old.time, after)
   if start is None or step > start:
     return Place(start, None, after)
-  came = (
-    f"this run is at step {start}" if position is not None else "this run did not resume from any of them"
-  )
+  came = f"is at step {position}" if position is not None else "resumed from none of its steps"
+  earlier = max((number for number in known if number < step), default=None)
+  resume = f"to go on from step {earlier}, restore(target, {earlier}) with this Checkpointer first; "
   raise CheckpointError(
     f"cannot save step {step}: {directory} holds newer steps, and step {step} would become the newest.",
-    details=f"the newest is step {newest}; {came}",
-    fix=f"to go on from before step {step}, restore(...) that step first, with this Checkpointer; for another"
-    " run, choose another directory.",
+    details=f"the newest is step {newest}; this run {came}",
+    fix=f"{resume if earlier is not None else ''}for another run, choose another directory.",
   )

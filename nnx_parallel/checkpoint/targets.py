@@ -84,7 +84,8 @@ def read(
     raise CheckpointError(f"optimizer={optimizer!r} is unknown.", fix='pass "restore", "drop" or "fresh".')
   if callable(target) and not isinstance(target, nnx.Module):
     raise CheckpointError(
-      f"cannot restore into the function {getattr(target, '__name__', type(target).__name__)}.",
+      f"cannot restore into {getattr(target, '__name__', type(target).__name__)}: it has neither leaves nor a"
+      " layout for them.",
       fix="restore(nxp.plan(init, mesh, rules)); restore(init()), on one device; restore(), for the arrays.",
     )
   is_plan = isinstance(target, ShardingPlan)

@@ -17,8 +17,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from nnx_parallel.create.cut import FLOATS, Cut, Slice, evaluate, is_key, is_tiny, read
 from nnx_parallel.layout.mesh import axis_sizes
-from nnx_parallel.layout.resolve import extend_spec
-from nnx_parallel.layout.rules import fsdp
+from nnx_parallel.layout.resolve import add_axes
 
 IN_FLIGHT = 64 * 2**20
 """Bytes of results that may be under way before the next slice waits; each slice also holds temporaries."""
@@ -160,10 +159,9 @@ class Feed:
     for position, result in zip(piece.outputs, piece.results, strict=True):
       if result.aval.shape == shape:
         return NamedSharding(self.mesh, self.shardings[position].spec)
-    spec, _ = extend_spec(
-      whole, shape, axis_sizes(self.mesh), fsdp(tuple(axis_sizes(self.mesh)), min_size=FLOATS)
-    )
-    return NamedSharding(self.mesh, spec)
+    if value.aval.size <= FLOATS:
+      return NamedSharding(self.mesh, whole)
+    return NamedSharding(self.mesh, add_axes(whole, shape, self.mesh.axis_names, axis_sizes(self.mesh)).spec)
 
 
 def lower_slice(piece: Slice, feed: Feed, shardings: Sequence[NamedSharding]) -> jax.stages.Lowered:

@@ -21,7 +21,7 @@ from nnx_parallel.layout.leaf import Root
 from nnx_parallel.layout.mesh import AnyMesh, auto_mesh
 from nnx_parallel.layout.plan import ShardingPlan, plan_traced
 from nnx_parallel.layout.rules import Uneven
-from nnx_parallel.layout.tracing import Trace, side_effects
+from nnx_parallel.layout.tracing import Trace, why_one_program
 from nnx_parallel.layout.variables import Path
 
 Compile = Literal["slices", "whole"]
@@ -165,7 +165,7 @@ def cut_plan(
     The pieces; or the reason, as a clause, why the constructor cannot be sliced.
   """
   traces = traces or trace_plan(the_plan)
-  return side_effects(traces.values()) or cut(*stages(the_plan, traces), shardings)
+  return why_one_program(traces.values()) or cut(*stages(the_plan, traces), shardings)
 
 
 def real_mesh(the_plan: ShardingPlan) -> Mesh:

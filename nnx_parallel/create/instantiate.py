@@ -12,7 +12,7 @@ from nnx_parallel.layout.leaf import LeafPlan, Root
 from nnx_parallel.layout.padding import pad_variable
 from nnx_parallel.layout.plan import ShardingPlan
 from nnx_parallel.layout.stacked import stack_labels
-from nnx_parallel.layout.variables import DECLARED, SCOPE, Names, Path, declared
+from nnx_parallel.layout.variables import DECLARED, SCOPE, Names, Path, axes_of, declared
 
 Arrays = Mapping[Path, Any]
 
@@ -81,19 +81,19 @@ def _bind(abstract_leaf: Any, array: Any, row: LeafPlan, first_dim: str | None, 
 def _metadata(row: LeafPlan, first_dim: str | None) -> dict[str, Any]:
   """The annotation that makes flax derive exactly the row's spec, with names wherever they suffice.
 
-  A name stays where it maps to the same axes in every dim that has it; elsewhere (a dim taken by the
-  fallback, a name that resolved differently in two dims, a name spelt like another mesh axis) the mesh axes
-  themselves are written.
+  A name stays where it maps to the same axes in every dim that has it. Elsewhere the mesh axes themselves are
+  written: in a dim taken by the fallback, or for a name that resolved differently in two dims or is spelt
+  like an axis of another dim.
   """
   ndim = len(row.shape)
   names: Names = (first_dim, *([None] * (ndim - 1))) if ndim else ()
   if row.names is not None and len(row.names) == ndim:  # flax copies names onto state of another rank
     names = row.names
-  mesh_axes = row.mesh.axis_names
+  used = {axis for entry in row.spec for axis in axes_of(entry)}
   written: list[Any] = []
   table: dict[str, Any] = {}
   for name, axes in zip(names, row.spec, strict=True):
-    keep = isinstance(name, str) and table.get(name, axes) == axes and (name == axes or name not in mesh_axes)
+    keep = isinstance(name, str) and table.get(name, axes) == axes and (name == axes or name not in used)
     if keep:
       table[str(name)] = axes
     written.append(name if keep else axes)

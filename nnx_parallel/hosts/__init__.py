@@ -1,1 +1,1 @@
-"""Data placement and many hosts."""
+"""Batches on devices, and what several processes have to agree on."""

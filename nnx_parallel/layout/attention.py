@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from flax import nnx
+from jax.sharding import PartitionSpec
 
 from nnx_parallel.errors import ShardingError
 from nnx_parallel.layout.variables import Names, annotation, axes_of, occurrences, path_str
@@ -63,7 +64,8 @@ def _passed_on(module: nnx.MultiHeadAttention, part: str) -> Names | None:
 def _names(variable: Any) -> Names | None:
   # The names of the query are of another rank than the output's bias: they are compared as they are written.
   written = annotation(variable)
-  return None if written is None else tuple(written[1])
+  names = written[1] if written is not None else None
+  return tuple(names) if isinstance(names, (tuple, list, PartitionSpec)) else None
 
 
 def _flat(names: Names) -> list[str]:

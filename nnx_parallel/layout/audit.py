@@ -137,10 +137,14 @@ def warn_replicated(plan: ShardingPlan, *, stacklevel: int = 2) -> bool:
   held = format_bytes(sum(finding.leaf.bytes for finding in found))
   others = sorted({finding.leaf.kind for finding in found if not finding.leaf.is_parameter})
   what = f"the model ({', '.join(others)})" if others else "parameters"
+  fallback = plan.rules.fallback
+  mend = "fsdp() at the end of the rules splits them"
+  if fallback is not None and fallback.mode == "fsdp":
+    mend = 'plan(..., uneven="pad") splits what no axis divides'
   message = (
     f"{held} of {what} are whole on each of {plan.mesh.size} devices: {shown.name}"
     f" {format_array(shown.dtype, shown.shape)} ({shown.decision.reason}; {worst.remedy}){more}."
-    " print(plan.audit()) lists them; fsdp() at the end of the rules splits them, replicate() accepts them."
+    f" print(plan.audit()) lists them; {mend}, replicate() accepts them."
   )
   warnings.warn(message, NnxParallelWarning, stacklevel=stacklevel)
   return True

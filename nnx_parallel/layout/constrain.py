@@ -120,7 +120,7 @@ def spent(axes: tuple[str, ...]) -> contextlib.AbstractContextManager[None]:
 
 
 def default_scope(scope: Scope | None) -> contextlib.AbstractContextManager[None]:
-  """Puts a scope in scope where the caller has none. The caller's rules hold, on this mesh if they have none.
+  """Enters `scope` unless the caller already has rules in scope; those hold, on this mesh if they have none.
 
   Args:
     scope: of a plan, or None.

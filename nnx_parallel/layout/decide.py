@@ -15,8 +15,8 @@ from nnx_parallel.errors import PlanError, ShardingError
 from nnx_parallel.layout import lookup, optimizer_layout
 from nnx_parallel.layout.leaf import Decision, LeafPlan, Root, Source
 from nnx_parallel.layout.mesh import AnyMesh, axis_sizes
-from nnx_parallel.layout.resolve import Resolution, extend_spec, resolve_spec
-from nnx_parallel.layout.rules import Fallback, LogicalRules, RuleSet, Uneven
+from nnx_parallel.layout.resolve import Extended, Resolution, extend_spec, resolve_spec
+from nnx_parallel.layout.rules import LogicalRules, RuleSet, Uneven
 from nnx_parallel.layout.variables import (
   Names,
   Path,
@@ -46,6 +46,7 @@ class Decisions:
     self.sizes = axis_sizes(mesh)
     self.zero_notes: list[str] = []
     self.short: list[str] = []
+    self.left_out: list[str] = []
     self.axis_notes = rules.logical.check_axes(self.sizes)
     self.fired: set[int] = set()
     self.path_rules = sum(len(table.rules) for table in rules.paths)
@@ -83,6 +84,8 @@ class Decisions:
     if names is None:
       matched = self._path_rule(paths, len(value.shape))
       if matched is None:
+        if any(table.optional for table in self.rules.paths) and _is_matrix(leaf):
+          self.left_out.append(where)
         return self._fallback_leaf(path, leaf)
       source, (pattern, names) = "path rule", matched
       step = f"no annotation; path rule {pattern!r}: {names or 'whole'}"
@@ -106,17 +109,22 @@ class Decisions:
     if fallback is not None and fallback.mode == "fsdp" and fallback.extend:
       stored = [size + extra for size, extra in zip(value.shape, found.padding, strict=True)]
       rows = self._rows(leaf)
-      spec, why = extend_spec(found.spec, stored, self.sizes, fallback, rows=rows)
-      if spec != found.spec:
+      more, why = extend_spec(found.spec, stored, self.sizes, fallback, rows=rows, pad=self._pads(leaf))
+      if more.added:
         steps.append(f"extended by {fallback}: {why}")
-        reason += f" + {_brief(found.spec, spec, fallback, rows)}"
-        found = dataclasses.replace(found, spec=spec)
+        reason += f" + {_brief(more, rows)}"
+        padding = tuple(map(sum, zip(found.padding, more.padding, strict=True)))
+        found = dataclasses.replace(found, spec=more.spec, padding=padding)
       else:
         steps.append(f"not extended by {fallback}: {why}")
     return self._leaf("model", path, leaf, names, found, Decision(source, reason, tuple(steps), not missed))
 
   def _rows(self, leaf: Any) -> int | None:
     return len(value_of(leaf).shape) + lookup.ROWS if id(leaf) in self.tables else None
+
+  def _pads(self, leaf: Any) -> bool:
+    # A raw array has no place for its shape without padding.
+    return self.uneven == "pad" and isinstance(leaf, nnx.Variable)
 
   def _path_rule(
     self, paths: tuple[Path, ...], ndim: int
@@ -140,10 +148,10 @@ class Decisions:
       decision = Decision("whole", reason, (f"{step}; {fallback or 'no fallback'}: whole",), chosen)
       return self._leaf("model", path, leaf, None, None, decision)
     rows = self._rows(leaf)
-    spec, why = extend_spec(whole, value.shape, self.sizes, fallback, rows=rows)
-    found = Resolution(spec, (0,) * len(value.shape), ())
-    reason = _brief(whole, spec, fallback, rows) if spec != whole else why
-    chosen = spec != whole or math.prod(value.shape) <= fallback.min_size
+    more, why = extend_spec(whole, value.shape, self.sizes, fallback, rows=rows, pad=self._pads(leaf))
+    found = Resolution(more.spec, more.padding, ())
+    reason = _brief(more, rows) if more.added else why
+    chosen = bool(more.added) or math.prod(value.shape) <= fallback.min_size
     decision = Decision("fallback", reason, (f"{step}; {fallback}: {why}",), chosen)
     return self._leaf("model", path, leaf, None, found, decision)
 
@@ -275,6 +283,8 @@ class Decisions:
     )
     short += " needs transform_metadata={nnx.PARTITION_NAME: 'layers'})"
     notes = self.axis_notes + self.zero_notes + ([short] if self.short else [])
+    if self.left_out:
+      notes.append(f"no path rule names {few(self.left_out)}, so tensor parallelism passes them by")
     return notes + [f"path rule {pattern!r} matches nothing" for pattern in dead]
 
 
@@ -287,6 +297,10 @@ def _array(leaf: Any, where: str) -> Any:
     details=f"Variable type {kind_of(leaf)}",
     fix="give each array a Variable of its own, for example in an nnx.Dict or nnx.List.",
   )
+
+
+def _is_matrix(leaf: Any) -> bool:
+  return isinstance(leaf, nnx.Param) and len(value_of(leaf).shape) > 1
 
 
 def _written(leaf: nnx.Variable[Any]) -> int:
@@ -319,6 +333,16 @@ def _shown(names: Names | None) -> str:
   return f"({', '.join(parts)})"
 
 
+def _brief(found: Extended, rows: int | None) -> str:
+  def which(dim: int) -> str:
+    return "its rows" if dim == rows else "the largest dim" + ("" if found.padding[dim] else " that divides")
+
+  said = [
+    f"{'+'.join(axes)} on {which(dim)}{', padded' * bool(found.padding[dim])}" for axes, dim in found.added
+  ]
+  return ", ".join(said)
+
+
 def _unpadded(names: Names, shape: tuple[int, ...], found: Resolution) -> Resolution:
   """For an array without a Variable that would hide the padding from its module."""
   entries: list[Any] = []
@@ -329,11 +353,6 @@ def _unpadded(names: Names, shape: tuple[int, ...], found: Resolution) -> Resolu
       shown = name if isinstance(name, str) else "+".join(name)
       steps.append(f"{shown!r} -> whole: {size} would be padded, which only an nnx.Variable hides")
   return Resolution(PartitionSpec(*entries), (0,) * len(shape), tuple(steps))
-
-
-def _brief(before: PartitionSpec, after: PartitionSpec, fallback: Fallback, rows: int | None) -> str:
-  dim = next(dim for dim, entry in enumerate(after) if entry != before[dim])
-  return f"{'+'.join(fallback.axes)} on {'its rows' if dim == rows else 'the largest dim that divides'}"
 
 
 def _missed(names: Names, spec: PartitionSpec, logical: LogicalRules) -> list[str]:

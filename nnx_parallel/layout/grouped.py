@@ -1,13 +1,14 @@
-"""Warns about an XLA bug: kernel gradients of grouped convolutions are too large on some meshes."""
+"""Warns about grouped convolutions: wrong kernel gradients by XLA, activations moved for their kernels."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from flax import nnx
 
-from nnx_parallel.layout.variables import few, occurrences, path_str
+from nnx_parallel.layout.leaf import LeafPlan
+from nnx_parallel.layout.variables import Path, axes_of, few, occurrences, path_str
 
 
 def check_grouped(model: nnx.Module, batch: Sequence[str], mesh: Mapping[str, int]) -> list[str]:
@@ -27,16 +28,51 @@ def check_grouped(model: nnx.Module, batch: Sequence[str], mesh: Mapping[str, in
   factor = math.prod(size for axis, size in mesh.items() if axis not in batch)
   if factor == 1:
     return []
-  found = [
-    path_str(path)
-    for path, module in occurrences(model)
-    if isinstance(module, nnx.Module)
-    and isinstance(groups := getattr(module, "feature_group_count", 1), int)
-    and groups > 1
-  ]
+  found = [path_str(path) for path, _ in _grouped(model)]
   if not found:
     return []
   return [
     f"{few(found)}: grouped convolutions, whose kernel gradients XLA makes up to {factor} times too large on"
     " this mesh; train_step computes them right, a jit of your own does not"
   ]
+
+
+def check_depthwise(
+  model: nnx.Module, leaves: Iterable[LeafPlan], batch: Sequence[str], mesh: Mapping[str, int]
+) -> list[str]:
+  """Finds kernels of depthwise convolutions that are split by channels over axes which split the batch too.
+
+  XLA does not gather such a kernel, small as it is: it moves the activations, where it can only by making
+  them whole on each device (an "involuntary full rematerialization").
+
+  Args:
+    model: a live or abstract module.
+    leaves: the rows of the model.
+    batch: the mesh axes that split the batch.
+    mesh: mesh axis name -> size in devices.
+
+  Returns:
+    One note that names them, or none.
+  """
+  rows = {leaf.path: leaf for leaf in leaves}
+  kernels = [rows[found] for path, _ in _grouped(model) if (found := (*path, "kernel")) in rows]
+  split = {
+    leaf.name: [axis for axis in axes_of(leaf.spec[-1]) if axis in batch and mesh[axis] > 1]
+    for leaf in kernels
+    if leaf.shape[-2] == 1
+  }
+  names = [name for name, axes in split.items() if axes]
+  if not names:
+    return []
+  axes = dict.fromkeys(axis for found in split.values() for axis in found)
+  return [
+    f"{few(names)}: depthwise kernels split by channels over {', '.join(axes)}, as the batch, so a step sends"
+    " activations instead of weights; keep them whole: a path rule of None, or a larger min_size"
+  ]
+
+
+def _grouped(model: nnx.Module) -> Iterator[tuple[Path, nnx.Module]]:
+  for path, module in occurrences(model):
+    groups = getattr(module, "feature_group_count", 1)
+    if isinstance(module, nnx.Module) and isinstance(groups, int) and groups > 1:
+      yield path, module

@@ -53,6 +53,8 @@ def make_mesh(
     >>> dict(nxp.make_mesh(data=2, fsdp=-1, tensor=2).shape)
     {'data': 2, 'fsdp': 2, 'tensor': 2}
   """
+  if isinstance(devices, int):
+    raise MeshError(f"devices={devices} is not a list of devices.", fix=f"devices=jax.devices()[:{devices}]")
   devices = list(jax.devices() if devices is None else devices)
   if not devices:
     raise MeshError("a mesh needs at least one device, and `devices` is empty.", fix="devices=jax.devices()")
@@ -216,7 +218,8 @@ def _by_name(call: str, sizes: Any, names: Any) -> str:
   """The call with the sizes and names that `jax.make_mesh` takes; `call` itself where they do not pair up."""
   function, _, _ = call.partition("(")
   try:
-    return f"{function}({', '.join(f'{name}={size}' for size, name in zip(sizes, names, strict=True))})"
+    pairs = dict(zip(names, sizes, strict=True) if names else sizes)
+    return f"{function}({', '.join(f'{name}={size}' for name, size in pairs.items())})"
   except (TypeError, ValueError):
     return call
 

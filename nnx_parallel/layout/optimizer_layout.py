@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 from jax.sharding import PartitionSpec
 
 from nnx_parallel.errors import PlanError
-from nnx_parallel.layout.resolve import shard_counts
-from nnx_parallel.layout.variables import Path, axes_of, entry_of
+from nnx_parallel.layout.resolve import add_axes
+from nnx_parallel.layout.variables import Path, axes_of
 
 if TYPE_CHECKING:
   from nnx_parallel.layout.leaf import LeafPlan
@@ -149,7 +149,7 @@ def zero_axes(
 def spread(
   spec: PartitionSpec, shape: Sequence[int], axes: Sequence[str], mesh: Mapping[str, int]
 ) -> tuple[PartitionSpec, str]:
-  """Splits an optimizer array over more axes, on the dim that has most left to split.
+  """Splits an optimizer array over more axes, as `add_axes`.
 
   Args:
     spec: its spec so far, one entry per dim.
@@ -160,19 +160,15 @@ def spread(
   Returns:
     `(spec, why)`; the spec is unchanged when no dim divides.
   """
-  entries = [axes_of(entry) for entry in spec]
-  used = {axis for entry in entries for axis in entry}
-  added = tuple(axis for axis in axes if axis not in used and mesh[axis] > 1)
-  if not added:
+  used = {axis for entry in spec for axis in axes_of(entry)}
+  left = tuple(axis for axis in axes if axis not in used and mesh[axis] > 1)
+  if not left:
     return spec, "no further axis"
-  ways = math.prod(mesh[axis] for axis in added)
-  local = [size // count for size, count in zip(shape, shard_counts(spec, len(shape), mesh), strict=True)]
-  fitting = [dim for dim, size in enumerate(local) if size and size % ways == 0]
-  if not fitting:
-    return spec, f"no dim of {tuple(shape)} divides by {ways} more"
-  dim = max(fitting, key=lambda d: (local[d], d))
-  entries[dim] += added
-  return PartitionSpec(*map(entry_of, entries)), f"ZeRO: dim {dim} also over {', '.join(added)}"
+  found = add_axes(spec, shape, left, mesh)
+  if not found.added:
+    return spec, f"no dim of {tuple(shape)} divides by {math.prod(mesh[axis] for axis in left)} more"
+  where = (f"dim {dim} also over {', '.join(added)}" for added, dim in found.added)
+  return found.spec, f"ZeRO: {', '.join(where)}"
 
 
 def apart(shape: tuple[int, ...]) -> tuple[int, ...]:

@@ -20,6 +20,7 @@ from nnx_parallel.layout.variables import axes_of
 LIMIT = 16
 """Blocks drawn along one side; what is beyond is counted in words."""
 _CELL = (104, 44)
+_LETTER = 5.5  # pixels, in monospace of size 9
 _PALETTE = ("#8dd3c7", "#ffffb3", "#bebada", "#fb8072", "#80b1d3", "#fdb462", "#b3de69", "#fccde5")
 
 
@@ -118,8 +119,9 @@ def _title(found: Blocks) -> tuple[str, str]:
 def svg(leaf: LeafPlan) -> str:
   """Draws an array's blocks as SVG; see `ShardingPlan.picture`."""
   found = blocks(leaf)
-  width, height = _CELL
   rows, columns = (min(count, LIMIT) for count in found.shape)
+  longest = max(len(found.slices(row, column)) for row in range(rows) for column in range(columns))
+  width, height = max(_CELL[0], round(_LETTER * longest) + 16), _CELL[1]
   title, subtitle = _title(found)
   parts: list[str] = []
   for row in range(rows):
@@ -139,7 +141,8 @@ def svg(leaf: LeafPlan) -> str:
   return "\n".join(
     [
       f'<svg xmlns="http://www.w3.org/2000/svg" width="{total_width}" height="{total_height}"'
-      ' font-family="monospace">',
+      ' font-family="monospace" style="white-space:pre">',
+      '<rect width="100%" height="100%" fill="white"/>',
       f'<text x="8" y="18" font-size="13" font-weight="bold">{escape(title)}</text>',
       f'<text x="8" y="36" font-size="11">{escape(subtitle)}</text>',
       *parts,

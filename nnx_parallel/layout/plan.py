@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 import optax
 from flax import nnx
+from flax.core.spmd import get_logical_axis_rules
 from jax.sharding import NamedSharding, PartitionSpec
 
 from nnx_parallel.errors import PlanError
@@ -27,15 +28,24 @@ from nnx_parallel.layout.attention import check_attention
 from nnx_parallel.layout.batch import batch_axes, input_spec, no_batch_axes, with_batch
 from nnx_parallel.layout.constrain import Scope, scoped
 from nnx_parallel.layout.decide import Decisions, nearest
-from nnx_parallel.layout.grouped import check_grouped
+from nnx_parallel.layout.grouped import check_depthwise, check_grouped
 from nnx_parallel.layout.leaf import LeafPlan, Root
 from nnx_parallel.layout.lookup import check_tables
 from nnx_parallel.layout.mesh import AnyMesh, axis_sizes, is_explicit
 from nnx_parallel.layout.padding import logical_transformation
 from nnx_parallel.layout.rules import UNEVEN, RuleSet, Uneven
 from nnx_parallel.layout.sharded_optimizer import Placement
-from nnx_parallel.layout.tracing import Trace, placements, side_effects
-from nnx_parallel.layout.variables import Path, array_leaves, axes_of, few, kind_of, path_str, value_of
+from nnx_parallel.layout.tracing import Trace, placements, why_one_program
+from nnx_parallel.layout.variables import (
+  Path,
+  array_leaves,
+  axes_of,
+  entry_of,
+  few,
+  kind_of,
+  path_str,
+  value_of,
+)
 
 if TYPE_CHECKING:
   from nnx_parallel.layout.audit import Audit, Trainable
@@ -314,6 +324,7 @@ class ShardingPlan:
     """
     from nnx_parallel.layout import serialize
 
+    check_plan(other, "plan.diff(other)")
     return serialize.diff(self, other)
 
   def to_json(self) -> str:
@@ -492,7 +503,8 @@ def plan(
     init: builds the module: a function without arguments.
     mesh: real devices (`make_mesh`) or an abstract mesh of any size (`abstract_mesh`).
     rules: `LogicalRules`, `PathRules`, a fallback such as `fsdp()`, a preset, or a sequence of these. None:
-      annotations must name mesh axes, and the rest stays whole.
+      annotations must name mesh axes, and the rest stays whole. Names that have no rule here get that of an
+      active `nnx.logical_axis_rules`, with a note.
     optimizer: an optax transformation whose state is planned too.
     wrt: which Variables the optimizer trains; a filter as in `nnx.Optimizer`.
     uneven: what to do with a dim that its mesh axes do not divide: `"error"`, `"next"`, `"pad"` or
@@ -567,6 +579,8 @@ def plan_traced(
     PlanError: as `plan`.
   """
   is_explicit(mesh)  # refuses mixed axis types before any work is done
+  if isinstance(rules, optax.GradientTransformation):
+    raise PlanError("rules got an optax transformation.", fix="plan(init, mesh, rules, optimizer=...)")
   if uneven not in UNEVEN:
     raise PlanError(f"uneven={uneven!r} is not a policy.", fix=f"one of {', '.join(UNEVEN)}.")
   if (zero or zero_axes is not None) and optimizer is None:
@@ -580,15 +594,17 @@ def plan_traced(
       f"optimizer_memory={optimizer_memory!r} places optimizer state, and there is no optimizer.",
       fix="optimizer=optax.adamw(...)",
     )
-  ruleset = RuleSet.of(rules).with_uneven(uneven)
+  ruleset, context_notes = _with_context(RuleSet.of(rules), axis_sizes(mesh))
+  ruleset = ruleset.with_uneven(uneven)
   traces: dict[Root, Trace] = {"model": trace_module(init, mesh)}
   model = traces["model"].node
   decisions = Decisions(mesh, ruleset, uneven)
-  found = check_attention(model, decisions.sizes)
+  found = context_notes + check_attention(model, decisions.sizes)
   leaves = decisions.model_leaves(model)
   batch = batch_axes(ruleset, decisions.sizes)
   if batch is not None:  # a plan may do without axes for the batch: nothing to check then
     found += check_grouped(model, batch, decisions.sizes)
+    found += check_depthwise(model, leaves, batch, decisions.sizes)
     found += check_tables(decisions.table_leaves, batch, decisions.sizes)
   abstract_optimizer = None
   if optimizer is not None:
@@ -605,7 +621,7 @@ def plan_traced(
       kept_dims=kept_dims(model, optimizer, wrt, abstract_optimizer),
     )
   found += _overridden(placements(traces["model"]), leaves)
-  if whole := side_effects(traces.values()):
+  if whole := why_one_program(traces.values()):
     found.append(f"created as one program, which takes longer to compile: {whole}")
   made = ShardingPlan(
     mesh,
@@ -620,6 +636,22 @@ def plan_traced(
     zero,
   )
   return made, traces
+
+
+def _with_context(rules: RuleSet, mesh: Mapping[str, int]) -> tuple[RuleSet, list[str]]:
+  """Adds the rules of an active `nnx.logical_axis_rules` whose axes the mesh has, as flax would."""
+  # flax.nnx exports the context, and not what reads it.
+  context = {
+    name: axes_of(axes) for name, axes in get_logical_axis_rules() if set(axes_of(axes)) <= set(mesh)
+  }
+  added = {name: axes for name, axes in context.items() if name not in rules.logical}
+  notes = [f"rules of nnx.logical_axis_rules: {few([*added])}"] if added else []
+  notes += [
+    f"nnx.logical_axis_rules has another rule for {name!r}, {entry_of(axes)!r}; that of the plan holds"
+    for name, axes in context.items()
+    if name in rules.logical and rules.logical[name] != (axes,)
+  ]
+  return rules.replace(added), notes
 
 
 def _overridden(placed: Mapping[Path, PartitionSpec], leaves: Iterable[LeafPlan]) -> list[str]:

@@ -333,11 +333,11 @@ def _cell(text: str, size: int, *, words: bool) -> list[str]:
   if words:
     return _wrapped(text, size)
   lines = [""]
-  for part in re.findall(r"[^.]*\.?", text) if len(text) > size else [text]:
+  for part in re.findall(r".+?(?:[.,] ?|$)", text) if len(text) > size else [text]:
     if len(lines[-1] + part) > size and lines[-1]:
       lines.append(_GAP)
     lines[-1] += part
-  return lines
+  return [line.rstrip() for line in lines]
 
 
 def _wrapped(text: str, width: int, indent: str = "") -> list[str]:

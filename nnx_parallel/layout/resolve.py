@@ -238,6 +238,83 @@ class _Resolver:
     )
 
 
+@dataclasses.dataclass(frozen=True)
+class Extended:
+  """A spec with more axes.
+
+  Attributes:
+    spec: one entry per dim.
+    padding: elements to add at the end of each dim so that it divides.
+    added: axes and the dim that took them, in the order in which they were given.
+  """
+
+  spec: PartitionSpec
+  padding: tuple[int, ...]
+  added: tuple[tuple[Candidate, int], ...]
+
+
+def add_axes(
+  spec: PartitionSpec,
+  shape: Sequence[int],
+  axes: Sequence[str],
+  mesh: Mapping[str, int],
+  *,
+  rows: int | None = None,
+  pad: bool = False,
+) -> Extended:
+  """Splits an array over more axes: what `fsdp()` does to parameters, and a stage of ZeRO to their state.
+
+  All axes go to the largest free dim that they divide; where no free dim divides, to the dim with the most
+  left, behind its own axes. Where no dim divides by all of them, the largest part of them that a dim divides
+  by goes first, and the rest likewise.
+
+  Args:
+    spec: the spec so far; entries of None are free dims.
+    shape: global shape in elements, as stored.
+    axes: mesh axes to add, major to minor; those in `spec` already are left out.
+    mesh: mesh axis name -> size in devices.
+    rows: the dim of a look-up table's rows, which is taken first.
+    pad: pad a dim rather than leave some of the axes out.
+
+  Returns:
+    The new spec; without `added`, it is the old one.
+  """
+  entries, sizes = [axes_of(entry) for entry in spec], list(shape)
+  added: list[tuple[Candidate, int]] = []
+  while left := tuple(axis for axis in axes if not any(axis in entry for entry in entries)):
+    local = [
+      size // math.prod(mesh[axis] for axis in entry) for size, entry in zip(sizes, entries, strict=True)
+    ]
+    # Ties go to the last dim, so that a square kernel is split along its output features.
+    order = sorted(range(len(local)), key=lambda d: (d == rows, not entries[d], local[d], d), reverse=True)
+    found = next(
+      ((part, d) for part in _parts(left, mesh) for d in order if _divides(part, local[d], mesh)), None
+    )
+    if pad and (found is None or found[0] != left or (rows is not None and found[1] != rows)):
+      found = next(((left, d) for d in order if local[d] > 1), found)
+    if found is None:
+      break
+    part, dim = found
+    entries[dim] += part
+    sizes[dim] += -sizes[dim] % math.prod(mesh[axis] for axis in entries[dim])
+    added.append(found)
+  padding = tuple(size - before for size, before in zip(sizes, shape, strict=True))
+  return Extended(PartitionSpec(*map(entry_of, entries)), padding, tuple(added))
+
+
+def _parts(axes: Candidate, mesh: Mapping[str, int]) -> list[Candidate]:
+  """All axes, then parts of them that split: more ways first, among equals the minor axes."""
+  some = (
+    part for count in range(len(axes) - 1, 0, -1) for part in [*itertools.combinations(axes, count)][::-1]
+  )
+  ways = {part: math.prod(mesh[axis] for axis in part) for part in some}
+  return [axes, *sorted((part for part in ways if ways[part] > 1), key=lambda part: -ways[part])]
+
+
+def _divides(part: Candidate, size: int, mesh: Mapping[str, int]) -> bool:
+  return size > 0 and size % math.prod(mesh[axis] for axis in part) == 0
+
+
 def extend_spec(
   spec: PartitionSpec,
   shape: Sequence[int],
@@ -245,8 +322,9 @@ def extend_spec(
   fallback: Fallback,
   *,
   rows: int | None = None,
-) -> tuple[PartitionSpec, str]:
-  """Gives the axes of an `fsdp` fallback to the largest free dim that they divide, or to a table's rows.
+  pad: bool = False,
+) -> tuple[Extended, str]:
+  """Gives the axes of an `fsdp` fallback to an array, as `add_axes`.
 
   Args:
     spec: the spec so far; entries of None are free dims.
@@ -254,6 +332,7 @@ def extend_spec(
     mesh: mesh axis name -> size in devices.
     fallback: made by `fsdp(...)`.
     rows: the dim of a look-up table's rows. It is taken first, behind the axes that it has.
+    pad: as for `add_axes`.
 
   Returns:
     `(spec, reason)`; the spec is unchanged, and the reason says why, when the array stays as it was.
@@ -268,34 +347,45 @@ def extend_spec(
       details=f"mesh {dict(mesh)}",
       fix=f"fsdp({next(iter(mesh))!r}), or add {missing[0]}=... to the mesh.",
     )
-  entries = list(spec)
-  taken = {axis for entry in entries for axis in axes_of(entry)}
-  size, shards = math.prod(shape), math.prod(mesh[axis] for axis in fallback.axes)
-  shown = show_candidate(fallback.axes)
-  used = [axis for axis in fallback.axes if axis in taken]
-  if used:
-    return spec, f"axis {used[0]!r} is already used"
+  taken = {axis for entry in spec for axis in axes_of(entry)}
+  left = tuple(axis for axis in fallback.axes if axis not in taken)
+  size, unchanged = math.prod(shape), Extended(spec, (0,) * len(shape), ())
+  if not left:
+    return unchanged, f"axis {fallback.axes[0]!r} is already used"
   if size <= fallback.min_size:
-    return spec, f"{size} elements, at most min_size={fallback.min_size}"
+    return unchanged, f"{size} elements, at most min_size={fallback.min_size}"
+  found = add_axes(spec, shape, left, mesh, rows=rows, pad=pad)
+  ways = math.prod(mesh[axis] for axis in left)
   not_rows = ""
-  if rows is not None:
-    own = axes_of(entries[rows])
-    ways = shards * math.prod(mesh[axis] for axis in own)
-    if shape[rows] and shape[rows] % ways == 0:
-      entries[rows] = entry_of(own + fallback.axes)
-      behind = f" behind {show_candidate(own)}" if own else ""
-      return PartitionSpec(
-        *entries
-      ), f"{shown}{behind} on dim {rows} ({shape[rows]}), the rows of a look-up table"
-    not_rows = f"; not the rows of this look-up table: {ways} does not divide {shape[rows]}"
-  fitting = [d for d, entry in enumerate(entries) if not entry and shape[d] and shape[d] % shards == 0]
-  if not fitting:
-    return spec, f"no free dim of {tuple(shape)} divides by {shards} ({shown}){not_rows}"
-  # Ties go to the last dim, so that a square kernel is split along its output features.
-  dim = max(fitting, key=lambda d: (shape[d], d))
-  entries[dim] = entry_of(fallback.axes)
-  why = f"{shown} on dim {dim} ({shape[dim]}), the largest free dim that {shards} divides{not_rows}"
-  return PartitionSpec(*entries), why
+  if rows is not None and not any(dim == rows for _, dim in found.added):
+    own = math.prod(mesh[axis] for axis in axes_of(spec[rows]))
+    not_rows = f"; not the rows of this look-up table: {ways * own} does not divide {shape[rows]}"
+  if not found.added:
+    return found, f"no dim of {tuple(shape)} divides by {ways} ({show_candidate(left)}){not_rows}"
+  why = "; ".join(
+    _said(spec, shape, mesh, axes, dim, found.padding[dim], dim == rows) for axes, dim in found.added
+  )
+  part = "" if found.added[0][0] == left else f"; no dim of {tuple(shape)} divides by all {ways}"
+  return found, why + part + not_rows
+
+
+def _said(
+  spec: PartitionSpec,
+  shape: Sequence[int],
+  mesh: Mapping[str, int],
+  axes: Candidate,
+  dim: int,
+  extra: int,
+  rows: bool,
+) -> str:
+  ways, own = math.prod(mesh[axis] for axis in axes), axes_of(spec[dim])
+  behind = f" behind {show_candidate(own)}" if own else ""
+  which = (
+    "the rows of a look-up table" if rows else f"the largest {'' if own else 'free '}dim that {ways} divides"
+  )
+  if extra:
+    which = f"padded to {shape[dim] + extra}" + (", the rows of a look-up table" if rows else "")
+  return f"{show_candidate(axes)}{behind} on dim {dim} ({shape[dim]}), {which}"
 
 
 def shard_counts(spec: PartitionSpec, ndim: int, mesh: Mapping[str, int]) -> tuple[int, ...]:

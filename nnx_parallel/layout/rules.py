@@ -402,10 +402,11 @@ def fsdp(axis: str | Sequence[str] = "fsdp", *, min_size: int = 2**18, extend: b
   It holds for every Variable that nothing else names: parameters, and batch statistics or caches that are
   as large as parameters. RNG state stays whole. A look-up table (of `nnx.Embed`) is cut by rows, also where
   they are split already, and by columns only if its rows do not divide: by columns, the activations would
-  come out split by feature, and be sent instead of the weights.
+  come out split by feature, and be sent instead of the weights. Where no free dim divides, an array is cut
+  behind the axes that it has, or over the largest part of `axis` that divides; `plan(uneven="pad")` pads it.
 
   Args:
-    axis: mesh axis, or several (major to minor) that cut the dim together.
+    axis: mesh axis, or several (major to minor) that cut a dim together.
     min_size: arrays with at most this many *elements* stay whole.
     extend: also give the axis to a free dim of a Variable that has names, so that for example a
       tensor-parallel kernel is split over both axes.
@@ -524,6 +525,9 @@ class RuleSet:
           raise ShardingError(f"two input rules: {inputs} and {item}.", fix="keep one of them.")
         inputs = item
       else:
+        if callable(item) and getattr(item, "__module__", "").startswith("nnx_parallel.layout."):
+          name = getattr(item, "__name__", "")
+          raise ShardingError(f"the function {name} was not called, so it is no rule.", fix=f"{name}()")
         raise ShardingError(
           f"{item!r} is not a sharding rule.",
           fix='pass LogicalRules(embed="fsdp"), PathRules([...]), fsdp(), replicate(), or a list of these;'

@@ -8,6 +8,7 @@ from collections.abc import Callable, Generator, Iterable
 from typing import Any
 
 import jax
+import numpy as np
 import optax
 from flax import nnx
 from flax.errors import TraceContextError
@@ -20,6 +21,12 @@ from nnx_parallel.layout.mesh import AnyMesh, axis_sizes
 from nnx_parallel.layout.sharded_optimizer import ShardedOptimizer
 from nnx_parallel.layout.variables import Path, occurrences, path_str, value_of
 
+_NEEDS_VALUES = (
+  jax.errors.ConcretizationTypeError,
+  jax.errors.TracerArrayConversionError,
+  jax.errors.TracerIntegerConversionError,
+)
+_WIDE = tuple(map(np.dtype, ("float64", "int64", "uint64", "complex128")))
 _PLACES = {
   "sharding_constraint": "sharding",
   "reshard": "dst_sharding",
@@ -53,10 +60,16 @@ class Trace:
   makes: tuple[Path, ...]
 
 
-def side_effects(traces: Iterable[Trace]) -> str:
-  """Describes the side effects of the first trace that has any, as a clause; empty if none has."""
-  effects = next((one.program.effects for one in traces if one.program.effects), ())
-  return f"it has side effects ({', '.join(sorted(map(str, effects)))})" if effects else ""
+def why_one_program(traces: Iterable[Trace]) -> str:
+  """Why these traces can only be run as one program, as a clause; empty if they can be sliced."""
+  for one in traces:
+    if one.program.effects:
+      return f"it has side effects ({', '.join(sorted(map(str, one.program.effects)))})"
+    results = [var.aval for eqn in one.program.jaxpr.eqns for var in eqn.outvars]
+    wide = next((x.dtype for x in results if hasattr(x, "dtype") and x.dtype in _WIDE), None)
+    if wide is not None and not jax.config.jax_enable_x64:
+      return f"it computes in {wide} under a jax.enable_x64 of its own"
+  return ""
 
 
 def placements(one: Trace) -> dict[Path, PartitionSpec]:
@@ -85,7 +98,7 @@ def trace(build: Callable[..., Any], given: Any = None) -> Trace:
     What it built, and the program that computes its arrays.
 
   Raises:
-    PlanError: it returned something else.
+    PlanError: it returned something else, or an abstract module.
   """
   graphdef: Any = None
   state: Any = {}
@@ -98,7 +111,13 @@ def trace(build: Callable[..., Any], given: Any = None) -> Trace:
       raise PlanError(
         f"init returned a {type(node).__name__}, not an nnx.Module.", fix="return the module itself."
       )
-    return nnx.split(node)
+    structure, values = nnx.split(node)
+    if any(isinstance(value, jax.ShapeDtypeStruct) for value in jax.tree.leaves(values)):
+      raise PlanError(
+        "init returned a module without values: it holds jax.ShapeDtypeStruct in place of arrays.",
+        fix="return the module itself, not what nnx.eval_shape gives; planning makes no arrays anyway.",
+      )
+    return structure, values
 
   with unplaced():
     program, (built, values) = jax.make_jaxpr(run, return_shape=True)(state)
@@ -151,7 +170,7 @@ def traced_init(init: Callable[[], nnx.Module], mesh: AnyMesh | None) -> nnx.Mod
 
   Raises:
     PlanError: a list, tuple or dict of arrays as an attribute, which flax refuses eagerly; or `init` changes
-      a Variable that it did not make.
+      a Variable that it did not make, or asks for the value of an array.
   """
   sizes = axis_sizes(mesh) if mesh is not None else {}
   auto = AbstractMesh(tuple(sizes.values()), tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes))
@@ -163,6 +182,12 @@ def traced_init(init: Callable[[], nnx.Module], mesh: AnyMesh | None) -> nnx.Mod
       "init changes a Variable that was made outside of it, such as the counter of an nnx.Rngs.",
       details=str(error).split(" (https://")[0],
       fix="make it inside of init: lambda: MyModule(..., rngs=nnx.Rngs(0))",
+    ) from error
+  except _NEEDS_VALUES as error:
+    raise PlanError(
+      "init asks for the value of an array, and has none: it is traced, both to plan and to create.",
+      details=str(error).split("\n")[0],
+      fix="compute with numpy what must be known while init runs, for example np.sqrt in place of jnp.sqrt.",
     ) from error
   graph: Any = module
   if isinstance(graph, nnx.Pytree):  # the caller refuses anything else

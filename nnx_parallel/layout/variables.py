@@ -210,10 +210,10 @@ def declared(leaf: Any, *, where: str) -> tuple[Names | None, dict[str, Any]]:
   names, rules, written = metadata.get(DECLARED, (None, (), None))
   if written == (metadata.get("out_sharding"), metadata.get("sharding_rules")):  # unchanged since creation
     return names, dict(rules)
-  written = annotation(leaf)
-  if written is None:
+  found = annotation(leaf)
+  if found is None:
     return None, {}
-  key, value = written
+  key, value = found
   names = _to_names(value, ndim, where=where, key=key)
   rules = _own_rules(metadata.get("sharding_rules") or (), where=where)
   return names, rules

@@ -26,6 +26,7 @@ from nnx_parallel.layout.plan import ShardingPlan
 from nnx_parallel.recipes.recorder import EarlyStop, Position, Recorder, Tracker
 from nnx_parallel.report.chips import chip_of
 from nnx_parallel.report.cost import cost
+from nnx_parallel.report.tables import not_counted
 from nnx_parallel.train.losses import examples_in
 from nnx_parallel.train.metrics import Record
 from nnx_parallel.train.profiler import ProfileWindow
@@ -395,4 +396,11 @@ def _flops(step: Any, model: Any, optimizer: Any, batch: Any) -> float:
   """Of the program that just ran, per device; nan for a step that does not show its program."""
   if not isinstance(step, TrainStep):
     return math.nan
-  return float(cost(step.compiled(model, optimizer, batch).as_text()).flops)
+  found = cost(step.compiled(model, optimizer, batch).as_text())
+  if found.uncounted:
+    warnings.warn(
+      f"the recorded mfu is too low. {not_counted(found.uncounted)}  Fix: fit(..., flops=...) of one device.",
+      NnxParallelWarning,
+      stacklevel=3,
+    )
+  return float(found.flops)

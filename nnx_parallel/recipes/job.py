@@ -83,7 +83,7 @@ class Job:
     self.settings = settings_of(self.recipe, self.plan, self.microbatches) | self.settings
     self._batches = self.recipe.batches
     self._train_step = nxp.train_step(
-      self.recipe.loss, microbatches=self.microbatches, remat=self.remat, pairs=True
+      self.recipe.loss, microbatches=self.microbatches, remat=self.remat, pairs=True, diagnostics=True
     )
     self._eval_step = nxp.eval_step(self.recipe.loss, pairs=True)
     # Made once: it shares the model's Variables, and another object would be compiled for anew.

@@ -19,6 +19,7 @@ import sysconfig
 import zlib
 from collections.abc import Container, Iterator
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -161,7 +162,12 @@ def init(config: Config = CONFIG, seed: int | None = None) -> TextLM:
 def optimizer(config: Config = CONFIG) -> optax.GradientTransformation:
   """AdamW after a short warm-up, with the global norm of the gradients clipped to 1."""
   rate = optax.linear_schedule(0.0, config.learning_rate, transition_steps=20)
-  return optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(rate, b2=0.98, weight_decay=0.01))
+
+  def adamw(learning_rate: Any) -> optax.GradientTransformation:
+    return optax.adamw(learning_rate, b2=0.98, weight_decay=0.01)
+
+  # So the rate lies in the optimizer's state, and is among the metrics.
+  return optax.chain(optax.clip_by_global_norm(1.0), optax.inject_hyperparams(adamw)(learning_rate=rate))
 
 
 def loss(model: TextLM, batch: Batch) -> tuple[jax.Array, dict[str, jax.Array]]:

@@ -50,7 +50,7 @@ class Chip:
     devices_per_chip: JAX devices that one chip of a topology's name makes.
     host_bandwidth: bytes per second in one direction between a device and its host's memory.
     efficiency: share of the peak that the matrix products of training reach. 0.78 on TPUs, fitted to MaxText
-      on v5e and v5p (`benchmarks/results/step_time.md`); 0.5 on GPUs, a guess: the two H100 runs give 0.42.
+      on v5e and v5p (`benchmarks/results/step_time.md`); 0.5 on GPUs, a guess: the two H100 runs give 0.43.
       Not measured on the other chips. 0.7 for a chip of your own, a guess.
   """
 

@@ -134,7 +134,7 @@ def collectives(program: str | hlo.Program, axes: Mapping[str, int]) -> tuple[Co
     across = _TRANSFER.search(run.instruction.rest) if run.instruction.opcode == "send" else None
     if (not match and not across) or _LATER_STEP.search(run.instruction.rest):
       continue
-    kind = match[1] if match else _ACROSS[across[1]] if across else ""
+    kind = match[1] if match else _ACROSS.get(across[1], across[1].lower()) if across else ""
     collective = _describe(program, run, kind, finder, scattered, origins)
     if collective.group_size > 1:
       found.append(collective)

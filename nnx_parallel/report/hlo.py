@@ -159,7 +159,9 @@ class Program:
     for instruction in computation.instructions:
       yield Executed(instruction, computation, times, caller)
       inner = times * (self.trips(instruction, computation) or 1) if instruction.opcode == "while" else times
-      for name in instruction.called:
+      # Later steps of an asynchronous operation name again what its start runs.
+      again = instruction.opcode in ("async-update", "async-done")
+      for name in () if again else instruction.called:
         if name in self.computations:
           yield from self._walk(self.computations[name], inner, instruction)
 

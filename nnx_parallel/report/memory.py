@@ -9,7 +9,7 @@ from typing import Any
 
 from nnx_parallel.errors import ReportError
 from nnx_parallel.layout.mesh import axis_sizes
-from nnx_parallel.layout.plan import ShardingPlan
+from nnx_parallel.layout.plan import ShardingPlan, check_plan
 from nnx_parallel.layout.render import Shown
 from nnx_parallel.report.chips import Chip
 from nnx_parallel.report.chips import chip as chip_named
@@ -128,6 +128,7 @@ def memory_plan(
     >>> memory_plan(plan, lambda model, x: (model(x) ** 2).mean(), batch).categories["parameters"]
     16384
   """
+  check_plan(plan, "memory_plan(plan, loss_fn, batch)")
   if microbatches < 1:
     raise ReportError(f"microbatches={microbatches} is not a positive number.", fix="microbatches=1.")
   work = trace_workload(plan, loss, batch, remat=remat, gradients=gradients)
@@ -177,6 +178,7 @@ def memory_categories(work: Workload, sizes: Sizes, microbatches: int = 1) -> di
       "gradients": gradients,
       "kept activations": kept,
       "one layer": layer,
+      # Those in use, and the next ones on their way: a guess.
       "gathered parameters": 2 * _gathered(work, sizes),
     },
     {"gradients": gradients, "state in passing": _in_passing(work, sizes)},
@@ -219,7 +221,7 @@ def _gathered_last(work: Workload, sizes: Sizes) -> float:
 
 
 def _in_passing(work: Workload, sizes: Sizes) -> float:
-  """State that is on its way between host and device: two groups, each of at least one parameter's state."""
+  """State on its way between host and device: as a guess, four times the largest kind of leaf."""
   parts = [part.per_device(sizes) for part in work.host_state()]
   return min(sum(parts), 4 * max(parts, default=0.0))
 

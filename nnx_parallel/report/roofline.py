@@ -37,7 +37,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from nnx_parallel.layout.mesh import axis_sizes
-from nnx_parallel.layout.plan import ShardingPlan
+from nnx_parallel.layout.plan import ShardingPlan, check_plan
 from nnx_parallel.layout.render import Shown
 from nnx_parallel.report.chips import Chip
 from nnx_parallel.report.chips import chip as chip_named
@@ -193,6 +193,7 @@ def predict_time(
     >>> time.binds
     'compute'
   """
+  check_plan(plan, "predict_time(plan, loss_fn, batch, chip=...)")
   work = trace_workload(plan, loss, batch, remat=remat, gradients=gradients)
   return step_time(
     work, axis_sizes(plan.mesh), chip_named(chip), microbatches=microbatches, slice_size=slice_size

@@ -19,9 +19,6 @@ import optax
 from flax import nnx
 
 from nnx_parallel.errors import ReportError
-from nnx_parallel.layout.mesh import abstract_mesh
-from nnx_parallel.layout.plan import plan as make_plan
-from nnx_parallel.layout.rules import RuleSet
 from nnx_parallel.report.compile_report import CompileReport
 from nnx_parallel.report.memory import ERROR_BAND, memory_categories
 from nnx_parallel.report.roofline import StepTime, step_time
@@ -30,14 +27,13 @@ from nnx_parallel.report.search_compile import compile_best as compile_first
 from nnx_parallel.report.search_space import Sizes, Space, factorisations, searched_axes, spaces
 from nnx_parallel.report.tables import not_counted
 from nnx_parallel.report.topology import Machine, machine
-from nnx_parallel.report.workload import lays_out_activations
 from nnx_parallel.report.zero import with_offload, with_zero
 from nnx_parallel.train.remat import MARK_LAYERS, Remat
 
 SAME_TIME = 0.005
 """Relative difference of predicted times below which less memory decides."""
 Fit = Literal["surely", "perhaps", "no"]
-_SAME_MEMORY = 0.005  # a ZeRO stage that saves less is not tried
+_SAME_MEMORY = 0.005  # a ZeRO stage that saves less is dropped
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,7 +87,6 @@ class SearchResult:
     best: the winner: the first of `fitting`, or the fastest that compiled where `compile_best` asked for it;
       None when nothing fits.
     notes: what a reader should know: axes that split nothing, compilers that are not here.
-    scoped: whether the loss names dims of activations, so that it needs the plan's rules in scope.
   """
 
   machine: Machine
@@ -100,7 +95,6 @@ class SearchResult:
   refused: Mapping[str, int]
   best: Candidate | None
   notes: tuple[str, ...] = ()
-  scoped: bool = False
 
   def pareto(self) -> tuple[Candidate, ...]:
     """Candidates that no other one beats in both predicted memory and predicted time, fastest first.
@@ -124,7 +118,7 @@ class SearchResult:
       raise ReportError(f"no layout fits on {self.machine.text}.", fix="more devices, or a smaller batch.")
     from nnx_parallel.report.search_text import winner_code
 
-    return winner_code(self.best, scoped=self.scoped)
+    return winner_code(self.best)
 
   def to_json(self) -> str:
     """The winner, the Pareto front and the counts as JSON."""
@@ -252,21 +246,12 @@ def search(
     notes += (f"No remat policy was tried, since none finds a layer in the loss. Fix: {MARK_LAYERS}.",)
   missed = not_counted(tried[0].work.uncounted)
   notes += (missed.rstrip(),) if missed else ()
-  scoped = _scoped(init, loss, rules, batch)
   if compile_best and optimizer is not None:
     task = Task(init, loss, rules, optimizer, batch, target)
     chosen = sorted(fitting, key=speed)[:compile_best]
     fitting, best, more = compile_first(task, chosen, [c for c in fitting if c not in chosen])
     notes += more
-  return SearchResult(target, tuple(fitting), tuple(too_large), refused, best, notes, scoped)
-
-
-def _scoped(init: Callable[[], nnx.Module], loss: Callable[[Any, Any], Any], rules: Any, batch: Any) -> bool:
-  """Whether the loss uses `constrain`; without logical rules there are no names that it could use."""
-  if not len(RuleSet.of(rules).logical):
-    return False
-  mesh = abstract_mesh(dict.fromkeys(searched_axes(rules), 2))
-  return lays_out_activations(make_plan(init, mesh, rules, uneven="replicate"), loss, batch)
+  return SearchResult(target, tuple(fitting), tuple(too_large), refused, best, notes)
 
 
 def _candidates(

@@ -61,16 +61,14 @@ def search_text(result: SearchResult) -> str:
   return "\n".join(lines) + "\n"
 
 
-def winner_code(best: Candidate, *, scoped: bool) -> str:
+def winner_code(best: Candidate) -> str:
   """A candidate as code to paste, for `init`, `loss`, `rules` and `optimizer`.
 
   Args:
     best: the candidate.
-    scoped: whether the loss names dims of activations.
   """
   options = f", zero={best.zero}" if best.zero else ""
   options += ', optimizer_memory="pinned_host"' if best.offload else ""
-  name = "scoped" if scoped else "loss"
   remat = "" if best.remat == "as written" else f', remat="{best.remat}"'
   lines: list[str] = []
   if best.changes:
@@ -81,9 +79,7 @@ def winner_code(best: Candidate, *, scoped: bool) -> str:
     f"plan = nxp.plan(init, mesh, rules, optimizer=optimizer{options})",
     "model, state = nxp.create_sharded_model(plan)",
   ]
-  if scoped:
-    lines += ["", "def scoped(model, batch):", "  with plan.scope():", "    return loss(model, batch)", ""]
-  lines.append(f"step = nxp.train_step({name}, microbatches={best.microbatches}{remat})")
+  lines.append(f"step = nxp.train_step(loss, microbatches={best.microbatches}{remat})")
   return "\n".join(lines) + "\n"
 
 

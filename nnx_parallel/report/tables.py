@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import io
 import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from rich.console import Console
-from rich.table import Table
-
+from nnx_parallel.layout.render import text_table
 from nnx_parallel.report.units import format_bytes, format_count, format_seconds
 
 if TYPE_CHECKING:
@@ -18,7 +15,6 @@ if TYPE_CHECKING:
   from nnx_parallel.report.compile_report import CompileReport
   from nnx_parallel.report.peak import Tenant
 
-_WIDTH = 110
 _ROWS = 12
 _TENANTS = 6
 
@@ -33,15 +29,12 @@ def report_text(report: CompileReport) -> str:
 
 
 def render(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-  """A table as text; columns whose name ends in `>` are right-aligned."""
-  table = Table(box=None, pad_edge=False, header_style="bold")
-  for column in columns:
-    table.add_column(column.rstrip(">"), justify="right" if column.endswith(">") else "left", overflow="fold")
-  for row in rows:
-    table.add_row(*row)
-  out = io.StringIO()
-  Console(file=out, width=_WIDTH, color_system=None, markup=False, emoji=False).print(table)
-  return "\n".join([title, *(line.rstrip() for line in out.getvalue().splitlines())]) + "\n"
+  """A table as text; a column whose name ends in `>` is right-aligned, and a last one without it may wrap."""
+  right = [n for n, column in enumerate(columns) if column.endswith(">")]
+  last = len(columns) - 1
+  header = [column.rstrip(">") for column in columns]
+  table = text_table(header, [*rows], right=right, wrap=() if last in right else (last,))
+  return f"{title}\n{table}\n"
 
 
 def not_counted(operations: Mapping[str, int]) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import math
@@ -14,6 +13,7 @@ from flax import nnx
 from jax.extend import core
 from jax.sharding import PartitionSpec
 
+from nnx_parallel.errors import ReportError
 from nnx_parallel.layout.leaf import LeafPlan
 from nnx_parallel.layout.mesh import abstract_mesh, axis_sizes
 from nnx_parallel.layout.plan import ShardingPlan
@@ -206,13 +206,19 @@ def trace_workload(
 
   Raises:
     TrainError: no such remat policy, no layer for it, or gradients that cannot be scattered.
+    ReportError: a step in place of its loss function.
   """
+  if hasattr(loss, "recipe"):
+    raise ReportError(
+      f"an estimate reads the loss function, and got a {type(loss).__name__}.",
+      fix="memory_plan(plan, loss_fn, batch), with what train_step(loss_fn) was made from.",
+    )
   traces = _Traces(plan, with_remat(loss, remat), batch)
   batch_axes = plan.batch_axes
   forward, flows = traces.loss(), traces.flows
   seen = Propagation(batch_axes=batch_axes)
   seen.run(forward, flows)
-  read = [max(1, seen.read.get(n, leaf.dtype.itemsize)) for n, leaf in enumerate(traces.leaves)]
+  read = [seen.read.get(n) or leaf.dtype.itemsize or 1 for n, leaf in enumerate(traces.leaves)]
   kept = _residuals(traces.backward(), flows, batch_axes)
   layers = [_layer(item, batch_axes) for item in seen.kept]
   scanned = _scanned(forward, flows, read, trained=len(traces.trained_paths))
@@ -270,21 +276,6 @@ def finds_layers(plan: ShardingPlan, loss: Callable[[Any, Any], Any], batch: Any
   return has_layers(_Traces(plan, loss, batch).loss())
 
 
-def lays_out_activations(plan: ShardingPlan, loss: Callable[[Any, Any], Any], batch: Any) -> bool:
-  """Whether the loss names dims of activations (`constrain`), so that it must run with rules in scope."""
-  traces = _Traces(plan, loss, batch)
-  return _constraints(traces.loss()) != _constraints(traces.loss(scoped=False))
-
-
-def _constraints(traced: Any) -> int:
-  """Layouts that a traced program asks for."""
-  count = 0
-  for eqn in opened(traced).eqns:
-    count += eqn.primitive.name == "sharding_constraint"
-    count += sum(_constraints(inner) for inner in core.jaxprs_in_params(eqn.params))
-  return count
-
-
 def parameter_parts(plan: ShardingPlan) -> tuple[Part, ...]:
   """The parameters of a plan, by the axes that split them."""
   return _merge(_part(leaf) for leaf in plan.leaves if leaf.is_parameter)
@@ -319,27 +310,26 @@ class _Traces:
       placed = any(rows[path].spec) or leaf.get_metadata().get("out_sharding")
       return leaf.copy(x, mesh=mesh) if placed else leaf.copy(x)
 
-    def pure(scoped: bool, trained: list[Any], rest: list[Any], inputs: list[Any]) -> Any:
+    def pure(trained: list[Any], rest: list[Any], inputs: list[Any]) -> Any:
       states = [
         nnx.from_flat_state(
           [(path, live(path, leaf, x)) for (path, leaf), x in zip(flat, arrays, strict=True)]
         )
         for flat, arrays in ((trained_flat, trained), (rest_flat, rest))
       ]
-      with nnx.use_eager_sharding(False), plan.scope() if scoped else contextlib.nullcontext():
+      with nnx.use_eager_sharding(False), plan.scope():
         module = nnx.merge(graphdef, *states)
         result = loss(module, jax.tree.unflatten(structure, inputs))
       return result[0] if isinstance(result, tuple) else result
 
     self._pure = pure
 
-  def loss(self, *, scoped: bool = True) -> Any:
-    # A partial is new each time, so that JAX's cache of traces does not answer for another scope.
-    return jax.make_jaxpr(functools.partial(self._pure, scoped))(*self._arrays)
+  def loss(self) -> Any:
+    return jax.make_jaxpr(self._pure)(*self._arrays)
 
   def backward(self) -> Any:
     def kept(trained: list[Any], rest: list[Any], inputs: list[Any]) -> Any:
-      _, pullback = jax.vjp(lambda t: self._pure(True, t, rest, inputs), trained)
+      _, pullback = jax.vjp(lambda t: self._pure(t, rest, inputs), trained)
       return jax.tree.leaves(pullback)
 
     return jax.make_jaxpr(kept)(*self._arrays)

@@ -94,11 +94,11 @@ def in_microbatches(
   """Gradients summed over `count` microbatches in a scan.
 
   Microbatch `m` is every `count`-th example from `m` on, so that each stays spread over all devices. Where
-  the model is replicated over mesh axes that split the batch, each replica sums its own gradients and they
-  are reduced once, after the scan. That needs a loss that is a mean or a sum over examples (which
-  microbatches ask for anyhow) and one that changes no Variable: with batch statistics or random numbers, or
-  sharding constraints of jax's own that name those axes (`nxp.constrain` leaves them out here), gradients are
-  reduced in each microbatch, which gives the same numbers as one device in every case.
+  the model is replicated over mesh axes that split the batch, each replica sums its own gradients, and they
+  are reduced once, after the scan. This needs a loss that is a mean or a sum over examples, changes no
+  Variable (batch statistics, random numbers), and has no sharding constraint of jax's own over those axes
+  (`nxp.constrain` is handled). Otherwise gradients are reduced in each microbatch; `Total.how` says why. The
+  numbers are those of one device in both cases.
 
   Args:
     objective: see `Objective`; its sums are added up, so it must not divide by counts.
@@ -235,15 +235,29 @@ def _mapped(
 
 def check_divides(batch: Any, count: int) -> None:
   """Refuses a batch that `count` microbatches cannot split evenly; scalars are given to each of them."""
-  for path, leaf in jax.tree_util.tree_leaves_with_path(batch):
-    shape = jnp.shape(leaf)
-    if shape and shape[0] % count:
+  leaves = [
+    (f"batch{jax.tree_util.keystr(path)}", jnp.shape(leaf))
+    for path, leaf in jax.tree_util.tree_leaves_with_path(batch)
+    if jnp.ndim(leaf)
+  ]
+  for name, shape in leaves:
+    size = shape[0]
+    if not size % count:
+      continue
+    other = next(((name, shape) for name, shape in leaves if shape[0] != size), None)
+    if other is not None:
       raise TrainError(
-        f"batch{jax.tree_util.keystr(path)} has {shape[0]} examples, which {count} microbatches cannot split"
-        " evenly.",
-        details=f"shape {shape}",
-        fix=f"a global batch of {shape[0] + -shape[0] % count}, or fewer microbatches.",
+        f"{name} has {size} rows on dim 0, which {count} microbatches cannot split evenly, and {other[0]} has"
+        f" {other[1][0]}.",
+        details=f"shapes {shape} and {other[1]}; microbatches split dim 0 of every array, the batch dim",
+        fix=f"give {name} the batch dim: jnp.broadcast_to(x, ({other[1][0]}, *x.shape)); or keep it in the"
+        " model, as nnx.Variable(x).",
       )
+    raise TrainError(
+      f"{name} has {size} examples, which {count} microbatches cannot split evenly.",
+      details=f"shape {shape}",
+      fix=f"a global batch of {size + -size % count}, or fewer microbatches.",
+    )
 
 
 def _scan(

@@ -7,12 +7,14 @@ the arrays of the same Variables, and `Watch` tells whether the module still is 
 from __future__ import annotations
 
 import collections
+import contextlib
 import functools
 import itertools
 import operator
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from sys import getrefcount
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -103,9 +105,10 @@ class Binding:
 
   Args:
     roots: name -> module, optimizer, or a tuple or dict of them; the names start the paths in messages.
+    planned: where arrays belong, by path in the template: replaced layers are put there.
   """
 
-  def __init__(self, roots: Mapping[str, Any]):
+  def __init__(self, roots: Mapping[str, Any], planned: Mapping[Path, NamedSharding] = MappingProxyType({})):
     self.names = tuple(roots)
     self.template = Template(tuple(roots.values()))
     self.labels = [self.label(path) for path in self.template.paths]
@@ -116,7 +119,7 @@ class Binding:
     self.shardings = [_sharding_of(value_of(leaf)) for leaf in self.template.leaves]
     self.mesh = _common_mesh(self.labels, self.shardings)
     if self.mesh is not None:
-      self._settle(self.mesh)
+      self._settle(self.mesh, planned)
 
   def label(self, path: Path) -> str:
     """`(1, 'opt_state', 0)` -> `optimizer.opt_state.0`."""
@@ -158,12 +161,13 @@ class Binding:
     if gone:
       raise deleted(gone, len(values))
 
-  def _settle(self, mesh: Any) -> None:
+  def _settle(self, mesh: Any, planned: Mapping[Path, NamedSharding]) -> None:
     # Without this, XLA chooses a layout for what lies on no mesh, the second step starts from that layout,
     # and everything is compiled again.
-    for i, (leaf, sharding) in enumerate(zip(self.template.leaves, self.shardings, strict=True)):
-      value = value_of(leaf)
-      if isinstance(value, jax.ShapeDtypeStruct) or sharding is not None:
+    for i, (path, leaf) in enumerate(zip(self.template.paths, self.template.leaves, strict=True)):
+      value, own = value_of(leaf), self.shardings[i]
+      where = _where(value, mesh, planned.get(path), own)
+      if where is own or isinstance(value, jax.ShapeDtypeStruct):
         continue
       if (
         isinstance(value, jax.Array)
@@ -174,12 +178,11 @@ class Binding:
           f"{self.labels[i]} lies on {_devices(value)}, and the rest on a mesh of {mesh.size} devices.",
           fix="create it with nxp.create_sharded_model, or jax.device_put(x, NamedSharding(mesh, P())).",
         )
-      whole = NamedSharding(mesh, PartitionSpec())
-      self.shardings[i] = whole
+      self.shardings[i] = where
       if i in self.raw:
-        self.raw[i] = jax.device_put(value, whole)
+        self.raw[i] = jax.device_put(value, where)
       else:
-        put(leaf, jax.device_put(value, whole))
+        put(leaf, jax.device_put(value, where))
 
 
 class Watch:
@@ -368,6 +371,17 @@ def _containers(path: str, node: Any, seen: set[int]) -> Iterator[tuple[str, Any
     yield path, node, container
   for key, value in list(container.items()) if isinstance(container, dict) else enumerate(container):
     yield from _containers(f"{path}.{key}", value, seen)
+
+
+def _where(value: Any, mesh: Any, planned: NamedSharding | None, own: NamedSharding | None) -> NamedSharding:
+  """Where an array belongs: as planned, if it can lie so; else where it lies; else whole on the mesh."""
+  if planned is not None and planned.mesh == mesh:
+    if own is not None and own.is_equivalent_to(planned, value.ndim):
+      return own
+    with contextlib.suppress(ValueError):  # an edited layer of a shape that the plan's sharding cannot split
+      planned.shard_shape(value.shape)
+      return planned
+  return NamedSharding(mesh, PartitionSpec()) if own is None else own
 
 
 def _sharding_of(value: Any) -> NamedSharding | None:

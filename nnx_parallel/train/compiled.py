@@ -80,7 +80,7 @@ class Compiled:
     problem: TrainError | None = None
     if _DELETED.search(str(error)):
       problem = deleted(gone, len(self.labels)) if gone else _deleted_in(batch)
-    elif isinstance(error, (TypeError, ValueError)) and not gone:
+    elif isinstance(error, (TypeError, ValueError)) and not isinstance(error, TrainError) and not gone:
       problem = self._misplaced(arrays, batch) or _no_array(batch)
     if problem is not None:
       raise problem from error
@@ -116,7 +116,8 @@ class Compiled:
   def _misplaced(self, arrays: Sequence[Any], batch: Any) -> TrainError | None:
     """The array that lies on other devices than the model, if there is one."""
     placed = [(label, x) for label, x in zip(self.labels, arrays, strict=True) if isinstance(x, jax.Array)]
-    mesh = next((x.sharding.mesh for _, x in placed if isinstance(x.sharding, NamedSharding)), None)
+    meshes = [x.sharding.mesh for _, x in placed if isinstance(x.sharding, NamedSharding)]
+    mesh: Any = meshes[0] if meshes else None
     if mesh is None:
       return None
     # In their order: a program runs on one assignment of devices.
@@ -197,15 +198,20 @@ def _no_array(batch: Any) -> TrainError | None:
 
 
 def _lies_on(array: jax.Array, devices: tuple[Any, ...]) -> bool:
-  sharding = array.sharding
+  sharding: Any = array.sharding
   if isinstance(sharding, NamedSharding):
-    return tuple(sharding.mesh.devices.flat) == devices
+    return _in_order(sharding) == devices
   return sharding.device_set == set(devices)
+
+
+def _in_order(sharding: NamedSharding) -> tuple[Any, ...]:
+  mesh: Any = sharding.mesh  # of a live array, so it has devices
+  return tuple(mesh.devices.flat)
 
 
 def _ids(sharding: Any) -> list[int]:
   if isinstance(sharding, NamedSharding):
-    return [device.id for device in sharding.mesh.devices.flat]
+    return [device.id for device in _in_order(sharding)]
   return sorted(device.id for device in sharding.device_set)
 
 

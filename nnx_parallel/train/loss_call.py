@@ -1,4 +1,4 @@
-"""Calls a loss function; what flax and jax then say about their insides is said about the user's model."""
+"""Calls a loss function, and restates internal errors of flax and jax in terms of the user's model."""
 
 from __future__ import annotations
 

@@ -173,6 +173,21 @@ def pairs(found: Terms, parts: int = 1, examples: int = 1) -> Metrics:
   return {**result, **found.outputs}
 
 
+def check_examples(batch: Any) -> None:
+  """Refuses a batch without examples, whose mean would be NaN.
+
+  Raises:
+    TrainError: dim 0 of an array has length 0.
+  """
+  for path, leaf in jax.tree_util.tree_leaves_with_path(batch):
+    if jnp.shape(leaf)[:1] == (0,):
+      raise TrainError(
+        f"batch{jax.tree_util.keystr(path)} holds no examples.",
+        details=f"shape {jnp.shape(leaf)}",
+        fix="skip empty batches where the data are read.",
+      )
+
+
 def examples_in(batch: Any) -> int:
   """The length of dim 0 of the batch's first array; 1 when it holds scalars only."""
   return next((leaf.shape[0] for leaf in jax.tree.leaves(batch) if jnp.ndim(leaf)), 1)

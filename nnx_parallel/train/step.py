@@ -17,12 +17,12 @@ from flax import nnx
 from jax.sharding import AbstractMesh, NamedSharding
 from jax.typing import DTypeLike
 
+from nnx_parallel.create.instantiate import instantiate
 from nnx_parallel.errors import TrainError
 from nnx_parallel.layout.constrain import default_scope, scope_of
-from nnx_parallel.layout.leaf import Root
 from nnx_parallel.layout.plan import ShardingPlan
-from nnx_parallel.layout.sharded_optimizer import Placement
-from nnx_parallel.layout.variables import Path, axes_of
+from nnx_parallel.layout.sharded_optimizer import Placement, ShardedOptimizer
+from nnx_parallel.layout.variables import Path, axes_of, value_of
 from nnx_parallel.train.accumulate import Layout
 from nnx_parallel.train.binding import (
   ABSENT,
@@ -40,7 +40,7 @@ from nnx_parallel.train.compiled import Compile, Compiled, logger
 from nnx_parallel.train.convolutions import with_right_gradients
 from nnx_parallel.train.gradients import Gradients, is_scattered
 from nnx_parallel.train.loss_call import call_loss
-from nnx_parallel.train.losses import Metrics, examples_in, means, pairs, terms
+from nnx_parallel.train.losses import Metrics, check_examples, examples_in, means, pairs, terms
 from nnx_parallel.train.remat import Policy, check_policy
 from nnx_parallel.train.update import LossFn, Recipe, keyed, update
 
@@ -97,9 +97,8 @@ class _Step:
       for item in _all_objects(roots):
         # A finalizer, not a bare weak reference: it stays quiet while the interpreter shuts down.
         weakref.finalize(item, _call, weakref.WeakMethod(self._forget)).atexit = False
-    else:
-      self._bounds.remove(found)
-    self._bounds = [found, *self._bounds[: _KEPT - 1]]
+    others = [bound for bound in self._bounds if bound is not found]
+    self._bounds = [found, *others[: _KEPT - 1]]
     self._last = found
     return found
 
@@ -178,6 +177,7 @@ class TrainStep(_Step):
   def _record(self, bound: _Bound, compiled: Compile) -> None:
     super()._record(bound, compiled)
     self.reduction = bound.how
+    _warn_unplanned(bound.unplanned)
 
   def lower(self, model: Any, optimizer: Any = None, batch: Any = None) -> Any:
     """Lowers the step for these arguments, which may be abstract, without running it.
@@ -194,9 +194,11 @@ class TrainStep(_Step):
     Raises:
       TrainError: a plan without an optimizer.
     """
-    roots, scope = {"model": model, "optimizer": optimizer}, contextlib.nullcontext()
+    scope = contextlib.nullcontext()
     if isinstance(model, ShardingPlan):
-      roots, scope = abstract_roots(model), default_scope(model.activation_rules)
+      scope = default_scope(model.activation_rules)
+      model, optimizer = _abstract(model)
+    roots = {"model": model, "optimizer": optimizer}
     bound = _Bound(self.recipe, Binding(roots), (), donate=True)
     with scope:
       traced = bound.program(batch).jitted.trace(bound.binding.read(), batch)
@@ -220,7 +222,11 @@ class TrainStep(_Step):
 
   def _bind(self, roots: dict[str, Any], reasons: tuple[str, ...]) -> _Bound:
     check_outside(roots.values())
-    return _Bound(self.recipe, Binding(roots), reasons, donate=True)
+    planned = _planned(roots)
+    binding = Binding(roots, planned)
+    bound = _Bound(self.recipe, binding, reasons, donate=True)
+    bound.unplanned = _unplanned(binding, planned, several=not isinstance(roots["model"], nnx.Pytree))
+    return bound
 
 
 class EvalStep(_Step):
@@ -261,13 +267,15 @@ def train_step(
   gradients: Gradients | None = None,
   reduction: DTypeLike | None = None,
   pairs: bool = False,
+  diagnostics: bool = False,
 ) -> TrainStep:
   """Makes a compiled train step from a loss function.
 
   The step reads the live Variables, runs one compiled and donated program, and writes them back: an edit of
   the module between steps is trained on, and one that changes its structure compiles again, with the reason
   in `step.compiles`. Metadata of a Variable, and changes inside an object that is neither a module nor a list
-  or dict, are not noticed: call `step.rebind()` after them.
+  or dict, are not noticed: call `step.rebind()` after them. Where the optimizer was made from a plan, a layer
+  that was replaced is put where the plan says; new parameters are an error that says what to call.
 
   An array that somebody else also holds (a clone, a value read before) is copied, not donated under its
   holder. A part of an array is not noticed: `x.addressable_shards[0].data` is deleted with `x` at the next
@@ -297,6 +305,8 @@ def train_step(
       gradient in the dtype in which its layer computes, and sums of microbatches in float32.
     pairs: return `(sum, count)` pairs instead of means, for exact means over many steps (`MetricSums`). A
       plain scalar counts for as many as the batch has examples.
+    diagnostics: add `grad_norm` to the metrics, the norm of all gradients before the optimizer changes them,
+      and `learning_rate`, where the optimizer's state holds it: that of `optax.inject_hyperparams`.
 
   Returns:
     A callable `(model, optimizer, batch) -> metrics`.
@@ -325,7 +335,7 @@ def train_step(
     raise TrainError(
       f"reduction={jnp.dtype(reduction)} would round gradients to whole numbers.", fix="reduction=jnp.float32"
     )
-  recipe = Recipe(loss_fn, microbatches, remat, tuple(outputs), gradients, reduction, pairs)
+  recipe = Recipe(loss_fn, microbatches, remat, tuple(outputs), gradients, reduction, pairs, diagnostics)
   return TrainStep(recipe)
 
 
@@ -366,6 +376,7 @@ class _Bound:
     self.recipe, self.binding, self.donate = recipe, binding, donate
     self.reasons = reasons
     self.how = ""
+    self.unplanned: list[str] = []
     self.watch = binding.watch
     self.trace = current_trace()
     self.variables = binding.variables
@@ -449,6 +460,7 @@ class _Bound:
 
   def _evaluate(self, arrays: list[Any], batch: Any) -> Metrics:
     template: Template = self.binding.template
+    check_examples(batch)
     (models,) = template.build(self.binding.with_raw(arrays))
     with default_scope(scope_of(self.binding.variables)):
       found = terms(call_loss(self.recipe.loss_fn, models, batch), self.recipe.outputs)  # pyright: ignore[reportArgumentType]
@@ -469,26 +481,51 @@ class _Bound:
       first.setdefault(where, label)
 
 
-def abstract_roots(plan: ShardingPlan) -> dict[str, Any]:
-  """The plan's abstract model and optimizer with shardings on every Variable, as roots of a binding.
+def _planned(roots: Mapping[str, Any]) -> dict[Path, NamedSharding]:
+  """Where the plans of the optimizers say that arrays lie, by path in a binding's template."""
+  found: dict[Path, NamedSharding] = {}
+  for key, optimizer in keyed(roots["model"], roots["optimizer"]).items():
+    placement = optimizer.placement if isinstance(optimizer, ShardedOptimizer) else None
+    if placement is not None:
+      inside = () if key is None else (key,)
+      found |= {(0, *inside, *path): where for path, where in placement.model.items()}
+      found |= {(1, *inside, *path): where for path, where in placement.optimizer.items()}
+  return found
 
-  Raises:
-    TrainError: the plan has no optimizer.
-  """
+
+def _unplanned(binding: Binding, planned: Mapping[Path, NamedSharding], *, several: bool) -> list[str]:
+  """The arrays of a planned model that the plan does not know, and that lie whole."""
+  models = {path[1] if several else None for path in planned if path[0] == 0}
+  rows = zip(binding.labels, binding.template.paths, binding.template.leaves, binding.shardings, strict=True)
+  return [
+    label
+    for label, path, leaf, where in rows
+    if path[0] == 0 and path not in planned and (path[1] if several else None) in models
+    if value_of(leaf).ndim and where is not None and where.is_fully_replicated
+  ]
+
+
+def _warn_unplanned(labels: list[str]) -> None:
+  if labels:
+    more = f" and {len(labels) - 3} more" if len(labels) > 3 else ""
+    logger.warning(
+      "%s%s: not in the plan, so each device holds all of it. Fix: plan the edited constructor, and create"
+      " from that plan.",
+      ", ".join(labels[:3]),
+      more,
+    )
+
+
+def _abstract(plan: ShardingPlan) -> Any:
+  """The plan's model and optimizer as they would be created, with a `ShapeDtypeStruct` in every Variable."""
   if plan.abstract_optimizer is None:
     raise TrainError(
       "this plan has no optimizer, so there is no train step to lower.",
       fix="nxp.plan(init, mesh, rules, optimizer=optax.adamw(1e-3))",
     )
-  roots: dict[str, Any] = {}
-  abstract: dict[Root, Any] = {"model": plan.abstract_model, "optimizer": plan.abstract_optimizer}
-  for root, objects in abstract.items():
-    template = Template(objects)
-    structs = plan.abstract_state(root)
-    roots[root] = template.build([structs[path] for path in template.paths])
-  roots["optimizer"].tx = plan.live_tx
-  roots["optimizer"].placement = plan.placement
-  return roots
+  return instantiate(
+    plan, {"model": plan.abstract_state("model"), "optimizer": plan.abstract_state("optimizer")}
+  )
 
 
 def _scattered(optimizers: dict[Any, Any], path: Path, own: NamedSharding | None) -> NamedSharding | None:
@@ -511,13 +548,17 @@ def _all_objects(roots: Mapping[str, Any]) -> list[Any]:
 
 
 def _check_objects(roots: Mapping[str, Any]) -> None:
+  kinds: dict[str, type] = {"model": nnx.Pytree, "optimizer": nnx.Optimizer}
+  call = "step(model, optimizer, batch)" if "optimizer" in roots else "evaluate(model, batch)"
   for name, root in roots.items():
     kind = "module" if name == "model" else name
     for item in objects_in(root):
-      if not isinstance(item, nnx.Pytree):
+      # An optimizer may be part of what a loss reads, but is not what a step trains.
+      swapped = name == "model" and "optimizer" in roots and isinstance(root, nnx.Optimizer)
+      if swapped or not isinstance(item, kinds[name]):
         raise TrainError(
           f"the step's {name} is a {type(item).__name__}, not a live {kind}.",
-          fix="step(model, optimizer, batch) with an nnx.Module and an nnx.Optimizer.",
+          fix=f"{call}, in this order" + (", with an nnx.Optimizer." if name == "optimizer" else "."),
         )
   if "optimizer" in roots:
     keyed(roots["model"], roots["optimizer"])

@@ -32,7 +32,7 @@ class StepClock:
     self._ticks: collections.deque[tuple[float, int, int]] = collections.deque(maxlen=window)
 
   def start(self) -> None:
-    """Starts the time of the next step; what lies between two starts and ticks does not count."""
+    """Starts the time of the next step; time between a tick and the next start does not count."""
     self._last = time.perf_counter()
 
   def tick(self, tokens: int, *, steps: int = 1) -> Record:

@@ -15,10 +15,12 @@ import optax.contrib
 from flax import nnx
 
 from nnx_parallel.errors import TrainError
+from nnx_parallel.layout.padding import is_padded
 from nnx_parallel.layout.sharded_optimizer import ShardedOptimizer, plain_update
-from nnx_parallel.layout.variables import Path, path_str
+from nnx_parallel.layout.variables import Path, path_str, plain_path, variables
 from nnx_parallel.train.accumulate import Layout, Total, in_microbatches, loss_of, whole_batch
 from nnx_parallel.train.binding import Template
+from nnx_parallel.train.diagnostics import diagnostics, merged
 from nnx_parallel.train.gradients import Gradients
 from nnx_parallel.train.jaxprs import forwarded
 from nnx_parallel.train.loss_call import call_loss
@@ -28,7 +30,7 @@ from nnx_parallel.train.loss_scale import (
   multiplied_in_backward,
   rescaled,
 )
-from nnx_parallel.train.losses import Metrics, examples_in, mean, means, pairs, terms
+from nnx_parallel.train.losses import Metrics, check_examples, examples_in, mean, means, pairs, terms
 from nnx_parallel.train.remat import Policy, rematerialised
 
 LossFn = Callable[[Any, Any], Any]
@@ -47,6 +49,7 @@ class Recipe:
       `"whole"` where they keep that of their parameter; None: as the optimizer's plan says.
     reduction: dtype in which replicas sum their gradients, or None.
     pairs: whether metrics come as `(sum, count)` pairs.
+    diagnostics: whether the norm of the gradients and the learning rate are among the metrics.
   """
 
   loss_fn: LossFn | Mapping[Any, LossFn]
@@ -56,6 +59,7 @@ class Recipe:
   gradients: Gradients | None = None
   reduction: Any = None
   pairs: bool = False
+  diagnostics: bool = False
 
 
 def update(recipe: Recipe, models: Any, optimizers: Any, batch: Any, layouts: Any) -> tuple[Metrics, str]:
@@ -71,6 +75,7 @@ def update(recipe: Recipe, models: Any, optimizers: Any, batch: Any, layouts: An
   Returns:
     Mean metrics, and how gradients were reduced.
   """
+  check_examples(batch)
   if not isinstance(recipe.loss_fn, Mapping):
     return _update_once(recipe, recipe.loss_fn, models, keyed(models, optimizers), batch, layouts)
   metrics: Metrics = {}
@@ -122,6 +127,8 @@ def _update_once(
   arrays = template.arrays(models)
   trained = [i for i in range(len(arrays)) if _is_trained(template, i, optimizers)]
   _check_trained(template, trained, optimizers)
+  for key, optimizer in optimizers.items():
+    _check_state(optimizer, models if key is None else models[key], key)
   rest = [i for i in range(len(arrays)) if i not in set(trained)]
   order = [*rest, *trained]
   whole = recipe.microbatches == 1 and recipe.reduction is None
@@ -180,6 +187,7 @@ def _update_once(
     leaf.set_raw_value(value)
   grads = _scaled(total, train)
   metrics = means(total.terms, total.parts)
+  noted: Metrics = {}
   for key, optimizer in optimizers.items():
     mine = [n for n, i in enumerate(trained) if key is None or template.paths[i][0] == key]
     own = rescaled([grads[n] for n in mine], optimizer, scale)
@@ -194,9 +202,13 @@ def _update_once(
       return value if scale is None else multiplied_in_backward(value, scale)
 
     apply(optimizer, model, _state([paths[n] for n in mine], leaves, key), metrics["loss"], value_fn)
+    if recipe.diagnostics:
+      noted |= diagnostics(optimizer, own, f"{key}/" if len(optimizers) > 1 else "")
   if recipe.pairs:
-    metrics = pairs(total.terms, total.parts, examples_in(batch))
-  return metrics, total.how
+    examples = examples_in(batch)
+    metrics = pairs(total.terms, total.parts, examples)
+    noted = {name: (value * examples, jnp.full_like(value, examples)) for name, value in noted.items()}
+  return merged(metrics, noted), total.how
 
 
 def _unchanged(objective: Any, train: list[Any], others: list[Any], part: Any, rest: int) -> set[int]:
@@ -243,6 +255,41 @@ def _check_trained(template: Template, trained: list[int], optimizers: dict[Any,
         f"{path_str(template.paths[i])} is {dtype}, which has no gradient.",
         fix="give it another Variable type than those that the optimizer trains.",
       )
+
+
+def _check_state(optimizer: Any, model: Any, key: Any) -> None:
+  """Refuses an optimizer whose state is that of other parameters: of the model before an edit, of another."""
+  parameters = nnx.as_pure(nnx.state(model, optimizer.wrt))
+  with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+    needed = _shapes(jax.eval_shape(optimizer.tx.init, parameters))
+  held = _shapes(nnx.as_pure(optimizer.opt_state))
+  padded = any(map(is_padded, variables(model).values()))  # then the two may count the padding differently
+  absent = [path for path in needed if path not in held]
+  left = [path for path in held if path not in needed]
+  other = [p for p in needed if not padded and p in held and held[p] != needed[p]]
+  if not absent and not left and not other:
+    return
+  lines = [f"{path_str(path)}: no state, and a parameter of the model needs it" for path in absent]
+  lines += [f"{path_str(path)}: of a parameter that the model does not have" for path in left]
+  lines += [f"{path_str(path)}: shape {held[path]}, and its parameter needs {needed[path]}" for path in other]
+  more = [f"... and {len(lines) - 5} more"] if len(lines) > 5 else []
+  fix = "optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param), made after the edit: its state starts anew."
+  if isinstance(optimizer, ShardedOptimizer):
+    fix = "plan = nxp.plan(edited_init, mesh, rules, optimizer=tx)\nnew = nxp.create_sharded_model(plan)"
+    if not left and not other:
+      fix += "\nnnx.update(new, nnx.state((model, optimizer))), which carries over what was trained."
+  which = "the optimizer" if key is None else f"the optimizer of {key!r}"
+  raise TrainError(
+    f"the state of {which} is not that of the parameters that it trains: the model was edited after the"
+    " optimizer was made, or it is another model's.",
+    details="\n".join([*lines[:5], *more]),
+    fix=fix,
+  )
+
+
+def _shapes(state: Any) -> dict[Path, tuple[int, ...]]:
+  flat = jax.tree_util.tree_leaves_with_path(state)
+  return {plain_path(path): tuple(jnp.shape(leaf)) for path, leaf in flat}
 
 
 def _scaled(total: Total, train: list[Any]) -> list[Any]:

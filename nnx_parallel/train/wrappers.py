@@ -239,7 +239,7 @@ def all_finite(tree: Any) -> jax.Array:
 def chosen(first: jax.Array, a: Any, b: Any) -> Any:
   """`a` where `first` is true, else `b`: array by array.
 
-  A `lax.cond` would keep both trees whole beside each other, and state in host memory from being streamed.
+  `lax.cond` would hold both trees at once, and host-resident state could not be streamed.
   """
   return jax.tree.map(lambda x, y: jnp.where(first, x, y), a, b)
 

@@ -79,6 +79,20 @@ def test_inspect_prints_json_also_of_metrics_that_are_no_numbers(tmp_path, capsy
   np.testing.assert_equal(nxp.Checkpointer(tmp_path).metadata().metrics, metrics)
 
 
+def test_inspect_folds_equal_layers_unless_leaves_are_asked_for(tmp_path, capsys):
+  layers = nnx.List([nnx.Linear(4, 4, rngs=nnx.Rngs(0)) for _ in range(12)])
+  with nxp.Checkpointer(tmp_path) as checkpointer:
+    checkpointer.save(1, nnx.Dict(blocks=layers, head=nnx.Linear(4, 2, rngs=nnx.Rngs(0))))
+  assert main(["inspect", str(tmp_path)]) == 0
+  shown = capsys.readouterr().out
+  assert "blocks.*.kernel  12  Param  float32[4,4]  768 B\n" in shown
+  assert "head.kernel          Param  float32[4,2]   32 B\n" in shown
+  assert main(["inspect", str(tmp_path), "--leaves", "model/blocks.1*.kernel"]) == 0
+  shown = capsys.readouterr().out
+  assert "blocks.11.kernel     Param  float32[4,4]   64 B\n" in shown
+  assert "blocks.0.kernel" not in shown
+
+
 def test_verify(run_dir, capsys):
   assert main(["verify", str(run_dir / "run")]) == 0
   assert capsys.readouterr().out == "step 10: good\nstep 20: good\n2 good, 0 damaged\n"

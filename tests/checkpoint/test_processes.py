@@ -146,6 +146,30 @@ def test_damage_that_one_process_sees_ends_both_and_both_fall_back(tmp_path):
 
 
 @pytest.mark.slow
+def test_a_manifest_that_one_process_cannot_read_stops_both(tmp_path):
+  body = """
+    from nnx_parallel.checkpoint import manifest
+
+    checkpointer.save(1, {"w": put(values["w"], mesh, "a", "b")}, extra={"data": 3})
+    checkpointer.wait()
+    if process == 1:
+      def read(folder):
+        raise manifest.DamagedError("the manifest cannot be read here")
+      patch(manifest, "read", read)
+    for call in (checkpointer.metadata, lambda: checkpointer.restore_extra("data")):
+      try:
+        print("went on", call())
+      except CheckpointError as error:
+        print("refused:", type(error).__name__)
+    print("verify", sorted(checkpointer.verify()))
+  """
+  for out in run(tmp_path, body):
+    assert "went on" not in out
+    assert out.count("refused: DamagedError") == 2
+    assert "verify ['nnx_parallel.json']" in out
+
+
+@pytest.mark.slow
 def test_values_that_one_process_finds_wrong_are_found_by_both(tmp_path):
   body = """
     import pathlib

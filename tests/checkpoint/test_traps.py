@@ -295,6 +295,9 @@ def test_a_step_that_vanishes_is_not_called_damaged(saved, monkeypatch):
   monkeypatch.setattr(restore, "read", read)
   assert_same(checkpointer.restore(target_of(trees[2])), trees[2])  # the newest was asked for
   assert checkpointer.restored.step == 4
+  with monkeypatch.context() as patch:  # between the manifest and the arrays
+    patch.setattr(files, "sha256", lambda file: (_ for _ in ()).throw(FileNotFoundError(file)))
+    assert checkpointer.preflight(target_of(trees[2])).bytes_read == sum(x.nbytes for x in trees[2].values())
   monkeypatch.setattr(restore, "read", lambda *_, **__: shutil.rmtree(directory / "4") or real(*_, **__))
   with pytest.raises(CheckpointError, match=r"4 vanished: another process removed or replaced it"):
     checkpointer.restore(target_of(trees[2]), 4, on_corrupt="fallback")

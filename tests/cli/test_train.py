@@ -381,3 +381,40 @@ def test_the_rules_of_a_run_reach_its_loss(layered):
     batch = nxp.shard_batch(next(iter(recipe.batches(0, split="train"))), plan)
     texts.append(job._train_step.lower(plan, batch=batch).as_text())
   assert texts[0] != texts[1]
+
+
+DROPOUT = TINY.replace(
+  "def init():",
+  """class Layer(nnx.Linear):
+  def __init__(self, *args, rngs, **options):
+    super().__init__(*args, rngs=rngs, **options)
+    self.dropout = nnx.Dropout(0.5, rngs=rngs)
+
+  def __call__(self, x):
+    return self.dropout(super().__call__(x))
+
+
+def init():""",
+).replace("return nnx.Linear(", "return Layer(")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", ["dropout.py", "digits", "text_lm"])
+def test_weights_of_others_are_trained_and_given_back(recipe, tmp_path, monkeypatch, capsys):
+  monkeypatch.chdir(tmp_path)
+  Path("dropout.py").write_text(DROPOUT)
+  mesh = ["--mesh", "data=1", "--devices", "1"]
+  train = ["train", recipe, *mesh, "--steps", "1", "--quiet", "--checkpoint"]
+  train[2:2] = [] if recipe == "dropout.py" else ["--batch", "4"]
+  assert cli.main([*train, "first"]) == 0
+  assert cli.main(["export", "first", "weights", recipe, *mesh]) == 0
+  assert cli.main(["import", "weights", "tuned", recipe, *mesh]) == 0
+  assert cli.main([*train, "tuned"]) == 1
+  said = capsys.readouterr().err
+  assert "Fix: --resume" in said
+  assert cli.main([*train, "tuned", "--resume"]) == 0
+  said = capsys.readouterr().err
+  assert "tuned says nothing of the data, which starts at its beginning" in said
+  assert cli.main(["export", "tuned", "trained", recipe, *mesh]) == 0
+  first, tuned = (nxp.Checkpointer(name).restore(as_numpy=True)["model"] for name in ("first", "tuned"))
+  assert first.keys() == tuned.keys()

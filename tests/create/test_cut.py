@@ -274,6 +274,21 @@ def test_an_optimizer_with_side_effects_is_created_whole_and_the_plan_says_so():
   assert str(creation_report(plan)) == "created as one program: it has side effects (Debug)"
 
 
+class Precise(nnx.Module):
+  """A table computed in float64, as rotary frequencies are."""
+
+  def __init__(self):
+    with jax.enable_x64(True):
+      self.table = nnx.Variable(jnp.sin(jnp.arange(1024) / 7).astype(jnp.float32))
+
+
+def test_a_constructor_that_computes_in_float64_runs_whole_and_says_so():
+  model = created(Precise)
+  np.testing.assert_allclose(model.table[...], np.sin(np.arange(1024) / 7), rtol=1e-6)
+  (note,) = nxp.plan(Precise, MESH(), RULES).notes
+  assert "as one program, which takes longer to compile: it computes in int64 under a jax.enable_x64" in note
+
+
 def test_a_constructor_that_can_be_cut_has_no_note():
   assert not nxp.plan(CONSTRUCTORS["stack"], MESH(), RULES, optimizer=optax.adam(1e-3)).notes
 

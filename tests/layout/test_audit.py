@@ -100,7 +100,7 @@ def test_what_nothing_divides_is_listed_without_a_remedy():
   plan = nxp.plan(lambda: nnx.Linear(1021, 511, rngs=nnx.Rngs(0)), nxp.make_mesh(fsdp=8), nxp.fsdp())
   (found,) = plan.audit()
   assert (found.remedy, found.wasted) == ("no mesh axis divides a dim", 0)
-  assert found.leaf.decision.reason == "no free dim of (1021, 511) divides by 8 ('fsdp')"
+  assert found.leaf.decision.reason == "no dim of (1021, 511) divides by 8 ('fsdp')"
 
 
 def test_optimizer_state_is_listed_with_its_parameter():
@@ -156,3 +156,11 @@ def test_an_axis_of_size_one_splits_nothing():
   plan = nxp.plan(big, nxp.make_mesh(data=8, fsdp=1), nxp.fsdp())
   assert plan["kernel"].spec == jax.P("fsdp", None)
   assert [(found.leaf.name, found.axis) for found in plan.audit()] == [("kernel", "data")]
+
+
+def test_the_warning_does_not_advise_what_is_there():
+  plan = nxp.plan(lambda: nnx.Linear(1021, 511, rngs=nnx.Rngs(0)), nxp.make_mesh(fsdp=8), nxp.fsdp())
+  with pytest.warns(NnxParallelWarning, match=r'plan\(\.\.\., uneven="pad"\) splits what no axis divides'):
+    plan.warn_replicated()
+  padded = nxp.plan(plan.init, plan.mesh, nxp.fsdp(), uneven="pad")
+  assert not padded.audit()

@@ -17,6 +17,7 @@ from jax.sharding import PartitionSpec as P
 
 import nnx_parallel as nxp
 from nnx_parallel import LogicalRules, MeshError, ShardingError, constrain, use_rules
+from nnx_parallel.testing import assert_same_training
 
 RULES = LogicalRules(batch="data", embed="tensor", seq=None)
 OTHER = LogicalRules(batch="tensor", embed="data", seq=None)
@@ -267,6 +268,7 @@ def test_whoever_traces_a_model_has_the_mesh_of_its_plan_active():
   own = nnx.jit(lambda model, _, x: nnx.grad(loss)(model, x))
   assert nxp.compile_report(own, plan, batch=batch).fits is not False
   assert nxp.train_step(loss).lower(plan, None, batch)
+  assert_same_training(loss, {"plan": plan}, [X / 64])
   found = nxp.infer_rules(init, mesh, batch, min_size=1)
   assert [rule.names for rule in found.paths[0].rules] == [("tensor",), (None, "tensor")]
   assert set(SEEN) == {("data", "tensor")}

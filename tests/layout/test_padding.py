@@ -17,6 +17,7 @@ import nnx_parallel as nxp
 from layout.models import named
 from nnx_parallel.errors import ShardingError
 from nnx_parallel.layout.padding import crop, pad_variable
+from nnx_parallel.testing import assert_same_training
 
 VOCAB, STORED = 50257, 50264
 RULES = nxp.LogicalRules(vocab="tensor", batch=["tensor"])
@@ -392,3 +393,42 @@ def test_one_name_may_be_padded_and_the_rest_be_errors():
     nxp.plan(init, nxp.make_mesh(tensor=8), rules)
   plan = nxp.plan(init, nxp.make_mesh(tensor=8), rules.replace(heads=None))
   assert plan["kernel"].storage_shape == (32, 6)
+
+
+class OddNet(nnx.Module):
+  """Nothing here divides by 8, one array is no Variable, and the table has odd rows."""
+
+  def __init__(self, rngs):
+    self.embed, self.up = nnx.Embed(13, 6, rngs=rngs), nnx.Linear(6, 15, rngs=rngs)
+    self.raw = nnx.data(jnp.ones((1, 1, 15)))
+
+  def __call__(self, tokens):
+    return self.up(self.embed(tokens)) * self.raw
+
+
+def test_the_fallback_pads_what_nothing_divides():
+  init = lambda: OddNet(nnx.Rngs(0))
+  rules, tx = nxp.fsdp(min_size=0), optax.adam(1e-2)
+  plan = nxp.plan(init, nxp.make_mesh(fsdp=8), rules, optimizer=tx, uneven="pad")
+  assert {leaf.name: leaf.padding for leaf in plan.of("model").values()} == {
+    "embed.embedding": (3, 0),
+    "raw": (0, 0, 0),
+    "up.bias": (1,),
+    "up.kernel": (0, 1),
+  }
+  assert all(leaf.copies == 1 for leaf in plan.leaves if leaf.padding and any(leaf.padding))
+  assert plan["up.kernel"].decision.reason == "fsdp on the largest dim, padded"
+  batches = [np.arange(i, i + 16).reshape(8, 2) % 13 for i in range(3)]
+  loss = lambda model, x: (model(x) ** 2).mean()
+  assert_same_training(loss, {"fsdp": plan}, batches)
+  model, optimizer = nxp.create_sharded_model(plan)
+  nxp.check_layout(model, plan, optimizer)
+
+
+def test_padding_of_names_and_of_the_fallback_add_up():
+  init = lambda: nnx.Linear(9, 7, rngs=nnx.Rngs(0), kernel_metadata=named(None, "mlp"))
+  rules = [nxp.LogicalRules(mlp="tensor"), nxp.fsdp(min_size=0)]
+  leaf = nxp.plan(init, nxp.make_mesh(fsdp=2, tensor=4), rules, uneven="pad")["kernel"]
+  assert (leaf.spec, leaf.padding) == (jax.P(None, ("tensor", "fsdp")), (0, 1))
+  leaf = nxp.plan(init, nxp.make_mesh(fsdp=4, tensor=2), rules, uneven="pad")["kernel"]
+  assert (leaf.spec, leaf.padding) == (jax.P(None, ("tensor", "fsdp")), (0, 1))

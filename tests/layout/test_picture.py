@@ -55,6 +55,17 @@ def test_the_svg_is_well_formed_and_names_every_device():
   assert {str(device.id) for device in jax.devices()} <= set(texts)
 
 
+def test_long_slices_stay_inside_their_block():
+  svg = plan_of((2**20, 2**20), ("x", "y"), nxp.abstract_mesh(x=2, y=2)).picture("w")
+  root, name = ET.fromstring(svg), "{http://www.w3.org/2000/svg}"
+  right = max(
+    float(rect.get("x", 0)) + float(rect.get("width")) for rect in root.iter(f"{name}rect") if rect.get("x")
+  )
+  small = [text for text in root.iter(f"{name}text") if text.get("font-size") == "9"]
+  assert small[-1].text == "[524288:1048576, 524288:1048576]"
+  assert float(small[-1].get("x")) + 0.6 * 9 * len(small[-1].text) < right
+
+
 def test_padding_is_dashed_and_its_elements_are_the_logical_ones():
   plan = plan_of((9, 2), ("x", None), nxp.make_mesh(x=8), uneven="pad")
   svg = plan.picture("w")

@@ -270,3 +270,15 @@ def test_rules_that_never_fire_are_noted_unless_the_table_is_for_a_family():
     "path rule ('q_prj', 'kernel') matches nothing",
   ]
   assert not [note for note in make(optional=True).notes if "matches nothing" in note]
+
+
+def test_matrices_that_a_table_does_not_know_are_noted():
+  def init():
+    rngs = nnx.Rngs(0)
+    mlp = nnx.Sequential(nnx.Linear(16, 32, rngs=rngs), nnx.gelu, nnx.Linear(32, 16, rngs=rngs))
+    return nnx.Dict(fc1=nnx.Linear(16, 32, rngs=rngs), mlp=mlp)
+
+  plan = nxp.plan(init, nxp.abstract_mesh(fsdp=2, tensor=4), [presets.vit(), presets.fsdp_tensor()])
+  assert plan.notes == (
+    "no path rule names mlp.layers.0.kernel, mlp.layers.2.kernel, so tensor parallelism passes them by",
+  )

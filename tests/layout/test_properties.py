@@ -17,6 +17,7 @@ from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 import nnx_parallel as nxp
 from nnx_parallel import LogicalRules, ShardingError
 from nnx_parallel.layout.resolve import extend_spec, shard_counts
+from nnx_parallel.layout.variables import axes_of
 
 AXES = ("data", "fsdp", "tensor", "expert")
 NAMES = tuple(string.ascii_lowercase[:6])
@@ -132,10 +133,19 @@ def test_the_fallback_only_ever_makes_shards_smaller(problem, min_size, axes):
   if isinstance(found, ShardingError) or not set(axes) <= set(mesh):
     return
   fallback = nxp.fsdp(tuple(axes), min_size=min_size)
-  spec, why = extend_spec(found.spec, shape, mesh, fallback)
+  more, why = extend_spec(found.spec, shape, mesh, fallback)
+  spec = more.spec
   assert local_size(spec, shape, mesh) <= local_size(found.spec, shape, mesh)
-  assert extend_spec(spec, shape, mesh, fallback)[0] == spec
-  assert [new for old, new in zip(found.spec, spec, strict=True) if old] == [e for e in found.spec if e]
+  assert extend_spec(spec, shape, mesh, fallback)[0].spec == spec
+  assert all(
+    axes_of(new)[: len(axes_of(old))] == axes_of(old) for old, new in zip(found.spec, spec, strict=True)
+  )
+  if math.prod(shape) > min_size:  # each axis of the fallback is used, or divides no dim
+    local = [size // n for size, n in zip(shape, shard_counts(spec, len(shape), mesh), strict=True)]
+    used = {axis for entry in spec for axis in axes_of(entry)}
+    assert not any(
+      size and size % mesh[axis] == 0 for axis in {*axes} - used if mesh[axis] > 1 for size in local
+    )
   assert (spec == found.spec) == (not why.startswith(("'", "(")) or " on dim " not in why)
   NamedSharding(AbstractMesh(tuple(mesh.values()), tuple(mesh)), spec).shard_shape(shape)
 

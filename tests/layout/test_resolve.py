@@ -223,8 +223,37 @@ def test_scalars_and_empty_dims():
       "'fsdp' on dim 0 (16), the largest free dim that 4 divides",
     ),
     (P(None, None), (30, 8), {}, P(None, "fsdp"), "'fsdp' on dim 1 (8), the largest free dim that 4 divides"),
-    (P(None, None), (30, 6), {}, P(None, None), "no free dim of (30, 6) divides by 4 ('fsdp')"),
+    (P(None, None), (30, 6), {}, P(None, None), "no dim of (30, 6) divides by 4 ('fsdp')"),
     (P("fsdp", None), (16, 32), {}, P("fsdp", None), "axis 'fsdp' is already used"),
+    (
+      P(None, "fsdp"),
+      (16, 32),
+      {"axis": ("data", "fsdp")},
+      P("data", "fsdp"),
+      "'data' on dim 0 (16), the largest free dim that 2 divides",
+    ),
+    (
+      P(None, "tensor"),
+      (30, 32),
+      {},
+      P(None, ("tensor", "fsdp")),
+      "'fsdp' behind 'tensor' on dim 1 (32), the largest dim that 4 divides",
+    ),
+    (
+      P(None, None),
+      (9, 12),
+      {"axis": ("data", "fsdp")},
+      P(None, "fsdp"),
+      "'fsdp' on dim 1 (12), the largest free dim that 4 divides; no dim of (9, 12) divides by all 8",
+    ),
+    (
+      P(None, None),
+      (6, 20),
+      {"axis": ("data", "fsdp")},
+      P("data", "fsdp"),
+      "'fsdp' on dim 1 (20), the largest free dim that 4 divides; 'data' on dim 0 (6), the largest free"
+      " dim that 2 divides; no dim of (6, 20) divides by all 8",
+    ),
     (P(("data", "fsdp"), None), (16, 32), {}, P(("data", "fsdp"), None), "axis 'fsdp' is already used"),
     (P(None), (16,), {"min_size": 16}, P(None), "16 elements, at most min_size=16"),
     (P(), (), {}, P(), "1 elements, at most min_size=1"),
@@ -239,7 +268,8 @@ def test_scalars_and_empty_dims():
 )
 def test_extending_a_spec(spec, shape, options, expected, why):
   fallback = nxp.fsdp(**{"min_size": 1, **options})
-  assert extend_spec(spec, shape, MESH, fallback) == (expected, why)
+  found, said = extend_spec(spec, shape, MESH, fallback)
+  assert (found.spec, found.padding, said) == (expected, (0,) * len(shape), why)
 
 
 @pytest.mark.parametrize(
@@ -264,14 +294,34 @@ def test_extending_a_spec(spec, shape, options, expected, why):
       P(None, None),
       (30, 6),
       P(None, None),
-      "no free dim of (30, 6) divides by 4 ('fsdp'); not the rows of this look-up table: 4 does"
-      " not divide 30",
+      "no dim of (30, 6) divides by 4 ('fsdp'); not the rows of this look-up table: 4 does not divide 30",
     ),
     (P(None, "fsdp"), (16, 32), P(None, "fsdp"), "axis 'fsdp' is already used"),
   ],
 )
 def test_extending_the_spec_of_a_look_up_table(spec, shape, expected, why):
-  assert extend_spec(spec, shape, MESH, nxp.fsdp(min_size=1), rows=0) == (expected, why)
+  found, said = extend_spec(spec, shape, MESH, nxp.fsdp(min_size=1), rows=0)
+  assert (found.spec, found.padding, said) == (expected, (0, 0), why)
+
+
+@pytest.mark.parametrize(
+  ("shape", "options", "expected", "padding", "why"),
+  [
+    ((30, 7), {}, P("fsdp", None), (2, 0), "'fsdp' on dim 0 (30), padded to 32"),
+    ((30, 8), {}, P(None, "fsdp"), (0, 0), "'fsdp' on dim 1 (8), the largest free dim that 4 divides"),
+    (
+      (30, 8),
+      {"rows": 0},
+      P("fsdp", None),
+      (2, 0),
+      "'fsdp' on dim 0 (30), padded to 32, the rows of a look-up table",
+    ),
+    ((1, 1), {}, P(None, None), (0, 0), "no dim of (1, 1) divides by 4 ('fsdp')"),
+  ],
+)
+def test_extending_a_spec_with_padding(shape, options, expected, padding, why):
+  found, said = extend_spec(P(None, None), shape, MESH, nxp.fsdp(min_size=0), pad=True, **options)
+  assert (found.spec, found.padding, said) == (expected, padding, why)
 
 
 def test_extending_over_an_axis_that_the_mesh_lacks():

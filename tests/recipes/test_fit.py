@@ -109,6 +109,36 @@ def test_a_run_resumes_bit_for_bit_with_its_data_and_dropout(tmp_path):
     assert checkpointer.restore_extra("data", step=7) == {"samples": 112, "stop": {}}
 
 
+@pytest.mark.parametrize("kind", [dict, tuple])
+def test_several_models_are_killed_and_go_on_bit_for_bit(tmp_path, kind):
+  def made():
+    pairs = [nxp.create_sharded_model(linear), nxp.create_sharded_model(linear)]
+    several = [dict(zip("ab", side, strict=True)) for side in zip(*pairs, strict=True)]
+    return several if kind is dict else [tuple(side.values()) for side in several]
+
+  def both(models, x):
+    first, second = models.values() if kind is dict else models
+    return jnp.square(second(first(x)) - x).mean()
+
+  def run(models, optimizers, **options):
+    return nxp.fit(step, models, optimizers, endless, steps=4, plan=linear, progress=False, **options)
+
+  def kill(number, _):
+    if number == 3:
+      raise KeyboardInterrupt
+
+  linear = nxp.plan(
+    lambda: nnx.Linear(4, 4, rngs=nnx.Rngs(0)), plan().mesh, nxp.replicate(), optimizer=optax.adam(1e-2)
+  )
+  step = nxp.train_step(both)
+  straight = of_losses(run(*made()))
+  with nxp.Checkpointer(tmp_path) as checkpointer:
+    with pytest.raises(KeyboardInterrupt):
+      run(*made(), checkpointer=checkpointer, save_every=2, trackers=[kill])
+    rest = run(*made(), checkpointer=checkpointer, resume="latest")
+  assert of_losses(rest) == {n: straight[n] for n in (3, 4)}
+
+
 def test_saves_by_the_clock(tmp_path, monkeypatch):
   now = 0.0
 
@@ -261,6 +291,19 @@ def test_the_time_adds_up_and_utilisation_needs_a_peak():
   assert second["mfu"] * 1e12 * second["seconds"] == pytest.approx(5 * 2 * 2 * 4 * 8)
   given = fit(steps=3, peak_flops=1e12, flops=1e3).history[1]
   assert given["mfu"] * 1e12 * given["seconds"] == pytest.approx(1e3)
+
+
+def test_a_utilisation_without_all_flops_says_so():
+  def called(model, x):
+    seen = jax.pure_callback(lambda value: value, jax.ShapeDtypeStruct((), x.dtype), x.sum())
+    return loss_fn(model, x) + jax.lax.stop_gradient(seen)
+
+  with pytest.warns(
+    nxp.NnxParallelWarning, match=r"mfu is too low. Not counted: 1 x \w*callback(.|\n)*flops="
+  ):
+    nxp.fit(
+      nxp.train_step(called), *objects(), endless, plan=plan(), progress=False, steps=1, peak_flops=1e12
+    )
 
 
 def test_a_profile_of_two_steps(tmp_path):

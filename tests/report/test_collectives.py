@@ -149,6 +149,7 @@ def test_what_the_hosts_carry_between_tpu_slices_is_counted():
     ('_xla_megascale_target="{1,2}x{0:3}",_xla_megascale_transfer_type="ALL_GATHER"', "all-gather", 64),
     ('_xla_megascale_transfer_type="ALL_TO_ALL"', "all-to-all", 32),
     ('_xla_megascale_transfer_type="ONE_TO_ONE"', "collective-permute", 32),
+    ('_xla_megascale_transfer_type="NEW_KIND"', "new_kind", 32),
   ],
 )
 def test_transfers_between_slices_keep_their_kind(transfer, kind, payload):
@@ -162,10 +163,31 @@ ENTRY %main (p: f32[8]) -> f32[8] {{
 }}
 """
   (found,) = collectives(text, {"slice": 2, "inner": 4})
-  assert (found.kind, found.axes, found.bytes, found.parameters) == (kind, ("slice",), payload, ("x",))
+  carried = () if kind == "new_kind" else ("x",)
+  assert (found.kind, found.axes, found.bytes, found.parameters) == (kind, ("slice",), payload, carried)
   # Groups that are not all of the slices are not written in the program.
   assert found.whole is ("target" in transfer)
   assert not found.overlapped
+
+
+def test_each_step_of_an_asynchronous_operation_may_name_what_it_runs():
+  text = """HloModule jit_f, is_scheduled=true
+
+%wrapped (q: f32[8]) -> f32[8] {
+  %q = f32[8]{0} parameter(0)
+  ROOT %all = f32[8]{0} all-to-all(%q), replica_groups={{0,1}}, dimensions={0}
+}
+
+ENTRY %main (p: f32[8]) -> f32[8] {
+  %p = f32[8]{0} parameter(0)
+  %s = ((f32[8]{0}), f32[8]{0}, u32[]) async-start(%p), calls=%wrapped
+  %u = ((f32[8]{0}), f32[8]{0}, u32[]) async-update(%s), calls=%wrapped
+  ROOT %d = f32[8]{0} async-done(%u), calls=%wrapped
+}
+"""
+  (found,) = collectives(text, {"data": 2})
+  assert (found.kind, found.bytes, found.times) == ("all-to-all", 32, 1)
+  assert cost(text).hbm_bytes == 2 * 32
 
 
 def test_text_without_a_program_is_an_error():

@@ -309,29 +309,13 @@ def test_what_a_compiler_says_is_kept_and_passed_on(capfd):
   assert capfd.readouterr().err == "a warning\n"
 
 
-def test_a_device_that_is_here_says_how_much_memory_a_program_may_use(monkeypatch, fsdp):
-  lowered = layouts_step_lowered()
+def test_a_device_that_is_here_says_how_much_memory_a_program_may_use(monkeypatch):
+  mesh = nxp.make_mesh(data=8)
+  x = jax.ShapeDtypeStruct((8,), jnp.float32, sharding=NamedSharding(mesh, P("data")))
+  lowered = jax.jit(lambda x: 2 * x).lower(x)
   kind = type(jax.devices()[0])
   monkeypatch.setattr(kind, "memory_stats", lambda device: {"bytes_limit": 12345})
   assert compile_report(lowered).available_bytes == 12345
   assert compile_report(lowered, chip="v5e").available_bytes == chip("v5e").usable_bytes
   monkeypatch.undo()
   assert compile_report(lowered).available_bytes == chip("cpu").usable_bytes
-
-
-def layouts_step_lowered():
-  x = jax.ShapeDtypeStruct((8,), jnp.float32, sharding=NamedSharding(nxp.make_mesh(data=8), P("data")))
-  return jax.jit(lambda x: 2 * x).lower(x)
-
-
-def test_a_loss_is_no_step():
-  with pytest.raises(
-    ReportError, match=r"loss is no step(.|\n)*compile_report\(nxp.train_step\(loss\), plan"
-  ):
-    compile_report(layouts.loss, layouts.plan(fsdp=8), batch=layouts.batch())
-
-
-def test_a_step_needs_a_batch():
-  plan = layouts.plan(fsdp=8, optimizer=optax.sgd(0.1))
-  with pytest.raises(ReportError, match=r"there is none(.|\n)*batch=jax.ShapeDtypeStruct"):
-    compile_report(nxp.train_step(layouts.loss), plan, topology="cpu:8")

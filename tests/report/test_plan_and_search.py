@@ -7,6 +7,7 @@ import functools
 import itertools
 import json
 import math
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -22,6 +23,7 @@ from nnx_parallel.report.compile_report import compile_report
 from nnx_parallel.report.memory import ERROR_BAND, memory_categories, memory_plan
 from nnx_parallel.report.roofline import EXPOSED, compiled_time, link_seconds, predict_time, step_time
 from nnx_parallel.report.search import SAME_TIME, factorisations, search, searched_axes
+from nnx_parallel.report.search_compile import Task, compile_best
 from nnx_parallel.report.topology import machine
 from nnx_parallel.report.workload import trace_workload
 from nnx_parallel.report.zero import with_zero
@@ -426,6 +428,7 @@ def test_nothing_fits():
     result.code()
 
 
+@functools.cache
 def sure_and_perhaps():
   """A search where the fastest layout is planned to fill three quarters of the device."""
   big = jax.ShapeDtypeStruct((1 << 16, WIDTH), jnp.float32)
@@ -457,7 +460,7 @@ def test_a_search_ranks_what_surely_fits_before_what_perhaps_does(monkeypatch):
 
 def test_a_winner_that_perhaps_fits_says_so(monkeypatch):
   big, options, fastest = sure_and_perhaps()
-  options |= {"remat": "none", "max_microbatches": 1}
+  options = {**options, "remat": "none", "max_microbatches": 1}
   small = dataclasses.replace(chip("v5e"), usable_bytes=int(fastest.memory_bytes * 1.3))
   monkeypatch.setattr(
     nxp.report.search, "machine", lambda text: dataclasses.replace(machine(text), chip=small)
@@ -465,6 +468,22 @@ def test_a_winner_that_perhaps_fits_says_so(monkeypatch):
   found = search(init, loss, "tpu:v5e:1x1", batch=big, rules=RULES, optimizer=optax.sgd(0.1), **options)
   assert found.best.fits == "perhaps"
   assert "The winner perhaps fits; search(..., compile_best=1) tells:" in str(found)
+
+
+def test_a_layout_that_surely_fits_wins_where_no_compiled_one_fits(monkeypatch):
+  big, options, _ = sure_and_perhaps()
+  found = search(init, loss, "cpu:8", batch=big, rules=RULES, optimizer=optax.sgd(0.1), **options)
+  monkeypatch.setattr(
+    "nnx_parallel.report.search_compile.compile_candidate",
+    lambda task, c, _: dataclasses.replace(c, report=SimpleNamespace(fits=False), compiled=c.time),
+  )
+  task = Task(init, loss, RULES, optax.sgd(0.1), big, machine("cpu:8"))
+  chosen, others = found.fitting[:2], found.fitting[2:]
+  _, best, notes = compile_best(task, chosen, others)
+  assert best is others[0]
+  assert notes == ("None of the 2 compiled layouts fits; the winner was not compiled.",)
+  perhaps = [dataclasses.replace(c, fits="perhaps") for c in others]
+  assert compile_best(task, chosen, perhaps)[1:] == (None, ())
 
 
 def test_the_search_names_what_limits_the_memory_of_a_gpu():

@@ -119,7 +119,6 @@ def test_sequences_are_split_where_the_model_names_them():
     # The same bytes travel; what is kept between layers is divided.
     assert candidate.time.waiting == pytest.approx(plain[sizes].time.waiting)
     assert candidate.memory_bytes < plain[sizes].memory_bytes
-  assert result.scoped
   assert "sequence=tensor" in str(result)
 
 
@@ -143,8 +142,6 @@ def test_a_model_that_names_no_sequence_is_not_searched_for_one():
     layouts.init, layouts.loss, "cpu:8", batch=layouts.batch(), rules=rules, optimizer=ADAM, zero=[0]
   )
   assert not any(c.changes for c in result.fitting)
-  assert not result.scoped
-  assert "scope" not in result.code()
 
 
 # Experts --------------------------------------------------------------------------------------

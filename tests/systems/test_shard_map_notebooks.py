@@ -212,7 +212,7 @@ def test_every_reason_to_stay_whole_is_said():
 
   plan = fsdp_plan(init=lambda: Odd(nnx.Rngs(0)))
   assert "axis 'data' is already used" in plan.explain("split.kernel")
-  assert plan["odd.kernel"].decision.reason == "no free dim of (63, 65) divides by 8 ('data')"
+  assert plan["odd.kernel"].decision.reason == "no dim of (63, 65) divides by 8 ('data')"
 
 
 def test_the_optimizer_follows_and_each_device_holds_an_eighth():

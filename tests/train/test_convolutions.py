@@ -240,6 +240,19 @@ def test_the_plan_warns_those_who_compile_their_own_step() -> None:
   assert notes(data=8, model=1) == ()
 
 
+def test_the_plan_notes_a_depthwise_kernel_that_is_split_as_the_batch() -> None:
+  def notes(*rules: Any) -> tuple[str, ...]:
+    init = lambda: nnx.Dict(conv=nnx.Conv(16, 16, (3, 3), feature_group_count=16, rngs=nnx.Rngs(0)))
+    rules = (*rules, nxp.LogicalRules(batch=("data", "fsdp")), nxp.fsdp(min_size=16))
+    return nxp.plan(init, nxp.make_mesh(data=2, fsdp=4), rules).notes
+
+  assert notes() == (
+    "conv.kernel: depthwise kernels split by channels over fsdp, as the batch, so a step sends activations"
+    " instead of weights; keep them whole: a path rule of None, or a larger min_size",
+  )
+  assert notes(nxp.PathRules([("conv.kernel", None)])) == ()
+
+
 def test_a_step_of_ones_own_is_wrong_and_right_when_wrapped() -> None:
   mesh = nxp.make_mesh(data=2, model=4)
   rules = nxp.LogicalRules(batch="data", kh=None, kw=None, conv=None, **{"in": None})

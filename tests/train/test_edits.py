@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 import subprocess
 import sys
 
@@ -172,6 +173,116 @@ def test_a_class_that_assigns_in_its_own_way_is_watched_too():
   watch = Watch({"model": model})
   model.flag = True
   assert not watch.same()
+
+
+class Wide(nnx.Module):
+  def __init__(self, rngs, extra=False):
+    self.up = nnx.Linear(8, 16, rngs=rngs)
+    if extra:
+      self.extra = nnx.Linear(8, 8, rngs=rngs)
+
+  def __call__(self, x):
+    return self.up(self.extra(x) if hasattr(self, "extra") else x)
+
+
+def squares(model, x):
+  return (model(x) ** 2).mean()
+
+
+def wide(tx=None, **options):
+  plan = nxp.plan(
+    lambda: Wide(nnx.Rngs(0), **options),
+    nxp.make_mesh(fsdp=8),
+    nxp.fsdp(min_size=0),
+    optimizer=tx or optax.adam(1e-2),
+  )
+  return plan, *nxp.create_sharded_model(plan)
+
+
+@pytest.mark.parametrize("evaluated", [False, True], ids=["", "evaluated first"])
+def test_a_replaced_layer_is_trained_and_lies_as_planned(evaluated):
+  plan, model, optimizer = wide()
+  step, x = nxp.train_step(squares), nxp.shard_batch(jnp.ones((8, 8)), plan)
+  step(model, optimizer, x)
+  model.up = nnx.Linear(8, 16, rngs=nnx.Rngs(1))
+  before = jnp.copy(model.up.kernel[...])
+  if evaluated:  # which puts it whole on the mesh, knowing of no plan
+    nxp.eval_step(squares)(model, x)
+  step(model, optimizer, x)
+  nxp.check_layout(model, plan, optimizer)
+  assert float(jnp.abs(model.up.kernel[...] - before).max()) > 0
+
+
+def without_bias(model):
+  model.up = nnx.Linear(8, 16, use_bias=False, rngs=nnx.Rngs(1))
+
+
+def wider(model):
+  model.up = nnx.Linear(8, 32, rngs=nnx.Rngs(1))
+
+
+def longer(model):
+  model.extra = nnx.Linear(8, 8, rngs=nnx.Rngs(1))
+
+
+@pytest.mark.parametrize(
+  ("edit", "line"),
+  [
+    (longer, "0.mu.extra.kernel: no state, and a parameter of the model needs it"),
+    (without_bias, "0.nu.up.bias: of a parameter that the model does not have"),
+    (wider, "0.mu.up.kernel: shape (8, 16), and its parameter needs (8, 32)"),
+  ],
+)
+@pytest.mark.parametrize("by_hand", [False, True], ids=["planned", "by hand"])
+def test_parameters_that_the_optimizer_does_not_know_are_an_error_that_says_what_to_call(edit, line, by_hand):
+  plan, model, optimizer = wide()
+  if by_hand:
+    optimizer = nnx.Optimizer(model, optax.adam(1e-2), wrt=nnx.Param)
+  step, x = nxp.train_step(squares), nxp.shard_batch(jnp.ones((8, 8)), plan)
+  step(model, optimizer, x)
+  edit(model)
+  with pytest.raises(
+    nxp.TrainError, match="the state of the optimizer is not that of the parameters"
+  ) as error:
+    step(model, optimizer, x)
+  assert line in str(error.value)
+  fix = str(error.value).split("Fix: ")[1]
+  if by_hand:
+    assert "nnx.Optimizer(model, tx, wrt=nnx.Param)" in fix
+    optimizer = nnx.Optimizer(model, optax.adam(1e-2), wrt=nnx.Param)
+    losses = [float(step(model, optimizer, x)["loss"]) for _ in range(3)]
+    assert losses[-1] < losses[0]
+  else:
+    assert "nxp.plan(edited_init, mesh, rules, optimizer=tx)" in fix
+    assert ("nnx.update(new, nnx.state((model, optimizer)))" in fix) == (edit is longer)
+
+
+def test_what_was_trained_is_carried_over_to_a_model_with_a_new_layer():
+  _, model, optimizer = wide()
+  plan, *new = wide(extra=True)
+  step, x = nxp.train_step(squares), nxp.shard_batch(jnp.ones((8, 8)), plan)
+  for _ in range(3):
+    step(model, optimizer, x)
+  nnx.update(tuple(new), nnx.state((model, optimizer)))
+  assert jnp.array_equal(new[0].up.kernel[...], model.up.kernel[...])
+  step(*new, x)
+  nxp.check_layout(new[0], plan, new[1])
+  assert int(new[1].step[...]) == 4
+  assert int(optimizer.step[...]) == 3
+
+
+def test_a_new_layer_that_needs_no_state_is_trained_and_said_to_lie_whole(caplog):
+  plan, model, optimizer = wide(optax.sgd(0.1))
+  step, x = nxp.train_step(squares), nxp.shard_batch(jnp.ones((8, 8)), plan)
+  step(model, optimizer, x)
+  longer(model)
+  before = jnp.copy(model.extra.kernel[...])
+  with caplog.at_level(logging.WARNING, "nnx_parallel"):
+    step(model, optimizer, x)
+  assert (
+    "model.extra.bias, model.extra.kernel: not in the plan, so each device holds all of it" in caplog.text
+  )
+  assert float(jnp.abs(model.extra.kernel[...] - before).max()) > 0
 
 
 def test_a_step_ends_quietly_with_its_interpreter():

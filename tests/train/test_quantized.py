@@ -71,3 +71,24 @@ def test_bad_calls(monkeypatch):
   monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
   with pytest.raises(nxp.TrainError, match=r"need qwix, which is not installed(.|\n)*nnx-parallel.quantized"):
     nxp.quantized(init, jnp.int8, jnp.zeros((1, 16)))()
+
+
+@needs_qwix
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # qwix 0.1.8 on flax 0.12.12
+def test_lora_beside_a_padded_weight_gets_its_gradients():
+  """qwix finds a weight by the identity of its array, so two reads of one Variable must give one array."""
+  import qwix
+
+  x = jnp.ones((8, 8))
+
+  def init():
+    provider = qwix.LoraProvider(module_path=".*", rank=2, alpha=1.0)
+    model = nnx.Sequential(nnx.Linear(8, 30, use_bias=False, rngs=nnx.Rngs(0)))
+    return qwix.apply_lora_to_model(model, provider, x, rngs=nnx.Rngs(1))
+
+  rules = [nxp.PathRules([(r".*\.kernel", (None, "tensor"))]), nxp.replicate()]
+  plan = nxp.plan(init, nxp.make_mesh(tensor=8), rules, uneven="pad")
+  assert plan["layers.0.kernel"].padding == (0, 2)
+  model = nxp.create_sharded_model(plan)
+  grads = nnx.jit(nnx.grad(lambda m: (m(x) ** 2).mean(), argnums=nnx.DiffState(0, nnx.LoRAParam)))(model)
+  assert jnp.abs(grads["layers"][0]["kernel_lora_b"][...]).max() > 0

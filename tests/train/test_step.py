@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import logging
 import weakref
@@ -203,6 +204,20 @@ def test_a_step_lowers_from_a_plan_without_arrays():
     nxp.train_step(loss_fn).lower(bare, None, batch)
 
 
+def test_what_a_padded_plan_lowers_is_what_its_live_modules_run():
+  names = {"out_sharding": (None, "mlp")}
+  plan = nxp.plan(
+    lambda: nnx.Linear(8, 6, rngs=nnx.Rngs(0), kernel_metadata=names),
+    nxp.make_mesh(tensor=4, data=2),
+    nxp.LogicalRules(batch="data", mlp="tensor"),
+    optimizer=optax.sgd(0.1),
+    uneven="pad",
+  )
+  step, batch = nxp.train_step(lambda m, x: ((m(x) - x[:, :6]) ** 2).mean()), np.ones((16, 8), np.float32)
+  planned = step.lower(plan, batch=batch).as_text()
+  assert planned == step.lower(*nxp.create_sharded_model(plan), batch).as_text()
+
+
 def test_an_edited_value_is_trained_on():
   plan, model, optimizer = make(tx=optax.sgd(0.0))
   step, batch = nxp.train_step(loss_fn), data(plan)
@@ -377,6 +392,87 @@ def test_what_is_not_a_module_is_refused():
     nxp.train_step(loss_fn)((model, model), optimizer, data(plan))
 
 
+@functools.cache
+def small():
+  """A step that has run, with its plan, model and optimizer."""
+  init = lambda: nnx.Linear(8, 8, rngs=nnx.Rngs(0))
+  plan = nxp.plan(init, nxp.make_mesh(fsdp=8), nxp.fsdp(min_size=0), optimizer=optax.sgd(0.1))
+  model, optimizer = nxp.create_sharded_model(plan)
+  step = nxp.train_step(lambda m, b: (m(b["x"]) ** 2).mean())
+  step(model, optimizer, nxp.shard_batch({"x": np.ones((8, 8), np.float32)}, plan))
+  return step, plan, model, optimizer
+
+
+def elsewhere():
+  plan = nxp.plan(small()[1].init, nxp.make_mesh(fsdp=4, devices=jax.devices()[:4]))
+  return nxp.shard_batch({"x": np.ones((8, 8), np.float32)}, plan)
+
+
+X = np.ones((8, 8), np.float32)
+MISTAKES = {
+  "swapped": (
+    lambda step, model, optimizer: step(optimizer, model, {"x": X}),
+    "the step's model is a ShardedOptimizer, not a live module",
+    "step(model, optimizer, batch), in this order",
+  ),
+  "batch for the optimizer": (
+    lambda step, model, optimizer: step(model, X, optimizer),
+    "the step's optimizer is a ndarray, not a live optimizer",
+    "step(model, optimizer, batch), in this order, with an nnx.Optimizer",
+  ),
+  "a text in the batch": (
+    lambda step, model, optimizer: step(model, optimizer, {"x": X, "id": "abc"}),
+    r"batch\['id'\] is a str, which no program can take",
+    "arrays of numbers only",
+  ),
+  "texts in the batch": (
+    lambda step, model, optimizer: step(model, optimizer, {"x": X, "id": np.array(["a"] * 8)}),
+    r"batch\['id'\] is a ndarray of <U1, which no program can take",
+    "arrays of numbers only",
+  ),
+  "no examples": (
+    lambda step, model, optimizer: step(model, optimizer, {"x": X[:0]}),
+    r"batch\['x'\] holds no examples",
+    "skip empty batches",
+  ),
+  "another mesh": (
+    lambda step, model, optimizer: step(model, optimizer, elsewhere()),
+    r"batch\['x'\] does not lie on the model's mesh",
+    "nxp.shard_batch(batch, plan) with the plan of this model",
+  ),
+  "inside nnx.jit": (
+    lambda step, model, optimizer: nnx.jit(step)(model, optimizer, {"x": X}),
+    "a train step cannot run inside jax.jit, nnx.jit",
+    "from plain Python",
+  ),
+  "inside jax.jit": (
+    lambda step, model, optimizer: jax.jit(lambda x: step(model, optimizer, {"x": x}))(X),
+    "a train step cannot run inside jax.jit, nnx.jit",
+    "from plain Python",
+  ),
+}
+
+
+@pytest.mark.parametrize(("call", "message", "fix"), MISTAKES.values(), ids=MISTAKES)
+def test_a_mistake_in_a_call_is_named_and_the_state_stays(call, message, fix):
+  step, plan, model, optimizer = small()
+  before = int(optimizer.step[...])
+  with pytest.raises(nxp.TrainError, match=message) as error:
+    call(step, model, optimizer)
+  assert fix in str(error.value).split("Fix: ")[1]
+  step(model, optimizer, nxp.shard_batch({"x": X}, plan))
+  assert int(optimizer.step[...]) == before + 1
+
+
+def test_an_array_without_the_batch_dim_is_told_from_a_batch_that_does_not_divide():
+  model = nnx.Linear(8, 8, rngs=nnx.Rngs(0))
+  optimizer = nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param)
+  step = nxp.train_step(lambda m, b: (m(b["x"]) ** 2).mean() * b["mask"].sum(), microbatches=4)
+  with pytest.raises(nxp.TrainError, match=r"batch\['mask'\] has 6 rows .* batch\['x'\] has 8") as error:
+    step(model, optimizer, {"x": X, "mask": np.ones((6, 6), np.float32)})
+  assert "give batch['mask'] the batch dim: jnp.broadcast_to(x, (8, *x.shape))" in str(error.value)
+
+
 def test_the_step_does_not_keep_a_discarded_model():
   plan, model, optimizer = make()
   step = nxp.train_step(loss_fn)
@@ -417,11 +513,9 @@ def test_what_a_loss_may_not_return(result, message, fix, kind):
   model = nnx.Linear(8, 8, rngs=nnx.Rngs(0))
   optimizer = nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param)
   loss, x = lambda m, x: result(m(x)), jnp.ones((16, 8))
+  made = nxp.train_step(loss) if kind == "train" else nxp.eval_step(loss)
   with pytest.raises(nxp.TrainError, match=message) as error:
-    if kind == "train":
-      nxp.train_step(loss)(model, optimizer, x)
-    else:
-      nxp.eval_step(loss)(model, x)
+    made(*((model, optimizer, x) if kind == "train" else (model, x)))
   assert fix in str(error.value).split("Fix: ")[1]
   assert "Tracer" not in str(error.value)
 
@@ -619,6 +713,41 @@ def test_only_what_wrt_names_is_trained():
   step(model, optimizer, data(plan))
   assert np.array_equal(before, kernel(model))
   assert not np.array_equal(b, np.asarray(model.lora.lora_b.get_value()))
+
+
+@pytest.mark.parametrize("parts", [1, 2])
+@pytest.mark.parametrize("pairs", [False, True])
+def test_diagnostics_are_the_norm_of_the_gradients_and_the_rate_of_the_update(parts, pairs):
+  schedule = optax.linear_schedule(0.5, 0.0, 4)
+  tx = optax.chain(
+    optax.clip_by_global_norm(1e-3), optax.inject_hyperparams(optax.sgd)(learning_rate=schedule)
+  )
+  init, mesh = lambda: nnx.Linear(8, 4, rngs=nnx.Rngs(0)), nxp.make_mesh(data=4, fsdp=2)
+  plan = nxp.plan(init, mesh, nxp.fsdp(min_size=8), optimizer=tx)
+  model, optimizer = nxp.create_sharded_model(plan)
+  x = np.random.default_rng(0).standard_normal((16, 8)).astype(np.float32)
+  loss = lambda m, b: jnp.square(m(b)).mean()
+  norm = optax.tree.norm(nnx.state(nnx.grad(loss)(init(), x)))
+  step = nxp.train_step(loss, diagnostics=True, pairs=pairs, microbatches=parts)
+  found = [step(model, optimizer, nxp.shard_batch(x, plan)) for _ in range(2)]
+  read = lambda value: float(value[0] / value[1]) if pairs else float(value)
+  assert read(found[0]["grad_norm"]) == pytest.approx(float(norm), rel=1e-5)
+  assert [read(metrics["learning_rate"]) for metrics in found] == [0.5, 0.375]
+  assert len(step.compiles) == 1
+
+
+def test_diagnostics_of_several_models_and_of_a_name_that_is_taken():
+  pairs = [make(Plain)[1:] for _ in range(2)]
+  models, optimizers = (dict(zip("ab", side, strict=True)) for side in zip(*pairs, strict=True))
+  x = jnp.ones((16, 8))
+  both = lambda m, b: jnp.square(m["b"](m["a"](b))).mean()
+  assert {"a/grad_norm", "b/grad_norm"} < nxp.train_step(both, diagnostics=True)(models, optimizers, x).keys()
+  one = {key: lambda m, b, key=key: jnp.square(m[key](b)).mean() for key in "ab"}
+  found = nxp.train_step(one, diagnostics=True)(models, optimizers, x)
+  assert found.keys() == {"a/loss", "a/grad_norm", "b/loss", "b/grad_norm"}
+  taken = nxp.train_step(lambda m, b: (m(b).mean(), {"grad_norm": 1.0}), diagnostics=True)
+  with pytest.raises(nxp.TrainError, match=r"returned a metric 'grad_norm', which diagnostics=True adds\."):
+    taken(*pairs[0], x)
 
 
 def test_evaluation_leaves_the_module_alone():
