@@ -20,6 +20,7 @@ def test_guide_runs(page, tmp_path):
     page = write(tmp_path, 2 * page.read_text())
   result = runner.run(page)
   assert result.returncode == 0, result.stdout
+  assert "Involuntary full rematerialization" not in result.stdout
 
 
 def write(tmp_path: Path, text: str) -> Path:
