@@ -134,12 +134,12 @@ def default_scope(scope: Scope | None) -> contextlib.AbstractContextManager[None
 def constrain(x: Any, *names: Entry) -> Any:
   """Lays an activation out by logical names: inside and outside of jit, on Auto and Explicit meshes.
 
-  Without a mesh (one CPU, a unit test) `x` comes back as it is. The rules and the mesh are those of `use_rules`
-  or of `plan.scope()`, or, in the steps of `train_step` and `eval_step`, of the plan that the model was made
-  from. Without these, the mesh is the one set by `jax.set_mesh`, else the one that `x` itself is on. Inside `shard_map`,
-  axes that are manual there are left out, since `x` is already a shard along them. Inside `jax.vmap`, the
-  mapped dim has no name. A dim whose policy is `uneven="pad"` is left to the compiler when it does not
-  divide, because an activation has no room for padding.
+  Without a mesh (one CPU, a unit test) `x` comes back as it is. The rules and the mesh are those of
+  `use_rules` or `plan.scope()`; in the steps of `train_step` and `eval_step`, of the plan that the model was
+  made from. Without these, the mesh is the one set by `jax.set_mesh`, else the one that `x` itself is on.
+  Inside `shard_map`, axes that are manual there are left out, since `x` is already a shard along them. Inside
+  `jax.vmap`, the mapped dim has no name. A dim whose policy is `uneven="pad"` is left to the compiler when it
+  does not divide, because an activation has no room for padding.
 
   Args:
     x: an array or a tracer; its global shape (per-device along manual axes).
