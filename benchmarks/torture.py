@@ -1,12 +1,19 @@
 """Kills saving jobs and damages checkpoints, and counts what restoring then makes of them.
 
-    python benchmarks/torture.py --kills 200 --corruptions 300 --trees 300
+    python benchmarks/torture.py --kills 200 --corruptions 300 --trees 300 --interrupts 200 --reads 500
 
-A job is killed with SIGKILL at a random moment while it saves (sync, async, and in two processes). Then the
-newest step that it had reported must still be there, `latest` must restore with every value verified, and
-the next job must start, clean up and save. A corruption damages one random file of a copy of a directory
-with two steps, or swaps files, manifests or folders between the steps: restoring must fail and name a file
-or leaf, or (when the damage is in bytes that nobody reads) return exactly what was saved under that number.
+A job is killed with SIGKILL at a random moment while it saves: sync, async, with workers that it forks during
+its saves and that outlive it, with several models and optimizers, and in two processes. Then the newest step
+that it had reported must still be there, `latest` must restore with every value verified, and the next job
+must start, clean up and save.
+
+A corruption damages one random file of a copy of a directory with two steps, or swaps files, manifests or
+folders between the steps: restoring must fail and name a file or leaf, or (when the damage is in bytes that
+nobody reads) return exactly what was saved under that number.
+
+Ctrl-C comes at random moments of a save, which must then be there as a whole or not at all, and of a training
+step, which must have returned, have left the state that it found, or say that the state is gone. Readers that
+open the directory again and again must be in no save's way, and read right values or hear that the step went.
 Last, random trees are saved from random meshes and restored into others, under other names.
 """
 
@@ -22,12 +29,16 @@ import os
 import pathlib
 import random
 import shutil
+import signal
 import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
-from collections.abc import Callable
+import types
+import warnings
+from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -55,23 +66,63 @@ def job(reports: Connection, directory: str, mode: str, process: int, processes:
   mesh = jax.make_mesh((2, DEVICES // 2), ("a", "b"), axis_types=kinds)
   layouts = {"w": P("a", "b"), "v": P("b"), "b": P()}
 
-  def tree(step: int) -> dict[str, jax.Array]:
+  def placed(values: dict[str, Any]) -> dict[str, jax.Array]:
     return {
-      name: jax.make_array_from_callback(values.shape, NamedSharding(mesh, layouts[name]), values.__getitem__)
-      for name, values in expected(step).items()
+      name: jax.make_array_from_callback(array.shape, NamedSharding(mesh, layouts[name]), array.__getitem__)
+      for name, array in values.items()
     }
 
-  checkpointer = Checkpointer(directory, asynchronous=mode == "async", max_to_keep=2)
+  def saved(step: int) -> tuple[Any, ...]:
+    if mode != "several":
+      return (placed(expected(step)),)
+    return several(placed, step)
+
+  checkpointer = Checkpointer(directory, asynchronous=mode in ("async", "forks"), max_to_keep=2)
   first = (checkpointer.latest() or 0) + 1
   reports.send("started")
   for step in range(first, first + 100):
-    checkpointer.save(step, tree(step))
-    if mode == "async":
-      checkpointer.wait()
+    checkpointer.save(step, *saved(step))
+    if mode == "forks":
+      _fork_workers()
+    checkpointer.wait()
     reports.send(step)
     if step % 3 == 0:
-      checkpointer.save(step, tree(step), overwrite=True)
+      checkpointer.save(step, *saved(step), overwrite=True)
   checkpointer.close()
+
+
+def several(placed: Callable[[dict[str, Any]], dict[str, Any]], step: int) -> tuple[Any, Any]:
+  """Two models, one of them in a tuple, and the optimizers of both."""
+  import optax
+  from flax import nnx
+
+  class Model(nnx.Module):
+    def __init__(self, values: dict[str, Any]):
+      for name, array in placed(values).items():
+        setattr(self, name, nnx.Param(array))
+
+  models = {"d": Model(expected(step)), "g": (Model(expected(step + 1000)),)}
+  made = {name: nnx.Optimizer(model, optax.sgd(0.1, 0.9), wrt=nnx.Param) for name, model in _modules(models)}
+  return models, {"d": made["d"], "g": (made["g"],)}
+
+
+def _modules(models: dict[str, Any]) -> list[tuple[str, Any]]:
+  return [("d", models["d"]), ("g", models["g"][0])]
+
+
+def _fork_workers() -> None:
+  """Forks a worker that outlives this job, and one that ends as a data loader's does, which must not wait."""
+  with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # Python and jax warn of threads in forked processes
+    if os.fork() == 0:
+      time.sleep(3)
+      os._exit(0)
+    worker = multiprocessing.get_context("fork").Process(target=int)
+    worker.start()
+  worker.join(20)
+  if worker.exitcode != 0:
+    worker.kill()
+    raise RuntimeError(f"a forked worker did not end by itself: {worker.exitcode}")
 
 
 @dataclasses.dataclass
@@ -95,6 +146,23 @@ def expected(step: int) -> dict[str, Any]:
     return np.random.default_rng(step).standard_normal(shape).astype(np.float32)
 
   return {"w": values(256, 512), "v": values(64, 64), "b": values(512)}
+
+
+def wrong(checkpointer: Any, step: int, mode: str = "") -> str:
+  """What is wrong with the values of a step; empty when nothing is."""
+  if mode != "several":
+    same = _same(checkpointer.restore(step=step, as_numpy=True)["model"], expected(step))
+    return "" if same else f"wrong values in step {step}"
+  import jax
+
+  models, optimizers = checkpointer.restore(several(dict, step + 1), step)
+  for name, model in _modules(models):
+    found = {leaf: jax.device_get(getattr(model, leaf)[...]) for leaf in ("w", "v", "b")}
+    if not _same(found, expected(step + (1000 if name == "g" else 0))):
+      return f"wrong values in model {name} of step {step}"
+  if optimizers["d"].step[...] or optimizers["g"][0].step[...]:
+    return f"wrong optimizer in step {step}"
+  return ""
 
 
 def kill_once(directory: pathlib.Path, mode: str, processes: int, saves: int, delay: float) -> Kill:
@@ -133,9 +201,12 @@ def kill_once(directory: pathlib.Path, mode: str, processes: int, saves: int, de
     if found < reported:
       problem = f"step {reported} was reported as saved, the latest is {found}"
     for step in checkpointer.steps():
-      if not _same(checkpointer.restore(step=step, as_numpy=True)["model"], expected(step)):
-        problem = f"wrong values in step {step}"
-    checkpointer.save(found + 1, expected(found + 1))  # which sweeps, as the next job would
+      if problem_of := wrong(checkpointer, step, mode):
+        problem = problem_of
+    if mode != "several":
+      checkpointer.save(found + 1, expected(found + 1))  # which sweeps, as the next job would
+    else:
+      checkpointer.save(found + 1, *several(dict, found + 1))
     if list(directory.glob("*.nnx-*")):
       problem = f"litter stayed: {[path.name for path in directory.glob('*.nnx-*')]}"
   except NnxParallelError as error:
@@ -145,7 +216,7 @@ def kill_once(directory: pathlib.Path, mode: str, processes: int, saves: int, de
 
 def kills(count: int, seed: int = 0, log: Callable[[str], None] = print) -> list[Kill]:
   """Kills `count` jobs: one after the other, all of a kind in the same directory."""
-  kinds = [("sync", 1), ("async", 1), ("sync", 2), ("async", 2)]
+  kinds = [("sync", 1), ("forks", 1), ("several", 1), ("async", 2), ("async", 1), ("sync", 2)]
 
   def series(root: str, index: int) -> list[Kill]:
     mode, processes = kinds[index]
@@ -162,6 +233,219 @@ def kills(count: int, seed: int = 0, log: Callable[[str], None] = print) -> list
 
   with tempfile.TemporaryDirectory() as root:
     return [kill for index in range(len(kinds)) for kill in series(root, index)]
+
+
+@contextlib.contextmanager
+def _interrupt_after(delay: float) -> Iterator[list[bool]]:
+  """Presses Ctrl-C in the block; the list says whether it came. What the block raises is raised."""
+  came: list[bool] = []
+  armed, main_thread = [True], threading.main_thread().ident
+
+  def handle(_: int, __: types.FrameType | None) -> None:
+    if armed:
+      armed.clear()
+      came.append(True)
+      raise KeyboardInterrupt
+
+  before = signal.signal(signal.SIGINT, handle)
+  timer = threading.Timer(delay, lambda: signal.pthread_kill(main_thread, signal.SIGINT))
+  timer.start()
+  try:
+    yield came
+  finally:
+    armed.clear()
+    timer.cancel()
+    timer.join()
+    signal.signal(signal.SIGINT, before)
+
+
+def interrupted_saves(
+  count: int, seed: int = 0, log: Callable[[str], None] = print
+) -> collections.Counter[str]:
+  """Presses Ctrl-C at random moments of saves, sync and async, new steps and overwritten ones.
+
+  Returns:
+    How many were `saved` or `left out` as a whole, and, which must not be, `wrong`.
+  """
+  from nnx_parallel.checkpoint.checkpointer import Checkpointer
+  from nnx_parallel.errors import NnxParallelError
+
+  rng, results = random.Random(seed), collections.Counter[str]()
+  with tempfile.TemporaryDirectory() as root:
+    Checkpointer(root).save(0, expected(0))
+    started = time.perf_counter()
+    Checkpointer(root).save(1, expected(1))
+    usual = time.perf_counter() - started
+    last = 1
+    for index in range(count):
+      checkpointer = Checkpointer(root, asynchronous=rng.random() < 0.5, max_to_keep=2)
+      overwrite = rng.random() < 0.3
+      step = last if overwrite else last + 1
+      problem = ""
+      try:
+        with _interrupt_after(rng.uniform(0, 1.2 * usual)) as came:
+          checkpointer.save(step, expected(step), overwrite=overwrite)
+          checkpointer.wait()
+      except KeyboardInterrupt:
+        pass
+      try:
+        checkpointer.close()
+        there = checkpointer.steps()
+        problem = next(filter(None, (wrong(checkpointer, one) for one in there)), "")
+        if last not in there or (not came and step not in there):
+          problem = f"of steps {last} and {step} there are {there}"
+        with Checkpointer(root, max_to_keep=2) as again:
+          last = max(there) + 1
+          again.save(last, expected(last))
+        if litter := [path.name for path in pathlib.Path(root).glob("*.nnx-*")]:
+          problem = f"litter stayed: {litter}"
+        results["wrong" if problem else "saved" if step in there else "left out"] += 1
+      except NnxParallelError as error:
+        problem = str(error)
+        results["wrong"] += 1
+      if problem:
+        log(f"interrupted save {index}, step {step}: {problem}")
+  return results
+
+
+def interrupted_steps(
+  count: int, seed: int = 0, log: Callable[[str], None] = print
+) -> collections.Counter[str]:
+  """Presses Ctrl-C at random moments of training steps.
+
+  Returns:
+    How many had `returned` or been `left` as they began, how many said that the state is `gone`, and, which
+    must not be, `wrong`.
+  """
+  import jax
+  import jax.numpy as jnp
+  import numpy as np
+  import optax
+  from flax import nnx
+  from jax.sharding import NamedSharding
+  from jax.sharding import PartitionSpec as P
+
+  import nnx_parallel as nxp
+
+  layout = NamedSharding(nxp.make_mesh(x=DEVICES), P("x"))
+
+  class Model(nnx.Module):
+    def __init__(self) -> None:
+      self.w = nnx.Param(jax.device_put(jnp.zeros(DEVICES * 128), layout))
+      self.b = nnx.Param(jax.device_put(jnp.zeros(DEVICES), layout))
+
+  def loss_fn(model: Any, batch: Any) -> Any:
+    return (model.w[...] * batch).sum() + (model.b[...] * batch[:DEVICES]).sum()
+
+  def begin() -> tuple[Any, Any]:
+    model = Model()
+    return model, nnx.Optimizer(model, optax.sgd(1.0), wrt=nnx.Param)
+
+  def steps_in(model: Any, optimizer: Any) -> int:
+    """Each step takes 1 from every parameter; -1 where they do not agree."""
+    made = int(optimizer.step[...])
+    same = all(np.all(np.asarray(leaf[...]) == -made) for leaf in (model.w, model.b))
+    return made if same else -1
+
+  rng, results = random.Random(seed), collections.Counter[str]()
+  step, batch = nxp.train_step(loss_fn), jax.device_put(np.ones(DEVICES * 128, np.float32), layout)
+  model, optimizer = begin()
+  for _ in range(2):
+    step(model, optimizer, batch)
+  started = time.perf_counter()
+  jax.block_until_ready(step(model, optimizer, batch))
+  usual, made = time.perf_counter() - started, 3
+  for index in range(count):
+    problem, outcome, said = "", "", ""
+    try:
+      with _interrupt_after(rng.uniform(0, 1.5 * usual)):
+        jax.block_until_ready(step(model, optimizer, batch))
+    except KeyboardInterrupt as error:
+      said = " ".join(getattr(error, "__notes__", []))
+    state = [*jax.tree.leaves(nnx.state(model)), *jax.tree.leaves(nnx.state(optimizer))]
+    if any(leaf.is_deleted() for leaf in state):
+      outcome = "gone"
+      try:
+        step(model, optimizer, batch)
+        problem = "a step on arrays that are gone went through"
+      except nxp.NnxParallelError as error:
+        said += str(error)
+      if "restore" not in said:
+        problem = f"nothing says that the state is gone and how to restore it: {said!r}"
+      (model, optimizer), made = begin(), 0
+    else:
+      found = steps_in(model, optimizer)
+      outcome = {made: "left", made + 1: "returned"}.get(found, "wrong")
+      if outcome == "wrong":
+        problem = f"after {made} steps the state is that of {found}"
+        (model, optimizer), found = begin(), 0
+      made = found
+    results["wrong" if problem else outcome] += 1
+    if problem:
+      log(f"interrupted step {index}: {problem}")
+  return results
+
+
+def reader(reports: Connection, directory: str) -> None:
+  """Opens the directory and restores the newest step, again and again, until it is told to end."""
+  os.environ |= {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": FLAGS}
+  from nnx_parallel.checkpoint.checkpointer import Checkpointer
+  from nnx_parallel.checkpoint.manifest import VanishedError
+
+  found = collections.Counter[str]()
+  while not reports.poll():
+    checkpointer = Checkpointer(directory)
+    step = checkpointer.latest()
+    if step is None:
+      continue
+    try:
+      found[wrong(checkpointer, step) or "right"] += 1
+    except VanishedError:
+      found["vanished"] += 1
+    except Exception as error:  # noqa: BLE001 - whatever it is, it is counted and shown
+      found[f"{type(error).__name__}: {error}"[:300]] += 1
+  reports.send(found)
+
+
+def readers_beside_a_writer(
+  count: int, log: Callable[[str], None] = print
+) -> tuple[collections.Counter[str], int]:
+  """Saves `count` steps, and overwrites some, while two readers open and restore in a loop.
+
+  Returns:
+    How many restores were `right`, how many heard that their step had `vanished`, and anything else, which
+    must not be; and how many saves were refused, which must not be either.
+  """
+  from nnx_parallel.checkpoint.checkpointer import Checkpointer
+  from nnx_parallel.errors import NnxParallelError
+
+  total, refused = collections.Counter[str](), 0
+  with tempfile.TemporaryDirectory() as root:
+    ends = [JOBS.Pipe() for _ in range(2)]
+    jobs = [JOBS.Process(target=reader, args=(theirs, root)) for _, theirs in ends]
+    for one in jobs:
+      one.start()
+    try:
+      with Checkpointer(root, max_to_keep=2) as checkpointer:
+        for step in range(1, count + 1):
+          try:
+            checkpointer.save(step, expected(step))
+            if step % 3 == 0:
+              checkpointer.save(step, expected(step), overwrite=True)
+          except NnxParallelError as error:
+            refused += 1
+            log(f"save of step {step}: {error}")
+      for ours, theirs in ends:
+        theirs.close()
+        ours.send("end")
+        total += ours.recv()
+    finally:
+      for one in jobs:
+        one.kill()
+        one.join()
+  for problem in set(total) - {"right", "vanished"}:
+    log(f"a reader, {total[problem]} times: {problem}")
+  return total, refused
 
 
 DAMAGE = ("flip", "truncate", "delete", "swap", "zero", "append")
@@ -344,6 +628,8 @@ def main() -> int:
   parser.add_argument("--kills", type=int, default=200)
   parser.add_argument("--corruptions", type=int, default=300)
   parser.add_argument("--trees", type=int, default=300)
+  parser.add_argument("--interrupts", type=int, default=200, help="of saves, and as many of steps")
+  parser.add_argument("--reads", type=int, default=200, help="steps that are saved beside two readers")
   parser.add_argument("--seed", type=int, default=0)
   arguments = parser.parse_args()
   os.environ.setdefault("JAX_PLATFORMS", "cpu")
@@ -353,6 +639,12 @@ def main() -> int:
   started = time.time()
   damaged = corruptions(arguments.corruptions, arguments.seed)
   print(f"corruptions: {dict(damaged)}")
+  saves = interrupted_saves(arguments.interrupts, arguments.seed)
+  print(f"saves that Ctrl-C met: {dict(saves)}")
+  steps = interrupted_steps(arguments.interrupts, arguments.seed)
+  print(f"steps that Ctrl-C met: {dict(steps)}")
+  reads, refused = readers_beside_a_writer(arguments.reads)
+  print(f"restores beside a writer: {dict(reads)}; saves refused: {refused}")
   killed = kills(arguments.kills, arguments.seed)
   random_trees = trees(arguments.trees) if arguments.trees else "none tried"
   bad = [kill for kill in killed if kill.problem]
@@ -364,6 +656,10 @@ def main() -> int:
     "kills": dict(by_kind),
     "kills that left litter, swept by the next save": sum(kill.litter > 0 for kill in killed),
     "lost or wrong after a kill": len(bad),
+    "saves that Ctrl-C met": dict(saves),
+    "steps that Ctrl-C met": dict(steps),
+    f"restores of two readers beside {arguments.reads} saves": dict(reads),
+    "saves refused because of readers": refused,
     f"{arguments.trees} random trees": random_trees,
     **environment(),
   }
@@ -373,7 +669,8 @@ def main() -> int:
   rows = "\n".join(f"| {name} | {value} |" for name, value in record.items())
   (results / "torture.md").write_text(f"# Torture\n\n| what | found |\n|---|---|\n{rows}\n")
   print(rows)
-  return 1 if bad or damaged["wrong"] or damaged["unnamed"] or "wrong" in random_trees else 0
+  failed = damaged["wrong"] + damaged["unnamed"] + saves["wrong"] + steps["wrong"] + refused + len(bad)
+  return 1 if failed or reads.keys() - {"right", "vanished"} or "wrong" in random_trees else 0
 
 
 if __name__ == "__main__":

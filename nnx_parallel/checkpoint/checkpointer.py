@@ -211,10 +211,15 @@ class Checkpointer:
       )
     )
     save.agree_on(self.directory, job.step, job.content)
+    self._pool.submit(int).result()  # starts the thread, which an interrupt below would lose
     with contextlib.ExitStack() as stack:
       finish = self._start(stack, job)
       held = stack.pop_all()
-    pending = self._pending = self._pool.submit(self._finish, job.step, finish, held)
+    try:
+      pending = self._pending = self._pool.submit(self._finish, job.step, finish, held)
+    except BaseException:  # an interrupt; if the save is under way already, the lock is free after it
+      self._pool.submit(int).result()
+      raise
     _UNFINISHED.add(self)
     pending.add_done_callback(functools.partial(_forget_finished, self))
     self._restored_step = None

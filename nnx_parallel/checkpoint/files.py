@@ -14,10 +14,12 @@ import contextlib
 import errno
 import functools
 import hashlib
+import io
 import os
 import shutil
 import socket
 import warnings
+import weakref
 from collections.abc import Callable, Generator, Iterable
 from typing import TypeVar
 
@@ -31,7 +33,7 @@ SAVING, REPLACED, DELETING = ".nnx-saving", ".nnx-replaced", ".nnx-deleting"
 _PIECE = 1 << 20
 _SYNCING = 16
 
-_LOCKS: set[int] = set()
+_LOCKS: weakref.WeakSet[io.FileIO] = weakref.WeakSet()
 
 _T = TypeVar("_T")
 
@@ -94,34 +96,30 @@ def writer_lock(directory: epath.Path) -> Generator[None]:
     return
   import fcntl  # not on Windows, where nothing else of this module would hold either
 
-  file, process = os.open(directory / LOCK, os.O_RDWR | os.O_CREAT, 0o666), os.getpid()
-  _LOCKS.add(file)
-  try:
+  with open(directory / LOCK, "a+b", buffering=0) as file:
+    _LOCKS.add(file)
     try:
       fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
+      file.seek(0)
       raise CheckpointError(
         f"cannot write to {directory}: another job is writing there.",
-        details=f"held by {os.pread(file, 1000, 0).decode().strip() or 'a process without a name yet'}",
+        details=f"held by {file.read().decode().strip() or 'a process without a name yet'}",
         fix="give each job its own directory, or wait until the other has finished.",
       ) from None
-    os.ftruncate(file, 0)
-    os.write(file, f"process {process} on {socket.gethostname()}\n".encode())
+    file.truncate(0)
+    file.write(f"process {os.getpid()} on {socket.gethostname()}\n".encode())
     try:
       yield
     finally:
-      if os.getpid() == process:
-        os.ftruncate(file, 0)
-  finally:
-    if os.getpid() == process:  # in a forked one the number may be another file's by now
-      _LOCKS.discard(file)
-      os.close(file)
+      if not file.closed:
+        file.truncate(0)
 
 
 def drop_locks() -> None:
   """Closes in a forked process the locks of its parent, which the parent could not give back otherwise."""
-  while _LOCKS:
-    os.close(_LOCKS.pop())
+  for file in _LOCKS:
+    file.close()
 
 
 def sweep(directory: epath.Path) -> list[str]:

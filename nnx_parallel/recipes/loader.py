@@ -119,7 +119,8 @@ def load_recipe(spec: str, *, needs: Sequence[str] = TRAINING) -> Recipe:
 
   Args:
     spec: an embedded name (`text_lm`), a file (`jobs/mine.py`), a module (`package.mine:`), or one
-      of the last two with the function to use for `init` (`package.mine:init_small`).
+      of the last two with the function to use for `init` (`package.mine:init_small`). A file can import those
+      beside it at its top, not later inside a function.
     needs: the functions that must be there; the others are used when they are.
 
   Raises:
