@@ -21,7 +21,7 @@ import socket
 import warnings
 import weakref
 from collections.abc import Callable, Generator, Iterable
-from typing import TypeVar
+from typing import Any, TypeVar, cast
 
 from etils import epath
 
@@ -249,7 +249,7 @@ def sha256(file: epath.Path) -> str:
   """SHA-256 of a file, read piece by piece."""
   # Steps have thousands of small files, and epath takes longer to open one than Python to read it.
   with open(file, "rb") if is_local(file) else file.open("rb") as stream:
-    return hashlib.file_digest(stream, "sha256").hexdigest()
+    return hashlib.file_digest(cast(Any, stream), "sha256").hexdigest()
 
 
 def make_durable(paths: Iterable[epath.Path]) -> None:
