@@ -21,7 +21,7 @@ import socket
 import warnings
 import weakref
 from collections.abc import Callable, Generator, Iterable
-from typing import TypeVar
+from typing import Any, TypeVar, cast
 
 from etils import epath
 
@@ -30,7 +30,6 @@ from nnx_parallel.errors import CheckpointError
 
 LOCK = ".nnx_parallel.lock"
 SAVING, REPLACED, DELETING = ".nnx-saving", ".nnx-replaced", ".nnx-deleting"
-_PIECE = 1 << 20
 _SYNCING = 16
 
 _LOCKS: weakref.WeakSet[io.FileIO] = weakref.WeakSet()
@@ -248,11 +247,9 @@ def _files_below(folder: epath.Path) -> Generator[epath.Path]:
 
 def sha256(file: epath.Path) -> str:
   """SHA-256 of a file, read piece by piece."""
-  total = hashlib.sha256()
-  with file.open("rb") as stream:
-    while piece := stream.read(_PIECE):
-      total.update(piece)
-  return total.hexdigest()
+  # Steps have thousands of small files, and epath takes longer to open one than Python to read it.
+  with open(file, "rb") if is_local(file) else file.open("rb") as stream:
+    return hashlib.file_digest(cast(Any, stream), "sha256").hexdigest()
 
 
 def make_durable(paths: Iterable[epath.Path]) -> None:

@@ -308,7 +308,9 @@ def _parse(signed: Mapping[str, Any], body: Any) -> Manifest:
 
 
 def _parse_leaf(path: str, **fields: Any) -> LeafRecord:
-  lists = {name: tuple(map(schema.whole, fields[name])) for name in ("shape", "block", "digests")}
+  lists: dict[str, Any] = {
+    name: tuple(map(schema.whole, fields[name])) for name in ("shape", "block", "digests")
+  }
   leaf = LeafRecord(**fields | lists)
   schema.text(leaf.kind)
   schema.text(leaf.layout)

@@ -102,20 +102,6 @@ def test_an_error_goes_before_the_signal(former):
   assert former == []
 
 
-def test_a_forked_worker_ends_when_it_is_asked_to():
-  worker = multiprocessing.get_context("fork").Process(target=time.sleep, args=(60,))
-  with nxp.StopSignals() as stop:
-    with warnings.catch_warnings():
-      warnings.simplefilter("ignore")  # Python and jax warn of threads in forked processes
-      worker.start()
-    worker.terminate()
-    worker.join(5)
-    ended = worker.exitcode
-    worker.kill()
-    assert not stop.asked(1)
-  assert ended == -signal.SIGTERM
-
-
 def test_what_is_ignored_stays_ignored():
   before = signal.signal(signal.SIGINT, signal.SIG_IGN)
   try:
