@@ -5,9 +5,11 @@ When one fails under a new version, its docstring names the file that has to cha
 
 from __future__ import annotations
 
+import functools
 import logging
 import sys
 import threading
+import weakref
 
 import absl.logging
 import jax
@@ -16,8 +18,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+import tensorstore as ts
 from flax import nnx
 from flax.core.spmd import get_logical_axis_rules
+from jax.experimental import multihost_utils
 from jax.experimental.compilation_cache import compilation_cache
 from jax.sharding import AbstractMesh, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -215,7 +219,7 @@ def test_what_runs_at_exit_can_run_before_threads_are_joined():
 
 
 def test_orbax_stores_one_folder_for_each_leaf(tmp_path):
-  """`checkpoint/{_orbax,restore,preflight,files}.py`: `FOLDER/zarr.json` beside `c/` (Zarr 3, no OCDBT)."""
+  """`checkpoint/{_orbax,store,preflight,files}.py`: `FOLDER/zarr.json` beside `c/` (Zarr 3, no OCDBT)."""
   with nxp.Checkpointer(tmp_path) as checkpointer:
     checkpointer.save(1, {"w": jnp.ones((8, 8))})
   folder = tmp_path / "1" / "model" / "w"
@@ -256,3 +260,70 @@ def test_the_rules_of_a_flax_context_can_be_read():
   """`layout/plan.py` reads them; flax.nnx exports only the context."""
   with nnx.logical_axis_rules((("embed", "fsdp"),)):
     assert get_logical_axis_rules() == (("embed", "fsdp"),)
+
+
+def test_the_state_of_a_trace_is_equal_within_it_and_differs_outside():
+  """`train/binding.py` and `layout/padding.py` notice by it that a step or a read is inside a program."""
+  state = functools.partial(jex.get_opaque_trace_state, convention="nnx")
+  seen = []
+  jax.jit(lambda x: seen.extend((state(), state())) or x)(1.0)
+  assert seen[0] == seen[1]
+  assert seen[0] != state()
+  assert state() == state()
+
+
+def test_arrays_and_tracers_can_be_weakly_referenced():
+  """`layout/padding.py` keeps the last read of a padded Variable without keeping it alive."""
+  array = jnp.ones(2)
+  assert weakref.ref(array)() is array
+  seen = []
+  jax.jit(lambda x: seen.append(weakref.ref(x)() is x) or x)(1.0)
+  assert seen == [True]
+
+
+def test_a_manual_program_names_its_axes_and_specs():
+  """`report/propagate.py` counts the work of one device by them."""
+  mesh = nxp.make_mesh(x=8)
+  mapped = jax.shard_map(jnp.sin, mesh=mesh, in_specs=P("x"), out_specs=P("x"))
+  params = equations(mapped, np.ones(8, np.float32))["shard_map"].params
+  assert {"newly_manual_axes", "mesh", "in_specs", "out_specs", "jaxpr"} <= set(params)
+  assert set(params["newly_manual_axes"]) == {"x"}
+
+
+def test_a_traced_product_holds_the_precision_of_the_configuration():
+  """`report/arithmetic.py` reads there what float32 costs."""
+  with jax.default_matmul_precision("highest"):
+    product = equations(lambda x: x @ x, X)["dot_general"]
+  assert product.params["precision"] == (jax.lax.Precision.HIGHEST,) * 2
+  kinds = (jax.lax.Precision.DEFAULT, jax.lax.Precision.HIGH, jax.lax.Precision.HIGHEST)
+  assert [kind.value for kind in kinds] == sorted(kind.value for kind in kinds)
+
+
+def test_tensorstore_tells_its_chunks_and_a_missing_one(tmp_path):
+  """`checkpoint/store.py` reads chunk by chunk; a chunk that is not there is damage, not zeros."""
+  with nxp.Checkpointer(tmp_path) as checkpointer:
+    checkpointer.save(1, {"w": jnp.ones((8, 8))})
+  folder = tmp_path / "1" / "model" / "w"
+  files = {"driver": "file", "path": f"{folder}/"}
+  spec = {"driver": "zarr3", "kvstore": files, "fill_missing_data_reads": False}
+  opened = ts.open(spec, open=True, read=True).result()
+  assert opened.chunk_layout.read_chunk.shape == (8, 8)
+  for file in (folder / "c").rglob("*"):
+    if file.is_file():
+      file.unlink()
+  with pytest.raises(ValueError, match="missing"):
+    opened.read().result()
+
+
+def test_jax_tells_a_job_when_it_is_asked_to_end():
+  """`hosts/stop.py`: the listener is on by default, and all processes agree on a step."""
+  assert jax.config.jax_enable_preemption_service
+  assert callable(multihost_utils.reached_preemption_sync_point)
+
+
+def test_rates_of_an_optimizer_are_found_by_name():
+  """`train/diagnostics.py` finds what `optax.inject_hyperparams` keeps, also in Variables."""
+  tx = optax.inject_hyperparams(optax.sgd)(learning_rate=0.5)
+  optimizer = nnx.Optimizer(nnx.Linear(2, 2, rngs=nnx.Rngs(0)), tx, wrt=nnx.Param)
+  ((_, rate),) = optax.tree.get_all_with_path(optimizer.opt_state, "learning_rate")
+  assert float(rate[...]) == 0.5
