@@ -17,6 +17,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from flax.core.spmd import get_logical_axis_rules
 from jax.experimental.compilation_cache import compilation_cache
 from jax.sharding import AbstractMesh, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -225,3 +226,33 @@ def test_orbax_stores_one_folder_for_each_leaf(tmp_path):
 def test_orbax_logs_through_absl():
   """`checkpoint/_orbax.py` (`quiet`) filters this logger."""
   assert absl.logging.get_absl_logger() is logging.getLogger("absl")
+
+
+def test_a_mesh_is_set_outside_of_traces_only_and_used_abstractly_inside():
+  """`layout/constrain.py` makes a plan's mesh the active one, in traces by its axes alone."""
+  mesh = nxp.make_mesh(data=8)
+
+  def run(x):
+    with pytest.raises(ValueError, match="outside"):
+      jax.set_mesh(mesh)
+    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+      return jax.lax.with_sharding_constraint(x * 2, P("data"))
+
+  x = jax.device_put(np.ones((8, 4), np.float32), NamedSharding(mesh, P()))
+  assert jax.jit(run)(x).sharding.is_equivalent_to(NamedSharding(mesh, P("data")), 2)
+
+
+def test_flax_copies_metadata_to_optimizer_state():
+  """`layout/decide.py` finds `optimizer_sharding` as the state's own `out_sharding`."""
+  names = {"out_sharding": (None, "mlp"), "optimizer_sharding": ("embed", "mlp")}
+  with nnx.use_eager_sharding(False):
+    model = nnx.Linear(2, 2, rngs=nnx.Rngs(0), kernel_metadata=names)
+    state = nnx.Optimizer(model, optax.adam(1e-3), wrt=nnx.Param).opt_state[0].mu["kernel"]
+  assert isinstance(state, nnx.OptVariable)
+  assert state.get_metadata("out_sharding") == ("embed", "mlp")
+
+
+def test_the_rules_of_a_flax_context_can_be_read():
+  """`layout/plan.py` reads them; flax.nnx exports only the context."""
+  with nnx.logical_axis_rules((("embed", "fsdp"),)):
+    assert get_logical_axis_rules() == (("embed", "fsdp"),)

@@ -342,6 +342,8 @@ class Checkpointer:
     """Restores a step into the target's layout; the layout it was saved in does not matter.
 
     Says before it reads, in the log at INFO, how many bytes of arrays and how much host memory that takes.
+    The next `save` of this object follows the step that was restored into a target: look at other steps of a
+    run that goes on with another Checkpointer.
 
     Args:
       target: a plan; a module or `nnx.State`, whose values are replaced; a pytree of

@@ -134,11 +134,12 @@ def default_scope(scope: Scope | None) -> contextlib.AbstractContextManager[None
 def constrain(x: Any, *names: Entry) -> Any:
   """Lays an activation out by logical names: inside and outside of jit, on Auto and Explicit meshes.
 
-  Without a mesh (one CPU, a unit test) `x` comes back as it is. The mesh is that of `use_rules` or of
-  `plan.scope()`, else the one set by `jax.set_mesh`, else the one that `x` itself is on. Inside `shard_map`,
-  axes that are manual there are left out, since `x` is already a shard along them. Inside `jax.vmap`, the
-  mapped dim has no name. A dim whose policy is `uneven="pad"` is left to the compiler when it does not
-  divide, because an activation has no room for padding.
+  Without a mesh (one CPU, a unit test) `x` comes back as it is. The rules and the mesh are those of
+  `use_rules` or `plan.scope()`; in the steps of `train_step` and `eval_step`, of the plan that the model was
+  made from. Without these, the mesh is the one set by `jax.set_mesh`, else the one that `x` itself is on.
+  Inside `shard_map`, axes that are manual there are left out, since `x` is already a shard along them. Inside
+  `jax.vmap`, the mapped dim has no name. A dim whose policy is `uneven="pad"` is left to the compiler when it
+  does not divide, because an activation has no room for padding.
 
   Args:
     x: an array or a tracer; its global shape (per-device along manual axes).
@@ -230,8 +231,8 @@ def _spec(
 def _check_names(names: tuple[Entry, ...], scope: Scope | None) -> None:
   """Finds a misspelt name also where there is no mesh, and so no layout."""
   if scope is not None:
-    known = dict.fromkeys((*scope.rules, *scope.rules.mesh_axes()), 1)
-    resolve_spec(names, (1,) * len(names), known, scope.rules, path="an activation")
+    axes = dict.fromkeys(scope.rules.mesh_axes(), 1)
+    resolve_spec(names, (1,) * len(names), axes, scope.rules, path="an activation")
 
 
 def _check_axes_only(names: tuple[Entry, ...], sizes: dict[str, int]) -> None:

@@ -174,8 +174,8 @@ def _in_notebook() -> bool:
 def grouped(leaves: Iterable[LeafPlan]) -> list[tuple[str, list[LeafPlan]]]:
   """Puts alike leaves of repeated layers together.
 
-  Leaves are alike when they differ only in list positions or in numbers at the end of a name
-  (`blocks.0`, `layer_12`) and agree in type, shape, dtype, spec, memory and reason.
+  Leaves are alike when they differ only in positions, in keys that are numbers, or in numbers at the end of
+  a name (`blocks.0`, `layer_12`) and agree in type, shape, dtype, spec, memory and reason.
 
   Args:
     leaves: rows of a plan.
@@ -202,8 +202,7 @@ def number_pattern(name: str) -> str:
 
 
 def _pattern(leaf: LeafPlan) -> tuple[str, ...]:
-  parts = ("*" if isinstance(part, int) else re.sub(r"_\d+$", "_*", str(part)) for part in leaf.path)
-  return (leaf.root, *parts)
+  return (leaf.root, *(re.sub(r"(?<![^_])\d+$", "*", str(part)) for part in leaf.path))
 
 
 def _common_name(leaves: Sequence[LeafPlan]) -> str:

@@ -7,8 +7,8 @@ parameter (the data is gathered: tensor parallel, after a sequence-parallel part
 the result is evaluated, so one trace serves every factorisation of a mesh.
 
 Counted are matrix products, convolutions, and kernels (Pallas) that state their cost. All branches of a
-conditional count. A loop whose length is not known counts once, and what else computes is not counted:
-`Propagation.uncounted` lists both.
+conditional count. A loop whose length is not known counts once; what else computes, and what a program sends
+by its own collectives under `shard_map`, is not counted: `Propagation.uncounted` lists them.
 """
 
 from __future__ import annotations
@@ -46,6 +46,11 @@ _LIGHT = frozenset((
   "random_unwrap", "random_wrap", "reshard", "threefry2x32",
 ))  # fmt: skip
 _HEAVY = frozenset(("custom_linear_solve", "fft", "linear_solve"))
+# Written by the program itself, under `shard_map`: what they send is not counted.
+_COLLECTIVES = frozenset((
+  "all_gather", "all_to_all", "pmax", "pmin", "ppermute", "psum", "psum_scatter", "ragged_all_to_all",
+  "reduce_scatter",
+))  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
@@ -176,6 +181,7 @@ class Propagation:
     self.constrained: set[tuple[int, DimAxes]] = set()
     self.read: dict[int, int] = {}
     self.uncounted: dict[str, int] = {}
+    self._manual: Mapping[str, int] = {}  # mesh axes over which shapes are those of one device
 
   def run(
     self, jaxpr: Any, inputs: Sequence[Flow], times: int = 1, *, live: frozenset[int] | None = None
@@ -207,7 +213,8 @@ class Propagation:
       for var, flow in zip(eqn.outvars, results, strict=True):
         flows[var] = flow
         if flow.data and not fused:
-          self.largest[flow.names] = max(nbytes(var.aval), self.largest.get(flow.names, 0))
+          size = nbytes(var.aval) * self._shards(flow.names)
+          self.largest[flow.names] = max(size, self.largest.get(flow.names, 0))
     self.flows = flows  # the outermost trace is done last
     return [read(v) for v in body.outvars]
 
@@ -220,6 +227,8 @@ class Propagation:
     if name == "cond":
       branches = [self.run(branch, inputs[1:], times) for branch in eqn.params["branches"]]
       return branches[-1]
+    if name == "shard_map":
+      return self._shard_map(eqn, inputs, times)
     inner = None if name == "pallas_call" else called(eqn)
     if inner is not None and len(opened(inner).invars) == len(inputs):
       if name in CHECKPOINTS:
@@ -261,18 +270,37 @@ class Propagation:
     self.products.append(
       Product(
         arithmetic=traced_arithmetic([eqn.invars[first].aval]),
-        flops=int(estimate.flops),
+        flops=int(estimate.flops) * self._shards(split),
         times=times,
         split=split,
         summed=frozenset(),
-        out_bytes=sum(nbytes(out.aval) for out in eqn.outvars),
+        out_bytes=sum(nbytes(out.aval) for out in eqn.outvars) * self._shards(split),
         out_split=split,
         source=inputs[first].value,
-        in_bytes=sum(nbytes(v.aval) for v in eqn.invars),
+        in_bytes=sum(nbytes(v.aval) for v in eqn.invars) * self._shards(inputs[first].names),
         in_split=inputs[first].names,
         spread=frozenset(),
       )
     )
+
+  def _shards(self, names: frozenset[str]) -> int:
+    """By what sizes of one device are multiplied for those of the whole array; 1 outside `shard_map`."""
+    return math.prod(self._manual.get(axis, 1) for axis in names)
+
+  def _shard_map(self, eqn: Any, inputs: list[Flow], times: int) -> list[Flow]:
+    manual, sizes = eqn.params["newly_manual_axes"], eqn.params["mesh"].shape
+
+    def placed(flow: Flow, spec: Sequence[Any]) -> Flow:
+      dims = [*map(axes_of, spec), *(((),) * (len(flow.axes) - len(spec)))]
+      axes = tuple((*dim, *_without(own, manual)) for dim, own in zip(dims, flow.axes, strict=True))
+      return Flow(axes, flow.data, flow.weight, flow.parameter)
+
+    before = self._manual
+    self._manual = {**before, **{axis: sizes[axis] for axis in manual}}
+    inside = [placed(flow, spec) for flow, spec in zip(inputs, eqn.params["in_specs"], strict=True)]
+    out = self.run(eqn.params["jaxpr"], inside, times)
+    self._manual = before
+    return [placed(flow, spec) for flow, spec in zip(out, eqn.params["out_specs"], strict=True)]
 
   def _while(self, eqn: Any, inputs: list[Flow], times: int) -> list[Flow]:
     skipped, consts = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
@@ -336,18 +364,21 @@ class Propagation:
     self.products.append(
       Product(
         arithmetic=traced_arithmetic([v.aval for v in eqn.invars[:2]], eqn.params["precision"]),
-        flops=meeting.flops,
+        flops=meeting.flops * self._shards(out.names | frozenset(both)),
         times=times,
         split=out.names | frozenset(both),
-        summed=frozenset(both),
-        out_bytes=nbytes(eqn.outvars[0].aval),
+        # Under `shard_map` the program itself sums.
+        summed=frozenset(both) - self._manual.keys(),
+        out_bytes=nbytes(eqn.outvars[0].aval) * self._shards(out.names),
         out_split=out.names,
         source=main.value,
-        in_bytes=math.prod(main_shape) * eqn.invars[0 if left_first else 1].aval.dtype.itemsize,
+        in_bytes=math.prod(main_shape)
+        * eqn.invars[0 if left_first else 1].aval.dtype.itemsize
+        * self._shards(gathered),
         in_split=gathered,
         spread=spread if not other.data else frozenset(),
         weighs=other.weight and not other.data,
-        other_bytes=nbytes(eqn.invars[1 if left_first else 0].aval),
+        other_bytes=nbytes(eqn.invars[1 if left_first else 0].aval) * self._shards(other.names),
         other_split=other.names,
         shared=shared if other.weight and not other.data else frozenset(),
         tokens=frozenset(axis for dim in taken[id(main)] for axis in dim),
@@ -368,7 +399,7 @@ class Propagation:
   def _exchange(self, aval: Any, split: frozenset[str], arriving: frozenset[str], times: int) -> None:
     """An array that is split over some of the `arriving` axes along another dim: an all-to-all."""
     if split & arriving:
-      self.moves.append(Move(split & arriving, nbytes(aval), split, times))
+      self.moves.append(Move(split & arriving, nbytes(aval) * self._shards(split), split, times))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -455,6 +486,8 @@ _MEETINGS: Mapping[str, Callable[[Any], _Meeting | None]] = {
 
 def _is_heavy(name: str) -> bool:
   """Whether an operation may compute much: all that `jax.lax` does not have, products aside, unless known."""
+  if name.removesuffix("_invariant") in _COLLECTIVES:
+    return True
   return name in _HEAVY or not (name in _LIGHT or hasattr(jax.lax, f"{name}_p"))
 
 

@@ -277,6 +277,11 @@ _ALONE = _count_when_alone()
 """What `_unshared` counts for an array that only its Variable holds: measured rather than assumed."""
 
 
+# Compiled once: an operation of jax.numpy by itself runs Python code of jax, which a signal may interrupt
+# while it changes jax's own state.
+_copied = jax.jit(jnp.copy)
+
+
 def read_apart(variables: Sequence[Any]) -> list[Any]:
   """The arrays of the Variables, with copies of those that somebody else holds too.
 
@@ -293,7 +298,7 @@ def read_apart(variables: Sequence[Any]) -> list[Any]:
   if len(arrays) == len(variables):
     return arrays
   del arrays  # it holds each of them once more
-  return [v._raw_value if _unshared([v], _ALONE) else jnp.copy(v._raw_value) for v in variables]
+  return [v._raw_value if _unshared([v], _ALONE) else _copied(v._raw_value) for v in variables]
 
 
 def check_outside(roots: Iterable[Any]) -> None:

@@ -74,6 +74,12 @@ def test_the_table_fits_the_page_and_wraps_only_the_reasons():
   assert any("block.kernel" in line and "float32[8,6]" in line for line in lines)
 
 
+def test_layers_under_keys_that_are_numbers_are_one_row():
+  layers = lambda: nnx.Dict({str(i): nnx.Linear(8, 8, use_bias=False, rngs=nnx.Rngs(0)) for i in range(12)})
+  plan = nxp.plan(layers, nxp.make_mesh(fsdp=8), nxp.fsdp(min_size=8))
+  assert [(name, len(leaves)) for name, leaves in grouped(plan.leaves)] == [("*.kernel", 12)]
+
+
 def test_repeated_layers_are_one_row_whether_listed_or_numbered_by_name():
   class Numbered(nnx.Module):
     def __init__(self, rngs):

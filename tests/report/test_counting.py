@@ -184,6 +184,20 @@ def test_a_search_lists_what_it_did_not_count():
   assert "Not counted: 1 x pallas_call." in str(result)
 
 
+@pytest.mark.parametrize("spec", [P("fsdp"), P(None, "fsdp")], ids=["batch", "contraction"])
+def test_products_of_one_device_are_counted_on_all_and_its_collectives_are_listed(spec):
+  weights = P() if spec == P("fsdp") else P("fsdp")
+
+  def of(model, x):
+    product = lambda x, w: jax.lax.psum(jnp.sum(x @ w), "fsdp")
+    return jax.shard_map(product, in_specs=(spec, weights), out_specs=P())(x, model.up[0])
+
+  found = time(net(head=None), of=of, batch=jax.ShapeDtypeStruct((256, WIDTH), F32))
+  assert found.flops == 3 * 2 * 256 * WIDTH * WIDTH / 8
+  (sent,) = found.uncounted
+  assert sent.startswith("psum")
+
+
 def halved(x, w, count):
   return jax.lax.fori_loop(0, count, lambda _, x: 0.5 * (x @ w), x)
 
