@@ -21,7 +21,7 @@ import socket
 import warnings
 import weakref
 from collections.abc import Callable, Generator, Iterable
-from typing import Any, TypeVar, cast
+from typing import TypeVar
 
 from etils import epath
 
@@ -30,6 +30,7 @@ from nnx_parallel.errors import CheckpointError
 
 LOCK = ".nnx_parallel.lock"
 SAVING, REPLACED, DELETING = ".nnx-saving", ".nnx-replaced", ".nnx-deleting"
+_PIECE = 1 << 20
 _SYNCING = 16
 
 _LOCKS: weakref.WeakSet[io.FileIO] = weakref.WeakSet()
@@ -247,9 +248,12 @@ def _files_below(folder: epath.Path) -> Generator[epath.Path]:
 
 def sha256(file: epath.Path) -> str:
   """SHA-256 of a file, read piece by piece."""
+  total = hashlib.sha256()
   # Steps have thousands of small files, and epath takes longer to open one than Python to read it.
   with open(file, "rb") if is_local(file) else file.open("rb") as stream:
-    return hashlib.file_digest(cast(Any, stream), "sha256").hexdigest()
+    while piece := stream.read(_PIECE):
+      total.update(piece)
+  return total.hexdigest()
 
 
 def make_durable(paths: Iterable[epath.Path]) -> None:
