@@ -192,6 +192,24 @@ def test_attributes_of_a_module_are_its_vars():
   assert [name for name in found if not name.startswith("_pytree__")] == ["_length", "0"]
 
 
+def test_an_attribute_that_comes_or_goes_replaces_the_table_of_a_module():
+  """`train/binding.py` compares attributes by identity; this one changes with each module or array set."""
+  module = nnx.Linear(2, 2, rngs=nnx.Rngs(0))
+  before = vars(module)["_pytree__nodes"]
+  module.extra = nnx.Param(jnp.ones(1))
+  assert vars(module)["_pytree__nodes"] is not before
+
+
+def test_a_deleted_array_says_so():
+  """`train/compiled.py` tells by these words that an argument was donated elsewhere."""
+  array = jnp.ones(3)
+  array.delete()
+  with pytest.raises(RuntimeError, match="Array has been deleted"):
+    np.asarray(array)
+  with pytest.raises((RuntimeError, ValueError), match=r"has been deleted or donated|Array has been deleted"):
+    jax.jit(jnp.sin)(array)
+
+
 def test_an_optimizer_keeps_its_state_in_opt_state():
   """`layout/tracing.py` and `create/instantiate.py` replace it."""
   optimizer = nnx.Optimizer(nnx.Linear(2, 2, rngs=nnx.Rngs(0)), optax.adam(1e-3), wrt=nnx.Param)
