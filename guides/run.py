@@ -152,7 +152,7 @@ def execute(page: Path) -> None:
 def run(page: Path) -> subprocess.CompletedProcess[str]:
   """Runs a page in a process of its own, in an empty directory that is deleted afterwards."""
   environment = {
-    **os.environ,
+    **{name: value for name, value in os.environ.items() if name != "COLUMNS"},  # tables as in a file
     "JAX_PLATFORMS": "cpu",
     "JAX_NUM_CPU_DEVICES": str(DEVICES),
     "XLA_FLAGS": "--xla_cpu_collective_call_terminate_timeout_seconds=600",

@@ -9,7 +9,7 @@ import functools
 import hashlib
 import os
 import platform
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,8 @@ others = [flag for flag in os.environ.get("XLA_FLAGS", "").split() if not flag.s
 # while. NPROC is what XLA takes for the number of cores.
 os.environ["NPROC"] = "32"
 PATIENCE = "--xla_cpu_collective_call_terminate_timeout_seconds=600"
+# readline, which pytest loads, hands the terminal's size on to the workers: tables would take it.
+os.environ.pop("COLUMNS", None)
 os.environ["XLA_FLAGS"] = " ".join([*others, f"{FLAG}={DEVICES}", PATIENCE])
 
 
@@ -44,7 +46,6 @@ os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
 import jax  # noqa: E402
 import optax  # noqa: E402
 import pytest  # noqa: E402
-from jax.experimental.compilation_cache import compilation_cache  # noqa: E402
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
@@ -80,16 +81,3 @@ def eight_devices() -> list[jax.Device]:
   if len(devices) != DEVICES:
     pytest.exit(f"the tests need {DEVICES} simulated devices, found {devices}", returncode=3)
   return devices
-
-
-@pytest.fixture(scope="module")
-def no_program_cache() -> Iterator[None]:
-  """Compiles anew, for modules that read the compiler's own output.
-
-  A program from the cache keeps the source lines of whoever compiled it first, and prints no warnings.
-  """
-  jax.config.update("jax_enable_compilation_cache", False)
-  compilation_cache.reset_cache()  # jax decides once whether there is a cache
-  yield
-  jax.config.update("jax_enable_compilation_cache", True)
-  compilation_cache.reset_cache()

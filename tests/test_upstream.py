@@ -157,7 +157,7 @@ def test_shards_tell_where_they_are():
 
 
 def test_the_compilation_cache_can_be_reset():
-  """`create/cache.py`: jax decides once whether there is a cache."""
+  """`create/cache.py` and `report/compiler.py`: jax decides once whether there is a cache."""
   assert callable(compilation_cache.reset_cache)
 
 

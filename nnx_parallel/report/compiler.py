@@ -15,6 +15,7 @@ from collections.abc import Generator
 from typing import Any
 
 import jax
+from jax.experimental.compilation_cache import compilation_cache
 
 from nnx_parallel.errors import ReportError
 
@@ -96,7 +97,7 @@ def run_compiler(lowered: jax.stages.Lowered) -> Compiled:
     }
     start = time.perf_counter()
     compiled, short = None, None
-    with _standard_error() as log:
+    with _standard_error() as log, _no_cache():
       try:
         compiled = lowered.compile(compiler_options=options)
       except jax.errors.JaxRuntimeError as error:
@@ -141,6 +142,19 @@ def _shortage(error: RuntimeError) -> Shortage:
 def _largest(folder: pathlib.Path, kind: re.Pattern[str]) -> str:
   files = [file for file in folder.rglob("*.txt") if kind.search(file.name)]
   return max(files, key=lambda file: file.stat().st_size).read_text() if files else ""
+
+
+@contextlib.contextmanager
+def _no_cache() -> Generator[None]:
+  """Compiles anew: a program from jax's cache has no dump and no log, and another program's source lines."""
+  enabled = jax.config.jax_enable_compilation_cache  # pyright: ignore[reportAttributeAccessIssue]
+  jax.config.update("jax_enable_compilation_cache", False)
+  compilation_cache.reset_cache()  # jax decides once whether there is a cache
+  try:
+    yield
+  finally:
+    jax.config.update("jax_enable_compilation_cache", enabled)
+    compilation_cache.reset_cache()
 
 
 # Waits for a line from this process; where the process ends without one, passes on what it wrote.

@@ -319,3 +319,15 @@ def test_a_device_that_is_here_says_how_much_memory_a_program_may_use(monkeypatc
   assert compile_report(lowered, chip="v5e").available_bytes == chip("v5e").usable_bytes
   monkeypatch.undo()
   assert compile_report(lowered).available_bytes == chip("cpu").usable_bytes
+
+
+def test_a_report_is_whole_where_the_program_is_in_the_compilation_cache():
+  assert jax.config.jax_compilation_cache_dir  # the suite's own
+  placed = NamedSharding(nxp.make_mesh(x=8), P("x"))
+  lowered = jax.jit(lambda x: jnp.sin(x) @ x).lower(
+    jax.ShapeDtypeStruct((64, 64), jnp.float32, sharding=placed)
+  )
+  lowered.compile()
+  assert compile_report(lowered).peak
+  assert compile_report(lowered).peak
+  assert jax.config.jax_enable_compilation_cache
