@@ -40,7 +40,8 @@ class Retention:
   def __post_init__(self) -> None:
     counts = {"max_to_keep": self.newest, "keep_every": self.every, "keep_best": self.keep_best}
     for name, count in counts.items():
-      if count is not None and (isinstance(count, bool) or not isinstance(count, numbers.Integral) or count < 1):
+      is_whole = isinstance(count, numbers.Integral) and not isinstance(count, bool)
+      if count is not None and (not is_whole or count < 1):
         raise CheckpointError(
           f"{name}={count!r} is not a number of steps from 1 up.", fix=f"pass {name}=1 or more, or None."
         )

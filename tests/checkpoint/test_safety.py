@@ -253,7 +253,7 @@ def test_bad_arguments(tmp_path):
     with pytest.raises(CheckpointError, match=f"{next(iter(option))}=.* is not a number of steps from 1 up"):
       Checkpointer(tmp_path, **option)
   for model in (None, {}):
-    with pytest.raises(CheckpointError, match="there is nothing to save: .* has no leaves"):
+    with pytest.raises(CheckpointError, match=r"there is nothing to save: .* has no leaves"):
       Checkpointer(tmp_path).save(1, model)
   with pytest.raises(CheckpointError, match=r'verify=.most. is unknown\.\n  Fix: pass "full", "metadata"'):
     Checkpointer(tmp_path, verify="most")
