@@ -171,7 +171,7 @@ class Catalog:
     what = "a checkpoint" if step is None or step == "latest" else f"step {step}"
     if step == "best":
       what = f"a step with the metric {self.retention.best!r}"
-    fix = f"restore({steps[-1]}), or step='latest'." if steps else "save one first, or check the path."
+    fix = "one of these steps, or the latest." if steps else "save one first, or check the path."
     if not self.directory.exists():
       details = "there is no such directory"
     return CheckpointError(f"cannot find {what} in {self.directory}.", details=details, fix=fix)

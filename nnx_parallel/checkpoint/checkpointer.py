@@ -12,7 +12,7 @@ import os
 import threading
 import warnings
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Generator, Iterable
 from collections.abc import Mapping as MappingType
 from typing import Any
 
@@ -33,7 +33,7 @@ from nnx_parallel.checkpoint import (
   trees,
 )
 from nnx_parallel.checkpoint.lineage import Place
-from nnx_parallel.checkpoint.manifest import DamagedError, Manifest
+from nnx_parallel.checkpoint.manifest import DamagedError, Manifest, VanishedError
 from nnx_parallel.checkpoint.mapping import Mapping
 from nnx_parallel.checkpoint.placement import no_mesh
 from nnx_parallel.checkpoint.preflight import Diff, compare
@@ -412,21 +412,24 @@ class Checkpointer:
     """
     with no_mesh():
       self.wait()
-      record = self.metadata(self._restored_step if step is None else step)
-      if name in record.extra:
-        return encoding.read_json(record.extra[name])
-      if name not in record.items:
-        raise CheckpointError(
-          f"step {record.step} has no {name!r}.",
-          details=f"it has {sorted({*record.items, *record.extra})}",
-          fix="use one of these names.",
-        )
-      if target is None and not as_numpy:
-        raise _no_target(self.directory)
-      goal = None
-      if target is not None:
-        goal = agree.together(lambda: targets.read(target, optimizer="drop", as_numpy=as_numpy, item=name))
-      return self._attempt(goal, record, {}, only_item=name)
+      chosen = self._restored_step if step is None else step
+      number = agree.together(lambda: self._catalog.resolve(chosen))
+      with self._there(number):
+        record = agree.together(lambda: self._catalog.manifest(number))
+        if name in record.extra:
+          return encoding.read_json(record.extra[name])
+        if name not in record.items:
+          raise CheckpointError(
+            f"step {record.step} has no {name!r}.",
+            details=f"it has {sorted({*record.items, *record.extra})}",
+            fix="use one of these names.",
+          )
+        if target is None and not as_numpy:
+          raise _no_target(self.directory)
+        goal = None
+        if target is not None:
+          goal = agree.together(lambda: targets.read(target, optimizer="drop", as_numpy=as_numpy, item=name))
+        return self._attempt(goal, record, {}, only_item=name)
 
   def verify(self, step: int | str | None = None) -> dict[str, str]:
     """Reads a whole step and says what is wrong with it; a folder that lost its manifest is a step too.
@@ -438,21 +441,13 @@ class Checkpointer:
       A description by file or leaf; empty when the step is sound.
 
     Raises:
-      CheckpointError: no such step.
+      CheckpointError: no such step, or another process removed or replaced it meanwhile.
     """
     number = agree.together(lambda: self._catalog.resolve(step, whole=False))
-    try:
-      record = agree.together(lambda: self._catalog.manifest(number))
-    except DamagedError as error:
-      return {manifest.FILE: error.what}
-    folder = self._catalog.folder(number)
-    problems = agree.together(lambda: restore.damaged_files(folder, record, record.files))
-    if any(manifest.is_no_file(folder / name) for name in problems):
-      return problems  # to read a pipe would be to wait for its writer
-    with no_mesh():
-      for name, error in restore.check_values(folder, record, byte_budget=self._byte_budget):
-        if error is not None:
-          problems[name] = error.what
+    found = self._catalog.identity(number)
+    problems = self._problems(number)
+    if any(agree.added_up([bool(problems) and self._catalog.identity(number) != found])):
+      raise manifest.vanished(self._catalog.folder(number))
     return problems
 
   # Inside.
@@ -591,20 +586,46 @@ class Checkpointer:
     found = targets.merge(self._read(record, diff), diff.values)
     return {item: found.get(item, {}) for item in items} if only_item is None else found.get(only_item, {})
 
+  def _problems(self, step: int) -> dict[str, str]:
+    """What `verify` returns."""
+    folder = self._catalog.folder(step)
+    try:
+      record = agree.together(lambda: self._catalog.manifest(step))
+    except DamagedError as error:
+      return {manifest.FILE: error.what}
+    problems = agree.together(lambda: restore.damaged_files(folder, record, record.files))
+    if any(manifest.is_no_file(folder / name) for name in problems):
+      return problems  # to read a pipe would be to wait for its writer
+    with no_mesh():
+      for name, error in restore.check_values(folder, record, byte_budget=self._byte_budget):
+        if error is not None:
+          problems[name] = error.what
+    return problems
+
+  @contextlib.contextmanager
+  def _there(self, step: int) -> Generator[None]:
+    """What fails in the block because another process removed or replaced the step says so."""
+    found = self._catalog.identity(step)
+    try:
+      yield
+    except CheckpointError as error:
+      if any(agree.added_up([found is None or self._catalog.identity(step) != found])):
+        raise manifest.vanished(self._catalog.folder(step)) from error
+      raise
+
   def _try_steps(self, step: int | str | None, on_corrupt: str, attempt: Callable[[Manifest], Any]) -> Any:
     number = agree.together(lambda: self._catalog.resolve(step))
     older: list[int] | None = None
     while True:
-      found = self._catalog.identity(number)
       try:
-        record = agree.together(functools.partial(self._catalog.manifest, number))
-        result = attempt(record)
+        with self._there(number):
+          record = agree.together(functools.partial(self._catalog.manifest, number))
+          result = attempt(record)
+      except VanishedError:
+        if step not in (None, "latest", "best"):
+          raise
+        number, older = agree.together(lambda: self._catalog.resolve(step)), None
       except CheckpointError as error:
-        if any(agree.added_up([found is None or self._catalog.identity(number) != found])):
-          if step not in (None, "latest", "best"):
-            raise manifest.vanished(self._catalog.folder(number)) from error
-          number, older = agree.together(lambda: self._catalog.resolve(step)), None
-          continue
         if on_corrupt == "error" or not isinstance(error, DamagedError):
           raise
         if older is None:  # not before: it reads the headers

@@ -14,8 +14,8 @@ from nnx_parallel.errors import CheckpointError
 def newest_first(headers: Mapping[int, Header | None]) -> list[int]:
   """Steps by age: those of the last lineage, then those that it left behind.
 
-  A step was left behind when one that was written after it has a smaller parent: a run went on from before
-  it. So the first is the one that was written last.
+  The step that was written last ends the last lineage. Each step of it follows its parent, or, when that was
+  deleted, the youngest older step with a smaller number.
 
   Args:
     headers: of each step; None where it cannot be read, and then the number alone decides.
@@ -25,14 +25,15 @@ def newest_first(headers: Mapping[int, Header | None]) -> list[int]:
     >>> newest_first({step: Header(step, i, {}, parents[step]) for i, step in enumerate(parents)})
     [150, 100, 200]
   """
-  known = [header for header in headers.values() if header is not None]
-  left: list[Header] = []
-  lowest = math.inf
-  for header in sorted(known, key=lambda one: -one.time):
-    if header.step > lowest:
-      left.append(header)
-    lowest = min(lowest, -1 if header.parent is None else header.parent)
-  behind = [header.step for header in left]
+  known = sorted((one for one in headers.values() if one is not None), key=lambda one: -one.time)
+  times = {header.step: header.time for header in known}
+  behind: list[int] = []
+  parent = math.inf
+  for header in known:
+    if header.step > parent or (header.step < parent and times.get(parent, math.inf) < header.time):
+      behind.append(header.step)
+    else:
+      parent = -1 if header.parent is None else header.parent
   return [*sorted(headers.keys() - behind, reverse=True), *behind]
 
 

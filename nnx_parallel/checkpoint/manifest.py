@@ -282,7 +282,7 @@ def _believed(step_dir: epath.Path, parse: Callable[[], _T]) -> _T:
 def _header(signed: Mapping[str, Any]) -> Header:
   metrics = {name: float(encoding.read_json(value)) for name, value in signed["metrics"].items()}
   parent = signed["parent"] if signed["parent"] is None else schema.whole(signed["parent"])
-  return Header(schema.whole(signed["step"]), schema.finite(signed["time"]), metrics, parent)
+  return Header(schema.whole(signed["step"]), schema.moment(signed["time"]), metrics, parent)
 
 
 def _parse(signed: Mapping[str, Any], body: Any) -> Manifest:

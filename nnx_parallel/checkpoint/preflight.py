@@ -383,7 +383,10 @@ def _as_names(names: Iterable[str], argument: str) -> tuple[str, ...]:
     raise CheckpointError(
       f"{argument}={names!r} is one text, not a list of names.", fix=f"pass {argument}=[{names!r}]."
     )
-  return tuple(names)
+  found = tuple(names)
+  if argument == "only" and not found:
+    raise CheckpointError("only=[] chooses no leaf.", fix="only=['head.*'], or leave it out for all leaves.")
+  return found
 
 
 def _same_type(match: Match, cast: bool) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import numbers
 from collections.abc import Mapping, Sequence
 
 from nnx_parallel.errors import CheckpointError
@@ -21,7 +22,7 @@ class Retention:
     keep_best: how many of the best steps to keep.
 
   Raises:
-    CheckpointError: counts below 1, or an unknown mode.
+    CheckpointError: counts that are not whole or below 1, or an unknown mode.
 
   Example:
     >>> keep = Retention(newest=2, every=100, best="loss")
@@ -39,8 +40,11 @@ class Retention:
   def __post_init__(self) -> None:
     counts = {"max_to_keep": self.newest, "keep_every": self.every, "keep_best": self.keep_best}
     for name, count in counts.items():
-      if count is not None and count < 1:
-        raise CheckpointError(f"{name}={count} keeps nothing.", fix=f"pass {name}=1 or more, or None.")
+      is_whole = isinstance(count, numbers.Integral) and not isinstance(count, bool)
+      if count is not None and (not is_whole or count < 1):
+        raise CheckpointError(
+          f"{name}={count!r} is not a number of steps from 1 up.", fix=f"pass {name}=1 or more, or None."
+        )
     if self.mode not in ("min", "max"):
       raise CheckpointError(f"best_mode={self.mode!r} is unknown.", fix='pass "min" or "max".')
 

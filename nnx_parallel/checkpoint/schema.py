@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -18,14 +17,14 @@ def whole(value: object) -> int:
   return value
 
 
-def finite(value: object) -> float:
-  """A finite number.
+def moment(value: object) -> float:
+  """Seconds since 1970, before the year 10000.
 
   Raises:
     ValueError: anything else.
   """
-  if type(value) not in (int, float) or not math.isfinite(value):  # pyright: ignore[reportArgumentType]
-    raise ValueError(f"{value!r:.100} is not a number")
+  if type(value) not in (int, float) or not 0 <= value < 253402300800:  # pyright: ignore[reportOperatorIssue]
+    raise ValueError(f"{value!r:.100} is not a time")
   return float(value)  # pyright: ignore[reportArgumentType]
 
 

@@ -133,6 +133,10 @@ def split_only(only: Only | None) -> tuple[tuple[str, ...] | str | None, Any]:
 def saved_roots(model: object, optimizer: object, only: Only | None = None) -> dict[str, Tree]:
   """The items that `save` writes for a model, or the leaves of it that `only` names, and its optimizer."""
   leaves = trees.flatten(model)[0]
+  if not leaves:
+    raise CheckpointError(
+      f"there is nothing to save: {model!r:.60} has no leaves.", fix="save(100, model, optimizer)."
+    )
   patterns, choose = split_only(only)
   if choose is not None:
     leaves = _chosen(leaves, choose)

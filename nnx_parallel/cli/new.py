@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import importlib.resources
 import re
+import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -36,13 +37,14 @@ def run(args: argparse.Namespace) -> int:
   if file.suffix != ".py":
     raise RecipeError(f"a recipe is a Python file, and {file} is not.", fix=f"nnx-parallel new {file}.py")
   source = importlib.resources.files("nnx_parallel.recipes").joinpath(f"{args.like}.py").read_text("utf-8")
+  word = shlex.quote(str(file))
   # The commands in its docstring are for the new file.
-  source = re.sub(rf"(nnx-parallel \w+ +){args.like}\b", lambda found: f"{found[1]}{file}", source)
+  source = re.sub(rf"(nnx-parallel \w+ +){args.like}\b", lambda found: found[1] + word, source)
   try:
     file.parent.mkdir(parents=True, exist_ok=True)
     with file.open("x", encoding="utf-8") as new:
       new.write(source)
   except OSError as error:
     raise RecipeError(f"cannot write {file}: {error.strerror}.", fix="another FILE.") from error
-  print(f"{file} is a copy of {args.like}; next:\n  nnx-parallel plan {file}\n  nnx-parallel train {file}")
+  print(f"{file} is a copy of {args.like}; next:\n  nnx-parallel plan {word}\n  nnx-parallel train {word}")
   return 0

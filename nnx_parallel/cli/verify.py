@@ -28,18 +28,25 @@ def run(args: argparse.Namespace) -> int:
   """Checks the steps, one line each."""
   from nnx_parallel.checkpoint import files
   from nnx_parallel.checkpoint.checkpointer import Checkpointer
+  from nnx_parallel.checkpoint.manifest import VanishedError
 
   checkpointer = Checkpointer(args.directory)
   found = sorted([*checkpointer.steps(), *files.foreign_steps(checkpointer.directory)])
   steps = found if args.step is None else [args.step]
   if not steps:
     checkpointer.metadata()  # raises, and says why there is nothing
-  damaged = 0
+  good = damaged = 0
   for step in steps:
-    problems = checkpointer.verify(step)
-    damaged += bool(problems)
+    try:
+      problems = checkpointer.verify(step)
+    except VanishedError:
+      if args.step is not None:
+        raise
+      print(f"step {step}: removed or replaced meanwhile")
+      continue
+    good, damaged = good + (not problems), damaged + bool(problems)
     print(f"step {step}: {'damaged' if problems else 'good'}")
     for problem in problems.values():
       print(f"  {problem}")
-  print(f"{len(steps) - damaged} good, {damaged} damaged")
+  print(f"{good} good, {damaged} damaged")
   return options.NO if damaged else 0

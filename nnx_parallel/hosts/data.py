@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AbstractMesh, NamedSharding
 
@@ -59,16 +60,22 @@ def shard_batch(batch: Any, plan: ShardingPlan, *, whole: bool = False) -> Any:
     name = f"batch{jax.tree_util.keystr(path)}"
     if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
       return jax.device_put(leaf, NamedSharding(plan.mesh, plan.batch_spec(leaf.ndim)))
-    array = leaf if isinstance(leaf, jax.Array) else np.asarray(leaf)
-    if isinstance(array, np.ndarray) and array.dtype.kind in "USO":
-      raise ShardingError(
-        f"{name} is not an array of numbers.",
-        details=f"a {type(leaf).__name__} of dtype {array.dtype}: {leaf!r:.60}",
-        fix="leave it out of the batch, or encode it as numbers.",
-      )
+    array = leaf if isinstance(leaf, jax.Array) else _host_array(name, leaf)
     return _placed(name, array, plan, whole=whole)
 
   return jax.tree_util.tree_map_with_path(place, batch)
+
+
+def _host_array(name: str, leaf: Any) -> np.ndarray[Any, Any]:
+  """A leaf as an array of numbers in this machine's byte order; HDF5 and FITS files may have another."""
+  array = np.asarray(leaf)
+  if array.dtype != np.bool_ and not jnp.issubdtype(array.dtype, jnp.number):
+    raise ShardingError(
+      f"{name} is not an array of numbers.",
+      details=f"a {type(leaf).__name__} of dtype {array.dtype}: {leaf!r:.60}",
+      fix="leave it out of the batch, or encode it as numbers.",
+    )
+  return array if array.dtype.isnative else array.astype(array.dtype.newbyteorder("="))
 
 
 def _placed(name: str, array: Any, plan: ShardingPlan, *, whole: bool) -> jax.Array:

@@ -15,10 +15,10 @@ from jax.experimental import multihost_utils
 class StopSignals:
   """Within its block, SIGTERM and the first Ctrl-C ask the loop to stop instead of ending the process.
 
-  At the end of the block the former handlers are back, and a signal that came is handed to them: the process
-  then ends as it would have, only later. An exception that leaves the block goes first. A second Ctrl-C
-  acts at once, and so does any signal to a process that was forked within the block, as workers that read
-  data are.
+  At the end of the block the former handlers are back (a handler that was set within the block stays), and a
+  signal that came is handed to them: the process then ends as it would have, only later. An exception that
+  leaves the block goes first. A second Ctrl-C acts at once, and so does any signal to a process that was
+  forked within the block, as workers that read data are.
 
   In a job of several processes it is JAX's preemption service that listens, to SIGTERM only: when one process
   is asked to end, all agree on a step to stop after. Where that service is switched off
@@ -38,7 +38,7 @@ class StopSignals:
     self._former: dict[int, Any] = {}
     self._came: int | None = None
     self._together = False
-    self._process = os.getpid()
+    self._process: int | None = None  # that is in the block
 
   def asked(self, step: int) -> bool:
     """Whether to stop now; the same on all processes.
@@ -59,6 +59,7 @@ class StopSignals:
   def __enter__(self) -> Self:
     if jax.distributed.is_initialized() or threading.current_thread() is not threading.main_thread():
       return self
+    self._came, self._process = None, os.getpid()
     for number in (signal.SIGTERM, signal.SIGINT):
       former = signal.getsignal(number)
       # What is ignored stays ignored; None is a handler that Python cannot put back.
@@ -68,8 +69,10 @@ class StopSignals:
     return self
 
   def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+    self._process = None
     for number, former in self._former.items():
-      signal.signal(number, former)
+      if signal.getsignal(number) == self._handle:  # and not what was set within the block, to stay
+        signal.signal(number, former)
     if error is not None:
       return
     if self._together:
@@ -77,17 +80,28 @@ class StopSignals:
     if self._came is None:
       return
     former = self._former[self._came]
-    if former is signal.SIG_DFL:
+    if not callable(former):
       raise SystemExit(128 + self._came)  # not killed: what is open can be closed
     former(self._came, None)
 
   def _handle(self, number: int, frame: types.FrameType | None) -> None:
-    forked = os.getpid() != self._process  # a worker, in which nobody asks
-    if forked or (number == signal.SIGINT and self._came is not None):
-      signal.signal(number, self._former[number])
-      signal.raise_signal(number)
+    again = number == signal.SIGINT and self._came is not None
+    # Nobody asks in a forked worker, nor after the block, where somebody may have kept this handler.
+    if again or os.getpid() != self._process:
+      self._pass_on(number, frame, again=again)
       return
     self._came = number
     if number == signal.SIGINT:
       # Not print: the interrupted code may be in the middle of one.
       os.write(2, b"\ninterrupted: stopping after this step; again to end at once\n")
+
+  def _pass_on(self, number: int, frame: types.FrameType | None, *, again: bool) -> None:
+    former = self._former[number]
+    if not callable(former):
+      signal.signal(number, former)
+      signal.raise_signal(number)
+      return
+    outer = getattr(former, "__self__", None)
+    if again and isinstance(outer, StopSignals):
+      outer._came = number  # the first one was for both blocks
+    former(number, frame)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
+import numbers
 import os
 import time
 import warnings
@@ -192,7 +193,7 @@ def fit(
     (3, 'data', True)
   """
   _check_minutes(save_every_minutes)
-  _check_intervals(evaluate, eval_every=eval_every, save_every=save_every, log_every=log_every)
+  _check_intervals(evaluate, steps=steps, eval_every=eval_every, save_every=save_every, log_every=log_every)
   goodput = Goodput()
   if checkpointer is not None and resume is not None and (resume != "latest" or checkpointer.steps()):
     with goodput.spend("restore"):
@@ -341,8 +342,9 @@ def _check(
 
 def _check_intervals(evaluate: Any, **every: int | None) -> None:
   for name, steps in every.items():
-    if steps is not None and steps < 1:
-      raise TrainError(f"{name}={steps} is not a number of steps.", fix=f"{name}=1 or more.")
+    least = 0 if name == "steps" else 1
+    if steps is not None and (not isinstance(steps, numbers.Integral) or steps < least):
+      raise TrainError(f"{name}={steps!r} is not a number of steps.", fix=f"{name}={least} or more.")
   if evaluate is None and every["eval_every"] is not None:
     raise TrainError("eval_every needs something to evaluate.", fix="evaluate=lambda: {...metrics}")
 

@@ -95,6 +95,16 @@ def test_a_run_that_resumed_replaces_what_it_left_behind(two):
   assert (checkpointer.latest(), checkpointer.metadata().parent) == (200, 150)
 
 
+def test_another_run_beside_it_takes_no_step_from_a_run(two):
+  directory, tree, checkpointer = two
+  other = Checkpointer(directory)
+  other.restore(tree, 100)
+  checkpointer.restore(tree, 200)
+  other.save(150, tree)
+  checkpointer.save(300, tree)  # follows 200, and 150 does not
+  assert (checkpointer.latest(), checkpointer.steps()) == (300, [200, 300])
+
+
 def test_a_save_that_failed_is_nobodys_parent(two, monkeypatch):
   _, tree, checkpointer = two
   with monkeypatch.context() as patch:

@@ -249,8 +249,12 @@ def test_what_cannot_be_saved_is_refused_before_anything_is_written(tmp_path, le
 
 
 def test_bad_arguments(tmp_path):
-  with pytest.raises(CheckpointError, match=r"max_to_keep=0 keeps nothing"):
-    Checkpointer(tmp_path, max_to_keep=0)
+  for option in ({"max_to_keep": 0}, {"max_to_keep": 1.5}, {"keep_every": True}, {"keep_best": "2"}):
+    with pytest.raises(CheckpointError, match=f"{next(iter(option))}=.* is not a number of steps from 1 up"):
+      Checkpointer(tmp_path, **option)
+  for model in (None, {}):
+    with pytest.raises(CheckpointError, match=r"there is nothing to save: .* has no leaves"):
+      Checkpointer(tmp_path).save(1, model)
   with pytest.raises(CheckpointError, match=r'verify=.most. is unknown\.\n  Fix: pass "full", "metadata"'):
     Checkpointer(tmp_path, verify="most")
   checkpointer = Checkpointer(tmp_path)

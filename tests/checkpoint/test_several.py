@@ -107,6 +107,9 @@ def test_adapters_alone_are_saved_and_restored_onto_another_base(tmp_path):
     checkpointer.save(2, model, only=nnx.BatchStat)
   with pytest.raises(CheckpointError, match=r"names no leaf of the model: \['nothing'\]"):
     checkpointer.save(2, model, only=["nothing"])
+  for call in (lambda: checkpointer.save(2, model, only=[]), lambda: checkpointer.restore(other, only=[])):
+    with pytest.raises(CheckpointError, match=r"only=\[\] chooses no leaf"):
+      call()
 
 
 def test_a_filter_takes_its_part_of_a_whole_step(tmp_path):

@@ -20,6 +20,7 @@ import nnx_parallel as nxp
 from checkpoint.runs import MESHES, arrays, assert_same, make_plan, target_of
 from nnx_parallel.checkpoint import files, restore, save, store
 from nnx_parallel.checkpoint.checkpointer import Checkpointer
+from nnx_parallel.cli import main as cli
 from nnx_parallel.errors import CheckpointError
 
 
@@ -301,6 +302,30 @@ def test_a_step_that_vanishes_is_not_called_damaged(saved, monkeypatch):
   monkeypatch.setattr(restore, "read", lambda *_, **__: shutil.rmtree(directory / "4") or real(*_, **__))
   with pytest.raises(CheckpointError, match=r"4 vanished: another process removed or replaced it"):
     checkpointer.restore(target_of(trees[2]), 4, on_corrupt="fallback")
+
+
+@pytest.mark.parametrize(
+  "call", [Checkpointer.verify, lambda c, step: c.restore_extra("ema", None, step, as_numpy=True)]
+)
+def test_a_step_that_vanishes_while_it_is_looked_at_is_not_called_damaged(
+  tmp_path, monkeypatch, call, capsys
+):
+  checkpointer, real = Checkpointer(tmp_path), restore.damaged_files
+  for step in (1, 2):
+    checkpointer.save(step, {"w": np.ones(2)}, extra={"ema": {"w": np.ones(2)}})
+
+  def damaged_files(folder, *arguments, **options):
+    if folder.name == "1":
+      shutil.rmtree(folder, ignore_errors=True)
+    return real(folder, *arguments, **options)
+
+  shutil.copytree(tmp_path / "1", tmp_path / "kept")
+  monkeypatch.setattr(restore, "damaged_files", damaged_files)
+  with pytest.raises(CheckpointError, match=r"1 vanished: another process removed or replaced it"):
+    call(checkpointer, 1)
+  (tmp_path / "kept").rename(tmp_path / "1")
+  assert cli.main(["verify", str(tmp_path)]) == 0
+  assert "step 1: removed or replaced meanwhile\nstep 2: good\n1 good, 0 damaged" in capsys.readouterr().out
 
 
 def test_the_log_of_others_is_heard_during_a_background_save(tmp_path, monkeypatch, caplog):

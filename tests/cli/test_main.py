@@ -87,6 +87,8 @@ def test_a_new_recipe_is_a_copy_that_commands_take(like, tmp_path, monkeypatch, 
   )
   assert cli.main(["new", "mine"]) == 1
   assert "Fix: nnx-parallel new mine.py" in capsys.readouterr().err
+  assert cli.main(["new", "my job.py", "--like", like]) == 0
+  assert "nnx-parallel train 'my job.py'\n" in capsys.readouterr().out
   assert cli.main(["new", "other.py", "--like", "txt"]) == 1
   assert "Fix: --like digits or text_lm." in capsys.readouterr().err
 

@@ -16,6 +16,11 @@ def _plan(rules=None, **axes):
   return nxp.plan(lambda: nnx.Linear(4, 4, rngs=nnx.Rngs(0)), nxp.make_mesh(**axes), rules)
 
 
+def test_numbers_in_another_byte_order_are_the_same_numbers():
+  placed = nxp.shard_batch(np.arange(8, dtype=">f4"), _plan(data=8))
+  np.testing.assert_array_equal(placed, np.arange(8, dtype=np.float32))
+
+
 def test_batch_rule_splits_dim_0_and_replicates_scalars():
   plan = _plan(nxp.LogicalRules(batch=("data", "fsdp")), data=2, fsdp=2, tensor=2)
   batch = nxp.shard_batch({"x": np.ones((8, 3), np.float32), "n": np.float32(2.0)}, plan)
@@ -75,6 +80,8 @@ def test_a_source_that_fails_loses_no_batch_before():
     ({"x": np.zeros((0, 3))}, r"batch\['x'\] has no examples\.\n  shape \(0, 3\)"),
     ({"label": ["cat"]}, r"batch\['label'\]\[0\] is not an array of numbers\."),
     ({"label": np.array(["cat"] * 8)}, r"batch\['label'\] is not an array of numbers\."),
+    ({"day": np.zeros(8, "datetime64[D]")}, r"batch\['day'\] is not an array of numbers\."),
+    ({"row": np.zeros(8, [("x", "f4")])}, r"batch\['row'\] is not an array of numbers\."),
   ],
 )
 def test_what_is_no_batch(batch, message):

@@ -91,6 +91,40 @@ def test_a_forked_worker_can_be_ended(former):
   assert worker.exitcode == -signal.SIGTERM
 
 
+def test_the_second_interrupt_ends_nested_blocks_at_once():
+  done = []
+
+  def nested():
+    with nxp.StopSignals() as outer, nxp.StopSignals():
+      for number in (1, 2):
+        send(signal.SIGINT)
+        done.append((number, outer.asked(number)))
+
+  with pytest.raises(KeyboardInterrupt):
+    nested()
+  assert done == [(1, False)]  # the outer one hears of it at the end of the inner one
+
+
+def test_handlers_set_within_the_block_stay_and_none_swallows_a_signal(former):
+  came = []
+  with nxp.StopSignals():
+    kept = signal.getsignal(signal.SIGTERM)
+    signal.signal(signal.SIGTERM, lambda *arguments: (came.append("mine"), kept(*arguments)))
+  send(signal.SIGTERM)
+  assert (came, former) == (["mine"], [signal.SIGTERM])
+  signal.signal(signal.SIGTERM, kept)
+  send(signal.SIGTERM)
+  assert len(former) == 2
+
+
+def test_a_block_entered_again_has_heard_nothing(former):
+  stop = nxp.StopSignals()
+  with stop:
+    send(signal.SIGTERM)
+  with stop:
+    assert not stop.asked(1)
+
+
 def test_an_error_goes_before_the_signal(former):
   def failing():
     with nxp.StopSignals():
