@@ -14,6 +14,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from nnx_parallel.errors import TrainError
+from nnx_parallel.layout.constrain import rules_in_scope
 
 logger = logging.getLogger("nnx_parallel")
 
@@ -218,6 +219,7 @@ def _ids(sharding: Any) -> list[int]:
 def signature(labels: Sequence[str], arrays: Sequence[Any], batch: Any) -> Signature:
   """Type and layout of every argument, by label, and what else jax compiles for."""
   found = {label: describe(array) for label, array in zip(labels, arrays, strict=True)}
+  found["rules in scope"] = str(rules_in_scope())
   found["active mesh"] = str(dict(jax.sharding.get_abstract_mesh().shape))
   found |= {name: str(getattr(jax.config, name)) for name in _SETTINGS}
   for path, leaf in jax.tree_util.tree_leaves_with_path(batch):

@@ -60,7 +60,7 @@ class _Step:
     self.compiles: list[Compile] = []
     self._bounds: list[_Bound] = []
     self._last: _Bound | None = None
-    # Two threads may train two models. Taken again by `_forget`, which the collector calls at any time.
+    # Two threads may train two models. A signal handler may run a step inside another's.
     self._lock = threading.RLock()
 
   def _bound(self, model: Any, optimizer: Any = ABSENT) -> _Bound:
