@@ -15,6 +15,7 @@ from jax.sharding import NamedSharding
 
 from nnx_parallel.errors import TrainError
 from nnx_parallel.layout.constrain import rules_in_scope
+from nnx_parallel.layout.variables import few
 
 logger = logging.getLogger("nnx_parallel")
 
@@ -168,8 +169,7 @@ def deleted(labels: Sequence[str], count: int) -> TrainError:
 
 
 def _some(labels: Sequence[str], count: int) -> str:
-  more = f" and {len(labels) - 3} more" if len(labels) > 3 else ""
-  return f"{', '.join(labels[:3])}{more} of {count} arrays"
+  return f"{few(labels)} of {count} arrays"
 
 
 def _deleted_in(batch: Any) -> TrainError | None:

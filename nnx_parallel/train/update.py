@@ -16,7 +16,7 @@ from flax import nnx
 
 from nnx_parallel.errors import TrainError
 from nnx_parallel.layout.padding import is_padded
-from nnx_parallel.layout.sharded_optimizer import ShardedOptimizer, plain_update
+from nnx_parallel.layout.sharded_optimizer import ShardedOptimizer, placement_of, plain_update
 from nnx_parallel.layout.tracing import NEEDS_VALUES
 from nnx_parallel.layout.variables import Path, path_str, plain_path, variables
 from nnx_parallel.train.accumulate import Layout, Total, in_microbatches, loss_of, whole_batch
@@ -25,12 +25,7 @@ from nnx_parallel.train.diagnostics import diagnostics, merged
 from nnx_parallel.train.gradients import Gradients
 from nnx_parallel.train.jaxprs import forwarded
 from nnx_parallel.train.loss_call import call_loss
-from nnx_parallel.train.loss_scale import (
-  common_scale,
-  divided_in_backward,
-  multiplied_in_backward,
-  rescaled,
-)
+from nnx_parallel.train.loss_scale import common_scale, rescaled, scaled_in_backward
 from nnx_parallel.train.losses import Metrics, check_examples, examples_in, mean, means, pairs, terms
 from nnx_parallel.train.remat import Policy, rematerialised
 
@@ -198,9 +193,9 @@ def _update_once(
     def value_fn(params: Any, mine: list[int] = mine) -> Any:
       replaced = [*train]
       for n, value in zip(mine, jax.tree.leaves(params), strict=True):
-        replaced[n] = value if scale is None else divided_in_backward(value, scale)
+        replaced[n] = value if scale is None else scaled_in_backward(value, 1 / scale)
       value = loss_of(differentiated, replaced, others, batch, recipe.microbatches)
-      return value if scale is None else multiplied_in_backward(value, scale)
+      return value if scale is None else scaled_in_backward(value, scale)
 
     apply(optimizer, model, _state([paths[n] for n in mine], leaves, key), metrics["loss"], value_fn)
     if recipe.diagnostics:
@@ -226,7 +221,7 @@ def _unchanged(objective: Any, train: list[Any], others: list[Any], part: Any, r
 
 def _stage(optimizer: Any) -> int:
   """The ZeRO stage of the plan that an optimizer was made from; 0 without one."""
-  placement = optimizer.placement if isinstance(optimizer, ShardedOptimizer) else None
+  placement = placement_of(optimizer)
   return 0 if placement is None else placement.zero
 
 
