@@ -38,6 +38,9 @@ class Scope:
   def _hash(self) -> int:
     return hash((self.rules, self.mesh))
 
+  def __repr__(self) -> str:
+    return f"<{len(self.rules)} rules>"  # printed for each Variable of a model
+
   def __deepcopy__(self, _: Any) -> Scope:
     return self
 
@@ -117,6 +120,11 @@ def spent(axes: tuple[str, ...]) -> contextlib.AbstractContextManager[None]:
     axes: those of its `spmd_axis_name`.
   """
   return _SPENT(axes)
+
+
+def rules_in_scope() -> LogicalRules | None:
+  """The rules of the innermost `use_rules` or `plan.scope()`, if there is one."""
+  return None if _SCOPE.value is None else _SCOPE.value.rules
 
 
 def default_scope(scope: Scope | None) -> contextlib.AbstractContextManager[None]:

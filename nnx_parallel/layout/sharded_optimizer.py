@@ -101,6 +101,11 @@ class ShardedOptimizer(nnx.Optimizer[M]):
     return updates
 
 
+def placement_of(optimizer: Any) -> Placement | None:
+  """Where the plan that an optimizer was made from wants everything; None without a plan."""
+  return optimizer.placement if isinstance(optimizer, ShardedOptimizer) else None
+
+
 def plain_update(optimizer: Any, model: Any, grads: Any, extra: Mapping[str, Any]) -> Any:
   """Updates in place without constraining the result; state may be sharded unlike its parameter.
 

@@ -21,11 +21,12 @@ from nnx_parallel.layout.mesh import AnyMesh, axis_sizes
 from nnx_parallel.layout.sharded_optimizer import ShardedOptimizer
 from nnx_parallel.layout.variables import Path, occurrences, path_str, value_of
 
-_NEEDS_VALUES = (
+NEEDS_VALUES = (
   jax.errors.ConcretizationTypeError,
   jax.errors.TracerArrayConversionError,
   jax.errors.TracerIntegerConversionError,
 )
+"""What code under a trace raises that asks for the value of an array."""
 _WIDE = tuple(map(np.dtype, ("float64", "int64", "uint64", "complex128")))
 _PLACES = {
   "sharding_constraint": "sharding",
@@ -183,7 +184,7 @@ def traced_init(init: Callable[[], nnx.Module], mesh: AnyMesh | None) -> nnx.Mod
       details=str(error).split(" (https://")[0],
       fix="make it inside of init: lambda: MyModule(..., rngs=nnx.Rngs(0))",
     ) from error
-  except _NEEDS_VALUES as error:
+  except NEEDS_VALUES as error:
     raise PlanError(
       "init asks for the value of an array, and has none: it is traced, both to plan and to create.",
       details=str(error).split("\n")[0],

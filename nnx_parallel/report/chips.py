@@ -93,7 +93,7 @@ class Chip:
       return self.flops.get(row, self.flops["bfloat16"])
     if name in self.flops:
       return self.flops[name]
-    return self.flops["bfloat16"] if name in _NARROW else self.peak("float32 highest")
+    return self.flops["bfloat16"] if name.startswith(_NARROW) else self.peak("float32 highest")
 
 
 def _gpu(

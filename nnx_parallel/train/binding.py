@@ -112,8 +112,13 @@ class Binding:
     self.names = tuple(roots)
     self.template = Template(tuple(roots.values()))
     self.labels = [self.label(path) for path in self.template.paths]
-    self.raw = {i: leaf for i, leaf in enumerate(self.template.leaves) if not isinstance(leaf, nnx.Variable)}
-    self.variables: list[Any] = [leaf for leaf in self.template.leaves if isinstance(leaf, nnx.Variable)]
+    # Raw arrays, and Variables without an array: optax's `MaskedNode`.
+    self.raw = {
+      i: value_of(leaf)
+      for i, leaf in enumerate(self.template.leaves)
+      if not isinstance(leaf, nnx.Variable) or not jax.tree.leaves(leaf.get_raw_value())
+    }
+    self.variables: list[Any] = [leaf for i, leaf in enumerate(self.template.leaves) if i not in self.raw]
     self._check_plain()
     self.watch = Watch(roots)
     self.shardings = [_sharding_of(value_of(leaf)) for leaf in self.template.leaves]

@@ -14,6 +14,8 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from nnx_parallel.errors import TrainError
+from nnx_parallel.layout.constrain import rules_in_scope
+from nnx_parallel.layout.variables import few
 
 logger = logging.getLogger("nnx_parallel")
 
@@ -167,8 +169,7 @@ def deleted(labels: Sequence[str], count: int) -> TrainError:
 
 
 def _some(labels: Sequence[str], count: int) -> str:
-  more = f" and {len(labels) - 3} more" if len(labels) > 3 else ""
-  return f"{', '.join(labels[:3])}{more} of {count} arrays"
+  return f"{few(labels)} of {count} arrays"
 
 
 def _deleted_in(batch: Any) -> TrainError | None:
@@ -218,6 +219,7 @@ def _ids(sharding: Any) -> list[int]:
 def signature(labels: Sequence[str], arrays: Sequence[Any], batch: Any) -> Signature:
   """Type and layout of every argument, by label, and what else jax compiles for."""
   found = {label: describe(array) for label, array in zip(labels, arrays, strict=True)}
+  found["rules in scope"] = str(rules_in_scope())
   found["active mesh"] = str(dict(jax.sharding.get_abstract_mesh().shape))
   found |= {name: str(getattr(jax.config, name)) for name in _SETTINGS}
   for path, leaf in jax.tree_util.tree_leaves_with_path(batch):

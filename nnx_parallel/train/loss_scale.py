@@ -220,33 +220,17 @@ def rescaled(grads: list[Any], optimizer: Any, used: jax.Array | None) -> list[A
 
 
 @jax.custom_vjp
-def multiplied_in_backward(x: Any, factor: Any) -> Any:
+def scaled_in_backward(x: Any, factor: Any) -> Any:
   """`x` itself, whose gradient is multiplied by `factor` on its way back."""
   del factor
   return x
 
 
-@jax.custom_vjp
-def divided_in_backward(x: Any, factor: Any) -> Any:
-  """`x` itself, whose gradient is divided by `factor` on its way back."""
-  del factor
-  return x
+def _backward(factor: Any, grad: Any) -> tuple[Any, Any]:
+  return (widen(grad) * factor.astype(widen(grad).dtype)).astype(grad.dtype), jnp.zeros_like(factor)
 
 
-def _forward(x: Any, factor: Any) -> tuple[Any, Any]:
-  return x, factor
-
-
-def _multiply(factor: Any, grad: Any) -> tuple[Any, Any]:
-  return grad * factor.astype(grad.dtype), jnp.zeros_like(factor)
-
-
-def _divide(factor: Any, grad: Any) -> tuple[Any, Any]:
-  return (widen(grad) / factor.astype(widen(grad).dtype)).astype(grad.dtype), jnp.zeros_like(factor)
-
-
-multiplied_in_backward.defvjp(_forward, _multiply)
-divided_in_backward.defvjp(_forward, _divide)
+scaled_in_backward.defvjp(lambda x, factor: (x, factor), _backward)
 
 
 def _is_scaled(node: Any) -> bool:

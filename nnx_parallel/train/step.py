@@ -21,8 +21,8 @@ from nnx_parallel.create.instantiate import instantiate
 from nnx_parallel.errors import TrainError
 from nnx_parallel.layout.constrain import default_scope, scope_of
 from nnx_parallel.layout.plan import ShardingPlan
-from nnx_parallel.layout.sharded_optimizer import Placement, ShardedOptimizer
-from nnx_parallel.layout.variables import Path, axes_of, value_of
+from nnx_parallel.layout.sharded_optimizer import placement_of
+from nnx_parallel.layout.variables import Path, axes_of, few, value_of
 from nnx_parallel.train.accumulate import Layout
 from nnx_parallel.train.binding import (
   ABSENT,
@@ -60,7 +60,7 @@ class _Step:
     self.compiles: list[Compile] = []
     self._bounds: list[_Bound] = []
     self._last: _Bound | None = None
-    # Two threads may train two models. Taken again by `_forget`, which the collector calls at any time.
+    # Two threads may train two models. A signal handler may run a step inside another's.
     self._lock = threading.RLock()
 
   def _bound(self, model: Any, optimizer: Any = ABSENT) -> _Bound:
@@ -485,7 +485,7 @@ def _planned(roots: Mapping[str, Any]) -> dict[Path, NamedSharding]:
   """Where the plans of the optimizers say that arrays lie, by path in a binding's template."""
   found: dict[Path, NamedSharding] = {}
   for key, optimizer in keyed(roots["model"], roots["optimizer"]).items():
-    placement = optimizer.placement if isinstance(optimizer, ShardedOptimizer) else None
+    placement = placement_of(optimizer)
     if placement is not None:
       inside = () if key is None else (key,)
       found |= {(0, *inside, *path): where for path, where in placement.model.items()}
@@ -507,12 +507,10 @@ def _unplanned(binding: Binding, planned: Mapping[Path, NamedSharding], *, sever
 
 def _warn_unplanned(labels: list[str]) -> None:
   if labels:
-    more = f" and {len(labels) - 3} more" if len(labels) > 3 else ""
     logger.warning(
-      "%s%s: not in the plan, so each device holds all of it. Fix: plan the edited constructor, and create"
+      "%s: not in the plan, so each device holds all of it. Fix: plan the edited constructor, and create"
       " from that plan.",
-      ", ".join(labels[:3]),
-      more,
+      few(labels),
     )
 
 
@@ -532,7 +530,7 @@ def _scattered(optimizers: dict[Any, Any], path: Path, own: NamedSharding | None
   """The layout of a gradient as the optimizer's plan scatters it; None where it lies with its parameter."""
   # With several models, the key of the model comes first.
   key, inside = (None, path) if None in optimizers else (path[0], path[1:])
-  placement: Placement | None = getattr(optimizers.get(key), "placement", None)
+  placement = placement_of(optimizers.get(key))
   found = placement.gradients.get(inside) if placement is not None else None
   return found if found is not None and own is not None and found.mesh == own.mesh else None
 

@@ -16,7 +16,8 @@ from flax import nnx
 
 from nnx_parallel.errors import TrainError
 from nnx_parallel.layout.padding import is_padded
-from nnx_parallel.layout.sharded_optimizer import ShardedOptimizer, plain_update
+from nnx_parallel.layout.sharded_optimizer import ShardedOptimizer, placement_of, plain_update
+from nnx_parallel.layout.tracing import NEEDS_VALUES
 from nnx_parallel.layout.variables import Path, path_str, plain_path, variables
 from nnx_parallel.train.accumulate import Layout, Total, in_microbatches, loss_of, whole_batch
 from nnx_parallel.train.binding import Template
@@ -24,12 +25,7 @@ from nnx_parallel.train.diagnostics import diagnostics, merged
 from nnx_parallel.train.gradients import Gradients
 from nnx_parallel.train.jaxprs import forwarded
 from nnx_parallel.train.loss_call import call_loss
-from nnx_parallel.train.loss_scale import (
-  common_scale,
-  divided_in_backward,
-  multiplied_in_backward,
-  rescaled,
-)
+from nnx_parallel.train.loss_scale import common_scale, rescaled, scaled_in_backward
 from nnx_parallel.train.losses import Metrics, check_examples, examples_in, mean, means, pairs, terms
 from nnx_parallel.train.remat import Policy, rematerialised
 
@@ -197,9 +193,9 @@ def _update_once(
     def value_fn(params: Any, mine: list[int] = mine) -> Any:
       replaced = [*train]
       for n, value in zip(mine, jax.tree.leaves(params), strict=True):
-        replaced[n] = value if scale is None else divided_in_backward(value, scale)
+        replaced[n] = value if scale is None else scaled_in_backward(value, 1 / scale)
       value = loss_of(differentiated, replaced, others, batch, recipe.microbatches)
-      return value if scale is None else multiplied_in_backward(value, scale)
+      return value if scale is None else scaled_in_backward(value, scale)
 
     apply(optimizer, model, _state([paths[n] for n in mine], leaves, key), metrics["loss"], value_fn)
     if recipe.diagnostics:
@@ -225,7 +221,7 @@ def _unchanged(objective: Any, train: list[Any], others: list[Any], part: Any, r
 
 def _stage(optimizer: Any) -> int:
   """The ZeRO stage of the plan that an optimizer was made from; 0 without one."""
-  placement = optimizer.placement if isinstance(optimizer, ShardedOptimizer) else None
+  placement = placement_of(optimizer)
   return 0 if placement is None else placement.zero
 
 
@@ -260,8 +256,11 @@ def _check_trained(template: Template, trained: list[int], optimizers: dict[Any,
 def _check_state(optimizer: Any, model: Any, key: Any) -> None:
   """Refuses an optimizer whose state is that of other parameters: of the model before an edit, of another."""
   parameters = nnx.as_pure(nnx.state(model, optimizer.wrt))
-  with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-    needed = _shapes(jax.eval_shape(optimizer.tx.init, parameters))
+  try:
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+      needed = _shapes(jax.eval_shape(optimizer.tx.init, parameters))
+  except NEEDS_VALUES:  # nobody can say then what it would hold
+    return
   held = _shapes(nnx.as_pure(optimizer.opt_state))
   padded = any(map(is_padded, variables(model).values()))  # then the two may count the padding differently
   absent = [path for path in needed if path not in held]
@@ -269,19 +268,19 @@ def _check_state(optimizer: Any, model: Any, key: Any) -> None:
   other = [p for p in needed if not padded and p in held and held[p] != needed[p]]
   if not absent and not left and not other:
     return
-  lines = [f"{path_str(path)}: no state, and a parameter of the model needs it" for path in absent]
-  lines += [f"{path_str(path)}: of a parameter that the model does not have" for path in left]
+  lines = [f"{path_str(path)}: not in the state, and a parameter of the model needs it" for path in absent]
+  lines += [f"{path_str(path)}: in the state, and no parameter of the model needs it" for path in left]
   lines += [f"{path_str(path)}: shape {held[path]}, and its parameter needs {needed[path]}" for path in other]
   more = [f"... and {len(lines) - 5} more"] if len(lines) > 5 else []
-  fix = "optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param), made after the edit: its state starts anew."
+  fix = "optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param), made after the change: its state starts anew."
   if isinstance(optimizer, ShardedOptimizer):
     fix = "plan = nxp.plan(edited_init, mesh, rules, optimizer=tx)\nnew = nxp.create_sharded_model(plan)"
     if not left and not other:
       fix += "\nnnx.update(new, nnx.state((model, optimizer))), which carries over what was trained."
   which = "the optimizer" if key is None else f"the optimizer of {key!r}"
   raise TrainError(
-    f"the state of {which} is not that of the parameters that it trains: the model was edited after the"
-    " optimizer was made, or it is another model's.",
+    f"the state of {which} is not that of the parameters that it trains: the model, wrt or tx was changed"
+    " after the optimizer was made, or it is another model's.",
     details="\n".join([*lines[:5], *more]),
     fix=fix,
   )

@@ -279,6 +279,7 @@ def test_a_model_with_rules_is_copied_and_pickled():
   model = nxp.create_sharded_model(plan)
   for again in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
     np.testing.assert_array_equal(again.kernel[...], model.kernel[...])
+  assert "sharding_scope=<2 rules>" in str(model)
 
 
 def test_the_rules_of_the_caller_go_before_those_of_the_model():
@@ -294,6 +295,7 @@ def test_the_rules_of_the_caller_go_before_those_of_the_model():
   with use_rules(LogicalRules(batch="tensor", mlp=None)):
     evaluate(model, X)
   assert seen == [P("data", "tensor"), P("tensor", None)]
+  assert str(evaluate.compiles[1]) == "call 1: rules in scope: None -> LogicalRules(batch='tensor', mlp=None)"
 
 
 def test_a_scope_makes_its_mesh_the_active_one_unless_the_user_did(mesh):

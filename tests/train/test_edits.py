@@ -228,8 +228,8 @@ def longer(model):
 @pytest.mark.parametrize(
   ("edit", "line"),
   [
-    (longer, "0.mu.extra.kernel: no state, and a parameter of the model needs it"),
-    (without_bias, "0.nu.up.bias: of a parameter that the model does not have"),
+    (longer, "0.mu.extra.kernel: not in the state, and a parameter of the model needs it"),
+    (without_bias, "0.nu.up.bias: in the state, and no parameter of the model needs it"),
     (wider, "0.mu.up.kernel: shape (8, 16), and its parameter needs (8, 32)"),
   ],
 )

@@ -224,3 +224,25 @@ def test_every_optimizer_gives_the_same_numbers(layout):
     if not all(np.allclose(a, b, rtol=1e-5, atol=1e-5) for a, b in zip(one[name], many[name], strict=True))
   ]
   assert not wrong
+
+
+def computing(parameters):
+  return {"norm": jnp.asarray(float(optax.tree.norm(parameters)))}
+
+
+BY_HAND = {
+  "state without arrays": optax.partition({True: optax.adam(RATE), False: optax.set_to_zero()}, matrices),
+  "an init that computes with values": optax.GradientTransformation(
+    computing, lambda updates, state, params=None: (optax.tree.scale(-RATE, updates), state)
+  ),
+}
+
+
+@pytest.mark.parametrize("tx", BY_HAND.values(), ids=BY_HAND)
+def test_an_optimizer_made_by_hand_need_not_be_one_that_a_plan_could_make(tx):
+  model = nnx.Linear(2, 2, rngs=nnx.Rngs(0))
+  optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
+  step = nxp.train_step(lambda model, x: (model(x) ** 2).mean())
+  losses = [float(step(model, optimizer, jnp.ones((2, 2)))["loss"]) for _ in range(3)]
+  assert losses[2] < losses[0]
+  assert len(step.compiles) == 1
