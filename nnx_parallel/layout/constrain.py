@@ -143,11 +143,11 @@ def constrain(x: Any, *names: Entry) -> Any:
   """Lays an activation out by logical names: inside and outside of jit, on Auto and Explicit meshes.
 
   Without a mesh (one CPU, a unit test) `x` comes back as it is. The rules and the mesh are those of
-  `use_rules` or `plan.scope()`; in the steps of `train_step` and `eval_step`, of the plan that the model was
-  made from. Without these, the mesh is the one set by `jax.set_mesh`, else the one that `x` itself is on.
-  Inside `shard_map`, axes that are manual there are left out, since `x` is already a shard along them. Inside
-  `jax.vmap`, the mapped dim has no name. A dim whose policy is `uneven="pad"` is left to the compiler when it
-  does not divide, because an activation has no room for padding.
+  `use_rules` or `plan.scope()`; in the steps of `train_step` and `eval_step`, of the plans that the models
+  were made from, where these agree. Without these, the mesh is the one set by `jax.set_mesh`, else the one
+  that `x` itself is on. Inside `shard_map`, axes that are manual there are left out, since `x` is already a
+  shard along them. Inside `jax.vmap`, the mapped dim has no name. A dim whose policy is `uneven="pad"` is
+  left to the compiler when it does not divide, because an activation has no room for padding.
 
   Args:
     x: an array or a tracer; its global shape (per-device along manual axes).
@@ -250,7 +250,8 @@ def _check_axes_only(names: tuple[Entry, ...], sizes: dict[str, int]) -> None:
     raise ShardingError(
       f"cannot constrain an activation: there is a mesh, and no rules are in scope for {unknown[0]!r}.",
       details=f"names {names}, mesh {sizes}",
-      fix="with plan.scope(): ... or with nxp.use_rules(rules, mesh): ... around the call.",
+      fix="with plan.scope(): ... or with nxp.use_rules(rules, mesh): ... around the call;\n"
+      "a step finds the rules by itself where all its models were made from plans with the same rules.",
     )
 
 

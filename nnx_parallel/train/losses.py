@@ -84,7 +84,9 @@ def _add(found: Terms, name: str, value: Any) -> None:
 
 
 def _is_number(x: Any) -> bool:
-  return isinstance(x, (bool, int, float)) or hasattr(x, "shape")
+  if not hasattr(x, "shape"):
+    return isinstance(x, (bool, int, float))
+  return not jnp.issubdtype(x.dtype, jnp.complexfloating)
 
 
 def _not_a_term(name: str, value: Any) -> TrainError:
@@ -97,7 +99,9 @@ def _not_a_term(name: str, value: Any) -> TrainError:
       fix="x.mean(), or (x.sum(), x.size); name per-example arrays in outputs=(...).",
     )
   fix = "loss.mean(), or (loss.sum(), loss.size), which weights uneven batches exactly."
-  if value is None:
+  if returned.startswith("complex"):
+    fix = "loss.real, or abs(loss): the imaginary part would be dropped."
+  elif value is None:
     fix = "end the loss function with: return loss"
   elif isinstance(value, Mapping):
     fix = 'return loss, metrics: the loss first, and beside it a dict of the others; or value["loss"].'

@@ -494,22 +494,23 @@ def _planned(roots: Mapping[str, Any]) -> dict[Path, NamedSharding]:
 
 
 def _unplanned(binding: Binding, planned: Mapping[Path, NamedSharding], *, several: bool) -> list[str]:
-  """The arrays of a planned model that the plan does not know, and that lie whole."""
+  """The arrays of a planned model that the plan does not know, or not in this shape, and that lie whole."""
   models = {path[1] if several else None for path in planned if path[0] == 0}
   rows = zip(binding.labels, binding.template.paths, binding.template.leaves, binding.shardings, strict=True)
   return [
     label
     for label, path, leaf, where in rows
-    if path[0] == 0 and path not in planned and (path[1] if several else None) in models
-    if value_of(leaf).ndim and where is not None and where.is_fully_replicated
+    if path[0] == 0 and (path[1] if several else None) in models
+    if (ndim := value_of(leaf).ndim) and where is not None and where.is_fully_replicated
+    if path not in planned or not where.is_equivalent_to(planned[path], ndim)
   ]
 
 
 def _warn_unplanned(labels: list[str]) -> None:
   if labels:
     logger.warning(
-      "%s: not in the plan, so each device holds all of it. Fix: plan the edited constructor, and create"
-      " from that plan.",
+      "%s: the plan has no such array, so each device holds all of it. Fix: plan the edited constructor, and"
+      " create from that plan.",
       few(labels),
     )
 

@@ -79,6 +79,7 @@ def test_the_table_is_consistent(name):
   assert 0.95 * share * found.hbm_bytes <= found.usable_bytes <= share * found.hbm_bytes
   assert found.peak("bfloat16") > found.hbm_bandwidth / 100
   assert found.peak("complex128") == found.peak("float32 highest")
+  assert found.peak("float4_e2m1fn") == found.peak("bfloat16")
 
 
 def test_kinds_are_recognised_by_their_whole_name():

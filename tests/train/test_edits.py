@@ -280,9 +280,19 @@ def test_a_new_layer_that_needs_no_state_is_trained_and_said_to_lie_whole(caplog
   with caplog.at_level(logging.WARNING, "nnx_parallel"):
     step(model, optimizer, x)
   assert (
-    "model.extra.bias, model.extra.kernel: not in the plan, so each device holds all of it" in caplog.text
+    "model.extra.bias, model.extra.kernel: the plan has no such array, so each device holds" in caplog.text
   )
   assert float(jnp.abs(model.extra.kernel[...] - before).max()) > 0
+
+
+def test_a_layer_that_the_plan_cannot_split_is_trained_and_said_to_lie_whole(caplog):
+  _, model, optimizer = wide(optax.sgd(0.1))
+  step = nxp.train_step(squares)
+  step(model, optimizer, jnp.ones((8, 8)))
+  model.up = nnx.Linear(8, 9, rngs=nnx.Rngs(1))
+  with caplog.at_level(logging.WARNING, "nnx_parallel"):
+    step(model, optimizer, jnp.ones((8, 8)))
+  assert "model.up.bias, model.up.kernel: the plan has no such array, so each device holds all" in caplog.text
 
 
 def test_a_step_ends_quietly_with_its_interpreter():

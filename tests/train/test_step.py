@@ -488,6 +488,7 @@ RETURNED = {
   "an array": (lambda x: x, r"returned float32\[16,8\]", "loss.mean(), or (loss.sum(), loss.size)"),
   "nothing": (lambda x: None, "returned None", "return loss"),
   "a dict": (lambda x: {"loss": x.mean()}, "returned a dict", "return loss, metrics"),
+  "a complex number": (lambda x: jax.lax.complex(x.mean(), x.mean()), r"returned complex64\[\]", "loss.real"),
   "a metric without a name": (
     lambda x: (x.mean(), x),
     r"returned \(float32\[\], float32\[16,8\]\)",
