@@ -93,7 +93,7 @@ def resume_from(
   data: Any = checkpointer.restore_extra("data", step=number) if known else None
   if not isinstance(data, dict) or "samples" not in data:
     warnings.warn(
-      f"step {number} in {checkpointer.directory} says nothing of the data, which starts at its beginning.",
+      f"step {number} in {checkpointer.directory} has no data cursor, so the data starts at its beginning.",
       NnxParallelWarning,
       stacklevel=2,
     )
@@ -360,7 +360,7 @@ def _check_minutes(minutes: float | None) -> None:
   if minutes is None:
     return
   if not minutes > 0:
-    raise TrainError(f"save_every_minutes={minutes} is no time.", fix="save_every_minutes=10")
+    raise TrainError(f"save_every_minutes={minutes} is not a number of minutes.", fix="save_every_minutes=10")
   if jax.process_count() > 1:
     raise TrainError(
       f"save_every_minutes is for jobs of one process, and this one has {jax.process_count()}.",

@@ -229,7 +229,7 @@ def test_early_stop_goes_on_after_a_nan():
     ({"save_every": 1.5}, "save_every=1.5 is not a number of steps"),
     ({"steps": -1}, "steps=-1 is not a number of steps"),
     ({"eval_every": 2}, "eval_every needs something to evaluate"),
-    ({"save_every_minutes": 0}, "save_every_minutes=0 is no time"),
+    ({"save_every_minutes": 0}, "save_every_minutes=0 is not a number of minutes"),
     ({"save_every_minutes": 1}, "save_every, only and resume need a checkpointer"),
   ],
 )
@@ -300,7 +300,7 @@ def test_a_step_to_resume_from_that_is_not_there(tmp_path, step):
 def test_a_checkpoint_of_another_program_starts_the_data_at_its_beginning(tmp_path):
   with nxp.Checkpointer(tmp_path) as checkpointer:
     checkpointer.save(2, *objects())
-    with pytest.warns(nxp.NnxParallelWarning, match=r"step 2 in .* says nothing of the data"):
+    with pytest.warns(nxp.NnxParallelWarning, match=r"step 2 in .* has no data cursor"):
       result = fit(steps=3, checkpointer=checkpointer, resume="latest")
     assert (result.step, checkpointer.steps()) == (3, [2, 3])
     assert checkpointer.restore_extra("data", step=3)["samples"] == 16
