@@ -113,7 +113,7 @@ class Catalog:
     elif step == "best":
       if self.retention.best is None:
         raise CheckpointError(
-          'step="best" says nothing: no metric decides which step is best.',
+          'step="best" is unknown: no metric decides which step is best.',
           fix='Checkpointer(directory, best="loss"), the name of a metric that was saved.',
         )
       number = self.best()

@@ -26,7 +26,7 @@ def newest_first(headers: Mapping[int, Header | None]) -> list[int]:
     [150, 100, 200]
   """
   known = sorted((one for one in headers.values() if one is not None), key=lambda one: -one.time)
-  times = {header.step: header.time for header in known}
+  times: dict[float, float] = {header.step: header.time for header in known}
   behind: list[int] = []
   parent = math.inf
   for header in known:

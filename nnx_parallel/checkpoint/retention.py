@@ -6,6 +6,7 @@ import dataclasses
 import math
 import numbers
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from nnx_parallel.errors import CheckpointError
 
@@ -38,9 +39,13 @@ class Retention:
   keep_best: int = 1
 
   def __post_init__(self) -> None:
-    counts = {"max_to_keep": self.newest, "keep_every": self.every, "keep_best": self.keep_best}
+    counts: dict[str, Any] = {
+      "max_to_keep": self.newest,
+      "keep_every": self.every,
+      "keep_best": self.keep_best,
+    }
     for name, count in counts.items():
-      is_whole = isinstance(count, numbers.Integral) and not isinstance(count, bool)
+      is_whole = type(count) is not bool and isinstance(count, numbers.Integral)
       if count is not None and (not is_whole or count < 1):
         raise CheckpointError(
           f"{name}={count!r} is not a number of steps from 1 up.", fix=f"pass {name}=1 or more, or None."

@@ -37,12 +37,13 @@ def register(commands: Commands) -> None:
 def run(args: argparse.Namespace) -> int:
   """Prints the steps and one manifest."""
   from nnx_parallel.checkpoint.checkpointer import Checkpointer
+  from nnx_parallel.checkpoint.files import folder_of
   from nnx_parallel.checkpoint.manifest import as_json
 
   checkpointer = Checkpointer(args.directory)
   record = checkpointer.metadata(args.step)
   if args.json:
-    print(json.dumps(as_json(checkpointer.directory / str(record.step)), indent=2))
+    print(json.dumps(as_json(folder_of(checkpointer.directory, record.step)), indent=2))
     return 0
   print_steps(checkpointer)
   print(f"\nstep {record.step}")

@@ -92,7 +92,7 @@ def step_name(text: str) -> int | str:
   try:
     return int(text)
   except ValueError:
-    raise argparse.ArgumentTypeError(f"{text!r} is no step: a number, latest or best") from None
+    raise argparse.ArgumentTypeError(f"{text!r} is not a step: a number, latest or best") from None
 
 
 def window(text: str) -> tuple[int, int]:
@@ -104,7 +104,7 @@ def window(text: str) -> tuple[int, int]:
   """
   first, _, last = text.partition(":")
   if not (first.isdigit() and last.isdigit() and 0 < int(first) <= int(last)):
-    raise argparse.ArgumentTypeError(f"{text!r} is no window of steps: say 10:12")
+    raise argparse.ArgumentTypeError(f"{text!r} is not a window of steps, such as 10:12")
   return int(first), int(last)
 
 

@@ -19,6 +19,7 @@ from typing import Any, Literal
 import jax
 
 from nnx_parallel.checkpoint.checkpointer import Checkpointer
+from nnx_parallel.checkpoint.targets import Only, saved_roots
 from nnx_parallel.errors import CheckpointError, NnxParallelWarning, TrainError
 from nnx_parallel.hosts.data import batches as placed
 from nnx_parallel.hosts.stop import StopSignals
@@ -65,7 +66,7 @@ class FitResult:
 
 
 def resume_from(
-  checkpointer: Checkpointer, target: Any, step: int | str | None = "latest"
+  checkpointer: Checkpointer, target: Any, step: int | str | None = "latest", *, only: Only | None = None
 ) -> tuple[Any, Position]:
   """Restores a run, to go on with it; a damaged newest step is passed over with a warning.
 
@@ -76,6 +77,7 @@ def resume_from(
     checkpointer: where it was saved.
     target: as for `Checkpointer.restore`: a plan, or the live `(model, optimizer)`.
     step: a number, `"latest"` or `"best"`.
+    only: as for `Checkpointer.restore`.
 
   Returns:
     What was restored, and where it was.
@@ -84,14 +86,14 @@ def resume_from(
     CheckpointError: nothing to restore, or it does not fit.
   """
   newest = max(checkpointer.steps(), default=0)
-  restored = checkpointer.restore(target, step, on_corrupt="fallback")
+  restored = checkpointer.restore(target, step, only=only, on_corrupt="fallback")
   found = checkpointer.restored
   number = newest if found is None else found.step
   known = "data" in checkpointer.metadata(number).extra
   data: Any = checkpointer.restore_extra("data", step=number) if known else None
   if not isinstance(data, dict) or "samples" not in data:
     warnings.warn(
-      f"step {number} in {checkpointer.directory} says nothing of the data, which starts at its beginning.",
+      f"step {number} in {checkpointer.directory} has no data cursor, so the data starts at its beginning.",
       NnxParallelWarning,
       stacklevel=2,
     )
@@ -113,6 +115,7 @@ def fit(
   checkpointer: Checkpointer | None = None,
   save_every: int | None = None,
   save_every_minutes: float | None = None,
+  only: Only | None = None,
   extra: Callable[[], Mapping[str, Any]] | None = None,
   resume: int | Literal["latest", "best"] | None = None,
   start: Position | None = None,
@@ -151,6 +154,8 @@ def fit(
     checkpointer: where to save; `max_to_keep` and `best` (say, `"eval_loss"`) are its own options.
     save_every: save each so many steps; by default at the end only.
     save_every_minutes: save after so many minutes too; for jobs of one process, since clocks differ.
+    only: which leaves of the model to save, and to restore when resuming: as for `Checkpointer.save`. The
+      others, such as a base beside its adapters, must be those that the run began with.
     extra: returns more to save: trees of arrays, or JSON values, by name; `"data"` is taken, by the cursor.
     resume: restore `"latest"`, `"best"` or a number into the live model first; `"latest"` starts anew when
       there is no checkpoint. On the same mesh the run goes on bit for bit. A checkpoint that `fit` did not
@@ -197,8 +202,10 @@ def fit(
   goodput = Goodput()
   if checkpointer is not None and resume is not None and (resume != "latest" or checkpointer.steps()):
     with goodput.spend("restore"):
-      _, start = resume_from(checkpointer, (model, optimizer), resume)
-  _check(checkpointer, save_every or save_every_minutes, resume, start, batches)
+      _, start = resume_from(checkpointer, (model, optimizer), resume, only=only)
+  _check(checkpointer, save_every or save_every_minutes or only, resume, start, batches)
+  if only is not None:
+    saved_roots(model, optimizer, only)  # raises where it chooses nothing, now and not at the first save
   at = start or Position()
   shown = progress
   if isinstance(shown, bool):
@@ -212,7 +219,7 @@ def fit(
 
   def state() -> dict[str, Any]:
     data = {"samples": at.samples, "stop": at.stop}
-    found = {"step": at.step, "model": model, "optimizer": optimizer, "plan": plan}
+    found = {"step": at.step, "model": model, "optimizer": optimizer, "only": only, "plan": plan}
     found["extra"] = {**_own_extra(extra), "data": data}
     return {**found, "metrics": recorder.of_step(at.step), "overwrite": at.step <= at.replaces}
 
@@ -318,14 +325,14 @@ def _checked(metrics: Any) -> Mapping[str, Any]:
 
 def _check(
   checkpointer: Checkpointer | None,
-  save_every: float | None,
+  saving: Any,
   resume: int | str | None,
   start: Position | None,
   batches: Source,
 ) -> None:
-  if checkpointer is None and (save_every is not None or resume is not None):
+  if checkpointer is None and (saving is not None or resume is not None):
     raise TrainError(
-      "save_every and resume need a checkpointer.", fix="checkpointer=nxp.Checkpointer(directory)"
+      "save_every, only and resume need a checkpointer.", fix="checkpointer=nxp.Checkpointer(directory)"
     )
   if checkpointer is not None and start is None and checkpointer.steps():
     raise CheckpointError(
@@ -353,7 +360,7 @@ def _check_minutes(minutes: float | None) -> None:
   if minutes is None:
     return
   if not minutes > 0:
-    raise TrainError(f"save_every_minutes={minutes} is no time.", fix="save_every_minutes=10")
+    raise TrainError(f"save_every_minutes={minutes} is not a number of minutes.", fix="save_every_minutes=10")
   if jax.process_count() > 1:
     raise TrainError(
       f"save_every_minutes is for jobs of one process, and this one has {jax.process_count()}.",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
+import operator
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -173,14 +174,14 @@ def read_metrics(path: str | Path) -> list[Record]:
   path = Path(path)
   if not path.is_file():
     return []
-  *lines, _ = path.read_text(encoding="utf-8").split("\n")
+  *lines, _ = path.read_text(encoding="utf-8", errors="replace").split("\n")
   return [_parse(line, path, number) for number, line in enumerate(lines, start=1)]
 
 
 def _parse(line: str, path: Path, number: int) -> Record:
   try:
     record: dict[str, Any] = json.loads(line)
-    return {"step": record.pop("step"), **{k: _or_nan(v) for k, v in record.items()}}
+    return {"step": operator.index(record.pop("step")), **{k: _or_nan(v) for k, v in record.items()}}
   except (ValueError, KeyError, AttributeError, TypeError) as error:
     raise TrainError(
       f"{path} is not a metrics file: line {number} is not a JSON object with a step.",
@@ -190,6 +191,8 @@ def _parse(line: str, path: Path, number: int) -> Record:
 
 
 def _or_nan(value: Any) -> Any:
+  if isinstance(value, list):
+    return [_or_nan(x) for x in value]  # pyright: ignore[reportUnknownVariableType]
   return math.nan if value is None else value
 
 

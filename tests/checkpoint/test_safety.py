@@ -15,6 +15,7 @@ import pytest
 from checkpoint.runs import arrays, assert_same, target_of
 from nnx_parallel.checkpoint import _orbax, files
 from nnx_parallel.checkpoint.checkpointer import Checkpointer
+from nnx_parallel.cli import main as cli
 from nnx_parallel.errors import CheckpointError
 
 
@@ -91,6 +92,7 @@ def test_a_replacement_that_was_cut_in_two_is_read_as_it_is_and_undone_by_the_ne
   assert (checkpointer.steps(), checkpointer.latest()) == ([1, 2], 2)
   assert_same(checkpointer.restore(target_of(trees[2])), trees[2])
   assert checkpointer.verify(2) == {}
+  assert cli.main(["inspect", str(directory), "--json"]) == 0
   assert names(directory) == before
   checkpointer.save(6, trees[1])
   assert names(directory) == ["1", "2", "6", "notes.nnx"]

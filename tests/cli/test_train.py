@@ -199,8 +199,8 @@ def test_early_stop_ends_a_run_that_no_longer_improves(tiny, capsys):
   [
     (["--early-stop", "2"], "--early-stop needs --eval-every N"),
     (["--keep", "2"], "--resume, --save-every, --save-every-minutes and --keep need --checkpoint DIR"),
-    (["--profile", "9"], "argument --profile: '9' is no window of steps: say 10:12"),
-    (["--resume", "newest"], "argument --resume: 'newest' is no step: a number, latest or best"),
+    (["--profile", "9"], "argument --profile: '9' is not a window of steps, such as 10:12"),
+    (["--resume", "newest"], "argument --resume: 'newest' is not a step: a number, latest or best"),
   ],
 )
 def test_flags_that_mean_nothing(tiny, capsys, words, message):
@@ -414,7 +414,7 @@ def test_weights_of_others_are_trained_and_given_back(recipe, tmp_path, monkeypa
   assert "Fix: --resume" in said
   assert cli.main([*train, "tuned", "--resume"]) == 0
   said = capsys.readouterr().err
-  assert "tuned says nothing of the data, which starts at its beginning" in said
+  assert "tuned has no data cursor, so the data starts at its beginning" in said
   assert cli.main(["export", "tuned", "trained", recipe, *mesh]) == 0
   first, tuned = (nxp.Checkpointer(name).restore(as_numpy=True)["model"] for name in ("first", "tuned"))
   assert first.keys() == tuned.keys()

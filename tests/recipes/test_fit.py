@@ -139,6 +139,30 @@ def test_several_models_are_killed_and_go_on_bit_for_bit(tmp_path, kind):
   assert of_losses(rest) == {n: straight[n] for n in (3, 4)}
 
 
+def test_adapters_alone_are_saved_and_go_on(tmp_path):
+  def init():
+    rngs = nnx.Rngs(0)
+    return nnx.LoRA(4, 2, 4, base_module=nnx.Linear(4, 4, rngs=rngs), rngs=rngs)
+
+  plan = nxp.plan(init, nxp.make_mesh(data=8), nxp.replicate(), optimizer=optax.adam(0.1), wrt=nnx.LoRAParam)
+  step = nxp.train_step(lambda model, x: jnp.square(model(x) - 1).mean())
+
+  def run(steps, **options):
+    model, optimizer = nxp.create_sharded_model(plan)
+    data = lambda samples: [np.full((8, 4), number, np.float32) for number in range(samples // 8, 4)]
+    nxp.fit(step, model, optimizer, data, steps=steps, plan=plan, progress=False, **options)
+    return np.asarray(model.lora_b[...])
+
+  checkpointer = nxp.Checkpointer(tmp_path)
+  run(2, checkpointer=checkpointer, only=nnx.LoRAParam)
+  assert sorted(checkpointer.metadata().items["model"].leaves) == ["lora_a", "lora_b"]
+  gone_on = run(4, checkpointer=checkpointer, only=nnx.LoRAParam, resume="latest")
+  np.testing.assert_array_equal(gone_on, run(4))
+  with pytest.raises(nxp.CheckpointError, match=r"only=.*BatchStat.* chooses no leaf of the model"):
+    run(9, checkpointer=nxp.Checkpointer(tmp_path / "other"), only=nnx.BatchStat)
+  assert not (tmp_path / "other").exists()
+
+
 def test_saves_by_the_clock(tmp_path, monkeypatch):
   now = 0.0
 
@@ -205,8 +229,8 @@ def test_early_stop_goes_on_after_a_nan():
     ({"save_every": 1.5}, "save_every=1.5 is not a number of steps"),
     ({"steps": -1}, "steps=-1 is not a number of steps"),
     ({"eval_every": 2}, "eval_every needs something to evaluate"),
-    ({"save_every_minutes": 0}, "save_every_minutes=0 is no time"),
-    ({"save_every_minutes": 1}, "save_every and resume need a checkpointer"),
+    ({"save_every_minutes": 0}, "save_every_minutes=0 is not a number of minutes"),
+    ({"save_every_minutes": 1}, "save_every, only and resume need a checkpointer"),
   ],
 )
 def test_intervals_that_mean_nothing(options, message):
@@ -258,7 +282,7 @@ def test_a_step_that_returns_no_metrics():
 
 
 def test_checkpoints_of_another_run_and_missing_checkpointers(tmp_path):
-  with pytest.raises(nxp.TrainError, match="save_every and resume need a checkpointer"):
+  with pytest.raises(nxp.TrainError, match="save_every, only and resume need a checkpointer"):
     fit(steps=2, resume="latest")
   with nxp.Checkpointer(tmp_path) as checkpointer:
     fit(steps=1, checkpointer=checkpointer)
@@ -276,7 +300,7 @@ def test_a_step_to_resume_from_that_is_not_there(tmp_path, step):
 def test_a_checkpoint_of_another_program_starts_the_data_at_its_beginning(tmp_path):
   with nxp.Checkpointer(tmp_path) as checkpointer:
     checkpointer.save(2, *objects())
-    with pytest.warns(nxp.NnxParallelWarning, match=r"step 2 in .* says nothing of the data"):
+    with pytest.warns(nxp.NnxParallelWarning, match=r"step 2 in .* has no data cursor"):
       result = fit(steps=3, checkpointer=checkpointer, resume="latest")
     assert (result.step, checkpointer.steps()) == (3, [2, 3])
     assert checkpointer.restore_extra("data", step=3)["samples"] == 16

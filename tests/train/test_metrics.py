@@ -6,6 +6,7 @@ import json
 import math
 import sys
 
+import numpy as np
 import pytest
 
 from nnx_parallel.errors import TrainError
@@ -73,13 +74,22 @@ def test_what_is_not_finite_is_null_in_the_file_and_nan_when_read(tmp_path):
   assert math.isnan(read_metrics(log.path)[0]["loss"])
 
 
-@pytest.mark.parametrize("line", ["not json", "[1, 2]", '{"loss": 1.0}'])
+def test_arrays_that_are_not_finite_outlive_a_resume(tmp_path):
+  with MetricsLog(tmp_path / "m.jsonl") as log:
+    log.write(1, {"rows": np.array([1.0, math.inf])})
+  MetricsLog(log.path, after=1).close()
+  assert json.loads(log.path.read_text()) == {"step": 1, "rows": [1.0, None]}
+
+
+@pytest.mark.parametrize(
+  "line", ["not json", "[1, 2]", '{"loss": 1.0}', '{"step": "one"}', '{"step": null}', "\udcff"]
+)
 def test_a_file_of_something_else_is_refused_and_left_alone(tmp_path, line):
-  path = tmp_path / "other.jsonl"
-  path.write_text(f'{{"step": 1}}\n{line}\n')
+  path, text = tmp_path / "other.jsonl", f'{{"step": 1}}\n{line}\n'.encode(errors="surrogateescape")
+  path.write_bytes(text)
   with pytest.raises(TrainError, match=r"other\.jsonl is not a metrics file: line 2"):
     MetricsLog(path, after=1)
-  assert path.read_text() == f'{{"step": 1}}\n{line}\n'
+  assert path.read_bytes() == text
 
 
 def test_no_file_has_no_records(tmp_path):
