@@ -36,7 +36,7 @@ from nnx_parallel.checkpoint.lineage import Place
 from nnx_parallel.checkpoint.manifest import DamagedError, Manifest, VanishedError
 from nnx_parallel.checkpoint.mapping import Mapping
 from nnx_parallel.checkpoint.placement import no_mesh
-from nnx_parallel.checkpoint.preflight import Diff, compare
+from nnx_parallel.checkpoint.preflight import Diff, as_names, compare
 from nnx_parallel.checkpoint.retention import Retention
 from nnx_parallel.checkpoint.targets import Only
 from nnx_parallel.errors import CheckpointError
@@ -370,7 +370,7 @@ class Checkpointer:
     names, filtered = targets.split_only(only)
     choose: dict[str, Any] = {
       "only": names,
-      "skip": skip if isinstance(skip, str) else tuple(skip),
+      "skip": as_names(skip, "skip"),
       "rename": rename,
       "cast": cast,
     }

@@ -335,8 +335,8 @@ class Patterns:
   """`only` and `skip`, remembering what they matched."""
 
   def __init__(self, only: Iterable[str] | None, skip: Iterable[str]):
-    self.only = None if only is None else _as_names(only, "only")
-    self.skip = _as_names(skip, "skip")
+    self.only = None if only is None else as_names(only, "only")
+    self.skip = as_names(skip, "skip")
     self.matched: set[str] = set()
     self.left_out: dict[str, None] = {}
 
@@ -378,10 +378,20 @@ class _Renames:
     return [new for new in self.table if new not in self.used]
 
 
-def _as_names(names: Iterable[str], argument: str) -> tuple[str, ...]:
+def as_names(names: Iterable[str], argument: str) -> tuple[str, ...]:
+  """The patterns that were passed as `argument`.
+
+  Raises:
+    CheckpointError: one text, a filter of nnx, or an `only` without any.
+  """
   if isinstance(names, str):
     raise CheckpointError(
       f"{argument}={names!r} is one text, not a list of names.", fix=f"pass {argument}=[{names!r}]."
+    )
+  if not isinstance(names, Iterable):  # a filter of nnx  # pyright: ignore[reportUnnecessaryIsInstance]
+    raise CheckpointError(
+      f"{argument}={names!r} is not a list of names.",
+      fix="only=nnx.Not(...) leaves out what a filter chooses.",
     )
   found = tuple(names)
   if argument == "only" and not found:

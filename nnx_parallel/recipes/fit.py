@@ -91,7 +91,7 @@ def resume_from(
   number = newest if found is None else found.step
   known = "data" in checkpointer.metadata(number).extra
   data: Any = checkpointer.restore_extra("data", step=number) if known else None
-  if not isinstance(data, dict) or "samples" not in data:
+  if not isinstance(data, dict) or not isinstance(data.get("samples"), int):  # pyright: ignore[reportUnknownMemberType]
     warnings.warn(
       f"step {number} in {checkpointer.directory} has no data cursor, so the data starts at its beginning.",
       NnxParallelWarning,

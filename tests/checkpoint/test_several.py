@@ -117,6 +117,10 @@ def test_a_filter_takes_its_part_of_a_whole_step(tmp_path):
   checkpointer = Checkpointer(tmp_path)
   checkpointer.save(1, model)
   base = np.asarray(other.base.kernel[...])
+  with pytest.raises(
+    CheckpointError, match=r"skip=.*LoRAParam.* is not a list of names\.\n  Fix: only=nnx\.Not"
+  ):
+    checkpointer.restore(other, skip=nnx.LoRAParam)
   checkpointer.restore(other, only=(nnx.LoRAParam,))
   np.testing.assert_array_equal(other.lora.lora_b[...], model.lora.lora_b[...])
   np.testing.assert_array_equal(other.base.kernel[...], base)

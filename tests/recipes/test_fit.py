@@ -299,7 +299,7 @@ def test_a_step_to_resume_from_that_is_not_there(tmp_path, step):
 
 def test_a_checkpoint_of_another_program_starts_the_data_at_its_beginning(tmp_path):
   with nxp.Checkpointer(tmp_path) as checkpointer:
-    checkpointer.save(2, *objects())
+    checkpointer.save(2, *objects(), extra={"data": {"samples": "shuffled.npy"}})
     with pytest.warns(nxp.NnxParallelWarning, match=r"step 2 in .* has no data cursor"):
       result = fit(steps=3, checkpointer=checkpointer, resume="latest")
     assert (result.step, checkpointer.steps()) == (3, [2, 3])
