@@ -33,7 +33,8 @@ import jax
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
-PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
+# Those that are installed; libtpu is the TPU compiler.
+PACKAGES = ("jax", "jaxlib", "libtpu", "flax", "optax", "orbax-checkpoint", "numpy", "maxtext")
 
 
 @dataclass(frozen=True)
@@ -120,6 +121,7 @@ def _time(case: Callable[[], Any], calls: int, wait: bool, clock: Callable[[], f
 def environment() -> dict[str, Any]:
   """The hardware, date and versions that a result depends on."""
   devices = jax.devices()
+  installed = {found.name: found.version for found in importlib.metadata.distributions()}
   return {
     "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d"),
     "commit": _commit(),
@@ -128,7 +130,7 @@ def environment() -> dict[str, Any]:
     "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
     "devices": f"{len(devices)} x {devices[0].device_kind} ({devices[0].platform})",
     "python": platform.python_version(),
-    **{name: importlib.metadata.version(name) for name in PACKAGES},
+    **{name: installed[name] for name in PACKAGES if name in installed},
   }
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Iterator
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -27,6 +28,7 @@ class Config:
   """Sizes of a model; `sequence` and `batch` are those of one global batch.
 
   Attention takes `query_block` queries at a time, and the loss one of `loss_parts` parts of the sequence.
+  Gradients of the layers are kept in `gradients` until the update; by default in the dtype of compute.
   """
 
   vocab: int
@@ -38,6 +40,7 @@ class Config:
   sequence: int = 4096
   batch: int = 16
   compute: jnp.dtype = jnp.bfloat16
+  gradients: jnp.dtype | None = None
   query_block: int = 512
   loss_parts: int = 1
 
@@ -81,15 +84,15 @@ class Block(nnx.Module):
     self.up = parameter(rngs, (c.width, c.mlp), ("embed", "mlp"))
     self.down = parameter(rngs, (c.mlp, c.width), ("mlp", "embed"))
 
-  def __call__(self, x: jax.Array) -> jax.Array:
-    x = x + self.attend(norm(x, self.attention_norm))
+  def __call__(self, x: jax.Array, segments: jax.Array | None = None) -> jax.Array:
+    x = x + self.attend(norm(x, self.attention_norm), segments)
     return keep_batch_split(x + self.feed(norm(x, self.mlp_norm)), self.query)
 
-  def attend(self, x: jax.Array) -> jax.Array:
+  def attend(self, x: jax.Array, segments: jax.Array | None) -> jax.Array:
     weights = (w[...].astype(x.dtype) for w in (self.query, self.key, self.value))
     q, k, v = (jnp.einsum("bsd,dhk->bshk", x, w) for w in weights)
     q, k = rotate(q), rotate(k)
-    y = causal_attention(q, k, v, self.config.query_block)
+    y = causal_attention(q, k, v, self.config.query_block, segments)
     return jnp.einsum("bshk,hkd->bsd", y, self.out[...].astype(x.dtype))
 
   def feed(self, x: jax.Array) -> jax.Array:
@@ -113,22 +116,28 @@ class Llama(nnx.Module):
     self.norm = nnx.Param(jnp.ones(c.width), out_sharding=("norm",))
     self.head = parameter(rngs, (c.width, c.vocab), ("embed", "vocab"))
 
-  def __call__(self, tokens: jax.Array) -> jax.Array:
-    """Token ids (batch, sequence) -> logits (batch, sequence, vocab) in the dtype of compute."""
-    x, head = self.before_logits(tokens)
+  def __call__(self, tokens: jax.Array, segments: jax.Array | None = None) -> jax.Array:
+    """Token ids (batch, sequence) -> logits (batch, sequence, vocab) in the dtype of compute.
+
+    `segments` numbers the documents that share a sequence; a token sees its own one only.
+    """
+    x, head = self.before_logits(tokens, segments)
     return x @ head
 
-  def before_logits(self, tokens: jax.Array) -> tuple[jax.Array, jax.Array]:
+  def before_logits(
+    self, tokens: jax.Array, segments: jax.Array | None = None
+  ) -> tuple[jax.Array, jax.Array]:
     """Token ids (batch, sequence) -> (batch, sequence, width), and the head that makes logits of it."""
     x = self.embed[...].astype(self.config.compute)[tokens]
     x = split_sequences(x, self.embed)
     graphdef, stacked = nnx.split(self.layers)
     # Cast as a whole: a layer's gradient is made in this dtype, and is then kept in it until the update.
-    stacked = jax.tree.map(lambda w: w.astype(x.dtype) if w.ndim > 2 else w, stacked)
+    kept = self.config.gradients or x.dtype
+    stacked = jax.tree.map(lambda w: w.astype(kept) if w.ndim > 2 else w, stacked)
 
     def layer(x: jax.Array, state: nnx.State) -> jax.Array:
       x = keep_batch_split(split_sequences(x, self.embed), self.embed)
-      return split_sequences(nnx.merge(graphdef, state)(x), self.embed)
+      return split_sequences(nnx.merge(graphdef, state)(x, segments), self.embed)
 
     def body(x: jax.Array, state: nnx.State) -> tuple[jax.Array, None]:
       # Laid out outside of the checkpoint, because its input is what is kept for the backward pass.
@@ -167,7 +176,9 @@ def norm(x: jax.Array, scale: nnx.Param) -> jax.Array:
   return (y * scale[...].reshape(1, 1, -1)).astype(x.dtype)
 
 
-def causal_attention(q: jax.Array, k: jax.Array, v: jax.Array, block: int) -> jax.Array:
+def causal_attention(
+  q: jax.Array, k: jax.Array, v: jax.Array, block: int, segments: jax.Array | None = None
+) -> jax.Array:
   """Causal attention by blocks of queries, so that only one block's scores exist at a time.
 
   Scores and softmax are float32. All scores of one sequence of 4096 tokens would be 2 GiB per device.
@@ -178,6 +189,7 @@ def causal_attention(q: jax.Array, k: jax.Array, v: jax.Array, block: int) -> ja
     k: (batch, sequence, kv_heads, head_dim).
     v: as `k`.
     block: queries at a time; the whole sequence where it does not divide it.
+    segments: (batch, sequence); a query sees the keys of its own segment only.
   """
   batch, length, heads, dim = q.shape
   block = block if length % block == 0 else length
@@ -186,8 +198,11 @@ def causal_attention(q: jax.Array, k: jax.Array, v: jax.Array, block: int) -> ja
   @jax.checkpoint
   def one(rows: tuple[jax.Array, jax.Array]) -> jax.Array:
     start, queries = rows
-    seen = start + jnp.arange(block)[:, None] >= jnp.arange(length)[None, :]
-    return jax.nn.dot_product_attention(queries, k, v, mask=seen[None, None])
+    seen = (start + jnp.arange(block)[:, None] >= jnp.arange(length)[None, :])[None, None]
+    if segments is not None:
+      own = jax.lax.dynamic_slice_in_dim(segments, start, block, axis=1)
+      seen &= own[:, None, :, None] == segments[:, None, None, :]
+    return jax.nn.dot_product_attention(queries, k, v, mask=seen)
 
   y = jax.lax.map(one, (starts, q.reshape(batch, -1, block, heads, dim).swapaxes(0, 1)))
   return y.swapaxes(0, 1).reshape(q.shape)
@@ -205,7 +220,7 @@ def rotate(x: jax.Array) -> jax.Array:
 
 
 def cross_entropy(logits: jax.Array, targets: jax.Array) -> jax.Array:
-  """Mean cross-entropy of (batch, sequence, vocab) logits, in float32.
+  """Cross-entropy (batch, sequence) of (batch, sequence, vocab) logits, in float32.
 
   The target's logit is picked by a comparison, which fuses; the gradient of an indexed read would be
   one more array of the size of the logits, and gather them where the vocabulary is split.
@@ -213,10 +228,10 @@ def cross_entropy(logits: jax.Array, targets: jax.Array) -> jax.Array:
   logits = logits.astype(jnp.float32)
   chosen = jax.lax.broadcasted_iota(jnp.int32, logits.shape, 2) == targets[..., None]
   picked = jnp.sum(jnp.where(chosen, logits, 0.0), axis=-1)
-  return jnp.mean(jax.nn.logsumexp(logits, axis=-1) - picked)
+  return jax.nn.logsumexp(logits, axis=-1) - picked
 
 
-def build(size: str, *, remat: bool = True, **changes: int) -> Llama:
+def build(size: str, *, remat: bool = True, **changes: Any) -> Llama:
   """A model by the name of its size; `changes` replaces sizes."""
   return Llama(dataclasses.replace(SIZES[size], **changes), nnx.Rngs(0), remat)
 
@@ -229,24 +244,33 @@ def init_70b() -> Llama:
   return build("70b")
 
 
-def optimizer() -> optax.GradientTransformation:
-  return optax.adamw(3e-4, weight_decay=0.1)
+def optimizer(clip: float | None = None) -> optax.GradientTransformation:
+  adamw = optax.adamw(3e-4, weight_decay=0.1)
+  return adamw if clip is None else optax.chain(optax.clip_by_global_norm(clip), adamw)
 
 
 def loss(model: Llama, batch: dict[str, jax.Array]) -> jax.Array:
+  """Mean cross-entropy; with `segments`, of the targets in their token's segment, without 0 (padding)."""
   tokens, targets = batch["tokens"][:, :-1], batch["tokens"][:, 1:]
+  segments, counted = None, None
+  if "segments" in batch:
+    segments, following = batch["segments"][:, :-1], batch["segments"][:, 1:]
+    counted = (segments == following) & (segments != 0)
   parts = model.config.loss_parts
   if parts == 1:
-    return cross_entropy(model(tokens), targets)
-  x, head = model.before_logits(tokens)
+    return jnp.mean(cross_entropy(model(tokens, segments), targets), where=counted)
+  x, head = model.before_logits(tokens, segments)
 
   @jax.checkpoint
-  def add(total: jax.Array, part: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, None]:
-    return total + cross_entropy(part[0] @ head, part[1]), None
+  def add(total: jax.Array, part: tuple[jax.Array, jax.Array, jax.Array | None]) -> tuple[jax.Array, None]:
+    x, targets, counted = part
+    return total + jnp.sum(cross_entropy(x @ head, targets), where=counted), None
 
-  by_part = (y.reshape(y.shape[0], parts, -1, *y.shape[2:]).swapaxes(0, 1) for y in (x, targets))
-  total, _ = jax.lax.scan(add, jnp.zeros(()), tuple(by_part))
-  return total / parts
+  by_part = jax.tree.map(
+    lambda y: y.reshape(y.shape[0], parts, -1, *y.shape[2:]).swapaxes(0, 1), (x, targets, counted)
+  )
+  total, _ = jax.lax.scan(add, jnp.zeros(()), by_part)
+  return total / (targets.size if counted is None else jnp.sum(counted, dtype=jnp.float32))
 
 
 def rules() -> nxp.LogicalRules:
@@ -257,10 +281,14 @@ def mesh() -> dict[str, int]:
   return {"data": 1, "fsdp": 8, "tensor": 1}
 
 
-def batch_of(config: Config, **changes: int) -> dict[str, jax.ShapeDtypeStruct]:
-  """An abstract global batch; one token more than the sequence, for the shifted targets."""
+def batch_of(config: Config, *names: str, **changes: int) -> dict[str, jax.ShapeDtypeStruct]:
+  """An abstract global batch of `tokens` and of `names`, which may be `segments`.
+
+  One token more than the sequence, for the shifted targets.
+  """
   config = dataclasses.replace(config, **changes)
-  return {"tokens": jax.ShapeDtypeStruct((config.batch, config.sequence + 1), jnp.int32)}
+  array = jax.ShapeDtypeStruct((config.batch, config.sequence + 1), jnp.int32)
+  return dict.fromkeys(("tokens", *names), array)
 
 
 def batches(start: int = 0, *, split: str = "train") -> Iterator[dict[str, np.ndarray]]:

@@ -23,7 +23,7 @@ KINDS = (
 
 _KIND = re.compile(rf"^(?:ragged-)?({'|'.join(KINDS)})(-start)?$")
 # The text that TPU writes on the steps of one collective that a fusion spreads over compute.
-_LATER_STEP = re.compile(r'"async_collective_fusion_config":\{"flag_start":"(?!-1)')
+_LATER_STEP = re.compile(r'"async_collective_fusion_config":\{[^{}]*"flag_start":"(?!-1)')
 # Between TPU slices the runtime of the hosts carries the data: a `send` and a `recv` that name a collective.
 _ACROSS: Mapping[str, str] = {
   "ALL_REDUCE": "all-reduce",

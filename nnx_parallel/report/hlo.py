@@ -31,6 +31,8 @@ _OP_NAME = re.compile(r'op_name="([^"]*)"')
 _FRAME = re.compile(r"stack_frame_id=(\d+)")
 _PARENTHESIS = re.compile(r"[()]")
 _PARTITIONS = re.compile(r"^HloModule .*\bnum_partitions=(\d+)", re.MULTILINE)
+# A Pallas kernel that has metadata writes them on lines of their own, inside its instruction.
+_GOES_ON = re.compile(r'\n+(?="|\}\})')
 _OLD_SOURCE = re.compile(r'source_file="([^"]*)" source_line=(\d+)')
 
 
@@ -241,7 +243,7 @@ def parse(text: str) -> Program:
   computations: dict[str, Computation] = {}
   entry = ""
   name, lines = "", list[Instruction]()
-  for line in text.splitlines():
+  for line in _GOES_ON.sub("", text).splitlines():
     if not line.startswith((" ", "}")):
       header = _HEADER.match(line) if "->" in line else None
       if header:

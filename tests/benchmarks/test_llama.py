@@ -44,6 +44,19 @@ def test_the_loss_by_parts_is_the_loss():
     np.testing.assert_allclose(one, other, rtol=1e-3, atol=1e-6)
 
 
+@pytest.mark.parametrize("parts", [1, 4])
+def test_documents_packed_in_one_sequence_have_the_loss_that_they_have_alone(parts):
+  with nnx.use_eager_sharding(False):
+    model = llama.Llama(dataclasses.replace(TINY, loss_parts=parts), nnx.Rngs(0))
+    alone = llama.Llama(TINY, nnx.Rngs(0))
+  first, second = np.split(np.random.default_rng(0).integers(0, TINY.vocab, (1, 60), np.int32), [20], axis=1)
+  tokens = np.concatenate([first, second, np.zeros((1, 5), np.int32)], axis=1)
+  segments = np.repeat([[1, 2, 0]], [20, 40, 5], axis=1)
+  packed = llama.loss(model, {"tokens": tokens, "segments": segments})
+  separate = [float(llama.loss(alone, {"tokens": x})) for x in (first, second)]
+  assert float(packed) == pytest.approx((19 * separate[0] + 39 * separate[1]) / 58, rel=1e-5)
+
+
 def test_what_is_kept_between_layers_is_split_over_the_tensor_axis():
   def kept(fsdp, tensor):
     plan = nxp.plan(

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import jax
@@ -188,6 +189,29 @@ ENTRY %main (p: f32[8]) -> f32[8] {
   (found,) = collectives(text, {"data": 2})
   assert (found.kind, found.bytes, found.times) == ("all-to-all", 32, 1)
   assert cost(text).hbm_bytes == 2 * 32
+
+
+def test_what_follows_a_kernel_whose_metadata_is_on_lines_of_its_own_is_read():
+  text = """HloModule jit_f, is_scheduled=true
+
+ENTRY %main (p: f32[8]) -> f32[8] {
+  %p = f32[8]{0} parameter(0)
+  %k = f32[8]{0} custom-call(%p), custom_call_target="tpu_custom_call", frontend_attributes={kernel_metadata={
+"xprof_metadata":"{\\"block_q\\": 512}"
+}}, metadata={op_name="jit(f)/kernel"}
+  ROOT %all = f32[8]{0} all-reduce(%k), replica_groups={{0,1}}, to_apply=%add
+}
+"""
+  (found,) = collectives(text, {"data": 2})
+  assert (found.kind, found.bytes) == ("all-reduce", 32)
+  assert parse(text).entry.by_name["k"].op_name == "jit(f)/kernel"
+
+
+def test_a_dump_that_sorts_the_keys_of_its_settings_is_read_as_the_program_is():
+  text = (PROGRAMS / "tpu13.hlo").read_text()
+  dumped, count = re.subn(r'\{("flag_start":"-?\d+"),("flag_end":"-?\d+")\}', r"{\2,\1}", text)
+  assert count > 1
+  assert collectives(dumped, AXES) == collectives(text, AXES)
 
 
 def test_text_without_a_program_is_an_error():
