@@ -9,6 +9,7 @@ import dataclasses
 import functools
 import operator
 import os
+import signal
 import threading
 import warnings
 import weakref
@@ -163,7 +164,8 @@ class Checkpointer:
     is. Where newer steps lie that the run did not resume from, a smaller one is refused.
 
     Says before it starts, in the log at INFO, how many bytes the step has and how much host memory this
-    process will need. Padded arrays are cut to their logical shape first, which takes a copy of them.
+    process will need. Ctrl-C ends the wait for a save, not the save: `wait`, `close` and the next save finish
+    it. Padded arrays are cut to their logical shape first, which takes a copy of them.
 
     Args:
       step: not negative.
@@ -212,17 +214,18 @@ class Checkpointer:
     )
     save.agree_on(self.directory, job.step, job.content)
     self._pool.submit(int).result()  # starts the thread, which an interrupt below would lose
-    with contextlib.ExitStack() as stack:
-      finish = self._start(stack, job)
-      held = stack.pop_all()
-    try:
-      pending = self._pending = self._pool.submit(self._finish, job.step, finish, held)
-    except BaseException:  # an interrupt; if the save is under way already, the lock is free after it
-      self._pool.submit(int).result()
-      raise
-    _UNFINISHED.add(self)
-    pending.add_done_callback(functools.partial(_forget_finished, self))
-    self._restored_step = None
+    with _uninterrupted():
+      with contextlib.ExitStack() as stack:
+        finish = self._start(stack, job)
+        held = stack.pop_all()
+      try:
+        pending = self._pending = self._pool.submit(self._finish, job.step, finish, held)
+      except BaseException:  # no more threads; if the save is under way already, the lock is free after it
+        self._pool.submit(int).result()
+        raise
+      _UNFINISHED.add(self)
+      pending.add_done_callback(functools.partial(_forget_finished, self))
+      self._restored_step = None
     if not self._asynchronous:
       self.wait()
 
@@ -637,6 +640,26 @@ class Checkpointer:
       else:
         self.restored, self._restored_step = record, number
         return result
+
+
+@contextlib.contextmanager
+def _uninterrupted() -> Generator[None]:
+  """Puts off Ctrl-C until the block ends.
+
+  Orbax, interrupted while it starts to write, leaves threads that go on writing: they meet the next save.
+  """
+  former = signal.getsignal(signal.SIGINT)
+  if former is None or threading.current_thread() is not threading.main_thread():
+    yield
+    return
+  came: list[int] = []
+  signal.signal(signal.SIGINT, lambda number, _: came.append(number))
+  try:
+    yield
+  finally:
+    signal.signal(signal.SIGINT, former)
+    if came:
+      signal.raise_signal(signal.SIGINT)
 
 
 def _forget_finished(checkpointer: Checkpointer, pending: concurrent.futures.Future[None]) -> None:

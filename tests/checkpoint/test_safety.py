@@ -2,6 +2,7 @@ import concurrent.futures
 import multiprocessing
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import textwrap
@@ -13,7 +14,7 @@ import jax.numpy as jnp
 import pytest
 
 from checkpoint.runs import arrays, assert_same, target_of
-from nnx_parallel.checkpoint import _orbax, files
+from nnx_parallel.checkpoint import _orbax, files, save
 from nnx_parallel.checkpoint.checkpointer import Checkpointer
 from nnx_parallel.cli import main as cli
 from nnx_parallel.errors import CheckpointError
@@ -355,6 +356,28 @@ def test_an_interrupt_while_a_save_is_handed_over_does_not_keep_the_lock(saved, 
   checkpointer.save(4, trees[1])
   checkpointer.close()
   assert names(directory) == ["1", "2", "3", "4"]
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_ctrl_c_while_a_save_starts_comes_after_the_start(saved, monkeypatch, asynchronous):
+  directory, trees = saved
+  write, within = save.write, []
+
+  def interrupted(*arguments, **options):
+    signal.raise_signal(signal.SIGINT)
+    within.append(True)
+    return write(*arguments, **options)
+
+  monkeypatch.setattr(save, "write", interrupted)
+  handler = signal.getsignal(signal.SIGINT)
+  checkpointer = Checkpointer(directory, asynchronous=asynchronous)
+  with pytest.raises(KeyboardInterrupt):
+    checkpointer.save(3, trees[1])
+  assert within
+  assert signal.getsignal(signal.SIGINT) is handler
+  checkpointer.close()
+  assert names(directory) == ["1", "2", "3"]
+  assert_same(Checkpointer(directory).restore(target_of(trees[1]), 3), trees[1])
 
 
 def test_killed_jobs_lose_nothing():
