@@ -50,7 +50,9 @@ with epy.lazy_api_imports(globals()):
   from nnx_parallel.report.roofline import StepTime, predict_time
   from nnx_parallel.report.search import SearchResult, search
   from nnx_parallel.report.topology import topology_mesh
+  from nnx_parallel.train.check_gradients import check_gradients
   from nnx_parallel.train.convolutions import with_right_gradients
+  from nnx_parallel.train.gradient_check import GradientCheck, GradientLook
   from nnx_parallel.train.loss_scale import loss_scale_of, with_loss_scale
   from nnx_parallel.train.metrics import MetricsLog, TensorBoardLog, read_metrics
   from nnx_parallel.train.precision import Precision
@@ -71,6 +73,8 @@ __all__ = [
   "EarlyStop",
   "EvalStep",
   "FitResult",
+  "GradientCheck",
+  "GradientLook",
   "InputRules",
   "LayoutDifference",
   "LayoutMismatchError",
@@ -102,6 +106,7 @@ __all__ = [
   "assert_collectives",
   "assert_fits",
   "batches",
+  "check_gradients",
   "check_layout",
   "chip",
   "compilation_cache",

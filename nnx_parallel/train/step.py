@@ -36,8 +36,10 @@ from nnx_parallel.train.binding import (
   put,
   read_apart,
 )
+from nnx_parallel.train.check_gradients import Subject, checked
 from nnx_parallel.train.compiled import Compile, Compiled, logger
 from nnx_parallel.train.convolutions import with_right_gradients
+from nnx_parallel.train.gradient_check import GradientCheck, merged
 from nnx_parallel.train.gradients import Gradients, is_scattered
 from nnx_parallel.train.loss_call import call_loss
 from nnx_parallel.train.losses import Metrics, check_examples, examples_in, means, pairs, terms
@@ -219,6 +221,37 @@ class TrainStep(_Step):
     """
     bound = self._bound(model, optimizer)
     return bound.program(batch).jitted.lower(bound.binding.read(), batch).compile()
+
+  def check_gradients(
+    self, model: Any, optimizer: Any, batch: Any, *, seed: int = 0, directions: int = 2
+  ) -> GradientCheck:
+    """Checks that the gradients of this step are the derivatives of its loss; see `nxp.check_gradients`.
+
+    They are computed as in the step: its microbatches, recomputation, reductions and loss scale, and with
+    what it does where XLA alone would be wrong. Nothing is trained.
+
+    Args:
+      model: as in a call.
+      optimizer: as in a call; it says which Variables are trained.
+      batch: as in a call.
+      seed: of the directions.
+      directions: how many.
+
+    Returns:
+      What was found: true when nothing is wrong.
+
+    Raises:
+      TrainError: as in a call.
+    """
+    bound = self._bound(model, optimizer)
+    filters = {key: item.wrt for key, item in keyed(model, optimizer).items()}
+    losses = self.recipe.loss_fn
+    several: dict[Any, Any] = dict(losses) if isinstance(losses, Mapping) else {None: losses}
+    found: dict[Any, GradientCheck] = {}
+    for key, loss_fn in several.items():
+      wrt = filters if key is None else {key: filters[key]}
+      found[key] = checked(bound.subject(loss_fn, wrt, batch), seed, directions)
+    return merged(found)
 
   def _bind(self, roots: dict[str, Any], reasons: tuple[str, ...]) -> _Bound:
     check_outside(roots.values())
@@ -435,28 +468,44 @@ class _Bound:
     binding = self.binding
     scope = scope_of(binding.variables)
 
-    def layouts(optimizers: dict[Any, Any], paths: list[Path], stages: list[int]) -> Layout:
-      # Paths start inside `models`; the template's start with the root's number.
-      index, asked = binding.template.index, self.recipe.gradients
-      own = [binding.shardings[index[(0, *path)]] for path in paths]
-      split = [_scattered(optimizers, path, mine) for path, mine in zip(paths, own, strict=True)]
-      chosen = {s: is_scattered(asked, s, further=any(split)) for s in stages}
-      trained = [
-        where if where is not None and chosen[stage] else mine
-        for where, mine, stage in zip(split, own, stages, strict=True)
-      ]
-      scattered = any(a is not b for a, b in zip(trained, own, strict=True))
-      used = {axis for s in binding.shardings[: _model_leaves(binding)] if s for axis in _axes_in(s)}
-      return Layout(binding.mesh, trained, scattered, frozenset(used), axes)
-
     def train_step(arrays: list[Any], batch: Any) -> tuple[list[Any], Metrics]:
       objects = binding.template.build(binding.with_raw(arrays))
       with default_scope(scope):
-        found = functools.partial(layouts, keyed(objects[0], objects[1]))
-        metrics, self.how = update(self.recipe, objects[0], objects[1], batch, found)
+        layout = functools.partial(self.layout, keyed(objects[0], objects[1]), axes)
+        metrics, self.how = update(self.recipe, objects[0], objects[1], batch, layout)
       return binding.without_raw(binding.template.arrays(objects)), metrics
 
     return train_step
+
+  def layout(
+    self, optimizers: dict[Any, Any], axes: tuple[str, ...], paths: list[Path], stages: list[int]
+  ) -> Layout:
+    """Where the arrays of a step lie; see `update`."""
+    # Paths start inside `models`; the template's start with the root's number.
+    binding, asked = self.binding, self.recipe.gradients
+    own = [binding.shardings[binding.template.index[(0, *path)]] for path in paths]
+    split = [_scattered(optimizers, path, mine) for path, mine in zip(paths, own, strict=True)]
+    chosen = {s: is_scattered(asked, s, further=any(split)) for s in stages}
+    trained = [
+      where if where is not None and chosen[stage] else mine
+      for where, mine, stage in zip(split, own, stages, strict=True)
+    ]
+    scattered = any(a is not b for a, b in zip(trained, own, strict=True))
+    used = {axis for s in binding.shardings[: _model_leaves(binding)] if s for axis in _axes_in(s)}
+    return Layout(binding.mesh, trained, scattered, frozenset(used), axes)
+
+  def subject(self, loss_fn: LossFn, wrt: Mapping[Any, Any], batch: Any) -> Subject:
+    """What `check_gradients` checks: one loss, differentiated as in this step."""
+    axes = _batch_axes(batch) if self.by_layout else ()
+    return Subject(
+      self.recipe,
+      loss_fn,
+      self.binding,
+      batch,
+      wrt,
+      layouts=lambda optimizers: functools.partial(self.layout, optimizers, axes),
+      mend=functools.partial(with_right_gradients, mesh=self.binding.mesh),
+    )
 
   def _evaluate(self, arrays: list[Any], batch: Any) -> Metrics:
     template: Template = self.binding.template
