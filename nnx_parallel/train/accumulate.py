@@ -455,3 +455,14 @@ def inner_equations(eqn: Any) -> Iterator[Any]:
 def _names(sharding: Any) -> set[str]:
   spec = getattr(sharding, "spec", ())
   return {axis for entry in spec for axis in axes_of(entry)}
+
+
+def batch_axes_of(batch: Any) -> tuple[str, ...]:
+  """The mesh axes of dim 0, when every array of the batch has the same; else ()."""
+  found: set[tuple[str, ...]] = set()
+  for leaf in jax.tree.leaves(batch):
+    sharding = getattr(leaf, "sharding", None)
+    if not isinstance(sharding, NamedSharding) or not jnp.ndim(leaf) or not sharding.spec:
+      return ()
+    found.add(axes_of(sharding.spec[0]))
+  return found.pop() if len(found) == 1 else ()

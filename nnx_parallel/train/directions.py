@@ -50,7 +50,8 @@ def _mixed(x: jax.Array) -> jax.Array:
 
 def inner(a: jax.Array, b: jax.Array) -> jax.Array:
   """The real part of the sum of products, in at least float32: how a gradient meets a direction."""
-  dtype = jnp.promote_types(jnp.promote_types(a.dtype, b.dtype), jnp.float32)
+  with jax.numpy_dtype_promotion("standard"):
+    dtype = jnp.result_type(a, b, jnp.float32)
   return jnp.real(jnp.sum(a.astype(dtype) * b.astype(dtype)))
 
 

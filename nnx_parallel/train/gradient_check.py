@@ -36,6 +36,9 @@ class GradientLook:
   verdict: Verdict
   why: str = ""
 
+  def __bool__(self) -> bool:
+    return self.verdict != "wrong"
+
   @property
   def factor(self) -> float | None:
     """By what the gradient is too large, where one number says it for every direction."""
@@ -54,6 +57,8 @@ class GradientCheck(Shown):
   Attributes:
     looks: what was compared, in order: all leaves together, then groups and single leaves where they differ.
     losses: the loss by each program that computed it, by name.
+    loss_verdict: whether they agree with one that leaves the compiler nothing to partition; `"not decided"`
+      where there is none.
     tolerance: the largest `difference` of a right gradient in this dtype.
     dtype: the coarsest floating dtype in which the loss computes.
     layouts: dotted path -> spec, of the leaves that are wrong.
@@ -65,6 +70,7 @@ class GradientCheck(Shown):
 
   looks: tuple[GradientLook, ...]
   losses: dict[str, float]
+  loss_verdict: Verdict
   tolerance: float
   dtype: str
   layouts: dict[str, Any]
@@ -74,12 +80,12 @@ class GradientCheck(Shown):
   notes: tuple[str, ...] = ()
 
   def __bool__(self) -> bool:
-    return not any(look.verdict == "wrong" for look in self.looks)
+    return all(self.looks) and self.loss_verdict != "wrong"
 
   @property
   def wrong(self) -> tuple[str, ...]:
     """The dotted paths of the leaves whose gradients are wrong, as closely as they were looked at."""
-    found = [look for look in self.looks if look.verdict == "wrong"]
+    found = [look for look in self.looks if not look]
     single = tuple(look.leaves[0] for look in found if len(look.leaves) == 1)
     return single or tuple(leaf for look in found[-1:] for leaf in look.leaves)
 
@@ -113,7 +119,8 @@ class GradientCheck(Shown):
     split = f", batch over {'+'.join(self.batch)}" if self.batch else ""
     lines = [f"mesh {mesh}{split}; tolerance {self.tolerance:.0e} ({self.dtype})"]
     lines += [text_table(header, rows, right=(1, 2, 3, 4), wrap=(5,))]
-    lines.append("loss: " + ", ".join(f"{value:.7g} {name}" for name, value in self.losses.items()))
+    mark = ": wrong" if self.loss_verdict == "wrong" else ""
+    lines.append("loss " + ", ".join(f"{value:.5g} {name}" for name, value in self.losses.items()) + mark)
     lines += [f"{path} lies {format_spec(spec)}" for path, spec in self.layouts.items()]
     lines += [f"not checked: {text}" for text in self.not_checked]
     lines += [f"note: {text}" for text in self.notes]
@@ -128,7 +135,8 @@ def merged(found: dict[Any, GradientCheck]) -> GradientCheck:
   return dataclasses.replace(
     checks[0],
     looks=tuple(look for check in checks for look in check.looks),
-    losses={f"{key}: {name}": x for key, check in found.items() for name, x in check.losses.items()},
+    losses={f"of {key} {name}": x for key, check in found.items() for name, x in check.losses.items()},
+    loss_verdict=max((check.loss_verdict for check in checks), key=("right", "not decided", "wrong").index),
     layouts={name: spec for check in checks for name, spec in check.layouts.items()},
     not_checked=tuple(dict.fromkeys(text for check in checks for text in check.not_checked)),
     notes=tuple(dict.fromkeys(text for check in checks for text in check.notes)),
@@ -141,8 +149,6 @@ def _number(values: tuple[float, ...]) -> str:
 
 def _rounded(difference: float) -> str:
   """Rounding errors differ from machine to machine: of a small difference, only the size is shown."""
-  return (
-    f"{difference:.2g}"
-    if difference >= 0.01
-    else f"< {10.0 ** (math.floor(math.log10(difference or 1e-9)) + 1):.0e}"
-  )
+  if not difference < 0.01:
+    return f"{difference:.2g}"
+  return f"< {10.0 ** (math.floor(math.log10(max(difference, 1e-7))) + 1):.0e}"

@@ -23,7 +23,7 @@ from nnx_parallel.layout.constrain import default_scope, scope_of
 from nnx_parallel.layout.plan import ShardingPlan
 from nnx_parallel.layout.sharded_optimizer import placement_of
 from nnx_parallel.layout.variables import Path, axes_of, few, value_of
-from nnx_parallel.train.accumulate import Layout
+from nnx_parallel.train.accumulate import Layout, batch_axes_of
 from nnx_parallel.train.binding import (
   ABSENT,
   Binding,
@@ -223,7 +223,15 @@ class TrainStep(_Step):
     return bound.program(batch).jitted.lower(bound.binding.read(), batch).compile()
 
   def check_gradients(
-    self, model: Any, optimizer: Any, batch: Any, *, seed: int = 0, directions: int = 2
+    self,
+    model: Any,
+    optimizer: Any,
+    batch: Any,
+    *,
+    seed: int = 0,
+    directions: int = 2,
+    apart: bool = False,
+    tries: int = 8,
   ) -> GradientCheck:
     """Checks that the gradients of this step are the derivatives of its loss; see `nxp.check_gradients`.
 
@@ -236,6 +244,8 @@ class TrainStep(_Step):
       batch: as in a call.
       seed: of the directions.
       directions: how many.
+      apart: look at each group of equal layers too.
+      tries: how many other layouts to try for leaves that are wrong.
 
     Returns:
       What was found: true when nothing is wrong.
@@ -250,7 +260,7 @@ class TrainStep(_Step):
     found: dict[Any, GradientCheck] = {}
     for key, loss_fn in several.items():
       wrt = filters if key is None else {key: filters[key]}
-      found[key] = checked(bound.subject(loss_fn, wrt, batch), seed, directions)
+      found[key] = checked(bound.subject(loss_fn, wrt, batch), seed, directions, apart=apart, tries=tries)
     return merged(found)
 
   def _bind(self, roots: dict[str, Any], reasons: tuple[str, ...]) -> _Bound:
@@ -425,7 +435,7 @@ class _Bound:
     return self.watch.alive()
 
   def program(self, batch: Any) -> Compiled:
-    axes = _batch_axes(batch) if self.by_layout else ()
+    axes = batch_axes_of(batch) if self.by_layout else ()
     found = self._programs.get(axes)
     if found is None:
       labels = self.binding.variable_labels
@@ -496,7 +506,7 @@ class _Bound:
 
   def subject(self, loss_fn: LossFn, wrt: Mapping[Any, Any], batch: Any) -> Subject:
     """What `check_gradients` checks: one loss, differentiated as in this step."""
-    axes = _batch_axes(batch) if self.by_layout else ()
+    axes = batch_axes_of(batch) if self.by_layout else ()
     return Subject(
       self.recipe,
       loss_fn,
@@ -645,14 +655,3 @@ def _model_leaves(binding: Binding) -> int:
 
 def _axes_in(sharding: NamedSharding) -> set[str]:
   return {axis for entry in sharding.spec for axis in axes_of(entry)}
-
-
-def _batch_axes(batch: Any) -> tuple[str, ...]:
-  """The mesh axes of dim 0, when every array of the batch has the same; else ()."""
-  found: set[tuple[str, ...]] = set()
-  for leaf in jax.tree.leaves(batch):
-    sharding = getattr(leaf, "sharding", None)
-    if not isinstance(sharding, NamedSharding) or not jnp.ndim(leaf) or not sharding.spec:
-      return ()
-    found.add(axes_of(sharding.spec[0]))
-  return found.pop() if len(found) == 1 else ()

@@ -53,12 +53,13 @@ def check(
   plan = nxp.plan(init, nxp.make_mesh(MESH), RULES)
   model = nxp.create_sharded_model(plan)
   x = np.random.default_rng(0).normal(size=shape).astype("float32")
-  return nxp.check_gradients(model, nxp.shard_batch(x, plan), loss, **options)
+  return nxp.check_gradients(model, nxp.shard_batch(x, plan), loss, **{"tries": 0, **options})
 
 
 def test_norm_scale_over_tensor_on_three_axes_is_found_and_named():
-  found = check(lambda: Block("tensor"))
+  found = check(lambda: Block("tensor"), tries=4)
   assert not found
+  assert "norm.scale as P(None,) (whole, 32 B more per device) makes all gradients right" in str(found)
   assert found.wrong == ("norm.scale",)
   assert found.layouts == {"norm.scale": jax.P("tensor")}
   with pytest.raises(nxp.TrainError, match=r"(?s)the gradients on this layout are wrong.*norm\.scale"):
@@ -147,6 +148,7 @@ def test_wrong_reverse_rule_is_found_in_what_lies_before_it(wrap: Any, change: A
   found = check(lambda: Block(None, wrap(change)))
   assert found.wrong == ("norm.scale", "up.kernel")
   last = next(look for look in found.looks if look.leaves == ("up.kernel",))
+  assert ("the layout is not at fault" in str(found)) == (change is not without_sum)
   assert factor is None or last.factor == pytest.approx(factor, abs=1e-4)
   assert factor != 0 or "the gradient is 0, and the derivative is not" in last.why
 
@@ -196,7 +198,7 @@ def test_step_with_options_is_checked(options: dict[str, Any]):
   plan, model, optimizer = trained(Net, optax.adam(1e-3), zero=2)
   x = nxp.shard_batch(np.random.default_rng(0).normal(size=(16, 16)).astype("float32"), plan)
   weighted = lambda model, x: ((model(x) ** 2).sum(), (x[:, 0] > 0).sum().astype(jnp.float32))
-  found = nxp.train_step(weighted, **options).check_gradients(model, optimizer, x)
+  found = nxp.train_step(weighted, **options).check_gradients(model, optimizer, x, tries=0)
   assert found.wrong == ("norm.scale", "up.kernel")
   assert {
     round(look.factor, 3) for look in found.looks if look.leaves[0] in found.wrong and len(look.leaves) == 1
@@ -228,3 +230,125 @@ def test_loss_scale_and_frozen_parameters():
   assert found
   assert found.dtype == "float16"
   assert found.looks[0].leaves == ("down.bias", "down.kernel")
+
+
+def test_wrong_loss_is_found():
+  """As if the compiler had computed something else than each device on its own."""
+
+  def off(model: Any, x: jax.Array) -> jax.Array:
+    manual = jax.sharding.get_abstract_mesh().are_all_axes_manual
+    return loss_fn(model, x) * (1.0 if manual else 1.01)
+
+  found = check(lambda: Block(None), off)
+  assert not found
+  assert found.loss_verdict == "wrong"
+  assert all(found.looks)
+  assert str(found).count(": wrong") == 1
+
+
+def test_examples_that_depend_on_each_other_are_no_alarm():
+  def contrastive(model: Any, x: jax.Array) -> jax.Array:
+    y = model(x)
+    return -jnp.diag(jax.nn.log_softmax(y @ y.T)).mean()
+
+  found = check(lambda: Block(None), contrastive)
+  assert found.loss_verdict == "right"
+  assert "by each device for all examples" in found.losses
+
+
+@pytest.mark.parametrize("factor", [1.0, 2.0])
+def test_what_forward_mode_cannot_do_is_checked_by_differences(factor: float):
+  def on_host(x: jax.Array) -> jax.Array:
+    return jax.pure_callback(
+      lambda x: np.tanh(x), jax.ShapeDtypeStruct(x.shape, x.dtype), x, vmap_method="sequential"
+    )
+
+  @jax.custom_vjp
+  def tanh(x: jax.Array) -> jax.Array:
+    return on_host(x)
+
+  tanh.defvjp(lambda x: (tanh(x), x), lambda x, g: (factor * g * (1 - jnp.tanh(x) ** 2),))
+  found = check(lambda: Block(None, tanh))
+  assert bool(found) == (factor == 1)
+  assert found.wrong == (() if found else ("norm.scale", "up.kernel"))
+  assert "by central differences: Pure callbacks do not support JVP" in str(found)
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_coarse_dtypes(dtype: Any):
+  class Low(nnx.Module):
+    def __init__(self, change: Any):
+      rngs = nnx.Rngs(0)
+      self.scale = nnx.Param(jnp.ones(16, dtype))
+      self.up = nnx.Linear(16, 32, dtype=dtype, param_dtype=dtype, rngs=rngs)
+      self.change = change
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+      return nnx.gelu(self.up(self.change(self.scale[None] * x.astype(dtype)))).astype(jnp.float32)
+
+  assert check(lambda: Low(same))
+  found = check(lambda: Low(in_reverse(double)))
+  assert found.wrong == ("scale",)
+  assert found.dtype == jnp.dtype(dtype).name
+
+
+def test_gradient_that_is_zero_but_for_rounding_is_no_alarm():
+  """A bias before a norm, and the bias of the keys, whose gradients are zero."""
+
+  class Zero(nnx.Module):
+    def __init__(self):
+      rngs = nnx.Rngs(0)
+      self.up = nnx.Linear(16, 16, rngs=rngs)
+      self.norm = nnx.BatchNorm(16, rngs=rngs)
+      self.attention = nnx.MultiHeadAttention(2, 16, decode=False, rngs=rngs)
+      self.unused = nnx.Param(jnp.ones(4))
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+      return self.attention(self.norm(self.up(x)))
+
+  found = check(Zero, shape=(8, 4, 16))
+  assert found
+  assert "note: unused: no gradient, by any way" in str(found)
+  assert "not checked: the loss itself: the loss changes Variables" in str(found)
+
+
+def test_gradient_that_is_not_finite_is_wrong():
+  found = check(lambda: Block(None, lambda x: jnp.sqrt(x * 0)))
+  assert not found
+  assert {"norm.scale", "up.kernel"} <= set(found.wrong)
+  assert "wrong: not finite" in str(found)
+
+
+def test_groups_apart_have_rows_of_their_own():
+  found = check(lambda: nnx.List([Block(None), Block(None)]), lambda m, x: loss_fn(m[1], m[0](x)), apart=True)
+  assert found
+  assert [look.name for look in found.looks][:2] == ["all", "*.down.bias"]
+  assert len(found.looks[1].leaves) == 2
+
+
+def test_padded_and_tied_leaves_and_explicit_axes():
+  class Tied(nnx.Module):
+    def __init__(self):
+      self.embed = nnx.Embed(
+        13, 16, rngs=nnx.Rngs(0), embedding_metadata={"out_sharding": ("tensor", "fsdp")}
+      )
+      self.head = self.embed.embedding
+
+    def __call__(self, tokens: jax.Array) -> jax.Array:
+      return self.embed(tokens) @ self.head[...].T
+
+  plan = nxp.plan(Tied, nxp.make_mesh(MESH), RULES, uneven="pad")
+  model = nxp.create_sharded_model(plan)
+  tokens = nxp.shard_batch(np.arange(32, dtype=np.int32).reshape(16, 2) % 13, plan)
+  found = nxp.check_gradients(model, tokens, loss_fn)
+  assert found
+  assert found.looks[0].leaves == ("embed.embedding",)
+  assert model.embed.embedding.get_raw_value().shape == (14, 16)
+
+  mesh = nxp.make_mesh(data=8, explicit=True)
+  plan = nxp.plan(lambda: nnx.Linear(16, 16, rngs=nnx.Rngs(0)), mesh, nxp.replicate())
+  model = nxp.create_sharded_model(plan)
+  with jax.set_mesh(mesh):
+    found = nxp.check_gradients(model, nxp.shard_batch(np.ones((16, 16), np.float32), plan), loss_fn)
+  assert found
+  assert "the mesh has Explicit axes" in str(found)
