@@ -39,6 +39,7 @@ with epy.lazy_api_imports(globals()):
   from nnx_parallel.layout.resolve import Resolution, resolve_spec
   from nnx_parallel.layout.rules import LogicalRules, PathRules, RuleSet, error, fsdp, replicate
   from nnx_parallel.layout.sharded_optimizer import ShardedOptimizer
+  from nnx_parallel.recipes.check_step import StepCheck, StepDifference, check_step
   from nnx_parallel.recipes.fit import FitResult, fit
   from nnx_parallel.recipes.recorder import EarlyStop
   from nnx_parallel.report.budgets import assert_collectives, assert_fits
@@ -97,6 +98,8 @@ __all__ = [
   "ShardedOptimizer",
   "ShardingError",
   "ShardingPlan",
+  "StepCheck",
+  "StepDifference",
   "StepTime",
   "StopSignals",
   "TensorBoardLog",
@@ -108,6 +111,7 @@ __all__ = [
   "batches",
   "check_gradients",
   "check_layout",
+  "check_step",
   "chip",
   "compilation_cache",
   "compile_report",

@@ -26,7 +26,7 @@ from nnx_parallel.train.update import LossFn, Recipe
 
 _TOLERANCE = {"float64": 1e-7, "float32": 1e-3, "float16": 1e-2, "bfloat16": 5e-2}
 _FLOOR = {"float64": 1e-6, "float32": 1e-4, "float16": 1e-2, "bfloat16": 2e-2}
-_LOSS_TOLERANCE = {"float64": 1e-10, "float32": 1e-4, "float16": 5e-3, "bfloat16": 2e-2}
+LOSS_TOLERANCE = {"float64": 1e-10, "float32": 1e-4, "float16": 5e-3, "bfloat16": 2e-2}
 _LEAVES = 16
 _APART = "by each device on its own"
 
@@ -84,13 +84,21 @@ def check_gradients(
     >>> bool(nxp.check_gradients(model, batch, lambda model, x: (model(x) ** 2).mean()))
     True
   """
+  return checked(_subject(model, batch, loss_fn, wrt), seed, directions, apart=apart, tries=tries)
+
+
+def coarsest_dtype(model: Any, batch: Any, loss_fn: LossFn, wrt: Any = nnx.Param) -> str:
+  """The coarsest floating dtype in which a loss computes, by name: its rounding is that of the gradients."""
+  return _coarsest(_subject(model, batch, loss_fn, wrt).trace)
+
+
+def _subject(model: Any, batch: Any, loss_fn: LossFn, wrt: Any) -> Subject:
   binding = Binding({"model": model})
 
   def layouts(_: Any) -> Any:
     return lambda paths, stages: Layout(binding.mesh, [], False, frozenset(), ())  # pyright: ignore[reportUnknownLambdaType]
 
-  subject = Subject(Recipe(loss_fn), loss_fn, binding, batch, wrt={None: wrt}, layouts=layouts)
-  return checked(subject, seed, directions, apart=apart, tries=tries)
+  return Subject(Recipe(loss_fn), loss_fn, binding, batch, wrt={None: wrt}, layouts=layouts)
 
 
 class _Looks:
@@ -131,7 +139,7 @@ class _Looks:
       return losses, "not decided", subject.together
     given = (self.arrays, subject.batch, self.seeds[0], np.zeros(len(self.factors), np.float32))
     value, size, _ = map(float, subject.by_device(slope=False)(*given))
-    allowed = _LOSS_TOLERANCE[self.dtype] * max(abs(value), size)
+    allowed = LOSS_TOLERANCE[self.dtype] * max(abs(value), size)
     if all(abs(loss - value) <= allowed for loss in losses.values()):
       return {**losses, _APART: value}, "right", ""
     # Perhaps the examples depend on each other (a contrastive loss).

@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 from nnx_parallel.errors import TrainError
 from nnx_parallel.layout.render import Shown, format_spec, text_table
+from nnx_parallel.layout.variables import few
 
 Verdict = Literal["right", "wrong", "not decided"]
 
@@ -89,6 +90,15 @@ class GradientCheck(Shown):
     single = tuple(look.leaves[0] for look in found if len(look.leaves) == 1)
     return single or tuple(leaf for look in found[-1:] for leaf in look.leaves)
 
+  @property
+  def summary(self) -> str:
+    """One line: what is right or wrong, and what was not checked."""
+    count = len(self.looks[0].leaves)
+    said = f"the gradients of {count} leaves are right, to {self.tolerance:.0e} ({self.dtype})"
+    if not self:
+      said = f"wrong gradients: {few(self.wrong)}" if self.wrong else "the loss is wrong"
+    return "; ".join([said, *(f"not checked: {text}" for text in self.not_checked)])
+
   def raise_if_wrong(self) -> None:
     """Raises where something is wrong.
 
@@ -97,7 +107,7 @@ class GradientCheck(Shown):
     """
     if not self:
       raise TrainError(
-        "the gradients on this layout are wrong.",
+        "the gradients on this layout are wrong." if self.wrong else "the loss on this layout is wrong.",
         details=str(self),
         fix="a layout that the check says is right; or nxp.train_step, which computes what XLA gets wrong.",
       )
@@ -109,7 +119,7 @@ class GradientCheck(Shown):
         str(len(look.leaves)),
         _number(look.reverse),
         _number(look.forward),
-        _rounded(look.difference),
+        rounded(look.difference),
         f"{look.verdict}: {look.why}" if look.why else look.verdict,
       )
       for look in self.looks
@@ -147,7 +157,7 @@ def _number(values: tuple[float, ...]) -> str:
   return f"{values[0]:.4g}"
 
 
-def _rounded(difference: float) -> str:
+def rounded(difference: float) -> str:
   """Rounding errors differ from machine to machine: of a small difference, only the size is shown."""
   if not difference < 0.01:
     return f"{difference:.2g}"
