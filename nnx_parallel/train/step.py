@@ -229,7 +229,7 @@ class TrainStep(_Step):
     batch: Any,
     *,
     seed: int = 0,
-    directions: int = 2,
+    directions: int | None = None,
     apart: bool = False,
     tries: int = 8,
   ) -> GradientCheck:
@@ -243,7 +243,7 @@ class TrainStep(_Step):
       optimizer: as in a call; it says which Variables are trained.
       batch: as in a call.
       seed: of the directions.
-      directions: how many.
+      directions: how many; see `nxp.check_gradients`.
       apart: look at each group of equal layers too.
       tries: how many other layouts to try for leaves that are wrong.
 

@@ -156,6 +156,11 @@ class Subject:
 
     return self._manual(local, whole)
 
+  @functools.cached_property
+  def value_by_device(self) -> Callable[..., Any]:
+    """`by_device` without the slope; compiled once."""
+    return self.by_device(slope=False)
+
   def gradients_by_device(self, *, whole: bool = False) -> Callable[..., Any]:
     """`(arrays, batch, seeds) -> rows`: the products of `reverse`, by a program that nobody partitions."""
 
