@@ -465,7 +465,7 @@ class ShardingPlan:
   @functools.cached_property
   def activation_rules(self) -> Scope:
     """What `scope` puts in scope; the Variables of a model that is made from this plan carry it."""
-    return Scope(with_batch(self.rules, axis_sizes(self.mesh)), self.mesh)
+    return Scope(with_batch(self.rules, axis_sizes(self.mesh)), self.mesh, self.rules.inputs)
 
 
 def check_plan(plan: object, call: str) -> None:

@@ -37,8 +37,8 @@ from nnx_parallel.train.binding import (
   read_apart,
 )
 from nnx_parallel.train.compiled import Compile, Compiled, logger
-from nnx_parallel.train.convolutions import with_right_gradients
 from nnx_parallel.train.gradients import Gradients, is_scattered
+from nnx_parallel.train.hold import held
 from nnx_parallel.train.loss_call import call_loss
 from nnx_parallel.train.losses import Metrics, check_examples, examples_in, means, pairs, terms
 from nnx_parallel.train.remat import Policy, check_policy
@@ -395,14 +395,10 @@ class _Bound:
     axes = _batch_axes(batch) if self.by_layout else ()
     found = self._programs.get(axes)
     if found is None:
-      labels = self.binding.variable_labels
-      if self.donate:
-        shardings = self.binding.variable_shardings
-        run = with_right_gradients(self._train(axes), self.binding.mesh)
-        found = Compiled(run, labels, donate=True, shardings=shardings)
-      else:
-        run = with_right_gradients(self._evaluate, self.binding.mesh)
-        found = Compiled(run, labels, donate=False, shardings=None)
+      labels, shardings = self.binding.variable_labels, self.binding.variable_shardings
+      run = self._train(axes) if self.donate else self._evaluate
+      run = held(run, self.binding.mesh, scope_of(self.binding.variables), shardings)
+      found = Compiled(run, labels, donate=self.donate, shardings=shardings if self.donate else None)
       self._programs[axes] = found
     return found
 
