@@ -102,7 +102,9 @@ def held(
   def changed(*args: Any) -> Any:
     closed, shape = jax.make_jaxpr(run, return_shape=True)(*args)
     leaves, flows = jax.tree.leaves(args), flows_of(args)
-    if rewriting.holds(flows) or any(map(_is_faulty, equations(closed.jaxpr))):
+    if not rewriting.holds(flows):
+      flows = [_flow(x, (), data=False) for x in leaves]
+    if any(flow.data for flow in flows) or any(map(_is_faulty, equations(closed.jaxpr))):
       results, _ = rewriting.evaluate(closed, leaves, flows)
     else:
       results = core.jaxpr_as_fun(closed)(*leaves)
@@ -151,7 +153,7 @@ class _Rewriting:
       # Else every operation of the loss would seem to come from a line of this file.
       with source_info_util.user_context(eqn.source_info.traceback):
         results, found = self._run(eqn, [read(v) for v in eqn.invars], arriving)
-        if eqn.outvars[0] not in placed and self._is_held(eqn, found):
+        if self._is_held(eqn, arriving) and eqn.outvars[0] not in placed:
           results = [self._laid(results[0], found[0].axes)]
       values.update(zip(eqn.outvars, results, strict=True))
       known.update(zip(eqn.outvars, found, strict=True))
@@ -179,7 +181,7 @@ class _Rewriting:
     elif any(_EXAMPLES in flow.names for flow in flows):
       pairs = zip(inputs, flows, strict=True)
       inputs = [x if flow.data else self._gathered(x, flow) for x, flow in pairs]
-    if name == "conv_general_dilated" and self.batch:
+    if name == "conv_general_dilated":
       inputs, flows = self._whole_windows(eqn, inputs, flows)
     return _bind(eqn, inputs), self._followed(eqn, flows)
 
@@ -209,10 +211,10 @@ class _Rewriting:
     return [Flow(spread(eqn, getattr(v.aval, "shape", ()), flows), data, weight) for v in eqn.outvars]
 
   def _is_held(self, eqn: Any, flows: list[Flow]) -> bool:
-    """Whether its result is a product, or a look-up in a table, that carries the batch."""
+    """Whether it is a product, or a look-up in a table, that meets the batch."""
     if eqn.primitive.name != "gather" and meeting(eqn) is None:
       return False
-    return _EXAMPLES in flows[0].names
+    return any(_EXAMPLES in flow.names for flow in flows)
 
   def _gathered(self, x: Any, flow: Flow) -> Any:
     """A parameter, whole over the axes that split the batch."""
