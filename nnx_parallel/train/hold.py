@@ -153,7 +153,7 @@ class _Rewriting:
       # Else every operation of the loss would seem to come from a line of this file.
       with source_info_util.user_context(eqn.source_info.traceback):
         results, found = self._run(eqn, [read(v) for v in eqn.invars], arriving)
-        if self._is_held(eqn, arriving) and eqn.outvars[0] not in placed:
+        if self._is_held(eqn, arriving, found) and eqn.outvars[0] not in placed:
           results = [self._laid(results[0], found[0].axes)]
       values.update(zip(eqn.outvars, results, strict=True))
       known.update(zip(eqn.outvars, found, strict=True))
@@ -210,11 +210,17 @@ class _Rewriting:
       return [Flow(product.meet(flows[0], flows[1], self.batch).axes, data, weight)]
     return [Flow(spread(eqn, getattr(v.aval, "shape", ()), flows), data, weight) for v in eqn.outvars]
 
-  def _is_held(self, eqn: Any, flows: list[Flow]) -> bool:
-    """Whether it is a product, or a look-up in a table, that meets the batch."""
+  def _is_held(self, eqn: Any, flows: list[Flow], results: list[Flow]) -> bool:
+    """Whether it is a product, or a look-up in a table, whose result carries the batch.
+
+    A gradient is held where it is split over two axes or more. Elsewhere that costs memory, because it would
+    be whole for a moment, and was never needed.
+    """
     if eqn.primitive.name != "gather" and meeting(eqn) is None:
       return False
-    return any(_EXAMPLES in flow.names for flow in flows)
+    if _EXAMPLES in results[0].names:
+      return True
+    return any(_EXAMPLES in flow.names for flow in flows) and len(results[0].names) > 1
 
   def _gathered(self, x: Any, flow: Flow) -> Any:
     """A parameter, whole over the axes that split the batch."""
