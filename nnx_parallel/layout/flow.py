@@ -198,6 +198,8 @@ def spread(eqn: Any, shape: tuple[int, ...], inputs: list[Flow]) -> Axes:
   name, used = eqn.primitive.name, _Used()
   if name == "gather":
     return _gather(eqn, len(shape), *inputs[:2])
+  if name.startswith("scatter"):
+    return inputs[0].axes
   if name in _MAPPINGS and inputs:
     sources = _MAPPINGS[name](eqn.params, len(inputs[0].axes))
     return tuple(used.take(inputs[0].axes[s]) if s is not None else () for s in sources)

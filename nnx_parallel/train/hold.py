@@ -129,6 +129,7 @@ class _Rewriting:
 
   def __init__(self, mesh: Any, batch: frozenset[str]):
     self.mesh, self.batch = mesh, batch
+    self._met: dict[int, Any] = {}
 
   def holds(self, flows: Flows) -> bool:
     """Whether there is a choice to take from the partitioner: two axes or more, some of them the batch's."""
@@ -178,7 +179,8 @@ class _Rewriting:
     if name == "shard_map":
       if any(map(_is_faulty, inner_equations(eqn))):
         _check_manual(eqn, self.mesh)
-    elif any(_EXAMPLES in flow.names for flow in flows):
+    # A look-up keeps its table as it is: the rows are often fewer than the table has.
+    elif name != "gather" and any(_EXAMPLES in flow.names for flow in flows):
       pairs = zip(inputs, flows, strict=True)
       inputs = [x if flow.data else self._gathered(x, flow) for x, flow in pairs]
     if name == "conv_general_dilated":
@@ -226,6 +228,11 @@ class _Rewriting:
     """A parameter, whole over the axes that split the batch."""
     if not flow.names & self.batch:
       return x
+    if id(x) in self._met:
+      # Else XLA would gather it once, and keep it from the forward to the backward pass.
+      x = jax.lax.optimization_barrier(x)
+    else:
+      self._met[id(x)] = x
     return self._laid(x, tuple(tuple(a for a in axes if a not in self.batch) for axes in flow.axes))
 
   def _laid(self, x: Any, dims: Axes) -> Any:
