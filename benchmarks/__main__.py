@@ -12,7 +12,18 @@ import sys
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
-NOT_MEASURED = {"__main__", "__init__", "harness", "by_hand", "llama", "maxtext_step", "torture"}
+NOT_MEASURED = {
+  "__main__",
+  "__init__",
+  "harness",
+  "by_hand",
+  "llama",
+  "maxtext_step",
+  "torture",
+  "fuzz",
+  "fuzz_programs",
+  "fuzz_shrink",
+}
 
 
 def main() -> None:

@@ -52,8 +52,8 @@ with epy.lazy_api_imports(globals()):
   from nnx_parallel.report.search import SearchResult, search
   from nnx_parallel.report.topology import topology_mesh
   from nnx_parallel.train.check_gradients import check_gradients
-  from nnx_parallel.train.convolutions import with_right_gradients
   from nnx_parallel.train.gradient_check import GradientCheck, GradientLook
+  from nnx_parallel.train.hold import with_right_gradients
   from nnx_parallel.train.loss_scale import loss_scale_of, with_loss_scale
   from nnx_parallel.train.metrics import MetricsLog, TensorBoardLog, read_metrics
   from nnx_parallel.train.precision import Precision

@@ -38,9 +38,9 @@ from nnx_parallel.train.binding import (
 )
 from nnx_parallel.train.check_gradients import Subject, checked
 from nnx_parallel.train.compiled import Compile, Compiled, logger
-from nnx_parallel.train.convolutions import with_right_gradients
 from nnx_parallel.train.gradient_check import GradientCheck, merged
 from nnx_parallel.train.gradients import Gradients, is_scattered
+from nnx_parallel.train.hold import held
 from nnx_parallel.train.loss_call import call_loss
 from nnx_parallel.train.losses import Metrics, check_examples, examples_in, means, pairs, terms
 from nnx_parallel.train.remat import Policy, check_policy
@@ -438,14 +438,10 @@ class _Bound:
     axes = batch_axes_of(batch) if self.by_layout else ()
     found = self._programs.get(axes)
     if found is None:
-      labels = self.binding.variable_labels
-      if self.donate:
-        shardings = self.binding.variable_shardings
-        run = with_right_gradients(self._train(axes), self.binding.mesh)
-        found = Compiled(run, labels, donate=True, shardings=shardings)
-      else:
-        run = with_right_gradients(self._evaluate, self.binding.mesh)
-        found = Compiled(run, labels, donate=False, shardings=None)
+      labels, shardings = self.binding.variable_labels, self.binding.variable_shardings
+      run = self._train(axes) if self.donate else self._evaluate
+      run = self._held(run, shardings)
+      found = Compiled(run, labels, donate=self.donate, shardings=shardings if self.donate else None)
       self._programs[axes] = found
     return found
 
@@ -487,6 +483,9 @@ class _Bound:
 
     return train_step
 
+  def _held(self, run: Callable[..., Any], shardings: Any) -> Callable[..., Any]:
+    return held(run, self.binding.mesh, scope_of(self.binding.variables), shardings)
+
   def layout(
     self, optimizers: dict[Any, Any], axes: tuple[str, ...], paths: list[Path], stages: list[int]
   ) -> Layout:
@@ -514,7 +513,7 @@ class _Bound:
       batch,
       wrt,
       layouts=lambda optimizers: functools.partial(self.layout, optimizers, axes),
-      mend=functools.partial(with_right_gradients, mesh=self.binding.mesh),
+      mend=self._held,
     )
 
   def _evaluate(self, arrays: list[Any], batch: Any) -> Metrics:

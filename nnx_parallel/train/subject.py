@@ -33,7 +33,7 @@ class Subject:
     batch: one placed batch.
     wrt: the filter of the Variables that are trained, by the key of their model.
     layouts: `(optimizers) -> (paths, stages) -> Layout`; see `update`.
-    mend: what the step does to a program before it is compiled.
+    mend: `(program, shardings of its arrays) -> program`: what the step does before it compiles.
     relaid: other layouts to try, by position among the trained arrays.
   """
 
@@ -43,19 +43,22 @@ class Subject:
   batch: Any
   wrt: Mapping[Any, Any]
   layouts: Callable[[Any], Any]
-  mend: Callable[[Any], Any] = lambda program: program
+  mend: Callable[[Any, Any], Any] = lambda program, shardings: program
   relaid: Mapping[int, NamedSharding] = dataclasses.field(default_factory=dict[int, NamedSharding])
 
   @functools.cached_property
   def arrays(self) -> list[Any]:
     """The arrays of all programs: those of the live objects, also what is in no Variable."""
     arrays = self.binding.with_raw(self.binding.read())
-    if self.relaid:
-      loss, _, _ = self._pieces(arrays)
-      for n, where in self.relaid.items():
-        position = self.binding.template.index[(0, *loss.paths[n])]
-        arrays[position] = jax.device_put(arrays[position], where)
+    for n, where in self.relaid.items():
+      arrays[self.positions[n]] = jax.device_put(arrays[self.positions[n]], where)
     return arrays
+
+  @functools.cached_property
+  def positions(self) -> list[int]:
+    """Which of the arrays each trained one is."""
+    loss, _, _ = self._pieces(self.binding.with_raw(self.binding.read()))
+    return [self.binding.template.index[(0, *path)] for path in loss.paths]
 
   @functools.cached_property
   def parts(self) -> int | None:
@@ -67,9 +70,9 @@ class Subject:
   def leaves(self) -> list[tuple[str, NamedSharding | None, Any]]:
     """Dotted path, layout and abstract value of each trained array."""
     loss, _, _ = self._pieces(self.arrays)
-    own = [self.binding.shardings[self.binding.template.index[(0, *path)]] for path in loss.paths]
+    own = self.binding.shardings
     return [
-      (path_str(path), self.relaid.get(n, own[n]), array)
+      (path_str(path), self.relaid.get(n, own[self.positions[n]]), array)
       for n, (path, array) in enumerate(zip(loss.paths, map(_abstract, loss.train), strict=True))
     ]
 
@@ -101,7 +104,13 @@ class Subject:
       found = jnp.stack([jnp.stack(row) for row in (norms, *products)])
       return means(total.terms, total.parts)["loss"], _unscaled(found, scale)
 
-    return jax.jit(self.mend(reverse))
+    return self._compiled(reverse)
+
+  def _compiled(self, program: Callable[..., Any]) -> Callable[..., Any]:
+    shardings = [*self.binding.shardings]
+    for n, where in self.relaid.items():
+      shardings[self.positions[n]] = where
+    return jax.jit(self.mend(program, shardings))
 
   def _layout(self, layouts: Callable[..., Layout], paths: Any, stages: Any) -> Layout:
     found = layouts(paths, stages)
@@ -120,7 +129,7 @@ class Subject:
         value, slope = slope_of(objective, loss.train, tangents, loss.others, batch, self.parts)
       return value, _unscaled(slope, scale)
 
-    return jax.jit(self.mend(forward))
+    return self._compiled(forward)
 
   @functools.cached_property
   def shifted(self) -> Callable[..., Any]:
@@ -133,7 +142,7 @@ class Subject:
         value = loss_of(loss.objective, train, loss.others, batch, self.recipe.microbatches)
       return _unscaled(value, scale)
 
-    return jax.jit(self.mend(shifted))
+    return self._compiled(shifted)
 
   def by_device(self, *, slope: bool, whole: bool = False) -> Callable[..., Any]:
     """The loss, and if asked its slope, by a program that leaves nothing for a compiler to partition.
