@@ -62,6 +62,7 @@ def test_norm_scale_over_tensor_on_three_axes_is_found_and_named():
   assert "norm.scale as P(None,) (whole, 32 B more per device) makes all gradients right" in str(found)
   assert found.wrong == ("norm.scale",)
   assert found.layouts == {"norm.scale": jax.P("tensor")}
+  assert "known to do wrong on such a layout: swapped examples" in str(found)
   with pytest.raises(nxp.TrainError, match=r"(?s)the gradients on this layout are wrong.*norm\.scale"):
     found.raise_if_wrong()
 
@@ -105,6 +106,7 @@ def test_grouped_convolution_in_a_jit_of_ones_own_is_found():
   assert found.wrong == ("conv.kernel",)
   assert found.looks[-1].factor == pytest.approx(2)
   assert "2 times the derivative" in str(found)
+  assert "known to do wrong on such a layout: grouped convolution" in str(found)
 
 
 def in_reverse(change: Callable[[jax.Array], jax.Array]) -> Callable[[jax.Array], jax.Array]:
