@@ -147,7 +147,7 @@ class Looks:
     """The loss by each program, whether they agree, and why it was not checked."""
     subject = self.subject
     losses = {"with the gradient": self.loss}
-    if not self.cannot:
+    if not math.isnan(self.loss_forward):
       losses["by forward mode"] = self.loss_forward
     if subject.together:
       return losses, "not decided", subject.together
@@ -263,47 +263,17 @@ def checked(
   """
   check_examples(subject.batch)
   looks = Looks(subject, seed, directions)
-  leaves, every = subject.leaves, range(len(subject.leaves))
+  leaves = subject.leaves
   lost = _not_finite(leaves, looks.norms)  # nothing is to be learnt from the others then
-  found = lost or [looks.look("all", every)]
+  found, by_device = (lost, False) if lost else _looked(looks, apart)
   losses, verdict, why = looks.values
-  notes: list[str] = []
-  third = not found[0] and not why and not looks.cannot and not lost
-  if third:
-    second = looks.look("all", every, by_device=True)
-    if second:
-      notes.append("forward mode is wrong on this layout; the gradients are those of each device on its own")
-    found[0] = second
-  if not found[0] and len(leaves) == 1 and not lost:
-    found = [looks.look(leaves[0][0], every, closer=True, by_device=third)]
-  elif (apart or not found[0]) and not lost:
-    for name, group in _groups(leaves):
-      together = looks.look(name, group, closer=True, by_device=third)
-      found.append(together)
-      if not together and len(group) > 1:
-        found += [looks.look(leaves[n][0], [n], closer=True, by_device=third) for n in group[:_LEAVES]]
-    if found[0].difference <= looks.closer and all(found[1:]) and not found[0]:
-      found[0] = dataclasses.replace(
-        found[0], verdict="not decided", why="no group of leaves is wrong by itself"
-      )
-  wrong = {look.leaves[0] for look in found if not look and len(look.leaves) == 1}
   not_checked = [f"the loss itself: {why}; nxp.check_step compares two layouts"] if why else []
   if looks.cannot:
     not_checked.append(f"by forward mode, so by central differences: {looks.cannot}")
-  if wrong and subject.binding.mesh is not None and not lost:
-    positions = [n for n in every if leaves[n][0] in wrong]
-    if not why and looks.same_by_device(positions):
-      rules = f" ({few(subject.rules)})" if subject.rules else ""
-      notes.append(
-        "the layout is not at fault, since each device on its own computes the same gradients: a rule for the"
-        f" backward pass{rules} is not the derivative of the forward pass"
-      )
-    else:
-      notes += [f"what XLA is known to do wrong on such a layout: {fault}" for fault in _known(subject)]
-      notes += [_mended(looks, seed, positions, third, tries)] if tries else []
-  silent = [name for (name, _, _), norm in zip(leaves, looks.norms, strict=True) if norm == 0]
-  if silent and found[0]:
-    notes.append(f"{few(silent)}: no gradient, by any way: the loss does not depend on it")
+  wrong = [n for n, leaf in enumerate(leaves) if any(not x and x.leaves == leaf[:1] for x in found)]
+  notes = [] if lost else _notes(looks, found[0], by_device)
+  if not lost and subject.binding.mesh is not None and (wrong or verdict == "wrong"):
+    notes += _remedies(looks, seed, wrong, by_device, tries)
   mesh = subject.binding.mesh
   return GradientCheck(
     looks=tuple(found),
@@ -312,12 +282,61 @@ def checked(
     tolerance=looks.tolerance,
     closer=looks.closer,
     dtype=looks.dtype,
-    layouts={name: where.spec for name, where, _ in leaves if name in wrong and where is not None},
+    layouts={leaves[n][0]: where.spec for n in wrong if (where := leaves[n][1]) is not None},
     mesh={} if mesh is None else {axis: size for axis, size in mesh.shape.items() if size > 1},
     batch=batch_axes_of(subject.batch),
     not_checked=tuple(not_checked),
     notes=tuple(notes),
   )
+
+
+def _looked(looks: Looks, apart: bool) -> tuple[list[GradientLook], bool]:
+  """All looks, and whether they are at what each device computes on its own."""
+  leaves = looks.subject.leaves
+  every = range(len(leaves))
+  found = [looks.look("all", every)]
+  by_device = not found[0] and not looks.cannot and not looks.values[2]
+  if by_device:
+    found = [looks.look("all", every, by_device=True)]
+  if len(leaves) == 1:
+    return found if found[0] else [
+      looks.look(leaves[0][0], every, closer=True, by_device=by_device)
+    ], by_device
+  if found[0] and not apart:
+    return found, by_device
+  for name, group in _groups(leaves):
+    together = looks.look(name, group, closer=True, by_device=by_device)
+    found.append(together)
+    if not together and len(group) > 1:
+      found += [looks.look(leaves[n][0], [n], closer=True, by_device=by_device) for n in group[:_LEAVES]]
+  if not found[0] and found[0].difference <= looks.closer and all(found[1:]):
+    found[0] = dataclasses.replace(found[0], verdict="not decided", why="no group is wrong by itself")
+  return found, by_device
+
+
+def _notes(looks: Looks, first: GradientLook, by_device: bool) -> list[str]:
+  """What a table does not say."""
+  notes: list[str] = []
+  if by_device and first:
+    notes.append("forward mode is wrong on this layout; the gradients are those of each device on its own")
+  silent = [leaf[0] for leaf, norm in zip(looks.subject.leaves, looks.norms, strict=True) if norm == 0]
+  if silent and first:
+    notes.append(f"{few(silent)}: no gradient, by any way: the loss does not depend on it")
+  return notes
+
+
+def _remedies(looks: Looks, seed: int, wrong: Sequence[int], by_device: bool, tries: int) -> list[str]:
+  """Whose fault it is, and what mends it."""
+  subject = looks.subject
+  if wrong and not looks.values[2] and looks.same_by_device(wrong):
+    rules = f" ({few(subject.rules)})" if subject.rules else ""
+    return [
+      "the layout is not at fault, since each device on its own computes the same gradients: a rule for the"
+      f" backward pass{rules} is not the derivative of the forward pass"
+    ]
+  known = [f"what XLA is known to do wrong on such a layout: {fault}" for fault in _known(subject)]
+  chosen = wrong or range(len(subject.leaves))
+  return [*known, *([_mended(looks, seed, chosen, by_device, tries)] if tries else [])]
 
 
 def _known(subject: Subject) -> list[Fault]:
@@ -352,10 +371,10 @@ def _mended(looks: Looks, seed: int, wrong: Sequence[int], by_device: bool, trie
     for option in cheapest(every)[: tries - len(tried)]:
       relaid = dict.fromkeys(option.positions, option.sharding)
       other = Looks(dataclasses.replace(subject, relaid=relaid), seed, looks.first)
-      if other.look("all", range(len(leaves)), by_device=by_device):
-        return f"{option} makes all gradients right: compiled and checked"
+      if other.look("all", range(len(leaves)), by_device=by_device) and other.values[1] != "wrong":
+        return f"{option} makes the loss and all gradients right: compiled and checked"
       tried.append(f"{option.name} as {option.sharding.spec}")
-  return f"no change of one layout makes them right; tried {', '.join(tried) or 'none'}"
+  return f"no change of one layout makes all right; tried {', '.join(tried) or 'none'}"
 
 
 def _not_finite(leaves: Sequence[tuple[str, Any, Any]], norms: Any) -> list[GradientLook]:

@@ -59,7 +59,9 @@ def check(
 def test_norm_scale_over_tensor_on_three_axes_is_found_and_named():
   found = check(lambda: Block("tensor"), tries=4)
   assert not found
-  assert "norm.scale as P(None,) (whole, 32 B more per device) makes all gradients right" in str(found)
+  assert "norm.scale as P(None,) (whole, 32 B more per device) makes the loss and all gradients right" in str(
+    found
+  )
   assert found.wrong == ("norm.scale",)
   assert found.layouts == {"norm.scale": jax.P("tensor")}
   assert "known to do wrong on such a layout: swapped examples" in str(found)
@@ -234,18 +236,24 @@ def test_loss_scale_and_frozen_parameters():
   assert found.looks[0].leaves == ("down.bias", "down.kernel")
 
 
-def test_wrong_loss_is_found():
-  """As if the compiler had computed something else than each device on its own."""
+def test_loss_that_xla_gets_wrong_is_found():
+  """A product comes out with the examples of other devices, forwards, and forward mode agrees on nonsense."""
 
-  def off(model: Any, x: jax.Array) -> jax.Array:
-    manual = jax.sharding.get_abstract_mesh().are_all_axes_manual
-    return loss_fn(model, x) * (1.0 if manual else 1.01)
+  class Product(nnx.Module):
+    def __init__(self):
+      kernel = jax.random.normal(jax.random.key(0), (32, 32))
+      self.kernel = nnx.Param(kernel, out_sharding=("fsdp", "tensor"))
 
-  found = check(lambda: Block(None), off)
+    def __call__(self, x: jax.Array) -> jax.Array:
+      x = nxp.constrain(x, "batch", "tensor")
+      return nxp.constrain(x @ self.kernel[...].T, "batch", "tensor")
+
+  found = check(Product, lambda model, x: (jnp.sin(model(x)) * x).mean(), (16, 32), tries=2)
   assert not found
   assert found.loss_verdict == "wrong"
-  assert all(found.looks)
-  assert str(found).count(": wrong") == 1
+  assert abs(found.losses["by forward mode"] - found.losses["with the gradient"]) < 1e-5
+  assert str(found).count(": wrong\n") == 1
+  assert "kernel as P(None, None) (whole, 3 KiB more per device) makes the loss" in str(found)
 
 
 def test_examples_that_depend_on_each_other_are_no_alarm():
