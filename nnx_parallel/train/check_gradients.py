@@ -9,6 +9,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
@@ -22,7 +23,7 @@ from nnx_parallel.layout.variables import few
 from nnx_parallel.train.accumulate import Layout, batch_axes_of, equations
 from nnx_parallel.train.binding import Binding
 from nnx_parallel.train.directions import power_of_two
-from nnx_parallel.train.gradient_check import GradientCheck, GradientLook, Verdict
+from nnx_parallel.train.gradient_check import GradientCheck, GradientLook, Verdict, unchecked
 from nnx_parallel.train.losses import check_examples
 from nnx_parallel.train.relayout import Relayout, cheapest, relayouts
 from nnx_parallel.train.subject import Subject
@@ -98,7 +99,7 @@ def check_gradients(
 
 def coarsest_dtype(model: Any, batch: Any, loss_fn: LossFn, wrt: Any = nnx.Param) -> str:
   """The coarsest floating dtype in which a loss computes, by name: its rounding is that of the gradients."""
-  return _coarsest(subject_of(model, batch, loss_fn, wrt).trace)
+  return coarsest(subject_of(model, batch, loss_fn, wrt).trace, jax.default_backend())
 
 
 def subject_of(model: Any, batch: Any, loss_fn: LossFn, wrt: Any) -> Subject:
@@ -123,7 +124,7 @@ class Looks:
   def __init__(self, subject: Subject, seed: int = 0, directions: int | None = None):
     self.subject = subject
     self.arrays = subject.arrays
-    self.dtype = _coarsest(subject.trace)
+    self.dtype = coarsest(subject.trace, jax.default_backend())
     count = directions or (1 if jnp.finfo(self.dtype).bits >= 32 else 2)
     # Where something is wrong, more directions decide, and say whether one factor explains it.
     self.first = count
@@ -262,6 +263,12 @@ def checked(
     What was found.
   """
   check_examples(subject.batch)
+  rounds = _few_bits(subject.trace)
+  if subject.rules and rounds:
+    said = (
+      f"the loss rounds to {rounds} with rules of its own ({few(subject.rules)}), which no derivative equals"
+    )
+    return unchecked(f"{said}; nxp.check_step compares two layouts", "float32")
   looks = Looks(subject, seed, directions)
   leaves = subject.leaves
   lost = _not_finite(leaves, looks.norms)  # nothing is to be learnt from the others then
@@ -413,10 +420,35 @@ def _groups(leaves: Sequence[tuple[str, Any, Any]]) -> list[tuple[str, list[int]
   return [(key[0] if len(group) > 1 else leaves[group[0]][0], group) for key, group in found.items()]
 
 
-def _coarsest(jaxpr: Any) -> str:
-  """The coarsest floating dtype in which a program computes."""
-  dtypes = {
-    var.aval.dtype for eqn in equations(jaxpr.jaxpr) for var in eqn.outvars if hasattr(var.aval, "dtype")
-  }
+def coarsest(jaxpr: Any, platform: str) -> str:
+  """The coarsest floating dtype in which a program computes, by name.
+
+  Args:
+    jaxpr: its trace.
+    platform: on which it runs. By default TPUs multiply float32 matrices in bfloat16, and GPUs in TF32, which
+      has the bits of float16.
+  """
+  eqns = list(equations(jaxpr.jaxpr))
+  dtypes = {var.aval.dtype for eqn in eqns for var in eqn.outvars if hasattr(var.aval, "dtype")}
   floats = [dtype for dtype in dtypes if jnp.issubdtype(dtype, jnp.inexact)]
-  return str(max(floats, key=lambda dtype: float(jnp.finfo(dtype).eps), default=jnp.dtype("float32")))
+  found = str(max(floats, key=lambda dtype: float(jnp.finfo(dtype).eps), default=jnp.dtype("float32")))
+  found = {"complex64": "float32", "complex128": "float64"}.get(found, found)
+  found = found if found in _TOLERANCE else "bfloat16"
+  products = [eqn for eqn in eqns if eqn.primitive.name in ("dot_general", "conv_general_dilated")]
+  if found == "float32" and any(_is_fast(eqn.params["precision"]) for eqn in products):
+    return {"tpu": "bfloat16", "gpu": "float16", "cuda": "float16"}.get(platform, found)
+  return found
+
+
+def _few_bits(jaxpr: Any) -> str:
+  """The dtype of 8 bits or less to which a program rounds floating numbers; empty for none."""
+  for eqn in equations(jaxpr.jaxpr):
+    if eqn.primitive.name == "convert_element_type":
+      before, after = eqn.invars[0].aval.dtype, jnp.dtype(eqn.outvars[0].aval.dtype)
+      if jnp.issubdtype(before, jnp.floating) and after.itemsize == 1 and after.kind != "b":
+        return str(after)
+  return ""
+
+
+def _is_fast(precision: Any) -> bool:
+  return precision is None or jax.lax.Precision.DEFAULT in precision

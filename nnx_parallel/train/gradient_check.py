@@ -96,12 +96,12 @@ class GradientCheck(Shown):
   @property
   def summary(self) -> str:
     """One line: what is right or wrong, and what was not checked."""
-    count = len(self.looks[0].leaves)
+    count = len(self.looks[0].leaves) if self.looks else 0
     verdict = "right" if all(look.verdict == "right" for look in self.looks) else "not decided"
     said = f"the gradients of {count} leaves are {verdict}, to {self.tolerance:.0e} ({self.dtype})"
     if not self:
       said = f"wrong gradients: {few(self.wrong)}" if self.wrong else "the loss is wrong"
-    return "; ".join([said, *(f"not checked: {text}" for text in self.not_checked)])
+    return "; ".join([said] * bool(self.looks) + [*(f"not checked: {text}" for text in self.not_checked)])
 
   def raise_if_wrong(self) -> None:
     """Raises where something is wrong.
@@ -128,6 +128,8 @@ class GradientCheck(Shown):
       )
       for look in self.looks
     ]
+    if not rows:
+      return f"not checked: {'; '.join(self.not_checked)}"
     header = ("gradient of", "leaves", "reverse", "forward", "difference", "verdict")
     mesh = " x ".join(f"{axis} {size}" for axis, size in self.mesh.items()) or "one device"
     split = f", batch over {'+'.join(self.batch)}" if self.batch else ""
@@ -140,6 +142,11 @@ class GradientCheck(Shown):
     for text in texts:
       lines += textwrap.wrap(text, page_width(), subsequent_indent="  ", break_on_hyphens=False)
     return "\n".join(lines)
+
+
+def unchecked(why: str, dtype: str) -> GradientCheck:
+  """The result where nothing can be said."""
+  return GradientCheck((), {}, "not decided", math.nan, math.nan, dtype, {}, {}, (), (why,))
 
 
 def merged(found: dict[Any, GradientCheck]) -> GradientCheck:

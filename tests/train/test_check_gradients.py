@@ -13,6 +13,7 @@ import pytest
 from flax import nnx
 
 import nnx_parallel as nxp
+from nnx_parallel.train.check_gradients import coarsest
 
 MESH = {"data": 2, "fsdp": 2, "tensor": 2}
 RULES = nxp.LogicalRules(batch=("data", "fsdp"))
@@ -362,3 +363,33 @@ def test_padded_and_tied_leaves_and_explicit_axes():
     found = nxp.check_gradients(model, nxp.shard_batch(np.ones((16, 16), np.float32), plan), loss_fn)
   assert found
   assert "the mesh has Explicit axes" in str(found)
+
+
+@pytest.mark.parametrize(
+  ("precision", "platform", "dtype"),
+  [
+    (None, "cpu", "float32"),
+    (None, "tpu", "bfloat16"),
+    (None, "gpu", "float16"),
+    ("highest", "tpu", "float32"),
+  ],
+)
+def test_products_of_float32_round_as_the_chip_does_by_default(precision: Any, platform: str, dtype: str):
+  with jax.default_matmul_precision(precision):
+    assert coarsest(jax.make_jaxpr(lambda x: x @ x)(jnp.ones((2, 2))), platform) == dtype
+  assert coarsest(jax.make_jaxpr(jnp.sin)(jnp.ones(2)), platform) == "float32"
+
+
+def test_rounding_to_few_bits_with_a_rule_of_its_own_is_no_alarm():
+  """A straight-through estimator: its gradient is no derivative, on purpose."""
+
+  @jax.custom_vjp
+  def quantized(x: jax.Array) -> jax.Array:
+    return (x * 16).astype(jnp.int8).astype(x.dtype) / 16
+
+  quantized.defvjp(lambda x: (quantized(x), None), lambda _, g: (g,))
+  found = check(lambda: Block(None, quantized))
+  assert found
+  assert found.looks == ()
+  assert str(found) == f"not checked: {found.not_checked[0]}"
+  assert "rounds to int8 with rules of its own" in found.summary
