@@ -71,7 +71,8 @@ def held(
   """A step with the layouts of its plan held, forward and backward.
 
   Args:
-    run: `(arrays, batch) -> results`, to be traced under `jax.jit`; without a scope, any function of pytrees.
+    run: `(arrays, batch, ...) -> results`, to be traced under `jax.jit`; without a scope, any function of
+      pytrees.
     mesh: the mesh of its arrays, concrete or abstract; None on one device.
     scope: of the plan, which says how the batch is split; without one, only the gradients of grouped
       convolutions are mended.
@@ -89,14 +90,14 @@ def held(
   def flows_of(args: Any) -> list[Flow]:
     if inputs is None or not split:
       return [_flow(x, (), data=False) for x in jax.tree.leaves(args)]
-    arrays, batch = args
+    arrays, batch, *rest = args
     pairs = zip(arrays, shardings, strict=True)
     found = [_flow(x, tuple(getattr(where, "spec", ())), data=False) for x, where in pairs]
     for x in jax.tree.leaves(batch):
       spec = tuple(input_spec(inputs, jax.numpy.ndim(x), axis_sizes(mesh)))
       first = [(*axes_of(spec[0]), _EXAMPLES)] if spec else []
       found.append(_flow(x, (*first, *spec[1:]), data=True))
-    return found
+    return [*found, *(_flow(x, (), data=False) for x in jax.tree.leaves(rest))]
 
   @functools.wraps(run)  # jax names the program's arguments after those of `run`, and reports show them
   def changed(*args: Any) -> Any:
