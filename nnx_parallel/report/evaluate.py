@@ -196,8 +196,9 @@ class Evaluator:
     return self._unknown(at)
 
   def _too_large(self, computation: hlo.Computation, at: hlo.Instruction) -> bool:
+    room = _LARGEST // (self._devices if self._number else 1)
     for index in range(len(at.shapes)):
-      if math.prod(self._shape(computation, at, index)) > _LARGEST:
+      if math.prod(self._shape(computation, at, index)) > room:
         self._lose(at, "an array that is too large")
         return True
     return False
@@ -337,9 +338,12 @@ class Evaluator:
     return out
 
   def _slice(self, computation: hlo.Computation, at: hlo.Instruction, inputs: list[Array]) -> Value:
-    scales = self._scales(computation, at.name)
-    bounds = zip(thin.slice_bounds(at), scales, strict=True)
-    return inputs[0][(slice(None), *(slice(a // s, b // s, step) for (a, b, step), s in bounds))]
+    rows = zip(
+      thin.slice_bounds(at), self._scales(computation, at.operands[0]), self._scales(computation, at.name), strict=True
+    )
+    # Where the two are thinned differently, what is cut is whole.
+    cut = (slice(a // s, b // s, step if s == after else after) for (a, b, step), s, after in rows)
+    return inputs[0][(slice(None), *cut)]
 
   def _starts(
     self, computation: hlo.Computation, at: hlo.Instruction, starts: Sequence[Array], sizes: Sequence[int]

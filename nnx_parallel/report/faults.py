@@ -28,6 +28,7 @@ from nnx_parallel.report.evaluate import Evaluator, Finer, blocks, corners
 from nnx_parallel.report.shardings import Tiling, read_tiling, split_layouts
 
 Array = npt.NDArray[Any]
+_Projection = tuple[tuple[int, ...], Array]
 
 # A difference counts from here on, relative to the largest number of a result, and where it is this many times what
 # a change of all arguments by `_NOISE` makes: sums are taken in another order on many devices.
@@ -42,15 +43,17 @@ class Fault:
 
   Attributes:
     result: its name: of the argument whose memory it takes, or its place among the results.
+    what: how it is wrong, in words.
     error: largest difference, relative to the largest number of the result.
     factor: what the result is multiplied by, where all of it is; None where it is wrong in another way.
     op: JAX name of the first operation that is wrong, e.g. `jit(step)/transpose(jvp())/dot_general`.
     source: its `file.py:line`, or an empty string.
     instruction: the partitioned program's instruction that computes it.
-    sent: collectives of that operation: `kind` and groups as the program writes them.
+    sent: the collectives that this instruction takes its numbers from, as the program writes them.
   """
 
   result: str
+  what: str
   error: float
   factor: float | None
   op: str
@@ -59,10 +62,9 @@ class Fault:
   sent: tuple[str, ...]
 
   def __str__(self) -> str:
-    factor = self.factor
-    what = f"{factor:.4g} times what it should be" if factor is not None else f"off by {self.error:.2g} relative"
-    place = self.source or self.op
-    return f"{self.result}: {what}" + (f", first wrong at {place} ({self.op})" if place else "")
+    at = self.source or self.op
+    first = f"; first wrong at {at}: {self.instruction}" if at else ""
+    return f"{self.result} is {self.what}{first}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -108,9 +110,10 @@ def compare(before: str, after: str, names: Mapping[int, str] | None = None) -> 
   states = {n: [a[n] for a in attempts] for n in range(count)}
   wrong = {n: next(r for r in found if r.state == "wrong") for n, found in states.items()
            if any(r.state == "wrong" for r in found)}  # fmt: skip
-  origin = pair.origin() if wrong else None
-  place = origin if origin is not None else ("", "", "", ())
-  faults = tuple(Fault(labels[n], r.error, r.factor, *place) for n, r in wrong.items())
+  faults = ()
+  if wrong:
+    origin = pair.apart() or pair.origin() or _Origin()
+    faults = tuple(origin.fault(labels[n], result) for n, result in wrong.items())
   right = tuple(labels[n] for n, found in states.items() if n not in wrong and any(r.state == "right" for r in found))
   lost = "; ".join(sorted(pair.lost)) or "its numbers are not finite"
   unknown = {labels[n]: lost for n in range(count) if n not in wrong and labels[n] not in right}
@@ -124,6 +127,24 @@ class _Result:
   factor: float | None = None
 
 
+@dataclasses.dataclass(frozen=True)
+class _Origin:
+  """Where a program is first wrong."""
+
+  op: str = ""
+  source: str = ""
+  instruction: str = ""
+  sent: tuple[str, ...] = ()
+  what: str = ""
+
+  def fault(self, name: str, result: _Result) -> Fault:
+    what = self.what
+    if not what and result.factor is not None:
+      what = f"{result.factor:.4g} times what it should be"
+    what = what or f"off by {result.error:.2g} of its largest number"
+    return Fault(name, what, result.error, result.factor, self.op, self.source, self.instruction, self.sent)
+
+
 class _Pair:
   """A program before and after it was split."""
 
@@ -134,6 +155,7 @@ class _Pair:
     self._thinning = thin.Thinning([whole, split])
     self._signed = True
     self.lost: set[str] = set()
+    self._apart: list[hlo.Instruction] = []
     self._parameters = sorted(
       (i for i in whole.entry.instructions if i.opcode == "parameter"), key=lambda i: int(i.arguments)
     )
@@ -152,7 +174,7 @@ class _Pair:
     }
     doubtful = [n for n, result in found.items() if result.state == "wrong"]
     if doubtful:
-      noisy = self._evaluate(0, self._arguments(noise=_NOISE), 1)
+      noisy = self._evaluate(0, self._arguments(noise=_NOISE))
       for n in doubtful:
         change = _difference(expected[n], noisy[n]) if noisy[n] is not None else np.inf
         if found[n].error <= _MARGIN * change:
@@ -163,7 +185,7 @@ class _Pair:
     for _ in range(_ROUNDS):
       try:
         arguments = self._arguments()
-        return self._evaluate(0, arguments, self._devices), self._evaluate(1, self._blocks(arguments), self._devices)
+        return self._evaluate(0, arguments), self._evaluate(1, self._blocks(arguments))
       except Finer as needed:
         self._refine(needed)
     self.lost.add("slices at positions of their own")
@@ -175,10 +197,11 @@ class _Pair:
     steps[needed.dim] = needed.step
     self._thinning = thin.Thinning([self._whole, self._split], self._finer)
 
-  def _evaluate(self, number: int, arguments: Mapping[int, Any], devices: int, watch: Any = None) -> tuple[Any, ...]:
+  def _evaluate(self, number: int, arguments: Mapping[int, Any], watch: Any = None) -> tuple[Any, ...]:
     program = (self._whole, self._split)[number]
-    evaluator = Evaluator(program, number, self._thinning, devices, watch)
+    evaluator = Evaluator(program, number, self._thinning, self._devices, watch)
     results = evaluator.run(arguments)
+    self._apart += evaluator.apart
     self.lost |= evaluator.lost.keys()
     return results
 
@@ -226,43 +249,45 @@ class _Pair:
       return _Result("right") if inside.all() or tiling.parts else _Result("right")
     return _Result("wrong", float(error), _factor(a, b))
 
-  def origin(self) -> tuple[str, str, str, tuple[str, ...]] | None:
-    """The first operation whose value is on no instruction of the partitioned program."""
-    wanted: dict[tuple[str, str], list[tuple[hlo.Instruction, Array]]] = {}
-    seen: dict[tuple[str, str], list[tuple[hlo.Instruction, Array]]] = {}
+  def apart(self) -> _Origin | None:
+    """Where a `shard_map` says of values that differ between devices that they are the same."""
+    if not self._apart:
+      return None
+    at = self._apart[0]
+    what = "not the same on all devices, though out_specs of a shard_map says so: a psum is missing in it"
+    return _Origin(at.op_name, self._whole.source(at), at.name, what=what)
+
+  def origin(self) -> _Origin | None:
+    """The first operation of the whole program whose value no instruction of the partitioned one has."""
+    wanted: dict[tuple[str, str], list[tuple[hlo.Instruction, _Projection]]] = {}
+    seen: dict[tuple[str, str], list[tuple[hlo.Computation, hlo.Instruction, _Projection]]] = {}
 
     def whole(computation: hlo.Computation, at: hlo.Instruction, value: Any) -> None:
-      layout = at.attribute("sharding")
-      if not isinstance(value, np.ndarray) or not at.op_name or (not layout and value.ndim > 1):
-        return
-      tiling = read_tiling(layout, self._devices)
-      if tiling is None or tiling.manual:
+      tiling = read_tiling(at.attribute("sharding"), self._devices)
+      if not isinstance(value, np.ndarray) or not at.op_name or tiling is None or tiling.manual:
         return
       local = tiling.local(at.shapes[0].dims)
       scales = self._thinning.scales(0, computation.name, at.name)
-      if any(n % s for n, s in zip(local, scales, strict=True)):
-        return
       shape = tuple(n // s for n, s in zip(local, scales, strict=True))
-      wanted.setdefault(_key(at), []).append((at, _projected(blocks(value, corners(tiling, shape), shape))))
+      if all(n % s == 0 for n, s in zip(local, scales, strict=True)):
+        wanted.setdefault(_key(at), []).append((at, _projected(blocks(value, corners(tiling, shape), shape), local)))
 
     def split(computation: hlo.Computation, at: hlo.Instruction, value: Any) -> None:
-      if isinstance(value, np.ndarray) and at.op_name:
+      if isinstance(value, np.ndarray) and at.op_name and at.opcode != "parameter":
         value = np.broadcast_to(value, (self._devices, *value.shape[1:]))
-        seen.setdefault(_key(at), []).append((at, _projected(value)))
+        seen.setdefault(_key(at), []).append((computation, at, _projected(value, at.shapes[0].dims)))
 
     arguments = self._arguments()
-    self._evaluate(0, arguments, self._devices, whole)
-    self._evaluate(1, self._blocks(arguments), self._devices, split)
+    self._evaluate(0, arguments, whole)
+    self._evaluate(1, self._blocks(arguments), split)
     for key, rows in wanted.items():
       for at, value in rows:
-        twins = [(other, number) for other, number in seen.get(key, []) if at.opcode == other.opcode]
-        if not twins or not np.isfinite(value).all():
+        twins = [twin for twin in seen.get(key, []) if twin[2][0] == value[0]]
+        if not twins or not np.isfinite(value[1]).all():
           continue
-        ends = [number for _, number in seen[key] if number.shape == value.shape]
-        if not any(np.allclose(value, number, 1e-7, 1e-12) for number in ends):
-          made = twins[-1][0]
-          sent = tuple(_sent(i) for i, _ in seen[key] if _sent(i))
-          return at.op_name, self._whole.source(at), made.name, tuple(dict.fromkeys(sent))
+        if not any(np.allclose(value[1], number, 1e-7, 1e-12) for _, _, (_, number) in twins):
+          computation, made, _ = twins[-1]
+          return _Origin(at.op_name, self._whole.source(at), made.name, _feeds(made, computation))
     return None
 
 
@@ -271,16 +296,28 @@ def _key(at: hlo.Instruction) -> tuple[str, str]:
   return at.op_name, frame[1] if frame else ""
 
 
-def _sent(at: hlo.Instruction) -> str:
-  if "source_target_pairs=" in at.rest:
-    return f"{at.opcode} {at.attribute('source_target_pairs')}"
-  return f"{at.opcode} {at.attribute('replica_groups')}" if "replica_groups=" in at.rest else ""
+def _feeds(at: hlo.Instruction, computation: hlo.Computation) -> tuple[str, ...]:
+  """The nearest collectives that an instruction has its numbers from, moves and one product in between."""
+  found, left, seen = list[str](), [at], set[str]()
+  while left and len(seen) < 30:
+    here = left.pop(0)
+    if here.name in seen:
+      continue
+    seen.add(here.name)
+    for name in ("source_target_pairs", "replica_groups"):
+      if f"{name}=" in here.rest:
+        found.append(f"{here.opcode} {here.attribute(name)}")
+        break
+    sends = "source_target_pairs=" in here.rest or here.opcode in ("all-gather", "all-to-all")
+    if not sends and (here.opcode not in thin.ELEMENTWISE or here is at):
+      left += [computation.by_name[name] for name in here.operands]
+  return tuple(dict.fromkeys(found))
 
 
-def _projected(value: Array) -> Array:
-  """One number for the block of each device, which tells blocks apart."""
+def _projected(value: Array, local: tuple[int, ...]) -> _Projection:
+  """The shape of a block, and one number for the block of each device, which tells blocks apart."""
   flat = value.reshape(len(value), -1).astype(np.float64)
-  return flat @ np.random.default_rng(flat.shape[1]).uniform(0.5, 1.5, flat.shape[1])
+  return local, flat @ np.random.default_rng(flat.shape[1]).uniform(0.5, 1.5, flat.shape[1])
 
 
 def _drawn(random: np.random.Generator, dtype: str, shape: tuple[int, ...], indices: int, *, signed: bool) -> Array:

@@ -49,6 +49,7 @@ class Thinning:
     self._step: list[int] = []
     self._nodes: dict[Node, list[list[int]]] = {}
     self._shapes: dict[Node, tuple[tuple[int, ...], ...]] = {}
+    self._cut: dict[tuple[str, int], list[int]] = {}
     for number, program in enumerate(programs):
       for computation in reachable(program):
         self._enter(number, computation)
@@ -120,8 +121,11 @@ class Thinning:
       self._unite(one, other)
 
   def _tie(self) -> None:
-    """Arguments and results of all programs, in their order."""
-    self._tied: list[int] = []
+    """Arguments and results of all programs, in their order, and what is cut out of others in the same place."""
+    self._tied: list[int] = [dim for dims in self._cut.values() for dim in dims]
+    for dims in self._cut.values():
+      for dim in dims:
+        self._unite(dims[0], dim)
     first: dict[object, list[int]] = {}
     for number, program in enumerate(self._programs):
       entry = program.entry
@@ -236,10 +240,16 @@ class Thinning:
     shapes: list[tuple[int, ...]],
   ) -> None:
     for place, (start, stop, step) in enumerate(slice_bounds(at)):
-      self._unite(results[0][place], arrays[0][place])
-      self._divide(arrays[0][place], start)
-      if step > 1 or (stop - start) % at.shapes[0].dims[place]:
-        self._divide(arrays[0][place], 1)
+      one, other, size = results[0][place], arrays[0][place], shapes[0][place]
+      if step > 1:
+        self._whole((one, other))
+      elif math.gcd(start, stop, size) == 1 and size > 1:
+        # Tokens but the first, say: what is cut is kept whole, and the result thinned by what it meets later on.
+        self._divide(other, 1)
+        self._cut.setdefault((at.op_name, place), []).append(one)
+      else:
+        self._unite(one, other)
+        self._divide(other, start)
 
   def _dynamic_slice(
     self, at: hlo.Instruction, results: list[list[int]], arrays: list[list[int]], shapes: object
