@@ -171,7 +171,7 @@ class Evaluator:
       return tuple(inputs)
     if opcode == "get-tuple-element":
       return inputs[0][int(at.attribute("index"))] if isinstance(inputs[0], tuple) else None
-    if opcode in ("opt-barrier", "optimization-barrier"):
+    if opcode == "opt-barrier":
       return inputs[0] if len(inputs) == 1 else tuple(inputs)
     if opcode in ("call", "fusion"):
       return self._call(self._program.computations[at.called[0]], inputs)
@@ -184,9 +184,12 @@ class Evaluator:
       return self._lose(at, opcode)
     if any(value is None for value in inputs) or self._too_large(computation, at):
       return self._unknown(at)
-    if rule is not None:
-      return rule(self, computation, at, inputs)
-    return self._elementwise(computation, at, inputs)
+    try:
+      if rule is not None:
+        return rule(self, computation, at, inputs)
+      return self._elementwise(computation, at, inputs)
+    except (ValueError, LookupError, TypeError):
+      return self._lose(at, f"a form of {opcode} that is not known")
 
   def _unknown(self, at: hlo.Instruction) -> Value:
     return (None,) * len(at.shapes) if at.result.startswith("(") else None
@@ -524,6 +527,34 @@ class Evaluator:
       total = self._combine(at.called[0], total, [x[(slice(None), *cut)] for x in padded])
     return total if at.result.startswith("(") else total[0]
 
+  def _select(self, computation: hlo.Computation, at: hlo.Instruction, inputs: list[Array]) -> Value:
+    """The gradient of a pooling: each number goes to the position that was chosen in its window."""
+    x, source, start = inputs
+    rank = x.ndim - 1
+    rows = thin.windows(at, rank)
+    combine, region = self._combiner(at.called[1]), self._program.computations[at.called[0]]
+    if combine is None or any(row[2] < 0 or row[3] < 0 or row[4:6] != (1, 1) for row in rows):
+      return self._lose(at, at.opcode)
+    lead = max(map(len, inputs))
+    room = (lead, *(n + row[2] + row[3] for n, row in zip(x.shape[1:], rows, strict=True)))
+    inner = (slice(None), *(slice(row[2], row[2] + n) for row, n in zip(rows, x.shape[1:], strict=True)))
+    wide, inside = np.zeros(room, x.dtype), np.zeros(room, np.bool_)
+    wide[inner], inside[inner] = x, True
+    shape = (lead, *source.shape[1:])
+    numbers = np.arange(math.prod(room)).reshape(room)
+    best, place, found = np.zeros(shape, x.dtype), np.zeros(shape, np.int64), np.zeros(shape, np.bool_)
+    for corner in np.ndindex(*(row[0] for row in rows)):
+      cut = tuple(
+        slice(p, p + (n - 1) * row[1] + 1, row[1]) for p, n, row in zip(corner, shape[1:], rows, strict=True)
+      )
+      value, here = wide[(slice(None), *cut)], inside[(slice(None), *cut)]
+      takes = here & (~found | ~np.broadcast_to(self._call(region, [best, value]), shape))
+      best, place = np.where(takes, value, best), np.where(takes, numbers[(slice(None), *cut)], place)
+      found |= here
+    made = np.full(math.prod(room), start.flat[0])
+    combine.at(made, place[found], np.broadcast_to(source, shape)[found])
+    return made.reshape(room)[inner]
+
   # Indices ------------------------------------------------------------------------------------
 
   def _indexed(
@@ -670,14 +701,17 @@ class Evaluator:
     if target in ("Sharding", "annotate_device_placement", "LayoutConstraint", "MoveToHost", "MoveToDevice"):
       return inputs[0]
     if target == "TopK":
-      x, shape = inputs[0], self._shape(computation, at)
-      order = np.argsort(-x, -1, kind="stable")[..., : shape[-1]]
-      return np.take_along_axis(x, order, -1), order.astype(np.int32)
+      return self._topk(computation, at, inputs)
     if target == "SPMDFullToShardShape":
       return self._to_blocks(computation, at, inputs[0])
     if target == "SPMDShardToFullShape":
       return self._from_blocks(computation, at, inputs[0])
     return self._lose(at, target)
+
+  def _topk(self, computation: hlo.Computation, at: hlo.Instruction, inputs: list[Array]) -> Value:
+    x, count = inputs[0], self._shape(computation, at)[-1]
+    order = np.argsort(x if at.attribute("largest") == "false" else -x, -1, kind="stable")[..., :count]
+    return np.take_along_axis(x, order, -1), order.astype(np.int32)
 
   def _to_blocks(self, computation: hlo.Computation, at: hlo.Instruction, x: Array) -> Value:
     """What each device holds of a whole array, where a `shard_map` begins."""
@@ -710,11 +744,12 @@ _RULES: Mapping[str, Callable[..., Value]] = {
   "transpose": Evaluator._transpose, "reverse": Evaluator._reverse, "concatenate": Evaluator._concatenate,
   "pad": Evaluator._pad, "slice": Evaluator._slice, "dynamic-slice": Evaluator._dynamic_slice,
   "dynamic-update-slice": Evaluator._update, "reduce": Evaluator._reduce, "dot": Evaluator._dot,
-  "convolution": Evaluator._convolution, "reduce-window": Evaluator._window, "gather": Evaluator._gather,
+  "convolution": Evaluator._convolution, "reduce-window": Evaluator._window,
+  "select-and-scatter": Evaluator._select, "gather": Evaluator._gather,
   "scatter": Evaluator._scatter, "sort": Evaluator._sort, "all-reduce": Evaluator._exchange,
   "all-gather": Evaluator._exchange, "reduce-scatter": Evaluator._exchange,
   "all-to-all": Evaluator._exchange, "collective-permute": Evaluator._permute,
-  "custom-call": Evaluator._custom,
+  "custom-call": Evaluator._custom, "topk": Evaluator._topk,
 }  # fmt: skip
 
 

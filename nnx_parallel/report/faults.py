@@ -16,7 +16,6 @@ results that depend on it.
 from __future__ import annotations
 
 import dataclasses
-import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -33,7 +32,6 @@ _Projection = tuple[tuple[int, ...], Array]
 # A difference counts from here on, relative to the largest number of a result, and where it is this many times what
 # a change of all arguments by `_NOISE` makes: sums are taken in another order on many devices.
 _SMALLEST, _MARGIN, _NOISE = 1e-9, 1e3, 1e-13
-_FRAME = re.compile(r"stack_frame_id=(\d+)")
 _ROUNDS = 12
 
 
@@ -292,8 +290,7 @@ class _Pair:
 
 
 def _key(at: hlo.Instruction) -> tuple[str, str]:
-  frame = _FRAME.search(at.rest)
-  return at.op_name, frame[1] if frame else ""
+  return at.op_name, thin.frame_number(at)
 
 
 def _feeds(at: hlo.Instruction, computation: hlo.Computation) -> tuple[str, ...]:

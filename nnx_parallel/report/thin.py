@@ -18,6 +18,7 @@ from nnx_parallel.report.groups import group_rows
 _IN_ALL, _ON_ONE = 6, 2
 _BOUND = re.compile(r"\[(\d+):(\d+)(?::(\d+))?\]")
 _PAD = re.compile(r"(-?\d+)_(-?\d+)(?:_(\d+))?")
+_FRAME = re.compile(r"stack_frame_id=(\d+)")
 _LABELS = re.compile(r"(\w+)_(\w+)->(\w+)")
 _LOOPS_AND_CALLS = frozenset({"while", "conditional", "call", "fusion", "tuple", "get-tuple-element", "parameter"})
 ELEMENTWISE = frozenset({
@@ -29,6 +30,9 @@ ELEMENTWISE = frozenset({
   "tanh", "xor", "bitcast-convert",
 })  # fmt: skip
 """Operations on each position by itself; all operands have the shape of the result, or are scalars."""
+_LINKED = ELEMENTWISE | {
+  "dot", "convolution", "gather", "scatter", "reduce", "iota", "sort", "topk", "reduce-window", "broadcast",
+}  # fmt: skip
 _ALIKE = frozenset({"all-reduce", "collective-permute", "all-gather", "reduce-scatter", "all-to-all", "reverse"})
 
 Node = tuple[int, str, str, int]
@@ -56,8 +60,12 @@ class Thinning:
     for number, program in enumerate(programs):
       for computation in reachable(program):
         for instruction in computation.instructions:
-          self._constrain(number, computation, instruction)
+          try:
+            self._constrain(number, computation, instruction)
+          except (ValueError, LookupError):  # a form of it that is not known here
+            self._whole(self._dims_of(number, computation, instruction))
     self._tie()
+    self._link()
     for node, steps in (finer or {}).items():
       for dim, step in steps.items():
         self._divide(self._nodes[node][0][dim], step)
@@ -86,6 +94,11 @@ class Thinning:
       node = (number, computation.name, instruction.name, 0)
       self._shapes[node] = tuple(shape.dims for shape in instruction.shapes)
       self._nodes[node] = [[self._new(n) for n in shape.dims] for shape in instruction.shapes]
+
+  def _dims_of(self, number: int, computation: hlo.Computation, at: hlo.Instruction) -> list[int]:
+    """All dims that an instruction reads and makes."""
+    names = [at.name, *(name for name in at.operands if name in computation.by_name)]
+    return [d for name in names for dims in self._nodes[number, computation.name, name, 0] for d in dims]
 
   def _new(self, size: int) -> int:
     self._parent.append(len(self._parent))
@@ -142,6 +155,31 @@ class Thinning:
           self._alike(first[key], dims)
         first.setdefault(key, dims)
 
+  def _link(self) -> None:
+    """Operations of two programs that have one JAX name and line, and shapes of a whole and of its block.
+
+    What no argument or result meets would else be thinned in one program and not in the other.
+    """
+    first: dict[tuple[object, ...], list[tuple[list[list[int]], list[tuple[int, ...]]]]] = {}
+    for number, program in enumerate(self._programs):
+      for computation in reachable(program):
+        for at in computation.instructions:
+          if not at.op_name or at.opcode not in _LINKED:
+            continue
+          names = [at.name] if at.opcode in ELEMENTWISE else [at.name, *at.operands]
+          nodes = [(number, computation.name, name, 0) for name in names]
+          dims = [dims for node in nodes for dims in self._nodes[node]]
+          shapes = [shape for node in nodes for shape in self._shapes[node]]
+          key = (at.opcode, at.op_name, frame_number(at), *map(len, shapes))
+          if number == 0:
+            first.setdefault(key, []).append((dims, shapes))
+            continue
+          for others, wholes in first.get(key, []):
+            sizes = [pair for a, b in zip(shapes, wholes, strict=True) for pair in zip(a, b, strict=True)]
+            if all(n and m % n == 0 and program.partitions % (m // n) == 0 for n, m in sizes):
+              for one, other in zip(dims, others, strict=True):
+                self._alike(one, other)
+
   # What each operation asks for ----------------------------------------------------------------
 
   def _constrain(self, number: int, computation: hlo.Computation, at: hlo.Instruction) -> None:
@@ -167,13 +205,14 @@ class Thinning:
       if at.opcode == "all-to-all" and len(arrays) == 1:
         place, members = _numbers(at, "dimensions")[0], rows_of(at, self._programs[number].partitions)[0]
         self._divide(arrays[0][place], shapes[0][place] // len(members))
-    elif at.opcode in ("opt-barrier", "optimization-barrier", "custom-call", "copy-start", "copy-done"):
-      if [len(d) for d in arrays] == [len(d) for d in results]:
-        for dims, result in zip(arrays, results, strict=True):
+    elif at.opcode == "opt-barrier" or (at.opcode == "custom-call" and len(arrays) == len(results) == 1):
+      for dims, result in zip(arrays, results, strict=True):
+        if len(dims) == len(result):
           self._alike(result, dims)
-      if "TopK" in at.rest:
-        for dims in (*arrays, *results):
-          self._divide(dims[-1], 1)
+    elif at.opcode == "topk" or "TopK" in at.rest:
+      for result in results:
+        self._alike(result[:-1], arrays[0][:-1])
+        self._whole((result[-1], arrays[0][-1]))
     elif at.opcode not in ("constant", "iota", "partition-id", "replica-id", "after-all", "rng-bit-generator"):
       self._whole(d for dims in (*arrays, *results) for d in dims)
 
@@ -373,9 +412,10 @@ class Thinning:
     self._divide(results[0][_numbers(at, "dimensions")[0]], 1)
 
   def _window(self, at: hlo.Instruction, results: list[list[int]], arrays: list[list[int]], _: object) -> None:
+    arrays = arrays[:2] if at.opcode == "select-and-scatter" else arrays[: len(arrays) // 2]
     for place, window in enumerate(windows(at, len(results[0]))):
       plain = window == (1, 1, 0, 0, 1, 1, False)
-      for dims in (*arrays[: len(arrays) // 2], *results):
+      for dims in (*arrays, *results):
         self._unite(results[0][place], dims[place]) if plain else self._divide(dims[place], 1)
 
 
@@ -386,6 +426,7 @@ _RULES: Mapping[str, Callable[..., None]] = {
   "pad": Thinning._pad, "reduce": Thinning._reduce, "dot": Thinning._dot,
   "convolution": Thinning._convolution, "gather": Thinning._gather, "scatter": Thinning._scatter,
   "sort": Thinning._sort, "reduce-window": Thinning._window,
+  "select-and-scatter": Thinning._window,
 }  # fmt: skip
 
 
@@ -401,6 +442,12 @@ def reachable(program: hlo.Program) -> Iterator[hlo.Computation]:
     yield computation
     for instruction in computation.instructions:
       left += instruction.called
+
+
+def frame_number(at: hlo.Instruction) -> str:
+  """The number of an instruction's stack frame, or an empty string."""
+  found = _FRAME.search(at.rest)
+  return found[1] if found else ""
 
 
 def merged(
