@@ -613,7 +613,7 @@ def _shift(o: Options) -> Any:
   return {"s": weight("norm", o["width"], fan=0)}, run
 
 
-@operation(BLOCKS, "half", flat=True, dtype=("bfloat16", "float16"))
+@operation(BLOCKS, "half", flat=True, share=0.5, dtype=("bfloat16", "float16"))
 def _half(o: Options) -> Any:
   wide, hidden = o["width"], o["hidden"]
   weights = {"up": weight("embed mlp", wide, hidden), "down": weight("mlp embed", hidden, wide)}
@@ -773,7 +773,7 @@ def _cross_entropy(o: Options) -> Any:
   return weights, run
 
 
-@operation(LOSSES, "sine", flat=True, share=1.5)
+@operation(LOSSES, "sine", flat=True, share=2)
 def _sine(o: Options) -> Any:
   return {}, lambda p, x, _: 1 + jnp.sin(x).sum() / x.shape[0]
 
@@ -827,7 +827,7 @@ def draw(seed: int) -> Program:
     "flat": flat,
   }
   ordinary = {name: BLOCKS[name] for name in ORDINARY}
-  blocks = [_draw(rng, ordinary, flat) for _ in range(rng.choice((1, 1, 1, 2)))]
+  blocks = [_draw(rng, ordinary, flat) for _ in range(rng.choice((1, 1, 1, 1, 2)))]
   blocks += [_draw(rng, BLOCKS, flat) for _ in range(rng.choice((0, 0, 1, 1)))]
   if rng.random() < 0.2:
     rng.shuffle(blocks)
@@ -848,7 +848,8 @@ def draw(seed: int) -> Program:
 def _draw(rng: random.Random, table: Mapping[str, Operation], flat: bool) -> dict[str, Any]:
   names = [name for name, op in table.items() if op.flat or not flat]
   (name,) = rng.choices(names, [table[name].share for name in names])
-  return {"op": name} | {option: rng.choice(values) for option, values in table[name].options.items()}
+  options = table[name].options.items()
+  return {"op": name} | {o: values[0] if rng.random() < 0.3 else rng.choice(values) for o, values in options}
 
 
 def _parts(program: Program) -> list[tuple[str, Operation, dict[str, Any]]]:
