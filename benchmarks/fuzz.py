@@ -438,11 +438,11 @@ def main() -> None:
   options = Options(given.step, given.mend, given.explicit, not given.gspmd)
   start, stop = (int(part) for part in given.seeds.split(":"))
   numbers = range(given.layouts) if given.layout is None else [given.layout]
-  done = {(line["seed"], line["layout"]) for line in _lines(given.out)}
+  done = {(line["seed"], line["layout"]) for line in lines_of(given.out)}
   todo = ((seed, [n for n in numbers if (seed, n) not in done]) for seed in range(start, stop))
   jobs = (cases(seed, left, given.style) for seed, left in todo if left)
   if given.programs:
-    jobs = ([Case(**line)] for path in given.programs for line in _lines(path))
+    jobs = ([Case(**line)] for path in given.programs for line in lines_of(path))
   counts: collections.Counter[str] = collections.Counter()
   began = time.time()
   how = {"jax": jax.__version__, **dataclasses.asdict(options)}
@@ -464,7 +464,14 @@ def main() -> None:
   sys.exit(1 if options.step == "toolkit" and counts["wrong"] else 0)
 
 
-def _lines(path: pathlib.Path | None) -> list[dict[str, Any]]:
+def environment_for(shardy: bool) -> dict[str, str]:
+  """Of a process that runs a program by itself."""
+  flags = {"XLA_FLAGS": "--xla_force_host_platform_device_count=8", "JAX_USE_SHARDY_PARTITIONER": str(shardy)}
+  return {**os.environ, "JAX_PLATFORMS": "cpu", **flags}
+
+
+def lines_of(path: pathlib.Path | None) -> list[dict[str, Any]]:
+  """The JSON lines of a file; none where there is no file."""
   if path is None or not path.exists():
     return []
   return [json.loads(line) for line in path.read_text().splitlines() if line.startswith("{")]
