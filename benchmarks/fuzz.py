@@ -39,7 +39,7 @@ from typing import Any
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
-os.environ.setdefault("NPROC", "8")
+os.environ.setdefault("NPROC", "32")  # a collective holds one of XLA's threads for each device that waits
 # Compiled once and run twice: what the code is worth does not matter. The partitioner does not see these.
 os.environ.setdefault(
   "XLA_FLAGS",
