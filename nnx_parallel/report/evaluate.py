@@ -270,7 +270,11 @@ class Evaluator:
     if opcode == "convert":
       return converted(inputs[0], dtype)
     if opcode == "bitcast-convert":
-      if inputs[0].dtype == np.float64 and dtype in ("s32", "u32") and computation.by_name[at.operands[0]].shapes[0].dtype == "f32":
+      if (
+        inputs[0].dtype == np.float64
+        and dtype in ("s32", "u32")
+        and computation.by_name[at.operands[0]].shapes[0].dtype == "f32"
+      ):
         return inputs[0].astype(np.float32).view(_DTYPES[dtype])
       source, target = inputs[0].dtype, _DTYPES.get(dtype)
       if source.kind in "iu" and target is not None and np.dtype(target).itemsize == source.itemsize:
@@ -336,13 +340,18 @@ class Evaluator:
       last = min(count, (room - 1 - low) // step + 1)
       source.append(slice(first, max(first, last)))
       start = low + first * step
-      target.append(slice(start, start + max(0, last - first - 1) * step + 1 if last > first else start, step))
+      target.append(
+        slice(start, start + max(0, last - first - 1) * step + 1 if last > first else start, step)
+      )
     out[tuple(target)] = x[tuple(source)]
     return out
 
   def _slice(self, computation: hlo.Computation, at: hlo.Instruction, inputs: list[Array]) -> Value:
     rows = zip(
-      thin.slice_bounds(at), self._scales(computation, at.operands[0]), self._scales(computation, at.name), strict=True
+      thin.slice_bounds(at),
+      self._scales(computation, at.operands[0]),
+      self._scales(computation, at.name),
+      strict=True,
     )
     # Where the two are thinned differently, what is cut is whole.
     cut = (slice(a // s, b // s, step if s == after else after) for (a, b, step), s, after in rows)
@@ -420,13 +429,11 @@ class Evaluator:
       return found(total, starts[0].reshape(-1, *[1] * (total.ndim - 1)))
     lead = max(len(x) for x in arrays)
     kept = [d for d in range(1, arrays[0].ndim) if d not in dims]
-    flat = [
-      np.broadcast_to(x, (lead, *x.shape[1:])).transpose([0, *kept, *dims])
-      for x in arrays
-    ]
+    flat = [np.broadcast_to(x, (lead, *x.shape[1:])).transpose([0, *kept, *dims]) for x in arrays]
     flat = [x.reshape((*x.shape[: 1 + len(kept)], -1)) for x in flat]
     total = tuple(
-      np.broadcast_to(s.reshape(-1, *[1] * len(kept)), x.shape[:-1]) for s, x in zip(starts, flat, strict=True)
+      np.broadcast_to(s.reshape(-1, *[1] * len(kept)), x.shape[:-1])
+      for s, x in zip(starts, flat, strict=True)
     )
     for place in range(flat[0].shape[-1]):
       total = self._combine(name, total, [x[..., place] for x in flat])
@@ -440,7 +447,9 @@ class Evaluator:
       free = [n for n in range(x.ndim - 1) if n not in batch + summed]
       parts = (batch, free, summed) if first else (batch, summed, free)
       x = x.transpose([0, *(1 + n for part in parts for n in part)])
-      sizes = [math.prod(x.shape[1 + sum(map(len, parts[:k])) :][: len(part)]) for k, part in enumerate(parts)]
+      sizes = [
+        math.prod(x.shape[1 + sum(map(len, parts[:k])) :][: len(part)]) for k, part in enumerate(parts)
+      ]
       return x.reshape((len(x), *sizes))
 
     product = arranged(left, sides["lhs_batch"], sides["lhs"], True) @ arranged(
@@ -516,9 +525,7 @@ class Evaluator:
       wide = np.broadcast_to(start.reshape(-1, *[1] * rank), (lead, *room)).copy()
       wide[(slice(None), *(slice(row[2], row[2] + n) for row, n in zip(rows, x.shape[1:], strict=True)))] = x
       padded.append(wide)
-    total = tuple(
-      np.broadcast_to(start.reshape(-1, *[1] * rank), (lead, *shape)) for start in inputs[count:]
-    )
+    total = tuple(np.broadcast_to(start.reshape(-1, *[1] * rank), (lead, *shape)) for start in inputs[count:])
     for place in np.ndindex(*(row[0] for row in rows)):
       cut = tuple(
         slice(p * row[5], p * row[5] + (n - 1) * row[1] + 1, row[1])

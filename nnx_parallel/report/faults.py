@@ -112,7 +112,9 @@ def compare(before: str, after: str, names: Mapping[int, str] | None = None) -> 
   if wrong:
     origin = pair.apart() or pair.origin() or _Origin()
     faults = tuple(origin.fault(labels[n], result) for n, result in wrong.items())
-  right = tuple(labels[n] for n, found in states.items() if n not in wrong and any(r.state == "right" for r in found))
+  right = tuple(
+    labels[n] for n, found in states.items() if n not in wrong and any(r.state == "right" for r in found)
+  )
   lost = "; ".join(sorted(pair.lost)) or "its numbers are not finite"
   unknown = {labels[n]: lost for n in range(count) if n not in wrong and labels[n] not in right}
   return Comparison(right, faults, unknown)
@@ -268,7 +270,9 @@ class _Pair:
       scales = self._thinning.scales(0, computation.name, at.name)
       shape = tuple(n // s for n, s in zip(local, scales, strict=True))
       if all(n % s == 0 for n, s in zip(local, scales, strict=True)):
-        wanted.setdefault(_key(at), []).append((at, _projected(blocks(value, corners(tiling, shape), shape), local)))
+        wanted.setdefault(_key(at), []).append(
+          (at, _projected(blocks(value, corners(tiling, shape), shape), local))
+        )
 
     def split(computation: hlo.Computation, at: hlo.Instruction, value: Any) -> None:
       if isinstance(value, np.ndarray) and at.op_name and at.opcode != "parameter":
@@ -317,12 +321,16 @@ def _projected(value: Array, local: tuple[int, ...]) -> _Projection:
   return local, flat @ np.random.default_rng(flat.shape[1]).uniform(0.5, 1.5, flat.shape[1])
 
 
-def _drawn(random: np.random.Generator, dtype: str, shape: tuple[int, ...], indices: int, *, signed: bool) -> Array:
+def _drawn(
+  random: np.random.Generator, dtype: str, shape: tuple[int, ...], indices: int, *, signed: bool
+) -> Array:
   """An argument: numbers whose sums stay of one size, or small indices."""
   if dtype == "pred":
     return random.random(shape) < 0.5
   if dtype in ("u32", "u8", "u64", "u16"):
-    return random.integers(0, 2**31 if dtype != "u8" else 256, shape).astype({"u8": np.uint8, "u16": np.uint16, "u32": np.uint32}.get(dtype, np.uint64))
+    return random.integers(0, 2**31 if dtype != "u8" else 256, shape).astype(
+      {"u8": np.uint8, "u16": np.uint16, "u32": np.uint32}.get(dtype, np.uint64)
+    )
   if dtype.startswith("s"):
     bits = int(dtype[1:])
     high = min(indices, 2 ** (bits - 1)) if shape else 5

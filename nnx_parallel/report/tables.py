@@ -157,9 +157,11 @@ FAULT_COLUMNS = ("result", "is", "first wrong at", "instruction, and what it rec
 def _faults(report: CompileReport) -> str:
   if not report.faults:
     return ""
-  table = render("WRONG NUMBERS: the devices do not compute what the program says", FAULT_COLUMNS, fault_rows(report))
+  table = render(
+    "WRONG NUMBERS: the devices do not compute what the program says", FAULT_COLUMNS, fault_rows(report)
+  )
   return table + (
-    "Fix: hold what is computed there to one layout, nxp.constrain(x, \"batch\", ...), or lay the parameter\n"
+    'Fix: hold what is computed there to one layout, nxp.constrain(x, "batch", ...), or lay the parameter\n'
     "that it meets there out otherwise; then compile again.\n"
   )
 

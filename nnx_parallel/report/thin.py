@@ -20,7 +20,9 @@ _BOUND = re.compile(r"\[(\d+):(\d+)(?::(\d+))?\]")
 _PAD = re.compile(r"(-?\d+)_(-?\d+)(?:_(\d+))?")
 _FRAME = re.compile(r"stack_frame_id=(\d+)")
 _LABELS = re.compile(r"(\w+)_(\w+)->(\w+)")
-_LOOPS_AND_CALLS = frozenset({"while", "conditional", "call", "fusion", "tuple", "get-tuple-element", "parameter"})
+_LOOPS_AND_CALLS = frozenset(
+  {"while", "conditional", "call", "fusion", "tuple", "get-tuple-element", "parameter"}
+)
 ELEMENTWISE = frozenset({
   "abs", "add", "and", "atan2", "cbrt", "ceil", "clamp", "compare", "convert", "copy", "cosine",
   "count-leading-zeros", "divide", "erf", "exponential", "exponential-minus-one", "floor", "is-finite", "log",
@@ -33,7 +35,9 @@ ELEMENTWISE = frozenset({
 _LINKED = ELEMENTWISE | {
   "dot", "convolution", "gather", "scatter", "reduce", "iota", "sort", "topk", "reduce-window", "broadcast",
 }  # fmt: skip
-_ALIKE = frozenset({"all-reduce", "collective-permute", "all-gather", "reduce-scatter", "all-to-all", "reverse"})
+_ALIKE = frozenset(
+  {"all-reduce", "collective-permute", "all-gather", "reduce-scatter", "all-to-all", "reverse"}
+)
 
 Node = tuple[int, str, str, int]
 
@@ -213,7 +217,14 @@ class Thinning:
       for result in results:
         self._alike(result[:-1], arrays[0][:-1])
         self._whole((result[-1], arrays[0][-1]))
-    elif at.opcode not in ("constant", "iota", "partition-id", "replica-id", "after-all", "rng-bit-generator"):
+    elif at.opcode not in (
+      "constant",
+      "iota",
+      "partition-id",
+      "replica-id",
+      "after-all",
+      "rng-bit-generator",
+    ):
       self._whole(d for dims in (*arrays, *results) for d in dims)
 
   def _calls(
@@ -247,11 +258,15 @@ class Thinning:
         if name != at.attribute("condition").lstrip("%"):
           alike(node(inner.root.name, name), results)
 
-  def _broadcast(self, at: hlo.Instruction, results: list[list[int]], arrays: list[list[int]], _: object) -> None:
+  def _broadcast(
+    self, at: hlo.Instruction, results: list[list[int]], arrays: list[list[int]], _: object
+  ) -> None:
     for dim, place in zip(arrays[0], _numbers(at, "dimensions"), strict=True):
       self._unite(dim, results[0][place])
 
-  def _transpose(self, at: hlo.Instruction, results: list[list[int]], arrays: list[list[int]], _: object) -> None:
+  def _transpose(
+    self, at: hlo.Instruction, results: list[list[int]], arrays: list[list[int]], _: object
+  ) -> None:
     for dim, place in zip(results[0], _numbers(at, "dimensions"), strict=True):
       self._unite(dim, arrays[0][place])
 
@@ -308,7 +323,9 @@ class Thinning:
       self._unite(results[0][place], arrays[0][place])
       self._divide(arrays[0][place], 1 if inside else math.gcd(low, high))
 
-  def _reduce(self, at: hlo.Instruction, results: list[list[int]], arrays: list[list[int]], _: object) -> None:
+  def _reduce(
+    self, at: hlo.Instruction, results: list[list[int]], arrays: list[list[int]], _: object
+  ) -> None:
     arrays = arrays[: len(arrays) // 2]
     gone = _numbers(at, "dimensions")
     kept = [place for place in range(len(arrays[0])) if place not in gone]
@@ -411,7 +428,9 @@ class Thinning:
       self._alike(results[0], dims)
     self._divide(results[0][_numbers(at, "dimensions")[0]], 1)
 
-  def _window(self, at: hlo.Instruction, results: list[list[int]], arrays: list[list[int]], _: object) -> None:
+  def _window(
+    self, at: hlo.Instruction, results: list[list[int]], arrays: list[list[int]], _: object
+  ) -> None:
     arrays = arrays[:2] if at.opcode == "select-and-scatter" else arrays[: len(arrays) // 2]
     for place, window in enumerate(windows(at, len(results[0]))):
       plain = window == (1, 1, 0, 0, 1, 1, False)
@@ -450,9 +469,7 @@ def frame_number(at: hlo.Instruction) -> str:
   return found[1] if found else ""
 
 
-def merged(
-  before: Sequence[int], after: Sequence[int]
-) -> Iterator[tuple[list[int], list[int]]]:
+def merged(before: Sequence[int], after: Sequence[int]) -> Iterator[tuple[list[int], list[int]]]:
   """Dims of a reshape that belong together, those of size 1 left out.
 
   Example:
@@ -549,7 +566,9 @@ def _numbers(at: hlo.Instruction, name: str) -> list[int]:
 def _scale(step: int, sizes: Sequence[int]) -> int:
   """The largest divisor of `step` that leaves enough positions."""
   fits = [
-    s for s in _divisors(step) if max(sizes) // s >= min(_IN_ALL, max(sizes)) and min(sizes) // s >= min(_ON_ONE, min(sizes))
+    s
+    for s in _divisors(step)
+    if max(sizes) // s >= min(_IN_ALL, max(sizes)) and min(sizes) // s >= min(_ON_ONE, min(sizes))
   ]
   return max(fits, default=1)
 
