@@ -94,7 +94,7 @@ class CompileReport:
   quantities: Mapping[str, int]
   examples: int | None = None
   batch_split: int | None = None
-  results: Comparison = Comparison()
+  results: Comparison = dataclasses.field(default_factory=Comparison)
 
   @property
   def faults(self) -> tuple[Fault, ...]:

@@ -1,9 +1,9 @@
 """Evaluates programs in numpy: one device's program on all devices in lock-step, with its collectives.
 
-For programs right before and right after a partitioner: no fusions of a backend, no layouts. Floating point
-numbers of all types are float64. Arrays are thinned (`thin.Thinning`); the first dim of a value counts devices, and
-is 1 where all hold the same. None stands for a value that cannot be followed: of an operation that is not known
-here, or too large.
+For programs right before and right after a partitioner: no fusions of a backend, no memory layouts.
+All floating point numbers are float64. Arrays are thinned (`thin.Thinning`); the first dim of a value counts
+devices, and is 1 where all hold the same. None stands for a value that cannot be followed: that of an operation
+which is not known here, or one that is too large.
 """
 
 from __future__ import annotations
@@ -69,7 +69,8 @@ def _shifted(shift: Callable[..., Any], arithmetic: bool = False) -> Callable[[A
 
 _BINARY: Mapping[str, Callable[..., Any]] = {
   "add": lambda x, y: x | y if x.dtype == np.bool_ else x + y, "subtract": np.subtract,
-  "multiply": lambda x, y: x & y if x.dtype == np.bool_ else x * y, "maximum": np.maximum, "minimum": np.minimum,
+  "multiply": lambda x, y: x & y if x.dtype == np.bool_ else x * y, "maximum": np.maximum,
+  "minimum": np.minimum,
   "and": np.bitwise_and, "or": np.bitwise_or, "xor": np.bitwise_xor, "divide": _quotient,
   "remainder": np.fmod, "power": np.power, "atan2": np.arctan2, "shift-left": _shifted(np.left_shift),
   "shift-right-logical": _shifted(np.right_shift),
@@ -117,6 +118,18 @@ class Evaluator:
     self._runs = 0
     self.lost: dict[str, int] = {}
     self._watch = watch
+    self._rules: Mapping[str, Callable[[hlo.Computation, hlo.Instruction, list[Any]], Value]] = {
+      "constant": self._constant, "iota": self._iota, "partition-id": self._partition,
+      "replica-id": self._replica, "broadcast": self._broadcast, "reshape": self._reshape,
+      "transpose": self._transpose, "reverse": self._reverse, "concatenate": self._concatenate,
+      "pad": self._pad, "slice": self._slice, "dynamic-slice": self._dynamic_slice,
+      "dynamic-update-slice": self._update, "reduce": self._reduce, "dot": self._dot,
+      "convolution": self._convolution, "reduce-window": self._window,
+      "select-and-scatter": self._select, "gather": self._gather, "scatter": self._scatter,
+      "sort": self._sort, "all-reduce": self._exchange, "all-gather": self._exchange,
+      "reduce-scatter": self._exchange, "all-to-all": self._exchange,
+      "collective-permute": self._permute, "custom-call": self._custom, "topk": self._topk,
+    }  # fmt: skip
     self._last: dict[str, dict[str, list[str]]] = {}
     self.apart: list[hlo.Instruction] = []
 
@@ -179,14 +192,14 @@ class Evaluator:
       return self._loop(at, inputs[0])
     if opcode == "conditional":
       return self._branch(at, inputs)
-    rule = _RULES.get(opcode)
+    rule = self._rules.get(opcode)
     if rule is None and opcode not in thin.ELEMENTWISE:
       return self._lose(at, opcode)
     if any(value is None for value in inputs) or self._too_large(computation, at):
       return self._unknown(at)
     try:
       if rule is not None:
-        return rule(self, computation, at, inputs)
+        return rule(computation, at, inputs)
       return self._elementwise(computation, at, inputs)
     except (ValueError, LookupError, TypeError):
       return self._lose(at, f"a form of {opcode} that is not known")
@@ -236,7 +249,7 @@ class Evaluator:
       if any(value is None for value in values):
         return None
       whole = np.broadcast_arrays(*(self._everywhere(value) for value in values))
-      rows = {n: value for n, value in zip(results, whole, strict=True)}
+      rows = dict(zip(results, whole, strict=True))
       return np.stack([rows[int(n)][device] for device, n in enumerate(self._everywhere(number))])
 
     return pick(list(results.values()))
@@ -321,7 +334,7 @@ class Evaluator:
     return inputs[0].transpose([0, *(1 + n for n in _numbers(at, "dimensions"))])
 
   def _reverse(self, computation: hlo.Computation, at: hlo.Instruction, inputs: list[Array]) -> Value:
-    return np.flip(inputs[0], [1 + n for n in _numbers(at, "dimensions")])
+    return np.flip(inputs[0], tuple(1 + n for n in _numbers(at, "dimensions")))
 
   def _concatenate(self, computation: hlo.Computation, at: hlo.Instruction, inputs: list[Array]) -> Value:
     lead = max(len(x) for x in inputs)
@@ -466,7 +479,7 @@ class Evaluator:
     x = inputs[0].transpose([0, *(1 + left.index(c) for c in ("b", "f", *spatial))])
     k = inputs[1].transpose([0, *(1 + kernel.index(c) for c in ("o", "i", *spatial))])
     rows = thin.windows(at, rank) if rank else []
-    for d, (_, _, low, high, base, wide, back) in enumerate(rows):
+    for d, (_, _, low, high, base, _, back) in enumerate(rows):
       x = _spaced(x, 3 + d, base)
       cut = [slice(None)] * x.ndim
       cut[3 + d] = slice(max(0, -low), x.shape[3 + d] - max(0, -high))
@@ -567,7 +580,7 @@ class Evaluator:
   def _indexed(
     self, computation: hlo.Computation, at: hlo.Instruction, indices: Array, sizes: Sequence[int]
   ) -> tuple[list[Array], Array, tuple[int, ...]]:
-    """Positions along each dim of the operand, as (devices, *rows, *window); which rows are inside; the rows."""
+    """Positions along each dim of the operand (devices, *rows, *window), which rows are inside, the rows."""
     found = thin.gather_dims(at)
     scales = self._scales(computation, at.operands[0])
     whole = computation.by_name[at.operands[0]].shapes[0].dims
@@ -743,21 +756,6 @@ class Evaluator:
         self.apart.append(at)
       whole[(0, *cut)], seen[cut] = block, True
     return whole
-
-
-_RULES: Mapping[str, Callable[..., Value]] = {
-  "constant": Evaluator._constant, "iota": Evaluator._iota, "partition-id": Evaluator._partition,
-  "replica-id": Evaluator._replica, "broadcast": Evaluator._broadcast, "reshape": Evaluator._reshape,
-  "transpose": Evaluator._transpose, "reverse": Evaluator._reverse, "concatenate": Evaluator._concatenate,
-  "pad": Evaluator._pad, "slice": Evaluator._slice, "dynamic-slice": Evaluator._dynamic_slice,
-  "dynamic-update-slice": Evaluator._update, "reduce": Evaluator._reduce, "dot": Evaluator._dot,
-  "convolution": Evaluator._convolution, "reduce-window": Evaluator._window,
-  "select-and-scatter": Evaluator._select, "gather": Evaluator._gather,
-  "scatter": Evaluator._scatter, "sort": Evaluator._sort, "all-reduce": Evaluator._exchange,
-  "all-gather": Evaluator._exchange, "reduce-scatter": Evaluator._exchange,
-  "all-to-all": Evaluator._exchange, "collective-permute": Evaluator._permute,
-  "custom-call": Evaluator._custom, "topk": Evaluator._topk,
-}  # fmt: skip
 
 
 def converted(x: Array, dtype: str) -> Array:

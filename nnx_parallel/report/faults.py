@@ -1,16 +1,15 @@
-"""Whether a partitioner kept the meaning of a program: its results, on each device, against the whole program's.
+"""Whether a partitioner kept the meaning of a program: each device's results against the whole program's.
 
-Compilers write their program down right before they split it over devices, with the layout of each array, and
-right after. Both are evaluated here (`evaluate`), on the same arguments at a few positions of each dim: the
-first as one program on whole arrays, the second on all devices at once, with its collectives. Each device's results
-must be its blocks of the whole ones. A sum over a mesh axis that is missing, one that is taken too often, blocks
-that were exchanged with another device, an offset that is wrong: all of them give other numbers, in whatever
-operation they are.
+A compiler can write a program down right before it splits it over devices, with the layout of each array,
+and right after. Both are evaluated here (`evaluate`) with the same arguments, at a few positions of each dim:
+the first on whole arrays, the second on all devices at once, with its collectives. The results of each device
+must be its blocks of the whole ones. A sum over a mesh axis that is missing or taken too often, blocks that
+were exchanged with another device, a wrong offset: all of them give other numbers, in whatever operation.
 
-What this does not see: what a compiler does after it has split the program, faults whose effect is lost in the
-positions that are left out, and faults of the program itself (except `shard_map`s that call different
-values the same). What cannot be followed (kernels, random bits of a device's own generator) is listed, with all
-results that depend on it.
+What this does not see: what a compiler does after it has split the program; a fault that leaves the numbers
+at the chosen positions as they are; and faults of the program itself, except a `shard_map` that calls different
+values the same. What cannot be followed (kernels, a device's own random bits, whatever `evaluate` does not
+know) is listed with the results that depend on it, and is not called wrong.
 """
 
 from __future__ import annotations
@@ -29,8 +28,8 @@ from nnx_parallel.report.shardings import Tiling, read_tiling, split_layouts
 Array = npt.NDArray[Any]
 _Projection = tuple[tuple[int, ...], Array]
 
-# A difference counts from here on, relative to the largest number of a result, and where it is this many times what
-# a change of all arguments by `_NOISE` makes: sums are taken in another order on many devices.
+# A difference counts from `_SMALLEST` on, relative to the largest number of a result, where it is `_MARGIN`
+# times what a change of all arguments by `_NOISE` makes: many devices add up in another order.
 _SMALLEST, _MARGIN, _NOISE = 1e-9, 1e3, 1e-13
 _ROUNDS = 12
 
@@ -141,6 +140,8 @@ class _Origin:
     what = self.what
     if not what and result.factor is not None:
       what = f"{result.factor:.4g} times what it should be"
+    if not what and not np.isfinite(result.error):
+      what = "not a number, or infinite"
     what = what or f"off by {result.error:.2g} of its largest number"
     return Fault(name, what, result.error, result.factor, self.op, self.source, self.instruction, self.sent)
 
@@ -246,7 +247,7 @@ class _Pair:
     a, b = wanted[inside].astype(np.float64), got[inside].astype(np.float64)
     error = _difference(a, b)
     if error <= _SMALLEST:
-      return _Result("right") if inside.all() or tiling.parts else _Result("right")
+      return _Result("right")
     return _Result("wrong", float(error), _factor(a, b))
 
   def apart(self) -> _Origin | None:

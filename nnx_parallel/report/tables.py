@@ -122,7 +122,7 @@ def _header(report: CompileReport) -> str:
 
 
 def results_note(report: CompileReport) -> str:
-  """One sentence: how many results of the step are right as the compiler splits it; empty if none was compared."""
+  """One sentence: how many results are right as the compiler splits the step; empty if none was compared."""
   right, faults, unknown = report.results.right, report.results.faults, report.results.unknown
   if not right and not faults and not unknown:
     return ""
