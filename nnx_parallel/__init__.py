@@ -39,6 +39,7 @@ with epy.lazy_api_imports(globals()):
   from nnx_parallel.layout.resolve import Resolution, resolve_spec
   from nnx_parallel.layout.rules import LogicalRules, PathRules, RuleSet, error, fsdp, replicate
   from nnx_parallel.layout.sharded_optimizer import ShardedOptimizer
+  from nnx_parallel.recipes.check_step import StepCheck, StepDifference, check_step
   from nnx_parallel.recipes.fit import FitResult, fit
   from nnx_parallel.recipes.recorder import EarlyStop
   from nnx_parallel.report.budgets import assert_collectives, assert_fits
@@ -50,7 +51,9 @@ with epy.lazy_api_imports(globals()):
   from nnx_parallel.report.roofline import StepTime, predict_time
   from nnx_parallel.report.search import SearchResult, search
   from nnx_parallel.report.topology import topology_mesh
-  from nnx_parallel.train.convolutions import with_right_gradients
+  from nnx_parallel.train.check_gradients import check_gradients
+  from nnx_parallel.train.gradient_check import GradientCheck, GradientLook
+  from nnx_parallel.train.hold import with_right_gradients
   from nnx_parallel.train.loss_scale import loss_scale_of, with_loss_scale
   from nnx_parallel.train.metrics import MetricsLog, TensorBoardLog, read_metrics
   from nnx_parallel.train.precision import Precision
@@ -71,6 +74,8 @@ __all__ = [
   "EarlyStop",
   "EvalStep",
   "FitResult",
+  "GradientCheck",
+  "GradientLook",
   "InputRules",
   "LayoutDifference",
   "LayoutMismatchError",
@@ -93,6 +98,8 @@ __all__ = [
   "ShardedOptimizer",
   "ShardingError",
   "ShardingPlan",
+  "StepCheck",
+  "StepDifference",
   "StepTime",
   "StopSignals",
   "TensorBoardLog",
@@ -102,7 +109,9 @@ __all__ = [
   "assert_collectives",
   "assert_fits",
   "batches",
+  "check_gradients",
   "check_layout",
+  "check_step",
   "chip",
   "compilation_cache",
   "compile_report",

@@ -80,6 +80,11 @@ def register(commands: Commands) -> None:
   add(
     "--peak-flops", type=float, metavar="F", help="peak FLOP/s of a device, for MFU (the chip's in bfloat16)"
   )
+  add(
+    "--check-gradients",
+    action="store_true",
+    help="first check that the gradients are right on this layout; where they are wrong, exit with 3",
+  )
   add("--compilation-cache", metavar="DIR", help="keep compiled programs here for the next start")
   add("--quiet", action="store_true", help="print only the last step and the result")
   parser.set_defaults(run=run, usage_error=parser.error)
@@ -138,6 +143,11 @@ def run(args: argparse.Namespace) -> int:
       remat=args.remat,
       settings=settings,
     )
+    if args.check_gradients:
+      found = job.check_gradients()
+      print(found.summary if found else found)
+      if not found:
+        return options.NO
     train(args, job, checkpointer)
   return 0
 

@@ -18,6 +18,7 @@ from jax.core import Tracer
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from nnx_parallel.errors import MeshError, ShardingError
+from nnx_parallel.layout.inputs import InputRules
 from nnx_parallel.layout.mesh import AnyMesh, axis_sizes
 from nnx_parallel.layout.resolve import resolve_spec
 from nnx_parallel.layout.rules import LogicalRules, RuleSet
@@ -26,17 +27,18 @@ from nnx_parallel.layout.variables import SCOPE, Entry, axes_of, entry_of
 
 @dataclasses.dataclass(frozen=True)
 class Scope:
-  """Rules for activations, and a mesh. Compared by value, so that equal ones give one compiled program."""
+  """Rules for activations and inputs, and a mesh; equal ones give one compiled program."""
 
   rules: LogicalRules
   mesh: AnyMesh | None
+  inputs: InputRules | None = None
 
   def __hash__(self) -> int:
     return self._hash
 
   @functools.cached_property
   def _hash(self) -> int:
-    return hash((self.rules, self.mesh))
+    return hash((self.rules, self.mesh, self.inputs))
 
   def __repr__(self) -> str:
     return f"<{len(self.rules)} rules>"  # printed for each Variable of a model
@@ -45,7 +47,7 @@ class Scope:
     return self
 
   def __reduce__(self) -> tuple[Any, ...]:
-    return Scope, (self.rules, None)  # a pickled model leaves its devices behind
+    return Scope, (self.rules, None, self.inputs)  # a pickled model leaves its devices behind
 
 
 _SCOPE: Any = jax.make_user_context(None)

@@ -28,7 +28,8 @@ from nnx_parallel.layout.attention import check_attention
 from nnx_parallel.layout.batch import batch_axes, input_spec, no_batch_axes, with_batch
 from nnx_parallel.layout.constrain import Scope, scoped
 from nnx_parallel.layout.decide import Decisions, nearest
-from nnx_parallel.layout.grouped import check_depthwise, check_grouped
+from nnx_parallel.layout.grouped import check_depthwise
+from nnx_parallel.layout.known_faults import fault_notes, possible_faults
 from nnx_parallel.layout.leaf import LeafPlan, Root
 from nnx_parallel.layout.lookup import check_tables
 from nnx_parallel.layout.mesh import AnyMesh, axis_sizes, is_explicit
@@ -465,7 +466,7 @@ class ShardingPlan:
   @functools.cached_property
   def activation_rules(self) -> Scope:
     """What `scope` puts in scope; the Variables of a model that is made from this plan carry it."""
-    return Scope(with_batch(self.rules, axis_sizes(self.mesh)), self.mesh)
+    return Scope(with_batch(self.rules, axis_sizes(self.mesh)), self.mesh, self.rules.inputs)
 
 
 def check_plan(plan: object, call: str) -> None:
@@ -603,7 +604,8 @@ def plan_traced(
   leaves = decisions.model_leaves(model)
   batch = batch_axes(ruleset, decisions.sizes)
   if batch is not None:  # a plan may do without axes for the batch: nothing to check then
-    found += check_grouped(model, batch, decisions.sizes)
+    faults = possible_faults(leaves, model, ruleset, batch, decisions.sizes)
+    found += fault_notes(faults, decisions.sizes, batch)
     found += check_depthwise(model, leaves, batch, decisions.sizes)
     found += check_tables(decisions.table_leaves, batch, decisions.sizes)
   abstract_optimizer = None

@@ -50,7 +50,7 @@ class FitResult:
     stopped: why it ended: `"steps"`, `"data"` or `"early"`; `"signal"` where SIGTERM or Ctrl-C came and has
       a handler that does not end the process.
     seconds: wall time by kind: `step`, `compile`, `data` (the devices waited for a batch), `evaluation`,
-      `checkpoint`, `restore`, `profile`, `other`.
+      `check`, `checkpoint`, `restore`, `profile`, `other`.
   """
 
   step: int
@@ -129,6 +129,7 @@ def fit(
   profile: tuple[int, int] | None = None,
   profile_dir: str | os.PathLike[str] = "profile",
   nonfinite: Literal["error", "continue"] = "error",
+  check_gradients: bool = False,
 ) -> FitResult:
   """Trains a live model, with progress, evaluation, checkpoints and metrics.
 
@@ -175,12 +176,15 @@ def fit(
     profile: the first and last step to trace for xprof.
     profile_dir: where the trace goes.
     nonfinite: whether a loss that is not finite is an error.
+    check_gradients: check on the first batch, before it is trained on, that the step's gradients are the
+      derivatives of its loss on this layout (`TrainStep.check_gradients`); wrong ones are an error.
 
   Returns:
     The last step, the metrics, and why it ended.
 
   Raises:
-    TrainError: data that ends before `steps`, a loss that is not finite, a step that returns no dict, an
+    TrainError: data that ends before `steps`, a loss that is not finite, gradients that are wrong where they
+      are checked, a step that returns no dict, an
       `extra` named `"data"`, an array among the metrics of an evaluation, or options that mean nothing.
     CheckpointError: the checkpointer has steps of another run, or not the one to resume from, or cannot save
       or restore.
@@ -198,6 +202,11 @@ def fit(
     (3, 'data', True)
   """
   _check_minutes(save_every_minutes)
+  if check_gradients and not isinstance(step, TrainStep):
+    raise TrainError(
+      f"fit cannot check the gradients of a {type(step).__name__}: it does not show its loss.",
+      fix="a step of nxp.train_step; or nxp.check_gradients(model, batch, loss_fn) before fit.",
+    )
   _check_intervals(evaluate, steps=steps, eval_every=eval_every, save_every=save_every, log_every=log_every)
   goodput = Goodput()
   if checkpointer is not None and resume is not None and (resume != "latest" or checkpointer.steps()):
@@ -262,6 +271,11 @@ def fit(
         stopped = "data"
         break
       number = at.step + 1
+      if check_gradients and number == first and isinstance(step, TrainStep):
+        with goodput.spend("check"):
+          found = step.check_gradients(model, optimizer, batch)
+        found.raise_if_wrong()
+        shown.note(at.step, found.summary)
       if window is not None:
         with goodput.spend("profile"):
           window.before(number, metrics)

@@ -160,6 +160,20 @@ class Job:
       **options,
     )
 
+  def check_gradients(self) -> nxp.GradientCheck:
+    """Checks on the next batch that the gradients of the step are right on this layout; trains nothing.
+
+    Raises:
+      TrainError: there is no batch.
+    """
+    batch = next(iter(self._placed(self.samples)), None)
+    if batch is None:
+      raise nxp.TrainError(
+        "the recipe has no batch to check gradients on.", fix="batches() with one or more."
+      )
+    with default_scope(self.plan.activation_rules):
+      return self._train_step.check_gradients(self.model, self.optimizer, batch)
+
   def save(self, checkpointer: nxp.Checkpointer) -> None:
     """Saves everything that `restore` needs.
 

@@ -1,10 +1,7 @@
 """Follows mesh axes through the trace of a loss, without a compiler and without axis sizes.
 
-The trace gives shapes; parameters and batch bring their axes; each operation hands them on the way the
-partitioner does: a dim keeps its axes, and an axis is used once in an array. When two dims of a product want
-the same axis, an axis of the batch stays with the data (the parameter is gathered: fsdp), any other with the
-parameter (the data is gathered: tensor parallel, after a sequence-parallel part). Sizes enter only when
-the result is evaluated, so one trace serves every factorisation of a mesh.
+The trace gives shapes; parameters and batch bring their axes; `layout.flow` says how each operation hands
+them on. Sizes enter only when the result is evaluated, so one trace serves every factorisation of a mesh.
 
 Counted are matrix products, convolutions, and kernels (Pallas) that state their cost. All branches of a
 conditional count. A loop whose length is not known counts once; what else computes, and what a program sends
@@ -14,26 +11,19 @@ by its own collectives under `shard_map`, is not counted: `Propagation.uncounted
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 from jax.extend import core
-from jax.sharding import PartitionSpec
 
+from nnx_parallel.layout.flow import Flow, Meeting, constraint, meeting, spread, without
 from nnx_parallel.layout.variables import axes_of
 from nnx_parallel.report.arithmetic import ENDLESS, traced_arithmetic
 from nnx_parallel.report.fusion import is_fused
 from nnx_parallel.train.jaxprs import CHECKPOINTS, called, nbytes, opened, scan_counts
 
-DimAxes = tuple[str, ...]
-Axes = tuple[DimAxes, ...]
-
-_REDUCTIONS = (
-  "reduce_sum", "reduce_max", "reduce_min", "reduce_prod", "reduce_and", "reduce_or", "argmax", "argmin",
-)  # fmt: skip
 # Operations that hand on the values of their first operand, in another type, shape or order at most.
 _MOVES = frozenset((
   "broadcast_in_dim", "convert_element_type", "copy", "copy_p", "dynamic_slice", "name", "reduce_precision",
@@ -51,30 +41,6 @@ _COLLECTIVES = frozenset((
   "all_gather", "all_to_all", "pmax", "pmin", "ppermute", "psum", "psum_scatter", "ragged_all_to_all",
   "reduce_scatter",
 ))  # fmt: skip
-
-
-@dataclasses.dataclass(frozen=True)
-class Flow:
-  """Where an array comes from.
-
-  Attributes:
-    axes: mesh axes of each of its dims.
-    data: whether its values depend on the batch.
-    weight: whether they depend on parameters.
-    parameter: position of the input whose values they are, where they are a parameter's.
-    value: which value this is. Its variable does not say it: jax traces equal calls once, to one jaxpr.
-  """
-
-  axes: Axes
-  data: bool
-  weight: bool = False
-  parameter: int | None = None
-  value: int = dataclasses.field(default_factory=itertools.count().__next__, compare=False)
-
-  @property
-  def names(self) -> frozenset[str]:
-    """All axes that split the array."""
-    return frozenset(axis for dim in self.axes for axis in dim)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -178,7 +144,7 @@ class Propagation:
     self.largest: dict[frozenset[str], int] = {}
     self.moves: list[Move] = []
     self.flows: dict[Any, Flow] = {}
-    self.constrained: set[tuple[int, DimAxes]] = set()
+    self.constrained: set[tuple[int, tuple[str, ...]]] = set()
     self.read: dict[int, int] = {}
     self.uncounted: dict[str, int] = {}
     self._manual: Mapping[str, int] = {}  # mesh axes over which shapes are those of one device
@@ -242,10 +208,10 @@ class Propagation:
     own = inputs[0].parameter if name in _MOVES else None
     if own is None:
       self._read(eqn, inputs)
-    meeting = _meeting(eqn)
-    if meeting is not None:
-      return [self._dot(eqn, inputs, times, meeting)]
-    flows = [Flow(_spread(eqn, out.aval.shape, inputs), data, weight, own) for out in eqn.outvars]
+    found = meeting(eqn)
+    if found is not None:
+      return [self._dot(eqn, inputs, times, found)]
+    flows = [Flow(spread(eqn, out.aval.shape, inputs), data, weight, own) for out in eqn.outvars]
     if _is_heavy(name):
       self._kernel(eqn, inputs, flows, times)
     return flows
@@ -292,7 +258,7 @@ class Propagation:
 
     def placed(flow: Flow, spec: Sequence[Any]) -> Flow:
       dims = [*map(axes_of, spec), *(((),) * (len(flow.axes) - len(spec)))]
-      axes = tuple((*dim, *_without(own, manual)) for dim, own in zip(dims, flow.axes, strict=True))
+      axes = tuple((*dim, *without(own, manual)) for dim, own in zip(dims, flow.axes, strict=True))
       return Flow(axes, flow.data, flow.weight, flow.parameter)
 
     before = self._manual
@@ -325,35 +291,25 @@ class Propagation:
     out = self.run(eqn.params["jaxpr"], [*fixed, *state, *rows], times * eqn.params["length"])
     return state + [Flow(((), *flow.axes), flow.data, flow.weight, flow.parameter) for flow in out[carry:]]
 
-  def _dot(self, eqn: Any, inputs: list[Flow], times: int, meeting: _Meeting) -> Flow:
+  def _dot(self, eqn: Any, inputs: list[Flow], times: int, found: Meeting) -> Flow:
     # Copies: both operands may be one array.
     left, right = inputs = [dataclasses.replace(flow) for flow in inputs[:2]]
-    (left_sum, right_sum), (left_batch, right_batch) = meeting.summed, meeting.shared
-    left_free, right_free = meeting.free
+    (left_sum, right_sum), (left_batch, right_batch) = found.summed, found.shared
+    met = found.meet(left, right, self._batch)
+    left_first, shared, wanted = met.main_is_left, met.shared, met.wanted
+    main, other = (left, right) if left_first else (right, left)
     shapes = [v.aval.shape for v in eqn.invars]
-    left_first = left.data or not right.data
-    order = (left, right) if left_first else (right, left)
-    used = _Used()
-    batch = [used.take(*(f.axes[d] for f, d in zip((left, right), pair, strict=True)))
-             for pair in zip(left_batch, right_batch, strict=True)]  # fmt: skip
-    frees = {id(left): left_free, id(right): right_free}
-    main, other = order
-    shared = frozenset(used.names)
-    free = frozenset[str]() if other.data else {a for d in frees[id(other)] for a in other.axes[d]}
-    wanted = frozenset(free) - self._batch
-    taken = {id(main): [used.take(_without(main.axes[d], wanted)) for d in frees[id(main)]]}
-    taken[id(other)] = [used.take(other.axes[d]) for d in frees[id(other)]]
-    axes = meeting.arranged((*batch, *taken[id(left)], *taken[id(right)]))
+    axes, used = met.axes, {axis for dim in met.axes for axis in dim}
     summed = [
       axis
       for a, b in zip(left_sum, right_sum, strict=True)
       for axis in set(left.axes[a]) | set(right.axes[b])
-      if axis not in used.names and axis in left.names and (axis in right.names or not right.data)
+      if axis not in used and axis in left.names and (axis in right.names or not right.data)
     ]
     both = [axis for axis in summed if axis in left.names and axis in right.names]
     main_shape = shapes[0] if left_first else shapes[1]
     gathered = main.names - wanted
-    spread = frozenset(axis for dim in taken[id(other)] for axis in dim) - gathered
+    spread = frozenset(axis for dim in met.other for axis in dim) - gathered
     out = Flow(axes, left.data or right.data, left.weight or right.weight)
     for var, flow, dims in zip(eqn.invars[:2], inputs, (left_batch, right_batch), strict=True):
       if flow.data:
@@ -364,7 +320,7 @@ class Propagation:
     self.products.append(
       Product(
         arithmetic=traced_arithmetic([v.aval for v in eqn.invars[:2]], eqn.params["precision"]),
-        flops=meeting.flops * self._shards(out.names | frozenset(both)),
+        flops=found.flops * self._shards(out.names | frozenset(both)),
         times=times,
         split=out.names | frozenset(both),
         # Under `shard_map` the program itself sums.
@@ -381,7 +337,7 @@ class Propagation:
         other_bytes=nbytes(eqn.invars[1 if left_first else 0].aval) * self._shards(other.names),
         other_split=other.names,
         shared=shared if other.weight and not other.data else frozenset(),
-        tokens=frozenset(axis for dim in taken[id(main)] for axis in dim),
+        tokens=frozenset(axis for dim in met.main for axis in dim),
       )
     )
     return out
@@ -389,7 +345,7 @@ class Propagation:
   def _constrain(self, eqn: Any, flow: Flow, times: int) -> Flow:
     """A layout that the program asks for; an axis that changes its dim is exchanged."""
     aval = eqn.outvars[0].aval
-    axes = _constraint(eqn, flow.axes)
+    axes = constraint(eqn, flow.axes)
     if flow.data:
       self.constrained |= {(n, dim) for n, dim in zip(aval.shape, axes, strict=True) if dim}
       moved = {a for before, after in zip(flow.axes, axes, strict=True) for a in after if a not in before}
@@ -402,182 +358,8 @@ class Propagation:
       self.moves.append(Move(split & arriving, nbytes(aval) * self._shards(split), split, times))
 
 
-@dataclasses.dataclass(frozen=True)
-class _Meeting:
-  """How the dims of two operands meet.
-
-  Attributes:
-    summed: dims of the left and of the right operand that are summed over.
-    shared: dims that both have and the result keeps.
-    free: dims that only one of them has.
-    flops: of the whole product.
-    places: dim of the result, for each of the shared dims, the free ones of the left, and of the right.
-  """
-
-  summed: tuple[Sequence[int], Sequence[int]]
-  shared: tuple[Sequence[int], Sequence[int]]
-  free: tuple[Sequence[int], Sequence[int]]
-  flops: int
-  places: Sequence[int] | None = None
-
-  def arranged(self, axes: Axes) -> Axes:
-    """The axes of the shared and the free dims in the order of the result."""
-    if self.places is None:
-      return axes
-    placed = dict(zip(self.places, axes, strict=True))
-    return tuple(placed[d] for d in sorted(placed))
-
-
-def _meeting(eqn: Any) -> _Meeting | None:
-  """How a product's operands meet; None for other operations."""
-  make = _MEETINGS.get(eqn.primitive.name)
-  return make(eqn) if make else None
-
-
-def _dot_meeting(eqn: Any) -> _Meeting:
-  return _meet(eqn, *eqn.params["dimension_numbers"])
-
-
-def _ragged_meeting(eqn: Any) -> _Meeting | None:
-  """Rows of the left operand in groups, each with its own right operand: a layer of experts."""
-  numbers = eqn.params["ragged_dot_dimension_numbers"]
-  (left_sum, right_sum), shared = numbers.dot_dimension_numbers
-  if set(numbers.lhs_ragged_dimensions) & {*left_sum, *shared[0]}:
-    return None
-  return _meet(eqn, (left_sum, right_sum), shared, numbers.rhs_group_dimensions)
-
-
-def _meet(
-  eqn: Any,
-  summed: tuple[Sequence[int], Sequence[int]],
-  shared: tuple[Sequence[int], Sequence[int]],
-  groups: Sequence[int] = (),
-) -> _Meeting:
-  left, right = (v.aval.shape for v in eqn.invars[:2])
-  free = (
-    [d for d in range(len(left)) if d not in (*summed[0], *shared[0])],
-    [d for d in range(len(right)) if d not in (*summed[1], *shared[1], *groups)],
-  )
-  flops = 2 * math.prod(eqn.outvars[0].aval.shape) * math.prod(left[d] for d in summed[0])
-  return _Meeting(summed, shared, free, flops)
-
-
-def _convolution_meeting(eqn: Any) -> _Meeting:
-  """Windows of the left operand times the kernel; what padding and dilation put between is not counted."""
-  numbers, kernel = eqn.params["dimension_numbers"], eqn.invars[1].aval.shape
-  (batch, channel, *space), (out, into, *_) = numbers.lhs_spec, numbers.rhs_spec
-  result = eqn.outvars[0].aval.shape
-  dilated = math.prod(eqn.params["lhs_dilation"])
-  flops = 2 * math.prod(result) * math.prod(kernel) // max(1, kernel[out] * dilated)
-  out_batch, out_channel, *out_space = numbers.out_spec
-  if eqn.params["feature_group_count"] > 1:  # each group of channels has kernels of its own
-    places = (out_batch, out_channel, *out_space)
-    return _Meeting(((), ()), ((), ()), ((batch, channel, *space), ()), flops, places)
-  free = ((batch, *space), (out,))
-  return _Meeting(((channel,), (into,)), ((), ()), free, flops, (out_batch, *out_space, out_channel))
-
-
-_MEETINGS: Mapping[str, Callable[[Any], _Meeting | None]] = {
-  "dot_general": _dot_meeting,
-  "conv_general_dilated": _convolution_meeting,
-  "ragged_dot_general": _ragged_meeting,
-}
-
-
 def _is_heavy(name: str) -> bool:
   """Whether an operation may compute much: all that `jax.lax` does not have, products aside, unless known."""
   if name.removesuffix("_invariant") in _COLLECTIVES:
     return True
   return name in _HEAVY or not (name in _LIGHT or hasattr(jax.lax, f"{name}_p"))
-
-
-class _Used:
-  """Hands out axes to the dims of one array, each axis once."""
-
-  def __init__(self) -> None:
-    self.names: set[str] = set()
-
-  def take(self, *options: DimAxes) -> DimAxes:
-    for option in options:
-      free = tuple(axis for axis in option if axis not in self.names)
-      if free:
-        self.names.update(free)
-        return free
-    return ()
-
-
-def _spread(eqn: Any, shape: tuple[int, ...], inputs: list[Flow]) -> Axes:
-  """Axes of an operation's result: by its dim mapping where it has one, else by equal sizes."""
-  name, used = eqn.primitive.name, _Used()
-  if name in _MAPPINGS and inputs:
-    sources = _MAPPINGS[name](eqn.params, len(inputs[0].axes))
-    return tuple(used.take(inputs[0].axes[s]) if s is not None else () for s in sources)
-  ranked = sorted(
-    (pair for pair in zip(eqn.invars, inputs, strict=True) if pair[1].names),
-    key=lambda pair: not pair[1].data,
-  )
-  same_rank = [flow for var, flow in ranked if len(var.aval.shape) == len(shape)]
-  if same_rank:
-    return tuple(used.take(*(flow.axes[d] for flow in same_rank)) for d in range(len(shape)))
-  result: list[DimAxes] = [()] * len(shape)
-  for var, flow in ranked:
-    _match_sizes(var.aval.shape, flow, shape, result, used)
-  return tuple(result)
-
-
-def _match_sizes(
-  before: tuple[int, ...], flow: Flow, shape: tuple[int, ...], result: list[DimAxes], used: _Used
-) -> None:
-  """Reshapes and gathers: a dim keeps its axes where the running product of sizes agrees, or the size."""
-  starts = {math.prod(shape[:d]): d for d in reversed(range(len(shape))) if shape[d] > 1}
-  for d, axes in enumerate(flow.axes):
-    if not axes:
-      continue
-    at = starts.get(math.prod(before[:d]))
-    if at is None or result[at]:
-      at = next((e for e, n in enumerate(shape) if n == before[d] and not result[e]), None)
-    if at is not None and not result[at]:
-      result[at] = used.take(axes)
-
-
-def _constraint(eqn: Any, before: Axes) -> Axes:
-  """The axes that the program asks for; a dim that is left to the compiler keeps its own."""
-  spec: Sequence[Any] = getattr(eqn.params["sharding"], "spec", ())
-  dims: list[DimAxes] = []
-  for entry, own in zip(spec, before, strict=False):
-    if entry is PartitionSpec.UNCONSTRAINED:
-      dims.append(own)
-    else:
-      dims.append(axes_of(entry))
-  return (*dims, *(((),) * (len(before) - len(dims))))
-
-
-def _without(axes: DimAxes, left_out: frozenset[str]) -> DimAxes:
-  return tuple(axis for axis in axes if axis not in left_out)
-
-
-def _broadcast(params: Mapping[str, Any], rank: int) -> list[int | None]:
-  sources: list[int | None] = [None] * len(params["shape"])
-  for source, target in enumerate(params["broadcast_dimensions"]):
-    sources[target] = source
-  return sources
-
-
-def _reduce(params: Mapping[str, Any], rank: int) -> list[int | None]:
-  return [d for d in range(rank) if d not in params["axes"]]
-
-
-def _squeeze(params: Mapping[str, Any], rank: int) -> list[int | None]:
-  return [d for d in range(rank) if d not in params["dimensions"]]
-
-
-def _transpose(params: Mapping[str, Any], rank: int) -> list[int | None]:
-  return list(params["permutation"])
-
-
-_MAPPINGS: Mapping[str, Callable[[Mapping[str, Any], int], list[int | None]]] = {
-  "broadcast_in_dim": _broadcast,
-  "squeeze": _squeeze,
-  "transpose": _transpose,
-  **dict.fromkeys(_REDUCTIONS, _reduce),
-}

@@ -14,12 +14,13 @@ from jax.extend import core
 from jax.sharding import PartitionSpec
 
 from nnx_parallel.errors import ReportError
+from nnx_parallel.layout.flow import Flow
 from nnx_parallel.layout.leaf import LeafPlan
 from nnx_parallel.layout.mesh import abstract_mesh, axis_sizes
 from nnx_parallel.layout.plan import ShardingPlan
 from nnx_parallel.layout.variables import axes_of
 from nnx_parallel.report.fusion import stored
-from nnx_parallel.report.propagate import Flow, Kept, Move, Product, Propagation
+from nnx_parallel.report.propagate import Kept, Move, Product, Propagation
 from nnx_parallel.train.gradients import Gradients, is_scattered
 from nnx_parallel.train.jaxprs import as_function, nbytes, opened, scan_counts
 from nnx_parallel.train.remat import Remat, has_layers, with_remat

@@ -78,7 +78,7 @@ def whole_batch(
   (_, (found, changed, _)), grads = jax.value_and_grad(objective, has_aux=True)(trained, rest, batch)
   if not layout.scattered:
     return Total(grads, found, 1, changed, "once: one batch")
-  grads = [_pin(g, where) for g, where in zip(grads, layout.trained, strict=True)]
+  grads = [pinned(g, where) for g, where in zip(grads, layout.trained, strict=True)]
   return Total(grads, found, 1, changed, "once: one batch, into the layout of the optimizer state")
 
 
@@ -135,6 +135,44 @@ def in_microbatches(
     how += f", in {jnp.dtype(reduction or jnp.float32)}"
     return _manual(objective, trained, rest, batch, count, layout.mesh, axes, parts, how, reduction)
   return _mapped(objective, trained, rest, batch, count, layout, axes, parts, how)
+
+
+def slope_of(
+  objective: Objective,
+  trained: list[Any],
+  tangents: list[Any],
+  rest: list[Any],
+  batch: Any,
+  count: int | None,
+) -> tuple[Any, Any]:
+  """The mean loss of a batch and its derivative in one direction, by forward mode.
+
+  Args:
+    objective: see `Objective`; what it changes is dropped.
+    trained: arrays.
+    tangents: the direction: one array for each of them.
+    rest: the other arrays.
+    batch: global arrays with the examples on dim 0.
+    count: number of microbatches; None where the objective is the mean over the batch in one piece.
+
+  Returns:
+    The loss and the derivative, scalars.
+  """
+  if count is None:
+    slope, (found, _, _) = _jvp(objective, trained, tangents, rest, batch)
+    return mean(found.sums["loss"], found.counts["loss"]), slope
+  (slope,), found, _ = _scan(objective, trained, rest, batch, count, [None], tangents)
+  total, weight = found.sums["loss"], found.counts["loss"]
+  if weight is None:
+    return total / count, slope / count
+  return mean(total, weight), mean(slope, weight)
+
+
+def _jvp(
+  objective: Objective, trained: list[Any], tangents: list[Any], rest: list[Any], part: Any
+) -> tuple[Any, Any]:
+  _, slope, found = jax.jvp(lambda train: objective(train, rest, part), (trained,), (tangents,), has_aux=True)
+  return slope, found
 
 
 def loss_of(objective: Objective, trained: list[Any], rest: list[Any], batch: Any, count: int) -> Any:
@@ -217,7 +255,7 @@ def _mapped(
 
   def by_replica(x: Any) -> jax.Array:
     x = jnp.reshape(x, (replicas, x.shape[0] // replicas, *x.shape[1:]))
-    return _pin(x, NamedSharding(layout.mesh, PartitionSpec(axes, inner or None)))
+    return pinned(x, NamedSharding(layout.mesh, PartitionSpec(axes, inner or None)))
 
   def one(part: Any) -> tuple[Any, Terms]:
     grads, found, _ = _scan(objective, trained, rest, part, count, layout.trained)
@@ -267,9 +305,12 @@ def _scan(
   batch: Any,
   count: int,
   layouts: Sequence[Any],
+  tangents: list[Any] | None = None,
 ) -> tuple[list[Any], Terms, dict[int, Any]]:
-  """Sums gradients and terms over the microbatches of this batch (local or global)."""
-  grad = jax.grad(objective, has_aux=True)
+  """Sums gradients and terms over the microbatches of this batch (local or global).
+
+  With tangents, the derivative in their direction takes the place of the gradients.
+  """
   parts = jax.tree.map(lambda x: _split(x, count), batch)
   first = jax.tree.map(lambda x: x[0], parts)
   changes = jax.eval_shape(lambda t, r, b: objective(t, r, b)[1][1], trained, rest, first)
@@ -277,14 +318,19 @@ def _scan(
   def body(carry: Any, part: Any) -> tuple[Any, Terms]:
     total, moving = carry
     current = [moving.get(i, array) for i, array in enumerate(rest)]
-    grads, (found, changed, weight) = grad(trained, current, part)
+    if tangents is None:
+      grads, (found, changed, weight) = jax.grad(objective, has_aux=True)(trained, current, part)
+    else:
+      slope, (found, changed, weight) = _jvp(objective, trained, tangents, current, part)
+      grads = [slope]
     # In float32: many small gradients are added, and summed over replicas.
-    grads = [_pin(_weighed(widen(g), weight), where) for g, where in zip(grads, layouts, strict=True)]
-    total = [_pin(a + b, where) for a, b, where in zip(total, grads, layouts, strict=True)]
+    grads = [pinned(_weighed(widen(g), weight), where) for g, where in zip(grads, layouts, strict=True)]
+    total = [pinned(a + b, where) for a, b, where in zip(total, grads, layouts, strict=True)]
     moving = {i: changed[i].astype(array.dtype) if i in changed else array for i, array in moving.items()}
     return (total, moving), found
 
-  zeros = [_pin(jnp.zeros_like(widen(x)), where) for x, where in zip(trained, layouts, strict=True)]
+  like = trained if tangents is None else [jnp.zeros(())]
+  zeros = [pinned(jnp.zeros_like(widen(x)), where) for x, where in zip(like, layouts, strict=True)]
   moving = {i: rest[i] for i in changes}
   (total, moving), stacked = jax.lax.scan(body, (zeros, moving), parts)
   summed = Terms(
@@ -299,7 +345,8 @@ def _weighed(x: jax.Array, weight: jax.Array | None) -> jax.Array:
   return x if weight is None else x * weight.astype(x.dtype)
 
 
-def _pin(x: jax.Array, where: Any) -> jax.Array:
+def pinned(x: jax.Array, where: Any) -> jax.Array:
+  """`x` laid out as `where` says; as it is where that is None."""
   if where is None:
     return x
   if isinstance(where, NamedSharding) and AxisType.Explicit in where.mesh.axis_types:
@@ -353,20 +400,40 @@ def _local_axes(
     lambda x: jax.ShapeDtypeStruct((jnp.shape(x)[0] // (replicas * count), *jnp.shape(x)[1:]), x.dtype), batch
   )
   with spent(axes):
-    traced, (_, (_, changed, _)) = jax.make_jaxpr(objective, return_shape=True)(trained, rest, part)
+    traced, why = traced_by_replica(objective, trained, rest, part, axes)
+  if why:
+    return (), why
+  # A dim of replicas makes it a grouped convolution, whose kernel gradient XLA gets wrong.
+  alone = all(size == 1 for axis, size in layout.mesh.shape.items() if axis not in axes)
+  if not alone and any(eqn.primitive.name == "conv_general_dilated" for eqn in equations(traced)):
+    return (), "the model has convolutions, and replicas that are split themselves"
+  return axes, ""
+
+
+def traced_by_replica(
+  objective: Objective, trained: list[Any], rest: list[Any], part: Any, axes: Sequence[str]
+) -> tuple[Any, str]:
+  """The trace of a loss on one replica's part of the batch, and why replicas cannot compute it on their own.
+
+  Args:
+    objective: see `Objective`.
+    trained: arrays.
+    rest: the other arrays.
+    part: the examples of one replica.
+    axes: the mesh axes of the replicas.
+
+  Returns:
+    A jaxpr, and a reason; empty where each replica can.
+  """
+  traced, (_, (_, changed, _)) = jax.make_jaxpr(objective, return_shape=True)(trained, rest, part)
   if changed:
-    return (), "the loss changes Variables (statistics, counters or random state)"
+    return traced.jaxpr, "the loss changes Variables (statistics, counters or random state)"
   for eqn in equations(traced.jaxpr):
     if eqn.primitive.name == "shard_map":
-      return (), "the loss has its own shard_map"
-    if eqn.primitive.name == "conv_general_dilated":
-      # A dim of replicas makes it a grouped convolution, whose kernel gradient XLA gets wrong.
-      alone = all(size == 1 for axis, size in layout.mesh.shape.items() if axis not in axes)
-      if not alone:
-        return (), "the model has convolutions, and replicas that are split themselves"
+      return traced.jaxpr, "the loss has its own shard_map"
     if eqn.primitive.name == "sharding_constraint" and _names(eqn.params["sharding"]) & set(axes):
-      return (), f"the model constrains arrays to {', '.join(axes)}"
-  return axes, ""
+      return traced.jaxpr, f"the model constrains arrays to {', '.join(axes)}"
+  return traced.jaxpr, ""
 
 
 def equations(jaxpr: Any) -> Iterator[Any]:
@@ -388,3 +455,14 @@ def inner_equations(eqn: Any) -> Iterator[Any]:
 def _names(sharding: Any) -> set[str]:
   spec = getattr(sharding, "spec", ())
   return {axis for entry in spec for axis in axes_of(entry)}
+
+
+def batch_axes_of(batch: Any) -> tuple[str, ...]:
+  """The mesh axes of dim 0, when every array of the batch has the same; else ()."""
+  found: set[tuple[str, ...]] = set()
+  for leaf in jax.tree.leaves(batch):
+    sharding = getattr(leaf, "sharding", None)
+    if not isinstance(sharding, NamedSharding) or not jnp.ndim(leaf) or not sharding.spec:
+      return ()
+    found.add(axes_of(sharding.spec[0]))
+  return found.pop() if len(found) == 1 else ()

@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import jax
 from jax.extend import core
 
 CHECKPOINTS = ("checkpoint", "remat", "remat2")
@@ -90,3 +91,64 @@ def scan_counts(eqn: Any) -> ScanCounts:
 
 def _rank(var: Any) -> int:
   return len(var.aval.shape)
+
+
+def own_rules(jaxpr: Any) -> list[str]:
+  """The names of the functions in a program that bring a reverse rule of their own (`jax.custom_vjp`)."""
+  found: dict[str, None] = {}
+
+  def look(eqn: Any) -> None:
+    if eqn.primitive.name.startswith(_RULE):
+      found[str(getattr(eqn.params.get("bwd"), "__name__", eqn.primitive.name))] = None
+
+  rewritten(jaxpr, look)
+  return list(found)
+
+
+def without_own_rules(jaxpr: Any) -> Any:
+  """The same program with plain calls in place of `jax.custom_vjp` functions: forward mode can pass them."""
+
+  def called_plainly(eqn: Any) -> Any:
+    if not eqn.primitive.name.startswith(_RULE):
+      return None
+    inner = without_own_rules(called(eqn))
+    (made,) = jax.make_jaxpr(jax.jit(as_function(inner)))(*[var.aval for var in eqn.invars]).eqns
+    return made.replace(invars=eqn.invars, outvars=eqn.outvars, source_info=eqn.source_info)
+
+  return rewritten(jaxpr, called_plainly)
+
+
+_RULE = "custom_vjp_call"
+
+
+def rewritten(jaxpr: Any, change: Callable[[Any], Any]) -> Any:
+  """A jaxpr, closed or not, with other operations, also inside loops, branches and calls.
+
+  Args:
+    jaxpr: the program.
+    change: gives the operation that takes the place of one, with the same inputs and outputs; None where it
+      stays, and what is inside it is looked at.
+  """
+  if opened(jaxpr) is not jaxpr:
+    return jaxpr.replace(jaxpr=rewritten(opened(jaxpr), change))
+  return jaxpr.replace(eqns=[_rewritten_equation(eqn, change) for eqn in jaxpr.eqns])
+
+
+def _rewritten_equation(eqn: Any, change: Callable[[Any], Any]) -> Any:
+  new = change(eqn)
+  if new is not None:
+    return new
+  inside = {
+    key: _rewritten_param(value, change) for key, value in eqn.params.items() if _holds_program(value)
+  }
+  return eqn.replace(params={**eqn.params, **inside}) if inside else eqn
+
+
+def _rewritten_param(value: Any, change: Callable[[Any], Any]) -> Any:
+  return tuple(rewritten(v, change) for v in value) if isinstance(value, tuple) else rewritten(value, change)
+
+
+def _holds_program(value: Any) -> bool:
+  if isinstance(value, tuple):
+    return bool(value) and all(map(_holds_program, value))
+  return hasattr(opened(value), "eqns")

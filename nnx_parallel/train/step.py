@@ -23,7 +23,7 @@ from nnx_parallel.layout.constrain import default_scope, scope_of
 from nnx_parallel.layout.plan import ShardingPlan
 from nnx_parallel.layout.sharded_optimizer import placement_of
 from nnx_parallel.layout.variables import Path, axes_of, few, value_of
-from nnx_parallel.train.accumulate import Layout
+from nnx_parallel.train.accumulate import Layout, batch_axes_of
 from nnx_parallel.train.binding import (
   ABSENT,
   Binding,
@@ -36,9 +36,11 @@ from nnx_parallel.train.binding import (
   put,
   read_apart,
 )
+from nnx_parallel.train.check_gradients import Subject, checked
 from nnx_parallel.train.compiled import Compile, Compiled, logger
-from nnx_parallel.train.convolutions import with_right_gradients
+from nnx_parallel.train.gradient_check import GradientCheck, merged
 from nnx_parallel.train.gradients import Gradients, is_scattered
+from nnx_parallel.train.hold import held
 from nnx_parallel.train.loss_call import call_loss
 from nnx_parallel.train.losses import Metrics, check_examples, examples_in, means, pairs, terms
 from nnx_parallel.train.remat import Policy, check_policy
@@ -220,6 +222,47 @@ class TrainStep(_Step):
     bound = self._bound(model, optimizer)
     return bound.program(batch).jitted.lower(bound.binding.read(), batch).compile()
 
+  def check_gradients(
+    self,
+    model: Any,
+    optimizer: Any,
+    batch: Any,
+    *,
+    seed: int = 0,
+    directions: int | None = None,
+    apart: bool = False,
+    tries: int = 8,
+  ) -> GradientCheck:
+    """Checks that the gradients of this step are the derivatives of its loss; see `nxp.check_gradients`.
+
+    They are computed as in the step: its microbatches, recomputation, reductions and loss scale, and with
+    what it does where XLA alone would be wrong. Nothing is trained.
+
+    Args:
+      model: as in a call.
+      optimizer: as in a call; it says which Variables are trained.
+      batch: as in a call.
+      seed: of the directions.
+      directions: how many; see `nxp.check_gradients`.
+      apart: look at each group of equal layers too.
+      tries: how many other layouts to try for leaves that are wrong.
+
+    Returns:
+      What was found: true when nothing is wrong.
+
+    Raises:
+      TrainError: as in a call.
+    """
+    bound = self._bound(model, optimizer)
+    filters = {key: item.wrt for key, item in keyed(model, optimizer).items()}
+    losses = self.recipe.loss_fn
+    several: dict[Any, Any] = dict(losses) if isinstance(losses, Mapping) else {None: losses}
+    found: dict[Any, GradientCheck] = {}
+    for key, loss_fn in several.items():
+      wrt = filters if key is None else {key: filters[key]}
+      found[key] = checked(bound.subject(loss_fn, wrt, batch), seed, directions, apart=apart, tries=tries)
+    return merged(found)
+
   def _bind(self, roots: dict[str, Any], reasons: tuple[str, ...]) -> _Bound:
     check_outside(roots.values())
     planned = _planned(roots)
@@ -392,17 +435,13 @@ class _Bound:
     return self.watch.alive()
 
   def program(self, batch: Any) -> Compiled:
-    axes = _batch_axes(batch) if self.by_layout else ()
+    axes = batch_axes_of(batch) if self.by_layout else ()
     found = self._programs.get(axes)
     if found is None:
-      labels = self.binding.variable_labels
-      if self.donate:
-        shardings = self.binding.variable_shardings
-        run = with_right_gradients(self._train(axes), self.binding.mesh)
-        found = Compiled(run, labels, donate=True, shardings=shardings)
-      else:
-        run = with_right_gradients(self._evaluate, self.binding.mesh)
-        found = Compiled(run, labels, donate=False, shardings=None)
+      labels, shardings = self.binding.variable_labels, self.binding.variable_shardings
+      run = self._train(axes) if self.donate else self._evaluate
+      run = self._held(run, shardings)
+      found = Compiled(run, labels, donate=self.donate, shardings=shardings if self.donate else None)
       self._programs[axes] = found
     return found
 
@@ -435,28 +474,47 @@ class _Bound:
     binding = self.binding
     scope = scope_of(binding.variables)
 
-    def layouts(optimizers: dict[Any, Any], paths: list[Path], stages: list[int]) -> Layout:
-      # Paths start inside `models`; the template's start with the root's number.
-      index, asked = binding.template.index, self.recipe.gradients
-      own = [binding.shardings[index[(0, *path)]] for path in paths]
-      split = [_scattered(optimizers, path, mine) for path, mine in zip(paths, own, strict=True)]
-      chosen = {s: is_scattered(asked, s, further=any(split)) for s in stages}
-      trained = [
-        where if where is not None and chosen[stage] else mine
-        for where, mine, stage in zip(split, own, stages, strict=True)
-      ]
-      scattered = any(a is not b for a, b in zip(trained, own, strict=True))
-      used = {axis for s in binding.shardings[: _model_leaves(binding)] if s for axis in _axes_in(s)}
-      return Layout(binding.mesh, trained, scattered, frozenset(used), axes)
-
     def train_step(arrays: list[Any], batch: Any) -> tuple[list[Any], Metrics]:
       objects = binding.template.build(binding.with_raw(arrays))
       with default_scope(scope):
-        found = functools.partial(layouts, keyed(objects[0], objects[1]))
-        metrics, self.how = update(self.recipe, objects[0], objects[1], batch, found)
+        layout = functools.partial(self.layout, keyed(objects[0], objects[1]), axes)
+        metrics, self.how = update(self.recipe, objects[0], objects[1], batch, layout)
       return binding.without_raw(binding.template.arrays(objects)), metrics
 
     return train_step
+
+  def _held(self, run: Callable[..., Any], shardings: Any) -> Callable[..., Any]:
+    return held(run, self.binding.mesh, scope_of(self.binding.variables), shardings)
+
+  def layout(
+    self, optimizers: dict[Any, Any], axes: tuple[str, ...], paths: list[Path], stages: list[int]
+  ) -> Layout:
+    """Where the arrays of a step lie; see `update`."""
+    # Paths start inside `models`; the template's start with the root's number.
+    binding, asked = self.binding, self.recipe.gradients
+    own = [binding.shardings[binding.template.index[(0, *path)]] for path in paths]
+    split = [_scattered(optimizers, path, mine) for path, mine in zip(paths, own, strict=True)]
+    chosen = {s: is_scattered(asked, s, further=any(split)) for s in stages}
+    trained = [
+      where if where is not None and chosen[stage] else mine
+      for where, mine, stage in zip(split, own, stages, strict=True)
+    ]
+    scattered = any(a is not b for a, b in zip(trained, own, strict=True))
+    used = {axis for s in binding.shardings[: _model_leaves(binding)] if s for axis in _axes_in(s)}
+    return Layout(binding.mesh, trained, scattered, frozenset(used), axes)
+
+  def subject(self, loss_fn: LossFn, wrt: Mapping[Any, Any], batch: Any) -> Subject:
+    """What `check_gradients` checks: one loss, differentiated as in this step."""
+    axes = batch_axes_of(batch) if self.by_layout else ()
+    return Subject(
+      self.recipe,
+      loss_fn,
+      self.binding,
+      batch,
+      wrt,
+      layouts=lambda optimizers: functools.partial(self.layout, optimizers, axes),
+      mend=self._held,
+    )
 
   def _evaluate(self, arrays: list[Any], batch: Any) -> Metrics:
     template: Template = self.binding.template
@@ -596,14 +654,3 @@ def _model_leaves(binding: Binding) -> int:
 
 def _axes_in(sharding: NamedSharding) -> set[str]:
   return {axis for entry in sharding.spec for axis in axes_of(entry)}
-
-
-def _batch_axes(batch: Any) -> tuple[str, ...]:
-  """The mesh axes of dim 0, when every array of the batch has the same; else ()."""
-  found: set[tuple[str, ...]] = set()
-  for leaf in jax.tree.leaves(batch):
-    sharding = getattr(leaf, "sharding", None)
-    if not isinstance(sharding, NamedSharding) or not jnp.ndim(leaf) or not sharding.spec:
-      return ()
-    found.add(axes_of(sharding.spec[0]))
-  return found.pop() if len(found) == 1 else ()

@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import inspect
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +19,7 @@ from nnx_parallel.layout.padding import is_padded
 from nnx_parallel.layout.sharded_optimizer import ShardedOptimizer, placement_of, plain_update
 from nnx_parallel.layout.tracing import NEEDS_VALUES
 from nnx_parallel.layout.variables import Path, path_str, plain_path, variables
-from nnx_parallel.train.accumulate import Layout, Total, in_microbatches, loss_of, whole_batch
+from nnx_parallel.train.accumulate import Layout, Objective, Total, in_microbatches, loss_of, whole_batch
 from nnx_parallel.train.binding import Template
 from nnx_parallel.train.diagnostics import diagnostics, merged
 from nnx_parallel.train.gradients import Gradients
@@ -116,19 +116,58 @@ def keyed(models: Any, optimizers: Any) -> dict[Any, Any]:
   return found
 
 
-def _update_once(
-  recipe: Recipe, loss_fn: LossFn, models: Any, optimizers: dict[Any, Any], batch: Any, layouts: Any
-) -> tuple[Metrics, str]:
+class Differentiable(NamedTuple):
+  """The loss of traced models as a function of the arrays that are trained.
+
+  Attributes:
+    objective: what is differentiated; see `accumulate.Objective`.
+    train: the trained arrays.
+    others: the other arrays, and the loss scale if there is one.
+    paths: the path of each trained array inside the models.
+    template: the structure of the models.
+    order: the leaf of the template for each of `others`, then for each of `train`.
+    whole: whether the batch stays in one piece, and the objective is its mean loss; else it is a sum.
+  """
+
+  objective: Objective
+  train: list[Any]
+  others: list[Any]
+  paths: list[Path]
+  template: Template
+  order: list[int]
+  whole: bool
+
+  @property
+  def trained(self) -> list[int]:
+    """The leaf of the template for each trained array."""
+    return self.order[len(self.order) - len(self.train) :]
+
+
+def differentiable(
+  recipe: Recipe, loss_fn: LossFn, models: Any, wrt: Mapping[Any, Any], scale: Any = None
+) -> Differentiable:
+  """The loss of traced models as a function of the arrays that are trained.
+
+  Args:
+    recipe: what the step does.
+    loss_fn: one loss function.
+    models: a module, or a tuple or dict of modules.
+    wrt: the filter of the Variables that are trained, by the key of their model; None for a single model.
+    scale: what the loss is multiplied by, or None.
+
+  Returns:
+    The function and its arguments.
+
+  Raises:
+    TrainError: nothing to train, or what has no gradient.
+  """
   template = Template(models)
   arrays = template.arrays(models)
-  trained = [i for i in range(len(arrays)) if _is_trained(template, i, optimizers)]
-  _check_trained(template, trained, optimizers)
-  for key, optimizer in optimizers.items():
-    _check_state(optimizer, models if key is None else models[key], key)
+  trained = [i for i in range(len(arrays)) if _is_trained(template, i, wrt)]
+  _check_trained(template, trained, wrt)
   rest = [i for i in range(len(arrays)) if i not in set(trained)]
   order = [*rest, *trained]
   whole = recipe.microbatches == 1 and recipe.reduction is None
-  scale = common_scale(optimizers.values())
 
   def objective(train: list[Any], others: list[Any], part: Any, *, exact: bool = True) -> Any:
     merged = [*arrays]
@@ -163,25 +202,54 @@ def _update_once(
   if scale is not None:
     others.append(scale)
   paths = [template.paths[i] for i in trained]
+  return Differentiable(rematerialised(objective, recipe.remat), train, others, paths, template, order, whole)
+
+
+def gradients_of(
+  recipe: Recipe, loss: Differentiable, optimizers: dict[Any, Any], batch: Any, layouts: Any
+) -> tuple[Total, list[Any]]:
+  """What a step differentiates, and the gradient of the mean loss for each trained array.
+
+  Args:
+    recipe: what the step does.
+    loss: what is differentiated.
+    optimizers: by the key of the model that they train; they say where gradients lie.
+    batch: the batch.
+    layouts: as for `update`.
+
+  Returns:
+    Sums over the parts of the batch, and the gradients, multiplied by the loss scale if there is one.
+  """
   stages = {key: _stage(optimizer) for key, optimizer in optimizers.items()}
-  differentiated = rematerialised(objective, recipe.remat)
-  layout: Layout = layouts(paths, [stages[None if None in stages else path[0]] for path in paths])
-  if whole:
-    total = whole_batch(differentiated, train, others, batch, layout)
+  layout: Layout = layouts(loss.paths, [stages[None if None in stages else path[0]] for path in loss.paths])
+  if loss.whole:
+    total = whole_batch(loss.objective, loss.train, loss.others, batch, layout)
   else:
     total = in_microbatches(
-      differentiated, train, others, batch, recipe.microbatches, layout, recipe.reduction
+      loss.objective, loss.train, loss.others, batch, recipe.microbatches, layout, recipe.reduction
     )
+  return total, _scaled(total, loss.train)
+
+
+def _update_once(
+  recipe: Recipe, loss_fn: LossFn, models: Any, optimizers: dict[Any, Any], batch: Any, layouts: Any
+) -> tuple[Metrics, str]:
+  scale = common_scale(optimizers.values())
+  wrt = {key: optimizer.wrt for key, optimizer in optimizers.items()}
+  loss = differentiable(recipe, loss_fn, models, wrt, scale)
+  for key, optimizer in optimizers.items():
+    _check_state(optimizer, models if key is None else models[key], key)
+  template, trained, train, others = loss.template, loss.trained, loss.train, loss.others
+  total, grads = gradients_of(recipe, loss, optimizers, batch, layouts)
   for n, value in total.rest.items():
-    leaf = template.leaves[order[n]]
+    leaf = template.leaves[loss.order[n]]
     if not isinstance(leaf, nnx.Variable):
       raise TrainError(
-        f"the loss function replaced {path_str(template.paths[order[n]])}, a raw array.",
+        f"the loss function replaced {path_str(template.paths[loss.order[n]])}, a raw array.",
         details="only Variables are written back after a step",
         fix="store it as nnx.Variable(...): then each step updates it.",
       )
     leaf.set_raw_value(value)
-  grads = _scaled(total, train)
   metrics = means(total.terms, total.parts)
   noted: Metrics = {}
   for key, optimizer in optimizers.items():
@@ -194,10 +262,10 @@ def _update_once(
       replaced = [*train]
       for n, value in zip(mine, jax.tree.leaves(params), strict=True):
         replaced[n] = value if scale is None else scaled_in_backward(value, 1 / scale)
-      value = loss_of(differentiated, replaced, others, batch, recipe.microbatches)
+      value = loss_of(loss.objective, replaced, others, batch, recipe.microbatches)
       return value if scale is None else scaled_in_backward(value, scale)
 
-    apply(optimizer, model, _state([paths[n] for n in mine], leaves, key), metrics["loss"], value_fn)
+    apply(optimizer, model, _state([loss.paths[n] for n in mine], leaves, key), metrics["loss"], value_fn)
     if recipe.diagnostics:
       noted |= diagnostics(optimizer, own, f"{key}/" if len(optimizers) > 1 else "")
   if recipe.pairs:
@@ -225,22 +293,21 @@ def _stage(optimizer: Any) -> int:
   return 0 if placement is None else placement.zero
 
 
-def _is_trained(template: Template, i: int, optimizers: dict[Any, Any]) -> bool:
+def _is_trained(template: Template, i: int, wrt: Mapping[Any, Any]) -> bool:
   path: Any = template.paths[i]
   leaf = template.leaves[i]
-  for key, optimizer in optimizers.items():
+  for key, chosen in wrt.items():
     if key is None:
-      return bool(nnx.filterlib.to_predicate(optimizer.wrt)(path, leaf))
+      return bool(nnx.filterlib.to_predicate(chosen)(path, leaf))
     if path[0] == key:
-      return bool(nnx.filterlib.to_predicate(optimizer.wrt)(path[1:], leaf))
+      return bool(nnx.filterlib.to_predicate(chosen)(path[1:], leaf))
   return False
 
 
-def _check_trained(template: Template, trained: list[int], optimizers: dict[Any, Any]) -> None:
+def _check_trained(template: Template, trained: list[int], wrt: Mapping[Any, Any]) -> None:
   if not trained:
-    wrt = ", ".join(str(optimizer.wrt) for optimizer in optimizers.values())
     raise TrainError(
-      f"the optimizer's wrt={wrt} matches no Variable of the model.",
+      f"the optimizer's wrt={', '.join(map(str, wrt.values()))} matches no Variable of the model.",
       details=f"Variable types: {', '.join(sorted({type(leaf).__name__ for leaf in template.leaves}))}",
       fix="nnx.Optimizer(model, tx, wrt=nnx.Param)",
     )

@@ -432,3 +432,18 @@ def test_what_it_shows(capsys):
   assert lines[0].startswith("step 1/2  loss 2.5000  plain 2.0000  ")
   assert " tokens/s  " in lines[0]
   assert lines[2] == "step 2/2  eval_loss 0.2500"
+
+
+def test_gradients_are_checked_on_the_first_batch_and_wrong_ones_train_nothing(capsys):
+  model, optimizer = nxp.create_sharded_model(plan())
+  result = nxp.fit(STEP, model, optimizer, endless, plan=plan(), steps=1, check_gradients=True)
+  assert "the gradients of 4 leaves are right" in capsys.readouterr().out
+  assert result.seconds["check"] > 0
+  double = lambda x: jax.custom_derivatives.linear_call(lambda _, x: x, lambda _, g: 2 * g, (), x)
+  wrong = nxp.train_step(lambda model, x: loss_fn(model, double(model.up(x))[:, :4]))
+  before = jax.tree.map(np.asarray, nnx.state(model, nnx.Param))
+  with pytest.raises(nxp.TrainError, match=r"(?s)gradients on this layout are wrong.*up\.kernel"):
+    nxp.fit(wrong, model, optimizer, endless, plan=plan(), steps=1, check_gradients=True, progress=False)
+  jax.tree.map(np.testing.assert_array_equal, before, nnx.state(model, nnx.Param))
+  with pytest.raises(nxp.TrainError, match="cannot check the gradients of a function"):
+    nxp.fit(lambda *_: {}, model, optimizer, endless, plan=plan(), steps=1, check_gradients=True)

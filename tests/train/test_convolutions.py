@@ -13,7 +13,7 @@ from flax import nnx
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import nnx_parallel as nxp
-from nnx_parallel.train.convolutions import with_right_gradients
+from nnx_parallel.train.hold import with_right_gradients
 
 CHANNELS = ("kh", "kw", "in", "conv")
 LAYOUTS: dict[str, tuple[dict[str, int], dict[str, Any]]] = {

@@ -1,0 +1,154 @@
+"""What XLA's partitioner is known to compute wrong, where a plan may meet it, and what is done about it.
+
+Nothing shows such a fault: there is no error, and the loss is often right. `train_step` and `eval_step`
+avoid all of them (`train/hold.py`); a step of one's own does not, so a plan that may meet one has a note.
+Each entry has a canary of the same name in `tests/train/test_known_faults.py`, which fails once XLA computes
+it right.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+from flax import nnx
+
+from nnx_parallel.layout.leaf import LeafPlan
+from nnx_parallel.layout.rules import RuleSet
+from nnx_parallel.layout.variables import Path, axes_of, few, occurrences, path_str
+
+
+@dataclasses.dataclass(frozen=True)
+class Fault:
+  """One kind of program that comes out wrong.
+
+  Attributes:
+    name: of this entry, and of its canary.
+    where: the layouts that it is met on.
+    what: which numbers are wrong, and how far.
+    seen: versions and partitioners.
+    mend: what a step of `train_step` does instead.
+  """
+
+  name: str
+  where: str
+  what: str
+  seen: str
+  mend: str
+
+  def __str__(self) -> str:
+    return f"{self.name}: {self.where}: {self.what}"
+
+
+_SEEN = "jax 0.10.2 to 0.12.0.1, with Shardy and with GSPMD"
+GROUPED = Fault(
+  "grouped convolution",
+  "a grouped or depthwise convolution, on a mesh with axes that do not split the batch",
+  "the kernel gradient is multiplied by the sizes of these axes; with two groups and channels over 4 devices"
+  " the compiler aborts the process",
+  _SEEN,
+  "each device convolves its own examples under shard_map, and the results are summed",
+)
+WINDOW = Fault(
+  "split window",
+  "a convolution over a dim that a mesh axis splits, on a mesh with axes that split nothing of it",
+  "the kernel gradient is multiplied by the sizes of the axes that split nothing",
+  _SEEN,
+  "the operands of a kernel gradient are laid out with their spatial dims whole",
+)
+EXAMPLES = Fault(
+  "swapped examples",
+  "the batch over two axes, a parameter over the minor one and over a third of the same size",
+  "a product is labelled with the examples of other devices: everything computed from it is wrong, often"
+  " the gradients below a layer alone, while the loss is right",
+  _SEEN,
+  "parameters are gathered over the batch's axes where they meet the batch; products are laid out as planned",
+)
+CROSSED = Fault(
+  "crossed gradient",
+  "the batch over one axis, parameters over that and over two more of the same size",
+  "the gradient of a kernel whose two dims end up on the two other axes is off by half",
+  _SEEN,
+  "gradients that are split over two axes are laid out as planned",
+)
+KNOWN_FAULTS = (GROUPED, WINDOW, EXAMPLES, CROSSED)
+
+
+def possible_faults(
+  leaves: Iterable[LeafPlan],
+  model: nnx.Module | None,
+  rules: RuleSet,
+  batch: Sequence[str],
+  sizes: Mapping[str, int],
+) -> list[tuple[Fault, str]]:
+  """The entries whose layouts a plan has.
+
+  Args:
+    leaves: the rows of the model.
+    model: the abstract module, if there is one.
+    rules: of the plan.
+    batch: the mesh axes that split the batch.
+    sizes: mesh axis name -> size in devices.
+
+  Returns:
+    (entry, what of the plan meets it), in the order of `KNOWN_FAULTS`.
+  """
+  found: list[tuple[Fault, str]] = []
+  others = {axis for axis, size in sizes.items() if axis not in batch and size > 1}
+  convolutions = [] if model is None else list(_convolutions(model))
+  grouped = [path_str(path) for path, groups in convolutions if groups > 1]
+  if grouped and others:
+    found.append((GROUPED, few(grouped)))
+  split = {axis for axis in _positions(rules) if sizes.get(axis, 1) > 1}
+  if convolutions and split:
+    found.append((WINDOW, few([path_str(path) for path, _ in convolutions])))
+  major_to_minor = [axis for axis in batch if sizes[axis] > 1]
+  matrices = [leaf for leaf in leaves if len(leaf.shape) > 1]
+  for fault, shared, wanted in ((EXAMPLES, major_to_minor[1:], 1), (CROSSED, major_to_minor[:1], 2)):
+    for axis in shared:
+      alike = {other for other in others if sizes[other] == sizes[axis]}
+      names = [leaf.name for leaf in matrices if axis in _axes(leaf)]
+      if names and len(alike & {other for leaf in matrices for other in _axes(leaf)}) >= wanted:
+        found.append((fault, few(names)))
+        break
+  return found
+
+
+def fault_notes(
+  found: Iterable[tuple[Fault, str]], sizes: Mapping[str, int], batch: Sequence[str]
+) -> list[str]:
+  """One note for each fault that a plan may meet."""
+  factor = math.prod(size for axis, size in sizes.items() if axis not in batch)
+  notes: list[str] = []
+  for fault, names in found:
+    if fault is GROUPED:
+      notes.append(
+        f"{names}: grouped convolutions, whose kernel gradients XLA makes up to {factor} times too large on"
+        " this mesh; train_step computes them right, a jit of your own does not"
+      )
+    else:
+      notes.append(
+        f"{names}: XLA may compute wrong numbers on this layout ({fault.name}); train_step and eval_step"
+        " avoid it, and nxp.check_gradients(model, batch, loss) tells for a jit of your own"
+      )
+  return notes
+
+
+def _axes(leaf: LeafPlan) -> set[str]:
+  return {axis for entry in leaf.spec for axis in axes_of(entry)}
+
+
+def _positions(rules: RuleSet) -> set[Any]:
+  """Mesh axes or names that split other dims of the inputs than the batch's."""
+  if rules.inputs is None:
+    return set()
+  return {axis for names in rules.inputs.by_rank.values() for entry in names[1:] for axis in axes_of(entry)}
+
+
+def _convolutions(model: nnx.Module) -> Iterator[tuple[Path, int]]:
+  for path, module in occurrences(model):
+    groups = getattr(module, "feature_group_count", None)
+    if isinstance(module, nnx.Module) and isinstance(groups, int):
+      yield path, groups

@@ -1,0 +1,366 @@
+"""Checks on a layout itself that the gradients of a loss are its derivatives."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from nnx_parallel.layout.render import number_pattern
+from nnx_parallel.layout.variables import few
+from nnx_parallel.train.accumulate import Layout, batch_axes_of, equations
+from nnx_parallel.train.binding import Binding
+from nnx_parallel.train.directions import power_of_two
+from nnx_parallel.train.gradient_check import GradientCheck, GradientLook, Verdict
+from nnx_parallel.train.losses import check_examples
+from nnx_parallel.train.relayout import Relayout, cheapest, relayouts
+from nnx_parallel.train.subject import Subject
+from nnx_parallel.train.update import LossFn, Recipe
+
+_TOLERANCE = {"float64": 1e-7, "float32": 3e-4, "float16": 1e-2, "bfloat16": 5e-2}
+_FLOOR = {"float64": 1e-6, "float32": 1e-4, "float16": 1e-2, "bfloat16": 2e-2}
+LOSS_TOLERANCE = {"float64": 1e-10, "float32": 1e-4, "float16": 5e-3, "bfloat16": 2e-2}
+_LEAVES = 16
+_APART = "by each device on its own"
+
+
+def check_gradients(
+  model: Any,
+  batch: Any,
+  loss_fn: LossFn,
+  *,
+  wrt: Any = nnx.Param,
+  seed: int = 0,
+  directions: int | None = None,
+  apart: bool = False,
+  tries: int = 8,
+) -> GradientCheck:
+  """Checks that `jax.grad` of a loss, compiled for the layout of a live model, gives its derivatives.
+
+  XLA partitions a program by rules of its own, and some layouts make it wrong in silence: the loss is right,
+  and the gradient of a leaf is half of what it should be. This compares, on the mesh and at full size, the
+  product of the gradient with random directions of +1 and -1 with the derivative of the loss along them by
+  forward mode: first over all leaves, each weighted alike, then, where the two differ, over groups of equal
+  layers and over single leaves. The model is unchanged, and no second copy of it is made.
+
+  A jit of your own is checked, as it would be without `train_step`; `step.check_gradients` checks what a step
+  computes.
+
+  What it can miss: by chance, an error that is nearly orthogonal to the directions. One leaf of 100 whose
+  gradient is twice too large passes in float32 once in 200 checks. In bfloat16 the rounding of the others
+  may hide it: there `apart` looks at each group of equal layers by itself. Gradients below 1e-4 (in bfloat16
+  2e-2) of the norm of all weigh less, since they may be zero but for rounding. `jax.custom_jvp` rules are
+  taken at their word.
+
+  Args:
+    model: a live module; or a tuple or dict of modules, which the loss function gets as they are.
+    batch: one placed batch.
+    loss_fn: as for `train_step`.
+    wrt: which Variables to differentiate.
+    seed: of the directions.
+    directions: how many; by default 1, and 2 where the loss computes in less than float32.
+    apart: look at each group of equal layers too, at the cost of one forward derivative for each and each
+      direction: in bfloat16, one wrong leaf among many is lost in their rounding.
+    tries: how many other layouts to try for leaves that are wrong; two programs are compiled for each.
+
+  Returns:
+    What was found: true when nothing is wrong.
+
+  Raises:
+    TrainError: a loss, batch or module that a step cannot use.
+
+  Example:
+    >>> import jax.numpy as jnp, nnx_parallel as nxp
+    >>> from flax import nnx
+    >>> init = lambda: nnx.Linear(8, 8, rngs=nnx.Rngs(0))
+    >>> plan = nxp.plan(init, nxp.make_mesh(fsdp=8), nxp.fsdp(min_size=0))
+    >>> model = nxp.create_sharded_model(plan)
+    >>> batch = nxp.shard_batch(jnp.ones((16, 8)), plan)
+    >>> bool(nxp.check_gradients(model, batch, lambda model, x: (model(x) ** 2).mean()))
+    True
+  """
+  return checked(subject_of(model, batch, loss_fn, wrt), seed, directions, apart=apart, tries=tries)
+
+
+def coarsest_dtype(model: Any, batch: Any, loss_fn: LossFn, wrt: Any = nnx.Param) -> str:
+  """The coarsest floating dtype in which a loss computes, by name: its rounding is that of the gradients."""
+  return _coarsest(subject_of(model, batch, loss_fn, wrt).trace)
+
+
+def subject_of(model: Any, batch: Any, loss_fn: LossFn, wrt: Any) -> Subject:
+  """A loss that `jax.grad` differentiates in a jit of its own, to be checked."""
+  binding = Binding({"model": model})
+
+  def layouts(_: Any) -> Any:
+    return lambda paths, stages: Layout(binding.mesh, [], False, frozenset(), ())  # pyright: ignore[reportUnknownLambdaType]
+
+  return Subject(Recipe(loss_fn), loss_fn, binding, batch, wrt={None: wrt}, layouts=layouts)
+
+
+class Looks:
+  """Compares the derivatives of a subject, for any set of its leaves.
+
+  Args:
+    subject: what is checked.
+    seed: of the directions.
+    directions: how many; None: 1, and 2 in coarse dtypes.
+  """
+
+  def __init__(self, subject: Subject, seed: int = 0, directions: int | None = None):
+    self.subject = subject
+    self.arrays = subject.arrays
+    self.dtype = _coarsest(subject.trace)
+    count = directions or (1 if jnp.finfo(self.dtype).bits >= 32 else 2)
+    # Single leaves that are wrong are worth a second direction: it says whether one factor explains it.
+    self.first = count
+    self.seeds = [np.uint32((seed * 2**16 + n) % 2**32) for n in range(max(count, 2))]
+    self.tolerance = _TOLERANCE[self.dtype]
+    loss, rows = subject.reverse(self.arrays, subject.batch, np.array(self.seeds))
+    self.loss, rows = float(loss), np.asarray(rows, np.float64)
+    self.norms, self.products = rows[0], rows[1:]
+    total = math.hypot(*self.norms[np.isfinite(self.norms)]) or abs(self.loss) or 1.0
+    self.factors, self.sizes = _weights(self.norms, _FLOOR[self.dtype] * total)
+    self.loss_forward, self.cannot = math.nan, ""
+    try:
+      self.subject.forward.trace(self.arrays, subject.batch, self.seeds[0], self.factors.astype(np.float32))
+    except (TypeError, ValueError, NotImplementedError) as error:
+      # The reverse program was traced before, so this is about forward mode.
+      self.cannot = str(error).split("\n")[0]
+
+  @functools.cached_property
+  def values(self) -> tuple[dict[str, float], Verdict, str]:
+    """The loss by each program, whether they agree, and why it was not checked."""
+    subject = self.subject
+    losses = {"with the gradient": self.loss}
+    if not self.cannot:
+      losses["by forward mode"] = self.loss_forward
+    if subject.together:
+      return losses, "not decided", subject.together
+    given = (self.arrays, subject.batch, self.seeds[0], np.zeros(len(self.factors), np.float32))
+    value, size, _ = map(float, subject.value_by_device(*given))
+    allowed = LOSS_TOLERANCE[self.dtype] * max(abs(value), size)
+    if all(abs(loss - value) <= allowed for loss in losses.values()):
+      return {**losses, _APART: value}, "right", ""
+    # Perhaps the examples depend on each other (a contrastive loss).
+    whole = float(subject.by_device(slope=False, whole=True)(*given)[0])
+    right = all(abs(loss - whole) <= allowed for loss in losses.values())
+    return {**losses, "by each device for all examples": whole}, "right" if right else "wrong", ""
+
+  @functools.cached_property
+  def apart(self) -> Any:
+    """The derivative by a program that nobody partitions."""
+    return self.subject.by_device(slope=True, whole=_APART not in self.values[0])
+
+  def look(self, name: str, chosen: Sequence[int], *, by_device: bool = False) -> GradientLook:
+    """Compares the derivatives along directions in some leaves.
+
+    Args:
+      name: what the leaves are called.
+      chosen: their positions.
+      by_device: compare with the derivative by a program that nobody partitions, and not by forward mode on
+        the layout.
+    """
+    factors = np.zeros(len(self.factors))
+    factors[list(chosen)] = self.factors[list(chosen)]
+    size = math.hypot(*(factors * self.sizes)[list(chosen)])
+    count = len(self.seeds) if len(chosen) == 1 else self.first
+    slopes = [self._slope(seed, factors, by_device) for seed in self.seeds[:count]]
+    forward, errors = [slope for slope, _ in slopes], [error for _, error in slopes]
+    reverse = [float(np.nansum(np.where(factors, row * factors, 0.0))) for row in self.products[:count]]
+    difference = math.sqrt(np.mean([(r - f) ** 2 for r, f in zip(reverse, forward, strict=True)])) / size
+    tolerance = max(self.tolerance, 5 * max(errors) / size)
+    labels = tuple(self.subject.leaves[n][0] for n in chosen)
+    one = factors[chosen[0]] if len(chosen) == 1 else size
+    found = GradientLook(
+      name, labels, tuple(r / one for r in reverse), tuple(f / one for f in forward), difference, "right"
+    )
+    if difference <= tolerance:
+      return found
+    if self.cannot and any(
+      eqn.primitive.name == "stop_gradient" for eqn in equations(self.subject.trace.jaxpr)
+    ):
+      return dataclasses.replace(found, verdict="not decided", why="differences see through stop_gradient")
+    return dataclasses.replace(found, verdict="wrong", why=_said(found))
+
+  def same_by_device(self, chosen: Sequence[int]) -> bool:
+    """Whether devices on their own compute these gradients too: then the layout is not what is wrong."""
+    given = (self.arrays, self.subject.batch, np.array(self.seeds))
+    program = self.subject.gradients_by_device(whole=_APART not in self.values[0])
+    try:
+      program.trace(*given)
+    except (TypeError, ValueError, NotImplementedError):  # a rule for the backward pass has its own shard_map
+      return False
+    rows = np.asarray(program(*given), np.float64)
+    off = np.sqrt(np.mean((rows - self.products) ** 2, 0)) / self.sizes
+    return bool((off[list(chosen)] <= self.tolerance).all())
+
+  def _slope(self, seed: np.uint32, factors: np.ndarray[Any, Any], by_device: bool) -> tuple[float, float]:
+    """The derivative along a direction, and what it may be off by where it is made of differences."""
+    if self.cannot:
+      return self._differences(seed, factors)
+    given = (self.arrays, self.subject.batch, seed, factors.astype(np.float32))
+    if by_device:
+      return float(self.apart(*given)[2]), 0.0
+    loss, slope = self.subject.forward(*given)
+    self.loss_forward = float(loss)
+    return float(slope), 0.0
+
+  def _differences(self, seed: np.uint32, factors: np.ndarray[Any, Any]) -> tuple[float, float]:
+    """Central differences at several steps; of neighbours, those that agree best."""
+    size = math.hypot(*(factors * self.sizes))
+    first = 0.02 * max(abs(self.loss), 1e-3) / size
+    found: list[float] = []
+    for step in (first, first / 4, first / 16, first / 64):
+      up, down = (
+        float(self.subject.shifted(self.arrays, self.subject.batch, seed, moved.astype(np.float32)))
+        for moved in (step * factors, -step * factors)
+      )
+      found.append((up - down) / (2 * step))
+    errors = [abs(a - b) for a, b in itertools.pairwise(found)]
+    best = int(np.argmin(errors))
+    return found[best + 1], errors[best]
+
+
+def checked(
+  subject: Subject,
+  seed: int = 0,
+  directions: int | None = None,
+  *,
+  apart: bool = False,
+  tries: int = 8,
+) -> GradientCheck:
+  """Looks at all leaves together, then closer where the derivatives differ.
+
+  Args:
+    subject: what is checked.
+    seed: of the directions.
+    directions: how many; by default 1, and 2 where the loss computes in less than float32.
+    apart: look at groups of leaves, also where nothing differs.
+    tries: how many other layouts to try where something is wrong.
+
+  Returns:
+    What was found.
+  """
+  check_examples(subject.batch)
+  looks = Looks(subject, seed, directions)
+  leaves, every = subject.leaves, range(len(subject.leaves))
+  lost = _not_finite(leaves, looks.norms)  # nothing is to be learnt from the others then
+  found = lost or [looks.look("all", every)]
+  losses, verdict, why = looks.values
+  notes: list[str] = []
+  third = not found[0] and not why and not looks.cannot and not lost
+  if third:
+    second = looks.look("all", every, by_device=True)
+    if second:
+      notes.append("forward mode is wrong on this layout; the gradients are those of each device on its own")
+    found[0] = second
+  if (apart or not found[0]) and len(leaves) > 1 and not lost:
+    for name, group in _groups(leaves):
+      together = looks.look(name, group, by_device=third)
+      found.append(together)
+      if not together and len(group) > 1:
+        found += [looks.look(leaves[n][0], [n], by_device=third) for n in group[:_LEAVES]]
+  wrong = {look.leaves[0] for look in found if not look and len(look.leaves) == 1}
+  not_checked = [f"the loss itself: {why}; nxp.check_step compares two layouts"] if why else []
+  if looks.cannot:
+    not_checked.append(f"by forward mode, so by central differences: {looks.cannot}")
+  if wrong and subject.binding.mesh is not None and not lost:
+    positions = [n for n in every if leaves[n][0] in wrong]
+    if not why and looks.same_by_device(positions):
+      rules = f" ({few(subject.rules)})" if subject.rules else ""
+      notes.append(
+        "the layout is not at fault, since each device on its own computes the same gradients: a rule for the"
+        f" backward pass{rules} is not the derivative of the forward pass"
+      )
+    elif tries:
+      notes.append(_mended(looks, seed, positions, third, tries))
+  silent = [name for (name, _, _), norm in zip(leaves, looks.norms, strict=True) if norm == 0]
+  if silent and found[0]:
+    notes.append(f"{few(silent)}: no gradient, by any way: the loss does not depend on it")
+  mesh = subject.binding.mesh
+  return GradientCheck(
+    looks=tuple(found),
+    losses=losses,
+    loss_verdict=verdict,
+    tolerance=looks.tolerance,
+    dtype=looks.dtype,
+    layouts={name: where.spec for name, where, _ in leaves if name in wrong and where is not None},
+    mesh={} if mesh is None else {axis: size for axis, size in mesh.shape.items() if size > 1},
+    batch=batch_axes_of(subject.batch),
+    not_checked=tuple(not_checked),
+    notes=tuple(notes),
+  )
+
+
+def _mended(looks: Looks, seed: int, wrong: Sequence[int], by_device: bool, tries: int) -> str:
+  """Tries other layouts of the wrong leaves, then of those in their modules, from the smallest change on."""
+  subject, leaves = looks.subject, looks.subject.leaves
+  modules = {leaves[n][0].rpartition(".")[0] for n in wrong}
+  groups = _groups(leaves)
+  own = [group for group in groups if set(group[1]) & set(wrong)]
+  near = [g for g in groups if g not in own and leaves[g[1][0]][0].rpartition(".")[0] in modules]
+  tried: list[str] = []
+  for some in (own, near):
+    every: list[Relayout] = []
+    for name, positions in some:
+      _, where, array = leaves[positions[0]]
+      every += [] if where is None else relayouts(name, positions, array, where)
+    for option in cheapest(every)[: tries - len(tried)]:
+      relaid = dict.fromkeys(option.positions, option.sharding)
+      other = Looks(dataclasses.replace(subject, relaid=relaid), seed, looks.first)
+      if other.look("all", range(len(leaves)), by_device=by_device):
+        return f"{option} makes all gradients right: compiled and checked"
+      tried.append(f"{option.name} as {option.sharding.spec}")
+  return f"no change of one layout makes them right; tried {', '.join(tried) or 'none'}"
+
+
+def _not_finite(leaves: Sequence[tuple[str, Any, Any]], norms: Any) -> list[GradientLook]:
+  return [
+    GradientLook(name, (name,), (float(norm),), (math.nan,), math.inf, "wrong", "not finite")
+    for (name, _, _), norm in zip(leaves, norms, strict=True)
+    if not math.isfinite(norm)
+  ]
+
+
+def _weights(norms: np.ndarray[Any, Any], floor: float) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
+  """What each direction is multiplied by, and the norm that each gradient is measured against.
+
+  All gradients weigh alike, save those below the floor: what rounding leaves of a gradient that is zero (of a
+  bias before a norm) must not drown the others. A gradient that is exactly zero was stopped, and weighs.
+  """
+  finite = np.isfinite(norms)
+  sizes = np.where(finite, np.maximum(norms, floor), 1.0)
+  wanted = np.where((norms < floor) & (norms > 0), norms / floor**2, 1 / sizes)
+  factors = np.array([power_of_two(x) if ok else 0.0 for x, ok in zip(wanted, finite, strict=True)])
+  return factors / (factors.max() or 1.0), sizes  # at most 1: nothing overflows in float16
+
+
+def _said(look: GradientLook) -> str:
+  if not any(look.reverse):
+    return "the gradient is 0, and the derivative is not"
+  factor = look.factor if len(look.leaves) == 1 else None
+  return "" if factor is None else f"{factor:.3g} times the derivative"
+
+
+def _groups(leaves: Sequence[tuple[str, Any, Any]]) -> list[tuple[str, list[int]]]:
+  """The positions of alike leaves of equal layers, with a name for them."""
+  found: dict[Any, list[int]] = {}
+  for n, (name, where, array) in enumerate(leaves):
+    found.setdefault((number_pattern(name), where, array.shape, array.dtype), []).append(n)
+  return [(key[0] if len(group) > 1 else leaves[group[0]][0], group) for key, group in found.items()]
+
+
+def _coarsest(jaxpr: Any) -> str:
+  """The coarsest floating dtype in which a program computes."""
+  dtypes = {
+    var.aval.dtype for eqn in equations(jaxpr.jaxpr) for var in eqn.outvars if hasattr(var.aval, "dtype")
+  }
+  floats = [dtype for dtype in dtypes if jnp.issubdtype(dtype, jnp.inexact)]
+  return str(max(floats, key=lambda dtype: float(jnp.finfo(dtype).eps), default=jnp.dtype("float32")))

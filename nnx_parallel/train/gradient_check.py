@@ -1,0 +1,164 @@
+"""What a check of gradients found: rows of numbers, a verdict, and the text that says both."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any, Literal
+
+from nnx_parallel.errors import TrainError
+from nnx_parallel.layout.render import Shown, format_spec, text_table
+from nnx_parallel.layout.variables import few
+
+Verdict = Literal["right", "wrong", "not decided"]
+
+
+@dataclasses.dataclass(frozen=True)
+class GradientLook:
+  """Some leaves, and the derivative of the loss along random directions in them, by two ways.
+
+  Attributes:
+    name: the leaves, with `*` for the numbers of layers.
+    leaves: their dotted paths.
+    reverse: the product of the gradient with each direction.
+    forward: the derivative of the loss along it, by forward mode or, where that is impossible, by central
+      differences.
+    difference: the two differ by so much (root mean square over the directions), as a part of what a gradient
+      of this norm gives.
+    verdict: `"right"`, `"wrong"` or `"not decided"`.
+    why: what is wrong, in words; empty where nothing is.
+  """
+
+  name: str
+  leaves: tuple[str, ...]
+  reverse: tuple[float, ...]
+  forward: tuple[float, ...]
+  difference: float
+  verdict: Verdict
+  why: str = ""
+
+  def __bool__(self) -> bool:
+    return self.verdict != "wrong"
+
+  @property
+  def factor(self) -> float | None:
+    """By what the gradient is too large, where one number says it for every direction."""
+    square = sum(f * f for f in self.forward)
+    if not square:
+      return None
+    factor = sum(r * f for r, f in zip(self.reverse, self.forward, strict=True)) / square
+    left = math.hypot(*(r - factor * f for r, f in zip(self.reverse, self.forward, strict=True)))
+    return factor if len(self.forward) > 1 and left <= 0.02 * math.hypot(*self.reverse) else None
+
+
+@dataclasses.dataclass(frozen=True)
+class GradientCheck(Shown):
+  """What `check_gradients` found; prints as a table, and is true when nothing is wrong.
+
+  Attributes:
+    looks: what was compared, in order: all leaves together, then groups and single leaves where they differ.
+    losses: the loss by each program that computed it, by name.
+    loss_verdict: whether they agree with one that leaves the compiler nothing to partition; `"not decided"`
+      where there is none.
+    tolerance: the largest `difference` of a right gradient in this dtype.
+    dtype: the coarsest floating dtype in which the loss computes.
+    layouts: dotted path -> spec, of the leaves that are wrong.
+    mesh: mesh axis name -> size in devices.
+    batch: the mesh axes that split the batch.
+    not_checked: what was not checked, and why.
+    notes: what else there is to know: remedies, known faults.
+  """
+
+  looks: tuple[GradientLook, ...]
+  losses: dict[str, float]
+  loss_verdict: Verdict
+  tolerance: float
+  dtype: str
+  layouts: dict[str, Any]
+  mesh: dict[str, int]
+  batch: tuple[str, ...]
+  not_checked: tuple[str, ...] = ()
+  notes: tuple[str, ...] = ()
+
+  def __bool__(self) -> bool:
+    return all(self.looks) and self.loss_verdict != "wrong"
+
+  @property
+  def wrong(self) -> tuple[str, ...]:
+    """The dotted paths of the leaves whose gradients are wrong, as closely as they were looked at."""
+    found = [look for look in self.looks if not look]
+    single = tuple(look.leaves[0] for look in found if len(look.leaves) == 1)
+    return single or tuple(leaf for look in found[-1:] for leaf in look.leaves)
+
+  @property
+  def summary(self) -> str:
+    """One line: what is right or wrong, and what was not checked."""
+    count = len(self.looks[0].leaves)
+    said = f"the gradients of {count} leaves are right, to {self.tolerance:.0e} ({self.dtype})"
+    if not self:
+      said = f"wrong gradients: {few(self.wrong)}" if self.wrong else "the loss is wrong"
+    return "; ".join([said, *(f"not checked: {text}" for text in self.not_checked)])
+
+  def raise_if_wrong(self) -> None:
+    """Raises where something is wrong.
+
+    Raises:
+      TrainError: the check, as it prints.
+    """
+    if not self:
+      raise TrainError(
+        "the gradients on this layout are wrong." if self.wrong else "the loss on this layout is wrong.",
+        details=str(self),
+        fix="a layout that the check says is right; or nxp.train_step, which computes what XLA gets wrong.",
+      )
+
+  def __str__(self) -> str:
+    rows = [
+      (
+        look.name,
+        str(len(look.leaves)),
+        _number(look.reverse),
+        _number(look.forward),
+        rounded(look.difference),
+        f"{look.verdict}: {look.why}" if look.why else look.verdict,
+      )
+      for look in self.looks
+    ]
+    header = ("gradient of", "leaves", "reverse", "forward", "difference", "verdict")
+    mesh = " x ".join(f"{axis} {size}" for axis, size in self.mesh.items()) or "one device"
+    split = f", batch over {'+'.join(self.batch)}" if self.batch else ""
+    lines = [f"mesh {mesh}{split}; tolerance {self.tolerance:.0e} ({self.dtype})"]
+    lines += [text_table(header, rows, right=(1, 2, 3, 4), wrap=(5,))]
+    mark = ": wrong" if self.loss_verdict == "wrong" else ""
+    lines.append("loss " + ", ".join(f"{value:.5g} {name}" for name, value in self.losses.items()) + mark)
+    lines += [f"{path} lies {format_spec(spec)}" for path, spec in self.layouts.items()]
+    lines += [f"not checked: {text}" for text in self.not_checked]
+    lines += [f"note: {text}" for text in self.notes]
+    return "\n".join(lines)
+
+
+def merged(found: dict[Any, GradientCheck]) -> GradientCheck:
+  """One result for several losses, by the key of their model; the leaves have it in their names."""
+  if len(found) == 1:
+    return next(iter(found.values()))
+  checks = list(found.values())
+  return dataclasses.replace(
+    checks[0],
+    looks=tuple(look for check in checks for look in check.looks),
+    losses={f"of {key} {name}": x for key, check in found.items() for name, x in check.losses.items()},
+    loss_verdict=max((check.loss_verdict for check in checks), key=("right", "not decided", "wrong").index),
+    layouts={name: spec for check in checks for name, spec in check.layouts.items()},
+    not_checked=tuple(dict.fromkeys(text for check in checks for text in check.not_checked)),
+    notes=tuple(dict.fromkeys(text for check in checks for text in check.notes)),
+  )
+
+
+def _number(values: tuple[float, ...]) -> str:
+  return f"{values[0]:.4g}"
+
+
+def rounded(difference: float) -> str:
+  """Rounding errors differ from machine to machine: of a small difference, only the size is shown."""
+  if not difference < 0.01:
+    return f"{difference:.2g}"
+  return f"< {10.0 ** (math.floor(math.log10(max(difference, 1e-7))) + 1):.0e}"

@@ -1,0 +1,369 @@
+"""Holds a step's program to the layout of its plan, so that XLA's partitioner has little left to decide.
+
+Where both a parameter and the batch are split over one mesh axis, the partitioner chooses which of them
+moves, and some of its choices compute wrong numbers: with the batch over (data, fsdp) and a kernel over
+(fsdp, tensor), a product may come out with the examples of other devices, and gradients below it are off by
+half while the loss is right (jax 0.10.2 and 0.12, Shardy and GSPMD; `layout/known_faults.py` has the list).
+
+So the trace of the whole step is rewritten, by the layouts of `layout/flow.py`:
+- a parameter is gathered over the axes that split the batch where it meets the batch, forward and backward;
+- the result of a product that carries the batch is laid out as the plan implies;
+- the kernel gradient of a grouped convolution is computed by each device on its own examples, and summed.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+from jax.extend import core, source_info_util
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+from nnx_parallel.errors import TrainError
+from nnx_parallel.layout.batch import batch_axes, input_spec
+from nnx_parallel.layout.constrain import Scope
+from nnx_parallel.layout.flow import Axes, Flow, constraint, meeting, spread
+from nnx_parallel.layout.mesh import axis_sizes
+from nnx_parallel.layout.rules import RuleSet
+from nnx_parallel.layout.variables import axes_of, entry_of
+from nnx_parallel.train.accumulate import equations, inner_equations
+from nnx_parallel.train.jaxprs import CALLS, CHECKPOINTS, called, constants, opened, scan_counts
+
+Flows = Sequence[Flow]
+_EXAMPLES = "the examples"
+"""Stands among the axes of the dim that the examples are on, also where no mesh axis splits it."""
+
+
+def with_right_gradients(run: Callable[..., Any], mesh: Any) -> Callable[..., Any]:
+  """`run` with every grouped kernel gradient computed by hand-placed convolutions.
+
+  It is for steps of your own; `train_step` does this by itself, and holds the layouts of its plan.
+
+  Args:
+    run: a function of pytrees of arrays, to be traced under `jax.jit`. It is traced once.
+    mesh: the mesh of its arrays, concrete or abstract; None on one device.
+
+  Returns:
+    A function of the same arguments and results; `run` itself on one device.
+
+  Example:
+    >>> import jax, jax.numpy as jnp, nnx_parallel as nxp
+    >>> def loss(kernel, x):
+    ...   y = jax.lax.conv_general_dilated(
+    ...     x, kernel, (1,), "SAME", dimension_numbers=("NWC", "WIO", "NWC"), feature_group_count=4
+    ...   )
+    ...   return y.sum()
+    >>> mesh = nxp.make_mesh(data=2, model=4)
+    >>> x = jax.device_put(jnp.ones((8, 6, 4)), jax.NamedSharding(mesh, jax.P("data")))
+    >>> kernel = jax.device_put(jnp.ones((3, 1, 4)), jax.NamedSharding(mesh, jax.P()))
+    >>> print(jax.jit(nxp.with_right_gradients(jax.grad(loss), mesh))(kernel, x)[:, 0, 0])
+    [40. 48. 40.]
+  """
+  return held(run, mesh)
+
+
+def held(
+  run: Callable[..., Any], mesh: Any, scope: Scope | None = None, shardings: Sequence[Any] = ()
+) -> Callable[..., Any]:
+  """A step with the layouts of its plan held, forward and backward.
+
+  Args:
+    run: `(arrays, batch, ...) -> results`, to be traced under `jax.jit`; without a scope, any function of
+      pytrees.
+    mesh: the mesh of its arrays, concrete or abstract; None on one device.
+    scope: of the plan, which says how the batch is split; without one, only the gradients of grouped
+      convolutions are mended.
+    shardings: of `arrays`, or None for each.
+
+  Returns:
+    A function of the same arguments and results; `run` itself on one device.
+  """
+  if mesh is None or mesh.size == 1:
+    return run
+  inputs = None if scope is None else RuleSet(logical=scope.rules, inputs=scope.inputs)
+  split = (inputs and batch_axes(inputs, axis_sizes(mesh))) or ()
+  rewriting = _Rewriting(mesh, frozenset(axis for axis in split if mesh.shape[axis] > 1))
+
+  def flows_of(args: Any) -> list[Flow]:
+    if inputs is None or not split:
+      return [_flow(x, (), data=False) for x in jax.tree.leaves(args)]
+    arrays, batch, *rest = args
+    pairs = zip(arrays, shardings, strict=True)
+    found = [_flow(x, tuple(getattr(where, "spec", ())), data=False) for x, where in pairs]
+    for x in jax.tree.leaves(batch):
+      spec = tuple(input_spec(inputs, jax.numpy.ndim(x), axis_sizes(mesh)))
+      first = [(*axes_of(spec[0]), _EXAMPLES)] if spec else []
+      found.append(_flow(x, (*first, *spec[1:]), data=True))
+    return [*found, *(_flow(x, (), data=False) for x in jax.tree.leaves(rest))]
+
+  @functools.wraps(run)  # jax names the program's arguments after those of `run`, and reports show them
+  def changed(*args: Any) -> Any:
+    closed, shape = jax.make_jaxpr(run, return_shape=True)(*args)
+    leaves, flows = jax.tree.leaves(args), flows_of(args)
+    if not rewriting.holds(flows):
+      flows = [_flow(x, (), data=False) for x in leaves]
+    if any(flow.data for flow in flows) or any(map(_is_faulty, equations(closed.jaxpr))):
+      results, _ = rewriting.evaluate(closed, leaves, flows)
+    else:
+      results = core.jaxpr_as_fun(closed)(*leaves)
+    return jax.tree.unflatten(jax.tree.structure(shape), results)
+
+  return changed
+
+
+def _flow(x: Any, spec: Sequence[Any], *, data: bool) -> Flow:
+  rank = jax.numpy.ndim(x)
+  axes = (*map(axes_of, spec[:rank]), *((),) * (rank - len(spec)))
+  return Flow(axes, data, weight=not data)
+
+
+class _Rewriting:
+  """Evaluates a trace once more, with constraints added.
+
+  Args:
+    mesh: the mesh.
+    batch: axes larger than 1 that split the batch.
+  """
+
+  def __init__(self, mesh: Any, batch: frozenset[str]):
+    self.mesh, self.batch = mesh, batch
+    self._met: dict[int, Any] = {}
+
+  def holds(self, flows: Flows) -> bool:
+    """Whether there is a choice to take from the partitioner: two axes or more, some of them the batch's."""
+    if not self.batch or AxisType.Explicit in self.mesh.axis_types:
+      return False
+    used = self.batch.union(*(flow.names for flow in flows))
+    return sum(self.mesh.shape.get(axis, 1) > 1 for axis in used) > 1
+
+  def evaluate(self, jaxpr: Any, inputs: Sequence[Any], flows: Flows) -> tuple[list[Any], list[Flow]]:
+    """The results of a trace with constraints, and how they should lie."""
+    body = opened(jaxpr)
+    values: dict[Any, Any] = dict(zip(body.constvars, constants(jaxpr), strict=True))
+    values.update(zip(body.invars, inputs, strict=True))
+    known: dict[Any, Flow] = dict(zip(body.invars, flows, strict=True))
+    placed = {v for eqn in body.eqns if eqn.primitive.name == "sharding_constraint" for v in eqn.invars}
+
+    def read(var: Any) -> Any:
+      return var.val if isinstance(var, core.Literal) else values[var]
+
+    for eqn in body.eqns:
+      arriving = [_known(known, v) for v in eqn.invars]
+      # Else every operation of the loss would seem to come from a line of this file.
+      with source_info_util.user_context(eqn.source_info.traceback):
+        results, found = self._run(eqn, [read(v) for v in eqn.invars], arriving)
+        if self._is_held(eqn, arriving, found) and eqn.outvars[0] not in placed:
+          results = [self._laid(results[0], found[0].axes)]
+      values.update(zip(eqn.outvars, results, strict=True))
+      known.update(zip(eqn.outvars, found, strict=True))
+    return [read(v) for v in body.outvars], [_known(known, v) for v in body.outvars]
+
+  def _run(self, eqn: Any, inputs: list[Any], flows: list[Flow]) -> tuple[Sequence[Any], list[Flow]]:
+    name, params = eqn.primitive.name, eqn.params
+    if _is_faulty(eqn):
+      return [_by_hand(eqn, self.mesh)(*inputs)], self._followed(eqn, flows)
+    if name in CALLS and not _places(params):
+      return self.evaluate(called(eqn), inputs, flows)
+    if name in CHECKPOINTS:
+      inner, found = self._retraced(params["jaxpr"], flows)
+      return _bind(eqn, inputs, jaxpr=opened(inner)), found
+    if name == "scan":
+      return self._scan(eqn, inputs, flows)
+    if name == "while":
+      return self._while(eqn, inputs, flows)
+    if name == "cond":
+      branches = [self._retraced(branch, flows[1:]) for branch in params["branches"]]
+      return _bind(eqn, inputs, branches=tuple(inner for inner, _ in branches)), branches[-1][1]
+    if name == "shard_map":
+      if any(map(_is_faulty, inner_equations(eqn))):
+        _check_manual(eqn, self.mesh)
+    # A look-up keeps its table as it is: the rows are often fewer than the table has.
+    elif name != "gather" and any(_EXAMPLES in flow.names for flow in flows):
+      pairs = zip(inputs, flows, strict=True)
+      inputs = [x if flow.data else self._gathered(x, flow) for x, flow in pairs]
+    if name == "conv_general_dilated":
+      inputs, flows = self._whole_windows(eqn, inputs, flows)
+    return _bind(eqn, inputs), self._followed(eqn, flows)
+
+  def _whole_windows(self, eqn: Any, inputs: list[Any], flows: list[Flow]) -> tuple[list[Any], list[Flow]]:
+    """The operands of a kernel gradient, with spatial dims whole: split ones are summed too often."""
+    numbers = eqn.params["dimension_numbers"]
+    if _EXAMPLES not in flows[0].axes[numbers.lhs_spec[1]]:
+      return inputs, flows
+    found: list[Flow] = []
+    for flow, spec in zip(flows, (numbers.lhs_spec, numbers.rhs_spec), strict=True):
+      axes = tuple(() if dim in spec[2:] else own for dim, own in enumerate(flow.axes))
+      found.append(Flow(axes, flow.data, flow.weight))
+    return [self._laid(x, flow.axes) for x, flow in zip(inputs, found, strict=True)], found
+
+  def _followed(self, eqn: Any, flows: list[Flow]) -> list[Flow]:
+    """How the results of an operation without inner programs should lie."""
+    data, weight = any(flow.data for flow in flows), any(flow.weight for flow in flows)
+    if eqn.primitive.name == "sharding_constraint":
+      axes = constraint(eqn, flows[0].axes)
+      kept = [(_EXAMPLES,) if _EXAMPLES in before else () for before in flows[0].axes]
+      return [
+        Flow(tuple(a if _EXAMPLES in a else a + b for a, b in zip(axes, kept, strict=True)), data, weight)
+      ]
+    product = meeting(eqn)
+    if product is not None:
+      return [Flow(product.meet(flows[0], flows[1], self.batch).axes, data, weight)]
+    return [Flow(spread(eqn, getattr(v.aval, "shape", ()), flows), data, weight) for v in eqn.outvars]
+
+  def _is_held(self, eqn: Any, flows: list[Flow], results: list[Flow]) -> bool:
+    """Whether it is a product, or a look-up in a table, whose result carries the batch.
+
+    A gradient is held where it is split over two axes or more. Elsewhere that costs memory, because it would
+    be whole for a moment, and was never needed.
+    """
+    if eqn.primitive.name != "gather" and meeting(eqn) is None:
+      return False
+    if _EXAMPLES in results[0].names:
+      return True
+    return any(_EXAMPLES in flow.names for flow in flows) and len(results[0].names) > 1
+
+  def _gathered(self, x: Any, flow: Flow) -> Any:
+    """A parameter, whole over the axes that split the batch."""
+    if not flow.names & self.batch:
+      return x
+    if id(x) in self._met:
+      # Else XLA would gather it once, and keep it from the forward to the backward pass.
+      x = jax.lax.optimization_barrier(x)
+    else:
+      self._met[id(x)] = x
+    return self._laid(x, tuple(tuple(a for a in axes if a not in self.batch) for axes in flow.axes))
+
+  def _laid(self, x: Any, dims: Axes) -> Any:
+    dims = tuple(tuple(axis for axis in axes if axis != _EXAMPLES) for axes in dims)
+    sizes = [math.prod(self.mesh.shape[axis] for axis in axes) for axes in dims]
+    spec = [
+      PartitionSpec.UNCONSTRAINED if length % size else entry_of(axes)
+      for length, size, axes in zip(x.shape, sizes, dims, strict=True)
+    ]
+    return jax.lax.with_sharding_constraint(x, NamedSharding(self.mesh, PartitionSpec(*spec)))
+
+  def _retraced(self, jaxpr: Any, flows: Flows) -> tuple[Any, list[Flow]]:
+    """An inner program with constraints, and how its results should lie."""
+    found: list[Flow] = []
+
+    def body(*inputs: Any) -> list[Any]:
+      results, out = self.evaluate(jaxpr, inputs, flows)
+      found[:] = out
+      return results
+
+    return jax.make_jaxpr(body)(*[_struct(var.aval) for var in opened(jaxpr).invars]), found
+
+  def _scan(self, eqn: Any, inputs: list[Any], flows: list[Flow]) -> tuple[Sequence[Any], list[Flow]]:
+    counts = scan_counts(eqn)
+    first = counts.constants + counts.carried
+    fixed, carry = flows[: counts.constants], flows[counts.constants : first]
+    rows = [Flow(flow.axes[1:], flow.data, flow.weight) for flow in flows[first:]]
+    inner, after = self._retraced(eqn.params["jaxpr"], [*fixed, *carry, *rows])
+    # A carry that starts as zeros takes the axes that the body gives it.
+    settled = [old if old.names else new for old, new in zip(carry, after[: counts.carried], strict=True)]
+    if settled != carry:
+      inner, after = self._retraced(eqn.params["jaxpr"], [*fixed, *settled, *rows])
+    stacked = [Flow(((), *flow.axes), flow.data, flow.weight) for flow in after[counts.carried :]]
+    return _bind(eqn, inputs, jaxpr=inner), [*settled, *stacked]
+
+  def _while(self, eqn: Any, inputs: list[Any], flows: list[Flow]) -> tuple[Sequence[Any], list[Flow]]:
+    params = eqn.params
+    skipped, consts = params["cond_nconsts"], params["body_nconsts"]
+    state = flows[skipped + consts :]
+    asked, _ = self._retraced(params["cond_jaxpr"], [*flows[:skipped], *state])
+    body, after = self._retraced(params["body_jaxpr"], [*flows[skipped : skipped + consts], *state])
+    return _bind(eqn, inputs, cond_jaxpr=asked, body_jaxpr=body), after
+
+
+def _known(flows: dict[Any, Flow], var: Any) -> Flow:
+  if not isinstance(var, core.Literal) and var in flows:
+    return flows[var]
+  return Flow(((),) * len(getattr(var.aval, "shape", ())), data=False)
+
+
+def _bind(eqn: Any, inputs: list[Any], **changed: Any) -> Sequence[Any]:
+  with eqn.ctx.manager:
+    results = eqn.primitive.bind(*inputs, **eqn.primitive.get_bind_params({**eqn.params, **changed}))
+  return results if eqn.primitive.multiple_results else [results]
+
+
+def _places(params: Any) -> bool:
+  """Whether an inner `jit` lays out its arguments or results itself."""
+  shardings = (*params.get("in_shardings", ()), *params.get("out_shardings", ()))
+  return any(isinstance(sharding, NamedSharding) for sharding in shardings)
+
+
+def _struct(aval: Any) -> jax.ShapeDtypeStruct:
+  where = getattr(aval, "sharding", None)
+  explicit = where is not None and AxisType.Explicit in where.mesh.axis_types
+  return jax.ShapeDtypeStruct(
+    aval.shape, aval.dtype, sharding=where if explicit else None, weak_type=aval.weak_type
+  )
+
+
+def _is_faulty(eqn: Any) -> bool:
+  """A kernel gradient of a grouped convolution.
+
+  It is a convolution with `batch_group_count` > 1. Where mesh axes larger than 1 do not split the batch, XLA
+  sums it over all devices: on a 2x4 mesh with the batch on the 2, it comes out 4 times too large; with the
+  batch on the 4, twice. The forward pass and the gradient of the input are right, and Adam hides the factor.
+  With two groups and channels split over 4 devices, the partitioner aborts the process.
+  """
+  return eqn.primitive.name == "conv_general_dilated" and eqn.params["batch_group_count"] > 1
+
+
+def _by_hand(eqn: Any, mesh: Any) -> Callable[[jax.Array, jax.Array], jax.Array]:
+  """The same convolution with its contracted dim (the examples of a gradient) split by hand."""
+  numbers = eqn.params["dimension_numbers"]
+  left, right = (var.aval for var in eqn.invars)
+  lhs_dim, rhs_dim = numbers.lhs_spec[1], numbers.rhs_spec[1]
+  axes = _dividing_axes(left.shape[lhs_dim], mesh)
+
+  def local(lhs: jax.Array, rhs: jax.Array) -> jax.Array:
+    partial = eqn.primitive.bind(lhs, rhs, **eqn.params)
+    return jax.lax.psum(partial, axes) if axes else partial
+
+  def split(rank: int, dim: int) -> PartitionSpec:
+    return PartitionSpec(*[axes if axes and i == dim else None for i in range(rank)])
+
+  specs = split(left.ndim, lhs_dim), split(right.ndim, rhs_dim)
+  placed = jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=PartitionSpec(), check_vma=False)
+  if AxisType.Explicit in mesh.axis_types:
+    return _resharded(placed, specs, eqn.outvars[0].aval.sharding.spec, mesh)
+  return placed
+
+
+def _resharded(placed: Callable[..., Any], specs: Any, out: PartitionSpec, mesh: Any) -> Callable[..., Any]:
+  """Explicit meshes have shardings in types: `placed` with those of the convolution that it replaces."""
+
+  def run(*operands: jax.Array) -> jax.Array:
+    moved = [jax.reshard(x, NamedSharding(mesh, spec)) for x, spec in zip(operands, specs, strict=True)]
+    return jax.reshard(placed(*moved), NamedSharding(mesh, out))
+
+  return run
+
+
+def _dividing_axes(length: int, mesh: Any) -> tuple[str, ...]:
+  """Mesh axes, in order, whose product divides `length`."""
+  found: tuple[str, ...] = ()
+  for axis, size in mesh.shape.items():
+    if size > 1 and length % (size * math.prod(mesh.shape[other] for other in found)) == 0:
+      found = (*found, axis)
+  return found
+
+
+def _check_manual(eqn: Any, mesh: Any) -> None:
+  """A `shard_map` over all axes is never partitioned; one over some of them is, and wrongly."""
+  manual = set(eqn.params["newly_manual_axes"])
+  others = {axis: size for axis, size in mesh.shape.items() if size > 1 and axis not in manual}
+  if others:
+    names = ", ".join(others)
+    raise TrainError(
+      "XLA would multiply the kernel gradient of a grouped convolution by up to"
+      f" {math.prod(others.values())}.",
+      details=f"the convolution is in a shard_map over {sorted(manual)}, which leaves {names} to XLA",
+      fix="jax.shard_map without axis_names, over all axes of the mesh; or leave the convolution out of it.",
+    )

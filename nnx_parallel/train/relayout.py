@@ -1,0 +1,79 @@
+"""Other layouts for leaves whose gradients are wrong, from the smallest change on."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from jax.sharding import NamedSharding, PartitionSpec
+
+from nnx_parallel.layout.render import format_bytes, format_spec
+from nnx_parallel.layout.resolve import shard_counts
+from nnx_parallel.layout.variables import axes_of, entry_of
+
+
+@dataclasses.dataclass(frozen=True)
+class Relayout:
+  """Another layout for a group of equal leaves.
+
+  Attributes:
+    name: the group.
+    positions: its leaves among the trained ones.
+    sharding: where each of them would lie.
+    extra_bytes: what each device would hold more.
+  """
+
+  name: str
+  positions: tuple[int, ...]
+  sharding: NamedSharding
+  extra_bytes: int
+
+  def __str__(self) -> str:
+    spec, extra = self.sharding.spec, self.extra_bytes
+    cost = f"{format_bytes(extra)} more per device" if extra > 0 else "no more memory"
+    return f"{self.name} as {spec} ({format_spec(spec)}, {cost})"
+
+
+def relayouts(name: str, positions: Sequence[int], array: Any, where: NamedSharding) -> Iterator[Relayout]:
+  """Layouts with an axis less, with two dims exchanged, and whole.
+
+  Args:
+    name: of a group of equal leaves.
+    positions: its leaves.
+    array: one of them, for its shape and dtype.
+    where: where it lies.
+
+  Yields:
+    Each layout that splits the array evenly, once.
+  """
+  mesh: Any = where.mesh
+  sizes: Mapping[str, int] = dict(mesh.shape)
+  entries = [axes_of(entry) for entry in (*where.spec, *[None] * (array.ndim - len(where.spec)))]
+  options = [[()] * array.ndim]
+  for dim, axes in enumerate(entries):
+    options += [[*entries[:dim], tuple(a for a in axes if a != axis), *entries[dim + 1 :]] for axis in axes]
+  for a, b in itertools.combinations(range(array.ndim), 2):
+    swapped = [*entries]
+    swapped[a], swapped[b] = entries[b], entries[a]
+    options.append(swapped)
+
+  def held(spec: PartitionSpec) -> int:
+    return array.size * array.dtype.itemsize // math.prod(shard_counts(spec, array.ndim, sizes))
+
+  seen = {tuple(entries)}
+  for option in options:
+    spec = PartitionSpec(*map(entry_of, option))
+    counts = shard_counts(spec, array.ndim, sizes)
+    if tuple(option) in seen or any(n % count for n, count in zip(array.shape, counts, strict=True)):
+      continue
+    seen.add(tuple(option))
+    extra = (held(spec) - held(where.spec)) * len(positions)
+    yield Relayout(name, tuple(positions), NamedSharding(mesh, spec, memory_kind=where.memory_kind), extra)
+
+
+def cheapest(found: Sequence[Relayout]) -> list[Relayout]:
+  """From the fewest bytes more on, in steps of 1 MiB; of those that cost alike, the one that splits least."""
+  return sorted(found, key=lambda r: (r.extra_bytes >> 20, sum(map(len, map(axes_of, r.sharding.spec)))))

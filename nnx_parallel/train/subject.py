@@ -1,0 +1,294 @@
+"""The programs that differentiate one loss on one layout, in several ways that must agree."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+from nnx_parallel.layout.constrain import default_scope, scope_of, spent
+from nnx_parallel.layout.variables import axes_of, path_str
+from nnx_parallel.train.accumulate import Layout, loss_of, pinned, slope_of, traced_by_replica
+from nnx_parallel.train.binding import Binding
+from nnx_parallel.train.directions import inner, signs
+from nnx_parallel.train.jaxprs import as_function, own_rules, without_own_rules
+from nnx_parallel.train.loss_scale import common_scale
+from nnx_parallel.train.losses import mean, means
+from nnx_parallel.train.update import Differentiable, LossFn, Recipe, differentiable, gradients_of, keyed
+
+
+@dataclasses.dataclass(frozen=True)
+class Subject:
+  """A loss of live objects, and the programs that differentiate it.
+
+  Attributes:
+    recipe: what the step does.
+    loss_fn: the loss.
+    binding: the live objects: a model, and its optimizer if there is one.
+    batch: one placed batch.
+    wrt: the filter of the Variables that are trained, by the key of their model.
+    layouts: `(optimizers) -> (paths, stages) -> Layout`; see `update`.
+    mend: `(program, shardings of its arrays) -> program`: what the step does before it compiles.
+    relaid: other layouts to try, by position among the trained arrays.
+  """
+
+  recipe: Recipe
+  loss_fn: LossFn
+  binding: Binding
+  batch: Any
+  wrt: Mapping[Any, Any]
+  layouts: Callable[[Any], Any]
+  mend: Callable[[Any, Any], Any] = lambda program, shardings: program
+  relaid: Mapping[int, NamedSharding] = dataclasses.field(default_factory=dict[int, NamedSharding])
+
+  @functools.cached_property
+  def arrays(self) -> list[Any]:
+    """The arrays of all programs: those of the live objects, also what is in no Variable."""
+    arrays = self.binding.with_raw(self.binding.read())
+    for n, where in self.relaid.items():
+      arrays[self.positions[n]] = jax.device_put(arrays[self.positions[n]], where)
+    return arrays
+
+  @functools.cached_property
+  def positions(self) -> list[int]:
+    """Which of the arrays each trained one is."""
+    loss, _, _ = self._pieces(self.binding.with_raw(self.binding.read()))
+    return [self.binding.template.index[(0, *path)] for path in loss.paths]
+
+  @functools.cached_property
+  def parts(self) -> int | None:
+    """Microbatches; None for a batch in one piece."""
+    whole = self.recipe.microbatches == 1 and self.recipe.reduction is None
+    return None if whole else self.recipe.microbatches
+
+  @functools.cached_property
+  def leaves(self) -> list[tuple[str, NamedSharding | None, Any]]:
+    """Dotted path, layout and abstract value of each trained array."""
+    loss, _, _ = self._pieces(self.arrays)
+    own = self.binding.shardings
+    return [
+      (path_str(path), self.relaid.get(n, own[self.positions[n]]), array)
+      for n, (path, array) in enumerate(zip(loss.paths, map(_abstract, loss.train), strict=True))
+    ]
+
+  def _pieces(self, arrays: Sequence[Any]) -> tuple[Differentiable, dict[Any, Any], Any]:
+    """The loss, the optimizers and the loss scale, around these arrays."""
+    objects = self.binding.template.build(arrays)
+    optimizers: dict[Any, Any] = dict.fromkeys(self.wrt)
+    scale = None
+    if len(objects) > 1:
+      optimizers = {key: keyed(*objects)[key] for key in self.wrt}
+      scale = common_scale(optimizers.values())
+    return differentiable(self.recipe, self.loss_fn, objects[0], self.wrt, scale), optimizers, scale
+
+  @functools.cached_property
+  def reverse(self) -> Callable[..., Any]:
+    """`(arrays, batch, seeds) -> loss, rows`: the norm of each gradient, its product with each direction."""
+
+    def reverse(arrays: list[Any], batch: Any, seeds: jax.Array) -> Any:
+      with default_scope(scope_of(self.binding.variables)):
+        loss, optimizers, scale = self._pieces(arrays)
+        layouts = functools.partial(self._layout, self.layouts(optimizers))
+        total, grads = gradients_of(self.recipe, loss, optimizers, batch, layouts)
+      grads = [pinned(g, where) for g, (_, where, _) in zip(grads, self.leaves, strict=True)]
+      norms = [jnp.sqrt(inner(g, jnp.conj(g))) for g in grads]
+      products = [
+        [inner(g, pinned(signs(seed, n, g), self.leaves[n][1])) for n, g in enumerate(grads)]
+        for seed in seeds
+      ]
+      found = jnp.stack([jnp.stack(row) for row in (norms, *products)])
+      return means(total.terms, total.parts)["loss"], _unscaled(found, scale)
+
+    return self._compiled(reverse)
+
+  def _compiled(self, program: Callable[..., Any]) -> Callable[..., Any]:
+    shardings = [*self.binding.shardings]
+    for n, where in self.relaid.items():
+      shardings[self.positions[n]] = where
+    return jax.jit(self.mend(program, shardings))
+
+  def _layout(self, layouts: Callable[..., Layout], paths: Any, stages: Any) -> Layout:
+    found = layouts(paths, stages)
+    trained = [self.relaid.get(n, where) for n, where in enumerate(found.trained)]
+    return found._replace(trained=trained)
+
+  @functools.cached_property
+  def forward(self) -> Callable[..., Any]:
+    """`(arrays, batch, seed, factors) -> loss, derivative along signs times a factor for each leaf`."""
+
+    def forward(arrays: list[Any], batch: Any, seed: jax.Array, factors: jax.Array) -> Any:
+      with default_scope(scope_of(self.binding.variables)):
+        loss, _, scale = self._pieces(arrays)
+        tangents = self._direction(loss, seed, factors)
+        objective = self._plain(loss.objective)
+        value, slope = slope_of(objective, loss.train, tangents, loss.others, batch, self.parts)
+      return value, _unscaled(slope, scale)
+
+    return self._compiled(forward)
+
+  @functools.cached_property
+  def shifted(self) -> Callable[..., Any]:
+    """`(arrays, batch, seed, factors) -> loss` with the factors times signs added to the parameters."""
+
+    def shifted(arrays: list[Any], batch: Any, seed: jax.Array, factors: jax.Array) -> Any:
+      with default_scope(scope_of(self.binding.variables)):
+        loss, _, scale = self._pieces(arrays)
+        train = [x + step for x, step in zip(loss.train, self._direction(loss, seed, factors), strict=True)]
+        value = loss_of(loss.objective, train, loss.others, batch, self.recipe.microbatches)
+      return _unscaled(value, scale)
+
+    return self._compiled(shifted)
+
+  def by_device(self, *, slope: bool, whole: bool = False) -> Callable[..., Any]:
+    """The loss, and if asked its slope, by a program that leaves nothing for a compiler to partition.
+
+    Args:
+      slope: compute the derivative too.
+      whole: each device computes the whole batch, and not its own examples.
+
+    Returns:
+      `(arrays, batch, seed, factors) -> loss, mean of its sizes on the devices, slope`.
+    """
+
+    def local(loss: Differentiable, batch: Any, seed: jax.Array, factors: jax.Array) -> Any:
+      terms_of = functools.partial(_loss_terms, self._plain(loss.objective), loss.others, batch)
+      (total, count), change = terms_of(loss.train), jnp.zeros(())
+      if slope:
+        tangents = self._direction(loss, seed, factors, pin=False)
+        _, (change, _) = jax.jvp(terms_of, (loss.train,), (tangents,))
+      return [total, abs(total), change], count
+
+    return self._manual(local, whole)
+
+  @functools.cached_property
+  def value_by_device(self) -> Callable[..., Any]:
+    """`by_device` without the slope; compiled once."""
+    return self.by_device(slope=False)
+
+  def gradients_by_device(self, *, whole: bool = False) -> Callable[..., Any]:
+    """`(arrays, batch, seeds) -> rows`: the products of `reverse`, by a program that nobody partitions."""
+
+    def local(loss: Differentiable, batch: Any, seeds: jax.Array) -> Any:
+      terms_of = functools.partial(_loss_terms, loss.objective, loss.others, batch)
+      grads, count = jax.grad(terms_of, has_aux=True)(loss.train)
+      return [jnp.stack([inner(g, signs(seed, n, g)) for n, g in enumerate(grads)]) for seed in seeds], count
+
+    return self._manual(local, whole)
+
+  def _manual(self, local: Callable[..., Any], whole: bool) -> Callable[..., Any]:
+    """Means over the examples of what `local(loss, batch, ...)` sums on each device; whole arrays inside."""
+    mesh: Any = self.binding.mesh
+    axes = tuple(mesh.axis_names)
+    specs = [_spec(x) for x in self.arrays]
+    split = PartitionSpec() if whole else PartitionSpec(axes)
+
+    def summed(arrays: list[Any], batch: Any, rest: Any) -> Any:
+      gathered = [_gathered(x, spec) for x, spec in zip(arrays, specs, strict=True)]
+      sums, count = jax.lax.psum(local(self._pieces(gathered)[0], batch, *rest), axes)
+      return [mean(x, count.astype(x.dtype)) for x in sums]
+
+    def manual(arrays: list[Any], batch: Any, *rest: Any) -> Any:
+      parts = jax.tree.map(lambda x: split if jnp.ndim(x) else PartitionSpec(), batch)
+      with default_scope(scope_of(self.binding.variables)):
+        return jax.shard_map(
+          summed,
+          mesh=mesh,
+          in_specs=(specs, parts, PartitionSpec()),
+          out_specs=PartitionSpec(),
+          check_vma=False,
+        )(arrays, batch, rest)
+
+    return jax.jit(manual)
+
+  @functools.cached_property
+  def together(self) -> str:
+    """Why the devices cannot compute the loss of their own examples; empty where they can."""
+    mesh: Any = self.binding.mesh
+    if mesh is None or mesh.size == 1:
+      return "there is one device"
+    if AxisType.Explicit in mesh.axis_types:
+      return "the mesh has Explicit axes"
+    shapes = {jnp.shape(x) for x in jax.tree.leaves(self.batch) if jnp.ndim(x)}
+    sizes = {shape[0] for shape in shapes}
+    if len(sizes) != 1 or min(sizes) % mesh.size:
+      found = " and ".join(map(str, sorted(sizes))) or "no"
+      return f"{found} examples do not divide over {mesh.size} devices"
+
+    def reason(arrays: list[Any]) -> str:
+      loss, _, _ = self._pieces(arrays)
+      part = jax.tree.map(lambda x: x[: x.shape[0] // mesh.size] if jnp.ndim(x) else x, self.batch)
+      part = jax.tree.map(_abstract, part)
+      axes = tuple(mesh.axis_names)
+      with spent(axes):
+        return traced_by_replica(loss.objective, loss.train, loss.others, part, axes)[1]
+
+    with default_scope(scope_of(self.binding.variables)):
+      return reason(self.arrays)
+
+  def _plain(self, objective: Any) -> Any:
+    return _without_own_rules(objective) if self.rules else objective
+
+  def _direction(
+    self, loss: Differentiable, seed: jax.Array, factors: jax.Array, *, pin: bool = True
+  ) -> list[Any]:
+    found = [signs(seed, n, x) * factors[n].astype(x.dtype) for n, x in enumerate(loss.train)]
+    return [pinned(x, self.leaves[n][1]) for n, x in enumerate(found)] if pin else found
+
+  @functools.cached_property
+  def trace(self) -> Any:
+    """The trace of the loss of one part of the batch."""
+    with default_scope(scope_of(self.binding.variables)):
+      arrays, batch = jax.tree.map(_abstract, (self.arrays, self.batch))
+
+      def run(arrays: list[Any], batch: Any) -> Any:
+        loss, _, _ = self._pieces(arrays)
+        return loss.objective(loss.train, loss.others, batch)[0]
+
+      return jax.make_jaxpr(run)(arrays, batch)
+
+  @functools.cached_property
+  def rules(self) -> list[str]:
+    """The `jax.custom_vjp` functions of the loss: forward mode cannot use their rules."""
+    return own_rules(self.trace)
+
+
+def _loss_terms(objective: Any, others: list[Any], batch: Any, train: list[Any]) -> tuple[Any, Any]:
+  """Sum and count of the loss of some examples."""
+  found = objective(train, others, batch)[1][0]
+  total, count = found.sums["loss"], found.counts["loss"]
+  return total, jnp.ones_like(total) if count is None else count
+
+
+def _unscaled(x: jax.Array, scale: jax.Array | None) -> jax.Array:
+  return x if scale is None else x / scale.astype(x.dtype)
+
+
+def _spec(x: Any) -> PartitionSpec:
+  sharding = getattr(x, "sharding", None)
+  return sharding.spec if isinstance(sharding, NamedSharding) else PartitionSpec()
+
+
+def _gathered(x: jax.Array, spec: PartitionSpec) -> jax.Array:
+  """The whole array from its shards, inside a manual program."""
+  for dim, entry in enumerate(spec):
+    if entry:
+      x = jax.lax.all_gather(x, axes_of(entry), axis=dim, tiled=True)
+  return x
+
+
+def _without_own_rules(objective: Any) -> Any:
+  def plain(*args: Any) -> Any:
+    traced, shape = jax.make_jaxpr(objective, return_shape=True)(*args)
+    flat = as_function(without_own_rules(traced))(*jax.tree.leaves(args))
+    return jax.tree.unflatten(jax.tree.structure(shape), flat)
+
+  return plain
+
+
+def _abstract(x: Any) -> Any:
+  return jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x), sharding=getattr(x, "sharding", None))

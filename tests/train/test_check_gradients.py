@@ -1,0 +1,354 @@
+"""`check_gradients` finds each kind of wrong gradient, and raises no false alarm."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import nnx_parallel as nxp
+
+MESH = {"data": 2, "fsdp": 2, "tensor": 2}
+RULES = nxp.LogicalRules(batch=("data", "fsdp"))
+
+
+def same(x: jax.Array) -> jax.Array:
+  return x
+
+
+class Block(nnx.Module):
+  """A norm and a gated pair of layers, with something between them."""
+
+  def __init__(self, scale: Any, middle: Callable[[jax.Array], jax.Array] = same):
+    rngs = nnx.Rngs(0)
+    self.norm = nnx.RMSNorm(16, rngs=rngs, scale_metadata={"out_sharding": (scale,)})
+    self.up = nnx.Linear(
+      16, 32, use_bias=False, rngs=rngs, kernel_metadata={"out_sharding": ("fsdp", "tensor")}
+    )
+    self.down = nnx.Linear(32, 16, rngs=rngs, kernel_metadata={"out_sharding": ("tensor", "fsdp")})
+    self.middle = middle
+
+  def __call__(self, x: jax.Array) -> jax.Array:
+    return self.down(nnx.gelu(self.middle(self.up(self.norm(x)))))
+
+
+def loss_fn(model: Any, x: jax.Array) -> jax.Array:
+  return (model(x) ** 2).mean()
+
+
+def trained(init: Callable[[], nnx.Module], tx: Any = None, **options: Any) -> tuple[Any, Any, Any]:
+  plan = nxp.plan(init, nxp.make_mesh(MESH), RULES, optimizer=tx or optax.sgd(0.1), **options)
+  return plan, *nxp.create_sharded_model(plan)
+
+
+def check(
+  init: Callable[[], nnx.Module], loss: Any = loss_fn, shape: tuple[int, ...] = (16, 16), **options: Any
+) -> Any:
+  plan = nxp.plan(init, nxp.make_mesh(MESH), RULES)
+  model = nxp.create_sharded_model(plan)
+  x = np.random.default_rng(0).normal(size=shape).astype("float32")
+  return nxp.check_gradients(model, nxp.shard_batch(x, plan), loss, **{"tries": 0, **options})
+
+
+def test_norm_scale_over_tensor_on_three_axes_is_found_and_named():
+  found = check(lambda: Block("tensor"), tries=4)
+  assert not found
+  assert "norm.scale as P(None,) (whole, 32 B more per device) makes all gradients right" in str(found)
+  assert found.wrong == ("norm.scale",)
+  assert found.layouts == {"norm.scale": jax.P("tensor")}
+  with pytest.raises(nxp.TrainError, match=r"(?s)the gradients on this layout are wrong.*norm\.scale"):
+    found.raise_if_wrong()
+
+
+def test_right_layout_is_right_in_one_look():
+  found = check(lambda: Block(None))
+  assert found
+  assert len(found.looks) == 1
+  assert found.looks[0].difference < 1e-5
+  assert found.looks[0].leaves == ("down.bias", "down.kernel", "norm.scale", "up.kernel")
+
+
+def test_model_is_unchanged_and_random_numbers_are_not_used_up():
+  class Dropping(Block):
+    def __init__(self):
+      super().__init__(None, nnx.Dropout(0.5, rngs=nnx.Rngs(1)))
+
+  plan = nxp.plan(Dropping, nxp.make_mesh(MESH), RULES)
+  model = nxp.create_sharded_model(plan)
+  before = jax.tree.map(
+    lambda x: np.asarray(jax.random.key_data(x) if x.dtype.name == "key<fry>" else x), nnx.state(model)
+  )
+  x = nxp.shard_batch(np.ones((16, 16), np.float32), plan)
+  assert nxp.check_gradients(model, x, loss_fn)
+  after = jax.tree.map(
+    lambda x: np.asarray(jax.random.key_data(x) if x.dtype.name == "key<fry>" else x), nnx.state(model)
+  )
+  jax.tree.map(np.testing.assert_array_equal, before, after)
+
+
+class Grouped(nnx.Module):
+  def __init__(self):
+    self.conv = nnx.Conv(8, 8, (3, 3), feature_group_count=8, rngs=nnx.Rngs(0))
+
+  def __call__(self, x: jax.Array) -> jax.Array:
+    return self.conv(x)
+
+
+def test_grouped_convolution_in_a_jit_of_ones_own_is_found():
+  found = check(Grouped, shape=(8, 4, 4, 8))
+  assert found.wrong == ("conv.kernel",)
+  assert found.looks[-1].factor == pytest.approx(2)
+  assert "2 times the derivative" in str(found)
+
+
+def in_reverse(change: Callable[[jax.Array], jax.Array]) -> Callable[[jax.Array], jax.Array]:
+  """The identity, whose reverse rule does something else; forward mode can pass it."""
+
+  def identity(x: jax.Array) -> jax.Array:
+    return jax.custom_derivatives.linear_call(lambda _, x: x, lambda _, g: change(g), (), x)
+
+  return identity
+
+
+def with_own_rule(change: Callable[[jax.Array], jax.Array]) -> Callable[[jax.Array], jax.Array]:
+  """The identity as a `custom_vjp`, which forward mode cannot pass."""
+
+  @jax.custom_vjp
+  def identity(x: jax.Array) -> jax.Array:
+    return x
+
+  identity.defvjp(lambda x: (x, None), lambda _, g: (change(g),))
+  return identity
+
+
+def double(g: jax.Array) -> jax.Array:
+  return 2 * g
+
+
+def without_sum(g: jax.Array) -> jax.Array:
+  """Each device of `data` keeps its own part: the sum over the axis is missing in all gradients below."""
+  mesh = nxp.make_mesh(MESH)
+  mine = lambda g: g * (jax.lax.axis_index("data") == 0).astype(g.dtype)
+  return jax.shard_map(
+    mine, mesh=mesh, in_specs=jax.P(("data", "fsdp")), out_specs=jax.P(("data", "fsdp")), check_vma=False
+  )(g)
+
+
+@pytest.mark.parametrize("wrap", [in_reverse, with_own_rule])
+@pytest.mark.parametrize(
+  ("change", "factor"), [(double, 2.0), (jnp.zeros_like, 0.0), (without_sum, None)], ids=lambda x: str(x)[:16]
+)
+def test_wrong_reverse_rule_is_found_in_what_lies_before_it(wrap: Any, change: Any, factor: float | None):
+  found = check(lambda: Block(None, wrap(change)))
+  assert found.wrong == ("norm.scale", "up.kernel")
+  last = next(look for look in found.looks if look.leaves == ("up.kernel",))
+  assert ("the layout is not at fault" in str(found)) == (change is not without_sum)
+  assert factor is None or last.factor == pytest.approx(factor, abs=1e-4)
+  assert factor != 0 or "the gradient is 0, and the derivative is not" in last.why
+
+
+def test_right_custom_rule_is_right():
+  assert check(lambda: Block(None, with_own_rule(same)))
+
+
+def test_small_leaf_among_large_ones_weighs_alike():
+  """The gradient of the scale is a thousandth of the others', and twice too large."""
+
+  class Small(Block):
+    def __call__(self, x: jax.Array) -> jax.Array:
+      scale = in_reverse(double)(self.norm.scale[...]) * 1e-3 + 1
+      return self.down(nnx.gelu(self.up(x * scale[None])))
+
+  assert check(lambda: Small(None)).wrong == ("norm.scale",)
+
+
+def test_steps_own_way_is_checked():
+  """The step computes the grouped kernel gradient by hand."""
+  plan, model, optimizer = trained(Grouped)
+  x = nxp.shard_batch(np.random.default_rng(0).normal(size=(8, 4, 4, 8)).astype("float32"), plan)
+  before = np.asarray(model.conv.kernel[...])
+  step = nxp.train_step(loss_fn)
+  assert step.check_gradients(model, optimizer, x)
+  np.testing.assert_array_equal(model.conv.kernel[...], before)
+  assert not step.compiles
+
+
+@pytest.mark.parametrize(
+  "options",
+  [{"microbatches": 4}, {"microbatches": 2, "remat": "full"}, {"microbatches": 2, "gradients": "scattered"}],
+  ids=str,
+)
+def test_step_with_options_is_checked(options: dict[str, Any]):
+  class Net(Block):
+    """With dropout and a layer to recompute: each microbatch draws numbers of its own."""
+
+    def __init__(self):
+      super().__init__(None, in_reverse(double))
+      self.dropout = nnx.Dropout(0.5, rngs=nnx.Rngs(1))
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+      return self.dropout(nnx.remat(Block.__call__)(self, x))
+
+  plan, model, optimizer = trained(Net, optax.adam(1e-3), zero=2)
+  x = nxp.shard_batch(np.random.default_rng(0).normal(size=(16, 16)).astype("float32"), plan)
+  weighted = lambda model, x: ((model(x) ** 2).sum(), (x[:, 0] > 0).sum().astype(jnp.float32))
+  found = nxp.train_step(weighted, **options).check_gradients(model, optimizer, x, tries=0)
+  assert found.wrong == ("norm.scale", "up.kernel")
+  assert {
+    round(look.factor, 3) for look in found.looks if look.leaves[0] in found.wrong and len(look.leaves) == 1
+  } == {2}
+
+
+def test_each_of_several_models_is_checked():
+  plan, first, one = trained(lambda: Block(None))
+  _, second, two = trained(lambda: Block(None, in_reverse(double)))
+  losses = {"a": lambda models, x: loss_fn(models["a"], x), "b": lambda models, x: loss_fn(models["b"], x)}
+  x = nxp.shard_batch(np.random.default_rng(0).normal(size=(16, 16)).astype("float32"), plan)
+  found = nxp.train_step(losses).check_gradients({"a": first, "b": second}, {"a": one, "b": two}, x)
+  assert found.wrong == ("b.norm.scale", "b.up.kernel")
+
+
+def test_loss_scale_and_frozen_parameters():
+  class Half(nnx.Module):
+    def __init__(self):
+      self.up = nnx.Linear(16, 32, dtype=jnp.float16, rngs=nnx.Rngs(0))
+      self.down = nnx.Linear(32, 16, dtype=jnp.float16, rngs=nnx.Rngs(1))
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+      return self.down(nnx.gelu(self.up(x))).astype(jnp.float32)
+
+  only = lambda path, _: path[0] == "down"
+  plan, model, optimizer = trained(Half, nxp.with_loss_scale(optax.sgd(0.1)), wrt=nnx.All(nnx.Param, only))
+  x = nxp.shard_batch(np.random.default_rng(0).normal(size=(16, 16)).astype("float32"), plan)
+  found = nxp.train_step(loss_fn).check_gradients(model, optimizer, x)
+  assert found
+  assert found.dtype == "float16"
+  assert found.looks[0].leaves == ("down.bias", "down.kernel")
+
+
+def test_wrong_loss_is_found():
+  """As if the compiler had computed something else than each device on its own."""
+
+  def off(model: Any, x: jax.Array) -> jax.Array:
+    manual = jax.sharding.get_abstract_mesh().are_all_axes_manual
+    return loss_fn(model, x) * (1.0 if manual else 1.01)
+
+  found = check(lambda: Block(None), off)
+  assert not found
+  assert found.loss_verdict == "wrong"
+  assert all(found.looks)
+  assert str(found).count(": wrong") == 1
+
+
+def test_examples_that_depend_on_each_other_are_no_alarm():
+  def contrastive(model: Any, x: jax.Array) -> jax.Array:
+    y = model(x)
+    return -jnp.diag(jax.nn.log_softmax(y @ y.T)).mean()
+
+  found = check(lambda: Block(None), contrastive)
+  assert found.loss_verdict == "right"
+  assert "by each device for all examples" in found.losses
+
+
+@pytest.mark.parametrize("factor", [1.0, 2.0])
+def test_what_forward_mode_cannot_do_is_checked_by_differences(factor: float):
+  def on_host(x: jax.Array) -> jax.Array:
+    return jax.pure_callback(
+      lambda x: np.tanh(x), jax.ShapeDtypeStruct(x.shape, x.dtype), x, vmap_method="sequential"
+    )
+
+  @jax.custom_vjp
+  def tanh(x: jax.Array) -> jax.Array:
+    return on_host(x)
+
+  tanh.defvjp(lambda x: (tanh(x), x), lambda x, g: (factor * g * (1 - jnp.tanh(x) ** 2),))
+  found = check(lambda: Block(None, tanh))
+  assert bool(found) == (factor == 1)
+  assert found.wrong == (() if found else ("norm.scale", "up.kernel"))
+  assert "by central differences: Pure callbacks do not support JVP" in str(found)
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_coarse_dtypes(dtype: Any):
+  class Low(nnx.Module):
+    def __init__(self, change: Any):
+      rngs = nnx.Rngs(0)
+      self.scale = nnx.Param(jnp.ones(16, dtype))
+      self.up = nnx.Linear(16, 32, dtype=dtype, param_dtype=dtype, rngs=rngs)
+      self.change = change
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+      return nnx.gelu(self.up(self.change(self.scale[None] * x.astype(dtype)))).astype(jnp.float32)
+
+  assert check(lambda: Low(same))
+  found = check(lambda: Low(in_reverse(double)))
+  assert found.wrong == ("scale",)
+  assert found.dtype == jnp.dtype(dtype).name
+
+
+def test_gradient_that_is_zero_but_for_rounding_is_no_alarm():
+  """A bias before a norm, and the bias of the keys, whose gradients are zero."""
+
+  class Zero(nnx.Module):
+    def __init__(self):
+      rngs = nnx.Rngs(0)
+      self.up = nnx.Linear(16, 16, rngs=rngs)
+      self.norm = nnx.BatchNorm(16, rngs=rngs)
+      self.attention = nnx.MultiHeadAttention(2, 16, decode=False, rngs=rngs)
+      self.unused = nnx.Param(jnp.ones(4))
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+      return self.attention(self.norm(self.up(x)))
+
+  found = check(Zero, shape=(8, 4, 16))
+  assert found
+  assert "note: unused: no gradient, by any way" in str(found)
+  assert "not checked: the loss itself: the loss changes Variables" in str(found)
+
+
+def test_gradient_that_is_not_finite_is_wrong():
+  found = check(lambda: Block(None, lambda x: jnp.sqrt(x * 0)))
+  assert not found
+  assert {"norm.scale", "up.kernel"} <= set(found.wrong)
+  assert "wrong: not finite" in str(found)
+
+
+def test_groups_apart_have_rows_of_their_own():
+  found = check(lambda: nnx.List([Block(None), Block(None)]), lambda m, x: loss_fn(m[1], m[0](x)), apart=True)
+  assert found
+  assert [look.name for look in found.looks][:2] == ["all", "*.down.bias"]
+  assert len(found.looks[1].leaves) == 2
+
+
+def test_padded_and_tied_leaves_and_explicit_axes():
+  class Tied(nnx.Module):
+    def __init__(self):
+      self.embed = nnx.Embed(
+        13, 16, rngs=nnx.Rngs(0), embedding_metadata={"out_sharding": ("tensor", "fsdp")}
+      )
+      self.head = self.embed.embedding
+
+    def __call__(self, tokens: jax.Array) -> jax.Array:
+      return self.embed(tokens) @ self.head[...].T
+
+  plan = nxp.plan(Tied, nxp.make_mesh(MESH), RULES, uneven="pad")
+  model = nxp.create_sharded_model(plan)
+  tokens = nxp.shard_batch(np.arange(32, dtype=np.int32).reshape(16, 2) % 13, plan)
+  found = nxp.check_gradients(model, tokens, loss_fn)
+  assert found
+  assert found.looks[0].leaves == ("embed.embedding",)
+  assert model.embed.embedding.get_raw_value().shape == (14, 16)
+
+  mesh = nxp.make_mesh(data=8, explicit=True)
+  plan = nxp.plan(lambda: nnx.Linear(16, 16, rngs=nnx.Rngs(0)), mesh, nxp.replicate())
+  model = nxp.create_sharded_model(plan)
+  with jax.set_mesh(mesh):
+    found = nxp.check_gradients(model, nxp.shard_batch(np.ones((16, 16), np.float32), plan), loss_fn)
+  assert found
+  assert "the mesh has Explicit axes" in str(found)
