@@ -91,7 +91,7 @@ FAULTS = (
     "residual",
     "A residual product, both kernels over (fsdp, tensor), the batch over (data, fsdp)",
     "XLA's partitioner, and the plainest of all: two products and a sum, laid out as FSDP x tensor"
-    " parallelism lays them out. The loss is right; the gradient of the first kernel is off by 0.7. That is so"
+    " parallelism lays them out. The loss is right; the gradient of the first kernel is off by 0.7. So it is"
     " at width 512 too, with 8 or 512 examples.",
     """
     def loss(p, x):
@@ -116,6 +116,19 @@ FAULTS = (
     draw = lambda n, *shape: jax.random.normal(jax.random.key(n), shape)
     params, specs = {"w": draw(0, 16, 24), "bias": draw(1, 8, 2)}, {"w": P("b", "c"), "bias": P(None, "a")}
     check(loss, (2, 2, 2), params, specs, draw(2, 8, 4, 16), P("b", None, "a"))
+    """,
+  ),
+  Fault(
+    "one product",
+    "A single product: a kernel with one dim over two axes, against the mesh's order, and one over the batch's",
+    "XLA's partitioner. Any size with as many examples as outputs: 64 x 64 x 256 too. With the two axes in the"
+    " order of the mesh it is right.",
+    """
+    def loss(p, x):
+      return jnp.sin(x @ p["w"]).sum()
+
+    draw = lambda n, *shape: jax.random.normal(jax.random.key(n), shape)
+    check(loss, (2, 2, 2), {"w": draw(0, 32, 32)}, {"w": P(("c", "a"), "b")}, draw(1, 64, 32), P("b"))
     """,
   ),
 )
