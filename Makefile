@@ -6,13 +6,14 @@ PYTHON ?= python3
 VENV ?= .venv
 WORKERS ?= 2
 PYTEST_ARGS ?=
+FUZZ_ARGS ?=
 
 SHELL := /bin/sh
 bin = $(VENV)/bin
 pytest = $(bin)/python -m pytest -n $(WORKERS) --dist worksteal
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test quick guides lint format types bench torture setup setup-lint clean
+.PHONY: help demo test quick guides lint format types bench torture fuzz setup setup-lint clean
 
 help:  ## this list
 	@sed -n 's/^\([a-z]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST) | expand -t 16
@@ -45,6 +46,9 @@ bench: setup  ## every benchmark; results go to benchmarks/results
 
 torture: setup  ## kills training runs for a long time and checks what their checkpoints hold
 	@$(bin)/python benchmarks/torture.py
+
+fuzz: setup  ## searches for programs that a step gets wrong: random models under random layouts (15 minutes)
+	@$(bin)/python benchmarks/fuzz.py --minutes 15 --workers $(WORKERS) $(FUZZ_ARGS)
 
 clean:  ## deletes $(VENV) and caches
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache .hypothesis "$${XDG_CACHE_HOME:-$$HOME/.cache}/nnx_parallel-tests"

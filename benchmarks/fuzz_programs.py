@@ -613,7 +613,7 @@ def _shift(o: Options) -> Any:
   return {"s": weight("norm", o["width"], fan=0)}, run
 
 
-@operation(BLOCKS, "half", flat=True, dtype=("bfloat16", "float16"))
+@operation(BLOCKS, "half", flat=True, share=0.5, dtype=("bfloat16", "float16"))
 def _half(o: Options) -> Any:
   wide, hidden = o["width"], o["hidden"]
   weights = {"up": weight("embed mlp", wide, hidden), "down": weight("mlp embed", hidden, wide)}
@@ -773,7 +773,7 @@ def _cross_entropy(o: Options) -> Any:
   return weights, run
 
 
-@operation(LOSSES, "sine", flat=True, share=1.5)
+@operation(LOSSES, "sine", flat=True, share=2)
 def _sine(o: Options) -> Any:
   return {}, lambda p, x, _: 1 + jnp.sin(x).sum() / x.shape[0]
 
@@ -827,7 +827,7 @@ def draw(seed: int) -> Program:
     "flat": flat,
   }
   ordinary = {name: BLOCKS[name] for name in ORDINARY}
-  blocks = [_draw(rng, ordinary, flat) for _ in range(rng.choice((1, 1, 1, 2)))]
+  blocks = [_draw(rng, ordinary, flat) for _ in range(rng.choice((1, 1, 1, 1, 2)))]
   blocks += [_draw(rng, BLOCKS, flat) for _ in range(rng.choice((0, 0, 1, 1)))]
   if rng.random() < 0.2:
     rng.shuffle(blocks)
@@ -848,7 +848,8 @@ def draw(seed: int) -> Program:
 def _draw(rng: random.Random, table: Mapping[str, Operation], flat: bool) -> dict[str, Any]:
   names = [name for name, op in table.items() if op.flat or not flat]
   (name,) = rng.choices(names, [table[name].share for name in names])
-  return {"op": name} | {option: rng.choice(values) for option, values in table[name].options.items()}
+  options = table[name].options.items()
+  return {"op": name} | {o: values[0] if rng.random() < 0.3 else rng.choice(values) for o, values in options}
 
 
 def _parts(program: Program) -> list[tuple[str, Operation, dict[str, Any]]]:
@@ -910,10 +911,9 @@ def loss_of(program: Program, params: Arrays, batch: Arrays, hold: Callable[[Any
 # Layouts.
 
 Layout = dict[str, Any]
+CUBE = {"data": 2, "fsdp": 2, "tensor": 2}
 MESHES = (
-  {"data": 2, "fsdp": 2, "tensor": 2},
-  {"data": 2, "fsdp": 2, "tensor": 2},
-  {"data": 2, "fsdp": 2, "tensor": 2},
+  *[CUBE] * 10,
   {"fsdp": 8},
   {"data": 8},
   {"fsdp": 2, "tensor": 4},
@@ -923,7 +923,7 @@ MESHES = (
   {"data": 2, "fsdp": 4},
   {"data": 4, "fsdp": 2},
 )
-STYLES = ("usual", "fsdp", "beside", "random", "random")
+STYLES = ("usual", "fsdp", "beside", "beside", "random", "random", "random")
 
 
 def draw_layout(program: Program, seed: int, number: int, style: str = "") -> Layout:
@@ -946,7 +946,8 @@ def draw_layout(program: Program, seed: int, number: int, style: str = "") -> La
   weights = weights_of(program)
   batch, length = _batch_axes(rng, mesh, style, program["sizes"])
   if style == "random":
-    specs = {name: _random_spec(rng, found.shape, mesh) for name, found in weights.items()}
+    axes = rng.choice((AXES, AXES[1:]))
+    specs = {name: _random_spec(rng, found.shape, mesh, axes) for name, found in weights.items()}
   elif style == "fsdp":
     split = rng.choice((("fsdp",), ("data", "fsdp"), ("fsdp", "tensor"), ("fsdp", "data")))
     specs = {name: _largest(found.shape, mesh, split) for name, found in weights.items()}
@@ -964,7 +965,7 @@ def _batch_axes(
 ) -> tuple[list[str], list[str]]:
   """Those of the replicas and shards, mostly in the usual order; now and then any other."""
   usual = [axis for axis in ("data", "fsdp") if axis in mesh] or list(mesh)
-  if style != "random" and rng.random() < 0.7:
+  if rng.random() < (0.5 if style == "random" else 0.7):
     return usual, []
   chosen = [list(p) for n in range(len(mesh) + 1) for p in itertools.permutations(mesh, n)]
   batch = rng.choice([p for p in chosen if sizes["batch"] % math.prod(mesh[a] for a in p) == 0])
@@ -973,13 +974,15 @@ def _batch_axes(
   return batch, length
 
 
-def _random_spec(rng: random.Random, shape: tuple[int, ...], mesh: Mapping[str, int]) -> list[list[str]]:
-  free = list(mesh)
+def _random_spec(
+  rng: random.Random, shape: tuple[int, ...], mesh: Mapping[str, int], axes: Sequence[str] = AXES
+) -> list[list[str]]:
+  free = [axis for axis in axes if axis in mesh]
   rng.shuffle(free)
   spec: list[list[str]] = [[] for _ in shape]
   for axis in free:
     dims = [d for d, n in enumerate(shape) if n % (mesh[axis] * math.prod(mesh[a] for a in spec[d])) == 0]
-    if dims and rng.random() < 0.6:
+    if dims and rng.random() < 0.7:
       spec[rng.choice(dims)].append(axis)
   return spec
 

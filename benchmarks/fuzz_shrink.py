@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import copy
+import dataclasses
 import json
 import pathlib
 import time
@@ -56,9 +57,11 @@ def _smaller_layouts(layout: Layout) -> Iterator[Layout]:
       yield made
     if mesh[axis] > 2:
       yield _edited(layout, lambda p, a=axis: p["mesh"].update({a: 2}))
-  for name, spec in layout["specs"].items():
-    if any(spec):
-      yield _edited(layout, lambda p, n=name: p["specs"].update({n: [[] for _ in p["specs"][n]]}))
+  split = [name for name, spec in layout["specs"].items() if any(spec)]
+  parts = [split[: len(split) // 2], split[len(split) // 2 :]] if len(split) > 3 else []
+  for names in (*parts, *([name] for name in split)):
+    whole = {name: [[] for _ in layout["specs"][name]] for name in names}
+    yield _edited(layout, lambda p, whole=whole: p["specs"].update(whole))
   lists = [("batch",), ("length",)]
   lists += [("specs", name, dim) for name, spec in layout["specs"].items() for dim in range(len(spec))]
   for place in lists:
@@ -127,9 +130,10 @@ def renumbered(program: Program, layout: Layout, old: int) -> Layout:
 class Shrinker:
   """Tries programs in a forked process."""
 
-  def __init__(self, options: Options):
+  def __init__(self, options: Options, loud: bool = False):
     self.worker = Worker(options)
     self.tried = 0
+    self.loud = loud
 
   def verdict(self, case: Case) -> dict[str, Any]:
     self.tried += 1
@@ -158,6 +162,8 @@ class Shrinker:
         found = self.verdict(attempt)
         if found["verdict"] == wanted and (wanted != "wrong" or max(found["off"].values()) > CLEAR):
           case, result, again = attempt, found, True
+          if self.loud:
+            print(f"-- after {self.tried}\n{describe(case, result)}", flush=True)
           break
     return case, result
 
@@ -188,8 +194,9 @@ def main() -> None:
   parser.add_argument("--step", default="plain")
   parser.add_argument("--gspmd", action="store_true")
   parser.add_argument("--out", type=pathlib.Path)
+  parser.add_argument("--loud", action="store_true", help="print each smaller program on the way")
   given = parser.parse_args()
-  shrinker = Shrinker(Options(given.step, shardy=not given.gspmd))
+  shrinker = Shrinker(Options(given.step, shardy=not given.gspmd), given.loud)
   for name in given.programs:
     seed, number = map(int, name.split("."))
     began = time.time()
@@ -197,9 +204,8 @@ def main() -> None:
     print(describe(case, result), f"\n  ({shrinker.tried} tried, {time.time() - began:.0f} s)", flush=True)
     shrinker.tried = 0
     if given.out:
-      line = {"seed": seed, "layout": number, "program": case.program, "small": case.layout, **result}
       with given.out.open("a") as stream:
-        print(json.dumps(line), file=stream)
+        print(json.dumps(dataclasses.asdict(case)), file=stream)
   shrinker.worker.stop()
 
 

@@ -222,10 +222,10 @@ class Record:
     parts = [f"# {self.title}", f"`{self.command}`"]
     if timed:
       header = ("group", "case", "ratio", "quartiles", "median", "rounds", "baseline")
-      parts.append(_table(header, [_timed_cells(row) for row in timed]))
+      parts.append(table(header, [_timed_cells(row) for row in timed]))
     if valued:
       rows = [(row["group"], row["case"], f"{row['value']:.6g} {row['unit']}") for row in valued]
-      parts.append(_table(("group", "case", "value"), rows))
+      parts.append(table(("group", "case", "value"), rows))
     parts += self.notes
     parts.append(", ".join(f"{name} {value}" for name, value in where.items()))
     return "\n\n".join(parts) + "\n"
@@ -251,7 +251,7 @@ def _duration(seconds: float) -> str:
   return f"{seconds * 1e6:.3g} us"
 
 
-def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
   """A markdown table; a group column that is empty throughout is left out."""
   keep = [i for i, name in enumerate(header) if name != "group" or any(row[i] for row in rows)]
   lines = [[row[i] for i in keep] for row in (header, ["---"] * len(header), *rows)]

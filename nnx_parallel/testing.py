@@ -13,7 +13,6 @@ import optax
 from flax import nnx
 
 import nnx_parallel as nxp
-from nnx_parallel.layout.constrain import default_scope, scope_of
 from nnx_parallel.layout.extra_args import accept_extra
 from nnx_parallel.layout.plan import check_plan
 from nnx_parallel.layout.serialize import assert_golden_plan
@@ -188,7 +187,7 @@ def gradient_norms(
   """The norm of each parameter's gradient: what Adam hides when it is wrong by a factor.
 
   Args:
-    loss_fn: as for `train_step`.
+    loss_fn: as for `train_step`, whose gradients these are.
     model: a live module; unchanged.
     batch: one placed batch.
     wrt: which Variables to differentiate.
@@ -196,23 +195,12 @@ def gradient_norms(
   Returns:
     Dotted path -> norm.
   """
-
-  def loss(module: nnx.Module) -> Any:
-    result = loss_fn(module, batch)
-    if isinstance(result, tuple) and isinstance(result[1], Mapping):
-      result = result[0]
-    return result[0] / result[1].astype(result[0].dtype) if isinstance(result, tuple) else result
-
-  @jax.jit
-  def norms(state: Any, rest: Any) -> list[Any]:
-    grads = jax.grad(lambda trained: loss(nnx.merge(graphdef, trained, rest, copy=True)))(state)
-    return [jnp.linalg.norm(value_of(leaf).ravel()) for _, leaf in nnx.to_flat_state(grads)]
-
-  graphdef, state, rest = nnx.split(model, wrt, ...)
-  paths = [path_str(path) for path, _ in nnx.to_flat_state(state)]
-  with default_scope(scope_of(variables(model).values())):
-    found = norms(state, rest)
-  return dict(zip(paths, map(float, found), strict=True))
+  copy = nnx.clone(model)
+  optimizer = nnx.Optimizer(copy, with_gradient_norms(optax.set_to_zero()), wrt=wrt)
+  nxp.train_step(loss_fn)(copy, optimizer, batch)
+  paths = [path_str(path) for path, _ in nnx.to_flat_state(nnx.state(model, wrt))]
+  norms: Any = optimizer.opt_state.norms
+  return dict(zip(paths, map(float, norms[...]), strict=True))
 
 
 def assert_same_training(

@@ -20,7 +20,8 @@ def register(commands: Commands) -> None:
     "compile",
     help="compile a recipe's step for a machine that is not here",
     description="Compiles the train step with the real compiler of a machine, on any CPU, and reports"
-    " memory per device, FLOPs and everything that is sent. Exit code 3: it does not fit.",
+    " memory per device, FLOPs, everything that is sent, and whether the program that was split over the"
+    " devices still computes what it should. Exit code 3: it does not fit, or computes wrong numbers.",
   )
   options.add_recipe(parser)
   options.add_mesh(parser)
@@ -45,7 +46,7 @@ def add_step(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-  """Compiles, prints and says by the exit code whether it fits."""
+  """Compiles, prints and says by the exit code whether it fits and is right."""
   import nnx_parallel as nxp
   from nnx_parallel.layout.render import print_text
   from nnx_parallel.recipes import load_recipe
@@ -70,7 +71,7 @@ def run(args: argparse.Namespace) -> int:
     print_text(str(report))
   if args.html:
     options.write_page(args.html, report.to_html())
-  return options.NO if report.fits is False else 0
+  return options.NO if report.fits is False or report.faults else 0
 
 
 def fill(sizes: options.Sizes, devices: int, *, asked: bool) -> options.Sizes:

@@ -24,12 +24,13 @@ from nnx_parallel.report.chips import chip as chip_named
 from nnx_parallel.report.collectives import Collective, collectives
 from nnx_parallel.report.compiler import Compiled, MemoryStats, memory_stats, run_compiler
 from nnx_parallel.report.cost import Cost, cost
+from nnx_parallel.report.faults import Comparison, Fault, compare
 from nnx_parallel.report.peak import Tenant, at_peak
 from nnx_parallel.report.reshards import Reshard, find_reshards
 from nnx_parallel.report.topology import topology_mesh
 from nnx_parallel.train.step import TrainStep
 
-_ALIASES = re.compile(r"\{[\d, ]*\}: \((\d+), ")
+_ALIASES = re.compile(r"\{([\d, ]*)\}: \((\d+), ")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,6 +73,8 @@ class CompileReport:
     quantities: global sizes in bytes that budgets can name: `params`, `optimizer`, `batch`.
     examples: of one microbatch on one device, or None where that is unknown.
     batch_split: devices between which the plan splits the batch, or None without a plan.
+    results: the step's results as the partitioned program computes them, against the program before it was
+      split; see `report.faults`. Nothing is in it for a program that was already compiled.
   """
 
   target: str
@@ -91,6 +94,12 @@ class CompileReport:
   quantities: Mapping[str, int]
   examples: int | None = None
   batch_split: int | None = None
+  results: Comparison = dataclasses.field(default_factory=Comparison)
+
+  @property
+  def faults(self) -> tuple[Fault, ...]:
+    """Results that the compiler's partitioner gets wrong: gradients, new parameters, the loss."""
+    return self.results.faults
 
   @property
   def available_bytes(self) -> int | None:
@@ -341,7 +350,27 @@ def report_of(
   kind = device.device_kind if device else ""
   figures = chip_named(chip) if chip is not None else _measured(chip_of(kind), kind)
   report = _assemble(done, axes, kind, figures, categories or {}, names or {})
-  return dataclasses.replace(report, quantities=dict(quantities or {}))
+  results = compare(done.whole, done.partitioned, _result_names(program, done, names or {}))
+  return dataclasses.replace(report, quantities=dict(quantities or {}), results=results)
+
+
+def _result_names(
+  program: jax.stages.Lowered | jax.stages.Compiled, done: Compiled, names: Mapping[str, str]
+) -> dict[int, str]:
+  """Number of each result -> the argument whose memory it takes, or its path among the results."""
+  if not done.whole:
+    return {}
+  paths = jax.tree_util.tree_flatten_with_path(program.out_info)[0]
+  found = {n: f"result{jax.tree_util.keystr(path)}" for n, (path, _) in enumerate(paths)}
+  arguments = {
+    i.arguments: i.op_name for i in hlo.parse(done.whole).entry.instructions if i.opcode == "parameter"
+  }
+  head = done.whole[: done.whole.find("\n")]
+  for place, number in _ALIASES.findall(hlo.after(head, "input_output_alias=")):
+    name = arguments.get(number, "")
+    if name:
+      found[int(place or 0)] = names.get(name, name)
+  return found
 
 
 def _measured(figures: Chip | None, kind: str) -> Chip | None:
@@ -417,7 +446,7 @@ def _categories(memory: MemoryStats, need: int, known: Mapping[str, int]) -> dic
 def _arguments(program: hlo.Program, text: str, names: Mapping[str, str]) -> tuple[Argument, ...]:
   head = text[: text.find("\n")] if text else ""
   found = hlo.after(head, "input_output_alias=")
-  donated = {int(number) for number in _ALIASES.findall(found)}
+  donated = {int(number) for _, number in _ALIASES.findall(found)}
   arguments = [
     Argument(names.get(i.op_name, i.op_name or i.name), i.bytes, not text or int(i.arguments) in donated)
     for i in program.entry.instructions

@@ -19,9 +19,10 @@ from jax.experimental.compilation_cache import compilation_cache
 
 from nnx_parallel.errors import ReportError
 
-# What is read of a dump. The partitioner of TPU has its own name; both write the program of one device
-# right after splitting.
+# What is read of a dump. The partitioner of TPU has its own name; both write the whole program right before
+# splitting, and that of one device right after.
 _DUMPS = (
+  re.compile(r"before_(?:tpu-)?spmd-partitioning\."),
   re.compile(r"after_(?:tpu-)?spmd-partitioning\."),
   re.compile(r"after_optimizations\.txt$"),
   re.compile(r"after_optimizations-live-range\.txt$"),
@@ -67,6 +68,7 @@ class Compiled:
   Attributes:
     text: the final program; when it ran out of memory, as far as the compiler came.
     partitioned: the program of one device right after SPMD partitioning; empty when not dumped.
+    whole: the program right before, with the layout that the compiler chose for each array; empty likewise.
     memory: the compiler's figures.
     shortage: what did not fit, or None.
     log: what the compiler printed.
@@ -81,6 +83,7 @@ class Compiled:
   log: str
   seconds: float
   live: str = ""
+  whole: str = ""
 
 
 def run_compiler(lowered: jax.stages.Lowered) -> Compiled:
@@ -94,6 +97,7 @@ def run_compiler(lowered: jax.stages.Lowered) -> Compiled:
       "xla_dump_to": folder,
       "xla_dump_hlo_pass_re": "spmd.*",
       "xla_dump_hlo_as_text": True,
+      "xla_dump_large_constants": True,  # tables of offsets, one for each device
     }
     start = time.perf_counter()
     compiled, short = None, None
@@ -103,11 +107,11 @@ def run_compiler(lowered: jax.stages.Lowered) -> Compiled:
       except jax.errors.JaxRuntimeError as error:
         short = _shortage(error)
     seconds = time.perf_counter() - start
-    partitioned, final, live = (_largest(pathlib.Path(folder), kind) for kind in _DUMPS)
+    whole, partitioned, final, live = (_largest(pathlib.Path(folder), kind) for kind in _DUMPS)
   if compiled is None:
-    return Compiled(final, partitioned, MemoryStats(), short, log[0], seconds, live)
+    return Compiled(final, partitioned, MemoryStats(), short, log[0], seconds, live, whole)
   text = compiled.as_text() or final
-  return Compiled(text, partitioned, memory_stats(compiled), None, log[0], seconds, live)
+  return Compiled(text, partitioned, memory_stats(compiled), None, log[0], seconds, live, whole)
 
 
 def memory_stats(compiled: jax.stages.Compiled) -> MemoryStats:

@@ -109,6 +109,41 @@ def group_labels(text: str, devices: int) -> Labels:
   return _from_rows(rows or [list(range(devices))], devices)
 
 
+def group_rows(text: str, devices: int) -> list[list[int]]:
+  """Decodes `replica_groups` as `group_labels` does, with the members of each group in their order."""
+  mesh = _MESH.match(text)
+  iota = _IOTA.match(text)
+  if iota:
+    return _iota_rows(iota).tolist()
+  if not mesh:
+    listed = _LISTS.match(text)
+    if not listed:
+      raise ValueError(f"cannot read the device groups {text[:80]!r}")
+    return [[int(i) for i in row.split(",")] for row in _LIST.findall(listed.group())] or [[*range(devices)]]
+  sizes = {name: int(size) for name, size in _MESH_AXIS.findall(mesh["sizes"])}
+  split: list[int] = []
+  at: dict[str, list[int]] = {}
+  for name, size in sizes.items():
+    parts = sorted(
+      (int(b or 1), int(n) if n else size) for a, b, n in _MESH_ITEM.findall(mesh["axes"]) if a == name
+    )
+    done = 1
+    for before, part in parts:
+      split += [before // done, part] if before > done else [part]
+      at.setdefault(f"{name}:{before}", []).append(len(split) - 1)
+      done = before * part
+    split.append(size // done)
+  inside = [at[f"{a}:{int(b or 1)}"][0] for a, b, _ in _MESH_ITEM.findall(mesh["axes"])]
+  outside = [dim for dim in range(len(split)) if dim not in inside]
+  ids = device_numbers(mesh["ids"] or "", math.prod(sizes.values())).reshape(split)
+  return ids.transpose([*outside, *inside]).reshape(-1, math.prod(split[d] for d in inside)).tolist()
+
+
+def device_numbers(text: str, devices: int) -> Labels:
+  """The device at each position of a mesh; `text` is the value of `device_ids=`, or empty: in order."""
+  return _device_ids(text) if text else np.arange(devices)
+
+
 def pair_labels(text: str, devices: int) -> Labels:
   """Positions connected by `source_target_pairs`, as groups."""
   labels = np.arange(devices)
@@ -123,6 +158,11 @@ def pair_labels(text: str, devices: int) -> Labels:
     low, high = sorted((root(a), root(b)))
     labels[high] = low
   return np.array([root(i) for i in range(devices)])
+
+
+def pairs_of(text: str) -> list[tuple[int, int]]:
+  """(source, target) of `source_target_pairs`."""
+  return [(int(a), int(b)) for a, b in _PAIR.findall(text)]
 
 
 def count_pairs(text: str) -> int:

@@ -16,7 +16,7 @@ from nnx_parallel.layout.plan import ShardingPlan
 from nnx_parallel.layout.render import format_array, format_spec, grouped
 from nnx_parallel.report import svg
 from nnx_parallel.report.roofline import compiled_time
-from nnx_parallel.report.tables import not_counted, verdict
+from nnx_parallel.report.tables import FAULT_COLUMNS, fault_rows, not_counted, results_note, verdict
 from nnx_parallel.report.units import format_bytes, format_count, format_seconds
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ def report_page(report: CompileReport) -> str:
     f"{format_count(report.cost.flops)} matrix FLOPs, {format_bytes(report.cost.hbm_bytes)} memory "
     f"traffic, {format_bytes(sent)} sent, per device and step; compiled in {format_seconds(report.seconds)}"
   )
-  facts += f". {not_counted(report.cost.uncounted)}"
+  facts += f". {not_counted(report.cost.uncounted)}{html.escape(results_note(report))}"
   state = {True: "fits", False: "short", None: "unknown"}[report.fits]
   body = [
     f"<h1>One step on {html.escape(report.target)}, mesh {html.escape(mesh)}</h1>",
@@ -68,6 +68,8 @@ def report_page(report: CompileReport) -> str:
     rows = [(r.source or r.op, r.shape, format_bytes(r.bytes), r.before, r.after) for r in report.reshards]
     table = _table(("where", "tensor", "bytes>", "from", "to"), rows)
     body.insert(3, _section("Made whole on each device against the layout", table))
+  if report.faults:
+    body.insert(2, _section("Wrong numbers", _table(FAULT_COLUMNS, fault_rows(report))))
   return _page(f"{report.target}: compile report", body)
 
 

@@ -17,11 +17,12 @@ if TYPE_CHECKING:
 
 _ROWS = 12
 _TENANTS = 6
+_FEW = 3
 
 
 def report_text(report: CompileReport) -> str:
   """The whole report as plain text."""
-  sections = [_header(report), _memory(report), _peak(report), _collectives(report)]
+  sections = [_header(report), _faults(report), _memory(report), _peak(report), _collectives(report)]
   if report.reshards:
     sections.append(_reshards(report))
   sections.append(_arguments(report))
@@ -111,11 +112,58 @@ def _header(report: CompileReport) -> str:
     f"Per device and step: {format_count(report.cost.flops)} matrix FLOPs, "
     f"{format_bytes(report.cost.hbm_bytes)} memory traffic, {format_bytes(sent)} sent.",
   ]
+  compared = results_note(report)
+  lines += [compared] if compared else []
   missed = not_counted(report.cost.uncounted)
   lines += [missed.rstrip()] if missed else []
   if not report.compiled:
     lines.append("The compiler stopped for lack of memory; what follows is the program as far as it came.")
   return "\n".join(lines) + "\n"
+
+
+def results_note(report: CompileReport) -> str:
+  """One sentence: how many results are right as the compiler splits the step; empty if none was compared."""
+  right, faults, unknown = report.results.right, report.results.faults, report.results.unknown
+  if not right and not faults and not unknown:
+    return ""
+  count = len(right) + len(faults) + len(unknown)
+  if not faults and not unknown:
+    return f"Split over the devices, the program keeps its meaning: all {count} results are right."
+  text = f"Of {count} results of the program split over the devices, {len(right)} are right"
+  text += f", {len(faults)} WRONG" if faults else ""
+  if not unknown:
+    return text + "."
+  few = ", ".join(list(unknown)[:_FEW]) + (", ..." if len(unknown) > _FEW else "")
+  why = "; ".join(dict.fromkeys(unknown.values()))
+  return f"{text}, {len(unknown)} could not be followed ({few}), because of: {why}."
+
+
+def fault_rows(report: CompileReport) -> list[tuple[str, str, str, str]]:
+  """Result, how it is wrong, where first, and the partitioned program's instruction with what it receives."""
+  return [
+    (
+      fault.result,
+      fault.what,
+      os.path.basename(fault.source) or fault.op,
+      ", ".join((fault.instruction, *fault.sent)),
+    )
+    for fault in report.faults
+  ]
+
+
+FAULT_COLUMNS = ("result", "is", "first wrong at", "instruction, and what it receives")
+
+
+def _faults(report: CompileReport) -> str:
+  if not report.faults:
+    return ""
+  table = render(
+    "WRONG NUMBERS: the devices do not compute what the program says", FAULT_COLUMNS, fault_rows(report)
+  )
+  return table + (
+    'Fix: hold what is computed there to one layout, nxp.constrain(x, "batch", ...), or lay the parameter\n'
+    "that it meets there out otherwise; then compile again.\n"
+  )
 
 
 def _memory(report: CompileReport) -> str:

@@ -148,6 +148,7 @@ def test_each_layout_and_scheme_sends_the_analytic_minimum(case, capsys):
   assert_collectives(found, **{f"{key}_bytes": f"=={size}" for key, size in case.least.items()})
   kinds = {kind for kind in KINDS if any(key.startswith(kind.replace("-", "_")) for key in case.least)}
   assert {c.kind for c in found.collectives} == kinds
+  assert (found.faults, found.results.unknown) == ((), {})
   if isinstance(case.options, dict) and "zero" in case.options:
     assert found.categories["optimizer"] == 2 * layouts.PARAMS // 8 + 8
   with capsys.disabled():

@@ -1,0 +1,388 @@
+"""What a partitioner makes of a program is compared with the program; see `nnx_parallel.report.faults`."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import nnx_parallel as nxp
+from nnx_parallel.report import evaluate, hlo, thin
+from nnx_parallel.report.compile_report import compile_report
+from nnx_parallel.report.faults import compare
+from nnx_parallel.report.groups import group_labels, group_rows
+from nnx_parallel.report.shardings import read_tiling
+
+SPLIT = Path(__file__).parent / "programs" / "split"
+BATCH = ("data", "fsdp")
+
+
+@pytest.fixture(autouse=True)
+def _as_users_write():
+  with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+    yield
+
+
+def mesh_of(**sizes):
+  return jax.make_mesh(tuple(sizes.values()), tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes))
+
+
+def array(mesh, spec, *shape):
+  return jax.ShapeDtypeStruct(shape, jnp.float32, sharding=NamedSharding(mesh, spec))
+
+
+def report(step, *arguments):
+  return compile_report(jax.jit(step).lower(*arguments))
+
+
+def texts(backend):
+  return [(SPLIT / f"{backend}13.{part}.hlo").read_text() for part in ("whole", "split")]
+
+
+# Faults are found -----------------------------------------------------------------------------
+
+
+def scaled(parameters, x):
+  scale, kernel = parameters
+  h = x * jax.lax.rsqrt(jnp.mean(x * x, -1, keepdims=True) + 1e-6)
+  return jnp.mean(((scale * h) @ kernel) ** 2)
+
+
+def scale_over_tensor(spec):
+  mesh = mesh_of(data=2, fsdp=2, tensor=2)
+  parameters = {"scale": array(mesh, spec, 64), "kernel": array(mesh, P("fsdp", "tensor"), 64, 128)}
+  step = jax.grad(lambda p, x: scaled((p["scale"], p["kernel"]), x))
+  return report(step, parameters, array(mesh, P(BATCH), 32, 64))
+
+
+@pytest.fixture(scope="module")
+def wrong():
+  with jax.numpy_rank_promotion("allow"):
+    return scale_over_tensor(P("tensor"))
+
+
+def test_examples_that_devices_have_exchanged_are_found(wrong):
+  found = wrong
+  (fault,) = found.faults
+  assert fault.result == "result['scale']"
+  assert found.results.right == ("result['kernel']",)
+  assert fault.op == "jit(<lambda>)/transpose(jvp())/dot_general"
+  assert fault.source.endswith(f"test_faults.py:{scaled.__code__.co_firstlineno + 3}")
+  assert any(sent.startswith("collective-permute {{0,0},{2,4}") for sent in fault.sent)
+
+
+def test_a_fault_is_printed_and_in_json_and_on_the_page(wrong):
+  found = wrong
+  assert "Of 2 results of the program split over the devices, 1 are right, 1 WRONG." in str(found)
+  assert "WRONG NUMBERS: the devices do not compute what the program says" in str(found)
+  (fault,) = json.loads(found.to_json())["results"]["faults"]
+  assert fault["result"] == "result['scale']"
+  assert "Wrong numbers" in found.to_html()
+
+
+def test_the_same_with_a_whole_scale_is_right():
+  found = scale_over_tensor(P())
+  assert (found.faults, found.results.unknown) == ((), {})
+  assert "the program keeps its meaning: all 2 results are right." in str(found)
+
+
+def convolved(kernel, x):
+  numbers = ("NWC", "WIO", "NWC")
+  y = jax.lax.conv_general_dilated(x, kernel, (1,), "SAME", dimension_numbers=numbers, feature_group_count=4)
+  return jnp.square(y).sum()
+
+
+@pytest.mark.parametrize("mended", [False, True])
+def test_a_kernel_gradient_that_is_summed_too_often_is_found(mended):
+  mesh = mesh_of(data=2, model=4)
+  step = jax.grad(convolved)
+  step = nxp.with_right_gradients(step, mesh) if mended else step
+  found = report(step, array(mesh, P(), 3, 1, 4), array(mesh, P("data"), 8, 6, 4))
+  if mended:
+    assert (found.faults, found.results.unknown) == ((), {})
+  else:
+    (fault,) = found.faults
+    assert fault.factor == pytest.approx(4)
+    assert fault.what == "4 times what it should be"
+
+
+@pytest.mark.parametrize("complete", [False, True])
+def test_a_missing_psum_in_a_shard_map_is_found(complete):
+  mesh = mesh_of(data=2, model=4)
+
+  def local(kernel, x):
+    grads = jax.grad(lambda kernel: jnp.square(x @ kernel).sum())(kernel)
+    return jax.lax.psum(grads, "data") if complete else grads
+
+  step = jax.shard_map(local, mesh=mesh, in_specs=(P(), P("data")), out_specs=P(), check_vma=False)
+  found = report(step, array(mesh, P(), 8, 8), array(mesh, P("data"), 16, 8))
+  assert found.results.unknown == {}
+  if complete:
+    assert found.faults == ()
+  else:
+    (fault,) = found.faults
+    assert "a psum is missing" in fault.what
+    assert "test_faults.py" in fault.source
+
+
+def test_the_program_of_a_gpu_compiler_has_the_fault_and_that_of_a_tpu_compiler_has_not():
+  gpu, tpu = compare(*texts("gpu"), {0: "scale"}), compare(*texts("tpu"))
+  assert [fault.result for fault in gpu.faults] == ["scale"]
+  assert (len(tpu.right), tpu.faults, tpu.unknown) == (2, (), {})
+
+
+COLLECTIVE = re.compile(r"(?m)^(  (?:ROOT )?%\S+ = \S+) (?:all-reduce|collective-permute)\((%[\w.\-]+)\).*$")
+
+
+def without(text, number):
+  """The text with one collective replaced by a copy of its operand."""
+  at = list(COLLECTIVE.finditer(text))[number]
+  return f"{text[: at.start()]}{at[1]} copy({at[2]}){text[at.end() :]}"
+
+
+def test_every_sum_that_is_left_out_is_found():
+  whole, split = texts("tpu")
+  count = len(COLLECTIVE.findall(split))
+  assert count == 3
+  for number in range(count):
+    assert compare(whole, without(split, number)).faults, number
+
+
+@pytest.mark.parametrize(
+  ("right", "wrong"),
+  [
+    ("replica_groups=mesh['axis_0'=4,'axis_1'=2] {'axis_0'}", "replica_groups=[4,2]<=[8]"),
+    ("mesh['axis_0'=4,'axis_1'=2] {'axis_1'}, dimensions", "{{1,0},{3,2},{5,4},{7,6}}, dimensions"),
+    ("constant({0, 128, 0, 128, 0, 128, 0, 128})", "constant({0, 128, 0, 128, 0, 128, 128, 0})"),
+  ],
+  ids=["axis", "order", "offset"],
+)  # fmt: skip
+def test_wrong_groups_and_offsets_are_found(right, wrong):
+  whole, split = texts("tpu")
+  assert right in split
+  assert compare(whole, split.replace(right, wrong)).faults
+
+
+# No false alarm -------------------------------------------------------------------------------
+
+
+class Decoder(nnx.Module):
+  """A tied embedding, and attention and a gated layer in a rematerialised scan."""
+
+  def __init__(self, rngs):
+    names = {"table": ("vocab", "embed"), "qkv": (None, "embed", "mlp"), "up": (None, "embed", "mlp"),
+             "down": (None, "mlp", "embed"), "scale": (None, "embed")}  # fmt: skip
+    shapes = {"table": (16, 8), "qkv": (2, 8, 24), "up": (2, 8, 16), "down": (2, 16, 8), "scale": (2, 8)}
+    for name, shape in shapes.items():
+      value = 0.3 * jax.random.normal(rngs.params(), shape)
+      setattr(self, name, nnx.Param(value, out_sharding=names[name]))
+
+  def __call__(self, tokens):
+    @jax.checkpoint
+    def layer(x, weights):
+      qkv, up, down, scale = weights
+      h = x * jax.lax.rsqrt((x * x).mean(-1, keepdims=True) + 1e-6) * scale
+      q, k, v = jnp.moveaxis((h @ qkv).reshape(*x.shape[:2], 3, 2, 4), 2, 0)
+      scores = jnp.einsum("bqhd,bkhd->bhqk", q, k)
+      scores = jnp.where(jnp.tri(x.shape[1], dtype=bool), scores, -1e9)
+      x = x + jnp.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(scores), v).reshape(x.shape)
+      return x + jax.nn.silu(x @ up) @ down, None
+
+    x, _ = jax.lax.scan(
+      layer, self.table[tokens], (self.qkv[...], self.up[...], self.down[...], self.scale[...])
+    )
+    return x @ self.table[...].T
+
+
+def decoder_loss(model, tokens):
+  return optax.softmax_cross_entropy_with_integer_labels(model(tokens[:, :-1]), tokens[:, 1:]).mean()
+
+
+def decoder(zero, microbatches, **axes):
+  rules = nxp.LogicalRules(batch=BATCH, embed="fsdp", mlp="tensor", vocab="tensor")
+  mesh = nxp.make_mesh({"data": 1, "fsdp": 1, "tensor": 1, **axes})
+  plan = nxp.plan(lambda: Decoder(nnx.Rngs(0)), mesh, rules, optimizer=optax.adamw(1e-3), zero=zero)
+  step = nxp.train_step(decoder_loss, microbatches=microbatches)
+  return compile_report(step, plan, batch=jax.ShapeDtypeStruct((16, 9), jnp.int32))
+
+
+def test_a_scanned_and_rematerialised_decoder_is_right():
+  found = decoder(zero=1, microbatches=2, data=2, fsdp=2, tensor=2)
+  assert (found.faults, found.results.unknown) == ((), {})
+  assert {"table", "qkv", "optimizer/opt_state.0.mu.qkv"} < set(found.results.right)
+  assert any(name.startswith("result") and "loss" in name for name in found.results.right)
+
+
+def test_uneven_blocks_and_shifted_sequences_are_right():
+  mesh = mesh_of(data=8)
+
+  def step(table, tokens):
+    def loss(table):
+      logits = table[tokens[:, :-1]] @ table.T
+      hit = jnp.take_along_axis(jax.nn.log_softmax(logits), tokens[:, 1:, None], -1)
+      return -hit.mean()
+
+    return jax.value_and_grad(loss)(table)
+
+  table = array(mesh, P(), 10, 6)
+  tokens = jax.ShapeDtypeStruct((8, 9), jnp.int32, sharding=NamedSharding(mesh, P("data")))
+
+  def uneven(table, tokens):
+    return step(jax.lax.with_sharding_constraint(table, NamedSharding(mesh, P("data"))), tokens)
+
+  for each in (step, uneven):
+    found = report(each, table, tokens)
+    assert (len(found.results.right), found.faults, found.results.unknown) == (2, (), {})
+
+
+class Images(nnx.Module):
+  """Convolutions (one grouped), a batch norm, pooling, dropout."""
+
+  def __init__(self, rngs):
+    self.first = nnx.Conv(3, 8, (3, 3), rngs=rngs)
+    self.norm = nnx.BatchNorm(8, rngs=rngs)
+    self.second = nnx.Conv(8, 16, (3, 3), strides=2, feature_group_count=4, rngs=rngs)
+    self.dropout = nnx.Dropout(0.1, rngs=rngs)
+    self.head = nnx.Linear(16, 10, rngs=rngs)
+
+  def __call__(self, x):
+    x = nnx.max_pool(nnx.relu(self.norm(self.first(x))), (2, 2), (2, 2))
+    return self.head(self.dropout(nnx.relu(self.second(x)).mean((1, 2))))
+
+
+def test_convolutions_pooling_batch_statistics_and_dropout_are_right():
+  plan = nxp.plan(
+    lambda: Images(nnx.Rngs(0)),
+    nxp.make_mesh(data=2, fsdp=4),
+    nxp.fsdp(min_size=0),
+    optimizer=optax.adam(1e-3),
+  )
+  step = nxp.train_step(lambda model, x: jnp.square(model(x)).mean())
+  found = compile_report(step, plan, batch=jax.ShapeDtypeStruct((16, 12, 12, 3), jnp.float32))
+  assert (found.faults, found.results.unknown) == ((), {})
+  assert {"norm.mean", "second.kernel"} < set(found.results.right)
+
+
+def test_what_cannot_be_followed_is_listed_and_not_called_wrong():
+  mesh = mesh_of(data=8)
+
+  def step(x, y):
+    return jax.pure_callback(lambda x: x, x, x), y + 1
+
+  x = array(mesh, P(), 8)
+  found = report(step, x, x)
+  assert found.results.right == ("result[1]",)
+  (why,) = found.results.unknown.values()
+  assert "callback" in why
+  assert "1 could not be followed (result[0])" in str(found)
+
+
+# The evaluator --------------------------------------------------------------------------------
+
+
+def evaluated(function, *arguments):
+  """What the evaluator makes of a program of one device, and what jax makes of it."""
+  lowered = jax.jit(function).lower(*arguments)
+  program = hlo.parse(lowered.compiler_ir("hlo").as_hlo_module().to_string())
+  given = {n: np.asarray(x)[None] for n, x in enumerate(jax.tree.leaves(arguments))}
+  exact = {
+    (0, program.entry.name, i.name, 0): dict.fromkeys(range(len(i.shapes[0].dims)), 1)
+    for i in program.entry.instructions
+    if i.opcode == "parameter"
+  }
+  run = evaluate.Evaluator(program, 0, thin.Thinning([program], exact), 1)
+  results = run.run({n: x.astype(np.float64) if x.dtype.kind == "f" else x for n, x in given.items()})
+  assert run.lost == {}
+  return [x[0] for x in results], jax.tree.leaves(jax.jit(function)(*arguments))
+
+
+def images(*shape):
+  return jax.random.normal(jax.random.key(sum(shape)), shape)
+
+
+def convolution(**options):
+  dims = ("NHWC", "HWIO", "NHWC")
+  return lambda x, k: jax.lax.conv_general_dilated(x, k, dimension_numbers=dims, **options)
+
+
+def both(function):
+  """The value and all gradients."""
+  return lambda *xs: jax.value_and_grad(lambda *xs: jnp.sin(function(*xs)).sum(), tuple(range(len(xs))))(*xs)
+
+
+PROGRAMS = {
+  "convolution": (both(convolution(window_strides=(2, 1), padding="SAME")), (2, 7, 6, 4), (3, 2, 4, 6)),
+  "dilated": (
+    both(convolution(window_strides=(1, 1), padding=((1, 0), (0, 1)), lhs_dilation=(2, 1))),
+    (2, 6, 6, 4),
+    (3, 2, 4, 6),
+  ),
+  "grouped": (
+    both(convolution(window_strides=(1, 1), padding="SAME", feature_group_count=2)),
+    (4, 5, 5, 4),
+    (3, 3, 2, 6),
+  ),
+  "gather": (both(lambda x: x[jnp.array([[2, 0], [3, 3]])][..., 1:3]), (4, 5)),
+  "taken": (both(lambda x: jnp.take_along_axis(x, jnp.argsort(x, axis=-1)[:, :2], -1)), (4, 5)),
+  "sorted": (lambda x: (jnp.sort(x, 0), jnp.argmax(x, 1), *jax.lax.top_k(x, 2)), (4, 5)),
+  "cumulative": (lambda x: (jnp.cumsum(x, 1), jax.lax.cummax(x, 0)), (4, 5)),
+  "padded": (both(lambda x: jax.lax.pad(x, 0.5, [(1, 2, 1), (-1, 0, 0)])[::2, ::-1]), (4, 5)),
+  "pooled": (
+    both(lambda x: nnx.avg_pool(x, (2, 2), (2, 2)) + nnx.max_pool(x, (3, 2), (2, 2), padding="SAME")),
+    (2, 4, 4, 3),
+  ),
+  "softmax": (both(lambda x, y: jax.nn.softmax(jnp.einsum("bik,bjk->bij", x, y)) @ y), (2, 3, 4), (2, 5, 4)),
+  "random": (lambda x: x * jax.random.uniform(jax.random.key(0), x.shape), (4, 5)),
+  "loop": (lambda x: jax.lax.scan(lambda c, row: (c + row, c * row), x[0], x), (4, 5)),
+  "update": (lambda x: x.at[1:3, 2].add(7).at[0].set(1), (4, 5)),
+  "gelu": (both(lambda x: jax.nn.gelu(x, approximate=False) + jnp.round(3 * x) % 2), (4, 5)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_the_evaluator_computes_what_jax_computes(name):
+  function, *shapes = PROGRAMS[name]
+  found, expected = evaluated(function, *(images(*shape) for shape in shapes))
+  for a, b in zip(found, expected, strict=True):
+    np.testing.assert_allclose(a, b, rtol=2e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+  "text",
+  [
+    "{{0,2},{1,3},{4,6},{5,7}}",
+    "[4,2]<=[2,2,2]T(0,2,1)",
+    "mesh['a'=2,'b'=2,'c'=2] {'b'}",
+    "mesh['a'=2,'b'=4], device_ids=([4,2]T(1,0)) {'b':(2)2}",
+    "mesh['a'=8] {'a':(2)2}",
+  ],
+)
+def test_members_of_groups_agree_with_their_labels(text):
+  rows, labels = group_rows(text, 8), group_labels(text, 8)
+  assert sorted(n for row in rows for n in row) == list(range(8))
+  assert all({int(labels[n]) for n in row} == {min(row)} for row in rows)
+
+
+@pytest.mark.parametrize(
+  ("text", "blocks"),
+  [
+    ("{devices=[2,1,4]<=[8] last_tile_dim_replicate}", [0, 0, 0, 0, 1, 1, 1, 1]),
+    ("{devices=[4,2]<=[2,4]T(1,0)}", [0, 1, 2, 3, 0, 1, 2, 3]),
+    ("{mesh['a'=2,'b'=4], [{'b'}, {}]}", [0, 1, 2, 3, 0, 1, 2, 3]),
+    ("{mesh['a'=2,'b'=4], [{'b':(1)2, 'a'}, {}]}", [0, 0, 2, 2, 1, 1, 3, 3]),
+    ("{mesh['a'=2,'b'=4], device_ids=([4,2]T(1,0)), [{'a'}, {}]}", [0, 1, 0, 1, 0, 1, 0, 1]),
+  ],
+)
+def test_layouts_of_compiled_programs_are_read(text, blocks):
+  tiling = read_tiling(text, 8)
+  assert tiling is not None
+  assert tiling.blocks[:, 0].tolist() == blocks
