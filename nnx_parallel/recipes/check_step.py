@@ -136,7 +136,7 @@ def check_step(
     >>> loss_fn = lambda model, x: (model(x) ** 2).mean()
     >>> found = nxp.check_step(plan, None, loss_fn, np.ones((8, 8), "float32"))
     >>> bool(found), len(found.leaves)
-    (True, 7)
+    (True, 8)
   """
   check_plan(plan, "check_step(plan, None, loss_fn, batch)")
   if other is None:

@@ -39,6 +39,7 @@ CALLS: dict[str, tuple[int, tuple[str, ...]]] = {
 }
 MACHINERY = (
   "__init__",
+  "check_step",
   "fit",
   "job",
   "loader",
