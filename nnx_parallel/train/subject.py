@@ -119,8 +119,8 @@ class Subject:
       shardings[self.positions[n]] = where
     mesh: Any = self.binding.mesh
     # Numbers that each process of a job can read.
-    pinned_outputs = {} if mesh is None else {"out_shardings": NamedSharding(mesh, PartitionSpec())}
-    return jax.jit(self.mend(program, shardings), **pinned_outputs)
+    placed: dict[str, Any] = {} if mesh is None else {"out_shardings": NamedSharding(mesh, PartitionSpec())}
+    return jax.jit(self.mend(program, shardings), **placed)
 
   def _layout(self, layouts: Callable[..., Layout], paths: Any, stages: Any) -> Layout:
     found = layouts(paths, stages)
