@@ -151,7 +151,7 @@ def cases() -> Iterator[Case]:
   rules = [nxp.LogicalRules(batch=("data", "fsdp")), nxp.fsdp(min_size=0)]
   for dtype in DTYPES:
     for layout in parity.LAYOUTS:
-      for zero, microbatches in ((0, 1), (2, 4)):
+      for zero, microbatches in ((0, 1), (2, 4)) if layout == "dp x fsdp x tp" else ((0, 1),):
         case = parity.Case(layout, zero, microbatches)
         plan = parity.plan_of(case, "adamw(1e-3)")
         plan = nxp.plan(
@@ -253,7 +253,7 @@ def cost_of(record: Record, dtype: str, remat: Any) -> None:
     "train step": lambda: step(model, optimizer, batch),
     "check_gradients": lambda: checked(subject).losses,
   }
-  record.compare(measure(cases, rounds=10, warmup=2), baseline="train step", group=group)
+  record.compare(measure(cases, rounds=8, warmup=1), baseline="train step", group=group)
   stats = step.compiled(model, optimizer, batch).memory_analysis()
   state = stats.argument_size_in_bytes
   whole = state + stats.temp_size_in_bytes + stats.output_size_in_bytes - stats.alias_size_in_bytes
@@ -286,10 +286,12 @@ def main() -> None:
       " whose first look over all leaves shows it, and how many closer looks name it and nothing else.",
     ],
   )
-  cost(record)
-  found(record)
   alarms = false_alarms(record)
-  record.value("false alarms", alarms, f"in {SEEDS} seeds x all cases")
+  record.value("false alarms", alarms, f"in {SEEDS} seeds of each case")
+  record.write()
+  found(record)
+  record.write()
+  cost(record)
   record.write()
   if alarms:
     sys.exit(f"{alarms} false alarms")

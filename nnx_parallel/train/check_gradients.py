@@ -192,7 +192,12 @@ class Looks:
     labels = tuple(self.subject.leaves[n][0] for n in which)
     one = factors[which[0]] if len(which) == 1 else size
     found = GradientLook(
-      name, labels, tuple(r / one for r in reverse), tuple(f / one for f in forward), difference, "right"
+      name,
+      labels,
+      tuple(float(r / one) for r in reverse),
+      tuple(float(f / one) for f in forward),
+      difference,
+      "right",
     )
     if difference <= tolerance:
       return found

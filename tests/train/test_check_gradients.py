@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -393,3 +395,20 @@ def test_rounding_to_few_bits_with_a_rule_of_its_own_is_no_alarm():
   assert found.looks == ()
   assert str(found) == f"not checked: {found.not_checked[0]}"
   assert "rounds to int8 with rules of its own" in found.summary
+
+
+def test_check_keeps_no_array_that_the_next_step_would_have_to_copy():
+  plan, model, optimizer = trained(lambda: Block(None))
+  x = nxp.shard_batch(np.ones((16, 16), np.float32), plan)
+  step = nxp.train_step(loss_fn)
+  gc.collect()
+  gc.disable()
+  try:
+    assert step.check_gradients(model, optimizer, x)
+    assert nxp.check_gradients(model, x, loss_fn)
+    before = weakref.ref(model.up.kernel.get_raw_value())
+    step(model, optimizer, x)
+    left = before()
+    assert left is None or left.is_deleted()
+  finally:
+    gc.enable()
