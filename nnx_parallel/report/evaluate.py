@@ -2,8 +2,8 @@
 
 For programs right before and right after a partitioner: no fusions of a backend, no memory layouts.
 All floating point numbers are float64. Arrays are thinned (`thin.Thinning`); the first dim of a value counts
-devices, and is 1 where all hold the same. None stands for a value that cannot be followed: that of an operation
-which is not known here, or one that is too large.
+devices, and is 1 where all hold the same. None stands for a value that cannot be followed: that of an
+operation which is not known here, or one that is too large.
 """
 
 from __future__ import annotations

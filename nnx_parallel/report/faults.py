@@ -7,9 +7,9 @@ must be its blocks of the whole ones. A sum over a mesh axis that is missing or 
 were exchanged with another device, a wrong offset: all of them give other numbers, in whatever operation.
 
 What this does not see: what a compiler does after it has split the program; a fault that leaves the numbers
-at the chosen positions as they are; and faults of the program itself, except a `shard_map` that calls different
-values the same. What cannot be followed (kernels, a device's own random bits, whatever `evaluate` does not
-know) is listed with the results that depend on it, and is not called wrong.
+at the chosen positions as they are; and faults of the program itself, except a `shard_map` that calls
+different values the same. What cannot be followed (kernels, a device's own random bits, whatever `evaluate`
+does not know) is listed with the results that depend on it, and is not called wrong.
 """
 
 from __future__ import annotations
