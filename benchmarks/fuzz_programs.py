@@ -820,7 +820,7 @@ PLAIN = ("dense", "scale", "norm", "mlp")
 
 
 def draw(seed: int) -> Program:
-  """A random program: one or two ordinary blocks, then up to one of any kind; from seed `SMALL` on a small one."""
+  """A random program: an ordinary block or two, then up to one of any kind; from seed `SMALL` on a small one."""
   rng = random.Random(f"program {seed}")
   if seed >= SMALL:
     return _draw_small(rng)
@@ -852,7 +852,7 @@ def draw(seed: int) -> Program:
 
 
 def _draw_small(rng: random.Random) -> Program:
-  """One block of any kind, mostly with a plain one before or behind it: many of these compile in one's time."""
+  """One block of any kind, mostly with a plain one before or behind it; such a program compiles fast."""
   flat = rng.random() < 0.4
   sizes = {
     "batch": rng.choice((8, 16)),
