@@ -120,8 +120,8 @@ FAULTS = (
   ),
   Fault(
     "one product",
-    "A single product: a kernel with one dim over two axes, against the mesh's order, and one over the batch's",
-    "XLA's partitioner. Any size with as many examples as outputs: 64 x 64 x 256 too. With the two axes in the"
+    "A single product: one dim of the kernel over two axes against the mesh's order, one over the batch's",
+    "XLA's partitioner. At any size with as many examples as outputs, or more. With the two axes in the"
     " order of the mesh it is right.",
     """
     def loss(p, x):
