@@ -100,7 +100,7 @@ def compare(before: str, after: str, names: Mapping[int, str] | None = None) -> 
   count = len(whole.entry.root.shapes)
   for number in range(count):
     labels.setdefault(number, f"result {number}")
-  if _entry(whole) != _entry(split):
+  if _entry(whole) != _entry(split) or any(len(ranks) != 1 for ranks in _entry(whole)[0].values()):
     return Comparison(unknown=dict.fromkeys(labels.values(), "its arguments or results were changed"))
   pair = _Pair(whole, split)
   attempts = [pair.attempt(signed=True)]
@@ -122,11 +122,10 @@ def compare(before: str, after: str, names: Mapping[int, str] | None = None) -> 
   return Comparison(right, faults, unknown)
 
 
-def _entry(program: hlo.Program) -> tuple[dict[str, int], list[int]]:
+def _entry(program: hlo.Program) -> tuple[dict[str, list[int]], list[int]]:
   """The number of dims of each argument, and of each result."""
-  arguments = {
-    i.arguments: len(i.shapes[0].dims) for i in program.entry.instructions if i.opcode == "parameter"
-  }
+  parameters = [i for i in program.entry.instructions if i.opcode == "parameter"]
+  arguments = {i.arguments: [len(shape.dims) for shape in i.shapes] for i in parameters}
   return arguments, [len(shape.dims) for shape in program.entry.root.shapes]
 
 
