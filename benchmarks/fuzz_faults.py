@@ -131,4 +131,19 @@ FAULTS = (
     check(loss, (2, 2, 2), {"w": draw(0, 32, 32)}, {"w": P(("c", "a"), "b")}, draw(1, 64, 32), P("b"))
     """,
   ),
+  Fault(
+    "two branches",
+    "A low-rank adapter beside its kernel, the two over different axes: a wrong loss",
+    "XLA's partitioner. The value of the forward pass is wrong, and so is every gradient; at width 64 with 64"
+    " examples too.",
+    """
+    def loss(p, x):
+      return jnp.sin(x @ p["w"] + x @ p["a"] @ p["b"]).sum()
+
+    draw = lambda n, *shape: jax.random.normal(jax.random.key(n), shape)
+    params = {"w": draw(0, 8, 8), "a": draw(1, 8, 8), "b": draw(2, 8, 8)}
+    specs = {"w": P(None, "c"), "a": P(), "b": P("c", "b")}
+    check(loss, (2, 2, 2), params, specs, draw(3, 8, 8), P(("a", "b")))
+    """,
+  ),
 )

@@ -820,7 +820,7 @@ PLAIN = ("dense", "scale", "norm", "mlp")
 
 
 def draw(seed: int) -> Program:
-  """A random program: an ordinary block or two, then up to one of any kind; from seed `SMALL` on a small one."""
+  """A random program: an ordinary block or two, then perhaps one of any kind; from `SMALL` on a small one."""
   rng = random.Random(f"program {seed}")
   if seed >= SMALL:
     return _draw_small(rng)
