@@ -417,7 +417,9 @@ def search(
 
 def main() -> None:
   parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-  parser.add_argument("--seeds", default="0:1000000", help="START:STOP of the models")
+  parser.add_argument(
+    "--seeds", default="0:1000000", help="START:STOP of the models; a small one for each large one"
+  )
   parser.add_argument("--minutes", type=float, default=1e6)
   parser.add_argument("--workers", type=int, default=2)
   parser.add_argument(
@@ -439,7 +441,10 @@ def main() -> None:
   start, stop = (int(part) for part in given.seeds.split(":"))
   numbers = range(given.layouts) if given.layout is None else [given.layout]
   done = {(line["seed"], line["layout"]) for line in lines_of(given.out)}
-  todo = ((seed, [n for n in numbers if (seed, n) not in done]) for seed in range(start, stop))
+  seeds = (kind + seed for seed in range(start, stop) for kind in (0, fuzz_programs.SMALL))
+  if start >= fuzz_programs.SMALL:
+    seeds = iter(range(start, stop))
+  todo = ((seed, [n for n in numbers if (seed, n) not in done]) for seed in seeds)
   jobs = (cases(seed, left, given.style) for seed, left in todo if left)
   if given.programs:
     jobs = ([Case(**line)] for path in given.programs for line in lines_of(path))

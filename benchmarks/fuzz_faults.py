@@ -120,8 +120,8 @@ FAULTS = (
   ),
   Fault(
     "one product",
-    "A single product: a kernel with one dim over two axes, against the mesh's order, and one over the batch's",
-    "XLA's partitioner. Any size with as many examples as outputs: 64 x 64 x 256 too. With the two axes in the"
+    "A single product: one dim of the kernel over two axes against the mesh's order, one over the batch's",
+    "XLA's partitioner. At any size with as many examples as outputs, or more. With the two axes in the"
     " order of the mesh it is right.",
     """
     def loss(p, x):
@@ -129,6 +129,21 @@ FAULTS = (
 
     draw = lambda n, *shape: jax.random.normal(jax.random.key(n), shape)
     check(loss, (2, 2, 2), {"w": draw(0, 32, 32)}, {"w": P(("c", "a"), "b")}, draw(1, 64, 32), P("b"))
+    """,
+  ),
+  Fault(
+    "two branches",
+    "A low-rank adapter beside its kernel, the two over different axes: a wrong loss",
+    "XLA's partitioner. The value of the forward pass is wrong, and so is every gradient; at width 64 with 64"
+    " examples too.",
+    """
+    def loss(p, x):
+      return jnp.sin(x @ p["w"] + x @ p["a"] @ p["b"]).sum()
+
+    draw = lambda n, *shape: jax.random.normal(jax.random.key(n), shape)
+    params = {"w": draw(0, 8, 8), "a": draw(1, 8, 8), "b": draw(2, 8, 8)}
+    specs = {"w": P(None, "c"), "a": P(), "b": P("c", "b")}
+    check(loss, (2, 2, 2), params, specs, draw(3, 8, 8), P(("a", "b")))
     """,
   ),
 )

@@ -815,9 +815,15 @@ def _contrastive(o: Options) -> Any:
 Program = dict[str, Any]
 
 
+SMALL = 1_000_000
+PLAIN = ("dense", "scale", "norm", "mlp")
+
+
 def draw(seed: int) -> Program:
-  """A random program: one or two ordinary blocks, then up to one of any kind."""
+  """A random program: an ordinary block or two, then perhaps one of any kind; from `SMALL` on a small one."""
   rng = random.Random(f"program {seed}")
+  if seed >= SMALL:
+    return _draw_small(rng)
   flat = rng.random() < 0.15
   sizes = {
     "batch": rng.choice((8, 8, 16)),
@@ -843,6 +849,24 @@ def draw(seed: int) -> Program:
   if loss.get("tied") and program["input"]["op"] != "embedding":
     loss["tied"] = False
   return program
+
+
+def _draw_small(rng: random.Random) -> Program:
+  """One block of any kind, mostly with a plain one before or behind it; such a program compiles fast."""
+  flat = rng.random() < 0.4
+  sizes = {
+    "batch": rng.choice((8, 16)),
+    "length": 8,
+    "width": rng.choice((8, 16, 32)),
+    "hidden": 16,
+    "flat": flat,
+  }
+  blocks = [_draw(rng, BLOCKS, flat)]
+  if rng.random() < 0.8:
+    blocks.insert(rng.choice((0, 1)), _draw(rng, {name: BLOCKS[name] for name in PLAIN}, flat))
+  for block in blocks:
+    block["residual"] = rng.random() < 0.4
+  return {"sizes": sizes, "input": {"op": "features"}, "blocks": blocks, "loss": {"op": "sine"}}
 
 
 def _draw(rng: random.Random, table: Mapping[str, Operation], flat: bool) -> dict[str, Any]:

@@ -2,8 +2,8 @@
 
 For programs right before and right after a partitioner: no fusions of a backend, no memory layouts.
 All floating point numbers are float64. Arrays are thinned (`thin.Thinning`); the first dim of a value counts
-devices, and is 1 where all hold the same. None stands for a value that cannot be followed: that of an operation
-which is not known here, or one that is too large.
+devices, and is 1 where all hold the same. None stands for a value that cannot be followed: that of an
+operation which is not known here, or one that is too large.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ Array = npt.NDArray[Any]
 Value = Any
 """An array, a tuple of values, or None: not known."""
 
-# Numbers of one array on all devices, and operations run, before it is given up.
-_LARGEST, _LONGEST = 2**25, 300_000
+# Numbers of one array on all devices, operations run, and multiplications, before it is given up.
+_LARGEST, _LONGEST, _HARDEST = 2**25, 300_000, 2**36
 _DTYPES: Mapping[str, Any] = {
   "pred": np.bool_, "s8": np.int8, "u8": np.uint8, "s16": np.int16, "u16": np.uint16, "s32": np.int32,
   "u32": np.uint32, "s64": np.int64, "u64": np.uint64,
@@ -115,7 +115,7 @@ class Evaluator:
     watch: Callable[[hlo.Computation, hlo.Instruction, Value], None] | None = None,
   ):
     self._program, self._number, self._thinning, self._devices = program, number, thinning, devices
-    self._runs = 0
+    self._runs = self._work = 0
     self.lost: dict[str, int] = {}
     self._watch = watch
     self._rules: Mapping[str, Callable[[hlo.Computation, hlo.Instruction, list[Any]], Value]] = {
@@ -218,6 +218,11 @@ class Evaluator:
         self._lose(at, "an array that is too large")
         return True
     return False
+
+  def _exceeds(self, work: int) -> bool:
+    """Whether the program computes too much with so many more multiplications."""
+    self._work += work
+    return self._work > _HARDEST
 
   def _loop(self, at: hlo.Instruction, state: Value) -> Value:
     condition = self._program.computations[at.attribute("condition").lstrip("%")]
@@ -465,9 +470,11 @@ class Evaluator:
       ]
       return x.reshape((len(x), *sizes))
 
-    product = arranged(left, sides["lhs_batch"], sides["lhs"], True) @ arranged(
-      right, sides["rhs_batch"], sides["rhs"], False
-    )
+    one = arranged(left, sides["lhs_batch"], sides["lhs"], True)
+    other = arranged(right, sides["rhs_batch"], sides["rhs"], False)
+    if self._exceeds(max(len(one), len(other)) * one[0].size * other.shape[-1]):
+      return self._lose(at, "a program that computes too much")
+    product = one @ other
     return product.reshape((len(product), *self._shape(computation, at)))
 
   def _convolution(self, computation: hlo.Computation, at: hlo.Instruction, inputs: list[Array]) -> Value:
@@ -493,9 +500,10 @@ class Evaluator:
     k = k.reshape((len(k), batches * groups, k.shape[1] // (batches * groups), *k.shape[2:]))
     sizes = [n for c in spatial for n in (self._shape(computation, at)[out.index(c)],)]
     lead = max(len(x), len(k))
-    if x.size * math.prod(k.shape[4:]) > 2**31 and math.prod(sizes) > 64:
-      return self._lose(at, "a convolution that is too large")
-    made = np.zeros((lead, k.shape[1], x.shape[2], k.shape[2], *sizes))
+    shape = (lead, k.shape[1], x.shape[2], k.shape[2], *sizes)
+    if self._exceeds(math.prod(shape) * math.prod(k.shape[3:])):
+      return self._lose(at, "a program that computes too much")
+    made = np.zeros(shape)
     few = math.prod(k.shape[4:]) <= math.prod(sizes)
     for place in np.ndindex(*(k.shape[4:] if few else sizes)):
       if few:
@@ -527,8 +535,8 @@ class Evaluator:
     if any(row[4] != 1 for row in rows):
       return self._lose(at, at.opcode)
     shape = self._shape(computation, at)
-    if math.prod(shape) * math.prod(row[0] for row in rows) > 2**31:
-      return self._lose(at, "a window that is too large")
+    if self._exceeds(math.prod(shape) * math.prod(row[0] for row in rows)):
+      return self._lose(at, "a program that computes too much")
     lead = max(len(x) for x in inputs)
     padded = list[Array]()
     for x, start in zip(inputs[:count], inputs[count:], strict=True):

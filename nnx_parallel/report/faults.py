@@ -7,9 +7,9 @@ must be its blocks of the whole ones. A sum over a mesh axis that is missing or 
 were exchanged with another device, a wrong offset: all of them give other numbers, in whatever operation.
 
 What this does not see: what a compiler does after it has split the program; a fault that leaves the numbers
-at the chosen positions as they are; and faults of the program itself, except a `shard_map` that calls different
-values the same. What cannot be followed (kernels, a device's own random bits, whatever `evaluate` does not
-know) is listed with the results that depend on it, and is not called wrong.
+at the chosen positions as they are; and faults of the program itself, except a `shard_map` that calls
+different values the same. What cannot be followed (kernels, a device's own random bits, whatever `evaluate`
+does not know) is listed with the results that depend on it, and is not called wrong.
 """
 
 from __future__ import annotations
@@ -100,6 +100,8 @@ def compare(before: str, after: str, names: Mapping[int, str] | None = None) -> 
   count = len(whole.entry.root.shapes)
   for number in range(count):
     labels.setdefault(number, f"result {number}")
+  if _entry(whole) != _entry(split) or any(len(ranks) != 1 for ranks in _entry(whole)[0].values()):
+    return Comparison(unknown=dict.fromkeys(labels.values(), "its arguments or results were changed"))
   pair = _Pair(whole, split)
   attempts = [pair.attempt(signed=True)]
   if any(attempts[0].get(number, _Result()).state != "right" for number in range(count)):
@@ -109,7 +111,8 @@ def compare(before: str, after: str, names: Mapping[int, str] | None = None) -> 
            if any(r.state == "wrong" for r in found)}  # fmt: skip
   faults = ()
   if wrong:
-    origin = pair.apart() or pair.origin() or _Origin()
+    signed = any(attempts[0][n].state == "wrong" for n in wrong)
+    origin = pair.apart() or pair.origin(signed=signed) or _Origin()
     faults = tuple(origin.fault(labels[n], result) for n, result in wrong.items())
   right = tuple(
     labels[n] for n, found in states.items() if n not in wrong and any(r.state == "right" for r in found)
@@ -117,6 +120,13 @@ def compare(before: str, after: str, names: Mapping[int, str] | None = None) -> 
   lost = "; ".join(sorted(pair.lost)) or "its numbers are not finite"
   unknown = {labels[n]: lost for n in range(count) if n not in wrong and labels[n] not in right}
   return Comparison(right, faults, unknown)
+
+
+def _entry(program: hlo.Program) -> tuple[dict[str, list[int]], list[int]]:
+  """The number of dims of each argument, and of each result."""
+  parameters = [i for i in program.entry.instructions if i.opcode == "parameter"]
+  arguments = {i.arguments: [len(shape.dims) for shape in i.shapes] for i in parameters}
+  return arguments, [len(shape.dims) for shape in program.entry.root.shapes]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -258,7 +268,7 @@ class _Pair:
     what = "not the same on all devices, though out_specs of a shard_map says so: a psum is missing in it"
     return _Origin(at.op_name, self._whole.source(at), at.name, what=what)
 
-  def origin(self) -> _Origin | None:
+  def origin(self, *, signed: bool) -> _Origin | None:
     """The first operation of the whole program whose value no instruction of the partitioned one has."""
     wanted: dict[tuple[str, str], list[tuple[hlo.Instruction, _Projection]]] = {}
     seen: dict[tuple[str, str], list[tuple[hlo.Computation, hlo.Instruction, _Projection]]] = {}
@@ -280,6 +290,7 @@ class _Pair:
         value = np.broadcast_to(value, (self._devices, *value.shape[1:]))
         seen.setdefault(_key(at), []).append((computation, at, _projected(value, at.shapes[0].dims)))
 
+    self._signed = signed
     arguments = self._arguments()
     self._evaluate(0, arguments, whole)
     self._evaluate(1, self._blocks(arguments), split)

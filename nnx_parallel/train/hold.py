@@ -13,6 +13,7 @@ So the trace of the whole step is rewritten, by the layouts of `layout/flow.py`:
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 from collections.abc import Callable, Sequence
@@ -25,7 +26,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from nnx_parallel.errors import TrainError
 from nnx_parallel.layout.batch import batch_axes, input_spec
 from nnx_parallel.layout.constrain import Scope
-from nnx_parallel.layout.flow import Axes, Flow, constraint, meeting, spread
+from nnx_parallel.layout.flow import Axes, Flow, constraint, meeting, spread, without
 from nnx_parallel.layout.mesh import axis_sizes
 from nnx_parallel.layout.rules import RuleSet
 from nnx_parallel.layout.variables import axes_of, entry_of
@@ -107,8 +108,7 @@ def held(
       flows = [_flow(x, (), data=False) for x in leaves]
     if any(flow.data for flow in flows) or any(map(_is_faulty, equations(closed.jaxpr))):
       batch = frozenset(used.intersection(split or ()))
-      rewriting = _Rewriting(mesh, batch, crossed=len(used - batch) > 1)
-      results, _ = rewriting.evaluate(closed, leaves, flows)
+      results, _ = _Rewriting(mesh, batch, used - batch).evaluate(closed, leaves, flows)
     else:
       results = core.jaxpr_as_fun(closed)(*leaves)
     return jax.tree.unflatten(jax.tree.structure(shape), results)
@@ -132,11 +132,11 @@ class _Rewriting:
   Args:
     mesh: the mesh.
     batch: axes larger than 1 that split the batch.
-    crossed: whether two axes or more split parameters and not the batch.
+    others: axes larger than 1 that split parameters, and not the batch.
   """
 
-  def __init__(self, mesh: Any, batch: frozenset[str], *, crossed: bool):
-    self.mesh, self.batch, self.crossed = mesh, batch, crossed
+  def __init__(self, mesh: Any, batch: frozenset[str], others: set[str]):
+    self.mesh, self.batch, self.others = mesh, batch, others
     self._met: dict[int, Any] = {}
 
   def evaluate(self, jaxpr: Any, inputs: Sequence[Any], flows: Flows) -> tuple[list[Any], list[Flow]]:
@@ -186,6 +186,10 @@ class _Rewriting:
       inputs = [x if flow.data else self._gathered(x, flow) for x, flow in pairs]
     if name == "conv_general_dilated":
       inputs, flows = self._whole_windows(eqn, inputs, flows)
+    grows = name == "broadcast_in_dim" and eqn.outvars[0].aval.size > eqn.invars[0].aval.size
+    if grows and not flows[0].data:  # a scale or a bias, while it is small
+      inputs = [self._gathered(inputs[0], flows[0])]
+      flows = [dataclasses.replace(flows[0], axes=self._apart(flows[0].axes))]
     return _bind(eqn, inputs), self._followed(eqn, flows)
 
   def _whole_windows(self, eqn: Any, inputs: list[Any], flows: list[Flow]) -> tuple[list[Any], list[Flow]]:
@@ -223,18 +227,25 @@ class _Rewriting:
       return False
     if _EXAMPLES in results[0].names:
       return True
-    return self.crossed and any(_EXAMPLES in flow.names for flow in flows)
+    return len(self.others) > 1 and any(_EXAMPLES in flow.names for flow in flows)
 
   def _gathered(self, x: Any, flow: Flow) -> Any:
-    """A parameter, whole over the axes that split the batch."""
-    if not flow.names & self.batch:
+    """A parameter, whole over the axes that split the batch.
+
+    Where all axes split the batch, XLA gathers it anyway, and chooses when.
+    """
+    if not self.others or not flow.names & self.batch:
       return x
     if id(x) in self._met:
       # Else XLA would gather it once, and keep it from the forward to the backward pass.
       x = jax.lax.optimization_barrier(x)
     else:
       self._met[id(x)] = x
-    return self._laid(x, tuple(tuple(a for a in axes if a not in self.batch) for axes in flow.axes))
+    return self._laid(x, self._apart(flow.axes))
+
+  def _apart(self, dims: Axes) -> Axes:
+    """Without the axes that split the batch."""
+    return tuple(without(axes, self.batch) for axes in dims)
 
   def _laid(self, x: Any, dims: Axes) -> Any:
     dims = tuple(tuple(axis for axis in axes if axis != _EXAMPLES) for axes in dims)
