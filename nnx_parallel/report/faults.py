@@ -277,6 +277,9 @@ class _Pair:
       tiling = read_tiling(at.attribute("sharding"), self._devices)
       if not isinstance(value, np.ndarray) or not at.op_name or tiling is None or tiling.manual:
         return
+      # What a reduction combines with has the shape of its operands here, and not that of its own text.
+      if value.ndim != 1 + len(at.shapes[0].dims) or len(tiling.parts) not in (0, value.ndim - 1):
+        return
       local = tiling.local(at.shapes[0].dims)
       scales = self._thinning.scales(0, computation.name, at.name)
       shape = tuple(n // s for n, s in zip(local, scales, strict=True))
