@@ -151,7 +151,7 @@ def cases() -> Iterator[Case]:
   rules = [nxp.LogicalRules(batch=("data", "fsdp")), nxp.fsdp(min_size=0)]
   for dtype in DTYPES:
     for layout in parity.LAYOUTS:
-      for zero, microbatches in ((0, 1), (2, 4)):
+      for zero, microbatches in ((0, 1), (2, 4)) if layout == "dp x fsdp x tp" else ((0, 1),):
         case = parity.Case(layout, zero, microbatches)
         plan = parity.plan_of(case, "adamw(1e-3)")
         plan = nxp.plan(
@@ -198,35 +198,37 @@ def doubled(case: Case) -> Any:
 
 
 def false_alarms(record: Record) -> int:
+  """How often a check of right gradients says that they are wrong."""
   alarms = 0
   for case in cases():
     with contextlib.ExitStack() as stack:
       stack.enter_context(case.scope)
       subject = case.subject()
       off = differences(case, subject, SEEDS)
-      full = checked(subject)
-    alarms += int((off > 1).sum()) + (not full)
-    group = f"largest difference / tolerance, {SEEDS} seeds, {case.dtype}"
+      closer = [seed for seed in range(SEEDS) if seed == 0 or off[seed] > 1]
+      alarms += sum(not checked(subject, seed, tries=0) for seed in closer)
+    group = f"largest difference / tolerance, {case.dtype}"
     record.value(f"{case.name} ({len(subject.leaves)} leaves)", float(off.max()), "", group=group)
-    print(
-      f"{case.dtype:9} {case.name:46} {off.max():.1e} rms {np.sqrt((off**2).mean()):.1e}",
-      full.summary[:40],
-      flush=True,
-    )
+    print(f"{case.dtype:9} {case.name:46} {off.max():.1e}, {len(closer) - 1} closer, {alarms}", flush=True)
   return alarms
 
 
 def found(record: Record) -> None:
-  """How often the first look shows one norm's gradient that is twice too large."""
+  """How often one norm's gradient that is twice too large is found, and named."""
   for case in cases():
     if case.options is not None:
       continue
     subject = case.subject(doubled(case))
-    share = float((differences(case, subject, SEEDS) > 1).mean())
+    off = differences(case, subject, SEEDS)
+    seen = [seed for seed in range(SEEDS) if off[seed] > 1]
+    named = [checked(subject, seed, tries=0).wrong for seed in seen[:5]]
+    right = sum(len(names) == 1 and names[0].endswith("scale") for names in named)
+    group = f"one norm's gradient doubled, {case.dtype}"
     record.value(
-      f"{case.name} ({len(subject.leaves)} leaves)", 100 * share, "%", group=f"found, {case.dtype}"
+      f"{case.name} ({len(subject.leaves)} leaves): seen", 100 * len(seen) / SEEDS, "%", group=group
     )
-    print(f"{case.dtype:9} {case.name:46} found {share:.0%}", flush=True)
+    record.value(f"{case.name}: named, of {len(named)} seen", right, "", group=group)
+    print(f"{case.dtype:9} {case.name:46} seen {len(seen)}, named {right} of {len(named)}", flush=True)
 
 
 def cost(record: Record) -> None:
@@ -251,7 +253,7 @@ def cost_of(record: Record, dtype: str, remat: Any) -> None:
     "train step": lambda: step(model, optimizer, batch),
     "check_gradients": lambda: checked(subject).losses,
   }
-  record.compare(measure(cases, rounds=10, warmup=2), baseline="train step", group=group)
+  record.compare(measure(cases, rounds=8, warmup=1), baseline="train step", group=group)
   stats = step.compiled(model, optimizer, batch).memory_analysis()
   state = stats.argument_size_in_bytes
   whole = state + stats.temp_size_in_bytes + stats.output_size_in_bytes - stats.alias_size_in_bytes
@@ -278,15 +280,18 @@ def main() -> None:
       " each device on its own. A transformer of 4 layers of 128 on 8 simulated devices (2 x 2 x 2), 64 x 128"
       " tokens, Adam. Memory: arguments of the step (they stay on the devices) with temporaries and results"
       " of each program, by the compiler.",
-      "Largest difference / tolerance: above 1 would be a false alarm.",
-      "Found: one norm's scale (in a jit of one's own) gets a gradient twice too large; the share of seeds"
-      " that show it in the first look over all leaves.",
+      f"Largest difference / tolerance: of the first look over all leaves, in {SEEDS} seeds; each above 1"
+      " takes a closer look, which decides. A false alarm would be one that calls right gradients wrong.",
+      "Doubled: one norm's scale (in a jit of one's own) gets a gradient twice too large; the share of seeds"
+      " whose first look over all leaves shows it, and how many closer looks name it and nothing else.",
     ],
   )
-  cost(record)
   alarms = false_alarms(record)
+  record.value("false alarms", alarms, f"in {SEEDS} seeds of each case")
+  record.write()
   found(record)
-  record.value("false alarms", alarms, f"in {SEEDS} seeds x all cases")
+  record.write()
+  cost(record)
   record.write()
   if alarms:
     sys.exit(f"{alarms} false alarms")

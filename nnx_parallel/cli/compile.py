@@ -20,8 +20,8 @@ def register(commands: Commands) -> None:
     "compile",
     help="compile a recipe's step for a machine that is not here",
     description="Compiles the train step with the real compiler of a machine, on any CPU, and reports"
-    " memory per device, FLOPs, everything that is sent, and whether the program that was split over the devices"
-    " still computes what it should. Exit code 3: it does not fit, or computes wrong numbers.",
+    " memory per device, FLOPs, everything that is sent, and whether the program that was split over the"
+    " devices still computes what it should. Exit code 3: it does not fit, or computes wrong numbers.",
   )
   options.add_recipe(parser)
   options.add_mesh(parser)

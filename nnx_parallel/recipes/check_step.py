@@ -152,9 +152,10 @@ def check_step(
   second = nxp.reshard(first[0], other, optimizer=first[1])
   dtype = coarsest_dtype(first[0], nxp.shard_batch(batch, plan), loss_fn, plan.wrt)
   step = nxp.train_step(loss_fn, **options)
-  metrics = [step(*objects, nxp.shard_batch(batch, p)) for objects, p in ((first, plan), (second, other))]
-  names = sorted(metrics[0], key="loss".__ne__)
-  told = tuple(_metric(name, *(found[name] for found in metrics), LOSS_TOLERANCE[dtype]) for name in names)
+  one = step(first[0], first[1], nxp.shard_batch(batch, plan))
+  two = step(second[0], second[1], nxp.shard_batch(batch, other))
+  names = sorted(one, key="loss".__ne__)
+  told = tuple(_metric(name, one[name], two[name], LOSS_TOLERANCE[dtype]) for name in names)
   leaves = _compared(plan, _values(first), _values(second), _TOLERANCE[dtype])
   return StepCheck((_mesh(plan), _mesh(other)), told, tuple(leaves))
 

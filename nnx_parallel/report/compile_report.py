@@ -94,7 +94,7 @@ class CompileReport:
   quantities: Mapping[str, int]
   examples: int | None = None
   batch_split: int | None = None
-  results: Comparison = Comparison()
+  results: Comparison = dataclasses.field(default_factory=Comparison)
 
   @property
   def faults(self) -> tuple[Fault, ...]:
@@ -362,7 +362,9 @@ def _result_names(
     return {}
   paths = jax.tree_util.tree_flatten_with_path(program.out_info)[0]
   found = {n: f"result{jax.tree_util.keystr(path)}" for n, (path, _) in enumerate(paths)}
-  arguments = {i.arguments: i.op_name for i in hlo.parse(done.whole).entry.instructions if i.opcode == "parameter"}
+  arguments = {
+    i.arguments: i.op_name for i in hlo.parse(done.whole).entry.instructions if i.opcode == "parameter"
+  }
   head = done.whole[: done.whole.find("\n")]
   for place, number in _ALIASES.findall(hlo.after(head, "input_output_alias=")):
     name = arguments.get(number, "")

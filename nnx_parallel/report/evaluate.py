@@ -1,9 +1,9 @@
 """Evaluates programs in numpy: one device's program on all devices in lock-step, with its collectives.
 
-For programs right before and right after a partitioner: no fusions of a backend, no layouts. Floating point
-numbers of all types are float64. Arrays are thinned (`thin.Thinning`); the first dim of a value counts devices, and
-is 1 where all hold the same. None stands for a value that cannot be followed: of an operation that is not known
-here, or too large.
+For programs right before and right after a partitioner: no fusions of a backend, no memory layouts.
+All floating point numbers are float64. Arrays are thinned (`thin.Thinning`); the first dim of a value counts
+devices, and is 1 where all hold the same. None stands for a value that cannot be followed: that of an
+operation which is not known here, or one that is too large.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ Array = npt.NDArray[Any]
 Value = Any
 """An array, a tuple of values, or None: not known."""
 
-# Numbers of one array on all devices, and operations run, before it is given up.
-_LARGEST, _LONGEST = 2**25, 300_000
+# Numbers of one array on all devices, operations run, and multiplications, before it is given up.
+_LARGEST, _LONGEST, _HARDEST = 2**25, 300_000, 2**36
 _DTYPES: Mapping[str, Any] = {
   "pred": np.bool_, "s8": np.int8, "u8": np.uint8, "s16": np.int16, "u16": np.uint16, "s32": np.int32,
   "u32": np.uint32, "s64": np.int64, "u64": np.uint64,
@@ -69,7 +69,8 @@ def _shifted(shift: Callable[..., Any], arithmetic: bool = False) -> Callable[[A
 
 _BINARY: Mapping[str, Callable[..., Any]] = {
   "add": lambda x, y: x | y if x.dtype == np.bool_ else x + y, "subtract": np.subtract,
-  "multiply": lambda x, y: x & y if x.dtype == np.bool_ else x * y, "maximum": np.maximum, "minimum": np.minimum,
+  "multiply": lambda x, y: x & y if x.dtype == np.bool_ else x * y, "maximum": np.maximum,
+  "minimum": np.minimum,
   "and": np.bitwise_and, "or": np.bitwise_or, "xor": np.bitwise_xor, "divide": _quotient,
   "remainder": np.fmod, "power": np.power, "atan2": np.arctan2, "shift-left": _shifted(np.left_shift),
   "shift-right-logical": _shifted(np.right_shift),
@@ -114,9 +115,21 @@ class Evaluator:
     watch: Callable[[hlo.Computation, hlo.Instruction, Value], None] | None = None,
   ):
     self._program, self._number, self._thinning, self._devices = program, number, thinning, devices
-    self._runs = 0
+    self._runs = self._work = 0
     self.lost: dict[str, int] = {}
     self._watch = watch
+    self._rules: Mapping[str, Callable[[hlo.Computation, hlo.Instruction, list[Any]], Value]] = {
+      "constant": self._constant, "iota": self._iota, "partition-id": self._partition,
+      "replica-id": self._replica, "broadcast": self._broadcast, "reshape": self._reshape,
+      "transpose": self._transpose, "reverse": self._reverse, "concatenate": self._concatenate,
+      "pad": self._pad, "slice": self._slice, "dynamic-slice": self._dynamic_slice,
+      "dynamic-update-slice": self._update, "reduce": self._reduce, "dot": self._dot,
+      "convolution": self._convolution, "reduce-window": self._window,
+      "select-and-scatter": self._select, "gather": self._gather, "scatter": self._scatter,
+      "sort": self._sort, "all-reduce": self._exchange, "all-gather": self._exchange,
+      "reduce-scatter": self._exchange, "all-to-all": self._exchange,
+      "collective-permute": self._permute, "custom-call": self._custom, "topk": self._topk,
+    }  # fmt: skip
     self._last: dict[str, dict[str, list[str]]] = {}
     self.apart: list[hlo.Instruction] = []
 
@@ -179,14 +192,14 @@ class Evaluator:
       return self._loop(at, inputs[0])
     if opcode == "conditional":
       return self._branch(at, inputs)
-    rule = _RULES.get(opcode)
+    rule = self._rules.get(opcode)
     if rule is None and opcode not in thin.ELEMENTWISE:
       return self._lose(at, opcode)
     if any(value is None for value in inputs) or self._too_large(computation, at):
       return self._unknown(at)
     try:
       if rule is not None:
-        return rule(self, computation, at, inputs)
+        return rule(computation, at, inputs)
       return self._elementwise(computation, at, inputs)
     except (ValueError, LookupError, TypeError):
       return self._lose(at, f"a form of {opcode} that is not known")
@@ -205,6 +218,11 @@ class Evaluator:
         self._lose(at, "an array that is too large")
         return True
     return False
+
+  def _exceeds(self, work: int) -> bool:
+    """Whether the program computes too much with so many more multiplications."""
+    self._work += work
+    return self._work > _HARDEST
 
   def _loop(self, at: hlo.Instruction, state: Value) -> Value:
     condition = self._program.computations[at.attribute("condition").lstrip("%")]
@@ -236,7 +254,7 @@ class Evaluator:
       if any(value is None for value in values):
         return None
       whole = np.broadcast_arrays(*(self._everywhere(value) for value in values))
-      rows = {n: value for n, value in zip(results, whole, strict=True)}
+      rows = dict(zip(results, whole, strict=True))
       return np.stack([rows[int(n)][device] for device, n in enumerate(self._everywhere(number))])
 
     return pick(list(results.values()))
@@ -270,7 +288,11 @@ class Evaluator:
     if opcode == "convert":
       return converted(inputs[0], dtype)
     if opcode == "bitcast-convert":
-      if inputs[0].dtype == np.float64 and dtype in ("s32", "u32") and computation.by_name[at.operands[0]].shapes[0].dtype == "f32":
+      if (
+        inputs[0].dtype == np.float64
+        and dtype in ("s32", "u32")
+        and computation.by_name[at.operands[0]].shapes[0].dtype == "f32"
+      ):
         return inputs[0].astype(np.float32).view(_DTYPES[dtype])
       source, target = inputs[0].dtype, _DTYPES.get(dtype)
       if source.kind in "iu" and target is not None and np.dtype(target).itemsize == source.itemsize:
@@ -317,7 +339,7 @@ class Evaluator:
     return inputs[0].transpose([0, *(1 + n for n in _numbers(at, "dimensions"))])
 
   def _reverse(self, computation: hlo.Computation, at: hlo.Instruction, inputs: list[Array]) -> Value:
-    return np.flip(inputs[0], [1 + n for n in _numbers(at, "dimensions")])
+    return np.flip(inputs[0], tuple(1 + n for n in _numbers(at, "dimensions")))
 
   def _concatenate(self, computation: hlo.Computation, at: hlo.Instruction, inputs: list[Array]) -> Value:
     lead = max(len(x) for x in inputs)
@@ -336,13 +358,18 @@ class Evaluator:
       last = min(count, (room - 1 - low) // step + 1)
       source.append(slice(first, max(first, last)))
       start = low + first * step
-      target.append(slice(start, start + max(0, last - first - 1) * step + 1 if last > first else start, step))
+      target.append(
+        slice(start, start + max(0, last - first - 1) * step + 1 if last > first else start, step)
+      )
     out[tuple(target)] = x[tuple(source)]
     return out
 
   def _slice(self, computation: hlo.Computation, at: hlo.Instruction, inputs: list[Array]) -> Value:
     rows = zip(
-      thin.slice_bounds(at), self._scales(computation, at.operands[0]), self._scales(computation, at.name), strict=True
+      thin.slice_bounds(at),
+      self._scales(computation, at.operands[0]),
+      self._scales(computation, at.name),
+      strict=True,
     )
     # Where the two are thinned differently, what is cut is whole.
     cut = (slice(a // s, b // s, step if s == after else after) for (a, b, step), s, after in rows)
@@ -420,13 +447,11 @@ class Evaluator:
       return found(total, starts[0].reshape(-1, *[1] * (total.ndim - 1)))
     lead = max(len(x) for x in arrays)
     kept = [d for d in range(1, arrays[0].ndim) if d not in dims]
-    flat = [
-      np.broadcast_to(x, (lead, *x.shape[1:])).transpose([0, *kept, *dims])
-      for x in arrays
-    ]
+    flat = [np.broadcast_to(x, (lead, *x.shape[1:])).transpose([0, *kept, *dims]) for x in arrays]
     flat = [x.reshape((*x.shape[: 1 + len(kept)], -1)) for x in flat]
     total = tuple(
-      np.broadcast_to(s.reshape(-1, *[1] * len(kept)), x.shape[:-1]) for s, x in zip(starts, flat, strict=True)
+      np.broadcast_to(s.reshape(-1, *[1] * len(kept)), x.shape[:-1])
+      for s, x in zip(starts, flat, strict=True)
     )
     for place in range(flat[0].shape[-1]):
       total = self._combine(name, total, [x[..., place] for x in flat])
@@ -440,12 +465,16 @@ class Evaluator:
       free = [n for n in range(x.ndim - 1) if n not in batch + summed]
       parts = (batch, free, summed) if first else (batch, summed, free)
       x = x.transpose([0, *(1 + n for part in parts for n in part)])
-      sizes = [math.prod(x.shape[1 + sum(map(len, parts[:k])) :][: len(part)]) for k, part in enumerate(parts)]
+      sizes = [
+        math.prod(x.shape[1 + sum(map(len, parts[:k])) :][: len(part)]) for k, part in enumerate(parts)
+      ]
       return x.reshape((len(x), *sizes))
 
-    product = arranged(left, sides["lhs_batch"], sides["lhs"], True) @ arranged(
-      right, sides["rhs_batch"], sides["rhs"], False
-    )
+    one = arranged(left, sides["lhs_batch"], sides["lhs"], True)
+    other = arranged(right, sides["rhs_batch"], sides["rhs"], False)
+    if self._exceeds(max(len(one), len(other)) * one[0].size * other.shape[-1]):
+      return self._lose(at, "a program that computes too much")
+    product = one @ other
     return product.reshape((len(product), *self._shape(computation, at)))
 
   def _convolution(self, computation: hlo.Computation, at: hlo.Instruction, inputs: list[Array]) -> Value:
@@ -457,7 +486,7 @@ class Evaluator:
     x = inputs[0].transpose([0, *(1 + left.index(c) for c in ("b", "f", *spatial))])
     k = inputs[1].transpose([0, *(1 + kernel.index(c) for c in ("o", "i", *spatial))])
     rows = thin.windows(at, rank) if rank else []
-    for d, (_, _, low, high, base, wide, back) in enumerate(rows):
+    for d, (_, _, low, high, base, _, back) in enumerate(rows):
       x = _spaced(x, 3 + d, base)
       cut = [slice(None)] * x.ndim
       cut[3 + d] = slice(max(0, -low), x.shape[3 + d] - max(0, -high))
@@ -471,9 +500,10 @@ class Evaluator:
     k = k.reshape((len(k), batches * groups, k.shape[1] // (batches * groups), *k.shape[2:]))
     sizes = [n for c in spatial for n in (self._shape(computation, at)[out.index(c)],)]
     lead = max(len(x), len(k))
-    if x.size * math.prod(k.shape[4:]) > 2**31 and math.prod(sizes) > 64:
-      return self._lose(at, "a convolution that is too large")
-    made = np.zeros((lead, k.shape[1], x.shape[2], k.shape[2], *sizes))
+    shape = (lead, k.shape[1], x.shape[2], k.shape[2], *sizes)
+    if self._exceeds(math.prod(shape) * math.prod(k.shape[3:])):
+      return self._lose(at, "a program that computes too much")
+    made = np.zeros(shape)
     few = math.prod(k.shape[4:]) <= math.prod(sizes)
     for place in np.ndindex(*(k.shape[4:] if few else sizes)):
       if few:
@@ -505,8 +535,8 @@ class Evaluator:
     if any(row[4] != 1 for row in rows):
       return self._lose(at, at.opcode)
     shape = self._shape(computation, at)
-    if math.prod(shape) * math.prod(row[0] for row in rows) > 2**31:
-      return self._lose(at, "a window that is too large")
+    if self._exceeds(math.prod(shape) * math.prod(row[0] for row in rows)):
+      return self._lose(at, "a program that computes too much")
     lead = max(len(x) for x in inputs)
     padded = list[Array]()
     for x, start in zip(inputs[:count], inputs[count:], strict=True):
@@ -516,9 +546,7 @@ class Evaluator:
       wide = np.broadcast_to(start.reshape(-1, *[1] * rank), (lead, *room)).copy()
       wide[(slice(None), *(slice(row[2], row[2] + n) for row, n in zip(rows, x.shape[1:], strict=True)))] = x
       padded.append(wide)
-    total = tuple(
-      np.broadcast_to(start.reshape(-1, *[1] * rank), (lead, *shape)) for start in inputs[count:]
-    )
+    total = tuple(np.broadcast_to(start.reshape(-1, *[1] * rank), (lead, *shape)) for start in inputs[count:])
     for place in np.ndindex(*(row[0] for row in rows)):
       cut = tuple(
         slice(p * row[5], p * row[5] + (n - 1) * row[1] + 1, row[1])
@@ -560,7 +588,7 @@ class Evaluator:
   def _indexed(
     self, computation: hlo.Computation, at: hlo.Instruction, indices: Array, sizes: Sequence[int]
   ) -> tuple[list[Array], Array, tuple[int, ...]]:
-    """Positions along each dim of the operand, as (devices, *rows, *window); which rows are inside; the rows."""
+    """Positions along each dim of the operand (devices, *rows, *window), which rows are inside, the rows."""
     found = thin.gather_dims(at)
     scales = self._scales(computation, at.operands[0])
     whole = computation.by_name[at.operands[0]].shapes[0].dims
@@ -736,21 +764,6 @@ class Evaluator:
         self.apart.append(at)
       whole[(0, *cut)], seen[cut] = block, True
     return whole
-
-
-_RULES: Mapping[str, Callable[..., Value]] = {
-  "constant": Evaluator._constant, "iota": Evaluator._iota, "partition-id": Evaluator._partition,
-  "replica-id": Evaluator._replica, "broadcast": Evaluator._broadcast, "reshape": Evaluator._reshape,
-  "transpose": Evaluator._transpose, "reverse": Evaluator._reverse, "concatenate": Evaluator._concatenate,
-  "pad": Evaluator._pad, "slice": Evaluator._slice, "dynamic-slice": Evaluator._dynamic_slice,
-  "dynamic-update-slice": Evaluator._update, "reduce": Evaluator._reduce, "dot": Evaluator._dot,
-  "convolution": Evaluator._convolution, "reduce-window": Evaluator._window,
-  "select-and-scatter": Evaluator._select, "gather": Evaluator._gather,
-  "scatter": Evaluator._scatter, "sort": Evaluator._sort, "all-reduce": Evaluator._exchange,
-  "all-gather": Evaluator._exchange, "reduce-scatter": Evaluator._exchange,
-  "all-to-all": Evaluator._exchange, "collective-permute": Evaluator._permute,
-  "custom-call": Evaluator._custom, "topk": Evaluator._topk,
-}  # fmt: skip
 
 
 def converted(x: Array, dtype: str) -> Array:

@@ -1,16 +1,15 @@
-"""Whether a partitioner kept the meaning of a program: its results, on each device, against the whole program's.
+"""Whether a partitioner kept the meaning of a program: each device's results against the whole program's.
 
-Compilers write their program down right before they split it over devices, with the layout of each array, and
-right after. Both are evaluated here (`evaluate`), on the same arguments at a few positions of each dim: the
-first as one program on whole arrays, the second on all devices at once, with its collectives. Each device's results
-must be its blocks of the whole ones. A sum over a mesh axis that is missing, one that is taken too often, blocks
-that were exchanged with another device, an offset that is wrong: all of them give other numbers, in whatever
-operation they are.
+A compiler can write a program down right before it splits it over devices, with the layout of each array,
+and right after. Both are evaluated here (`evaluate`) with the same arguments, at a few positions of each dim:
+the first on whole arrays, the second on all devices at once, with its collectives. The results of each device
+must be its blocks of the whole ones. A sum over a mesh axis that is missing or taken too often, blocks that
+were exchanged with another device, a wrong offset: all of them give other numbers, in whatever operation.
 
-What this does not see: what a compiler does after it has split the program, faults whose effect is lost in the
-positions that are left out, and faults of the program itself (except `shard_map`s that call different
-values the same). What cannot be followed (kernels, random bits of a device's own generator) is listed, with all
-results that depend on it.
+What this does not see: what a compiler does after it has split the program; a fault that leaves the numbers
+at the chosen positions as they are; and faults of the program itself, except a `shard_map` that calls
+different values the same. What cannot be followed (kernels, a device's own random bits, whatever `evaluate`
+does not know) is listed with the results that depend on it, and is not called wrong.
 """
 
 from __future__ import annotations
@@ -29,8 +28,8 @@ from nnx_parallel.report.shardings import Tiling, read_tiling, split_layouts
 Array = npt.NDArray[Any]
 _Projection = tuple[tuple[int, ...], Array]
 
-# A difference counts from here on, relative to the largest number of a result, and where it is this many times what
-# a change of all arguments by `_NOISE` makes: sums are taken in another order on many devices.
+# A difference counts from `_SMALLEST` on, relative to the largest number of a result, where it is `_MARGIN`
+# times what a change of all arguments by `_NOISE` makes: many devices add up in another order.
 _SMALLEST, _MARGIN, _NOISE = 1e-9, 1e3, 1e-13
 _ROUNDS = 12
 
@@ -101,6 +100,8 @@ def compare(before: str, after: str, names: Mapping[int, str] | None = None) -> 
   count = len(whole.entry.root.shapes)
   for number in range(count):
     labels.setdefault(number, f"result {number}")
+  if _entry(whole) != _entry(split) or any(len(ranks) != 1 for ranks in _entry(whole)[0].values()):
+    return Comparison(unknown=dict.fromkeys(labels.values(), "its arguments or results were changed"))
   pair = _Pair(whole, split)
   attempts = [pair.attempt(signed=True)]
   if any(attempts[0].get(number, _Result()).state != "right" for number in range(count)):
@@ -110,12 +111,22 @@ def compare(before: str, after: str, names: Mapping[int, str] | None = None) -> 
            if any(r.state == "wrong" for r in found)}  # fmt: skip
   faults = ()
   if wrong:
-    origin = pair.apart() or pair.origin() or _Origin()
+    signed = any(attempts[0][n].state == "wrong" for n in wrong)
+    origin = pair.apart() or pair.origin(signed=signed) or _Origin()
     faults = tuple(origin.fault(labels[n], result) for n, result in wrong.items())
-  right = tuple(labels[n] for n, found in states.items() if n not in wrong and any(r.state == "right" for r in found))
+  right = tuple(
+    labels[n] for n, found in states.items() if n not in wrong and any(r.state == "right" for r in found)
+  )
   lost = "; ".join(sorted(pair.lost)) or "its numbers are not finite"
   unknown = {labels[n]: lost for n in range(count) if n not in wrong and labels[n] not in right}
   return Comparison(right, faults, unknown)
+
+
+def _entry(program: hlo.Program) -> tuple[dict[str, list[int]], list[int]]:
+  """The number of dims of each argument, and of each result."""
+  parameters = [i for i in program.entry.instructions if i.opcode == "parameter"]
+  arguments = {i.arguments: [len(shape.dims) for shape in i.shapes] for i in parameters}
+  return arguments, [len(shape.dims) for shape in program.entry.root.shapes]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -139,6 +150,8 @@ class _Origin:
     what = self.what
     if not what and result.factor is not None:
       what = f"{result.factor:.4g} times what it should be"
+    if not what and not np.isfinite(result.error):
+      what = "not a number, or infinite"
     what = what or f"off by {result.error:.2g} of its largest number"
     return Fault(name, what, result.error, result.factor, self.op, self.source, self.instruction, self.sent)
 
@@ -244,7 +257,7 @@ class _Pair:
     a, b = wanted[inside].astype(np.float64), got[inside].astype(np.float64)
     error = _difference(a, b)
     if error <= _SMALLEST:
-      return _Result("right") if inside.all() or tiling.parts else _Result("right")
+      return _Result("right")
     return _Result("wrong", float(error), _factor(a, b))
 
   def apart(self) -> _Origin | None:
@@ -255,7 +268,7 @@ class _Pair:
     what = "not the same on all devices, though out_specs of a shard_map says so: a psum is missing in it"
     return _Origin(at.op_name, self._whole.source(at), at.name, what=what)
 
-  def origin(self) -> _Origin | None:
+  def origin(self, *, signed: bool) -> _Origin | None:
     """The first operation of the whole program whose value no instruction of the partitioned one has."""
     wanted: dict[tuple[str, str], list[tuple[hlo.Instruction, _Projection]]] = {}
     seen: dict[tuple[str, str], list[tuple[hlo.Computation, hlo.Instruction, _Projection]]] = {}
@@ -268,13 +281,16 @@ class _Pair:
       scales = self._thinning.scales(0, computation.name, at.name)
       shape = tuple(n // s for n, s in zip(local, scales, strict=True))
       if all(n % s == 0 for n, s in zip(local, scales, strict=True)):
-        wanted.setdefault(_key(at), []).append((at, _projected(blocks(value, corners(tiling, shape), shape), local)))
+        wanted.setdefault(_key(at), []).append(
+          (at, _projected(blocks(value, corners(tiling, shape), shape), local))
+        )
 
     def split(computation: hlo.Computation, at: hlo.Instruction, value: Any) -> None:
       if isinstance(value, np.ndarray) and at.op_name and at.opcode != "parameter":
         value = np.broadcast_to(value, (self._devices, *value.shape[1:]))
         seen.setdefault(_key(at), []).append((computation, at, _projected(value, at.shapes[0].dims)))
 
+    self._signed = signed
     arguments = self._arguments()
     self._evaluate(0, arguments, whole)
     self._evaluate(1, self._blocks(arguments), split)
@@ -317,12 +333,16 @@ def _projected(value: Array, local: tuple[int, ...]) -> _Projection:
   return local, flat @ np.random.default_rng(flat.shape[1]).uniform(0.5, 1.5, flat.shape[1])
 
 
-def _drawn(random: np.random.Generator, dtype: str, shape: tuple[int, ...], indices: int, *, signed: bool) -> Array:
+def _drawn(
+  random: np.random.Generator, dtype: str, shape: tuple[int, ...], indices: int, *, signed: bool
+) -> Array:
   """An argument: numbers whose sums stay of one size, or small indices."""
   if dtype == "pred":
     return random.random(shape) < 0.5
   if dtype in ("u32", "u8", "u64", "u16"):
-    return random.integers(0, 2**31 if dtype != "u8" else 256, shape).astype({"u8": np.uint8, "u16": np.uint16, "u32": np.uint32}.get(dtype, np.uint64))
+    return random.integers(0, 2**31 if dtype != "u8" else 256, shape).astype(
+      {"u8": np.uint8, "u16": np.uint16, "u32": np.uint32}.get(dtype, np.uint64)
+    )
   if dtype.startswith("s"):
     bits = int(dtype[1:])
     high = min(indices, 2 ** (bits - 1)) if shape else 5

@@ -124,7 +124,9 @@ def group_rows(text: str, devices: int) -> list[list[int]]:
   split: list[int] = []
   at: dict[str, list[int]] = {}
   for name, size in sizes.items():
-    parts = sorted((int(b or 1), int(n) if n else size) for a, b, n in _MESH_ITEM.findall(mesh["axes"]) if a == name)
+    parts = sorted(
+      (int(b or 1), int(n) if n else size) for a, b, n in _MESH_ITEM.findall(mesh["axes"]) if a == name
+    )
     done = 1
     for before, part in parts:
       split += [before // done, part] if before > done else [part]

@@ -25,7 +25,9 @@ _NAME = re.compile(r"%([\w.\-]+(?:#\d+)?)")
 _INSTRUCTION = re.compile(r"^\s+(ROOT )?%?([\w.\-]+) = ")
 _HEADER = re.compile(r"^(ENTRY )?%?([\w.\-]+) .*\{$")
 _TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
-_CALLED = re.compile(r"(?:calls|to_apply|condition|body|true_computation|false_computation|select|scatter)=%?([\w.\-]+)")
+_CALLED = re.compile(
+  r"(?:calls|to_apply|condition|body|true_computation|false_computation|select|scatter)=%?([\w.\-]+)"
+)
 _BRANCHES = re.compile(r"branch_computations=\{([^}]*)\}")
 _OP_NAME = re.compile(r'op_name="([^"]*)"')
 _FRAME = re.compile(r"stack_frame_id=(\d+)")

@@ -122,7 +122,7 @@ def _header(report: CompileReport) -> str:
 
 
 def results_note(report: CompileReport) -> str:
-  """One sentence: how many results of the step are right as the compiler splits it; empty if none was compared."""
+  """One sentence: how many results are right as the compiler splits the step; empty if none was compared."""
   right, faults, unknown = report.results.right, report.results.faults, report.results.unknown
   if not right and not faults and not unknown:
     return ""
@@ -157,9 +157,11 @@ FAULT_COLUMNS = ("result", "is", "first wrong at", "instruction, and what it rec
 def _faults(report: CompileReport) -> str:
   if not report.faults:
     return ""
-  table = render("WRONG NUMBERS: the devices do not compute what the program says", FAULT_COLUMNS, fault_rows(report))
+  table = render(
+    "WRONG NUMBERS: the devices do not compute what the program says", FAULT_COLUMNS, fault_rows(report)
+  )
   return table + (
-    "Fix: hold what is computed there to one layout, nxp.constrain(x, \"batch\", ...), or lay the parameter\n"
+    'Fix: hold what is computed there to one layout, nxp.constrain(x, "batch", ...), or lay the parameter\n'
     "that it meets there out otherwise; then compile again.\n"
   )
 

@@ -1,8 +1,9 @@
 """How far the dims of programs can be thinned, so that what they compute can be followed with few numbers.
 
-Every dim is divided by a number that divides all of its blocks, slices and offsets: one position then stands for
-a run of neighbours. Dims that meet (in a sum of two arrays, in a product, as argument and parameter of a loop) are
-thinned alike, in all programs that are compared; dims of a window, a sort or a group of channels are not thinned.
+Every dim is divided by a number that divides all of its blocks, slices and offsets: one position then stands
+for a run of neighbours. Dims that meet (in a sum of two arrays, in a product, as argument and parameter of a
+loop) are thinned alike, in all programs that are compared: they must keep the same positions. Dims of a
+window, a sort or a group of channels are not thinned.
 """
 
 from __future__ import annotations
@@ -20,7 +21,9 @@ _BOUND = re.compile(r"\[(\d+):(\d+)(?::(\d+))?\]")
 _PAD = re.compile(r"(-?\d+)_(-?\d+)(?:_(\d+))?")
 _FRAME = re.compile(r"stack_frame_id=(\d+)")
 _LABELS = re.compile(r"(\w+)_(\w+)->(\w+)")
-_LOOPS_AND_CALLS = frozenset({"while", "conditional", "call", "fusion", "tuple", "get-tuple-element", "parameter"})
+_LOOPS_AND_CALLS = frozenset(
+  {"while", "conditional", "call", "fusion", "tuple", "get-tuple-element", "parameter"}
+)
 ELEMENTWISE = frozenset({
   "abs", "add", "and", "atan2", "cbrt", "ceil", "clamp", "compare", "convert", "copy", "cosine",
   "count-leading-zeros", "divide", "erf", "exponential", "exponential-minus-one", "floor", "is-finite", "log",
@@ -33,21 +36,33 @@ ELEMENTWISE = frozenset({
 _LINKED = ELEMENTWISE | {
   "dot", "convolution", "gather", "scatter", "reduce", "iota", "sort", "topk", "reduce-window", "broadcast",
 }  # fmt: skip
-_ALIKE = frozenset({"all-reduce", "collective-permute", "all-gather", "reduce-scatter", "all-to-all", "reverse"})
+_ALIKE = frozenset(
+  {"all-reduce", "collective-permute", "all-gather", "reduce-scatter", "all-to-all", "reverse"}
+)
 
 Node = tuple[int, str, str, int]
+_Dims = list[list[int]]
+_Shapes = list[tuple[int, ...]]
 
 
 class Thinning:
-  """The thinning of all arrays of several programs; argument and result arrays with one number belong together.
+  """The thinning of all arrays of several programs; arguments, and results, of one number belong together.
 
   Args:
     programs: parsed programs whose entries take and return the same arrays, whole or in blocks.
-    whole: computation and instruction name -> arrays that must not be thinned, found while evaluating.
+    finer: array -> dim -> what its thinning must divide, as found while evaluating.
   """
 
   def __init__(self, programs: Sequence[hlo.Program], finer: Mapping[Node, Mapping[int, int]] | None = None):
     self._programs = programs
+    self._rules: Mapping[str, Callable[[hlo.Instruction, _Dims, _Dims, _Shapes], None]] = {
+      "broadcast": self._broadcast, "transpose": self._transpose, "reshape": self._reshape,
+      "slice": self._slice, "dynamic-slice": self._dynamic_slice,
+      "dynamic-update-slice": self._dynamic_slice, "concatenate": self._concatenate, "pad": self._pad,
+      "reduce": self._reduce, "dot": self._dot, "convolution": self._convolution,
+      "gather": self._gather, "scatter": self._scatter, "sort": self._sort,
+      "reduce-window": self._window, "select-and-scatter": self._window,
+    }  # fmt: skip
     self._parent: list[int] = []
     self._sizes: list[list[int]] = []
     self._step: list[int] = []
@@ -134,7 +149,7 @@ class Thinning:
       self._unite(one, other)
 
   def _tie(self) -> None:
-    """Arguments and results of all programs, in their order, and what is cut out of others in the same place."""
+    """Arguments and results of all programs, in their order, and what they cut out in the same place."""
     self._tied: list[int] = [dim for dims in self._cut.values() for dim in dims]
     for dims in self._cut.values():
       for dim in dims:
@@ -190,9 +205,9 @@ class Thinning:
       return
     arrays = [dims for operand in operands for dims in operand]
     shapes = [s for name in at.operands for s in self._shapes[number, computation.name, name, 0]]
-    rule: Callable[..., None] | None = _RULES.get(at.opcode)
+    rule = self._rules.get(at.opcode)
     if rule is not None:
-      rule(self, at, results, arrays, shapes)
+      rule(at, results, arrays, shapes)
     elif at.opcode in ELEMENTWISE:
       for dims in arrays:
         if len(dims) == len(results[0]):
@@ -213,7 +228,14 @@ class Thinning:
       for result in results:
         self._alike(result[:-1], arrays[0][:-1])
         self._whole((result[-1], arrays[0][-1]))
-    elif at.opcode not in ("constant", "iota", "partition-id", "replica-id", "after-all", "rng-bit-generator"):
+    elif at.opcode not in (
+      "constant",
+      "iota",
+      "partition-id",
+      "replica-id",
+      "after-all",
+      "rng-bit-generator",
+    ):
       self._whole(d for dims in (*arrays, *results) for d in dims)
 
   def _calls(
@@ -247,21 +269,15 @@ class Thinning:
         if name != at.attribute("condition").lstrip("%"):
           alike(node(inner.root.name, name), results)
 
-  def _broadcast(self, at: hlo.Instruction, results: list[list[int]], arrays: list[list[int]], _: object) -> None:
+  def _broadcast(self, at: hlo.Instruction, results: _Dims, arrays: _Dims, shapes: _Shapes) -> None:
     for dim, place in zip(arrays[0], _numbers(at, "dimensions"), strict=True):
       self._unite(dim, results[0][place])
 
-  def _transpose(self, at: hlo.Instruction, results: list[list[int]], arrays: list[list[int]], _: object) -> None:
+  def _transpose(self, at: hlo.Instruction, results: _Dims, arrays: _Dims, shapes: _Shapes) -> None:
     for dim, place in zip(results[0], _numbers(at, "dimensions"), strict=True):
       self._unite(dim, arrays[0][place])
 
-  def _reshape(
-    self,
-    at: hlo.Instruction,
-    results: list[list[int]],
-    arrays: list[list[int]],
-    shapes: list[tuple[int, ...]],
-  ) -> None:
+  def _reshape(self, at: hlo.Instruction, results: _Dims, arrays: _Dims, shapes: _Shapes) -> None:
     """Of dims that are merged or split, only the innermost are thinned."""
     for ones, others in merged(shapes[0], at.shapes[0].dims):
       if not ones or not others:
@@ -271,44 +287,34 @@ class Thinning:
           self._divide(dims[place], 1)
       self._unite(arrays[0][ones[-1]], results[0][others[-1]])
 
-  def _slice(
-    self,
-    at: hlo.Instruction,
-    results: list[list[int]],
-    arrays: list[list[int]],
-    shapes: list[tuple[int, ...]],
-  ) -> None:
+  def _slice(self, at: hlo.Instruction, results: _Dims, arrays: _Dims, shapes: _Shapes) -> None:
     for place, (start, stop, step) in enumerate(slice_bounds(at)):
       one, other, size = results[0][place], arrays[0][place], shapes[0][place]
       if step > 1:
         self._whole((one, other))
       elif math.gcd(start, stop, size) == 1 and size > 1:
-        # Tokens but the first, say: what is cut is kept whole, and the result thinned by what it meets later on.
+        # Tokens but the first, say: what is cut stays whole, the result is thinned by what it meets.
         self._divide(other, 1)
         self._cut.setdefault((at.op_name, place), []).append(one)
       else:
         self._unite(one, other)
         self._divide(other, start)
 
-  def _dynamic_slice(
-    self, at: hlo.Instruction, results: list[list[int]], arrays: list[list[int]], shapes: object
-  ) -> None:
+  def _dynamic_slice(self, at: hlo.Instruction, results: _Dims, arrays: _Dims, shapes: _Shapes) -> None:
     self._alike(results[0], arrays[0])
     if at.opcode == "dynamic-update-slice":
       self._alike(results[0], arrays[1])
 
-  def _concatenate(
-    self, at: hlo.Instruction, results: list[list[int]], arrays: list[list[int]], _: object
-  ) -> None:
+  def _concatenate(self, at: hlo.Instruction, results: _Dims, arrays: _Dims, shapes: _Shapes) -> None:
     for dims in arrays:
       self._alike(results[0], dims)
 
-  def _pad(self, at: hlo.Instruction, results: list[list[int]], arrays: list[list[int]], _: object) -> None:
+  def _pad(self, at: hlo.Instruction, results: _Dims, arrays: _Dims, shapes: _Shapes) -> None:
     for place, (low, high, inside) in enumerate(padding(at)):
       self._unite(results[0][place], arrays[0][place])
       self._divide(arrays[0][place], 1 if inside else math.gcd(low, high))
 
-  def _reduce(self, at: hlo.Instruction, results: list[list[int]], arrays: list[list[int]], _: object) -> None:
+  def _reduce(self, at: hlo.Instruction, results: _Dims, arrays: _Dims, shapes: _Shapes) -> None:
     arrays = arrays[: len(arrays) // 2]
     gone = _numbers(at, "dimensions")
     kept = [place for place in range(len(arrays[0])) if place not in gone]
@@ -317,7 +323,7 @@ class Thinning:
     for result in results:
       self._alike(result, [arrays[0][place] for place in kept])
 
-  def _dot(self, at: hlo.Instruction, results: list[list[int]], arrays: list[list[int]], _: object) -> None:
+  def _dot(self, at: hlo.Instruction, results: _Dims, arrays: _Dims, shapes: _Shapes) -> None:
     left, right = arrays[:2]
     sides = dot_dims(at)
     for a, b in zip(sides["lhs_batch"], sides["rhs_batch"], strict=True):
@@ -329,9 +335,7 @@ class Thinning:
     free += [d for n, d in enumerate(right) if n not in sides["rhs"] + sides["rhs_batch"]]
     self._alike(results[0], free)
 
-  def _convolution(
-    self, at: hlo.Instruction, results: list[list[int]], arrays: list[list[int]], _: object
-  ) -> None:
+  def _convolution(self, at: hlo.Instruction, results: _Dims, arrays: _Dims, shapes: _Shapes) -> None:
     named = [
       dict(zip(text, dims, strict=True))
       for text, dims in zip(labels(at), (arrays[0], arrays[1], results[0]), strict=True)
@@ -349,24 +353,12 @@ class Thinning:
       else:
         self._unite(one, other)
 
-  def _gather(
-    self,
-    at: hlo.Instruction,
-    results: list[list[int]],
-    arrays: list[list[int]],
-    shapes: list[tuple[int, ...]],
-  ) -> None:
+  def _gather(self, at: hlo.Instruction, results: _Dims, arrays: _Dims, shapes: _Shapes) -> None:
     found = gather_dims(at)
     sizes = _numbers(at, "slice_sizes")
     self._indexed(found, arrays[0], shapes[0], sizes, arrays[1], results[0], found["offset_dims"])
 
-  def _scatter(
-    self,
-    at: hlo.Instruction,
-    results: list[list[int]],
-    arrays: list[list[int]],
-    shapes: list[tuple[int, ...]],
-  ) -> None:
+  def _scatter(self, at: hlo.Instruction, results: _Dims, arrays: _Dims, shapes: _Shapes) -> None:
     count = len(results)
     found = gather_dims(at)
     for number in range(count):
@@ -405,29 +397,18 @@ class Thinning:
     for place, row in zip(found["operand_batching_dims"], found["start_indices_batching_dims"], strict=True):
       self._unite(operand[place], indices[row])
 
-  def _sort(self, at: hlo.Instruction, results: list[list[int]], arrays: list[list[int]], _: object) -> None:
+  def _sort(self, at: hlo.Instruction, results: _Dims, arrays: _Dims, shapes: _Shapes) -> None:
     for dims, result in zip(arrays, results, strict=True):
       self._alike(result, dims)
       self._alike(results[0], dims)
     self._divide(results[0][_numbers(at, "dimensions")[0]], 1)
 
-  def _window(self, at: hlo.Instruction, results: list[list[int]], arrays: list[list[int]], _: object) -> None:
+  def _window(self, at: hlo.Instruction, results: _Dims, arrays: _Dims, shapes: _Shapes) -> None:
     arrays = arrays[:2] if at.opcode == "select-and-scatter" else arrays[: len(arrays) // 2]
     for place, window in enumerate(windows(at, len(results[0]))):
       plain = window == (1, 1, 0, 0, 1, 1, False)
       for dims in (*arrays, *results):
         self._unite(results[0][place], dims[place]) if plain else self._divide(dims[place], 1)
-
-
-_RULES: Mapping[str, Callable[..., None]] = {
-  "broadcast": Thinning._broadcast, "transpose": Thinning._transpose, "reshape": Thinning._reshape,
-  "slice": Thinning._slice, "dynamic-slice": Thinning._dynamic_slice,
-  "dynamic-update-slice": Thinning._dynamic_slice, "concatenate": Thinning._concatenate,
-  "pad": Thinning._pad, "reduce": Thinning._reduce, "dot": Thinning._dot,
-  "convolution": Thinning._convolution, "gather": Thinning._gather, "scatter": Thinning._scatter,
-  "sort": Thinning._sort, "reduce-window": Thinning._window,
-  "select-and-scatter": Thinning._window,
-}  # fmt: skip
 
 
 def reachable(program: hlo.Program) -> Iterator[hlo.Computation]:
@@ -450,9 +431,7 @@ def frame_number(at: hlo.Instruction) -> str:
   return found[1] if found else ""
 
 
-def merged(
-  before: Sequence[int], after: Sequence[int]
-) -> Iterator[tuple[list[int], list[int]]]:
+def merged(before: Sequence[int], after: Sequence[int]) -> Iterator[tuple[list[int], list[int]]]:
   """Dims of a reshape that belong together, those of size 1 left out.
 
   Example:
@@ -549,7 +528,9 @@ def _numbers(at: hlo.Instruction, name: str) -> list[int]:
 def _scale(step: int, sizes: Sequence[int]) -> int:
   """The largest divisor of `step` that leaves enough positions."""
   fits = [
-    s for s in _divisors(step) if max(sizes) // s >= min(_IN_ALL, max(sizes)) and min(sizes) // s >= min(_ON_ONE, min(sizes))
+    s
+    for s in _divisors(step)
+    if max(sizes) // s >= min(_IN_ALL, max(sizes)) and min(sizes) // s >= min(_ON_ONE, min(sizes))
   ]
   return max(fits, default=1)
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import textwrap
 from typing import Any, Literal
 
 from nnx_parallel.errors import TrainError
-from nnx_parallel.layout.render import Shown, format_spec, text_table
+from nnx_parallel.layout.render import Shown, format_spec, page_width, text_table
 from nnx_parallel.layout.variables import few
 
 Verdict = Literal["right", "wrong", "not decided"]
@@ -60,7 +61,8 @@ class GradientCheck(Shown):
     losses: the loss by each program that computed it, by name.
     loss_verdict: whether they agree with one that leaves the compiler nothing to partition; `"not decided"`
       where there is none.
-    tolerance: the largest `difference` of a right gradient in this dtype.
+    tolerance: the largest `difference` of all leaves together that needs no closer look, in this dtype.
+    closer: the largest `difference` that is right in a closer look at some of them.
     dtype: the coarsest floating dtype in which the loss computes.
     layouts: dotted path -> spec, of the leaves that are wrong.
     mesh: mesh axis name -> size in devices.
@@ -73,6 +75,7 @@ class GradientCheck(Shown):
   losses: dict[str, float]
   loss_verdict: Verdict
   tolerance: float
+  closer: float
   dtype: str
   layouts: dict[str, Any]
   mesh: dict[str, int]
@@ -93,11 +96,12 @@ class GradientCheck(Shown):
   @property
   def summary(self) -> str:
     """One line: what is right or wrong, and what was not checked."""
-    count = len(self.looks[0].leaves)
-    said = f"the gradients of {count} leaves are right, to {self.tolerance:.0e} ({self.dtype})"
+    count = len(self.looks[0].leaves) if self.looks else 0
+    verdict = "right" if all(look.verdict == "right" for look in self.looks) else "not decided"
+    said = f"the gradients of {count} leaves are {verdict}, to {self.tolerance:.0e} ({self.dtype})"
     if not self:
       said = f"wrong gradients: {few(self.wrong)}" if self.wrong else "the loss is wrong"
-    return "; ".join([said, *(f"not checked: {text}" for text in self.not_checked)])
+    return "; ".join([said] * bool(self.looks) + [*(f"not checked: {text}" for text in self.not_checked)])
 
   def raise_if_wrong(self) -> None:
     """Raises where something is wrong.
@@ -124,17 +128,25 @@ class GradientCheck(Shown):
       )
       for look in self.looks
     ]
+    if not rows:
+      return f"not checked: {'; '.join(self.not_checked)}"
     header = ("gradient of", "leaves", "reverse", "forward", "difference", "verdict")
     mesh = " x ".join(f"{axis} {size}" for axis, size in self.mesh.items()) or "one device"
     split = f", batch over {'+'.join(self.batch)}" if self.batch else ""
-    lines = [f"mesh {mesh}{split}; tolerance {self.tolerance:.0e} ({self.dtype})"]
+    lines = [f"mesh {mesh}{split}; tolerance {self.tolerance:.0e}, apart {self.closer:.0e} ({self.dtype})"]
     lines += [text_table(header, rows, right=(1, 2, 3, 4), wrap=(5,))]
     mark = ": wrong" if self.loss_verdict == "wrong" else ""
     lines.append("loss " + ", ".join(f"{value:.5g} {name}" for name, value in self.losses.items()) + mark)
     lines += [f"{path} lies {format_spec(spec)}" for path, spec in self.layouts.items()]
-    lines += [f"not checked: {text}" for text in self.not_checked]
-    lines += [f"note: {text}" for text in self.notes]
+    texts = [f"not checked: {text}" for text in self.not_checked] + [f"note: {text}" for text in self.notes]
+    for text in texts:
+      lines += textwrap.wrap(text, page_width(), subsequent_indent="  ", break_on_hyphens=False)
     return "\n".join(lines)
+
+
+def unchecked(why: str, dtype: str) -> GradientCheck:
+  """The result where nothing can be said."""
+  return GradientCheck((), {}, "not decided", math.nan, math.nan, dtype, {}, {}, (), (why,))
 
 
 def merged(found: dict[Any, GradientCheck]) -> GradientCheck:

@@ -13,6 +13,7 @@ So the trace of the whole step is rewritten, by the layouts of `layout/flow.py`:
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 from collections.abc import Callable, Sequence
@@ -25,7 +26,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from nnx_parallel.errors import TrainError
 from nnx_parallel.layout.batch import batch_axes, input_spec
 from nnx_parallel.layout.constrain import Scope
-from nnx_parallel.layout.flow import Axes, Flow, constraint, meeting, spread
+from nnx_parallel.layout.flow import Axes, Flow, constraint, meeting, spread, without
 from nnx_parallel.layout.mesh import axis_sizes
 from nnx_parallel.layout.rules import RuleSet
 from nnx_parallel.layout.variables import axes_of, entry_of
@@ -84,11 +85,10 @@ def held(
   if mesh is None or mesh.size == 1:
     return run
   inputs = None if scope is None else RuleSet(logical=scope.rules, inputs=scope.inputs)
-  split = (inputs and batch_axes(inputs, axis_sizes(mesh))) or ()
-  rewriting = _Rewriting(mesh, frozenset(axis for axis in split if mesh.shape[axis] > 1))
+  split = None if inputs is None else batch_axes(inputs, axis_sizes(mesh))
 
   def flows_of(args: Any) -> list[Flow]:
-    if inputs is None or not split:
+    if inputs is None or split is None or AxisType.Explicit in mesh.axis_types:
       return [_flow(x, (), data=False) for x in jax.tree.leaves(args)]
     arrays, batch, *rest = args
     pairs = zip(arrays, shardings, strict=True)
@@ -103,15 +103,21 @@ def held(
   def changed(*args: Any) -> Any:
     closed, shape = jax.make_jaxpr(run, return_shape=True)(*args)
     leaves, flows = jax.tree.leaves(args), flows_of(args)
-    if not rewriting.holds(flows):
+    used = {axis for axis in (*(split or ()), *_names(flows)) if mesh.shape.get(axis, 1) > 1}
+    if len(used) < 2:  # with one axis there is nothing to confuse
       flows = [_flow(x, (), data=False) for x in leaves]
     if any(flow.data for flow in flows) or any(map(_is_faulty, equations(closed.jaxpr))):
-      results, _ = rewriting.evaluate(closed, leaves, flows)
+      batch = frozenset(used.intersection(split or ()))
+      results, _ = _Rewriting(mesh, batch, used - batch).evaluate(closed, leaves, flows)
     else:
       results = core.jaxpr_as_fun(closed)(*leaves)
     return jax.tree.unflatten(jax.tree.structure(shape), results)
 
   return changed
+
+
+def _names(flows: Flows) -> set[str]:
+  return {axis for flow in flows for axis in flow.names}
 
 
 def _flow(x: Any, spec: Sequence[Any], *, data: bool) -> Flow:
@@ -126,18 +132,12 @@ class _Rewriting:
   Args:
     mesh: the mesh.
     batch: axes larger than 1 that split the batch.
+    others: axes larger than 1 that split parameters, and not the batch.
   """
 
-  def __init__(self, mesh: Any, batch: frozenset[str]):
-    self.mesh, self.batch = mesh, batch
+  def __init__(self, mesh: Any, batch: frozenset[str], others: set[str]):
+    self.mesh, self.batch, self.others = mesh, batch, others
     self._met: dict[int, Any] = {}
-
-  def holds(self, flows: Flows) -> bool:
-    """Whether there is a choice to take from the partitioner: two axes or more, some of them the batch's."""
-    if not self.batch or AxisType.Explicit in self.mesh.axis_types:
-      return False
-    used = self.batch.union(*(flow.names for flow in flows))
-    return sum(self.mesh.shape.get(axis, 1) > 1 for axis in used) > 1
 
   def evaluate(self, jaxpr: Any, inputs: Sequence[Any], flows: Flows) -> tuple[list[Any], list[Flow]]:
     """The results of a trace with constraints, and how they should lie."""
@@ -186,6 +186,10 @@ class _Rewriting:
       inputs = [x if flow.data else self._gathered(x, flow) for x, flow in pairs]
     if name == "conv_general_dilated":
       inputs, flows = self._whole_windows(eqn, inputs, flows)
+    grows = name == "broadcast_in_dim" and eqn.outvars[0].aval.size > eqn.invars[0].aval.size
+    if grows and not flows[0].data:  # a scale or a bias, while it is small
+      inputs = [self._gathered(inputs[0], flows[0])]
+      flows = [dataclasses.replace(flows[0], axes=self._apart(flows[0].axes))]
     return _bind(eqn, inputs), self._followed(eqn, flows)
 
   def _whole_windows(self, eqn: Any, inputs: list[Any], flows: list[Flow]) -> tuple[list[Any], list[Flow]]:
@@ -216,25 +220,32 @@ class _Rewriting:
   def _is_held(self, eqn: Any, flows: list[Flow], results: list[Flow]) -> bool:
     """Whether it is a product, or a look-up in a table, whose result carries the batch.
 
-    A gradient is held where it is split over two axes or more. Elsewhere that costs memory, because it would
-    be whole for a moment, and was never needed.
+    With two axes or more beside the batch's, gradients are held too. Elsewhere that would cost memory,
+    because they are whole over the batch's axes for a moment, and was never needed.
     """
     if eqn.primitive.name != "gather" and meeting(eqn) is None:
       return False
     if _EXAMPLES in results[0].names:
       return True
-    return any(_EXAMPLES in flow.names for flow in flows) and len(results[0].names) > 1
+    return len(self.others) > 1 and any(_EXAMPLES in flow.names for flow in flows)
 
   def _gathered(self, x: Any, flow: Flow) -> Any:
-    """A parameter, whole over the axes that split the batch."""
-    if not flow.names & self.batch:
+    """A parameter, whole over the axes that split the batch.
+
+    Where all axes split the batch, XLA gathers it anyway, and chooses when.
+    """
+    if not self.others or not flow.names & self.batch:
       return x
     if id(x) in self._met:
       # Else XLA would gather it once, and keep it from the forward to the backward pass.
       x = jax.lax.optimization_barrier(x)
     else:
       self._met[id(x)] = x
-    return self._laid(x, tuple(tuple(a for a in axes if a not in self.batch) for axes in flow.axes))
+    return self._laid(x, self._apart(flow.axes))
+
+  def _apart(self, dims: Axes) -> Axes:
+    """Without the axes that split the batch."""
+    return tuple(without(axes, self.batch) for axes in dims)
 
   def _laid(self, x: Any, dims: Axes) -> Any:
     dims = tuple(tuple(axis for axis in axes if axis != _EXAMPLES) for axes in dims)

@@ -99,7 +99,7 @@ def own_rules(jaxpr: Any) -> list[str]:
 
   def look(eqn: Any) -> None:
     if eqn.primitive.name.startswith(_RULE):
-      found[str(getattr(eqn.params.get("bwd"), "__name__", eqn.primitive.name))] = None
+      found[opened(called(eqn)).debug_info.func_name] = None
 
   rewritten(jaxpr, look)
   return list(found)

@@ -46,18 +46,25 @@ class Subject:
   mend: Callable[[Any, Any], Any] = lambda program, shardings: program
   relaid: Mapping[int, NamedSharding] = dataclasses.field(default_factory=dict[int, NamedSharding])
 
-  @functools.cached_property
+  @property
   def arrays(self) -> list[Any]:
-    """The arrays of all programs: those of the live objects, also what is in no Variable."""
+    """The arrays of all programs: those of the live objects, also what is in no Variable.
+
+    They are not kept here: a step copies an array that somebody else holds, instead of donating it.
+    """
     arrays = self.binding.with_raw(self.binding.read())
     for n, where in self.relaid.items():
       arrays[self.positions[n]] = jax.device_put(arrays[self.positions[n]], where)
     return arrays
 
+  @property
+  def _abstract(self) -> list[Any]:
+    return [_abstract(x) for x in self.binding.with_raw(self.binding.read())]
+
   @functools.cached_property
   def positions(self) -> list[int]:
     """Which of the arrays each trained one is."""
-    loss, _, _ = self._pieces(self.binding.with_raw(self.binding.read()))
+    loss, _, _ = self._pieces(self._abstract)
     return [self.binding.template.index[(0, *path)] for path in loss.paths]
 
   @functools.cached_property
@@ -69,11 +76,11 @@ class Subject:
   @functools.cached_property
   def leaves(self) -> list[tuple[str, NamedSharding | None, Any]]:
     """Dotted path, layout and abstract value of each trained array."""
-    loss, _, _ = self._pieces(self.arrays)
+    loss, _, _ = self._pieces(self._abstract)
     own = self.binding.shardings
     return [
       (path_str(path), self.relaid.get(n, own[self.positions[n]]), array)
-      for n, (path, array) in enumerate(zip(loss.paths, map(_abstract, loss.train), strict=True))
+      for n, (path, array) in enumerate(zip(loss.paths, loss.train, strict=True))
     ]
 
   def _pieces(self, arrays: Sequence[Any]) -> tuple[Differentiable, dict[Any, Any], Any]:
@@ -87,7 +94,7 @@ class Subject:
     return differentiable(self.recipe, self.loss_fn, objects[0], self.wrt, scale), optimizers, scale
 
   @functools.cached_property
-  def reverse(self) -> Callable[..., Any]:
+  def reverse(self) -> Any:
     """`(arrays, batch, seeds) -> loss, rows`: the norm of each gradient, its product with each direction."""
 
     def reverse(arrays: list[Any], batch: Any, seeds: jax.Array) -> Any:
@@ -106,11 +113,14 @@ class Subject:
 
     return self._compiled(reverse)
 
-  def _compiled(self, program: Callable[..., Any]) -> Callable[..., Any]:
+  def _compiled(self, program: Callable[..., Any]) -> Any:
     shardings = [*self.binding.shardings]
     for n, where in self.relaid.items():
       shardings[self.positions[n]] = where
-    return jax.jit(self.mend(program, shardings))
+    mesh: Any = self.binding.mesh
+    # Numbers that each process of a job can read.
+    pinned_outputs = {} if mesh is None else {"out_shardings": NamedSharding(mesh, PartitionSpec())}
+    return jax.jit(self.mend(program, shardings), **pinned_outputs)
 
   def _layout(self, layouts: Callable[..., Layout], paths: Any, stages: Any) -> Layout:
     found = layouts(paths, stages)
@@ -118,7 +128,7 @@ class Subject:
     return found._replace(trained=trained)
 
   @functools.cached_property
-  def forward(self) -> Callable[..., Any]:
+  def forward(self) -> Any:
     """`(arrays, batch, seed, factors) -> loss, derivative along signs times a factor for each leaf`."""
 
     def forward(arrays: list[Any], batch: Any, seed: jax.Array, factors: jax.Array) -> Any:
@@ -132,7 +142,7 @@ class Subject:
     return self._compiled(forward)
 
   @functools.cached_property
-  def shifted(self) -> Callable[..., Any]:
+  def shifted(self) -> Any:
     """`(arrays, batch, seed, factors) -> loss` with the factors times signs added to the parameters."""
 
     def shifted(arrays: list[Any], batch: Any, seed: jax.Array, factors: jax.Array) -> Any:
@@ -144,7 +154,7 @@ class Subject:
 
     return self._compiled(shifted)
 
-  def by_device(self, *, slope: bool, whole: bool = False) -> Callable[..., Any]:
+  def by_device(self, *, slope: bool, whole: bool = False) -> Any:
     """The loss, and if asked its slope, by a program that leaves nothing for a compiler to partition.
 
     Args:
@@ -166,11 +176,11 @@ class Subject:
     return self._manual(local, whole)
 
   @functools.cached_property
-  def value_by_device(self) -> Callable[..., Any]:
+  def value_by_device(self) -> Any:
     """`by_device` without the slope; compiled once."""
     return self.by_device(slope=False)
 
-  def gradients_by_device(self, *, whole: bool = False) -> Callable[..., Any]:
+  def gradients_by_device(self, *, whole: bool = False) -> Any:
     """`(arrays, batch, seeds) -> rows`: the products of `reverse`, by a program that nobody partitions."""
 
     def local(loss: Differentiable, batch: Any, seeds: jax.Array) -> Any:
@@ -180,7 +190,7 @@ class Subject:
 
     return self._manual(local, whole)
 
-  def _manual(self, local: Callable[..., Any], whole: bool) -> Callable[..., Any]:
+  def _manual(self, local: Callable[..., Any], whole: bool) -> Any:
     """Means over the examples of what `local(loss, batch, ...)` sums on each device; whole arrays inside."""
     mesh: Any = self.binding.mesh
     axes = tuple(mesh.axis_names)
@@ -219,16 +229,11 @@ class Subject:
       found = " and ".join(map(str, sorted(sizes))) or "no"
       return f"{found} examples do not divide over {mesh.size} devices"
 
-    def reason(arrays: list[Any]) -> str:
-      loss, _, _ = self._pieces(arrays)
-      part = jax.tree.map(lambda x: x[: x.shape[0] // mesh.size] if jnp.ndim(x) else x, self.batch)
-      part = jax.tree.map(_abstract, part)
-      axes = tuple(mesh.axis_names)
-      with spent(axes):
-        return traced_by_replica(loss.objective, loss.train, loss.others, part, axes)[1]
-
-    with default_scope(scope_of(self.binding.variables)):
-      return reason(self.arrays)
+    axes = tuple(mesh.axis_names)
+    part = jax.tree.map(lambda x: _abstract(x, mesh.size), self.batch)
+    with default_scope(scope_of(self.binding.variables)), spent(axes):
+      loss, _, _ = self._pieces(self._abstract)
+      return traced_by_replica(loss.objective, loss.train, loss.others, part, axes)[1]
 
   def _plain(self, objective: Any) -> Any:
     return _without_own_rules(objective) if self.rules else objective
@@ -243,13 +248,13 @@ class Subject:
   def trace(self) -> Any:
     """The trace of the loss of one part of the batch."""
     with default_scope(scope_of(self.binding.variables)):
-      arrays, batch = jax.tree.map(_abstract, (self.arrays, self.batch))
+      batch = jax.tree.map(_abstract, self.batch)
 
       def run(arrays: list[Any], batch: Any) -> Any:
         loss, _, _ = self._pieces(arrays)
         return loss.objective(loss.train, loss.others, batch)[0]
 
-      return jax.make_jaxpr(run)(arrays, batch)
+      return jax.make_jaxpr(run)(self._abstract, batch)
 
   @functools.cached_property
   def rules(self) -> list[str]:
@@ -290,5 +295,9 @@ def _without_own_rules(objective: Any) -> Any:
   return plain
 
 
-def _abstract(x: Any) -> Any:
-  return jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x), sharding=getattr(x, "sharding", None))
+def _abstract(x: Any, parts: int = 0) -> Any:
+  """The shape of an array, where it lies; or of one of some parts of it, anywhere."""
+  shape, dtype = jnp.shape(x), jnp.result_type(x)
+  if parts:
+    return jax.ShapeDtypeStruct((shape[0] // parts, *shape[1:]) if shape else (), dtype)
+  return jax.ShapeDtypeStruct(shape, dtype, sharding=getattr(x, "sharding", None))

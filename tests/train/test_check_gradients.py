@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -13,6 +15,7 @@ import pytest
 from flax import nnx
 
 import nnx_parallel as nxp
+from nnx_parallel.train.check_gradients import coarsest
 
 MESH = {"data": 2, "fsdp": 2, "tensor": 2}
 RULES = nxp.LogicalRules(batch=("data", "fsdp"))
@@ -59,9 +62,12 @@ def check(
 def test_norm_scale_over_tensor_on_three_axes_is_found_and_named():
   found = check(lambda: Block("tensor"), tries=4)
   assert not found
-  assert "norm.scale as P(None,) (whole, 32 B more per device) makes all gradients right" in str(found)
+  assert "norm.scale as P(None,) (whole, 32 B more per device) makes the loss and all gradients right" in str(
+    found
+  )
   assert found.wrong == ("norm.scale",)
   assert found.layouts == {"norm.scale": jax.P("tensor")}
+  assert "known to do wrong on such a layout: swapped examples" in str(found)
   with pytest.raises(nxp.TrainError, match=r"(?s)the gradients on this layout are wrong.*norm\.scale"):
     found.raise_if_wrong()
 
@@ -105,6 +111,7 @@ def test_grouped_convolution_in_a_jit_of_ones_own_is_found():
   assert found.wrong == ("conv.kernel",)
   assert found.looks[-1].factor == pytest.approx(2)
   assert "2 times the derivative" in str(found)
+  assert "known to do wrong on such a layout: grouped convolution" in str(found)
 
 
 def in_reverse(change: Callable[[jax.Array], jax.Array]) -> Callable[[jax.Array], jax.Array]:
@@ -149,6 +156,7 @@ def test_wrong_reverse_rule_is_found_in_what_lies_before_it(wrap: Any, change: A
   assert found.wrong == ("norm.scale", "up.kernel")
   last = next(look for look in found.looks if look.leaves == ("up.kernel",))
   assert ("the layout is not at fault" in str(found)) == (change is not without_sum)
+  assert ("pass (identity)" in str(found)) == (wrap is with_own_rule and change is not without_sum)
   assert factor is None or last.factor == pytest.approx(factor, abs=1e-4)
   assert factor != 0 or "the gradient is 0, and the derivative is not" in last.why
 
@@ -232,18 +240,24 @@ def test_loss_scale_and_frozen_parameters():
   assert found.looks[0].leaves == ("down.bias", "down.kernel")
 
 
-def test_wrong_loss_is_found():
-  """As if the compiler had computed something else than each device on its own."""
+def test_loss_that_xla_gets_wrong_is_found():
+  """A product comes out with the examples of other devices, forwards, and forward mode agrees on nonsense."""
 
-  def off(model: Any, x: jax.Array) -> jax.Array:
-    manual = jax.sharding.get_abstract_mesh().are_all_axes_manual
-    return loss_fn(model, x) * (1.0 if manual else 1.01)
+  class Product(nnx.Module):
+    def __init__(self):
+      kernel = jax.random.normal(jax.random.key(0), (32, 32))
+      self.kernel = nnx.Param(kernel, out_sharding=("fsdp", "tensor"))
 
-  found = check(lambda: Block(None), off)
+    def __call__(self, x: jax.Array) -> jax.Array:
+      x = nxp.constrain(x, "batch", "tensor")
+      return nxp.constrain(x @ self.kernel[...].T, "batch", "tensor")
+
+  found = check(Product, lambda model, x: (jnp.sin(model(x)) * x).mean(), (16, 32), tries=2)
   assert not found
   assert found.loss_verdict == "wrong"
-  assert all(found.looks)
-  assert str(found).count(": wrong") == 1
+  assert abs(found.losses["by forward mode"] - found.losses["with the gradient"]) < 1e-5
+  assert str(found).count(": wrong\n") == 1
+  assert "kernel as P(None, None) (whole, 3 KiB more per device) makes the loss" in str(found)
 
 
 def test_examples_that_depend_on_each_other_are_no_alarm():
@@ -352,3 +366,50 @@ def test_padded_and_tied_leaves_and_explicit_axes():
     found = nxp.check_gradients(model, nxp.shard_batch(np.ones((16, 16), np.float32), plan), loss_fn)
   assert found
   assert "the mesh has Explicit axes" in str(found)
+
+
+@pytest.mark.parametrize(
+  ("precision", "platform", "dtype"),
+  [
+    (None, "cpu", "float32"),
+    (None, "tpu", "bfloat16"),
+    (None, "gpu", "float16"),
+    ("highest", "tpu", "float32"),
+  ],
+)
+def test_products_of_float32_round_as_the_chip_does_by_default(precision: Any, platform: str, dtype: str):
+  with jax.default_matmul_precision(precision):
+    assert coarsest(jax.make_jaxpr(lambda x: x @ x)(jnp.ones((2, 2))), platform) == dtype
+  assert coarsest(jax.make_jaxpr(jnp.sin)(jnp.ones(2)), platform) == "float32"
+
+
+def test_rounding_to_few_bits_with_a_rule_of_its_own_is_no_alarm():
+  """A straight-through estimator: its gradient is no derivative, on purpose."""
+
+  @jax.custom_vjp
+  def quantized(x: jax.Array) -> jax.Array:
+    return (x * 16).astype(jnp.int8).astype(x.dtype) / 16
+
+  quantized.defvjp(lambda x: (quantized(x), None), lambda _, g: (g,))
+  found = check(lambda: Block(None, quantized))
+  assert found
+  assert found.looks == ()
+  assert str(found) == f"not checked: {found.not_checked[0]}"
+  assert "rounds to int8 with rules of its own" in found.summary
+
+
+def test_check_keeps_no_array_that_the_next_step_would_have_to_copy():
+  plan, model, optimizer = trained(lambda: Block(None))
+  x = nxp.shard_batch(np.ones((16, 16), np.float32), plan)
+  step = nxp.train_step(loss_fn)
+  gc.collect()
+  gc.disable()
+  try:
+    assert step.check_gradients(model, optimizer, x)
+    assert nxp.check_gradients(model, x, loss_fn)
+    before = weakref.ref(model.up.kernel.get_raw_value())
+    step(model, optimizer, x)
+    left = before()
+    assert left is None or left.is_deleted()
+  finally:
+    gc.enable()
