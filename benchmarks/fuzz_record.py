@@ -23,7 +23,7 @@ from benchmarks.fuzz_programs import BLOCKS, INPUTS, LOSSES, MESHES, STYLES
 from benchmarks.harness import Record, table
 
 Line = dict[str, Any]
-BAD = ("wrong", "suspicious", "abort", "hang")
+BAD = ("wrong", "suspicious", "abort", "hang", "error")
 HOW = ("step", "mend", "jax", "shardy", "explicit")
 
 
