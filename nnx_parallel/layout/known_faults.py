@@ -104,16 +104,24 @@ def possible_faults(
   split = {axis for axis in _positions(rules) if sizes.get(axis, 1) > 1}
   if convolutions and split:
     found.append((WINDOW, few([path_str(path) for path, _ in convolutions])))
-  major_to_minor = [axis for axis in batch if sizes[axis] > 1]
   matrices = [leaf for leaf in leaves if len(leaf.shape) > 1]
-  for fault, shared, wanted in ((EXAMPLES, major_to_minor[1:], 1), (CROSSED, major_to_minor[:1], 2)):
-    for axis in shared:
-      alike = {other for other in others if sizes[other] == sizes[axis]}
-      names = [leaf.name for leaf in matrices if axis in _axes(leaf)]
-      if names and len(alike & {other for leaf in matrices for other in _axes(leaf)}) >= wanted:
-        found.append((fault, few(names)))
-        break
+  larger = [axis for axis in batch if sizes[axis] > 1]
+  for axis in larger[1:]:
+    alike = {other for other in others if sizes[other] == sizes[axis]}
+    if names := [leaf.name for leaf in matrices if _crossed(leaf, axis, alike)]:
+      found.append((EXAMPLES, few(names)))
+  for axis in larger[:1]:
+    alike = {other for other in others if sizes[other] == sizes[axis]}
+    names = [leaf.name for leaf in matrices if _crossed(leaf, axis, alike)]
+    if names and len(alike & {axis for leaf in matrices for axis in _axes(leaf)}) > 1:
+      found.append((CROSSED, few(names)))
   return found
+
+
+def _crossed(leaf: LeafPlan, axis: str, others: set[str]) -> bool:
+  """Whether a dim is over `axis`, and another one over one of the `others`."""
+  over = [dim for dim, entry in enumerate(leaf.spec) if axis in axes_of(entry)]
+  return any(others & {*axes_of(entry)} for dim, entry in enumerate(leaf.spec) if dim not in over and over)
 
 
 def fault_notes(
@@ -130,8 +138,8 @@ def fault_notes(
       )
     else:
       notes.append(
-        f"{names}: XLA may compute wrong numbers on this layout ({fault.name}); train_step and eval_step"
-        " avoid it, and nxp.check_gradients(model, batch, loss) tells for a jit of your own"
+        f"{names}: a jit of your own may compute wrong numbers on this layout, by a fault of XLA"
+        f" ({fault.name}) that train_step and eval_step avoid; nxp.check_gradients(model, batch, loss) tells"
       )
   return notes
 
