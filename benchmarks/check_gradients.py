@@ -282,8 +282,8 @@ def main() -> None:
     "Checks of gradients: their cost, and their errors",
     command="python benchmarks/check_gradients.py",
     notes=[
-      "Cost: `check` is the whole call once compiled: gradients, two directions by forward mode, the loss by"
-      " each device on its own. A transformer of 4 layers of 128 on 8 simulated devices (2 x 2 x 2), 64 x 128"
+      "Cost: `check_gradients` is the whole call once compiled: gradients, one direction by forward mode (two"
+      " in bfloat16), the loss by each device on its own. A transformer of 4 layers of 128 on 8 simulated devices (2 x 2 x 2), 64 x 128"
       " tokens, Adam. Memory: arguments of the step (they stay on the devices) with temporaries and results"
       " of each program, by the compiler.",
       f"Largest difference / tolerance: of the first look over all leaves, in {SEEDS} seeds; each above 1"
