@@ -283,9 +283,9 @@ def main() -> None:
     command="python benchmarks/check_gradients.py",
     notes=[
       "Cost: `check_gradients` is the whole call once compiled: gradients, one direction by forward mode (two"
-      " in bfloat16), the loss by each device on its own. A transformer of 4 layers of 128 on 8 simulated devices (2 x 2 x 2), 64 x 128"
-      " tokens, Adam. Memory: arguments of the step (they stay on the devices) with temporaries and results"
-      " of each program, by the compiler.",
+      " in bfloat16), the loss by each device on its own. A transformer of 4 layers of 128 on 8 simulated"
+      " devices (2 x 2 x 2), 64 x 128 tokens, Adam. Memory: arguments of the step (they stay on the devices)"
+      " with temporaries and results of each program, by the compiler.",
       f"Largest difference / tolerance: of the first look over all leaves, in {SEEDS} seeds; each above 1"
       " takes a closer look, which decides. A false alarm would be one that calls right gradients wrong.",
       "Doubled: one norm's scale (in a jit of one's own) gets a gradient twice too large; the share of seeds"
