@@ -138,6 +138,11 @@ class Case:
     return bound.subject(loss or self.loss, {None: nnx.Param}, batch)
 
   @property
+  def seeds(self) -> int:
+    """Recipes are of full size: fewer for them."""
+    return SEEDS // 10 if self.name.startswith("recipe") else SEEDS
+
+  @property
   def scope(self) -> Any:
     explicit = "Explicit" in self.name
     return jax.set_mesh(self.plan.mesh) if explicit else default_scope(self.plan.activation_rules)
@@ -197,19 +202,20 @@ def doubled(case: Case) -> Any:
   return loss
 
 
-def false_alarms(record: Record) -> int:
+def false_alarms(record: Record, chosen: Callable[[Case], bool] = lambda case: True) -> int:
   """How often a check of right gradients says that they are wrong."""
   alarms = 0
-  for case in cases():
+  for case in filter(chosen, cases()):
     with contextlib.ExitStack() as stack:
       stack.enter_context(case.scope)
       subject = case.subject()
-      off = differences(case, subject, SEEDS)
-      closer = [seed for seed in range(SEEDS) if seed == 0 or off[seed] > 1]
+      off = differences(case, subject, case.seeds)
+      closer = [seed for seed in range(case.seeds) if seed == 0 or off[seed] > 1]
       alarms += sum(not checked(subject, seed, tries=0) for seed in closer)
     group = f"largest difference / tolerance, {case.dtype}"
-    record.value(f"{case.name} ({len(subject.leaves)} leaves)", float(off.max()), "", group=group)
-    print(f"{case.dtype:9} {case.name:46} {off.max():.1e}, {len(closer) - 1} closer, {alarms}", flush=True)
+    name = f"{case.name} ({len(subject.leaves)} leaves, {case.seeds} seeds)"
+    record.value(name, float(off.max()), "", group=group)
+    print(f"{case.dtype:9} {name:66} {off.max():.1e}, {int((off > 1).sum())} closer, {alarms}", flush=True)
   return alarms
 
 
@@ -276,10 +282,10 @@ def main() -> None:
     "Checks of gradients: their cost, and their errors",
     command="python benchmarks/check_gradients.py",
     notes=[
-      "Cost: `check` is the whole call once compiled: gradients, two directions by forward mode, the loss by"
-      " each device on its own. A transformer of 4 layers of 128 on 8 simulated devices (2 x 2 x 2), 64 x 128"
-      " tokens, Adam. Memory: arguments of the step (they stay on the devices) with temporaries and results"
-      " of each program, by the compiler.",
+      "Cost: `check_gradients` is the whole call once compiled: gradients, one direction by forward mode (two"
+      " in bfloat16), the loss by each device on its own. A transformer of 4 layers of 128 on 8 simulated"
+      " devices (2 x 2 x 2), 64 x 128 tokens, Adam. Memory: arguments of the step (they stay on the devices)"
+      " with temporaries and results of each program, by the compiler.",
       f"Largest difference / tolerance: of the first look over all leaves, in {SEEDS} seeds; each above 1"
       " takes a closer look, which decides. A false alarm would be one that calls right gradients wrong.",
       "Doubled: one norm's scale (in a jit of one's own) gets a gradient twice too large; the share of seeds"
@@ -287,7 +293,7 @@ def main() -> None:
     ],
   )
   alarms = false_alarms(record)
-  record.value("false alarms", alarms, f"in {SEEDS} seeds of each case")
+  record.value("false alarms", alarms, "in all of these")
   record.write()
   found(record)
   record.write()

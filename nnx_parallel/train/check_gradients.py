@@ -29,7 +29,7 @@ from nnx_parallel.train.relayout import Relayout, cheapest, relayouts
 from nnx_parallel.train.subject import Subject
 from nnx_parallel.train.update import LossFn, Recipe
 
-# Of right gradients, the first look at all leaves is off by at most a third of this (benchmarks/results).
+# Beyond this a closer look follows. benchmarks/results/check_gradients.md: how right gradients round.
 _TOLERANCE = {"float64": 1e-8, "float32": 1e-4, "float16": 5e-3, "bfloat16": 3e-2}
 # Single leaves round more coarsely; and a closer look decides.
 _CLOSER = {"float64": 1e-7, "float32": 3e-3, "float16": 3e-2, "bfloat16": 0.15}
