@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import textwrap
 
-_HEAD = """
+HEAD = """
 import jax, jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec as P
 
@@ -39,9 +39,9 @@ class Fault:
   text: str
   code: str
 
-  def script(self) -> str:
-    """The whole program, to be run with `XLA_FLAGS=--xla_force_host_platform_device_count=8`."""
-    return _HEAD + textwrap.dedent(self.code)
+  def body(self) -> str:
+    """The program behind `HEAD`."""
+    return textwrap.dedent(self.code)
 
 
 FAULTS = (

@@ -18,7 +18,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from benchmarks import fuzz  # sets the flags of 8 devices before jax starts
-from benchmarks.fuzz_faults import FAULTS, Fault
+from benchmarks.fuzz_faults import FAULTS, HEAD
 from benchmarks.fuzz_programs import BLOCKS, INPUTS, LOSSES, MESHES, STYLES
 from benchmarks.harness import Record, table
 
@@ -33,7 +33,7 @@ def lines_of(paths: Iterable[pathlib.Path]) -> list[Line]:
   for path in paths:
     for line in fuzz.lines_of(path):
       found[(line["seed"], line["layout"], line.get("style"), *(line[key] for key in HOW))] = line
-  return [line for line in found.values() if line["verdict"] != "unfit"]
+  return [line for line in found.values() if line["verdict"] != "unfit" and line["style"] in STYLES]
 
 
 def how_words(key: Sequence[Any]) -> str:
@@ -105,29 +105,28 @@ def _operations() -> list[str]:
   return names
 
 
-def measured(fault: Fault, python: str, shardy: bool) -> str:
-  """What the reproduction of a fault prints on one version and partitioner."""
+def measured(python: str, shardy: bool) -> list[str]:
+  """What the reproduction of each fault prints on one version and partitioner."""
   with tempfile.NamedTemporaryFile("w", suffix=".py") as script:
-    script.write(fault.script())
+    script.write(HEAD + "\n".join(fault.body() for fault in FAULTS))
     script.flush()
     environment = fuzz.environment_for(shardy)
-    run = subprocess.run([python, script.name], capture_output=True, text=True, env=environment, timeout=300)
-  if run.returncode:
-    return "aborts" if run.returncode < 0 else "error"
-  return run.stdout.strip()
+    command = [python, script.name]
+    run = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=600, check=True)
+  return run.stdout.splitlines()
 
 
 def faults(pythons: Sequence[str]) -> str:
   """A section for each class, with its reproduction run on each version and partitioner."""
-  parts: list[str] = []
-  for fault in FAULTS:
-    where = [(python, shardy) for python in pythons for shardy in (True, False)]
-    rows = [
-      (f"{_version(python)}, {'Shardy' if shardy else 'GSPMD'}", measured(fault, python, shardy))
-      for python, shardy in where
-    ]
-    parts.append(f"## {fault.title}\n\n{fault.text}\n\n```python\n{fault.code.strip()}\n```")
-    parts.append(table(("jax", "printed"), rows))
+  where = [(python, shardy) for python in pythons for shardy in (True, False)]
+  names = [f"{_version(python)}, {'Shardy' if shardy else 'GSPMD'}" for python, shardy in where]
+  printed = [measured(*place) for place in where]
+  head = f"Each begins with\n\n```python\n{HEAD.strip()}\n```\n\n"
+  head += "and runs with `XLA_FLAGS=--xla_force_host_platform_device_count=8`."
+  parts = [head]
+  for number, fault in enumerate(FAULTS):
+    parts.append(f"## {fault.title}\n\n{fault.text}\n\n```python\n{fault.body().strip()}\n```")
+    parts.append(table(("jax", "printed"), [(n, p[number]) for n, p in zip(names, printed, strict=True)]))
   return "\n\n".join(parts)
 
 
@@ -142,6 +141,7 @@ def main() -> None:
   parser.add_argument(
     "--pythons", nargs="+", default=[sys.executable], help="interpreters with other versions of jax"
   )
+  parser.add_argument("--note", action="append", default=[], help="a sentence about these pieces")
   given = parser.parse_args()
   lines = lines_of(given.pieces)
   record = Record(
@@ -152,7 +152,7 @@ def main() -> None:
   counts(record, lines)
   assert fuzz.__doc__
   record.notes.append(f"{len(lines)} programs. " + fuzz.__doc__.split("\n\n", 2)[2].strip())
-  record.notes.append(ways_of_compiling())
+  record.notes += [ways_of_compiling(), *given.note]
   record.notes.append("## Coverage\n\n" + coverage(lines))
   record.notes.append("# Classes of faults\n\n" + faults(given.pythons))
   record.write()
@@ -161,7 +161,7 @@ def main() -> None:
 def ways_of_compiling() -> str:
   """What the names of steps mean, from where they are said."""
   doc = fuzz.Options.__doc__ or ""
-  return "Ways of compiling: " + " ".join(doc.split("Attributes:")[1].split("explicit:")[0].split()) + "."
+  return "Ways of compiling: " + " ".join(doc.split("Attributes:")[1].split("explicit:")[0].split())
 
 
 if __name__ == "__main__":
