@@ -199,7 +199,7 @@ def spread(eqn: Any, shape: tuple[int, ...], inputs: list[Flow]) -> Axes:
   if name == "gather":
     return _gather(eqn, len(shape), *inputs[:2])
   if name.startswith("scatter"):
-    return inputs[0].axes
+    return _scatter(eqn, *inputs[:3])
   if name in _MAPPINGS and inputs:
     sources = _MAPPINGS[name](eqn.params, len(inputs[0].axes))
     return tuple(used.take(inputs[0].axes[s]) if s is not None else () for s in sources)
@@ -222,16 +222,35 @@ def _gather(eqn: Any, rank: int, table: Flow, indices: Flow) -> Axes:
   dropped = (*numbers.collapsed_slice_dims, *numbers.operand_batching_dims)
   window = [d for d in range(len(sizes)) if d not in dropped]
   source = dict(zip(numbers.offset_dims, window, strict=True))
-  looked_up = iter(indices.axes)
+  shared = dict(zip(numbers.start_indices_batching_dims, numbers.operand_batching_dims, strict=True))
   used = _Used()
   result: list[DimAxes] = [()] * rank
-  for d in range(rank):
-    if d not in source:
-      result[d] = used.take(next(looked_up))
+  for dim, d in enumerate(d for d in range(rank) if d not in source):
+    options = (indices.axes[dim], table.axes[shared[dim]]) if dim in shared else (indices.axes[dim],)
+    result[d] = used.take(*options)
   for d, dim in source.items():
     if sizes[dim] == eqn.invars[0].aval.shape[dim]:
       result[d] = used.take(table.axes[dim])
   return tuple(result)
+
+
+def _scatter(eqn: Any, table: Flow, _: Flow, updates: Flow) -> Axes:
+  """The dims of the table, and those of the updates that are as long and are not looked up."""
+  numbers = eqn.params["dimension_numbers"]
+  before, rows = eqn.invars[0].aval.shape, eqn.invars[2].aval.shape
+  dropped = (*numbers.inserted_window_dims, *numbers.operand_batching_dims)
+  window = [d for d in range(len(before)) if d not in dropped]
+  source = dict(zip(window, numbers.update_window_dims, strict=True))
+  looked_up = [d for d in range(len(rows)) if d not in numbers.update_window_dims]
+  shared = zip(numbers.operand_batching_dims, numbers.scatter_indices_batching_dims, strict=True)
+  source |= {d: looked_up[dim] for d, dim in shared}
+  used = _Used()
+  return tuple(
+    used.take(axes, updates.axes[source[d]] if before[d] == rows[source[d]] else ())
+    if d in source
+    else used.take(axes)
+    for d, axes in enumerate(table.axes)
+  )
 
 
 def _match_sizes(
