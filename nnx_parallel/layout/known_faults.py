@@ -1,7 +1,8 @@
 """What XLA's partitioner is known to compute wrong, where a plan may meet it, and what is done about it.
 
 Nothing shows such a fault: there is no error, and the loss is often right. `train_step` and `eval_step`
-avoid all of them (`train/hold.py`); a step of one's own does not, so a plan that may meet one has a note.
+avoid them (`train/hold.py`) on Auto axes, where the model has a plan that says how the batch is split; a step
+of one's own does not, so a plan that may meet one has a note.
 Each entry has a canary of the same name in `tests/train/test_known_faults.py`, which fails once XLA computes
 it right.
 """

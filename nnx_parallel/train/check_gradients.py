@@ -456,4 +456,4 @@ def _few_bits(jaxpr: Any) -> str:
 
 
 def _is_fast(precision: Any) -> bool:
-  return precision is None or jax.lax.Precision.DEFAULT in precision
+  return precision is None or (isinstance(precision, tuple) and jax.lax.Precision.DEFAULT in precision)

@@ -94,7 +94,8 @@ def held(
     pairs = zip(arrays, shardings, strict=True)
     found = [_flow(x, tuple(getattr(where, "spec", ())), data=False) for x, where in pairs]
     for x in jax.tree.leaves(batch):
-      spec = tuple(input_spec(inputs, jax.numpy.ndim(x), axis_sizes(mesh)))
+      known = inputs.inputs is None or inputs.inputs.every_axis or jax.numpy.ndim(x) in inputs.inputs.by_rank
+      spec = tuple(input_spec(inputs, jax.numpy.ndim(x), axis_sizes(mesh))) if known else (None,) * x.ndim
       first = [(*axes_of(spec[0]), _EXAMPLES)] if spec else []
       found.append(_flow(x, (*first, *spec[1:]), data=True))
     return [*found, *(_flow(x, (), data=False) for x in jax.tree.leaves(rest))]
@@ -145,7 +146,8 @@ class _Rewriting:
     values: dict[Any, Any] = dict(zip(body.constvars, constants(jaxpr), strict=True))
     values.update(zip(body.invars, inputs, strict=True))
     known: dict[Any, Flow] = dict(zip(body.invars, flows, strict=True))
-    placed = {v for eqn in body.eqns if eqn.primitive.name == "sharding_constraint" for v in eqn.invars}
+    constraints = [eqn for eqn in body.eqns if eqn.primitive.name == "sharding_constraint"]
+    placed = {v for eqn in constraints for v in eqn.invars if not isinstance(v, core.Literal)}
 
     def read(var: Any) -> Any:
       return var.val if isinstance(var, core.Literal) else values[var]
@@ -165,8 +167,13 @@ class _Rewriting:
     name, params = eqn.primitive.name, eqn.params
     if _is_faulty(eqn):
       return [_by_hand(eqn, self.mesh)(*inputs)], self._followed(eqn, flows)
-    if name in CALLS and not _places(params):
-      return self.evaluate(called(eqn), inputs, flows)
+    if not _is_plain(eqn):
+      return _bind(eqn, inputs), self._followed(eqn, flows)
+    if name in CALLS:
+      if not _places(params):
+        return self.evaluate(called(eqn), inputs, flows)
+      inner, found = self._retraced(params["jaxpr"], flows)
+      return _bind(eqn, inputs, jaxpr=inner), found
     if name in CHECKPOINTS:
       inner, found = self._retraced(params["jaxpr"], flows)
       return _bind(eqn, inputs, jaxpr=opened(inner)), found
@@ -176,14 +183,16 @@ class _Rewriting:
       return self._while(eqn, inputs, flows)
     if name == "cond":
       branches = [self._retraced(branch, flows[1:]) for branch in params["branches"]]
-      return _bind(eqn, inputs, branches=tuple(inner for inner, _ in branches)), branches[-1][1]
+      followed = max((flows for _, flows in branches), key=lambda flows: sum(flow.data for flow in flows))
+      return _bind(eqn, inputs, branches=tuple(inner for inner, _ in branches)), followed
     if name == "shard_map":
       if any(map(_is_faulty, inner_equations(eqn))):
         _check_manual(eqn, self.mesh)
     # A look-up keeps its table as it is: the rows are often fewer than the table has.
     elif name != "gather" and any(_EXAMPLES in flow.names for flow in flows):
+      kept = _shared(eqn, flows)
       pairs = zip(inputs, flows, strict=True)
-      inputs = [x if flow.data else self._gathered(x, flow) for x, flow in pairs]
+      inputs = [x if flow.data else self._gathered(x, flow, kept) for x, flow in pairs]
     if name == "conv_general_dilated":
       inputs, flows = self._whole_windows(eqn, inputs, flows)
     grows = name == "broadcast_in_dim" and eqn.outvars[0].aval.size > eqn.invars[0].aval.size
@@ -223,29 +232,32 @@ class _Rewriting:
     With two axes or more beside the batch's, gradients are held too. Elsewhere that would cost memory,
     because they are whole over the batch's axes for a moment, and was never needed.
     """
-    if eqn.primitive.name != "gather" and meeting(eqn) is None:
+    product = meeting(eqn)
+    if eqn.primitive.name != "gather" and product is None:
       return False
-    if _EXAMPLES in results[0].names:
+    pairs = () if product is None else zip(flows, product.summed, strict=False)
+    summed = {axis for flow, dims in pairs for d in dims for axis in flow.axes[d]}
+    if _EXAMPLES in results[0].names and not summed & self.batch:
       return True
     return len(self.others) > 1 and any(_EXAMPLES in flow.names for flow in flows)
 
-  def _gathered(self, x: Any, flow: Flow) -> Any:
+  def _gathered(self, x: Any, flow: Flow, kept: frozenset[str] = frozenset()) -> Any:
     """A parameter, whole over the axes that split the batch.
 
     Where all axes split the batch, XLA gathers it anyway, and chooses when.
     """
-    if not self.others or not flow.names & self.batch:
+    if not self.others or not (flow.names & self.batch) - kept:
       return x
     if id(x) in self._met:
       # Else XLA would gather it once, and keep it from the forward to the backward pass.
       x = jax.lax.optimization_barrier(x)
     else:
       self._met[id(x)] = x
-    return self._laid(x, self._apart(flow.axes))
+    return self._laid(x, self._apart(flow.axes, kept))
 
-  def _apart(self, dims: Axes) -> Axes:
-    """Without the axes that split the batch."""
-    return tuple(without(axes, self.batch) for axes in dims)
+  def _apart(self, dims: Axes, kept: frozenset[str] = frozenset()) -> Axes:
+    """Without the axes that split the batch, except some."""
+    return tuple(without(axes, self.batch - kept) for axes in dims)
 
   def _laid(self, x: Any, dims: Axes) -> Any:
     dims = tuple(tuple(axis for axis in axes if axis != _EXAMPLES) for axes in dims)
@@ -287,6 +299,46 @@ class _Rewriting:
     asked, _ = self._retraced(params["cond_jaxpr"], [*flows[:skipped], *state])
     body, after = self._retraced(params["body_jaxpr"], [*flows[skipped : skipped + consts], *state])
     return _bind(eqn, inputs, cond_jaxpr=asked, body_jaxpr=body), after
+
+
+def _shared(eqn: Any, flows: Flows) -> frozenset[str]:
+  """Axes of dims that both operands of a product have and keep: one expert for each index, say."""
+  product = meeting(eqn)
+  pairs = () if product is None else zip(*product.shared, strict=True)
+  return frozenset(axis for a, b in pairs for axis in {*flows[0].axes[a]} & {*flows[1].axes[b]})
+
+
+def _is_plain(eqn: Any) -> bool:
+  """Whether its inner programs can be traced anew: they take arrays only, and carry none of their own.
+
+  Raises:
+    TrainError: they cannot, and hold a kernel gradient that XLA gets wrong.
+  """
+  programs = _programs(eqn)
+  arrays = all(isinstance(var.aval, jax.core.ShapedArray) for x in programs for var in opened(x).invars)
+  own = eqn.primitive.name not in CALLS and any(map(_has_arrays, programs))
+  if arrays and not own:
+    return True
+  if any(map(_is_faulty, inner_equations(eqn))):
+    raise TrainError(
+      f"a grouped convolution is in a {eqn.primitive.name} whose program holds arrays of its own.",
+      details="XLA would compute a wrong kernel gradient, and the program cannot be traced anew",
+      fix="pass the arrays as arguments of the function, or keep them in the model as nnx.Variable.",
+    )
+  return False
+
+
+def _has_arrays(jaxpr: Any) -> bool:
+  """Whether a program, or one inside it, carries arrays as constants."""
+  return bool(len(constants(jaxpr))) or any(
+    _has_arrays(x) for eqn in opened(jaxpr).eqns for x in _programs(eqn)
+  )
+
+
+def _programs(eqn: Any) -> list[Any]:
+  """The programs among the parameters of an operation."""
+  values = [x for value in eqn.params.values() for x in (value if isinstance(value, tuple) else (value,))]
+  return [x for x in values if hasattr(x, "eqns") or hasattr(x, "jaxpr")]
 
 
 def _known(flows: dict[Any, Flow], var: Any) -> Flow:

@@ -114,6 +114,29 @@ class Convolved(nnx.Module):
     return self.kernel(x + self.positions[None])
 
 
+TABLE = jnp.arange(16.0)
+
+
+@jax.jit
+def turned(x: jax.Array) -> jax.Array:
+  return jnp.sin(x * TABLE[None, None])
+
+
+class Odd(Normed):
+  """The same in forms of program that are not traced anew, or are told apart: constants, branches, loops."""
+
+  def __call__(self, x: jax.Array) -> jax.Array:
+    @nnx.remat
+    def first(module: Any, x: jax.Array) -> jax.Array:
+      return module.layers[0](turned(module.norms[0](x)))
+
+    y = x + jnp.sin(first(self, x))
+    y = jax.lax.cond(y.sum() > -1e9, lambda y: self.layers[1](self.norms[1](y)), jnp.zeros_like, y)
+    y = jax.lax.fori_loop(0, 2, lambda _, y: y + jnp.sin(self.layers[0](y)), y)
+    y, scale = jax.lax.with_sharding_constraint((y, jnp.float32(1)), jax.P())
+    return y * scale
+
+
 def squares(model: Any, x: Any) -> Any:
   return (jnp.sin(model(x)) ** 2).mean()
 
@@ -132,7 +155,7 @@ def test_xla_still_computes_it_wrong(name: str) -> None:
 
 
 @pytest.mark.parametrize("options", [{}, {"microbatches": 2}], ids=["whole", "microbatches"])
-@pytest.mark.parametrize("make", [Normed, Convolved])
+@pytest.mark.parametrize("make", [Normed, Convolved, Odd])
 def test_a_step_avoids_it(make: Any, options: dict[str, Any]) -> None:
   assert_same_training(squares, {"held": on_three_axes(make)}, [normal(16, 8, 16)] * 2, **options)
 
