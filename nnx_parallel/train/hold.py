@@ -20,6 +20,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+from jax.core import ShapedArray
 from jax.extend import core, source_info_util
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
@@ -315,7 +316,7 @@ def _is_plain(eqn: Any) -> bool:
     TrainError: they cannot, and hold a kernel gradient that XLA gets wrong.
   """
   programs = _programs(eqn)
-  arrays = all(isinstance(var.aval, jax.core.ShapedArray) for x in programs for var in opened(x).invars)
+  arrays = all(isinstance(var.aval, ShapedArray) for x in programs for var in opened(x).invars)
   own = eqn.primitive.name not in CALLS and any(map(_has_arrays, programs))
   if arrays and not own:
     return True
