@@ -237,7 +237,7 @@ class _Rewriting:
     if eqn.primitive.name != "gather" and product is None:
       return False
     pairs = () if product is None else zip(flows, product.summed, strict=False)
-    summed = {axis for flow, dims in pairs for d in dims for axis in flow.axes[d]}
+    summed = {axis for flow, dims in pairs if flow.data for d in dims for axis in flow.axes[d]}
     if _EXAMPLES in results[0].names and not summed & self.batch:
       return True
     return len(self.others) > 1 and any(_EXAMPLES in flow.names for flow in flows)
