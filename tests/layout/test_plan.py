@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import gc
-
 import jax
 import optax
 import pytest
@@ -25,10 +23,9 @@ def lm_plan(mesh=None, **kwargs):
 
 
 def test_nothing_is_computed_while_planning():
-  gc.collect()  # what earlier tests left would go at any time
-  arrays = len(jax.live_arrays())
+  before = jax.live_arrays()  # kept, because what earlier tests left would go at any time
   plan = lm_plan(nxp.abstract_mesh(data=2, fsdp=2, tensor=2), optimizer=optax.adam(1e-3))
-  assert len(jax.live_arrays()) == arrays
+  assert {*map(id, jax.live_arrays())} <= {*map(id, before)}
   assert isinstance(plan["embed.embedding"].struct, jax.ShapeDtypeStruct)
 
 
