@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from flax import nnx
 
+from nnx_parallel.layout.known_faults import convolutions
 from nnx_parallel.layout.leaf import LeafPlan
-from nnx_parallel.layout.variables import Path, axes_of, few, occurrences
+from nnx_parallel.layout.variables import axes_of, few
 
 
 def check_depthwise(
@@ -28,7 +29,8 @@ def check_depthwise(
     One note that names them, or none.
   """
   rows = {leaf.path: leaf for leaf in leaves}
-  kernels = [rows[found] for path, _ in _grouped(model) if (found := (*path, "kernel")) in rows]
+  grouped = [path for path, groups in convolutions(model) if groups > 1]
+  kernels = [rows[found] for path in grouped if (found := (*path, "kernel")) in rows]
   split = {
     leaf.name: [axis for axis in axes_of(leaf.spec[-1]) if axis in batch and mesh[axis] > 1]
     for leaf in kernels
@@ -42,10 +44,3 @@ def check_depthwise(
     f"{few(names)}: depthwise kernels split by channels over {', '.join(axes)}, as the batch, so a step sends"
     " activations instead of weights; keep them whole: a path rule of None, or a larger min_size"
   ]
-
-
-def _grouped(model: nnx.Module) -> Iterator[tuple[Path, nnx.Module]]:
-  for path, module in occurrences(model):
-    groups = getattr(module, "feature_group_count", 1)
-    if isinstance(module, nnx.Module) and isinstance(groups, int) and groups > 1:
-      yield path, module

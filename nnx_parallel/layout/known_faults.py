@@ -62,7 +62,7 @@ WINDOW = Fault(
 EXAMPLES = Fault(
   "swapped examples",
   "the batch over two axes, a parameter over the minor one and over a third of the same size",
-  "a product is labelled with the examples of other devices: everything computed from it is wrong, often"
+  "a device gets the product of another device's examples: everything computed from it is wrong, often"
   " the gradients below a layer alone, while the loss is right",
   _SEEN,
   "parameters are gathered over the batch's axes where they meet the batch; products are laid out as planned",
@@ -98,13 +98,13 @@ def possible_faults(
   """
   found: list[tuple[Fault, str]] = []
   others = {axis for axis, size in sizes.items() if axis not in batch and size > 1}
-  convolutions = [] if model is None else list(_convolutions(model))
-  grouped = [path_str(path) for path, groups in convolutions if groups > 1]
+  layers = [] if model is None else list(convolutions(model))
+  grouped = [path_str(path) for path, groups in layers if groups > 1]
   if grouped and others:
     found.append((GROUPED, few(grouped)))
   split = {axis for axis in _positions(rules) if sizes.get(axis, 1) > 1}
-  if convolutions and split:
-    found.append((WINDOW, few([path_str(path) for path, _ in convolutions])))
+  if layers and split:
+    found.append((WINDOW, few([path_str(path) for path, _ in layers])))
   matrices = [leaf for leaf in leaves if len(leaf.shape) > 1]
   larger = [axis for axis in batch if sizes[axis] > 1]
   for axis in larger[1:]:
@@ -156,7 +156,8 @@ def _positions(rules: RuleSet) -> set[Any]:
   return {axis for names in rules.inputs.by_rank.values() for entry in names[1:] for axis in axes_of(entry)}
 
 
-def _convolutions(model: nnx.Module) -> Iterator[tuple[Path, int]]:
+def convolutions(model: nnx.Module) -> Iterator[tuple[Path, int]]:
+  """The convolutions of a module: path, and number of groups."""
   for path, module in occurrences(model):
     groups = getattr(module, "feature_group_count", None)
     if isinstance(module, nnx.Module) and isinstance(groups, int):

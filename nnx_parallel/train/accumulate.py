@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -14,6 +14,7 @@ from nnx_parallel.errors import TrainError
 from nnx_parallel.layout.constrain import spent
 from nnx_parallel.layout.variables import axes_of
 from nnx_parallel.train.floats import widen
+from nnx_parallel.train.jaxprs import equations
 from nnx_parallel.train.losses import Terms, mean
 
 Objective = Callable[[list[Any], list[Any], Any], tuple[Any, tuple[Terms, dict[int, Any], Any]]]
@@ -434,22 +435,6 @@ def traced_by_replica(
     if eqn.primitive.name == "sharding_constraint" and _names(eqn.params["sharding"]) & set(axes):
       return traced.jaxpr, f"the model constrains arrays to {', '.join(axes)}"
   return traced.jaxpr, ""
-
-
-def equations(jaxpr: Any) -> Iterator[Any]:
-  """Every equation of a jaxpr, those of inner jaxprs included."""
-  for eqn in jaxpr.eqns:
-    yield eqn
-    yield from inner_equations(eqn)
-
-
-def inner_equations(eqn: Any) -> Iterator[Any]:
-  """Every equation of the jaxprs inside one equation: of a scan's body, a cond's branches, an inner jit."""
-  for value in eqn.params.values():
-    for item in value if isinstance(value, (tuple, list)) else (value,):
-      inner = getattr(item, "jaxpr", item)
-      if hasattr(inner, "eqns"):
-        yield from equations(inner)
 
 
 def _names(sharding: Any) -> set[str]:

@@ -1,13 +1,14 @@
 """Holds a step's program to the layout of its plan, so that XLA's partitioner has little left to decide.
 
-Where both a parameter and the batch are split over one mesh axis, the partitioner chooses which of them
-moves, and some of its choices compute wrong numbers: with the batch over (data, fsdp) and a kernel over
+Where one mesh axis splits both a parameter and the batch, the partitioner chooses which of them to gather,
+and some of its choices compute wrong numbers: with the batch over (data, fsdp) and a kernel over
 (fsdp, tensor), a product may come out with the examples of other devices, and gradients below it are off by
 half while the loss is right (jax 0.10.2 and 0.12, Shardy and GSPMD; `layout/known_faults.py` has the list).
 
 So the trace of the whole step is rewritten, by the layouts of `layout/flow.py`:
 - a parameter is gathered over the axes that split the batch where it meets the batch, forward and backward;
 - the result of a product that carries the batch is laid out as the plan implies;
+- the operands of a convolution's kernel gradient have whole spatial dims;
 - the kernel gradient of a grouped convolution is computed by each device on its own examples, and summed.
 """
 
@@ -31,8 +32,17 @@ from nnx_parallel.layout.flow import Axes, Flow, constraint, meeting, spread, wi
 from nnx_parallel.layout.mesh import axis_sizes
 from nnx_parallel.layout.rules import RuleSet
 from nnx_parallel.layout.variables import axes_of, entry_of
-from nnx_parallel.train.accumulate import equations, inner_equations
-from nnx_parallel.train.jaxprs import CALLS, CHECKPOINTS, called, constants, opened, scan_counts
+from nnx_parallel.train.jaxprs import (
+  CALLS,
+  CHECKPOINTS,
+  called,
+  constants,
+  equations,
+  inner_equations,
+  opened,
+  programs,
+  scan_counts,
+)
 
 Flows = Sequence[Flow]
 _EXAMPLES = "the examples"
@@ -315,9 +325,9 @@ def _is_plain(eqn: Any) -> bool:
   Raises:
     TrainError: they cannot, and hold a kernel gradient that XLA gets wrong.
   """
-  programs = _programs(eqn)
-  arrays = all(isinstance(var.aval, ShapedArray) for x in programs for var in opened(x).invars)
-  own = eqn.primitive.name not in CALLS and any(map(_has_arrays, programs))
+  inner = programs(eqn)
+  arrays = all(isinstance(var.aval, ShapedArray) for x in inner for var in opened(x).invars)
+  own = eqn.primitive.name not in CALLS and any(map(_has_arrays, inner))
   if arrays and not own:
     return True
   if any(map(_is_faulty, inner_equations(eqn))):
@@ -332,14 +342,8 @@ def _is_plain(eqn: Any) -> bool:
 def _has_arrays(jaxpr: Any) -> bool:
   """Whether a program, or one inside it, carries arrays as constants."""
   return bool(len(constants(jaxpr))) or any(
-    _has_arrays(x) for eqn in opened(jaxpr).eqns for x in _programs(eqn)
+    _has_arrays(x) for eqn in opened(jaxpr).eqns for x in programs(eqn)
   )
-
-
-def _programs(eqn: Any) -> list[Any]:
-  """The programs among the parameters of an operation."""
-  values = [x for value in eqn.params.values() for x in (value if isinstance(value, tuple) else (value,))]
-  return [x for x in values if hasattr(x, "eqns") or hasattr(x, "jaxpr")]
 
 
 def _known(flows: dict[Any, Flow], var: Any) -> Flow:

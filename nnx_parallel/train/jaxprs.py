@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -42,6 +42,27 @@ def as_function(jaxpr: Any) -> Callable[..., Sequence[Any]]:
 def called(eqn: Any) -> Any:
   """The program that an operation holds (a call, a checkpoint, a custom rule), or None."""
   return next((eqn.params[key] for key in ("jaxpr", "call_jaxpr", "fun_jaxpr") if key in eqn.params), None)
+
+
+def programs(eqn: Any) -> list[Any]:
+  """The programs that an operation holds: a scan's body, a cond's branches, an inner `jit`."""
+  values = [
+    x for value in eqn.params.values() for x in (value if isinstance(value, (tuple, list)) else (value,))
+  ]
+  return [x for x in values if hasattr(opened(x), "eqns")]
+
+
+def equations(jaxpr: Any) -> Iterator[Any]:
+  """Every equation of a jaxpr, those of inner jaxprs included."""
+  for eqn in opened(jaxpr).eqns:
+    yield eqn
+    yield from inner_equations(eqn)
+
+
+def inner_equations(eqn: Any) -> Iterator[Any]:
+  """Every equation of the programs that an operation holds."""
+  for program in programs(eqn):
+    yield from equations(program)
 
 
 def forwarded(jaxpr: Any) -> list[int | None]:
@@ -95,14 +116,8 @@ def _rank(var: Any) -> int:
 
 def own_rules(jaxpr: Any) -> list[str]:
   """The names of the functions in a program that bring a reverse rule of their own (`jax.custom_vjp`)."""
-  found: dict[str, None] = {}
-
-  def look(eqn: Any) -> None:
-    if eqn.primitive.name.startswith(_RULE):
-      found[opened(called(eqn)).debug_info.func_name] = None
-
-  rewritten(jaxpr, look)
-  return list(found)
+  rules = [eqn for eqn in equations(jaxpr) if eqn.primitive.name.startswith(_RULE)]
+  return list(dict.fromkeys(opened(called(eqn)).debug_info.func_name for eqn in rules))
 
 
 def without_own_rules(jaxpr: Any) -> Any:
