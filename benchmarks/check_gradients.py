@@ -35,8 +35,8 @@ import nnx_parallel as nxp
 from benchmarks import parity
 from benchmarks.harness import Record, measure
 from nnx_parallel.layout.constrain import default_scope
-from nnx_parallel.recipes import load_recipe
-from nnx_parallel.recipes.job import plan_recipe
+from nnx_parallel.loop.job import plan_recipe
+from nnx_parallel.loop.loader import load_recipe
 from nnx_parallel.train.check_gradients import Looks, checked, subject_of
 from nnx_parallel.train.subject import Subject
 

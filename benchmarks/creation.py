@@ -28,7 +28,7 @@ from flax import nnx
 
 import nnx_parallel as nxp
 from harness import RESULTS, Record
-from nnx_parallel.create import assemble
+from nnx_parallel.create.slicing import assemble
 
 WIDTH = 256
 WIDE = 1024

@@ -30,7 +30,7 @@ import nnx_parallel as nxp
 from benchmarks import llama
 from benchmarks.harness import Record
 from nnx_parallel.report.compile_report import CompileReport
-from nnx_parallel.report.memory import memory_plan
+from nnx_parallel.report.estimate.memory import memory_plan
 from nnx_parallel.report.topology import machine, missing_compiler
 
 GIB = 2**30

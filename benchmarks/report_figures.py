@@ -20,7 +20,7 @@ import nnx_parallel as nxp
 from benchmarks import llama
 from benchmarks.harness import Record
 from nnx_parallel.report.compile_report import CompileReport, compile_report
-from nnx_parallel.report.memory import MemoryPlan, memory_plan
+from nnx_parallel.report.estimate.memory import MemoryPlan, memory_plan
 from nnx_parallel.report.topology import machine, missing_compiler
 from nnx_parallel.train.remat import Remat, with_remat
 

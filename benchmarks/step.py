@@ -36,8 +36,8 @@ import by_hand  # noqa: E402
 import nnx_parallel as nxp  # noqa: E402
 from harness import Record, Timing, measure  # noqa: E402
 from nnx_parallel.recipes.digits import read_digits  # noqa: E402
-from nnx_parallel.report.collectives import collectives  # noqa: E402
-from nnx_parallel.report.cost import cost  # noqa: E402
+from nnx_parallel.report.program.collectives import collectives  # noqa: E402
+from nnx_parallel.report.program.cost import cost  # noqa: E402
 
 SIZES = (10, 100, 1000, 4000)
 WHOLE_LOSS = 1000

@@ -24,8 +24,8 @@ import nnx_parallel as nxp
 from benchmarks import llama
 from benchmarks.harness import Record
 from nnx_parallel.report.chips import chip
-from nnx_parallel.report.roofline import StepTime, step_time
-from nnx_parallel.report.workload import Workload, trace_workload
+from nnx_parallel.report.estimate.roofline import StepTime, step_time
+from nnx_parallel.report.estimate.workload import Workload, trace_workload
 from nnx_parallel.train.remat import Remat
 
 AXES = ("data", "fsdp", "tensor")

@@ -8,6 +8,7 @@ from etils import epy
 # A name is imported when it is first used: help and usage errors of the command line do not wait for jax.
 with epy.lazy_api_imports(globals()):
   from nnx_parallel.checkpoint.checkpointer import Checkpointer
+  from nnx_parallel.core.mesh import abstract_mesh, describe_mesh, make_mesh
   from nnx_parallel.create.cache import compilation_cache
   from nnx_parallel.create.constructor import create_sharded_model
   from nnx_parallel.create.explain import CreationReport, creation_report
@@ -29,28 +30,30 @@ with epy.lazy_api_imports(globals()):
   from nnx_parallel.hosts.data import batches, shard_batch
   from nnx_parallel.hosts.fetch import to_host
   from nnx_parallel.hosts.stop import StopSignals
-  from nnx_parallel.layout import presets
   from nnx_parallel.layout.constrain import constrain, use_rules
   from nnx_parallel.layout.infer import infer_rules
-  from nnx_parallel.layout.inputs import InputRules
   from nnx_parallel.layout.leaf import Decision, LeafPlan
-  from nnx_parallel.layout.mesh import abstract_mesh, describe_mesh, make_mesh
   from nnx_parallel.layout.plan import ShardingPlan, plan
   from nnx_parallel.layout.resolve import Resolution, resolve_spec
-  from nnx_parallel.layout.rules import LogicalRules, PathRules, RuleSet, error, fsdp, replicate
   from nnx_parallel.layout.sharded_optimizer import ShardedOptimizer
-  from nnx_parallel.recipes.check_step import StepCheck, StepDifference, check_step
-  from nnx_parallel.recipes.fit import FitResult, fit
-  from nnx_parallel.recipes.recorder import EarlyStop
+  from nnx_parallel.loop.check_step import StepCheck, StepDifference, check_step
+  from nnx_parallel.loop.fit import FitResult, fit
+  from nnx_parallel.loop.recorder import EarlyStop
   from nnx_parallel.report.budgets import assert_collectives, assert_fits
   from nnx_parallel.report.chips import Chip, chip
   from nnx_parallel.report.compile_report import CompileReport, compile_report
+  from nnx_parallel.report.estimate.memory import MemoryPlan, memory_plan
+  from nnx_parallel.report.estimate.roofline import StepTime, predict_time
   from nnx_parallel.report.html import plan_page, report_svg
-  from nnx_parallel.report.memory import MemoryPlan, memory_plan
   from nnx_parallel.report.raster import save_svg
-  from nnx_parallel.report.roofline import StepTime, predict_time
-  from nnx_parallel.report.search import SearchResult, search
+  from nnx_parallel.report.search.search import SearchResult, search
   from nnx_parallel.report.topology import topology_mesh
+  from nnx_parallel.rules import presets
+  from nnx_parallel.rules.fallback import error, fsdp, replicate
+  from nnx_parallel.rules.inputs import InputRules
+  from nnx_parallel.rules.logical import LogicalRules
+  from nnx_parallel.rules.paths import PathRules
+  from nnx_parallel.rules.ruleset import RuleSet
   from nnx_parallel.train.check_gradients import check_gradients
   from nnx_parallel.train.gradient_check import GradientCheck, GradientLook
   from nnx_parallel.train.hold import with_right_gradients

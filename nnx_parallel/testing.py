@@ -13,10 +13,10 @@ import optax
 from flax import nnx
 
 import nnx_parallel as nxp
-from nnx_parallel.layout.extra_args import accept_extra
+from nnx_parallel.core.extra_args import accept_extra
+from nnx_parallel.core.nodes import path_str, value_of, variables
 from nnx_parallel.layout.plan import check_plan
-from nnx_parallel.layout.serialize import assert_golden_plan
-from nnx_parallel.layout.variables import path_str, value_of, variables
+from nnx_parallel.layout.show.diff import assert_golden_plan
 
 __all__ = [
   "GradientNorms",

@@ -20,11 +20,16 @@ PACKAGE = Path(__file__).resolve().parent.parent / "nnx_parallel"
 # Lowest first. Rooms in one group are siblings: they do not import each other either.
 ORDER = (
   {"errors"},
+  {"core"},
+  {"rules"},
   {"layout"},
   {"create"},
+  {"layers"},
   {"train", "schemes", "decode"},
   {"checkpoint", "hosts"},
+  {"interop"},
   {"report"},
+  {"loop"},
   {"recipes"},
   {"cli"},
 )
@@ -34,7 +39,7 @@ LEVEL = {room: level for level, group in enumerate(ORDER) for room in group}
 SIBLINGS: dict[tuple[str, str], str] = {}
 
 # The user's side of the public line: what a user would copy, run or call in a test.
-USES_PUBLIC_API = {"recipes", "cli", "testing", "__main__"}
+USES_PUBLIC_API = {"recipes", "loop", "cli", "testing", "__main__"}
 
 
 @dataclass(frozen=True)
@@ -57,7 +62,7 @@ def module_name(path: Path, root: Path) -> str:
 
 
 def room(module: str) -> str:
-  """`nnx_parallel.layout.mesh` -> `layout`; the package itself is the empty room."""
+  """`nnx_parallel.core.mesh` -> `layout`; the package itself is the empty room."""
   return [*module.split("."), ""][1]
 
 
@@ -153,12 +158,12 @@ def plant(root: Path, files: dict[str, str]) -> Path:
 
 PLANTED = {
   "upward": (
-    {"layout/mesh.py": "from nnx_parallel.train.step import go", "train/step.py": ""},
-    ["nnx_parallel.layout.mesh:1 imports nnx_parallel.train.step: train is above layout"],
+    {"core/mesh.py": "from nnx_parallel.train.step import go", "train/step.py": ""},
+    ["nnx_parallel.core.mesh:1 imports nnx_parallel.train.step: train is above core"],
   ),
   "in a function": (
-    {"layout/mesh.py": "def f():\n  import nnx_parallel.cli.main", "cli/main.py": ""},
-    ["nnx_parallel.layout.mesh:2 imports nnx_parallel.cli.main: cli is above layout"],
+    {"core/mesh.py": "def f():\n  import nnx_parallel.cli.main", "cli/main.py": ""},
+    ["nnx_parallel.core.mesh:2 imports nnx_parallel.cli.main: cli is above core"],
   ),
   "for types only": (
     {
@@ -172,8 +177,8 @@ PLANTED = {
     ["nnx_parallel.errors:4 imports nnx_parallel.layout.plan: layout is above errors"],
   ),
   "relative": (
-    {"layout/mesh.py": "from ..create import thing", "create/thing.py": ""},
-    ["nnx_parallel.layout.mesh:1 imports nnx_parallel.create.thing: create is above layout"],
+    {"core/mesh.py": "from ..create import thing", "create/thing.py": ""},
+    ["nnx_parallel.core.mesh:1 imports nnx_parallel.create.thing: create is above core"],
   ),
   "sibling": (
     {"train/step.py": "from nnx_parallel.schemes.ring import f", "schemes/ring.py": ""},
@@ -188,8 +193,10 @@ PLANTED = {
     ["nnx_parallel.train.step:1 imports nnx_parallel.helpers.text: room 'helpers' is not in ORDER"],
   ),
   "the top": (
-    {"layout/mesh.py": "import nnx_parallel as nxp"},
-    ["nnx_parallel.layout.mesh:1 imports nnx_parallel: only ['__main__', 'cli', 'recipes', 'testing'] may"],
+    {"core/mesh.py": "import nnx_parallel as nxp"},
+    [
+      "nnx_parallel.core.mesh:1 imports nnx_parallel: only ['__main__', 'cli', 'loop', 'recipes', 'testing'] may"
+    ],
   ),
   "cycle": (
     {
@@ -201,9 +208,9 @@ PLANTED = {
   "fine": (
     {
       "errors.py": "",
-      "layout/mesh.py": "import jax\nfrom nnx_parallel.errors import MeshError",
-      "report/table.py": "from nnx_parallel.layout import mesh",
-      "recipes/job.py": "import nnx_parallel as nxp",
+      "core/mesh.py": "import jax\nfrom nnx_parallel.errors import MeshError",
+      "report/table.py": "from nnx_parallel.core import mesh",
+      "loop/job.py": "import nnx_parallel as nxp",
       "testing.py": "from nnx_parallel.report import table",
     },
     [],

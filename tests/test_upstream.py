@@ -43,7 +43,7 @@ X = np.ones((4, 4), np.float32)
 
 
 def test_the_context_of_an_equation_has_the_known_fields():
-  """`create/cut.py` compares these to find equal programs: a new field must join the comparison."""
+  """`create/slicing/cut.py` compares these to find equal programs: a new field must join the comparison."""
   (eqn,) = jax.make_jaxpr(jnp.sin)(X).eqns
   known = {"compute_type", "threefry_partitionable", "xla_metadata", "cur_abstract_mesh", "configs"}
   known |= {"remove_size_one_mesh_axis"} | (set() if OLD else {"cur_layout_mode", "no_collectives"})
@@ -71,14 +71,14 @@ def plus_one(custom):
   ],
 )
 def test_operations_that_call_a_program_hold_it_under_a_known_name(name, function):
-  """`train/jaxprs.py`, `layout/dims.py`, `create/cut.py` and `train/remat.py` look into calls."""
+  """`core/jaxprs.py`, `layout/dims.py`, `create/slicing/cut.py` and `train/remat.py` look into calls."""
   eqn = equations(function, X)[name]
   program = inner_program(eqn)
   assert len(getattr(program, "jaxpr", program).invars) == len(eqn.invars)
 
 
 def test_loops_and_conditionals_hold_their_programs_under_known_names():
-  """`train/jaxprs.py`, `report/propagate.py`, `train/accumulate.py`."""
+  """`core/jaxprs.py`, `report/estimate/propagate.py`, `train/accumulate.py`."""
   scan = equations(lambda x: jax.lax.scan(lambda c, r: (c + r, c), x[0], x), X)["scan"]
   assert {"jaxpr", "length"} <= set(scan.params)
   loop = equations(lambda x: jax.lax.while_loop(lambda c: c[0, 0] < 3, lambda c: c + 1, x), X)["while"]
@@ -93,7 +93,7 @@ def test_a_checkpoint_has_a_policy():
 
 
 def test_a_convolution_says_how_it_is_grouped():
-  """`train/convolutions.py` mends kernel gradients by these names; `layout/grouped.py` warns."""
+  """`train/convolutions.py` mends kernel gradients by these names; `layout/checks.py` warns."""
   kernel = np.ones((3, 1, 4), np.float32)
   conv = jax.make_jaxpr(
     lambda x: jax.lax.conv_general_dilated(
@@ -105,7 +105,7 @@ def test_a_convolution_says_how_it_is_grouped():
 
 
 def test_custom_derivatives_are_the_known_parameters():
-  """`create/cut.py` leaves them out when it compares programs: they differ by identity in each trace."""
+  """`create/slicing/cut.py` leaves them out when it compares programs: each trace has others."""
   found = equations(plus_one(jax.custom_vjp), X)["custom_vjp_call"].params
   assert {"fwd_jaxpr_thunk", "bwd"} <= set(found)
   assert "jvp_jaxpr_fun" in equations(plus_one(jax.custom_jvp), X)["custom_jvp_call"].params
@@ -127,7 +127,7 @@ def test_old_tracers_have_a_sharding_that_can_be_replaced():
 
 
 def test_residuals_of_a_pullback_are_its_leaves():
-  """`report/workload.py` reads there what the backward pass keeps."""
+  """`report/estimate/workload.py` reads there what the backward pass keeps."""
   kept = jax.eval_shape(lambda x: jax.vjp(lambda x: jnp.sin(x).sum(), x)[1], X)
   assert [leaf.shape for leaf in jax.tree.leaves(kept)] == [(4, 4)]
 
@@ -150,14 +150,14 @@ def test_programs_that_jit_made_are_counted():
 
 
 def test_shards_tell_where_they_are():
-  """`train/step.py` and `create/assemble.py` find arrays that share memory."""
+  """`train/step.py` and `create/slicing/assemble.py` find arrays that share memory."""
   array = jnp.ones(8)
   shard = array.addressable_shards[0].data
   assert shard.unsafe_buffer_pointer() == array.unsafe_buffer_pointer()
 
 
 def test_the_compilation_cache_can_be_reset():
-  """`create/cache.py` and `report/compiler.py`: jax decides once whether there is a cache."""
+  """`create/cache.py` and `report/program/compiler.py`: jax decides once whether there is a cache."""
   assert callable(compilation_cache.reset_cache)
 
 
@@ -178,7 +178,7 @@ def test_only_the_list_and_the_variable_hold_an_array():
 
 
 def test_metadata_of_a_variable_can_be_asked_for():
-  """`layout/padding.py` and `layout/variables.py`: annotations are metadata under these names."""
+  """`core/padding.py` and `core/nodes.py`: annotations are metadata under these names."""
   with nnx.use_eager_sharding(False):
     variable = nnx.Param(jnp.ones((2, 2)), out_sharding=("a", None), sharding_rules=(("a", "x"),))
   assert variable.get_metadata("out_sharding") == ("a", None)
@@ -187,7 +187,7 @@ def test_metadata_of_a_variable_can_be_asked_for():
 
 
 def test_attributes_of_a_module_are_its_vars():
-  """`layout/variables.py` (`occurrences`): items of an `nnx.List` are attributes named by their numbers."""
+  """`core/nodes.py` (`occurrences`): items of an `nnx.List` are attributes named by their numbers."""
   found = vars(nnx.List([nnx.Param(jnp.ones(1))]))
   assert [name for name in found if not name.startswith("_pytree__")] == ["_length", "0"]
 
@@ -281,7 +281,7 @@ def test_the_rules_of_a_flax_context_can_be_read():
 
 
 def test_the_state_of_a_trace_is_equal_within_it_and_differs_outside():
-  """`train/binding.py` and `layout/padding.py` notice by it that a step or a read is inside a program."""
+  """`train/binding.py` and `core/padding.py` notice by it that a step or a read is inside a program."""
   state = functools.partial(jex.get_opaque_trace_state, convention="nnx")
   seen = []
   jax.jit(lambda x: seen.extend((state(), state())) or x)(1.0)
@@ -291,7 +291,7 @@ def test_the_state_of_a_trace_is_equal_within_it_and_differs_outside():
 
 
 def test_arrays_and_tracers_can_be_weakly_referenced():
-  """`layout/padding.py` keeps the last read of a padded Variable without keeping it alive."""
+  """`core/padding.py` keeps the last read of a padded Variable without keeping it alive."""
   array = jnp.ones(2)
   assert weakref.ref(array)() is array
   seen = []
@@ -300,7 +300,7 @@ def test_arrays_and_tracers_can_be_weakly_referenced():
 
 
 def test_a_manual_program_names_its_axes_and_specs():
-  """`report/propagate.py` counts the work of one device by them."""
+  """`report/estimate/propagate.py` counts the work of one device by them."""
   mesh = nxp.make_mesh(x=8)
   mapped = jax.shard_map(jnp.sin, mesh=mesh, in_specs=P("x"), out_specs=P("x"))
   params = equations(mapped, np.ones(8, np.float32))["shard_map"].params
@@ -309,7 +309,7 @@ def test_a_manual_program_names_its_axes_and_specs():
 
 
 def test_a_traced_product_holds_the_precision_of_the_configuration():
-  """`report/arithmetic.py` reads there what float32 costs."""
+  """`report/estimate/arithmetic.py` reads there what float32 costs."""
   with jax.default_matmul_precision("highest"):
     product = equations(lambda x: x @ x, X)["dot_general"]
   assert product.params["precision"] == (jax.lax.Precision.HIGHEST,) * 2

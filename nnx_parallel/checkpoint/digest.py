@@ -23,7 +23,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from nnx_parallel.checkpoint.encoding import Array
 from nnx_parallel.checkpoint.placement import auto_layout, on_auto_axes, on_cpu
-from nnx_parallel.layout.variables import axes_of
+from nnx_parallel.core.axes import axes_of
 
 BLOCK_BYTES = 16 << 20
 # On CPUs: elements that are mixed and summed at a time, and columns below which that is slower.

@@ -11,7 +11,7 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, Sharding
 
-from nnx_parallel.layout.variables import axes_of, entry_of
+from nnx_parallel.core.axes import axes_of, entry_of
 
 
 def on_cpu(sharding: Sharding) -> bool:

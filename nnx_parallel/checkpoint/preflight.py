@@ -18,11 +18,11 @@ from jax.sharding import NamedSharding, Sharding
 from nnx_parallel.checkpoint import encoding, files, store
 from nnx_parallel.checkpoint.encoding import Json
 from nnx_parallel.checkpoint.manifest import ItemRecord, LeafRecord, Manifest
+from nnx_parallel.core.axes import axes_of, entry_of
+from nnx_parallel.core.mesh import axis_sizes
+from nnx_parallel.core.text import Shown
 from nnx_parallel.errors import CheckpointError
 from nnx_parallel.layout.leaf import HOST_KINDS
-from nnx_parallel.layout.mesh import axis_sizes
-from nnx_parallel.layout.render import Shown
-from nnx_parallel.layout.variables import axes_of, entry_of
 
 _MOST_ROWS, _MOST_LAYOUTS = 12, 3
 _NOTHING = ItemRecord({}, {})

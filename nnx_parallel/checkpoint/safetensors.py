@@ -37,9 +37,9 @@ from nnx_parallel.checkpoint.mapping import (
   with_layers,
 )
 from nnx_parallel.checkpoint.views import View
+from nnx_parallel.core.nodes import variables
 from nnx_parallel.errors import CheckpointError
 from nnx_parallel.layout.plan import ShardingPlan
-from nnx_parallel.layout.variables import variables
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"

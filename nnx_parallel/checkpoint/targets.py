@@ -18,14 +18,14 @@ from nnx_parallel.checkpoint.encoding import EMPTY, Array, Json
 from nnx_parallel.checkpoint.manifest import ItemRecord, LeafRecord, Manifest
 from nnx_parallel.checkpoint.preflight import Patterns, Wanted
 from nnx_parallel.checkpoint.save import Tree
+from nnx_parallel.core.mesh import axis_sizes
+from nnx_parallel.core.nodes import kind_of, value_of
+from nnx_parallel.core.padding import is_padded
 from nnx_parallel.create.constructor import construct
 from nnx_parallel.create.instantiate import instantiate
 from nnx_parallel.errors import CheckpointError
 from nnx_parallel.layout.leaf import Root
-from nnx_parallel.layout.mesh import axis_sizes
-from nnx_parallel.layout.padding import is_padded
 from nnx_parallel.layout.plan import ShardingPlan
-from nnx_parallel.layout.variables import kind_of, value_of
 
 OPTIMIZER = ("restore", "drop", "fresh")
 _KEYS = ("threefry2x32", "rbg", "unsafe_rbg")

@@ -11,9 +11,9 @@ from flax import nnx
 
 from nnx_parallel.checkpoint import encoding, paths
 from nnx_parallel.checkpoint.preflight import Wanted
+from nnx_parallel.core.nodes import value_of, variables
+from nnx_parallel.core.padding import is_padded
 from nnx_parallel.errors import CheckpointError
-from nnx_parallel.layout.padding import is_padded
-from nnx_parallel.layout.variables import value_of, variables
 
 Leaves = dict[str, Any]
 Rebuild = Callable[[Mapping[str, Any]], Any]

@@ -49,8 +49,8 @@ def load_plan(args: argparse.Namespace) -> ShardingPlan:
   Raises:
     NnxParallelError: no such recipe, or a mesh or rules that do not fit.
   """
-  from nnx_parallel.recipes import load_recipe
-  from nnx_parallel.recipes.job import plan_recipe
+  from nnx_parallel.loop.job import plan_recipe
+  from nnx_parallel.loop.loader import load_recipe
 
   recipe = load_recipe(args.recipe, needs=("init",))
   sizes = options.mesh_sizes(recipe, args.mesh, args.rules)

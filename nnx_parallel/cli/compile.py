@@ -11,7 +11,7 @@ from nnx_parallel.errors import RecipeError
 
 if TYPE_CHECKING:
   from nnx_parallel.cli.main import Commands
-  from nnx_parallel.recipes import Recipe
+  from nnx_parallel.loop.loader import Recipe
 
 
 def register(commands: Commands) -> None:
@@ -48,9 +48,9 @@ def add_step(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
   """Compiles, prints and says by the exit code whether it fits and is right."""
   import nnx_parallel as nxp
-  from nnx_parallel.layout.render import print_text
-  from nnx_parallel.recipes import load_recipe
-  from nnx_parallel.recipes.job import plan_recipe
+  from nnx_parallel.core.text import print_text
+  from nnx_parallel.loop.job import plan_recipe
+  from nnx_parallel.loop.loader import load_recipe
   from nnx_parallel.report.compile_report import compile_report
   from nnx_parallel.report.topology import machine
 

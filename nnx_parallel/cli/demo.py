@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 
   import nnx_parallel as nxp
   from nnx_parallel.cli.main import Commands
-  from nnx_parallel.recipes import Recipe
-  from nnx_parallel.recipes.job import Job
+  from nnx_parallel.loop.job import Job
+  from nnx_parallel.loop.loader import Recipe
   from nnx_parallel.train.metrics import Record
 
 MESH = {"data": 2, "fsdp": 2, "tensor": 2}
@@ -83,8 +83,8 @@ def register(commands: Commands) -> None:
 def run(args: argparse.Namespace) -> int:
   """Runs the demo; exit code 3 when a claim does not hold."""
   import nnx_parallel as nxp
-  from nnx_parallel.recipes import load_recipe
-  from nnx_parallel.recipes.job import Job, plan_recipe
+  from nnx_parallel.loop.job import Job, plan_recipe
+  from nnx_parallel.loop.loader import load_recipe
   from nnx_parallel.train.progress import StepProgress
 
   started = time.perf_counter()
@@ -208,7 +208,7 @@ def continue_at(
   place: Place, recipe: Recipe, checkpointer: nxp.Checkpointer, straight: Sequence[float]
 ) -> Continued:
   """Restores at a place and takes as many steps as the run that never stopped took."""
-  from nnx_parallel.recipes.job import Job, plan_recipe
+  from nnx_parallel.loop.job import Job, plan_recipe
 
   plan = plan_recipe(recipe, make_place_mesh(place), place.rules)
   job = Job.restore(recipe, plan, checkpointer)
@@ -220,7 +220,7 @@ def continue_at(
 
 def find_misplaced(job: Job) -> list[str]:
   """Paths of the arrays that are not laid out as the job's plan says."""
-  from nnx_parallel.layout.variables import value_of, variables
+  from nnx_parallel.core.nodes import value_of, variables
 
   roots = {"model": variables(job.model), "optimizer": variables(job.optimizer)}
   return [
@@ -232,7 +232,7 @@ def find_misplaced(job: Job) -> list[str]:
 
 def print_comparison(straight: Sequence[float], others: Sequence[Continued], step: int) -> None:
   """Prints the losses of each place, step by step, beside those of the run that never stopped."""
-  from nnx_parallel.layout.render import print_text, text_table
+  from nnx_parallel.core.text import print_text, text_table
 
   columns = [("never stopped", DEVICES, straight, "")]
   columns += [(o.title, o.devices, o.losses, f"{o.difference:.1e}") for o in others]

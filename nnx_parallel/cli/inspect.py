@@ -81,7 +81,7 @@ def print_facts(record: Manifest) -> None:
 
 def print_leaves(record: Manifest, pattern: str | None) -> None:
   """The trees and their leaves: those that the pattern names, or all, with equal layers in one row."""
-  from nnx_parallel.layout.render import format_bytes, number_pattern, print_text, text_table
+  from nnx_parallel.core.text import format_bytes, number_pattern, print_text, text_table
 
   for item, tree in record.items.items():
     groups: dict[tuple[str, ...], list[tuple[str, int]]] = {}

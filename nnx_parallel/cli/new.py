@@ -29,7 +29,7 @@ def register(commands: Commands) -> None:
 
 def run(args: argparse.Namespace) -> int:
   """Writes the file, and says what to do with it."""
-  from nnx_parallel.recipes import embedded_recipes
+  from nnx_parallel.loop.loader import embedded_recipes
 
   file: Path = args.file
   if args.like not in embedded_recipes():

@@ -16,7 +16,7 @@ from nnx_parallel.errors import MeshError, ReportError, ShardingError
 if TYPE_CHECKING:
   from jax.sharding import Mesh
 
-  from nnx_parallel.recipes import Recipe
+  from nnx_parallel.loop.loader import Recipe
 
 Sizes = dict[str, int]
 Rules = dict[str, tuple[str, ...]]
@@ -111,8 +111,8 @@ def changed_rules(recipe: Recipe, changes: Rules) -> Any:
   Raises:
     ShardingError: a name that looks like a misspelt one, or an axis twice. Other new names are added.
   """
-  from nnx_parallel.layout.rules import RuleSet
-  from nnx_parallel.recipes.job import rules_of
+  from nnx_parallel.loop.job import rules_of
+  from nnx_parallel.rules.ruleset import RuleSet
 
   rules = rules_of(recipe)
   if not changes:

@@ -12,9 +12,9 @@ from nnx_parallel.errors import ReportError
 if TYPE_CHECKING:
   from nnx_parallel.cli.main import Commands
   from nnx_parallel.layout.plan import ShardingPlan
-  from nnx_parallel.recipes import Recipe
-  from nnx_parallel.report.memory import MemoryPlan
-  from nnx_parallel.report.roofline import StepTime
+  from nnx_parallel.loop.loader import Recipe
+  from nnx_parallel.report.estimate.memory import MemoryPlan
+  from nnx_parallel.report.estimate.roofline import StepTime
 
 
 def register(commands: Commands) -> None:
@@ -45,9 +45,9 @@ def register(commands: Commands) -> None:
 def run(args: argparse.Namespace) -> int:
   """Prints the plan, and says by the exit code whether its memory fits where a chip is named."""
   import nnx_parallel as nxp
-  from nnx_parallel.layout.render import print_text
-  from nnx_parallel.recipes import load_recipe
-  from nnx_parallel.recipes.job import plan_recipe
+  from nnx_parallel.core.text import print_text
+  from nnx_parallel.loop.job import plan_recipe
+  from nnx_parallel.loop.loader import load_recipe
 
   shown = not (args.json or args.explain)
   step = bool(args.batch or args.microbatches or args.remat != options.AS_WRITTEN)
@@ -90,8 +90,8 @@ def _planned(
   recipe: Recipe, plan: ShardingPlan, args: argparse.Namespace
 ) -> tuple[MemoryPlan, StepTime | None]:
   """Memory, and for the page on a chip time, of the recipe's step: from its loss and its first batch."""
-  from nnx_parallel.report.memory import memory_plan
-  from nnx_parallel.report.roofline import predict_time
+  from nnx_parallel.report.estimate.memory import memory_plan
+  from nnx_parallel.report.estimate.roofline import predict_time
 
   loss = loss_of(recipe)
   batch = abstract_batch(recipe, args.batch)

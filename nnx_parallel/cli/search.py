@@ -11,7 +11,7 @@ from nnx_parallel.cli.compile import abstract_batch, add_step, loss_of, start_co
 
 if TYPE_CHECKING:
   from nnx_parallel.cli.main import Commands
-  from nnx_parallel.report.search import Candidate
+  from nnx_parallel.report.search.search import Candidate
 
 _MOST_SIMULATED = 1024
 SEARCHED = ("none", "dots", "full")
@@ -55,9 +55,9 @@ def register(commands: Commands) -> None:
 
 def run(args: argparse.Namespace) -> int:
   """Searches, prints and says by the exit code whether anything fits."""
-  from nnx_parallel.layout.render import print_text
-  from nnx_parallel.recipes import load_recipe
-  from nnx_parallel.report.search import search
+  from nnx_parallel.core.text import print_text
+  from nnx_parallel.loop.loader import load_recipe
+  from nnx_parallel.report.search.search import search
   from nnx_parallel.report.topology import machine
 
   recipe = load_recipe(args.recipe)

@@ -16,8 +16,8 @@ from nnx_parallel.errors import CheckpointError, TrainError
 if TYPE_CHECKING:
   import nnx_parallel as nxp
   from nnx_parallel.cli.main import Commands
-  from nnx_parallel.recipes import Recipe
-  from nnx_parallel.recipes.job import Job
+  from nnx_parallel.loop.job import Job
+  from nnx_parallel.loop.loader import Recipe
   from nnx_parallel.train.metrics import Record
   from nnx_parallel.train.remat import Policy
 
@@ -121,8 +121,8 @@ def run(args: argparse.Namespace) -> int:
   if args.early_stop and not args.eval_every:
     args.usage_error("--early-stop needs --eval-every N")
   import nnx_parallel as nxp
-  from nnx_parallel.recipes import load_recipe
-  from nnx_parallel.recipes.job import plan_recipe
+  from nnx_parallel.loop.job import plan_recipe
+  from nnx_parallel.loop.loader import load_recipe
 
   recipe = load_recipe(args.recipe).given(text=args.text, batch=args.batch, seed=args.seed)
   sizes = options.mesh_sizes(recipe, args.mesh, args.rules)
@@ -255,7 +255,7 @@ def make_job(
   settings: Mapping[str, Any] | None = None,
 ) -> Job:
   """Restores a checkpoint (the newest good one), or creates the job when there is none yet."""
-  from nnx_parallel.recipes.job import Job
+  from nnx_parallel.loop.job import Job
 
   parts = recipe.parts(microbatches)
   how: dict[str, Any] = {"microbatches": parts, "remat": remat, "settings": settings}
@@ -273,8 +273,8 @@ def make_job(
 
 def describe(job: Job) -> str:
   """Where a job runs, how large it is, and where it starts, in one line."""
-  from nnx_parallel.layout.mesh import axis_sizes
-  from nnx_parallel.layout.render import format_bytes
+  from nnx_parallel.core.mesh import axis_sizes
+  from nnx_parallel.core.text import format_bytes
 
   start = f", from step {job.step}" if job.step else ""
   return (

@@ -8,15 +8,15 @@ from typing import Any
 import jax
 from flax import nnx
 
-from nnx_parallel.create.cut import Stage
+from nnx_parallel.core.nodes import Path, array_leaves, path_str, value_of
+from nnx_parallel.core.padding import pad
+from nnx_parallel.core.text import format_array
+from nnx_parallel.create.slicing.cut import Stage
 from nnx_parallel.errors import PlanError
 from nnx_parallel.layout.abstract import trace_module, trace_optimizer
 from nnx_parallel.layout.leaf import Root
-from nnx_parallel.layout.padding import pad
 from nnx_parallel.layout.plan import ShardingPlan
-from nnx_parallel.layout.render import format_array
 from nnx_parallel.layout.tracing import Trace, make_optimizer, traced_init
-from nnx_parallel.layout.variables import Path, array_leaves, path_str, value_of
 
 
 def build(the_plan: ShardingPlan) -> list[jax.Array]:

@@ -11,18 +11,18 @@ import optax
 from flax import nnx
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
-from nnx_parallel.create.assemble import assemble
+from nnx_parallel.core.mesh import AnyMesh, auto_mesh
+from nnx_parallel.core.nodes import Path
 from nnx_parallel.create.build import stages, trace_plan
-from nnx_parallel.create.cut import Cut, cut
 from nnx_parallel.create.instantiate import instantiate
 from nnx_parallel.create.reference import construct_whole
+from nnx_parallel.create.slicing.assemble import assemble
+from nnx_parallel.create.slicing.cut import Cut, cut
 from nnx_parallel.errors import PlanError
 from nnx_parallel.layout.leaf import Root
-from nnx_parallel.layout.mesh import AnyMesh, auto_mesh
 from nnx_parallel.layout.plan import ShardingPlan, plan_traced
-from nnx_parallel.layout.rules import Uneven
 from nnx_parallel.layout.tracing import Trace, why_one_program
-from nnx_parallel.layout.variables import Path
+from nnx_parallel.rules.logical import Uneven
 
 Compile = Literal["slices", "whole"]
 COMPILE: tuple[str, ...] = get_args(Compile)

@@ -6,11 +6,11 @@ import dataclasses
 
 from jax.sharding import NamedSharding, PartitionSpec
 
+from nnx_parallel.core.mesh import auto_mesh
+from nnx_parallel.core.text import Shown, format_array
 from nnx_parallel.create.constructor import cut_plan, real_mesh
 from nnx_parallel.layout.leaf import LeafPlan
-from nnx_parallel.layout.mesh import auto_mesh
 from nnx_parallel.layout.plan import ShardingPlan
-from nnx_parallel.layout.render import Shown, format_array
 
 
 @dataclasses.dataclass(frozen=True)

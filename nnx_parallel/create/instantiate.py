@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, cast
 
 from flax import nnx
 
+from nnx_parallel.core.axes import Entry, axes_of
+from nnx_parallel.core.nodes import DECLARED, SCOPE, Names, Path, declared
+from nnx_parallel.core.padding import pad_variable
 from nnx_parallel.errors import PlanError
 from nnx_parallel.layout.leaf import LeafPlan, Root
-from nnx_parallel.layout.padding import pad_variable
 from nnx_parallel.layout.plan import ShardingPlan
-from nnx_parallel.layout.stacked import stack_labels
-from nnx_parallel.layout.variables import DECLARED, SCOPE, Names, Path, axes_of, declared
 
 Arrays = Mapping[Path, Any]
 
@@ -31,10 +31,8 @@ def instantiate(the_plan: ShardingPlan, arrays: Mapping[Root, Arrays]) -> Any:
     The module, or `(module, optimizer)` when the plan has an optimizer.
 
   Raises:
-    PlanError: a leaf of the plan has no array, or the plan was read from JSON without its constructor.
+    PlanError: a leaf of the plan has no array.
   """
-  if the_plan.abstract_model is None:
-    the_plan.init()  # says that the plan has no constructor, and where to give one
   model = _merge(the_plan, "model", the_plan.abstract_model, arrays)
   if the_plan.abstract_optimizer is None:
     return model
@@ -98,3 +96,34 @@ def _metadata(row: LeafPlan, first_dim: str | None) -> dict[str, Any]:
       table[str(name)] = axes
     written.append(name if keep else axes)
   return {"out_sharding": tuple(written), "sharding_rules": tuple(table.items())}
+
+
+def stack_labels(leaves: Iterable[LeafPlan]) -> dict[Path, str]:
+  """The name of the first dim of parameters that have no names, taken from their annotated siblings.
+
+  `nnx.scan` takes the stacked dim's name off every annotation and refuses to run where it finds another. A
+  bias that the fallback split therefore needs the name that its kernel has. The layout does not depend on
+  this: each Variable carries the rule that maps the name to the axes it really has.
+
+  Args:
+    leaves: the rows of a module.
+
+  Returns:
+    Path -> name, for leaves without names whose nearest annotated relatives agree on the name and the length
+    of their first dim.
+  """
+  rows = [leaf for leaf in leaves if leaf.shape]
+  first_dims: dict[Path, set[tuple[Entry, int]]] = {}
+  for leaf in rows:
+    if leaf.names:
+      for depth in range(len(leaf.path)):
+        first_dims.setdefault(leaf.path[:depth], set()).add((leaf.names[0], leaf.shape[0]))
+  labels: dict[Path, str] = {}
+  for leaf in rows:
+    if leaf.names is None and any(leaf.spec):
+      above = (first_dims.get(leaf.path[:depth]) for depth in reversed(range(len(leaf.path))))
+      nearest = next((found for found in above if found), set[tuple[Entry, int]]())
+      name, size = next(iter(nearest)) if len(nearest) == 1 else (None, 0)
+      if isinstance(name, str) and size == leaf.shape[0]:
+        labels[leaf.path] = name
+  return labels

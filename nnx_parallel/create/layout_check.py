@@ -9,11 +9,12 @@ import jax
 from flax import nnx
 from jax.sharding import NamedSharding
 
+from nnx_parallel.core.axes import axes_of
+from nnx_parallel.core.nodes import array_leaves, path_str, value_of
+from nnx_parallel.core.text import format_array
 from nnx_parallel.errors import LayoutMismatchError
 from nnx_parallel.layout.leaf import LeafPlan, Root
 from nnx_parallel.layout.plan import ShardingPlan, check_plan
-from nnx_parallel.layout.render import format_array
-from nnx_parallel.layout.variables import array_leaves, axes_of, path_str, value_of
 
 
 @dataclasses.dataclass(frozen=True)

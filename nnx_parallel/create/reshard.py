@@ -12,15 +12,15 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from nnx_parallel.create.assemble import put
+from nnx_parallel.core.nodes import Path, array_leaves, path_str, value_of
+from nnx_parallel.core.padding import crop, is_padded, pad
+from nnx_parallel.core.text import format_array
 from nnx_parallel.create.constructor import real_mesh
 from nnx_parallel.create.instantiate import instantiate
+from nnx_parallel.create.slicing.assemble import put
 from nnx_parallel.errors import PlanError
 from nnx_parallel.layout.leaf import LeafPlan, Root
-from nnx_parallel.layout.padding import crop, is_padded, pad
 from nnx_parallel.layout.plan import ShardingPlan, check_plan
-from nnx_parallel.layout.render import format_array
-from nnx_parallel.layout.variables import Path, array_leaves, path_str, value_of
 
 
 def reshard(

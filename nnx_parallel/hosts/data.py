@@ -11,8 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AbstractMesh, NamedSharding
 
+from nnx_parallel.core.mesh import axis_sizes
 from nnx_parallel.errors import ShardingError
-from nnx_parallel.layout.mesh import axis_sizes
 from nnx_parallel.layout.plan import ShardingPlan
 from nnx_parallel.layout.resolve import shard_counts
 

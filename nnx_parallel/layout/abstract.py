@@ -11,11 +11,11 @@ import jax
 import optax
 from flax import nnx
 
+from nnx_parallel.core.mesh import AnyMesh
+from nnx_parallel.core.nodes import Path, array_leaves, is_rng, kind_of, value_of, variables
 from nnx_parallel.errors import PlanError
 from nnx_parallel.layout import optimizer_layout
-from nnx_parallel.layout.mesh import AnyMesh
 from nnx_parallel.layout.tracing import Trace, make_optimizer, trace, traced_init
-from nnx_parallel.layout.variables import Path, array_leaves, is_rng, kind_of, value_of, variables
 
 
 def abstract_module(init: Callable[[], nnx.Module], mesh: AnyMesh | None = None) -> nnx.Module:

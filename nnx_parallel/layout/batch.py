@@ -7,10 +7,12 @@ from collections.abc import Mapping
 
 from jax.sharding import PartitionSpec
 
+from nnx_parallel.core.axes import Entry, axes_of
+from nnx_parallel.core.nodes import Names
 from nnx_parallel.errors import ShardingError
 from nnx_parallel.layout.resolve import resolve_spec
-from nnx_parallel.layout.rules import LogicalRules, RuleSet
-from nnx_parallel.layout.variables import Entry, Names, axes_of
+from nnx_parallel.rules.logical import LogicalRules
+from nnx_parallel.rules.ruleset import RuleSet
 
 AXES = ("replica", "data", "dp", "fsdp")
 """Names of mesh axes that split the batch where no rule says otherwise."""

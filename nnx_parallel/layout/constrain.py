@@ -17,12 +17,14 @@ from flax import nnx
 from jax.core import Tracer
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
+from nnx_parallel.core.axes import Entry, axes_of, entry_of
+from nnx_parallel.core.mesh import AnyMesh, axis_sizes
+from nnx_parallel.core.nodes import SCOPE
 from nnx_parallel.errors import MeshError, ShardingError
-from nnx_parallel.layout.inputs import InputRules
-from nnx_parallel.layout.mesh import AnyMesh, axis_sizes
 from nnx_parallel.layout.resolve import resolve_spec
-from nnx_parallel.layout.rules import LogicalRules, RuleSet
-from nnx_parallel.layout.variables import SCOPE, Entry, axes_of, entry_of
+from nnx_parallel.rules.inputs import InputRules
+from nnx_parallel.rules.logical import LogicalRules
+from nnx_parallel.rules.ruleset import RuleSet
 
 
 @dataclasses.dataclass(frozen=True)

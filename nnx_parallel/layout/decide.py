@@ -11,24 +11,26 @@ from typing import Any
 from flax import nnx
 from jax.sharding import PartitionSpec
 
-from nnx_parallel.errors import PlanError, ShardingError
-from nnx_parallel.layout import lookup, optimizer_layout
-from nnx_parallel.layout.leaf import Decision, LeafPlan, Root, Source
-from nnx_parallel.layout.mesh import AnyMesh, axis_sizes
-from nnx_parallel.layout.resolve import Extended, Resolution, extend_spec, resolve_spec
-from nnx_parallel.layout.rules import LogicalRules, RuleSet, Uneven
-from nnx_parallel.layout.variables import (
+from nnx_parallel.core.mesh import AnyMesh, axis_sizes
+from nnx_parallel.core.nodes import (
   Names,
   Path,
   aliases,
   array_leaves,
   declared,
-  few,
   is_rng,
   kind_of,
   path_str,
   value_of,
 )
+from nnx_parallel.core.text import few
+from nnx_parallel.errors import PlanError, ShardingError
+from nnx_parallel.layout import checks as lookup
+from nnx_parallel.layout import optimizer_layout
+from nnx_parallel.layout.leaf import Decision, LeafPlan, Root, Source
+from nnx_parallel.layout.resolve import Extended, Resolution, extend_spec, resolve_spec
+from nnx_parallel.rules.logical import LogicalRules, Uneven
+from nnx_parallel.rules.ruleset import RuleSet
 
 
 class Decisions:

@@ -22,15 +22,18 @@ from typing import Any
 import jax
 from flax import nnx
 
+from nnx_parallel.core.mesh import AnyMesh, abstract_mesh, axis_sizes, is_explicit
+from nnx_parallel.core.nodes import Names, Path, array_leaves, path_str, value_of, variables
 from nnx_parallel.errors import ShardingError
 from nnx_parallel.layout import dims
 from nnx_parallel.layout.abstract import abstract_module
 from nnx_parallel.layout.batch import AXES
 from nnx_parallel.layout.constrain import Scope, scoped
-from nnx_parallel.layout.mesh import AnyMesh, abstract_mesh, axis_sizes, is_explicit
-from nnx_parallel.layout.rules import Fallback, LogicalRules, PathRules, RuleSet, fsdp, replicate
 from nnx_parallel.layout.tracing import unplaced
-from nnx_parallel.layout.variables import Names, Path, array_leaves, path_str, value_of, variables
+from nnx_parallel.rules.fallback import Fallback, fsdp, replicate
+from nnx_parallel.rules.logical import LogicalRules
+from nnx_parallel.rules.paths import PathRules
+from nnx_parallel.rules.ruleset import RuleSet
 
 _TENSOR_AXES = ("tensor", "model", "tp", "mp")
 _FSDP_AXES = ("fsdp", "data", "dp")

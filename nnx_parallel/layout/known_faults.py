@@ -15,10 +15,12 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from flax import nnx
 
+from nnx_parallel.core.axes import axes_of
+from nnx_parallel.core.nodes import Path, occurrences, path_str
+from nnx_parallel.core.text import few
 from nnx_parallel.layout.batch import input_spec
 from nnx_parallel.layout.leaf import LeafPlan
-from nnx_parallel.layout.rules import RuleSet
-from nnx_parallel.layout.variables import Path, axes_of, few, occurrences, path_str
+from nnx_parallel.rules.ruleset import RuleSet
 
 
 @dataclasses.dataclass(frozen=True)

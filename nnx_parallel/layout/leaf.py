@@ -10,9 +10,9 @@ from typing import Any, Literal
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from nnx_parallel.layout.mesh import AnyMesh, axis_sizes
+from nnx_parallel.core.mesh import AnyMesh, axis_sizes
+from nnx_parallel.core.nodes import Names, Path, path_str
 from nnx_parallel.layout.resolve import shard_counts
-from nnx_parallel.layout.variables import Names, Path, path_str
 
 HOST_KINDS = ("pinned_host", "unpinned_host")
 """Memory kinds that are not the device's own."""

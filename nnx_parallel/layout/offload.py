@@ -17,10 +17,10 @@ import jax
 import jax.extend.core as jex
 import optax
 
+from nnx_parallel.core.extra_args import accept_extra
+from nnx_parallel.core.nodes import Path, path_str, plain_path
 from nnx_parallel.errors import PlanError
-from nnx_parallel.layout.extra_args import accept_extra
 from nnx_parallel.layout.optimizer_layout import owners
-from nnx_parallel.layout.variables import Path, path_str, plain_path
 
 Space = jax.memory.Space
 

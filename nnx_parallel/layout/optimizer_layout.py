@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING
 
 from jax.sharding import PartitionSpec
 
+from nnx_parallel.core.axes import axes_of
+from nnx_parallel.core.nodes import Path
 from nnx_parallel.errors import PlanError
 from nnx_parallel.layout.resolve import add_axes
-from nnx_parallel.layout.variables import Path, axes_of
 
 if TYPE_CHECKING:
   from nnx_parallel.layout.leaf import LeafPlan

@@ -7,158 +7,52 @@ layout.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import itertools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any, overload
 
-import jax
 import optax
 from flax import nnx
 from flax.core.spmd import get_logical_axis_rules
 from jax.sharding import NamedSharding, PartitionSpec
 
+from nnx_parallel.core.axes import axes_of, entry_of
+from nnx_parallel.core.mesh import AnyMesh, axis_sizes, is_explicit
+from nnx_parallel.core.nodes import Path, array_leaves, kind_of, path_str, value_of
+from nnx_parallel.core.padding import logical_transformation
+from nnx_parallel.core.text import few
 from nnx_parallel.errors import PlanError
 from nnx_parallel.layout import offload, optimizer_layout
 from nnx_parallel.layout.abstract import abstract_module, kept_dims, trace_module, trace_optimizer
-from nnx_parallel.layout.attention import check_attention
-from nnx_parallel.layout.batch import batch_axes, input_spec, no_batch_axes, with_batch
-from nnx_parallel.layout.constrain import Scope, scoped
-from nnx_parallel.layout.decide import Decisions, nearest
-from nnx_parallel.layout.grouped import check_depthwise
+from nnx_parallel.layout.batch import batch_axes, no_batch_axes
+from nnx_parallel.layout.checks import check_attention, check_depthwise, check_tables
+from nnx_parallel.layout.decide import Decisions
 from nnx_parallel.layout.known_faults import fault_notes, possible_faults
 from nnx_parallel.layout.leaf import LeafPlan, Root
-from nnx_parallel.layout.lookup import check_tables
-from nnx_parallel.layout.mesh import AnyMesh, axis_sizes, is_explicit
-from nnx_parallel.layout.padding import logical_transformation
-from nnx_parallel.layout.rules import UNEVEN, RuleSet, Uneven
 from nnx_parallel.layout.sharded_optimizer import Placement
+from nnx_parallel.layout.show import audit, diff, json, picture, text
+from nnx_parallel.layout.show.audit import Audit, Trainable
+from nnx_parallel.layout.show.diff import PlanDiff
+from nnx_parallel.layout.table import Table
 from nnx_parallel.layout.tracing import Trace, placements, why_one_program
-from nnx_parallel.layout.variables import (
-  Path,
-  array_leaves,
-  axes_of,
-  entry_of,
-  few,
-  kind_of,
-  path_str,
-  value_of,
-)
-
-if TYPE_CHECKING:
-  from nnx_parallel.layout.audit import Audit, Trainable
-  from nnx_parallel.layout.serialize import PlanDiff
+from nnx_parallel.rules.logical import UNEVEN, Uneven
+from nnx_parallel.rules.ruleset import RuleSet
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class ShardingPlan:
-  """The layout of a model, and of its optimizer, on a mesh. Made by `plan`; see there.
+@dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
+class StoredPlan(Table):
+  """A plan without its constructor: what can be looked at and compared. Made by `ShardingPlan.from_json`.
 
   Attributes:
     mesh: the mesh that the specs refer to.
     rules: the rules that were applied.
     leaves: every Variable of the model, then of the optimizer, in flax's order.
-    init: the constructor that was planned.
-    tx: the optax transformation, or None when the plan has no optimizer.
-    wrt: which Variables the optimizer trains.
-    abstract_model: the module with `ShapeDtypeStruct` values; for reading, not for changing. None in a plan
-      that was read from JSON without its constructor.
-    abstract_optimizer: the optimizer likewise, or None.
     notes: what a reader should know, for example rules that matched nothing.
     zero: ZeRO stage of the optimizer state (1), and of the gradients too (2).
   """
-
-  mesh: AnyMesh
-  rules: RuleSet
-  leaves: tuple[LeafPlan, ...]
-  init: Callable[[], nnx.Module]
-  tx: optax.GradientTransformation | None
-  wrt: Any
-  abstract_model: nnx.Module | None
-  abstract_optimizer: nnx.Optimizer[Any] | None
-  notes: tuple[str, ...] = ()
-  zero: int = 0
-
-  def __getitem__(self, name: str) -> LeafPlan:
-    """The leaf with this dotted path (`optimizer/...` for optimizer state)."""
-    found = self._by_name.get(name)
-    if found is None:
-      inside = [full for full in self._by_name if full.startswith(f"{name}.")]
-      near = few(inside) if inside else ", ".join(nearest(name, self._by_name)) or "nothing like it"
-      raise PlanError(
-        f"the plan has no leaf {name!r}.",
-        details=f"{'in it' if inside else 'nearest'}: {near}",
-        fix="list them with [leaf.name for leaf in plan.leaves].",
-      )
-    return found
-
-  @functools.cached_property
-  def _by_name(self) -> dict[str, LeafPlan]:
-    found = {leaf.name: leaf for leaf in self.leaves}
-    tied = {path_str(path): leaf for leaf in self.leaves for path in leaf.aliases}
-    return tied | found
-
-  def of(self, root: Root) -> dict[Path, LeafPlan]:
-    """The leaves of one object by path.
-
-    Args:
-      root: `"model"` or `"optimizer"`.
-
-    Returns:
-      Path -> leaf, in flax's order; empty for the optimizer of a plan without one.
-    """
-    return {leaf.path: leaf for leaf in self.leaves if leaf.root == root}
-
-  def abstract_state(self, root: Root = "model") -> dict[Path, jax.ShapeDtypeStruct]:
-    """Abstract arrays with the planned sharding, as stored; what a restore or an AOT compile needs.
-
-    Args:
-      root: `"model"` or `"optimizer"`.
-
-    Returns:
-      Path -> `ShapeDtypeStruct` (global storage shape, dtype, sharding).
-    """
-    return {path: leaf.struct for path, leaf in self.of(root).items()}
-
-  def bytes_per_device(self, root: Root | None = None, *, host: bool = False) -> int:
-    """Bytes that each device holds in its own memory.
-
-    Args:
-      root: count only this object; both when None.
-      host: count what lies in host memory instead (`plan(optimizer_memory="pinned_host")`).
-
-    Returns:
-      Bytes per device.
-    """
-    rows = (leaf for leaf in self.leaves if leaf.on_host == host and root in (None, leaf.root))
-    return sum(leaf.bytes_per_device for leaf in rows)
-
-  def num_parameters(self, wrt: Any = nnx.Param) -> int:
-    """Counts the elements of the model's parameters; tied ones once, padding not at all.
-
-    Args:
-      wrt: which Variables count; a filter as in `nnx.Optimizer`.
-
-    Returns:
-      Elements in all, over all devices.
-
-    Raises:
-      PlanError: as `trainable`, with another filter than `nnx.Param`.
-
-    Example:
-      >>> import nnx_parallel as nxp
-      >>> from flax import nnx
-      >>> nxp.plan(lambda: nnx.Linear(8, 64, rngs=nnx.Rngs(0)), nxp.make_mesh(fsdp=8)).num_parameters()
-      576
-    """
-    # The table says which are parameters, also where there is no module to ask.
-    rows = (
-      [row for row in self.leaves if row.is_parameter] if wrt is nnx.Param else self.trainable(wrt).trained
-    )
-    return sum(math.prod(leaf.shape) for leaf in rows)
 
   def explain(self, name: str) -> str:
     """How one leaf came to its layout.
@@ -183,29 +77,21 @@ class ShardingPlan:
         'mlp' -> 'tensor'
         each device holds float32[8,16], 512 bytes of 2048 (2 copies on 8 devices)
     """
-    from nnx_parallel.layout import render  # what only printing needs is read when it prints
-
-    return render.explain(self, self[name])
+    return text.explain(self, self[name])
 
   def __repr__(self) -> str:
     mesh = ", ".join(f"{axis}={size}" for axis, size in axis_sizes(self.mesh).items())
-    return f"<ShardingPlan: {len(self.leaves)} arrays on mesh {mesh}; print it for the table>"
+    return f"<{type(self).__name__}: {len(self.leaves)} arrays on mesh {mesh}; print it for the table>"
 
   def __str__(self) -> str:
-    from nnx_parallel.layout import render
-
-    return render.plan_text(self)
+    return text.plan_text(self)
 
   def _repr_html_(self) -> str:
-    from nnx_parallel.layout import render
-
-    return render.plan_html(self)
+    return text.plan_html(self)
 
   def show(self) -> None:
     """Prints the plan: in colours and the terminal's width, or as HTML in a notebook."""
-    from nnx_parallel.layout import render
-
-    render.show(self)
+    text.show(self)
 
   def picture(self, name: str) -> str:
     """Draws which device holds which block of an array.
@@ -224,8 +110,6 @@ class ShardingPlan:
       >>> plan.picture("kernel").startswith("<svg")
       True
     """
-    from nnx_parallel.layout import picture
-
     return picture.svg(self[name])
 
   def save_picture(self, name: str, file: str) -> None:
@@ -238,8 +122,6 @@ class ShardingPlan:
     Raises:
       PlanError: another suffix, or no matplotlib.
     """
-    from nnx_parallel.layout import picture
-
     picture.save(self[name], file)
 
   def audit(self, *, min_bytes: int = 2**20) -> Audit:
@@ -258,8 +140,6 @@ class ShardingPlan:
       >>> [(found.leaf.name, found.wasted, found.remedy) for found in plan.audit()]
       [('kernel', 1835008, 'fsdp could split dim 0 (1024)')]
     """
-    from nnx_parallel.layout import audit
-
     return audit.audit(self, min_bytes=min_bytes)
 
   def warn_replicated(self, *, stacklevel: int = 2) -> bool:
@@ -274,37 +154,9 @@ class ShardingPlan:
     Returns:
       Whether there was anything to warn about.
     """
-    from nnx_parallel.layout import audit
-
     return audit.warn_replicated(self, stacklevel=stacklevel + 1)
 
-  def trainable(self, wrt: Any = None) -> Trainable:
-    """Counts what a filter trains and what it leaves frozen, before anything is built.
-
-    Args:
-      wrt: a filter as in `nnx.Optimizer`; the plan's own when None.
-
-    Returns:
-      The trained and frozen leaves; prints counts, bytes and paths.
-
-    Raises:
-      PlanError: the filter selects nothing, or the plan was read from JSON without its constructor.
-
-    Example:
-      >>> import nnx_parallel as nxp
-      >>> from flax import nnx
-      >>> plan = nxp.plan(lambda: nnx.Linear(8, 64, rngs=nnx.Rngs(0)), nxp.make_mesh(fsdp=8))
-      >>> print(plan.trainable(nnx.PathContains("bias")))
-      trained      1 arrays               64 elements   256 B in all, 256 B per device
-      frozen       1 arrays              512 elements   2 KiB in all, 2 KiB per device
-      trained: bias
-      frozen: kernel
-    """
-    from nnx_parallel.layout import audit
-
-    return audit.trainable(self, self.wrt if wrt is None else wrt)
-
-  def diff(self, other: ShardingPlan) -> PlanDiff:
+  def diff(self, other: Table) -> PlanDiff:
     """What changes in the layout from this plan to another.
 
     Args:
@@ -323,10 +175,8 @@ class ShardingPlan:
       kernel   1  spec  whole   (-, fsdp)
       per device 2.25 KiB -> 512 B
     """
-    from nnx_parallel.layout import serialize
-
-    check_plan(other, "plan.diff(other)")
-    return serialize.diff(self, other)
+    check_plan(other, "plan.diff(other)", Table)
+    return diff.diff(self, other)
 
   def to_json(self) -> str:
     """The plan as JSON: mesh axes, rules, and every leaf with its decision; not the constructor.
@@ -337,9 +187,66 @@ class ShardingPlan:
     Raises:
       PlanError: a path part that is no string, int or tuple of these.
     """
-    from nnx_parallel.layout import serialize
+    return json.to_json(self)
 
-    return serialize.to_json(self)
+
+@dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
+class ShardingPlan(StoredPlan):
+  """The layout of a model, and of its optimizer, on a mesh, and how both are built; made by `plan`.
+
+  Attributes:
+    init: the constructor that was planned.
+    tx: the optax transformation, or None when the plan has no optimizer.
+    wrt: which Variables the optimizer trains.
+    abstract_model: the module with `ShapeDtypeStruct` values; for reading, not for changing.
+    abstract_optimizer: the optimizer likewise, or None.
+  """
+
+  init: Callable[[], nnx.Module]
+  abstract_model: nnx.Module
+  tx: optax.GradientTransformation | None = None
+  wrt: Any = nnx.Param
+  abstract_optimizer: nnx.Optimizer[Any] | None = None
+
+  def trainable(self, wrt: Any = None) -> Trainable:
+    """Counts what a filter trains and what it leaves frozen, before anything is built.
+
+    Args:
+      wrt: a filter as in `nnx.Optimizer`; the plan's own when None.
+
+    Returns:
+      The trained and frozen leaves; prints counts, bytes and paths.
+
+    Raises:
+      PlanError: the filter selects nothing.
+
+    Example:
+      >>> import nnx_parallel as nxp
+      >>> from flax import nnx
+      >>> plan = nxp.plan(lambda: nnx.Linear(8, 64, rngs=nnx.Rngs(0)), nxp.make_mesh(fsdp=8))
+      >>> print(plan.trainable(nnx.PathContains("bias")))
+      trained      1 arrays               64 elements   256 B in all, 256 B per device
+      frozen       1 arrays              512 elements   2 KiB in all, 2 KiB per device
+      trained: bias
+      frozen: kernel
+    """
+    return audit.trainable(self, self.abstract_model, self.wrt if wrt is None else wrt)
+
+  @overload
+  @classmethod
+  def from_json(cls, text: str, *, mesh: AnyMesh | None = None) -> StoredPlan: ...
+
+  @overload
+  @classmethod
+  def from_json(
+    cls,
+    text: str,
+    *,
+    mesh: AnyMesh | None = None,
+    init: Callable[[], nnx.Module],
+    optimizer: optax.GradientTransformation | None = None,
+    wrt: Any = nnx.Param,
+  ) -> ShardingPlan: ...
 
   @classmethod
   def from_json(
@@ -350,14 +257,14 @@ class ShardingPlan:
     init: Callable[[], nnx.Module] | None = None,
     optimizer: optax.GradientTransformation | None = None,
     wrt: Any = nnx.Param,
-  ) -> ShardingPlan:
+  ) -> StoredPlan:
     """Reads a plan back: to compare with, to look at, or, with `init`, to create and restore from.
 
     Args:
       text: what `to_json` wrote.
       mesh: a mesh with the stored axes; an abstract one when None.
       init: the constructor. Its Variables must be those of the stored plan; their layout is the stored one,
-        whatever today's rules would say. Without it the plan cannot create or restore a module.
+        whatever today's rules would say. Without it the result is a `StoredPlan`: it prints and compares.
       optimizer: the optax transformation, when the stored plan has optimizer state.
       wrt: which Variables it trains.
 
@@ -367,27 +274,13 @@ class ShardingPlan:
     Raises:
       PlanError: not a plan's JSON, a mesh with other axes, or a module that is not the stored one.
     """
-    from nnx_parallel.layout import serialize
-
-    stored = serialize.from_json(text, mesh)
-    model = state = None
-    if init is not None:
-      model = abstract_module(init, stored.mesh)
-      state = None if optimizer is None else trace_optimizer(model, optimizer, wrt).node
-      _check_stored(stored.leaves, model, state)
-    made = cls(
-      stored.mesh,
-      stored.rules,
-      stored.leaves,
-      init or _no_constructor,
-      optimizer,
-      wrt,
-      model,
-      state,
-      stored.notes,
-      stored.zero,
-    )
-    return made
+    fields = json.from_json(text, mesh)
+    if init is None:
+      return StoredPlan(**fields)
+    model = abstract_module(init, fields["mesh"])
+    state = None if optimizer is None else trace_optimizer(model, optimizer, wrt).node
+    _check_stored(fields["leaves"], model, state)
+    return cls(**fields, init=init, abstract_model=model, tx=optimizer, wrt=wrt, abstract_optimizer=state)
 
   @functools.cached_property
   def live_tx(self) -> Any:
@@ -416,70 +309,24 @@ class ShardingPlan:
         found.setdefault(own.path, NamedSharding(self.mesh, leaf.spec))  # pyright: ignore[reportArgumentType]
     return found
 
-  @functools.cached_property
-  def batch_axes(self) -> tuple[str, ...]:
-    """The mesh axes that split dim 0 of the inputs, major to minor; `()` for a replicated batch.
 
-    Those of `InputRules`; else those of the `batch` rule; else the axes called `replica`, `data`, `dp` and
-    `fsdp`, and the fallback's, as far as the mesh has them.
-
-    Raises:
-      ShardingError: no `batch` rule and no such axis.
-    """
-    axes = batch_axes(self.rules, axis_sizes(self.mesh))
-    if axes is None:
-      raise no_batch_axes(self.rules, axis_sizes(self.mesh))
-    return axes
-
-  def batch_spec(self, ndim: int) -> PartitionSpec:
-    """The spec of an input: that of `InputRules`; else `batch_axes` on dim 0, the other dims whole.
-
-    Args:
-      ndim: rank of the input; a scalar is replicated.
-
-    Returns:
-      A spec with `ndim` entries.
-
-    Raises:
-      ShardingError: no `batch` rule and no such axis.
-    """
-    return input_spec(self.rules, ndim, axis_sizes(self.mesh))
-
-  def scope(self) -> contextlib.AbstractContextManager[None]:
-    """Puts this plan's rules and mesh in scope; a missing `batch` rule is `batch_axes`.
-
-    The steps of `train_step` and `eval_step` do so by themselves. This is for a step of your own.
-
-    Returns:
-      A context manager; see `use_rules`.
-
-    Example:
-      >>> import jax.numpy as jnp, nnx_parallel as nxp
-      >>> from flax import nnx
-      >>> plan = nxp.plan(lambda: nnx.Linear(4, 4, rngs=nnx.Rngs(0)), nxp.make_mesh(data=8))
-      >>> with plan.scope():
-      ...   nxp.constrain(jnp.ones((8, 4)), "batch", None).sharding.spec
-      P('data', None)
-    """
-    return scoped(self.activation_rules)
-
-  @functools.cached_property
-  def activation_rules(self) -> Scope:
-    """What `scope` puts in scope; the Variables of a model that is made from this plan carry it."""
-    return Scope(with_batch(self.rules, axis_sizes(self.mesh)), self.mesh, self.rules.inputs)
-
-
-def check_plan(plan: object, call: str) -> None:
+def check_plan(plan: object, call: str, kind: type[Table] = ShardingPlan) -> None:
   """Refuses another object where a plan is meant.
 
   Args:
     plan: what was given.
     call: the call that works, for example `reshard(model, plan)`.
+    kind: `Table` where a plan without its constructor will do.
 
   Raises:
-    PlanError: it is no plan.
+    PlanError: it is no plan, or one that was read from JSON without its constructor.
   """
-  if not isinstance(plan, ShardingPlan):
+  if isinstance(plan, StoredPlan) and not isinstance(plan, kind):
+    raise PlanError(
+      "this plan was read from JSON without its constructor, so it cannot build a module.",
+      fix="ShardingPlan.from_json(text, mesh=mesh, init=init, optimizer=...)",
+    )
+  if not isinstance(plan, kind):
     raise PlanError(
       f"{call.partition('(')[0]} needs a plan, and got a value of type {type(plan).__name__}.",
       fix=f"{call}, with plan = nxp.plan(init, mesh, rules).",
@@ -626,16 +473,16 @@ def plan_traced(
   if whole := why_one_program(traces.values()):
     found.append(f"created as one program, which takes longer to compile: {whole}")
   made = ShardingPlan(
-    mesh,
-    ruleset,
-    tuple(leaves),
-    init,
-    optimizer,
-    wrt,
-    model,
-    abstract_optimizer,
-    tuple(found + decisions.notes()),
-    zero,
+    mesh=mesh,
+    rules=ruleset,
+    leaves=tuple(leaves),
+    notes=tuple(found + decisions.notes()),
+    zero=zero,
+    init=init,
+    abstract_model=model,
+    tx=optimizer,
+    wrt=wrt,
+    abstract_optimizer=abstract_optimizer,
   )
   return made, traces
 
@@ -666,13 +513,6 @@ def _overridden(placed: Mapping[Path, PartitionSpec], leaves: Iterable[LeafPlan]
       other.append(f"{leaf.name} {asked}, planned {leaf.spec}")
   advice = "the plan follows annotations (out_sharding=...) and rules"
   return [f"init itself places {few(other)}: {advice}"] if other else []
-
-
-def _no_constructor() -> nnx.Module:
-  raise PlanError(
-    "this plan was read from JSON without its constructor, so it cannot build a module.",
-    fix="ShardingPlan.from_json(text, mesh=mesh, init=init, optimizer=...)",
-  )
 
 
 def _check_stored(leaves: Iterable[LeafPlan], model: nnx.Module, optimizer: Any) -> None:

@@ -14,19 +14,20 @@ from typing import NoReturn
 
 from jax.sharding import PartitionSpec
 
+from nnx_parallel.core.axes import Entry, axes_of, entry_of
+from nnx_parallel.core.mesh import AnyMesh, axis_sizes
+from nnx_parallel.core.nodes import Names
 from nnx_parallel.errors import ShardingError
-from nnx_parallel.layout.mesh import AnyMesh, axis_sizes
-from nnx_parallel.layout.rules import (
+from nnx_parallel.rules.fallback import Fallback
+from nnx_parallel.rules.logical import (
   UNEVEN,
   Candidate,
-  Fallback,
   LogicalRules,
   Uneven,
   show_candidate,
   show_candidates,
   show_rule,
 )
-from nnx_parallel.layout.variables import Entry, Names, axes_of, entry_of
 
 
 @dataclasses.dataclass(frozen=True)

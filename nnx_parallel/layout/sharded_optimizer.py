@@ -11,8 +11,8 @@ from flax import nnx
 from jax.core import Tracer
 from jax.sharding import AxisType, NamedSharding
 
+from nnx_parallel.core.nodes import Path, array_leaves
 from nnx_parallel.errors import TrainError
-from nnx_parallel.layout.variables import Path, array_leaves
 
 M = TypeVar("M", bound=nnx.Module)
 

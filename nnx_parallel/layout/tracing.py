@@ -16,10 +16,10 @@ from jax.core import Tracer
 from jax.extend.core import Literal
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
+from nnx_parallel.core.mesh import AnyMesh, axis_sizes
+from nnx_parallel.core.nodes import Path, occurrences, path_str, value_of
 from nnx_parallel.errors import PlanError
-from nnx_parallel.layout.mesh import AnyMesh, axis_sizes
 from nnx_parallel.layout.sharded_optimizer import ShardedOptimizer
-from nnx_parallel.layout.variables import Path, occurrences, path_str, value_of
 
 NEEDS_VALUES = (
   jax.errors.ConcretizationTypeError,

@@ -10,8 +10,8 @@ from collections.abc import Callable, Mapping
 from nnx_parallel.errors import ReportError
 from nnx_parallel.report.chips import Chip
 from nnx_parallel.report.chips import chip as chip_named
-from nnx_parallel.report.collectives import KINDS, Collective
 from nnx_parallel.report.compile_report import CompileReport
+from nnx_parallel.report.program.collectives import KINDS, Collective
 from nnx_parallel.report.units import format_bytes
 
 _LIMIT = re.compile(r"\s*(<=|>=|==|<|>)\s*(.+)")

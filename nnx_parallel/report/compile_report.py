@@ -12,21 +12,21 @@ from typing import Any
 import jax
 from jax.sharding import AbstractMesh, NamedSharding
 
+from nnx_parallel.core.mesh import axis_sizes, is_explicit
+from nnx_parallel.core.nodes import Path, path_str, variables
 from nnx_parallel.create.instantiate import instantiate
 from nnx_parallel.errors import ReportError
 from nnx_parallel.layout.constrain import default_scope
-from nnx_parallel.layout.mesh import axis_sizes, is_explicit
 from nnx_parallel.layout.plan import ShardingPlan, check_plan
-from nnx_parallel.layout.variables import Path, path_str, variables
-from nnx_parallel.report import hlo
 from nnx_parallel.report.chips import Chip, chip_of
 from nnx_parallel.report.chips import chip as chip_named
-from nnx_parallel.report.collectives import Collective, collectives
-from nnx_parallel.report.compiler import Compiled, MemoryStats, memory_stats, run_compiler
-from nnx_parallel.report.cost import Cost, cost
-from nnx_parallel.report.faults import Comparison, Fault, compare
-from nnx_parallel.report.peak import Tenant, at_peak
-from nnx_parallel.report.reshards import Reshard, find_reshards
+from nnx_parallel.report.program import hlo
+from nnx_parallel.report.program.collectives import Collective, collectives
+from nnx_parallel.report.program.compiler import Compiled, MemoryStats, memory_stats, run_compiler
+from nnx_parallel.report.program.cost import Cost, cost
+from nnx_parallel.report.program.faults import Comparison, Fault, compare
+from nnx_parallel.report.program.peak import Tenant, at_peak
+from nnx_parallel.report.program.reshards import Reshard, find_reshards
 from nnx_parallel.report.topology import topology_mesh
 from nnx_parallel.train.step import TrainStep
 

@@ -10,21 +10,22 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Literal
 
+from nnx_parallel.core.mesh import axis_sizes
+from nnx_parallel.core.text import format_array, format_spec
 from nnx_parallel.errors import ReportError
-from nnx_parallel.layout.mesh import axis_sizes
 from nnx_parallel.layout.plan import ShardingPlan
-from nnx_parallel.layout.render import format_array, format_spec, grouped
+from nnx_parallel.layout.show.text import grouped
 from nnx_parallel.report import svg
-from nnx_parallel.report.roofline import compiled_time
+from nnx_parallel.report.estimate.roofline import compiled_time
 from nnx_parallel.report.tables import FAULT_COLUMNS, fault_rows, not_counted, results_note, verdict
 from nnx_parallel.report.units import format_bytes, format_count, format_seconds
 
 if TYPE_CHECKING:
   from nnx_parallel.report.chips import Chip
   from nnx_parallel.report.compile_report import CompileReport
-  from nnx_parallel.report.memory import MemoryPlan
-  from nnx_parallel.report.roofline import StepTime
-  from nnx_parallel.report.search import SearchResult
+  from nnx_parallel.report.estimate.memory import MemoryPlan
+  from nnx_parallel.report.estimate.roofline import StepTime
+  from nnx_parallel.report.search.search import SearchResult
 
 Picture = Literal["memory", "treemap", "devices", "collectives", "timeline"]
 
@@ -280,7 +281,7 @@ def _links_svg(time: StepTime) -> str:
 
 def search_page(result: SearchResult) -> str:
   """The page of a search: every candidate by memory and time, the front as a table, the winner's code."""
-  from nnx_parallel.report.search_text import FRONT_COLUMNS, OTHER_COLUMNS, front_rows, other_rows
+  from nnx_parallel.report.search.text import FRONT_COLUMNS, OTHER_COLUMNS, front_rows, other_rows
 
   front = result.pareto()
   known = {id(candidate) for candidate in front}

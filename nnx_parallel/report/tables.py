@@ -7,13 +7,13 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from nnx_parallel.layout.render import text_table
+from nnx_parallel.core.text import text_table
 from nnx_parallel.report.units import format_bytes, format_count, format_seconds
 
 if TYPE_CHECKING:
   from nnx_parallel.report.chips import Chip
   from nnx_parallel.report.compile_report import CompileReport
-  from nnx_parallel.report.peak import Tenant
+  from nnx_parallel.report.program.peak import Tenant
 
 _ROWS = 12
 _TENANTS = 6

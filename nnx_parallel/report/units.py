@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from nnx_parallel.layout.render import format_bytes
+from nnx_parallel.core.text import format_bytes
 
 __all__ = ["format_bytes", "format_count", "format_seconds"]
 

@@ -10,11 +10,11 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
+from nnx_parallel.core.axes import axes_of
+from nnx_parallel.core.jaxprs import equations
 from nnx_parallel.errors import TrainError
 from nnx_parallel.layout.constrain import spent
-from nnx_parallel.layout.variables import axes_of
 from nnx_parallel.train.floats import widen
-from nnx_parallel.train.jaxprs import equations
 from nnx_parallel.train.losses import Terms, mean
 
 Objective = Callable[[list[Any], list[Any], Any], tuple[Any, tuple[Terms, dict[int, Any], Any]]]

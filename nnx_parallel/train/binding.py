@@ -25,8 +25,8 @@ from jax.core import Tracer
 from jax.extend.core import get_opaque_trace_state
 from jax.sharding import NamedSharding, PartitionSpec
 
+from nnx_parallel.core.nodes import Path, path_str, value_of, variables
 from nnx_parallel.errors import TrainError
-from nnx_parallel.layout.variables import Path, path_str, value_of, variables
 from nnx_parallel.train.compiled import deleted, is_deleted
 
 # The slot itself: the public accessors cost five times as much and check what a step has checked once.

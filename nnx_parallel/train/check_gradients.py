@@ -14,17 +14,16 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from nnx_parallel.core.jaxprs import equations
+from nnx_parallel.core.text import few, number_pattern
 from nnx_parallel.layout.constrain import scope_of
 from nnx_parallel.layout.known_faults import Fault, possible_faults
 from nnx_parallel.layout.leaf import Decision, LeafPlan
-from nnx_parallel.layout.render import number_pattern
-from nnx_parallel.layout.rules import RuleSet
-from nnx_parallel.layout.variables import few
+from nnx_parallel.rules.ruleset import RuleSet
 from nnx_parallel.train.accumulate import Layout, batch_axes_of
 from nnx_parallel.train.binding import Binding
 from nnx_parallel.train.directions import power_of_two
 from nnx_parallel.train.gradient_check import GradientCheck, GradientLook, Verdict, unchecked
-from nnx_parallel.train.jaxprs import equations
 from nnx_parallel.train.losses import check_examples
 from nnx_parallel.train.relayout import Relayout, cheapest, relayouts
 from nnx_parallel.train.subject import Subject

@@ -13,9 +13,9 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding
 
+from nnx_parallel.core.text import few
 from nnx_parallel.errors import TrainError
 from nnx_parallel.layout.constrain import rules_in_scope
-from nnx_parallel.layout.variables import few
 
 logger = logging.getLogger("nnx_parallel")
 

@@ -7,9 +7,8 @@ import math
 import textwrap
 from typing import Any, Literal
 
+from nnx_parallel.core.text import Shown, few, format_spec, page_width, text_table
 from nnx_parallel.errors import TrainError
-from nnx_parallel.layout.render import Shown, format_spec, page_width, text_table
-from nnx_parallel.layout.variables import few
 
 Verdict = Literal["right", "wrong", "not decided"]
 

@@ -5,7 +5,7 @@ and some of its choices compute wrong numbers: with the batch over (data, fsdp) 
 (fsdp, tensor), a product may come out with the examples of other devices, and gradients below it are off by
 half while the loss is right (jax 0.10.2 and 0.12, Shardy and GSPMD; `layout/known_faults.py` has the list).
 
-So the trace of the whole step is rewritten, by the layouts of `layout/flow.py`:
+So the trace of the whole step is rewritten, by the layouts of `core/flow.py`:
 - a parameter is gathered over the axes that split the batch where it meets the batch, forward and backward;
 - the result of a product that carries the batch is laid out as the plan implies;
 - the operands of a convolution's kernel gradient have whole spatial dims;
@@ -25,14 +25,9 @@ from jax.core import ShapedArray
 from jax.extend import core
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from nnx_parallel.errors import TrainError
-from nnx_parallel.layout.batch import batch_axes, input_spec
-from nnx_parallel.layout.constrain import Scope
-from nnx_parallel.layout.flow import Axes, Flow, constraint, meeting, spread, without
-from nnx_parallel.layout.mesh import axis_sizes
-from nnx_parallel.layout.rules import RuleSet
-from nnx_parallel.layout.variables import axes_of, entry_of
-from nnx_parallel.train.jaxprs import (
+from nnx_parallel.core.axes import axes_of, entry_of, without
+from nnx_parallel.core.flow import Axes, Flow, constraint, meeting, spread
+from nnx_parallel.core.jaxprs import (
   CALLS,
   CHECKPOINTS,
   bind,
@@ -45,6 +40,11 @@ from nnx_parallel.train.jaxprs import (
   programs,
   scan_counts,
 )
+from nnx_parallel.core.mesh import axis_sizes
+from nnx_parallel.errors import TrainError
+from nnx_parallel.layout.batch import batch_axes, input_spec
+from nnx_parallel.layout.constrain import Scope
+from nnx_parallel.rules.ruleset import RuleSet
 
 Flows = Sequence[Flow]
 _ELEMENTWISE = frozenset(("add", "add_any", "convert_element_type", "mul", "select_n", "sub"))

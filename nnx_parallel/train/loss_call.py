@@ -10,8 +10,8 @@ from typing import Any
 
 from flax import errors, nnx
 
+from nnx_parallel.core.nodes import path_str
 from nnx_parallel.errors import TrainError
-from nnx_parallel.layout.variables import path_str
 
 
 def call_loss(loss_fn: Callable[[Any, Any], Any], models: Any, batch: Any) -> Any:

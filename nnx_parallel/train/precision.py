@@ -14,8 +14,8 @@ import optax
 from flax import nnx
 from jax.typing import DTypeLike
 
+from nnx_parallel.core.nodes import path_str, value_of
 from nnx_parallel.errors import NnxParallelWarning, TrainError
-from nnx_parallel.layout.variables import path_str, value_of
 from nnx_parallel.train.loss_scale import with_loss_scale
 from nnx_parallel.train.wrappers import with_masters
 

@@ -10,9 +10,9 @@ from typing import Any
 
 from jax.sharding import NamedSharding, PartitionSpec
 
-from nnx_parallel.layout.render import format_bytes, format_spec
+from nnx_parallel.core.axes import axes_of, entry_of
+from nnx_parallel.core.text import format_bytes, format_spec
 from nnx_parallel.layout.resolve import shard_counts
-from nnx_parallel.layout.variables import axes_of, entry_of
 
 
 @dataclasses.dataclass(frozen=True)

@@ -13,8 +13,8 @@ from typing import Any, Literal
 import jax
 from flax import nnx
 
+from nnx_parallel.core.jaxprs import CALLS, CHECKPOINTS, bind, called, evaluate, opened, scan_counts
 from nnx_parallel.errors import TrainError
-from nnx_parallel.train.jaxprs import CALLS, CHECKPOINTS, bind, called, evaluate, opened, scan_counts
 
 Remat = Literal["as written", "none", "dots", "full"]
 REMATS: tuple[Remat, ...] = ("as written", "none", "dots", "full")

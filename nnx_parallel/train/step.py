@@ -17,12 +17,14 @@ from flax import nnx
 from jax.sharding import AbstractMesh, NamedSharding
 from jax.typing import DTypeLike
 
+from nnx_parallel.core.axes import axes_of
+from nnx_parallel.core.nodes import Path, value_of
+from nnx_parallel.core.text import few
 from nnx_parallel.create.instantiate import instantiate
 from nnx_parallel.errors import TrainError
 from nnx_parallel.layout.constrain import default_scope, scope_of
 from nnx_parallel.layout.plan import ShardingPlan
 from nnx_parallel.layout.sharded_optimizer import placement_of
-from nnx_parallel.layout.variables import Path, axes_of, few, value_of
 from nnx_parallel.train.accumulate import Layout, batch_axes_of
 from nnx_parallel.train.binding import (
   ABSENT,

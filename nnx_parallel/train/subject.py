@@ -11,12 +11,13 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
+from nnx_parallel.core.axes import axes_of
+from nnx_parallel.core.jaxprs import as_function, own_rules, without_own_rules
+from nnx_parallel.core.nodes import path_str
 from nnx_parallel.layout.constrain import default_scope, scope_of, spent
-from nnx_parallel.layout.variables import axes_of, path_str
 from nnx_parallel.train.accumulate import Layout, loss_of, pinned, slope_of, traced_by_replica
 from nnx_parallel.train.binding import Binding
 from nnx_parallel.train.directions import inner, signs
-from nnx_parallel.train.jaxprs import as_function, own_rules, without_own_rules
 from nnx_parallel.train.loss_scale import common_scale
 from nnx_parallel.train.losses import mean, means
 from nnx_parallel.train.update import Differentiable, LossFn, Recipe, differentiable, gradients_of, keyed

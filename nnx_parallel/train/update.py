@@ -14,16 +14,16 @@ import optax
 import optax.contrib
 from flax import nnx
 
+from nnx_parallel.core.jaxprs import forwarded
+from nnx_parallel.core.nodes import Path, path_str, plain_path, variables
+from nnx_parallel.core.padding import is_padded
 from nnx_parallel.errors import TrainError
-from nnx_parallel.layout.padding import is_padded
 from nnx_parallel.layout.sharded_optimizer import ShardedOptimizer, placement_of, plain_update
 from nnx_parallel.layout.tracing import NEEDS_VALUES
-from nnx_parallel.layout.variables import Path, path_str, plain_path, variables
 from nnx_parallel.train.accumulate import Layout, Objective, Total, in_microbatches, loss_of, whole_batch
 from nnx_parallel.train.binding import Template
 from nnx_parallel.train.diagnostics import diagnostics, merged
 from nnx_parallel.train.gradients import Gradients
-from nnx_parallel.train.jaxprs import forwarded
 from nnx_parallel.train.loss_call import call_loss
 from nnx_parallel.train.loss_scale import common_scale, rescaled, scaled_in_backward
 from nnx_parallel.train.losses import Metrics, check_examples, examples_in, mean, means, pairs, terms

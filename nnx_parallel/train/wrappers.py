@@ -13,9 +13,9 @@ import jax.numpy as jnp
 import optax
 from flax import nnx
 
+from nnx_parallel.core.extra_args import accept_extra
+from nnx_parallel.core.nodes import path_str, value_of, variables
 from nnx_parallel.errors import TrainError
-from nnx_parallel.layout.extra_args import accept_extra
-from nnx_parallel.layout.variables import path_str, value_of, variables
 from nnx_parallel.train.floats import is_low, widen
 
 

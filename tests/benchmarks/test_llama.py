@@ -13,7 +13,7 @@ from flax import nnx
 
 import nnx_parallel as nxp
 from benchmarks import llama
-from nnx_parallel.report.memory import memory_plan
+from nnx_parallel.report.estimate.memory import memory_plan
 from nnx_parallel.testing import assert_same_training, with_gradient_norms
 
 TINY = dataclasses.replace(llama.SIZES["tiny"], depth=2, compute=jnp.float32, batch=8, query_block=32)

@@ -12,7 +12,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import nnx_parallel as nxp
-from nnx_parallel.layout.variables import value_of, variables
+from nnx_parallel.core.nodes import value_of, variables
 
 MESHES = {
   "8": lambda: nxp.make_mesh(fsdp=8),

@@ -11,7 +11,7 @@ from flax import nnx
 import nnx_parallel as nxp
 from checkpoint.runs import assert_same
 from nnx_parallel.cli.main import main
-from nnx_parallel.recipes import load_recipe
+from nnx_parallel.loop.loader import load_recipe
 
 RECIPE = """
 import optax

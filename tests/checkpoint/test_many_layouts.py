@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 import nnx_parallel as nxp
 from checkpoint.runs import MESHES, Net, assert_same, make_plan
 from nnx_parallel.checkpoint.checkpointer import Checkpointer
-from nnx_parallel.layout.variables import value_of, variables
+from nnx_parallel.core.nodes import value_of, variables
 from processes import run_two
 
 SIXTEEN = """
@@ -25,7 +25,7 @@ SIXTEEN = """
   import nnx_parallel as nxp
   import optax
   from checkpoint.runs import Net
-  from nnx_parallel.layout.variables import value_of, variables
+  from nnx_parallel.core.nodes import value_of, variables
 
   source, goal = sys.argv[1:]
   mesh = nxp.make_mesh(data=2, fsdp=8)

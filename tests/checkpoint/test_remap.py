@@ -9,8 +9,8 @@ import nnx_parallel as nxp
 from nnx_parallel.checkpoint import store
 from nnx_parallel.checkpoint.checkpointer import Checkpointer
 from nnx_parallel.checkpoint.mapping import Mapping, Rule, Stack, Transpose, Unstack
+from nnx_parallel.core.nodes import value_of, variables
 from nnx_parallel.errors import CheckpointError
-from nnx_parallel.layout.variables import value_of, variables
 
 
 class Listed(nnx.Module):

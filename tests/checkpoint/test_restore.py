@@ -14,8 +14,8 @@ from jax.sharding import PartitionSpec as P
 import nnx_parallel as nxp
 from checkpoint.runs import MESHES, Net, arrays, assert_same, batch_of, loss_fn, make_plan, target_of
 from nnx_parallel.checkpoint.checkpointer import Checkpointer
+from nnx_parallel.core.nodes import value_of, variables
 from nnx_parallel.errors import CheckpointError
-from nnx_parallel.layout.variables import value_of, variables
 
 
 def assert_laid_out(root, plan, name):

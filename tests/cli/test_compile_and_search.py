@@ -17,8 +17,8 @@ from nnx_parallel.cli.compile import fill
 from nnx_parallel.cli.main import main
 from nnx_parallel.cli.options import parse_rules
 from nnx_parallel.cli.search import command
-from nnx_parallel.recipes import load_recipe
-from nnx_parallel.report.search import search
+from nnx_parallel.loop.loader import load_recipe
+from nnx_parallel.report.search.search import search
 
 RECIPE = """
 import jax, jax.numpy as jnp, numpy as np, optax

@@ -369,8 +369,8 @@ def test_train_takes_the_way_that_search_prints(layered, capsys):
 
 def test_the_rules_of_a_run_reach_its_loss(layered):
   from nnx_parallel.cli import options
-  from nnx_parallel.recipes import load_recipe
-  from nnx_parallel.recipes.job import Job, plan_recipe
+  from nnx_parallel.loop.job import Job, plan_recipe
+  from nnx_parallel.loop.loader import load_recipe
 
   recipe = load_recipe(layered)
   mesh = nxp.make_mesh(data=4, tensor=2)

@@ -15,7 +15,7 @@ import pytest
 from flax import nnx
 
 import nnx_parallel as nxp
-from nnx_parallel.create import assemble
+from nnx_parallel.create.slicing import assemble
 
 KERNEL = 1024 * 1024 * 4
 

@@ -12,7 +12,7 @@ from flax import nnx
 
 import nnx_parallel as nxp
 from layout.models import named
-from nnx_parallel.layout.picture import blocks
+from nnx_parallel.layout.show.picture import blocks
 
 
 class Holder(nnx.Module):

@@ -16,8 +16,8 @@ from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
 import nnx_parallel as nxp
 from nnx_parallel import LogicalRules, ShardingError
+from nnx_parallel.core.axes import axes_of
 from nnx_parallel.layout.resolve import extend_spec, shard_counts
-from nnx_parallel.layout.variables import axes_of
 
 AXES = ("data", "fsdp", "tensor", "expert")
 NAMES = tuple(string.ascii_lowercase[:6])

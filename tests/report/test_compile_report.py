@@ -20,10 +20,10 @@ from benchmarks.layouts import CASES
 from nnx_parallel.errors import ReportError
 from nnx_parallel.report.budgets import assert_collectives, assert_fits
 from nnx_parallel.report.chips import chip
-from nnx_parallel.report.collectives import KINDS
 from nnx_parallel.report.compile_report import _need, compile_report
-from nnx_parallel.report.compiler import Compiled, MemoryStats, Shortage, run_compiler
-from nnx_parallel.report.reshards import find_reshards
+from nnx_parallel.report.program.collectives import KINDS
+from nnx_parallel.report.program.compiler import Compiled, MemoryStats, Shortage, run_compiler
+from nnx_parallel.report.program.reshards import find_reshards
 from report import layouts
 
 
@@ -278,7 +278,7 @@ def test_a_users_own_jitted_step():
 
 ABORT = """
 import os
-from nnx_parallel.report.compiler import run_compiler
+from nnx_parallel.report.program.compiler import run_compiler
 
 class Faulty:
   def compile(self, compiler_options):

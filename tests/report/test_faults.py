@@ -1,4 +1,4 @@
-"""What a partitioner makes of a program is compared with the program; see `nnx_parallel.report.faults`."""
+"""What a partitioner makes of a program is compared with the program; see `report/program/faults.py`."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import nnx_parallel as nxp
-from nnx_parallel.report import evaluate, hlo, thin
 from nnx_parallel.report.compile_report import compile_report
-from nnx_parallel.report.faults import compare
-from nnx_parallel.report.groups import group_labels, group_rows
-from nnx_parallel.report.shardings import read_tiling
+from nnx_parallel.report.program import evaluate, hlo, thin
+from nnx_parallel.report.program.faults import compare
+from nnx_parallel.report.program.groups import group_labels, group_rows
+from nnx_parallel.report.program.shardings import read_tiling
 
 SPLIT = Path(__file__).parent / "programs" / "split"
 BATCH = ("data", "fsdp")

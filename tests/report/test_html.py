@@ -18,10 +18,10 @@ import nnx_parallel as nxp
 from nnx_parallel.errors import ReportError
 from nnx_parallel.report import svg
 from nnx_parallel.report.compile_report import compile_report
+from nnx_parallel.report.estimate.memory import memory_plan
+from nnx_parallel.report.estimate.roofline import predict_time
 from nnx_parallel.report.html import notebook_frame, plan_page, report_page, report_svg
-from nnx_parallel.report.memory import memory_plan
-from nnx_parallel.report.roofline import predict_time
-from nnx_parallel.report.search import search
+from nnx_parallel.report.search.search import search
 from nnx_parallel.report.units import format_bytes, format_seconds
 from report import layouts
 

@@ -20,13 +20,19 @@ import nnx_parallel as nxp
 from nnx_parallel.errors import ReportError
 from nnx_parallel.report.chips import chip
 from nnx_parallel.report.compile_report import compile_report
-from nnx_parallel.report.memory import ERROR_BAND, memory_categories, memory_plan
-from nnx_parallel.report.roofline import EXPOSED, compiled_time, link_seconds, predict_time, step_time
-from nnx_parallel.report.search import SAME_TIME, factorisations, search, searched_axes
-from nnx_parallel.report.search_compile import Task, compile_best
+from nnx_parallel.report.estimate.memory import ERROR_BAND, memory_categories, memory_plan
+from nnx_parallel.report.estimate.roofline import (
+  EXPOSED,
+  compiled_time,
+  link_seconds,
+  predict_time,
+  step_time,
+)
+from nnx_parallel.report.estimate.workload import trace_workload
+from nnx_parallel.report.estimate.zero import with_zero
+from nnx_parallel.report.search.compile import Task, compile_best
+from nnx_parallel.report.search.search import SAME_TIME, factorisations, search, searched_axes
 from nnx_parallel.report.topology import machine
-from nnx_parallel.report.workload import trace_workload
-from nnx_parallel.report.zero import with_zero
 from nnx_parallel.train.remat import REMATS, with_remat
 from report import layouts
 
@@ -474,7 +480,7 @@ def test_a_layout_that_surely_fits_wins_where_no_compiled_one_fits(monkeypatch):
   big, options, _ = sure_and_perhaps()
   found = search(init, loss, "cpu:8", batch=big, rules=RULES, optimizer=optax.sgd(0.1), **options)
   monkeypatch.setattr(
-    "nnx_parallel.report.search_compile.compile_candidate",
+    "nnx_parallel.report.search.compile.compile_candidate",
     lambda task, c, _: dataclasses.replace(c, report=SimpleNamespace(fits=False), compiled=c.time),
   )
   task = Task(init, loss, RULES, optax.sgd(0.1), big, machine("cpu:8"))

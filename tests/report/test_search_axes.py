@@ -15,13 +15,13 @@ from jax.sharding import PartitionSpec as P
 import nnx_parallel as nxp
 from nnx_parallel.report.chips import chip
 from nnx_parallel.report.compile_report import compile_report
-from nnx_parallel.report.memory import memory_categories, memory_plan
-from nnx_parallel.report.roofline import LATENCY, step_time
-from nnx_parallel.report.search import search
-from nnx_parallel.report.search_compile import Task, compile_candidate
+from nnx_parallel.report.estimate.memory import memory_categories, memory_plan
+from nnx_parallel.report.estimate.roofline import LATENCY, step_time
+from nnx_parallel.report.estimate.workload import trace_workload
+from nnx_parallel.report.estimate.zero import with_offload, with_zero
+from nnx_parallel.report.search.compile import Task, compile_candidate
+from nnx_parallel.report.search.search import search
 from nnx_parallel.report.topology import machine
-from nnx_parallel.report.workload import trace_workload
-from nnx_parallel.report.zero import with_offload, with_zero
 from report import layouts
 
 WIDTH, HIDDEN, LENGTH, EXAMPLES, EXPERTS = 64, 128, 32, 64, 8

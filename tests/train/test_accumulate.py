@@ -10,7 +10,7 @@ import pytest
 from flax import nnx
 
 import nnx_parallel as nxp
-from nnx_parallel.report.collectives import collectives
+from nnx_parallel.report.program.collectives import collectives
 
 WIDTH, HIDDEN, PARTS = 64, 512, 4
 KERNEL = WIDTH * HIDDEN * 4

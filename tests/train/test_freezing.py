@@ -10,7 +10,7 @@ import pytest
 from flax import nnx
 
 import nnx_parallel as nxp
-from nnx_parallel.layout.variables import path_str, value_of, variables
+from nnx_parallel.core.nodes import path_str, value_of, variables
 from nnx_parallel.testing import assert_layout
 
 WIDTH = 64

@@ -12,7 +12,7 @@ import pytest
 from flax import nnx
 
 import nnx_parallel as nxp
-from nnx_parallel.layout.variables import path_str, value_of, variables
+from nnx_parallel.core.nodes import path_str, value_of, variables
 from nnx_parallel.testing import assert_layout
 
 RULES = nxp.LogicalRules(batch=("data", "fsdp"), embed="fsdp", mlp="tensor")

@@ -15,7 +15,7 @@ import pytest
 from flax import nnx
 
 import nnx_parallel as nxp
-from nnx_parallel.layout.variables import plain_path
+from nnx_parallel.core.nodes import plain_path
 from nnx_parallel.train.update import extra_arguments
 
 RATE = 1e-2

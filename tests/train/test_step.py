@@ -15,7 +15,7 @@ import pytest
 from flax import nnx
 
 import nnx_parallel as nxp
-from nnx_parallel.report.collectives import collectives
+from nnx_parallel.report.program.collectives import collectives
 
 
 class Net(nnx.Module):

@@ -8,8 +8,8 @@ import pytest
 
 import nnx_parallel as nxp
 from benchmarks.by_hand import LAYOUTS, classifier, moments_of, parameters_of, step_by_hand, transformer
-from nnx_parallel.report.collectives import collectives, totals
-from nnx_parallel.report.cost import cost
+from nnx_parallel.report.program.collectives import collectives, totals
+from nnx_parallel.report.program.cost import cost
 
 RNG = np.random.default_rng(0)
 DIGITS = {

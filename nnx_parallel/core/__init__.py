@@ -1,0 +1,1 @@
+"""The ground floor: traces, Variables and paths, mesh axes, text."""

@@ -1,0 +1,23 @@
+"""Mesh axes in the entries of a spec."""
+
+from __future__ import annotations
+
+from typing import Any
+
+Entry = str | tuple[str, ...] | None
+"""One dim of an annotation: a name, several names (major to minor), or None: whole."""
+
+
+def axes_of(entry: Any) -> tuple[str, ...]:
+  """The mesh axes of one dim of a spec, major to minor."""
+  return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
+
+
+def entry_of(axes: tuple[str, ...]) -> Entry:
+  """What `axes_of` reads: one axis by itself, None for none."""
+  return axes[0] if len(axes) == 1 else axes or None
+
+
+def without(axes: tuple[str, ...], left_out: frozenset[str]) -> tuple[str, ...]:
+  """The axes, without some of them."""
+  return tuple(axis for axis in axes if axis not in left_out)

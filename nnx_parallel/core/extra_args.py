@@ -1,0 +1,36 @@
+"""Named arguments of optax updates: some transformations take any, some none, some a closed list of names."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any, cast
+
+import optax
+
+
+def accept_extra(tx: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
+  """`optax.with_extra_args_support`, also for an update with a closed list of names (`optax.contrib.sam`).
+
+  Args:
+    tx: the transformation.
+
+  Returns:
+    One whose update takes any named argument, and passes on what `tx` knows.
+
+  Example:
+    >>> import jax.numpy as jnp, optax
+    >>> from nnx_parallel.core.extra_args import accept_extra
+    >>> tx = accept_extra(optax.contrib.sam(optax.sgd(0.1), optax.sgd(0.1)))
+    >>> tx.update(jnp.ones(2), tx.init(jnp.ones(2)), jnp.ones(2), value=1.0)[0]
+    Array([0.1, 0.1], dtype=float32)
+  """
+  inner = optax.with_extra_args_support(tx)
+  names = inspect.signature(inner.update).parameters
+  if any(p.kind is p.VAR_KEYWORD for p in names.values()):
+    return inner
+
+  def update(grads: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
+    known = {name: value for name, value in extra.items() if name in names}
+    return cast(Any, inner).update(grads, state, params, **known)
+
+  return optax.GradientTransformationExtraArgs(inner.init, cast(Any, update))

@@ -1,0 +1,267 @@
+"""Reading a module: its Variables by path, and the sharding metadata that they carry."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from types import FunctionType
+from typing import Any, cast
+
+import jax
+import numpy as np
+from flax import nnx
+from jax.sharding import NamedSharding, PartitionSpec
+
+from nnx_parallel.core.axes import Entry
+from nnx_parallel.core.padding import PADDED, logical_kind
+from nnx_parallel.errors import ShardingError
+
+Path = tuple[Hashable, ...]
+Names = tuple[Entry, ...]
+DECLARED = "declared_sharding"
+"""Metadata key under which creation keeps what the user wrote, and what it wrote in its place for flax:
+`(names, sharding_rules, (out_sharding, sharding_rules))`."""
+SCOPE = "sharding_scope"
+"""Metadata key under which creation keeps the plan's rules for activations; see `constrain.Scope`."""
+_NO_NODES = frozenset((str, int, float, bool, type(None), type, FunctionType, np.ndarray))
+_NAME_KEYS = ("out_sharding", "sharding", "sharding_names")
+_FLAX_KEYS = frozenset(
+  (
+    *_NAME_KEYS,
+    DECLARED,
+    SCOPE,
+    PADDED,
+    "sharding_rules",
+    "mesh",
+    "optimizer_sharding",
+    "eager_sharding",
+    "hijax",
+    "ref",
+  )
+)
+
+
+def path_str(path: Path) -> str:
+  """The dotted form that is printed and matched: `("blocks", 0, "kernel")` -> `blocks.0.kernel`."""
+  return ".".join(map(str, path))
+
+
+def plain_path(path: Sequence[Any]) -> Path:
+  """A path of `jax.tree_util` in the plain parts of a plan's paths."""
+
+  def part(key: Any) -> Any:
+    return next(getattr(key, name) for name in ("key", "idx", "name") if hasattr(key, name))
+
+  return tuple(map(part, path))
+
+
+def occurrences(module: Any) -> Iterator[tuple[Path, Any]]:
+  """The modules (any `nnx.Pytree`) and Variables in a module: as `nnx.iter_graph`, many times as fast.
+
+  Args:
+    module: a live, traced or abstract module.
+
+  Yields:
+    Path and object, parts before wholes, in flax's order; a shared object at each of its paths, what is in
+    it at the first only.
+  """
+  yield from _occurrences(module, (), set())
+
+
+def _occurrences(node: Any, path: Path, seen: set[int]) -> Iterator[tuple[Path, Any]]:
+  if isinstance(node, nnx.Pytree) and id(node) not in seen:
+    seen.add(id(node))
+    attributes: list[tuple[Any, Any]] = [
+      (int(name) if name.isdecimal() and isinstance(node, nnx.List) else name, value)
+      for name, value in vars(node).items()
+      if type(value) not in _NO_NODES and not name.startswith("_pytree__")
+    ]
+    for name, value in sorted(attributes, key=lambda item: (isinstance(item[0], str), item[0])):
+      if _is_node(value):
+        yield from _occurrences(value, (*path, name), seen)
+      elif not isinstance(value, jax.Array):
+        for inner, part in jax.tree_util.tree_leaves_with_path(value, is_leaf=_is_node):
+          if _is_node(part):
+            yield from _occurrences(part, (*path, name, *plain_path(inner)), seen)
+  yield path, node
+
+
+def _is_node(value: Any) -> bool:
+  return isinstance(value, (nnx.Pytree, nnx.Variable))
+
+
+def variables(module: Any) -> dict[Path, Any]:
+  """The Variables and raw arrays of a module by path; a tied Variable appears once, at its first path.
+
+  Args:
+    module: a live or abstract `nnx.Module`, `nnx.Optimizer` or any NNX pytree.
+
+  Returns:
+    Path -> `nnx.Variable` (or a raw array), in flax's deterministic (sorted) order. The Variables are the
+    module's own when it is live: assigning to one changes the module.
+  """
+  return dict(nnx.to_flat_state(nnx.state(module)))
+
+
+def array_leaves(module: Any) -> dict[Path, Any]:
+  """What `variables` returns, without those that hold no array: `None`, or optax's `MaskedNode`.
+
+  Args:
+    module: as for `variables`.
+
+  Returns:
+    Path -> `nnx.Variable` (or a raw array), in flax's order.
+  """
+  return {path: leaf for path, leaf in variables(module).items() if jax.tree.leaves(value_of(leaf))}
+
+
+def aliases(module: Any) -> dict[Path, tuple[Path, ...]]:
+  """The other paths of tied Variables and shared submodules.
+
+  Args:
+    module: a live or abstract module.
+
+  Returns:
+    Path in `variables(module)` -> the other paths of the same Variable; only for those that have any.
+
+  Example:
+    >>> from flax import nnx
+    >>> from nnx_parallel.core.nodes import aliases
+    >>> module = nnx.Linear(2, 2, rngs=nnx.Rngs(0))
+    >>> module.transposed = module.kernel
+    >>> aliases(module)
+    {('kernel',): (('transposed',),)}
+  """
+  found = [id(node) for _, node in occurrences(module)]
+  if len(set(found)) == len(found):
+    return {}
+  groups = [[tuple(path) for path in group] for group in nnx.find_duplicates(module)]
+  result: dict[Path, tuple[Path, ...]] = {}
+  for path in variables(module):
+    others = [
+      (*other, *path[len(member) :])
+      for group in groups
+      for member in group
+      if path[: len(member)] == member
+      for other in group
+      if other != member
+    ]
+    if others:
+      result[path] = tuple(dict.fromkeys(others))
+  return result
+
+
+def value_of(leaf: Any) -> Any:
+  """The array (or `ShapeDtypeStruct`) of a Variable, or the leaf itself when it is a raw array."""
+  return leaf.get_raw_value() if isinstance(leaf, nnx.Variable) else leaf
+
+
+def kind_of(leaf: Any) -> str:
+  """The Variable's type name, or `array` for a raw array."""
+  return logical_kind(leaf).__name__ if isinstance(leaf, nnx.Variable) else "array"
+
+
+def is_rng(leaf: Any) -> bool:
+  """Whether this leaf is RNG state (a key or a counter), which is always kept whole."""
+  if isinstance(leaf, nnx.RngState):
+    return True
+  dtype = getattr(value_of(leaf), "dtype", None)
+  return dtype is not None and jax.numpy.issubdtype(dtype, jax.dtypes.prng_key)
+
+
+def declared(leaf: Any, *, where: str) -> tuple[Names | None, dict[str, Any]]:
+  """What the user wrote on a Variable: its names, and its own `sharding_rules`.
+
+  Every key that flax has used is read (`out_sharding`, `sharding`, `sharding_names`), with a tuple, list,
+  `PartitionSpec` or `NamedSharding` as value. As in flax, dims beyond its end are replicated.
+
+  Args:
+    leaf: a Variable or a raw array.
+    where: the path, for errors.
+
+  Returns:
+    `(names, rules)`; names is None when nothing was written.
+
+  Raises:
+    ShardingError: an annotation that is not a sequence of names, or is longer than the rank.
+  """
+  if not isinstance(leaf, nnx.Variable):
+    return None, {}
+  metadata = cast(Mapping[str, Any], leaf.get_metadata())
+  _check_keys(metadata, where)
+  ndim = len(value_of(leaf).shape)
+  names, rules, written = metadata.get(DECLARED, (None, (), None))
+  if written == (metadata.get("out_sharding"), metadata.get("sharding_rules")):  # unchanged since creation
+    return names, dict(rules)
+  found = annotation(leaf)
+  if found is None:
+    return None, {}
+  key, value = found
+  names = _to_names(value, ndim, where=where, key=key)
+  rules = _own_rules(metadata.get("sharding_rules") or (), where=where)
+  return names, rules
+
+
+def annotation(variable: nnx.Variable[Any]) -> tuple[str, Any] | None:
+  """The metadata key of a Variable's annotation, and the names or spec as written; None without one."""
+  metadata = cast(Mapping[str, Any], variable.get_metadata())
+  found = next(((key, metadata[key]) for key in _NAME_KEYS if metadata.get(key) is not None), None)
+  return found if found is None or not isinstance(found[1], NamedSharding) else (found[0], found[1].spec)
+
+
+def _check_keys(metadata: Mapping[str, Any], where: str) -> None:
+  # flax ignores a key that it does not know, so a misspelt annotation would leave the array whole.
+  for key in metadata.keys() - _FLAX_KEYS:
+    meant = difflib.get_close_matches(
+      key, ("out_sharding", "sharding_names", "sharding_rules"), 1, cutoff=0.85
+    )
+    if meant or key in ("shardings", "partition_spec", "pspec"):
+      name = meant[0] if meant else "out_sharding"
+      raise ShardingError(
+        f"{where}: the metadata key {key!r} means nothing to flax, so it would be ignored.",
+        details=f"value {metadata[key]!r}",
+        fix=f"did you mean {name!r}? {name}={metadata[key]!r}",
+      )
+
+
+def _own_rules(rules: Any, *, where: str) -> dict[str, Any]:
+  pairs = list(rules.items()) if isinstance(rules, Mapping) else [tuple(rule) for rule in rules]
+  result: dict[str, Any] = {}
+  for name, axes in pairs:
+    if name in result and result[name] != axes:
+      raise ShardingError(
+        f"{where}: sharding_rules maps {name!r} twice.",
+        details=f"sharding_rules {pairs}",
+        fix="keep one entry for each name.",
+      )
+    result[name] = axes
+  return result
+
+
+def _to_names(value: Any, ndim: int, *, where: str, key: str) -> Names:
+  if isinstance(value, NamedSharding):
+    value = value.spec
+  if isinstance(value, str) or not isinstance(value, (Sequence, PartitionSpec)):
+    raise ShardingError(
+      f"{where}: {key} must be one name (or None) for each dim, not {value!r}.",
+      fix=f"{key}=({value!r}, None)" if isinstance(value, str) else f'{key}=("embed", "mlp")',
+    )
+  names = tuple(_to_entry(entry, where=where, key=key) for entry in value)
+  if len(names) > ndim:
+    raise ShardingError(
+      f"{where}: {len(names)} names for an array of {ndim} dims.",
+      details=f"{key} {names}, at most one name for each dim",
+      fix=f"write {ndim} entries, None for a replicated dim.",
+    )
+  return (*names, *([None] * (ndim - len(names))))
+
+
+def _to_entry(entry: Any, *, where: str, key: str) -> Entry:
+  if entry is None or isinstance(entry, str):
+    return entry
+  if isinstance(entry, (tuple, list)) and all(isinstance(name, str) for name in entry):
+    return tuple(entry) or None
+  raise ShardingError(
+    f"{where}: {entry!r} in {key} is not a name.",
+    fix="use a string, a tuple of strings (several mesh axes, major to minor), or None.",
+  )

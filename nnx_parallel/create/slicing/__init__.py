@@ -1,0 +1,1 @@
+"""Constructors cut into slices that compile once for each kind of layer."""

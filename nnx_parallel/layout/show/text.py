@@ -1,0 +1,211 @@
+"""The plan as text and as HTML: a table for people, and the explanation of one leaf."""
+
+from __future__ import annotations
+
+import math
+import re
+import sys
+from collections.abc import Iterable, Sequence
+
+from nnx_parallel.core.mesh import describe_mesh
+from nnx_parallel.core.nodes import path_str
+from nnx_parallel.core.text import (
+  as_html,
+  format_array,
+  format_bytes,
+  format_spec,
+  hang,
+  page_width,
+  print_text,
+  text_table,
+)
+from nnx_parallel.layout.leaf import LeafPlan
+from nnx_parallel.layout.table import Table
+
+
+def explain(plan: Table, leaf: LeafPlan) -> str:
+  """The text of `ShardingPlan.explain`."""
+  lines = [f"{leaf.name}: {leaf.kind} {format_array(leaf.dtype, leaf.shape)} -> {leaf.spec}"]
+  if leaf.aliases:
+    lines.append(f"tied: also at {', '.join(map(path_str, leaf.aliases))}; counted once")
+  lines += leaf.decision.steps or (leaf.decision.reason,)
+  if any(leaf.padding):
+    lines.append(f"stored as {format_array(leaf.dtype, leaf.storage_shape)}; the module sees {leaf.shape}")
+  if leaf.memory_kind:
+    lines.append(f"kept in {leaf.memory_kind} memory")
+  local = format_array(leaf.dtype, leaf.local_shape)
+  held = f"each device holds {local}, {leaf.bytes_per_device} bytes of {leaf.bytes}"
+  copies = f" ({leaf.copies} copies on {plan.mesh.size} devices)" if leaf.copies > 1 else ""
+  lines.append(held + copies)
+  followers = [other for other in plan.leaves if other.parameter == leaf.path]
+  if followers and leaf.root == "model":
+    size = format_bytes(sum(other.bytes_per_device for other in followers))
+    lines.append(f"{len(followers)} optimizer arrays follow it: {size} per device")
+  return "\n  ".join(lines)
+
+
+def plan_text(plan: Table, *, width: int | None = None) -> str:
+  """The text of `print(plan)`: mesh, rules, one row per group of alike leaves, totals, notes.
+
+  Args:
+    plan: the plan.
+    width: columns to use; by default `page_width()`.
+
+  Returns:
+    Lines joined by newlines, none longer than `width` unless a single word is.
+  """
+  width = width or page_width()
+  mesh = [hang(line, width) for line in describe_mesh(plan.mesh).splitlines()]
+  lines = [*mesh, *_rules_lines(plan, width)]
+  model = [leaf for leaf in plan.leaves if leaf.root == "model"]
+  rows = [_row(pattern, leaves) for pattern, leaves in grouped(model)]
+  sections = [("model", rows)]
+  if len(model) < len(plan.leaves):
+    sections.append(("optimizer", [_row(name, leaves) for name, leaves in _optimizer_groups(plan)]))
+  lines += ["", *_tables(sections, width), "", *_totals(plan, width)]
+  lines += [hang(f"note: {note}", width) for note in plan.notes]
+  return "\n".join(lines)
+
+
+def plan_html(plan: Table) -> str:
+  """The plan as HTML for a notebook: the same table, wider."""
+  return as_html(plan_text(plan, width=160))
+
+
+def show(plan: Table) -> None:
+  """See `ShardingPlan.show`."""
+  if _in_notebook():
+    from IPython.display import display  # pyright: ignore[reportMissingImports]
+
+    display(plan)
+    return
+  print_text(plan_text(plan))
+
+
+def _in_notebook() -> bool:
+  ipython = sys.modules.get("IPython")
+  shell = ipython.get_ipython() if ipython is not None else None
+  return shell is not None and hasattr(shell, "kernel")
+
+
+def grouped(leaves: Iterable[LeafPlan]) -> list[tuple[str, list[LeafPlan]]]:
+  """Puts alike leaves of repeated layers together.
+
+  Leaves are alike when they differ only in positions, in keys that are numbers, or in numbers at the end of
+  a name (`blocks.0`, `layer_12`) and agree in type, shape, dtype, spec, memory and reason.
+
+  Args:
+    leaves: rows of a plan.
+
+  Returns:
+    `(name, leaves)` in order of first appearance; the name has `*` for what differs.
+  """
+  groups: dict[object, list[LeafPlan]] = {}
+  for leaf in leaves:
+    pattern = _pattern(leaf)
+    key = (pattern, leaf.shape, leaf.dtype, leaf.spec, leaf.kind, leaf.memory_kind, leaf.decision.reason)
+    groups.setdefault(key, []).append(leaf)
+  return [(_common_name(found), found) for found in groups.values()]
+
+
+def _pattern(leaf: LeafPlan) -> tuple[str, ...]:
+  return (leaf.root, *(re.sub(r"(?<![^_])\d+$", "*", str(part)) for part in leaf.path))
+
+
+def _common_name(leaves: Sequence[LeafPlan]) -> str:
+  paths = [leaf.path for leaf in leaves]
+  differs = [len(set(parts)) > 1 for parts in zip(*paths, strict=True)]
+  parts = zip(differs, _pattern(leaves[0])[1:], paths[0], strict=True)
+  name = ".".join(pattern if differ else str(part) for differ, pattern, part in parts)
+  return name if leaves[0].root == "model" else f"optimizer/{name}"
+
+
+def _optimizer_groups(plan: Table) -> list[tuple[str, list[LeafPlan]]]:
+  # Moments that lie exactly as their parameters do need one row for all of them.
+  parameters = plan.of("model")
+  groups: dict[object, tuple[str, list[LeafPlan]]] = {}
+  rest: list[LeafPlan] = []
+  for leaf in plan.leaves:
+    if leaf.root != "optimizer":
+      continue
+    path = leaf.parameter
+    if path is None or _layout(leaf) != _layout(parameters[path]):
+      rest.append(leaf)
+      continue
+    prefix = path_str(leaf.path[: len(leaf.path) - len(path)])
+    groups.setdefault((prefix, leaf.dtype), (f"{prefix}.*", []))[1].append(leaf)
+  merged = [(name if len(found) > 1 else path_str(found[0].path), found) for name, found in groups.values()]
+  others = [(name.removeprefix("optimizer/"), found) for name, found in grouped(rest)]
+  order = {id(leaf): place for place, leaf in enumerate(plan.leaves)}
+  return sorted(merged + others, key=lambda group: order[id(group[1][0])])
+
+
+def _layout(leaf: LeafPlan) -> tuple[object, ...]:
+  return leaf.shape, leaf.spec, leaf.padding, leaf.memory_kind
+
+
+def _row(name: str, leaves: Sequence[LeafPlan]) -> tuple[str, ...]:
+  first = leaves[0]
+  same_array = len({leaf.shape for leaf in leaves}) == 1
+  same_spec = len({leaf.spec for leaf in leaves}) == 1
+  reason = first.decision.reason if same_array else "as its parameter"
+  if any(first.padding) and same_array:
+    reason += f"; stored as {format_array('', first.storage_shape)}"
+  if first.memory_kind:
+    reason += f"; in {first.memory_kind}"
+  if first.aliases:
+    reason += f"; tied to {', '.join(map(path_str, first.aliases))}"
+  return (
+    name,
+    str(len(leaves)) if len(leaves) > 1 else "",
+    first.kind,
+    format_array(first.dtype, first.shape) if same_array else f"{first.dtype}",
+    format_spec(first.spec) if same_spec else "as each",
+    format_bytes(sum(leaf.bytes_per_device for leaf in leaves)),
+    reason,
+  )
+
+
+def _tables(sections: Sequence[tuple[str, Sequence[tuple[str, ...]]]], width: int) -> list[str]:
+  # One set of column widths for all sections, so that the eye can run down the whole page.
+  columns = ("n", "type", "array", "spec", "per device", "why")
+  every = [(title, *columns) for title, _ in sections] + [row for _, rows in sections for row in rows]
+  lines: list[str] = []
+  for title, rows in sections:
+    table = text_table(
+      (title, *columns), rows, right=(1, 5), wrap=(6,), below=(2, 6), width=width, measure=every
+    )
+    lines += [*([""] if lines else []), *table.splitlines()]
+  return lines
+
+
+def _rules_lines(plan: Table, width: int) -> list[str]:
+  if not len(plan.rules.logical):
+    return []
+  shown = ", ".join(
+    f"{name} -> {' | '.join('+'.join(c) or 'whole' for c in options)}"
+    for name, options in plan.rules.logical.items()
+  )
+  return [hang(f"rules {shown}", width)]
+
+
+def _totals(plan: Table, width: int) -> list[str]:
+  rows: list[tuple[str, ...]] = []
+  for root in ("model", "optimizer"):
+    leaves = [leaf for leaf in plan.leaves if leaf.root == root and not leaf.on_host]
+    if leaves:
+      total, held = sum(leaf.bytes for leaf in leaves), sum(leaf.bytes_per_device for leaf in leaves)
+      elements = sum(math.prod(leaf.shape) for leaf in leaves)
+      copies = f"{held * plan.mesh.size / max(total, 1):.2f}"
+      rows.append((root, str(len(leaves)), f"{elements:,}", format_bytes(total), format_bytes(held), copies))
+  near = [leaf for leaf in plan.leaves if not leaf.on_host]
+  if len(rows) > 1:
+    both = (format_bytes(sum(leaf.bytes for leaf in near)), format_bytes(plan.bytes_per_device()))
+    rows.append(("together", str(len(near)), "", *both, ""))
+  away = [leaf for leaf in plan.leaves if leaf.on_host]
+  if away:
+    elements = f"{sum(math.prod(leaf.shape) for leaf in away):,}"
+    both = (format_bytes(sum(leaf.bytes for leaf in away)), format_bytes(plan.bytes_per_device(host=True)))
+    rows.append(("in host memory", str(len(away)), elements, *both, ""))
+  header = ("total", "arrays", "elements", "in all", "per device", "copies")
+  return text_table(header, rows, right=(1, 2, 3, 4, 5), width=width).splitlines()

@@ -1,0 +1,223 @@
+"""One train step on two layouts, compared leaf by leaf: what a check of gradients cannot see."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import nnx_parallel as nxp
+from nnx_parallel.core.mesh import axis_sizes
+from nnx_parallel.core.nodes import array_leaves, path_str, value_of
+from nnx_parallel.core.text import Shown, text_table
+from nnx_parallel.layout.plan import check_plan
+from nnx_parallel.train.check_gradients import LOSS_TOLERANCE, coarsest_dtype
+from nnx_parallel.train.gradient_check import rounded
+from nnx_parallel.train.update import LossFn
+
+_TOLERANCE = {"float64": 1e-9, "float32": 1e-4, "float16": 2e-2, "bfloat16": 0.1}
+_ROWS = 12
+
+
+@dataclasses.dataclass(frozen=True)
+class StepDifference:
+  """A metric or an array after one step on two layouts.
+
+  Attributes:
+    name: of the metric, or the dotted path; that of optimizer state starts with `optimizer/`.
+    first: the value on the first layout; of an array, its norm.
+    second: that on the second one.
+    difference: norm of the difference, as a part of the first norm and a hundredth of the norm of its kind.
+    tolerance: the largest that counts as equal.
+    note: why a larger one is no fault, or empty.
+  """
+
+  name: str
+  first: float
+  second: float
+  difference: float
+  tolerance: float
+  note: str = ""
+
+  def __bool__(self) -> bool:
+    return self.difference <= self.tolerance or bool(self.note)
+
+
+@dataclasses.dataclass(frozen=True)
+class StepCheck(Shown):
+  """What `check_step` found; prints as a table, and is true when both layouts computed the same.
+
+  Attributes:
+    meshes: the two meshes, in words.
+    metrics: the metrics of the step.
+    leaves: parameters, statistics and optimizer state after it.
+  """
+
+  meshes: tuple[str, str]
+  metrics: tuple[StepDifference, ...]
+  leaves: tuple[StepDifference, ...]
+
+  def __bool__(self) -> bool:
+    return all(self.metrics) and all(self.leaves)
+
+  def raise_if_wrong(self) -> None:
+    """Raises where the layouts differ.
+
+    Raises:
+      TrainError: the check, as it prints.
+    """
+    if not self:
+      raise nxp.TrainError(
+        "one step on the two layouts gives different numbers.",
+        details=str(self),
+        fix="nxp.check_gradients(model, batch, loss_fn) on each: it says which is wrong, and what mends it.",
+      )
+
+  def __str__(self) -> str:
+    wrong = sorted((row for row in self.leaves if not row), key=lambda row: -row.difference)
+    shown = [*self.metrics, *wrong[:_ROWS], *(row for row in self.leaves if row.note)]
+    rows = [
+      (
+        row.name,
+        f"{row.first:.5g}",
+        f"{row.second:.5g}",
+        rounded(row.difference),
+        row.note or ("same" if row else "different"),
+      )
+      for row in shown
+    ]
+    header = ("after one step", *self.meshes, "difference", "verdict")
+    said = f"{len(wrong)} of {len(self.leaves)} arrays differ"
+    if not wrong:
+      tolerance = max(row.tolerance for row in self.leaves)
+      said = f"all {len(self.leaves)} arrays agree, to {tolerance:.0e}"
+    elif len(wrong) > _ROWS:
+      said += f"; {len(wrong) - _ROWS} are not shown"
+    return f"{text_table(header, rows, right=(1, 2, 3), wrap=(4,))}\n{said}"
+
+
+def check_step(
+  plan: nxp.ShardingPlan,
+  other: nxp.ShardingPlan | None,
+  loss_fn: LossFn,
+  batch: Any,
+  **options: Any,
+) -> StepCheck:
+  """Compares one train step on two layouts: its metrics, and each array after it.
+
+  It sees what a check of gradients cannot: a loss that is wrong as a whole, batch statistics, metrics and the
+  optimizer's own arithmetic. Both models, with their optimizers, are held at a time.
+
+  Args:
+    plan: a plan with an optimizer; its model is created.
+    other: another plan of the same module and optimizer, which starts with the same values; None: the whole
+      model on one device.
+    loss_fn: as for `train_step`.
+    batch: one host batch.
+    **options: for `train_step`; one device gets them too.
+
+  Returns:
+    What was found: true where both agree within the rounding of their dtype.
+
+  Raises:
+    PlanError: a plan without an optimizer, or plans of different modules.
+    TrainError: a loss or batch that a step cannot use.
+
+  Example:
+    >>> import numpy as np, optax, nnx_parallel as nxp
+    >>> from flax import nnx
+    >>> init = lambda: nnx.Linear(8, 8, rngs=nnx.Rngs(0))
+    >>> plan = nxp.plan(init, nxp.make_mesh(fsdp=8), nxp.fsdp(min_size=0), optimizer=optax.adam(1e-3))
+    >>> loss_fn = lambda model, x: (model(x) ** 2).mean()
+    >>> found = nxp.check_step(plan, None, loss_fn, np.ones((8, 8), "float32"))
+    >>> bool(found), len(found.leaves)
+    (True, 8)
+  """
+  check_plan(plan, "check_step(plan, None, loss_fn, batch)")
+  if other is None:
+    names = dict.fromkeys(map(str, plan.mesh.axis_names), 1)
+    alone = nxp.make_mesh(names, devices=jax.devices()[:1])
+    other = nxp.plan(plan.init, alone, plan.rules, optimizer=plan.tx, wrt=plan.wrt)
+  if plan.tx is None or other.tx is None:
+    raise nxp.PlanError(
+      "a plan without an optimizer has no step to check.",
+      fix="nxp.plan(init, mesh, rules, optimizer=optax.adamw(1e-3))",
+    )
+  first = nxp.create_sharded_model(plan)
+  second = nxp.reshard(first[0], other, optimizer=first[1])
+  dtype = coarsest_dtype(first[0], nxp.shard_batch(batch, plan), loss_fn, plan.wrt)
+  step = nxp.train_step(loss_fn, **options)
+  one = step(first[0], first[1], nxp.shard_batch(batch, plan))
+  two = step(second[0], second[1], nxp.shard_batch(batch, other))
+  names = sorted(one, key="loss".__ne__)
+  told = tuple(_metric(name, one[name], two[name], LOSS_TOLERANCE[dtype]) for name in names)
+  leaves = _compared(plan, _values(first), _values(second), _TOLERANCE[dtype])
+  return StepCheck((_mesh(plan), _mesh(other)), told, tuple(leaves))
+
+
+def _values(objects: tuple[Any, Any]) -> dict[Any, Any]:
+  """Every array, without padding, by root and path."""
+  found: dict[Any, Any] = {}
+  for root, node in zip(("model", "optimizer"), objects, strict=True):
+    for path, leaf in array_leaves(node).items():
+      value = leaf[...] if hasattr(leaf, "get_value") else value_of(leaf)
+      is_key = jnp.issubdtype(value.dtype, jax.dtypes.prng_key)
+      found[root, path] = jax.random.key_data(value) if is_key else value
+  return found
+
+
+@jax.jit
+def _norms(a: jax.Array, b: jax.Array) -> jax.Array:
+  a, b = (x.astype(jnp.complex64 if jnp.iscomplexobj(x) else jnp.float32) for x in (a, b))
+  return jnp.stack([jnp.linalg.norm(x.ravel()).astype(jnp.float32) for x in (a, b, a - b)])
+
+
+def _compared(
+  plan: nxp.ShardingPlan, first: Mapping[Any, Any], second: Mapping[Any, Any], tolerance: float
+) -> list[StepDifference]:
+  norms = {
+    key: np.asarray(_norms(a, jax.device_put(second[key], a.sharding)), np.float64)
+    for key, a in first.items()
+  }
+  rows = {(leaf.root, leaf.path): leaf for leaf in plan.leaves}
+
+  def kind(key: Any) -> Any:
+    leaf = rows.get(key)
+    inside = len(leaf.parameter) if leaf is not None and leaf.parameter is not None else 0
+    return key[0], key[1][: len(key[1]) - inside] if inside else leaf is not None and leaf.kind
+
+  totals: dict[Any, float] = {}
+  for key, (norm, _, _) in norms.items():
+    totals[kind(key)] = math.hypot(totals.get(kind(key), 0.0), norm)
+  found: dict[Any, StepDifference] = {}
+  for key, (a, b, off) in norms.items():
+    exact = not jnp.issubdtype(first[key].dtype, jnp.inexact)
+    scale = a if exact else a + 0.01 * totals[kind(key)]
+    name = path_str(key[1]) if key[0] == "model" else f"optimizer/{path_str(key[1])}"
+    relative = off / scale if scale else off
+    found[key] = StepDifference(name, a, b, float(relative), 0.0 if exact else tolerance)
+  for key, row in found.items():
+    # Adam makes full steps of gradients that are zero but for rounding; its moments tell.
+    moments = [found[k] for k, leaf in rows.items() if k[0] == "optimizer" and leaf.parameter == key[1]]
+    if key[0] == "model" and not row and moments and all(moments):
+      note = "rounding, which the optimizer magnifies: its own state agrees"
+      found[key] = dataclasses.replace(row, note=note)
+  return list(found.values())
+
+
+def _metric(name: str, a: Any, b: Any, tolerance: float) -> StepDifference:
+  a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
+  size = float(np.linalg.norm(a))
+  relative = float(np.linalg.norm(a - b)) / (size or 1.0)
+  first, second = (float(x) if not x.ndim else float(np.linalg.norm(x)) for x in (a, b))
+  return StepDifference(name, first, second, relative, tolerance)
+
+
+def _mesh(plan: nxp.ShardingPlan) -> str:
+  sizes = {axis: size for axis, size in axis_sizes(plan.mesh).items() if size > 1}
+  return " x ".join(f"{axis} {size}" for axis, size in sizes.items()) or "one device"

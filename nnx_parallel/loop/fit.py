@@ -1,0 +1,429 @@
+"""A training loop to be read in one sitting; nothing in this package requires it.
+
+It lies above checkpoints, data and reports, so that it can use all three, and below nothing but recipes and
+commands. A step of your own, in a loop of your own, loses nothing but what is in this file.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import math
+import numbers
+import os
+import time
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Literal
+
+import jax
+
+from nnx_parallel.checkpoint.checkpointer import Checkpointer
+from nnx_parallel.checkpoint.targets import Only, saved_roots
+from nnx_parallel.errors import CheckpointError, NnxParallelWarning, TrainError
+from nnx_parallel.hosts.data import batches as placed
+from nnx_parallel.hosts.stop import StopSignals
+from nnx_parallel.layout.constrain import default_scope
+from nnx_parallel.layout.plan import ShardingPlan
+from nnx_parallel.loop.recorder import EarlyStop, Position, Recorder, Tracker
+from nnx_parallel.report.chips import chip_of
+from nnx_parallel.report.program.cost import cost
+from nnx_parallel.report.tables import not_counted
+from nnx_parallel.train.losses import examples_in
+from nnx_parallel.train.metrics import Record
+from nnx_parallel.train.profiler import ProfileWindow
+from nnx_parallel.train.progress import StepProgress
+from nnx_parallel.train.step import TrainStep
+from nnx_parallel.train.timing import Goodput, share
+
+Source = Iterable[Any] | Callable[[int], Iterable[Any]]
+
+
+@dataclasses.dataclass(frozen=True)
+class FitResult:
+  """What a run came to.
+
+  Attributes:
+    step: the last step's number.
+    metrics: the newest value of every metric, evaluations as `eval_...`.
+    history: every record in order, each with its `step`.
+    stopped: why it ended: `"steps"`, `"data"` or `"early"`; `"signal"` where SIGTERM or Ctrl-C came and has
+      a handler that does not end the process.
+    seconds: wall time by kind: `step`, `compile`, `data` (the devices waited for a batch), `evaluation`,
+      `check`, `checkpoint`, `restore`, `profile`, `other`.
+  """
+
+  step: int
+  metrics: Record
+  history: list[Record]
+  stopped: str
+  seconds: dict[str, float]
+
+  @property
+  def goodput(self) -> float:
+    """The part of the wall time that was spent on steps."""
+    return share(self.seconds)
+
+
+def resume_from(
+  checkpointer: Checkpointer, target: Any, step: int | str | None = "latest", *, only: Only | None = None
+) -> tuple[Any, Position]:
+  """Restores a run, to go on with it; a damaged newest step is passed over with a warning.
+
+  A step that was not saved by `fit`, such as imported weights, has no data cursor: the data then starts at
+  its beginning, with a warning.
+
+  Args:
+    checkpointer: where it was saved.
+    target: as for `Checkpointer.restore`: a plan, or the live `(model, optimizer)`.
+    step: a number, `"latest"` or `"best"`.
+    only: as for `Checkpointer.restore`.
+
+  Returns:
+    What was restored, and where it was.
+
+  Raises:
+    CheckpointError: nothing to restore, or it does not fit.
+  """
+  newest = max(checkpointer.steps(), default=0)
+  restored = checkpointer.restore(target, step, only=only, on_corrupt="fallback")
+  found = checkpointer.restored
+  number = newest if found is None else found.step
+  known = "data" in checkpointer.metadata(number).extra
+  data: Any = checkpointer.restore_extra("data", step=number) if known else None
+  if not isinstance(data, dict) or not isinstance(data.get("samples"), int):  # pyright: ignore[reportUnknownMemberType]
+    warnings.warn(
+      f"step {number} in {checkpointer.directory} has no data cursor, so the data starts at its beginning.",
+      NnxParallelWarning,
+      stacklevel=2,
+    )
+    data = {"samples": 0}
+  replaces = newest if newest > number else 0
+  return restored, Position(number, data["samples"], replaces, data.get("stop", {}))
+
+
+def fit(
+  step: Callable[[Any, Any, Any], Mapping[str, Any]],
+  model: Any,
+  optimizer: Any,
+  batches: Source,
+  *,
+  steps: int | None = None,
+  plan: ShardingPlan | None = None,
+  evaluate: Callable[[], Mapping[str, Any]] | None = None,
+  eval_every: int | None = None,
+  checkpointer: Checkpointer | None = None,
+  save_every: int | None = None,
+  save_every_minutes: float | None = None,
+  only: Only | None = None,
+  extra: Callable[[], Mapping[str, Any]] | None = None,
+  resume: int | Literal["latest", "best"] | None = None,
+  start: Position | None = None,
+  early_stop: EarlyStop | None = None,
+  trackers: Sequence[Tracker] = (),
+  log_every: int = 1,
+  progress: bool | StepProgress = True,
+  tokens: Callable[[Any], int] | None = None,
+  flops: float | None = None,
+  peak_flops: float | None = None,
+  profile: tuple[int, int] | None = None,
+  profile_dir: str | os.PathLike[str] = "profile",
+  nonfinite: Literal["error", "continue"] = "error",
+  check_gradients: bool = False,
+) -> FitResult:
+  """Trains a live model, with progress, evaluation, checkpoints and metrics.
+
+  No step is waited for before the next one is dispatched: metrics are read one step late. With a
+  checkpointer, the last step is saved. SIGTERM and Ctrl-C end the run after the current step, which is saved
+  too; the process then ends as it would have (see `StopSignals`). A second Ctrl-C acts at once. A failure
+  loses no record of the steps before it.
+
+  Args:
+    step: `(model, optimizer, batch) -> metrics`: of `nxp.train_step`, or your own under `nnx.jit`.
+    model: what the step updates: a module, or a tuple or dict of modules.
+    optimizer: its optimizer; for several models, a tuple or dict of optimizers.
+    batches: `batches(samples)` gives the batches after so many examples (of all processes), which is what
+      resuming needs; or any iterable. In a job of several processes each passes its shares, or batches
+      placed by `nxp.batches`.
+    steps: the number of the last step, counted from the start of the first run; None goes on to the end of
+      the data.
+    plan: places host batches, is kept in the checkpoints, and has its rules in scope for `constrain`, unless
+      the caller has others there. Without one, batches are used as they come.
+    evaluate: returns metrics, for example by `nxp.evaluate`; they are recorded as `eval_...`. A
+      `(sum, count)` pair is divided.
+    eval_every: evaluate each so many steps; by default at the end only.
+    checkpointer: where to save; `max_to_keep` and `best` (say, `"eval_loss"`) are its own options.
+    save_every: save each so many steps; by default at the end only.
+    save_every_minutes: save after so many minutes too; for jobs of one process, since clocks differ.
+    only: which leaves of the model to save, and to restore when resuming: as for `Checkpointer.save`. The
+      others, such as a base beside its adapters, must be those that the run began with.
+    extra: returns more to save: trees of arrays, or JSON values, by name; `"data"` is taken, by the cursor.
+    resume: restore `"latest"`, `"best"` or a number into the live model first; `"latest"` starts anew when
+      there is no checkpoint. On the same mesh the run goes on bit for bit. A checkpoint that `fit` did not
+      save starts the data at its beginning, with a warning.
+    start: where the model already is, as `resume_from` says; advanced in place.
+    early_stop: ends the run early.
+    trackers: called with each record, on process 0: `MetricsLog(path).write`, `TensorBoardLog(dir).write`,
+      or any `(step, metrics) -> None`. Arrays among the metrics come as numpy.
+    log_every: steps that make one record, of exactly weighted means.
+    progress: show a bar or lines; or a `StepProgress` of your own.
+    tokens: tokens in a batch, for `tokens_per_second`; by default examples are counted.
+    flops: floating point operations of a step on one device; by default those of the compiled step's matrix
+      products, where the peak is known.
+    peak_flops: per second, of one device; by default the chip's in bfloat16. With both, `mfu` is recorded:
+      what the step computes over what the device could. The default `flops` counts what is recomputed too
+      (hardware FLOPs utilization, HFU); pass the model's own for MFU in the strict sense.
+    profile: the first and last step to trace for xprof.
+    profile_dir: where the trace goes.
+    nonfinite: whether a loss that is not finite is an error.
+    check_gradients: check on the first batch, before it is trained on, that the step's gradients are the
+      derivatives of its loss on this layout (`TrainStep.check_gradients`); wrong ones are an error.
+
+  Returns:
+    The last step, the metrics, and why it ended.
+
+  Raises:
+    TrainError: data that ends before `steps`, a loss that is not finite, gradients that are wrong where they
+      are checked, a step that returns no dict, an
+      `extra` named `"data"`, an array among the metrics of an evaluation, or options that mean nothing.
+    CheckpointError: the checkpointer has steps of another run, or not the one to resume from, or cannot save
+      or restore.
+
+  Example:
+    >>> import numpy as np, optax, nnx_parallel as nxp
+    >>> from flax import nnx
+    >>> init = lambda: nnx.Linear(4, 4, rngs=nnx.Rngs(0))
+    >>> plan = nxp.plan(init, nxp.make_mesh(data=8), nxp.replicate(), optimizer=optax.sgd(0.1))
+    >>> model, optimizer = nxp.create_sharded_model(plan)
+    >>> step = nxp.train_step(lambda model, x: (model(x) ** 2).mean())
+    >>> data = [np.ones((16, 4), np.float32)] * 3
+    >>> result = nxp.fit(step, model, optimizer, data, plan=plan, progress=False)
+    >>> result.step, result.stopped, result.history[-1]["loss"] < result.history[0]["loss"]
+    (3, 'data', True)
+  """
+  _check_minutes(save_every_minutes)
+  if check_gradients and not isinstance(step, TrainStep):
+    raise TrainError(
+      f"fit cannot check the gradients of a {type(step).__name__}: it does not show its loss.",
+      fix="a step of nxp.train_step; or nxp.check_gradients(model, batch, loss_fn) before fit.",
+    )
+  _check_intervals(evaluate, steps=steps, eval_every=eval_every, save_every=save_every, log_every=log_every)
+  goodput = Goodput()
+  if checkpointer is not None and resume is not None and (resume != "latest" or checkpointer.steps()):
+    with goodput.spend("restore"):
+      _, start = resume_from(checkpointer, (model, optimizer), resume, only=only)
+  _check(checkpointer, save_every or save_every_minutes or only, resume, start, batches)
+  if only is not None:
+    saved_roots(model, optimizer, only)  # raises where it chooses nothing, now and not at the first save
+  at = start or Position()
+  shown = progress
+  if isinstance(shown, bool):
+    unit = "samples" if tokens is None else "tokens"
+    shown = StepProgress(steps, start=at.step, unit=unit, quiet=not progress, silent=not progress)
+  peak = _peak() if peak_flops is None else peak_flops
+  recorder = Recorder(at, shown, trackers, early_stop, nonfinite == "error", evaluate is not None)
+  saved, evaluated, stopped, metrics = -1, -1, "steps", None
+  saved_at = time.monotonic()
+  first, compiles = at.step + 1, _compiles(step)
+
+  def state() -> dict[str, Any]:
+    data = {"samples": at.samples, "stop": at.stop}
+    found = {"step": at.step, "model": model, "optimizer": optimizer, "only": only, "plan": plan}
+    found["extra"] = {**_own_extra(extra), "data": data}
+    return {**found, "metrics": recorder.of_step(at.step), "overwrite": at.step <= at.replaces}
+
+  def run_evaluation() -> None:
+    nonlocal evaluated
+    if evaluate is not None and evaluated != at.step:
+      with goodput.spend("evaluation"):
+        recorder.evaluation(at.step, evaluate())
+      evaluated = at.step
+
+  def save() -> None:
+    nonlocal saved, saved_at
+    if checkpointer is not None and saved != at.step >= first:
+      with goodput.spend("checkpoint"):
+        checkpointer.save(**state())
+      saved, saved_at = at.step, time.monotonic()
+
+  def minutes() -> float:
+    return (time.monotonic() - saved_at) / 60
+
+  host = iter(batches(at.samples) if callable(batches) else batches)
+  source = host if plan is None else placed(host, plan)
+  with contextlib.ExitStack() as stack:
+    stop = stack.enter_context(StopSignals())
+    if plan is not None:
+      stack.enter_context(default_scope(plan.activation_rules))
+    stack.enter_context(shown)
+    window = stack.enter_context(ProfileWindow(profile_dir, *profile)) if profile is not None else None
+    stack.push(recorder.fail)
+    recorder.clock.start()
+    while steps is None or at.step < steps:
+      began = time.perf_counter()
+      batch = next(source, _END)
+      # The devices may have been at work all the while: then nothing was lost.
+      goodput.add("step" if _busy(metrics) else "data", time.perf_counter() - began)
+      if batch is _END:
+        if steps is not None:
+          recorder.finish(at.step)
+          raise _ended(at.step, steps)
+        stopped = "data"
+        break
+      number = at.step + 1
+      if check_gradients and number == first and isinstance(step, TrainStep):
+        with goodput.spend("check"):
+          found = step.check_gradients(model, optimizer, batch)
+        found.raise_if_wrong()
+        shown.note(at.step, found.summary)
+      if window is not None:
+        with goodput.spend("profile"):
+          window.before(number, metrics)
+      began = time.perf_counter()
+      with jax.profiler.StepTraceAnnotation("train", step_num=number):
+        metrics = _checked(step(model, optimizer, batch))
+      at.step, at.samples = number, at.samples + examples_in(batch)
+      compiled = number == first or _compiles(step) > compiles
+      goodput.add("compile" if compiled else "step", time.perf_counter() - began)
+      compiles = _compiles(step)
+      if compiled and peak:
+        with goodput.spend("compile"):
+          work = _flops(step, model, optimizer, batch) if flops is None else flops
+          recorder.ideal_seconds = work / peak
+      evaluating, saving = (n is not None and number % n == 0 for n in (eval_every, save_every))
+      saving = saving or (save_every_minutes is not None and minutes() >= save_every_minutes)
+      now = evaluating or saving or number in (first, steps) or number % log_every == 0
+      with goodput.spend("step"):
+        recorder.add(number, metrics, batch, tokens or examples_in, report=now)
+        if evaluating or saving:
+          recorder.flush()
+      if window is not None:
+        with goodput.spend("profile"):
+          window.after(number, metrics)
+      if stop.asked(number):
+        stopped = "signal"
+        break
+      if evaluating:
+        run_evaluation()
+      if saving:
+        save()
+      if evaluating or saving:
+        recorder.clock.start()  # steps are not charged for it
+      if recorder.ended:
+        stopped = "early"
+        break
+    with goodput.spend("step"):
+      recorder.finish(at.step)
+    if stopped != "signal":
+      run_evaluation()
+    elif jax.process_index() == 0:
+      done = "stopped after" if checkpointer is None else "saving"
+      print(f"asked to end: {done} step {at.step}", flush=True)
+    save()
+    if checkpointer is not None and stopped == "signal":
+      checkpointer.wait()
+  return FitResult(at.step, recorder.newest, recorder.history, stopped, goodput.seconds())
+
+
+_END = object()
+
+
+def _checked(metrics: Any) -> Mapping[str, Any]:
+  if not isinstance(metrics, Mapping):
+    raise TrainError(
+      f"the step returned a {type(metrics).__name__}, and fit needs its metrics by name.",
+      fix='return {"loss": loss} from the step.',
+    )
+  return metrics  # pyright: ignore[reportUnknownVariableType]
+
+
+def _check(
+  checkpointer: Checkpointer | None,
+  saving: Any,
+  resume: int | str | None,
+  start: Position | None,
+  batches: Source,
+) -> None:
+  if checkpointer is None and (saving is not None or resume is not None):
+    raise TrainError(
+      "save_every, only and resume need a checkpointer.", fix="checkpointer=nxp.Checkpointer(directory)"
+    )
+  if checkpointer is not None and start is None and checkpointer.steps():
+    raise CheckpointError(
+      f"{checkpointer.directory} holds the checkpoints of an earlier run.",
+      details=f"steps {', '.join(map(str, checkpointer.steps()))}",
+      fix='resume="latest" to go on from the newest, or another directory.',
+    )
+  if start is not None and start.samples and not callable(batches):
+    raise TrainError(
+      f"the data cannot go on after {start.samples} samples: batches is a {type(batches).__name__}.",
+      fix="pass a function: batches(samples) -> the batches after so many examples.",
+    )
+
+
+def _check_intervals(evaluate: Any, **every: int | None) -> None:
+  for name, steps in every.items():
+    least = 0 if name == "steps" else 1
+    if steps is not None and (not isinstance(steps, numbers.Integral) or steps < least):
+      raise TrainError(f"{name}={steps!r} is not a number of steps.", fix=f"{name}={least} or more.")
+  if evaluate is None and every["eval_every"] is not None:
+    raise TrainError("eval_every needs something to evaluate.", fix="evaluate=lambda: {...metrics}")
+
+
+def _check_minutes(minutes: float | None) -> None:
+  if minutes is None:
+    return
+  if not minutes > 0:
+    raise TrainError(f"save_every_minutes={minutes} is not a number of minutes.", fix="save_every_minutes=10")
+  if jax.process_count() > 1:
+    raise TrainError(
+      f"save_every_minutes is for jobs of one process, and this one has {jax.process_count()}.",
+      details="their clocks differ, and all must save the same step",
+      fix="save_every=N, in steps.",
+    )
+
+
+def _own_extra(extra: Callable[[], Mapping[str, Any]] | None) -> Mapping[str, Any]:
+  found = extra() if extra is not None else {}
+  if "data" in found:
+    raise TrainError(
+      "extra() returns a 'data', which is where fit keeps the data cursor.", fix="another name for yours."
+    )
+  return found
+
+
+def _ended(step: int, steps: int) -> TrainError:
+  return TrainError(
+    f"the batches ended after step {step} of {steps}.",
+    fix=f"steps={step}, steps=None for all there are, or batches that go on.",
+  )
+
+
+def _busy(metrics: Any) -> bool:
+  """Whether the step that returned these is still running."""
+  arrays: list[Any] = [x for x in jax.tree.leaves(metrics) if isinstance(x, jax.Array)]
+  return bool(arrays) and not arrays[0].is_ready()
+
+
+def _compiles(step: Any) -> int:
+  return len(getattr(step, "compiles", ()))
+
+
+def _peak() -> float | None:
+  """The bfloat16 peak of a device here, or None; simulated devices have none."""
+  known = chip_of(jax.devices()[0].device_kind)
+  return None if known is None or known.platform == "cpu" else known.peak("bfloat16")
+
+
+def _flops(step: Any, model: Any, optimizer: Any, batch: Any) -> float:
+  """Of the program that just ran, per device; nan for a step that does not show its program."""
+  if not isinstance(step, TrainStep):
+    return math.nan
+  found = cost(step.compiled(model, optimizer, batch).as_text())
+  if found.uncounted:
+    warnings.warn(
+      f"the recorded mfu is too low. {not_counted(found.uncounted)}  Fix: fit(..., flops=...) of one device.",
+      NnxParallelWarning,
+      stacklevel=3,
+    )
+  return float(found.flops)

@@ -1,0 +1,214 @@
+"""A recipe on a mesh: planned, created or restored, trained by `fit`, evaluated, saved."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+from typing import Any, Self
+
+from flax import nnx
+
+import nnx_parallel as nxp
+from nnx_parallel.errors import RecipeError
+from nnx_parallel.layout.constrain import default_scope
+from nnx_parallel.loop.fit import resume_from
+from nnx_parallel.loop.loader import Recipe
+from nnx_parallel.loop.recorder import Position
+from nnx_parallel.loop.settings import Settings, differences, settings_of
+from nnx_parallel.train.metrics import Record
+from nnx_parallel.train.remat import Policy
+
+
+def rules_of(recipe: Recipe) -> Any:
+  """The recipe's rules; `nxp.fsdp()` for one without."""
+  return recipe.rules() if recipe.rules is not None else nxp.fsdp()
+
+
+def plan_recipe(recipe: Recipe, mesh: Any, rules: Any = None, **options: Any) -> nxp.ShardingPlan:
+  """The plan of a recipe's model and optimizer.
+
+  Args:
+    recipe: gives `init`, and `optimizer` and `rules` if it has them.
+    mesh: real or abstract.
+    rules: instead of the recipe's; a recipe without rules is planned with `nxp.fsdp()`.
+    **options: for `nxp.plan`: `zero`, `optimizer_memory`.
+
+  Raises:
+    ShardingError: rules that do not fit.
+
+  Example:
+    >>> from nnx_parallel.loop.loader import load_recipe
+    >>> plan = plan_recipe(load_recipe("text_lm"), nxp.abstract_mesh(data=2, fsdp=2, tensor=2))
+    >>> plan["head.kernel"].spec
+    P('fsdp', 'tensor')
+  """
+  rules = rules_of(recipe) if rules is None else rules
+  optimizer = recipe.optimizer() if recipe.optimizer is not None else None
+  return nxp.plan(recipe.init, mesh, rules, optimizer=optimizer, **options)
+
+
+@dataclasses.dataclass
+class Job:
+  """A live model with its optimizer, and how far they have come.
+
+  Attributes:
+    recipe: what is trained, on which batches.
+    plan: how it is laid out.
+    model: the live module.
+    optimizer: its optimizer.
+    microbatches: into how many parts each global batch is cut.
+    position: the step, and the data cursor.
+    settings: how it is run, as JSON values, kept in each checkpoint: those given, and the mesh, the
+      microbatches, the steps asked for and the SHA-256 of the recipe's file.
+    changes: settings that differ from those of the checkpoint it was restored from, as text.
+    remat: what layers keep for the backward pass; as for `train_step`.
+  """
+
+  recipe: Recipe
+  plan: nxp.ShardingPlan
+  model: nnx.Module
+  optimizer: nnx.Optimizer[Any]
+  microbatches: int = 1
+  position: Position = dataclasses.field(default_factory=Position)
+  settings: Settings = dataclasses.field(default_factory=dict[str, Any])
+  changes: list[str] = dataclasses.field(default_factory=list[str])
+  remat: Policy = None
+
+  def __post_init__(self) -> None:
+    if self.recipe.loss is None or self.recipe.batches is None:
+      raise RecipeError(
+        f"the recipe {self.recipe.name} cannot be trained: it has no loss() or no batches().",
+        fix="load it with load_recipe(spec), which checks both.",
+      )
+    self.settings = settings_of(self.recipe, self.plan, self.microbatches) | self.settings
+    self._batches = self.recipe.batches
+    self._train_step = nxp.train_step(
+      self.recipe.loss, microbatches=self.microbatches, remat=self.remat, pairs=True, diagnostics=True
+    )
+    self._eval_step = nxp.eval_step(self.recipe.loss, pairs=True)
+    # Made once: it shares the model's Variables, and another object would be compiled for anew.
+    options = {"deterministic": True, "use_running_average": True}
+    self._quiet = nnx.view(self.model, **options, raise_if_not_found=False)
+
+  @classmethod
+  def start(
+    cls,
+    recipe: Recipe,
+    plan: nxp.ShardingPlan,
+    *,
+    microbatches: int = 1,
+    remat: Policy = None,
+    settings: Mapping[str, Any] | None = None,
+  ) -> Self:
+    """A new job at step 0, created straight into its shards; `settings` are kept in its checkpoints."""
+    model, optimizer = nxp.create_sharded_model(plan)
+    return cls(recipe, plan, model, optimizer, microbatches, settings=dict(settings or {}), remat=remat)
+
+  @classmethod
+  def restore(
+    cls,
+    recipe: Recipe,
+    plan: nxp.ShardingPlan,
+    checkpointer: nxp.Checkpointer,
+    step: int | str | None = "latest",
+    *,
+    microbatches: int = 1,
+    remat: Policy = None,
+    settings: Mapping[str, Any] | None = None,
+  ) -> Self:
+    """The job as it was at a checkpoint, in the layout of this plan; a damaged one is passed over.
+
+    Settings may differ from those of the checkpoint: `changes` lists them.
+
+    Raises:
+      CheckpointError: nothing to restore, or it does not fit the plan.
+    """
+    (model, optimizer), position = resume_from(checkpointer, plan, step)
+    given = dict(settings or {})
+    job = cls(recipe, plan, model, optimizer, microbatches, position, given, remat=remat)
+    saved = checkpointer.metadata(position.step).extra.get("settings")
+    job.changes = differences(saved, job.settings) if isinstance(saved, dict) else []
+    return job
+
+  def train(self, steps: int, *, progress: Any = False, **options: Any) -> nxp.FitResult:
+    """Trains until `steps` updates were made in all, by `nxp.fit`.
+
+    Args:
+      steps: the number of the last step; nothing happens when it was reached before.
+      progress: as for `fit`.
+      **options: for `fit`: `trackers`, `checkpointer`, `eval_every` and so on.
+
+    Returns:
+      What `fit` returns.
+
+    Raises:
+      TrainError: the batches end too early, or a loss is not finite.
+      CheckpointError: a step that cannot be saved.
+    """
+    self.settings["steps"] = steps
+    return nxp.fit(
+      self._train_step,
+      self.model,
+      self.optimizer,
+      self._placed,
+      steps=steps,
+      plan=self.plan,
+      start=self.position,
+      tokens=self.recipe.tokens,
+      extra=self._extra,
+      progress=progress,
+      **options,
+    )
+
+  def check_gradients(self) -> nxp.GradientCheck:
+    """Checks on the next batch that the gradients of the step are right on this layout; trains nothing.
+
+    Raises:
+      TrainError: there is no batch.
+    """
+    batch = next(iter(self._placed(self.samples)), None)
+    if batch is None:
+      raise nxp.TrainError(
+        "the recipe has no batch to check gradients on.", fix="batches() with one or more."
+      )
+    with default_scope(self.plan.activation_rules):
+      return self._train_step.check_gradients(self.model, self.optimizer, batch)
+
+  def save(self, checkpointer: nxp.Checkpointer) -> None:
+    """Saves everything that `restore` needs.
+
+    Raises:
+      CheckpointError: as `Checkpointer.save`.
+    """
+    at = self.position
+    extra = {**self._extra(), "data": {"samples": at.samples, "stop": at.stop}}
+    overwrite = at.step <= at.replaces
+    checkpointer.save(at.step, self.model, self.optimizer, extra=extra, plan=self.plan, overwrite=overwrite)
+
+  def evaluate(self) -> Record:
+    """Mean metrics over the held-out batches, dropout off; empty when there are none."""
+    held_out = nxp.batches(self._batches(0, split="held_out"), self.plan, whole=True)
+    with default_scope(self.plan.activation_rules):
+      return nxp.evaluate(self._eval_step, self._quiet, held_out)
+
+  def _placed(self, samples: int) -> Iterator[Any]:
+    # Each process makes the same global batches, and places its share of them; it is fit that prefetches.
+    return nxp.batches(self._batches(samples), self.plan, prefetch=0, whole=True)
+
+  def _extra(self) -> dict[str, Any]:
+    return {"recipe": self.recipe.name, "settings": dict(self.settings)}
+
+  @property
+  def step(self) -> int:
+    """How many updates were made."""
+    return self.position.step
+
+  @property
+  def samples(self) -> int:
+    """The data cursor: how many samples were consumed, on whatever mesh, in whatever batches."""
+    return self.position.samples
+
+  @property
+  def unit(self) -> str:
+    """What `tokens_per_second` counts."""
+    return "samples" if self.recipe.tokens is None else "tokens"

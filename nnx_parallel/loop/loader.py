@@ -1,0 +1,246 @@
+"""Finds a recipe by name, file or module, and checks that it defines what a command needs."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import functools
+import importlib
+import importlib.util
+import inspect
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from nnx_parallel.errors import RecipeError
+
+SIGNATURES = {
+  "init": "def init() -> nnx.Module",
+  "optimizer": "def optimizer() -> optax.GradientTransformation",
+  "loss": "def loss(model, batch) -> (scalar, {name: metric})",
+  "batches": "def batches(start=0, *, split='train') -> iterator of global batches",
+  "rules": "def rules() -> nxp.LogicalRules",
+  "mesh": "def mesh() -> {axis: devices}",
+  "tokens": "def tokens(batch) -> int",
+  "microbatches": "def microbatches() -> int",
+}
+# Positional arguments and keywords that each function is called with.
+CALLS: dict[str, tuple[int, tuple[str, ...]]] = {
+  "init": (0, ()),
+  "optimizer": (0, ()),
+  "loss": (2, ()),
+  "batches": (1, ("split",)),
+  "rules": (0, ()),
+  "mesh": (0, ()),
+  "tokens": (1, ()),
+  "microbatches": (0, ()),
+}
+EMBEDDED = Path(__file__).parent.parent / "recipes"
+TRAINING = ("init", "optimizer", "loss", "batches")
+
+
+@dataclasses.dataclass(frozen=True)
+class Recipe:
+  """The functions of a recipe file; `None` where the file has none and the command needs none.
+
+  Attributes:
+    name: how the recipe was asked for, shortened to a word: `"text_lm"`.
+    source: the file that it came from.
+    init: makes the model; no arguments.
+    optimizer: makes the optax transformation; no arguments.
+    loss: `loss(model, batch)` -> a scalar, or (scalar, metrics).
+    batches: `batches(start, split=...)` -> global batches after `start` samples.
+    rules: how names or paths map to mesh axes.
+    mesh: the mesh to use when none is asked for: devices along each axis.
+    tokens: tokens in a batch, for tokens per second.
+    microbatches: into how many parts a global batch is cut when the command does not say.
+  """
+
+  name: str
+  source: str
+  init: Callable[[], Any]
+  optimizer: Callable[[], Any] | None = None
+  loss: Callable[[Any, Any], Any] | None = None
+  batches: Callable[..., Iterator[Any]] | None = None
+  rules: Callable[[], Any] | None = None
+  mesh: Callable[[], dict[str, int]] | None = None
+  tokens: Callable[[Any], int] | None = None
+  microbatches: Callable[[], int] | None = None
+
+  def parts(self, asked: int | None) -> int:
+    """Into how many microbatches a batch is cut: as asked for, else as the recipe says, else one."""
+    return asked or (self.microbatches() if self.microbatches else 1)
+
+  def given(self, **options: Any) -> Recipe:
+    """The recipe with options set: each goes to `init` and `batches`, where they have such an argument.
+
+    Args:
+      **options: by name; None leaves the recipe's own default.
+
+    Raises:
+      RecipeError: neither has such an argument.
+    """
+    functions = {name: getattr(self, name) for name in ("init", "batches")}
+    for option, value in options.items():
+      takers = [n for n, f in functions.items() if f and option in inspect.signature(f).parameters]
+      if value is not None and not takers:
+        raise RecipeError(
+          f"the recipe {self.name} takes no {option}.",
+          details=f"neither its init() nor its batches() has an argument named {option}",
+          fix=f"leave --{option} out, or add the argument: def batches(start=0, *, split, {option}=None).",
+        )
+      for name in takers if value is not None else ():
+        functions[name] = functools.partial(functions[name], **{option: value})
+    return dataclasses.replace(self, **functions)
+
+
+def embedded_recipes() -> list[str]:
+  """Names of the recipes that come with the package.
+
+  Example:
+    >>> embedded_recipes()
+    ['digits', 'text_lm']
+  """
+  return sorted(file.stem for file in EMBEDDED.glob("*.py") if file.stem != "__init__")
+
+
+def load_recipe(spec: str, *, needs: Sequence[str] = TRAINING) -> Recipe:
+  """Loads a recipe and checks it.
+
+  Args:
+    spec: an embedded name (`text_lm`), a file (`jobs/mine.py`), a module (`package.mine:`), or one
+      of the last two with the function to use for `init` (`package.mine:init_small`). A file can import those
+      beside it at its top, not later inside a function.
+    needs: the functions that must be there; the others are used when they are.
+
+  Raises:
+    RecipeError: nothing of that name, or a function is missing or has other arguments.
+
+  Example:
+    >>> recipe = load_recipe("text_lm")
+    >>> recipe.name, recipe.mesh()
+    ('text_lm', {'data': 2, 'fsdp': 2, 'tensor': 2})
+  """
+  place, colon, entry = spec.rpartition(":")
+  if not colon or not (entry == "" or entry.isidentifier()):
+    place, entry = spec, ""
+  if place.endswith(".py"):
+    module = _load_file(Path(place))
+  elif colon and place:
+    module = _load_module(place, spec)
+  elif spec in embedded_recipes():
+    module = importlib.import_module(f"nnx_parallel.recipes.{spec}")
+  else:
+    raise _unknown(spec)
+  source = place if place.endswith(".py") else str(module.__file__)
+  return _check(module, source, needs, {"init": entry} if entry else {})
+
+
+def _load_file(path: Path) -> ModuleType:
+  if not path.is_file():
+    near = difflib.get_close_matches(path.name, [f.name for f in path.parent.glob("*.py")], n=1)
+    raise RecipeError(
+      f"no recipe file at {path}.",
+      details=f"the nearest file there is {path.parent / near[0]}" if near else "",
+      fix=f"an existing .py file, or an embedded recipe: {_listed(embedded_recipes())}.",
+    )
+  name = f"nnx_parallel_recipe_{path.stem}"
+  spec = importlib.util.spec_from_file_location(name, path)
+  if spec is None or spec.loader is None:
+    raise RecipeError(f"{path} is not a Python file.", fix="a .py file.")
+  module = importlib.util.module_from_spec(spec)
+  sys.modules[name] = module
+  # As `python file.py` would: while the file runs, its neighbours can be imported.
+  folder = str(path.parent.resolve())
+  sys.path.insert(0, folder)
+  try:
+    spec.loader.exec_module(module)
+  finally:
+    sys.path.remove(folder)
+  return module
+
+
+def _load_module(name: str, spec: str) -> ModuleType:
+  try:
+    return importlib.import_module(name)
+  except ModuleNotFoundError as error:
+    if error.name is None or not f"{name}.".startswith(f"{error.name}."):
+      raise  # the recipe exists; something that it imports does not
+    raise RecipeError(
+      f"no module {name!r} (from the recipe {spec!r}).",
+      details=f"Python found no {error.name!r} in {', '.join(p or '.' for p in sys.path[:3])}, ...",
+      fix="install the package, or give the file instead: path/to/recipe.py.",
+    ) from error
+
+
+def _unknown(spec: str) -> RecipeError:
+  names = embedded_recipes()
+  near = difflib.get_close_matches(spec, names, n=1)
+  as_file = Path(f"{spec}.py")
+  fix = f"one of {_listed(names)}; a file, path/to/recipe.py; or a module, package.module:."
+  if near:
+    fix = f"did you mean {near[0]}? Otherwise {fix}"
+  elif as_file.is_file():
+    fix = f"the file is there: {as_file}."
+  return RecipeError(f"no recipe named {spec!r}.", fix=fix)
+
+
+def _check(module: ModuleType, source: str, needs: Sequence[str], renamed: dict[str, str]) -> Recipe:
+  found: dict[str, Callable[..., Any]] = {}
+  for name in SIGNATURES:
+    function = getattr(module, renamed.get(name, name), None)
+    if function is None and name in renamed:
+      raise RecipeError(
+        f"{source} does not define {renamed[name]}().",
+        details=f"it defines {_listed(_functions(module), 'and')}",
+        fix="one of these after the colon.",
+      )
+    if function is not None:
+      _check_call(name, function, source)
+      found[name] = function
+  missing = [name for name in needs if name not in found]
+  if missing:
+    raise _missing(module, source, missing)
+  return Recipe(name=Path(source).stem, source=source, **found)  # pyright: ignore[reportArgumentType]
+
+
+def _missing(module: ModuleType, source: str, missing: Sequence[str]) -> RecipeError:
+  there = _functions(module)
+  lines = ["it defines " + (_listed(there, "and") or "no functions")]
+  for name in missing:
+    near = difflib.get_close_matches(name, there, n=1)
+    lines += [f"{near[0]}() has nearly the name {name}()"] if near else []
+  return RecipeError(
+    f"the recipe {source} does not define {_listed([f'{m}()' for m in missing], 'and')}.",
+    details="\n".join(lines),
+    fix="add\n" + "\n".join(f"{SIGNATURES[m]}: ..." for m in missing),
+  )
+
+
+def _check_call(name: str, function: Any, source: str) -> None:
+  positional, keywords = CALLS[name]
+  if not callable(function):
+    raise RecipeError(
+      f"{name} in the recipe {source} is {type(function).__name__}, not a function.",
+      fix=f"{SIGNATURES[name]}: ...",
+    )
+  signature = inspect.signature(function)
+  try:
+    signature.bind(*range(positional), **dict.fromkeys(keywords))
+  except TypeError as error:
+    raise RecipeError(
+      f"{name}{signature} in the recipe {source} cannot be called as commands call it: {error}.",
+      fix=f"{SIGNATURES[name]}: ...",
+    ) from None
+
+
+def _functions(module: ModuleType) -> list[str]:
+  own = inspect.getmembers(module, inspect.isfunction)
+  return [n for n, f in own if f.__module__ == module.__name__ and not n.startswith("_")]
+
+
+def _listed(names: Iterable[str], last: str = "or") -> str:
+  *most, end = list(names) or [""]
+  return f"{', '.join(most)} {last} {end}" if most else end

@@ -1,0 +1,73 @@
+"""Which arrays of a trace a compiler keeps in memory.
+
+Compilers fuse an elementwise operation into whatever reads it, and do it again in the backward pass rather
+than keep its result. What they keep are results of products, loops, gathers and reductions. So what a trace
+saves as `exp(logits)` in float32 beside a mask of the targets is, in the program, the logits.
+Source: XLA's fusion passes; the figures are in `benchmarks/results/report_figures.md`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Any
+
+from jax.extend import core
+
+from nnx_parallel.core.jaxprs import CALLS, called, nbytes, opened
+
+_FUSED = frozenset((
+    "abs", "add", "add_any", "and", "broadcast_in_dim", "ceil", "clamp", "convert_element_type", "copy",
+    "copy_p", "cos", "div", "eq", "erf", "erf_inv", "exp", "exp2", "expm1", "floor", "ge", "gt",
+    "integer_pow", "iota", "is_finite", "le", "log", "log1p", "logistic", "lt", "max", "min", "mul", "ne",
+    "neg", "nextafter", "not", "or", "pow", "rem", "reshape", "round", "rsqrt", "select_n", "sign", "sin",
+    "sqrt", "square", "squeeze", "sub", "tan", "tanh", "xor",
+))  # fmt: skip
+
+
+def is_fused(eqn: Any) -> bool:
+  """Whether an operation is elementwise, or a function of such operations only (`jnp.where`)."""
+  name = eqn.primitive.name
+  if name in CALLS:
+    return all(is_fused(inner) for inner in opened(called(eqn)).eqns)
+  return name in _FUSED
+
+
+def stored(body: Any, saved: Collection[Any]) -> list[Any]:
+  """What a program keeps so that it has the saved arrays again: these, or what they are computed from.
+
+  An elementwise result gives way to its sources where they, without those that are kept anyway, are no
+  larger. Inputs of the trace cost nothing.
+
+  Args:
+    body: a jaxpr.
+    saved: variables of it.
+
+  Returns:
+    Variables of it, inputs left out.
+  """
+  made = {var: eqn for eqn in body.eqns for var in eqn.outvars}
+  kept: dict[Any, None] = {}
+  for var in sorted(saved, key=lambda v: -nbytes(v.aval)):
+    sources = [source for source in _sources(var, made) if source not in kept]
+    kept |= dict.fromkeys(sources if sum(nbytes(v.aval) for v in sources) <= nbytes(var.aval) else [var])
+  return list(kept)
+
+
+def _sources(var: Any, made: dict[Any, Any]) -> list[Any]:
+  """The results of operations that are not fused, from which a variable is computed."""
+  found: list[Any] = []
+  seen: set[Any] = set()
+  todo = [var]
+  while todo:
+    at = todo.pop()
+    if isinstance(at, core.Literal) or at in seen or at not in made:
+      continue
+    seen.add(at)
+    eqn = made[at]
+    if eqn.primitive.name == "optimization_barrier":
+      todo.append(eqn.invars[eqn.outvars.index(at)])
+    elif is_fused(eqn):
+      todo += eqn.invars
+    else:
+      found.append(at)
+  return found

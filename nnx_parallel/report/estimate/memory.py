@@ -1,0 +1,236 @@
+"""The memory plan: bytes per device by category, from the plan and a trace, without a compiler."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from nnx_parallel.core.mesh import axis_sizes
+from nnx_parallel.core.text import Shown
+from nnx_parallel.errors import ReportError
+from nnx_parallel.layout.plan import ShardingPlan, check_plan
+from nnx_parallel.report.chips import Chip
+from nnx_parallel.report.chips import chip as chip_named
+from nnx_parallel.report.estimate.propagate import Product
+from nnx_parallel.report.estimate.workload import Part, Sizes, Workload, per_device, trace_workload
+from nnx_parallel.report.units import format_bytes
+from nnx_parallel.train.gradients import Gradients
+from nnx_parallel.train.remat import Remat
+
+CASES = 24
+ERROR_BAND = (0.60, 1.51)
+"""Smallest and largest compiled need over planned need in `benchmarks/results/report_figures.md`.
+
+No guarantee: all of them are one Llama-shaped model, 16 of them compiled for CPUs. There, compilers needed
+1.09 to 1.50 times the plan; for TPU and GPU with full remat 0.60 to 0.83 times, otherwise 1.09 to 1.46 times.
+"""
+BAND_TEXT = f"compilers needed {ERROR_BAND[0]:.2f} to {ERROR_BAND[1]:.2f} times the plan"
+
+
+@dataclasses.dataclass(frozen=True)
+class MemoryPlan(Shown):
+  """Predicted memory of one step.
+
+  Attributes:
+    categories: bytes per device by what they hold, at the moment that needs most; their sum is `need_bytes`.
+    largest: the largest leaves of the state in device memory: (name, bytes per device).
+    host_bytes: state of the optimizer in the host's memory, in bytes per device; not part of the need.
+    microbatches: parts that the batch is run in.
+    remat: what layers keep for the backward pass.
+    chip: whose memory it is compared with, or None.
+  """
+
+  categories: Mapping[str, int]
+  largest: tuple[tuple[str, int], ...]
+  microbatches: int
+  remat: Remat
+  chip: Chip | None
+  host_bytes: int = 0
+
+  @property
+  def need_bytes(self) -> int:
+    """Bytes per device."""
+    return sum(self.categories.values())
+
+  @property
+  def headroom_bytes(self) -> int | None:
+    """Usable memory of the chip that is left, in bytes per device; negative when it does not fit."""
+    return None if self.chip is None else self.chip.usable_bytes - self.need_bytes
+
+  def to_json(self) -> str:
+    """The plan as JSON."""
+    body = dataclasses.asdict(self)
+    return json.dumps(body | {"need_bytes": self.need_bytes}, indent=2)
+
+  def __str__(self) -> str:
+    from nnx_parallel.report.tables import render, usable_note
+
+    whole = max(1, self.need_bytes)
+    rows = [(n, format_bytes(b), f"{100 * b / whole:.0f} %") for n, b in self.categories.items() if b]
+    rows.append(("all", format_bytes(whole), "100 %"))
+    text = render("Planned memory per device", ("what", "bytes>", "share>"), rows)
+    low, high = (format_bytes(self.need_bytes * edge) for edge in ERROR_BAND)
+    text += f"In {CASES} test cases {BAND_TEXT}: here {low} to {high}.\n"
+    if self.host_bytes:
+      text += f"Besides, {format_bytes(self.host_bytes)} in the host's memory.\n"
+    if self.chip is not None and self.headroom_bytes is not None:
+      word = "left" if self.headroom_bytes >= 0 else "too much"
+      left = format_bytes(abs(self.headroom_bytes))
+      text += f"{left} {word} on {self.chip.name}{usable_note(self.chip)}.\n"
+    return text + render(
+      "Largest leaves", ("leaf", "bytes>"), [(n, format_bytes(b)) for n, b in self.largest]
+    )
+
+
+def memory_plan(
+  plan: ShardingPlan,
+  loss: Callable[[Any, Any], Any],
+  batch: Any,
+  *,
+  microbatches: int = 1,
+  remat: Remat = "as written",
+  gradients: Gradients | None = None,
+  chip: Chip | str | None = None,
+) -> MemoryPlan:
+  """Predicts the memory of a train step from an abstract trace of its loss.
+
+  The state is exact. What the loss keeps is read from JAX's own linearisation and divided by the mesh axes
+  that reach each array. Which arrays are alive together, and what the compiler fuses away, is a
+  model: the plan can be off by half (`ERROR_BAND`). Compile with `compile_report` before you rely on it.
+
+  Args:
+    plan: the layout, on any mesh.
+    loss: `loss(model, batch)` -> scalar, or (scalar, metrics).
+    batch: a pytree of arrays or `ShapeDtypeStruct`s of the global batch.
+    microbatches: parts that the batch is run in.
+    remat: what layers keep; see `with_remat`.
+    gradients: as in `train_step`: by default as the plan says.
+    chip: to compare with.
+
+  Returns:
+    The plan; print it, or read its `categories`.
+
+  Raises:
+    ReportError: `microbatches` is not positive, or the chip is not in the table.
+    TrainError: no such remat policy, no layer for it, or gradients that cannot be scattered.
+
+  Example:
+    >>> import jax
+    >>> import jax.numpy as jnp
+    >>> import optax
+    >>> from flax import nnx
+    >>> import nnx_parallel as nxp
+    >>> init = lambda: nnx.Linear(1024, 1024, use_bias=False, rngs=nnx.Rngs(0))
+    >>> plan = nxp.plan(init, nxp.abstract_mesh(fsdp=256), nxp.fsdp(), optimizer=optax.adam(1e-3))
+    >>> batch = jax.ShapeDtypeStruct((4096, 1024), jnp.float32)
+    >>> memory_plan(plan, lambda model, x: (model(x) ** 2).mean(), batch).categories["parameters"]
+    16384
+  """
+  check_plan(plan, "memory_plan(plan, loss_fn, batch)")
+  if microbatches < 1:
+    raise ReportError(f"microbatches={microbatches} is not a positive number.", fix="microbatches=1.")
+  work = trace_workload(plan, loss, batch, remat=remat, gradients=gradients)
+  sizes = axis_sizes(plan.mesh)
+  near = (leaf for leaf in plan.leaves if not leaf.on_host)
+  leaves = sorted(near, key=lambda leaf: -leaf.bytes_per_device)
+  return MemoryPlan(
+    categories={k: round(v) for k, v in memory_categories(work, sizes, microbatches).items()},
+    largest=tuple((leaf.name, leaf.bytes_per_device) for leaf in leaves[:8]),
+    microbatches=microbatches,
+    remat=remat,
+    chip=chip_named(chip) if chip is not None else None,
+    host_bytes=round(per_device(work.host_state(), sizes)),
+  )
+
+
+def memory_categories(work: Workload, sizes: Sizes, microbatches: int = 1) -> dict[str, float]:
+  """Bytes per device by category, for any sizes of the mesh axes.
+
+  Three moments compete for the peak. At the end of the forward pass, everything kept is alive with the
+  largest activation (the logits), and the last weights are gathered for both passes. While a layer is
+  differentiated, the kept inputs of all layers are alive with what that layer recomputes, its gathered
+  weights, and the gradients so far. At the update, no activation is left, and state in the host's memory
+  passes through.
+
+  Args:
+    work: what the step is made of.
+    sizes: mesh axis -> size in devices.
+    microbatches: parts that the batch is run in; with several, their sum is kept beside the gradients.
+  """
+  wide = per_device(work.gradients, sizes)
+  accumulators = per_device(work.sums, sizes) if microbatches > 1 else 0.0
+  gradients = wide - per_device(work.narrowed, sizes)
+  kept = per_device(work.kept, sizes) / microbatches
+  outside = per_device(work.kept_outside, sizes) / microbatches
+  largest, is_logits = _largest(work, sizes)
+  layer = per_device(work.layer, sizes) / microbatches
+  moments: list[dict[str, float]] = [
+    {
+      # The gradients of one microbatch are summed into those of the others as they come.
+      "gradients": wide if microbatches > 1 else 0.0,
+      "kept activations": kept + outside,
+      "logits" if is_logits else "largest activation": largest / microbatches,
+      "gathered parameters": _gathered_last(work, sizes),
+    },
+    {
+      "gradients": gradients,
+      "kept activations": kept,
+      "one layer": layer,
+      # Those in use, and the next ones on their way: a guess.
+      "gathered parameters": 2 * _gathered(work, sizes),
+    },
+    {"gradients": gradients, "state in passing": _in_passing(work, sizes)},
+  ]
+  state = {
+    "parameters": per_device(work.parameters, sizes),
+    "other model state": per_device(work.other, sizes),
+    "optimizer": per_device(work.device_state(), sizes),
+    "masters": per_device(work.device_state(masters=True), sizes),
+    "batch": per_device(work.batch, sizes),
+    "accumulators": accumulators,
+    # Compilers cast scanned parameters once, before the loop, also where the trace casts each layer's.
+    "cast parameters": max(per_device(work.kept_weights, sizes), per_device(work.casts, sizes)),
+  }
+  return state | max(moments, key=lambda moment: sum(moment.values()))
+
+
+def _largest(work: Workload, sizes: Sizes) -> tuple[float, bool]:
+  """Bytes of the largest activation, and whether it is what a last product with parameters gives: logits."""
+  largest = max((part.per_device(sizes) for part in work.largest), default=0.0)
+  last = _last_product(work)
+  if last is None:
+    return largest, False
+  # The loss may compute in a wider type than the product.
+  logits = Part(last.out_bytes, last.out_split).per_device(sizes)
+  return largest, logits <= largest <= 2 * logits
+
+
+def _last_product(work: Workload) -> Product | None:
+  """The last product with parameters outside loops: a head."""
+  return next((p for p in reversed(work.products) if p.weighs and p.times == 1), None)
+
+
+def _gathered_last(work: Workload, sizes: Sizes) -> float:
+  """The weights of the head, whole along the batch axes: gathered once, and kept until the backward pass."""
+  batch, last = frozenset(work.gather_axes), _last_product(work)
+  if last is None or not last.other_split & batch:
+    return 0.0
+  return Part(last.other_bytes, last.other_split - batch).per_device(sizes)
+
+
+def _in_passing(work: Workload, sizes: Sizes) -> float:
+  """State on its way between host and device: as a guess, four times the largest kind of leaf."""
+  parts = [part.per_device(sizes) for part in work.host_state()]
+  return min(sum(parts), 4 * max(parts, default=0.0))
+
+
+def _gathered(work: Workload, sizes: Sizes) -> float:
+  """One layer's parameters as they are multiplied: whole along the batch axes, in the type of their use."""
+  batch = frozenset(work.gather_axes)
+  return sum(
+    Part(part.bytes, part.split - batch).per_device(sizes)
+    for part in work.layer_weights
+    if part.split & batch
+  )

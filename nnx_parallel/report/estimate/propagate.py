@@ -1,0 +1,365 @@
+"""Follows mesh axes through the trace of a loss, without a compiler and without axis sizes.
+
+The trace gives shapes; parameters and batch bring their axes; `layout.flow` says how each operation hands
+them on. Sizes enter only when the result is evaluated, so one trace serves every factorisation of a mesh.
+
+Counted are matrix products, convolutions, and kernels (Pallas) that state their cost. All branches of a
+conditional count. A loop whose length is not known counts once; what else computes, and what a program sends
+by its own collectives under `shard_map`, is not counted: `Propagation.uncounted` lists them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+from jax.extend import core
+
+from nnx_parallel.core.axes import axes_of, without
+from nnx_parallel.core.flow import Flow, Meeting, constraint, meeting, spread
+from nnx_parallel.core.jaxprs import CHECKPOINTS, called, nbytes, opened, scan_counts
+from nnx_parallel.report.estimate.arithmetic import ENDLESS, traced_arithmetic
+from nnx_parallel.report.estimate.fusion import is_fused
+
+# Operations that hand on the values of their first operand, in another type, shape or order at most.
+_MOVES = frozenset((
+  "broadcast_in_dim", "convert_element_type", "copy", "copy_p", "dynamic_slice", "name", "reduce_precision",
+  "reshape", "rev", "slice", "split", "squeeze", "stop_gradient", "transpose",
+))  # fmt: skip
+# Beside those of `jax.lax`: operations without arithmetic worth counting.
+_LIGHT = frozenset((
+  "copy_p", "custom_lin", "debug_callback", "debug_print", "device_put", "layout_constraint", "mesh_cast",
+  "name", "pvary", "random_bits", "random_clone", "random_fold_in", "random_seed", "random_split",
+  "random_unwrap", "random_wrap", "reshard", "threefry2x32",
+))  # fmt: skip
+_HEAVY = frozenset(("custom_linear_solve", "fft", "linear_solve"))
+# Written by the program itself, under `shard_map`: what they send is not counted.
+_COLLECTIVES = frozenset((
+  "all_gather", "all_to_all", "pmax", "pmin", "ppermute", "psum", "psum_scatter", "ragged_all_to_all",
+  "reduce_scatter",
+))  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
+class Product:
+  """One matrix product or convolution, or a kernel that states its cost.
+
+  Attributes:
+    arithmetic: type and precision, as `Chip.peak` takes them.
+    flops: of the whole product, once per run.
+    times: runs.
+    split: axes that divide the work.
+    summed: axes over which partial results are added up.
+    out_bytes: of the whole result, per run.
+    out_split: axes that divide the result.
+    source: identity of the data operand, so that products of one input are recognised.
+    in_bytes: of the data operand, per run.
+    in_split: axes that divide the data operand as it is multiplied.
+    spread: axes of the other operand's free dims that the data operand does not have: its gradient is
+      summed over them. Where the data comes split over them (sequence parallel), a gather before and a
+      scatter of the gradient send as much as that sum.
+    weighs: whether the other operand is made of parameters only.
+    other_bytes: of the other operand.
+    other_split: axes that divide the other operand where it comes from.
+    shared: axes of dims that both operands have and the result keeps: one expert for each index, say.
+    tokens: axes of the data operand's free dims: the gradient of a parameter is summed over them.
+  """
+
+  arithmetic: str
+  flops: int
+  times: int
+  split: frozenset[str]
+  summed: frozenset[str]
+  out_bytes: int
+  out_split: frozenset[str]
+  source: int
+  in_bytes: int
+  in_split: frozenset[str]
+  spread: frozenset[str]
+  weighs: bool = False
+  other_bytes: int = 0
+  other_split: frozenset[str] = frozenset()
+  shared: frozenset[str] = frozenset()
+  tokens: frozenset[str] = frozenset()
+
+
+@dataclasses.dataclass(frozen=True)
+class Move:
+  """An array of the batch that changes its layout, forward and (the other way) backward.
+
+  Attributes:
+    axes: what is exchanged.
+    bytes: of the whole array, per run.
+    split: axes that divide it while it is sent: before an exchange of dims, after a gather.
+    times: runs.
+  """
+
+  axes: frozenset[str]
+  bytes: int
+  split: frozenset[str]
+  times: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Kept:
+  """A rematerialised part of the trace: its jaxpr, the axes of its inputs and how often it runs.
+
+  `saves(primitive, **params)` says whether a result is kept instead of computed again; None: nothing is.
+  """
+
+  jaxpr: Any
+  inputs: tuple[Flow, ...]
+  times: int
+  saves: Callable[..., Any] | None
+
+
+class Propagation:
+  """One pass over a jaxpr.
+
+  Attributes:
+    products: matrix products in order.
+    kept: parts under `jax.checkpoint`.
+    largest: (bytes, axes) of the largest arrays that depend on the batch, per run; without elementwise
+      results, which compilers fuse into what reads them.
+    flows: of every variable of the outermost trace.
+    moves: arrays that change their layout.
+    constrained: (size, axes) of the dims of activations that the program lays out by itself.
+    read: parameter -> bytes per element of the widest type in which it is used; see `Flow.parameter`.
+    uncounted: operation -> runs, of what computes and is not in `products`.
+  """
+
+  def __init__(self, saves: Callable[..., Any] | None = None, batch_axes: Sequence[str] = ()) -> None:
+    """Starts empty.
+
+    Args:
+      saves: products whose results it accepts are left out of `products`.
+      batch_axes: axes that split the batch.
+    """
+    self._saves, self._batch = saves, frozenset(batch_axes)
+    self.products: list[Product] = []
+    self.kept: list[Kept] = []
+    self.largest: dict[frozenset[str], int] = {}
+    self.moves: list[Move] = []
+    self.flows: dict[Any, Flow] = {}
+    self.constrained: set[tuple[int, tuple[str, ...]]] = set()
+    self.read: dict[int, int] = {}
+    self.uncounted: dict[str, int] = {}
+    self._manual: Mapping[str, int] = {}  # mesh axes over which shapes are those of one device
+
+  def run(
+    self, jaxpr: Any, inputs: Sequence[Flow], times: int = 1, *, live: frozenset[int] | None = None
+  ) -> list[Flow]:
+    """Propagates through a jaxpr.
+
+    Args:
+      jaxpr: a `Jaxpr` or `ClosedJaxpr`.
+      inputs: one flow for each input.
+      times: how often it runs.
+      live: positions of the operations to follow; all of them when None.
+
+    Returns:
+      One flow for each output.
+    """
+    body = opened(jaxpr)
+    flows: dict[Any, Flow] = dict(zip(body.invars, inputs, strict=True))
+
+    def read(var: Any) -> Flow:
+      if not isinstance(var, core.Literal) and var in flows:
+        return flows[var]
+      return Flow(((),) * len(getattr(var.aval, "shape", ())), False)
+
+    for position, eqn in enumerate(body.eqns):
+      if live is not None and position not in live:
+        continue
+      results = self._step(eqn, [read(v) for v in eqn.invars], times)
+      fused = is_fused(eqn)
+      for var, flow in zip(eqn.outvars, results, strict=True):
+        flows[var] = flow
+        if flow.data and not fused:
+          size = nbytes(var.aval) * self._shards(flow.names)
+          self.largest[flow.names] = max(size, self.largest.get(flow.names, 0))
+    self.flows = flows  # the outermost trace is done last
+    return [read(v) for v in body.outvars]
+
+  def _step(self, eqn: Any, inputs: list[Flow], times: int) -> list[Flow]:
+    name = eqn.primitive.name
+    if name == "scan":
+      return self._scan(eqn, inputs, times)
+    if name == "while":
+      return self._while(eqn, inputs, times)
+    if name == "cond":
+      branches = [self.run(branch, inputs[1:], times) for branch in eqn.params["branches"]]
+      return branches[-1]
+    if name == "shard_map":
+      return self._shard_map(eqn, inputs, times)
+    inner = None if name == "pallas_call" else called(eqn)
+    if inner is not None and len(opened(inner).invars) == len(inputs):
+      if name in CHECKPOINTS:
+        self.kept.append(Kept(inner, tuple(inputs), times, eqn.params.get("policy")))
+      return self.run(inner, inputs, times)
+    if name == "optimization_barrier":
+      return inputs
+    if name == "sharding_constraint":
+      return [self._constrain(eqn, inputs[0], times)]
+    data, weight = any(f.data for f in inputs), any(f.weight for f in inputs)
+    own = inputs[0].parameter if name in _MOVES else None
+    if own is None:
+      self._read(eqn, inputs)
+    found = meeting(eqn)
+    if found is not None:
+      return [self._dot(eqn, inputs, times, found)]
+    flows = [Flow(spread(eqn, out.aval.shape, inputs), data, weight, own) for out in eqn.outvars]
+    if _is_heavy(name):
+      self._kernel(eqn, inputs, flows, times)
+    return flows
+
+  def _read(self, eqn: Any, inputs: Sequence[Flow]) -> None:
+    for var, flow in zip(eqn.invars, inputs, strict=True):
+      if flow.parameter is not None:
+        size = var.aval.dtype.itemsize
+        self.read[flow.parameter] = max(size, self.read.get(flow.parameter, 0))
+
+  def _miss(self, what: str, times: int) -> None:
+    self.uncounted[what] = self.uncounted.get(what, 0) + times
+
+  def _kernel(self, eqn: Any, inputs: Sequence[Flow], flows: Sequence[Flow], times: int) -> None:
+    """An operation that cannot be looked into: counted by its own estimate, or listed."""
+    estimate = eqn.params.get("cost_estimate")
+    if not getattr(estimate, "flops", 0):
+      self._miss(eqn.primitive.name, times)
+      return
+    first = max(range(len(inputs)), key=lambda n: (inputs[n].data, nbytes(eqn.invars[n].aval)))
+    split = flows[0].names
+    self.products.append(
+      Product(
+        arithmetic=traced_arithmetic([eqn.invars[first].aval]),
+        flops=int(estimate.flops) * self._shards(split),
+        times=times,
+        split=split,
+        summed=frozenset(),
+        out_bytes=sum(nbytes(out.aval) for out in eqn.outvars) * self._shards(split),
+        out_split=split,
+        source=inputs[first].value,
+        in_bytes=sum(nbytes(v.aval) for v in eqn.invars) * self._shards(inputs[first].names),
+        in_split=inputs[first].names,
+        spread=frozenset(),
+      )
+    )
+
+  def _shards(self, names: frozenset[str]) -> int:
+    """By what sizes of one device are multiplied for those of the whole array; 1 outside `shard_map`."""
+    return math.prod(self._manual.get(axis, 1) for axis in names)
+
+  def _shard_map(self, eqn: Any, inputs: list[Flow], times: int) -> list[Flow]:
+    manual, sizes = eqn.params["newly_manual_axes"], eqn.params["mesh"].shape
+
+    def placed(flow: Flow, spec: Sequence[Any]) -> Flow:
+      dims = [*map(axes_of, spec), *(((),) * (len(flow.axes) - len(spec)))]
+      axes = tuple((*dim, *without(own, manual)) for dim, own in zip(dims, flow.axes, strict=True))
+      return Flow(axes, flow.data, flow.weight, flow.parameter)
+
+    before = self._manual
+    self._manual = {**before, **{axis: sizes[axis] for axis in manual}}
+    inside = [placed(flow, spec) for flow, spec in zip(inputs, eqn.params["in_specs"], strict=True)]
+    out = self.run(eqn.params["jaxpr"], inside, times)
+    self._manual = before
+    return [placed(flow, spec) for flow, spec in zip(out, eqn.params["out_specs"], strict=True)]
+
+  def _while(self, eqn: Any, inputs: list[Flow], times: int) -> list[Flow]:
+    skipped, consts = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
+    before = len(self.products), dict(self.uncounted)
+    out = self.run(eqn.params["body_jaxpr"], inputs[skipped:], times)
+    if (len(self.products), self.uncounted) != before:
+      self._miss(ENDLESS, times)
+    return out[: len(inputs) - skipped - consts]
+
+  def _scan(self, eqn: Any, inputs: list[Flow], times: int) -> list[Flow]:
+    counts = scan_counts(eqn)
+    consts, carry = counts.constants, counts.carried
+    fixed, state, rows = inputs[:consts], inputs[consts : consts + carry], inputs[consts + carry :]
+    rows = [Flow(flow.axes[1:], flow.data, flow.weight, flow.parameter) for flow in rows]
+    probe = Propagation(batch_axes=tuple(self._batch))
+    after = probe.run(eqn.params["jaxpr"], [*fixed, *state, *rows])
+    # A carry that starts as zeros takes the axes that the body gives it.
+    state = [
+      old if old.names else Flow(new.axes, old.data or new.data, old.weight or new.weight)
+      for old, new in zip(state, after[:carry], strict=True)
+    ]
+    out = self.run(eqn.params["jaxpr"], [*fixed, *state, *rows], times * eqn.params["length"])
+    return state + [Flow(((), *flow.axes), flow.data, flow.weight, flow.parameter) for flow in out[carry:]]
+
+  def _dot(self, eqn: Any, inputs: list[Flow], times: int, found: Meeting) -> Flow:
+    # Copies: both operands may be one array.
+    left, right = inputs = [dataclasses.replace(flow) for flow in inputs[:2]]
+    (left_sum, right_sum), (left_batch, right_batch) = found.summed, found.shared
+    met = found.meet(left, right, self._batch)
+    left_first, shared, wanted = met.main_is_left, met.shared, met.wanted
+    main, other = (left, right) if left_first else (right, left)
+    shapes = [v.aval.shape for v in eqn.invars]
+    axes, used = met.axes, {axis for dim in met.axes for axis in dim}
+    summed = [
+      axis
+      for a, b in zip(left_sum, right_sum, strict=True)
+      for axis in set(left.axes[a]) | set(right.axes[b])
+      if axis not in used and axis in left.names and (axis in right.names or not right.data)
+    ]
+    both = [axis for axis in summed if axis in left.names and axis in right.names]
+    main_shape = shapes[0] if left_first else shapes[1]
+    gathered = main.names - wanted
+    spread = frozenset(axis for dim in met.other for axis in dim) - gathered
+    out = Flow(axes, left.data or right.data, left.weight or right.weight)
+    for var, flow, dims in zip(eqn.invars[:2], inputs, (left_batch, right_batch), strict=True):
+      if flow.data:
+        own = {axis for d in dims for axis in flow.axes[d]}
+        self._exchange(var.aval, flow.names, shared - own, times)
+    if self._saves and self._saves(eqn.primitive, *(v.aval for v in eqn.invars), **eqn.params):
+      return out
+    self.products.append(
+      Product(
+        arithmetic=traced_arithmetic([v.aval for v in eqn.invars[:2]], eqn.params["precision"]),
+        flops=found.flops * self._shards(out.names | frozenset(both)),
+        times=times,
+        split=out.names | frozenset(both),
+        # Under `shard_map` the program itself sums.
+        summed=frozenset(both) - self._manual.keys(),
+        out_bytes=nbytes(eqn.outvars[0].aval) * self._shards(out.names),
+        out_split=out.names,
+        source=main.value,
+        in_bytes=math.prod(main_shape)
+        * eqn.invars[0 if left_first else 1].aval.dtype.itemsize
+        * self._shards(gathered),
+        in_split=gathered,
+        spread=spread if not other.data else frozenset(),
+        weighs=other.weight and not other.data,
+        other_bytes=nbytes(eqn.invars[1 if left_first else 0].aval) * self._shards(other.names),
+        other_split=other.names,
+        shared=shared if other.weight and not other.data else frozenset(),
+        tokens=frozenset(axis for dim in met.main for axis in dim),
+      )
+    )
+    return out
+
+  def _constrain(self, eqn: Any, flow: Flow, times: int) -> Flow:
+    """A layout that the program asks for; an axis that changes its dim is exchanged."""
+    aval = eqn.outvars[0].aval
+    axes = constraint(eqn, flow.axes)
+    if flow.data:
+      self.constrained |= {(n, dim) for n, dim in zip(aval.shape, axes, strict=True) if dim}
+      moved = {a for before, after in zip(flow.axes, axes, strict=True) for a in after if a not in before}
+      self._exchange(aval, flow.names, frozenset(moved), times)
+    return Flow(axes, flow.data, flow.weight, flow.parameter)
+
+  def _exchange(self, aval: Any, split: frozenset[str], arriving: frozenset[str], times: int) -> None:
+    """An array that is split over some of the `arriving` axes along another dim: an all-to-all."""
+    if split & arriving:
+      self.moves.append(Move(split & arriving, nbytes(aval) * self._shards(split), split, times))
+
+
+def _is_heavy(name: str) -> bool:
+  """Whether an operation may compute much: all that `jax.lax` does not have, products aside, unless known."""
+  if name.removesuffix("_invariant") in _COLLECTIVES:
+    return True
+  return name in _HEAVY or not (name in _LIGHT or hasattr(jax.lax, f"{name}_p"))

@@ -1,0 +1,428 @@
+"""A step-time model: the largest of what arithmetic, memory and links need, plus what cannot overlap.
+
+Per device and step, with `m` microbatches:
+
+- compute: matrix FLOPs (forward, twice that backward, and what rematerialisation repeats) over the chip's
+  peak times the chip's `efficiency`;
+- memory: operands and results of the products, parameters once per pass and microbatch, and the optimizer's
+  reads and writes, over the HBM bandwidth; attention's scores count as if they were written out;
+- links, for each mesh axis: ring traffic over the bandwidth of the slowest link that the axis crosses, plus
+  `LATENCY` per hop. Gathers and reductions of parameters overlap with compute; sums of
+  activations over a tensor axis and exchanges between experts do not, since the next product waits for
+  them;
+- host: state in the host's memory is read and written once per step, at the update, when nothing is left to
+  overlap with: `2 * bytes / host_bandwidth`. That is an upper edge: it takes one direction at a time.
+
+`seconds = max(compute, memory, overlapped links) + waiting links and host + exposed`, where `exposed` is
+`EXPOSED` of the link time that should hide behind something longer: the first gather and the last sum do not.
+
+Sequence parallel (activations split over the tensor axis between the products) sends what tensor parallel
+sends: each all-reduce becomes a gather and a scatter of half its bytes. What it saves is memory.
+
+Error: on 32 published runs of MaxText and TorchTitan, all of them bound by compute, the predicted MFU is 0.84
+to 1.19 of the measured one, which is no better than one constant for each chip
+(`benchmarks/results/step_time.md`). Links and memory are unvalidated. What the trace holds and the model does
+not count is in `StepTime.uncounted`.
+
+Sources: Williams, Waterman and Patterson, "Roofline", CACM 2009; "How to Scale Your Model"
+(jax-ml.github.io/scaling-book), chapters 3 and 5; sequence parallel,
+arXiv:2205.05198; chip figures as in `chips`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from nnx_parallel.core.mesh import axis_sizes
+from nnx_parallel.core.text import Shown
+from nnx_parallel.layout.plan import ShardingPlan, check_plan
+from nnx_parallel.report.chips import Chip
+from nnx_parallel.report.chips import chip as chip_named
+from nnx_parallel.report.estimate.propagate import Product
+from nnx_parallel.report.estimate.workload import Part, Sizes, Workload, per_device, trace_workload
+from nnx_parallel.report.units import format_seconds
+from nnx_parallel.train.gradients import Gradients
+from nnx_parallel.train.remat import Remat
+
+if TYPE_CHECKING:
+  from nnx_parallel.report.compile_report import CompileReport
+  from nnx_parallel.report.topology import Machine
+
+
+EXPOSED = 0.1
+"""Share of overlapped link time that is not hidden: a guess."""
+LATENCY = 1e-6
+"""Seconds per hop of a ring: a guess."""
+
+
+@dataclasses.dataclass(frozen=True)
+class StepTime(Shown):
+  """Predicted time of one step, in seconds.
+
+  Attributes:
+    compute: arithmetic.
+    memory: HBM traffic.
+    overlapped: links that run beside compute, by mesh axis.
+    waiting: links that compute waits for, by mesh axis; `host` is the link to the host's memory.
+    arithmetic: matrix FLOPs per device, recomputation included, by type and precision; see `Chip.peak`.
+    model_flops: the same without recomputation, as one number.
+    peak: peak FLOP per second of the device in the arithmetic that most of `model_flops` are in.
+    uncounted: operation -> runs, of what computes and is counted nowhere above.
+  """
+
+  compute: float
+  memory: float
+  overlapped: Mapping[str, float]
+  waiting: Mapping[str, float]
+  arithmetic: Mapping[str, float]
+  model_flops: float
+  peak: float
+  uncounted: Mapping[str, int] = dataclasses.field(default_factory=dict[str, int])
+
+  @property
+  def flops(self) -> float:
+    """Matrix FLOPs per device, recomputation included."""
+    return sum(self.arithmetic.values())
+
+  @property
+  def main_arithmetic(self) -> str:
+    """The type and precision of most FLOPs, or an empty string without any."""
+    return max(self.arithmetic, key=lambda name: self.arithmetic[name], default="")
+
+  @property
+  def seconds(self) -> float:
+    """The whole step."""
+    return max(self.terms().values()) + sum(self.waiting.values()) + self.exposed
+
+  @property
+  def exposed(self) -> float:
+    """Seconds of sending beside compute that compute does not hide."""
+    longest = max(self.terms().values())
+    return EXPOSED * sum(seconds for seconds in self.overlapped.values() if seconds < longest)
+
+  @property
+  def binds(self) -> str:
+    """The term that sets the time: `compute`, `memory`, or the axis that is waited for."""
+    terms = self.terms()
+    terms |= {f"{axis} (waiting)": seconds for axis, seconds in self.waiting.items()}
+    return max(terms, key=lambda name: terms[name])
+
+  @property
+  def mfu(self) -> float:
+    """Model FLOP utilisation: useful FLOPs over what the peak would do in the step's time."""
+    return self.model_flops / (self.peak * self.seconds) if self.seconds else 0.0
+
+  def __str__(self) -> str:
+    from nnx_parallel.report.tables import not_counted, render
+
+    shares = {name: count / (self.flops or 1) for name, count in self.arithmetic.items()}
+    mix = ", ".join(f"{100 * share:.0f} % {name}" for name, share in shares.items())
+    rows = [(name, format_seconds(seconds), "") for name, seconds in self.terms().items()]
+    rows[0] = ("compute", format_seconds(self.compute), mix)
+    rows += [(name, format_seconds(seconds), "waited for") for name, seconds in self.waiting.items()]
+    rows.append(("sending not hidden", format_seconds(self.exposed), ""))
+    rows.append(("step", format_seconds(self.seconds), f"bound by {self.binds}, MFU {100 * self.mfu:.0f} %"))
+    return render("Predicted step", ("what", "time>", ""), rows) + not_counted(self.uncounted)
+
+  def terms(self) -> dict[str, float]:
+    """Seconds of each term that overlaps with the others."""
+    return {"compute": self.compute, "memory": self.memory, **self.overlapped}
+
+
+def axis_links(sizes: Sizes, slice_size: int) -> dict[str, bool]:
+  """Whether each axis stays on the fast links, when the mesh's minor axes are neighbours.
+
+  Args:
+    sizes: axis -> size, major to minor.
+    slice_size: devices that the fast links join.
+
+  Example:
+    >>> axis_links({"data": 2, "fsdp": 4, "tensor": 2}, 8)
+    {'data': False, 'fsdp': True, 'tensor': True}
+  """
+  fast: dict[str, bool] = {}
+  span = 1
+  for axis, size in reversed(list(sizes.items())):
+    span *= size
+    fast[axis] = span <= slice_size
+  return dict(reversed(fast.items()))
+
+
+def predict_time(
+  plan: ShardingPlan,
+  loss: Callable[[Any, Any], Any],
+  batch: Any,
+  *,
+  chip: Chip | str,
+  microbatches: int = 1,
+  remat: Remat = "as written",
+  gradients: Gradients | None = None,
+  slice_size: int | None = None,
+) -> StepTime:
+  """Predicts how long a train step takes, from an abstract trace of its loss, and what it waits for.
+
+  Args:
+    plan: the layout, on any mesh; its axes are taken major to minor.
+    loss: `loss(model, batch)` -> scalar, or (scalar, metrics).
+    batch: a pytree of arrays or `ShapeDtypeStruct`s of the global batch.
+    chip: figures of one device, or its name.
+    microbatches: parts that the batch is run in.
+    remat: what layers keep; see `with_remat`.
+    gradients: as in `train_step`: by default as the plan says.
+    slice_size: devices that the fast links join; by default the chip's domain, or all of them.
+
+  Returns:
+    The time and its terms; print it. See the top of this module for what it leaves out.
+
+  Raises:
+    ReportError: the chip is not in the table.
+    TrainError: no such remat policy, no layer for it, or gradients that cannot be scattered.
+
+  Example:
+    >>> import jax
+    >>> import jax.numpy as jnp
+    >>> import optax
+    >>> from flax import nnx
+    >>> import nnx_parallel as nxp
+    >>> init = lambda: nnx.Linear(8192, 8192, use_bias=False, dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
+    >>> plan = nxp.plan(init, nxp.abstract_mesh(fsdp=256), nxp.fsdp(), optimizer=optax.adam(1e-3))
+    >>> batch = jax.ShapeDtypeStruct((1 << 22, 8192), jnp.bfloat16)
+    >>> time = predict_time(plan, lambda model, x: (model(x) ** 2).mean(), batch, chip="v5p")
+    >>> time.binds
+    'compute'
+  """
+  check_plan(plan, "predict_time(plan, loss_fn, batch, chip=...)")
+  work = trace_workload(plan, loss, batch, remat=remat, gradients=gradients)
+  return step_time(
+    work, axis_sizes(plan.mesh), chip_named(chip), microbatches=microbatches, slice_size=slice_size
+  )
+
+
+def step_time(
+  work: Workload, sizes: Sizes, chip: Chip, *, microbatches: int = 1, slice_size: int | None = None
+) -> StepTime:
+  """Predicts the time of a train step.
+
+  Args:
+    work: what the step is made of.
+    sizes: mesh axis -> size in devices, major to minor.
+    chip: figures of one device.
+    microbatches: parts that the batch is run in.
+    slice_size: devices that the fast links join; by default the chip's domain, or all of them.
+  """
+  devices = math.prod(sizes.values())
+  fast = axis_links(sizes, slice_size or chip.domain or devices)
+  useful = _flops((*work.products, *work.products, *work.products), sizes)
+  flops = _flops((*work.products, *work.products, *work.products, *work.recomputed), sizes)
+  waiting = _activation_links(work, sizes, chip, fast, microbatches)
+  if work.host_state():
+    waiting["host"] = 2 * per_device(work.host_state(), sizes) / chip.host_bandwidth
+  return StepTime(
+    compute=_arithmetic_seconds(flops, chip),
+    memory=_traffic(work, sizes, microbatches) / chip.hbm_bandwidth,
+    overlapped=_parameter_links(work, sizes, chip, fast, microbatches),
+    waiting=waiting,
+    arithmetic=flops,
+    model_flops=sum(useful.values()),
+    peak=_main_peak(useful, chip),
+    uncounted=work.uncounted,
+  )
+
+
+def compiled_time(report: CompileReport, *, slice_size: int | None = None) -> StepTime | None:
+  """The same model on the figures of a compiled program: its FLOPs, traffic and collectives.
+
+  Args:
+    report: of a compiled step.
+    slice_size: devices that the fast links join; by default the chip's domain, or all of them.
+
+  Returns:
+    None where the table has no figures for the devices. FLOPs include what is recomputed, so `mfu` counts it.
+  """
+  chip, sizes = report.chip, report.axes
+  if chip is None:
+    return None
+  fast = axis_links(sizes, slice_size or chip.domain or math.prod(sizes.values()))
+  overlapped: dict[str, float] = {}
+  waiting: dict[str, float] = {}
+  for c in report.collectives:
+    seconds = link_seconds(c.sent_bytes, c.times, c.axes, sizes, chip, fast)
+    _add(overlapped if c.overlapped else waiting, c.axes, seconds)
+  cost = report.cost
+  return StepTime(
+    compute=_arithmetic_seconds(cost.arithmetic, chip),
+    memory=cost.hbm_bytes / chip.hbm_bandwidth,
+    overlapped=overlapped,
+    waiting=waiting,
+    arithmetic=cost.arithmetic,
+    model_flops=cost.flops,
+    peak=_main_peak(cost.arithmetic, chip),
+    uncounted=cost.uncounted,
+  )
+
+
+def program_time(
+  report: CompileReport, predicted: StepTime, machine: Machine, scattered: Collection[str] = ()
+) -> StepTime:
+  """The time of a compiled program on a machine that it may not be compiled for.
+
+  FLOPs and collective bytes are the program's. Memory traffic, and which links overlap, are the model's:
+  how a CPU program fuses and schedules says nothing about another chip. Two habits of CPU programs are
+  undone: they widen bfloat16 collectives to float32, and write a reduce-scatter as an all-reduce and a slice.
+
+  Args:
+    report: of the step, compiled for anything.
+    predicted: the model's figures for the same step.
+    machine: whose links and peak count.
+    scattered: axes of the batch that split parameters too: gradients are scattered over them.
+  """
+  on_cpu = report.target.endswith("cpu")
+  sizes, chip = report.axes, machine.chip
+  fast = axis_links(dict(sizes), machine.slice_size)
+  beside = {axis for name in predicted.overlapped for axis in name.split("+")}
+  overlapped: dict[str, float] = {}
+  waiting = {name: value for name, value in predicted.waiting.items() if name == "host"}
+  for c in report.collectives:
+    if not c.axes:
+      continue
+    sent = float(c.sent_bytes)
+    if on_cpu and predicted.main_arithmetic == "bfloat16" and c.dtype == "f32":
+      sent /= 2
+    if on_cpu and c.kind == "all-reduce" and set(c.axes) <= set(scattered):
+      sent /= 2
+    seconds = link_seconds(sent, c.times, c.axes, sizes, chip, fast)
+    _add(overlapped if beside.issuperset(c.axes) else waiting, c.axes, seconds)
+  return dataclasses.replace(
+    predicted,
+    compute=_arithmetic_seconds(report.cost.arithmetic, chip),
+    overlapped=overlapped,
+    waiting=waiting,
+    arithmetic=report.cost.arithmetic,
+    uncounted=report.cost.uncounted,
+  )
+
+
+def link_seconds(
+  sent: float, runs: float, axes: Sequence[str], sizes: Sizes, chip: Chip, fast: Mapping[str, bool]
+) -> float:
+  """Seconds to send `sent` bytes per device in `runs` collectives over `axes`."""
+  on_links = all(fast[axis] for axis in axes)
+  bandwidth = chip.link_bandwidth * chip.links if on_links else chip.network_bandwidth
+  hops = math.prod(sizes[axis] for axis in axes) - 1
+  # A switch (NVLink) reaches everyone in one hop; a torus and a network of hosts go around.
+  per_run = LATENCY * (1 if on_links and chip.platform == "gpu" else math.log2(hops + 1))
+  return sent / bandwidth + runs * per_run
+
+
+def _flops(products: Sequence[Product], sizes: Sizes) -> dict[str, float]:
+  """FLOPs per device by arithmetic."""
+  found: dict[str, float] = {}
+  for p in products:
+    share = p.flops * p.times / math.prod(sizes.get(a, 1) for a in p.split)
+    found[p.arithmetic] = found.get(p.arithmetic, 0.0) + share
+  return found
+
+
+def _arithmetic_seconds(flops: Mapping[str, float], chip: Chip) -> float:
+  return sum(count / (chip.peak(name) * chip.efficiency) for name, count in flops.items())
+
+
+def _main_peak(flops: Mapping[str, float], chip: Chip) -> float:
+  return chip.peak(max(flops, key=lambda name: flops[name], default="bfloat16"))
+
+
+def _traffic(work: Workload, sizes: Sizes, microbatches: int) -> float:
+  activations = sum(
+    p.times
+    * (Part(p.in_bytes, p.in_split).per_device(sizes) + Part(p.out_bytes, p.out_split).per_device(sizes))
+    for p in (*work.products, *work.products, *work.products, *work.recomputed)
+  )
+  batch = frozenset(work.gather_axes)
+  used = sum(Part(p.bytes, p.split - batch).per_device(sizes) for p in work.used)
+  weights = used * (4 if work.recomputed else 3) * microbatches
+  state = per_device(work.parameters, sizes) + per_device(work.optimizer, sizes)  # wherever it lies
+  return activations + weights + 2 * state + 2 * per_device(work.gradients, sizes)
+
+
+def _parameter_links(
+  work: Workload, sizes: Sizes, chip: Chip, fast: Mapping[str, bool], microbatches: int
+) -> dict[str, float]:
+  """Gathers of parameters before each pass, scatters of gradients after, sums over replicas at the end."""
+  seconds: dict[str, float] = {}
+  for part in work.used:
+    gathered = tuple(a for a in sizes if a in work.gather_axes and a in part.split and sizes[a] > 1)
+    if gathered:
+      whole = Part(part.bytes, part.split - set(gathered)).per_device(sizes)
+      n = math.prod(sizes[a] for a in gathered)
+      sent = 3 * microbatches * whole * (n - 1) / n
+      _add(seconds, gathered, link_seconds(sent, 3 * microbatches, gathered, sizes, chip, fast))
+  for (split, further), (stored, read, summed) in work.reduced.items():
+    over = tuple(a for a in sizes if a in work.token_axes and a not in split and sizes[a] > 1)
+    if over:
+      n = math.prod(sizes[a] for a in over)
+      once = summed if microbatches > 1 else read
+      total, runs = _rounds(work.stage if further else 0, microbatches, stored, read, once)
+      sent = Part(total, split).per_device(sizes) * (n - 1) / n
+      _add(seconds, over, link_seconds(sent, runs, over, sizes, chip, fast))
+  return seconds
+
+
+def _rounds(stage: int, microbatches: int, stored: int, read: int, once: int) -> tuple[int, int]:
+  """Bytes of parameters that go around the ring for their gradients and update, and in how many collectives.
+
+  An all-reduce goes around twice, a reduce-scatter and an all-gather once each. Stage 0: an all-reduce.
+  Stage 1: a reduce-scatter of the gradient and an all-gather of the updated parameter. Stage 2: a
+  reduce-scatter in each microbatch, and the all-gather. TPU programs do this; CPU programs write each
+  reduce-scatter as an all-reduce and a slice.
+
+  Args:
+    stage: ZeRO stage.
+    microbatches: parts that the batch is run in.
+    stored: bytes of the parameters.
+    read: bytes of the gradients of one microbatch, in the type of their products.
+    once: bytes of the gradients as they are sent where they are sent once.
+  """
+  return {
+    0: (2 * once, 1),
+    1: (once + stored, 2),
+    2: (microbatches * read + stored, microbatches + 1),
+  }[stage]
+
+
+def _activation_links(
+  work: Workload, sizes: Sizes, chip: Chip, fast: Mapping[str, bool], microbatches: int
+) -> dict[str, float]:
+  """Sums of partial products, forward and again when recomputed, of gradients of shared inputs; exchanges."""
+  seconds: dict[str, float] = {}
+
+  def total(axes: frozenset[str], size: int, split: frozenset[str], times: int) -> None:
+    over = tuple(a for a in sizes if a in axes and a not in work.batch_axes and sizes[a] > 1)
+    if not over:
+      return
+    n = math.prod(sizes[a] for a in over)
+    sent = 2 * Part(size, split).per_device(sizes) * (n - 1) / n * times
+    _add(seconds, over, link_seconds(sent, times * microbatches, over, sizes, chip, fast))
+
+  inputs: set[int] = set()
+  for product in (*work.products, *work.recomputed):
+    total(product.summed, product.out_bytes, product.out_split, product.times)
+  for product in work.products:
+    if product.source not in inputs:
+      inputs.add(product.source)
+      total(product.spread, product.in_bytes, product.in_split, product.times)
+  for move in work.moves:
+    over = tuple(a for a in sizes if a in move.axes and sizes[a] > 1)
+    if over:
+      n = math.prod(sizes[a] for a in over)
+      # Each device keeps one part of its own, and sends it back in the backward pass.
+      sent = 2 * Part(move.bytes, move.split).per_device(sizes) * (n - 1) / n * move.times
+      _add(seconds, over, link_seconds(sent, 2 * move.times * microbatches, over, sizes, chip, fast))
+  return seconds
+
+
+def _add(seconds: dict[str, float], axes: Sequence[str], value: float) -> None:
+  name = "+".join(axes)
+  seconds[name] = seconds.get(name, 0.0) + value

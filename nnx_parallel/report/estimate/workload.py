@@ -1,0 +1,510 @@
+"""What one step is made of, as bytes and FLOPs over mesh axes whose sizes are not chosen yet."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import jax
+from flax import nnx
+from jax.extend import core
+from jax.sharding import PartitionSpec
+
+from nnx_parallel.core.axes import axes_of
+from nnx_parallel.core.flow import Flow
+from nnx_parallel.core.jaxprs import as_function, nbytes, opened, scan_counts
+from nnx_parallel.core.mesh import abstract_mesh, axis_sizes
+from nnx_parallel.errors import ReportError
+from nnx_parallel.layout.leaf import LeafPlan
+from nnx_parallel.layout.plan import ShardingPlan
+from nnx_parallel.report.estimate.fusion import stored
+from nnx_parallel.report.estimate.propagate import Kept, Move, Product, Propagation
+from nnx_parallel.train.gradients import Gradients, is_scattered
+from nnx_parallel.train.remat import Remat, has_layers, with_remat
+
+Split = frozenset[str]
+Sizes = Mapping[str, int]
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+  """Bytes that a set of axes divides."""
+
+  bytes: int
+  split: Split
+
+  def per_device(self, sizes: Sizes) -> float:
+    """Bytes on each device of a mesh."""
+    return self.bytes / math.prod(sizes.get(axis, 1) for axis in self.split)
+
+
+@dataclasses.dataclass(frozen=True)
+class Leaf:
+  """Arrays of the state that are alike, with what decides how a ZeRO stage splits them.
+
+  Attributes:
+    shape: global shape of one of them, in elements.
+    spec: its layout at stage 0.
+    part: all of them, at stage 0.
+    spreads: whether a stage may split them: the state of a parameter, and parameters that have state of
+      their own shape.
+    masters: whether they are float32 copies of parameters in a smaller type; see `with_masters`.
+    on_host: whether the plan keeps them in the host's memory.
+  """
+
+  shape: tuple[int, ...]
+  spec: PartitionSpec
+  part: Part
+  spreads: bool
+  masters: bool = False
+  on_host: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class Trained:
+  """Trained parameters that are alike, and their gradients.
+
+  Attributes:
+    leaf: the parameters.
+    read: their bytes in the type in which the loss uses them, which is that of a microbatch's gradients.
+    summed: bytes of the gradients' sum over microbatches, which is in float32 at least.
+    further: axes over which the stage splits their update beside the axes that split them.
+  """
+
+  leaf: Leaf
+  read: int
+  summed: int
+  further: Split = frozenset()
+
+
+@dataclasses.dataclass(frozen=True)
+class Workload:
+  """One step of a model on a batch, for any sizes of the mesh axes.
+
+  Attributes:
+    parameters: trained and frozen parameters.
+    used: the same in the type in which they are gathered: their own, or the one in which they are used where
+      that is narrower.
+    trained: those that get a gradient.
+    other: the model's other state.
+    optimizer: the optimizer's state, one part for each of `optimizer_leaves`.
+    batch: the inputs.
+    batch_axes: axes that split the batch.
+    gather_axes: those of `batch_axes` over which parameters are gathered before use; the others hold
+      different experts.
+    token_axes: axes over which gradients of parameters are summed: those of the batch, and one that splits
+      sequences.
+    kept: arrays that scanned layers keep for the backward pass and that scale with the batch.
+    kept_outside: the same, of what is outside scans.
+    kept_weights: such arrays that depend on parameters only (casts).
+    layer: arrays of the largest rematerialised layer while it is differentiated.
+    layer_weights: the parameters of one scanned layer, in the type in which they are used.
+    casts: scanned parameters in the type in which they are multiplied, where that is narrower than theirs.
+    narrowed: what gradients of scanned parameters take less until the update, where the model casts the
+      parameters of all layers before it scans them; nothing where they are scattered.
+    largest: the largest array computed from the batch, for each way of splitting.
+    moves: arrays of the batch that change their layout.
+    constrained: (size, axes) of dims of activations that the model lays out by itself.
+    products: matrix products of the forward pass.
+    recomputed: matrix products that rematerialisation runs again.
+    uncounted: operation -> runs, of what computes and is not among the products.
+    optimizer_leaves: the optimizer's state, leaf by leaf, at stage 0.
+    stage: ZeRO stage; see `with_zero`.
+    scattered: whether gradients are held split as their update is.
+    offload: whether the state of parameters lies in the host's memory whatever the plan says.
+  """
+
+  parameters: tuple[Part, ...]
+  used: tuple[Part, ...]
+  trained: tuple[Trained, ...]
+  other: tuple[Part, ...]
+  optimizer: tuple[Part, ...]
+  batch: tuple[Part, ...]
+  batch_axes: tuple[str, ...]
+  gather_axes: tuple[str, ...]
+  token_axes: tuple[str, ...]
+  kept: tuple[Part, ...]
+  kept_outside: tuple[Part, ...]
+  kept_weights: tuple[Part, ...]
+  layer: tuple[Part, ...]
+  layer_weights: tuple[Part, ...]
+  casts: tuple[Part, ...]
+  narrowed: tuple[Part, ...]
+  largest: tuple[Part, ...]
+  moves: tuple[Move, ...]
+  constrained: frozenset[tuple[int, tuple[str, ...]]]
+  products: tuple[Product, ...]
+  recomputed: tuple[Product, ...]
+  uncounted: Mapping[str, int]
+  optimizer_leaves: tuple[Leaf, ...]
+  stage: int
+  scattered: bool
+  offload: bool
+
+  @functools.cached_property
+  def gradients(self) -> tuple[Part, ...]:
+    """The gradients of one batch or microbatch, in the types of their parameters."""
+    return _merge(Part(t.leaf.part.bytes, self._held(t)) for t in self.trained)
+
+  @functools.cached_property
+  def sums(self) -> tuple[Part, ...]:
+    """The sums of gradients over microbatches."""
+    return _merge(Part(t.summed, self._held(t)) for t in self.trained)
+
+  @functools.cached_property
+  def reduced(self) -> Mapping[tuple[Split, Split], tuple[int, int, int]]:
+    """(axes of parameters, further axes of their update) -> bytes stored, read and summed."""
+    found: dict[tuple[Split, Split], tuple[int, int, int]] = {}
+    for t in self.trained:
+      key = (t.leaf.part.split, t.further)
+      stored, read, summed = found.get(key, (0, 0, 0))
+      found[key] = (stored + t.leaf.part.bytes, read + t.read, summed + t.summed)
+    return found
+
+  def _held(self, trained: Trained) -> Split:
+    return trained.leaf.part.split | (trained.further if self.scattered else frozenset())
+
+  def host_state(self) -> tuple[Part, ...]:
+    """The optimizer's state in the host's memory."""
+    rows = zip(self.optimizer, self.optimizer_leaves, strict=True)
+    return tuple(part for part, leaf in rows if self._on_host(leaf))
+
+  def device_state(self, *, masters: bool = False) -> tuple[Part, ...]:
+    """The optimizer's state in device memory: the float32 masters, or everything else."""
+    rows = zip(self.optimizer, self.optimizer_leaves, strict=True)
+    return tuple(part for part, leaf in rows if not self._on_host(leaf) and leaf.masters == masters)
+
+  def _on_host(self, leaf: Leaf) -> bool:
+    # Scalars are not worth a transfer, and stay on the device.
+    return leaf.on_host or (self.offload and leaf.spreads and bool(leaf.shape))
+
+
+def per_device(parts: Iterable[Part], sizes: Sizes) -> float:
+  """Sum of bytes on each device."""
+  return sum(part.per_device(sizes) for part in parts)
+
+
+def trace_workload(
+  plan: ShardingPlan,
+  loss: Callable[[Any, Any], Any],
+  batch: Any,
+  *,
+  remat: Remat = "as written",
+  gradients: Gradients | None = None,
+) -> Workload:
+  """Traces a loss abstractly and says what its step is made of.
+
+  Args:
+    plan: gives the model, the optimizer and the axes of every leaf; its axis sizes are not used.
+    loss: `loss(model, batch)` -> scalar, or (scalar, metrics). Traced with the plan's rules in scope, so that
+      `constrain` means here what it means in training.
+    batch: a pytree of arrays or `ShapeDtypeStruct`s of the global batch.
+    remat: what layers keep; see `with_remat`.
+    gradients: as in `train_step`: by default as the plan says.
+
+  Raises:
+    TrainError: no such remat policy, no layer for it, or gradients that cannot be scattered.
+    ReportError: a step in place of its loss function.
+  """
+  if hasattr(loss, "recipe"):
+    raise ReportError(
+      f"an estimate reads the loss function, and got a {type(loss).__name__}.",
+      fix="memory_plan(plan, loss_fn, batch), with what train_step(loss_fn) was made from.",
+    )
+  traces = _Traces(plan, with_remat(loss, remat), batch)
+  batch_axes = plan.batch_axes
+  forward, flows = traces.loss(), traces.flows
+  seen = Propagation(batch_axes=batch_axes)
+  seen.run(forward, flows)
+  read = [seen.read.get(n) or leaf.dtype.itemsize or 1 for n, leaf in enumerate(traces.leaves)]
+  kept = _residuals(traces.backward(), flows, batch_axes)
+  layers = [_layer(item, batch_axes) for item in seen.kept]
+  scanned = _scanned(forward, flows, read, trained=len(traces.trained_paths))
+  layer = max((parts for parts, _ in layers), key=lambda p: sum(x.bytes for x in p), default=())
+  model = [leaf for leaf in plan.leaves if leaf.root == "model"]
+  owners = [(leaf, leaf.parameter) for leaf in plan.leaves if leaf.root == "optimizer"]
+  own_shape = {p: leaf for leaf, p in owners if p and leaf.shape == plan.of("model")[p].shape}
+  trained = _trained(
+    (plan.of("model")[path], own_shape.get(path), size)
+    for path, size in zip(traces.trained_paths, read, strict=False)
+  )
+  further = any(t.further for t in trained)
+  scattered = is_scattered(gradients, plan.zero, further=further)
+  optimizer = _alike((leaf, path is not None) for leaf, path in owners)
+  weighted = [product for product in seen.products if product.weighs]
+  shared = frozenset[str]().union(*(product.shared for product in weighted))
+  tokens = frozenset(batch_axes).union(*(product.tokens for product in weighted))
+  return Workload(
+    parameters=parameter_parts(plan),
+    used=_merge(
+      Part(_resized(leaf, min(size, leaf.dtype.itemsize)), _part(leaf).split)
+      for leaf, size in zip(traces.leaves, read, strict=True)
+      if leaf.is_parameter
+    ),
+    trained=trained,
+    other=_merge(_part(leaf) for leaf in model if not leaf.is_parameter),
+    optimizer=tuple(leaf.part for leaf in optimizer),
+    batch=_merge(Part(nbytes(x), f.names) for x, f in zip(traces.inputs, traces.batch_flows, strict=True)),
+    batch_axes=batch_axes,
+    gather_axes=tuple(axis for axis in batch_axes if axis not in shared),
+    token_axes=tuple(axis for axis in axis_sizes(plan.mesh) if axis in tokens),
+    kept=kept.scanned,
+    kept_outside=kept.outside,
+    kept_weights=kept.weights,
+    layer=layer,
+    layer_weights=max((x.once for x in scanned), key=lambda p: sum(x.bytes for x in p), default=()),
+    casts=_merge(part for x in scanned for part in x.casts),
+    # Scattered gradients leave the scan for another layout, one layer at a time.
+    narrowed=() if scattered else _merge(part for x in scanned for part in x.narrowed),
+    largest=tuple(Part(size, split) for split, size in seen.largest.items()),
+    moves=tuple(seen.moves),
+    constrained=frozenset(seen.constrained),
+    products=tuple(seen.products),
+    recomputed=tuple(product for _, products in layers for product in products),
+    uncounted=dict(seen.uncounted),
+    optimizer_leaves=optimizer,
+    stage=(2 if scattered else 1) if further else 0,
+    scattered=scattered,
+    offload=False,
+  )
+
+
+def finds_layers(plan: ShardingPlan, loss: Callable[[Any, Any], Any], batch: Any) -> bool:
+  """Whether the loss has layers that remat policies apply to; see `with_remat`."""
+  return has_layers(_Traces(plan, loss, batch).loss())
+
+
+def parameter_parts(plan: ShardingPlan) -> tuple[Part, ...]:
+  """The parameters of a plan, by the axes that split them."""
+  return _merge(_part(leaf) for leaf in plan.leaves if leaf.is_parameter)
+
+
+class _Traces:
+  """The loss as a function of flat arrays, and the axes of each."""
+
+  def __init__(self, plan: ShardingPlan, loss: Callable[[Any, Any], Any], batch: Any):
+    graphdef, trained, rest = nnx.split(plan.abstract_model, plan.wrt, ...)
+    rows = plan.of("model")
+    trained_flat, rest_flat = list(nnx.to_flat_state(trained)), list(nnx.to_flat_state(rest))
+    self.trained_paths = [path for path, _ in trained_flat]
+    self.inputs, structure = jax.tree.flatten(batch)
+    self.batch_flows = [Flow(_dims(plan.batch_spec(len(x.shape)), len(x.shape)), True) for x in self.inputs]
+    leaves = self.leaves = [rows[path] for path, _ in (*trained_flat, *rest_flat)]
+    self.flows = [Flow(_dims(x.spec, len(x.shape)), False, True, n) for n, x in enumerate(leaves)]
+    self.flows += self.batch_flows
+    self._arrays = [
+      [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in leaves[: len(trained_flat)]],
+      [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in leaves[len(trained_flat) :]],
+      [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in self.inputs],
+    ]
+
+    # A live module's Variables know their mesh, and a model may lay out activations by it. All axes have size
+    # one here, so that dims divide whatever is asked for; sizes enter when the workload is evaluated.
+    mesh = abstract_mesh(dict.fromkeys(axis_sizes(plan.mesh), 1))
+
+    def live(path: Any, leaf: Any, x: Any) -> Any:
+      if not isinstance(leaf, nnx.Variable):
+        return x
+      placed = any(rows[path].spec) or leaf.get_metadata().get("out_sharding")
+      return leaf.copy(x, mesh=mesh) if placed else leaf.copy(x)
+
+    def pure(trained: list[Any], rest: list[Any], inputs: list[Any]) -> Any:
+      states = [
+        nnx.from_flat_state(
+          [(path, live(path, leaf, x)) for (path, leaf), x in zip(flat, arrays, strict=True)]
+        )
+        for flat, arrays in ((trained_flat, trained), (rest_flat, rest))
+      ]
+      with nnx.use_eager_sharding(False), plan.scope():
+        module = nnx.merge(graphdef, *states)
+        result = loss(module, jax.tree.unflatten(structure, inputs))
+      return result[0] if isinstance(result, tuple) else result
+
+    self._pure = pure
+
+  def loss(self) -> Any:
+    return jax.make_jaxpr(self._pure)(*self._arrays)
+
+  def backward(self) -> Any:
+    def kept(trained: list[Any], rest: list[Any], inputs: list[Any]) -> Any:
+      _, pullback = jax.vjp(lambda t: self._pure(t, rest, inputs), trained)
+      return jax.tree.leaves(pullback)
+
+    return jax.make_jaxpr(kept)(*self._arrays)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Residuals:
+  scanned: tuple[Part, ...]
+  outside: tuple[Part, ...]
+  weights: tuple[Part, ...]
+
+
+def _residuals(traced: Any, flows: Sequence[Flow], batch_axes: Sequence[str]) -> _Residuals:
+  """What a traced forward pass hands to its backward pass, inputs left out."""
+  body = opened(traced)
+  seen = Propagation(batch_axes=batch_axes)
+  seen.run(traced, flows)
+  loops = {var for eqn in body.eqns if eqn.primitive.name == "scan" for var in eqn.outvars}
+  # Without `data` and without `weight` are masks and tables of positions: compilers keep one, outside loops.
+  results = dict.fromkeys(var for var in body.outvars if not isinstance(var, core.Literal))
+  inputs = set(body.invars)
+  saved = [var for var in results if var in seen.flows and var not in inputs]
+  data = [var for var in saved if seen.flows[var].data]
+  weights = [var for var in saved if seen.flows[var].weight and not seen.flows[var].data]
+  rows = dict.fromkeys(var for var in data if var in loops)
+  outside = [var for var in stored(body, [v for v in data if v not in loops]) if var not in rows]
+  weights = [v for v in weights if v in loops] + stored(body, [v for v in weights if v not in loops])
+
+  def parts(group: Iterable[Any]) -> tuple[Part, ...]:
+    return _merge(Part(nbytes(var.aval), seen.flows[var].names) for var in group)
+
+  return _Residuals(parts(rows), parts(outside), parts(weights))
+
+
+def _layer(item: Kept, batch_axes: Sequence[str]) -> tuple[tuple[Part, ...], tuple[Product, ...]]:
+  """Arrays alive while one rematerialised layer is differentiated, and the products run for them."""
+  run = as_function(item.jaxpr)
+  arrays = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in opened(item.jaxpr).invars]
+  real = [n for n, x in enumerate(arrays) if jax.numpy.issubdtype(x.dtype, jax.numpy.floating)]
+
+  def kept(*values: Any) -> Any:
+    def of(*changed: Any) -> Any:
+      full = list(values)
+      for n, x in zip(real, changed, strict=True):
+        full[n] = x
+      return run(*full)
+
+    _, pullback = jax.vjp(of, *(values[n] for n in real))
+    return jax.tree.leaves(pullback)
+
+  traced = jax.make_jaxpr(kept)(*arrays)
+  again = Propagation(item.saves, batch_axes)
+  again.run(traced, item.inputs, item.times, live=_live(traced))
+  found = _residuals(traced, item.inputs, batch_axes)
+  return _merge((*found.scanned, *found.outside)), tuple(again.products)
+
+
+def _live(traced: Any) -> frozenset[int]:
+  """Positions of the operations whose results are needed; the compiler drops the others."""
+  body = opened(traced)
+  needed: set[Any] = {v for v in body.outvars if not isinstance(v, core.Literal)}
+  live: set[int] = set()
+  for position in reversed(range(len(body.eqns))):
+    eqn = body.eqns[position]
+    if needed.isdisjoint(eqn.outvars):
+      continue
+    live.add(position)
+    needed.update(v for v in eqn.invars if not isinstance(v, core.Literal))
+  return frozenset(live)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Scanned:
+  """Parameters that a scan reads.
+
+  Attributes:
+    once: those of one pass, in the type in which they are used.
+    casts: all of them, as cast where they are multiplied.
+    narrowed: bytes that the trained ones have more than what the scan reads of them, cast before it.
+  """
+
+  once: tuple[Part, ...]
+  casts: tuple[Part, ...]
+  narrowed: tuple[Part, ...]
+
+
+def _scanned(traced: Any, flows: Sequence[Flow], read: Sequence[int], *, trained: int) -> list[_Scanned]:
+  """One for each scan of the outermost level; the first `trained` inputs get gradients.
+
+  Args:
+    traced: the loss.
+    flows: of its inputs.
+    read: bytes per element in which each parameter is used.
+    trained: number of trained parameters.
+  """
+  body = opened(traced)
+  flow = dict(zip(body.invars, flows, strict=True))
+  with_gradient = set(body.invars[:trained])
+  cast_from = {
+    eqn.outvars[0]: eqn.invars[0] for eqn in body.eqns if eqn.primitive.name == "convert_element_type"
+  }
+  narrow = {var: min(size, var.aval.dtype.itemsize) for var, size in zip(body.invars, read, strict=False)}
+  found: list[_Scanned] = []
+  for eqn in body.eqns:
+    if eqn.primitive.name != "scan":
+      continue
+    counts = scan_counts(eqn)
+    rows = [v for v in eqn.invars[counts.constants + counts.carried :] if not isinstance(v, core.Literal)]
+    pairs = [(v, cast_from.get(v, v)) for v in rows]
+    pairs = [(v, own) for v, own in pairs if own in narrow]
+    used = {own: nbytes(own.aval) // own.aval.dtype.itemsize * narrow[own] for _, own in pairs}
+    found.append(
+      _Scanned(
+        once=tuple(Part(used[own] // eqn.params["length"], flow[own].names) for _, own in pairs),
+        casts=tuple(Part(size, flow[own].names) for own, size in used.items() if size < nbytes(own.aval)),
+        narrowed=tuple(
+          Part(nbytes(own.aval) - nbytes(v.aval), flow[own].names)
+          for v, own in pairs
+          if own in with_gradient and nbytes(v.aval) < nbytes(own.aval)
+        ),
+      )
+    )
+  return found
+
+
+def _part(leaf: LeafPlan) -> Part:
+  return Part(leaf.bytes, frozenset(axis for dim in _dims(leaf.spec, len(leaf.shape)) for axis in dim))
+
+
+def _alike(rows: Iterable[tuple[LeafPlan, bool]]) -> tuple[Leaf, ...]:
+  """One entry for each shape, layout, place and answer."""
+  sums: dict[tuple[Any, ...], Part] = {}
+  for leaf, spreads in rows:
+    masters = leaf.root == "optimizer" and "masters" in leaf.path
+    key = (leaf.shape, leaf.spec, spreads, masters, leaf.on_host)
+    part = _part(leaf)
+    so_far = sums[key].bytes if key in sums else 0
+    sums[key] = Part(so_far + part.bytes, part.split)
+  return tuple(Leaf(key[0], key[1], part, *key[2:]) for key, part in sums.items())
+
+
+def _resized(leaf: LeafPlan, itemsize: int) -> int:
+  """Bytes of a leaf with elements of another size."""
+  return leaf.bytes // leaf.dtype.itemsize * itemsize
+
+
+def _trained(rows: Iterable[tuple[LeafPlan, LeafPlan | None, int]]) -> tuple[Trained, ...]:
+  """One entry for parameters of one shape, layout and type, used in one type.
+
+  Args:
+    rows: parameter, its optimizer state of its own shape, and bytes per element in which it is used.
+  """
+  sums: dict[tuple[Any, ...], tuple[int, int, int]] = {}
+  for leaf, state, size in rows:
+    part = _part(leaf)
+    further = _part(state).split - part.split if state else frozenset[str]()
+    key = (leaf.shape, leaf.spec, part.split, state is not None, further)
+    stored, read, summed = sums.get(key, (0, 0, 0))
+    sums[key] = (
+      stored + part.bytes, read + _resized(leaf, size), summed + _resized(leaf, max(4, leaf.dtype.itemsize))
+    )  # fmt: skip
+  return tuple(
+    Trained(Leaf(shape, spec, Part(stored, split), spreads), read, summed, further)
+    for (shape, spec, split, spreads, further), (stored, read, summed) in sums.items()
+  )
+
+
+def _merge(parts: Iterable[Part]) -> tuple[Part, ...]:
+  sums: dict[Split, int] = {}
+  for part in parts:
+    sums[part.split] = sums.get(part.split, 0) + part.bytes
+  return tuple(Part(size, split) for split, size in sums.items())
+
+
+def _dims(spec: Any, rank: int) -> tuple[tuple[str, ...], ...]:
+  dims = [axes_of(entry) for entry in spec]
+  return (*dims, *(((),) * (rank - len(dims))))

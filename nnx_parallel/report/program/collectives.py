@@ -1,0 +1,269 @@
+"""Every collective of a compiled program: kind, mesh axes, bytes, count, overlap and origin."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Callable, Iterable, Mapping
+
+import numpy as np
+
+from nnx_parallel.report.program import hlo
+from nnx_parallel.report.program.groups import (
+  AxisFinder,
+  AxisMatch,
+  Labels,
+  count_pairs,
+  group_labels,
+  pair_labels,
+)
+from nnx_parallel.report.program.origins import Origins
+
+KINDS = (
+  "all-gather",
+  "all-reduce",
+  "reduce-scatter",
+  "all-to-all",
+  "collective-permute",
+  "collective-broadcast",
+)
+_KIND = re.compile(rf"^(?:ragged-)?({'|'.join(KINDS)})(-start)?$")
+# The text that TPU writes on the steps of one collective that a fusion spreads over compute.
+_LATER_STEP = re.compile(r'"async_collective_fusion_config":\{[^{}]*"flag_start":"(?!-1)')
+# Between TPU slices the runtime of the hosts carries the data: a `send` and a `recv` that name a collective.
+_ACROSS: Mapping[str, str] = {
+  "ALL_REDUCE": "all-reduce",
+  "ALL_GATHER": "all-gather",
+  "REDUCE_SCATTER": "reduce-scatter",
+  "ALL_TO_ALL": "all-to-all",
+  "ONE_TO_ONE": "collective-permute",
+}
+_TRANSFER = re.compile(r'_xla_megascale_transfer_type="(\w+)"')
+_TARGET = re.compile(r'_xla_megascale_target="\{([\d,]+)\}x')
+_RENDEZVOUS = re.compile(r'rendezvous="([^"]*)"')
+# Kinds whose payload is the value of their operand; the other kinds add values up.
+_CARRIES = frozenset(KINDS) - {"all-reduce", "reduce-scatter"}
+_COMPUTE = frozenset({"fusion", "dot", "convolution", "custom-call", "while", "call", "conditional"})
+
+
+@dataclasses.dataclass(frozen=True)
+class Collective:
+  """One collective instruction and how often a step runs it.
+
+  Attributes:
+    kind: one of `KINDS`.
+    axes: mesh axes it runs over, in mesh order; empty when nothing leaves a device.
+    whole: False when a group is only a part of those axes.
+    group_size: devices that take part in one group.
+    dtype: element type of the first array.
+    bytes: payload of one run in bytes: the whole array that a group holds together (the result of
+      an all-gather, the input of a reduce-scatter, the array of the other kinds, per device).
+    times: runs in one call of the program, loops multiplied out.
+    overlapped: whether compute is scheduled between its start and its end.
+    op: the JAX name stack.
+    source: `file.py:line`, or an empty string.
+    parameters: names of the program's arguments whose values it carries, where they can be followed.
+  """
+
+  kind: str
+  axes: tuple[str, ...]
+  whole: bool
+  group_size: int
+  dtype: str
+  bytes: int
+  times: int
+  overlapped: bool
+  op: str
+  source: str
+  parameters: tuple[str, ...]
+  name: str
+
+  @property
+  def total_bytes(self) -> int:
+    """Payload of all runs in one step."""
+    return self.bytes * self.times
+
+  @property
+  def sent_bytes(self) -> int:
+    """Bytes that each device sends in one step with ring algorithms.
+
+    Of a payload `S` in a group of `n`: all-gather, reduce-scatter and all-to-all send `S (n-1)/n`,
+    all-reduce twice that, a permute or broadcast `S`.
+    Source: Thakur, Rabenseifner and Gropp, "Optimization of collective communication operations in
+    MPICH", 2005.
+    """
+    return self.times * ring_bytes(self.kind, self.bytes, self.group_size)
+
+
+def ring_bytes(kind: str, payload: int, group_size: int) -> int:
+  """Bytes each device sends for one collective of `payload` bytes in a group of `group_size`.
+
+  Example:
+    >>> ring_bytes("all-reduce", 800, 8), ring_bytes("all-gather", 800, 8)
+    (1400, 700)
+  """
+  if kind in ("collective-permute", "collective-broadcast"):
+    return payload
+  passes = 2 if kind == "all-reduce" else 1
+  return passes * payload * (group_size - 1) // group_size
+
+
+def collectives(program: str | hlo.Program, axes: Mapping[str, int]) -> tuple[Collective, ...]:
+  """Lists the collectives of a compiled program.
+
+  Args:
+    program: HLO text (`Compiled.as_text()` or a dumped file) or a parsed program.
+    axes: mesh axis -> size in devices, in mesh order (`dict(mesh.shape)`).
+
+  Returns:
+    One entry per collective instruction that moves data, in program order.
+
+  Example:
+    >>> import jax
+    >>> import jax.numpy as jnp
+    >>> from jax.sharding import AxisType
+    >>> from jax.sharding import NamedSharding
+    >>> from jax.sharding import PartitionSpec as P
+    >>> mesh = jax.make_mesh((2, 4), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
+    >>> x = jax.device_put(jnp.ones((8, 8)), NamedSharding(mesh, P(None, "model")))
+    >>> text = jax.jit(lambda x: x.sum(1)).lower(x).compile().as_text()
+    >>> [(c.kind, c.axes, c.bytes) for c in collectives(text, mesh.shape)]
+    [('all-reduce', ('model',), 32)]
+  """
+  program = hlo.parse(program) if isinstance(program, str) else program
+  finder = AxisFinder(axes)
+  origins = Origins(program)
+  scattered = _scattering_fusions(program)
+  found: list[Collective] = []
+  for run in program.executed():
+    match = _KIND.match(run.instruction.opcode)
+    across = _TRANSFER.search(run.instruction.rest) if run.instruction.opcode == "send" else None
+    if (not match and not across) or _LATER_STEP.search(run.instruction.rest):
+      continue
+    kind = match[1] if match else _ACROSS.get(across[1], across[1].lower()) if across else ""
+    collective = _describe(program, run, kind, finder, scattered, origins)
+    if collective.group_size > 1:
+      found.append(collective)
+  return tuple(found)
+
+
+def totals(
+  items: Iterable[Collective], key: Callable[[Collective], object] | None = None
+) -> dict[object, int]:
+  """Payload bytes per step, grouped by `key` (by kind when none is given)."""
+  result: dict[object, int] = {}
+  for item in items:
+    group = key(item) if key else item.kind
+    result[group] = result.get(group, 0) + item.total_bytes
+  return result
+
+
+def _describe(
+  program: hlo.Program,
+  run: hlo.Executed,
+  kind: str,
+  finder: AxisFinder,
+  scattered: frozenset[str],
+  origins: Origins,
+) -> Collective:
+  instruction = run.instruction
+  slices = finder.devices // program.partitions if program.partitions > 1 else 1
+  across = instruction.opcode == "send"
+  match, group_size = (_slices if across else _groups)(instruction, finder, slices)
+  if kind == "all-reduce" and run.computation.name in scattered:
+    kind = "reduce-scatter"
+  shapes = _payload(instruction, kind, run.computation, group_size)
+  made = origins.made(instruction, run.computation, run.caller)
+  return Collective(
+    kind=kind,
+    axes=match.axes,
+    whole=match.whole,
+    group_size=group_size,
+    dtype=shapes[0].dtype if shapes else "",
+    bytes=sum(shape.bytes for shape in shapes),
+    times=run.times,
+    overlapped=_overlapped_sending(run) if across else _overlapped(run),
+    op=made.op_name if made else "",
+    source=program.source(made) if made else "",
+    parameters=origins.of(instruction, run.computation) if kind in _CARRIES else (),
+    name=instruction.name,
+  )
+
+
+def _groups(instruction: hlo.Instruction, finder: AxisFinder, slices: int) -> tuple[AxisMatch, int]:
+  rest, devices = instruction.rest, finder.devices // slices
+  if "source_target_pairs=" in rest:
+    pairs = instruction.attribute("source_target_pairs")
+    labels = pair_labels(pairs, devices)
+    return finder.match(_in_each(labels, slices)), 2 if count_pairs(pairs) else 1
+  at = rest.index("replica_groups=") + len("replica_groups=")
+  labels = group_labels(rest[at:], devices)
+  return finder.match(_in_each(labels, slices)), int(np.unique(labels, return_counts=True)[1].max())
+
+
+def _in_each(labels: Labels, slices: int) -> Labels:
+  """The groups of one slice, repeated in each: slices are consecutive positions of the mesh."""
+  return np.concatenate([labels + number * len(labels) for number in range(slices)])
+
+
+def _slices(instruction: hlo.Instruction, finder: AxisFinder, slices: int) -> tuple[AxisMatch, int]:
+  """The axes between slices. Only groups of all slices are written in the program; others are a part."""
+  match = finder.match(np.arange(finder.devices) % (finder.devices // slices))
+  target = _TARGET.search(instruction.rest)
+  whole = match.whole and target is not None and target[1].count(",") + 1 == slices
+  pair = "ONE_TO_ONE" in instruction.rest
+  return AxisMatch(match.axes, whole), 2 if pair else slices
+
+
+def _payload(
+  instruction: hlo.Instruction, kind: str, computation: hlo.Computation, group_size: int
+) -> tuple[hlo.Shape, ...]:
+  """Shapes of what a group holds together, per run."""
+  count = 1 if instruction.opcode == "send" else None  # the other operand of a send is a token
+  operands = [computation.by_name[name] for name in instruction.operands[:count]]
+  inputs = tuple(shape for operand in operands for shape in operand.shapes)
+  if kind != "all-gather":
+    return inputs
+  # Results of async starts repeat the inputs and add counters, so the inputs are scaled instead.
+  return tuple(hlo.Shape(s.dtype, (group_size, *s.dims)) for s in inputs)
+
+
+def _overlapped(run: hlo.Executed) -> bool:
+  instruction = run.instruction
+  if '"is_sync":true' in instruction.rest:
+    return False
+  if '"async_collective_fusion_config"' in instruction.rest:
+    return True
+  if run.caller is not None and run.caller.opcode == "async-start":
+    return True
+  if not instruction.opcode.endswith("-start"):
+    return False
+  order = run.computation.instructions
+  start = order.index(instruction)
+  for later in order[start + 1 :]:
+    if instruction.name in later.operands and later.opcode.endswith("-done"):
+      return False
+    if later.opcode in _COMPUTE and max((s.elements for s in later.shapes), default=0) > 1:
+      return True
+  return False
+
+
+def _overlapped_sending(run: hlo.Executed) -> bool:
+  """Whether anything is computed until the `recv-done` of the same rendezvous."""
+  name = _RENDEZVOUS.search(run.instruction.rest)
+  order = run.computation.instructions
+  receive = next(
+    (i for i in order if i.opcode == "recv" and name and name.group() in i.rest),
+    None,
+  )
+  for later in order[order.index(run.instruction) + 1 :]:
+    if receive is not None and later.opcode == "recv-done" and receive.name in later.operands:
+      return False
+    if later.opcode in _COMPUTE and max((s.elements for s in later.shapes), default=0) > 1:
+      return True
+  return False
+
+
+def _scattering_fusions(program: hlo.Program) -> frozenset[str]:
+  """TPU writes a reduce-scatter as a fusion named all-reduce-scatter: an all-reduce, then a slice."""
+  return frozenset(name for name in program.computations if name.startswith("all-reduce-scatter"))

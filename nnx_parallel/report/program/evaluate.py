@@ -1,0 +1,833 @@
+"""Evaluates programs in numpy: one device's program on all devices in lock-step, with its collectives.
+
+For programs right before and right after a partitioner: no fusions of a backend, no memory layouts.
+All floating point numbers are float64. Arrays are thinned (`thin.Thinning`); the first dim of a value counts
+devices, and is 1 where all hold the same. None stands for a value that cannot be followed: that of an
+operation which is not known here, or one that is too large.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from nnx_parallel.report.program import hlo, thin
+from nnx_parallel.report.program.groups import pairs_of
+from nnx_parallel.report.program.shardings import Tiling, read_tiling
+
+Array = npt.NDArray[Any]
+Value = Any
+"""An array, a tuple of values, or None: not known."""
+# Numbers of one array on all devices, operations run, and multiplications, before it is given up.
+_LARGEST, _LONGEST, _HARDEST = 2**25, 300_000, 2**36
+_DTYPES: Mapping[str, Any] = {
+  "pred": np.bool_, "s8": np.int8, "u8": np.uint8, "s16": np.int16, "u16": np.uint16, "s32": np.int32,
+  "u32": np.uint32, "s64": np.int64, "u64": np.uint64,
+}  # fmt: skip
+_COMPARE = {
+  "EQ": np.equal, "NE": np.not_equal, "LT": np.less, "LE": np.less_equal, "GT": np.greater,
+  "GE": np.greater_equal,
+}  # fmt: skip
+_UNARY: Mapping[str, Callable[..., Any]] = {
+  "abs": np.abs, "cbrt": np.cbrt, "ceil": np.ceil, "cosine": np.cos, "exponential": np.exp,
+  "exponential-minus-one": np.expm1, "floor": np.floor, "is-finite": np.isfinite, "log": np.log,
+  "log-plus-one": np.log1p, "negate": np.negative, "round-nearest-even": np.rint, "sign": np.sign,
+  "sine": np.sin, "sqrt": np.sqrt, "tan": np.tan, "tanh": np.tanh, "copy": np.asarray,
+  "logistic": lambda x: 1 / (1 + np.exp(-x)), "rsqrt": lambda x: 1 / np.sqrt(x),
+  "not": lambda x: np.logical_not(x) if x.dtype == np.bool_ else np.invert(x),
+  "round-nearest-afz": lambda x: np.sign(x) * np.floor(np.abs(x) + 0.5),
+  "erf": np.vectorize(math.erf, otypes=[np.float64]), "popcnt": np.bitwise_count,
+  "reduce-precision": np.asarray,
+}  # fmt: skip
+
+
+def _quotient(x: Array, y: Array) -> Array:
+  if x.dtype.kind == "f":
+    return x / y
+  safe = np.where(y == 0, 1, y)
+  size = np.abs(x.astype(object if x.dtype == np.uint64 else np.int64)) // np.abs(safe.astype(np.int64))
+  return (np.sign(x.astype(np.int64)) * np.sign(safe.astype(np.int64)) * size).astype(x.dtype)
+
+
+def _shifted(shift: Callable[..., Any], arithmetic: bool = False) -> Callable[[Array, Array], Array]:
+  def run(x: Array, y: Array) -> Array:
+    bits = 8 * x.dtype.itemsize
+    kind = np.dtype(f"{'i' if arithmetic else 'u'}{x.dtype.itemsize}")
+    over = y.astype(np.uint64) >= bits
+    moved = shift(x.view(kind), np.where(over, 0, y).astype(kind))
+    beyond = x.view(kind) >> kind.type(bits - 1) if arithmetic else kind.type(0)
+    return np.where(over, beyond, moved).astype(kind).view(x.dtype)
+
+  return run
+
+
+_BINARY: Mapping[str, Callable[..., Any]] = {
+  "add": lambda x, y: x | y if x.dtype == np.bool_ else x + y, "subtract": np.subtract,
+  "multiply": lambda x, y: x & y if x.dtype == np.bool_ else x * y, "maximum": np.maximum,
+  "minimum": np.minimum,
+  "and": np.bitwise_and, "or": np.bitwise_or, "xor": np.bitwise_xor, "divide": _quotient,
+  "remainder": np.fmod, "power": np.power, "atan2": np.arctan2, "shift-left": _shifted(np.left_shift),
+  "shift-right-logical": _shifted(np.right_shift),
+  "shift-right-arithmetic": _shifted(np.right_shift, arithmetic=True),
+}  # fmt: skip
+# Combiners that numpy reduces with at once.
+_COMBINERS: Mapping[str, np.ufunc] = {
+  "add": np.add, "multiply": np.multiply, "maximum": np.maximum, "minimum": np.minimum, "and": np.bitwise_and,
+  "or": np.bitwise_or, "xor": np.bitwise_xor,
+}  # fmt: skip
+
+
+class Finer(Exception):
+  """An array is sliced where its thinning does not allow it: at a multiple of `step` along `dim`."""
+
+  def __init__(self, node: thin.Node, dim: int, step: int):
+    super().__init__(f"{node} along {dim}")
+    self.node, self.dim, self.step = node, dim, step
+
+
+class Evaluator:
+  """Runs one program.
+
+  Args:
+    program: parsed.
+    number: of the program in `thinning`.
+    thinning: of all arrays.
+    devices: in all.
+    watch: called with each instruction that has run, and its value.
+
+  Attributes:
+    lost: opcode or custom call -> how often it was met and not known.
+    apart: instructions that say "the same on these devices" of values that differ.
+  """
+
+  def __init__(
+    self,
+    program: hlo.Program,
+    number: int,
+    thinning: thin.Thinning,
+    devices: int,
+    watch: Callable[[hlo.Computation, hlo.Instruction, Value], None] | None = None,
+  ):
+    self._program, self._number, self._thinning, self._devices = program, number, thinning, devices
+    self._runs = self._work = 0
+    self.lost: dict[str, int] = {}
+    self._watch = watch
+    self._rules: Mapping[str, Callable[[hlo.Computation, hlo.Instruction, list[Any]], Value]] = {
+      "constant": self._constant, "iota": self._iota, "partition-id": self._partition,
+      "replica-id": self._replica, "broadcast": self._broadcast, "reshape": self._reshape,
+      "transpose": self._transpose, "reverse": self._reverse, "concatenate": self._concatenate,
+      "pad": self._pad, "slice": self._slice, "dynamic-slice": self._dynamic_slice,
+      "dynamic-update-slice": self._update, "reduce": self._reduce, "dot": self._dot,
+      "convolution": self._convolution, "reduce-window": self._window,
+      "select-and-scatter": self._select, "gather": self._gather, "scatter": self._scatter,
+      "sort": self._sort, "all-reduce": self._exchange, "all-gather": self._exchange,
+      "reduce-scatter": self._exchange, "all-to-all": self._exchange,
+      "collective-permute": self._permute, "custom-call": self._custom, "topk": self._topk,
+    }  # fmt: skip
+    self._last: dict[str, dict[str, list[str]]] = {}
+    self.apart: list[hlo.Instruction] = []
+
+  def run(self, arguments: Mapping[int, Value]) -> tuple[Value, ...]:
+    """Evaluates the entry.
+
+    Args:
+      arguments: number of each parameter -> its value.
+
+    Returns:
+      The results, one for each array.
+    """
+    entry = self._program.entry
+    count = 1 + max(arguments, default=-1)
+    with np.errstate(all="ignore"):
+      result = self._call(entry, [arguments.get(n) for n in range(count)])
+    return result if isinstance(result, tuple) else (result,)
+
+  # Control ------------------------------------------------------------------------------------
+
+  def _call(self, computation: hlo.Computation, arguments: Sequence[Value]) -> Value:
+    values: dict[str, Value] = {}
+    ends = self._ends(computation)
+    for at in computation.instructions:
+      self._runs += 1
+      if at.opcode == "parameter":
+        values[at.name] = arguments[int(at.arguments)]
+      elif self._runs > _LONGEST:
+        values[at.name] = self._lose(at, "a program that runs too many operations")
+      else:
+        values[at.name] = self._step(computation, at, [values[name] for name in at.operands])
+      if self._watch is not None:
+        self._watch(computation, at, values[at.name])
+      for name in ends.get(at.name, ()):
+        del values[name]
+    return values[computation.root.name]
+
+  def _ends(self, computation: hlo.Computation) -> dict[str, list[str]]:
+    """Instruction -> the values that it is the last to read."""
+    if computation.name not in self._last:
+      last = {name: at.name for at in computation.instructions for name in at.operands}
+      last.pop(computation.root.name, None)
+      found: dict[str, list[str]] = {}
+      for name, reader in last.items():
+        found.setdefault(reader, []).append(name)
+      self._last[computation.name] = found
+    return self._last[computation.name]
+
+  def _step(self, computation: hlo.Computation, at: hlo.Instruction, inputs: list[Value]) -> Value:
+    opcode = at.opcode
+    if opcode == "tuple":
+      return tuple(inputs)
+    if opcode == "get-tuple-element":
+      return inputs[0][int(at.attribute("index"))] if isinstance(inputs[0], tuple) else None
+    if opcode == "opt-barrier":
+      return inputs[0] if len(inputs) == 1 else tuple(inputs)
+    if opcode in ("call", "fusion"):
+      return self._call(self._program.computations[at.called[0]], inputs)
+    if opcode == "while":
+      return self._loop(at, inputs[0])
+    if opcode == "conditional":
+      return self._branch(at, inputs)
+    rule = self._rules.get(opcode)
+    if rule is None and opcode not in thin.ELEMENTWISE:
+      return self._lose(at, opcode)
+    if any(value is None for value in inputs) or self._too_large(computation, at):
+      return self._unknown(at)
+    try:
+      if rule is not None:
+        return rule(computation, at, inputs)
+      return self._elementwise(computation, at, inputs)
+    except (ValueError, LookupError, TypeError):
+      return self._lose(at, f"a form of {opcode} that is not known")
+
+  def _unknown(self, at: hlo.Instruction) -> Value:
+    return (None,) * len(at.shapes) if at.result.startswith("(") else None
+
+  def _lose(self, at: hlo.Instruction, what: str) -> Value:
+    self.lost[what] = self.lost.get(what, 0) + 1
+    return self._unknown(at)
+
+  def _too_large(self, computation: hlo.Computation, at: hlo.Instruction) -> bool:
+    room = _LARGEST // (self._devices if self._number else 1)
+    for index in range(len(at.shapes)):
+      if math.prod(self._shape(computation, at, index)) > room:
+        self._lose(at, "an array that is too large")
+        return True
+    return False
+
+  def _exceeds(self, work: int) -> bool:
+    """Whether the program computes too much with so many more multiplications."""
+    self._work += work
+    return self._work > _HARDEST
+
+  def _loop(self, at: hlo.Instruction, state: Value) -> Value:
+    condition = self._program.computations[at.attribute("condition").lstrip("%")]
+    body = self._program.computations[at.attribute("body").lstrip("%")]
+    while self._runs <= _LONGEST:
+      again = self._call(condition, [state])
+      if again is None or (again != again.flat[0]).any():
+        return self._lose(at, "a loop whose length is not known")
+      if not again.flat[0]:
+        return state
+      state = self._call(body, [state])
+    return self._lose(at, "a program that runs too many operations")
+
+  def _branch(self, at: hlo.Instruction, inputs: list[Value]) -> Value:
+    chosen, given = inputs[0], inputs[1:]
+    if chosen is None:
+      return self._lose(at, "a conditional on a value that is not known")
+    names = at.called
+    number = np.where(chosen, 0, 1) if chosen.dtype == np.bool_ else np.clip(chosen, 0, len(names) - 1)
+    results = {
+      n: self._call(self._program.computations[names[n]], [given[n]]) for n in map(int, np.unique(number))
+    }
+    if len(results) == 1:
+      return next(iter(results.values()))
+
+    def pick(values: Sequence[Value]) -> Value:
+      if isinstance(values[0], tuple):
+        return tuple(pick([value[n] for value in values]) for n in range(len(values[0])))
+      if any(value is None for value in values):
+        return None
+      whole = np.broadcast_arrays(*(self._everywhere(value) for value in values))
+      rows = dict(zip(results, whole, strict=True))
+      return np.stack([rows[int(n)][device] for device, n in enumerate(self._everywhere(number))])
+
+    return pick(list(results.values()))
+
+  def _everywhere(self, value: Array) -> Array:
+    return np.broadcast_to(value, (self._devices, *value.shape[1:]))
+
+  def _shape(self, computation: hlo.Computation, at: hlo.Instruction, index: int = 0) -> tuple[int, ...]:
+    return self._thinning.shape(self._number, computation.name, at.name, index)
+
+  def _scales(self, computation: hlo.Computation, name: str) -> tuple[int, ...]:
+    return self._thinning.scales(self._number, computation.name, name)
+
+  # Elementwise --------------------------------------------------------------------------------
+
+  def _elementwise(self, computation: hlo.Computation, at: hlo.Instruction, inputs: list[Array]) -> Value:
+    opcode = at.opcode
+    rank = max(value.ndim for value in inputs)
+    inputs = [v if v.ndim == rank else v.reshape(v.shape[:1] + (1,) * (rank - 1)) for v in inputs]
+    if opcode in _UNARY:
+      return _UNARY[opcode](inputs[0])
+    if opcode in _BINARY:
+      return _BINARY[opcode](*inputs)
+    if opcode == "compare":
+      return _COMPARE[at.attribute("direction")](*inputs)
+    if opcode == "select":
+      return np.where(*inputs)
+    if opcode == "clamp":
+      return np.minimum(np.maximum(inputs[1], inputs[0]), inputs[2])
+    dtype = at.shapes[0].dtype
+    if opcode == "convert":
+      return converted(inputs[0], dtype)
+    if opcode == "bitcast-convert":
+      if (
+        inputs[0].dtype == np.float64
+        and dtype in ("s32", "u32")
+        and computation.by_name[at.operands[0]].shapes[0].dtype == "f32"
+      ):
+        return inputs[0].astype(np.float32).view(_DTYPES[dtype])
+      source, target = inputs[0].dtype, _DTYPES.get(dtype)
+      if source.kind in "iu" and target is not None and np.dtype(target).itemsize == source.itemsize:
+        return np.ascontiguousarray(inputs[0]).view(target)
+      if source.itemsize == 4 and source.kind in "iu" and dtype == "f32":
+        return np.ascontiguousarray(inputs[0]).view(np.float32).astype(np.float64)
+    return self._lose(at, opcode)
+
+  # Arrays -------------------------------------------------------------------------------------
+
+  def _constant(self, computation: hlo.Computation, at: hlo.Instruction, inputs: list[Array]) -> Value:
+    value = literal(at)
+    if value is None:
+      return self._lose(at, "a constant that is not written out")
+    return value[tuple(slice(None, None, s) for s in self._scales(computation, at.name))][None]
+
+  def _iota(self, computation: hlo.Computation, at: hlo.Instruction, inputs: list[Array]) -> Value:
+    dim = int(at.attribute("iota_dimension"))
+    shape, scale = self._shape(computation, at), self._scales(computation, at.name)[dim]
+    line = np.arange(shape[dim]) * scale
+    line = line.reshape([-1 if n == dim else 1 for n in range(len(shape))])
+    return converted(np.broadcast_to(line, shape)[None], at.shapes[0].dtype)
+
+  def _partition(self, computation: hlo.Computation, at: hlo.Instruction, inputs: list[Array]) -> Value:
+    return np.arange(self._devices, dtype=np.uint32)
+
+  def _replica(self, computation: hlo.Computation, at: hlo.Instruction, inputs: list[Array]) -> Value:
+    return np.zeros(1, np.uint32)
+
+  def _broadcast(self, computation: hlo.Computation, at: hlo.Instruction, inputs: list[Array]) -> Value:
+    (x,), shape = inputs, self._shape(computation, at)
+    places = _numbers(at, "dimensions")
+    middle = [1] * len(shape)
+    for n, place in enumerate(places):
+      middle[place] = x.shape[1 + n]
+    order = np.argsort(places) if places else []
+    x = x.transpose([0, *(1 + int(n) for n in order)]).reshape((len(x), *middle))
+    return np.broadcast_to(x, (len(x), *shape))
+
+  def _reshape(self, computation: hlo.Computation, at: hlo.Instruction, inputs: list[Array]) -> Value:
+    return inputs[0].reshape((len(inputs[0]), *self._shape(computation, at)))
+
+  def _transpose(self, computation: hlo.Computation, at: hlo.Instruction, inputs: list[Array]) -> Value:
+    return inputs[0].transpose([0, *(1 + n for n in _numbers(at, "dimensions"))])
+
+  def _reverse(self, computation: hlo.Computation, at: hlo.Instruction, inputs: list[Array]) -> Value:
+    return np.flip(inputs[0], tuple(1 + n for n in _numbers(at, "dimensions")))
+
+  def _concatenate(self, computation: hlo.Computation, at: hlo.Instruction, inputs: list[Array]) -> Value:
+    lead = max(len(x) for x in inputs)
+    wide = [np.broadcast_to(x, (lead, *x.shape[1:])) for x in inputs]
+    return np.concatenate(wide, 1 + _numbers(at, "dimensions")[0])
+
+  def _pad(self, computation: hlo.Computation, at: hlo.Instruction, inputs: list[Array]) -> Value:
+    x, fill = inputs
+    scales = self._scales(computation, at.name)
+    lead = max(len(x), len(fill))
+    out = np.broadcast_to(fill.reshape(-1, *[1] * (x.ndim - 1)), (lead, *self._shape(computation, at))).copy()
+    source, target = [slice(None)], [slice(None)]
+    for place, ((low, _, inside), scale) in enumerate(zip(thin.padding(at), scales, strict=True)):
+      low, step, count, room = low // scale, inside + 1, x.shape[1 + place], out.shape[1 + place]
+      first = max(0, -(low // step)) if low < 0 else 0
+      last = min(count, (room - 1 - low) // step + 1)
+      source.append(slice(first, max(first, last)))
+      start = low + first * step
+      target.append(
+        slice(start, start + max(0, last - first - 1) * step + 1 if last > first else start, step)
+      )
+    out[tuple(target)] = x[tuple(source)]
+    return out
+
+  def _slice(self, computation: hlo.Computation, at: hlo.Instruction, inputs: list[Array]) -> Value:
+    rows = zip(
+      thin.slice_bounds(at),
+      self._scales(computation, at.operands[0]),
+      self._scales(computation, at.name),
+      strict=True,
+    )
+    # Where the two are thinned differently, what is cut is whole.
+    cut = (slice(a // s, b // s, step if s == after else after) for (a, b, step), s, after in rows)
+    return inputs[0][(slice(None), *cut)]
+
+  def _starts(
+    self, computation: hlo.Computation, at: hlo.Instruction, starts: Sequence[Array], sizes: Sequence[int]
+  ) -> list[Array]:
+    """Offsets of a dynamic slice in thinned positions, one for each device."""
+    node = (self._number, computation.name, at.operands[0], 0)
+    whole = computation.by_name[at.operands[0]].shapes[0].dims
+    found: list[Array] = []
+    for dim, (start, scale) in enumerate(zip(starts, self._thinning.scales(*node[:3]), strict=True)):
+      place = np.clip(start.astype(np.int64), 0, whole[dim] - sizes[dim])
+      if (place % scale).any():
+        raise Finer(node, dim, int(np.gcd.reduce(np.append(place, scale))))
+      found.append(place // scale)
+    return found
+
+  def _dynamic_slice(self, computation: hlo.Computation, at: hlo.Instruction, inputs: list[Array]) -> Value:
+    x = inputs[0]
+    starts = self._starts(computation, at, inputs[1:], at.shapes[0].dims)
+    shape = self._shape(computation, at)
+    if all(len(s) == 1 for s in starts):
+      return x[(slice(None), *(slice(int(s[0]), int(s[0]) + n) for s, n in zip(starts, shape, strict=True)))]
+    return self._everywhere(x)[self._places(starts, shape)]
+
+  def _places(self, starts: Sequence[Array], shape: Sequence[int]) -> tuple[Array, ...]:
+    rank = len(shape)
+    devices = np.arange(self._devices).reshape(-1, *[1] * rank)
+    places = [
+      self._everywhere(start).reshape(-1, *[1] * rank)
+      + np.arange(n).reshape([-1 if d == dim else 1 for d in range(rank)])
+      for dim, (start, n) in enumerate(zip(starts, shape, strict=True))
+    ]
+    return (devices, *places)
+
+  def _update(self, computation: hlo.Computation, at: hlo.Instruction, inputs: list[Array]) -> Value:
+    x, update = inputs[:2]
+    sizes = computation.by_name[at.operands[1]].shapes[0].dims
+    starts = self._starts(computation, at, inputs[2:], sizes)
+    if all(len(s) == 1 for s in starts):
+      out = np.broadcast_to(x, (max(len(x), len(update)), *x.shape[1:])).copy()
+      cut = (slice(int(s[0]), int(s[0]) + n) for s, n in zip(starts, update.shape[1:], strict=True))
+      out[(slice(None), *cut)] = update
+      return out
+    out = self._everywhere(x).copy()
+    out[self._places(starts, update.shape[1:])] = self._everywhere(update)
+    return out
+
+  # Sums and products --------------------------------------------------------------------------
+
+  def _combiner(self, name: str) -> np.ufunc | None:
+    region = self._program.computations[name]
+    work = [i for i in region.instructions if i.opcode not in ("parameter", "convert", "copy")]
+    if len(work) == 1 and len(work[0].operands) == 2 and len(set(work[0].operands)) == 2:
+      return _COMBINERS.get(work[0].opcode)
+    return None
+
+  def _combine(self, name: str, left: Sequence[Array], right: Sequence[Array]) -> tuple[Array, ...]:
+    """What a region makes of two sets of arrays, position by position."""
+    found = self._combiner(name)
+    if found is not None and len(left) == 1:
+      return (found(left[0], right[0]),)
+    result = self._call(self._program.computations[name], [*left, *right])
+    return result if isinstance(result, tuple) else (result,)
+
+  def _reduce(self, computation: hlo.Computation, at: hlo.Instruction, inputs: list[Array]) -> Value:
+    count = len(inputs) // 2
+    dims = tuple(1 + n for n in _numbers(at, "dimensions"))
+    arrays, starts = inputs[:count], inputs[count:]
+    name, found = at.called[0], self._combiner(at.called[0])
+    if found is not None and count == 1:
+      total = _reduced(found, arrays[0], dims)
+      return found(total, starts[0].reshape(-1, *[1] * (total.ndim - 1)))
+    lead = max(len(x) for x in arrays)
+    kept = [d for d in range(1, arrays[0].ndim) if d not in dims]
+    flat = [np.broadcast_to(x, (lead, *x.shape[1:])).transpose([0, *kept, *dims]) for x in arrays]
+    flat = [x.reshape((*x.shape[: 1 + len(kept)], -1)) for x in flat]
+    total = tuple(
+      np.broadcast_to(s.reshape(-1, *[1] * len(kept)), x.shape[:-1])
+      for s, x in zip(starts, flat, strict=True)
+    )
+    for place in range(flat[0].shape[-1]):
+      total = self._combine(name, total, [x[..., place] for x in flat])
+    return total if at.result.startswith("(") else total[0]
+
+  def _dot(self, computation: hlo.Computation, at: hlo.Instruction, inputs: list[Array]) -> Value:
+    sides = thin.dot_dims(at)
+    left, right = inputs[:2]
+
+    def arranged(x: Array, batch: list[int], summed: list[int], first: bool) -> Array:
+      free = [n for n in range(x.ndim - 1) if n not in batch + summed]
+      parts = (batch, free, summed) if first else (batch, summed, free)
+      x = x.transpose([0, *(1 + n for part in parts for n in part)])
+      sizes = [
+        math.prod(x.shape[1 + sum(map(len, parts[:k])) :][: len(part)]) for k, part in enumerate(parts)
+      ]
+      return x.reshape((len(x), *sizes))
+
+    one = arranged(left, sides["lhs_batch"], sides["lhs"], True)
+    other = arranged(right, sides["rhs_batch"], sides["rhs"], False)
+    if self._exceeds(max(len(one), len(other)) * one[0].size * other.shape[-1]):
+      return self._lose(at, "a program that computes too much")
+    product = one @ other
+    return product.reshape((len(product), *self._shape(computation, at)))
+
+  def _convolution(self, computation: hlo.Computation, at: hlo.Instruction, inputs: list[Array]) -> Value:
+    found = thin.labels(at)
+    left, kernel, out = found
+    rank = len(left) - 2
+    groups, batches = thin.group_counts(at)
+    spatial = [str(n) for n in range(rank)]
+    x = inputs[0].transpose([0, *(1 + left.index(c) for c in ("b", "f", *spatial))])
+    k = inputs[1].transpose([0, *(1 + kernel.index(c) for c in ("o", "i", *spatial))])
+    rows = thin.windows(at, rank) if rank else []
+    for d, (_, _, low, high, base, _, back) in enumerate(rows):
+      x = _spaced(x, 3 + d, base)
+      cut = [slice(None)] * x.ndim
+      cut[3 + d] = slice(max(0, -low), x.shape[3 + d] - max(0, -high))
+      x = x[tuple(cut)]
+      sides = [(0, 0)] * x.ndim
+      sides[3 + d] = (max(0, low), max(0, high))
+      x = np.pad(x, sides)
+      k = np.flip(k, 3 + d) if back else k
+    x = x.reshape((len(x), batches, x.shape[1] // batches, groups, x.shape[2] // groups, *x.shape[3:]))
+    x = np.moveaxis(x, 3, 2).reshape((len(x), batches * groups, x.shape[2], *x.shape[4:]))
+    k = k.reshape((len(k), batches * groups, k.shape[1] // (batches * groups), *k.shape[2:]))
+    sizes = [n for c in spatial for n in (self._shape(computation, at)[out.index(c)],)]
+    lead = max(len(x), len(k))
+    shape = (lead, k.shape[1], x.shape[2], k.shape[2], *sizes)
+    if self._exceeds(math.prod(shape) * math.prod(k.shape[3:])):
+      return self._lose(at, "a program that computes too much")
+    made = np.zeros(shape)
+    few = math.prod(k.shape[4:]) <= math.prod(sizes)
+    for place in np.ndindex(*(k.shape[4:] if few else sizes)):
+      if few:
+        window = tuple(
+          slice(p * row[5], p * row[5] + (n - 1) * row[1] + 1, row[1])
+          for p, n, row in zip(place, sizes, rows, strict=True)
+        )
+        part = np.einsum("lgbi...,lgoi->lgbo...", x[(..., *window)], k[(slice(None),) * 4 + place])
+        made += part
+      else:
+        window = tuple(
+          slice(p * row[1], p * row[1] + (n - 1) * row[5] + 1, row[5])
+          for p, n, row in zip(place, k.shape[4:], rows, strict=True)
+        )
+        pieces = x[(..., *window)]
+        made[(slice(None),) * 4 + place] = np.einsum(
+          "lgbn,lgon->lgbo", pieces.reshape((*pieces.shape[:3], -1)), k.reshape((*k.shape[:3], -1))
+        )
+    # (devices, groups, batch, features): the groups are the outer part of the features.
+    made = np.moveaxis(made, 1, 2)
+    made = made.reshape((lead, made.shape[1], -1, *sizes))
+    order = ["b", "f", *spatial]
+    return made.transpose([0, *(1 + order.index(c) for c in out)])
+
+  def _window(self, computation: hlo.Computation, at: hlo.Instruction, inputs: list[Array]) -> Value:
+    count = len(inputs) // 2
+    rank = inputs[0].ndim - 1
+    rows = thin.windows(at, rank)
+    if any(row[4] != 1 for row in rows):
+      return self._lose(at, at.opcode)
+    shape = self._shape(computation, at)
+    if self._exceeds(math.prod(shape) * math.prod(row[0] for row in rows)):
+      return self._lose(at, "a program that computes too much")
+    lead = max(len(x) for x in inputs)
+    padded = list[Array]()
+    for x, start in zip(inputs[:count], inputs[count:], strict=True):
+      room = [n + row[2] + row[3] for n, row in zip(x.shape[1:], rows, strict=True)]
+      if any(row[2] < 0 or row[3] < 0 for row in rows):
+        return self._lose(at, at.opcode)
+      wide = np.broadcast_to(start.reshape(-1, *[1] * rank), (lead, *room)).copy()
+      wide[(slice(None), *(slice(row[2], row[2] + n) for row, n in zip(rows, x.shape[1:], strict=True)))] = x
+      padded.append(wide)
+    total = tuple(np.broadcast_to(start.reshape(-1, *[1] * rank), (lead, *shape)) for start in inputs[count:])
+    for place in np.ndindex(*(row[0] for row in rows)):
+      cut = tuple(
+        slice(p * row[5], p * row[5] + (n - 1) * row[1] + 1, row[1])
+        for p, n, row in zip(place, shape, rows, strict=True)
+      )
+      total = self._combine(at.called[0], total, [x[(slice(None), *cut)] for x in padded])
+    return total if at.result.startswith("(") else total[0]
+
+  def _select(self, computation: hlo.Computation, at: hlo.Instruction, inputs: list[Array]) -> Value:
+    """The gradient of a pooling: each number goes to the position that was chosen in its window."""
+    x, source, start = inputs
+    rank = x.ndim - 1
+    rows = thin.windows(at, rank)
+    combine, region = self._combiner(at.called[1]), self._program.computations[at.called[0]]
+    if combine is None or any(row[2] < 0 or row[3] < 0 or row[4:6] != (1, 1) for row in rows):
+      return self._lose(at, at.opcode)
+    lead = max(map(len, inputs))
+    room = (lead, *(n + row[2] + row[3] for n, row in zip(x.shape[1:], rows, strict=True)))
+    inner = (slice(None), *(slice(row[2], row[2] + n) for row, n in zip(rows, x.shape[1:], strict=True)))
+    wide, inside = np.zeros(room, x.dtype), np.zeros(room, np.bool_)
+    wide[inner], inside[inner] = x, True
+    shape = (lead, *source.shape[1:])
+    numbers = np.arange(math.prod(room)).reshape(room)
+    best, place, found = np.zeros(shape, x.dtype), np.zeros(shape, np.int64), np.zeros(shape, np.bool_)
+    for corner in np.ndindex(*(row[0] for row in rows)):
+      cut = tuple(
+        slice(p, p + (n - 1) * row[1] + 1, row[1]) for p, n, row in zip(corner, shape[1:], rows, strict=True)
+      )
+      value, here = wide[(slice(None), *cut)], inside[(slice(None), *cut)]
+      takes = here & (~found | ~np.broadcast_to(self._call(region, [best, value]), shape))
+      best, place = np.where(takes, value, best), np.where(takes, numbers[(slice(None), *cut)], place)
+      found |= here
+    made = np.full(math.prod(room), start.flat[0])
+    combine.at(made, place[found], np.broadcast_to(source, shape)[found])
+    return made.reshape(room)[inner]
+
+  # Indices ------------------------------------------------------------------------------------
+
+  def _indexed(
+    self, computation: hlo.Computation, at: hlo.Instruction, indices: Array, sizes: Sequence[int]
+  ) -> tuple[list[Array], Array, tuple[int, ...]]:
+    """Positions along each dim of the operand (devices, *rows, *window), which rows are inside, the rows."""
+    found = thin.gather_dims(at)
+    scales = self._scales(computation, at.operands[0])
+    whole = computation.by_name[at.operands[0]].shapes[0].dims
+    vector = found["index_vector_dim"][0]
+    x = indices if vector == indices.ndim - 1 else np.moveaxis(indices, 1 + vector, -1)
+    x = x[..., None] if vector == indices.ndim - 1 else x
+    rows, rank = x.shape[1:-1], len(whole)
+    inside = np.ones(x.shape[:-1], np.bool_)
+    places: list[Array] = []
+    row_dims = [n for n in range(indices.ndim - 1) if n != vector]
+    for dim in range(rank):
+      size = sizes[dim] // scales[dim] if sizes[dim] == whole[dim] else sizes[dim]
+      start: Array = np.zeros((1,) * (1 + len(rows)), np.int64)
+      if dim in found["start_index_map"]:
+        exact = x[..., found["start_index_map"].index(dim)].astype(np.int64)
+        inside &= (exact >= 0) & (exact <= whole[dim] - sizes[dim])
+        start = np.clip(exact, 0, whole[dim] - sizes[dim]) // scales[dim]
+      elif dim in found["operand_batching_dims"]:
+        row = found["start_indices_batching_dims"][found["operand_batching_dims"].index(dim)]
+        line = np.arange(rows[row_dims.index(row)])
+        start = line.reshape([1, *(-1 if n == row else 1 for n in row_dims)])
+      step = np.arange(size).reshape([-1 if d == dim else 1 for d in range(rank)])
+      places.append(start.reshape(*start.shape, *[1] * rank) + step)
+    return places, inside, rows
+
+  def _gather(self, computation: hlo.Computation, at: hlo.Instruction, inputs: list[Array]) -> Value:
+    found = thin.gather_dims(at)
+    sizes = _numbers(at, "slice_sizes")
+    places, _, rows = self._indexed(computation, at, inputs[1], sizes)
+    x, lead = inputs[0], max(len(inputs[0]), len(inputs[1]))
+    devices = np.arange(lead).reshape(-1, *[1] * (len(rows) + len(sizes)))
+    taken = np.broadcast_to(x, (lead, *x.shape[1:]))[(devices, *places)]
+    gone = found["collapsed_slice_dims"] + found["operand_batching_dims"]
+    taken = taken.reshape(
+      (lead, *rows, *(n for d, n in enumerate(taken.shape[1 + len(rows) :]) if d not in gone))
+    )
+    shape = self._shape(computation, at)
+    order = [n for n in range(len(shape)) if n not in found["offset_dims"]] + found["offset_dims"]
+    return taken.transpose([0, *(1 + int(n) for n in np.argsort(order))])
+
+  def _scatter(self, computation: hlo.Computation, at: hlo.Instruction, inputs: list[Array]) -> Value:
+    found = thin.gather_dims(at)
+    name = at.called[0]
+    combine = self._combiner(name)
+    region = self._program.computations[name]
+    overwrites = region.root.opcode == "parameter" and region.root.arguments == "1"
+    if len(inputs) != 3 or (combine is None and not overwrites):
+      return self._lose(at, at.opcode)
+    x, indices, updates = inputs
+    windows = found["offset_dims"]
+    gone = found["collapsed_slice_dims"] + found["operand_batching_dims"]
+    whole = computation.by_name[at.operands[0]].shapes[0].dims
+    given = iter([computation.by_name[at.operands[2]].shapes[0].dims[d] for d in windows])
+    sizes = [1 if d in gone else next(given) for d in range(len(whole))]
+    places, inside, rows = self._indexed(computation, at, indices, sizes)
+    lead = max(map(len, inputs))
+    scattered = [n for n in range(updates.ndim - 1) if n not in windows]
+    moved = updates.transpose([0, *(1 + n for n in scattered), *(1 + n for n in windows)])
+    widths = iter(moved.shape[1 + len(rows) :])
+    window = [1 if d in gone else next(widths) for d in range(len(whole))]
+    moved = moved.reshape((len(moved), *rows, *window))
+    full = (lead, *rows, *window)
+    devices = np.arange(lead).reshape(-1, *[1] * (len(full) - 1))
+    kept = np.broadcast_to(inside.reshape((*inside.shape, *[1] * len(whole))), full)
+    at_all = [np.broadcast_to(place, full)[kept] for place in (devices, *places)]
+    values = np.broadcast_to(moved, full)[kept]
+    out = np.broadcast_to(x, (lead, *x.shape[1:])).copy()
+    if combine is None:
+      out[tuple(at_all)] = values
+    else:
+      combine.at(out, tuple(at_all), values.astype(out.dtype))
+    return out
+
+  def _sort(self, computation: hlo.Computation, at: hlo.Instruction, inputs: list[Array]) -> Value:
+    dim = 1 + _numbers(at, "dimensions")[0]
+    lead = max(map(len, inputs))
+    arrays = [np.moveaxis(np.broadcast_to(x, (lead, *x.shape[1:])), dim, -1) for x in inputs]
+    if arrays[0].size * arrays[0].shape[-1] > _LARGEST:
+      return self._lose(at, "a sort that is too large")
+    pairs = [side for x in arrays for side in (x[..., :, None], x[..., None, :])]
+    before = self._call(self._program.computations[at.called[0]], pairs)
+    if before is None:
+      return self._unknown(at)
+    before = np.broadcast_to(before, (*arrays[0].shape, arrays[0].shape[-1]))
+    earlier = np.tri(arrays[0].shape[-1], k=-1, dtype=np.bool_)  # [i, j]: j < i
+    after = np.swapaxes(before, -1, -2)
+    rank = (after | (~before & earlier)).sum(-1)
+    made = tuple(np.moveaxis(_ranked(x, rank), -1, dim) for x in arrays)
+    return made if at.result.startswith("(") else made[0]
+
+  # Devices ------------------------------------------------------------------------------------
+
+  def _exchange(self, computation: hlo.Computation, at: hlo.Instruction, inputs: list[Array]) -> Value:
+    rows = thin.rows_of(at, self._devices)
+    if at.opcode == "all-to-all" and len(inputs) > 1:
+      made = tuple(self._everywhere(x).copy() for x in inputs)
+      for row in rows:
+        for one, device in enumerate(row):
+          for other, source in enumerate(row):
+            made[other][device] = self._everywhere(inputs[one])[source]
+      return made
+    found = tuple(self._exchanged(at, self._everywhere(x), rows) for x in inputs)
+    if any(x is None for x in found):
+      return self._lose(at, at.opcode)
+    return found if at.result.startswith("(") else found[0]
+
+  def _exchanged(self, at: hlo.Instruction, x: Array, rows: list[list[int]]) -> Array | None:
+    dims = _numbers(at, "dimensions")
+    made: Array | None = None
+    combine = self._combiner(at.called[0]) if at.called else None
+    if combine is None and at.opcode in ("all-reduce", "reduce-scatter"):
+      return None
+    for row in rows:
+      parts = x[row]
+      if at.opcode == "all-gather":
+        results = [np.concatenate(list(parts), dims[0])] * len(row)
+      elif combine is not None:
+        total = combine.reduce(parts, 0)
+        scatters = at.opcode == "reduce-scatter"
+        results = np.split(total, len(row), dims[0]) if scatters else [total] * len(row)
+      else:
+        cut = [np.split(part, len(row), dims[0]) for part in parts]
+        results = [np.concatenate([pieces[n] for pieces in cut], dims[0]) for n in range(len(row))]
+      if made is None:
+        made = np.zeros((self._devices, *results[0].shape), x.dtype)
+      for device, result in zip(row, results, strict=True):
+        made[device] = result
+    return made
+
+  def _permute(self, computation: hlo.Computation, at: hlo.Instruction, inputs: list[Array]) -> Value:
+    made = np.zeros((self._devices, *inputs[0].shape[1:]), inputs[0].dtype)
+    for source, target in pairs_of(at.attribute("source_target_pairs")):
+      made[target] = self._everywhere(inputs[0])[source]
+    return made
+
+  def _custom(self, computation: hlo.Computation, at: hlo.Instruction, inputs: list[Array]) -> Value:
+    target = at.attribute("custom_call_target").strip('"')
+    if target in ("Sharding", "annotate_device_placement", "LayoutConstraint", "MoveToHost", "MoveToDevice"):
+      return inputs[0]
+    if target == "TopK":
+      return self._topk(computation, at, inputs)
+    if target == "SPMDFullToShardShape":
+      return self._to_blocks(computation, at, inputs[0])
+    if target == "SPMDShardToFullShape":
+      return self._from_blocks(computation, at, inputs[0])
+    return self._lose(at, target)
+
+  def _topk(self, computation: hlo.Computation, at: hlo.Instruction, inputs: list[Array]) -> Value:
+    x, count = inputs[0], self._shape(computation, at)[-1]
+    order = np.argsort(x if at.attribute("largest") == "false" else -x, -1, kind="stable")[..., :count]
+    return np.take_along_axis(x, order, -1), order.astype(np.int32)
+
+  def _to_blocks(self, computation: hlo.Computation, at: hlo.Instruction, x: Array) -> Value:
+    """What each device holds of a whole array, where a `shard_map` begins."""
+    # The layout is that of the operand: the call itself is marked as manual.
+    tiling = read_tiling(computation.by_name[at.operands[0]].attribute("sharding"), self._devices)
+    if tiling is None:
+      return self._lose(at, "a shard_map over some of the axes")
+    shape = self._shape(computation, at)
+    return blocks(self._everywhere(x), corners(tiling, shape), shape)
+
+  def _from_blocks(self, computation: hlo.Computation, at: hlo.Instruction, x: Array) -> Value:
+    """The whole array of the blocks that the devices have computed, where a `shard_map` ends."""
+    tiling = read_tiling(at.attribute("sharding"), self._devices)
+    if tiling is None:
+      return self._lose(at, "a shard_map over some of the axes")
+    shape = self._shape(computation, at)
+    whole, seen = np.zeros((1, *shape), x.dtype), np.zeros(shape, np.bool_)
+    starts = corners(tiling, x.shape[1:])
+    for device, block in enumerate(self._everywhere(x)):
+      cut = tuple(slice(int(a), int(a) + n) for a, n in zip(starts[device], x.shape[1:], strict=True))
+      if seen[cut].all() and seen[cut].size and not np.allclose(whole[(0, *cut)], block, 1e-6, 1e-12, True):
+        self.apart.append(at)
+      whole[(0, *cut)], seen[cut] = block, True
+    return whole
+
+
+def converted(x: Array, dtype: str) -> Array:
+  """An array in another HLO type; floating point types are all float64 here."""
+  target = _DTYPES.get(dtype)
+  if target is None:
+    return x.astype(np.complex128 if dtype.startswith("c") else np.float64)
+  if target is np.bool_:
+    return x != 0
+  return np.nan_to_num(x).astype(np.int64).astype(target) if x.dtype.kind == "f" else x.astype(target)
+
+
+def literal(at: hlo.Instruction) -> Array | None:
+  """The value of a `constant`; None where the text leaves it out."""
+  shape = at.shapes[0]
+  if "..." in at.arguments:
+    return None
+  words = re.sub(r"/\*.*?\*/|[{}]", " ", at.arguments).replace(",", " ").split()
+  if shape.dtype == "pred":
+    values = np.array([word in ("true", "1") for word in words])
+  elif shape.dtype in _DTYPES:
+    values = np.array([int(word) for word in words]).astype(_DTYPES[shape.dtype])
+  else:
+    values = np.array([float(word) for word in words])
+  return values.reshape(shape.dims)
+
+
+def corners(tiling: Tiling, shape: Sequence[int]) -> Array:
+  """(devices, dims): where the blocks of an array start, in thinned positions; `shape` is that of a block."""
+  if not tiling.parts:
+    return np.zeros((len(tiling.blocks), len(shape)), np.int64)
+  return tiling.blocks * np.array(shape, np.int64)
+
+
+def blocks(whole: Array, starts: Array, shape: Sequence[int]) -> Array:
+  """(devices, *shape): the block of each device; beyond the array, zeros."""
+  made = np.zeros((len(starts), *shape), whole.dtype)
+  for device, corner in enumerate(starts):
+    source = whole[device if len(whole) > 1 else 0]
+    part = source[tuple(slice(int(a), int(a) + n) for a, n in zip(corner, shape, strict=True))]
+    made[(device, *map(slice, part.shape))] = part
+  return made
+
+
+def _reduced(combine: np.ufunc, x: Array, dims: tuple[int, ...]) -> Array:
+  for dim in sorted(dims, reverse=True):
+    x = combine.reduce(x, dim, dtype=x.dtype) if x.shape[dim] else combine.reduce(x, dim)
+  return x
+
+
+def _spaced(x: Array, dim: int, step: int) -> Array:
+  if step == 1:
+    return x
+  shape = list(x.shape)
+  shape[dim] = (shape[dim] - 1) * step + 1
+  made = np.zeros(shape, x.dtype)
+  made[tuple(slice(None, None, step) if n == dim else slice(None) for n in range(x.ndim))] = x
+  return made
+
+
+def _ranked(x: Array, rank: Array) -> Array:
+  made = np.empty_like(x)
+  np.put_along_axis(made, rank, x, -1)
+  return made
+
+
+def _numbers(at: hlo.Instruction, name: str) -> list[int]:
+  return [int(n) for n in at.attribute(name).strip("{}").split(",") if n.strip()]

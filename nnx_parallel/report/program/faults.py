@@ -1,0 +1,384 @@
+"""Whether a partitioner kept the meaning of a program: each device's results against the whole program's.
+
+A compiler can write a program down right before it splits it over devices, with the layout of each array,
+and right after. Both are evaluated here (`evaluate`) with the same arguments, at a few positions of each dim:
+the first on whole arrays, the second on all devices at once, with its collectives. The results of each device
+must be its blocks of the whole ones. A sum over a mesh axis that is missing or taken too often, blocks that
+were exchanged with another device, a wrong offset: all of them give other numbers, in whatever operation.
+
+What this does not see: what a compiler does after it has split the program; a fault that leaves the numbers
+at the chosen positions as they are; and faults of the program itself, except a `shard_map` that calls
+different values the same. What cannot be followed (kernels, a device's own random bits, whatever `evaluate`
+does not know) is listed with the results that depend on it, and is not called wrong.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from nnx_parallel.report.program import hlo, thin
+from nnx_parallel.report.program.evaluate import Evaluator, Finer, blocks, corners
+from nnx_parallel.report.program.shardings import Tiling, read_tiling, split_layouts
+
+Array = npt.NDArray[Any]
+_Projection = tuple[tuple[int, ...], Array]
+# A difference counts from `_SMALLEST` on, relative to the largest number of a result, where it is `_MARGIN`
+# times what a change of all arguments by `_NOISE` makes: many devices add up in another order.
+_SMALLEST, _MARGIN, _NOISE = 1e-9, 1e3, 1e-13
+_ROUNDS = 12
+
+
+@dataclasses.dataclass(frozen=True)
+class Fault:
+  """A result that the partitioned program gets wrong.
+
+  Attributes:
+    result: its name: of the argument whose memory it takes, or its place among the results.
+    what: how it is wrong, in words.
+    error: largest difference, relative to the largest number of the result.
+    factor: what the result is multiplied by, where all of it is; None where it is wrong in another way.
+    op: JAX name of the first operation that is wrong, e.g. `jit(step)/transpose(jvp())/dot_general`.
+    source: its `file.py:line`, or an empty string.
+    instruction: the partitioned program's instruction that computes it.
+    sent: the collectives that this instruction takes its numbers from, as the program writes them.
+  """
+
+  result: str
+  what: str
+  error: float
+  factor: float | None
+  op: str
+  source: str
+  instruction: str
+  sent: tuple[str, ...]
+
+  def __str__(self) -> str:
+    at = self.source or self.op
+    first = f"; first wrong at {at}: {self.instruction}" if at else ""
+    return f"{self.result} is {self.what}{first}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Comparison:
+  """What was compared of a program before and after it was split.
+
+  Attributes:
+    right: names of the results that are right.
+    faults: the wrong ones.
+    unknown: result -> why it could not be compared.
+  """
+
+  right: tuple[str, ...] = ()
+  faults: tuple[Fault, ...] = ()
+  unknown: Mapping[str, str] = dataclasses.field(default_factory=dict)
+
+
+def compare(before: str, after: str, names: Mapping[int, str] | None = None) -> Comparison:
+  """Compares a program before and after it was split over devices.
+
+  Args:
+    before: HLO text of the pass before the partitioner, with layouts.
+    after: HLO text of the partitioner's result.
+    names: number of a result -> its name.
+
+  Returns:
+    What is right, wrong and unknown; nothing where the texts are empty.
+
+  Raises:
+    ValueError: a text holds no program.
+  """
+  if not before or not after:
+    return Comparison()
+  whole, split = hlo.parse(before), hlo.parse(after)
+  labels = dict(names or {})
+  count = len(whole.entry.root.shapes)
+  for number in range(count):
+    labels.setdefault(number, f"result {number}")
+  if _entry(whole) != _entry(split) or any(len(ranks) != 1 for ranks in _entry(whole)[0].values()):
+    return Comparison(unknown=dict.fromkeys(labels.values(), "its arguments or results were changed"))
+  pair = _Pair(whole, split)
+  attempts = [pair.attempt(signed=True)]
+  if any(attempts[0].get(number, _Result()).state != "right" for number in range(count)):
+    attempts.append(pair.attempt(signed=False))
+  states = {n: [a[n] for a in attempts] for n in range(count)}
+  wrong = {n: next(r for r in found if r.state == "wrong") for n, found in states.items()
+           if any(r.state == "wrong" for r in found)}  # fmt: skip
+  faults = ()
+  if wrong:
+    signed = any(attempts[0][n].state == "wrong" for n in wrong)
+    origin = pair.apart() or pair.origin(signed=signed) or _Origin()
+    faults = tuple(origin.fault(labels[n], result) for n, result in wrong.items())
+  right = tuple(
+    labels[n] for n, found in states.items() if n not in wrong and any(r.state == "right" for r in found)
+  )
+  lost = "; ".join(sorted(pair.lost)) or "its numbers are not finite"
+  unknown = {labels[n]: lost for n in range(count) if n not in wrong and labels[n] not in right}
+  return Comparison(right, faults, unknown)
+
+
+def _entry(program: hlo.Program) -> tuple[dict[str, list[int]], list[int]]:
+  """The number of dims of each argument, and of each result."""
+  parameters = [i for i in program.entry.instructions if i.opcode == "parameter"]
+  arguments = {i.arguments: [len(shape.dims) for shape in i.shapes] for i in parameters}
+  return arguments, [len(shape.dims) for shape in program.entry.root.shapes]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Result:
+  state: str = "unknown"
+  error: float = 0.0
+  factor: float | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class _Origin:
+  """Where a program is first wrong."""
+
+  op: str = ""
+  source: str = ""
+  instruction: str = ""
+  sent: tuple[str, ...] = ()
+  what: str = ""
+
+  def fault(self, name: str, result: _Result) -> Fault:
+    what = self.what
+    if not what and result.factor is not None:
+      what = f"{result.factor:.4g} times what it should be"
+    if not what and not np.isfinite(result.error):
+      what = "not a number, or infinite"
+    what = what or f"off by {result.error:.2g} of its largest number"
+    return Fault(name, what, result.error, result.factor, self.op, self.source, self.instruction, self.sent)
+
+
+class _Pair:
+  """A program before and after it was split."""
+
+  def __init__(self, whole: hlo.Program, split: hlo.Program):
+    self._whole, self._split = whole, split
+    self._devices = max(1, split.partitions)
+    self._finer: dict[thin.Node, dict[int, int]] = {}
+    self._thinning = thin.Thinning([whole, split])
+    self._signed = True
+    self.lost: set[str] = set()
+    self._apart: list[hlo.Instruction] = []
+    self._parameters = sorted(
+      (i for i in whole.entry.instructions if i.opcode == "parameter"), key=lambda i: int(i.arguments)
+    )
+    self._indices = _indices(whole)
+
+  def attempt(self, *, signed: bool) -> dict[int, _Result]:
+    """The state of each result, for one choice of arguments."""
+    self._signed = signed
+    expected, got = self._run()
+    layouts = split_layouts(self._whole.entry.root.attribute("sharding"))
+    count = len(self._whole.entry.root.shapes)
+    layouts = layouts if len(layouts) == count else ("",) * count
+    found = {
+      n: self._judge(n, expected[n], got[n], read_tiling(layout, self._devices))
+      for n, layout in enumerate(layouts)
+    }
+    doubtful = [n for n, result in found.items() if result.state == "wrong"]
+    if doubtful:
+      noisy = self._evaluate(0, self._arguments(noise=_NOISE))
+      for n in doubtful:
+        change = _difference(expected[n], noisy[n]) if noisy[n] is not None else np.inf
+        if found[n].error <= _MARGIN * change:
+          found[n] = _Result()
+    return found
+
+  def _run(self) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    for _ in range(_ROUNDS):
+      try:
+        arguments = self._arguments()
+        return self._evaluate(0, arguments), self._evaluate(1, self._blocks(arguments))
+      except Finer as needed:
+        self._refine(needed)
+    self.lost.add("slices at positions of their own")
+    nothing = (None,) * len(self._whole.entry.root.shapes)
+    return nothing, nothing
+
+  def _refine(self, needed: Finer) -> None:
+    steps = self._finer.setdefault(needed.node, {})
+    steps[needed.dim] = needed.step
+    self._thinning = thin.Thinning([self._whole, self._split], self._finer)
+
+  def _evaluate(self, number: int, arguments: Mapping[int, Any], watch: Any = None) -> tuple[Any, ...]:
+    program = (self._whole, self._split)[number]
+    evaluator = Evaluator(program, number, self._thinning, self._devices, watch)
+    results = evaluator.run(arguments)
+    self._apart += evaluator.apart
+    self.lost |= evaluator.lost.keys()
+    return results
+
+  def _arguments(self, noise: float = 0.0) -> dict[int, Any]:
+    made: dict[int, Any] = {}
+    for number, parameter in enumerate(self._parameters):
+      shape = self._thinning.shape(0, self._whole.entry.name, parameter.name)
+      random = np.random.default_rng(number)
+      value = _drawn(random, parameter.shapes[0].dtype, shape, self._indices, signed=self._signed)
+      if noise and value.dtype.kind == "f":
+        value = value * (1 + noise * random.choice([-1.0, 1.0], shape))
+      made[number] = value[None]
+    return made
+
+  def _blocks(self, arguments: Mapping[int, Any]) -> dict[int, Any]:
+    """What each device holds of the arguments."""
+    made: dict[int, Any] = {}
+    numbers = {int(i.arguments): i for i in self._split.entry.instructions if i.opcode == "parameter"}
+    for number, parameter in enumerate(self._parameters):
+      tiling = read_tiling(parameter.attribute("sharding"), self._devices)
+      local = numbers.get(number)
+      if tiling is None or local is None or tiling.local(parameter.shapes[0].dims) != local.shapes[0].dims:
+        self.lost.add("an argument whose layout is not known")
+        made[number] = None
+        continue
+      shape = self._thinning.shape(1, self._split.entry.name, local.name)
+      made[number] = blocks(arguments[number], corners(tiling, shape), shape)
+    return made
+
+  def _judge(self, number: int, expected: Any, got: Any, tiling: Tiling | None) -> _Result:
+    whole, local = self._whole.entry.root.shapes[number], self._split.entry.root.shapes[number]
+    if expected is None or got is None or tiling is None or tiling.local(whole.dims) != local.dims:
+      return _Result()
+    shape = self._thinning.shape(1, self._split.entry.name, self._split.entry.root.name, number)
+    starts = corners(tiling, shape)
+    wanted = blocks(expected, starts, shape)
+    inside = blocks(np.ones_like(expected[:1], np.bool_), starts, shape)
+    got = np.broadcast_to(got, wanted.shape)
+    inside &= np.isfinite(wanted)
+    if not inside.any():
+      return _Result("right") if not wanted.size else _Result()
+    a, b = wanted[inside].astype(np.float64), got[inside].astype(np.float64)
+    error = _difference(a, b)
+    if error <= _SMALLEST:
+      return _Result("right")
+    return _Result("wrong", float(error), _factor(a, b))
+
+  def apart(self) -> _Origin | None:
+    """Where a `shard_map` says of values that differ between devices that they are the same."""
+    if not self._apart:
+      return None
+    at = self._apart[0]
+    what = "not the same on all devices, though out_specs of a shard_map says so: a psum is missing in it"
+    return _Origin(at.op_name, self._whole.source(at), at.name, what=what)
+
+  def origin(self, *, signed: bool) -> _Origin | None:
+    """The first operation of the whole program whose value no instruction of the partitioned one has."""
+    wanted: dict[tuple[str, str], list[tuple[hlo.Instruction, _Projection]]] = {}
+    seen: dict[tuple[str, str], list[tuple[hlo.Computation, hlo.Instruction, _Projection]]] = {}
+
+    def whole(computation: hlo.Computation, at: hlo.Instruction, value: Any) -> None:
+      tiling = read_tiling(at.attribute("sharding"), self._devices)
+      if not isinstance(value, np.ndarray) or not at.op_name or tiling is None or tiling.manual:
+        return
+      # What a reduction combines with has the shape of its operands here, and not that of its own text.
+      if value.ndim != 1 + len(at.shapes[0].dims) or len(tiling.parts) not in (0, value.ndim - 1):
+        return
+      local = tiling.local(at.shapes[0].dims)
+      scales = self._thinning.scales(0, computation.name, at.name)
+      shape = tuple(n // s for n, s in zip(local, scales, strict=True))
+      if all(n % s == 0 for n, s in zip(local, scales, strict=True)):
+        wanted.setdefault(_key(at), []).append(
+          (at, _projected(blocks(value, corners(tiling, shape), shape), local))
+        )
+
+    def split(computation: hlo.Computation, at: hlo.Instruction, value: Any) -> None:
+      if isinstance(value, np.ndarray) and at.op_name and at.opcode != "parameter":
+        value = np.broadcast_to(value, (self._devices, *value.shape[1:]))
+        seen.setdefault(_key(at), []).append((computation, at, _projected(value, at.shapes[0].dims)))
+
+    self._signed = signed
+    arguments = self._arguments()
+    self._evaluate(0, arguments, whole)
+    self._evaluate(1, self._blocks(arguments), split)
+    for key, rows in wanted.items():
+      for at, value in rows:
+        twins = [twin for twin in seen.get(key, []) if twin[2][0] == value[0]]
+        if not twins or not np.isfinite(value[1]).all():
+          continue
+        if not any(np.allclose(value[1], number, 1e-7, 1e-12) for _, _, (_, number) in twins):
+          computation, made, _ = twins[-1]
+          return _Origin(at.op_name, self._whole.source(at), made.name, _feeds(made, computation))
+    return None
+
+
+def _key(at: hlo.Instruction) -> tuple[str, str]:
+  return at.op_name, thin.frame_number(at)
+
+
+def _feeds(at: hlo.Instruction, computation: hlo.Computation) -> tuple[str, ...]:
+  """The nearest collectives that an instruction has its numbers from, moves and one product in between."""
+  found, left, seen = list[str](), [at], set[str]()
+  while left and len(seen) < 30:
+    here = left.pop(0)
+    if here.name in seen:
+      continue
+    seen.add(here.name)
+    for name in ("source_target_pairs", "replica_groups"):
+      if f"{name}=" in here.rest:
+        found.append(f"{here.opcode} {here.attribute(name)}")
+        break
+    sends = "source_target_pairs=" in here.rest or here.opcode in ("all-gather", "all-to-all")
+    if not sends and (here.opcode not in thin.ELEMENTWISE or here is at):
+      left += [computation.by_name[name] for name in here.operands]
+  return tuple(dict.fromkeys(found))
+
+
+def _projected(value: Array, local: tuple[int, ...]) -> _Projection:
+  """The shape of a block, and one number for the block of each device, which tells blocks apart."""
+  flat = value.reshape(len(value), -1).astype(np.float64)
+  return local, flat @ np.random.default_rng(flat.shape[1]).uniform(0.5, 1.5, flat.shape[1])
+
+
+def _drawn(
+  random: np.random.Generator, dtype: str, shape: tuple[int, ...], indices: int, *, signed: bool
+) -> Array:
+  """An argument: numbers whose sums stay of one size, or small indices."""
+  if dtype == "pred":
+    return random.random(shape) < 0.5
+  if dtype in ("u32", "u8", "u64", "u16"):
+    return random.integers(0, 2**31 if dtype != "u8" else 256, shape).astype(
+      {"u8": np.uint8, "u16": np.uint16, "u32": np.uint32}.get(dtype, np.uint64)
+    )
+  if dtype.startswith("s"):
+    bits = int(dtype[1:])
+    high = min(indices, 2 ** (bits - 1)) if shape else 5
+    return random.integers(1 if not shape else 0, high, shape).astype(f"int{max(8, bits)}")
+  size = shape[-2] if len(shape) > 1 else 1
+  value = random.uniform(0.5, 1.5, shape)
+  return value * random.choice([-1.0, 1.0], shape) / np.sqrt(size) if signed else value / size
+
+
+def _indices(program: hlo.Program) -> int:
+  """A bound for indices in the arguments: the smallest dim that a gather or a scatter picks from."""
+  found = [2**15]
+  for computation in thin.reachable(program):
+    for at in computation.instructions:
+      if at.opcode in ("gather", "scatter"):
+        dims = computation.by_name[at.operands[0]].shapes[0].dims
+        found += [dims[d] for d in thin.gather_dims(at)["start_index_map"] if dims[d] > 1]
+  return min(found)
+
+
+def _difference(expected: Array, got: Array) -> float:
+  expected, got = expected.astype(np.float64), got.astype(np.float64)
+  finite = np.isfinite(expected)
+  if not finite.any():
+    return np.inf
+  wanted, found = expected[finite], got[finite]
+  largest = max(float(np.abs(wanted).max()), 1e-300)
+  off = np.abs(wanted - found)
+  return float(np.where(np.isfinite(off), off, np.inf).max()) / largest
+
+
+def _factor(expected: Array, got: Array) -> float | None:
+  size = float(expected @ expected)
+  if not size:
+    return None
+  factor = float(expected @ got) / size
+  return factor if _difference(expected * factor, got) < 1e-6 else None

@@ -1,0 +1,390 @@
+"""A reader for the text of a compiled program (HLO), as CPU, NVIDIA and TPU compilers print it.
+
+Only what reports need is read: computations, instructions, who calls whom and how often, and the source
+line of each instruction. `Compiled.as_text()` and the files of `xla_dump_to` are both accepted.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+import re
+from collections.abc import Iterator, Mapping
+
+# Bits per element; sub-byte types are packed on TPU and GPU.
+_DTYPE_BITS: Mapping[str, int] = {
+  "pred": 8, "s1": 1, "u1": 1, "s2": 2, "u2": 2, "s4": 4, "u4": 4, "s8": 8, "u8": 8,
+  "s16": 16, "u16": 16, "s32": 32, "u32": 32, "s64": 64, "u64": 64, "f16": 16, "bf16": 16, "f32": 32,
+  "f64": 64, "c64": 64, "c128": 128, "f4e2m1fn": 4, "f8e3m4": 8, "f8e4m3": 8, "f8e4m3fn": 8,
+  "f8e4m3b11fnuz": 8, "f8e4m3fnuz": 8, "f8e5m2": 8, "f8e5m2fnuz": 8, "f8e8m0fnu": 8,
+}  # fmt: skip
+_SHAPE = re.compile(r"\b([a-z]\w*)\[([\d,<=]*)\]")
+_NAME = re.compile(r"%([\w.\-]+(?:#\d+)?)")
+_INSTRUCTION = re.compile(r"^\s+(ROOT )?%?([\w.\-]+) = ")
+_HEADER = re.compile(r"^(ENTRY )?%?([\w.\-]+) .*\{$")
+_TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
+_CALLED = re.compile(
+  r"(?:calls|to_apply|condition|body|true_computation|false_computation|select|scatter)=%?([\w.\-]+)"
+)
+_BRANCHES = re.compile(r"branch_computations=\{([^}]*)\}")
+_OP_NAME = re.compile(r'op_name="([^"]*)"')
+_FRAME = re.compile(r"stack_frame_id=(\d+)")
+_PARENTHESIS = re.compile(r"[()]")
+_PARTITIONS = re.compile(r"^HloModule .*\bnum_partitions=(\d+)", re.MULTILINE)
+# A Pallas kernel that has metadata writes them on lines of their own, inside its instruction.
+_GOES_ON = re.compile(r'\n+(?="|\}\})')
+_OLD_SOURCE = re.compile(r'source_file="([^"]*)" source_line=(\d+)')
+
+
+@dataclasses.dataclass(frozen=True)
+class Shape:
+  """Dtype and dims of one array, per device."""
+
+  dtype: str
+  dims: tuple[int, ...]
+
+  @property
+  def elements(self) -> int:
+    """Number of elements, per device."""
+    return math.prod(self.dims)
+
+  @property
+  def bytes(self) -> int:
+    """Bytes per device, without the tile padding that some backends add."""
+    return (self.elements * _DTYPE_BITS.get(self.dtype, 0) + 7) // 8
+
+
+@dataclasses.dataclass(frozen=True)
+class Instruction:
+  """One line of a computation. `rest` is everything after the operands."""
+
+  name: str
+  opcode: str
+  result: str
+  operands: tuple[str, ...]
+  arguments: str
+  rest: str
+  root: bool
+
+  @functools.cached_property
+  def shapes(self) -> tuple[Shape, ...]:
+    """The arrays of the result; several for a tuple."""
+    return read_shapes(self.result)
+
+  @property
+  def bytes(self) -> int:
+    """Bytes of the result, per device."""
+    return sum(shape.bytes for shape in self.shapes)
+
+  @property
+  def op_name(self) -> str:
+    """The JAX name stack, e.g. `jit(step)/jvp()/while/body/dot_general`."""
+    return op_name(self.rest)
+
+  def attribute(self, name: str) -> str:
+    """The text of `name=...` up to the next top-level comma, or an empty string."""
+    at = re.search(rf"(?:^|[ ,]){re.escape(name)}=", self.rest)
+    return _until_comma(self.rest, at.end()) if at else ""
+
+  @property
+  def called(self) -> tuple[str, ...]:
+    """Names of the computations this instruction runs."""
+    names = list(_CALLED.findall(self.rest))
+    for branches in _BRANCHES.findall(self.rest):
+      names += _NAME.findall(branches)
+    return tuple(names)
+
+
+@dataclasses.dataclass(frozen=True)
+class Computation:
+  """A named list of instructions, in the order in which the compiler scheduled them."""
+
+  name: str
+  instructions: tuple[Instruction, ...]
+
+  @functools.cached_property
+  def by_name(self) -> Mapping[str, Instruction]:
+    """Instructions by name."""
+    return {i.name: i for i in self.instructions}
+
+  @functools.cached_property
+  def root(self) -> Instruction:
+    """The instruction whose value the computation returns."""
+    return next((i for i in self.instructions if i.root), self.instructions[-1])
+
+
+@dataclasses.dataclass(frozen=True)
+class Executed:
+  """An instruction with how often one call of the program runs it."""
+
+  instruction: Instruction
+  computation: Computation
+  times: int
+  caller: Instruction | None
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+  """A whole module of HLO text.
+
+  Example:
+    >>> import jax
+    >>> import jax.numpy as jnp
+    >>> text = jax.jit(lambda x: x + 1).lower(jnp.ones(8)).compile().as_text()
+    >>> parse(text).entry.root.shapes
+    (Shape(dtype='f32', dims=(8,)),)
+  """
+
+  computations: Mapping[str, Computation]
+  entry: Computation
+  frames: Mapping[int, str]
+  partitions: int = 0
+  """Devices that the program is for: of one slice, where there are several. 0 where the text does not say."""
+
+  def source(self, instruction: Instruction) -> str:
+    """`file.py:line` of an instruction, or an empty string."""
+    place = frame_of(instruction.rest, self.frames)
+    if place:
+      return place
+    old = _OLD_SOURCE.search(instruction.rest)
+    return f"{old.group(1)}:{old.group(2)}" if old else ""
+
+  def executed(self) -> Iterator[Executed]:
+    """Every instruction that runs, loops multiplied out, fused computations included.
+
+    All branches of a conditional are listed, each as if it were taken: an upper bound. A loop of unknown
+    length (`trips`) is listed once: a lower bound.
+    """
+    yield from self._walk(self.entry, 1, None)
+
+  def _walk(self, computation: Computation, times: int, caller: Instruction | None) -> Iterator[Executed]:
+    for instruction in computation.instructions:
+      yield Executed(instruction, computation, times, caller)
+      inner = times * (self.trips(instruction, computation) or 1) if instruction.opcode == "while" else times
+      # Later steps of an asynchronous operation name again what its start runs.
+      again = instruction.opcode in ("async-update", "async-done")
+      for name in () if again else instruction.called:
+        if name in self.computations:
+          yield from self._walk(self.computations[name], inner, instruction)
+
+  def trips(self, loop: Instruction, computation: Computation) -> int | None:
+    """How often a `while` runs: as the compiler says, or read from its condition; None: neither says it."""
+    known = _TRIPS.search(loop.rest)
+    if known:
+      return int(known.group(1))
+    condition = self.computations[loop.attribute("condition").lstrip("%")]
+    body = self.computations[loop.attribute("body").lstrip("%")]
+    bound = self._bound(condition)
+    if bound is None:
+      return None
+    index, limit = bound
+    start = _initial(loop, computation, index)
+    return None if start is None else max(1, -(-(limit - start) // _step(body, index)))
+
+  def _bound(self, condition: Computation) -> tuple[int, int] | None:
+    """The tuple index of the counter and the limit in `counter < limit`."""
+    test = condition.root
+    inner = condition
+    outer: tuple[str, ...] = ()
+    if test.opcode == "fusion":
+      outer, inner = test.operands, self.computations[test.called[0]]
+      test = inner.root
+    if test.opcode != "compare" or test.attribute("direction") != "LT":
+      return None
+
+    def resolve(name: str) -> Instruction:
+      found = inner.by_name[name]
+      if outer and found.opcode == "parameter":
+        return condition.by_name[outer[int(found.arguments)]]
+      return found
+
+    left, right = (resolve(name) for name in test.operands[:2])
+    if left.opcode != "get-tuple-element" or right.opcode != "constant":
+      return None
+    return int(left.attribute("index")), int(right.arguments)
+
+
+def _initial(loop: Instruction, computation: Computation, index: int) -> int | None:
+  """The counter before the loop, or None where it is computed."""
+  made = computation.by_name.get(loop.operands[0])
+  if made is None or made.opcode != "tuple":
+    return None
+  start = computation.by_name[made.operands[index]]
+  while start.opcode in ("copy", "bitcast", "convert") and start.operands:
+    start = computation.by_name[start.operands[0]]
+  is_number = start.opcode == "constant" and re.fullmatch(r"-?\d+", start.arguments)
+  return int(start.arguments) if is_number else None
+
+
+def _step(body: Computation, index: int) -> int:
+  """How far the counter moves in one pass; windowed matrix products on TPU advance by two."""
+  if body.root.opcode != "tuple":
+    return 1
+  at, step = body.by_name[body.root.operands[index]], 0
+  while at.opcode in ("add", "copy", "bitcast"):
+    sources = [body.by_name[name] for name in at.operands if name in body.by_name]
+    step += sum(int(s.arguments) for s in sources if s.opcode == "constant")
+    onward = [s for s in sources if s.opcode != "constant"]
+    if not onward:
+      break
+    at = onward[0]
+  return max(1, step)
+
+
+def parse(text: str) -> Program:
+  """Reads HLO text.
+
+  Args:
+    text: `Compiled.as_text()`, or a file written by `xla_dump_to`.
+
+  Raises:
+    ValueError: the text holds no entry computation.
+  """
+  computations: dict[str, Computation] = {}
+  entry = ""
+  name, lines = "", list[Instruction]()
+  for line in _GOES_ON.sub("", text).splitlines():
+    if not line.startswith((" ", "}")):
+      header = _HEADER.match(line) if "->" in line else None
+      if header:
+        name, lines = header.group(2), []
+        entry = name if header.group(1) else entry
+      continue
+    if line.startswith("}") and name:
+      computations[name] = Computation(name, tuple(lines))
+      name = ""
+    elif name:
+      instruction = _read_instruction(line)
+      if instruction:
+        lines += _elements(instruction, lines)
+        lines.append(instruction)
+  if not entry:
+    raise ValueError("the text holds no HLO entry computation")
+  partitions = _PARTITIONS.search(text)
+  return Program(
+    computations, computations[entry], _read_frames(text), int(partitions[1]) if partitions else 0
+  )
+
+
+def op_name(rest: str) -> str:
+  """The JAX name stack in what follows an instruction's operands, or an empty string."""
+  found = _OP_NAME.search(rest)
+  return found.group(1).replace("\\'", "'") if found else ""
+
+
+def frame_of(rest: str, frames: Mapping[int, str]) -> str:
+  """`file:line` in what follows an instruction's operands, or an empty string."""
+  found = _FRAME.search(rest)
+  return frames.get(int(found.group(1)), "") if found else ""
+
+
+def read_shapes(text: str) -> tuple[Shape, ...]:
+  """All array shapes in a piece of HLO text, left to right.
+
+  Example:
+    >>> read_shapes("(f32[4,8]{1,0:T(8,128)}, bf16[])")
+    (Shape(dtype='f32', dims=(4, 8)), Shape(dtype='bf16', dims=()))
+  """
+  return tuple(
+    Shape(dtype, tuple(int(d.lstrip("<=")) for d in dims.split(",") if d))
+    for dtype, dims in _SHAPE.findall(text)
+    if dtype in _DTYPE_BITS
+  )
+
+
+def _read_instruction(line: str) -> Instruction | None:
+  match = _INSTRUCTION.match(line)
+  if not match:
+    return None
+  at = match.end()
+  stop = _closing(line, at) if line[at] == "(" else line.index(" ", at)
+  opening = line.index("(", stop)
+  closing = _closing(line, opening)
+  arguments = line[opening + 1 : closing - 1]
+  return Instruction(
+    name=match.group(2),
+    opcode=line[stop:opening].strip(),
+    result=line[at:stop],
+    operands=tuple(_NAME.findall(arguments)),
+    arguments=arguments,
+    rest=line[closing:].lstrip(", "),
+    root=bool(match.group(1)),
+  )
+
+
+def _elements(instruction: Instruction, before: list[Instruction]) -> list[Instruction]:
+  """Dumps write `%loop#2` for an element of a tuple; these become ordinary instructions."""
+  named = {i.name: i for i in before} if "#" in instruction.arguments else {}
+  made: dict[str, Instruction] = {}
+  for operand in instruction.operands:
+    whole, _, index = operand.partition("#")
+    if index and operand not in named:
+      shape = [m.group() for m in _SHAPE.finditer(named[whole].result)][int(index)]
+      made[operand] = Instruction(
+        operand, "get-tuple-element", shape, (whole,), f"%{whole}", f"index={index}", False
+      )
+  return list(made.values())
+
+
+def _closing(text: str, opening: int) -> int:
+  """Index just after the parenthesis that closes the one at `opening`."""
+  depth = 0
+  for match in _PARENTHESIS.finditer(text, opening):
+    depth += 1 if match.group() == "(" else -1
+    if depth == 0:
+      return match.end()
+  return len(text)
+
+
+def after(text: str, marker: str) -> str:
+  """What follows `marker` up to the next comma outside brackets, or an empty string."""
+  at = text.find(marker)
+  return _until_comma(text, at + len(marker)) if at >= 0 else ""
+
+
+def _until_comma(text: str, start: int) -> str:
+  depth = 0
+  for at in range(start, len(text)):
+    char = text[at]
+    if char in "([{":
+      depth += 1
+    elif char in ")]}":
+      depth -= 1
+    elif char == "," and depth == 0:
+      return text[start:at]
+  return text[start:]
+
+
+def _read_frames(text: str) -> dict[int, str]:
+  """Stack frame id -> `file:line`, from the tables at the head of the module."""
+  files = dict(re.findall(r'^(\d+) "([^"]*)"$', _table(text, "FileNames"), re.MULTILINE))
+  places = {
+    found[0]: f"{files.get(found[1], '?')}:{found[2]}"
+    for found in re.findall(
+      r"^(\d+) \{file_name_id=(\d+) .*?\bline=(\d+)", _table(text, "FileLocations"), re.MULTILINE
+    )
+  }
+  rows = re.findall(
+    r"^(\d+) \{file_location_id=(\d+)(?: parent_frame_id=(\d+))?", _table(text, "StackFrames"), re.MULTILINE
+  )
+  # The table counts parents from one more than frames; the outermost frame has itself as its parent.
+  parents = {int(frame): int(parent or 1) - 1 for frame, _, parent in rows}
+  own = {int(frame): places[place] for frame, place, _ in rows if place in places}
+  return {frame: _users_line(frame, own, parents) for frame in own}
+
+
+def _users_line(frame: int, own: Mapping[int, str], parents: Mapping[int, int]) -> str:
+  """The innermost line outside other packages, or the innermost line.
+
+  This package counts as the user's: what it adds to a step (sums over microbatches) has no line of theirs.
+  """
+  at = frame
+  while at in own and "site-packages" in own[at].replace("site-packages/nnx_parallel/", ""):
+    at = parents[at]
+  return own.get(at, own[frame])
+
+
+def _table(text: str, title: str) -> str:
+  found = re.search(rf"^{title}\n((?:\d.*\n)+)", text, re.MULTILINE)
+  return found.group(1) if found else ""

@@ -1,0 +1,124 @@
+"""Follows values of a compiled program back to its arguments, and to the operations that made them."""
+
+from __future__ import annotations
+
+from nnx_parallel.report.program import hlo
+
+# Operations that hand a value on without mixing it with others.
+_MOVES = frozenset({
+  "copy", "copy-start", "copy-done", "bitcast", "convert", "reshape", "transpose", "slice",
+  "dynamic-slice", "get-tuple-element", "optimization-barrier", "broadcast", "all-gather",
+  "all-gather-start", "all-gather-done", "collective-permute", "collective-permute-start",
+  "collective-permute-done", "fusion-done", "tuple",
+})  # fmt: skip
+_FUSIONS = frozenset({"fusion", "fusion-start"})
+_REDUCES = frozenset({"all-reduce", "all-reduce-start", "all-reduce-done", "reduce-scatter", "all-to-all"})
+_FAR = 200
+
+
+class Origins:
+  """Follows a value back through copies, slices and loops to the program's arguments."""
+
+  def __init__(self, program: hlo.Program):
+    self._program = program
+    self._callers: dict[str, tuple[hlo.Instruction, hlo.Computation]] = {}
+    for computation in program.computations.values():
+      for instruction in computation.instructions:
+        for name in instruction.called:
+          self._callers.setdefault(name, (instruction, computation))
+
+  def of(self, instruction: hlo.Instruction, computation: hlo.Computation) -> tuple[str, ...]:
+    """Names of the arguments that reach `instruction` unmixed, without duplicates."""
+    names = [self._follow(operand, computation, None, 0) for operand in instruction.operands]
+    return tuple(dict.fromkeys(name for name in names if name))
+
+  def value(self, instruction: hlo.Instruction, computation: hlo.Computation, index: str = "") -> str | None:
+    """Name of the argument whose value a result is, unmixed; `index` picks an element of a tuple."""
+    return self._follow(instruction.name, computation, int(index) if index.isdigit() else None, 0)
+
+  def made(
+    self, instruction: hlo.Instruction, computation: hlo.Computation, caller: hlo.Instruction | None
+  ) -> hlo.Instruction | None:
+    """The operation whose JAX name says where a collective comes from: itself, its caller, its operand."""
+    if instruction.op_name or (caller is not None and caller.op_name):
+      return instruction if instruction.op_name else caller
+    operand = computation.by_name.get(instruction.operands[0]) if instruction.operands else None
+    made = self.maker(operand, computation) if operand is not None else None
+    return made if made is not None and made.op_name else None
+
+  def maker(self, instruction: hlo.Instruction, computation: hlo.Computation) -> hlo.Instruction:
+    """The operation with a JAX name that made a value; copies and what loops carry have none of their own."""
+    at, index = instruction, None
+    for _ in range(_FAR):
+      if at.op_name:
+        return at
+      if at.opcode == "parameter" and computation.name in self._callers:
+        at, computation = self._callers[computation.name]
+        continue
+      onward = self._source_of(at, computation, index)
+      if onward is None:
+        break
+      index = int(at.attribute("index")) if at.opcode == "get-tuple-element" else None
+      at = onward
+    return instruction
+
+  def _source_of(
+    self, at: hlo.Instruction, computation: hlo.Computation, index: int | None
+  ) -> hlo.Instruction | None:
+    operands = [computation.by_name[name] for name in at.operands if name in computation.by_name]
+    moves = self._only_moves(at) if at.opcode in _FUSIONS else at.opcode in _MOVES | _REDUCES
+    if not moves or not operands:
+      return None
+    if index is not None and index < len(operands) and at.opcode != "get-tuple-element":
+      return operands[index]
+    return max(operands, key=lambda operand: operand.bytes)
+
+  def _follow(self, name: str, computation: hlo.Computation, index: int | None, depth: int) -> str | None:
+    at = computation.by_name.get(name)
+    if at is None or depth > _FAR:
+      return None
+    if at.opcode == "parameter":
+      return self._argument(at, computation, index, depth)
+    if at.opcode == "get-tuple-element":
+      return self._follow(at.operands[0], computation, int(at.attribute("index")), depth + 1)
+    if at.opcode == "tuple" and index is not None:
+      return self._follow(at.operands[index], computation, None, depth + 1)
+    if at.opcode == "while" and index is not None:
+      return self._through_loop(at, computation, index, depth)
+    moves = self._only_moves(at) if at.opcode in _FUSIONS else at.opcode in _MOVES
+    if not moves or not at.operands:
+      return None
+    sizes = {n: computation.by_name[n].bytes for n in at.operands if n in computation.by_name}
+    return self._follow(max(sizes, key=lambda n: sizes[n]), computation, None, depth + 1)
+
+  def _only_moves(self, fusion: hlo.Instruction) -> bool:
+    """Whether a fusion only slices or copies; the arithmetic on its scalar indices does not count."""
+    inner = self._program.computations[fusion.called[0]]
+    return all(
+      i.opcode in _MOVES or i.opcode == "parameter" or i.shapes[0].elements == 1 for i in inner.instructions
+    )
+
+  def _argument(
+    self, parameter: hlo.Instruction, computation: hlo.Computation, index: int | None, depth: int
+  ) -> str | None:
+    if computation is self._program.entry:
+      return parameter.op_name or parameter.name
+    if computation.name not in self._callers:
+      return None
+    caller, outer = self._callers[computation.name]
+    number = 0 if caller.opcode == "while" else int(parameter.arguments)
+    if number >= len(caller.operands):
+      return None
+    return self._follow(caller.operands[number], outer, index, depth + 1)
+
+  def _through_loop(
+    self, loop: hlo.Instruction, computation: hlo.Computation, index: int, depth: int
+  ) -> str | None:
+    """A value that the loop only carries comes out as it went in."""
+    body = self._program.computations[loop.attribute("body").lstrip("%")]
+    if body.root.opcode != "tuple":
+      return None
+    carried = body.by_name[body.root.operands[index]]
+    if carried.opcode != "get-tuple-element" or int(carried.attribute("index")) != index:
+      return None
+    return self._follow(loop.operands[0], computation, index, depth + 1)

@@ -1,0 +1,101 @@
+"""What is in memory at the moment when a program needs the most."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Iterable, Mapping
+
+from nnx_parallel.report.program import hlo
+from nnx_parallel.report.program.origins import Origins
+
+# The dump lists, after every value's live range, those that are alive at the peak:
+#   Live ranges at 921 (peak):
+#     while.199{2}: 134217728 bytes (cumulative: 134217728 bytes)
+_SECTION = re.compile(r"Live ranges at \d+ \(peak\):\n((?: +\S+: \d+ bytes .*\n?)+)")
+_VALUE = re.compile(r"^ +(?P<name>\S+?)\{(?P<index>[\d,]*)\}: (?P<bytes>\d+) bytes", re.MULTILINE)
+_SMALL = 1024
+
+
+@dataclasses.dataclass(frozen=True)
+class Tenant:
+  """Arrays that are in memory at the peak, besides the program's arguments.
+
+  Attributes:
+    shape: dtype and dims of one of them, per device.
+    count: how many of that shape come from that place.
+    bytes: of all of them, per device, with the padding of the backend.
+    op: the JAX name stack, or the HLO name where there is none.
+    source: `file.py:line`, or an empty string.
+    parameters: names of the program's arguments whose values they hold: a gathered or cast parameter.
+  """
+
+  shape: str
+  count: int
+  bytes: int
+  op: str
+  source: str
+  parameters: tuple[str, ...]
+
+
+def at_peak(dump: str, program: hlo.Program, names: Mapping[str, str]) -> tuple[Tenant, ...]:
+  """Reads the compiler's list of what is alive at the peak.
+
+  Args:
+    dump: the file `*-live-range.txt` that `xla_dump_to` writes, on each backend; may be empty.
+    program: the final program.
+    names: argument as JAX names it -> name to print.
+
+  Returns:
+    Largest first, alike ones together, without the arguments and what is below a KiB; empty
+    where the compiler wrote no list.
+  """
+  section = _SECTION.search(dump)
+  if not section:
+    return ()
+  where = {i.name: (i, c) for c in program.computations.values() for i in c.instructions}
+  origins = Origins(program)
+  found: list[Tenant] = []
+  for value in _VALUE.finditer(section.group(1)):
+    instruction, computation = where.get(value["name"], (None, program.entry))
+    is_argument = (
+      instruction is not None and instruction.opcode == "parameter" and computation is program.entry
+    )
+    if is_argument or int(value["bytes"]) < _SMALL:
+      continue
+    if instruction is None:
+      found.append(Tenant("", 1, int(value["bytes"]), value["name"], "", ()))
+      continue
+    made = origins.maker(instruction, computation)
+    held = origins.value(instruction, computation, value["index"])
+    found.append(
+      Tenant(
+        shape=_shape(instruction, value["index"]),
+        count=1,
+        bytes=int(value["bytes"]),
+        op=names.get(made.op_name, made.op_name or made.name),
+        source=program.source(made),
+        parameters=(names.get(held, held),) if held else (),
+      )
+    )
+  return _together(found)
+
+
+def _shape(instruction: hlo.Instruction, index: str) -> str:
+  shapes = instruction.shapes
+  position = int(index) if index.isdigit() and int(index) < len(shapes) else 0
+  if not shapes:
+    return ""
+  shape = shapes[position]
+  return f"{shape.dtype}[{','.join(map(str, shape.dims))}]"
+
+
+def _together(tenants: Iterable[Tenant]) -> tuple[Tenant, ...]:
+  alike: dict[tuple[object, ...], list[Tenant]] = {}
+  for tenant in tenants:
+    alike.setdefault((tenant.shape, tenant.op, tenant.source, tenant.parameters), []).append(tenant)
+  merged = [
+    dataclasses.replace(group[0], count=len(group), bytes=sum(one.bytes for one in group))
+    for group in alike.values()
+  ]
+  return tuple(sorted(merged, key=lambda tenant: -tenant.bytes))

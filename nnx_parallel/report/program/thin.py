@@ -1,0 +1,541 @@
+"""How far the dims of programs can be thinned, so that what they compute can be followed with few numbers.
+
+Every dim is divided by a number that divides all of its blocks, slices and offsets: one position then stands
+for a run of neighbours. Dims that meet (in a sum of two arrays, in a product, as argument and parameter of a
+loop) are thinned alike, in all programs that are compared: they must keep the same positions. Dims of a
+window, a sort or a group of channels are not thinned.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+
+from nnx_parallel.report.program import hlo
+from nnx_parallel.report.program.groups import group_rows
+
+# Positions that a dim keeps in all, and on one device, where its size allows it.
+_IN_ALL, _ON_ONE = 6, 2
+_BOUND = re.compile(r"\[(\d+):(\d+)(?::(\d+))?\]")
+_PAD = re.compile(r"(-?\d+)_(-?\d+)(?:_(\d+))?")
+_FRAME = re.compile(r"stack_frame_id=(\d+)")
+_LABELS = re.compile(r"(\w+)_(\w+)->(\w+)")
+_LOOPS_AND_CALLS = frozenset(
+  {"while", "conditional", "call", "fusion", "tuple", "get-tuple-element", "parameter"}
+)
+ELEMENTWISE = frozenset({
+  "abs", "add", "and", "atan2", "cbrt", "ceil", "clamp", "compare", "convert", "copy", "cosine",
+  "count-leading-zeros", "divide", "erf", "exponential", "exponential-minus-one", "floor", "is-finite", "log",
+  "log-plus-one", "logistic", "maximum", "minimum", "multiply", "negate", "not", "or", "popcnt", "power",
+  "reduce-precision", "remainder", "round-nearest-afz", "round-nearest-even", "rsqrt", "select",
+  "shift-left", "shift-right-arithmetic", "shift-right-logical", "sign", "sine", "sqrt", "subtract", "tan",
+  "tanh", "xor", "bitcast-convert",
+})  # fmt: skip
+"""Operations on each position by itself; all operands have the shape of the result, or are scalars."""
+_LINKED = ELEMENTWISE | {
+  "dot", "convolution", "gather", "scatter", "reduce", "iota", "sort", "topk", "reduce-window", "broadcast",
+}  # fmt: skip
+_ALIKE = frozenset(
+  {"all-reduce", "collective-permute", "all-gather", "reduce-scatter", "all-to-all", "reverse"}
+)
+Node = tuple[int, str, str, int]
+_Dims = list[list[int]]
+_Shapes = list[tuple[int, ...]]
+
+
+class Thinning:
+  """The thinning of all arrays of several programs; arguments, and results, of one number belong together.
+
+  Args:
+    programs: parsed programs whose entries take and return the same arrays, whole or in blocks.
+    finer: array -> dim -> what its thinning must divide, as found while evaluating.
+  """
+
+  def __init__(self, programs: Sequence[hlo.Program], finer: Mapping[Node, Mapping[int, int]] | None = None):
+    self._programs = programs
+    self._rules: Mapping[str, Callable[[hlo.Instruction, _Dims, _Dims, _Shapes], None]] = {
+      "broadcast": self._broadcast, "transpose": self._transpose, "reshape": self._reshape,
+      "slice": self._slice, "dynamic-slice": self._dynamic_slice,
+      "dynamic-update-slice": self._dynamic_slice, "concatenate": self._concatenate, "pad": self._pad,
+      "reduce": self._reduce, "dot": self._dot, "convolution": self._convolution,
+      "gather": self._gather, "scatter": self._scatter, "sort": self._sort,
+      "reduce-window": self._window, "select-and-scatter": self._window,
+    }  # fmt: skip
+    self._parent: list[int] = []
+    self._sizes: list[list[int]] = []
+    self._step: list[int] = []
+    self._nodes: dict[Node, list[list[int]]] = {}
+    self._shapes: dict[Node, tuple[tuple[int, ...], ...]] = {}
+    self._cut: dict[tuple[str, int], list[int]] = {}
+    for number, program in enumerate(programs):
+      for computation in reachable(program):
+        self._enter(number, computation)
+    for number, program in enumerate(programs):
+      for computation in reachable(program):
+        for instruction in computation.instructions:
+          try:
+            self._constrain(number, computation, instruction)
+          except (ValueError, LookupError):  # a form of it that is not known here
+            self._whole(self._dims_of(number, computation, instruction))
+    self._tie()
+    self._link()
+    for node, steps in (finer or {}).items():
+      for dim, step in steps.items():
+        self._divide(self._nodes[node][0][dim], step)
+    self._scales: dict[int, int] = {}
+    tied = {self._find(d) for d in self._tied}
+    for dim in range(len(self._parent)):
+      root = self._find(dim)
+      if root not in self._scales:
+        self._scales[root] = _scale(self._step[root], self._sizes[root]) if root in tied else 1
+
+  def scales(self, program: int, computation: str, instruction: str, index: int = 0) -> tuple[int, ...]:
+    """By what each dim of an array is divided; `index` picks one of a tuple."""
+    dims = self._nodes[program, computation, instruction, 0][index]
+    return tuple(self._scales[self._find(d)] for d in dims)
+
+  def shape(self, program: int, computation: str, instruction: str, index: int = 0) -> tuple[int, ...]:
+    """Thinned sizes of an array."""
+    sizes = self._shapes[program, computation, instruction, 0][index]
+    scales = self.scales(program, computation, instruction, index)
+    return tuple(n // s for n, s in zip(sizes, scales, strict=True))
+
+  # Classes of dims ----------------------------------------------------------------------------
+
+  def _enter(self, number: int, computation: hlo.Computation) -> None:
+    for instruction in computation.instructions:
+      node = (number, computation.name, instruction.name, 0)
+      self._shapes[node] = tuple(shape.dims for shape in instruction.shapes)
+      self._nodes[node] = [[self._new(n) for n in shape.dims] for shape in instruction.shapes]
+
+  def _dims_of(self, number: int, computation: hlo.Computation, at: hlo.Instruction) -> list[int]:
+    """All dims that an instruction reads and makes."""
+    names = [at.name, *(name for name in at.operands if name in computation.by_name)]
+    return [d for name in names for dims in self._nodes[number, computation.name, name, 0] for d in dims]
+
+  def _new(self, size: int) -> int:
+    self._parent.append(len(self._parent))
+    self._sizes.append([size])
+    self._step.append(size)
+    return len(self._parent) - 1
+
+  def _find(self, dim: int) -> int:
+    while self._parent[dim] != dim:
+      self._parent[dim] = self._parent[self._parent[dim]]
+      dim = self._parent[dim]
+    return dim
+
+  def _unite(self, one: int, other: int) -> None:
+    a, b = self._find(one), self._find(other)
+    if a == b:
+      return
+    self._parent[b] = a
+    self._step[a] = math.gcd(self._step[a], self._step[b])
+    sizes = self._sizes[a] + self._sizes[b]
+    self._sizes[a] = [min(sizes), max(sizes)]
+
+  def _divide(self, dim: int, number: int) -> None:
+    root = self._find(dim)
+    self._step[root] = math.gcd(self._step[root], number)
+
+  def _whole(self, dims: Iterable[int]) -> None:
+    for dim in dims:
+      self._divide(dim, 1)
+
+  def _alike(self, ones: Sequence[int], others: Sequence[int]) -> None:
+    for one, other in zip(ones, others, strict=True):
+      self._unite(one, other)
+
+  def _tie(self) -> None:
+    """Arguments and results of all programs, in their order, and what they cut out in the same place."""
+    self._tied: list[int] = [dim for dims in self._cut.values() for dim in dims]
+    for dims in self._cut.values():
+      for dim in dims:
+        self._unite(dims[0], dim)
+    first: dict[object, list[int]] = {}
+    for number, program in enumerate(self._programs):
+      entry = program.entry
+      arrays: list[tuple[object, list[int]]] = []
+      for instruction in entry.instructions:
+        if instruction.opcode == "parameter":
+          node = self._nodes[number, entry.name, instruction.name, 0]
+          arrays += [(("in", instruction.arguments, index), dims) for index, dims in enumerate(node)]
+      node = self._nodes[number, entry.name, entry.root.name, 0]
+      arrays += [(("out", index), dims) for index, dims in enumerate(node)]
+      for key, dims in arrays:
+        self._tied += dims
+        if key in first:
+          self._alike(first[key], dims)
+        first.setdefault(key, dims)
+
+  def _link(self) -> None:
+    """Operations of two programs that have one JAX name and line, and shapes of a whole and of its block.
+
+    What no argument or result meets would else be thinned in one program and not in the other.
+    """
+    first: dict[tuple[object, ...], list[tuple[list[list[int]], list[tuple[int, ...]]]]] = {}
+    for number, program in enumerate(self._programs):
+      for computation in reachable(program):
+        for at in computation.instructions:
+          if not at.op_name or at.opcode not in _LINKED:
+            continue
+          names = [at.name] if at.opcode in ELEMENTWISE else [at.name, *at.operands]
+          nodes = [(number, computation.name, name, 0) for name in names]
+          dims = [dims for node in nodes for dims in self._nodes[node]]
+          shapes = [shape for node in nodes for shape in self._shapes[node]]
+          key = (at.opcode, at.op_name, frame_number(at), *map(len, shapes))
+          if number == 0:
+            first.setdefault(key, []).append((dims, shapes))
+            continue
+          for others, wholes in first.get(key, []):
+            sizes = [pair for a, b in zip(shapes, wholes, strict=True) for pair in zip(a, b, strict=True)]
+            if all(n and m % n == 0 and program.partitions % (m // n) == 0 for n, m in sizes):
+              for one, other in zip(dims, others, strict=True):
+                self._alike(one, other)
+
+  # What each operation asks for ----------------------------------------------------------------
+
+  def _constrain(self, number: int, computation: hlo.Computation, at: hlo.Instruction) -> None:
+    results = self._nodes[number, computation.name, at.name, 0]
+    operands = [self._nodes[number, computation.name, name, 0] for name in at.operands]
+    if at.opcode in _LOOPS_AND_CALLS:
+      self._calls(number, computation, at, results, operands)
+      return
+    arrays = [dims for operand in operands for dims in operand]
+    shapes = [s for name in at.operands for s in self._shapes[number, computation.name, name, 0]]
+    rule = self._rules.get(at.opcode)
+    if rule is not None:
+      rule(at, results, arrays, shapes)
+    elif at.opcode in ELEMENTWISE:
+      for dims in arrays:
+        if len(dims) == len(results[0]):
+          self._alike(results[0], dims)
+        elif dims:
+          self._whole((*dims, *results[0]))
+    elif at.opcode in _ALIKE:
+      for dims, result in zip(arrays, results, strict=True):
+        self._alike(result, dims)
+      if at.opcode == "all-to-all" and len(arrays) == 1:
+        place, members = _numbers(at, "dimensions")[0], rows_of(at, self._programs[number].partitions)[0]
+        self._divide(arrays[0][place], shapes[0][place] // len(members))
+    elif at.opcode == "opt-barrier" or (at.opcode == "custom-call" and len(arrays) == len(results) == 1):
+      for dims, result in zip(arrays, results, strict=True):
+        if len(dims) == len(result):
+          self._alike(result, dims)
+    elif at.opcode == "topk" or "TopK" in at.rest:
+      for result in results:
+        self._alike(result[:-1], arrays[0][:-1])
+        self._whole((result[-1], arrays[0][-1]))
+    elif at.opcode not in (
+      "constant",
+      "iota",
+      "partition-id",
+      "replica-id",
+      "after-all",
+      "rng-bit-generator",
+    ):
+      self._whole(d for dims in (*arrays, *results) for d in dims)
+
+  def _calls(
+    self,
+    number: int,
+    computation: hlo.Computation,
+    at: hlo.Instruction,
+    results: list[list[int]],
+    operands: list[list[list[int]]],
+  ) -> None:
+    def node(name: str, computation: str) -> list[list[int]]:
+      return self._nodes[number, computation, name, 0]
+
+    def alike(ones: list[list[int]], others: list[list[int]]) -> None:
+      for one, other in zip(ones, others, strict=True):
+        self._alike(one, other)
+
+    if at.opcode == "tuple":
+      alike(results, [dims for operand in operands for dims in operand])
+    elif at.opcode == "get-tuple-element":
+      alike(results, [operands[0][int(at.attribute("index"))]])
+    elif at.opcode != "parameter":
+      program = self._programs[number]
+      given = operands[1:] if at.opcode == "conditional" else operands
+      for place, name in enumerate(at.called):
+        inner = program.computations[name]
+        inputs = [given[place]] if at.opcode == "conditional" else given
+        for parameter in inner.instructions:
+          if parameter.opcode == "parameter":
+            alike(node(parameter.name, name), inputs[int(parameter.arguments)])
+        if name != at.attribute("condition").lstrip("%"):
+          alike(node(inner.root.name, name), results)
+
+  def _broadcast(self, at: hlo.Instruction, results: _Dims, arrays: _Dims, shapes: _Shapes) -> None:
+    for dim, place in zip(arrays[0], _numbers(at, "dimensions"), strict=True):
+      self._unite(dim, results[0][place])
+
+  def _transpose(self, at: hlo.Instruction, results: _Dims, arrays: _Dims, shapes: _Shapes) -> None:
+    for dim, place in zip(results[0], _numbers(at, "dimensions"), strict=True):
+      self._unite(dim, arrays[0][place])
+
+  def _reshape(self, at: hlo.Instruction, results: _Dims, arrays: _Dims, shapes: _Shapes) -> None:
+    """Of dims that are merged or split, only the innermost are thinned."""
+    for ones, others in merged(shapes[0], at.shapes[0].dims):
+      if not ones or not others:
+        continue
+      for dims, places in ((arrays[0], ones), (results[0], others)):
+        for place in places[:-1]:
+          self._divide(dims[place], 1)
+      self._unite(arrays[0][ones[-1]], results[0][others[-1]])
+
+  def _slice(self, at: hlo.Instruction, results: _Dims, arrays: _Dims, shapes: _Shapes) -> None:
+    for place, (start, stop, step) in enumerate(slice_bounds(at)):
+      one, other, size = results[0][place], arrays[0][place], shapes[0][place]
+      if step > 1:
+        self._whole((one, other))
+      elif math.gcd(start, stop, size) == 1 and size > 1:
+        # Tokens but the first, say: what is cut stays whole, the result is thinned by what it meets.
+        self._divide(other, 1)
+        self._cut.setdefault((at.op_name, place), []).append(one)
+      else:
+        self._unite(one, other)
+        self._divide(other, start)
+
+  def _dynamic_slice(self, at: hlo.Instruction, results: _Dims, arrays: _Dims, shapes: _Shapes) -> None:
+    self._alike(results[0], arrays[0])
+    if at.opcode == "dynamic-update-slice":
+      self._alike(results[0], arrays[1])
+
+  def _concatenate(self, at: hlo.Instruction, results: _Dims, arrays: _Dims, shapes: _Shapes) -> None:
+    for dims in arrays:
+      self._alike(results[0], dims)
+
+  def _pad(self, at: hlo.Instruction, results: _Dims, arrays: _Dims, shapes: _Shapes) -> None:
+    for place, (low, high, inside) in enumerate(padding(at)):
+      self._unite(results[0][place], arrays[0][place])
+      self._divide(arrays[0][place], 1 if inside else math.gcd(low, high))
+
+  def _reduce(self, at: hlo.Instruction, results: _Dims, arrays: _Dims, shapes: _Shapes) -> None:
+    arrays = arrays[: len(arrays) // 2]
+    gone = _numbers(at, "dimensions")
+    kept = [place for place in range(len(arrays[0])) if place not in gone]
+    for dims in arrays:
+      self._alike(arrays[0], dims)
+    for result in results:
+      self._alike(result, [arrays[0][place] for place in kept])
+
+  def _dot(self, at: hlo.Instruction, results: _Dims, arrays: _Dims, shapes: _Shapes) -> None:
+    left, right = arrays[:2]
+    sides = dot_dims(at)
+    for a, b in zip(sides["lhs_batch"], sides["rhs_batch"], strict=True):
+      self._unite(left[a], right[b])
+    for a, b in zip(sides["lhs"], sides["rhs"], strict=True):
+      self._unite(left[a], right[b])
+    free = [left[d] for d in sides["lhs_batch"]]
+    free += [d for n, d in enumerate(left) if n not in sides["lhs"] + sides["lhs_batch"]]
+    free += [d for n, d in enumerate(right) if n not in sides["rhs"] + sides["rhs_batch"]]
+    self._alike(results[0], free)
+
+  def _convolution(self, at: hlo.Instruction, results: _Dims, arrays: _Dims, shapes: _Shapes) -> None:
+    named = [
+      dict(zip(text, dims, strict=True))
+      for text, dims in zip(labels(at), (arrays[0], arrays[1], results[0]), strict=True)
+    ]
+    for dims in named:
+      for label, dim in dims.items():
+        if label.isdigit():
+          self._divide(dim, 1)
+    pairs = [(named[0]["f"], named[1]["i"]), (named[1]["o"], named[2]["f"]), (named[0]["b"], named[2]["b"])]
+    grouped = group_counts(at) != (1, 1)
+    for number, (one, other) in enumerate(pairs):
+      if grouped and (number < 2 or group_counts(at)[1] > 1):
+        self._divide(one, 1)
+        self._divide(other, 1)
+      else:
+        self._unite(one, other)
+
+  def _gather(self, at: hlo.Instruction, results: _Dims, arrays: _Dims, shapes: _Shapes) -> None:
+    found = gather_dims(at)
+    sizes = _numbers(at, "slice_sizes")
+    self._indexed(found, arrays[0], shapes[0], sizes, arrays[1], results[0], found["offset_dims"])
+
+  def _scatter(self, at: hlo.Instruction, results: _Dims, arrays: _Dims, shapes: _Shapes) -> None:
+    count = len(results)
+    found = gather_dims(at)
+    for number in range(count):
+      self._alike(results[number], arrays[number])
+      operand, updates = shapes[number], shapes[count + 1 + number]
+      window = iter([updates[d] for d in found["offset_dims"]])
+      gone = found["collapsed_slice_dims"] + found["operand_batching_dims"]
+      sizes = [1 if d in gone else next(window) for d in range(len(operand))]
+      self._indexed(
+        found, arrays[number], operand, sizes, arrays[count], arrays[count + 1 + number], found["offset_dims"]
+      )
+
+  def _indexed(
+    self,
+    found: Mapping[str, list[int]],
+    operand: list[int],
+    shape: tuple[int, ...],
+    sizes: Sequence[int],
+    indices: list[int],
+    result: list[int],
+    offsets: list[int],
+  ) -> None:
+    vector = found["index_vector_dim"][0]
+    rows = [d for n, d in enumerate(indices) if n != vector]
+    if vector < len(indices):
+      self._divide(indices[vector], 1)
+    self._alike(rows, [d for n, d in enumerate(result) if n not in offsets])
+    gone = found["collapsed_slice_dims"] + found["operand_batching_dims"]
+    kept = [n for n in range(len(operand)) if n not in gone]
+    for place, offset in zip(kept, offsets, strict=True):
+      if sizes[place] == shape[place]:
+        self._unite(operand[place], result[offset])
+      else:
+        self._divide(operand[place], 1)
+        self._divide(result[offset], 1)
+    for place, row in zip(found["operand_batching_dims"], found["start_indices_batching_dims"], strict=True):
+      self._unite(operand[place], indices[row])
+
+  def _sort(self, at: hlo.Instruction, results: _Dims, arrays: _Dims, shapes: _Shapes) -> None:
+    for dims, result in zip(arrays, results, strict=True):
+      self._alike(result, dims)
+      self._alike(results[0], dims)
+    self._divide(results[0][_numbers(at, "dimensions")[0]], 1)
+
+  def _window(self, at: hlo.Instruction, results: _Dims, arrays: _Dims, shapes: _Shapes) -> None:
+    arrays = arrays[:2] if at.opcode == "select-and-scatter" else arrays[: len(arrays) // 2]
+    for place, window in enumerate(windows(at, len(results[0]))):
+      plain = window == (1, 1, 0, 0, 1, 1, False)
+      for dims in (*arrays, *results):
+        self._unite(results[0][place], dims[place]) if plain else self._divide(dims[place], 1)
+
+
+def reachable(program: hlo.Program) -> Iterator[hlo.Computation]:
+  """The computations that the program runs on arrays, each once."""
+  seen, left = set[str](), [program.entry.name]
+  while left:
+    name = left.pop()
+    if name in seen:
+      continue
+    seen.add(name)
+    computation = program.computations[name]
+    yield computation
+    for instruction in computation.instructions:
+      left += instruction.called
+
+
+def frame_number(at: hlo.Instruction) -> str:
+  """The number of an instruction's stack frame, or an empty string."""
+  found = _FRAME.search(at.rest)
+  return found[1] if found else ""
+
+
+def merged(before: Sequence[int], after: Sequence[int]) -> Iterator[tuple[list[int], list[int]]]:
+  """Dims of a reshape that belong together, those of size 1 left out.
+
+  Example:
+    >>> list(merged((4, 6, 1, 5), (24, 5)))
+    [([0, 1], [0]), ([3], [1])]
+  """
+  ones = [n for n, size in enumerate(before) if size != 1]
+  others = [n for n, size in enumerate(after) if size != 1]
+  while ones and others:
+    left, right = [ones.pop(0)], [others.pop(0)]
+    a, b = before[left[0]], after[right[0]]
+    while a != b:
+      if a < b:
+        left.append(ones.pop(0))
+        a *= before[left[-1]]
+      else:
+        right.append(others.pop(0))
+        b *= after[right[-1]]
+    yield left, right
+
+
+def slice_bounds(at: hlo.Instruction) -> list[tuple[int, int, int]]:
+  """(start, stop, step) of each dim of a `slice`."""
+  return [(int(a), int(b), int(c or 1)) for a, b, c in _BOUND.findall(at.attribute("slice"))]
+
+
+def padding(at: hlo.Instruction) -> list[tuple[int, int, int]]:
+  """(low, high, between) of each dim of a `pad`."""
+  return [(int(a), int(b), int(c or 0)) for a, b, c in _PAD.findall(at.attribute("padding"))]
+
+
+def dot_dims(at: hlo.Instruction) -> dict[str, list[int]]:
+  """Contracted and batch dims of both operands of a `dot`."""
+  return {
+    f"{side}{kind}": _numbers(at, f"{side}{name}")
+    for side in ("lhs", "rhs")
+    for kind, name in (("", "_contracting_dims"), ("_batch", "_batch_dims"))
+  }
+
+
+def gather_dims(at: hlo.Instruction) -> dict[str, list[int]]:
+  """The dims that a `gather` or `scatter` names, by the names of a gather."""
+  if at.opcode == "gather":
+    names = {name: name for name in
+             ("offset_dims", "collapsed_slice_dims", "start_index_map", "operand_batching_dims",
+              "start_indices_batching_dims")}  # fmt: skip
+  else:
+    names = {
+      "offset_dims": "update_window_dims", "collapsed_slice_dims": "inserted_window_dims",
+      "start_index_map": "scatter_dims_to_operand_dims", "operand_batching_dims": "input_batching_dims",
+      "start_indices_batching_dims": "scatter_indices_batching_dims",
+    }  # fmt: skip
+  found = {name: _numbers(at, written) for name, written in names.items()}
+  return {**found, "index_vector_dim": [int(at.attribute("index_vector_dim"))]}
+
+
+def group_counts(at: hlo.Instruction) -> tuple[int, int]:
+  """Groups of features, and of examples, of a convolution."""
+  return int(at.attribute("feature_group_count") or 1), int(at.attribute("batch_group_count") or 1)
+
+
+def labels(at: hlo.Instruction) -> tuple[str, str, str]:
+  """The dims of both operands and of the result of a convolution, a letter or digit for each."""
+  left, kernel, out = _LABELS.findall(at.attribute("dim_labels"))[0]
+  return left, kernel, out
+
+
+def rows_of(at: hlo.Instruction, devices: int) -> list[list[int]]:
+  """The groups of devices of a collective, members in order."""
+  return group_rows(at.rest[at.rest.index("replica_groups=") + len("replica_groups=") :], devices)
+
+
+def windows(at: hlo.Instruction, rank: int) -> list[tuple[int, int, int, int, int, int, bool]]:
+  """(size, stride, low, high, base dilation, window dilation, reversed) of each dim of a window."""
+  text = at.attribute("window").strip("{}")
+  given = dict(part.split("=") for part in text.split())
+  sizes = given["size"].split("x") if "size" in given else ["1"] * rank
+
+  def each(name: str, default: str) -> list[str]:
+    return given[name].split("x") if name in given else [default] * len(sizes)
+
+  rows = zip(sizes, each("stride", "1"), each("pad", "0_0"), each("lhs_dilate", "1"),
+             each("rhs_dilate", "1"), each("rhs_reversal", "0"), strict=True)  # fmt: skip
+  return [
+    (int(n), int(stride), int(pad.split("_")[0]), int(pad.split("_")[1]), int(base), int(wide), back == "1")
+    for n, stride, pad, base, wide, back in rows
+  ]
+
+
+def _numbers(at: hlo.Instruction, name: str) -> list[int]:
+  return [int(n) for n in at.attribute(name).strip("{}").split(",") if n.strip()]
+
+
+def _scale(step: int, sizes: Sequence[int]) -> int:
+  """The largest divisor of `step` that leaves enough positions."""
+  fits = [
+    s
+    for s in _divisors(step)
+    if max(sizes) // s >= min(_IN_ALL, max(sizes)) and min(sizes) // s >= min(_ON_ONE, min(sizes))
+  ]
+  return max(fits, default=1)
+
+
+def _divisors(number: int) -> Iterator[int]:
+  for n in range(1, math.isqrt(number) + 1):
+    if number % n == 0:
+      yield n
+      yield number // n

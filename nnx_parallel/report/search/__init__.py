@@ -1,0 +1,1 @@
+"""A search for the best mesh, rules and options of a step."""

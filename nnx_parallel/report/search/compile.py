@@ -1,0 +1,117 @@
+"""The second half of a search: the best candidates meet compilers."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import jax
+import optax
+
+from nnx_parallel.core.mesh import abstract_mesh
+from nnx_parallel.layout.plan import plan as make_plan
+from nnx_parallel.report.compile_report import compile_report
+from nnx_parallel.report.estimate.roofline import program_time
+from nnx_parallel.report.estimate.workload import parameter_parts
+from nnx_parallel.report.topology import Machine, missing_compiler
+from nnx_parallel.rules.ruleset import RuleSet
+
+if TYPE_CHECKING:
+  from nnx_parallel.report.search.search import Candidate
+
+
+@dataclasses.dataclass(frozen=True)
+class Task:
+  """What is searched for: the arguments of `search` that a compilation needs."""
+
+  init: Callable[[], Any]
+  loss: Callable[[Any, Any], Any]
+  rules: Any
+  optimizer: optax.GradientTransformation
+  batch: Any
+  machine: Machine
+
+
+def compile_candidate(task: Task, candidate: Candidate, topology: str) -> Candidate:
+  """Compiles the train step of a candidate; the verdict is about the chip of the task.
+
+  Returns:
+    The candidate with its report, and with its time by the program's own FLOPs and collectives.
+  """
+  from nnx_parallel.train.step import train_step
+
+  rules = RuleSet.of(task.rules)
+  rules = rules.replace(candidate.changes) if candidate.changes else rules
+  place: dict[str, Any] = {"optimizer_memory": "pinned_host"} if candidate.offload else {}
+  layout = make_plan(
+    task.init,
+    abstract_mesh(dict(candidate.sizes)),
+    rules,
+    optimizer=task.optimizer,
+    zero=candidate.zero,
+    **place,
+  )
+
+  step = train_step(task.loss, remat=candidate.remat, microbatches=candidate.microbatches)
+  report = compile_report(step, layout, batch=task.batch, topology=topology, chip=task.machine.chip)
+  batch_axes = set(layout.batch_axes)
+  splitting = {axis for part in parameter_parts(layout) for axis in part.split}
+  time = program_time(report, candidate.time, task.machine, batch_axes & splitting)
+  return dataclasses.replace(candidate, report=report, compiled=time)
+
+
+def compile_best(
+  task: Task, chosen: Sequence[Candidate], others: Sequence[Candidate]
+) -> tuple[list[Candidate], Candidate | None, tuple[str, ...]]:
+  """Compiles candidates for simulated devices, orders them by that, and has the first checked.
+
+  The real compiler of the machine, where it is installed, has the last word on whether a candidate fits.
+  Where none that was chosen fits, the first of the others wins if it surely does.
+
+  Returns:
+    All candidates, the compiled ones first; the winner; and what a reader should know.
+  """
+  notes: list[str] = []
+  machine, here = task.machine, len(jax.devices("cpu"))
+  done = list(chosen)
+  if machine.devices <= here:
+    text = f"cpu:{machine.devices}"
+    done = sorted((compile_candidate(task, c, text) for c in done), key=_order)
+  elif machine.chip.platform != "cpu":
+    notes.append(
+      f"Not compiled for simulated devices: {machine.devices} are needed, and this process has {here}."
+      f" Start it with XLA_FLAGS=--xla_force_host_platform_device_count={machine.devices} JAX_PLATFORMS=cpu."
+    )
+  best = next((c for c in done if c.report is None or c.report.fits), None)
+  if machine.chip.platform != "cpu" and best is not None:
+    missing = missing_compiler(machine)
+    if missing is None:
+      best, done = _checked(task, done, notes)
+    else:
+      notes.append(f"Not compiled for {machine.text}: {missing}")
+  if best is None and others and others[0].fits == "surely":
+    best = others[0]
+    notes.append(f"None of the {len(done)} compiled layouts fits; the winner was not compiled.")
+  return [*done, *others], best, tuple(notes)
+
+
+def _checked(task: Task, done: list[Candidate], notes: list[str]) -> tuple[Candidate | None, list[Candidate]]:
+  """The first candidate that the machine's own compiler accepts."""
+  for n, candidate in enumerate(done):
+    if candidate.report is not None and not candidate.report.fits:
+      continue
+    done[n] = compile_candidate(task, candidate, task.machine.text)
+    if _fits(done[n]):
+      notes.append(f"The winner was compiled for {task.machine.text}: it fits.")
+      return done[n], done
+  return None, done
+
+
+def _fits(candidate: Candidate) -> bool:
+  return candidate.report is not None and candidate.report.fits is True
+
+
+def _order(candidate: Candidate) -> tuple[bool, float]:
+  return not _fits(candidate), candidate.compiled.seconds if candidate.compiled else math.inf

@@ -1,0 +1,313 @@
+"""Which layout is best: every mesh and every way to run the step on it, ranked by the model.
+
+Tried are all factorisations of the devices into the axes that the model can use, an axis for experts and
+split sequences where the model has names for them, microbatches, remat policies, ZeRO stages, and optimizer
+state in the host's memory.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Literal
+
+import jax
+import optax
+from flax import nnx
+
+from nnx_parallel.errors import ReportError
+from nnx_parallel.report.compile_report import CompileReport
+from nnx_parallel.report.estimate.memory import ERROR_BAND, memory_categories
+from nnx_parallel.report.estimate.roofline import StepTime, step_time
+from nnx_parallel.report.estimate.zero import with_offload, with_zero
+from nnx_parallel.report.search.compile import Task
+from nnx_parallel.report.search.compile import compile_best as compile_first
+from nnx_parallel.report.search.space import Sizes, Space, factorisations, searched_axes, spaces
+from nnx_parallel.report.tables import not_counted
+from nnx_parallel.report.topology import Machine, machine
+from nnx_parallel.train.remat import MARK_LAYERS, Remat
+
+SAME_TIME = 0.005
+"""Relative difference of predicted times below which less memory decides."""
+Fit = Literal["surely", "perhaps", "no"]
+_SAME_MEMORY = 0.005  # a ZeRO stage that saves less is dropped
+
+
+@dataclasses.dataclass(frozen=True)
+class Candidate:
+  """One way to run the step.
+
+  Attributes:
+    sizes: mesh axis -> size.
+    microbatches: parts that the batch is run in.
+    remat: what layers keep; see `with_remat`.
+    zero: ZeRO stage of the optimizer's state (1) and of the gradients too (2); see `plan`.
+    offload: whether the optimizer's state lies in the host's memory between steps.
+    changes: logical name -> axes, where the rules differ from the user's: split sequences, experts.
+    memory_bytes: predicted need of one device.
+    time: predicted time of the step.
+    fits: `"surely"` if the largest need that a compiler had for such a prediction fits too (`ERROR_BAND`),
+      `"perhaps"` if only the prediction does, else `"no"`.
+    report: the compiler's figures, where this candidate was compiled.
+    compiled: the time of the compiled program, by its own FLOPs and collectives; see `program_time`.
+  """
+
+  sizes: Mapping[str, int]
+  microbatches: int
+  remat: Remat
+  zero: int
+  offload: bool
+  changes: Mapping[str, tuple[str, ...]]
+  memory_bytes: int
+  time: StepTime
+  fits: Fit
+  report: CompileReport | None = None
+  compiled: StepTime | None = None
+
+  @property
+  def mesh_text(self) -> str:
+    """The axes that split something, as arguments of `make_mesh`."""
+    return ", ".join(f"{axis}={size}" for axis, size in self.sizes.items())
+
+
+@dataclasses.dataclass(frozen=True)
+class SearchResult:
+  """Every candidate, ranked.
+
+  Attributes:
+    machine: what was searched for.
+    fitting: candidates that fit by the memory plan: those that surely do, then those that perhaps do, each
+      fastest first; times within `SAME_TIME` count as equal, and the smaller one comes first. Compiled ones
+      come before the others.
+    too_large: candidates that do not, smallest first.
+    refused: reason -> number of mesh factorisations that it ruled out.
+    best: the winner: the first of `fitting`, or the fastest that compiled where `compile_best` asked for it;
+      None when nothing fits.
+    notes: what a reader should know: axes that split nothing, compilers that are not here.
+  """
+
+  machine: Machine
+  fitting: tuple[Candidate, ...]
+  too_large: tuple[Candidate, ...]
+  refused: Mapping[str, int]
+  best: Candidate | None
+  notes: tuple[str, ...] = ()
+
+  def pareto(self) -> tuple[Candidate, ...]:
+    """Candidates that no other one beats in both predicted memory and predicted time, fastest first.
+
+    Times within `SAME_TIME` count as equal. What a compiler refused is left out.
+    """
+    front: list[Candidate] = []
+    accepted = (c for c in self.fitting if c.report is None or c.report.fits is not False)
+    for candidate in sorted(accepted, key=speed):
+      if not front or candidate.memory_bytes < front[-1].memory_bytes:
+        front.append(candidate)
+    return tuple(front)
+
+  def code(self) -> str:
+    """The winner as code to paste.
+
+    Raises:
+      ReportError: nothing fits.
+    """
+    if self.best is None:
+      raise ReportError(f"no layout fits on {self.machine.text}.", fix="more devices, or a smaller batch.")
+    from nnx_parallel.report.search.text import winner_code
+
+    return winner_code(self.best)
+
+  def to_json(self) -> str:
+    """The winner, the Pareto front and the counts as JSON."""
+    body = {
+      "topology": self.machine.text,
+      "fitting": len(self.fitting),
+      "too_large": len(self.too_large),
+      "refused": dict(self.refused),
+      "best": _row(self.best) if self.best else None,
+      "pareto": [_row(candidate) for candidate in self.pareto()],
+      "notes": list(self.notes),
+    }
+    return json.dumps(body, indent=2)
+
+  def __str__(self) -> str:
+    from nnx_parallel.report.search.text import search_text
+
+    return search_text(self)
+
+  def to_html(self) -> str:
+    """One self-contained HTML page."""
+    from nnx_parallel.report.html import search_page
+
+    return search_page(self)
+
+  def _repr_html_(self) -> str:
+    from nnx_parallel.report.html import notebook_frame
+
+    return notebook_frame(self.to_html())
+
+
+def search(
+  init: Callable[[], nnx.Module],
+  loss: Callable[[Any, Any], Any],
+  topology: str,
+  *,
+  batch: Any,
+  rules: Any,
+  optimizer: optax.GradientTransformation | None = None,
+  remat: Remat | Sequence[Remat] = ("none", "dots", "full"),
+  zero: int | Sequence[int] = (0, 1, 2),
+  offload: bool | Sequence[bool] = (False, True),
+  max_microbatches: int = 64,
+  compile_best: int = 0,
+) -> SearchResult:
+  """Ranks every way to run a step on a machine, by a model of its memory and time.
+
+  Args:
+    init: builds the module.
+    loss: `loss(model, batch)` -> scalar, or (scalar, metrics).
+    topology: the machine, e.g. `"tpu:v5p:4x4x8"`; its compiler is needed only by `compile_best`.
+    batch: a pytree of arrays or `ShapeDtypeStruct`s of the global batch.
+    rules: as for `plan`; the axes that they name are the axes searched over. Where they keep `sequence` or
+      `expert` whole (see `search_space`), splitting it is tried too.
+    optimizer: its state is counted.
+    remat: the policy, or those to try; see `with_remat`. Where the loss has no layers that they apply to, it
+      is run as written, and `notes` says so.
+    zero: the ZeRO stage, or those to try, where they split something further; see `plan`. Stage 3 is an
+      `fsdp` axis of the rules.
+    offload: whether the optimizer's state lies in the host's memory; both are tried by default.
+    max_microbatches: largest number of parts of the batch to try; powers of two.
+    compile_best: how many of the fastest to compile for simulated CPU devices, where this process has
+      enough of them, those that only perhaps fit included; they are then ordered by what was compiled. The
+      first of these that the machine's own compiler accepts wins, where that is installed; `notes` says what
+      was not.
+
+  Returns:
+    Every candidate, ranked; print it.
+
+  Raises:
+    ReportError: the topology, a policy or a stage is unknown, `max_microbatches` is not positive, or the
+      rules name no axis.
+
+  Example:
+    >>> import jax
+    >>> import jax.numpy as jnp
+    >>> from flax import nnx
+    >>> import nnx_parallel as nxp
+    >>> init = lambda: nnx.Linear(4096, 4096, use_bias=False, rngs=nnx.Rngs(0))
+    >>> batch = jax.ShapeDtypeStruct((4096, 4096), jnp.float32)
+    >>> rules = [nxp.LogicalRules(batch="fsdp"), nxp.fsdp()]
+    >>> result = search(init, lambda m, x: (m(x) ** 2).mean(), "tpu:v5e:4x4", batch=batch, rules=rules)
+    >>> result.best.mesh_text
+    'fsdp=16'
+  """
+  if max_microbatches < 1:
+    raise ReportError(
+      f"max_microbatches={max_microbatches} leaves nothing to try: a batch is run in one part at least.",
+      fix="max_microbatches=1 for whole batches only.",
+    )
+  remats: tuple[Remat, ...] = (remat,) if isinstance(remat, str) else tuple(remat)
+  stages = (zero,) if isinstance(zero, int) else tuple(zero)
+  places = (offload,) if isinstance(offload, bool) else tuple(offload)
+  strange = [stage for stage in stages if stage not in (0, 1, 2)]
+  if strange:
+    raise ReportError(
+      f"zero={strange[0]!r} is not a stage to search over.",
+      fix="zero=(0, 1, 2); stage 3 is the rule fsdp(), and is searched as a mesh axis.",
+    )
+  if compile_best and optimizer is None:
+    raise ReportError(
+      "a train step cannot be compiled without an optimizer.",
+      details=f"compile_best={compile_best}",
+      fix="search(..., optimizer=optax.adamw(1e-3), compile_best=...).",
+    )
+  target = machine(topology)
+  refused: dict[str, int] = {}
+  found: list[Candidate] = []
+  tried = spaces(init, loss, rules, optimizer, batch, remats)
+  for space in tried:
+    for sizes in factorisations(target.devices, space.axes or searched_axes(rules)[:1]):
+      whole = {**dict.fromkeys(space.idle, 1), **sizes}
+      if any(whole[axis] == 1 for axis in space.needed):
+        continue  # the same as without the changes
+      reason = space.refuse(whole, batch)
+      if reason:
+        refused[reason] = refused.get(reason, 0) + 1
+        continue
+      found += _candidates(space, whole, target, batch, stages, places, max_microbatches)
+  fitting = sorted((c for c in found if c.fits != "no"), key=lambda c: (c.fits != "surely", speed(c)))
+  too_large = sorted((c for c in found if c.fits == "no"), key=lambda c: c.memory_bytes)
+  best = fitting[0] if fitting else None
+  notes = tuple(f"The axis {axis!r} splits nothing of this model: 1." for axis in tried[0].idle)
+  if set(remats) - set(tried[0].works):
+    notes += (f"No remat policy was tried, since none finds a layer in the loss. Fix: {MARK_LAYERS}.",)
+  missed = not_counted(tried[0].work.uncounted)
+  notes += (missed.rstrip(),) if missed else ()
+  if compile_best and optimizer is not None:
+    task = Task(init, loss, rules, optimizer, batch, target)
+    chosen = sorted(fitting, key=speed)[:compile_best]
+    fitting, best, more = compile_first(task, chosen, [c for c in fitting if c not in chosen])
+    notes += more
+  return SearchResult(target, tuple(fitting), tuple(too_large), refused, best, notes)
+
+
+def _candidates(
+  space: Space,
+  sizes: Sizes,
+  target: Machine,
+  batch: Any,
+  stages: Sequence[int],
+  offload: Sequence[bool],
+  most: int,
+) -> Iterator[Candidate]:
+  parts = math.prod(sizes.get(axis, 1) for axis in space.work.batch_axes)
+  examples = min((x.shape[0] for x in jax.tree.leaves(batch) if x.shape), default=1)
+  counts = [2**n for n in range(most.bit_length()) if 2**n <= most and examples % (parts * 2**n) == 0]
+  least: dict[tuple[Remat, bool, int], float] = {}
+  for (remat, traced), stage, away in itertools.product(space.works.items(), sorted(stages), offload):
+    placed = with_zero(traced, sizes, stage)
+    work = with_offload(placed) if away else placed
+    if placed.stage != stage or (away and work is placed):
+      continue  # nothing is left to split, or to move: the same as without
+    for count in counts:
+      memory = round(sum(memory_categories(work, sizes, count).values()))
+      key = (remat, away, count)
+      if stage and memory > (1 - _SAME_MEMORY) * least.get(key, math.inf):
+        continue
+      least[key] = memory
+      time = step_time(work, sizes, target.chip, microbatches=count, slice_size=target.slice_size)
+      fits = _fit(memory, target.chip.usable_bytes)
+      yield Candidate(sizes, count, remat, stage, away, space.changes, memory, time, fits)
+
+
+def _fit(memory: int, usable: int) -> Fit:
+  if memory > usable:
+    return "no"
+  return "surely" if memory * ERROR_BAND[1] <= usable else "perhaps"
+
+
+def speed(candidate: Candidate) -> tuple[int, int, float]:
+  """By time; of those within half a per cent, which the model cannot tell apart, by memory."""
+  step = round(math.log(max(candidate.time.seconds, 1e-12)) / math.log(1 + SAME_TIME))
+  return step, candidate.memory_bytes, candidate.time.seconds
+
+
+def _row(candidate: Candidate) -> dict[str, Any]:
+  return {
+    "mesh": dict(candidate.sizes),
+    "microbatches": candidate.microbatches,
+    "remat": candidate.remat,
+    "zero": candidate.zero,
+    "offload": candidate.offload,
+    "rules": {name: list(axes) for name, axes in candidate.changes.items()},
+    "memory_bytes": candidate.memory_bytes,
+    "fits": candidate.fits,
+    "seconds": candidate.time.seconds,
+    "mfu": candidate.time.mfu,
+    "binds": candidate.time.binds,
+    "compiled_bytes": candidate.report.need_bytes if candidate.report else None,
+    "compiled_seconds": candidate.compiled.seconds if candidate.compiled else None,
+  }

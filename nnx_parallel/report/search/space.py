@@ -1,0 +1,213 @@
+"""What a search tries: sizes of mesh axes, and rules that give the model another axis to use."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+
+from nnx_parallel.core.axes import axes_of
+from nnx_parallel.core.mesh import abstract_mesh
+from nnx_parallel.errors import ReportError
+from nnx_parallel.layout.plan import ShardingPlan
+from nnx_parallel.layout.plan import plan as make_plan
+from nnx_parallel.report.estimate.workload import Workload, finds_layers, trace_workload
+from nnx_parallel.rules.ruleset import RuleSet
+from nnx_parallel.train.remat import Remat
+
+Sizes = dict[str, int]
+Changes = Mapping[str, tuple[str, ...]]
+SEQUENCE_NAMES = ("sequence", "length", "seq", "activation_length")
+"""Logical names of the dim of activations that sequence parallelism splits."""
+EXPERT_NAMES = ("expert", "experts")
+"""Logical names of the dim that counts experts."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Space:
+  """One set of rules, and what the step is made of under them, for any sizes of the axes.
+
+  Attributes:
+    changes: logical name -> axes, where they differ from the user's rules.
+    axes: the axes that the model can use.
+    idle: axes that the rules name and that split nothing of this model.
+    works: remat policy -> the step; only as written where policies find no layer.
+    limits: (size of a dim, axes that split it) -> where it is.
+    needed: axes without which the changes change nothing.
+    names: logical names of the dims of the parameters.
+  """
+
+  changes: Changes
+  axes: tuple[str, ...]
+  idle: tuple[str, ...]
+  works: Mapping[Remat, Workload]
+  limits: Mapping[tuple[int, tuple[str, ...]], str]
+  needed: frozenset[str]
+  names: frozenset[str]
+
+  @property
+  def work(self) -> Workload:
+    """The step under the first policy: for what does not depend on the policy."""
+    return next(iter(self.works.values()))
+
+  def refuse(self, sizes: Sizes, batch: Any) -> str:
+    """Why these sizes cannot be, or an empty string."""
+    parts = math.prod(sizes.get(axis, 1) for axis in self.work.batch_axes)
+    for x in jax.tree.leaves(batch):
+      if x.shape and x.shape[0] % parts:
+        return f"a batch of {x.shape[0]} does not divide over {'+'.join(self.work.batch_axes)}"
+    for (size, axes), where in self.limits.items():
+      if size % math.prod(sizes[axis] for axis in axes):
+        return f"{where} of {size} does not divide over {'+'.join(axes)}"
+    return ""
+
+
+def spaces(
+  init: Callable[[], Any],
+  loss: Callable[[Any, Any], Any],
+  rules: Any,
+  optimizer: Any,
+  batch: Any,
+  remats: Sequence[Remat],
+) -> list[Space]:
+  """The user's rules; where the model can use them, also with sequences and experts split.
+
+  A sequence rule is tried where the rules keep one of `SEQUENCE_NAMES` whole and the loss lays out
+  activations by that name: it then goes over an axis that splits parameters and not the batch. An expert
+  axis is added where parameters have one of `EXPERT_NAMES` and the rules keep it whole; it also splits the
+  batch.
+
+  Returns:
+    The user's rules first.
+
+  Raises:
+    ReportError: the rules name no mesh axis.
+  """
+  ruleset = RuleSet.of(rules)
+  make = functools.partial(_space, init, loss, ruleset, optimizer, batch)
+  first = make(remats, {})
+  remats = tuple(first.works)
+  found = [first]
+  expert = _expert_change(ruleset, first)
+  if expert:
+    found.append(make(remats, expert))
+  for base, change in itertools.product(tuple(found), _sequence_changes(ruleset, first)):
+    # One policy tells whether the model uses the name at all.
+    tried = make(remats[:1], {**base.changes, **change})
+    if tried.work.constrained != base.work.constrained:
+      found.append(make(remats, tried.changes))
+  return found
+
+
+def searched_axes(rules: Any) -> tuple[str, ...]:
+  """Mesh axes that rules name: those of the batch first, the others by appearance.
+
+  Raises:
+    ReportError: they name none.
+
+  Example:
+    >>> import nnx_parallel as nxp
+    >>> searched_axes(nxp.LogicalRules(mlp="tensor", batch=("data", "fsdp"), embed="fsdp"))
+    ('data', 'fsdp', 'tensor')
+  """
+  ruleset = RuleSet.of(rules)
+  options = [*ruleset.logical.get("batch", ()), *itertools.chain(*ruleset.logical.values())]
+  named = [axis for option in options for axis in option]
+  named += list(ruleset.fallback.axes) if ruleset.fallback else []
+  axes = tuple(dict.fromkeys(named))
+  if not axes:
+    raise ReportError(
+      "the rules name no mesh axis, so there is nothing to search over.",
+      details=f"rules {rules}",
+      fix='LogicalRules(batch=("data", "fsdp"), embed="fsdp", mlp="tensor"), or fsdp().',
+    )
+  return axes
+
+
+def factorisations(count: int, axes: Sequence[str]) -> Iterator[Sizes]:
+  """Every way to write `count` as a product of one size per axis.
+
+  Example:
+    >>> [tuple(s.values()) for s in factorisations(4, ("data", "tensor"))]
+    [(1, 4), (2, 2), (4, 1)]
+  """
+  if len(axes) == 1:
+    yield {axes[0]: count}
+    return
+  for size in range(1, count + 1):
+    if count % size == 0:
+      for rest in factorisations(count // size, axes[1:]):
+        yield {axes[0]: size, **rest}
+
+
+def _space(
+  init: Callable[[], Any],
+  loss: Callable[[Any, Any], Any],
+  ruleset: RuleSet,
+  optimizer: Any,
+  batch: Any,
+  remats: Sequence[Remat],
+  changes: Changes,
+) -> Space:
+  changed = ruleset.replace(changes) if changes else ruleset
+  axes = searched_axes(changed)
+  # Sizes of two keep every axis in the specs; the traces do not depend on them.
+  mesh = abstract_mesh(dict.fromkeys(axes, 2))
+  probe = make_plan(init, mesh, changed, optimizer=optimizer, uneven="replicate")
+  if not {"as written", "none"}.issuperset(remats) and not finds_layers(probe, loss, batch):
+    remats = ("as written",)
+  works: dict[Remat, Workload] = {
+    remat: trace_workload(probe, loss, batch, remat=remat) for remat in dict.fromkeys(remats)
+  }
+  work = next(iter(works.values()))
+  limits = _limits(probe, work)
+  used = {axis for _, dim in limits for axis in dim} | set(work.batch_axes)
+  return Space(
+    changes=changes,
+    axes=tuple(axis for axis in axes if axis in used),
+    idle=tuple(axis for axis in axes if axis not in used),
+    works=works,
+    limits=limits,
+    needed=frozenset(axis for name, dim in changes.items() if name != "batch" for axis in dim),
+    names=frozenset(name for leaf in probe.leaves for entry in leaf.names or () for name in axes_of(entry)),
+  )
+
+
+def _limits(probe: ShardingPlan, work: Workload) -> dict[tuple[int, tuple[str, ...]], str]:
+  """(dim size, axes that split it) -> the leaf and dim, or the activation, that say so."""
+  limits: dict[tuple[int, tuple[str, ...]], str] = {}
+  for leaf in probe.leaves:
+    if leaf.root == "model":
+      for dim, entry in enumerate(leaf.spec):
+        axes = axes_of(entry)
+        if axes:
+          limits.setdefault((leaf.shape[dim], axes), f"{leaf.name} dim {dim}")
+  for size, axes in sorted(work.constrained):
+    if not set(axes) & set(work.batch_axes):
+      limits.setdefault((size, axes), "a dim of an activation")
+  return limits
+
+
+def _whole(ruleset: RuleSet, name: str) -> bool:
+  return name in ruleset.logical and not any(ruleset.logical[name])
+
+
+def _expert_change(ruleset: RuleSet, first: Space) -> Changes:
+  """An axis for experts, which then also splits the batch: each device holds other tokens."""
+  for name in EXPERT_NAMES:
+    if name in first.names and (_whole(ruleset, name) or name not in ruleset.logical):
+      return {name: ("expert",), "batch": (*first.work.batch_axes, "expert")}
+  return {}
+
+
+def _sequence_changes(ruleset: RuleSet, first: Space) -> Iterator[Changes]:
+  parameters = {axis for part in first.work.parameters for axis in part.split}
+  others = sorted(parameters - set(first.work.batch_axes))
+  for name in SEQUENCE_NAMES:
+    if _whole(ruleset, name):
+      yield from ({name: (axis,)} for axis in others)

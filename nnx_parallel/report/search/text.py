@@ -1,0 +1,167 @@
+"""A search result as text, and its winner as code."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from nnx_parallel.report.estimate.memory import BAND_TEXT, CASES
+from nnx_parallel.report.tables import render, usable_note
+from nnx_parallel.report.units import format_bytes, format_seconds
+
+if TYPE_CHECKING:
+  from nnx_parallel.report.search.search import Candidate, SearchResult
+
+
+FRONT_COLUMNS = (
+  "mesh",
+  "parts>",
+  "remat",
+  "ZeRO>",
+  "besides",
+  "memory>",
+  "fits",
+  "step>",
+  "MFU>",
+  "bound by",
+)
+_HOW = 5  # columns that say how a candidate runs
+OTHER_COLUMNS = (*FRONT_COLUMNS[:_HOW], "why not")
+
+
+def search_text(result: SearchResult) -> str:
+  """Counts, the Pareto front, why the others lost, and the code of the winner."""
+  target = result.machine
+  sure = sum(candidate.fits == "surely" for candidate in result.fitting)
+  tried = len(result.fitting) + len(result.too_large)
+  lines = [
+    f"{tried} layouts for {target.devices} x {target.chip.name}, "
+    f"{format_bytes(target.chip.usable_bytes)} usable each{usable_note(target.chip)}: "
+    f"{len(result.fitting)} fit by the memory plan, {sure} of them surely."
+  ]
+  if sure < len(result.fitting) or result.best is None:
+    lines.append(f"  In {CASES} test cases {BAND_TEXT}.")
+  lines += [f"  left out, {count} meshes: {why}" for why, count in _largest(result.refused)]
+  lines += [f"  {note}" for note in result.notes]
+  if result.best is None:
+    smallest = [_row(c) for c in result.too_large[:3]]
+    return "\n".join([*lines, render("Nothing fits. The smallest", FRONT_COLUMNS, smallest)])
+  front = front_rows(result)[:10]
+  lines += ["", render("Fastest for their memory (Pareto front)", FRONT_COLUMNS, front)]
+  others = other_rows(result)[:8]
+  if others:
+    lines.append(render("Other meshes, at their best", OTHER_COLUMNS, others))
+  compiled = [c for c in result.fitting if c.report is not None and c.compiled is not None]
+  if compiled:
+    rows = [(*_row(c)[:_HOW], *_compiled(c)) for c in compiled]
+    lines.append(render("Compiled", (*FRONT_COLUMNS[:_HOW], "compiler needs>", "fits", "step>"), rows))
+  title = "The winner"
+  if result.best.report is None and result.best.fits == "perhaps":
+    title += " perhaps fits; search(..., compile_best=1) tells"
+  lines += [f"{title}:", "", *("  " + line for line in result.code().splitlines())]
+  return "\n".join(lines) + "\n"
+
+
+def winner_code(best: Candidate) -> str:
+  """A candidate as code to paste, for `init`, `loss`, `rules` and `optimizer`.
+
+  Args:
+    best: the candidate.
+  """
+  options = f", zero={best.zero}" if best.zero else ""
+  options += ', optimizer_memory="pinned_host"' if best.offload else ""
+  remat = "" if best.remat == "as written" else f', remat="{best.remat}"'
+  lines: list[str] = []
+  if best.changes:
+    changes = ", ".join(f"{key}={_axes(axes)}" for key, axes in best.changes.items())
+    lines.append(f"rules = nxp.RuleSet.of(rules).replace({changes})")
+  lines += [
+    f"mesh = nxp.make_mesh({best.mesh_text})",
+    f"plan = nxp.plan(init, mesh, rules, optimizer=optimizer{options})",
+    "model, state = nxp.create_sharded_model(plan)",
+  ]
+  lines.append(f"step = nxp.train_step(loss, microbatches={best.microbatches}{remat})")
+  return "\n".join(lines) + "\n"
+
+
+def _axes(axes: tuple[str, ...]) -> str:
+  return f'"{axes[0]}"' if len(axes) == 1 else "(" + ", ".join(f'"{axis}"' for axis in axes) + ")"
+
+
+def front_rows(result: SearchResult) -> list[tuple[str, ...]]:
+  """The Pareto front, one row of `FRONT_COLUMNS` for each candidate."""
+  return [_row(candidate) for candidate in result.pareto()]
+
+
+def other_rows(result: SearchResult) -> list[tuple[str, ...]]:
+  """Each other mesh at its best, and why it lost: one row of `OTHER_COLUMNS` for each."""
+  best, usable = result.best, result.machine.chip.usable_bytes
+  return [(*_row(c)[:_HOW], _why(c, best, usable)) for c in _other_meshes(result)] if best else []
+
+
+def _largest(refused: Mapping[str, int]) -> list[tuple[str, int]]:
+  return sorted(refused.items(), key=lambda pair: -pair[1])[:5]
+
+
+def _other_meshes(result: SearchResult) -> list[Candidate]:
+  seen = {tuple(result.best.sizes.items())} if result.best else set()
+  found: list[Candidate] = []
+  for candidate in (*result.fitting, *result.too_large):
+    key = tuple(candidate.sizes.items())
+    if key not in seen:
+      seen.add(key)
+      found.append(candidate)
+  return found
+
+
+def _why(candidate: Candidate, best: Candidate, usable: int) -> str:
+  ratio = candidate.time.seconds / best.time.seconds
+  if candidate.report is not None and not candidate.report.fits:
+    return f"the compiler needs {format_bytes(candidate.report.need_bytes)}"
+  if candidate.memory_bytes > usable:
+    return f"does not fit: {format_bytes(candidate.memory_bytes)}"
+  if candidate.report is None and candidate.fits == "perhaps" and best.fits == "surely" and ratio < 0.995:
+    return f"perhaps fits; {1 / ratio:.2f} times faster"
+  if candidate.compiled is not None and best.compiled is not None:
+    slower = candidate.compiled.seconds / best.compiled.seconds
+    if slower > 1:
+      return f"{slower:.2f} times slower as compiled"
+  if ratio > 1.01:
+    return f"{ratio:.2f} times slower, bound by {candidate.time.binds}"
+  more = candidate.memory_bytes - best.memory_bytes
+  if more > 0:
+    return f"as fast, {format_bytes(more)} more"
+  if best.report is not None and candidate.report is None:
+    return "as fast by the model, and was not compiled"
+  if ratio > 1:
+    return f"{100 * (ratio - 1):.2g} % slower"
+  return "as fast and as large: a tie"
+
+
+def _compiled(candidate: Candidate) -> tuple[str, ...]:
+  report, time = candidate.report, candidate.compiled
+  if report is None or time is None:
+    return ("", "", "")
+  return format_bytes(report.need_bytes), "yes" if report.fits else "no", format_seconds(time.seconds)
+
+
+def _besides(candidate: Candidate) -> str:
+  """What is not a number: offload, and names that are split differently."""
+  words = ["offload"] if candidate.offload else []
+  words += [f"{name}={'+'.join(axes)}" for name, axes in candidate.changes.items() if name != "batch"]
+  return ", ".join(words)
+
+
+def _row(candidate: Candidate) -> tuple[str, ...]:
+  return (
+    candidate.mesh_text,
+    str(candidate.microbatches),
+    candidate.remat,
+    str(candidate.zero),
+    _besides(candidate),
+    format_bytes(candidate.memory_bytes),
+    candidate.fits,
+    format_seconds(candidate.time.seconds),
+    f"{100 * candidate.time.mfu:.0f} %",
+    candidate.time.binds,
+  )

@@ -1,0 +1,1 @@
+"""What a user declares: logical names, path rules, fallbacks, presets."""

@@ -1,0 +1,101 @@
+"""What happens to parameters without names."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Literal
+
+from nnx_parallel.errors import ShardingError
+from nnx_parallel.rules.logical import Candidate, candidate_of
+
+
+@dataclasses.dataclass(frozen=True)
+class Fallback:
+  """What happens to parameters without names; made by `fsdp`, `replicate` and `error`."""
+
+  mode: Literal["fsdp", "replicate", "error"]
+  axes: Candidate = ()
+  min_size: int = 0
+  extend: bool = False
+
+  def __repr__(self) -> str:
+    if self.mode != "fsdp":
+      return f"{self.mode}()"
+    axis = self.axes[0] if len(self.axes) == 1 else self.axes
+    return f"fsdp({axis!r}, min_size={self.min_size}, extend={self.extend})"
+
+
+def fsdp(axis: str | Sequence[str] = "fsdp", *, min_size: int = 2**18, extend: bool = True) -> Fallback:
+  """Fallback: cut an array's largest free dim that divides, over `axis` (ZeRO-3).
+
+  It holds for every Variable that nothing else names: parameters, and batch statistics or caches that are
+  as large as parameters. RNG state stays whole. A look-up table (of `nnx.Embed`) is cut by rows, also where
+  they are split already, and by columns only if its rows do not divide: by columns, the activations would
+  come out split by feature, and be sent instead of the weights. Where no free dim divides, an array is cut
+  behind the axes that it has, or over the largest part of `axis` that divides; `plan(uneven="pad")` pads it.
+
+  Args:
+    axis: mesh axis, or several (major to minor) that cut a dim together.
+    min_size: arrays with at most this many *elements* stay whole.
+    extend: also give the axis to a free dim of a Variable that has names, so that for example a
+      tensor-parallel kernel is split over both axes.
+
+  Returns:
+    A fallback for the `rules` argument of `plan` and `create_sharded_model`.
+
+  Raises:
+    ShardingError: no axis, or one that is named twice.
+
+  Source: ZeRO, arXiv:1910.02054; the threshold and the choice of dim follow the UvA deep-learning notebooks.
+
+  Example:
+    >>> import jax, nnx_parallel as nxp
+    >>> from flax import nnx
+    >>> plan = nxp.plan(lambda: nnx.Linear(512, 1024, rngs=nnx.Rngs(0)), nxp.make_mesh(fsdp=8), nxp.fsdp())
+    >>> plan["kernel"].spec
+    P(None, 'fsdp')
+  """
+  axes = candidate_of(axis)
+  if not axes:
+    raise ShardingError("fsdp() needs a mesh axis.", fix='fsdp("fsdp")')
+  if len(set(axes)) != len(axes):
+    raise ShardingError(f"fsdp({axes!r}) names an axis twice.", fix=f"fsdp({tuple(dict.fromkeys(axes))!r})")
+  return Fallback("fsdp", axes, min_size, extend)
+
+
+def replicate() -> Fallback:
+  """Fallback: parameters without names stay whole on every device (the default; the audit reports them).
+
+  Returns:
+    A fallback for the `rules` argument.
+
+  Example:
+    >>> import nnx_parallel as nxp
+    >>> from flax import nnx
+    >>> plan = nxp.plan(lambda: nnx.Linear(8, 4, rngs=nnx.Rngs(0)), nxp.make_mesh(data=8), nxp.replicate())
+    >>> plan["kernel"].copies, plan["kernel"].decision.reason
+    (8, 'no annotation, replicate()')
+  """
+  return Fallback("replicate")
+
+
+def error() -> Fallback:
+  """Fallback: a parameter without names is an error that lists all of them.
+
+  Returns:
+    A fallback for the `rules` argument.
+
+  Example:
+    >>> import nnx_parallel as nxp
+    >>> from flax import nnx
+    >>> try:
+    ...   nxp.plan(lambda: nnx.Linear(8, 4, rngs=nnx.Rngs(0)), nxp.make_mesh(data=8), nxp.error())
+    ... except nxp.ShardingError as error:
+    ...   print(error)
+    incomplete partition spec: 2 parameters have no annotation and match no rule.
+        bias
+        kernel
+      Fix: ...
+  """
+  return Fallback("error")

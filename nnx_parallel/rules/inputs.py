@@ -1,0 +1,123 @@
+"""Input layouts other than "dim 0 over the batch axes": by rank, or over the whole mesh."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from nnx_parallel.core.axes import Entry
+from nnx_parallel.core.nodes import Names
+from nnx_parallel.errors import ShardingError
+
+_KEYWORD = re.compile(r"map_(\d+)d")
+
+
+class InputRules:
+  """The layout of inputs by their rank, or over the whole mesh. Scalars are always replicated.
+
+  Args:
+    by_rank: rank -> one name for each dim (a logical name, a mesh axis, several, or None: whole).
+    **maps: the same as `map_1d=...`, `map_2d=...`.
+
+  Raises:
+    ShardingError: a mapping with another number of names than its rank, or given twice.
+
+  Source: Lingvo and Praxis, `map_1d` and `map_2d` of their partitioned inputs.
+
+  Example:
+    >>> import nnx_parallel as nxp
+    >>> from flax import nnx
+    >>> rules = nxp.InputRules(map_1d=("data",), map_2d=("data", "tensor"))
+    >>> plan = nxp.plan(lambda: nnx.Linear(8, 8, rngs=nnx.Rngs(0)), nxp.make_mesh(data=4, tensor=2), rules)
+    >>> plan.batch_spec(1), plan.batch_spec(2)
+    (P('data',), P('data', 'tensor'))
+  """
+
+  def __init__(self, by_rank: Mapping[int, Sequence[Entry]] | None = None, **maps: Sequence[Entry]):
+    self.every_axis = False
+    table: dict[int, Names] = {}
+    for key, names in [*(by_rank or {}).items(), *maps.items()]:
+      rank = _rank(key)
+      if rank in table:
+        raise ShardingError(f"inputs of {rank} dims have two mappings.", fix="keep one of them.")
+      table[rank] = _names(rank, names)
+    self.by_rank = dict(sorted(table.items()))
+
+  @classmethod
+  def whole_mesh(cls) -> InputRules:
+    """The batch dim of each input over all axes of the mesh, so that no device gets the same examples.
+
+    Returns:
+      Rules for inputs of any rank.
+
+    Example:
+      >>> import nnx_parallel as nxp
+      >>> from flax import nnx
+      >>> mesh, rules = nxp.make_mesh(data=4, tensor=2), nxp.InputRules.whole_mesh()
+      >>> nxp.plan(lambda: nnx.Linear(8, 8, rngs=nnx.Rngs(0)), mesh, rules).batch_spec(2)
+      P(('data', 'tensor'), None)
+    """
+    rules = cls()
+    rules.every_axis = True
+    return rules
+
+  def names_for(self, ndim: int, axes: tuple[str, ...]) -> Names:
+    """The names for an input.
+
+    Args:
+      ndim: its rank, at least 1.
+      axes: the mesh axes, major to minor.
+
+    Returns:
+      One entry per dim.
+
+    Raises:
+      ShardingError: no mapping for this rank.
+    """
+    if self.every_axis:
+      return (axes, *([None] * (ndim - 1)))
+    if ndim not in self.by_rank:
+      example = ("data", *[None] * (ndim - 1))
+      raise ShardingError(
+        f"no input rule for an array of {ndim} dims.",
+        details=f"{self!r}",
+        fix=f"add a mapping for that rank, for example map_{ndim}d={example!r}.",
+      )
+    return self.by_rank[ndim]
+
+  def __eq__(self, other: object) -> bool:
+    if not isinstance(other, InputRules):
+      return NotImplemented
+    return (self.by_rank, self.every_axis) == (other.by_rank, other.every_axis)
+
+  def __hash__(self) -> int:
+    return hash((tuple(self.by_rank.items()), self.every_axis))
+
+  def __repr__(self) -> str:
+    if self.every_axis:
+      return "InputRules.whole_mesh()"
+    return f"InputRules({', '.join(f'map_{rank}d={names!r}' for rank, names in self.by_rank.items())})"
+
+
+def _rank(key: Any) -> int:
+  found = _KEYWORD.fullmatch(key) if isinstance(key, str) else None
+  rank = int(found[1]) if found else key
+  if not isinstance(rank, int) or rank < 1:
+    raise ShardingError(
+      f"{key!r} is not the rank of an input.",
+      details="scalars are always replicated",
+      fix='InputRules(map_1d=("data",)) or InputRules({1: ("data",)})',
+    )
+  return rank
+
+
+def _names(rank: int, names: Any) -> Names:
+  entries: tuple[Any, ...] = tuple(names) if isinstance(names, (tuple, list)) else ()
+  entries = tuple(tuple(entry) if isinstance(entry, list) else entry for entry in entries)
+  if len(entries) != rank or not all(entry is None or isinstance(entry, (str, tuple)) for entry in entries):
+    raise ShardingError(
+      f"map_{rank}d={names!r} is not one name for each of {rank} dims.",
+      fix=f"map_{rank}d={('data', *[None] * (rank - 1))!r}",
+    )
+  return entries

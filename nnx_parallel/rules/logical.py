@@ -1,0 +1,245 @@
+"""Logical axis names and the mesh axes that they stand for."""
+
+from __future__ import annotations
+
+import difflib
+import keyword
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, Literal
+
+from nnx_parallel.core.axes import entry_of
+from nnx_parallel.errors import ShardingError
+
+Candidate = tuple[str, ...]
+"""Mesh axes that cut one dim together, major to minor; `()` keeps the dim whole."""
+Uneven = Literal["error", "next", "pad", "replicate"]
+UNEVEN: tuple[Uneven, ...] = ("error", "next", "pad", "replicate")
+
+
+class LogicalRules(Mapping[str, tuple[Candidate, ...]]):
+  """Logical axis name -> mesh axes, as candidates in order of preference.
+
+  A value is one candidate (`"fsdp"`; `("data", "fsdp")` for both, major to minor; `None` or `()` for whole)
+  or a *list* of candidates: the first one whose axes are in the mesh, are not yet used in the same spec,
+  and divide the dim is taken. The order of the names never matters; dims are resolved left to right.
+
+  Args:
+    names: the rules as a mapping, for names that are not Python keywords; merged with `rules`.
+    unknown: what happens to a name that has no rule and is not a mesh axis: `"error"` (default), or
+      `"whole"` as in Flax Linen.
+    uneven: the policy for dims that do not divide, by name, where it differs from the plan's.
+    **rules: logical name -> candidates.
+
+  Raises:
+    ShardingError: a name given twice, an axis twice in a candidate, a candidate that can never be reached.
+
+  Example:
+    >>> import nnx_parallel as nxp
+    >>> rules = nxp.LogicalRules(batch=("data", "fsdp"), embed="fsdp", heads=["tensor", None])
+    >>> rules["heads"]
+    (('tensor',), ())
+    >>> rules.replace(embed=None)["embed"]
+    ((),)
+  """
+
+  def __init__(
+    self,
+    names: Mapping[str, Any] | None = None,
+    /,
+    *,
+    unknown: Literal["error", "whole"] = "error",
+    uneven: Mapping[str, Uneven] | None = None,
+    **rules: Any,
+  ):
+    twice = sorted(set(names or {}) & set(rules))
+    if twice:
+      raise ShardingError(f"logical name {twice[0]!r} has two rules.", fix="keep one of them.")
+    if unknown not in ("error", "whole"):
+      raise ShardingError(
+        f"unknown={unknown!r} is not a policy for names without a rule.", fix='use "error" or "whole".'
+      )
+    self.unknown: Literal["error", "whole"] = unknown
+    self.uneven: dict[str, Uneven] = dict(uneven or {})
+    self._table = {k: _candidates(k, v) for k, v in {**(names or {}), **rules}.items()}
+    for name, policy in self.uneven.items():
+      if policy not in UNEVEN or name not in self._table:
+        raise ShardingError(
+          f"uneven={{{name!r}: {policy!r}}} does not fit these rules.",
+          details=f"names {', '.join(self._table)}; policies {', '.join(UNEVEN)}",
+          fix=f"uneven={{{next(iter(self._table), 'vocab')!r}: 'pad'}}",
+        )
+
+  @classmethod
+  def from_linen(cls, rules: Iterable[tuple[str, Any]]) -> LogicalRules:
+    """Reads Flax Linen's `(name, axes)` pairs: a repeated name adds a candidate, an unknown name is whole.
+
+    Args:
+      rules: pairs as given to `flax.linen.logical_axis_rules`.
+
+    Returns:
+      The same rules as `LogicalRules`; every name may end whole, as in Linen. Pairs that Linen could never
+      reach are left out.
+
+    Example:
+      >>> import nnx_parallel as nxp
+      >>> nxp.LogicalRules.from_linen([("embed", "fsdp"), ("embed", "data")])["embed"]
+      (('fsdp',), ('data',), ())
+    """
+    table: dict[str, list[Any]] = {}
+    for name, axes in rules:
+      table.setdefault(name, []).append(candidate_of(axes))
+    ended: dict[str, list[Any]] = {}
+    for name, found in table.items():
+      kept: list[Any] = []
+      for option in [*found, ()]:
+        if not any(set(earlier) <= set(option) for earlier in kept):
+          kept.append(option)
+      ended[name] = kept
+    return cls(ended, unknown="whole")
+
+  def __getitem__(self, name: str) -> tuple[Candidate, ...]:
+    return self._table[name]
+
+  def __iter__(self) -> Iterator[str]:
+    return iter(self._table)
+
+  def __len__(self) -> int:
+    return len(self._table)
+
+  def __repr__(self) -> str:
+    plain = {name: value for name, value in self._table.items() if _is_keyword_argument(name)}
+    rest = {name: value for name, value in self._table.items() if name not in plain}
+    parts = [f"{name!r}: {show_candidates(value)}" for name, value in rest.items()]
+    parts = [f"{{{', '.join(parts)}}}"] if parts else []
+    parts += [f"{name}={show_candidates(value)}" for name, value in plain.items()]
+    if self.unknown != "error":
+      parts.append(f"unknown={self.unknown!r}")
+    if self.uneven:
+      parts.append(f"uneven={self.uneven}")
+    return f"LogicalRules({', '.join(parts)})"
+
+  def replace(
+    self,
+    names: Mapping[str, Any] | None = None,
+    /,
+    *,
+    unknown: Literal["error", "whole"] | None = None,
+    uneven: Mapping[str, Uneven] | None = None,
+    **rules: Any,
+  ) -> LogicalRules:
+    """A copy with some rules replaced or added.
+
+    Args:
+      names: logical name -> candidates, for names that are not Python keywords; merged with `rules`.
+      unknown: the policy for names without a rule; None keeps it.
+      uneven: policies by name, replaced or added.
+      **rules: logical name -> candidates, as in the constructor.
+
+    Returns:
+      New rules; `self` is unchanged.
+    """
+    return LogicalRules(
+      {**self._table, **(names or {}), **rules},
+      unknown=unknown or self.unknown,
+      uneven={**self.uneven, **(uneven or {})},
+    )
+
+  def __eq__(self, other: object) -> bool:
+    if not isinstance(other, LogicalRules):
+      return super().__eq__(other)
+    return (self._table, self.unknown, self.uneven) == (other._table, other.unknown, other.uneven)
+
+  def __hash__(self) -> int:
+    # By value, so that equal rules give one compiled program (see `use_rules`).
+    return hash((frozenset(self._table.items()), self.unknown, frozenset(self.uneven.items())))
+
+  def mesh_axes(self) -> tuple[str, ...]:
+    """Every mesh axis that some candidate names, in order of first use."""
+    found = (axis for options in self._table.values() for option in options for axis in option)
+    return tuple(dict.fromkeys(found))
+
+  def check_axes(self, mesh: Mapping[str, int]) -> list[str]:
+    """Looks for axes that the mesh does not have.
+
+    Args:
+      mesh: mesh axis name -> size in devices.
+
+    Returns:
+      One note for each axis that looks like a misspelt one: its candidates are passed over.
+
+    Raises:
+      ShardingError: a rule none of whose candidates can ever apply on this mesh.
+    """
+    notes: list[str] = []
+    for name, options in self._table.items():
+      absent = [axis for option in options for axis in option if axis not in mesh]
+      if all(any(axis not in mesh for axis in option) for option in options):
+        near = difflib.get_close_matches(absent[0], list(mesh), 1)
+        shown = show_rule(name, [*map(entry_of, options), None])
+        raise ShardingError(
+          f"the rule for {name!r} can never apply: axis {absent[0]!r} is not in the mesh.",
+          details=f"rule {name!r} -> {show_candidates(options)}, mesh {dict(mesh)}",
+          fix=(f"did you mean {near[0]!r}? Otherwise let" if near else "let")
+          + f" the dim stay whole on such a mesh: {shown}.",
+        )
+      for axis in dict.fromkeys(absent):
+        near = difflib.get_close_matches(axis, list(mesh), 1, cutoff=0.75)
+        if near:
+          notes.append(f"rule {name!r}: axis {axis!r} is not in the mesh (did you mean {near[0]!r}?)")
+    return notes
+
+
+def _is_keyword_argument(name: str) -> bool:
+  return name.isidentifier() and not keyword.iskeyword(name) and name not in ("self", "unknown", "uneven")
+
+
+def candidate_of(value: Any) -> Candidate:
+  """One candidate as a tuple of mesh axes, from an axis, several, or None."""
+  if value is None:
+    return ()
+  # Anything else becomes a candidate that the check of its axes refuses.
+  return tuple(value) if isinstance(value, (tuple, list)) else (value,)  # pyright: ignore[reportUnknownVariableType]
+
+
+def _candidates(name: str, value: Any) -> tuple[Candidate, ...]:
+  # A list holds candidates; everything else is one. A tuple of tuples is how `Mapping` access returns
+  # candidates, so that rules can be built from rules.
+  is_many = isinstance(value, list) or (
+    isinstance(value, tuple) and value and all(isinstance(item, tuple) for item in value)  # pyright: ignore[reportUnknownVariableType]
+  )
+  options = tuple(candidate_of(item) for item in (value if is_many else [value])) or ((),)  # pyright: ignore[reportUnknownVariableType]
+  for position, option in enumerate(options):
+    bad = [axis for axis in option if not isinstance(axis, str)]  # pyright: ignore[reportUnnecessaryIsInstance]
+    if bad or len(set(option)) != len(option):
+      raise ShardingError(
+        f"rule for {name!r}: {option!r} is not a tuple of distinct mesh axes.",
+        fix=f"{show_rule(name, 'fsdp')}, {show_rule(name, ('data', 'fsdp'))}, or a list of candidates:"
+        f" {show_rule(name, ['tensor', None])}.",
+      )
+    # Whatever stops the axes of an earlier candidate (absent, used, uneven) also stops more of them.
+    shadow = next((earlier for earlier in options[:position] if set(earlier) <= set(option)), None)
+    if shadow is not None:
+      raise ShardingError(
+        f"rule for {name!r}: candidate {show_candidate(option)} can never be reached after"
+        f" {show_candidate(shadow)}.",
+        details=f"candidates {show_candidates(options)}",
+        fix="put candidates with more axes first and None (whole), which always fits, last; each only once.",
+      )
+  return options
+
+
+def show_rule(name: str, value: Any) -> str:
+  """One logical rule as it would be typed, whatever its name: `mlp=None`, `{'col-alias': None}`."""
+  shown = "..." if value is ... else repr(value)
+  return f"{name}={shown}" if _is_keyword_argument(name) else f"{{{name!r}: {shown}}}"
+
+
+def show_candidate(option: Candidate) -> str:
+  """One candidate as it would be typed: `'fsdp'`, `('data', 'fsdp')` or `None`."""
+  return repr(option[0]) if len(option) == 1 else repr(option or None)
+
+
+def show_candidates(options: Sequence[Candidate]) -> str:
+  """Candidates as they would be typed; a list when there are several."""
+  shown = [show_candidate(option) for option in options]
+  return shown[0] if len(shown) == 1 else f"[{', '.join(shown)}]"

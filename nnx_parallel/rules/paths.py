@@ -1,0 +1,207 @@
+"""Names for parameters that nobody annotated, by pattern on their path."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from jax.sharding import PartitionSpec
+
+from nnx_parallel.core.nodes import Names, Path, path_str
+from nnx_parallel.errors import ShardingError
+
+WHOLE_DIMS = "..."
+"""In the names of a path rule: any number of whole dims. Stored as text, so that rules go through JSON."""
+
+
+def _mended(window: str | tuple[str, ...]) -> str | tuple[str, ...]:
+  """A pattern as it was probably meant: as in a shell, where `*` stands for anything; else literally."""
+
+  def part(pattern: str) -> str:
+    try:
+      re.compile(pattern)
+    except re.error:
+      return ".*".join(map(re.escape, pattern.split("*")))
+    return pattern
+
+  return part(window) if isinstance(window, str) else tuple(map(part, window))
+
+
+class PathRules:
+  r"""Names for parameters that nobody annotated, by pattern on their path. The first match wins.
+
+  A pattern is a regular expression that must match the *whole* dotted path (`r".*attn\.(q|k|v)\.kernel"`),
+  or a *window*: a tuple of regular expressions, each matching the whole of one of as many consecutive path
+  parts (`("SelfAttention", "(q|k|v)", "kernel")`). A value is a tuple with one name (logical, or a mesh
+  axis) per dim, where one `...` stands for any number of whole dims; or a `PartitionSpec`. None and
+  `PartitionSpec()` keep the parameter whole, whatever the fallback is. With `(None, None)` its dims have no
+  names, and `fsdp(extend=True)` may still split one.
+
+  Args:
+    rules: `(pattern, names)` pairs in order.
+    strict: refuse to plan while some parameter matches no rule (all of them are listed), unless a fallback
+      takes it.
+    optional: rules that match nothing are no reason for a note in the plan: a table for a family of models.
+
+  Raises:
+    ShardingError: a pattern that does not compile, or a value that is not names.
+
+  Source: regex windows, T5X and Hugging Face Flax `partition_rules`.
+
+  Example:
+    >>> import nnx_parallel as nxp
+    >>> rules = nxp.PathRules([(("attn", "(q|k|v)", "kernel"), (None, "tensor")), (r".*\.scale", None)])
+    >>> rules.match(("blocks", 0, "attn", "q", "kernel")).names
+    (None, 'tensor')
+  """
+
+  def __init__(
+    self,
+    rules: Iterable[tuple[str | Sequence[str], Sequence[Any] | None]] | Mapping[Any, Any],
+    *,
+    strict: bool = True,
+    optional: bool = False,
+  ):
+    pairs: list[tuple[Any, Any]] = list(rules.items() if isinstance(rules, Mapping) else rules)
+    self.strict, self.optional = strict, optional
+    self.rules = tuple(PathRule.of(pattern, names) for pattern, names in pairs)
+    seen: dict[Any, PathRule] = {}
+    for rule in self.rules:
+      if rule.pattern in seen:
+        raise ShardingError(
+          f"path rule {rule.pattern!r} is given twice; the second one can never fire.",
+          details=f"values {seen[rule.pattern].names} and {rule.names}",
+          fix="remove one of them.",
+        )
+      seen[rule.pattern] = rule
+
+  def match(self, path: Path) -> PathRule | None:
+    """The first rule that matches a path, or None.
+
+    Args:
+      path: path parts, as in `LeafPlan.path`.
+
+    Returns:
+      The rule, with its `.pattern` and `.names`.
+    """
+    return next((rule for rule in self.rules if rule.matches(path)), None)
+
+  def pairs(self) -> list[tuple[str | tuple[str, ...], Names | None]]:
+    """The `(pattern, names)` pairs, to edit and build new rules from."""
+    return [(rule.pattern, rule.names) for rule in self.rules]
+
+  def __eq__(self, other: object) -> bool:
+    if not isinstance(other, PathRules):
+      return NotImplemented
+    return (self.rules, self.strict, self.optional) == (other.rules, other.strict, other.optional)
+
+  def __hash__(self) -> int:
+    return hash((self.rules, self.strict, self.optional))
+
+  def __repr__(self) -> str:
+    lines = [f"  ({rule.pattern!r}, {show_names(rule.names)})," for rule in self.rules]
+    options = ("" if self.strict else ", strict=False") + (", optional=True" if self.optional else "")
+    return "\n".join(["PathRules([", *lines, f"]{options})"])
+
+
+@dataclasses.dataclass(frozen=True)
+class PathRule:
+  """One pattern and the names it gives; see `PathRules`."""
+
+  pattern: str | tuple[str, ...]
+  names: Names | None
+
+  @classmethod
+  def of(cls, pattern: str | Sequence[str], names: Any) -> PathRule:
+    """Checks and normalises one `(pattern, names)` pair."""
+    window = pattern if isinstance(pattern, str) else tuple(pattern)
+    if not window:
+      raise ShardingError(f"path rule {window!r} has no pattern.", fix="r'.*' matches every path.")
+    try:
+      for part in (window,) if isinstance(window, str) else window:
+        re.compile(part)
+    except re.error as error:
+      raise ShardingError(
+        f"path rule {window!r} is not a regular expression: {error}.",
+        fix=f"PathRules([({_mended(window)!r}, {names!r})])",
+      ) from error
+    if names is None or (isinstance(names, PartitionSpec) and not len(names)):
+      return cls(window, None)
+    if isinstance(names, PartitionSpec):
+      names = (*names, ...)  # as in jax, the dims that a spec leaves out are whole
+    entries: tuple[Any, ...] = tuple(names) if isinstance(names, (tuple, list)) else ()
+    entries = tuple(WHOLE_DIMS if entry is ... else entry for entry in entries)
+    if not isinstance(names, (tuple, list)) or not all(map(_is_path_entry, entries)):
+      raise ShardingError(
+        f"path rule {window!r} has the value {names!r}, which is not one name for each dim.",
+        fix=f"({names!r}, None), or None to keep the parameter whole.",
+      )
+    if entries.count(WHOLE_DIMS) > 1:
+      raise ShardingError(
+        f"path rule {window!r} has the value {show_names(entries)}, with two ....",
+        fix="keep one; it stands for any number of whole dims.",
+      )
+    return cls(window, tuple(tuple(e) if isinstance(e, list) else e for e in entries))
+
+  def names_for(self, ndim: int, *, where: str) -> Names | None:
+    """The names for an array, with `...` written out.
+
+    Args:
+      ndim: rank of the array.
+      where: its path, for errors.
+
+    Returns:
+      One entry per dim, or None: the rule keeps the array whole.
+
+    Raises:
+      ShardingError: the rule has another number of names.
+    """
+    if self.names is None:
+      return None
+    names: list[Any] = list(self.names)
+    if WHOLE_DIMS in names:
+      at = names.index(WHOLE_DIMS)
+      names[at : at + 1] = [None] * (ndim - len(names) + 1)
+    if len(names) != ndim:
+      given = len(self.names) - self.names.count(WHOLE_DIMS)
+      raise ShardingError(
+        f"path rule {self.pattern!r} gives {given} names to {where}, an array of {ndim} dims.",
+        details=f"names {show_names(self.names)}",
+        fix="write one entry for each dim (None: whole; ... stands for any number of whole dims), or put a"
+        " rule for it in front of this one.",
+      )
+    return tuple(names)
+
+  def matches(self, path: Path) -> bool:
+    """Whether the pattern matches the path."""
+    if isinstance(self.pattern, str):
+      return re.fullmatch(self.pattern, path_str(path)) is not None
+    parts = [str(part) for part in path]
+    width = len(self.pattern)
+    return any(
+      all(map(_matches_part, self.pattern, parts[start : start + width]))
+      for start in range(len(parts) - width + 1)
+    )
+
+
+# Models repeat the same few parts ("attn", "kernel") in every layer.
+@functools.lru_cache(maxsize=2**14)
+def _matches_part(regex: str, part: str) -> bool:
+  return re.fullmatch(regex, part) is not None
+
+
+def _is_path_entry(entry: Any) -> bool:
+  if isinstance(entry, (tuple, list)):
+    return all(isinstance(name, str) for name in entry)  # pyright: ignore[reportUnknownVariableType]
+  return entry is None or isinstance(entry, str)
+
+
+def show_names(names: Sequence[Any] | None) -> str:
+  """Names as they would be typed: `('embed', ..., None)`."""
+  if names is None:
+    return "None"
+  shown = ["..." if entry == WHOLE_DIMS else repr(entry) for entry in names]
+  return f"({shown[0]},)" if len(shown) == 1 else f"({', '.join(shown)})"

@@ -1,0 +1,156 @@
+"""All the rules of a plan.
+
+Three small kinds of rule, composed in a `RuleSet`:
+
+* `LogicalRules`: logical name -> mesh axes, with candidates in order of preference;
+* `PathRules`: a pattern on the path -> names, for models that nobody annotated;
+* a fallback for parameters without names: `fsdp()`, `replicate()` or `error()`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from nnx_parallel.errors import ShardingError
+from nnx_parallel.rules.fallback import Fallback
+from nnx_parallel.rules.inputs import InputRules
+from nnx_parallel.rules.logical import LogicalRules, Uneven, show_candidates, show_rule
+from nnx_parallel.rules.paths import PathRules
+
+
+@dataclasses.dataclass(frozen=True)
+class RuleSet:
+  """All the rules of a plan; printed as the list of rules that it was made from.
+
+  Attributes:
+    logical: logical name -> mesh axes.
+    paths: names for parameters that nobody annotated, by path.
+    fallback: what happens to parameters without names.
+    inputs: how inputs are split, where the `batch` rule on dim 0 is not enough.
+  """
+
+  logical: LogicalRules = dataclasses.field(default_factory=LogicalRules)
+  paths: tuple[PathRules, ...] = ()
+  fallback: Fallback | None = None
+  inputs: InputRules | None = None
+
+  @classmethod
+  def of(cls, rules: Any) -> RuleSet:
+    """Reads whatever the `rules` argument may be: one kind of rule, a preset, a mapping, or a sequence.
+
+    Args:
+      rules: None, `LogicalRules`, a mapping of logical names, `PathRules`, a fallback, `InputRules`, a
+        `RuleSet`, or a sequence of these.
+
+    Returns:
+      One `RuleSet`.
+
+    Raises:
+      ShardingError: two logical tables, fallbacks or input rules that disagree, or something that is not a
+        rule.
+    """
+    if isinstance(rules, RuleSet):
+      return rules
+    logical: LogicalRules | None = None
+    paths: list[PathRules] = []
+    fallback: Fallback | None = None
+    inputs: InputRules | None = None
+    for item in _flatten(rules):
+      if isinstance(item, LogicalRules):
+        logical = item if logical is None else _merge(logical, item)
+      elif isinstance(item, PathRules):
+        paths.append(item)
+      elif isinstance(item, Fallback):
+        if fallback not in (None, item):
+          raise ShardingError(
+            f"two fallbacks: {fallback} and {item}.",
+            fix="keep one; the fallback is what comes last.",
+          )
+        fallback = item
+      elif isinstance(item, InputRules):
+        if inputs not in (None, item):
+          raise ShardingError(f"two input rules: {inputs} and {item}.", fix="keep one of them.")
+        inputs = item
+      else:
+        if callable(item) and getattr(item, "__module__", "").startswith("nnx_parallel.rules."):
+          name = getattr(item, "__name__", "")
+          raise ShardingError(f"the function {name} was not called, so it is no rule.", fix=f"{name}()")
+        raise ShardingError(
+          f"{item!r} is not a sharding rule.",
+          fix='pass LogicalRules(embed="fsdp"), PathRules([...]), fsdp(), replicate(), or a list of these;'
+          " the (name, axes) pairs of Flax Linen through LogicalRules.from_linen(pairs).",
+        )
+    return cls(logical if logical is not None else LogicalRules(), tuple(paths), fallback, inputs)
+
+  def replace(
+    self, names: Mapping[str, Any] | None = None, /, *, fallback: Fallback | None = None, **rules: Any
+  ) -> RuleSet:
+    """A copy with some logical rules replaced or added: how a preset is edited.
+
+    Args:
+      names: as for `LogicalRules.replace`.
+      fallback: `fsdp()`, `replicate()` or `error()` instead of its own; None keeps it.
+      **rules: logical name -> candidates, and the options of `LogicalRules.replace`.
+
+    Returns:
+      New rules; `self` is unchanged.
+
+    Example:
+      >>> import nnx_parallel as nxp
+      >>> nxp.presets.data_parallel().replace(batch=("data", "fsdp"))
+      [LogicalRules(batch=('data', 'fsdp'), unknown='whole'), replicate()]
+    """
+    logical = self.logical.replace(names, **rules)
+    return dataclasses.replace(self, logical=logical, fallback=fallback or self.fallback)
+
+  def with_uneven(self, policy: Uneven) -> RuleSet:
+    """The same rules, with a policy for the names that have none of their own.
+
+    Args:
+      policy: as in `plan`; `"error"` changes nothing, being what a name without a policy has.
+
+    Returns:
+      New rules, so that whoever resolves a name later (`constrain`, say) treats it as the plan did.
+    """
+    if policy == "error" or not len(self.logical):
+      return self
+    uneven = dict(self.logical.uneven)
+    for name in self.logical:
+      uneven.setdefault(name, policy)
+    logical = LogicalRules(dict(self.logical), unknown=self.logical.unknown, uneven=uneven)
+    return dataclasses.replace(self, logical=logical)
+
+  def __repr__(self) -> str:
+    return f"[{', '.join(map(repr, _flatten(self)))}]"
+
+
+def _flatten(rules: Any) -> Iterator[Any]:
+  if rules is None:
+    return
+  if isinstance(rules, RuleSet):
+    if rules.logical != LogicalRules():
+      yield rules.logical
+    yield from rules.paths
+    yield from (item for item in (rules.fallback, rules.inputs) if item is not None)
+  elif isinstance(rules, Mapping) and not isinstance(rules, LogicalRules):
+    yield LogicalRules(rules)  # pyright: ignore[reportUnknownArgumentType]
+  elif isinstance(rules, Sequence) and not isinstance(rules, str):
+    for item in rules:  # pyright: ignore[reportUnknownVariableType]
+      yield from _flatten(item)
+  else:
+    yield rules
+
+
+def _merge(first: LogicalRules, second: LogicalRules) -> LogicalRules:
+  clash = [name for name in first if name in second and first[name] != second[name]]
+  if clash:
+    name = clash[0]
+    raise ShardingError(
+      f"logical name {name!r} has two rules.",
+      details=f"{show_candidates(first[name])} and {show_candidates(second[name])}",
+      fix=f"keep one, or change it with rules.replace({show_rule(name, ...)}).",
+    )
+  unknown = "whole" if "whole" in (first.unknown, second.unknown) else "error"
+  return LogicalRules({**first, **second}, unknown=unknown, uneven={**first.uneven, **second.uneven})

@@ -1,0 +1,220 @@
+"""Plans that leave the process: JSON, differences, golden files."""
+
+from __future__ import annotations
+
+import json
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from flax import nnx
+
+import nnx_parallel as nxp
+from layout.models import LM, named
+from nnx_parallel.layout.show.diff import assert_golden_plan
+from nnx_parallel.report.compile_report import state_categories
+from nnx_parallel.rules.inputs import InputRules
+
+RULES = [
+  nxp.LogicalRules(embed="fsdp", mlp=["tensor", None], vocab=("tensor", "data"), uneven={"vocab": "pad"}),
+  nxp.PathRules([(("norm", "scale"), None), (r".*\.bias", (None,))], strict=False),
+  nxp.fsdp(min_size=100),
+]
+
+
+def init():
+  return LM(61, 8, 2, nnx.Rngs(0))
+
+
+def lm_plan(mesh=None, rules=RULES, optimizer=None):
+  return nxp.plan(init, mesh or nxp.make_mesh(data=2, fsdp=2, tensor=2), rules, optimizer=optimizer)
+
+
+def test_json_holds_the_whole_plan():
+  mesh = nxp.abstract_mesh(data=2, fsdp=2, tensor=2)
+  plan = lm_plan(mesh, optimizer=optax.adam(1e-3))
+  back = nxp.ShardingPlan.from_json(plan.to_json())
+  assert back.leaves == plan.leaves
+  assert (str(back), back.notes, repr(back.rules)) == (str(plan), plan.notes, repr(plan.rules))
+  assert back.batch_spec(2) == plan.batch_spec(2)
+  assert back.explain("embed.embedding") == plan.explain("embed.embedding")
+  assert json.loads(plan.to_json())["mesh"] == {
+    "axes": {"data": 2, "fsdp": 2, "tensor": 2},
+    "explicit": False,
+  }
+
+
+@pytest.mark.parametrize(
+  "inputs", [InputRules.whole_mesh(), InputRules(map_1d=("data",), map_2d=("data", None))]
+)
+def test_json_keeps_rules_for_inputs_and_open_ranks(inputs):
+  rules = [
+    inputs,
+    nxp.LogicalRules(mlp=None, embed=None),
+    nxp.PathRules([(".*", ("vocab", ...))], strict=False),
+  ]
+  plan = lm_plan(nxp.abstract_mesh(data=2, vocab=1), rules=[*rules, nxp.fsdp("data")])
+  assert nxp.ShardingPlan.from_json(plan.to_json()).rules == plan.rules
+
+
+def test_json_keeps_odd_paths_dtypes_and_keys():
+  class Odd(nnx.Module):
+    def __init__(self):
+      self.table = nnx.data({1: nnx.Param(jnp.ones(8, jnp.float8_e4m3fn))})
+      self.pairs = nnx.data({("a", 2): nnx.Cache(jnp.ones(8, jnp.int8))})
+      self.rngs = nnx.Rngs(jax.random.key(0, impl="rbg"))
+
+  plan = nxp.plan(Odd, nxp.abstract_mesh(fsdp=8))
+  back = nxp.ShardingPlan.from_json(plan.to_json())
+  assert back.leaves == plan.leaves
+  assert next(iter(back.of("model"))) == ("pairs", ("a", 2))
+  assert list(back.of("model"))[-1] == ("table", 1)
+
+
+def test_a_stored_plan_creates_what_was_planned_whatever_the_rules_say_now():
+  stored, mesh = lm_plan().to_json(), nxp.make_mesh(data=2, fsdp=2, tensor=2)
+  plan = nxp.ShardingPlan.from_json(stored, mesh=mesh, init=init)
+  model = nxp.create_sharded_model(plan)
+  kernel = model.blocks[0].up.kernel.get_raw_value()
+  assert kernel.sharding == lm_plan()["blocks.0.up.kernel"].sharding
+  with nnx.use_eager_sharding(False):
+    assert (jax.device_get(kernel) == init().blocks[0].up.kernel[...]).all()
+
+
+def test_a_stored_plan_without_its_constructor_says_what_is_missing():
+  plan = nxp.ShardingPlan.from_json(lm_plan().to_json(), mesh=nxp.make_mesh(data=2, fsdp=2, tensor=2))
+  missing = r"read from JSON without its constructor.*\n.*from_json\(text, mesh=mesh, init=init"
+  with pytest.raises(nxp.PlanError, match=missing):
+    nxp.create_sharded_model(plan)
+  with pytest.raises(nxp.PlanError, match="without its constructor, so a filter has nothing to look at"):
+    plan.trainable(nnx.Param)
+
+
+def test_a_stored_plan_of_another_module_is_refused():
+  with pytest.raises(nxp.PlanError, match=r"for another module: blocks.1.down.bias.*\n.*built nothing"):
+    nxp.ShardingPlan.from_json(lm_plan().to_json(), init=lambda: LM(61, 8, 1, nnx.Rngs(0)))
+
+
+def test_a_mesh_of_another_shape_is_refused():
+  with pytest.raises(nxp.PlanError, match=r"for another mesh.*\n.*stored .*'fsdp': 2.*given .*'fsdp': 8"):
+    nxp.ShardingPlan.from_json(lm_plan().to_json(), mesh=nxp.make_mesh(fsdp=8))
+
+
+@pytest.mark.parametrize(
+  ("text", "message"),
+  [
+    ("{", "this is not the JSON of a plan"),
+    ("[]", r"not a plan that this version can read.\n  format 'list'; this version reads 1"),
+    ('{"format": 99}', r"format 99; this version reads 1"),
+    ('{"format": 1}', r"this JSON of a plan lacks 'mesh'.\n  Fix: write it again with plan.to_json\(\)"),
+  ],
+)
+def test_other_text_is_refused(text, message):
+  with pytest.raises(nxp.PlanError, match=message):
+    nxp.ShardingPlan.from_json(text)
+
+
+def test_a_path_part_that_json_cannot_hold_is_an_error():
+  class Odd(nnx.Module):
+    def __init__(self):
+      self.table = nnx.data({1.5: nnx.Param(jnp.ones(8))})
+
+  with pytest.raises(
+    nxp.PlanError, match=r"table.1.5 has the path part 1.5, a float, which JSON cannot hold"
+  ):
+    nxp.plan(Odd, nxp.abstract_mesh(fsdp=8)).to_json()
+
+
+def test_equal_layouts_do_not_differ_even_for_other_reasons():
+  by_name = nxp.plan(
+    lambda: nnx.Linear(8, 8, rngs=nnx.Rngs(0), kernel_metadata=named(None, "fsdp")), nxp.make_mesh(fsdp=8)
+  )
+  by_size = nxp.plan(lambda: nnx.Linear(8, 8, rngs=nnx.Rngs(0)), nxp.make_mesh(fsdp=8), nxp.fsdp(min_size=8))
+  assert not by_name.diff(by_size)
+  assert str(by_name.diff(by_size)) == "the plans lay everything out alike."
+
+
+def test_a_difference_names_what_changed_once_for_all_layers():
+  before = lm_plan()
+  after = lm_plan(rules=[nxp.LogicalRules(embed=None, mlp="tensor", vocab=None)])
+  assert str(before.diff(after)) == (
+    "changed               n  what       before               after\n"
+    "blocks.*.down.kernel  2  spec       (tensor, fsdp)       (tensor, -)\n"
+    "blocks.*.up.kernel    2  spec       (fsdp, tensor)       (-, tensor)\n"
+    "embed.embedding       1  spec       (tensor+data, fsdp)  whole\n"
+    "embed.embedding       1  stored as  [64,8]               -\n"
+    f"per device {before.bytes_per_device() / 1024:.4g} KiB -> {after.bytes_per_device() / 1024:.4g} KiB"
+  )
+
+
+def test_a_difference_shows_leaves_of_one_side_and_the_mesh():
+  before, after = lm_plan(), lm_plan(nxp.make_mesh(data=1, fsdp=4, tensor=2), optimizer=optax.sgd(1.0, 0.9))
+  text = str(before.diff(after))
+  assert text.startswith("mesh {'data': 2, 'fsdp': 2, 'tensor': 2} -> {'data': 1, 'fsdp': 4, 'tensor': 2}\n")
+  assert "optimizer/step" in text
+  assert "-       uint32[] whole" in text
+  assert [leaf.name for leaf in after.diff(before).removed][-1] == "optimizer/step"
+
+
+def test_a_golden_plan_is_written_compared_and_its_difference_shown(tmp_path, monkeypatch):
+  file = tmp_path / "golden" / "lm.txt"
+  with pytest.raises(
+    AssertionError, match=r"does not exist. If that is meant, write it with NNX_PARALLEL_UPDATE"
+  ):
+    assert_golden_plan(lm_plan(), file)
+  monkeypatch.setenv("NNX_PARALLEL_UPDATE_GOLDEN", "1")
+  assert_golden_plan(lm_plan(), file)
+  monkeypatch.delenv("NNX_PARALLEL_UPDATE_GOLDEN")
+  assert_golden_plan(lm_plan(), file)
+  assert (
+    "embed.embedding: float32[61,8]  Param  (tensor+data, fsdp)  [64,8]  default  head" in file.read_text()
+  )
+  other = lm_plan(rules=[nxp.LogicalRules(embed=None, mlp="tensor", vocab=None)])
+  with pytest.raises(AssertionError, match=r"-embed.embedding: .*\n(.*\n)*\+embed.embedding: .*whole"):
+    assert_golden_plan(other, file)
+
+
+def test_rules_come_back_equal():
+  table = nxp.PathRules([(("kernel",), (..., None)), ((r"scale",), None)], optional=True)
+  plan = nxp.plan(lambda: nnx.Linear(8, 8, rngs=nnx.Rngs(0)), nxp.abstract_mesh(fsdp=2), [table, nxp.fsdp()])
+  assert nxp.ShardingPlan.from_json(plan.to_json()).rules == plan.rules
+
+
+class Weight(nnx.Param):
+  """A parameter whose name does not say so."""
+
+
+class NotAParam(nnx.Variable):
+  """The other way round."""
+
+
+def test_a_parameter_is_known_by_its_type_and_not_by_its_name():
+  class Net(nnx.Module):
+    def __init__(self):
+      self.weight, self.other = Weight(jnp.zeros((4, 8))), NotAParam(jnp.zeros(3))
+      self.bias = nnx.Param(jnp.zeros(8))
+
+  plan = nxp.plan(Net, nxp.abstract_mesh(data=2), nxp.replicate(), optimizer=optax.adam(1e-3))
+  again = nxp.ShardingPlan.from_json(plan.to_json())
+  for found in (plan, again):
+    assert {leaf.name for leaf in found.leaves if leaf.is_parameter} == {"weight", "bias"}
+    assert state_categories(found)["parameters"] == 4 * (32 + 8)
+    assert state_categories(found)["other model state"] == 12
+  assert again.to_json() == plan.to_json()
+
+
+def test_a_stored_plan_is_not_for_a_variable_of_another_type():
+  text = nxp.plan(lambda: nnx.Dict(x=nnx.Param(jnp.zeros(4))), nxp.abstract_mesh(data=2)).to_json()
+  with pytest.raises(
+    nxp.PlanError, match=r"x\.\n  stored Param float32\[4\], a parameter, built BatchStat float32"
+  ):
+    nxp.ShardingPlan.from_json(text, init=lambda: nnx.Dict(x=nnx.BatchStat(jnp.zeros(4))))
+
+
+def test_a_stored_plan_counts_its_parameters_and_knows_whose_state_is_whose():
+  plan = lm_plan(optimizer=optax.adam(1e-3))
+  again = nxp.ShardingPlan.from_json(plan.to_json())
+  assert again.num_parameters() == plan.num_parameters()
+  assert [leaf.parameter for leaf in again.leaves] == [leaf.parameter for leaf in plan.leaves]
+  assert again["optimizer/opt_state.0.mu.blocks.0.up.kernel"].parameter == ("blocks", 0, "up", "kernel")

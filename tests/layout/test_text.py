@@ -1,0 +1,266 @@
+"""Printed plans: what a person reads, and that it fits the page."""
+
+from __future__ import annotations
+
+import html
+import re
+import sys
+import types
+
+import jax
+import optax
+import pytest
+from flax import nnx
+
+import nnx_parallel as nxp
+from layout.models import LM
+from nnx_parallel.core.text import WIDTH, format_bytes, format_spec, text_table
+from nnx_parallel.layout.show.text import grouped
+
+RULES = nxp.LogicalRules(batch=("data", "fsdp"), embed="fsdp", mlp="tensor", vocab="tensor")
+
+
+def lm_plan(**kwargs):
+  return nxp.plan(
+    lambda: LM(64, 8, 3, nnx.Rngs(0)),
+    nxp.make_mesh(data=2, fsdp=2, tensor=2),
+    RULES,
+    optimizer=optax.adam(1e-3),
+    **kwargs,
+  )
+
+
+TABLE = """\
+mesh data=2 x fsdp=2 x tensor=2 = 8 devices (cpu, Auto axes)
+  inside one host: data, fsdp, tensor
+rules batch -> data+fsdp, embed -> fsdp, mlp -> tensor, vocab -> tensor
+
+model                  n  type         array          spec            per device  why
+blocks.*.down.bias     3  Param        float32[8]     whole                 96 B  no annotation
+blocks.*.down.kernel   3  Param        float32[32,8]  (tensor, fsdp)       768 B  names (mlp, embed)
+blocks.*.norm.scale    3  Param        float32[8]     whole                 96 B  no annotation
+blocks.*.up.bias       3  Param        float32[32]    whole                384 B  no annotation
+blocks.*.up.kernel     3  Param        float32[8,32]  (fsdp, tensor)       768 B  names (embed, mlp)
+embed.embedding           Param        float32[64,8]  (tensor, fsdp)       512 B  names (vocab, embed); tied to head
+
+optimizer              n  type         array          spec            per device  why
+opt_state.0.count         OptArray     int32[]        whole                  4 B  not parameter state
+opt_state.0.mu.*      16  OptVariable  float32        as each          2.562 KiB  as its parameter
+opt_state.0.nu.*      16  OptVariable  float32        as each          2.562 KiB  as its parameter
+step                      OptState     uint32[]       whole                  4 B  not parameter state
+
+total      arrays  elements     in all  per device  copies
+model          16     2,192  8.562 KiB   2.562 KiB    2.39
+optimizer      34     4,386  17.13 KiB   5.133 KiB    2.40
+together       50             25.7 KiB   7.695 KiB
+note: blocks.0.down.kernel, blocks.0.up.kernel, blocks.1.down.kernel and 4 more: a jit of your own may compute wrong
+  numbers on this layout, by a fault of XLA (swapped examples) that train_step and eval_step avoid;
+  nxp.check_gradients(model, batch, loss) tells
+note: embed.embedding: look-up table split by columns over fsdp, as the batch, so a step sends activations instead of
+  weights; split the rows: names (('tensor', 'fsdp'), None)"""  # noqa: E501
+
+
+def test_the_table():
+  assert str(lm_plan()) == TABLE
+
+
+def test_the_table_fits_the_page_and_wraps_only_the_reasons():
+  long = nxp.PathRules(
+    [(r"blocks\.\d+\.(up|down)\.(kernel|bias)|blocks\.\d+\.norm\.scale|embed\.embedding", None)]
+  )
+  plan = nxp.plan(
+    lambda: nnx.Dict(block=nnx.Linear(8, 6, rngs=nnx.Rngs(0))),
+    nxp.make_mesh(fsdp=8),
+    [long, nxp.fsdp(min_size=7)],
+  )
+  lines = str(plan).splitlines()
+  assert max(map(len, lines)) <= WIDTH
+  assert any("block.kernel" in line and "float32[8,6]" in line for line in lines)
+
+
+def test_layers_under_keys_that_are_numbers_are_one_row():
+  layers = lambda: nnx.Dict({str(i): nnx.Linear(8, 8, use_bias=False, rngs=nnx.Rngs(0)) for i in range(12)})
+  plan = nxp.plan(layers, nxp.make_mesh(fsdp=8), nxp.fsdp(min_size=8))
+  assert [(name, len(leaves)) for name, leaves in grouped(plan.leaves)] == [("*.kernel", 12)]
+
+
+def test_repeated_layers_are_one_row_whether_listed_or_numbered_by_name():
+  class Numbered(nnx.Module):
+    def __init__(self, rngs):
+      for i in range(12):
+        setattr(self, f"layer_{i}", nnx.Linear(8, 8, rngs=rngs))
+
+  plan = nxp.plan(lambda: Numbered(nnx.Rngs(0)), nxp.make_mesh(fsdp=8), nxp.fsdp(min_size=8))
+  assert [(name, len(leaves)) for name, leaves in grouped(plan.leaves)] == [
+    ("layer_*.bias", 12),
+    ("layer_*.kernel", 12),
+  ]
+
+
+def test_layers_that_differ_keep_their_rows():
+  plan = nxp.plan(
+    lambda: nnx.List([nnx.Linear(8, 8, rngs=nnx.Rngs(0)), nnx.Linear(8, 16, rngs=nnx.Rngs(0))]),
+    nxp.make_mesh(fsdp=8),
+    nxp.fsdp(min_size=8),
+  )
+  assert [name for name, _ in grouped(plan.leaves)] == ["0.bias", "0.kernel", "1.bias", "1.kernel"]
+
+
+def test_factored_state_is_one_row_per_shape():
+  plan = nxp.plan(
+    lambda: LM(64, 8, 5, nnx.Rngs(0)),
+    nxp.make_mesh(fsdp=2, tensor=4),
+    RULES.replace(batch="fsdp"),
+    optimizer=optax.adafactor(1e-3, min_dim_size_to_factor=4),
+  )
+  rows = [line.split()[:2] for line in str(plan).splitlines()]
+  assert ["opt_state.0.v_row.blocks.*.up.kernel", "5"] in rows
+
+
+def test_explain_says_what_was_tried_and_what_follows():
+  assert lm_plan().explain("embed.embedding") == (
+    "embed.embedding: Param float32[64,8] -> P('tensor', 'fsdp')\n"
+    "  tied: also at head; counted once\n"
+    "  from its metadata: ('vocab', 'embed')\n"
+    "  'vocab' -> 'tensor'\n"
+    "  'embed' -> 'fsdp'\n"
+    "  each device holds float32[32,4], 512 bytes of 2048 (2 copies on 8 devices)\n"
+    "  2 optimizer arrays follow it: 1 KiB per device"
+  )
+
+
+def test_explain_names_the_rule_and_the_candidates_that_lost():
+
+  def init():
+    return nnx.Linear(8, 6, use_bias=False, rngs=nnx.Rngs(0))
+
+  mesh = nxp.make_mesh(fsdp=2, tensor=4)
+  rules = [nxp.LogicalRules(heads=["tensor", None]), nxp.PathRules([("kernel", (None, "heads"))])]
+  text = nxp.plan(init, mesh, rules).explain("kernel")
+  assert "no annotation; path rule 'kernel': (None, 'heads')" in text
+  assert "'heads' -> None; not 'tensor': 4 does not divide 6" in text
+
+
+def test_explain_says_which_rules_did_not_match():
+  rules = [nxp.PathRules([("bias", None)]), nxp.fsdp(min_size=100)]
+  text = nxp.plan(lambda: nnx.Linear(8, 8, rngs=nnx.Rngs(0)), nxp.make_mesh(fsdp=8), rules).explain("kernel")
+  assert "no annotation; none of 1 path rules matches; fsdp('fsdp', min_size=100, extend=True)" in text
+  assert "64 elements, at most min_size=100" in text
+
+
+def test_an_unknown_path_is_told_the_nearest():
+  with pytest.raises(nxp.PlanError, match=r"no leaf 'embed.embeding'.*\n.*nearest: embed.embedding"):
+    lm_plan().explain("embed.embeding")
+
+
+NARROW = """\
+model                  n  array          spec            per device
+    type; why
+blocks.*.down.bias     3  float32[8]     whole                 96 B
+    Param; no annotation
+blocks.*.down.kernel   3  float32[32,8]  (tensor, fsdp)       768 B
+    Param; names (mlp, embed)
+"""
+
+
+def test_a_narrow_terminal_shows_the_reason_under_its_row(capsys, monkeypatch):
+  monkeypatch.setenv("COLUMNS", "80")
+  lm_plan().show()
+  shown = capsys.readouterr().out
+  assert shown.rstrip("\n") == str(lm_plan())
+  assert NARROW in shown
+  assert max(map(len, shown.splitlines())) <= 80
+
+
+def test_a_very_narrow_terminal_folds_names_at_their_dots():
+  rows = [("encoder.layers.*.attention.kernel", "float32[1024,1024]", "a reason of five words")]
+  assert text_table(("model", "array", "why"), rows, wrap=(2,), width=42).splitlines() == [
+    "model                   array",
+    "    why",
+    "encoder.layers.*.       float32[1024,1024]",
+    "  attention.kernel",
+    "    a reason of five words",
+  ]
+
+
+def test_a_long_path_rule_is_cut_between_its_alternatives():
+  window = ("attn|attention|self_attention", "q_proj|k_proj|v_proj|query|key|value", "kernel")
+  rules = [nxp.PathRules([(window, (None, "fsdp", None)), (r".*\.(bias|scale|offset|shift|gain)", None)])]
+  attention = lambda: nnx.Dict(attn=nnx.MultiHeadAttention(8, 32, decode=False, rngs=nnx.Rngs(0)))
+  plan = nxp.plan(attention, nxp.make_mesh(fsdp=8), [*rules, nxp.replicate()])
+  assert (
+    plan["attn.query.kernel"].decision.reason
+    == "rule ('attn|attention|…', 'q_proj|k_proj|…', 'kernel'): (-, fsdp, -)"
+  )
+  assert plan["attn.query.bias"].decision.reason == r"rule '.*\\.(bias|scale|offset|shift|…': whole"
+  assert f"path rule {window!r}" in plan.explain("attn.query.kernel")
+
+
+def test_colour_is_for_terminals_alone(capsys, monkeypatch):
+  plan = lm_plan()
+  plan.show()
+  assert "\x1b[" not in capsys.readouterr().out
+  monkeypatch.setenv("TERM", "xterm-256color")
+  monkeypatch.setenv("COLUMNS", "100")
+  monkeypatch.delenv("NO_COLOR", raising=False)
+  monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+  plan.show()
+  shown = capsys.readouterr().out
+  assert "\x1b[1mmodel " in shown
+  assert re.sub(r"\x1b\[[\d;]*m", "", shown).rstrip("\n") == str(plan)
+
+
+def test_what_is_printed_as_text_is_text_in_a_notebook():
+  plan = nxp.plan(lambda: nnx.Linear(1024, 512, rngs=nnx.Rngs(0)), nxp.make_mesh(fsdp=8), nxp.replicate())
+  for value in (plan.audit(), plan.trainable(), plan.diff(lm_plan())):
+    assert html.unescape(re.sub("<[^>]*>", "", value._repr_html_())) == str(value)
+    printed = []
+    value._repr_pretty_(types.SimpleNamespace(text=printed.append), False)
+    assert printed == [str(value)]
+
+
+def test_show_hands_itself_to_a_notebook(monkeypatch):
+  shown = []
+  display = types.ModuleType("IPython.display")
+  display.display = shown.append
+  ipython = types.ModuleType("IPython")
+  ipython.get_ipython = lambda: types.SimpleNamespace(kernel=object())
+  monkeypatch.setitem(sys.modules, "IPython", ipython)
+  monkeypatch.setitem(sys.modules, "IPython.display", display)
+  plan = lm_plan()
+  plan.show()
+  assert shown == [plan]
+
+
+def test_html_is_escaped_and_does_not_wrap():
+  shown = lm_plan()._repr_html_()
+  assert shown.startswith("<pre")
+  assert shown.endswith("</pre>")
+  assert "embed -&gt; fsdp" in shown
+  assert "white-space:pre" in shown
+
+
+@pytest.mark.parametrize(
+  ("count", "text"),
+  [
+    (0, "0 B"),
+    (1023, "1023 B"),
+    (1024, "1 KiB"),
+    (2**20 - 1, "1024 KiB"),
+    (3 * 2**40, "3 TiB"),
+    (2**52, "4096 TiB"),
+  ],
+)
+def test_bytes(count, text):
+  assert format_bytes(count) == text
+
+
+def test_specs():
+  spec = jax.sharding.PartitionSpec
+  assert format_spec(spec()) == format_spec(spec(None, None)) == "whole"
+  assert format_spec(spec(None, ("data", "fsdp"), "tensor")) == "(-, data+fsdp, tensor)"
+
+
+def test_tables_wrap_only_where_allowed():
+  text = text_table(("a", "why"), [("x" * 30, "one two three " * 5)], wrap=(1,), width=60)
+  assert {len(line[:30].strip()) for line in text.splitlines()[1:]} == {30, 0}

@@ -1,0 +1,449 @@
+"""The loop: what is recorded, saved and resumed, when it ends, and what it refuses."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+import os
+import signal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import nnx_parallel as nxp
+from nnx_parallel.loop.fit import resume_from
+from nnx_parallel.loop.recorder import Position
+
+
+class Net(nnx.Module):
+  def __init__(self, rngs):
+    self.up = nnx.Linear(4, 8, rngs=rngs)
+    self.dropout = nnx.Dropout(0.5, rngs=rngs)
+    self.down = nnx.Linear(8, 4, rngs=rngs)
+
+  def __call__(self, x):
+    return self.down(self.dropout(nnx.relu(self.up(x))))
+
+
+def loss_fn(model, x):
+  return jnp.square(model(x) - x).mean()
+
+
+STEP = nxp.train_step(loss_fn, pairs=True)
+
+
+@functools.cache
+def plan():
+  mesh, tx = nxp.make_mesh(data=4, fsdp=2), optax.adam(1e-2)
+  return nxp.plan(lambda: Net(nnx.Rngs(0)), mesh, nxp.fsdp(min_size=8), optimizer=tx)
+
+
+@functools.cache
+def objects():
+  """One model for all tests that do not mind where it starts: it is compiled for once."""
+  return nxp.create_sharded_model(plan())
+
+
+def endless(samples=0):
+  for i in itertools.count(samples // 16):
+    yield np.random.default_rng(i).standard_normal((16, 4)).astype(np.float32)
+
+
+def fit(batches=endless, *, on=None, **options):
+  return nxp.fit(STEP, *(on or objects()), batches, plan=plan(), progress=False, **options)
+
+
+def fake(batches, **options):
+  """The loop around a step that returns its batch as the loss."""
+  step = lambda model, optimizer, batch: {"loss": batch}
+  return nxp.fit(step, None, None, batches, progress=False, **options)
+
+
+def of_losses(result):
+  return {r["step"]: r["loss"] for r in result.history if "loss" in r}
+
+
+def test_records_are_exactly_weighted_means_of_their_steps():
+  pairs = [(6.0, 1.0), (1.0, 2.0), (12.0, 3.0), (4.0, 4.0), (20.0, 5.0)]
+  seen = []
+  result = fake(
+    pairs, steps=5, log_every=3, trackers=[lambda step, values: seen.append((step, values["loss"]))]
+  )
+  assert of_losses(result) == {1: 6.0, 3: (1 + 12) / (2 + 3), 5: pytest.approx(24 / 9)}
+  assert seen == list(of_losses(result).items())
+  assert (result.step, result.stopped, result.metrics["loss"]) == (5, "steps", seen[-1][1])
+  plain = fake([1.0, 2.0, 3.0, 4.0], log_every=4)
+  assert of_losses(plain) == {1: 1.0, 4: 3.0}
+
+
+def test_metrics_are_read_after_the_next_step_was_dispatched():
+  order = []
+
+  def step(model, optimizer, batch):
+    order.append("step")
+    return {"loss": jnp.float32(1.0)}
+
+  nxp.fit(step, None, None, [0, 0, 0], progress=False, trackers=[lambda step, _: order.append(step)])
+  assert order == ["step", "step", 1, "step", 2, 3]
+
+
+def test_a_run_resumes_bit_for_bit_with_its_data_and_dropout(tmp_path):
+  with nxp.Checkpointer(tmp_path) as checkpointer:
+    first = fit(steps=4, checkpointer=checkpointer, save_every=3, resume="latest")
+    assert checkpointer.steps() == [3, 4]
+    straight = of_losses(first) | of_losses(fit(steps=7, start=Position(4, 64)))
+    other = nxp.create_sharded_model(plan())
+    rest = fit(on=other, steps=7, checkpointer=checkpointer, resume="latest")
+    assert of_losses(rest) == {n: straight[n] for n in (5, 6, 7)}
+    # From an older step: later steps of the run before are replaced.
+    again = fit(on=other, steps=7, checkpointer=checkpointer, save_every=1, resume=3)
+    assert of_losses(again) == {n: straight[n] for n in (4, 5, 6, 7)}
+    assert checkpointer.steps() == [3, 4, 5, 6, 7]
+    assert checkpointer.restore_extra("data", step=7) == {"samples": 112, "stop": {}}
+
+
+@pytest.mark.parametrize("kind", [dict, tuple])
+def test_several_models_are_killed_and_go_on_bit_for_bit(tmp_path, kind):
+  def made():
+    pairs = [nxp.create_sharded_model(linear), nxp.create_sharded_model(linear)]
+    several = [dict(zip("ab", side, strict=True)) for side in zip(*pairs, strict=True)]
+    return several if kind is dict else [tuple(side.values()) for side in several]
+
+  def both(models, x):
+    first, second = models.values() if kind is dict else models
+    return jnp.square(second(first(x)) - x).mean()
+
+  def run(models, optimizers, **options):
+    return nxp.fit(step, models, optimizers, endless, steps=4, plan=linear, progress=False, **options)
+
+  def kill(number, _):
+    if number == 3:
+      raise KeyboardInterrupt
+
+  linear = nxp.plan(
+    lambda: nnx.Linear(4, 4, rngs=nnx.Rngs(0)), plan().mesh, nxp.replicate(), optimizer=optax.adam(1e-2)
+  )
+  step = nxp.train_step(both)
+  straight = of_losses(run(*made()))
+  with nxp.Checkpointer(tmp_path) as checkpointer:
+    with pytest.raises(KeyboardInterrupt):
+      run(*made(), checkpointer=checkpointer, save_every=2, trackers=[kill])
+    rest = run(*made(), checkpointer=checkpointer, resume="latest")
+  assert of_losses(rest) == {n: straight[n] for n in (3, 4)}
+
+
+def test_adapters_alone_are_saved_and_go_on(tmp_path):
+  def init():
+    rngs = nnx.Rngs(0)
+    return nnx.LoRA(4, 2, 4, base_module=nnx.Linear(4, 4, rngs=rngs), rngs=rngs)
+
+  plan = nxp.plan(init, nxp.make_mesh(data=8), nxp.replicate(), optimizer=optax.adam(0.1), wrt=nnx.LoRAParam)
+  step = nxp.train_step(lambda model, x: jnp.square(model(x) - 1).mean())
+
+  def run(steps, **options):
+    model, optimizer = nxp.create_sharded_model(plan)
+    data = lambda samples: [np.full((8, 4), number, np.float32) for number in range(samples // 8, 4)]
+    nxp.fit(step, model, optimizer, data, steps=steps, plan=plan, progress=False, **options)
+    return np.asarray(model.lora_b[...])
+
+  checkpointer = nxp.Checkpointer(tmp_path)
+  run(2, checkpointer=checkpointer, only=nnx.LoRAParam)
+  assert sorted(checkpointer.metadata().items["model"].leaves) == ["lora_a", "lora_b"]
+  gone_on = run(4, checkpointer=checkpointer, only=nnx.LoRAParam, resume="latest")
+  np.testing.assert_array_equal(gone_on, run(4))
+  with pytest.raises(nxp.CheckpointError, match=r"only=.*BatchStat.* chooses no leaf of the model"):
+    run(9, checkpointer=nxp.Checkpointer(tmp_path / "other"), only=nnx.BatchStat)
+  assert not (tmp_path / "other").exists()
+
+
+def test_saves_by_the_clock(tmp_path, monkeypatch):
+  now = 0.0
+
+  def tick(step, values):
+    nonlocal now
+    now += 70.0 if step == 2 else 20.0
+
+  monkeypatch.setattr("nnx_parallel.loop.fit.time.monotonic", lambda: now)
+  with nxp.Checkpointer(tmp_path) as checkpointer:
+    fit(steps=6, checkpointer=checkpointer, save_every_minutes=1.5, trackers=[tick])
+    assert checkpointer.steps() == [4, 6]
+
+
+def test_best_is_the_step_with_the_best_evaluation(tmp_path):
+  values = iter([3.0, 1.0, 2.0])
+  with nxp.Checkpointer(tmp_path, max_to_keep=1, best="eval_score") as checkpointer:
+    result = fit(
+      steps=3,
+      evaluate=lambda: {"score": next(values)},
+      eval_every=1,
+      checkpointer=checkpointer,
+      save_every=1,
+    )
+    assert checkpointer.steps() == [2, 3]
+    assert [r["eval_score"] for r in result.history if "eval_score" in r] == [3.0, 1.0, 2.0]
+    assert result.metrics["eval_score"] == 2.0
+    _, position = resume_from(checkpointer, objects(), "best")
+  assert (position.step, position.samples, position.replaces) == (2, 32, 3)
+
+
+@pytest.mark.parametrize(
+  ("mode", "values", "last"), [("min", [3, 2, 2, 2, 2], 4), ("max", [1, 2, 3, 3, 2], 5)]
+)
+def test_early_stop(mode, values, last):
+  scores = iter(values)
+  stop = nxp.EarlyStop("eval_score", patience=2, mode=mode)
+  result = fake([1.0] * 9, evaluate=lambda: {"score": next(scores)}, eval_every=1, early_stop=stop)
+  assert (result.step, result.stopped, stop.waited) == (last, "early", 2)
+
+
+def test_an_evaluation_may_return_pairs_and_not_arrays():
+  result = fake([1.0], evaluate=lambda: {"score": (jnp.float32(6.0), 4)})
+  assert result.metrics["eval_score"] == 1.5
+  with pytest.raises(nxp.TrainError, match="'logits' is an array"):
+    fake([1.0], evaluate=lambda: {"logits": np.zeros(3)})
+
+
+def test_the_data_cursor_cannot_be_overwritten(tmp_path):
+  with nxp.Checkpointer(tmp_path) as checkpointer, pytest.raises(nxp.TrainError, match="the data cursor"):
+    fit(steps=1, checkpointer=checkpointer, extra=lambda: {"data": 3})
+
+
+def test_early_stop_goes_on_after_a_nan():
+  stop = nxp.EarlyStop("eval_score", patience=2)
+  assert not any(stop.update({"eval_score": value}) for value in (math.nan, 3.0, 2.0, math.nan, 1.0))
+  assert (stop.best, stop.waited) == (1.0, 0)
+
+
+@pytest.mark.parametrize(
+  ("options", "message"),
+  [
+    ({"log_every": 0}, "log_every=0 is not a number of steps"),
+    ({"eval_every": -1}, "eval_every=-1 is not a number of steps"),
+    ({"save_every": 1.5}, "save_every=1.5 is not a number of steps"),
+    ({"steps": -1}, "steps=-1 is not a number of steps"),
+    ({"eval_every": 2}, "eval_every needs something to evaluate"),
+    ({"save_every_minutes": 0}, "save_every_minutes=0 is not a number of minutes"),
+    ({"save_every_minutes": 1}, "save_every, only and resume need a checkpointer"),
+  ],
+)
+def test_intervals_that_mean_nothing(options, message):
+  with pytest.raises(nxp.TrainError, match=message):
+    fake([1.0], **options)
+
+
+def test_early_stop_needs_a_metric_that_exists():
+  stop = nxp.EarlyStop("eval_lose")
+  with pytest.raises(
+    nxp.TrainError, match=r"no record has the metric 'eval_lose'\.\n  Fix: one of .*eval_loss"
+  ):
+    fake([1.0] * 9, evaluate=lambda: {"loss": 1.0}, eval_every=2, early_stop=stop)
+  with pytest.raises(nxp.TrainError, match=r"mode='least'.* cannot stop a run"):
+    nxp.EarlyStop(mode="least")
+
+
+def test_the_end_of_the_data():
+  assert fake([1.0] * 3).stopped == "data"
+  with pytest.raises(nxp.TrainError, match=r"the batches ended after step 3 of 5\.\n  Fix: steps=3, "):
+    fake([1.0] * 3, steps=5)
+  with pytest.raises(nxp.TrainError, match=r"cannot go on after 32 samples: batches is a list\."):
+    fake([], start=Position(2, 32))
+
+
+def test_a_failure_loses_no_record():
+  def breaking(samples):
+    yield from [3.0, 2.0, 1.0]
+    raise OSError("the disk is gone")
+
+  seen = []
+  with pytest.raises(OSError, match="the disk is gone"):
+    fake(breaking, steps=9, trackers=[lambda step, _: seen.append(step)])
+  assert seen == [1, 2, 3]
+
+
+def test_a_loss_that_is_not_finite():
+  with pytest.raises(nxp.TrainError, match=r"the loss of step 2 is nan: training further is of no use\."):
+    fake([1.0, math.nan, 1.0])
+  assert len(fake([1.0, math.nan, 1.0], nonfinite="continue").history) == 3
+  with pytest.raises(nxp.TrainError, match=r"the loss of step 2 is nan"):
+    fake([1.0, math.nan], steps=5)  # and not that the data ended
+
+
+def test_a_step_that_returns_no_metrics():
+  step = lambda model, optimizer, batch: jnp.float32(batch)
+  with pytest.raises(nxp.TrainError, match=r"returned a ArrayImpl.*\n  Fix: return {\"loss\": loss} from"):
+    nxp.fit(step, None, None, [1.0], progress=False)
+
+
+def test_checkpoints_of_another_run_and_missing_checkpointers(tmp_path):
+  with pytest.raises(nxp.TrainError, match="save_every, only and resume need a checkpointer"):
+    fit(steps=2, resume="latest")
+  with nxp.Checkpointer(tmp_path) as checkpointer:
+    fit(steps=1, checkpointer=checkpointer)
+    with pytest.raises(nxp.CheckpointError, match="holds the checkpoints of an earlier run"):
+      fit(steps=2, checkpointer=checkpointer)
+
+
+@pytest.mark.parametrize("step", [100, "best"])
+def test_a_step_to_resume_from_that_is_not_there(tmp_path, step):
+  checkpointer = nxp.Checkpointer(tmp_path, best="eval_loss")
+  with pytest.raises(nxp.CheckpointError, match="cannot find"):
+    fit(steps=1, checkpointer=checkpointer, resume=step)
+
+
+def test_a_checkpoint_of_another_program_starts_the_data_at_its_beginning(tmp_path):
+  with nxp.Checkpointer(tmp_path) as checkpointer:
+    checkpointer.save(2, *objects(), extra={"data": {"samples": "shuffled.npy"}})
+    with pytest.warns(nxp.NnxParallelWarning, match=r"step 2 in .* has no data cursor"):
+      result = fit(steps=3, checkpointer=checkpointer, resume="latest")
+    assert (result.step, checkpointer.steps()) == (3, [2, 3])
+    assert checkpointer.restore_extra("data", step=3)["samples"] == 16
+
+
+def test_the_time_adds_up_and_utilisation_needs_a_peak():
+  result = fit(steps=4)
+  assert {"step", "compile", "data", "other"} <= result.seconds.keys()
+  assert 0 < result.goodput < 1
+  assert "mfu" not in result.metrics
+  first, second, *_ = fit(steps=3, peak_flops=1e12).history
+  assert "mfu" not in first  # it compiles
+  # A device has 2 rows of 16. Two products forward; a gradient of each kernel, and one of what is between.
+  assert second["mfu"] * 1e12 * second["seconds"] == pytest.approx(5 * 2 * 2 * 4 * 8)
+  given = fit(steps=3, peak_flops=1e12, flops=1e3).history[1]
+  assert given["mfu"] * 1e12 * given["seconds"] == pytest.approx(1e3)
+
+
+def test_a_utilisation_without_all_flops_says_so():
+  def called(model, x):
+    seen = jax.pure_callback(lambda value: value, jax.ShapeDtypeStruct((), x.dtype), x.sum())
+    return loss_fn(model, x) + jax.lax.stop_gradient(seen)
+
+  with pytest.warns(
+    nxp.NnxParallelWarning, match=r"mfu is too low. Not counted: 1 x \w*callback(.|\n)*flops="
+  ):
+    nxp.fit(
+      nxp.train_step(called), *objects(), endless, plan=plan(), progress=False, steps=1, peak_flops=1e12
+    )
+
+
+def test_a_profile_of_two_steps(tmp_path):
+  fake([jnp.float32(1)] * 4, profile=(2, 3), profile_dir=tmp_path)
+  assert list(tmp_path.rglob("*.xplane.pb"))
+  with pytest.raises(nxp.TrainError, match="the profile of steps 3 to 2 holds no step"):
+    fake([], profile=(3, 2))
+
+
+def test_arrays_go_to_trackers_and_a_step_of_your_own_works():
+  model = nxp.create_sharded_model(lambda: nnx.Linear(4, 4, rngs=nnx.Rngs(0)), plan().mesh)
+  optimizer = nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param)
+
+  @nnx.jit
+  def step(model, optimizer, x):
+    loss, grads = nnx.value_and_grad(lambda m: jnp.square(m(x)).mean())(model)
+    optimizer.update(model, grads)
+    return {"loss": loss, "rows": x.sum(-1)}
+
+  seen = []
+  batches = [np.ones((16, 4), np.float32)] * 3
+  result = nxp.fit(
+    step, model, optimizer, batches, plan=plan(), progress=False, trackers=[lambda n, v: seen.append(v)]
+  )
+  assert result.history[-1]["loss"] < result.history[0]["loss"]
+  assert "rows" not in result.history[0]
+  assert isinstance(seen[0]["rows"], np.ndarray)
+  assert seen[0]["rows"].tolist() == [4.0] * 16
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_saves_the_step_and_ends_the_run(tmp_path, capfd, number):
+  came = []
+  before = signal.signal(number, lambda *_: came.append(True))
+  model, optimizer = nxp.create_sharded_model(plan())
+  straight = of_losses(fit(on=nxp.create_sharded_model(plan()), steps=5))
+  kill = lambda step, _: os.kill(os.getpid(), number) if step == 2 else None
+  try:
+    with nxp.Checkpointer(tmp_path) as checkpointer:
+      ended = fit(
+        on=(model, optimizer), steps=5, checkpointer=checkpointer, trackers=[kill], evaluate=lambda: 1 / 0
+      )
+      assert (ended.step, ended.stopped, checkpointer.steps(), came) == (3, "signal", [3], [True])
+      assert "asked to end: saving step 3" in capfd.readouterr().out
+      os.kill(os.getpid(), number)
+      assert (came, checkpointer.steps()) == ([True, True], [3])  # nothing listens after the run
+      rest = fit(on=(model, optimizer), steps=5, checkpointer=checkpointer, resume="latest")
+  finally:
+    signal.signal(number, before)
+  assert of_losses(ended) | of_losses(rest) == straight
+
+
+def test_a_signal_saves_no_model_that_is_nan(tmp_path):
+  came = []
+  before = signal.signal(signal.SIGTERM, lambda *_: came.append(True))
+
+  models = nxp.create_sharded_model(plan())
+  kill = lambda step, _: os.kill(os.getpid(), signal.SIGTERM) if step == 1 else None
+
+  def breaking(samples):
+    yield from (next(endless()), np.full((16, 4), np.nan, np.float32))
+    yield from endless()
+
+  try:
+    with (
+      nxp.Checkpointer(tmp_path) as checkpointer,
+      pytest.raises(nxp.TrainError, match="the loss of step 2 is nan"),
+    ):
+      fit(breaking, on=models, steps=5, checkpointer=checkpointer, trackers=[kill])
+    os.kill(os.getpid(), signal.SIGTERM)
+  finally:
+    signal.signal(signal.SIGTERM, before)
+  assert came == [True]
+  assert nxp.Checkpointer(tmp_path).steps() == []
+
+
+def test_the_plan_says_what_names_of_activations_mean():
+  found = []
+
+  def constrained(model, x):
+    x = nxp.constrain(x, "batch", None)
+    jax.debug.inspect_array_sharding(x, callback=found.append)
+    return loss_fn(model, x)
+
+  def run(step):
+    return nxp.fit(step, *objects(), endless, steps=1, plan=plan(), progress=False)
+
+  run(nxp.train_step(constrained))
+  assert found.pop().is_equivalent_to(NamedSharding(plan().mesh, P(("data", "fsdp"))), 2)
+  with nxp.use_rules(nxp.LogicalRules(batch="fsdp"), plan().mesh):  # the caller's hold
+    run(nxp.train_step(constrained))
+  assert found.pop().is_equivalent_to(NamedSharding(plan().mesh, P("fsdp")), 2)
+
+
+def test_what_it_shows(capsys):
+  step = lambda model, optimizer, batch: {"plain": 2.0, "loss": batch}
+  score = lambda: {"loss": 0.25}
+  nxp.fit(step, None, None, [2.5, 1.5], steps=2, evaluate=score, tokens=lambda _: 100)
+  lines = capsys.readouterr().out.splitlines()
+  assert lines[0].startswith("step 1/2  loss 2.5000  plain 2.0000  ")
+  assert " tokens/s  " in lines[0]
+  assert lines[2] == "step 2/2  eval_loss 0.2500"
+
+
+def test_gradients_are_checked_on_the_first_batch_and_wrong_ones_train_nothing(capsys):
+  model, optimizer = nxp.create_sharded_model(plan())
+  result = nxp.fit(STEP, model, optimizer, endless, plan=plan(), steps=1, check_gradients=True)
+  assert "the gradients of 4 leaves are right" in capsys.readouterr().out
+  assert result.seconds["check"] > 0
+  double = lambda x: jax.custom_derivatives.linear_call(lambda _, x: x, lambda _, g: 2 * g, (), x)
+  wrong = nxp.train_step(lambda model, x: loss_fn(model, double(model.up(x))[:, :4]))
+  before = jax.tree.map(np.asarray, nnx.state(model, nnx.Param))
+  with pytest.raises(nxp.TrainError, match=r"(?s)gradients on this layout are wrong.*up\.kernel"):
+    nxp.fit(wrong, model, optimizer, endless, plan=plan(), steps=1, check_gradients=True, progress=False)
+  jax.tree.map(np.testing.assert_array_equal, before, nnx.state(model, nnx.Param))
+  with pytest.raises(nxp.TrainError, match="cannot check the gradients of a function"):
+    nxp.fit(lambda *_: {}, model, optimizer, endless, plan=plan(), steps=1, check_gradients=True)

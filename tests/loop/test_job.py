@@ -1,0 +1,187 @@
+"""A job goes on where it stopped: on its own mesh bit for bit, on another within rounding."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import math
+
+import jax
+import numpy as np
+import pytest
+from flax import nnx
+
+import nnx_parallel as nxp
+from nnx_parallel.core.nodes import value_of, variables
+from nnx_parallel.errors import CheckpointError, RecipeError, TrainError
+from nnx_parallel.loop.job import Job, plan_recipe
+from nnx_parallel.loop.loader import load_recipe
+
+
+@pytest.fixture
+def recipe(tiny_file):
+  return load_recipe(str(tiny_file))
+
+
+def make_plan(recipe, **sizes):
+  devices = jax.devices()[: math.prod(sizes.values())]
+  return plan_recipe(recipe, nxp.make_mesh(sizes, devices=devices))
+
+
+def losses(job, steps):
+  return {record["step"]: record["loss"] for record in job.train(steps).history}
+
+
+def test_each_step_is_reported_once_in_order(recipe):
+  job = Job.start(recipe, make_plan(recipe, data=4, tensor=2))
+  records = []
+  job.train(5, trackers=[lambda step, values: records.append((step, values))])
+  assert [step for step, _ in records] == [1, 2, 3, 4, 5]
+  assert list(records[0][1]) == ["loss", "close", "grad_norm", "seconds", "tokens_per_second"]
+  assert (job.step, job.samples, job.unit) == (5, 80, "samples")
+  assert 0.0 <= records[0][1]["close"] <= 1.0
+
+
+def test_training_to_a_step_that_is_reached_does_nothing(recipe):
+  job = Job.start(recipe, make_plan(recipe, data=4, tensor=2))
+  job.train(2)
+  assert losses(job, 2) == {}
+  assert (job.step, job.samples) == (2, 32)
+
+
+def test_scattered_gradients_train_alike(recipe):
+  mesh = nxp.make_mesh(data=4, tensor=2)
+  whole = losses(Job.start(recipe, plan_recipe(recipe, mesh)), 3)
+  job = Job.start(recipe, plan_recipe(recipe, mesh, zero=2))
+  np.testing.assert_allclose(list(losses(job, 3).values()), list(whole.values()), rtol=1e-5)
+
+
+def test_a_job_resumes_bit_for_bit(recipe, tmp_path):
+  plan = make_plan(recipe, data=4, tensor=2)
+  straight = Job.start(recipe, plan)
+  straight.train(3)
+  with nxp.Checkpointer(tmp_path / "ckpt") as checkpointer:
+    straight.save(checkpointer)
+    expected = losses(straight, 7)
+    resumed = Job.restore(recipe, plan, checkpointer)
+  assert (resumed.step, resumed.samples) == (3, 48)
+  assert losses(resumed, 7) == expected
+
+
+@pytest.mark.parametrize("sizes", [{"data": 8, "tensor": 1}, {"data": 1, "tensor": 1}])
+def test_a_job_resumes_on_another_mesh(recipe, tmp_path, sizes):
+  straight = Job.start(recipe, make_plan(recipe, data=4, tensor=2))
+  straight.train(3)
+  with nxp.Checkpointer(tmp_path / "ckpt") as checkpointer:
+    straight.save(checkpointer)
+    expected = losses(straight, 6)
+    resumed = Job.restore(recipe, make_plan(recipe, **sizes), checkpointer)
+  found = losses(resumed, 6)
+  assert found.keys() == expected.keys() == {4, 5, 6}
+  np.testing.assert_allclose(list(found.values()), list(expected.values()), rtol=1e-5)
+
+
+def test_settings_are_kept_and_a_resume_says_which_differ(recipe, tiny_file, tmp_path):
+  job = Job.start(recipe, make_plan(recipe, data=4, tensor=2), settings={"batch": 16, "zero": 0})
+  with nxp.Checkpointer(tmp_path / "ckpt") as checkpointer:
+    job.train(2, checkpointer=checkpointer)
+    saved = checkpointer.restore_extra("settings")
+    digest = hashlib.sha256(tiny_file.read_bytes()).hexdigest()
+    assert saved == {
+      "mesh": {"data": 4, "tensor": 2},
+      "microbatches": 1,
+      "source_sha256": digest,
+      "batch": 16,
+      "zero": 0,
+      "steps": 2,
+    }
+    assert Job.restore(recipe, job.plan, checkpointer, settings={"batch": 16, "zero": 0}).changes == []
+    tiny_file.write_text(tiny_file.read_text() + "\n")
+    plan = make_plan(recipe, data=8, tensor=1)
+    other = Job.restore(recipe, plan, checkpointer, microbatches=2, settings={"zero": 1, "offload": False})
+    now = hashlib.sha256(tiny_file.read_bytes()).hexdigest()
+    assert other.changes == [
+      "mesh data=4,tensor=2 -> data=8,tensor=1",
+      "microbatches 1 -> 2",
+      f"source_sha256 {digest[:12]} -> {now[:12]}",
+      "zero 0 -> 1",
+    ]
+    other.train(3)
+    other.save(checkpointer)
+    assert checkpointer.restore_extra("settings") == other.settings
+    checkpointer.save(
+      4, other.model, other.optimizer, extra={"data": {"samples": 0}}
+    )  # by a program without them
+    assert Job.restore(recipe, plan, checkpointer).changes == []
+
+
+def test_nothing_to_restore_is_an_error(recipe, tmp_path):
+  with (
+    nxp.Checkpointer(tmp_path / "none") as checkpointer,
+    pytest.raises(CheckpointError, match="cannot find a checkpoint"),
+  ):
+    Job.restore(recipe, make_plan(recipe, data=4, tensor=2), checkpointer)
+
+
+def test_evaluation_is_without_dropout_and_changes_nothing(recipe):
+  plan = make_plan(recipe, data=4, tensor=2)
+  job, other = Job.start(recipe, plan), Job.start(recipe, plan)
+  assert job.evaluate() == job.evaluate()
+  assert losses(job, 2) == losses(other, 2)
+  job.evaluate()
+  assert losses(job, 4) == losses(other, 4)
+
+
+def test_training_and_evaluation_leave_the_layout_as_planned(recipe):
+  job = Job.start(recipe, make_plan(recipe, data=4, tensor=2))
+  job.evaluate()
+  job.train(2)
+  job.evaluate()
+  for root, owner in (("model", job.model), ("optimizer", job.optimizer)):
+    found = variables(owner)
+    for path, leaf in job.plan.of(root).items():
+      sharding = value_of(found[path]).sharding
+      assert sharding.is_equivalent_to(leaf.sharding, len(leaf.shape)), leaf.name
+
+
+def test_without_held_out_batches_evaluation_is_empty(recipe):
+  quiet = dataclasses.replace(recipe, batches=lambda start, split="train": iter(()))
+  assert Job.start(quiet, make_plan(recipe, data=4, tensor=2)).evaluate() == {}
+
+
+def test_batches_that_end_too_early(recipe):
+  short = dataclasses.replace(
+    recipe, batches=lambda start, split="train": recipe.batches(start, split=split, last=32)
+  )
+  job = Job.start(short, make_plan(recipe, data=4, tensor=2))
+  with pytest.raises(TrainError, match=r"the batches ended after step 2 of 5\.") as caught:
+    job.train(5)
+  assert "steps=2" in str(caught.value)
+  assert job.step == 2
+
+
+def test_a_loss_that_is_not_finite_stops_the_run(recipe):
+  def batches(start, *, split="train"):
+    for batch in recipe.batches(start, split=split):
+      yield {"x": batch["x"] * np.float32(np.nan if start >= 16 else 1.0)}
+      start += 16
+
+  job = Job.start(dataclasses.replace(recipe, batches=batches), make_plan(recipe, data=4, tensor=2))
+  seen = []
+  with pytest.raises(TrainError, match="the loss of step 2 is nan"):
+    job.train(5, trackers=[lambda step, values: seen.append(step)])
+  assert seen == [1, 2]
+
+
+def test_a_recipe_for_planning_only_cannot_be_trained(recipe):
+  bare = dataclasses.replace(recipe, loss=None)
+  with pytest.raises(RecipeError, match=r"the recipe tiny cannot be trained"):
+    Job.start(bare, make_plan(recipe, data=4, tensor=2))
+
+
+def test_a_recipe_without_rules_is_planned_with_fsdp(recipe):
+  def init():
+    return nnx.Linear(512, 1024, rngs=nnx.Rngs(0))
+
+  plan = plan_recipe(dataclasses.replace(recipe, rules=None, init=init), nxp.abstract_mesh(fsdp=8))
+  assert plan["kernel"].spec == jax.P(None, "fsdp")

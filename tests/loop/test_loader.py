@@ -1,0 +1,120 @@
+"""A recipe is found by name, file or module, and what it lacks is said before anything runs."""
+
+from __future__ import annotations
+
+import re
+import sys
+import textwrap
+
+import pytest
+
+from nnx_parallel.errors import RecipeError
+from nnx_parallel.loop.loader import embedded_recipes, load_recipe
+
+
+@pytest.mark.parametrize("name", embedded_recipes())
+def test_embedded_recipes_have_what_training_needs(name):
+  recipe = load_recipe(name)
+  assert recipe.name == name
+  assert recipe.rules is not None
+  assert recipe.mesh is not None
+
+
+def test_a_file_is_a_recipe(tiny_file):
+  recipe = load_recipe(str(tiny_file))
+  assert (recipe.name, recipe.source) == ("tiny", str(tiny_file))
+  assert recipe.mesh() == {"data": 4, "tensor": 2}
+  assert recipe.tokens is None
+
+
+def test_a_file_can_import_its_neighbours_while_it_is_loaded(tiny_file):
+  before = list(sys.path)
+  (tiny_file.parent / "neighbour_of_mine.py").write_text("SIZE = 3\n")
+  tiny_file.write_text("from neighbour_of_mine import SIZE\n" + tiny_file.read_text())
+  assert load_recipe(str(tiny_file)).mesh() == {"data": 4, "tensor": 2}
+  assert sys.path == before
+
+
+def test_a_module_is_a_recipe_and_may_name_its_init():
+  assert load_recipe("nnx_parallel.recipes.text_lm:").name == "text_lm"
+  recipe = load_recipe("nnx_parallel.recipes.text_lm:init")
+  assert recipe.init is sys.modules["nnx_parallel.recipes.text_lm"].init
+
+
+def test_only_what_a_command_needs_is_asked_for(tmp_path):
+  path = tmp_path / "model.py"
+  path.write_text("def build():\n  return None\n")
+  assert load_recipe(f"{path}:build", needs=("init",)).loss is None
+
+
+CASES = {
+  "txt_lm": "no recipe named 'txt_lm'.\n  Fix: did you mean text_lm?",
+  "zebra": "no recipe named 'zebra'.\n  Fix: one of digits or text_lm; a file,",
+  "nowhere/mine.py": "no recipe file at nowhere/mine.py.",
+  "no_such_package.mine:": "no module 'no_such_package.mine' (from the recipe 'no_such_package.mine:').",
+  "nnx_parallel.recipes.text_lm:inti": "text_lm.py does not define inti().",
+}
+
+
+@pytest.mark.parametrize("spec", CASES)
+def test_what_cannot_be_found(spec):
+  with pytest.raises(RecipeError, match=re.escape(CASES[spec])):
+    load_recipe(spec)
+
+
+def test_a_file_without_its_ending_is_noticed(tiny_file, monkeypatch):
+  monkeypatch.chdir(tiny_file.parent)
+  with pytest.raises(RecipeError, match=r"Fix: the file is there: tiny\.py\."):
+    load_recipe("tiny")
+
+
+def test_a_mistyped_file_names_the_nearest(tiny_file):
+  with pytest.raises(RecipeError, match=r"the nearest file there is .*tiny\.py"):
+    load_recipe(str(tiny_file.with_name("tyni.py")))
+
+
+def write(tmp_path, text):
+  path = tmp_path / "mine.py"
+  path.write_text(textwrap.dedent(text))
+  return str(path)
+
+
+def test_missing_functions_are_named_with_their_signatures(tmp_path):
+  path = write(tmp_path, "def init(): ...\ndef optimizer(): ...\ndef losses(model, batch): ...\n")
+  with pytest.raises(RecipeError) as caught:
+    load_recipe(path)
+  assert str(caught.value) == (
+    f"the recipe {path} does not define loss() and batches().\n"
+    "  it defines init, losses and optimizer\n"
+    "  losses() has nearly the name loss()\n"
+    "  Fix: add\n"
+    "       def loss(model, batch) -> (scalar, {name: metric}): ...\n"
+    "       def batches(start=0, *, split='train') -> iterator of global batches: ..."
+  )
+
+
+def test_functions_that_take_other_arguments_are_refused(tmp_path):
+  path = write(tmp_path, "def init(rngs): ...\n")
+  with pytest.raises(RecipeError, match=re.escape("init(rngs) in the recipe")):
+    load_recipe(path, needs=("init",))
+  path = write(tmp_path, "def init(): ...\ndef batches(start): ...\n")
+  with pytest.raises(RecipeError, match="unexpected keyword argument 'split'"):
+    load_recipe(path, needs=("init",))
+
+
+def test_something_that_is_not_a_function_is_refused(tmp_path):
+  path = write(tmp_path, "def init(): ...\nmesh = {'data': 8}\n")
+  with pytest.raises(RecipeError, match=r"mesh in the recipe .* is dict, not a function"):
+    load_recipe(path, needs=("init",))
+
+
+def test_an_import_that_fails_inside_a_module_keeps_its_own_error(tmp_path, monkeypatch):
+  (tmp_path / "breaks_inside.py").write_text("import not_installed_anywhere\n")
+  monkeypatch.syspath_prepend(tmp_path)
+  with pytest.raises(ModuleNotFoundError, match="not_installed_anywhere"):
+    load_recipe("breaks_inside:")
+
+
+def test_text_is_refused_by_recipes_that_read_none(tiny_file):
+  with pytest.raises(RecipeError, match="the recipe tiny takes no text"):
+    load_recipe(str(tiny_file)).given(text="somewhere")
