@@ -33,7 +33,7 @@ with epy.lazy_api_imports(globals()):
   from nnx_parallel.layout.constrain import constrain, use_rules
   from nnx_parallel.layout.infer import infer_rules
   from nnx_parallel.layout.leaf import Decision, LeafPlan
-  from nnx_parallel.layout.plan import ShardingPlan, plan
+  from nnx_parallel.layout.plan import ShardingPlan, StoredPlan, plan
   from nnx_parallel.layout.resolve import Resolution, resolve_spec
   from nnx_parallel.layout.sharded_optimizer import ShardedOptimizer
   from nnx_parallel.loop.check_step import StepCheck, StepDifference, check_step
@@ -105,6 +105,7 @@ __all__ = [
   "StepDifference",
   "StepTime",
   "StopSignals",
+  "StoredPlan",
   "TensorBoardLog",
   "TrainError",
   "TrainStep",

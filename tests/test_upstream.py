@@ -93,7 +93,7 @@ def test_a_checkpoint_has_a_policy():
 
 
 def test_a_convolution_says_how_it_is_grouped():
-  """`train/convolutions.py` mends kernel gradients by these names; `layout/checks.py` warns."""
+  """`train/hold.py` mends kernel gradients by these names; `layout/checks.py` warns."""
   kernel = np.ones((3, 1, 4), np.float32)
   conv = jax.make_jaxpr(
     lambda x: jax.lax.conv_general_dilated(
@@ -112,7 +112,7 @@ def test_custom_derivatives_are_the_known_parameters():
 
 
 def test_jaxprs_are_rebuilt_by_replace():
-  """`train/remat.py`, `train/convolutions.py`."""
+  """`train/remat.py`, `train/hold.py`."""
   closed = jax.make_jaxpr(jnp.sin)(X)
   assert closed.jaxpr.replace(eqns=closed.jaxpr.eqns).eqns == closed.jaxpr.eqns
   assert isinstance(closed.jaxpr, jex.Jaxpr)

@@ -25,7 +25,7 @@ from nnx_parallel.create.constructor import construct
 from nnx_parallel.create.instantiate import instantiate
 from nnx_parallel.errors import CheckpointError
 from nnx_parallel.layout.leaf import Root
-from nnx_parallel.layout.plan import ShardingPlan
+from nnx_parallel.layout.plan import ShardingPlan, StoredPlan, check_plan
 
 OPTIMIZER = ("restore", "drop", "fresh")
 _KEYS = ("threefry2x32", "rbg", "unsafe_rbg")
@@ -88,7 +88,9 @@ def read(
       " layout for them.",
       fix="restore(nxp.plan(init, mesh, rules)); restore(init()), on one device; restore(), for the arrays.",
     )
-  is_plan = isinstance(target, ShardingPlan)
+  is_plan = isinstance(target, StoredPlan)
+  if is_plan:
+    check_plan(target, "restore(plan)")
   if optimizer == "fresh" and not (is_plan and target.tx is not None):
     raise CheckpointError(
       'optimizer="fresh" needs a plan with an optimizer: only a plan can make one.',

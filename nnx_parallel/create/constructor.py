@@ -20,7 +20,7 @@ from nnx_parallel.create.slicing.assemble import assemble
 from nnx_parallel.create.slicing.cut import Cut, cut
 from nnx_parallel.errors import PlanError
 from nnx_parallel.layout.leaf import Root
-from nnx_parallel.layout.plan import ShardingPlan, plan_traced
+from nnx_parallel.layout.plan import ShardingPlan, StoredPlan, check_plan, plan_traced
 from nnx_parallel.layout.tracing import Trace, why_one_program
 from nnx_parallel.rules.logical import Uneven
 
@@ -81,7 +81,8 @@ def create_sharded_model(
     >>> model.kernel.get_value().sharding.spec
     P(None, 'fsdp')
   """
-  if isinstance(init, ShardingPlan):
+  if isinstance(init, StoredPlan):
+    check_plan(init, "create_sharded_model(plan)")
     again = (mesh, rules, optimizer, zero_axes, optimizer_memory) != (None,) * 5
     if again or wrt is not nnx.Param or uneven != "error" or zero:
       raise PlanError(

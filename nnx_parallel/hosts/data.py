@@ -13,7 +13,7 @@ from jax.sharding import AbstractMesh, NamedSharding
 
 from nnx_parallel.core.mesh import axis_sizes
 from nnx_parallel.errors import ShardingError
-from nnx_parallel.layout.plan import ShardingPlan
+from nnx_parallel.layout.plan import ShardingPlan, check_plan
 from nnx_parallel.layout.resolve import shard_counts
 
 
@@ -45,11 +45,7 @@ def shard_batch(batch: Any, plan: ShardingPlan, *, whole: bool = False) -> Any:
     >>> nxp.shard_batch({"x": np.zeros((16, 4))}, plan)["x"].sharding.spec
     P('data', None)
   """
-  if not isinstance(plan, ShardingPlan):  # pyright: ignore[reportUnnecessaryIsInstance]
-    raise ShardingError(
-      f"shard_batch needs a plan, and got a {type(plan).__name__}.",
-      fix="nxp.shard_batch(batch, plan), with plan = nxp.plan(init, mesh, rules).",
-    )
+  check_plan(plan, "shard_batch(batch, plan)")
   if isinstance(plan.mesh, AbstractMesh):
     raise ShardingError(
       "a batch cannot be placed on an abstract mesh.",

@@ -42,7 +42,7 @@ from nnx_parallel.rules.logical import UNEVEN, Uneven
 from nnx_parallel.rules.ruleset import RuleSet
 
 
-@dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
+@dataclasses.dataclass(frozen=True, eq=False, repr=False, kw_only=True)
 class StoredPlan(Table):
   """A plan without its constructor: what can be looked at and compared. Made by `ShardingPlan.from_json`.
 
@@ -190,7 +190,7 @@ class StoredPlan(Table):
     return json.to_json(self)
 
 
-@dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
+@dataclasses.dataclass(frozen=True, eq=False, repr=False, kw_only=True)
 class ShardingPlan(StoredPlan):
   """The layout of a model, and of its optimizer, on a mesh, and how both are built; made by `plan`.
 

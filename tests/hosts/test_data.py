@@ -90,7 +90,7 @@ def test_what_is_no_batch(batch, message):
 
 
 def test_a_mesh_is_not_a_plan():
-  with pytest.raises(nxp.ShardingError, match=r"shard_batch needs a plan, and got a Mesh\.\n  Fix: .*plan\)"):
+  with pytest.raises(nxp.PlanError, match=r"shard_batch needs a plan, and got .* Mesh\.\n  Fix: .*plan\)"):
     nxp.shard_batch(np.ones((8, 3)), nxp.make_mesh(data=8))
 
 

@@ -12,7 +12,8 @@ import pytest
 import nnx_parallel as nxp
 from nnx_parallel.errors import RecipeError
 from nnx_parallel.loop.job import Job, plan_recipe
-from nnx_parallel.recipes import digits, load_recipe
+from nnx_parallel.loop.loader import load_recipe
+from nnx_parallel.recipes import digits
 
 
 def images(start, batches):
