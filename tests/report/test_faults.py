@@ -82,7 +82,7 @@ def test_examples_that_devices_have_exchanged_are_found(wrong):
 
 def test_a_fault_is_printed_and_in_json_and_on_the_page(wrong):
   found = wrong
-  assert "Of 2 results of the program split over the devices, 1 are right, 1 WRONG." in str(found)
+  assert "Split over the devices, of 2 results 1 are right, 1 WRONG." in str(found)
   assert "WRONG NUMBERS: the devices do not compute what the program says" in str(found)
   (fault,) = json.loads(found.to_json())["results"]["faults"]
   assert fault["result"] == "result['scale']"
@@ -313,7 +313,7 @@ def test_what_cannot_be_followed_is_listed_and_not_called_wrong():
   assert found.results.right == ("result[1]",)
   (why,) = found.results.unknown.values()
   assert "callback" in why
-  assert "1 could not be followed (result[0])" in str(found)
+  assert "1 not checked (result[0])" in str(found)
 
 
 # The evaluator --------------------------------------------------------------------------------
