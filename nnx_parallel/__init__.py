@@ -7,34 +7,24 @@ from etils import epy
 
 # A name is imported when it is first used: help and usage errors of the command line do not wait for jax.
 with epy.lazy_api_imports(globals()):
+  from nnx_parallel import errors
   from nnx_parallel.checkpoint.checkpointer import Checkpointer
   from nnx_parallel.core.mesh import abstract_mesh, describe_mesh, make_mesh
   from nnx_parallel.create.cache import compilation_cache
   from nnx_parallel.create.constructor import create_sharded_model
   from nnx_parallel.create.explain import CreationReport, creation_report
-  from nnx_parallel.create.layout_check import LayoutDifference, check_layout, layout_differences
+  from nnx_parallel.create.layout_check import check_layout
   from nnx_parallel.create.reshard import from_arrays, reshard
   from nnx_parallel.create.unsharded import unsharded
-  from nnx_parallel.errors import (
-    CheckpointError,
-    LayoutMismatchError,
-    MeshError,
-    NnxParallelError,
-    NnxParallelWarning,
-    PlanError,
-    RecipeError,
-    ReportError,
-    ShardingError,
-    TrainError,
-  )
+  from nnx_parallel.errors import NnxParallelError, NnxParallelWarning
   from nnx_parallel.hosts.data import batches, shard_batch
   from nnx_parallel.hosts.fetch import to_host
   from nnx_parallel.hosts.stop import StopSignals
   from nnx_parallel.layout.constrain import constrain, use_rules
   from nnx_parallel.layout.infer import infer_rules
-  from nnx_parallel.layout.leaf import Decision, LeafPlan
+  from nnx_parallel.layout.leaf import LeafPlan
   from nnx_parallel.layout.plan import ShardingPlan, StoredPlan, plan
-  from nnx_parallel.layout.resolve import Resolution, resolve_spec
+  from nnx_parallel.layout.resolve import resolve_spec
   from nnx_parallel.layout.sharded_optimizer import ShardedOptimizer
   from nnx_parallel.loop.check_step import StepCheck, StepDifference, check_step
   from nnx_parallel.loop.fit import FitResult, fit
@@ -68,38 +58,28 @@ with epy.lazy_api_imports(globals()):
   from nnx_parallel.train.wrappers import ema_of, skip_nonfinite, with_ema, with_masters
 
 __all__ = [
-  "CheckpointError",
   "Checkpointer",
   "Chip",
   "CompileReport",
   "CreationReport",
-  "Decision",
   "EarlyStop",
   "EvalStep",
   "FitResult",
   "GradientCheck",
   "GradientLook",
   "InputRules",
-  "LayoutDifference",
-  "LayoutMismatchError",
   "LeafPlan",
   "LogicalRules",
   "MemoryPlan",
-  "MeshError",
   "MetricSums",
   "MetricsLog",
   "NnxParallelError",
   "NnxParallelWarning",
   "PathRules",
-  "PlanError",
   "Precision",
-  "RecipeError",
-  "ReportError",
-  "Resolution",
   "RuleSet",
   "SearchResult",
   "ShardedOptimizer",
-  "ShardingError",
   "ShardingPlan",
   "StepCheck",
   "StepDifference",
@@ -107,7 +87,6 @@ __all__ = [
   "StopSignals",
   "StoredPlan",
   "TensorBoardLog",
-  "TrainError",
   "TrainStep",
   "abstract_mesh",
   "assert_collectives",
@@ -125,6 +104,7 @@ __all__ = [
   "describe_mesh",
   "ema_of",
   "error",
+  "errors",
   "eval_step",
   "evaluate",
   "fit",
@@ -132,7 +112,6 @@ __all__ = [
   "from_arrays",
   "fsdp",
   "infer_rules",
-  "layout_differences",
   "loss_scale_of",
   "make_mesh",
   "memory_plan",

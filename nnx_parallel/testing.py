@@ -14,15 +14,13 @@ from flax import nnx
 
 import nnx_parallel as nxp
 from nnx_parallel.core.extra_args import accept_extra
-from nnx_parallel.core.nodes import path_str, value_of, variables
-from nnx_parallel.layout.plan import check_plan
+from nnx_parallel.core.nodes import path_str
 from nnx_parallel.layout.show.diff import assert_golden_plan
 
 __all__ = [
   "GradientNorms",
   "Training",
   "assert_golden_plan",
-  "assert_layout",
   "assert_same_numbers",
   "assert_same_training",
   "gradient_norms",
@@ -96,40 +94,6 @@ class Training:
   history: dict[str, np.ndarray[Any, Any]]
 
 
-def assert_layout(
-  plan: nxp.ShardingPlan, model: nnx.Module, optimizer: nnx.Optimizer[Any] | None = None
-) -> None:
-  """Asserts that a live module is as `check_layout` wants it, and takes the planned bytes on each device.
-
-  Args:
-    plan: the plan that they were created from.
-    model: the live module.
-    optimizer: the live optimizer, if it is to be checked too.
-
-  Raises:
-    AssertionError: one line for each leaf that differs: what was planned, and what was found.
-
-  Example:
-    >>> import nnx_parallel as nxp
-    >>> from flax import nnx
-    >>> from nnx_parallel.testing import assert_layout
-    >>> init = lambda: nnx.Linear(8, 64, rngs=nnx.Rngs(0))
-    >>> plan = nxp.plan(init, nxp.make_mesh(fsdp=8), nxp.fsdp(min_size=1))
-    >>> assert_layout(plan, nxp.create_sharded_model(plan))
-  """
-  check_plan(plan, "assert_layout(plan, model, optimizer)")
-  problems = [str(difference) for difference in nxp.layout_differences(model, plan, optimizer)]
-  if not problems:  # so every leaf of the plan has its array
-    live = {"model": variables(model), "optimizer": {} if optimizer is None else variables(optimizer)}
-    for leaf in plan.leaves:
-      if leaf.path in live[leaf.root]:
-        shards = value_of(live[leaf.root][leaf.path]).addressable_shards
-        held = {shard.device: shard.data.nbytes for shard in shards}
-        if set(held.values()) != {leaf.bytes_per_device}:
-          problems.append(f"{leaf.name}: planned {leaf.bytes_per_device} bytes on each device, found {held}")
-  assert not problems, "arrays that are not laid out as planned:\n  " + "\n  ".join(problems)
-
-
 def run_training(
   plan: nxp.ShardingPlan,
   loss_fn: Callable[[Any, Any], Any],
@@ -155,7 +119,7 @@ def run_training(
     PlanError: the plan has no optimizer.
   """
   if plan.tx is None:
-    raise nxp.PlanError(
+    raise nxp.errors.PlanError(
       "a plan without an optimizer cannot be trained.",
       fix="nxp.plan(init, mesh, rules, optimizer=optax.sgd(0.1))",
     )
@@ -246,7 +210,7 @@ def assert_same_training(
   """
   data = list(batches)
   if not isinstance(plans, Mapping) or not plans or not data:  # pyright: ignore[reportUnnecessaryIsInstance]
-    raise nxp.PlanError(
+    raise nxp.errors.PlanError(
       "assert_same_training needs plans by name and batches.",
       details=f"given a value of type {type(plans).__name__}, and {len(data)} batches",
       fix='assert_same_training(loss_fn, {"fsdp": plan}, batches)',

@@ -212,7 +212,7 @@ def test_gaps_in_docstrings_are_found():
   ]
   assert missing_from_docs("empty", types.ModuleType("empty")) == ["empty: no docstring"]
   assert not mentioned("plan", "nxp.planned and explan")
-  assert mentioned("testing.assert_layout", "call `assert_layout(model)`")
+  assert mentioned("testing.run_training", "call `run_training(plan)`")
 
 
 @pytest.mark.parametrize("name", WITH_EXAMPLES)

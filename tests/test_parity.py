@@ -14,7 +14,6 @@ from benchmarks import parity
 from benchmarks.parity import CASES, Case, Runs, differences
 from nnx_parallel import testing
 from nnx_parallel.testing import (
-  assert_layout,
   assert_same_numbers,
   assert_same_training,
   with_gradient_norms,
@@ -185,26 +184,3 @@ def test_a_wrong_loss_is_named():
   many = testing.Training(np.array([1.0, 2.1]), {}, {})
   with pytest.raises(AssertionError, match=r"tp: the loss of step 1 is .*2.1.*, on one device .*2.0"):
     assert_same_numbers("tp", one, many)
-
-
-def test_assert_layout_names_the_leaf():
-  plan = plan_on("fsdp")
-  model, optimizer = nxp.create_sharded_model(plan)
-  assert_layout(plan, model, optimizer)
-  model.embed.embedding.set_value(jnp.zeros((VOCAB, WIDTH)))
-  with pytest.raises(AssertionError, match=r"embed.embedding: .*planned"):
-    assert_layout(plan, model, optimizer)
-
-
-@pytest.mark.parametrize("fault", ["dtype", "extra"])
-def test_assert_layout_sees_what_check_layout_sees(fault):
-  plan = plan_on("fsdp")
-  model, optimizer = nxp.create_sharded_model(plan)
-  if fault == "dtype":
-    table = model.embed.embedding
-    table.set_value(jax.device_put(table[...].astype(jnp.bfloat16), plan["embed.embedding"].sharding))
-  else:
-    model.extra = nnx.Param(jnp.zeros(3))
-  message = {"dtype": "embed.embedding: .*found bfloat16", "extra": "extra: planned nothing, found float32"}
-  with pytest.raises(AssertionError, match=message[fault]):
-    assert_layout(plan, model, optimizer)

@@ -88,9 +88,9 @@ def read(
       " layout for them.",
       fix="restore(nxp.plan(init, mesh, rules)); restore(init()), on one device; restore(), for the arrays.",
     )
-  is_plan = isinstance(target, StoredPlan)
-  if is_plan:
+  if isinstance(target, StoredPlan):
     check_plan(target, "restore(plan)")
+  is_plan = isinstance(target, ShardingPlan)
   if optimizer == "fresh" and not (is_plan and target.tx is not None):
     raise CheckpointError(
       'optimizer="fresh" needs a plan with an optimizer: only a plan can make one.',

@@ -20,9 +20,10 @@ from nnx_parallel.create.slicing.assemble import assemble
 from nnx_parallel.create.slicing.cut import Cut, cut
 from nnx_parallel.errors import PlanError
 from nnx_parallel.layout.leaf import Root
-from nnx_parallel.layout.plan import ShardingPlan, StoredPlan, check_plan, plan_traced
+from nnx_parallel.layout.plan import ShardingPlan, StoredPlan, no_constructor, plan_traced
 from nnx_parallel.layout.tracing import Trace, why_one_program
 from nnx_parallel.rules.logical import Uneven
+from nnx_parallel.rules.ruleset import Rules
 
 Compile = Literal["slices", "whole"]
 COMPILE: tuple[str, ...] = get_args(Compile)
@@ -33,7 +34,7 @@ logger = logging.getLogger(__name__)
 def create_sharded_model(
   init: Callable[[], nnx.Module] | ShardingPlan,
   mesh: AnyMesh | None = None,
-  rules: Any = None,
+  rules: Rules = None,
   *,
   optimizer: optax.GradientTransformation | None = None,
   wrt: Any = nnx.Param,
@@ -81,8 +82,9 @@ def create_sharded_model(
     >>> model.kernel.get_value().sharding.spec
     P(None, 'fsdp')
   """
-  if isinstance(init, StoredPlan):
-    check_plan(init, "create_sharded_model(plan)")
+  if isinstance(init, StoredPlan) and not isinstance(init, ShardingPlan):
+    raise no_constructor()
+  if isinstance(init, ShardingPlan):
     again = (mesh, rules, optimizer, zero_axes, optimizer_memory) != (None,) * 5
     if again or wrt is not nnx.Param or uneven != "error" or zero:
       raise PlanError(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 import jax
@@ -17,69 +16,14 @@ from nnx_parallel.layout.leaf import LeafPlan, Root
 from nnx_parallel.layout.plan import ShardingPlan, check_plan
 
 
-@dataclasses.dataclass(frozen=True)
-class LayoutDifference:
-  """One leaf that is not as planned.
-
-  Attributes:
-    name: its dotted path; optimizer leaves start with `optimizer/`.
-    planned: what the plan says.
-    found: what the module has.
-  """
-
-  name: str
-  planned: str
-  found: str
-
-  def __str__(self) -> str:
-    return f"{self.name}: planned {self.planned}, found {self.found}"
-
-
-def layout_differences(
-  model: nnx.Module, plan: ShardingPlan, optimizer: nnx.Optimizer[Any] | None = None
-) -> list[LayoutDifference]:
-  """Compares a live module, and its optimizer, with a plan.
-
-  Shape, dtype, devices, spec and memory kind of each array are compared, and the sharding that flax would
-  derive from the Variable's metadata: the one that later computations constrain it to.
-
-  Args:
-    model: the live module.
-    plan: the plan.
-    optimizer: its optimizer; left out of the comparison when None.
-
-  Returns:
-    One difference for each leaf that has one, in the plan's order; empty when all agree.
-
-  Example:
-    >>> import jax.numpy as jnp
-    >>> import nnx_parallel as nxp
-    >>> init = lambda: nnx.Linear(8, 16, rngs=nnx.Rngs(0))
-    >>> plan = nxp.plan(init, nxp.make_mesh(fsdp=8), nxp.fsdp(min_size=16))
-    >>> model = nxp.create_sharded_model(plan)
-    >>> model.kernel.set_value(jnp.zeros((8, 16)))
-    >>> print(nxp.layout_differences(model, plan)[0])
-    kernel: planned float32[8,16] P(None, 'fsdp'), found float32[8,16] on one device
-  """
-  check_plan(plan, "check_layout(model, plan, optimizer)")
-  roots: dict[Root, Any] = {"model": model}
-  if optimizer is not None:
-    roots["optimizer"] = optimizer
-  found: list[LayoutDifference] = []
-  for root, node in roots.items():
-    rows, live = plan.of(root), array_leaves(node)
-    found += [d for path, leaf in rows.items() for d in _compare(leaf, live.get(path))]
-    prefix = "" if root == "model" else "optimizer/"
-    found += [
-      LayoutDifference(prefix + path_str(path), "nothing", _show(value_of(live[path])))
-      for path in live
-      if path not in rows
-    ]
-  return found
-
-
-def check_layout(model: nnx.Module, plan: ShardingPlan, optimizer: nnx.Optimizer[Any] | None = None) -> None:
+def check_layout(
+  model: nnx.Module, plan: ShardingPlan, *, optimizer: nnx.Optimizer[Any] | None = None
+) -> None:
   """Raises unless a live module, and its optimizer, are laid out as planned.
+
+  Shape, dtype, devices, spec and memory kind of each array are compared, the bytes on each device, and the
+  sharding that flax would derive from the Variable's metadata: the one that later computations constrain it
+  to.
 
   Args:
     model: the live module.
@@ -103,38 +47,57 @@ def check_layout(model: nnx.Module, plan: ShardingPlan, optimizer: nnx.Optimizer
       kernel: planned float32[8,64] P(None, 'fsdp'), found float32[8,64] on one device
       Fix: model = nxp.reshard(model, plan); p[...] = x keeps a Variable's layout, p.set_value(x) does not.
   """
-  differences = layout_differences(model, plan, optimizer)
-  if not differences:
+  check_plan(plan, "check_layout(model, plan, optimizer=optimizer)")
+  nodes: dict[Root, Any] = {"model": model}
+  if optimizer is not None:
+    nodes["optimizer"] = optimizer
+  wrong: list[str] = []
+  extra: list[str] = []
+  planned = 0
+  for root, node in nodes.items():
+    rows, live = plan.of(root), array_leaves(node)
+    planned += len(rows)
+    wrong += [text for path, leaf in rows.items() if (text := _difference(leaf, live.get(path)))]
+    prefix = "" if root == "model" else "optimizer/"
+    extra += [
+      f"{prefix}{path_str(path)}: planned nothing, found {_show(value_of(live[path]))}"
+      for path in live
+      if path not in rows
+    ]
+  if not wrong and not extra:
     return
-  planned = [leaf.name for leaf in plan.leaves if leaf.root == "model" or optimizer is not None]
-  extra = len([difference for difference in differences if difference.name not in planned])
-  wrong = f"{len(differences) - extra} of {len(planned)} arrays are not laid out as planned"
-  shown = [str(difference) for difference in differences[:20]]
-  if len(differences) > 20:
-    shown.append(f"... and {len(differences) - 20} more")
+  shown = [*wrong, *extra]
+  more = [f"... and {len(shown) - 20} more"] if len(shown) > 20 else []
   call = "model = nxp.reshard(model, plan)"
   if optimizer is not None:
     call = "model, optimizer = nxp.reshard(model, plan, optimizer=optimizer)"
+  beside = f", and {len(extra)} {'is' if len(extra) == 1 else 'are'} not in the plan." if extra else "."
   raise LayoutMismatchError(
-    wrong + (f", and {extra} {'is' if extra == 1 else 'are'} not in the plan." if extra else "."),
-    details="\n".join(shown),
+    f"{len(wrong)} of {planned} arrays are not laid out as planned{beside}",
+    details="\n".join([*shown[:20], *more]),
     fix=f"{call}; p[...] = x keeps a Variable's layout, p.set_value(x) does not.",
   )
 
 
-def _compare(leaf: LeafPlan, live: Any) -> list[LayoutDifference]:
+def _difference(leaf: LeafPlan, live: Any) -> str:
+  """What is not as planned about one leaf; empty where nothing is."""
+  planned = f"{leaf.name}: planned {format_array(leaf.dtype, leaf.storage_shape)} {leaf.spec}"
+  planned += f" in {leaf.memory_kind}" if leaf.on_host else ""
   if live is None:
-    return [LayoutDifference(leaf.name, _planned(leaf), "nothing")]
+    return f"{planned}, found nothing"
   value = value_of(live)
   if not _as_planned(value, leaf):
-    return [LayoutDifference(leaf.name, _planned(leaf), _show(value))]
+    return f"{planned}, found {_show(value)}"
+  held = {shard.device: shard.data.nbytes for shard in value.addressable_shards}
+  if set(held.values()) != {leaf.bytes_per_device}:
+    return f"{leaf.name}: planned {leaf.bytes_per_device} bytes on each device, found {held}"
   if isinstance(live, nnx.Variable) and live.get_metadata().get("out_sharding"):
     derived = _derived(live)
-    planned = NamedSharding(leaf.mesh, leaf.spec)  # metadata says nothing about memory
-    if derived is None or not derived.is_equivalent_to(planned, len(leaf.shape)):
+    # Metadata says nothing about memory.
+    if derived is None or not derived.is_equivalent_to(NamedSharding(leaf.mesh, leaf.spec), len(leaf.shape)):
       shown = "nothing that resolves" if derived is None else f"{derived.spec} on {dict(derived.mesh.shape)}"
-      return [LayoutDifference(leaf.name, f"{_planned(leaf)}", f"metadata that means {shown}")]
-  return []
+      return f"{planned}, found metadata that means {shown}"
+  return ""
 
 
 def _as_planned(value: Any, leaf: LeafPlan) -> bool:
@@ -155,11 +118,6 @@ def _derived(variable: nnx.Variable[Any]) -> NamedSharding | None:
   if mesh is None or not axes <= set(mesh.axis_names):
     return None
   return NamedSharding(mesh, jax.P(*spec))
-
-
-def _planned(leaf: LeafPlan) -> str:
-  kind = f" in {leaf.memory_kind}" if leaf.on_host else ""
-  return f"{format_array(leaf.dtype, leaf.storage_shape)} {leaf.spec}{kind}"
 
 
 def _show(value: Any) -> str:

@@ -81,7 +81,7 @@ def reshard(
 
 
 def from_arrays(
-  plan: ShardingPlan, model: Mapping[Any, Any], optimizer: Mapping[Any, Any] | None = None
+  arrays: Mapping[Any, Any], plan: ShardingPlan, *, optimizer: Mapping[Any, Any] | None = None
 ) -> Any:
   """Builds the planned module from arrays instead of initial values: numpy, memory-mapped files, jax.
 
@@ -89,9 +89,9 @@ def from_arrays(
   values.
 
   Args:
+    arrays: one array for each leaf of the model, by dotted path (`"up.kernel"`) or by path tuple; global
+      shapes in elements, without padding. A PRNG key may be given as its `jax.random.key_data`.
     plan: the plan.
-    model: one array for each leaf, by dotted path (`"up.kernel"`) or by path tuple; global shapes in
-      elements, without padding. A PRNG key may be given as its `jax.random.key_data`.
     optimizer: the optimizer's likewise (without `optimizer/`); needed if and only if the plan has one.
 
   Returns:
@@ -106,22 +106,22 @@ def from_arrays(
     >>> init = lambda: nnx.Linear(8, 64, rngs=nnx.Rngs(0))
     >>> plan = nxp.plan(init, nxp.make_mesh(fsdp=8), nxp.fsdp(min_size=64))
     >>> arrays = {"kernel": np.ones((8, 64), np.float32), "bias": np.zeros(64, np.float32)}
-    >>> nxp.from_arrays(plan, arrays).kernel.get_value().sharding.spec
+    >>> nxp.from_arrays(arrays, plan).kernel.get_value().sharding.spec
     P(None, 'fsdp')
   """
-  check_plan(plan, "from_arrays(plan, arrays)")
+  check_plan(plan, "from_arrays(arrays, plan)")
   _check_optimizer(plan, optimizer)
-  for found in (model, optimizer):
+  for found in (arrays, optimizer):
     if not isinstance(found, (Mapping, type(None))):  # pyright: ignore[reportUnnecessaryIsInstance]
       raise PlanError(
         f"from_arrays needs arrays by path, and got a value of type {type(found).__name__}.",
-        fix="from_arrays(plan, {'up.kernel': array}); for a live module, reshard(model, plan).",
+        fix="from_arrays({'up.kernel': array}, plan); for a live module, reshard(model, plan).",
       )
-  given: dict[Root, Mapping[Any, Any]] = {"model": model}
+  given: dict[Root, Mapping[Any, Any]] = {"model": arrays}
   if optimizer is not None:
     given["optimizer"] = optimizer
-  arrays: dict[Root, dict[Path, Any]] = {root: _by_path(plan, root, found) for root, found in given.items()}
-  return instantiate(plan, _place(plan, arrays, donate=False, byte_budget=2**28))
+  by_path: dict[Root, Any] = {root: _by_path(plan, root, found) for root, found in given.items()}
+  return instantiate(plan, _place(plan, by_path, donate=False, byte_budget=2**28))
 
 
 def _check_optimizer(plan: ShardingPlan, optimizer: Any) -> None:

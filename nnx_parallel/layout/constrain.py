@@ -24,7 +24,7 @@ from nnx_parallel.errors import MeshError, ShardingError
 from nnx_parallel.layout.resolve import resolve_spec
 from nnx_parallel.rules.inputs import InputRules
 from nnx_parallel.rules.logical import LogicalRules
-from nnx_parallel.rules.ruleset import RuleSet
+from nnx_parallel.rules.ruleset import Rules, RuleSet
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,7 +57,7 @@ _SPENT: Any = jax.make_user_context(())
 
 
 @contextlib.contextmanager
-def use_rules(rules: Any, mesh: AnyMesh | None = None) -> Generator[None, None, None]:
+def use_rules(rules: Rules, mesh: AnyMesh | None = None) -> Generator[None, None, None]:
   """Puts logical rules in scope for `constrain`, and makes a mesh the active one.
 
   With a mesh, `jax.lax.with_sharding_constraint(x, PartitionSpec(...))` and models that look for the active

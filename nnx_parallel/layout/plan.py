@@ -39,7 +39,7 @@ from nnx_parallel.layout.show.diff import PlanDiff
 from nnx_parallel.layout.table import Table
 from nnx_parallel.layout.tracing import Trace, placements, why_one_program
 from nnx_parallel.rules.logical import UNEVEN, Uneven
-from nnx_parallel.rules.ruleset import RuleSet
+from nnx_parallel.rules.ruleset import Rules, RuleSet
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False, kw_only=True)
@@ -310,6 +310,14 @@ class ShardingPlan(StoredPlan):
     return found
 
 
+def no_constructor() -> PlanError:
+  """The error for a plan that was read from JSON alone, where one is meant that can create."""
+  return PlanError(
+    "this plan was read from JSON without its constructor, so it cannot build a module.",
+    fix="ShardingPlan.from_json(text, mesh=mesh, init=init, optimizer=...)",
+  )
+
+
 def check_plan(plan: object, call: str, kind: type[Table] = ShardingPlan) -> None:
   """Refuses another object where a plan is meant.
 
@@ -322,10 +330,7 @@ def check_plan(plan: object, call: str, kind: type[Table] = ShardingPlan) -> Non
     PlanError: it is no plan, or one that was read from JSON without its constructor.
   """
   if isinstance(plan, StoredPlan) and not isinstance(plan, kind):
-    raise PlanError(
-      "this plan was read from JSON without its constructor, so it cannot build a module.",
-      fix="ShardingPlan.from_json(text, mesh=mesh, init=init, optimizer=...)",
-    )
+    raise no_constructor()
   if not isinstance(plan, kind):
     raise PlanError(
       f"{call.partition('(')[0]} needs a plan, and got a value of type {type(plan).__name__}.",
@@ -336,7 +341,7 @@ def check_plan(plan: object, call: str, kind: type[Table] = ShardingPlan) -> Non
 def plan(
   init: Callable[[], nnx.Module],
   mesh: AnyMesh,
-  rules: Any = None,
+  rules: Rules = None,
   *,
   optimizer: optax.GradientTransformation | None = None,
   wrt: Any = nnx.Param,
@@ -395,7 +400,7 @@ def plan(
 def plan_traced(
   init: Callable[[], nnx.Module],
   mesh: AnyMesh,
-  rules: Any,
+  rules: Rules,
   *,
   optimizer: optax.GradientTransformation | None,
   wrt: Any,

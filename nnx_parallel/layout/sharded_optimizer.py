@@ -76,7 +76,7 @@ class ShardedOptimizer(nnx.Optimizer[M]):
     ... def step(model, optimizer, x):
     ...   optimizer.update(model, nnx.grad(lambda m: (m(x) ** 2).mean())(model))
     >>> step(model, optimizer, jnp.ones((8, 8)))
-    >>> nxp.check_layout(model, plan, optimizer)
+    >>> nxp.check_layout(model, plan, optimizer=optimizer)
   """
 
   placement: Placement | None = None

@@ -78,7 +78,7 @@ class StepCheck(Shown):
       TrainError: the check, as it prints.
     """
     if not self:
-      raise nxp.TrainError(
+      raise nxp.errors.TrainError(
         "one step on the two layouts gives different numbers.",
         details=str(self),
         fix="nxp.check_gradients(model, batch, loss_fn) on each: it says which is wrong, and what mends it.",
@@ -152,7 +152,7 @@ def check_step(
     alone = nxp.make_mesh(names, devices=jax.devices()[:1])
     other = nxp.plan(plan.init, alone, plan.rules, optimizer=plan.tx, wrt=plan.wrt)
   if plan.tx is None or other.tx is None:
-    raise nxp.PlanError(
+    raise nxp.errors.PlanError(
       "a plan without an optimizer has no step to check.",
       fix="nxp.plan(init, mesh, rules, optimizer=optax.adamw(1e-3))",
     )

@@ -168,7 +168,7 @@ class Job:
     """
     batch = next(iter(self._placed(self.samples)), None)
     if batch is None:
-      raise nxp.TrainError(
+      raise nxp.errors.TrainError(
         "the recipe has no batch to check gradients on.", fix="batches() with one or more."
       )
     with default_scope(self.plan.activation_rules):

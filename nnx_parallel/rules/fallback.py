@@ -91,7 +91,7 @@ def error() -> Fallback:
     >>> from flax import nnx
     >>> try:
     ...   nxp.plan(lambda: nnx.Linear(8, 4, rngs=nnx.Rngs(0)), nxp.make_mesh(data=8), nxp.error())
-    ... except nxp.ShardingError as error:
+    ... except nxp.errors.ShardingError as error:
     ...   print(error)
     incomplete partition spec: 2 parameters have no annotation and match no rule.
         bias

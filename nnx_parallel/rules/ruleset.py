@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 from nnx_parallel.errors import ShardingError
 from nnx_parallel.rules.fallback import Fallback
@@ -37,7 +37,7 @@ class RuleSet:
   inputs: InputRules | None = None
 
   @classmethod
-  def of(cls, rules: Any) -> RuleSet:
+  def of(cls, rules: Rules) -> RuleSet:
     """Reads whatever the `rules` argument may be: one kind of rule, a preset, a mapping, or a sequence.
 
     Args:
@@ -154,3 +154,9 @@ def _merge(first: LogicalRules, second: LogicalRules) -> LogicalRules:
     )
   unknown = "whole" if "whole" in (first.unknown, second.unknown) else "error"
   return LogicalRules({**first, **second}, unknown=unknown, uneven={**first.uneven, **second.uneven})
+
+
+Rules: TypeAlias = (
+  "RuleSet | LogicalRules | PathRules | Fallback | InputRules | Mapping[str, Any] | Sequence[Rules] | None"
+)
+"""What the `rules` of a plan may be: one kind of rule, a preset, a mapping, or a sequence of these."""

@@ -79,7 +79,7 @@ def test_sizes_may_be_numpy_integers():
   ],
 )
 def test_arguments_that_contradict(arguments, text):
-  with pytest.raises(nxp.MeshError, match=text):
+  with pytest.raises(nxp.errors.MeshError, match=text):
     nxp.make_mesh(**arguments)
 
 
@@ -98,7 +98,7 @@ def test_arguments_that_contradict(arguments, text):
   ],
 )
 def test_sizes_that_do_not_fit(sizes, texts):
-  with pytest.raises(nxp.MeshError) as caught:
+  with pytest.raises(nxp.errors.MeshError) as caught:
     nxp.make_mesh(**sizes)
   for text in texts:
     assert text in str(caught.value)
@@ -116,7 +116,9 @@ def test_explicit_axes_and_their_auto_twin():
 def test_mixed_axis_types_are_refused():
   devices = np.array(jax.devices()).reshape(2, 4)
   mixed = Mesh(devices, ("data", "tensor"), axis_types=(AxisType.Auto, AxisType.Explicit))
-  with pytest.raises(nxp.MeshError, match=r"mixes axis types[\s\S]*'data': 'Auto'[\s\S]*explicit=True"):
+  with pytest.raises(
+    nxp.errors.MeshError, match=r"mixes axis types[\s\S]*'data': 'Auto'[\s\S]*explicit=True"
+  ):
     is_explicit(mixed)
 
 
@@ -132,21 +134,21 @@ def test_abstract_meshes_of_any_size():
   [({"data": -1}, "no devices to count"), ({}, "at least one axis"), ({"data": 0}, "has size 0")],
 )
 def test_abstract_meshes_that_cannot_be(sizes, text):
-  with pytest.raises(nxp.MeshError, match=text) as caught:
+  with pytest.raises(nxp.errors.MeshError, match=text) as caught:
     nxp.abstract_mesh(**sizes)
   assert "abstract_mesh(data=16, fsdp=256)" in str(caught.value)
   assert "-1 takes" not in str(caught.value)
 
 
 def test_the_form_of_jax_is_answered_with_names():
-  with pytest.raises(nxp.MeshError) as caught:
+  with pytest.raises(nxp.errors.MeshError) as caught:
     nxp.make_mesh((2, 4), ("data", "fsdp"))
   assert str(caught.value) == (
     "the axes of a mesh are written as name=size, not as sizes and names.\n"
     "  given (2, 4), ('data', 'fsdp')\n"
     "  Fix: make_mesh(data=2, fsdp=4)"
   )
-  with pytest.raises(nxp.MeshError, match=r"given 8\n  Fix: abstract_mesh\(data=16, fsdp=256\)"):
+  with pytest.raises(nxp.errors.MeshError, match=r"given 8\n  Fix: abstract_mesh\(data=16, fsdp=256\)"):
     nxp.abstract_mesh(8)
 
 
@@ -186,23 +188,23 @@ def test_an_axis_across_hosts_is_said():
   ],
 )
 def test_dcn_factors_that_do_not_fit(dcn, texts):
-  with pytest.raises(nxp.MeshError) as caught:
+  with pytest.raises(nxp.errors.MeshError) as caught:
     nxp.make_mesh(data=4, fsdp=2, devices=slices(2, 4), dcn=dcn)
   for text in texts:
     assert text in str(caught.value)
 
 
 def test_slices_without_dcn_are_refused_with_the_call_that_works():
-  with pytest.raises(nxp.MeshError, match=r"form 2 slices[\s\S]*dcn=\{'data': 2\}"):
+  with pytest.raises(nxp.errors.MeshError, match=r"form 2 slices[\s\S]*dcn=\{'data': 2\}"):
     nxp.make_mesh(data=4, fsdp=2, devices=slices(2, 4))
 
 
 def test_the_advice_for_a_rest_that_does_not_divide_is_a_count_that_does():
-  with pytest.raises(nxp.MeshError, match="multiply to 3 devices, and there are 8") as error:
+  with pytest.raises(nxp.errors.MeshError, match="multiply to 3 devices, and there are 8") as error:
     nxp.make_mesh(data=-1, tensor=3)
   assert "device_count=9." in str(error.value)
 
 
 def test_what_is_not_a_mesh():
-  with pytest.raises(nxp.MeshError, match=r"\{'data': 8\} is not a mesh"):
+  with pytest.raises(nxp.errors.MeshError, match=r"\{'data': 8\} is not a mesh"):
     is_explicit({"data": 8})

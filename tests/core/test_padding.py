@@ -422,7 +422,7 @@ def test_the_fallback_pads_what_nothing_divides():
   loss = lambda model, x: (model(x) ** 2).mean()
   assert_same_training(loss, {"fsdp": plan}, batches)
   model, optimizer = nxp.create_sharded_model(plan)
-  nxp.check_layout(model, plan, optimizer)
+  nxp.check_layout(model, plan, optimizer=optimizer)
 
 
 def test_padding_of_names_and_of_the_fallback_add_up():

@@ -128,7 +128,7 @@ def test_a_rule_spelt_like_a_mesh_axis_leaves_the_fallback_alone():
 def test_init_may_build_something_else_only_before_planning():
   widths = iter([4, 8])
   plan = nxp.plan(lambda: nnx.Linear(8, next(widths), rngs=nnx.Rngs(0)), nxp.make_mesh(data=8))
-  with pytest.raises(nxp.PlanError) as caught:
+  with pytest.raises(nxp.errors.PlanError) as caught:
     nxp.create_sharded_model(plan)
   assert str(caught.value) == (
     "init built another structure than when it was planned: bias.\n"
@@ -140,16 +140,18 @@ def test_init_may_build_something_else_only_before_planning():
 def test_bad_arguments():
   plan = nxp.plan(stack, nxp.abstract_mesh(data=1, fsdp=2, tensor=2), [RULES, nxp.replicate()])
   with pytest.raises(
-    nxp.PlanError, match="this plan is on an abstract mesh, so there is nothing to create on"
+    nxp.errors.PlanError, match="this plan is on an abstract mesh, so there is nothing to create on"
   ):
     nxp.create_sharded_model(plan)
-  with pytest.raises(nxp.PlanError, match="got a plan and also mesh, rules, optimizer"):
+  with pytest.raises(nxp.errors.PlanError, match="got a plan and also mesh, rules, optimizer"):
     nxp.create_sharded_model(plan, nxp.make_mesh(fsdp=8))
-  with pytest.raises(nxp.PlanError, match="got a plan and also mesh, rules, optimizer, or an option of plan"):
+  with pytest.raises(
+    nxp.errors.PlanError, match="got a plan and also mesh, rules, optimizer, or an option of plan"
+  ):
     nxp.create_sharded_model(plan, uneven="pad")
-  with pytest.raises(nxp.PlanError, match="needs a mesh"):
+  with pytest.raises(nxp.errors.PlanError, match="needs a mesh"):
     nxp.create_sharded_model(stack)
   with pytest.raises(
-    nxp.PlanError, match=r"compile='fast' is not a way to create.\n  Fix: one of slices, whole"
+    nxp.errors.PlanError, match=r"compile='fast' is not a way to create.\n  Fix: one of slices, whole"
   ):
     nxp.create_sharded_model(stack, mesh_of("auto"), [RULES, nxp.replicate()], compile="fast")

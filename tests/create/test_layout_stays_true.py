@@ -45,23 +45,23 @@ def test_after_creation_each_step_an_assignment_and_a_restore(tmp_path, request)
   plan = make_plan(data=2, fsdp=2, tensor=2)
   model, optimizer = nxp.create_sharded_model(plan)
   step = nxp.train_step(loss)
-  nxp.check_layout(model, plan, optimizer)
+  nxp.check_layout(model, plan, optimizer=optimizer)
   for _ in range(2):
     step(model, optimizer, tokens(plan))
-    nxp.check_layout(model, plan, optimizer)
+    nxp.check_layout(model, plan, optimizer=optimizer)
   assert len(step.compiles) == 1
 
   nnx.update(model, {"blocks": {0: {"up": {"kernel": np.ones((16, 64), np.float32)}}}})
   step(model, optimizer, tokens(plan))
   assert "model.blocks.0.up.kernel: float32[16,64] P('fsdp', 'tensor')" in str(step.compiles[1])
-  nxp.check_layout(model, plan, optimizer)
+  nxp.check_layout(model, plan, optimizer=optimizer)
 
   request.getfixturevalue("no_initial_values")
   other = make_plan(data=1, fsdp=4, tensor=2, explicit=True)
   with nxp.Checkpointer(tmp_path / "checkpoints") as checkpointer:
     checkpointer.save(3, model, optimizer)
     restored = checkpointer.restore(other)
-  nxp.check_layout(restored[0], other, restored[1])
+  nxp.check_layout(restored[0], other, optimizer=restored[1])
   for left, right in zip((model, optimizer), restored, strict=True):
     assert_same_arrays(arrays_of(left), arrays_of(right))
 
@@ -90,7 +90,7 @@ def train(init: Callable[[], nnx.Module], loss_fn: Callable[..., jax.Array]) -> 
     expected = reference(alone, its_optimizer)
     found = step(model, optimizer, nxp.shard_batch(x, plan))["loss"]
     np.testing.assert_allclose(found, expected, rtol=1e-5)
-  nxp.check_layout(model, plan, optimizer)
+  nxp.check_layout(model, plan, optimizer=optimizer)
   return model
 
 
@@ -103,7 +103,7 @@ def test_a_cache_made_in_the_loss_is_named_with_its_mend():
   def init():
     return WILD["caching"](nnx.Rngs(0))
 
-  with pytest.raises(nxp.TrainError) as caught:
+  with pytest.raises(nxp.errors.TrainError) as caught:
     train(init, square)
   assert str(caught.value) == (
     "the step added seen, Variable type Cache, to the module.\n"

@@ -68,7 +68,7 @@ def test_state_is_created_in_its_layout(name, explicit):
   rules = [nxp.LogicalRules(embed=None, mlp="tensor"), nxp.fsdp(min_size=64)]
   plan = nxp.plan(net, nxp.make_mesh(fsdp=4, tensor=2, explicit=explicit), rules, optimizer=tx)
   model, optimizer = nxp.create_sharded_model(plan)
-  nxp.check_layout(model, plan, optimizer)
+  nxp.check_layout(model, plan, optimizer=optimizer)
   ours, theirs = (jax.tree.leaves(nnx.state(node)) for node in (optimizer, eager(tx)[1]))
   for left, right in zip(ours, theirs, strict=True):
     np.testing.assert_array_equal(left, right, strict=True)
@@ -137,4 +137,4 @@ def test_state_has_the_optimizer_sharding_of_its_parameter():
   assert plan["optimizer/opt_state.0.mu.bias"].decision.reason == "as its parameter"
   model, optimizer = nxp.create_sharded_model(plan)
   nxp.train_step(lambda m, x: (m(x) ** 2).mean())(model, optimizer, nxp.shard_batch(jnp.ones((4, 8)), plan))
-  nxp.check_layout(model, plan, optimizer)
+  nxp.check_layout(model, plan, optimizer=optimizer)

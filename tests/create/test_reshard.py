@@ -44,7 +44,7 @@ def test_from_one_device_to_a_mesh_to_another_mesh(alone, explicit, byte_budget)
   for target in (mesh(), mesh(2, 4, explicit=explicit), mesh(2, 2, devices=jax.devices()[4:])):
     plan = nxp.plan(stack, target, RULES, optimizer=optax.adamw(1e-2))
     model, optimizer = nxp.reshard(model, plan, optimizer=optimizer, donate=True, byte_budget=byte_budget)
-    nxp.check_layout(model, plan, optimizer)
+    nxp.check_layout(model, plan, optimizer=optimizer)
     assert_same_arrays(arrays_of(model), expected[0])
     assert_same_arrays(arrays_of(optimizer), expected[1])
     assert model.head is model.embed
@@ -105,8 +105,8 @@ def test_the_new_module_trains_as_the_old_one(alone):
 def test_numpy_arrays_by_name(alone):
   plan = nxp.plan(stack, mesh(), RULES, optimizer=optax.adamw(1e-2))
   given = [jax.tree.map(np.array, arrays_of(node)) for node in alone]
-  model, optimizer = nxp.from_arrays(plan, *given)
-  nxp.check_layout(model, plan, optimizer)
+  model, optimizer = nxp.from_arrays(given[0], plan, optimizer=given[1])
+  nxp.check_layout(model, plan, optimizer=optimizer)
   assert_same_arrays(arrays_of(model), given[0])
   given[0]["table"][:] = 7
   assert float(model.table[...].max()) <= 1
@@ -126,7 +126,7 @@ def test_uneven_arrays_are_padded():
   arrays = arrays_of(init())
   created, given, moved = (
     nxp.create_sharded_model(plan),
-    nxp.from_arrays(plan, arrays),
+    nxp.from_arrays(arrays, plan),
     nxp.reshard(init(), plan),
   )
   expected = np.pad(arrays["kernel"], [(0, 0), (0, 3)])
@@ -140,14 +140,14 @@ def test_only_the_shards_of_a_memory_map_are_read(tmp_path):
   plan = nxp.plan(
     lambda: nnx.Linear(64, 32, use_bias=False, rngs=nnx.Rngs(0)), nxp.make_mesh(fsdp=8), nxp.fsdp()
   )
-  model = nxp.from_arrays(plan, {"kernel": np.load(path, mmap_mode="r")})
+  model = nxp.from_arrays({"kernel": np.load(path, mmap_mode="r")}, plan)
   np.testing.assert_array_equal(model.kernel[...], np.load(path))
 
 
 def test_arrays_that_do_not_fit():
   plan = nxp.plan(lambda: nnx.Linear(8, 16, rngs=nnx.Rngs(0)), nxp.make_mesh(fsdp=8))
-  with pytest.raises(nxp.PlanError) as caught:
-    nxp.from_arrays(plan, {"kernel": np.ones((8, 4), np.float32), "scale": np.ones(3)})
+  with pytest.raises(nxp.errors.PlanError) as caught:
+    nxp.from_arrays({"kernel": np.ones((8, 4), np.float32), "scale": np.ones(3)}, plan)
   assert str(caught.value) == (
     "3 arrays do not fit the plan's module.\n"
     "  bias: planned float32[16], given nothing\n"
@@ -155,17 +155,19 @@ def test_arrays_that_do_not_fit():
     "  scale: given, and not in the plan\n"
     "  Fix: give one array for each leaf: [leaf.name for leaf in plan.leaves] lists them."
   )
-  with pytest.raises(nxp.PlanError, match="the plan has no optimizer, and one was given"):
-    nxp.from_arrays(plan, {}, {})
+  with pytest.raises(nxp.errors.PlanError, match="the plan has no optimizer, and one was given"):
+    nxp.from_arrays({}, plan, optimizer={})
   with_optimizer = nxp.plan(stack, mesh(), RULES, optimizer=optax.sgd(0.1))
-  with pytest.raises(nxp.PlanError, match=r"has an optimizer, and none was given.\n  Fix: pass optimizer="):
+  with pytest.raises(
+    nxp.errors.PlanError, match=r"has an optimizer, and none was given.\n  Fix: pass optimizer="
+  ):
     nxp.reshard(stack, with_optimizer)
 
 
 def test_check_layout_names_each_difference():
   plan = nxp.plan(stack, mesh(), RULES, optimizer=optax.adamw(1e-2))
   model, optimizer = nxp.create_sharded_model(plan)
-  nxp.check_layout(model, plan, optimizer)
+  nxp.check_layout(model, plan, optimizer=optimizer)
   block = model.blocks[0]
   block.up.kernel.set_value(jnp.zeros((16, 64)))
   nnx.update(model, {"blocks": {1: {"norm": {"scale": np.ones(16, np.float32)}}}})
@@ -173,19 +175,23 @@ def test_check_layout_names_each_difference():
   block.extra = nnx.Param(jnp.zeros(3))
   del block.up.bias
   optimizer.step.set_value(jnp.zeros((), jnp.int32))
-  shown = [str(difference) for difference in nxp.layout_differences(model, plan, optimizer)]
-  assert shown == [
+  table = block.down.bias
+  table.set_value(jax.device_put(table[...].astype(jnp.bfloat16), plan["blocks.0.down.bias"].sharding))
+  expected = [
+    "blocks.0.down.bias: planned float32[16] P('fsdp',), found bfloat16[16] P('fsdp',)"
+    " on {'fsdp': 4, 'tensor': 2}",
     "blocks.0.down.kernel: planned float32[64,16] P('tensor', 'fsdp'), found metadata that means"
     " P('fsdp', 'tensor') on {'fsdp': 4, 'tensor': 2}",
     "blocks.0.up.bias: planned float32[64] P('tensor',), found nothing",
     "blocks.0.up.kernel: planned float32[16,64] P('fsdp', 'tensor'), found float32[16,64] on one device",
     "blocks.1.norm.scale: planned float32[16] P(None,), found float32[16] in host memory (numpy)",
-    "blocks.0.extra: planned nothing, found float32[3] on one device",
     "optimizer/step: planned uint32[] P(), found int32[] on one device",
+    "blocks.0.extra: planned nothing, found float32[3] on one device",
   ]
-  message = r"5 of \d+ arrays are not laid out as planned, and 1 is not in the plan\."
-  with pytest.raises(nxp.LayoutMismatchError, match=message) as caught:
-    nxp.check_layout(model, plan, optimizer)
+  message = r"6 of \d+ arrays are not laid out as planned, and 1 is not in the plan\."
+  with pytest.raises(nxp.errors.LayoutMismatchError, match=message) as caught:
+    nxp.check_layout(model, plan, optimizer=optimizer)
+  assert [line.strip() for line in str(caught.value).splitlines()[1:-1]] == expected
   assert "model, optimizer = nxp.reshard(model, plan, optimizer=optimizer)" in str(caught.value)
 
 

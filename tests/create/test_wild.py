@@ -107,7 +107,7 @@ def test_created_as_built_eagerly(name, compile):
   mesh = nxp.make_mesh(data=4, tensor=2)
   plan = nxp.plan(init, mesh, nxp.fsdp("tensor", min_size=0), optimizer=optax.adam(1e-2))
   model, optimizer = nxp.create_sharded_model(plan, compile=compile)
-  nxp.check_layout(model, plan, optimizer)
+  nxp.check_layout(model, plan, optimizer=optimizer)
   expected, found = arrays_of(init()), arrays_of(model)
   assert found.keys() == expected.keys()
   if compile == "slices":
@@ -133,7 +133,7 @@ class Outer(nnx.Module):
 
 
 def test_a_list_of_arrays_names_the_attribute_and_the_mend():
-  with pytest.raises(nxp.PlanError) as caught:
+  with pytest.raises(nxp.errors.PlanError) as caught:
     nxp.plan(lambda: Outer(nnx.Rngs(0)), nxp.make_mesh(data=8))
   assert str(caught.value) == (
     "block.tables is a list that holds arrays, which flax takes for a static attribute.\n"

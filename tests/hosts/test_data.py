@@ -35,14 +35,14 @@ def test_without_a_rule_the_data_and_fsdp_axes_split_the_batch():
 
 
 def test_no_axis_for_the_batch_is_an_error():
-  with pytest.raises(nxp.ShardingError, match="no rule says which mesh axes split the batch") as error:
+  with pytest.raises(nxp.errors.ShardingError, match="no rule says which mesh axes split the batch") as error:
     _plan(tensor=8).batch_spec(2)
   assert 'LogicalRules(batch="tensor")' in str(error.value)
 
 
 def test_uneven_batch_names_the_remainder_and_the_next_sizes():
   plan = _plan(data=8)
-  with pytest.raises(nxp.ShardingError) as error:
+  with pytest.raises(nxp.errors.ShardingError) as error:
     nxp.shard_batch({"x": np.ones((12, 3))}, plan)
   text = str(error.value)
   assert "batch['x'] has 12 examples, which 8 shards cannot split evenly (remainder 4)" in text
@@ -51,7 +51,7 @@ def test_uneven_batch_names_the_remainder_and_the_next_sizes():
 
 def test_an_abstract_mesh_cannot_hold_a_batch():
   plan = nxp.plan(lambda: nnx.Linear(4, 4, rngs=nnx.Rngs(0)), nxp.abstract_mesh(data=4096))
-  with pytest.raises(nxp.ShardingError, match="abstract mesh"):
+  with pytest.raises(nxp.errors.ShardingError, match="abstract mesh"):
     nxp.shard_batch(np.ones((8, 3)), plan)
 
 
@@ -85,12 +85,14 @@ def test_a_source_that_fails_loses_no_batch_before():
   ],
 )
 def test_what_is_no_batch(batch, message):
-  with pytest.raises(nxp.ShardingError, match=message):
+  with pytest.raises(nxp.errors.ShardingError, match=message):
     nxp.shard_batch(batch, _plan(data=8))
 
 
 def test_a_mesh_is_not_a_plan():
-  with pytest.raises(nxp.PlanError, match=r"shard_batch needs a plan, and got .* Mesh\.\n  Fix: .*plan\)"):
+  with pytest.raises(
+    nxp.errors.PlanError, match=r"shard_batch needs a plan, and got .* Mesh\.\n  Fix: .*plan\)"
+  ):
     nxp.shard_batch(np.ones((8, 3)), nxp.make_mesh(data=8))
 
 
@@ -122,7 +124,7 @@ def test_two_processes_pass_their_shares_and_stop_at_the_same_step(tmp_path):
     print("same", *show(nxp.shard_batch(everything, both)))
     try:
       nxp.shard_batch(everything[:7], plan)
-    except nxp.ShardingError as error:
+    except nxp.errors.ShardingError as error:
       print(error)
 
     def endless(samples):

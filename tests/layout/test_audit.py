@@ -145,10 +145,10 @@ def test_the_plans_own_filter_is_the_default():
 def test_a_filter_that_matches_nothing_is_an_error():
   plan = nxp.plan(big, nxp.make_mesh(fsdp=8))
   with pytest.raises(
-    nxp.PlanError, match=r"selects none of the model's Variables.*\n.*types in the model: Param"
+    nxp.errors.PlanError, match=r"selects none of the model's Variables.*\n.*types in the model: Param"
   ):
     plan.trainable(nnx.LoRAParam)
-  with pytest.raises(nxp.PlanError, match="selects none of the model's Variables"):
+  with pytest.raises(nxp.errors.PlanError, match="selects none of the model's Variables"):
     nxp.plan(big, nxp.make_mesh(fsdp=8), optimizer=optax.sgd(1.0), wrt=nnx.LoRAParam)
 
 

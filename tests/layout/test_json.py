@@ -85,18 +85,23 @@ def test_a_stored_plan_creates_what_was_planned_whatever_the_rules_say_now():
 def test_a_stored_plan_without_its_constructor_says_what_is_missing():
   plan = nxp.ShardingPlan.from_json(lm_plan().to_json(), mesh=nxp.make_mesh(data=2, fsdp=2, tensor=2))
   missing = r"read from JSON without its constructor.*\n.*from_json\(text, mesh=mesh, init=init"
-  with pytest.raises(nxp.PlanError, match=missing):
+  with pytest.raises(nxp.errors.PlanError, match=missing):
     nxp.create_sharded_model(plan)
-  assert isinstance(plan, nxp.StoredPlan) and not hasattr(plan, "trainable")
+  assert isinstance(plan, nxp.StoredPlan)
+  assert not hasattr(plan, "trainable")
 
 
 def test_a_stored_plan_of_another_module_is_refused():
-  with pytest.raises(nxp.PlanError, match=r"for another module: blocks.1.down.bias.*\n.*built nothing"):
+  with pytest.raises(
+    nxp.errors.PlanError, match=r"for another module: blocks.1.down.bias.*\n.*built nothing"
+  ):
     nxp.ShardingPlan.from_json(lm_plan().to_json(), init=lambda: LM(61, 8, 1, nnx.Rngs(0)))
 
 
 def test_a_mesh_of_another_shape_is_refused():
-  with pytest.raises(nxp.PlanError, match=r"for another mesh.*\n.*stored .*'fsdp': 2.*given .*'fsdp': 8"):
+  with pytest.raises(
+    nxp.errors.PlanError, match=r"for another mesh.*\n.*stored .*'fsdp': 2.*given .*'fsdp': 8"
+  ):
     nxp.ShardingPlan.from_json(lm_plan().to_json(), mesh=nxp.make_mesh(fsdp=8))
 
 
@@ -110,7 +115,7 @@ def test_a_mesh_of_another_shape_is_refused():
   ],
 )
 def test_other_text_is_refused(text, message):
-  with pytest.raises(nxp.PlanError, match=message):
+  with pytest.raises(nxp.errors.PlanError, match=message):
     nxp.ShardingPlan.from_json(text)
 
 
@@ -120,7 +125,7 @@ def test_a_path_part_that_json_cannot_hold_is_an_error():
       self.table = nnx.data({1.5: nnx.Param(jnp.ones(8))})
 
   with pytest.raises(
-    nxp.PlanError, match=r"table.1.5 has the path part 1.5, a float, which JSON cannot hold"
+    nxp.errors.PlanError, match=r"table.1.5 has the path part 1.5, a float, which JSON cannot hold"
   ):
     nxp.plan(Odd, nxp.abstract_mesh(fsdp=8)).to_json()
 
@@ -206,7 +211,7 @@ def test_a_parameter_is_known_by_its_type_and_not_by_its_name():
 def test_a_stored_plan_is_not_for_a_variable_of_another_type():
   text = nxp.plan(lambda: nnx.Dict(x=nnx.Param(jnp.zeros(4))), nxp.abstract_mesh(data=2)).to_json()
   with pytest.raises(
-    nxp.PlanError, match=r"x\.\n  stored Param float32\[4\], a parameter, built BatchStat float32"
+    nxp.errors.PlanError, match=r"x\.\n  stored Param float32\[4\], a parameter, built BatchStat float32"
   ):
     nxp.ShardingPlan.from_json(text, init=lambda: nnx.Dict(x=nnx.BatchStat(jnp.zeros(4))))
 

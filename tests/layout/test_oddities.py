@@ -118,7 +118,8 @@ def test_a_module_without_arrays():
   assert nxp.create_sharded_model(plan) is not None
   assert not plan.audit()
   with pytest.raises(
-    nxp.PlanError, match=r"selects none of the model's Variables.*\n.*Variable types in the model: none"
+    nxp.errors.PlanError,
+    match=r"selects none of the model's Variables.*\n.*Variable types in the model: none",
   ):
     nxp.plan(lambda: nnx.Dict(), mesh(), optimizer=optax.adam(1e-3))
 
@@ -128,7 +129,9 @@ def test_a_variable_that_holds_a_tree_is_refused_with_what_to_do():
     def __init__(self):
       self.table = nnx.Param({"a": jnp.ones(8), "b": jnp.ones(8)})
 
-  with pytest.raises(nxp.PlanError, match=r"table holds a dict instead of one array.*\n.*Param\n.*nnx.Dict"):
+  with pytest.raises(
+    nxp.errors.PlanError, match=r"table holds a dict instead of one array.*\n.*Param\n.*nnx.Dict"
+  ):
     nxp.plan(Tree, mesh())
 
 

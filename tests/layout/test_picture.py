@@ -90,13 +90,13 @@ def test_files(tmp_path):
   plan.save_picture("w", str(tmp_path / "w.png"))
   assert (tmp_path / "w.svg").read_text() == plan.picture("w")
   assert (tmp_path / "w.png").read_bytes().startswith(b"\x89PNG")
-  with pytest.raises(nxp.PlanError, match=r"the suffix '.gif' is not .svg or .png"):
+  with pytest.raises(nxp.errors.PlanError, match=r"the suffix '.gif' is not .svg or .png"):
     plan.save_picture("w", "w.gif")
 
 
 def test_png_without_matplotlib_says_what_to_install(monkeypatch):
   monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
   with pytest.raises(
-    nxp.PlanError, match=r"matplotlib is not installed.\n  Fix: pip install .nnx-parallel\[plots\]"
+    nxp.errors.PlanError, match=r"matplotlib is not installed.\n  Fix: pip install .nnx-parallel\[plots\]"
   ):
     plan_of((8,), ("x",), nxp.make_mesh(x=8)).save_picture("w", "w.png")

@@ -73,7 +73,7 @@ def test_unmatched_parameters_are_all_listed_with_the_nearest_rule():
   def plain():
     return nnx.Dict(blocks=nnx.List([nnx.Dict(up=nnx.Linear(4, 4, rngs=nnx.Rngs(0)))]))
 
-  with pytest.raises(nxp.ShardingError) as caught:
+  with pytest.raises(nxp.errors.ShardingError) as caught:
     nxp.plan(plain, nxp.make_mesh(tensor=8), rules)
   assert "2 parameters have no annotation and match no rule" in str(caught.value)
   assert "blocks.0.up.kernel   (nearest rule: 'blocks\\\\.\\\\d+\\\\.up\\\\.kernal')" in str(caught.value)
@@ -107,12 +107,14 @@ def test_a_named_kernel_is_extended_by_the_fallback_and_says_so():
   ],
 )
 def test_what_is_no_constructor_is_refused(init, message):
-  with pytest.raises(nxp.PlanError, match=message):
+  with pytest.raises(nxp.errors.PlanError, match=message):
     nxp.plan(init, nxp.make_mesh(fsdp=8))
 
 
 def test_an_unknown_policy_is_refused():
-  with pytest.raises(nxp.PlanError, match=r"uneven='padd' is not a policy.\n  Fix: one of error, next"):
+  with pytest.raises(
+    nxp.errors.PlanError, match=r"uneven='padd' is not a policy.\n  Fix: one of error, next"
+  ):
     lm_plan(uneven="padd")
 
 

@@ -130,7 +130,7 @@ def test_names_must_fit_the_rank():
 
 
 def test_a_policy_that_does_not_exist_is_an_error():
-  with pytest.raises(nxp.ShardingError, match=r"uneven='padd' is not a policy[\s\S]*error, next, pad"):
+  with pytest.raises(nxp.errors.ShardingError, match=r"uneven='padd' is not a policy[\s\S]*error, next, pad"):
     resolve(("embed",), (8,), uneven="padd", embed="fsdp")
 
 

@@ -149,7 +149,7 @@ def test_explain_says_which_rules_did_not_match():
 
 
 def test_an_unknown_path_is_told_the_nearest():
-  with pytest.raises(nxp.PlanError, match=r"no leaf 'embed.embeding'.*\n.*nearest: embed.embedding"):
+  with pytest.raises(nxp.errors.PlanError, match=r"no leaf 'embed.embeding'.*\n.*nearest: embed.embedding"):
     lm_plan().explain("embed.embeding")
 
 

@@ -72,7 +72,7 @@ def test_difference_in_loss_statistics_and_updates_is_named():
   found = nxp.check_step(*two, other, X)
   assert [row.name for row in found.metrics if not row] == ["loss"]
   assert {"seen", "down.kernel"} <= {row.name for row in found.leaves if not row}
-  with pytest.raises(nxp.TrainError, match=r"(?s)different numbers.*down\.kernel.*different"):
+  with pytest.raises(nxp.errors.TrainError, match=r"(?s)different numbers.*down\.kernel.*different"):
     found.raise_if_wrong()
 
 

@@ -158,7 +158,7 @@ def test_adapters_alone_are_saved_and_go_on(tmp_path):
   assert sorted(checkpointer.metadata().items["model"].leaves) == ["lora_a", "lora_b"]
   gone_on = run(4, checkpointer=checkpointer, only=nnx.LoRAParam, resume="latest")
   np.testing.assert_array_equal(gone_on, run(4))
-  with pytest.raises(nxp.CheckpointError, match=r"only=.*BatchStat.* chooses no leaf of the model"):
+  with pytest.raises(nxp.errors.CheckpointError, match=r"only=.*BatchStat.* chooses no leaf of the model"):
     run(9, checkpointer=nxp.Checkpointer(tmp_path / "other"), only=nnx.BatchStat)
   assert not (tmp_path / "other").exists()
 
@@ -206,12 +206,15 @@ def test_early_stop(mode, values, last):
 def test_an_evaluation_may_return_pairs_and_not_arrays():
   result = fake([1.0], evaluate=lambda: {"score": (jnp.float32(6.0), 4)})
   assert result.metrics["eval_score"] == 1.5
-  with pytest.raises(nxp.TrainError, match="'logits' is an array"):
+  with pytest.raises(nxp.errors.TrainError, match="'logits' is an array"):
     fake([1.0], evaluate=lambda: {"logits": np.zeros(3)})
 
 
 def test_the_data_cursor_cannot_be_overwritten(tmp_path):
-  with nxp.Checkpointer(tmp_path) as checkpointer, pytest.raises(nxp.TrainError, match="the data cursor"):
+  with (
+    nxp.Checkpointer(tmp_path) as checkpointer,
+    pytest.raises(nxp.errors.TrainError, match="the data cursor"),
+  ):
     fit(steps=1, checkpointer=checkpointer, extra=lambda: {"data": 3})
 
 
@@ -234,25 +237,25 @@ def test_early_stop_goes_on_after_a_nan():
   ],
 )
 def test_intervals_that_mean_nothing(options, message):
-  with pytest.raises(nxp.TrainError, match=message):
+  with pytest.raises(nxp.errors.TrainError, match=message):
     fake([1.0], **options)
 
 
 def test_early_stop_needs_a_metric_that_exists():
   stop = nxp.EarlyStop("eval_lose")
   with pytest.raises(
-    nxp.TrainError, match=r"no record has the metric 'eval_lose'\.\n  Fix: one of .*eval_loss"
+    nxp.errors.TrainError, match=r"no record has the metric 'eval_lose'\.\n  Fix: one of .*eval_loss"
   ):
     fake([1.0] * 9, evaluate=lambda: {"loss": 1.0}, eval_every=2, early_stop=stop)
-  with pytest.raises(nxp.TrainError, match=r"mode='least'.* cannot stop a run"):
+  with pytest.raises(nxp.errors.TrainError, match=r"mode='least'.* cannot stop a run"):
     nxp.EarlyStop(mode="least")
 
 
 def test_the_end_of_the_data():
   assert fake([1.0] * 3).stopped == "data"
-  with pytest.raises(nxp.TrainError, match=r"the batches ended after step 3 of 5\.\n  Fix: steps=3, "):
+  with pytest.raises(nxp.errors.TrainError, match=r"the batches ended after step 3 of 5\.\n  Fix: steps=3, "):
     fake([1.0] * 3, steps=5)
-  with pytest.raises(nxp.TrainError, match=r"cannot go on after 32 samples: batches is a list\."):
+  with pytest.raises(nxp.errors.TrainError, match=r"cannot go on after 32 samples: batches is a list\."):
     fake([], start=Position(2, 32))
 
 
@@ -268,32 +271,36 @@ def test_a_failure_loses_no_record():
 
 
 def test_a_loss_that_is_not_finite():
-  with pytest.raises(nxp.TrainError, match=r"the loss of step 2 is nan: training further is of no use\."):
+  with pytest.raises(
+    nxp.errors.TrainError, match=r"the loss of step 2 is nan: training further is of no use\."
+  ):
     fake([1.0, math.nan, 1.0])
   assert len(fake([1.0, math.nan, 1.0], nonfinite="continue").history) == 3
-  with pytest.raises(nxp.TrainError, match=r"the loss of step 2 is nan"):
+  with pytest.raises(nxp.errors.TrainError, match=r"the loss of step 2 is nan"):
     fake([1.0, math.nan], steps=5)  # and not that the data ended
 
 
 def test_a_step_that_returns_no_metrics():
   step = lambda model, optimizer, batch: jnp.float32(batch)
-  with pytest.raises(nxp.TrainError, match=r"returned a ArrayImpl.*\n  Fix: return {\"loss\": loss} from"):
+  with pytest.raises(
+    nxp.errors.TrainError, match=r"returned a ArrayImpl.*\n  Fix: return {\"loss\": loss} from"
+  ):
     nxp.fit(step, None, None, [1.0], progress=False)
 
 
 def test_checkpoints_of_another_run_and_missing_checkpointers(tmp_path):
-  with pytest.raises(nxp.TrainError, match="save_every, only and resume need a checkpointer"):
+  with pytest.raises(nxp.errors.TrainError, match="save_every, only and resume need a checkpointer"):
     fit(steps=2, resume="latest")
   with nxp.Checkpointer(tmp_path) as checkpointer:
     fit(steps=1, checkpointer=checkpointer)
-    with pytest.raises(nxp.CheckpointError, match="holds the checkpoints of an earlier run"):
+    with pytest.raises(nxp.errors.CheckpointError, match="holds the checkpoints of an earlier run"):
       fit(steps=2, checkpointer=checkpointer)
 
 
 @pytest.mark.parametrize("step", [100, "best"])
 def test_a_step_to_resume_from_that_is_not_there(tmp_path, step):
   checkpointer = nxp.Checkpointer(tmp_path, best="eval_loss")
-  with pytest.raises(nxp.CheckpointError, match="cannot find"):
+  with pytest.raises(nxp.errors.CheckpointError, match="cannot find"):
     fit(steps=1, checkpointer=checkpointer, resume=step)
 
 
@@ -335,7 +342,7 @@ def test_a_utilisation_without_all_flops_says_so():
 def test_a_profile_of_two_steps(tmp_path):
   fake([jnp.float32(1)] * 4, profile=(2, 3), profile_dir=tmp_path)
   assert list(tmp_path.rglob("*.xplane.pb"))
-  with pytest.raises(nxp.TrainError, match="the profile of steps 3 to 2 holds no step"):
+  with pytest.raises(nxp.errors.TrainError, match="the profile of steps 3 to 2 holds no step"):
     fake([], profile=(3, 2))
 
 
@@ -396,7 +403,7 @@ def test_a_signal_saves_no_model_that_is_nan(tmp_path):
   try:
     with (
       nxp.Checkpointer(tmp_path) as checkpointer,
-      pytest.raises(nxp.TrainError, match="the loss of step 2 is nan"),
+      pytest.raises(nxp.errors.TrainError, match="the loss of step 2 is nan"),
     ):
       fit(breaking, on=models, steps=5, checkpointer=checkpointer, trackers=[kill])
     os.kill(os.getpid(), signal.SIGTERM)
@@ -442,8 +449,8 @@ def test_gradients_are_checked_on_the_first_batch_and_wrong_ones_train_nothing(c
   double = lambda x: jax.custom_derivatives.linear_call(lambda _, x: x, lambda _, g: 2 * g, (), x)
   wrong = nxp.train_step(lambda model, x: loss_fn(model, double(model.up(x))[:, :4]))
   before = jax.tree.map(np.asarray, nnx.state(model, nnx.Param))
-  with pytest.raises(nxp.TrainError, match=r"(?s)gradients on this layout are wrong.*up\.kernel"):
+  with pytest.raises(nxp.errors.TrainError, match=r"(?s)gradients on this layout are wrong.*up\.kernel"):
     nxp.fit(wrong, model, optimizer, endless, plan=plan(), steps=1, check_gradients=True, progress=False)
   jax.tree.map(np.testing.assert_array_equal, before, nnx.state(model, nnx.Param))
-  with pytest.raises(nxp.TrainError, match="cannot check the gradients of a function"):
+  with pytest.raises(nxp.errors.TrainError, match="cannot check the gradients of a function"):
     nxp.fit(lambda *_: {}, model, optimizer, endless, plan=plan(), steps=1, check_gradients=True)

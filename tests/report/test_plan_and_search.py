@@ -198,7 +198,7 @@ def test_remat_changes_a_checkpointed_loop_of_layers():
   kept = {r: sum(p.bytes for p in w.kept_outside) for r, w in found.items()}
   assert kept["full"] < kept["none"] / 4
   assert found["none"].recomputed == ()
-  with pytest.raises(nxp.TrainError, match="remat='some' is not a known policy"):
+  with pytest.raises(nxp.errors.TrainError, match="remat='some' is not a known policy"):
     with_remat(loss, "some")  # pyright: ignore[reportArgumentType]
 
 

@@ -261,7 +261,7 @@ def test_scattered_gradients_are_planned_split():
   assert split.categories["accumulators"] == layouts.PARAMS // 8
   assert memory_plan(layout, layouts.loss, layouts.batch(), microbatches=4) == split
   unsplit = layouts.plan(optimizer=ADAM, **axes)
-  with pytest.raises(nxp.TrainError, match="the plan of the optimizer has zero=0"):
+  with pytest.raises(nxp.errors.TrainError, match="the plan of the optimizer has zero=0"):
     memory_plan(unsplit, layouts.loss, layouts.batch(), gradients="scattered")
   step = nxp.train_step(layouts.loss, microbatches=4)
   compiled = compile_report(step, layout, batch=layouts.batch(), topology="cpu:8")

@@ -252,7 +252,7 @@ def test_stock_layers_need_no_other_rules():
 
 def test_unmatched_parameters_are_all_listed_with_the_nearest_rule():
   rules = PathRules([(("self_attn", "q_proj", "weight"), None), (r"lm_head\.kernel", (None, None))])
-  with pytest.raises(nxp.ShardingError) as caught:
+  with pytest.raises(nxp.errors.ShardingError) as caught:
     nxp.plan(build("llama"), nxp.abstract_mesh(tensor=2), rules)
   text = str(caught.value)
   assert "incomplete partition spec: 20 parameters have no annotation and match no rule." in text

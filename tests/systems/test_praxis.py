@@ -17,7 +17,7 @@ from flax import nnx
 from jax.sharding import PartitionSpec as P
 
 import nnx_parallel as nxp
-from nnx_parallel.testing import assert_layout, assert_same_numbers, run_training, with_gradient_norms
+from nnx_parallel.testing import assert_same_numbers, run_training, with_gradient_norms
 
 VOCAB, WIDTH, LENGTH = 30, 16, 8  # 30 is uneven over 4 and 8 devices on purpose
 CLASSES = 3
@@ -81,7 +81,7 @@ def batch_of(examples=16, seed=0):
 def test_one_plan_gives_what_praxis_partitions():
   plan = partition()
   model, optimizer = nxp.create_sharded_model(plan)
-  assert_layout(plan, model, optimizer)  # the partitioned state, as in its specs
+  nxp.check_layout(model, plan, optimizer=optimizer)  # the partitioned state, as in its specs
   assert plan["embed.embedding"].spec == P("model", None)
   assert plan["optimizer/opt_state.0.mu.down.kernel"].spec == P("model", None)
   assert plan.batch_spec(2) == P(("data", "model"), None)  # the input specs
@@ -94,7 +94,7 @@ def test_one_plan_gives_what_praxis_partitions():
   assert float(after["loss"]) < 0.8 * float(before["loss"])
   assert set(before) == set(after) == {"loss", "accuracy", "accuracy_by_class", "per_example"}
   assert int(model.seen[...]) == 20  # other Variables are part of the state; evaluation leaves them alone
-  assert_layout(plan, model, optimizer)
+  nxp.check_layout(model, plan, optimizer=optimizer)
   assert len(step.compiles) == 1
 
 
@@ -150,7 +150,7 @@ def test_inputs_by_rank_and_a_missing_rank_shows_the_mapping():
   batch = nxp.shard_batch(batch_of(), plan)
   assert batch["tokens"].sharding.shard_shape((16, LENGTH)) == (2, LENGTH)
   assert batch["weights"].sharding.shard_shape((16,)) == (2,)
-  with pytest.raises(nxp.ShardingError, match="no input rule for an array of 3 dims") as error:
+  with pytest.raises(nxp.errors.ShardingError, match="no input rule for an array of 3 dims") as error:
     nxp.shard_batch(np.zeros((16, 4, 4)), plan)
   assert "InputRules(map_1d=('batch',), map_2d=('batch', None))" in str(error.value)
   whole = partition(rules=(LOGICAL, nxp.InputRules.whole_mesh()))

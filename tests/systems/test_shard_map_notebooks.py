@@ -21,7 +21,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import nnx_parallel as nxp
-from nnx_parallel.testing import assert_layout, assert_same_numbers, run_training, with_gradient_norms
+from nnx_parallel.testing import assert_same_numbers, run_training, with_gradient_norms
 
 GUIDE = Path(__file__).parents[2] / "guides" / "20-from-the-shard-map-notebooks.md"
 
@@ -222,7 +222,7 @@ def test_the_optimizer_follows_and_each_device_holds_an_eighth():
       assert plan[f"optimizer/opt_state.0.{moment}.{path}"].spec == spec
   model, optimizer = nxp.create_sharded_model(plan)
   nxp.train_step(loss_fn, microbatches=4)(model, optimizer, nxp.shard_batch(images(), plan))
-  assert_layout(plan, model, optimizer)
+  nxp.check_layout(model, plan, optimizer=optimizer)
   held = plan.num_parameters() - 10
   # Parameters and two moments in float32; the small bias whole; counters and the dropout's key besides.
   rest = sum(leaf.bytes_per_device for leaf in plan.leaves if leaf.copies == 8)

@@ -94,13 +94,13 @@ def test_a_module_from_outside_is_named_where_flax_speaks_of_trace_levels(option
   def loss(model, x):
     return (noise(model(x)) ** 2).mean()
 
-  with pytest.raises(nxp.TrainError) as error:
+  with pytest.raises(nxp.errors.TrainError) as error:
     nxp.train_step(loss, **options)(model, optimizer, batch_of(plan))
   text = str(error.value)
   assert text.startswith("the loss function changes a Variable of noise (Dropout), which it does not get")
   assert "Cannot mutate RngCount from a different trace level" in text
   assert 'Fix: step({"model": model, "other": other}, {"model": optimizer}, batch)' in text
-  with pytest.raises(nxp.TrainError, match="a Variable of noise"):
+  with pytest.raises(nxp.errors.TrainError, match="a Variable of noise"):
     nxp.eval_step(loss)(model, batch_of(plan))
 
 
@@ -111,7 +111,9 @@ def test_the_explanation_survives_a_name_that_is_not_assigned_yet():
   def loss(model, x):
     return (noise(model(x)) ** 2).mean() if x is not None else later
 
-  with pytest.raises(nxp.TrainError, match="the loss function changes a Variable of a module, which it"):
+  with pytest.raises(
+    nxp.errors.TrainError, match="the loss function changes a Variable of a module, which it"
+  ):
     nxp.train_step(loss)(model, optimizer, batch_of(plan))
   later = 0.0
 
@@ -126,7 +128,7 @@ def test_the_mend_that_the_error_names_works():
 
 def test_the_layer_that_explicit_axes_stop_is_named():
   plan, model, optimizer = make(explicit=True)
-  with pytest.raises(nxp.TrainError) as error:
+  with pytest.raises(nxp.errors.TrainError) as error:
     nxp.train_step(loss_fn)(model, optimizer, batch_of(plan))
   text = str(error.value)
   assert text.startswith("down (Linear, line")

@@ -152,7 +152,7 @@ def test_a_sum_whose_counts_do_not_fit_is_refused():
   step, model, optimizer, batch = step_on({"data": 8}, microbatches=1)
   step = nxp.train_step(lambda m, b: (loss_fn(m, b), {"by_class": (jnp.ones(4), jnp.ones(3))}))
   with pytest.raises(
-    nxp.TrainError, match=r"the metric 'by_class' must be a scalar or a \(sum, count\) pair"
+    nxp.errors.TrainError, match=r"the metric 'by_class' must be a scalar or a \(sum, count\) pair"
   ) as e:
     step(model, optimizer, batch)
   assert "returned (float32[4], float32[3])" in str(e.value)

@@ -70,7 +70,7 @@ def test_norm_scale_over_tensor_on_three_axes_is_found_and_named():
   assert found.wrong == ("norm.scale",)
   assert found.layouts == {"norm.scale": jax.P("tensor")}
   assert "known to do wrong on such a layout: swapped examples" in str(found)
-  with pytest.raises(nxp.TrainError, match=r"(?s)the gradients on this layout are wrong.*norm\.scale"):
+  with pytest.raises(nxp.errors.TrainError, match=r"(?s)the gradients on this layout are wrong.*norm\.scale"):
     found.raise_if_wrong()
 
 
@@ -227,7 +227,7 @@ def test_each_of_several_models_is_checked():
   found = nxp.train_step(coarse).check_gradients({"a": first, "b": second}, {"a": one, "b": two}, x, tries=0)
   assert found.dtype == "bfloat16"
   assert "6 leaves" in dataclasses.replace(found, looks=tuple(filter(bool, found.looks))).summary
-  with pytest.raises(nxp.TrainError, match="there is a loss for 'b', and no optimizer"):
+  with pytest.raises(nxp.errors.TrainError, match="there is a loss for 'b', and no optimizer"):
     nxp.train_step(losses).check_gradients({"a": first, "b": second}, {"a": one}, x)
 
 
@@ -499,7 +499,7 @@ def test_advice_is_what_helps():
   x = nxp.shard_batch(np.random.default_rng(0).normal(size=(16, 16)).astype("float32"), plan)
   advice["nxp.check_step"] = nxp.train_step(loss_fn).check_gradients(model, optimizer, x, tries=0)
   for said, found in advice.items():
-    with pytest.raises(nxp.TrainError, match=f"Fix: .*{said}"):
+    with pytest.raises(nxp.errors.TrainError, match=f"Fix: .*{said}"):
       found.raise_if_wrong()
 
 

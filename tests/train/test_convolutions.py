@@ -213,7 +213,7 @@ def test_all_axes_manual_is_right_and_some_axes_manual_is_refused() -> None:
   everywhere = with_right_gradients(jax.grad(lambda k, x: loss(frozenset(mesh.axis_names), k, x)), mesh)
   np.testing.assert_allclose(jax.jit(everywhere)(kernel, x), expected, atol=1e-5, rtol=1e-4)
   partly = with_right_gradients(jax.grad(lambda k, x: loss(frozenset({"data"}), k, x)), mesh)
-  with pytest.raises(nxp.TrainError, match=r"over \['data'\], which leaves model to XLA") as caught:
+  with pytest.raises(nxp.errors.TrainError, match=r"over \['data'\], which leaves model to XLA") as caught:
     jax.jit(partly)(kernel, x)
   assert "kernel gradient of a grouped convolution by up to 4" in str(caught.value)
   assert "Fix: jax.shard_map without axis_names" in str(caught.value)

@@ -157,7 +157,7 @@ def test_nothing_is_not_taken_for_the_last_models():
   optimizers = tuple(nnx.Optimizer(m, optax.sgd(0.1), wrt=nnx.Param) for m in models)
   step = nxp.train_step(lambda models, x: (models[0].weight[...] * x).sum())
   step(models, optimizers, jnp.ones(4))
-  with pytest.raises(nxp.TrainError, match="the step's model is a NoneType"):
+  with pytest.raises(nxp.errors.TrainError, match="the step's model is a NoneType"):
     step(None, None, jnp.ones(4))
 
 
@@ -209,7 +209,7 @@ def test_a_replaced_layer_is_trained_and_lies_as_planned(evaluated):
   if evaluated:  # which puts it whole on the mesh, knowing of no plan
     nxp.eval_step(squares)(model, x)
   step(model, optimizer, x)
-  nxp.check_layout(model, plan, optimizer)
+  nxp.check_layout(model, plan, optimizer=optimizer)
   assert float(jnp.abs(model.up.kernel[...] - before).max()) > 0
 
 
@@ -242,7 +242,7 @@ def test_parameters_that_the_optimizer_does_not_know_are_an_error_that_says_what
   step(model, optimizer, x)
   edit(model)
   with pytest.raises(
-    nxp.TrainError, match="the state of the optimizer is not that of the parameters"
+    nxp.errors.TrainError, match="the state of the optimizer is not that of the parameters"
   ) as error:
     step(model, optimizer, x)
   assert line in str(error.value)
@@ -266,7 +266,7 @@ def test_what_was_trained_is_carried_over_to_a_model_with_a_new_layer():
   nnx.update(tuple(new), nnx.state((model, optimizer)))
   assert jnp.array_equal(new[0].up.kernel[...], model.up.kernel[...])
   step(*new, x)
-  nxp.check_layout(new[0], plan, new[1])
+  nxp.check_layout(new[0], plan, optimizer=new[1])
   assert int(new[1].step[...]) == 4
   assert int(optimizer.step[...]) == 3
 

@@ -103,7 +103,7 @@ def test_an_interrupt_inside_jax_after_the_run_says_that_the_state_is_gone():
   (note,) = interrupt.value.__notes__
   assert "taken over its arrays: model.bias, model.weight, optimizer.step of 3 arrays are lost" in note
   assert "Fix: restore the last checkpoint" in note
-  with pytest.raises(nxp.TrainError, match=r"model\.bias was deleted") as error:
+  with pytest.raises(nxp.errors.TrainError, match=r"model\.bias was deleted") as error:
     step(model, optimizer, x)
   assert "gone: model.bias, model.weight, optimizer.step of 3 arrays" in str(error.value)
   assert "nxp.Checkpointer(directory).restore(plan)" in str(error.value)
@@ -127,17 +127,17 @@ def test_a_failure_of_the_program_is_raised_as_it_is_with_a_note():
   down = True
   with pytest.raises((ValueError, RuntimeError), match="data server is down") as error:
     step(model, optimizer, jnp.ones(4))
-  assert not isinstance(error.value, nxp.TrainError)
+  assert not isinstance(error.value, nxp.errors.TrainError)
   # Of the held array, a copy was taken over.
   assert "model.bias, optimizer.step of 3 arrays are lost" in error.value.__notes__[0]
   for _ in range(2):
-    with pytest.raises(nxp.TrainError, match=r"model\.bias was deleted: .* a step that failed, or"):
+    with pytest.raises(nxp.errors.TrainError, match=r"model\.bias was deleted: .* a step that failed, or"):
       step(model, optimizer, jnp.ones(4))
   held.delete()
   keep = model.bias.get_raw_value()
-  with pytest.raises(nxp.TrainError, match=r"model\.bias was deleted"):
+  with pytest.raises(nxp.errors.TrainError, match=r"model\.bias was deleted"):
     step(model, optimizer, jnp.ones(4))
-  with pytest.raises(nxp.TrainError, match=r"model\.bias was deleted"):
+  with pytest.raises(nxp.errors.TrainError, match=r"model\.bias was deleted"):
     nxp.train_step(loss_fn)(model, optimizer, jnp.ones(4))
   del keep
 
@@ -147,7 +147,9 @@ def test_a_deleted_batch_is_named_and_the_state_stays():
   step, batch = nxp.train_step(lambda model, batch: loss_fn(model, batch["x"])), {"x": jnp.ones(4)}
   step(model, optimizer, batch)
   batch["x"].delete()
-  with pytest.raises(nxp.TrainError, match=r"batch\['x'\] was deleted: its memory was donated or freed"):
+  with pytest.raises(
+    nxp.errors.TrainError, match=r"batch\['x'\] was deleted: its memory was donated or freed"
+  ):
     step(model, optimizer, batch)
   assert steps_in(model, optimizer) == 1
 

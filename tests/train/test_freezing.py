@@ -11,7 +11,6 @@ from flax import nnx
 
 import nnx_parallel as nxp
 from nnx_parallel.core.nodes import path_str, value_of, variables
-from nnx_parallel.testing import assert_layout
 
 WIDTH = 64
 
@@ -69,7 +68,7 @@ def test_a_subset_is_trained_and_the_rest_has_no_state(microbatches):
   step = nxp.train_step(loss_fn, microbatches=microbatches)
   losses = [float(step(model, optimizer, nxp.shard_batch(X, plan))["loss"]) for _ in range(4)]
   assert losses[-1] < losses[0]
-  assert_layout(plan, model, optimizer)
+  nxp.check_layout(model, plan, optimizer=optimizer)
   moved = {name for name, value in arrays(model).items() if (value != before[name]).any()}
   assert moved == {"adapter.lora_a", "adapter.lora_b"}
 
@@ -78,7 +77,7 @@ def test_counts_are_printed():
   text = str(plan_on().trainable(HEAD))
   assert f"trained      1 arrays            {WIDTH * WIDTH:,} elements   16 KiB in all" in text
   assert f"frozen       6 arrays           {4 * WIDTH * WIDTH + 4 * WIDTH:,} elements   65 KiB in all" in text
-  with pytest.raises(nxp.PlanError, match="selects none of the model's Variables"):
+  with pytest.raises(nxp.errors.PlanError, match="selects none of the model's Variables"):
     plan_on(nnx.PathContains("haed"))
 
 

@@ -13,7 +13,6 @@ from flax import nnx
 
 import nnx_parallel as nxp
 from nnx_parallel.core.nodes import path_str, value_of, variables
-from nnx_parallel.testing import assert_layout
 
 RULES = nxp.LogicalRules(batch=("data", "fsdp"), embed="fsdp", mlp="tensor")
 MESHES = {"dp": (8, 1, 1), "dp x fsdp x tp": (2, 2, 2)}
@@ -74,7 +73,7 @@ def run(scaled, dtype):
   tx = optax.adam(1e-2)
   plan = plan_on("dp x fsdp x tp", nxp.with_loss_scale(tx) if scaled else tx, dtype, zero=1)
   model, optimizer, losses = train(plan, data())
-  assert_layout(plan, model, optimizer)
+  nxp.check_layout(model, plan, optimizer=optimizer)
   return model, optimizer, losses
 
 
@@ -187,7 +186,7 @@ def test_float16_parameters_with_masters_and_without():
     init = lambda: Net(nnx.Rngs(0), jnp.float16, jnp.float16)
     plan = nxp.plan(init, mesh, RULES, optimizer=tx)
     model, optimizer, losses = train(plan, [data(1)[0]] * 4)
-    assert_layout(plan, model, optimizer)
+    nxp.check_layout(model, plan, optimizer=optimizer)
     assert losses[-1] < losses[0]
     assert int(optimizer.opt_state.skipped[...]) == 0
 
@@ -222,17 +221,17 @@ def test_a_checkpoint_carries_the_scale(tmp_path):
   ],
 )
 def test_bad_scales(options, message):
-  with pytest.raises(nxp.TrainError, match=message):
+  with pytest.raises(nxp.errors.TrainError, match=message):
     nxp.with_loss_scale(optax.sgd(0.1), **options)
 
 
 def test_it_must_be_outermost():
   plan = plan_on("dp", optax.chain(optax.clip(1.0), nxp.with_loss_scale(optax.sgd(0.1))))
   model, optimizer = nxp.create_sharded_model(plan)
-  with pytest.raises(nxp.TrainError, match="with_loss_scale must be the outermost transformation"):
+  with pytest.raises(nxp.errors.TrainError, match="with_loss_scale must be the outermost transformation"):
     nxp.train_step(loss_fn)(model, optimizer, nxp.shard_batch(data(1)[0], plan))
   plain = nxp.create_sharded_model(plan_on("dp", optax.sgd(0.1)))[1]
-  with pytest.raises(nxp.TrainError, match="this optimizer has no loss scale"):
+  with pytest.raises(nxp.errors.TrainError, match="this optimizer has no loss scale"):
     nxp.loss_scale_of(plain)
 
 

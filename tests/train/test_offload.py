@@ -12,7 +12,6 @@ from flax import nnx
 import nnx_parallel as nxp
 from nnx_parallel.core.nodes import value_of, variables
 from nnx_parallel.layout import offload
-from nnx_parallel.testing import assert_layout
 
 RULES = nxp.LogicalRules(batch=("data", "fsdp"), embed="fsdp", mlp="tensor")
 HOST = "pinned_host"
@@ -45,7 +44,7 @@ def plan_on(tx, memory, **options):
 
 def train(plan, steps=3):
   model, optimizer = nxp.create_sharded_model(plan)
-  assert_layout(plan, model, optimizer)
+  nxp.check_layout(model, plan, optimizer=optimizer)
   step = nxp.train_step(loss_fn)
   losses = [float(step(model, optimizer, nxp.shard_batch(batch, plan))["loss"]) for batch in data(steps)]
   assert len(step.compiles) == 1
@@ -69,8 +68,8 @@ def test_the_same_numbers_as_on_the_device(tx):
   plan = plan_on(tx, HOST, zero=1)
   model, optimizer, losses = train(plan)
   np.testing.assert_allclose(losses, train(plan_on(tx, None, zero=1))[2], rtol=1e-6)
-  assert_layout(plan, model, optimizer)
-  nxp.check_layout(model, plan, optimizer)
+  nxp.check_layout(model, plan, optimizer=optimizer)
+  nxp.check_layout(model, plan, optimizer=optimizer)
 
 
 def test_the_plan_says_where_and_counts_it_off_the_device():
@@ -136,8 +135,8 @@ def test_a_checkpoint_is_restored_into_each_memory(tmp_path, kind):
     checkpoints.save(1, model, optimizer)
     plan = plan_on(tx, kind)
     again, restored = checkpoints.restore(plan)
-  assert_layout(plan, again, restored)
-  nxp.check_layout(again, plan, restored)
+  nxp.check_layout(again, plan, optimizer=restored)
+  nxp.check_layout(again, plan, optimizer=restored)
   for path, leaf in variables(restored).items():
     np.testing.assert_array_equal(value_of(leaf), value_of(variables(optimizer)[path]))
 
@@ -145,18 +144,18 @@ def test_a_checkpoint_is_restored_into_each_memory(tmp_path, kind):
 def test_check_layout_sees_the_memory():
   plan = plan_on(optax.adam(1e-2), HOST)
   model, optimizer = nxp.create_sharded_model(plan_on(optax.adam(1e-2), None))
-  with pytest.raises(nxp.LayoutMismatchError, match=r"in pinned_host, found float32\[32,16\] P\("):
-    nxp.check_layout(model, plan, optimizer)
+  with pytest.raises(nxp.errors.LayoutMismatchError, match=r"in pinned_host, found float32\[32,16\] P\("):
+    nxp.check_layout(model, plan, optimizer=optimizer)
   with pytest.raises(AssertionError, match="pinned_host"):
-    assert_layout(plan, model, optimizer)
+    nxp.check_layout(model, plan, optimizer=optimizer)
   moved, moved_optimizer = nxp.reshard(model, plan, optimizer=optimizer)
-  nxp.check_layout(moved, plan, moved_optimizer)
+  nxp.check_layout(moved, plan, optimizer=moved_optimizer)
 
 
 def test_what_is_refused():
   with pytest.raises(
-    nxp.PlanError, match="optimizer_memory='host' is not a memory that state can be fetched from"
+    nxp.errors.PlanError, match="optimizer_memory='host' is not a memory that state can be fetched from"
   ):
     plan_on(optax.adam(1e-2), "host")
-  with pytest.raises(nxp.PlanError, match="places optimizer state, and there is no optimizer"):
+  with pytest.raises(nxp.errors.PlanError, match="places optimizer state, and there is no optimizer"):
     plan_on(None, HOST)

@@ -85,7 +85,7 @@ def losses_of(make, *, explicit=False, count=3, **options):
   compilations.clear()
   losses += [float(step(batch)) for _ in range(count - 1)]
   assert make is eager or not compilations
-  nxp.check_layout(model, plan, optimizer)
+  nxp.check_layout(model, plan, optimizer=optimizer)
   return losses
 
 

@@ -12,7 +12,7 @@ import pytest
 from flax import nnx
 
 import nnx_parallel as nxp
-from nnx_parallel.testing import assert_layout, assert_same_training
+from nnx_parallel.testing import assert_same_training
 
 BF16, F32 = jnp.dtype("bfloat16"), jnp.dtype("float32")
 
@@ -112,11 +112,11 @@ def test_the_plan_counts_the_bytes_of_the_policy():
   assert low["optimizer/opt_state.masters.head.kernel"].bytes_per_device == 16 * 32 * 4 // 4
   assert "optimizer/opt_state.masters.norm.scale" not in [leaf.name for leaf in low.leaves]
   model, optimizer = nxp.create_sharded_model(low)
-  assert_layout(low, model, optimizer)
+  nxp.check_layout(model, low, optimizer=optimizer)
   values = nxp.Precision.bfloat16_parameters().apply(init)().head.kernel.get_value()
   np.testing.assert_array_equal(model.head.kernel.get_value(), values)
   nxp.train_step(loss_fn)(model, optimizer, nxp.shard_batch(tokens()[0], low))
-  assert_layout(low, model, optimizer)
+  nxp.check_layout(model, low, optimizer=optimizer)
 
 
 @pytest.mark.parametrize(
@@ -176,12 +176,14 @@ def test_training_low_parameters_without_masters_warns():
 
 
 def test_bad_policies():
-  with pytest.raises(nxp.TrainError, match="compute=int8 is not a floating dtype"):
+  with pytest.raises(nxp.errors.TrainError, match="compute=int8 is not a floating dtype"):
     nxp.Precision(compute=jnp.int8)
-  with pytest.raises(nxp.TrainError, match="parameters in float32 need no float32 masters"):
+  with pytest.raises(nxp.errors.TrainError, match="parameters in float32 need no float32 masters"):
     nxp.Precision(masters=True)
   build = nxp.Precision.bfloat16(output_layers=["haed"]).apply(init)
-  with pytest.raises(nxp.TrainError, match=r"output_layers \['haed'\] match no layer of Model") as error:
+  with pytest.raises(
+    nxp.errors.TrainError, match=r"output_layers \['haed'\] match no layer of Model"
+  ) as error:
     build()
   assert "head" in str(error.value)
 
@@ -212,13 +214,17 @@ def test_the_dtype_in_which_replicas_sum_gradients(dtype, mark):
   nxp.train_step(loss_fn)(reference, other, x)
   np.testing.assert_allclose(model.kernel[...], reference.kernel[...], rtol=2e-2, atol=1e-3)
   whole = jax.device_put(x, jax.NamedSharding(plan.mesh, jax.P()))
-  with pytest.raises(nxp.TrainError, match=r"reduction=.* cannot be honoured(.|\n)*no mesh axis splits"):
+  with pytest.raises(
+    nxp.errors.TrainError, match=r"reduction=.* cannot be honoured(.|\n)*no mesh axis splits"
+  ):
     step(model, optimizer, whole)  # the program of the batch before is not this one's
   split = nxp.plan(init, nxp.make_mesh(fsdp=8), nxp.fsdp(min_size=0), optimizer=optax.sgd(0.1))
-  with pytest.raises(nxp.TrainError, match=r"reduction=.* cannot be honoured: XLA places the reductions"):
+  with pytest.raises(
+    nxp.errors.TrainError, match=r"reduction=.* cannot be honoured: XLA places the reductions"
+  ):
     step.lower(split, batch=nxp.shard_batch(np.ones((16, 24), np.float32), split))
 
 
 def test_a_reduction_in_whole_numbers_is_refused():
-  with pytest.raises(nxp.TrainError, match="reduction=int32 would round gradients to whole numbers"):
+  with pytest.raises(nxp.errors.TrainError, match="reduction=int32 would round gradients to whole numbers"):
     nxp.train_step(lambda model, x: model(x).mean(), reduction=jnp.int32)

@@ -66,10 +66,12 @@ def test_products_are_low_and_train_like_one_device(dtype, mark):
 
 
 def test_bad_calls(monkeypatch):
-  with pytest.raises(nxp.TrainError, match="quantized needs example inputs of the module"):
+  with pytest.raises(nxp.errors.TrainError, match="quantized needs example inputs of the module"):
     nxp.quantized(init, jnp.int8)
   monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-  with pytest.raises(nxp.TrainError, match=r"need qwix, which is not installed(.|\n)*nnx-parallel.quantized"):
+  with pytest.raises(
+    nxp.errors.TrainError, match=r"need qwix, which is not installed(.|\n)*nnx-parallel.quantized"
+  ):
     nxp.quantized(init, jnp.int8, jnp.zeros((1, 16)))()
 
 

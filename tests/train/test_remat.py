@@ -156,18 +156,18 @@ NO_LAYER = (
 def test_a_policy_that_finds_no_layer_is_refused(microbatches):
   plan = plan_on(Layer)
   step = nxp.train_step(loss_fn, remat="full", microbatches=microbatches)
-  with pytest.raises(nxp.TrainError, match=NO_LAYER):
+  with pytest.raises(nxp.errors.TrainError, match=NO_LAYER):
     step(*nxp.create_sharded_model(plan), batch_of(plan))
 
 
 def test_the_reports_refuse_what_a_step_refuses():
   plan = plan_on(Layer)
   batch = jax.ShapeDtypeStruct((64, WIDTH), jnp.float32)
-  with pytest.raises(nxp.TrainError, match=NO_LAYER):
+  with pytest.raises(nxp.errors.TrainError, match=NO_LAYER):
     nxp.memory_plan(plan, loss_fn, batch, remat="full")
-  with pytest.raises(nxp.TrainError, match=NO_LAYER):
+  with pytest.raises(nxp.errors.TrainError, match=NO_LAYER):
     nxp.predict_time(plan, loss_fn, batch, remat="full", chip="v5e")
-  with pytest.raises(nxp.TrainError, match=NO_LAYER):
+  with pytest.raises(nxp.errors.TrainError, match=NO_LAYER):
     nxp.with_remat(loss_fn, "full")(nxp.create_sharded_model(plan)[0], batch_of(plan))
 
 
@@ -188,7 +188,7 @@ def test_another_word_is_refused(remat):
     lambda: nxp.train_step(loss_fn, remat=remat),
     lambda: nxp.with_remat(loss_fn, remat),
   ):
-    with pytest.raises(nxp.TrainError) as error:
+    with pytest.raises(nxp.errors.TrainError) as error:
       refused()
     assert str(error.value) == message
 
@@ -211,7 +211,7 @@ def test_losses_in_turn_are_each_rematerialised():
   mixed = nxp.train_step(
     {"a": of("a"), "b": lambda m, x: (m["b"].layers[0].up.bias[...] ** 2).sum()}, remat="full"
   )
-  with pytest.raises(nxp.TrainError, match=NO_LAYER):
+  with pytest.raises(nxp.errors.TrainError, match=NO_LAYER):
     mixed(models, optimizers, batch_of(plan))
 
 

@@ -182,8 +182,8 @@ def test_manual_training_resumes_bit_for_bit(tmp_path):
 
 def test_what_cannot_be_folded():
   with pytest.raises(
-    nxp.TrainError, match=r"cannot fold over 'data': .* not split along that axis by hand\."
+    nxp.errors.TrainError, match=r"cannot fold over 'data': .* not split along that axis by hand\."
   ):
     nxp.fold_rng_over_axis(jax.random.key(0), "data")
-  with pytest.raises(nxp.TrainError, match=r"cannot fold a int over an axis: it is no PRNG key\."):
+  with pytest.raises(nxp.errors.TrainError, match=r"cannot fold a int over an axis: it is no PRNG key\."):
     nxp.fold_rng_over_axis(3, "data")

@@ -10,7 +10,6 @@ import pytest
 from flax import nnx
 
 import nnx_parallel as nxp
-from nnx_parallel.testing import assert_layout
 
 STEPS = 15
 
@@ -110,8 +109,8 @@ def test_a_gan_equals_a_loop_written_by_hand():
     for x, y in zip(jax.tree.leaves(nnx.state(got)), jax.tree.leaves(nnx.state(want)), strict=True):
       np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-6)
   assert len(step.compiles) == 1
-  assert_layout(gen_plan, gen, gen_opt)
-  assert_layout(disc_plan, disc, disc_opt)
+  nxp.check_layout(gen, gen_plan, optimizer=gen_opt)
+  nxp.check_layout(disc, disc_plan, optimizer=disc_opt)
 
 
 @pytest.mark.parametrize("microbatches", [1, 2])

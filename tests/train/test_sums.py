@@ -38,10 +38,10 @@ def test_many_small_parts_of_low_precision_add_up():
 
 def test_what_cannot_be_added():
   sums = nxp.MetricSums()
-  with pytest.raises(nxp.TrainError, match=r"the metric 'rows' is an array, which has no mean here\."):
+  with pytest.raises(nxp.errors.TrainError, match=r"the metric 'rows' is an array, which has no mean here\."):
     sums.add({"rows": jnp.ones(3)})
   sums.add({"loss": 1.0})
-  with pytest.raises(nxp.TrainError, match=r"the metrics are accuracy, and were loss\."):
+  with pytest.raises(nxp.errors.TrainError, match=r"the metrics are accuracy, and were loss\."):
     sums.add({"accuracy": 1.0})
 
 
@@ -169,7 +169,8 @@ def records_of(data):
 def test_without_tensorboard_the_extra_is_named(tmp_path, monkeypatch):
   monkeypatch.setitem(sys.modules, "tensorboardX", None)
   with pytest.raises(
-    nxp.TrainError, match=r"tensorboardX is not installed\.\n  Fix: pip install 'nnx-parallel\[tensorboard\]'"
+    nxp.errors.TrainError,
+    match=r"tensorboardX is not installed\.\n  Fix: pip install 'nnx-parallel\[tensorboard\]'",
   ):
     nxp.TensorBoardLog(tmp_path)
 

@@ -29,6 +29,7 @@ from nnx_parallel.report.search.space import Sizes, Space, factorisations, searc
 from nnx_parallel.report.tables import not_counted, results_text
 from nnx_parallel.report.topology import Machine, machine
 from nnx_parallel.report.units import format_bytes
+from nnx_parallel.rules.ruleset import Rules
 from nnx_parallel.train.remat import MARK_LAYERS, Remat
 
 SAME_TIME = 0.005
@@ -173,7 +174,7 @@ def search(
   topology: str,
   *,
   batch: Any,
-  rules: Any,
+  rules: Rules,
   optimizer: optax.GradientTransformation | None = None,
   remat: Remat | Sequence[Remat] = ("none", "dots", "full"),
   zero: int | Sequence[int] = (0, 1, 2),

@@ -17,7 +17,7 @@ from nnx_parallel.errors import ReportError
 from nnx_parallel.layout.plan import ShardingPlan
 from nnx_parallel.layout.plan import plan as make_plan
 from nnx_parallel.report.estimate.workload import Workload, finds_layers, trace_workload
-from nnx_parallel.rules.ruleset import RuleSet
+from nnx_parallel.rules.ruleset import Rules, RuleSet
 from nnx_parallel.train.remat import Remat
 
 Sizes = dict[str, int]
@@ -70,7 +70,7 @@ class Space:
 def spaces(
   init: Callable[[], Any],
   loss: Callable[[Any, Any], Any],
-  rules: Any,
+  rules: Rules,
   optimizer: Any,
   batch: Any,
   remats: Sequence[Remat],
@@ -104,7 +104,7 @@ def spaces(
   return found
 
 
-def searched_axes(rules: Any) -> tuple[str, ...]:
+def searched_axes(rules: Rules) -> tuple[str, ...]:
   """Mesh axes that rules name: those of the batch first, the others by appearance.
 
   Raises:
