@@ -7,6 +7,17 @@ already catch for that kind of mistake (`ValueError`, ...).
 
 from __future__ import annotations
 
+__all__ = [
+  "CheckpointError",
+  "LayoutMismatchError",
+  "MeshError",
+  "PlanError",
+  "RecipeError",
+  "ReportError",
+  "ShardingError",
+  "TrainError",
+]
+
 
 class NnxParallelError(Exception):
   """Root of all errors raised on purpose by this package.

@@ -19,12 +19,15 @@ rest: each argument, what is returned, what is raised, and an example that runs.
 `python tests/test_public_surface.py --update` writes this page.
 """
 ROOMS = {
-  "layout": "Declare and plan",
+  "core": "Meshes",
+  "rules": "Declare",
+  "layout": "Plan",
   "create": "Create",
   "train": "Train",
   "hosts": "Batches and hosts",
-  "recipes": "The loop",
+  "loop": "The loop",
   "checkpoint": "Checkpoints",
+  "interop": "Weights of other programs",
   "report": "Reports",
   "errors": "Errors and warnings",
 }

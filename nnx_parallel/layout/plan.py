@@ -195,6 +195,11 @@ class ShardingPlan(StoredPlan):
   """The layout of a model, and of its optimizer, on a mesh, and how both are built; made by `plan`.
 
   Attributes:
+    mesh: the mesh that the specs refer to.
+    rules: the rules that were applied.
+    leaves: every Variable of the model, then of the optimizer, in flax's order.
+    notes: what a reader should know, for example rules that matched nothing.
+    zero: ZeRO stage of the optimizer state (1), and of the gradients too (2).
     init: the constructor that was planned.
     tx: the optax transformation, or None when the plan has no optimizer.
     wrt: which Variables the optimizer trains.

@@ -175,16 +175,16 @@ def test_check_layout_names_each_difference():
   block.extra = nnx.Param(jnp.zeros(3))
   del block.up.bias
   optimizer.step.set_value(jnp.zeros((), jnp.int32))
-  table = block.down.bias
-  table.set_value(jax.device_put(table[...].astype(jnp.bfloat16), plan["blocks.0.down.bias"].sharding))
+  table = model.blocks[1].up.bias
+  table.set_value(jax.device_put(table[...].astype(jnp.bfloat16), plan["blocks.1.up.bias"].sharding))
   expected = [
-    "blocks.0.down.bias: planned float32[16] P('fsdp',), found bfloat16[16] P('fsdp',)"
-    " on {'fsdp': 4, 'tensor': 2}",
     "blocks.0.down.kernel: planned float32[64,16] P('tensor', 'fsdp'), found metadata that means"
     " P('fsdp', 'tensor') on {'fsdp': 4, 'tensor': 2}",
     "blocks.0.up.bias: planned float32[64] P('tensor',), found nothing",
     "blocks.0.up.kernel: planned float32[16,64] P('fsdp', 'tensor'), found float32[16,64] on one device",
     "blocks.1.norm.scale: planned float32[16] P(None,), found float32[16] in host memory (numpy)",
+    "blocks.1.up.bias: planned float32[64] P('tensor',), found bfloat16[64] P('tensor',)"
+    " on {'fsdp': 4, 'tensor': 2}",
     "optimizer/step: planned uint32[] P(), found int32[] on one device",
     "blocks.0.extra: planned nothing, found float32[3] on one device",
   ]
