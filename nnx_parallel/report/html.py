@@ -282,6 +282,14 @@ def search_page(result: SearchResult) -> str:
   """The page of a search: every candidate by memory and time, the front as a table, the winner's code."""
   from nnx_parallel.report.search_text import FRONT_COLUMNS, OTHER_COLUMNS, front_rows, other_rows
 
+  tried = len(result.fitting) + len(result.too_large)
+  refused = [(str(count), why) for why, count in result.refused.items()]
+  body = [
+    f"<h1>{tried} layouts for {html.escape(result.machine.text)}: {len(result.fitting)} fit</h1>",
+    *(f"<p>{html.escape(note)}</p>" for note in result.notes),
+  ]
+  if result.best is None:
+    return _page("Search", [*body, "<p class='verdict short'>No layout is proposed.</p>"])
   front = result.pareto()
   known = {id(candidate) for candidate in front}
   usable = result.machine.chip.usable_bytes
@@ -301,14 +309,6 @@ def search_page(result: SearchResult) -> str:
     for c in shown
   ]
   limit = svg.Item("usable", usable, format_bytes(usable))
-  tried = len(result.fitting) + len(result.too_large)
-  refused = [(str(count), why) for why, count in result.refused.items()]
-  body = [
-    f"<h1>{tried} layouts for {html.escape(result.machine.text)}: {len(result.fitting)} fit</h1>",
-    *(f"<p>{html.escape(note)}</p>" for note in result.notes),
-  ]
-  if result.best is None:
-    return _page("Search", [*body, "<p class='verdict short'>Nothing fits.</p>"])
   body += [
     _section(
       "Memory against time, up to four times the best",

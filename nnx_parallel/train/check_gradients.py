@@ -266,7 +266,7 @@ class Looks:
     return float(slope), 0.0
 
   def _differences(self, seed: np.uint32, factors: np.ndarray[Any, Any]) -> tuple[float, float]:
-    """Central differences at several steps: of neighbours those that agree best, and their error."""
+    """Central differences at several steps: the neighbours that agree best, and how far they may be off."""
     size = math.hypot(*(factors * self.sizes))
     chosen = factors > 0
     # No parameter moves far for its size, and the loss does not either.

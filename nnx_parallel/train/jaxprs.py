@@ -1,4 +1,4 @@
-"""The few places where the forms of a trace differ between the supported versions of jax."""
+"""Reads, evaluates and rewrites traces (jaxprs), in the forms of all supported versions of jax."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.extend import core
+from jax.extend import core, source_info_util
 
 CHECKPOINTS = ("checkpoint", "remat", "remat2")
 CALLS = ("jit", "pjit", "closed_call", "core_call")
@@ -38,6 +38,47 @@ def as_function(jaxpr: Any) -> Callable[..., Sequence[Any]]:
   inner = opened(jaxpr)
   closed = core.ClosedJaxpr(inner, constants(jaxpr))  # pyright: ignore[reportPrivateImportUsage]
   return core.jaxpr_as_fun(closed)
+
+
+def evaluate(
+  jaxpr: Any,
+  inputs: Sequence[Any],
+  run: Callable[[Any, list[Any]], Sequence[Any]],
+  lift: Callable[[Any], Any] = lambda x: x,
+) -> list[Any]:
+  """Evaluates a jaxpr one operation at a time, under the lines and names that the user gave each.
+
+  Args:
+    jaxpr: the program, closed or not.
+    inputs: one value for each of its inputs.
+    run: `(operation, values of its inputs) -> values of its results`; `bind` does what is written.
+    lift: makes such a value of an array; it is called for literals and constants.
+
+  Returns:
+    The values of the program's results.
+  """
+  body = opened(jaxpr)
+  values: dict[Any, Any] = dict(zip(body.constvars, map(lift, constants(jaxpr)), strict=True))
+  values.update(zip(body.invars, inputs, strict=True))
+
+  def read(var: Any) -> Any:
+    return lift(var.val) if isinstance(var, core.Literal) else values[var]
+
+  for eqn in body.eqns:
+    # Else every operation of the loss would seem to come from a line of this file.
+    source = eqn.source_info
+    names = source_info_util.current_name_stack() + source.name_stack
+    with source_info_util.user_context(source.traceback, name_stack=names):
+      results = run(eqn, [read(v) for v in eqn.invars])
+    values.update(zip(eqn.outvars, results, strict=True))
+  return [read(v) for v in body.outvars]
+
+
+def bind(eqn: Any, inputs: Sequence[Any], **changed: Any) -> Sequence[Any]:
+  """The results of an operation for other inputs, with some of its parameters changed."""
+  with eqn.ctx.manager:
+    results = eqn.primitive.bind(*inputs, **eqn.primitive.get_bind_params({**eqn.params, **changed}))
+  return results if eqn.primitive.multiple_results else [results]
 
 
 def called(eqn: Any) -> Any:

@@ -484,7 +484,14 @@ class _Bound:
     return train_step
 
   def _held(self, run: Callable[..., Any], shardings: Any) -> Callable[..., Any]:
-    return held(run, self.binding.mesh, scope_of(self.binding.variables), shardings)
+    mesh, scope = self.binding.mesh, scope_of(self.binding.variables)
+    sizes = [] if mesh is None else [size for size in mesh.shape.values() if size > 1]
+    if scope is None and len(sizes) > 1:
+      logger.warning(
+        "the step leaves the layout of activations to XLA, which gets some wrong on several mesh axes: the"
+        " models have no plan, or plans with different rules; nxp.check_gradients(model, batch, loss) tells"
+      )
+    return held(run, mesh, scope, shardings)
 
   def layout(
     self, optimizers: dict[Any, Any], axes: tuple[str, ...], paths: list[Path], stages: list[int]
