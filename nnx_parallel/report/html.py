@@ -198,7 +198,7 @@ def search_page(result: SearchResult) -> str:
   ]
   best = result.best
   if best is None:
-    return _page("Search", [*body, "<p class='verdict short'>Nothing fits.</p>"])
+    return _page("Search", [*body, "<p class='verdict short'>No layout is proposed.</p>"])
   body += [
     _section("Memory against time, up to four times the best", _drawn(lambda: search_figure(result))),
     _section("Fastest for their memory", _table(FRONT_COLUMNS, front_rows(result))),

@@ -13,6 +13,7 @@ from nnx_parallel.report.units import format_bytes, format_count, format_seconds
 if TYPE_CHECKING:
   from nnx_parallel.report.chips import Chip
   from nnx_parallel.report.compile_report import CompileReport
+  from nnx_parallel.report.faults import Comparison
   from nnx_parallel.report.peak import Tenant
 
 _ROWS = 12
@@ -121,21 +122,29 @@ def _header(report: CompileReport) -> str:
   return "\n".join(lines) + "\n"
 
 
+def results_text(results: Comparison) -> str:
+  """How many results are right as a compiler splits a step, in a few words."""
+  right, faults, unknown = results.right, results.faults, results.unknown
+  count = len(right) + len(faults) + len(unknown)
+  if not count:
+    return "its results were not compared"
+  if len(right) == count:
+    return f"all {count} results are right"
+  words = [f"{len(faults)} WRONG"] if faults else []
+  words += [f"{len(unknown)} not checked"] if unknown else []
+  return f"of {count} results {', '.join([f'{len(right)} are right', *words])}"
+
+
 def results_note(report: CompileReport) -> str:
   """One sentence: how many results are right as the compiler splits the step; empty if none was compared."""
-  right, faults, unknown = report.results.right, report.results.faults, report.results.unknown
-  if not right and not faults and not unknown:
+  results = report.results
+  if not (results.right or results.faults or results.unknown):
     return ""
-  count = len(right) + len(faults) + len(unknown)
-  if not faults and not unknown:
-    return f"Split over the devices, the program keeps its meaning: all {count} results are right."
-  text = f"Of {count} results of the program split over the devices, {len(right)} are right"
-  text += f", {len(faults)} WRONG" if faults else ""
-  if not unknown:
-    return text + "."
-  few = ", ".join(list(unknown)[:_FEW]) + (", ..." if len(unknown) > _FEW else "")
-  why = "; ".join(dict.fromkeys(unknown.values()))
-  return f"{text}, {len(unknown)} could not be followed ({few}), because of: {why}."
+  meaning = "" if results.faults or results.unknown else "the program keeps its meaning: "
+  few = ", ".join(list(results.unknown)[:_FEW]) + (", ..." if len(results.unknown) > _FEW else "")
+  why = "; ".join(dict.fromkeys(results.unknown.values()))
+  lost = f" ({few}), because of: {why}" if results.unknown else ""
+  return f"Split over the devices, {meaning}{results_text(results)}{lost}."
 
 
 def fault_rows(report: CompileReport) -> list[tuple[str, str, str, str]]:

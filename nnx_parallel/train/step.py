@@ -44,7 +44,7 @@ from nnx_parallel.train.hold import held
 from nnx_parallel.train.loss_call import call_loss
 from nnx_parallel.train.losses import Metrics, check_examples, examples_in, means, pairs, terms
 from nnx_parallel.train.remat import Policy, check_policy
-from nnx_parallel.train.update import LossFn, Recipe, keyed, update
+from nnx_parallel.train.update import LossFn, Recipe, keyed, of_loss, update
 
 _KEPT = 4
 _new_arrays = operator.itemgetter(0)
@@ -259,7 +259,7 @@ class TrainStep(_Step):
     several: dict[Any, Any] = dict(losses) if isinstance(losses, Mapping) else {None: losses}
     found: dict[Any, GradientCheck] = {}
     for key, loss_fn in several.items():
-      wrt = filters if key is None else {key: filters[key]}
+      wrt = filters if key is None else {key: of_loss(key, filters)}
       found[key] = checked(bound.subject(loss_fn, wrt, batch), seed, directions, apart=apart, tries=tries)
     return merged(found)
 
