@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import importlib.util
 import io
-from collections.abc import Collection, Sequence
-from typing import TYPE_CHECKING, Any
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
 
 from nnx_parallel.errors import ReportError
 
@@ -17,6 +21,8 @@ BLUE, ORANGE, GREEN, PURPLE, SKY, RED, YELLOW = PALETTE = (
   "#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#F0E442",
 )  # fmt: skip
 INSTALL = "pip install 'nnx-parallel[plots]'"
+LIMIT = 16
+"""Boxes drawn along one side of a grid; the note below counts the others."""
 _LETTER = 0.085  # inches, of the wider letters at 9 points
 
 
@@ -59,55 +65,82 @@ def svg_text(figure: Figure) -> str:
   return text[text.index("<svg") :]
 
 
-def cells(
-  texts: Sequence[Sequence[str]],
+def open_axes(axes: Any, grid: Literal["x", "both"] = "both") -> None:
+  """Light grid lines behind what is drawn; no frame on the right and above."""
+  axes.grid(axis=grid, color="#e6e6e6")
+  axes.set_axisbelow(True)
+  axes.spines[["top", "right"]].set_visible(False)
+
+
+def draw_grid(
+  devices: np.ndarray[Any, Any],
+  names: Sequence[str],
+  label: Callable[[int, int], str],
   *,
-  rows: tuple[str, Sequence[str]],
-  columns: tuple[str, Sequence[str]],
   title: str = "",
-  note: str = "",
-  dashed: Collection[tuple[int, int]] = (),
+  note: str,
+  dashed: Callable[[tuple[int, ...]], bool] = lambda index: False,
 ) -> Figure:
-  """A grid of boxes, each with its text.
+  """A grid of boxes with numbers of devices: the last dim runs to the right, the others downwards.
 
   Args:
-    texts: of each row, from the top.
-    rows: what the rows are, and the label of each.
-    columns: what the columns are, and the label of each.
+    devices: the numbers in each box; they run along the last dim.
+    names: of the other dims; those of size 1 are left out.
+    label: of the boxes at a place of a dim.
     title: a few lines above.
     note: a line below.
-    dashed: (row, column) of the boxes that are drawn dashed.
+    dashed: whether the box at an index is drawn dashed.
   """
   from matplotlib.patches import Rectangle
 
-  cell = _LETTER * max(5, *(len(text) for row in texts for text in row)) + 0.15
-  label = _LETTER * max(map(len, columns[1]), default=0) + 0.15
-  turned = label > cell and label * len(columns[1]) > 9
-  cell = cell if turned else max(cell, label)
-  left = _LETTER * (max(map(len, rows[1]), default=0) + len(rows[0])) + 0.4
-  words = _LETTER * max(len(line) for line in (*title.splitlines(), note, ""))
-  width = max(left + cell * len(texts[0]), words) + 0.4
-  lines = title.count("\n") + 2
-  figure = new_figure(width, 0.42 * len(texts) + 0.25 * lines + (1.6 if turned else 0.9))
+  counts = devices.shape[:-1]
+  wide = [dim for dim, count in enumerate(counts) if count > 1]
+  down, right = wide[:-1], wide[-1:]
+  boxes = devices.reshape(math.prod(counts[dim] for dim in down), -1, devices.shape[-1])
+  shown = boxes[:LIMIT, :LIMIT]
+  hidden = math.prod(counts) - math.prod(shown.shape[:2])
+  note += f" {hidden} more are not drawn." if hidden else ""
+
+  def side(dims: list[int], most: int) -> list[str]:
+    places = itertools.islice(np.ndindex(*(counts[dim] for dim in dims)), most)
+    return [", ".join(map(label, dims, place)) for place in places]
+
+  rows, columns = side(down, shown.shape[0]), side(right, shown.shape[1])
+  row_title = ", ".join(names[dim] for dim in down)
+  texts = [[_some(held) for held in line] for line in shown.tolist()]
+  cell = _LETTER * max(5, *(len(text) for line in texts for text in line)) + 0.15
+  longest = _LETTER * max(map(len, columns)) + 0.15
+  turned = longest > cell and longest * len(columns) > 9
+  cell = cell if turned else max(cell, longest)
+  left = _LETTER * (max(map(len, rows)) + len(row_title)) + 0.4
+  words = _LETTER * max(map(len, [*title.splitlines(), note]))
+  height = 0.42 * len(rows) + 0.25 * title.count("\n") + (2.1 if turned else 1.4)
+  figure = new_figure(max(left + cell * len(columns), words) + 0.4, height)
   axes: Any = figure.subplots()
-  for row, line in enumerate(texts):
-    for column, text in enumerate(line):
-      face, line_style = ("white", "--") if (row, column) in dashed else ("#D6E8F3", "-")
-      box = Rectangle((column + 0.03, row + 0.05), 0.94, 0.9, facecolor=face, edgecolor=BLUE)
-      box.set_linestyle(line_style)
-      axes.add_patch(box)
-      label = axes.text(column + 0.5, row + 0.5, text, ha="center", va="center", fontsize=9)
-      for artist in (box, label):
-        artist.set_in_layout(False)  # measuring hundreds of them takes seconds
-  axes.set_xlim(0, len(texts[0]))
-  axes.set_ylim(len(texts), 0)
-  axes.set_xticks([n + 0.5 for n in range(len(texts[0]))], columns[1], rotation=90 if turned else 0)
-  axes.set_yticks([n + 0.5 for n in range(len(texts))], rows[1])
+  for row, column in np.ndindex(*shown.shape[:2]):
+    index = tuple(map(int, np.unravel_index(row * boxes.shape[1] + column, counts)))
+    face, style = ("white", "--") if dashed(index) else ("#D6E8F3", "-")
+    corner = (column + 0.03, row + 0.05)
+    box = Rectangle(corner, 0.94, 0.9, facecolor=face, edgecolor=BLUE, linestyle=style)
+    middle = (column + 0.5, row + 0.5)
+    text = axes.text(*middle, texts[row][column], ha="center", va="center", fontsize=9)
+    for artist in (axes.add_patch(box), text):
+      artist.set_in_layout(False)  # to measure hundreds of them would take seconds
+  axes.set_xlim(0, len(columns))
+  axes.set_ylim(len(rows), 0)
+  axes.set_xticks(np.arange(len(columns)) + 0.5, columns, rotation=90 if turned else 0)
+  axes.set_yticks(np.arange(len(rows)) + 0.5, rows)
   axes.tick_params(length=0, labelsize=9, top=True, labeltop=True, bottom=False, labelbottom=False)
   axes.xaxis.set_label_position("top")
-  axes.set_xlabel(columns[0])
-  axes.set_ylabel(rows[0], rotation=0, ha="right", va="center")
+  axes.set_xlabel(", ".join(names[dim] for dim in right))
+  axes.set_ylabel(row_title, rotation=0, ha="right", va="center")
   axes.spines[:].set_visible(False)
   figure.suptitle(plain(title), x=0.01, ha="left", fontsize=10)
   figure.supxlabel(note, x=0.01, ha="left", fontsize=9)
   return figure
+
+
+def _some(devices: list[int]) -> str:
+  if len(devices) > 4:
+    return f"{devices[0]}, {devices[1]} ... {devices[-1]} ({len(devices)})"
+  return ", ".join(map(str, devices))

@@ -7,8 +7,10 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
+import numpy as np
+
 from nnx_parallel.errors import ReportError
-from nnx_parallel.layout.figures import BLUE, PALETTE, RED, cells, new_figure, plain
+from nnx_parallel.layout.figures import BLUE, PALETTE, RED, draw_grid, new_figure, open_axes, plain
 from nnx_parallel.report.roofline import compiled_time
 from nnx_parallel.report.units import format_bytes, format_seconds
 
@@ -24,7 +26,6 @@ Picture = Literal["memory", "treemap", "devices", "collectives", "timeline"]
 
 _BYTES = tuple((1024.0**n, name) for n, name in enumerate(("B", "KiB", "MiB", "GiB", "TiB")))
 _SECONDS = ((1e-6, "us"), (1e-3, "ms"), (1.0, "s"))
-_ROWS, _COLUMNS = 16, 32
 _BOXES = 400
 
 
@@ -95,31 +96,11 @@ def time_figure(time: StepTime) -> Figure:
   return bars(items, "time of a step", _SECONDS)
 
 
-def links_figure(time: StepTime) -> Figure:
-  """Seconds of sending by mesh axis; those that compute waits for have another colour."""
-  items = [
-    Bar(axis, seconds, format_seconds(seconds), how)
-    for how, axes in (("overlaps", time.overlapped), ("waited for", time.waiting))
-    for axis, seconds in axes.items()
-  ]
-  return bars(sorted(items, key=lambda item: -item.value), "sending in a step", _SECONDS)
-
-
 def devices_figure(axes: Mapping[str, int]) -> Figure:
-  """The numbered devices of a mesh: the last axis runs to the right, the others downwards."""
-  *down, (last, columns) = [item for item in axes.items() if item[1] > 1] or [("devices", 1)]
-  rows = math.prod(size for _, size in down)
-  shown = min(columns, _COLUMNS)
-  shown_rows = min(rows, _ROWS)
-  places = itertools.islice(itertools.product(*(range(size) for _, size in down)), shown_rows)
-  hidden = rows * columns - shown_rows * shown
-  return cells(
-    [[str(row * columns + column) for column in range(shown)] for row in range(shown_rows)],
-    rows=(", ".join(name for name, _ in down), [", ".join(map(str, place)) for place in places]),
-    columns=(last, [str(column) for column in range(shown)]),
-    note="In each box: the number of the device."
-    + (f" {hidden} more devices are not drawn." if hidden else ""),
-  )
+  """The numbered devices of a mesh."""
+  devices = np.arange(math.prod(axes.values())).reshape(*axes.values(), 1)
+  note = "In each box: the number of the device."
+  return draw_grid(devices, list(axes), lambda axis, place: str(place), note=note)
 
 
 def bars(items: Sequence[Bar], label: str, units: Sequence[tuple[float, str]], limit: float = 0.0) -> Figure:
@@ -149,7 +130,7 @@ def bars(items: Sequence[Bar], label: str, units: Sequence[tuple[float, str]], l
   axes.invert_yaxis()
   axes.set_xlim(0, 1.15 * most / scale or 1.0)
   axes.set_xlabel(f"{label} ({unit})" + _mark(axes, limit, most, scale))
-  _open(axes)
+  open_axes(axes, "x")
   if axes.get_legend_handles_labels()[0]:
     axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), frameon=False)
   return figure
@@ -249,7 +230,7 @@ def search_figure(result: SearchResult) -> Figure:
   )
   axes.set_ylabel(f"predicted time of a step ({seconds_unit})")
   figure.legend(loc="outside lower left", frameon=False, fontsize=9)
-  _open(axes)
+  open_axes(axes)
   return figure
 
 
@@ -267,13 +248,6 @@ def _mark(axes: Any, limit: float, most: float, scale: float) -> str:
   axes.axvline(limit / scale, color=RED, linestyle="--", label=f"usable: {format_bytes(limit)}")
   axes.set_xlim(0, 1.15 * max(limit, most) / scale)
   return ""
-
-
-def _open(axes: Any) -> None:
-  """Light grid lines behind, no frame on the right and above."""
-  axes.grid(axis="x" if axes.patches else "both", color="#e6e6e6")
-  axes.set_axisbelow(True)
-  axes.spines[["top", "right"]].set_visible(False)
 
 
 def _tail(path: str) -> str:

@@ -5,8 +5,7 @@ from __future__ import annotations
 import html
 import json
 import math
-import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from nnx_parallel.layout.figures import INSTALL, can_draw, svg_text
@@ -15,7 +14,6 @@ from nnx_parallel.layout.plan import ShardingPlan
 from nnx_parallel.layout.render import format_array, format_spec, grouped
 from nnx_parallel.report.figures import (
   devices_figure,
-  links_figure,
   memory_figure,
   report_figure,
   search_figure,
@@ -23,13 +21,21 @@ from nnx_parallel.report.figures import (
   treemap,
 )
 from nnx_parallel.report.roofline import compiled_time
-from nnx_parallel.report.tables import FAULT_COLUMNS, fault_rows, not_counted, results_note, verdict
-from nnx_parallel.report.units import format_bytes, format_count, format_seconds
+from nnx_parallel.report.tables import (
+  faults_table,
+  head,
+  memory_text,
+  not_counted,
+  peak_table,
+  render,
+  reshards_table,
+  sent_tables,
+)
+from nnx_parallel.report.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
   from matplotlib.figure import Figure
 
-  from nnx_parallel.report.chips import Chip
   from nnx_parallel.report.compile_report import CompileReport
   from nnx_parallel.report.memory import MemoryPlan
   from nnx_parallel.report.roofline import StepTime
@@ -52,41 +58,28 @@ td.n, th.n { text-align: right; white-space: nowrap; font-variant-numeric: tabul
 
 def report_page(report: CompileReport) -> str:
   """The page of a compile report."""
-  mesh = " x ".join(f"{name} {size}" for name, size in report.axes.items())
-  sent = sum(c.sent_bytes for c in report.collectives)
-  facts = (
-    f"{format_count(report.cost.flops)} matrix FLOPs, {format_bytes(report.cost.hbm_bytes)} memory "
-    f"traffic, {format_bytes(sent)} sent, per device and step; compiled in {format_seconds(report.seconds)}"
-  )
-  facts += f". {not_counted(report.cost.uncounted)}{html.escape(results_note(report))}"
+  title, verdict, *facts = map(html.escape, head(report))
   state = {True: "fits", False: "short", None: "unknown"}[report.fits]
   time = compiled_time(report)
-  wrong = _table(FAULT_COLUMNS, fault_rows(report)) if report.faults else ""
-  reshards = [(r.source or r.op, r.shape, format_bytes(r.bytes), r.before, r.after) for r in report.reshards]
-  whole = _table(("where", "tensor", "bytes>", "from", "to"), reshards) if reshards else ""
-  sending = _drawn(lambda: report_figure(report, "collectives")) + _collective_table(report)
+  sums, collectives = sent_tables(report, most=40)
+  sent = "<p>Nothing is sent.</p>"
+  if report.collectives:
+    sent = _drawn(lambda: report_figure(report, "collectives"), render(*sums))
   body = [
-    f"<h1>One step on {html.escape(report.target)}, mesh {html.escape(mesh)}</h1>",
-    f"<p class='verdict {state}'>{html.escape(verdict(report))}</p><p>{facts}</p>",
-    _section("Wrong numbers", wrong),
-    _section("Memory per device", _memory(report.categories, report.chip)),
-    _section("Made whole on each device against the layout", whole),
-    _section("In memory at the peak, besides the arguments", _peak_table(report) if report.peak else ""),
+    f"<h1>{title}</h1>",
+    f"<p class='verdict {state}'>{verdict}</p><p>{' '.join(facts)}</p>",
+    _table(*faults_table(report)),
+    _section("Memory per device", _drawn(lambda: report_figure(report, "memory"), memory_text(report))),
+    _table(*reshards_table(report)),
+    _table(*peak_table(report, most=12)),
     _section("Arguments by size, per device", _drawn(lambda: report_figure(report, "treemap"))),
     _section("Predicted step", _time(time) if time else "<p>No published figures for this device.</p>"),
-    _section("Sent per step, by kind and axis", sending if report.collectives else "<p>Nothing is sent.</p>"),
+    _section("Sent per step, by kind and axis", sent),
+    _table(*collectives),
     _section("Devices", _drawn(lambda: report_figure(report, "devices"))),
     f"<script type='application/json' id='report'>{_embedded(report.to_json())}</script>",
   ]
   return _page(f"{report.target}: compile report", body)
-
-
-def _peak_table(report: CompileReport) -> str:
-  rows = [
-    (format_bytes(t.bytes), f"{t.count} x {t.shape}", ", ".join(t.parameters), t.source or t.op)
-    for t in report.peak[:12]
-  ]
-  return _table(("bytes>", "arrays", "parameter", "where"), rows)
 
 
 def plan_page(
@@ -101,7 +94,7 @@ def plan_page(
   Args:
     plan: on any mesh.
     memory: adds the planned memory by category, and with a chip whether it fits.
-    time: adds the predicted step, and how long each axis of the mesh sends.
+    time: adds the predicted step, with how long each axis of the mesh sends.
     title: what is planned, for the head of the page.
 
   Returns:
@@ -124,11 +117,10 @@ def plan_page(
   if memory is not None:
     head, (state, sentence) = _planned_verdict(head, memory)
     body.insert(1, f"<p class='verdict {state}'>{html.escape(sentence)}</p>")
-    body.append(_section("Planned memory per device", _memory(memory.categories, memory.chip)))
+    drawn = _drawn(lambda: memory_figure(memory.categories, memory.chip), str(memory))
+    body.append(_section("Planned memory per device", drawn))
   if time is not None:
     body.append(_section("Predicted step", _time(time)))
-    if time.overlapped or time.waiting:
-      body.append(_section("Predicted sending, by axis", _drawn(lambda: links_figure(time))))
   found = [(name, alike, sum(x.bytes_per_device for x in alike)) for name, alike in grouped(leaves)]
   rows = [
     (
@@ -146,7 +138,7 @@ def plan_page(
   body += [
     _section("State by size, per device", _drawn(lambda: treemap(sizes_by_root))),
     _section("Devices", _drawn(lambda: devices_figure(sizes))),
-    _section("Largest leaves", _table(columns, rows)),
+    _table("Largest leaves", columns, rows),
   ]
   return _page(head, body)
 
@@ -170,20 +162,15 @@ def notebook_frame(page: str) -> str:
   )
 
 
-def _drawn(draw: Callable[[], Figure], instead: str = "") -> str:
-  """A picture for a page; other HTML, or nothing, where matplotlib is not installed."""
-  return svg_text(draw()) if can_draw() else instead
-
-
-def _memory(categories: Mapping[str, int], chip: Chip | None) -> str:
-  rows = [(name, format_bytes(size)) for name, size in categories.items()]
-  return _drawn(lambda: memory_figure(categories, chip), _table(("what", "bytes>"), rows))
+def _drawn(draw: Callable[[], Figure], text: str = "") -> str:
+  """A picture for a page; a text, if there is one, where matplotlib is not installed."""
+  return svg_text(draw()) if can_draw() else text and f"<pre>{html.escape(text)}</pre>"
 
 
 def _time(time: StepTime) -> str:
   note = f"{format_seconds(time.seconds)} by the roofline model, bound by {time.binds}. "
   note = f"<p>{html.escape(note + not_counted(time.uncounted))}</p>"
-  return note + _drawn(lambda: time_figure(time), f"<pre>{html.escape(str(time))}</pre>")
+  return note + _drawn(lambda: time_figure(time), str(time))
 
 
 def search_page(result: SearchResult) -> str:
@@ -201,9 +188,9 @@ def search_page(result: SearchResult) -> str:
     return _page("Search", [*body, "<p class='verdict short'>No layout is proposed.</p>"])
   body += [
     _section("Memory against time, up to four times the best", _drawn(lambda: search_figure(result))),
-    _section("Fastest for their memory", _table(FRONT_COLUMNS, front_rows(result))),
-    _section("Other meshes, at their best", _table(OTHER_COLUMNS, other_rows(result))),
-    _section("Left out", _table(("meshes>", "why"), refused) if refused else ""),
+    _table("Fastest for their memory", FRONT_COLUMNS, front_rows(result)),
+    _table("Other meshes, at their best", OTHER_COLUMNS, other_rows(result)),
+    _table("Left out", ("meshes>", "why"), refused),
     _section("Predicted step of the winner", _time(best.time)),
     _section("The winner", f"<pre>{html.escape(result.code())}</pre>"),
     f"<script type='application/json' id='search'>{_embedded(result.to_json())}</script>",
@@ -211,27 +198,8 @@ def search_page(result: SearchResult) -> str:
   return _page(f"{result.machine.text}: search", body)
 
 
-def _collective_table(report: CompileReport) -> str:
-  ordered = sorted(report.collectives, key=lambda c: -c.total_bytes)
-  rows = [
-    (
-      c.kind,
-      "+".join(c.axes),
-      c.dtype,
-      format_bytes(c.bytes),
-      str(c.times),
-      format_bytes(c.total_bytes),
-      "yes" if c.overlapped else "no",
-      ", ".join(c.parameters),
-      os.path.basename(c.source),
-    )
-    for c in ordered[:40]
-  ]
-  columns = ("kind", "axes", "dtype", "each>", "times>", "all>", "overlaps", "parameter", "source")
-  return _table(columns, rows)
-
-
-def _table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+def _table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+  """A section with a table; nothing where the table has no row."""
   numeric = [column.endswith(">") for column in columns]
 
   def line(cells: Sequence[str], tag: str) -> str:
@@ -242,7 +210,8 @@ def _table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return f"<tr>{''.join(made)}</tr>"
 
   head = line([column.rstrip(">") for column in columns], "th")
-  return f"<div class=scroll><table>{head}{''.join(line(row, 'td') for row in rows)}</table></div>"
+  lines = "".join(line(row, "td") for row in rows)
+  return _section(title, f"<div class=scroll><table>{head}{lines}</table></div>" if rows else "")
 
 
 def _section(title: str, content: str) -> str:

@@ -14,7 +14,7 @@ from typing import Any, Self
 import numpy as np
 
 from nnx_parallel.errors import TrainError
-from nnx_parallel.layout.figures import BLUE, SKY, new_figure
+from nnx_parallel.layout.figures import BLUE, SKY, new_figure, open_axes
 
 Record = dict[str, float]
 
@@ -237,8 +237,6 @@ def _draw_panel(panel: Any, steps: Sequence[float], values: Sequence[float], nam
   panel.plot(steps, smooth, color=BLUE, linewidth=2, label=f"mean of {window} steps")
   panel.xaxis.get_major_locator().set_params(integer=True)
   panel.set_ylabel(name.replace("_", " "))
-  panel.grid(color="#e6e6e6")
-  panel.set_axisbelow(True)
-  panel.spines[["top", "right"]].set_visible(False)
+  open_axes(panel)
   panel.legend(frameon=False)
   panel.annotate(f"{smooth[-1]:.3f}", (steps[-1], smooth[-1]), xytext=(4, 4), textcoords="offset points")

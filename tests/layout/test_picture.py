@@ -72,9 +72,9 @@ def test_a_picture_names_the_array_its_sides_and_every_device():
   assert {str(device.id) for device in jax.devices()} <= set(shown)
 
 
-def test_dims_to_the_right_are_told_apart():
+def test_dims_downwards_are_told_apart():
   shown = texts(plan_of((4, 2, 4), ("z", "x", "y"), nxp.make_mesh(x=2, y=2, z=2)).picture("w"))
-  assert {"dim 1 over x, dim 2 over y", "1:2, 0:2"} <= set(shown)
+  assert {"dim 0 over z, dim 1 over x", "2:4, 0:1"} <= set(shown)
 
 
 def test_nothing_overlaps():
@@ -102,7 +102,7 @@ def test_padding_of_either_side_marks_a_block():
 def test_large_meshes_are_cut_and_the_rest_is_counted():
   figure = plan_of((64, 64), ("x", "y"), nxp.abstract_mesh(x=64, y=64)).picture("w")
   assert len(boxes(figure, "-")) == 16 * 16
-  assert any(f"{64 * 64 - 16 * 16} more blocks are not drawn." in text for text in texts(figure))
+  assert any(f"{64 * 64 - 16 * 16} more are not drawn." in text for text in texts(figure))
 
 
 def test_many_holders_are_summed_up():

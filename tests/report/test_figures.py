@@ -15,7 +15,6 @@ from nnx_parallel.report.compile_report import compile_report
 from nnx_parallel.report.figures import (
   cut,
   devices_figure,
-  links_figure,
   memory_figure,
   search_figure,
   time_figure,
@@ -75,11 +74,10 @@ def test_what_is_usable_far_away_is_said_in_words():
 
 def test_waiting_starts_where_the_longest_overlapping_term_ends():
   figure = time_figure(TIME)
-  ends = [(pytest.approx(a), pytest.approx(b)) for a, b in ((0, 2), (0, 1), (0, 1.5), (2, 3), (3, 3.25))]
-  assert drawn_bars(figure)[:4] == ends[:4]
+  ends = ((0, 2), (0, 1), (0, 1.5), (2, 3), (3, 3.15))
+  assert drawn_bars(figure) == [(pytest.approx(start), pytest.approx(end)) for start, end in ends]
   assert figure.axes[0].get_xlabel() == "time of a step (ms)"
   assert {"overlaps", "waited for", "sending not hidden", "tensor (waiting)"} <= set(texts(figure))
-  assert drawn_bars(links_figure(TIME))[0][1] == pytest.approx(1.5)
 
 
 def test_a_report_has_each_picture(report):
@@ -131,9 +129,7 @@ def test_a_rectangle_is_cut_in_proportion(values):
 
 def test_a_large_mesh_is_cut_and_the_rest_is_counted():
   shown = texts(devices_figure({"data": 64, "fsdp": 4, "tensor": 1, "expert": 64}))
-  assert (
-    f"In each box: the number of the device. {64 * 4 * 64 - 16 * 32} more devices are not drawn." in shown
-  )
+  assert f"In each box: the number of the device. {64 * 4 * 64 - 16 * 16} more are not drawn." in shown
   assert {"data, fsdp", "expert"} <= set(shown)
   assert "0" in texts(devices_figure({"data": 1}))
 
