@@ -86,7 +86,7 @@ def test_a_fault_is_printed_and_in_json_and_on_the_page(wrong):
   assert "WRONG NUMBERS: the devices do not compute what the program says" in str(found)
   (fault,) = json.loads(found.to_json())["results"]["faults"]
   assert fault["result"] == "result['scale']"
-  assert "Wrong numbers" in found.to_html()
+  assert "WRONG NUMBERS" in found.to_html()
 
 
 def test_the_same_with_a_whole_scale_is_right():
