@@ -34,8 +34,7 @@ with epy.lazy_api_imports(globals()):
   from nnx_parallel.report.compile_report import CompileReport, compile_report
   from nnx_parallel.report.estimate.memory import MemoryPlan, memory_plan
   from nnx_parallel.report.estimate.roofline import StepTime, predict_time
-  from nnx_parallel.report.html import plan_page, report_svg
-  from nnx_parallel.report.raster import save_svg
+  from nnx_parallel.report.html import plan_page
   from nnx_parallel.report.search.search import SearchResult, search
   from nnx_parallel.report.topology import topology_mesh
   from nnx_parallel.rules import presets
@@ -122,10 +121,8 @@ __all__ = [
   "quantized",
   "read_metrics",
   "replicate",
-  "report_svg",
   "reshard",
   "resolve_spec",
-  "save_svg",
   "search",
   "shard_batch",
   "skip_nonfinite",

@@ -48,24 +48,10 @@ def check_layout(
       Fix: model = nxp.reshard(model, plan); p[...] = x keeps a Variable's layout, p.set_value(x) does not.
   """
   check_plan(plan, "check_layout(model, plan, optimizer=optimizer)")
-  nodes: dict[Root, Any] = {"model": model}
-  if optimizer is not None:
-    nodes["optimizer"] = optimizer
-  wrong: list[str] = []
-  extra: list[str] = []
-  planned = 0
-  for root, node in nodes.items():
-    rows, live = plan.of(root), array_leaves(node)
-    planned += len(rows)
-    wrong += [text for path, leaf in rows.items() if (text := _difference(leaf, live.get(path)))]
-    prefix = "" if root == "model" else "optimizer/"
-    extra += [
-      f"{prefix}{path_str(path)}: planned nothing, found {_show(value_of(live[path]))}"
-      for path in live
-      if path not in rows
-    ]
+  wrong, extra = differences(model, plan, optimizer)
   if not wrong and not extra:
     return
+  planned = sum(leaf.root == "model" or optimizer is not None for leaf in plan.leaves)
   shown = [*wrong, *extra]
   more = [f"... and {len(shown) - 20} more"] if len(shown) > 20 else []
   call = "model = nxp.reshard(model, plan)"
@@ -77,6 +63,27 @@ def check_layout(
     details="\n".join([*shown[:20], *more]),
     fix=f"{call}; p[...] = x keeps a Variable's layout, p.set_value(x) does not.",
   )
+
+
+def differences(
+  model: nnx.Module, plan: ShardingPlan, optimizer: nnx.Optimizer[Any] | None = None
+) -> tuple[list[str], list[str]]:
+  """What `check_layout` names: the leaves that are not as planned, and those that the plan does not have."""
+  nodes: dict[Root, Any] = {"model": model}
+  if optimizer is not None:
+    nodes["optimizer"] = optimizer
+  wrong: list[str] = []
+  extra: list[str] = []
+  for root, node in nodes.items():
+    rows, live = plan.of(root), array_leaves(node)
+    wrong += [text for path, leaf in rows.items() if (text := _difference(leaf, live.get(path)))]
+    prefix = "" if root == "model" else "optimizer/"
+    extra += [
+      f"{prefix}{path_str(path)}: planned nothing, found {_show(value_of(live[path]))}"
+      for path in live
+      if path not in rows
+    ]
+  return wrong, extra
 
 
 def _difference(leaf: LeafPlan, live: Any) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from nnx_parallel.layout.classes import Forest
+from nnx_parallel.core.classes import Forest
 
 Dim = tuple[int, int]
 

@@ -12,7 +12,7 @@ import functools
 import itertools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, overload
+from typing import TYPE_CHECKING, Any, overload
 
 import optax
 from flax import nnx
@@ -40,6 +40,9 @@ from nnx_parallel.layout.table import Table
 from nnx_parallel.layout.tracing import Trace, placements, why_one_program
 from nnx_parallel.rules.logical import UNEVEN, Uneven
 from nnx_parallel.rules.ruleset import Rules, RuleSet
+
+if TYPE_CHECKING:
+  from matplotlib.figure import Figure
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False, kw_only=True)
@@ -93,36 +96,28 @@ class StoredPlan(Table):
     """Prints the plan: in colours and the terminal's width, or as HTML in a notebook."""
     text.show(self)
 
-  def picture(self, name: str) -> str:
-    """Draws which device holds which block of an array.
+  def picture(self, name: str) -> Figure:
+    """Draws which devices hold which block of an array.
 
     Args:
       name: the leaf's dotted path.
 
     Returns:
-      SVG text; at most 16 x 16 blocks are drawn, the rest is counted in the legend.
+      A matplotlib figure; its `savefig` writes SVG, PNG or PDF. At most 16 x 16 blocks are drawn, and the
+      others are counted below.
+
+    Raises:
+      ReportError: matplotlib is not installed.
 
     Example:
       >>> import nnx_parallel as nxp
       >>> from flax import nnx
       >>> init = lambda: nnx.Linear(8, 64, rngs=nnx.Rngs(0))
       >>> plan = nxp.plan(init, nxp.make_mesh(fsdp=8), nxp.fsdp(min_size=0))
-      >>> plan.picture("kernel").startswith("<svg")
-      True
+      >>> plan.picture("kernel").axes[0].get_xlabel()
+      'dim 1 over fsdp'
     """
-    return picture.svg(self[name])
-
-  def save_picture(self, name: str, file: str) -> None:
-    """Writes `picture` to a file.
-
-    Args:
-      name: the leaf's dotted path.
-      file: ends in `.svg`, or in `.png` (which needs matplotlib).
-
-    Raises:
-      PlanError: another suffix, or no matplotlib.
-    """
-    picture.save(self[name], file)
+    return picture.draw_blocks(self[name])
 
   def audit(self, *, min_bytes: int = 2**20) -> Audit:
     """Lists the large leaves that every device holds in full, and what could split them.

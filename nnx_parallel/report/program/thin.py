@@ -15,7 +15,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from fractions import Fraction
 
-from nnx_parallel.layout.classes import Forest, Ratio
+from nnx_parallel.core.classes import Forest, Ratio
 from nnx_parallel.report.program import hlo
 from nnx_parallel.report.program.groups import group_rows
 from nnx_parallel.report.program.shardings import read_tiling
