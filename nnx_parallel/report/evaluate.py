@@ -525,7 +525,7 @@ class Evaluator:
     k = inputs[1].transpose([0, *(1 + kernel.index(c) for c in ("o", "i", *spatial))])
     rows = thin.windows(at, rank) if rank else []
     x = _padded(x, rows)
-    k = np.flip(k, [3 + d for d, row in enumerate(rows) if row[6]])
+    k = np.flip(k, tuple(3 + d for d, row in enumerate(rows) if row[6]))
     x = x.reshape((len(x), batches, x.shape[1] // batches, groups, x.shape[2] // groups, *x.shape[3:]))
     x = np.moveaxis(x, 3, 2).reshape((len(x), batches * groups, x.shape[2], *x.shape[4:]))
     k = k.reshape((len(k), batches * groups, k.shape[1] // (batches * groups), *k.shape[2:]))
