@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import itertools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -163,10 +162,10 @@ class Looks:
     if all(abs(loss - value) <= allowed for loss in losses.values()):
       return {**losses, _APART: value}, "right", ""
     # Perhaps the examples depend on each other (a contrastive loss).
-    apart = self._on_whole_arrays(subject.by_device(slope=False, whole=True), *given)
-    if apart is None:
+    together = self._on_whole_arrays(subject.by_device(slope=False, whole=True), *given)
+    if together is None:
       return losses, "not decided", self.too_large
-    whole = float(apart[0])
+    whole = float(together[0])
     right = all(abs(loss - whole) <= allowed for loss in losses.values())
     return {**losses, "by each device for all examples": whole}, "right" if right else "wrong", ""
 
@@ -274,22 +273,18 @@ class Looks:
     first = min(
       0.02 * max(abs(self.loss), 1e-3) / size, 0.05 * float(np.min(self.spans[chosen] / factors[chosen]))
     )
-    steps = [first / 4**n for n in range(4)]
     found: list[float] = []
-    rounding = 0.0
-    for step in steps:
+    rounding: list[float] = []
+    for step in (first, first / 4, first / 16, first / 64):
       up, down = (
         self.subject.shifted(self.arrays, self.subject.batch, seed, moved.astype(np.float32))
         for moved in (step * factors, -step * factors)
       )
       found.append((float(up) - float(down)) / (2 * step))
-      rounding = float(jnp.finfo(up.dtype).eps) * abs(self.loss)
-    errors = [
-      max(abs(a - b), rounding / step)
-      for (a, b), step in zip(itertools.pairwise(found), steps[1:], strict=True)
-    ]
-    best = int(np.argmin(errors))
-    return found[best + 1], errors[best]
+      rounding.append(float(jnp.finfo(up.dtype).eps) * abs(self.loss) / step)
+    errors = np.maximum(abs(np.diff(found)), rounding[1:])
+    best = int(errors.argmin())
+    return found[best + 1], float(errors[best])
 
   @functools.cached_property
   def spans(self) -> np.ndarray[Any, Any]:

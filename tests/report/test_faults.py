@@ -134,6 +134,24 @@ def test_a_missing_psum_in_a_shard_map_is_found(complete):
     assert "test_faults.py" in fault.source
 
 
+@pytest.mark.parametrize("complete", [False, True])
+def test_a_long_loop_is_followed_by_its_first_and_last_passes(complete):
+  mesh = mesh_of(data=2, model=4)
+
+  def local(kernel, x):
+    def add(total, row):
+      grads = jax.grad(lambda kernel: jnp.square(row @ kernel).sum())(kernel)
+      return total + (jax.lax.psum(grads, "data") if complete else grads), (row @ kernel).sum(-1)
+
+    return jax.lax.scan(add, jnp.zeros_like(kernel), x)
+
+  specs = {"in_specs": (P(), P(None, "data")), "out_specs": (P(), P(None, "data"))}
+  step = jax.shard_map(local, mesh=mesh, **specs, check_vma=False)
+  found = report(step, array(mesh, P(), 2, 2), array(mesh, P(None, "data"), 40_000, 8, 2))
+  assert found.results.unknown == {}
+  assert [fault.result for fault in found.faults] == ([] if complete else ["result[0]"])
+
+
 def test_the_program_of_a_gpu_compiler_has_the_fault_and_that_of_a_tpu_compiler_has_not():
   gpu, tpu = compare(*texts("gpu"), {0: "scale"}), compare(*texts("tpu"))
   assert [fault.result for fault in gpu.faults] == ["scale"]
