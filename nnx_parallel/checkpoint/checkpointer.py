@@ -27,7 +27,6 @@ from nnx_parallel.checkpoint import (
   encoding,
   files,
   manifest,
-  remap,
   restore,
   save,
   targets,
@@ -35,11 +34,10 @@ from nnx_parallel.checkpoint import (
 )
 from nnx_parallel.checkpoint.lineage import Place
 from nnx_parallel.checkpoint.manifest import DamagedError, Manifest, VanishedError
-from nnx_parallel.checkpoint.mapping import Mapping
 from nnx_parallel.checkpoint.placement import no_mesh
 from nnx_parallel.checkpoint.preflight import Diff, as_names, compare
 from nnx_parallel.checkpoint.retention import Retention
-from nnx_parallel.checkpoint.targets import Only
+from nnx_parallel.checkpoint.targets import Only, Remap
 from nnx_parallel.errors import CheckpointError
 
 _RESERVED = ("model", "optimizer")
@@ -299,21 +297,21 @@ class Checkpointer:
     skip: Iterable[str] = (),
     rename: MappingType[str, str] | None = None,
     cast: bool = False,
-    mapping: Mapping | None = None,
+    weight_map: Remap | None = None,
     optimizer: str = "restore",
     as_numpy: bool = False,
   ) -> Diff:
     """Compares a step with a target; no array is read.
 
     Args:
-      target: as for `restore`, and so are `only`, `skip`, `rename`, `cast`, `mapping`, `optimizer` and
+      target: as for `restore`, and so are `only`, `skip`, `rename`, `cast`, `weight_map`, `optimizer` and
         `as_numpy`: pass what the restore will get.
       step: a number, `"latest"` (also None) or `"best"`.
       only: as for `restore`.
       skip: as for `restore`.
       rename: as for `restore`.
       cast: as for `restore`.
-      mapping: as for `restore`.
+      weight_map: as for `restore`.
       optimizer: as for `restore`.
       as_numpy: as for `restore`.
 
@@ -325,7 +323,7 @@ class Checkpointer:
     """
     record = self.metadata(step)
     names, choose = targets.split_only(only)
-    goal = self._goal(target, record, mapping, optimizer, as_numpy, choose)
+    goal = self._goal(target, record, weight_map, optimizer, as_numpy, choose)
     return self._compare(record, goal, only=names, skip=skip, rename=rename, cast=cast)
 
   def restore(
@@ -337,7 +335,7 @@ class Checkpointer:
     skip: Iterable[str] = (),
     rename: MappingType[str, str] | None = None,
     cast: bool = False,
-    mapping: Mapping | None = None,
+    weight_map: Remap | None = None,
     optimizer: str = "restore",
     on_corrupt: str = "error",
     as_numpy: bool = False,
@@ -357,8 +355,8 @@ class Checkpointer:
       skip: patterns of paths, in the target or the checkpoint, to leave alone.
       rename: path in the target, or its start, to the saved one.
       cast: whether one float dtype may become another.
-      mapping: how saved leaves make up the target's: lists of layers stacked or cut, dims transposed,
-        split or merged. Patterns above are then about the saved paths.
+      weight_map: how saved leaves make up the target's, as a `WeightMap`: layers stacked or cut, dims
+        transposed, split or merged. Patterns above are then about the saved paths.
       optimizer: `"restore"`, `"drop"` (leave it, and return the model only) or, with a plan, `"fresh"` (make
         a new one).
       on_corrupt: `"error"`, or `"fallback"` to take the newest good step, with a warning.
@@ -380,13 +378,13 @@ class Checkpointer:
     with no_mesh():
       self.wait()
       agree.together(
-        lambda: self._check_choices(target, choose, mapping, optimizer, on_corrupt, as_numpy, filtered)
+        lambda: self._check_choices(target, choose, weight_map, optimizer, on_corrupt, as_numpy, filtered)
       )
 
       def attempt(record: Manifest) -> Any:
         goal = None
         if target is not None:
-          goal = agree.together(lambda: self._goal(target, record, mapping, optimizer, as_numpy, filtered))
+          goal = agree.together(lambda: self._goal(target, record, weight_map, optimizer, as_numpy, filtered))
         return self._attempt(goal, record, choose)
 
       found = self._try_steps(step, on_corrupt, attempt)
@@ -538,7 +536,7 @@ class Checkpointer:
     self,
     target: object,
     choose: MappingType[str, Any],
-    mapping: Mapping | None,
+    weight_map: Remap | None,
     optimizer: str,
     on_corrupt: str,
     as_numpy: bool,
@@ -550,7 +548,7 @@ class Checkpointer:
       return
     if not as_numpy:
       raise _no_target(self.directory)
-    given = {"rename": choose["rename"], "cast": choose["cast"], "mapping": mapping}
+    given = {"rename": choose["rename"], "cast": choose["cast"], "weight_map": weight_map}
     given |= {"optimizer": optimizer != "restore", "filter as only": filtered is not None}
     if unused := [name for name, value in given.items() if value]:
       raise CheckpointError(
@@ -562,14 +560,14 @@ class Checkpointer:
     self,
     target: object,
     record: Manifest,
-    mapping: Mapping | None,
+    weight_map: Remap | None,
     optimizer: str,
     as_numpy: bool,
     filtered: object,
   ) -> targets.Target:
     """What the arguments of `restore` ask for of a step."""
     goal = targets.read(target, optimizer=optimizer, as_numpy=as_numpy, record=record, choose=filtered)
-    return remap.through(mapping, goal) if mapping else goal
+    return weight_map.through(goal) if weight_map else goal
 
   def _attempt(
     self,

@@ -79,12 +79,24 @@ def spread(layout: NamedSharding, shape: tuple[int, ...]) -> NamedSharding:
   return NamedSharding(mesh, PartitionSpec(*map(entry_of, names)))
 
 
+def even_layout(sharding: Sharding, shape: tuple[int, ...], *, keep: bool = False) -> Sharding:
+  """A layout that splits an array over all mesh axes that divide it, on Auto axes.
+
+  Args:
+    sharding: gives the mesh.
+    shape: global shape in elements.
+    keep: whether to start from the layout of `sharding`.
+  """
+  layout = auto_layout(sharding)
+  if not isinstance(layout, NamedSharding):
+    return layout
+  return spread(layout if keep else NamedSharding(layout.mesh, PartitionSpec()), shape)
+
+
 def without_padding(array: jax.Array, shape: tuple[int, ...]) -> jax.Array:
   """Cuts an array to its logical shape, still in shards wherever the shape allows it."""
   array = on_auto_axes(array)
-  sharding = array.sharding
-  layout = spread(sharding, shape) if isinstance(sharding, NamedSharding) else sharding
-  return _cut(shape, layout)(array)
+  return _cut(shape, even_layout(array.sharding, shape, keep=True))(array)
 
 
 @functools.lru_cache(maxsize=256)

@@ -126,7 +126,7 @@ class Diff(Shown):
 
   def __str__(self) -> str:
     lines = [f"step {self.step}: {'fits' if self.fits else 'does not fit'} the target"]
-    lines += self._problems()
+    lines += self.problems()
     count = len(self.matches) + sum(map(len, self.values.values()))
     lines.append(f"restored: {count} leaves, left out by name: {len(self.skipped)}")
     lines += self._changes()
@@ -154,11 +154,12 @@ class Diff(Shown):
     summary = ", ".join(f"{len(rows)} {what}" for what, rows in counts.items() if rows)
     raise CheckpointError(
       f"cannot restore step {self.step}: it does not fit the target ({summary}).",
-      details="\n".join(self._problems()),
+      details="\n".join(self.problems()),
       fix=self._fix(),
     )
 
-  def _problems(self) -> list[str]:
+  def problems(self) -> list[str]:
+    """A line for each leaf that does not fit."""
     hint = "  (saved: {}?)"
     both = {name for name, _ in self.missing}.intersection(self.extra)
     kinds = dict.fromkeys(both, "  (one is an array, the other a JSON value)")

@@ -11,7 +11,7 @@ import jax
 import numpy as np
 from etils import epath
 
-from nnx_parallel.checkpoint import _orbax, agree, encoding, files, store
+from nnx_parallel.checkpoint import agree, encoding, files, store
 from nnx_parallel.checkpoint.digest import block_ranges, digest, totals
 from nnx_parallel.checkpoint.encoding import Array
 from nnx_parallel.checkpoint.manifest import DamagedError, LeafRecord, Manifest, is_no_file
@@ -101,7 +101,7 @@ def _read_all(
       arrays = finish()
       for one in group:
         array = arrays.get(one.match.saved.folder)
-        results.setdefault(one.match.item, {})[one.match.path] = _place(array, one)
+        results.setdefault(one.match.item, {})[one.match.path] = place(array, one.match)
         if verify == "full" and array is not None:
           parts = digest(array, one.match.stored_form(one.stored).shape, one.match.saved.block)
           waiting.append((one, _is_spread(array), parts))
@@ -322,14 +322,10 @@ def _start(
         raise failed
       if read is not None:
         return read()
-      return _orbax.load(
-        step_dir,
-        item,
-        targets,
-        frozenset(stored - targets.keys()),
-        byte_budget=byte_budget,
-        pad=any(one.match.stored_form(one.stored).shape != one.stored.shape for one in group),
-      )
+      pad = any(one.match.stored_form(one.stored).shape != one.stored.shape for one in group)
+      tree = {**dict.fromkeys(stored, store.PLACEHOLDER), **targets}
+      loaded = store.load(step_dir, item, tree, byte_budget=byte_budget, pad=pad)
+      return {name: loaded[name] for name in targets}
     except _READ_ERRORS as error:
       raise_passing(error, f"{step_dir / item}")
       if len(group) == 1:
@@ -357,9 +353,9 @@ def _stored_on_host(leaf: LeafRecord) -> jax.ShapeDtypeStruct:
   return encoding.stored_form(leaf.shape, dtype, leaf.encoding, None)
 
 
-def _place(array: Array | None, one: _Read) -> Array:
-  """Turns what was read into the leaf, in the target's dtype and sharding."""
-  struct, saved = one.match.wanted.struct, one.match.saved
+def place(array: Array | None, match: Match) -> Array:
+  """Turns what was read (None for an array without elements) into the leaf, in its dtype and sharding."""
+  struct, saved = match.wanted.struct, match.saved
   if array is None:
     return _without_elements(struct)
   leaf = encoding.decode(array, saved.encoding, saved.dtype)

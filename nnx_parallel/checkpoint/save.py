@@ -12,7 +12,7 @@ import jax
 import numpy as np
 from etils import epath
 
-from nnx_parallel.checkpoint import _orbax, agree, encoding, files, manifest, paths
+from nnx_parallel.checkpoint import agree, encoding, files, manifest, paths, store
 from nnx_parallel.checkpoint.digest import block_shape, digest_later, totals
 from nnx_parallel.checkpoint.encoding import Array, Json
 from nnx_parallel.checkpoint.lineage import Place
@@ -115,9 +115,9 @@ def write(
     metrics: numbers, JSON ready.
     plan: JSON of the plan, or None.
     place: in the lineage of its run; only process 0 needs it.
-    chunk_bytes: see `_orbax.start_save`.
-    byte_budget: see `_orbax.start_save`.
-    background: see `_orbax.start_save`.
+    chunk_bytes: see `store.start_save`.
+    byte_budget: see `store.start_save`.
+    background: see `store.start_save`.
 
   Returns:
     A function that waits until everything is on the disk and commits it.
@@ -131,7 +131,7 @@ def write(
     files.mark(directory, step, files.SAVING)
   pending = None
   if content.arrays:
-    copies = _orbax.host_bytes_to_save(content.arrays, byte_budget=byte_budget, background=background)
+    copies = store.host_bytes_to_save(content.arrays, byte_budget=byte_budget, background=background)
     logger.info(
       "saving step %d: %s bytes of arrays; at most %s bytes of host memory here%s",
       step,
@@ -142,9 +142,9 @@ def write(
   elif jax.process_index() == 0:
     folder.mkdir()
   with contextlib.ExitStack() as stack:
-    stack.enter_context(_orbax.quiet())
+    stack.enter_context(store.quiet())
     if content.arrays:
-      pending = _orbax.start_save(
+      pending = store.start_save(
         folder, content.arrays, chunk_bytes=chunk_bytes, byte_budget=byte_budget, background=background
       )
     quiet = stack.pop_all()

@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import json
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 import jax
 import numpy as np
@@ -54,6 +54,14 @@ class Target:
   build: Callable[[Found], Any]
   left_out: Mapping[str, frozenset[str]] = dataclasses.field(default_factory=dict[str, Any])
   drops_optimizer: bool = False
+
+
+class Remap(Protocol):
+  """How saved leaves make up other ones: a `WeightMap`."""
+
+  def through(self, target: Target) -> Target:
+    """A target in the checkpoint's terms, whose `build` fills the given one."""
+    ...
 
 
 def read(

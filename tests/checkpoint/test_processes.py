@@ -85,27 +85,26 @@ def test_safetensors_are_read_and_written_each_process_its_own_slices(tmp_path):
   body = """
     import pathlib
     from flax import nnx
-    from nnx_parallel.checkpoint import views
-    from nnx_parallel.checkpoint.mapping import Mapping, Rule, Transpose
-    from nnx_parallel.checkpoint.safetensors import export_safetensors, import_safetensors
+    from nnx_parallel.interop.safetensors import Tensor, export_safetensors, import_safetensors
+    from nnx_parallel.interop.weights import Rule, WeightMap
 
-    read, elements = views.Memory.read, 0
-    def counted(self, box):
+    read, elements = Tensor.read, 0
+    def counted(self, index):
       global elements
-      values = read(self, box)
+      values = read(self, index)
       elements += values.size
       return values
-    patch(views.Memory, "read", counted)
+    patch(Tensor, "read", counted)
     root = pathlib.Path(arguments[0])
     init = lambda: nnx.Linear(16, 32, rngs=nnx.Rngs(0))
     plan = nxp.plan(init, nxp.make_mesh(x=8), nxp.fsdp("x", min_size=64))
-    mapping = Mapping(Rule("fc.weight", "kernel", Transpose(1, 0)), Rule("fc.bias", "bias"))
-    model = import_safetensors(root / "in.safetensors", plan, mapping)
+    weight_map = WeightMap(Rule("fc.weight", "kernel", "o i -> i o"), Rule("fc.bias", "bias"))
+    model = import_safetensors(root / "in.safetensors", plan, weight_map)
     print("read", elements)
-    export_safetensors(root / "out", model, mapping)
+    export_safetensors(root / "out", model, weight_map)
   """
   for out in run(tmp_path, body):
-    assert f"read {16 * 32 // 2 + 32}" in out
+    assert f"read {16 * 32 // 2 + 32 // 2}" in out
   found = safetensors.numpy.load_file(tmp_path / "out" / "model.safetensors")
   assert_same(found, theirs)
 
@@ -229,9 +228,8 @@ def test_an_export_that_fails_on_one_process_fails_on_both(tmp_path):
   body = """
     import pathlib
     from flax import nnx
-    import nnx_parallel.checkpoint.safetensors as out
-    from nnx_parallel.checkpoint import views
-    from nnx_parallel.checkpoint.mapping import Mapping, Rule
+    import nnx_parallel.interop.safetensors as out
+    from nnx_parallel.interop.weights import Rule, WeightMap
 
     root = pathlib.Path(arguments[0])
     def full(*_, **__):
@@ -241,18 +239,18 @@ def test_an_export_that_fails_on_one_process_fails_on_both(tmp_path):
         call()
       except CheckpointError as error:
         print("refused:", error.what)
-    places = [(out, "_lay_out"), (views.InFile, "write"), (out, "_require_same")]
+    places = [(out, "_lay_out"), (out.Tensor, "write"), (out, "_require_same")]
     for number, (where, name) in enumerate(places):
       for failing in (0, 1):
         works = getattr(where, name)
         if process == failing:
           setattr(where, name, full)
-        mapping = Mapping(Rule("w", ("w", "v")), Rule("b", "b"))
+        weight_map = WeightMap(Rule("w", ("w", "v")), Rule("b", "b"))
         pair = {**tree, "v": put(values["w"], mesh, None, ("b", "a"))}
-        attempt(lambda: out.export_safetensors(root / f"{number} {failing}", pair, mapping))
+        attempt(lambda: out.export_safetensors(root / f"{number} {failing}", pair, weight_map))
         setattr(where, name, works)
     attempt(lambda: out.export_safetensors(root / "differ", {**tree, "v": tree["w"] + 1}, mapping))
-    out.export_safetensors(root / "equal", pair, mapping)
+    out.export_safetensors(root / "equal", pair, weight_map)
     plan = nxp.plan(lambda: nnx.Linear(16, 32, rngs=nnx.Rngs(0)), nxp.make_mesh(x=8), nxp.replicate())
     there = root / "equal" if process == 0 else root / "nowhere"
     attempt(lambda: out.import_safetensors(there, plan, skip=["bias"]))

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import pytest
 
 from checkpoint.runs import arrays, assert_same, target_of
-from nnx_parallel.checkpoint import _orbax, files, save
+from nnx_parallel.checkpoint import files, save, store
 from nnx_parallel.checkpoint.checkpointer import Checkpointer
 from nnx_parallel.cli import main as cli
 from nnx_parallel.errors import CheckpointError
@@ -222,12 +222,12 @@ def test_a_path_that_the_array_store_reads_otherwise_is_refused(tmp_path):
 
 def test_arrays_that_are_stored_elsewhere_are_missed_before_the_commit(saved, monkeypatch):
   directory, trees = saved
-  real = _orbax.start_save
+  real = store.start_save
 
   def start(folder, items, **options):
     return real(folder, {"model": {"b": items["model"]["b"]}}, **options)
 
-  monkeypatch.setattr(_orbax, "start_save", start)
+  monkeypatch.setattr(store, "start_save", start)
   with pytest.raises(
     CheckpointError, match=r"cannot save step 3: .* no files of model/half, model/step, model/w"
   ):

@@ -329,14 +329,14 @@ def test_a_step_that_vanishes_while_it_is_looked_at_is_not_called_damaged(
 
 
 def test_the_log_of_others_is_heard_during_a_background_save(tmp_path, monkeypatch, caplog):
-  heard, real = [], save._orbax.start_save
+  heard, real = [], save.store.start_save
 
   def start(*arguments, **options):
     logging.getLogger("absl").error("mine")
     heard.append([record.message for record in caplog.records if record.name == "absl"])
     return real(*arguments, **options)
 
-  monkeypatch.setattr(save._orbax, "start_save", start)
+  monkeypatch.setattr(save.store, "start_save", start)
   with Checkpointer(tmp_path, asynchronous=True) as checkpointer:
     checkpointer.save(1, arrays())
   assert heard == [["mine"]]
