@@ -237,7 +237,7 @@ def test_what_runs_at_exit_can_run_before_threads_are_joined():
 
 
 def test_orbax_stores_one_folder_for_each_leaf(tmp_path):
-  """`checkpoint/{store,preflight,files}.py`: `FOLDER/zarr.json` beside `c/` (Zarr 3, no OCDBT)."""
+  """`checkpoint/{store,diff,folders}.py`: `FOLDER/zarr.json` beside `c/` (Zarr 3, no OCDBT)."""
   with nxp.Checkpointer(tmp_path) as checkpointer:
     checkpointer.save(1, {"w": jnp.ones((8, 8))})
   folder = tmp_path / "1" / "model" / "w"

@@ -32,7 +32,7 @@ from etils import epath
 from orbax.checkpoint import v1 as ocp
 
 from nnx_parallel.checkpoint.encoding import Array
-from nnx_parallel.checkpoint.placement import on_cpu
+from nnx_parallel.checkpoint.relayout import on_cpu
 
 METADATA = "zarr.json"
 PLACEHOLDER: Any = ocp.PLACEHOLDER
@@ -47,7 +47,7 @@ Part: TypeAlias = tuple[Box, Block]
 
 
 class Pending(Protocol):
-  """A save that goes on in the background."""
+  """A save in the background."""
 
   def result(self, timeout: float | None = None) -> None:
     """Waits, and raises what went wrong."""
@@ -84,7 +84,7 @@ def start_save(
 def host_bytes_to_save(
   items: Mapping[str, Mapping[str, Array]], *, byte_budget: int, background: bool
 ) -> int:
-  """Most host memory of this process that `start_save` takes beyond the arrays: their copies at a time.
+  """Most host memory that `start_save` takes on this process beyond the arrays.
 
   Args:
     items: as for `start_save`, and so are the others.
@@ -135,7 +135,7 @@ def _abstract(leaf: Any) -> Any:
 
 @contextlib.contextmanager
 def quiet() -> Generator[None]:
-  """Keeps Orbax's log out of the terminal, and nobody else's: failures are raised, with their cause."""
+  """Keeps the log of Orbax out of the terminal; its failures are raised with their cause."""
   logger = logging.getLogger("absl")
 
   # One for each call: a shared filter would be taken away by the first of two threads that ends.
@@ -160,7 +160,7 @@ def _write_budget(items: Mapping[str, Mapping[str, Array]], byte_budget: int) ->
 
 
 def _first_copies(array: Array) -> int:
-  """Bytes of the shards here, of replicas only the first."""
+  """Bytes of this process's shards, counting the first replica only."""
   if isinstance(array, np.ndarray):
     return array.nbytes
   return sum(shard.data.nbytes for shard in array.addressable_shards if shard.replica_id == 0)
@@ -187,7 +187,7 @@ def _context(*, byte_budget: int | None) -> ocp.Context:
 def open_arrays(
   folder: epath.Path, stored: Mapping[str, jax.ShapeDtypeStruct]
 ) -> dict[str, ts.TensorStore] | None:
-  """Opens the arrays of an item; None where one is stored in a way that only Orbax knows.
+  """Opens the arrays of an item. Returns None where only Orbax can read one of them.
 
   Args:
     folder: of the item.
@@ -210,7 +210,7 @@ def _open(folder: epath.Path, stored: jax.ShapeDtypeStruct) -> ts.Future[ts.Tens
 
 
 def readers() -> concurrent.futures.Executor:
-  """The threads that `start` needs; they end with the `with` block."""
+  """The threads that `start` needs, as a context manager."""
   return concurrent.futures.ThreadPoolExecutor(_READERS, "nnx_parallel-read")
 
 
@@ -317,7 +317,7 @@ def _from(box: Box, inner: Box) -> tuple[Any, ...]:
 
 
 def _memory(array: jax.Array) -> list[Part]:
-  """The memory of each shard on a CPU of this process, to be written before anybody reads the array."""
+  """The memory of each shard on a CPU of this process. It is written before the array is returned."""
   return [(_box_of(one.index, array.shape), _view(one.data)) for one in array.addressable_shards]
 
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Any
 
 import jax
@@ -11,8 +12,8 @@ from etils import epath
 from orbax.checkpoint import v1 as ocp
 
 from nnx_parallel.checkpoint import encoding, paths, store, targets
+from nnx_parallel.checkpoint.diff import LeafPair, TargetLeaf, compare
 from nnx_parallel.checkpoint.manifest import ItemRecord, LeafRecord, Manifest
-from nnx_parallel.checkpoint.preflight import Match, Wanted, compare
 from nnx_parallel.checkpoint.restore import place
 from nnx_parallel.errors import CheckpointError
 
@@ -54,16 +55,16 @@ def restore_orbax(
   """
   step_dir = epath.Path(path) if "://" in os.fspath(path) else epath.Path(os.path.abspath(path))
   goal = targets.read(target, optimizer=optimizer)
-  if optimizer == "restore" and "optimizer" not in goal.wanted:
+  if optimizer == "restore" and "optimizer" not in goal.leaves:
     raise CheckpointError(
       "cannot restore an optimizer: the target has none.",
       fix='pass a plan with optimizer=..., or (model, optimizer); or optimizer="drop".',
     )
   places = {"model": (item, prefix), "optimizer": (optimizer_item or item, optimizer_prefix)}
-  trees = {name: _describe(step_dir, name) for name in {places[root][0] for root in goal.wanted}}
+  trees = {name: _describe(step_dir, name) for name in {places[root][0] for root in goal.leaves}}
   tables: dict[str, dict[str, Keys]] = {}
   items: dict[str, ItemRecord] = {}
-  for root, wanted in goal.wanted.items():
+  for root, wanted in goal.leaves.items():
     where, start = places[root]
     rows = trees[where][1]
     others = {
@@ -72,7 +73,8 @@ def restore_orbax(
     tables[root] = _below(rows, _keys(start), others)
     leaves = {text: _record(rows[keys], wanted.get(text)) for text, keys in tables[root].items()}
     items[root] = ItemRecord(leaves, {})
-  diff = compare(_manifest(items), goal.wanted, skip=skip)
+  record = Manifest(0, 0.0, {}, None, items, {}, None, {}, "", {}, {})
+  diff = compare(record, dataclasses.replace(goal, values={}), skip=skip)
   if not diff.fits:
     names = dict.fromkeys(".".join(keys) for _, rows, _ in trees.values() for keys in rows)
     raise CheckpointError(
@@ -82,11 +84,11 @@ def restore_orbax(
       "optimizer_prefix=; what may stay out: skip=[...].",
     )
   found: dict[str, dict[str, Any]] = {}
-  for root in goal.wanted:
+  for root in goal.leaves:
     name, rows, structure = trees[places[root][0]]
     matches = {tables[root][match.saved_path]: match for match in diff.matches if match.item == root}
     tree = [matches[keys].stored if keys in matches else store.PLACEHOLDER for keys in rows]
-    pad = any(match.saved.shape != match.wanted.struct.shape for match in matches.values())
+    pad = any(match.saved.shape != match.target.struct.shape for match in matches.values())
     loaded = store.load(step_dir, name, jax.tree.unflatten(structure, tree), byte_budget=byte_budget, pad=pad)
     arrays = dict(zip(rows, jax.tree.leaves(loaded), strict=True))
     found[root] = {match.path: _placed(arrays[keys], match) for keys, match in matches.items()}
@@ -122,7 +124,7 @@ def _describe(step_dir: epath.Path, item: str | None) -> tuple[str | None, _Rows
 
 
 def _keys(prefix: str) -> Keys:
-  return tuple(map(str, paths.split(prefix)))
+  return tuple(map(str, paths.parse(prefix)))
 
 
 def _below(rows: _Rows, start: Keys, others: Iterable[Keys]) -> dict[str, Keys]:
@@ -139,11 +141,11 @@ def _below(rows: _Rows, start: Keys, others: Iterable[Keys]) -> dict[str, Keys]:
 def _text(keys: Keys) -> str:
   """A path as this package writes it; nnx.State keeps the array of each Variable under `value`."""
   parts = keys[:-1] if keys[-1:] == ("value",) else keys
-  return paths.join(tuple(int(part) if part.isdecimal() else part for part in parts))
+  return paths.format(tuple(int(part) if part.isdecimal() else part for part in parts))
 
 
-def _record(leaf: Any, wanted: Wanted | None) -> LeafRecord:
-  """A leaf as a manifest would describe it: keys were saved as keys, or by nnx's own tools as their data."""
+def _record(leaf: Any, wanted: TargetLeaf | None) -> LeafRecord:
+  """A leaf as a manifest would describe it. Keys were saved as keys, or as their data."""
   shape, dtype, kind = tuple(leaf.shape), leaf.dtype, encoding.PLAIN
   if encoding.is_key(dtype):
     kind = encoding.key_encoding(dtype)
@@ -155,14 +157,10 @@ def _record(leaf: Any, wanted: Wanted | None) -> LeafRecord:
   return LeafRecord("", shape, encoding.dtype_name(dtype), kind, "", 0, (), ())
 
 
-def _manifest(items: Mapping[str, ItemRecord]) -> Manifest:
-  return Manifest(0, items, {}, {}, None, {}, "", 0.0, {}, {}, None)
-
-
-def _placed(array: Any, match: Match) -> Any:
-  """A leaf from what was read: Orbax gives keys that were saved as keys, also when it calls them numbers."""
+def _placed(array: Any, match: LeafPair) -> Any:
+  """Makes a leaf of what was read. Orbax returns typed keys although its metadata has their data."""
   if encoding.is_key(array.dtype):
-    return jax.device_put(array, match.wanted.struct.sharding)
+    return jax.device_put(array, match.target.struct.sharding)
   return place(array, match)
 
 

@@ -23,9 +23,10 @@ import jax.numpy as jnp
 import numpy as np
 from etils import epath
 from flax import nnx
+from jax.sharding import Sharding
 
-from nnx_parallel.checkpoint import agree, encoding, files, paths, preflight, targets
-from nnx_parallel.checkpoint.preflight import Wanted
+from nnx_parallel.checkpoint import diff, encoding, folders, multihost, paths, targets
+from nnx_parallel.checkpoint.diff import TargetLeaf
 from nnx_parallel.errors import CheckpointError
 from nnx_parallel.interop.weights import Group, SameNames, Shape, WeightMap
 from nnx_parallel.layout.plan import ShardingPlan
@@ -150,8 +151,8 @@ def import_safetensors(
     CheckpointError: an incomplete weight map, or a shape or dtype that does not fit, named.
   """
   target = targets.read(plan, optimizer="drop" if plan.tx is None else "fresh")
-  wanted = target.wanted["model"]
-  patterns = preflight.Patterns(None, skip)
+  wanted = target.leaves["model"]
+  patterns = diff.Patterns(None, skip)
   left_out = {path for path in wanted if patterns.leaves_out(path)} | _random_state(plan.abstract_model)
 
   def matched() -> tuple[dict[str, Tensor], list[Group]]:
@@ -163,13 +164,13 @@ def import_safetensors(
       _require_fit(group, tensors, wanted)
     return tensors, groups
 
-  tensors, groups = agree.together(matched)
+  tensors, groups = multihost.together(matched)
   leaves: dict[str, Any] = {}
   for group in groups:
     layers = {layer: path for layer, path in group.layers.items() if path not in left_out}
     struct = wanted[next(iter(layers.values()))].struct
     try:
-      sources = agree.together(functools.partial(_read, group, tensors, struct))
+      sources = multihost.together(functools.partial(_read, group, tensors, struct))
     except OSError as error:
       raise CheckpointError(f"cannot read {path}: {error}.", fix="copy or download it again.") from error
     leaves |= group.make_leaves(sources, wanted, layers)
@@ -207,7 +208,7 @@ def export_safetensors(
   def together(call: Callable[..., _T], *arguments: Any) -> _T:
     """Makes a call on every process; an error of one ends the export on all."""
     bound = functools.partial(call, *arguments)
-    return agree.together(lambda: files.explained(bound, doing, epath.Path(final.parent)))
+    return multihost.together(lambda: folders.friendly_errors(bound, doing, epath.Path(final.parent)))
 
   def planned() -> tuple[dict[str, _Leaf], list[list[Group]], dict[str, jax.ShapeDtypeStruct]]:
     _require_new(final)
@@ -217,31 +218,32 @@ def export_safetensors(
   def lay_out() -> None:
     if jax.process_index() == 0:
       temporary.mkdir(parents=True, exist_ok=True)
-      stack.enter_context(files.writer_lock(epath.Path(temporary)))
+      stack.enter_context(folders.writer_lock(epath.Path(temporary)))
       stack.callback(shutil.rmtree, temporary, ignore_errors=True)
       _require_new(final)  # whoever had the lock before may just have written it
       for left in temporary.iterdir():
-        if left.name != files.LOCK:
+        if left.name != folders.LOCK:
           left.unlink()
       _lay_out(temporary, specs, file_bytes)
 
   def publish() -> None:
     if jax.process_index() == 0:
       temporary.rename(final)
-      (final / files.LOCK).unlink()
-      files.make_durable([epath.Path(final), epath.Path(final.parent)])
+      (final / folders.LOCK).unlink()
+      folders.make_durable([epath.Path(final), epath.Path(final.parent)])
 
   leaves, families, specs = together(planned)
-  agree.require_same("what to export", f"{final}\n{specs}")
+  multihost.require_same("what to export", f"{final}\n{specs}")
   with contextlib.ExitStack() as stack:
     together(lay_out)
     tensors = together(read_tensors, temporary)
     for first, *tied in families:
-      arrays = _arrays(first, leaves)
+      near = leaves[next(iter(first.layers.values()))].array.sharding
+      arrays = _arrays(first, leaves, near)
       for group in tied:
-        together(_require_same, group, _arrays(group, leaves), arrays)
+        together(_require_same, group, _arrays(group, leaves, near), arrays)
       together(_store, [tensors[name] for name in first.names], arrays)
-    together(files.make_tree_durable, epath.Path(temporary))
+    together(folders.make_tree_durable, epath.Path(temporary))
     together(publish)
   return [*specs]
 
@@ -262,7 +264,7 @@ def _require_new(final: Path) -> None:
 def _to_write(
   groups: Iterable[Group], leaves: Mapping[str, _Leaf]
 ) -> tuple[list[list[Group]], dict[str, jax.ShapeDtypeStruct]]:
-  """The groups, those of the same arrays beside each other (tied), and what will be in the file."""
+  """The groups, tied ones together, and the arrays of the file."""
   families: dict[tuple[str, ...], list[Group]] = {}
   specs: dict[str, jax.ShapeDtypeStruct] = {}
   for found in groups:
@@ -284,9 +286,9 @@ def _to_write(
   return [*families.values()], specs
 
 
-def _arrays(group: Group, leaves: Mapping[str, _Leaf]) -> list[jax.Array]:
+def _arrays(group: Group, leaves: Mapping[str, _Leaf], near: Sharding) -> list[jax.Array]:
   layers = [leaves[group.layers[layer]] for layer in sorted(group.layers)]
-  return group.make_arrays([leaf.array for leaf in layers], layers[0].shape)
+  return group.make_arrays([leaf.array for leaf in layers], layers[0].shape, near)
 
 
 def _store(tensors: Iterable[Tensor], arrays: Iterable[jax.Array]) -> None:
@@ -393,7 +395,7 @@ def _read(group: Group, tensors: Mapping[str, Tensor], leaf: jax.ShapeDtypeStruc
   ]
 
 
-def _require_fit(group: Group, tensors: Mapping[str, Tensor], wanted: Mapping[str, Wanted]) -> None:
+def _require_fit(group: Group, tensors: Mapping[str, Tensor], wanted: Mapping[str, TargetLeaf]) -> None:
   sources = [tensors[name] for name in group.names]
   made = group.model_shapes(tensor.shape for tensor in sources)
   for layer, path in group.layers.items():
@@ -411,7 +413,7 @@ def _require_fit(group: Group, tensors: Mapping[str, Tensor], wanted: Mapping[st
 
 def _leaves(model: object, skip: Iterable[str]) -> dict[str, _Leaf]:
   tree, random = targets.saved_roots(model, None)["model"], _random_state(model)
-  patterns = preflight.Patterns(None, skip)
+  patterns = diff.Patterns(None, skip)
   found: dict[str, _Leaf] = {}
   for path, leaf in tree.leaves.items():
     if patterns.leaves_out(path) or path in random:
@@ -437,7 +439,7 @@ def _random_state(model: object) -> set[str]:
   """The paths of a module's keys and counters of random numbers, known by their type."""
   if not isinstance(model, nnx.Module):
     return set()
-  return {paths.join(path) for path, leaf in variables(model).items() if isinstance(leaf, nnx.RngState)}  # pyright: ignore[reportArgumentType]
+  return {paths.format(path) for path, leaf in variables(model).items() if isinstance(leaf, nnx.RngState)}  # pyright: ignore[reportArgumentType]
 
 
 def _no_unused(names: list[str]) -> None:
@@ -462,7 +464,7 @@ def _nbytes(specs: Mapping[str, jax.ShapeDtypeStruct]) -> int:
 def _lay_out(folder: Path, specs: Mapping[str, jax.ShapeDtypeStruct], file_bytes: int) -> None:
   """Creates the files with their headers and full sizes, and their place on the disk."""
   total = _nbytes(specs)
-  files.check_space(
+  folders.check_space(
     epath.Path(folder.parent), total, doing="export", what="the model", fix="free some space."
   )
   groups = [*_cut_into_files(specs, file_bytes)]
@@ -489,7 +491,7 @@ def _lay_out(folder: Path, specs: Mapping[str, jax.ShapeDtypeStruct], file_bytes
 
 
 def _reserve(file: int, size: int) -> None:
-  """Gives a file its size, and a place on the disk, so that a full one is noticed before the writing."""
+  """Gives a file its size and its space on the disk, so that a full disk is noticed before the writing."""
   if hasattr(os, "posix_fallocate"):
     try:
       os.posix_fallocate(file, 0, size)

@@ -35,9 +35,8 @@ import numpy as np
 from jax.sharding import Sharding
 
 from nnx_parallel.checkpoint import encoding
-from nnx_parallel.checkpoint.placement import auto_layout, even_layout, on_auto_axes
-from nnx_parallel.checkpoint.preflight import Wanted
-from nnx_parallel.checkpoint.targets import Found, Target
+from nnx_parallel.checkpoint.diff import Found, Target, TargetLeaf
+from nnx_parallel.checkpoint.relayout import auto_layout, even_layout, on_auto_axes
 from nnx_parallel.errors import CheckpointError
 
 Shape = tuple[int, ...]
@@ -45,7 +44,7 @@ Shape = tuple[int, ...]
 
 @dataclasses.dataclass(frozen=True)
 class Transform:
-  """What a rule does with arrays; rules of equal transforms share their compiled programs.
+  """What a rule does with arrays. Rules with equal transforms share compiled programs.
 
   Attributes:
     pattern: of einops, from the file to the model; empty for none.
@@ -76,7 +75,7 @@ class Transform:
 
 @dataclasses.dataclass(frozen=True, init=False)
 class Rule:
-  """A name in the file, and the path or (tied) paths in the model.
+  """One correspondence between a name in the file and a path, or tied paths, in the model.
 
   Args:
     file: name in the file; `{name}` stands for a number.
@@ -126,7 +125,7 @@ class Rule:
 
 @dataclasses.dataclass(frozen=True)
 class Group:
-  """A rule applied: the leaves of a model that one array of the file, or one stack of them, makes up.
+  """The leaves of a model that one array of the file, or one stack of arrays, makes.
 
   Attributes:
     rule: the rule.
@@ -162,7 +161,7 @@ class Group:
     return self._shapes(self.rule.transform.to_file, shapes)
 
   def numbered(self, shape: Shape) -> tuple[Group, list[Shape]]:
-    """With the names in the file, and the shapes there, when each layer has this shape."""
+    """Adds the names in the file, and returns the shapes there, for layers of this shape."""
     shapes = self.file_shapes([shape] * (max(self.layers) + 1))
     names = (self.file,)
     if self.rule.transform.stacked:
@@ -170,7 +169,7 @@ class Group:
     return dataclasses.replace(self, names=names), shapes
 
   def make_leaves(
-    self, sources: Sequence[Any], wanted: Mapping[str, Wanted], layers: Mapping[int, str] | None = None
+    self, sources: Sequence[Any], wanted: Mapping[str, TargetLeaf], layers: Mapping[int, str] | None = None
   ) -> dict[str, Any]:
     """Makes leaves of the model on their devices.
 
@@ -194,22 +193,23 @@ class Group:
     ]
     return dict(zip(kept.values(), placed, strict=True))
 
-  def make_arrays(self, leaves: Sequence[jax.Array], shape: Shape) -> list[jax.Array]:
-    """Makes the arrays of the file from the leaves of all layers, evenly spread over the leaves' devices.
+  def make_arrays(self, leaves: Sequence[jax.Array], shape: Shape, near: Sharding) -> list[jax.Array]:
+    """Makes the arrays of the file from the leaves of all layers, evenly spread over their devices.
 
     Args:
       leaves: by number of the layer.
       shape: logical shape of a leaf; what lies beyond it is padding.
+      near: the layout to start from.
     """
     outs = tuple(
-      jax.ShapeDtypeStruct(one, leaves[0].dtype, sharding=self.layout(leaves[0].sharding, one))
-      for one in self.file_shapes([shape] * len(leaves))
+      jax.ShapeDtypeStruct(made, leaves[0].dtype, sharding=self.layout(near, made))
+      for made in self.file_shapes([shape] * len(leaves))
     )
     program = _program(self.rule.transform, "to_file", tuple(range(len(outs))), shape, outs)
     return jax.block_until_ready(program([on_auto_axes(leaf) for leaf in leaves]))
 
   def layout(self, sharding: Sharding | None, shape: Shape) -> Any:
-    """How an array of the file is read or written: evenly spread, as near to the leaf's as can be."""
+    """The layout in which an array of the file is read or written: evenly spread, near the leaf's."""
     return None if sharding is None else even_layout(sharding, shape, keep=self.rule.transform == _COPY)
 
   def _shapes(self, call: Callable[[Any], Any], shapes: Iterable[Shape]) -> list[Shape]:
@@ -227,7 +227,7 @@ class Group:
 
 
 class WeightMap:
-  """Rules from names in a file to paths in a model; the first rule that matches a path is taken.
+  """Rules from names in a file to paths in a model. The first rule that matches a path applies.
 
   Args:
     *rules: in order.
@@ -246,7 +246,7 @@ class WeightMap:
   def match(
     self, paths: Iterable[str], shapes: Mapping[str, Shape], skip: Container[str] = ()
   ) -> list[Group]:
-    """Finds the arrays of a file behind the leaves of a model; nothing may be left over on either side.
+    """Finds the arrays of a file for the leaves of a model, and checks that nothing is left over.
 
     Args:
       paths: of all leaves.
@@ -312,7 +312,7 @@ class WeightMap:
     return groups
 
   def through(self, target: Target) -> Target:
-    """A target in the checkpoint's terms, whose `build` makes the leaves and fills the real one.
+    """Turns a target into one of saved leaves, whose `build` makes the real leaves of them.
 
     The names in the file are the saved paths. Paths without a rule stay as they are. A rule for a parameter
     holds for its moments in the optimizer too.
@@ -320,10 +320,10 @@ class WeightMap:
     Args:
       target: what is to be filled.
     """
-    parameters = target.wanted["model"]
-    wanted: dict[str, dict[str, Wanted]] = {}
+    parameters = target.leaves["model"]
+    wanted: dict[str, dict[str, TargetLeaf]] = {}
     tables: dict[str, list[Group]] = {}
-    for item, leaves in target.wanted.items():
+    for item, leaves in target.leaves.items():
       arrays = [path for path, one in leaves.items() if not encoding.is_key(one.struct.dtype)]
       groups, _ = self._groups(arrays, parameters)
       ruled = {path for group in groups for path in group.layers.values()}
@@ -336,14 +336,14 @@ class WeightMap:
         for name, shape in zip(group.names, shapes, strict=True):
           layout = group.layout(leaf.struct.sharding, shape)
           struct = jax.ShapeDtypeStruct(shape, group.rule.dtype or leaf.struct.dtype, sharding=layout)
-          wanted[item][name] = Wanted(struct, shape)
+          wanted[item][name] = TargetLeaf(struct, shape)
 
     def build(found: Found) -> Any:
       return target.build(
-        {item: _made(have, tables.get(item, []), target.wanted.get(item, {})) for item, have in found.items()}
+        {item: _made(have, tables.get(item, []), target.leaves.get(item, {})) for item, have in found.items()}
       )
 
-    return dataclasses.replace(target, wanted=wanted, build=build)
+    return dataclasses.replace(target, leaves=wanted, build=build)
 
   def _groups(self, paths: Iterable[str], parameters: Container[str] = ()) -> tuple[list[Group], list[str]]:
     """The groups, and the paths without a rule; `parameters` are those that a path may end with."""
@@ -401,8 +401,8 @@ def load_weight_map(file: str) -> WeightMap:
 _COPY = Transform("", (), stacked=False, cut=False)
 
 
-def _made(have: dict[str, Any], groups: Iterable[Group], wanted: Mapping[str, Wanted]) -> dict[str, Any]:
-  """Makes the leaves behind rules, taking each array out of `have` at its last use: few exist twice."""
+def _made(have: dict[str, Any], groups: Iterable[Group], wanted: Mapping[str, TargetLeaf]) -> dict[str, Any]:
+  """Makes the leaves that have rules. Each array leaves `have` at its last use, so few exist twice."""
   groups = list(groups)
   uses = collections.Counter(name for group in groups for name in group.names)
   made: dict[str, Any] = {}

@@ -57,7 +57,7 @@ def test_eight_devices_one_sixteen_and_back(tmp_path):
   for directory in (one, sixteen):
     for restored, saved in zip(Checkpointer(directory).restore(plan), run, strict=True):
       assert_same(restored, saved)
-  assert Checkpointer(sixteen).preflight(plan).resharded
+  assert Checkpointer(sixteen).diff(plan).resharded
 
 
 @pytest.mark.parametrize(("saved", "wanted"), list(itertools.permutations((0, 1, 2), 2)))
@@ -71,7 +71,7 @@ def test_zero_stages_change_between_save_and_restore(tmp_path, saved, wanted):
   checkpointer = Checkpointer(tmp_path)
   checkpointer.save(1, *run)
   goal = plan(wanted)
-  moved = [match.name for match in checkpointer.preflight(goal).resharded]
+  moved = [match.name for match in checkpointer.diff(goal).resharded]
   assert bool(moved) == (0 in (saved, wanted))  # stages 1 and 2 differ in gradients, not in state
   assert all(name.startswith("optimizer/") for name in moved)
   restored = checkpointer.restore(goal)

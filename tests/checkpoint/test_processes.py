@@ -40,7 +40,7 @@ def test_two_processes_save_and_restore_what_one_process_reads(tmp_path):
     for name in tree:
       for shard in again[name].addressable_shards:
         np.testing.assert_array_equal(shard.data, values[name][shard.index])
-    print("bytes", checkpointer.preflight(target).bytes_read)
+    print("bytes", checkpointer.diff(target).bytes_read)
   """
   for out in run(tmp_path, body):
     assert f"bytes {8 * 8 * 4 + 64}" in out
@@ -148,12 +148,13 @@ def test_damage_that_one_process_sees_ends_both_and_both_fall_back(tmp_path):
 def test_a_manifest_that_one_process_cannot_read_stops_both(tmp_path):
   body = """
     from nnx_parallel.checkpoint import manifest
+    from nnx_parallel.checkpoint.damage import DamagedError
 
     checkpointer.save(1, {"w": put(values["w"], mesh, "a", "b")}, extra={"data": 3})
     checkpointer.wait()
     if process == 1:
       def read(folder):
-        raise manifest.DamagedError("the manifest cannot be read here")
+        raise DamagedError("the manifest cannot be read here")
       patch(manifest, "read", read)
     for call in (checkpointer.metadata, lambda: checkpointer.restore_extra("data")):
       try:
@@ -249,7 +250,7 @@ def test_an_export_that_fails_on_one_process_fails_on_both(tmp_path):
         pair = {**tree, "v": put(values["w"], mesh, None, ("b", "a"))}
         attempt(lambda: out.export_safetensors(root / f"{number} {failing}", pair, weight_map))
         setattr(where, name, works)
-    attempt(lambda: out.export_safetensors(root / "differ", {**tree, "v": tree["w"] + 1}, mapping))
+    attempt(lambda: out.export_safetensors(root / "differ", {**tree, "v": tree["w"] + 1}, weight_map))
     out.export_safetensors(root / "equal", pair, weight_map)
     plan = nxp.plan(lambda: nnx.Linear(16, 32, rngs=nnx.Rngs(0)), nxp.make_mesh(x=8), nxp.replicate())
     there = root / "equal" if process == 0 else root / "nowhere"

@@ -12,7 +12,7 @@ from orbax.checkpoint import v1 as ocp
 
 import nnx_parallel as nxp
 from checkpoint.runs import assert_same, target_of
-from nnx_parallel.checkpoint import files, manifest, store
+from nnx_parallel.checkpoint import folders, manifest, store
 from nnx_parallel.checkpoint.checkpointer import Checkpointer
 from nnx_parallel.errors import CheckpointError
 
@@ -106,8 +106,8 @@ def foreign(request, tmp_path):
     folder.rmtree()
     with context, store.quiet():
       ocp.save_checkpointables(folder, {"model": tree})
-    sizes = files.all_files(folder)
-    hashes = {name: files.sha256(folder / name) for name in sizes}
+    sizes = folders.all_files(folder)
+    hashes = {name: folders.sha256(folder / name) for name in sizes}
     manifest.write(dataclasses.replace(record, files=sizes, hashes=hashes), folder)
   return checkpointer, tree
 
@@ -116,7 +116,7 @@ def test_what_orbax_stores_otherwise_is_not_damaged(foreign):
   checkpointer, tree = foreign
   assert checkpointer.latest() == 2
   assert checkpointer.verify() == {}
-  assert checkpointer.preflight(tree).fits
+  assert checkpointer.diff(tree).fits
   assert_same(checkpointer.restore(tree, on_corrupt="fallback"), tree)
   assert checkpointer.restored.step == 2
 

@@ -1,4 +1,4 @@
-"""Layouts that a checkpoint needs for a moment: work shared by replicas, padding cut off."""
+"""Temporary layouts: work shared by replicas, padding cut off."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def on_cpu(sharding: Sharding) -> bool:
 
 
 def no_mesh() -> contextlib.AbstractContextManager[Any]:
-  """Takes the mesh of `jax.set_mesh` away: the programs here run on the meshes of the arrays."""
+  """Hides the mesh of `jax.set_mesh`: programs here run on the meshes of their arrays."""
   return jax.set_mesh(Mesh(np.empty((), object), ()))
 
 
