@@ -182,6 +182,7 @@ class Checkpointer:
         )
       )
       save.require_same(self.directory, request)
+      self._pool.submit(int).result()  # starts the thread: an interrupt during the start would lose it
       started = concurrent.futures.Future[bool]()
       pending = self._pending = self._pool.submit(self._run, request, started)
       _UNFINISHED.add(self)

@@ -293,7 +293,7 @@ def compare(
   retyped = tuple(match for match in matches if not _same_type(match, cast))
   fitting = tuple(match for match in matches if match not in reshaped and match not in retyped)
   per_device = _bytes_per_device(match.target.struct for match in matches)
-  in_flight = max(byte_budget, 2 * max((shard_bytes(match.stored) for match in fitting), default=0))
+  in_flight = max(byte_budget, 2 * max((store.shard_bytes(match.stored) for match in fitting), default=0))
   return Diff(
     step=manifest.step,
     matches=fitting,
@@ -332,15 +332,6 @@ def layout_text(sharding: Sharding | None) -> str:
     split.pop()
   names = (repr(entry_of(axes)) for axes in split)
   return f"P({', '.join(names)}) on {sizes}{where}"
-
-
-def shard_bytes(struct: jax.ShapeDtypeStruct) -> int:
-  """Bytes of the distinct shards of an array that this process has."""
-  if struct.sharding is None:
-    return math.prod(struct.shape) * struct.dtype.itemsize
-  shards = struct.sharding.addressable_devices_indices_map(struct.shape).values()
-  distinct = {str(index): index for index in shards}
-  return sum(_elements(index, struct.shape) for index in distinct.values()) * struct.dtype.itemsize
 
 
 class Patterns:
@@ -446,7 +437,7 @@ def _bytes_read(match: LeafPair, manifest: Manifest, folder: epath.Path | None) 
       found = store.open_arrays(folder / match.item, {name: match.on_disk})
       if found is not None:
         return store.bytes_to_read(found[name], struct)
-  return shard_bytes(struct)
+  return store.shard_bytes(struct)
 
 
 def _made_of(dtype: Any) -> Any:
@@ -485,11 +476,6 @@ def _bytes_per_device(structs: Iterable[jax.ShapeDtypeStruct]) -> dict[Any, int]
       place = None if away else device
       total[place] = total.get(place, 0) + shard
   return total
-
-
-def _elements(index: tuple[slice, ...] | None, shape: tuple[int, ...]) -> int:
-  ranges = zip(index or (), shape, strict=False)
-  return math.prod(len(range(*part.indices(size))) for part, size in ranges)
 
 
 def _shorten(rows: list[str]) -> list[str]:

@@ -13,7 +13,7 @@ from etils import epath
 
 from nnx_parallel.checkpoint import encoding, folders, multihost, store
 from nnx_parallel.checkpoint.damage import DamagedError, damage, raise_transient
-from nnx_parallel.checkpoint.diff import Diff, LeafPair, TargetLeaf, shard_bytes
+from nnx_parallel.checkpoint.diff import Diff, LeafPair, TargetLeaf
 from nnx_parallel.checkpoint.digest import block_ranges, digest, totals
 from nnx_parallel.checkpoint.encoding import Array
 from nnx_parallel.checkpoint.manifest import LeafRecord, Manifest, is_no_file
@@ -243,7 +243,7 @@ def _groups(matches: Iterable[LeafPair], byte_budget: int) -> Iterator[list[Leaf
   sizes = {False: 0, True: 0}
   item = None
   for leaf in matches:
-    padded, size = leaf.target.struct.shape != leaf.saved.shape, shard_bytes(leaf.stored)
+    padded, size = leaf.target.struct.shape != leaf.saved.shape, store.shard_bytes(leaf.stored)
     if leaf.item != item or sizes[padded] + size > byte_budget:
       flush = list(groups) if leaf.item != item else [padded]
       for key in flush:

@@ -264,6 +264,12 @@ def start(
   return finish
 
 
+def shard_bytes(target: jax.ShapeDtypeStruct) -> int:
+  """Bytes of the distinct shards of an array that this process has."""
+  sizes = (math.prod(part.stop - part.start for part in box) for box in _boxes(target))
+  return sum(sizes) * target.dtype.itemsize
+
+
 def bytes_to_read(store: ts.TensorStore, target: jax.ShapeDtypeStruct) -> int:
   """Bytes of the chunks of an array that `start` reads here.
 
