@@ -14,7 +14,7 @@ import json
 import math
 import os
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -168,9 +168,9 @@ def import_safetensors(
   leaves: dict[str, Any] = {}
   for group in groups:
     layers = {layer: path for layer, path in group.layers.items() if path not in left_out}
-    struct = wanted[next(iter(layers.values()))].struct
+    structs = [wanted[path].struct for path in layers.values()]
     try:
-      sources = multihost.together(functools.partial(_read, group, tensors, struct))
+      sources = multihost.together(functools.partial(_read, group, tensors, structs))
     except OSError as error:
       raise CheckpointError(f"cannot read {path}: {error}.", fix="copy or download it again.") from error
     leaves |= group.make_leaves(sources, wanted, layers)
@@ -268,12 +268,16 @@ def _to_write(
   families: dict[tuple[str, ...], list[Group]] = {}
   specs: dict[str, jax.ShapeDtypeStruct] = {}
   for found in groups:
-    leaf = leaves[next(iter(found.layers.values()))]
-    group, shapes = found.numbered(leaf.shape)
-    made = {
-      name: jax.ShapeDtypeStruct(shape, group.rule.dtype or leaf.array.dtype)
-      for name, shape in zip(group.names, shapes, strict=True)
-    }
+    group, shapes = found.numbered({path: leaf.shape for path, leaf in leaves.items()})
+    dtypes = {leaves[path].array.dtype for path in group.layers.values()}
+    if len(dtypes) > 1:
+      raise CheckpointError(
+        f"{group.paths} cannot be layers of {group.file}: their dtypes differ.",
+        details=f"dtypes {sorted(map(str, dtypes))}",
+        fix="convert the leaves, or give each its own name in the file.",
+      )
+    dtype = group.rule.dtype or dtypes.pop()
+    made = {name: jax.ShapeDtypeStruct(shape, dtype) for name, shape in zip(group.names, shapes, strict=True)}
     is_tied = group.names in families
     for name, spec in made.items():
       if name in specs and not (is_tied and specs[name] == spec):
@@ -380,18 +384,19 @@ def _open(file: Path) -> dict[str, Tensor]:
   return dict(reversed(found.items()))
 
 
-def _read(group: Group, tensors: Mapping[str, Tensor], leaf: jax.ShapeDtypeStruct) -> list[Any]:
-  """Reads this process's share of the arrays behind a leaf."""
+def _read(group: Group, tensors: Mapping[str, Tensor], leaves: Sequence[jax.ShapeDtypeStruct]) -> list[Any]:
+  """Reads this process's share of the arrays behind some leaves."""
+  dtypes = {leaf.dtype for leaf in leaves}
 
   def block(tensor: Tensor, index: tuple[slice, ...] | None) -> np.ndarray[Any, Any]:
-    return tensor.read(index or ()).astype(leaf.dtype, copy=False)
+    values = tensor.read(index or ())
+    return values.astype(leaves[0].dtype, copy=False) if len(dtypes) == 1 else values
 
   sources = [tensors[name] for name in group.names]
+  layouts = [group.layout(leaves[0].sharding, one.shape) for one in sources]
   return [
-    jax.make_array_from_callback(
-      one.shape, group.layout(leaf.sharding, one.shape), functools.partial(block, one)
-    )
-    for one in sources
+    jax.make_array_from_callback(one.shape, layout, functools.partial(block, one))
+    for one, layout in zip(sources, layouts, strict=True)
   ]
 
 

@@ -160,9 +160,23 @@ class Group:
     """
     return self._shapes(self.rule.transform.to_file, shapes)
 
-  def numbered(self, shape: Shape) -> tuple[Group, list[Shape]]:
-    """Adds the names in the file, and returns the shapes there, for layers of this shape."""
-    shapes = self.file_shapes([shape] * (max(self.layers) + 1))
+  def numbered(self, leaves: Mapping[str, Shape]) -> tuple[Group, list[Shape]]:
+    """Adds the names in the file, and returns the shapes there.
+
+    Args:
+      leaves: shapes by path.
+
+    Raises:
+      CheckpointError: layers of different shapes, or a pattern that does not fit them.
+    """
+    found = {leaves[path] for path in self.layers.values()}
+    if len(found) > 1:
+      raise CheckpointError(
+        f"{self.paths} cannot be layers of {self.file}: their shapes differ.",
+        details=f"shapes {sorted(found)}",
+        fix="give each its own name in the file.",
+      )
+    shapes = self.file_shapes([*found] * (max(self.layers) + 1))
     names = (self.file,)
     if self.rule.transform.stacked:
       names = tuple(re.sub(r"\{\w+\}", str(i), self.file) for i in range(len(shapes)))
@@ -331,7 +345,7 @@ class WeightMap:
       tables[item] = []
       for group in groups:
         leaf = leaves[next(iter(group.layers.values()))]
-        group, shapes = group.numbered(leaf.shape)
+        group, shapes = group.numbered({path: one.shape for path, one in leaves.items()})
         tables[item].append(group)
         for name, shape in zip(group.names, shapes, strict=True):
           layout = group.layout(leaf.struct.sharding, shape)

@@ -449,3 +449,20 @@ def test_a_dtype_of_the_file_there_and_back(tmp_path):
 def test_what_jax_would_shorten_is_not_written(tmp_path):
   with pytest.raises(CheckpointError, match="w is int64, and jax makes int32 of it"):
     export_safetensors(tmp_path / "out", {"w": np.arange(3)})
+
+
+def test_layers_that_differ_are_not_written_as_one(tmp_path):
+  weight_map = WeightMap(Rule("w", "{i}"))
+  trees = {"shapes": (jnp.ones(4), jnp.ones(5)), "dtypes": (jnp.ones(4), jnp.ones(4, jnp.bfloat16))}
+  for what, layers in trees.items():
+    with pytest.raises(CheckpointError, match=rf"0, 1 cannot be layers of w: their {what} differ"):
+      export_safetensors(tmp_path / "out", layers, weight_map)
+
+
+def test_layers_of_two_dtypes_are_made_from_one_array(tmp_path):
+  values = np.float32([[1.001], [1.001]])
+  safetensors.numpy.save_file({"w": values}, tmp_path / "m.safetensors")
+  layers = [nnx.Param(jnp.ones(1, dtype)) for dtype in (jnp.bfloat16, jnp.float32)]
+  plan = nxp.plan(lambda: nnx.List(layers), nxp.make_mesh(a=8), nxp.replicate())
+  made = import_safetensors(tmp_path / "m.safetensors", plan, WeightMap(Rule("w", "{i}", dtype=np.float32)))
+  assert made[1].get_value() == values[1]
