@@ -1,4 +1,4 @@
-"""Which steps a directory holds, which of them is meant, and which may go.
+"""Finds the steps of a directory: which is the newest, which is the best, which may be deleted.
 
 Each step names the one before it in its run. So the newest step is the end of the last lineage, and not the
 step with the largest number.
@@ -96,7 +96,7 @@ class Catalog:
 
   Attributes:
     directory: absolute.
-    retention: says which step is best, and which may go.
+    retention: decides which step is best and which may be deleted.
   """
 
   directory: epath.Path
@@ -172,7 +172,7 @@ class Catalog:
   def resolve(self, step: int | str | None, *, whole: bool = True) -> int:
     """The number of the step that a number, `"latest"` (also None) or `"best"` means.
 
-    The latest may be damaged, and have no manifest: then whoever reads it says so.
+    The latest may be damaged, or have no manifest; reading it raises.
 
     Args:
       step: as above.
@@ -209,7 +209,7 @@ class Catalog:
       overwrite: whether it may exist.
 
     Raises:
-      CheckpointError: it exists, its folder is somebody else's, or the run did not come from before it.
+      CheckpointError: it exists, another program wrote its folder, or the run did not come from before it.
     """
     self._check_free(step, overwrite=overwrite)
     return place_of(step, position, self.headers(), self.directory)
@@ -237,10 +237,10 @@ class Catalog:
 
   def _no_step(self, step: int | str | None) -> CheckpointError:
     steps = self.steps()
-    foreign = folders.unrecognised_steps(self.directory)
+    unrecognised = folders.unrecognised_steps(self.directory)
     details = f"complete steps: {steps or 'none'}"
-    if foreign:
-      details += f"\nincomplete, or written by something else (no {manifest.FILE}): {foreign}"
+    if unrecognised:
+      details += f"\nincomplete, or written by something else (no {manifest.FILE}): {unrecognised}"
     what = "a checkpoint" if step is None or step == "latest" else f"step {step}"
     if step == "best":
       what = f"a step with the metric {self.retention.best!r}"

@@ -48,7 +48,7 @@ _LIVE: weakref.WeakSet[Checkpointer] = weakref.WeakSet()
 class Checkpointer:
   """Saves and restores steps in a directory.
 
-  Each step is one folder, an ordinary Orbax checkpoint with a manifest of ours. A step appears under its
+  Each step is one folder, an ordinary Orbax checkpoint with a manifest beside it. A step appears under its
   number only when it is complete and on the disk, so whatever `steps()` lists can be restored. In a job of
   several processes, make each call on all of them.
 
@@ -224,7 +224,7 @@ class Checkpointer:
   # Finding.
 
   def steps(self) -> list[int]:
-    """The complete steps, in the order of their numbers; `latest` says which is the newest."""
+    """The complete steps, in the order of their numbers; `latest` is the newest."""
     return self._catalog.steps()
 
   def latest(self) -> int | None:
@@ -307,7 +307,7 @@ class Checkpointer:
 
     Says before it reads, in the log at INFO, how many bytes of arrays and how much host memory that takes.
     The next `save` of this object follows the step that was restored into a target: look at other steps of a
-    run that goes on with another Checkpointer.
+    run with another Checkpointer.
 
     Args:
       target: a plan; a module or `nnx.State`, whose values are replaced; a pytree of

@@ -95,7 +95,7 @@ def digest_later(array: Array, block: Shape) -> Callable[[], jax.Array]:
   What has to be done before the array is donated or changed is done at once. On GPUs and TPUs that is all
   but the waiting: programs queue up on the device. CPUs would do the work here, on the cores of the caller,
   or let it wait for the programs before. So there the shards are only kept, as the views of their memory by
-  which Orbax writes them too: jax donates no buffer that somebody has a view of.
+  which Orbax writes them too: jax donates no buffer that has a view.
 
   Args:
     array: see `digest`.

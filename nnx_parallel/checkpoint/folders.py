@@ -134,7 +134,7 @@ def recover(directory: epath.Path) -> list[str]:
   for entry in sorted(directory.iterdir(), key=lambda path: path.name):
     name, suffix = os.path.splitext(entry.name.partition(".orbax-checkpoint-tmp")[0])
     if not _is_step_name(name):
-      continue  # an export in progress, or something that is not ours
+      continue  # an export in progress, or a folder of another program
     if suffix == REPLACED and not (directory / name).exists():
       entry.rename(directory / name)
     elif suffix in (SAVING, REPLACED, DELETING):
@@ -197,11 +197,11 @@ def commit(temporary: epath.Path, final: epath.Path) -> None:
     replaced.rmtree()
 
 
-def delete_steps(directory: epath.Path, doomed: Callable[[], Iterable[int]]) -> list[str]:
+def delete_steps(directory: epath.Path, expired: Callable[[], Iterable[int]]) -> list[str]:
   """Deletes the steps that `expired` names, and returns what could not be done. A failure undoes no save."""
   problems: list[str] = []
   try:
-    steps = [*doomed()]
+    steps = [*expired()]
   except OSError as error:
     return [f"which of the old steps may go could not be read: {error}"]
   for step in steps:
@@ -215,14 +215,14 @@ def delete_steps(directory: epath.Path, doomed: Callable[[], Iterable[int]]) -> 
 def delete_step(directory: epath.Path, step: int) -> None:
   """Deletes a step. A process that is killed half way leaves no step behind."""
   if not is_local(directory):
-    doomed = mark(directory, step, DELETING)
+    marked = mark(directory, step, DELETING)
     _remove_marked(directory, step)
-    doomed.unlink()
+    marked.unlink()
     return
-  doomed = directory / f"{step}{DELETING}"
-  (directory / str(step)).rename(doomed)
+  moved = directory / f"{step}{DELETING}"
+  (directory / str(step)).rename(moved)
   make_durable([directory])
-  doomed.rmtree()
+  moved.rmtree()
 
 
 def all_files(folder: epath.Path) -> dict[str, int]:

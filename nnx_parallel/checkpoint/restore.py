@@ -148,7 +148,7 @@ def damaged_files(
     What is wrong, by name.
 
   Raises:
-    CheckpointError: a file that cannot be read for a reason that says nothing of the file.
+    CheckpointError: a file that this machine cannot read at the moment.
   """
   problems: dict[str, str] = {}
   for name in names:

@@ -6,7 +6,7 @@ readable with `orbax.checkpoint.v1.load_checkpointables` alone.
 
 Through Orbax a byte is copied three times: out of the file, into a host array, into the device's memory. On a
 CPU that is most of a restore, and the copies are memory beyond the shards. TensorStore reads each chunk once,
-into the shards that overlap it. On CPUs these are the buffers of the new array itself, which nobody has seen
+into the shards that overlap it. On CPUs these are the buffers of the new array itself, which is not returned
 yet: memory of our own, which jax would take over too, could not be donated, and the first step after a
 restore would hold everything twice. `load` is the plain reference, and reads what `open_arrays` does not
 know.

@@ -315,7 +315,7 @@ def _require_same(group: Group, arrays: Iterable[jax.Array], first: Iterable[jax
 
 
 def _files(path: Path) -> tuple[list[Path], dict[str, str]]:
-  """The files to read, and which of them holds which array, as far as an index says so."""
+  """The files to read, and the file of each array, if there is an index."""
   index: dict[str, str] = {}
   if path.is_dir():
     if (path / INDEX).exists():
