@@ -45,9 +45,8 @@ with epy.lazy_api_imports(globals()):
   from nnx_parallel.report.budgets import assert_collectives, assert_fits
   from nnx_parallel.report.chips import Chip, chip
   from nnx_parallel.report.compile_report import CompileReport, compile_report
-  from nnx_parallel.report.html import plan_page, report_svg
+  from nnx_parallel.report.html import plan_page
   from nnx_parallel.report.memory import MemoryPlan, memory_plan
-  from nnx_parallel.report.raster import save_svg
   from nnx_parallel.report.roofline import StepTime, predict_time
   from nnx_parallel.report.search import SearchResult, search
   from nnx_parallel.report.topology import topology_mesh
@@ -139,10 +138,8 @@ __all__ = [
   "quantized",
   "read_metrics",
   "replicate",
-  "report_svg",
   "reshard",
   "resolve_spec",
-  "save_svg",
   "search",
   "shard_batch",
   "skip_nonfinite",

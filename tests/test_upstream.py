@@ -23,10 +23,16 @@ from flax import nnx
 from flax.core.spmd import get_logical_axis_rules
 from jax.experimental import multihost_utils
 from jax.experimental.compilation_cache import compilation_cache
+from jax.extend import source_info_util
 from jax.sharding import AbstractMesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import nnx_parallel as nxp
+from nnx_parallel.report import hlo
+from nnx_parallel.report.compiler import run_compiler
+from nnx_parallel.report.evaluate import literal
+from nnx_parallel.report.shardings import read_tiling, split_layouts
+from nnx_parallel.report.topology import machine, missing_compiler
 
 OLD = jax.__version_info__ < (0, 12)
 
@@ -48,7 +54,7 @@ def test_the_context_of_an_equation_has_the_known_fields():
   known = {"compute_type", "threefry_partitionable", "xla_metadata", "cur_abstract_mesh", "configs"}
   known |= {"remove_size_one_mesh_axis"} | (set() if OLD else {"cur_layout_mode", "no_collectives"})
   assert {name for name in type(eqn.ctx).__slots__ if not name.startswith("_")} == known
-  with eqn.ctx.manager:  # also train/remat.py, layout/offload.py
+  with eqn.ctx.manager:  # also train/jaxprs.py, layout/offload.py
     assert eqn.primitive.bind(X, **eqn.primitive.get_bind_params(eqn.params)) is not None
 
 
@@ -71,10 +77,15 @@ def plus_one(custom):
   ],
 )
 def test_operations_that_call_a_program_hold_it_under_a_known_name(name, function):
-  """`train/jaxprs.py`, `layout/dims.py`, `create/cut.py` and `train/remat.py` look into calls."""
+  """`train/jaxprs.py`, `layout/dims.py`, `create/cut.py` and `train/remat.py` look into calls.
+
+  `train/jaxprs.py` (`own_rules`) knows custom rules by this name, and names their functions to the user.
+  """
   eqn = equations(function, X)[name]
   program = inner_program(eqn)
-  assert len(getattr(program, "jaxpr", program).invars) == len(eqn.invars)
+  program = getattr(program, "jaxpr", program)
+  assert len(program.invars) == len(eqn.invars)
+  assert program.debug_info.func_name in ("sin", "<lambda>")
 
 
 def test_loops_and_conditionals_hold_their_programs_under_known_names():
@@ -93,7 +104,7 @@ def test_a_checkpoint_has_a_policy():
 
 
 def test_a_convolution_says_how_it_is_grouped():
-  """`train/convolutions.py` mends kernel gradients by these names; `layout/grouped.py` warns."""
+  """`train/hold.py` mends kernel gradients by these names; `layout/grouped.py` warns."""
   kernel = np.ones((3, 1, 4), np.float32)
   conv = jax.make_jaxpr(
     lambda x: jax.lax.conv_general_dilated(
@@ -112,10 +123,57 @@ def test_custom_derivatives_are_the_known_parameters():
 
 
 def test_jaxprs_are_rebuilt_by_replace():
-  """`train/remat.py`, `train/convolutions.py`."""
+  """`train/remat.py`, `train/jaxprs.py`."""
   closed = jax.make_jaxpr(jnp.sin)(X)
   assert closed.jaxpr.replace(eqns=closed.jaxpr.eqns).eqns == closed.jaxpr.eqns
   assert isinstance(closed.jaxpr, jex.Jaxpr)
+
+
+def test_jaxprs_are_run_and_hold_literals_and_arrays_of_one_kind():
+  """`train/jaxprs.py` (`evaluated`) and `train/hold.py` run a trace operation by operation."""
+  closed = jax.make_jaxpr(lambda x: x + 1)(X)
+  (eqn,) = closed.jaxpr.eqns
+  literal = next(v for v in eqn.invars if isinstance(v, jex.Literal))
+  assert literal.val == 1
+  assert all(isinstance(v.aval, jax.core.ShapedArray) for v in (*closed.jaxpr.invars, *eqn.outvars))
+  again = jex.ClosedJaxpr(closed.jaxpr, closed.consts)
+  np.testing.assert_array_equal(jex.jaxpr_as_fun(again)(X)[0], X + 1)
+
+
+def test_an_operation_can_be_run_as_if_from_its_own_line():
+  """`train/jaxprs.py` (`evaluated`): a report names the user's line and names, not those of this package."""
+  (eqn,) = jax.make_jaxpr(jax.named_scope("scope")(jnp.sin))(X).eqns
+
+  def again(x):
+    names = source_info_util.current_name_stack() + eqn.source_info.name_stack
+    with source_info_util.user_context(eqn.source_info.traceback, name_stack=names):
+      return eqn.primitive.bind(x, **eqn.params)
+
+  (made,) = jax.make_jaxpr(again)(X).eqns
+  assert str(made.source_info.name_stack) == "scope"
+  assert made.source_info.traceback is eqn.source_info.traceback
+
+
+@pytest.mark.parametrize(
+  ("name", "known", "function"),
+  [
+    ("dot_general", {"dimension_numbers", "precision"}, lambda x: x @ x),
+    ("ragged_dot_general", {"ragged_dot_dimension_numbers"},
+     lambda x: jax.lax.ragged_dot(x, x[None], np.array([4]))),
+    ("gather", {"dimension_numbers", "slice_sizes"}, lambda x: x[np.array([1, 2])]),
+    ("scatter-add", {"dimension_numbers"}, lambda x: x.at[np.array([1, 2])].add(x[:2])),
+    ("broadcast_in_dim", {"shape", "broadcast_dimensions"},
+     lambda x: jax.lax.broadcast_in_dim(x, (2, 4, 4), (1, 2))),
+    ("reduce_sum", {"axes"}, lambda x: x.sum(0)),
+    ("squeeze", {"dimensions"}, lambda x: jax.lax.squeeze(x[:1], (0,))),
+    ("transpose", {"permutation"}, lambda x: x.T),
+    ("sharding_constraint", {"sharding"},
+     lambda x: jax.lax.with_sharding_constraint(x, NamedSharding(nxp.make_mesh(x=8), P()))),
+  ],
+)  # fmt: skip
+def test_operations_name_their_dims_under_known_parameters(name, known, function):
+  """`layout/flow.py` follows the axes of arrays by them; `layout/dims.py`, `report/propagate.py`."""
+  assert known <= set(equations(function, X)[name].params)
 
 
 @pytest.mark.skipif(not OLD, reason="newer versions refuse by themselves")
@@ -139,6 +197,69 @@ def test_a_lowered_program_knows_its_inputs_and_their_mesh():
   (aval,) = jax.tree.leaves(lowered.in_avals)
   assert aval.shape == (8,)
   assert hasattr(AbstractMesh((8,), ("x",)), "abstract_device")
+
+
+TABLE = np.random.default_rng(0).uniform(size=(1, 1000)).astype(np.float32)
+
+
+@pytest.fixture(scope="module", params=["cpu:8", "tpu:v5e:2x4"])
+def dumped(request):
+  """What a compiler writes about a program that it splits over eight devices."""
+  missing = missing_compiler(machine(request.param))
+  if missing and not request.param.startswith("cpu"):
+    pytest.skip(str(missing))
+  mesh = nxp.topology_mesh(request.param, data=8)
+  whole, split = NamedSharding(mesh, P()), NamedSharding(mesh, P("data"))
+  array = jax.ShapeDtypeStruct((8, 1000), jnp.float32, sharding=split)
+  step = jax.jit(lambda x, y: ((TABLE * y).sum(0), x + y), donate_argnums=1, out_shardings=(whole, split))
+  lowered = step.lower(array, array)
+  return lowered, run_compiler(lowered)
+
+
+def test_a_compiler_writes_the_program_before_and_after_it_is_split(dumped):
+  """`report/compiler.py` (`_DUMPS`): names of passes; `report/faults.py` compares the two programs.
+
+  `report/shardings.py` reads the layouts of arguments and results there.
+  """
+  whole, split = (hlo.parse(text).entry for text in (dumped[1].whole, dumped[1].partitioned))
+  layouts = [i.attribute("sharding") for i in whole.instructions if i.opcode == "parameter"]
+  assert [read_tiling(layout, 8).parts for layout in layouts] == [(8, 1), (8, 1)]
+  assert [read_tiling(layout, 8).parts for layout in split_layouts(whole.root.attribute("sharding"))]
+  assert [i.shapes[0].dims for i in split.instructions if i.opcode == "parameter"] == [(1, 1000)] * 2
+  assert any(i.opcode == "all-reduce" for i in split.instructions)
+
+
+def test_constants_are_written_out(dumped):
+  """`report/compiler.py` (`xla_dump_large_constants`): offsets of each device, and a model's own tables."""
+  constants = [i for i in hlo.parse(dumped[1].whole).entry.instructions if i.opcode == "constant"]
+  (table,) = [literal(i) for i in constants if i.bytes == TABLE.nbytes]
+  np.testing.assert_allclose(table.ravel(), TABLE.ravel(), rtol=1e-6)
+
+
+def test_a_compiler_tells_its_memory(dumped):
+  """`report/compiler.py` and `report/peak.py`: `memory_analysis`, and a list of what is alive when."""
+  _, done = dumped
+  assert [round(size, -3) for size in (done.memory.arguments, done.memory.aliased)] == [
+    8000,
+    4000,
+  ]  # padded on TPU
+  assert "live ranges" in done.live.lower()
+
+
+def test_a_donated_argument_is_written_on_the_first_line(dumped):
+  """`report/compile_report.py` names a result by the argument whose memory it takes."""
+  lowered, done = dumped
+  head = done.whole[: done.whole.find("\n")]
+  assert hlo.after(head, "input_output_alias=").startswith("{ {1}: (1, ")
+  paths = jax.tree_util.tree_flatten_with_path(lowered.out_info)[0]
+  assert [jax.tree_util.keystr(path) for path, _ in paths] == ["[0]", "[1]"]
+
+
+def test_what_a_compiler_refuses_is_a_runtime_error_of_jax():
+  """`report/compiler.py` restates it."""
+  lowered = jax.jit(jnp.sin).lower(X)
+  with pytest.raises(jax.errors.JaxRuntimeError):
+    lowered.compile(compiler_options={"xla_no_such_option": 1})
 
 
 def test_programs_that_jit_made_are_counted():

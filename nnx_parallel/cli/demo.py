@@ -208,26 +208,15 @@ def continue_at(
   place: Place, recipe: Recipe, checkpointer: nxp.Checkpointer, straight: Sequence[float]
 ) -> Continued:
   """Restores at a place and takes as many steps as the run that never stopped took."""
+  import nnx_parallel as nxp
   from nnx_parallel.recipes.job import Job, plan_recipe
 
   plan = plan_recipe(recipe, make_place_mesh(place), place.rules)
   job = Job.restore(recipe, plan, checkpointer)
-  misplaced = find_misplaced(job)
+  misplaced = [found.name for found in nxp.layout_differences(job.model, plan, job.optimizer)]
   losses = next_losses(job, len(straight))
   difference = max(abs(a - b) / abs(b) for a, b in zip(losses, straight, strict=True))
   return Continued(place.title, math.prod(place.sizes.values()), losses, difference, misplaced)
-
-
-def find_misplaced(job: Job) -> list[str]:
-  """Paths of the arrays that are not laid out as the job's plan says."""
-  from nnx_parallel.layout.variables import value_of, variables
-
-  roots = {"model": variables(job.model), "optimizer": variables(job.optimizer)}
-  return [
-    leaf.name
-    for leaf in job.plan.leaves
-    if not value_of(roots[leaf.root][leaf.path]).sharding.is_equivalent_to(leaf.sharding, len(leaf.shape))
-  ]
 
 
 def print_comparison(straight: Sequence[float], others: Sequence[Continued], step: int) -> None:

@@ -54,7 +54,7 @@ def register(commands: Commands) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-  """Searches, prints and says by the exit code whether anything fits."""
+  """Searches, prints and says by the exit code whether there is a layout to propose."""
   from nnx_parallel.layout.render import print_text
   from nnx_parallel.recipes import load_recipe
   from nnx_parallel.report.search import search

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nnx_parallel.cli import options
-from nnx_parallel.errors import CheckpointError, TrainError
+from nnx_parallel.errors import CheckpointError, ReportError, TrainError
 
 if TYPE_CHECKING:
   import nnx_parallel as nxp
@@ -289,7 +289,7 @@ def draw(out: Path, title: str) -> str:
 
   try:
     return str(draw_curves(read_metrics(out / "metrics.jsonl"), out / "loss.png", title=title))
-  except TrainError as error:
+  except (ReportError, TrainError) as error:
     return f"not drawn: {error.what} {error.fix}"
 
 

@@ -5,18 +5,20 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from nnx_parallel.layout.classes import Forest
+
 Dim = tuple[int, int]
 
 
 class Classes:
-  """Dims in classes: a union-find over the dims of all values of a program.
+  """Dims in classes: those of all values of a program.
 
   A class knows the sizes that its dims have (a split must divide all of them) and how many collectives its
   split would cost: one wherever the class is summed over or looked up.
   """
 
   def __init__(self) -> None:
-    self._parent: list[int] = []
+    self._forest = Forest()
     self._sizes: list[set[int]] = []
     self._costs: list[int] = []
     self._product: list[bool] = []
@@ -24,7 +26,7 @@ class Classes:
 
   def of(self, var: Any) -> list[int]:
     """The class of each dim of a value, as the number of its root."""
-    return [self._root(node) for node in self._nodes(var)]
+    return [self._forest.root(node) for node in self._nodes(var)]
 
   def sizes(self, root: int) -> set[int]:
     """The sizes of the dims in a class, in elements."""
@@ -40,11 +42,10 @@ class Classes:
 
   def link(self, a: Any, dim_a: int, b: Any, dim_b: int) -> None:
     """Says that a split of one dim carries over to the other."""
-    one, other = self._root(self._nodes(a)[dim_a]), self._root(self._nodes(b)[dim_b])
+    one, other = self._root(a, dim_a), self._root(b, dim_b)
     # A dim of size 1 is broadcast: it says nothing about the other one.
-    if one == other or 1 in self._sizes[one] or 1 in self._sizes[other]:
+    if 1 in self._sizes[one] or 1 in self._sizes[other] or self._forest.unite(one, other) is None:
       return
-    self._parent[other] = one
     self._sizes[one] |= self._sizes[other]
     self._costs[one] += self._costs[other]
     self._product[one] |= self._product[other]
@@ -56,13 +57,13 @@ class Classes:
 
   def use(self, var: Any, dim: int, *, cost: int) -> None:
     """Says that a product or lookup uses a dim, and what its split costs there."""
-    root = self._root(self._nodes(var)[dim])
+    root = self._root(var, dim)
     self._product[root] = True
     self._costs[root] += cost
 
   def reduce(self, var: Any, dim: int) -> None:
     """Says that a dim is summed over outside of a product."""
-    self._costs[self._root(self._nodes(var)[dim])] += 1
+    self._costs[self._root(var, dim)] += 1
 
   def forget(self, jaxpr: Any) -> None:
     """Lets the next call of a program have classes of its own: jax traces equal calls once, to one jaxpr."""
@@ -78,17 +79,13 @@ class Classes:
     return self._dims[var]
 
   def _new(self, size: int) -> int:
-    self._parent.append(len(self._parent))
     self._sizes.append({size})
     self._costs.append(0)
     self._product.append(False)
-    return len(self._parent) - 1
+    return self._forest.new()
 
-  def _root(self, node: int) -> int:
-    while self._parent[node] != node:
-      self._parent[node] = self._parent[self._parent[node]]
-      node = self._parent[node]
-    return node
+  def _root(self, var: Any, dim: int) -> int:
+    return self._forest.root(self._nodes(var)[dim])
 
 
 def link(jaxpr: Any) -> Classes:

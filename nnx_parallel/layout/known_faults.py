@@ -12,10 +12,10 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
 
 from flax import nnx
 
+from nnx_parallel.layout.batch import input_spec
 from nnx_parallel.layout.leaf import LeafPlan
 from nnx_parallel.layout.rules import RuleSet
 from nnx_parallel.layout.variables import Path, axes_of, few, occurrences, path_str
@@ -102,8 +102,8 @@ def possible_faults(
   grouped = [path_str(path) for path, groups in layers if groups > 1]
   if grouped and others:
     found.append((GROUPED, few(grouped)))
-  split = {axis for axis in _positions(rules) if sizes.get(axis, 1) > 1}
-  if layers and split:
+  split = {axis for axis in _positions(rules, sizes) if sizes[axis] > 1}
+  if layers and split and others - split:
     found.append((WINDOW, few([path_str(path) for path, _ in layers])))
   matrices = [leaf for leaf in leaves if len(leaf.shape) > 1]
   larger = [axis for axis in batch if sizes[axis] > 1]
@@ -149,11 +149,10 @@ def _axes(leaf: LeafPlan) -> set[str]:
   return {axis for entry in leaf.spec for axis in axes_of(entry)}
 
 
-def _positions(rules: RuleSet) -> set[Any]:
-  """Mesh axes or names that split other dims of the inputs than the batch's."""
-  if rules.inputs is None:
-    return set()
-  return {axis for names in rules.inputs.by_rank.values() for entry in names[1:] for axis in axes_of(entry)}
+def _positions(rules: RuleSet, sizes: Mapping[str, int]) -> set[str]:
+  """Mesh axes that split other dims of the inputs than the batch's."""
+  ranks = () if rules.inputs is None else rules.inputs.by_rank
+  return {axis for rank in ranks for entry in input_spec(rules, rank, sizes)[1:] for axis in axes_of(entry)}
 
 
 def convolutions(model: nnx.Module) -> Iterator[tuple[Path, int]]:

@@ -49,6 +49,8 @@ from nnx_parallel.layout.variables import (
 )
 
 if TYPE_CHECKING:
+  from matplotlib.figure import Figure
+
   from nnx_parallel.layout.audit import Audit, Trainable
   from nnx_parallel.layout.serialize import PlanDiff
 
@@ -207,40 +209,30 @@ class ShardingPlan:
 
     render.show(self)
 
-  def picture(self, name: str) -> str:
-    """Draws which device holds which block of an array.
+  def picture(self, name: str) -> Figure:
+    """Draws which devices hold which block of an array.
 
     Args:
       name: the leaf's dotted path.
 
     Returns:
-      SVG text; at most 16 x 16 blocks are drawn, the rest is counted in the legend.
+      A matplotlib figure; its `savefig` writes SVG, PNG or PDF. At most 16 x 16 blocks are drawn, and the
+      others are counted below.
+
+    Raises:
+      ReportError: matplotlib is not installed.
 
     Example:
       >>> import nnx_parallel as nxp
       >>> from flax import nnx
       >>> init = lambda: nnx.Linear(8, 64, rngs=nnx.Rngs(0))
       >>> plan = nxp.plan(init, nxp.make_mesh(fsdp=8), nxp.fsdp(min_size=0))
-      >>> plan.picture("kernel").startswith("<svg")
-      True
+      >>> plan.picture("kernel").axes[0].get_xlabel()
+      'dim 1 over fsdp'
     """
-    from nnx_parallel.layout import picture
+    from nnx_parallel.layout.picture import draw_blocks
 
-    return picture.svg(self[name])
-
-  def save_picture(self, name: str, file: str) -> None:
-    """Writes `picture` to a file.
-
-    Args:
-      name: the leaf's dotted path.
-      file: ends in `.svg`, or in `.png` (which needs matplotlib).
-
-    Raises:
-      PlanError: another suffix, or no matplotlib.
-    """
-    from nnx_parallel.layout import picture
-
-    picture.save(self[name], file)
+    return draw_blocks(self[name])
 
   def audit(self, *, min_bytes: int = 2**20) -> Audit:
     """Lists the large leaves that every device holds in full, and what could split them.

@@ -21,6 +21,10 @@ from nnx_parallel.train.gradient_check import rounded
 from nnx_parallel.train.update import LossFn
 
 _TOLERANCE = {"float64": 1e-9, "float32": 1e-4, "float16": 2e-2, "bfloat16": 0.1}
+# Rounding turns the sign of small elements, of which Adam makes full steps: an update may differ by so much.
+_TURNED = {"float64": 1e-4, "float32": 3e-2, "float16": 0.3, "bfloat16": 0.6}
+_FLOOR = 0.01
+_UNSEEN = 0.5  # a gradient that is twice too large could hide
 _ROWS = 12
 
 
@@ -32,9 +36,11 @@ class StepDifference:
     name: of the metric, or the dotted path; that of optimizer state starts with `optimizer/`.
     first: the value on the first layout; of an array, its norm.
     second: that on the second one.
-    difference: norm of the difference, as a part of the first norm and a hundredth of the norm of its kind.
-    tolerance: the largest that counts as equal.
-    note: why a larger one is no fault, or empty.
+    difference: of a metric, as a part of the first value. Of a floating array, the norm of the difference as
+      a part of the norm of what the step changed, and of a hundredth of what it changed in all of its kind.
+      Of integers and random keys, how many elements differ.
+    tolerance: the largest that counts as equal; with what storing a small change in a large value rounds off.
+    note: why a larger one is no fault, or why nothing can be said; empty otherwise.
   """
 
   name: str
@@ -94,8 +100,9 @@ class StepCheck(Shown):
     header = ("after one step", *self.meshes, "difference", "verdict")
     said = f"{len(wrong)} of {len(self.leaves)} arrays differ"
     if not wrong:
-      tolerance = max(row.tolerance for row in self.leaves)
-      said = f"all {len(self.leaves)} arrays agree, to {tolerance:.0e}"
+      equal = [row for row in self.leaves if not row.note]
+      tolerance = max((row.tolerance for row in equal), default=0.0)
+      said = f"{len(equal)} of {len(self.leaves)} arrays changed alike, to {tolerance:.0e}"
     elif len(wrong) > _ROWS:
       said += f"; {len(wrong) - _ROWS} are not shown"
     return f"{text_table(header, rows, right=(1, 2, 3), wrap=(4,))}\n{said}"
@@ -111,7 +118,8 @@ def check_step(
   """Compares one train step on two layouts: its metrics, and each array after it.
 
   It sees what a check of gradients cannot: a loss that is wrong as a whole, batch statistics, metrics and the
-  optimizer's own arithmetic. Both models, with their optimizers, are held at a time.
+  optimizer's own arithmetic. What the step changed is compared, so that a small learning rate hides nothing.
+  Both models with their optimizers are held at a time, and the first one's values from before the step.
 
   Args:
     plan: a plan with an optimizer; its model is created.
@@ -152,11 +160,12 @@ def check_step(
   second = nxp.reshard(first[0], other, optimizer=first[1])
   dtype = coarsest_dtype(first[0], nxp.shard_batch(batch, plan), loss_fn, plan.wrt)
   step = nxp.train_step(loss_fn, **options)
+  before = _values(first)
   one = step(first[0], first[1], nxp.shard_batch(batch, plan))
   two = step(second[0], second[1], nxp.shard_batch(batch, other))
   names = sorted(one, key="loss".__ne__)
   told = tuple(_metric(name, one[name], two[name], LOSS_TOLERANCE[dtype]) for name in names)
-  leaves = _compared(plan, _values(first), _values(second), _TOLERANCE[dtype])
+  leaves = _compared(plan, before, _values(first), _values(second), dtype)
   return StepCheck((_mesh(plan), _mesh(other)), told, tuple(leaves))
 
 
@@ -167,24 +176,40 @@ def _values(objects: tuple[Any, Any]) -> dict[Any, Any]:
     for path, leaf in array_leaves(node).items():
       value = leaf[...] if hasattr(leaf, "get_value") else value_of(leaf)
       is_key = jnp.issubdtype(value.dtype, jax.dtypes.prng_key)
-      found[root, path] = jax.random.key_data(value) if is_key else value
+      # The words of keys are those of the very buffer that a step takes over.
+      found[root, path] = jnp.copy(jax.random.key_data(value)) if is_key else value
   return found
 
 
 @jax.jit
-def _norms(a: jax.Array, b: jax.Array) -> jax.Array:
-  a, b = (x.astype(jnp.complex64 if jnp.iscomplexobj(x) else jnp.float32) for x in (a, b))
-  return jnp.stack([jnp.linalg.norm(x.ravel()).astype(jnp.float32) for x in (a, b, a - b)])
+def _sizes(old: jax.Array, a: jax.Array, b: jax.Array) -> jax.Array:
+  """The norms of two results, of what changed and of their difference; and the largest magnitude.
+
+  Of integers, the differing elements count 1 each.
+  """
+  if jnp.issubdtype(a.dtype, jnp.inexact):
+    wide = a.dtype if jnp.finfo(a.dtype).bits >= 32 else jnp.dtype("float32")
+    old, a, b = (x.astype(wide) for x in (old, a, b))
+    changed, off = a - old, a - b
+  else:
+    a, b, changed, off = (x.astype(jnp.float32) for x in (a, b, a != old, a != b))
+  norms = [jnp.linalg.norm(x.ravel()) for x in (a, b, changed, off)]
+  return jnp.stack([*norms, jnp.max(abs(a), initial=0.0)])
 
 
 def _compared(
-  plan: nxp.ShardingPlan, first: Mapping[Any, Any], second: Mapping[Any, Any], tolerance: float
+  plan: nxp.ShardingPlan,
+  before: Mapping[Any, Any],
+  first: Mapping[Any, Any],
+  second: Mapping[Any, Any],
+  dtype: str,
 ) -> list[StepDifference]:
-  norms = {
-    key: np.asarray(_norms(a, jax.device_put(second[key], a.sharding)), np.float64)
+  sizes = {
+    key: np.asarray(_sizes(before[key], a, jax.device_put(second[key], a.sharding))).tolist()
     for key, a in first.items()
   }
   rows = {(leaf.root, leaf.path): leaf for leaf in plan.leaves}
+  trained = {(leaf.root, leaf.path) for leaf in plan.trainable().trained}
 
   def kind(key: Any) -> Any:
     leaf = rows.get(key)
@@ -192,19 +217,30 @@ def _compared(
     return key[0], key[1][: len(key[1]) - inside] if inside else leaf is not None and leaf.kind
 
   totals: dict[Any, float] = {}
-  for key, (norm, _, _) in norms.items():
-    totals[kind(key)] = math.hypot(totals.get(kind(key), 0.0), norm)
+  for key, (_, _, change, _, _) in sizes.items():
+    totals[kind(key)] = math.hypot(totals.get(kind(key), 0.0), change)
   found: dict[Any, StepDifference] = {}
-  for key, (a, b, off) in norms.items():
-    exact = not jnp.issubdtype(first[key].dtype, jnp.inexact)
-    scale = a if exact else a + 0.01 * totals[kind(key)]
+  for key, (a, b, change, off, largest) in sizes.items():
     name = path_str(key[1]) if key[0] == "model" else f"optimizer/{path_str(key[1])}"
-    relative = off / scale if scale else off
-    found[key] = StepDifference(name, a, b, float(relative), 0.0 if exact else tolerance)
+    if not jnp.issubdtype(first[key].dtype, jnp.inexact):
+      found[key] = StepDifference(name, a, b, round(off**2), 0.0)
+      continue
+    scale = change + _FLOOR * totals[kind(key)]
+    eps = float(jnp.finfo(first[key].dtype).eps)
+    # Where two results that nearly agree lie on either side of a tie, they are stored one rounding apart.
+    allowed = _TOLERANCE[dtype] * scale
+    allowed += math.sqrt(allowed * eps * a) + 2 * eps * largest
+    relative, tolerance = (off / scale, allowed / scale) if scale else (float(off), 0.0)
+    unseen = key in trained and relative <= tolerance and (not change or tolerance >= _UNSEEN)
+    note = f"not decided: no change above the rounding of {first[key].dtype}" if unseen else ""
+    found[key] = StepDifference(name, a, b, relative, tolerance, note)
   for key, row in found.items():
-    # Adam makes full steps of gradients that are zero but for rounding; its moments tell.
-    moments = [found[k] for k, leaf in rows.items() if k[0] == "optimizer" and leaf.parameter == key[1]]
-    if key[0] == "model" and not row and moments and all(moments):
+    # Adam makes full steps also of gradients that are zero but for rounding; its moments tell.
+    moments = [k for k, leaf in rows.items() if k[0] == "optimizer" and leaf.parameter == key[1]]
+    if key[0] != "model" or row or not moments or not all(found[k] for k in moments):
+      continue
+    zero = any(sizes[k][2] < _FLOOR * totals[kind(k)] for k in moments)
+    if zero or row.difference <= _TURNED[dtype]:
       note = "rounding, which the optimizer magnifies: its own state agrees"
       found[key] = dataclasses.replace(row, note=note)
   return list(found.values())

@@ -7,7 +7,7 @@ import json
 import math
 import re
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 from jax.sharding import AbstractMesh, NamedSharding
@@ -29,6 +29,11 @@ from nnx_parallel.report.peak import Tenant, at_peak
 from nnx_parallel.report.reshards import Reshard, find_reshards
 from nnx_parallel.report.topology import topology_mesh
 from nnx_parallel.train.step import TrainStep
+
+if TYPE_CHECKING:
+  from matplotlib.figure import Figure
+
+  from nnx_parallel.report.figures import Picture
 
 _ALIASES = re.compile(r"\{([\d, ]*)\}: \((\d+), ")
 
@@ -150,6 +155,33 @@ class CompileReport:
     from nnx_parallel.report.tables import report_text
 
     return report_text(self)
+
+  def picture(self, name: Picture) -> Figure:
+    """Draws a part of the report.
+
+    Args:
+      name: `"memory"`, `"treemap"` (the arguments by size), `"devices"`, `"collectives"` or `"timeline"`.
+
+    Returns:
+      A matplotlib figure; its `savefig` writes SVG, PNG or PDF.
+
+    Raises:
+      ReportError: there is no such picture, nothing to draw (no collective, or no figures of the chip), or
+        no matplotlib.
+
+    Example:
+      >>> import jax
+      >>> import jax.numpy as jnp
+      >>> from jax.sharding import NamedSharding
+      >>> from jax.sharding import PartitionSpec as P
+      >>> x = jax.device_put(jnp.ones(8), NamedSharding(jax.make_mesh((8,), ("data",)), P("data")))
+      >>> report = compile_report(jax.jit(lambda x: x * 2).lower(x))
+      >>> report.picture("devices").axes[0].get_xlabel()
+      'data'
+    """
+    from nnx_parallel.report.figures import report_figure
+
+    return report_figure(self, name)
 
   def to_html(self) -> str:
     """One self-contained HTML page."""

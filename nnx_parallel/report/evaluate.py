@@ -8,9 +8,10 @@ operation which is not known here, or one that is too large.
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -24,8 +25,12 @@ Array = npt.NDArray[Any]
 Value = Any
 """An array, a tuple of values, or None: not known."""
 
-# Numbers of one array on all devices, operations run, and multiplications, before it is given up.
-_LARGEST, _LONGEST, _HARDEST = 2**25, 300_000, 2**36
+# Numbers of one array on all devices, operations run, and multiplications, before it is given up; a number
+# that an operation makes counts as `_EACH` multiplications of a matrix product.
+_LARGEST, _LONGEST, _HARDEST, _EACH = 2**25, 300_000, 2**35, 16
+ENDS = 2
+"""Passes at each end of a loop that is run in part: what passes hand on is seen, in both directions."""
+_TOO_MUCH = "a program that computes too much"
 _DTYPES: Mapping[str, Any] = {
   "pred": np.bool_, "s8": np.int8, "u8": np.uint8, "s16": np.int16, "u16": np.uint16, "s32": np.int32,
   "u32": np.uint32, "s64": np.int64, "u64": np.uint64,
@@ -99,6 +104,7 @@ class Evaluator:
     number: of the program in `thinning`.
     thinning: of all arrays.
     devices: in all.
+    shortened: loops (JAX name, stack frame) of which only the first and last `ENDS` passes are run.
     watch: called with each instruction that has run, and its value.
 
   Attributes:
@@ -112,12 +118,13 @@ class Evaluator:
     number: int,
     thinning: thin.Thinning,
     devices: int,
+    shortened: Collection[tuple[str, str]] = (),
     watch: Callable[[hlo.Computation, hlo.Instruction, Value], None] | None = None,
   ):
     self._program, self._number, self._thinning, self._devices = program, number, thinning, devices
     self._runs = self._work = 0
     self.lost: dict[str, int] = {}
-    self._watch = watch
+    self._shortened, self._watch = shortened, watch
     self._rules: Mapping[str, Callable[[hlo.Computation, hlo.Instruction, list[Any]], Value]] = {
       "constant": self._constant, "iota": self._iota, "partition-id": self._partition,
       "replica-id": self._replica, "broadcast": self._broadcast, "reshape": self._reshape,
@@ -131,6 +138,7 @@ class Evaluator:
       "collective-permute": self._permute, "custom-call": self._custom, "topk": self._topk,
     }  # fmt: skip
     self._last: dict[str, dict[str, list[str]]] = {}
+    self._constants: dict[tuple[str, str], Array] = {}
     self.apart: list[hlo.Instruction] = []
 
   def run(self, arguments: Mapping[int, Value]) -> tuple[Value, ...]:
@@ -212,10 +220,11 @@ class Evaluator:
     return self._unknown(at)
 
   def _too_large(self, computation: hlo.Computation, at: hlo.Instruction) -> bool:
-    room = _LARGEST // (self._devices if self._number else 1)
+    devices = self._devices if self._number else 1
     for index in range(len(at.shapes)):
-      if math.prod(self._shape(computation, at, index)) > room:
-        self._lose(at, "an array that is too large")
+      size = math.prod(self._shape(computation, at, index)) * devices
+      if size > _LARGEST or self._exceeds(_EACH * size):
+        self._lose(at, "an array that is too large" if size > _LARGEST else _TOO_MUCH)
         return True
     return False
 
@@ -227,7 +236,14 @@ class Evaluator:
   def _loop(self, at: hlo.Instruction, state: Value) -> Value:
     condition = self._program.computations[at.attribute("condition").lstrip("%")]
     body = self._program.computations[at.attribute("body").lstrip("%")]
-    while self._runs <= _LONGEST:
+    bound = self._program.bound(at) if place_of(at) in self._shortened else None
+    for passes in itertools.count():
+      if self._runs > _LONGEST:
+        break
+      if bound is not None and passes == ENDS and isinstance(state, tuple):
+        place, limit = bound
+        if np.all(state[place] == ENDS):
+          state = (*state[:place], np.full_like(state[place], limit - ENDS), *state[place + 1 :])
       again = self._call(condition, [state])
       if again is None or (again != again.flat[0]).any():
         return self._lose(at, "a loop whose length is not known")
@@ -304,15 +320,18 @@ class Evaluator:
   # Arrays -------------------------------------------------------------------------------------
 
   def _constant(self, computation: hlo.Computation, at: hlo.Instruction, inputs: list[Array]) -> Value:
-    value = literal(at)
-    if value is None:
-      return self._lose(at, "a constant that is not written out")
-    return value[tuple(slice(None, None, s) for s in self._scales(computation, at.name))][None]
+    key = (computation.name, at.name)
+    if key not in self._constants:  # a loop asks for it in each round
+      value = literal(at)
+      if value is None:
+        return self._lose(at, "a constant that is not written out")
+      self._constants[key] = value[np.ix_(*self._thinning.kept(self._number, *key))][None]
+    return self._constants[key]
 
   def _iota(self, computation: hlo.Computation, at: hlo.Instruction, inputs: list[Array]) -> Value:
     dim = int(at.attribute("iota_dimension"))
-    shape, scale = self._shape(computation, at), self._scales(computation, at.name)[dim]
-    line = np.arange(shape[dim]) * scale
+    shape = self._shape(computation, at)
+    line = np.array(self._thinning.kept(self._number, computation.name, at.name)[dim])
     line = line.reshape([-1 if n == dim else 1 for n in range(len(shape))])
     return converted(np.broadcast_to(line, shape)[None], at.shapes[0].dtype)
 
@@ -365,45 +384,58 @@ class Evaluator:
     return out
 
   def _slice(self, computation: hlo.Computation, at: hlo.Instruction, inputs: list[Array]) -> Value:
+    node = (self._number, computation.name)
     rows = zip(
       thin.slice_bounds(at),
       self._scales(computation, at.operands[0]),
       self._scales(computation, at.name),
+      self._thinning.kept(*node, at.name),
       strict=True,
     )
-    # Where the two are thinned differently, what is cut is whole.
-    cut = (slice(a // s, b // s, step if s == after else after) for (a, b, step), s, after in rows)
-    return inputs[0][(slice(None), *cut)]
+    x = inputs[0]
+    for dim, ((start, stop, step), scale, after, kept) in enumerate(rows, 1):
+      # Where the two are thinned differently, what is cut is whole.
+      cut = slice(start // scale, stop // scale, step) if scale == after else start + np.array(kept) * step
+      x = x[(slice(None),) * dim + (cut,)]
+    return x
 
   def _starts(
     self, computation: hlo.Computation, at: hlo.Instruction, starts: Sequence[Array], sizes: Sequence[int]
   ) -> list[Array]:
     """Offsets of a dynamic slice in thinned positions, one for each device."""
-    node = (self._number, computation.name, at.operands[0], 0)
+    node = (self._number, computation.name, at.operands[0])
     whole = computation.by_name[at.operands[0]].shapes[0].dims
     found: list[Array] = []
-    for dim, (start, scale) in enumerate(zip(starts, self._thinning.scales(*node[:3]), strict=True)):
+    rows = zip(starts, self._thinning.scales(*node), self._thinning.grains(*node), strict=True)
+    for dim, (start, scale, grain) in enumerate(rows):
       place = np.clip(start.astype(np.int64), 0, whole[dim] - sizes[dim])
-      if (place % scale).any():
-        raise Finer(node, dim, int(np.gcd.reduce(np.append(place, scale))))
+      if scale > 1 and (place % (scale * grain)).any():
+        raise Finer(node, dim, int(np.gcd.reduce(np.append(place, scale * grain))))
       found.append(place // scale)
     return found
 
   def _dynamic_slice(self, computation: hlo.Computation, at: hlo.Instruction, inputs: list[Array]) -> Value:
-    x = inputs[0]
     starts = self._starts(computation, at, inputs[1:], at.shapes[0].dims)
     shape = self._shape(computation, at)
-    if all(len(s) == 1 for s in starts):
-      return x[(slice(None), *(slice(int(s[0]), int(s[0]) + n) for s, n in zip(starts, shape, strict=True)))]
-    return self._everywhere(x)[self._places(starts, shape)]
+    lines: list[Array] = []
+    # Where the two are thinned differently, what is cut is whole.
+    if self._scales(computation, at.operands[0]) == self._scales(computation, at.name):
+      if all(len(start) == 1 for start in starts):
+        cut = (slice(int(s[0]), int(s[0]) + n) for s, n in zip(starts, shape, strict=True))
+        return inputs[0][(slice(None), *cut)]
+      lines = [np.arange(n) for n in shape]
+    else:
+      lines = [np.array(kept) for kept in self._thinning.kept(self._number, computation.name, at.name)]
+    return self._everywhere(inputs[0])[self._places(starts, lines)]
 
-  def _places(self, starts: Sequence[Array], shape: Sequence[int]) -> tuple[Array, ...]:
-    rank = len(shape)
+  def _places(self, starts: Sequence[Array], lines: Sequence[Array]) -> tuple[Array, ...]:
+    """Positions on each device: those of `lines`, from its own start on."""
+    rank = len(lines)
     devices = np.arange(self._devices).reshape(-1, *[1] * rank)
     places = [
       self._everywhere(start).reshape(-1, *[1] * rank)
-      + np.arange(n).reshape([-1 if d == dim else 1 for d in range(rank)])
-      for dim, (start, n) in enumerate(zip(starts, shape, strict=True))
+      + line.reshape([-1 if d == dim else 1 for d in range(rank)])
+      for dim, (start, line) in enumerate(zip(starts, lines, strict=True))
     ]
     return (devices, *places)
 
@@ -417,7 +449,7 @@ class Evaluator:
       out[(slice(None), *cut)] = update
       return out
     out = self._everywhere(x).copy()
-    out[self._places(starts, update.shape[1:])] = self._everywhere(update)
+    out[self._places(starts, [np.arange(n) for n in update.shape[1:]])] = self._everywhere(update)
     return out
 
   # Sums and products --------------------------------------------------------------------------
@@ -473,7 +505,7 @@ class Evaluator:
     one = arranged(left, sides["lhs_batch"], sides["lhs"], True)
     other = arranged(right, sides["rhs_batch"], sides["rhs"], False)
     if self._exceeds(max(len(one), len(other)) * one[0].size * other.shape[-1]):
-      return self._lose(at, "a program that computes too much")
+      return self._lose(at, _TOO_MUCH)
     product = one @ other
     return product.reshape((len(product), *self._shape(computation, at)))
 
@@ -502,7 +534,7 @@ class Evaluator:
     lead = max(len(x), len(k))
     shape = (lead, k.shape[1], x.shape[2], k.shape[2], *sizes)
     if self._exceeds(math.prod(shape) * math.prod(k.shape[3:])):
-      return self._lose(at, "a program that computes too much")
+      return self._lose(at, _TOO_MUCH)
     made = np.zeros(shape)
     few = math.prod(k.shape[4:]) <= math.prod(sizes)
     for place in np.ndindex(*(k.shape[4:] if few else sizes)):
@@ -536,7 +568,7 @@ class Evaluator:
       return self._lose(at, at.opcode)
     shape = self._shape(computation, at)
     if self._exceeds(math.prod(shape) * math.prod(row[0] for row in rows)):
-      return self._lose(at, "a program that computes too much")
+      return self._lose(at, _TOO_MUCH)
     lead = max(len(x) for x in inputs)
     padded = list[Array]()
     for x, start in zip(inputs[:count], inputs[count:], strict=True):
@@ -764,6 +796,11 @@ class Evaluator:
         self.apart.append(at)
       whole[(0, *cut)], seen[cut] = block, True
     return whole
+
+
+def place_of(at: hlo.Instruction) -> tuple[str, str]:
+  """By what an operation is known in several programs: its JAX name and stack frame."""
+  return at.op_name, thin.frame_number(at)
 
 
 def converted(x: Array, dtype: str) -> Array:

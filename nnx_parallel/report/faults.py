@@ -6,10 +6,11 @@ the first on whole arrays, the second on all devices at once, with its collectiv
 must be its blocks of the whole ones. A sum over a mesh axis that is missing or taken too often, blocks that
 were exchanged with another device, a wrong offset: all of them give other numbers, in whatever operation.
 
-What this does not see: what a compiler does after it has split the program; a fault that leaves the numbers
-at the chosen positions as they are; and faults of the program itself, except a `shard_map` that calls
-different values the same. What cannot be followed (kernels, a device's own random bits, whatever `evaluate`
-does not know) is listed with the results that depend on it, and is not called wrong.
+Three kinds of faults are not seen: what a compiler does after it has split the program; a fault that leaves
+the numbers at the chosen positions as they are (of a long program, those of the first two and the last two
+passes of each loop); and a fault of the program itself, except a `shard_map` that calls different values the
+same. What `evaluate` does not know (kernels, a device's own random bits) is listed with the results that
+depend on it, and is not called wrong.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ import numpy as np
 import numpy.typing as npt
 
 from nnx_parallel.report import hlo, thin
-from nnx_parallel.report.evaluate import Evaluator, Finer, blocks, corners
+from nnx_parallel.report.evaluate import ENDS, Evaluator, Finer, blocks, corners, place_of
 from nnx_parallel.report.shardings import Tiling, read_tiling, split_layouts
 
 Array = npt.NDArray[Any]
@@ -32,6 +33,8 @@ _Projection = tuple[tuple[int, ...], Array]
 # times what a change of all arguments by `_NOISE` makes: many devices add up in another order.
 _SMALLEST, _MARGIN, _NOISE = 1e-9, 1e3, 1e-13
 _ROUNDS = 12
+# Of a program that runs more operations than this, loops are run in part.
+_LONG = 30_000
 
 
 @dataclasses.dataclass(frozen=True)
@@ -171,6 +174,7 @@ class _Pair:
       (i for i in whole.entry.instructions if i.opcode == "parameter"), key=lambda i: int(i.arguments)
     )
     self._indices = _indices(whole)
+    self._shortened = _shortened(whole, split)
 
   def attempt(self, *, signed: bool) -> dict[int, _Result]:
     """The state of each result, for one choice of arguments."""
@@ -210,7 +214,7 @@ class _Pair:
 
   def _evaluate(self, number: int, arguments: Mapping[int, Any], watch: Any = None) -> tuple[Any, ...]:
     program = (self._whole, self._split)[number]
-    evaluator = Evaluator(program, number, self._thinning, self._devices, watch)
+    evaluator = Evaluator(program, number, self._thinning, self._devices, self._shortened, watch)
     results = evaluator.run(arguments)
     self._apart += evaluator.apart
     self.lost |= evaluator.lost.keys()
@@ -284,14 +288,14 @@ class _Pair:
       scales = self._thinning.scales(0, computation.name, at.name)
       shape = tuple(n // s for n, s in zip(local, scales, strict=True))
       if all(n % s == 0 for n, s in zip(local, scales, strict=True)):
-        wanted.setdefault(_key(at), []).append(
+        wanted.setdefault(place_of(at), []).append(
           (at, _projected(blocks(value, corners(tiling, shape), shape), local))
         )
 
     def split(computation: hlo.Computation, at: hlo.Instruction, value: Any) -> None:
       if isinstance(value, np.ndarray) and at.op_name and at.opcode != "parameter":
         value = np.broadcast_to(value, (self._devices, *value.shape[1:]))
-        seen.setdefault(_key(at), []).append((computation, at, _projected(value, at.shapes[0].dims)))
+        seen.setdefault(place_of(at), []).append((computation, at, _projected(value, at.shapes[0].dims)))
 
     self._signed = signed
     arguments = self._arguments()
@@ -308,8 +312,27 @@ class _Pair:
     return None
 
 
-def _key(at: hlo.Instruction) -> tuple[str, str]:
-  return at.op_name, thin.frame_number(at)
+def _shortened(whole: hlo.Program, split: hlo.Program) -> set[tuple[str, str]]:
+  """Loops that both programs have, with one number of passes, where they are long; not the compiler's own."""
+  if sum(each.times for each in split.executed()) <= _LONG:
+    return set()
+  found: list[dict[tuple[str, str], set[int | None]]] = []
+  for program in (whole, split):
+    lengths: dict[tuple[str, str], set[int | None]] = {}
+    for computation in thin.reachable(program):
+      for at in computation.instructions:
+        if at.opcode == "while":
+          length = program.trips(at, computation) if program.bound(at) else None
+          lengths.setdefault(place_of(at), set()).add(length)
+    found.append(lengths)
+  return {
+    key
+    for key, passes in found[0].items()
+    if passes == found[1].get(key)
+    and None not in passes
+    and len(passes) == 1
+    and max(n or 0 for n in passes) > 2 * ENDS
+  }
 
 
 def _feeds(at: hlo.Instruction, computation: hlo.Computation) -> tuple[str, ...]:

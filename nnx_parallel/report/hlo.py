@@ -174,17 +174,17 @@ class Program:
     known = _TRIPS.search(loop.rest)
     if known:
       return int(known.group(1))
-    condition = self.computations[loop.attribute("condition").lstrip("%")]
     body = self.computations[loop.attribute("body").lstrip("%")]
-    bound = self._bound(condition)
+    bound = self.bound(loop)
     if bound is None:
       return None
     index, limit = bound
     start = _initial(loop, computation, index)
     return None if start is None else max(1, -(-(limit - start) // _step(body, index)))
 
-  def _bound(self, condition: Computation) -> tuple[int, int] | None:
-    """The tuple index of the counter and the limit in `counter < limit`."""
+  def bound(self, loop: Instruction) -> tuple[int, int] | None:
+    """The tuple index of a loop's counter and the limit, where its condition is `counter < limit`."""
+    condition = self.computations[loop.attribute("condition").lstrip("%")]
     test = condition.root
     inner = condition
     outer: tuple[str, ...] = ()

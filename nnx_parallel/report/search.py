@@ -25,8 +25,9 @@ from nnx_parallel.report.roofline import StepTime, step_time
 from nnx_parallel.report.search_compile import Task
 from nnx_parallel.report.search_compile import compile_best as compile_first
 from nnx_parallel.report.search_space import Sizes, Space, factorisations, searched_axes, spaces
-from nnx_parallel.report.tables import not_counted
+from nnx_parallel.report.tables import not_counted, results_text
 from nnx_parallel.report.topology import Machine, machine
+from nnx_parallel.report.units import format_bytes
 from nnx_parallel.report.zero import with_offload, with_zero
 from nnx_parallel.train.remat import MARK_LAYERS, Remat
 
@@ -72,6 +73,15 @@ class Candidate:
     """The axes that split something, as arguments of `make_mesh`."""
     return ", ".join(f"{axis}={size}" for axis, size in self.sizes.items())
 
+  @property
+  def refused(self) -> str:
+    """Why it is not to be run as it was compiled: wrong results, or no room for it; else an empty string."""
+    if self.report is None:
+      return ""
+    if self.report.faults:
+      return f"as compiled, {results_text(self.report.results)}"
+    return "" if self.report.fits else f"the compiler needs {format_bytes(self.report.need_bytes)}"
+
 
 @dataclasses.dataclass(frozen=True)
 class SearchResult:
@@ -84,8 +94,8 @@ class SearchResult:
       come before the others.
     too_large: candidates that do not, smallest first.
     refused: reason -> number of mesh factorisations that it ruled out.
-    best: the winner: the first of `fitting`, or the fastest that compiled where `compile_best` asked for it;
-      None when nothing fits.
+    best: the winner: the first of `fitting`, or the fastest that compiled where `compile_best` asked for it,
+      fits, and has no result that the compiler gets wrong; None when there is none.
     notes: what a reader should know: axes that split nothing, compilers that are not here.
   """
 
@@ -99,11 +109,10 @@ class SearchResult:
   def pareto(self) -> tuple[Candidate, ...]:
     """Candidates that no other one beats in both predicted memory and predicted time, fastest first.
 
-    Times within `SAME_TIME` count as equal. What a compiler refused is left out.
+    Times within `SAME_TIME` count as equal. What was refused as compiled is left out.
     """
     front: list[Candidate] = []
-    accepted = (c for c in self.fitting if c.report is None or c.report.fits is not False)
-    for candidate in sorted(accepted, key=speed):
+    for candidate in sorted((c for c in self.fitting if not c.refused), key=speed):
       if not front or candidate.memory_bytes < front[-1].memory_bytes:
         front.append(candidate)
     return tuple(front)
@@ -112,8 +121,15 @@ class SearchResult:
     """The winner as code to paste.
 
     Raises:
-      ReportError: nothing fits.
+      ReportError: nothing fits, or what was compiled does not compute what the step says.
     """
+    if self.best is None and any(c.report is not None and c.report.faults for c in self.fitting):
+      raise ReportError(
+        f"no layout that was compiled for {self.machine.text} computes what the step says.",
+        details="\n".join(self.notes),
+        fix='hold what is computed there to one layout, nxp.constrain(x, "batch", ...), and search again; or'
+        " compile more layouts: search(..., compile_best=8).",
+      )
     if self.best is None:
       raise ReportError(f"no layout fits on {self.machine.text}.", fix="more devices, or a smaller batch.")
     from nnx_parallel.report.search_text import winner_code
@@ -129,6 +145,7 @@ class SearchResult:
       "refused": dict(self.refused),
       "best": _row(self.best) if self.best else None,
       "pareto": [_row(candidate) for candidate in self.pareto()],
+      "compiled": [_row(candidate) for candidate in self.fitting if candidate.report is not None],
       "notes": list(self.notes),
     }
     return json.dumps(body, indent=2)
@@ -183,7 +200,8 @@ def search(
     compile_best: how many of the fastest to compile for simulated CPU devices, where this process has
       enough of them, those that only perhaps fit included; they are then ordered by what was compiled. The
       first of these that the machine's own compiler accepts wins, where that is installed; `notes` says what
-      was not.
+      was not. A layout that does not fit, or with a result that the compiler gets wrong (`report.faults`),
+      comes behind the others and does not win.
 
   Returns:
     Every candidate, ranked; print it.
@@ -310,4 +328,7 @@ def _row(candidate: Candidate) -> dict[str, Any]:
     "binds": candidate.time.binds,
     "compiled_bytes": candidate.report.need_bytes if candidate.report else None,
     "compiled_seconds": candidate.compiled.seconds if candidate.compiled else None,
+    "refused": candidate.refused,
+    "faults": [str(fault) for fault in candidate.report.faults] if candidate.report else None,
+    "not_checked": dict(candidate.report.results.unknown) if candidate.report else None,
   }

@@ -15,6 +15,7 @@ from nnx_parallel.layout.plan import plan as make_plan
 from nnx_parallel.layout.rules import RuleSet
 from nnx_parallel.report.compile_report import compile_report
 from nnx_parallel.report.roofline import program_time
+from nnx_parallel.report.tables import results_text
 from nnx_parallel.report.topology import Machine, missing_compiler
 from nnx_parallel.report.workload import parameter_parts
 
@@ -67,11 +68,13 @@ def compile_best(
 ) -> tuple[list[Candidate], Candidate | None, tuple[str, ...]]:
   """Compiles candidates for simulated devices, orders them by that, and has the first checked.
 
-  The real compiler of the machine, where it is installed, has the last word on whether a candidate fits.
-  Where none that was chosen fits, the first of the others wins if it surely does.
+  The real compiler of the machine, where it is installed, has the last word on whether a candidate fits and
+  computes what the step says. Where none that was chosen fits, the first of the others wins if it surely
+  does; not so where one computes something else, because the others may too.
 
   Returns:
-    All candidates, the compiled ones first; the winner; and what a reader should know.
+    All candidates, the compiled ones first, of these the refused ones last; the winner; and what a reader
+    should know.
   """
   notes: list[str] = []
   machine, here = task.machine, len(jax.devices("cpu"))
@@ -84,34 +87,36 @@ def compile_best(
       f"Not compiled for simulated devices: {machine.devices} are needed, and this process has {here}."
       f" Start it with XLA_FLAGS=--xla_force_host_platform_device_count={machine.devices} JAX_PLATFORMS=cpu."
     )
-  best = next((c for c in done if c.report is None or c.report.fits), None)
+  best = next((c for c in done if not c.refused), None)
   if machine.chip.platform != "cpu" and best is not None:
     missing = missing_compiler(machine)
     if missing is None:
-      best, done = _checked(task, done, notes)
+      best = _checked(task, done, notes)
+      done.sort(key=lambda c: bool(c.refused))
     else:
       notes.append(f"Not compiled for {machine.text}: {missing}")
-  if best is None and others and others[0].fits == "surely":
+  wrong = [(c, c.report.faults) for c in done if c.report is not None and c.report.faults]
+  notes += [f"{c.mesh_text}, microbatches={c.microbatches} is refused: {faults[0]}." for c, faults in wrong]
+  if best is None and not wrong and others and others[0].fits == "surely":
     best = others[0]
     notes.append(f"None of the {len(done)} compiled layouts fits; the winner was not compiled.")
   return [*done, *others], best, tuple(notes)
 
 
-def _checked(task: Task, done: list[Candidate], notes: list[str]) -> tuple[Candidate | None, list[Candidate]]:
-  """The first candidate that the machine's own compiler accepts."""
+def _checked(task: Task, done: list[Candidate], notes: list[str]) -> Candidate | None:
+  """The first candidate that the machine's own compiler accepts; those that it compiles are replaced."""
   for n, candidate in enumerate(done):
-    if candidate.report is not None and not candidate.report.fits:
+    if candidate.refused:
       continue
     done[n] = compile_candidate(task, candidate, task.machine.text)
-    if _fits(done[n]):
-      notes.append(f"The winner was compiled for {task.machine.text}: it fits.")
-      return done[n], done
-  return None, done
-
-
-def _fits(candidate: Candidate) -> bool:
-  return candidate.report is not None and candidate.report.fits is True
+    report = done[n].report
+    if report is not None and not done[n].refused:
+      notes.append(
+        f"The winner was compiled for {task.machine.text}: it fits, {results_text(report.results)}."
+      )
+      return done[n]
+  return None
 
 
 def _order(candidate: Candidate) -> tuple[bool, float]:
-  return not _fits(candidate), candidate.compiled.seconds if candidate.compiled else math.inf
+  return bool(candidate.refused), candidate.compiled.seconds if candidate.compiled else math.inf

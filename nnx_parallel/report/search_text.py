@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from nnx_parallel.report.memory import BAND_TEXT, CASES
-from nnx_parallel.report.tables import render, usable_note
+from nnx_parallel.report.tables import render, results_text, usable_note
 from nnx_parallel.report.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
@@ -42,18 +42,19 @@ def search_text(result: SearchResult) -> str:
     lines.append(f"  In {CASES} test cases {BAND_TEXT}.")
   lines += [f"  left out, {count} meshes: {why}" for why, count in _largest(result.refused)]
   lines += [f"  {note}" for note in result.notes]
+  compiled = [c for c in result.fitting if c.report is not None and c.compiled is not None]
+  rows = [(*_row(c)[:_HOW], *_compiled(c)) for c in compiled]
+  table = render("Compiled", (*FRONT_COLUMNS[:_HOW], "compiler needs>", "fits", "results", "step>"), rows)
   if result.best is None:
     smallest = [_row(c) for c in result.too_large[:3]]
-    return "\n".join([*lines, render("Nothing fits. The smallest", FRONT_COLUMNS, smallest)])
+    nothing = render("Nothing fits. The smallest", FRONT_COLUMNS, smallest)
+    return "\n".join([*lines, table if rows else nothing])
   front = front_rows(result)[:10]
   lines += ["", render("Fastest for their memory (Pareto front)", FRONT_COLUMNS, front)]
   others = other_rows(result)[:8]
   if others:
     lines.append(render("Other meshes, at their best", OTHER_COLUMNS, others))
-  compiled = [c for c in result.fitting if c.report is not None and c.compiled is not None]
-  if compiled:
-    rows = [(*_row(c)[:_HOW], *_compiled(c)) for c in compiled]
-    lines.append(render("Compiled", (*FRONT_COLUMNS[:_HOW], "compiler needs>", "fits", "step>"), rows))
+  lines += [table] if rows else []
   title = "The winner"
   if result.best.report is None and result.best.fits == "perhaps":
     title += " perhaps fits; search(..., compile_best=1) tells"
@@ -115,8 +116,8 @@ def _other_meshes(result: SearchResult) -> list[Candidate]:
 
 def _why(candidate: Candidate, best: Candidate, usable: int) -> str:
   ratio = candidate.time.seconds / best.time.seconds
-  if candidate.report is not None and not candidate.report.fits:
-    return f"the compiler needs {format_bytes(candidate.report.need_bytes)}"
+  if candidate.refused:
+    return candidate.refused
   if candidate.memory_bytes > usable:
     return f"does not fit: {format_bytes(candidate.memory_bytes)}"
   if candidate.report is None and candidate.fits == "perhaps" and best.fits == "surely" and ratio < 0.995:
@@ -140,8 +141,9 @@ def _why(candidate: Candidate, best: Candidate, usable: int) -> str:
 def _compiled(candidate: Candidate) -> tuple[str, ...]:
   report, time = candidate.report, candidate.compiled
   if report is None or time is None:
-    return ("", "", "")
-  return format_bytes(report.need_bytes), "yes" if report.fits else "no", format_seconds(time.seconds)
+    return ("", "", "", "")
+  fits = "yes" if report.fits else "no"
+  return format_bytes(report.need_bytes), fits, results_text(report.results), format_seconds(time.seconds)
 
 
 def _besides(candidate: Candidate) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from nnx_parallel.layout.render import text_table
 from nnx_parallel.report.units import format_bytes, format_count, format_seconds
@@ -13,6 +13,7 @@ from nnx_parallel.report.units import format_bytes, format_count, format_seconds
 if TYPE_CHECKING:
   from nnx_parallel.report.chips import Chip
   from nnx_parallel.report.compile_report import CompileReport
+  from nnx_parallel.report.faults import Comparison
   from nnx_parallel.report.peak import Tenant
 
 _ROWS = 12
@@ -20,17 +21,34 @@ _TENANTS = 6
 _FEW = 3
 
 
+class Table(NamedTuple):
+  """A table of a report, for text and for pages; a column whose name ends in `>` is right-aligned."""
+
+  title: str
+  columns: tuple[str, ...]
+  rows: list[tuple[str, ...]]
+
+
 def report_text(report: CompileReport) -> str:
   """The whole report as plain text."""
-  sections = [_header(report), _faults(report), _memory(report), _peak(report), _collectives(report)]
-  if report.reshards:
-    sections.append(_reshards(report))
-  sections.append(_arguments(report))
+  wrong = faults_table(report)
+  donated = sum(item.bytes for item in report.arguments if item.donated)
+  kept = [(item.name, format_bytes(item.bytes)) for item in report.kept[:6] if item.bytes]
+  sections = [
+    "\n".join(head(report)) + "\n",
+    render(*wrong) + _FAULTS_FIX if wrong.rows else "",
+    memory_text(report),
+    *(render(*table) for table in (peak_table(report), *sent_tables(report)) if table.rows),
+    "" if report.collectives else "Nothing is sent between devices.\n",
+    render(*reshards_table(report)) if report.reshards else "",
+    f"Donated: {format_bytes(donated)} of {format_bytes(report.memory.arguments)} arguments.\n"
+    + (render("Not donated, largest first", ("argument", "bytes>"), kept) if kept else ""),
+  ]
   return "\n".join(section for section in sections if section)
 
 
 def render(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-  """A table as text; a column whose name ends in `>` is right-aligned, and a last one without it may wrap."""
+  """A `Table` as text; a last column that is not right-aligned may wrap."""
   right = [n for n, column in enumerate(columns) if column.endswith(">")]
   last = len(columns) - 1
   header = [column.rstrip(">") for column in columns]
@@ -103,7 +121,8 @@ def _whole_batch(report: CompileReport) -> str:
   )
 
 
-def _header(report: CompileReport) -> str:
+def head(report: CompileReport) -> list[str]:
+  """What was compiled, whether it fits, and the figures of a step: one sentence each."""
   mesh = " x ".join(f"{name} {size}" for name, size in report.axes.items())
   sent = sum(item.sent_bytes for item in report.collectives)
   lines = [
@@ -113,34 +132,40 @@ def _header(report: CompileReport) -> str:
     f"{format_bytes(report.cost.hbm_bytes)} memory traffic, {format_bytes(sent)} sent.",
   ]
   compared = results_note(report)
-  lines += [compared] if compared else []
-  missed = not_counted(report.cost.uncounted)
-  lines += [missed.rstrip()] if missed else []
+  lines += [compared, not_counted(report.cost.uncounted).rstrip()]
   if not report.compiled:
     lines.append("The compiler stopped for lack of memory; what follows is the program as far as it came.")
-  return "\n".join(lines) + "\n"
+  return [line for line in lines if line]
+
+
+def results_text(results: Comparison) -> str:
+  """How many results are right as a compiler splits a step, in a few words."""
+  right, faults, unknown = results.right, results.faults, results.unknown
+  count = len(right) + len(faults) + len(unknown)
+  if not count:
+    return "its results were not compared"
+  if len(right) == count:
+    return f"all {count} results are right"
+  words = [f"{len(faults)} WRONG"] if faults else []
+  words += [f"{len(unknown)} not checked"] if unknown else []
+  return f"of {count} results {', '.join([f'{len(right)} are right', *words])}"
 
 
 def results_note(report: CompileReport) -> str:
   """One sentence: how many results are right as the compiler splits the step; empty if none was compared."""
-  right, faults, unknown = report.results.right, report.results.faults, report.results.unknown
-  if not right and not faults and not unknown:
+  results = report.results
+  if not (results.right or results.faults or results.unknown):
     return ""
-  count = len(right) + len(faults) + len(unknown)
-  if not faults and not unknown:
-    return f"Split over the devices, the program keeps its meaning: all {count} results are right."
-  text = f"Of {count} results of the program split over the devices, {len(right)} are right"
-  text += f", {len(faults)} WRONG" if faults else ""
-  if not unknown:
-    return text + "."
-  few = ", ".join(list(unknown)[:_FEW]) + (", ..." if len(unknown) > _FEW else "")
-  why = "; ".join(dict.fromkeys(unknown.values()))
-  return f"{text}, {len(unknown)} could not be followed ({few}), because of: {why}."
+  meaning = "" if results.faults or results.unknown else "the program keeps its meaning: "
+  few = ", ".join(list(results.unknown)[:_FEW]) + (", ..." if len(results.unknown) > _FEW else "")
+  why = "; ".join(dict.fromkeys(results.unknown.values()))
+  lost = f" ({few}), because of: {why}" if results.unknown else ""
+  return f"Split over the devices, {meaning}{results_text(results)}{lost}."
 
 
-def fault_rows(report: CompileReport) -> list[tuple[str, str, str, str]]:
+def faults_table(report: CompileReport) -> Table:
   """Result, how it is wrong, where first, and the partitioned program's instruction with what it receives."""
-  return [
+  rows = [
     (
       fault.result,
       fault.what,
@@ -149,37 +174,30 @@ def fault_rows(report: CompileReport) -> list[tuple[str, str, str, str]]:
     )
     for fault in report.faults
   ]
+  columns = ("result", "is", "first wrong at", "instruction, and what it receives")
+  return Table("WRONG NUMBERS: the devices do not compute what the program says", columns, rows)
 
 
-FAULT_COLUMNS = ("result", "is", "first wrong at", "instruction, and what it receives")
+_FAULTS_FIX = """\
+Fix: hold what is computed there to one layout, nxp.constrain(x, "batch", ...), or lay the parameter
+that it meets there out otherwise; then compile again.
+"""
 
 
-def _faults(report: CompileReport) -> str:
-  if not report.faults:
-    return ""
-  table = render(
-    "WRONG NUMBERS: the devices do not compute what the program says", FAULT_COLUMNS, fault_rows(report)
-  )
-  return table + (
-    'Fix: hold what is computed there to one layout, nxp.constrain(x, "batch", ...), or lay the parameter\n'
-    "that it meets there out otherwise; then compile again.\n"
-  )
-
-
-def _memory(report: CompileReport) -> str:
+def memory_text(report: CompileReport) -> str:
+  """Bytes per device by category."""
+  parts = {**report.categories, "all": report.need_bytes}
   need = max(1, report.need_bytes)
-  rows = [(n, format_bytes(b), f"{100 * b / need:.0f} %") for n, b in report.categories.items()]
-  rows.append(("all", format_bytes(report.need_bytes), "100 %"))
+  rows = [(name, format_bytes(size), f"{100 * size / need:.0f} %") for name, size in parts.items()]
   return render("Memory per device", ("what", "bytes>", "share>"), rows)
 
 
-def _peak(report: CompileReport) -> str:
-  if not report.peak:
-    return ""
+def peak_table(report: CompileReport, most: int = _TENANTS) -> Table:
+  """The largest arrays in memory when the most is."""
   rows = [
-    (format_bytes(t.bytes), _array(t), _origin(t.parameters, t.source, t.op)) for t in report.peak[:_TENANTS]
+    (format_bytes(t.bytes), _array(t), _origin(t.parameters, t.source, t.op)) for t in report.peak[:most]
   ]
-  return render("In memory at the peak, besides the arguments", ("bytes>", "array", "from"), rows)
+  return Table("In memory at the peak, besides the arguments", ("bytes>", "array", "from"), rows)
 
 
 def _tenant(tenant: Tenant) -> str:
@@ -191,9 +209,8 @@ def _array(tenant: Tenant) -> str:
   return f"{tenant.count} x {tenant.shape}" if tenant.count > 1 else tenant.shape
 
 
-def _collectives(report: CompileReport) -> str:
-  if not report.collectives:
-    return "Nothing is sent between devices.\n"
+def sent_tables(report: CompileReport, most: int = _ROWS) -> tuple[Table, Table]:
+  """What is sent: the sums by kind and axes, and the largest collectives."""
   largest = sorted(report.collectives, key=lambda item: -item.total_bytes)
   rows = [
     (
@@ -206,20 +223,17 @@ def _collectives(report: CompileReport) -> str:
       "yes" if item.overlapped else "no",
       _origin(item.parameters, item.source, item.op),
     )
-    for item in largest[:_ROWS]
+    for item in largest[:most]
   ]
-  sums = [
-    (kind, axes, format_bytes(total)) for (kind, axes), total in report.bytes_by("kind", "axes").items()
-  ]
-  more = len(largest) - _ROWS
+  sums = [(*key, format_bytes(total)) for key, total in report.bytes_by("kind", "axes").items()]
+  more = len(largest) - most
   return (
-    render("Sent per step, by kind and axis (payload)", ("kind", "axes", "bytes>"), sums)
-    + "\n"
-    + render(
+    Table("Sent per step, by kind and axis (payload)", ("kind", "axes", "bytes>"), sums),
+    Table(
       "Collectives, largest first" + (f" (and {more} smaller)" if more > 0 else ""),
       ("kind", "axes", "dtype", "each>", "times>", "all>", "overlaps", "from"),
       rows,
-    )
+    ),
   )
 
 
@@ -231,7 +245,8 @@ def _origin(parameters: Sequence[str], source: str, op: str) -> str:
   return f"{names} at {place}"
 
 
-def _reshards(report: CompileReport) -> str:
+def reshards_table(report: CompileReport) -> Table:
+  """Tensors that each device makes whole although their layout is split."""
   rows = [
     (
       os.path.basename(item.source) or item.op,
@@ -242,11 +257,4 @@ def _reshards(report: CompileReport) -> str:
     for item in report.reshards
   ]
   title = "Made whole on each device against the layout (involuntary full rematerialization)"
-  return render(title, ("where", "tensor", "bytes>", "sharding asked for"), rows)
-
-
-def _arguments(report: CompileReport) -> str:
-  rows = [(item.name, format_bytes(item.bytes)) for item in report.kept[:6] if item.bytes]
-  donated = sum(item.bytes for item in report.arguments if item.donated)
-  line = f"Donated: {format_bytes(donated)} of {format_bytes(report.memory.arguments)} arguments.\n"
-  return line + (render("Not donated, largest first", ("argument", "bytes>"), rows) if rows else "")
+  return Table(title, ("where", "tensor", "bytes>", "sharding asked for"), rows)

@@ -3,7 +3,9 @@
 Every dim is divided by a number that divides all of its blocks, slices and offsets: one position then stands
 for a run of neighbours. Dims that meet (in a sum of two arrays, in a product, as argument and parameter of a
 loop) are thinned alike, in all programs that are compared: they must keep the same positions. Dims of a
-window, a sort or a group of channels are not thinned.
+window, a sort or a group of channels are not thinned. Of dims that a reshape merges, one is thinned; where
+others are inside of it (the microbatches of a batch), the merged dim keeps a run of positions, its grain,
+for each position of the thinned one.
 """
 
 from __future__ import annotations
@@ -11,9 +13,12 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from fractions import Fraction
 
+from nnx_parallel.layout.classes import Forest, Ratio
 from nnx_parallel.report import hlo
 from nnx_parallel.report.groups import group_rows
+from nnx_parallel.report.shardings import read_tiling
 
 # Positions that a dim keeps in all, and on one device, where its size allows it.
 _IN_ALL, _ON_ONE = 6, 2
@@ -40,7 +45,8 @@ _ALIKE = frozenset(
   {"all-reduce", "collective-permute", "all-gather", "reduce-scatter", "all-to-all", "reverse"}
 )
 
-Node = tuple[int, str, str, int]
+Node = tuple[int, str, str]
+"""Number of a program, computation, instruction."""
 _Dims = list[list[int]]
 _Shapes = list[tuple[int, ...]]
 
@@ -58,21 +64,26 @@ class Thinning:
     self._rules: Mapping[str, Callable[[hlo.Instruction, _Dims, _Dims, _Shapes], None]] = {
       "broadcast": self._broadcast, "transpose": self._transpose, "reshape": self._reshape,
       "slice": self._slice, "dynamic-slice": self._dynamic_slice,
-      "dynamic-update-slice": self._dynamic_slice, "concatenate": self._concatenate, "pad": self._pad,
+      "dynamic-update-slice": self._update, "concatenate": self._concatenate, "pad": self._pad,
       "reduce": self._reduce, "dot": self._dot, "convolution": self._convolution,
       "gather": self._gather, "scatter": self._scatter, "sort": self._sort,
       "reduce-window": self._window, "select-and-scatter": self._window,
     }  # fmt: skip
-    self._parent: list[int] = []
-    self._sizes: list[list[int]] = []
-    self._step: list[int] = []
+    # Of a class, in its root's elements: sizes of its smallest and largest dim, and what thinning divides.
+    self._forest = Forest()
+    self._sizes: list[tuple[Ratio, Ratio]] = []
+    self._step: list[Ratio] = []
+    self._known: dict[Node, list[tuple[tuple[int, ...], tuple[int, ...]]]] = {}
+    self._merges: list[tuple[tuple[list[int], tuple[int, ...]], ...]] = []
     self._nodes: dict[Node, list[list[int]]] = {}
     self._shapes: dict[Node, tuple[tuple[int, ...], ...]] = {}
-    self._cut: dict[tuple[str, int], list[int]] = {}
+    # What is cut out unevenly, by JAX name, line and dim, in each program.
+    self._cuts: list[dict[tuple[str, str, int], list[int]]] = [{} for _ in programs]
     for number, program in enumerate(programs):
       for computation in reachable(program):
         self._enter(number, computation)
     for number, program in enumerate(programs):
+      self._cut = self._cuts[number]
       for computation in reachable(program):
         for instruction in computation.instructions:
           try:
@@ -81,64 +92,88 @@ class Thinning:
             self._whole(self._dims_of(number, computation, instruction))
     self._tie()
     self._link()
+    for sides in self._merges:
+      self._merge(sides)
     for node, steps in (finer or {}).items():
       for dim, step in steps.items():
         self._divide(self._nodes[node][0][dim], step)
-    self._scales: dict[int, int] = {}
-    tied = {self._find(d) for d in self._tied}
-    for dim in range(len(self._parent)):
-      root = self._find(dim)
-      if root not in self._scales:
-        self._scales[root] = _scale(self._step[root], self._sizes[root]) if root in tied else 1
+    # The fewest elements of the root that are a whole number of elements of each dim in the class.
+    self._unit = [1] * len(self._forest)
+    for dim in range(len(self._forest)):
+      root = self._forest.root(dim)
+      self._unit[root] = math.lcm(self._unit[root], self._forest.ratio(dim).denominator)
+    roots = {self._forest.root(dim) for dim in self._tied}
+    self._scales = {r: _scale(self._step[r], self._sizes[r], self._unit[r]) for r in roots}
 
   def scales(self, program: int, computation: str, instruction: str, index: int = 0) -> tuple[int, ...]:
     """By what each dim of an array is divided; `index` picks one of a tuple."""
-    dims = self._nodes[program, computation, instruction, 0][index]
-    return tuple(self._scales[self._find(d)] for d in dims)
+    return self._found((program, computation, instruction))[index][0]
 
   def shape(self, program: int, computation: str, instruction: str, index: int = 0) -> tuple[int, ...]:
     """Thinned sizes of an array."""
-    sizes = self._shapes[program, computation, instruction, 0][index]
-    scales = self.scales(program, computation, instruction, index)
-    return tuple(n // s for n, s in zip(sizes, scales, strict=True))
+    return self._found((program, computation, instruction))[index][1]
+
+  def _found(self, node: Node) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """Scales and sizes of each array of an instruction."""
+    if node not in self._known:
+      scales = [tuple(self._scales.get(self._forest.root(d), 1) for d in dims) for dims in self._nodes[node]]
+      self._known[node] = [
+        (by, tuple(n // s for n, s in zip(sizes, by, strict=True)))
+        for by, sizes in zip(scales, self._shapes[node], strict=True)
+      ]
+    return self._known[node]
+
+  def grains(self, program: int, computation: str, instruction: str) -> tuple[int, ...]:
+    """How many neighbours each dim of an array keeps at a time."""
+    dims = self._nodes[program, computation, instruction][0]
+    return tuple(int(self._unit[self._forest.root(d)] * self._forest.ratio(d)) for d in dims)
+
+  def kept(self, program: int, computation: str, instruction: str) -> list[Sequence[int]]:
+    """The positions that each dim of an array keeps."""
+    node = (program, computation, instruction)
+    rows = zip(self._shapes[node][0], self.scales(*node), self.grains(*node), strict=True)
+    return [
+      range(size) if scale == 1 else [n + m for n in range(0, size, scale * grain) for m in range(grain)]
+      for size, scale, grain in rows
+    ]
 
   # Classes of dims ----------------------------------------------------------------------------
 
   def _enter(self, number: int, computation: hlo.Computation) -> None:
     for instruction in computation.instructions:
-      node = (number, computation.name, instruction.name, 0)
+      node = (number, computation.name, instruction.name)
       self._shapes[node] = tuple(shape.dims for shape in instruction.shapes)
       self._nodes[node] = [[self._new(n) for n in shape.dims] for shape in instruction.shapes]
 
   def _dims_of(self, number: int, computation: hlo.Computation, at: hlo.Instruction) -> list[int]:
     """All dims that an instruction reads and makes."""
     names = [at.name, *(name for name in at.operands if name in computation.by_name)]
-    return [d for name in names for dims in self._nodes[number, computation.name, name, 0] for d in dims]
+    return [d for name in names for dims in self._nodes[number, computation.name, name] for d in dims]
 
   def _new(self, size: int) -> int:
-    self._parent.append(len(self._parent))
-    self._sizes.append([size])
+    self._sizes.append((size, size))
     self._step.append(size)
-    return len(self._parent) - 1
+    return self._forest.new()
 
-  def _find(self, dim: int) -> int:
-    while self._parent[dim] != dim:
-      self._parent[dim] = self._parent[self._parent[dim]]
-      dim = self._parent[dim]
-    return dim
-
-  def _unite(self, one: int, other: int) -> None:
-    a, b = self._find(one), self._find(other)
-    if a == b:
-      return
-    self._parent[b] = a
-    self._step[a] = math.gcd(self._step[a], self._step[b])
-    sizes = self._sizes[a] + self._sizes[b]
-    self._sizes[a] = [min(sizes), max(sizes)]
+  def _unite(self, one: int, other: int, ratio: int = 1) -> None:
+    """Thins two dims alike; `ratio` elements of the first lie in one of the second."""
+    forest = self._forest
+    united = forest.unite(one, other, ratio)
+    if united is not None:
+      a, b = united
+      each = forest.ratio(b)
+      low, high = self._sizes[b]
+      self._step[a] = _common(self._step[a], _divided(self._step[b], each))
+      self._sizes[a] = (
+        min(self._sizes[a][0], _divided(low, each)),
+        max(self._sizes[a][1], _divided(high, each)),
+      )
+    elif forest.ratio(one) != ratio * forest.ratio(other):
+      self._whole((one, other))
 
   def _divide(self, dim: int, number: int) -> None:
-    root = self._find(dim)
-    self._step[root] = math.gcd(self._step[root], number)
+    root = self._forest.root(dim)
+    self._step[root] = _common(self._step[root], _divided(number, self._forest.ratio(dim)))
 
   def _whole(self, dims: Iterable[int]) -> None:
     for dim in dims:
@@ -150,9 +185,12 @@ class Thinning:
 
   def _tie(self) -> None:
     """Arguments and results of all programs, in their order, and what they cut out in the same place."""
-    self._tied: list[int] = [dim for dims in self._cut.values() for dim in dims]
-    for dims in self._cut.values():
-      for dim in dims:
+    self._tied = list[int]()
+    for key, dims in self._cuts[0].items():
+      # A partitioner cuts and joins several times for one slice: the last is the result.
+      cuts = [dim for cut in self._cuts for dim in cut.get(key, [])[-len(dims) :]]
+      self._tied += cuts
+      for dim in cuts:
         self._unite(dims[0], dim)
     first: dict[object, list[int]] = {}
     for number, program in enumerate(self._programs):
@@ -160,9 +198,9 @@ class Thinning:
       arrays: list[tuple[object, list[int]]] = []
       for instruction in entry.instructions:
         if instruction.opcode == "parameter":
-          node = self._nodes[number, entry.name, instruction.name, 0]
+          node = self._nodes[number, entry.name, instruction.name]
           arrays += [(("in", instruction.arguments, index), dims) for index, dims in enumerate(node)]
-      node = self._nodes[number, entry.name, entry.root.name, 0]
+      node = self._nodes[number, entry.name, entry.root.name]
       arrays += [(("out", index), dims) for index, dims in enumerate(node)]
       for key, dims in arrays:
         self._tied += dims
@@ -173,38 +211,44 @@ class Thinning:
   def _link(self) -> None:
     """Operations of two programs that have one JAX name and line, and shapes of a whole and of its block.
 
-    What no argument or result meets would else be thinned in one program and not in the other.
+    What no argument or result meets would else be thinned in one program and not in the other. Several
+    operations can have one name: the forward and backward products of a line, say.
     """
-    first: dict[tuple[object, ...], list[tuple[list[list[int]], list[tuple[int, ...]]]]] = {}
+    first: dict[tuple[object, ...], list[tuple[hlo.Instruction, list[int], list[int]]]] = {}
     for number, program in enumerate(self._programs):
       for computation in reachable(program):
         for at in computation.instructions:
           if not at.op_name or at.opcode not in _LINKED:
             continue
           names = [at.name] if at.opcode in ELEMENTWISE else [at.name, *at.operands]
-          nodes = [(number, computation.name, name, 0) for name in names]
-          dims = [dims for node in nodes for dims in self._nodes[node]]
+          nodes = [(number, computation.name, name) for name in names]
+          dims = [d for node in nodes for array in self._nodes[node] for d in array]
           shapes = [shape for node in nodes for shape in self._shapes[node]]
+          sizes = [n for shape in shapes for n in shape]
           key = (at.opcode, at.op_name, frame_number(at), *map(len, shapes))
           if number == 0:
-            first.setdefault(key, []).append((dims, shapes))
+            first.setdefault(key, []).append((at, dims, sizes))
             continue
-          for others, wholes in first.get(key, []):
-            sizes = [pair for a, b in zip(shapes, wholes, strict=True) for pair in zip(a, b, strict=True)]
-            if all(n and m % n == 0 and program.partitions % (m // n) == 0 for n, m in sizes):
-              for one, other in zip(dims, others, strict=True):
-                self._alike(one, other)
+          found = [
+            (_likeness(at, whole, program.partitions), others)
+            for whole, others, wholes in first.get(key, [])
+            if _are_blocks(sizes, wholes, program.partitions)
+          ]
+          closest = max((likeness for likeness, _ in found), default=0)
+          for likeness, others in found:
+            if likeness == closest:
+              self._alike(dims, others)
 
   # What each operation asks for ----------------------------------------------------------------
 
   def _constrain(self, number: int, computation: hlo.Computation, at: hlo.Instruction) -> None:
-    results = self._nodes[number, computation.name, at.name, 0]
-    operands = [self._nodes[number, computation.name, name, 0] for name in at.operands]
+    results = self._nodes[number, computation.name, at.name]
+    operands = [self._nodes[number, computation.name, name] for name in at.operands]
     if at.opcode in _LOOPS_AND_CALLS:
       self._calls(number, computation, at, results, operands)
       return
     arrays = [dims for operand in operands for dims in operand]
-    shapes = [s for name in at.operands for s in self._shapes[number, computation.name, name, 0]]
+    shapes = [s for name in at.operands for s in self._shapes[number, computation.name, name]]
     rule = self._rules.get(at.opcode)
     if rule is not None:
       rule(at, results, arrays, shapes)
@@ -247,7 +291,7 @@ class Thinning:
     operands: list[list[list[int]]],
   ) -> None:
     def node(name: str, computation: str) -> list[list[int]]:
-      return self._nodes[number, computation, name, 0]
+      return self._nodes[number, computation, name]
 
     def alike(ones: list[list[int]], others: list[list[int]]) -> None:
       for one, other in zip(ones, others, strict=True):
@@ -278,14 +322,32 @@ class Thinning:
       self._unite(dim, arrays[0][place])
 
   def _reshape(self, at: hlo.Instruction, results: _Dims, arrays: _Dims, shapes: _Shapes) -> None:
-    """Of dims that are merged or split, only the innermost are thinned."""
-    for ones, others in merged(shapes[0], at.shapes[0].dims):
-      if not ones or not others:
-        continue
-      for dims, places in ((arrays[0], ones), (results[0], others)):
-        for place in places[:-1]:
-          self._divide(dims[place], 1)
-      self._unite(arrays[0][ones[-1]], results[0][others[-1]])
+    sides = ((arrays[0], shapes[0]), (results[0], at.shapes[0].dims))
+    for groups in merged(shapes[0], at.shapes[0].dims):
+      self._merges.append(
+        tuple(
+          ([dims[n] for n in places], tuple(shape[n] for n in places))
+          for (dims, shape), places in zip(sides, groups, strict=True)
+        )
+      )
+
+  def _largest(self, dim: int) -> Ratio:
+    """The size of the largest dim that is thinned like this one, in this one's elements."""
+    return self._sizes[self._forest.root(dim)][1] * self._forest.ratio(dim)
+
+  def _merge(self, sides: tuple[tuple[list[int], tuple[int, ...]], ...]) -> None:
+    """Of dims that a reshape merges or splits, the largest is thinned; where it does both, the last."""
+    single = min(len(dims) for dims, _ in sides) == 1
+    found: list[tuple[int, int]] = []
+    for dims, shape in sides:
+      place = len(dims) - 1
+      if single:
+        place = max(range(len(dims)), key=lambda n: (self._largest(dims[n]), n))
+      self._whole(dims[:place] + dims[place + 1 :])
+      found.append((dims[place], math.prod(shape[place + 1 :])))
+    (one, inside), (other, within) = found
+    # The first has `within` neighbours where the second has one, or the other way around.
+    self._unite(one, other, within) if within > 1 else self._unite(other, one, inside)
 
   def _slice(self, at: hlo.Instruction, results: _Dims, arrays: _Dims, shapes: _Shapes) -> None:
     for place, (start, stop, step) in enumerate(slice_bounds(at)):
@@ -293,17 +355,28 @@ class Thinning:
       if step > 1:
         self._whole((one, other))
       elif math.gcd(start, stop, size) == 1 and size > 1:
-        # Tokens but the first, say: what is cut stays whole, the result is thinned by what it meets.
-        self._divide(other, 1)
-        self._cut.setdefault((at.op_name, place), []).append(one)
+        self._cut_out(at, place, one, other)
       else:
         self._unite(one, other)
         self._divide(other, start)
 
+  def _cut_out(self, at: hlo.Instruction, place: int, result: int, source: int) -> None:
+    """Tokens but the first, say: what is cut stays whole, the result is thinned by what it meets."""
+    self._divide(source, 1)
+    if at.shapes[0].dims[place] > 1:
+      self._cut.setdefault((at.op_name, frame_number(at), place), []).append(result)
+
   def _dynamic_slice(self, at: hlo.Instruction, results: _Dims, arrays: _Dims, shapes: _Shapes) -> None:
-    self._alike(results[0], arrays[0])
-    if at.opcode == "dynamic-update-slice":
-      self._alike(results[0], arrays[1])
+    for place, (one, other) in enumerate(zip(results[0], arrays[0], strict=True)):
+      size = at.shapes[0].dims[place]
+      if size > 1 and math.gcd(size, shapes[0][place]) == 1:
+        self._cut_out(at, place, one, other)
+      else:
+        self._unite(one, other)
+
+  def _update(self, at: hlo.Instruction, results: _Dims, arrays: _Dims, shapes: _Shapes) -> None:
+    for dims in arrays[:2]:
+      self._alike(results[0], dims)
 
   def _concatenate(self, at: hlo.Instruction, results: _Dims, arrays: _Dims, shapes: _Shapes) -> None:
     for dims in arrays:
@@ -425,6 +498,23 @@ def reachable(program: hlo.Program) -> Iterator[hlo.Computation]:
       left += instruction.called
 
 
+def _are_blocks(sizes: Sequence[int], wholes: Sequence[int], devices: int) -> bool:
+  pairs = zip(sizes, wholes, strict=True)
+  return all(n and m % n == 0 and devices % (m // n) == 0 for n, m in pairs)
+
+
+def _likeness(at: hlo.Instruction, whole: hlo.Instruction, devices: int) -> int:
+  """How much an operation on blocks is like one of the whole program."""
+  tiling = read_tiling(whole.attribute("sharding"), devices)
+  place = len(whole.shapes[0].dims)
+  laid = (
+    tiling is not None
+    and len(tiling.parts) in (0, place)
+    and (tiling.local(whole.shapes[0].dims) == at.shapes[0].dims)
+  )
+  return 2 * laid + (at.opcode == "dot" and dot_dims(at) == dot_dims(whole))
+
+
 def frame_number(at: hlo.Instruction) -> str:
   """The number of an instruction's stack frame, or an empty string."""
   found = _FRAME.search(at.rest)
@@ -525,14 +615,27 @@ def _numbers(at: hlo.Instruction, name: str) -> list[int]:
   return [int(n) for n in at.attribute(name).strip("{}").split(",") if n.strip()]
 
 
-def _scale(step: int, sizes: Sequence[int]) -> int:
-  """The largest divisor of `step` that leaves enough positions."""
+def _scale(step: Ratio, sizes: tuple[Ratio, Ratio], unit: int) -> int:
+  """The largest divisor of `step` that leaves enough positions; all are counted in units."""
+  whole = Fraction(step) / unit
+  if whole.denominator != 1:
+    return 1
+  low, high = (size / Fraction(unit) for size in sizes)
   fits = [
-    s
-    for s in _divisors(step)
-    if max(sizes) // s >= min(_IN_ALL, max(sizes)) and min(sizes) // s >= min(_ON_ONE, min(sizes))
+    s for s in _divisors(whole.numerator) if high // s >= min(_IN_ALL, high) and low // s >= min(_ON_ONE, low)
   ]
   return max(fits, default=1)
+
+
+def _divided(number: Ratio, by: Ratio) -> Ratio:
+  return number if by == 1 else Fraction(number) / by
+
+
+def _common(one: Ratio, other: Ratio) -> Ratio:
+  """The greatest common divisor, of fractions too."""
+  below = one.denominator * other.denominator
+  above = math.gcd(one.numerator * other.denominator, other.numerator * one.denominator)
+  return above if below == 1 else Fraction(above, below)
 
 
 def _divisors(number: int) -> Iterator[int]:

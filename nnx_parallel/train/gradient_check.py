@@ -69,6 +69,7 @@ class GradientCheck(Shown):
     batch: the mesh axes that split the batch.
     not_checked: what was not checked, and why.
     notes: what else there is to know: remedies, known faults.
+    fix: what to do where something is wrong.
   """
 
   looks: tuple[GradientLook, ...]
@@ -82,6 +83,7 @@ class GradientCheck(Shown):
   batch: tuple[str, ...]
   not_checked: tuple[str, ...] = ()
   notes: tuple[str, ...] = ()
+  fix: str = ""
 
   def __bool__(self) -> bool:
     return all(self.looks) and self.loss_verdict != "wrong"
@@ -89,19 +91,19 @@ class GradientCheck(Shown):
   @property
   def wrong(self) -> tuple[str, ...]:
     """The dotted paths of the leaves whose gradients are wrong, as closely as they were looked at."""
-    found = [look for look in self.looks if not look]
-    single = tuple(look.leaves[0] for look in found if len(look.leaves) == 1)
-    return single or tuple(leaf for look in found[-1:] for leaf in look.leaves)
+    closest = {leaf: look for look in self.looks for leaf in look.leaves}
+    found = tuple(leaf for leaf, look in closest.items() if not look)
+    return found or tuple(leaf for look in self.looks if not look for leaf in look.leaves)
 
   @property
   def summary(self) -> str:
     """One line: what is right or wrong, and what was not checked."""
-    count = len(self.looks[0].leaves) if self.looks else 0
+    count = len({leaf for look in self.looks for leaf in look.leaves})
     verdict = "right" if all(look.verdict == "right" for look in self.looks) else "not decided"
     said = f"the gradients of {count} leaves are {verdict}, to {self.tolerance:.0e} ({self.dtype})"
     if not self:
       said = f"wrong gradients: {few(self.wrong)}" if self.wrong else "the loss is wrong"
-    return "; ".join([said] * bool(self.looks) + [*(f"not checked: {text}" for text in self.not_checked)])
+    return "; ".join([said, *(f"not checked: {text}" for text in self.not_checked)])
 
   def raise_if_wrong(self) -> None:
     """Raises where something is wrong.
@@ -113,7 +115,7 @@ class GradientCheck(Shown):
       raise TrainError(
         "the gradients on this layout are wrong." if self.wrong else "the loss on this layout is wrong.",
         details=str(self),
-        fix="a layout that the check says is right; or nxp.train_step, which computes what XLA gets wrong.",
+        fix=self.fix,
       )
 
   def __str__(self) -> str:
@@ -128,8 +130,6 @@ class GradientCheck(Shown):
       )
       for look in self.looks
     ]
-    if not rows:
-      return f"not checked: {'; '.join(self.not_checked)}"
     header = ("gradient of", "leaves", "reverse", "forward", "difference", "verdict")
     mesh = " x ".join(f"{axis} {size}" for axis, size in self.mesh.items()) or "one device"
     split = f", batch over {'+'.join(self.batch)}" if self.batch else ""
@@ -144,24 +144,23 @@ class GradientCheck(Shown):
     return "\n".join(lines)
 
 
-def unchecked(why: str, dtype: str) -> GradientCheck:
-  """The result where nothing can be said."""
-  return GradientCheck((), {}, "not decided", math.nan, math.nan, dtype, {}, {}, (), (why,))
-
-
 def merged(found: dict[Any, GradientCheck]) -> GradientCheck:
-  """One result for several losses, by the key of their model; the leaves have it in their names."""
-  if len(found) == 1:
-    return next(iter(found.values()))
+  """One result for several losses, by the key of their model; the leaves have it in their names.
+
+  It has the coarsest tolerance: all are right to that.
+  """
   checks = list(found.values())
+  if len(checks) == 1:
+    return checks[0]
   return dataclasses.replace(
-    checks[0],
+    max(checks, key=lambda check: check.tolerance),
     looks=tuple(look for check in checks for look in check.looks),
     losses={f"of {key} {name}": x for key, check in found.items() for name, x in check.losses.items()},
     loss_verdict=max((check.loss_verdict for check in checks), key=("right", "not decided", "wrong").index),
     layouts={name: spec for check in checks for name, spec in check.layouts.items()},
     not_checked=tuple(dict.fromkeys(text for check in checks for text in check.not_checked)),
     notes=tuple(dict.fromkeys(text for check in checks for text in check.notes)),
+    fix=" ".join(dict.fromkeys(check.fix for check in checks if check.fix)),
   )
 
 

@@ -22,7 +22,7 @@ from typing import Any
 
 import jax
 from jax.core import ShapedArray
-from jax.extend import core, source_info_util
+from jax.extend import core
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from nnx_parallel.errors import TrainError
@@ -35,9 +35,11 @@ from nnx_parallel.layout.variables import axes_of, entry_of
 from nnx_parallel.train.jaxprs import (
   CALLS,
   CHECKPOINTS,
+  bind,
   called,
   constants,
   equations,
+  evaluate,
   inner_equations,
   opened,
   programs,
@@ -45,6 +47,7 @@ from nnx_parallel.train.jaxprs import (
 )
 
 Flows = Sequence[Flow]
+_ELEMENTWISE = frozenset(("add", "add_any", "convert_element_type", "mul", "select_n", "sub"))
 _EXAMPLES = "the examples"
 """Stands among the axes of the dim that the examples are on, also where no mesh axis splits it."""
 
@@ -149,45 +152,37 @@ class _Rewriting:
 
   def __init__(self, mesh: Any, batch: frozenset[str], others: set[str]):
     self.mesh, self.batch, self.others = mesh, batch, others
-    self._met: dict[int, Any] = {}
+    self._met: set[int] = set()
+    self._done: dict[Any, tuple[Any, list[Flow]]] = {}
 
   def evaluate(self, jaxpr: Any, inputs: Sequence[Any], flows: Flows) -> tuple[list[Any], list[Flow]]:
     """The results of a trace with constraints, and how they should lie."""
-    body = opened(jaxpr)
-    values: dict[Any, Any] = dict(zip(body.constvars, constants(jaxpr), strict=True))
-    values.update(zip(body.invars, inputs, strict=True))
-    known: dict[Any, Flow] = dict(zip(body.invars, flows, strict=True))
-    constraints = [eqn for eqn in body.eqns if eqn.primitive.name == "sharding_constraint"]
-    placed = {v for eqn in constraints for v in eqn.invars if not isinstance(v, core.Literal)}
+    placed = _constrained(opened(jaxpr))
 
-    def read(var: Any) -> Any:
-      return var.val if isinstance(var, core.Literal) else values[var]
+    def run(eqn: Any, arriving: list[tuple[Any, Flow]]) -> list[tuple[Any, Flow]]:
+      inputs, flows = [x for x, _ in arriving], [flow for _, flow in arriving]
+      results, found = self._run(eqn, inputs, flows)
+      if self._is_held(eqn, flows, found) and eqn.outvars[0] not in placed:
+        results = [self._laid(results[0], found[0].axes)]
+      return list(zip(results, found, strict=True))
 
-    for eqn in body.eqns:
-      arriving = [_known(known, v) for v in eqn.invars]
-      # Else every operation of the loss would seem to come from a line of this file.
-      with source_info_util.user_context(eqn.source_info.traceback):
-        results, found = self._run(eqn, [read(v) for v in eqn.invars], arriving)
-        if self._is_held(eqn, arriving, found) and eqn.outvars[0] not in placed:
-          results = [self._laid(results[0], found[0].axes)]
-      values.update(zip(eqn.outvars, results, strict=True))
-      known.update(zip(eqn.outvars, found, strict=True))
-    return [read(v) for v in body.outvars], [_known(known, v) for v in body.outvars]
+    pairs = evaluate(jaxpr, list(zip(inputs, flows, strict=True)), run, _unsplit)
+    return [x for x, _ in pairs], [flow for _, flow in pairs]
 
   def _run(self, eqn: Any, inputs: list[Any], flows: list[Flow]) -> tuple[Sequence[Any], list[Flow]]:
     name, params = eqn.primitive.name, eqn.params
     if _is_faulty(eqn):
       return [_by_hand(eqn, self.mesh)(*inputs)], self._followed(eqn, flows)
     if not _is_plain(eqn):
-      return _bind(eqn, inputs), self._followed(eqn, flows)
+      return bind(eqn, inputs), self._followed(eqn, flows)
     if name in CALLS:
       if not _places(params):
         return self.evaluate(called(eqn), inputs, flows)
       inner, found = self._retraced(params["jaxpr"], flows)
-      return _bind(eqn, inputs, jaxpr=inner), found
+      return bind(eqn, inputs, jaxpr=inner), found
     if name in CHECKPOINTS:
       inner, found = self._retraced(params["jaxpr"], flows)
-      return _bind(eqn, inputs, jaxpr=opened(inner)), found
+      return bind(eqn, inputs, jaxpr=opened(inner)), found
     if name == "scan":
       return self._scan(eqn, inputs, flows)
     if name == "while":
@@ -195,7 +190,7 @@ class _Rewriting:
     if name == "cond":
       branches = [self._retraced(branch, flows[1:]) for branch in params["branches"]]
       followed = max((flows for _, flows in branches), key=lambda flows: sum(flow.data for flow in flows))
-      return _bind(eqn, inputs, branches=tuple(inner for inner, _ in branches)), followed
+      return bind(eqn, inputs, branches=tuple(inner for inner, _ in branches)), followed
     if name == "shard_map":
       if any(map(_is_faulty, inner_equations(eqn))):
         _check_manual(eqn, self.mesh)
@@ -210,7 +205,7 @@ class _Rewriting:
     if grows and not flows[0].data:  # a scale or a bias, while it is small
       inputs = [self._gathered(inputs[0], flows[0])]
       flows = [dataclasses.replace(flows[0], axes=self._apart(flows[0].axes))]
-    return _bind(eqn, inputs), self._followed(eqn, flows)
+    return bind(eqn, inputs), self._followed(eqn, flows)
 
   def _whole_windows(self, eqn: Any, inputs: list[Any], flows: list[Flow]) -> tuple[list[Any], list[Flow]]:
     """The operands of a kernel gradient, with spatial dims whole: split ones are summed too often."""
@@ -232,10 +227,19 @@ class _Rewriting:
       return [
         Flow(tuple(a if _EXAMPLES in a else a + b for a, b in zip(axes, kept, strict=True)), data, weight)
       ]
+    if eqn.primitive.name == "shard_map":
+      specs = zip(eqn.params["out_specs"], eqn.outvars, strict=True)
+      return [self._mapped(spec, len(v.aval.shape), data, weight) for spec, v in specs]
     product = meeting(eqn)
     if product is not None:
       return [Flow(product.meet(flows[0], flows[1], self.batch).axes, data, weight)]
     return [Flow(spread(eqn, getattr(v.aval, "shape", ()), flows), data, weight) for v in eqn.outvars]
+
+  def _mapped(self, spec: Sequence[Any], rank: int, data: bool, weight: bool) -> Flow:
+    """How a result of a `shard_map` lies: as its program says."""
+    dims = [*map(axes_of, spec), *((),) * (rank - len(spec))]
+    axes = tuple((*dim, _EXAMPLES) if data and self.batch & {*dim} else dim for dim in dims)
+    return Flow(axes, data, weight)
 
   def _is_held(self, eqn: Any, flows: list[Flow], results: list[Flow]) -> bool:
     """Whether it is a product, or a look-up in a table, whose result carries the batch.
@@ -259,11 +263,10 @@ class _Rewriting:
     """
     if not self.others or not (flow.names & self.batch) - kept:
       return x
-    if id(x) in self._met:
+    if flow.value in self._met:
       # Else XLA would gather it once, and keep it from the forward to the backward pass.
       x = jax.lax.optimization_barrier(x)
-    else:
-      self._met[id(x)] = x
+    self._met.add(flow.value)
     return self._laid(x, self._apart(flow.axes, kept))
 
   def _apart(self, dims: Axes, kept: frozenset[str] = frozenset()) -> Axes:
@@ -280,15 +283,20 @@ class _Rewriting:
     return jax.lax.with_sharding_constraint(x, NamedSharding(self.mesh, PartitionSpec(*spec)))
 
   def _retraced(self, jaxpr: Any, flows: Flows) -> tuple[Any, list[Flow]]:
-    """An inner program with constraints, and how its results should lie."""
-    found: list[Flow] = []
+    """An inner program with constraints, and how its results should lie; made once for each layout."""
+    key = id(jaxpr), *flows
+    if key not in self._done:
+      found: list[Flow] = []
+      fresh = [Flow(flow.axes, flow.data, flow.weight) for flow in flows]  # values of the inner program
 
-    def body(*inputs: Any) -> list[Any]:
-      results, out = self.evaluate(jaxpr, inputs, flows)
-      found[:] = out
-      return results
+      def body(*inputs: Any) -> list[Any]:
+        results, out = self.evaluate(jaxpr, inputs, fresh)
+        found[:] = out
+        return results
 
-    return jax.make_jaxpr(body)(*[_struct(var.aval) for var in opened(jaxpr).invars]), found
+      made = jax.make_jaxpr(body)(*[_struct(var.aval) for var in opened(jaxpr).invars])
+      self._done[key] = made, found
+    return self._done[key]
 
   def _scan(self, eqn: Any, inputs: list[Any], flows: list[Flow]) -> tuple[Sequence[Any], list[Flow]]:
     counts = scan_counts(eqn)
@@ -301,7 +309,7 @@ class _Rewriting:
     if settled != carry:
       inner, after = self._retraced(eqn.params["jaxpr"], [*fixed, *settled, *rows])
     stacked = [Flow(((), *flow.axes), flow.data, flow.weight) for flow in after[counts.carried :]]
-    return _bind(eqn, inputs, jaxpr=inner), [*settled, *stacked]
+    return bind(eqn, inputs, jaxpr=inner), [*settled, *stacked]
 
   def _while(self, eqn: Any, inputs: list[Any], flows: list[Flow]) -> tuple[Sequence[Any], list[Flow]]:
     params = eqn.params
@@ -309,7 +317,7 @@ class _Rewriting:
     state = flows[skipped + consts :]
     asked, _ = self._retraced(params["cond_jaxpr"], [*flows[:skipped], *state])
     body, after = self._retraced(params["body_jaxpr"], [*flows[skipped : skipped + consts], *state])
-    return _bind(eqn, inputs, cond_jaxpr=asked, body_jaxpr=body), after
+    return bind(eqn, inputs, cond_jaxpr=asked, body_jaxpr=body), after
 
 
 def _shared(eqn: Any, flows: Flows) -> frozenset[str]:
@@ -346,16 +354,20 @@ def _has_arrays(jaxpr: Any) -> bool:
   )
 
 
-def _known(flows: dict[Any, Flow], var: Any) -> Flow:
-  if not isinstance(var, core.Literal) and var in flows:
-    return flows[var]
-  return Flow(((),) * len(getattr(var.aval, "shape", ())), data=False)
+def _unsplit(x: Any) -> tuple[Any, Flow]:
+  """A constant, which depends neither on the batch nor on parameters."""
+  return x, Flow(((),) * jax.numpy.ndim(x), data=False)
 
 
-def _bind(eqn: Any, inputs: list[Any], **changed: Any) -> Sequence[Any]:
-  with eqn.ctx.manager:
-    results = eqn.primitive.bind(*inputs, **eqn.primitive.get_bind_params({**eqn.params, **changed}))
-  return results if eqn.primitive.multiple_results else [results]
+def _constrained(body: Any) -> set[Any]:
+  """The values that a program lays out by itself, also those that are scaled or shifted before it does."""
+  found: set[Any] = set()
+  for eqn in reversed(body.eqns):
+    name = eqn.primitive.name
+    if name == "sharding_constraint" or (name in _ELEMENTWISE and eqn.outvars[0] in found):
+      alike = [v for v in eqn.invars if v.aval.shape == eqn.outvars[0].aval.shape]
+      found.update(v for v in alike if not isinstance(v, core.Literal))
+  return found
 
 
 def _places(params: Any) -> bool:

@@ -1,4 +1,4 @@
-"""The few places where the forms of a trace differ between the supported versions of jax."""
+"""Reads, evaluates and rewrites traces (jaxprs), in the forms of all supported versions of jax."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
-from jax.extend import core
+import jax.numpy as jnp
+from jax.extend import core, source_info_util
 
 CHECKPOINTS = ("checkpoint", "remat", "remat2")
 CALLS = ("jit", "pjit", "closed_call", "core_call")
@@ -37,6 +38,47 @@ def as_function(jaxpr: Any) -> Callable[..., Sequence[Any]]:
   inner = opened(jaxpr)
   closed = core.ClosedJaxpr(inner, constants(jaxpr))  # pyright: ignore[reportPrivateImportUsage]
   return core.jaxpr_as_fun(closed)
+
+
+def evaluate(
+  jaxpr: Any,
+  inputs: Sequence[Any],
+  run: Callable[[Any, list[Any]], Sequence[Any]],
+  lift: Callable[[Any], Any] = lambda x: x,
+) -> list[Any]:
+  """Evaluates a jaxpr one operation at a time, under the lines and names that the user gave each.
+
+  Args:
+    jaxpr: the program, closed or not.
+    inputs: one value for each of its inputs.
+    run: `(operation, values of its inputs) -> values of its results`; `bind` does what is written.
+    lift: makes such a value of an array; it is called for literals and constants.
+
+  Returns:
+    The values of the program's results.
+  """
+  body = opened(jaxpr)
+  values: dict[Any, Any] = dict(zip(body.constvars, map(lift, constants(jaxpr)), strict=True))
+  values.update(zip(body.invars, inputs, strict=True))
+
+  def read(var: Any) -> Any:
+    return lift(var.val) if isinstance(var, core.Literal) else values[var]
+
+  for eqn in body.eqns:
+    # Else every operation of the loss would seem to come from a line of this file.
+    source = eqn.source_info
+    names = source_info_util.current_name_stack() + source.name_stack
+    with source_info_util.user_context(source.traceback, name_stack=names):
+      results = run(eqn, [read(v) for v in eqn.invars])
+    values.update(zip(eqn.outvars, results, strict=True))
+  return [read(v) for v in body.outvars]
+
+
+def bind(eqn: Any, inputs: Sequence[Any], **changed: Any) -> Sequence[Any]:
+  """The results of an operation for other inputs, with some of its parameters changed."""
+  with eqn.ctx.manager:
+    results = eqn.primitive.bind(*inputs, **eqn.primitive.get_bind_params({**eqn.params, **changed}))
+  return results if eqn.primitive.multiple_results else [results]
 
 
 def called(eqn: Any) -> Any:
@@ -114,23 +156,82 @@ def _rank(var: Any) -> int:
   return len(var.aval.shape)
 
 
-def own_rules(jaxpr: Any) -> list[str]:
-  """The names of the functions in a program that bring a reverse rule of their own (`jax.custom_vjp`)."""
-  rules = [eqn for eqn in equations(jaxpr) if eqn.primitive.name.startswith(_RULE)]
-  return list(dict.fromkeys(opened(called(eqn)).debug_info.func_name for eqn in rules))
+def own_rules(jaxpr: Any) -> dict[str, bool]:
+  """The functions with a reverse rule of their own (`jax.custom_vjp`) in a program: whether each rounds."""
+  found: dict[str, bool] = {}
+  for eqn in equations(jaxpr):
+    if eqn.primitive.name.startswith(_RULE):
+      name = opened(called(eqn)).debug_info.func_name
+      found[name] = found.get(name, False) or rounds(eqn)
+  return found
 
 
 def without_own_rules(jaxpr: Any) -> Any:
-  """The same program with plain calls in place of `jax.custom_vjp` functions: forward mode can pass them."""
+  """The same program with functions that forward mode can pass in place of `jax.custom_vjp` functions.
 
-  def called_plainly(eqn: Any) -> Any:
+  The rule of one that rounds is taken at its word, since it is no derivative on purpose; others are left out.
+  """
+
+  def passed(eqn: Any) -> Any:
     if not eqn.primitive.name.startswith(_RULE):
       return None
-    inner = without_own_rules(called(eqn))
-    (made,) = jax.make_jaxpr(jax.jit(as_function(inner)))(*[var.aval for var in eqn.invars]).eqns
-    return made.replace(invars=eqn.invars, outvars=eqn.outvars, source_info=eqn.source_info)
+    inner = _at_its_word(eqn) if rounds(eqn) else as_function(without_own_rules(called(eqn)))
+    return _in_place_of(eqn, jax.jit(inner))
 
-  return rewritten(jaxpr, called_plainly)
+  return rewritten(jaxpr, passed)
+
+
+def _at_its_word(eqn: Any) -> Callable[..., Any]:
+  """A function with a reverse rule, and the derivative that this rule says it has."""
+  params = eqn.primitive.get_bind_params(eqn.params)
+  floats = [n for n, var in enumerate(eqn.invars) if jnp.issubdtype(var.aval.dtype, jnp.inexact)]
+
+  @jax.custom_jvp
+  def function(*inputs: Any) -> Any:
+    return eqn.primitive.bind(*inputs, **params)
+
+  @function.defjvp
+  def derivative(inputs: Any, tangents: Any) -> Any:  # pyright: ignore[reportUnusedFunction]
+    def of_floats(*chosen: Any) -> Any:
+      given = dict(zip(floats, chosen, strict=True))
+      return eqn.primitive.bind(*[given.get(n, x) for n, x in enumerate(inputs)], **params)
+
+    out, back = jax.vjp(of_floats, *[inputs[n] for n in floats])
+    try:
+      if any(map(_is_rounding, equations(jax.make_jaxpr(back)(out)))):
+        raise NotImplementedError("rounding")
+      return out, jax.linear_transpose(back, out)(tuple(tangents[n] for n in floats))[0]
+    except (AssertionError, NotImplementedError, RuntimeError, TypeError) as error:
+      name = opened(called(eqn)).debug_info.func_name
+      raise NotImplementedError(f"the reverse rule of {name}, which rounds, is not linear") from error
+
+  return function
+
+
+def without_stops(jaxpr: Any) -> Any:
+  """The same program with copies in place of `jax.lax.stop_gradient`."""
+  return rewritten(
+    jaxpr,
+    lambda eqn: _in_place_of(eqn, jax.jit(jnp.positive)) if eqn.primitive.name == "stop_gradient" else None,
+  )
+
+
+def rounds(eqn: Any) -> bool:
+  """Whether the programs of an operation round: to whole numbers, or to a dtype of 8 bits or less."""
+  return any(map(_is_rounding, inner_equations(eqn)))
+
+
+def _is_rounding(eqn: Any) -> bool:
+  if eqn.primitive.name != "convert_element_type":
+    return eqn.primitive.name in ("round", "floor", "ceil")
+  before, after = (var.aval.dtype for var in (*eqn.invars, *eqn.outvars))
+  return jnp.issubdtype(before, jnp.floating) and after.itemsize == 1 and after.kind != "b"
+
+
+def _in_place_of(eqn: Any, function: Callable[..., Any]) -> Any:
+  """A call of a function that takes the place of an operation."""
+  (made,) = jax.make_jaxpr(function)(*[var.aval for var in eqn.invars]).eqns
+  return made.replace(invars=eqn.invars, outvars=eqn.outvars, source_info=eqn.source_info)
 
 
 _RULE = "custom_vjp_call"

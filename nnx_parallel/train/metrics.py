@@ -14,6 +14,7 @@ from typing import Any, Self
 import numpy as np
 
 from nnx_parallel.errors import TrainError
+from nnx_parallel.layout.figures import BLUE, SKY, new_figure, open_axes
 
 Record = dict[str, float]
 
@@ -208,17 +209,10 @@ def draw_curves(
     title: printed above.
 
   Raises:
-    TrainError: matplotlib is not installed, or no record has a metric of that name.
+    ReportError: matplotlib is not installed.
+    TrainError: no record has a metric of that name.
   """
-  try:
-    from matplotlib.figure import Figure
-  except ModuleNotFoundError as error:
-    raise TrainError(
-      f"cannot draw {path}: matplotlib is not installed.",
-      details="the numbers are in the metrics file",
-      fix="pip install 'nnx-parallel[plots]'",
-    ) from error
-  figure = Figure(figsize=(7.2, 1.4 + 2.6 * len(names)), layout="constrained")
+  figure = new_figure(7.2, 1.4 + 2.6 * len(names))
   panels = figure.subplots(len(names), 1, sharex=True, squeeze=False)[:, 0]
   for panel, name in zip(panels, names, strict=True):
     steps = [r["step"] for r in records if name in r]
@@ -231,31 +225,18 @@ def draw_curves(
   figure.suptitle(title)
   path = Path(path)
   path.parent.mkdir(parents=True, exist_ok=True)
-  figure.savefig(path, dpi=150)
+  figure.savefig(path)
   return path
 
 
 def _draw_panel(panel: Any, steps: Sequence[float], values: Sequence[float], name: str) -> None:
   window = len(values) // 40 * 2 + 1
-  smooth = running_mean(values, window)
-  panel.plot(steps, values, color="#9db8d2", linewidth=1, label="each step")
-  panel.plot(steps, smooth, color="#1f4e79", linewidth=2, label=f"mean of {window}")
+  ones = np.ones(window)  # fewer neighbours at the ends
+  smooth = np.convolve(values, ones, "same") / np.convolve(np.ones(len(values)), ones, "same")
+  panel.plot(steps, values, color=SKY, linewidth=1, label="each step")
+  panel.plot(steps, smooth, color=BLUE, linewidth=2, label=f"mean of {window} steps")
   panel.xaxis.get_major_locator().set_params(integer=True)
   panel.set_ylabel(name.replace("_", " "))
-  panel.grid(visible=True, color="#e6e6e6", linewidth=0.8)
-  panel.set_axisbelow(True)
-  panel.spines[["top", "right"]].set_visible(False)
+  open_axes(panel)
   panel.legend(frameon=False)
   panel.annotate(f"{smooth[-1]:.3f}", (steps[-1], smooth[-1]), xytext=(4, 4), textcoords="offset points")
-
-
-def running_mean(values: Sequence[float], window: int) -> list[float]:
-  """Mean of each value and its neighbours, `window` (odd) in all, fewer at the ends.
-
-  Example:
-    >>> running_mean([4.0, 2.0, 6.0], 3)
-    [3.0, 4.0, 4.0]
-  """
-  half = window // 2
-  parts = [values[max(0, i - half) : i + half + 1] for i in range(len(values))]
-  return [math.fsum(part) / len(part) for part in parts]

@@ -12,10 +12,9 @@ from typing import Any, Literal
 
 import jax
 from flax import nnx
-from jax.extend import core, source_info_util
 
 from nnx_parallel.errors import TrainError
-from nnx_parallel.train.jaxprs import CALLS, CHECKPOINTS, called, constants, opened, scan_counts
+from nnx_parallel.train.jaxprs import CALLS, CHECKPOINTS, bind, called, evaluate, opened, scan_counts
 
 Remat = Literal["as written", "none", "dots", "full"]
 REMATS: tuple[Remat, ...] = ("as written", "none", "dots", "full")
@@ -124,21 +123,7 @@ def has_layers(jaxpr: Any) -> bool:
 
 
 def _evaluate(jaxpr: Any, args: Sequence[Any], policy: Policy, in_layer: bool) -> list[Any]:
-  body = opened(jaxpr)
-  values: dict[Any, Any] = {
-    **dict(zip(body.constvars, constants(jaxpr), strict=True)),
-    **dict(zip(body.invars, args, strict=True)),
-  }
-
-  def read(var: Any) -> Any:
-    return var.val if isinstance(var, core.Literal) else values[var]
-
-  for eqn in body.eqns:
-    # Else every operation of the loss would seem to come from a line of this file.
-    with source_info_util.user_context(eqn.source_info.traceback):
-      results = _run(eqn, [read(v) for v in eqn.invars], policy, in_layer)
-    values.update(zip(eqn.outvars, results, strict=True))
-  return [read(v) for v in body.outvars]
+  return evaluate(jaxpr, args, lambda eqn, inputs: _run(eqn, inputs, policy, in_layer))
 
 
 def _run(eqn: Any, inputs: list[Any], policy: Policy, in_layer: bool) -> Sequence[Any]:
@@ -152,9 +137,7 @@ def _run(eqn: Any, inputs: list[Any], policy: Policy, in_layer: bool) -> Sequenc
     return body(*inputs) if in_layer and policy != "full" else _checkpointed(body, policy)(*inputs)
   if name == "scan":
     return _scan(eqn, inputs, policy, in_layer)
-  with eqn.ctx.manager:
-    results = eqn.primitive.bind(*inputs, **eqn.primitive.get_bind_params(params))
-  return results if eqn.primitive.multiple_results else [results]
+  return bind(eqn, inputs)
 
 
 def _scan(eqn: Any, inputs: list[Any], policy: Policy, in_layer: bool) -> list[Any]:

@@ -44,7 +44,7 @@ from nnx_parallel.train.hold import held
 from nnx_parallel.train.loss_call import call_loss
 from nnx_parallel.train.losses import Metrics, check_examples, examples_in, means, pairs, terms
 from nnx_parallel.train.remat import Policy, check_policy
-from nnx_parallel.train.update import LossFn, Recipe, keyed, update
+from nnx_parallel.train.update import LossFn, Recipe, keyed, of_loss, update
 
 _KEPT = 4
 _new_arrays = operator.itemgetter(0)
@@ -259,7 +259,7 @@ class TrainStep(_Step):
     several: dict[Any, Any] = dict(losses) if isinstance(losses, Mapping) else {None: losses}
     found: dict[Any, GradientCheck] = {}
     for key, loss_fn in several.items():
-      wrt = filters if key is None else {key: filters[key]}
+      wrt = filters if key is None else {key: of_loss(key, filters)}
       found[key] = checked(bound.subject(loss_fn, wrt, batch), seed, directions, apart=apart, tries=tries)
     return merged(found)
 
@@ -484,7 +484,14 @@ class _Bound:
     return train_step
 
   def _held(self, run: Callable[..., Any], shardings: Any) -> Callable[..., Any]:
-    return held(run, self.binding.mesh, scope_of(self.binding.variables), shardings)
+    mesh, scope = self.binding.mesh, scope_of(self.binding.variables)
+    sizes = [] if mesh is None else [size for size in mesh.shape.values() if size > 1]
+    if scope is None and len(sizes) > 1:
+      logger.warning(
+        "the step leaves the layout of activations to XLA, which gets some wrong on several mesh axes: the"
+        " models have no plan, or plans with different rules; nxp.check_gradients(model, batch, loss) tells"
+      )
+    return held(run, mesh, scope, shardings)
 
   def layout(
     self, optimizers: dict[Any, Any], axes: tuple[str, ...], paths: list[Path], stages: list[int]

@@ -16,7 +16,7 @@ from nnx_parallel.layout.variables import axes_of, path_str
 from nnx_parallel.train.accumulate import Layout, loss_of, pinned, slope_of, traced_by_replica
 from nnx_parallel.train.binding import Binding
 from nnx_parallel.train.directions import inner, signs
-from nnx_parallel.train.jaxprs import as_function, own_rules, without_own_rules
+from nnx_parallel.train.jaxprs import as_function, own_rules, without_own_rules, without_stops
 from nnx_parallel.train.loss_scale import common_scale
 from nnx_parallel.train.losses import mean, means
 from nnx_parallel.train.update import Differentiable, LossFn, Recipe, differentiable, gradients_of, keyed
@@ -96,10 +96,18 @@ class Subject:
   @functools.cached_property
   def reverse(self) -> Any:
     """`(arrays, batch, seeds) -> loss, rows`: the norm of each gradient, its product with each direction."""
+    return self._reverse(lambda objective: objective)
 
+  @functools.cached_property
+  def reverse_unstopped(self) -> Any:
+    """`reverse`, without `jax.lax.stop_gradient`."""
+    return self._reverse(functools.partial(_changed, without_stops))
+
+  def _reverse(self, change: Callable[[Any], Any]) -> Any:
     def reverse(arrays: list[Any], batch: Any, seeds: jax.Array) -> Any:
       with default_scope(scope_of(self.binding.variables)):
         loss, optimizers, scale = self._pieces(arrays)
+        loss = loss._replace(objective=change(loss.objective))
         layouts = functools.partial(self._layout, self.layouts(optimizers))
         total, grads = gradients_of(self.recipe, loss, optimizers, batch, layouts)
       grads = [pinned(g, where) for g, (_, where, _) in zip(grads, self.leaves, strict=True)]
@@ -215,11 +223,17 @@ class Subject:
 
     return jax.jit(manual)
 
+  @property
+  def on_one_device(self) -> bool:
+    """Whether nothing is partitioned."""
+    mesh = self.binding.mesh
+    return mesh is None or mesh.size == 1
+
   @functools.cached_property
   def together(self) -> str:
     """Why the devices cannot compute the loss of their own examples; empty where they can."""
     mesh: Any = self.binding.mesh
-    if mesh is None or mesh.size == 1:
+    if self.on_one_device:
       return "there is one device"
     if AxisType.Explicit in mesh.axis_types:
       return "the mesh has Explicit axes"
@@ -236,7 +250,7 @@ class Subject:
       return traced_by_replica(loss.objective, loss.train, loss.others, part, axes)[1]
 
   def _plain(self, objective: Any) -> Any:
-    return _without_own_rules(objective) if self.rules else objective
+    return _changed(without_own_rules, objective) if self.rules else objective
 
   def _direction(
     self, loss: Differentiable, seed: jax.Array, factors: jax.Array, *, pin: bool = True
@@ -257,8 +271,8 @@ class Subject:
       return jax.make_jaxpr(run)(self._abstract, batch)
 
   @functools.cached_property
-  def rules(self) -> list[str]:
-    """The `jax.custom_vjp` functions of the loss: forward mode cannot use their rules."""
+  def rules(self) -> dict[str, bool]:
+    """The `jax.custom_vjp` functions of the loss, and whether each rounds: forward mode cannot pass them."""
     return own_rules(self.trace)
 
 
@@ -286,13 +300,15 @@ def _gathered(x: jax.Array, spec: PartitionSpec) -> jax.Array:
   return x
 
 
-def _without_own_rules(objective: Any) -> Any:
-  def plain(*args: Any) -> Any:
+def _changed(change: Callable[[Any], Any], objective: Any) -> Any:
+  """An objective whose trace is changed before it runs."""
+
+  def other(*args: Any) -> Any:
     traced, shape = jax.make_jaxpr(objective, return_shape=True)(*args)
-    flat = as_function(without_own_rules(traced))(*jax.tree.leaves(args))
+    flat = as_function(change(traced))(*jax.tree.leaves(args))
     return jax.tree.unflatten(jax.tree.structure(shape), flat)
 
-  return plain
+  return other
 
 
 def _abstract(x: Any, parts: int = 0) -> Any:

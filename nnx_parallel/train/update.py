@@ -78,15 +78,25 @@ def update(recipe: Recipe, models: Any, optimizers: Any, batch: Any, layouts: An
   how = ""
   chosen = keyed(models, optimizers)
   for key, loss_fn in recipe.loss_fn.items():
-    if key not in chosen:
-      raise TrainError(
-        f"there is a loss for {key!r}, and no optimizer.",
-        details=f"optimizers {list(chosen)}",
-        fix="use the same keys for the losses and the optimizers.",
-      )
-    found, how = _update_once(recipe, loss_fn, models, {key: chosen[key]}, batch, layouts)
+    optimizer = of_loss(key, chosen)
+    found, how = _update_once(recipe, loss_fn, models, {key: optimizer}, batch, layouts)
     metrics |= {f"{key}/{name}": value for name, value in found.items()}
   return metrics, how
+
+
+def of_loss(key: Any, optimizers: Mapping[Any, Any]) -> Any:
+  """The optimizer that goes with a loss.
+
+  Raises:
+    TrainError: there is none.
+  """
+  if key not in optimizers:
+    raise TrainError(
+      f"there is a loss for {key!r}, and no optimizer.",
+      details=f"optimizers {list(optimizers)}",
+      fix="use the same keys for the losses and the optimizers.",
+    )
+  return optimizers[key]
 
 
 def keyed(models: Any, optimizers: Any) -> dict[Any, Any]:

@@ -11,6 +11,7 @@ import pytest
 
 from benchmarks import fuzz, fuzz_programs
 from benchmarks.fuzz import Case, Model, Numbers, Options, differences
+from benchmarks.fuzz_faults import FAULTS, HEAD, Fault
 
 FOUND = [Case(**line) for line in fuzz.lines_of(pathlib.Path(__file__).with_name("fuzz_found.jsonl"))]
 
@@ -25,6 +26,13 @@ def _as_users_have_it():
 def test_a_step_trains_right_where_the_compiler_alone_does_not(case: Case):
   found = fuzz.check(Model(case.program, case.seed), case.layout, Options("toolkit"))
   assert found == {"verdict": "right"}
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name.replace(" ", "_"))
+def test_xla_still_computes_what_was_found_wrong(fault: Fault, capsys: pytest.CaptureFixture[str]):
+  exec(HEAD + fault.body(), {})
+  off = [float(part.split()[-1]) for part in capsys.readouterr().out.split(",")]
+  assert max(off) > 0.1, f"{fault.name} is mended in jax {jax.__version__}: the record can say so"
 
 
 def test_a_wrong_gradient_is_told_from_rounding():

@@ -7,6 +7,7 @@ import functools
 import itertools
 import json
 import math
+import re
 from types import SimpleNamespace
 
 import jax
@@ -20,6 +21,7 @@ import nnx_parallel as nxp
 from nnx_parallel.errors import ReportError
 from nnx_parallel.report.chips import chip
 from nnx_parallel.report.compile_report import compile_report
+from nnx_parallel.report.faults import Comparison, Fault
 from nnx_parallel.report.memory import ERROR_BAND, memory_categories, memory_plan
 from nnx_parallel.report.roofline import EXPOSED, compiled_time, link_seconds, predict_time, step_time
 from nnx_parallel.report.search import SAME_TIME, factorisations, search, searched_axes
@@ -470,12 +472,50 @@ def test_a_winner_that_perhaps_fits_says_so(monkeypatch):
   assert "The winner perhaps fits; search(..., compile_best=1) tells:" in str(found)
 
 
+def reported(*, fits=True, faults=0):
+  wrong = (Fault("up", "off by 0.5 of its largest number", 0.5, None, "", "net.py:3", "dot.1", ()),) * faults
+  return SimpleNamespace(fits=fits, need_bytes=2**20, faults=wrong, results=Comparison(("down",), wrong))
+
+
+def test_a_layout_whose_program_computes_something_else_does_not_win(monkeypatch):
+  big, options, _ = sure_and_perhaps()
+  found = search(init, loss, "cpu:8", batch=big, rules=RULES, optimizer=optax.sgd(0.1), **options)
+  chosen, others = found.fitting[:2], found.fitting[2:]
+  wrong = {id(chosen[0])}
+  monkeypatch.setattr(
+    "nnx_parallel.report.search_compile.compile_candidate",
+    lambda task, c, _: dataclasses.replace(c, report=reported(faults=int(id(c) in wrong)), compiled=c.time),
+  )
+  task = Task(init, loss, RULES, optax.sgd(0.1), big, machine("cpu:8"))
+  tried, best, notes = compile_best(task, chosen, others)
+  assert best is tried[0]
+  assert tried[1].refused == "as compiled, of 2 results 1 are right, 1 WRONG"
+  (note,) = notes
+  assert note.startswith(chosen[0].mesh_text)
+  assert note.endswith("refused: up is off by 0.5 of its largest number; first wrong at net.py:3: dot.1.")
+  result = dataclasses.replace(found, fitting=tuple(tried), best=best, notes=notes)
+  assert tried[1] not in result.pareto()
+  assert re.search(r"yes +of 2 results 1 are right, 1 WRONG", str(result))
+  (right, refused) = json.loads(result.to_json())["compiled"]
+  assert (right["refused"], right["faults"], refused["refused"]) == ("", [], tried[1].refused)
+  assert refused["faults"] == [str(tried[1].report.faults[0])]
+
+  wrong |= {id(chosen[1])}
+  tried, best, notes = compile_best(task, chosen, others)
+  assert (best, len(notes)) == (None, 2)  # what was not compiled may be wrong too
+  result = dataclasses.replace(found, fitting=tuple(tried), best=best, notes=notes)
+  assert "No layout is proposed" in result.to_html()
+  assert "1 WRONG" in str(result)
+  with pytest.raises(ReportError, match="no layout that was compiled for cpu:8 computes what the step says"):
+    result.code()
+
+
 def test_a_layout_that_surely_fits_wins_where_no_compiled_one_fits(monkeypatch):
   big, options, _ = sure_and_perhaps()
   found = search(init, loss, "cpu:8", batch=big, rules=RULES, optimizer=optax.sgd(0.1), **options)
   monkeypatch.setattr(
     "nnx_parallel.report.search_compile.compile_candidate",
-    lambda task, c, _: dataclasses.replace(c, report=SimpleNamespace(fits=False), compiled=c.time),
+    lambda task, c, _: dataclasses.replace(c, report=reported(fits=False), compiled=c.time),
   )
   task = Task(init, loss, RULES, optax.sgd(0.1), big, machine("cpu:8"))
   chosen, others = found.fitting[:2], found.fitting[2:]

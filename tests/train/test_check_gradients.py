@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import weakref
 from collections.abc import Callable
@@ -16,6 +17,7 @@ from flax import nnx
 
 import nnx_parallel as nxp
 from nnx_parallel.train.check_gradients import coarsest
+from nnx_parallel.train.subject import Subject
 
 MESH = {"data": 2, "fsdp": 2, "tensor": 2}
 RULES = nxp.LogicalRules(batch=("data", "fsdp"))
@@ -221,6 +223,13 @@ def test_each_of_several_models_is_checked():
   found = nxp.train_step(losses).check_gradients({"a": first, "b": second}, {"a": one, "b": two}, x)
   assert found.wrong == ("b.norm.scale", "b.up.kernel")
 
+  coarse = {"a": losses["a"], "b": lambda m, x: loss_fn(m["b"], x).astype(jnp.bfloat16).astype(jnp.float32)}
+  found = nxp.train_step(coarse).check_gradients({"a": first, "b": second}, {"a": one, "b": two}, x, tries=0)
+  assert found.dtype == "bfloat16"
+  assert "6 leaves" in dataclasses.replace(found, looks=tuple(filter(bool, found.looks))).summary
+  with pytest.raises(nxp.TrainError, match="there is a loss for 'b', and no optimizer"):
+    nxp.train_step(losses).check_gradients({"a": first, "b": second}, {"a": one}, x)
+
 
 def test_loss_scale_and_frozen_parameters():
   class Half(nnx.Module):
@@ -270,22 +279,49 @@ def test_examples_that_depend_on_each_other_are_no_alarm():
   assert "by each device for all examples" in found.losses
 
 
-@pytest.mark.parametrize("factor", [1.0, 2.0])
-def test_what_forward_mode_cannot_do_is_checked_by_differences(factor: float):
-  def on_host(x: jax.Array) -> jax.Array:
-    return jax.pure_callback(
-      lambda x: np.tanh(x), jax.ShapeDtypeStruct(x.shape, x.dtype), x, vmap_method="sequential"
-    )
+def on_host(factor: float, dtype: Any = np.float32) -> Any:
+  """A hyperbolic tangent that forward mode cannot pass; its reverse rule is multiplied by a factor."""
 
   @jax.custom_vjp
   def tanh(x: jax.Array) -> jax.Array:
-    return on_host(x)
+    shape = jax.ShapeDtypeStruct(x.shape, x.dtype)
+    return jax.pure_callback(lambda x: np.tanh(x, dtype=dtype), shape, x, vmap_method="sequential")
 
   tanh.defvjp(lambda x: (tanh(x), x), lambda x, g: (factor * g * (1 - jnp.tanh(x) ** 2),))
-  found = check(lambda: Block(None, tanh))
+  return tanh
+
+
+def with_softmax(model: Any, x: jax.Array) -> jax.Array:
+  return optax.softmax_cross_entropy(model(x) * 3, jax.nn.softmax(x)).mean()
+
+
+@pytest.mark.parametrize("loss", [loss_fn, with_softmax])
+@pytest.mark.parametrize("factor", [1.0, 2.0])
+def test_what_forward_mode_cannot_do_is_checked_by_differences(factor: float, loss: Any):
+  found = check(lambda: Block(None, on_host(factor)), loss)
   assert bool(found) == (factor == 1)
+  assert {look.verdict for look in found.looks} == {"right"} if found else {"right", "wrong"}
   assert found.wrong == (() if found else ("norm.scale", "up.kernel"))
   assert "by central differences: Pure callbacks do not support JVP" in str(found)
+
+
+@pytest.mark.parametrize("factor", [1.0, 2.0])
+def test_differences_tell_a_gradient_stopped_on_purpose_from_a_wrong_one(factor: float):
+  def to_a_target(model: Any, x: jax.Array) -> jax.Array:
+    y = model(x)
+    return ((y - jax.lax.stop_gradient(jnp.roll(y, 1, 0))) ** 2).mean()
+
+  found = check(lambda: Block(None, on_host(factor)), to_a_target)
+  assert found.wrong == (() if factor == 1 else ("norm.scale", "up.kernel"))
+  assert factor != 1 or "without stop_gradient the two agree" in found.looks[0].why
+
+
+def test_differences_that_round_too_coarsely_decide_nothing():
+  found = check(
+    lambda: Block(None, lambda x: on_host(2.0)(x * 1e-6) * 1e-2), lambda m, x: 1e4 + loss_fn(m, x)
+  )
+  assert found
+  assert "too coarse" in found.looks[0].why
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
@@ -383,19 +419,88 @@ def test_products_of_float32_round_as_the_chip_does_by_default(precision: Any, p
   assert coarsest(jax.make_jaxpr(jnp.sin)(jnp.ones(2)), platform) == "float32"
 
 
-def test_rounding_to_few_bits_with_a_rule_of_its_own_is_no_alarm():
-  """A straight-through estimator: its gradient is no derivative, on purpose."""
+def scale_by_largest(g: jax.Array) -> jax.Array:
+  """Not linear, so that no derivative has this transpose."""
+  return g / abs(g).max()
+
+
+def straight_through(x: jax.Array, change: Callable[[jax.Array], jax.Array] = same) -> jax.Array:
+  """Rounds; its gradient is no derivative, on purpose."""
 
   @jax.custom_vjp
   def quantized(x: jax.Array) -> jax.Array:
     return (x * 16).astype(jnp.int8).astype(x.dtype) / 16
 
-  quantized.defvjp(lambda x: (quantized(x), None), lambda _, g: (g,))
-  found = check(lambda: Block(None, quantized))
+  quantized.defvjp(lambda x: (quantized(x), None), lambda _, g: (change(g),))
+  return quantized(x)
+
+
+def test_rounding_with_a_rule_of_its_own_is_no_alarm():
+  found = check(lambda: Block(None, straight_through))
   assert found
-  assert found.looks == ()
-  assert str(found) == f"not checked: {found.not_checked[0]}"
-  assert "rounds to int8 with rules of its own" in found.summary
+  assert found.loss_verdict == "right"
+  assert [look.verdict for look in found.looks] == ["right"]
+  assert "quantized: rounds, so that its reverse rule is taken at its word" in str(found)
+  found = check(lambda: Block(None, lambda x: straight_through(x, scale_by_largest)))
+  assert found
+  assert "differences see the rounding" in found.looks[0].why
+
+
+@pytest.mark.parametrize(
+  "middle",
+  [
+    lambda x: straight_through(in_reverse(double)(x)),
+    lambda x: with_own_rule(double)(x + (x.astype(jnp.int8) // 99).astype(x.dtype)),
+  ],
+  ids=["beside a rule that rounds", "beside a cast to few bits"],
+)
+def test_rounding_hides_no_other_fault(middle: Any):
+  assert check(lambda: Block(None, middle)).wrong == ("norm.scale", "up.kernel")
+
+
+def test_each_of_many_equal_layers_is_looked_at():
+  class Deep(nnx.Module):
+    def __init__(self):
+      self.layers = nnx.List([nnx.Linear(16, 16, use_bias=False, rngs=nnx.Rngs(n)) for n in range(20)])
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+      for n, layer in enumerate(self.layers):
+        x = x + x @ (in_reverse(double) if n == 18 else same)(layer.kernel[...]) * 0.1
+      return x
+
+  found = check(Deep)
+  assert found.wrong == ("layers.18.kernel",)
+  assert "layers.10.kernel to layers.19.kernel" in str(found)
+
+
+def test_whole_arrays_that_do_not_fit_a_device_are_not_checked(monkeypatch: pytest.MonkeyPatch):
+  def too_large(*args: Any) -> Any:
+    raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 99 bytes.\nmore")
+
+  monkeypatch.setattr(Subject, "by_device", lambda self, **options: too_large)
+  monkeypatch.setattr(Subject, "gradients_by_device", lambda self, **options: too_large)
+  found = check(lambda: Block(None))
+  assert found
+  assert (
+    "whole arrays do not fit: RESOURCE_EXHAUSTED: Out of memory allocating 99 bytes." in found.not_checked[0]
+  )
+  found = check(lambda: Block("tensor"))
+  assert found.wrong == ("norm.scale",)
+
+
+def test_advice_is_what_helps():
+  advice = {
+    "nxp.train_step": check(lambda: Block("tensor")),
+    "lay norm.scale out as P": check(lambda: Block("tensor"), tries=2),
+    "differs on purpose": check(lambda: Block(None, with_own_rule(double))),
+    "jax_debug_nans": check(lambda: Block(None, lambda x: jnp.sqrt(x * 0))),
+  }
+  plan, model, optimizer = trained(lambda: Block(None, in_reverse(without_sum)))
+  x = nxp.shard_batch(np.random.default_rng(0).normal(size=(16, 16)).astype("float32"), plan)
+  advice["nxp.check_step"] = nxp.train_step(loss_fn).check_gradients(model, optimizer, x, tries=0)
+  for said, found in advice.items():
+    with pytest.raises(nxp.TrainError, match=f"Fix: .*{said}"):
+      found.raise_if_wrong()
 
 
 def test_check_keeps_no_array_that_the_next_step_would_have_to_copy():
