@@ -161,7 +161,7 @@ def write(
         digests.clear()
       finally:
         if pending is not None:
-          pending.result()
+          pending()
     items = _with_digests(content, parts)
     if place is None:
       return

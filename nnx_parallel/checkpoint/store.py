@@ -22,7 +22,7 @@ import logging
 import math
 import os
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from typing import Any, Protocol, TypeAlias
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -46,14 +46,6 @@ Part: TypeAlias = tuple[Box, Block]
 """Where a shard lies in its array, and its memory."""
 
 
-class Pending(Protocol):
-  """A save in the background."""
-
-  def result(self, timeout: float | None = None) -> None:
-    """Waits, and raises what went wrong."""
-    ...
-
-
 def start_save(
   step_dir: epath.Path,
   items: Mapping[str, Mapping[str, Array]],
@@ -61,8 +53,8 @@ def start_save(
   chunk_bytes: int | None,
   byte_budget: int,
   background: bool,
-) -> Pending:
-  """Starts writing the arrays.
+) -> Callable[[], None]:
+  """Starts writing the arrays; the returned function waits, and raises what went wrong.
 
   Args:
     step_dir: created by this call; appears under its name once complete.
@@ -78,7 +70,7 @@ def start_save(
   context.memory_options.transfer_concurrent_bytes = None if background else budget
   context.array_options.saving.storage_options.chunk_byte_size = chunk_bytes
   with context, quiet():
-    return ocp.save_checkpointables_async(step_dir, {name: dict(tree) for name, tree in items.items()})
+    return ocp.save_checkpointables_async(step_dir, {name: dict(tree) for name, tree in items.items()}).result
 
 
 def host_bytes_to_save(
