@@ -45,7 +45,7 @@ from orbax.checkpoint import v1 as ocp  # noqa: E402
 import nnx_parallel as nxp  # noqa: E402
 from nnx_parallel.checkpoint import manifest  # noqa: E402
 from nnx_parallel.checkpoint.checkpointer import Checkpointer  # noqa: E402
-from nnx_parallel.checkpoint.safetensors import export_safetensors, import_safetensors  # noqa: E402
+from nnx_parallel.interop.safetensors import export_safetensors, import_safetensors  # noqa: E402
 
 WIDTH = 2048
 MEMORY = ("save", "restore", "import of safetensors")

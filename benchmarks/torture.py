@@ -342,7 +342,7 @@ def interrupted_steps(
     return model, nnx.Optimizer(model, optax.sgd(1.0), wrt=nnx.Param)
 
   def steps_in(model: Any, optimizer: Any) -> int:
-    """Each step takes 1 from every parameter; -1 where they do not agree."""
+    """Each step takes 1 from every parameter; -1 where they do not multihost."""
     made = int(optimizer.step[...])
     same = all(np.all(np.asarray(leaf[...]) == -made) for leaf in (model.w, model.b))
     return made if same else -1
@@ -390,7 +390,7 @@ def reader(reports: Connection, directory: str) -> None:
   """Opens the directory and restores the newest step, again and again, until it is told to end."""
   os.environ |= {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": FLAGS}
   from nnx_parallel.checkpoint.checkpointer import Checkpointer
-  from nnx_parallel.checkpoint.manifest import VanishedError
+  from nnx_parallel.checkpoint.damage import VanishedError
 
   found = collections.Counter[str]()
   while not reports.poll():

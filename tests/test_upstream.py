@@ -358,7 +358,7 @@ def test_what_runs_at_exit_can_run_before_threads_are_joined():
 
 
 def test_orbax_stores_one_folder_for_each_leaf(tmp_path):
-  """`checkpoint/{_orbax,store,preflight,files}.py`: `FOLDER/zarr.json` beside `c/` (Zarr 3, no OCDBT)."""
+  """`checkpoint/{store,diff,folders}.py`: `FOLDER/zarr.json` beside `c/` (Zarr 3, no OCDBT)."""
   with nxp.Checkpointer(tmp_path) as checkpointer:
     checkpointer.save(1, {"w": jnp.ones((8, 8))})
   folder = tmp_path / "1" / "model" / "w"
@@ -367,7 +367,7 @@ def test_orbax_stores_one_folder_for_each_leaf(tmp_path):
 
 
 def test_orbax_logs_through_absl():
-  """`checkpoint/_orbax.py` (`quiet`) filters this logger."""
+  """`checkpoint/store.py` (`quiet`) filters this logger."""
   assert absl.logging.get_absl_logger() is logging.getLogger("absl")
 
 

@@ -1,20 +1,93 @@
-"""Which steps a directory holds, and which of them is meant."""
+"""Finds the steps of a directory: which is the newest, which is the best, which may be deleted.
+
+Each step names the one before it in its run. So the newest step is the end of the last lineage, and not the
+step with the largest number.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
+import numbers
 import operator
 import os
-from collections.abc import Mapping
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from etils import epath
 
-from nnx_parallel.checkpoint import files, lineage, manifest, restore
-from nnx_parallel.checkpoint.lineage import Place
+from nnx_parallel.checkpoint import folders, manifest, restore
+from nnx_parallel.checkpoint.damage import damage
 from nnx_parallel.checkpoint.manifest import Header, Manifest
-from nnx_parallel.checkpoint.retention import Retention
 from nnx_parallel.errors import CheckpointError
+
+
+@dataclasses.dataclass(frozen=True)
+class Retention:
+  """Keeps the newest steps, every k-th one, and the best by a metric; the newest always stays.
+
+  Attributes:
+    newest: how many of the newest steps to keep; None keeps all.
+    every: keeps each step that this divides.
+    best: the metric that `step="best"` and `keep_best` compare.
+    mode: `min` or `max`: which value of the metric is best.
+    keep_best: how many of the best steps to keep.
+
+  Raises:
+    CheckpointError: counts that are not whole or below 1, or an unknown mode.
+
+  Example:
+    >>> keep = Retention(newest=2, every=100, best="loss")
+    >>> metrics = {100: {}, 150: {"loss": 1.0}, 160: {"loss": 2.0}, 170: {}, 180: {}}
+    >>> keep.expired(metrics, newest_first=[180, 170, 160, 150, 100])
+    [160]
+  """
+
+  newest: int | None = None
+  every: int | None = None
+  best: str | None = None
+  mode: str = "min"
+  keep_best: int = 1
+
+  def __post_init__(self) -> None:
+    counts: dict[str, Any] = {
+      "max_to_keep": self.newest,
+      "keep_every": self.every,
+      "keep_best": self.keep_best,
+    }
+    for name, count in counts.items():
+      is_whole = type(count) is not bool and isinstance(count, numbers.Integral)
+      if count is not None and (not is_whole or count < 1):
+        raise CheckpointError(
+          f"{name}={count!r} is not a number of steps from 1 up.", fix=f"pass {name}=1 or more, or None."
+        )
+    if self.mode not in ("min", "max"):
+      raise CheckpointError(f"best_mode={self.mode!r} is unknown.", fix='pass "min" or "max".')
+
+  def ranked(self, metrics: Mapping[int, Mapping[str, float]]) -> list[int]:
+    """Steps that have the metric, best first; NaN counts as not having it."""
+    if self.best is None:
+      return []
+    values = {step: row[self.best] for step, row in metrics.items() if self.best in row}
+    sign = 1 if self.mode == "min" else -1
+    finite = [step for step, value in values.items() if not math.isnan(value)]
+    return sorted(finite, key=lambda step: (sign * values[step], -step))
+
+  def expired(self, metrics: Mapping[int, Mapping[str, float]], newest_first: Sequence[int]) -> list[int]:
+    """The steps to delete, in the order of their numbers.
+
+    Args:
+      metrics: of every saved step.
+      newest_first: these steps by age.
+    """
+    if self.newest is None:
+      return []
+    kept = {*newest_first[: self.newest], *self.ranked(metrics)[: self.keep_best]}
+    if self.every is not None:
+      kept |= {step for step in newest_first if step % self.every == 0}
+    return sorted(set(newest_first) - kept)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,7 +96,7 @@ class Catalog:
 
   Attributes:
     directory: absolute.
-    retention: says which step is best, and which may go.
+    retention: decides which step is best and which may be deleted.
   """
 
   directory: epath.Path
@@ -31,14 +104,14 @@ class Catalog:
 
   def steps(self) -> list[int]:
     """The complete steps, in the order of their numbers."""
-    return files.saved_steps(self.directory)
+    return folders.saved_steps(self.directory)
 
   def folder(self, step: int) -> epath.Path:
-    """Of a step."""
-    return files.folder_of(self.directory, step)
+    """The folder of a step."""
+    return folders.folder_of(self.directory, step)
 
   def manifest(self, step: int) -> Manifest:
-    """Of a step; read and checked.
+    """Reads and checks the manifest of a step.
 
     Raises:
       CheckpointError: see `manifest.read`.
@@ -46,16 +119,16 @@ class Catalog:
     """
     found = manifest.read(self.folder(step))
     if found.step != step:
-      raise restore.damage(step, [f"{manifest.FILE} is that of step {found.step}"])
+      raise damage(step, [f"{manifest.FILE} is that of step {found.step}"])
     return found
 
   def newest_first(self) -> list[int]:
-    """All steps, damaged ones too, as `lineage.newest_first` orders them."""
-    return lineage.newest_first(self.headers())
+    """All steps, the newest first; damaged ones too."""
+    return newest_first(self.headers())
 
   def headers(self) -> dict[int, Header | None]:
-    """Of all steps; None for one that is damaged, or somebody else's."""
-    found: dict[int, Header | None] = dict.fromkeys(files.foreign_steps(self.directory))
+    """The header of each step; None where it is damaged, or another program wrote the folder."""
+    found: dict[int, Header | None] = dict.fromkeys(folders.unrecognised_steps(self.directory))
     for step in self.steps():
       found[step] = None
       with contextlib.suppress(CheckpointError):
@@ -77,9 +150,9 @@ class Catalog:
     return None
 
   def identity(self, step: int) -> int | None:
-    """Tells the folder of a step from another one of the same name; None when there is none."""
+    """A number that changes when another folder takes the name of a step; None when there is none."""
     folder = self.folder(step)
-    if not files.is_local(folder):
+    if not folders.is_local(folder):
       return 0 if folder.exists() else None
     with contextlib.suppress(FileNotFoundError):
       return os.stat(folder).st_ino
@@ -89,17 +162,17 @@ class Catalog:
     """The step with the best metric, or None when no step has it."""
     return next(iter(self.retention.ranked(_metrics(self.headers()))), None)
 
-  def doomed(self) -> list[int]:
+  def expired(self) -> list[int]:
     """The steps that need not be kept; never the newest, nor a damaged one."""
     if self.retention.newest is None:
       return []
     metrics = _metrics(headers := self.headers())
-    return self.retention.doomed(metrics, [s for s in lineage.newest_first(headers) if s in metrics])
+    return self.retention.expired(metrics, [s for s in newest_first(headers) if s in metrics])
 
   def resolve(self, step: int | str | None, *, whole: bool = True) -> int:
-    """The number that is meant by a number, `"latest"` (also None) or `"best"`.
+    """The number of the step that a number, `"latest"` (also None) or `"best"` means.
 
-    The latest may be damaged, and have no manifest: then whoever reads it says so.
+    The latest may be damaged, or have no manifest; reading it raises.
 
     Args:
       step: as above.
@@ -121,14 +194,14 @@ class Catalog:
       raise CheckpointError(f"step={step!r} is unknown.", fix='pass a number, "latest" or "best".')
     else:
       folder = self.folder(number := as_step(step))
-      if not ((folder / manifest.FILE).exists() or (not whole and files.is_foreign(folder))):
+      if not ((folder / manifest.FILE).exists() or (not whole and folders.is_unrecognised(folder))):
         number = None
     if number is None:
       raise self._no_step(step)
     return number
 
   def place(self, step: int, position: int | None, *, overwrite: bool) -> Place:
-    """Where a step belongs that is about to be written.
+    """The place in the lineage of a step that is about to be written.
 
     Args:
       step: its number.
@@ -136,14 +209,14 @@ class Catalog:
       overwrite: whether it may exist.
 
     Raises:
-      CheckpointError: it exists, its folder is somebody else's, or the run did not come from before it.
+      CheckpointError: it exists, another program wrote its folder, or the run did not come from before it.
     """
     self._check_free(step, overwrite=overwrite)
-    return lineage.place(step, position, self.headers(), self.directory)
+    return place_of(step, position, self.headers(), self.directory)
 
   def _check_free(self, step: int, *, overwrite: bool) -> None:
     folder = self.folder(step)
-    if files.is_foreign(folder):
+    if folders.is_unrecognised(folder):
       raise CheckpointError(
         f"cannot save step {step}: {folder} was not written by nnx_parallel, or is damaged.",
         fix="move that folder elsewhere, or choose another directory; nothing was changed.",
@@ -156,7 +229,7 @@ class Catalog:
         details=f"steps: {self.steps()}",
         fix="pass overwrite=True to replace it once the new one is complete, or use another step.",
       )
-    if not files.is_local(self.directory):
+    if not folders.is_local(self.directory):
       raise CheckpointError(
         f"cannot replace step {step} in {self.directory}: renames are not atomic there.",
         fix="save under another step, or delete this one first.",
@@ -164,10 +237,10 @@ class Catalog:
 
   def _no_step(self, step: int | str | None) -> CheckpointError:
     steps = self.steps()
-    foreign = files.foreign_steps(self.directory)
+    unrecognised = folders.unrecognised_steps(self.directory)
     details = f"complete steps: {steps or 'none'}"
-    if foreign:
-      details += f"\nincomplete, or written by something else (no {manifest.FILE}): {foreign}"
+    if unrecognised:
+      details += f"\nincomplete, or written by something else (no {manifest.FILE}): {unrecognised}"
     what = "a checkpoint" if step is None or step == "latest" else f"step {step}"
     if step == "best":
       what = f"a step with the metric {self.retention.best!r}"
@@ -207,7 +280,7 @@ def absolute(directory: str | os.PathLike[str]) -> epath.Path:
   """
   try:
     path = epath.Path(directory).expanduser()
-    remote = not files.is_local(path)
+    remote = not folders.is_local(path)
     if remote:
       path.exists()  # imports what the store needs
   except (KeyError, ImportError) as error:
@@ -228,3 +301,81 @@ def absolute(directory: str | os.PathLike[str]) -> epath.Path:
   if path.exists() and not path.is_dir():
     raise CheckpointError(f"{path} is a file, not a directory.", fix="choose a directory for the steps.")
   return path
+
+
+def newest_first(headers: Mapping[int, Header | None]) -> list[int]:
+  """Sorts steps by age: those of the last lineage, then those that it left behind.
+
+  The step that was written last ends the last lineage. Each step of it follows its parent, or, when that was
+  deleted, the youngest older step with a smaller number.
+
+  Args:
+    headers: of each step; None where it cannot be read, and then the number alone decides.
+
+  Example:
+    >>> parents = {100: None, 200: 100, 150: 100}
+    >>> newest_first({step: Header(step, i, {}, parents[step]) for i, step in enumerate(parents)})
+    [150, 100, 200]
+  """
+  known = sorted((one for one in headers.values() if one is not None), key=lambda one: -one.time)
+  times: dict[float, float] = {header.step: header.time for header in known}
+  behind: list[int] = []
+  parent = math.inf
+  for header in known:
+    if header.step > parent or (header.step < parent and times.get(parent, math.inf) < header.time):
+      behind.append(header.step)
+    else:
+      parent = -1 if header.parent is None else header.parent
+  return [*sorted(headers.keys() - behind, reverse=True), *behind]
+
+
+@dataclasses.dataclass(frozen=True)
+class Place:
+  """The place of a step in the lineage of its run.
+
+  Attributes:
+    parent: the step that the run resumed from or saved before; None at its start.
+    time: when the step was first written; None for a new one.
+    after: when the last of the other steps was written.
+  """
+
+  parent: int | None
+  time: float | None
+  after: float
+
+  def stamp(self) -> float:
+    """The time to commit with. A new step is later than all others, even if the clock was set back."""
+    return max(time.time(), math.nextafter(self.after, math.inf)) if self.time is None else self.time
+
+
+def place_of(
+  step: int, position: int | None, headers: Mapping[int, Header | None], directory: object
+) -> Place:
+  """Finds the place of a step that is about to be saved.
+
+  Args:
+    step: its number; it may exist, and is replaced then.
+    position: the step that this run resumed from or saved last; None when it did neither.
+    headers: of the steps there are.
+    directory: where they are, for the error.
+
+  Raises:
+    CheckpointError: the directory holds newer steps, and the run did not come from before them.
+  """
+  known = {number: header for number, header in headers.items() if header is not None}
+  after = max((header.time for header in known.values()), default=-math.inf)
+  newest = next(iter(newest_first(known)), None)
+  start = newest if position is None else position
+  old = known.get(step)
+  if old is not None and (position is None or step <= position):
+    return Place(old.parent, old.time, after)
+  if start is None or step > start:
+    return Place(start, None, after)
+  came = f"is at step {position}" if position is not None else "resumed from none of its steps"
+  earlier = max((number for number in known if number < step), default=None)
+  resume = f"to go on from step {earlier}, restore(target, {earlier}) with this Checkpointer first; "
+  raise CheckpointError(
+    f"cannot save step {step}: {directory} holds newer steps, and step {step} would become the newest.",
+    details=f"the newest is step {newest}; this run {came}",
+    fix=f"{resume if earlier is not None else ''}for another run, choose another directory.",
+  )

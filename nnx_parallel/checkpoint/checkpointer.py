@@ -1,15 +1,13 @@
-"""`Checkpointer`: the one class that users of checkpoints meet."""
+"""`Checkpointer`: saves and restores the steps of a run."""
 
 from __future__ import annotations
 
 import atexit
 import concurrent.futures
 import contextlib
-import dataclasses
 import functools
 import operator
 import os
-import signal
 import threading
 import warnings
 import weakref
@@ -22,39 +20,23 @@ import numpy as np
 from etils import epath
 
 from nnx_parallel.checkpoint import (
-  agree,
-  catalog,
   encoding,
-  files,
+  folders,
   manifest,
-  remap,
+  multihost,
   restore,
   save,
   targets,
-  trees,
 )
-from nnx_parallel.checkpoint.lineage import Place
-from nnx_parallel.checkpoint.manifest import DamagedError, Manifest, VanishedError
-from nnx_parallel.checkpoint.mapping import Mapping
-from nnx_parallel.checkpoint.placement import no_mesh
-from nnx_parallel.checkpoint.preflight import Diff, as_names, compare
-from nnx_parallel.checkpoint.retention import Retention
-from nnx_parallel.checkpoint.targets import Only
+from nnx_parallel.checkpoint.catalog import Catalog, Place, Retention, absolute, as_step
+from nnx_parallel.checkpoint.damage import DamagedError, VanishedError, vanished
+from nnx_parallel.checkpoint.diff import Diff, Target, as_names, compare
+from nnx_parallel.checkpoint.manifest import Manifest
+from nnx_parallel.checkpoint.relayout import no_mesh
+from nnx_parallel.checkpoint.targets import Only, Remap
 from nnx_parallel.errors import CheckpointError
 
 _RESERVED = ("model", "optimizer")
-
-
-@dataclasses.dataclass(frozen=True)
-class _Job:
-  """One save: the arguments of `Checkpointer.save`, checked and encoded."""
-
-  step: int
-  content: save.Content
-  extra: MappingType[str, encoding.Json]
-  metrics: MappingType[str, float]
-  plan: encoding.Json
-  overwrite: bool
 
 
 _UNFINISHED: set[Checkpointer] = set()
@@ -66,7 +48,7 @@ _LIVE: weakref.WeakSet[Checkpointer] = weakref.WeakSet()
 class Checkpointer:
   """Saves and restores steps in a directory.
 
-  Each step is one folder, an ordinary Orbax checkpoint with a manifest of ours. A step appears under its
+  Each step is one folder, an ordinary Orbax checkpoint with a manifest beside it. A step appears under its
   number only when it is complete and on the disk, so whatever `steps()` lists can be restored. In a job of
   several processes, make each call on all of them.
 
@@ -117,10 +99,10 @@ class Checkpointer:
     byte_budget: int = 256 << 20,
     chunk_bytes: int | None = 16 << 20,
   ):
-    self.directory = catalog.absolute(directory)
+    self.directory = absolute(directory)
     self.restored: Manifest | None = None
     retention = Retention(max_to_keep, keep_every, best, best_mode, keep_best)
-    self._catalog = catalog.Catalog(self.directory, retention)
+    self._catalog = Catalog(self.directory, retention)
     self._asynchronous, self._verify = asynchronous, _checked(verify)
     self._byte_budget = _checked_bytes("byte_budget", byte_budget, least=0)
     self._chunk_bytes = None if chunk_bytes is None else _checked_bytes("chunk_bytes", chunk_bytes, least=1)
@@ -158,7 +140,7 @@ class Checkpointer:
     plan: object = None,
     overwrite: bool = False,
   ) -> None:
-    """Saves everything a run is as one step, all or nothing.
+    """Saves the state of a run as one step, completely or not at all.
 
     The step follows the one that this object restored into a target or saved last, and else the newest there
     is. Where newer steps lie that the run did not resume from, a smaller one is refused.
@@ -184,50 +166,29 @@ class Checkpointer:
         refuses, another job is writing here, or an earlier background save failed.
     """
     with no_mesh():
-      self._save(step, model, optimizer, only, extra, metrics, plan, overwrite)
-
-  def _save(
-    self,
-    step: int,
-    model: object,
-    optimizer: object,
-    only: Only | None,
-    extra: MappingType[str, object] | None,
-    metrics: MappingType[str, object] | None,
-    plan: object,
-    overwrite: bool,
-  ) -> None:
-    self.wait()
-    if self._closed:
-      raise CheckpointError(
-        f"cannot save step {step}: this Checkpointer was closed.",
-        fix=f"make another: Checkpointer({os.fspath(self.directory)!r}).",
+      self.wait()
+      if self._closed:
+        raise CheckpointError(
+          f"cannot save step {step}: this Checkpointer was closed.",
+          fix=f"make another: Checkpointer({os.fspath(self.directory)!r}).",
+        )
+      request = multihost.together(
+        lambda: save.Request(
+          as_step(step),
+          *_content(model, optimizer, only, extra),
+          _numbers(metrics or {}),
+          targets.plan_json(plan),
+          overwrite,
+        )
       )
-    job = agree.together(
-      lambda: _Job(
-        catalog.as_step(step),
-        *_content(model, optimizer, only, extra),
-        _numbers(metrics or {}),
-        targets.plan_json(plan),
-        overwrite,
-      )
-    )
-    save.agree_on(self.directory, job.step, job.content)
-    self._pool.submit(int).result()  # starts the thread, which an interrupt below would lose
-    with _uninterrupted():
-      with contextlib.ExitStack() as stack:
-        finish = self._start(stack, job)
-        held = stack.pop_all()
-      try:
-        pending = self._pending = self._pool.submit(self._finish, job.step, finish, held)
-      except BaseException:  # no more threads; if the save is under way already, the lock is free after it
-        self._pool.submit(int).result()
-        raise
+      save.require_same(self.directory, request)
+      self._pool.submit(int).result()  # starts the thread: an interrupt during the start would lose it
+      started = concurrent.futures.Future[bool]()
+      pending = self._pending = self._pool.submit(self._run, request, started)
       _UNFINISHED.add(self)
       pending.add_done_callback(functools.partial(_forget_finished, self))
-      self._restored_step = None
-    if not self._asynchronous:
-      self.wait()
+      if not started.result() or not self._asynchronous:
+        self.wait()
 
   def wait(self) -> None:
     """Waits for a background save.
@@ -239,7 +200,7 @@ class Checkpointer:
     if pending is None:
       return
     try:
-      agree.together(pending.result)
+      multihost.together(pending.result)
       if self._saving is not None:
         self._position = self._saving
     finally:
@@ -248,7 +209,7 @@ class Checkpointer:
         _UNFINISHED.discard(self)
 
   def close(self) -> None:
-    """Waits for a background save and lets the object go.
+    """Waits for a background save and ends the object's thread.
 
     Raises:
       CheckpointError: the save failed.
@@ -263,7 +224,7 @@ class Checkpointer:
   # Finding.
 
   def steps(self) -> list[int]:
-    """The complete steps, in the order of their numbers; `latest` says which is the newest."""
+    """The complete steps, in the order of their numbers; `latest` is the newest."""
     return self._catalog.steps()
 
   def latest(self) -> int | None:
@@ -286,11 +247,11 @@ class Checkpointer:
     Raises:
       CheckpointError: no such step, or its manifest cannot be read.
     """
-    return agree.together(lambda: self._catalog.manifest(self._catalog.resolve(step)))
+    return multihost.together(lambda: self._catalog.manifest(self._catalog.resolve(step)))
 
   # Restoring.
 
-  def preflight(
+  def diff(
     self,
     target: object,
     step: int | str | None = None,
@@ -299,21 +260,21 @@ class Checkpointer:
     skip: Iterable[str] = (),
     rename: MappingType[str, str] | None = None,
     cast: bool = False,
-    mapping: Mapping | None = None,
+    weight_map: Remap | None = None,
     optimizer: str = "restore",
     as_numpy: bool = False,
   ) -> Diff:
     """Compares a step with a target; no array is read.
 
     Args:
-      target: as for `restore`, and so are `only`, `skip`, `rename`, `cast`, `mapping`, `optimizer` and
+      target: as for `restore`, and so are `only`, `skip`, `rename`, `cast`, `weight_map`, `optimizer` and
         `as_numpy`: pass what the restore will get.
       step: a number, `"latest"` (also None) or `"best"`.
       only: as for `restore`.
       skip: as for `restore`.
       rename: as for `restore`.
       cast: as for `restore`.
-      mapping: as for `restore`.
+      weight_map: as for `restore`.
       optimizer: as for `restore`.
       as_numpy: as for `restore`.
 
@@ -325,7 +286,7 @@ class Checkpointer:
     """
     record = self.metadata(step)
     names, choose = targets.split_only(only)
-    goal = self._goal(target, record, mapping, optimizer, as_numpy, choose)
+    goal = self._goal(target, record, weight_map, optimizer, as_numpy, choose)
     return self._compare(record, goal, only=names, skip=skip, rename=rename, cast=cast)
 
   def restore(
@@ -337,7 +298,7 @@ class Checkpointer:
     skip: Iterable[str] = (),
     rename: MappingType[str, str] | None = None,
     cast: bool = False,
-    mapping: Mapping | None = None,
+    weight_map: Remap | None = None,
     optimizer: str = "restore",
     on_corrupt: str = "error",
     as_numpy: bool = False,
@@ -346,7 +307,7 @@ class Checkpointer:
 
     Says before it reads, in the log at INFO, how many bytes of arrays and how much host memory that takes.
     The next `save` of this object follows the step that was restored into a target: look at other steps of a
-    run that goes on with another Checkpointer.
+    run with another Checkpointer.
 
     Args:
       target: a plan; a module or `nnx.State`, whose values are replaced; a pytree of
@@ -357,8 +318,8 @@ class Checkpointer:
       skip: patterns of paths, in the target or the checkpoint, to leave alone.
       rename: path in the target, or its start, to the saved one.
       cast: whether one float dtype may become another.
-      mapping: how saved leaves make up the target's: lists of layers stacked or cut, dims transposed,
-        split or merged. Patterns above are then about the saved paths.
+      weight_map: how saved leaves make up the target's, as a `WeightMap`: layers stacked or cut, dims
+        transposed, split or merged. Patterns above are then about the saved paths.
       optimizer: `"restore"`, `"drop"` (leave it, and return the model only) or, with a plan, `"fresh"` (make
         a new one).
       on_corrupt: `"error"`, or `"fallback"` to take the newest good step, with a warning.
@@ -379,15 +340,15 @@ class Checkpointer:
     }
     with no_mesh():
       self.wait()
-      agree.together(
-        lambda: self._check_choices(target, choose, mapping, optimizer, on_corrupt, as_numpy, filtered)
+      multihost.together(
+        lambda: self._check_choices(target, choose, weight_map, optimizer, on_corrupt, as_numpy, filtered)
       )
 
       def attempt(record: Manifest) -> Any:
-        goal = None
-        if target is not None:
-          goal = agree.together(lambda: self._goal(target, record, mapping, optimizer, as_numpy, filtered))
-        return self._attempt(goal, record, choose)
+        goal = multihost.together(
+          lambda: self._goal(target, record, weight_map, optimizer, as_numpy, filtered)
+        )
+        return self._fill(goal, record, choose)
 
       found = self._try_steps(step, on_corrupt, attempt)
       if target is not None:
@@ -416,9 +377,9 @@ class Checkpointer:
     with no_mesh():
       self.wait()
       chosen = self._restored_step if step is None else step
-      number = agree.together(lambda: self._catalog.resolve(chosen))
+      number = multihost.together(lambda: self._catalog.resolve(chosen))
       with self._there(number):
-        record = agree.together(lambda: self._catalog.manifest(number))
+        record = multihost.together(lambda: self._catalog.manifest(number))
         if name in record.extra:
           return encoding.read_json(record.extra[name])
         if name not in record.items:
@@ -429,13 +390,16 @@ class Checkpointer:
           )
         if target is None and not as_numpy:
           raise _no_target(self.directory)
-        goal = None
-        if target is not None:
-          goal = agree.together(lambda: targets.read(target, optimizer="drop", as_numpy=as_numpy, item=name))
-        return self._attempt(goal, record, {}, only_item=name)
+
+        def asked() -> Target:
+          if target is None:
+            return targets.as_saved(record, name)
+          return targets.read(target, optimizer="drop", as_numpy=as_numpy, item=name)
+
+        return self._fill(multihost.together(asked), record, {})
 
   def verify(self, step: int | str | None = None) -> dict[str, str]:
-    """Reads a whole step and says what is wrong with it; a folder that lost its manifest is a step too.
+    """Checks every value and file of a step. A folder without its manifest is a step too.
 
     Args:
       step: a number, `"latest"` (also None) or `"best"`.
@@ -446,99 +410,96 @@ class Checkpointer:
     Raises:
       CheckpointError: no such step, or another process removed or replaced it meanwhile.
     """
-    number = agree.together(lambda: self._catalog.resolve(step, whole=False))
+    number = multihost.together(lambda: self._catalog.resolve(step, whole=False))
     found = self._catalog.identity(number)
     problems = self._problems(number)
-    if any(agree.added_up([bool(problems) and self._catalog.identity(number) != found])):
-      raise manifest.vanished(self._catalog.folder(number))
+    if any(multihost.added_up([bool(problems) and self._catalog.identity(number) != found])):
+      raise vanished(self._catalog.folder(number))
     return problems
 
   # Inside.
 
-  def _start(self, stack: contextlib.ExitStack, job: _Job) -> Callable[[], None]:
+  def _run(self, request: save.Request, started: concurrent.futures.Future[bool]) -> None:
+    """Makes a save. `started` gets True once it has begun to write, and False if it cannot begin.
+
+    It has a thread of its own, so Ctrl-C ends the wait for it and not the save. Orbax, interrupted while it
+    starts to write, would leave threads that go on writing and meet the next save.
+    """
+    with contextlib.ExitStack() as stack:
+      stack.callback(lambda: started.done() or started.set_result(False))
+      finish = self._start(stack, request)
+      self._restored_step = None
+      started.set_result(True)
+      try:
+        folders.friendly_errors(finish, f"save step {request.step}", self.directory)
+      except CheckpointError:
+        save.abandon(self.directory, request.step)
+        raise
+      if jax.process_index() == 0:
+        for problem in folders.delete_steps(self.directory, self._catalog.expired):
+          warnings.warn(f"step {request.step} is saved, but {problem}", stacklevel=2)
+
+  def _start(self, stack: contextlib.ExitStack, request: save.Request) -> Callable[[], None]:
     def open_for_writing() -> Place | None:
-      return self._open_for_writing(stack, job) if jax.process_index() == 0 else None
+      return self._open_for_writing(stack, request) if jax.process_index() == 0 else None
 
     def write() -> Callable[[], None]:
       return save.write(
         self.directory,
-        job.step,
-        job.content,
-        extra=job.extra,
-        metrics=job.metrics,
-        plan=job.plan,
+        request,
         place=place,
         chunk_bytes=self._chunk_bytes,
         byte_budget=self._byte_budget,
         background=self._asynchronous,
       )
 
-    doing = f"save step {job.step}"
-    place = agree.together(lambda: files.explained(open_for_writing, doing, self.directory))
-    self._saving = job.step if place is not None and place.time is None else None
-    return agree.together(lambda: files.explained(write, doing, self.directory))
+    doing = f"save step {request.step}"
+    place = multihost.together(lambda: folders.friendly_errors(open_for_writing, doing, self.directory))
+    self._saving = request.step if place is not None and place.time is None else None
+    return multihost.together(lambda: folders.friendly_errors(write, doing, self.directory))
 
-  def _open_for_writing(self, stack: contextlib.ExitStack, job: _Job) -> Place:
+  def _open_for_writing(self, stack: contextlib.ExitStack, request: save.Request) -> Place:
     self.directory.mkdir(parents=True, exist_ok=True)
-    stack.enter_context(files.writer_lock(self.directory))
-    files.sweep(self.directory)
-    place = self._catalog.place(job.step, self._position, overwrite=job.overwrite)
-    files.check_space(self.directory, job.content.nbytes)
+    stack.enter_context(folders.writer_lock(self.directory))
+    folders.recover(self.directory)
+    place = self._catalog.place(request.step, self._position, overwrite=request.overwrite)
+    folders.check_space(self.directory, request.content.nbytes)
     return place
-
-  def _finish(self, step: int, finish: Callable[[], None], held: contextlib.ExitStack) -> None:
-    with held:
-      try:
-        files.explained(finish, f"save step {step}", self.directory)
-      except CheckpointError:
-        save.abandon(self.directory, step)
-        raise
-      if jax.process_index() == 0:
-        for problem in files.delete_steps(self.directory, self._catalog.doomed):
-          warnings.warn(f"step {step} is saved, but {problem}", stacklevel=2)
 
   def _drain(self) -> None:
     if self._pending is not None:
       concurrent.futures.wait([self._pending])
 
   def _forget_parent(self) -> None:
-    """Makes the copy in a forked process whole: it has none of its parent's threads and saves."""
+    """Repairs the copy in a forked process, which has no threads and no pending save."""
     self._pool = concurrent.futures.ThreadPoolExecutor(1, "nnx_parallel-checkpoint")
     self._pending = None
 
-  def _compare(self, record: Manifest, goal: targets.Target, **choose: Any) -> Diff:
+  def _compare(self, record: Manifest, goal: Target, **choose: Any) -> Diff:
     folder = self._catalog.folder(record.step)
-    return compare(
-      record,
-      goal.wanted,
-      values=goal.values,
-      left_out=goal.left_out,
-      drops_optimizer=goal.drops_optimizer,
-      folder=folder,
-      byte_budget=self._byte_budget,
-      **choose,
-    )
+    return compare(record, goal, folder=folder, byte_budget=self._byte_budget, **choose)
 
-  def _fitting(self, record: Manifest, goal: targets.Target, choose: MappingType[str, Any]) -> Diff:
+  def _fill(self, goal: Target, record: Manifest, choose: MappingType[str, Any]) -> Any:
+    """Restores a step into what a target asks for."""
+
     def compared() -> Diff:
       diff = self._compare(record, goal, **choose)
       diff.require()
       return diff
 
-    return agree.together(compared)
-
-  def _read(self, record: Manifest, diff: Diff) -> dict[str, dict[str, encoding.Array]]:
-    names = "\n".join(f"{match.name} {match.wanted.shape}" for match in diff.matches)
-    agree.require_same("what to restore", f"step {record.step}\n{names}")
-    return restore.read(
+    diff = multihost.together(compared)
+    names = "\n".join(f"{leaf.name} {leaf.target.shape}" for leaf in diff.matches)
+    multihost.require_same("what to restore", f"step {record.step}\n{names}")
+    arrays = restore.read(
       self._catalog.folder(record.step), record, diff, verify=self._verify, byte_budget=self._byte_budget
     )
+    return goal.build(targets.merge(arrays, diff.values))
 
   def _check_choices(
     self,
     target: object,
     choose: MappingType[str, Any],
-    mapping: Mapping | None,
+    weight_map: Remap | None,
     optimizer: str,
     on_corrupt: str,
     as_numpy: bool,
@@ -550,7 +511,7 @@ class Checkpointer:
       return
     if not as_numpy:
       raise _no_target(self.directory)
-    given = {"rename": choose["rename"], "cast": choose["cast"], "mapping": mapping}
+    given = {"rename": choose["rename"], "cast": choose["cast"], "weight_map": weight_map}
     given |= {"optimizer": optimizer != "restore", "filter as only": filtered is not None}
     if unused := [name for name, value in given.items() if value]:
       raise CheckpointError(
@@ -562,41 +523,25 @@ class Checkpointer:
     self,
     target: object,
     record: Manifest,
-    mapping: Mapping | None,
+    weight_map: Remap | None,
     optimizer: str,
     as_numpy: bool,
     filtered: object,
-  ) -> targets.Target:
+  ) -> Target:
     """What the arguments of `restore` ask for of a step."""
+    if target is None:
+      return targets.as_saved(record)
     goal = targets.read(target, optimizer=optimizer, as_numpy=as_numpy, record=record, choose=filtered)
-    return remap.through(mapping, goal) if mapping else goal
-
-  def _attempt(
-    self,
-    goal: targets.Target | None,
-    record: Manifest,
-    choose: MappingType[str, Any],
-    only_item: str | None = None,
-  ) -> Any:
-    """Restores from one step."""
-    if goal is not None:
-      diff = self._fitting(record, goal, choose)
-      return goal.build(targets.merge(self._read(record, diff), diff.values))
-    items = {name: saved for name, saved in record.items.items() if only_item in (None, name)}
-    wanted = {item: targets.as_saved(saved) for item, saved in items.items()}
-    values = {item: tuple(saved.values) for item, saved in items.items()}
-    diff = self._fitting(record, targets.Target(wanted, values, dict, drops_optimizer=True), choose)
-    found = targets.merge(self._read(record, diff), diff.values)
-    return {item: found.get(item, {}) for item in items} if only_item is None else found.get(only_item, {})
+    return weight_map.through(goal) if weight_map else goal
 
   def _problems(self, step: int) -> dict[str, str]:
     """What `verify` returns."""
     folder = self._catalog.folder(step)
     try:
-      record = agree.together(lambda: self._catalog.manifest(step))
+      record = multihost.together(lambda: self._catalog.manifest(step))
     except DamagedError as error:
       return {manifest.FILE: error.what}
-    problems = agree.together(lambda: restore.damaged_files(folder, record, record.files))
+    problems = multihost.together(lambda: restore.damaged_files(folder, record, record.files))
     if any(manifest.is_no_file(folder / name) for name in problems):
       return problems  # to read a pipe would be to wait for its writer
     with no_mesh():
@@ -607,27 +552,27 @@ class Checkpointer:
 
   @contextlib.contextmanager
   def _there(self, step: int) -> Generator[None]:
-    """What fails in the block because another process removed or replaced the step says so."""
+    """Raises `VanishedError` when the block fails because another process removed or replaced the step."""
     found = self._catalog.identity(step)
     try:
       yield
     except CheckpointError as error:
-      if any(agree.added_up([found is None or self._catalog.identity(step) != found])):
-        raise manifest.vanished(self._catalog.folder(step)) from error
+      if any(multihost.added_up([found is None or self._catalog.identity(step) != found])):
+        raise vanished(self._catalog.folder(step)) from error
       raise
 
   def _try_steps(self, step: int | str | None, on_corrupt: str, attempt: Callable[[Manifest], Any]) -> Any:
-    number = agree.together(lambda: self._catalog.resolve(step))
+    number = multihost.together(lambda: self._catalog.resolve(step))
     older: list[int] | None = None
     while True:
       try:
         with self._there(number):
-          record = agree.together(functools.partial(self._catalog.manifest, number))
+          record = multihost.together(functools.partial(self._catalog.manifest, number))
           result = attempt(record)
       except VanishedError:
         if step not in (None, "latest", "best"):
           raise
-        number, older = agree.together(lambda: self._catalog.resolve(step)), None
+        number, older = multihost.together(lambda: self._catalog.resolve(step)), None
       except CheckpointError as error:
         if on_corrupt == "error" or not isinstance(error, DamagedError):
           raise
@@ -640,26 +585,6 @@ class Checkpointer:
       else:
         self.restored, self._restored_step = record, number
         return result
-
-
-@contextlib.contextmanager
-def _uninterrupted() -> Generator[None]:
-  """Puts off Ctrl-C until the block ends.
-
-  Orbax, interrupted while it starts to write, leaves threads that go on writing: they meet the next save.
-  """
-  former = signal.getsignal(signal.SIGINT)
-  if former is None or threading.current_thread() is not threading.main_thread():
-    yield
-    return
-  came: list[int] = []
-  signal.signal(signal.SIGINT, lambda number, _: came.append(number))
-  try:
-    yield
-  finally:
-    signal.signal(signal.SIGINT, former)
-    if came:
-      signal.raise_signal(signal.SIGINT)
 
 
 def _forget_finished(checkpointer: Checkpointer, pending: concurrent.futures.Future[None]) -> None:
@@ -678,7 +603,7 @@ def _content(
       raise CheckpointError(
         f"extra={{{name!r}: ...}} cannot be used as a name.", fix="use another identifier."
       )
-    leaves, _ = trees.flatten(value)
+    leaves, _ = targets.flatten(value)
     tree = targets.tree_to_save(leaves)
     if any(isinstance(leaf, (jax.Array, np.ndarray)) for leaf in tree.leaves.values()):
       roots[name] = tree
@@ -726,7 +651,7 @@ def _no_target(directory: epath.Path) -> CheckpointError:
 
 
 def _after_fork() -> None:
-  files.drop_locks()
+  folders.drop_locks()
   _UNFINISHED.clear()
   for checkpointer in _LIVE:
     checkpointer._forget_parent()  # pyright: ignore[reportPrivateUsage]

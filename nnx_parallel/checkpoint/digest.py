@@ -22,7 +22,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from nnx_parallel.checkpoint.encoding import Array
-from nnx_parallel.checkpoint.placement import auto_layout, on_auto_axes, on_cpu
+from nnx_parallel.checkpoint.relayout import auto_layout, on_auto_axes, on_cpu
 from nnx_parallel.core.axes import axes_of
 
 BLOCK_BYTES = 16 << 20
@@ -90,12 +90,12 @@ def digest(array: Array, shape: Shape | None = None, block: Shape | None = None)
 
 
 def digest_later(array: Array, block: Shape) -> Callable[[], jax.Array]:
-  """`digest` in two parts, so that a training loop need not wait for it.
+  """Starts `digest`, so that a training loop need not wait for it.
 
   What has to be done before the array is donated or changed is done at once. On GPUs and TPUs that is all
   but the waiting: programs queue up on the device. CPUs would do the work here, on the cores of the caller,
   or let it wait for the programs before. So there the shards are only kept, as the views of their memory by
-  which Orbax writes them too: jax donates no buffer that somebody has a view of.
+  which Orbax writes them too: jax donates no buffer that has a view.
 
   Args:
     array: see `digest`.
@@ -228,7 +228,7 @@ def _digest_shards(layout: NamedSharding, full: Shape, shape: Shape, block: Shap
 
 @functools.lru_cache(maxsize=16)
 def _sum_everywhere(mesh: Any) -> jax.stages.Wrapped:
-  """Processes that see only their own shards need the sum; it is dispatched in the caller's order."""
+  """The program that adds up the shares of all processes."""
 
   def add(parts: jax.Array) -> jax.Array:
     return jnp.sum(parts, axis=0, keepdims=True, dtype=jnp.uint32)
@@ -282,7 +282,7 @@ def _outer(combine: Callable[..., jax.Array], parts: Sequence[jax.Array]) -> jax
 
 
 def _sum(mixed: jax.Array, leading: int) -> jax.Array:
-  """Over all dims but the leading ones."""
+  """Sums over all dims but the leading ones."""
   return jnp.sum(mixed, axis=tuple(range(leading, mixed.ndim)), dtype=jnp.uint32)
 
 

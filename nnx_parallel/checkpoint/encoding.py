@@ -36,7 +36,7 @@ def is_array(leaf: object) -> bool:
 
 
 def plain_array(leaf: Array | np.generic, *, path: str) -> Array:
-  """A leaf as an array that is all values, in this machine's byte order; of jax's arrays, itself.
+  """A leaf as a plain array in native byte order; a `jax.Array` stays as it is.
 
   Raises:
     CheckpointError: an array with a mask.

@@ -20,9 +20,9 @@ from typing import Any, TypeVar
 
 from etils import epath
 
-from nnx_parallel.checkpoint import encoding, paths, schema
+from nnx_parallel.checkpoint import encoding, paths
+from nnx_parallel.checkpoint.damage import DamagedError, raise_transient, vanished
 from nnx_parallel.checkpoint.encoding import Json
-from nnx_parallel.checkpoint.passing import raise_passing
 from nnx_parallel.errors import CheckpointError
 
 FILE = "nnx_parallel.json"
@@ -32,14 +32,6 @@ _LONGEST_HEADER, _LARGEST = 1 << 20, 1 << 30
 _NOT_THE_FORMAT = (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError)
 _T = TypeVar("_T")
 _PACKAGES = ("nnx_parallel", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
-
-
-class DamagedError(CheckpointError):
-  """A checkpoint whose files or values are not those that were saved."""
-
-
-class VanishedError(CheckpointError):
-  """A checkpoint that another process removed or replaced while it was read."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,7 +47,7 @@ class LeafRecord:
     nbytes: bytes of the stored array.
     block: shape of the stored array's logical blocks, in elements.
     digests: one for each block, in C order; none for an array without elements.
-    layout: the one it was saved in, as `preflight.layout_text` writes it; empty for numpy arrays.
+    layout: the one it was saved in, as `diff.layout_text` writes it; empty for numpy arrays.
   """
 
   folder: str
@@ -70,7 +62,7 @@ class LeafRecord:
 
   @property
   def digest(self) -> int:
-    """Of the whole array; the size of the blocks does not matter."""
+    """The digest of the whole array; it does not depend on the size of the blocks."""
     return sum(self.digests) % 2**32
 
 
@@ -89,13 +81,13 @@ class ItemRecord:
 
 @dataclasses.dataclass(frozen=True)
 class Header:
-  """What a search for a step needs to know of it.
+  """What a search for a step needs to know of it: the first line of its manifest.
 
   Attributes:
-    step: as in `Manifest`, and so are the others.
-    time: see there.
-    metrics: see there.
-    parent: see there.
+    step: the training step.
+    time: seconds since 1970 when it was first committed; later than that of any step committed before it.
+    metrics: numbers that `best` compares; not finite ones included.
+    parent: the step that the run resumed from or saved before this one; None at the start of a run.
   """
 
   step: int
@@ -105,39 +97,30 @@ class Header:
 
 
 @dataclasses.dataclass(frozen=True)
-class Manifest:
+class Manifest(Header):
   """All that is known about a checkpoint without reading its arrays.
 
   Attributes:
-    step: the training step.
+    step: as in `Header`, and so are the three that follow.
+    time: see there.
+    metrics: see there.
+    parent: see there.
     items: the trees, by name.
     extra: JSON values saved beside the trees, for example a data cursor.
-    metrics: numbers that `best` compares; not finite ones included.
     plan: what `ShardingPlan.to_json` wrote, or None; `ShardingPlan.from_json(json.dumps(...))` reads it.
     versions: of Python and the packages that wrote it.
     fingerprint: changes whenever any value, path, shape or dtype changes.
-    time: seconds since 1970 when it was first committed; later than that of any step committed before it.
     files: bytes of every other file of the step, by relative path.
     hashes: SHA-256 of the files that hold no array data, by relative path.
-    parent: the step that the run resumed from or saved before this one; None at the start of a run.
   """
 
-  step: int
   items: Mapping[str, ItemRecord]
   extra: Mapping[str, Json]
-  metrics: Mapping[str, float]
   plan: Json
   versions: Mapping[str, str]
   fingerprint: str
-  time: float
   files: Mapping[str, int]
   hashes: Mapping[str, str]
-  parent: int | None
-
-  @property
-  def header(self) -> Header:
-    """Its first line."""
-    return Header(self.step, self.time, self.metrics, self.parent)
 
   @property
   def nbytes(self) -> int:
@@ -190,16 +173,8 @@ def as_json(step_dir: epath.Path) -> dict[str, Json]:
   return {**signed, **body}
 
 
-def vanished(step_dir: epath.Path) -> VanishedError:
-  """The error for a step that is gone."""
-  return VanishedError(
-    f"{step_dir} vanished: another process removed or replaced it.",
-    fix="take another step: Checkpointer(...).steps() lists those there are.",
-  )
-
-
 def is_no_file(path: epath.Path) -> bool:
-  """Whether this is something local that is no file; to open a pipe would be to wait for its writer."""
+  """Whether a local path is something else than a file: opening a pipe would wait for its writer."""
   return os.path.exists(path) and not os.path.isfile(path)
 
 
@@ -235,7 +210,7 @@ def _checked(step_dir: epath.Path, load: Callable[[epath.Path], bytes]) -> tuple
   except _NOT_THE_FORMAT as error:
     raise _damaged(file, f"it cannot be read as JSON ({error})") from error
   except OSError as error:
-    raise_passing(error, f"{file}")
+    raise_transient(error, f"{file}")
     raise _damaged(file, f"it cannot be read ({error.strerror or error})") from error
   if sha256 != _sha256(_json(signed)):
     raise _damaged(file, "its contents do not have the SHA-256 that it names")
@@ -270,7 +245,7 @@ def fingerprint(items: Mapping[str, ItemRecord]) -> str:
 
 
 def _believed(step_dir: epath.Path, parse: Callable[[], _T]) -> _T:
-  """Parses what has the right SHA-256, which anybody can write: a field may still be none of the format."""
+  """Parses a manifest; a field that is not of the format is damage, whatever the SHA-256 says."""
   try:
     return parse()
   except _NOT_THE_FORMAT as error:
@@ -281,39 +256,34 @@ def _believed(step_dir: epath.Path, parse: Callable[[], _T]) -> _T:
 
 def _header(signed: Mapping[str, Any]) -> Header:
   metrics = {name: float(encoding.read_json(value)) for name, value in signed["metrics"].items()}
-  parent = signed["parent"] if signed["parent"] is None else schema.whole(signed["parent"])
-  return Header(schema.whole(signed["step"]), schema.moment(signed["time"]), metrics, parent)
+  parent = signed["parent"] if signed["parent"] is None else _whole(signed["parent"])
+  return Header(_whole(signed["step"]), _moment(signed["time"]), metrics, parent)
 
 
 def _parse(signed: Mapping[str, Any], body: Any) -> Manifest:
-  header = _header(signed)
   items = {
-    schema.folder_name(name): ItemRecord(
+    _folder_name(name): ItemRecord(
       {path: _parse_leaf(path, **leaf) for path, leaf in item["leaves"].items()},
-      schema.table(item["values"], encoding.read_json),
+      _table(item["values"], encoding.read_json),
     )
     for name, item in body["items"].items()
   }
   checked = {
     "items": items,
-    "extra": schema.table(body["extra"], encoding.read_json),
-    "versions": schema.table(body["versions"], schema.text),
-    "fingerprint": schema.text(body["fingerprint"]),
-    "files": schema.table(body["files"], schema.whole, schema.inside),
-    "hashes": schema.table(body["hashes"], schema.text),
+    "extra": _table(body["extra"], encoding.read_json),
+    "versions": _table(body["versions"], _text),
+    "fingerprint": _text(body["fingerprint"]),
+    "files": _table(body["files"], _whole, _inside),
+    "hashes": _table(body["hashes"], _text),
   }
-  return Manifest(
-    step=header.step, time=header.time, metrics=header.metrics, parent=header.parent, **(body | checked)
-  )
+  return Manifest(**vars(_header(signed)), **(body | checked))
 
 
 def _parse_leaf(path: str, **fields: Any) -> LeafRecord:
-  lists: dict[str, Any] = {
-    name: tuple(map(schema.whole, fields[name])) for name in ("shape", "block", "digests")
-  }
+  lists: dict[str, Any] = {name: tuple(map(_whole, fields[name])) for name in ("shape", "block", "digests")}
   leaf = LeafRecord(**fields | lists)
-  schema.text(leaf.kind)
-  schema.text(leaf.layout)
+  _text(leaf.kind)
+  _text(leaf.layout)
   words, itemsize = encoding.stored_words(leaf.dtype, leaf.encoding)
   stored = leaf.shape + words if 0 not in leaf.shape else ()
   if leaf.folder != paths.file_name(path):
@@ -339,3 +309,46 @@ def _damaged(file: epath.Path, why: str) -> DamagedError:
     f"{file} is damaged: {why}.",
     fix='restore another step, or let restore(..., on_corrupt="fallback") take the newest good one.',
   )
+
+
+def _whole(value: object) -> int:
+  """A number of bytes, steps or elements."""
+  if type(value) is not int or not 0 <= value < 2**63:
+    raise ValueError(f"{value!r:.100} is not a whole number")
+  return value
+
+
+def _moment(value: object) -> float:
+  """Seconds since 1970, before the year 10000."""
+  if type(value) not in (int, float) or not 0 <= value < 253402300800:  # pyright: ignore[reportOperatorIssue]
+    raise ValueError(f"{value!r:.100} is not a time")
+  return float(value)  # pyright: ignore[reportArgumentType]
+
+
+def _text(value: object) -> str:
+  if not isinstance(value, str):
+    raise ValueError(f"{value!r:.100} is not a text")
+  return value
+
+
+def _inside(name: str) -> str:
+  """A relative path that does not leave its folder."""
+  if any(part in ("", ".", "..") for part in name.split("/")) or "\\" in name or "\0" in name:
+    raise ValueError(f"{name!r:.100} leads out of the folder")
+  return name
+
+
+def _folder_name(name: str) -> str:
+  if "/" in _inside(name):
+    raise ValueError(f"{name!r:.100} is not the name of a folder")
+  return name
+
+
+def _table(
+  value: dict[str, Any], check: Callable[[Any], object], check_name: Callable[[str], object] = _text
+) -> dict[str, Any]:
+  """A table whose names and values pass the checks."""
+  for name, entry in value.items():
+    check_name(name)
+    check(entry)
+  return value

@@ -22,7 +22,7 @@ _INTEGER = re.compile(r"-?(0|[1-9][0-9]*)")
 _LONGEST_FILE_NAME = 160
 
 
-def join(path: Path) -> str:
+def format(path: Path) -> str:
   r"""Writes a path as text.
 
   Args:
@@ -36,17 +36,17 @@ def join(path: Path) -> str:
     CheckpointError: a part that is not a name, an int or a tuple of these.
 
   Example:
-    >>> join(("layers", 0, "kernel")), join(("layers", "0", "a.b"))
+    >>> format(("layers", 0, "kernel")), format(("layers", "0", "a.b"))
     ('layers.0.kernel', 'layers.\\s0.a\\.b')
   """
   return ".".join(_write(part, path) for part in path)
 
 
-def split(text: str) -> Path:
-  """Reads what `join` wrote.
+def parse(text: str) -> Path:
+  """Reads what `format` wrote.
 
   Example:
-    >>> split(join(("layers", 0, "0", ("x", 1), "a.b")))
+    >>> parse(format(("layers", 0, "0", ("x", 1), "a.b")))
     ('layers', 0, '0', ('x', 1), 'a.b')
   """
   if not text:

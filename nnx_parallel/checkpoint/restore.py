@@ -11,12 +11,12 @@ import jax
 import numpy as np
 from etils import epath
 
-from nnx_parallel.checkpoint import _orbax, agree, encoding, files, store
+from nnx_parallel.checkpoint import encoding, folders, multihost, store
+from nnx_parallel.checkpoint.damage import DamagedError, damage, raise_transient
+from nnx_parallel.checkpoint.diff import Diff, LeafPair, TargetLeaf
 from nnx_parallel.checkpoint.digest import block_ranges, digest, totals
 from nnx_parallel.checkpoint.encoding import Array
-from nnx_parallel.checkpoint.manifest import DamagedError, LeafRecord, Manifest, is_no_file
-from nnx_parallel.checkpoint.passing import raise_passing
-from nnx_parallel.checkpoint.preflight import Diff, Match, Wanted, shard_bytes
+from nnx_parallel.checkpoint.manifest import LeafRecord, Manifest, is_no_file
 
 logger = logging.getLogger(__name__)
 
@@ -26,21 +26,10 @@ VERIFY = ("full", "metadata", "off")
 
 
 @dataclasses.dataclass(frozen=True)
-class _Read:
-  match: Match
-  stored: jax.ShapeDtypeStruct
-
-
-@dataclasses.dataclass(frozen=True)
 class _Digested:
-  read: _Read
+  leaf: LeafPair
   spread: bool  # over processes, each of which has found its own share
   digests: tuple[int, ...]
-
-
-def wanted_from(struct: jax.ShapeDtypeStruct, shape: tuple[int, ...] | None = None) -> Wanted:
-  """A target's leaf; `shape` is the logical shape of a padded one."""
-  return Wanted(struct, tuple(struct.shape if shape is None else shape))
 
 
 def read(
@@ -69,13 +58,13 @@ def read(
     f"{diff.host_bytes:,}",
   )
   if verify != "off":
-    agree.together(
+    multihost.together(
       lambda: _raise(_damage_of_files(step_dir, manifest, diff.matches, chunks=verify == "metadata"))
     )
-  results, digested = agree.together(lambda: _read_all(step_dir, manifest, diff, verify, byte_budget))
+  results, digested = multihost.together(lambda: _read_all(step_dir, manifest, diff, verify, byte_budget))
   # Only now, when no process can fail before it, do they add up their digests.
   summed = _added_up(digested)
-  agree.together(lambda: _raise(_damage_of_values(step_dir, manifest, summed)))
+  multihost.together(lambda: _raise(_damage_of_values(step_dir, manifest, summed)))
   return results
 
 
@@ -87,9 +76,9 @@ def _raise(error: Exception | None) -> None:
 def _read_all(
   step_dir: epath.Path, manifest: Manifest, diff: Diff, verify: str, byte_budget: int
 ) -> tuple[dict[str, dict[str, Array]], list[_Digested]]:
-  """The arrays, and what this process found of their digests; it waits for no other process."""
+  """Reads the arrays, and computes this process's share of their digests. It waits for no other process."""
   results: dict[str, dict[str, Array]] = {}
-  waiting: list[tuple[_Read, bool, jax.Array]] = []
+  waiting: list[tuple[LeafPair, bool, jax.Array]] = []
   with store.readers() as pool:
     # Two groups are in flight: one is read while the other is placed, and its digests are started.
     groups = _groups(diff.matches, byte_budget // 2)
@@ -99,13 +88,13 @@ def _read_all(
       group, finish = following
       following = next(started, None)
       arrays = finish()
-      for one in group:
-        array = arrays.get(one.match.saved.folder)
-        results.setdefault(one.match.item, {})[one.match.path] = _place(array, one)
+      for leaf in group:
+        array = arrays.get(leaf.saved.folder)
+        results.setdefault(leaf.item, {})[leaf.path] = place(array, leaf)
         if verify == "full" and array is not None:
-          parts = digest(array, one.match.stored_form(one.stored).shape, one.match.saved.block)
-          waiting.append((one, _is_spread(array), parts))
-  return results, [_Digested(one, spread, totals(parts)) for one, spread, parts in waiting]
+          parts = digest(array, leaf.on_disk.shape, leaf.saved.block)
+          waiting.append((leaf, _is_spread(array), parts))
+  return results, [_Digested(leaf, spread, totals(parts)) for leaf, spread, parts in waiting]
 
 
 def _is_spread(array: Array) -> bool:
@@ -113,8 +102,8 @@ def _is_spread(array: Array) -> bool:
 
 
 def _added_up(digested: Sequence[_Digested]) -> list[_Digested]:
-  """The digests with the shares of all processes, in arrays that are spread over them."""
-  sums = iter(agree.added_up([number for one in digested if one.spread for number in one.digests]))
+  """Adds up the digests of arrays that are spread over processes."""
+  sums = iter(multihost.added_up([number for one in digested if one.spread for number in one.digests]))
   return [
     dataclasses.replace(one, digests=tuple(next(sums) for _ in one.digests)) if one.spread else one
     for one in digested
@@ -130,28 +119,24 @@ def check_values(
     Each leaf's name, and what is wrong with it or None.
   """
   for item, record in manifest.items.items():
-    matches = [
-      Match(item, path, wanted_from(jax.ShapeDtypeStruct(leaf.shape, np.uint8)), path, leaf)
-      for path, leaf in record.leaves.items()
-    ]
-    for match in matches:
-      if match.saved.encoding == encoding.EMPTY:
-        yield match.name, None
+    for path, saved in record.leaves.items():
+      leaf = LeafPair(item, path, _on_host(saved), path, saved)
+      if saved.encoding == encoding.EMPTY:
+        yield leaf.name, None
         continue
-      one = _Read(match, _stored_on_host(match.saved))
       try:
-        array = _load(step_dir, manifest, [one], byte_budget)[match.saved.folder]
+        array = _load(step_dir, manifest, [leaf], byte_budget)[saved.folder]
       except DamagedError as error:
-        yield match.name, error
+        yield leaf.name, error
         continue
-      digests = totals(digest(array, block=match.saved.block))
-      yield match.name, _damage_of_values(step_dir, manifest, [_Digested(one, False, digests)])
+      digests = totals(digest(array, block=saved.block))
+      yield leaf.name, _damage_of_values(step_dir, manifest, [_Digested(leaf, False, digests)])
 
 
 def damaged_files(
   step_dir: epath.Path, manifest: Manifest, names: Iterable[str], *, chunks: bool = True
 ) -> dict[str, str]:
-  """Says which of the named files are missing, cut short, unreadable, or not what was written.
+  """Finds files that are missing, cut short, unreadable, or not what was written.
 
   Args:
     step_dir: of the step.
@@ -163,7 +148,7 @@ def damaged_files(
     What is wrong, by name.
 
   Raises:
-    CheckpointError: a file that cannot be read for a reason that says nothing of the file.
+    CheckpointError: a file that this machine cannot read at the moment.
   """
   problems: dict[str, str] = {}
   for name in names:
@@ -171,7 +156,7 @@ def damaged_files(
     try:
       problem = _problem_of_file(step_dir / name, manifest.files[name], sha256)
     except OSError as error:
-      raise_passing(error, f"{step_dir / name}")
+      raise_transient(error, f"{step_dir / name}")
       problem = f"cannot be read ({error.strerror or error})"
     if problem:
       problems[name] = f"{name} {problem}"
@@ -182,7 +167,7 @@ def _problem_of_file(file: epath.Path, size: int, sha256: str | None) -> str:
   try:
     found = file.stat().length
     is_pipe = not size and is_no_file(file)
-    if found == size and not is_pipe and (sha256 is None or files.sha256(file) == sha256):
+    if found == size and not is_pipe and (sha256 is None or folders.sha256(file) == sha256):
       return ""
   except FileNotFoundError:
     return "is missing"
@@ -193,20 +178,10 @@ def _problem_of_file(file: epath.Path, size: int, sha256: str | None) -> str:
   )
 
 
-def damage(step: object, problems: Sequence[str]) -> DamagedError:
-  """The error for a damaged step."""
-  return DamagedError(
-    f"step {step} is damaged: {problems[0]}.",
-    details="\n".join(problems[1:9]),
-    fix='restore(..., on_corrupt="fallback") takes the newest good step; '
-    "`nnx-parallel verify DIR` checks them all.",
-  )
-
-
 def _damage_of_files(
-  step_dir: epath.Path, manifest: Manifest, matches: Iterable[Match], *, chunks: bool
+  step_dir: epath.Path, manifest: Manifest, matches: Iterable[LeafPair], *, chunks: bool
 ) -> DamagedError | None:
-  """Checks the files of the wanted leaves, and what they have in common; others may be gone."""
+  """Checks the files of the leaves to restore, and their metadata; other files may be missing."""
   leaves = {(match.item, match.saved.folder) for match in matches}
   items = {item for item, _ in leaves}
   unread = {
@@ -225,7 +200,7 @@ def _damage_of_files(
   return damage(manifest.step, [*problems.values()]) if problems else None
 
 
-def _damaged_files_of(step_dir: epath.Path, manifest: Manifest, match: Match) -> list[str]:
+def _damaged_files_of(step_dir: epath.Path, manifest: Manifest, match: LeafPair) -> list[str]:
   folder = f"{match.item}/{match.saved.folder}/"
   names = [name for name in manifest.files if name.startswith(folder)]
   return [*damaged_files(step_dir, manifest, names).values()]
@@ -239,53 +214,50 @@ def _holds_values(name: str) -> bool:
 def _damage_of_values(
   step_dir: epath.Path, manifest: Manifest, digested: Iterable[_Digested]
 ) -> DamagedError | None:
-  """Names the ranges that are not what was saved, after the files where these are known."""
+  """Names the damaged files, then the ranges of values that are not what was saved."""
   values: list[str] = []
   damaged: list[str] = []
   for one in digested:
-    match = one.read.match
-    folder = f"{match.item}/{match.saved.folder}"
+    leaf = one.leaf
     blocks = _damaged_blocks(one)
     values += [
-      f"the values of {match.item}/{match.saved_path}{where} are not those that were saved "
-      f"(files under {folder})"
+      f"the values of {leaf.item}/{leaf.saved_path}{where} are not those that were saved "
+      f"(files under {leaf.item}/{leaf.saved.folder})"
       for where in blocks
     ]
     if blocks:
-      damaged += _damaged_files_of(step_dir, manifest, match)
+      damaged += _damaged_files_of(step_dir, manifest, leaf)
   return damage(step_dir.name, [*damaged, *values]) if values else None
 
 
 def _damaged_blocks(one: _Digested) -> list[str]:
   """The ranges whose digests are not those that were saved."""
-  match = one.read.match
-  saved, shape = match.saved, match.stored_form(one.read.stored).shape
+  saved, shape = one.leaf.saved, one.leaf.on_disk.shape
   pairs = zip(one.digests, saved.digests, strict=True)
   return [block_ranges(i, shape, saved.block) for i, (found, wanted) in enumerate(pairs) if found != wanted]
 
 
-def _groups(matches: Iterable[Match], byte_budget: int) -> Iterator[list[_Read]]:
+def _groups(matches: Iterable[LeafPair], byte_budget: int) -> Iterator[list[LeafPair]]:
   """Cuts the reads into groups of about the budget; padded leaves are read apart from the others."""
-  groups: dict[bool, list[_Read]] = {False: [], True: []}
+  groups: dict[bool, list[LeafPair]] = {False: [], True: []}
   sizes = {False: 0, True: 0}
   item = None
-  for match in matches:
-    one = _Read(match, match.stored)
-    padded, size = one.match.wanted.struct.shape != match.saved.shape, shard_bytes(one.stored)
-    if match.item != item or sizes[padded] + size > byte_budget:
-      flush = list(groups) if match.item != item else [padded]
+  for leaf in matches:
+    padded, size = leaf.target.struct.shape != leaf.saved.shape, store.shard_bytes(leaf.stored)
+    if leaf.item != item or sizes[padded] + size > byte_budget:
+      flush = list(groups) if leaf.item != item else [padded]
       for key in flush:
         if groups[key]:
           yield groups[key]
         groups[key], sizes[key] = [], 0
-      item = match.item
-    groups[padded].append(one)
+      item = leaf.item
+    groups[padded].append(leaf)
     sizes[padded] += size
   yield from (group for group in groups.values() if group)
 
 
 def _load(
-  step_dir: epath.Path, manifest: Manifest, group: Sequence[_Read], byte_budget: int
+  step_dir: epath.Path, manifest: Manifest, group: Sequence[LeafPair], byte_budget: int
 ) -> dict[str, Array]:
   with store.readers() as pool:
     return _start(step_dir, manifest, group, byte_budget, pool)()
@@ -294,23 +266,21 @@ def _load(
 def _start(
   step_dir: epath.Path,
   manifest: Manifest,
-  group: Sequence[_Read],
+  group: Sequence[LeafPair],
   byte_budget: int,
   pool: concurrent.futures.Executor,
 ) -> Callable[[], dict[str, Array]]:
   """Starts to read a group; the returned function waits, and raises `DamagedError`."""
-  item = group[0].match.item
-  targets = {
-    one.match.saved.folder: one.stored for one in group if one.match.saved.encoding != encoding.EMPTY
-  }
+  item = group[0].item
+  full = [leaf for leaf in group if leaf.saved.encoding != encoding.EMPTY]
+  targets = {leaf.saved.folder: leaf.stored for leaf in full}
   if not targets:
     return dict
   leaves = manifest.items[item].leaves.values()
   stored = {leaf.folder for leaf in leaves if leaf.encoding != encoding.EMPTY}
   read = failed = None
   try:
-    forms = {one.match.saved.folder: one.match.stored_form(one.stored) for one in group}
-    opened = store.open_arrays(step_dir / item, {name: forms[name] for name in targets})
+    opened = store.open_arrays(step_dir / item, {leaf.saved.folder: leaf.on_disk for leaf in full})
     if opened is not None:
       read = store.start(opened, targets, pool)
   except _READ_ERRORS as error:
@@ -322,55 +292,51 @@ def _start(
         raise failed
       if read is not None:
         return read()
-      return _orbax.load(
-        step_dir,
-        item,
-        targets,
-        frozenset(stored - targets.keys()),
-        byte_budget=byte_budget,
-        pad=any(one.match.stored_form(one.stored).shape != one.stored.shape for one in group),
-      )
+      pad = any(leaf.on_disk.shape != leaf.stored.shape for leaf in full)
+      tree = {**dict.fromkeys(stored, store.PLACEHOLDER), **targets}
+      loaded = store.load(step_dir, item, tree, byte_budget=byte_budget, pad=pad)
+      return {name: loaded[name] for name in targets}
     except _READ_ERRORS as error:
-      raise_passing(error, f"{step_dir / item}")
+      raise_transient(error, f"{step_dir / item}")
       if len(group) == 1:
-        match = group[0].match
+        (leaf,) = group
         raise damage(
           step_dir.name,
           [
-            *_damaged_files_of(step_dir, manifest, match),
-            f"{item}/{match.saved_path} cannot be read "
-            f"(files under {item}/{match.saved.folder}, or the metadata of {item})",
+            *_damaged_files_of(step_dir, manifest, leaf),
+            f"{item}/{leaf.saved_path} cannot be read "
+            f"(files under {item}/{leaf.saved.folder}, or the metadata of {item})",
             str(error)[:300],
           ],
         ) from error
     # One of several arrays failed: read them alone to learn which.
     return {
-      name: array for one in group for name, array in _load(step_dir, manifest, [one], byte_budget).items()
+      name: array for leaf in group for name, array in _load(step_dir, manifest, [leaf], byte_budget).items()
     }
 
   return finish
 
 
-def _stored_on_host(leaf: LeafRecord) -> jax.ShapeDtypeStruct:
+def _on_host(leaf: LeafRecord) -> TargetLeaf:
   key, _, implementation = leaf.encoding.partition(":")
-  dtype = encoding.key_dtype(implementation) if key == "key" else np.dtype(leaf.dtype)
-  return encoding.stored_form(leaf.shape, dtype, leaf.encoding, None)
+  dtype = encoding.key_dtype(implementation) if key == "key" else np.uint8  # is read as it is stored
+  return TargetLeaf(jax.ShapeDtypeStruct(leaf.shape, dtype), leaf.shape)
 
 
-def _place(array: Array | None, one: _Read) -> Array:
-  """Turns what was read into the leaf, in the target's dtype and sharding."""
-  struct, saved = one.match.wanted.struct, one.match.saved
+def place(array: Array | None, leaf: LeafPair) -> Array:
+  """Turns what was read (None for an array without elements) into the leaf, in its dtype and sharding."""
+  struct, saved = leaf.target.struct, leaf.saved
   if array is None:
     return _without_elements(struct)
-  leaf = encoding.decode(array, saved.encoding, saved.dtype)
-  if leaf.dtype != struct.dtype:
-    leaf = leaf.astype(struct.dtype)
-  if isinstance(leaf, np.ndarray) and struct.sharding is not None:
-    values = leaf  # of 64 bits, and read to the host because jax makes no such arrays now
+  made = encoding.decode(array, saved.encoding, saved.dtype)
+  if made.dtype != struct.dtype:
+    made = made.astype(struct.dtype)
+  if isinstance(made, np.ndarray) and struct.sharding is not None:
+    values = made  # of 64 bits, and read to the host because jax makes no such arrays now
     return jax.make_array_from_callback(values.shape, struct.sharding, lambda index: values[index])
-  if isinstance(leaf, jax.Array) and struct.sharding is not None and leaf.sharding != struct.sharding:
-    leaf = jax.device_put(leaf, struct.sharding)
-  return leaf
+  if isinstance(made, jax.Array) and struct.sharding is not None and made.sharding != struct.sharding:
+    made = jax.device_put(made, struct.sharding)
+  return made
 
 
 def _without_elements(struct: jax.ShapeDtypeStruct) -> Array:

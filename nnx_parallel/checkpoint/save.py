@@ -12,13 +12,13 @@ import jax
 import numpy as np
 from etils import epath
 
-from nnx_parallel.checkpoint import _orbax, agree, encoding, files, manifest, paths
+from nnx_parallel.checkpoint import encoding, folders, manifest, multihost, paths, store
+from nnx_parallel.checkpoint.catalog import Place
+from nnx_parallel.checkpoint.diff import layout_text
 from nnx_parallel.checkpoint.digest import block_shape, digest_later, totals
 from nnx_parallel.checkpoint.encoding import Array, Json
-from nnx_parallel.checkpoint.lineage import Place
 from nnx_parallel.checkpoint.manifest import ItemRecord, LeafRecord, Manifest
-from nnx_parallel.checkpoint.placement import without_padding
-from nnx_parallel.checkpoint.preflight import layout_text
+from nnx_parallel.checkpoint.relayout import without_padding
 from nnx_parallel.errors import CheckpointError
 
 logger = logging.getLogger(__name__)
@@ -44,7 +44,7 @@ class Tree:
 
 @dataclasses.dataclass(frozen=True)
 class Content:
-  """What a step will hold, encoded.
+  """The encoded content of a step.
 
   Attributes:
     items: the records, by item.
@@ -60,6 +60,18 @@ class Content:
   def nbytes(self) -> int:
     """Bytes of all arrays."""
     return sum(leaf.nbytes for item in self.items.values() for leaf in item.leaves.values())
+
+
+@dataclasses.dataclass(frozen=True)
+class Request:
+  """The arguments of `Checkpointer.save`, checked and encoded."""
+
+  step: int
+  content: Content
+  extra: Mapping[str, Json]
+  metrics: Mapping[str, float]
+  plan: Json
+  overwrite: bool
 
 
 def prepare(trees: Mapping[str, Tree]) -> Content:
@@ -94,12 +106,8 @@ def prepare(trees: Mapping[str, Tree]) -> Content:
 
 def write(
   directory: epath.Path,
-  step: int,
-  content: Content,
+  request: Request,
   *,
-  extra: Mapping[str, Json],
-  metrics: Mapping[str, float],
-  plan: Json,
   place: Place | None,
   chunk_bytes: int | None,
   byte_budget: int,
@@ -109,29 +117,26 @@ def write(
 
   Args:
     directory: exists and is locked by the caller.
-    step: its final folder is replaced when it exists.
-    content: from `prepare`.
-    extra: JSON values.
-    metrics: numbers, JSON ready.
-    plan: JSON of the plan, or None.
+    request: what to save; a step that exists is replaced.
     place: in the lineage of its run; only process 0 needs it.
-    chunk_bytes: see `_orbax.start_save`.
-    byte_budget: see `_orbax.start_save`.
-    background: see `_orbax.start_save`.
+    chunk_bytes: see `store.start_save`.
+    byte_budget: see `store.start_save`.
+    background: see `store.start_save`.
 
   Returns:
     A function that waits until everything is on the disk and commits it.
   """
+  step, content = request.step, request.content
   # Before the write, whose threads want the same cores; and whether or not that can begin, because the
   # processes of a job add up their digests together.
   digests = _start_digests(content)
   final = directory / str(step)
-  folder = directory / f"{step}{files.SAVING}" if files.is_local(directory) else final
+  folder = directory / f"{step}{folders.SAVING}" if folders.is_local(directory) else final
   if folder == final and jax.process_index() == 0:
-    files.mark(directory, step, files.SAVING)
+    folders.mark(directory, step, folders.SAVING)
   pending = None
   if content.arrays:
-    copies = _orbax.host_bytes_to_save(content.arrays, byte_budget=byte_budget, background=background)
+    copies = store.host_bytes_to_save(content.arrays, byte_budget=byte_budget, background=background)
     logger.info(
       "saving step %d: %s bytes of arrays; at most %s bytes of host memory here%s",
       step,
@@ -142,9 +147,9 @@ def write(
   elif jax.process_index() == 0:
     folder.mkdir()
   with contextlib.ExitStack() as stack:
-    stack.enter_context(_orbax.quiet())
+    stack.enter_context(store.quiet())
     if content.arrays:
-      pending = _orbax.start_save(
+      pending = store.start_save(
         folder, content.arrays, chunk_bytes=chunk_bytes, byte_budget=byte_budget, background=background
       )
     quiet = stack.pop_all()
@@ -156,44 +161,44 @@ def write(
         digests.clear()
       finally:
         if pending is not None:
-          pending.result()
+          pending()
     items = _with_digests(content, parts)
     if place is None:
       return
-    sizes = files.all_files(folder)
+    sizes = folders.all_files(folder)
     _require_stored(step, items, sizes)
     record = Manifest(
       step=step,
       items=items,
-      extra=extra,
-      metrics=metrics,
-      plan=plan,
+      extra=request.extra,
+      metrics=request.metrics,
+      plan=request.plan,
       versions=manifest.versions(),
       fingerprint=manifest.fingerprint(items),
       time=place.stamp(),
       files=sizes,
-      hashes={name: files.sha256(folder / name) for name, n in sizes.items() if n <= _HASHED_BYTES},
+      hashes={name: folders.sha256(folder / name) for name, n in sizes.items() if n <= _HASHED_BYTES},
       parent=place.parent,
     )
     manifest.write(record, folder)
-    files.make_tree_durable(folder)
+    folders.make_tree_durable(folder)
     if folder != final:
-      files.commit(folder, final)
+      folders.commit(folder, final)
     else:  # the manifest was the commit
-      (directory / f"{step}{files.SAVING}").unlink()
+      (directory / f"{step}{folders.SAVING}").unlink()
 
   return finish
 
 
 def abandon(directory: epath.Path, step: int) -> None:
-  """Removes what a failed save left; what cannot be removed now, the next save sweeps."""
+  """Removes what a failed save left. The next save removes what remains."""
   if jax.process_index() != 0:
     return
   with contextlib.suppress(OSError):
-    if not files.is_local(directory):
-      files.sweep(directory)
+    if not folders.is_local(directory):
+      folders.recover(directory)
       return
-    for entry in directory.glob(f"{step}{files.SAVING}*"):
+    for entry in directory.glob(f"{step}{folders.SAVING}*"):
       entry.rmtree()
 
 
@@ -250,7 +255,7 @@ def _with_digests(content: Content, parts: Mapping[tuple[str, str], jax.Array]) 
 
 
 def _require_stored(step: int, items: Mapping[str, ItemRecord], names: Iterable[str]) -> None:
-  """Raises when an array has no file in the step's folder; whoever reads the step would miss it."""
+  """Raises when an array has no file in the step's folder."""
   there = {"/".join(name.split("/")[:2]) for name in names}
   lost = [
     f"{item}/{path}"
@@ -266,16 +271,12 @@ def _require_stored(step: int, items: Mapping[str, ItemRecord], names: Iterable[
     )
 
 
-def describe(content: Content) -> str:
-  """The structure as text, for processes to compare."""
+def require_same(directory: epath.Path, request: Request) -> None:
+  """Raises on all processes when they are about to save different things."""
   rows = [
     f"{item}/{path} {leaf.shape} {leaf.dtype}"
-    for item, record in content.items.items()
+    for item, record in request.content.items.items()
     for path, leaf in record.leaves.items()
   ]
-  return "\n".join(rows)
-
-
-def agree_on(directory: epath.Path, step: int, content: Content) -> None:
-  """Raises on all processes when they are about to save different things."""
-  agree.require_same("what to save", f"{directory} step {step}\n{describe(content)}")
+  text = "\n".join([f"{directory} step {request.step}", *rows])
+  multihost.require_same("what to save", text)

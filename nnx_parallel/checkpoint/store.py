@@ -1,20 +1,27 @@
-"""Reads what Orbax stored on a local disk straight into the memory of the shards, by TensorStore.
+"""The arrays of a step on disk: Orbax writes them, TensorStore reads them.
+
+Orbax stores one Zarr 3 folder per array, without compression: on local disks that is faster than the default
+in both directions, and a damaged file belongs to one array. The step folder is an ordinary Orbax checkpoint,
+readable with `orbax.checkpoint.v1.load_checkpointables` alone.
 
 Through Orbax a byte is copied three times: out of the file, into a host array, into the device's memory. On a
-CPU that is most of a restore, and the copies are memory beyond the shards. Here each chunk is read once, into
-the shards that overlap it. On CPUs these are the buffers of the new array itself, which nobody has seen yet:
-memory of our own, which jax would take over too, could not be donated, and the first step after a restore
-would hold everything twice. `_orbax.load` is the plain reference, and reads what `open_arrays` does not know.
+CPU that is most of a restore, and the copies are memory beyond the shards. TensorStore reads each chunk once,
+into the shards that overlap it. On CPUs these are the buffers of the new array itself, which is not returned
+yet: memory of our own, which jax would take over too, could not be donated, and the first step after a
+restore would hold everything twice. `load` is the plain reference, and reads what `open_arrays` does not
+know.
 """
 
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import ctypes
 import itertools
+import logging
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import jax
@@ -22,23 +29,157 @@ import jax.numpy as jnp
 import numpy as np
 import tensorstore as ts
 from etils import epath
+from orbax.checkpoint import v1 as ocp
 
 from nnx_parallel.checkpoint.encoding import Array
-from nnx_parallel.checkpoint.placement import on_cpu
-from nnx_parallel.checkpoint.views import Box, box_of, whole
+from nnx_parallel.checkpoint.relayout import on_cpu
 
-_READERS = 4
 METADATA = "zarr.json"
+PLACEHOLDER: Any = ocp.PLACEHOLDER
+_READERS = 4
+# Below this a replicated array is written by one process, not cut into a file per replica.
+_SMALLEST_REPLICA_SLICE = 4 << 20
 
+Box = tuple[slice, ...]
 Block: TypeAlias = "np.ndarray[Any, Any]"
 Part: TypeAlias = tuple[Box, Block]
 """Where a shard lies in its array, and its memory."""
 
 
+def start_save(
+  step_dir: epath.Path,
+  items: Mapping[str, Mapping[str, Array]],
+  *,
+  chunk_bytes: int | None,
+  byte_budget: int,
+  background: bool,
+) -> Callable[[], None]:
+  """Starts writing the arrays; the returned function waits, and raises what went wrong.
+
+  Args:
+    step_dir: created by this call; appears under its name once complete.
+    items: arrays by item and folder name; none of them empty.
+    chunk_bytes: largest piece that is read as a whole; None stores each shard as one piece.
+    byte_budget: most bytes in flight beyond the arrays themselves.
+    background: whether all arrays are copied off the devices before this returns; otherwise only a budget's
+      worth of copies exists at a time.
+  """
+  context = _context(byte_budget=None)
+  budget = _write_budget(items, byte_budget)
+  context.memory_options.write_concurrent_bytes = budget
+  context.memory_options.transfer_concurrent_bytes = None if background else budget
+  context.array_options.saving.storage_options.chunk_byte_size = chunk_bytes
+  with context, quiet():
+    return ocp.save_checkpointables_async(step_dir, {name: dict(tree) for name, tree in items.items()}).result
+
+
+def host_bytes_to_save(
+  items: Mapping[str, Mapping[str, Array]], *, byte_budget: int, background: bool
+) -> int:
+  """Most host memory that `start_save` takes on this process beyond the arrays.
+
+  Args:
+    items: as for `start_save`, and so are the others.
+    byte_budget: see there.
+    background: see there.
+  """
+  copies = sum(_first_copies(array) for tree in items.values() for array in tree.values())
+  return copies if background else min(copies, _write_budget(items, byte_budget))
+
+
+def load(step_dir: epath.Path, item: str | None, tree: Any, *, byte_budget: int, pad: bool) -> Any:
+  """Reads some arrays of one item, each process its own shards.
+
+  Args:
+    step_dir: the step.
+    item: the item's name.
+    tree: shape, dtype and sharding wanted in place of each array, without a sharding for a numpy array;
+      `PLACEHOLDER` in place of those that are not wanted.
+    byte_budget: most bytes in flight.
+    pad: whether arrays may be larger than what is stored; the rest is zero.
+  """
+  wanted = [leaf for leaf in jax.tree.leaves(tree) if isinstance(leaf, jax.ShapeDtypeStruct)]
+  # Orbax refuses a shard that is as large as its budget, rather than read it alone.
+  largest = max(map(_shard_bytes, wanted), default=0)
+  context = _context(byte_budget=max(byte_budget, largest + 1))
+  context.array_options.loading.enable_padding_and_truncation = pad
+  # Each process reads alone: a file that one of them cannot read must not leave the others waiting.
+  me = jax.process_index()
+  context.multiprocessing_options.primary_host = me
+  context.multiprocessing_options.active_processes = {me}
+  abstract = jax.tree.map(_abstract, tree)
+  with context, quiet():
+    try:
+      return ocp.load(step_dir, abstract, checkpointable_name=item)
+    except Exception as error:
+      # Orbax wraps what TensorStore raised while it read a shard in a bare `Exception`.
+      if type(error) is not Exception or error.__cause__ is None:
+        raise
+      cause = error.__cause__
+    raise cause  # not above, where the two would be each other's cause
+
+
+def _abstract(leaf: Any) -> Any:
+  # np.empty reserves addresses, not memory.
+  is_host = isinstance(leaf, jax.ShapeDtypeStruct) and not leaf.sharding
+  return np.empty(leaf.shape, leaf.dtype) if is_host else leaf
+
+
+@contextlib.contextmanager
+def quiet() -> Generator[None]:
+  """Keeps the log of Orbax out of the terminal; its failures are raised with their cause."""
+  logger = logging.getLogger("absl")
+
+  # One for each call: a shared filter would be taken away by the first of two threads that ends.
+  def is_of_others(record: logging.LogRecord) -> bool:
+    return f"{os.sep}orbax{os.sep}" not in record.pathname
+
+  logger.addFilter(is_of_others)
+  try:
+    yield
+  finally:
+    logger.removeFilter(is_of_others)
+
+
+def _shard_bytes(target: jax.ShapeDtypeStruct) -> int:
+  shape = target.sharding.shard_shape(target.shape) if target.sharding else target.shape
+  return math.prod(shape) * target.dtype.itemsize
+
+
+def _write_budget(items: Mapping[str, Mapping[str, Array]], byte_budget: int) -> int:
+  # As in `load`, an array that is larger than the budget goes alone.
+  return max(byte_budget, *(_bytes_here(array) + 1 for tree in items.values() for array in tree.values()))
+
+
+def _first_copies(array: Array) -> int:
+  """Bytes of this process's shards, counting the first replica only."""
+  if isinstance(array, np.ndarray):
+    return array.nbytes
+  return sum(shard.data.nbytes for shard in array.addressable_shards if shard.replica_id == 0)
+
+
+def _bytes_here(array: Array) -> int:
+  if isinstance(array, np.ndarray):
+    return array.nbytes
+  return sum(shard.data.nbytes for shard in array.addressable_shards)
+
+
+def _context(*, byte_budget: int | None) -> ocp.Context:
+  context = ocp.Context()
+  saving = context.array_options.saving
+  saving.use_ocdbt = False
+  saving.use_compression = False
+  saving.min_slice_bytes_for_replica_parallel = _SMALLEST_REPLICA_SLICE
+  context.memory_options.read_concurrent_bytes = byte_budget
+  # In the background an unwritable parent is noticed late, and the process then hangs at exit.
+  context.async_options.create_directories_asynchronously = False
+  return context
+
+
 def open_arrays(
   folder: epath.Path, stored: Mapping[str, jax.ShapeDtypeStruct]
 ) -> dict[str, ts.TensorStore] | None:
-  """Opens the arrays of an item; None where one is stored in a way that only Orbax knows.
+  """Opens the arrays of an item. Returns None where only Orbax can read one of them.
 
   Args:
     folder: of the item.
@@ -61,7 +202,7 @@ def _open(folder: epath.Path, stored: jax.ShapeDtypeStruct) -> ts.Future[ts.Tens
 
 
 def readers() -> concurrent.futures.Executor:
-  """The threads that `start` needs; they end with the `with` block."""
+  """The threads that `start` needs, as a context manager."""
   return concurrent.futures.ThreadPoolExecutor(_READERS, "nnx_parallel-read")
 
 
@@ -113,6 +254,12 @@ def start(
     return jax.block_until_ready(arrays)
 
   return finish
+
+
+def shard_bytes(target: jax.ShapeDtypeStruct) -> int:
+  """Bytes of the distinct shards of an array that this process has."""
+  sizes = (math.prod(part.stop - part.start for part in box) for box in _boxes(target))
+  return sum(sizes) * target.dtype.itemsize
 
 
 def bytes_to_read(store: ts.TensorStore, target: jax.ShapeDtypeStruct) -> int:
@@ -168,8 +315,8 @@ def _from(box: Box, inner: Box) -> tuple[Any, ...]:
 
 
 def _memory(array: jax.Array) -> list[Part]:
-  """The memory of each shard on a CPU of this process, to be written before anybody reads the array."""
-  return [(box_of(one.index, array.shape), _view(one.data)) for one in array.addressable_shards]
+  """The memory of each shard on a CPU of this process. It is written before the array is returned."""
+  return [(_box_of(one.index, array.shape), _view(one.data)) for one in array.addressable_shards]
 
 
 def _view(shard: jax.Array) -> Block:
@@ -187,9 +334,9 @@ def _staging(target: jax.ShapeDtypeStruct) -> list[Part]:
 def _boxes(target: jax.ShapeDtypeStruct) -> list[Box]:
   """The distinct shards of this process."""
   if target.sharding is None:
-    return [whole(target.shape)]
+    return [_box_of((), target.shape)]
   places = target.sharding.addressable_devices_indices_map(target.shape).values()
-  boxes = [box_of(index or (), target.shape) for index in places]
+  boxes = [_box_of(index, target.shape) for index in places]
   return list({str(box): box for box in boxes}.values())
 
 
@@ -198,5 +345,12 @@ def _place(target: jax.ShapeDtypeStruct, blocks: Sequence[Part]) -> Array:
     return blocks[0][1]
   found = {str(box): block for box, block in blocks}
   return jax.make_array_from_callback(
-    target.shape, target.sharding, lambda index: found[str(box_of(index or (), target.shape))]
+    target.shape, target.sharding, lambda index: found[str(_box_of(index, target.shape))]
   )
+
+
+def _box_of(index: tuple[slice, ...] | None, shape: tuple[int, ...]) -> Box:
+  """A shard's index with every start and stop written out."""
+  index = index or (slice(None),) * len(shape)
+  parts = (part.indices(size) for part, size in zip(index, shape, strict=True))
+  return tuple(slice(start, stop) for start, stop, _ in parts)

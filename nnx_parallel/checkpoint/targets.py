@@ -1,25 +1,24 @@
-"""What users pass to `save` and `restore`, as tables of leaves."""
+"""Reads what users pass to `save` and `restore` into tables of leaves."""
 
 from __future__ import annotations
 
 import dataclasses
-import functools
 import json
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 import jax
 import numpy as np
 from flax import nnx
 
-from nnx_parallel.checkpoint import paths, trees
+from nnx_parallel.checkpoint import encoding, paths
+from nnx_parallel.checkpoint.diff import Found, Patterns, Target, TargetLeaf
 from nnx_parallel.checkpoint.digest import host_device
-from nnx_parallel.checkpoint.encoding import EMPTY, Array, Json
-from nnx_parallel.checkpoint.manifest import ItemRecord, LeafRecord, Manifest
-from nnx_parallel.checkpoint.preflight import Patterns, Wanted
+from nnx_parallel.checkpoint.encoding import Array, Json
+from nnx_parallel.checkpoint.manifest import LeafRecord, Manifest
 from nnx_parallel.checkpoint.save import Tree
 from nnx_parallel.core.mesh import axis_sizes
-from nnx_parallel.core.nodes import kind_of, value_of
+from nnx_parallel.core.nodes import kind_of, value_of, variables
 from nnx_parallel.core.padding import is_padded
 from nnx_parallel.create.constructor import construct
 from nnx_parallel.create.instantiate import instantiate
@@ -29,31 +28,20 @@ from nnx_parallel.layout.plan import ShardingPlan, StoredPlan, check_plan
 
 OPTIMIZER = ("restore", "drop", "fresh")
 _KEYS = ("threefry2x32", "rbg", "unsafe_rbg")
-Found = dict[str, dict[str, Any]]
+Leaves = dict[str, Any]
+Rebuild = Callable[[Mapping[str, Any]], Any]
 
 
 Only: TypeAlias = "Iterable[str] | nnx.filterlib.Filter"
 """Patterns of paths, or a filter of nnx for the leaves of the model."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Target:
-  """What a restore fills.
+class Remap(Protocol):
+  """What turns saved leaves into others, such as a `WeightMap`."""
 
-  Attributes:
-    wanted: the arrays to read, by item and path.
-    values: the paths of leaves that are JSON values, by item.
-    build: makes the result from the arrays and values that were read; leaves that were left out by name
-      are what the target has, or what `init` makes.
-    left_out: paths of the target that a filter does not choose, by item.
-    drops_optimizer: whether a saved optimizer is left alone on purpose.
-  """
-
-  wanted: Mapping[str, Mapping[str, Wanted]]
-  values: Mapping[str, tuple[str, ...]]
-  build: Callable[[Found], Any]
-  left_out: Mapping[str, frozenset[str]] = dataclasses.field(default_factory=dict[str, Any])
-  drops_optimizer: bool = False
+  def through(self, target: Target) -> Target:
+    """Turns a target into one of saved leaves, whose `build` makes the real leaves of them."""
+    ...
 
 
 def read(
@@ -96,7 +84,7 @@ def read(
       'optimizer="fresh" needs a plan with an optimizer: only a plan can make one.',
       fix='restore(plan, optimizer="fresh"); or optimizer="drop", beside an optimizer that was just made.',
     )
-  if as_numpy and (is_plan or trees.has_nodes(target)):
+  if as_numpy and (is_plan or has_nodes(target)):
     raise CheckpointError(
       f"as_numpy=True cannot be honoured: a {type(target).__name__} is restored as jax arrays.",
       fix="restore(as_numpy=True) without a target; or pass a tree of jax.ShapeDtypeStruct.",
@@ -108,7 +96,7 @@ def read(
         fix="pass a module, or a tree of jax.ShapeDtypeStruct with shardings.",
       )
     found = _plan_target(target, optimizer)
-    table = trees.flatten(target.abstract_model)[0] if choose is not None else {}
+    table = flatten(target.abstract_model)[0] if choose is not None else {}
   else:
     roots: dict[str, Any] = {item: target}
     if item == "model" and _is_pair(target, record):
@@ -117,13 +105,13 @@ def read(
     if optimizer == "drop":
       roots.pop("optimizer", None)
     found = _tree_target(roots, as_numpy=as_numpy)
-    table = trees.flatten(roots[item])[0] if choose is not None else {}
+    table = flatten(roots[item])[0] if choose is not None else {}
   found = dataclasses.replace(found, drops_optimizer=optimizer != "restore" or item != "model")
   return found if choose is None else _only(found, item, table, choose)
 
 
 def split_only(only: Only | None) -> tuple[tuple[str, ...] | str | None, Any]:
-  """The patterns of `only`, and its filter of nnx; one of them is None."""
+  """Splits `only` into patterns and a filter of nnx; one of them is None."""
   if only is None or isinstance(only, str):
     return only, None
   if not isinstance(only, Iterable):
@@ -134,7 +122,7 @@ def split_only(only: Only | None) -> tuple[tuple[str, ...] | str | None, Any]:
 
 def saved_roots(model: object, optimizer: object, only: Only | None = None) -> dict[str, Tree]:
   """The items that `save` writes for a model, or the leaves of it that `only` names, and its optimizer."""
-  leaves = trees.flatten(model)[0]
+  leaves = flatten(model)[0]
   if not leaves:
     raise CheckpointError(
       f"there is nothing to save: {model!r:.60} has no leaves.", fix="save(100, model, optimizer)."
@@ -149,12 +137,12 @@ def saved_roots(model: object, optimizer: object, only: Only | None = None) -> d
       raise CheckpointError(f"only= names no leaf of the model: {unused}.", fix="use a leaf's path.")
   roots = {"model": tree_to_save(leaves)}
   if optimizer is not None:
-    roots["optimizer"] = tree_to_save(trees.flatten(optimizer)[0])
+    roots["optimizer"] = tree_to_save(flatten(optimizer)[0])
   return roots
 
 
 def tree_to_save(leaves: Mapping[str, Any]) -> Tree:
-  """An item of these leaves, with what is known of the Variables among them."""
+  """Makes an item of leaves, with the shapes and types of the Variables among them."""
   return Tree(
     {path: value_of(leaf) for path, leaf in leaves.items()},
     {path: tuple(leaf.shape) for path, leaf in leaves.items() if is_padded(leaf)},
@@ -163,7 +151,7 @@ def tree_to_save(leaves: Mapping[str, Any]) -> Tree:
 
 
 def plan_json(plan: object) -> Json:
-  """What the manifest keeps of a plan: all that `ShardingPlan.from_json` reads."""
+  """A plan as JSON for the manifest, which `ShardingPlan.from_json` reads."""
   if plan is None:
     return None
   if not isinstance(plan, ShardingPlan):
@@ -171,24 +159,31 @@ def plan_json(plan: object) -> Json:
   return json.loads(plan.to_json())
 
 
-def as_saved(record: ItemRecord) -> dict[str, Wanted]:
-  """A target of numpy arrays (and keys on the first CPU) for everything in an item."""
-  return {path: _as_saved(path, leaf) for path, leaf in record.leaves.items()}
+def as_saved(record: Manifest, item: str | None = None) -> Target:
+  """A target of numpy arrays (and keys on the first CPU) for everything in a step, or in one item of it."""
+  items = {name: saved for name, saved in record.items.items() if item in (None, name)}
+
+  def build(found: Found) -> Any:
+    made = {name: found.get(name, {}) for name in items}
+    return made if item is None else made[item]
+
+  leaves = {
+    name: {path: _as_saved(path, leaf) for path, leaf in s.leaves.items()} for name, s in items.items()
+  }
+  return Target(leaves, {name: tuple(s.values) for name, s in items.items()}, build, drops_optimizer=True)
 
 
-def _as_saved(path: str, leaf: LeafRecord) -> Wanted:
-  if leaf.encoding.startswith("key:") or leaf.dtype.startswith("key<"):
-    kinds = _KEYS if leaf.encoding == EMPTY else (leaf.encoding.removeprefix("key:"),)
-    keys = [jax.eval_shape(functools.partial(jax.random.key, 0, impl=kind)) for kind in kinds]
-    key = next((key for key in keys if str(key.dtype) == leaf.dtype), None)
-    if key is None:
-      raise CheckpointError(
-        f"cannot restore {path} without a target: its keys are of the unknown kind {leaf.dtype}.",
-        fix=f"skip=[{path!r}], or pass a target that has them.",
-      )
-    host = jax.sharding.SingleDeviceSharding(host_device())
-    return Wanted(jax.ShapeDtypeStruct(leaf.shape, key.dtype, sharding=host), leaf.shape)
-  return Wanted(jax.ShapeDtypeStruct(leaf.shape, np.dtype(leaf.dtype)), leaf.shape)
+def _as_saved(path: str, leaf: LeafRecord) -> TargetLeaf:
+  if not leaf.dtype.startswith("key<"):
+    return TargetLeaf(jax.ShapeDtypeStruct(leaf.shape, np.dtype(leaf.dtype)), leaf.shape)
+  key = next((key for key in map(encoding.key_dtype, _KEYS) if str(key) == leaf.dtype), None)
+  if key is None:
+    raise CheckpointError(
+      f"cannot restore {path} without a target: its keys are of the unknown kind {leaf.dtype}.",
+      fix=f"skip=[{path!r}], or pass a target that has them.",
+    )
+  host = jax.sharding.SingleDeviceSharding(host_device())
+  return TargetLeaf(jax.ShapeDtypeStruct(leaf.shape, key, sharding=host), leaf.shape)
 
 
 def _plan_target(plan: ShardingPlan, optimizer: str) -> Target:
@@ -205,7 +200,7 @@ def _plan_target(plan: ShardingPlan, optimizer: str) -> Target:
   if plan.tx is not None and optimizer == "restore":
     roots = ("model", "optimizer")
   wanted = {
-    root: {_text(path): Wanted(leaf.struct, leaf.shape) for path, leaf in plan.of(root).items()}
+    root: {_text(path): TargetLeaf(leaf.struct, leaf.shape) for path, leaf in plan.of(root).items()}
     for root in roots
   }
 
@@ -225,21 +220,21 @@ def _plan_target(plan: ShardingPlan, optimizer: str) -> Target:
 
 
 def _is_pair(target: object, record: Manifest | None) -> bool:
-  """Whether a target is (model, optimizer), and not a model that is a tuple of two."""
+  """Whether a target is (model, optimizer) and not a tuple of two models."""
   if type(target) is not tuple or len(target) != 2:  # pyright: ignore[reportUnknownArgumentType]
     return False
   model, second = target  # pyright: ignore[reportUnknownVariableType]
-  if trees.has_nodes(second):
-    return trees.has_nodes(second, nnx.Optimizer) and not trees.has_nodes(model, nnx.Optimizer)
+  if has_nodes(second):
+    return has_nodes(second, nnx.Optimizer) and not has_nodes(model, nnx.Optimizer)
   if record is None or "optimizer" not in record.items:
     return False
   saved = record.items["model"]
-  return not trees.flatten(target)[0].keys() <= {*saved.leaves, *saved.values}
+  return not flatten(target)[0].keys() <= {*saved.leaves, *saved.values}
 
 
 def _tree_target(roots: Mapping[str, Any], *, as_numpy: bool) -> Target:
-  tables = {item: trees.flatten(root) for item, root in roots.items()}
-  wanted = {item: trees.wanted(leaves, item=item, as_numpy=as_numpy) for item, (leaves, _) in tables.items()}
+  tables = {item: flatten(root) for item, root in roots.items()}
+  wanted = {item: _abstract(leaves, item=item, as_numpy=as_numpy) for item, (leaves, _) in tables.items()}
   plain = {item: tuple(path for path in tables[item][0] if path not in wanted[item]) for item in roots}
 
   def build(found: Found) -> Any:
@@ -253,7 +248,7 @@ def _only(target: Target, item: str, leaves: Mapping[str, Any], choose: Any) -> 
   chosen = _chosen(leaves, choose)
   return dataclasses.replace(
     target,
-    wanted={**target.wanted, item: {p: one for p, one in target.wanted[item].items() if p in chosen}},
+    leaves={**target.leaves, item: {p: one for p, one in target.leaves[item].items() if p in chosen}},
     values={
       name: tuple(p for p in all_ if name != item or p in chosen) for name, all_ in target.values.items()
     },
@@ -263,7 +258,7 @@ def _only(target: Target, item: str, leaves: Mapping[str, Any], choose: Any) -> 
 
 def _chosen(leaves: Mapping[str, Any], choose: Any) -> dict[str, Any]:
   predicate = nnx.filterlib.to_predicate(choose)
-  chosen = {path: leaf for path, leaf in leaves.items() if predicate(paths.split(path), leaf)}  # pyright: ignore[reportArgumentType]
+  chosen = {path: leaf for path, leaf in leaves.items() if predicate(paths.parse(path), leaf)}  # pyright: ignore[reportArgumentType]
   if not chosen:
     kinds = sorted({type(leaf).__name__ for leaf in leaves.values()})
     raise CheckpointError(
@@ -275,10 +270,121 @@ def _chosen(leaves: Mapping[str, Any], choose: Any) -> dict[str, Any]:
 
 
 def merge(arrays: Mapping[str, Mapping[str, Array]], values: Mapping[str, Mapping[str, Json]]) -> Found:
-  """Arrays and values of each item in one table."""
+  """Joins the arrays and the values of each item."""
   items = dict.fromkeys([*arrays, *values])
   return {item: {**arrays.get(item, {}), **values.get(item, {})} for item in items}
 
 
 def _text(path: Any) -> str:
-  return paths.join(path)
+  return paths.format(path)
+
+
+def flatten(tree: object) -> tuple[Leaves, Rebuild]:
+  """Gives the leaves of a tree by path as text, and a function that puts values in their place.
+
+  Args:
+    tree: a module, an optimizer, an `nnx.State`, or dicts, lists, tuples and any other registered pytree of
+      these, of arrays and of JSON values; None is not a leaf.
+
+  Returns:
+    The leaves (a Variable that is there twice at its first path only), and a function that takes new values
+    of some or all of them. It fills Variables in place, and copies the containers around other leaves.
+
+  Example:
+    >>> leaves, rebuild = flatten({"a": [1, 2], "b": nnx.Linear(2, 2, rngs=nnx.Rngs(0))})
+    >>> list(leaves)
+    ['a.0', 'a.1', 'b.bias', 'b.kernel']
+    >>> rebuild({"a.0": 10})["a"]
+    [10, 2]
+  """
+  rows, structure = jax.tree_util.tree_flatten_with_path(tree, is_leaf=_is_node)
+  leaves: Leaves = {}
+  tables: list[tuple[Any, dict[str, tuple[Any, Any]]]] = []
+  seen: set[int] = set()
+  for keys, node in rows:
+    table: dict[str, tuple[Any, Any]] = {}
+    for path, leaf in _leaves_of(node).items():
+      if isinstance(leaf, nnx.Variable):
+        if id(leaf) in seen:  # pyright: ignore[reportUnknownArgumentType]
+          continue
+        seen.add(id(leaf))  # pyright: ignore[reportUnknownArgumentType]
+      name = paths.format((*map(_part_of, keys), *path))
+      if name in leaves:
+        raise CheckpointError(
+          f"cannot save a tree in which two leaves are both called {name!r}.", fix="rename one of them."
+        )
+      leaves[name], table[name] = leaf, (path, leaf)
+    tables.append((node, table))
+
+  def rebuild(values: Mapping[str, Any]) -> Any:
+    return jax.tree_util.tree_unflatten(structure, [_fill(node, table, values) for node, table in tables])
+
+  return leaves, rebuild
+
+
+def has_nodes(tree: object, kind: type | tuple[type, ...] = (nnx.Pytree, nnx.State, nnx.Variable)) -> bool:
+  """Whether a tree has, or is, an nnx object of this kind."""
+  return any(isinstance(node, kind) for node in jax.tree.leaves(tree, is_leaf=_is_node))
+
+
+def _is_node(value: object) -> bool:
+  return isinstance(value, (nnx.Pytree, nnx.State, nnx.Variable))
+
+
+def _leaves_of(node: Any) -> Mapping[Any, Any]:
+  if isinstance(node, nnx.State):
+    return dict(nnx.to_flat_state(node))  # pyright: ignore[reportUnknownArgumentType, reportUnknownVariableType]
+  return variables(node) if isinstance(node, nnx.Pytree) else {(): node}
+
+
+def _fill(node: Any, table: Mapping[str, tuple[Any, Any]], values: Mapping[str, Any]) -> Any:
+  raw: dict[Any, Any] = {}
+  for name, (path, leaf) in table.items():
+    if name not in values:
+      continue
+    if isinstance(leaf, nnx.Variable):
+      leaf.set_raw_value(values[name])  # pyright: ignore[reportUnknownMemberType]
+    else:
+      raw[path] = values[name]
+  if not raw:
+    return node
+  if isinstance(node, nnx.State):
+    return nnx.from_flat_state([*{**_leaves_of(node), **raw}.items()])
+  if isinstance(node, nnx.Pytree):
+    nnx.update(node, nnx.from_flat_state([*raw.items()]))
+    return node
+  return raw[()]
+
+
+def _abstract(leaves: Mapping[str, Any], *, item: str, as_numpy: bool = False) -> dict[str, TargetLeaf]:
+  """The shape, dtype and sharding of each leaf that is an array; others are left out.
+
+  Raises:
+    CheckpointError: a leaf without a sharding, unless numpy arrays are asked for.
+  """
+  found: dict[str, TargetLeaf] = {}
+  for path, one in leaves.items():
+    leaf = value_of(one)
+    if not encoding.is_array(leaf) and not isinstance(leaf, jax.ShapeDtypeStruct):
+      continue
+    sharding = None if as_numpy or isinstance(leaf, (np.ndarray, np.generic)) else leaf.sharding
+    if sharding is None and not as_numpy and not isinstance(leaf, (np.ndarray, np.generic)):
+      raise CheckpointError(
+        f"cannot restore {item}/{path}: the target does not say where it goes.",
+        details=f"target: {leaf}",
+        fix="pass a plan, a live model, or jax.ShapeDtypeStruct(shape, dtype, sharding=...); "
+        "restore(..., as_numpy=True) gives numpy arrays.",
+      )
+    struct = jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+    found[path] = TargetLeaf(struct, tuple(one.shape if is_padded(one) else leaf.shape))
+  return found
+
+
+def _part_of(key: Any) -> paths.Part:
+  if isinstance(key, jax.tree_util.DictKey):
+    return key.key
+  if isinstance(key, jax.tree_util.SequenceKey):
+    return key.idx
+  if isinstance(key, jax.tree_util.GetAttrKey):
+    return key.name
+  return key.key

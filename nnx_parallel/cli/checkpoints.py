@@ -1,4 +1,4 @@
-"""What the commands on checkpoints share: a step, a mapping, and the plan of a recipe on a mesh."""
+"""What the commands on checkpoints share: a step, a weight map, and the plan of a recipe on a mesh."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from nnx_parallel.cli import options
 
 if TYPE_CHECKING:
-  from nnx_parallel.checkpoint.mapping import Mapping
+  from nnx_parallel.interop.weights import WeightMap
   from nnx_parallel.layout.plan import ShardingPlan
 
 
@@ -37,9 +37,9 @@ def add_target(parser: argparse.ArgumentParser, *, optimizer: bool = True) -> No
     parser.set_defaults(zero=0, offload=False)
 
 
-def add_mapping(parser: argparse.ArgumentParser, skipped: str) -> None:
-  """Adds `--mapping` and `--skip`; `skipped` says what becomes of the leaves left out."""
-  parser.add_argument("--mapping", metavar="FILE", help="a Python file with MAPPING = Mapping(...)")
+def add_weight_map(parser: argparse.ArgumentParser, skipped: str) -> None:
+  """Adds `--weight-map` and `--skip`; `skipped` says what becomes of the leaves left out."""
+  parser.add_argument("--weight-map", metavar="FILE", help="a Python file with WEIGHT_MAP = WeightMap(...)")
   parser.add_argument("--skip", action="append", default=[], metavar="PATTERN", help=f"leaves to {skipped}")
 
 
@@ -79,12 +79,12 @@ def _as_option(text: str) -> str:
   return re.sub(r"skip=(\[.*?\])", option, text)
 
 
-def load_mapping(args: argparse.Namespace) -> Mapping | None:
-  """The mapping of `--mapping`.
+def load_weight_map(args: argparse.Namespace) -> WeightMap | None:
+  """The weight map of `--weight-map`.
 
   Raises:
-    CheckpointError: a file that cannot be read, or defines no `MAPPING`.
+    CheckpointError: a file that cannot be read, or defines no `WEIGHT_MAP`.
   """
-  from nnx_parallel.checkpoint import mapping
+  from nnx_parallel.interop import weights
 
-  return mapping.load_mapping(args.mapping) if args.mapping else None
+  return weights.load_weight_map(args.weight_map) if args.weight_map else None

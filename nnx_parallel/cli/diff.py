@@ -30,6 +30,6 @@ def run(args: argparse.Namespace) -> int:
   from nnx_parallel.checkpoint.checkpointer import Checkpointer
 
   plan = checkpoints.load_plan(args)
-  diff = Checkpointer(args.directory).preflight(plan, args.step)
+  diff = Checkpointer(args.directory).diff(plan, args.step)
   print(diff)
   return 0 if diff.fits else options.NO

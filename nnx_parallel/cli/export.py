@@ -23,19 +23,19 @@ def register(commands: Commands) -> None:
   parser.add_argument("out", metavar="OUT", help="a folder that does not exist yet")
   checkpoints.add_target(parser, optimizer=False)
   checkpoints.add_step(parser, "export")
-  checkpoints.add_mapping(parser, "leave out")
+  checkpoints.add_weight_map(parser, "leave out")
   parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
   """Restores, and writes the files."""
   from nnx_parallel.checkpoint.checkpointer import Checkpointer
-  from nnx_parallel.checkpoint.safetensors import export_safetensors
+  from nnx_parallel.interop.safetensors import export_safetensors
 
   plan = checkpoints.load_plan(args)
-  mapping = checkpoints.load_mapping(args)
+  weight_map = checkpoints.load_weight_map(args)
   model = Checkpointer(args.directory).restore(plan, args.step, optimizer="drop")
   with checkpoints.skip_as_option():
-    names = export_safetensors(args.out, model, mapping, skip=args.skip)
+    names = export_safetensors(args.out, model, weight_map, skip=args.skip)
   print(f"{len(names)} arrays -> {args.out}")
   return 0

@@ -23,17 +23,17 @@ def register(commands: Commands) -> None:
   parser.add_argument("path", metavar="PATH", help="a .safetensors file, its index, or their folder")
   parser.add_argument("out", metavar="OUT", help="the checkpoint directory to write to")
   checkpoints.add_target(parser)
-  checkpoints.add_mapping(parser, "initialise")
+  checkpoints.add_weight_map(parser, "initialise")
   parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
   """Reads the files, and saves step 0."""
   from nnx_parallel.checkpoint.checkpointer import Checkpointer
-  from nnx_parallel.checkpoint.safetensors import import_safetensors
+  from nnx_parallel.interop.safetensors import import_safetensors
 
   plan = checkpoints.load_plan(args)
-  mapping = checkpoints.load_mapping(args)
+  weight_map = checkpoints.load_weight_map(args)
   with Checkpointer(args.out) as checkpointer:
     if steps := checkpointer.steps():
       raise CheckpointError(
@@ -42,7 +42,7 @@ def run(args: argparse.Namespace) -> int:
         fix="choose an empty directory for OUT.",
       )
     with checkpoints.skip_as_option():
-      made = import_safetensors(args.path, plan, mapping, skip=args.skip)
+      made = import_safetensors(args.path, plan, weight_map, skip=args.skip)
     model, optimizer = made if isinstance(made, tuple) else (made, None)
     checkpointer.save(0, model, optimizer, plan=plan)
     print(f"step 0: {checkpointer.metadata(0).nbytes:,} bytes -> {args.out}")

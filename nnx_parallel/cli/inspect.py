@@ -37,7 +37,7 @@ def register(commands: Commands) -> None:
 def run(args: argparse.Namespace) -> int:
   """Prints the steps and one manifest."""
   from nnx_parallel.checkpoint.checkpointer import Checkpointer
-  from nnx_parallel.checkpoint.files import folder_of
+  from nnx_parallel.checkpoint.folders import folder_of
   from nnx_parallel.checkpoint.manifest import as_json
 
   checkpointer = Checkpointer(args.directory)

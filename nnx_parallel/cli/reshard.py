@@ -27,13 +27,23 @@ def register(commands: Commands) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-  """Reads, verifies and writes one step."""
+  """Restores one step, and saves all that it holds."""
+  from flax import traverse_util
+
+  from nnx_parallel.checkpoint import paths
   from nnx_parallel.checkpoint.checkpointer import Checkpointer
-  from nnx_parallel.checkpoint.reshard import reshard
 
   plan = checkpoints.load_plan(args)
+  source = Checkpointer(args.directory)
+  record = source.metadata(args.step)
+  restored = source.restore(plan, record.step)
+  model, optimizer = restored if isinstance(restored, tuple) else (restored, None)
+  extra = {name: source.restore_extra(name, step=record.step) for name in record.extra}
+  for name in record.items.keys() - {"model", "optimizer"}:  # these have no plan
+    leaves = source.restore_extra(name, step=record.step, as_numpy=True)
+    extra[name] = traverse_util.unflatten_dict({paths.parse(path): leaf for path, leaf in leaves.items()})
   with Checkpointer(args.out) as destination:
-    step = reshard(Checkpointer(args.directory), destination, plan, args.step)
-    record = destination.metadata(step)
-  print(f"step {step}: {record.nbytes:,} bytes in {len(record.files)} files -> {args.out}")
+    destination.save(record.step, model, optimizer, extra=extra, metrics=record.metrics, plan=plan)
+    written = destination.metadata(record.step)
+  print(f"step {record.step}: {written.nbytes:,} bytes in {len(written.files)} files -> {args.out}")
   return 0

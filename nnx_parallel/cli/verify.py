@@ -26,12 +26,12 @@ def register(commands: Commands) -> None:
 
 def run(args: argparse.Namespace) -> int:
   """Checks the steps, one line each."""
-  from nnx_parallel.checkpoint import files
+  from nnx_parallel.checkpoint import folders
   from nnx_parallel.checkpoint.checkpointer import Checkpointer
-  from nnx_parallel.checkpoint.manifest import VanishedError
+  from nnx_parallel.checkpoint.damage import VanishedError
 
   checkpointer = Checkpointer(args.directory)
-  found = sorted([*checkpointer.steps(), *files.foreign_steps(checkpointer.directory)])
+  found = sorted([*checkpointer.steps(), *folders.unrecognised_steps(checkpointer.directory)])
   steps = found if args.step is None else [args.step]
   if not steps:
     checkpointer.metadata()  # raises, and says why there is nothing

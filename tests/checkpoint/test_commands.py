@@ -141,16 +141,16 @@ def test_reshard_keeps_everything(run_dir, capsys):
     list((run_dir / "run" / "20" / "model" / "kernel" / "c").rglob("*"))
   )
   assert main(["reshard", str(out), str(out), *arguments]) == 1
-  assert "into itself" in capsys.readouterr().err
+  assert "cannot save step 20: it exists in" in capsys.readouterr().err
 
 
 def test_export_and_import(run_dir, capsys):
-  mapping = "from nnx_parallel.checkpoint.mapping import Mapping, Rule, Transpose\n"
-  mapping += 'MAPPING = Mapping(Rule("fc.weight", "kernel", Transpose(1, 0)), Rule("fc.bias", "bias"))\n'
-  (run_dir / "mapping.py").write_text(mapping)
+  weights = "from nnx_parallel.interop.weights import Rule, WeightMap\n"
+  weights += 'WEIGHT_MAP = WeightMap(Rule("fc.weight", "kernel", "o i -> i o"), Rule("fc.bias", "bias"))\n'
+  (run_dir / "weights.py").write_text(weights)
   (run_dir / "empty.py").write_text("")
   recipe, out, back = str(run_dir / "recipe.py"), str(run_dir / "hf"), str(run_dir / "back")
-  how = [recipe, "--mapping", str(run_dir / "mapping.py"), "--mesh", "fsdp=4", "--devices", "4"]
+  how = [recipe, "--weight-map", str(run_dir / "weights.py"), "--mesh", "fsdp=4", "--devices", "4"]
   assert main(["export", str(run_dir / "run"), out, *how]) == 0
   assert capsys.readouterr().out == f"2 arrays -> {out}\n"
   assert main(["import", out, back, *how]) == 0
@@ -163,9 +163,9 @@ def test_export_and_import(run_dir, capsys):
   text = capsys.readouterr().err
   assert "it holds the checkpoints of a run.\n  steps 10, 20\n  Fix: choose an empty directory" in text
   assert nxp.Checkpointer(run_dir / "run").latest() == 20
-  assert main(["import", out, back, recipe, "--mapping", str(run_dir / "empty.py")]) == 1
-  assert "empty.py defines no MAPPING" in capsys.readouterr().err
-  assert main(["import", out, back, recipe, "--mapping", str(run_dir / "none.py")]) == 1
+  assert main(["import", out, back, recipe, "--weight-map", str(run_dir / "empty.py")]) == 1
+  assert "empty.py defines no WEIGHT_MAP" in capsys.readouterr().err
+  assert main(["import", out, back, recipe, "--weight-map", str(run_dir / "none.py")]) == 1
   assert "none.py: No such file" in capsys.readouterr().err
 
 

@@ -12,7 +12,8 @@ import pytest
 
 from checkpoint.runs import arrays, assert_same, target_of
 from nnx_parallel.checkpoint.checkpointer import Checkpointer
-from nnx_parallel.checkpoint.manifest import FILE, DamagedError
+from nnx_parallel.checkpoint.damage import DamagedError
+from nnx_parallel.checkpoint.manifest import FILE
 from nnx_parallel.errors import CheckpointError
 
 

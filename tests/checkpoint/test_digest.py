@@ -18,7 +18,7 @@ from nnx_parallel.checkpoint.digest import (
   digest_later,
   totals,
 )
-from nnx_parallel.checkpoint.placement import without_padding
+from nnx_parallel.checkpoint.relayout import without_padding
 
 RNG = np.random.default_rng(0)
 

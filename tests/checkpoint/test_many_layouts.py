@@ -57,7 +57,7 @@ def test_eight_devices_one_sixteen_and_back(tmp_path):
   for directory in (one, sixteen):
     for restored, saved in zip(Checkpointer(directory).restore(plan), run, strict=True):
       assert_same(restored, saved)
-  assert Checkpointer(sixteen).preflight(plan).resharded
+  assert Checkpointer(sixteen).diff(plan).resharded
 
 
 @pytest.mark.parametrize(("saved", "wanted"), list(itertools.permutations((0, 1, 2), 2)))
@@ -71,7 +71,7 @@ def test_zero_stages_change_between_save_and_restore(tmp_path, saved, wanted):
   checkpointer = Checkpointer(tmp_path)
   checkpointer.save(1, *run)
   goal = plan(wanted)
-  moved = [match.name for match in checkpointer.preflight(goal).resharded]
+  moved = [match.name for match in checkpointer.diff(goal).resharded]
   assert bool(moved) == (0 in (saved, wanted))  # stages 1 and 2 differ in gradients, not in state
   assert all(name.startswith("optimizer/") for name in moved)
   restored = checkpointer.restore(goal)
@@ -100,14 +100,14 @@ def test_replicas_are_written_once(tmp_path):
 @pytest.mark.slow
 def test_a_replicated_array_is_written_once_by_both_processes(tmp_path):
   body = """
-    from nnx_parallel.checkpoint import _orbax
+    from nnx_parallel.checkpoint import store
     from nnx_parallel.checkpoint.checkpointer import Checkpointer
 
     def written():
       lines = open("/proc/self/io").read().splitlines()
       return next(int(line.split()[1]) for line in lines if line.startswith("wchar"))
 
-    patch(_orbax, "_SMALLEST_REPLICA_SLICE", 1 << 20)
+    patch(store, "_SMALLEST_REPLICA_SLICE", 1 << 20)
     tree = {"w": put(np.ones((16, 1 << 20), np.uint8), nxp.make_mesh(x=8))}
     before = written()
     Checkpointer(arguments[0]).save(1, tree)

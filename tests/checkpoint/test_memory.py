@@ -13,7 +13,7 @@ import jax, numpy as np
 from flax import nnx
 import nnx_parallel as nxp
 from jax.sharding import NamedSharding, PartitionSpec as P
-from nnx_parallel.checkpoint.safetensors import import_safetensors
+from nnx_parallel.interop.safetensors import import_safetensors
 import safetensors.numpy
 
 MIB = 1 << 20

@@ -3,7 +3,7 @@
 import pytest
 
 from checkpoint.runs import arrays, assert_same, target_of
-from nnx_parallel.checkpoint import files, manifest
+from nnx_parallel.checkpoint import folders, manifest
 from nnx_parallel.checkpoint.checkpointer import Checkpointer
 from nnx_parallel.cli.main import main
 from nnx_parallel.errors import CheckpointError
@@ -14,9 +14,9 @@ def store(tmp_path, monkeypatch):
   def unknown(*_):
     raise AssertionError("not on an object store")
 
-  monkeypatch.setattr(files, "is_local", lambda _: False)
-  monkeypatch.setattr(files, "commit", unknown)
-  monkeypatch.setattr(files.os, "fsync", unknown)
+  monkeypatch.setattr(folders, "is_local", lambda _: False)
+  monkeypatch.setattr(folders, "commit", unknown)
+  monkeypatch.setattr(folders.os, "fsync", unknown)
   return tmp_path
 
 
@@ -62,8 +62,8 @@ def test_an_unfinished_save_is_no_damage_and_a_lost_manifest_is(store):
   for step, tree in trees.items():
     checkpointer.save(step, tree)
   (store / "2" / manifest.FILE).unlink()
-  for suffix in (files.SAVING, files.DELETING):
-    mark = files.mark(checkpointer.directory, 2, suffix)
+  for suffix in (folders.SAVING, folders.DELETING):
+    mark = folders.mark(checkpointer.directory, 2, suffix)
     assert_same(checkpointer.restore(target_of(trees[1])), trees[1])
     assert main(["verify", str(store)]) == 0
     mark.unlink()
@@ -102,9 +102,9 @@ def test_a_deletion_cut_short_is_finished_and_a_finished_save_stays(store):
   checkpointer = Checkpointer(store)
   for step in (1, 2):
     checkpointer.save(step, arrays())
-  files.mark(checkpointer.directory, 1, files.DELETING)
-  files.mark(checkpointer.directory, 2, files.SAVING)
-  assert files.sweep(checkpointer.directory) == ["1"]
+  folders.mark(checkpointer.directory, 1, folders.DELETING)
+  folders.mark(checkpointer.directory, 2, folders.SAVING)
+  assert folders.recover(checkpointer.directory) == ["1"]
   assert names(store) == ["2"]
 
 

@@ -14,13 +14,13 @@ PARTS = st.recursive(
 
 @hypothesis.given(st.lists(PARTS, max_size=5).map(tuple))
 def test_any_path_comes_back(path):
-  assert paths.split(paths.join(path)) == path
+  assert paths.parse(paths.format(path)) == path
 
 
 @hypothesis.given(st.lists(st.lists(PARTS, max_size=3).map(tuple), max_size=4, unique=True))
 def test_different_paths_stay_different(many):
-  assert len({paths.join(path) for path in many}) == len(many)
-  assert len({paths.file_name(paths.join(path)) for path in many}) == len(many)
+  assert len({paths.format(path) for path in many}) == len(many)
+  assert len({paths.file_name(paths.format(path)) for path in many}) == len(many)
 
 
 def test_file_names_are_short_and_safe():
@@ -32,4 +32,4 @@ def test_file_names_are_short_and_safe():
 
 def test_other_keys_are_refused():
   with pytest.raises(CheckpointError, match=r"the part 1\.5 is a float.*\n  Fix: use names, ints or tuples"):
-    paths.join(("a", 1.5))
+    paths.format(("a", 1.5))

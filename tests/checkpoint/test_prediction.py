@@ -1,4 +1,4 @@
-"""What a preflight says of dtypes, bytes and layouts, against what a restore does."""
+"""What a diff says of dtypes, bytes and layouts, against what a restore does."""
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +9,7 @@ from jax.sharding import PartitionSpec as P
 
 import nnx_parallel as nxp
 from checkpoint.runs import arrays, assert_same, bytes_read, target_of
-from nnx_parallel.checkpoint import preflight, store
+from nnx_parallel.checkpoint import diff, store
 from nnx_parallel.checkpoint.checkpointer import Checkpointer
 from nnx_parallel.errors import CheckpointError
 from processes import run_two
@@ -48,7 +48,7 @@ def test_arrays_that_jax_would_make_smaller_are_refused_before_reading(wide, mon
   directory, tree = wide
   checkpointer = Checkpointer(directory, verify=verify)
   target = {name: struct(name, tree)}
-  diff = checkpointer.preflight(target, only=[name])
+  diff = checkpointer.diff(target, only=[name])
   assert not diff.fits
   assert [match.name for match in diff.retyped] == [f"model/{name}"]
   monkeypatch.setattr(store, "start", lambda *_: pytest.fail("an array was read"))
@@ -66,7 +66,7 @@ def test_each_way_out_of_64_bits_works(wide, verify):
   again = checkpointer.restore(target, only=["f"], cast=True)["f"]
   assert again.sharding == target["f"].sharding
   np.testing.assert_array_equal(again, tree["f"].astype(np.float32), strict=True)
-  assert checkpointer.preflight(target, only=["f"], cast=True).bytes_read == 16 * 8
+  assert checkpointer.diff(target, only=["f"], cast=True).bytes_read == 16 * 8
   with jax.enable_x64(True):
     again = checkpointer.restore(target_of_wide(tree))
     assert {name: array.dtype for name, array in again.items()} == {"f": np.float64, "i": np.int64}
@@ -92,7 +92,7 @@ def test_the_bytes_predicted_are_the_bytes_read(tmp_path, width, spec):
     "b": jax.ShapeDtypeStruct((width,), np.float32, sharding=NamedSharding(mesh, P("x"))),
     "n": jax.ShapeDtypeStruct((), np.float32, sharding=NamedSharding(mesh, P())),
   }
-  predicted, before = checkpointer.preflight(target).bytes_read, bytes_read()
+  predicted, before = checkpointer.diff(target).bytes_read, bytes_read()
   assert_same(checkpointer.restore(target), values)
   read = bytes_read() - before
   assert predicted <= read <= predicted + 4096  # the metadata, and the places of the chunks in the files
@@ -113,7 +113,7 @@ def test_two_processes_read_their_chunks_and_what_was_predicted(tmp_path):
     checkpointer.save(1, {"w": put(values, mesh, "x")})
     for spec in (P("x"), P(None, "x")):
       target = {"w": jax.ShapeDtypeStruct((256, 256), np.float32, sharding=NamedSharding(mesh, spec))}
-      predicted, before = checkpointer.preflight(target).bytes_read, bytes_read()
+      predicted, before = checkpointer.diff(target).bytes_read, bytes_read()
       for shard in checkpointer.restore(target)["w"].addressable_shards:
         np.testing.assert_array_equal(shard.data, values[shard.index])
       print("predicted", predicted, "read as much", 0 <= bytes_read() - before - predicted < 4096)
@@ -127,7 +127,7 @@ def test_two_processes_read_their_chunks_and_what_was_predicted(tmp_path):
 def test_a_restore_says_what_it_will_read(saved, caplog):
   directory, trees = saved
   checkpointer = Checkpointer(directory, byte_budget=300)
-  diff = checkpointer.preflight(target_of(trees[2]))
+  diff = checkpointer.diff(target_of(trees[2]))
   caplog.set_level("INFO", "nnx_parallel.checkpoint.restore")
   checkpointer.restore(target_of(trees[2]))
   text = f"reading {diff.bytes_read:,} bytes; at most {diff.host_bytes:,} bytes of host memory here"
@@ -142,7 +142,7 @@ def test_state_in_host_memory_is_not_counted_on_devices(tmp_path):
 
   def diff(kind):
     layouts = {"near": NamedSharding(mesh, P("x")), "away": NamedSharding(mesh, P("x"), memory_kind=kind)}
-    return checkpointer.preflight(
+    return checkpointer.diff(
       {n: jax.ShapeDtypeStruct((64, 8), np.float32, sharding=layout) for n, layout in layouts.items()}
     )
 
@@ -159,14 +159,14 @@ def test_state_in_host_memory_is_not_counted_on_devices(tmp_path):
 def test_leaves_that_change_their_layout_are_counted_and_named(saved):
   directory, trees = saved
   checkpointer = Checkpointer(directory)
-  same = checkpointer.preflight(target_of(trees[2]))
+  same = checkpointer.diff(target_of(trees[2]))
   assert same.resharded == ()
   assert "layout" not in str(same)
   mesh = nxp.make_mesh(x=4, devices=jax.devices()[:4])
   target = target_of(trees[2], mesh) | {
     "w": jax.ShapeDtypeStruct((8, 16), np.float32, sharding=NamedSharding(mesh, P(None, "x")))
   }
-  diff = checkpointer.preflight(target)
+  diff = checkpointer.diff(target)
   assert diff.fits
   assert [match.path for match in diff.resharded] == ["b", "half", "step", "w"]
   assert str(diff).splitlines()[2:7] == [
@@ -180,12 +180,12 @@ def test_leaves_that_change_their_layout_are_counted_and_named(saved):
 
 def test_layouts_as_text():
   one = jax.devices()[0]
-  assert preflight.layout_text(jnp.ones(2).sharding) == "one device"
-  assert preflight.layout_text(NamedSharding(nxp.make_mesh(x=1, devices=[one]), P("x"))) == "one device"
+  assert diff.layout_text(jnp.ones(2).sharding) == "one device"
+  assert diff.layout_text(NamedSharding(nxp.make_mesh(x=1, devices=[one]), P("x"))) == "one device"
   mesh = nxp.make_mesh(a=2, b=4, c=1)
   layout = NamedSharding(mesh, P(("a", "b"), "c"), memory_kind="pinned_host")
-  assert preflight.layout_text(layout) == "P(('a', 'b')) on {'a': 2, 'b': 4} in pinned_host"
-  assert preflight.layout_text(None) == ""
+  assert diff.layout_text(layout) == "P(('a', 'b')) on {'a': 2, 'b': 4} in pinned_host"
+  assert diff.layout_text(None) == ""
 
 
 # JSON values.
@@ -203,7 +203,7 @@ def mixed(tmp_path):
 def test_json_values_that_the_target_lacks_are_extra(mixed):
   checkpointer, tree = mixed
   target = {"w": tree["w"], "config": {"depth": 0}}
-  assert checkpointer.preflight(target).extra == ("model/config.name",)
+  assert checkpointer.diff(target).extra == ("model/config.name",)
   with pytest.raises(CheckpointError, match=r"\(1 extra\)\.\n  extra    model/config\.name\n  Fix: .*skip="):
     checkpointer.restore(target)
   again = checkpointer.restore(target, skip=["config.name"])
@@ -214,7 +214,7 @@ def test_json_values_that_the_target_lacks_are_extra(mixed):
 def test_json_values_that_were_not_saved_are_missing(mixed):
   checkpointer, tree = mixed
   target = {**tree, "config": {"depth": 0, "name": "", "width": 8}}
-  diff = checkpointer.preflight(target)
+  diff = checkpointer.diff(target)
   assert not diff.fits
   assert diff.missing == (("model/config.width", None),)
   with pytest.raises(
@@ -230,8 +230,8 @@ def test_json_values_are_counted_left_out_and_renamed(mixed):
   target = {"w": tree["w"], "settings": {"depth": 0, "name": ""}}
   rename = {"settings": "config"}
   assert checkpointer.restore(target, rename=rename)["settings"] == tree["config"]
-  assert "restored: 3 leaves, left out by name: 0" in str(checkpointer.preflight(target, rename=rename))
-  diff = checkpointer.preflight(tree, skip=["config"])
+  assert "restored: 3 leaves, left out by name: 0" in str(checkpointer.diff(target, rename=rename))
+  diff = checkpointer.diff(tree, skip=["config"])
   assert diff.skipped == ("config.depth", "config.name")
   assert checkpointer.restore(tree | {"config": {"depth": 7, "name": ""}}, skip=["config"])["config"] == {
     "depth": 7,
@@ -242,7 +242,7 @@ def test_json_values_are_counted_left_out_and_renamed(mixed):
 def test_a_value_where_an_array_is_wanted_is_both_missing_and_extra(mixed):
   checkpointer, tree = mixed
   target = {**tree, "config": {"depth": np.int32(0), "name": ""}}
-  diff = checkpointer.preflight(target)
+  diff = checkpointer.diff(target)
   assert [name for name, _ in diff.missing] == ["model/config.depth"]
   assert diff.extra == ("model/config.depth",)
   for kind in ("missing", "extra  "):
@@ -268,13 +268,13 @@ def test_damage_to_a_leaf_that_is_not_restored_does_no_harm(saved):
 
 def test_on_restore_only_metadata_is_hashed(saved, monkeypatch):
   directory, trees = saved
-  hashed, sha256 = [], preflight.files.sha256
+  hashed, sha256 = [], diff.folders.sha256
 
   def watched(file):
     hashed.append(str(file.relative_to(directory / "2")))
     return sha256(file)
 
-  monkeypatch.setattr(preflight.files, "sha256", watched)
+  monkeypatch.setattr(diff.folders, "sha256", watched)
   Checkpointer(directory).restore({"w": target_of(trees[2])["w"]}, only=["w"])
   assert "model/w/zarr.json" in hashed
   assert [name for name in hashed if "/c/" in name or name.startswith(("model/b", "model/half"))] == []
@@ -313,6 +313,6 @@ def test_chunk_files_are_still_named(saved, verify):
 def test_damaged_metadata_does_not_stop_a_prediction(saved, harm):
   directory, trees = saved
   target = target_of(trees[2])
-  before = Checkpointer(directory).preflight(target)
+  before = Checkpointer(directory).diff(target)
   harm(directory / "2" / "model" / "w" / "zarr.json")
-  assert Checkpointer(directory).preflight(target).bytes_read == before.bytes_read
+  assert Checkpointer(directory).diff(target).bytes_read == before.bytes_read

@@ -40,7 +40,7 @@ def test_two_processes_save_and_restore_what_one_process_reads(tmp_path):
     for name in tree:
       for shard in again[name].addressable_shards:
         np.testing.assert_array_equal(shard.data, values[name][shard.index])
-    print("bytes", checkpointer.preflight(target).bytes_read)
+    print("bytes", checkpointer.diff(target).bytes_read)
   """
   for out in run(tmp_path, body):
     assert f"bytes {8 * 8 * 4 + 64}" in out
@@ -85,27 +85,26 @@ def test_safetensors_are_read_and_written_each_process_its_own_slices(tmp_path):
   body = """
     import pathlib
     from flax import nnx
-    from nnx_parallel.checkpoint import views
-    from nnx_parallel.checkpoint.mapping import Mapping, Rule, Transpose
-    from nnx_parallel.checkpoint.safetensors import export_safetensors, import_safetensors
+    from nnx_parallel.interop.safetensors import Tensor, export_safetensors, import_safetensors
+    from nnx_parallel.interop.weights import Rule, WeightMap
 
-    read, elements = views.Memory.read, 0
-    def counted(self, box):
+    read, elements = Tensor.read, 0
+    def counted(self, index):
       global elements
-      values = read(self, box)
+      values = read(self, index)
       elements += values.size
       return values
-    patch(views.Memory, "read", counted)
+    patch(Tensor, "read", counted)
     root = pathlib.Path(arguments[0])
     init = lambda: nnx.Linear(16, 32, rngs=nnx.Rngs(0))
     plan = nxp.plan(init, nxp.make_mesh(x=8), nxp.fsdp("x", min_size=64))
-    mapping = Mapping(Rule("fc.weight", "kernel", Transpose(1, 0)), Rule("fc.bias", "bias"))
-    model = import_safetensors(root / "in.safetensors", plan, mapping)
+    weight_map = WeightMap(Rule("fc.weight", "kernel", "o i -> i o"), Rule("fc.bias", "bias"))
+    model = import_safetensors(root / "in.safetensors", plan, weight_map)
     print("read", elements)
-    export_safetensors(root / "out", model, mapping)
+    export_safetensors(root / "out", model, weight_map)
   """
   for out in run(tmp_path, body):
-    assert f"read {16 * 32 // 2 + 32}" in out
+    assert f"read {16 * 32 // 2 + 32 // 2}" in out
   found = safetensors.numpy.load_file(tmp_path / "out" / "model.safetensors")
   assert_same(found, theirs)
 
@@ -149,12 +148,13 @@ def test_damage_that_one_process_sees_ends_both_and_both_fall_back(tmp_path):
 def test_a_manifest_that_one_process_cannot_read_stops_both(tmp_path):
   body = """
     from nnx_parallel.checkpoint import manifest
+    from nnx_parallel.checkpoint.damage import DamagedError
 
     checkpointer.save(1, {"w": put(values["w"], mesh, "a", "b")}, extra={"data": 3})
     checkpointer.wait()
     if process == 1:
       def read(folder):
-        raise manifest.DamagedError("the manifest cannot be read here")
+        raise DamagedError("the manifest cannot be read here")
       patch(manifest, "read", read)
     for call in (checkpointer.metadata, lambda: checkpointer.restore_extra("data")):
       try:
@@ -229,9 +229,8 @@ def test_an_export_that_fails_on_one_process_fails_on_both(tmp_path):
   body = """
     import pathlib
     from flax import nnx
-    import nnx_parallel.checkpoint.safetensors as out
-    from nnx_parallel.checkpoint import views
-    from nnx_parallel.checkpoint.mapping import Mapping, Rule
+    import nnx_parallel.interop.safetensors as out
+    from nnx_parallel.interop.weights import Rule, WeightMap
 
     root = pathlib.Path(arguments[0])
     def full(*_, **__):
@@ -241,18 +240,18 @@ def test_an_export_that_fails_on_one_process_fails_on_both(tmp_path):
         call()
       except CheckpointError as error:
         print("refused:", error.what)
-    places = [(out, "_lay_out"), (views.InFile, "write"), (out, "_require_same")]
+    places = [(out, "_lay_out"), (out.Tensor, "write"), (out, "_require_same")]
     for number, (where, name) in enumerate(places):
       for failing in (0, 1):
         works = getattr(where, name)
         if process == failing:
           setattr(where, name, full)
-        mapping = Mapping(Rule("w", ("w", "v")), Rule("b", "b"))
+        weight_map = WeightMap(Rule("w", ("w", "v")), Rule("b", "b"))
         pair = {**tree, "v": put(values["w"], mesh, None, ("b", "a"))}
-        attempt(lambda: out.export_safetensors(root / f"{number} {failing}", pair, mapping))
+        attempt(lambda: out.export_safetensors(root / f"{number} {failing}", pair, weight_map))
         setattr(where, name, works)
-    attempt(lambda: out.export_safetensors(root / "differ", {**tree, "v": tree["w"] + 1}, mapping))
-    out.export_safetensors(root / "equal", pair, mapping)
+    attempt(lambda: out.export_safetensors(root / "differ", {**tree, "v": tree["w"] + 1}, weight_map))
+    out.export_safetensors(root / "equal", pair, weight_map)
     plan = nxp.plan(lambda: nnx.Linear(16, 32, rngs=nnx.Rngs(0)), nxp.make_mesh(x=8), nxp.replicate())
     there = root / "equal" if process == 0 else root / "nowhere"
     attempt(lambda: out.import_safetensors(there, plan, skip=["bias"]))

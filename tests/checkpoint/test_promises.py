@@ -6,14 +6,14 @@ Told here, or in the test that is named:
 |---|---|
 | restore brings back the saved layout | test_restore: test_any_mesh_into_any_other |
 | PRNG keys; `Cannot interpret 'key<fry>'` | test_restore: test_everything_a_run_is; here |
-| silent partial restore | here; by name: test_preflight: test_partial_only_by_name |
-| host memory blows up | here; predicted: test_preflight: test_a_fit_predicts_bytes |
+| silent partial restore | here; by name: test_diff: test_partial_only_by_name |
+| host memory blows up | here; predicted: test_diff: test_a_fit_predicts_bytes |
 | unfinished saves look valid | test_integrity: test_latest_skips_what_is_not_whole |
 | background errors vanish | test_safety: test_background_errors_are_raised_at_the_next_call |
 | slow load from the chunk layout | here; reshard: test_commands: test_reshard_keeps_everything |
 | `Sharding info not provided when restoring` | test_restore: test_numpy_only_on_request |
-| `tree structures do not match` | here (another optimizer chain); renames: test_preflight |
-| `Requested shape: ... is not compatible` | test_preflight: test_shapes_name_the_leaf_and_both_shapes |
+| `tree structures do not match` | here (another optimizer chain); renames: test_diff |
+| `Requested shape: ... is not compatible` | test_diff: test_shapes_name_the_leaf_and_both_shapes |
 | `Found incomplete checkpoint at ...` | here |
 | `Memory kind mismatch` | test_restore: test_memory_kinds_are_the_targets |
 """
@@ -34,7 +34,7 @@ from jax.sharding import PartitionSpec as P
 
 import nnx_parallel as nxp
 from checkpoint.runs import MESHES, assert_same, make_plan
-from nnx_parallel.checkpoint import _orbax, paths, store
+from nnx_parallel.checkpoint import paths, store
 from nnx_parallel.checkpoint.checkpointer import Checkpointer
 from nnx_parallel.errors import CheckpointError
 
@@ -66,7 +66,7 @@ def test_a_file_of_another_depth_is_refused_before_any_array_is_read(
 ):
   checkpointer = Checkpointer(tmp_path)
   checkpointer.save(1, nxp.create_sharded_model(deep_plan(saved)))
-  monkeypatch.setattr(_orbax, "load", lambda *_, **__: pytest.fail("an array was read"))
+  monkeypatch.setattr(store, "load", lambda *_, **__: pytest.fail("an array was read"))
   monkeypatch.setattr(store, "start", lambda *_: pytest.fail("an array was read"))
   text = rf"does not fit the target \(4 {kind}\)\.\n(.*\n)*?  {kind}  +model/layers\.12\.kernel"
   with pytest.raises(CheckpointError, match=text):
@@ -113,7 +113,7 @@ def test_no_more_bytes_are_in_flight_than_the_budget(tmp_path, monkeypatch):
   assert_same(checkpointer.restore(deep_plan(6)), model)
   assert reads == [512, 512, 512]
   assert most == 1024
-  diff = checkpointer.preflight(deep_plan(6))
+  diff = checkpointer.diff(deep_plan(6))
   assert diff.bytes_read == sum(reads)
   assert "this process reads" in str(diff)
 
@@ -238,7 +238,7 @@ def test_any_tree_on_any_mesh_under_any_names(tmp_path_factory, spec, source, go
   if renamed:
     target = {f"new{i}": target[name] for i, name in enumerate(tree)}
     like = {f"new{i}": like[name] for i, name in enumerate(tree)}
-    rename = {f"new{i}": paths.join((name,)) for i, name in enumerate(tree)}
+    rename = {f"new{i}": paths.format((name,)) for i, name in enumerate(tree)}
   with Checkpointer(tmp_path_factory.mktemp("any")) as checkpointer:
     checkpointer.save(1, tree)
     again = checkpointer.restore(target, rename=rename)

@@ -6,11 +6,10 @@ import pytest
 from hypothesis import strategies as st
 
 from checkpoint.runs import arrays, assert_same, target_of
-from nnx_parallel.checkpoint import files, manifest
+from nnx_parallel.checkpoint import folders, manifest
+from nnx_parallel.checkpoint.catalog import Retention, newest_first, place_of
 from nnx_parallel.checkpoint.checkpointer import Checkpointer
-from nnx_parallel.checkpoint.lineage import newest_first, place
 from nnx_parallel.checkpoint.manifest import Header
-from nnx_parallel.checkpoint.retention import Retention
 from nnx_parallel.errors import CheckpointError
 
 FLOATS = st.floats(allow_nan=True, allow_infinity=True)
@@ -26,7 +25,7 @@ FLOATS = st.floats(allow_nan=True, allow_infinity=True)
 def test_the_newest_and_the_best_always_stay(losses, newest, every, keep_best, mode):
   keep = Retention(newest, every, "loss", mode, keep_best)
   metrics = {step: {"loss": loss} for step, loss in losses.items()}
-  kept = sorted(metrics.keys() - keep.doomed(metrics, sorted(metrics, reverse=True)))
+  kept = sorted(metrics.keys() - keep.expired(metrics, sorted(metrics, reverse=True)))
   assert set(sorted(metrics)[-newest:]) <= set(kept)
   best = [loss for loss in losses.values() if loss == loss]
   if best:
@@ -42,14 +41,14 @@ def test_the_newest_step_ends_the_last_lineage(moves):
     line = line[: max(len(line) - back, 1)]
     position = line[-1] if line else None
     step = (position or 0) + forward
-    where = place(step, position, headers, "run")
+    where = place_of(step, position, headers, "run")
     headers[step] = Header(step, where.after + 1 if headers else 0.0, {}, where.parent)
     line.append(step)
     assert (where.parent, where.time) == (position, None)
     found = newest_first(headers)
     assert found[: len(line)] == line[::-1]
     assert sorted(found) == sorted(headers)
-    assert step not in Retention(1).doomed({step: {} for step in headers}, found)
+    assert step not in Retention(1).expired({step: {} for step in headers}, found)
 
 
 @pytest.fixture
@@ -108,7 +107,7 @@ def test_another_run_beside_it_takes_no_step_from_a_run(two):
 def test_a_save_that_failed_is_nobodys_parent(two, monkeypatch):
   _, tree, checkpointer = two
   with monkeypatch.context() as patch:
-    patch.setattr(files, "make_tree_durable", lambda _: (_ for _ in ()).throw(OSError(28, "full")))
+    patch.setattr(folders, "make_tree_durable", lambda _: (_ for _ in ()).throw(OSError(28, "full")))
     with pytest.raises(CheckpointError, match="the disk is full"):
       checkpointer.save(300, tree)
   checkpointer.save(400, tree)
@@ -201,7 +200,7 @@ def test_latest_and_best_are_steps_to_restore(tmp_path):
     for step, number in ((None, 3), ("latest", 3), ("best", 2), (1, 1)):
       assert_same(checkpointer.restore(target_of(trees[1]), step), trees[number])
       assert checkpointer.restored.step == number
-    assert checkpointer.preflight(target_of(trees[1]), "best").step == 2
+    assert checkpointer.diff(target_of(trees[1]), "best").step == 2
     with pytest.raises(
       CheckpointError, match=r"step='newest' is unknown\.\n  Fix: pass a number, \"latest\""
     ):

@@ -14,14 +14,14 @@ import jax.numpy as jnp
 import pytest
 
 from checkpoint.runs import arrays, assert_same, target_of
-from nnx_parallel.checkpoint import _orbax, files, save
+from nnx_parallel.checkpoint import folders, save, store
 from nnx_parallel.checkpoint.checkpointer import Checkpointer
 from nnx_parallel.cli import main as cli
 from nnx_parallel.errors import CheckpointError
 
 
 def names(directory):
-  return sorted(path.name for path in directory.iterdir() if path.name != files.LOCK)
+  return sorted(path.name for path in directory.iterdir() if path.name != folders.LOCK)
 
 
 def broken(number):
@@ -47,7 +47,7 @@ def test_a_failed_overwrite_keeps_the_old_step(saved, monkeypatch, moment):
   directory, trees = saved
   checkpointer = Checkpointer(directory)
   with monkeypatch.context() as patch:
-    patch.setattr(files, moment, broken(28))
+    patch.setattr(folders, moment, broken(28))
     with pytest.raises(CheckpointError, match=r"cannot save step 2 in .*: the disk is full\.\n  .*No space"):
       checkpointer.save(2, trees[1], overwrite=True)
   assert names(directory) == ["1", "2"]
@@ -58,7 +58,7 @@ def test_a_failed_overwrite_keeps_the_old_step(saved, monkeypatch, moment):
 @pytest.mark.parametrize("local", [True, False])
 def test_a_step_is_saved_also_when_an_old_one_cannot_be_removed(tmp_path, monkeypatch, local):
   tree = arrays()
-  monkeypatch.setattr(files, "is_local", lambda _: local)
+  monkeypatch.setattr(folders, "is_local", lambda _: local)
   checkpointer = Checkpointer(tmp_path, max_to_keep=1)
   checkpointer.save(1, tree)
   with monkeypatch.context() as patch:
@@ -75,7 +75,7 @@ def test_a_step_is_saved_also_when_an_old_one_cannot_be_removed(tmp_path, monkey
       checkpointer.save(3, tree)
     assert_same(checkpointer.restore(target_of(tree)), tree)
   with monkeypatch.context() as patch:
-    patch.setattr(files, "delete_step", broken(5))
+    patch.setattr(folders, "delete_step", broken(5))
     with pytest.warns(UserWarning, match="step 4 is saved, but step 3, .*Input/output error"):
       checkpointer.save(4, tree)
   assert checkpointer.steps() == [3, 4]
@@ -129,13 +129,13 @@ def test_readers_are_in_no_writer_s_way(saved):
 
 def test_a_fork_during_a_background_save_ends_and_holds_nothing(saved, monkeypatch):
   directory, trees = saved
-  go, make_durable = threading.Event(), files.make_tree_durable
+  go, make_durable = threading.Event(), folders.make_tree_durable
 
   def slow(folder):
     go.wait(60)
     make_durable(folder)
 
-  monkeypatch.setattr(files, "make_tree_durable", slow)
+  monkeypatch.setattr(folders, "make_tree_durable", slow)
   fork = multiprocessing.get_context("fork")
   with Checkpointer(directory, asynchronous=True) as checkpointer:
     checkpointer.save(3, trees[1])
@@ -170,15 +170,15 @@ def test_only_what_a_step_left_is_swept(saved):
 def test_two_writers_do_not_meet(saved):
   directory, trees = saved
   text = r"another job is writing there\.\n  held by process \d+ on "
-  with files.writer_lock(files.epath.Path(directory)), pytest.raises(CheckpointError, match=text):
+  with folders.writer_lock(folders.epath.Path(directory)), pytest.raises(CheckpointError, match=text):
     Checkpointer(directory).save(3, trees[1])
   Checkpointer(directory).save(3, trees[1])
 
 
 def test_a_full_disk_is_noticed_before_writing(saved, monkeypatch):
   directory, trees = saved
-  usage = files.shutil.disk_usage(directory)._replace(free=100)
-  monkeypatch.setattr(files.shutil, "disk_usage", lambda _: usage)
+  usage = folders.shutil.disk_usage(directory)._replace(free=100)
+  monkeypatch.setattr(folders.shutil, "disk_usage", lambda _: usage)
   with pytest.raises(CheckpointError, match=r"the disk is full\.\n  the checkpoint needs [\d,]+ bytes, 1"):
     Checkpointer(directory).save(3, trees[1])
   assert names(directory) == ["1", "2"]
@@ -186,7 +186,7 @@ def test_a_full_disk_is_noticed_before_writing(saved, monkeypatch):
 
 @pytest.mark.parametrize(("number", "why"), [(30, "it may not be written"), (13, "it may not be written")])
 def test_read_only_directories(tmp_path, monkeypatch, number, why):
-  monkeypatch.setattr(files, "writer_lock", broken(number))
+  monkeypatch.setattr(folders, "writer_lock", broken(number))
   with pytest.raises(CheckpointError, match=f"cannot save step 1 in .*: {why}"):
     Checkpointer(tmp_path).save(1, arrays())
 
@@ -222,12 +222,12 @@ def test_a_path_that_the_array_store_reads_otherwise_is_refused(tmp_path):
 
 def test_arrays_that_are_stored_elsewhere_are_missed_before_the_commit(saved, monkeypatch):
   directory, trees = saved
-  real = _orbax.start_save
+  real = store.start_save
 
   def start(folder, items, **options):
     return real(folder, {"model": {"b": items["model"]["b"]}}, **options)
 
-  monkeypatch.setattr(_orbax, "start_save", start)
+  monkeypatch.setattr(store, "start_save", start)
   with pytest.raises(
     CheckpointError, match=r"cannot save step 3: .* no files of model/half, model/step, model/w"
   ):
@@ -275,7 +275,7 @@ def test_background_errors_are_raised_at_the_next_call(saved, monkeypatch):
   directory, trees = saved
   checkpointer = Checkpointer(directory, asynchronous=True)
   with monkeypatch.context() as patch:
-    patch.setattr(files, "make_tree_durable", broken(28))
+    patch.setattr(folders, "make_tree_durable", broken(28))
     checkpointer.save(3, trees[1])
     with pytest.raises(CheckpointError, match=r"cannot save step 3 in .*: the disk is full"):
       checkpointer.save(4, trees[1])
@@ -286,13 +286,13 @@ def test_background_errors_are_raised_at_the_next_call(saved, monkeypatch):
 
 def test_background_saves_return_before_the_commit(saved, monkeypatch):
   directory, trees = saved
-  go, make_durable = threading.Event(), files.make_tree_durable
+  go, make_durable = threading.Event(), folders.make_tree_durable
 
   def slow(folder):
     go.wait(60)
     make_durable(folder)
 
-  monkeypatch.setattr(files, "make_tree_durable", slow)
+  monkeypatch.setattr(folders, "make_tree_durable", slow)
   with Checkpointer(directory, asynchronous=True) as checkpointer:
     checkpointer.save(3, trees[1])
     assert checkpointer.steps() == [1, 2]
@@ -322,10 +322,10 @@ def test_a_background_save_is_finished_at_exit(tmp_path):
 def test_a_background_error_is_shown_at_exit(tmp_path):
   code = """
     import sys, jax.numpy as jnp
-    from nnx_parallel.checkpoint import files
+    from nnx_parallel.checkpoint import folders
     from nnx_parallel.checkpoint.checkpointer import Checkpointer
     def fail(_): raise OSError(28, "No space left on device")
-    files.make_tree_durable = fail
+    folders.make_tree_durable = fail
     checkpointer = Checkpointer(sys.argv[1], asynchronous=True)
     checkpointer.save(1, {"w": jnp.ones(4)})
   """
@@ -334,7 +334,7 @@ def test_a_background_error_is_shown_at_exit(tmp_path):
 
 def test_an_interrupt_while_a_save_is_handed_over_does_not_keep_the_lock(saved, monkeypatch):
   directory, trees = saved
-  make_durable, submit = files.make_tree_durable, concurrent.futures.ThreadPoolExecutor.submit
+  make_durable, submit = folders.make_tree_durable, concurrent.futures.ThreadPoolExecutor.submit
 
   def slow(folder):
     time.sleep(0.2)
@@ -347,7 +347,7 @@ def test_an_interrupt_while_a_save_is_handed_over_does_not_keep_the_lock(saved, 
       raise KeyboardInterrupt
     return future
 
-  monkeypatch.setattr(files, "make_tree_durable", slow)
+  monkeypatch.setattr(folders, "make_tree_durable", slow)
   checkpointer = Checkpointer(directory, asynchronous=True)
   with monkeypatch.context() as patch:
     patch.setattr(concurrent.futures.ThreadPoolExecutor, "submit", interrupted)

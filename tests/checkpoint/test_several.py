@@ -96,7 +96,7 @@ def test_adapters_alone_are_saved_and_restored_onto_another_base(tmp_path):
   assert sorted(checkpointer.metadata().items["model"].leaves) == ["lora.lora_a", "lora.lora_b"]
   with pytest.raises(CheckpointError, match=r"missing  model/base\.kernel"):
     checkpointer.restore((other, fresh))
-  diff = checkpointer.preflight((other, fresh), only=nnx.LoRAParam)
+  diff = checkpointer.diff((other, fresh), only=nnx.LoRAParam)
   assert diff.fits
   assert "base.kernel" in diff.skipped
   checkpointer.restore((other, fresh), only=nnx.LoRAParam)

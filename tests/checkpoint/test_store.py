@@ -12,7 +12,7 @@ from orbax.checkpoint import v1 as ocp
 
 import nnx_parallel as nxp
 from checkpoint.runs import assert_same, target_of
-from nnx_parallel.checkpoint import _orbax, files, manifest, store
+from nnx_parallel.checkpoint import folders, manifest, store
 from nnx_parallel.checkpoint.checkpointer import Checkpointer
 from nnx_parallel.errors import CheckpointError
 
@@ -52,7 +52,7 @@ def test_the_same_as_orbax_in_any_layout(tmp_path, chunk_bytes, saved):
     targets = target_of(placed(spec))
     with store.readers() as pool:
       found = store.start(opened, targets, pool)()
-    plain = _orbax.load(tmp_path / "1", "model", targets, frozenset(), byte_budget=1 << 20, pad=False)
+    plain = store.load(tmp_path / "1", "model", targets, byte_budget=1 << 20, pad=False)
     for name in values:
       assert found[name].sharding == plain[name].sharding
       for one, other in zip(found[name].addressable_shards, plain[name].addressable_shards, strict=True):
@@ -104,10 +104,10 @@ def foreign(request, tmp_path):
     checkpointer.save(step, tree)
     folder, record = checkpointer.directory / str(step), checkpointer.metadata(step)
     folder.rmtree()
-    with context, _orbax.quiet():
+    with context, store.quiet():
       ocp.save_checkpointables(folder, {"model": tree})
-    sizes = files.all_files(folder)
-    hashes = {name: files.sha256(folder / name) for name in sizes}
+    sizes = folders.all_files(folder)
+    hashes = {name: folders.sha256(folder / name) for name in sizes}
     manifest.write(dataclasses.replace(record, files=sizes, hashes=hashes), folder)
   return checkpointer, tree
 
@@ -116,7 +116,7 @@ def test_what_orbax_stores_otherwise_is_not_damaged(foreign):
   checkpointer, tree = foreign
   assert checkpointer.latest() == 2
   assert checkpointer.verify() == {}
-  assert checkpointer.preflight(tree).fits
+  assert checkpointer.diff(tree).fits
   assert_same(checkpointer.restore(tree, on_corrupt="fallback"), tree)
   assert checkpointer.restored.step == 2
 

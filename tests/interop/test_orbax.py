@@ -8,8 +8,8 @@ from orbax.checkpoint import v1 as ocp
 
 import nnx_parallel as nxp
 from checkpoint.runs import Net, assert_same, batch_of, loss_fn, make_plan
-from nnx_parallel.checkpoint.foreign import restore_orbax
 from nnx_parallel.errors import CheckpointError
+from nnx_parallel.interop.orbax import restore_orbax
 
 
 def standard(path, model):
@@ -62,7 +62,9 @@ def test_inside_another_tree_and_among_others(tmp_path):
   plan = make_plan("4 explicit", optimizer=False)
   with pytest.raises(CheckpointError, match=r"holds several trees\.\n  names: \['other', 'train'\]"):
     restore_orbax(tmp_path / "step", plan)
-  with pytest.raises(CheckpointError, match=r'(?s)missing  head\.bias.*saved: params\..*prefix="params"'):
+  with pytest.raises(
+    CheckpointError, match=r'(?s)missing  model/head\.bias.*saved: params\..*prefix="params"'
+  ):
     restore_orbax(tmp_path / "step", plan, item="train")
   assert_same(restore_orbax(tmp_path / "step", plan, item="train", prefix="params"), model)
 
@@ -76,10 +78,10 @@ def test_a_checkpoint_of_another_depth(tmp_path):
 
   model = init(12)
   ocp.save(tmp_path / "step", {"net": nnx.state(model), "cursor": jnp.ones(2)})
-  text = r"(?s)8 leaves do not fit\.\n  extra    layers\.10\.bias\n.*stay out: skip=\[\.\.\.\]"
+  text = r"(?s)it does not fit the target\.\n  extra    model/layers\.10\.bias\n.*stay out: skip=\[\.\.\.\]"
   with pytest.raises(CheckpointError, match=text):
     restore_orbax(tmp_path / "step", plan_of(8), prefix="net")
-  with pytest.raises(CheckpointError, match=r"2 leaves do not fit\.\n  missing  layers\.12\.bias"):
+  with pytest.raises(CheckpointError, match=r"does not fit the target\.\n  missing  model/layers\.12\.bias"):
     restore_orbax(tmp_path / "step", plan_of(13), prefix="net")
   fewer = restore_orbax(
     tmp_path / "step", plan_of(8), prefix="net", skip=["layers.8", "layers.9", "layers.1?.*"]
@@ -87,7 +89,7 @@ def test_a_checkpoint_of_another_depth(tmp_path):
   assert_same(fewer["layers"][7], model["layers"][7])
   more = restore_orbax(tmp_path / "step", plan_of(13), prefix="net", skip=["layers.12"])
   assert_same(more["layers"][11], model["layers"][11])
-  with pytest.raises(CheckpointError, match=r"no leaf  skip='layer\.3'"):
+  with pytest.raises(CheckpointError, match=r"no leaf  layer\.3  \(nearest: layers\."):
     restore_orbax(tmp_path / "step", plan_of(12), prefix="net", skip=["layer.3"])
 
 
@@ -128,8 +130,23 @@ def test_the_optimizer_too(tmp_path, name, pure):
 def test_what_does_not_fit(tmp_path):
   model = nxp.create_sharded_model(make_plan("8", optimizer=False))
   ocp.save(tmp_path / "step", nnx.to_pure_dict(nnx.state(model)))
-  with pytest.raises(CheckpointError, match=r"shape    head\.kernel: saved \(32, 6\), wanted \(64, 6\)"):
+  with pytest.raises(
+    CheckpointError, match=r"shape    model/head\.kernel: saved \(32, 6\), wanted \(64, 6\)"
+  ):
     restore_orbax(tmp_path / "step", make_plan("8", width=64))
   (tmp_path / "empty").mkdir()
   with pytest.raises(CheckpointError, match="is not an Orbax checkpoint that can be read here"):
     restore_orbax(tmp_path / "empty", make_plan("8"))
+
+
+def test_a_padded_target(tmp_path):
+  def init():
+    return nnx.Linear(6, 10, rngs=nnx.Rngs(0), kernel_metadata={"out_sharding": (None, "x")})
+
+  kernel, bias = jnp.arange(60.0).reshape(6, 10), jnp.ones(10)
+  ocp.save(tmp_path / "step", {"kernel": kernel, "bias": bias})
+  plan = nxp.plan(init, nxp.make_mesh(x=8), uneven="pad")
+  padded = restore_orbax(tmp_path / "step", plan).kernel.get_raw_value()
+  assert padded.shape == (6, 16)
+  assert (jnp.asarray(padded)[:, :10] == kernel).all()
+  assert not jnp.asarray(padded)[:, 10:].any()

@@ -8,9 +8,9 @@ from flax import nnx
 import nnx_parallel as nxp
 from nnx_parallel.checkpoint import store
 from nnx_parallel.checkpoint.checkpointer import Checkpointer
-from nnx_parallel.checkpoint.mapping import Mapping, Rule, Stack, Transpose, Unstack
 from nnx_parallel.core.nodes import value_of, variables
 from nnx_parallel.errors import CheckpointError
+from nnx_parallel.interop.weights import Rule, WeightMap
 
 
 class Listed(nnx.Module):
@@ -27,13 +27,13 @@ class Stacked(nnx.Module):
     self.head = nnx.Linear(8, 4, rngs=nnx.Rngs(1))
 
 
-STACK = Mapping(
-  Rule("layers.{i}.kernel", "kernel", Stack(), Transpose(0, 2, 1)),
-  Rule("layers.{i}.bias", "bias", Stack()),
+STACK = WeightMap(
+  Rule("layers.{i}.kernel", "kernel", "layer i o -> layer o i"),
+  Rule("layers.{i}.bias", "bias"),
 )
-UNSTACK = Mapping(
-  Rule("kernel", "layers.{i}.kernel", Unstack(), Transpose(1, 0)),
-  Rule("bias", "layers.{i}.bias", Unstack()),
+UNSTACK = WeightMap(
+  Rule("kernel", "layers.{i}.kernel", "layer o i -> layer i o"),
+  Rule("bias", "layers.{i}.bias"),
 )
 
 
@@ -51,7 +51,7 @@ def test_a_list_of_layers_becomes_a_stack_and_back(tmp_path, explicit):
   mu.set_raw_value(value_of(mu) + 3)
   Checkpointer(tmp_path / "list").save(1, listed, optimizer)
   plan = make_plan(Stacked, a=2, b=2, explicit=explicit)
-  stacked, stacked_optimizer = Checkpointer(tmp_path / "list").restore(plan, mapping=STACK)
+  stacked, stacked_optimizer = Checkpointer(tmp_path / "list").restore(plan, weight_map=STACK)
   kernel = stacked.kernel.get_value()
   assert kernel.sharding.is_equivalent_to(plan["kernel"].sharding, 3)
   for i in range(3):
@@ -60,22 +60,22 @@ def test_a_list_of_layers_becomes_a_stack_and_back(tmp_path, explicit):
   np.testing.assert_array_equal(moment[1], 3 * np.ones((16, 8)))
   np.testing.assert_array_equal(moment[0], np.zeros((16, 8)))
   Checkpointer(tmp_path / "stack").save(1, stacked, stacked_optimizer)
-  again, _ = Checkpointer(tmp_path / "stack").restore(make_plan(Listed, a=4), mapping=UNSTACK)
+  again, _ = Checkpointer(tmp_path / "stack").restore(make_plan(Listed, a=4), weight_map=UNSTACK)
   for path, leaf in variables(listed).items():
     np.testing.assert_array_equal(np.asarray(value_of(leaf)), np.asarray(value_of(variables(again)[path])))
 
 
-def test_what_the_mapping_leaves_over_is_an_error(tmp_path):
+def test_what_the_weight_map_leaves_over_is_an_error(tmp_path):
   listed, _ = nxp.create_sharded_model(make_plan(Listed, a=8))
   Checkpointer(tmp_path).save(1, listed)
   plan = make_plan(Stacked, a=8)
-  half = Mapping(STACK.rules[0])
+  half = WeightMap(STACK.rules[0])
   with pytest.raises(CheckpointError, match=r"(?s)missing  model/bias.*extra    model/layers\.0\.bias"):
-    Checkpointer(tmp_path).restore(plan, mapping=half, optimizer="drop")
-  wrong = Mapping(Rule("layers.{i}.kernel", "kernel", Stack()), STACK.rules[1])
+    Checkpointer(tmp_path).restore(plan, weight_map=half, optimizer="drop")
+  wrong = WeightMap(Rule("layers.{i}.kernel", "kernel"), STACK.rules[1])
   text = r"shape    model/layers\.0\.kernel: saved \(8, 16\), wanted \(16, 8\)"
   with pytest.raises(CheckpointError, match=text):
-    Checkpointer(tmp_path).restore(plan, mapping=wrong, optimizer="drop")
+    Checkpointer(tmp_path).restore(plan, weight_map=wrong, optimizer="drop")
 
 
 @pytest.mark.parametrize("depth", [2, 4])
@@ -89,14 +89,14 @@ def test_a_stack_of_another_depth_does_not_fit(tmp_path, depth):
   checkpointer.save(1, {"kernel": jnp.zeros((3, 16, 8)), "bias": jnp.zeros((3, 16))})
   text = rf"shape    model/kernel: saved \(3, 16, 8\), wanted \({depth}, 16, 8\)"
   with pytest.raises(CheckpointError, match=text):
-    checkpointer.restore(make_plan(lambda: Deep(depth), a=8), mapping=UNSTACK, optimizer="drop")
+    checkpointer.restore(make_plan(lambda: Deep(depth), a=8), weight_map=UNSTACK, optimizer="drop")
   checkpointer.save(2, Deep(3))
   shapes = {"kernel": (depth, 16, 8), "bias": (depth, 16)}
   sharding = jnp.zeros(3).sharding
   target = {k: jax.ShapeDtypeStruct(s, np.float32, sharding=sharding) for k, s in shapes.items()}
   kind = {2: "extra", 4: "missing"}[depth]
   with pytest.raises(CheckpointError, match=rf"{kind} +model/layers\.{min(depth, 3)}\.kernel"):
-    checkpointer.restore(target, 2, mapping=STACK)
+    checkpointer.restore(target, 2, weight_map=STACK)
 
 
 def test_each_byte_of_a_list_is_read_once(tmp_path, monkeypatch):
@@ -114,7 +114,7 @@ def test_each_byte_of_a_list_is_read_once(tmp_path, monkeypatch):
 
   monkeypatch.setattr(store, "start", watched)
   plan = make_plan(Stacked, a=2, b=4)
-  checkpointer.restore(plan, mapping=STACK)
+  checkpointer.restore(plan, weight_map=STACK)
   ruled = {
     (item, leaf.folder): leaf
     for item, record in checkpointer.metadata().items.items()
@@ -123,4 +123,4 @@ def test_each_byte_of_a_list_is_read_once(tmp_path, monkeypatch):
   }
   assert len(ruled) == 18  # kernel and bias of three layers, and two moments of each
   assert {key: shares[key] * 8 for key in ruled} == {key: leaf.nbytes for key, leaf in ruled.items()}
-  assert checkpointer.preflight(plan, mapping=STACK).bytes_read == checkpointer.metadata().nbytes
+  assert checkpointer.diff(plan, weight_map=STACK).bytes_read == checkpointer.metadata().nbytes

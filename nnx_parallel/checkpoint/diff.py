@@ -7,7 +7,7 @@ import dataclasses
 import difflib
 import fnmatch
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import jax
@@ -15,7 +15,7 @@ import numpy as np
 from etils import epath
 from jax.sharding import NamedSharding, Sharding
 
-from nnx_parallel.checkpoint import encoding, files, store
+from nnx_parallel.checkpoint import encoding, folders, store
 from nnx_parallel.checkpoint.encoding import Json
 from nnx_parallel.checkpoint.manifest import ItemRecord, LeafRecord, Manifest
 from nnx_parallel.core.axes import axes_of, entry_of
@@ -26,10 +26,11 @@ from nnx_parallel.layout.leaf import HOST_KINDS
 
 _MOST_ROWS, _MOST_LAYOUTS = 12, 3
 _NOTHING = ItemRecord({}, {})
+Found = dict[str, dict[str, Any]]
 
 
 @dataclasses.dataclass(frozen=True)
-class Wanted:
+class TargetLeaf:
   """One leaf of a target.
 
   Attributes:
@@ -43,12 +44,32 @@ class Wanted:
 
 
 @dataclasses.dataclass(frozen=True)
-class Match:
+class Target:
+  """What a restore fills.
+
+  Attributes:
+    leaves: the arrays to read, by item and path.
+    values: the paths of leaves that are JSON values, by item.
+    build: makes the result from the arrays and values that were read; leaves that were left out by name
+      are what the target has, or what `init` makes.
+    left_out: paths of the target that a filter does not choose, by item.
+    drops_optimizer: whether a saved optimizer is left alone on purpose.
+  """
+
+  leaves: Mapping[str, Mapping[str, TargetLeaf]]
+  values: Mapping[str, tuple[str, ...]]
+  build: Callable[[Found], Any]
+  left_out: Mapping[str, frozenset[str]] = dataclasses.field(default_factory=dict[str, Any])
+  drops_optimizer: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class LeafPair:
   """A leaf of the target and the saved leaf that fills it."""
 
   item: str
   path: str
-  wanted: Wanted
+  target: TargetLeaf
   saved_path: str
   saved: LeafRecord
 
@@ -59,29 +80,30 @@ class Match:
 
   @property
   def stored(self) -> jax.ShapeDtypeStruct:
-    """How it is read: stored dtype, the target's padded shape and sharding.
+    """The array to read: the stored dtype, the target's padded shape and sharding.
 
     Without a sharding, as a numpy array, where jax has no such dtype while `jax_enable_x64` is off.
     """
-    struct, saved = self.wanted.struct, self.saved
+    struct, saved = self.target.struct, self.saved
     dtype = struct.dtype if encoding.is_key(struct.dtype) else np.dtype(saved.dtype)
     sharding = struct.sharding if _made_of(dtype) == dtype else None
     return encoding.stored_form(struct.shape, dtype, saved.encoding, sharding)
 
-  def stored_form(self, read: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-    """The shape, without padding, and the dtype on disk of what is read as `read`."""
-    words = read.shape[len(self.wanted.struct.shape) :]
-    return jax.ShapeDtypeStruct((*self.saved.shape, *words), read.dtype)
+  @property
+  def on_disk(self) -> jax.ShapeDtypeStruct:
+    """The shape, without padding, and the dtype of the stored array."""
+    words = self.stored.shape[len(self.target.struct.shape) :]
+    return jax.ShapeDtypeStruct((*self.saved.shape, *words), self.stored.dtype)
 
   @property
   def layouts(self) -> tuple[str, str]:
-    """The layout it was saved in, and the wanted one; an empty text stands for an unknown one or none."""
-    return self.saved.layout, layout_text(self.wanted.struct.sharding)
+    """The saved layout and the target's as text; empty where unknown."""
+    return self.saved.layout, layout_text(self.target.struct.sharding)
 
 
 @dataclasses.dataclass(frozen=True)
 class Diff(Shown):
-  """What would happen if a checkpoint were restored into a target.
+  """The differences between a checkpoint and a target, and what a restore would read.
 
   Attributes:
     step: the step compared.
@@ -102,11 +124,11 @@ class Diff(Shown):
   """
 
   step: int
-  matches: tuple[Match, ...]
+  matches: tuple[LeafPair, ...]
   missing: tuple[tuple[str, str | None], ...]
   extra: tuple[str, ...]
-  reshaped: tuple[Match, ...]
-  retyped: tuple[Match, ...]
+  reshaped: tuple[LeafPair, ...]
+  retyped: tuple[LeafPair, ...]
   skipped: tuple[str, ...]
   misspelt: tuple[tuple[str, str | None], ...]
   values: Mapping[str, Mapping[str, Json]]
@@ -115,8 +137,8 @@ class Diff(Shown):
   host_bytes: int
 
   @property
-  def resharded(self) -> tuple[Match, ...]:
-    """Of `matches`, the leaves that were saved in another layout, where that is recorded."""
+  def resharded(self) -> tuple[LeafPair, ...]:
+    """The leaves of `matches` that were saved in another layout, as far as the manifest records it."""
     return tuple(match for match in self.matches if all(match.layouts) and len({*match.layouts}) > 1)
 
   @property
@@ -126,7 +148,7 @@ class Diff(Shown):
 
   def __str__(self) -> str:
     lines = [f"step {self.step}: {'fits' if self.fits else 'does not fit'} the target"]
-    lines += self._problems()
+    lines += self.problems()
     count = len(self.matches) + sum(map(len, self.values.values()))
     lines.append(f"restored: {count} leaves, left out by name: {len(self.skipped)}")
     lines += self._changes()
@@ -154,17 +176,18 @@ class Diff(Shown):
     summary = ", ".join(f"{len(rows)} {what}" for what, rows in counts.items() if rows)
     raise CheckpointError(
       f"cannot restore step {self.step}: it does not fit the target ({summary}).",
-      details="\n".join(self._problems()),
+      details="\n".join(self.problems()),
       fix=self._fix(),
     )
 
-  def _problems(self) -> list[str]:
+  def problems(self) -> list[str]:
+    """A line for each leaf that does not fit."""
     hint = "  (saved: {}?)"
     both = {name for name, _ in self.missing}.intersection(self.extra)
     kinds = dict.fromkeys(both, "  (one is an array, the other a JSON value)")
     missing = [f"missing  {a}{kinds.get(a, hint.format(b) if b else '')}" for a, b in self.missing]
     extra = [f"extra    {a}{kinds.get(a, '')}" for a in self.extra]
-    reshaped = [f"shape    {m.name}: saved {m.saved.shape}, wanted {m.wanted.shape}" for m in self.reshaped]
+    reshaped = [f"shape    {m.name}: saved {m.saved.shape}, wanted {m.target.shape}" for m in self.reshaped]
     retyped = [f"dtype    {m.name}: saved {m.saved.dtype}, wanted {_wanted_type(m)}" for m in self.retyped]
     names = [f"no leaf  {a}{f'  (nearest: {b})' if b else ''}" for a, b in self.misspelt]
     return [row for rows in (missing, extra, reshaped, retyped, names) for row in _shorten(rows)]
@@ -207,11 +230,8 @@ class Diff(Shown):
 
 def compare(
   manifest: Manifest,
-  target: Mapping[str, Mapping[str, Wanted]],
+  target: Target,
   *,
-  values: Mapping[str, Iterable[str]] | None = None,
-  left_out: Mapping[str, Iterable[str]] | None = None,
-  drops_optimizer: bool = True,
   folder: epath.Path | None = None,
   only: Iterable[str] | None = None,
   skip: Iterable[str] = (),
@@ -223,10 +243,7 @@ def compare(
 
   Args:
     manifest: of the checkpoint.
-    target: leaves by item and path; of saved items that are not in it, only an optimizer is looked at.
-    values: paths of the target's JSON values by item; None looks at no saved ones either.
-    left_out: paths of the target that are not to be restored, by item.
-    drops_optimizer: whether a saved optimizer that the target lacks is left alone on purpose.
+    target: what is to be filled; of saved items that are not in it, only an optimizer is looked at.
     folder: of the step; None predicts the bytes read without looking at how the arrays are stored.
     only: patterns of the target's paths to restore (`fnmatch`); all others are left out.
     skip: patterns of paths, in the target or in the checkpoint, to leave out.
@@ -238,50 +255,45 @@ def compare(
     The comparison; nothing is raised for leaves that do not fit.
   """
   patterns, renames = Patterns(only, skip), _Renames(rename or {})
-  matches: list[Match] = []
+  matches: list[LeafPair] = []
   missing: list[tuple[str, str | None]] = []
   extra: list[str] = []
+  paths: list[str] = []
   found: dict[str, dict[str, Json]] = {}
-  plain = {item: tuple(names) for item, names in (values or {}).items()}
-  for item in dict.fromkeys([*target, *plain]):
-    leaves, record = target.get(item, {}), manifest.items.get(item, _NOTHING)
-    arrays, others = record.leaves, record.values if values is not None else {}
-    used = {renames.apply(path) for path in (left_out or {}).get(item, ())}
-    patterns.left_out |= dict.fromkeys((left_out or {}).get(item, ()))
+  for item, leaves in target.leaves.items():
+    saved = manifest.items.get(item, _NOTHING)
+    plain, left_out = target.values.get(item, ()), target.left_out.get(item, ())
+    used = {renames.apply(path) for path in left_out}
+    patterns.left_out |= dict.fromkeys(left_out)
     absent: list[str] = []
-    for path in [*leaves, *plain.get(item, ())]:
+    for path in (*leaves, *plain):
       saved_path = renames.apply(path)
       if patterns.leaves_out(path):
-        used.add(saved_path)
-      elif path in leaves and saved_path in arrays:
-        used.add(saved_path)
-        matches.append(Match(item, path, leaves[path], saved_path, arrays[saved_path]))
-      elif path not in leaves and saved_path in others:
-        used.add(saved_path)
-        found.setdefault(item, {})[path] = encoding.read_json(others[saved_path])
+        pass
+      elif path in leaves and saved_path in saved.leaves:
+        matches.append(LeafPair(item, path, leaves[path], saved_path, saved.leaves[saved_path]))
+      elif path not in leaves and saved_path in saved.values:
+        found.setdefault(item, {})[path] = encoding.read_json(saved.values[saved_path])
       else:
         absent.append(path)
-    unused = {path: arrays[path] for path in arrays if path not in used}
+        continue
+      used.add(saved_path)
+    unused = {path: leaf for path, leaf in saved.leaves.items() if path not in used}
     missing += [
       (f"{item}/{path}", _nearest(item, path, leaves[path], unused) if path in leaves else None)
       for path in absent
     ]
-    extra += [
-      f"{item}/{path}" for path in (*arrays, *others) if path not in used and not patterns.leaves_out(path)
-    ]
-  if "optimizer" in manifest.items.keys() - {*target, *plain} and not drops_optimizer:
-    record = manifest.items["optimizer"]
-    extra += [f"optimizer/{p}" for p in (*record.leaves, *record.values) if not patterns.leaves_out(p)]
-  paths = [path for leaves in (*target.values(), *plain.values()) for path in leaves]
-  looked_at = [manifest.items[item] for item in target if item in manifest.items]
-  paths += [
-    path for item in looked_at for path in (*item.leaves, *(item.values if values is not None else ()))
-  ]
-  reshaped = tuple(match for match in matches if match.saved.shape != match.wanted.shape)
+    rest = (path for path in (*saved.leaves, *saved.values) if path not in used)
+    extra += [f"{item}/{path}" for path in rest if not patterns.leaves_out(path)]
+    paths += [*leaves, *plain, *saved.leaves, *saved.values]
+  if "optimizer" in manifest.items.keys() - target.leaves.keys() and not target.drops_optimizer:
+    saved = manifest.items["optimizer"]
+    extra += [f"optimizer/{p}" for p in (*saved.leaves, *saved.values) if not patterns.leaves_out(p)]
+  reshaped = tuple(match for match in matches if match.saved.shape != match.target.shape)
   retyped = tuple(match for match in matches if not _same_type(match, cast))
   fitting = tuple(match for match in matches if match not in reshaped and match not in retyped)
-  per_device = _bytes_per_device(match.wanted.struct for match in matches)
-  in_flight = max(byte_budget, 2 * max((shard_bytes(match.stored) for match in fitting), default=0))
+  per_device = _bytes_per_device(match.target.struct for match in matches)
+  in_flight = max(byte_budget, 2 * max((store.shard_bytes(match.stored) for match in fitting), default=0))
   return Diff(
     step=manifest.step,
     matches=fitting,
@@ -299,7 +311,7 @@ def compare(
 
 
 def layout_text(sharding: Sharding | None) -> str:
-  """A layout for people to read and programs to compare; axes of size 1 change nothing and are not in it.
+  """A layout as text. Axes of size 1 are left out, so equal texts are equal layouts.
 
   Example:
     >>> mesh = jax.make_mesh((2, 1, 4), ("a", "b", "c"))
@@ -322,17 +334,8 @@ def layout_text(sharding: Sharding | None) -> str:
   return f"P({', '.join(names)}) on {sizes}{where}"
 
 
-def shard_bytes(struct: jax.ShapeDtypeStruct) -> int:
-  """Bytes of the distinct shards of an array that this process has."""
-  if struct.sharding is None:
-    return math.prod(struct.shape) * struct.dtype.itemsize
-  shards = struct.sharding.addressable_devices_indices_map(struct.shape).values()
-  distinct = {str(index): index for index in shards}
-  return sum(_elements(index, struct.shape) for index in distinct.values()) * struct.dtype.itemsize
-
-
 class Patterns:
-  """`only` and `skip`, remembering what they matched."""
+  """The patterns of `only` and `skip`, and which of them matched."""
 
   def __init__(self, only: Iterable[str] | None, skip: Iterable[str]):
     self.only = None if only is None else as_names(only, "only")
@@ -359,7 +362,7 @@ class Patterns:
 
 
 class _Renames:
-  """`rename`, longest start first, remembering what it was used for."""
+  """The entries of `rename`, longest start first, and which of them were used."""
 
   def __init__(self, table: Mapping[str, str]):
     self.table = dict(sorted(table.items(), key=lambda pair: -len(pair[0])))
@@ -399,8 +402,8 @@ def as_names(names: Iterable[str], argument: str) -> tuple[str, ...]:
   return found
 
 
-def _same_type(match: Match, cast: bool) -> bool:
-  wanted = match.wanted.struct.dtype
+def _same_type(match: LeafPair, cast: bool) -> bool:
+  wanted = match.target.struct.dtype
   if _wants_x64(match):
     return False
   if encoding.dtype_name(wanted) == match.saved.dtype:
@@ -412,7 +415,7 @@ def _same_type(match: Match, cast: bool) -> bool:
   return jax.numpy.issubdtype(wanted, floating) and jax.numpy.issubdtype(saved, floating)
 
 
-def _nearest(item: str, path: str, wanted: Wanted, saved: Mapping[str, LeafRecord]) -> str | None:
+def _nearest(item: str, path: str, wanted: TargetLeaf, saved: Mapping[str, LeafRecord]) -> str | None:
   same_shape = [name for name, leaf in saved.items() if leaf.shape == wanted.shape]
   nearest = same_shape[0] if len(same_shape) == 1 else _closest(path, same_shape)
   return f"{item}/{nearest}" if nearest else None
@@ -422,46 +425,46 @@ def _closest(name: str, names: list[str]) -> str | None:
   return next(iter(difflib.get_close_matches(name, names, n=1, cutoff=0.4)), None)
 
 
-def _bytes_read(match: Match, manifest: Manifest, folder: epath.Path | None) -> int:
-  """Bytes of an array that are read here; where its metadata is damaged, those of the shards."""
+def _bytes_read(match: LeafPair, manifest: Manifest, folder: epath.Path | None) -> int:
+  """Bytes of an array that this process reads; where its metadata is damaged, the bytes of its shards."""
   struct, name = match.stored, match.saved.folder
   if match.saved.encoding == encoding.EMPTY:
     return 0
   # Damage is for the restore to name, and so is a step that vanished.
   with contextlib.suppress(OSError, ValueError):
     file = f"{match.item}/{name}/{store.METADATA}"
-    if folder is not None and manifest.hashes.get(file) == files.sha256(folder / file):
-      found = store.open_arrays(folder / match.item, {name: match.stored_form(struct)})
+    if folder is not None and manifest.hashes.get(file) == folders.sha256(folder / file):
+      found = store.open_arrays(folder / match.item, {name: match.on_disk})
       if found is not None:
         return store.bytes_to_read(found[name], struct)
-  return shard_bytes(struct)
+  return store.shard_bytes(struct)
 
 
 def _made_of(dtype: Any) -> Any:
-  """The dtype that jax gives an array of this one: another one, while `jax_enable_x64` is off."""
+  """The dtype of an array that jax makes from this one; 32 bits for 64 while `jax_enable_x64` is off."""
   return dtype if encoding.is_key(dtype) else jax.dtypes.canonicalize_dtype(dtype)
 
 
-def _wants_x64(match: Match) -> bool:
-  struct = match.wanted.struct
+def _wants_x64(match: LeafPair) -> bool:
+  struct = match.target.struct
   return struct.sharding is not None and _made_of(struct.dtype) != struct.dtype
 
 
-def _wanted_type(match: Match) -> str:
-  dtype = match.wanted.struct.dtype
+def _wanted_type(match: LeafPair) -> str:
+  dtype = match.target.struct.dtype
   note = f" (jax would make {_made_of(dtype)} of it: jax_enable_x64 is off)" if _wants_x64(match) else ""
   return f"{encoding.dtype_name(dtype)}{note}"
 
 
 def _on_host(sharding: Sharding) -> bool:
-  """Whether the memory is the host's, and not the one that the devices use by default."""
+  """Whether a layout is in host memory on devices whose default memory is another."""
   device = next(iter(sharding.device_set))
   kind = sharding.memory_kind
   return kind in HOST_KINDS and kind != device.default_memory().kind
 
 
 def _bytes_per_device(structs: Iterable[jax.ShapeDtypeStruct]) -> dict[Any, int]:
-  """By device of this process; None stands for the host's memory."""
+  """Bytes by device of this process; None stands for host memory."""
   total: dict[Any, int] = {}
   for struct in structs:
     if struct.sharding is None:
@@ -473,11 +476,6 @@ def _bytes_per_device(structs: Iterable[jax.ShapeDtypeStruct]) -> dict[Any, int]
       place = None if away else device
       total[place] = total.get(place, 0) + shard
   return total
-
-
-def _elements(index: tuple[slice, ...] | None, shape: tuple[int, ...]) -> int:
-  ranges = zip(index or (), shape, strict=False)
-  return math.prod(len(range(*part.indices(size))) for part, size in ranges)
 
 
 def _shorten(rows: list[str]) -> list[str]:

@@ -13,7 +13,7 @@ def changed(tree, **renames):
 
 def test_a_fit_predicts_bytes(saved):
   directory, trees = saved
-  diff = Checkpointer(directory).preflight(target_of(trees[2]))
+  diff = Checkpointer(directory).diff(target_of(trees[2]))
   assert diff.fits
   assert diff.bytes_read == sum(leaf.nbytes for leaf in trees[2].values())
   per_device = dict.fromkeys(jax.devices(), 0)
@@ -27,8 +27,8 @@ def test_a_fit_predicts_bytes(saved):
 def test_arrays_larger_than_the_budget_are_in_the_prediction(saved):
   directory, trees = saved
   target = target_of(trees[2])
-  roomy = Checkpointer(directory, byte_budget=2**20).preflight(target).host_bytes
-  tight = Checkpointer(directory, byte_budget=16).preflight(target).host_bytes
+  roomy = Checkpointer(directory, byte_budget=2**20).diff(target).host_bytes
+  tight = Checkpointer(directory, byte_budget=16).diff(target).host_bytes
   largest = max(sum(s.data.nbytes for s in leaf.addressable_shards) for leaf in trees[2].values())
   assert roomy - tight == 2**20 - 2 * largest
 
@@ -93,7 +93,7 @@ def test_partial_only_by_name(saved):
   again = checkpointer.restore(target_of(trees[2]), skip=["st*", "b"])
   assert isinstance(again["step"], jax.ShapeDtypeStruct)
   assert_same({"w": again["w"]}, {"w": trees[2]["w"]})
-  diff = checkpointer.preflight(target_of(trees[2]), skip=["st*", "b"])
+  diff = checkpointer.diff(target_of(trees[2]), skip=["st*", "b"])
   assert diff.skipped == ("b", "step")
   assert "restored: 2 leaves, left out by name: 2" in str(diff)
 

@@ -18,7 +18,7 @@ _SOUND, _DAMAGED, _FAILED = range(3)
 
 
 def require_same(what: str, text: str) -> None:
-  """Raises on every process when they do not all pass the same text.
+  """Raises on every process unless all pass the same text.
 
   Raises:
     CheckpointError: names the processes that differ from process 0.
@@ -38,7 +38,7 @@ def require_same(what: str, text: str) -> None:
 
 
 def raise_together(error: Exception | None) -> None:
-  """Raises on every process when any of them has an error, so that none is left waiting.
+  """Raises on every process when one of them has an error, so that none waits forever.
 
   All raise a `DamagedError` or none does: who takes an older step instead must not be alone.
 

@@ -1,4 +1,4 @@
-"""Layouts that a checkpoint needs for a moment: work shared by replicas, padding cut off."""
+"""Temporary layouts: work shared by replicas, padding cut off."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, Sharding
 
 from nnx_parallel.core.axes import axes_of, entry_of
+from nnx_parallel.layout.resolve import add_axes
 
 
 def on_cpu(sharding: Sharding) -> bool:
@@ -20,7 +21,7 @@ def on_cpu(sharding: Sharding) -> bool:
 
 
 def no_mesh() -> contextlib.AbstractContextManager[Any]:
-  """Takes the mesh of `jax.set_mesh` away: the programs here run on the meshes of the arrays."""
+  """Hides the mesh of `jax.set_mesh`: programs here run on the meshes of their arrays."""
   return jax.set_mesh(Mesh(np.empty((), object), ()))
 
 
@@ -47,44 +48,36 @@ def on_auto_axes(array: jax.Array) -> jax.Array:
   return jax.make_array_from_single_device_arrays(array.shape, layout, shards)
 
 
-def spread(layout: NamedSharding, shape: tuple[int, ...]) -> NamedSharding:
-  """Keeps what divides `shape` of a layout, and gives every other mesh axis to the first dim it divides.
+def even_layout(sharding: Sharding, shape: tuple[int, ...], *, keep: bool = False) -> Sharding:
+  """A layout that splits an array over all mesh axes that divide it, along dim 0 if it can, on Auto axes.
 
   Args:
-    layout: on a mesh with Auto axes.
+    sharding: gives the mesh.
     shape: global shape in elements.
+    keep: whether to keep what divides `shape` of the layout of `sharding`.
 
   Example:
     >>> mesh = jax.make_mesh((2, 4), ("a", "b"), axis_types=(AxisType.Auto,) * 2)
-    >>> tuple(spread(NamedSharding(mesh, PartitionSpec("b")), (6, 8)).spec)
-    ('a', 'b')
+    >>> tuple(even_layout(NamedSharding(mesh, PartitionSpec("b")), (6, 8), keep=True).spec)
+    (None, ('a', 'b'))
   """
+  layout = auto_layout(sharding)
+  if not isinstance(layout, NamedSharding):
+    return layout
   mesh = layout.mesh
-  wanted = [axes_of(entry) for entry in layout.spec]
-  wanted += [()] * (len(shape) - len(wanted))
   names: list[tuple[str, ...]] = [()] * len(shape)
-
-  def divides(dim: int, axis: str) -> bool:
-    return shape[dim] % math.prod(mesh.shape[name] for name in (*names[dim], axis)) == 0
-
-  for dim, entry in enumerate(wanted):
-    for axis in entry:
-      if divides(dim, axis):
+  for dim, entry in enumerate(layout.spec if keep else ()):
+    for axis in axes_of(entry):
+      if shape[dim] % math.prod(mesh.shape[name] for name in (*names[dim], axis)) == 0:
         names[dim] += (axis,)
-  for axis in mesh.axis_names:
-    if not any(axis in entry for entry in names):
-      dim = next((dim for dim in range(len(shape)) if divides(dim, axis)), None)
-      if dim is not None:
-        names[dim] += (axis,)
-  return NamedSharding(mesh, PartitionSpec(*map(entry_of, names)))
+  spec = PartitionSpec(*map(entry_of, names))
+  return NamedSharding(mesh, add_axes(spec, shape, mesh.axis_names, mesh.shape, rows=0).spec)
 
 
 def without_padding(array: jax.Array, shape: tuple[int, ...]) -> jax.Array:
   """Cuts an array to its logical shape, still in shards wherever the shape allows it."""
   array = on_auto_axes(array)
-  sharding = array.sharding
-  layout = spread(sharding, shape) if isinstance(sharding, NamedSharding) else sharding
-  return _cut(shape, layout)(array)
+  return _cut(shape, even_layout(array.sharding, shape, keep=True))(array)
 
 
 @functools.lru_cache(maxsize=256)

@@ -59,20 +59,20 @@ def folder_of(directory: epath.Path, step: int) -> epath.Path:
   return replaced if not folder.exists() and (replaced / manifest.FILE).exists() else folder
 
 
-def foreign_steps(directory: epath.Path) -> list[int]:
-  """The folders named like a step that hold something without a manifest of ours: damaged, or not ours.
+def unrecognised_steps(directory: epath.Path) -> list[int]:
+  """The folders named like a step that hold files but no manifest: damaged, or of another program.
 
   A step of an object store that is being written or deleted has a mark, and is not among them.
   """
   if not directory.is_dir():
     return []
   return sorted(
-    int(entry.name) for entry in directory.iterdir() if _is_step_name(entry.name) and is_foreign(entry)
+    int(entry.name) for entry in directory.iterdir() if _is_step_name(entry.name) and is_unrecognised(entry)
   )
 
 
-def is_foreign(folder: epath.Path) -> bool:
-  """Whether a folder named like a step is one of those that `foreign_steps` lists."""
+def is_unrecognised(folder: epath.Path) -> bool:
+  """Whether a folder named like a step is one of those that `unrecognised_steps` lists."""
   file = folder / manifest.FILE
   if file.exists() or any((folder.parent / f"{folder.name}{mark}").exists() for mark in (SAVING, DELETING)):
     return False
@@ -117,24 +117,24 @@ def writer_lock(directory: epath.Path) -> Generator[None]:
 
 
 def drop_locks() -> None:
-  """Closes in a forked process the locks of its parent, which the parent could not give back otherwise."""
+  """Closes the parent's locks in a forked process; otherwise the parent could not release them."""
   for file in _LOCKS:
     file.close()
 
 
-def sweep(directory: epath.Path) -> list[str]:
+def recover(directory: epath.Path) -> list[str]:
   """Finishes or undoes what a killed writer left; the caller holds the lock.
 
   Returns:
     The names of the folders that were removed or put back.
   """
   if not is_local(directory):
-    return _sweep_marks(directory)
+    return _recover_marked(directory)
   touched: list[str] = []
   for entry in sorted(directory.iterdir(), key=lambda path: path.name):
     name, suffix = os.path.splitext(entry.name.partition(".orbax-checkpoint-tmp")[0])
     if not _is_step_name(name):
-      continue  # an export in progress, or something that is not ours
+      continue  # an export in progress, or a folder of another program
     if suffix == REPLACED and not (directory / name).exists():
       entry.rename(directory / name)
     elif suffix in (SAVING, REPLACED, DELETING):
@@ -146,7 +146,7 @@ def sweep(directory: epath.Path) -> list[str]:
   return touched
 
 
-def _sweep_marks(directory: epath.Path) -> list[str]:
+def _recover_marked(directory: epath.Path) -> list[str]:
   touched: list[str] = []
   for entry in sorted(directory.iterdir(), key=lambda path: path.name):
     name, suffix = os.path.splitext(entry.name)
@@ -161,7 +161,7 @@ def _sweep_marks(directory: epath.Path) -> list[str]:
 
 
 def _removed(remove: Callable[[], None], folder: epath.Path) -> bool:
-  """Whether it could be removed; if not, it is in no save's way and is tried again before the next one."""
+  """Whether a folder could be removed. If not, the next save tries again."""
   try:
     remove()
   except OSError as error:
@@ -178,7 +178,7 @@ def _remove_marked(directory: epath.Path, step: int) -> None:
 
 
 def mark(directory: epath.Path, step: int, suffix: str) -> epath.Path:
-  """Says on an object store what is about to happen to a step, in case it is cut short."""
+  """Writes a mark beside a step on an object store before it changes, for a later recovery."""
   path = directory / f"{step}{suffix}"
   path.write_text("")
   return path
@@ -197,11 +197,11 @@ def commit(temporary: epath.Path, final: epath.Path) -> None:
     replaced.rmtree()
 
 
-def delete_steps(directory: epath.Path, doomed: Callable[[], Iterable[int]]) -> list[str]:
-  """Deletes the steps that `doomed` names, and says what could not be done; none of it undoes a save."""
+def delete_steps(directory: epath.Path, expired: Callable[[], Iterable[int]]) -> list[str]:
+  """Deletes the steps that `expired` names, and returns what could not be done. A failure undoes no save."""
   problems: list[str] = []
   try:
-    steps = [*doomed()]
+    steps = [*expired()]
   except OSError as error:
     return [f"which of the old steps may go could not be read: {error}"]
   for step in steps:
@@ -213,16 +213,16 @@ def delete_steps(directory: epath.Path, doomed: Callable[[], Iterable[int]]) -> 
 
 
 def delete_step(directory: epath.Path, step: int) -> None:
-  """Deletes a step; killed half way, the step is gone as a whole."""
+  """Deletes a step. A process that is killed half way leaves no step behind."""
   if not is_local(directory):
-    doomed = mark(directory, step, DELETING)
+    marked = mark(directory, step, DELETING)
     _remove_marked(directory, step)
-    doomed.unlink()
+    marked.unlink()
     return
-  doomed = directory / f"{step}{DELETING}"
-  (directory / str(step)).rename(doomed)
+  moved = directory / f"{step}{DELETING}"
+  (directory / str(step)).rename(moved)
   make_durable([directory])
-  doomed.rmtree()
+  moved.rmtree()
 
 
 def all_files(folder: epath.Path) -> dict[str, int]:
@@ -257,7 +257,7 @@ def sha256(file: epath.Path) -> str:
 
 
 def make_durable(paths: Iterable[epath.Path]) -> None:
-  """Waits until files or folders are on the disk; object stores need no such thing."""
+  """Waits until files or folders are on a local disk."""
   for path in paths:
     if not is_local(path):
       continue
@@ -295,7 +295,7 @@ def check_space(
   what: str = "the checkpoint",
   fix: str = "free some space, or keep fewer checkpoints: Checkpointer(..., max_to_keep=2).",
 ) -> None:
-  """Raises when the disk plainly cannot take so many bytes.
+  """Raises when the disk has too little free space.
 
   Raises:
     CheckpointError: less disk space is free than the arrays need; `doing`, `what` and `fix` fill it in.
@@ -311,8 +311,8 @@ def check_space(
     )
 
 
-def explained(call: Callable[[], _T], doing: str, directory: epath.Path) -> _T:
-  """Makes a call; what the operating system or Orbax raises is said in our words.
+def friendly_errors(call: Callable[[], _T], doing: str, directory: epath.Path) -> _T:
+  """Makes a call, and turns errors of the operating system or Orbax into a `CheckpointError`.
 
   Raises:
     CheckpointError: what `call` raised, with the cause.

@@ -1,0 +1,63 @@
+"""Errors of steps that are damaged, removed, or cannot be read at the moment.
+
+Only damage lets a restore take an older step instead. A limit on open files or a missing permission says
+nothing about the files.
+"""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Sequence
+
+from etils import epath
+
+from nnx_parallel.errors import CheckpointError
+
+_NUMBERS = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EACCES, errno.EPERM, errno.ESTALE})
+# TensorStore's names of the same.
+_WORDS = ("RESOURCE_EXHAUSTED", "PERMISSION_DENIED", "Too many open files", "Cannot allocate memory")
+
+
+class DamagedError(CheckpointError):
+  """A checkpoint whose files or values are not those that were saved."""
+
+
+class VanishedError(CheckpointError):
+  """A checkpoint that another process removed or replaced while it was read."""
+
+
+def damage(step: object, problems: Sequence[str]) -> DamagedError:
+  """The error for a damaged step."""
+  return DamagedError(
+    f"step {step} is damaged: {problems[0]}.",
+    details="\n".join(problems[1:9]),
+    fix='restore(..., on_corrupt="fallback") takes the newest good step; '
+    "`nnx-parallel verify DIR` checks them all.",
+  )
+
+
+def vanished(step_dir: epath.Path) -> VanishedError:
+  """The error for a step that another process removed or replaced."""
+  return VanishedError(
+    f"{step_dir} vanished: another process removed or replaced it.",
+    fix="take another step: Checkpointer(...).steps() lists those there are.",
+  )
+
+
+def raise_transient(error: BaseException, what: str) -> None:
+  """Raises when the cause of an error is this machine and not the checkpoint.
+
+  Raises:
+    CheckpointError: what could not be read, and why.
+  """
+  cause: BaseException | None = error
+  while cause is not None and not (
+    isinstance(cause, MemoryError) or (isinstance(cause, OSError) and cause.errno in _NUMBERS)
+  ):
+    cause = cause.__cause__ or cause.__context__
+  if cause is not None or any(word in str(error) for word in _WORDS):
+    raise CheckpointError(
+      f"cannot read {what}: {cause.strerror if isinstance(cause, OSError) else type(error).__name__}.",
+      details=str(error)[:300],
+      fix="see to the cause and try again; this is no sign of damage.",
+    ) from error

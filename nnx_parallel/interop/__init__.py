@@ -1,0 +1,1 @@
+"""Weights of other programs: safetensors, Orbax alone, and models that were built otherwise."""

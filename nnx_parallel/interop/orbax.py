@@ -1,0 +1,168 @@
+"""Restores checkpoints that Orbax alone wrote: plain trees, or the states of nnx."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Iterable
+from typing import Any
+
+import jax
+from etils import epath
+from orbax.checkpoint import v1 as ocp
+
+from nnx_parallel.checkpoint import encoding, paths, store, targets
+from nnx_parallel.checkpoint.diff import LeafPair, TargetLeaf, compare
+from nnx_parallel.checkpoint.manifest import ItemRecord, LeafRecord, Manifest
+from nnx_parallel.checkpoint.restore import place
+from nnx_parallel.errors import CheckpointError
+
+Keys = tuple[str, ...]
+_Rows = dict[Keys, Any]
+
+
+def restore_orbax(
+  path: str | os.PathLike[str],
+  target: object,
+  *,
+  item: str | None = None,
+  prefix: str = "",
+  optimizer: str = "drop",
+  optimizer_item: str | None = None,
+  optimizer_prefix: str = "",
+  skip: Iterable[str] = (),
+  byte_budget: int = 256 << 20,
+) -> Any:
+  """Restores a model that another program saved with Orbax. There are no digests, so nothing is verified.
+
+  Args:
+    path: the folder of the step.
+    target: as for `Checkpointer.restore`.
+    item: which of its trees, when it holds several.
+    prefix: where the model is inside the tree, for example `"params"`.
+    optimizer: `"drop"`; `"fresh"` for a new one beside the model; or `"restore"`, when the target has one.
+    optimizer_item: which tree holds the optimizer, when that is another.
+    optimizer_prefix: where the optimizer is inside the tree: what holds `step` and `opt_state`.
+    skip: patterns of paths, in the target or under the prefix, to leave alone.
+    byte_budget: most bytes in flight.
+
+  Returns:
+    As `Checkpointer.restore`.
+
+  Raises:
+    CheckpointError: no Orbax checkpoint, leaves of the target that it does not have in that form, or leaves
+      under the prefix that the target does not have.
+  """
+  step_dir = epath.Path(path) if "://" in os.fspath(path) else epath.Path(os.path.abspath(path))
+  goal = targets.read(target, optimizer=optimizer)
+  if optimizer == "restore" and "optimizer" not in goal.leaves:
+    raise CheckpointError(
+      "cannot restore an optimizer: the target has none.",
+      fix='pass a plan with optimizer=..., or (model, optimizer); or optimizer="drop".',
+    )
+  places = {"model": (item, prefix), "optimizer": (optimizer_item or item, optimizer_prefix)}
+  trees = {name: _describe(step_dir, name) for name in {places[root][0] for root in goal.leaves}}
+  tables: dict[str, dict[str, Keys]] = {}
+  items: dict[str, ItemRecord] = {}
+  for root, wanted in goal.leaves.items():
+    where, start = places[root]
+    rows = trees[where][1]
+    others = {
+      _keys(other) for name, (tree, other) in places.items() if name != root and tree == where and other
+    }
+    tables[root] = _below(rows, _keys(start), others)
+    leaves = {text: _record(rows[keys], wanted.get(text)) for text, keys in tables[root].items()}
+    items[root] = ItemRecord(leaves, {})
+  record = Manifest(0, 0.0, {}, None, items, {}, None, {}, "", {}, {})
+  diff = compare(record, dataclasses.replace(goal, values={}), skip=skip)
+  if not diff.fits:
+    names = dict.fromkeys(".".join(keys) for _, rows, _ in trees.values() for keys in rows)
+    raise CheckpointError(
+      f"cannot restore {step_dir}: it does not fit the target.",
+      details="\n".join([*diff.problems(), f"saved: {', '.join([*names][:8])}"]),
+      fix='if the model is inside another tree: prefix="params", and for the optimizer optimizer_item= or '
+      "optimizer_prefix=; what may stay out: skip=[...].",
+    )
+  found: dict[str, dict[str, Any]] = {}
+  for root in goal.leaves:
+    name, rows, structure = trees[places[root][0]]
+    matches = {tables[root][match.saved_path]: match for match in diff.matches if match.item == root}
+    tree = [matches[keys].stored if keys in matches else store.PLACEHOLDER for keys in rows]
+    pad = any(match.saved.shape != match.target.struct.shape for match in matches.values())
+    loaded = store.load(step_dir, name, jax.tree.unflatten(structure, tree), byte_budget=byte_budget, pad=pad)
+    arrays = dict(zip(rows, jax.tree.leaves(loaded), strict=True))
+    found[root] = {match.path: _placed(arrays[keys], match) for keys, match in matches.items()}
+  return goal.build(found)
+
+
+def _describe(step_dir: epath.Path, item: str | None) -> tuple[str | None, _Rows, Any]:
+  """What any Orbax checkpoint holds: the name of its item, shapes and dtypes by path, and the tree of them.
+
+  Raises:
+    CheckpointError: not an Orbax checkpoint, or several items and none named.
+  """
+  with store.quiet():
+    try:
+      names = sorted(ocp.checkpointables_metadata(step_dir).metadata)
+    except ocp.errors.InvalidLayoutError:
+      names = []  # a tree without a name, or no checkpoint of Orbax: the next call tells
+    if item is None and len(names) > 1:
+      raise CheckpointError(
+        f"{step_dir} holds several trees.", details=f"names: {names}", fix=f"pass item={names[0]!r}."
+      )
+    name = item or next(iter(names), None)
+    try:
+      tree = ocp.metadata(step_dir, checkpointable_name=name).metadata
+    except (ValueError, LookupError, OSError) as error:
+      raise CheckpointError(
+        f"{step_dir} is not an Orbax checkpoint that can be read here.",
+        details=str(error)[:300],
+        fix=f"check the path and the item; names: {names or 'none'}.",
+      ) from error
+  rows, structure = jax.tree_util.tree_flatten_with_path(tree)
+  return name, {tuple(str(_part(key)) for key in keys): leaf for keys, leaf in rows}, structure
+
+
+def _keys(prefix: str) -> Keys:
+  return tuple(map(str, paths.parse(prefix)))
+
+
+def _below(rows: _Rows, start: Keys, others: Iterable[Keys]) -> dict[str, Keys]:
+  """The leaves under a prefix by their paths as text, without those under the prefixes of others."""
+  away = [other for other in others if len(other) > len(start)]
+  inside = [
+    keys
+    for keys in rows
+    if keys[: len(start)] == start and not any(keys[: len(other)] == other for other in away)
+  ]
+  return {_text(keys[len(start) :]): keys for keys in inside}
+
+
+def _text(keys: Keys) -> str:
+  """A path as this package writes it; nnx.State keeps the array of each Variable under `value`."""
+  parts = keys[:-1] if keys[-1:] == ("value",) else keys
+  return paths.format(tuple(int(part) if part.isdecimal() else part for part in parts))
+
+
+def _record(leaf: Any, wanted: TargetLeaf | None) -> LeafRecord:
+  """A leaf as a manifest would describe it. Keys were saved as keys, or as their data."""
+  shape, dtype, kind = tuple(leaf.shape), leaf.dtype, encoding.PLAIN
+  if encoding.is_key(dtype):
+    kind = encoding.key_encoding(dtype)
+  elif wanted is not None and encoding.is_key(wanted.struct.dtype):
+    kind = encoding.key_encoding(wanted.struct.dtype)
+    data = encoding.stored_form((), wanted.struct.dtype, kind, None)
+    if dtype == data.dtype and shape[len(shape) - len(data.shape) :] == data.shape:
+      shape, dtype = shape[: len(shape) - len(data.shape)], wanted.struct.dtype
+  return LeafRecord("", shape, encoding.dtype_name(dtype), kind, "", 0, (), ())
+
+
+def _placed(array: Any, match: LeafPair) -> Any:
+  """Makes a leaf of what was read. Orbax returns typed keys although its metadata has their data."""
+  if encoding.is_key(array.dtype):
+    return jax.device_put(array, match.target.struct.sharding)
+  return place(array, match)
+
+
+def _part(key: Any) -> object:
+  return getattr(key, "key", getattr(key, "idx", getattr(key, "name", key)))

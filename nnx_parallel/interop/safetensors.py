@@ -1,0 +1,506 @@
+"""Safetensors in and out, Hugging Face's index of several files included.
+
+The package `safetensors` reads and checks the headers. The arrays' bytes follow them: each process reads only
+the pages of its own shards, from a memory map, and writes only the bytes of its own shards.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import errno
+import functools
+import json
+import math
+import os
+import shutil
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from etils import epath
+from flax import nnx
+from jax.sharding import Sharding
+
+from nnx_parallel.checkpoint import diff, encoding, folders, multihost, paths, targets
+from nnx_parallel.checkpoint.diff import TargetLeaf
+from nnx_parallel.core.nodes import variables
+from nnx_parallel.errors import CheckpointError
+from nnx_parallel.interop.weights import Group, SameNames, Shape, WeightMap
+from nnx_parallel.layout.plan import ShardingPlan
+
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+_DTYPES = {
+  **{
+    f"{kind[0].upper()}{bits}": np.dtype(f"{kind}{bits}")
+    for kind in ("int", "uint")
+    for bits in (8, 16, 32, 64)
+  },
+  **{f"F{bits}": np.dtype(f"float{bits}") for bits in (16, 32, 64)},
+  "BF16": np.dtype(jnp.bfloat16),
+  "F8_E4M3": np.dtype(jnp.float8_e4m3fn),
+  "F8_E5M2": np.dtype(jnp.float8_e5m2),
+  "BOOL": np.dtype(bool),
+}
+_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+_LARGEST_INDEX = 100 << 20
+_T = TypeVar("_T")
+
+
+@dataclasses.dataclass(frozen=True)
+class Tensor:
+  """An array in a safetensors file.
+
+  Attributes:
+    file: the file, at its full size.
+    begin: the first byte of the array.
+    shape: in elements.
+    dtype: of the array.
+  """
+
+  file: Path
+  begin: int
+  shape: Shape
+  dtype: np.dtype[Any]
+
+  def read(self, index: tuple[slice, ...] = ()) -> np.ndarray[Any, Any]:
+    """Copies a part of the array out of the file, which is mapped no longer than that."""
+    if 0 in self.shape:
+      return np.empty(self.shape, self.dtype)[index]
+    return np.array(np.memmap(self.file, self.dtype, "r", self.begin, self.shape)[index])
+
+  def write(self, index: tuple[slice, ...], values: np.ndarray[Any, Any]) -> None:
+    """Writes a part of the array and no byte around it, one run of consecutive bytes after the other.
+
+    Other processes write to the same file: a memory map would write whole pages.
+    """
+    if not values.size:
+      return
+    ends = [part.indices(size)[:2] for part, size in zip(index, self.shape, strict=True)]
+    dim = len(ends)  # whole from here on
+    while dim and ends[dim - 1] == (0, self.shape[dim - 1]):
+      dim -= 1
+    starts = np.array(self.begin)
+    for at, (start, stop) in enumerate(ends[:dim]):
+      stride = math.prod(self.shape[at + 1 :]) * self.dtype.itemsize
+      places = np.arange(start, stop if at < dim - 1 else start + 1) * stride
+      starts = np.add.outer(starts, places)
+    runs = np.ascontiguousarray(values, self.dtype).reshape(starts.size, -1).view(np.uint8)
+    with self.file.open("r+b", buffering=0) as stream:
+      for start, run in zip(starts.flat, runs, strict=True):
+        stream.seek(int(start))
+        rest = memoryview(run)
+        while rest:
+          rest = rest[stream.write(rest) :]
+
+
+def read_tensors(path: str | os.PathLike[str]) -> dict[str, Tensor]:
+  """Finds the arrays of a file, or of a folder with an index, without reading them.
+
+  Args:
+    path: a `.safetensors` file, an index (`*.index.json`), or a folder that holds either.
+
+  Returns:
+    Where each array is, by name.
+
+  Raises:
+    CheckpointError: nothing there, or a file that is damaged or incomplete.
+  """
+  path = Path(path)
+  found: dict[str, Tensor] = {}
+  places, index = _files(path)
+  for file in places:
+    opened = _open(file)
+    if lost := [name for name, where in index.items() if where == file.name and name not in opened]:
+      raise CheckpointError(
+        f"{file} does not hold {lost[0]}, which its index places there.",
+        details=f"{len(lost)} arrays are missing" if len(lost) > 1 else "",
+        fix="copy or download the folder again.",
+      )
+    if twice := opened.keys() & found:
+      raise CheckpointError(f"{min(twice)} is in two files of {path}.", fix="remove one of them.")
+    found |= opened
+  return found
+
+
+def import_safetensors(
+  path: str | os.PathLike[str],
+  plan: ShardingPlan,
+  weight_map: WeightMap | None = None,
+  *,
+  skip: Iterable[str] = (),
+) -> Any:
+  """Makes a model from safetensors; each process reads its share of each array.
+
+  Random-number state (`nnx.RngState`) is not in such files: it is initialised.
+
+  Args:
+    path: see `read_tensors`.
+    plan: the layout; when it has an optimizer, a fresh one is made.
+    weight_map: how names and arrays of the file become leaves; None: names are paths.
+    skip: patterns of paths that the files do not have; these leaves are initialised.
+
+  Returns:
+    The module, or (module, optimizer).
+
+  Raises:
+    CheckpointError: an incomplete weight map, or a shape or dtype that does not fit, named.
+  """
+  target = targets.read(plan, optimizer="drop" if plan.tx is None else "fresh")
+  wanted = target.leaves["model"]
+  patterns = diff.Patterns(None, skip)
+  left_out = {path for path in wanted if patterns.leaves_out(path)} | _random_state(plan.abstract_model)
+
+  def matched() -> tuple[dict[str, Tensor], list[Group]]:
+    _no_unused(patterns.unused())
+    tensors = read_tensors(path)
+    shapes = {name: tensor.shape for name, tensor in tensors.items()}
+    groups = (weight_map or SameNames()).match(wanted, shapes, left_out)
+    for group in groups:
+      _require_fit(group, tensors, wanted)
+    return tensors, groups
+
+  tensors, groups = multihost.together(matched)
+  leaves: dict[str, Any] = {}
+  for group in groups:
+    layers = {layer: path for layer, path in group.layers.items() if path not in left_out}
+    structs = [wanted[path].struct for path in layers.values()]
+    try:
+      sources = multihost.together(functools.partial(_read, group, tensors, structs))
+    except OSError as error:
+      raise CheckpointError(f"cannot read {path}: {error}.", fix="copy or download it again.") from error
+    leaves |= group.make_leaves(sources, wanted, layers)
+  return target.build({"model": leaves})
+
+
+def export_safetensors(
+  path: str | os.PathLike[str],
+  model: object,
+  weight_map: WeightMap | None = None,
+  *,
+  skip: Iterable[str] = (),
+  file_bytes: int = 5 << 30,
+) -> list[str]:
+  """Writes a model as safetensors; each process writes its share of each array into the same files.
+
+  Random-number state (`nnx.RngState`) is left out.
+
+  Args:
+    path: a folder that does not exist yet; it appears when it is complete.
+    model: a module, or a pytree of arrays.
+    weight_map: as for `import_safetensors`; undone. None: names are paths.
+    skip: patterns of paths to leave out, for example `["*.bias"]`.
+    file_bytes: largest file; more are split and get an index, as Hugging Face's loaders expect.
+
+  Returns:
+    The names written.
+
+  Raises:
+    CheckpointError: the folder exists, the weight map is incomplete, or a leaf has no form in safetensors.
+  """
+  final, temporary = Path(path), Path(f"{os.fspath(path)}.nnx-saving")
+  doing = f"export to {final.name}"
+
+  def together(call: Callable[..., _T], *arguments: Any) -> _T:
+    """Makes a call on every process; an error of one ends the export on all."""
+    bound = functools.partial(call, *arguments)
+    return multihost.together(lambda: folders.friendly_errors(bound, doing, epath.Path(final.parent)))
+
+  def planned() -> tuple[dict[str, _Leaf], list[list[Group]], dict[str, jax.ShapeDtypeStruct]]:
+    _require_new(final)
+    leaves = _leaves(model, skip)
+    return leaves, *_to_write((weight_map or SameNames()).to_write(leaves), leaves)
+
+  def lay_out() -> None:
+    if jax.process_index() == 0:
+      temporary.mkdir(parents=True, exist_ok=True)
+      stack.enter_context(folders.writer_lock(epath.Path(temporary)))
+      stack.callback(shutil.rmtree, temporary, ignore_errors=True)
+      _require_new(final)  # whoever had the lock before may just have written it
+      for left in temporary.iterdir():
+        if left.name != folders.LOCK:
+          left.unlink()
+      _lay_out(temporary, specs, file_bytes)
+
+  def publish() -> None:
+    if jax.process_index() == 0:
+      temporary.rename(final)
+      (final / folders.LOCK).unlink()
+      folders.make_durable([epath.Path(final), epath.Path(final.parent)])
+
+  leaves, families, specs = together(planned)
+  multihost.require_same("what to export", f"{final}\n{specs}")
+  with contextlib.ExitStack() as stack:
+    together(lay_out)
+    tensors = together(read_tensors, temporary)
+    for first, *tied in families:
+      near = leaves[next(iter(first.layers.values()))].array.sharding
+      arrays = _arrays(first, leaves, near)
+      for group in tied:
+        together(_require_same, group, _arrays(group, leaves, near), arrays)
+      together(_store, [tensors[name] for name in first.names], arrays)
+    together(folders.make_tree_durable, epath.Path(temporary))
+    together(publish)
+  return [*specs]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Leaf:
+  """A leaf to be written, and its logical shape, without padding."""
+
+  array: jax.Array
+  shape: Shape
+
+
+def _require_new(final: Path) -> None:
+  if final.exists():
+    raise CheckpointError(f"cannot export to {final}: it exists.", fix="choose a folder that does not.")
+
+
+def _to_write(
+  groups: Iterable[Group], leaves: Mapping[str, _Leaf]
+) -> tuple[list[list[Group]], dict[str, jax.ShapeDtypeStruct]]:
+  """The groups, tied ones together, and the arrays of the file."""
+  families: dict[tuple[str, ...], list[Group]] = {}
+  specs: dict[str, jax.ShapeDtypeStruct] = {}
+  for found in groups:
+    group, shapes = found.numbered({path: leaf.shape for path, leaf in leaves.items()})
+    dtypes = {leaves[path].array.dtype for path in group.layers.values()}
+    if len(dtypes) > 1:
+      raise CheckpointError(
+        f"{group.paths} cannot be layers of {group.file}: their dtypes differ.",
+        details=f"dtypes {sorted(map(str, dtypes))}",
+        fix="convert the leaves, or give each its own name in the file.",
+      )
+    dtype = group.rule.dtype or dtypes.pop()
+    made = {name: jax.ShapeDtypeStruct(shape, dtype) for name, shape in zip(group.names, shapes, strict=True)}
+    is_tied = group.names in families
+    for name, spec in made.items():
+      if name in specs and not (is_tied and specs[name] == spec):
+        raise CheckpointError(
+          f"{name} would be written twice: {specs[name]} and {spec}.",
+          fix="give each leaf of the model its own name in the file.",
+        )
+    specs |= made
+    families.setdefault(group.names, []).append(group)
+  return [*families.values()], specs
+
+
+def _arrays(group: Group, leaves: Mapping[str, _Leaf], near: Sharding) -> list[jax.Array]:
+  layers = [leaves[group.layers[layer]] for layer in sorted(group.layers)]
+  return group.make_arrays([leaf.array for leaf in layers], layers[0].shape, near)
+
+
+def _store(tensors: Iterable[Tensor], arrays: Iterable[jax.Array]) -> None:
+  for tensor, array in zip(tensors, arrays, strict=True):
+    for shard in array.addressable_shards:
+      if shard.replica_id == 0:
+        tensor.write(shard.index, np.asarray(shard.data).astype(tensor.dtype))
+
+
+def _require_same(group: Group, arrays: Iterable[jax.Array], first: Iterable[jax.Array]) -> None:
+  dtype = group.rule.dtype
+  for pair in zip(arrays, first, strict=True):
+    for one, other in zip(*(array.addressable_shards for array in pair), strict=True):
+      values = [np.asarray(shard.data).astype(dtype or shard.data.dtype).tobytes() for shard in (one, other)]
+      if values[0] != values[1]:
+        raise CheckpointError(
+          f"{group.paths} is tied to {group.file}, but its values differ.",
+          fix="tie them in the model, or give each its own name.",
+        )
+
+
+def _files(path: Path) -> tuple[list[Path], dict[str, str]]:
+  """The files to read, and the file of each array, if there is an index."""
+  index: dict[str, str] = {}
+  if path.is_dir():
+    if (path / INDEX).exists():
+      return _files(path / INDEX)
+    found = sorted(path.glob("*.safetensors"))
+  elif path.name.endswith(".index.json") and path.exists():
+    index = _file_names(path)
+    found = [path.parent / name for name in sorted(set(index.values()))]
+  else:
+    found = [path]
+  missing = [file.name for file in found if not file.is_file()]
+  if missing or not found:
+    raise CheckpointError(
+      f"cannot read safetensors from {path}: {', '.join(missing) or 'there are none'} is missing.",
+      fix="pass a .safetensors file, its index, or the folder that holds them.",
+    )
+  return found, index
+
+
+def _file_names(index: Path) -> dict[str, str]:
+  """File names by array; all of them in the folder of the index."""
+  try:
+    if (size := index.stat().st_size) > _LARGEST_INDEX:
+      raise ValueError(f"it has {size:,} bytes")
+    names = json.loads(index.read_text())["weight_map"]
+    for tensor, file in names.items():
+      if not isinstance(file, str) or file in ("", ".", "..") or "/" in file or os.sep in file:
+        raise ValueError(f"{tensor} is not in a file beside it, but in {file!r}")
+    return names
+  except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+    raise CheckpointError(
+      f"{index} is not an index of safetensors files: {error}.", fix="copy or download it again."
+    ) from error
+
+
+def _open(file: Path) -> dict[str, Tensor]:
+  try:
+    from safetensors import SafetensorError, safe_open
+  except ImportError as error:
+    raise CheckpointError(
+      f"cannot read {file}: the package safetensors is not installed.",
+      fix="pip install 'nnx-parallel[safetensors]'.",
+    ) from error
+  try:
+    with safe_open(file, "numpy") as opened:
+      slices = [(name, opened.get_slice(name)) for name in opened.offset_keys()]
+      entries = [(name, one.get_dtype(), tuple(one.get_shape())) for name, one in slices]
+    end = file.stat().st_size
+  except OSError as error:
+    raise CheckpointError(f"cannot open {file}: {error}.", fix="check who may read it.") from error
+  except SafetensorError as error:
+    raise CheckpointError(
+      f"{file} is not a whole safetensors file: {error}.", fix="copy or download it again."
+    ) from error
+  found: dict[str, Tensor] = {}
+  # The arrays lie in this order without a gap, up to the end.
+  for name, kind, shape in reversed(entries):
+    if kind not in _DTYPES:
+      raise CheckpointError(
+        f"{name} in {file} has the dtype {kind}, which is not known here.",
+        details=f"known: {', '.join(_DTYPES)}",
+        fix="convert the file.",
+      )
+    end -= math.prod(shape) * _DTYPES[kind].itemsize
+    found[name] = Tensor(file, end, shape, _DTYPES[kind])
+  return dict(reversed(found.items()))
+
+
+def _read(group: Group, tensors: Mapping[str, Tensor], leaves: Sequence[jax.ShapeDtypeStruct]) -> list[Any]:
+  """Reads this process's share of the arrays behind some leaves."""
+  dtypes = {leaf.dtype for leaf in leaves}
+
+  def block(tensor: Tensor, index: tuple[slice, ...] | None) -> np.ndarray[Any, Any]:
+    values = tensor.read(index or ())
+    return values.astype(leaves[0].dtype, copy=False) if len(dtypes) == 1 else values
+
+  sources = [tensors[name] for name in group.names]
+  layouts = [group.layout(leaves[0].sharding, one.shape) for one in sources]
+  return [
+    jax.make_array_from_callback(one.shape, layout, functools.partial(block, one))
+    for one, layout in zip(sources, layouts, strict=True)
+  ]
+
+
+def _require_fit(group: Group, tensors: Mapping[str, Tensor], wanted: Mapping[str, TargetLeaf]) -> None:
+  sources = [tensors[name] for name in group.names]
+  made = group.model_shapes(tensor.shape for tensor in sources)
+  for layer, path in group.layers.items():
+    dtype = wanted[path].struct.dtype
+    expected = encoding.dtype_name(group.rule.dtype or dtype)
+    kinds = {str(tensor.dtype) for tensor in sources}
+    if layer < len(made) and (made[layer] != wanted[path].shape or kinds != {expected}):
+      raise CheckpointError(
+        f"{path} does not fit: its rule makes {'/'.join(sorted(kinds))}{list(made[layer])} of "
+        f"{', '.join(group.names[:3])}, the model has {encoding.dtype_name(dtype)}"
+        f"{list(wanted[path].shape)}.",
+        fix='correct the pattern of its rule, or name the dtype in the file: Rule(..., dtype="float32").',
+      )
+
+
+def _leaves(model: object, skip: Iterable[str]) -> dict[str, _Leaf]:
+  tree, random = targets.saved_roots(model, None)["model"], _random_state(model)
+  patterns = diff.Patterns(None, skip)
+  found: dict[str, _Leaf] = {}
+  for path, leaf in tree.leaves.items():
+    if patterns.leaves_out(path) or path in random:
+      continue
+    array: Any = leaf
+    if not encoding.is_array(leaf) or encoding.is_key(array.dtype) or np.dtype(array.dtype) not in _NAMES:
+      raise CheckpointError(
+        f"{path} has no form in safetensors: {getattr(leaf, 'dtype', type(leaf).__name__)}.",
+        fix=f"leave it out by name: skip=[{path!r}].",
+      )
+    made = jnp.asarray(array)
+    if made.dtype != array.dtype:
+      raise CheckpointError(
+        f"{path} is {array.dtype}, and jax makes {made.dtype} of it.",
+        fix='jax.config.update("jax_enable_x64", True), or convert it first.',
+      )
+    found[path] = _Leaf(made, tuple(tree.shapes.get(path, array.shape)))
+  _no_unused(patterns.unused())
+  return found
+
+
+def _random_state(model: object) -> set[str]:
+  """The paths of a module's keys and counters of random numbers, known by their type."""
+  if not isinstance(model, nnx.Module):
+    return set()
+  return {paths.format(path) for path, leaf in variables(model).items() if isinstance(leaf, nnx.RngState)}  # pyright: ignore[reportArgumentType]
+
+
+def _no_unused(names: list[str]) -> None:
+  if names:
+    raise CheckpointError(f"skip={names} matches no leaf.", fix="use paths, or patterns such as '*rngs*'.")
+
+
+def _cut_into_files(specs: Mapping[str, jax.ShapeDtypeStruct], file_bytes: int) -> Iterator[dict[str, Any]]:
+  group: dict[str, jax.ShapeDtypeStruct] = {}
+  for name, spec in specs.items():
+    if group and _nbytes(group) + _nbytes({name: spec}) > file_bytes:
+      yield group
+      group = {}
+    group[name] = spec
+  yield group
+
+
+def _nbytes(specs: Mapping[str, jax.ShapeDtypeStruct]) -> int:
+  return sum(math.prod(spec.shape) * spec.dtype.itemsize for spec in specs.values())
+
+
+def _lay_out(folder: Path, specs: Mapping[str, jax.ShapeDtypeStruct], file_bytes: int) -> None:
+  """Creates the files with their headers and full sizes, and their place on the disk."""
+  total = _nbytes(specs)
+  folders.check_space(
+    epath.Path(folder.parent), total, doing="export", what="the model", fix="free some space."
+  )
+  groups = [*_cut_into_files(specs, file_bytes)]
+  names = [f"model-{i + 1:05d}-of-{len(groups):05d}.safetensors" for i in range(len(groups))]
+  names = names if len(groups) > 1 else [SINGLE]
+  for name, group in zip(names, groups, strict=True):
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    offset = 0
+    for tensor, spec in group.items():
+      end = offset + _nbytes({tensor: spec})
+      kind = _NAMES[np.dtype(spec.dtype)]
+      header[tensor] = {"dtype": kind, "shape": list(spec.shape), "data_offsets": [offset, end]}
+      offset = end
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)  # arrays start aligned
+    with (folder / name).open("wb") as file:
+      file.write(len(text).to_bytes(8, "little") + text)
+      file.flush()
+      _reserve(file.fileno(), 8 + len(text) + offset)
+  if len(groups) > 1:
+    where = {tensor: name for name, group in zip(names, groups, strict=True) for tensor in group}
+    index = {"metadata": {"total_size": total}, "weight_map": where}
+    (folder / INDEX).write_text(json.dumps(index, indent=2))
+
+
+def _reserve(file: int, size: int) -> None:
+  """Gives a file its size and its space on the disk, so that a full disk is noticed before the writing."""
+  if hasattr(os, "posix_fallocate"):
+    try:
+      os.posix_fallocate(file, 0, size)
+    except OSError as error:
+      if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS):
+        raise
+  os.ftruncate(file, size)

@@ -1,0 +1,495 @@
+"""How the arrays of another program's file make up the leaves of a model, and back.
+
+    weight_map = WeightMap(
+      Rule("model.embed_tokens.weight", "embed.embedding"),
+      Rule("model.layers.{i}.mlp.up_proj.weight", "layers.{i}.up.kernel", "o i -> i o"),
+      Rule("model.layers.{i}.q_proj.weight", "layers.{i}.q.kernel", "(h d) e -> e h d", d=64),
+      ignore=["*.rotary_emb.inv_freq"],
+    )
+
+A rule has a name in the file, a path in the model, and an einops pattern from the file to the model. A
+`{name}` stands for a number. If only the name in the file has it, the arrays of all numbers are stacked along
+the first dim of the pattern's left side. If only the path has it, the array is cut into layers along the
+first dim of the right side. A rule may have several paths: these leaves are tied, and written once.
+
+One declaration serves import, export and restore. The arrays of the file are read evenly spread over the
+devices, and one compiled program makes the leaves of them; an export runs the inverse.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import difflib
+import fnmatch
+import functools
+import re
+import runpy
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from typing import Any
+
+import einops
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Sharding
+
+from nnx_parallel.checkpoint import encoding
+from nnx_parallel.checkpoint.diff import Found, Target, TargetLeaf
+from nnx_parallel.checkpoint.relayout import auto_layout, even_layout, on_auto_axes
+from nnx_parallel.errors import CheckpointError
+
+Shape = tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Transform:
+  """What a rule does with arrays. Rules with equal transforms share compiled programs.
+
+  Attributes:
+    pattern: of einops, from the file to the model; empty for none.
+    sizes: of axes in the pattern.
+    stacked: whether several arrays of the file make up one of the model.
+    cut: whether one array of the file holds several layers of the model.
+  """
+
+  pattern: str
+  sizes: tuple[tuple[str, int], ...]
+  stacked: bool
+  cut: bool
+
+  def to_model(self, arrays: Sequence[jax.Array]) -> list[jax.Array]:
+    """The leaves of the model, one for each layer, from the arrays of the file."""
+    array = self._rearranged(jnp.stack(arrays) if self.stacked else arrays[0], self.pattern)
+    return [*jnp.unstack(array)] if self.cut else [array]
+
+  def to_file(self, arrays: Sequence[jax.Array]) -> list[jax.Array]:
+    """The arrays of the file from the leaves of the model, one for each layer."""
+    left, arrow, right = self.pattern.partition("->")
+    array = self._rearranged(jnp.stack(arrays) if self.cut else arrays[0], f"{right}{arrow}{left}")
+    return [*jnp.unstack(array)] if self.stacked else [array]
+
+  def _rearranged(self, array: jax.Array, pattern: str) -> jax.Array:
+    return einops.rearrange(array, pattern, **dict(self.sizes)) if pattern else array
+
+
+@dataclasses.dataclass(frozen=True, init=False)
+class Rule:
+  """One correspondence between a name in the file and a path, or tied paths, in the model.
+
+  Args:
+    file: name in the file; `{name}` stands for a number.
+    model: path in the model, or several.
+    pattern: of einops, from the file to the model; empty when the dims are the same.
+    dtype: of the array in the file, when the model has another.
+    **sizes: of axes in the pattern, where they do not follow from the array's shape.
+
+  Raises:
+    CheckpointError: numbers that correspond to nothing, or a pattern without an arrow.
+
+  Example:
+    >>> rule = Rule("h.{i}.q.weight", "layers.{i}.q", "(h d) e -> e h d", d=4)
+    >>> [array.shape for array in rule.transform.to_model([jnp.zeros((8, 6))])]
+    [(6, 2, 4)]
+  """
+
+  file: str
+  model: tuple[str, ...]
+  dtype: np.dtype[Any] | None
+  transform: Transform
+
+  def __init__(
+    self, file: str, model: str | tuple[str, ...], pattern: str = "", *, dtype: Any = None, **sizes: int
+  ):
+    paths = (model,) if isinstance(model, str) else tuple(model)
+    object.__setattr__(self, "file", file)
+    object.__setattr__(self, "model", paths)
+    object.__setattr__(self, "dtype", None if dtype is None else np.dtype(dtype))
+    only_file = [sorted(_fields(file) - _fields(path)) for path in paths]
+    only_model = [sorted(_fields(path) - _fields(file)) for path in paths]
+    stacked, cut = bool(only_file[0]), bool(only_model[0])
+    kinds = {(len(names), len(others)) for names, others in zip(only_file, only_model, strict=True)}
+    if kinds != {(int(stacked), int(cut))}:
+      raise CheckpointError(
+        f"the rule {file!r} -> {model!r} has numbers that do not correspond.",
+        details=f"only in the file: {only_file}, only in the model: {only_model}",
+        fix="let each side have at most one {name} of its own, for what is stacked or cut into layers.",
+      )
+    if pattern and pattern.count("->") != 1:
+      raise CheckpointError(
+        f"the rule {file!r} -> {model!r} has the pattern {pattern!r}, which has no arrow.",
+        fix='write dims of the file, "->", dims of the model: "o i -> i o".',
+      )
+    object.__setattr__(self, "transform", Transform(pattern, tuple(sorted(sizes.items())), stacked, cut))
+
+
+@dataclasses.dataclass(frozen=True)
+class Group:
+  """The leaves of a model that one array of the file, or one stack of arrays, makes.
+
+  Attributes:
+    rule: the rule.
+    file: the name in the file; a `{name}` in it is that of a stack.
+    layers: paths of the leaves by number of the layer; a leaf that is not cut is layer 0.
+    names: the names in the file, once they are known.
+  """
+
+  rule: Rule
+  file: str
+  layers: Mapping[int, str]
+  names: tuple[str, ...] = ()
+
+  @property
+  def paths(self) -> str:
+    """The paths, as errors print them."""
+    return ", ".join([*self.layers.values()][:3])
+
+  def model_shapes(self, shapes: Iterable[Shape]) -> list[Shape]:
+    """Shapes of all layers that arrays of these shapes in the file make.
+
+    Raises:
+      CheckpointError: the rule's pattern does not fit them.
+    """
+    return self._shapes(self.rule.transform.to_model, shapes)
+
+  def file_shapes(self, shapes: Iterable[Shape]) -> list[Shape]:
+    """Shapes of the arrays in the file that layers of these shapes make.
+
+    Raises:
+      CheckpointError: the rule's pattern does not fit them.
+    """
+    return self._shapes(self.rule.transform.to_file, shapes)
+
+  def numbered(self, leaves: Mapping[str, Shape]) -> tuple[Group, list[Shape]]:
+    """Adds the names in the file, and returns the shapes there.
+
+    Args:
+      leaves: shapes by path.
+
+    Raises:
+      CheckpointError: layers of different shapes, or a pattern that does not fit them.
+    """
+    found = {leaves[path] for path in self.layers.values()}
+    if len(found) > 1:
+      raise CheckpointError(
+        f"{self.paths} cannot be layers of {self.file}: their shapes differ.",
+        details=f"shapes {sorted(found)}",
+        fix="give each its own name in the file.",
+      )
+    shapes = self.file_shapes([*found] * (max(self.layers) + 1))
+    names = (self.file,)
+    if self.rule.transform.stacked:
+      names = tuple(re.sub(r"\{\w+\}", str(i), self.file) for i in range(len(shapes)))
+    return dataclasses.replace(self, names=names), shapes
+
+  def make_leaves(
+    self, sources: Sequence[Any], wanted: Mapping[str, TargetLeaf], layers: Mapping[int, str] | None = None
+  ) -> dict[str, Any]:
+    """Makes leaves of the model on their devices.
+
+    Args:
+      sources: the arrays of the file, by `names`.
+      wanted: shape, dtype and sharding of each leaf, by path.
+      layers: the layers to make; None for all.
+    """
+    kept = self.layers if layers is None else layers
+    structs = [wanted[path].struct for path in kept.values()]
+    outs = tuple(_auto_struct(struct) for struct in structs)
+    if self.rule.transform == _COPY and _is_placed(sources[0], outs[0]):
+      made = sources
+    else:
+      program = _program(self.rule.transform, "to_model", tuple(kept), None, outs)
+      # One at a time: many programs that communicate at once can starve each other on simulated devices.
+      made = jax.block_until_ready(program([on_auto_axes(jnp.asarray(source)) for source in sources]))
+    placed = [
+      np.asarray(one) if struct.sharding is None else jax.device_put(one, struct.sharding)
+      for one, struct in zip(made, structs, strict=True)
+    ]
+    return dict(zip(kept.values(), placed, strict=True))
+
+  def make_arrays(self, leaves: Sequence[jax.Array], shape: Shape, near: Sharding) -> list[jax.Array]:
+    """Makes the arrays of the file from the leaves of all layers, evenly spread over their devices.
+
+    Args:
+      leaves: by number of the layer.
+      shape: logical shape of a leaf; what lies beyond it is padding.
+      near: the layout to start from.
+    """
+    outs = tuple(
+      jax.ShapeDtypeStruct(made, leaves[0].dtype, sharding=self.layout(near, made))
+      for made in self.file_shapes([shape] * len(leaves))
+    )
+    program = _program(self.rule.transform, "to_file", tuple(range(len(outs))), shape, outs)
+    return jax.block_until_ready(program([on_auto_axes(leaf) for leaf in leaves]))
+
+  def layout(self, sharding: Sharding | None, shape: Shape) -> Any:
+    """The layout in which an array of the file is read or written: evenly spread, near the leaf's."""
+    return None if sharding is None else even_layout(sharding, shape, keep=self.rule.transform == _COPY)
+
+  def _shapes(self, call: Callable[[Any], Any], shapes: Iterable[Shape]) -> list[Shape]:
+    structs = [jax.ShapeDtypeStruct(shape, np.float32) for shape in shapes]
+    side = "file" if call == self.rule.transform.to_model else "model"
+    try:
+      return [one.shape for one in jax.eval_shape(call, structs)]
+    except (einops.EinopsError, ValueError, TypeError) as error:
+      raise CheckpointError(
+        f"{self.paths} and {self.file} do not fit the pattern of their rule.",
+        details=f"pattern {self.rule.transform.pattern!r}: {str(error).strip().splitlines()[-1]}\n"
+        f"shapes in the {side}: {sorted({struct.shape for struct in structs})}",
+        fix="correct the pattern, which goes from the file to the model, or name the size of an axis: d=64.",
+      ) from error
+
+
+class WeightMap:
+  """Rules from names in a file to paths in a model. The first rule that matches a path applies.
+
+  Args:
+    *rules: in order.
+    ignore: patterns of names in the file that the model has no use for.
+
+  Example:
+    >>> weight_map = WeightMap(Rule("h.{i}.w", "layers.{i}.kernel", "o i -> i o"))
+    >>> groups = weight_map.match(["layers.0.kernel"], {"h.0.w": (4, 3)})
+    >>> [(group.names, group.layers) for group in groups]
+    [(('h.0.w',), {0: 'layers.0.kernel'})]
+  """
+
+  def __init__(self, *rules: Rule, ignore: Iterable[str] = ()):
+    self.rules, self.ignore = rules, tuple(ignore)
+
+  def match(
+    self, paths: Iterable[str], shapes: Mapping[str, Shape], skip: Container[str] = ()
+  ) -> list[Group]:
+    """Finds the arrays of a file for the leaves of a model, and checks that nothing is left over.
+
+    Args:
+      paths: of all leaves.
+      shapes: of the arrays in the file, by name.
+      skip: paths that need no source; a layer that belongs to one may stay unused.
+
+    Raises:
+      CheckpointError: leaves without a source, or arrays and layers that no rule uses.
+    """
+    groups, lost = self._groups(paths)
+    missing = [f"{path}: no rule names it" for path in lost if path not in skip]
+    spare: list[str] = []
+    found: list[Group] = []
+    for group in groups:
+      wanted = {layer: path for layer, path in group.layers.items() if path not in skip}
+      if not wanted:
+        continue
+      names = _stack_of(group, shapes) if group.rule.transform.stacked else (group.file,)
+      if not all(name in shapes for name in names):
+        near = difflib.get_close_matches(group.file, shapes, 1)
+        hint = f" (nearest: {near[0]})" if near else ""
+        missing += [f"{path}: needs {', '.join(names)}{hint}" for path in wanted.values()]
+        continue
+      count = len(group.model_shapes(shapes[name] for name in names))
+      has = f"{group.file} has {count} layers, shape {shapes[names[0]]}"
+      missing += [f"{path}: {has}" for layer, path in wanted.items() if layer >= count]
+      unused = [str(layer) for layer in range(count) if layer not in group.layers]
+      spare += [f"layers {', '.join(unused)}: {has}"] if unused else []
+      found.append(dataclasses.replace(group, names=names))
+    used = {name for group in found for name in group.names}
+    spare += [n for n in shapes if n not in used and not any(fnmatch.fnmatchcase(n, p) for p in self.ignore)]
+    if missing or spare:
+      rows = [*(f"missing  {row}" for row in missing[:12]), *(f"unused   {row}" for row in spare[:12])]
+      raise CheckpointError(
+        f"the weight map is not complete: {len(missing)} leaves of the model have no source, "
+        f"{len(spare)} arrays of the file no use.",
+        details="\n".join(rows),
+        fix="add rules, leave out leaves of the model by name (skip=[...]) or arrays of the file "
+        "(WeightMap(..., ignore=[...])), or make a model of as many layers.",
+      )
+    return found
+
+  def to_write(self, paths: Iterable[str]) -> list[Group]:
+    """The groups of a model that is to be written.
+
+    Raises:
+      CheckpointError: a path without a rule, or layers that do not make up a whole array.
+    """
+    groups, lost = self._groups(paths)
+    if lost:
+      raise CheckpointError(
+        f"the weight map is not complete: {len(lost)} leaves of the model have no rule.",
+        details="\n".join(f"no rule  {path}" for path in lost[:12]),
+        fix="add rules for them, or leave them out by name: skip=[...].",
+      )
+    for group in groups:
+      if len(group.layers) <= max(group.layers):
+        raise CheckpointError(
+          f"cannot write {group.file}: of its {max(group.layers) + 1} layers there are only "
+          f"{sorted(group.layers)}.",
+          fix="leave out all of them by name, or none.",
+        )
+    return groups
+
+  def through(self, target: Target) -> Target:
+    """Turns a target into one of saved leaves, whose `build` makes the real leaves of them.
+
+    The names in the file are the saved paths. Paths without a rule stay as they are. A rule for a parameter
+    holds for its moments in the optimizer too.
+
+    Args:
+      target: what is to be filled.
+    """
+    parameters = target.leaves["model"]
+    wanted: dict[str, dict[str, TargetLeaf]] = {}
+    tables: dict[str, list[Group]] = {}
+    for item, leaves in target.leaves.items():
+      arrays = [path for path, one in leaves.items() if not encoding.is_key(one.struct.dtype)]
+      groups, _ = self._groups(arrays, parameters)
+      ruled = {path for group in groups for path in group.layers.values()}
+      wanted[item] = {path: one for path, one in leaves.items() if path not in ruled}
+      tables[item] = []
+      for group in groups:
+        leaf = leaves[next(iter(group.layers.values()))]
+        group, shapes = group.numbered({path: one.shape for path, one in leaves.items()})
+        tables[item].append(group)
+        for name, shape in zip(group.names, shapes, strict=True):
+          layout = group.layout(leaf.struct.sharding, shape)
+          struct = jax.ShapeDtypeStruct(shape, group.rule.dtype or leaf.struct.dtype, sharding=layout)
+          wanted[item][name] = TargetLeaf(struct, shape)
+
+    def build(found: Found) -> Any:
+      return target.build(
+        {item: _made(have, tables.get(item, []), target.leaves.get(item, {})) for item, have in found.items()}
+      )
+
+    return dataclasses.replace(target, leaves=wanted, build=build)
+
+  def _groups(self, paths: Iterable[str], parameters: Container[str] = ()) -> tuple[list[Group], list[str]]:
+    """The groups, and the paths without a rule; `parameters` are those that a path may end with."""
+    table: dict[tuple[Rule, str, str], dict[int, str]] = {}
+    lost: list[str] = []
+    for path in paths:
+      start = _start_of(path, parameters) if parameters else 0
+      found = None if start is None else self._find(path[start:])
+      if start is None or found is None:
+        lost.append(path)
+        continue
+      rule, pattern, numbers = found
+      (layer,) = (_fields(pattern) - _fields(rule.file)) or ("",)
+      key = (rule, pattern, path[:start] + _fill(rule.file, numbers))
+      table.setdefault(key, {})[int(numbers.get(layer, 0))] = path
+    return [Group(rule, name, layers) for (rule, _, name), layers in table.items()], lost
+
+  def _find(self, path: str) -> tuple[Rule, str, dict[str, str]] | None:
+    for rule in self.rules:
+      for pattern in rule.model:
+        match = _regex(pattern).fullmatch(path)
+        if match is not None:
+          return rule, pattern, match.groupdict()
+    return None
+
+
+class SameNames(WeightMap):
+  """The names in the file are the paths in the model."""
+
+  def _find(self, path: str) -> tuple[Rule, str, dict[str, str]] | None:
+    return Rule(path, path), path, {}
+
+
+def load_weight_map(file: str) -> WeightMap:
+  """Runs a Python file and returns its `WEIGHT_MAP`.
+
+  Raises:
+    CheckpointError: no such file, or it defines no `WEIGHT_MAP`.
+  """
+  try:
+    found = runpy.run_path(file).get("WEIGHT_MAP")
+  except OSError as error:
+    raise CheckpointError(
+      f"cannot read the weight map {file}: {error.strerror}.", fix="check the path."
+    ) from error
+  if not isinstance(found, WeightMap):
+    raise CheckpointError(
+      f"{file} defines no WEIGHT_MAP.",
+      details=f"WEIGHT_MAP is a {type(found).__name__}",
+      fix='write WEIGHT_MAP = WeightMap(Rule("h.{i}.weight", "layers.{i}.kernel", "o i -> i o"), ...).',
+    )
+  return found
+
+
+_COPY = Transform("", (), stacked=False, cut=False)
+
+
+def _made(have: dict[str, Any], groups: Iterable[Group], wanted: Mapping[str, TargetLeaf]) -> dict[str, Any]:
+  """Makes the leaves that have rules. Each array leaves `have` at its last use, so few exist twice."""
+  groups = list(groups)
+  uses = collections.Counter(name for group in groups for name in group.names)
+  made: dict[str, Any] = {}
+  for group in groups:
+    uses.subtract(group.names)
+    is_whole = all(name in have for name in group.names)
+    sources = [have[name] if uses[name] else have.pop(name) for name in group.names if name in have]
+    if is_whole:
+      made |= group.make_leaves(sources, wanted)
+  return have | made
+
+
+@functools.lru_cache(maxsize=256)
+def _program(
+  transform: Transform, direction: str, kept: tuple[int, ...], shape: Shape | None, outs: tuple[Any, ...]
+) -> jax.stages.Wrapped:
+  """The program of a transform; it cuts padding off what it takes, to `shape`, and pads what it returns."""
+
+  def make(arrays: list[jax.Array]) -> list[jax.Array]:
+    if shape is not None:
+      arrays = [array[tuple(map(slice, shape))] for array in arrays]
+    made = getattr(transform, direction)(arrays)
+    return [_padded(made[i].astype(out.dtype), out.shape) for i, out in zip(kept, outs, strict=True)]
+
+  return jax.jit(make, out_shardings=[out.sharding for out in outs])
+
+
+def _padded(array: jax.Array, shape: Shape) -> jax.Array:
+  lengths = [(0, size - have, 0) for size, have in zip(shape, array.shape, strict=True)]
+  return jax.lax.pad(array, jnp.zeros((), array.dtype), lengths)
+
+
+def _auto_struct(struct: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+  layout = None if struct.sharding is None else auto_layout(struct.sharding)
+  return jax.ShapeDtypeStruct(struct.shape, struct.dtype, sharding=layout)
+
+
+def _is_placed(source: Any, out: jax.ShapeDtypeStruct) -> bool:
+  """Whether an array is the leaf already."""
+  if source.shape != out.shape or source.dtype != out.dtype:
+    return False
+  return out.sharding is None or source.sharding.is_equivalent_to(out.sharding, source.ndim)
+
+
+def _start_of(path: str, parameters: Container[str]) -> int | None:
+  """Where a parameter's path starts at the end of a path."""
+  starts = [0, *(match.end() for match in re.finditer(r"(?<!\\)\.", path))]
+  return next((start for start in starts if path[start:] in parameters), None)
+
+
+def _stack_of(group: Group, names: Iterable[str]) -> tuple[str, ...]:
+  pattern = _regex(group.file)
+  found = {int(match[1]): name for name in names if (match := pattern.fullmatch(name))}
+  if not found:
+    return (group.file,)
+  if sorted(found) != list(range(len(found))):
+    raise CheckpointError(
+      f"cannot stack {group.file} into {group.paths}: the numbers found are {sorted(found)}.",
+      fix="number the arrays of the file from 0 without a gap.",
+    )
+  return tuple(found[i] for i in sorted(found))
+
+
+def _fields(pattern: str) -> set[str]:
+  return set(re.findall(r"\{(\w+)\}", pattern))
+
+
+@functools.lru_cache(maxsize=4096)
+def _regex(pattern: str) -> re.Pattern[str]:
+  parts = re.split(r"\{(\w+)\}", pattern)
+  text = [re.escape(part) if i % 2 == 0 else f"(?P<{part}>[0-9]+)" for i, part in enumerate(parts)]
+  return re.compile("".join(text))
+
+
+def _fill(pattern: str, numbers: Mapping[str, str]) -> str:
+  return re.sub(r"\{(\w+)\}", lambda match: numbers.get(match[1], match[0]), pattern)
