@@ -471,11 +471,17 @@ class Evaluator:
 
   def _reduce(self, computation: hlo.Computation, at: hlo.Instruction, inputs: list[Array]) -> Value:
     count = len(inputs) // 2
-    dims = tuple(1 + n for n in _numbers(at, "dimensions"))
-    arrays, starts = inputs[:count], inputs[count:]
+    return self._folded(at, inputs[:count], inputs[count:], [1 + n for n in _numbers(at, "dimensions")])
+
+  def _folded(
+    self, at: hlo.Instruction, arrays: list[Array], starts: list[Array], dims: Sequence[int]
+  ) -> Value:
+    """What the region of a reduction makes of some dims."""
     name, found = at.called[0], self._combiner(at.called[0])
-    if found is not None and count == 1:
-      total = _reduced(found, arrays[0], dims)
+    if found is not None and len(arrays) == 1:
+      total = arrays[0]
+      for dim in sorted(dims, reverse=True):
+        total = found.reduce(total, dim, dtype=total.dtype if total.shape[dim] else None)
       return found(total, starts[0].reshape(-1, *[1] * (total.ndim - 1)))
     lead = max(len(x) for x in arrays)
     kept = [d for d in range(1, arrays[0].ndim) if d not in dims]
@@ -518,15 +524,8 @@ class Evaluator:
     x = inputs[0].transpose([0, *(1 + left.index(c) for c in ("b", "f", *spatial))])
     k = inputs[1].transpose([0, *(1 + kernel.index(c) for c in ("o", "i", *spatial))])
     rows = thin.windows(at, rank) if rank else []
-    for d, (_, _, low, high, base, _, back) in enumerate(rows):
-      x = _spaced(x, 3 + d, base)
-      cut = [slice(None)] * x.ndim
-      cut[3 + d] = slice(max(0, -low), x.shape[3 + d] - max(0, -high))
-      x = x[tuple(cut)]
-      sides = [(0, 0)] * x.ndim
-      sides[3 + d] = (max(0, low), max(0, high))
-      x = np.pad(x, sides)
-      k = np.flip(k, 3 + d) if back else k
+    x = _padded(x, rows)
+    k = np.flip(k, tuple(3 + d for d, row in enumerate(rows) if row[6]))
     x = x.reshape((len(x), batches, x.shape[1] // batches, groups, x.shape[2] // groups, *x.shape[3:]))
     x = np.moveaxis(x, 3, 2).reshape((len(x), batches * groups, x.shape[2], *x.shape[4:]))
     k = k.reshape((len(k), batches * groups, k.shape[1] // (batches * groups), *k.shape[2:]))
@@ -535,25 +534,12 @@ class Evaluator:
     shape = (lead, k.shape[1], x.shape[2], k.shape[2], *sizes)
     if self._exceeds(math.prod(shape) * math.prod(k.shape[3:])):
       return self._lose(at, _TOO_MUCH)
-    made = np.zeros(shape)
-    few = math.prod(k.shape[4:]) <= math.prod(sizes)
-    for place in np.ndindex(*(k.shape[4:] if few else sizes)):
-      if few:
-        window = tuple(
-          slice(p * row[5], p * row[5] + (n - 1) * row[1] + 1, row[1])
-          for p, n, row in zip(place, sizes, rows, strict=True)
-        )
-        part = np.einsum("lgbi...,lgoi->lgbo...", x[(..., *window)], k[(slice(None),) * 4 + place])
-        made += part
-      else:
-        window = tuple(
-          slice(p * row[1], p * row[1] + (n - 1) * row[5] + 1, row[5])
-          for p, n, row in zip(place, k.shape[4:], rows, strict=True)
-        )
-        pieces = x[(..., *window)]
-        made[(slice(None),) * 4 + place] = np.einsum(
-          "lgbn,lgon->lgbo", pieces.reshape((*pieces.shape[:3], -1)), k.reshape((*k.shape[:3], -1))
-        )
+    windows = np.moveaxis(_windows(x, rows), 3, 3 + rank)
+    if windows.size > 2 * _LARGEST:
+      return self._lose(at, "an array that is too large")
+    flat = windows.reshape((*windows.shape[:2], -1, math.prod(k.shape[3:])))
+    made = flat @ k.reshape((*k.shape[:3], -1)).swapaxes(-1, -2)
+    made = np.moveaxis(made.reshape((*made.shape[:2], *windows.shape[2 : 3 + rank], -1)), -1, 3)
     # (devices, groups, batch, features): the groups are the outer part of the features.
     made = np.moveaxis(made, 1, 2)
     made = made.reshape((lead, made.shape[1], -1, *sizes))
@@ -561,31 +547,15 @@ class Evaluator:
     return made.transpose([0, *(1 + order.index(c) for c in out)])
 
   def _window(self, computation: hlo.Computation, at: hlo.Instruction, inputs: list[Array]) -> Value:
-    count = len(inputs) // 2
-    rank = inputs[0].ndim - 1
+    count, rank = len(inputs) // 2, inputs[0].ndim - 1
     rows = thin.windows(at, rank)
     if any(row[4] != 1 for row in rows):
       return self._lose(at, at.opcode)
-    shape = self._shape(computation, at)
-    if self._exceeds(math.prod(shape) * math.prod(row[0] for row in rows)):
+    if self._exceeds(math.prod(self._shape(computation, at)) * math.prod(row[0] for row in rows)):
       return self._lose(at, _TOO_MUCH)
-    lead = max(len(x) for x in inputs)
-    padded = list[Array]()
-    for x, start in zip(inputs[:count], inputs[count:], strict=True):
-      room = [n + row[2] + row[3] for n, row in zip(x.shape[1:], rows, strict=True)]
-      if any(row[2] < 0 or row[3] < 0 for row in rows):
-        return self._lose(at, at.opcode)
-      wide = np.broadcast_to(start.reshape(-1, *[1] * rank), (lead, *room)).copy()
-      wide[(slice(None), *(slice(row[2], row[2] + n) for row, n in zip(rows, x.shape[1:], strict=True)))] = x
-      padded.append(wide)
-    total = tuple(np.broadcast_to(start.reshape(-1, *[1] * rank), (lead, *shape)) for start in inputs[count:])
-    for place in np.ndindex(*(row[0] for row in rows)):
-      cut = tuple(
-        slice(p * row[5], p * row[5] + (n - 1) * row[1] + 1, row[1])
-        for p, n, row in zip(place, shape, rows, strict=True)
-      )
-      total = self._combine(at.called[0], total, [x[(slice(None), *cut)] for x in padded])
-    return total if at.result.startswith("(") else total[0]
+    arrays, starts = inputs[:count], inputs[count:]
+    views = [_windows(_padded(x, rows, s.flat[0]), rows) for x, s in zip(arrays, starts, strict=True)]
+    return self._folded(at, views, starts, range(1 + rank, 1 + 2 * rank))
 
   def _select(self, computation: hlo.Computation, at: hlo.Instruction, inputs: list[Array]) -> Value:
     """The gradient of a pooling: each number goes to the position that was chosen in its window."""
@@ -845,10 +815,23 @@ def blocks(whole: Array, starts: Array, shape: Sequence[int]) -> Array:
   return made
 
 
-def _reduced(combine: np.ufunc, x: Array, dims: tuple[int, ...]) -> Array:
-  for dim in sorted(dims, reverse=True):
-    x = combine.reduce(x, dim, dtype=x.dtype) if x.shape[dim] else combine.reduce(x, dim)
+def _padded(x: Array, rows: Sequence[thin.Window], fill: Any = 0) -> Array:
+  """An array with its last dims spaced and padded, or cut, as a window asks for."""
+  for d, row in enumerate(rows, x.ndim - len(rows)):
+    x = _spaced(x, d, row[4])
+    low, high = row[2:4]
+    x = x[(slice(None),) * d + (slice(max(0, -low), x.shape[d] - max(0, -high)),)]
+    sides = [(max(0, low), max(0, high)) if n == d else (0, 0) for n in range(x.ndim)]
+    x = np.pad(x, sides, constant_values=fill)
   return x
+
+
+def _windows(x: Array, rows: Sequence[thin.Window]) -> Array:
+  """(..., *places, *window): a view of the last dims through each place of a window."""
+  spans = [(row[0] - 1) * row[5] + 1 for row in rows]
+  view = np.lib.stride_tricks.sliding_window_view(x, spans, tuple(range(x.ndim - len(rows), x.ndim)))
+  strides = (slice(None, None, row[1]) for row in rows)
+  return view[(..., *strides, *(slice(None, None, row[5]) for row in rows))]
 
 
 def _spaced(x: Array, dim: int, step: int) -> Array:

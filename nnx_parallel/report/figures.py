@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 import math
+import re
+import textwrap
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
@@ -26,7 +28,6 @@ Picture = Literal["memory", "treemap", "devices", "collectives", "timeline"]
 
 _BYTES = tuple((1024.0**n, name) for n, name in enumerate(("B", "KiB", "MiB", "GiB", "TiB")))
 _SECONDS = ((1e-6, "us"), (1e-3, "ms"), (1.0, "s"))
-_BOXES = 400
 
 
 class Bar(NamedTuple):
@@ -137,42 +138,41 @@ def bars(items: Sequence[Bar], label: str, units: Sequence[tuple[float, str]], l
 
 
 def treemap(leaves: Sequence[tuple[str, int, str]]) -> Figure:
-  """Rectangles whose areas are bytes per device, the largest leaves of each group side by side.
+  """Rectangles whose areas are bytes per device; the layers of a list share one.
 
   Args:
     leaves: name, bytes and group (a colour) of each.
   """
   from matplotlib.patches import Patch, Rectangle
 
-  largest = sorted((leaf for leaf in leaves if leaf[1]), key=lambda leaf: -leaf[1])[:_BOXES]
-  groups = {name: [leaf for leaf in largest if leaf[2] == name] for name in sorted({x[2] for x in largest})}
-  sums = [sum(size for _, size, _ in members) for members in groups.values()]
+  groups: dict[str, dict[str, list[int]]] = {group: {} for group in sorted({group for *_, group in leaves})}
+  for name, size, group in leaves:
+    groups[group].setdefault(re.sub(r"(?<=\.)\d+(?=\.)", "*", name), []).append(size)
+  sums = [sum(map(sum, alike.values())) for alike in groups.values()]
   figure = new_figure(height=4.6)
   figure.set_layout_engine("none")
   axes: Any = figure.add_axes((0.0, 0.08, 1.0, 0.92))
   axes.set_xlim(0, 9.0)
   axes.set_ylim(0, 4.2)
   axes.axis("off")
-  areas = cut(sums, (0.0, 0.0, 9.0, 4.2))
-  for members, area, colour in zip(groups.values(), areas, itertools.cycle(PALETTE)):
-    for (name, size, _), (x, y, width, height) in zip(
-      members, cut([m[1] for m in members], area), strict=True
-    ):
+  for alike, area, colour in zip(groups.values(), cut(sums, (0.0, 0.0, 9.0, 4.2)), itertools.cycle(PALETTE)):
+    largest = sorted(alike.items(), key=lambda item: -sum(item[1]))
+    areas = cut([sum(sizes) for _, sizes in largest], area)
+    for (name, sizes), (x, y, width, height) in zip(largest, areas, strict=True):
       axes.add_patch(Rectangle((x, y), width, height, facecolor=colour, alpha=0.45, edgecolor="white"))
-      if width < 0.3 or height < 0.15:
-        continue
-      text = axes.text(x + 0.05, y + height - 0.05, "", va="top", fontsize=7)
-      names = (name, _tail(name), _tail(name).replace(".", ".\n"))
-      for words in (*(f"{words}\n{format_bytes(size)}" for words in names), *names, ""):
-        text.set_text(plain(words))
-        box = text.get_window_extent().transformed(axes.transData.inverted())
-        if box.width < width - 0.08 and box.height < height - 0.06:
-          break
+      # The place in an optax chain says little. Lines end after a dot; what does not fit is left out.
+      parts = name.rpartition("state.*.")[2].replace(".", ". ")
+      lines = textwrap.wrap(parts, max(1, int(width / 0.075)), break_long_words=False)
+      lines += [f"{len(sizes)} arrays"] if len(sizes) > 1 else []
+      words = plain("\n".join(line.replace(". ", ".") for line in (*lines, format_bytes(sum(sizes)))))
+      text = axes.text(x + 0.05, y + height - 0.05, words, va="top", fontsize=7)
+      box = text.get_window_extent().transformed(axes.transData.inverted())
+      text.set_visible(box.width < width - 0.08 and box.height < height - 0.06)
   named = [
     Patch(facecolor=colour, alpha=0.45, label=f"{group}: {format_bytes(size)} per device")
     for group, size, colour in zip(groups, sums, itertools.cycle(PALETTE))
   ]
-  figure.legend(handles=named, loc="lower left", ncols=len(named), frameon=False)
+  figure.legend(handles=named, loc="lower left", ncols=max(1, len(named)), frameon=False)
   return figure
 
 
@@ -186,7 +186,7 @@ def cut(values: Sequence[float], area: Area) -> list[Area]:
     >>> cut([2, 1, 1], (0, 0, 4, 1))
     [(0, 0, 2.0, 1), (2.0, 0, 1.0, 1), (3.0, 0, 1.0, 1)]
   """
-  if len(values) < 2:
+  if len(values) < 2 or not sum(values):
     return [area] * len(values)
   sums = list(itertools.accumulate(values))
   middle = min(range(1, len(values)), key=lambda n: abs(sums[n - 1] - sums[-1] / 2))
@@ -248,15 +248,3 @@ def _mark(axes: Any, limit: float, most: float, scale: float) -> str:
   axes.axvline(limit / scale, color=RED, linestyle="--", label=f"usable: {format_bytes(limit)}")
   axes.set_xlim(0, 1.15 * max(limit, most) / scale)
   return ""
-
-
-def _tail(path: str) -> str:
-  """The last parts of a path, from the number of its layer on.
-
-  Example:
-    >>> _tail("blocks.3.mlp.up.kernel"), _tail("embed.embedding")
-    ('3.mlp.up.kernel', 'embedding')
-  """
-  parts = path.replace("/", ".").split(".")
-  numbers = [n for n, part in enumerate(parts[:-1]) if part.isdigit()]
-  return ".".join(parts[numbers[-1] :] if numbers else parts[-1:])

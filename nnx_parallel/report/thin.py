@@ -45,6 +45,7 @@ _ALIKE = frozenset(
   {"all-reduce", "collective-permute", "all-gather", "reduce-scatter", "all-to-all", "reverse"}
 )
 
+Window = tuple[int, int, int, int, int, int, bool]
 Node = tuple[int, str, str]
 """Number of a program, computation, instruction."""
 _Dims = list[list[int]]
@@ -594,7 +595,7 @@ def rows_of(at: hlo.Instruction, devices: int) -> list[list[int]]:
   return group_rows(at.rest[at.rest.index("replica_groups=") + len("replica_groups=") :], devices)
 
 
-def windows(at: hlo.Instruction, rank: int) -> list[tuple[int, int, int, int, int, int, bool]]:
+def windows(at: hlo.Instruction, rank: int) -> list[Window]:
   """(size, stride, low, high, base dilation, window dilation, reversed) of each dim of a window."""
   text = at.attribute("window").strip("{}")
   given = dict(part.split("=") for part in text.split())

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 
 import pytest
-from matplotlib.patches import Rectangle
 from matplotlib.text import Text
 
 import nnx_parallel as nxp
@@ -22,6 +21,7 @@ from nnx_parallel.report.figures import (
 )
 from nnx_parallel.report.roofline import StepTime
 from nnx_parallel.report.search import search
+from nnx_parallel.report.units import format_bytes
 from report import layouts
 
 GIB = 2**30
@@ -104,19 +104,24 @@ def test_what_cannot_be_drawn_says_why(report, picture, changed, reason):
     dataclasses.replace(report, **changed).picture(picture)
 
 
-def test_the_text_of_a_treemap_stays_inside_its_box():
-  leaves = [(f"blocks.{n}.mlp.up.kernel", 2**20 // (n + 1), "model") for n in range(40)]
-  figure = treemap([*leaves, ("optimizer/0.mu.$x$", 2**18, "optimizer"), ("empty", 0, "model")])
+def test_a_treemap_sums_the_layers_of_a_list_and_its_text_stays_inside_the_boxes():
+  leaves = [(f"blocks.{n}.mlp.{name}.kernel", 2**18, "model") for n in range(32) for name in ("up", "down")]
+  leaves += [(f"head{n}.kernel", 2**20 // (n + 1), "model") for n in range(20)]
+  figure = treemap([*leaves, ("optimizer/opt_state.0.mu.$x$", 2**24, "optimizer"), ("empty", 0, "model")])
   axes = figure.axes[0]
-  boxes = [p.get_window_extent() for p in axes.patches if isinstance(p, Rectangle)]
-  assert len(boxes) == 41
-  labels = [text for text in axes.texts if text.get_text()]
-  assert len(labels) > 10
+  boxes = [patch.get_window_extent() for patch in axes.patches]
+  assert len(boxes) == 2 + 20 + 2
+  labels = [text for text in axes.texts if text.get_visible()]
+  assert "blocks.*.mlp.up.kernel\n32 arrays\n8 MiB" in [label.get_text() for label in labels]
+  assert len(labels) > 5
   for label in labels:
     inner = label.get_window_extent()
     assert any(
       box.x0 <= inner.x0 and inner.x1 <= box.x1 and box.y0 <= inner.y0 and inner.y1 <= box.y1 for box in boxes
     )
+  assert "mu.$x$\n16 MiB" in [label.get_text().replace("\\$", "$") for label in labels]
+  total = 16 * 2**20 + sum(2**20 // (n + 1) for n in range(20))
+  assert f"model: {format_bytes(total)} per device" in texts(figure)
 
 
 @pytest.mark.parametrize("values", [[1.0], [5.0, 3.0, 1.0, 1.0], [1e6, *[1.0] * 39]])
@@ -153,3 +158,11 @@ def test_a_figure_is_the_same_text_each_time_and_its_letters_are_letters(report)
   first, again = (svg_text(report.picture("memory")) for _ in range(2))
   assert first == again
   assert ">working memory</text>" in first
+
+
+def test_empty_subjects_are_drawn_empty():
+  idle = dataclasses.replace(TIME, compute=0.0, memory=0.0, overlapped={}, waiting={})
+  assert texts(treemap([])) == []
+  assert "model: 0 B per device" in texts(treemap([("a", 0, "model")]))
+  assert drawn_bars(memory_figure({"parameters": 0}, nxp.chip("v5e"))) == []
+  assert drawn_bars(time_figure(idle)) == [(0, 0), (0, 0)]
