@@ -1,1 +1,1 @@
-"""The ground floor: traces, Variables and paths, mesh axes, text."""
+"""What every other room builds on: traces, Variables and paths, mesh axes, padding, text, figures."""

@@ -7,8 +7,6 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-import jax
-import jax.numpy as jnp
 from jax.extend import core, source_info_util
 
 CHECKPOINTS = ("checkpoint", "remat", "remat2")
@@ -154,87 +152,6 @@ def scan_counts(eqn: Any) -> ScanCounts:
 
 def _rank(var: Any) -> int:
   return len(var.aval.shape)
-
-
-def own_rules(jaxpr: Any) -> dict[str, bool]:
-  """The functions with a reverse rule of their own (`jax.custom_vjp`) in a program: whether each rounds."""
-  found: dict[str, bool] = {}
-  for eqn in equations(jaxpr):
-    if eqn.primitive.name.startswith(_RULE):
-      name = opened(called(eqn)).debug_info.func_name
-      found[name] = found.get(name, False) or rounds(eqn)
-  return found
-
-
-def without_own_rules(jaxpr: Any) -> Any:
-  """The same program with functions that forward mode can pass in place of `jax.custom_vjp` functions.
-
-  The rule of one that rounds is taken at its word, since it is no derivative on purpose; others are left out.
-  """
-
-  def passed(eqn: Any) -> Any:
-    if not eqn.primitive.name.startswith(_RULE):
-      return None
-    inner = _at_its_word(eqn) if rounds(eqn) else as_function(without_own_rules(called(eqn)))
-    return _in_place_of(eqn, jax.jit(inner))
-
-  return rewritten(jaxpr, passed)
-
-
-def _at_its_word(eqn: Any) -> Callable[..., Any]:
-  """A function with a reverse rule, and the derivative that this rule says it has."""
-  params = eqn.primitive.get_bind_params(eqn.params)
-  floats = [n for n, var in enumerate(eqn.invars) if jnp.issubdtype(var.aval.dtype, jnp.inexact)]
-
-  @jax.custom_jvp
-  def function(*inputs: Any) -> Any:
-    return eqn.primitive.bind(*inputs, **params)
-
-  @function.defjvp
-  def derivative(inputs: Any, tangents: Any) -> Any:  # pyright: ignore[reportUnusedFunction]
-    def of_floats(*chosen: Any) -> Any:
-      given = dict(zip(floats, chosen, strict=True))
-      return eqn.primitive.bind(*[given.get(n, x) for n, x in enumerate(inputs)], **params)
-
-    out, back = jax.vjp(of_floats, *[inputs[n] for n in floats])
-    try:
-      if any(map(_is_rounding, equations(jax.make_jaxpr(back)(out)))):
-        raise NotImplementedError("rounding")
-      return out, jax.linear_transpose(back, out)(tuple(tangents[n] for n in floats))[0]
-    except (AssertionError, NotImplementedError, RuntimeError, TypeError) as error:
-      name = opened(called(eqn)).debug_info.func_name
-      raise NotImplementedError(f"the reverse rule of {name}, which rounds, is not linear") from error
-
-  return function
-
-
-def without_stops(jaxpr: Any) -> Any:
-  """The same program with copies in place of `jax.lax.stop_gradient`."""
-  return rewritten(
-    jaxpr,
-    lambda eqn: _in_place_of(eqn, jax.jit(jnp.positive)) if eqn.primitive.name == "stop_gradient" else None,
-  )
-
-
-def rounds(eqn: Any) -> bool:
-  """Whether the programs of an operation round: to whole numbers, or to a dtype of 8 bits or less."""
-  return any(map(_is_rounding, inner_equations(eqn)))
-
-
-def _is_rounding(eqn: Any) -> bool:
-  if eqn.primitive.name != "convert_element_type":
-    return eqn.primitive.name in ("round", "floor", "ceil")
-  before, after = (var.aval.dtype for var in (*eqn.invars, *eqn.outvars))
-  return jnp.issubdtype(before, jnp.floating) and after.itemsize == 1 and after.kind != "b"
-
-
-def _in_place_of(eqn: Any, function: Callable[..., Any]) -> Any:
-  """A call of a function that takes the place of an operation."""
-  (made,) = jax.make_jaxpr(function)(*[var.aval for var in eqn.invars]).eqns
-  return made.replace(invars=eqn.invars, outvars=eqn.outvars, source_info=eqn.source_info)
-
-
-_RULE = "custom_vjp_call"
 
 
 def rewritten(jaxpr: Any, change: Callable[[Any], Any]) -> Any:

@@ -10,12 +10,9 @@ import shutil
 import sys
 import textwrap
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from jax.sharding import PartitionSpec
-
-if TYPE_CHECKING:
-  pass
 
 
 def few(names: Sequence[str]) -> str:

@@ -1,1 +1,1 @@
-"""Declare -> plan: meshes, rules, names, and the one table that everything else reads."""
+"""Plan: names and rules made into the one table of layouts that everything else reads."""

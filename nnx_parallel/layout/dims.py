@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from nnx_parallel.core.classes import Forest
+from nnx_parallel.core.jaxprs import called, opened, scan_counts
 
 Dim = tuple[int, int]
 
@@ -113,10 +114,9 @@ def _read(classes: Classes, jaxpr: Any) -> None:
 
 def _read_call(classes: Classes, eqn: Any) -> bool:
   """Operations that hold one program whose inputs and outputs are theirs: jit, checkpoint, custom rules."""
-  inner = next((eqn.params[k] for k in ("jaxpr", "call_jaxpr", "fun_jaxpr") if k in eqn.params), None)
+  inner = opened(called(eqn))
   if inner is None:
     return False
-  inner = getattr(inner, "jaxpr", inner)
   if len(inner.invars) != len(eqn.invars) or len(inner.outvars) != len(eqn.outvars):
     return False
   _enter(classes, inner, eqn.invars, eqn.outvars)
@@ -243,11 +243,9 @@ def _squeeze(classes: Classes, eqn: Any) -> None:
 
 
 def _scan(classes: Classes, eqn: Any) -> None:
-  # Constants and carries keep their rank inside the body, what is scanned over loses its leading dim. Their
-  # numbers are told by that, since the names of these parameters differ between versions of jax.
-  inner = eqn.params["jaxpr"].jaxpr
-  fixed, carries = _same_rank(eqn.invars, inner.invars), _same_rank(eqn.outvars, inner.outvars)
-  consts = fixed - carries
+  inner, counts = opened(eqn.params["jaxpr"]), scan_counts(eqn)
+  consts, carries = counts.constants, counts.carried
+  fixed = consts + carries
   for outside, inside in zip(eqn.invars[:fixed], inner.invars[:fixed], strict=True):
     classes.link_all(outside, inside)
   _link_stacked(classes, eqn.invars[fixed:], inner.invars[fixed:])
@@ -257,10 +255,6 @@ def _scan(classes: Classes, eqn: Any) -> None:
     classes.link_all(eqn.outvars[place], inside)
   _link_stacked(classes, eqn.outvars[carries:], inner.outvars[carries:])
   classes.forget(inner)
-
-
-def _same_rank(outside: Sequence[Any], inside: Sequence[Any]) -> int:
-  return sum(len(_shape(a)) == len(_shape(b)) for a, b in zip(outside, inside, strict=True))
 
 
 def _link_stacked(classes: Classes, stacked: Sequence[Any], each: Sequence[Any]) -> None:

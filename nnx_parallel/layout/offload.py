@@ -18,6 +18,7 @@ import jax.extend.core as jex
 import optax
 
 from nnx_parallel.core.extra_args import accept_extra
+from nnx_parallel.core.jaxprs import bind
 from nnx_parallel.core.nodes import Path, path_str, plain_path
 from nnx_parallel.errors import PlanError
 from nnx_parallel.layout.optimizer_layout import owners
@@ -157,10 +158,7 @@ def _fetch(leaves: list[Any], after: list[jax.Array]) -> list[jax.Array]:
 
 
 def _evaluate(eqn: Any, values: dict[Any, Any]) -> None:
-  params = eqn.primitive.get_bind_params(eqn.params)
-  with eqn.ctx.manager:
-    out = eqn.primitive.bind(*[_read(v, values) for v in eqn.invars], **params)
-  values |= zip(eqn.outvars, out if eqn.primitive.multiple_results else [out], strict=True)
+  values |= zip(eqn.outvars, bind(eqn, [_read(v, values) for v in eqn.invars]), strict=True)
 
 
 def _known(var: Any, values: dict[Any, Any]) -> bool:

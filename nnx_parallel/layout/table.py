@@ -6,7 +6,6 @@ import contextlib
 import dataclasses
 import functools
 import math
-from typing import TYPE_CHECKING
 
 import jax
 from jax.sharding import PartitionSpec
@@ -20,9 +19,6 @@ from nnx_parallel.layout.constrain import Scope, scoped
 from nnx_parallel.layout.decide import nearest
 from nnx_parallel.layout.leaf import LeafPlan, Root
 from nnx_parallel.rules.ruleset import RuleSet
-
-if TYPE_CHECKING:
-  pass
 
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)

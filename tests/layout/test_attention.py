@@ -7,7 +7,8 @@ from flax import nnx
 from jax.sharding import PartitionSpec as P
 
 import nnx_parallel as nxp
-from nnx_parallel import LogicalRules, ShardingError
+from nnx_parallel import LogicalRules
+from nnx_parallel.errors import ShardingError
 
 RULES = LogicalRules(embed=None, heads="tensor")
 KERNEL = {"kernel_metadata": {"out_sharding": ("embed", "heads", None)}}

@@ -16,7 +16,8 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import nnx_parallel as nxp
-from nnx_parallel import LogicalRules, MeshError, ShardingError, constrain, use_rules
+from nnx_parallel import LogicalRules, constrain, use_rules
+from nnx_parallel.errors import MeshError, ShardingError
 from nnx_parallel.testing import assert_same_training
 
 RULES = LogicalRules(batch="data", embed="tensor", seq=None)

@@ -14,7 +14,8 @@ from jax.sharding import PartitionSpec as P
 
 import nnx_parallel as nxp
 from layout.families import GPT, T5, Llama, ViT
-from nnx_parallel import ShardingError, infer_rules, presets
+from nnx_parallel import infer_rules, presets
+from nnx_parallel.errors import ShardingError
 from nnx_parallel.layout import dims
 
 TOKENS = jax.ShapeDtypeStruct((8, 8), "int32")

@@ -15,8 +15,9 @@ import pytest
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
 import nnx_parallel as nxp
-from nnx_parallel import LogicalRules, ShardingError
+from nnx_parallel import LogicalRules
 from nnx_parallel.core.axes import axes_of
+from nnx_parallel.errors import ShardingError
 from nnx_parallel.layout.resolve import extend_spec, shard_counts
 
 AXES = ("data", "fsdp", "tensor", "expert")

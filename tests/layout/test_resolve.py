@@ -6,7 +6,8 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import nnx_parallel as nxp
-from nnx_parallel import LogicalRules, ShardingError
+from nnx_parallel import LogicalRules
+from nnx_parallel.errors import ShardingError
 from nnx_parallel.layout.resolve import extend_spec, shard_counts
 
 MESH = {"data": 2, "fsdp": 4, "tensor": 2}

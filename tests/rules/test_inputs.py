@@ -10,7 +10,8 @@ from flax import nnx
 from jax.sharding import PartitionSpec as P
 
 import nnx_parallel as nxp
-from nnx_parallel import InputRules, LogicalRules, RuleSet, ShardingError
+from nnx_parallel import InputRules, LogicalRules, RuleSet
+from nnx_parallel.errors import ShardingError
 
 
 def plan(*rules, **axes):

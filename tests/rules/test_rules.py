@@ -7,7 +7,8 @@ from flax import nnx
 from jax.sharding import PartitionSpec as P
 
 import nnx_parallel as nxp
-from nnx_parallel import LogicalRules, PathRules, RuleSet, ShardingError
+from nnx_parallel import LogicalRules, PathRules, RuleSet
+from nnx_parallel.errors import ShardingError
 
 
 @pytest.mark.parametrize(

@@ -1,1 +1,1 @@
-"""Constructors cut into slices that compile once for each kind of layer."""
+"""Constructors cut into slices: each kind of layer compiles once."""
