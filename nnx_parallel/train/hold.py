@@ -287,16 +287,16 @@ class _Rewriting:
     key = id(jaxpr), *flows
     if key not in self._done:
       found: list[Flow] = []
-      fresh = [Flow(flow.axes, flow.data, flow.weight) for flow in flows]  # values of the inner program
 
       def body(*inputs: Any) -> list[Any]:
-        results, out = self.evaluate(jaxpr, inputs, fresh)
+        results, out = self.evaluate(jaxpr, inputs, _of_new_values(flows))
         found[:] = out
         return results
 
       made = jax.make_jaxpr(body)(*[_struct(var.aval) for var in opened(jaxpr).invars])
       self._done[key] = made, found
-    return self._done[key]
+    inner, found = self._done[key]
+    return inner, _of_new_values(found)
 
   def _scan(self, eqn: Any, inputs: list[Any], flows: list[Flow]) -> tuple[Sequence[Any], list[Flow]]:
     counts = scan_counts(eqn)
@@ -318,6 +318,11 @@ class _Rewriting:
     asked, _ = self._retraced(params["cond_jaxpr"], [*flows[:skipped], *state])
     body, after = self._retraced(params["body_jaxpr"], [*flows[skipped : skipped + consts], *state])
     return bind(eqn, inputs, cond_jaxpr=asked, body_jaxpr=body), after
+
+
+def _of_new_values(flows: Flows) -> list[Flow]:
+  """Flows of other values that lie alike: inside a program, say, or of another call of it."""
+  return [Flow(flow.axes, flow.data, flow.weight) for flow in flows]
 
 
 def _shared(eqn: Any, flows: Flows) -> frozenset[str]:
