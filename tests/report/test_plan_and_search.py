@@ -449,7 +449,7 @@ def test_a_search_ranks_what_surely_fits_before_what_perhaps_does(monkeypatch):
   big, options, fastest = sure_and_perhaps()
   small = dataclasses.replace(chip("v5e"), usable_bytes=int(fastest.memory_bytes * 1.3))
   monkeypatch.setattr(
-    nxp.report.search, "machine", lambda text: dataclasses.replace(machine(text), chip=small)
+    nxp.report.search.search, "machine", lambda text: dataclasses.replace(machine(text), chip=small)
   )
   found = search(init, loss, "tpu:v5e:1x1", batch=big, rules=RULES, optimizer=optax.sgd(0.1), **options)
   edge = small.usable_bytes / ERROR_BAND[1]
@@ -471,7 +471,7 @@ def test_a_winner_that_perhaps_fits_says_so(monkeypatch):
   options = {**options, "remat": "none", "max_microbatches": 1}
   small = dataclasses.replace(chip("v5e"), usable_bytes=int(fastest.memory_bytes * 1.3))
   monkeypatch.setattr(
-    nxp.report.search, "machine", lambda text: dataclasses.replace(machine(text), chip=small)
+    nxp.report.search.search, "machine", lambda text: dataclasses.replace(machine(text), chip=small)
   )
   found = search(init, loss, "tpu:v5e:1x1", batch=big, rules=RULES, optimizer=optax.sgd(0.1), **options)
   assert found.best.fits == "perhaps"

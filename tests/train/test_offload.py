@@ -146,8 +146,6 @@ def test_check_layout_sees_the_memory():
   model, optimizer = nxp.create_sharded_model(plan_on(optax.adam(1e-2), None))
   with pytest.raises(nxp.errors.LayoutMismatchError, match=r"in pinned_host, found float32\[32,16\] P\("):
     nxp.check_layout(model, plan, optimizer=optimizer)
-  with pytest.raises(AssertionError, match="pinned_host"):
-    nxp.check_layout(model, plan, optimizer=optimizer)
   moved, moved_optimizer = nxp.reshard(model, plan, optimizer=optimizer)
   nxp.check_layout(moved, plan, optimizer=moved_optimizer)
 
