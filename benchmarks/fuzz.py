@@ -254,7 +254,7 @@ def run_toolkit(model: Model, layout: Layout, options: Options) -> Numbers:
       value = float(step(net, optimizer, batch)["loss"])
       kept = nnx.to_pure_dict(nnx.state(optimizer.opt_state))
       found.append((value, jax.device_get({name: kept[name] for name in model.params})))
-  except (nxp.NNXParallelError, TypeError, ValueError) as error:
+  except (nxp.NnxParallelError, TypeError, ValueError) as error:
     raise Refused(f"{type(error).__name__}: {error}") from error
   return Numbers((found[0][0], found[1][0]), (found[0][1], found[1][1]))
 

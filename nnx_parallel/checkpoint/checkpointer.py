@@ -38,7 +38,6 @@ from nnx_parallel.errors import CheckpointError
 
 _RESERVED = ("model", "optimizer")
 
-
 _UNFINISHED: set[Checkpointer] = set()
 """Those whose background save is running or has failed: kept alive, so that its error is raised."""
 
@@ -184,10 +183,15 @@ class Checkpointer:
       save.require_same(self.directory, request)
       self._pool.submit(int).result()  # starts the thread: an interrupt during the start would lose it
       started = concurrent.futures.Future[bool]()
-      pending = self._pending = self._pool.submit(self._run, request, started)
       _UNFINISHED.add(self)
+      pending = self._pending = self._pool.submit(self._run, request, started)
       pending.add_done_callback(functools.partial(_forget_finished, self))
-      if not started.result() or not self._asynchronous:
+      try:
+        begun = started.result()
+      except KeyboardInterrupt:
+        concurrent.futures.wait([started])  # the arrays are being read, and a step may delete them
+        raise
+      if not begun or not self._asynchronous:
         self.wait()
 
   def wait(self) -> None:

@@ -32,14 +32,17 @@ def run(args: argparse.Namespace) -> int:
 
   from nnx_parallel.checkpoint import paths
   from nnx_parallel.checkpoint.checkpointer import Checkpointer
+  from nnx_parallel.errors import CheckpointError
 
   plan = checkpoints.load_plan(args)
   source = Checkpointer(args.directory)
+  if source.directory == Checkpointer(args.out).directory:
+    raise CheckpointError(f"cannot reshard {source.directory} into itself.", fix="write to another folder.")
   record = source.metadata(args.step)
   restored = source.restore(plan, record.step)
   model, optimizer = restored if isinstance(restored, tuple) else (restored, None)
   extra = {name: source.restore_extra(name, step=record.step) for name in record.extra}
-  for name in record.items.keys() - {"model", "optimizer"}:  # these have no plan
+  for name in [name for name in record.items if name not in ("model", "optimizer")]:  # these have no plan
     leaves = source.restore_extra(name, step=record.step, as_numpy=True)
     extra[name] = traverse_util.unflatten_dict({paths.parse(path): leaf for path, leaf in leaves.items()})
   with Checkpointer(args.out) as destination:

@@ -14,7 +14,6 @@ if TYPE_CHECKING:
   from nnx_parallel.report.search.search import Candidate
 
 _MOST_SIMULATED = 1024
-SEARCHED = ("none", "dots", "full")
 
 
 def register(commands: Commands) -> None:

@@ -91,8 +91,6 @@ def draw_grid(
     note: a line below.
     dashed: whether the box at an index is drawn dashed.
   """
-  from matplotlib.patches import Rectangle
-
   counts = devices.shape[:-1]
   wide = [dim for dim, count in enumerate(counts) if count > 1]
   down, right = wide[:-1], wide[-1:]
@@ -116,6 +114,8 @@ def draw_grid(
   words = _LETTER * max(map(len, [*title.splitlines(), note]))
   height = 0.42 * len(rows) + 0.25 * title.count("\n") + (2.1 if turned else 1.4)
   figure = new_figure(max(left + cell * len(columns), words) + 0.4, height)
+  from matplotlib.patches import Rectangle  # after the error for a machine without matplotlib
+
   axes: Any = figure.subplots()
   for row, column in np.ndindex(*shown.shape[:2]):
     index = tuple(map(int, np.unravel_index(row * boxes.shape[1] + column, counts)))

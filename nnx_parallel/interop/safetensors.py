@@ -202,7 +202,8 @@ def export_safetensors(
   Raises:
     CheckpointError: the folder exists, the weight map is incomplete, or a leaf has no form in safetensors.
   """
-  final, temporary = Path(path), Path(f"{os.fspath(path)}.nnx-saving")
+  final = Path(path)
+  temporary = final.with_name(f"{final.name}.nnx-saving")
   doing = f"export to {final.name}"
 
   def together(call: Callable[..., _T], *arguments: Any) -> _T:

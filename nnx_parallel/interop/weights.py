@@ -198,6 +198,13 @@ class Group:
     if self.rule.transform == _COPY and _is_placed(sources[0], outs[0]):
       made = sources
     else:
+      for name, source in zip(self.names, sources, strict=False):
+        if jax.dtypes.canonicalize_dtype(source.dtype, allow_extended_dtype=True) != source.dtype:
+          raise CheckpointError(
+            f"{name} is {source.dtype}, which its rule would cut to 32 bits.",
+            details=f"rule {self.rule}",
+            fix="jax.config.update('jax_enable_x64', True) first, or restore it without a rule.",
+          )
       program = _program(self.rule.transform, "to_model", tuple(kept), None, outs)
       # One at a time: many programs that communicate at once can starve each other on simulated devices.
       made = jax.block_until_ready(program([on_auto_axes(jnp.asarray(source)) for source in sources]))

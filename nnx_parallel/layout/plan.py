@@ -275,6 +275,8 @@ class ShardingPlan(StoredPlan):
       PlanError: not a plan's JSON, a mesh with other axes, or a module that is not the stored one.
     """
     fields = json.from_json(text, mesh)
+    if init is None and optimizer is not None:
+      raise no_constructor()
     if init is None:
       return StoredPlan(**fields)
     model = abstract_module(init, fields["mesh"])

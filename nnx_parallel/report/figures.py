@@ -143,13 +143,13 @@ def treemap(leaves: Sequence[tuple[str, int, str]]) -> Figure:
   Args:
     leaves: name, bytes and group (a colour) of each.
   """
-  from matplotlib.patches import Patch, Rectangle
-
   groups: dict[str, dict[str, list[int]]] = {group: {} for group in sorted({group for *_, group in leaves})}
   for name, size, group in leaves:
     groups[group].setdefault(re.sub(r"(?<=\.)\d+(?=\.)", "*", name), []).append(size)
   sums = [sum(map(sum, alike.values())) for alike in groups.values()]
   figure = new_figure(height=4.6)
+  from matplotlib.patches import Patch, Rectangle  # after the error for a machine without matplotlib
+
   figure.set_layout_engine("none")
   axes: Any = figure.add_axes((0.0, 0.08, 1.0, 0.92))
   axes.set_xlim(0, 9.0)

@@ -14,6 +14,7 @@ So the trace of the whole step is rewritten, by the layouts of `core/flow.py`:
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import functools
 import math
@@ -229,17 +230,11 @@ class _Rewriting:
       ]
     if eqn.primitive.name == "shard_map":
       specs = zip(eqn.params["out_specs"], eqn.outvars, strict=True)
-      return [self._mapped(spec, len(v.aval.shape), data, weight) for spec, v in specs]
+      return [_mapped(eqn, spec, v.aval.shape, flows) for spec, v in specs]
     product = meeting(eqn)
     if product is not None:
       return [Flow(product.meet(flows[0], flows[1], self.batch).axes, data, weight)]
     return [Flow(spread(eqn, getattr(v.aval, "shape", ()), flows), data, weight) for v in eqn.outvars]
-
-  def _mapped(self, spec: Sequence[Any], rank: int, data: bool, weight: bool) -> Flow:
-    """How a result of a `shard_map` lies: as its program says."""
-    dims = [*map(axes_of, spec), *((),) * (rank - len(spec))]
-    axes = tuple((*dim, _EXAMPLES) if data and self.batch & {*dim} else dim for dim in dims)
-    return Flow(axes, data, weight)
 
   def _is_held(self, eqn: Any, flows: list[Flow], results: list[Flow]) -> bool:
     """Whether it is a product, or a look-up in a table, whose result carries the batch.
@@ -320,6 +315,15 @@ class _Rewriting:
     return bind(eqn, inputs, cond_jaxpr=asked, body_jaxpr=body), after
 
 
+def _mapped(eqn: Any, spec: Sequence[Any], shape: tuple[int, ...], flows: list[Flow]) -> Flow:
+  """How a result of a `shard_map` lies: as its program says, and over other axes as its inputs do."""
+  manual = frozenset(eqn.params["newly_manual_axes"])
+  dims = [*map(axes_of, spec), *((),) * (len(shape) - len(spec))]
+  others = spread(eqn, shape, flows)
+  axes = tuple((*dim, *without(own, manual)) for dim, own in zip(dims, others, strict=True))
+  return Flow(axes, any(flow.data for flow in flows), any(flow.weight for flow in flows))
+
+
 def _of_new_values(flows: Flows) -> list[Flow]:
   """Flows of other values that lie alike: inside a program, say, or of another call of it."""
   return [Flow(flow.axes, flow.data, flow.weight) for flow in flows]
@@ -365,13 +369,14 @@ def _unsplit(x: Any) -> tuple[Any, Flow]:
 
 
 def _constrained(body: Any) -> set[Any]:
-  """The values that a program lays out by itself, also those that are scaled or shifted before it does."""
+  """The values that a program lays out by itself, also those that it only scales or shifts before it does."""
   found: set[Any] = set()
+  uses = collections.Counter(id(v) for eqn in body.eqns for v in eqn.invars)
   for eqn in reversed(body.eqns):
     name = eqn.primitive.name
     if name == "sharding_constraint" or (name in _ELEMENTWISE and eqn.outvars[0] in found):
       alike = [v for v in eqn.invars if v.aval.shape == eqn.outvars[0].aval.shape]
-      found.update(v for v in alike if not isinstance(v, core.Literal))
+      found.update(v for v in alike if not isinstance(v, core.Literal) and uses[id(v)] == 1)
   return found
 
 

@@ -380,6 +380,23 @@ def test_ctrl_c_while_a_save_starts_comes_after_the_start(saved, monkeypatch, as
   assert_same(Checkpointer(directory).restore(target_of(trees[1]), 3), trees[1])
 
 
+def test_ctrl_c_while_arrays_are_read_waits_for_them(tmp_path, monkeypatch):
+  write, x = save.write, jnp.arange(3.0)
+
+  def slow(*arguments, **options):
+    signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+    time.sleep(0.3)
+    return write(*arguments, **options)
+
+  monkeypatch.setattr(save, "write", slow)
+  checkpointer = Checkpointer(tmp_path, asynchronous=True)
+  with pytest.raises(KeyboardInterrupt):
+    checkpointer.save(1, {"x": x})
+  x.delete()  # as the next step does, which takes it over
+  checkpointer.close()
+  assert names(tmp_path) == ["1"]
+
+
 def test_killed_jobs_lose_nothing():
   # The long form is `make torture`.
   from benchmarks import torture

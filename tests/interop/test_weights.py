@@ -124,3 +124,13 @@ def test_each_byte_of_a_list_is_read_once(tmp_path, monkeypatch):
   assert len(ruled) == 18  # kernel and bias of three layers, and two moments of each
   assert {key: shares[key] * 8 for key in ruled} == {key: leaf.nbytes for key, leaf in ruled.items()}
   assert checkpointer.diff(plan, weight_map=STACK).bytes_read == checkpointer.metadata().nbytes
+
+
+def test_what_a_rule_would_cut_to_32_bits_is_refused(tmp_path):
+  values = np.arange(6).reshape(2, 3) + 2**40
+  with nxp.Checkpointer(tmp_path) as checkpointer:
+    checkpointer.save(1, {"w": values})
+    with pytest.raises(CheckpointError, match="w is int64, which its rule would cut to 32 bits"):
+      checkpointer.restore(
+        {"v": np.zeros((3, 2), np.int64)}, weight_map=WeightMap(Rule("w", "v", "a b -> b a"))
+      )

@@ -127,6 +127,19 @@ class Adapted(nnx.Module):
     return x @ self.kernel + x @ self.down @ self.up
 
 
+class Mapped(Normed):
+  """A shard_map over the tensor axis alone: the batch's axes are left to XLA, and held."""
+
+  def __call__(self, x: jax.Array) -> jax.Array:
+    spec, mesh = jax.P(None, "tensor"), jax.sharding.get_abstract_mesh()
+    sine: Any = jnp.sin
+    if "tensor" in mesh.shape:  # not on one device
+      sine = jax.shard_map(sine, mesh=mesh, in_specs=spec, out_specs=spec, axis_names={"tensor"})
+    for norm, layer in zip(self.norms, self.layers, strict=True):
+      x = x + sine(layer(norm(x)))
+    return x
+
+
 TABLE = jnp.arange(16.0)
 
 
@@ -168,9 +181,10 @@ def test_xla_still_computes_it_wrong(name: str) -> None:
 
 
 @pytest.mark.parametrize("options", [{}, {"microbatches": 2}], ids=["whole", "microbatches"])
-@pytest.mark.parametrize("make", [Normed, Convolved, Odd])
+@pytest.mark.parametrize("make", [Normed, Convolved, Odd, Mapped])
 def test_a_step_avoids_it(make: Any, options: dict[str, Any]) -> None:
-  assert_same_training(squares, {"held": on_three_axes(make)}, [normal(16, 8, 16)] * 2, **options)
+  shape = (16, 16) if make is Mapped else (16, 8, 16)
+  assert_same_training(squares, {"held": on_three_axes(make)}, [normal(*shape)] * 2, **options)
 
 
 def test_an_evaluation_avoids_it() -> None:

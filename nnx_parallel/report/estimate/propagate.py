@@ -1,6 +1,6 @@
 """Follows mesh axes through the trace of a loss, without a compiler and without axis sizes.
 
-The trace gives shapes; parameters and batch bring their axes; `layout.flow` says how each operation hands
+The trace gives shapes; parameters and batch bring their axes; `core.flow` says how each operation hands
 them on. Sizes enter only when the result is evaluated, so one trace serves every factorisation of a mesh.
 
 Counted are matrix products, convolutions, and kernels (Pallas) that state their cost. All branches of a
