@@ -41,7 +41,7 @@ from nnx_parallel.loop.job import plan_recipe
 from nnx_parallel.loop.loader import load_recipe
 from nnx_parallel.train.check_gradients import Looks, checked, subject_of
 from nnx_parallel.train.subject import Subject
-from tests.layout.families import GPT, Llama
+from tests.layout.families import GPT, T5, Llama, ViT
 from tests.layout.models import LM
 
 SEEDS = int(sys.argv[1]) if len(sys.argv) > 1 else 200
@@ -98,6 +98,11 @@ class Images(nnx.Module):
 def token_loss(model: Any, tokens: jax.Array) -> jax.Array:
   logits = model(tokens[:, :-1]).astype(jnp.float32)
   return optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]).mean()
+
+
+def copying_loss(model: Any, tokens: jax.Array) -> jax.Array:
+  """The loss of an encoder-decoder that reads what it is to say."""
+  return token_loss(lambda tokens: model(tokens, tokens), tokens)
 
 
 def image_loss(model: Any, batch: dict[str, jax.Array]) -> jax.Array:
@@ -173,6 +178,10 @@ def cases() -> Iterator[Case]:
     for name, init in models.items():
       named = parity.RULES if name.startswith("LM") else rules
       yield Case(name, dtype, nxp.plan(computing_in(init, dtype), mesh, named), token_loss, tokens)
+    t5 = nxp.plan(computing_in(lambda: T5(nnx.Rngs(0)), dtype), mesh, rules)
+    yield Case("T5 of the tests", dtype, t5, copying_loss, tokens)
+    vit = nxp.plan(computing_in(lambda: ViT(nnx.Rngs(0)), dtype), mesh, rules)
+    yield Case("ViT of the tests", dtype, vit, image_loss, images | {"x": images["x"][:, :4, :4]})
     yield Case("convolutions", dtype, nxp.plan(computing_in(Images, dtype), mesh, rules), image_loss, images)
     for name in ("text_lm", "digits"):
       recipe = load_recipe(name)
