@@ -238,5 +238,5 @@ def _draw_panel(panel: Any, steps: Sequence[float], values: Sequence[float], nam
   panel.xaxis.get_major_locator().set_params(integer=True)
   panel.set_ylabel(name.replace("_", " "))
   open_axes(panel)
-  panel.legend(frameon=False)
+  panel.legend(loc="upper right", frameon=False)  # "best" looks at every point
   panel.annotate(f"{smooth[-1]:.3f}", (steps[-1], smooth[-1]), xytext=(4, 4), textcoords="offset points")
