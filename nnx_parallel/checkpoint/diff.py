@@ -20,6 +20,7 @@ from nnx_parallel.checkpoint.encoding import Json
 from nnx_parallel.checkpoint.manifest import ItemRecord, LeafRecord, Manifest
 from nnx_parallel.core.axes import axes_of, entry_of
 from nnx_parallel.core.mesh import axis_sizes
+from nnx_parallel.core.nodes import is_key
 from nnx_parallel.core.text import Shown
 from nnx_parallel.errors import CheckpointError
 from nnx_parallel.layout.leaf import HOST_KINDS
@@ -85,7 +86,7 @@ class LeafPair:
     Without a sharding, as a numpy array, where jax has no such dtype while `jax_enable_x64` is off.
     """
     struct, saved = self.target.struct, self.saved
-    dtype = struct.dtype if encoding.is_key(struct.dtype) else np.dtype(saved.dtype)
+    dtype = struct.dtype if is_key(struct.dtype) else np.dtype(saved.dtype)
     sharding = struct.sharding if _made_of(dtype) == dtype else None
     return encoding.stored_form(struct.shape, dtype, saved.encoding, sharding)
 
@@ -408,7 +409,7 @@ def _same_type(match: LeafPair, cast: bool) -> bool:
     return False
   if encoding.dtype_name(wanted) == match.saved.dtype:
     return True
-  if not cast or encoding.is_key(wanted) or match.saved.encoding.startswith("key:"):
+  if not cast or is_key(wanted) or match.saved.encoding.startswith("key:"):
     return False
   saved: Any = jax.numpy.dtype(match.saved.dtype)
   floating = jax.numpy.floating
@@ -442,7 +443,7 @@ def _bytes_read(match: LeafPair, manifest: Manifest, folder: epath.Path | None) 
 
 def _made_of(dtype: Any) -> Any:
   """The dtype of an array that jax makes from this one; 32 bits for 64 while `jax_enable_x64` is off."""
-  return dtype if encoding.is_key(dtype) else jax.dtypes.canonicalize_dtype(dtype)
+  return dtype if is_key(dtype) else jax.dtypes.canonicalize_dtype(dtype)
 
 
 def _wants_x64(match: LeafPair) -> bool:

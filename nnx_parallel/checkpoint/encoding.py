@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
+from nnx_parallel.core.nodes import is_key
 from nnx_parallel.errors import CheckpointError
 
 Array: TypeAlias = "jax.Array | np.ndarray[Any, Any]"
@@ -50,11 +51,6 @@ def plain_array(leaf: Array | np.generic, *, path: str) -> Array:
     )
   array = np.asarray(leaf)
   return array if array.dtype.isnative else array.astype(array.dtype.newbyteorder("="))
-
-
-def is_key(dtype: Any) -> bool:
-  """Whether this is the dtype of typed PRNG keys."""
-  return jnp.issubdtype(dtype, jax.dtypes.prng_key)
 
 
 def dtype_name(dtype: Any) -> str:

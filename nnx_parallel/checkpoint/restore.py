@@ -17,6 +17,7 @@ from nnx_parallel.checkpoint.diff import Diff, LeafPair, TargetLeaf
 from nnx_parallel.checkpoint.digest import block_ranges, digest, totals
 from nnx_parallel.checkpoint.encoding import Array
 from nnx_parallel.checkpoint.manifest import LeafRecord, Manifest, is_no_file
+from nnx_parallel.core.nodes import is_key
 
 logger = logging.getLogger(__name__)
 
@@ -342,7 +343,7 @@ def place(array: Array | None, leaf: LeafPair) -> Array:
 def _without_elements(struct: jax.ShapeDtypeStruct) -> Array:
   if struct.sharding is None:
     return np.zeros(struct.shape, struct.dtype)
-  if not encoding.is_key(struct.dtype):
+  if not is_key(struct.dtype):
     return jax.numpy.zeros(struct.shape, struct.dtype, device=struct.sharding)
   data = jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct(struct.shape, struct.dtype))
   keys = encoding.decode(np.zeros(data.shape, data.dtype), encoding.key_encoding(struct.dtype), "")

@@ -1,4 +1,4 @@
-"""Numbered things in classes, by union-find."""
+"""Classes of equivalent nodes with ratios between them, by union-find."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Forest:
     return node
 
   def ratio(self, node: int) -> Ratio:
-    """How often a node is the root of its class."""
+    """How many times the root of its class a node is."""
     ratio: Ratio = 1
     while self._parent[node] != node:
       ratio *= self._ratio[node]

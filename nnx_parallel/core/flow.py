@@ -267,6 +267,12 @@ def _match_sizes(
       result[at] = used.take(axes)
 
 
+def placed(spec: Sequence[Any], before: Axes, manual: frozenset[str]) -> Axes:
+  """The axes of an array on either side of a `shard_map`: by its spec, and those left to the compiler."""
+  dims = [*map(axes_of, spec), *(((),) * (len(before) - len(spec)))]
+  return tuple((*dim, *without(own, manual)) for dim, own in zip(dims, before, strict=True))
+
+
 def constraint(eqn: Any, before: Axes) -> Axes:
   """The axes that the program asks for; a dim that is left to the compiler keeps its own."""
   spec: Sequence[Any] = getattr(eqn.params["sharding"], "spec", ())

@@ -166,7 +166,12 @@ def is_rng(leaf: Any) -> bool:
   if isinstance(leaf, nnx.RngState):
     return True
   dtype = getattr(value_of(leaf), "dtype", None)
-  return dtype is not None and jax.numpy.issubdtype(dtype, jax.dtypes.prng_key)
+  return dtype is not None and is_key(dtype)
+
+
+def is_key(dtype: Any) -> bool:
+  """Whether this is the dtype of typed PRNG keys."""
+  return jax.numpy.issubdtype(dtype, jax.dtypes.prng_key)
 
 
 def declared(leaf: Any, *, where: str) -> tuple[Names | None, dict[str, Any]]:

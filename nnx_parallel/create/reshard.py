@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from nnx_parallel.core.nodes import Path, array_leaves, path_str, value_of
+from nnx_parallel.core.nodes import Path, array_leaves, is_key, path_str, value_of
 from nnx_parallel.core.padding import crop, is_padded, pad
 from nnx_parallel.core.text import format_array
 from nnx_parallel.create.constructor import real_mesh
@@ -177,7 +177,7 @@ def _place(
 
 
 def _move(source: Any, leaf: LeafPlan) -> jax.Array:
-  if _is_key(leaf.dtype) and not _is_key(source.dtype):
+  if is_key(leaf.dtype) and not is_key(source.dtype):
     source = jax.random.wrap_key_data(jnp.asarray(source), impl=_implementation(leaf))
   if source.shape == leaf.storage_shape:
     return put(source, leaf.sharding)
@@ -232,14 +232,10 @@ def _fits(value: Any, leaf: LeafPlan) -> bool:
     return value.array.dtype == leaf.dtype
   if not hasattr(value, "shape") or not hasattr(value, "dtype"):
     return False
-  if _is_key(leaf.dtype) and not _is_key(value.dtype):
+  if is_key(leaf.dtype) and not is_key(value.dtype):
     data = jax.eval_shape(jax.random.key_data, leaf.struct)
     return (tuple(value.shape), value.dtype) == (data.shape, data.dtype)
   return tuple(value.shape) in (leaf.shape, leaf.storage_shape) and value.dtype == leaf.dtype
-
-
-def _is_key(dtype: Any) -> bool:
-  return jnp.issubdtype(dtype, jax.dtypes.prng_key)
 
 
 def _implementation(leaf: LeafPlan) -> Any:

@@ -15,6 +15,7 @@ from nnx_parallel.checkpoint import encoding, paths, store, targets
 from nnx_parallel.checkpoint.diff import LeafPair, TargetLeaf, compare
 from nnx_parallel.checkpoint.manifest import ItemRecord, LeafRecord, Manifest
 from nnx_parallel.checkpoint.restore import place
+from nnx_parallel.core.nodes import is_key
 from nnx_parallel.errors import CheckpointError
 
 Keys = tuple[str, ...]
@@ -147,9 +148,9 @@ def _text(keys: Keys) -> str:
 def _record(leaf: Any, wanted: TargetLeaf | None) -> LeafRecord:
   """A leaf as a manifest would describe it. Keys were saved as keys, or as their data."""
   shape, dtype, kind = tuple(leaf.shape), leaf.dtype, encoding.PLAIN
-  if encoding.is_key(dtype):
+  if is_key(dtype):
     kind = encoding.key_encoding(dtype)
-  elif wanted is not None and encoding.is_key(wanted.struct.dtype):
+  elif wanted is not None and is_key(wanted.struct.dtype):
     kind = encoding.key_encoding(wanted.struct.dtype)
     data = encoding.stored_form((), wanted.struct.dtype, kind, None)
     if dtype == data.dtype and shape[len(shape) - len(data.shape) :] == data.shape:
@@ -159,7 +160,7 @@ def _record(leaf: Any, wanted: TargetLeaf | None) -> LeafRecord:
 
 def _placed(array: Any, match: LeafPair) -> Any:
   """Makes a leaf of what was read. Orbax returns typed keys although its metadata has their data."""
-  if encoding.is_key(array.dtype):
+  if is_key(array.dtype):
     return jax.device_put(array, match.target.struct.sharding)
   return place(array, match)
 

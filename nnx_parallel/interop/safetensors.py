@@ -27,7 +27,7 @@ from jax.sharding import Sharding
 
 from nnx_parallel.checkpoint import diff, encoding, folders, multihost, paths, targets
 from nnx_parallel.checkpoint.diff import TargetLeaf
-from nnx_parallel.core.nodes import variables
+from nnx_parallel.core.nodes import is_key, variables
 from nnx_parallel.errors import CheckpointError
 from nnx_parallel.interop.weights import Group, SameNames, Shape, WeightMap
 from nnx_parallel.layout.plan import ShardingPlan
@@ -425,7 +425,7 @@ def _leaves(model: object, skip: Iterable[str]) -> dict[str, _Leaf]:
     if patterns.leaves_out(path) or path in random:
       continue
     array: Any = leaf
-    if not encoding.is_array(leaf) or encoding.is_key(array.dtype) or np.dtype(array.dtype) not in _NAMES:
+    if not encoding.is_array(leaf) or is_key(array.dtype) or np.dtype(array.dtype) not in _NAMES:
       raise CheckpointError(
         f"{path} has no form in safetensors: {getattr(leaf, 'dtype', type(leaf).__name__)}.",
         fix=f"leave it out by name: skip=[{path!r}].",

@@ -34,9 +34,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Sharding
 
-from nnx_parallel.checkpoint import encoding
 from nnx_parallel.checkpoint.diff import Found, Target, TargetLeaf
 from nnx_parallel.checkpoint.relayout import auto_layout, even_layout, on_auto_axes
+from nnx_parallel.core.nodes import is_key
 from nnx_parallel.errors import CheckpointError
 
 Shape = tuple[int, ...]
@@ -345,7 +345,7 @@ class WeightMap:
     wanted: dict[str, dict[str, TargetLeaf]] = {}
     tables: dict[str, list[Group]] = {}
     for item, leaves in target.leaves.items():
-      arrays = [path for path, one in leaves.items() if not encoding.is_key(one.struct.dtype)]
+      arrays = [path for path, one in leaves.items() if not is_key(one.struct.dtype)]
       groups, _ = self._groups(arrays, parameters)
       ruled = {path for group in groups for path in group.layers.values()}
       wanted[item] = {path: one for path, one in leaves.items() if path not in ruled}

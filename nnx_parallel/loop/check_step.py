@@ -13,7 +13,7 @@ import numpy as np
 
 import nnx_parallel as nxp
 from nnx_parallel.core.mesh import axis_sizes
-from nnx_parallel.core.nodes import array_leaves, path_str, value_of
+from nnx_parallel.core.nodes import array_leaves, is_key, path_str, value_of
 from nnx_parallel.core.text import Shown, text_table
 from nnx_parallel.layout.plan import check_plan
 from nnx_parallel.train.check_gradients import LOSS_TOLERANCE, coarsest_dtype
@@ -175,9 +175,8 @@ def _values(objects: tuple[Any, Any]) -> dict[Any, Any]:
   for root, node in zip(("model", "optimizer"), objects, strict=True):
     for path, leaf in array_leaves(node).items():
       value = leaf[...] if hasattr(leaf, "get_value") else value_of(leaf)
-      is_key = jnp.issubdtype(value.dtype, jax.dtypes.prng_key)
       # The words of keys are those of the very buffer that a step takes over.
-      found[root, path] = jnp.copy(jax.random.key_data(value)) if is_key else value
+      found[root, path] = jnp.copy(jax.random.key_data(value)) if is_key(value.dtype) else value
   return found
 
 

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 
 from nnx_parallel.core.jaxprs import (
   as_function,
+  bind,
   called,
   equations,
   inner_equations,
@@ -45,18 +46,17 @@ def without_own_rules(jaxpr: Any) -> Any:
 
 def _at_its_word(eqn: Any) -> Callable[..., Any]:
   """A function with a reverse rule, and the derivative that this rule says it has."""
-  params = eqn.primitive.get_bind_params(eqn.params)
   floats = [n for n, var in enumerate(eqn.invars) if jnp.issubdtype(var.aval.dtype, jnp.inexact)]
 
   @jax.custom_jvp
   def function(*inputs: Any) -> Any:
-    return eqn.primitive.bind(*inputs, **params)
+    return bind(eqn, inputs)
 
   @function.defjvp
   def derivative(inputs: Any, tangents: Any) -> Any:  # pyright: ignore[reportUnusedFunction]
     def of_floats(*chosen: Any) -> Any:
       given = dict(zip(floats, chosen, strict=True))
-      return eqn.primitive.bind(*[given.get(n, x) for n, x in enumerate(inputs)], **params)
+      return bind(eqn, [given.get(n, x) for n, x in enumerate(inputs)])
 
     out, back = jax.vjp(of_floats, *[inputs[n] for n in floats])
     try:

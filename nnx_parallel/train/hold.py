@@ -27,7 +27,7 @@ from jax.extend import core
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from nnx_parallel.core.axes import axes_of, entry_of, without
-from nnx_parallel.core.flow import Axes, Flow, constraint, meeting, spread
+from nnx_parallel.core.flow import Axes, Flow, constraint, meeting, placed, spread
 from nnx_parallel.core.jaxprs import (
   CALLS,
   CHECKPOINTS,
@@ -229,8 +229,9 @@ class _Rewriting:
         Flow(tuple(a if _EXAMPLES in a else a + b for a, b in zip(axes, kept, strict=True)), data, weight)
       ]
     if eqn.primitive.name == "shard_map":
+      manual = frozenset(eqn.params["newly_manual_axes"])
       specs = zip(eqn.params["out_specs"], eqn.outvars, strict=True)
-      return [_mapped(eqn, spec, v.aval.shape, flows) for spec, v in specs]
+      return [Flow(placed(spec, spread(eqn, v.aval.shape, flows), manual), data, weight) for spec, v in specs]
     product = meeting(eqn)
     if product is not None:
       return [Flow(product.meet(flows[0], flows[1], self.batch).axes, data, weight)]
@@ -313,15 +314,6 @@ class _Rewriting:
     asked, _ = self._retraced(params["cond_jaxpr"], [*flows[:skipped], *state])
     body, after = self._retraced(params["body_jaxpr"], [*flows[skipped : skipped + consts], *state])
     return bind(eqn, inputs, cond_jaxpr=asked, body_jaxpr=body), after
-
-
-def _mapped(eqn: Any, spec: Sequence[Any], shape: tuple[int, ...], flows: list[Flow]) -> Flow:
-  """How a result of a `shard_map` lies: as its program says, and over other axes as its inputs do."""
-  manual = frozenset(eqn.params["newly_manual_axes"])
-  dims = [*map(axes_of, spec), *((),) * (len(shape) - len(spec))]
-  others = spread(eqn, shape, flows)
-  axes = tuple((*dim, *without(own, manual)) for dim, own in zip(dims, others, strict=True))
-  return Flow(axes, any(flow.data for flow in flows), any(flow.weight for flow in flows))
 
 
 def _of_new_values(flows: Flows) -> list[Flow]:

@@ -9,6 +9,7 @@ import jax
 import numpy as np
 import pytest
 
+import nnx_parallel as nxp
 from benchmarks import fuzz, fuzz_programs
 from benchmarks.fuzz import Case, Model, Numbers, Options, differences
 from benchmarks.fuzz_faults import FAULTS, HEAD, Fault
@@ -33,6 +34,15 @@ def test_xla_still_computes_what_was_found_wrong(fault: Fault, capsys: pytest.Ca
   exec(HEAD + fault.body(), {})
   off = [float(part.split()[-1]) for part in capsys.readouterr().out.split(",")]
   assert max(off) > 0.1, f"{fault.name} is mended in jax {jax.__version__}: the record can say so"
+
+
+def test_an_error_of_the_toolkit_is_a_refusal(monkeypatch: pytest.MonkeyPatch):
+  def refuse(*_: object, **__: object):
+    raise nxp.errors.ShardingError("no such layout.")
+
+  monkeypatch.setattr(nxp, "plan", refuse)
+  found = fuzz.check(Model(FOUND[0].program, FOUND[0].seed), FOUND[0].layout, Options("toolkit"))
+  assert found == {"verdict": "refused", "message": "ShardingError: no such layout."}
 
 
 def test_a_wrong_gradient_is_told_from_rounding():

@@ -446,6 +446,12 @@ def test_a_dtype_of_the_file_there_and_back(tmp_path):
   np.testing.assert_array_equal(theirs["h"], np.asarray(tree["h"]).astype(np.float32))
 
 
+def test_a_slash_at_the_end_of_the_folder_means_the_folder(tmp_path):
+  export_safetensors(f"{tmp_path}/out/", {"w": jnp.ones(3)})
+  assert [path.name for path in tmp_path.iterdir()] == ["out"]
+  assert (tmp_path / "out" / "model.safetensors").exists()
+
+
 def test_what_jax_would_shorten_is_not_written(tmp_path):
   with pytest.raises(CheckpointError, match="w is int64, and jax makes int32 of it"):
     export_safetensors(tmp_path / "out", {"w": np.arange(3)})

@@ -87,6 +87,8 @@ def test_a_stored_plan_without_its_constructor_says_what_is_missing():
   missing = r"read from JSON without its constructor.*\n.*from_json\(text, mesh=mesh, init=init"
   with pytest.raises(nxp.errors.PlanError, match=missing):
     nxp.create_sharded_model(plan)
+  with pytest.raises(nxp.errors.PlanError, match=missing):
+    nxp.ShardingPlan.from_json(lm_plan().to_json(), optimizer=optax.sgd(0.1))
   assert isinstance(plan, nxp.StoredPlan)
   assert not hasattr(plan, "trainable")
 

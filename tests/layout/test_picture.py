@@ -124,7 +124,8 @@ def test_a_picture_is_written_by_matplotlib(suffix, start, tmp_path):
 
 
 def test_without_matplotlib_the_error_says_what_to_install(monkeypatch):
-  monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+  for name in ("matplotlib", "matplotlib.figure", "matplotlib.patches"):
+    monkeypatch.setitem(sys.modules, name, None)
   with pytest.raises(
     nxp.errors.ReportError, match=r"matplotlib is not installed.\n  Fix: pip install 'nnx-parallel\[plots\]'"
   ):

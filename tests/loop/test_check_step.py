@@ -156,6 +156,29 @@ def test_integers_keys_and_float64_are_compared_exactly():
   assert {row.name for row in found.leaves if not row} == {"w"}
 
 
+def test_a_step_of_a_small_gradient_that_is_too_long_is_not_taken_for_rounding():
+  """Its moments agree, and they hardly changed: that excuses a step turned round, and no longer one."""
+
+  def update(updates, state, params=None):
+    on = jax.sharding.get_abstract_mesh().size == 8
+
+    def longer(path: tuple[jax.tree_util.KeyEntry, ...], u: jax.Array) -> jax.Array:
+      return u * (5 if on and "small" in jax.tree_util.keystr(path) else 1)
+
+    return jax.tree.map_with_path(longer, updates), state
+
+  class Small(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs):
+      self.large, self.small = nnx.Linear(8, 8, rngs=rngs), nnx.Param(jnp.ones(8))
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+      return self.large(x) + 1e-3 * self.small[None]
+
+  tx = optax.chain(optax.adam(1e-2), optax.GradientTransformation(lambda params: optax.EmptyState(), update))
+  found = nxp.check_step(*two_plans(lambda: Small(nnx.Rngs(0)), tx), loss_of_square, X)
+  assert {row.name for row in found.leaves if not row} == {"small"}
+
+
 def test_optimizers_own_arithmetic_is_not_taken_for_rounding():
   """Its moments agree, and half of the update is missing on the smaller mesh."""
 

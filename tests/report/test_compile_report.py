@@ -103,7 +103,7 @@ def test_a_device_too_small_says_what_would_help(fsdp):
   text = too_small(fsdp, fixed + falls // 4)
   assert "DOES NOT FIT: needs" in text
   assert "Try 4 times as many microbatches, or a batch 4 times smaller" in text
-  assert f"Largest at the peak: {64} KiB of " in text
+  assert "Largest at the peak: 128 KiB of 2 x f32[128,128] from layouts.py:" in text
   # No batch is small enough for the state and the gradients.
   text = too_small(fsdp, fsdp.memory.arguments)
   assert "State and gradients are 64.01 KiB per device: try 8 times as many devices" in text

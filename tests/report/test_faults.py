@@ -416,6 +416,7 @@ def test_the_evaluator_computes_what_jax_computes(name):
 )
 def test_members_of_groups_agree_with_their_labels(text):
   rows, labels = group_rows(text, 8), group_labels(text, 8)
+  assert labels.tolist() == [0, 1, 0, 1, 4, 5, 4, 5]
   assert sorted(n for row in rows for n in row) == list(range(8))
   assert all({int(labels[n]) for n in row} == {min(row)} for row in rows)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import sys
 
 import pytest
 from matplotlib.text import Text
@@ -166,3 +167,11 @@ def test_empty_subjects_are_drawn_empty():
   assert "model: 0 B per device" in texts(treemap([("a", 0, "model")]))
   assert drawn_bars(memory_figure({"parameters": 0}, nxp.chip("v5e"))) == []
   assert drawn_bars(time_figure(idle)) == [(0, 0), (0, 0)]
+
+
+@pytest.mark.parametrize("picture", ["memory", "treemap", "devices", "collectives", "timeline"])
+def test_without_matplotlib_the_error_says_what_to_install(report, picture, monkeypatch):
+  for name in ("matplotlib", "matplotlib.figure", "matplotlib.patches"):
+    monkeypatch.setitem(sys.modules, name, None)
+  with pytest.raises(ReportError, match=r"Fix: pip install 'nnx-parallel\[plots\]'"):
+    report.picture(picture)

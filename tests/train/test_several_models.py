@@ -134,3 +134,19 @@ def test_a_student_learns_from_a_frozen_teacher(microbatches):
   after = jax.tree.map(np.asarray, nnx.to_pure_dict(nnx.state(teacher)))
   jax.tree.map(np.testing.assert_array_equal, before, after)
   assert len(step.compiles) == 1
+
+
+def test_models_whose_plans_have_other_rules_are_not_held_and_the_step_says_so(caplog):
+  init = lambda: MLP(8, 4, nnx.Rngs(0))
+  mesh, x = nxp.make_mesh(data=2, fsdp=2, tensor=2), np.ones((8, 8), np.float32)
+  plans = [
+    nxp.plan(init, mesh, rules, optimizer=optax.sgd(0.1)) for rules in (RULES, RULES.replace(mlp=None))
+  ]
+  (a, a_tx), (b, _) = map(nxp.create_sharded_model, plans)
+  batch = nxp.shard_batch(x, plans[0])
+  warned = "the step leaves the layout of activations to XLA"
+  nxp.train_step(lambda model, x: model(x).mean())(a, a_tx, batch)
+  assert warned not in caplog.text
+  losses = {"a": lambda models, x: (models["a"](x) * models["b"](x)).mean()}
+  nxp.train_step(losses)({"a": a, "b": b}, {"a": a_tx}, batch)
+  assert warned in caplog.text

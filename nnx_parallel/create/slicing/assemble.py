@@ -16,7 +16,8 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from nnx_parallel.core.mesh import axis_sizes
-from nnx_parallel.create.slicing.cut import FLOATS, Cut, Slice, evaluate, is_key, is_tiny, read
+from nnx_parallel.core.nodes import is_key
+from nnx_parallel.create.slicing.cut import FLOATS, Cut, Slice, evaluate, is_tiny, read
 from nnx_parallel.layout.resolve import add_axes
 
 IN_FLIGHT = 64 * 2**20
@@ -115,7 +116,7 @@ def put(value: Any, sharding: NamedSharding) -> jax.Array:
 
 
 def _buffers(array: jax.Array) -> set[tuple[Any, int]]:
-  numbers = jax.random.key_data(array) if is_key(array) else array
+  numbers = jax.random.key_data(array) if is_key(array.dtype) else array
   return {(shard.device, shard.data.unsafe_buffer_pointer()) for shard in numbers.addressable_shards}
 
 
@@ -142,7 +143,7 @@ class Feed:
     if not is_tiny(value.aval):
       # Not kept: a constant is read once, and would stay on the devices beside what is made of it.
       return jax.device_put(array, sharding)
-    if is_key(value.aval):
+    if is_key(value.aval.dtype):
       array = jax.random.key_data(array)
     array = np.asarray(array)
     name = (array.dtype, array.shape, array.tobytes())
@@ -179,7 +180,7 @@ def lower_slice(piece: Slice, feed: Feed, shardings: Sequence[NamedSharding]) ->
   def run(*arrays: jax.Array) -> list[jax.Array]:
     values: dict[Any, Any] = {}
     for value, array in zip(piece.inputs, arrays, strict=True):
-      if is_key(value.aval):
+      if is_key(value.aval.dtype):
         array = jax.random.wrap_key_data(array, impl=jax.random.key_impl(feed.host(value)))
       values[id(value) if isinstance(value, jex.Literal) else value] = array
     evaluate(piece.steps, values, apart=True)
@@ -191,5 +192,5 @@ def lower_slice(piece: Slice, feed: Feed, shardings: Sequence[NamedSharding]) ->
 
 
 def _abstract(value: Any, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
-  aval = jax.eval_shape(jax.random.key_data, value.aval) if is_key(value.aval) else value.aval
+  aval = jax.eval_shape(jax.random.key_data, value.aval) if is_key(value.aval.dtype) else value.aval
   return jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=sharding)

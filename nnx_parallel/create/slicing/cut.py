@@ -302,11 +302,6 @@ def is_tiny(aval: Any) -> bool:
   return math.prod(aval.shape) <= (FLOATS if jnp.issubdtype(aval.dtype, np.inexact) else COUNTS)
 
 
-def is_key(aval: Any) -> bool:
-  """Whether this is an array of PRNG keys."""
-  return jnp.issubdtype(aval.dtype, jax.dtypes.prng_key)
-
-
 def _is_float(value: Any) -> bool:
   return jnp.issubdtype(value.aval.dtype, np.inexact)
 

@@ -18,8 +18,7 @@ from typing import Any
 import jax
 from jax.extend import core
 
-from nnx_parallel.core.axes import axes_of, without
-from nnx_parallel.core.flow import Flow, Meeting, constraint, meeting, spread
+from nnx_parallel.core.flow import Flow, Meeting, constraint, meeting, placed, spread
 from nnx_parallel.core.jaxprs import CHECKPOINTS, called, nbytes, opened, scan_counts
 from nnx_parallel.report.estimate.arithmetic import ENDLESS, traced_arithmetic
 from nnx_parallel.report.estimate.fusion import is_fused
@@ -254,19 +253,17 @@ class Propagation:
     return math.prod(self._manual.get(axis, 1) for axis in names)
 
   def _shard_map(self, eqn: Any, inputs: list[Flow], times: int) -> list[Flow]:
-    manual, sizes = eqn.params["newly_manual_axes"], eqn.params["mesh"].shape
+    manual, sizes = frozenset(eqn.params["newly_manual_axes"]), eqn.params["mesh"].shape
 
-    def placed(flow: Flow, spec: Sequence[Any]) -> Flow:
-      dims = [*map(axes_of, spec), *(((),) * (len(flow.axes) - len(spec)))]
-      axes = tuple((*dim, *without(own, manual)) for dim, own in zip(dims, flow.axes, strict=True))
-      return Flow(axes, flow.data, flow.weight, flow.parameter)
+    def laid(flow: Flow, spec: Sequence[Any]) -> Flow:
+      return Flow(placed(spec, flow.axes, manual), flow.data, flow.weight, flow.parameter)
 
     before = self._manual
     self._manual = {**before, **{axis: sizes[axis] for axis in manual}}
-    inside = [placed(flow, spec) for flow, spec in zip(inputs, eqn.params["in_specs"], strict=True)]
+    inside = [laid(flow, spec) for flow, spec in zip(inputs, eqn.params["in_specs"], strict=True)]
     out = self.run(eqn.params["jaxpr"], inside, times)
     self._manual = before
-    return [placed(flow, spec) for flow, spec in zip(out, eqn.params["out_specs"], strict=True)]
+    return [laid(flow, spec) for flow, spec in zip(out, eqn.params["out_specs"], strict=True)]
 
   def _while(self, eqn: Any, inputs: list[Flow], times: int) -> list[Flow]:
     skipped, consts = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]

@@ -343,7 +343,7 @@ class Evaluator:
 
   def _broadcast(self, computation: hlo.Computation, at: hlo.Instruction, inputs: list[Array]) -> Value:
     (x,), shape = inputs, self._shape(computation, at)
-    places = _numbers(at, "dimensions")
+    places = at.numbers("dimensions")
     middle = [1] * len(shape)
     for n, place in enumerate(places):
       middle[place] = x.shape[1 + n]
@@ -355,15 +355,15 @@ class Evaluator:
     return inputs[0].reshape((len(inputs[0]), *self._shape(computation, at)))
 
   def _transpose(self, computation: hlo.Computation, at: hlo.Instruction, inputs: list[Array]) -> Value:
-    return inputs[0].transpose([0, *(1 + n for n in _numbers(at, "dimensions"))])
+    return inputs[0].transpose([0, *(1 + n for n in at.numbers("dimensions"))])
 
   def _reverse(self, computation: hlo.Computation, at: hlo.Instruction, inputs: list[Array]) -> Value:
-    return np.flip(inputs[0], tuple(1 + n for n in _numbers(at, "dimensions")))
+    return np.flip(inputs[0], tuple(1 + n for n in at.numbers("dimensions")))
 
   def _concatenate(self, computation: hlo.Computation, at: hlo.Instruction, inputs: list[Array]) -> Value:
     lead = max(len(x) for x in inputs)
     wide = [np.broadcast_to(x, (lead, *x.shape[1:])) for x in inputs]
-    return np.concatenate(wide, 1 + _numbers(at, "dimensions")[0])
+    return np.concatenate(wide, 1 + at.numbers("dimensions")[0])
 
   def _pad(self, computation: hlo.Computation, at: hlo.Instruction, inputs: list[Array]) -> Value:
     x, fill = inputs
@@ -471,7 +471,7 @@ class Evaluator:
 
   def _reduce(self, computation: hlo.Computation, at: hlo.Instruction, inputs: list[Array]) -> Value:
     count = len(inputs) // 2
-    return self._folded(at, inputs[:count], inputs[count:], [1 + n for n in _numbers(at, "dimensions")])
+    return self._folded(at, inputs[:count], inputs[count:], [1 + n for n in at.numbers("dimensions")])
 
   def _folded(
     self, at: hlo.Instruction, arrays: list[Array], starts: list[Array], dims: Sequence[int]
@@ -618,7 +618,7 @@ class Evaluator:
 
   def _gather(self, computation: hlo.Computation, at: hlo.Instruction, inputs: list[Array]) -> Value:
     found = thin.gather_dims(at)
-    sizes = _numbers(at, "slice_sizes")
+    sizes = at.numbers("slice_sizes")
     places, _, rows = self._indexed(computation, at, inputs[1], sizes)
     x, lead = inputs[0], max(len(inputs[0]), len(inputs[1]))
     devices = np.arange(lead).reshape(-1, *[1] * (len(rows) + len(sizes)))
@@ -665,7 +665,7 @@ class Evaluator:
     return out
 
   def _sort(self, computation: hlo.Computation, at: hlo.Instruction, inputs: list[Array]) -> Value:
-    dim = 1 + _numbers(at, "dimensions")[0]
+    dim = 1 + at.numbers("dimensions")[0]
     lead = max(map(len, inputs))
     arrays = [np.moveaxis(np.broadcast_to(x, (lead, *x.shape[1:])), dim, -1) for x in inputs]
     if arrays[0].size * arrays[0].shape[-1] > _LARGEST:
@@ -698,7 +698,7 @@ class Evaluator:
     return found if at.result.startswith("(") else found[0]
 
   def _exchanged(self, at: hlo.Instruction, x: Array, rows: list[list[int]]) -> Array | None:
-    dims = _numbers(at, "dimensions")
+    dims = at.numbers("dimensions")
     made: Array | None = None
     combine = self._combiner(at.called[0]) if at.called else None
     if combine is None and at.opcode in ("all-reduce", "reduce-scatter"):
@@ -848,7 +848,3 @@ def _ranked(x: Array, rank: Array) -> Array:
   made = np.empty_like(x)
   np.put_along_axis(made, rank, x, -1)
   return made
-
-
-def _numbers(at: hlo.Instruction, name: str) -> list[int]:
-  return [int(n) for n in at.attribute(name).strip("{}").split(",") if n.strip()]

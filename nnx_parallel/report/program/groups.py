@@ -19,11 +19,10 @@ import numpy.typing as npt
 _IOTA = re.compile(r"\[(\d+),(\d+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?")
 # mesh['a'=2,'b'=4] {'a'}    mesh['a'=2,'b'=2], device_ids=(0,2,1,3) {'a'}
 # mesh['a'=2,'b'=4], device_ids=([4,2]T(1,0)) {'b':(2)2}
-_MESH = re.compile(
-  r"mesh\[(?P<sizes>[^\]]*)\](?:, *device_ids=\((?P<ids>(?:[^()]|\([\d,]*\))*)\))? *\{(?P<axes>[^}]*)\}"
-)
+MESH = re.compile(r"mesh\[(?P<sizes>[^\]]*)\](?:, *device_ids=\((?P<ids>(?:[^()]|\([\d,]*\))*)\))?")
+_AXES = re.compile(MESH.pattern + r" *\{(?P<axes>[^}]*)\}")
 _MESH_AXIS = re.compile(r"'([^']+)'=(\d+)")
-_MESH_ITEM = re.compile(r"'([^']+)'(?::\((\d+)\)(\d+))?")
+MESH_ITEM = re.compile(r"'([^']+)'(?::\((\d+)\)(\d+))?")
 _IOTA_IDS = re.compile(r"\[([\d,]+)\](?:T\(([\d,]+)\))?")
 _LIST = re.compile(r"\{([\d, ]+)\}")
 _LISTS = re.compile(r"\{(?:\{[\d, ]*\},?\s*)*\}")
@@ -95,22 +94,15 @@ def group_labels(text: str, devices: int) -> Labels:
   Returns:
     For each position, the smallest member of its group; positions in no group are alone.
   """
-  mesh = _MESH.match(text)
-  if mesh:
-    return _named_groups(mesh)
-  iota = _IOTA.match(text)
-  if iota:
-    return _from_rows(_iota_rows(iota), devices)
-  listed = _LISTS.match(text)
-  if not listed:
-    raise ValueError(f"cannot read the device groups {text[:80]!r}")
-  rows = [[int(i) for i in row.split(",")] for row in _LIST.findall(listed.group())]
-  return _from_rows(rows or [list(range(devices))], devices)
+  labels = np.arange(devices)
+  for row in group_rows(text, devices):
+    labels[row] = min(row)
+  return labels
 
 
 def group_rows(text: str, devices: int) -> list[list[int]]:
   """Decodes `replica_groups` as `group_labels` does, with the members of each group in their order."""
-  mesh = _MESH.match(text)
+  mesh = _AXES.match(text)
   iota = _IOTA.match(text)
   if iota:
     return _iota_rows(iota).tolist()
@@ -119,12 +111,12 @@ def group_rows(text: str, devices: int) -> list[list[int]]:
     if not listed:
       raise ValueError(f"cannot read the device groups {text[:80]!r}")
     return [[int(i) for i in row.split(",")] for row in _LIST.findall(listed.group())] or [[*range(devices)]]
-  sizes = {name: int(size) for name, size in _MESH_AXIS.findall(mesh["sizes"])}
+  sizes, ids = mesh_of(mesh)
   split: list[int] = []
   at: dict[str, list[int]] = {}
   for name, size in sizes.items():
     parts = sorted(
-      (int(b or 1), int(n) if n else size) for a, b, n in _MESH_ITEM.findall(mesh["axes"]) if a == name
+      (int(b or 1), int(n) if n else size) for a, b, n in MESH_ITEM.findall(mesh["axes"]) if a == name
     )
     done = 1
     for before, part in parts:
@@ -132,15 +124,20 @@ def group_rows(text: str, devices: int) -> list[list[int]]:
       at.setdefault(f"{name}:{before}", []).append(len(split) - 1)
       done = before * part
     split.append(size // done)
-  inside = [at[f"{a}:{int(b or 1)}"][0] for a, b, _ in _MESH_ITEM.findall(mesh["axes"])]
+  inside = [at[f"{a}:{int(b or 1)}"][0] for a, b, _ in MESH_ITEM.findall(mesh["axes"])]
   outside = [dim for dim in range(len(split)) if dim not in inside]
-  ids = device_numbers(mesh["ids"] or "", math.prod(sizes.values())).reshape(split)
-  return ids.transpose([*outside, *inside]).reshape(-1, math.prod(split[d] for d in inside)).tolist()
+  return (
+    ids.reshape(split)
+    .transpose([*outside, *inside])
+    .reshape(-1, math.prod(split[d] for d in inside))
+    .tolist()
+  )
 
 
-def device_numbers(text: str, devices: int) -> Labels:
-  """The device at each position of a mesh; `text` is the value of `device_ids=`, or empty: in order."""
-  return _device_ids(text) if text else np.arange(devices)
+def mesh_of(mesh: re.Match[str]) -> tuple[dict[str, int], Labels]:
+  """Axis name -> size, and the device at each position, of a mesh that `MESH` matched."""
+  sizes = {name: int(size) for name, size in _MESH_AXIS.findall(mesh["sizes"])}
+  return sizes, _device_ids(mesh["ids"]) if mesh["ids"] else np.arange(math.prod(sizes.values()))
 
 
 def pair_labels(text: str, devices: int) -> Labels:
@@ -178,29 +175,6 @@ def _iota_rows(iota: re.Match[str]) -> Labels:
   return ids.reshape(groups, size)
 
 
-def _from_rows(rows: Sequence[Sequence[int]] | Labels, devices: int) -> Labels:
-  labels = np.arange(devices)
-  for row in rows:
-    labels[np.asarray(row)] = min(row)
-  return labels
-
-
-def _named_groups(mesh: re.Match[str]) -> Labels:
-  sizes = {name: int(size) for name, size in _MESH_AXIS.findall(mesh["sizes"])}
-  parts = {
-    name: (int(before or 1), int(size) if size else sizes[name])
-    for name, before, size in _MESH_ITEM.findall(mesh["axes"])
-  }
-  labels = _grid_labels(sizes, parts)
-  if not mesh["ids"]:
-    return labels
-  ids = _device_ids(mesh["ids"])
-  groups: dict[int, list[int]] = {}
-  for position, label in enumerate(labels):
-    groups.setdefault(int(label), []).append(int(ids[position]))
-  return _from_rows(list(groups.values()), len(labels))
-
-
 def _device_ids(text: str) -> Labels:
   iota = _IOTA_IDS.match(text)
   if not iota:
@@ -210,17 +184,13 @@ def _device_ids(text: str) -> Labels:
   return np.arange(math.prod(dims)).reshape(dims).transpose(order).ravel()
 
 
-def _grid_labels(sizes: Mapping[str, int], axes: Sequence[str] | Mapping[str, tuple[int, int]]) -> Labels:
-  """Labels of the sub-grids over `axes`; a mapping gives (major part, size) of a split axis."""
+def _grid_labels(sizes: Mapping[str, int], axes: Sequence[str]) -> Labels:
+  """Labels of the sub-grids over `axes`."""
   shape = tuple(sizes.values())
   coords = np.indices(shape).reshape(len(shape), -1) if shape else np.zeros((0, 1), np.int64)
   key = np.zeros(coords.shape[1], np.int64)
   for (name, size), coord in zip(sizes.items(), coords, strict=True):
     if name not in axes:
       key = key * size + coord
-    elif isinstance(axes, Mapping):
-      before, part = axes[name]
-      after = size // (before * part)
-      key = key * size + (coord // (part * after)) * after + coord % after
   _, first, inverse = np.unique(key, return_index=True, return_inverse=True)
   return first[inverse.reshape(-1)].astype(np.int64)

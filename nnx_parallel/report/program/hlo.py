@@ -87,6 +87,10 @@ class Instruction:
     at = re.search(rf"(?:^|[ ,]){re.escape(name)}=", self.rest)
     return _until_comma(self.rest, at.end()) if at else ""
 
+  def numbers(self, name: str) -> list[int]:
+    """The numbers of `name={...}`; empty where it is not there."""
+    return [int(n) for n in self.attribute(name).strip("{}").split(",") if n.strip()]
+
   @property
   def called(self) -> tuple[str, ...]:
     """Names of the computations this instruction runs."""

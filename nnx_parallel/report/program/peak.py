@@ -25,7 +25,7 @@ class Tenant:
     shape: dtype and dims of one of them, per device.
     count: how many of that shape come from that place.
     bytes: of all of them, per device, with the padding of the backend.
-    op: the JAX name stack, or the HLO name where there is none.
+    op: the JAX name stack of one of them, or the HLO name where there is none.
     source: `file.py:line`, or an empty string.
     parameters: names of the program's arguments whose values they hold: a gathered or cast parameter.
   """
@@ -93,7 +93,8 @@ def _shape(instruction: hlo.Instruction, index: str) -> str:
 def _together(tenants: Iterable[Tenant]) -> tuple[Tenant, ...]:
   alike: dict[tuple[object, ...], list[Tenant]] = {}
   for tenant in tenants:
-    alike.setdefault((tenant.shape, tenant.op, tenant.source, tenant.parameters), []).append(tenant)
+    # Of one line, forward and backward operations count together: their names are not printed.
+    alike.setdefault((tenant.shape, tenant.source or tenant.op, tenant.parameters), []).append(tenant)
   merged = [
     dataclasses.replace(group[0], count=len(group), bytes=sum(one.bytes for one in group))
     for group in alike.values()

@@ -13,13 +13,10 @@ import re
 import numpy as np
 import numpy.typing as npt
 
-from nnx_parallel.report.program.groups import device_numbers
+from nnx_parallel.report.program.groups import MESH, MESH_ITEM, mesh_of
 
 _TILES = re.compile(r"devices=\[([\d,]+)\](?:<=\[([\d,]+)\](?:T\(([\d,]+)\))?|([\d,]+))")
 _LAST = re.compile(r"last_tile_dims=\{([^}]*)\}")
-_MESH = re.compile(r"mesh\[(?P<sizes>[^\]]*)\](?:, *device_ids=\((?P<ids>(?:[^()]|\([\d,]*\))*)\))?")
-_AXIS = re.compile(r"'([^']+)'=(\d+)")
-_ITEM = re.compile(r"'([^']+)'(?::\((\d+)\)(\d+))?")
 _DIM = re.compile(r"\{([^{}]*)\}")
 Numbers = npt.NDArray[np.int64]
 
@@ -57,7 +54,7 @@ def read_tiling(text: str, devices: int) -> Tiling | None:
     return None
   if not text or text.strip() in ("{replicated}", "{mesh[], replicated}"):
     return _whole(devices)
-  mesh, tiles = _MESH.search(text), _TILES.search(text)
+  mesh, tiles = MESH.search(text), _TILES.search(text)
   if mesh and mesh["sizes"]:
     return _of_mesh(text, mesh, devices)
   if tiles:
@@ -94,17 +91,16 @@ def _whole(devices: int) -> Tiling:
 
 
 def _of_mesh(text: str, mesh: re.Match[str], devices: int) -> Tiling | None:
-  sizes = {name: int(size) for name, size in _AXIS.findall(mesh["sizes"])}
+  sizes, numbers = mesh_of(mesh)
   listed = re.match(r",? *\[(.*?)\](?:,|\}|$)", text[mesh.end() :])
   if not listed or math.prod(sizes.values()) != devices:
     return None
   coords = np.indices(tuple(sizes.values())).reshape(len(sizes), -1)
   place = dict(zip(sizes, coords, strict=True))
-  numbers = device_numbers(mesh["ids"] or "", devices)
   parts, blocks = list[int](), list[Numbers]()
   for dim in _DIM.findall(listed[1]):
     count, block = 1, np.zeros(devices, np.int64)
-    for name, before, part in _ITEM.findall(dim):
+    for name, before, part in MESH_ITEM.findall(dim):
       size = int(part) if part else sizes[name]
       after = sizes[name] // (int(before or 1) * size)
       count, block = count * size, block * size + (place[name] // after) % size

@@ -263,7 +263,7 @@ class Thinning:
       for dims, result in zip(arrays, results, strict=True):
         self._alike(result, dims)
       if at.opcode == "all-to-all" and len(arrays) == 1:
-        place, members = _numbers(at, "dimensions")[0], rows_of(at, self._programs[number].partitions)[0]
+        place, members = at.numbers("dimensions")[0], rows_of(at, self._programs[number].partitions)[0]
         self._divide(arrays[0][place], shapes[0][place] // len(members))
     elif at.opcode == "opt-barrier" or (at.opcode == "custom-call" and len(arrays) == len(results) == 1):
       for dims, result in zip(arrays, results, strict=True):
@@ -315,11 +315,11 @@ class Thinning:
           alike(node(inner.root.name, name), results)
 
   def _broadcast(self, at: hlo.Instruction, results: _Dims, arrays: _Dims, shapes: _Shapes) -> None:
-    for dim, place in zip(arrays[0], _numbers(at, "dimensions"), strict=True):
+    for dim, place in zip(arrays[0], at.numbers("dimensions"), strict=True):
       self._unite(dim, results[0][place])
 
   def _transpose(self, at: hlo.Instruction, results: _Dims, arrays: _Dims, shapes: _Shapes) -> None:
-    for dim, place in zip(results[0], _numbers(at, "dimensions"), strict=True):
+    for dim, place in zip(results[0], at.numbers("dimensions"), strict=True):
       self._unite(dim, arrays[0][place])
 
   def _reshape(self, at: hlo.Instruction, results: _Dims, arrays: _Dims, shapes: _Shapes) -> None:
@@ -390,7 +390,7 @@ class Thinning:
 
   def _reduce(self, at: hlo.Instruction, results: _Dims, arrays: _Dims, shapes: _Shapes) -> None:
     arrays = arrays[: len(arrays) // 2]
-    gone = _numbers(at, "dimensions")
+    gone = at.numbers("dimensions")
     kept = [place for place in range(len(arrays[0])) if place not in gone]
     for dims in arrays:
       self._alike(arrays[0], dims)
@@ -429,7 +429,7 @@ class Thinning:
 
   def _gather(self, at: hlo.Instruction, results: _Dims, arrays: _Dims, shapes: _Shapes) -> None:
     found = gather_dims(at)
-    sizes = _numbers(at, "slice_sizes")
+    sizes = at.numbers("slice_sizes")
     self._indexed(found, arrays[0], shapes[0], sizes, arrays[1], results[0], found["offset_dims"])
 
   def _scatter(self, at: hlo.Instruction, results: _Dims, arrays: _Dims, shapes: _Shapes) -> None:
@@ -475,7 +475,7 @@ class Thinning:
     for dims, result in zip(arrays, results, strict=True):
       self._alike(result, dims)
       self._alike(results[0], dims)
-    self._divide(results[0][_numbers(at, "dimensions")[0]], 1)
+    self._divide(results[0][at.numbers("dimensions")[0]], 1)
 
   def _window(self, at: hlo.Instruction, results: _Dims, arrays: _Dims, shapes: _Shapes) -> None:
     arrays = arrays[:2] if at.opcode == "select-and-scatter" else arrays[: len(arrays) // 2]
@@ -557,7 +557,7 @@ def padding(at: hlo.Instruction) -> list[tuple[int, int, int]]:
 def dot_dims(at: hlo.Instruction) -> dict[str, list[int]]:
   """Contracted and batch dims of both operands of a `dot`."""
   return {
-    f"{side}{kind}": _numbers(at, f"{side}{name}")
+    f"{side}{kind}": at.numbers(f"{side}{name}")
     for side in ("lhs", "rhs")
     for kind, name in (("", "_contracting_dims"), ("_batch", "_batch_dims"))
   }
@@ -575,7 +575,7 @@ def gather_dims(at: hlo.Instruction) -> dict[str, list[int]]:
       "start_index_map": "scatter_dims_to_operand_dims", "operand_batching_dims": "input_batching_dims",
       "start_indices_batching_dims": "scatter_indices_batching_dims",
     }  # fmt: skip
-  found = {name: _numbers(at, written) for name, written in names.items()}
+  found = {name: at.numbers(written) for name, written in names.items()}
   return {**found, "index_vector_dim": [int(at.attribute("index_vector_dim"))]}
 
 
@@ -610,10 +610,6 @@ def windows(at: hlo.Instruction, rank: int) -> list[Window]:
     (int(n), int(stride), int(pad.split("_")[0]), int(pad.split("_")[1]), int(base), int(wide), back == "1")
     for n, stride, pad, base, wide, back in rows
   ]
-
-
-def _numbers(at: hlo.Instruction, name: str) -> list[int]:
-  return [int(n) for n in at.attribute(name).strip("{}").split(",") if n.strip()]
 
 
 def _scale(step: Ratio, sizes: tuple[Ratio, Ratio], unit: int) -> int:
