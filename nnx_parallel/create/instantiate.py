@@ -17,14 +17,14 @@ from nnx_parallel.layout.plan import ShardingPlan
 Arrays = Mapping[Path, Any]
 
 
-def instantiate(the_plan: ShardingPlan, arrays: Mapping[Root, Arrays]) -> Any:
+def instantiate(plan: ShardingPlan, arrays: Mapping[Root, Arrays]) -> Any:
   """Puts arrays into a new live module (and optimizer): the last step of creating and of restoring.
 
   Each Variable keeps the user's annotation and gets what flax needs to honour it without an active mesh:
   `mesh`, and `sharding_rules` with the axes that were resolved.
 
   Args:
-    the_plan: the plan that the arrays follow.
+    plan: the plan that the arrays follow.
     arrays: root -> path -> array (global storage shape); every leaf of the plan.
 
   Returns:
@@ -33,21 +33,21 @@ def instantiate(the_plan: ShardingPlan, arrays: Mapping[Root, Arrays]) -> Any:
   Raises:
     PlanError: a leaf of the plan has no array.
   """
-  model = _merge(the_plan, "model", the_plan.abstract_model, arrays)
-  if the_plan.abstract_optimizer is None:
+  model = _merge(plan, "model", plan.abstract_model, arrays)
+  if plan.abstract_optimizer is None:
     return model
-  optimizer = _merge(the_plan, "optimizer", the_plan.abstract_optimizer, arrays)
-  optimizer.tx = the_plan.live_tx
-  optimizer.placement = the_plan.placement
+  optimizer = _merge(plan, "optimizer", plan.abstract_optimizer, arrays)
+  optimizer.tx = plan.live_tx
+  optimizer.placement = plan.placement
   return model, optimizer
 
 
-def _merge(the_plan: ShardingPlan, root: Root, abstract: Any, arrays: Mapping[Root, Arrays]) -> Any:
+def _merge(plan: ShardingPlan, root: Root, abstract: Any, arrays: Mapping[Root, Arrays]) -> Any:
   graphdef, state = nnx.split(abstract)
-  found, rows = arrays.get(root, {}), the_plan.of(root)
+  found, rows = arrays.get(root, {}), plan.of(root)
   labels = stack_labels(rows.values()) if root == "model" else {}
   # Where the model goes, a step finds the rules for its activations.
-  scope: dict[str, Any] = {SCOPE: the_plan.activation_rules} if root == "model" else {}
+  scope: dict[str, Any] = {SCOPE: plan.activation_rules} if root == "model" else {}
   leaves: list[tuple[Path, Any]] = []
   for path, abstract_leaf in nnx.to_flat_state(state):
     if path not in rows:

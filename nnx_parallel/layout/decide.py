@@ -67,7 +67,7 @@ class Decisions:
       leaves.append(row)
       if id(leaf) in self.tables:
         self.table_leaves.append(row)
-      if row.decision.source == "whole" and isinstance(leaf, nnx.Param):
+      if row.decision.source == "replicated" and isinstance(leaf, nnx.Param):
         unnamed.append(path)
     self._check_unnamed(unnamed)
     return leaves
@@ -77,7 +77,7 @@ class Decisions:
     where = path_str(path)
     value = _array(leaf, where)
     if is_rng(leaf):
-      return self._leaf("model", path, leaf, None, None, Decision("whole", "RNG state"))
+      return self._leaf("model", path, leaf, None, None, Decision("replicated", "RNG state"))
     source: Source = "metadata"
     names, own_rules = declared(leaf, where=where)
     step, reason = f"from its metadata: {names}", f"names {_shown(names)}"
@@ -147,7 +147,7 @@ class Decisions:
     if fallback is None or fallback.mode != "fsdp":
       reason = "no annotation" if fallback is None else f"no annotation, {fallback}"
       chosen = fallback is not None and fallback.mode == "replicate"
-      decision = Decision("whole", reason, (f"{step}; {fallback or 'no fallback'}: whole",), chosen)
+      decision = Decision("replicated", reason, (f"{step}; {fallback or 'no fallback'}: whole",), chosen)
       return self._leaf("model", path, leaf, None, None, decision)
     rows = self._rows(leaf)
     more, why = extend_spec(whole, value.shape, self.sizes, fallback, rows=rows, pad=self._pads(leaf))
@@ -209,7 +209,7 @@ class Decisions:
       shape = tuple(value_of(leaf).shape)
       parameter = owned.get(path)
       if parameter is None:
-        row = self._leaf("optimizer", path, leaf, None, None, Decision("whole", "not parameter state"))
+        row = self._leaf("optimizer", path, leaf, None, None, Decision("replicated", "not parameter state"))
       else:
         spec, padding, why = optimizer_layout.follow(by_path[parameter], shape, kept_dims.get(path))
         own = self._own_layout(leaf, by_path[parameter])
@@ -368,7 +368,7 @@ def _missed(names: Names, spec: PartitionSpec, logical: LogicalRules) -> list[st
 
 def _first_choice(name: str | tuple[str, ...], logical: LogicalRules) -> tuple[str, ...]:
   parts = (name,) if isinstance(name, str) else name
-  if logical.unknown == "whole":
+  if logical.unknown == "replicate":
     parts = tuple(part for part in parts if part in logical)
   return tuple(axis for part in parts for axis in (logical[part][0] if part in logical else (part,)))
 

@@ -130,7 +130,7 @@ def _tensor_parallel(
   leaves = variables(module)
   graphdef, state = nnx.split(module)
   # The module may lay out activations. No rules are known yet, and example inputs need not divide.
-  scope = Scope(LogicalRules(unknown="whole"), abstract_mesh(dict.fromkeys(sizes, 1)))
+  scope = Scope(LogicalRules(unknown="replicate"), abstract_mesh(dict.fromkeys(sizes, 1)))
   paths: list[Path] = [path for path, _ in nnx.to_flat_state(state)]
 
   def run(values: list[Any], *args: Any) -> Any:

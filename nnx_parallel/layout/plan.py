@@ -12,8 +12,10 @@ import functools
 import itertools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, overload
+from typing import TYPE_CHECKING, Any, TypedDict, overload
 
+import jax.numpy as jnp
+import numpy as np
 import optax
 from flax import nnx
 from flax.core.spmd import get_logical_axis_rules
@@ -23,7 +25,7 @@ from nnx_parallel.core.axes import axes_of, entry_of
 from nnx_parallel.core.mesh import AnyMesh, axis_sizes, is_explicit
 from nnx_parallel.core.nodes import Path, array_leaves, kind_of, path_str, value_of
 from nnx_parallel.core.padding import logical_transformation
-from nnx_parallel.core.text import few
+from nnx_parallel.core.text import few, format_array
 from nnx_parallel.errors import PlanError
 from nnx_parallel.layout import offload, optimizer_layout
 from nnx_parallel.layout.abstract import abstract_module, kept_dims, trace_module, trace_optimizer
@@ -281,7 +283,8 @@ class ShardingPlan(StoredPlan):
       return StoredPlan(**fields)
     model = abstract_module(init, fields["mesh"])
     state = None if optimizer is None else trace_optimizer(model, optimizer, wrt).node
-    _check_stored(fields["leaves"], model, state)
+    fix = "pass the init (and optimizer) that the plan was made for, or plan again."
+    check_structure(fields["leaves"], model, state, "the stored plan is for another module", fix)
     return cls(**fields, init=init, abstract_model=model, tx=optimizer, wrt=wrt, abstract_optimizer=state)
 
   @functools.cached_property
@@ -340,6 +343,36 @@ def check_plan(plan: object, call: str, kind: type[Table] = ShardingPlan) -> Non
     )
 
 
+def check_structure(leaves: Iterable[LeafPlan], model: Any, optimizer: Any, what: str, fix: str) -> None:
+  """Raises a `PlanError` for the first array of a built module or optimizer that is not as planned."""
+  planned = {leaf.name: _described(leaf.kind, leaf.shape, leaf.dtype, leaf.is_parameter) for leaf in leaves}
+  built: dict[str, str] = {}
+  for prefix, node in (("", model), ("optimizer/", optimizer)):
+    for path, leaf in array_leaves(node).items() if node is not None else ():
+      value, is_parameter = value_of(leaf), not prefix and isinstance(leaf, nnx.Param)
+      shape, dtype = np.shape(value), value.dtype if hasattr(value, "dtype") else jnp.result_type(value)
+      built[prefix + path_str(path)] = _described(kind_of(leaf), shape, dtype, is_parameter)
+  for name in dict.fromkeys([*planned, *built]):
+    if planned.get(name) != built.get(name):
+      details = f"planned {planned.get(name, 'nothing')}, built {built.get(name, 'nothing')}"
+      raise PlanError(f"{what}: {name}.", details=details, fix=fix)
+
+
+def _described(kind: str, shape: tuple[int, ...], dtype: Any, is_parameter: bool) -> str:
+  return f"{kind} {format_array(dtype, shape)}" + (", a parameter" if is_parameter else "")
+
+
+class PlanOptions(TypedDict, total=False):
+  """The options of `plan`."""
+
+  optimizer: optax.GradientTransformation | None
+  wrt: Any
+  uneven: Uneven
+  zero: int
+  zero_axes: Sequence[str] | str | None
+  optimizer_memory: str | None
+
+
 def plan(
   init: Callable[[], nnx.Module],
   mesh: AnyMesh,
@@ -385,7 +418,7 @@ def plan(
     >>> plan["kernel"].spec, plan["optimizer/opt_state.0.mu.kernel"].bytes_per_device
     (P(None, 'fsdp'), 4096)
   """
-  made, _ = plan_traced(
+  return plan_with_traces(
     init,
     mesh,
     rules,
@@ -395,43 +428,24 @@ def plan(
     zero=zero,
     zero_axes=zero_axes,
     optimizer_memory=optimizer_memory,
-  )
-  return made
+  )[0]
 
 
-def plan_traced(
+def plan_with_traces(
   init: Callable[[], nnx.Module],
   mesh: AnyMesh,
-  rules: Rules,
+  rules: Rules = None,
   *,
-  optimizer: optax.GradientTransformation | None,
-  wrt: Any,
-  uneven: Uneven,
-  zero: int,
-  zero_axes: Sequence[str] | str | None,
-  optimizer_memory: str | None,
+  optimizer: optax.GradientTransformation | None = None,
+  wrt: Any = nnx.Param,
+  uneven: Uneven = "error",
+  zero: int = 0,
+  zero_axes: Sequence[str] | str | None = None,
+  optimizer_memory: str | None = None,
 ) -> tuple[ShardingPlan, dict[Root, Trace]]:
   """Like `plan`; also returns the traces, for a caller that creates the model right away.
 
   A plan does not keep them: what `init` reads (a seed, a table) may change before a later creation.
-
-  Args:
-    init: this and all others as for `plan`.
-    mesh: the mesh.
-    rules: the rules.
-    optimizer: the optimizer, or None.
-    wrt: what it trains.
-    uneven: the policy for uneven dims.
-    zero: the ZeRO stage.
-    zero_axes: its axes.
-    optimizer_memory: where its state lies.
-
-  Returns:
-    The plan; and by root, what its module and its optimizer were built by.
-
-  Raises:
-    ShardingError: as `plan`.
-    PlanError: as `plan`.
   """
   is_explicit(mesh)  # refuses mixed axis types before any work is done
   if isinstance(rules, optax.GradientTransformation):
@@ -520,26 +534,3 @@ def _overridden(placed: Mapping[Path, PartitionSpec], leaves: Iterable[LeafPlan]
       other.append(f"{leaf.name} {asked}, planned {leaf.spec}")
   advice = "the plan follows annotations (out_sharding=...) and rules"
   return [f"init itself places {few(other)}: {advice}"] if other else []
-
-
-def _check_stored(leaves: Iterable[LeafPlan], model: nnx.Module, optimizer: Any) -> None:
-  planned = {leaf.name: (leaf.kind, leaf.shape, str(leaf.dtype), leaf.is_parameter) for leaf in leaves}
-  found: dict[str, Any] = {}
-  for prefix, node in (("", model), ("optimizer/", optimizer)):
-    for path, leaf in array_leaves(node).items() if node is not None else ():
-      value, is_parameter = value_of(leaf), not prefix and isinstance(leaf, nnx.Param)
-      found[prefix + path_str(path)] = (kind_of(leaf), tuple(value.shape), str(value.dtype), is_parameter)
-  for name in dict.fromkeys([*planned, *found]):
-    if planned.get(name) != found.get(name):
-      raise PlanError(
-        f"the stored plan is for another module: {name}.",
-        details=f"stored {_said(planned.get(name))}, built {_said(found.get(name))}",
-        fix="pass the init (and optimizer) that the plan was made for, or plan again.",
-      )
-
-
-def _said(row: tuple[str, tuple[int, ...], str, bool] | None) -> str:
-  if row is None:
-    return "nothing"
-  kind, shape, dtype, is_parameter = row
-  return f"{kind} {dtype}{list(shape)}" + (", a parameter" if is_parameter else "")

@@ -142,7 +142,7 @@ class _Resolver:
       return self.rules[name]
     if name in self.mesh:
       return ((name,),)
-    if self.rules.unknown == "whole":
+    if self.rules.unknown == "replicate":
       self.steps.append(f"{name!r} has no rule: whole")
       return ((),)
     near = difflib.get_close_matches(name, [*self.rules, *self.mesh], 1)

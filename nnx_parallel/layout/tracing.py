@@ -51,14 +51,14 @@ class Trace:
   Attributes:
     node: what it built, with `ShapeDtypeStruct` values.
     program: the closed jaxpr that computes its arrays from those of what it was given.
-    reads: for each input of `program`, its path in the state of what the function was given.
-    makes: for each output of `program`, its path in the state of `node`.
+    input_paths: for each input of `program`, its path in the state of what the function was given.
+    output_paths: for each output of `program`, its path in the state of `node`.
   """
 
   node: Any
   program: Any
-  reads: tuple[Path, ...]
-  makes: tuple[Path, ...]
+  input_paths: tuple[Path, ...]
+  output_paths: tuple[Path, ...]
 
 
 def why_one_program(traces: Iterable[Trace]) -> str:
@@ -82,7 +82,7 @@ def placements(one: Trace) -> dict[Path, PartitionSpec]:
     for var, sharding in zip(eqn.outvars, found if isinstance(found, tuple) else (found,), strict=False):
       if isinstance(sharding, NamedSharding):
         placed[var] = sharding.spec
-  made = zip(one.makes, jaxpr.outvars, strict=True)
+  made = zip(one.output_paths, jaxpr.outvars, strict=True)
   return {path: placed[var] for path, var in made if not isinstance(var, Literal) and var in placed}
 
 

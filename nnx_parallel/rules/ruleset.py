@@ -100,7 +100,7 @@ class RuleSet:
     Example:
       >>> import nnx_parallel as nxp
       >>> nxp.presets.data_parallel().replace(batch=("data", "fsdp"))
-      [LogicalRules(batch=('data', 'fsdp'), unknown='whole'), replicate()]
+      [LogicalRules(batch=('data', 'fsdp'), unknown='replicate'), replicate()]
     """
     logical = self.logical.replace(names, **rules)
     return dataclasses.replace(self, logical=logical, fallback=fallback or self.fallback)
@@ -152,7 +152,7 @@ def _merge(first: LogicalRules, second: LogicalRules) -> LogicalRules:
       details=f"{show_candidates(first[name])} and {show_candidates(second[name])}",
       fix=f"keep one, or change it with rules.replace({show_rule(name, ...)}).",
     )
-  unknown = "whole" if "whole" in (first.unknown, second.unknown) else "error"
+  unknown = "replicate" if "replicate" in (first.unknown, second.unknown) else "error"
   return LogicalRules({**first, **second}, unknown=unknown, uneven={**first.uneven, **second.uneven})
 
 

@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as Spec
 import nnx_parallel as nxp
 from layout.models import LM, named
 from nnx_parallel.core.nodes import aliases, declared, occurrences
-from nnx_parallel.create.unsharded import unsharded
+from nnx_parallel.create.constructor import unsharded
 from nnx_parallel.errors import ShardingError
 
 RULES = nxp.LogicalRules(embed="fsdp", mlp="tensor")
