@@ -28,7 +28,7 @@ from nnx_parallel.layout.plan import (
   no_constructor,
   plan_with_traces,
 )
-from nnx_parallel.layout.tracing import Trace, make_optimizer, traced_init, why_one_program
+from nnx_parallel.layout.tracing import Trace, make_optimizer, run_init, why_one_program
 from nnx_parallel.rules.ruleset import Rules
 
 Compile = Literal["slices", "whole"]
@@ -215,7 +215,7 @@ def construct_whole(plan: ShardingPlan, shardings: Sequence[NamedSharding], mesh
 
   @nnx.jit
   def constructor() -> Any:
-    module, optimizer = traced_init(plan.init, plan.mesh), None
+    module, optimizer = run_init(plan.init, plan.mesh), None
     with nnx.use_eager_sharding(False):
       if plan.tx is not None:
         optimizer = make_optimizer(module, plan.tx, plan.wrt)

@@ -30,14 +30,14 @@ class Decision:
       state), or nothing: `replicated`.
     reason: one short phrase for the table.
     steps: what was tried, in order, one sentence each; printed by `plan.explain(path)`.
-    chosen: whether the rules ask for this layout; False where something stays whole for want of a rule,
+    intended: whether the rules ask for this layout; False where something stays whole for want of a rule,
       of a free axis, or of a size that divides. The audit's warning is about these.
   """
 
   source: Source
   reason: str
   steps: tuple[str, ...] = ()
-  chosen: bool = True
+  intended: bool = True
 
 
 @dataclasses.dataclass(frozen=True)

@@ -28,7 +28,7 @@ from nnx_parallel.core.padding import logical_transformation
 from nnx_parallel.core.text import few, format_array
 from nnx_parallel.errors import PlanError
 from nnx_parallel.layout import offload, optimizer_layout
-from nnx_parallel.layout.abstract import abstract_module, kept_dims, trace_module, trace_optimizer
+from nnx_parallel.layout.abstract import factored_dims, trace_module, trace_optimizer
 from nnx_parallel.layout.batch import batch_axes, no_batch_axes
 from nnx_parallel.layout.checks import check_attention, check_depthwise, check_tables
 from nnx_parallel.layout.decide import Decisions
@@ -281,7 +281,7 @@ class ShardingPlan(StoredPlan):
       raise no_constructor()
     if init is None:
       return StoredPlan(**fields)
-    model = abstract_module(init, fields["mesh"])
+    model = trace_module(init, fields["mesh"]).node
     state = None if optimizer is None else trace_optimizer(model, optimizer, wrt).node
     fix = "pass the init (and optimizer) that the plan was made for, or plan again."
     check_structure(fields["leaves"], model, state, "the stored plan is for another module", fix)
@@ -289,7 +289,7 @@ class ShardingPlan(StoredPlan):
 
   @functools.cached_property
   def live_tx(self) -> Any:
-    """What live optimizers run: `tx`, at logical shapes and with state from host memory, where so planned."""
+    """The transformation of live optimizers: `tx` for padded arrays and for state in host memory."""
     tx = self.tx
     if tx is not None and any(any(leaf.padding) for leaf in self.leaves):
       tx = logical_transformation(tx, nnx.as_pure(nnx.state(self.abstract_model, self.wrt)))
@@ -298,14 +298,14 @@ class ShardingPlan(StoredPlan):
 
   @functools.cached_property
   def placement(self) -> Placement:
-    """What live optimizers keep in a step of the user's own."""
+    """The shardings that live optimizers keep in a user's own step."""
     roots: tuple[Root, ...] = ("model", "optimizer")
     model, optimizer = ({path: leaf.sharding for path, leaf in self.of(root).items()} for root in roots)
     return Placement(model, optimizer, self.zero, self._scattered)
 
   @property
   def _scattered(self) -> dict[Path, NamedSharding]:
-    """The shardings of gradients in the layout of their optimizer state, where that is split more."""
+    """The shardings of gradients in the layout of their optimizer state, where that is split further."""
     parameters, found = self.of("model"), dict[Path, NamedSharding]()
     for leaf in self.leaves:
       own = parameters[leaf.parameter] if leaf.parameter is not None else leaf
@@ -316,7 +316,7 @@ class ShardingPlan(StoredPlan):
 
 
 def no_constructor() -> PlanError:
-  """The error for a plan that was read from JSON alone, where one is meant that can create."""
+  """The error for a plan that was read from JSON without its constructor, and so cannot create."""
   return PlanError(
     "this plan was read from JSON without its constructor, so it cannot build a module.",
     fix="ShardingPlan.from_json(text, mesh=mesh, init=init, optimizer=...)",
@@ -324,16 +324,7 @@ def no_constructor() -> PlanError:
 
 
 def check_plan(plan: object, call: str, kind: type[Table] = ShardingPlan) -> None:
-  """Refuses another object where a plan is meant.
-
-  Args:
-    plan: what was given.
-    call: the call that works, for example `reshard(model, plan)`.
-    kind: `Table` where a plan without its constructor will do.
-
-  Raises:
-    PlanError: it is no plan, or one that was read from JSON without its constructor.
-  """
+  """Raises a `PlanError` unless `plan` is a plan of this kind; `call` is the call that works."""
   if isinstance(plan, StoredPlan) and not isinstance(plan, kind):
     raise no_constructor()
   if not isinstance(plan, kind):
@@ -464,7 +455,8 @@ def plan_with_traces(
       fix="optimizer=optax.adamw(...)",
     )
   ruleset, context_notes = _with_context(RuleSet.of(rules), axis_sizes(mesh))
-  ruleset = ruleset.with_uneven(uneven)
+  if uneven != "error":  # later readers of the rules (`constrain`) then apply the plan's policy
+    ruleset = ruleset.replace(uneven=dict.fromkeys(ruleset.logical, uneven) | ruleset.logical.uneven)
   traces: dict[Root, Trace] = {"model": trace_module(init, mesh)}
   model = traces["model"].node
   decisions = Decisions(mesh, ruleset, uneven)
@@ -488,7 +480,7 @@ def plan_with_traces(
       leaves,
       zero_axes=axes,
       memory_kind=None if optimizer_memory == "device" else optimizer_memory,
-      kept_dims=kept_dims(model, optimizer, wrt, abstract_optimizer),
+      factored_dims=factored_dims(model, optimizer, wrt, abstract_optimizer),
     )
   found += _overridden(placements(traces["model"]), leaves)
   if whole := why_one_program(traces.values()):

@@ -1,4 +1,4 @@
-"""Logical axis names and the mesh axes that they stand for."""
+"""Logical axis names, and the mesh axes that they map to."""
 
 from __future__ import annotations
 
@@ -229,17 +229,17 @@ def _candidates(name: str, value: Any) -> tuple[Candidate, ...]:
 
 
 def show_rule(name: str, value: Any) -> str:
-  """One logical rule as it would be typed, whatever its name: `mlp=None`, `{'col-alias': None}`."""
+  """One logical rule as Python code, for any name: `mlp=None`, `{'col-alias': None}`."""
   shown = "..." if value is ... else repr(value)
   return f"{name}={shown}" if _is_keyword_argument(name) else f"{{{name!r}: {shown}}}"
 
 
 def show_candidate(option: Candidate) -> str:
-  """One candidate as it would be typed: `'fsdp'`, `('data', 'fsdp')` or `None`."""
+  """One candidate as Python code: `'fsdp'`, `('data', 'fsdp')` or `None`."""
   return repr(option[0]) if len(option) == 1 else repr(option or None)
 
 
 def show_candidates(options: Sequence[Candidate]) -> str:
-  """Candidates as they would be typed; a list when there are several."""
+  """Candidates as Python code; a list if there are several."""
   shown = [show_candidate(option) for option in options]
   return shown[0] if len(shown) == 1 else f"[{', '.join(shown)}]"
