@@ -154,7 +154,7 @@ class Decisions:
   def _check_unnamed(self, unnamed: list[Path]) -> None:
     fallback = self.rules.fallback
     strict = any(rules.strict for rules in self.rules.paths)
-    if not unnamed or not ((fallback is None and strict) or (fallback and fallback.mode == "error")):
+    if not unnamed or not ((fallback is None and strict) or (fallback and fallback.mode == "require_names")):
       return
     shown = "\n".join(f"  {path_str(path)}{self._nearest_rule(path)}" for path in unnamed[:40])
     more = f"\n  ... and {len(unnamed) - 40} more" if len(unnamed) > 40 else ""

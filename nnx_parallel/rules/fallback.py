@@ -12,9 +12,9 @@ from nnx_parallel.rules.logical import Candidate, candidate_of
 
 @dataclasses.dataclass(frozen=True)
 class Fallback:
-  """What happens to parameters without names; made by `fsdp`, `replicate` and `error`."""
+  """What happens to parameters without names; made by `fsdp`, `replicate` and `require_names`."""
 
-  mode: Literal["fsdp", "replicate", "error"]
+  mode: Literal["fsdp", "replicate", "require_names"]
   axes: Candidate = ()
   min_size: int = 0
   extend: bool = False
@@ -80,8 +80,8 @@ def replicate() -> Fallback:
   return Fallback("replicate")
 
 
-def error() -> Fallback:
-  """Fallback: a parameter without names is an error that lists all of them.
+def require_names() -> Fallback:
+  """Fallback: parameters without names are an error, which lists all of them.
 
   Returns:
     A fallback for the `rules` argument.
@@ -90,7 +90,7 @@ def error() -> Fallback:
     >>> import nnx_parallel as nxp
     >>> from flax import nnx
     >>> try:
-    ...   nxp.plan(lambda: nnx.Linear(8, 4, rngs=nnx.Rngs(0)), nxp.make_mesh(data=8), nxp.error())
+    ...   nxp.plan(lambda: nnx.Linear(8, 4, rngs=nnx.Rngs(0)), nxp.make_mesh(data=8), nxp.require_names())
     ... except nxp.errors.ShardingError as error:
     ...   print(error)
     incomplete partition spec: 2 parameters have no annotation and match no rule.
@@ -98,4 +98,4 @@ def error() -> Fallback:
         kernel
       Fix: ...
   """
-  return Fallback("error")
+  return Fallback("require_names")
