@@ -149,10 +149,7 @@ def _rules_to_json(rules: RuleSet) -> dict[str, Any]:
       {"strict": table.strict, "optional": table.optional, "rules": table.pairs()} for table in rules.paths
     ],
     "fallback": rules.fallback and dataclasses.asdict(rules.fallback),
-    "inputs": inputs
-    and (
-      "whole mesh" if inputs.every_axis else {f"map_{rank}d": names for rank, names in inputs.by_rank.items()}
-    ),
+    "inputs": inputs,
   }
 
 
