@@ -126,6 +126,11 @@ def spent(axes: tuple[str, ...]) -> contextlib.AbstractContextManager[None]:
   return _SPENT(axes)
 
 
+def spent_axes() -> tuple[str, ...]:
+  """The mesh axes that `constrain` ignores here; see `spent`."""
+  return _SPENT.value
+
+
 def rules_in_scope() -> LogicalRules | None:
   """The rules of the innermost `use_rules` or `plan.scope()`, if there is one."""
   return None if _SCOPE.value is None else _SCOPE.value.rules

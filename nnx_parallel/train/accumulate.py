@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -12,46 +12,53 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from nnx_parallel.core.axes import axes_of
 from nnx_parallel.core.jaxprs import equations
+from nnx_parallel.core.nodes import Path
 from nnx_parallel.errors import TrainError
 from nnx_parallel.layout.constrain import spent
 from nnx_parallel.train.floats import widen
 from nnx_parallel.train.losses import Terms, mean
-
-Objective = Callable[[list[Any], list[Any], Any], tuple[Any, tuple[Terms, dict[int, Any], Any]]]
-"""`(trained, rest, batch) -> (what to differentiate, (terms, rest arrays that changed by position, weight))`.
-
-Gradients are multiplied by the weight, unless it is None, before they are added to those of other parts.
-"""
+from nnx_parallel.train.trace import Objective, traced_by_replica
 
 
 class Layout(NamedTuple):
-  """Where things are, as seen from outside the compiled step.
+  """Where the arrays of a step are sharded, as seen from outside the program.
 
   Attributes:
     mesh: the mesh, or None on one device.
-    trained: the pinned sharding of each trained array, or None; of its optimizer state when gradients are
-      scattered.
-    scattered: whether gradients take that layout as soon as they exist, in each microbatch.
+    gradients: path in the models -> the sharding of its gradient: that of the array, or of its optimizer
+      state. None where it is on no mesh.
+    scattered: the paths of gradients that take the sharding of their optimizer state as soon as they exist,
+      in each microbatch.
     used: mesh axes that split some array of the model.
     batch: mesh axes that split dim 0 of every array of the batch; () when they differ or are unknown.
   """
 
   mesh: Any
-  trained: list[Any]
-  scattered: bool
-  used: frozenset[str]
-  batch: tuple[str, ...]
+  gradients: Mapping[Path, NamedSharding | None]
+  scattered: frozenset[Path] = frozenset()
+  used: frozenset[str] = frozenset()
+  batch: tuple[str, ...] = ()
+
+  def of(self, paths: Sequence[Path]) -> Layout:
+    """The layout for a loss that trains the arrays at these paths only, in this order."""
+    chosen = {path: self.gradients.get(path) for path in paths}
+    return self._replace(gradients=chosen, scattered=self.scattered.intersection(paths))
+
+  @property
+  def trained(self) -> list[NamedSharding | None]:
+    """The sharding of each gradient, in order."""
+    return list(self.gradients.values())
 
 
 class Total(NamedTuple):
-  """What a batch gave: gradient sums, terms summed over the parts, and the changed rest.
+  """What a batch gave.
 
   Attributes:
     grads: one array for each trained array; float32 sums, not yet divided, when there are several parts.
     terms: summed over the parts.
     parts: how many parts were summed, local ones included.
-    rest: position -> new value; after the rest come the trained arrays, in a batch of one piece only.
-    how: where the replicas' gradients are reduced, in words.
+    rest: position -> new value, as in `Objective`.
+    how: where the gradients of replicas are reduced, as a phrase.
   """
 
   grads: list[Any]
@@ -64,18 +71,7 @@ class Total(NamedTuple):
 def whole_batch(
   objective: Objective, trained: list[Any], rest: list[Any], batch: Any, layout: Layout
 ) -> Total:
-  """Gradients of the batch in one piece.
-
-  Args:
-    objective: see `Objective`; differentiated as it is.
-    trained: arrays to differentiate.
-    rest: the other arrays.
-    batch: the batch.
-    layout: where the arrays are.
-
-  Returns:
-    Its gradients and terms.
-  """
+  """Gradients of the batch in one piece."""
   (_, (found, changed, _)), grads = jax.value_and_grad(objective, has_aux=True)(trained, rest, batch)
   if not layout.scattered:
     return Total(grads, found, 1, changed, "once: one batch")
@@ -98,23 +94,20 @@ def in_microbatches(
   the model is replicated over mesh axes that split the batch, each replica sums its own gradients, and they
   are reduced once, after the scan. This needs a loss that is a mean or a sum over examples, changes no
   Variable (batch statistics, random numbers), and has no sharding constraint of jax's own over those axes
-  (`nxp.constrain` is handled). Otherwise gradients are reduced in each microbatch; `Total.how` says why. The
-  numbers are those of one device in both cases.
+  (`nxp.constrain` is handled). Otherwise gradients are reduced in each microbatch, and `Total.how` has the
+  reason. The numbers are those of one device in both cases.
 
   Args:
-    objective: see `Objective`; its sums are added up, so it must not divide by counts.
+    objective: its sums are added up, so it must not divide by counts.
     trained: arrays to differentiate.
     rest: the other arrays.
     batch: global arrays with the examples on dim 0.
     count: number of microbatches.
-    layout: where the arrays are.
+    layout: of the step.
     reduction: dtype in which replicas that hold the whole model sum their gradients; None: float32.
 
-  Returns:
-    Sums over all parts.
-
   Raises:
-    TrainError: a batch that does not split evenly, or a `reduction` that is not in our hands.
+    TrainError: a batch that does not split evenly, or a `reduction` where XLA places the reductions.
   """
   check_divides(batch, count)
   axes, why = _local_axes(objective, trained, rest, batch, count, layout)
@@ -146,18 +139,9 @@ def slope_of(
   batch: Any,
   count: int | None,
 ) -> tuple[Any, Any]:
-  """The mean loss of a batch and its derivative in one direction, by forward mode.
+  """The mean loss of a batch, and its derivative along `tangents` by forward mode.
 
-  Args:
-    objective: see `Objective`; what it changes is dropped.
-    trained: arrays.
-    tangents: the direction: one array for each of them.
-    rest: the other arrays.
-    batch: global arrays with the examples on dim 0.
-    count: number of microbatches; None where the objective is the mean over the batch in one piece.
-
-  Returns:
-    The loss and the derivative, scalars.
+  `count` is None where the objective is the mean over the batch in one piece.
   """
   if count is None:
     slope, (found, _, _) = _jvp(objective, trained, tangents, rest, batch)
@@ -177,18 +161,9 @@ def _jvp(
 
 
 def loss_of(objective: Objective, trained: list[Any], rest: list[Any], batch: Any, count: int) -> Any:
-  """The mean loss of a batch, for optimizers that evaluate it: part by part, as its gradients were made.
+  """The mean loss of a batch, part by part, for optimizers that evaluate it.
 
-  Args:
-    objective: see `Objective`; what it changes is dropped.
-    trained: arrays, which this may be differentiated by: each part is then recomputed, so that no more than
-      one of them is kept.
-    rest: the other arrays, the same for each part.
-    batch: global arrays with the examples on dim 0.
-    count: number of microbatches.
-
-  Returns:
-    A scalar.
+  It can be differentiated: each part is then recomputed, so that only one of them is kept at a time.
   """
 
   def part_of(part: Any) -> tuple[Any, Any]:
@@ -314,7 +289,7 @@ def _scan(
   """
   parts = jax.tree.map(lambda x: _split(x, count), batch)
   first = jax.tree.map(lambda x: x[0], parts)
-  changes = jax.eval_shape(lambda t, r, b: objective(t, r, b)[1][1], trained, rest, first)
+  changes = jax.eval_shape(objective, trained, rest, first)[1][1]
 
   def body(carry: Any, part: Any) -> tuple[Any, Terms]:
     total, moving = carry
@@ -409,37 +384,6 @@ def _local_axes(
   if not alone and any(eqn.primitive.name == "conv_general_dilated" for eqn in equations(traced)):
     return (), "the model has convolutions, and replicas that are split themselves"
   return axes, ""
-
-
-def traced_by_replica(
-  objective: Objective, trained: list[Any], rest: list[Any], part: Any, axes: Sequence[str]
-) -> tuple[Any, str]:
-  """The trace of a loss on one replica's part of the batch, and why replicas cannot compute it on their own.
-
-  Args:
-    objective: see `Objective`.
-    trained: arrays.
-    rest: the other arrays.
-    part: the examples of one replica.
-    axes: the mesh axes of the replicas.
-
-  Returns:
-    A jaxpr, and a reason; empty where each replica can.
-  """
-  traced, (_, (_, changed, _)) = jax.make_jaxpr(objective, return_shape=True)(trained, rest, part)
-  if changed:
-    return traced.jaxpr, "the loss changes Variables (statistics, counters or random state)"
-  for eqn in equations(traced.jaxpr):
-    if eqn.primitive.name == "shard_map":
-      return traced.jaxpr, "the loss has its own shard_map"
-    if eqn.primitive.name == "sharding_constraint" and _names(eqn.params["sharding"]) & set(axes):
-      return traced.jaxpr, f"the model constrains arrays to {', '.join(axes)}"
-  return traced.jaxpr, ""
-
-
-def _names(sharding: Any) -> set[str]:
-  spec = getattr(sharding, "spec", ())
-  return {axis for entry in spec for axis in axes_of(entry)}
 
 
 def batch_axes_of(batch: Any) -> tuple[str, ...]:
