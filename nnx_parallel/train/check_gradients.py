@@ -19,10 +19,10 @@ from nnx_parallel.layout.constrain import scope_of
 from nnx_parallel.layout.known_faults import Fault, possible_faults
 from nnx_parallel.layout.leaf import Decision, LeafPlan
 from nnx_parallel.rules.ruleset import RuleSet
-from nnx_parallel.train.accumulate import Layout, batch_axes_of
 from nnx_parallel.train.binding import Binding
 from nnx_parallel.train.directions import inner, power_of_two
 from nnx_parallel.train.gradient_check import GradientCheck, GradientLook, Verdict
+from nnx_parallel.train.gradients import Layout, batch_axes_of
 from nnx_parallel.train.losses import check_examples
 from nnx_parallel.train.options import LossFn, StepOptions
 from nnx_parallel.train.relayout import Relayout, cheapest, relayouts

@@ -21,7 +21,6 @@ from nnx_parallel.core.nodes import Path, value_of
 from nnx_parallel.errors import TrainError
 from nnx_parallel.layout.constrain import default_scope, rules_in_scope, scope_of
 from nnx_parallel.layout.sharded_optimizer import Placement, placement_of
-from nnx_parallel.train.accumulate import Layout, batch_axes_of
 from nnx_parallel.train.binding import (
   RESTORE,
   Binding,
@@ -34,6 +33,7 @@ from nnx_parallel.train.binding import (
   read_apart,
   some_of,
 )
+from nnx_parallel.train.gradients import Layout, batch_axes_of
 from nnx_parallel.train.hold import held
 from nnx_parallel.train.loss_call import call_loss
 from nnx_parallel.train.losses import Metrics, check_examples, examples_in, means, pairs, terms

@@ -17,8 +17,8 @@ from nnx_parallel.core.padding import is_padded
 from nnx_parallel.errors import TrainError
 from nnx_parallel.layout.sharded_optimizer import ShardedOptimizer, plain_update
 from nnx_parallel.layout.tracing import NEEDS_VALUES
-from nnx_parallel.train.accumulate import Layout, Total, in_microbatches, loss_of, whole_batch
 from nnx_parallel.train.diagnostics import diagnostics, merged
+from nnx_parallel.train.gradients import Layout, Total, in_microbatches, loss_of, whole_batch
 from nnx_parallel.train.loss_scale import common_scale, rescaled, scaled_in_backward
 from nnx_parallel.train.losses import Metrics, check_examples, examples_in, mean, means, pairs
 from nnx_parallel.train.options import LossFn, StepOptions
