@@ -308,7 +308,7 @@ def test_metadata_of_a_variable_can_be_asked_for():
 
 
 def test_attributes_of_a_module_are_its_vars():
-  """`core/nodes.py` (`occurrences`): items of an `nnx.List` are attributes named by their numbers."""
+  """`core/nodes.py` (`iter_nodes`): items of an `nnx.List` are attributes named by their numbers."""
   found = vars(nnx.List([nnx.Param(jnp.ones(1))]))
   assert [name for name in found if not name.startswith("_pytree__")] == ["_length", "0"]
 

@@ -417,7 +417,9 @@ def _known(subject: Subject) -> list[Fault]:
   scope = scope_of(subject.binding.variables)
   rules = RuleSet() if scope is None else RuleSet(logical=scope.rules, inputs=scope.inputs)
   leaves = [
-    LeafPlan("model", (name,), "", x.shape, x.dtype, None, where.spec, (), None, Decision("whole", ""), mesh)
+    LeafPlan(
+      "model", (name,), "", x.shape, x.dtype, None, where.spec, (), None, Decision("replicated", ""), mesh
+    )
     for name, where, x in subject.leaves
     if where is not None
   ]

@@ -14,7 +14,7 @@ from nnx_parallel.core.axes import axes_of
 from nnx_parallel.core.jaxprs import equations
 from nnx_parallel.core.nodes import Path
 from nnx_parallel.errors import TrainError
-from nnx_parallel.layout.constrain import spent
+from nnx_parallel.layout.constrain import mapped_axes
 from nnx_parallel.train.floats import widen
 from nnx_parallel.train.losses import Terms, mean
 from nnx_parallel.train.trace import Objective, traced_by_replica
@@ -237,7 +237,7 @@ def _mapped(
     grads, found, _ = _scan(objective, trained, rest, part, count, layout.trained)
     return grads, found
 
-  with spent(axes):
+  with mapped_axes(axes):
     grads, found = jax.vmap(one, spmd_axis_name=axes)(jax.tree.map(by_replica, batch))
   summed = Terms(
     {name: x.sum(0) for name, x in found.sums.items()},
@@ -375,7 +375,7 @@ def _local_axes(
   part = jax.tree.map(
     lambda x: jax.ShapeDtypeStruct((jnp.shape(x)[0] // (replicas * count), *jnp.shape(x)[1:]), x.dtype), batch
   )
-  with spent(axes):
+  with mapped_axes(axes):
     traced, why = traced_by_replica(objective, trained, rest, part, axes)
   if why:
     return (), why

@@ -14,7 +14,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from nnx_parallel.core.axes import axes_of
 from nnx_parallel.core.jaxprs import as_function
 from nnx_parallel.core.nodes import path_str
-from nnx_parallel.layout.constrain import default_scope, scope_of, spent
+from nnx_parallel.layout.constrain import default_scope, mapped_axes, scope_of
 from nnx_parallel.train.binding import Binding
 from nnx_parallel.train.custom_rules import own_rules, without_own_rules, without_stops
 from nnx_parallel.train.directions import inner, signs
@@ -238,7 +238,7 @@ class Subject:
 
     axes = tuple(mesh.axis_names)
     part = jax.tree.map(lambda x: _abstract(x, mesh.size), self.batch)
-    with default_scope(scope_of(self.binding.variables)), spent(axes):
+    with default_scope(scope_of(self.binding.variables)), mapped_axes(axes):
       loss, _ = self._pieces(self._abstract)
       return traced_by_replica(loss.objective, loss.train, loss.others, part, axes)[1]
 

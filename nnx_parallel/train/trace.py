@@ -13,7 +13,7 @@ from nnx_parallel.core.axes import axes_of
 from nnx_parallel.core.jaxprs import as_function, equations, forwarded
 from nnx_parallel.core.nodes import Path, path_str
 from nnx_parallel.errors import TrainError
-from nnx_parallel.layout.constrain import spent_axes
+from nnx_parallel.layout.constrain import mapped_axes_in_scope
 from nnx_parallel.train.binding import Template
 from nnx_parallel.train.loss_call import call_loss
 from nnx_parallel.train.losses import Terms, mean, terms
@@ -47,7 +47,7 @@ class TracedObjective:
     """The results of the objective; of the arrays that it returns, only those that it changed."""
     leaves, tree = jax.tree.flatten((trained, rest, batch))
     shapes = [(jnp.shape(x), x.dtype, getattr(x, "weak_type", False)) for x in leaves]
-    key = tree, *shapes, spent_axes(), jax.sharding.get_abstract_mesh()
+    key = tree, *shapes, mapped_axes_in_scope(), jax.sharding.get_abstract_mesh()
     if key not in self._traces:
       traced, shape = jax.make_jaxpr(self._objective, return_shape=True)(trained, rest, batch)
       results = jax.tree.structure(shape)
