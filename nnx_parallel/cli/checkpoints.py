@@ -207,8 +207,7 @@ def _print_leaves(record: Manifest, pattern: str | None) -> None:
       size = format_bytes(sum(nbytes for _, nbytes in found))
       many = len(found) > 1
       rows.append((name if many else found[0][0], str(len(found)) if many else "", kind, array, size))
-    size = sum(leaf.nbytes for leaf in tree.leaves.values())
-    print(f"\n{item}: {len(tree.leaves)} arrays, {size:,} bytes")
+    print(f"\n{item}: {len(tree.leaves)} arrays, {tree.nbytes:,} bytes")
     if rows:
       print_text(text_table(("leaf", "n", "type", "array", "bytes"), rows, right=(1, 4)))
     for path, value in tree.values.items():

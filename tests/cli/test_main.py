@@ -24,7 +24,20 @@ def run(*arguments, cwd=None):
   )
 
 
-COMMANDS = "plan compile search train new demo diff export import inspect reshard verify".split()
+COMMANDS = [
+  "plan",
+  "compile",
+  "search",
+  "train",
+  "new",
+  "demo",
+  "diff",
+  "export",
+  "import",
+  "inspect",
+  "reshard",
+  "verify",
+]
 
 
 def test_every_command_has_help(capsys):
