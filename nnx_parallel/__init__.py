@@ -47,7 +47,6 @@ with epy.lazy_api_imports(globals()):
   from nnx_parallel.train.loss_scale import loss_scale_of, with_loss_scale
   from nnx_parallel.train.metrics import MetricsLog, TensorBoardLog, read_metrics
   from nnx_parallel.train.precision import Precision
-  from nnx_parallel.train.quantized import quantized
   from nnx_parallel.train.remat import with_remat
   from nnx_parallel.train.rng import fold_rng_over_axis
   from nnx_parallel.train.step import EvalStep, TrainStep, eval_step, train_step
@@ -113,7 +112,6 @@ __all__ = [
   "plan_page",
   "predict_time",
   "presets",
-  "quantized",
   "read_metrics",
   "replicate",
   "require_names",

@@ -22,7 +22,7 @@ from nnx_parallel.layout.leaf import LeafPlan
 from nnx_parallel.layout.plan import ShardingPlan
 from nnx_parallel.report.estimate.fusion import stored
 from nnx_parallel.report.estimate.propagate import Kept, Move, Product, Propagation
-from nnx_parallel.train.gradients import Gradients, is_scattered
+from nnx_parallel.train.options import Gradients, is_scattered
 from nnx_parallel.train.remat import Remat, has_layers, with_remat
 
 Split = frozenset[str]
