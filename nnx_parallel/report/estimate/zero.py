@@ -58,6 +58,6 @@ def with_offload(work: Workload) -> Workload:
 def _spread(leaf: Leaf, axes: tuple[str, ...], sizes: Sizes) -> Part:
   if not leaf.spreads:
     return leaf.part
-  spec, _ = optimizer_layout.spread(leaf.spec, leaf.shape, axes, sizes)
+  spec, _ = optimizer_layout.add_zero_axes(leaf.spec, leaf.shape, axes, sizes)
   split = {axis for entry in spec for axis in axes_of(entry)}
   return Part(leaf.part.bytes, frozenset(split))
