@@ -85,13 +85,13 @@ def possible_faults(
   matrices = [leaf for leaf in leaves if len(leaf.shape) > 1]
   larger = [axis for axis in batch if sizes[axis] > 1]
   for axis in larger[1:]:
-    alike = {other for other in others if sizes[other] == sizes[axis]}
-    if names := [leaf.name for leaf in matrices if _crossed(leaf, axis, alike)]:
+    equal = {other for other in others if sizes[other] == sizes[axis]}
+    if names := [leaf.name for leaf in matrices if _crossed(leaf, axis, equal)]:
       found.append((EXAMPLES, few(names)))
   for axis in larger[:1]:
-    alike = {other for other in others if sizes[other] == sizes[axis]}
-    names = [leaf.name for leaf in matrices if _crossed(leaf, axis, alike)]
-    if names and len(alike & {axis for leaf in matrices for axis in _axes(leaf)}) > 1:
+    equal = {other for other in others if sizes[other] == sizes[axis]}
+    names = [leaf.name for leaf in matrices if _crossed(leaf, axis, equal)]
+    if names and len(equal & {axis for leaf in matrices for axis in _axes(leaf)}) > 1:
       found.append((CROSSED, few(names)))
   return found
 

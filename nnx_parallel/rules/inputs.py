@@ -1,4 +1,4 @@
-"""Input layouts other than "dim 0 over the batch axes": by rank, or over the whole mesh."""
+"""Input layouts other than "dim 0 over the batch axes": by rank, or over all axes of the mesh."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from nnx_parallel.errors import ShardingError
 
 
 class InputRules:
-  """The layout of inputs by their rank, or over the whole mesh. Scalars are always replicated.
+  """The layout of inputs by their rank, or over all axes of the mesh. Scalars are always replicated.
 
   Args:
     **maps: `map_1d=...`, `map_2d=...`: for each dim a logical name, a mesh axis, several, or None.

@@ -3,7 +3,7 @@
 Three small kinds of rule, composed in a `RuleSet`:
 
 * `LogicalRules`: logical name -> mesh axes, with candidates in order of preference;
-* `PathRules`: a pattern on the path -> names, for models that nobody annotated;
+* `PathRules`: a pattern on the path -> names, for models without annotations;
 * a fallback for parameters without names: `fsdp()`, `replicate()` or `require_names()`.
 """
 
@@ -29,7 +29,7 @@ class RuleSet:
 
   Attributes:
     logical: logical name -> mesh axes.
-    paths: names for parameters that nobody annotated, by path.
+    paths: names for parameters without annotations, by path.
     fallback: what happens to parameters without names.
     inputs: how inputs are split, where the `batch` rule on dim 0 is not enough.
   """
