@@ -117,6 +117,16 @@ class Computation:
     """The instruction whose value the computation returns."""
     return next((i for i in self.instructions if i.root), self.instructions[-1])
 
+  @functools.cached_property
+  def last_read(self) -> Mapping[str, list[str]]:
+    """Instruction -> the values that it is the last to read; without the root's."""
+    last = {name: at.name for at in self.instructions for name in at.operands}
+    last.pop(self.root.name, None)
+    found: dict[str, list[str]] = {}
+    for name, reader in last.items():
+      found.setdefault(reader, []).append(name)
+    return found
+
 
 @dataclasses.dataclass(frozen=True)
 class Executed:
