@@ -20,7 +20,7 @@ import numpy.typing as npt
 from einops import rearrange
 
 from nnx_parallel.report.program import hlo, thin
-from nnx_parallel.report.program.groups import pairs_of
+from nnx_parallel.report.program.groups import group_rows, pairs_of
 from nnx_parallel.report.program.shardings import Tiling, read_tiling
 
 Array = npt.NDArray[Any]
@@ -606,7 +606,7 @@ class Evaluator:
   # Devices ------------------------------------------------------------------------------------
 
   def _exchange(self, computation: hlo.Computation, at: hlo.Instruction, *inputs: Array) -> Value:
-    rows = np.array(thin.rows_of(at, self._devices))  # groups, members
+    rows = np.array(group_rows(at.rest, self._devices))  # groups, members
     combine = self._combiner(at.called[0]) if at.called else None
     if combine is None and at.opcode in ("all-reduce", "reduce-scatter"):
       return self._lose(at, at.opcode)
@@ -686,7 +686,7 @@ class Evaluator:
 
 def place_of(at: hlo.Instruction) -> tuple[str, str]:
   """By what an operation is known in several programs: its JAX name and stack frame."""
-  return at.op_name, thin.frame_number(at)
+  return at.op_name, at.frame
 
 
 def converted(x: Array, dtype: str) -> Array:
