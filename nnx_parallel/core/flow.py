@@ -16,7 +16,7 @@ from typing import Any
 
 from jax.sharding import PartitionSpec
 
-from nnx_parallel.core.axes import axes_of, without
+from nnx_parallel.core.axes import axes_by_dim, without
 
 DimAxes = tuple[str, ...]
 Axes = tuple[DimAxes, ...]
@@ -269,20 +269,16 @@ def _match_sizes(
 
 def placed(spec: Sequence[Any], before: Axes, manual: frozenset[str]) -> Axes:
   """The axes of an array on either side of a `shard_map`: by its spec, and those left to the compiler."""
-  dims = [*map(axes_of, spec), *(((),) * (len(before) - len(spec)))]
+  dims = axes_by_dim(spec, len(before))
   return tuple((*dim, *without(own, manual)) for dim, own in zip(dims, before, strict=True))
 
 
 def constraint(eqn: Any, before: Axes) -> Axes:
   """The axes that the program asks for; a dim that is left to the compiler keeps its own."""
   spec: Sequence[Any] = getattr(eqn.params["sharding"], "spec", ())
-  dims: list[DimAxes] = []
-  for entry, own in zip(spec, before, strict=False):
-    if entry is PartitionSpec.UNCONSTRAINED:
-      dims.append(own)
-    else:
-      dims.append(axes_of(entry))
-  return (*dims, *(((),) * (len(before) - len(dims))))
+  free = [n < len(spec) and spec[n] is PartitionSpec.UNCONSTRAINED for n in range(len(before))]
+  asked = axes_by_dim([() if e is PartitionSpec.UNCONSTRAINED else e for e in spec], len(before))
+  return tuple(own if left else axes for left, own, axes in zip(free, before, asked, strict=True))
 
 
 def _broadcast(params: Mapping[str, Any], rank: int) -> list[int | None]:

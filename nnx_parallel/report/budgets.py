@@ -7,12 +7,12 @@ import operator
 import re
 from collections.abc import Callable, Mapping
 
+from nnx_parallel.core.text import format_bytes
 from nnx_parallel.errors import ReportError
 from nnx_parallel.report.chips import Chip
 from nnx_parallel.report.chips import chip as chip_named
 from nnx_parallel.report.compile_report import CompileReport
 from nnx_parallel.report.program.collectives import KINDS, Collective
-from nnx_parallel.report.units import format_bytes
 
 _LIMIT = re.compile(r"\s*(<=|>=|==|<|>)\s*(.+)")
 _COMPARE: Mapping[str, Callable[[float, float], bool]] = {
