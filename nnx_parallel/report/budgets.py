@@ -107,14 +107,10 @@ def assert_fits(report: CompileReport, chip: Chip | str | None = None) -> None:
 
 def _read_key(key: str, report: CompileReport) -> tuple[str, str | None, str]:
   prefix, _, measure = key.rpartition("_")
-  if measure in ("bytes", "sent", "count"):
-    for name in (*_NAMES, "all"):
-      if prefix == name:
-        return _NAMES.get(name, name), None, measure
-    for name in (*_NAMES, "all"):
-      axis = prefix.removeprefix(f"{name}_")
-      if axis != prefix and axis in report.axes:
-        return _NAMES.get(name, name), axis, measure
+  for name in (*_NAMES, "all") if measure in ("bytes", "sent", "count") else ():
+    axis = prefix.removeprefix(f"{name}_")
+    if prefix == name or (axis != prefix and axis in report.axes):
+      return _NAMES.get(name, name), None if prefix == name else axis, measure
   raise ReportError(
     f"cannot read the budget {key!r}.",
     details=f"kinds {', '.join((*_NAMES, 'all'))}; axes {', '.join(report.axes)}",

@@ -145,10 +145,13 @@ def missing_compiler(named: Machine) -> ReportError | None:
     >>> missing_compiler(machine("cpu:8")) is None
     True
   """
-  found = {"cpu": lambda: True, "tpu": _has_tpu_compiler, "gpu": _has_gpu_compiler}[named.chip.platform]()
-  if found:
+  compiler, extra, modules = {
+    "cpu": ("", "", ["jax"]),
+    "tpu": ("TPU", "tpu-aot", ["libtpu"]),
+    "gpu": ("NVIDIA", "gpu-aot", ["jax_plugins.xla_cuda12", "jax_plugins.xla_cuda13"]),
+  }[named.chip.platform]
+  if any(_has(module) for module in modules):
     return None
-  compiler, extra = {"tpu": ("TPU", "tpu-aot"), "gpu": ("NVIDIA", "gpu-aot")}[named.chip.platform]
   return ReportError(
     f"cannot compile for {named.text!r}: the {compiler} compiler is not installed.",
     details="it needs no accelerator and no driver, only the wheels of this jax version",
@@ -156,14 +159,9 @@ def missing_compiler(named: Machine) -> ReportError | None:
   )
 
 
-def _has_tpu_compiler() -> bool:
-  return importlib.util.find_spec("libtpu") is not None
-
-
-def _has_gpu_compiler() -> bool:
-  return importlib.util.find_spec("jax_plugins") is not None and any(
-    importlib.util.find_spec(f"jax_plugins.xla_cuda{version}") for version in (12, 13)
-  )
+def _has(module: str) -> bool:
+  package = module.partition(".")[0]
+  return importlib.util.find_spec(package) is not None and importlib.util.find_spec(module) is not None
 
 
 def topology_mesh(text: str, *, explicit: bool = False, **axes: int) -> Mesh:
