@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax
@@ -88,9 +89,10 @@ def gradients(
   return {jax.tree_util.keystr(path): leaf for path, leaf in flat}, step
 
 
+@functools.cache
 def single_device(examples: int = 16) -> dict[Any, np.ndarray]:
   model = nxp.unsharded(lambda: Net(nnx.Rngs(0)))
-  grads = nnx.grad(loss_fn)(model, batch_of(examples))
+  grads = nnx.jit(nnx.grad(loss_fn))(model, batch_of(examples))
   flat = jax.tree_util.tree_leaves_with_path(nnx.to_pure_dict(grads))
   return {jax.tree_util.keystr(path): np.asarray(leaf) for path, leaf in flat}
 

@@ -98,9 +98,10 @@ def expected():
   return [float(step(model, optimizer, x)) for _ in range(3)]
 
 
-@pytest.mark.parametrize("memory", [None, "pinned_host"])
-@pytest.mark.parametrize("zero", [0, 1])
-@pytest.mark.parametrize("explicit", [False, True], ids=["auto", "explicit"])
+@pytest.mark.parametrize(
+  ("explicit", "zero", "memory"),
+  [(False, 0, None), (False, 1, "pinned_host"), (True, 0, "pinned_host"), (True, 1, None)],
+)
 def test_nnx_jit_compiles_once_and_keeps_the_layout(explicit, zero, memory):
   found = losses_of(under_nnx_jit, explicit=explicit, zero=zero, optimizer_memory=memory)
   np.testing.assert_allclose(found, expected(), rtol=1e-5)
