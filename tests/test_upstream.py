@@ -430,7 +430,7 @@ def test_a_manual_program_names_its_axes_and_specs():
 
 
 def test_a_traced_product_holds_the_precision_of_the_configuration():
-  """`report/estimate/arithmetic.py` reads there what float32 costs."""
+  """`report/program/arithmetic.py` reads there what float32 costs."""
   with jax.default_matmul_precision("highest"):
     product = equations(lambda x: x @ x, X)["dot_general"]
   assert product.params["precision"] == (jax.lax.Precision.HIGHEST,) * 2

@@ -13,6 +13,11 @@ def axes_of(entry: Any) -> tuple[str, ...]:
   return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
 
 
+def axes_by_dim(spec: Any, rank: int) -> tuple[tuple[str, ...], ...]:
+  """The mesh axes of each dim of an array; a spec may leave out the last dims."""
+  return (*map(axes_of, spec[:rank]), *((),) * (rank - len(spec)))
+
+
 def entry_of(axes: tuple[str, ...]) -> Entry:
   """The inverse of `axes_of`: one axis by itself, None for none."""
   return axes[0] if len(axes) == 1 else axes or None

@@ -16,7 +16,7 @@ from typing import Any
 
 from jax.sharding import PartitionSpec
 
-from nnx_parallel.core.axes import axes_of, without
+from nnx_parallel.core.axes import axes_by_dim, without
 
 DimAxes = tuple[str, ...]
 Axes = tuple[DimAxes, ...]
@@ -260,20 +260,16 @@ def _match_sizes(
 
 def shard_map_axes(spec: Sequence[Any], before: Axes, manual: frozenset[str]) -> Axes:
   """The axes of an array inside or outside a `shard_map`: those of its spec, then the automatic ones."""
-  dims = [*map(axes_of, spec), *(((),) * (len(before) - len(spec)))]
+  dims = axes_by_dim(spec, len(before))
   return tuple((*dim, *without(own, manual)) for dim, own in zip(dims, before, strict=True))
 
 
 def constraint(eqn: Any, before: Axes) -> Axes:
   """The axes of a sharding constraint; an unconstrained dim keeps its axes."""
   spec: Sequence[Any] = getattr(eqn.params["sharding"], "spec", ())
-  dims: list[DimAxes] = []
-  for entry, own in zip(spec, before, strict=False):
-    if entry is PartitionSpec.UNCONSTRAINED:
-      dims.append(own)
-    else:
-      dims.append(axes_of(entry))
-  return (*dims, *(((),) * (len(before) - len(dims))))
+  free = [n < len(spec) and spec[n] is PartitionSpec.UNCONSTRAINED for n in range(len(before))]
+  asked = axes_by_dim([() if e is PartitionSpec.UNCONSTRAINED else e for e in spec], len(before))
+  return tuple(own if left else axes for left, own, axes in zip(free, before, asked, strict=True))
 
 
 def sources(eqn: Any) -> list[int | None] | None:

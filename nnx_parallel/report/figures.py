@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 import numpy as np
 
 from nnx_parallel.core.figures import BLUE, PALETTE, RED, draw_grid, new_figure, open_axes, plain
+from nnx_parallel.core.text import format_bytes, format_seconds
 from nnx_parallel.errors import ReportError
 from nnx_parallel.report.estimate.roofline import compiled_time
-from nnx_parallel.report.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
   from matplotlib.figure import Figure

@@ -7,8 +7,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
-from nnx_parallel.core.text import text_table
-from nnx_parallel.report.units import format_bytes, format_count, format_seconds
+from nnx_parallel.core.text import format_bytes, format_count, format_seconds, text_table
 
 if TYPE_CHECKING:
   from nnx_parallel.report.chips import Chip

@@ -26,7 +26,7 @@ from jax.core import ShapedArray
 from jax.extend import core
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from nnx_parallel.core.axes import axes_of, entry_of, without
+from nnx_parallel.core.axes import axes_by_dim, axes_of, entry_of, without
 from nnx_parallel.core.flow import Axes, Flow, constraint, meeting, result_axes, shard_map_axes
 from nnx_parallel.core.jaxprs import (
   CALLS,
@@ -137,9 +137,7 @@ def _names(flows: Flows) -> set[str]:
 
 
 def _flow(x: Any, spec: Sequence[Any], *, data: bool) -> Flow:
-  rank = jax.numpy.ndim(x)
-  axes = (*map(axes_of, spec[:rank]), *((),) * (rank - len(spec)))
-  return Flow(axes, data, weight=not data)
+  return Flow(axes_by_dim(spec, jax.numpy.ndim(x)), data, weight=not data)
 
 
 class _Rewriting:

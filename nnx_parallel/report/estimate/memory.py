@@ -8,14 +8,13 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from nnx_parallel.core.mesh import axis_sizes
-from nnx_parallel.core.text import Shown
+from nnx_parallel.core.text import Shown, format_bytes
 from nnx_parallel.errors import ReportError
 from nnx_parallel.layout.plan import ShardingPlan, check_plan
 from nnx_parallel.report.chips import Chip
 from nnx_parallel.report.chips import chip as chip_named
 from nnx_parallel.report.estimate.propagate import Product
 from nnx_parallel.report.estimate.workload import Part, Sizes, Workload, per_device, trace_workload
-from nnx_parallel.report.units import format_bytes
 from nnx_parallel.train.options import Gradients
 from nnx_parallel.train.remat import Remat
 

@@ -5,19 +5,21 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 from flax import nnx
 from jax.extend import core
 from jax.sharding import PartitionSpec
 
-from nnx_parallel.core.axes import axes_of
+from nnx_parallel.core.axes import axes_by_dim, axes_of
 from nnx_parallel.core.flow import Flow
 from nnx_parallel.core.jaxprs import as_function, nbytes, opened, scan_counts
 from nnx_parallel.core.mesh import abstract_mesh, axis_sizes
 from nnx_parallel.errors import ReportError
+from nnx_parallel.layout import optimizer_layout
 from nnx_parallel.layout.leaf import LeafPlan
 from nnx_parallel.layout.plan import ShardingPlan
 from nnx_parallel.report.estimate.fusion import stored
@@ -182,6 +184,53 @@ class Workload:
     return leaf.on_host or (self.offload and leaf.spreads and bool(leaf.shape))
 
 
+def with_zero(work: Workload, sizes: Sizes, stage: int) -> Workload:
+  """The same step with the optimizer's state split over the batch axes too, as `plan(..., zero=stage)` does.
+
+  Stage 3, which splits the parameters too, is an axis of the rules (`fsdp`), not a stage here.
+  Source: ZeRO, arXiv:1910.02054.
+
+  Args:
+    work: a step of stage 0.
+    sizes: mesh axis -> size in devices; an array is split only where one of its dims divides.
+    stage: 0, 1 (state), or 2 (state and gradients).
+
+  Returns:
+    The workload for these sizes; `work` itself where the stage splits nothing further.
+  """
+  optimizer = tuple(_spread(leaf, work.batch_axes, sizes) for leaf in work.optimizer_leaves)
+  if not stage or optimizer == tuple(leaf.part for leaf in work.optimizer_leaves):
+    return work
+  return dataclasses.replace(
+    work,
+    stage=stage,
+    optimizer=optimizer,
+    scattered=stage == 2,
+    narrowed=() if stage == 2 else work.narrowed,
+    trained=tuple(
+      dataclasses.replace(t, further=_spread(t.leaf, work.batch_axes, sizes).split - t.leaf.part.split)
+      for t in work.trained
+    ),
+  )
+
+
+def with_offload(work: Workload) -> Workload:
+  """The same step with the state of parameters in the host's memory, as `plan(optimizer_memory=...)` does.
+
+  It comes after `with_zero`: what a stage splits further is also less to fetch. `work` itself is returned
+  where there is no such state.
+  """
+  moved = dataclasses.replace(work, offload=True)
+  return moved if len(moved.host_state()) > len(work.host_state()) else work
+
+
+def _spread(leaf: Leaf, axes: tuple[str, ...], sizes: Sizes) -> Part:
+  if not leaf.spreads:
+    return leaf.part
+  spec, _ = optimizer_layout.add_zero_axes(leaf.spec, leaf.shape, axes, sizes)
+  return Part(leaf.part.bytes, frozenset(axis for entry in spec for axis in axes_of(entry)))
+
+
 def per_device(parts: Iterable[Part], sizes: Sizes) -> float:
   """Sum of bytes on each device."""
   return sum(part.per_device(sizes) for part in parts)
@@ -291,9 +340,11 @@ class _Traces:
     trained_flat, rest_flat = list(nnx.to_flat_state(trained)), list(nnx.to_flat_state(rest))
     self.trained_paths = [path for path, _ in trained_flat]
     self.inputs, structure = jax.tree.flatten(batch)
-    self.batch_flows = [Flow(_dims(plan.batch_spec(len(x.shape)), len(x.shape)), True) for x in self.inputs]
+    self.batch_flows = [
+      Flow(axes_by_dim(plan.batch_spec(len(x.shape)), len(x.shape)), True) for x in self.inputs
+    ]
     leaves = self.leaves = [rows[path] for path, _ in (*trained_flat, *rest_flat)]
-    self.flows = [Flow(_dims(x.spec, len(x.shape)), False, True, n) for n, x in enumerate(leaves)]
+    self.flows = [Flow(axes_by_dim(x.spec, len(x.shape)), False, True, n) for n, x in enumerate(leaves)]
     self.flows += self.batch_flows
     self._arrays = [
       [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in leaves[: len(trained_flat)]],
@@ -336,8 +387,7 @@ class _Traces:
     return jax.make_jaxpr(kept)(*self._arrays)
 
 
-@dataclasses.dataclass(frozen=True)
-class _Residuals:
+class _Residuals(NamedTuple):
   scanned: tuple[Part, ...]
   outside: tuple[Part, ...]
   weights: tuple[Part, ...]
@@ -402,8 +452,7 @@ def _live(traced: Any) -> frozenset[int]:
   return frozenset(live)
 
 
-@dataclasses.dataclass(frozen=True)
-class _Scanned:
+class _Scanned(NamedTuple):
   """Parameters that a scan reads.
 
   Attributes:
@@ -418,13 +467,9 @@ class _Scanned:
 
 
 def _scanned(traced: Any, flows: Sequence[Flow], read: Sequence[int], *, trained: int) -> list[_Scanned]:
-  """One for each scan of the outermost level; the first `trained` inputs get gradients.
+  """One for each scan of the outermost level; `read` are bytes per element in which parameters are used.
 
-  Args:
-    traced: the loss.
-    flows: of its inputs.
-    read: bytes per element in which each parameter is used.
-    trained: number of trained parameters.
+  The first `trained` inputs get gradients.
   """
   body = opened(traced)
   flow = dict(zip(body.invars, flows, strict=True))
@@ -457,19 +502,18 @@ def _scanned(traced: Any, flows: Sequence[Flow], read: Sequence[int], *, trained
 
 
 def _part(leaf: LeafPlan) -> Part:
-  return Part(leaf.bytes, frozenset(axis for dim in _dims(leaf.spec, len(leaf.shape)) for axis in dim))
+  return Part(leaf.bytes, frozenset(axis for entry in leaf.spec for axis in axes_of(entry)))
 
 
 def _alike(rows: Iterable[tuple[LeafPlan, bool]]) -> tuple[Leaf, ...]:
-  """One entry for each shape, layout, place and answer."""
-  sums: dict[tuple[Any, ...], Part] = {}
+  """One entry for leaves of one shape, layout and place, that a stage may split or not."""
+  sums = Counter[tuple[Any, ...]]()
   for leaf, spreads in rows:
     masters = leaf.root == "optimizer" and "masters" in leaf.path
-    key = (leaf.shape, leaf.spec, spreads, masters, leaf.on_host)
-    part = _part(leaf)
-    so_far = sums[key].bytes if key in sums else 0
-    sums[key] = Part(so_far + part.bytes, part.split)
-  return tuple(Leaf(key[0], key[1], part, *key[2:]) for key, part in sums.items())
+    sums[leaf.shape, leaf.spec, _part(leaf).split, spreads, masters, leaf.on_host] += leaf.bytes
+  return tuple(
+    Leaf(shape, spec, Part(size, split), *rest) for (shape, spec, split, *rest), size in sums.items()
+  )
 
 
 def _resized(leaf: LeafPlan, itemsize: int) -> int:
@@ -478,33 +522,28 @@ def _resized(leaf: LeafPlan, itemsize: int) -> int:
 
 
 def _trained(rows: Iterable[tuple[LeafPlan, LeafPlan | None, int]]) -> tuple[Trained, ...]:
-  """One entry for parameters of one shape, layout and type, used in one type.
+  """One entry for parameters of one shape and layout.
 
   Args:
     rows: parameter, its optimizer state of its own shape, and bytes per element in which it is used.
   """
-  sums: dict[tuple[Any, ...], tuple[int, int, int]] = {}
+  groups: dict[tuple[Any, ...], list[tuple[LeafPlan, int]]] = {}
   for leaf, state, size in rows:
-    part = _part(leaf)
-    further = _part(state).split - part.split if state else frozenset[str]()
-    key = (leaf.shape, leaf.spec, part.split, state is not None, further)
-    stored, read, summed = sums.get(key, (0, 0, 0))
-    sums[key] = (
-      stored + part.bytes, read + _resized(leaf, size), summed + _resized(leaf, max(4, leaf.dtype.itemsize))
-    )  # fmt: skip
+    further = _part(state).split - _part(leaf).split if state else frozenset[str]()
+    groups.setdefault((leaf.shape, leaf.spec, state is not None, further), []).append((leaf, size))
   return tuple(
-    Trained(Leaf(shape, spec, Part(stored, split), spreads), read, summed, further)
-    for (shape, spec, split, spreads, further), (stored, read, summed) in sums.items()
+    Trained(
+      Leaf(shape, spec, Part(sum(leaf.bytes for leaf, _ in group), _part(group[0][0]).split), spreads),
+      read=sum(_resized(leaf, size) for leaf, size in group),
+      summed=sum(_resized(leaf, max(4, leaf.dtype.itemsize)) for leaf, _ in group),
+      further=further,
+    )
+    for (shape, spec, spreads, further), group in groups.items()
   )
 
 
 def _merge(parts: Iterable[Part]) -> tuple[Part, ...]:
-  sums: dict[Split, int] = {}
+  sums = Counter[Split]()
   for part in parts:
-    sums[part.split] = sums.get(part.split, 0) + part.bytes
+    sums[part.split] += part.bytes
   return tuple(Part(size, split) for split, size in sums.items())
-
-
-def _dims(spec: Any, rank: int) -> tuple[tuple[str, ...], ...]:
-  dims = [axes_of(entry) for entry in spec]
-  return (*dims, *(((),) * (rank - len(dims))))

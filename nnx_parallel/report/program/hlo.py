@@ -82,10 +82,16 @@ class Instruction:
     """The JAX name stack, e.g. `jit(step)/jvp()/while/body/dot_general`."""
     return op_name(self.rest)
 
+  @property
+  def frame(self) -> str:
+    """The number of its stack frame, or an empty string."""
+    found = _FRAME.search(self.rest)
+    return found[1] if found else ""
+
   def attribute(self, name: str) -> str:
     """The text of `name=...` up to the next top-level comma, or an empty string."""
     at = re.search(rf"(?:^|[ ,]){re.escape(name)}=", self.rest)
-    return _until_comma(self.rest, at.end()) if at else ""
+    return next(pieces(self.rest[at.end() :])) if at else ""
 
   def numbers(self, name: str) -> list[int]:
     """The numbers of `name={...}`; empty where it is not there."""
@@ -116,6 +122,16 @@ class Computation:
   def root(self) -> Instruction:
     """The instruction whose value the computation returns."""
     return next((i for i in self.instructions if i.root), self.instructions[-1])
+
+  @functools.cached_property
+  def last_read(self) -> Mapping[str, list[str]]:
+    """Instruction -> the values that it is the last to read; without the root's."""
+    last = {name: at.name for at in self.instructions for name in at.operands}
+    last.pop(self.root.name, None)
+    found: dict[str, list[str]] = {}
+    for name, reader in last.items():
+      found.setdefault(reader, []).append(name)
+    return found
 
 
 @dataclasses.dataclass(frozen=True)
@@ -343,21 +359,18 @@ def _closing(text: str, opening: int) -> int:
 
 def after(text: str, marker: str) -> str:
   """What follows `marker` up to the next comma outside brackets, or an empty string."""
-  at = text.find(marker)
-  return _until_comma(text, at + len(marker)) if at >= 0 else ""
+  return next(pieces(text.partition(marker)[2]))
 
 
-def _until_comma(text: str, start: int) -> str:
-  depth = 0
-  for at in range(start, len(text)):
-    char = text[at]
-    if char in "([{":
-      depth += 1
-    elif char in ")]}":
-      depth -= 1
-    elif char == "," and depth == 0:
-      return text[start:at]
-  return text[start:]
+def pieces(text: str) -> Iterator[str]:
+  """The pieces of a text between its commas outside brackets."""
+  depth = start = 0
+  for at, char in enumerate(text):
+    depth += (char in "([{") - (char in ")]}")
+    if char == "," and depth == 0:
+      yield text[start:at]
+      start = at + 1
+  yield text[start:]
 
 
 def _read_frames(text: str) -> dict[int, str]:

@@ -13,10 +13,12 @@ import re
 import numpy as np
 import numpy.typing as npt
 
-from nnx_parallel.report.program.groups import MESH, MESH_ITEM, mesh_of
+from nnx_parallel.report.program import hlo
+from nnx_parallel.report.program.groups import MESH, blocks_over, iota_ids, mesh_of
 
 _TILES = re.compile(r"devices=\[([\d,]+)\](?:<=\[([\d,]+)\](?:T\(([\d,]+)\))?|([\d,]+))")
 _LAST = re.compile(r"last_tile_dims=\{([^}]*)\}")
+_COMMENT = re.compile(r"/\*.*?\*/")
 _DIM = re.compile(r"\{([^{}]*)\}")
 Numbers = npt.NDArray[np.int64]
 
@@ -75,15 +77,7 @@ def split_layouts(text: str) -> tuple[str, ...]:
   inner = inner[1:-1] if inner.startswith("{") else inner
   if not inner.lstrip().startswith("{"):
     return (text,)
-  found, depth, start = list[str](), 0, 0
-  for at, char in enumerate(inner):
-    if char == "{":
-      start, depth = (at if depth == 0 else start), depth + 1
-    elif char == "}":
-      depth -= 1
-      if depth == 0:
-        found.append(inner[start : at + 1])
-  return tuple(found)
+  return tuple(part.strip() for part in hlo.pieces(_COMMENT.sub("", inner)))
 
 
 def _whole(devices: int) -> Tiling:
@@ -95,31 +89,17 @@ def _of_mesh(text: str, mesh: re.Match[str], devices: int) -> Tiling | None:
   listed = re.match(r",? *\[(.*?)\](?:,|\}|$)", text[mesh.end() :])
   if not listed or math.prod(sizes.values()) != devices:
     return None
-  coords = np.indices(tuple(sizes.values())).reshape(len(sizes), -1)
-  place = dict(zip(sizes, coords, strict=True))
-  parts, blocks = list[int](), list[Numbers]()
-  for dim in _DIM.findall(listed[1]):
-    count, block = 1, np.zeros(devices, np.int64)
-    for name, before, part in MESH_ITEM.findall(dim):
-      size = int(part) if part else sizes[name]
-      after = sizes[name] // (int(before or 1) * size)
-      count, block = count * size, block * size + (place[name] // after) % size
-    at = np.empty(devices, np.int64)
-    at[numbers] = block
-    parts.append(count)
-    blocks.append(at)
+  found = [blocks_over(dim, sizes) for dim in _DIM.findall(listed[1])]
+  blocks = np.zeros((devices, len(found)), np.int64)
+  for dim, (_, block, _) in enumerate(found):
+    blocks[numbers, dim] = block
   rest = text[mesh.end() + listed.end() :]
-  return Tiling(tuple(parts), np.stack(blocks, 1) if blocks else _whole(devices).blocks, "manual" in rest)
+  return Tiling(tuple(count for count, _, _ in found), blocks, "manual" in rest)
 
 
 def _of_tiles(text: str, tiles: re.Match[str], devices: int) -> Tiling | None:
   dims = [int(n) for n in tiles[1].split(",")]
-  if tiles[2]:
-    sizes = [int(n) for n in tiles[2].split(",")]
-    order = [int(n) for n in tiles[3].split(",")] if tiles[3] else list(range(len(sizes)))
-    numbers = np.arange(math.prod(sizes)).reshape(sizes).transpose(order).ravel()
-  else:
-    numbers = np.array([int(n) for n in tiles[4].split(",") if n])
+  numbers = iota_ids(tiles[2], tiles[3]) if tiles[2] else np.array([int(n) for n in tiles[4].split(",")])
   if len(numbers) != devices:
     return None
   named = _LAST.search(text)

@@ -18,17 +18,17 @@ import jax
 import optax
 from flax import nnx
 
+from nnx_parallel.core.text import format_bytes
 from nnx_parallel.errors import ReportError
 from nnx_parallel.report.compile_report import CompileReport
 from nnx_parallel.report.estimate.memory import ERROR_BAND, memory_categories
 from nnx_parallel.report.estimate.roofline import StepTime, step_time
-from nnx_parallel.report.estimate.zero import with_offload, with_zero
+from nnx_parallel.report.estimate.workload import with_offload, with_zero
 from nnx_parallel.report.search.compile import Task
 from nnx_parallel.report.search.compile import compile_best as compile_first
 from nnx_parallel.report.search.space import Sizes, Space, factorisations, searched_axes, spaces
 from nnx_parallel.report.tables import not_counted, results_text
 from nnx_parallel.report.topology import Machine, machine
-from nnx_parallel.report.units import format_bytes
 from nnx_parallel.rules.ruleset import Rules
 from nnx_parallel.train.remat import MARK_LAYERS, Remat
 

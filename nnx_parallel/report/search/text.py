@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
+from nnx_parallel.core.text import format_bytes, format_seconds
 from nnx_parallel.report.estimate.memory import BAND_TEXT, CASES
 from nnx_parallel.report.tables import render, results_text, usable_note
-from nnx_parallel.report.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
   from nnx_parallel.report.search.search import Candidate, SearchResult
