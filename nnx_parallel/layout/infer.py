@@ -26,10 +26,9 @@ from nnx_parallel.core.mesh import AnyMesh, abstract_mesh, axis_sizes, is_explic
 from nnx_parallel.core.nodes import Names, Path, array_leaves, path_str, value_of, variables
 from nnx_parallel.errors import ShardingError
 from nnx_parallel.layout import dims
-from nnx_parallel.layout.abstract import trace_module
 from nnx_parallel.layout.batch import AXES
 from nnx_parallel.layout.constrain import Scope, scoped
-from nnx_parallel.layout.tracing import without_mesh
+from nnx_parallel.layout.tracing import trace_module, without_mesh
 from nnx_parallel.rules.fallback import Fallback, fsdp, replicate
 from nnx_parallel.rules.logical import LogicalRules
 from nnx_parallel.rules.paths import PathRules
