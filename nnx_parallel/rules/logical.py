@@ -13,6 +13,7 @@ from nnx_parallel.errors import ShardingError
 Candidate = tuple[str, ...]
 """Mesh axes that split one dim together, major to minor; `()` does not split the dim."""
 Uneven = Literal["error", "next", "pad", "replicate"]
+Unknown = Literal["error", "replicate"]
 UNEVEN: tuple[Uneven, ...] = ("error", "next", "pad", "replicate")
 
 
@@ -47,7 +48,7 @@ class LogicalRules(Mapping[str, tuple[Candidate, ...]]):
     names: Mapping[str, Any] | None = None,
     /,
     *,
-    unknown: Literal["error", "replicate"] = "error",
+    unknown: Unknown = "error",
     uneven: Mapping[str, Uneven] | None = None,
     **rules: Any,
   ):
@@ -58,7 +59,7 @@ class LogicalRules(Mapping[str, tuple[Candidate, ...]]):
       raise ShardingError(
         f"unknown={unknown!r} is not a policy for names without a rule.", fix='use "error" or "replicate".'
       )
-    self.unknown: Literal["error", "replicate"] = unknown
+    self.unknown: Unknown = unknown
     self.uneven: dict[str, Uneven] = dict(uneven or {})
     self._table = {k: _candidates(k, v) for k, v in {**(names or {}), **rules}.items()}
     for name, policy in self.uneven.items():
@@ -123,7 +124,7 @@ class LogicalRules(Mapping[str, tuple[Candidate, ...]]):
     names: Mapping[str, Any] | None = None,
     /,
     *,
-    unknown: Literal["error", "replicate"] | None = None,
+    unknown: Unknown | None = None,
     uneven: Mapping[str, Uneven] | None = None,
     **rules: Any,
   ) -> LogicalRules:
