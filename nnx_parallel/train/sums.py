@@ -1,4 +1,4 @@
-"""Sums of metrics over steps or batches, kept on the devices until somebody reads them."""
+"""Sums of metrics over steps or batches, kept on the devices until they are read."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class MetricSums:
   """Exact means of metrics over many steps, without waiting for any of them.
 
   A `(sum, count)` pair is added as it is, so that what a step saw more of weighs more: steps made with
-  `train_step(..., pairs=True)` return pairs. A plain number is a mean, and weighs what `add` is told.
+  `train_step(..., pairs=True)` return pairs. A plain number is a mean, with the weight that `add` is given.
 
   Example:
     >>> import jax.numpy as jnp, nnx_parallel as nxp
