@@ -154,8 +154,7 @@ class Binding:
       raise deleted(gone, len(values))
 
   def _settle(self, mesh: Any, planned: Mapping[Path, NamedSharding]) -> None:
-    # Without this, XLA chooses a layout for arrays that are on no mesh. The second step starts from that layout,
-    # and is compiled again.
+    # Else XLA chooses a layout for arrays that are on no mesh, and the second step is compiled again for it.
     for i, (path, leaf) in enumerate(zip(self.template.paths, self.template.leaves, strict=True)):
       value, own = value_of(leaf), self.shardings[i]
       where = _where(value, mesh, planned.get(path), own)

@@ -245,9 +245,7 @@ def test_a_value_on_one_device_is_an_error_with_its_path():
   step, batch = nxp.train_step(loss_fn), data(plan)
   step(model, optimizer, batch)
   model.up.kernel.set_value(jax.device_put(np.zeros((8, 16), np.float32), jax.devices()[3]))
-  with pytest.raises(
-    nxp.errors.TrainError, match=r"model.up.kernel is on 1 device\(s\), and the model on 8"
-  ):
+  with pytest.raises(nxp.errors.TrainError, match=r"model.up.kernel is on 1 device\(s\), and the model on 8"):
     step(model, optimizer, batch)
 
 

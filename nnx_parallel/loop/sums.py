@@ -10,8 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from nnx_parallel.errors import TrainError
+from nnx_parallel.loop.metrics import Record
 from nnx_parallel.train.losses import examples_in, wide
-from nnx_parallel.train.metrics import Record
 
 
 class MetricSums:

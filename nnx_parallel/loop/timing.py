@@ -8,7 +8,7 @@ import math
 import time
 from collections.abc import Generator, Mapping
 
-from nnx_parallel.train.metrics import Record
+from nnx_parallel.loop.metrics import Record
 
 
 class StepClock:
