@@ -38,7 +38,7 @@ with epy.lazy_api_imports(globals()):
   from nnx_parallel.report.search.search import SearchResult, search
   from nnx_parallel.report.topology import topology_mesh
   from nnx_parallel.rules import presets
-  from nnx_parallel.rules.fallback import error, fsdp, replicate
+  from nnx_parallel.rules.fallback import fsdp, replicate, require_names
   from nnx_parallel.rules.inputs import InputRules
   from nnx_parallel.rules.logical import LogicalRules
   from nnx_parallel.rules.paths import PathRules
@@ -97,7 +97,6 @@ __all__ = [
   "create_sharded_model",
   "describe_mesh",
   "ema_of",
-  "error",
   "errors",
   "eval_step",
   "evaluate",
@@ -115,6 +114,7 @@ __all__ = [
   "presets",
   "read_metrics",
   "replicate",
+  "require_names",
   "reshard",
   "resolve_spec",
   "search",
