@@ -138,7 +138,7 @@ def head(report: CompileReport) -> list[str]:
 
 
 def results_text(results: Comparison) -> str:
-  """How many results are right as a compiler splits a step, in a few words."""
+  """How many results of a partitioned step are right, wrong and unknown."""
   right, faults, unknown = results.right, results.faults, results.unknown
   count = len(right) + len(faults) + len(unknown)
   if not count:
@@ -151,7 +151,7 @@ def results_text(results: Comparison) -> str:
 
 
 def results_note(report: CompileReport) -> str:
-  """One sentence: how many results are right as the compiler splits the step; empty if none was compared."""
+  """One sentence: how many results of the partitioned step are right; empty if none was compared."""
   results = report.results
   if not (results.right or results.faults or results.unknown):
     return ""

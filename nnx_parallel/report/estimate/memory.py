@@ -105,7 +105,7 @@ def memory_plan(
     batch: a pytree of arrays or `ShapeDtypeStruct`s of the global batch.
     microbatches: parts that the batch is run in.
     remat: what layers keep; see `with_remat`.
-    gradients: as in `train_step`: by default as the plan says.
+    gradients: as in `train_step`; by default those of the plan's ZeRO stage.
     chip: to compare with.
 
   Returns:
@@ -150,13 +150,8 @@ def memory_categories(work: Workload, sizes: Sizes, microbatches: int = 1) -> di
   Three moments compete for the peak. At the end of the forward pass, everything kept is alive with the
   largest activation (the logits), and the last weights are gathered for both passes. While a layer is
   differentiated, the kept inputs of all layers are alive with what that layer recomputes, its gathered
-  weights, and the gradients so far. At the update, no activation is left, and state in the host's memory
-  passes through.
-
-  Args:
-    work: what the step is made of.
-    sizes: mesh axis -> size in devices.
-    microbatches: parts that the batch is run in; with several, their sum is kept beside the gradients.
+  weights, and the gradients so far. At the update, no activation is left, and state in host memory passes
+  through the device. With several microbatches, their sum is kept beside the gradients.
   """
   wide = per_device(work.gradients, sizes)
   accumulators = per_device(work.sums, sizes) if microbatches > 1 else 0.0

@@ -1,7 +1,7 @@
 """Follows mesh axes through the trace of a loss, without a compiler and without axis sizes.
 
-The trace gives shapes; parameters and batch bring their axes; `core.flow` says how each operation hands
-them on. Sizes enter only when the result is evaluated, so one trace serves every factorisation of a mesh.
+The trace gives shapes; parameters and batch have axes; `core.flow` has the rule of each operation. Axis sizes
+are used only when the result is evaluated, so one trace is enough for every factorisation of a mesh.
 
 Counted are matrix products, convolutions, and kernels (Pallas) that state their cost. All branches of a
 conditional count. A loop whose length is not known counts once; what else computes, and what a program sends
@@ -23,7 +23,7 @@ from nnx_parallel.core.jaxprs import CHECKPOINTS, called, nbytes, opened, scan_c
 from nnx_parallel.report.estimate.fusion import is_fused
 from nnx_parallel.report.program.arithmetic import ENDLESS, traced_arithmetic
 
-# Operations that hand on the values of their first operand, in another type, shape or order at most.
+# Operations whose result has the values of their first operand, in another type, shape or order at most.
 _MOVES = frozenset((
   "broadcast_in_dim", "convert_element_type", "copy", "copy_p", "dynamic_slice", "name", "reduce_precision",
   "reshape", "rev", "slice", "split", "squeeze", "stop_gradient", "transpose",
@@ -35,7 +35,7 @@ _LIGHT = frozenset((
   "random_unwrap", "random_wrap", "reshard", "threefry2x32",
 ))  # fmt: skip
 _HEAVY = frozenset(("custom_linear_solve", "fft", "linear_solve"))
-# Written by the program itself, under `shard_map`: what they send is not counted.
+# Collectives that the user writes under `shard_map`: what they send is not counted.
 _COLLECTIVES = frozenset((
   "all_gather", "all_to_all", "pmax", "pmin", "ppermute", "psum", "psum_scatter", "ragged_all_to_all",
   "reduce_scatter",
@@ -63,7 +63,7 @@ class Product:
     weighs: whether the other operand is made of parameters only.
     other_bytes: of the other operand.
     other_split: axes that divide the other operand where it comes from.
-    shared: axes of dims that both operands have and the result keeps: one expert for each index, say.
+    shared: axes of dims that both operands have and the result keeps, for example that of experts.
     tokens: axes of the data operand's free dims: the gradient of a parameter is summed over them.
   """
 
@@ -106,7 +106,7 @@ class Move:
 class Kept:
   """A rematerialised part of the trace: its jaxpr, the axes of its inputs and how often it runs.
 
-  `saves(primitive, **params)` says whether a result is kept instead of computed again; None: nothing is.
+  `saves(primitive, **params)` is true for a result that is not computed again; None: nothing is kept.
   """
 
   jaxpr: Any
@@ -151,17 +151,7 @@ class Propagation:
   def run(
     self, jaxpr: Any, inputs: Sequence[Flow], times: int = 1, *, live: frozenset[int] | None = None
   ) -> list[Flow]:
-    """Propagates through a jaxpr.
-
-    Args:
-      jaxpr: a `Jaxpr` or `ClosedJaxpr`.
-      inputs: one flow for each input.
-      times: how often it runs.
-      live: positions of the operations to follow; all of them when None.
-
-    Returns:
-      One flow for each output.
-    """
+    """Propagates through a jaxpr that runs `times` times; `live` are positions of operations to follow."""
     body = opened(jaxpr)
     flows: dict[Any, Flow] = dict(zip(body.invars, inputs, strict=True))
 
@@ -225,7 +215,7 @@ class Propagation:
     self.uncounted[what] = self.uncounted.get(what, 0) + times
 
   def _kernel(self, eqn: Any, inputs: Sequence[Flow], flows: Sequence[Flow], times: int) -> None:
-    """An operation that cannot be looked into: counted by its own estimate, or listed."""
+    """An operation without a jaxpr: counted by its own cost estimate, or listed as uncounted."""
     estimate = eqn.params.get("cost_estimate")
     if not getattr(estimate, "flops", 0):
       self._miss(eqn.primitive.name, times)
@@ -340,7 +330,7 @@ class Propagation:
     return out
 
   def _constrain(self, eqn: Any, flow: Flow, times: int) -> Flow:
-    """A layout that the program asks for; an axis that changes its dim is exchanged."""
+    """A sharding constraint; an axis that moves to another dim is an all-to-all."""
     aval = eqn.outvars[0].aval
     axes = constraint(eqn, flow.axes)
     if flow.data:
@@ -356,7 +346,7 @@ class Propagation:
 
 
 def _is_heavy(name: str) -> bool:
-  """Whether an operation may compute much: all that `jax.lax` does not have, products aside, unless known."""
+  """Whether an operation may compute much: all that are not in `jax.lax`, except products and `_LIGHT`."""
   if name.removesuffix("_invariant") in _COLLECTIVES:
     return True
   return name in _HEAVY or not (name in _LIGHT or hasattr(jax.lax, f"{name}_p"))

@@ -1,4 +1,4 @@
-"""What one step is made of, as bytes and FLOPs over mesh axes whose sizes are not chosen yet."""
+"""The bytes and FLOPs of one step, over mesh axes whose sizes are not chosen yet."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Part:
 
 @dataclasses.dataclass(frozen=True)
 class Leaf:
-  """Arrays of the state that are alike, with what decides how a ZeRO stage splits them.
+  """Arrays of the state of one shape and layout, with what decides how a ZeRO stage splits them.
 
   Attributes:
     shape: global shape of one of them, in elements.
@@ -67,7 +67,7 @@ class Leaf:
 
 @dataclasses.dataclass(frozen=True)
 class Trained:
-  """Trained parameters that are alike, and their gradients.
+  """Trained parameters of one shape and layout, and their gradients.
 
   Attributes:
     leaf: the parameters.
@@ -116,7 +116,7 @@ class Workload:
     optimizer_leaves: the optimizer's state, leaf by leaf, at stage 0.
     stage: ZeRO stage; see `with_zero`.
     scattered: whether gradients are held split as their update is.
-    offload: whether the state of parameters lies in the host's memory whatever the plan says.
+    offload: whether the state of parameters is in host memory, also where the plan keeps it on the device.
   """
 
   parameters: tuple[Part, ...]
@@ -187,16 +187,9 @@ class Workload:
 def with_zero(work: Workload, sizes: Sizes, stage: int) -> Workload:
   """The same step with the optimizer's state split over the batch axes too, as `plan(..., zero=stage)` does.
 
-  Stage 3, which splits the parameters too, is an axis of the rules (`fsdp`), not a stage here.
+  An array is split only where one of its dims divides; `work` itself is returned where nothing is. Stage 3,
+  which splits the parameters too, is an axis of the rules (`fsdp`), not a stage here.
   Source: ZeRO, arXiv:1910.02054.
-
-  Args:
-    work: a step of stage 0.
-    sizes: mesh axis -> size in devices; an array is split only where one of its dims divides.
-    stage: 0, 1 (state), or 2 (state and gradients).
-
-  Returns:
-    The workload for these sizes; `work` itself where the stage splits nothing further.
   """
   optimizer = tuple(_spread(leaf, work.batch_axes, sizes) for leaf in work.optimizer_leaves)
   if not stage or optimizer == tuple(leaf.part for leaf in work.optimizer_leaves):
@@ -244,15 +237,10 @@ def trace_workload(
   remat: Remat = "as written",
   gradients: Gradients | None = None,
 ) -> Workload:
-  """Traces a loss abstractly and says what its step is made of.
+  """Traces a loss abstractly and lists what its step holds, multiplies and sends.
 
-  Args:
-    plan: gives the model, the optimizer and the axes of every leaf; its axis sizes are not used.
-    loss: `loss(model, batch)` -> scalar, or (scalar, metrics). Traced with the plan's rules in scope, so that
-      `constrain` means here what it means in training.
-    batch: a pytree of arrays or `ShapeDtypeStruct`s of the global batch.
-    remat: what layers keep; see `with_remat`.
-    gradients: as in `train_step`: by default as the plan says.
+  The arguments are those of `memory_plan`; the sizes of the plan's axes are not used. The loss is traced with
+  the plan's rules in scope, so that `constrain` means here what it means in training.
 
   Raises:
     TrainError: no such remat policy, no layer for it, or gradients that cannot be scattered.
@@ -352,8 +340,8 @@ class _Traces:
       [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in self.inputs],
     ]
 
-    # A live module's Variables know their mesh, and a model may lay out activations by it. All axes have size
-    # one here, so that dims divide whatever is asked for; sizes enter when the workload is evaluated.
+    # Variables of a live module have a mesh, and a model may lay out activations by it. All axes have size
+    # one here, so that each dim divides; sizes are used when the workload is evaluated.
     mesh = abstract_mesh(dict.fromkeys(axis_sizes(plan.mesh), 1))
 
     def live(path: Any, leaf: Any, x: Any) -> Any:
@@ -394,7 +382,7 @@ class _Residuals(NamedTuple):
 
 
 def _residuals(traced: Any, flows: Sequence[Flow], batch_axes: Sequence[str]) -> _Residuals:
-  """What a traced forward pass hands to its backward pass, inputs left out."""
+  """The residuals of a traced forward pass, without its inputs."""
   body = opened(traced)
   seen = Propagation(batch_axes=batch_axes)
   seen.run(traced, flows)
@@ -524,8 +512,7 @@ def _resized(leaf: LeafPlan, itemsize: int) -> int:
 def _trained(rows: Iterable[tuple[LeafPlan, LeafPlan | None, int]]) -> tuple[Trained, ...]:
   """One entry for parameters of one shape and layout.
 
-  Args:
-    rows: parameter, its optimizer state of its own shape, and bytes per element in which it is used.
+  A row is a parameter, its optimizer state of its own shape, and the bytes per element of its use.
   """
   groups: dict[tuple[Any, ...], list[tuple[LeafPlan, int]]] = {}
   for leaf, state, size in rows:

@@ -101,8 +101,8 @@ class Evaluator:
     watch: called with each instruction that has run, and its value.
 
   Attributes:
-    lost: opcode or custom call -> how often it was met and not known.
-    apart: instructions that say "the same on these devices" of values that differ.
+    lost: opcode or custom call -> how often it was not known.
+    unequal: ends of a `shard_map` that call a value replicated that differs between devices.
   """
 
   def __init__(
@@ -131,17 +131,10 @@ class Evaluator:
       "collective-permute": self._permute, "custom-call": self._custom, "topk": self._topk,
     }  # fmt: skip
     self._constants: dict[tuple[str, str], Array] = {}
-    self.apart: list[hlo.Instruction] = []
+    self.unequal: list[hlo.Instruction] = []
 
   def run(self, arguments: Mapping[int, Value]) -> tuple[Value, ...]:
-    """Evaluates the entry.
-
-    Args:
-      arguments: number of each parameter -> its value.
-
-    Returns:
-      The results, one for each array.
-    """
+    """The results of the entry, one for each array, for the values of its parameters by number."""
     entry = self._program.entry
     count = 1 + max(arguments, default=-1)
     with np.errstate(all="ignore"):
@@ -288,7 +281,7 @@ class Evaluator:
 
   def _constant(self, computation: hlo.Computation, at: hlo.Instruction, *inputs: Array) -> Value:
     key = (computation.name, at.name)
-    if key not in self._constants:  # a loop asks for it in each round
+    if key not in self._constants:  # read in each pass of a loop
       value = literal(at)
       if value is None:
         return self._lose(at, "a constant that is not written out")
@@ -660,7 +653,7 @@ class Evaluator:
     return np.take_along_axis(x, order, -1), order.astype(np.int32)
 
   def _to_blocks(self, computation: hlo.Computation, at: hlo.Instruction, x: Array) -> Value:
-    """What each device holds of a whole array, where a `shard_map` begins."""
+    """The block of each device, where a `shard_map` begins."""
     # The layout is that of the operand: the call itself is marked as manual.
     tiling = read_tiling(computation.by_name[at.operands[0]].attribute("sharding"), self._devices)
     if tiling is None:
@@ -679,13 +672,13 @@ class Evaluator:
     for device, block in enumerate(self._everywhere(x)):
       cut = tuple(slice(int(a), int(a) + n) for a, n in zip(starts[device], x.shape[1:], strict=True))
       if seen[cut].all() and seen[cut].size and not np.allclose(whole[(0, *cut)], block, 1e-6, 1e-12, True):
-        self.apart.append(at)
+        self.unequal.append(at)
       whole[(0, *cut)], seen[cut] = block, True
     return whole
 
 
 def place_of(at: hlo.Instruction) -> tuple[str, str]:
-  """By what an operation is known in several programs: its JAX name and stack frame."""
+  """What identifies an operation in several programs: its JAX name and stack frame."""
   return at.op_name, at.frame
 
 
@@ -747,7 +740,7 @@ def _of_one_lead(*arrays: Array) -> list[Array]:
 
 
 def _padded(x: Array, rows: Sequence[thin.Window], fill: Any = 0) -> Array:
-  """An array with its last dims spaced and padded, or cut, as a window says."""
+  """An array with its last dims spaced and padded, or cut, by the rows of a window."""
   for d, (_, _, low, high, step, *_) in enumerate(rows, x.ndim - len(rows)):
     x = np.moveaxis(x, d, 0)
     spaced = np.full(((len(x) - 1) * step + 1, *x.shape[1:]), fill, x.dtype)

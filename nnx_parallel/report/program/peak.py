@@ -47,8 +47,7 @@ def at_peak(dump: str, program: hlo.Program, names: Mapping[str, str]) -> tuple[
     names: argument as JAX names it -> name to print.
 
   Returns:
-    Largest first, alike ones together, without the arguments and what is below a KiB; empty
-    where the compiler wrote no list.
+    Largest first, those of one shape and line together, without the arguments and arrays below a KiB.
   """
   section = _SECTION.search(dump)
   if not section:

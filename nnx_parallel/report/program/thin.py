@@ -1,8 +1,8 @@
-"""How far the dims of programs can be thinned, so that what they compute can be followed with few numbers.
+"""Chooses a few positions of each dim, so that programs on large arrays can be evaluated with few numbers.
 
 Every dim is divided by a number that divides all of its blocks, slices and offsets: one position then stands
 for a run of neighbours. Dims that meet (in a sum of two arrays, in a product, as argument and parameter of a
-loop) are thinned alike, in all programs that are compared: they must keep the same positions. Dims of a
+loop) are one class in all programs that are compared, because they must keep the same positions. Dims of a
 window, a sort or a group of channels are not thinned. Of dims that a reshape merges, one is thinned; where
 others are inside of it (the microbatches of a batch), the merged dim keeps a run of positions, its grain,
 for each position of the thinned one.
@@ -42,7 +42,7 @@ _LINKED = ELEMENTWISE | {
 }  # fmt: skip
 _FREE = frozenset({"constant", "iota", "partition-id", "replica-id", "after-all", "rng-bit-generator"})
 _COLLECTIVES = frozenset({"all-reduce", "collective-permute", "all-gather", "reduce-scatter", "all-to-all"})
-# As operations on each position, where dims are thinned: dims at one place are alike.
+# Operations that unite the dims at one place of all operands with those of the result.
 _PLACEWISE = ELEMENTWISE | {"concatenate", "dynamic-update-slice", "reverse"}
 
 Window = tuple[int, int, int, int, int, int, bool]
@@ -156,7 +156,7 @@ class Thinning:
     return self._forest.new()
 
   def _unite(self, one: int, other: int, ratio: int = 1) -> None:
-    """Thins two dims alike; `ratio` elements of the first lie in one of the second."""
+    """Puts two dims in one class; one element of the second is `ratio` elements of the first."""
     forest = self._forest
     united = forest.unite(one, other, ratio)
     if united is not None:
@@ -209,10 +209,10 @@ class Thinning:
         first.setdefault(key, dims)
 
   def _link(self) -> None:
-    """Operations of two programs that have one JAX name and line, and shapes of a whole and of its block.
+    """Unites operations of two programs with one JAX name and line, and shapes of an array and of its block.
 
-    What no argument or result meets would else be thinned in one program and not in the other. Several
-    operations can have one name: the forward and backward products of a line, say.
+    Dims that are in no argument or result would otherwise be thinned in one program only. Several
+    operations can have one name, for example the forward and backward products of a line.
     """
     first: dict[tuple[object, ...], list[tuple[hlo.Instruction, list[int], list[int]]]] = {}
     for number, program in enumerate(self._programs):
@@ -239,7 +239,7 @@ class Thinning:
             if likeness == closest:
               self._alike(dims, others)
 
-  # What each operation asks for ----------------------------------------------------------------
+  # The rule of each operation ----------------------------------------------------------------
 
   def _constrain(self, number: int, computation: hlo.Computation, at: hlo.Instruction) -> None:
     results = self._nodes[number, computation.name, at.name]
@@ -352,7 +352,7 @@ class Thinning:
         self._divide(other, start)
 
   def _cut_out(self, at: hlo.Instruction, place: int, result: int, source: int) -> None:
-    """Tokens but the first, say: what is cut stays whole, the result is thinned by what it meets."""
+    """An uneven slice, such as all tokens but the first: its source is not thinned, its result may be."""
     self._divide(source, 1)
     if at.shapes[0].dims[place] > 1:
       self._cut.setdefault((at.op_name, at.frame, place), []).append(result)

@@ -1,4 +1,4 @@
-"""The second half of a search: the best candidates meet compilers."""
+"""The second half of a search: the best candidates are compiled."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class Task:
-  """What is searched for: the arguments of `search` that a compilation needs."""
+  """The arguments of `search` that a compilation needs."""
 
   init: Callable[[], Any]
   loss: Callable[[Any, Any], Any]
@@ -36,11 +36,7 @@ class Task:
 
 
 def compile_candidate(task: Task, candidate: Candidate, topology: str) -> Candidate:
-  """Compiles the train step of a candidate; the verdict is about the chip of the task.
-
-  Returns:
-    The candidate with its report, and with its time by the program's own FLOPs and collectives.
-  """
+  """The candidate with the report of its compiled step, for the task's chip, and its time by that."""
   from nnx_parallel.train.step import train_step
 
   rules = RuleSet.of(task.rules)
@@ -68,13 +64,13 @@ def compile_best(
 ) -> tuple[list[Candidate], Candidate | None, tuple[str, ...]]:
   """Compiles candidates for simulated devices, orders them by that, and has the first checked.
 
-  The real compiler of the machine, where it is installed, has the last word on whether a candidate fits and
-  computes what the step says. Where none that was chosen fits, the first of the others wins if it surely
-  does; not so where one computes something else, because the others may too.
+  Where the compiler of the machine is installed, it decides whether a candidate fits and computes the right
+  results. Where none of the chosen ones fits, the first of the others wins if it surely fits; but not where a
+  compiled one computes wrong results, because the others may too.
 
   Returns:
-    All candidates, the compiled ones first, of these the refused ones last; the winner; and what a reader
-    should know.
+    All candidates, the compiled ones first, of these the refused ones last; the winner; and notes for
+    the reader.
   """
   notes: list[str] = []
   machine, here = task.machine, len(jax.devices("cpu"))

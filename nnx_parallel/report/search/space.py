@@ -1,4 +1,4 @@
-"""What a search tries: sizes of mesh axes, and rules that give the model another axis to use."""
+"""The layouts that a search tries: sizes of mesh axes, and rules that split another dim of the model."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class Space:
     return next(iter(self.works.values()))
 
   def refuse(self, sizes: Sizes, batch: Any) -> str:
-    """Why these sizes cannot be, or an empty string."""
+    """Why the model cannot use a mesh of these sizes, or an empty string."""
     parts = math.prod(sizes.get(axis, 1) for axis in self.work.batch_axes)
     for x in jax.tree.leaves(batch):
       if x.shape and x.shape[0] % parts:
@@ -75,18 +75,12 @@ def spaces(
   batch: Any,
   remats: Sequence[Remat],
 ) -> list[Space]:
-  """The user's rules; where the model can use them, also with sequences and experts split.
+  """The user's rules first, then variants of them with sequences and experts split.
 
-  A sequence rule is tried where the rules keep one of `SEQUENCE_NAMES` whole and the loss lays out
-  activations by that name: it then goes over an axis that splits parameters and not the batch. An expert
-  axis is added where parameters have one of `EXPERT_NAMES` and the rules keep it whole; it also splits the
-  batch.
-
-  Returns:
-    The user's rules first.
-
-  Raises:
-    ReportError: the rules name no mesh axis.
+  A sequence rule is tried where the rules replicate one of `SEQUENCE_NAMES` and the loss constrains
+  activations by that name: sequences are then split over an axis that splits parameters and not the batch. An
+  expert axis is added where parameters have one of `EXPERT_NAMES` and the rules replicate it; it also splits
+  the batch.
   """
   ruleset = RuleSet.of(rules)
   make = functools.partial(_space, init, loss, ruleset, optimizer, batch)
@@ -97,7 +91,7 @@ def spaces(
   if expert:
     found.append(make(remats, expert))
   for base, change in itertools.product(tuple(found), _sequence_changes(ruleset, first)):
-    # One policy tells whether the model uses the name at all.
+    # One policy is enough to see whether the model uses the name.
     tried = make(remats[:1], {**base.changes, **change})
     if tried.work.constrained != base.work.constrained:
       found.append(make(remats, tried.changes))
@@ -179,7 +173,7 @@ def _space(
 
 
 def _limits(probe: ShardingPlan, work: Workload) -> dict[tuple[int, tuple[str, ...]], str]:
-  """(dim size, axes that split it) -> the leaf and dim, or the activation, that say so."""
+  """(dim size, axes that split it) -> the leaf and dim, or the activation, that it is of."""
   limits: dict[tuple[int, tuple[str, ...]], str] = {}
   for leaf in probe.leaves:
     if leaf.root == "model":
@@ -198,7 +192,7 @@ def _whole(ruleset: RuleSet, name: str) -> bool:
 
 
 def _expert_change(ruleset: RuleSet, first: Space) -> Changes:
-  """An axis for experts, which then also splits the batch: each device holds other tokens."""
+  """An axis for experts. It also splits the batch: each device holds other tokens."""
   for name in EXPERT_NAMES:
     if name in first.names and (_whole(ruleset, name) or name not in ruleset.logical):
       return {name: ("expert",), "batch": (*first.work.batch_axes, "expert")}
