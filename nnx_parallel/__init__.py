@@ -11,11 +11,9 @@ with epy.lazy_api_imports(globals()):
   from nnx_parallel.checkpoint.checkpointer import Checkpointer
   from nnx_parallel.core.mesh import abstract_mesh, describe_mesh, make_mesh
   from nnx_parallel.create.cache import compilation_cache
-  from nnx_parallel.create.constructor import create_sharded_model
-  from nnx_parallel.create.explain import CreationReport, creation_report
+  from nnx_parallel.create.constructor import create_sharded_model, unsharded
   from nnx_parallel.create.layout_check import check_layout
   from nnx_parallel.create.reshard import from_arrays, reshard
-  from nnx_parallel.create.unsharded import unsharded
   from nnx_parallel.errors import NnxParallelError, NnxParallelWarning
   from nnx_parallel.hosts.data import batches, shard_batch
   from nnx_parallel.hosts.fetch import to_host
@@ -49,7 +47,6 @@ with epy.lazy_api_imports(globals()):
   from nnx_parallel.train.loss_scale import loss_scale_of, with_loss_scale
   from nnx_parallel.train.metrics import MetricsLog, TensorBoardLog, read_metrics
   from nnx_parallel.train.precision import Precision
-  from nnx_parallel.train.quantized import quantized
   from nnx_parallel.train.remat import with_remat
   from nnx_parallel.train.rng import fold_rng_over_axis
   from nnx_parallel.train.step import EvalStep, TrainStep, eval_step, train_step
@@ -60,7 +57,6 @@ __all__ = [
   "Checkpointer",
   "Chip",
   "CompileReport",
-  "CreationReport",
   "EarlyStop",
   "EvalStep",
   "FitResult",
@@ -99,7 +95,6 @@ __all__ = [
   "compile_report",
   "constrain",
   "create_sharded_model",
-  "creation_report",
   "describe_mesh",
   "ema_of",
   "error",
@@ -118,7 +113,6 @@ __all__ = [
   "plan_page",
   "predict_time",
   "presets",
-  "quantized",
   "read_metrics",
   "replicate",
   "reshard",

@@ -21,11 +21,11 @@ import socket
 import warnings
 import weakref
 from collections.abc import Callable, Generator, Iterable
-from typing import TypeVar
 
 from etils import epath
 
 from nnx_parallel.checkpoint import manifest
+from nnx_parallel.checkpoint.damage import causes
 from nnx_parallel.errors import CheckpointError
 
 LOCK = ".nnx_parallel.lock"
@@ -34,8 +34,6 @@ _PIECE = 1 << 20
 _SYNCING = 16
 
 _LOCKS: weakref.WeakSet[io.FileIO] = weakref.WeakSet()
-
-_T = TypeVar("_T")
 
 
 def is_local(directory: epath.Path) -> bool:
@@ -311,41 +309,28 @@ def check_space(
     )
 
 
-def friendly_errors(call: Callable[[], _T], doing: str, directory: epath.Path) -> _T:
-  """Makes a call, and turns errors of the operating system or Orbax into a `CheckpointError`.
-
-  Raises:
-    CheckpointError: what `call` raised, with the cause.
-  """
+@contextlib.contextmanager
+def friendly_errors(doing: str, directory: os.PathLike[str]) -> Generator[None]:
+  """A block whose errors of the operating system or Orbax become a `CheckpointError` with their cause."""
   try:
-    return call()
+    yield
   except CheckpointError:
     raise
   except (OSError, ValueError, RuntimeError, TypeError) as error:
-    raise _explain(error, doing, directory) from error
-
-
-def _explain(error: BaseException, doing: str, directory: epath.Path) -> CheckpointError:
-  cause = _os_error(error)
-  code = cause.errno if cause else None
-  text = f"{error}"
-  if code in (errno.ENOSPC, errno.EDQUOT) or "No space left" in text or "RESOURCE_EXHAUSTED" in text:
-    why, fix = "the disk is full", "free some space; the steps saved before are untouched."
-  elif code in (errno.EACCES, errno.EPERM, errno.EROFS) or "Permission denied" in text:
-    why, fix = "it may not be written", "choose a directory that this user can write to."
-  elif code in (errno.ENOTDIR, errno.EEXIST) or isinstance(cause, NotADirectoryError):
-    why, fix = "a file is in the way", "choose a directory, not a file."
-  else:
-    why, fix = f"{type(error).__name__}", "see the cause above; the steps saved before are untouched."
-  return CheckpointError(f"cannot {doing} in {directory}: {why}.", details=text[:500] or repr(error), fix=fix)
-
-
-def _os_error(error: BaseException | None) -> OSError | None:
-  while error is not None:
-    if isinstance(error, OSError):
-      return error
-    error = error.__cause__ or error.__context__
-  return None
+    cause = next((cause for cause in causes(error) if isinstance(cause, OSError)), None)
+    code, text = cause and cause.errno, f"{error}"
+    if code in (errno.ENOSPC, errno.EDQUOT) or "No space left" in text or "RESOURCE_EXHAUSTED" in text:
+      why, fix = "the disk is full", "free some space; the steps saved before are untouched."
+    elif code in (errno.EACCES, errno.EPERM, errno.EROFS) or "Permission denied" in text:
+      why, fix = "it may not be written", "choose a directory that this user can write to."
+    elif code in (errno.ENOTDIR, errno.EEXIST) or isinstance(cause, NotADirectoryError):
+      why, fix = "a file is in the way", "choose a directory, not a file."
+    else:
+      why, fix = f"{type(error).__name__}", "see the cause above; the steps saved before are untouched."
+    details = text[:500] or repr(error)
+    raise CheckpointError(
+      f"cannot {doing} in {os.fspath(directory)}: {why}.", details=details, fix=fix
+    ) from error
 
 
 def _is_step_name(name: str) -> bool:

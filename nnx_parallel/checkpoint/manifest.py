@@ -78,6 +78,11 @@ class ItemRecord:
   leaves: Mapping[str, LeafRecord]
   values: Mapping[str, Json]
 
+  @property
+  def nbytes(self) -> int:
+    """Bytes of the arrays."""
+    return sum(leaf.nbytes for leaf in self.leaves.values())
+
 
 @dataclasses.dataclass(frozen=True)
 class Header:
@@ -125,7 +130,7 @@ class Manifest(Header):
   @property
   def nbytes(self) -> int:
     """Bytes of all arrays."""
-    return sum(leaf.nbytes for item in self.items.values() for leaf in item.leaves.values())
+    return sum(item.nbytes for item in self.items.values())
 
 
 def write(manifest: Manifest, step_dir: epath.Path) -> None:

@@ -19,10 +19,10 @@ def axes_by_dim(spec: Any, rank: int) -> tuple[tuple[str, ...], ...]:
 
 
 def entry_of(axes: tuple[str, ...]) -> Entry:
-  """What `axes_of` reads: one axis by itself, None for none."""
+  """The inverse of `axes_of`: one axis by itself, None for none."""
   return axes[0] if len(axes) == 1 else axes or None
 
 
 def without(axes: tuple[str, ...], left_out: frozenset[str]) -> tuple[str, ...]:
-  """The axes, without some of them."""
+  """The axes that are not in `left_out`."""
   return tuple(axis for axis in axes if axis not in left_out)

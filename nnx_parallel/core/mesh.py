@@ -1,4 +1,4 @@
-"""Device meshes: built by name, checked, and described in words."""
+"""Device meshes: built by name, checked, and described."""
 
 from __future__ import annotations
 
@@ -92,17 +92,7 @@ def abstract_mesh(
 
 
 def is_explicit(mesh: AnyMesh) -> bool:
-  """Whether the mesh has Explicit axes; a mesh that mixes axis types is refused.
-
-  Args:
-    mesh: any mesh.
-
-  Returns:
-    True when all axes are `Explicit`, False when all are `Auto`.
-
-  Raises:
-    MeshError: mixed axis types, or `Manual` axes (inside a `shard_map` body); or not a mesh at all.
-  """
+  """Whether all axes are Explicit, and not Auto; a `MeshError` for mixed or Manual axes."""
   if not isinstance(mesh, (Mesh, AbstractMesh)):  # pyright: ignore[reportUnnecessaryIsInstance]
     raise MeshError(
       f"{mesh!r:.80} is not a mesh.",
@@ -121,7 +111,7 @@ def is_explicit(mesh: AnyMesh) -> bool:
 
 
 def auto_mesh(mesh: Mesh) -> Mesh:
-  """The same devices in the same order with Auto axes: where compilation of constructors happens."""
+  """The same devices in the same order with Auto axes, for the compilation of constructors."""
   if not is_explicit(mesh):
     return mesh
   return Mesh(mesh.devices, mesh.axis_names, axis_types=(AxisType.Auto,) * len(mesh.axis_names))
@@ -182,7 +172,7 @@ def _axes_by_link(mesh: Mesh) -> tuple[list[str], list[str], list[str]]:
 def _merged(
   axes: Mapping[str, int] | None, names: tuple[Any, ...], sizes: Mapping[str, int], *, counted: bool
 ) -> dict[str, int]:
-  """The sizes that were given both ways, as plain ints, checked; -1 is a size where devices are counted."""
+  """Merges the sizes of both forms into plain ints and checks them; -1 is a size if devices are `counted`."""
   call = "make_mesh(data=-1)" if counted else "abstract_mesh(data=16, fsdp=256)"
   if names or not isinstance(axes, (Mapping, type(None))):  # pyright: ignore[reportUnnecessaryIsInstance]
     raise MeshError(
@@ -215,7 +205,7 @@ def _merged(
 
 
 def _by_name(call: str, sizes: Any, names: Any) -> str:
-  """The call with the sizes and names that `jax.make_mesh` takes; `call` itself where they do not pair up."""
+  """The call with the arguments of `jax.make_mesh` by name; `call` if they do not pair up."""
   function, _, _ = call.partition("(")
   try:
     pairs = dict(zip(names, sizes, strict=True) if names else sizes)

@@ -1,4 +1,4 @@
-"""A live module, or arrays from anywhere, into the layout of a plan."""
+"""Moves a live module, or arrays of any origin, into the layout of a plan."""
 
 from __future__ import annotations
 
@@ -218,7 +218,7 @@ def _check_arrays(plan: ShardingPlan, root: Root, found: Mapping[Path, Any]) -> 
 
 @dataclasses.dataclass(frozen=True)
 class _Stored:
-  """The stored array of a padded Variable that shows what the plan shows."""
+  """The stored array of a padded Variable with the planned logical shape."""
 
   array: Any
 

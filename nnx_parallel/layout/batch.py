@@ -1,4 +1,4 @@
-"""Which mesh axes split the batch: the one place that says it, for inputs, activations, ZeRO and reports."""
+"""Which mesh axes split the batch: the only place, for inputs, activations, ZeRO and reports."""
 
 from __future__ import annotations
 
@@ -19,15 +19,10 @@ AXES = ("replica", "data", "dp", "fsdp")
 
 
 def batch_axes(rules: RuleSet, mesh: Mapping[str, int]) -> tuple[str, ...] | None:
-  """The mesh axes that split dim 0 of the inputs.
+  """The mesh axes that split dim 0 of the inputs, major to minor.
 
-  Args:
-    rules: all rules of a plan.
-    mesh: mesh axis name -> size in devices.
-
-  Returns:
-    Axes, major to minor; `()` for a replicated batch, None when nothing says it. Where `InputRules` split
-    dim 0 differently for different ranks, the longest split.
+  `()` for a replicated batch, None if neither rules nor mesh say it. Where `InputRules` split dim 0
+  differently for different ranks, the longest split.
   """
   logical = _with_conventional(rules, mesh)
   first: list[Entry] = ["batch"]

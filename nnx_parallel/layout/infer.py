@@ -26,10 +26,10 @@ from nnx_parallel.core.mesh import AnyMesh, abstract_mesh, axis_sizes, is_explic
 from nnx_parallel.core.nodes import Names, Path, array_leaves, path_str, value_of, variables
 from nnx_parallel.errors import ShardingError
 from nnx_parallel.layout import dims
-from nnx_parallel.layout.abstract import abstract_module
+from nnx_parallel.layout.abstract import trace_module
 from nnx_parallel.layout.batch import AXES
 from nnx_parallel.layout.constrain import Scope, scoped
-from nnx_parallel.layout.tracing import unplaced
+from nnx_parallel.layout.tracing import without_mesh
 from nnx_parallel.rules.fallback import Fallback, fsdp, replicate
 from nnx_parallel.rules.logical import LogicalRules
 from nnx_parallel.rules.paths import PathRules
@@ -99,7 +99,7 @@ def infer_rules(
   batch = tuple(axis for axis in sizes if axis in AXES)
   found: dict[Path, Names] = {}
   if tensor is not None:
-    module = init if isinstance(init, nnx.Module) else abstract_module(init, mesh)
+    module = init if isinstance(init, nnx.Module) else trace_module(init, mesh).node
     found = _tensor_parallel(module, inputs, call, tensor, sizes, min_size)
   fallback: Fallback = replicate() if shard is None else fsdp(shard, min_size=min_size)
   logical = LogicalRules(batch=batch) if batch else LogicalRules()
@@ -130,7 +130,7 @@ def _tensor_parallel(
   leaves = variables(module)
   graphdef, state = nnx.split(module)
   # The module may lay out activations. No rules are known yet, and example inputs need not divide.
-  scope = Scope(LogicalRules(unknown="whole"), abstract_mesh(dict.fromkeys(sizes, 1)))
+  scope = Scope(LogicalRules(unknown="replicate"), abstract_mesh(dict.fromkeys(sizes, 1)))
   paths: list[Path] = [path for path, _ in nnx.to_flat_state(state)]
 
   def run(values: list[Any], *args: Any) -> Any:
@@ -141,7 +141,7 @@ def _tensor_parallel(
     with scoped(scope):
       return call(merged, *args) if call is not None else merged(*args)  # pyright: ignore[reportCallIssue]
 
-  with unplaced():
+  with without_mesh():
     traced = jax.make_jaxpr(run)([value_of(leaves[path]) for path in paths], *inputs)
   classes = dims.link(traced.jaxpr)
   # A Variable that holds None is no input of the trace; the example inputs follow the leaves.

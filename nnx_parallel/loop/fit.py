@@ -1,8 +1,4 @@
-"""A training loop to be read in one sitting; nothing in this package requires it.
-
-It lies above checkpoints, data and reports, so that it can use all three, and below nothing but recipes and
-commands. A step of your own, in a loop of your own, loses nothing but what is in this file.
-"""
+"""A training loop. It is optional: your own loop over `train_step` lacks only what is in this file."""
 
 from __future__ import annotations
 
@@ -41,7 +37,7 @@ Source = Iterable[Any] | Callable[[int], Iterable[Any]]
 
 @dataclasses.dataclass(frozen=True)
 class FitResult:
-  """What a run came to.
+  """The result of a run.
 
   Attributes:
     step: the last step's number.
@@ -201,13 +197,13 @@ def fit(
     >>> result.step, result.stopped, result.history[-1]["loss"] < result.history[0]["loss"]
     (3, 'data', True)
   """
-  _check_minutes(save_every_minutes)
   if check_gradients and not isinstance(step, TrainStep):
     raise TrainError(
       f"fit cannot check the gradients of a {type(step).__name__}: it does not show its loss.",
       fix="a step of nxp.train_step; or nxp.check_gradients(model, batch, loss_fn) before fit.",
     )
-  _check_intervals(evaluate, steps=steps, eval_every=eval_every, save_every=save_every, log_every=log_every)
+  every = {"steps": steps, "eval_every": eval_every, "save_every": save_every, "log_every": log_every}
+  _check_intervals(evaluate, every, save_every_minutes)
   goodput = Goodput()
   if checkpointer is not None and resume is not None and (resume != "latest" or checkpointer.steps()):
     with goodput.spend("restore"):
@@ -226,12 +222,6 @@ def fit(
   saved_at = time.monotonic()
   first, compiles = at.step + 1, _compiles(step)
 
-  def state() -> dict[str, Any]:
-    data = {"samples": at.samples, "stop": at.stop}
-    found = {"step": at.step, "model": model, "optimizer": optimizer, "only": only, "plan": plan}
-    found["extra"] = {**_own_extra(extra), "data": data}
-    return {**found, "metrics": recorder.of_step(at.step), "overwrite": at.step <= at.replaces}
-
   def run_evaluation() -> None:
     nonlocal evaluated
     if evaluate is not None and evaluated != at.step:
@@ -243,11 +233,16 @@ def fit(
     nonlocal saved, saved_at
     if checkpointer is not None and saved != at.step >= first:
       with goodput.spend("checkpoint"):
-        checkpointer.save(**state())
+        own = extra() if extra is not None else {}
+        if "data" in own:
+          raise TrainError(
+            "extra() returns a 'data', which is where fit keeps the data cursor.",
+            fix="another name for yours.",
+          )
+        metrics = recorder.of_step(at.step)
+        options = at.save_options(own)
+        checkpointer.save(model=model, optimizer=optimizer, only=only, plan=plan, metrics=metrics, **options)
       saved, saved_at = at.step, time.monotonic()
-
-  def minutes() -> float:
-    return (time.monotonic() - saved_at) / 60
 
   host = iter(batches(at.samples) if callable(batches) else batches)
   source = host if plan is None else placed(host, plan)
@@ -267,7 +262,10 @@ def fit(
       if batch is _END:
         if steps is not None:
           recorder.finish(at.step)
-          raise _ended(at.step, steps)
+          raise TrainError(
+            f"the batches ended after step {at.step} of {steps}.",
+            fix=f"steps={at.step}, steps=None for all there are, or batches that go on.",
+          )
         stopped = "data"
         break
       number = at.step + 1
@@ -291,7 +289,8 @@ def fit(
           work = _flops(step, model, optimizer, batch) if flops is None else flops
           recorder.ideal_seconds = work / peak
       evaluating, saving = (n is not None and number % n == 0 for n in (eval_every, save_every))
-      saving = saving or (save_every_minutes is not None and minutes() >= save_every_minutes)
+      if save_every_minutes is not None:
+        saving = saving or time.monotonic() - saved_at >= 60 * save_every_minutes
       now = evaluating or saving or number in (first, steps) or number % log_every == 0
       with goodput.spend("step"):
         recorder.add(number, metrics, batch, tokens or examples_in, report=now)
@@ -361,42 +360,21 @@ def _check(
     )
 
 
-def _check_intervals(evaluate: Any, **every: int | None) -> None:
+def _check_intervals(evaluate: Any, every: Mapping[str, int | None], minutes: float | None) -> None:
   for name, steps in every.items():
     least = 0 if name == "steps" else 1
     if steps is not None and (not isinstance(steps, numbers.Integral) or steps < least):
       raise TrainError(f"{name}={steps!r} is not a number of steps.", fix=f"{name}={least} or more.")
   if evaluate is None and every["eval_every"] is not None:
     raise TrainError("eval_every needs something to evaluate.", fix="evaluate=lambda: {...metrics}")
-
-
-def _check_minutes(minutes: float | None) -> None:
-  if minutes is None:
-    return
-  if not minutes > 0:
+  if minutes is not None and not minutes > 0:
     raise TrainError(f"save_every_minutes={minutes} is not a number of minutes.", fix="save_every_minutes=10")
-  if jax.process_count() > 1:
+  if minutes is not None and jax.process_count() > 1:
     raise TrainError(
       f"save_every_minutes is for jobs of one process, and this one has {jax.process_count()}.",
       details="their clocks differ, and all must save the same step",
       fix="save_every=N, in steps.",
     )
-
-
-def _own_extra(extra: Callable[[], Mapping[str, Any]] | None) -> Mapping[str, Any]:
-  found = extra() if extra is not None else {}
-  if "data" in found:
-    raise TrainError(
-      "extra() returns a 'data', which is where fit keeps the data cursor.", fix="another name for yours."
-    )
-  return found
-
-
-def _ended(step: int, steps: int) -> TrainError:
-  return TrainError(
-    f"the batches ended after step {step} of {steps}.",
-    fix=f"steps={step}, steps=None for all there are, or batches that go on.",
-  )
 
 
 def _busy(metrics: Any) -> bool:

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
+import json
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any, Self
 
 from flax import nnx
 
 import nnx_parallel as nxp
+from nnx_parallel.core.mesh import axis_sizes
 from nnx_parallel.errors import RecipeError
 from nnx_parallel.layout.constrain import default_scope
 from nnx_parallel.loop.fit import resume_from
 from nnx_parallel.loop.loader import Recipe
 from nnx_parallel.loop.recorder import Position
-from nnx_parallel.loop.settings import Settings, differences, settings_of
 from nnx_parallel.train.metrics import Record
 from nnx_parallel.train.remat import Policy
 
@@ -59,7 +62,7 @@ class Job:
     microbatches: into how many parts each global batch is cut.
     position: the step, and the data cursor.
     settings: how it is run, as JSON values, kept in each checkpoint: those given, and the mesh, the
-      microbatches, the steps asked for and the SHA-256 of the recipe's file.
+      microbatches, the last step's number and the SHA-256 of the recipe's file (not of what it imports).
     changes: settings that differ from those of the checkpoint it was restored from, as text.
     remat: what layers keep for the backward pass; as for `train_step`.
   """
@@ -70,7 +73,7 @@ class Job:
   optimizer: nnx.Optimizer[Any]
   microbatches: int = 1
   position: Position = dataclasses.field(default_factory=Position)
-  settings: Settings = dataclasses.field(default_factory=dict[str, Any])
+  settings: dict[str, Any] = dataclasses.field(default_factory=dict[str, Any])
   changes: list[str] = dataclasses.field(default_factory=list[str])
   remat: Policy = None
 
@@ -80,7 +83,11 @@ class Job:
         f"the recipe {self.recipe.name} cannot be trained: it has no loss() or no batches().",
         fix="load it with load_recipe(spec), which checks both.",
       )
-    self.settings = settings_of(self.recipe, self.plan, self.microbatches) | self.settings
+    own: dict[str, Any] = {"mesh": axis_sizes(self.plan.mesh), "microbatches": self.microbatches}
+    source = Path(self.recipe.source)
+    if source.is_file():  # a module may come from an archive
+      own["source_sha256"] = hashlib.sha256(source.read_bytes()).hexdigest()
+    self.settings = own | self.settings
     self._batches = self.recipe.batches
     self._train_step = nxp.train_step(
       self.recipe.loss, microbatches=self.microbatches, remat=self.remat, pairs=True, diagnostics=True
@@ -180,10 +187,8 @@ class Job:
     Raises:
       CheckpointError: as `Checkpointer.save`.
     """
-    at = self.position
-    extra = {**self._extra(), "data": {"samples": at.samples, "stop": at.stop}}
-    overwrite = at.step <= at.replaces
-    checkpointer.save(at.step, self.model, self.optimizer, extra=extra, plan=self.plan, overwrite=overwrite)
+    options = self.position.save_options(self._extra())
+    checkpointer.save(model=self.model, optimizer=self.optimizer, plan=self.plan, **options)
 
   def evaluate(self) -> Record:
     """Mean metrics over the held-out batches, dropout off; empty when there are none."""
@@ -212,3 +217,20 @@ class Job:
   def unit(self) -> str:
     """What `tokens_per_second` counts."""
     return "samples" if self.recipe.tokens is None else "tokens"
+
+
+def differences(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+  """The settings in both that differ, as text.
+
+  Example:
+    >>> differences({"microbatches": 1, "steps": 5}, {"microbatches": 2, "steps": 5, "zero": 1})
+    ['microbatches 1 -> 2']
+  """
+  changed = [name for name in now if name in saved and saved[name] != now[name]]
+  return [f"{name} {_text(saved[name])} -> {_text(now[name])}" for name in changed]
+
+
+def _text(value: Any) -> str:
+  if isinstance(value, dict):
+    return ",".join(f"{axis}={size}" for axis, size in value.items())
+  return value[:12] if isinstance(value, str) and len(value) == 64 else json.dumps(value)

@@ -277,7 +277,7 @@ def _examples(step: Any, batch: Any, shards: int) -> int | None:
   sizes = {x.shape[0] for x in jax.tree.leaves(batch) if x.shape}
   if not isinstance(step, TrainStep) or len(sizes) != 1:
     return None
-  return max(1, sizes.pop() // (shards * step.recipe.microbatches))
+  return max(1, sizes.pop() // (shards * step.options.microbatches))
 
 
 def abstract_batch(plan: ShardingPlan, batch: Any) -> Any:

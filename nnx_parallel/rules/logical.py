@@ -1,4 +1,4 @@
-"""Logical axis names and the mesh axes that they stand for."""
+"""Logical axis names, and the mesh axes that they map to."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class LogicalRules(Mapping[str, tuple[Candidate, ...]]):
   Args:
     names: the rules as a mapping, for names that are not Python keywords; merged with `rules`.
     unknown: what happens to a name that has no rule and is not a mesh axis: `"error"` (default), or
-      `"whole"` as in Flax Linen.
+      `"replicate"` as in Flax Linen.
     uneven: the policy for dims that do not divide, by name, where it differs from the plan's.
     **rules: logical name -> candidates.
 
@@ -47,18 +47,18 @@ class LogicalRules(Mapping[str, tuple[Candidate, ...]]):
     names: Mapping[str, Any] | None = None,
     /,
     *,
-    unknown: Literal["error", "whole"] = "error",
+    unknown: Literal["error", "replicate"] = "error",
     uneven: Mapping[str, Uneven] | None = None,
     **rules: Any,
   ):
     twice = sorted(set(names or {}) & set(rules))
     if twice:
       raise ShardingError(f"logical name {twice[0]!r} has two rules.", fix="keep one of them.")
-    if unknown not in ("error", "whole"):
+    if unknown not in ("error", "replicate"):
       raise ShardingError(
-        f"unknown={unknown!r} is not a policy for names without a rule.", fix='use "error" or "whole".'
+        f"unknown={unknown!r} is not a policy for names without a rule.", fix='use "error" or "replicate".'
       )
-    self.unknown: Literal["error", "whole"] = unknown
+    self.unknown: Literal["error", "replicate"] = unknown
     self.uneven: dict[str, Uneven] = dict(uneven or {})
     self._table = {k: _candidates(k, v) for k, v in {**(names or {}), **rules}.items()}
     for name, policy in self.uneven.items():
@@ -95,7 +95,7 @@ class LogicalRules(Mapping[str, tuple[Candidate, ...]]):
         if not any(set(earlier) <= set(option) for earlier in kept):
           kept.append(option)
       ended[name] = kept
-    return cls(ended, unknown="whole")
+    return cls(ended, unknown="replicate")
 
   def __getitem__(self, name: str) -> tuple[Candidate, ...]:
     return self._table[name]
@@ -123,7 +123,7 @@ class LogicalRules(Mapping[str, tuple[Candidate, ...]]):
     names: Mapping[str, Any] | None = None,
     /,
     *,
-    unknown: Literal["error", "whole"] | None = None,
+    unknown: Literal["error", "replicate"] | None = None,
     uneven: Mapping[str, Uneven] | None = None,
     **rules: Any,
   ) -> LogicalRules:
@@ -229,17 +229,17 @@ def _candidates(name: str, value: Any) -> tuple[Candidate, ...]:
 
 
 def show_rule(name: str, value: Any) -> str:
-  """One logical rule as it would be typed, whatever its name: `mlp=None`, `{'col-alias': None}`."""
+  """One logical rule as Python code, for any name: `mlp=None`, `{'col-alias': None}`."""
   shown = "..." if value is ... else repr(value)
   return f"{name}={shown}" if _is_keyword_argument(name) else f"{{{name!r}: {shown}}}"
 
 
 def show_candidate(option: Candidate) -> str:
-  """One candidate as it would be typed: `'fsdp'`, `('data', 'fsdp')` or `None`."""
+  """One candidate as Python code: `'fsdp'`, `('data', 'fsdp')` or `None`."""
   return repr(option[0]) if len(option) == 1 else repr(option or None)
 
 
 def show_candidates(options: Sequence[Candidate]) -> str:
-  """Candidates as they would be typed; a list when there are several."""
+  """Candidates as Python code; a list if there are several."""
   shown = [show_candidate(option) for option in options]
   return shown[0] if len(shown) == 1 else f"[{', '.join(shown)}]"

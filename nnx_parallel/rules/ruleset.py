@@ -16,7 +16,7 @@ from typing import Any, TypeAlias
 from nnx_parallel.errors import ShardingError
 from nnx_parallel.rules.fallback import Fallback
 from nnx_parallel.rules.inputs import InputRules
-from nnx_parallel.rules.logical import LogicalRules, Uneven, show_candidates, show_rule
+from nnx_parallel.rules.logical import LogicalRules, show_candidates, show_rule
 from nnx_parallel.rules.paths import PathRules
 
 
@@ -100,27 +100,10 @@ class RuleSet:
     Example:
       >>> import nnx_parallel as nxp
       >>> nxp.presets.data_parallel().replace(batch=("data", "fsdp"))
-      [LogicalRules(batch=('data', 'fsdp'), unknown='whole'), replicate()]
+      [LogicalRules(batch=('data', 'fsdp'), unknown='replicate'), replicate()]
     """
     logical = self.logical.replace(names, **rules)
     return dataclasses.replace(self, logical=logical, fallback=fallback or self.fallback)
-
-  def with_uneven(self, policy: Uneven) -> RuleSet:
-    """The same rules, with a policy for the names that have none of their own.
-
-    Args:
-      policy: as in `plan`; `"error"` changes nothing, being what a name without a policy has.
-
-    Returns:
-      New rules, so that whoever resolves a name later (`constrain`, say) treats it as the plan did.
-    """
-    if policy == "error" or not len(self.logical):
-      return self
-    uneven = dict(self.logical.uneven)
-    for name in self.logical:
-      uneven.setdefault(name, policy)
-    logical = LogicalRules(dict(self.logical), unknown=self.logical.unknown, uneven=uneven)
-    return dataclasses.replace(self, logical=logical)
 
   def __repr__(self) -> str:
     return f"[{', '.join(map(repr, _flatten(self)))}]"
@@ -152,7 +135,7 @@ def _merge(first: LogicalRules, second: LogicalRules) -> LogicalRules:
       details=f"{show_candidates(first[name])} and {show_candidates(second[name])}",
       fix=f"keep one, or change it with rules.replace({show_rule(name, ...)}).",
     )
-  unknown = "whole" if "whole" in (first.unknown, second.unknown) else "error"
+  unknown = "replicate" if "replicate" in (first.unknown, second.unknown) else "error"
   return LogicalRules({**first, **second}, unknown=unknown, uneven={**first.uneven, **second.uneven})
 
 

@@ -26,8 +26,8 @@ from jax.extend.core import get_opaque_trace_state
 from jax.sharding import NamedSharding, PartitionSpec
 
 from nnx_parallel.core.nodes import Path, path_str, value_of, variables
+from nnx_parallel.core.text import few
 from nnx_parallel.errors import TrainError
-from nnx_parallel.train.compiled import deleted, is_deleted
 
 # The slot itself: the public accessors cost five times as much and check what a step has checked once.
 _SLOT: Any = vars(nnx.Variable)["_raw_value"]
@@ -57,14 +57,7 @@ class Template:
     self.index: dict[Path, int] = {path: i for i, path in enumerate(self.paths)}
 
   def build(self, arrays: Sequence[Any]) -> Any:
-    """The same structure with new Variables around `arrays`, one for each path.
-
-    Args:
-      arrays: in the order of `paths`.
-
-    Returns:
-      New objects; the originals are untouched.
-    """
+    """New objects of the same structure around `arrays`, which are in the order of `paths`."""
     made: list[Any] = [
       (path, leaf.copy(array) if isinstance(leaf, nnx.Variable) else array)
       for path, leaf, array in zip(self.paths, self.leaves, arrays, strict=True)
@@ -74,14 +67,8 @@ class Template:
   def arrays(self, objects: Any) -> list[Any]:
     """The arrays of `objects`, which `build` made, in the order of `paths`.
 
-    Args:
-      objects: as returned by `build`, perhaps changed since.
-
-    Returns:
-      One array for each path.
-
     Raises:
-      TrainError: a Variable was added or removed.
+      TrainError: a Variable was added or removed since.
     """
     after = variables(objects)
     for path in after:
@@ -239,10 +226,9 @@ class Watch:
     return all(_same_objects(self._roots[name](), root) for name, root in roots.items())
 
   def changes(self) -> tuple[list[str], bool]:
-    """What changed since `same` was true, in words; equal simple values are no change.
+    """One phrase for each attribute that changed, and whether all of them are simple values such as flags.
 
-    Returns:
-      One phrase for each attribute that differs, and whether all of them are simple values such as flags.
+    Another object with an equal simple value is no change.
     """
     now = Watch({name: make() for name, make in self._roots.items()})
     before = dict(zip(self._names, self._saved, strict=False))
@@ -288,22 +274,39 @@ _copied = jax.jit(jnp.copy)
 
 
 def read_apart(variables: Sequence[Any]) -> list[Any]:
-  """The arrays of the Variables, with copies of those that somebody else holds too.
+  """The arrays of the Variables, which may be donated: copies of those that are held elsewhere too.
 
   Donating such an array would delete it under its other holder: an `nnx.clone` kept as an average, or a value
   that the user read before the step.
-
-  Args:
-    variables: live Variables.
-
-  Returns:
-    One array for each Variable, which may be donated.
   """
   arrays = _unshared(variables, _ALONE)
   if len(arrays) == len(variables):
     return arrays
   del arrays  # it holds each of them once more
   return [v._raw_value if _unshared([v], _ALONE) else _copied(v._raw_value) for v in variables]
+
+
+RESTORE = "restore the last checkpoint: model, optimizer = nxp.Checkpointer(directory).restore(plan)"
+
+
+def is_deleted(array: Any) -> bool:
+  """Whether it is an array whose memory was donated or freed."""
+  return isinstance(array, jax.Array) and array.is_deleted()
+
+
+def deleted(labels: Sequence[str], count: int) -> TrainError:
+  """The error of a call on a model with `count` arrays, of which those with these labels are gone."""
+  return TrainError(
+    f"{labels[0]} was deleted: its memory was donated to a step that failed, or to another function.",
+    details=f"gone: {some_of(labels, count)}",
+    fix=f"{RESTORE}.\n"
+    "Keep a copy of what another function donates: jax.tree.map(jnp.copy, nnx.state(model)).",
+  )
+
+
+def some_of(labels: Sequence[str], count: int) -> str:
+  """`a, b and 3 more of 9 arrays`."""
+  return f"{few(labels)} of {count} arrays"
 
 
 def check_outside(roots: Iterable[Any]) -> None:

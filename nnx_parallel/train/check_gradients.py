@@ -19,14 +19,14 @@ from nnx_parallel.layout.constrain import scope_of
 from nnx_parallel.layout.known_faults import Fault, possible_faults
 from nnx_parallel.layout.leaf import Decision, LeafPlan
 from nnx_parallel.rules.ruleset import RuleSet
-from nnx_parallel.train.accumulate import Layout, batch_axes_of
 from nnx_parallel.train.binding import Binding
 from nnx_parallel.train.directions import inner, power_of_two
 from nnx_parallel.train.gradient_check import GradientCheck, GradientLook, Verdict
+from nnx_parallel.train.gradients import Layout, batch_axes_of
 from nnx_parallel.train.losses import check_examples
+from nnx_parallel.train.options import LossFn, StepOptions
 from nnx_parallel.train.relayout import Relayout, cheapest, relayouts
 from nnx_parallel.train.subject import Subject
-from nnx_parallel.train.update import LossFn, Recipe
 
 # Beyond this a closer look follows. benchmarks/results/check_gradients.md: how right gradients round.
 _TOLERANCE = {"float64": 1e-8, "float32": 1e-4, "float16": 5e-3, "bfloat16": 3e-2}
@@ -105,11 +105,7 @@ def coarsest_dtype(model: Any, batch: Any, loss_fn: LossFn, wrt: Any = nnx.Param
 def subject_of(model: Any, batch: Any, loss_fn: LossFn, wrt: Any) -> Subject:
   """A loss that `jax.grad` differentiates in a jit of its own, to be checked."""
   binding = Binding({"model": model})
-
-  def layouts(_: Any) -> Any:
-    return lambda paths, stages: Layout(binding.mesh, [], False, frozenset(), ())  # pyright: ignore[reportUnknownLambdaType]
-
-  return Subject(Recipe(loss_fn), loss_fn, binding, batch, wrt={None: wrt}, layouts=layouts)
+  return Subject(StepOptions(loss_fn), loss_fn, binding, batch, {None: wrt}, Layout(binding.mesh, {}))
 
 
 class Looks:
@@ -179,9 +175,9 @@ class Looks:
     """Compares the derivatives along directions in some leaves.
 
     Args:
-      name: what the leaves are called.
+      name: for the leaves.
       chosen: their positions.
-      closer: along all directions, to decide.
+      closer: use all directions, to decide.
       by_device: compare with the derivative by a program that nobody partitions, and not by forward mode on
         the layout.
     """
@@ -300,18 +296,7 @@ def checked(
   apart: bool = False,
   tries: int = 8,
 ) -> GradientCheck:
-  """Looks at all leaves together, then closer where the derivatives differ.
-
-  Args:
-    subject: what is checked.
-    seed: of the directions.
-    directions: how many; by default 1, and 2 where the loss computes in less than float32.
-    apart: look at groups of leaves, also where nothing differs.
-    tries: how many other layouts to try where something is wrong.
-
-  Returns:
-    What was found.
-  """
+  """Compares all leaves together, then closer where the derivatives differ; see `check_gradients`."""
   check_examples(subject.batch)
   looks = Looks(subject, seed, directions)
   leaves = subject.leaves
@@ -432,7 +417,9 @@ def _known(subject: Subject) -> list[Fault]:
   scope = scope_of(subject.binding.variables)
   rules = RuleSet() if scope is None else RuleSet(logical=scope.rules, inputs=scope.inputs)
   leaves = [
-    LeafPlan("model", (name,), "", x.shape, x.dtype, None, where.spec, (), None, Decision("whole", ""), mesh)
+    LeafPlan(
+      "model", (name,), "", x.shape, x.dtype, None, where.spec, (), None, Decision("replicated", ""), mesh
+    )
     for name, where, x in subject.leaves
     if where is not None
   ]
@@ -502,12 +489,9 @@ def _groups(leaves: Sequence[tuple[str, Any, Any]]) -> list[tuple[str, list[int]
 
 
 def coarsest(jaxpr: Any, platform: str) -> str:
-  """The coarsest floating dtype in which a program computes, by name.
+  """The coarsest floating dtype in which a program computes on a platform, by name.
 
-  Args:
-    jaxpr: its trace.
-    platform: on which it runs. By default TPUs multiply float32 matrices in bfloat16, and GPUs in TF32, which
-      has the bits of float16.
+  By default TPUs multiply float32 matrices in bfloat16, and GPUs in TF32, which has the bits of float16.
   """
   eqns = list(equations(jaxpr.jaxpr))
   dtypes = {var.aval.dtype for eqn in eqns for var in eqn.outvars if hasattr(var.aval, "dtype")}

@@ -27,7 +27,7 @@ from jax.extend import core
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from nnx_parallel.core.axes import axes_by_dim, axes_of, entry_of, without
-from nnx_parallel.core.flow import Axes, Flow, constraint, meeting, placed, spread
+from nnx_parallel.core.flow import Axes, Flow, constraint, meeting, result_axes, shard_map_axes
 from nnx_parallel.core.jaxprs import (
   CALLS,
   CHECKPOINTS,
@@ -228,12 +228,13 @@ class _Rewriting:
       ]
     if eqn.primitive.name == "shard_map":
       manual = frozenset(eqn.params["newly_manual_axes"])
-      specs = zip(eqn.params["out_specs"], eqn.outvars, strict=True)
-      return [Flow(placed(spec, spread(eqn, v.aval.shape, flows), manual), data, weight) for spec, v in specs]
+      before = [result_axes(eqn, v.aval.shape, flows) for v in eqn.outvars]
+      specs = zip(eqn.params["out_specs"], before, strict=True)
+      return [Flow(shard_map_axes(spec, axes, manual), data, weight) for spec, axes in specs]
     product = meeting(eqn)
     if product is not None:
       return [Flow(product.meet(flows[0], flows[1], self.batch).axes, data, weight)]
-    return [Flow(spread(eqn, getattr(v.aval, "shape", ()), flows), data, weight) for v in eqn.outvars]
+    return [Flow(result_axes(eqn, getattr(v.aval, "shape", ()), flows), data, weight) for v in eqn.outvars]
 
   def _is_held(self, eqn: Any, flows: list[Flow], results: list[Flow]) -> bool:
     """Whether it is a product, or a look-up in a table, whose result carries the batch.

@@ -17,14 +17,6 @@ from nnx_parallel.errors import TrainError
 def call_loss(loss_fn: Callable[[Any, Any], Any], models: Any, batch: Any) -> Any:
   """`loss_fn(models, batch)` on traced arrays.
 
-  Args:
-    loss_fn: the user's.
-    models: the traced module, or a tuple or dict of modules.
-    batch: the traced batch.
-
-  Returns:
-    What it returned.
-
   Raises:
     TrainError: it changes a Variable of a module that is no argument of the step; or a layer cannot run on
       the Explicit axes of its mesh.

@@ -213,7 +213,7 @@ def test_a_parameter_is_known_by_its_type_and_not_by_its_name():
 def test_a_stored_plan_is_not_for_a_variable_of_another_type():
   text = nxp.plan(lambda: nnx.Dict(x=nnx.Param(jnp.zeros(4))), nxp.abstract_mesh(data=2)).to_json()
   with pytest.raises(
-    nxp.errors.PlanError, match=r"x\.\n  stored Param float32\[4\], a parameter, built BatchStat float32"
+    nxp.errors.PlanError, match=r"x\.\n  planned Param float32\[4\], a parameter, built BatchStat float32"
   ):
     nxp.ShardingPlan.from_json(text, init=lambda: nnx.Dict(x=nnx.BatchStat(jnp.zeros(4))))
 

@@ -70,7 +70,7 @@ def test_two_names_in_one_dim():
 
 
 def test_unknown_names_may_be_whole_as_in_linen():
-  found = resolve(("embed", "mlp"), (4, 4), unknown="whole", mlp="tensor")
+  found = resolve(("embed", "mlp"), (4, 4), unknown="replicate", mlp="tensor")
   assert found.spec == P(None, "tensor")
   assert found.steps[0] == "'embed' has no rule: whole"
 

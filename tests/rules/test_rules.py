@@ -41,7 +41,7 @@ def test_rules_read_back_as_written():
 
 
 def test_names_that_are_not_identifiers_read_back_too():
-  rules = LogicalRules({"kv heads": "tensor", "lambda": None}, batch="data", unknown="whole")
+  rules = LogicalRules({"kv heads": "tensor", "lambda": None}, batch="data", unknown="replicate")
   assert eval(repr(rules)) == rules
 
 
@@ -49,7 +49,7 @@ def test_equal_rules_hash_alike_whatever_their_order():
   one, other = LogicalRules(a="x", b="y"), LogicalRules(b="y", a="x")
   assert one == other
   assert hash(one) == hash(other)
-  assert one != LogicalRules(a="x", b="y", unknown="whole")
+  assert one != LogicalRules(a="x", b="y", unknown="replicate")
   assert one != LogicalRules(a="x", b="y", uneven={"a": "pad"})
   assert dict(one) == {"a": (("x",),), "b": (("y",),)}
 
@@ -100,7 +100,7 @@ def test_uneven_must_name_a_rule_and_a_policy(uneven):
 
 
 def test_unknown_has_two_values():
-  with pytest.raises(ShardingError, match=r"unknown='ignore' is not a policy[\s\S]*\"error\" or \"whole\""):
+  with pytest.raises(ShardingError, match=r"unknown='ignore' is not a[\s\S]*\"error\" or \"replicate\""):
     LogicalRules(mlp="tensor", unknown="ignore")
 
 
@@ -124,7 +124,7 @@ def test_linen_pairs():
     [("batch", "data"), ("batch", ("data", "fsdp")), ("embed", "fsdp"), ("embed", "data"), ("mlp", None)]
   )
   assert dict(rules) == {"batch": (("data",), ()), "embed": (("fsdp",), ("data",), ()), "mlp": ((),)}
-  assert rules.unknown == "whole"
+  assert rules.unknown == "replicate"
 
 
 def test_a_rule_set_is_read_from_anything_sensible():
@@ -258,11 +258,11 @@ def test_a_tuple_with_none_is_no_list_of_candidates():
 
 def test_replace_changes_policies_and_the_fallback_and_takes_any_name():
   rules = LogicalRules(embed="fsdp", mlp="tensor", uneven={"embed": "pad"})
-  changed = rules.replace({"self": None}, unknown="whole", uneven={"mlp": "next"})
-  assert (changed.unknown, changed.uneven) == ("whole", {"embed": "pad", "mlp": "next"})
+  changed = rules.replace({"self": None}, unknown="replicate", uneven={"mlp": "next"})
+  assert (changed.unknown, changed.uneven) == ("replicate", {"embed": "pad", "mlp": "next"})
   assert list(changed) == ["embed", "mlp", "self"]
-  preset = nxp.presets.fsdp_tensor().replace(fallback=nxp.replicate(), unknown="whole", embed="fsdp")
-  assert (preset.fallback, preset.logical.unknown) == (nxp.replicate(), "whole")
+  preset = nxp.presets.fsdp_tensor().replace(fallback=nxp.replicate(), unknown="replicate", embed="fsdp")
+  assert (preset.fallback, preset.logical.unknown) == (nxp.replicate(), "replicate")
   assert preset.replace(embed=None).fallback == nxp.replicate()
 
 

@@ -100,7 +100,7 @@ def _layout(leaf: LeafPlan) -> dict[str, str]:
 
 
 def golden_text(plan: Table) -> str:
-  """The layout alone, one line for each leaf, in a form that reviewers can read: what golden files hold."""
+  """The layout alone, one readable line for each leaf: the content of golden files."""
   mesh = " ".join(f"{axis}={size}" for axis, size in axis_sizes(plan.mesh).items())
   rows = [f"{leaf.name}: {'  '.join(v for v in _layout(leaf).values() if v != '-')}" for leaf in plan.leaves]
   held = f"{plan.bytes_per_device()} bytes per device"

@@ -15,7 +15,7 @@ from nnx_parallel.report.chips import Chip
 from nnx_parallel.report.chips import chip as chip_named
 from nnx_parallel.report.estimate.propagate import Product
 from nnx_parallel.report.estimate.workload import Part, Sizes, Workload, per_device, trace_workload
-from nnx_parallel.train.gradients import Gradients
+from nnx_parallel.train.options import Gradients
 from nnx_parallel.train.remat import Remat
 
 CASES = 24

@@ -18,7 +18,7 @@ from typing import Any
 import jax
 from jax.extend import core
 
-from nnx_parallel.core.flow import Flow, Meeting, constraint, meeting, placed, spread
+from nnx_parallel.core.flow import Flow, Meeting, constraint, meeting, result_axes, shard_map_axes
 from nnx_parallel.core.jaxprs import CHECKPOINTS, called, nbytes, opened, scan_counts
 from nnx_parallel.report.estimate.fusion import is_fused
 from nnx_parallel.report.program.arithmetic import ENDLESS, traced_arithmetic
@@ -200,7 +200,7 @@ class Propagation:
     found = meeting(eqn)
     if found is not None:
       return [self._dot(eqn, inputs, times, found)]
-    flows = [Flow(spread(eqn, out.aval.shape, inputs), data, weight, own) for out in eqn.outvars]
+    flows = [Flow(result_axes(eqn, out.aval.shape, inputs), data, weight, own) for out in eqn.outvars]
     if _is_heavy(name):
       self._kernel(eqn, inputs, flows, times)
     return flows
@@ -246,7 +246,7 @@ class Propagation:
     manual, sizes = frozenset(eqn.params["newly_manual_axes"]), eqn.params["mesh"].shape
 
     def laid(flow: Flow, spec: Sequence[Any]) -> Flow:
-      return Flow(placed(spec, flow.axes, manual), flow.data, flow.weight, flow.parameter)
+      return Flow(shard_map_axes(spec, flow.axes, manual), flow.data, flow.weight, flow.parameter)
 
     before = self._manual
     self._manual = {**before, **{axis: sizes[axis] for axis in manual}}

@@ -43,7 +43,7 @@ from nnx_parallel.report.chips import Chip
 from nnx_parallel.report.chips import chip as chip_named
 from nnx_parallel.report.estimate.propagate import Product
 from nnx_parallel.report.estimate.workload import Part, Sizes, Workload, per_device, trace_workload
-from nnx_parallel.train.gradients import Gradients
+from nnx_parallel.train.options import Gradients
 from nnx_parallel.train.remat import Remat
 
 if TYPE_CHECKING:
@@ -268,7 +268,7 @@ class Links:
     self.sizes, self._chip = sizes, chip
     # The minor axes of a mesh are neighbours: an axis is fast if it and those minor to it fit into a slice.
     self._fast, span = dict[str, bool](), 1
-    for axis, size in reversed(sizes.items()):
+    for axis, size in reversed(tuple(sizes.items())):
       span *= size
       self._fast[axis] = span <= (slice_size or chip.domain or math.prod(sizes.values()))
     self.overlapped: dict[str, float] = {}

@@ -24,7 +24,7 @@ from nnx_parallel.layout.leaf import LeafPlan
 from nnx_parallel.layout.plan import ShardingPlan
 from nnx_parallel.report.estimate.fusion import stored
 from nnx_parallel.report.estimate.propagate import Kept, Move, Product, Propagation
-from nnx_parallel.train.gradients import Gradients, is_scattered
+from nnx_parallel.train.options import Gradients, is_scattered
 from nnx_parallel.train.remat import Remat, has_layers, with_remat
 
 Split = frozenset[str]
@@ -220,7 +220,7 @@ def with_offload(work: Workload) -> Workload:
 def _spread(leaf: Leaf, axes: tuple[str, ...], sizes: Sizes) -> Part:
   if not leaf.spreads:
     return leaf.part
-  spec, _ = optimizer_layout.spread(leaf.spec, leaf.shape, axes, sizes)
+  spec, _ = optimizer_layout.add_zero_axes(leaf.spec, leaf.shape, axes, sizes)
   return Part(leaf.part.bytes, frozenset(axis for entry in spec for axis in axes_of(entry)))
 
 

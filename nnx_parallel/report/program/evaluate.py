@@ -309,7 +309,7 @@ class Evaluator:
 
   def _reordered(self, computation: hlo.Computation, at: hlo.Instruction, x: Array) -> Value:
     dims = [1 + n for n in at.numbers("dimensions")]
-    return x.transpose([0, *dims]) if at.opcode == "transpose" else np.flip(x, dims)
+    return x.transpose([0, *dims]) if at.opcode == "transpose" else np.flip(x, (*dims,))
 
   def _reshape(self, computation: hlo.Computation, at: hlo.Instruction, x: Array) -> Value:
     return x.reshape((len(x), *self._shape(computation, at)))
@@ -452,7 +452,7 @@ class Evaluator:
     rows = thin.windows(at, len(dims) - 2) if len(dims) > 2 else []
     x = _padded(x.transpose([0, *(1 + left.index(c) for c in dims)]), rows)
     k = k.transpose([0, *(1 + kernel.index(c) for c in ("o", "i", *dims[2:]))])
-    k = np.flip(k, [3 + d for d, row in enumerate(rows) if row[6]])
+    k = np.flip(k, tuple(3 + d for d, row in enumerate(rows) if row[6]))
     shape = self._shape(computation, at)
     sizes = [shape[out.index(c)] for c in dims]
     if self._exceeds(max(len(x), len(k)) * math.prod(shape) * math.prod(k.shape[2:]) // (groups * batches)):
