@@ -26,7 +26,7 @@ from nnx_parallel.report.program.collectives import Collective, collectives
 from nnx_parallel.report.program.compiler import Compiled, MemoryStats, memory_stats, run_compiler
 from nnx_parallel.report.program.cost import Cost, cost
 from nnx_parallel.report.program.faults import Comparison, Fault, compare
-from nnx_parallel.report.program.peak import Tenant, at_peak
+from nnx_parallel.report.program.peak import PeakBuffer, at_peak
 from nnx_parallel.report.program.reshards import Reshard, find_reshards
 from nnx_parallel.report.topology import topology_mesh
 from nnx_parallel.train.step import TrainStep
@@ -94,7 +94,7 @@ class CompileReport:
   categories: Mapping[str, int]
   cost: Cost
   collectives: tuple[Collective, ...]
-  peak: tuple[Tenant, ...]
+  peak: tuple[PeakBuffer, ...]
   reshards: tuple[Reshard, ...]
   seconds: float
   quantities: Mapping[str, int]

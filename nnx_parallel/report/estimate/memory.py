@@ -13,8 +13,8 @@ from nnx_parallel.errors import ReportError
 from nnx_parallel.layout.plan import ShardingPlan, check_plan
 from nnx_parallel.report.chips import Chip
 from nnx_parallel.report.chips import chip as chip_named
-from nnx_parallel.report.estimate.propagate import Product
-from nnx_parallel.report.estimate.workload import Part, Sizes, Workload, per_device, trace_workload
+from nnx_parallel.report.estimate.propagate import Product, Sizes
+from nnx_parallel.report.estimate.workload import Workload, per_device, trace_workload
 from nnx_parallel.train.options import Gradients
 from nnx_parallel.train.remat import Remat
 
@@ -197,7 +197,7 @@ def _largest(work: Workload, sizes: Sizes) -> tuple[float, bool]:
   if last is None:
     return largest, False
   # The loss may compute in a wider type than the product.
-  logits = Part(last.out_bytes, last.out_split).per_device(sizes)
+  logits = last.out.per_device(sizes)
   return largest, logits <= largest <= 2 * logits
 
 
@@ -208,10 +208,10 @@ def _last_product(work: Workload) -> Product | None:
 
 def _gathered_last(work: Workload, sizes: Sizes) -> float:
   """The weights of the head, whole along the batch axes: gathered once, and kept until the backward pass."""
-  batch, last = frozenset(work.gather_axes), _last_product(work)
-  if last is None or not last.other_split & batch:
+  last = _last_product(work)
+  if last is None or not last.other.split.intersection(work.gather_axes):
     return 0.0
-  return Part(last.other_bytes, last.other_split - batch).per_device(sizes)
+  return last.other.gathered(work.gather_axes).per_device(sizes)
 
 
 def _in_passing(work: Workload, sizes: Sizes) -> float:
@@ -222,9 +222,8 @@ def _in_passing(work: Workload, sizes: Sizes) -> float:
 
 def _gathered(work: Workload, sizes: Sizes) -> float:
   """One layer's parameters as they are multiplied: whole along the batch axes, in the type of their use."""
-  batch = frozenset(work.gather_axes)
   return sum(
-    Part(part.bytes, part.split - batch).per_device(sizes)
+    part.gathered(work.gather_axes).per_device(sizes)
     for part in work.layer_weights
-    if part.split & batch
+    if part.split.intersection(work.gather_axes)
   )

@@ -41,8 +41,8 @@ from nnx_parallel.core.text import Shown, format_seconds
 from nnx_parallel.layout.plan import ShardingPlan, check_plan
 from nnx_parallel.report.chips import Chip
 from nnx_parallel.report.chips import chip as chip_named
-from nnx_parallel.report.estimate.propagate import Product
-from nnx_parallel.report.estimate.workload import Part, Sizes, Workload, per_device, trace_workload
+from nnx_parallel.report.estimate.propagate import Product, Sharded, Sizes
+from nnx_parallel.report.estimate.workload import Workload, per_device, trace_workload
 from nnx_parallel.train.options import Gradients
 from nnx_parallel.train.remat import Remat
 
@@ -284,7 +284,7 @@ class Links:
     seconds, name = self.overlapped if hidden else self.waiting, "+".join(axes)
     seconds[name] = seconds.get(name, 0.0) + sent / bandwidth + runs * per_run
 
-  def ring(self, axes: Collection[str], part: Part, runs: float, *, passes: float, hidden: bool) -> None:
+  def ring(self, axes: Collection[str], part: Sharded, runs: float, *, passes: float, hidden: bool) -> None:
     """Adds `runs` collectives in which all of `part` goes `passes` times around the ring over `axes`.
 
     Axes of size 1 are left out; `part` is what a group holds together, with the other axes that divide it.
@@ -314,12 +314,10 @@ def _main_peak(flops: Mapping[str, float], chip: Chip) -> float:
 
 def _traffic(work: Workload, sizes: Sizes, microbatches: int) -> float:
   activations = sum(
-    p.times
-    * (Part(p.in_bytes, p.in_split).per_device(sizes) + Part(p.out_bytes, p.out_split).per_device(sizes))
+    p.times * (p.data.per_device(sizes) + p.out.per_device(sizes))
     for p in (*work.products, *work.products, *work.products, *work.recomputed)
   )
-  batch = frozenset(work.gather_axes)
-  used = sum(Part(p.bytes, p.split - batch).per_device(sizes) for p in work.used)
+  used = sum(part.gathered(work.gather_axes).per_device(sizes) for part in work.used)
   weights = used * (4 if work.recomputed else 3) * microbatches
   state = per_device(work.parameters, sizes) + per_device(work.optimizer, sizes)  # in device or host memory
   return activations + weights + 2 * state + 2 * per_device(work.gradients, sizes)
@@ -330,11 +328,11 @@ def _send_parameters(work: Workload, links: Links, microbatches: int) -> None:
   passes = 3 * microbatches
   for part in work.used:
     gathered = part.split & frozenset(work.gather_axes)
-    links.ring(gathered, Part(part.bytes, part.split - gathered), passes, passes=passes, hidden=True)
+    links.ring(gathered, part.gathered(gathered), passes, passes=passes, hidden=True)
   for (split, further), (stored, read, summed) in work.reduced.items():
     once = summed if microbatches > 1 else read
     total, runs = _rounds(work.stage if further else 0, microbatches, stored, read, once)
-    links.ring(frozenset(work.token_axes) - split, Part(total, split), runs, passes=1, hidden=True)
+    links.ring(frozenset(work.token_axes) - split, Sharded(total, split), runs, passes=1, hidden=True)
 
 
 def _rounds(stage: int, microbatches: int, stored: int, read: int, once: int) -> tuple[int, int]:
@@ -362,14 +360,14 @@ def _rounds(stage: int, microbatches: int, stored: int, read: int, once: int) ->
 def _send_activations(work: Workload, links: Links, microbatches: int) -> None:
   """Sums of partial products, forward and again when recomputed, of gradients of shared inputs; exchanges."""
   batch, inputs = frozenset(work.batch_axes), set[int]()
-  sums = [(p.summed, Part(p.out_bytes, p.out_split), p.times) for p in (*work.products, *work.recomputed)]
+  sums = [(p.summed, p.out, p.times) for p in (*work.products, *work.recomputed)]
   for p in work.products:
     if p.source not in inputs:
       inputs.add(p.source)
-      sums.append((p.spread, Part(p.in_bytes, p.in_split), p.times))
+      sums.append((p.spread, p.data, p.times))
   for axes, part, times in sums:
     links.ring(axes - batch, part, times * microbatches, passes=2 * times, hidden=False)
   for move in work.moves:
     # Each device keeps one part of its own, and sends it back in the backward pass.
-    part, runs = Part(move.bytes, move.split), 2 * move.times
-    links.ring(move.axes, part, runs * microbatches, passes=runs, hidden=False)
+    runs = 2 * move.times
+    links.ring(move.axes, move.part, runs * microbatches, passes=runs, hidden=False)

@@ -368,7 +368,7 @@ def _indices(program: hlo.Program) -> int:
     for at in computation.instructions:
       if at.opcode in ("gather", "scatter"):
         dims = computation.by_name[at.operands[0]].shapes[0].dims
-        found += [dims[d] for d in thin.gather_dims(at)["start_index_map"] if dims[d] > 1]
+        found += [dims[d] for d in thin.gather_dims(at).start_index_map if dims[d] > 1]
   return min(found)
 
 

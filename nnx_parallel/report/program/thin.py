@@ -14,6 +14,7 @@ import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from fractions import Fraction
+from typing import NamedTuple
 
 from nnx_parallel.core.classes import Forest, Ratio
 from nnx_parallel.report.program import hlo
@@ -420,34 +421,31 @@ class Thinning:
     for number in range(count):
       self._alike(results[number], arrays[number])
       operand, updates = shapes[number], shapes[count + 1 + number]
-      window = iter([updates[d] for d in found["offset_dims"]])
-      gone = found["collapsed_slice_dims"] + found["operand_batching_dims"]
-      sizes = [1 if d in gone else next(window) for d in range(len(operand))]
+      sizes = found.slice_sizes((updates[d] for d in found.offset_dims), len(operand))
       self._indexed(found, arrays[number], operand, sizes, arrays[count], arrays[count + 1 + number])
 
   def _indexed(
     self,
-    found: Mapping[str, list[int]],
+    found: GatherDims,
     operand: list[int],
     shape: tuple[int, ...],
     sizes: Sequence[int],
     indices: list[int],
     result: list[int],
   ) -> None:
-    vector, offsets = found["index_vector_dim"][0], found["offset_dims"]
+    vector, offsets = found.index_vector_dim, found.offset_dims
     rows = [d for n, d in enumerate(indices) if n != vector]
     if vector < len(indices):
       self._divide(indices[vector], 1)
     self._alike(rows, [d for n, d in enumerate(result) if n not in offsets])
-    gone = found["collapsed_slice_dims"] + found["operand_batching_dims"]
-    kept = [n for n in range(len(operand)) if n not in gone]
+    kept = [n for n in range(len(operand)) if n not in found.absent]
     for place, offset in zip(kept, offsets, strict=True):
       if sizes[place] == shape[place]:
         self._unite(operand[place], result[offset])
       else:
         self._divide(operand[place], 1)
         self._divide(result[offset], 1)
-    for place, row in zip(found["operand_batching_dims"], found["start_indices_batching_dims"], strict=True):
+    for place, row in zip(found.operand_batching_dims, found.start_indices_batching_dims, strict=True):
       self._unite(operand[place], indices[row])
 
   def _sort(self, at: hlo.Instruction, results: _Dims, arrays: _Dims, shapes: _Shapes) -> None:
@@ -536,15 +534,35 @@ def dot_dims(at: hlo.Instruction) -> dict[str, list[int]]:
   }
 
 
-def gather_dims(at: hlo.Instruction) -> dict[str, list[int]]:
+class GatherDims(NamedTuple):
   """The dims that a `gather` or `scatter` names, by the names of a gather."""
-  names = {
-    "offset_dims": "update_window_dims", "collapsed_slice_dims": "inserted_window_dims",
-    "start_index_map": "scatter_dims_to_operand_dims", "operand_batching_dims": "input_batching_dims",
-    "start_indices_batching_dims": "scatter_indices_batching_dims",
-  }  # fmt: skip
-  found = {name: at.numbers(name if at.opcode == "gather" else other) for name, other in names.items()}
-  return {**found, "index_vector_dim": [int(at.attribute("index_vector_dim"))]}
+
+  offset_dims: list[int]
+  collapsed_slice_dims: list[int]
+  start_index_map: list[int]
+  operand_batching_dims: list[int]
+  start_indices_batching_dims: list[int]
+  index_vector_dim: int
+
+  @property
+  def absent(self) -> list[int]:
+    """Dims of the operand that a window of the result does not have."""
+    return self.collapsed_slice_dims + self.operand_batching_dims
+
+  def slice_sizes(self, window: Iterable[int], rank: int) -> list[int]:
+    """Sizes along all dims of the operand, from those of a window of the result."""
+    given = iter(window)
+    return [1 if d in self.absent else next(given) for d in range(rank)]
+
+
+def gather_dims(at: hlo.Instruction) -> GatherDims:
+  """The dims that a `gather` or `scatter` names."""
+  of_scatter = (
+    "update_window_dims", "inserted_window_dims", "scatter_dims_to_operand_dims", "input_batching_dims",
+    "scatter_indices_batching_dims",
+  )  # fmt: skip
+  names = GatherDims._fields[:-1] if at.opcode == "gather" else of_scatter
+  return GatherDims(*map(at.numbers, names), int(at.attribute("index_vector_dim")))
 
 
 def group_counts(at: hlo.Instruction) -> tuple[int, int]:

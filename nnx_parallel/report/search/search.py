@@ -24,9 +24,9 @@ from nnx_parallel.report.compile_report import CompileReport
 from nnx_parallel.report.estimate.memory import ERROR_BAND, memory_categories
 from nnx_parallel.report.estimate.roofline import StepTime, step_time
 from nnx_parallel.report.estimate.workload import with_offload, with_zero
-from nnx_parallel.report.search.compile import Task
+from nnx_parallel.report.search.compile import SearchInputs
 from nnx_parallel.report.search.compile import compile_best as compile_first
-from nnx_parallel.report.search.space import Sizes, Space, factorisations, searched_axes, spaces
+from nnx_parallel.report.search.space import RuleVariant, Sizes, factorisations, rule_variants, searched_axes
 from nnx_parallel.report.tables import not_counted, results_text
 from nnx_parallel.report.topology import Machine, machine
 from nnx_parallel.rules.ruleset import Rules
@@ -246,35 +246,35 @@ def search(
   target = machine(topology)
   refused: dict[str, int] = {}
   found: list[Candidate] = []
-  tried = spaces(init, loss, rules, optimizer, batch, remats)
-  for space in tried:
-    for sizes in factorisations(target.devices, space.axes or searched_axes(rules)[:1]):
-      whole = {**dict.fromkeys(space.idle, 1), **sizes}
-      if any(whole[axis] == 1 for axis in space.needed):
+  tried = rule_variants(init, loss, rules, optimizer, batch, remats)
+  for variant in tried:
+    for sizes in factorisations(target.devices, variant.axes or searched_axes(rules)[:1]):
+      whole = {**dict.fromkeys(variant.idle, 1), **sizes}
+      if any(whole[axis] == 1 for axis in variant.needed):
         continue  # the same as without the changes
-      reason = space.refuse(whole, batch)
+      reason = variant.refuse(whole, batch)
       if reason:
         refused[reason] = refused.get(reason, 0) + 1
         continue
-      found += _candidates(space, whole, target, batch, stages, places, max_microbatches)
+      found += _candidates(variant, whole, target, batch, stages, places, max_microbatches)
   fitting = sorted((c for c in found if c.fits != "no"), key=lambda c: (c.fits != "surely", speed(c)))
   too_large = sorted((c for c in found if c.fits == "no"), key=lambda c: c.memory_bytes)
   best = fitting[0] if fitting else None
   notes = tuple(f"The axis {axis!r} splits nothing of this model: 1." for axis in tried[0].idle)
-  if set(remats) - set(tried[0].works):
+  if set(remats) - set(tried[0].workloads):
     notes += (f"No remat policy was tried, since none finds a layer in the loss. Fix: {MARK_LAYERS}.",)
   missed = not_counted(tried[0].work.uncounted)
   notes += (missed.rstrip(),) if missed else ()
   if compile_best and optimizer is not None:
-    task = Task(init, loss, rules, optimizer, batch, target)
+    inputs = SearchInputs(init, loss, rules, optimizer, batch, target)
     chosen = sorted(fitting, key=speed)[:compile_best]
-    fitting, best, more = compile_first(task, chosen, [c for c in fitting if c not in chosen])
+    fitting, best, more = compile_first(inputs, chosen, [c for c in fitting if c not in chosen])
     notes += more
   return SearchResult(target, tuple(fitting), tuple(too_large), refused, best, notes)
 
 
 def _candidates(
-  space: Space,
+  variant: RuleVariant,
   sizes: Sizes,
   target: Machine,
   batch: Any,
@@ -282,24 +282,26 @@ def _candidates(
   offload: Sequence[bool],
   most: int,
 ) -> Iterator[Candidate]:
-  parts = math.prod(sizes.get(axis, 1) for axis in space.work.batch_axes)
+  parts = math.prod(sizes.get(axis, 1) for axis in variant.work.batch_axes)
   examples = min((x.shape[0] for x in jax.tree.leaves(batch) if x.shape), default=1)
   counts = [2**n for n in range(most.bit_length()) if 2**n <= most and examples % (parts * 2**n) == 0]
   least: dict[tuple[Remat, bool, int], float] = {}
-  for (remat, traced), stage, away in itertools.product(space.works.items(), sorted(stages), offload):
+  for (remat, traced), stage, offloaded in itertools.product(
+    variant.workloads.items(), sorted(stages), offload
+  ):
     placed = with_zero(traced, sizes, stage)
-    work = with_offload(placed) if away else placed
-    if placed.stage != stage or (away and work is placed):
+    work = with_offload(placed) if offloaded else placed
+    if placed.stage != stage or (offloaded and work is placed):
       continue  # nothing is left to split, or to move: the same as without
     for count in counts:
       memory = round(sum(memory_categories(work, sizes, count).values()))
-      key = (remat, away, count)
+      key = (remat, offloaded, count)
       if stage and memory > (1 - _SAME_MEMORY) * least.get(key, math.inf):
         continue
       least[key] = memory
       time = step_time(work, sizes, target.chip, microbatches=count, slice_size=target.slice_size)
       fits = _fit(memory, target.chip.usable_bytes)
-      yield Candidate(sizes, count, remat, stage, away, space.changes, memory, time, fits)
+      yield Candidate(sizes, count, remat, stage, offloaded, variant.changes, memory, time, fits)
 
 
 def _fit(memory: int, usable: int) -> Fit:

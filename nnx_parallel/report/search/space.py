@@ -29,14 +29,14 @@ EXPERT_NAMES = ("expert", "experts")
 
 
 @dataclasses.dataclass(frozen=True)
-class Space:
+class RuleVariant:
   """One set of rules, and what the step is made of under them, for any sizes of the axes.
 
   Attributes:
     changes: logical name -> axes, where they differ from the user's rules.
     axes: the axes that the model can use.
     idle: axes that the rules name and that split nothing of this model.
-    works: remat policy -> the step; only as written where policies find no layer.
+    workloads: remat policy -> the step; only as written where policies find no layer.
     limits: (size of a dim, axes that split it) -> where it is.
     needed: axes without which the changes change nothing.
     names: logical names of the dims of the parameters.
@@ -45,7 +45,7 @@ class Space:
   changes: Changes
   axes: tuple[str, ...]
   idle: tuple[str, ...]
-  works: Mapping[Remat, Workload]
+  workloads: Mapping[Remat, Workload]
   limits: Mapping[tuple[int, tuple[str, ...]], str]
   needed: frozenset[str]
   names: frozenset[str]
@@ -53,7 +53,7 @@ class Space:
   @property
   def work(self) -> Workload:
     """The step under the first policy: for what does not depend on the policy."""
-    return next(iter(self.works.values()))
+    return next(iter(self.workloads.values()))
 
   def refuse(self, sizes: Sizes, batch: Any) -> str:
     """Why the model cannot use a mesh of these sizes, or an empty string."""
@@ -67,14 +67,14 @@ class Space:
     return ""
 
 
-def spaces(
+def rule_variants(
   init: Callable[[], Any],
   loss: Callable[[Any, Any], Any],
   rules: Rules,
   optimizer: Any,
   batch: Any,
   remats: Sequence[Remat],
-) -> list[Space]:
+) -> list[RuleVariant]:
   """The user's rules first, then variants of them with sequences and experts split.
 
   A sequence rule is tried where the rules replicate one of `SEQUENCE_NAMES` and the loss constrains
@@ -85,7 +85,7 @@ def spaces(
   ruleset = RuleSet.of(rules)
   make = functools.partial(_space, init, loss, ruleset, optimizer, batch)
   first = make(remats, {})
-  remats = tuple(first.works)
+  remats = tuple(first.workloads)
   found = [first]
   expert = _expert_change(ruleset, first)
   if expert:
@@ -147,7 +147,7 @@ def _space(
   batch: Any,
   remats: Sequence[Remat],
   changes: Changes,
-) -> Space:
+) -> RuleVariant:
   changed = ruleset.replace(changes) if changes else ruleset
   axes = searched_axes(changed)
   # Sizes of two keep every axis in the specs; the traces do not depend on them.
@@ -155,17 +155,17 @@ def _space(
   probe = make_plan(init, mesh, changed, optimizer=optimizer, uneven="replicate")
   if not {"as written", "none"}.issuperset(remats) and not finds_layers(probe, loss, batch):
     remats = ("as written",)
-  works: dict[Remat, Workload] = {
+  workloads: dict[Remat, Workload] = {
     remat: trace_workload(probe, loss, batch, remat=remat) for remat in dict.fromkeys(remats)
   }
-  work = next(iter(works.values()))
+  work = next(iter(workloads.values()))
   limits = _limits(probe, work)
   used = {axis for _, dim in limits for axis in dim} | set(work.batch_axes)
-  return Space(
+  return RuleVariant(
     changes=changes,
     axes=tuple(axis for axis in axes if axis in used),
     idle=tuple(axis for axis in axes if axis not in used),
-    works=works,
+    workloads=workloads,
     limits=limits,
     needed=frozenset(axis for name, dim in changes.items() if name != "batch" for axis in dim),
     names=frozenset(name for leaf in probe.leaves for entry in leaf.names or () for name in axes_of(entry)),
@@ -191,7 +191,7 @@ def _whole(ruleset: RuleSet, name: str) -> bool:
   return name in ruleset.logical and not any(ruleset.logical[name])
 
 
-def _expert_change(ruleset: RuleSet, first: Space) -> Changes:
+def _expert_change(ruleset: RuleSet, first: RuleVariant) -> Changes:
   """An axis for experts. It also splits the batch: each device holds other tokens."""
   for name in EXPERT_NAMES:
     if name in first.names and (_whole(ruleset, name) or name not in ruleset.logical):
@@ -199,7 +199,7 @@ def _expert_change(ruleset: RuleSet, first: Space) -> Changes:
   return {}
 
 
-def _sequence_changes(ruleset: RuleSet, first: Space) -> Iterator[Changes]:
+def _sequence_changes(ruleset: RuleSet, first: RuleVariant) -> Iterator[Changes]:
   parameters = {axis for part in first.work.parameters for axis in part.split}
   others = sorted(parameters - set(first.work.batch_axes))
   for name in SEQUENCE_NAMES:
