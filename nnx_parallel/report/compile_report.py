@@ -1,4 +1,4 @@
-"""What a compiled step needs, sends and computes, from the compiler that will really be used."""
+"""What a compiled step needs, sends and computes, from the compiler of the machine it will run on."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from nnx_parallel.report.program.collectives import Collective, collectives
 from nnx_parallel.report.program.compiler import Compiled, MemoryStats, memory_stats, run_compiler
 from nnx_parallel.report.program.cost import Cost, cost
 from nnx_parallel.report.program.faults import Comparison, Fault, compare
-from nnx_parallel.report.program.peak import Tenant, at_peak
+from nnx_parallel.report.program.peak import PeakBuffer, at_peak
 from nnx_parallel.report.program.reshards import Reshard, find_reshards
 from nnx_parallel.report.topology import topology_mesh
 from nnx_parallel.train.step import TrainStep
@@ -44,7 +44,7 @@ class Argument:
   """One array that the step takes.
 
   Attributes:
-    name: as JAX names it, e.g. `state[3]`, or the plan's path where the step says so.
+    name: as JAX names it, e.g. `state[3]`; with a plan, its path.
     bytes: per device.
     donated: whether the compiler reuses its memory for a result.
   """
@@ -73,8 +73,8 @@ class CompileReport:
       the compiler adds.
     cost: matrix FLOPs, memory traffic, and what these do not count.
     collectives: what is sent, in program order.
-    peak: what is in memory, besides the arguments, when the most is; largest first.
-    reshards: tensors made whole on each device against the layout's intention.
+    peak: arrays in memory, besides the arguments, at the moment of the highest use; largest first.
+    reshards: tensors that the compiler replicates although their layout is split.
     seconds: time the compiler took.
     quantities: global sizes in bytes that budgets can name: `params`, `optimizer`, `batch`.
     examples: of one microbatch on one device, or None where that is unknown.
@@ -94,7 +94,7 @@ class CompileReport:
   categories: Mapping[str, int]
   cost: Cost
   collectives: tuple[Collective, ...]
-  peak: tuple[Tenant, ...]
+  peak: tuple[PeakBuffer, ...]
   reshards: tuple[Reshard, ...]
   seconds: float
   quantities: Mapping[str, int]
@@ -218,7 +218,7 @@ def compile_report(
     chip: whose memory decides the verdict; by default that of the devices compiled for.
 
   Returns:
-    The report; print it, ask it, or turn it into JSON or a page.
+    The report; print it, read its fields, or turn it into JSON or a page.
 
   Raises:
     ReportError: the plan is abstract and no topology is given, the topology does not have as many devices
@@ -273,7 +273,7 @@ def compile_report(
 
 
 def _examples(step: Any, batch: Any, shards: int) -> int | None:
-  """Examples of one microbatch on one device, where the step and all arrays of the batch say it."""
+  """Examples of one microbatch on one device, for a `TrainStep` and a batch of arrays of one length."""
   sizes = {x.shape[0] for x in jax.tree.leaves(batch) if x.shape}
   if not isinstance(step, TrainStep) or len(sizes) != 1:
     return None
@@ -281,7 +281,7 @@ def _examples(step: Any, batch: Any, shards: int) -> int | None:
 
 
 def abstract_batch(plan: ShardingPlan, batch: Any) -> Any:
-  """A batch of arrays or `ShapeDtypeStruct`s as abstract arrays, laid out as the plan says."""
+  """A batch of arrays or `ShapeDtypeStruct`s as abstract arrays, with the plan's layout."""
   return jax.tree.map(
     lambda x: jax.ShapeDtypeStruct(
       x.shape, x.dtype, sharding=NamedSharding(plan.mesh, plan.batch_spec(len(x.shape)))
@@ -302,7 +302,7 @@ def state_categories(plan: ShardingPlan) -> dict[str, int]:
 
 
 def _placed(plan: ShardingPlan, text: str | None) -> ShardingPlan:
-  """The plan on devices that a compiler knows: its own, or those of a named topology."""
+  """The plan on devices to compile for: its own, or those of a named topology."""
   if text is None:
     if isinstance(plan.mesh, AbstractMesh):
       raise ReportError(

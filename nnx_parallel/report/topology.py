@@ -48,7 +48,7 @@ _NO_TPU_HERE: Mapping[str, str] = {
 
 @dataclasses.dataclass(frozen=True)
 class Machine:
-  """What the name of a topology says, without any compiler.
+  """The contents of a topology's name, read without a compiler.
 
   Attributes:
     text: the name.
@@ -80,9 +80,6 @@ class Topology:
 
 def machine(text: str) -> Machine:
   """Reads the name of a topology; see the table at the top of this module.
-
-  Raises:
-    ReportError: the text cannot be read, or the chip is unknown.
 
   Example:
     >>> machine("gpu:h100:32x8").devices
@@ -116,18 +113,7 @@ def machine(text: str) -> Machine:
 
 
 def topology(text: str) -> Topology:
-  """Makes the devices of a named machine, without the machine.
-
-  Args:
-    text: see the table at the top of this module.
-
-  Raises:
-    ReportError: the text cannot be read, the chip is unknown, or the compiler is not installed.
-
-  Example:
-    >>> len(topology("cpu:8").devices)
-    8
-  """
+  """Makes the devices of a named machine, without the machine; see the table at the top of this module."""
   named = machine(text)
   missing = missing_compiler(named)
   if missing is not None:
@@ -136,15 +122,7 @@ def topology(text: str) -> Topology:
 
 
 def missing_compiler(named: Machine) -> ReportError | None:
-  """What to raise when the compiler of a machine is not installed here; None when it is.
-
-  Args:
-    named: from `machine`; the compiler of simulated CPU devices is always here.
-
-  Example:
-    >>> missing_compiler(machine("cpu:8")) is None
-    True
-  """
+  """The error to raise where the compiler of a machine is not installed here, or None."""
   compiler, extra, modules = {
     "cpu": ("", "", ["jax"]),
     "tpu": ("TPU", "tpu-aot", ["libtpu"]),

@@ -31,7 +31,7 @@ from nnx_parallel.report.estimate.roofline import (
 )
 from nnx_parallel.report.estimate.workload import trace_workload, with_zero
 from nnx_parallel.report.program.faults import Comparison, Fault
-from nnx_parallel.report.search.compile import Task, compile_best
+from nnx_parallel.report.search.compile import SearchInputs, compile_best
 from nnx_parallel.report.search.search import SAME_TIME, factorisations, search, searched_axes
 from nnx_parallel.report.topology import machine
 from nnx_parallel.train.remat import REMATS, with_remat
@@ -475,7 +475,7 @@ def test_a_winner_that_perhaps_fits_says_so(monkeypatch):
   )
   found = search(init, loss, "tpu:v5e:1x1", batch=big, rules=RULES, optimizer=optax.sgd(0.1), **options)
   assert found.best.fits == "perhaps"
-  assert "The winner perhaps fits; search(..., compile_best=1) tells:" in str(found)
+  assert "The winner perhaps fits; check it with search(..., compile_best=1):" in str(found)
 
 
 def reported(*, fits=True, faults=0):
@@ -492,7 +492,7 @@ def test_a_layout_whose_program_computes_something_else_does_not_win(monkeypatch
     "nnx_parallel.report.search.compile.compile_candidate",
     lambda task, c, _: dataclasses.replace(c, report=reported(faults=int(id(c) in wrong)), compiled=c.time),
   )
-  task = Task(init, loss, RULES, optax.sgd(0.1), big, machine("cpu:8"))
+  task = SearchInputs(init, loss, RULES, optax.sgd(0.1), big, machine("cpu:8"))
   tried, best, notes = compile_best(task, chosen, others)
   assert best is tried[0]
   assert tried[1].refused == "as compiled, of 2 results 1 are right, 1 WRONG"
@@ -512,7 +512,7 @@ def test_a_layout_whose_program_computes_something_else_does_not_win(monkeypatch
   result = dataclasses.replace(found, fitting=tuple(tried), best=best, notes=notes)
   assert "No layout is proposed" in result.to_html()
   assert "1 WRONG" in str(result)
-  with pytest.raises(ReportError, match="no layout that was compiled for cpu:8 computes what the step says"):
+  with pytest.raises(ReportError, match="every layout that was compiled for cpu:8 computes wrong results"):
     result.code()
 
 
@@ -523,7 +523,7 @@ def test_a_layout_that_surely_fits_wins_where_no_compiled_one_fits(monkeypatch):
     "nnx_parallel.report.search.compile.compile_candidate",
     lambda task, c, _: dataclasses.replace(c, report=reported(fits=False), compiled=c.time),
   )
-  task = Task(init, loss, RULES, optax.sgd(0.1), big, machine("cpu:8"))
+  task = SearchInputs(init, loss, RULES, optax.sgd(0.1), big, machine("cpu:8"))
   chosen, others = found.fitting[:2], found.fitting[2:]
   _, best, notes = compile_best(task, chosen, others)
   assert best is others[0]

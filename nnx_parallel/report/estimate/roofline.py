@@ -8,10 +8,10 @@ Per device and step, with `m` microbatches:
   reads and writes, over the HBM bandwidth; attention's scores count as if they were written out;
 - links, for each mesh axis: ring traffic over the bandwidth of the slowest link that the axis crosses, plus
   `LATENCY` per hop. Gathers and reductions of parameters overlap with compute; sums of
-  activations over a tensor axis and exchanges between experts do not, since the next product waits for
+  activations over a tensor axis and exchanges between experts do not, because the next product needs
   them;
-- host: state in the host's memory is read and written once per step, at the update, when nothing is left to
-  overlap with: `2 * bytes / host_bandwidth`. That is an upper edge: it takes one direction at a time.
+- host: state in host memory is read and written once per step, at the update, where nothing overlaps with it:
+  `2 * bytes / host_bandwidth`. That is an upper bound: it assumes one direction at a time.
 
 `seconds = max(compute, memory, overlapped links) + waiting links and host + exposed`, where `exposed` is
 `EXPOSED` of the link time that should hide behind something longer: the first gather and the last sum do not.
@@ -41,8 +41,8 @@ from nnx_parallel.core.text import Shown, format_seconds
 from nnx_parallel.layout.plan import ShardingPlan, check_plan
 from nnx_parallel.report.chips import Chip
 from nnx_parallel.report.chips import chip as chip_named
-from nnx_parallel.report.estimate.propagate import Product
-from nnx_parallel.report.estimate.workload import Part, Sizes, Workload, per_device, trace_workload
+from nnx_parallel.report.estimate.propagate import Product, Sharded, Sizes
+from nnx_parallel.report.estimate.workload import Workload, per_device, trace_workload
 from nnx_parallel.train.options import Gradients
 from nnx_parallel.train.remat import Remat
 
@@ -151,7 +151,7 @@ def predict_time(
     chip: figures of one device, or its name.
     microbatches: parts that the batch is run in.
     remat: what layers keep; see `with_remat`.
-    gradients: as in `train_step`: by default as the plan says.
+    gradients: as in `train_step`; by default those of the plan's ZeRO stage.
     slice_size: devices that the fast links join; by default the chip's domain, or all of them.
 
   Returns:
@@ -233,15 +233,10 @@ def program_time(
 ) -> StepTime:
   """The time of a compiled program on a machine that it may not be compiled for.
 
-  FLOPs and collective bytes are the program's. Memory traffic, and which links overlap, are the model's:
-  how a CPU program fuses and schedules says nothing about another chip. Two habits of CPU programs are
-  undone: they widen bfloat16 collectives to float32, and write a reduce-scatter as an all-reduce and a slice.
-
-  Args:
-    report: of the step, compiled for anything.
-    predicted: the model's figures for the same step.
-    machine: whose links and peak count.
-    scattered: axes of the batch that split parameters too: gradients are scattered over them.
+  FLOPs and collective bytes are the program's. Memory traffic, and which links overlap, are `predicted`: a
+  CPU program is fused and scheduled differently from that of another chip. Two properties of CPU programs are
+  corrected: bfloat16 collectives are in float32, and a reduce-scatter (of gradients, over the `scattered`
+  axes) is an all-reduce and a slice.
   """
   on_cpu = report.target.endswith("cpu")
   beside = {axis for name in predicted.overlapped for axis in name.split("+")}
@@ -265,14 +260,8 @@ def program_time(
 class Links:
   """Seconds that collectives take on the links of a machine, by axes joined with `+`.
 
-  Args:
-    sizes: mesh axis -> size in devices, major to minor.
-    chip: figures of one device.
-    slice_size: devices that the fast links join; by default the chip's domain, or all of them.
-
-  Attributes:
-    overlapped: of those that run beside compute.
-    waiting: of those that compute waits for.
+  `overlapped` are those that run beside compute, `waiting` those that compute waits for; `slice_size` is the
+  number of devices that the fast links join: by default the chip's domain, or all of them.
   """
 
   def __init__(self, sizes: Sizes, chip: Chip, slice_size: int | None = None):
@@ -295,15 +284,10 @@ class Links:
     seconds, name = self.overlapped if hidden else self.waiting, "+".join(axes)
     seconds[name] = seconds.get(name, 0.0) + sent / bandwidth + runs * per_run
 
-  def ring(self, axes: Collection[str], part: Part, runs: float, *, passes: float, hidden: bool) -> None:
-    """Adds `runs` collectives in which `part` goes around the ring of those of `axes` that split something.
+  def ring(self, axes: Collection[str], part: Sharded, runs: float, *, passes: float, hidden: bool) -> None:
+    """Adds `runs` collectives in which all of `part` goes `passes` times around the ring over `axes`.
 
-    Args:
-      axes: mesh axes; nothing is sent over those of size 1.
-      part: what a group holds together, and the other axes that divide it.
-      runs: collectives.
-      passes: how often all of `part` goes around, in all of them.
-      hidden: whether compute runs beside them.
+    Axes of size 1 are left out; `part` is what a group holds together, with the other axes that divide it.
     """
     over = tuple(axis for axis, size in self.sizes.items() if axis in axes and size > 1)
     if over:
@@ -330,14 +314,12 @@ def _main_peak(flops: Mapping[str, float], chip: Chip) -> float:
 
 def _traffic(work: Workload, sizes: Sizes, microbatches: int) -> float:
   activations = sum(
-    p.times
-    * (Part(p.in_bytes, p.in_split).per_device(sizes) + Part(p.out_bytes, p.out_split).per_device(sizes))
+    p.times * (p.data.per_device(sizes) + p.out.per_device(sizes))
     for p in (*work.products, *work.products, *work.products, *work.recomputed)
   )
-  batch = frozenset(work.gather_axes)
-  used = sum(Part(p.bytes, p.split - batch).per_device(sizes) for p in work.used)
+  used = sum(part.gathered(work.gather_axes).per_device(sizes) for part in work.used)
   weights = used * (4 if work.recomputed else 3) * microbatches
-  state = per_device(work.parameters, sizes) + per_device(work.optimizer, sizes)  # wherever it lies
+  state = per_device(work.parameters, sizes) + per_device(work.optimizer, sizes)  # in device or host memory
   return activations + weights + 2 * state + 2 * per_device(work.gradients, sizes)
 
 
@@ -346,11 +328,11 @@ def _send_parameters(work: Workload, links: Links, microbatches: int) -> None:
   passes = 3 * microbatches
   for part in work.used:
     gathered = part.split & frozenset(work.gather_axes)
-    links.ring(gathered, Part(part.bytes, part.split - gathered), passes, passes=passes, hidden=True)
+    links.ring(gathered, part.gathered(gathered), passes, passes=passes, hidden=True)
   for (split, further), (stored, read, summed) in work.reduced.items():
     once = summed if microbatches > 1 else read
     total, runs = _rounds(work.stage if further else 0, microbatches, stored, read, once)
-    links.ring(frozenset(work.token_axes) - split, Part(total, split), runs, passes=1, hidden=True)
+    links.ring(frozenset(work.token_axes) - split, Sharded(total, split), runs, passes=1, hidden=True)
 
 
 def _rounds(stage: int, microbatches: int, stored: int, read: int, once: int) -> tuple[int, int]:
@@ -378,14 +360,14 @@ def _rounds(stage: int, microbatches: int, stored: int, read: int, once: int) ->
 def _send_activations(work: Workload, links: Links, microbatches: int) -> None:
   """Sums of partial products, forward and again when recomputed, of gradients of shared inputs; exchanges."""
   batch, inputs = frozenset(work.batch_axes), set[int]()
-  sums = [(p.summed, Part(p.out_bytes, p.out_split), p.times) for p in (*work.products, *work.recomputed)]
+  sums = [(p.summed, p.out, p.times) for p in (*work.products, *work.recomputed)]
   for p in work.products:
     if p.source not in inputs:
       inputs.add(p.source)
-      sums.append((p.spread, Part(p.in_bytes, p.in_split), p.times))
+      sums.append((p.spread, p.data, p.times))
   for axes, part, times in sums:
     links.ring(axes - batch, part, times * microbatches, passes=2 * times, hidden=False)
   for move in work.moves:
     # Each device keeps one part of its own, and sends it back in the backward pass.
-    part, runs = Part(move.bytes, move.split), 2 * move.times
-    links.ring(move.axes, part, runs * microbatches, passes=runs, hidden=False)
+    runs = 2 * move.times
+    links.ring(move.axes, move.part, runs * microbatches, passes=runs, hidden=False)

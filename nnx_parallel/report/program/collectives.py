@@ -109,26 +109,11 @@ def ring_bytes(kind: str, payload: int, group_size: int) -> int:
 
 
 def collectives(program: str | hlo.Program, axes: Mapping[str, int]) -> tuple[Collective, ...]:
-  """Lists the collectives of a compiled program.
+  """The collectives of a compiled program that move data, in program order.
 
   Args:
     program: HLO text (`Compiled.as_text()` or a dumped file) or a parsed program.
     axes: mesh axis -> size in devices, in mesh order (`dict(mesh.shape)`).
-
-  Returns:
-    One entry per collective instruction that moves data, in program order.
-
-  Example:
-    >>> import jax
-    >>> import jax.numpy as jnp
-    >>> from jax.sharding import AxisType
-    >>> from jax.sharding import NamedSharding
-    >>> from jax.sharding import PartitionSpec as P
-    >>> mesh = jax.make_mesh((2, 4), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
-    >>> x = jax.device_put(jnp.ones((8, 8)), NamedSharding(mesh, P(None, "model")))
-    >>> text = jax.jit(lambda x: x.sum(1)).lower(x).compile().as_text()
-    >>> [(c.kind, c.axes, c.bytes) for c in collectives(text, mesh.shape)]
-    [('all-reduce', ('model',), 32)]
   """
   program = hlo.parse(program) if isinstance(program, str) else program
   finder = AxisFinder(axes)

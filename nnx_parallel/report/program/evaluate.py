@@ -15,6 +15,7 @@ import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
+import jax
 import numpy as np
 import numpy.typing as npt
 from einops import rearrange
@@ -101,8 +102,8 @@ class Evaluator:
     watch: called with each instruction that has run, and its value.
 
   Attributes:
-    lost: opcode or custom call -> how often it was met and not known.
-    apart: instructions that say "the same on these devices" of values that differ.
+    lost: opcode or custom call -> how often it was not known.
+    unequal: ends of a `shard_map` that call a value replicated that differs between devices.
   """
 
   def __init__(
@@ -131,17 +132,10 @@ class Evaluator:
       "collective-permute": self._permute, "custom-call": self._custom, "topk": self._topk,
     }  # fmt: skip
     self._constants: dict[tuple[str, str], Array] = {}
-    self.apart: list[hlo.Instruction] = []
+    self.unequal: list[hlo.Instruction] = []
 
   def run(self, arguments: Mapping[int, Value]) -> tuple[Value, ...]:
-    """Evaluates the entry.
-
-    Args:
-      arguments: number of each parameter -> its value.
-
-    Returns:
-      The results, one for each array.
-    """
+    """The results of the entry, one for each array, for the values of its parameters by number."""
     entry = self._program.entry
     count = 1 + max(arguments, default=-1)
     with np.errstate(all="ignore"):
@@ -242,16 +236,13 @@ class Evaluator:
     if len(results) == 1:
       return next(iter(results.values()))
 
-    def pick(values: Sequence[Value]) -> Value:
-      if isinstance(values[0], tuple):
-        return tuple(pick([value[n] for value in values]) for n in range(len(values[0])))
+    def pick(*values: Value) -> Value:
       if any(value is None for value in values):
         return None
-      whole = np.broadcast_arrays(*(self._everywhere(value) for value in values))
-      rows = dict(zip(results, whole, strict=True))
-      return np.stack([rows[int(n)][device] for device, n in enumerate(self._everywhere(number))])
+      each = np.stack(np.broadcast_arrays(*map(self._everywhere, values)))
+      return each[np.searchsorted([*results], self._everywhere(number)), np.arange(self._devices)]
 
-    return pick(list(results.values()))
+    return jax.tree.map(pick, *results.values(), is_leaf=lambda value: value is None)
 
   def _everywhere(self, value: Array) -> Array:
     return np.broadcast_to(value, (self._devices, *value.shape[1:]))
@@ -288,7 +279,7 @@ class Evaluator:
 
   def _constant(self, computation: hlo.Computation, at: hlo.Instruction, *inputs: Array) -> Value:
     key = (computation.name, at.name)
-    if key not in self._constants:  # a loop asks for it in each round
+    if key not in self._constants:  # read in each pass of a loop
       value = literal(at)
       if value is None:
         return self._lose(at, "a constant that is not written out")
@@ -518,7 +509,7 @@ class Evaluator:
     found = thin.gather_dims(at)
     scales = self._scales(computation, at.operands[0])
     whole = computation.by_name[at.operands[0]].shapes[0].dims
-    vector = found["index_vector_dim"][0]
+    vector = found.index_vector_dim
     x = indices[..., None] if vector == indices.ndim - 1 else np.moveaxis(indices, 1 + vector, -1)
     rows, rank = x.shape[1:-1], len(whole)
     inside = np.ones(x.shape[:-1], np.bool_)
@@ -527,12 +518,12 @@ class Evaluator:
     for dim in range(rank):
       size = sizes[dim] // scales[dim] if sizes[dim] == whole[dim] else sizes[dim]
       start: Array = np.zeros((1,) * (1 + len(rows)), np.int64)
-      if dim in found["start_index_map"]:
-        exact = x[..., found["start_index_map"].index(dim)].astype(np.int64)
+      if dim in found.start_index_map:
+        exact = x[..., found.start_index_map.index(dim)].astype(np.int64)
         inside &= (exact >= 0) & (exact <= whole[dim] - sizes[dim])
         start = np.clip(exact, 0, whole[dim] - sizes[dim]) // scales[dim]
-      elif dim in found["operand_batching_dims"]:
-        row = found["start_indices_batching_dims"][found["operand_batching_dims"].index(dim)]
+      elif dim in found.operand_batching_dims:
+        row = found.start_indices_batching_dims[found.operand_batching_dims.index(dim)]
         line = np.arange(rows[row_dims.index(row)])
         start = line.reshape([1, *(-1 if n == row else 1 for n in row_dims)])
       step = np.arange(size).reshape([-1 if d == dim else 1 for d in range(rank)])
@@ -546,36 +537,29 @@ class Evaluator:
     x, indices = _of_one_lead(x, indices)
     devices = np.arange(len(x)).reshape(-1, *[1] * (len(rows) + len(sizes)))
     taken = x[(devices, *places)]
-    gone = found["collapsed_slice_dims"] + found["operand_batching_dims"]
-    window = (n for d, n in enumerate(taken.shape[1 + len(rows) :]) if d not in gone)
+    window = (n for d, n in enumerate(taken.shape[1 + len(rows) :]) if d not in found.absent)
     taken = taken.reshape((len(x), *rows, *window))
     shape = self._shape(computation, at)
-    order = [n for n in range(len(shape)) if n not in found["offset_dims"]] + found["offset_dims"]
+    order = [n for n in range(len(shape)) if n not in found.offset_dims] + found.offset_dims
     return taken.transpose([0, *(1 + int(n) for n in np.argsort(order))])
 
   def _scatter(self, computation: hlo.Computation, at: hlo.Instruction, *inputs: Array) -> Value:
     found = thin.gather_dims(at)
-    name = at.called[0]
-    combine = self._combiner(name)
-    region = self._program.computations[name]
+    combine, region = self._combiner(at.called[0]), self._program.computations[at.called[0]]
     overwrites = region.root.opcode == "parameter" and region.root.arguments == "1"
     if len(inputs) != 3 or (combine is None and not overwrites):
       return self._lose(at, at.opcode)
     x, indices, updates = inputs
-    windows = found["offset_dims"]
-    gone = found["collapsed_slice_dims"] + found["operand_batching_dims"]
-    whole = computation.by_name[at.operands[0]].shapes[0].dims
-    given = iter([computation.by_name[at.operands[2]].shapes[0].dims[d] for d in windows])
-    sizes = [1 if d in gone else next(given) for d in range(len(whole))]
+    rank, given = x.ndim - 1, computation.by_name[at.operands[2]].shapes[0].dims
+    sizes = found.slice_sizes((given[d] for d in found.offset_dims), rank)
     places, inside, rows = self._indexed(computation, at, indices, sizes)
     x, updates, _ = _of_one_lead(x, updates, indices)
-    scattered = [n for n in range(updates.ndim - 1) if n not in windows]
-    moved = updates.transpose([0, *(1 + n for n in scattered), *(1 + n for n in windows)])
-    widths = iter(moved.shape[1 + len(rows) :])
-    window = [1 if d in gone else next(widths) for d in range(len(whole))]
+    scattered = [n for n in range(updates.ndim - 1) if n not in found.offset_dims]
+    moved = updates.transpose([0, *(1 + n for n in (*scattered, *found.offset_dims))])
+    window = found.slice_sizes(moved.shape[1 + len(rows) :], rank)
     full = (len(x), *rows, *window)
     devices = np.arange(len(x)).reshape(-1, *[1] * (len(full) - 1))
-    kept = np.broadcast_to(inside.reshape((*inside.shape, *[1] * len(whole))), full)
+    kept = np.broadcast_to(inside.reshape((*inside.shape, *[1] * rank)), full)
     at_all = tuple(np.broadcast_to(place, full)[kept] for place in (devices, *places))
     values, out = moved.reshape(full)[kept], x.copy()
     if combine is None:
@@ -660,7 +644,7 @@ class Evaluator:
     return np.take_along_axis(x, order, -1), order.astype(np.int32)
 
   def _to_blocks(self, computation: hlo.Computation, at: hlo.Instruction, x: Array) -> Value:
-    """What each device holds of a whole array, where a `shard_map` begins."""
+    """The block of each device, where a `shard_map` begins."""
     # The layout is that of the operand: the call itself is marked as manual.
     tiling = read_tiling(computation.by_name[at.operands[0]].attribute("sharding"), self._devices)
     if tiling is None:
@@ -679,13 +663,13 @@ class Evaluator:
     for device, block in enumerate(self._everywhere(x)):
       cut = tuple(slice(int(a), int(a) + n) for a, n in zip(starts[device], x.shape[1:], strict=True))
       if seen[cut].all() and seen[cut].size and not np.allclose(whole[(0, *cut)], block, 1e-6, 1e-12, True):
-        self.apart.append(at)
+        self.unequal.append(at)
       whole[(0, *cut)], seen[cut] = block, True
     return whole
 
 
 def place_of(at: hlo.Instruction) -> tuple[str, str]:
-  """By what an operation is known in several programs: its JAX name and stack frame."""
+  """What identifies an operation in several programs: its JAX name and stack frame."""
   return at.op_name, at.frame
 
 
@@ -747,7 +731,7 @@ def _of_one_lead(*arrays: Array) -> list[Array]:
 
 
 def _padded(x: Array, rows: Sequence[thin.Window], fill: Any = 0) -> Array:
-  """An array with its last dims spaced and padded, or cut, as a window says."""
+  """An array with its last dims spaced and padded, or cut, by the rows of a window."""
   for d, (_, _, low, high, step, *_) in enumerate(rows, x.ndim - len(rows)):
     x = np.moveaxis(x, d, 0)
     spaced = np.full(((len(x) - 1) * step + 1, *x.shape[1:]), fill, x.dtype)

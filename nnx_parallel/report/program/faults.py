@@ -1,4 +1,4 @@
-"""Whether a partitioner kept the meaning of a program: each device's results against the whole program's.
+"""Checks that a partitioner kept the meaning of a program: each device's results against the whole program's.
 
 A compiler can write a program down right before it splits it over devices, with the layout of each array,
 and right after. Both are evaluated here (`evaluate`) with the same arguments, at a few positions of each dim:
@@ -8,9 +8,9 @@ were exchanged with another device, a wrong offset: all of them give other numbe
 
 Three kinds of faults are not seen: what a compiler does after it has split the program; a fault that leaves
 the numbers at the chosen positions as they are (of a long program, those of the first two and the last two
-passes of each loop); and a fault of the program itself, except a `shard_map` that calls different values the
-same. What `evaluate` does not know (kernels, a device's own random bits) is listed with the results that
-depend on it, and is not called wrong.
+passes of each loop); and a fault of the program itself, except a `shard_map` whose out_specs call different
+values the same. What `evaluate` cannot run (kernels, a device's own random bits) is listed with the results
+that depend on it, and does not count as wrong.
 """
 
 from __future__ import annotations
@@ -83,18 +83,12 @@ class Comparison:
 
 
 def compare(before: str, after: str, names: Mapping[int, str] | None = None) -> Comparison:
-  """Compares a program before and after it was split over devices.
+  """Compares a program right before and right after it was split over devices; nothing where a text is empty.
 
   Args:
     before: HLO text of the pass before the partitioner, with layouts.
     after: HLO text of the partitioner's result.
     names: number of a result -> its name.
-
-  Returns:
-    What is right, wrong and unknown; nothing where the texts are empty.
-
-  Raises:
-    ValueError: a text holds no program.
   """
   if not before or not after:
     return Comparison()
@@ -113,7 +107,7 @@ def compare(before: str, after: str, names: Mapping[int, str] | None = None) -> 
   faults = ()
   if wrong:
     signed = any(found[n][0].state == "wrong" for n in wrong)
-    origin = pair.apart() or pair.origin(signed=signed) or _Origin()
+    origin = pair.missing_sum() or pair.origin(signed=signed) or _Origin()
     faults = tuple(origin.fault(labels[n], result) for n, result in wrong.items())
   right = tuple(
     labels[n]
@@ -167,7 +161,7 @@ class _Pair:
     self._thinning = thin.Thinning([whole, split])
     self._signed = True
     self.lost: set[str] = set()
-    self._apart: list[hlo.Instruction] = []
+    self._unequal: list[hlo.Instruction] = []
     self._parameters = sorted(
       (i for i in whole.entry.instructions if i.opcode == "parameter"), key=lambda i: int(i.arguments)
     )
@@ -208,7 +202,7 @@ class _Pair:
     program = (self._whole, self._split)[number]
     evaluator = Evaluator(program, number, self._thinning, self._devices, self._shortened, watch)
     results = evaluator.run(arguments)
-    self._apart += evaluator.apart
+    self._unequal += evaluator.unequal
     self.lost |= evaluator.lost.keys()
     return results
 
@@ -256,11 +250,11 @@ class _Pair:
       return _Result("right")
     return _Result("wrong", float(error), _factor(a, b))
 
-  def apart(self) -> _Origin | None:
-    """Where a `shard_map` says of values that differ between devices that they are the same."""
-    if not self._apart:
+  def missing_sum(self) -> _Origin | None:
+    """The first `shard_map` whose out_specs call a value replicated that differs between devices."""
+    if not self._unequal:
       return None
-    at = self._apart[0]
+    at = self._unequal[0]
     what = "not the same on all devices, though out_specs of a shard_map says so: a psum is missing in it"
     return _Origin(at.op_name, self._whole.source(at), at.name, what=what)
 
@@ -305,7 +299,7 @@ class _Pair:
 
 
 def _shortened(whole: hlo.Program, split: hlo.Program) -> set[tuple[str, str]]:
-  """Loops that both programs have, with one number of passes, where they are long; not the compiler's own."""
+  """Long loops that both programs have, with the same number of passes; not those that the compiler adds."""
   if sum(each.times for each in split.executed()) <= _LONG:
     return set()
   found: list[dict[tuple[str, str], set[int]]] = []
@@ -326,7 +320,7 @@ def _shortened(whole: hlo.Program, split: hlo.Program) -> set[tuple[str, str]]:
 
 
 def _feeds(at: hlo.Instruction, computation: hlo.Computation) -> tuple[str, ...]:
-  """The nearest collectives that an instruction has its numbers from, moves and one product in between."""
+  """The nearest collectives whose results reach an instruction, not through other elementwise operations."""
   found, left, seen = list[str](), [at], set[str]()
   while left and len(seen) < 30:
     here = left.pop(0)
@@ -344,7 +338,7 @@ def _feeds(at: hlo.Instruction, computation: hlo.Computation) -> tuple[str, ...]
 
 
 def _projected(value: Array, local: tuple[int, ...]) -> _Projection:
-  """The shape of a block, and one number for the block of each device, which tells blocks apart."""
+  """The shape of a block, and one number for the block of each device, which differs for different blocks."""
   flat = value.reshape(len(value), -1).astype(np.float64)
   return local, flat @ np.random.default_rng(flat.shape[1]).uniform(0.5, 1.5, flat.shape[1])
 
@@ -374,7 +368,7 @@ def _indices(program: hlo.Program) -> int:
     for at in computation.instructions:
       if at.opcode in ("gather", "scatter"):
         dims = computation.by_name[at.operands[0]].shapes[0].dims
-        found += [dims[d] for d in thin.gather_dims(at)["start_index_map"] if dims[d] > 1]
+        found += [dims[d] for d in thin.gather_dims(at).start_index_map if dims[d] > 1]
   return min(found)
 
 

@@ -80,14 +80,9 @@ class AxisFinder:
 
 
 def group_labels(text: str, devices: int) -> Labels:
-  """Decodes `replica_groups`.
+  """The smallest member of the group of each of the positions, from the text of `replica_groups`.
 
-  Args:
-    text: begins with the attribute's value; empty braces mean one group of all devices.
-    devices: number of positions in the mesh.
-
-  Returns:
-    For each position, the smallest member of its group; positions in no group are alone.
+  Empty braces mean one group of all devices; positions in no group are alone.
   """
   labels = np.arange(devices)
   for row in group_rows(text, devices):

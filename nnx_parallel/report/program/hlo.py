@@ -146,21 +146,13 @@ class Executed:
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-  """A whole module of HLO text.
-
-  Example:
-    >>> import jax
-    >>> import jax.numpy as jnp
-    >>> text = jax.jit(lambda x: x + 1).lower(jnp.ones(8)).compile().as_text()
-    >>> parse(text).entry.root.shapes
-    (Shape(dtype='f32', dims=(8,)),)
-  """
+  """A whole module of HLO text."""
 
   computations: Mapping[str, Computation]
   entry: Computation
   frames: Mapping[int, str]
   partitions: int = 0
-  """Devices that the program is for: of one slice, where there are several. 0 where the text does not say."""
+  """Devices of the program, or of one slice where there are several; 0 if the text does not give it."""
 
   def source(self, instruction: Instruction) -> str:
     """`file.py:line` of an instruction, or an empty string."""
@@ -189,7 +181,7 @@ class Program:
           yield from self._walk(self.computations[name], inner, instruction)
 
   def trips(self, loop: Instruction, computation: Computation) -> int | None:
-    """How often a `while` runs: as the compiler says, or read from its condition; None: neither says it."""
+    """How often a `while` runs, from the compiler's note or its condition; None if it is in neither."""
     known = _TRIPS.search(loop.rest)
     if known:
       return int(known.group(1))
@@ -253,13 +245,13 @@ def _step(body: Computation, index: int) -> int:
 
 
 def parse(text: str) -> Program:
-  """Reads HLO text.
+  """Reads HLO text: `Compiled.as_text()`, or a file written by `xla_dump_to`.
 
-  Args:
-    text: `Compiled.as_text()`, or a file written by `xla_dump_to`.
-
-  Raises:
-    ValueError: the text holds no entry computation.
+  Example:
+    >>> import jax
+    >>> text = jax.jit(lambda x: x + 1).lower(jax.numpy.ones(8)).compile().as_text()
+    >>> parse(text).entry.root.shapes
+    (Shape(dtype='f32', dims=(8,)),)
   """
   computations: dict[str, Computation] = {}
   entry = ""

@@ -39,7 +39,7 @@ class Origins:
   def made(
     self, instruction: hlo.Instruction, computation: hlo.Computation, caller: hlo.Instruction | None
   ) -> hlo.Instruction | None:
-    """The operation whose JAX name says where a collective comes from: itself, its caller, its operand."""
+    """The operation with the JAX name of a collective: itself, its caller, or the maker of its operand."""
     if instruction.op_name or (caller is not None and caller.op_name):
       return instruction if instruction.op_name else caller
     operand = computation.by_name.get(instruction.operands[0]) if instruction.operands else None

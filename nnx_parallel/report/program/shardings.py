@@ -25,12 +25,12 @@ Numbers = npt.NDArray[np.int64]
 
 @dataclasses.dataclass(frozen=True)
 class Tiling:
-  """How an array lies over devices.
+  """How an array is split over devices.
 
   Attributes:
-    parts: blocks along each dim; one for each dim of the array, or empty where all of it is whole.
+    parts: blocks along each dim; one for each dim of the array, or empty where it is replicated.
     blocks: (devices, dims): the number of the block that each device holds.
-    manual: whether the program itself works on blocks there (`shard_map`), so that this says nothing.
+    manual: whether it is inside a `shard_map`, so that the array is a block already.
   """
 
   parts: tuple[int, ...]
@@ -43,14 +43,9 @@ class Tiling:
 
 
 def read_tiling(text: str, devices: int) -> Tiling | None:
-  """Reads the text of one array's layout.
+  """Reads the value of `sharding=` of one array; empty means replicated.
 
-  Args:
-    text: the value of `sharding=`; empty means whole on each device.
-    devices: of the program.
-
-  Returns:
-    The layout, or None for one that is not known here (one device holds all, partial sums).
+  Returns None for a layout that is not known here (one device holds all, partial sums).
   """
   if "unreduced" in text or "maximal" in text:
     return None

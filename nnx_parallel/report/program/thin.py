@@ -1,8 +1,8 @@
-"""How far the dims of programs can be thinned, so that what they compute can be followed with few numbers.
+"""Chooses a few positions of each dim, so that programs on large arrays can be evaluated with few numbers.
 
 Every dim is divided by a number that divides all of its blocks, slices and offsets: one position then stands
 for a run of neighbours. Dims that meet (in a sum of two arrays, in a product, as argument and parameter of a
-loop) are thinned alike, in all programs that are compared: they must keep the same positions. Dims of a
+loop) are one class in all programs that are compared, because they must keep the same positions. Dims of a
 window, a sort or a group of channels are not thinned. Of dims that a reshape merges, one is thinned; where
 others are inside of it (the microbatches of a batch), the merged dim keeps a run of positions, its grain,
 for each position of the thinned one.
@@ -14,6 +14,7 @@ import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from fractions import Fraction
+from typing import NamedTuple
 
 from nnx_parallel.core.classes import Forest, Ratio
 from nnx_parallel.report.program import hlo
@@ -42,7 +43,7 @@ _LINKED = ELEMENTWISE | {
 }  # fmt: skip
 _FREE = frozenset({"constant", "iota", "partition-id", "replica-id", "after-all", "rng-bit-generator"})
 _COLLECTIVES = frozenset({"all-reduce", "collective-permute", "all-gather", "reduce-scatter", "all-to-all"})
-# As operations on each position, where dims are thinned: dims at one place are alike.
+# Operations that unite the dims at one place of all operands with those of the result.
 _PLACEWISE = ELEMENTWISE | {"concatenate", "dynamic-update-slice", "reverse"}
 
 Window = tuple[int, int, int, int, int, int, bool]
@@ -156,7 +157,7 @@ class Thinning:
     return self._forest.new()
 
   def _unite(self, one: int, other: int, ratio: int = 1) -> None:
-    """Thins two dims alike; `ratio` elements of the first lie in one of the second."""
+    """Puts two dims in one class; one element of the second is `ratio` elements of the first."""
     forest = self._forest
     united = forest.unite(one, other, ratio)
     if united is not None:
@@ -209,10 +210,10 @@ class Thinning:
         first.setdefault(key, dims)
 
   def _link(self) -> None:
-    """Operations of two programs that have one JAX name and line, and shapes of a whole and of its block.
+    """Unites operations of two programs with one JAX name and line, and shapes of an array and of its block.
 
-    What no argument or result meets would else be thinned in one program and not in the other. Several
-    operations can have one name: the forward and backward products of a line, say.
+    Dims that are in no argument or result would otherwise be thinned in one program only. Several
+    operations can have one name, for example the forward and backward products of a line.
     """
     first: dict[tuple[object, ...], list[tuple[hlo.Instruction, list[int], list[int]]]] = {}
     for number, program in enumerate(self._programs):
@@ -239,7 +240,7 @@ class Thinning:
             if likeness == closest:
               self._alike(dims, others)
 
-  # What each operation asks for ----------------------------------------------------------------
+  # The rule of each operation ----------------------------------------------------------------
 
   def _constrain(self, number: int, computation: hlo.Computation, at: hlo.Instruction) -> None:
     results = self._nodes[number, computation.name, at.name]
@@ -352,7 +353,7 @@ class Thinning:
         self._divide(other, start)
 
   def _cut_out(self, at: hlo.Instruction, place: int, result: int, source: int) -> None:
-    """Tokens but the first, say: what is cut stays whole, the result is thinned by what it meets."""
+    """An uneven slice, such as all tokens but the first: its source is not thinned, its result may be."""
     self._divide(source, 1)
     if at.shapes[0].dims[place] > 1:
       self._cut.setdefault((at.op_name, at.frame, place), []).append(result)
@@ -420,34 +421,31 @@ class Thinning:
     for number in range(count):
       self._alike(results[number], arrays[number])
       operand, updates = shapes[number], shapes[count + 1 + number]
-      window = iter([updates[d] for d in found["offset_dims"]])
-      gone = found["collapsed_slice_dims"] + found["operand_batching_dims"]
-      sizes = [1 if d in gone else next(window) for d in range(len(operand))]
+      sizes = found.slice_sizes((updates[d] for d in found.offset_dims), len(operand))
       self._indexed(found, arrays[number], operand, sizes, arrays[count], arrays[count + 1 + number])
 
   def _indexed(
     self,
-    found: Mapping[str, list[int]],
+    found: GatherDims,
     operand: list[int],
     shape: tuple[int, ...],
     sizes: Sequence[int],
     indices: list[int],
     result: list[int],
   ) -> None:
-    vector, offsets = found["index_vector_dim"][0], found["offset_dims"]
+    vector, offsets = found.index_vector_dim, found.offset_dims
     rows = [d for n, d in enumerate(indices) if n != vector]
     if vector < len(indices):
       self._divide(indices[vector], 1)
     self._alike(rows, [d for n, d in enumerate(result) if n not in offsets])
-    gone = found["collapsed_slice_dims"] + found["operand_batching_dims"]
-    kept = [n for n in range(len(operand)) if n not in gone]
+    kept = [n for n in range(len(operand)) if n not in found.absent]
     for place, offset in zip(kept, offsets, strict=True):
       if sizes[place] == shape[place]:
         self._unite(operand[place], result[offset])
       else:
         self._divide(operand[place], 1)
         self._divide(result[offset], 1)
-    for place, row in zip(found["operand_batching_dims"], found["start_indices_batching_dims"], strict=True):
+    for place, row in zip(found.operand_batching_dims, found.start_indices_batching_dims, strict=True):
       self._unite(operand[place], indices[row])
 
   def _sort(self, at: hlo.Instruction, results: _Dims, arrays: _Dims, shapes: _Shapes) -> None:
@@ -536,15 +534,35 @@ def dot_dims(at: hlo.Instruction) -> dict[str, list[int]]:
   }
 
 
-def gather_dims(at: hlo.Instruction) -> dict[str, list[int]]:
+class GatherDims(NamedTuple):
   """The dims that a `gather` or `scatter` names, by the names of a gather."""
-  names = {
-    "offset_dims": "update_window_dims", "collapsed_slice_dims": "inserted_window_dims",
-    "start_index_map": "scatter_dims_to_operand_dims", "operand_batching_dims": "input_batching_dims",
-    "start_indices_batching_dims": "scatter_indices_batching_dims",
-  }  # fmt: skip
-  found = {name: at.numbers(name if at.opcode == "gather" else other) for name, other in names.items()}
-  return {**found, "index_vector_dim": [int(at.attribute("index_vector_dim"))]}
+
+  offset_dims: list[int]
+  collapsed_slice_dims: list[int]
+  start_index_map: list[int]
+  operand_batching_dims: list[int]
+  start_indices_batching_dims: list[int]
+  index_vector_dim: int
+
+  @property
+  def absent(self) -> list[int]:
+    """Dims of the operand that a window of the result does not have."""
+    return self.collapsed_slice_dims + self.operand_batching_dims
+
+  def slice_sizes(self, window: Iterable[int], rank: int) -> list[int]:
+    """Sizes along all dims of the operand, from those of a window of the result."""
+    given = iter(window)
+    return [1 if d in self.absent else next(given) for d in range(rank)]
+
+
+def gather_dims(at: hlo.Instruction) -> GatherDims:
+  """The dims that a `gather` or `scatter` names."""
+  of_scatter = (
+    "update_window_dims", "inserted_window_dims", "scatter_dims_to_operand_dims", "input_batching_dims",
+    "scatter_indices_batching_dims",
+  )  # fmt: skip
+  names = GatherDims._fields[:-1] if at.opcode == "gather" else of_scatter
+  return GatherDims(*map(at.numbers, names), int(at.attribute("index_vector_dim")))
 
 
 def group_counts(at: hlo.Instruction) -> tuple[int, int]:
