@@ -30,7 +30,7 @@ from nnx_parallel.layout import optimizer_layout
 from nnx_parallel.layout.leaf import Decision, LeafPlan, Root, Source
 from nnx_parallel.layout.resolve import Extended, Resolution, extend_spec, resolve_spec
 from nnx_parallel.rules.fallback import Fallback
-from nnx_parallel.rules.logical import LogicalRules, Uneven
+from nnx_parallel.rules.logical import LogicalRules, Uneven, check_axes
 from nnx_parallel.rules.ruleset import RuleSet
 
 
@@ -44,7 +44,7 @@ class Decisions:
     self.zero_notes: list[str] = []
     self.short: list[str] = []
     self.left_out: list[str] = []
-    self.axis_notes = rules.logical.check_axes(self.sizes)
+    self.axis_notes = check_axes(rules.logical, self.sizes)
     self.fired: set[int] = set()
     self.path_rules = sum(len(table.rules) for table in rules.paths)
     self.tables: frozenset[int] = frozenset()

@@ -10,7 +10,6 @@ from collections.abc import Iterable, Sequence
 from nnx_parallel.core.mesh import describe_mesh
 from nnx_parallel.core.nodes import path_str
 from nnx_parallel.core.text import (
-  as_html,
   format_array,
   format_bytes,
   format_spec,
@@ -57,11 +56,6 @@ def plan_text(plan: Table, *, width: int | None = None) -> str:
   lines += ["", *_tables(sections, width), "", *_totals(plan, width)]
   lines += [hang(f"note: {note}", width) for note in plan.notes]
   return "\n".join(lines)
-
-
-def plan_html(plan: Table) -> str:
-  """The plan as HTML for a notebook: the same table, wider."""
-  return as_html(plan_text(plan, width=160))
 
 
 def show(plan: Table) -> None:
