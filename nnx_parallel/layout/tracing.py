@@ -98,20 +98,12 @@ def placements(one: Trace) -> dict[Path, PartitionSpec]:
   return {path: placed[var] for path, var in made if not isinstance(var, Literal) and var in placed}
 
 
-def trace(build: Callable[..., Any], given: Any = None) -> Trace:
-  """Traces a function that builds a module or an optimizer, without a mesh.
-
-  Args:
-    build: returns the module; takes `given` when there is one.
-    given: an abstract module.
-  """
-  graphdef: Any = None
-  state: Any = {}
-  if given is not None:
-    graphdef, state = nnx.split(given)
+def trace(build: Callable[[Any], Any], given: Any) -> Trace:
+  """Traces a function that builds a module or an optimizer from an abstract module, without a mesh."""
+  graphdef, state = nnx.split(given)
 
   def run(state: Any) -> Any:
-    node = build() if given is None else build(nnx.merge(graphdef, state))
+    node = build(nnx.merge(graphdef, state))
     if not isinstance(node, nnx.Pytree):
       raise PlanError(
         f"init returned a {type(node).__name__}, not an nnx.Module.", fix="return the module itself."
@@ -260,7 +252,7 @@ def trace_module(init: Callable[[], nnx.Module], mesh: AnyMesh | None = None) ->
       f"init must take no arguments, and {shown} needs {', '.join(missing)}.",
       fix=f"lambda: {shown}({given}{', '.join(values)})",
     )
-  return trace(lambda: run_init(init, mesh))
+  return trace(lambda _: run_init(init, mesh), nnx.Dict())
 
 
 def _missing(init: functools.partial[Any]) -> list[str]:
