@@ -11,6 +11,7 @@ import numpy as np
 from flax import nnx
 
 from nnx_parallel.checkpoint import encoding, paths
+from nnx_parallel.checkpoint.catalog import one_of
 from nnx_parallel.checkpoint.diff import Found, Patterns, Target, TargetLeaf
 from nnx_parallel.checkpoint.digest import host_device
 from nnx_parallel.checkpoint.manifest import LeafRecord, Manifest
@@ -33,10 +34,10 @@ Only: TypeAlias = "Iterable[str] | nnx.filterlib.Filter"
 
 
 class Remap(Protocol):
-  """What turns saved leaves into others, such as a `WeightMap`."""
+  """Makes leaves of a target from other saved leaves, such as a `WeightMap`."""
 
   def through(self, target: Target) -> Target:
-    """Turns a target into one of saved leaves; its `build` makes the real leaves of them."""
+    """A target of the saved leaves, whose `build` makes those of the given target."""
     ...
 
 
@@ -97,8 +98,7 @@ def read(
 
 
 def _check_options(target: object, optimizer: str, as_numpy: bool) -> None:
-  if optimizer not in OPTIMIZER:
-    raise CheckpointError(f"optimizer={optimizer!r} is unknown.", fix='pass "restore", "drop" or "fresh".')
+  one_of("optimizer", optimizer, OPTIMIZER)
   if callable(target) and not has_nodes(target):
     raise CheckpointError(
       f"cannot restore into {getattr(target, '__name__', type(target).__name__)}: it has neither leaves nor a"
