@@ -466,11 +466,10 @@ def _bytes_per_device(structs: Iterable[jax.ShapeDtypeStruct]) -> Counter[Any]:
   total: Counter[Any] = Counter()
   for struct in structs:
     layout = struct.sharding
-    shard = layout.shard_shape(struct.shape) if layout else struct.shape
-    for device in layout.addressable_devices if layout else [None]:
-      total[None if layout is None or _on_host(layout) else device] += (
-        math.prod(shard) * struct.dtype.itemsize
-      )
+    shape = layout.shard_shape(struct.shape) if layout else struct.shape
+    on_host = layout is None or _on_host(layout)
+    for device in layout.addressable_devices if layout else (None,):
+      total[None if on_host else device] += math.prod(shape) * struct.dtype.itemsize
   return total
 
 
