@@ -375,7 +375,7 @@ def place_of(
     return Place(start, None, after)
   came = f"is at step {position}" if position is not None else "resumed from none of its steps"
   earlier = max((number for number in known if number < step), default=None)
-  resume = f"to go on from step {earlier}, restore(target, {earlier}) with this Checkpointer first; "
+  resume = f"to continue from step {earlier}, restore(target, {earlier}) with this Checkpointer first; "
   raise CheckpointError(
     f"cannot save step {step}: {directory} holds newer steps, and step {step} would become the newest.",
     details=f"the newest is step {newest}; this run {came}",

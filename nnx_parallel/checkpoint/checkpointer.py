@@ -405,7 +405,7 @@ class Checkpointer:
       A description by file or leaf; empty when the step is sound.
 
     Raises:
-      CheckpointError: no such step, or another process removed or replaced it meanwhile.
+      CheckpointError: no such step, or another process removed or replaced it during the check.
     """
     with multihost.together():
       number = self._catalog.resolve(step, whole=False)
@@ -421,7 +421,7 @@ class Checkpointer:
     """Makes a save. `started` gets True once it has begun to write, and False if it cannot begin.
 
     It runs on a thread, so Ctrl-C ends the wait for it and not the save. Orbax, interrupted while it starts
-    to write, would leave threads that go on writing and collide with the next save.
+    to write, would leave threads that keep writing and collide with the next save.
     """
     friendly = functools.partial(folders.friendly_errors, f"save step {request.step}", self.directory)
     place = None

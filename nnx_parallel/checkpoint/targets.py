@@ -58,7 +58,7 @@ def read(
     optimizer: `restore`, `drop` or `fresh`.
     as_numpy: whether a pytree's leaves become numpy arrays.
     item: the item that the target stands for.
-    record: of the step; tells a tree of two from a pair.
+    record: of the step; distinguishes a tree of two from a pair.
     choose: a filter of nnx for the leaves of the model; None takes them all.
 
   Raises:
@@ -330,7 +330,7 @@ def _abstract(leaves: Mapping[str, Any], *, item: str, as_numpy: bool = False) -
   """The shape, dtype and sharding of each leaf that is an array; others are left out.
 
   Raises:
-    CheckpointError: a leaf without a sharding, unless numpy arrays are asked for.
+    CheckpointError: a leaf without a sharding, unless `as_numpy`.
   """
   found: dict[str, TargetLeaf] = {}
   for path, one in leaves.items():
@@ -341,7 +341,7 @@ def _abstract(leaves: Mapping[str, Any], *, item: str, as_numpy: bool = False) -
     sharding = None if is_host else leaf.sharding  # pyright: ignore[reportAttributeAccessIssue]
     if sharding is None and not is_host:
       raise CheckpointError(
-        f"cannot restore {item}/{path}: the target does not say where it goes.",
+        f"cannot restore {item}/{path}: the target has no sharding for it.",
         details=f"target: {leaf}",
         fix="pass a plan, a live model, or jax.ShapeDtypeStruct(shape, dtype, sharding=...); "
         "restore(..., as_numpy=True) gives numpy arrays.",

@@ -232,7 +232,7 @@ def run_verify(args: argparse.Namespace) -> int:
   found = sorted([*checkpointer.steps(), *folders.unrecognised_steps(checkpointer.directory)])
   steps = found if args.step is None else [args.step]
   if not steps:
-    checkpointer.metadata()  # raises, and says why there is nothing
+    checkpointer.metadata()  # raises: there is no step
   good = damaged = 0
   for step in steps:
     try:
@@ -240,7 +240,7 @@ def run_verify(args: argparse.Namespace) -> int:
     except VanishedError:
       if args.step is not None:
         raise
-      print(f"step {step}: removed or replaced meanwhile")
+      print(f"step {step}: removed or replaced during the check")
       continue
     good, damaged = good + (not problems), damaged + bool(problems)
     print(f"step {step}: {'damaged' if problems else 'good'}")

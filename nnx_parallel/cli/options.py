@@ -86,7 +86,7 @@ _ARGUMENTS: dict[str, dict[str, Any]] = {
   "--remat": {
     "default": AS_WRITTEN,
     "choices": REMATS,
-    "help": "what layers keep for the backward pass (default: what the recipe says)",
+    "help": "what layers keep for the backward pass (default: as the recipe does)",
   },
   "--batch": {"type": positive, "metavar": "N", "help": "examples in the global batch"},
   "--chip": {"metavar": "NAME", "help": "compare the memory needed with that of this chip: v5e, h100"},
