@@ -179,9 +179,9 @@ def fit(
     The last step, the metrics, and why it ended.
 
   Raises:
-    TrainError: data that ends before `steps`, a loss that is not finite, wrong gradients where checked, a step
-      that returns no dict, an `extra` named `"data"`, an array among the metrics of an evaluation, or options
-      without a meaning.
+    TrainError: data that ends before `steps`, a loss that is not finite, wrong gradients where checked, a
+      step that returns no dict, an `extra` named `"data"`, an array among the metrics of an evaluation, or
+      options without a meaning.
     CheckpointError: the checkpointer has steps of another run, or not the one to resume from, or cannot save
       or restore.
 
