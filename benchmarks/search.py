@@ -17,7 +17,7 @@ os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
 
 from benchmarks import llama
 from benchmarks.harness import Record
-from nnx_parallel.report.search.compile import Task, compile_candidate
+from nnx_parallel.report.search.compile import SearchInputs, compile_candidate
 from nnx_parallel.report.search.search import Candidate, SearchResult, search
 from nnx_parallel.report.topology import machine, missing_compiler
 
@@ -46,7 +46,7 @@ def find(text: str, **options: Any) -> SearchResult:
 def pick(record: Record, text: str, compiler: str, **options: Any) -> None:
   """Every candidate of a grid compiled by `compiler`: the model on its counts and on compiled counts."""
   result = find(text, **options)
-  task = Task(small, llama.loss, llama.RULES, llama.optimizer(), llama.batch_of(SMALL), machine(text))
+  task = SearchInputs(small, llama.loss, llama.RULES, llama.optimizer(), llama.batch_of(SMALL), machine(text))
   began = time.process_time()
   done: list[Candidate] = []
   for candidate in result.fitting:

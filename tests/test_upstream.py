@@ -89,7 +89,7 @@ def test_operations_that_call_a_program_hold_it_under_a_known_name(name, functio
 
 
 def test_loops_and_conditionals_hold_their_programs_under_known_names():
-  """`core/jaxprs.py`, `report/estimate/propagate.py`, `train/accumulate.py`."""
+  """`core/jaxprs.py`, `report/estimate/propagate.py`, `train/gradients.py`."""
   scan = equations(lambda x: jax.lax.scan(lambda c, r: (c + r, c), x[0], x), X)["scan"]
   assert {"jaxpr", "length"} <= set(scan.params)
   loop = equations(lambda x: jax.lax.while_loop(lambda c: c[0, 0] < 3, lambda c: c + 1, x), X)["while"]
@@ -308,7 +308,7 @@ def test_metadata_of_a_variable_can_be_asked_for():
 
 
 def test_attributes_of_a_module_are_its_vars():
-  """`core/nodes.py` (`occurrences`): items of an `nnx.List` are attributes named by their numbers."""
+  """`core/nodes.py` (`iter_nodes`): items of an `nnx.List` are attributes named by their numbers."""
   found = vars(nnx.List([nnx.Param(jnp.ones(1))]))
   assert [name for name in found if not name.startswith("_pytree__")] == ["_length", "0"]
 
@@ -430,7 +430,7 @@ def test_a_manual_program_names_its_axes_and_specs():
 
 
 def test_a_traced_product_holds_the_precision_of_the_configuration():
-  """`report/estimate/arithmetic.py` reads there what float32 costs."""
+  """`report/program/arithmetic.py` reads there what float32 costs."""
   with jax.default_matmul_precision("highest"):
     product = equations(lambda x: x @ x, X)["dot_general"]
   assert product.params["precision"] == (jax.lax.Precision.HIGHEST,) * 2

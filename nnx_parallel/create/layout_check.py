@@ -1,4 +1,4 @@
-"""Does a live module hold what its plan says? Every difference, by name."""
+"""Compares a live module with its plan."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def check_layout(
 def differences(
   model: nnx.Module, plan: ShardingPlan, optimizer: nnx.Optimizer[Any] | None = None
 ) -> tuple[list[str], list[str]]:
-  """What `check_layout` names: the leaves that are not as planned, and those that the plan does not have."""
+  """The leaves that are not as planned, and the leaves that are not in the plan."""
   nodes: dict[Root, Any] = {"model": model}
   if optimizer is not None:
     nodes["optimizer"] = optimizer
@@ -87,7 +87,7 @@ def differences(
 
 
 def _difference(leaf: LeafPlan, live: Any) -> str:
-  """What is not as planned about one leaf; empty where nothing is."""
+  """How one leaf differs from the plan; empty if it does not."""
   planned = f"{leaf.name}: planned {format_array(leaf.dtype, leaf.storage_shape)} {leaf.spec}"
   planned += f" in {leaf.memory_kind}" if leaf.on_host else ""
   if live is None:

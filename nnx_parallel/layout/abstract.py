@@ -15,27 +15,11 @@ from nnx_parallel.core.mesh import AnyMesh
 from nnx_parallel.core.nodes import Path, array_leaves, is_rng, kind_of, value_of, variables
 from nnx_parallel.errors import PlanError
 from nnx_parallel.layout import optimizer_layout
-from nnx_parallel.layout.tracing import Trace, make_optimizer, trace, traced_init
-
-
-def abstract_module(init: Callable[[], nnx.Module], mesh: AnyMesh | None = None) -> nnx.Module:
-  """Builds the module with `ShapeDtypeStruct` values; as `trace_module`, without the program."""
-  return trace_module(init, mesh).node
+from nnx_parallel.layout.tracing import Trace, make_optimizer, run_init, trace
 
 
 def trace_module(init: Callable[[], nnx.Module], mesh: AnyMesh | None = None) -> Trace:
-  """Runs a constructor on abstract values, keeping every annotation, whatever mesh is active.
-
-  Args:
-    init: a function without arguments that returns an `nnx.Module`.
-    mesh: constraints in `init` may name its axes.
-
-  Returns:
-    The module with `ShapeDtypeStruct` values, and the program that computes its arrays.
-
-  Raises:
-    PlanError: `init` is a module, needs arguments, or returns something else.
-  """
+  """Traces a constructor, keeping every annotation; its constraints may name the axes of `mesh`."""
   is_module = isinstance(init, nnx.Module)
   if is_module or not callable(init):
     shown = type(init).__name__
@@ -53,11 +37,11 @@ def trace_module(init: Callable[[], nnx.Module], mesh: AnyMesh | None = None) ->
       f"init must take no arguments, and {shown} needs {', '.join(missing)}.",
       fix=f"lambda: {shown}({given}{', '.join(values)})",
     )
-  return trace(lambda: traced_init(init, mesh))
+  return trace(lambda: run_init(init, mesh))
 
 
 def _missing(init: functools.partial[Any]) -> list[str]:
-  """The parameters that a call without arguments would lack."""
+  """The parameters without a default."""
   if inspect.isclass(init.func):  # the signature of an nnx.Module's metaclass hides that of `__init__`
     init = functools.partial(init.func.__init__, None, *init.args, **init.keywords)
   return [
@@ -68,11 +52,7 @@ def _missing(init: functools.partial[Any]) -> list[str]:
 
 
 def check_transformation(tx: object) -> None:
-  """Refuses what is no optax transformation, with the call that makes one.
-
-  Raises:
-    PlanError: it has no `init` and `update`.
-  """
+  """Raises a `PlanError` for anything but an optax transformation."""
   if callable(getattr(tx, "init", None)) and callable(getattr(tx, "update", None)):
     return
   kind = type(tx).__name__
@@ -90,7 +70,7 @@ def check_transformation(tx: object) -> None:
 
 
 def trace_optimizer(model: nnx.Module, tx: optax.GradientTransformation, wrt: Any) -> Trace:
-  """Builds the optimizer of an abstract module abstractly."""
+  """Traces the optimizer of an abstract module."""
   check_transformation(tx)
   if not jax.tree.leaves(nnx.state(model, wrt)):
     raise nothing_selected(wrt, model)
@@ -108,7 +88,7 @@ def nothing_selected(wrt: Any, model: nnx.Module) -> PlanError:
   )
 
 
-def kept_dims(
+def factored_dims(
   model: nnx.Module, tx: optax.GradientTransformation, wrt: Any, optimizer: nnx.Optimizer[Any]
 ) -> dict[Path, tuple[int | None, ...]]:
   """Which parameter dims a factored state array keeps; shapes alone are ambiguous for square parameters.
@@ -116,9 +96,9 @@ def kept_dims(
   The optimizer is built once more for parameters whose equal dims differ by one element each.
   """
   rows = {path: tuple(value_of(leaf).shape) for path, leaf in array_leaves(model).items()}
-  probes = {path: optimizer_layout.apart(shape) for path, shape in rows.items()}
+  probes = {path: optimizer_layout.distinct_sizes(shape) for path, shape in rows.items()}
   state = array_leaves(optimizer)
-  owned = optimizer_layout.owners(state, rows)
+  owned = optimizer_layout.parameters_of(state, rows)
   unclear = {
     path: parameter
     for path, parameter in owned.items()
@@ -133,7 +113,7 @@ def kept_dims(
   ]
   other = array_leaves(trace_optimizer(nnx.merge(graphdef, nnx.from_flat_state(probed)), tx, wrt).node)
   found = {
-    path: optimizer_layout.dims_of(tuple(value_of(other[path]).shape), probes[parameter])
+    path: optimizer_layout.matching_dims(tuple(value_of(other[path]).shape), probes[parameter])
     for path, parameter in unclear.items()
     if path in other
   }

@@ -1,4 +1,4 @@
-"""Which mesh axes split the batch: the one place that says it, for inputs, activations, ZeRO and reports."""
+"""Which mesh axes split the batch: the only place, for inputs, activations, ZeRO and reports."""
 
 from __future__ import annotations
 
@@ -15,19 +15,14 @@ from nnx_parallel.rules.logical import LogicalRules
 from nnx_parallel.rules.ruleset import RuleSet
 
 AXES = ("replica", "data", "dp", "fsdp")
-"""Names of mesh axes that split the batch where no rule says otherwise."""
+"""Names of mesh axes that split the batch by default."""
 
 
 def batch_axes(rules: RuleSet, mesh: Mapping[str, int]) -> tuple[str, ...] | None:
-  """The mesh axes that split dim 0 of the inputs.
+  """The mesh axes that split dim 0 of the inputs, major to minor.
 
-  Args:
-    rules: all rules of a plan.
-    mesh: mesh axis name -> size in devices.
-
-  Returns:
-    Axes, major to minor; `()` for a replicated batch, None when nothing says it. Where `InputRules` split
-    dim 0 differently for different ranks, the longest split.
+  `()` for a replicated batch, None if neither rules nor mesh decide it. Where `InputRules` split dim 0
+  differently for different ranks, the longest split.
   """
   logical = _with_conventional(rules, mesh)
   first: list[Entry] = ["batch"]
@@ -61,7 +56,7 @@ def input_spec(rules: RuleSet, ndim: int, mesh: Mapping[str, int]) -> PartitionS
 
 
 def no_batch_axes(rules: RuleSet, mesh: Mapping[str, int]) -> ShardingError:
-  """The error for rules and a mesh that do not say how the batch is split."""
+  """The error for rules and a mesh that do not decide how the batch is split."""
   return ShardingError(
     "no rule says which mesh axes split the batch.",
     details=f"mesh {dict(mesh)}, rules {rules}",

@@ -1,4 +1,4 @@
-"""Running a user's constructor under a trace, so that it builds what it builds eagerly."""
+"""Runs a user's constructor under a trace, with the same result as eagerly."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from jax.extend.core import Literal
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 from nnx_parallel.core.mesh import AnyMesh, axis_sizes
-from nnx_parallel.core.nodes import Path, occurrences, path_str, value_of
+from nnx_parallel.core.nodes import Path, iter_nodes, path_str, value_of
 from nnx_parallel.errors import PlanError
 from nnx_parallel.layout.sharded_optimizer import ShardedOptimizer
 
@@ -26,7 +26,7 @@ NEEDS_VALUES = (
   jax.errors.TracerArrayConversionError,
   jax.errors.TracerIntegerConversionError,
 )
-"""What code under a trace raises that asks for the value of an array."""
+"""Errors of code under a trace that needs the value of an array."""
 _WIDE = tuple(map(np.dtype, ("float64", "int64", "uint64", "complex128")))
 _PLACES = {
   "sharding_constraint": "sharding",
@@ -34,47 +34,47 @@ _PLACES = {
   "device_put": "devices",
   "jit": "out_shardings",
 }
-"""Operations that place their results, and the parameter that says where."""
+"""Operations that place their results, and the parameter with the sharding."""
 
 
 @contextlib.contextmanager
-def unplaced() -> Generator[None]:
-  """Variables are built without a mesh, whatever mesh is active; their annotations stay names."""
+def without_mesh() -> Generator[None]:
+  """Builds Variables without a mesh, also under an active one; their annotations remain names."""
   with nnx.use_eager_sharding(False), jax.sharding.use_abstract_mesh(AbstractMesh((), ())):
     yield
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Trace:
-  """A function that builds a module or an optimizer, run once on abstract values.
+  """A function that builds a module or an optimizer, traced on abstract values.
 
   Attributes:
-    node: what it built, with `ShapeDtypeStruct` values.
-    program: the closed jaxpr that computes its arrays from those of what it was given.
-    reads: for each input of `program`, its path in the state of what the function was given.
-    makes: for each output of `program`, its path in the state of `node`.
+    node: the result, with `ShapeDtypeStruct` values.
+    program: the closed jaxpr that computes the arrays of the result.
+    input_paths: for each input of `program`, its path in the state of the argument.
+    output_paths: for each output of `program`, its path in the state of `node`.
   """
 
   node: Any
   program: Any
-  reads: tuple[Path, ...]
-  makes: tuple[Path, ...]
+  input_paths: tuple[Path, ...]
+  output_paths: tuple[Path, ...]
 
 
 def why_one_program(traces: Iterable[Trace]) -> str:
-  """Why these traces can only be run as one program, as a clause; empty if they can be sliced."""
+  """The reason, as a clause, why these traces cannot be sliced; empty if they can."""
   for one in traces:
     if one.program.effects:
       return f"it has side effects ({', '.join(sorted(map(str, one.program.effects)))})"
     results = [var.aval for eqn in one.program.jaxpr.eqns for var in eqn.outvars]
     wide = next((x.dtype for x in results if hasattr(x, "dtype") and x.dtype in _WIDE), None)
     if wide is not None and not jax.config.jax_enable_x64:
-      return f"it computes in {wide} under a jax.enable_x64 of its own"
+      return f"it computes in {wide} under its own jax.enable_x64"
   return ""
 
 
 def placements(one: Trace) -> dict[Path, PartitionSpec]:
-  """The arrays that the traced function itself places, as the last thing it does to them, and how."""
+  """The specs of the arrays that the traced function itself places as its last operation on them."""
   jaxpr = one.program.jaxpr
   placed: dict[Any, PartitionSpec] = {}
   for eqn in jaxpr.eqns:
@@ -82,24 +82,16 @@ def placements(one: Trace) -> dict[Path, PartitionSpec]:
     for var, sharding in zip(eqn.outvars, found if isinstance(found, tuple) else (found,), strict=False):
       if isinstance(sharding, NamedSharding):
         placed[var] = sharding.spec
-  made = zip(one.makes, jaxpr.outvars, strict=True)
+  made = zip(one.output_paths, jaxpr.outvars, strict=True)
   return {path: placed[var] for path, var in made if not isinstance(var, Literal) and var in placed}
 
 
 def trace(build: Callable[..., Any], given: Any = None) -> Trace:
-  """Runs a function that builds a module or an optimizer on abstract values, whatever mesh is active.
-
-  Variables are built without a mesh; their annotations stay names.
+  """Traces a function that builds a module or an optimizer, without a mesh.
 
   Args:
     build: returns the module; takes `given` when there is one.
     given: an abstract module.
-
-  Returns:
-    What it built, and the program that computes its arrays.
-
-  Raises:
-    PlanError: it returned something else, or an abstract module.
   """
   graphdef: Any = None
   state: Any = {}
@@ -120,7 +112,7 @@ def trace(build: Callable[..., Any], given: Any = None) -> Trace:
       )
     return structure, values
 
-  with unplaced():
+  with without_mesh():
     program, (built, values) = jax.make_jaxpr(run, return_shape=True)(state)
     return Trace(nnx.merge(built, values), program, _paths(state), _paths(values))
 
@@ -137,8 +129,8 @@ def _paths(state: Any) -> tuple[Path, ...]:
 def _quick_conversions() -> Generator[None]:
   """Keeps tracing linear in the number of random draws under jax 0.10.
 
-  There `jnp.array` asks each tracer for its `sharding`, and tracers read the whole trace so far to word the
-  refusal (48 transformer blocks: 6 s instead of 1). Newer ones refuse at once; so do these, meanwhile.
+  There `jnp.array` reads the `sharding` of each tracer, and tracers read the whole trace for the error
+  message (48 transformer blocks: 6 s instead of 1). Newer versions raise at once, as this does.
   """
   if jax.__version_info__ >= (0, 12):
     yield
@@ -158,20 +150,11 @@ def _quick_conversions() -> Generator[None]:
       del tracers.sharding
 
 
-def traced_init(init: Callable[[], nnx.Module], mesh: AnyMesh | None) -> nnx.Module:
-  """Runs a constructor under `jit` or `eval_shape`; its constraints may name the axes of `mesh`.
+def run_init(init: Callable[[], nnx.Module], mesh: AnyMesh | None) -> nnx.Module:
+  """Runs a constructor under a trace; its constraints may name the axes of `mesh`, as Auto axes.
 
-  Args:
-    init: the user's constructor.
-    mesh: the plan's mesh; during the trace its axes are Auto. None: no mesh.
-
-  Returns:
-    The module. An array that was assigned to an attribute without `nnx.data` is data, as it is eagerly:
-    under a trace, flax (0.12) takes it for a static attribute, and the tracer leaks.
-
-  Raises:
-    PlanError: a list, tuple or dict of arrays as an attribute, which flax refuses eagerly; or `init` changes
-      a Variable that it did not make, or asks for the value of an array.
+  flax (0.12) treats an array that was assigned to an attribute without `nnx.data` as static under a trace, so
+  that the tracer leaks. Here it is data, as it is eagerly.
   """
   sizes = axis_sizes(mesh) if mesh is not None else {}
   auto = AbstractMesh(tuple(sizes.values()), tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes))
@@ -186,7 +169,7 @@ def traced_init(init: Callable[[], nnx.Module], mesh: AnyMesh | None) -> nnx.Mod
     ) from error
   except NEEDS_VALUES as error:
     raise PlanError(
-      "init asks for the value of an array, and has none: it is traced, both to plan and to create.",
+      "init needs the value of an array, and there is none under a trace: planning and creating trace init.",
       details=str(error).split("\n")[0],
       fix="compute with numpy what must be known while init runs, for example np.sqrt in place of jnp.sqrt.",
     ) from error
@@ -194,7 +177,7 @@ def traced_init(init: Callable[[], nnx.Module], mesh: AnyMesh | None) -> nnx.Mod
   if isinstance(graph, nnx.Pytree):  # the caller refuses anything else
     loose = [
       (path, node, name)
-      for path, node in occurrences(graph)
+      for path, node in iter_nodes(graph)
       if isinstance(node, nnx.Pytree)
       for name, value in vars(node).items()
       if any(isinstance(leaf, Tracer) for leaf in _arrays_in(value))
@@ -227,16 +210,8 @@ def _adopt_array(path: Any, node: nnx.Pytree, name: str, data: set[int]) -> None
 def make_optimizer(model: nnx.Module, tx: optax.GradientTransformation, wrt: Any) -> ShardedOptimizer[Any]:
   """Builds an optimizer in which each Variable holds exactly one array; updates work as before.
 
-  flax wraps the whole state of one parameter in one Variable, which may then hold a list of arrays (SM3) or
+  flax puts the whole state of one parameter into one Variable, which may then hold a list of arrays (SM3) or
   none (a masked parameter). Such a Variable becomes a list of Variables, or nothing.
-
-  Args:
-    model: live, traced, or abstract.
-    tx: the optax transformation.
-    wrt: which Variables it trains.
-
-  Returns:
-    The optimizer, which keeps no layout yet: see `ShardingPlan.placement`.
   """
   optimizer = ShardedOptimizer(model, tx, wrt=wrt)
 

@@ -8,7 +8,7 @@ sparsity; NVLink per direction; one 200 or 400 Gb/s network port per GPU) and th
 to Scale Your Model" (jax-ml.github.io/scaling-book), chapter 2. The A100 of 40 GB: NVIDIA A100 data sheet,
 SXM. `usable_bytes` of a TPU is the limit that its compiler enforces (libtpu 0.0.42 and 0.0.50); of a GPU the
 75 % that JAX takes by default, or what `XLA_CLIENT_MEM_FRACTION` (formerly
-`XLA_PYTHON_CLIENT_MEM_FRACTION`) says in this process. `host_bandwidth`: PCIe generation 4 (A100) and 5
+`XLA_PYTHON_CLIENT_MEM_FRACTION`) is set to in this process. `host_bandwidth`: PCIe generation 4 (A100) and 5
 (H100 and later) of 16 lanes; for TPUs the scaling book's 15 GB/s per chip, 32 for v6e; none is published for
 tpu7x, which takes v6e's, halved like the rest of its row.
 
@@ -46,7 +46,7 @@ class Chip:
     link_bandwidth: bytes per second in one direction: of NVLink to the switch, or of one ICI link.
     links: ICI links that one mesh axis can use at a time (2 on a ring: both directions); 1 on NVLink.
     network_bandwidth: bytes per second in one direction between hosts (GPU) or slices (TPU).
-    domain: devices that the fast links join, or None when the topology says so.
+    domain: devices that the fast links join, or None where that depends on the topology.
     devices_per_chip: JAX devices that one chip of a topology's name makes.
     host_bandwidth: bytes per second in one direction between a device and its host's memory.
     efficiency: share of the peak that the matrix products of training reach. 0.78 on TPUs, fitted to MaxText
@@ -139,7 +139,7 @@ CHIPS: Mapping[str, Chip] = {
     _tpu("v5p", 95.74, 95.73, 2.765e12, {"bfloat16": 459e12, "int8": 918e12}, 90e9),
     _tpu("v6e", 32, 31.24, 1.64e12, {"bfloat16": 918e12, "int8": 1836e12}, 90e9),
     _tpu("tpu7x", 96, 94.74, 3.69e12, {"bfloat16": 1153.5e12, "float8": 2307e12}, 100e9),
-    # A yardstick for simulated devices, not a measurement of any machine.
+    # Round figures for simulated devices, not measured on any machine.
     Chip("cpu", "cpu", 16 * _GIB, 16 * _GIB, 20e9, {"bfloat16": 50e9, "float32": 100e9}, 5e9, 1, 1e9, None),
   )
 }  # fmt: skip
@@ -182,21 +182,14 @@ _KINDS: Mapping[str, str] = {
 
 
 def chip_of(device_kind: str) -> Chip | None:
-  """The row for a `jax.Device.device_kind`, or None when the table has none.
-
-  Example:
-    >>> chip_of("NVIDIA H100 80GB HBM3").name
-    'h100'
-    >>> chip_of("NVIDIA H100 PCIe") is None
-    True
-  """
+  """The row for a `jax.Device.device_kind`, or None when the table has none."""
   name = _KINDS.get(device_kind)
   return None if name is None else _as_set(CHIPS[name])
 
 
 def _as_set(row: Chip) -> Chip:
   """The row with the share of a GPU's memory that the environment lets JAX take."""
-  told = os.environ.get("XLA_CLIENT_MEM_FRACTION") or os.environ.get("XLA_PYTHON_CLIENT_MEM_FRACTION")
-  if row.platform != "gpu" or not told:
+  share = os.environ.get("XLA_CLIENT_MEM_FRACTION") or os.environ.get("XLA_PYTHON_CLIENT_MEM_FRACTION")
+  if row.platform != "gpu" or not share:
     return row
-  return dataclasses.replace(row, usable_bytes=int(row.hbm_bytes * min(1.0, float(told))))
+  return dataclasses.replace(row, usable_bytes=int(row.hbm_bytes * min(1.0, float(share))))

@@ -194,8 +194,9 @@ def test_blocks_keep_to_their_size(shape, itemsize, budget):
   assert len(block) == len(shape)
 
 
-@pytest.mark.parametrize("shape", [(64, 8), (3, 50, 8), (5, 7, 9)])
-@pytest.mark.parametrize("dtype", ["float32", "int8", "complex64"])
+@pytest.mark.parametrize(
+  ("shape", "dtype"), [((64, 8), "float32"), ((3, 50, 8), "int8"), ((5, 7, 9), "complex64")]
+)
 @pytest.mark.parametrize("block_bytes", [700, 1 << 20])
 def test_tiles_give_the_sums_of_the_whole(monkeypatch, shape, dtype, block_bytes):
   monkeypatch.setattr(room, "_TILE", 64)

@@ -1,6 +1,5 @@
 """From eight devices to one and to sixteen, between ZeRO stages, and what replicas cost on the disk."""
 
-import itertools
 import os
 import subprocess
 import sys
@@ -60,7 +59,7 @@ def test_eight_devices_one_sixteen_and_back(tmp_path):
   assert Checkpointer(sixteen).diff(plan).resharded
 
 
-@pytest.mark.parametrize(("saved", "wanted"), list(itertools.permutations((0, 1, 2), 2)))
+@pytest.mark.parametrize(("saved", "wanted"), [(0, 2), (2, 1), (1, 0)])
 def test_zero_stages_change_between_save_and_restore(tmp_path, saved, wanted):
   def plan(stage):
     axes = ["data"] if stage else None

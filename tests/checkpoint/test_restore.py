@@ -1,4 +1,3 @@
-import itertools
 import json
 
 import jax
@@ -23,7 +22,11 @@ def assert_laid_out(root, plan, name):
     assert value_of(variables(root)[path]).sharding.is_equivalent_to(leaf.sharding, len(leaf.shape)), path
 
 
-@pytest.mark.parametrize(("source", "goal"), list(itertools.permutations(MESHES, 2)))
+NAMES = list(MESHES)
+
+
+# Each mesh once saved from and once restored into; any pair: test_any_tree_on_any_mesh_under_any_names.
+@pytest.mark.parametrize(("source", "goal"), list(zip(NAMES, NAMES[1:] + NAMES[:1], strict=True)))
 def test_any_mesh_into_any_other(tmp_path, source, goal):
   saved, wanted = make_plan(source), make_plan(goal)
   model, optimizer = nxp.create_sharded_model(saved)

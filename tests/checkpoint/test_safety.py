@@ -326,10 +326,13 @@ def test_a_background_error_is_shown_at_exit(tmp_path):
     from nnx_parallel.checkpoint.checkpointer import Checkpointer
     def fail(_): raise OSError(28, "No space left on device")
     folders.make_tree_durable = fail
-    checkpointer = Checkpointer(sys.argv[1], asynchronous=True)
-    checkpointer.save(1, {"w": jnp.ones(4)})
+    kept = Checkpointer(sys.argv[1], asynchronous=True)
+    kept.save(1, {"w": jnp.ones(4)})
+    Checkpointer(sys.argv[2], asynchronous=True).save(2, {"w": jnp.ones(4)})  # collected before its save ends
   """
-  assert "cannot save step 1" in run(code, tmp_path).stderr
+  said = run(code, tmp_path / "kept", tmp_path / "gone").stderr
+  assert "cannot save step 1" in said
+  assert "cannot save step 2" in said
 
 
 def test_an_interrupt_while_a_save_is_handed_over_does_not_keep_the_lock(saved, monkeypatch):

@@ -7,9 +7,8 @@ import importlib.util
 import json
 import pathlib
 import shlex
-import subprocess
-import sys
 import textwrap
+from types import SimpleNamespace
 
 import pytest
 
@@ -67,42 +66,47 @@ def recipe(tmp_path):
   return str(path)
 
 
-def run(*arguments):
-  return subprocess.run(
-    [sys.executable, "-m", "nnx_parallel.cli.main", *arguments], capture_output=True, text=True, check=False
-  )
+@pytest.fixture
+def run(capsys):
+  """Runs a command in this process, which has eight devices; gives its exit code and what it printed."""
+
+  def run(*arguments):
+    code = main(arguments)
+    return SimpleNamespace(code=code, **capsys.readouterr()._asdict())
+
+  return run
 
 
-def test_compile_prints_a_report_and_writes_a_page(recipe, tmp_path):
+def test_compile_prints_a_report_and_writes_a_page(recipe, tmp_path, run):
   page = tmp_path / "page.html"
   done = run("compile", recipe, "--topology", "cpu:8", "--html", str(page))
-  assert done.returncode == 0, done.stderr
-  assert "Compiled for 8 x cpu (mesh fsdp 8)" in done.stdout
-  assert "FITS" in done.stdout
+  assert done.code == 0, done.err
+  assert "Compiled for 8 x cpu (mesh fsdp 8)" in done.out
+  assert "FITS" in done.out
   assert page.read_text().startswith("<!doctype html>")
 
 
-def test_compile_knows_where_optimizer_state_lies(recipe):
+def test_compile_knows_where_optimizer_state_lies(recipe, run):
   path = pathlib.Path(recipe)
   path.write_text(path.read_text().replace("sgd(0.1)", "sgd(0.1, momentum=0.9)"))
   reports = [
-    json.loads(run("compile", recipe, "--topology", "cpu:8", "--json", *options).stdout)
+    json.loads(run("compile", recipe, "--topology", "cpu:8", "--json", *options).out)
     for options in ([], ["--offload"])
   ]
   kept, offloaded = (report["categories"].get("optimizer", 0) for report in reports)
   assert offloaded < kept
 
 
-def test_compile_ends_with_3_when_it_does_not_fit(recipe):
+def test_compile_ends_with_3_when_it_does_not_fit(recipe, run):
   # 256 Mi examples of 64 floats: 64 GiB of inputs, 8 on each device, and as much again for results.
   done = run("compile", recipe, "--topology", "cpu:8", "--batch", str(1 << 28), "--chip", "v5e", "--json")
-  assert done.returncode == 3, done.stderr
-  report = json.loads(done.stdout)
+  assert done.code == 3, done.err
+  report = json.loads(done.out)
   assert report["fits"] is False
   assert report["need_bytes"] > report["available_bytes"]
 
 
-def test_compile_ends_with_3_when_a_result_is_wrong(recipe):
+def test_compile_ends_with_3_when_a_result_is_wrong(recipe, run):
   path = pathlib.Path(recipe)
   local = """
   def local(kernel, x):  # each device gives the loss of its own examples
@@ -116,59 +120,56 @@ def test_compile_ends_with_3_when_a_result_is_wrong(recipe):
   assert whole in path.read_text()
   path.write_text(path.read_text().replace(whole, local.lstrip("\n")))
   done = run("compile", recipe, "--topology", "cpu:8", "--json")
-  assert done.returncode == 3, done.stderr
-  faults = json.loads(done.stdout)["results"]["faults"]
+  assert done.code == 3, done.err
+  faults = json.loads(done.out)["results"]["faults"]
   assert any("a psum is missing" in fault["what"] for fault in faults)
 
 
 @pytest.mark.skipif(importlib.util.find_spec("libtpu") is not None, reason="the TPU compiler is installed")
-def test_compile_says_which_package_is_missing(recipe):
+def test_compile_says_which_package_is_missing(recipe, run):
   done = run("compile", recipe, "--topology", "tpu:v5e:4x4")
-  assert done.returncode == 1
-  assert "ReportError: cannot compile for 'tpu:v5e:4x4': the TPU compiler is not installed." in done.stderr
-  assert "Fix: pip install 'nnx-parallel[tpu-aot]'" in done.stderr
+  assert done.code == 1
+  assert "ReportError: cannot compile for 'tpu:v5e:4x4': the TPU compiler is not installed." in done.err
+  assert "Fix: pip install 'nnx-parallel[tpu-aot]'" in done.err
 
 
-def test_compile_takes_a_function_of_a_module(recipe):
+def test_compile_takes_a_function_of_a_module(recipe, run):
   wide = "\n\ndef wide():\n  return nnx.Linear(64, 4096, rngs=nnx.Rngs(0))\n"
   with open(recipe, "a") as file:
     file.write(wide)
   done = run("compile", f"{recipe}:wide", "--topology", "cpu:8", "--mesh", "fsdp=8", "--json")
-  assert done.returncode == 0, done.stderr
-  body = json.loads(done.stdout)
+  assert done.code == 0, done.err
+  body = json.loads(done.out)
   assert body["categories"]["parameters"] == (64 * 4096 + 4096) * 4 // 8
   assert body["fits"] is True
   assert {c["kind"] for c in body["collectives"]} >= {"all-reduce"}
   assert body["peak"][0]["bytes"] > 0
 
 
-def test_search_prints_the_winner_and_writes_a_page(recipe, tmp_path):
+def test_search_prints_the_winner_and_writes_a_page(recipe, tmp_path, run):
   page = tmp_path / "search.html"
   done = run("search", recipe, "--topology", "tpu:v5e:4x4", "--html", str(page))
-  assert done.returncode == 0, done.stderr
+  assert done.code == 0, done.err
   assert "Memory against time" in page.read_text()
-  assert "nxp.make_mesh(fsdp=16)" in done.stdout
-  # The environment of the tests simulates eight devices.
-  body = json.loads(
-    run("search", recipe, "--topology", "tpu:v5e:2x4", "--json", "--compile-best", "1").stdout
-  )
+  assert "nxp.make_mesh(fsdp=16)" in done.out
+  body = json.loads(run("search", recipe, "--topology", "tpu:v5e:2x4", "--json", "--compile-best", "1").out)
   assert body["best"]["mesh"] == {"fsdp": 8}
   assert body["best"]["compiled_bytes"] > 0
   assert not any("simulated" in note for note in body["notes"])
 
 
-def test_the_command_of_the_winner_runs_as_printed(recipe):
+def test_the_command_of_the_winner_runs_as_printed(recipe, run):
   found = run("search", recipe, "--topology", "cpu:8", "--batch", "512")
-  assert found.returncode == 0, found.stderr
-  line = next(line for line in found.stdout.splitlines() if line.startswith("  nnx-parallel compile"))
+  assert found.code == 0, found.err
+  line = next(line for line in found.out.splitlines() if line.startswith("  nnx-parallel compile"))
   done = run(*shlex.split(line)[1:], "--json")
-  assert done.returncode == 0, done.stderr
-  report = json.loads(done.stdout)
+  assert done.code == 0, done.err
+  report = json.loads(done.out)
   assert report["axes"] == {"fsdp": 8}
   assert report["quantities"]["batch"] == 512 * 64 * 4
 
 
-def test_commands_name_a_stage_an_offload_and_rules(recipe):
+def test_commands_name_a_stage_an_offload_and_rules(recipe, run):
   """Every choice of a search that a command can meet: Adam's state split, on the host, split sequences."""
   path = pathlib.Path(recipe)
   text = path.read_text().replace("sgd(0.1)", "adam(0.1)").replace("(256, 64)", "(256, 32, 64)")
@@ -191,16 +192,16 @@ def test_commands_name_a_stage_an_offload_and_rules(recipe):
   line = command(argparse.Namespace(recipe=recipe, topology="cpu:8", batch=64, rules={}), best)
   assert "--zero 2 --offload --rules sequence=tensor --batch 64" in line
   done = run(*shlex.split(line)[1:], "--json")
-  assert done.returncode == 0, done.stderr
-  report = json.loads(done.stdout)
+  assert done.code == 0, done.err
+  report = json.loads(done.out)
   assert report["examples"] == 64 // 4 // 2
   assert report["categories"].get("optimizer", 0) < 64
   # The kernel's gradient over both axes, not over tensor alone: what whole gradients would need is more.
   assert any(c["kind"] == "all-to-all" or "tensor" in c["axes"] for c in report["collectives"])
   words = shlex.split(line)[2:]
   planned = run("plan", *words[:1], "--chip", "cpu", *words[3:])
-  assert planned.returncode == 0, planned.stderr
-  assert "in the host's memory" in planned.stdout
+  assert planned.code == 0, planned.err
+  assert "in the host's memory" in planned.out
 
 
 @pytest.mark.parametrize("text", ["sequence", "sequence=", "a=b,a=c", "1=2", "a=b+"])
@@ -209,14 +210,14 @@ def test_rules_that_cannot_be_read(text):
     parse_rules(text)
 
 
-def test_search_tries_what_it_is_told_to(recipe, capsys):
+def test_search_tries_what_it_is_told_to(recipe, run):
   path = pathlib.Path(recipe)
   path.write_text(path.read_text().replace("sgd(0.1)", "adam(0.1)"))
 
   def found(*words):
-    words = ("search", recipe, "--topology", "tpu:v5e:2x4", *words)
-    assert main(words) == 0
-    return capsys.readouterr().out
+    done = run("search", recipe, "--topology", "tpu:v5e:2x4", *words)
+    assert done.code == 0
+    return done.out
 
   assert len(json.loads(found("--json"))["pareto"]) > 1
   told = json.loads(found("--remat", "as written", "--zero", "0", "--no-offload", "--json"))
@@ -228,45 +229,45 @@ def test_search_tries_what_it_is_told_to(recipe, capsys):
   assert "make_mesh(data=" in text
 
 
-def test_search_ends_with_3_when_nothing_fits(recipe):
+def test_search_ends_with_3_when_nothing_fits(recipe, run):
   done = run("search", recipe, "--topology", "tpu:v5e:1x1", "--batch", str(1 << 30))
-  assert done.returncode == 3, done.stderr
-  assert "Nothing fits" in done.stdout
+  assert done.code == 3, done.err
+  assert "Nothing fits" in done.out
 
 
-def test_plan_compares_its_memory_with_a_chip_and_writes_a_page(recipe, tmp_path):
+def test_plan_compares_its_memory_with_a_chip_and_writes_a_page(recipe, tmp_path, run):
   page = tmp_path / "plan.html"
   done = run("plan", recipe, "--chip", "v5e", "--html", str(page))
-  assert done.returncode == 0, done.stderr
-  assert "Planned memory per device" in done.stdout
-  assert "left on v5e" in done.stdout
+  assert done.code == 0, done.err
+  assert "Planned memory per device" in done.out
+  assert "left on v5e" in done.out
   assert page.read_text().startswith("<!doctype html>")
   assert "Planned memory per device" in page.read_text()
   assert "Predicted step" in page.read_text()
 
 
-def test_plan_ends_with_3_when_its_memory_does_not_fit(recipe):
+def test_plan_ends_with_3_when_its_memory_does_not_fit(recipe, run):
   large = ("plan", recipe, "--chip", "v5e", "--batch", str(1 << 30))
   done = run(*large)
-  assert done.returncode == 3, done.stderr
-  assert "too much on v5e" in done.stdout
+  assert done.code == 3, done.err
+  assert "too much on v5e" in done.out
   # More devices along the axis of the batch are the cure.
   done = run(*large, "--mesh", "fsdp=1024", "--json")
-  assert done.returncode == 0, done.stderr
-  assert json.loads(done.stdout)
+  assert done.code == 0, done.err
+  assert json.loads(done.out)
 
 
-def test_plan_without_a_chip_asks_for_nothing_but_a_model(tmp_path):
+def test_plan_without_a_chip_asks_for_nothing_but_a_model(tmp_path, run):
   path = tmp_path / "bare.py"
   path.write_text("from flax import nnx\ndef init():\n  return nnx.Linear(8, 8, rngs=nnx.Rngs(0))\n")
   page = tmp_path / "plan.html"
   done = run("plan", str(path), "--mesh", "fsdp=4", "--html", str(page))
-  assert done.returncode == 0, done.stderr
+  assert done.code == 0, done.err
   assert "Planned memory per device" not in page.read_text()
   done = run("plan", str(path), "--mesh", "fsdp=4", "--chip", "v5e")
-  assert done.returncode == 1
-  assert "has no loss()" in done.stderr
-  assert "Fix: " in done.stderr
+  assert done.code == 1
+  assert "has no loss()" in done.err
+  assert "Fix: " in done.err
 
 
 def test_a_mesh_that_nobody_asked_for_grows_to_the_machine():

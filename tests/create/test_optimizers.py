@@ -62,9 +62,8 @@ def eager(tx: optax.GradientTransformation) -> tuple[Net, nnx.Optimizer]:
 
 
 @pytest.mark.parametrize("explicit", [False, True], ids=["auto", "explicit"])
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_state_is_created_in_its_layout(name, explicit):
-  tx = OPTIMIZERS[name]
+def test_state_is_created_in_its_layout(explicit):
+  tx = optax.named_chain(*OPTIMIZERS.items())
   rules = [nxp.LogicalRules(embed=None, mlp="tensor"), nxp.fsdp(min_size=64)]
   plan = nxp.plan(net, nxp.make_mesh(fsdp=4, tensor=2, explicit=explicit), rules, optimizer=tx)
   model, optimizer = nxp.create_sharded_model(plan)
@@ -73,9 +72,7 @@ def test_state_is_created_in_its_layout(name, explicit):
   for left, right in zip(ours, theirs, strict=True):
     np.testing.assert_array_equal(left, right, strict=True)
   whole = [leaf.name for leaf in plan.leaves if leaf.root == "optimizer" and leaf.bytes_per_device > 2048]
-  for name in whole:
-    leaf = plan[name]
-    assert np.prod(leaf.shards) > 1, f"{name} is on every device: {leaf.decision}"
+  assert [name for name in whole if np.prod(plan[name].shards) == 1] == []
 
 
 def update(model: Net, optimizer: nnx.Optimizer, x: jax.Array) -> None:
@@ -83,7 +80,7 @@ def update(model: Net, optimizer: nnx.Optimizer, x: jax.Array) -> None:
   optimizer.update(model, grads)
 
 
-@pytest.mark.parametrize("name", ["adafactor", "adamw", "lbfgs", "multi_steps", "muon", "sm3"])
+@pytest.mark.parametrize("name", ["adafactor", "multi_steps"])
 def test_the_first_updates_are_the_eager_ones(name):
   tx = OPTIMIZERS[name]
   rules = [nxp.LogicalRules(embed=None, mlp="tensor"), nxp.fsdp(min_size=64)]

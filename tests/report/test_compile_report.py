@@ -65,7 +65,7 @@ def test_what_this_package_adds_has_its_own_line():
   found = report(fsdp=8, microbatches=2)
   places = {t.source.rpartition(":")[0] for t in found.peak}
   assert any(place.endswith("benchmarks/layouts.py") for place in places)
-  assert any(place.endswith("nnx_parallel/train/accumulate.py") for place in places)
+  assert any(place.endswith("nnx_parallel/train/gradients.py") for place in places)
 
 
 def test_another_choice_of_remat_keeps_the_users_lines():

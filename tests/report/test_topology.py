@@ -9,8 +9,7 @@ import pytest
 
 from nnx_parallel.errors import ReportError
 from nnx_parallel.report.chips import CHIPS, chip, chip_of
-from nnx_parallel.report.targets import target_text
-from nnx_parallel.report.topology import machine, topology, topology_mesh
+from nnx_parallel.report.topology import machine, target_text, topology, topology_mesh
 
 HAS_TPU = importlib.util.find_spec("libtpu") is not None
 HAS_GPU = importlib.util.find_spec("jax_plugins") is not None and any(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax
@@ -19,7 +20,6 @@ CHANNELS = ("kh", "kw", "in", "conv")
 LAYOUTS: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
   "dp": ({"data": 8}, {"batch": "data"}),
   "batch on one of two axes": ({"data": 2, "model": 4}, {"batch": "data"}),
-  "batch on the other": ({"data": 2, "model": 4}, {"batch": "model"}),
   "batch on both": ({"data": 2, "model": 4}, {"batch": ("data", "model")}),
   "no axis splits the batch": ({"data": 2, "model": 4}, {"batch": None}),
   "kernel on the other axis": ({"data": 2, "model": 4}, {"batch": "data", "conv": "model"}),
@@ -88,9 +88,10 @@ def gradients(
   return {jax.tree_util.keystr(path): leaf for path, leaf in flat}, step
 
 
+@functools.cache
 def single_device(examples: int = 16) -> dict[Any, np.ndarray]:
   model = nxp.unsharded(lambda: Net(nnx.Rngs(0)))
-  grads = nnx.grad(loss_fn)(model, batch_of(examples))
+  grads = nnx.jit(nnx.grad(loss_fn))(model, batch_of(examples))
   flat = jax.tree_util.tree_leaves_with_path(nnx.to_pure_dict(grads))
   return {jax.tree_util.keystr(path): np.asarray(leaf) for path, leaf in flat}
 
@@ -112,9 +113,7 @@ def test_gradient_norms_equal_one_device(layout: str) -> None:
   assert len(step.compiles) == 1
 
 
-@pytest.mark.parametrize(
-  "options", [{"microbatches": 2}, {"remat": "full"}, {"microbatches": 2, "remat": "full"}]
-)
+@pytest.mark.parametrize("options", [{"microbatches": 2}, {"microbatches": 2, "remat": "full"}])
 def test_gradients_inside_scans_and_remat(options: dict[str, Any]) -> None:
   net = RematNet if "remat" in options else Net
   found, _ = gradients(nxp.make_mesh(data=2, model=4), {"batch": "data"}, net=net, **options)

@@ -69,7 +69,6 @@ def test_the_same_numbers_as_on_the_device(tx):
   model, optimizer, losses = train(plan)
   np.testing.assert_allclose(losses, train(plan_on(tx, None, zero=1))[2], rtol=1e-6)
   nxp.check_layout(model, plan, optimizer=optimizer)
-  nxp.check_layout(model, plan, optimizer=optimizer)
 
 
 def test_the_plan_says_where_and_counts_it_off_the_device():
@@ -126,19 +125,18 @@ def test_in_a_step_of_your_own_and_padded():
   assert float(step(model, optimizer, jnp.ones((8, 15)))["loss"]) < losses[1]
 
 
-@pytest.mark.parametrize("kind", [None, HOST])
-def test_a_checkpoint_is_restored_into_each_memory(tmp_path, kind):
+def test_a_checkpoint_is_restored_into_each_memory(tmp_path):
   tx = optax.adam(1e-2)
-  saved = plan_on(tx, None if kind == HOST else HOST)
-  model, optimizer, _ = train(saved, 1)
+  model, optimizer, _ = train(plan_on(tx, HOST), 1)
+  saved = {path: np.asarray(value_of(leaf)) for path, leaf in variables(optimizer).items()}
   with nxp.Checkpointer(tmp_path) as checkpoints:
-    checkpoints.save(1, model, optimizer)
-    plan = plan_on(tx, kind)
-    again, restored = checkpoints.restore(plan)
-  nxp.check_layout(again, plan, optimizer=restored)
-  nxp.check_layout(again, plan, optimizer=restored)
-  for path, leaf in variables(restored).items():
-    np.testing.assert_array_equal(value_of(leaf), value_of(variables(optimizer)[path]))
+    for step, memory in enumerate((None, HOST)):
+      checkpoints.save(step, model, optimizer)
+      plan = plan_on(tx, memory)
+      model, optimizer = checkpoints.restore(plan)
+      nxp.check_layout(model, plan, optimizer=optimizer)
+      for path, leaf in variables(optimizer).items():
+        np.testing.assert_array_equal(value_of(leaf), saved[path])
 
 
 def test_check_layout_sees_the_memory():

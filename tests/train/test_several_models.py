@@ -79,18 +79,21 @@ def gan_by_hand():
     "gen": nnx.Optimizer(models["gen"], optax.adam(1e-2), wrt=nnx.Param),
     "disc": nnx.Optimizer(models["disc"], optax.sgd(0.1), wrt=nnx.Param),
   }
-  losses = []
-  for batch in points():
-    row = {}
+
+  @nnx.jit
+  def step(models, optimizers, batch):
+    losses = []
     for key, loss_fn in (("gen", gen_loss), ("disc", lambda m, b: disc_loss(m, b)[0])):
 
-      def alone(model, key=key, loss_fn=loss_fn, batch=batch):
+      def alone(model, key=key, loss_fn=loss_fn):
         return loss_fn({**models, key: model}, batch)
 
-      row[key], grads = nnx.value_and_grad(alone)(models[key])
+      loss, grads = nnx.value_and_grad(alone)(models[key])
       optimizers[key].update(models[key], grads)
-    losses.append((float(row["gen"]), float(row["disc"])))
-  return models, np.array(losses)
+      losses.append(loss)
+    return losses
+
+  return models, np.array([step(models, optimizers, batch) for batch in points()])
 
 
 def test_a_gan_equals_a_loop_written_by_hand():

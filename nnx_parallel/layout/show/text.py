@@ -1,4 +1,4 @@
-"""The plan as text and as HTML: a table for people, and the explanation of one leaf."""
+"""The plan as text and as HTML: the table, and the explanation of one leaf."""
 
 from __future__ import annotations
 
@@ -45,15 +45,7 @@ def explain(plan: Table, leaf: LeafPlan) -> str:
 
 
 def plan_text(plan: Table, *, width: int | None = None) -> str:
-  """The text of `print(plan)`: mesh, rules, one row per group of alike leaves, totals, notes.
-
-  Args:
-    plan: the plan.
-    width: columns to use; by default `page_width()`.
-
-  Returns:
-    Lines joined by newlines, none longer than `width` unless a single word is.
-  """
+  """The text of `print(plan)`: mesh, rules, one row per group of equal leaves, totals, notes."""
   width = width or page_width()
   mesh = [hang(line, width) for line in describe_mesh(plan.mesh).splitlines()]
   lines = [*mesh, *_rules_lines(plan, width)]
@@ -89,16 +81,10 @@ def _in_notebook() -> bool:
 
 
 def grouped(leaves: Iterable[LeafPlan]) -> list[tuple[str, list[LeafPlan]]]:
-  """Puts alike leaves of repeated layers together.
+  """Groups equal leaves of repeated layers, as `(name with * for the parts that differ, leaves)`.
 
-  Leaves are alike when they differ only in positions, in keys that are numbers, or in numbers at the end of
-  a name (`blocks.0`, `layer_12`) and agree in type, shape, dtype, spec, memory and reason.
-
-  Args:
-    leaves: rows of a plan.
-
-  Returns:
-    `(name, leaves)` in order of first appearance; the name has `*` for what differs.
+  Leaves are equal if they agree in type, shape, dtype, spec, memory and reason, and their paths differ only
+  in list positions, in keys that are numbers, or in numbers at the end of a name (`blocks.0`, `layer_12`).
   """
   groups: dict[object, list[LeafPlan]] = {}
   for leaf in leaves:
@@ -121,7 +107,7 @@ def _common_name(leaves: Sequence[LeafPlan]) -> str:
 
 
 def _optimizer_groups(plan: Table) -> list[tuple[str, list[LeafPlan]]]:
-  # Moments that lie exactly as their parameters do need one row for all of them.
+  # Moments with exactly the layout of their parameters share one row.
   parameters = plan.of("model")
   groups: dict[object, tuple[str, list[LeafPlan]]] = {}
   rest: list[LeafPlan] = []

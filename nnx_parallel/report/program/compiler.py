@@ -1,4 +1,4 @@
-"""Runs a compiler and keeps what it says: the final program, the partitioned one, its log, its figures."""
+"""Runs a compiler and keeps its output: the final program, the partitioned one, its log, its figures."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class Compiled:
   Attributes:
     text: the final program; when it ran out of memory, as far as the compiler came.
     partitioned: the program of one device right after SPMD partitioning; empty when not dumped.
-    whole: the program right before, with the layout that the compiler chose for each array; empty likewise.
+    whole: the program right before, with the layout of each array; empty when not dumped.
     memory: the compiler's figures.
     shortage: what did not fit, or None.
     log: what the compiler printed.

@@ -7,15 +7,15 @@ import math
 import re
 from collections.abc import Mapping
 
-from nnx_parallel.report.estimate.arithmetic import ENDLESS, compiled_arithmetic
 from nnx_parallel.report.program import hlo
+from nnx_parallel.report.program.arithmetic import ENDLESS, compiled_arithmetic
 
 _CONTRACTING = re.compile(r'"lhs_contracting_dimensions":\[([^\]]*)\]')
 _LABELS = re.compile(r"dim_labels=\w+_(\w+)->(\w+)")
 _DILATED = re.compile(r"\blhs_dilate=([\dx]+)")
 _TARGET = re.compile(r'custom_call_target="([^"]*)"')
 _ESTIMATE = re.compile(r'"cost_estimate":\s*\{[^}]*"flops":\s*"?(\d+)')
-# Custom calls that say where something lies, wait, or sort.
+# Custom calls that annotate a layout or place, wait, or sort.
 _LIGHT_CALLS = re.compile(
   r"Sharding|SPMD|xla\.sdy|AllocateBuffer|MoveTo|PinTo|annotate_device_placement|LayoutConstraint|TopK"
   r"|PartialReduce|cub\$|AsyncCollective"
@@ -53,14 +53,6 @@ def cost(program: str | hlo.Program) -> Cost:
 
   Compiler reports (`cost_analysis()`) count the body of a loop once; here it counts as often as it
   runs. Elementwise work is left out: it is bound by memory traffic on every chip.
-
-  Example:
-    >>> import jax
-    >>> import jax.numpy as jnp
-    >>> x = jnp.ones((8, 16))
-    >>> text = jax.jit(lambda x: x @ x.T).lower(x).compile().as_text()
-    >>> cost(text).flops
-    2048
   """
   program = hlo.parse(program) if isinstance(program, str) else program
   arithmetic: dict[str, int] = {}

@@ -59,18 +59,13 @@ class AxisFinder:
   """
 
   def __init__(self, sizes: Mapping[str, int]):
-    self._devices = math.prod(sizes.values())
+    self.devices = math.prod(sizes.values())
     wide = [name for name, size in sizes.items() if size > 1]
     self._grids: dict[tuple[str, ...], Labels] = {}
     for count in range(len(wide) + 1):
       for axes in itertools.combinations(wide, count):
         self._grids[axes] = _grid_labels(sizes, axes)
     self._exact = {labels.tobytes(): axes for axes, labels in reversed(self._grids.items())}
-
-  @property
-  def devices(self) -> int:
-    """Number of devices in the mesh."""
-    return self._devices
 
   def match(self, labels: Labels) -> AxisMatch:
     """Axes of a grouping; `labels[i]` is the smallest member of the group that holds position `i`."""
@@ -85,14 +80,9 @@ class AxisFinder:
 
 
 def group_labels(text: str, devices: int) -> Labels:
-  """Decodes `replica_groups`.
+  """The smallest member of the group of each of the positions, from the text of `replica_groups`.
 
-  Args:
-    text: begins with the attribute's value; empty braces mean one group of all devices.
-    devices: number of positions in the mesh.
-
-  Returns:
-    For each position, the smallest member of its group; positions in no group are alone.
+  Empty braces mean one group of all devices; positions in no group are alone.
   """
   labels = np.arange(devices)
   for row in group_rows(text, devices):
@@ -102,58 +92,61 @@ def group_labels(text: str, devices: int) -> Labels:
 
 def group_rows(text: str, devices: int) -> list[list[int]]:
   """Decodes `replica_groups` as `group_labels` does, with the members of each group in their order."""
-  mesh = _AXES.match(text)
-  iota = _IOTA.match(text)
+  text = text.partition("replica_groups=")[2] or text
+  mesh, iota, listed = _AXES.match(text), _IOTA.match(text), _LISTS.match(text)
   if iota:
-    return _iota_rows(iota).tolist()
-  if not mesh:
-    listed = _LISTS.match(text)
-    if not listed:
-      raise ValueError(f"cannot read the device groups {text[:80]!r}")
-    return [[int(i) for i in row.split(",")] for row in _LIST.findall(listed.group())] or [[*range(devices)]]
-  sizes, ids = mesh_of(mesh)
-  split: list[int] = []
-  at: dict[str, list[int]] = {}
-  for name, size in sizes.items():
-    parts = sorted(
-      (int(b or 1), int(n) if n else size) for a, b, n in MESH_ITEM.findall(mesh["axes"]) if a == name
-    )
-    done = 1
-    for before, part in parts:
-      split += [before // done, part] if before > done else [part]
-      at.setdefault(f"{name}:{before}", []).append(len(split) - 1)
-      done = before * part
-    split.append(size // done)
-  inside = [at[f"{a}:{int(b or 1)}"][0] for a, b, _ in MESH_ITEM.findall(mesh["axes"])]
-  outside = [dim for dim in range(len(split)) if dim not in inside]
-  return (
-    ids.reshape(split)
-    .transpose([*outside, *inside])
-    .reshape(-1, math.prod(split[d] for d in inside))
-    .tolist()
-  )
+    return iota_ids(iota[3], iota[4]).reshape(int(iota[1]), int(iota[2])).tolist()
+  if mesh:
+    sizes, ids = mesh_of(mesh)
+    count, block, rest = blocks_over(mesh["axes"], sizes)
+    return ids[np.lexsort((block, rest))].reshape(-1, count).tolist()
+  if not listed:
+    raise ValueError(f"cannot read the device groups {text[:80]!r}")
+  return [[int(i) for i in row.split(",")] for row in _LIST.findall(listed.group())] or [[*range(devices)]]
+
+
+def blocks_over(text: str, sizes: Mapping[str, int]) -> tuple[int, Labels, Labels]:
+  """Reads axes as `'a', 'b':(2)2`, the second of which is a part of an axis: 2 blocks, inside of 2 others.
+
+  Returns:
+    The number of blocks; the block of each position of the mesh; and the position in the first block that
+    has the same place in all other axes.
+  """
+  rest = np.arange(math.prod(sizes.values()))
+  count, block = 1, np.zeros_like(rest)
+  widths = [*sizes.values(), 1]
+  strides = {name: math.prod(widths[n + 1 :]) for n, name in enumerate(sizes)}
+  for name, before, part in MESH_ITEM.findall(text):
+    size = int(part or sizes[name])
+    stride = strides[name] * (sizes[name] // (int(before or 1) * size))
+    place = rest // stride % size
+    count, block, rest = count * size, block * size + place, rest - place * stride
+  return count, block, rest
 
 
 def mesh_of(mesh: re.Match[str]) -> tuple[dict[str, int], Labels]:
   """Axis name -> size, and the device at each position, of a mesh that `MESH` matched."""
   sizes = {name: int(size) for name, size in _MESH_AXIS.findall(mesh["sizes"])}
-  return sizes, _device_ids(mesh["ids"]) if mesh["ids"] else np.arange(math.prod(sizes.values()))
+  if not mesh["ids"]:
+    return sizes, np.arange(math.prod(sizes.values()))
+  iota = _IOTA_IDS.match(mesh["ids"])
+  return sizes, iota_ids(iota[1], iota[2]) if iota else np.array([int(i) for i in mesh["ids"].split(",")])
+
+
+def iota_ids(dims: str, order: str | None) -> Labels:
+  """The flat array that HLO writes as `[2,4]T(1,0)`: numbers in order, transposed."""
+  sizes = [int(n) for n in dims.split(",")]
+  axes = [int(n) for n in order.split(",")] if order else range(len(sizes))
+  return np.arange(math.prod(sizes)).reshape(sizes).transpose(axes).ravel()
 
 
 def pair_labels(text: str, devices: int) -> Labels:
   """Positions connected by `source_target_pairs`, as groups."""
   labels = np.arange(devices)
-  pairs = [(int(a), int(b)) for a, b in _PAIR.findall(text)]
-
-  def root(i: int) -> int:
-    while labels[i] != i:
-      i = int(labels[i])
-    return i
-
-  for a, b in pairs:
-    low, high = sorted((root(a), root(b)))
-    labels[high] = low
-  return np.array([root(i) for i in range(devices)])
+  for pair in pairs_of(text):
+    low, high = sorted(labels[n] for n in pair)
+    labels[labels == high] = low
+  return labels
 
 
 def pairs_of(text: str) -> list[tuple[int, int]]:
@@ -161,36 +154,8 @@ def pairs_of(text: str) -> list[tuple[int, int]]:
   return [(int(a), int(b)) for a, b in _PAIR.findall(text)]
 
 
-def count_pairs(text: str) -> int:
-  """Number of source -> target pairs, those to oneself excluded."""
-  return sum(a != b for a, b in _PAIR.findall(text))
-
-
-def _iota_rows(iota: re.Match[str]) -> Labels:
-  groups, size = int(iota.group(1)), int(iota.group(2))
-  dims = [int(d) for d in iota.group(3).split(",")]
-  ids = np.arange(math.prod(dims)).reshape(dims)
-  if iota.group(4):
-    ids = ids.transpose([int(d) for d in iota.group(4).split(",")])
-  return ids.reshape(groups, size)
-
-
-def _device_ids(text: str) -> Labels:
-  iota = _IOTA_IDS.match(text)
-  if not iota:
-    return np.array([int(i) for i in re.findall(r"\d+", text)])
-  dims = [int(d) for d in iota.group(1).split(",")]
-  order = [int(d) for d in iota.group(2).split(",")] if iota.group(2) else range(len(dims))
-  return np.arange(math.prod(dims)).reshape(dims).transpose(order).ravel()
-
-
 def _grid_labels(sizes: Mapping[str, int], axes: Sequence[str]) -> Labels:
   """Labels of the sub-grids over `axes`."""
-  shape = tuple(sizes.values())
-  coords = np.indices(shape).reshape(len(shape), -1) if shape else np.zeros((0, 1), np.int64)
-  key = np.zeros(coords.shape[1], np.int64)
-  for (name, size), coord in zip(sizes.items(), coords, strict=True):
-    if name not in axes:
-      key = key * size + coord
-  _, first, inverse = np.unique(key, return_index=True, return_inverse=True)
-  return first[inverse.reshape(-1)].astype(np.int64)
+  ids = np.arange(math.prod(sizes.values())).reshape(*sizes.values())
+  first = ids[tuple(slice(1) if name in axes else slice(None) for name in sizes)]
+  return np.broadcast_to(first, ids.shape).ravel()

@@ -18,7 +18,7 @@ _SMALL = 1024
 
 
 @dataclasses.dataclass(frozen=True)
-class Tenant:
+class PeakBuffer:
   """Arrays that are in memory at the peak, besides the program's arguments.
 
   Attributes:
@@ -38,7 +38,7 @@ class Tenant:
   parameters: tuple[str, ...]
 
 
-def at_peak(dump: str, program: hlo.Program, names: Mapping[str, str]) -> tuple[Tenant, ...]:
+def at_peak(dump: str, program: hlo.Program, names: Mapping[str, str]) -> tuple[PeakBuffer, ...]:
   """Reads the compiler's list of what is alive at the peak.
 
   Args:
@@ -47,15 +47,14 @@ def at_peak(dump: str, program: hlo.Program, names: Mapping[str, str]) -> tuple[
     names: argument as JAX names it -> name to print.
 
   Returns:
-    Largest first, alike ones together, without the arguments and what is below a KiB; empty
-    where the compiler wrote no list.
+    Largest first, those of one shape and line together, without the arguments and arrays below a KiB.
   """
   section = _SECTION.search(dump)
   if not section:
     return ()
   where = {i.name: (i, c) for c in program.computations.values() for i in c.instructions}
   origins = Origins(program)
-  found: list[Tenant] = []
+  found: list[PeakBuffer] = []
   for value in _VALUE.finditer(section.group(1)):
     instruction, computation = where.get(value["name"], (None, program.entry))
     is_argument = (
@@ -64,12 +63,12 @@ def at_peak(dump: str, program: hlo.Program, names: Mapping[str, str]) -> tuple[
     if is_argument or int(value["bytes"]) < _SMALL:
       continue
     if instruction is None:
-      found.append(Tenant("", 1, int(value["bytes"]), value["name"], "", ()))
+      found.append(PeakBuffer("", 1, int(value["bytes"]), value["name"], "", ()))
       continue
     made = origins.maker(instruction, computation)
     held = origins.value(instruction, computation, value["index"])
     found.append(
-      Tenant(
+      PeakBuffer(
         shape=_shape(instruction, value["index"]),
         count=1,
         bytes=int(value["bytes"]),
@@ -90,13 +89,13 @@ def _shape(instruction: hlo.Instruction, index: str) -> str:
   return f"{shape.dtype}[{','.join(map(str, shape.dims))}]"
 
 
-def _together(tenants: Iterable[Tenant]) -> tuple[Tenant, ...]:
-  alike: dict[tuple[object, ...], list[Tenant]] = {}
-  for tenant in tenants:
+def _together(buffers: Iterable[PeakBuffer]) -> tuple[PeakBuffer, ...]:
+  alike: dict[tuple[object, ...], list[PeakBuffer]] = {}
+  for buffer in buffers:
     # Of one line, forward and backward operations count together: their names are not printed.
-    alike.setdefault((tenant.shape, tenant.source or tenant.op, tenant.parameters), []).append(tenant)
+    alike.setdefault((buffer.shape, buffer.source or buffer.op, buffer.parameters), []).append(buffer)
   merged = [
     dataclasses.replace(group[0], count=len(group), bytes=sum(one.bytes for one in group))
     for group in alike.values()
   ]
-  return tuple(sorted(merged, key=lambda tenant: -tenant.bytes))
+  return tuple(sorted(merged, key=lambda buffer: -buffer.bytes))

@@ -1,4 +1,4 @@
-"""Tensors that the compiler could only re-shard by making them whole on each device."""
+"""Tensors that the compiler could only re-shard by replicating them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Reshard:
     shape: dtype and dims as the compiler printed them, which may be one device's block.
     bytes: of that shape.
     before: the sharding it had, as the compiler writes it.
-    after: the sharding that was asked for.
+    after: the sharding that was requested.
   """
 
   op: str
@@ -37,15 +37,7 @@ class Reshard:
 
 
 def find_reshards(log: str, frames: Mapping[int, str]) -> tuple[Reshard, ...]:
-  """Reads the partitioner's warnings from a log.
-
-  Args:
-    log: the compiler's standard error.
-    frames: stack frame id -> `file:line` (`hlo.Program.frames`).
-
-  Returns:
-    Each warning once, in order.
-  """
+  """The partitioner's warnings in a compiler's log, each once; `frames` are those of the program."""
   found: list[Reshard] = []
   for match in _WARNING.finditer(log):
     op = hlo.op_name(match["rest"])

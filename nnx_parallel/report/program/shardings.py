@@ -13,22 +13,24 @@ import re
 import numpy as np
 import numpy.typing as npt
 
-from nnx_parallel.report.program.groups import MESH, MESH_ITEM, mesh_of
+from nnx_parallel.report.program import hlo
+from nnx_parallel.report.program.groups import MESH, blocks_over, iota_ids, mesh_of
 
 _TILES = re.compile(r"devices=\[([\d,]+)\](?:<=\[([\d,]+)\](?:T\(([\d,]+)\))?|([\d,]+))")
 _LAST = re.compile(r"last_tile_dims=\{([^}]*)\}")
+_COMMENT = re.compile(r"/\*.*?\*/")
 _DIM = re.compile(r"\{([^{}]*)\}")
 Numbers = npt.NDArray[np.int64]
 
 
 @dataclasses.dataclass(frozen=True)
 class Tiling:
-  """How an array lies over devices.
+  """How an array is split over devices.
 
   Attributes:
-    parts: blocks along each dim; one for each dim of the array, or empty where all of it is whole.
+    parts: blocks along each dim; one for each dim of the array, or empty where it is replicated.
     blocks: (devices, dims): the number of the block that each device holds.
-    manual: whether the program itself works on blocks there (`shard_map`), so that this says nothing.
+    manual: whether it is inside a `shard_map`, so that the array is a block already.
   """
 
   parts: tuple[int, ...]
@@ -41,14 +43,9 @@ class Tiling:
 
 
 def read_tiling(text: str, devices: int) -> Tiling | None:
-  """Reads the text of one array's layout.
+  """Reads the value of `sharding=` of one array; empty means replicated.
 
-  Args:
-    text: the value of `sharding=`; empty means whole on each device.
-    devices: of the program.
-
-  Returns:
-    The layout, or None for one that is not known here (one device holds all, partial sums).
+  Returns None for a layout that is not known here (one device holds all, partial sums).
   """
   if "unreduced" in text or "maximal" in text:
     return None
@@ -75,15 +72,7 @@ def split_layouts(text: str) -> tuple[str, ...]:
   inner = inner[1:-1] if inner.startswith("{") else inner
   if not inner.lstrip().startswith("{"):
     return (text,)
-  found, depth, start = list[str](), 0, 0
-  for at, char in enumerate(inner):
-    if char == "{":
-      start, depth = (at if depth == 0 else start), depth + 1
-    elif char == "}":
-      depth -= 1
-      if depth == 0:
-        found.append(inner[start : at + 1])
-  return tuple(found)
+  return tuple(part.strip() for part in hlo.pieces(_COMMENT.sub("", inner)))
 
 
 def _whole(devices: int) -> Tiling:
@@ -95,31 +84,17 @@ def _of_mesh(text: str, mesh: re.Match[str], devices: int) -> Tiling | None:
   listed = re.match(r",? *\[(.*?)\](?:,|\}|$)", text[mesh.end() :])
   if not listed or math.prod(sizes.values()) != devices:
     return None
-  coords = np.indices(tuple(sizes.values())).reshape(len(sizes), -1)
-  place = dict(zip(sizes, coords, strict=True))
-  parts, blocks = list[int](), list[Numbers]()
-  for dim in _DIM.findall(listed[1]):
-    count, block = 1, np.zeros(devices, np.int64)
-    for name, before, part in MESH_ITEM.findall(dim):
-      size = int(part) if part else sizes[name]
-      after = sizes[name] // (int(before or 1) * size)
-      count, block = count * size, block * size + (place[name] // after) % size
-    at = np.empty(devices, np.int64)
-    at[numbers] = block
-    parts.append(count)
-    blocks.append(at)
+  found = [blocks_over(dim, sizes) for dim in _DIM.findall(listed[1])]
+  blocks = np.zeros((devices, len(found)), np.int64)
+  for dim, (_, block, _) in enumerate(found):
+    blocks[numbers, dim] = block
   rest = text[mesh.end() + listed.end() :]
-  return Tiling(tuple(parts), np.stack(blocks, 1) if blocks else _whole(devices).blocks, "manual" in rest)
+  return Tiling(tuple(count for count, _, _ in found), blocks, "manual" in rest)
 
 
 def _of_tiles(text: str, tiles: re.Match[str], devices: int) -> Tiling | None:
   dims = [int(n) for n in tiles[1].split(",")]
-  if tiles[2]:
-    sizes = [int(n) for n in tiles[2].split(",")]
-    order = [int(n) for n in tiles[3].split(",")] if tiles[3] else list(range(len(sizes)))
-    numbers = np.arange(math.prod(sizes)).reshape(sizes).transpose(order).ravel()
-  else:
-    numbers = np.array([int(n) for n in tiles[4].split(",") if n])
+  numbers = iota_ids(tiles[2], tiles[3]) if tiles[2] else np.array([int(n) for n in tiles[4].split(",")])
   if len(numbers) != devices:
     return None
   named = _LAST.search(text)

@@ -1,8 +1,8 @@
-"""How far the dims of programs can be thinned, so that what they compute can be followed with few numbers.
+"""Chooses a few positions of each dim, so that programs on large arrays can be evaluated with few numbers.
 
 Every dim is divided by a number that divides all of its blocks, slices and offsets: one position then stands
 for a run of neighbours. Dims that meet (in a sum of two arrays, in a product, as argument and parameter of a
-loop) are thinned alike, in all programs that are compared: they must keep the same positions. Dims of a
+loop) are one class in all programs that are compared, because they must keep the same positions. Dims of a
 window, a sort or a group of channels are not thinned. Of dims that a reshape merges, one is thinned; where
 others are inside of it (the microbatches of a batch), the merged dim keeps a run of positions, its grain,
 for each position of the thinned one.
@@ -14,6 +14,7 @@ import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from fractions import Fraction
+from typing import NamedTuple
 
 from nnx_parallel.core.classes import Forest, Ratio
 from nnx_parallel.report.program import hlo
@@ -24,7 +25,6 @@ from nnx_parallel.report.program.shardings import read_tiling
 _IN_ALL, _ON_ONE = 6, 2
 _BOUND = re.compile(r"\[(\d+):(\d+)(?::(\d+))?\]")
 _PAD = re.compile(r"(-?\d+)_(-?\d+)(?:_(\d+))?")
-_FRAME = re.compile(r"stack_frame_id=(\d+)")
 _LABELS = re.compile(r"(\w+)_(\w+)->(\w+)")
 _LOOPS_AND_CALLS = frozenset(
   {"while", "conditional", "call", "fusion", "tuple", "get-tuple-element", "parameter"}
@@ -41,9 +41,10 @@ ELEMENTWISE = frozenset({
 _LINKED = ELEMENTWISE | {
   "dot", "convolution", "gather", "scatter", "reduce", "iota", "sort", "topk", "reduce-window", "broadcast",
 }  # fmt: skip
-_ALIKE = frozenset(
-  {"all-reduce", "collective-permute", "all-gather", "reduce-scatter", "all-to-all", "reverse"}
-)
+_FREE = frozenset({"constant", "iota", "partition-id", "replica-id", "after-all", "rng-bit-generator"})
+_COLLECTIVES = frozenset({"all-reduce", "collective-permute", "all-gather", "reduce-scatter", "all-to-all"})
+# Operations that unite the dims at one place of all operands with those of the result.
+_PLACEWISE = ELEMENTWISE | {"concatenate", "dynamic-update-slice", "reverse"}
 
 Window = tuple[int, int, int, int, int, int, bool]
 Node = tuple[int, str, str]
@@ -64,8 +65,7 @@ class Thinning:
     self._programs = programs
     self._rules: Mapping[str, Callable[[hlo.Instruction, _Dims, _Dims, _Shapes], None]] = {
       "broadcast": self._broadcast, "transpose": self._transpose, "reshape": self._reshape,
-      "slice": self._slice, "dynamic-slice": self._dynamic_slice,
-      "dynamic-update-slice": self._update, "concatenate": self._concatenate, "pad": self._pad,
+      "slice": self._slice, "dynamic-slice": self._dynamic_slice, "pad": self._pad,
       "reduce": self._reduce, "dot": self._dot, "convolution": self._convolution,
       "gather": self._gather, "scatter": self._scatter, "sort": self._sort,
       "reduce-window": self._window, "select-and-scatter": self._window,
@@ -157,7 +157,7 @@ class Thinning:
     return self._forest.new()
 
   def _unite(self, one: int, other: int, ratio: int = 1) -> None:
-    """Thins two dims alike; `ratio` elements of the first lie in one of the second."""
+    """Puts two dims in one class; one element of the second is `ratio` elements of the first."""
     forest = self._forest
     united = forest.unite(one, other, ratio)
     if united is not None:
@@ -210,10 +210,10 @@ class Thinning:
         first.setdefault(key, dims)
 
   def _link(self) -> None:
-    """Operations of two programs that have one JAX name and line, and shapes of a whole and of its block.
+    """Unites operations of two programs with one JAX name and line, and shapes of an array and of its block.
 
-    What no argument or result meets would else be thinned in one program and not in the other. Several
-    operations can have one name: the forward and backward products of a line, say.
+    Dims that are in no argument or result would otherwise be thinned in one program only. Several
+    operations can have one name, for example the forward and backward products of a line.
     """
     first: dict[tuple[object, ...], list[tuple[hlo.Instruction, list[int], list[int]]]] = {}
     for number, program in enumerate(self._programs):
@@ -226,7 +226,7 @@ class Thinning:
           dims = [d for node in nodes for array in self._nodes[node] for d in array]
           shapes = [shape for node in nodes for shape in self._shapes[node]]
           sizes = [n for shape in shapes for n in shape]
-          key = (at.opcode, at.op_name, frame_number(at), *map(len, shapes))
+          key = (at.opcode, at.op_name, at.frame, *map(len, shapes))
           if number == 0:
             first.setdefault(key, []).append((at, dims, sizes))
             continue
@@ -240,7 +240,7 @@ class Thinning:
             if likeness == closest:
               self._alike(dims, others)
 
-  # What each operation asks for ----------------------------------------------------------------
+  # The rule of each operation ----------------------------------------------------------------
 
   def _constrain(self, number: int, computation: hlo.Computation, at: hlo.Instruction) -> None:
     results = self._nodes[number, computation.name, at.name]
@@ -253,17 +253,20 @@ class Thinning:
     rule = self._rules.get(at.opcode)
     if rule is not None:
       rule(at, results, arrays, shapes)
-    elif at.opcode in ELEMENTWISE:
+    elif at.opcode in _PLACEWISE:
       for dims in arrays:
         if len(dims) == len(results[0]):
           self._alike(results[0], dims)
         elif dims:
           self._whole((*dims, *results[0]))
-    elif at.opcode in _ALIKE:
+    elif at.opcode in _COLLECTIVES:
       for dims, result in zip(arrays, results, strict=True):
         self._alike(result, dims)
       if at.opcode == "all-to-all" and len(arrays) == 1:
-        place, members = at.numbers("dimensions")[0], rows_of(at, self._programs[number].partitions)[0]
+        place, members = (
+          at.numbers("dimensions")[0],
+          group_rows(at.rest, self._programs[number].partitions)[0],
+        )
         self._divide(arrays[0][place], shapes[0][place] // len(members))
     elif at.opcode == "opt-barrier" or (at.opcode == "custom-call" and len(arrays) == len(results) == 1):
       for dims, result in zip(arrays, results, strict=True):
@@ -273,14 +276,7 @@ class Thinning:
       for result in results:
         self._alike(result[:-1], arrays[0][:-1])
         self._whole((result[-1], arrays[0][-1]))
-    elif at.opcode not in (
-      "constant",
-      "iota",
-      "partition-id",
-      "replica-id",
-      "after-all",
-      "rng-bit-generator",
-    ):
+    elif at.opcode not in _FREE:
       self._whole(d for dims in (*arrays, *results) for d in dims)
 
   def _calls(
@@ -288,13 +284,10 @@ class Thinning:
     number: int,
     computation: hlo.Computation,
     at: hlo.Instruction,
-    results: list[list[int]],
-    operands: list[list[list[int]]],
+    results: _Dims,
+    operands: list[_Dims],
   ) -> None:
-    def node(name: str, computation: str) -> list[list[int]]:
-      return self._nodes[number, computation, name]
-
-    def alike(ones: list[list[int]], others: list[list[int]]) -> None:
+    def alike(ones: _Dims, others: _Dims) -> None:
       for one, other in zip(ones, others, strict=True):
         self._alike(one, other)
 
@@ -303,16 +296,14 @@ class Thinning:
     elif at.opcode == "get-tuple-element":
       alike(results, [operands[0][int(at.attribute("index"))]])
     elif at.opcode != "parameter":
-      program = self._programs[number]
-      given = operands[1:] if at.opcode == "conditional" else operands
       for place, name in enumerate(at.called):
-        inner = program.computations[name]
-        inputs = [given[place]] if at.opcode == "conditional" else given
+        inner = self._programs[number].computations[name]
+        inputs = [operands[1 + place]] if at.opcode == "conditional" else operands
         for parameter in inner.instructions:
           if parameter.opcode == "parameter":
-            alike(node(parameter.name, name), inputs[int(parameter.arguments)])
+            alike(self._nodes[number, name, parameter.name], inputs[int(parameter.arguments)])
         if name != at.attribute("condition").lstrip("%"):
-          alike(node(inner.root.name, name), results)
+          alike(self._nodes[number, name, inner.root.name], results)
 
   def _broadcast(self, at: hlo.Instruction, results: _Dims, arrays: _Dims, shapes: _Shapes) -> None:
     for dim, place in zip(arrays[0], at.numbers("dimensions"), strict=True):
@@ -362,10 +353,10 @@ class Thinning:
         self._divide(other, start)
 
   def _cut_out(self, at: hlo.Instruction, place: int, result: int, source: int) -> None:
-    """Tokens but the first, say: what is cut stays whole, the result is thinned by what it meets."""
+    """An uneven slice, such as all tokens but the first: its source is not thinned, its result may be."""
     self._divide(source, 1)
     if at.shapes[0].dims[place] > 1:
-      self._cut.setdefault((at.op_name, frame_number(at), place), []).append(result)
+      self._cut.setdefault((at.op_name, at.frame, place), []).append(result)
 
   def _dynamic_slice(self, at: hlo.Instruction, results: _Dims, arrays: _Dims, shapes: _Shapes) -> None:
     for place, (one, other) in enumerate(zip(results[0], arrays[0], strict=True)):
@@ -374,14 +365,6 @@ class Thinning:
         self._cut_out(at, place, one, other)
       else:
         self._unite(one, other)
-
-  def _update(self, at: hlo.Instruction, results: _Dims, arrays: _Dims, shapes: _Shapes) -> None:
-    for dims in arrays[:2]:
-      self._alike(results[0], dims)
-
-  def _concatenate(self, at: hlo.Instruction, results: _Dims, arrays: _Dims, shapes: _Shapes) -> None:
-    for dims in arrays:
-      self._alike(results[0], dims)
 
   def _pad(self, at: hlo.Instruction, results: _Dims, arrays: _Dims, shapes: _Shapes) -> None:
     for place, (low, high, inside) in enumerate(padding(at)):
@@ -430,7 +413,7 @@ class Thinning:
   def _gather(self, at: hlo.Instruction, results: _Dims, arrays: _Dims, shapes: _Shapes) -> None:
     found = gather_dims(at)
     sizes = at.numbers("slice_sizes")
-    self._indexed(found, arrays[0], shapes[0], sizes, arrays[1], results[0], found["offset_dims"])
+    self._indexed(found, arrays[0], shapes[0], sizes, arrays[1], results[0])
 
   def _scatter(self, at: hlo.Instruction, results: _Dims, arrays: _Dims, shapes: _Shapes) -> None:
     count = len(results)
@@ -438,37 +421,31 @@ class Thinning:
     for number in range(count):
       self._alike(results[number], arrays[number])
       operand, updates = shapes[number], shapes[count + 1 + number]
-      window = iter([updates[d] for d in found["offset_dims"]])
-      gone = found["collapsed_slice_dims"] + found["operand_batching_dims"]
-      sizes = [1 if d in gone else next(window) for d in range(len(operand))]
-      self._indexed(
-        found, arrays[number], operand, sizes, arrays[count], arrays[count + 1 + number], found["offset_dims"]
-      )
+      sizes = found.slice_sizes((updates[d] for d in found.offset_dims), len(operand))
+      self._indexed(found, arrays[number], operand, sizes, arrays[count], arrays[count + 1 + number])
 
   def _indexed(
     self,
-    found: Mapping[str, list[int]],
+    found: GatherDims,
     operand: list[int],
     shape: tuple[int, ...],
     sizes: Sequence[int],
     indices: list[int],
     result: list[int],
-    offsets: list[int],
   ) -> None:
-    vector = found["index_vector_dim"][0]
+    vector, offsets = found.index_vector_dim, found.offset_dims
     rows = [d for n, d in enumerate(indices) if n != vector]
     if vector < len(indices):
       self._divide(indices[vector], 1)
     self._alike(rows, [d for n, d in enumerate(result) if n not in offsets])
-    gone = found["collapsed_slice_dims"] + found["operand_batching_dims"]
-    kept = [n for n in range(len(operand)) if n not in gone]
+    kept = [n for n in range(len(operand)) if n not in found.absent]
     for place, offset in zip(kept, offsets, strict=True):
       if sizes[place] == shape[place]:
         self._unite(operand[place], result[offset])
       else:
         self._divide(operand[place], 1)
         self._divide(result[offset], 1)
-    for place, row in zip(found["operand_batching_dims"], found["start_indices_batching_dims"], strict=True):
+    for place, row in zip(found.operand_batching_dims, found.start_indices_batching_dims, strict=True):
       self._unite(operand[place], indices[row])
 
   def _sort(self, at: hlo.Instruction, results: _Dims, arrays: _Dims, shapes: _Shapes) -> None:
@@ -516,12 +493,6 @@ def _likeness(at: hlo.Instruction, whole: hlo.Instruction, devices: int) -> int:
   return 2 * laid + (at.opcode == "dot" and dot_dims(at) == dot_dims(whole))
 
 
-def frame_number(at: hlo.Instruction) -> str:
-  """The number of an instruction's stack frame, or an empty string."""
-  found = _FRAME.search(at.rest)
-  return found[1] if found else ""
-
-
 def merged(before: Sequence[int], after: Sequence[int]) -> Iterator[tuple[list[int], list[int]]]:
   """Dims of a reshape that belong together, those of size 1 left out.
 
@@ -563,20 +534,35 @@ def dot_dims(at: hlo.Instruction) -> dict[str, list[int]]:
   }
 
 
-def gather_dims(at: hlo.Instruction) -> dict[str, list[int]]:
+class GatherDims(NamedTuple):
   """The dims that a `gather` or `scatter` names, by the names of a gather."""
-  if at.opcode == "gather":
-    names = {name: name for name in
-             ("offset_dims", "collapsed_slice_dims", "start_index_map", "operand_batching_dims",
-              "start_indices_batching_dims")}  # fmt: skip
-  else:
-    names = {
-      "offset_dims": "update_window_dims", "collapsed_slice_dims": "inserted_window_dims",
-      "start_index_map": "scatter_dims_to_operand_dims", "operand_batching_dims": "input_batching_dims",
-      "start_indices_batching_dims": "scatter_indices_batching_dims",
-    }  # fmt: skip
-  found = {name: at.numbers(written) for name, written in names.items()}
-  return {**found, "index_vector_dim": [int(at.attribute("index_vector_dim"))]}
+
+  offset_dims: list[int]
+  collapsed_slice_dims: list[int]
+  start_index_map: list[int]
+  operand_batching_dims: list[int]
+  start_indices_batching_dims: list[int]
+  index_vector_dim: int
+
+  @property
+  def absent(self) -> list[int]:
+    """Dims of the operand that a window of the result does not have."""
+    return self.collapsed_slice_dims + self.operand_batching_dims
+
+  def slice_sizes(self, window: Iterable[int], rank: int) -> list[int]:
+    """Sizes along all dims of the operand, from those of a window of the result."""
+    given = iter(window)
+    return [1 if d in self.absent else next(given) for d in range(rank)]
+
+
+def gather_dims(at: hlo.Instruction) -> GatherDims:
+  """The dims that a `gather` or `scatter` names."""
+  of_scatter = (
+    "update_window_dims", "inserted_window_dims", "scatter_dims_to_operand_dims", "input_batching_dims",
+    "scatter_indices_batching_dims",
+  )  # fmt: skip
+  names = GatherDims._fields[:-1] if at.opcode == "gather" else of_scatter
+  return GatherDims(*map(at.numbers, names), int(at.attribute("index_vector_dim")))
 
 
 def group_counts(at: hlo.Instruction) -> tuple[int, int]:
@@ -588,11 +574,6 @@ def labels(at: hlo.Instruction) -> tuple[str, str, str]:
   """The dims of both operands and of the result of a convolution, a letter or digit for each."""
   left, kernel, out = _LABELS.findall(at.attribute("dim_labels"))[0]
   return left, kernel, out
-
-
-def rows_of(at: hlo.Instruction, devices: int) -> list[list[int]]:
-  """The groups of devices of a collective, members in order."""
-  return group_rows(at.rest[at.rest.index("replica_groups=") + len("replica_groups=") :], devices)
 
 
 def windows(at: hlo.Instruction, rank: int) -> list[Window]:

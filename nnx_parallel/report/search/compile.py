@@ -1,4 +1,4 @@
-"""The second half of a search: the best candidates meet compilers."""
+"""The second half of a search: the best candidates are compiled."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 
 
 @dataclasses.dataclass(frozen=True)
-class Task:
-  """What is searched for: the arguments of `search` that a compilation needs."""
+class SearchInputs:
+  """The arguments of `search` that a compilation needs."""
 
   init: Callable[[], Any]
   loss: Callable[[Any, Any], Any]
@@ -35,53 +35,49 @@ class Task:
   machine: Machine
 
 
-def compile_candidate(task: Task, candidate: Candidate, topology: str) -> Candidate:
-  """Compiles the train step of a candidate; the verdict is about the chip of the task.
-
-  Returns:
-    The candidate with its report, and with its time by the program's own FLOPs and collectives.
-  """
+def compile_candidate(inputs: SearchInputs, candidate: Candidate, topology: str) -> Candidate:
+  """The candidate with the report of its compiled step, for the inputs's chip, and its time by that."""
   from nnx_parallel.train.step import train_step
 
-  rules = RuleSet.of(task.rules)
+  rules = RuleSet.of(inputs.rules)
   rules = rules.replace(candidate.changes) if candidate.changes else rules
   place: dict[str, Any] = {"optimizer_memory": "pinned_host"} if candidate.offload else {}
   layout = make_plan(
-    task.init,
+    inputs.init,
     abstract_mesh(dict(candidate.sizes)),
     rules,
-    optimizer=task.optimizer,
+    optimizer=inputs.optimizer,
     zero=candidate.zero,
     **place,
   )
 
-  step = train_step(task.loss, remat=candidate.remat, microbatches=candidate.microbatches)
-  report = compile_report(step, layout, batch=task.batch, topology=topology, chip=task.machine.chip)
+  step = train_step(inputs.loss, remat=candidate.remat, microbatches=candidate.microbatches)
+  report = compile_report(step, layout, batch=inputs.batch, topology=topology, chip=inputs.machine.chip)
   batch_axes = set(layout.batch_axes)
   splitting = {axis for part in parameter_parts(layout) for axis in part.split}
-  time = program_time(report, candidate.time, task.machine, batch_axes & splitting)
+  time = program_time(report, candidate.time, inputs.machine, batch_axes & splitting)
   return dataclasses.replace(candidate, report=report, compiled=time)
 
 
 def compile_best(
-  task: Task, chosen: Sequence[Candidate], others: Sequence[Candidate]
+  inputs: SearchInputs, chosen: Sequence[Candidate], others: Sequence[Candidate]
 ) -> tuple[list[Candidate], Candidate | None, tuple[str, ...]]:
   """Compiles candidates for simulated devices, orders them by that, and has the first checked.
 
-  The real compiler of the machine, where it is installed, has the last word on whether a candidate fits and
-  computes what the step says. Where none that was chosen fits, the first of the others wins if it surely
-  does; not so where one computes something else, because the others may too.
+  Where the compiler of the machine is installed, it decides whether a candidate fits and computes the right
+  results. Where none of the chosen ones fits, the first of the others wins if it surely fits; but not where a
+  compiled one computes wrong results, because the others may too.
 
   Returns:
-    All candidates, the compiled ones first, of these the refused ones last; the winner; and what a reader
-    should know.
+    All candidates, the compiled ones first, of these the refused ones last; the winner; and notes for
+    the reader.
   """
   notes: list[str] = []
-  machine, here = task.machine, len(jax.devices("cpu"))
+  machine, here = inputs.machine, len(jax.devices("cpu"))
   done = list(chosen)
   if machine.devices <= here:
     text = f"cpu:{machine.devices}"
-    done = sorted((compile_candidate(task, c, text) for c in done), key=_order)
+    done = sorted((compile_candidate(inputs, c, text) for c in done), key=_order)
   elif machine.chip.platform != "cpu":
     notes.append(
       f"Not compiled for simulated devices: {machine.devices} are needed, and this process has {here}."
@@ -91,7 +87,7 @@ def compile_best(
   if machine.chip.platform != "cpu" and best is not None:
     missing = missing_compiler(machine)
     if missing is None:
-      best = _checked(task, done, notes)
+      best = _checked(inputs, done, notes)
       done.sort(key=lambda c: bool(c.refused))
     else:
       notes.append(f"Not compiled for {machine.text}: {missing}")
@@ -103,16 +99,16 @@ def compile_best(
   return [*done, *others], best, tuple(notes)
 
 
-def _checked(task: Task, done: list[Candidate], notes: list[str]) -> Candidate | None:
+def _checked(inputs: SearchInputs, done: list[Candidate], notes: list[str]) -> Candidate | None:
   """The first candidate that the machine's own compiler accepts; those that it compiles are replaced."""
   for n, candidate in enumerate(done):
     if candidate.refused:
       continue
-    done[n] = compile_candidate(task, candidate, task.machine.text)
+    done[n] = compile_candidate(inputs, candidate, inputs.machine.text)
     report = done[n].report
     if report is not None and not done[n].refused:
       notes.append(
-        f"The winner was compiled for {task.machine.text}: it fits, {results_text(report.results)}."
+        f"The winner was compiled for {inputs.machine.text}: it fits, {results_text(report.results)}."
       )
       return done[n]
   return None

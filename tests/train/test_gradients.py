@@ -59,6 +59,21 @@ def gradient_exchanges(program, mesh, axis):
   return [(c.times, c.bytes) for c in found if c.kind in kinds and axis in c.axes and c.bytes > 4096]
 
 
+@pytest.mark.parametrize(
+  ("axes", "runs"), [({"data": 2, "fsdp": 4}, 1), ({"data": 2, "fsdp": 2, "tensor": 2}, 1), ({"data": 8}, 2)]
+)
+def test_a_loss_runs_once_in_a_compilation_and_once_more_in_a_shard_map(axes, runs):
+  calls = []
+
+  def counted(model, batch):
+    calls.append(batch)
+    return loss_fn(model, batch)
+
+  _, model, optimizer, batch = step_on(axes)
+  nxp.train_step(counted, microbatches=PARTS, remat="none").lower(model, optimizer, batch)
+  assert len(calls) == runs
+
+
 @pytest.mark.parametrize("zero", [0, 1])
 def test_replicas_exchange_once_at_each_stage(zero):
   """ZeRO with whole gradients: the sums of all microbatches are exchanged, then split."""
@@ -91,18 +106,6 @@ def test_fsdp_and_scattered_gradients_exchange_in_each_microbatch_and_say_why():
   mesh = model.up.kernel.get_value().sharding.mesh
   program = compiled(step, model, optimizer, batch)
   assert {times for times, _ in gradient_exchanges(program, mesh, "data")} == {PARTS}
-
-
-def test_scattered_accumulators_lie_in_the_layout_of_the_optimizer_state():
-  """The carry of the scan is an eighth of each kernel, where whole gradients carry all of it."""
-  carries = {}
-  for gradients in ("whole", "scattered"):
-    program = compiled(*step_on({"data": 8}, zero=2, gradients=gradients))
-    loops = [line for line in program.as_text().splitlines() if " while(" in line]
-    carries[gradients] = "".join(loops)
-  assert f"f32[{WIDTH},{HIDDEN}]" in carries["whole"]
-  assert f"f32[{WIDTH},{HIDDEN // 8}]" in carries["scattered"]
-  assert f"f32[{WIDTH},{HIDDEN // 8}]" not in carries["whole"]
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from typing import Any
 import jax
 
 ENDLESS = "passes of a loop of unknown length, after its first"
-"""What is not counted of a loop whose length a program does not say."""
+"""The part of a loop of unknown length that is not counted."""
 _HLO_TYPES: Mapping[str, str] = {"bf16": "bfloat16", "f16": "float16", "f32": "float32", "f64": "float64"}
 # First word of an algorithm's name, as in `jax.lax.DotAlgorithmPreset` and in HLO.
 _ALGORITHMS: Mapping[str, str] = {
