@@ -24,7 +24,7 @@ from nnx_parallel.layout.plan import ShardingPlan
 from nnx_parallel.loop.metrics import Record
 from nnx_parallel.loop.progress import StepProgress
 from nnx_parallel.loop.recorder import EarlyStop, Position, Recorder, Tracker
-from nnx_parallel.loop.timing import Goodput, share
+from nnx_parallel.loop.timing import Goodput
 from nnx_parallel.report.chips import chip_of
 from nnx_parallel.report.program.cost import cost
 from nnx_parallel.report.tables import not_counted
@@ -57,7 +57,7 @@ class FitResult:
   @property
   def goodput(self) -> float:
     """The part of the wall time that was spent on steps."""
-    return share(self.seconds)
+    return self.seconds.get("step", 0.0) / max(sum(self.seconds.values()), 1e-9)
 
 
 def resume_from(
