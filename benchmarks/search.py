@@ -17,8 +17,7 @@ os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
 
 from benchmarks import llama
 from benchmarks.harness import Record
-from nnx_parallel.report.search.compile import SearchInputs, compile_candidate
-from nnx_parallel.report.search.search import Candidate, SearchResult, search
+from nnx_parallel.report.search.search import Candidate, SearchInputs, SearchResult, compile_candidate, search
 from nnx_parallel.report.topology import machine, missing_compiler
 
 ON_COUNTS = "the model on compiled counts"

@@ -31,8 +31,14 @@ from nnx_parallel.report.estimate.roofline import (
 )
 from nnx_parallel.report.estimate.workload import trace_workload, with_zero
 from nnx_parallel.report.program.faults import Comparison, Fault
-from nnx_parallel.report.search.compile import SearchInputs, compile_best
-from nnx_parallel.report.search.search import SAME_TIME, factorisations, search, searched_axes
+from nnx_parallel.report.search.search import (
+  SAME_TIME,
+  SearchInputs,
+  compile_first,
+  factorisations,
+  search,
+  searched_axes,
+)
 from nnx_parallel.report.topology import machine
 from nnx_parallel.train.remat import REMATS, with_remat
 from report import layouts
@@ -489,11 +495,11 @@ def test_a_layout_whose_program_computes_something_else_does_not_win(monkeypatch
   chosen, others = found.fitting[:2], found.fitting[2:]
   wrong = {id(chosen[0])}
   monkeypatch.setattr(
-    "nnx_parallel.report.search.compile.compile_candidate",
+    "nnx_parallel.report.search.search.compile_candidate",
     lambda task, c, _: dataclasses.replace(c, report=reported(faults=int(id(c) in wrong)), compiled=c.time),
   )
   task = SearchInputs(init, loss, RULES, optax.sgd(0.1), big, machine("cpu:8"))
-  tried, best, notes = compile_best(task, chosen, others)
+  tried, best, notes = compile_first(task, chosen, others)
   assert best is tried[0]
   assert tried[1].refused == "as compiled, of 2 results 1 are right, 1 WRONG"
   (note,) = notes
@@ -507,7 +513,7 @@ def test_a_layout_whose_program_computes_something_else_does_not_win(monkeypatch
   assert refused["faults"] == [str(tried[1].report.faults[0])]
 
   wrong |= {id(chosen[1])}
-  tried, best, notes = compile_best(task, chosen, others)
+  tried, best, notes = compile_first(task, chosen, others)
   assert (best, len(notes)) == (None, 2)  # what was not compiled may be wrong too
   result = dataclasses.replace(found, fitting=tuple(tried), best=best, notes=notes)
   assert "No layout is proposed" in result.to_html()
@@ -520,16 +526,16 @@ def test_a_layout_that_surely_fits_wins_where_no_compiled_one_fits(monkeypatch):
   big, options, _ = sure_and_perhaps()
   found = search(init, loss, "cpu:8", batch=big, rules=RULES, optimizer=optax.sgd(0.1), **options)
   monkeypatch.setattr(
-    "nnx_parallel.report.search.compile.compile_candidate",
+    "nnx_parallel.report.search.search.compile_candidate",
     lambda task, c, _: dataclasses.replace(c, report=reported(fits=False), compiled=c.time),
   )
   task = SearchInputs(init, loss, RULES, optax.sgd(0.1), big, machine("cpu:8"))
   chosen, others = found.fitting[:2], found.fitting[2:]
-  _, best, notes = compile_best(task, chosen, others)
+  _, best, notes = compile_first(task, chosen, others)
   assert best is others[0]
   assert notes == ("None of the 2 compiled layouts fits; the winner was not compiled.",)
   perhaps = [dataclasses.replace(c, fits="perhaps") for c in others]
-  assert compile_best(task, chosen, perhaps)[1:] == (None, ())
+  assert compile_first(task, chosen, perhaps)[1:] == (None, ())
 
 
 def test_the_search_names_what_limits_the_memory_of_a_gpu():

@@ -18,8 +18,7 @@ from nnx_parallel.report.compile_report import compile_report
 from nnx_parallel.report.estimate.memory import memory_categories, memory_plan
 from nnx_parallel.report.estimate.roofline import LATENCY, step_time
 from nnx_parallel.report.estimate.workload import trace_workload, with_offload, with_zero
-from nnx_parallel.report.search.compile import SearchInputs, compile_candidate
-from nnx_parallel.report.search.search import search
+from nnx_parallel.report.search.search import SearchInputs, compile_candidate, search
 from nnx_parallel.report.topology import machine
 from report import layouts
 

@@ -90,12 +90,12 @@ def _shape(instruction: hlo.Instruction, index: str) -> str:
 
 
 def _together(buffers: Iterable[PeakBuffer]) -> tuple[PeakBuffer, ...]:
-  alike: dict[tuple[object, ...], list[PeakBuffer]] = {}
+  groups: dict[tuple[object, ...], list[PeakBuffer]] = {}
   for buffer in buffers:
     # Of one line, forward and backward operations count together: their names are not printed.
-    alike.setdefault((buffer.shape, buffer.source or buffer.op, buffer.parameters), []).append(buffer)
+    groups.setdefault((buffer.shape, buffer.source or buffer.op, buffer.parameters), []).append(buffer)
   merged = [
     dataclasses.replace(group[0], count=len(group), bytes=sum(one.bytes for one in group))
-    for group in alike.values()
+    for group in groups.values()
   ]
   return tuple(sorted(merged, key=lambda buffer: -buffer.bytes))
