@@ -22,7 +22,7 @@ from nnx_parallel.layout.plan import ShardingPlan, check_plan
 from nnx_parallel.report.chips import Chip, chip_of
 from nnx_parallel.report.chips import chip as chip_named
 from nnx_parallel.report.program import hlo
-from nnx_parallel.report.program.collectives import Collective, collectives
+from nnx_parallel.report.program.collectives import Collective, collectives, totals
 from nnx_parallel.report.program.compiler import Compiled, MemoryStats, memory_stats, run_compiler
 from nnx_parallel.report.program.cost import Cost, cost
 from nnx_parallel.report.program.faults import Comparison, Fault, compare
@@ -138,10 +138,7 @@ class CompileReport:
       >>> report.bytes_by("kind", "axes")
       {('all-reduce', 'data'): 32}
     """
-    sums: dict[tuple[str, ...], int] = {}
-    for item in self.collectives:
-      key = tuple(_text(getattr(item, name)) for name in keys)
-      sums[key] = sums.get(key, 0) + item.total_bytes
+    sums = totals(self.collectives, lambda item: tuple(_text(getattr(item, name)) for name in keys))
     return dict(sorted(sums.items(), key=lambda pair: -pair[1]))
 
   def to_json(self) -> str:

@@ -92,7 +92,7 @@ class Workload:
     token_axes: axes over which gradients of parameters are summed: those of the batch, and one that splits
       sequences.
     kept: arrays that scanned layers keep for the backward pass and that scale with the batch.
-    kept_outside: the same, of what is outside scans.
+    kept_outside: the same, outside scans.
     kept_weights: such arrays that depend on parameters only (casts).
     layer: arrays of the largest rematerialised layer while it is differentiated.
     layer_weights: the parameters of one scanned layer, in the type in which they are used.
@@ -101,10 +101,10 @@ class Workload:
       parameters of all layers before it scans them; nothing where they are scattered.
     largest: the largest array computed from the batch, for each way of splitting.
     moves: arrays of the batch that change their layout.
-    constrained: (size, axes) of dims of activations that the model lays out by itself.
+    constrained: (size, axes) of dims of activations that have sharding constraints.
     products: matrix products of the forward pass.
     recomputed: matrix products that rematerialisation runs again.
-    uncounted: operation -> runs, of what computes and is not among the products.
+    uncounted: operation -> runs, of operations that compute and are not among the products.
     optimizer_leaves: the optimizer's state, leaf by leaf, at stage 0.
     stage: ZeRO stage; see `with_zero`.
     scattered: whether gradients are held split as their update is.
@@ -372,7 +372,7 @@ def _residuals(traced: Any, flows: Sequence[Flow], batch_axes: Sequence[str]) ->
   seen = Propagation(batch_axes=batch_axes)
   seen.run(traced, flows)
   loops = {var for eqn in body.eqns if eqn.primitive.name == "scan" for var in eqn.outvars}
-  # Without `data` and without `weight` are masks and tables of positions: compilers keep one, outside loops.
+  # Values without `data` and `weight` are masks and tables of positions: compilers keep one, outside loops.
   results = dict.fromkeys(var for var in body.outvars if not isinstance(var, core.Literal))
   inputs = set(body.invars)
   saved = [var for var in results if var in seen.flows and var not in inputs]

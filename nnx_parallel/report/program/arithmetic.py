@@ -24,7 +24,7 @@ _PASSES = re.compile(r"_X(\d+)$")
 
 
 def traced_arithmetic(operands: Sequence[Any], precision: Any = None) -> str:
-  """Of an operation of a trace.
+  """The arithmetic of an operation of a trace.
 
   Args:
     operands: the two arrays, abstract or not; the wider type counts.
@@ -44,10 +44,10 @@ def traced_arithmetic(operands: Sequence[Any], precision: Any = None) -> str:
 
 
 def compiled_arithmetic(types: Sequence[str], attributes: str) -> str:
-  """Of an instruction of a compiled program.
+  """The arithmetic of an instruction of a compiled program.
 
   Args:
-    types: element types of its operands in HLO's words, e.g. `"bf16"`; the wider one counts.
+    types: element types of its operands by their HLO names, e.g. `"bf16"`; the wider one counts.
     attributes: what follows its operands.
 
   Example:

@@ -19,8 +19,8 @@ from jax.experimental.compilation_cache import compilation_cache
 
 from nnx_parallel.errors import ReportError
 
-# What is read of a dump. The partitioner of TPU has its own name; both write the whole program right before
-# splitting, and that of one device right after.
+# The files of a dump that are read. The partitioner of TPU has another name; both dump the program before it
+# is split, and that of one device after.
 _DUMPS = (
   re.compile(r"before_(?:tpu-)?spmd-partitioning\."),
   re.compile(r"after_(?:tpu-)?spmd-partitioning\."),
@@ -48,7 +48,7 @@ class MemoryStats:
 
 @dataclasses.dataclass(frozen=True)
 class Shortage:
-  """What a compiler that checks memory (TPU) could not place.
+  """The memory that was missing, by a compiler that checks it (TPU).
 
   Attributes:
     bytes: needed per device.
@@ -63,7 +63,7 @@ class Shortage:
 
 @dataclasses.dataclass(frozen=True)
 class Compiled:
-  """What one compilation gave.
+  """The output of one compilation.
 
   Attributes:
     text: the final program; when it ran out of memory, as far as the compiler came.
@@ -161,7 +161,7 @@ def _no_cache() -> Generator[None]:
     compilation_cache.reset_cache()
 
 
-# Waits for a line from this process; where the process ends without one, passes on what it wrote.
+# Waits for a line from this process; if the process ends without one, prints what it wrote.
 _WATCH = 'read -r done || { cat "$0" >&2; rm -f "$0"; }'
 
 
@@ -169,8 +169,7 @@ _WATCH = 'read -r done || { cat "$0" >&2; rm -f "$0"; }'
 def _standard_error() -> Generator[list[str]]:
   """Collects what compilers write to the process's standard error, then passes it on.
 
-  A compiler that finds a fault of its own ends the process: what it said then is passed on by a child, which
-  outlives it.
+  A failed check in a compiler ends the process: a child process then prints what the compiler wrote.
   """
   log = [""]
   sys.stderr.flush()

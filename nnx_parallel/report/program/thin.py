@@ -21,7 +21,7 @@ from nnx_parallel.report.program import hlo
 from nnx_parallel.report.program.groups import group_rows
 from nnx_parallel.report.program.shardings import read_tiling
 
-# Positions that a dim keeps in all, and on one device, where its size allows it.
+# The fewest positions that a dim keeps in all, and on one device, where it has as many.
 _IN_ALL, _ON_ONE = 6, 2
 _BOUND = re.compile(r"\[(\d+):(\d+)(?::(\d+))?\]")
 _PAD = re.compile(r"(-?\d+)_(-?\d+)(?:_(\d+))?")
@@ -54,7 +54,7 @@ _Shapes = list[tuple[int, ...]]
 
 
 class Thinning:
-  """The thinning of all arrays of several programs; arguments, and results, of one number belong together.
+  """The thinning of all arrays of programs; arguments, and results, of the same number are the same array.
 
   Args:
     programs: parsed programs whose entries take and return the same arrays, whole or in blocks.
@@ -98,7 +98,7 @@ class Thinning:
     for node, steps in (finer or {}).items():
       for dim, step in steps.items():
         self._divide(self._nodes[node][0][dim], step)
-    # The fewest elements of the root that are a whole number of elements of each dim in the class.
+    # The fewest elements of the root that are an integer number of elements of each dim in the class.
     self._unit = [1] * len(self._forest)
     for dim in range(len(self._forest)):
       root = self._forest.root(dim)
@@ -188,7 +188,7 @@ class Thinning:
     """Arguments and results of all programs, in their order, and what they cut out in the same place."""
     self._tied = list[int]()
     for key, dims in self._cuts[0].items():
-      # A partitioner cuts and joins several times for one slice: the last is the result.
+      # A partitioner makes several cuts and joins for one slice: the last is the result.
       cuts = [dim for cut in self._cuts for dim in cut.get(key, [])[-len(dims) :]]
       self._tied += cuts
       for dim in cuts:
@@ -494,7 +494,7 @@ def _likeness(at: hlo.Instruction, whole: hlo.Instruction, devices: int) -> int:
 
 
 def merged(before: Sequence[int], after: Sequence[int]) -> Iterator[tuple[list[int], list[int]]]:
-  """Dims of a reshape that belong together, those of size 1 left out.
+  """Groups of dims that a reshape merges or splits, without those of size 1.
 
   Example:
     >>> list(merged((4, 6, 1, 5), (24, 5)))
