@@ -9,7 +9,7 @@ import pytest
 
 from nnx_parallel.errors import ReportError
 from nnx_parallel.report.chips import CHIPS, chip, chip_of
-from nnx_parallel.report.topology import machine, target_text, topology, topology_mesh
+from nnx_parallel.report.topology import machine, target_text, topology_mesh
 
 HAS_TPU = importlib.util.find_spec("libtpu") is not None
 HAS_GPU = importlib.util.find_spec("jax_plugins") is not None and any(
@@ -50,7 +50,7 @@ def test_names_that_cannot_be_read(text, message):
 
 def test_more_devices_than_this_process_has():
   with pytest.raises(ReportError, match=r"device_count=512"):
-    topology("cpu:512")
+    topology_mesh("cpu:512", data=-1)
 
 
 def test_axes_must_fill_the_machine():
@@ -62,13 +62,13 @@ def test_axes_must_fill_the_machine():
 @pytest.mark.skipif(HAS_TPU, reason="the TPU compiler is installed")
 def test_a_missing_tpu_compiler_says_what_to_install():
   with pytest.raises(ReportError, match=r"pip install 'nnx-parallel\[tpu-aot\]'"):
-    topology("tpu:v5e:4x4")
+    topology_mesh("tpu:v5e:4x4", data=-1)
 
 
 @pytest.mark.skipif(HAS_GPU, reason="the NVIDIA compiler is installed")
 def test_a_missing_gpu_compiler_says_what_to_install():
   with pytest.raises(ReportError, match=r"pip install 'nnx-parallel\[gpu-aot\]'"):
-    topology("gpu:h100:2x8")
+    topology_mesh("gpu:h100:2x8", data=-1)
 
 
 @pytest.mark.parametrize("name", CHIPS)
