@@ -25,7 +25,7 @@ os.environ["NPROC"] = "32"
 PATIENCE = "--xla_cpu_collective_call_terminate_timeout_seconds=600"
 # readline, which pytest loads, hands the terminal's size on to the workers: tables would take it.
 os.environ.pop("COLUMNS", None)
-# LLVM's optimizations are a quarter of what a test's compilation costs, and the programs run for milliseconds;
+# LLVM's optimizations cost a quarter of the suite's processor time, and its programs run for milliseconds.
 # jax's own tests leave them out too. XLA's passes, its partitioner among them, are as users have them.
 QUICK = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
 os.environ["XLA_FLAGS"] = " ".join([*others, f"{FLAG}={DEVICES}", PATIENCE, QUICK])

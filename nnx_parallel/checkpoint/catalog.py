@@ -1,7 +1,7 @@
-"""Finds the steps of a directory: which is the newest, which is the best, which may be deleted.
+"""The steps of a directory: which is the newest, which is the best, which may be deleted.
 
-Each step names the one before it in its run. So the newest step is the end of the last lineage, and not the
-step with the largest number.
+Each step names the one before it in its run. The newest step is the end of the last lineage, and not always
+the step with the largest number.
 """
 
 from __future__ import annotations
@@ -122,10 +122,6 @@ class Catalog:
       raise damage(step, [f"{manifest.FILE} is that of step {found.step}"])
     return found
 
-  def newest_first(self) -> list[int]:
-    """All steps, the newest first; damaged ones too."""
-    return newest_first(self.headers())
-
   def headers(self) -> dict[int, Header | None]:
     """The header of each step; None where it is damaged, or another program wrote the folder."""
     found: dict[int, Header | None] = dict.fromkeys(folders.unrecognised_steps(self.directory))
@@ -138,15 +134,15 @@ class Catalog:
 
   def latest(self) -> int | None:
     """The newest step whose manifest and files are all there, or None."""
-    steps = self.newest_first()
+    steps = newest_first(self.headers())
     while steps:
       found = self.identity(step := steps.pop(0))
       with contextlib.suppress(CheckpointError):
         record = self.manifest(step)
         if not restore.damaged_files(self.folder(step), record, record.files):
           return step
-      if found is None or self.identity(step) != found:
-        steps = self.newest_first()  # a writer removed or replaced it in between
+      if found is None or self.identity(step) != found:  # a writer removed or replaced it in between
+        steps = newest_first(self.headers())
     return None
 
   def identity(self, step: int) -> int | None:
@@ -182,7 +178,7 @@ class Catalog:
       CheckpointError: there is no such step; the message lists those there are.
     """
     if step is None or step == "latest":
-      number = next(iter(self.newest_first()), None) if self.steps() else None
+      number = next(iter(newest_first(self.headers())), None) if self.steps() else None
     elif step == "best":
       if self.retention.best is None:
         raise CheckpointError(
@@ -211,29 +207,25 @@ class Catalog:
     Raises:
       CheckpointError: it exists, another program wrote its folder, or the run did not come from before it.
     """
-    self._check_free(step, overwrite=overwrite)
-    return place_of(step, position, self.headers(), self.directory)
-
-  def _check_free(self, step: int, *, overwrite: bool) -> None:
     folder = self.folder(step)
     if folders.is_unrecognised(folder):
       raise CheckpointError(
         f"cannot save step {step}: {folder} was not written by nnx_parallel, or is damaged.",
         fix="move that folder elsewhere, or choose another directory; nothing was changed.",
       )
-    if not (folder / manifest.FILE).exists():
-      return
-    if not overwrite:
+    exists = (folder / manifest.FILE).exists()
+    if exists and not overwrite:
       raise CheckpointError(
         f"cannot save step {step}: it exists in {self.directory}.",
         details=f"steps: {self.steps()}",
         fix="pass overwrite=True to replace it once the new one is complete, or use another step.",
       )
-    if not folders.is_local(self.directory):
+    if exists and not folders.is_local(self.directory):
       raise CheckpointError(
         f"cannot replace step {step} in {self.directory}: renames are not atomic there.",
         fix="save under another step, or delete this one first.",
       )
+    return place_of(step, position, self.headers(), self.directory)
 
   def _no_step(self, step: int | str | None) -> CheckpointError:
     steps = self.steps()
@@ -295,7 +287,7 @@ def absolute(directory: str | os.PathLike[str]) -> epath.Path:
   if "\\" in os.fspath(path):
     raise CheckpointError(
       f"{path} holds a backslash.",
-      details="TensorStore, which writes the arrays, takes it for the start of another folder",
+      details="TensorStore, which writes the arrays, reads it as the start of another folder",
       fix="rename that folder, or choose another.",
     )
   if path.exists() and not path.is_dir():

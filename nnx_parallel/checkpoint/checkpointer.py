@@ -21,7 +21,7 @@ import numpy as np
 from etils import epath
 
 from nnx_parallel.checkpoint import encoding, folders, manifest, multihost, restore, save, targets
-from nnx_parallel.checkpoint.catalog import Catalog, Retention, absolute, as_step
+from nnx_parallel.checkpoint.catalog import Catalog, Retention, absolute, as_step, newest_first
 from nnx_parallel.checkpoint.damage import DamagedError, VanishedError, vanished
 from nnx_parallel.checkpoint.diff import Diff, Target, as_names, compare
 from nnx_parallel.checkpoint.manifest import Manifest
@@ -537,7 +537,7 @@ class Checkpointer:
         if on_corrupt == "error":
           raise
         if older is None:  # not before: it reads the headers
-          older = [other for other in reversed(self._catalog.newest_first()) if other < number]
+          older = [other for other in reversed(newest_first(self._catalog.headers())) if other < number]
         if not older:
           raise
         warnings.warn(f"step {number} was passed over: {error.what}", stacklevel=3)

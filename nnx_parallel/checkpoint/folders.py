@@ -1,10 +1,9 @@
 """Folders: which steps there are, one writer at a time, and commits that survive a crash.
 
-On a local file system a step is written under a temporary name, made durable, and renamed. The name of a
-step therefore only ever belongs to a complete checkpoint. Object stores rename nothing in one go: there a
-step is written under its own name and becomes one with its manifest, written last; a mark beside it says
-that it is under way, or that it is to go. Everything that this package may delete carries one of its own
-suffixes, has such a mark, or holds its manifest.
+On a local file system a step is written under a temporary name, made durable, and renamed: a folder with the
+name of a step is a complete checkpoint. Object stores have no atomic rename. There a step is written under
+its final name and is complete with its manifest, written last; a file beside it marks a save or a deletion in
+progress. This package deletes only what has one of its suffixes, such a mark, or its manifest.
 """
 
 from __future__ import annotations
@@ -58,10 +57,7 @@ def folder_of(directory: epath.Path, step: int) -> epath.Path:
 
 
 def unrecognised_steps(directory: epath.Path) -> list[int]:
-  """The folders named like a step that hold files but no manifest: damaged, or of another program.
-
-  A step of an object store that is being written or deleted has a mark, and is not among them.
-  """
+  """The folders named like a step that hold files but no manifest: damaged, or of another program."""
   if not directory.is_dir():
     return []
   return sorted(
@@ -70,11 +66,11 @@ def unrecognised_steps(directory: epath.Path) -> list[int]:
 
 
 def is_unrecognised(folder: epath.Path) -> bool:
-  """Whether a folder named like a step is one of those that `unrecognised_steps` lists."""
+  """Whether a folder named like a step holds files but no manifest, and is not being saved or deleted."""
   file = folder / manifest.FILE
   if file.exists() or any((folder.parent / f"{folder.name}{mark}").exists() for mark in (SAVING, DELETING)):
     return False
-  # Whoever wrote or deleted it may have ended since the manifest was looked for, and taken the mark away.
+  # Another process may have finished the step, or deleted it, since the manifest was looked for.
   with contextlib.suppress(FileNotFoundError):
     return folder.is_dir() and any(folder.iterdir()) and not file.exists()
   return False
@@ -84,7 +80,7 @@ def is_unrecognised(folder: epath.Path) -> bool:
 def writer_lock(directory: epath.Path) -> Generator[None]:
   """Holds the directory for writing.
 
-  Only local file systems have the lock: on an object store the caller must see to it that one job writes.
+  Object stores have no lock: there the caller must let only one job write.
 
   Raises:
     CheckpointError: another process, or another save of this one, holds it.
@@ -92,7 +88,7 @@ def writer_lock(directory: epath.Path) -> Generator[None]:
   if not is_local(directory):
     yield
     return
-  import fcntl  # not on Windows, where nothing else of this module would hold either
+  import fcntl  # not on Windows
 
   with open(directory / LOCK, "a+b", buffering=0) as file:
     _LOCKS.add(file)
@@ -115,13 +111,13 @@ def writer_lock(directory: epath.Path) -> Generator[None]:
 
 
 def drop_locks() -> None:
-  """Closes the parent's locks in a forked process; otherwise the parent could not release them."""
+  """Closes the parent's locks in a forked process, because a lock is held until all its copies are closed."""
   for file in _LOCKS:
     file.close()
 
 
 def recover(directory: epath.Path) -> list[str]:
-  """Finishes or undoes what a killed writer left; the caller holds the lock.
+  """Finishes or undoes what a killed process left; the caller holds the lock.
 
   Returns:
     The names of the folders that were removed or put back.
@@ -170,7 +166,7 @@ def _removed(remove: Callable[[], None], folder: epath.Path) -> bool:
 
 def _remove_marked(directory: epath.Path, step: int) -> None:
   folder = directory / str(step)
-  (folder / manifest.FILE).unlink(missing_ok=True)  # first: without it the step is none
+  (folder / manifest.FILE).unlink(missing_ok=True)  # first: from now on it is no step
   if folder.exists():
     folder.rmtree()
 
@@ -196,12 +192,12 @@ def commit(temporary: epath.Path, final: epath.Path) -> None:
 
 
 def delete_steps(directory: epath.Path, expired: Callable[[], Iterable[int]]) -> list[str]:
-  """Deletes the steps that `expired` names, and returns what could not be done. A failure undoes no save."""
+  """Deletes the steps that `expired` returns, and returns the failures as text: they undo no save."""
   problems: list[str] = []
   try:
     steps = [*expired()]
   except OSError as error:
-    return [f"which of the old steps may go could not be read: {error}"]
+    return [f"the old steps could not be listed: {error}"]
   for step in steps:
     try:
       delete_step(directory, step)
@@ -211,7 +207,7 @@ def delete_steps(directory: epath.Path, expired: Callable[[], Iterable[int]]) ->
 
 
 def delete_step(directory: epath.Path, step: int) -> None:
-  """Deletes a step. A process that is killed half way leaves no step behind."""
+  """Deletes a step. A process that is killed meanwhile leaves no incomplete step."""
   if not is_local(directory):
     marked = mark(directory, step, DELETING)
     _remove_marked(directory, step)
@@ -225,15 +221,14 @@ def delete_step(directory: epath.Path, step: int) -> None:
 
 def all_files(folder: epath.Path) -> dict[str, int]:
   """Bytes of each file below a folder, by relative path."""
-  root = os.fspath(folder)
-  if is_local(folder):
-    found: dict[str, int] = {}
-    for parent, _, names in os.walk(root):
-      for name in names:
-        path = os.path.join(parent, name)
-        found[os.path.relpath(path, root)] = os.path.getsize(path)
-    return found
-  return {os.fspath(path.relative_to(folder)): path.stat().length for path in _files_below(folder)}
+  if not is_local(folder):
+    return {os.fspath(path.relative_to(folder)): path.stat().length for path in _files_below(folder)}
+  found: dict[str, int] = {}
+  for parent, _, names in os.walk(folder):
+    for name in names:
+      path = os.path.join(parent, name)
+      found[os.path.relpath(path, folder)] = os.path.getsize(path)
+  return found
 
 
 def _files_below(folder: epath.Path) -> Generator[epath.Path]:
@@ -247,7 +242,7 @@ def _files_below(folder: epath.Path) -> Generator[epath.Path]:
 def sha256(file: epath.Path) -> str:
   """SHA-256 of a file, read piece by piece."""
   total = hashlib.sha256()
-  # Steps have thousands of small files, and epath takes longer to open one than Python to read it.
+  # Steps have thousands of small files, which Python opens much faster than epath.
   with open(file, "rb") if is_local(file) else file.open("rb") as stream:
     while piece := stream.read(_PIECE):
       total.update(piece)
@@ -269,8 +264,7 @@ def make_durable(paths: Iterable[epath.Path]) -> None:
 def make_tree_durable(folder: epath.Path) -> None:
   """Waits until everything below a step's folder is on the disk.
 
-  TensorStore has synced the files of each array when it wrote them; Orbax syncs neither its metadata nor
-  the folders.
+  TensorStore has synced the files of the arrays, but Orbax syncs neither its metadata nor the folders.
   """
   if not is_local(folder):
     return
@@ -290,21 +284,17 @@ def check_space(
   nbytes: int,
   *,
   doing: str = "save",
-  what: str = "the checkpoint",
   fix: str = "free some space, or keep fewer checkpoints: Checkpointer(..., max_to_keep=2).",
 ) -> None:
   """Raises when the disk has too little free space.
 
   Raises:
-    CheckpointError: less disk space is free than the arrays need; `doing`, `what` and `fix` fill it in.
+    CheckpointError: fewer bytes are free than `nbytes`.
   """
-  if not is_local(directory):
-    return
-  free = shutil.disk_usage(directory).free
-  if free < nbytes:
+  if is_local(directory) and (free := shutil.disk_usage(directory).free) < nbytes:
     raise CheckpointError(
       f"cannot {doing} to {directory}: the disk is full.",
-      details=f"{what} needs {nbytes:,} bytes, {free:,} are free",
+      details=f"the {doing} needs {nbytes:,} bytes, {free:,} are free",
       fix=fix,
     )
 

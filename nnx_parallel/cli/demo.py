@@ -23,7 +23,7 @@ if TYPE_CHECKING:
   import nnx_parallel as nxp
   from nnx_parallel.loop.job import Job
   from nnx_parallel.loop.loader import Recipe
-  from nnx_parallel.train.metrics import Record
+  from nnx_parallel.loop.metrics import Record
 
 MESH = {"data": 2, "fsdp": 2, "tensor": 2}
 DEVICES = 8
@@ -79,7 +79,7 @@ def run(args: argparse.Namespace) -> int:
   import nnx_parallel as nxp
   from nnx_parallel.loop.job import Job, plan_recipe
   from nnx_parallel.loop.loader import load_recipe
-  from nnx_parallel.train.progress import StepProgress
+  from nnx_parallel.loop.progress import StepProgress
 
   started = time.perf_counter()
   recipe = load_recipe("text_lm").given(text=args.text)

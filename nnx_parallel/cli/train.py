@@ -16,7 +16,7 @@ if TYPE_CHECKING:
   import nnx_parallel as nxp
   from nnx_parallel.loop.job import Job
   from nnx_parallel.loop.loader import Recipe
-  from nnx_parallel.train.metrics import Record
+  from nnx_parallel.loop.metrics import Record
 
 # The options that decide what is computed; they are kept in the checkpoints.
 _SETTINGS = ("steps", "zero", "offload", "remat", "text", "seed", "eval_every", "early_stop")
@@ -137,7 +137,7 @@ def run(args: argparse.Namespace) -> int:
 def train(args: argparse.Namespace, job: Job, checkpointer: nxp.Checkpointer | None) -> None:
   """Trains a job to the last step, with an evaluation before and after."""
   import nnx_parallel as nxp
-  from nnx_parallel.train.progress import StepProgress
+  from nnx_parallel.loop.progress import StepProgress
 
   out = Path(args.out or Path("runs", job.recipe.name))
   if not args.quiet:
@@ -239,7 +239,7 @@ def describe(job: Job) -> str:
 
 def draw(out: Path, title: str) -> str:
   """Draws the loss curve next to the metrics; returns its path, or why there is none."""
-  from nnx_parallel.train.metrics import draw_curves, read_metrics
+  from nnx_parallel.loop.metrics import draw_curves, read_metrics
 
   try:
     return str(draw_curves(read_metrics(out / "metrics.jsonl"), out / "loss.png", title=title))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 Entry = str | tuple[str, ...] | None
-"""One dim of an annotation: a name, several names (major to minor), or None: whole."""
+"""One dim of an annotation: a name, several names (major to minor), or None for a dim that is not split."""
 
 
 def axes_of(entry: Any) -> tuple[str, ...]:

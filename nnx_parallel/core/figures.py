@@ -16,7 +16,7 @@ from nnx_parallel.errors import ReportError
 if TYPE_CHECKING:
   from matplotlib.figure import Figure
 
-# Okabe and Ito's palette: readers with any colour vision tell its colours apart.
+# Okabe and Ito's palette: distinct with any colour vision.
 BLUE, ORANGE, GREEN, PURPLE, SKY, RED, YELLOW = PALETTE = (
   "#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#F0E442",
 )  # fmt: skip

@@ -155,7 +155,7 @@ def _convolution_meeting(eqn: Any) -> Meeting:
   dilated = math.prod(eqn.params["lhs_dilation"])
   flops = 2 * math.prod(result) * math.prod(kernel) // max(1, kernel[out] * dilated)
   out_batch, out_channel, *out_space = numbers.out_spec
-  if eqn.params["feature_group_count"] > 1:  # each group of channels has kernels of its own
+  if eqn.params["feature_group_count"] > 1:  # each group of channels has its own kernels
     places = (out_batch, out_channel, *out_space)
     return Meeting(((), ()), ((), ()), ((batch, channel, *space), ()), flops, places)
   free = ((batch, *space), (out,))

@@ -34,7 +34,7 @@ def make_mesh(
 
   Args:
     axes: axis sizes in devices as a mapping, for names that no keyword can have; merged with `sizes`.
-    *names: nothing; `jax.make_mesh` has names here, and the error says how to write them.
+    *names: nothing; `jax.make_mesh` has names here, and the error shows the right call.
     devices: the devices to use; all of `jax.devices()` when not given.
     explicit: use `AxisType.Explicit` for every axis (sharding in types) instead of `AxisType.Auto`.
     dcn: how many ways an axis is split *between* slices (or hosts, on GPU), for example `dict(data=2)`:
@@ -73,7 +73,7 @@ def abstract_mesh(
     axes: axis sizes in devices as a mapping; merged with `sizes`.
     *names: nothing, as in `make_mesh`.
     explicit: use `AxisType.Explicit` for every axis.
-    **sizes: axis name -> size in devices; `-1` is an error, since nothing says how many devices there are.
+    **sizes: axis name -> size in devices; `-1` is an error, since the number of devices is unknown.
 
   Returns:
     A `jax.sharding.AbstractMesh`.
@@ -123,7 +123,7 @@ def axis_sizes(mesh: AnyMesh) -> dict[str, int]:
 
 
 def describe_mesh(mesh: AnyMesh) -> str:
-  """Says in words what the mesh is and which axes stay inside a host or a slice.
+  """Describes the mesh, and which axes stay inside a host or a slice.
 
   Args:
     mesh: a real or an abstract mesh.
@@ -244,7 +244,7 @@ def _complete(shape: dict[str, int], count: int) -> dict[str, int]:
 def _dcn_shape(shape: dict[str, int], dcn: Mapping[str, int]) -> dict[str, int]:
   if not isinstance(dcn, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance]
     raise MeshError(
-      f"dcn={dcn!r} does not say how many ways the axis is split.",
+      f"dcn={dcn!r} is not a mapping from axis to number of slices.",
       details=f"axes {shape}",
       fix="a mapping of axis to slices, for example dcn=dict(data=2).",
     )
@@ -274,7 +274,7 @@ def _arrange(shape: dict[str, int], dcn: dict[str, int], devices: list[Device]) 
   if slices > 1 and devices[0].platform == "tpu":
     name = next((name for name, size in shape.items() if size % slices == 0), next(iter(shape)))
     raise MeshError(
-      f"the devices form {slices} slices, and nothing says which axis crosses them.",
+      f"the devices form {slices} slices, and no dcn names the axis that crosses them.",
       details=f"axes {shape}, {len(devices)} devices",
       fix=f"make_mesh(..., dcn={{{name!r}: {slices}}}): that factor of {name!r} goes over the slow network.",
     )
@@ -296,7 +296,7 @@ def _arrange_hybrid(shape: dict[str, int], dcn: dict[str, int], devices: list[De
     return mesh_utils.create_hybrid_device_mesh(
       inner, outer, devices, process_is_granule=by_process, allow_split_physical_axes=True
     )
-  # One granule (or simulated devices): contiguous runs of devices stand for the slices, so that a
+  # One granule (or simulated devices): contiguous runs of devices are used as slices, so that a
   # program planned here has the same device order as on the real thing.
   blocks = np.array(devices, dtype=object).reshape([*outer, *inner])
   order = [d for pair in zip(range(len(outer)), range(len(outer), 2 * len(outer)), strict=True) for d in pair]

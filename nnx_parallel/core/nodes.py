@@ -183,7 +183,7 @@ def annotation(variable: nnx.Variable[Any]) -> tuple[str, Any] | None:
 
 
 def _check_keys(metadata: Mapping[str, Any], where: str) -> None:
-  # flax ignores a key that it does not know, so a misspelt annotation would leave the array whole.
+  # flax ignores a key that it does not know, so an array with a misspelt annotation would be replicated.
   for key in metadata.keys() - _FLAX_KEYS:
     meant = difflib.get_close_matches(
       key, ("out_sharding", "sharding_names", "sharding_rules"), 1, cutoff=0.85

@@ -31,7 +31,7 @@ from nnx_parallel.errors import ShardingError
 
 PADDED = "padded_shape"
 """Metadata key of a padded Variable: `(logical shape, storage shape)`."""
-# What is asked of the stored array itself; everything else is asked of the logical one.
+# Attributes of the stored array; all others are those of the logical array.
 _STORED_ATTRIBUTES = frozenset(
   ("dtype", "ndim", "sharding", "addressable_shards", "is_deleted", "delete", "block_until_ready", "devices")
 )

@@ -25,7 +25,7 @@ WIDTH = 118
 _GAP = "  "
 _INDENT = "    "
 _BESIDE = 20
-"""Columns that a column of words needs; with fewer it stands under its row."""
+"""Columns that prose needs; with fewer it is printed below its row."""
 _PRE = "overflow-x:auto;white-space:pre;line-height:1.35;font-size:12px;margin:0"
 
 
@@ -114,7 +114,7 @@ def format_array(dtype: object, shape: tuple[int, ...]) -> str:
 
 
 def format_spec(spec: PartitionSpec) -> str:
-  """A spec in one short word per dim: `(-, fsdp, data+fsdp)`; `whole` when nothing is split."""
+  """A spec with one entry per dim: `(-, fsdp, data+fsdp)`; `whole` when nothing is split."""
   if not any(spec):
     return "whole"
   parts = ["-" if not e else e if isinstance(e, str) else "+".join(e) for e in spec]

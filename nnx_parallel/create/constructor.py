@@ -48,8 +48,8 @@ def create_sharded_model(
 ) -> Any:
   """Builds a module (and its optimizer) with every Variable created directly in its shards.
 
-  No device holds the whole of an array that the plan splits, unless its initializer computes with the whole
-  array (an orthogonal one does). For flax's initializers the values are those of `init()` on one device, bit
+  No device holds all of an array that the plan splits, unless its initializer computes with all of it (an
+  orthogonal one does). For flax's initializers the values are those of `init()` on one device, bit
   for bit, up to the three cases that the guide "Creating" lists. Works with or without an active
   `jax.set_mesh`, on Auto and Explicit meshes. Given a constructor, it is traced once. Given a plan, its
   `init` is traced again, so that values which it reads (a seed) are today's.
@@ -119,7 +119,7 @@ def construct(
   if compile not in COMPILE:
     raise PlanError(f"compile={compile!r} is not a way to create.", fix=f"one of {', '.join(COMPILE)}.")
   # Explicit axes would put the sharding into the types of every intermediate of the initializers, which
-  # then materialise whole (measured: 22 times the temporaries). The same devices with Auto axes do not,
+  # are then replicated (measured: 22 times the temporaries). The same devices with Auto axes do not,
   # and re-wrapping the results costs nothing.
   mesh = auto_mesh(real_mesh(plan))
   shardings = [NamedSharding(mesh, leaf.spec, memory_kind=leaf.memory_kind) for leaf in plan.leaves]

@@ -40,7 +40,7 @@ def reshard(
   Args:
     model: the live module: the one that was planned, or one with the same Variables.
     plan: the plan.
-    optimizer: its optimizer, moved likewise; needed if and only if the plan has one.
+    optimizer: its optimizer, moved too; needed if and only if the plan has one.
     donate: free each old array as soon as it was moved: the peak is one copy of the model and the budget.
       The old module cannot be used afterwards.
     byte_budget: bytes per device that may be under way before waiting; at least one array is.
@@ -92,7 +92,7 @@ def from_arrays(
     arrays: one array for each leaf of the model, by dotted path (`"up.kernel"`) or by path tuple; global
       shapes in elements, without padding. A PRNG key may be given as its `jax.random.key_data`.
     plan: the plan.
-    optimizer: the optimizer's likewise (without `optimizer/`); needed if and only if the plan has one.
+    optimizer: the same for the optimizer (without `optimizer/`); needed if and only if the plan has one.
 
   Returns:
     The live module; `(module, optimizer)` when the plan has an optimizer.

@@ -1,7 +1,7 @@
-"""Safetensors in and out, Hugging Face's index of several files included.
+"""Import and export of safetensors, with Hugging Face's index of several files.
 
-The package `safetensors` reads and checks the headers. The arrays' bytes follow them: each process reads only
-the pages of its own shards, from a memory map, and writes only the bytes of its own shards.
+The package `safetensors` reads and checks the headers. Each process reads only the pages of its own shards,
+from a memory map, and writes only the bytes of its own shards.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class Tensor:
 
   Attributes:
     file: the file, at its full size.
-    begin: the first byte of the array.
+    begin: offset of the array's first byte.
     shape: in elements.
     dtype: of the array.
   """
@@ -67,15 +67,15 @@ class Tensor:
   dtype: np.dtype[Any]
 
   def read(self, index: tuple[slice, ...] = ()) -> np.ndarray[Any, Any]:
-    """Copies a part of the array out of the file, which is mapped no longer than that."""
+    """Copies a part of the array out of the file."""
     if 0 in self.shape:
       return np.empty(self.shape, self.dtype)[index]
     return np.array(np.memmap(self.file, self.dtype, "r", self.begin, self.shape)[index])
 
   def write(self, index: tuple[slice, ...], values: np.ndarray[Any, Any]) -> None:
-    """Writes a part of the array and no byte around it, one run of consecutive bytes after the other.
+    """Writes a part of the array, one run of consecutive bytes after the other.
 
-    Other processes write to the same file: a memory map would write whole pages.
+    A memory map would write whole pages, and overwrite what other processes write to the same file.
     """
     if not values.size:
       return
@@ -98,13 +98,13 @@ class Tensor:
 
 
 def read_tensors(path: str | os.PathLike[str]) -> dict[str, Tensor]:
-  """Finds the arrays of a file, or of a folder with an index, without reading them.
+  """Lists the arrays of a file, or of a folder with an index, without reading them.
 
   Args:
     path: a `.safetensors` file, an index (`*.index.json`), or a folder that holds either.
 
   Returns:
-    Where each array is, by name.
+    The place of each array, by name.
 
   Raises:
     CheckpointError: nothing there, or a file that is damaged or incomplete.
@@ -140,7 +140,7 @@ def import_safetensors(
   Args:
     path: see `read_tensors`.
     plan: the layout; when it has an optimizer, a fresh one is made.
-    weight_map: how names and arrays of the file become leaves; None: names are paths.
+    weight_map: how arrays of the file become leaves; None: names are paths.
     skip: patterns of paths that the files do not have; these leaves are initialised.
 
   Returns:
@@ -370,7 +370,7 @@ def _open(file: Path) -> dict[str, Tensor]:
       f"{file} is not a whole safetensors file: {error}.", fix="copy or download it again."
     ) from error
   found: dict[str, Tensor] = {}
-  # The arrays lie in this order without a gap, up to the end.
+  # The arrays are stored in this order without a gap, up to the end.
   for name, kind, shape in reversed(entries):
     if kind not in _DTYPES:
       raise CheckpointError(
@@ -401,7 +401,7 @@ def _read(group: Group, tensors: Mapping[str, Tensor], leaves: Sequence[jax.Shap
 
 def _require_fit(group: Group, tensors: Mapping[str, Tensor], wanted: Mapping[str, TargetLeaf]) -> None:
   sources = [tensors[name] for name in group.names]
-  made = group.model_shapes(tensor.shape for tensor in sources)
+  made = group.shapes("model", (tensor.shape for tensor in sources))
   for layer, path in group.layers.items():
     dtype = wanted[path].struct.dtype
     expected = encoding.dtype_name(group.rule.dtype or dtype)
@@ -441,7 +441,7 @@ def _leaves(model: object, skip: Iterable[str]) -> dict[str, _Leaf]:
 
 
 def _random_state(model: object) -> set[str]:
-  """The paths of a module's keys and counters of random numbers, known by their type."""
+  """The paths of a module's random keys and counters."""
   if not isinstance(model, nnx.Module):
     return set()
   return {paths.format(path) for path, leaf in variables(model).items() if isinstance(leaf, nnx.RngState)}  # pyright: ignore[reportArgumentType]
@@ -466,11 +466,9 @@ def _nbytes(specs: Mapping[str, jax.ShapeDtypeStruct]) -> int:
 
 
 def _lay_out(folder: Path, specs: Mapping[str, jax.ShapeDtypeStruct], file_bytes: int) -> None:
-  """Creates the files with their headers and full sizes, and their place on the disk."""
+  """Creates the files with their headers and full sizes, and the index."""
   total = _nbytes(specs)
-  folders.check_space(
-    epath.Path(folder.parent), total, doing="export", what="the model", fix="free some space."
-  )
+  folders.check_space(epath.Path(folder.parent), total, doing="export", fix="free some space.")
   groups = [*_cut_into_files(specs, file_bytes)]
   names = [f"model-{i + 1:05d}-of-{len(groups):05d}.safetensors" for i in range(len(groups))]
   names = names if len(groups) > 1 else [SINGLE]
@@ -495,7 +493,7 @@ def _lay_out(folder: Path, specs: Mapping[str, jax.ShapeDtypeStruct], file_bytes
 
 
 def _reserve(file: int, size: int) -> None:
-  """Gives a file its size and its space on the disk, so that a full disk is noticed before the writing."""
+  """Gives a file its size and its space on the disk, so that a full disk fails before the writing."""
   if hasattr(os, "posix_fallocate"):
     try:
       os.posix_fallocate(file, 0, size)

@@ -15,13 +15,13 @@ from nnx_parallel.rules.logical import LogicalRules
 from nnx_parallel.rules.ruleset import RuleSet
 
 AXES = ("replica", "data", "dp", "fsdp")
-"""Names of mesh axes that split the batch where no rule says otherwise."""
+"""Names of mesh axes that split the batch by default."""
 
 
 def batch_axes(rules: RuleSet, mesh: Mapping[str, int]) -> tuple[str, ...] | None:
   """The mesh axes that split dim 0 of the inputs, major to minor.
 
-  `()` for a replicated batch, None if neither rules nor mesh say it. Where `InputRules` split dim 0
+  `()` for a replicated batch, None if neither rules nor mesh decide it. Where `InputRules` split dim 0
   differently for different ranks, the longest split.
   """
   logical = _with_conventional(rules, mesh)
@@ -56,7 +56,7 @@ def input_spec(rules: RuleSet, ndim: int, mesh: Mapping[str, int]) -> PartitionS
 
 
 def no_batch_axes(rules: RuleSet, mesh: Mapping[str, int]) -> ShardingError:
-  """The error for rules and a mesh that do not say how the batch is split."""
+  """The error for rules and a mesh that do not decide how the batch is split."""
   return ShardingError(
     "no rule says which mesh axes split the batch.",
     details=f"mesh {dict(mesh)}, rules {rules}",

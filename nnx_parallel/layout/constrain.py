@@ -104,7 +104,7 @@ def _active(mesh: AnyMesh | None) -> contextlib.AbstractContextManager[Any]:
   if mesh is None or not (active.empty or by_scope):
     return contextlib.nullcontext()
   if isinstance(mesh, Mesh):
-    # Inside a trace, where jax does not say whether one is under way, there are no devices to set.
+    # Inside a trace, which jax does not report, there are no devices to set.
     with contextlib.suppress(ValueError):
       return jax.set_mesh(mesh)
   return jax.sharding.use_abstract_mesh(mesh.abstract_mesh)
@@ -152,7 +152,7 @@ def constrain(x: Any, *names: Entry) -> Any:
 
   Args:
     x: an array or a tracer; its global shape (per-device along manual axes).
-    *names: one entry per dim: a logical name, a mesh axis, a tuple of these, or None: whole.
+    *names: one entry per dim: a logical name, a mesh axis, a tuple of these, or None.
 
   Returns:
     `x` with that layout; differentiable, and the cotangent has the same layout.
@@ -173,7 +173,7 @@ def constrain(x: Any, *names: Entry) -> Any:
     raise ShardingError(
       f"cannot constrain an activation: {len(names)} names for an array of {len(shape)} dims.",
       details=f"shape {shape}, names {names}",
-      fix="give one name for each dim, None for a dim that stays whole.",
+      fix="give one name for each dim, None for a dim that is not split.",
     )
   active = jax.sharding.get_abstract_mesh()
   mesh = _mesh(x, scope, active)
@@ -187,10 +187,10 @@ def constrain(x: Any, *names: Entry) -> Any:
   if len(manual) == len(mesh.axis_names):
     return x
   if not isinstance(x, Tracer):
-    # Outside of jit there is no compiler to leave a dim to: it stays whole.
+    # Outside of jit no compiler can choose the layout of the dim: it is not split.
     placed = PartitionSpec(*(None if entry is PartitionSpec.UNCONSTRAINED else entry for entry in spec))
     return jax.device_put(x, NamedSharding(_concrete(mesh), placed))
-  # Where the scope knows the devices, arguments that are on no mesh must not decide them.
+  # If the scope has devices, arguments without a mesh must not decide them.
   known = scope.mesh if scope is not None and isinstance(scope.mesh, Mesh) and not manual else mesh
   target = NamedSharding(known, spec) if active.empty or known is not mesh else spec  # pyright: ignore[reportArgumentType]
   return jax.sharding.reshard(x, target) if explicit else jax.lax.with_sharding_constraint(x, target)
@@ -205,7 +205,7 @@ def _mesh(x: Any, scope: Scope | None, active: AbstractMesh) -> AnyMesh | None:
         details=f"in scope {axis_sizes(wanted)}, active {axis_sizes(active)}",
         fix="use_rules(rules) without a mesh takes the active one; or leave jax.set_mesh out.",
       )
-    # Inside shard_map the active mesh also says which axes are manual; outside of jit it has no devices.
+    # Inside shard_map the active mesh also has the manual axes; outside of jit it has no devices.
     return active if isinstance(x, Tracer) else (wanted or jax.sharding.get_mesh())
   if wanted is not None:
     return wanted

@@ -154,14 +154,14 @@ class Decisions:
   def _check_unnamed(self, unnamed: list[Path]) -> None:
     fallback = self.rules.fallback
     strict = any(rules.strict for rules in self.rules.paths)
-    if not unnamed or not ((fallback is None and strict) or (fallback and fallback.mode == "error")):
+    if not unnamed or not ((fallback is None and strict) or (fallback and fallback.mode == "require_names")):
       return
     shown = "\n".join(f"  {path_str(path)}{self._nearest_rule(path)}" for path in unnamed[:40])
     more = f"\n  ... and {len(unnamed) - 40} more" if len(unnamed) > 40 else ""
     raise ShardingError(
       f"incomplete partition spec: {len(unnamed)} parameters have no annotation and match no rule.",
       details=shown + more,
-      fix="add path rules for them (None keeps one whole), or end the rules with fsdp() or replicate().",
+      fix="add path rules for them (None replicates one), or end the rules with fsdp() or replicate().",
     )
 
   def _nearest_rule(self, path: Path) -> str:
@@ -290,7 +290,7 @@ def _array(leaf: Any, where: str) -> Any:
   raise PlanError(
     f"{where} holds a {type(value).__name__} instead of one array, so it has no layout.",
     details=f"Variable type {kind_of(leaf)}",
-    fix="give each array a Variable of its own, for example in an nnx.Dict or nnx.List.",
+    fix="give each array its own Variable, for example in an nnx.Dict or nnx.List.",
   )
 
 

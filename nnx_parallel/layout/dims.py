@@ -45,7 +45,7 @@ class Classes:
   def link(self, a: Any, dim_a: int, b: Any, dim_b: int) -> None:
     """Puts two dims into one class: a split of one carries over to the other."""
     one, other = self._root(a, dim_a), self._root(b, dim_b)
-    # A dim of size 1 is broadcast: it says nothing about the other one.
+    # A dim of size 1 is broadcast, and so not the same dim.
     if 1 in self._sizes[one] or 1 in self._sizes[other] or self._forest.unite(one, other) is None:
       return
     self._sizes[one] |= self._sizes[other]

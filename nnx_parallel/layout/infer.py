@@ -1,4 +1,4 @@
-"""Rules for a module that nobody annotated, inferred from one abstract trace of it.
+"""Rules for a module without annotations, inferred from one abstract trace.
 
 The idea: dims that are the same thing share a class. Two dims are linked when an operation carries a split
 of one over to the other: element by element, through a transpose, a reshape (the major dims), a batch or
@@ -48,7 +48,7 @@ def infer_rules(
   fsdp_axis: str | None = None,
   min_size: int = 2**18,
 ) -> RuleSet:
-  """Proposes rules for a module that nobody annotated. Print the result, edit it, and paste it.
+  """Proposes rules for a module without annotations. Print the result, edit it, and paste it.
 
   The module is traced abstractly with `inputs`: no array is made. Pairs of layers that one can split
   together, the first by its outputs and the second by its inputs, are split over the tensor axis (also
@@ -63,7 +63,7 @@ def infer_rules(
     call: what to trace, `call(module, *inputs)`, when it is not `module(*inputs)`.
     tensor_axis: the axis for pairs; by default one called `tensor`, `model`, `tp` or `mp`, if there is one.
     fsdp_axis: the axis for the rest; by default one called `fsdp`, `data` or `dp`, if there is one.
-    min_size: groups of dims, and parameters, with at most this many elements stay whole.
+    min_size: groups of dims, and parameters, with at most this many elements are not split.
 
   Returns:
     A `RuleSet`; its `repr` is a list of rules as code.
@@ -112,7 +112,7 @@ def _axis(given: str | None, known: Iterable[str], sizes: dict[str, int]) -> str
     return next((axis for axis in known if axis in sizes), None)
   if given not in sizes:
     raise ShardingError(
-      f"infer_rules was told to use the axis {given!r}, which is not in the mesh.",
+      f"infer_rules got the axis {given!r}, which is not in the mesh.",
       details=f"mesh {sizes}",
       fix=f"use one of {', '.join(sizes)}, or leave the argument out.",
     )
@@ -199,7 +199,7 @@ Window = tuple[str, ...]
 
 
 def _as_rules(found: dict[Path, Names]) -> PathRules:
-  r"""One rule for each set of alike paths: list indices become `\d+`, alternatives `(q|k|v)`."""
+  r"""One rule for each set of similar paths: list indices become `\d+`, alternatives `(q|k|v)`."""
   grouped: dict[Window, set[Names]] = {}
   for path, names in found.items():
     grouped.setdefault(_pattern(path, any_index=True), set()).add(names)
@@ -210,7 +210,7 @@ def _as_rules(found: dict[Path, Names]) -> PathRules:
       rules[window if len(grouped[window]) == 1 else _pattern(path, any_index=False)] = names
   joined = _join_alternatives(rules)
   windows = PathRules(joined)
-  # A window may also match inside of a longer path; a pattern for the whole path never does.
+  # A window may also match a part of a longer path; a pattern for the full path never does.
   matches = {path: windows.match(path) for path in found}
   right = all(
     (rule.names if rule else None) == (found[p] if any(found[p]) else None) for p, rule in matches.items()
@@ -225,7 +225,7 @@ def _pattern(path: Path, *, any_index: bool) -> Window:
 
 
 def _join_alternatives(rules: dict[Window, Names]) -> list[tuple[Window, Names]]:
-  # Siblings under one parent that end alike: `q.kernel`, `k.kernel` -> `(q|k).kernel`.
+  # Siblings under one parent with the same last part: `q.kernel`, `k.kernel` -> `(q|k).kernel`.
   families: dict[tuple[Window, str, Names], list[str]] = {}
   for window, names in rules.items():
     *head, last = window

@@ -179,7 +179,7 @@ def distinct_sizes(shape: tuple[int, ...]) -> tuple[int, ...]:
 def matching_dims(shape: tuple[int, ...], own: tuple[int, ...]) -> tuple[int | None, ...] | None:
   """The dim of a parameter, or None, for each dim of an array, by size and in order; None for another array.
 
-  Sizes of 1 match no dim: they stand for dims that were summed away, or for placeholders.
+  Sizes of 1 match no dim: they are summed dims or placeholders.
   """
   kept: list[int | None] = []
   start = 0

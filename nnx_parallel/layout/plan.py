@@ -55,7 +55,7 @@ class StoredPlan(Table):
     mesh: the mesh that the specs refer to.
     rules: the rules that were applied.
     leaves: every Variable of the model, then of the optimizer, in flax's order.
-    notes: what a reader should know, for example rules that matched nothing.
+    notes: for the reader, for example rules that matched nothing.
     zero: ZeRO stage of the optimizer state (1), and of the gradients too (2).
   """
 
@@ -128,7 +128,7 @@ class StoredPlan(Table):
       min_bytes: leaves of at most this many bytes are not reported.
 
     Returns:
-      An `Audit`, worst first: prints as a table; empty (falsy) when nothing large is whole.
+      An `Audit`, worst first: prints as a table; empty (falsy) when nothing large is replicated.
 
     Example:
       >>> import nnx_parallel as nxp
@@ -140,10 +140,10 @@ class StoredPlan(Table):
     return audit.audit(self, min_bytes=min_bytes)
 
   def warn_replicated(self, *, stacklevel: int = 2) -> bool:
-    """Warns, once and in one line, about large parameters that stay whole though no rule asks for it.
+    """Warns, once and in one line, about large parameters that are replicated without a rule.
 
-    A parameter that a rule keeps whole (`None`, `replicate()`, the threshold of `fsdp()`) is no reason to
-    warn; `audit` lists it all the same.
+    There is no warning for a parameter that a rule replicates (`None`, `replicate()`, the threshold of
+    `fsdp()`); `audit` lists it too.
 
     Args:
       stacklevel: as in `warnings.warn`; 2 points at the caller of this method.
@@ -160,7 +160,7 @@ class StoredPlan(Table):
       other: the plan to compare with: of another mesh, other rules, another version of the model.
 
     Returns:
-      A `PlanDiff`: prints as a table; falsy when both lay everything out alike. Reasons are not compared.
+      A `PlanDiff`: prints as a table; falsy when both layouts are equal. Reasons are not compared.
 
     Example:
       >>> import nnx_parallel as nxp
@@ -195,13 +195,13 @@ class ShardingPlan(StoredPlan):
     mesh: the mesh that the specs refer to.
     rules: the rules that were applied.
     leaves: every Variable of the model, then of the optimizer, in flax's order.
-    notes: what a reader should know, for example rules that matched nothing.
+    notes: for the reader, for example rules that matched nothing.
     zero: ZeRO stage of the optimizer state (1), and of the gradients too (2).
     init: the constructor that was planned.
     tx: the optax transformation, or None when the plan has no optimizer.
     wrt: which Variables the optimizer trains.
     abstract_model: the module with `ShapeDtypeStruct` values; for reading, not for changing.
-    abstract_optimizer: the optimizer likewise, or None.
+    abstract_optimizer: the optimizer with `ShapeDtypeStruct` values, or None.
   """
 
   init: Callable[[], nnx.Module]
@@ -265,8 +265,8 @@ class ShardingPlan(StoredPlan):
     Args:
       text: what `to_json` wrote.
       mesh: a mesh with the stored axes; an abstract one when None.
-      init: the constructor. Its Variables must be those of the stored plan; their layout is the stored one,
-        whatever today's rules would say. Without it the result is a `StoredPlan`: it prints and compares.
+      init: the constructor. Its Variables must be those of the stored plan; they get the stored layout,
+        whatever the rules are now. Without it the result is a `StoredPlan`, to print and compare.
       optimizer: the optax transformation, when the stored plan has optimizer state.
       wrt: which Variables it trains.
 
@@ -310,7 +310,7 @@ class ShardingPlan(StoredPlan):
     for leaf in self.leaves:
       own = parameters[leaf.parameter] if leaf.parameter is not None else leaf
       if leaf.shape == own.shape and math.prod(leaf.shards) > math.prod(own.shards):
-        # The state may lie in the host's memory; gradients do not.
+        # The state may be stored in the host's memory; gradients are not.
         found.setdefault(own.path, NamedSharding(self.mesh, leaf.spec))  # pyright: ignore[reportArgumentType]
     return found
 
@@ -382,8 +382,8 @@ def plan(
     init: builds the module: a function without arguments.
     mesh: real devices (`make_mesh`) or an abstract mesh of any size (`abstract_mesh`).
     rules: `LogicalRules`, `PathRules`, a fallback such as `fsdp()`, a preset, or a sequence of these. None:
-      annotations must name mesh axes, and the rest stays whole. Names that have no rule here get that of an
-      active `nnx.logical_axis_rules`, with a note.
+      annotations must name mesh axes, and other arrays are replicated. Names without a rule here get that of
+      an active `nnx.logical_axis_rules`, with a note.
     optimizer: an optax transformation whose state is planned too.
     wrt: which Variables the optimizer trains; a filter as in `nnx.Optimizer`.
     uneven: what to do with a dim that its mesh axes do not divide: `"error"`, `"next"`, `"pad"` or
@@ -391,8 +391,8 @@ def plan(
     zero: ZeRO stage of the optimizer state: 1 splits it over `zero_axes` too, beyond its parameter's layout;
       2 is the same state, and `train_step` keeps the gradients in its layout too. Stage 3 is `fsdp()`.
     zero_axes: the axes of that split; those of the batch when not given.
-    optimizer_memory: where the optimizer state of parameters lies between steps: `"pinned_host"` keeps it off
-      the devices; the optimizer then fetches it, a few parameters at a time, and puts it back.
+    optimizer_memory: where the optimizer state of parameters is stored between steps. With `"pinned_host"` it
+      is off the devices; the optimizer fetches it, a few parameters at a time, and puts it back.
 
   Returns:
     A `ShardingPlan`: print it, `explain` it, create from it, restore into it.

@@ -53,20 +53,20 @@ def resolve_spec(
 ) -> Resolution:
   """Resolves one array's names to mesh axes.
 
-  Dims are taken left to right. A name with a rule takes its first candidate whose axes are in the mesh, not
+  Dims are resolved left to right. A name with a rule gets its first candidate whose axes are in the mesh, not
   used by an earlier dim, and divide the dim; a name without a rule must be a mesh axis. A tuple of names in
-  one dim puts their axes side by side, major to minor; their candidates are tried together, the last name's
-  first, and the first name's policy holds. The order in which the rules were written never matters.
+  one dim gets the axes of all its names, major to minor; their candidates are tried together, the last name's
+  first, and the first name's policy applies. The order of the rules never matters.
 
   Args:
-    names: one entry per dim; `None` leaves that dim whole.
+    names: one entry per dim; `None` does not split that dim.
     shape: global shape in elements, not the per-device shape.
     mesh: a mesh, or mesh axis name -> size in devices.
     rules: logical name -> candidates; names of mesh axes need no rule.
     path: printed in errors, for example `"mlp.up.kernel"`.
-    uneven: what to do with a dim that no candidate divides: `"error"`; `"next"`: keep it whole, as a last
-      candidate would; `"pad"`: round the stored dim up for the first candidate. `"replicate"` keeps the dim
-      whole as soon as a candidate does not divide it, without trying the others.
+    uneven: what to do with a dim that no candidate divides: `"error"`; `"next"`: do not split it; `"pad"`:
+      round the stored dim up for the first candidate. `"replicate"` does not split the dim as soon as a
+      candidate does not divide it, without trying the others.
 
   Returns:
     A `Resolution` whose spec has `len(shape)` entries.
@@ -111,7 +111,7 @@ class _Resolver:
       raise ShardingError(
         f"cannot shard {self.path}: {len(names)} names for an array of {len(self.shape)} dims.",
         details=f"shape {self.shape}, names {names}",
-        fix="give one name for each dim, None for a dim that stays whole.",
+        fix="give one name for each dim, None for a dim that is not split.",
       )
     self.names = names
     entries: list[Entry] = []
@@ -148,7 +148,7 @@ class _Resolver:
       f"cannot shard {self.path}: dim {dim} is named {name!r}, which is neither a rule nor a mesh axis.",
       details=f"rules {', '.join(self.rules) or 'none'}; mesh {self.mesh}",
       fix=(f"did you mean {near[0]!r}? " if near else "")
-      + f"Add a rule, LogicalRules({show_rule(name, axis)}), or {show_rule(name, None)} to keep it whole.",
+      + f"Add a rule, LogicalRules({show_rule(name, axis)}), or {show_rule(name, None)} not to split it.",
     )
 
   def _take(
@@ -226,9 +226,9 @@ class _Resolver:
     shown = show_candidates(options)
     offer = show_rule(name, [*map(entry_of, options), None])
     if all(any(axis not in self.mesh for axis in option) for option in options):
-      fix = f"add the axis to the mesh (size 1 is fine), or let the dim stay whole: {offer}."
+      fix = f"add the axis to the mesh (size 1 is fine), or do not split the dim: {offer}."
     else:
-      fix = f"give {name!r} another candidate or let it stay whole: {offer}."
+      fix = f"give {name!r} another candidate, or do not split it: {offer}."
     raise ShardingError(
       f"cannot shard {self.path}: no candidate for dim {dim} ({name!r}) fits: {reasons}.",
       details=f"shape {self.shape}, names {self.names}, rule {name!r} -> {shown}, mesh {self.mesh}",

@@ -26,7 +26,7 @@ NEEDS_VALUES = (
   jax.errors.TracerArrayConversionError,
   jax.errors.TracerIntegerConversionError,
 )
-"""What code under a trace raises that asks for the value of an array."""
+"""Errors of code under a trace that needs the value of an array."""
 _WIDE = tuple(map(np.dtype, ("float64", "int64", "uint64", "complex128")))
 _PLACES = {
   "sharding_constraint": "sharding",
@@ -34,7 +34,7 @@ _PLACES = {
   "device_put": "devices",
   "jit": "out_shardings",
 }
-"""Operations that place their results, and the parameter that says where."""
+"""Operations that place their results, and the parameter with the sharding."""
 
 
 @contextlib.contextmanager
@@ -69,7 +69,7 @@ def why_one_program(traces: Iterable[Trace]) -> str:
     results = [var.aval for eqn in one.program.jaxpr.eqns for var in eqn.outvars]
     wide = next((x.dtype for x in results if hasattr(x, "dtype") and x.dtype in _WIDE), None)
     if wide is not None and not jax.config.jax_enable_x64:
-      return f"it computes in {wide} under a jax.enable_x64 of its own"
+      return f"it computes in {wide} under its own jax.enable_x64"
   return ""
 
 
@@ -169,7 +169,7 @@ def run_init(init: Callable[[], nnx.Module], mesh: AnyMesh | None) -> nnx.Module
     ) from error
   except NEEDS_VALUES as error:
     raise PlanError(
-      "init asks for the value of an array, and has none: it is traced, both to plan and to create.",
+      "init needs the value of an array, and there is none under a trace: planning and creating trace init.",
       details=str(error).split("\n")[0],
       fix="compute with numpy what must be known while init runs, for example np.sqrt in place of jnp.sqrt.",
     ) from error

@@ -21,16 +21,15 @@ from nnx_parallel.hosts.data import batches as placed
 from nnx_parallel.hosts.stop import StopSignals
 from nnx_parallel.layout.constrain import default_scope
 from nnx_parallel.layout.plan import ShardingPlan
+from nnx_parallel.loop.metrics import Record
+from nnx_parallel.loop.progress import StepProgress
 from nnx_parallel.loop.recorder import EarlyStop, Position, Recorder, Tracker
+from nnx_parallel.loop.timing import Goodput, share
 from nnx_parallel.report.chips import chip_of
 from nnx_parallel.report.program.cost import cost
 from nnx_parallel.report.tables import not_counted
 from nnx_parallel.train.losses import examples_in
-from nnx_parallel.train.metrics import Record
-from nnx_parallel.train.profiler import ProfileWindow
-from nnx_parallel.train.progress import StepProgress
 from nnx_parallel.train.step import TrainStep
-from nnx_parallel.train.timing import Goodput, share
 
 Source = Iterable[Any] | Callable[[int], Iterable[Any]]
 
@@ -203,7 +202,7 @@ def fit(
       fix="a step of nxp.train_step; or nxp.check_gradients(model, batch, loss_fn) before fit.",
     )
   every = {"steps": steps, "eval_every": eval_every, "save_every": save_every, "log_every": log_every}
-  _check_intervals(evaluate, every, save_every_minutes)
+  _check_intervals(evaluate, every, save_every_minutes, profile)
   goodput = Goodput()
   if checkpointer is not None and resume is not None and (resume != "latest" or checkpointer.steps()):
     with goodput.spend("restore"):
@@ -251,7 +250,8 @@ def fit(
     if plan is not None:
       stack.enter_context(default_scope(plan.activation_rules))
     stack.enter_context(shown)
-    window = stack.enter_context(ProfileWindow(profile_dir, *profile)) if profile is not None else None
+    tracing = stack.enter_context(contextlib.ExitStack())
+    profiled = profile or (0, 0)
     stack.push(recorder.fail)
     recorder.clock.start()
     while steps is None or at.step < steps:
@@ -274,9 +274,10 @@ def fit(
           found = step.check_gradients(model, optimizer, batch)
         found.raise_if_wrong()
         shown.note(at.step, found.summary)
-      if window is not None:
+      if number == profiled[0]:
         with goodput.spend("profile"):
-          window.before(number, metrics)
+          jax.block_until_ready(metrics)
+          tracing.enter_context(jax.profiler.trace(os.fspath(profile_dir)))
       began = time.perf_counter()
       with jax.profiler.StepTraceAnnotation("train", step_num=number):
         metrics = _checked(step(model, optimizer, batch))
@@ -296,9 +297,10 @@ def fit(
         recorder.add(number, metrics, batch, tokens or examples_in, report=now)
         if evaluating or saving:
           recorder.flush()
-      if window is not None:
+      if number == profiled[1]:
         with goodput.spend("profile"):
-          window.after(number, metrics)
+          jax.block_until_ready(metrics)
+          tracing.close()
       if stop.asked(number):
         stopped = "signal"
         break
@@ -360,11 +362,19 @@ def _check(
     )
 
 
-def _check_intervals(evaluate: Any, every: Mapping[str, int | None], minutes: float | None) -> None:
+def _check_intervals(
+  evaluate: Any, every: Mapping[str, int | None], minutes: float | None, profile: tuple[int, int] | None
+) -> None:
   for name, steps in every.items():
     least = 0 if name == "steps" else 1
     if steps is not None and (not isinstance(steps, numbers.Integral) or steps < least):
       raise TrainError(f"{name}={steps!r} is not a number of steps.", fix=f"{name}={least} or more.")
+  if profile is not None and not 0 < profile[0] <= profile[1]:
+    raise TrainError(
+      f"the profile of steps {profile[0]} to {profile[1]} holds no step.",
+      details="steps are counted from 1, and both ends are in",
+      fix="a few steps after the first, which compiles: (10, 12).",
+    )
   if evaluate is None and every["eval_every"] is not None:
     raise TrainError("eval_every needs something to evaluate.", fix="evaluate=lambda: {...metrics}")
   if minutes is not None and not minutes > 0:

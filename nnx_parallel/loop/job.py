@@ -17,8 +17,8 @@ from nnx_parallel.errors import RecipeError
 from nnx_parallel.layout.constrain import default_scope
 from nnx_parallel.loop.fit import resume_from
 from nnx_parallel.loop.loader import Recipe
+from nnx_parallel.loop.metrics import Record
 from nnx_parallel.loop.recorder import Position
-from nnx_parallel.train.metrics import Record
 from nnx_parallel.train.remat import Policy
 
 

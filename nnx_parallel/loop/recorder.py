@@ -13,11 +13,11 @@ import jax
 
 from nnx_parallel.errors import TrainError
 from nnx_parallel.hosts.fetch import to_host
+from nnx_parallel.loop.metrics import Record
+from nnx_parallel.loop.progress import StepProgress
+from nnx_parallel.loop.sums import MetricSums, is_scalar
+from nnx_parallel.loop.timing import StepClock
 from nnx_parallel.train.losses import examples_in
-from nnx_parallel.train.metrics import Record
-from nnx_parallel.train.progress import StepProgress
-from nnx_parallel.train.sums import MetricSums, is_scalar
-from nnx_parallel.train.timing import StepClock
 
 Tracker = Callable[[int, Mapping[str, Any]], object]
 

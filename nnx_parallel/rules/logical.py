@@ -11,7 +11,7 @@ from nnx_parallel.core.axes import entry_of
 from nnx_parallel.errors import ShardingError
 
 Candidate = tuple[str, ...]
-"""Mesh axes that cut one dim together, major to minor; `()` keeps the dim whole."""
+"""Mesh axes that split one dim together, major to minor; `()` does not split the dim."""
 Uneven = Literal["error", "next", "pad", "replicate"]
 UNEVEN: tuple[Uneven, ...] = ("error", "next", "pad", "replicate")
 
@@ -19,7 +19,7 @@ UNEVEN: tuple[Uneven, ...] = ("error", "next", "pad", "replicate")
 class LogicalRules(Mapping[str, tuple[Candidate, ...]]):
   """Logical axis name -> mesh axes, as candidates in order of preference.
 
-  A value is one candidate (`"fsdp"`; `("data", "fsdp")` for both, major to minor; `None` or `()` for whole)
+  A value is one candidate (`"fsdp"`; `("data", "fsdp")` for both, major to minor; `None` or `()` for none)
   or a *list* of candidates: the first one whose axes are in the mesh, are not yet used in the same spec,
   and divide the dim is taken. The order of the names never matters; dims are resolved left to right.
 
@@ -71,14 +71,14 @@ class LogicalRules(Mapping[str, tuple[Candidate, ...]]):
 
   @classmethod
   def from_linen(cls, rules: Iterable[tuple[str, Any]]) -> LogicalRules:
-    """Reads Flax Linen's `(name, axes)` pairs: a repeated name adds a candidate, an unknown name is whole.
+    """Reads Flax Linen's `(name, axes)` pairs: a repeated name adds a candidate, unknown names get no axis.
 
     Args:
       rules: pairs as given to `flax.linen.logical_axis_rules`.
 
     Returns:
-      The same rules as `LogicalRules`; every name may end whole, as in Linen. Pairs that Linen could never
-      reach are left out.
+      The same rules as `LogicalRules`; every name ends with no axis as candidate, as in Linen. Pairs
+      that Linen could never reach are left out.
 
     Example:
       >>> import nnx_parallel as nxp
@@ -179,8 +179,8 @@ class LogicalRules(Mapping[str, tuple[Candidate, ...]]):
         raise ShardingError(
           f"the rule for {name!r} can never apply: axis {absent[0]!r} is not in the mesh.",
           details=f"rule {name!r} -> {show_candidates(options)}, mesh {dict(mesh)}",
-          fix=(f"did you mean {near[0]!r}? Otherwise let" if near else "let")
-          + f" the dim stay whole on such a mesh: {shown}.",
+          fix=(f"did you mean {near[0]!r}? Otherwise " if near else "")
+          + f"do not split the dim on such a mesh: {shown}.",
         )
       for axis in dict.fromkeys(absent):
         near = difflib.get_close_matches(axis, list(mesh), 1, cutoff=0.75)
@@ -223,7 +223,7 @@ def _candidates(name: str, value: Any) -> tuple[Candidate, ...]:
         f"rule for {name!r}: candidate {show_candidate(option)} can never be reached after"
         f" {show_candidate(shadow)}.",
         details=f"candidates {show_candidates(options)}",
-        fix="put candidates with more axes first and None (whole), which always fits, last; each only once.",
+        fix="put candidates with more axes first and None, which always fits, last; each only once.",
       )
   return options
 

@@ -1,7 +1,7 @@
 """A live module as a flat list of arrays: read, written back, and watched for edits.
 
-The cost of `nnx.jit` per step is the traversal of the module. Here it is traversed once; each step then reads
-the arrays of the same Variables, and `Watch` tells whether the module still is what was traversed.
+`nnx.jit` traverses the module in every step, which is most of its cost. Here it is traversed once. Each step
+then reads the arrays of the same Variables, after `Watch` has compared the structure with what was traversed.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ from nnx_parallel.errors import TrainError
 # The slot itself: the public accessors cost five times as much and check what a step has checked once.
 _SLOT: Any = vars(nnx.Variable)["_raw_value"]
 ABSENT: Any = object()
-"""Stands for an object that is not there."""
+"""Stands for an absent object."""
 _SIMPLE = (bool, int, float, str, bytes, type(None), tuple)
 current_trace: Callable[[], Any] = functools.partial(get_opaque_trace_state, convention="nnx")
-"""What flax compares before it lets a Variable be changed: equal while no `jit` is being traced."""
+"""What flax compares before it changes a Variable: equal while no `jit` is being traced."""
 put: Callable[[Any, Any], None] = _SLOT.__set__
-"""Gives a Variable its array, without the checks that a step has made once."""
+"""Sets the array of a Variable, without the checks that a step has made once."""
 exhaust: Callable[[Iterable[Any]], None] = collections.deque[Any](maxlen=0).extend
 """Runs an iterator to its end: `exhaust(map(put, variables, arrays))` is a loop without bytecode."""
 
@@ -92,7 +92,7 @@ class Binding:
 
   Args:
     roots: name -> module, optimizer, or a tuple or dict of them; the names start the paths in messages.
-    planned: where arrays belong, by path in the template: replaced layers are put there.
+    planned: shardings by path in the template; replaced layers are put there.
   """
 
   def __init__(self, roots: Mapping[str, Any], planned: Mapping[Path, NamedSharding] = MappingProxyType({})):
@@ -154,8 +154,7 @@ class Binding:
       raise deleted(gone, len(values))
 
   def _settle(self, mesh: Any, planned: Mapping[Path, NamedSharding]) -> None:
-    # Without this, XLA chooses a layout for what lies on no mesh, the second step starts from that layout,
-    # and everything is compiled again.
+    # Else XLA chooses a layout for arrays that are on no mesh, and the second step is compiled again for it.
     for i, (path, leaf) in enumerate(zip(self.template.paths, self.template.leaves, strict=True)):
       value, own = value_of(leaf), self.shardings[i]
       where = _where(value, mesh, planned.get(path), own)
@@ -167,7 +166,7 @@ class Binding:
         and value.sharding.device_set != set(mesh.devices.flat)
       ):
         raise TrainError(
-          f"{self.labels[i]} lies on {_devices(value)}, and the rest on a mesh of {mesh.size} devices.",
+          f"{self.labels[i]} is on {_devices(value)}, and the rest on a mesh of {mesh.size} devices.",
           fix="create it with nxp.create_sharded_model, or jax.device_put(x, NamedSharding(mesh, P())).",
         )
       self.shardings[i] = where
@@ -213,7 +212,7 @@ class Watch:
     )
 
   def reference(self, name: str) -> Callable[[], Any]:
-    """Gives the watched root while it lives; for tuples and dicts of them, something that is never given."""
+    """A function that returns the root while it is alive; of a tuple or dict, an object that is no root."""
     make = self._roots.get(name)
     return make if isinstance(make, weakref.ref) else lambda: ABSENT
 
@@ -249,7 +248,7 @@ class Watch:
     return phrases, simple
 
   def look(self) -> None:
-    """Takes what is there now as the state to compare with."""
+    """Makes the present structure the one to compare with."""
     self._take()
 
 
@@ -265,7 +264,7 @@ def _count_when_alone() -> int:
 
 
 _ALONE = _count_when_alone()
-"""What `_unshared` counts for an array that only its Variable holds: measured rather than assumed."""
+"""What `_unshared` counts for an array that only its Variable holds: measured, not assumed."""
 
 
 # Compiled once: an operation of jax.numpy by itself runs Python code of jax, which a signal may interrupt
@@ -387,7 +386,7 @@ def _containers(path: str, node: Any, seen: set[int]) -> Iterator[tuple[str, Any
 
 
 def _where(value: Any, mesh: Any, planned: NamedSharding | None, own: NamedSharding | None) -> NamedSharding:
-  """Where an array belongs: as planned, if it can lie so; else where it lies; else whole on the mesh."""
+  """The planned sharding, if the shape allows it; else the present one; else replicated on the mesh."""
   if planned is not None and planned.mesh == mesh:
     if own is not None and own.is_equivalent_to(planned, value.ndim):
       return own
@@ -407,7 +406,7 @@ def _common_mesh(labels: list[str], shardings: list[NamedSharding | None]) -> An
   if len(found) > 1:
     (mesh, label), (other, second), *_ = found.items()
     raise TrainError(
-      f"{label} and {second} lie on different meshes.",
+      f"{label} and {second} are on different meshes.",
       details=f"{dict(mesh.shape)} ({mesh.axis_types[0]}) and {dict(other.shape)} ({other.axis_types[0]})",
       fix="create the model and its optimizer from one plan.",
     )

@@ -1,4 +1,4 @@
-"""What a step says of itself: the norm of its gradients, and the learning rate of its update."""
+"""Metrics of a step itself: the norm of its gradients, and the learning rate of its update."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def diagnostics(optimizer: Any, gradients: Sequence[jax.Array], prefix: str = ""
 
 
 def merged(metrics: Metrics, found: Metrics) -> Metrics:
-  """Both; a loss function must not return the names of the second.
+  """Both dicts of metrics.
 
   Raises:
     TrainError: it does.

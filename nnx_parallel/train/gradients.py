@@ -1,4 +1,4 @@
-"""Gradients of one batch, whole or in microbatches, reduced between replicas once where that is exact."""
+"""Gradients of a batch or of its microbatches, reduced between replicas once where that is exact."""
 
 from __future__ import annotations
 
@@ -189,7 +189,7 @@ def _manual(
   how: str,
   reduction: Any,
 ) -> Total:
-  """Replicas that hold the whole model: each sums its own gradients in a `shard_map` body."""
+  """Replicas that hold the whole model: each sums its own gradients in a `shard_map`."""
 
   def local(trained: list[Any], rest: list[Any], batch: Any) -> tuple[Any, Any, Any, Any]:
     grads, found, _ = _scan(objective, trained, rest, batch, count, [None] * len(trained))
@@ -221,10 +221,10 @@ def _mapped(
   parts: int,
   how: str,
 ) -> Total:
-  """Replicas that are split themselves: a dim of replicas, laid over `axes`, that is summed at the end.
+  """Replicas that are sharded themselves: a dim of replicas, sharded over `axes`, that is summed at the end.
 
-  A `shard_map` over some axes of the mesh would say the same, but XLA aborts the process on some of them
-  (a gather beside another batch axis, jax 0.12.0.1).
+  A `shard_map` over some axes of the mesh would do the same, but XLA aborts the process for some of them (a
+  gather beside another batch axis, jax 0.12.0.1).
   """
   replicas = parts // count
   inner = tuple(axis for axis in layout.batch if axis not in axes)
@@ -322,7 +322,7 @@ def _weighed(x: jax.Array, weight: jax.Array | None) -> jax.Array:
 
 
 def pinned(x: jax.Array, where: Any) -> jax.Array:
-  """`x` laid out as `where` says; as it is where that is None."""
+  """`x` constrained to the sharding `where`, unless that is None."""
   if where is None:
     return x
   if isinstance(where, NamedSharding) and AxisType.Explicit in where.mesh.axis_types:

@@ -1,4 +1,4 @@
-"""What a step was asked to do."""
+"""The options of a step."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class StepOptions:
 
   @property
   def in_one_piece(self) -> bool:
-    """Whether the mean loss of the whole batch is differentiated, and not sums over parts of it."""
+    """Whether the batch stays whole: its mean loss is differentiated, and not sums over parts."""
     return self.microbatches == 1 and self.reduction is None
 
 
@@ -76,7 +76,7 @@ def is_scattered(gradients: Gradients | None, stage: int, *, further: bool) -> b
     False also where a stage finds nothing to split: both layouts are then the same.
 
   Raises:
-    TrainError: they are to be scattered, and no stage says over what.
+    TrainError: `gradients` is "scattered", and nothing can be scattered.
 
   Example:
     >>> is_scattered(None, 2, further=True), is_scattered("whole", 2, further=True)

@@ -48,7 +48,7 @@ _DELETED = re.compile(r"^Array has been deleted|Buffer has been deleted or donat
 _SETTINGS = ("jax_enable_x64", "jax_numpy_dtype_promotion", "jax_default_matmul_precision", "jax_debug_nans")
 _new_arrays = operator.itemgetter(0)
 Signature = dict[str, str]
-"""Label -> type and layout, in words."""
+"""Label -> text of the type and layout."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -133,7 +133,7 @@ class WatchedJit:
     return tuple(least)
 
   def _misplaced(self, arrays: Sequence[Any], batch: Any) -> TrainError | None:
-    """The array that lies on other devices than the model, if there is one."""
+    """The error of an array that is on other devices than the model, if there is one."""
     placed = [(label, x) for label, x in zip(self.labels, arrays, strict=True) if isinstance(x, jax.Array)]
     meshes = [x.sharding.mesh for _, x in placed if isinstance(x.sharding, NamedSharding)]
     mesh: Any = meshes[0] if meshes else None
@@ -144,14 +144,14 @@ class WatchedJit:
     for label, array in placed:
       if array.committed and not _lies_on(array, devices):
         return TrainError(
-          f"{label} lies on {len(array.sharding.device_set)} device(s), and the model on {mesh.size}.",
+          f"{label} is on {len(array.sharding.device_set)} device(s), and the model on {mesh.size}.",
           details=f"{label}: {array.sharding}; the model's mesh: {dict(mesh.shape)}",
           fix="write values in place, which keeps the layout: variable[...] = value.",
         )
     for path, array in jax.tree_util.tree_leaves_with_path(batch):
       if isinstance(array, jax.Array) and array.committed and not _lies_on(array, devices):
         return TrainError(
-          f"batch{jax.tree_util.keystr(path)} does not lie on the model's mesh.",
+          f"batch{jax.tree_util.keystr(path)} is not on the model's mesh.",
           details=f"its devices {_ids(array.sharding)}, the model's {[d.id for d in devices]}"
           f" (mesh {dict(mesh.shape)})",
           fix="nxp.shard_batch(batch, plan) with the plan of this model.",
@@ -164,7 +164,7 @@ class BoundStep:
 
   Attributes:
     reasons: why it was made.
-    reduction: how the last traced program reduces gradients between replicas, in words.
+    reduction: how the last traced program reduces gradients between replicas.
   """
 
   def __init__(self, options: StepOptions, roots: Mapping[str, Any], reasons: tuple[str, ...] = ()):
@@ -388,7 +388,7 @@ def signature(labels: Sequence[str], arrays: Sequence[Any], batch: Any) -> Signa
 
 
 def describe(x: Any) -> str:
-  """`float32[8,16] P('data', None)`; what lies on one device says so, and host arrays give their type."""
+  """The type and layout of an array as text: `float32[8,16] P('data', None)`."""
   if not hasattr(x, "shape") or not hasattr(x, "dtype"):
     return type(x).__name__
   text = f"{x.dtype}[{','.join(map(str, x.shape))}]"

@@ -1,4 +1,4 @@
-"""Other layouts for leaves whose gradients are wrong, from the smallest change on."""
+"""Other layouts for leaves whose gradients are wrong, the smallest change first."""
 
 from __future__ import annotations
 
@@ -68,5 +68,5 @@ def relayouts(name: str, positions: Sequence[int], array: Any, where: NamedShard
 
 
 def cheapest(found: Sequence[Relayout]) -> list[Relayout]:
-  """From the fewest bytes more on, in steps of 1 MiB; of those that cost alike, the one that splits least."""
+  """In order of extra bytes, in steps of 1 MiB; among equals, those that split less come first."""
   return sorted(found, key=lambda r: (r.extra_bytes >> 20, sum(map(len, map(axes_of, r.sharding.spec)))))

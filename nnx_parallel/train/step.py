@@ -68,7 +68,7 @@ class _Step:
         found = mine[0]
         found.watch.look()
       elif not simple:
-        # The old binding may hold whole submodules that were replaced. Flags, though, are often flipped back.
+        # The old binding may keep replaced submodules alive. Flags are often flipped back, so those stay.
         self._bounds = [bound for bound in self._bounds if bound not in mine]
       reasons = tuple(changes)
     if found is None:
@@ -85,7 +85,7 @@ class _Step:
     return found
 
   def rebind(self) -> None:
-    """Forgets what is known of modules and programs; the next call looks at everything and compiles.
+    """Forgets modules and programs; the next call traverses the module and compiles.
 
     For the edits that a step does not notice: metadata of a Variable, and changes inside an object that is
     neither a module nor a list or dict.
@@ -118,14 +118,14 @@ class _Step:
 class TrainStep(_Step):
   """A compiled train step; made by `train_step`.
 
-  Threads may share one, each with models of its own.
+  Threads may share one, if each has its own models.
 
   Attributes:
     options: the loss function and the options it was made with.
     calls: how many steps were made.
     compiles: one entry for each compilation, with its reasons. More than one is worth a look. Compilations
       started by `compiled()` are not listed.
-    reduction: how the last compiled program reduces gradients between replicas, in words.
+    reduction: how the last compiled program reduces gradients between replicas.
   """
 
   def __init__(self, options: StepOptions):
@@ -207,7 +207,7 @@ class TrainStep(_Step):
     *,
     seed: int = 0,
     directions: int | None = None,
-    apart: bool = False,
+    by_group: bool = False,
     tries: int = 8,
   ) -> GradientCheck:
     """Checks that the gradients of this step are the derivatives of its loss; see `nxp.check_gradients`.
@@ -217,11 +217,11 @@ class TrainStep(_Step):
 
     Args:
       model: as in a call.
-      optimizer: as in a call; it says which Variables are trained.
+      optimizer: as in a call; its `wrt` selects the Variables.
       batch: as in a call.
       seed: of the directions.
       directions: how many; see `nxp.check_gradients`.
-      apart: look at each group of equal layers too.
+      by_group: compare each group of equal layers too.
       tries: how many other layouts to try for leaves that are wrong.
 
     Returns:
@@ -237,7 +237,9 @@ class TrainStep(_Step):
     found: dict[Any, GradientCheck] = {}
     for key, loss_fn in several.items():
       wrt = filters if key is None else {key: of_loss(key, filters)}
-      found[key] = checked(bound.subject(loss_fn, wrt, batch), seed, directions, apart=apart, tries=tries)
+      found[key] = checked(
+        bound.subject(loss_fn, wrt, batch), seed, directions, by_group=by_group, tries=tries
+      )
     return merged(found)
 
 
@@ -284,15 +286,14 @@ def train_step(
   the module between steps is trained on, and one that changes its structure compiles again, with the reason
   in `step.compiles`. Metadata of a Variable, and changes inside an object that is neither a module nor a list
   or dict, are not noticed: call `step.rebind()` after them. Where the optimizer was made from a plan, a layer
-  that was replaced is put where the plan says; new parameters are an error that says what to call.
+  that was replaced is put where the plan says; new parameters are an error with the call that works.
 
-  An array that somebody else also holds (a clone, a value read before) is copied, not donated under its
-  holder. A part of an array is not noticed: `x.addressable_shards[0].data` is deleted with `x` at the next
-  step, unless it was copied.
+  An array that has another holder (a clone, a value read before) is copied, not donated.
+  A shard that is held is not noticed: `x.addressable_shards[0].data` is deleted with `x` by the next step.
 
   A step returns, or leaves the model and the optimizer as they were: an exception such as Ctrl-C comes before
   or after the step, never in its midst. Where the program itself fails, the arrays that it had taken over are
-  lost; the error says so, and each later step is a `TrainError`. Restore a checkpoint then.
+  lost: the error has a note, and each later step is a `TrainError`. Restore a checkpoint then.
 
   Args:
     loss_fn: `loss_fn(model, batch)` returns `loss`, or `(loss, metrics)` with a dict. The loss and each
@@ -305,7 +306,7 @@ def train_step(
       products with weights, `"full"` its input only; or a policy of `jax.checkpoint_policies`. None, or
       `"as written"`: as the model says. A layer is the body of a scan, or what is under `nnx.remat`; where
       there is none, the first call is an error. See `with_remat`.
-    outputs: names of metrics that are arrays with the examples on dim 0, returned whole.
+    outputs: names of metrics that are arrays with the examples on dim 0, returned as they are.
     gradients: `"whole"` keeps gradients in the layout of their parameters; `"scattered"` (ZeRO-2) in that of
       their optimizer state, which saves memory, and reduces them in each microbatch. None: as the optimizer's
       plan says, scattered with `zero=2`.
@@ -347,7 +348,7 @@ def eval_step(loss_fn: LossFn, *, outputs: Sequence[str] = (), pairs: bool = Fal
 
   Args:
     loss_fn: as in `train_step`.
-    outputs: names of metrics that are arrays with the examples on dim 0, returned whole.
+    outputs: names of metrics that are arrays with the examples on dim 0, returned as they are.
     pairs: return `(sum, count)` pairs instead of means, to be added up over batches (`MetricSums`). A plain
       scalar counts for as many as the batch has examples.
 
@@ -414,14 +415,14 @@ def _check_objects(roots: Mapping[str, Any]) -> None:
 
 
 def _warn_unplaced(arrays: list[Any], batch: Any) -> None:
-  """Says that a batch is on no mesh: jax gives it whole to every device, and each computes all of it."""
+  """Warns of a batch that is on no mesh: jax replicates it, and each device computes all examples."""
   if all(x.sharding.mesh.size == 1 for x in arrays if _is_placed(x)):
     return
   leaves = jax.tree_util.tree_leaves_with_path(batch)
   loose = [path for path, leaf in leaves if jnp.ndim(leaf) and not _is_placed(leaf)]
   if loose:
     logger.warning(
-      "batch%s lies on no mesh, so every device computes all of its examples. Fix: step(model, optimizer,"
+      "batch%s is on no mesh, so every device computes all of its examples. Fix: step(model, optimizer,"
       " nxp.shard_batch(batch, plan))",
       jax.tree_util.keystr(loose[0]),
     )

@@ -54,7 +54,7 @@ class Subject:
   def arrays(self) -> list[Any]:
     """The arrays of all programs: those of the live objects, also what is in no Variable.
 
-    They are not kept here: a step copies an array that somebody else holds, instead of donating it.
+    They are not kept here: a step copies an array that has another holder, instead of donating it.
     """
     arrays = self.binding.with_raw(self.binding.read())
     for n, where in self.relaid.items():
@@ -182,7 +182,7 @@ class Subject:
     return self.by_device(slope=False)
 
   def gradients_by_device(self, *, whole: bool = False) -> Any:
-    """`(arrays, batch, seeds) -> rows`: the products of `reverse`, by a program that nobody partitions."""
+    """`(arrays, batch, seeds) -> rows`: the products of `reverse`, by a program without partitioning."""
 
     def local(loss: Differentiable, batch: Any, seeds: jax.Array) -> Any:
       terms_of = functools.partial(_loss_terms, loss.objective, loss.others, batch)
@@ -305,7 +305,7 @@ def _changed(change: Callable[[Any], Any], objective: Any) -> Any:
 
 
 def _abstract(x: Any, parts: int = 0) -> Any:
-  """The shape of an array, where it lies; or of one of some parts of it, anywhere."""
+  """The shape and sharding of an array; or the shape of one of some parts of it."""
   shape, dtype = jnp.shape(x), jnp.result_type(x)
   if parts:
     return jax.ShapeDtypeStruct((shape[0] // parts, *shape[1:]) if shape else (), dtype)

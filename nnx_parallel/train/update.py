@@ -159,7 +159,7 @@ def _check_state(optimizer: Any, model: Any, key: Any) -> None:
   try:
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
       needed = _shapes(jax.eval_shape(optimizer.tx.init, parameters))
-  except NEEDS_VALUES:  # nobody can say then what it would hold
+  except NEEDS_VALUES:  # abstract parameters do not give its shapes
     return
   held = _shapes(nnx.as_pure(optimizer.opt_state))
   padded = any(map(is_padded, variables(model).values()))  # then the two may count the padding differently

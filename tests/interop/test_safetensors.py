@@ -234,7 +234,7 @@ def test_a_failed_export_leaves_nothing(tmp_path, monkeypatch, moment):
   if moment == "before":
     usage = shutil.disk_usage(tmp_path)._replace(free=10)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage)
-    text = r"cannot export to [^:]*[^g]: the disk is full\.\n  the model needs 400 bytes, 10 are free"
+    text = r"cannot export to [^:]*[^g]: the disk is full\.\n  the export needs 400 bytes, 10 are free"
   else:
 
     def full(*_):

@@ -138,7 +138,7 @@ def test_equal_layouts_do_not_differ_even_for_other_reasons():
   )
   by_size = nxp.plan(lambda: nnx.Linear(8, 8, rngs=nnx.Rngs(0)), nxp.make_mesh(fsdp=8), nxp.fsdp(min_size=8))
   assert not by_name.diff(by_size)
-  assert str(by_name.diff(by_size)) == "the plans lay everything out alike."
+  assert str(by_name.diff(by_size)) == "the two layouts are equal."
 
 
 def test_a_difference_names_what_changed_once_for_all_layers():

@@ -67,24 +67,6 @@ def test_the_repr_is_one_line():
   )
 
 
-def test_unmatched_parameters_are_all_listed_with_the_nearest_rule():
-  rules = nxp.PathRules([(r"blocks\.\d+\.up\.kernal", (None, "tensor")), (r"blocks\.\d+\.norm\.scale", None)])
-
-  def plain():
-    return nnx.Dict(blocks=nnx.List([nnx.Dict(up=nnx.Linear(4, 4, rngs=nnx.Rngs(0)))]))
-
-  with pytest.raises(nxp.errors.ShardingError) as caught:
-    nxp.plan(plain, nxp.make_mesh(tensor=8), rules)
-  assert "2 parameters have no annotation and match no rule" in str(caught.value)
-  assert "blocks.0.up.kernel   (nearest rule: 'blocks\\\\.\\\\d+\\\\.up\\\\.kernal')" in str(caught.value)
-
-
-def test_rules_that_never_fire_are_noted():
-  rules = [nxp.PathRules([("kernel", None), ("kernal", None)], strict=False), nxp.replicate()]
-  plan = nxp.plan(lambda: nnx.Linear(4, 4, rngs=nnx.Rngs(0)), nxp.make_mesh(tensor=8), rules)
-  assert "note: path rule 'kernal' matches nothing" in str(plan)
-
-
 def test_a_named_kernel_is_extended_by_the_fallback_and_says_so():
   plan = nxp.plan(
     lambda: nnx.Linear(8, 16, rngs=nnx.Rngs(0), kernel_metadata=named(None, "mlp")),

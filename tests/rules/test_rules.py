@@ -67,7 +67,7 @@ def test_replace_leaves_the_original_alone():
   [
     (
       [None, "tensor"],
-      r"candidate 'tensor' can never be reached after None\.[\s\S]*whole\), which always fits",
+      r"candidate 'tensor' can never be reached after None\.[\s\S]*None, which always fits",
     ),
     (["tensor", "tensor"], "candidate 'tensor' can never be reached after 'tensor'"),
     (["data", ("data", "fsdp")], r"candidate \('data', 'fsdp'\) can never be reached after 'data'"),
@@ -114,7 +114,7 @@ def test_axes_are_checked_against_a_mesh():
   assert str(caught.value) == (
     "the rule for 'batch' can never apply: axis 'fsdp' is not in the mesh.\n"
     "  rule 'batch' -> ('data', 'fsdp'), mesh {'data': 8, 'fdsp': 1}\n"
-    "  Fix: did you mean 'fdsp'? Otherwise let the dim stay whole on such a mesh:"
+    "  Fix: did you mean 'fdsp'? Otherwise do not split the dim on such a mesh:"
     " batch=[('data', 'fsdp'), None]."
   )
 
@@ -229,7 +229,7 @@ def test_an_ellipsis_stands_for_whole_dims():
   assert str(caught.value) == (
     "path rule 'kernel' gives 2 names to out.kernel, an array of 1 dims.\n"
     "  names ('heads', ..., 'embed')\n"
-    "  Fix: write one entry for each dim (None: whole; ... stands for any number of whole dims), or put a"
+    "  Fix: write one entry for each dim (None: not split; ... stands for any number of these), or put a"
     " rule for it in front of this one."
   )
 
@@ -270,11 +270,11 @@ def test_a_fix_is_python_whatever_the_name():
   with pytest.raises(ShardingError) as caught:
     nxp.resolve_spec(("col-alias",), (8,), {"layers": 2}, LogicalRules())
   assert caught.value.fix == (
-    "Add a rule, LogicalRules({'col-alias': 'layers'}), or {'col-alias': None} to keep it whole."
+    "Add a rule, LogicalRules({'col-alias': 'layers'}), or {'col-alias': None} not to split it."
   )
   with pytest.raises(ShardingError, match=r"rules\.replace\(\{'a b': None\}\)"):
     nxp.resolve_spec(("a b",), (3,), {"x": 2}, LogicalRules({"a b": "x"}))
-  with pytest.raises(ShardingError, match=r"stay whole: \{'a b': \['x', None\]\}"):
+  with pytest.raises(ShardingError, match=r"do not split it: \{'a b': \['x', None\]\}"):
     nxp.resolve_spec((("x"), "a b"), (4, 4), {"x": 2}, LogicalRules({"a b": "x"}))
   with pytest.raises(ShardingError, match=r"Fix: PathRules\(\[\('\.\*kernel', None\)\]\)"):
     PathRules([("*kernel", None)])

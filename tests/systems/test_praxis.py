@@ -1,20 +1,12 @@
-"""What Praxis' `partition_spmd_model` gives: from one plan, on a plain module.
-
-The partitioned state, its specs, the input specs, a train and an eval step, the number of parameters; inputs
-by rank; padded variables that the model's code does not see; all but the state replicated; the state donated.
-"""
+"""The job of guide 21, with padded parameters, gives the numbers of one device in all that a step returns."""
 
 from __future__ import annotations
-
-import math
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import pytest
 from flax import nnx
-from jax.sharding import PartitionSpec as P
 
 import nnx_parallel as nxp
 from nnx_parallel.testing import assert_same_numbers, run_training, with_gradient_norms
@@ -78,26 +70,6 @@ def batch_of(examples=16, seed=0):
   }
 
 
-def test_one_plan_gives_what_praxis_partitions():
-  plan = partition()
-  model, optimizer = nxp.create_sharded_model(plan)
-  nxp.check_layout(model, plan, optimizer=optimizer)  # the partitioned state, as in its specs
-  assert plan["embed.embedding"].spec == P("model", None)
-  assert plan["optimizer/opt_state.0.mu.down.kernel"].spec == P("model", None)
-  assert plan.batch_spec(2) == P(("data", "model"), None)  # the input specs
-  assert plan.num_parameters() == VOCAB * WIDTH + (WIDTH * 64 + 64) + (64 * WIDTH + WIDTH)
-  step = nxp.train_step(loss_fn, outputs=("per_example",))
-  evaluate = nxp.eval_step(loss_fn, outputs=("per_example",))
-  batch = nxp.shard_batch(batch_of(), plan)
-  before = evaluate(model, batch)
-  after = [step(model, optimizer, batch) for _ in range(20)][-1]
-  assert float(after["loss"]) < 0.8 * float(before["loss"])
-  assert set(before) == set(after) == {"loss", "accuracy", "accuracy_by_class", "per_example"}
-  assert int(model.seen[...]) == 20  # other Variables are part of the state; evaluation leaves them alone
-  nxp.check_layout(model, plan, optimizer=optimizer)
-  assert len(step.compiles) == 1
-
-
 def test_steps_return_what_a_single_device_returns():
   mesh = nxp.make_mesh(data=1, model=1, devices=jax.devices()[:1])
   alone = nxp.plan(init, mesh, (LOGICAL, BY_RANK), optimizer=optax.adam(1e-2))
@@ -109,22 +81,6 @@ def test_steps_return_what_a_single_device_returns():
   assert results[0]["per_example"].shape == (16,)
   assert results[0]["accuracy_by_class"].shape == (CLASSES,)
   jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), *results)
-
-
-def test_everything_but_the_state_comes_out_replicated_and_the_state_is_donated():
-  plan = partition()
-  model, optimizer = nxp.create_sharded_model(plan)
-  step = nxp.train_step(loss_fn, outputs=("per_example",))
-  batch = nxp.shard_batch(batch_of(), plan)
-  metrics = step(model, optimizer, batch)
-  whole = {name: value.sharding.is_fully_replicated for name, value in metrics.items()}
-  assert whole.pop("per_example") in (True, False)  # as the compiler left it; one line replicates it
-  assert all(whole.values())
-  replicated = jax.device_put(metrics["per_example"], jax.NamedSharding(plan.mesh, P()))
-  assert replicated.sharding.is_fully_replicated
-  np.testing.assert_array_equal(nxp.to_host(metrics)["per_example"], replicated)
-  memory = step.lower(model, optimizer, batch).compile().memory_analysis()
-  assert memory.alias_size_in_bytes == plan.bytes_per_device()
 
 
 def test_padding_is_taken_off_before_the_models_code_and_changes_no_number():
@@ -143,27 +99,3 @@ def test_padding_is_taken_off_before_the_models_code_and_changes_no_number():
   tx = with_gradient_norms(optax.adam(1e-3))
   one = run_training(nxp.plan(init, mesh, (LOGICAL, BY_RANK), optimizer=tx), scalar, batches)
   assert_same_numbers("padded", one, many)
-
-
-def test_inputs_by_rank_and_a_missing_rank_shows_the_mapping():
-  plan = partition()
-  batch = nxp.shard_batch(batch_of(), plan)
-  assert batch["tokens"].sharding.shard_shape((16, LENGTH)) == (2, LENGTH)
-  assert batch["weights"].sharding.shard_shape((16,)) == (2,)
-  with pytest.raises(nxp.errors.ShardingError, match="no input rule for an array of 3 dims") as error:
-    nxp.shard_batch(np.zeros((16, 4, 4)), plan)
-  assert "InputRules(map_1d=('batch',), map_2d=('batch', None))" in str(error.value)
-  whole = partition(rules=(LOGICAL, nxp.InputRules.whole_mesh()))
-  assert whole.batch_spec(3) == P(("data", "model"), None, None)
-
-
-def test_the_number_of_parameters_counts_tied_weights_once_and_by_filter():
-  class Tied(nnx.Module):
-    def __init__(self, rngs):
-      self.a = nnx.Linear(8, 8, rngs=rngs)
-      self.b = self.a
-      self.norm = nnx.BatchNorm(8, rngs=rngs)
-
-  plan = nxp.plan(lambda: Tied(nnx.Rngs(0)), nxp.abstract_mesh(data=1024), nxp.replicate())
-  assert plan.num_parameters() == 8 * 8 + 8 + 2 * 8
-  assert sum(math.prod(leaf.shape) for leaf in plan.trainable(nnx.BatchStat).trained) == 2 * 8

@@ -55,15 +55,12 @@ def buffers(*objects):
   return {shard.data.unsafe_buffer_pointer() for x in leaves for shard in x.addressable_shards}
 
 
-@pytest.mark.parametrize("restored", [False, True])
-def test_the_first_step_reuses_the_buffers_after_a_restore_as_after_a_fresh_start(tmp_path, restored):
+def test_the_first_step_reuses_the_buffers_after_a_restore(tmp_path):
   """A restore that leaves arrays where donation cannot take them needs twice the memory, from step 1 on."""
   plan, model, optimizer = make(zero=1)
-  if restored:
-    with nxp.Checkpointer(tmp_path / "run") as checkpoints:
-      checkpoints.save(0, model, optimizer)
-      checkpoints.wait()
-      model, optimizer = checkpoints.restore(plan)
+  with nxp.Checkpointer(tmp_path / "run") as checkpoints:
+    checkpoints.save(0, model, optimizer)
+    model, optimizer = checkpoints.restore(plan)
   before = buffers(model, optimizer)
   step = nxp.train_step(loss_fn)
   step(model, optimizer, batch_of(plan))
@@ -75,15 +72,6 @@ def test_the_first_step_reuses_the_buffers_after_a_restore_as_after_a_fresh_star
   assert (
     memory.alias_size_in_bytes >= plan.bytes_per_device("optimizer") + plan.bytes_per_device("model") - 64
   )
-
-
-def test_random_state_is_updated_under_every_transform_of_the_step():
-  """No trace-level error: the step owns the split and the merge."""
-  plan, model, optimizer = make(Layer)
-  step = nxp.train_step(loss_fn, microbatches=2, remat="full")
-  for _ in range(2):
-    step(model, optimizer, batch_of(plan))
-  assert int(model.drop.rngs.count[...]) == 4
 
 
 @pytest.mark.parametrize("options", [{}, {"microbatches": 2, "remat": "full"}])
@@ -132,7 +120,7 @@ def test_the_layer_that_explicit_axes_stop_is_named():
     nxp.train_step(loss_fn)(model, optimizer, batch_of(plan))
   text = str(error.value)
   assert text.startswith("down (Linear, line")
-  assert "does not say how its result lies, which the Explicit axes of this mesh ask for" in text
+  assert "does not give the sharding of its result, which the Explicit axes of this mesh ask for" in text
   assert "Contracting dimensions are sharded" in text
   assert "Fix: a mesh with Auto axes (nxp.make_mesh without explicit=True)" in text
 

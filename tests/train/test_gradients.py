@@ -108,18 +108,6 @@ def test_fsdp_and_scattered_gradients_exchange_in_each_microbatch_and_say_why():
   assert {times for times, _ in gradient_exchanges(program, mesh, "data")} == {PARTS}
 
 
-def test_scattered_accumulators_lie_in_the_layout_of_the_optimizer_state():
-  """The carry of the scan is an eighth of each kernel, where whole gradients carry all of it."""
-  carries = {}
-  for gradients in ("whole", "scattered"):
-    program = compiled(*step_on({"data": 8}, zero=2, gradients=gradients))
-    loops = [line for line in program.as_text().splitlines() if " while(" in line]
-    carries[gradients] = "".join(loops)
-  assert f"f32[{WIDTH},{HIDDEN}]" in carries["whole"]
-  assert f"f32[{WIDTH},{HIDDEN // 8}]" in carries["scattered"]
-  assert f"f32[{WIDTH},{HIDDEN // 8}]" not in carries["whole"]
-
-
 @pytest.mark.parametrize(
   ("axes", "options"),
   [

@@ -15,7 +15,6 @@ import pytest
 from flax import nnx
 
 import nnx_parallel as nxp
-from nnx_parallel.report.program.collectives import collectives
 
 
 class Net(nnx.Module):
@@ -245,20 +244,8 @@ def test_a_value_on_one_device_is_an_error_with_its_path():
   step, batch = nxp.train_step(loss_fn), data(plan)
   step(model, optimizer, batch)
   model.up.kernel.set_value(jax.device_put(np.zeros((8, 16), np.float32), jax.devices()[3]))
-  with pytest.raises(
-    nxp.errors.TrainError, match=r"model.up.kernel lies on 1 device\(s\), and the model on 8"
-  ):
+  with pytest.raises(nxp.errors.TrainError, match=r"model.up.kernel is on 1 device\(s\), and the model on 8"):
     step(model, optimizer, batch)
-
-
-def test_another_batch_shape_says_so(caplog):
-  plan, model, optimizer = make()
-  step = nxp.train_step(loss_fn)
-  step(model, optimizer, data(plan))
-  with caplog.at_level(logging.INFO, "nnx_parallel"):
-    step(model, optimizer, data(plan, 32))
-  assert "batch['x']: float32[16,8]" in str(step.compiles[1])
-  assert "-> float32[32,8]" in caplog.text
 
 
 def laid_out_whole(model, batch):
@@ -286,13 +273,15 @@ def static(model, batch):
   ],
   ids=["shape", "dtype", "layout", "argument", "static value"],
 )
-def test_a_recompile_says_what_changed(change, reason):
+def test_a_recompile_says_what_changed(change, reason, caplog):
   plan, model, optimizer = make(tx=optax.sgd(0.1))
   step, batch = nxp.train_step(in_float32), data(plan)
   step(model, optimizer, batch)
-  step(model, optimizer, change(model, batch))
+  with caplog.at_level(logging.INFO, "nnx_parallel"):
+    step(model, optimizer, change(model, batch))
   assert len(step.compiles) == 2
   assert reason in str(step.compiles[1])
+  assert reason in caplog.text
 
 
 def in_float32(model, batch):
@@ -378,18 +367,12 @@ def test_a_deleted_array_is_named():
 def test_two_meshes_are_refused():
   plan, model, _ = make()
   _, _, other = make(mesh={"data": 4, "fsdp": 1, "tensor": 2})
-  with pytest.raises(nxp.errors.TrainError, match="lie on different meshes"):
+  with pytest.raises(nxp.errors.TrainError, match="are on different meshes"):
     nxp.train_step(loss_fn)(model, other, data(plan))
 
 
-class Adam:
-  """Not an nnx.Optimizer."""
-
-
-def test_what_is_not_a_module_is_refused():
+def test_models_without_an_optimizer_each_are_refused():
   plan, model, optimizer = make()
-  with pytest.raises(nxp.errors.TrainError, match="the step's optimizer is a Adam, not a live optimizer"):
-    nxp.train_step(loss_fn)(model, Adam(), data(plan))
   with pytest.raises(nxp.errors.TrainError, match="models and optimizers do not match"):
     nxp.train_step(loss_fn)((model, model), optimizer, data(plan))
 
@@ -439,7 +422,7 @@ MISTAKES = {
   ),
   "another mesh": (
     lambda step, model, optimizer: step(model, optimizer, elsewhere()),
-    r"batch\['x'\] does not lie on the model's mesh",
+    r"batch\['x'\] is not on the model's mesh",
     "nxp.shard_batch(batch, plan) with the plan of this model",
   ),
   "inside nnx.jit": (
@@ -617,8 +600,7 @@ def masked(model, batch):
   return pair, {"error": pair, "seen": weight.sum(), "per_example": error}
 
 
-@pytest.mark.parametrize("mesh", [{"data": 8, "fsdp": 1, "tensor": 1}, CUBE])
-@pytest.mark.parametrize("parts", [2, 4])
+@pytest.mark.parametrize(("mesh", "parts"), [({"data": 8, "fsdp": 1, "tensor": 1}, 2), (CUBE, 4)])
 def test_microbatches_equal_the_large_batch_exactly_weighted(mesh, parts):
   results = []
   for microbatches in (1, parts):
@@ -638,25 +620,6 @@ def test_microbatches_equal_the_large_batch_exactly_weighted(mesh, parts):
   replicas = mesh["data"]
   # A plain scalar is a mean over parts, whatever they hold; a pair is exact.
   np.testing.assert_allclose(split["seen"] * parts * replicas, whole["seen"], rtol=1e-6)
-
-
-def across(step, model, optimizer, batch, axis):
-  """How often each all-reduce over `axis` runs in one step."""
-  text = step.lower(model, optimizer, batch).compile().as_text()
-  found = collectives(text, dict(model.up.kernel.get_value().sharding.mesh.shape))
-  return [c.times for c in found if c.kind == "all-reduce" and axis in c.axes]
-
-
-@pytest.mark.parametrize("mesh", [{"data": 8, "fsdp": 1, "tensor": 1}, CUBE])
-def test_gradients_cross_the_replicas_once_however_many_microbatches(mesh):
-  plan, model, optimizer = make(mesh=mesh)
-  step = nxp.train_step(loss_fn, microbatches=4)
-  times = across(step, model, optimizer, data(plan, 64), "data")
-  # XLA may keep one all-reduce for the gradients that are split over fsdp and one for the others.
-  assert times
-  assert set(times) == {1}
-  if mesh["data"] == 8:
-    assert len(times) == 1
 
 
 def test_random_state_and_statistics_reduce_in_each_microbatch_and_say_so():
@@ -681,51 +644,14 @@ def test_microbatches_that_do_not_divide():
   assert "a global batch of 18" in str(error.value)
 
 
-def test_several_models_with_one_loss_train_those_with_an_optimizer():
-  plan, student, optimizer = make()
-  _, teacher, _ = make()
-  step = nxp.train_step(lambda m, b: ((m["student"](b["x"]) - m["teacher"](b["y"])) ** 2).mean())
-  before = kernel(teacher), kernel(student)
-  for _ in range(3):
-    step({"student": student, "teacher": teacher}, {"student": optimizer}, data(plan))
-  assert np.array_equal(before[0], kernel(teacher))
-  assert not np.array_equal(before[1], kernel(student))
-  assert len(step.compiles) == 1
-
-
-def test_a_dict_of_losses_trains_in_turn():
-  plan, gen, gen_opt = make(tx=optax.sgd(0.1))
-  _, disc, disc_opt = make(tx=optax.sgd(0.1))
-  losses = {
-    "gen": lambda m, b: (m["disc"](m["gen"](b["x"])) ** 2).mean(),
-    "disc": lambda m, b: ((m["disc"](m["gen"](b["x"])) - 1.0) ** 2).mean(),
-  }
-  step = nxp.train_step(losses)
-  metrics = step({"gen": gen, "disc": disc}, {"gen": gen_opt, "disc": disc_opt}, data(plan))
-  assert set(metrics) == {"gen/loss", "disc/loss"}
+def test_a_loss_without_an_optimizer_is_refused():
+  (plan, gen, optimizer), (_, disc, _) = make(), make()
+  step = nxp.train_step(dict.fromkeys(("gen", "disc"), lambda m, b: m["gen"](b["x"]).mean()))
   with pytest.raises(nxp.errors.TrainError, match="there is a loss for 'disc', and no optimizer"):
-    step({"gen": gen, "disc": disc}, {"gen": gen_opt}, data(plan))
+    step({"gen": gen, "disc": disc}, {"gen": optimizer}, data(plan))
 
 
-def test_only_what_wrt_names_is_trained():
-  class Adapted(nnx.Module):
-    def __init__(self, rngs):
-      self.up = nnx.Linear(8, 8, rngs=rngs)
-      self.lora = nnx.LoRA(8, 2, 8, rngs=rngs)
-
-    def __call__(self, x):
-      return self.up(x) + self.lora(x)
-
-  plan, model, optimizer = make(Adapted, wrt=nnx.LoRAParam, rules=nxp.fsdp(min_size=1), tx=optax.sgd(0.1))
-  before, b = kernel(model), np.asarray(model.lora.lora_b.get_value())
-  step = nxp.train_step(loss_fn)
-  step(model, optimizer, data(plan))
-  assert np.array_equal(before, kernel(model))
-  assert not np.array_equal(b, np.asarray(model.lora.lora_b.get_value()))
-
-
-@pytest.mark.parametrize("parts", [1, 2])
-@pytest.mark.parametrize("pairs", [False, True])
+@pytest.mark.parametrize(("parts", "pairs"), [(1, False), (2, True)])
 def test_diagnostics_are_the_norm_of_the_gradients_and_the_rate_of_the_update(parts, pairs):
   schedule = optax.linear_schedule(0.5, 0.0, 4)
   tx = optax.chain(

@@ -182,8 +182,6 @@ def test_moments_in_bfloat16_are_planned_so():
   plan = plan_on("dp x fsdp x tp", optax.adam(1e-2, mu_dtype=jnp.bfloat16))
   assert plan["optimizer/opt_state.0.mu.up.kernel"].dtype == jnp.bfloat16
   assert plan["optimizer/opt_state.0.nu.up.kernel"].dtype == jnp.float32
-  model, optimizer = train(plan, data(2))
-  nxp.check_layout(model, plan, optimizer=optimizer)
 
 
 def test_ema_is_the_average_of_the_parameters():

@@ -92,15 +92,10 @@ def program(plan, **options):
   return step.lower(plan, batch=nxp.shard_batch(data()[0], plan)).as_text()
 
 
-def test_scattered_gradients_say_so():
-  assert reduction(plan_on("dp", zero=2), gradients="scattered").endswith(SCATTERED)
-  once = reduction(plan_on("dp", zero=2), microbatches=1)
-  assert once == "once: one batch, into the layout of the optimizer state"
-
-
 def test_a_step_follows_the_stage_of_the_plan():
   one, two = plan_on("dp", zero=1), plan_on("dp", zero=2)
   assert reduction(two).endswith(SCATTERED)
+  assert reduction(two, microbatches=1) == "once: one batch, into the layout of the optimizer state"
   assert reduction(one) == reduction(two, gradients="whole") == "once, after the scan, over data, in float32"
   assert program(two) == program(two, gradients="scattered") != program(one)
   assert program(one) == program(one, gradients="whole") == program(two, gradients="whole")

@@ -178,16 +178,9 @@ class _Program:
       jaxpr = phase.program.jaxpr
       self.constants.update(zip(jaxpr.constvars, phase.program.consts, strict=True))
       names = dict(zip(jaxpr.invars, (made[i] for i in phase.reads), strict=True))
-      self.operations += [
-        Operation(
-          eqn.primitive,
-          eqn.params,
-          eqn.ctx,
-          tuple([_rename(value, names) for value in eqn.invars]),
-          tuple(eqn.outvars),
-        )
-        for eqn in jaxpr.eqns
-      ]
+      for eqn in jaxpr.eqns:
+        inputs = [_rename(value, names) for value in eqn.invars]
+        self.operations.append(_operation(eqn, inputs, eqn.outvars))
       made += [_rename(value, names) for value in jaxpr.outvars]
     self.results: list[Any] = [made[i] for i in outputs]
 
@@ -252,14 +245,20 @@ class _Program:
       self.constants[names[variable]] = constant
     operations: list[Operation] = []
     for eqn in inner.jaxpr.eqns:
-      read_by = tuple(_rename(value, names) for value in eqn.invars)
-      # The same body may be opened many times, so each copy gets variables of its own.
+      read_by = [_rename(value, names) for value in eqn.invars]
+      # The same body may be inlined many times, so each copy gets new variables.
       names.update((made, Value(made.aval)) for made in eqn.outvars)
-      made_by = tuple(names[made] for made in eqn.outvars)
-      operations.append(Operation(eqn.primitive, eqn.params, eqn.ctx, read_by, made_by, compiled=True))
+      made_by = [names[made] for made in eqn.outvars]
+      operations.append(_operation(eqn, read_by, made_by, compiled=True))
     results = [_rename(value, names) for value in inner.jaxpr.outvars]
     renamed.update(zip(call.outputs, results, strict=True))
     return operations
+
+
+def _operation(
+  eqn: Any, inputs: Iterable[Any], outputs: Iterable[Any], *, compiled: bool = False
+) -> Operation:
+  return Operation(eqn.primitive, eqn.params, eqn.ctx, tuple(inputs), tuple(outputs), compiled)
 
 
 def _comes_first(op: Operation, known: set[Any]) -> bool:
@@ -293,28 +292,10 @@ def _slice(
 ) -> Slice:
   numbers: dict[Any, int] = {}
   inputs: list[Any] = []
-  code: list[Hashable] = []
-  for op in operations:
-    operands: list[Hashable] = []
-    for value in op.inputs:
-      if isinstance(value, jex.Literal):
-        if op.compiled:
-          operands.append(keys.literal(value))
-          continue
-        inputs.append(value)
-        operands.append(("number", str(value.aval)))
-      elif value in numbers:
-        operands.append(numbers[value])
-      else:
-        numbers[value] = len(numbers)
-        inputs.append(value)
-        operands.append((numbers[value], str(value.aval)))
-    for value in op.outputs:
-      numbers[value] = len(numbers)
-    code.append((op.primitive, keys.params(op.params), keys.context(op.context), tuple(operands)))
+  code = keys.code(operations, numbers, inputs)
   results = tuple(program.results[i] for i in outputs)
   targets = tuple((s.spec, s.memory_kind, numbers[r]) for s, r in zip(shardings, results, strict=True))
-  return Slice(outputs, results, tuple(operations), tuple(inputs), (tuple(code), targets))
+  return Slice(outputs, results, tuple(operations), tuple(inputs), (code, targets))
 
 
 class _Keys:
@@ -351,17 +332,34 @@ class _Keys:
 
   def _body(self, body: Any) -> Hashable:
     jaxpr, constants = getattr(body, "jaxpr", body), getattr(body, "consts", ())
-    numbers: dict[Any, int] = {}
-    for value in (*jaxpr.constvars, *jaxpr.invars):
-      numbers[value] = len(numbers)
-    code: list[Hashable] = [str(value.aval) for value in numbers]
-    for eqn in jaxpr.eqns:
-      operands = tuple(self._operand(value, numbers) for value in eqn.invars)
-      for value in eqn.outvars:
-        numbers[value] = len(numbers)
-      code.append((eqn.primitive, self.params(eqn.params), self.context(eqn.ctx), operands))
-    results = tuple(self._operand(value, numbers) for value in jaxpr.outvars)
-    return tuple(code), results, tuple(map(id, constants))
+    numbers = {value: i for i, value in enumerate((*jaxpr.constvars, *jaxpr.invars))}
+    shapes = [str(value.aval) for value in numbers]
+    inner = [_operation(eqn, eqn.invars, eqn.outvars, compiled=True) for eqn in jaxpr.eqns]
+    code = self.code(inner, numbers, [])
+    results = tuple(
+      self.literal(value) if isinstance(value, jex.Literal) else numbers[value] for value in jaxpr.outvars
+    )
+    return tuple(shapes), code, results, tuple(map(id, constants))
 
-  def _operand(self, value: Any, numbers: dict[Any, int]) -> Hashable:
-    return self.literal(value) if isinstance(value, jex.Literal) else numbers[value]
+  def code(self, operations: Iterable[Operation], numbers: dict[Any, int], inputs: list[Any]) -> Hashable:
+    """The operations with numbers in place of variables; what none of them makes is added to `inputs`."""
+    code: list[Hashable] = []
+    for op in operations:
+      operands: list[Hashable] = []
+      for value in op.inputs:
+        if isinstance(value, jex.Literal):
+          if op.compiled:
+            operands.append(self.literal(value))
+            continue
+          inputs.append(value)
+          operands.append(("number", str(value.aval)))
+        elif value in numbers:
+          operands.append(numbers[value])
+        else:
+          numbers[value] = len(numbers)
+          inputs.append(value)
+          operands.append((numbers[value], str(value.aval)))
+      for value in op.outputs:
+        numbers[value] = len(numbers)
+      code.append((op.primitive, self.params(op.params), self.context(op.context), tuple(operands)))
+    return tuple(code)

@@ -20,7 +20,7 @@ from nnx_parallel.layout.show.text import grouped
 from nnx_parallel.layout.table import Table
 
 LARGE = 2**20
-"""Bytes above which a whole leaf is reported: 1 MiB, which is the `min_size` of `fsdp()` in float32."""
+"""Bytes above which a replicated leaf is reported: 1 MiB, which is the `min_size` of `fsdp()` in float32."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,7 +54,7 @@ class Replicated:
 
 @dataclasses.dataclass(frozen=True)
 class Audit(Shown, Sequence[Replicated]):
-  """The large leaves that stay whole, by bytes wasted; prints as a table, and is falsy when there are none.
+  """The large replicated leaves, by bytes wasted; prints as a table, and is falsy when there are none.
 
   Attributes:
     findings: the leaves, worst first.

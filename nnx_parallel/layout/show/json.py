@@ -137,7 +137,10 @@ def _dtype(name: str) -> Any:
 
 
 def _rules_to_json(rules: RuleSet) -> dict[str, Any]:
-  inputs = rules.inputs
+  inputs: Any = rules.inputs
+  if inputs is not None:
+    by_rank = {f"map_{rank}d": names for rank, names in inputs.by_rank.items()}
+    inputs = "whole mesh" if inputs.every_axis else by_rank
   return {
     "logical": dict(rules.logical),
     "unknown": rules.logical.unknown,
@@ -146,7 +149,7 @@ def _rules_to_json(rules: RuleSet) -> dict[str, Any]:
       {"strict": table.strict, "optional": table.optional, "rules": table.pairs()} for table in rules.paths
     ],
     "fallback": rules.fallback and dataclasses.asdict(rules.fallback),
-    "inputs": inputs and ("whole mesh" if inputs.every_axis else list(inputs.by_rank.items())),
+    "inputs": inputs,
   }
 
 
@@ -156,5 +159,5 @@ def _rules_from_json(data: Mapping[str, Any]) -> RuleSet:
     LogicalRules(data["logical"], unknown=data["unknown"], uneven=data["uneven"]),
     tuple(PathRules(table.pop("rules"), **table) for table in data["paths"]),
     fallback and Fallback(**fallback),
-    InputRules.whole_mesh() if inputs == "whole mesh" else inputs and InputRules(dict(inputs)),
+    InputRules.whole_mesh() if inputs == "whole mesh" else inputs and InputRules(**inputs),
   )

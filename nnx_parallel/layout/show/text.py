@@ -107,7 +107,7 @@ def _common_name(leaves: Sequence[LeafPlan]) -> str:
 
 
 def _optimizer_groups(plan: Table) -> list[tuple[str, list[LeafPlan]]]:
-  # Moments that lie exactly as their parameters do need one row for all of them.
+  # Moments with exactly the layout of their parameters share one row.
   parameters = plan.of("model")
   groups: dict[object, tuple[str, list[LeafPlan]]] = {}
   rest: list[LeafPlan] = []

@@ -238,7 +238,7 @@ def trace_workload(
     TrainError: no such remat policy, no layer for it, or gradients that cannot be scattered.
     ReportError: a step in place of its loss function.
   """
-  if hasattr(loss, "recipe"):
+  if hasattr(loss, "options"):
     raise ReportError(
       f"an estimate reads the loss function, and got a {type(loss).__name__}.",
       fix="memory_plan(plan, loss_fn, batch), with what train_step(loss_fn) was made from.",

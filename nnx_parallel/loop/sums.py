@@ -1,4 +1,4 @@
-"""Sums of metrics over steps or batches, kept on the devices until somebody reads them."""
+"""Sums of metrics over steps or batches, kept on the devices until they are read."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ import jax.numpy as jnp
 import numpy as np
 
 from nnx_parallel.errors import TrainError
+from nnx_parallel.loop.metrics import Record
 from nnx_parallel.train.losses import examples_in, wide
-from nnx_parallel.train.metrics import Record
 
 
 class MetricSums:
   """Exact means of metrics over many steps, without waiting for any of them.
 
   A `(sum, count)` pair is added as it is, so that what a step saw more of weighs more: steps made with
-  `train_step(..., pairs=True)` return pairs. A plain number is a mean, and weighs what `add` is told.
+  `train_step(..., pairs=True)` return pairs. A plain number is a mean, with the weight that `add` is given.
 
   Example:
     >>> import jax.numpy as jnp, nnx_parallel as nxp

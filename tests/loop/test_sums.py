@@ -14,7 +14,7 @@ import pytest
 from flax import nnx
 
 import nnx_parallel as nxp
-from nnx_parallel.train.timing import Goodput
+from nnx_parallel.loop.timing import Goodput
 
 
 def test_pairs_and_plain_numbers_are_weighted_exactly():

@@ -1,4 +1,4 @@
-"""What a run leaves behind: JSON lines or TensorBoard files, read back, and drawn as a picture."""
+"""The metrics of a run as files: JSON lines or TensorBoard, read back, and drawn as curves."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ class TensorBoardLog:
 
 
 def _keep(path: Path, records: Sequence[Record]) -> None:
-  """Replaces the file by these records; a kill leaves the file as it was, or whole."""
+  """Replaces the file by these records; a kill leaves the old file or the new one."""
   draft = path.with_name(f"{path.name}.tmp")
   with draft.open("w", encoding="utf-8") as file:
     file.writelines(map(_line, records))
@@ -204,7 +204,7 @@ def draw_curves(
 
   Args:
     records: as `read_metrics` gives them.
-    path: the picture; its ending says the format (`.png`, `.svg`, `.pdf`).
+    path: the picture; its suffix is the format (`.png`, `.svg`, `.pdf`).
     names: the metrics, one panel each.
     title: printed above.
 

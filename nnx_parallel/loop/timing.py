@@ -8,11 +8,11 @@ import math
 import time
 from collections.abc import Generator, Mapping
 
-from nnx_parallel.train.metrics import Record
+from nnx_parallel.loop.metrics import Record
 
 
 class StepClock:
-  """Step time and throughput over the last steps; the first step, which compiles, is kept apart.
+  """Step time and throughput over the last steps; the first step, which compiles, is separate.
 
   Args:
     window: how many of the last ticks are averaged.
@@ -68,7 +68,7 @@ class StepClock:
 class Goodput:
   """Wall time by what it was spent on, as seen from the host; goodput is the part spent on steps.
 
-  Made for `with` blocks that do not overlap; what lies between them is `other`. Steps run while the host does
+  Made for `with` blocks that do not overlap; the time between them is `other`. Steps run while the host does
   other things, so time waiting for data counts as lost only when the devices had run out of work; `fit`
   looks, and books it as `step` otherwise.
 
