@@ -396,12 +396,16 @@ def _result_names(
   arguments = {
     i.arguments: i.op_name for i in hlo.parse(done.whole).entry.instructions if i.opcode == "parameter"
   }
-  head = done.whole[: done.whole.find("\n")]
-  for place, number in _ALIASES.findall(hlo.after(head, "input_output_alias=")):
+  for place, number in _aliases(done.whole):
     name = arguments.get(number, "")
     if name:
       found[int(place or 0)] = names.get(name, name)
   return found
+
+
+def _aliases(text: str) -> list[tuple[str, str]]:
+  """Place of each result that takes an argument's memory, and the argument's number."""
+  return _ALIASES.findall(hlo.after(text.partition("\n")[0], "input_output_alias="))
 
 
 def _measured(figures: Chip | None, kind: str) -> Chip | None:
@@ -432,11 +436,9 @@ def _categories(memory: MemoryStats, need: int, known: Mapping[str, int]) -> dic
 
 
 def _arguments(program: hlo.Program, text: str, names: Mapping[str, str]) -> tuple[Argument, ...]:
-  head = text[: text.find("\n")] if text else ""
-  found = hlo.after(head, "input_output_alias=")
-  donated = {int(number) for _, number in _ALIASES.findall(found)}
+  donated = {number for _, number in _aliases(text)}
   arguments = [
-    Argument(names.get(i.op_name, i.op_name or i.name), i.bytes, not text or int(i.arguments) in donated)
+    Argument(names.get(i.op_name, i.op_name or i.name), i.bytes, not text or i.arguments in donated)
     for i in program.entry.instructions
     if i.opcode == "parameter"
   ]

@@ -204,7 +204,7 @@ def step_time(
   )
 
 
-def compiled_time(report: CompileReport, *, slice_size: int | None = None) -> StepTime | None:
+def compiled_time(report: CompileReport) -> StepTime | None:
   """Predicts the time of a compiled program by the same model, from its FLOPs, traffic and collectives.
 
   Returns:
@@ -213,7 +213,7 @@ def compiled_time(report: CompileReport, *, slice_size: int | None = None) -> St
   chip, cost = report.chip, report.cost
   if chip is None:
     return None
-  links = Links(report.axes, chip, slice_size)
+  links = Links(report.axes, chip)
   for c in report.collectives:
     links.add(c.axes, c.sent_bytes, c.times, hidden=c.overlapped)
   return StepTime(
