@@ -117,7 +117,10 @@ def test_a_batch_that_is_whole_on_each_device_is_pointed_out(fsdp):
   whole = dataclasses.replace(fsdp, peak=(largest, *fsdp.peak))
   text = too_small(whole, fsdp.memory.arguments)
   assert f"{shape} from model.py:7. If its first dim is the batch, all 1024 examples" in text
-  assert "though 8 devices share them: hold it, or what it is made from, with nxp.constrain(x" in text
+  assert (
+    "though 8 devices share them: constrain it, or the array that it is computed from, with nxp.constrain(x"
+    in text
+  )
   assert "If its first dim" not in too_small(fsdp, fsdp.memory.arguments)
 
 

@@ -92,7 +92,7 @@ def test_a_fault_is_printed_and_in_json_and_on_the_page(wrong):
 def test_the_same_with_a_whole_scale_is_right():
   found = scale_over_tensor(P())
   assert (found.faults, found.results.unknown) == ((), {})
-  assert "the program keeps its meaning: all 2 results are right." in str(found)
+  assert "Split over the devices, all 2 results are right." in str(found)
 
 
 def convolved(kernel, x):

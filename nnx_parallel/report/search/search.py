@@ -129,7 +129,7 @@ class SearchResult:
       raise ReportError(
         f"every layout that was compiled for {self.machine.text} computes wrong results.",
         details="\n".join(self.notes),
-        fix='hold what is computed there to one layout, nxp.constrain(x, "batch", ...), and search again; or'
+        fix='constrain that value to one layout, nxp.constrain(x, "batch", ...), and search again; or'
         " compile more layouts: search(..., compile_best=8).",
       )
     if self.best is None:
