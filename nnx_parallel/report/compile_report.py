@@ -23,11 +23,17 @@ from nnx_parallel.report.chips import Chip, chip_of
 from nnx_parallel.report.chips import chip as chip_named
 from nnx_parallel.report.program import hlo
 from nnx_parallel.report.program.collectives import Collective, collectives, totals
-from nnx_parallel.report.program.compiler import Compiled, MemoryStats, memory_stats, run_compiler
+from nnx_parallel.report.program.compiler import (
+  Compiled,
+  MemoryStats,
+  Reshard,
+  find_reshards,
+  memory_stats,
+  run_compiler,
+)
 from nnx_parallel.report.program.cost import Cost, cost
 from nnx_parallel.report.program.faults import Comparison, Fault, compare
 from nnx_parallel.report.program.peak import PeakBuffer, at_peak
-from nnx_parallel.report.program.reshards import Reshard, find_reshards
 from nnx_parallel.report.topology import topology_mesh
 from nnx_parallel.train.step import TrainStep
 

@@ -22,8 +22,7 @@ from nnx_parallel.report.budgets import assert_collectives, assert_fits
 from nnx_parallel.report.chips import chip
 from nnx_parallel.report.compile_report import _need, compile_report
 from nnx_parallel.report.program.collectives import KINDS
-from nnx_parallel.report.program.compiler import Compiled, MemoryStats, Shortage, run_compiler
-from nnx_parallel.report.program.reshards import find_reshards
+from nnx_parallel.report.program.compiler import Compiled, MemoryStats, Shortage, find_reshards, run_compiler
 from report import layouts
 
 

@@ -18,9 +18,8 @@ from jax.sharding import PartitionSpec as P
 import nnx_parallel as nxp
 from nnx_parallel.report.compile_report import compile_report
 from nnx_parallel.report.program import evaluate, hlo, thin
+from nnx_parallel.report.program.devices import group_labels, group_rows, read_tiling
 from nnx_parallel.report.program.faults import compare
-from nnx_parallel.report.program.groups import group_labels, group_rows
-from nnx_parallel.report.program.shardings import read_tiling
 
 SPLIT = Path(__file__).parent / "programs" / "split"
 BATCH = ("data", "fsdp")

@@ -21,8 +21,8 @@ from jax.extend import core
 
 from nnx_parallel.core.flow import Flow, Meeting, constraint, meeting, result_axes, shard_map_axes
 from nnx_parallel.core.jaxprs import CHECKPOINTS, called, nbytes, opened, scan_counts
+from nnx_parallel.report.chips import ENDLESS, traced_arithmetic
 from nnx_parallel.report.estimate.fusion import is_fused
-from nnx_parallel.report.program.arithmetic import ENDLESS, traced_arithmetic
 
 # Operations whose result has the values of their first operand, in another type, shape or order at most.
 _MOVES = frozenset((

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from nnx_parallel.report.program import hlo
-from nnx_parallel.report.program.groups import (
+from nnx_parallel.report.program.devices import (
   AxisFinder,
   AxisMatch,
   Labels,

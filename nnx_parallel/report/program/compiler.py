@@ -11,13 +11,14 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Generator
+from collections.abc import Generator, Mapping
 from typing import Any
 
 import jax
 from jax.experimental.compilation_cache import compilation_cache
 
 from nnx_parallel.errors import ReportError
+from nnx_parallel.report.program import hlo
 
 # The files of a dump that are read. The partitioner of TPU has another name; both dump the program before it
 # is split, and that of one device after.
@@ -31,6 +32,11 @@ _TEMPORARIES = re.compile(
   r"required for HLO temporaries \((?P<need>[\d.]+)(?P<unit>[KMGT])\) exceeds available HBM"
 )
 _TOTAL = re.compile(r"[Uu]sed (?P<need>[\d.]+)(?P<unit>[KMGT]) of (?P<limit>[\d.]+)[KMGT] hbm")
+_WARNING = re.compile(
+  r"Involuntary full rematerialization\. The compiler (?:cannot|was not able to) go from sharding "
+  r"(?P<before>.+?) to (?P<after>.+?) (?:efficiently|without)[^%]*"
+  r"%(?P<name>[\w.\-]+) = (?P<shape>\w+\[[\d,]*\])[^ ]* (?P<opcode>[\w\-]+)\((?P<rest>.*)"
+)
 _UNITS = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
 
@@ -59,6 +65,27 @@ class Shortage:
 
   bytes: int
   total: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class Reshard:
+  """One `Involuntary full rematerialization` warning of the partitioner.
+
+  Attributes:
+    op: the JAX name stack, or the HLO name where there is none.
+    source: `file.py:line`, or an empty string.
+    shape: dtype and dims as the compiler printed them, which may be one device's block.
+    bytes: of that shape.
+    before: the sharding it had, as the compiler writes it.
+    after: the sharding that was requested.
+  """
+
+  op: str
+  source: str
+  shape: str
+  bytes: int
+  before: str
+  after: str
 
 
 @dataclasses.dataclass(frozen=True)
@@ -146,6 +173,26 @@ def _shortage(error: RuntimeError) -> Shortage:
 def _largest(folder: pathlib.Path, kind: re.Pattern[str]) -> str:
   files = [file for file in folder.rglob("*.txt") if kind.search(file.name)]
   return max(files, key=lambda file: file.stat().st_size).read_text() if files else ""
+
+
+def find_reshards(log: str, frames: Mapping[int, str]) -> tuple[Reshard, ...]:
+  """The partitioner's warnings in a compiler's log, each once; `frames` are those of the program."""
+  found: list[Reshard] = []
+  for match in _WARNING.finditer(log):
+    op = hlo.op_name(match["rest"])
+    if not op and "fake_parameter" in match["rest"]:
+      continue  # a trial of the partitioner, repeated with the true operands
+    reshard = Reshard(
+      op=op or match["name"],
+      source=hlo.frame_of(match["rest"], frames),
+      shape=match["shape"],
+      bytes=sum(shape.bytes for shape in hlo.read_shapes(match["shape"])),
+      before=match["before"],
+      after=match["after"],
+    )
+    if reshard not in found:
+      found.append(reshard)
+  return tuple(found)
 
 
 @contextlib.contextmanager

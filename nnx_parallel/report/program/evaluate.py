@@ -21,8 +21,7 @@ import numpy.typing as npt
 from einops import rearrange
 
 from nnx_parallel.report.program import hlo, thin
-from nnx_parallel.report.program.groups import group_rows, pairs_of
-from nnx_parallel.report.program.shardings import Tiling, read_tiling
+from nnx_parallel.report.program.devices import Tiling, group_rows, pairs_of, read_tiling
 
 Array = npt.NDArray[Any]
 Value = Any

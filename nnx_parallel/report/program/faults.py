@@ -23,8 +23,8 @@ import numpy as np
 import numpy.typing as npt
 
 from nnx_parallel.report.program import hlo, thin
+from nnx_parallel.report.program.devices import Tiling, read_tiling, split_layouts
 from nnx_parallel.report.program.evaluate import ENDS, Evaluator, Finer, blocks, corners, place_of
-from nnx_parallel.report.program.shardings import Tiling, read_tiling, split_layouts
 
 Array = npt.NDArray[Any]
 _Projection = tuple[tuple[int, ...], Array]

@@ -18,8 +18,7 @@ from typing import NamedTuple
 
 from nnx_parallel.core.classes import Forest, Ratio
 from nnx_parallel.report.program import hlo
-from nnx_parallel.report.program.groups import group_rows
-from nnx_parallel.report.program.shardings import read_tiling
+from nnx_parallel.report.program.devices import group_rows, read_tiling
 
 # The fewest positions that a dim keeps in all, and on one device, where it has as many.
 _IN_ALL, _ON_ONE = 6, 2
