@@ -32,7 +32,7 @@ from nnx_parallel.report.program import hlo
 from nnx_parallel.report.program.compiler import run_compiler
 from nnx_parallel.report.program.devices import read_tiling, split_layouts
 from nnx_parallel.report.program.evaluate import literal
-from nnx_parallel.report.topology import machine, missing_compiler
+from nnx_parallel.report.topology import missing_compiler, read_machine
 
 OLD = jax.__version_info__ < (0, 12)
 
@@ -205,7 +205,7 @@ TABLE = np.random.default_rng(0).uniform(size=(1, 1000)).astype(np.float32)
 @pytest.fixture(scope="module", params=["cpu:8", "tpu:v5e:2x4"])
 def dumped(request):
   """What a compiler writes about a program that it splits over eight devices."""
-  missing = missing_compiler(machine(request.param))
+  missing = missing_compiler(read_machine(request.param))
   if missing and not request.param.startswith("cpu"):
     pytest.skip(str(missing))
   mesh = nxp.topology_mesh(request.param, data=8)

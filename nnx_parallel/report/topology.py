@@ -70,11 +70,11 @@ class Machine:
     return self.devices // self.slices
 
 
-def machine(text: str) -> Machine:
+def read_machine(text: str) -> Machine:
   """Reads the name of a topology; see the table at the top of this module.
 
   Example:
-    >>> machine("gpu:h100:32x8").devices
+    >>> read_machine("gpu:h100:32x8").devices
     256
   """
   here = _CPU.fullmatch(text)
@@ -144,7 +144,7 @@ def topology_mesh(text: str, *, explicit: bool = False, **axes: int) -> Mesh:
     >>> dict(topology_mesh("cpu:8", data=2, fsdp=-1).shape)
     {'data': 2, 'fsdp': 4}
   """
-  named = machine(text)
+  named = read_machine(text)
   missing = missing_compiler(named)
   if missing is not None:
     raise missing

@@ -39,7 +39,7 @@ from nnx_parallel.report.search.search import (
   search,
   searched_axes,
 )
-from nnx_parallel.report.topology import machine
+from nnx_parallel.report.topology import read_machine
 from nnx_parallel.train.remat import REMATS, with_remat
 from report import layouts
 
@@ -455,7 +455,7 @@ def test_a_search_ranks_what_surely_fits_before_what_perhaps_does(monkeypatch):
   big, options, fastest = sure_and_perhaps()
   small = dataclasses.replace(chip("v5e"), usable_bytes=int(fastest.memory_bytes * 1.3))
   monkeypatch.setattr(
-    nxp.report.search.search, "machine", lambda text: dataclasses.replace(machine(text), chip=small)
+    nxp.report.search.search, "read_machine", lambda text: dataclasses.replace(read_machine(text), chip=small)
   )
   found = search(init, loss, "tpu:v5e:1x1", batch=big, rules=RULES, optimizer=optax.sgd(0.1), **options)
   edge = small.usable_bytes / ERROR_BAND[1]
@@ -477,7 +477,7 @@ def test_a_winner_that_perhaps_fits_says_so(monkeypatch):
   options = {**options, "remat": "none", "max_microbatches": 1}
   small = dataclasses.replace(chip("v5e"), usable_bytes=int(fastest.memory_bytes * 1.3))
   monkeypatch.setattr(
-    nxp.report.search.search, "machine", lambda text: dataclasses.replace(machine(text), chip=small)
+    nxp.report.search.search, "read_machine", lambda text: dataclasses.replace(read_machine(text), chip=small)
   )
   found = search(init, loss, "tpu:v5e:1x1", batch=big, rules=RULES, optimizer=optax.sgd(0.1), **options)
   assert found.best.fits == "perhaps"
@@ -498,7 +498,7 @@ def test_a_layout_whose_program_computes_something_else_does_not_win(monkeypatch
     "nnx_parallel.report.search.search.compile_candidate",
     lambda task, c, _: dataclasses.replace(c, report=reported(faults=int(id(c) in wrong)), compiled=c.time),
   )
-  task = SearchInputs(init, loss, RULES, optax.sgd(0.1), big, machine("cpu:8"))
+  task = SearchInputs(init, loss, RULES, optax.sgd(0.1), big, read_machine("cpu:8"))
   tried, best, notes = compile_first(task, chosen, others)
   assert best is tried[0]
   assert tried[1].refused == "as compiled, of 2 results 1 are right, 1 WRONG"
@@ -529,7 +529,7 @@ def test_a_layout_that_surely_fits_wins_where_no_compiled_one_fits(monkeypatch):
     "nnx_parallel.report.search.search.compile_candidate",
     lambda task, c, _: dataclasses.replace(c, report=reported(fits=False), compiled=c.time),
   )
-  task = SearchInputs(init, loss, RULES, optax.sgd(0.1), big, machine("cpu:8"))
+  task = SearchInputs(init, loss, RULES, optax.sgd(0.1), big, read_machine("cpu:8"))
   chosen, others = found.fitting[:2], found.fitting[2:]
   _, best, notes = compile_first(task, chosen, others)
   assert best is others[0]

@@ -28,7 +28,7 @@ from nnx_parallel.report.estimate.roofline import StepTime, program_time, step_t
 from nnx_parallel.report.estimate.workload import parameter_parts, with_offload, with_zero
 from nnx_parallel.report.search.space import RuleVariant, Sizes, factorisations, rule_variants, searched_axes
 from nnx_parallel.report.tables import not_counted, results_text
-from nnx_parallel.report.topology import Machine, machine, missing_compiler
+from nnx_parallel.report.topology import Machine, missing_compiler, read_machine
 from nnx_parallel.rules.ruleset import Rules, RuleSet
 from nnx_parallel.train.remat import MARK_LAYERS, Remat
 from nnx_parallel.train.step import train_step
@@ -256,7 +256,7 @@ def search(
       details=f"compile_best={compile_best}",
       fix="search(..., optimizer=optax.adamw(1e-3), compile_best=...).",
     )
-  target = machine(topology)
+  target = read_machine(topology)
   refused: dict[str, int] = {}
   found: list[Candidate] = []
   tried = rule_variants(init, loss, rules, optimizer, batch, remats)
