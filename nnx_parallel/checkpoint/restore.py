@@ -33,13 +33,8 @@ def read(
 ) -> dict[str, dict[str, Array]]:
   """Reads all matched leaves, half a budget at a time, verifying one group while reading the next.
 
-  Args:
-    step_dir: of the step.
-    manifest: of the step.
-    diff: fits.
-    verify: `full` compares every value's digest and the contents of the metadata, `metadata` those of all
-      small files, `off` nothing; but for `off`, the sizes of the files too.
-    byte_budget: most bytes in flight.
+  `verify="full"` compares every value's digest and the contents of the metadata, `"metadata"` those of all
+  small files; both compare the sizes of the files too. `"off"` compares nothing.
 
   Returns:
     Arrays by item and the target's path.

@@ -82,7 +82,7 @@ def host_bytes_to_save(
 
 
 def load(step_dir: epath.Path, item: str | None, tree: Any, *, byte_budget: int, pad: bool) -> Any:
-  """Reads some arrays of one item, each process its own shards.
+  """Reads some arrays of one item by Orbax, each process its own shards.
 
   Args:
     step_dir: the step.
@@ -90,7 +90,7 @@ def load(step_dir: epath.Path, item: str | None, tree: Any, *, byte_budget: int,
     tree: shape, dtype and sharding wanted in place of each array, without a sharding for a numpy array;
       `PLACEHOLDER` in place of those that are not wanted.
     byte_budget: most bytes in flight.
-    pad: whether arrays may be larger than what is stored; the rest is zero.
+    pad: whether arrays may be larger than the stored ones; the rest is zero.
   """
   wanted = [leaf for leaf in jax.tree.leaves(tree) if isinstance(leaf, jax.ShapeDtypeStruct)]
   # Orbax refuses a shard that is as large as its budget.

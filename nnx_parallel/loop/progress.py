@@ -77,12 +77,7 @@ class StepProgress:
       self._console.print(f"{self._number(step)}  {self._text(values)}", markup=False)
 
   def note(self, step: int, text: str) -> None:
-    """Prints a line for a step, above the bar where there is one; nothing when quiet.
-
-    Args:
-      step: its number.
-      text: what happened, for example the metrics of an evaluation.
-    """
+    """Prints a line for a step, above the bar where there is one; nothing when quiet."""
     if not self._quiet:
       self._console.print(f"{self._number(step)}  {text}", markup=False)
 
