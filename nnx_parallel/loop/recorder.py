@@ -50,7 +50,14 @@ class EarlyStop:
       )
 
   def update(self, record: Mapping[str, Any]) -> bool:
-    """Updates the best value by a record; returns whether the run should end."""
+    """Updates the best value.
+
+    Args:
+      record: metrics by name; one without the watched metric does not count.
+
+    Returns:
+      Whether the run should end.
+    """
     if self.metric not in record:
       return False
     value = float(record[self.metric])
