@@ -43,12 +43,12 @@ def run(args: argparse.Namespace) -> int:
   from nnx_parallel.core.text import print_text
   from nnx_parallel.loop.loader import load_recipe
   from nnx_parallel.report.compile_report import compile_report
-  from nnx_parallel.report.topology import machine
+  from nnx_parallel.report.topology import read_machine
 
   recipe = load_recipe(args.recipe)
   sizes = options.mesh_sizes(recipe, args.mesh, args.rules)
   if args.topology:
-    sizes = fill(sizes, machine(args.topology).devices, asked=args.mesh is not None)
+    sizes = fill(sizes, read_machine(args.topology).devices, asked=args.mesh is not None)
   topology = args.topology or f"cpu:{math.prod(sizes.values())}"
   start_compiler(sizes, topology, args.devices)
   plan = options.make_plan(args, recipe, nxp.abstract_mesh(sizes))
