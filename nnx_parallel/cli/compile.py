@@ -38,7 +38,7 @@ def register(commands: options.Commands) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-  """Compiles and prints; the exit code tells whether the step fits and is right."""
+  """Compiles and prints; exit code 3: the step does not fit, or is wrong."""
   import nnx_parallel as nxp
   from nnx_parallel.core.text import print_text
   from nnx_parallel.loop.loader import load_recipe
@@ -62,7 +62,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def fill(sizes: options.Sizes, devices: int, *, asked: bool) -> options.Sizes:
-  """The mesh for a machine: -1 takes the rest; a mesh that was not asked for grows along its largest axis."""
+  """The mesh for a machine: -1 takes the rest; a recipe's own mesh grows along its largest axis."""
   filled = dict(sizes)
   if not asked and math.prod(sizes.values()) != devices and -1 not in sizes.values():
     filled[max(sizes, key=lambda axis: sizes[axis])] = -1

@@ -50,7 +50,7 @@ def register(commands: options.Commands) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-  """Searches and prints; the exit code tells whether a layout fits."""
+  """Searches and prints; exit code 3: no layout fits."""
   from nnx_parallel.core.text import print_text
   from nnx_parallel.loop.loader import load_recipe
   from nnx_parallel.report.search.search import search
