@@ -384,7 +384,9 @@ def test_headers_that_lie(tmp_path, lie):
   file.write_bytes(length.to_bytes(8, "little") + text + bytes(12))
   if header is None:
     os.truncate(file, (6 << 30) + 100)  # which takes no room on the disk
-  with pytest.raises(CheckpointError, match=r"m\.safetensors is not a complete safetensors file: .*\n  Fix: "):
+  with pytest.raises(
+    CheckpointError, match=r"m\.safetensors is not a complete safetensors file: .*\n  Fix: "
+  ):
     read_tensors(file)
 
 
