@@ -194,7 +194,7 @@ class _Pair:
       except Finer as needed:
         self._finer.setdefault(needed.node, {})[needed.dim] = needed.step
         self._thinning = thin.Thinning([self._whole, self._split], self._finer)
-    self.lost.add("slices at positions of their own")
+    self.lost.add("slices at unaligned positions")
     nothing = (None,) * len(self._whole.entry.root.shapes)
     return nothing, nothing
 
@@ -255,7 +255,7 @@ class _Pair:
     if not self._unequal:
       return None
     at = self._unequal[0]
-    what = "not the same on all devices, though out_specs of a shard_map says so: a psum is missing in it"
+    what = "different between devices, though out_specs of a shard_map call it replicated: a psum is missing"
     return _Origin(at.op_name, self._whole.source(at), at.name, what=what)
 
   def origin(self, *, signed: bool) -> _Origin | None:
