@@ -25,10 +25,7 @@ os.environ["NPROC"] = "32"
 PATIENCE = "--xla_cpu_collective_call_terminate_timeout_seconds=600"
 # readline, which pytest loads, hands the terminal's size on to the workers: tables would take it.
 os.environ.pop("COLUMNS", None)
-# LLVM's optimizations cost a quarter of the suite's processor time, and its programs run for milliseconds.
-# jax's own tests leave them out too. XLA's passes, its partitioner among them, are as users have them.
-QUICK = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
-os.environ["XLA_FLAGS"] = " ".join([*others, f"{FLAG}={DEVICES}", PATIENCE, QUICK])
+os.environ["XLA_FLAGS"] = " ".join([*others, f"{FLAG}={DEVICES}", PATIENCE])
 
 
 def processor() -> str:
@@ -52,6 +49,9 @@ import pytest  # noqa: E402
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
+# LLVM's optimizations cost a quarter of the suite's processor time, and its programs run for milliseconds.
+# XLA's passes, its partitioner among them, are as users have them. tests/create compares bits: it has all.
+jax.config.update("jax_disable_most_optimizations", True)
 
 
 def relaxed(update: Callable[..., Any]) -> Callable[..., Any]:
