@@ -11,11 +11,9 @@ with epy.lazy_api_imports(globals()):
   from nnx_parallel.checkpoint.checkpointer import Checkpointer
   from nnx_parallel.core.mesh import abstract_mesh, describe_mesh, make_mesh
   from nnx_parallel.create.cache import compilation_cache
-  from nnx_parallel.create.constructor import create_sharded_model
-  from nnx_parallel.create.explain import CreationReport, creation_report
+  from nnx_parallel.create.constructor import create_sharded_model, unsharded
   from nnx_parallel.create.layout_check import check_layout
   from nnx_parallel.create.reshard import from_arrays, reshard
-  from nnx_parallel.create.unsharded import unsharded
   from nnx_parallel.errors import NnxParallelError, NnxParallelWarning
   from nnx_parallel.hosts.data import batches, shard_batch
   from nnx_parallel.hosts.fetch import to_host
@@ -28,7 +26,9 @@ with epy.lazy_api_imports(globals()):
   from nnx_parallel.layout.sharded_optimizer import ShardedOptimizer
   from nnx_parallel.loop.check_step import StepCheck, StepDifference, check_step
   from nnx_parallel.loop.fit import FitResult, fit
+  from nnx_parallel.loop.metrics import MetricsLog, TensorBoardLog, read_metrics
   from nnx_parallel.loop.recorder import EarlyStop
+  from nnx_parallel.loop.sums import MetricSums, evaluate
   from nnx_parallel.report.budgets import assert_collectives, assert_fits
   from nnx_parallel.report.chips import Chip, chip
   from nnx_parallel.report.compile_report import CompileReport, compile_report
@@ -38,7 +38,7 @@ with epy.lazy_api_imports(globals()):
   from nnx_parallel.report.search.search import SearchResult, search
   from nnx_parallel.report.topology import topology_mesh
   from nnx_parallel.rules import presets
-  from nnx_parallel.rules.fallback import error, fsdp, replicate
+  from nnx_parallel.rules.fallback import fsdp, replicate, require_names
   from nnx_parallel.rules.inputs import InputRules
   from nnx_parallel.rules.logical import LogicalRules
   from nnx_parallel.rules.paths import PathRules
@@ -47,20 +47,16 @@ with epy.lazy_api_imports(globals()):
   from nnx_parallel.train.gradient_check import GradientCheck, GradientLook
   from nnx_parallel.train.hold import with_right_gradients
   from nnx_parallel.train.loss_scale import loss_scale_of, with_loss_scale
-  from nnx_parallel.train.metrics import MetricsLog, TensorBoardLog, read_metrics
   from nnx_parallel.train.precision import Precision
-  from nnx_parallel.train.quantized import quantized
   from nnx_parallel.train.remat import with_remat
   from nnx_parallel.train.rng import fold_rng_over_axis
   from nnx_parallel.train.step import EvalStep, TrainStep, eval_step, train_step
-  from nnx_parallel.train.sums import MetricSums, evaluate
   from nnx_parallel.train.wrappers import ema_of, skip_nonfinite, with_ema, with_masters
 
 __all__ = [
   "Checkpointer",
   "Chip",
   "CompileReport",
-  "CreationReport",
   "EarlyStop",
   "EvalStep",
   "FitResult",
@@ -99,10 +95,8 @@ __all__ = [
   "compile_report",
   "constrain",
   "create_sharded_model",
-  "creation_report",
   "describe_mesh",
   "ema_of",
-  "error",
   "errors",
   "eval_step",
   "evaluate",
@@ -118,9 +112,9 @@ __all__ = [
   "plan_page",
   "predict_time",
   "presets",
-  "quantized",
   "read_metrics",
   "replicate",
+  "require_names",
   "reshard",
   "resolve_spec",
   "search",

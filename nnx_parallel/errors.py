@@ -1,8 +1,7 @@
-"""The exceptions of this package: one formatter, one root.
+"""The exceptions of this package.
 
-Every message says what failed and where, shows the values that were seen, and ends with the call
-that works. Catch `NnxParallelError` for all of them; each subclass is also the builtin that callers
-already catch for that kind of mistake (`ValueError`, ...).
+Every message has what failed and where, the values that were seen, and the call that works. All are
+subclasses of `NnxParallelError`, and of the builtin for that kind of mistake (`ValueError`, ...).
 """
 
 from __future__ import annotations
@@ -76,7 +75,7 @@ class ReportError(NnxParallelError, RuntimeError):
 
 
 class NnxParallelWarning(UserWarning):
-  """Something that works, but probably not as meant, for example a large parameter that stays whole.
+  """Something that works, but probably not as meant, for example a large parameter that is replicated.
 
   Silence it with `warnings.filterwarnings("ignore", category=NnxParallelWarning)`, or make it an error with
   `"error"`.

@@ -1,4 +1,4 @@
-"""Checks for test suites: that a layout is as planned, and that training on it gives the same numbers."""
+"""Checks for test suites: a layout is as planned, and training on it gives the same numbers."""
 
 from __future__ import annotations
 
@@ -23,7 +23,6 @@ __all__ = [
   "assert_golden_plan",
   "assert_same_numbers",
   "assert_same_training",
-  "gradient_norms",
   "run_training",
   "with_gradient_norms",
 ]
@@ -44,8 +43,8 @@ class GradientNorms(NamedTuple):
 def with_gradient_norms(tx: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
   """Keeps the norm of each gradient that the optimizer was given, for `run_training` to read.
 
-  This is what a step really did: with the reductions between replicas, the microbatches and their weights.
-  Losses alone do not show it, because Adam trains alike with gradients that are wrong by a factor.
+  These are the gradients after the reductions between replicas and over microbatches. Losses alone do not
+  show gradients that are wrong by a factor, because Adam trains the same with them.
 
   Args:
     tx: the transformation to wrap; outermost.
@@ -79,12 +78,12 @@ def with_gradient_norms(tx: optax.GradientTransformation) -> optax.GradientTrans
 
 @dataclasses.dataclass(frozen=True)
 class Training:
-  """What a run of `run_training` gave.
+  """The result of `run_training`.
 
   Attributes:
     losses: one for each step.
-    norms: dotted path -> norm of the gradient of the last batch, after the last step; before it, as the
-      optimizer got it, when there is a history.
+    norms: dotted path -> norm of the gradient of the last batch: after the last step, or, when there is a
+      history, in the last step.
     history: dotted path -> norm of the gradient in each step, as the optimizer got it; empty when the plan's
       optimizer is not one of `with_gradient_norms`.
   """
@@ -134,37 +133,19 @@ def run_training(
   batch: Any = None
   for host in batches:
     batch = nxp.shard_batch(host, plan)
-    # Waited for: simulated devices share few threads, which many programs in flight can starve.
+    # Each step is waited for: simulated devices share few threads, which many programs in flight can starve.
     losses.append(float(step(model, optimizer, batch)["loss"]))
     if recorded:
       history.append(np.asarray(optimizer.opt_state.norms[...]))
-  if not history:
-    return Training(np.array(losses), gradient_norms(loss_fn, model, batch, wrt=plan.wrt), {})
+  if not recorded:  # the gradients after the last step, on a copy that is not changed by them
+    copy = nnx.clone(model)
+    optimizer = nnx.Optimizer(copy, with_gradient_norms(optax.set_to_zero()), wrt=plan.wrt)
+    nxp.train_step(loss_fn)(copy, optimizer, batch)
   paths = [path_str(path) for path, _ in nnx.to_flat_state(nnx.state(model, plan.wrt))]
-  by_path = dict(zip(paths, np.array(history).T, strict=True))
-  return Training(np.array(losses), {path: float(norms[-1]) for path, norms in by_path.items()}, by_path)
-
-
-def gradient_norms(
-  loss_fn: Callable[[Any, Any], Any], model: nnx.Module, batch: Any, *, wrt: Any = nnx.Param
-) -> dict[str, float]:
-  """The norm of each parameter's gradient: what Adam hides when it is wrong by a factor.
-
-  Args:
-    loss_fn: as for `train_step`, whose gradients these are.
-    model: a live module; unchanged.
-    batch: one placed batch.
-    wrt: which Variables to differentiate.
-
-  Returns:
-    Dotted path -> norm.
-  """
-  copy = nnx.clone(model)
-  optimizer = nnx.Optimizer(copy, with_gradient_norms(optax.set_to_zero()), wrt=wrt)
-  nxp.train_step(loss_fn)(copy, optimizer, batch)
-  paths = [path_str(path) for path, _ in nnx.to_flat_state(nnx.state(model, wrt))]
-  norms: Any = optimizer.opt_state.norms
-  return dict(zip(paths, map(float, norms[...]), strict=True))
+  last: Any = optimizer.opt_state.norms  # pyright: ignore[reportAttributeAccessIssue]
+  norms = dict(zip(paths, map(float, last[...]), strict=True))
+  by_path = dict(zip(paths, np.array(history).T, strict=True)) if history else {}
+  return Training(np.array(losses), norms, by_path)
 
 
 def assert_same_training(
@@ -189,7 +170,7 @@ def assert_same_training(
     **options: for the `train_step` of the plans; the single device gets whole batches.
 
   Returns:
-    Name -> what it gave; the single-device run is `"one device"`.
+    Name -> result; the single-device run is `"one device"`.
 
   Raises:
     AssertionError: which layout, which step or leaf, and both values.
@@ -229,7 +210,7 @@ def assert_same_numbers(name: str, one: Training, many: Training, *, rtol: float
   """Asserts that two runs on the same batches have the same losses and gradient norms.
 
   Args:
-    name: what the second run is called in messages.
+    name: of the second run, for messages.
     one: the run on one device.
     many: the run to check.
     rtol: relative tolerance; a gradient that is zero but for rounding is measured against all gradients.

@@ -82,12 +82,12 @@ CALLS = {
   ),
   "a value read in init": (
     lambda: nxp.plan(lambda: nnx.Dict(scale=float(jnp.ones(3).sum())), MESH()),
-    "init asks for the value of an array",
+    "init needs the value of an array",
     "np.sqrt in place of jnp.sqrt",
   ),
   "an array for numpy in init": (
     lambda: nxp.plan(lambda: nnx.Param(np.asarray(jnp.ones(3))), MESH()),
-    "init asks for the value of an array",
+    "init needs the value of an array",
     "compute with numpy",
   ),
   "rules that were not called": (

@@ -6,7 +6,7 @@ import atexit
 import concurrent.futures
 import contextlib
 import functools
-import operator
+import json
 import os
 import threading
 import warnings
@@ -19,27 +19,21 @@ import jax
 import numpy as np
 from etils import epath
 
-from nnx_parallel.checkpoint import (
-  encoding,
-  folders,
-  manifest,
-  multihost,
-  restore,
-  save,
-  targets,
-)
-from nnx_parallel.checkpoint.catalog import Catalog, Place, Retention, absolute, as_step
+from nnx_parallel.checkpoint import encoding, folders, manifest, multihost, restore, save, targets
+from nnx_parallel.checkpoint.catalog import Catalog, Retention, absolute, as_step, newest_first, one_of, whole
 from nnx_parallel.checkpoint.damage import DamagedError, VanishedError, vanished
 from nnx_parallel.checkpoint.diff import Diff, Target, as_names, compare
 from nnx_parallel.checkpoint.manifest import Manifest
 from nnx_parallel.checkpoint.relayout import no_mesh
 from nnx_parallel.checkpoint.targets import Only, Remap
+from nnx_parallel.core.nodes import value_of
 from nnx_parallel.errors import CheckpointError
+from nnx_parallel.layout.plan import ShardingPlan
 
 _RESERVED = ("model", "optimizer")
 
 _UNFINISHED: set[Checkpointer] = set()
-"""Those whose background save is running or has failed: kept alive, so that its error is raised."""
+"""Objects with a background save that is running or has failed: kept alive, so that its error is raised."""
 
 _LIVE: weakref.WeakSet[Checkpointer] = weakref.WeakSet()
 
@@ -72,7 +66,7 @@ class Checkpointer:
     restored: the `Manifest` of the step that the last `restore` took; None before the first.
 
   Raises:
-    CheckpointError: an option that means nothing, or a path that is a file.
+    CheckpointError: an option without a meaning, or a path that is a file.
 
   Example:
     >>> import tempfile
@@ -102,12 +96,12 @@ class Checkpointer:
     self.restored: Manifest | None = None
     retention = Retention(max_to_keep, keep_every, best, best_mode, keep_best)
     self._catalog = Catalog(self.directory, retention)
-    self._asynchronous, self._verify = asynchronous, _checked(verify)
+    self._asynchronous, self._verify = asynchronous, one_of("verify", verify, restore.VERIFY)
     self._byte_budget = _checked_bytes("byte_budget", byte_budget, least=0)
     self._chunk_bytes = None if chunk_bytes is None else _checked_bytes("chunk_bytes", chunk_bytes, least=1)
     self._pool = concurrent.futures.ThreadPoolExecutor(1, "nnx_parallel-checkpoint")
     self._pending: concurrent.futures.Future[None] | None = None
-    self._saving: int | None = None  # where the run is once `_pending` is done, if that is elsewhere
+    self._saving: int | None = None  # the step of the run once `_pending` is done, if it changes
     self._position: int | None = None  # the step that this run resumed from or saved last
     self._restored_step: int | None = None
     self._closed = False
@@ -115,7 +109,7 @@ class Checkpointer:
     atexit.register(self._at_exit)
     # atexit comes too late to finish a background save: by then Python starts no more threads, and Orbax
     # needs them. Only this hook comes earlier; the error, if any, is left for atexit to raise.
-    finish = functools.partial(_if_alive, weakref.WeakMethod(self._drain))
+    finish = functools.partial(_if_alive, weakref.WeakMethod(self._await_pending))
     threading._register_atexit(finish)  # pyright: ignore
     _LIVE.add(self)
 
@@ -141,12 +135,12 @@ class Checkpointer:
   ) -> None:
     """Saves the state of a run as one step, completely or not at all.
 
-    The step follows the one that this object restored into a target or saved last, and else the newest there
-    is. Where newer steps lie that the run did not resume from, a smaller one is refused.
+    The step follows the one that this object restored into a target or saved last, and otherwise the newest.
+    A smaller step is refused where the directory holds newer ones that the run did not resume from.
 
-    Says before it starts, in the log at INFO, how many bytes the step has and how much host memory this
-    process will need. Ctrl-C ends the wait for a save, not the save: `wait`, `close` and the next save finish
-    it. Padded arrays are cut to their logical shape first, which takes a copy of them.
+    The log has at INFO, before the start, the bytes of the step and the host memory that this process will
+    need. Ctrl-C ends the wait for a save, not the save: `wait`, `close` and the next save finish it. Padded
+    arrays are cut to their logical shape first, which takes a copy of them.
 
     Args:
       step: not negative.
@@ -157,8 +151,8 @@ class Checkpointer:
       extra: more trees of arrays (`"ema"`), or JSON values (`"data"`), by name.
       metrics: numbers; `best` compares them.
       plan: the plan of model and optimizer, to be kept as a record.
-      overwrite: whether to replace the step; the old one is there until the new one is complete. A step that
-        this run has not come to keeps its place: adding a metric to it does not make it the newest.
+      overwrite: whether to replace the step; the old one stays until the new one is complete. A step that
+        this run has not reached keeps its place: adding a metric to it does not make it the newest.
 
     Raises:
       CheckpointError: the step exists, or newer ones of another run do; a leaf cannot be stored, the disk
@@ -171,15 +165,14 @@ class Checkpointer:
           f"cannot save step {step}: this Checkpointer was closed.",
           fix=f"make another: Checkpointer({os.fspath(self.directory)!r}).",
         )
-      request = multihost.together(
-        lambda: save.Request(
+      with multihost.together():
+        request = save.Request(
           as_step(step),
           *_content(model, optimizer, only, extra),
           _numbers(metrics or {}),
-          targets.plan_json(plan),
+          _plan_json(plan),
           overwrite,
         )
-      )
       save.require_same(self.directory, request)
       self._pool.submit(int).result()  # starts the thread: an interrupt during the start would lose it
       started = concurrent.futures.Future[bool]()
@@ -204,11 +197,12 @@ class Checkpointer:
     if pending is None:
       return
     try:
-      multihost.together(pending.result)
+      with multihost.together():
+        pending.result()
       if self._saving is not None:
         self._position = self._saving
     finally:
-      if pending.done():  # else an interrupt ended the wait, and the save is still to be waited for
+      if pending.done():  # else an interrupt ended the wait, and the save goes on
         self._pending = None
         _UNFINISHED.discard(self)
 
@@ -251,7 +245,8 @@ class Checkpointer:
     Raises:
       CheckpointError: no such step, or its manifest cannot be read.
     """
-    return multihost.together(lambda: self._catalog.manifest(self._catalog.resolve(step)))
+    with multihost.together():
+      return self._catalog.manifest(self._catalog.resolve(step))
 
   # Restoring.
 
@@ -290,7 +285,7 @@ class Checkpointer:
     """
     record = self.metadata(step)
     names, choose = targets.split_only(only)
-    goal = self._goal(target, record, weight_map, optimizer, as_numpy, choose)
+    goal = _goal(target, record, weight_map, optimizer=optimizer, as_numpy=as_numpy, choose=choose)
     return self._compare(record, goal, only=names, skip=skip, rename=rename, cast=cast)
 
   def restore(
@@ -309,9 +304,9 @@ class Checkpointer:
   ) -> Any:
     """Restores a step into the target's layout; the layout it was saved in does not matter.
 
-    Says before it reads, in the log at INFO, how many bytes of arrays and how much host memory that takes.
-    The next `save` of this object follows the step that was restored into a target: look at other steps of a
-    run with another Checkpointer.
+    The log has at INFO, before the start, the bytes to read and the host memory that they take. The next
+    `save` of this object follows the step that was restored into a target: look at other steps of a run with
+    another Checkpointer.
 
     Args:
       target: a plan; a module or `nnx.State`, whose values are replaced; a pytree of
@@ -323,7 +318,7 @@ class Checkpointer:
       rename: path in the target, or its start, to the saved one.
       cast: whether one float dtype may become another.
       weight_map: how saved leaves make up the target's, as a `WeightMap`: layers stacked or cut, dims
-        transposed, split or merged. Patterns above are then about the saved paths.
+        transposed, split or merged. The patterns above then match the saved paths.
       optimizer: `"restore"`, `"drop"` (leave it, and return the model only) or, with a plan, `"fresh"` (make
         a new one).
       on_corrupt: `"error"`, or `"fallback"` to take the newest good step, with a warning.
@@ -335,24 +330,21 @@ class Checkpointer:
     Raises:
       CheckpointError: no such step, leaves that do not fit, or damage, all named.
     """
-    names, filtered = targets.split_only(only)
-    choose: dict[str, Any] = {
-      "only": names,
-      "skip": as_names(skip, "skip"),
-      "rename": rename,
-      "cast": cast,
-    }
+    names, choose = targets.split_only(only)
     with no_mesh():
       self.wait()
-      multihost.together(
-        lambda: self._check_choices(target, choose, weight_map, optimizer, on_corrupt, as_numpy, filtered)
-      )
+      with multihost.together():
+        by_name = {"only": names, "skip": as_names(skip, "skip"), "rename": rename, "cast": cast}
+        one_of("on_corrupt", on_corrupt, ("error", "fallback"))
+        if target is None:
+          self._require_no_target_options(
+            as_numpy, rename=rename, cast=cast, weight_map=weight_map, optimizer=optimizer, choose=choose
+          )
 
       def attempt(record: Manifest) -> Any:
-        goal = multihost.together(
-          lambda: self._goal(target, record, weight_map, optimizer, as_numpy, filtered)
-        )
-        return self._fill(goal, record, choose)
+        with multihost.together():
+          goal = _goal(target, record, weight_map, optimizer=optimizer, as_numpy=as_numpy, choose=choose)
+        return self._fill(goal, record, **by_name)
 
       found = self._try_steps(step, on_corrupt, attempt)
       if target is not None:
@@ -381,9 +373,11 @@ class Checkpointer:
     with no_mesh():
       self.wait()
       chosen = self._restored_step if step is None else step
-      number = multihost.together(lambda: self._catalog.resolve(chosen))
+      with multihost.together():
+        number = self._catalog.resolve(chosen)
       with self._there(number):
-        record = multihost.together(lambda: self._catalog.manifest(number))
+        with multihost.together():
+          record = self._catalog.manifest(number)
         if name in record.extra:
           return encoding.read_json(record.extra[name])
         if name not in record.items:
@@ -394,13 +388,12 @@ class Checkpointer:
           )
         if target is None and not as_numpy:
           raise _no_target(self.directory)
-
-        def asked() -> Target:
+        with multihost.together():
           if target is None:
-            return targets.as_saved(record, name)
-          return targets.read(target, optimizer="drop", as_numpy=as_numpy, item=name)
-
-        return self._fill(multihost.together(asked), record, {})
+            goal = targets.as_saved(record, name)
+          else:
+            goal = targets.read(target, optimizer="drop", as_numpy=as_numpy, item=name)
+        return self._fill(goal, record)
 
   def verify(self, step: int | str | None = None) -> dict[str, str]:
     """Checks every value and file of a step. A folder without its manifest is a step too.
@@ -412,9 +405,10 @@ class Checkpointer:
       A description by file or leaf; empty when the step is sound.
 
     Raises:
-      CheckpointError: no such step, or another process removed or replaced it meanwhile.
+      CheckpointError: no such step, or another process removed or replaced it during the check.
     """
-    number = multihost.together(lambda: self._catalog.resolve(step, whole=False))
+    with multihost.together():
+      number = self._catalog.resolve(step, whole=False)
     found = self._catalog.identity(number)
     problems = self._problems(number)
     if any(multihost.added_up([bool(problems) and self._catalog.identity(number) != found])):
@@ -426,16 +420,35 @@ class Checkpointer:
   def _run(self, request: save.Request, started: concurrent.futures.Future[bool]) -> None:
     """Makes a save. `started` gets True once it has begun to write, and False if it cannot begin.
 
-    It has a thread of its own, so Ctrl-C ends the wait for it and not the save. Orbax, interrupted while it
-    starts to write, would leave threads that go on writing and meet the next save.
+    It runs on a thread, so Ctrl-C ends the wait for it and not the save. Orbax, interrupted while it starts
+    to write, would leave threads that keep writing and collide with the next save.
     """
+    friendly = functools.partial(folders.friendly_errors, f"save step {request.step}", self.directory)
+    place = None
     with contextlib.ExitStack() as stack:
       stack.callback(lambda: started.done() or started.set_result(False))
-      finish = self._start(stack, request)
+      with multihost.together(), friendly():
+        if jax.process_index() == 0:
+          self.directory.mkdir(parents=True, exist_ok=True)
+          stack.enter_context(folders.writer_lock(self.directory))
+          folders.recover(self.directory)
+          place = self._catalog.place(request.step, self._position, overwrite=request.overwrite)
+          folders.check_space(self.directory, request.content.nbytes)
+      self._saving = request.step if place is not None and place.time is None else None
+      with multihost.together(), friendly():
+        finish = save.write(
+          self.directory,
+          request,
+          place=place,
+          chunk_bytes=self._chunk_bytes,
+          byte_budget=self._byte_budget,
+          background=self._asynchronous,
+        )
       self._restored_step = None
       started.set_result(True)
       try:
-        folders.friendly_errors(finish, f"save step {request.step}", self.directory)
+        with friendly():
+          finish()
       except CheckpointError:
         save.abandon(self.directory, request.step)
         raise
@@ -443,34 +456,7 @@ class Checkpointer:
         for problem in folders.delete_steps(self.directory, self._catalog.expired):
           warnings.warn(f"step {request.step} is saved, but {problem}", stacklevel=2)
 
-  def _start(self, stack: contextlib.ExitStack, request: save.Request) -> Callable[[], None]:
-    def open_for_writing() -> Place | None:
-      return self._open_for_writing(stack, request) if jax.process_index() == 0 else None
-
-    def write() -> Callable[[], None]:
-      return save.write(
-        self.directory,
-        request,
-        place=place,
-        chunk_bytes=self._chunk_bytes,
-        byte_budget=self._byte_budget,
-        background=self._asynchronous,
-      )
-
-    doing = f"save step {request.step}"
-    place = multihost.together(lambda: folders.friendly_errors(open_for_writing, doing, self.directory))
-    self._saving = request.step if place is not None and place.time is None else None
-    return multihost.together(lambda: folders.friendly_errors(write, doing, self.directory))
-
-  def _open_for_writing(self, stack: contextlib.ExitStack, request: save.Request) -> Place:
-    self.directory.mkdir(parents=True, exist_ok=True)
-    stack.enter_context(folders.writer_lock(self.directory))
-    folders.recover(self.directory)
-    place = self._catalog.place(request.step, self._position, overwrite=request.overwrite)
-    folders.check_space(self.directory, request.content.nbytes)
-    return place
-
-  def _drain(self) -> None:
+  def _await_pending(self) -> None:
     if self._pending is not None:
       concurrent.futures.wait([self._pending])
 
@@ -483,75 +469,41 @@ class Checkpointer:
     folder = self._catalog.folder(record.step)
     return compare(record, goal, folder=folder, byte_budget=self._byte_budget, **choose)
 
-  def _fill(self, goal: Target, record: Manifest, choose: MappingType[str, Any]) -> Any:
-    """Restores a step into what a target asks for."""
-
-    def compared() -> Diff:
-      diff = self._compare(record, goal, **choose)
+  def _fill(self, goal: Target, record: Manifest, **by_name: Any) -> Any:
+    """Restores a step into a target."""
+    with multihost.together():
+      diff = self._compare(record, goal, **by_name)
       diff.require()
-      return diff
-
-    diff = multihost.together(compared)
     names = "\n".join(f"{leaf.name} {leaf.target.shape}" for leaf in diff.matches)
     multihost.require_same("what to restore", f"step {record.step}\n{names}")
-    arrays = restore.read(
-      self._catalog.folder(record.step), record, diff, verify=self._verify, byte_budget=self._byte_budget
-    )
-    return goal.build(targets.merge(arrays, diff.values))
+    folder = self._catalog.folder(record.step)
+    arrays = restore.read(folder, record, diff, verify=self._verify, byte_budget=self._byte_budget)
+    return goal.build({x: {**arrays.get(x, {}), **diff.values.get(x, {})} for x in (*arrays, *diff.values)})
 
-  def _check_choices(
-    self,
-    target: object,
-    choose: MappingType[str, Any],
-    weight_map: Remap | None,
-    optimizer: str,
-    on_corrupt: str,
-    as_numpy: bool,
-    filtered: object,
-  ) -> None:
-    if on_corrupt not in ("error", "fallback"):
-      raise CheckpointError(f"on_corrupt={on_corrupt!r} is unknown.", fix='pass "error" or "fallback".')
-    if target is not None:
-      return
+  def _require_no_target_options(self, as_numpy: bool, **given: Any) -> None:
+    """Refuses options of `restore` that need a target."""
     if not as_numpy:
       raise _no_target(self.directory)
-    given = {"rename": choose["rename"], "cast": choose["cast"], "weight_map": weight_map}
-    given |= {"optimizer": optimizer != "restore", "filter as only": filtered is not None}
+    given["optimizer"] = given["optimizer"] != "restore"
+    given["filter as only"] = given.pop("choose") is not None
     if unused := [name for name, value in given.items() if value]:
       raise CheckpointError(
         f"restore(as_numpy=True) without a target takes no {unused[0]}=: it returns what was saved.",
         fix="only= and skip= choose leaves by their paths; pass a target for the rest.",
       )
 
-  def _goal(
-    self,
-    target: object,
-    record: Manifest,
-    weight_map: Remap | None,
-    optimizer: str,
-    as_numpy: bool,
-    filtered: object,
-  ) -> Target:
-    """What the arguments of `restore` ask for of a step."""
-    if target is None:
-      return targets.as_saved(record)
-    goal = targets.read(target, optimizer=optimizer, as_numpy=as_numpy, record=record, choose=filtered)
-    return weight_map.through(goal) if weight_map else goal
-
   def _problems(self, step: int) -> dict[str, str]:
-    """What `verify` returns."""
     folder = self._catalog.folder(step)
     try:
-      record = multihost.together(lambda: self._catalog.manifest(step))
+      with multihost.together():
+        record = self._catalog.manifest(step)
     except DamagedError as error:
       return {manifest.FILE: error.what}
-    problems = multihost.together(lambda: restore.damaged_files(folder, record, record.files))
-    if any(manifest.is_no_file(folder / name) for name in problems):
-      return problems  # to read a pipe would be to wait for its writer
-    with no_mesh():
-      for name, error in restore.check_values(folder, record, byte_budget=self._byte_budget):
-        if error is not None:
-          problems[name] = error.what
+    with multihost.together():
+      problems = restore.damaged_files(folder, record, record.files)
+    if not any(manifest.is_no_file(folder / name) for name in problems):  # opening a pipe would block
+      with no_mesh():
+        problems |= restore.check_values(folder, record, byte_budget=self._byte_budget)
     return problems
 
   @contextlib.contextmanager
@@ -566,22 +518,25 @@ class Checkpointer:
       raise
 
   def _try_steps(self, step: int | str | None, on_corrupt: str, attempt: Callable[[Manifest], Any]) -> Any:
-    number = multihost.together(lambda: self._catalog.resolve(step))
+    with multihost.together():
+      number = self._catalog.resolve(step)
     older: list[int] | None = None
     while True:
       try:
         with self._there(number):
-          record = multihost.together(functools.partial(self._catalog.manifest, number))
+          with multihost.together():
+            record = self._catalog.manifest(number)
           result = attempt(record)
       except VanishedError:
         if step not in (None, "latest", "best"):
           raise
-        number, older = multihost.together(lambda: self._catalog.resolve(step)), None
-      except CheckpointError as error:
-        if on_corrupt == "error" or not isinstance(error, DamagedError):
+        with multihost.together():
+          number, older = self._catalog.resolve(step), None
+      except DamagedError as error:
+        if on_corrupt == "error":
           raise
         if older is None:  # not before: it reads the headers
-          older = [other for other in reversed(self._catalog.newest_first()) if other < number]
+          older = [other for other in reversed(newest_first(self._catalog.headers())) if other < number]
         if not older:
           raise
         warnings.warn(f"step {number} was passed over: {error.what}", stacklevel=3)
@@ -589,6 +544,16 @@ class Checkpointer:
       else:
         self.restored, self._restored_step = record, number
         return result
+
+
+def _goal(
+  target: object, record: Manifest, weight_map: Remap | None, *, optimizer: str, as_numpy: bool, choose: Any
+) -> Target:
+  """The leaves of a step that the arguments of `restore` name."""
+  if target is None:
+    return targets.as_saved(record)
+  goal = targets.read(target, optimizer=optimizer, as_numpy=as_numpy, record=record, choose=choose)
+  return weight_map.through(goal) if weight_map else goal
 
 
 def _forget_finished(checkpointer: Checkpointer, pending: concurrent.futures.Future[None]) -> None:
@@ -599,7 +564,7 @@ def _forget_finished(checkpointer: Checkpointer, pending: concurrent.futures.Fut
 def _content(
   model: object, optimizer: object, only: Only | None, extra: MappingType[str, object] | None
 ) -> tuple[save.Content, dict[str, encoding.Json]]:
-  """What is saved, and the JSON values among `extra`."""
+  """The arrays to save, and the JSON values among `extra`."""
   roots = targets.saved_roots(model, optimizer, only)
   values: dict[str, encoding.Json] = {}
   for name, value in (extra or {}).items():
@@ -608,30 +573,26 @@ def _content(
         f"extra={{{name!r}: ...}} cannot be used as a name.", fix="use another identifier."
       )
     leaves, _ = targets.flatten(value)
-    tree = targets.tree_to_save(leaves)
-    if any(isinstance(leaf, (jax.Array, np.ndarray)) for leaf in tree.leaves.values()):
-      roots[name] = tree
+    if any(isinstance(value_of(leaf), (jax.Array, np.ndarray)) for leaf in leaves.values()):
+      roots[name] = leaves
     else:
       values[name] = encoding.check_json(value, path=f"extra[{name!r}]")
-  return save.prepare(roots), values
+  return save.encode(roots), values
+
+
+def _plan_json(plan: object) -> encoding.Json:
+  if plan is not None and not isinstance(plan, ShardingPlan):
+    raise CheckpointError(f"plan={plan!r} is not a ShardingPlan.", fix="pass what nxp.plan(...) returned.")
+  return None if plan is None else json.loads(plan.to_json())
 
 
 def _checked_bytes(name: str, value: object, *, least: int) -> int:
-  try:
-    number = operator.index(value)  # pyright: ignore[reportArgumentType]
-  except TypeError:
-    number = -1
-  if isinstance(value, bool) or number < least:
+  number = whole(value, least=least)
+  if number is None:
     raise CheckpointError(
       f"{name}={value!r} is not a number of bytes from {least} up.", fix=f"{name}=256 << 20 is 256 MiB."
     )
   return number
-
-
-def _checked(verify: str) -> str:
-  if verify not in restore.VERIFY:
-    raise CheckpointError(f"verify={verify!r} is unknown.", fix='pass "full", "metadata" or "off".')
-  return verify
 
 
 def _numbers(metrics: MappingType[str, object]) -> dict[str, float]:

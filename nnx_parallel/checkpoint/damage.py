@@ -1,21 +1,21 @@
 """Errors of steps that are damaged, removed, or cannot be read at the moment.
 
-Only damage lets a restore take an older step instead. A limit on open files or a missing permission says
-nothing about the files.
+Only damage lets a restore take an older step instead. A limit on open files or a missing permission is no
+damage.
 """
 
 from __future__ import annotations
 
 import errno
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from etils import epath
 
 from nnx_parallel.errors import CheckpointError
 
 _NUMBERS = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EACCES, errno.EPERM, errno.ESTALE})
-# TensorStore's names of the same.
-_WORDS = ("RESOURCE_EXHAUSTED", "PERMISSION_DENIED", "Too many open files", "Cannot allocate memory")
+# What TensorStore writes for the same.
+_TEXTS = ("RESOURCE_EXHAUSTED", "PERMISSION_DENIED", "Too many open files", "Cannot allocate memory")
 
 
 class DamagedError(CheckpointError):
@@ -44,20 +44,28 @@ def vanished(step_dir: epath.Path) -> VanishedError:
   )
 
 
+def causes(error: BaseException | None) -> Iterator[BaseException]:
+  """An error, what caused it, and so on."""
+  while error is not None:
+    yield error
+    error = error.__cause__ or error.__context__
+
+
 def raise_transient(error: BaseException, what: str) -> None:
   """Raises when the cause of an error is this machine and not the checkpoint.
 
   Raises:
     CheckpointError: what could not be read, and why.
   """
-  cause: BaseException | None = error
-  while cause is not None and not (
-    isinstance(cause, MemoryError) or (isinstance(cause, OSError) and cause.errno in _NUMBERS)
-  ):
-    cause = cause.__cause__ or cause.__context__
-  if cause is not None or any(word in str(error) for word in _WORDS):
+  found = (
+    cause
+    for cause in causes(error)
+    if isinstance(cause, MemoryError) or (isinstance(cause, OSError) and cause.errno in _NUMBERS)
+  )
+  cause = next(found, None)
+  if cause is not None or any(text in str(error) for text in _TEXTS):
     raise CheckpointError(
       f"cannot read {what}: {cause.strerror if isinstance(cause, OSError) else type(error).__name__}.",
       details=str(error)[:300],
-      fix="see to the cause and try again; this is no sign of damage.",
+      fix="remove the cause and try again; this is no sign of damage.",
     ) from error

@@ -1,9 +1,10 @@
 """Digests of an array's logical blocks that do not depend on how the array is laid out.
 
 Each element's bits are mixed with its position and the results are summed modulo 2**32, block by block. A
-block is a range of the global array, of about `BLOCK_BYTES`, fixed by the array's shape alone. A sum does not
-care about order, so shards are digested where they are, without communication, and only a few numbers per
-device travel. The same values give the same digests on any mesh, any process count, and on the host.
+block is a range of the global array, of about `BLOCK_BYTES`, fixed by the array's shape alone. A sum has no
+order, so each device digests its own shards, and only a few numbers per device are sent. The same values give
+the same digests on any mesh, any process count, and on the host.
+
 A change within one 32-bit word (an element of up to four bytes, half of one of eight) always changes its
 block's digest. Other damage passes with a probability of about 2**-32, also structured damage such as the
 same bit flipped in several elements. That guards against rot, not malice.
@@ -58,9 +59,9 @@ def digest(array: Array, shape: Shape | None = None, block: Shape | None = None)
   """Digests an array's global value, block by block.
 
   Args:
-    array: any dtype whose items are whole bytes; not a typed key. Of a `jax.Array` each device reads only
+    array: any dtype with items of one byte or more; not a typed key. Of a `jax.Array` each device reads only
       its own shard. Host arrays are digested on the CPU.
-    shape: logical global shape; what lies beyond it is padding and does not count.
+    shape: logical global shape; the rest is padding and does not count.
     block: from `block_shape`; None takes the whole array as one.
 
   Returns:
@@ -92,10 +93,9 @@ def digest(array: Array, shape: Shape | None = None, block: Shape | None = None)
 def digest_later(array: Array, block: Shape) -> Callable[[], jax.Array]:
   """Starts `digest`, so that a training loop need not wait for it.
 
-  What has to be done before the array is donated or changed is done at once. On GPUs and TPUs that is all
-  but the waiting: programs queue up on the device. CPUs would do the work here, on the cores of the caller,
-  or let it wait for the programs before. So there the shards are only kept, as the views of their memory by
-  which Orbax writes them too: jax donates no buffer that has a view.
+  The array may be donated or changed as soon as this returns. On GPUs and TPUs the programs are in the
+  device's queue by then. On CPUs the work would take the caller's cores, so it is done later, on views of the
+  shards' memory, as Orbax writes them: jax donates no buffer that has a view.
 
   Args:
     array: see `digest`.
@@ -114,7 +114,7 @@ def digest_later(array: Array, block: Shape) -> Callable[[], jax.Array]:
   """
   if isinstance(array, np.ndarray) or not (on_cpu(array.sharding) and array.is_fully_addressable):
     parts = digest(array, block=block)
-    # Here, because all processes have to run this program in the same order among their others.
+    # Not later: all processes must run this program in the same order among their others.
     parts = parts if parts.is_fully_addressable else _sum_everywhere(parts.sharding.mesh)(parts)
     return lambda: parts
   shape, layout, wide = array.shape, auto_layout(array.sharding), array.dtype.itemsize > 4
@@ -131,7 +131,7 @@ def digest_later(array: Array, block: Shape) -> Callable[[], jax.Array]:
 
 
 def totals(parts: jax.Array) -> tuple[int, ...]:
-  """Waits for what `digest` returned, and adds up what this process has: a number per block, in C order."""
+  """Waits for what `digest` returned, and adds up this process's share: a number per block, in C order."""
   rows = [parts]
   if not (parts.is_fully_addressable or parts.is_fully_replicated):
     rows = [shard.data for shard in parts.addressable_shards]
@@ -148,7 +148,7 @@ def host_device() -> Any:
 
 
 def block_ranges(index: int, shape: Shape, block: Shape) -> str:
-  """Where a block lies, as `[0:8, 0:16]`; empty when there is only one.
+  """The place of a block, as `[0:8, 0:16]`; empty when there is only one.
 
   Args:
     index: of the block, in C order.
@@ -209,7 +209,7 @@ def _digest_shards(layout: NamedSharding, full: Shape, shape: Shape, block: Shap
   def local(part: jax.Array) -> jax.Array:
     offsets = [_index(entry, mesh) * jnp.uint32(size) for entry, size in zip(names, part.shape, strict=True)]
     counts = jnp.uint32(1)
-    for axis in free:  # replicas share the work where a dim divides; elsewhere one of them does it
+    for axis in free:  # replicas share the work where a dim divides; otherwise the first does it
       size, mine = mesh.shape[axis], jax.lax.axis_index(axis).astype(jnp.uint32)
       dim = next((dim for dim in range(ndim) if part.shape[dim] % size == 0), None)
       if dim is None:
@@ -307,35 +307,29 @@ def _sum_by_tile(
   matrix = array.reshape(-1, columns)
   place = [_outer(jnp.add, part).reshape(-1) for part in (places[:split], places[split:])]
   kept = [_outer(jnp.multiply, part).reshape(-1) for part in (inside[:split], inside[split:])]
-  rows, height = matrix.shape[0], max(1, _TILE // columns)
-  tiles, rest = divmod(rows, height)
+  rows = matrix.shape[0]
+  height = min(rows, max(1, _TILE // columns))
 
-  def tile(start: Any, count: int) -> jax.Array:
+  def add_tile(i: jax.Array, sums: jax.Array) -> jax.Array:
+    start = jnp.minimum(i * height, rows - height)  # the last tile may overlap the one before
+
     def cut(array: jax.Array) -> jax.Array:
-      return jax.lax.dynamic_slice_in_dim(array, start, count)
+      return jax.lax.dynamic_slice_in_dim(array, start, height)
 
     # The bits are taken here: outside the loop that would be a copy of the array.
     words = _device_words(cut(matrix)).astype(jnp.uint32)
     mixed = _mix(words ^ (cut(place[0])[:, None] + place[1][None]))
-    return mixed * (cut(kept[0])[:, None] * kept[1][None])
+    mixed = mixed * (cut(kept[0])[:, None] * kept[1][None])
+    return jax.lax.dynamic_update_slice_in_dim(sums, _sum(mixed, 1), start, 0)
 
-  if not leading:
-    begin = jnp.zeros((height, columns), jnp.uint32)
-    mixed = jax.lax.fori_loop(0, tiles, lambda i, sums: sums + tile(i * height, height), begin)
-    return _sum(mixed, 0) + _sum(tile(tiles * height, rest), 0)
-
-  def put(sums: jax.Array, start: Any, count: int) -> jax.Array:
-    return jax.lax.dynamic_update_slice_in_dim(sums, _sum(tile(start, count), 1), start, 0)
-
-  sums = jnp.zeros(rows, jnp.uint32)
-  sums = jax.lax.fori_loop(0, tiles, lambda i, sums: put(sums, i * height, height), sums)
-  return _sum(put(sums, tiles * height, rest).reshape(array.shape[:split]), leading)
+  sums = jax.lax.fori_loop(0, -(-rows // height), add_tile, jnp.zeros(rows, jnp.uint32))
+  return _sum(sums.reshape(array.shape[:split]), leading)
 
 
 def _sum_by_block(
   sums: jax.Array, offsets: Sequence[jax.Array], full: Shape, shape: Shape, rows: int
 ) -> jax.Array:
-  """Adds up each range of `rows` along the last dim, and puts the results where they are in the whole."""
+  """Adds up each range of `rows` along the last dim, at its place in the whole array."""
   *outer, size = sums.shape
   count = -(-size // rows) + 1  # a part need not begin where a block does
   zero, first = jnp.uint32(0), offsets[-1] % jnp.uint32(rows)

@@ -1,8 +1,8 @@
 """Leaves as plain arrays that any array store can hold, and back.
 
-Typed PRNG keys become their key data, dtypes that array stores do not know become integers of the same
-bits, arrays without elements become a line in the manifest, and numpy scalars become arrays of rank 0.
-Python numbers, strings, booleans and None are kept as JSON values.
+Typed PRNG keys are stored as their key data, dtypes that array stores lack as integers of the same bits,
+numpy scalars as arrays of rank 0. Arrays without elements are stored in the manifest alone. Python numbers,
+strings, booleans and None are kept as JSON values.
 """
 
 from __future__ import annotations
@@ -141,7 +141,7 @@ def stored_form(
     return jax.ShapeDtypeStruct(shape, word, sharding=sharding)
   data = jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct(shape, dtype))
   if isinstance(sharding, NamedSharding):
-    # The words of a key are a trailing dim that stays whole.
+    # The words of a key are a trailing dim that is not split.
     spec = PartitionSpec(*sharding.spec)
     sharding = NamedSharding(sharding.mesh, spec, memory_kind=sharding.memory_kind)
   return jax.ShapeDtypeStruct(data.shape, data.dtype, sharding=sharding)
@@ -149,14 +149,14 @@ def stored_form(
 
 @functools.lru_cache(maxsize=256)
 def stored_words(dtype: str, encoding: str) -> tuple[tuple[int, ...], int]:
-  """The dims that a stored array has behind the leaf's, and the bytes of its elements.
+  """The dims of a stored array after the leaf's, and the bytes of its elements.
 
   Args:
     dtype: from `dtype_name`.
     encoding: from `encoding_of`.
 
   Raises:
-    ValueError: they do not belong together, or name nothing.
+    ValueError: an unknown name, or an encoding of other dtypes.
   """
   if dtype.startswith("key<"):
     if encoding == EMPTY:
@@ -178,7 +178,7 @@ def stored_words(dtype: str, encoding: str) -> tuple[tuple[int, ...], int]:
 def check_json(value: object, *, path: str, depth: int = 0) -> Json:
   """Writes `value` as JSON from which `read_json` gives it back unchanged; numpy's scalars become Python's.
 
-  Infinite and undefined numbers, for which JSON has no word, and tuples become dicts with one reserved name.
+  Infinities, NaN and tuples, which JSON lacks, become dicts with one reserved name.
 
   Raises:
     CheckpointError: another type, a name that is not text, a dict that would be read as something else.
@@ -234,7 +234,7 @@ def key_dtype(implementation: str) -> Any:
   """The dtype of typed PRNG keys of `threefry2x32` and the like.
 
   Raises:
-    ValueError: jax knows none of that name.
+    ValueError: jax has none of that name.
   """
   return jax.eval_shape(lambda: jax.random.key(0, impl=implementation)).dtype
 

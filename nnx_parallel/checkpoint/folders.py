@@ -1,10 +1,9 @@
 """Folders: which steps there are, one writer at a time, and commits that survive a crash.
 
-On a local file system a step is written under a temporary name, made durable, and renamed. The name of a
-step therefore only ever belongs to a complete checkpoint. Object stores rename nothing in one go: there a
-step is written under its own name and becomes one with its manifest, written last; a mark beside it says
-that it is under way, or that it is to go. Everything that this package may delete carries one of its own
-suffixes, has such a mark, or holds its manifest.
+On a local file system a step is written under a temporary name, made durable, and renamed: a folder with the
+name of a step is a complete checkpoint. Object stores have no atomic rename. There a step is written under
+its final name and is complete with its manifest, written last; a file beside it marks a save or a deletion in
+progress. This package deletes only what has one of its suffixes, such a mark, or its manifest.
 """
 
 from __future__ import annotations
@@ -21,11 +20,11 @@ import socket
 import warnings
 import weakref
 from collections.abc import Callable, Generator, Iterable
-from typing import TypeVar
 
 from etils import epath
 
 from nnx_parallel.checkpoint import manifest
+from nnx_parallel.checkpoint.damage import causes
 from nnx_parallel.errors import CheckpointError
 
 LOCK = ".nnx_parallel.lock"
@@ -34,8 +33,6 @@ _PIECE = 1 << 20
 _SYNCING = 16
 
 _LOCKS: weakref.WeakSet[io.FileIO] = weakref.WeakSet()
-
-_T = TypeVar("_T")
 
 
 def is_local(directory: epath.Path) -> bool:
@@ -60,10 +57,7 @@ def folder_of(directory: epath.Path, step: int) -> epath.Path:
 
 
 def unrecognised_steps(directory: epath.Path) -> list[int]:
-  """The folders named like a step that hold files but no manifest: damaged, or of another program.
-
-  A step of an object store that is being written or deleted has a mark, and is not among them.
-  """
+  """The folders named like a step that hold files but no manifest: damaged, or of another program."""
   if not directory.is_dir():
     return []
   return sorted(
@@ -72,11 +66,11 @@ def unrecognised_steps(directory: epath.Path) -> list[int]:
 
 
 def is_unrecognised(folder: epath.Path) -> bool:
-  """Whether a folder named like a step is one of those that `unrecognised_steps` lists."""
+  """Whether a folder named like a step holds files but no manifest, and is not being saved or deleted."""
   file = folder / manifest.FILE
   if file.exists() or any((folder.parent / f"{folder.name}{mark}").exists() for mark in (SAVING, DELETING)):
     return False
-  # Whoever wrote or deleted it may have ended since the manifest was looked for, and taken the mark away.
+  # Another process may have finished the step, or deleted it, since the manifest was looked for.
   with contextlib.suppress(FileNotFoundError):
     return folder.is_dir() and any(folder.iterdir()) and not file.exists()
   return False
@@ -86,7 +80,7 @@ def is_unrecognised(folder: epath.Path) -> bool:
 def writer_lock(directory: epath.Path) -> Generator[None]:
   """Holds the directory for writing.
 
-  Only local file systems have the lock: on an object store the caller must see to it that one job writes.
+  Object stores have no lock: there the caller must let only one job write.
 
   Raises:
     CheckpointError: another process, or another save of this one, holds it.
@@ -94,7 +88,7 @@ def writer_lock(directory: epath.Path) -> Generator[None]:
   if not is_local(directory):
     yield
     return
-  import fcntl  # not on Windows, where nothing else of this module would hold either
+  import fcntl  # not on Windows
 
   with open(directory / LOCK, "a+b", buffering=0) as file:
     _LOCKS.add(file)
@@ -117,13 +111,13 @@ def writer_lock(directory: epath.Path) -> Generator[None]:
 
 
 def drop_locks() -> None:
-  """Closes the parent's locks in a forked process; otherwise the parent could not release them."""
+  """Closes the parent's locks in a forked process, because a lock is held until all its copies are closed."""
   for file in _LOCKS:
     file.close()
 
 
 def recover(directory: epath.Path) -> list[str]:
-  """Finishes or undoes what a killed writer left; the caller holds the lock.
+  """Finishes or undoes what a killed process left; the caller holds the lock.
 
   Returns:
     The names of the folders that were removed or put back.
@@ -172,7 +166,7 @@ def _removed(remove: Callable[[], None], folder: epath.Path) -> bool:
 
 def _remove_marked(directory: epath.Path, step: int) -> None:
   folder = directory / str(step)
-  (folder / manifest.FILE).unlink(missing_ok=True)  # first: without it the step is none
+  (folder / manifest.FILE).unlink(missing_ok=True)  # first: from now on it is no step
   if folder.exists():
     folder.rmtree()
 
@@ -198,12 +192,12 @@ def commit(temporary: epath.Path, final: epath.Path) -> None:
 
 
 def delete_steps(directory: epath.Path, expired: Callable[[], Iterable[int]]) -> list[str]:
-  """Deletes the steps that `expired` names, and returns what could not be done. A failure undoes no save."""
+  """Deletes the steps that `expired` returns, and returns the failures as text: they undo no save."""
   problems: list[str] = []
   try:
     steps = [*expired()]
   except OSError as error:
-    return [f"which of the old steps may go could not be read: {error}"]
+    return [f"the old steps could not be listed: {error}"]
   for step in steps:
     try:
       delete_step(directory, step)
@@ -213,7 +207,7 @@ def delete_steps(directory: epath.Path, expired: Callable[[], Iterable[int]]) ->
 
 
 def delete_step(directory: epath.Path, step: int) -> None:
-  """Deletes a step. A process that is killed half way leaves no step behind."""
+  """Deletes a step. If the process is killed, no incomplete step remains."""
   if not is_local(directory):
     marked = mark(directory, step, DELETING)
     _remove_marked(directory, step)
@@ -227,15 +221,14 @@ def delete_step(directory: epath.Path, step: int) -> None:
 
 def all_files(folder: epath.Path) -> dict[str, int]:
   """Bytes of each file below a folder, by relative path."""
-  root = os.fspath(folder)
-  if is_local(folder):
-    found: dict[str, int] = {}
-    for parent, _, names in os.walk(root):
-      for name in names:
-        path = os.path.join(parent, name)
-        found[os.path.relpath(path, root)] = os.path.getsize(path)
-    return found
-  return {os.fspath(path.relative_to(folder)): path.stat().length for path in _files_below(folder)}
+  if not is_local(folder):
+    return {os.fspath(path.relative_to(folder)): path.stat().length for path in _files_below(folder)}
+  found: dict[str, int] = {}
+  for parent, _, names in os.walk(folder):
+    for name in names:
+      path = os.path.join(parent, name)
+      found[os.path.relpath(path, folder)] = os.path.getsize(path)
+  return found
 
 
 def _files_below(folder: epath.Path) -> Generator[epath.Path]:
@@ -249,7 +242,7 @@ def _files_below(folder: epath.Path) -> Generator[epath.Path]:
 def sha256(file: epath.Path) -> str:
   """SHA-256 of a file, read piece by piece."""
   total = hashlib.sha256()
-  # Steps have thousands of small files, and epath takes longer to open one than Python to read it.
+  # Steps have thousands of small files, which Python opens much faster than epath.
   with open(file, "rb") if is_local(file) else file.open("rb") as stream:
     while piece := stream.read(_PIECE):
       total.update(piece)
@@ -271,8 +264,7 @@ def make_durable(paths: Iterable[epath.Path]) -> None:
 def make_tree_durable(folder: epath.Path) -> None:
   """Waits until everything below a step's folder is on the disk.
 
-  TensorStore has synced the files of each array when it wrote them; Orbax syncs neither its metadata nor
-  the folders.
+  TensorStore has synced the files of the arrays, but Orbax syncs neither its metadata nor the folders.
   """
   if not is_local(folder):
     return
@@ -292,60 +284,43 @@ def check_space(
   nbytes: int,
   *,
   doing: str = "save",
-  what: str = "the checkpoint",
   fix: str = "free some space, or keep fewer checkpoints: Checkpointer(..., max_to_keep=2).",
 ) -> None:
   """Raises when the disk has too little free space.
 
   Raises:
-    CheckpointError: less disk space is free than the arrays need; `doing`, `what` and `fix` fill it in.
+    CheckpointError: fewer bytes are free than `nbytes`.
   """
-  if not is_local(directory):
-    return
-  free = shutil.disk_usage(directory).free
-  if free < nbytes:
+  if is_local(directory) and (free := shutil.disk_usage(directory).free) < nbytes:
     raise CheckpointError(
       f"cannot {doing} to {directory}: the disk is full.",
-      details=f"{what} needs {nbytes:,} bytes, {free:,} are free",
+      details=f"the {doing} needs {nbytes:,} bytes, {free:,} are free",
       fix=fix,
     )
 
 
-def friendly_errors(call: Callable[[], _T], doing: str, directory: epath.Path) -> _T:
-  """Makes a call, and turns errors of the operating system or Orbax into a `CheckpointError`.
-
-  Raises:
-    CheckpointError: what `call` raised, with the cause.
-  """
+@contextlib.contextmanager
+def friendly_errors(doing: str, directory: os.PathLike[str]) -> Generator[None]:
+  """A block whose errors of the operating system or Orbax become a `CheckpointError` with their cause."""
   try:
-    return call()
+    yield
   except CheckpointError:
     raise
   except (OSError, ValueError, RuntimeError, TypeError) as error:
-    raise _explain(error, doing, directory) from error
-
-
-def _explain(error: BaseException, doing: str, directory: epath.Path) -> CheckpointError:
-  cause = _os_error(error)
-  code = cause.errno if cause else None
-  text = f"{error}"
-  if code in (errno.ENOSPC, errno.EDQUOT) or "No space left" in text or "RESOURCE_EXHAUSTED" in text:
-    why, fix = "the disk is full", "free some space; the steps saved before are untouched."
-  elif code in (errno.EACCES, errno.EPERM, errno.EROFS) or "Permission denied" in text:
-    why, fix = "it may not be written", "choose a directory that this user can write to."
-  elif code in (errno.ENOTDIR, errno.EEXIST) or isinstance(cause, NotADirectoryError):
-    why, fix = "a file is in the way", "choose a directory, not a file."
-  else:
-    why, fix = f"{type(error).__name__}", "see the cause above; the steps saved before are untouched."
-  return CheckpointError(f"cannot {doing} in {directory}: {why}.", details=text[:500] or repr(error), fix=fix)
-
-
-def _os_error(error: BaseException | None) -> OSError | None:
-  while error is not None:
-    if isinstance(error, OSError):
-      return error
-    error = error.__cause__ or error.__context__
-  return None
+    cause = next((cause for cause in causes(error) if isinstance(cause, OSError)), None)
+    code, text = cause and cause.errno, f"{error}"
+    if code in (errno.ENOSPC, errno.EDQUOT) or "No space left" in text or "RESOURCE_EXHAUSTED" in text:
+      why, fix = "the disk is full", "free some space; the steps saved before are untouched."
+    elif code in (errno.EACCES, errno.EPERM, errno.EROFS) or "Permission denied" in text:
+      why, fix = "it may not be written", "choose a directory that this user can write to."
+    elif code in (errno.ENOTDIR, errno.EEXIST) or isinstance(cause, NotADirectoryError):
+      why, fix = "a file is in the way", "choose a directory, not a file."
+    else:
+      why, fix = f"{type(error).__name__}", "see the cause above; the steps saved before are untouched."
+    details = text[:500] or repr(error)
+    raise CheckpointError(
+      f"cannot {doing} in {os.fspath(directory)}: {why}.", details=details, fix=fix
+    ) from error
 
 
 def _is_step_name(name: str) -> bool:

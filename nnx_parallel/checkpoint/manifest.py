@@ -1,13 +1,14 @@
 """The manifest: what a checkpoint holds, written last and signed with its own digest.
 
-One file, `nnx_parallel.json`, lies in each step folder. A folder with a readable manifest is a complete
-checkpoint; without one it is none. Its first line, the header, is all that a search for a step reads: number,
-time, metrics and parent. The second line names every leaf with its logical shape, dtype, kind and digests,
-every file with its size, and the versions, plan and JSON values that belong to the run. Both are JSON.
+It is the file `nnx_parallel.json` of a step's folder. A folder with a readable manifest is a complete
+checkpoint. The first line, the header, is all that a search for a step reads: number, time, metrics and
+parent. The second line names every leaf with its logical shape, dtype, kind and digests, every file with its
+size, and the versions, plan and JSON values of the run. Both are JSON.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
 import importlib.metadata
@@ -15,8 +16,8 @@ import json
 import math
 import os
 import platform
-from collections.abc import Callable, Mapping
-from typing import Any, TypeVar
+from collections.abc import Callable, Generator, Mapping
+from typing import Any
 
 from etils import epath
 
@@ -28,9 +29,8 @@ from nnx_parallel.errors import CheckpointError
 FILE = "nnx_parallel.json"
 FORMAT = 4
 _LONGEST_HEADER, _LARGEST = 1 << 20, 1 << 30
-# What parsing raises where fields are missing, of other types, or nested without end.
+# What parsing raises where fields are missing, of other types, or nested too deeply.
 _NOT_THE_FORMAT = (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError)
-_T = TypeVar("_T")
 _PACKAGES = ("nnx_parallel", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
 
 
@@ -42,7 +42,7 @@ class LeafRecord:
     folder: name under which the array store holds it, inside the item's folder.
     shape: logical global shape in elements, without padding.
     dtype: as `encoding.dtype_name` writes it.
-    encoding: how the stored array stands for the leaf (`encoding.encoding_of`).
+    encoding: of the stored array (`encoding.encoding_of`).
     kind: the Variable's type, for example `"Param"`; empty for plain arrays.
     nbytes: bytes of the stored array.
     block: shape of the stored array's logical blocks, in elements.
@@ -78,10 +78,15 @@ class ItemRecord:
   leaves: Mapping[str, LeafRecord]
   values: Mapping[str, Json]
 
+  @property
+  def nbytes(self) -> int:
+    """Bytes of the arrays."""
+    return sum(leaf.nbytes for leaf in self.leaves.values())
+
 
 @dataclasses.dataclass(frozen=True)
 class Header:
-  """What a search for a step needs to know of it: the first line of its manifest.
+  """The first line of a manifest, which is all that a search for a step reads.
 
   Attributes:
     step: the training step.
@@ -101,13 +106,13 @@ class Manifest(Header):
   """All that is known about a checkpoint without reading its arrays.
 
   Attributes:
-    step: as in `Header`, and so are the three that follow.
-    time: see there.
-    metrics: see there.
-    parent: see there.
+    step: as in `Header`.
+    time: as in `Header`.
+    metrics: as in `Header`.
+    parent: as in `Header`.
     items: the trees, by name.
     extra: JSON values saved beside the trees, for example a data cursor.
-    plan: what `ShardingPlan.to_json` wrote, or None; `ShardingPlan.from_json(json.dumps(...))` reads it.
+    plan: the JSON of `ShardingPlan.to_json`, or None; `ShardingPlan.from_json(json.dumps(...))` reads it.
     versions: of Python and the packages that wrote it.
     fingerprint: changes whenever any value, path, shape or dtype changes.
     files: bytes of every other file of the step, by relative path.
@@ -125,7 +130,7 @@ class Manifest(Header):
   @property
   def nbytes(self) -> int:
     """Bytes of all arrays."""
-    return sum(leaf.nbytes for item in self.items.values() for leaf in item.leaves.values())
+    return sum(item.nbytes for item in self.items.values())
 
 
 def write(manifest: Manifest, step_dir: epath.Path) -> None:
@@ -145,7 +150,8 @@ def read(step_dir: epath.Path) -> Manifest:
     VanishedError: the folder is not there.
     CheckpointError: no manifest, one that was damaged, or one of another format.
   """
-  return _believed(step_dir, lambda: _parse(*_read(step_dir)))
+  with _fields_of_the_format(step_dir):
+    return _parse(*_read(step_dir))
 
 
 def read_header(step_dir: epath.Path) -> Header:
@@ -160,7 +166,8 @@ def read_header(step_dir: epath.Path) -> Header:
     with file.open("rb") as stream:
       return stream.readline(_LONGEST_HEADER)
 
-  return _believed(step_dir, lambda: _header(_checked(step_dir, first_line)[0]))
+  with _fields_of_the_format(step_dir):
+    return _header(_checked(step_dir, first_line)[0])
 
 
 def as_json(step_dir: epath.Path) -> dict[str, Json]:
@@ -169,12 +176,13 @@ def as_json(step_dir: epath.Path) -> dict[str, Json]:
   Raises:
     CheckpointError: as `read`.
   """
-  signed, body = _believed(step_dir, lambda: _read(step_dir))
-  return {**signed, **body}
+  with _fields_of_the_format(step_dir):
+    signed, body = _read(step_dir)
+    return {**signed, **body}
 
 
 def is_no_file(path: epath.Path) -> bool:
-  """Whether a local path is something else than a file: opening a pipe would wait for its writer."""
+  """Whether a local path is something other than a file, such as a pipe, which would block when opened."""
   return os.path.exists(path) and not os.path.isfile(path)
 
 
@@ -244,10 +252,11 @@ def fingerprint(items: Mapping[str, ItemRecord]) -> str:
   return _sha256(_json([rows, values]))
 
 
-def _believed(step_dir: epath.Path, parse: Callable[[], _T]) -> _T:
-  """Parses a manifest; a field that is not of the format is damage, whatever the SHA-256 says."""
+@contextlib.contextmanager
+def _fields_of_the_format(step_dir: epath.Path) -> Generator[None]:
+  """A field that is not of the format is damage, even where the SHA-256 is right."""
   try:
-    return parse()
+    yield
   except _NOT_THE_FORMAT as error:
     raise _damaged(
       step_dir / FILE, f"a field is not what the format has ({type(error).__name__}: {error})"

@@ -1,19 +1,18 @@
-"""Agreement between processes before any of them enters a call that waits for the others."""
+"""Agreement between processes before a call in which each waits for the others."""
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
-from collections.abc import Callable, Sequence
-from typing import TypeVar
+from collections.abc import Generator, Sequence
 
 import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from nnx_parallel.checkpoint.manifest import DamagedError
+from nnx_parallel.checkpoint.damage import DamagedError
 from nnx_parallel.errors import CheckpointError
 
-_T = TypeVar("_T")
 _SOUND, _DAMAGED, _FAILED = range(3)
 
 
@@ -37,18 +36,24 @@ def require_same(what: str, text: str) -> None:
     )
 
 
-def raise_together(error: Exception | None) -> None:
-  """Raises on every process when one of them has an error, so that none waits forever.
+@contextlib.contextmanager
+def together() -> Generator[None]:
+  """A block that fails on every process when it fails on one, so that none waits for the others forever.
 
-  All raise a `DamagedError` or none does: who takes an older step instead must not be alone.
+  All processes raise a `DamagedError` or none does: no process may take an older step alone.
 
   Raises:
     Exception: this process's error.
-    CheckpointError: word of the others'.
+    CheckpointError: another process failed.
   """
+  error: Exception | None = None
+  try:
+    yield
+  except Exception as caught:
+    if jax.process_count() == 1:
+      raise
+    error = caught
   if jax.process_count() == 1:
-    if error is not None:
-      raise error
     return
   code = _SOUND if error is None else _DAMAGED if isinstance(error, DamagedError) else _FAILED
   codes = np.asarray(multihost_utils.process_allgather(np.int32(code))).reshape(-1)
@@ -58,28 +63,13 @@ def raise_together(error: Exception | None) -> None:
   if worst != _SOUND:
     kind = DamagedError if worst == _DAMAGED else CheckpointError
     raise kind(
-      f"processes {np.flatnonzero(codes == worst).tolist()} could not go on, so this one stopped too.",
+      f"processes {np.flatnonzero(codes == worst).tolist()} failed, so this one stopped too.",
       fix="read the error of the first of them.",
     ) from error
 
 
-def together(call: Callable[[], _T]) -> _T:
-  """Makes a call on every process; when it fails on one, it fails on all.
-
-  Raises:
-    Exception: see `raise_together`.
-  """
-  try:
-    result = call()
-  except Exception as error:
-    raise_together(error)
-    raise
-  raise_together(None)
-  return result
-
-
 def added_up(numbers: Sequence[int]) -> list[int]:
-  """The sums over all processes, modulo 2**32; each passes as many numbers."""
+  """The sums over all processes, modulo 2**32. Each process passes the same count of numbers."""
   if jax.process_count() == 1:
     return list(numbers)
   everyone = np.asarray(multihost_utils.process_allgather(np.asarray(numbers, np.uint32)))

@@ -63,9 +63,11 @@ def file_name(text: str) -> str:
   """A folder name for a path: safe on every file system, unique, and readable where it can be.
 
   Example:
-    >>> file_name("layers.0.kernel"), file_name("a/b")
-    ('layers.0.kernel', 'a%2Fb')
+    >>> file_name("layers.0.kernel"), file_name("a/b"), file_name("")
+    ('layers.0.kernel', 'a%2Fb', '%')
   """
+  if not text:  # a tree that is one array
+    return "%"
   # Orbax and file systems treat leading dots and underscores as their own names.
   safe = quote(text, safe=" +-_.,()=@")
   safe = re.sub(r"^[._]", lambda first: f"%{ord(first[0]):02X}", safe)

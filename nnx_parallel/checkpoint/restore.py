@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import concurrent.futures
-import dataclasses
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
@@ -21,16 +20,12 @@ from nnx_parallel.core.nodes import is_key
 
 logger = logging.getLogger(__name__)
 
-# What files that are not what was written make their readers raise.
+# What the readers raise for damaged files.
 _READ_ERRORS = (ValueError, TypeError, LookupError, AttributeError, RuntimeError, OSError, MemoryError)
 VERIFY = ("full", "metadata", "off")
 
 
-@dataclasses.dataclass(frozen=True)
-class _Digested:
-  leaf: LeafPair
-  spread: bool  # over processes, each of which has found its own share
-  digests: tuple[int, ...]
+Digests = tuple[int, ...]
 
 
 def read(
@@ -59,27 +54,29 @@ def read(
     f"{diff.host_bytes:,}",
   )
   if verify != "off":
-    multihost.together(
-      lambda: _raise(_damage_of_files(step_dir, manifest, diff.matches, chunks=verify == "metadata"))
-    )
-  results, digested = multihost.together(lambda: _read_all(step_dir, manifest, diff, verify, byte_budget))
-  # Only now, when no process can fail before it, do they add up their digests.
-  summed = _added_up(digested)
-  multihost.together(lambda: _raise(_damage_of_values(step_dir, manifest, summed)))
+    with multihost.together():
+      _check_files(step_dir, manifest, diff.matches, chunks=verify == "metadata")
+  with multihost.together():
+    results, found = _read_all(step_dir, manifest, diff, verify, byte_budget)
+  # Of an array that is spread over processes, each has digested its share. Only now, when no process can fail
+  # before it, are the shares added up.
+  sums = iter(multihost.added_up([number for _, spread, digests in found if spread for number in digests]))
+  problems: list[str] = []
+  with multihost.together():
+    for leaf, spread, digests in found:
+      summed = tuple(next(sums) for _ in digests) if spread else digests
+      problems += _wrong_values(step_dir, manifest, leaf, summed)
+    if problems:
+      raise damage(manifest.step, problems)
   return results
-
-
-def _raise(error: Exception | None) -> None:
-  if error is not None:
-    raise error
 
 
 def _read_all(
   step_dir: epath.Path, manifest: Manifest, diff: Diff, verify: str, byte_budget: int
-) -> tuple[dict[str, dict[str, Array]], list[_Digested]]:
-  """Reads the arrays, and computes this process's share of their digests. It waits for no other process."""
+) -> tuple[dict[str, dict[str, Array]], list[tuple[LeafPair, bool, Digests]]]:
+  """Reads the arrays. For each, this process's digests, and whether they are a share of them."""
   results: dict[str, dict[str, Array]] = {}
-  waiting: list[tuple[LeafPair, bool, jax.Array]] = []
+  waiting: list[tuple[LeafPair, jax.Array]] = []
   with store.readers() as pool:
     # Two groups are in flight: one is read while the other is placed, and its digests are started.
     groups = _groups(diff.matches, byte_budget // 2)
@@ -93,45 +90,26 @@ def _read_all(
         array = arrays.get(leaf.saved.folder)
         results.setdefault(leaf.item, {})[leaf.path] = place(array, leaf)
         if verify == "full" and array is not None:
-          parts = digest(array, leaf.on_disk.shape, leaf.saved.block)
-          waiting.append((leaf, _is_spread(array), parts))
-  return results, [_Digested(leaf, spread, totals(parts)) for leaf, spread, parts in waiting]
+          waiting.append((leaf, digest(array, leaf.on_disk.shape, leaf.saved.block)))
+  return results, [(leaf, not parts.is_fully_addressable, totals(parts)) for leaf, parts in waiting]
 
 
-def _is_spread(array: Array) -> bool:
-  return isinstance(array, jax.Array) and not array.is_fully_addressable
-
-
-def _added_up(digested: Sequence[_Digested]) -> list[_Digested]:
-  """Adds up the digests of arrays that are spread over processes."""
-  sums = iter(multihost.added_up([number for one in digested if one.spread for number in one.digests]))
-  return [
-    dataclasses.replace(one, digests=tuple(next(sums) for _ in one.digests)) if one.spread else one
-    for one in digested
-  ]
-
-
-def check_values(
-  step_dir: epath.Path, manifest: Manifest, *, byte_budget: int
-) -> Iterator[tuple[str, DamagedError | None]]:
+def check_values(step_dir: epath.Path, manifest: Manifest, *, byte_budget: int) -> Iterator[tuple[str, str]]:
   """Reads every array of a step to the host, one after the other, and compares the digests.
 
   Yields:
-    Each leaf's name, and what is wrong with it or None.
+    The name of each damaged leaf, and its first problem.
   """
   for item, record in manifest.items.items():
     for path, saved in record.leaves.items():
       leaf = LeafPair(item, path, _on_host(saved), path, saved)
-      if saved.encoding == encoding.EMPTY:
-        yield leaf.name, None
-        continue
       try:
-        array = _load(step_dir, manifest, [leaf], byte_budget)[saved.folder]
+        for array in _load(step_dir, manifest, [leaf], byte_budget).values():
+          digests = totals(digest(array, block=saved.block))
+          if problems := _wrong_values(step_dir, manifest, leaf, digests):
+            raise damage(manifest.step, problems)
       except DamagedError as error:
-        yield leaf.name, error
-        continue
-      digests = totals(digest(array, block=saved.block))
-      yield leaf.name, _damage_of_values(step_dir, manifest, [_Digested(leaf, False, digests)])
+        yield leaf.name, error.what
 
 
 def damaged_files(
@@ -143,7 +121,7 @@ def damaged_files(
     step_dir: of the step.
     manifest: of the step.
     names: of files in the manifest.
-    chunks: whether the contents of files that hold values are looked at too, as far as they are small.
+    chunks: whether to check the contents of small files with values too.
 
   Returns:
     What is wrong, by name.
@@ -153,35 +131,28 @@ def damaged_files(
   """
   problems: dict[str, str] = {}
   for name in names:
-    sha256 = manifest.hashes.get(name) if chunks or not _holds_values(name) else None
+    file, size, problem = step_dir / name, manifest.files[name], ""
+    holds_values = name.split("/")[2:3] == ["c"]  # ITEM/FOLDER/c/...
+    sha256 = manifest.hashes.get(name) if chunks or not holds_values else None
     try:
-      problem = _problem_of_file(step_dir / name, manifest.files[name], sha256)
+      found = file.stat().length
+      if found != size:
+        problem = f"has {found:,} bytes instead of {size:,}"
+      elif (not size and is_no_file(file)) or (sha256 is not None and folders.sha256(file) != sha256):
+        problem = "does not have the contents that were written"
+    except FileNotFoundError:
+      problem = "is missing"
     except OSError as error:
-      raise_transient(error, f"{step_dir / name}")
+      raise_transient(error, f"{file}")
       problem = f"cannot be read ({error.strerror or error})"
     if problem:
       problems[name] = f"{name} {problem}"
   return problems
 
 
-def _problem_of_file(file: epath.Path, size: int, sha256: str | None) -> str:
-  try:
-    found = file.stat().length
-    is_pipe = not size and is_no_file(file)
-    if found == size and not is_pipe and (sha256 is None or folders.sha256(file) == sha256):
-      return ""
-  except FileNotFoundError:
-    return "is missing"
-  return (
-    f"has {found:,} bytes instead of {size:,}"
-    if found != size
-    else "does not have the contents that were written"
-  )
-
-
-def _damage_of_files(
+def _check_files(
   step_dir: epath.Path, manifest: Manifest, matches: Iterable[LeafPair], *, chunks: bool
-) -> DamagedError | None:
+) -> None:
   """Checks the files of the leaves to restore, and their metadata; other files may be missing."""
   leaves = {(match.item, match.saved.folder) for match in matches}
   items = {item for item, _ in leaves}
@@ -197,64 +168,43 @@ def _damage_of_files(
     return item not in manifest.items or (item in items and (item, rest.partition("/")[0]) not in unread)
 
   names = [name for name in manifest.files if is_read(name)]
-  problems = damaged_files(step_dir, manifest, names, chunks=chunks)
-  return damage(manifest.step, [*problems.values()]) if problems else None
+  if problems := damaged_files(step_dir, manifest, names, chunks=chunks):
+    raise damage(manifest.step, [*problems.values()])
 
 
-def _damaged_files_of(step_dir: epath.Path, manifest: Manifest, match: LeafPair) -> list[str]:
+def _files_of(step_dir: epath.Path, manifest: Manifest, match: LeafPair) -> list[str]:
+  """What is wrong with the files of a leaf."""
   folder = f"{match.item}/{match.saved.folder}/"
   names = [name for name in manifest.files if name.startswith(folder)]
   return [*damaged_files(step_dir, manifest, names).values()]
 
 
-def _holds_values(name: str) -> bool:
-  """Whether a file of a step lies under `ITEM/FOLDER/c`, where the values are."""
-  return name.split("/")[2:3] == ["c"]
-
-
-def _damage_of_values(
-  step_dir: epath.Path, manifest: Manifest, digested: Iterable[_Digested]
-) -> DamagedError | None:
-  """Names the damaged files, then the ranges of values that are not what was saved."""
-  values: list[str] = []
-  damaged: list[str] = []
-  for one in digested:
-    leaf = one.leaf
-    blocks = _damaged_blocks(one)
-    values += [
-      f"the values of {leaf.item}/{leaf.saved_path}{where} are not those that were saved "
-      f"(files under {leaf.item}/{leaf.saved.folder})"
-      for where in blocks
-    ]
-    if blocks:
-      damaged += _damaged_files_of(step_dir, manifest, leaf)
-  return damage(step_dir.name, [*damaged, *values]) if values else None
-
-
-def _damaged_blocks(one: _Digested) -> list[str]:
-  """The ranges whose digests are not those that were saved."""
-  saved, shape = one.leaf.saved, one.leaf.on_disk.shape
-  pairs = zip(one.digests, saved.digests, strict=True)
-  return [block_ranges(i, shape, saved.block) for i, (found, wanted) in enumerate(pairs) if found != wanted]
+def _wrong_values(step_dir: epath.Path, manifest: Manifest, leaf: LeafPair, digests: Digests) -> list[str]:
+  """The damaged files of a leaf and its ranges with other digests than were saved; empty for a good leaf."""
+  saved, shape = leaf.saved, leaf.on_disk.shape
+  pairs = zip(digests, saved.digests, strict=True)
+  values = [
+    f"the values of {leaf.item}/{leaf.saved_path}{block_ranges(i, shape, saved.block)} are not those that "
+    f"were saved (files under {leaf.item}/{saved.folder})"
+    for i, (found, wanted) in enumerate(pairs)
+    if found != wanted
+  ]
+  return [*_files_of(step_dir, manifest, leaf), *values] if values else []
 
 
 def _groups(matches: Iterable[LeafPair], byte_budget: int) -> Iterator[list[LeafPair]]:
-  """Cuts the reads into groups of about the budget; padded leaves are read apart from the others."""
-  groups: dict[bool, list[LeafPair]] = {False: [], True: []}
-  sizes = {False: 0, True: 0}
-  item = None
+  """Cuts the reads into groups of one item and about the budget."""
+  group: list[LeafPair] = []
+  total = 0
   for leaf in matches:
-    padded, size = leaf.target.struct.shape != leaf.saved.shape, store.shard_bytes(leaf.stored)
-    if leaf.item != item or sizes[padded] + size > byte_budget:
-      flush = list(groups) if leaf.item != item else [padded]
-      for key in flush:
-        if groups[key]:
-          yield groups[key]
-        groups[key], sizes[key] = [], 0
-      item = leaf.item
-    groups[padded].append(leaf)
-    sizes[padded] += size
-  yield from (group for group in groups.values() if group)
+    size = store.shard_bytes(leaf.stored)
+    if group and (leaf.item != group[0].item or total + size > byte_budget):
+      yield group
+      group, total = [], 0
+    group.append(leaf)
+    total += size
+  if group:
+    yield group
 
 
 def _load(
@@ -304,7 +254,7 @@ def _start(
         raise damage(
           step_dir.name,
           [
-            *_damaged_files_of(step_dir, manifest, leaf),
+            *_files_of(step_dir, manifest, leaf),
             f"{item}/{leaf.saved_path} cannot be read "
             f"(files under {item}/{leaf.saved.folder}, or the metadata of {item})",
             str(error)[:300],
@@ -326,25 +276,17 @@ def _on_host(leaf: LeafRecord) -> TargetLeaf:
 
 def place(array: Array | None, leaf: LeafPair) -> Array:
   """Turns what was read (None for an array without elements) into the leaf, in its dtype and sharding."""
-  struct, saved = leaf.target.struct, leaf.saved
+  struct, how = leaf.target.struct, leaf.saved.encoding
   if array is None:
-    return _without_elements(struct)
-  made = encoding.decode(array, saved.encoding, saved.dtype)
+    how = encoding.key_encoding(struct.dtype) if is_key(struct.dtype) else encoding.PLAIN
+    form = encoding.stored_form(struct.shape, struct.dtype, how, None)
+    array = np.zeros(form.shape, form.dtype)
+  made = encoding.decode(array, how, leaf.saved.dtype)
   if made.dtype != struct.dtype:
     made = made.astype(struct.dtype)
-  if isinstance(made, np.ndarray) and struct.sharding is not None:
+  if struct.sharding is None:
+    return made
+  if isinstance(made, np.ndarray):
     values = made  # of 64 bits, and read to the host because jax makes no such arrays now
     return jax.make_array_from_callback(values.shape, struct.sharding, lambda index: values[index])
-  if isinstance(made, jax.Array) and struct.sharding is not None and made.sharding != struct.sharding:
-    made = jax.device_put(made, struct.sharding)
-  return made
-
-
-def _without_elements(struct: jax.ShapeDtypeStruct) -> Array:
-  if struct.sharding is None:
-    return np.zeros(struct.shape, struct.dtype)
-  if not is_key(struct.dtype):
-    return jax.numpy.zeros(struct.shape, struct.dtype, device=struct.sharding)
-  data = jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct(struct.shape, struct.dtype))
-  keys = encoding.decode(np.zeros(data.shape, data.dtype), encoding.key_encoding(struct.dtype), "")
-  return jax.device_put(keys, struct.sharding)
+  return made if made.sharding == struct.sharding else jax.device_put(made, struct.sharding)

@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import jax
-import numpy as np
 from etils import epath
+from flax import nnx
 
 from nnx_parallel.checkpoint import encoding, folders, manifest, multihost, paths, store
 from nnx_parallel.checkpoint.catalog import Place
@@ -19,27 +19,14 @@ from nnx_parallel.checkpoint.digest import block_shape, digest_later, totals
 from nnx_parallel.checkpoint.encoding import Array, Json
 from nnx_parallel.checkpoint.manifest import ItemRecord, LeafRecord, Manifest
 from nnx_parallel.checkpoint.relayout import without_padding
+from nnx_parallel.core.nodes import kind_of, value_of
+from nnx_parallel.core.padding import is_padded
 from nnx_parallel.errors import CheckpointError
 
 logger = logging.getLogger(__name__)
 
-# Files up to this size are hashed as a whole: all of the metadata, none of the large arrays.
+# Files up to this size are hashed: all of the metadata, none of the large arrays.
 _HASHED_BYTES = 1 << 20
-
-
-@dataclasses.dataclass(frozen=True)
-class Tree:
-  """One item to save.
-
-  Attributes:
-    leaves: arrays and JSON values by path as text.
-    shapes: logical shapes of the arrays that are padded.
-    kinds: Variable types, where known.
-  """
-
-  leaves: Mapping[str, object]
-  shapes: Mapping[str, tuple[int, ...]] = dataclasses.field(default_factory=dict[str, Any])
-  kinds: Mapping[str, str] = dataclasses.field(default_factory=dict[str, str])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,7 +35,7 @@ class Content:
 
   Attributes:
     items: the records, by item.
-    arrays: what is stored, by item and folder.
+    arrays: the stored arrays, by item and folder.
     cut_bytes: device memory that this process holds for arrays that were padded, cut to their logical shape.
   """
 
@@ -59,7 +46,7 @@ class Content:
   @property
   def nbytes(self) -> int:
     """Bytes of all arrays."""
-    return sum(leaf.nbytes for item in self.items.values() for leaf in item.leaves.values())
+    return sum(item.nbytes for item in self.items.values())
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,8 +61,8 @@ class Request:
   overwrite: bool
 
 
-def prepare(trees: Mapping[str, Tree]) -> Content:
-  """Checks and encodes the leaves.
+def encode(roots: Mapping[str, Mapping[str, Any]]) -> Content:
+  """Checks and encodes Variables, arrays and JSON values, given by item and path.
 
   Raises:
     CheckpointError: a leaf that cannot be stored, named by its path.
@@ -83,20 +70,20 @@ def prepare(trees: Mapping[str, Tree]) -> Content:
   items: dict[str, ItemRecord] = {}
   arrays: dict[str, dict[str, Array]] = {}
   cut_bytes = 0
-  for item, tree in trees.items():
+  for item, leaves in roots.items():
     records: dict[str, LeafRecord] = {}
     values: dict[str, Json] = {}
     stored: dict[str, Array] = {}
-    for path, leaf in tree.leaves.items():
-      name = f"{item}/{path}"
-      if not encoding.is_array(leaf):
-        values[path] = encoding.check_json(leaf, path=name)
+    for path, leaf in leaves.items():
+      value = value_of(leaf)
+      if not encoding.is_array(value):
+        values[path] = encoding.check_json(value, path=f"{item}/{path}")
         continue
-      record, array = _encode_leaf(name, path, leaf, tree)  # pyright: ignore[reportArgumentType]
+      record, array = _encode_leaf(item, path, leaf)
       records[path] = record
       if array is not None:
         stored[record.folder] = array
-        if isinstance(array, jax.Array) and record.shape != leaf.shape:  # pyright: ignore[reportAttributeAccessIssue]
+        if isinstance(array, jax.Array) and record.shape != value.shape:
           cut_bytes += sum(shard.data.nbytes for shard in array.addressable_shards)
     items[item] = ItemRecord(records, values)
     if stored:
@@ -127,31 +114,35 @@ def write(
     A function that waits until everything is on the disk and commits it.
   """
   step, content = request.step, request.content
-  # Before the write, whose threads want the same cores; and whether or not that can begin, because the
+  # Before the write, whose threads need the same cores; and even if the write cannot begin, because the
   # processes of a job add up their digests together.
-  digests = _start_digests(content)
+  digests = {
+    (item, path): digest_later(content.arrays[item][leaf.folder], leaf.block)
+    for item, record in content.items.items()
+    for path, leaf in record.leaves.items()
+    if leaf.encoding != encoding.EMPTY
+  }
   final = directory / str(step)
   folder = directory / f"{step}{folders.SAVING}" if folders.is_local(directory) else final
   if folder == final and jax.process_index() == 0:
     folders.mark(directory, step, folders.SAVING)
-  pending = None
-  if content.arrays:
-    copies = store.host_bytes_to_save(content.arrays, byte_budget=byte_budget, background=background)
-    logger.info(
-      "saving step %d: %s bytes of arrays; at most %s bytes of host memory here%s",
-      step,
-      f"{content.nbytes:,}",
-      f"{copies:,}",
-      f", and {content.cut_bytes:,} bytes beside the padded arrays" if content.cut_bytes else "",
-    )
-  elif jax.process_index() == 0:
-    folder.mkdir()
+  wait = None
   with contextlib.ExitStack() as stack:
     stack.enter_context(store.quiet())
     if content.arrays:
-      pending = store.start_save(
+      copies = store.host_bytes_to_save(content.arrays, byte_budget=byte_budget, background=background)
+      logger.info(
+        "saving step %d: %s bytes of arrays; at most %s bytes of host memory here%s",
+        step,
+        f"{content.nbytes:,}",
+        f"{copies:,}",
+        f", and {content.cut_bytes:,} bytes beside the padded arrays" if content.cut_bytes else "",
+      )
+      wait = store.start_save(
         folder, content.arrays, chunk_bytes=chunk_bytes, byte_budget=byte_budget, background=background
       )
+    elif jax.process_index() == 0:
+      folder.mkdir()
     quiet = stack.pop_all()
 
   def finish() -> None:
@@ -160,9 +151,9 @@ def write(
         parts = {leaf: later() for leaf, later in digests.items()}
         digests.clear()
       finally:
-        if pending is not None:
-          pending()
-    items = _with_digests(content, parts)
+        if wait is not None:
+          wait()
+    items = _with_digests(content.items, {leaf: totals(numbers) for leaf, numbers in parts.items()})
     if place is None:
       return
     sizes = folders.all_files(folder)
@@ -202,16 +193,15 @@ def abandon(directory: epath.Path, step: int) -> None:
       entry.rmtree()
 
 
-def _encode_leaf(
-  name: str, path: str, leaf: Array | np.generic, tree: Tree
-) -> tuple[LeafRecord, Array | None]:
-  if isinstance(leaf, jax.Array) and leaf.is_deleted():
+def _encode_leaf(item: str, path: str, leaf: Any) -> tuple[LeafRecord, Array | None]:
+  name, value = f"{item}/{path}", value_of(leaf)
+  if isinstance(value, jax.Array) and value.is_deleted():
     raise CheckpointError(
       f"cannot save {name}: its array was donated to a compiled function and is gone.",
       fix="save the arrays that the step returned, or save before the step.",
     )
-  array = encoding.plain_array(leaf, path=name)
-  shape = tuple(tree.shapes.get(path, array.shape))
+  array = encoding.plain_array(value, path=name)
+  shape = tuple(leaf.shape if is_padded(leaf) else array.shape)
   how = encoding.encoding_of(shape, array.dtype, path=name)
   stored = None
   if how != encoding.EMPTY:
@@ -223,34 +213,26 @@ def _encode_leaf(
     shape=shape,
     dtype=encoding.dtype_name(array.dtype),
     encoding=how,
-    kind=tree.kinds.get(path, ""),
+    kind=kind_of(leaf) if isinstance(leaf, nnx.Variable) else "",
     nbytes=stored.nbytes if stored is not None else 0,
     block=block_shape(tuple(stored.shape), stored.dtype.itemsize) if stored is not None else (),
     digests=(),
-    layout=layout_text(leaf.sharding) if isinstance(leaf, jax.Array) else "",
+    layout=layout_text(value.sharding) if isinstance(value, jax.Array) else "",
   ), stored
 
 
-def _start_digests(content: Content) -> dict[tuple[str, str], Callable[[], jax.Array]]:
+def _with_digests(
+  items: Mapping[str, ItemRecord], digests: Mapping[tuple[str, str], tuple[int, ...]]
+) -> dict[str, ItemRecord]:
   return {
-    (item, path): digest_later(content.arrays[item][leaf.folder], leaf.block)
-    for item, record in content.items.items()
-    for path, leaf in record.leaves.items()
-    if leaf.encoding != encoding.EMPTY
-  }
-
-
-def _with_digests(content: Content, parts: Mapping[tuple[str, str], jax.Array]) -> dict[str, ItemRecord]:
-  known = {leaf: totals(numbers) for leaf, numbers in parts.items()}
-  return {
-    item: dataclasses.replace(
-      record,
-      leaves={
-        path: dataclasses.replace(leaf, digests=known.get((item, path), ()))
+    item: ItemRecord(
+      {
+        path: dataclasses.replace(leaf, digests=digests.get((item, path), ()))
         for path, leaf in record.leaves.items()
       },
+      record.values,
     )
-    for item, record in content.items.items()
+    for item, record in items.items()
   }
 
 

@@ -4,12 +4,11 @@ Orbax stores one Zarr 3 folder per array, without compression: on local disks th
 in both directions, and a damaged file belongs to one array. The step folder is an ordinary Orbax checkpoint,
 readable with `orbax.checkpoint.v1.load_checkpointables` alone.
 
-Through Orbax a byte is copied three times: out of the file, into a host array, into the device's memory. On a
-CPU that is most of a restore, and the copies are memory beyond the shards. TensorStore reads each chunk once,
-into the shards that overlap it. On CPUs these are the buffers of the new array itself, which is not returned
-yet: memory of our own, which jax would take over too, could not be donated, and the first step after a
-restore would hold everything twice. `load` is the plain reference, and reads what `open_arrays` does not
-know.
+Orbax copies a byte three times: out of the file, into a host array, into the device's memory. On a CPU that
+is most of a restore, and the copies are memory beyond the shards. TensorStore reads each chunk once, into the
+shards that overlap it. On CPUs these are the buffers of a new jax array, before it is returned: buffers made
+by numpy could not be donated, and the first step after a restore would hold everything twice. `load` uses
+Orbax alone, and reads what `open_arrays` cannot.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ _SMALLEST_REPLICA_SLICE = 4 << 20
 Box = tuple[slice, ...]
 Block: TypeAlias = "np.ndarray[Any, Any]"
 Part: TypeAlias = tuple[Box, Block]
-"""Where a shard lies in its array, and its memory."""
+"""The place of a shard in its array, and its memory."""
 
 
 def start_save(
@@ -54,7 +53,7 @@ def start_save(
   byte_budget: int,
   background: bool,
 ) -> Callable[[], None]:
-  """Starts writing the arrays; the returned function waits, and raises what went wrong.
+  """Starts writing the arrays; the returned function waits, and raises the error of a failed write.
 
   Args:
     step_dir: created by this call; appears under its name once complete.
@@ -83,7 +82,8 @@ def host_bytes_to_save(
     byte_budget: see there.
     background: see there.
   """
-  copies = sum(_first_copies(array) for tree in items.values() for array in tree.values())
+  arrays = [array for tree in items.values() for array in tree.values()]
+  copies = sum(_bytes_here(array, replicas=False) for array in arrays)
   return copies if background else min(copies, _write_budget(items, byte_budget))
 
 
@@ -99,11 +99,11 @@ def load(step_dir: epath.Path, item: str | None, tree: Any, *, byte_budget: int,
     pad: whether arrays may be larger than what is stored; the rest is zero.
   """
   wanted = [leaf for leaf in jax.tree.leaves(tree) if isinstance(leaf, jax.ShapeDtypeStruct)]
-  # Orbax refuses a shard that is as large as its budget, rather than read it alone.
+  # Orbax refuses a shard that is as large as its budget.
   largest = max(map(_shard_bytes, wanted), default=0)
   context = _context(byte_budget=max(byte_budget, largest + 1))
   context.array_options.loading.enable_padding_and_truncation = pad
-  # Each process reads alone: a file that one of them cannot read must not leave the others waiting.
+  # Each process reads alone: the others must not wait for one that cannot read a file.
   me = jax.process_index()
   context.multiprocessing_options.primary_host = me
   context.multiprocessing_options.active_processes = {me}
@@ -130,7 +130,7 @@ def quiet() -> Generator[None]:
   """Keeps the log of Orbax out of the terminal; its failures are raised with their cause."""
   logger = logging.getLogger("absl")
 
-  # One for each call: a shared filter would be taken away by the first of two threads that ends.
+  # One for each call: of two threads, the first that ends would remove a shared filter.
   def is_of_others(record: logging.LogRecord) -> bool:
     return f"{os.sep}orbax{os.sep}" not in record.pathname
 
@@ -148,20 +148,15 @@ def _shard_bytes(target: jax.ShapeDtypeStruct) -> int:
 
 def _write_budget(items: Mapping[str, Mapping[str, Array]], byte_budget: int) -> int:
   # As in `load`, an array that is larger than the budget goes alone.
-  return max(byte_budget, *(_bytes_here(array) + 1 for tree in items.values() for array in tree.values()))
+  arrays = [array for tree in items.values() for array in tree.values()]
+  return max(byte_budget, *(_bytes_here(array, replicas=True) + 1 for array in arrays))
 
 
-def _first_copies(array: Array) -> int:
-  """Bytes of this process's shards, counting the first replica only."""
+def _bytes_here(array: Array, *, replicas: bool) -> int:
+  """Bytes of this process's shards: of all replicas, or of the first only."""
   if isinstance(array, np.ndarray):
     return array.nbytes
-  return sum(shard.data.nbytes for shard in array.addressable_shards if shard.replica_id == 0)
-
-
-def _bytes_here(array: Array) -> int:
-  if isinstance(array, np.ndarray):
-    return array.nbytes
-  return sum(shard.data.nbytes for shard in array.addressable_shards)
+  return sum(s.data.nbytes for s in array.addressable_shards if replicas or s.replica_id == 0)
 
 
 def _context(*, byte_budget: int | None) -> ocp.Context:
@@ -214,7 +209,7 @@ def start(
   """Starts to read arrays into their targets' shardings, each process its own shards.
 
   Host memory beyond the shards is at most `_READERS` chunks; on other devices than CPUs, the shards are in
-  host memory too until the returned function is done. Nobody else has the arrays before.
+  host memory too until the returned function is done.
 
   Args:
     stores: from `open_arrays`, by name.
@@ -310,7 +305,7 @@ def _common(one: Box, other: Box) -> Box:
 
 
 def _from(box: Box, inner: Box) -> tuple[Any, ...]:
-  """Where a box lies in a larger one; the ellipsis keeps arrays of rank 0 arrays."""
+  """The place of a box in a larger one; the ellipsis keeps arrays of rank 0 arrays."""
   return (*(slice(b.start - a.start, b.stop - a.start) for a, b in zip(box, inner, strict=True)), ...)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Protocol, TypeAlias
 
@@ -12,13 +11,12 @@ import numpy as np
 from flax import nnx
 
 from nnx_parallel.checkpoint import encoding, paths
+from nnx_parallel.checkpoint.catalog import one_of
 from nnx_parallel.checkpoint.diff import Found, Patterns, Target, TargetLeaf
 from nnx_parallel.checkpoint.digest import host_device
-from nnx_parallel.checkpoint.encoding import Array, Json
 from nnx_parallel.checkpoint.manifest import LeafRecord, Manifest
-from nnx_parallel.checkpoint.save import Tree
 from nnx_parallel.core.mesh import axis_sizes
-from nnx_parallel.core.nodes import kind_of, value_of, variables
+from nnx_parallel.core.nodes import plain_path, value_of, variables
 from nnx_parallel.core.padding import is_padded
 from nnx_parallel.create.constructor import construct
 from nnx_parallel.create.instantiate import instantiate
@@ -31,16 +29,15 @@ _KEYS = ("threefry2x32", "rbg", "unsafe_rbg")
 Leaves = dict[str, Any]
 Rebuild = Callable[[Mapping[str, Any]], Any]
 
-
 Only: TypeAlias = "Iterable[str] | nnx.filterlib.Filter"
 """Patterns of paths, or a filter of nnx for the leaves of the model."""
 
 
 class Remap(Protocol):
-  """What turns saved leaves into others, such as a `WeightMap`."""
+  """Makes leaves of a target from other saved leaves, such as a `WeightMap`."""
 
   def through(self, target: Target) -> Target:
-    """Turns a target into one of saved leaves, whose `build` makes the real leaves of them."""
+    """A target of the saved leaves, whose `build` makes those of the given target."""
     ...
 
 
@@ -61,16 +58,48 @@ def read(
     optimizer: `restore`, `drop` or `fresh`.
     as_numpy: whether a pytree's leaves become numpy arrays.
     item: the item that the target stands for.
-    record: of the step; tells a tree of two from a pair.
+    record: of the step; distinguishes a tree of two from a pair.
     choose: a filter of nnx for the leaves of the model; None takes them all.
 
   Raises:
     CheckpointError: an unknown `optimizer`, options that the target cannot honour, a leaf without a
       sharding, or a filter that chooses nothing.
   """
-  if optimizer not in OPTIMIZER:
-    raise CheckpointError(f"optimizer={optimizer!r} is unknown.", fix='pass "restore", "drop" or "fresh".')
-  if callable(target) and not isinstance(target, nnx.Module):
+  _check_options(target, optimizer, as_numpy)
+  if isinstance(target, ShardingPlan):
+    if item != "model":
+      raise CheckpointError(
+        f"cannot restore {item!r} into a plan: that is for the model and its optimizer.",
+        fix="pass a module, or a tree of jax.ShapeDtypeStruct with shardings.",
+      )
+    found = _plan_target(target, optimizer)
+    root: Any = target.abstract_model
+  else:
+    roots: dict[str, Any] = {item: target}
+    if item == "model" and _is_pair(target, record):
+      pair: Any = target
+      roots = {"model": pair[0], "optimizer": pair[1]}
+    if optimizer == "drop":
+      roots.pop("optimizer", None)
+    found, root = _tree_target(roots, as_numpy=as_numpy), roots[item]
+  found = dataclasses.replace(found, drops_optimizer=optimizer != "restore" or item != "model")
+  if choose is None:
+    return found
+  leaves = flatten(root)[0]
+  chosen = _chosen(leaves, choose)
+  return dataclasses.replace(
+    found,
+    leaves={**found.leaves, item: {p: leaf for p, leaf in found.leaves[item].items() if p in chosen}},
+    values={
+      name: tuple(p for p in all_ if name != item or p in chosen) for name, all_ in found.values.items()
+    },
+    left_out={item: frozenset(leaves.keys() - chosen.keys())},
+  )
+
+
+def _check_options(target: object, optimizer: str, as_numpy: bool) -> None:
+  one_of("optimizer", optimizer, OPTIMIZER)
+  if callable(target) and not has_nodes(target):
     raise CheckpointError(
       f"cannot restore into {getattr(target, '__name__', type(target).__name__)}: it has neither leaves nor a"
       " layout for them.",
@@ -89,25 +118,6 @@ def read(
       f"as_numpy=True cannot be honoured: a {type(target).__name__} is restored as jax arrays.",
       fix="restore(as_numpy=True) without a target; or pass a tree of jax.ShapeDtypeStruct.",
     )
-  if is_plan:
-    if item != "model":
-      raise CheckpointError(
-        f"cannot restore {item!r} into a plan: that is for the model and its optimizer.",
-        fix="pass a module, or a tree of jax.ShapeDtypeStruct with shardings.",
-      )
-    found = _plan_target(target, optimizer)
-    table = flatten(target.abstract_model)[0] if choose is not None else {}
-  else:
-    roots: dict[str, Any] = {item: target}
-    if item == "model" and _is_pair(target, record):
-      pair: Any = target
-      roots = {"model": pair[0], "optimizer": pair[1]}
-    if optimizer == "drop":
-      roots.pop("optimizer", None)
-    found = _tree_target(roots, as_numpy=as_numpy)
-    table = flatten(roots[item])[0] if choose is not None else {}
-  found = dataclasses.replace(found, drops_optimizer=optimizer != "restore" or item != "model")
-  return found if choose is None else _only(found, item, table, choose)
 
 
 def split_only(only: Only | None) -> tuple[tuple[str, ...] | str | None, Any]:
@@ -120,8 +130,8 @@ def split_only(only: Only | None) -> tuple[tuple[str, ...] | str | None, Any]:
   return (several, None) if all(isinstance(name, str) for name in several) else (None, several)
 
 
-def saved_roots(model: object, optimizer: object, only: Only | None = None) -> dict[str, Tree]:
-  """The items that `save` writes for a model, or the leaves of it that `only` names, and its optimizer."""
+def saved_roots(model: object, optimizer: object, only: Only | None = None) -> dict[str, Leaves]:
+  """The leaves that `save` writes, by item: the optimizer's, and the model's or those that `only` names."""
   leaves = flatten(model)[0]
   if not leaves:
     raise CheckpointError(
@@ -135,28 +145,7 @@ def saved_roots(model: object, optimizer: object, only: Only | None = None) -> d
     leaves = {name: leaf for name, leaf in leaves.items() if not names.leaves_out(name)}
     if unused := names.unused():
       raise CheckpointError(f"only= names no leaf of the model: {unused}.", fix="use a leaf's path.")
-  roots = {"model": tree_to_save(leaves)}
-  if optimizer is not None:
-    roots["optimizer"] = tree_to_save(flatten(optimizer)[0])
-  return roots
-
-
-def tree_to_save(leaves: Mapping[str, Any]) -> Tree:
-  """Makes an item of leaves, with the shapes and types of the Variables among them."""
-  return Tree(
-    {path: value_of(leaf) for path, leaf in leaves.items()},
-    {path: tuple(leaf.shape) for path, leaf in leaves.items() if is_padded(leaf)},
-    {path: kind_of(leaf) for path, leaf in leaves.items() if isinstance(leaf, nnx.Variable)},
-  )
-
-
-def plan_json(plan: object) -> Json:
-  """A plan as JSON for the manifest, which `ShardingPlan.from_json` reads."""
-  if plan is None:
-    return None
-  if not isinstance(plan, ShardingPlan):
-    raise CheckpointError(f"plan={plan!r} is not a ShardingPlan.", fix="pass what nxp.plan(...) returned.")
-  return json.loads(plan.to_json())
+  return {"model": leaves} if optimizer is None else {"model": leaves, "optimizer": flatten(optimizer)[0]}
 
 
 def as_saved(record: Manifest, item: str | None = None) -> Target:
@@ -210,13 +199,16 @@ def _plan_target(plan: ShardingPlan, optimizer: str) -> Target:
       text = _text(leaf.path)
       if text in found.get(leaf.root, {}):
         arrays.setdefault(leaf.root, {})[leaf.path] = found[leaf.root][text]
-    left_out = sum(map(len, arrays.values())) < len(plan.leaves)
-    if left_out:
+    if sum(map(len, arrays.values())) < len(plan.leaves):
       for root, made in construct(plan).items():
         arrays[root] = {**made, **arrays.get(root, {})}
     return instantiate(plan, arrays)
 
   return Target(wanted, {}, build)
+
+
+def _text(path: Any) -> str:
+  return paths.format(path)
 
 
 def _is_pair(target: object, record: Manifest | None) -> bool:
@@ -244,19 +236,7 @@ def _tree_target(roots: Mapping[str, Any], *, as_numpy: bool) -> Target:
   return Target(wanted, plain, build)
 
 
-def _only(target: Target, item: str, leaves: Mapping[str, Any], choose: Any) -> Target:
-  chosen = _chosen(leaves, choose)
-  return dataclasses.replace(
-    target,
-    leaves={**target.leaves, item: {p: one for p, one in target.leaves[item].items() if p in chosen}},
-    values={
-      name: tuple(p for p in all_ if name != item or p in chosen) for name, all_ in target.values.items()
-    },
-    left_out={item: frozenset(leaves.keys() - chosen.keys())},
-  )
-
-
-def _chosen(leaves: Mapping[str, Any], choose: Any) -> dict[str, Any]:
+def _chosen(leaves: Mapping[str, Any], choose: Any) -> Leaves:
   predicate = nnx.filterlib.to_predicate(choose)
   chosen = {path: leaf for path, leaf in leaves.items() if predicate(paths.parse(path), leaf)}  # pyright: ignore[reportArgumentType]
   if not chosen:
@@ -267,16 +247,6 @@ def _chosen(leaves: Mapping[str, Any], choose: Any) -> dict[str, Any]:
       fix="pass a filter of nnx that does, such as only=nnx.Param, or patterns of paths: only=['head'].",
     )
   return chosen
-
-
-def merge(arrays: Mapping[str, Mapping[str, Array]], values: Mapping[str, Mapping[str, Json]]) -> Found:
-  """Joins the arrays and the values of each item."""
-  items = dict.fromkeys([*arrays, *values])
-  return {item: {**arrays.get(item, {}), **values.get(item, {})} for item in items}
-
-
-def _text(path: Any) -> str:
-  return paths.format(path)
 
 
 def flatten(tree: object) -> tuple[Leaves, Rebuild]:
@@ -308,7 +278,7 @@ def flatten(tree: object) -> tuple[Leaves, Rebuild]:
         if id(leaf) in seen:  # pyright: ignore[reportUnknownArgumentType]
           continue
         seen.add(id(leaf))  # pyright: ignore[reportUnknownArgumentType]
-      name = paths.format((*map(_part_of, keys), *path))
+      name = _text((*plain_path(keys), *path))
       if name in leaves:
         raise CheckpointError(
           f"cannot save a tree in which two leaves are both called {name!r}.", fix="rename one of them."
@@ -360,17 +330,18 @@ def _abstract(leaves: Mapping[str, Any], *, item: str, as_numpy: bool = False) -
   """The shape, dtype and sharding of each leaf that is an array; others are left out.
 
   Raises:
-    CheckpointError: a leaf without a sharding, unless numpy arrays are asked for.
+    CheckpointError: a leaf without a sharding, unless `as_numpy`.
   """
   found: dict[str, TargetLeaf] = {}
   for path, one in leaves.items():
     leaf = value_of(one)
     if not encoding.is_array(leaf) and not isinstance(leaf, jax.ShapeDtypeStruct):
       continue
-    sharding = None if as_numpy or isinstance(leaf, (np.ndarray, np.generic)) else leaf.sharding
-    if sharding is None and not as_numpy and not isinstance(leaf, (np.ndarray, np.generic)):
+    is_host = as_numpy or isinstance(leaf, (np.ndarray, np.generic))
+    sharding = None if is_host else leaf.sharding  # pyright: ignore[reportAttributeAccessIssue]
+    if sharding is None and not is_host:
       raise CheckpointError(
-        f"cannot restore {item}/{path}: the target does not say where it goes.",
+        f"cannot restore {item}/{path}: the target has no sharding for it.",
         details=f"target: {leaf}",
         fix="pass a plan, a live model, or jax.ShapeDtypeStruct(shape, dtype, sharding=...); "
         "restore(..., as_numpy=True) gives numpy arrays.",
@@ -378,13 +349,3 @@ def _abstract(leaves: Mapping[str, Any], *, item: str, as_numpy: bool = False) -
     struct = jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
     found[path] = TargetLeaf(struct, tuple(one.shape if is_padded(one) else leaf.shape))
   return found
-
-
-def _part_of(key: Any) -> paths.Part:
-  if isinstance(key, jax.tree_util.DictKey):
-    return key.key
-  if isinstance(key, jax.tree_util.SequenceKey):
-    return key.idx
-  if isinstance(key, jax.tree_util.GetAttrKey):
-    return key.name
-  return key.key

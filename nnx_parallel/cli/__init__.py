@@ -1,1 +1,1 @@
-"""The command line: one file per command, each with `register(commands)` and `run(args)`."""
+"""The command line: modules with `register(commands)`, which `main` calls."""

@@ -1,90 +1,274 @@
-"""What the commands on checkpoints share: a step, a weight map, and the plan of a recipe on a mesh."""
+"""The commands on saved steps: inspect, verify, diff, reshard, import and export."""
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import datetime
+import fnmatch
+import json
 import re
 import shlex
 from collections.abc import Generator
 from typing import TYPE_CHECKING
 
 from nnx_parallel.cli import options
+from nnx_parallel.errors import CheckpointError
 
 if TYPE_CHECKING:
-  from nnx_parallel.interop.weights import WeightMap
+  from nnx_parallel.checkpoint.checkpointer import Checkpointer
+  from nnx_parallel.checkpoint.manifest import Manifest
   from nnx_parallel.layout.plan import ShardingPlan
 
 
-def add_directory(parser: argparse.ArgumentParser) -> None:
-  """Adds the argument DIR."""
-  parser.add_argument("directory", metavar="DIR", help="where the steps are")
+def register(commands: options.Commands) -> None:
+  """Adds these commands."""
+  options.add_command(
+    commands,
+    "diff",
+    run_diff,
+    "directory",
+    *options.LAYOUT,
+    "--step",
+    help="compare a checkpoint with a recipe on a mesh",
+    description="Compares a step with the recipe's model and optimizer, leaf by leaf: missing,"
+    " extra, renamed, reshaped, of another dtype. Reads no array. Exit code 3: it does not fit.",
+  )
+  export = options.add_command(
+    commands,
+    "export",
+    run_export,
+    *("directory", "out", "recipe", "--mesh", "--devices", "--rules", "--step", "--weight-map", "--skip"),
+    help="write the model of a checkpoint as safetensors",
+    description="Restores and verifies the model, and writes it as safetensors into a new folder, with an"
+    " index when there are several files.",
+  )
+  export.set_defaults(zero=0, offload=False)
+  options.add_command(
+    commands,
+    "import",
+    run_import,
+    *("path", "out", *options.LAYOUT, "--weight-map", "--skip"),
+    help="turn safetensors into a checkpoint",
+    description="Reads safetensors straight into the recipe's layout and saves them as step 0, with a fresh"
+    " optimizer when the recipe has one. Leaves that are skipped are initialised.",
+  )
+  inspect = options.add_command(
+    commands,
+    "inspect",
+    run_inspect,
+    "directory",
+    "--step",
+    help="list the steps of a checkpoint directory and what one of them holds",
+    description="Lists the complete steps, then the trees, leaves, values and versions of one of them.",
+  )
+  inspect.add_argument(
+    "--leaves",
+    metavar="PATTERN",
+    help="leaves to list one by one: 'model/*.kernel' (all, equal layers folded)",
+  )
+  inspect.add_argument("--json", action="store_true", help="the manifest as it is stored")
+  options.add_command(
+    commands,
+    "reshard",
+    run_reshard,
+    *("directory", "out", *options.LAYOUT, "--step"),
+    help="rewrite a checkpoint for another layout",
+    description="Writes one step again, cut as the recipe is laid out on the mesh, into another directory."
+    " Any layout restores from any checkpoint; this only makes many restores of one layout faster.",
+  )
+  options.add_command(
+    commands,
+    "verify",
+    run_verify,
+    "directory",
+    "--step",
+    help="check every value and file of a checkpoint directory",
+    description="Compares every array with the digest taken when it was saved, and every file with its"
+    " size and checksum. Exit code 3: something is damaged.",
+  )
 
 
-def add_step(parser: argparse.ArgumentParser, to_do: str, default: str = "the newest") -> None:
-  """Adds `--step`; `to_do` says what happens to that step."""
-  parser.add_argument("--step", type=int, metavar="N", help=f"the step to {to_do} (default: {default})")
+def run_diff(args: argparse.Namespace) -> int:
+  """Prints the comparison."""
+  from nnx_parallel.checkpoint.checkpointer import Checkpointer
+
+  plan = _plan(args)
+  diff = Checkpointer(args.directory).diff(plan, args.step)
+  print(diff)
+  return 0 if diff.fits else options.NO
 
 
-def add_target(parser: argparse.ArgumentParser, *, optimizer: bool = True) -> None:
-  """Adds RECIPE and the options of its layout, which `load_plan` reads; of the optimizer's too, if wanted."""
-  options.add_recipe(parser)
-  options.add_mesh(parser)
-  options.add_rules(parser)
-  if optimizer:
-    options.add_optimizer(parser)
-  else:
-    parser.set_defaults(zero=0, offload=False)
+def run_export(args: argparse.Namespace) -> int:
+  """Restores a model, and writes the files."""
+  from nnx_parallel.checkpoint.checkpointer import Checkpointer
+  from nnx_parallel.interop.safetensors import export_safetensors
+  from nnx_parallel.interop.weights import load_weight_map
+
+  plan = _plan(args)
+  weight_map = load_weight_map(args.weight_map) if args.weight_map else None
+  model = Checkpointer(args.directory).restore(plan, args.step, optimizer="drop")
+  with _skip_as_option():
+    names = export_safetensors(args.out, model, weight_map, skip=args.skip)
+  print(f"{len(names)} arrays -> {args.out}")
+  return 0
 
 
-def add_weight_map(parser: argparse.ArgumentParser, skipped: str) -> None:
-  """Adds `--weight-map` and `--skip`; `skipped` says what becomes of the leaves left out."""
-  parser.add_argument("--weight-map", metavar="FILE", help="a Python file with WEIGHT_MAP = WeightMap(...)")
-  parser.add_argument("--skip", action="append", default=[], metavar="PATTERN", help=f"leaves to {skipped}")
+def run_import(args: argparse.Namespace) -> int:
+  """Reads the files, and saves step 0."""
+  from nnx_parallel.checkpoint.checkpointer import Checkpointer
+  from nnx_parallel.interop.safetensors import import_safetensors
+  from nnx_parallel.interop.weights import load_weight_map
+
+  plan = _plan(args)
+  weight_map = load_weight_map(args.weight_map) if args.weight_map else None
+  with Checkpointer(args.out) as checkpointer:
+    if steps := checkpointer.steps():
+      raise CheckpointError(
+        f"cannot import into {args.out}: it holds the checkpoints of a run.",
+        details=f"steps {', '.join(map(str, steps))}",
+        fix="choose an empty directory for OUT.",
+      )
+    with _skip_as_option():
+      made = import_safetensors(args.path, plan, weight_map, skip=args.skip)
+    model, optimizer = made if isinstance(made, tuple) else (made, None)
+    checkpointer.save(0, model, optimizer, plan=plan)
+    print(f"step 0: {checkpointer.metadata(0).nbytes:,} bytes -> {args.out}")
+  return 0
 
 
-def load_plan(args: argparse.Namespace) -> ShardingPlan:
-  """Plans the recipe on real or simulated devices; comes before jax's first use.
+def run_inspect(args: argparse.Namespace) -> int:
+  """Prints the steps and one manifest."""
+  from nnx_parallel.checkpoint import folders, manifest
+  from nnx_parallel.checkpoint.checkpointer import Checkpointer
 
-  Raises:
-    NnxParallelError: no such recipe, or a mesh or rules that do not fit.
-  """
-  from nnx_parallel.loop.job import plan_recipe
+  checkpointer = Checkpointer(args.directory)
+  record = checkpointer.metadata(args.step)
+  if args.json:
+    folder = folders.folder_of(checkpointer.directory, record.step)
+    print(json.dumps(manifest.as_json(folder), indent=2))
+    return 0
+  _print_steps(checkpointer)
+  versions = ", ".join(f"{name} {number}" for name, number in record.versions.items())
+  print(f"\nstep {record.step}\n  fingerprint  {record.fingerprint[:16]}\n  versions     {versions}")
+  mesh = record.plan.get("mesh") if isinstance(record.plan, dict) else None
+  if isinstance(mesh, dict):
+    print(f"  mesh         {mesh['axes']} (when saved; a restore does not use it)")
+  for name, value in record.extra.items():
+    print(f"  {name:<12} {json.dumps(value)}")
+  _print_leaves(record, args.leaves)
+  return 0
+
+
+def _print_steps(checkpointer: Checkpointer) -> None:
+  """Prints one line for each complete step."""
+  steps = checkpointer.steps()
+  print(f"{checkpointer.directory}: {len(steps)} complete steps")
+  for step in steps:
+    try:
+      record = checkpointer.metadata(step)
+    except CheckpointError as error:
+      print(f"  {step:>8}  {error.what}")
+      continue
+    when = datetime.datetime.fromtimestamp(record.time, datetime.UTC).strftime("%Y-%m-%d %H:%M:%S")
+    metrics = "  ".join(f"{name}={value:.6g}" for name, value in record.metrics.items())
+    print(f"  {step:>8}  {when} UTC  {record.nbytes:>15,} bytes  {metrics}".rstrip())
+
+
+def _print_leaves(record: Manifest, pattern: str | None) -> None:
+  """Prints the leaves that match a pattern, or all, with equal layers in one row."""
+  from nnx_parallel.core.text import format_array, format_bytes, number_pattern, print_text, text_table
+
+  for item, tree in record.items.items():
+    groups: dict[tuple[str, ...], list[tuple[str, int]]] = {}
+    for path, leaf in tree.leaves.items():
+      if pattern is None or fnmatch.fnmatchcase(f"{item}/{path}", pattern):
+        row = (path if pattern else number_pattern(path), leaf.kind, format_array(leaf.dtype, leaf.shape))
+        groups.setdefault(row, []).append((path, leaf.nbytes))
+    rows: list[tuple[str, ...]] = []
+    for (name, kind, array), found in groups.items():
+      size = format_bytes(sum(nbytes for _, nbytes in found))
+      many = len(found) > 1
+      rows.append((name if many else found[0][0], str(len(found)) if many else "", kind, array, size))
+    print(f"\n{item}: {len(tree.leaves)} arrays, {tree.nbytes:,} bytes")
+    if rows:
+      print_text(text_table(("leaf", "n", "type", "array", "bytes"), rows, right=(1, 4)))
+    for path, value in tree.values.items():
+      print(f"{path} = {json.dumps(value)}")
+
+
+def run_reshard(args: argparse.Namespace) -> int:
+  """Restores one step, and saves all that it holds."""
+  from flax import traverse_util
+
+  from nnx_parallel.checkpoint import paths
+  from nnx_parallel.checkpoint.checkpointer import Checkpointer
+
+  plan = _plan(args)
+  source = Checkpointer(args.directory)
+  if source.directory == Checkpointer(args.out).directory:
+    raise CheckpointError(f"cannot reshard {source.directory} into itself.", fix="write to another folder.")
+  record = source.metadata(args.step)
+  restored = source.restore(plan, record.step)
+  model, optimizer = restored if isinstance(restored, tuple) else (restored, None)
+  extra = {name: source.restore_extra(name, step=record.step) for name in record.extra}
+  for name in [name for name in record.items if name not in ("model", "optimizer")]:  # these have no plan
+    leaves = source.restore_extra(name, step=record.step, as_numpy=True)
+    extra[name] = traverse_util.unflatten_dict({paths.parse(path): leaf for path, leaf in leaves.items()})
+  with Checkpointer(args.out) as destination:
+    destination.save(record.step, model, optimizer, extra=extra, metrics=record.metrics, plan=plan)
+    written = destination.metadata(record.step)
+  print(f"step {record.step}: {written.nbytes:,} bytes in {len(written.files)} files -> {args.out}")
+  return 0
+
+
+def run_verify(args: argparse.Namespace) -> int:
+  """Checks the steps, one line each."""
+  from nnx_parallel.checkpoint import folders
+  from nnx_parallel.checkpoint.checkpointer import Checkpointer
+  from nnx_parallel.checkpoint.damage import VanishedError
+
+  checkpointer = Checkpointer(args.directory)
+  found = sorted([*checkpointer.steps(), *folders.unrecognised_steps(checkpointer.directory)])
+  steps = found if args.step is None else [args.step]
+  if not steps:
+    checkpointer.metadata()  # raises: there is no step
+  good = damaged = 0
+  for step in steps:
+    try:
+      problems = checkpointer.verify(step)
+    except VanishedError:
+      if args.step is not None:
+        raise
+      print(f"step {step}: removed or replaced during the check")
+      continue
+    good, damaged = good + (not problems), damaged + bool(problems)
+    print(f"step {step}: {'damaged' if problems else 'good'}")
+    for problem in problems.values():
+      print(f"  {problem}")
+  print(f"{good} good, {damaged} damaged")
+  return options.NO if damaged else 0
+
+
+def _plan(args: argparse.Namespace) -> ShardingPlan:
+  """Plans the recipe on real or simulated devices; comes before jax's first use."""
   from nnx_parallel.loop.loader import load_recipe
 
   recipe = load_recipe(args.recipe, needs=("init",))
-  sizes = options.mesh_sizes(recipe, args.mesh, args.rules)
-  options.start_devices(sizes, args.devices)
-  mesh, rules = options.real_mesh(sizes, args.devices), options.changed_rules(recipe, args.rules)
-  return plan_recipe(recipe, mesh, rules, **options.optimizer_options(args))
+  return options.make_plan(args, recipe, options.mesh_on_devices(args, recipe))
 
 
 @contextlib.contextmanager
-def skip_as_option() -> Generator[None]:
-  """Errors that speak of Python's `skip=[...]` speak of `--skip` instead."""
-  from nnx_parallel.errors import CheckpointError
+def _skip_as_option() -> Generator[None]:
+  """Writes Python's `skip=[...]` in errors as `--skip`."""
 
-  try:
-    yield
-  except CheckpointError as error:
-    what, details, fix = map(_as_option, (error.what, error.details, error.fix))
-    raise CheckpointError(what, details=details, fix=fix) from error
-
-
-def _as_option(text: str) -> str:
   def option(found: re.Match[str]) -> str:
     names = re.findall(r"'([^']*)'", found[1]) or ["PATTERN"]
     return shlex.join(word for name in names for word in ("--skip", name))
 
-  return re.sub(r"skip=(\[.*?\])", option, text)
-
-
-def load_weight_map(args: argparse.Namespace) -> WeightMap | None:
-  """The weight map of `--weight-map`.
-
-  Raises:
-    CheckpointError: a file that cannot be read, or defines no `WEIGHT_MAP`.
-  """
-  from nnx_parallel.interop import weights
-
-  return weights.load_weight_map(args.weight_map) if args.weight_map else None
+  try:
+    yield
+  except CheckpointError as error:
+    texts = (re.sub(r"skip=(\[.*?\])", option, text) for text in (error.what, error.details, error.fix))
+    what, details, fix = texts
+    raise CheckpointError(what, details=details, fix=fix) from error

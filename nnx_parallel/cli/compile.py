@@ -1,4 +1,4 @@
-"""`nnx-parallel compile`: what a recipe's step needs and sends, from the compiler it is for."""
+"""`nnx-parallel compile`: what a recipe's step needs and sends, from the compiler of its machine."""
 
 from __future__ import annotations
 
@@ -10,72 +10,59 @@ from nnx_parallel.cli import options
 from nnx_parallel.errors import RecipeError
 
 if TYPE_CHECKING:
-  from nnx_parallel.cli.main import Commands
   from nnx_parallel.loop.loader import Recipe
 
 
-def register(commands: Commands) -> None:
-  """Adds the parser of this command."""
-  parser = commands.add_parser(
+def register(commands: options.Commands) -> None:
+  """Adds this command."""
+  parser = options.add_command(
+    commands,
     "compile",
+    run,
+    *options.STEP,
+    "--batch",
+    "--chip",
+    "--html",
     help="compile a recipe's step for a machine that is not here",
     description="Compiles the train step with the real compiler of a machine, on any CPU, and reports"
-    " memory per device, FLOPs, everything that is sent, and whether the program that was split over the"
-    " devices still computes what it should. Exit code 3: it does not fit, or computes wrong numbers.",
+    " memory per device, FLOPs, collectives, and whether the program that was split over the devices still"
+    " computes what it should. Exit code 3: it does not fit, or computes wrong numbers.",
   )
-  options.add_recipe(parser)
-  options.add_mesh(parser)
   parser.add_argument(
     "--topology",
     metavar="NAME",
     help="tpu:v5e:4x4, tpu:v5p:4x4x4*2 (two slices), gpu:h100:2x8 (hosts x GPUs), cpu:8;"
     " default: simulated CPU devices, as many as the mesh has",
   )
-  add_step(parser)
-  options.add_way(parser)
-  options.add_optimizer(parser)
-  parser.add_argument("--chip", metavar="NAME", help="compare the need with this chip's memory")
   parser.add_argument("--json", action="store_true", help="one JSON object instead of tables")
-  options.add_page(parser)
-  parser.set_defaults(run=run)
-
-
-def add_step(parser: argparse.ArgumentParser) -> None:
-  """Adds the options that say what the step works on."""
-  parser.add_argument("--batch", type=options.positive, metavar="N", help="examples in the global batch")
 
 
 def run(args: argparse.Namespace) -> int:
-  """Compiles, prints and says by the exit code whether it fits and is right."""
+  """Compiles and prints; exit code 3: the step does not fit, or is wrong."""
   import nnx_parallel as nxp
   from nnx_parallel.core.text import print_text
-  from nnx_parallel.loop.job import plan_recipe
   from nnx_parallel.loop.loader import load_recipe
   from nnx_parallel.report.compile_report import compile_report
-  from nnx_parallel.report.topology import machine
+  from nnx_parallel.report.topology import read_machine
 
   recipe = load_recipe(args.recipe)
   sizes = options.mesh_sizes(recipe, args.mesh, args.rules)
   if args.topology:
-    sizes = fill(sizes, machine(args.topology).devices, asked=args.mesh is not None)
+    sizes = fill(sizes, read_machine(args.topology).devices, asked=args.mesh is not None)
   topology = args.topology or f"cpu:{math.prod(sizes.values())}"
   start_compiler(sizes, topology, args.devices)
-  rules, place = options.changed_rules(recipe, args.rules), options.optimizer_options(args)
-  plan = plan_recipe(recipe, nxp.abstract_mesh(sizes), rules, **place)
+  plan = options.make_plan(args, recipe, nxp.abstract_mesh(sizes))
   step = nxp.train_step(loss_of(recipe), microbatches=recipe.parts(args.microbatches), remat=args.remat)
   batch = abstract_batch(recipe, args.batch)
   report = compile_report(step, plan, batch=batch, topology=topology, chip=args.chip)
-  if args.json:
-    print(report.to_json())
-  else:
-    print_text(str(report))
+  print(report.to_json()) if args.json else print_text(str(report))
   if args.html:
     options.write_page(args.html, report.to_html())
   return options.NO if report.fits is False or report.faults else 0
 
 
 def fill(sizes: options.Sizes, devices: int, *, asked: bool) -> options.Sizes:
-  """The mesh for a machine: -1 is what is left; a mesh that nobody asked for grows along its largest axis."""
+  """The mesh for a machine: -1 takes the rest; a recipe's own mesh grows along its largest axis."""
   filled = dict(sizes)
   if not asked and math.prod(sizes.values()) != devices and -1 not in sizes.values():
     filled[max(sizes, key=lambda axis: sizes[axis])] = -1
@@ -94,14 +81,22 @@ def start_compiler(sizes: options.Sizes, topology: str, devices: int | None) -> 
 
 
 def loss_of(recipe: Recipe) -> Any:
-  """The recipe's loss; `load_recipe` has checked that there is one."""
+  """The recipe's loss.
+
+  Raises:
+    RecipeError: it has none.
+  """
   if recipe.loss is None:
     raise RecipeError(f"the recipe {recipe.name} has no loss().", fix="def loss(model, batch): ...")
   return recipe.loss
 
 
 def abstract_batch(recipe: Recipe, examples: int | None) -> Any:
-  """Shapes and dtypes of the recipe's first batch, with another number of examples where asked for."""
+  """Shapes and dtypes of the recipe's first batch, with another number of examples where given.
+
+  Raises:
+    RecipeError: the recipe has no batches.
+  """
   import jax
 
   if recipe.batches is None:

@@ -13,47 +13,41 @@ import time
 from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from nnx_parallel.cli import options
 from nnx_parallel.cli.train import describe, draw, format_record, format_times
 from nnx_parallel.errors import CheckpointError
 
 if TYPE_CHECKING:
-  from jax.sharding import Mesh
-
   import nnx_parallel as nxp
-  from nnx_parallel.cli.main import Commands
   from nnx_parallel.loop.job import Job
   from nnx_parallel.loop.loader import Recipe
-  from nnx_parallel.train.metrics import Record
+  from nnx_parallel.loop.metrics import Record
 
 MESH = {"data": 2, "fsdp": 2, "tensor": 2}
 DEVICES = 8
+# Other meshes to restore on: another shape, other axis names on fewer devices, and one device.
+PLACES = {
+  "data=4 tensor=2": {"data": 4, "fsdp": 1, "tensor": 2},
+  "replica=2 shard=2": {"replica": 2, "shard": 2},
+  "one device": {"data": 1, "fsdp": 1, "tensor": 1},
+}
 TOLERANCE = 1e-5  # largest relative difference of a loss; training is in float32
 RECORD = "demo.json"  # the numbers of a demo; a folder that has it may be replaced by the next one
 PROMPT = b"def "
 
 
 @dataclasses.dataclass(frozen=True)
-class Place:
-  """Somewhere to go on: a mesh, and rules where its axes have other names than the recipe's."""
-
-  title: str
-  sizes: options.Sizes
-  rules: Any = None
-
-
-@dataclasses.dataclass(frozen=True)
 class Continued:
-  """The next losses after a restore at one place.
+  """The next losses after a restore on another mesh.
 
   Attributes:
-    title: of the place.
-    devices: how many.
+    title: of the mesh.
+    devices: their number.
     losses: of the next steps.
     difference: the largest relative one to the run that never stopped.
-    misplaced: the arrays that are not where the plan says.
+    misplaced: the arrays that are not laid out as planned.
   """
 
   title: str
@@ -63,21 +57,21 @@ class Continued:
   misplaced: list[str]
 
 
-def register(commands: Commands) -> None:
-  """Adds the parser of this command."""
-  parser = commands.add_parser(
+def register(commands: options.Commands) -> None:
+  """Adds this command."""
+  parser = options.add_command(
+    commands,
     "demo",
+    run,
     help="the whole path once: plan, train, save, restore elsewhere, compare, generate",
     description="Trains text_lm on 8 simulated devices, restores it on other meshes and on one device,"
-    " and checks that each goes on as the run that never stopped. Exit code 3: a claim does not hold.",
+    " and checks that each continues as the run that never stopped. Exit code 3: a claim does not hold.",
   )
-  parser.add_argument("--out", default="runs/demo", metavar="DIR", help="where files go (runs/demo)")
-  parser.add_argument("--steps", type=options.positive, default=200, metavar="N", help="training steps (200)")
-  parser.add_argument(
-    "--next-steps", type=options.positive, default=5, metavar="N", help="steps compared (5)"
-  )
-  parser.add_argument("--text", metavar="DIR", help="text to learn (Python's standard library)")
-  parser.set_defaults(run=run)
+  add = parser.add_argument
+  add("--out", default="runs/demo", metavar="DIR", help="where files go (runs/demo)")
+  add("--steps", type=options.positive, default=200, metavar="N", help="training steps (200)")
+  add("--next-steps", type=options.positive, default=5, metavar="N", help="steps compared (5)")
+  add("--text", metavar="DIR", help="text to train on (Python's standard library)")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -85,12 +79,13 @@ def run(args: argparse.Namespace) -> int:
   import nnx_parallel as nxp
   from nnx_parallel.loop.job import Job, plan_recipe
   from nnx_parallel.loop.loader import load_recipe
-  from nnx_parallel.train.progress import StepProgress
+  from nnx_parallel.loop.progress import StepProgress
 
   started = time.perf_counter()
   recipe = load_recipe("text_lm").given(text=args.text)
   options.start_devices(MESH, DEVICES)
   out = fresh_folder(Path(args.out))
+  folder = out / "checkpoint"
 
   heading("1. Plan", "every array of model and optimizer, before anything is allocated")
   plan = plan_recipe(recipe, options.real_mesh(MESH, DEVICES))
@@ -109,24 +104,51 @@ def run(args: argparse.Namespace) -> int:
   print(format_times(result))
   print(f"held out after   {format_record(after)}")
 
-  with nxp.Checkpointer(out / "checkpoint") as checkpointer:
+  with nxp.Checkpointer(folder) as checkpointer:
     heading("3. Save", "model, optimizer, random state and data cursor, in one commit")
-    print(save(job, checkpointer, out / "checkpoint"))
+    start = time.perf_counter()
+    job.save(checkpointer)
+    saved = time.perf_counter() - start
+    size = sum(f.stat().st_size for f in folder.rglob("*") if f.is_file())
+    print(f"step {job.step} in {folder / str(job.step)}: {size / 1e6:.1f} MB, {saved:.1f} s")
     heading("4. Restore elsewhere", f"and take the same next {args.next_steps} steps there; the loss of each")
     straight = next_losses(job, args.next_steps)
-    others = [continue_at(p, recipe, checkpointer, straight) for p in places()]
+    others = [continue_at(title, recipe, checkpointer, straight) for title in PLACES]
     print_comparison(straight, others, args.steps)
     heading("5. Generate", "one line, by the model on one device")
-    alone = Job.restore(recipe, plan_recipe(recipe, make_place_mesh(ONE_DEVICE)), checkpointer)
+    alone = Job.restore(recipe, plan_recipe(recipe, options.real_mesh(PLACES["one device"], 1)), checkpointer)
     print(generate_line(alone))
 
   seconds = time.perf_counter() - started
   heading("6. Summary", f"{seconds:.0f} s in all")
   failures = find_failures(before, after, others)
-  (out / RECORD).write_text(
-    json.dumps(record(before, after, others, result.metrics, seconds), indent=2) + "\n"
+  numbers = {
+    "seconds": round(seconds, 1),
+    "cores": os.cpu_count(),
+    "python": platform.python_version(),
+    "jax": version("jax"),
+    "flax": version("flax"),
+    "held_out_before": before,
+    "held_out_after": after,
+    "tokens_per_second": round(result.metrics["tokens_per_second"]),
+    "tolerance": TOLERANCE,
+    "continued": [dataclasses.asdict(other) for other in others],
+  }
+  (out / RECORD).write_text(json.dumps(numbers, indent=2) + "\n")
+  worst = max(other.difference for other in others)
+  print(
+    f"held-out text: {before['bits_per_byte']:.2f} -> {after['bits_per_byte']:.2f} bits per byte\n"
+    f"restored on {len(others)} other layouts: the next losses agree within {worst:.1e}"
+    f" (allowed {TOLERANCE:.0e})\n\n"
+    f"checkpoint  {folder}\n"
+    f"loss curve  {draw(out, 'text_lm')}\n"
+    f"metrics     {out / 'metrics.jsonl'}\n"
+    f"numbers     {out / RECORD}\n\n"
+    "next:\n"
+    "  nnx-parallel plan text_lm --mesh data=16,fsdp=64,tensor=4\n"
+    "  nnx-parallel train text_lm --mesh data=4,fsdp=2 --text DIR --checkpoint DIR\n"
+    "  nnx-parallel train digits --mesh data=8"
   )
-  print_summary(out, before, after, others)
   for failure in failures:
     print(f"FAILED: {failure}")
   return options.NO if failures else 0
@@ -140,7 +162,7 @@ def heading(title: str, text: str) -> None:
 
 
 def fresh_folder(folder: Path) -> Path:
-  """An empty folder; one of an earlier demo is replaced, anything else is left alone.
+  """An empty folder; one of an earlier demo is replaced.
 
   Raises:
     CheckpointError: the folder holds something that no demo made.
@@ -159,68 +181,43 @@ def fresh_folder(folder: Path) -> Path:
 
 
 def describe_text(folder: str | None) -> str:
-  """What is learned from, in one line."""
+  """The size and source of the text, in one line."""
   from nnx_parallel.recipes import text_lm
 
-  train, held_out = text_lm.read_text(folder or os.environ.get("NXP_TEXT"), 1)
-  source = folder or os.environ.get("NXP_TEXT") or f"Python {platform.python_version()}'s own library"
+  folder = folder or os.environ.get("NXP_TEXT")
+  train, held_out = text_lm.read_text(folder, 1)
+  source = folder or f"Python {platform.python_version()}'s own library"
   return f"{len(train) / 1e6:.1f} MB of text to learn, {len(held_out) / 1e6:.1f} MB held out: {source}"
-
-
-def save(job: Job, checkpointer: nxp.Checkpointer, folder: Path) -> str:
-  """Saves, and says where, how much, and how long it took."""
-  start = time.perf_counter()
-  job.save(checkpointer)
-  seconds = time.perf_counter() - start
-  size = sum(f.stat().st_size for f in folder.rglob("*") if f.is_file())
-  return f"step {job.step} in {folder / str(job.step)}: {size / 1e6:.1f} MB, {seconds:.1f} s"
-
-
-def places() -> list[Place]:
-  """Where the run goes on: another shape, other axis names on fewer devices, and one device."""
-  import nnx_parallel as nxp
-
-  renamed = nxp.LogicalRules(
-    batch=("replica", "shard"), embed="shard", mlp=None, heads=None, vocab=["shard", None]
-  )
-  return [
-    Place("data=4 tensor=2", {"data": 4, "fsdp": 1, "tensor": 2}),
-    Place("replica=2 shard=2", {"replica": 2, "shard": 2}, renamed),
-    ONE_DEVICE,
-  ]
-
-
-ONE_DEVICE = Place("one device", {"data": 1, "fsdp": 1, "tensor": 1})
-
-
-def make_place_mesh(place: Place) -> Mesh:
-  """The place's mesh, on the first devices."""
-  return options.real_mesh(place.sizes, math.prod(place.sizes.values()))
 
 
 def next_losses(job: Job, count: int) -> list[float]:
   """Trains `count` steps more and returns their losses."""
-  result = job.train(job.step + count)
-  return [record["loss"] for record in result.history]
+  return [record["loss"] for record in job.train(job.step + count).history]
 
 
 def continue_at(
-  place: Place, recipe: Recipe, checkpointer: nxp.Checkpointer, straight: Sequence[float]
+  title: str, recipe: Recipe, checkpointer: nxp.Checkpointer, straight: Sequence[float]
 ) -> Continued:
-  """Restores at a place and takes as many steps as the run that never stopped took."""
+  """Restores on a mesh of `PLACES` and takes as many steps as the run that never stopped took."""
+  import nnx_parallel as nxp
   from nnx_parallel.create.layout_check import differences
   from nnx_parallel.loop.job import Job, plan_recipe
 
-  plan = plan_recipe(recipe, make_place_mesh(place), place.rules)
+  sizes, rules = PLACES[title], None
+  devices = math.prod(sizes.values())
+  if "shard" in sizes:  # not the axes of the recipe's rules
+    batch = ("replica", "shard")
+    rules = nxp.LogicalRules(batch=batch, embed="shard", mlp=None, heads=None, vocab=["shard", None])
+  plan = plan_recipe(recipe, options.real_mesh(sizes, devices), rules)
   job = Job.restore(recipe, plan, checkpointer)
   misplaced = [text for texts in differences(job.model, plan, job.optimizer) for text in texts]
   losses = next_losses(job, len(straight))
   difference = max(abs(a - b) / abs(b) for a, b in zip(losses, straight, strict=True))
-  return Continued(place.title, math.prod(place.sizes.values()), losses, difference, misplaced)
+  return Continued(title, devices, losses, difference, misplaced)
 
 
 def print_comparison(straight: Sequence[float], others: Sequence[Continued], step: int) -> None:
-  """Prints the losses of each place, step by step, beside those of the run that never stopped."""
+  """Prints the losses on each mesh, step by step, beside those of the run that never stopped."""
   from nnx_parallel.core.text import print_text, text_table
 
   columns = [("never stopped", DEVICES, straight, "")]
@@ -238,8 +235,7 @@ def generate_line(job: Job) -> str:
   from nnx_parallel.recipes import text_lm
 
   text = text_lm.generate(job.model, PROMPT, 72, temperature=0.5)  # pyright: ignore[reportArgumentType]
-  first, *_ = (PROMPT + text).decode(errors="replace").split("\n")
-  return first
+  return (PROMPT + text).decode(errors="replace").split("\n")[0]
 
 
 def find_failures(before: Record, after: Record, others: Sequence[Continued]) -> list[str]:
@@ -253,39 +249,3 @@ def find_failures(before: Record, after: Record, others: Sequence[Continued]) ->
     if other.misplaced:
       failures.append(f"{other.title}: not in the planned layout: {', '.join(other.misplaced)}")
   return failures
-
-
-def record(
-  before: Record, after: Record, others: Sequence[Continued], trained: Record, seconds: float
-) -> dict[str, Any]:
-  """The numbers of this run, for `demo.json`."""
-  return {
-    "seconds": round(seconds, 1),
-    "cores": os.cpu_count(),
-    "python": platform.python_version(),
-    "jax": version("jax"),
-    "flax": version("flax"),
-    "held_out_before": before,
-    "held_out_after": after,
-    "tokens_per_second": round(trained["tokens_per_second"]),
-    "tolerance": TOLERANCE,
-    "continued": [dataclasses.asdict(other) for other in others],
-  }
-
-
-def print_summary(out: Path, before: Record, after: Record, others: Sequence[Continued]) -> None:
-  """Prints what was shown, where the files are, and what to type next."""
-  worst = max(other.difference for other in others)
-  print(
-    f"held-out text: {before['bits_per_byte']:.2f} -> {after['bits_per_byte']:.2f} bits per byte\n"
-    f"restored on {len(others)} other layouts: the next losses agree within {worst:.1e}"
-    f" (allowed {TOLERANCE:.0e})\n\n"
-    f"checkpoint  {out / 'checkpoint'}\n"
-    f"loss curve  {draw(out, 'text_lm')}\n"
-    f"metrics     {out / 'metrics.jsonl'}\n"
-    f"numbers     {out / RECORD}\n\n"
-    "next:\n"
-    "  nnx-parallel plan text_lm --mesh data=16,fsdp=64,tensor=4\n"
-    "  nnx-parallel train text_lm --mesh data=4,fsdp=2 --text DIR --checkpoint DIR\n"
-    "  nnx-parallel train digits --mesh data=8"
-  )

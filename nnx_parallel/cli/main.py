@@ -1,4 +1,4 @@
-"""Entry point of `nnx-parallel`; finds the commands and turns errors into messages.
+"""Entry point of `nnx-parallel`: parses the command line and prints errors as messages.
 
 Nothing here imports jax: help and usage errors come at once, and a command can still choose its devices.
 """
@@ -6,62 +6,19 @@ Nothing here imports jax: help and usage errors come at once, and a command can 
 from __future__ import annotations
 
 import argparse
-import importlib
 import os
 import sys
 from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
 
+from nnx_parallel.cli import checkpoints, compile, demo, new, plan, search, train
 from nnx_parallel.errors import NnxParallelError
-
-if TYPE_CHECKING:
-  Commands = argparse._SubParsersAction[argparse.ArgumentParser]  # pyright: ignore[reportPrivateUsage]
-
-ORDER = ("plan", "compile", "search", "train", "new", "demo")
-NOT_COMMANDS = ("__init__", "checkpoints", "main", "options")
 
 OK, FAILED, INTERRUPTED = 0, 1, 130  # argparse ends with 2; options.NO is 3
 
 
-class Command(Protocol):
-  """What a file of this folder defines."""
-
-  def register(self, commands: Commands) -> None:
-    """Adds its parser, with `set_defaults(run=run)`."""
-    ...
-
-
-def command_names() -> list[str]:
-  """The commands there are: one for each file, those that a newcomer needs first.
-
-  Example:
-    >>> command_names()[0]
-    'plan'
-  """
-  files = {f.stem for f in Path(__file__).parent.glob("*.py")} - set(NOT_COMMANDS)
-  names = {f.removesuffix("_") for f in files}
-  return [n for n in ORDER if n in names] + sorted(names - set(ORDER))
-
-
-def load_command(name: str) -> Command:
-  """Imports one command; `import` and other keywords live in a file with an underscore after."""
-  folder = Path(__file__).parent
-  stem = name if (folder / f"{name}.py").is_file() else f"{name}_"
-  return importlib.import_module(f"nnx_parallel.cli.{stem}")  # pyright: ignore[reportReturnType]
-
-
-def package_version() -> str:
-  """The installed version; a checkout that is not installed has none."""
-  try:
-    return version("nnx-parallel")
-  except PackageNotFoundError:
-    return "(not installed)"
-
-
 def make_parser() -> argparse.ArgumentParser:
-  """The parser with every command registered."""
+  """The parser of all commands, those that a newcomer needs first."""
   parser = argparse.ArgumentParser(
     prog="nnx-parallel",
     description="Parallelism for Flax NNX: any module, any mesh, one plan.",
@@ -69,10 +26,14 @@ def make_parser() -> argparse.ArgumentParser:
     "Exit codes: 0 done, 1 error, 2 wrong usage, 3 the answer is no (does not fit, differs, damaged).",
     formatter_class=argparse.RawDescriptionHelpFormatter,
   )
-  parser.add_argument("--version", action="version", version=f"%(prog)s {package_version()}")
+  try:
+    number = version("nnx-parallel")
+  except PackageNotFoundError:
+    number = "(not installed)"
+  parser.add_argument("--version", action="version", version=f"%(prog)s {number}")
   commands = parser.add_subparsers(metavar="COMMAND", required=True)
-  for name in command_names():
-    load_command(name).register(commands)
+  for module in (plan, compile, search, train, new, demo, checkpoints):
+    module.register(commands)
   return parser
 
 
@@ -100,7 +61,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     print("interrupted", file=sys.stderr)
     return INTERRUPTED
   except BrokenPipeError:
-    # The reader (`| head`) has seen enough; without this Python complains once more at exit.
+    # The reader (`| head`) has read enough. Without this Python reports the closed pipe once more at exit.
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return OK
 

@@ -7,28 +7,26 @@ import importlib.resources
 import re
 import shlex
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+from nnx_parallel.cli import options
 from nnx_parallel.errors import RecipeError
 
-if TYPE_CHECKING:
-  from nnx_parallel.cli.main import Commands
 
-
-def register(commands: Commands) -> None:
-  """Adds the parser of this command."""
-  parser = commands.add_parser(
+def register(commands: options.Commands) -> None:
+  """Adds this command."""
+  parser = options.add_command(
+    commands,
     "new",
+    run,
     help="write a recipe to start from",
-    description="Copies a recipe of the package into a file of your own, which every command takes.",
+    description="Copies a recipe of the package into a new file, which every command takes.",
   )
   parser.add_argument("file", metavar="FILE", type=Path, help="the file to write: mine.py")
   parser.add_argument("--like", default="text_lm", metavar="NAME", help="text_lm (default) or digits")
-  parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
-  """Writes the file, and says what to do with it."""
+  """Writes the file, and prints the commands to try next."""
   from nnx_parallel.loop.loader import embedded_recipes
 
   file: Path = args.file

@@ -1,4 +1,4 @@
-"""Options that commands share: the recipe, its mesh, and the devices to simulate."""
+"""What commands share: their arguments, the recipe on its mesh, and the devices to simulate."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import difflib
 import math
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,8 +16,10 @@ from nnx_parallel.errors import MeshError, ReportError, ShardingError
 if TYPE_CHECKING:
   from jax.sharding import Mesh
 
+  import nnx_parallel as nxp
   from nnx_parallel.loop.loader import Recipe
 
+Commands = Any  # of argparse, which has no public name for it
 Sizes = dict[str, int]
 Rules = dict[str, tuple[str, ...]]
 NO = 3  # the exit code of a command whose answer is no: does not fit, differs, damaged
@@ -26,67 +28,12 @@ AS_WRITTEN = "as written"
 REMATS = (AS_WRITTEN, "none", "dots", "full")  # those of train/remat.py, which takes a second to import
 
 
-def add_recipe(parser: argparse.ArgumentParser) -> None:
-  """Adds the argument RECIPE."""
-  parser.add_argument(
-    "recipe",
-    metavar="RECIPE",
-    help="an embedded recipe (text_lm, digits), a file (mine.py), or a module (package.mine:)",
-  )
-
-
-def add_mesh(parser: argparse.ArgumentParser) -> None:
-  """Adds `--mesh` and `--devices`."""
-  parser.add_argument(
-    "--mesh",
-    metavar="AXIS=N,...",
-    help="devices along each axis; -1 is what is left (default: the recipe's own mesh)",
-  )
-  parser.add_argument(
-    "--devices",
-    type=int,
-    metavar="N",
-    help="simulate N CPU devices (default, without an accelerator: as many as the mesh has)",
-  )
-
-
-def add_optimizer(parser: argparse.ArgumentParser) -> None:
-  """Adds `--zero` and `--offload`, which say where optimizer state and gradients lie."""
-  parser.add_argument(
-    "--zero",
-    type=int,
-    choices=(0, 1, 2),
-    default=0,
-    help="1 splits the optimizer state over the axes of the batch too (ZeRO-1), 2 also the gradients",
-  )
-  parser.add_argument(
-    "--offload", action="store_true", help="keep the optimizer state in host memory between steps"
-  )
-
-
-def optimizer_options(args: argparse.Namespace) -> dict[str, Any]:
-  """What `add_optimizer` added, as arguments of `nxp.plan`."""
-  return {"zero": args.zero, "optimizer_memory": "pinned_host" if args.offload else None}
-
-
-def add_way(parser: argparse.ArgumentParser) -> None:
-  """Adds `--microbatches`, `--remat` and `--rules`: how a step is run, as `search` prints it."""
-  parser.add_argument("--microbatches", type=positive, metavar="N", help="parts that the batch is run in")
-  parser.add_argument(
-    "--remat", default=AS_WRITTEN, choices=REMATS, help="what layers keep; as the recipe says when not given"
-  )
-  add_rules(parser)
-
-
-def add_rules(parser: argparse.ArgumentParser) -> None:
-  """Adds `--rules`, which `changed_rules` obeys."""
-  parser.add_argument(
-    "--rules",
-    type=parse_rules,
-    default={},
-    metavar="NAME=AXIS+...,...",
-    help="logical names over other axes than the recipe's rules say: sequence=tensor",
-  )
+def positive(text: str) -> int:
+  """A whole number from 1 up, for argparse."""
+  number = int(text)
+  if number < 1:
+    raise argparse.ArgumentTypeError(f"{text} is less than 1")
+  return number
 
 
 def parse_rules(text: str) -> Rules:
@@ -103,6 +50,89 @@ def parse_rules(text: str) -> Rules:
       raise argparse.ArgumentTypeError(f"cannot read {part.strip()!r}; for example sequence=tensor")
     rules[name] = tuple(axes.split("+"))
   return rules
+
+
+_ARGUMENTS: dict[str, dict[str, Any]] = {
+  "recipe": {
+    "metavar": "RECIPE",
+    "help": "an embedded recipe (text_lm, digits), a file (mine.py), or a module (package.mine:)",
+  },
+  "directory": {"metavar": "DIR", "help": "the directory of the steps"},
+  "path": {"metavar": "PATH", "help": "a .safetensors file, its index, or their folder"},
+  "out": {"metavar": "OUT", "help": "the folder to write to"},
+  "--mesh": {
+    "metavar": "AXIS=N,...",
+    "help": "devices along each axis; -1 takes the rest (default: the recipe's own mesh)",
+  },
+  "--devices": {
+    "type": int,
+    "metavar": "N",
+    "help": "simulate N CPU devices (default, without an accelerator: as many as the mesh has)",
+  },
+  "--rules": {
+    "type": parse_rules,
+    "default": {},
+    "metavar": "NAME=AXIS+...,...",
+    "help": "mesh axes of logical names, in place of those in the recipe's rules: sequence=tensor",
+  },
+  "--zero": {
+    "type": int,
+    "choices": (0, 1, 2),
+    "default": 0,
+    "help": "1 splits the optimizer state over the axes of the batch too (ZeRO-1), 2 also the gradients",
+  },
+  "--offload": {"action": "store_true", "help": "keep the optimizer state in host memory between steps"},
+  "--microbatches": {"type": positive, "metavar": "N", "help": "parts that the batch is run in"},
+  "--remat": {
+    "default": AS_WRITTEN,
+    "choices": REMATS,
+    "help": "what layers keep for the backward pass (default: as the recipe does)",
+  },
+  "--batch": {"type": positive, "metavar": "N", "help": "examples in the global batch"},
+  "--chip": {"metavar": "NAME", "help": "compare the memory needed with that of this chip: v5e, h100"},
+  "--html": {"type": Path, "metavar": "FILE", "help": "also write a page with pictures"},
+  "--step": {"type": int, "metavar": "N", "help": "the step (default: the newest; of verify, all)"},
+  "--skip": {
+    "action": "append",
+    "default": [],
+    "metavar": "PATTERN",
+    "help": "leaves of the model to leave out; may be repeated",
+  },
+  "--weight-map": {"metavar": "FILE", "help": "a Python file with WEIGHT_MAP = WeightMap(...)"},
+}
+LAYOUT = ("recipe", "--mesh", "--devices", "--rules", "--zero", "--offload")
+STEP = (*LAYOUT, "--microbatches", "--remat")
+
+
+def add_command(
+  commands: Commands,
+  name: str,
+  run: Callable[[argparse.Namespace], int],
+  *arguments: str,
+  help: str,
+  description: str,
+) -> argparse.ArgumentParser:
+  """Adds a command that has these of the shared arguments."""
+  parser: argparse.ArgumentParser = commands.add_parser(name, help=help, description=description)
+  for argument in arguments:
+    parser.add_argument(argument, **_ARGUMENTS[argument])
+  parser.set_defaults(run=run, usage_error=parser.error)
+  return parser
+
+
+def make_plan(args: argparse.Namespace, recipe: Recipe, mesh: Any) -> nxp.ShardingPlan:
+  """The plan of a recipe with `--rules`, `--zero` and `--offload`."""
+  from nnx_parallel.loop.job import plan_recipe
+
+  memory = "pinned_host" if args.offload else None
+  return plan_recipe(recipe, mesh, changed_rules(recipe, args.rules), zero=args.zero, optimizer_memory=memory)
+
+
+def mesh_on_devices(args: argparse.Namespace, recipe: Recipe) -> Mesh:
+  """The mesh of a command on real or simulated devices; must come before jax's first use."""
+  sizes = mesh_sizes(recipe, args.mesh, args.rules)
+  start_devices(sizes, args.devices)
+  return real_mesh(sizes, args.devices)
 
 
 def changed_rules(recipe: Recipe, changes: Rules) -> Any:
@@ -138,21 +168,18 @@ def format_rules(changes: Mapping[str, tuple[str, ...]]) -> str:
   return ",".join(f"{name}={'+'.join(axes)}" for name, axes in changes.items())
 
 
-def positive(text: str) -> int:
-  """A whole number from 1 up, for argparse."""
-  number = int(text)
-  if number < 1:
-    raise argparse.ArgumentTypeError(f"{text} is less than 1")
-  return number
+def format_sizes(sizes: Sizes) -> str:
+  """Sizes of mesh axes as `--mesh` takes them.
 
-
-def add_page(parser: argparse.ArgumentParser) -> None:
-  """Adds `--html`, which `write_page` obeys."""
-  parser.add_argument("--html", type=Path, metavar="FILE", help="also write a page with pictures")
+  Example:
+    >>> format_sizes({"data": 2, "tensor": 4})
+    'data=2,tensor=4'
+  """
+  return ",".join(f"{axis}={size}" for axis, size in sizes.items())
 
 
 def write_page(file: Path, page: str) -> None:
-  """Writes a page and the folders above it, and says so on standard error.
+  """Writes a page and the folders above it, and names the file on standard error.
 
   Raises:
     ReportError: the file cannot be written.
@@ -180,10 +207,11 @@ def parse_mesh(text: str) -> Sizes:
   sizes: Sizes = {}
   for part in text.split(","):
     axis, _, size = part.strip().partition("=")
-    if not axis.isidentifier() or not _is_size(size):
+    is_size = size == "-1" or (size.isascii() and size.isdigit() and int(size) > 0)
+    if not axis.isidentifier() or not is_size:
       raise MeshError(
         f"cannot read {part.strip()!r} in --mesh {text}.",
-        details="an axis is a word, its size a number of devices, or -1 for what is left",
+        details="an axis is a name, its size a number of devices; -1 takes the rest",
         fix=EXAMPLE,
       )
     if axis in sizes:
@@ -194,23 +222,19 @@ def parse_mesh(text: str) -> Sizes:
   return sizes
 
 
-def _is_size(text: str) -> bool:
-  return text == "-1" or (text.isascii() and text.isdigit() and int(text) > 0)
-
-
 def mesh_sizes(recipe: Recipe, text: str | None, rules: Mapping[str, tuple[str, ...]] | None = None) -> Sizes:
-  """The mesh that a command works on, as axis -> devices along it.
+  """The mesh of a command, as axis -> devices along it.
 
-  The recipe's `mesh()` names the axes that its rules know: those that `--mesh` leaves out have size 1,
-  and an axis that the rules do not know is an error, because nothing would be split along it.
+  The recipe's `mesh()` has the axes that its rules use. Those that `--mesh` leaves out have size 1; another
+  axis is an error, because nothing would be split along it.
 
   Args:
     recipe: its own mesh is the default.
     text: the value of `--mesh`.
-    rules: the value of `--rules`; axes that it names are known too.
+    rules: the value of `--rules`; its axes are allowed too.
 
   Raises:
-    MeshError: as `parse_mesh`; an axis that the recipe does not know; no mesh at all.
+    MeshError: as `parse_mesh`; an axis that the recipe does not have; no mesh at all.
   """
   known = recipe.mesh() if recipe.mesh is not None else {}
   if text is None:
@@ -223,7 +247,7 @@ def mesh_sizes(recipe: Recipe, text: str | None, rules: Mapping[str, tuple[str, 
   if strange:
     near = difflib.get_close_matches(strange[0], known, n=1)
     raise MeshError(
-      f"the recipe {recipe.name} knows no mesh axis {strange[0]!r}.",
+      f"the recipe {recipe.name} has no mesh axis {strange[0]!r}.",
       details=f"its mesh() has {', '.join(known)}; along another axis nothing would be split",
       fix=f"did you mean {near[0]}?" if near else f"axes out of {', '.join(known)}.",
     )
@@ -231,10 +255,10 @@ def mesh_sizes(recipe: Recipe, text: str | None, rules: Mapping[str, tuple[str, 
 
 
 def start_devices(sizes: Sizes, devices: int | None) -> None:
-  """Makes the CPU look like as many devices as the mesh needs; must come before jax's first use.
+  """Simulates as many CPU devices as the mesh needs; must come before jax's first use.
 
-  An accelerator, if there is one, is used all the same, unless `devices` asks for simulated ones. A
-  count in the environment (`JAX_NUM_CPU_DEVICES`, `XLA_FLAGS`) is left as it is.
+  An accelerator, if there is one, is used all the same, unless `devices` is given. A count in the
+  environment (`JAX_NUM_CPU_DEVICES`, `XLA_FLAGS`) is left as it is.
 
   Args:
     sizes: the mesh.
@@ -257,12 +281,13 @@ def start_devices(sizes: Sizes, devices: int | None) -> None:
   # A collective holds one thread of XLA's pool for each simulated device that waits, and the pool is as
   # large as XLA takes the machine to be: on two cores, eight devices can starve each other.
   os.environ.setdefault("NPROC", str(4 * max(devices or needed, os.cpu_count() or 1)))
-  if _count_is_set():
+  flags = os.environ.get("XLA_FLAGS", "")
+  if os.environ.get("JAX_NUM_CPU_DEVICES") or "xla_force_host_platform_device_count" in flags:
     return
   try:
     jax.config.update("jax_num_cpu_devices", devices or needed)
   except RuntimeError:
-    return  # jax has started: it has the devices that it has, and building the mesh says if they do
+    return  # jax has started with the devices that it has; building the mesh shows whether they are enough
 
 
 def real_mesh(sizes: Sizes, devices: int | None) -> Mesh:
@@ -276,19 +301,3 @@ def real_mesh(sizes: Sizes, devices: int | None) -> Mesh:
   import nnx_parallel as nxp
 
   return nxp.make_mesh(sizes, devices=jax.devices()[:devices])
-
-
-def _count_is_set() -> bool:
-  return "xla_force_host_platform_device_count" in os.environ.get("XLA_FLAGS", "") or bool(
-    os.environ.get("JAX_NUM_CPU_DEVICES")
-  )
-
-
-def format_sizes(sizes: Sizes) -> str:
-  """The sizes as `--mesh` takes them.
-
-  Example:
-    >>> format_sizes({"data": 2, "tensor": 4})
-    'data=2,tensor=4'
-  """
-  return ",".join(f"{axis}={size}" for axis, size in sizes.items())

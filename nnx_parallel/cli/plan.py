@@ -1,4 +1,4 @@
-"""`nnx-parallel plan`: how a recipe is laid out on a mesh, and whether it fits; no device is needed."""
+"""`nnx-parallel plan`: the layout of a recipe on a mesh, and whether it fits; no device is needed."""
 
 from __future__ import annotations
 
@@ -6,47 +6,43 @@ import argparse
 from typing import TYPE_CHECKING, Any
 
 from nnx_parallel.cli import options
-from nnx_parallel.cli.compile import abstract_batch, add_step, loss_of
+from nnx_parallel.cli.compile import abstract_batch, loss_of
 from nnx_parallel.errors import ReportError
 
 if TYPE_CHECKING:
-  from nnx_parallel.cli.main import Commands
   from nnx_parallel.layout.plan import ShardingPlan
   from nnx_parallel.loop.loader import Recipe
   from nnx_parallel.report.estimate.memory import MemoryPlan
   from nnx_parallel.report.estimate.roofline import StepTime
 
 
-def register(commands: Commands) -> None:
-  """Adds the parser of this command."""
-  parser = commands.add_parser(
+def register(commands: options.Commands) -> None:
+  """Adds this command."""
+  parser = options.add_command(
+    commands,
     "plan",
+    run,
+    *options.STEP,
+    "--batch",
+    "--chip",
+    "--html",
     help="show how a recipe is laid out on a mesh",
     description="Prints every Variable of the model and its optimizer: shape, layout, bytes per"
     " device, and why. Needs no devices: the mesh may be as large as you like. With --chip, --batch,"
     " --microbatches or --remat, also the planned memory of a train step; exit code 3: it does not fit the"
     " chip.",
   )
-  options.add_recipe(parser)
-  options.add_mesh(parser)
-  options.add_optimizer(parser)
   alone = parser.add_mutually_exclusive_group()
-  alone.add_argument("--explain", metavar="PATH", help="how one Variable came to its layout, alone")
+  alone.add_argument("--explain", metavar="PATH", help="only how the layout of one Variable was decided")
   alone.add_argument(
-    "--json", action="store_true", help="the plan alone as JSON, which ShardingPlan.from_json reads"
+    "--json", action="store_true", help="only the plan, as JSON that ShardingPlan.from_json reads"
   )
-  parser.add_argument("--chip", metavar="NAME", help="compare the planned memory with this chip's: v5e, h100")
-  add_step(parser)
-  options.add_way(parser)
-  options.add_page(parser)
-  parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
-  """Prints the plan, and says by the exit code whether its memory fits where a chip is named."""
+  """Prints the plan; exit code 3: its memory does not fit the chip."""
   import nnx_parallel as nxp
   from nnx_parallel.core.text import print_text
-  from nnx_parallel.loop.job import plan_recipe
   from nnx_parallel.loop.loader import load_recipe
 
   shown = not (args.json or args.explain)
@@ -54,18 +50,13 @@ def run(args: argparse.Namespace) -> int:
   if step and not (shown or args.chip or args.html):
     raise ReportError(
       "--batch, --microbatches and --remat change a step's memory, which --json and --explain do not show.",
-      fix="leave them out, or add --chip NAME (the exit code says whether it fits) or --html FILE.",
+      fix="leave them out, or add --chip NAME (the exit code is 3 when it does not fit) or --html FILE.",
     )
   recipe = load_recipe(args.recipe, needs=("init",))
   sizes = options.mesh_sizes(recipe, args.mesh, args.rules)
-  if args.devices is not None or -1 in sizes.values():
-    options.start_devices(sizes, args.devices)
-    mesh = options.real_mesh(sizes, args.devices)
-  else:
-    mesh = nxp.abstract_mesh(sizes)
-  plan = plan_recipe(
-    recipe, mesh, options.changed_rules(recipe, args.rules), **options.optimizer_options(args)
-  )
+  is_real = args.devices is not None or -1 in sizes.values()
+  mesh = options.mesh_on_devices(args, recipe) if is_real else nxp.abstract_mesh(sizes)
+  plan = options.make_plan(args, recipe, mesh)
   asked = bool(args.chip) or (shown and step)
   wanted = asked or (args.html and recipe.loss and recipe.batches)
   memory, time = _planned(recipe, plan, args) if wanted else (None, None)
@@ -77,8 +68,7 @@ def run(args: argparse.Namespace) -> int:
     print(plan.explain(args.explain))
   else:
     plan.show()
-    audit = plan.audit()
-    if audit:
+    if audit := plan.audit():
       print_text(f"\n{audit}")
     if asked:
       print_text(f"\n{memory}")
@@ -89,15 +79,12 @@ def run(args: argparse.Namespace) -> int:
 def _planned(
   recipe: Recipe, plan: ShardingPlan, args: argparse.Namespace
 ) -> tuple[MemoryPlan, StepTime | None]:
-  """Memory, and for the page on a chip time, of the recipe's step: from its loss and its first batch."""
+  """The memory of the recipe's step on its first batch; for a page about a chip, the time too."""
   from nnx_parallel.report.estimate.memory import memory_plan
   from nnx_parallel.report.estimate.roofline import predict_time
 
-  loss = loss_of(recipe)
-  batch = abstract_batch(recipe, args.batch)
-  parts = recipe.parts(args.microbatches)
-  way: dict[str, Any] = {"microbatches": parts, "remat": args.remat}
+  loss, batch = loss_of(recipe), abstract_batch(recipe, args.batch)
+  way: dict[str, Any] = {"microbatches": recipe.parts(args.microbatches), "remat": args.remat}
   memory = memory_plan(plan, loss, batch, chip=args.chip, **way)
-  if not (args.html and args.chip):
-    return memory, None
-  return memory, predict_time(plan, loss, batch, chip=args.chip, **way)
+  is_timed = args.html and args.chip
+  return memory, predict_time(plan, loss, batch, chip=args.chip, **way) if is_timed else None

@@ -7,60 +7,57 @@ import shlex
 from typing import TYPE_CHECKING, Any
 
 from nnx_parallel.cli import options
-from nnx_parallel.cli.compile import abstract_batch, add_step, loss_of, start_compiler
+from nnx_parallel.cli.compile import abstract_batch, loss_of, start_compiler
 
 if TYPE_CHECKING:
-  from nnx_parallel.cli.main import Commands
   from nnx_parallel.report.search.search import Candidate
 
 _MOST_SIMULATED = 1024
 
 
-def register(commands: Commands) -> None:
-  """Adds the parser of this command."""
-  parser = commands.add_parser(
+def register(commands: options.Commands) -> None:
+  """Adds this command."""
+  parser = options.add_command(
+    commands,
     "search",
+    run,
+    "recipe",
+    "--rules",
+    "--batch",
+    "--html",
     help="rank every layout of a recipe on a machine",
     description="Tries every factorisation of the mesh with microbatches, remat policies, ZeRO stages and"
     " offload, and with split sequences and experts where the model names them, by a model of memory and"
     " time; prints the Pareto front and the winner as code. Exit code 3: nothing fits.",
   )
-  options.add_recipe(parser)
-  parser.add_argument("--topology", required=True, metavar="NAME", help="e.g. tpu:v5p:4x4x8, gpu:h100:4x8")
-  add_step(parser)
-  parser.add_argument(
+  add = parser.add_argument
+  add("--topology", required=True, metavar="NAME", help="e.g. tpu:v5p:4x4x8, gpu:h100:4x8")
+  add(
     "--compile-best",
     type=options.positive,
     default=0,
     metavar="N",
     help="compile the N fastest for simulated devices, and the first of these for the machine",
   )
-  parser.add_argument(
-    "--remat", nargs="+", choices=options.REMATS, help="policies to try (default: none dots full)"
-  )
-  parser.add_argument(
-    "--zero", nargs="+", type=int, choices=(0, 1, 2), help="ZeRO stages to try (default: 0 1 2)"
-  )
-  parser.add_argument(
+  add("--remat", nargs="+", choices=options.REMATS, help="policies to try (default: none dots full)")
+  add("--zero", nargs="+", type=int, choices=(0, 1, 2), help="ZeRO stages to try (default: 0 1 2)")
+  add(
     "--offload",
     action=argparse.BooleanOptionalAction,
     help="optimizer state always, or never, in host memory (default: both are tried)",
   )
-  options.add_rules(parser)
-  parser.add_argument("--json", action="store_true", help="one JSON object instead of tables")
-  options.add_page(parser)
-  parser.set_defaults(run=run)
+  add("--json", action="store_true", help="one JSON object instead of tables")
 
 
 def run(args: argparse.Namespace) -> int:
-  """Searches, prints and says by the exit code whether there is a layout to propose."""
+  """Searches and prints; exit code 3: no layout fits."""
   from nnx_parallel.core.text import print_text
   from nnx_parallel.loop.loader import load_recipe
   from nnx_parallel.report.search.search import search
-  from nnx_parallel.report.topology import machine
+  from nnx_parallel.report.topology import read_machine
 
   recipe = load_recipe(args.recipe)
-  devices = machine(args.topology).devices
+  devices = read_machine(args.topology).devices
   # Simulated devices hold nothing, but each costs some memory of the process.
   simulate = args.compile_best and devices <= _MOST_SIMULATED
   start_compiler({"all": devices}, f"cpu:{devices}" if simulate else args.topology, None)
@@ -75,10 +72,7 @@ def run(args: argparse.Namespace) -> int:
     compile_best=args.compile_best,
     **{name: value for name, value in tried.items() if value is not None},
   )
-  if args.json:
-    print(result.to_json())
-  else:
-    print_text(str(result))
+  print(result.to_json()) if args.json else print_text(str(result))
   if result.best is not None and not args.json:
     print(f"Compiled alone:\n\n  {command(args, result.best)}\n")
   if args.html:

@@ -1,4 +1,4 @@
-"""`nnx-parallel train`: trains a recipe on a mesh, with progress, metrics, a picture and checkpoints."""
+"""`nnx-parallel train`: trains a recipe on a mesh, with progress, metrics, a loss curve and checkpoints."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import argparse
 import contextlib
 import sys
 import warnings
-from collections.abc import Callable, Generator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,67 +14,53 @@ from nnx_parallel.errors import CheckpointError, ReportError, TrainError
 
 if TYPE_CHECKING:
   import nnx_parallel as nxp
-  from nnx_parallel.cli.main import Commands
   from nnx_parallel.loop.job import Job
   from nnx_parallel.loop.loader import Recipe
-  from nnx_parallel.train.metrics import Record
-  from nnx_parallel.train.remat import Policy
+  from nnx_parallel.loop.metrics import Record
 
-Say = Callable[[str], None]
+# The options that decide what is computed; they are kept in the checkpoints.
+_SETTINGS = ("steps", "zero", "offload", "remat", "text", "seed", "eval_every", "early_stop")
 
 
-def register(commands: Commands) -> None:
-  """Adds the parser of this command."""
-  parser = commands.add_parser(
+def register(commands: options.Commands) -> None:
+  """Adds this command."""
+  parser = options.add_command(
+    commands,
     "train",
+    run,
+    *options.STEP,
     help="train a recipe on a mesh",
-    description="Trains a recipe. Without an accelerator, the CPU is made to look like as many"
-    " devices as the mesh has.",
+    description="Trains a recipe. Without an accelerator, as many CPU devices as the mesh has are simulated.",
   )
-  options.add_recipe(parser)
-  options.add_mesh(parser)
-  options.add_way(parser)
-  options.add_optimizer(parser)
+
+  def count(name: str, help: str, default: int | None = None) -> None:
+    parser.add_argument(name, type=options.positive, default=default, metavar="N", help=help)
+
+  def path(name: str, help: str) -> None:
+    parser.add_argument(name, metavar="DIR", help=help)
+
   add = parser.add_argument
-  add("--steps", type=options.positive, default=200, metavar="N", help="the last step's number (200)")
-  add("--batch", type=options.positive, metavar="N", help="examples in a global batch, where the recipe asks")
-  add("--seed", type=int, metavar="N", help="the seed of initial values and data, where the recipe asks")
-  add("--text", metavar="DIR", help="folder of text to learn, for recipes that read text")
-  add(
-    "--eval-every", type=options.positive, metavar="N", help="evaluate each N-th step too, not only the last"
-  )
-  add(
-    "--early-stop",
-    type=options.positive,
-    metavar="N",
-    help="end after N evaluations in a row without a lower eval_loss",
-  )
-  add("--checkpoint", metavar="DIR", help="save the last step here")
-  add("--save-every", type=options.positive, metavar="N", help="save each N-th step too")
-  add("--save-every-minutes", type=float, metavar="M", help="save after so many minutes too")
-  add(
-    "--keep",
-    type=options.positive,
-    metavar="N",
-    help="keep the newest N steps, and the one of the lowest eval_loss",
-  )
+  count("--steps", "the last step's number (200)", 200)
+  count("--batch", "examples in a global batch, for recipes that take it")
+  add("--seed", type=int, metavar="N", help="seed of initial values and data, for recipes that take it")
+  path("--text", "folder of text to train on, for recipes that read text")
+  count("--eval-every", "evaluate each N-th step too, not only the last")
+  count("--early-stop", "end after N evaluations in a row without a lower eval_loss")
+  path("--checkpoint", "save the last step here")
+  count("--save-every", "save each N-th step too")
+  add("--save-every-minutes", type=float, metavar="M", help="save each M minutes too")
+  count("--keep", "keep the newest N steps, and the one of the lowest eval_loss")
   add(
     "--resume",
     nargs="?",
     const="latest",
     type=step_name,
     metavar="STEP",
-    help="go on from a step in --checkpoint, if there is any: a number, best, or latest (when left out)",
+    help="continue from a step in --checkpoint, if there is any: a number, best, or latest (the default)",
   )
-  add("--out", metavar="DIR", help="folder for metrics, loss curve and profile (runs/RECIPE)")
-  add(
-    "--log-every",
-    type=options.positive,
-    default=1,
-    metavar="N",
-    help="one record for N steps, of their means (1)",
-  )
-  add("--tensorboard", metavar="DIR", help="write TensorBoard files there too")
+  path("--out", "folder for metrics, loss curve and profile (runs/RECIPE)")
+  count("--log-every", "one record for N steps, of their means (1)", 1)
+  path("--tensorboard", "write TensorBoard files there too")
   add("--profile", type=window, metavar="A:B", help="trace the steps A to B for xprof")
   add(
     "--peak-flops", type=float, metavar="F", help="peak FLOP/s of a device, for MFU (the chip's in bfloat16)"
@@ -85,9 +70,8 @@ def register(commands: Commands) -> None:
     action="store_true",
     help="first check that the gradients are right on this layout; where they are wrong, exit with 3",
   )
-  add("--compilation-cache", metavar="DIR", help="keep compiled programs here for the next start")
+  path("--compilation-cache", "keep compiled programs here for the next start")
   add("--quiet", action="store_true", help="print only the last step and the result")
-  parser.set_defaults(run=run, usage_error=parser.error)
 
 
 def step_name(text: str) -> int | str:
@@ -114,35 +98,33 @@ def window(text: str) -> tuple[int, int]:
 
 
 def run(args: argparse.Namespace) -> int:
-  """Trains, evaluates, saves, and says where everything is."""
+  """Trains, evaluates, saves, and prints where everything is."""
   saves = args.save_every or args.save_every_minutes
   if args.checkpoint is None and (args.resume is not None or saves or args.keep):
     args.usage_error("--resume, --save-every, --save-every-minutes and --keep need --checkpoint DIR")
   if args.early_stop and not args.eval_every:
     args.usage_error("--early-stop needs --eval-every N")
   import nnx_parallel as nxp
-  from nnx_parallel.loop.job import plan_recipe
   from nnx_parallel.loop.loader import load_recipe
 
   recipe = load_recipe(args.recipe).given(text=args.text, batch=args.batch, seed=args.seed)
-  sizes = options.mesh_sizes(recipe, args.mesh, args.rules)
-  options.start_devices(sizes, args.devices)
+  mesh = options.mesh_on_devices(args, recipe)
   if args.compilation_cache is not None:
     nxp.compilation_cache(args.compilation_cache)
-  mesh = options.real_mesh(sizes, args.devices)
-  rules = options.changed_rules(recipe, args.rules)
-  plan = plan_recipe(recipe, mesh, rules, **options.optimizer_options(args))
-  settings = {"batch": check_first_batch(recipe, plan), **asked(args)}
-  with open_checkpoints(args.checkpoint, resume=args.resume, keep=args.keep) as checkpointer:
-    job = make_job(
-      recipe,
-      plan,
-      checkpointer,
-      args.resume,
-      microbatches=args.microbatches,
-      remat=args.remat,
-      settings=settings,
-    )
+  plan = options.make_plan(args, recipe, mesh)
+  examples = examples_in_first_batch(recipe, plan)
+  with contextlib.ExitStack() as stack:
+    checkpointer = None
+    if args.checkpoint is not None:
+      folder = nxp.Checkpointer(args.checkpoint, max_to_keep=args.keep, best="eval_loss")
+      checkpointer = stack.enter_context(folder)
+      if (steps := checkpointer.steps()) and args.resume is None:
+        raise CheckpointError(
+          f"{args.checkpoint} holds the checkpoints of an earlier run.",
+          details=f"steps {', '.join(map(str, steps))}",
+          fix="--resume to continue from the newest, or another --checkpoint DIR.",
+        )
+    job = make_job(args, recipe, plan, checkpointer, examples)
     if args.check_gradients:
       found = job.check_gradients()
       print(found.summary if found else found)
@@ -153,15 +135,15 @@ def run(args: argparse.Namespace) -> int:
 
 
 def train(args: argparse.Namespace, job: Job, checkpointer: nxp.Checkpointer | None) -> None:
-  """Takes a job to the last step, evaluating before and after."""
+  """Trains a job to the last step, with an evaluation before and after."""
   import nnx_parallel as nxp
-  from nnx_parallel.train.progress import StepProgress
+  from nnx_parallel.loop.progress import StepProgress
 
   out = Path(args.out or Path("runs", job.recipe.name))
-  say: Say = (lambda text: None) if args.quiet else print
-  say(f"{job.recipe.name}, {describe(job)}")
+  if not args.quiet:
+    print(f"{job.recipe.name}, {describe(job)}")
   if job.step >= args.steps:
-    print(f"step {job.step} is reached; go on with --steps {job.step + args.steps}")
+    print(f"step {job.step} is reached; continue with --steps {job.step + args.steps}")
     return
   shown = StepProgress(args.steps, start=job.step, unit=job.unit, quiet=args.quiet)
   shown.note(job.step, f"held out  {format_record(job.evaluate())}")
@@ -188,21 +170,21 @@ def train(args: argparse.Namespace, job: Job, checkpointer: nxp.Checkpointer | N
   if result.stopped == "early":
     print(f"ended at step {job.step}: no lower eval_loss in {args.early_stop} evaluations")
   print(f"held out at step {job.step}: {format_record(evaluation(result.metrics))}")
-  say(f"time        {format_times(result)}")
-  say(f"metrics     {log.path}" + (f" (an earlier run's: {log.earlier})" if log.earlier else ""))
-  say(f"loss curve  {draw(out, job.recipe.name)}")
+  if args.quiet:
+    return
+  earlier = f" (an earlier run's: {log.earlier})" if log.earlier else ""
+  print(f"time        {format_times(result)}\nmetrics     {log.path}{earlier}")
+  print(f"loss curve  {draw(out, job.recipe.name)}")
   if args.tensorboard is not None:
-    say(f"tensorboard --logdir {args.tensorboard}")
+    print(f"tensorboard --logdir {args.tensorboard}")
   if args.profile is not None:
-    say(f"profile     xprof {out / 'profile'}")
-  if args.checkpoint is None:
-    say("checkpoint  none; keep the model with --checkpoint DIR")
-  else:
-    say(f"checkpoint  {Path(args.checkpoint, str(job.step))}")
+    print(f"profile     xprof {out / 'profile'}")
+  none = "none; keep the model with --checkpoint DIR"
+  print(f"checkpoint  {none if args.checkpoint is None else Path(args.checkpoint, str(job.step))}")
 
 
-def check_first_batch(recipe: Recipe, plan: nxp.ShardingPlan) -> int:
-  """Reads and places one batch, so that missing data or a wrong size is said before the model is made.
+def examples_in_first_batch(recipe: Recipe, plan: nxp.ShardingPlan) -> int:
+  """Places one batch, so that missing data or a wrong size is an error before the model is made.
 
   Returns:
     Its number of examples; 0 when there is no batch.
@@ -217,62 +199,34 @@ def check_first_batch(recipe: Recipe, plan: nxp.ShardingPlan) -> int:
   return 0
 
 
-def asked(args: argparse.Namespace) -> dict[str, Any]:
-  """The options that decide what is computed, to be kept in the checkpoints."""
-  names = ("steps", "zero", "offload", "remat", "text", "seed", "eval_every", "early_stop")
-  return {name: getattr(args, name) for name in names} | {"rules": options.format_rules(args.rules)}
-
-
-@contextlib.contextmanager
-def open_checkpoints(
-  folder: str | Path | None, *, resume: int | str | None, keep: int | None
-) -> Generator[nxp.Checkpointer | None]:
-  """The checkpoints of a run; a folder that holds some must not be mixed with a new run."""
-  import nnx_parallel as nxp
-
-  if folder is None:
-    yield None
-    return
-  with nxp.Checkpointer(folder, max_to_keep=keep, best="eval_loss") as checkpointer:
-    steps = checkpointer.steps()
-    if steps and resume is None:
-      raise CheckpointError(
-        f"{folder} holds the checkpoints of an earlier run.",
-        details=f"steps {', '.join(map(str, steps))}",
-        fix="--resume to go on from the newest, or another --checkpoint DIR.",
-      )
-    yield checkpointer
-
-
 def make_job(
+  args: argparse.Namespace,
   recipe: Recipe,
   plan: nxp.ShardingPlan,
   checkpointer: nxp.Checkpointer | None,
-  step: int | str | None = "latest",
-  *,
-  microbatches: int | None = None,
-  remat: Policy = None,
-  settings: Mapping[str, Any] | None = None,
+  examples: int,
 ) -> Job:
-  """Restores a checkpoint (the newest good one), or creates the job when there is none yet."""
+  """Restores the job from the step of `--resume`, or creates it when there is no checkpoint yet."""
   from nnx_parallel.loop.job import Job
 
-  parts = recipe.parts(microbatches)
-  how: dict[str, Any] = {"microbatches": parts, "remat": remat, "settings": settings}
-  if checkpointer is not None and (checkpointer.steps() or step not in (None, "latest")):
-    with warnings.catch_warnings(record=True) as caught:
-      warnings.simplefilter("always", UserWarning)
-      job = Job.restore(recipe, plan, checkpointer, step, **how)
-    for warning in caught:
-      print(f"warning: {warning.message}", file=sys.stderr)
-    if job.changes:
-      print(f"settings other than those of step {job.step}: {'; '.join(job.changes)}", file=sys.stderr)
-    return job
-  return Job.start(recipe, plan, **how)
+  settings = {name: getattr(args, name) for name in _SETTINGS}
+  settings |= {"batch": examples, "rules": options.format_rules(args.rules)}
+  parts = recipe.parts(args.microbatches)
+  how: dict[str, Any] = {"microbatches": parts, "remat": args.remat, "settings": settings}
+  if checkpointer is None or not (checkpointer.steps() or args.resume not in (None, "latest")):
+    return Job.start(recipe, plan, **how)
+  with warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter("always", UserWarning)
+    job = Job.restore(recipe, plan, checkpointer, args.resume, **how)
+  for warning in caught:
+    print(f"warning: {warning.message}", file=sys.stderr)
+  if job.changes:
+    print(f"settings other than those of step {job.step}: {'; '.join(job.changes)}", file=sys.stderr)
+  return job
 
 
 def describe(job: Job) -> str:
-  """Where a job runs, how large it is, and where it starts, in one line."""
+  """The size of a job, its mesh, and the step it starts from, in one line."""
   from nnx_parallel.core.mesh import axis_sizes
   from nnx_parallel.core.text import format_bytes
 
@@ -284,8 +238,8 @@ def describe(job: Job) -> str:
 
 
 def draw(out: Path, title: str) -> str:
-  """Draws the loss curve next to the metrics; returns where it is, or why there is none."""
-  from nnx_parallel.train.metrics import draw_curves, read_metrics
+  """Draws the loss curve next to the metrics; returns its path, or why there is none."""
+  from nnx_parallel.loop.metrics import draw_curves, read_metrics
 
   try:
     return str(draw_curves(read_metrics(out / "metrics.jsonl"), out / "loss.png", title=title))
@@ -294,18 +248,17 @@ def draw(out: Path, title: str) -> str:
 
 
 def evaluation(metrics: Record) -> Record:
-  """The metrics of the evaluations, by their own names.
+  """The metrics of the evaluations, without their prefix.
 
   Example:
     >>> evaluation({"loss": 2.0, "eval_loss": 1.5})
     {'loss': 1.5}
   """
-  prefix = "eval_"
-  return {name.removeprefix(prefix): value for name, value in metrics.items() if name.startswith(prefix)}
+  return {name.removeprefix("eval_"): x for name, x in metrics.items() if name.startswith("eval_")}
 
 
 def format_times(result: nxp.FitResult) -> str:
-  """What the time of a run went into, and how much of the chip's peak the steps used."""
+  """The time of a run by kind, and how much of the chip's peak the steps used."""
   seconds = result.seconds
   total = sum(seconds.values())
   parts = sorted(seconds.items(), key=lambda item: (item[0] != "step", -item[1]))

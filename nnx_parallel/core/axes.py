@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 Entry = str | tuple[str, ...] | None
-"""One dim of an annotation: a name, several names (major to minor), or None: whole."""
+"""One dim of an annotation: a name, several names (major to minor), or None for a dim that is not split."""
 
 
 def axes_of(entry: Any) -> tuple[str, ...]:
@@ -13,11 +13,16 @@ def axes_of(entry: Any) -> tuple[str, ...]:
   return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
 
 
+def axes_by_dim(spec: Any, rank: int) -> tuple[tuple[str, ...], ...]:
+  """The mesh axes of each dim of an array; a spec may leave out the last dims."""
+  return (*map(axes_of, spec[:rank]), *((),) * (rank - len(spec)))
+
+
 def entry_of(axes: tuple[str, ...]) -> Entry:
-  """What `axes_of` reads: one axis by itself, None for none."""
+  """The inverse of `axes_of`: one axis by itself, None for none."""
   return axes[0] if len(axes) == 1 else axes or None
 
 
 def without(axes: tuple[str, ...], left_out: frozenset[str]) -> tuple[str, ...]:
-  """The axes, without some of them."""
+  """The axes that are not in `left_out`."""
   return tuple(axis for axis in axes if axis not in left_out)

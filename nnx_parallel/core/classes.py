@@ -1,4 +1,4 @@
-"""Classes of equivalent nodes with ratios between them, by union-find."""
+"""Equivalence classes of nodes, with ratios between the nodes, by union-find."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Forest:
     return len(self._parent)
 
   def new(self) -> int:
-    """A node in a class of its own."""
+    """Makes a node in a new class."""
     self._parent.append(len(self._parent))
     self._ratio.append(1)
     return len(self._parent) - 1
@@ -42,7 +42,7 @@ class Forest:
     return node
 
   def ratio(self, node: int) -> Ratio:
-    """How many times the root of its class a node is."""
+    """The ratio of a node to the root of its class."""
     ratio: Ratio = 1
     while self._parent[node] != node:
       ratio *= self._ratio[node]
@@ -52,9 +52,7 @@ class Forest:
   def unite(self, one: int, other: int, ratio: Ratio = 1) -> tuple[int, int] | None:
     """Puts two nodes into one class: `one` is `ratio` times `other`.
 
-    Returns:
-      The root that stays and the one that it takes in; None where they were in one class already, whose
-      ratios stay as they are.
+    Returns the root that remains and the root that does not; None if they were in one class already.
     """
     a, b = self.root(one), self.root(other)
     if a == b:

@@ -1,4 +1,4 @@
-"""Named arguments of optax updates: some transformations take any, some none, some a closed list of names."""
+"""Named arguments of optax updates: some take any, some none, some only certain names."""
 
 from __future__ import annotations
 
@@ -9,13 +9,7 @@ import optax
 
 
 def accept_extra(tx: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
-  """`optax.with_extra_args_support`, also for an update with a closed list of names (`optax.contrib.sam`).
-
-  Args:
-    tx: the transformation.
-
-  Returns:
-    One whose update takes any named argument, and passes on what `tx` knows.
+  """`optax.with_extra_args_support`, also for an update that takes only certain names (`optax.contrib.sam`).
 
   Example:
     >>> import jax.numpy as jnp, optax

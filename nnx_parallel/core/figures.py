@@ -1,4 +1,4 @@
-"""Figures by matplotlib: what all pictures of the package share."""
+"""Shared parts of all figures (matplotlib)."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from nnx_parallel.errors import ReportError
 if TYPE_CHECKING:
   from matplotlib.figure import Figure
 
-# Okabe and Ito's palette: readers with any colour vision tell its colours apart.
+# Okabe and Ito's palette: distinct with any colour vision.
 BLUE, ORANGE, GREEN, PURPLE, SKY, RED, YELLOW = PALETTE = (
   "#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#F0E442",
 )  # fmt: skip
@@ -32,15 +32,7 @@ def can_draw() -> bool:
 
 
 def new_figure(width: float = 9.0, height: float = 3.0) -> Figure:
-  """An empty figure.
-
-  Args:
-    width: in inches.
-    height: in inches.
-
-  Raises:
-    ReportError: matplotlib is not installed.
-  """
+  """An empty figure, in inches; a `ReportError` without matplotlib."""
   try:
     from matplotlib.figure import Figure
   except ImportError as error:
@@ -49,12 +41,12 @@ def new_figure(width: float = 9.0, height: float = 3.0) -> Figure:
 
 
 def plain(text: str) -> str:
-  """Text as matplotlib prints it letter by letter: a dollar sign starts no formula."""
+  """Text without formulas: matplotlib reads a dollar sign as the start of one."""
   return text.replace("$", r"\$")
 
 
 def svg_text(figure: Figure) -> str:
-  """The figure as an SVG element for a page; the same text each time."""
+  """The figure as an SVG element for a page; deterministic."""
   import matplotlib as mpl
 
   file = io.StringIO()
@@ -66,7 +58,7 @@ def svg_text(figure: Figure) -> str:
 
 
 def open_axes(axes: Any, grid: Literal["x", "both"] = "both") -> None:
-  """Light grid lines behind what is drawn; no frame on the right and above."""
+  """Draws light grid lines behind the data, and no frame at the right and the top."""
   axes.grid(axis=grid, color="#e6e6e6")
   axes.set_axisbelow(True)
   axes.spines[["top", "right"]].set_visible(False)
@@ -81,12 +73,12 @@ def draw_grid(
   note: str,
   dashed: Callable[[tuple[int, ...]], bool] = lambda index: False,
 ) -> Figure:
-  """A grid of boxes with numbers of devices: the last dim runs to the right, the others downwards.
+  """A grid of boxes with device numbers; the last dim runs to the right, the others downwards.
 
   Args:
-    devices: the numbers in each box; they run along the last dim.
-    names: of the other dims; those of size 1 are left out.
-    label: of the boxes at a place of a dim.
+    devices: the numbers in each box, along the last dim.
+    names: of the other dims; dims of size 1 are left out.
+    label: the text for `(dim, position)` of a row or column.
     title: a few lines above.
     note: a line below.
     dashed: whether the box at an index is drawn dashed.

@@ -1,9 +1,9 @@
-"""How mesh axes travel through the operations of a trace: the layout that each result should have.
+"""Propagates mesh axes through the operations of a trace: the layout that each result should have.
 
-A dim keeps its axes, and an axis is used once in an array. When two dims of a product want the same axis, an
-axis of the batch stays with the data (the parameter is gathered: fsdp), any other with the parameter (the
-data is gathered: tensor parallel, after a sequence-parallel part). Axis sizes do not enter. Reports count by
-these layouts; train steps hold the compiler to them.
+A dim keeps its axes, and an array uses each axis once. Two dims of a product may need the same axis: an axis
+of the batch stays with the data (the parameter is gathered: fsdp), any other axis stays with the parameter
+(the data is gathered: tensor parallel, after a sequence-parallel part). Axis sizes do not matter. Reports
+count by these layouts; train steps constrain the compiler to them.
 """
 
 from __future__ import annotations
@@ -16,25 +16,26 @@ from typing import Any
 
 from jax.sharding import PartitionSpec
 
-from nnx_parallel.core.axes import axes_of, without
+from nnx_parallel.core.axes import axes_by_dim, without
 
 DimAxes = tuple[str, ...]
 Axes = tuple[DimAxes, ...]
 _REDUCTIONS = (
-  "reduce_sum", "reduce_max", "reduce_min", "reduce_prod", "reduce_and", "reduce_or", "argmax", "argmin",
+  "reduce_sum", "reduce_max", "reduce_min", "reduce_prod", "reduce_and", "reduce_or", "reduce_xor", "argmax",
+  "argmin",
 )  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
 class Flow:
-  """Where an array comes from, and how it should lie.
+  """The origin of an array, and its layout.
 
   Attributes:
-    axes: mesh axes of each of its dims.
+    axes: mesh axes of each dim.
     data: whether its values depend on the batch.
     weight: whether they depend on parameters.
-    parameter: position of the input whose values they are, where they are a parameter's.
-    value: which value this is. Its variable does not say it: jax traces equal calls once, to one jaxpr.
+    parameter: position of the input with the same values, if that is a parameter.
+    value: a number for this value. Its variable is not enough: jax traces equal calls once, to one jaxpr.
   """
 
   axes: Axes
@@ -51,15 +52,15 @@ class Flow:
 
 @dataclasses.dataclass(frozen=True)
 class Met:
-  """The layout of a product's result, and what was decided between its operands.
+  """The layout of a product's result, and the axes of its operands.
 
   Attributes:
     axes: of the result.
     main_is_left: whether the left operand is the data; the other one is then a parameter, or data too.
     shared: axes of the dims that both operands have and the result keeps.
     wanted: axes of the parameter's free dims that do not split the batch.
-    main: axes of the data operand's free dims, as the result keeps them.
-    other: axes of the other operand's free dims, as the result keeps them.
+    main: axes of the data operand's free dims in the result.
+    other: axes of the other operand's free dims in the result.
   """
 
   axes: Axes
@@ -72,7 +73,7 @@ class Met:
 
 @dataclasses.dataclass(frozen=True)
 class Meeting:
-  """How the dims of the two operands of a product meet.
+  """The pairs of dims of the two operands of a product.
 
   Attributes:
     summed: dims of the left and of the right operand that are summed over.
@@ -89,16 +90,7 @@ class Meeting:
   places: Sequence[int] | None = None
 
   def meet(self, left: Flow, right: Flow, batch: frozenset[str]) -> Met:
-    """Lays out the result.
-
-    Args:
-      left: the left operand.
-      right: the right operand.
-      batch: axes that split the batch.
-
-    Returns:
-      The layout of the result; an axis that both operands want for different dims goes to one of them.
-    """
+    """The layout of the result; an axis that both operands have on different dims goes to one of them."""
     main_is_left = left.data or not right.data
     main, other = (left, right) if main_is_left else (right, left)
     main_free, other_free = self.free if main_is_left else self.free[::-1]
@@ -122,7 +114,7 @@ class Meeting:
 
 
 def meeting(eqn: Any) -> Meeting | None:
-  """How a product's operands meet; None for other operations."""
+  """The pairs of dims of a product; None for other operations."""
   make = _MEETINGS.get(eqn.primitive.name)
   return make(eqn) if make else None
 
@@ -132,7 +124,7 @@ def _dot_meeting(eqn: Any) -> Meeting:
 
 
 def _ragged_meeting(eqn: Any) -> Meeting | None:
-  """Rows of the left operand in groups, each with its own right operand: a layer of experts."""
+  """Rows of the left operand in groups, each with a separate right operand: a layer of experts."""
   numbers = eqn.params["ragged_dot_dimension_numbers"]
   (left_sum, right_sum), shared = numbers.dot_dimension_numbers
   if set(numbers.lhs_ragged_dimensions) & {*left_sum, *shared[0]}:
@@ -156,14 +148,14 @@ def _meet(
 
 
 def _convolution_meeting(eqn: Any) -> Meeting:
-  """Windows of the left operand times the kernel; what padding and dilation put between is not counted."""
+  """Windows of the left operand times the kernel; zeros from padding and dilation are not counted."""
   numbers, kernel = eqn.params["dimension_numbers"], eqn.invars[1].aval.shape
   (batch, channel, *space), (out, into, *_) = numbers.lhs_spec, numbers.rhs_spec
   result = eqn.outvars[0].aval.shape
   dilated = math.prod(eqn.params["lhs_dilation"])
   flops = 2 * math.prod(result) * math.prod(kernel) // max(1, kernel[out] * dilated)
   out_batch, out_channel, *out_space = numbers.out_spec
-  if eqn.params["feature_group_count"] > 1:  # each group of channels has kernels of its own
+  if eqn.params["feature_group_count"] > 1:  # each group of channels has its own kernels
     places = (out_batch, out_channel, *out_space)
     return Meeting(((), ()), ((), ()), ((batch, channel, *space), ()), flops, places)
   free = ((batch, *space), (out,))
@@ -192,16 +184,15 @@ class _Used:
     return ()
 
 
-def spread(eqn: Any, shape: tuple[int, ...], inputs: list[Flow]) -> Axes:
+def result_axes(eqn: Any, shape: tuple[int, ...], inputs: list[Flow]) -> Axes:
   """Axes of an operation's result: by its dim mapping where it has one, else by equal sizes."""
   name, used = eqn.primitive.name, _Used()
   if name == "gather":
     return _gather(eqn, len(shape), *inputs[:2])
   if name.startswith("scatter"):
     return _scatter(eqn, *inputs[:3])
-  if name in _MAPPINGS and inputs:
-    sources = _MAPPINGS[name](eqn.params, len(inputs[0].axes))
-    return tuple(used.take(inputs[0].axes[s]) if s is not None else () for s in sources)
+  if inputs and (origins := sources(eqn)) is not None:
+    return tuple(used.take(inputs[0].axes[dim]) if dim is not None else () for dim in origins)
   ranked = sorted(
     (pair for pair in zip(eqn.invars, inputs, strict=True) if pair[1].names),
     key=lambda pair: not pair[1].data,
@@ -216,7 +207,7 @@ def spread(eqn: Any, shape: tuple[int, ...], inputs: list[Flow]) -> Axes:
 
 
 def _gather(eqn: Any, rank: int, table: Flow, indices: Flow) -> Axes:
-  """A look-up: the dims of the indices, and those dims of the table that are taken whole."""
+  """A look-up: the dims of the indices, and the dims of the table that are not indexed."""
   numbers, sizes = eqn.params["dimension_numbers"], eqn.params["slice_sizes"]
   dropped = (*numbers.collapsed_slice_dims, *numbers.operand_batching_dims)
   window = [d for d in range(len(sizes)) if d not in dropped]
@@ -234,7 +225,7 @@ def _gather(eqn: Any, rank: int, table: Flow, indices: Flow) -> Axes:
 
 
 def _scatter(eqn: Any, table: Flow, _: Flow, updates: Flow) -> Axes:
-  """The dims of the table, and those of the updates that are as long and are not looked up."""
+  """The dims of the table, and equally long dims of the updates that are not indexed."""
   numbers = eqn.params["dimension_numbers"]
   before, rows = eqn.invars[0].aval.shape, eqn.invars[2].aval.shape
   dropped = (*numbers.inserted_window_dims, *numbers.operand_batching_dims)
@@ -255,7 +246,7 @@ def _scatter(eqn: Any, table: Flow, _: Flow, updates: Flow) -> Axes:
 def _match_sizes(
   before: tuple[int, ...], flow: Flow, shape: tuple[int, ...], result: list[DimAxes], used: _Used
 ) -> None:
-  """Reshapes and gathers: a dim keeps its axes where the running product of sizes agrees, or the size."""
+  """Reshapes and gathers: a dim keeps its axes where the running product of sizes is equal, or the size."""
   starts = {math.prod(shape[:d]): d for d in reversed(range(len(shape))) if shape[d] > 1}
   for d, axes in enumerate(flow.axes):
     if not axes:
@@ -267,46 +258,29 @@ def _match_sizes(
       result[at] = used.take(axes)
 
 
-def placed(spec: Sequence[Any], before: Axes, manual: frozenset[str]) -> Axes:
-  """The axes of an array on either side of a `shard_map`: by its spec, and those left to the compiler."""
-  dims = [*map(axes_of, spec), *(((),) * (len(before) - len(spec)))]
+def shard_map_axes(spec: Sequence[Any], before: Axes, manual: frozenset[str]) -> Axes:
+  """The axes of an array inside or outside a `shard_map`: those of its spec, then the automatic ones."""
+  dims = axes_by_dim(spec, len(before))
   return tuple((*dim, *without(own, manual)) for dim, own in zip(dims, before, strict=True))
 
 
 def constraint(eqn: Any, before: Axes) -> Axes:
-  """The axes that the program asks for; a dim that is left to the compiler keeps its own."""
+  """The axes of a sharding constraint; an unconstrained dim keeps its axes."""
   spec: Sequence[Any] = getattr(eqn.params["sharding"], "spec", ())
-  dims: list[DimAxes] = []
-  for entry, own in zip(spec, before, strict=False):
-    if entry is PartitionSpec.UNCONSTRAINED:
-      dims.append(own)
-    else:
-      dims.append(axes_of(entry))
-  return (*dims, *(((),) * (len(before) - len(dims))))
+  free = [n < len(spec) and spec[n] is PartitionSpec.UNCONSTRAINED for n in range(len(before))]
+  asked = axes_by_dim([() if e is PartitionSpec.UNCONSTRAINED else e for e in spec], len(before))
+  return tuple(own if left else axes for left, own, axes in zip(free, before, asked, strict=True))
 
 
-def _broadcast(params: Mapping[str, Any], rank: int) -> list[int | None]:
-  sources: list[int | None] = [None] * len(params["shape"])
-  for source, target in enumerate(params["broadcast_dimensions"]):
-    sources[target] = source
-  return sources
-
-
-def _reduce(params: Mapping[str, Any], rank: int) -> list[int | None]:
-  return [d for d in range(rank) if d not in params["axes"]]
-
-
-def _squeeze(params: Mapping[str, Any], rank: int) -> list[int | None]:
-  return [d for d in range(rank) if d not in params["dimensions"]]
-
-
-def _transpose(params: Mapping[str, Any], rank: int) -> list[int | None]:
-  return list(params["permutation"])
-
-
-_MAPPINGS: Mapping[str, Callable[[Mapping[str, Any], int], list[int | None]]] = {
-  "broadcast_in_dim": _broadcast,
-  "squeeze": _squeeze,
-  "transpose": _transpose,
-  **dict.fromkeys(_REDUCTIONS, _reduce),
-}
+def sources(eqn: Any) -> list[int | None] | None:
+  """The dim of the first input for each dim of the result (None if new), where an operation maps dims."""
+  name, params = eqn.primitive.name, eqn.params
+  if name == "transpose":
+    return list(params["permutation"])
+  if name == "broadcast_in_dim":
+    new = {target: dim for dim, target in enumerate(params["broadcast_dimensions"])}
+    return [new.get(dim) for dim in range(len(params["shape"]))]
+  if name in _REDUCTIONS or name == "squeeze":
+    gone = params["dimensions" if name == "squeeze" else "axes"]
+    return [dim for dim in range(len(eqn.invars[0].aval.shape)) if dim not in gone]
+  return None

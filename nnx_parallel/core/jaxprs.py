@@ -44,16 +44,13 @@ def evaluate(
   run: Callable[[Any, list[Any]], Sequence[Any]],
   lift: Callable[[Any], Any] = lambda x: x,
 ) -> list[Any]:
-  """Evaluates a jaxpr one operation at a time, under the lines and names that the user gave each.
+  """Evaluates a jaxpr one operation at a time, with the source line and name stack of each.
 
   Args:
     jaxpr: the program, closed or not.
     inputs: one value for each of its inputs.
-    run: `(operation, values of its inputs) -> values of its results`; `bind` does what is written.
-    lift: makes such a value of an array; it is called for literals and constants.
-
-  Returns:
-    The values of the program's results.
+    run: `(operation, values of its inputs) -> values of its results`; `bind` is the default meaning.
+    lift: makes such a value of an array, for literals and constants.
   """
   body = opened(jaxpr)
   values: dict[Any, Any] = dict(zip(body.constvars, map(lift, constants(jaxpr)), strict=True))
@@ -106,9 +103,9 @@ def inner_equations(eqn: Any) -> Iterator[Any]:
 
 
 def forwarded(jaxpr: Any) -> list[int | None]:
-  """For each output the position of the input that it is, unchanged; None for what is computed.
+  """For each output, the position of the input that it is equal to; None for computed outputs.
 
-  Seen through calls, checkpoints and scans: `nnx.remat` and `nnx.scan` return every Variable that they got.
+  Also through calls, checkpoints and scans: `nnx.remat` and `nnx.scan` return every Variable that they got.
   """
   body = opened(jaxpr)
   source: dict[Any, int] = {var: position for position, var in enumerate(body.invars)}
@@ -140,9 +137,9 @@ def nbytes(x: Any) -> int:
 
 
 def scan_counts(eqn: Any) -> ScanCounts:
-  """Reads them from the ranks: a row has one dim more outside the loop than inside.
+  """Counts constants and carried values by rank: a row has one more dim outside the loop than inside.
 
-  The names of the parameters that hold the counts changed between versions.
+  The parameters with these counts have other names in other versions.
   """
   inner = opened(eqn.params["jaxpr"])
   rows = sum(_rank(a) > _rank(b) for a, b in zip(eqn.invars, inner.invars, strict=True))
@@ -155,12 +152,10 @@ def _rank(var: Any) -> int:
 
 
 def rewritten(jaxpr: Any, change: Callable[[Any], Any]) -> Any:
-  """A jaxpr, closed or not, with other operations, also inside loops, branches and calls.
+  """A jaxpr, closed or not, with some operations replaced, also inside loops, branches and calls.
 
-  Args:
-    jaxpr: the program.
-    change: gives the operation that takes the place of one, with the same inputs and outputs; None where it
-      stays, and what is inside it is looked at.
+  `change` gives the replacement of an operation, with the same inputs and outputs. Where it gives None, the
+  operation stays, and its inner programs are rewritten.
   """
   if opened(jaxpr) is not jaxpr:
     return jaxpr.replace(jaxpr=rewritten(opened(jaxpr), change))

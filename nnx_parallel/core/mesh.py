@@ -1,4 +1,4 @@
-"""Device meshes: built by name, checked, and described in words."""
+"""Device meshes: built by name, checked, and described."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def make_mesh(
 
   Args:
     axes: axis sizes in devices as a mapping, for names that no keyword can have; merged with `sizes`.
-    *names: nothing; `jax.make_mesh` has names here, and the error says how to write them.
+    *names: nothing; `jax.make_mesh` has names here, and the error shows the right call.
     devices: the devices to use; all of `jax.devices()` when not given.
     explicit: use `AxisType.Explicit` for every axis (sharding in types) instead of `AxisType.Auto`.
     dcn: how many ways an axis is split *between* slices (or hosts, on GPU), for example `dict(data=2)`:
@@ -73,7 +73,7 @@ def abstract_mesh(
     axes: axis sizes in devices as a mapping; merged with `sizes`.
     *names: nothing, as in `make_mesh`.
     explicit: use `AxisType.Explicit` for every axis.
-    **sizes: axis name -> size in devices; `-1` is an error, since nothing says how many devices there are.
+    **sizes: axis name -> size in devices; `-1` is an error, since the number of devices is unknown.
 
   Returns:
     A `jax.sharding.AbstractMesh`.
@@ -92,17 +92,7 @@ def abstract_mesh(
 
 
 def is_explicit(mesh: AnyMesh) -> bool:
-  """Whether the mesh has Explicit axes; a mesh that mixes axis types is refused.
-
-  Args:
-    mesh: any mesh.
-
-  Returns:
-    True when all axes are `Explicit`, False when all are `Auto`.
-
-  Raises:
-    MeshError: mixed axis types, or `Manual` axes (inside a `shard_map` body); or not a mesh at all.
-  """
+  """Whether all axes are Explicit, and not Auto; a `MeshError` for mixed or Manual axes."""
   if not isinstance(mesh, (Mesh, AbstractMesh)):  # pyright: ignore[reportUnnecessaryIsInstance]
     raise MeshError(
       f"{mesh!r:.80} is not a mesh.",
@@ -121,7 +111,7 @@ def is_explicit(mesh: AnyMesh) -> bool:
 
 
 def auto_mesh(mesh: Mesh) -> Mesh:
-  """The same devices in the same order with Auto axes: where compilation of constructors happens."""
+  """The same devices in the same order with Auto axes, for the compilation of constructors."""
   if not is_explicit(mesh):
     return mesh
   return Mesh(mesh.devices, mesh.axis_names, axis_types=(AxisType.Auto,) * len(mesh.axis_names))
@@ -133,7 +123,7 @@ def axis_sizes(mesh: AnyMesh) -> dict[str, int]:
 
 
 def describe_mesh(mesh: AnyMesh) -> str:
-  """Says in words what the mesh is and which axes stay inside a host or a slice.
+  """Describes the mesh, and which axes stay inside a host or a slice.
 
   Args:
     mesh: a real or an abstract mesh.
@@ -153,36 +143,28 @@ def describe_mesh(mesh: AnyMesh) -> str:
     return f"mesh {sizes} = {mesh.size} devices (abstract, {types} axes)"
   kind = mesh.devices.flat[0].device_kind
   lines = [f"mesh {sizes} = {mesh.size} devices ({kind}, {types} axes)"]
-  inside, across_hosts, across_slices = _axes_by_link(mesh)
-  for label, names in (
-    ("inside one host", inside),
-    ("across hosts", across_hosts),
-    ("across slices", across_slices),
-  ):
-    if names:
-      lines.append(f"  {label}: {', '.join(names)}")
+  lines += [f"  {link}: {', '.join(names)}" for link, names in _axes_by_link(mesh).items() if names]
   return "\n".join(lines)
 
 
-def _axes_by_link(mesh: Mesh) -> tuple[list[str], list[str], list[str]]:
-  inside: list[str] = []
-  hosts: list[str] = []
-  slices: list[str] = []
+def _axes_by_link(mesh: Mesh) -> dict[str, list[str]]:
+  found: dict[str, list[str]] = {"inside one host": [], "across hosts": [], "across slices": []}
   for dim, name in enumerate(mesh.axis_names):
-    lines = np.moveaxis(mesh.devices, dim, -1).reshape(-1, mesh.devices.shape[dim])
-    if any(len({getattr(d, "slice_index", 0) for d in line}) > 1 for line in lines):
-      slices.append(str(name))
-    elif any(len({d.process_index for d in line}) > 1 for line in lines):
-      hosts.append(str(name))
-    else:
-      inside.append(str(name))
-  return inside, hosts, slices
+    link = "inside one host"
+    for line in np.moveaxis(mesh.devices, dim, -1).reshape(-1, mesh.devices.shape[dim]):
+      if len({getattr(device, "slice_index", 0) for device in line}) > 1:
+        link = "across slices"
+        break
+      if len({device.process_index for device in line}) > 1:
+        link = "across hosts"
+    found[link].append(str(name))
+  return found
 
 
 def _merged(
   axes: Mapping[str, int] | None, names: tuple[Any, ...], sizes: Mapping[str, int], *, counted: bool
 ) -> dict[str, int]:
-  """The sizes that were given both ways, as plain ints, checked; -1 is a size where devices are counted."""
+  """Merges the sizes of both forms into plain ints and checks them; -1 is a size if devices are `counted`."""
   call = "make_mesh(data=-1)" if counted else "abstract_mesh(data=16, fsdp=256)"
   if names or not isinstance(axes, (Mapping, type(None))):  # pyright: ignore[reportUnnecessaryIsInstance]
     raise MeshError(
@@ -215,7 +197,7 @@ def _merged(
 
 
 def _by_name(call: str, sizes: Any, names: Any) -> str:
-  """The call with the sizes and names that `jax.make_mesh` takes; `call` itself where they do not pair up."""
+  """The call with the arguments of `jax.make_mesh` by name; `call` if they do not pair up."""
   function, _, _ = call.partition("(")
   try:
     pairs = dict(zip(names, sizes, strict=True) if names else sizes)
@@ -254,7 +236,7 @@ def _complete(shape: dict[str, int], count: int) -> dict[str, int]:
 def _dcn_shape(shape: dict[str, int], dcn: Mapping[str, int]) -> dict[str, int]:
   if not isinstance(dcn, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance]
     raise MeshError(
-      f"dcn={dcn!r} does not say how many ways the axis is split.",
+      f"dcn={dcn!r} is not a mapping from axis to number of slices.",
       details=f"axes {shape}",
       fix="a mapping of axis to slices, for example dcn=dict(data=2).",
     )
@@ -284,7 +266,7 @@ def _arrange(shape: dict[str, int], dcn: dict[str, int], devices: list[Device]) 
   if slices > 1 and devices[0].platform == "tpu":
     name = next((name for name, size in shape.items() if size % slices == 0), next(iter(shape)))
     raise MeshError(
-      f"the devices form {slices} slices, and nothing says which axis crosses them.",
+      f"the devices form {slices} slices, and no dcn names the axis that crosses them.",
       details=f"axes {shape}, {len(devices)} devices",
       fix=f"make_mesh(..., dcn={{{name!r}: {slices}}}): that factor of {name!r} goes over the slow network.",
     )
@@ -306,7 +288,7 @@ def _arrange_hybrid(shape: dict[str, int], dcn: dict[str, int], devices: list[De
     return mesh_utils.create_hybrid_device_mesh(
       inner, outer, devices, process_is_granule=by_process, allow_split_physical_axes=True
     )
-  # One granule (or simulated devices): contiguous runs of devices stand for the slices, so that a
+  # One granule (or simulated devices): contiguous runs of devices are used as slices, so that a
   # program planned here has the same device order as on the real thing.
   blocks = np.array(devices, dtype=object).reshape([*outer, *inner])
   order = [d for pair in zip(range(len(outer)), range(len(outer), 2 * len(outer)), strict=True) for d in pair]

@@ -1,4 +1,4 @@
-"""Reading a module: its Variables by path, and the sharding metadata that they carry."""
+"""Reads a module: its Variables by path, and their sharding metadata."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from nnx_parallel.errors import ShardingError
 Path = tuple[Hashable, ...]
 Names = tuple[Entry, ...]
 DECLARED = "declared_sharding"
-"""Metadata key under which creation keeps what the user wrote, and what it wrote in its place for flax:
+"""Metadata key with the user's annotation, and the one that creation wrote in its place for flax:
 `(names, sharding_rules, (out_sharding, sharding_rules))`."""
 SCOPE = "sharding_scope"
-"""Metadata key under which creation keeps the plan's rules for activations; see `constrain.Scope`."""
+"""Metadata key with the plan's rules for activations; see `constrain.Scope`."""
 _NO_NODES = frozenset((str, int, float, bool, type(None), type, FunctionType, np.ndarray))
 _NAME_KEYS = ("out_sharding", "sharding", "sharding_names")
 _FLAX_KEYS = frozenset(
@@ -42,12 +42,12 @@ _FLAX_KEYS = frozenset(
 
 
 def path_str(path: Path) -> str:
-  """The dotted form that is printed and matched: `("blocks", 0, "kernel")` -> `blocks.0.kernel`."""
+  """The dotted form for printing and matching: `("blocks", 0, "kernel")` -> `blocks.0.kernel`."""
   return ".".join(map(str, path))
 
 
 def plain_path(path: Sequence[Any]) -> Path:
-  """A path of `jax.tree_util` in the plain parts of a plan's paths."""
+  """Converts a path of `jax.tree_util` to the plain parts of a plan's paths."""
 
   def part(key: Any) -> Any:
     return next(getattr(key, name) for name in ("key", "idx", "name") if hasattr(key, name))
@@ -55,20 +55,15 @@ def plain_path(path: Sequence[Any]) -> Path:
   return tuple(map(part, path))
 
 
-def occurrences(module: Any) -> Iterator[tuple[Path, Any]]:
-  """The modules (any `nnx.Pytree`) and Variables in a module: as `nnx.iter_graph`, many times as fast.
+def iter_nodes(module: Any) -> Iterator[tuple[Path, Any]]:
+  """Yields path and object of modules (any `nnx.Pytree`) and Variables: a fast `nnx.iter_graph`.
 
-  Args:
-    module: a live, traced or abstract module.
-
-  Yields:
-    Path and object, parts before wholes, in flax's order; a shared object at each of its paths, what is in
-    it at the first only.
+  In flax's order, children first. A shared object is yielded at each of its paths, its children only once.
   """
-  yield from _occurrences(module, (), set())
+  yield from _iter_nodes(module, (), set())
 
 
-def _occurrences(node: Any, path: Path, seen: set[int]) -> Iterator[tuple[Path, Any]]:
+def _iter_nodes(node: Any, path: Path, seen: set[int]) -> Iterator[tuple[Path, Any]]:
   if isinstance(node, nnx.Pytree) and id(node) not in seen:
     seen.add(id(node))
     attributes: list[tuple[Any, Any]] = [
@@ -78,11 +73,11 @@ def _occurrences(node: Any, path: Path, seen: set[int]) -> Iterator[tuple[Path, 
     ]
     for name, value in sorted(attributes, key=lambda item: (isinstance(item[0], str), item[0])):
       if _is_node(value):
-        yield from _occurrences(value, (*path, name), seen)
+        yield from _iter_nodes(value, (*path, name), seen)
       elif not isinstance(value, jax.Array):
         for inner, part in jax.tree_util.tree_leaves_with_path(value, is_leaf=_is_node):
           if _is_node(part):
-            yield from _occurrences(part, (*path, name, *plain_path(inner)), seen)
+            yield from _iter_nodes(part, (*path, name, *plain_path(inner)), seen)
   yield path, node
 
 
@@ -91,38 +86,20 @@ def _is_node(value: Any) -> bool:
 
 
 def variables(module: Any) -> dict[Path, Any]:
-  """The Variables and raw arrays of a module by path; a tied Variable appears once, at its first path.
+  """The Variables and raw arrays of a module by path, in flax's order; tied Variables at their first path.
 
-  Args:
-    module: a live or abstract `nnx.Module`, `nnx.Optimizer` or any NNX pytree.
-
-  Returns:
-    Path -> `nnx.Variable` (or a raw array), in flax's deterministic (sorted) order. The Variables are the
-    module's own when it is live: assigning to one changes the module.
+  The Variables are the module's own, not copies.
   """
   return dict(nnx.to_flat_state(nnx.state(module)))
 
 
 def array_leaves(module: Any) -> dict[Path, Any]:
-  """What `variables` returns, without those that hold no array: `None`, or optax's `MaskedNode`.
-
-  Args:
-    module: as for `variables`.
-
-  Returns:
-    Path -> `nnx.Variable` (or a raw array), in flax's order.
-  """
+  """`variables`, without those that hold no array but `None` or optax's `MaskedNode`."""
   return {path: leaf for path, leaf in variables(module).items() if jax.tree.leaves(value_of(leaf))}
 
 
 def aliases(module: Any) -> dict[Path, tuple[Path, ...]]:
-  """The other paths of tied Variables and shared submodules.
-
-  Args:
-    module: a live or abstract module.
-
-  Returns:
-    Path in `variables(module)` -> the other paths of the same Variable; only for those that have any.
+  """The other paths of tied Variables and shared submodules, by path in `variables(module)`.
 
   Example:
     >>> from flax import nnx
@@ -132,7 +109,7 @@ def aliases(module: Any) -> dict[Path, tuple[Path, ...]]:
     >>> aliases(module)
     {('kernel',): (('transposed',),)}
   """
-  found = [id(node) for _, node in occurrences(module)]
+  found = [id(node) for _, node in iter_nodes(module)]
   if len(set(found)) == len(found):
     return {}
   groups = [[tuple(path) for path in group] for group in nnx.find_duplicates(module)]
@@ -162,7 +139,7 @@ def kind_of(leaf: Any) -> str:
 
 
 def is_rng(leaf: Any) -> bool:
-  """Whether this leaf is RNG state (a key or a counter), which is always kept whole."""
+  """Whether this leaf is RNG state (a key or a counter), which is always replicated."""
   if isinstance(leaf, nnx.RngState):
     return True
   dtype = getattr(value_of(leaf), "dtype", None)
@@ -175,20 +152,11 @@ def is_key(dtype: Any) -> bool:
 
 
 def declared(leaf: Any, *, where: str) -> tuple[Names | None, dict[str, Any]]:
-  """What the user wrote on a Variable: its names, and its own `sharding_rules`.
+  """The user's names on a Variable (None without annotation), and its own `sharding_rules`.
 
-  Every key that flax has used is read (`out_sharding`, `sharding`, `sharding_names`), with a tuple, list,
-  `PartitionSpec` or `NamedSharding` as value. As in flax, dims beyond its end are replicated.
-
-  Args:
-    leaf: a Variable or a raw array.
-    where: the path, for errors.
-
-  Returns:
-    `(names, rules)`; names is None when nothing was written.
-
-  Raises:
-    ShardingError: an annotation that is not a sequence of names, or is longer than the rank.
+  Reads every key that flax has used (`out_sharding`, `sharding`, `sharding_names`), with a tuple, list,
+  `PartitionSpec` or `NamedSharding` as value. As in flax, dims beyond its end are replicated. `where` is the
+  path, for errors.
   """
   if not isinstance(leaf, nnx.Variable):
     return None, {}
@@ -208,14 +176,14 @@ def declared(leaf: Any, *, where: str) -> tuple[Names | None, dict[str, Any]]:
 
 
 def annotation(variable: nnx.Variable[Any]) -> tuple[str, Any] | None:
-  """The metadata key of a Variable's annotation, and the names or spec as written; None without one."""
+  """The metadata key and value (names or spec) of a Variable's annotation; None without one."""
   metadata = cast(Mapping[str, Any], variable.get_metadata())
   found = next(((key, metadata[key]) for key in _NAME_KEYS if metadata.get(key) is not None), None)
   return found if found is None or not isinstance(found[1], NamedSharding) else (found[0], found[1].spec)
 
 
 def _check_keys(metadata: Mapping[str, Any], where: str) -> None:
-  # flax ignores a key that it does not know, so a misspelt annotation would leave the array whole.
+  # flax ignores a key that it does not know, so an array with a misspelt annotation would be replicated.
   for key in metadata.keys() - _FLAX_KEYS:
     meant = difflib.get_close_matches(
       key, ("out_sharding", "sharding_names", "sharding_rules"), 1, cutoff=0.85
@@ -244,8 +212,6 @@ def _own_rules(rules: Any, *, where: str) -> dict[str, Any]:
 
 
 def _to_names(value: Any, ndim: int, *, where: str, key: str) -> Names:
-  if isinstance(value, NamedSharding):
-    value = value.spec
   if isinstance(value, str) or not isinstance(value, (Sequence, PartitionSpec)):
     raise ShardingError(
       f"{where}: {key} must be one name (or None) for each dim, not {value!r}.",

@@ -1,10 +1,10 @@
-"""Padded Variables: stored at a size that divides, seen at the size that the user wrote.
+"""Padded Variables: stored at a size that divides, with the user's size for every reader.
 
-A padded Variable is a subclass of its own type (so that filters such as `nnx.Param` match it) whose raw value
-has the storage shape, and whose `get_value`, `[...]`, `.shape` and operators have the logical one. Inside a
+A padded Variable is a subclass of the Variable's type (so that filters such as `nnx.Param` match it). Its raw
+value has the storage shape; its `get_value`, `[...]`, `.shape` and operators have the logical shape. Inside a
 compiled program on Auto axes the slice is free: the shards of the stored array are already the shards of the
 logical one, and no collective is added (measured: equal collectives and temporaries, and equal numbers).
-Gradients come back with zeros in the padding, because that is the transpose of a slice.
+Gradients have zeros in the padding, because that is the transpose of a slice.
 
 Optimizers see logical shapes too (`logical_transformation`), so that means over a parameter, as in Adafactor,
 and thresholds on its size are those of one device.
@@ -31,19 +31,19 @@ from nnx_parallel.errors import ShardingError
 
 PADDED = "padded_shape"
 """Metadata key of a padded Variable: `(logical shape, storage shape)`."""
-# What is asked of the stored array itself; everything else is asked of the logical one.
+# Attributes of the stored array; all others are those of the logical array.
 _STORED_ATTRIBUTES = frozenset(
   ("dtype", "ndim", "sharding", "addressable_shards", "is_deleted", "delete", "block_until_ready", "devices")
 )
 
 
 def is_padded(variable: Any) -> bool:
-  """Whether a Variable stores more than it shows."""
+  """Whether a Variable is stored with padding."""
   return isinstance(variable, nnx.Variable) and variable.has_metadata(PADDED)
 
 
 def logical_kind(variable: nnx.Variable[Any]) -> type[nnx.Variable[Any]]:
-  """The Variable's type as the user wrote it: `nnx.Param` for a padded `nnx.Param`."""
+  """The user's type of a Variable: `nnx.Param` for a padded `nnx.Param`."""
   kind = type(variable)
   return kind.__bases__[0] if is_padded(variable) else kind
 
@@ -51,15 +51,12 @@ def logical_kind(variable: nnx.Variable[Any]) -> type[nnx.Variable[Any]]:
 def pad_variable(
   variable: nnx.Variable[Any], array: Any, storage_shape: tuple[int, ...]
 ) -> nnx.Variable[Any]:
-  """A padded Variable with another's type and metadata.
+  """A padded Variable with the type, metadata and (global) shape of another.
 
   Args:
-    variable: its type, metadata and (global) shape are those of the result.
+    variable: the Variable without padding.
     array: the stored array, or its `ShapeDtypeStruct` (global storage shape).
     storage_shape: global shape in elements, with the padding.
-
-  Returns:
-    A Variable of a subclass of `variable`'s type.
 
   Example:
     >>> import jax.numpy as jnp
@@ -124,16 +121,16 @@ def _rebuild(kind: type[nnx.Variable[Any]], state: dict[str, Any]) -> Any:
 
 
 def _logical_variable(variable: Any) -> nnx.Variable[Any]:
-  """The same Variable as its own type, at the logical shape: hooks and overrides of that type apply."""
+  """The Variable with its original type and logical shape: hooks and overrides of that type apply."""
   metadata = {k: v for k, v in variable.get_metadata().items() if k not in (PADDED, "ref")} | {"ref": False}
   return cast(Any, logical_kind(variable)).from_metadata(_logical_array(variable), metadata)
 
 
 def _logical_array(variable: Any) -> Any:
-  """The array without the padding: one object for all reads of an unchanged Variable, as flax gives.
+  """The array without the padding: one object for all reads of an unchanged Variable, as in flax.
 
   Libraries such as Qwix find the Variable of an operand by the identity of its array. The Variable does not
-  keep that array alive, and each trace has its own.
+  keep that array alive, and each trace has another.
   """
   raw, (logical, storage) = variable.get_raw_value(), variable.get_metadata(PADDED)
   if variable.ref:
@@ -170,19 +167,10 @@ def _store(variable: Any, value: Any) -> None:
 
 
 def crop(value: Any, logical: tuple[int, ...], storage: tuple[int, ...]) -> Any:
-  """Cuts the padding off an array of the storage shape; an array of the logical shape is returned as it is.
+  """Cuts an array of the storage shape to the logical shape; one of the logical shape is returned unchanged.
 
-  Args:
-    value: an array or `ShapeDtypeStruct`; it may have lost or gained dims under `vmap` or `scan`. What has no
-      shape is returned as it is.
-    logical: global shape without padding.
-    storage: global shape with it.
-
-  Returns:
-    The array at the logical shape.
-
-  Raises:
-    ShardingError: a shape that is neither, so that nobody can say where the padding is.
+  The array may have lost or gained dims under `vmap` or `scan`. Values without a shape are returned
+  unchanged; any other shape is an error, because the position of the padding is unknown.
   """
   shape = getattr(value, "shape", None)
   if shape is None or shape == logical:
@@ -190,7 +178,7 @@ def crop(value: Any, logical: tuple[int, ...], storage: tuple[int, ...]) -> Any:
   limits = _limits(tuple(shape), logical, storage)
   if not isinstance(value, (jax.Array, np.ndarray)):  # abstract, or what flax prints for an array
     return jax.ShapeDtypeStruct(limits, value.dtype)
-  return _whole_where_cut(value, limits)[tuple(slice(limit) for limit in limits)]
+  return _gather_cut_dims(value, limits)[tuple(slice(limit) for limit in limits)]
 
 
 def _limits(shape: tuple[int, ...], logical: tuple[int, ...], storage: tuple[int, ...]) -> tuple[int, ...]:
@@ -220,7 +208,7 @@ def _limits(shape: tuple[int, ...], logical: tuple[int, ...], storage: tuple[int
   )
 
 
-def _whole_where_cut(value: Any, limits: tuple[int, ...]) -> Any:
+def _gather_cut_dims(value: Any, limits: tuple[int, ...]) -> Any:
   # With sharding in types an uneven dim cannot be split, so there it is gathered first; on Auto axes the
   # compiler keeps the shards.
   sharding = jax.typeof(value).sharding
@@ -256,16 +244,12 @@ def logical_transformation(
 ) -> optax.GradientTransformationExtraArgs:
   """Wraps an optimizer so that it computes at logical shapes on padded arrays.
 
-  The state keeps the structure of `tx`'s own. Gradients, parameters and state are cut to their logical shapes
-  before the update and padded with zeros after it, so nothing that the optimizer averages, clips or counts
-  ever sees the padding.
+  Gradients, parameters and state are cut to their logical shapes before the update and padded with zeros
+  after it, so the optimizer never averages, clips or counts the padding. The state keeps its structure.
 
   Args:
     tx: the optax transformation.
     parameters: its parameters as `ShapeDtypeStruct`s at their logical shapes.
-
-  Returns:
-    A transformation for parameters and state at their storage shapes.
   """
   inner = accept_extra(tx)
 

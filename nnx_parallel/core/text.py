@@ -15,8 +15,14 @@ from typing import Any
 from jax.sharding import PartitionSpec
 
 
+def listed(lines: Sequence[str], most: int = 20) -> str:
+  """The first lines of a long list, and how many more there are."""
+  more = [f"... and {len(lines) - most} more"] if len(lines) > most else []
+  return "\n".join([*lines[:most], *more])
+
+
 def few(names: Sequence[str]) -> str:
-  """The first names of a list that may be long, for a note: `a, b, c and 9 more`."""
+  """The first names of a long list, for a note: `a, b, c and 9 more`."""
   return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
@@ -25,12 +31,12 @@ WIDTH = 118
 _GAP = "  "
 _INDENT = "    "
 _BESIDE = 20
-"""Columns that a column of words needs; with fewer it stands under its row."""
+"""Columns that prose needs; with fewer it is printed below its row."""
 _PRE = "overflow-x:auto;white-space:pre;line-height:1.35;font-size:12px;margin:0"
 
 
 class Shown:
-  """Shows `str(self)` in notebooks and IPython, which would list the fields of a dataclass."""
+  """Prints as `str(self)` in notebooks and IPython, which would list the fields of a dataclass."""
 
   def _repr_html_(self) -> str:
     return as_html(str(self))
@@ -40,17 +46,13 @@ class Shown:
 
 
 def page_width() -> int:
-  """Columns to use: those of the terminal, or of the variable `COLUMNS`; `WIDTH` in a file or a notebook."""
+  """The columns of the terminal, or of the variable `COLUMNS`; `WIDTH` in a file or a notebook."""
   known = sys.stdout.isatty() or "COLUMNS" in os.environ
   return max(60, min(shutil.get_terminal_size((WIDTH, 24)).columns, 200)) if known else WIDTH
 
 
 def print_text(text: str) -> None:
-  """Prints a table or a report; in colour where the output is a terminal.
-
-  Args:
-    text: lines that fit the terminal.
-  """
+  """Prints a table or a report; in colour on a terminal."""
   if not sys.stdout.isatty():
     print(text)
     return
@@ -76,12 +78,6 @@ def as_html(text: str) -> str:
 def format_bytes(count: float) -> str:
   """Bytes in binary units with four significant digits.
 
-  Args:
-    count: bytes.
-
-  Returns:
-    For example `"1.5 MiB"`.
-
   Example:
     >>> from nnx_parallel.core.text import format_bytes
     >>> format_bytes(512), format_bytes(1.5 * 2**20)
@@ -92,13 +88,39 @@ def format_bytes(count: float) -> str:
   return f"{count:.0f} B" if power == 0 else f"{count / 1024**power:.4g} {unit}"
 
 
+def format_count(count: float) -> str:
+  """A number with a decimal prefix.
+
+  Example:
+    >>> format_count(989e12), format_count(12)
+    ('989 T', '12')
+  """
+  for prefix in ("", " k", " M", " G", " T", " P"):
+    if abs(count) < 1000:
+      return f"{count:.3g}{prefix}"
+    count /= 1000
+  return f"{count:.3g} E"
+
+
+def format_seconds(seconds: float) -> str:
+  """A duration.
+
+  Example:
+    >>> format_seconds(0.0123), format_seconds(3.0)
+    ('12.3 ms', '3.00 s')
+  """
+  if seconds >= 1:
+    return f"{seconds:.2f} s"
+  return f"{seconds * 1e3:.1f} ms" if seconds >= 1e-3 else f"{seconds * 1e6:.0f} us"
+
+
 def format_array(dtype: object, shape: tuple[int, ...]) -> str:
   """`float32[8,64]`."""
   return f"{dtype}[{','.join(map(str, shape))}]"
 
 
 def format_spec(spec: PartitionSpec) -> str:
-  """A spec in one short word per dim: `(-, fsdp, data+fsdp)`; `whole` when nothing is split."""
+  """A spec with one entry per dim: `(-, fsdp, data+fsdp)`; `whole` when nothing is split."""
   if not any(spec):
     return "whole"
   parts = ["-" if not e else e if isinstance(e, str) else "+".join(e) for e in spec]
@@ -127,19 +149,16 @@ def text_table(
 ) -> str:
   """Aligns rows under a header.
 
-  Where the page is narrow, the columns of words stand under their row, and names continue after a dot.
+  On a narrow page, columns of prose are printed below their row, and long names continue after a dot.
 
   Args:
-    header: one word for each column.
+    header: the title of each column.
     rows: the cells.
     right: columns that are aligned to the right.
-    wrap: columns of words: they share what the others leave of `width`, and continue on lines below.
-    below: columns that stand under their row where the page is narrow; by default those of `wrap`.
+    wrap: columns of prose; they share the remaining `width`, and wrap.
+    below: columns that are printed below their row on a narrow page; by default those of `wrap`.
     width: columns of text; by default `page_width()`.
-    measure: rows that decide the widths, when they should fit more than this table.
-
-  Returns:
-    Lines without trailing blanks.
+    measure: rows that decide the widths, for several tables of equal widths.
   """
   width = width or page_width()
   sizes = [max(len(row[c]) for row in measure or [header, *rows]) for c in range(len(header))]
@@ -166,7 +185,7 @@ def text_table(
 
 
 def _room(sizes: Sequence[int], width: int, columns: Sequence[int], free: Sequence[int]) -> int:
-  """What the other columns leave for those that are free."""
+  """The width that the other columns leave for the `free` ones."""
   fixed = sum(sizes[c] for c in columns if c not in free)
   return width - fixed - len(_GAP) * (len(columns) - 1)
 

@@ -13,8 +13,8 @@ def compilation_cache(directory: str | os.PathLike[str], *, minimum_seconds: flo
   """Keeps compiled programs in a directory, for this process and every later one that names it.
 
   jax's own cache, without the thresholds that leave out the many small programs of a creation. Processes may
-  share the directory; an entry is found by its program, the compiler, its flags and the devices. Only use a
-  directory that nobody you distrust can write: programs in it are run.
+  share the directory; an entry is found by its program, the compiler, its flags and the devices. Programs
+  in the directory are run: use one that only people you trust can write.
 
   Args:
     directory: made when it does not exist; or a bucket that jax can write, for example `gs://bucket/cache`.

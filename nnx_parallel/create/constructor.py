@@ -3,30 +3,43 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, get_args
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Literal, TypeVar, Unpack, get_args
 
 import jax
-import optax
 from flax import nnx
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from nnx_parallel.core.mesh import AnyMesh, auto_mesh
-from nnx_parallel.core.nodes import Path
-from nnx_parallel.create.build import stages, trace_plan
+from nnx_parallel.core.nodes import Path, array_leaves, value_of
+from nnx_parallel.core.padding import pad
+from nnx_parallel.core.text import format_array
 from nnx_parallel.create.instantiate import instantiate
-from nnx_parallel.create.reference import construct_whole
 from nnx_parallel.create.slicing.assemble import assemble
-from nnx_parallel.create.slicing.cut import Cut, cut
+from nnx_parallel.create.slicing.cut import Cut, Phase, cut
 from nnx_parallel.errors import PlanError
-from nnx_parallel.layout.leaf import Root
-from nnx_parallel.layout.plan import ShardingPlan, StoredPlan, no_constructor, plan_traced
-from nnx_parallel.layout.tracing import Trace, why_one_program
-from nnx_parallel.rules.logical import Uneven
+from nnx_parallel.layout.leaf import LeafPlan, Root
+from nnx_parallel.layout.plan import (
+  PlanOptions,
+  ShardingPlan,
+  StoredPlan,
+  check_structure,
+  no_constructor,
+  plan_with_traces,
+)
+from nnx_parallel.layout.tracing import (
+  Trace,
+  make_optimizer,
+  run_init,
+  trace_module,
+  trace_optimizer,
+  why_one_program,
+)
 from nnx_parallel.rules.ruleset import Rules
 
 Compile = Literal["slices", "whole"]
 COMPILE: tuple[str, ...] = get_args(Compile)
+M = TypeVar("M", bound=nnx.Module)
 
 logger = logging.getLogger(__name__)
 
@@ -36,36 +49,28 @@ def create_sharded_model(
   mesh: AnyMesh | None = None,
   rules: Rules = None,
   *,
-  optimizer: optax.GradientTransformation | None = None,
-  wrt: Any = nnx.Param,
-  uneven: Uneven = "error",
-  zero: int = 0,
-  zero_axes: Sequence[str] | str | None = None,
-  optimizer_memory: str | None = None,
   compile: Compile = "slices",
+  **options: Unpack[PlanOptions],
 ) -> Any:
   """Builds a module (and its optimizer) with every Variable created directly in its shards.
 
-  What the plan splits is never whole on a device, unless its initializer computes with the whole of it (an
-  orthogonal one does); what the plan keeps whole is whole. For flax's initializers the values are those of
-  `init()` on one device, bit for bit, up to the three cases that the guide "Creating" lists. Works with or
-  without an active `jax.set_mesh`, on Auto and Explicit meshes. Given a constructor, it is traced once.
-  Given a plan, its `init` is traced again, so that values which it reads (a seed) are today's.
+  No device holds all of an array that the plan splits, unless its initializer computes with all of it (an
+  orthogonal one does). For flax's initializers the values are those of `init()` on one device, bit
+  for bit, up to the three cases that the guide "Creating" lists. Works with or without an active
+  `jax.set_mesh`, on Auto and Explicit meshes. Given a constructor, it is traced once. Given a plan, its
+  `init` is traced again, so that values which it reads (a seed) are today's.
+
+  The logger `nnx_parallel` lists the compiled programs at level INFO.
 
   Args:
     init: a plan; or the constructor, with `mesh` and `rules` as in `plan`.
     mesh: the mesh, when `init` is a constructor.
     rules: the rules, when `init` is a constructor.
-    optimizer: an optax transformation, when `init` is a constructor.
-    wrt: which Variables it trains.
-    uneven: the policy for uneven dims, when `init` is a constructor.
-    zero: the ZeRO stage of the optimizer state, when `init` is a constructor.
-    zero_axes: the axes of that stage, when `init` is a constructor.
-    optimizer_memory: where optimizer state lies between steps, when `init` is a constructor.
     compile: `"slices"`: one program for each distinct initializer, run for each Variable that has it; the
       compile time does not grow with depth. `"whole"`: the constructor as one `nnx.jit` program, the
-      reference. A constructor that cannot be cut is created whole: `print(plan)`, `creation_report(plan)` and
-      a logged warning say why.
+      reference. A constructor that cannot be sliced is also created as one program; a note of the plan and a
+      logged warning give the reason.
+    **options: the options of `plan`, when `init` is a constructor: `optimizer`, `zero`, ...
 
   Returns:
     The live module; `(module, ShardedOptimizer)` when the plan has an optimizer.
@@ -82,111 +87,184 @@ def create_sharded_model(
     >>> model.kernel.get_value().sharding.spec
     P(None, 'fsdp')
   """
-  if isinstance(init, StoredPlan) and not isinstance(init, ShardingPlan):
-    raise no_constructor()
-  if isinstance(init, ShardingPlan):
-    again = (mesh, rules, optimizer, zero_axes, optimizer_memory) != (None,) * 5
-    if again or wrt is not nnx.Param or uneven != "error" or zero:
+  traces: dict[Root, Trace] | None = None
+  if isinstance(init, StoredPlan):
+    if not isinstance(init, ShardingPlan):
+      raise no_constructor()
+    if mesh is not None or rules is not None or options:
       raise PlanError(
         "create_sharded_model got a plan and also mesh, rules, optimizer, or an option of plan().",
         details="a plan already holds all of them",
         fix="create_sharded_model(plan)",
       )
-    the_plan, traces = init, None
+    plan = init
   elif mesh is None:
     raise PlanError(
       "create_sharded_model needs a mesh.",
       fix="create_sharded_model(init, nxp.make_mesh(fsdp=-1), nxp.fsdp())",
     )
   else:
-    the_plan, traces = plan_traced(
-      init,
-      mesh,
-      rules,
-      optimizer=optimizer,
-      wrt=wrt,
-      uneven=uneven,
-      zero=zero,
-      zero_axes=zero_axes,
-      optimizer_memory=optimizer_memory,
-    )
-  the_plan.warn_replicated(stacklevel=3)
-  return instantiate(the_plan, construct(the_plan, compile, traces))
+    plan, traces = plan_with_traces(init, mesh, rules, **options)
+  plan.warn_replicated(stacklevel=3)
+  return instantiate(plan, construct(plan, compile, traces))
 
 
 def construct(
-  the_plan: ShardingPlan, compile: Compile = "slices", traces: dict[Root, Trace] | None = None
+  plan: ShardingPlan, compile: Compile = "slices", traces: dict[Root, Trace] | None = None
 ) -> dict[Root, dict[Path, jax.Array]]:
   """Runs the plan's constructor, compiled, with the shards as its outputs.
 
   Args:
-    the_plan: a plan on real devices.
+    plan: a plan on real devices.
     compile: as in `create_sharded_model`.
     traces: of this plan, just made; they are cleared. None traces the constructor again.
 
   Returns:
     Root -> path -> array (global storage shape), in the plan's shardings.
-
-  Raises:
-    PlanError: the plan's mesh is abstract, or `init` builds another structure than it did when planned.
   """
   if compile not in COMPILE:
     raise PlanError(f"compile={compile!r} is not a way to create.", fix=f"one of {', '.join(COMPILE)}.")
   # Explicit axes would put the sharding into the types of every intermediate of the initializers, which
-  # then materialise whole (measured: 22 times the temporaries). The same devices with Auto axes do not,
+  # are then replicated (measured: 22 times the temporaries). The same devices with Auto axes do not,
   # and re-wrapping the results costs nothing.
-  mesh = auto_mesh(real_mesh(the_plan))
-  shardings = [NamedSharding(mesh, leaf.spec, memory_kind=leaf.memory_kind) for leaf in the_plan.leaves]
-  pieces = cut_plan(the_plan, shardings, traces) if compile == "slices" else "compile='whole'"
+  mesh = auto_mesh(real_mesh(plan))
+  shardings = [NamedSharding(mesh, leaf.spec, memory_kind=leaf.memory_kind) for leaf in plan.leaves]
+  sliced = cut_plan(plan, shardings, traces) if compile == "slices" else "compile='whole'"
   if traces:
     traces.clear()  # large beside a shard, and of no more use
-  if not isinstance(pieces, str):
-    arrays = assemble(pieces, shardings, mesh)
+  if not isinstance(sliced, str):
+    logger.info("%s", "\n".join(_programs(plan, sliced)))
+    arrays = assemble(sliced, shardings, mesh)
   else:
     if compile == "slices":
-      logger.warning("creating the model as one program: %s", pieces)
-    arrays = construct_whole(the_plan, shardings, mesh)
-  if mesh is not the_plan.mesh or isinstance(pieces, str):  # nnx.jit words the same shardings in its own way
-    arrays = jax.device_put(arrays, [leaf.sharding for leaf in the_plan.leaves])
+      logger.warning("creating the model as one program: %s", sliced)
+    arrays = construct_whole(plan, shardings, mesh)
+  if mesh is not plan.mesh or isinstance(sliced, str):  # nnx.jit returns equivalent shardings, not these
+    arrays = jax.device_put(arrays, [leaf.sharding for leaf in plan.leaves])
   result: dict[Root, dict[Path, jax.Array]] = {}
-  for leaf, array in zip(the_plan.leaves, arrays, strict=True):
+  for leaf, array in zip(plan.leaves, arrays, strict=True):
     result.setdefault(leaf.root, {})[leaf.path] = array
   return result
 
 
+def _programs(plan: ShardingPlan, sliced: Cut) -> Iterator[str]:
+  """Lists the programs that are compiled, and how often each runs."""
+  made: list[list[LeafPlan]] = [
+    [plan.leaves[i] for one in group for i in one.outputs] for group in sliced.groups
+  ]
+  yield f"{len(made)} programs make {sum(map(len, made))} arrays; {len(sliced.given)} are placed as they are"
+  for group, leaves in zip(sliced.groups, made, strict=True):
+    first, more = leaves[0], f" and {len(leaves) - 1} more" if len(leaves) > 1 else ""
+    array = format_array(first.dtype, first.storage_shape)
+    yield f"  {len(group):4} x {array} {first.spec}: {first.name}{more}"
+
+
 def cut_plan(
-  the_plan: ShardingPlan, shardings: Sequence[NamedSharding], traces: Mapping[Root, Trace] | None = None
+  plan: ShardingPlan, shardings: Sequence[NamedSharding], traces: Mapping[Root, Trace] | None = None
 ) -> Cut | str:
-  """Cuts the plan's constructor.
+  """Cuts the plan's constructor into slices; or returns the reason, as a clause, why it cannot be sliced."""
+  traces = traces or _trace(plan)
+  return why_one_program(traces.values()) or cut(*_phases(plan, traces), shardings)
 
-  Args:
-    the_plan: the plan.
-    shardings: one for each leaf.
-    traces: as in `construct`.
+
+def _trace(plan: ShardingPlan) -> dict[Root, Trace]:
+  """Traces the plan's constructor and its optimizer again."""
+  traces: dict[Root, Trace] = {"model": trace_module(plan.init, plan.mesh)}
+  model, optimizer = traces["model"].node, None
+  if plan.tx is not None:
+    traces["optimizer"] = trace_optimizer(model, plan.tx, plan.wrt)
+    optimizer = traces["optimizer"].node
+  _check_built(plan, model, optimizer)
+  return traces
+
+
+def _check_built(plan: ShardingPlan, model: Any, optimizer: Any) -> None:
+  what = "init built another structure than when it was planned"
+  fix = "make init depend on nothing that changes between calls, or plan again."
+  check_structure(plan.leaves, model, optimizer, what, fix)
+
+
+def _phases(plan: ShardingPlan, traces: Mapping[Root, Trace]) -> tuple[list[Phase], list[int]]:
+  """Puts the traces in sequence: the module, its optimizer, and the padding of uneven leaves.
 
   Returns:
-    The pieces; or the reason, as a clause, why the constructor cannot be sliced.
+    The phases; and for each leaf of the plan, its position among their results.
   """
-  traces = traces or trace_plan(the_plan)
-  return why_one_program(traces.values()) or cut(*stages(the_plan, traces), shardings)
+  found = [Phase(traces["model"].program, ())]
+  made: dict[tuple[Root, Path], int] = {
+    ("model", path): i for i, path in enumerate(traces["model"].output_paths)
+  }
+  if "optimizer" in traces:
+    one = traces["optimizer"]
+    found.append(Phase(one.program, tuple(made["model", path] for path in one.input_paths)))
+    made |= {("optimizer", path): i for i, path in enumerate(one.output_paths, len(made))}
+  results = [made[leaf.root, leaf.path] for leaf in plan.leaves]
+  padded = [i for i, leaf in enumerate(plan.leaves) if any(leaf.padding)]
+  if padded:
+    leaves = [plan.leaves[i] for i in padded]
+
+    def pad_all(arrays: list[jax.Array]) -> list[jax.Array]:
+      return [pad(array, leaf.storage_shape) for array, leaf in zip(arrays, leaves, strict=True)]
+
+    program = jax.make_jaxpr(pad_all)([jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in leaves])
+    found.append(Phase(program, tuple(results[i] for i in padded)))
+    for i, position in enumerate(padded, len(made)):
+      results[position] = i
+  return found, results
 
 
-def real_mesh(the_plan: ShardingPlan) -> Mesh:
-  """The plan's mesh, which must have devices.
+def construct_whole(plan: ShardingPlan, shardings: Sequence[NamedSharding], mesh: Mesh) -> list[jax.Array]:
+  """Runs the constructor under `nnx.jit`, with its state constrained to the layout: the reference.
 
-  Args:
-    the_plan: the plan.
-
-  Returns:
-    Its mesh.
-
-  Raises:
-    PlanError: the mesh is abstract.
+  Source: the flax guide "Scale up on multiple devices".
   """
-  if isinstance(the_plan.mesh, AbstractMesh):
+
+  @nnx.jit
+  def constructor() -> Any:
+    module, optimizer = run_init(plan.init, plan.mesh), None
+    with nnx.use_eager_sharding(False):
+      if plan.tx is not None:
+        optimizer = make_optimizer(module, plan.tx, plan.wrt)
+    _check_built(plan, module, optimizer)
+    built = {"model": array_leaves(module), "optimizer": array_leaves(optimizer) if optimizer else {}}
+    arrays = [jax.numpy.asarray(value_of(built[leaf.root][leaf.path])) for leaf in plan.leaves]
+    padded = [pad(array, leaf.storage_shape) for array, leaf in zip(arrays, plan.leaves, strict=True)]
+    return jax.lax.with_sharding_constraint(padded, list(shardings))
+
+  with jax.set_mesh(mesh):
+    return constructor()
+
+
+def real_mesh(plan: ShardingPlan) -> Mesh:
+  """The plan's mesh; a `PlanError` if it is abstract."""
+  if isinstance(plan.mesh, AbstractMesh):
     raise PlanError(
       "this plan is on an abstract mesh, so there is nothing to create on.",
-      details=f"mesh {dict(the_plan.mesh.shape)}",
+      details=f"mesh {dict(plan.mesh.shape)}",
       fix="plan on real devices: nxp.plan(init, nxp.make_mesh(...), rules).",
     )
-  return the_plan.mesh
+  return plan.mesh
+
+
+def unsharded(init: Callable[[], M]) -> M:
+  """Builds a module on the default device, without a mesh, and keeps its annotations.
+
+  flax refuses to build an annotated module without a mesh. This is for notebooks, exports and tests on one
+  device; the annotations stay on the Variables, so the same constructor can be planned on a mesh later.
+
+  Args:
+    init: builds the module; its annotations need no mesh and no rules.
+
+  Returns:
+    The live module, not sharded.
+
+  Example:
+    >>> import nnx_parallel as nxp
+    >>> from flax import nnx
+    >>> names = {"out_sharding": ("embed", "mlp")}
+    >>> model = nxp.unsharded(lambda: nnx.Linear(4, 8, rngs=nnx.Rngs(0), kernel_metadata=names))
+    >>> model.kernel.out_sharding
+    ('embed', 'mlp')
+  """
+  with nnx.use_eager_sharding(False):
+    return init()

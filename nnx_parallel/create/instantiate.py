@@ -1,4 +1,4 @@
-"""Arrays + plan -> live module: the last step of creating, resharding and restoring."""
+"""Arrays and a plan -> a live module: the last step of creating, resharding and restoring."""
 
 from __future__ import annotations
 
@@ -17,37 +17,27 @@ from nnx_parallel.layout.plan import ShardingPlan
 Arrays = Mapping[Path, Any]
 
 
-def instantiate(the_plan: ShardingPlan, arrays: Mapping[Root, Arrays]) -> Any:
-  """Puts arrays into a new live module (and optimizer): the last step of creating and of restoring.
+def instantiate(plan: ShardingPlan, arrays: Mapping[Root, Arrays]) -> Any:
+  """Puts arrays (global storage shape) into a new live module, or `(module, optimizer)`.
 
-  Each Variable keeps the user's annotation and gets what flax needs to honour it without an active mesh:
+  Each Variable keeps the user's annotation and gets what flax needs to apply it without an active mesh:
   `mesh`, and `sharding_rules` with the axes that were resolved.
-
-  Args:
-    the_plan: the plan that the arrays follow.
-    arrays: root -> path -> array (global storage shape); every leaf of the plan.
-
-  Returns:
-    The module, or `(module, optimizer)` when the plan has an optimizer.
-
-  Raises:
-    PlanError: a leaf of the plan has no array.
   """
-  model = _merge(the_plan, "model", the_plan.abstract_model, arrays)
-  if the_plan.abstract_optimizer is None:
+  model = _merge(plan, "model", plan.abstract_model, arrays)
+  if plan.abstract_optimizer is None:
     return model
-  optimizer = _merge(the_plan, "optimizer", the_plan.abstract_optimizer, arrays)
-  optimizer.tx = the_plan.live_tx
-  optimizer.placement = the_plan.placement
+  optimizer = _merge(plan, "optimizer", plan.abstract_optimizer, arrays)
+  optimizer.tx = plan.live_tx
+  optimizer.placement = plan.placement
   return model, optimizer
 
 
-def _merge(the_plan: ShardingPlan, root: Root, abstract: Any, arrays: Mapping[Root, Arrays]) -> Any:
+def _merge(plan: ShardingPlan, root: Root, abstract: Any, arrays: Mapping[Root, Arrays]) -> Any:
   graphdef, state = nnx.split(abstract)
-  found, rows = arrays.get(root, {}), the_plan.of(root)
+  found, rows = arrays.get(root, {}), plan.of(root)
   labels = stack_labels(rows.values()) if root == "model" else {}
   # Where the model goes, a step finds the rules for its activations.
-  scope: dict[str, Any] = {SCOPE: the_plan.activation_rules} if root == "model" else {}
+  scope: dict[str, Any] = {SCOPE: plan.activation_rules} if root == "model" else {}
   leaves: list[tuple[Path, Any]] = []
   for path, abstract_leaf in nnx.to_flat_state(state):
     if path not in rows:
@@ -77,11 +67,11 @@ def _bind(abstract_leaf: Any, array: Any, row: LeafPlan, first_dim: str | None, 
 
 
 def _metadata(row: LeafPlan, first_dim: str | None) -> dict[str, Any]:
-  """The annotation that makes flax derive exactly the row's spec, with names wherever they suffice.
+  """The annotation from which flax derives exactly the row's spec, with names where they suffice.
 
-  A name stays where it maps to the same axes in every dim that has it. Elsewhere the mesh axes themselves are
-  written: in a dim taken by the fallback, or for a name that resolved differently in two dims or is spelt
-  like an axis of another dim.
+  A name stays if it maps to the same axes in every dim that has it. Elsewhere the mesh axes themselves are
+  written: in a dim that the fallback split, or for a name that resolved differently in two dims or is also an
+  axis of another dim.
   """
   ndim = len(row.shape)
   names: Names = (first_dim, *([None] * (ndim - 1))) if ndim else ()
@@ -99,18 +89,11 @@ def _metadata(row: LeafPlan, first_dim: str | None) -> dict[str, Any]:
 
 
 def stack_labels(leaves: Iterable[LeafPlan]) -> dict[Path, str]:
-  """The name of the first dim of parameters that have no names, taken from their annotated siblings.
+  """The name of the first dim of parameters without names, from annotated siblings that agree on it.
 
-  `nnx.scan` takes the stacked dim's name off every annotation and refuses to run where it finds another. A
-  bias that the fallback split therefore needs the name that its kernel has. The layout does not depend on
-  this: each Variable carries the rule that maps the name to the axes it really has.
-
-  Args:
-    leaves: the rows of a module.
-
-  Returns:
-    Path -> name, for leaves without names whose nearest annotated relatives agree on the name and the length
-    of their first dim.
+  `nnx.scan` removes the name of the stacked dim from every annotation and raises if it finds another. A bias
+  that the fallback split therefore needs the name that its kernel has. The layout does not depend on this:
+  each Variable has the rule that maps the name to its real axes.
   """
   rows = [leaf for leaf in leaves if leaf.shape]
   first_dims: dict[Path, set[tuple[Entry, int]]] = {}

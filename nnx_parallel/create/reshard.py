@@ -1,4 +1,4 @@
-"""A live module, or arrays from anywhere, into the layout of a plan."""
+"""Moves a live module, or arrays of any origin, into the layout of a plan."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from flax import nnx
 
 from nnx_parallel.core.nodes import Path, array_leaves, is_key, path_str, value_of
 from nnx_parallel.core.padding import crop, is_padded, pad
-from nnx_parallel.core.text import format_array
+from nnx_parallel.core.text import format_array, listed
 from nnx_parallel.create.constructor import real_mesh
 from nnx_parallel.create.instantiate import instantiate
 from nnx_parallel.create.slicing.assemble import put
@@ -40,7 +40,7 @@ def reshard(
   Args:
     model: the live module: the one that was planned, or one with the same Variables.
     plan: the plan.
-    optimizer: its optimizer, moved likewise; needed if and only if the plan has one.
+    optimizer: its optimizer, moved too; needed if and only if the plan has one.
     donate: free each old array as soon as it was moved: the peak is one copy of the model and the budget.
       The old module cannot be used afterwards.
     byte_budget: bytes per device that may be under way before waiting; at least one array is.
@@ -92,7 +92,7 @@ def from_arrays(
     arrays: one array for each leaf of the model, by dotted path (`"up.kernel"`) or by path tuple; global
       shapes in elements, without padding. A PRNG key may be given as its `jax.random.key_data`.
     plan: the plan.
-    optimizer: the optimizer's likewise (without `optimizer/`); needed if and only if the plan has one.
+    optimizer: the same for the optimizer (without `optimizer/`); needed if and only if the plan has one.
 
   Returns:
     The live module; `(module, optimizer)` when the plan has an optimizer.
@@ -208,17 +208,16 @@ def _check_arrays(plan: ShardingPlan, root: Root, found: Mapping[Path, Any]) -> 
   ]
   wrong += [f"{path_str(path)}: given, and not in the plan" for path in found if path not in rows]
   if wrong:
-    more = [f"... and {len(wrong) - 20} more"] if len(wrong) > 20 else []
     raise PlanError(
       f"{len(wrong)} arrays do not fit the plan's {what}.",
-      details="\n".join([*wrong[:20], *more]),
+      details=listed(wrong),
       fix="give one array for each leaf: [leaf.name for leaf in plan.leaves] lists them.",
     )
 
 
 @dataclasses.dataclass(frozen=True)
 class _Stored:
-  """The stored array of a padded Variable that shows what the plan shows."""
+  """The stored array of a padded Variable with the planned logical shape."""
 
   array: Any
 

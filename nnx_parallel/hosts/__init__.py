@@ -1,1 +1,1 @@
-"""Batches on devices, and what several processes have to agree on."""
+"""Batches on devices, arrays on hosts, and signals to stop."""

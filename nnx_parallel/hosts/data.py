@@ -1,4 +1,4 @@
-"""Placing batches: host arrays in, global arrays in the plan's batch layout out."""
+"""Places host batches as global arrays in the plan's batch layout."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from nnx_parallel.layout.resolve import shard_counts
 
 
 def shard_batch(batch: Any, plan: ShardingPlan, *, whole: bool = False) -> Any:
-  """Places one batch: dim 0 of each array split by the `batch` rule, the other dims whole.
+  """Places one batch: dim 0 of each array is split by the `batch` rule.
 
   In a job of several processes each passes its own share: the examples for its own devices. The global batch
   is all shares in the order of the mesh. Processes whose devices hold the same examples (a mesh axis that
@@ -26,10 +26,10 @@ def shard_batch(batch: Any, plan: ShardingPlan, *, whole: bool = False) -> Any:
   must have the same shapes.
 
   Args:
-    batch: a pytree of host or device arrays, batch on dim 0; scalars are replicated. What is a global
-      `jax.Array` already is only moved to the plan's layout.
+    batch: a pytree of host or device arrays, batch on dim 0; scalars are replicated. A global `jax.Array` is
+      only moved to the plan's layout.
     plan: gives the mesh and the `batch` rule.
-    whole: each process passes the same global batch, of which it places its share.
+    whole: each process passes the same global batch, and places its share of it.
 
   Returns:
     The same pytree of global `jax.Array`s.
@@ -114,7 +114,7 @@ def _placed(name: str, array: Any, plan: ShardingPlan, *, whole: bool) -> jax.Ar
 
 
 def _own_counts(sharding: NamedSharding, counts: tuple[int, ...]) -> tuple[int, ...]:
-  """Of the shards that each dim is cut into, how many lie on this process."""
+  """The number of shards along each dim that are on this process."""
   if sharding.is_fully_addressable:
     return counts
   found = sharding.addressable_devices_indices_map(counts).values()
@@ -127,13 +127,13 @@ def batches(
 ) -> Iterator[Any]:
   """Places each batch of `source`, a few ahead of the step that uses it.
 
-  When the source fails, the batches before the failure are given out first.
+  When the source fails, the batches before the failure are yielded first.
 
   Args:
     source: host batches, as for `shard_batch`: in a job of several processes, this process's shares.
     plan: gives the mesh and the `batch` rule.
-    prefetch: how many batches are on the devices before they are asked for.
-    whole: the source of each process gives whole global batches; as for `shard_batch`.
+    prefetch: how many batches are placed ahead.
+    whole: each process's source gives global batches; as for `shard_batch`.
 
   Yields:
     Placed batches, in order.

@@ -12,10 +12,10 @@ from jax.experimental import multihost_utils
 
 
 def to_host(tree: Any) -> Any:
-  """Fetches every array of `tree` whole, as numpy, on every process.
+  """Fetches every array of `tree`, with all its shards, as numpy, on every process.
 
-  Arrays that lie partly on other processes are gathered, so all processes must call this with the same tree,
-  in the same order. Everything else is copied without talking to anyone.
+  Arrays with shards on other processes are gathered, so all processes must call this with the same tree, in
+  the same order. All other arrays are copied without communication.
 
   Args:
     tree: a pytree of global arrays: metrics, gradients, a state; or a module or an optimizer, whose state is

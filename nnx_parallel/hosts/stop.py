@@ -1,4 +1,4 @@
-"""SIGTERM and Ctrl-C as a flag that a training loop reads between two steps."""
+"""SIGTERM and Ctrl-C as a flag that a training loop reads after each step."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from jax.experimental import multihost_utils
 class StopSignals:
   """Within its block, SIGTERM and the first Ctrl-C ask the loop to stop instead of ending the process.
 
-  At the end of the block the former handlers are back (a handler that was set within the block stays), and a
-  signal that came is handed to them: the process then ends as it would have, only later. An exception that
-  leaves the block goes first. A second Ctrl-C acts at once, and so does any signal to a process that was
-  forked within the block, as workers that read data are.
+  At the end of the block the former handlers are restored (a handler that was set within the block stays),
+  and get the signal that came: the process then ends as it would have, only later. An exception that leaves
+  the block has priority. A second Ctrl-C acts at once, and so does any signal to a process that was forked
+  within the block, such as a worker that reads data.
 
-  In a job of several processes it is JAX's preemption service that listens, to SIGTERM only: when one process
-  is asked to end, all agree on a step to stop after. Where that service is switched off
-  (`jax_enable_preemption_service`), and outside the main thread, signals do what they did before.
+  In a job of several processes JAX's preemption service handles the signals, SIGTERM only: when one process
+  gets it, all agree on a step to stop after. Where that service is switched off
+  (`jax_enable_preemption_service`), and outside the main thread, signals act as before.
 
   Example:
     >>> import nnx_parallel as nxp
@@ -44,10 +44,10 @@ class StopSignals:
     """Whether to stop now; the same on all processes.
 
     Args:
-      step: the number of the step that was made; each process must ask after each step.
+      step: the number of the last step; each process must call this after each step.
 
     Returns:
-      True once a signal came, in a job of several processes after the step that all agreed on.
+      True once a signal came; in a job of several processes, after the step that all agreed on.
     """
     if not jax.distributed.is_initialized():
       return self._came is not None
@@ -86,7 +86,7 @@ class StopSignals:
 
   def _handle(self, number: int, frame: types.FrameType | None) -> None:
     again = number == signal.SIGINT and self._came is not None
-    # Nobody asks in a forked worker, nor after the block, where somebody may have kept this handler.
+    # In a forked worker, or after the block, where this handler may have been kept, nothing reads the flag.
     if again or os.getpid() != self._process:
       self._pass_on(number, frame, again=again)
       return
@@ -103,5 +103,5 @@ class StopSignals:
       return
     outer = getattr(former, "__self__", None)
     if again and isinstance(outer, StopSignals):
-      outer._came = number  # the first one was for both blocks
+      outer._came = number  # the first signal counts for both blocks
     former(number, frame)

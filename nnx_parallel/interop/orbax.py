@@ -1,4 +1,4 @@
-"""Restores checkpoints that Orbax alone wrote: plain trees, or the states of nnx."""
+"""Restores checkpoints of other programs that use Orbax: plain trees, or states of nnx."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from nnx_parallel.checkpoint import encoding, paths, store, targets
 from nnx_parallel.checkpoint.diff import LeafPair, TargetLeaf, compare
 from nnx_parallel.checkpoint.manifest import ItemRecord, LeafRecord, Manifest
 from nnx_parallel.checkpoint.restore import place
-from nnx_parallel.core.nodes import is_key
+from nnx_parallel.core.nodes import is_key, plain_path
 from nnx_parallel.errors import CheckpointError
 
 Keys = tuple[str, ...]
@@ -97,7 +97,7 @@ def restore_orbax(
 
 
 def _describe(step_dir: epath.Path, item: str | None) -> tuple[str | None, _Rows, Any]:
-  """What any Orbax checkpoint holds: the name of its item, shapes and dtypes by path, and the tree of them.
+  """The contents of an Orbax checkpoint: the name of its item, shapes and dtypes by path, and their tree.
 
   Raises:
     CheckpointError: not an Orbax checkpoint, or several items and none named.
@@ -106,7 +106,7 @@ def _describe(step_dir: epath.Path, item: str | None) -> tuple[str | None, _Rows
     try:
       names = sorted(ocp.checkpointables_metadata(step_dir).metadata)
     except ocp.errors.InvalidLayoutError:
-      names = []  # a tree without a name, or no checkpoint of Orbax: the next call tells
+      names = []  # a tree without a name, or no checkpoint of Orbax, which the next call finds out
     if item is None and len(names) > 1:
       raise CheckpointError(
         f"{step_dir} holds several trees.", details=f"names: {names}", fix=f"pass item={names[0]!r}."
@@ -121,7 +121,7 @@ def _describe(step_dir: epath.Path, item: str | None) -> tuple[str | None, _Rows
         fix=f"check the path and the item; names: {names or 'none'}.",
       ) from error
   rows, structure = jax.tree_util.tree_flatten_with_path(tree)
-  return name, {tuple(str(_part(key)) for key in keys): leaf for keys, leaf in rows}, structure
+  return name, {tuple(map(str, plain_path(keys))): leaf for keys, leaf in rows}, structure
 
 
 def _keys(prefix: str) -> Keys:
@@ -159,11 +159,7 @@ def _record(leaf: Any, wanted: TargetLeaf | None) -> LeafRecord:
 
 
 def _placed(array: Any, match: LeafPair) -> Any:
-  """Makes a leaf of what was read. Orbax returns typed keys although its metadata has their data."""
+  """Makes a leaf of what was read. Orbax returns typed keys, although its metadata describes their data."""
   if is_key(array.dtype):
     return jax.device_put(array, match.target.struct.sharding)
   return place(array, match)
-
-
-def _part(key: Any) -> object:
-  return getattr(key, "key", getattr(key, "idx", getattr(key, "name", key)))

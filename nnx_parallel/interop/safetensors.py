@@ -1,7 +1,7 @@
-"""Safetensors in and out, Hugging Face's index of several files included.
+"""Import and export of safetensors, with Hugging Face's index of several files.
 
-The package `safetensors` reads and checks the headers. The arrays' bytes follow them: each process reads only
-the pages of its own shards, from a memory map, and writes only the bytes of its own shards.
+The package `safetensors` reads and checks the headers. Each process reads only the pages of its own shards,
+from a memory map, and writes only the bytes of its own shards.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ import json
 import math
 import os
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -27,7 +27,7 @@ from jax.sharding import Sharding
 
 from nnx_parallel.checkpoint import diff, encoding, folders, multihost, paths, targets
 from nnx_parallel.checkpoint.diff import TargetLeaf
-from nnx_parallel.core.nodes import is_key, variables
+from nnx_parallel.core.nodes import is_key, value_of, variables
 from nnx_parallel.errors import CheckpointError
 from nnx_parallel.interop.weights import Group, SameNames, Shape, WeightMap
 from nnx_parallel.layout.plan import ShardingPlan
@@ -48,7 +48,6 @@ _DTYPES = {
 }
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 _LARGEST_INDEX = 100 << 20
-_T = TypeVar("_T")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,7 +56,7 @@ class Tensor:
 
   Attributes:
     file: the file, at its full size.
-    begin: the first byte of the array.
+    begin: offset of the array's first byte.
     shape: in elements.
     dtype: of the array.
   """
@@ -68,20 +67,20 @@ class Tensor:
   dtype: np.dtype[Any]
 
   def read(self, index: tuple[slice, ...] = ()) -> np.ndarray[Any, Any]:
-    """Copies a part of the array out of the file, which is mapped no longer than that."""
+    """Copies a part of the array out of the file."""
     if 0 in self.shape:
       return np.empty(self.shape, self.dtype)[index]
     return np.array(np.memmap(self.file, self.dtype, "r", self.begin, self.shape)[index])
 
   def write(self, index: tuple[slice, ...], values: np.ndarray[Any, Any]) -> None:
-    """Writes a part of the array and no byte around it, one run of consecutive bytes after the other.
+    """Writes a part of the array, one run of consecutive bytes after the other.
 
-    Other processes write to the same file: a memory map would write whole pages.
+    A memory map would write whole pages, and overwrite what other processes write to the same file.
     """
     if not values.size:
       return
     ends = [part.indices(size)[:2] for part, size in zip(index, self.shape, strict=True)]
-    dim = len(ends)  # whole from here on
+    dim = len(ends)  # not cut from here on
     while dim and ends[dim - 1] == (0, self.shape[dim - 1]):
       dim -= 1
     starts = np.array(self.begin)
@@ -99,13 +98,13 @@ class Tensor:
 
 
 def read_tensors(path: str | os.PathLike[str]) -> dict[str, Tensor]:
-  """Finds the arrays of a file, or of a folder with an index, without reading them.
+  """Lists the arrays of a file, or of a folder with an index, without reading them.
 
   Args:
     path: a `.safetensors` file, an index (`*.index.json`), or a folder that holds either.
 
   Returns:
-    Where each array is, by name.
+    The place of each array, by name.
 
   Raises:
     CheckpointError: nothing there, or a file that is damaged or incomplete.
@@ -141,7 +140,7 @@ def import_safetensors(
   Args:
     path: see `read_tensors`.
     plan: the layout; when it has an optimizer, a fresh one is made.
-    weight_map: how names and arrays of the file become leaves; None: names are paths.
+    weight_map: how arrays of the file become leaves; None: names are paths.
     skip: patterns of paths that the files do not have; these leaves are initialised.
 
   Returns:
@@ -155,22 +154,21 @@ def import_safetensors(
   patterns = diff.Patterns(None, skip)
   left_out = {path for path in wanted if patterns.leaves_out(path)} | _random_state(plan.abstract_model)
 
-  def matched() -> tuple[dict[str, Tensor], list[Group]]:
-    _no_unused(patterns.unused())
+  with multihost.together():
+    if unused := patterns.unused():
+      raise _unused(unused)
     tensors = read_tensors(path)
     shapes = {name: tensor.shape for name, tensor in tensors.items()}
     groups = (weight_map or SameNames()).match(wanted, shapes, left_out)
     for group in groups:
       _require_fit(group, tensors, wanted)
-    return tensors, groups
-
-  tensors, groups = multihost.together(matched)
   leaves: dict[str, Any] = {}
   for group in groups:
     layers = {layer: path for layer, path in group.layers.items() if path not in left_out}
     structs = [wanted[path].struct for path in layers.values()]
     try:
-      sources = multihost.together(functools.partial(_read, group, tensors, structs))
+      with multihost.together():
+        sources = _read(group, tensors, structs)
     except OSError as error:
       raise CheckpointError(f"cannot read {path}: {error}.", fix="copy or download it again.") from error
     leaves |= group.make_leaves(sources, wanted, layers)
@@ -204,48 +202,48 @@ def export_safetensors(
   """
   final = Path(path)
   temporary = final.with_name(f"{final.name}.nnx-saving")
-  doing = f"export to {final.name}"
+  is_first = jax.process_index() == 0
 
-  def together(call: Callable[..., _T], *arguments: Any) -> _T:
-    """Makes a call on every process; an error of one ends the export on all."""
-    bound = functools.partial(call, *arguments)
-    return multihost.together(lambda: folders.friendly_errors(bound, doing, epath.Path(final.parent)))
+  @contextlib.contextmanager
+  def together() -> Generator[None]:
+    """A block of the export; an error on one process ends it on all."""
+    with multihost.together(), folders.friendly_errors(f"export to {final.name}", final.parent):
+      yield
 
-  def planned() -> tuple[dict[str, _Leaf], list[list[Group]], dict[str, jax.ShapeDtypeStruct]]:
+  with together():
     _require_new(final)
     leaves = _leaves(model, skip)
-    return leaves, *_to_write((weight_map or SameNames()).to_write(leaves), leaves)
-
-  def lay_out() -> None:
-    if jax.process_index() == 0:
-      temporary.mkdir(parents=True, exist_ok=True)
-      stack.enter_context(folders.writer_lock(epath.Path(temporary)))
-      stack.callback(shutil.rmtree, temporary, ignore_errors=True)
-      _require_new(final)  # whoever had the lock before may just have written it
-      for left in temporary.iterdir():
-        if left.name != folders.LOCK:
-          left.unlink()
-      _lay_out(temporary, specs, file_bytes)
-
-  def publish() -> None:
-    if jax.process_index() == 0:
-      temporary.rename(final)
-      (final / folders.LOCK).unlink()
-      folders.make_durable([epath.Path(final), epath.Path(final.parent)])
-
-  leaves, families, specs = together(planned)
+    families, specs = _to_write((weight_map or SameNames()).to_write(leaves), leaves)
   multihost.require_same("what to export", f"{final}\n{specs}")
   with contextlib.ExitStack() as stack:
-    together(lay_out)
-    tensors = together(read_tensors, temporary)
+    with together():
+      if is_first:
+        temporary.mkdir(parents=True, exist_ok=True)
+        stack.enter_context(folders.writer_lock(epath.Path(temporary)))
+        stack.callback(shutil.rmtree, temporary, ignore_errors=True)
+        _require_new(final)  # whoever had the lock before may just have written it
+        for left in temporary.iterdir():
+          if left.name != folders.LOCK:
+            left.unlink()
+        _lay_out(temporary, specs, file_bytes)
+    with together():
+      tensors = read_tensors(temporary)
     for first, *tied in families:
       near = leaves[next(iter(first.layers.values()))].array.sharding
       arrays = _arrays(first, leaves, near)
       for group in tied:
-        together(_require_same, group, _arrays(group, leaves, near), arrays)
-      together(_store, [tensors[name] for name in first.names], arrays)
-    together(folders.make_tree_durable, epath.Path(temporary))
-    together(publish)
+        same = _arrays(group, leaves, near)
+        with together():
+          _require_same(group, same, arrays)
+      with together():
+        _store([tensors[name] for name in first.names], arrays)
+    with together():
+      folders.make_tree_durable(epath.Path(temporary))
+    with together():
+      if is_first:
+        temporary.rename(final)
+        (final / folders.LOCK).unlink()
+        folders.make_durable([epath.Path(final), epath.Path(final.parent)])
   return [*specs]
 
 
@@ -369,10 +367,10 @@ def _open(file: Path) -> dict[str, Tensor]:
     raise CheckpointError(f"cannot open {file}: {error}.", fix="check who may read it.") from error
   except SafetensorError as error:
     raise CheckpointError(
-      f"{file} is not a whole safetensors file: {error}.", fix="copy or download it again."
+      f"{file} is not a complete safetensors file: {error}.", fix="copy or download it again."
     ) from error
   found: dict[str, Tensor] = {}
-  # The arrays lie in this order without a gap, up to the end.
+  # The arrays are stored in this order without a gap, up to the end.
   for name, kind, shape in reversed(entries):
     if kind not in _DTYPES:
       raise CheckpointError(
@@ -403,7 +401,7 @@ def _read(group: Group, tensors: Mapping[str, Tensor], leaves: Sequence[jax.Shap
 
 def _require_fit(group: Group, tensors: Mapping[str, Tensor], wanted: Mapping[str, TargetLeaf]) -> None:
   sources = [tensors[name] for name in group.names]
-  made = group.model_shapes(tensor.shape for tensor in sources)
+  made = group.shapes("model", (tensor.shape for tensor in sources))
   for layer, path in group.layers.items():
     dtype = wanted[path].struct.dtype
     expected = encoding.dtype_name(group.rule.dtype or dtype)
@@ -418,16 +416,16 @@ def _require_fit(group: Group, tensors: Mapping[str, Tensor], wanted: Mapping[st
 
 
 def _leaves(model: object, skip: Iterable[str]) -> dict[str, _Leaf]:
-  tree, random = targets.saved_roots(model, None)["model"], _random_state(model)
+  random = _random_state(model)
   patterns = diff.Patterns(None, skip)
   found: dict[str, _Leaf] = {}
-  for path, leaf in tree.leaves.items():
+  for path, leaf in targets.saved_roots(model, None)["model"].items():
     if patterns.leaves_out(path) or path in random:
       continue
-    array: Any = leaf
-    if not encoding.is_array(leaf) or is_key(array.dtype) or np.dtype(array.dtype) not in _NAMES:
+    array: Any = value_of(leaf)
+    if not encoding.is_array(array) or is_key(array.dtype) or np.dtype(array.dtype) not in _NAMES:
       raise CheckpointError(
-        f"{path} has no form in safetensors: {getattr(leaf, 'dtype', type(leaf).__name__)}.",
+        f"{path} has no form in safetensors: {getattr(array, 'dtype', type(array).__name__)}.",
         fix=f"leave it out by name: skip=[{path!r}].",
       )
     made = jnp.asarray(array)
@@ -436,21 +434,21 @@ def _leaves(model: object, skip: Iterable[str]) -> dict[str, _Leaf]:
         f"{path} is {array.dtype}, and jax makes {made.dtype} of it.",
         fix='jax.config.update("jax_enable_x64", True), or convert it first.',
       )
-    found[path] = _Leaf(made, tuple(tree.shapes.get(path, array.shape)))
-  _no_unused(patterns.unused())
+    found[path] = _Leaf(made, tuple(leaf.shape))
+  if unused := patterns.unused():
+    raise _unused(unused)
   return found
 
 
 def _random_state(model: object) -> set[str]:
-  """The paths of a module's keys and counters of random numbers, known by their type."""
+  """The paths of a module's random keys and counters."""
   if not isinstance(model, nnx.Module):
     return set()
   return {paths.format(path) for path, leaf in variables(model).items() if isinstance(leaf, nnx.RngState)}  # pyright: ignore[reportArgumentType]
 
 
-def _no_unused(names: list[str]) -> None:
-  if names:
-    raise CheckpointError(f"skip={names} matches no leaf.", fix="use paths, or patterns such as '*rngs*'.")
+def _unused(names: list[str]) -> CheckpointError:
+  return CheckpointError(f"skip={names} matches no leaf.", fix="use paths, or patterns such as '*rngs*'.")
 
 
 def _cut_into_files(specs: Mapping[str, jax.ShapeDtypeStruct], file_bytes: int) -> Iterator[dict[str, Any]]:
@@ -468,11 +466,9 @@ def _nbytes(specs: Mapping[str, jax.ShapeDtypeStruct]) -> int:
 
 
 def _lay_out(folder: Path, specs: Mapping[str, jax.ShapeDtypeStruct], file_bytes: int) -> None:
-  """Creates the files with their headers and full sizes, and their place on the disk."""
+  """Creates the files with their headers and full sizes, and the index."""
   total = _nbytes(specs)
-  folders.check_space(
-    epath.Path(folder.parent), total, doing="export", what="the model", fix="free some space."
-  )
+  folders.check_space(epath.Path(folder.parent), total, doing="export", fix="free some space.")
   groups = [*_cut_into_files(specs, file_bytes)]
   names = [f"model-{i + 1:05d}-of-{len(groups):05d}.safetensors" for i in range(len(groups))]
   names = names if len(groups) > 1 else [SINGLE]
@@ -497,7 +493,7 @@ def _lay_out(folder: Path, specs: Mapping[str, jax.ShapeDtypeStruct], file_bytes
 
 
 def _reserve(file: int, size: int) -> None:
-  """Gives a file its size and its space on the disk, so that a full disk is noticed before the writing."""
+  """Gives a file its size and its space on the disk, so that a full disk fails before the writing."""
   if hasattr(os, "posix_fallocate"):
     try:
       os.posix_fallocate(file, 0, size)

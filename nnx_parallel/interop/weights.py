@@ -1,4 +1,4 @@
-"""How the arrays of another program's file make up the leaves of a model, and back.
+"""Weight maps: rules that make the leaves of a model from the arrays of another program's file, and back.
 
     weight_map = WeightMap(
       Rule("model.embed_tokens.weight", "embed.embedding"),
@@ -12,8 +12,8 @@ A rule has a name in the file, a path in the model, and an einops pattern from t
 the first dim of the pattern's left side. If only the path has it, the array is cut into layers along the
 first dim of the right side. A rule may have several paths: these leaves are tied, and written once.
 
-One declaration serves import, export and restore. The arrays of the file are read evenly spread over the
-devices, and one compiled program makes the leaves of them; an export runs the inverse.
+The same rules serve import, export and restore. The arrays of the file are read evenly sharded over the
+devices, and one compiled program makes the leaves; an export runs the inverse.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ import fnmatch
 import functools
 import re
 import runpy
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Container, Iterable, Mapping, Sequence
+from typing import Any, Literal
 
 import einops
 import jax
@@ -37,9 +37,11 @@ from jax.sharding import Sharding
 from nnx_parallel.checkpoint.diff import Found, Target, TargetLeaf
 from nnx_parallel.checkpoint.relayout import auto_layout, even_layout, on_auto_axes
 from nnx_parallel.core.nodes import is_key
+from nnx_parallel.core.padding import pad
 from nnx_parallel.errors import CheckpointError
 
 Shape = tuple[int, ...]
+Side = Literal["model", "file"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,19 +60,15 @@ class Transform:
   stacked: bool
   cut: bool
 
-  def to_model(self, arrays: Sequence[jax.Array]) -> list[jax.Array]:
-    """The leaves of the model, one for each layer, from the arrays of the file."""
-    array = self._rearranged(jnp.stack(arrays) if self.stacked else arrays[0], self.pattern)
-    return [*jnp.unstack(array)] if self.cut else [array]
-
-  def to_file(self, arrays: Sequence[jax.Array]) -> list[jax.Array]:
-    """The arrays of the file from the leaves of the model, one for each layer."""
+  def apply(self, arrays: Sequence[jax.Array], to: Side) -> list[jax.Array]:
+    """The leaves of the model, one for each layer, from the arrays of the file; or back."""
     left, arrow, right = self.pattern.partition("->")
-    array = self._rearranged(jnp.stack(arrays) if self.cut else arrays[0], f"{right}{arrow}{left}")
-    return [*jnp.unstack(array)] if self.stacked else [array]
-
-  def _rearranged(self, array: jax.Array, pattern: str) -> jax.Array:
-    return einops.rearrange(array, pattern, **dict(self.sizes)) if pattern else array
+    pattern = self.pattern if to == "model" else f"{right}{arrow}{left}"
+    joined, split = (self.stacked, self.cut) if to == "model" else (self.cut, self.stacked)
+    array = jnp.stack(arrays) if joined else arrays[0]
+    if pattern:
+      array = einops.rearrange(array, pattern, **dict(self.sizes))
+    return [*jnp.unstack(array)] if split else [array]
 
 
 @dataclasses.dataclass(frozen=True, init=False)
@@ -89,7 +87,7 @@ class Rule:
 
   Example:
     >>> rule = Rule("h.{i}.q.weight", "layers.{i}.q", "(h d) e -> e h d", d=4)
-    >>> [array.shape for array in rule.transform.to_model([jnp.zeros((8, 6))])]
+    >>> [array.shape for array in rule.transform.apply([jnp.zeros((8, 6))], "model")]
     [(6, 2, 4)]
   """
 
@@ -113,7 +111,7 @@ class Rule:
       raise CheckpointError(
         f"the rule {file!r} -> {model!r} has numbers that do not correspond.",
         details=f"only in the file: {only_file}, only in the model: {only_model}",
-        fix="let each side have at most one {name} of its own, for what is stacked or cut into layers.",
+        fix="let each side have at most one {name} that the other lacks: the one that is stacked or cut.",
       )
     if pattern and pattern.count("->") != 1:
       raise CheckpointError(
@@ -144,21 +142,23 @@ class Group:
     """The paths, as errors print them."""
     return ", ".join([*self.layers.values()][:3])
 
-  def model_shapes(self, shapes: Iterable[Shape]) -> list[Shape]:
-    """Shapes of all layers that arrays of these shapes in the file make.
+  def shapes(self, to: Side, shapes: Iterable[Shape]) -> list[Shape]:
+    """Shapes of all layers of the model that arrays of these shapes in the file make; or back.
 
     Raises:
       CheckpointError: the rule's pattern does not fit them.
     """
-    return self._shapes(self.rule.transform.to_model, shapes)
-
-  def file_shapes(self, shapes: Iterable[Shape]) -> list[Shape]:
-    """Shapes of the arrays in the file that layers of these shapes make.
-
-    Raises:
-      CheckpointError: the rule's pattern does not fit them.
-    """
-    return self._shapes(self.rule.transform.to_file, shapes)
+    structs = [jax.ShapeDtypeStruct(shape, np.float32) for shape in shapes]
+    try:
+      made = jax.eval_shape(functools.partial(self.rule.transform.apply, to=to), structs)
+      return [array.shape for array in made]
+    except (einops.EinopsError, ValueError, TypeError) as error:
+      raise CheckpointError(
+        f"{self.paths} and {self.file} do not fit the pattern of their rule.",
+        details=f"pattern {self.rule.transform.pattern!r}: {str(error).strip().splitlines()[-1]}\n"
+        f"shapes in the {'file' if to == 'model' else 'model'}: {sorted({x.shape for x in structs})}",
+        fix="correct the pattern, which goes from the file to the model, or name the size of an axis: d=64.",
+      ) from error
 
   def numbered(self, leaves: Mapping[str, Shape]) -> tuple[Group, list[Shape]]:
     """Adds the names in the file, and returns the shapes there.
@@ -176,7 +176,7 @@ class Group:
         details=f"shapes {sorted(found)}",
         fix="give each its own name in the file.",
       )
-    shapes = self.file_shapes([*found] * (max(self.layers) + 1))
+    shapes = self.shapes("file", [*found] * (max(self.layers) + 1))
     names = (self.file,)
     if self.rule.transform.stacked:
       names = tuple(re.sub(r"\{\w+\}", str(i), self.file) for i in range(len(shapes)))
@@ -205,7 +205,7 @@ class Group:
             details=f"rule {self.rule}",
             fix="jax.config.update('jax_enable_x64', True) first, or restore it without a rule.",
           )
-      program = _program(self.rule.transform, "to_model", tuple(kept), None, outs)
+      program = _program(self.rule.transform, "model", tuple(kept), None, outs)
       # One at a time: many programs that communicate at once can starve each other on simulated devices.
       made = jax.block_until_ready(program([on_auto_axes(jnp.asarray(source)) for source in sources]))
     placed = [
@@ -215,36 +215,23 @@ class Group:
     return dict(zip(kept.values(), placed, strict=True))
 
   def make_arrays(self, leaves: Sequence[jax.Array], shape: Shape, near: Sharding) -> list[jax.Array]:
-    """Makes the arrays of the file from the leaves of all layers, evenly spread over their devices.
+    """Makes the arrays of the file from the leaves of all layers, evenly sharded over their devices.
 
     Args:
       leaves: by number of the layer.
-      shape: logical shape of a leaf; what lies beyond it is padding.
+      shape: logical shape of a leaf; the rest is padding.
       near: the layout to start from.
     """
     outs = tuple(
       jax.ShapeDtypeStruct(made, leaves[0].dtype, sharding=self.layout(near, made))
-      for made in self.file_shapes([shape] * len(leaves))
+      for made in self.shapes("file", [shape] * len(leaves))
     )
-    program = _program(self.rule.transform, "to_file", tuple(range(len(outs))), shape, outs)
+    program = _program(self.rule.transform, "file", tuple(range(len(outs))), shape, outs)
     return jax.block_until_ready(program([on_auto_axes(leaf) for leaf in leaves]))
 
   def layout(self, sharding: Sharding | None, shape: Shape) -> Any:
-    """The layout in which an array of the file is read or written: evenly spread, near the leaf's."""
+    """The layout in which an array of the file is read or written: evenly sharded, near the leaf's."""
     return None if sharding is None else even_layout(sharding, shape, keep=self.rule.transform == _COPY)
-
-  def _shapes(self, call: Callable[[Any], Any], shapes: Iterable[Shape]) -> list[Shape]:
-    structs = [jax.ShapeDtypeStruct(shape, np.float32) for shape in shapes]
-    side = "file" if call == self.rule.transform.to_model else "model"
-    try:
-      return [one.shape for one in jax.eval_shape(call, structs)]
-    except (einops.EinopsError, ValueError, TypeError) as error:
-      raise CheckpointError(
-        f"{self.paths} and {self.file} do not fit the pattern of their rule.",
-        details=f"pattern {self.rule.transform.pattern!r}: {str(error).strip().splitlines()[-1]}\n"
-        f"shapes in the {side}: {sorted({struct.shape for struct in structs})}",
-        fix="correct the pattern, which goes from the file to the model, or name the size of an axis: d=64.",
-      ) from error
 
 
 class WeightMap:
@@ -291,7 +278,7 @@ class WeightMap:
         hint = f" (nearest: {near[0]})" if near else ""
         missing += [f"{path}: needs {', '.join(names)}{hint}" for path in wanted.values()]
         continue
-      count = len(group.model_shapes(shapes[name] for name in names))
+      count = len(group.shapes("model", (shapes[name] for name in names)))
       has = f"{group.file} has {count} layers, shape {shapes[names[0]]}"
       missing += [f"{path}: {has}" for layer, path in wanted.items() if layer >= count]
       unused = [str(layer) for layer in range(count) if layer not in group.layers]
@@ -333,7 +320,7 @@ class WeightMap:
     return groups
 
   def through(self, target: Target) -> Target:
-    """Turns a target into one of saved leaves, whose `build` makes the real leaves of them.
+    """A target of the saved leaves, whose `build` makes those of the given target.
 
     The names in the file are the saved paths. Paths without a rule stay as they are. A rule for a parameter
     holds for its moments in the optimizer too.
@@ -423,7 +410,7 @@ _COPY = Transform("", (), stacked=False, cut=False)
 
 
 def _made(have: dict[str, Any], groups: Iterable[Group], wanted: Mapping[str, TargetLeaf]) -> dict[str, Any]:
-  """Makes the leaves that have rules. Each array leaves `have` at its last use, so few exist twice."""
+  """Makes the leaves that have rules. Each array is dropped from `have` at its last use, to save memory."""
   groups = list(groups)
   uses = collections.Counter(name for group in groups for name in group.names)
   made: dict[str, Any] = {}
@@ -438,22 +425,17 @@ def _made(have: dict[str, Any], groups: Iterable[Group], wanted: Mapping[str, Ta
 
 @functools.lru_cache(maxsize=256)
 def _program(
-  transform: Transform, direction: str, kept: tuple[int, ...], shape: Shape | None, outs: tuple[Any, ...]
+  transform: Transform, to: Side, kept: tuple[int, ...], shape: Shape | None, outs: tuple[Any, ...]
 ) -> jax.stages.Wrapped:
-  """The program of a transform; it cuts padding off what it takes, to `shape`, and pads what it returns."""
+  """The program of a transform; it cuts its inputs to `shape`, where given, and pads its outputs."""
 
   def make(arrays: list[jax.Array]) -> list[jax.Array]:
     if shape is not None:
       arrays = [array[tuple(map(slice, shape))] for array in arrays]
-    made = getattr(transform, direction)(arrays)
-    return [_padded(made[i].astype(out.dtype), out.shape) for i, out in zip(kept, outs, strict=True)]
+    made = transform.apply(arrays, to)
+    return [pad(made[i].astype(out.dtype), out.shape) for i, out in zip(kept, outs, strict=True)]
 
   return jax.jit(make, out_shardings=[out.sharding for out in outs])
-
-
-def _padded(array: jax.Array, shape: Shape) -> jax.Array:
-  lengths = [(0, size - have, 0) for size, have in zip(shape, array.shape, strict=True)]
-  return jax.lax.pad(array, jnp.zeros((), array.dtype), lengths)
 
 
 def _auto_struct(struct: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
@@ -462,7 +444,7 @@ def _auto_struct(struct: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
 
 
 def _is_placed(source: Any, out: jax.ShapeDtypeStruct) -> bool:
-  """Whether an array is the leaf already."""
+  """Whether an array already has the shape, dtype and layout of the leaf."""
   if source.shape != out.shape or source.dtype != out.dtype:
     return False
   return out.sharding is None or source.sharding.is_equivalent_to(out.sharding, source.ndim)

@@ -1,4 +1,4 @@
-"""Which mesh axes split the batch: the one place that says it, for inputs, activations, ZeRO and reports."""
+"""Which mesh axes split the batch: the only place, for inputs, activations, ZeRO and reports."""
 
 from __future__ import annotations
 
@@ -11,28 +11,24 @@ from nnx_parallel.core.axes import Entry, axes_of
 from nnx_parallel.core.nodes import Names
 from nnx_parallel.errors import ShardingError
 from nnx_parallel.layout.resolve import resolve_spec
+from nnx_parallel.rules.inputs import input_names
 from nnx_parallel.rules.logical import LogicalRules
 from nnx_parallel.rules.ruleset import RuleSet
 
 AXES = ("replica", "data", "dp", "fsdp")
-"""Names of mesh axes that split the batch where no rule says otherwise."""
+"""Names of mesh axes that split the batch by default."""
 
 
 def batch_axes(rules: RuleSet, mesh: Mapping[str, int]) -> tuple[str, ...] | None:
-  """The mesh axes that split dim 0 of the inputs.
+  """The mesh axes that split dim 0 of the inputs, major to minor.
 
-  Args:
-    rules: all rules of a plan.
-    mesh: mesh axis name -> size in devices.
-
-  Returns:
-    Axes, major to minor; `()` for a replicated batch, None when nothing says it. Where `InputRules` split
-    dim 0 differently for different ranks, the longest split.
+  `()` for a replicated batch, None if neither rules nor mesh decide it. Where `InputRules` split dim 0
+  differently for different ranks, the longest split.
   """
   logical = _with_conventional(rules, mesh)
   first: list[Entry] = ["batch"]
   if rules.inputs is not None:
-    first = [rules.inputs.names_for(rank, tuple(mesh))[0] for rank in rules.inputs.by_rank or (1,)]
+    first = [input_names(rules.inputs, rank, tuple(mesh))[0] for rank in rules.inputs.by_rank or (1,)]
   elif "batch" not in logical:
     return None
   found = [_resolved((name,), logical, mesh, "the batch")[0] for name in first]
@@ -54,14 +50,14 @@ def input_spec(rules: RuleSet, ndim: int, mesh: Mapping[str, int]) -> PartitionS
   logical = _with_conventional(rules, mesh)
   names: Names = ("batch", *[None] * (ndim - 1))
   if rules.inputs is not None:
-    names = rules.inputs.names_for(ndim, tuple(mesh))
+    names = input_names(rules.inputs, ndim, tuple(mesh))
   elif "batch" not in logical:
     raise no_batch_axes(rules, mesh)
   return _resolved(names, logical, mesh, f"inputs of {ndim} dims")
 
 
 def no_batch_axes(rules: RuleSet, mesh: Mapping[str, int]) -> ShardingError:
-  """The error for rules and a mesh that do not say how the batch is split."""
+  """The error for rules and a mesh that do not decide how the batch is split."""
   return ShardingError(
     "no rule says which mesh axes split the batch.",
     details=f"mesh {dict(mesh)}, rules {rules}",

@@ -1,4 +1,4 @@
-"""What a plan warns about: attention split inside a head, depthwise kernels, look-up tables."""
+"""Warnings of a plan: attention split inside a head, depthwise kernels, look-up tables."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from flax import nnx
 from jax.sharding import PartitionSpec
 
 from nnx_parallel.core.axes import axes_of, entry_of
-from nnx_parallel.core.nodes import Names, annotation, occurrences, path_str
+from nnx_parallel.core.nodes import Names, annotation, iter_nodes, path_str
 from nnx_parallel.core.text import few
 from nnx_parallel.errors import ShardingError
 from nnx_parallel.layout.known_faults import convolutions
@@ -18,23 +18,14 @@ from nnx_parallel.layout.leaf import LeafPlan
 
 
 def check_attention(model: nnx.Module, mesh: Mapping[str, int]) -> list[str]:
-  """Finds output projections that carry the query's names, which name the wrong dims.
+  """Finds output projections with the names of the query's dims.
 
   The query's kernel is (embed, heads, head size) and the output's (heads, head size, embed); flax passes
-  `kernel_metadata` (and `bias_metadata`) on to the output unless it has its own.
-
-  Args:
-    model: a live or abstract module.
-    mesh: mesh axis name -> size in devices.
-
-  Returns:
-    One note for each projection whose names are all mesh axes: valid, if not what was meant.
-
-  Raises:
-    ShardingError: logical names that were passed on.
+  `kernel_metadata` (and `bias_metadata`) on to the output unless the output has its own. Logical names are an
+  error; mesh axes are valid, if not what was meant, and give a note.
   """
   notes: list[str] = []
-  for path, module in occurrences(model):
+  for path, module in iter_nodes(model):
     if not isinstance(module, nnx.MultiHeadAttention):
       continue
     for part in ("kernel", "bias"):
@@ -42,7 +33,7 @@ def check_attention(model: nnx.Module, mesh: Mapping[str, int]) -> list[str]:
       if names is None:
         continue
       where = path_str((*path, "out", part))
-      if all(name in mesh for name in _flat(names)):
+      if all(name in mesh for entry in names for name in axes_of(entry)):
         notes.append(f"{where} has the query's annotation {names}; give it its own with out_{part}_metadata")
       else:
         shape = getattr(module.out, part).shape
@@ -67,14 +58,10 @@ def _passed_on(module: nnx.MultiHeadAttention, part: str) -> Names | None:
 
 
 def _names(variable: Any) -> Names | None:
-  # The names of the query are of another rank than the output's bias: they are compared as they are written.
+  # As written: the query's names have another rank than the output's bias.
   written = annotation(variable)
   names = written[1] if written is not None else None
   return tuple(names) if isinstance(names, (tuple, list, PartitionSpec)) else None
-
-
-def _flat(names: Names) -> list[str]:
-  return [name for entry in names if entry for name in axes_of(entry)]
 
 
 def check_depthwise(
@@ -82,17 +69,8 @@ def check_depthwise(
 ) -> list[str]:
   """Finds kernels of depthwise convolutions that are split by channels over axes which split the batch too.
 
-  XLA does not gather such a kernel, small as it is: it moves the activations, where it can only by making
-  them whole on each device (an "involuntary full rematerialization").
-
-  Args:
-    model: a live or abstract module.
-    leaves: the rows of the model.
-    batch: the mesh axes that split the batch.
-    mesh: mesh axis name -> size in devices.
-
-  Returns:
-    One note that names them, or none.
+  XLA does not gather such a kernel, small as it is. It moves the activations, if necessary by replicating
+  them (an "involuntary full rematerialization").
   """
   rows = {leaf.path: leaf for leaf in leaves}
   grouped = [path for path, groups in convolutions(model) if groups > 1]
@@ -117,29 +95,13 @@ ROWS = -2
 
 
 def tables(model: nnx.Module) -> frozenset[int]:
-  """The look-up tables of a module: the `embedding` of every `nnx.Embed`, and of its subclasses.
-
-  Args:
-    model: a live, traced or abstract module.
-
-  Returns:
-    The `id` of each Variable, which a head that is tied to it has too.
-  """
-  found = (module.embedding for _, module in occurrences(model) if isinstance(module, nnx.Embed))
+  """The `id` of each look-up table: the `embedding` of every `nnx.Embed`, also where a head is tied to it."""
+  found = (module.embedding for _, module in iter_nodes(model) if isinstance(module, nnx.Embed))
   return frozenset(id(table) for table in found if len(table.shape) >= -ROWS)
 
 
 def check_tables(leaves: Iterable[LeafPlan], batch: Sequence[str], mesh: Mapping[str, int]) -> list[str]:
-  """Finds look-up tables that are split by columns over axes which split the batch too.
-
-  Args:
-    leaves: the rows of the look-up tables.
-    batch: the mesh axes that split the batch.
-    mesh: mesh axis name -> size in devices.
-
-  Returns:
-    One note for all tables with the same layout.
-  """
+  """Finds look-up tables that are split by columns over axes which split the batch too."""
   found: dict[str, list[str]] = {}
   for leaf in leaves:
     *front, rows, columns = map(axes_of, leaf.spec)

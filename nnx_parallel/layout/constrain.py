@@ -1,7 +1,7 @@
-"""Logical names on activations: `constrain`, and the rules that are in scope for it.
+"""Logical names on activations: `constrain`, and the rules in scope for it.
 
-The rules in scope are part of JAX's own cache key (`jax.make_user_context`), so that a function that was
-compiled under some rules is compiled again under others, instead of silently keeping the old layout.
+The rules in scope are part of JAX's own cache key (`jax.make_user_context`), so a function that was compiled
+under some rules is compiled again under others, and never silently keeps the old layout.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from nnx_parallel.core.nodes import SCOPE
 from nnx_parallel.errors import MeshError, ShardingError
 from nnx_parallel.layout.resolve import resolve_spec
 from nnx_parallel.rules.inputs import InputRules
-from nnx_parallel.rules.logical import LogicalRules
+from nnx_parallel.rules.logical import LogicalRules, check_axes
 from nnx_parallel.rules.ruleset import Rules, RuleSet
 
 
 @dataclasses.dataclass(frozen=True)
 class Scope:
-  """Rules for activations and inputs, and a mesh; equal ones give one compiled program."""
+  """Rules for activations and inputs, and a mesh; equal scopes give one compiled program."""
 
   rules: LogicalRules
   mesh: AnyMesh | None
@@ -53,7 +53,7 @@ class Scope:
 
 
 _SCOPE: Any = jax.make_user_context(None)
-_SPENT: Any = jax.make_user_context(())
+_MAPPED: Any = jax.make_user_context(())
 
 
 @contextlib.contextmanager
@@ -85,58 +85,55 @@ def use_rules(rules: Rules, mesh: AnyMesh | None = None) -> Generator[None, None
   """
   logical = RuleSet.of(rules).logical
   if mesh is not None:
-    logical.check_axes(axis_sizes(mesh))
+    check_axes(logical, axis_sizes(mesh))
   with scoped(Scope(logical, mesh)):
     yield
 
 
 @contextlib.contextmanager
 def scoped(scope: Scope) -> Generator[None, None, None]:
-  """`use_rules`, for rules that were checked before."""
+  """`use_rules`, for rules that are checked already."""
   with _active(scope.mesh), _SCOPE(scope):
     yield
 
 
 def _active(mesh: AnyMesh | None) -> contextlib.AbstractContextManager[Any]:
-  """Makes a mesh the active one, unless somebody else has chosen another."""
+  """Makes a mesh the active one, unless the user has made another one active."""
   active, outer = jax.sharding.get_abstract_mesh(), _SCOPE.value
   by_scope = outer is not None and outer.mesh is not None and outer.mesh.abstract_mesh == active
   if mesh is None or not (active.empty or by_scope):
     return contextlib.nullcontext()
   if isinstance(mesh, Mesh):
-    # Inside a trace, where jax does not say whether one is under way, there are no devices to set.
+    # Inside a trace, which jax does not report, there are no devices to set.
     with contextlib.suppress(ValueError):
       return jax.set_mesh(mesh)
   return jax.sharding.use_abstract_mesh(mesh.abstract_mesh)
 
 
 def scope_of(variables: Iterable[Any]) -> Scope | None:
-  """The scope of the plan that Variables were made from; None without one, and where they disagree."""
+  """The scope of the plan that Variables were made from; None without one, or if they disagree."""
   leaves = (leaf for leaf in variables if isinstance(leaf, nnx.Variable))
   found = {scope for leaf in leaves if (scope := leaf.get_metadata().get(SCOPE)) is not None}
   return found.pop() if len(found) == 1 else None
 
 
-def spent(axes: tuple[str, ...]) -> contextlib.AbstractContextManager[None]:
-  """Makes `constrain` ignore mesh axes that the mapped dim of an enclosing `jax.vmap` uses.
+def mapped_axes(axes: tuple[str, ...]) -> contextlib.AbstractContextManager[None]:
+  """Makes `constrain` ignore the mesh axes of an enclosing `jax.vmap` (its `spmd_axis_name`)."""
+  return _MAPPED(axes)
 
-  Args:
-    axes: those of its `spmd_axis_name`.
-  """
-  return _SPENT(axes)
+
+def mapped_axes_in_scope() -> tuple[str, ...]:
+  """The mesh axes that `constrain` ignores; see `mapped_axes`."""
+  return _MAPPED.value
 
 
 def rules_in_scope() -> LogicalRules | None:
-  """The rules of the innermost `use_rules` or `plan.scope()`, if there is one."""
+  """The rules of the innermost `use_rules` or `plan.scope()`, or None."""
   return None if _SCOPE.value is None else _SCOPE.value.rules
 
 
 def default_scope(scope: Scope | None) -> contextlib.AbstractContextManager[None]:
-  """Enters `scope` unless the caller already has rules in scope; those hold, on this mesh if they have none.
-
-  Args:
-    scope: of a plan, or None.
-  """
+  """Enters the scope of a plan, unless the caller has rules in scope; these then get its mesh by default."""
   outer: Scope | None = _SCOPE.value
   if scope is None:
     return contextlib.nullcontext()
@@ -155,7 +152,7 @@ def constrain(x: Any, *names: Entry) -> Any:
 
   Args:
     x: an array or a tracer; its global shape (per-device along manual axes).
-    *names: one entry per dim: a logical name, a mesh axis, a tuple of these, or None: whole.
+    *names: one entry per dim: a logical name, a mesh axis, a tuple of these, or None.
 
   Returns:
     `x` with that layout; differentiable, and the cotangent has the same layout.
@@ -176,7 +173,7 @@ def constrain(x: Any, *names: Entry) -> Any:
     raise ShardingError(
       f"cannot constrain an activation: {len(names)} names for an array of {len(shape)} dims.",
       details=f"shape {shape}, names {names}",
-      fix="give one name for each dim, None for a dim that stays whole.",
+      fix="give one name for each dim, None for a dim that is not split.",
     )
   active = jax.sharding.get_abstract_mesh()
   mesh = _mesh(x, scope, active)
@@ -184,16 +181,16 @@ def constrain(x: Any, *names: Entry) -> Any:
     _check_names(names, scope)
     return x
   kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
-  manual = {name for name, kind in kinds.items() if kind == AxisType.Manual or name in _SPENT.value}
+  manual = {name for name, kind in kinds.items() if kind == AxisType.Manual or name in _MAPPED.value}
   explicit = AxisType.Explicit in mesh.axis_types
   spec = _spec(names, shape, mesh, scope, manual, explicit)
   if len(manual) == len(mesh.axis_names):
     return x
   if not isinstance(x, Tracer):
-    # Outside of jit there is no compiler to leave a dim to: it stays whole.
+    # Outside of jit no compiler can choose the layout of the dim: it is not split.
     placed = PartitionSpec(*(None if entry is PartitionSpec.UNCONSTRAINED else entry for entry in spec))
     return jax.device_put(x, NamedSharding(_concrete(mesh), placed))
-  # Where the scope knows the devices, arguments that are on no mesh must not decide them.
+  # If the scope has devices, arguments without a mesh must not decide them.
   known = scope.mesh if scope is not None and isinstance(scope.mesh, Mesh) and not manual else mesh
   target = NamedSharding(known, spec) if active.empty or known is not mesh else spec  # pyright: ignore[reportArgumentType]
   return jax.sharding.reshard(x, target) if explicit else jax.lax.with_sharding_constraint(x, target)
@@ -208,7 +205,7 @@ def _mesh(x: Any, scope: Scope | None, active: AbstractMesh) -> AnyMesh | None:
         details=f"in scope {axis_sizes(wanted)}, active {axis_sizes(active)}",
         fix="use_rules(rules) without a mesh takes the active one; or leave jax.set_mesh out.",
       )
-    # Inside shard_map the active mesh also says which axes are manual; outside of jit it has no devices.
+    # Inside shard_map the active mesh also has the manual axes; outside of jit it has no devices.
     return active if isinstance(x, Tracer) else (wanted or jax.sharding.get_mesh())
   if wanted is not None:
     return wanted
@@ -241,9 +238,9 @@ def _spec(
 
 
 def _check_names(names: tuple[Entry, ...], scope: Scope | None) -> None:
-  """Finds a misspelt name also where there is no mesh, and so no layout."""
+  """Finds a misspelt name also without a mesh, where there is no layout."""
   if scope is not None:
-    axes = dict.fromkeys(scope.rules.mesh_axes(), 1)
+    axes = {axis: 1 for options in scope.rules.values() for option in options for axis in option}
     resolve_spec(names, (1,) * len(names), axes, scope.rules, path="an activation")
 
 

@@ -1,11 +1,11 @@
-"""The decisions behind a plan: which layout each Variable gets, and why."""
+"""The decisions behind a plan: the layout of each Variable, and the reason."""
 
 from __future__ import annotations
 
 import dataclasses
 import difflib
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from flax import nnx
@@ -23,24 +23,19 @@ from nnx_parallel.core.nodes import (
   path_str,
   value_of,
 )
-from nnx_parallel.core.text import few
+from nnx_parallel.core.text import few, listed
 from nnx_parallel.errors import PlanError, ShardingError
 from nnx_parallel.layout import checks as lookup
 from nnx_parallel.layout import optimizer_layout
 from nnx_parallel.layout.leaf import Decision, LeafPlan, Root, Source
 from nnx_parallel.layout.resolve import Extended, Resolution, extend_spec, resolve_spec
-from nnx_parallel.rules.logical import LogicalRules, Uneven
+from nnx_parallel.rules.fallback import Fallback
+from nnx_parallel.rules.logical import LogicalRules, Uneven, check_axes
 from nnx_parallel.rules.ruleset import RuleSet
 
 
 class Decisions:
-  """Decides leaf by leaf, and remembers which rules fired.
-
-  Args:
-    mesh: the mesh of the plan.
-    rules: its rules.
-    uneven: its policy for dims that their axes do not divide.
-  """
+  """Decides leaf by leaf, and records which rules were used."""
 
   def __init__(self, mesh: AnyMesh, rules: RuleSet, uneven: Uneven):
     self.mesh, self.rules = mesh, rules
@@ -49,7 +44,7 @@ class Decisions:
     self.zero_notes: list[str] = []
     self.short: list[str] = []
     self.left_out: list[str] = []
-    self.axis_notes = rules.logical.check_axes(self.sizes)
+    self.axis_notes = check_axes(rules.logical, self.sizes)
     self.fired: set[int] = set()
     self.path_rules = sum(len(table.rules) for table in rules.paths)
     self.tables: frozenset[int] = frozenset()
@@ -67,7 +62,7 @@ class Decisions:
       leaves.append(row)
       if id(leaf) in self.tables:
         self.table_leaves.append(row)
-      if row.decision.source == "whole" and isinstance(leaf, nnx.Param):
+      if row.decision.source == "replicated" and isinstance(leaf, nnx.Param):
         unnamed.append(path)
     self._check_unnamed(unnamed)
     return leaves
@@ -77,7 +72,7 @@ class Decisions:
     where = path_str(path)
     value = _array(leaf, where)
     if is_rng(leaf):
-      return self._leaf("model", path, leaf, None, None, Decision("whole", "RNG state"))
+      return self._leaf("model", path, leaf, Decision("replicated", "RNG state"))
     source: Source = "metadata"
     names, own_rules = declared(leaf, where=where)
     step, reason = f"from its metadata: {names}", f"names {_shown(names)}"
@@ -93,7 +88,7 @@ class Decisions:
       step = f"no annotation; path rule {pattern!r}: {names or 'whole'}"
       reason = f"rule {abbreviated(pattern)!r}"
       if names is None:
-        return self._leaf("model", path, leaf, None, None, Decision(source, f"{reason}: whole", (step,)))
+        return self._leaf("model", path, leaf, Decision(source, f"{reason}: whole", (step,)))
       reason += f": {_shown(names)}"
     logical = self.rules.logical
     if own_rules:
@@ -110,23 +105,25 @@ class Decisions:
     fallback = self.rules.fallback
     if fallback is not None and fallback.mode == "fsdp" and fallback.extend:
       stored = [size + extra for size, extra in zip(value.shape, found.padding, strict=True)]
-      rows = self._rows(leaf)
-      more, why = extend_spec(found.spec, stored, self.sizes, fallback, rows=rows, pad=self._pads(leaf))
+      more, why, brief = self._extended(found.spec, stored, fallback, leaf)
       if more.added:
         steps.append(f"extended by {fallback}: {why}")
-        reason += f" + {_brief(more, rows)}"
+        reason += f" + {brief}"
         padding = tuple(map(sum, zip(found.padding, more.padding, strict=True)))
         found = dataclasses.replace(found, spec=more.spec, padding=padding)
       else:
         steps.append(f"not extended by {fallback}: {why}")
-    return self._leaf("model", path, leaf, names, found, Decision(source, reason, tuple(steps), not missed))
+    return self._leaf("model", path, leaf, Decision(source, reason, tuple(steps), not missed), names, found)
 
-  def _rows(self, leaf: Any) -> int | None:
-    return len(value_of(leaf).shape) + lookup.ROWS if id(leaf) in self.tables else None
-
-  def _pads(self, leaf: Any) -> bool:
+  def _extended(
+    self, spec: PartitionSpec, shape: Sequence[int], fallback: Fallback, leaf: Any
+  ) -> tuple[Extended, str, str]:
+    """`extend_spec`, and what it did in brief."""
+    rows = len(shape) + lookup.ROWS if id(leaf) in self.tables else None
     # A raw array has no place for its shape without padding.
-    return self.uneven == "pad" and isinstance(leaf, nnx.Variable)
+    pad = self.uneven == "pad" and isinstance(leaf, nnx.Variable)
+    more, why = extend_spec(spec, shape, self.sizes, fallback, rows=rows, pad=pad)
+    return more, why, _brief(more, rows) if more.added else why
 
   def _path_rule(
     self, paths: tuple[Path, ...], ndim: int
@@ -146,28 +143,24 @@ class Decisions:
       step += f"; none of {self.path_rules} path rules matches"
     if fallback is None or fallback.mode != "fsdp":
       reason = "no annotation" if fallback is None else f"no annotation, {fallback}"
-      chosen = fallback is not None and fallback.mode == "replicate"
-      decision = Decision("whole", reason, (f"{step}; {fallback or 'no fallback'}: whole",), chosen)
-      return self._leaf("model", path, leaf, None, None, decision)
-    rows = self._rows(leaf)
-    more, why = extend_spec(whole, value.shape, self.sizes, fallback, rows=rows, pad=self._pads(leaf))
+      intended = fallback is not None and fallback.mode == "replicate"
+      decision = Decision("replicated", reason, (f"{step}; {fallback or 'no fallback'}: whole",), intended)
+      return self._leaf("model", path, leaf, decision)
+    more, why, reason = self._extended(whole, value.shape, fallback, leaf)
     found = Resolution(more.spec, more.padding, ())
-    reason = _brief(more, rows) if more.added else why
-    chosen = bool(more.added) or math.prod(value.shape) <= fallback.min_size
-    decision = Decision("fallback", reason, (f"{step}; {fallback}: {why}",), chosen)
-    return self._leaf("model", path, leaf, None, found, decision)
+    intended = bool(more.added) or math.prod(value.shape) <= fallback.min_size
+    decision = Decision("fallback", reason, (f"{step}; {fallback}: {why}",), intended)
+    return self._leaf("model", path, leaf, decision, found=found)
 
   def _check_unnamed(self, unnamed: list[Path]) -> None:
     fallback = self.rules.fallback
     strict = any(rules.strict for rules in self.rules.paths)
-    if not unnamed or not ((fallback is None and strict) or (fallback and fallback.mode == "error")):
+    if not unnamed or not ((fallback is None and strict) or (fallback and fallback.mode == "require_names")):
       return
-    shown = "\n".join(f"  {path_str(path)}{self._nearest_rule(path)}" for path in unnamed[:40])
-    more = f"\n  ... and {len(unnamed) - 40} more" if len(unnamed) > 40 else ""
     raise ShardingError(
       f"incomplete partition spec: {len(unnamed)} parameters have no annotation and match no rule.",
-      details=shown + more,
-      fix="add path rules for them (None keeps one whole), or end the rules with fsdp() or replicate().",
+      details=listed([f"  {path_str(path)}{self._nearest_rule(path)}" for path in unnamed], 40),
+      fix="add path rules for them (None replicates one), or end the rules with fsdp() or replicate().",
     )
 
   def _nearest_rule(self, path: Path) -> str:
@@ -186,45 +179,44 @@ class Decisions:
     *,
     zero_axes: tuple[str, ...],
     memory_kind: str | None,
-    kept_dims: Mapping[Path, tuple[int | None, ...]],
+    factored_dims: Mapping[Path, tuple[int | None, ...]],
   ) -> list[LeafPlan]:
     """Decides the state of an optimizer, which follows the parameters.
 
     Args:
       optimizer: the abstract optimizer.
-      model_leaves: what `model_leaves` decided.
-      zero_axes: split it over these axes too; none with ZeRO stage 0.
-      memory_kind: where state of parameters lies between steps; None is device memory.
-      kept_dims: path -> dims of the parameter, for state that shapes do not explain.
-
-    Returns:
-      One row for each array, in flax's order.
+      model_leaves: the rows of the model.
+      zero_axes: axes of a ZeRO stage, which split it further; empty with stage 0.
+      memory_kind: where state of parameters is stored between steps; None is device memory.
+      factored_dims: path -> dims of the parameter, for state with ambiguous shapes.
     """
     by_path = {leaf.path: leaf for leaf in model_leaves}
     rows: list[LeafPlan] = []
     spread = False
     state = array_leaves(optimizer)
-    owned = optimizer_layout.owners(state, by_path)
+    owned = optimizer_layout.parameters_of(state, by_path)
     for path, leaf in state.items():
       shape = tuple(value_of(leaf).shape)
       parameter = owned.get(path)
       if parameter is None:
-        row = self._leaf("optimizer", path, leaf, None, None, Decision("whole", "not parameter state"))
+        row = self._leaf("optimizer", path, leaf, Decision("replicated", "not parameter state"))
       else:
-        spec, padding, why = optimizer_layout.follow(by_path[parameter], shape, kept_dims.get(path))
+        spec, padding, why = optimizer_layout.layout_after_parameter(
+          by_path[parameter], shape, factored_dims.get(path)
+        )
         own = self._own_layout(leaf, by_path[parameter])
         if own is not None:
           spec, padding, why = own
         if zero_axes:
           stored = [size + extra for size, extra in zip(shape, padding, strict=True)]
           before = spec
-          spec, more = optimizer_layout.spread(spec, stored, zero_axes, self.sizes)
+          spec, more = optimizer_layout.add_zero_axes(spec, stored, zero_axes, self.sizes)
           spread = spread or spec != before
           why += f"; {more}"
         found = Resolution(spec, padding, ())
         steps = (f"state of parameter {path_str(parameter)}: {why}",)
         decision = Decision("parameter", why, steps)
-        row = self._leaf("optimizer", path, leaf, by_path[parameter].names, found, decision)
+        row = self._leaf("optimizer", path, leaf, decision, by_path[parameter].names, found)
         row = dataclasses.replace(row, parameter=parameter)
         if shape:  # scalars are not worth a transfer
           row = dataclasses.replace(row, memory_kind=memory_kind)
@@ -235,7 +227,7 @@ class Decisions:
     return rows
 
   def _own_layout(self, leaf: Any, parameter: LeafPlan) -> tuple[PartitionSpec, tuple[int, ...], str] | None:
-    """The layout of state whose parameter has `optimizer_sharding`, which flax writes on the state."""
+    """The layout of state whose parameter has `optimizer_sharding`, which flax copies to the state."""
     shape = tuple(value_of(leaf).shape)
     if not isinstance(leaf, nnx.OptVariable) or shape != parameter.shape:
       return None
@@ -253,31 +245,31 @@ class Decisions:
     root: Root,
     path: Path,
     leaf: Any,
-    names: Names | None,
-    found: Resolution | None,
     decision: Decision,
+    names: Names | None = None,
+    found: Resolution | None = None,
   ) -> LeafPlan:
     value = _array(leaf, path_str(path))
     shape = tuple(value.shape)
     spec = found.spec if found else PartitionSpec(*([None] * len(shape)))
     padding = found.padding if found else (0,) * len(shape)
     return LeafPlan(
-      root,
-      path,
-      kind_of(leaf),
-      shape,
-      value.dtype,
-      names,
-      spec,
-      padding,
-      None,
-      decision,
-      self.mesh,
+      root=root,
+      path=path,
+      kind=kind_of(leaf),
+      shape=shape,
+      dtype=value.dtype,
+      names=names,
+      spec=spec,
+      padding=padding,
+      memory_kind=None,
+      decision=decision,
+      mesh=self.mesh,
       is_parameter=root == "model" and isinstance(leaf, nnx.Param),
     )
 
   def notes(self) -> list[str]:
-    """What a reader of the plan should know: axes and rules that did nothing."""
+    """Notes for the reader of a plan: axes and rules without effect."""
     tables = [rules for rules in self.rules.paths if not rules.optional]
     dead = [rule.pattern for rules in tables for rule in rules.rules if id(rule) not in self.fired]
     short = (
@@ -297,7 +289,7 @@ def _array(leaf: Any, where: str) -> Any:
   raise PlanError(
     f"{where} holds a {type(value).__name__} instead of one array, so it has no layout.",
     details=f"Variable type {kind_of(leaf)}",
-    fix="give each array a Variable of its own, for example in an nnx.Dict or nnx.List.",
+    fix="give each array its own Variable, for example in an nnx.Dict or nnx.List.",
   )
 
 
@@ -306,13 +298,13 @@ def _is_matrix(leaf: Any) -> bool:
 
 
 def _written(leaf: nnx.Variable[Any]) -> int:
-  """How many names the user wrote in a tuple; 0 for a spec, whose missing entries are known to mean None."""
+  """How many names the user wrote in a tuple; 0 for a spec, whose missing entries mean None."""
   names = leaf.get_metadata("out_sharding", None)
   return len(names) if isinstance(names, (tuple, list)) else 0
 
 
 def abbreviated(pattern: str | tuple[str, ...]) -> str | tuple[str, ...]:
-  """A rule's pattern for a table: what is long ends after one of its alternatives.
+  """A rule's pattern for a table; a long one ends after one of its alternatives.
 
   Example:
     >>> abbreviated(("attn|attention|self_attention", "c_attn|qkv|q_proj|k_proj|query|key", "kernel"))
@@ -346,7 +338,7 @@ def _brief(found: Extended, rows: int | None) -> str:
 
 
 def _unpadded(names: Names, shape: tuple[int, ...], found: Resolution) -> Resolution:
-  """For an array without a Variable that would hide the padding from its module."""
+  """Replicates padded dims of an array without a Variable, which its module would see with the padding."""
   entries: list[Any] = []
   steps = [step for step in found.steps if " is padded to " not in step]
   for name, size, entry, extra in zip(names, shape, found.spec, found.padding, strict=True):
@@ -358,7 +350,7 @@ def _unpadded(names: Names, shape: tuple[int, ...], found: Resolution) -> Resolu
 
 
 def _missed(names: Names, spec: PartitionSpec, logical: LogicalRules) -> list[str]:
-  """The names whose first candidate splits their dim, and whose dim stays whole all the same."""
+  """Names whose first candidate would split their dim, which is replicated all the same."""
   return [
     name if isinstance(name, str) else "+".join(name)
     for name, entry in zip(names, spec, strict=True)
@@ -368,11 +360,11 @@ def _missed(names: Names, spec: PartitionSpec, logical: LogicalRules) -> list[st
 
 def _first_choice(name: str | tuple[str, ...], logical: LogicalRules) -> tuple[str, ...]:
   parts = (name,) if isinstance(name, str) else name
-  if logical.unknown == "whole":
+  if logical.unknown == "replicate":
     parts = tuple(part for part in parts if part in logical)
   return tuple(axis for part in parts for axis in (logical[part][0] if part in logical else (part,)))
 
 
 def nearest(name: str, options: Iterable[str]) -> list[str]:
-  """Up to three options that a mistyped name may mean, the likeliest first."""
+  """Up to three options that a mistyped name may mean, the most similar first."""
   return difflib.get_close_matches(name, list(options), 3, cutoff=0.5)

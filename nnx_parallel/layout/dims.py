@@ -1,103 +1,89 @@
-"""Which dims of a traced program are the same thing: classes of dims, linked through its operations."""
+"""Classes of dims of a traced program that a split carries over to, linked through its operations."""
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from nnx_parallel.core.classes import Forest
+from nnx_parallel.core.flow import sources
 from nnx_parallel.core.jaxprs import called, opened, scan_counts
 
 Dim = tuple[int, int]
 
 
-class Classes:
-  """Dims in classes: those of all values of a program.
+@dataclasses.dataclass
+class Facts:
+  """Facts of a class of dims.
 
-  A class knows the sizes that its dims have (a split must divide all of them) and how many collectives its
-  split would cost: one wherever the class is summed over or looked up.
+  Attributes:
+    sizes: of its dims, in elements; a split must divide all of them.
+    collectives: what its split would cost: one for each sum over it and each look-up in it.
+    is_product: whether it takes part in a matrix product, a convolution or a look-up.
   """
+
+  sizes: set[int]
+  collectives: int = 0
+  is_product: bool = False
+
+
+class Classes:
+  """The dims of all values of a program, in classes; `classes[root]` has the facts of one."""
 
   def __init__(self) -> None:
     self._forest = Forest()
-    self._sizes: list[set[int]] = []
-    self._costs: list[int] = []
-    self._product: list[bool] = []
+    self._facts: list[Facts] = []
     self._dims: dict[Any, list[int]] = {}
 
   def of(self, var: Any) -> list[int]:
     """The class of each dim of a value, as the number of its root."""
     return [self._forest.root(node) for node in self._nodes(var)]
 
-  def sizes(self, root: int) -> set[int]:
-    """The sizes of the dims in a class, in elements."""
-    return self._sizes[root]
-
-  def collectives(self, root: int) -> int:
-    """How many times a program would have to communicate if this class were split."""
-    return self._costs[root]
-
-  def is_product(self, root: int) -> bool:
-    """Whether the class takes part in a matrix product, a convolution or a lookup at all."""
-    return self._product[root]
+  def __getitem__(self, root: int) -> Facts:
+    return self._facts[root]
 
   def link(self, a: Any, dim_a: int, b: Any, dim_b: int) -> None:
-    """Says that a split of one dim carries over to the other."""
-    one, other = self._root(a, dim_a), self._root(b, dim_b)
-    # A dim of size 1 is broadcast: it says nothing about the other one.
-    if 1 in self._sizes[one] or 1 in self._sizes[other] or self._forest.unite(one, other) is None:
+    """Puts two dims into one class: a split of one carries over to the other."""
+    root, other = self.of(a)[dim_a], self.of(b)[dim_b]
+    one, two = self[root], self[other]
+    # A dim of size 1 is broadcast, and so not the same dim.
+    if 1 in one.sizes or 1 in two.sizes or self._forest.unite(root, other) is None:
       return
-    self._sizes[one] |= self._sizes[other]
-    self._costs[one] += self._costs[other]
-    self._product[one] |= self._product[other]
+    one.sizes |= two.sizes
+    one.collectives += two.collectives
+    one.is_product |= two.is_product
 
   def link_all(self, a: Any, b: Any) -> None:
     """Links two values of equal rank dim by dim."""
     for dim in range(min(len(self._nodes(a)), len(self._nodes(b)))):
       self.link(a, dim, b, dim)
 
-  def use(self, var: Any, dim: int, *, cost: int) -> None:
-    """Says that a product or lookup uses a dim, and what its split costs there."""
-    root = self._root(var, dim)
-    self._product[root] = True
-    self._costs[root] += cost
-
-  def reduce(self, var: Any, dim: int) -> None:
-    """Says that a dim is summed over outside of a product."""
-    self._costs[self._root(var, dim)] += 1
+  def use(self, var: Any, dim: int, *, cost: int, product: bool = True) -> None:
+    """Counts a product, a look-up or a sum that uses a dim, and the collectives of its split there."""
+    facts = self[self.of(var)[dim]]
+    facts.is_product |= product
+    facts.collectives += cost
 
   def forget(self, jaxpr: Any) -> None:
-    """Lets the next call of a program have classes of its own: jax traces equal calls once, to one jaxpr."""
+    """Gives the next call of a program new classes: jax traces equal calls once, to one jaxpr."""
     for var in (*jaxpr.constvars, *jaxpr.invars, *(made for eqn in jaxpr.eqns for made in eqn.outvars)):
       self._dims.pop(var, None)
 
   def _nodes(self, var: Any) -> list[int]:
-    # Literals are unhashable and carry no class.
-    if not _is_variable(var):
+    if not _is_variable(var):  # a literal: it cannot be hashed, and is used once
       return [self._new(size) for size in _shape(var)]
     if var not in self._dims:
       self._dims[var] = [self._new(size) for size in _shape(var)]
     return self._dims[var]
 
   def _new(self, size: int) -> int:
-    self._sizes.append({size})
-    self._costs.append(0)
-    self._product.append(False)
+    self._facts.append(Facts({size}))
     return self._forest.new()
-
-  def _root(self, var: Any, dim: int) -> int:
-    return self._forest.root(self._nodes(var)[dim])
 
 
 def link(jaxpr: Any) -> Classes:
-  """Reads a program once and links its dims.
-
-  Args:
-    jaxpr: a `jax.extend.core.Jaxpr`, as in `jax.make_jaxpr(f)(...).jaxpr`.
-
-  Returns:
-    The classes; ask for those of the program's inputs with `of`.
-  """
+  """Links the dims of a jaxpr; `of` gives the classes of a value."""
   classes = Classes()
   _read(classes, jaxpr)
   return classes
@@ -109,15 +95,13 @@ def _read(classes: Classes, jaxpr: Any) -> None:
     if rule is not None:
       rule(classes, eqn)
     elif not _read_call(classes, eqn):
-      _read_reduction_or_elementwise(classes, eqn)
+      _read_mapped_or_elementwise(classes, eqn)
 
 
 def _read_call(classes: Classes, eqn: Any) -> bool:
-  """Operations that hold one program whose inputs and outputs are theirs: jit, checkpoint, custom rules."""
+  """Operations that hold one program with the same inputs and outputs: jit, checkpoint, custom rules."""
   inner = opened(called(eqn))
-  if inner is None:
-    return False
-  if len(inner.invars) != len(eqn.invars) or len(inner.outvars) != len(eqn.outvars):
+  if inner is None or len(inner.invars) != len(eqn.invars) or len(inner.outvars) != len(eqn.outvars):
     return False
   _enter(classes, inner, eqn.invars, eqn.outvars)
   return True
@@ -132,18 +116,17 @@ def _enter(classes: Classes, inner: Any, inputs: Sequence[Any], outputs: Sequenc
   classes.forget(inner)
 
 
-def _read_reduction_or_elementwise(classes: Classes, eqn: Any) -> None:
-  name, axes = eqn.primitive.name, eqn.params.get("axes")
-  if name.startswith(("reduce_", "arg")) and axes is not None:
-    source, result = eqn.invars[0], eqn.outvars[0]
-    for axis in axes:
-      classes.reduce(source, axis)
-    kept = [dim for dim in range(len(_shape(source))) if dim not in axes]
-    for dim, origin in enumerate(kept):
-      classes.link(source, origin, result, dim)
+def _read_mapped_or_elementwise(classes: Classes, eqn: Any) -> None:
+  origins = sources(eqn)
+  if origins is None:
+    # Most other operations work element by element. A wrong link can only make a proposal worse.
+    _same_size(classes, eqn)
     return
-  # Most other operations work element by element. A wrong link can only make a proposal worse.
-  _same_size(classes, eqn)
+  for axis in eqn.params.get("axes", ()):  # of a reduction
+    classes.use(eqn.invars[0], axis, cost=1, product=False)
+  for out, dim in enumerate(origins):
+    if dim is not None:
+      classes.link(eqn.invars[0], dim, eqn.outvars[0], out)
 
 
 def _dot_general(classes: Classes, eqn: Any) -> None:
@@ -191,16 +174,6 @@ def _gather(classes: Classes, eqn: Any) -> None:
     classes.link(indices, dim, result, out)
 
 
-def _transpose(classes: Classes, eqn: Any) -> None:
-  for out, dim in enumerate(eqn.params["permutation"]):
-    classes.link(eqn.invars[0], dim, eqn.outvars[0], out)
-
-
-def _broadcast_in_dim(classes: Classes, eqn: Any) -> None:
-  for dim, out in enumerate(eqn.params["broadcast_dimensions"]):
-    classes.link(eqn.invars[0], dim, eqn.outvars[0], out)
-
-
 def _reshape(classes: Classes, eqn: Any) -> None:
   source, result = eqn.invars[0], eqn.outvars[0]
   for before, after in _factor_groups(_shape(source), _shape(result)):
@@ -209,7 +182,7 @@ def _reshape(classes: Classes, eqn: Any) -> None:
 
 
 def _factor_groups(before: Sequence[int], after: Sequence[int]) -> list[Dim]:
-  """The pairs of major dims of groups that multiply to the same size, dims of size 1 aside."""
+  """The pairs of major dims of groups that multiply to the same size, without dims of size 1."""
   pairs: list[Dim] = []
   one = [d for d, size in enumerate(before) if size != 1]
   other = [d for d, size in enumerate(after) if size != 1]
@@ -227,19 +200,13 @@ def _factor_groups(before: Sequence[int], after: Sequence[int]) -> list[Dim]:
 
 
 def _same_size(classes: Classes, eqn: Any) -> None:
-  """Element by element, slices, concatenations, padding: dims that keep their size are the same."""
+  """Element by element, slices, concatenations, padding: links dims that keep their size."""
   for source in eqn.invars:
     for result in eqn.outvars:
       if len(_shape(source)) == len(_shape(result)):
         for dim, (a, b) in enumerate(zip(_shape(source), _shape(result), strict=True)):
           if a == b:
             classes.link(source, dim, result, dim)
-
-
-def _squeeze(classes: Classes, eqn: Any) -> None:
-  kept = [d for d in range(len(_shape(eqn.invars[0]))) if d not in eqn.params["dimensions"]]
-  for out, dim in enumerate(kept):
-    classes.link(eqn.invars[0], dim, eqn.outvars[0], out)
 
 
 def _scan(classes: Classes, eqn: Any) -> None:
@@ -277,10 +244,7 @@ _RULES: dict[str, Callable[[Classes, Any], None]] = {
   "dot_general": _dot_general,
   "conv_general_dilated": _convolution,
   "gather": _gather,
-  "transpose": _transpose,
-  "broadcast_in_dim": _broadcast_in_dim,
   "reshape": _reshape,
-  "squeeze": _squeeze,
   "scan": _scan,
   "cond": _cond,
   "while": _while,

@@ -1,4 +1,4 @@
-"""Rules for a module that nobody annotated, inferred from one abstract trace of it.
+"""Rules for a module without annotations, inferred from one abstract trace.
 
 The idea: dims that are the same thing share a class. Two dims are linked when an operation carries a split
 of one over to the other: element by element, through a transpose, a reshape (the major dims), a batch or
@@ -26,11 +26,10 @@ from nnx_parallel.core.mesh import AnyMesh, abstract_mesh, axis_sizes, is_explic
 from nnx_parallel.core.nodes import Names, Path, array_leaves, path_str, value_of, variables
 from nnx_parallel.errors import ShardingError
 from nnx_parallel.layout import dims
-from nnx_parallel.layout.abstract import abstract_module
 from nnx_parallel.layout.batch import AXES
 from nnx_parallel.layout.constrain import Scope, scoped
-from nnx_parallel.layout.tracing import unplaced
-from nnx_parallel.rules.fallback import Fallback, fsdp, replicate
+from nnx_parallel.layout.tracing import trace_module, without_mesh
+from nnx_parallel.rules.fallback import MIN_SIZE, Fallback, fsdp, replicate
 from nnx_parallel.rules.logical import LogicalRules
 from nnx_parallel.rules.paths import PathRules
 from nnx_parallel.rules.ruleset import RuleSet
@@ -46,9 +45,9 @@ def infer_rules(
   call: Callable[..., Any] | None = None,
   tensor_axis: str | None = None,
   fsdp_axis: str | None = None,
-  min_size: int = 2**18,
+  min_size: int = MIN_SIZE,
 ) -> RuleSet:
-  """Proposes rules for a module that nobody annotated. Print the result, edit it, and paste it.
+  """Proposes rules for a module without annotations. Print the result, edit it, and paste it.
 
   The module is traced abstractly with `inputs`: no array is made. Pairs of layers that one can split
   together, the first by its outputs and the second by its inputs, are split over the tensor axis (also
@@ -63,7 +62,7 @@ def infer_rules(
     call: what to trace, `call(module, *inputs)`, when it is not `module(*inputs)`.
     tensor_axis: the axis for pairs; by default one called `tensor`, `model`, `tp` or `mp`, if there is one.
     fsdp_axis: the axis for the rest; by default one called `fsdp`, `data` or `dp`, if there is one.
-    min_size: groups of dims, and parameters, with at most this many elements stay whole.
+    min_size: groups of dims, and parameters, with at most this many elements are not split.
 
   Returns:
     A `RuleSet`; its `repr` is a list of rules as code.
@@ -99,7 +98,7 @@ def infer_rules(
   batch = tuple(axis for axis in sizes if axis in AXES)
   found: dict[Path, Names] = {}
   if tensor is not None:
-    module = init if isinstance(init, nnx.Module) else abstract_module(init, mesh)
+    module = init if isinstance(init, nnx.Module) else trace_module(init, mesh).node
     found = _tensor_parallel(module, inputs, call, tensor, sizes, min_size)
   fallback: Fallback = replicate() if shard is None else fsdp(shard, min_size=min_size)
   logical = LogicalRules(batch=batch) if batch else LogicalRules()
@@ -112,7 +111,7 @@ def _axis(given: str | None, known: Iterable[str], sizes: dict[str, int]) -> str
     return next((axis for axis in known if axis in sizes), None)
   if given not in sizes:
     raise ShardingError(
-      f"infer_rules was told to use the axis {given!r}, which is not in the mesh.",
+      f"infer_rules got the axis {given!r}, which is not in the mesh.",
       details=f"mesh {sizes}",
       fix=f"use one of {', '.join(sizes)}, or leave the argument out.",
     )
@@ -130,7 +129,7 @@ def _tensor_parallel(
   leaves = variables(module)
   graphdef, state = nnx.split(module)
   # The module may lay out activations. No rules are known yet, and example inputs need not divide.
-  scope = Scope(LogicalRules(unknown="whole"), abstract_mesh(dict.fromkeys(sizes, 1)))
+  scope = Scope(LogicalRules(unknown="replicate"), abstract_mesh(dict.fromkeys(sizes, 1)))
   paths: list[Path] = [path for path, _ in nnx.to_flat_state(state)]
 
   def run(values: list[Any], *args: Any) -> Any:
@@ -141,7 +140,7 @@ def _tensor_parallel(
     with scoped(scope):
       return call(merged, *args) if call is not None else merged(*args)  # pyright: ignore[reportCallIssue]
 
-  with unplaced():
+  with without_mesh():
     traced = jax.make_jaxpr(run)([value_of(leaves[path]) for path in paths], *inputs)
   classes = dims.link(traced.jaxpr)
   # A Variable that holds None is no input of the trace; the example inputs follow the leaves.
@@ -180,14 +179,14 @@ def _choose(
 
   def gain(c: int) -> float:
     # A class that is never summed over leaves the trace split, and costs a collective there.
-    return candidates[c].elements / max(1, classes.collectives(c))
+    return candidates[c].elements / max(1, classes[c].collectives)
 
   taken: set[Path] = set()
   chosen: set[int] = set()
   # Equal gains are settled by path, so that the proposal is the same on every run.
   for c in sorted(candidates, key=lambda c: (-gain(c), path_str(candidates[c].users[0]))):
     users = candidates[c].users
-    fits = classes.is_product(c) and all(size % shards == 0 for size in classes.sizes(c))
+    fits = classes[c].is_product and all(size % shards == 0 for size in classes[c].sizes)
     twice = any(parameters[path].count(c) > 1 for path in users)
     if fits and not twice and candidates[c].elements > min_size and not taken.intersection(users):
       chosen.add(c)
@@ -199,7 +198,7 @@ Window = tuple[str, ...]
 
 
 def _as_rules(found: dict[Path, Names]) -> PathRules:
-  r"""One rule for each set of alike paths: list indices become `\d+`, alternatives `(q|k|v)`."""
+  r"""One rule for each set of similar paths: list indices become `\d+`, alternatives `(q|k|v)`."""
   grouped: dict[Window, set[Names]] = {}
   for path, names in found.items():
     grouped.setdefault(_pattern(path, any_index=True), set()).add(names)
@@ -210,7 +209,7 @@ def _as_rules(found: dict[Path, Names]) -> PathRules:
       rules[window if len(grouped[window]) == 1 else _pattern(path, any_index=False)] = names
   joined = _join_alternatives(rules)
   windows = PathRules(joined)
-  # A window may also match inside of a longer path; a pattern for the whole path never does.
+  # A window may also match a part of a longer path; a pattern for the full path never does.
   matches = {path: windows.match(path) for path in found}
   right = all(
     (rule.names if rule else None) == (found[p] if any(found[p]) else None) for p, rule in matches.items()
@@ -225,7 +224,7 @@ def _pattern(path: Path, *, any_index: bool) -> Window:
 
 
 def _join_alternatives(rules: dict[Window, Names]) -> list[tuple[Window, Names]]:
-  # Siblings under one parent that end alike: `q.kernel`, `k.kernel` -> `(q|k).kernel`.
+  # Siblings under one parent with the same last part: `q.kernel`, `k.kernel` -> `(q|k).kernel`.
   families: dict[tuple[Window, str, Names], list[str]] = {}
   for window, names in rules.items():
     *head, last = window

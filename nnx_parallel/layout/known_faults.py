@@ -1,10 +1,9 @@
-"""What XLA's partitioner is known to compute wrong, where a plan may meet it, and what is done about it.
+"""Known wrong results of XLA's partitioner, the layouts that may meet them, and what steps do about them.
 
-Nothing shows such a fault: there is no error, and the loss is often right. `train_step` and `eval_step`
-avoid them (`train/hold.py`) on Auto axes, where the model has a plan that says how the batch is split; a step
-of one's own does not, so a plan that may meet one has a note.
-Each entry has a canary of the same name in `tests/train/test_known_faults.py`, which fails once XLA computes
-it right.
+Seen with jax 0.10.2 to 0.12.0.1, with Shardy and with GSPMD. Such a fault raises no error, and the loss is
+often right. `train_step` and `eval_step` avoid all of them (`train/hold.py`) on Auto axes if the model has a
+plan that splits the batch. A user's own step does not, so a plan that may meet one has a note. Each entry has
+a canary of the same name in `tests/train/test_known_faults.py`, which fails once XLA computes it right.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from flax import nnx
 
 from nnx_parallel.core.axes import axes_of
-from nnx_parallel.core.nodes import Path, occurrences, path_str
+from nnx_parallel.core.nodes import Path, iter_nodes, path_str
 from nnx_parallel.core.text import few
 from nnx_parallel.layout.batch import input_spec
 from nnx_parallel.layout.leaf import LeafPlan
@@ -25,56 +24,43 @@ from nnx_parallel.rules.ruleset import RuleSet
 
 @dataclasses.dataclass(frozen=True)
 class Fault:
-  """One kind of program that comes out wrong.
+  """One kind of program with wrong results.
 
   Attributes:
     name: of this entry, and of its canary.
-    where: the layouts that it is met on.
-    what: which numbers are wrong, and how far.
-    seen: versions and partitioners.
-    mend: what a step of `train_step` does instead.
+    where: the layouts that have it.
+    what: which numbers are wrong, and by how much.
   """
 
   name: str
   where: str
   what: str
-  seen: str
-  mend: str
 
   def __str__(self) -> str:
     return f"{self.name}: {self.where}: {self.what}"
 
 
-_SEEN = "jax 0.10.2 to 0.12.0.1, with Shardy and with GSPMD"
 GROUPED = Fault(
   "grouped convolution",
   "a grouped or depthwise convolution, on a mesh with axes that do not split the batch",
   "the kernel gradient is multiplied by the sizes of these axes; with two groups and channels over 4 devices"
   " the compiler aborts the process",
-  _SEEN,
-  "each device convolves its own examples under shard_map, and the results are summed",
 )
 WINDOW = Fault(
   "split window",
   "a convolution over a dim that a mesh axis splits, on a mesh with axes that split nothing of it",
   "the kernel gradient is multiplied by the sizes of the axes that split nothing",
-  _SEEN,
-  "the operands of a kernel gradient are laid out with their spatial dims whole",
 )
 EXAMPLES = Fault(
   "swapped examples",
   "the batch over two axes, a parameter over the minor one and over a third of the same size",
   "a device gets the product of another device's examples: everything computed from it is wrong, often"
   " the gradients below a layer alone, while the loss is right",
-  _SEEN,
-  "parameters are gathered over the batch's axes where they meet the batch; products are laid out as planned",
 )
 CROSSED = Fault(
   "crossed gradient",
   "the batch over one axis, parameters over that and over two more of the same size",
   "the gradient of a kernel whose two dims end up on the two other axes is off by half",
-  _SEEN,
-  "gradients that are split over two axes are laid out as planned",
 )
 KNOWN_FAULTS = (GROUPED, WINDOW, EXAMPLES, CROSSED)
 
@@ -86,18 +72,7 @@ def possible_faults(
   batch: Sequence[str],
   sizes: Mapping[str, int],
 ) -> list[tuple[Fault, str]]:
-  """The entries whose layouts a plan has.
-
-  Args:
-    leaves: the rows of the model.
-    model: the abstract module, if there is one.
-    rules: of the plan.
-    batch: the mesh axes that split the batch.
-    sizes: mesh axis name -> size in devices.
-
-  Returns:
-    (entry, what of the plan meets it), in the order of `KNOWN_FAULTS`.
-  """
+  """The faults that a layout may meet, in the order of `KNOWN_FAULTS`, and the names of layers or leaves."""
   found: list[tuple[Fault, str]] = []
   others = {axis for axis, size in sizes.items() if axis not in batch and size > 1}
   layers = [] if model is None else list(convolutions(model))
@@ -110,13 +85,13 @@ def possible_faults(
   matrices = [leaf for leaf in leaves if len(leaf.shape) > 1]
   larger = [axis for axis in batch if sizes[axis] > 1]
   for axis in larger[1:]:
-    alike = {other for other in others if sizes[other] == sizes[axis]}
-    if names := [leaf.name for leaf in matrices if _crossed(leaf, axis, alike)]:
+    equal = {other for other in others if sizes[other] == sizes[axis]}
+    if names := [leaf.name for leaf in matrices if _crossed(leaf, axis, equal)]:
       found.append((EXAMPLES, few(names)))
   for axis in larger[:1]:
-    alike = {other for other in others if sizes[other] == sizes[axis]}
-    names = [leaf.name for leaf in matrices if _crossed(leaf, axis, alike)]
-    if names and len(alike & {axis for leaf in matrices for axis in _axes(leaf)}) > 1:
+    equal = {other for other in others if sizes[other] == sizes[axis]}
+    names = [leaf.name for leaf in matrices if _crossed(leaf, axis, equal)]
+    if names and len(equal & {axis for leaf in matrices for axis in _axes(leaf)}) > 1:
       found.append((CROSSED, few(names)))
   return found
 
@@ -152,14 +127,14 @@ def _axes(leaf: LeafPlan) -> set[str]:
 
 
 def _positions(rules: RuleSet, sizes: Mapping[str, int]) -> set[str]:
-  """Mesh axes that split other dims of the inputs than the batch's."""
+  """Mesh axes that split other dims of the inputs than dim 0."""
   ranks = () if rules.inputs is None else rules.inputs.by_rank
   return {axis for rank in ranks for entry in input_spec(rules, rank, sizes)[1:] for axis in axes_of(entry)}
 
 
 def convolutions(model: nnx.Module) -> Iterator[tuple[Path, int]]:
   """The convolutions of a module: path, and number of groups."""
-  for path, module in occurrences(model):
+  for path, module in iter_nodes(model):
     groups = getattr(module, "feature_group_count", None)
     if isinstance(module, nnx.Module) and isinstance(groups, int):
       yield path, groups

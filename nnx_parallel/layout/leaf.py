@@ -18,7 +18,7 @@ HOST_KINDS = ("pinned_host", "unpinned_host")
 """Memory kinds that are not the device's own."""
 
 Root = Literal["model", "optimizer"]
-Source = Literal["metadata", "path rule", "fallback", "parameter", "whole"]
+Source = Literal["metadata", "path rule", "fallback", "parameter", "replicated"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,17 +27,17 @@ class Decision:
 
   Attributes:
     source: what named it: its `metadata`, a `path rule`, the `fallback`, its `parameter` (optimizer
-      state), or nothing: `whole`.
+      state), or nothing: `replicated`.
     reason: one short phrase for the table.
     steps: what was tried, in order, one sentence each; printed by `plan.explain(path)`.
-    chosen: whether the rules ask for this layout; False where something stays whole for want of a rule,
-      of a free axis, or of a size that divides. The audit's warning is about these.
+    intended: whether the rules mean this layout; False where an array or dim is not split because a rule, a
+      free axis, or a size that divides is missing. The audit warns about these.
   """
 
   source: Source
   reason: str
   steps: tuple[str, ...] = ()
-  chosen: bool = True
+  intended: bool = True
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,7 +89,7 @@ class LeafPlan:
 
   @property
   def on_host(self) -> bool:
-    """Whether it lies in the memory of the device's host, not in the device's own."""
+    """Whether it is stored in the host's memory, not in the device's."""
     return self.memory_kind in HOST_KINDS
 
   @functools.cached_property

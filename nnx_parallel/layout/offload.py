@@ -1,11 +1,11 @@
-"""Optimizer state in host memory, brought to the device a few parameters at a time.
+"""Optimizer state in host memory, copied to the device a few parameters at a time.
 
 A transformation that gets all of its state at once brings all of it to the device at once: with Adam, the
 temporaries are then as large as the state was (measured with the TPU compiler). So the update is traced, and
-its equations are sorted by the parameter whose state they wait for. State is fetched parameter by parameter,
-and an optimization barrier makes each fetch wait until the state of an earlier group is back in host memory.
-No rule about any optimizer is needed: what depends on gradients alone (a global norm) comes first, and what
-depends on several parameters' state comes when the last of them is there.
+its equations are sorted by the parameter whose state they use. State is fetched parameter by parameter, and
+an optimization barrier makes each fetch wait until the state of an earlier group is back in host memory.
+This works for any optimizer: what depends on gradients alone (a global norm) comes first, and what depends on
+several parameters' state comes when the last of them is there.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from nnx_parallel.core.extra_args import accept_extra
 from nnx_parallel.core.jaxprs import bind
 from nnx_parallel.core.nodes import Path, path_str, plain_path
 from nnx_parallel.errors import PlanError
-from nnx_parallel.layout.optimizer_layout import owners
+from nnx_parallel.layout.optimizer_layout import parameters_of
 
 Space = jax.memory.Space
 
@@ -32,14 +32,7 @@ _AHEAD = 2  # groups under way: one is fetched while another is computed or retu
 
 
 def check_kind(kind: str | None) -> None:
-  """Refuses what is neither the device's memory nor the one that devices copy from.
-
-  Args:
-    kind: what the user asked for.
-
-  Raises:
-    PlanError: another kind: a compiled program returns host arrays in `pinned_host` only.
-  """
+  """Raises a `PlanError` unless compiled programs can return arrays in this memory."""
   if kind not in (None, "device", "pinned_host"):
     raise PlanError(
       f"optimizer_memory={kind!r} is not a memory that state can be fetched from.",
@@ -50,16 +43,11 @@ def check_kind(kind: str | None) -> None:
 def streamed(
   tx: optax.GradientTransformation, sizes: Mapping[str, int]
 ) -> optax.GradientTransformationExtraArgs:
-  """A transformation whose state may lie in host memory: fetched, updated and put back, group by group.
-
-  A state that lies on the device is updated as by `tx`.
+  """A transformation that also takes state in host memory: fetched, updated and put back, group by group.
 
   Args:
     tx: the optax transformation.
-    sizes: dotted path of a state array -> its bytes per device; those that are not named count nothing.
-
-  Returns:
-    A transformation with the same state.
+    sizes: dotted path of a state array -> its bytes per device; 0 for arrays that are not listed.
 
   Example:
     >>> import jax, jax.numpy as jnp, optax
@@ -94,10 +82,10 @@ def _on_host(leaf: Any) -> bool:
 
 
 def _groups(state: Any, grads: Any, sizes: Mapping[str, int]) -> list[int]:
-  """For each leaf of `state`, the number of the group that it is fetched with; 0 for what is not fetched."""
+  """The group of each leaf of `state` that is fetched together; 0 for leaves on the device."""
   parameters: Any = {plain_path(path): None for path, _ in jax.tree_util.tree_leaves_with_path(grads)}
   rows = [(plain_path(path), leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(state)]
-  owned = owners((path for path, _ in rows), parameters)
+  owned = parameters_of((path for path, _ in rows), parameters)
   of_each = [owned.get(path) if _on_host(leaf) else () for path, leaf in rows]
   numbers: dict[Path | None, int] = {(): 0}
   number, held = 1, 0

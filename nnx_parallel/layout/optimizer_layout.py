@@ -1,6 +1,6 @@
-"""Which parameter an optimizer's array belongs to, and how it is laid out after it.
+"""Which parameter an optimizer's array belongs to, and its layout after that parameter's.
 
-By path and shape only: nothing here knows the name of an optimizer.
+By path and shape only, for any optimizer.
 """
 
 from __future__ import annotations
@@ -21,18 +21,12 @@ if TYPE_CHECKING:
   from nnx_parallel.layout.leaf import LeafPlan
 
 
-def owners(paths: Iterable[Path], parameters: Collection[Path]) -> dict[Path, Path]:
-  """The parameter whose path ends an optimizer path: `opt_state.0.mu.up.kernel` belongs to `up.kernel`.
+def parameters_of(paths: Iterable[Path], parameters: Collection[Path]) -> dict[Path, Path]:
+  """Optimizer path -> the parameter whose path is its end: `opt_state.0.mu.up.kernel` belongs to `up.kernel`.
 
-  A model may have a part called `mu` too, so that two paths end it: `mu.kernel` and `kernel`. An optimizer
-  keeps the state of all its parameters under one prefix, so the prefix with the most parameters decides.
-
-  Args:
-    paths: all paths inside the optimizer.
-    parameters: the paths of the model.
-
-  Returns:
-    Optimizer path -> parameter path; a step counter, for example, has none.
+  A step counter, for example, has none. If the model itself has a part called `mu`, two parameters match:
+  `mu.kernel` and `kernel`. An optimizer keeps the state of all its parameters under one prefix, so the prefix
+  with the most parameters decides.
   """
   # A parameter's state may be a list: `opt_state.0.mu.up.kernel.1` belongs to `up.kernel` too.
   found = {
@@ -50,67 +44,50 @@ def owners(paths: Iterable[Path], parameters: Collection[Path]) -> dict[Path, Pa
   }
 
 
-def follow(
+def layout_after_parameter(
   parameter: LeafPlan, shape: tuple[int, ...], dims: tuple[int | None, ...] | None = None
 ) -> tuple[PartitionSpec, tuple[int, ...], str]:
-  """Lays an optimizer array out after its parameter.
+  """Gives an optimizer array the layout of its parameter.
 
-  Same shape: the same spec (moments). Dims in front of the parameter's: those are whole (the history of
-  L-BFGS). Some of the parameter's dims, in order: those keep their axes (the factored moments of Adafactor
-  and SM3). Anything else is whole.
+  The same shape gets the same spec (moments). More dims in front are replicated (the history of L-BFGS). Some
+  of the parameter's dims, in order, keep their axes (the factored moments of Adafactor and SM3). Any other
+  array is replicated.
 
   Args:
     parameter: the parameter's row.
     shape: global shape of the optimizer's array, in elements.
-    dims: which of the parameter's dims it has, where that is known: sizes of a square matrix are ambiguous.
+    dims: the dims of the parameter that it has, if known; needed for square matrices, where sizes are
+      ambiguous.
 
   Returns:
     `(spec, padding, why)`.
   """
-  own = parameter.shape
+  own, extra = parameter.shape, len(shape) - len(parameter.shape)
+  kept: Sequence[int | None] | None
   if shape == own:
-    return parameter.spec, parameter.padding, "as its parameter"
-  extra = len(shape) - len(own)
-  if extra > 0 and shape[extra:] == own:
-    lead = (None,) * extra
-    return (
-      PartitionSpec(*lead, *parameter.spec),
-      (0,) * extra + parameter.padding,
-      f"{extra} dims in front",
-    )
-  kept = dims_of(shape, own) if dims is None or len(dims) != len(shape) else dims
-  if kept is not None:
-    spec = PartitionSpec(*(parameter.spec[dim] if dim is not None else None for dim in kept))
-    padding = tuple(parameter.padding[dim] if dim is not None else 0 for dim in kept)
-    which = (
-      ""
-      if dims is None or not any(dim is not None for dim in kept)
-      else f", dim {', '.join(str(dim) for dim in kept if dim is not None)}"
-    )
-    return spec, padding, f"factored {shape} of {own}{which}"
-  return (
-    PartitionSpec(*([None] * len(shape))),
-    (0,) * len(shape),
-    f"whole: {shape} is not part of {own}",
-  )
+    kept, why = range(len(own)), "as its parameter"
+  elif extra > 0 and shape[extra:] == own:
+    kept, why = (*[None] * extra, *range(len(own))), f"{extra} dims in front"
+  else:
+    kept = matching_dims(shape, own) if dims is None or len(dims) != len(shape) else dims
+    known = "" if dims is None or kept is None else ", ".join(str(dim) for dim in kept if dim is not None)
+    why = f"factored {shape} of {own}" + (f", dim {known}" if known else "")
+  if kept is None:
+    kept, why = [None] * len(shape), f"whole: {shape} is not part of {own}"
+  spec = PartitionSpec(*(None if dim is None else parameter.spec[dim] for dim in kept))
+  return spec, tuple(0 if dim is None else parameter.padding[dim] for dim in kept), why
 
 
 def zero_axes(
   zero: int, axes: Sequence[str] | str | None, batch: Sequence[str], mesh: Mapping[str, int]
 ) -> tuple[str, ...]:
-  """The mesh axes over which a ZeRO stage splits the optimizer state.
+  """The mesh axes, major to minor, over which a ZeRO stage splits the optimizer state; () for stage 0.
 
   Args:
     zero: the stage: 0, 1 or 2.
-    axes: what the user asked for; None takes `batch`.
+    axes: the user's choice; None takes `batch`.
     batch: the mesh axes that split the batch.
     mesh: mesh axis name -> size in devices.
-
-  Returns:
-    Axes, major to minor; () for stage 0.
-
-  Raises:
-    PlanError: another stage, no axis, or one that is not in the mesh.
 
   Source: ZeRO, arXiv:1910.02054. Axes that do not cross slices give the hybrid form.
   """
@@ -147,7 +124,7 @@ def zero_axes(
   return chosen
 
 
-def spread(
+def add_zero_axes(
   spec: PartitionSpec, shape: Sequence[int], axes: Sequence[str], mesh: Mapping[str, int]
 ) -> tuple[PartitionSpec, str]:
   """Splits an optimizer array over more axes, as `add_axes`.
@@ -172,17 +149,11 @@ def spread(
   return found.spec, f"ZeRO: {', '.join(where)}"
 
 
-def apart(shape: tuple[int, ...]) -> tuple[int, ...]:
+def distinct_sizes(shape: tuple[int, ...]) -> tuple[int, ...]:
   """The shape with equal sizes made different, later ones longer; sizes of 1 stay.
 
-  Args:
-    shape: sizes of a parameter's dims.
-
-  Returns:
-    Sizes of which no two above 1 are equal; `shape` itself when that is so already.
-
   Example:
-    >>> apart((64, 8, 8, 1, 1))
+    >>> distinct_sizes((64, 8, 8, 1, 1))
     (64, 8, 9, 1, 1)
   """
   found: list[int] = []
@@ -193,16 +164,10 @@ def apart(shape: tuple[int, ...]) -> tuple[int, ...]:
   return tuple(found)
 
 
-def dims_of(shape: tuple[int, ...], own: tuple[int, ...]) -> tuple[int | None, ...] | None:
-  """Which dims of a parameter an array has, by size and in order.
+def matching_dims(shape: tuple[int, ...], own: tuple[int, ...]) -> tuple[int | None, ...] | None:
+  """The dim of a parameter, or None, for each dim of an array, by size and in order; None for another array.
 
-  Args:
-    shape: of the array. Sizes of 1 stand for dims that were summed away, or for placeholders: they match
-      none.
-    own: of the parameter.
-
-  Returns:
-    One dim of `own`, or None, for each of `shape`; None when it is no such array.
+  Sizes of 1 match no dim: they are summed dims or placeholders.
   """
   kept: list[int | None] = []
   start = 0

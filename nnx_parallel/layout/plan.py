@@ -12,8 +12,10 @@ import functools
 import itertools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, overload
+from typing import TYPE_CHECKING, Any, TypedDict, overload
 
+import jax.numpy as jnp
+import numpy as np
 import optax
 from flax import nnx
 from flax.core.spmd import get_logical_axis_rules
@@ -23,10 +25,9 @@ from nnx_parallel.core.axes import axes_of, entry_of
 from nnx_parallel.core.mesh import AnyMesh, axis_sizes, is_explicit
 from nnx_parallel.core.nodes import Path, array_leaves, kind_of, path_str, value_of
 from nnx_parallel.core.padding import logical_transformation
-from nnx_parallel.core.text import few
+from nnx_parallel.core.text import as_html, few, format_array
 from nnx_parallel.errors import PlanError
 from nnx_parallel.layout import offload, optimizer_layout
-from nnx_parallel.layout.abstract import abstract_module, kept_dims, trace_module, trace_optimizer
 from nnx_parallel.layout.batch import batch_axes, no_batch_axes
 from nnx_parallel.layout.checks import check_attention, check_depthwise, check_tables
 from nnx_parallel.layout.decide import Decisions
@@ -37,7 +38,14 @@ from nnx_parallel.layout.show import audit, diff, json, picture, text
 from nnx_parallel.layout.show.audit import Audit, Trainable
 from nnx_parallel.layout.show.diff import PlanDiff
 from nnx_parallel.layout.table import Table
-from nnx_parallel.layout.tracing import Trace, placements, why_one_program
+from nnx_parallel.layout.tracing import (
+  Trace,
+  factored_dims,
+  placements,
+  trace_module,
+  trace_optimizer,
+  why_one_program,
+)
 from nnx_parallel.rules.logical import UNEVEN, Uneven
 from nnx_parallel.rules.ruleset import Rules, RuleSet
 
@@ -53,7 +61,7 @@ class StoredPlan(Table):
     mesh: the mesh that the specs refer to.
     rules: the rules that were applied.
     leaves: every Variable of the model, then of the optimizer, in flax's order.
-    notes: what a reader should know, for example rules that matched nothing.
+    notes: for the reader, for example rules that matched nothing.
     zero: ZeRO stage of the optimizer state (1), and of the gradients too (2).
   """
 
@@ -90,7 +98,7 @@ class StoredPlan(Table):
     return text.plan_text(self)
 
   def _repr_html_(self) -> str:
-    return text.plan_html(self)
+    return as_html(text.plan_text(self, width=160))
 
   def show(self) -> None:
     """Prints the plan: in colours and the terminal's width, or as HTML in a notebook."""
@@ -126,7 +134,7 @@ class StoredPlan(Table):
       min_bytes: leaves of at most this many bytes are not reported.
 
     Returns:
-      An `Audit`, worst first: prints as a table; empty (falsy) when nothing large is whole.
+      An `Audit`, worst first: prints as a table; empty (falsy) when nothing large is replicated.
 
     Example:
       >>> import nnx_parallel as nxp
@@ -138,10 +146,10 @@ class StoredPlan(Table):
     return audit.audit(self, min_bytes=min_bytes)
 
   def warn_replicated(self, *, stacklevel: int = 2) -> bool:
-    """Warns, once and in one line, about large parameters that stay whole though no rule asks for it.
+    """Warns, once and in one line, about large parameters that are replicated without a rule.
 
-    A parameter that a rule keeps whole (`None`, `replicate()`, the threshold of `fsdp()`) is no reason to
-    warn; `audit` lists it all the same.
+    There is no warning for a parameter that a rule replicates (`None`, `replicate()`, the threshold of
+    `fsdp()`); `audit` lists it too.
 
     Args:
       stacklevel: as in `warnings.warn`; 2 points at the caller of this method.
@@ -158,7 +166,7 @@ class StoredPlan(Table):
       other: the plan to compare with: of another mesh, other rules, another version of the model.
 
     Returns:
-      A `PlanDiff`: prints as a table; falsy when both lay everything out alike. Reasons are not compared.
+      A `PlanDiff`: prints as a table; falsy when both layouts are equal. Reasons are not compared.
 
     Example:
       >>> import nnx_parallel as nxp
@@ -193,13 +201,13 @@ class ShardingPlan(StoredPlan):
     mesh: the mesh that the specs refer to.
     rules: the rules that were applied.
     leaves: every Variable of the model, then of the optimizer, in flax's order.
-    notes: what a reader should know, for example rules that matched nothing.
+    notes: for the reader, for example rules that matched nothing.
     zero: ZeRO stage of the optimizer state (1), and of the gradients too (2).
     init: the constructor that was planned.
     tx: the optax transformation, or None when the plan has no optimizer.
     wrt: which Variables the optimizer trains.
     abstract_model: the module with `ShapeDtypeStruct` values; for reading, not for changing.
-    abstract_optimizer: the optimizer likewise, or None.
+    abstract_optimizer: the optimizer with `ShapeDtypeStruct` values, or None.
   """
 
   init: Callable[[], nnx.Module]
@@ -263,8 +271,8 @@ class ShardingPlan(StoredPlan):
     Args:
       text: what `to_json` wrote.
       mesh: a mesh with the stored axes; an abstract one when None.
-      init: the constructor. Its Variables must be those of the stored plan; their layout is the stored one,
-        whatever today's rules would say. Without it the result is a `StoredPlan`: it prints and compares.
+      init: the constructor. Its Variables must be those of the stored plan; they get the stored layout,
+        whatever the rules are now. Without it the result is a `StoredPlan`, to print and compare.
       optimizer: the optax transformation, when the stored plan has optimizer state.
       wrt: which Variables it trains.
 
@@ -279,14 +287,15 @@ class ShardingPlan(StoredPlan):
       raise no_constructor()
     if init is None:
       return StoredPlan(**fields)
-    model = abstract_module(init, fields["mesh"])
+    model = trace_module(init, fields["mesh"]).node
     state = None if optimizer is None else trace_optimizer(model, optimizer, wrt).node
-    _check_stored(fields["leaves"], model, state)
+    fix = "pass the init (and optimizer) that the plan was made for, or plan again."
+    check_structure(fields["leaves"], model, state, "the stored plan is for another module", fix)
     return cls(**fields, init=init, abstract_model=model, tx=optimizer, wrt=wrt, abstract_optimizer=state)
 
   @functools.cached_property
   def live_tx(self) -> Any:
-    """What live optimizers run: `tx`, at logical shapes and with state from host memory, where so planned."""
+    """The transformation of live optimizers: `tx` for padded arrays and for state in host memory."""
     tx = self.tx
     if tx is not None and any(any(leaf.padding) for leaf in self.leaves):
       tx = logical_transformation(tx, nnx.as_pure(nnx.state(self.abstract_model, self.wrt)))
@@ -295,25 +304,25 @@ class ShardingPlan(StoredPlan):
 
   @functools.cached_property
   def placement(self) -> Placement:
-    """What live optimizers keep in a step of the user's own."""
+    """The shardings that live optimizers keep in a user's own step."""
     roots: tuple[Root, ...] = ("model", "optimizer")
     model, optimizer = ({path: leaf.sharding for path, leaf in self.of(root).items()} for root in roots)
     return Placement(model, optimizer, self.zero, self._scattered)
 
   @property
   def _scattered(self) -> dict[Path, NamedSharding]:
-    """The shardings of gradients in the layout of their optimizer state, where that is split more."""
+    """The shardings of gradients in the layout of their optimizer state, where that is split further."""
     parameters, found = self.of("model"), dict[Path, NamedSharding]()
     for leaf in self.leaves:
       own = parameters[leaf.parameter] if leaf.parameter is not None else leaf
       if leaf.shape == own.shape and math.prod(leaf.shards) > math.prod(own.shards):
-        # The state may lie in the host's memory; gradients do not.
+        # The state may be stored in the host's memory; gradients are not.
         found.setdefault(own.path, NamedSharding(self.mesh, leaf.spec))  # pyright: ignore[reportArgumentType]
     return found
 
 
 def no_constructor() -> PlanError:
-  """The error for a plan that was read from JSON alone, where one is meant that can create."""
+  """The error for a plan that was read from JSON without its constructor, and so cannot create."""
   return PlanError(
     "this plan was read from JSON without its constructor, so it cannot build a module.",
     fix="ShardingPlan.from_json(text, mesh=mesh, init=init, optimizer=...)",
@@ -321,16 +330,7 @@ def no_constructor() -> PlanError:
 
 
 def check_plan(plan: object, call: str, kind: type[Table] = ShardingPlan) -> None:
-  """Refuses another object where a plan is meant.
-
-  Args:
-    plan: what was given.
-    call: the call that works, for example `reshard(model, plan)`.
-    kind: `Table` where a plan without its constructor will do.
-
-  Raises:
-    PlanError: it is no plan, or one that was read from JSON without its constructor.
-  """
+  """Raises a `PlanError` unless `plan` is a plan of this kind; `call` is the call that works."""
   if isinstance(plan, StoredPlan) and not isinstance(plan, kind):
     raise no_constructor()
   if not isinstance(plan, kind):
@@ -338,6 +338,36 @@ def check_plan(plan: object, call: str, kind: type[Table] = ShardingPlan) -> Non
       f"{call.partition('(')[0]} needs a plan, and got a value of type {type(plan).__name__}.",
       fix=f"{call}, with plan = nxp.plan(init, mesh, rules).",
     )
+
+
+def check_structure(leaves: Iterable[LeafPlan], model: Any, optimizer: Any, what: str, fix: str) -> None:
+  """Raises a `PlanError` for the first array of a built module or optimizer that is not as planned."""
+  planned = {leaf.name: _described(leaf.kind, leaf.shape, leaf.dtype, leaf.is_parameter) for leaf in leaves}
+  built: dict[str, str] = {}
+  for prefix, node in (("", model), ("optimizer/", optimizer)):
+    for path, leaf in array_leaves(node).items() if node is not None else ():
+      value, is_parameter = value_of(leaf), not prefix and isinstance(leaf, nnx.Param)
+      shape, dtype = np.shape(value), value.dtype if hasattr(value, "dtype") else jnp.result_type(value)
+      built[prefix + path_str(path)] = _described(kind_of(leaf), shape, dtype, is_parameter)
+  for name in dict.fromkeys([*planned, *built]):
+    if planned.get(name) != built.get(name):
+      details = f"planned {planned.get(name, 'nothing')}, built {built.get(name, 'nothing')}"
+      raise PlanError(f"{what}: {name}.", details=details, fix=fix)
+
+
+def _described(kind: str, shape: tuple[int, ...], dtype: Any, is_parameter: bool) -> str:
+  return f"{kind} {format_array(dtype, shape)}" + (", a parameter" if is_parameter else "")
+
+
+class PlanOptions(TypedDict, total=False):
+  """The options of `plan`."""
+
+  optimizer: optax.GradientTransformation | None
+  wrt: Any
+  uneven: Uneven
+  zero: int
+  zero_axes: Sequence[str] | str | None
+  optimizer_memory: str | None
 
 
 def plan(
@@ -358,8 +388,8 @@ def plan(
     init: builds the module: a function without arguments.
     mesh: real devices (`make_mesh`) or an abstract mesh of any size (`abstract_mesh`).
     rules: `LogicalRules`, `PathRules`, a fallback such as `fsdp()`, a preset, or a sequence of these. None:
-      annotations must name mesh axes, and the rest stays whole. Names that have no rule here get that of an
-      active `nnx.logical_axis_rules`, with a note.
+      annotations must name mesh axes, and other arrays are replicated. Names without a rule here get that of
+      an active `nnx.logical_axis_rules`, with a note.
     optimizer: an optax transformation whose state is planned too.
     wrt: which Variables the optimizer trains; a filter as in `nnx.Optimizer`.
     uneven: what to do with a dim that its mesh axes do not divide: `"error"`, `"next"`, `"pad"` or
@@ -367,8 +397,8 @@ def plan(
     zero: ZeRO stage of the optimizer state: 1 splits it over `zero_axes` too, beyond its parameter's layout;
       2 is the same state, and `train_step` keeps the gradients in its layout too. Stage 3 is `fsdp()`.
     zero_axes: the axes of that split; those of the batch when not given.
-    optimizer_memory: where the optimizer state of parameters lies between steps: `"pinned_host"` keeps it off
-      the devices; the optimizer then fetches it, a few parameters at a time, and puts it back.
+    optimizer_memory: where the optimizer state of parameters is stored between steps. With `"pinned_host"` it
+      is off the devices; the optimizer fetches it, a few parameters at a time, and puts it back.
 
   Returns:
     A `ShardingPlan`: print it, `explain` it, create from it, restore into it.
@@ -385,7 +415,7 @@ def plan(
     >>> plan["kernel"].spec, plan["optimizer/opt_state.0.mu.kernel"].bytes_per_device
     (P(None, 'fsdp'), 4096)
   """
-  made, _ = plan_traced(
+  return plan_with_traces(
     init,
     mesh,
     rules,
@@ -395,43 +425,24 @@ def plan(
     zero=zero,
     zero_axes=zero_axes,
     optimizer_memory=optimizer_memory,
-  )
-  return made
+  )[0]
 
 
-def plan_traced(
+def plan_with_traces(
   init: Callable[[], nnx.Module],
   mesh: AnyMesh,
-  rules: Rules,
+  rules: Rules = None,
   *,
-  optimizer: optax.GradientTransformation | None,
-  wrt: Any,
-  uneven: Uneven,
-  zero: int,
-  zero_axes: Sequence[str] | str | None,
-  optimizer_memory: str | None,
+  optimizer: optax.GradientTransformation | None = None,
+  wrt: Any = nnx.Param,
+  uneven: Uneven = "error",
+  zero: int = 0,
+  zero_axes: Sequence[str] | str | None = None,
+  optimizer_memory: str | None = None,
 ) -> tuple[ShardingPlan, dict[Root, Trace]]:
   """Like `plan`; also returns the traces, for a caller that creates the model right away.
 
   A plan does not keep them: what `init` reads (a seed, a table) may change before a later creation.
-
-  Args:
-    init: this and all others as for `plan`.
-    mesh: the mesh.
-    rules: the rules.
-    optimizer: the optimizer, or None.
-    wrt: what it trains.
-    uneven: the policy for uneven dims.
-    zero: the ZeRO stage.
-    zero_axes: its axes.
-    optimizer_memory: where its state lies.
-
-  Returns:
-    The plan; and by root, what its module and its optimizer were built by.
-
-  Raises:
-    ShardingError: as `plan`.
-    PlanError: as `plan`.
   """
   is_explicit(mesh)  # refuses mixed axis types before any work is done
   if isinstance(rules, optax.GradientTransformation):
@@ -450,7 +461,8 @@ def plan_traced(
       fix="optimizer=optax.adamw(...)",
     )
   ruleset, context_notes = _with_context(RuleSet.of(rules), axis_sizes(mesh))
-  ruleset = ruleset.with_uneven(uneven)
+  if uneven != "error":  # later readers of the rules (`constrain`) then apply the plan's policy
+    ruleset = ruleset.replace(uneven=dict.fromkeys(ruleset.logical, uneven) | ruleset.logical.uneven)
   traces: dict[Root, Trace] = {"model": trace_module(init, mesh)}
   model = traces["model"].node
   decisions = Decisions(mesh, ruleset, uneven)
@@ -474,7 +486,7 @@ def plan_traced(
       leaves,
       zero_axes=axes,
       memory_kind=None if optimizer_memory == "device" else optimizer_memory,
-      kept_dims=kept_dims(model, optimizer, wrt, abstract_optimizer),
+      factored_dims=factored_dims(model, optimizer, wrt, abstract_optimizer),
     )
   found += _overridden(placements(traces["model"]), leaves)
   if whole := why_one_program(traces.values()):
@@ -520,26 +532,3 @@ def _overridden(placed: Mapping[Path, PartitionSpec], leaves: Iterable[LeafPlan]
       other.append(f"{leaf.name} {asked}, planned {leaf.spec}")
   advice = "the plan follows annotations (out_sharding=...) and rules"
   return [f"init itself places {few(other)}: {advice}"] if other else []
-
-
-def _check_stored(leaves: Iterable[LeafPlan], model: nnx.Module, optimizer: Any) -> None:
-  planned = {leaf.name: (leaf.kind, leaf.shape, str(leaf.dtype), leaf.is_parameter) for leaf in leaves}
-  found: dict[str, Any] = {}
-  for prefix, node in (("", model), ("optimizer/", optimizer)):
-    for path, leaf in array_leaves(node).items() if node is not None else ():
-      value, is_parameter = value_of(leaf), not prefix and isinstance(leaf, nnx.Param)
-      found[prefix + path_str(path)] = (kind_of(leaf), tuple(value.shape), str(value.dtype), is_parameter)
-  for name in dict.fromkeys([*planned, *found]):
-    if planned.get(name) != found.get(name):
-      raise PlanError(
-        f"the stored plan is for another module: {name}.",
-        details=f"stored {_said(planned.get(name))}, built {_said(found.get(name))}",
-        fix="pass the init (and optimizer) that the plan was made for, or plan again.",
-      )
-
-
-def _said(row: tuple[str, tuple[int, ...], str, bool] | None) -> str:
-  if row is None:
-    return "nothing"
-  kind, shape, dtype, is_parameter = row
-  return f"{kind} {dtype}{list(shape)}" + (", a parameter" if is_parameter else "")

@@ -1,7 +1,4 @@
-"""Names -> spec for one array: the one algorithm that everything else calls.
-
-Pure and abstract: shapes and names in, a `Resolution` out, with every step that led to it.
-"""
+"""Names -> spec for one array: the one algorithm, with every step that led to the result."""
 
 from __future__ import annotations
 
@@ -32,7 +29,7 @@ from nnx_parallel.rules.logical import (
 
 @dataclasses.dataclass(frozen=True)
 class Resolution:
-  """A spec and how it came about.
+  """A spec and how it was found.
 
   Attributes:
     spec: one entry per dim.
@@ -56,20 +53,20 @@ def resolve_spec(
 ) -> Resolution:
   """Resolves one array's names to mesh axes.
 
-  Dims are taken left to right. A name with a rule takes its first candidate whose axes are in the mesh, not
+  Dims are resolved left to right. A name with a rule gets its first candidate whose axes are in the mesh, not
   used by an earlier dim, and divide the dim; a name without a rule must be a mesh axis. A tuple of names in
-  one dim puts their axes side by side, major to minor; their candidates are tried together, the last name's
-  first, and the first name's policy holds. The order in which the rules were written never matters.
+  one dim gets the axes of all its names, major to minor; their candidates are tried together, the last name's
+  first, and the first name's policy applies. The order of the rules never matters.
 
   Args:
-    names: one entry per dim; `None` leaves that dim whole.
+    names: one entry per dim; `None` does not split that dim.
     shape: global shape in elements, not the per-device shape.
     mesh: a mesh, or mesh axis name -> size in devices.
     rules: logical name -> candidates; names of mesh axes need no rule.
     path: printed in errors, for example `"mlp.up.kernel"`.
-    uneven: what to do with a dim that no candidate divides: `"error"`; `"next"`: keep it whole, as a last
-      candidate would; `"pad"`: round the stored dim up for the first candidate. `"replicate"` keeps the dim
-      whole as soon as a candidate does not divide it, without trying the others.
+    uneven: what to do with a dim that no candidate divides: `"error"`; `"next"`: do not split it; `"pad"`:
+      round the stored dim up for the first candidate. `"replicate"` does not split the dim as soon as a
+      candidate does not divide it, without trying the others.
 
   Returns:
     A `Resolution` whose spec has `len(shape)` entries.
@@ -93,7 +90,7 @@ def resolve_spec(
 
 
 class _Resolver:
-  """The state of one resolution: axes used so far, by which dim, and the steps."""
+  """The state of one resolution: the axes used by earlier dims, and the steps."""
 
   def __init__(
     self,
@@ -114,7 +111,7 @@ class _Resolver:
       raise ShardingError(
         f"cannot shard {self.path}: {len(names)} names for an array of {len(self.shape)} dims.",
         details=f"shape {self.shape}, names {names}",
-        fix="give one name for each dim, None for a dim that stays whole.",
+        fix="give one name for each dim, None for a dim that is not split.",
       )
     self.names = names
     entries: list[Entry] = []
@@ -142,7 +139,7 @@ class _Resolver:
       return self.rules[name]
     if name in self.mesh:
       return ((name,),)
-    if self.rules.unknown == "whole":
+    if self.rules.unknown == "replicate":
       self.steps.append(f"{name!r} has no rule: whole")
       return ((),)
     near = difflib.get_close_matches(name, [*self.rules, *self.mesh], 1)
@@ -151,7 +148,7 @@ class _Resolver:
       f"cannot shard {self.path}: dim {dim} is named {name!r}, which is neither a rule nor a mesh axis.",
       details=f"rules {', '.join(self.rules) or 'none'}; mesh {self.mesh}",
       fix=(f"did you mean {near[0]!r}? " if near else "")
-      + f"Add a rule, LogicalRules({show_rule(name, axis)}), or {show_rule(name, None)} to keep it whole.",
+      + f"Add a rule, LogicalRules({show_rule(name, axis)}), or {show_rule(name, None)} not to split it.",
     )
 
   def _take(
@@ -229,9 +226,9 @@ class _Resolver:
     shown = show_candidates(options)
     offer = show_rule(name, [*map(entry_of, options), None])
     if all(any(axis not in self.mesh for axis in option) for option in options):
-      fix = f"add the axis to the mesh (size 1 is fine), or let the dim stay whole: {offer}."
+      fix = f"add the axis to the mesh (size 1 is fine), or do not split the dim: {offer}."
     else:
-      fix = f"give {name!r} another candidate or let it stay whole: {offer}."
+      fix = f"give {name!r} another candidate, or do not split it: {offer}."
     raise ShardingError(
       f"cannot shard {self.path}: no candidate for dim {dim} ({name!r}) fits: {reasons}.",
       details=f"shape {self.shape}, names {self.names}, rule {name!r} -> {shown}, mesh {self.mesh}",
@@ -246,7 +243,7 @@ class Extended:
   Attributes:
     spec: one entry per dim.
     padding: elements to add at the end of each dim so that it divides.
-    added: axes and the dim that took them, in the order in which they were given.
+    added: the added axes and their dim, in order.
   """
 
   spec: PartitionSpec
@@ -263,11 +260,11 @@ def add_axes(
   rows: int | None = None,
   pad: bool = False,
 ) -> Extended:
-  """Splits an array over more axes: what `fsdp()` does to parameters, and a stage of ZeRO to their state.
+  """Splits an array over more axes: `fsdp()` for parameters, a stage of ZeRO for their state.
 
-  All axes go to the largest free dim that they divide; where no free dim divides, to the dim with the most
-  left, behind its own axes. Where no dim divides by all of them, the largest part of them that a dim divides
-  by goes first, and the rest likewise.
+  All axes go to the largest free dim that they divide. If they divide no free dim, they go to the dim with
+  the most left, behind its own axes. If they divide no dim, the largest part of them that does goes first,
+  then the rest in the same way.
 
   Args:
     spec: the spec so far; entries of None are free dims.
@@ -276,9 +273,6 @@ def add_axes(
     mesh: mesh axis name -> size in devices.
     rows: the dim of a look-up table's rows, which is taken first.
     pad: pad a dim rather than leave some of the axes out.
-
-  Returns:
-    The new spec; without `added`, it is the old one.
   """
   entries, sizes = [axes_of(entry) for entry in spec], list(shape)
   added: list[tuple[Candidate, int]] = []
@@ -304,7 +298,7 @@ def add_axes(
 
 
 def _parts(axes: Candidate, mesh: Mapping[str, int]) -> list[Candidate]:
-  """All axes, then parts of them that split: more ways first, among equals the minor axes."""
+  """All axes, then subsets of them, those with more shards first; among equals, the minor axes."""
   some = (
     part for count in range(len(axes) - 1, 0, -1) for part in [*itertools.combinations(axes, count)][::-1]
   )
@@ -325,22 +319,7 @@ def extend_spec(
   rows: int | None = None,
   pad: bool = False,
 ) -> tuple[Extended, str]:
-  """Gives the axes of an `fsdp` fallback to an array, as `add_axes`.
-
-  Args:
-    spec: the spec so far; entries of None are free dims.
-    shape: global shape in elements, as stored.
-    mesh: mesh axis name -> size in devices.
-    fallback: made by `fsdp(...)`.
-    rows: the dim of a look-up table's rows. It is taken first, behind the axes that it has.
-    pad: as for `add_axes`.
-
-  Returns:
-    `(spec, reason)`; the spec is unchanged, and the reason says why, when the array stays as it was.
-
-  Raises:
-    ShardingError: the fallback's axis is not in the mesh.
-  """
+  """Gives the axes of an `fsdp` fallback to an array, as `add_axes`; also returns the reason."""
   missing = [axis for axis in fallback.axes if axis not in mesh]
   if missing:
     raise ShardingError(
@@ -390,16 +369,7 @@ def _said(
 
 
 def shard_counts(spec: PartitionSpec, ndim: int, mesh: Mapping[str, int]) -> tuple[int, ...]:
-  """How many shards each dim is cut into.
-
-  Args:
-    spec: a spec with at most `ndim` entries.
-    ndim: rank of the array.
-    mesh: mesh axis name -> size in devices.
-
-  Returns:
-    One count per dim.
-  """
+  """The number of shards of each dim; `spec` may have fewer entries than dims."""
   counts: list[int] = []
   for entry in (*spec, *([None] * (ndim - len(spec)))):
     counts.append(math.prod(mesh[axis] for axis in axes_of(entry)))

@@ -1,7 +1,8 @@
-"""The optimizer that a plan makes: in a step of the user's own, it keeps the layout of every array."""
+"""The optimizer of a plan: it keeps the layout of every array in a user's own step."""
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
@@ -17,28 +18,23 @@ from nnx_parallel.errors import TrainError
 M = TypeVar("M", bound=nnx.Module)
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
 class Placement:
-  """Where the arrays of a model and of its optimizer belong.
+  """The planned shardings of a model and of its optimizer; compared by identity, since a plan has one.
 
-  Flax compares the static attributes of an optimizer in every `nnx.jit` call, so this one is compared by
-  identity: a plan has one.
+  Flax compares the static attributes of an optimizer in every `nnx.jit` call.
 
   Attributes:
     model: path -> sharding of the storage shape.
     optimizer: the same for the optimizer's arrays.
     zero: the plan's ZeRO stage.
-    gradients: path -> sharding of a scattered gradient, for parameters whose state is split more than they
-      are.
+    gradients: path -> sharding of a scattered gradient, for parameters whose state is split further.
   """
 
-  def __init__(
-    self,
-    model: Mapping[Path, NamedSharding],
-    optimizer: Mapping[Path, NamedSharding],
-    zero: int,
-    gradients: Mapping[Path, NamedSharding],
-  ):
-    self.model, self.optimizer, self.zero, self.gradients = model, optimizer, zero, gradients
+  model: Mapping[Path, NamedSharding]
+  optimizer: Mapping[Path, NamedSharding]
+  zero: int
+  gradients: Mapping[Path, NamedSharding]
 
   def keep(self, model: Any, optimizer: Any) -> None:
     """Puts, or under a trace constrains, every Variable to its sharding; not in `shard_map` and `vmap`."""
@@ -102,24 +98,15 @@ class ShardedOptimizer(nnx.Optimizer[M]):
 
 
 def placement_of(optimizer: Any) -> Placement | None:
-  """Where the plan that an optimizer was made from wants everything; None without a plan."""
+  """The shardings of the plan that an optimizer was made from; None without a plan."""
   return optimizer.placement if isinstance(optimizer, ShardedOptimizer) else None
 
 
 def plain_update(optimizer: Any, model: Any, grads: Any, extra: Mapping[str, Any]) -> Any:
-  """Updates in place without constraining the result; state may be sharded unlike its parameter.
+  """Updates in place without constraining the result; state may be sharded differently from its parameter.
 
-  Args:
-    optimizer: an `nnx.Optimizer`.
-    model: the module that it trains.
-    grads: a state of gradients.
-    extra: named arguments for the transformation.
-
-  Returns:
-    The updates.
-
-  Raises:
-    TrainError: a function in `extra`, which the transformation calls, with ZeRO on Explicit axes.
+  `extra` holds named arguments of the transformation. A function among them, which the transformation would
+  call, is an error with ZeRO on Explicit axes.
   """
   if _is_split_further(optimizer, model, grads):
     return _update_on_auto_axes(optimizer, model, grads, extra)
@@ -133,7 +120,7 @@ def _update(optimizer: Any, model: Any, grads: Any, extra: Mapping[str, Any]) ->
 
 
 def _is_split_further(optimizer: Any, model: Any, grads: Any) -> bool:
-  """Whether, on an Explicit mesh, state lies otherwise than its parameter (ZeRO): optax adds the two."""
+  """Whether state on an Explicit mesh is sharded unlike its parameter (ZeRO), to which optax adds it."""
   params: list[Any] = [jax.typeof(x) for x in jax.tree.leaves(nnx.state(model, optimizer.wrt))]
   if not any(AxisType.Explicit in kind.sharding.mesh.axis_types for kind in params):
     return False
@@ -144,9 +131,9 @@ def _is_split_further(optimizer: Any, model: Any, grads: Any) -> bool:
 
 
 def _update_on_auto_axes(optimizer: Any, model: Any, grads: Any, extra: Mapping[str, Any]) -> Any:
-  """Lets the compiler move what optax adds up, and gives every array back where it was.
+  """Lets the compiler choose the layout of what optax adds, and returns every array in its old layout.
 
-  The loss cannot be called there, since it is traced for Explicit axes: an optimizer that does is refused.
+  The loss cannot be called there, since it was traced for Explicit axes.
   """
   functions = {name: _no_function for name, value in extra.items() if callable(value)}
   extra = {name: value for name, value in extra.items() if name not in functions}

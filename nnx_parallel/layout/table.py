@@ -29,7 +29,7 @@ class Table:
     mesh: the mesh that the specs refer to.
     rules: the rules that were applied.
     leaves: every Variable of the model, then of the optimizer, in flax's order.
-    notes: what a reader should know, for example rules that matched nothing.
+    notes: for the reader, for example rules that matched nothing.
     zero: ZeRO stage of the optimizer state (1), and of the gradients too (2).
   """
 
@@ -85,7 +85,7 @@ class Table:
 
     Args:
       root: count only this object; both when None.
-      host: count what lies in host memory instead (`plan(optimizer_memory="pinned_host")`).
+      host: count the arrays in host memory instead (`plan(optimizer_memory="pinned_host")`).
 
     Returns:
       Bytes per device.
@@ -109,7 +109,7 @@ class Table:
     return axes
 
   def batch_spec(self, ndim: int) -> PartitionSpec:
-    """The spec of an input: that of `InputRules`; else `batch_axes` on dim 0, the other dims whole.
+    """The spec of an input: that of `InputRules`; else `batch_axes` on dim 0 only.
 
     Args:
       ndim: rank of the input; a scalar is replicated.

@@ -1,9 +1,11 @@
-"""Running a user's constructor under a trace, so that it builds what it builds eagerly."""
+"""Runs a user's constructor under a trace, with the same result as eagerly."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
+import inspect
 from collections.abc import Callable, Generator, Iterable
 from typing import Any
 
@@ -17,8 +19,18 @@ from jax.extend.core import Literal
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 from nnx_parallel.core.mesh import AnyMesh, axis_sizes
-from nnx_parallel.core.nodes import Path, occurrences, path_str, value_of
+from nnx_parallel.core.nodes import (
+  Path,
+  array_leaves,
+  is_rng,
+  iter_nodes,
+  kind_of,
+  path_str,
+  value_of,
+  variables,
+)
 from nnx_parallel.errors import PlanError
+from nnx_parallel.layout import optimizer_layout
 from nnx_parallel.layout.sharded_optimizer import ShardedOptimizer
 
 NEEDS_VALUES = (
@@ -26,7 +38,7 @@ NEEDS_VALUES = (
   jax.errors.TracerArrayConversionError,
   jax.errors.TracerIntegerConversionError,
 )
-"""What code under a trace raises that asks for the value of an array."""
+"""Errors of code under a trace that needs the value of an array."""
 _WIDE = tuple(map(np.dtype, ("float64", "int64", "uint64", "complex128")))
 _PLACES = {
   "sharding_constraint": "sharding",
@@ -34,47 +46,47 @@ _PLACES = {
   "device_put": "devices",
   "jit": "out_shardings",
 }
-"""Operations that place their results, and the parameter that says where."""
+"""Operations that place their results, and the parameter with the sharding."""
 
 
 @contextlib.contextmanager
-def unplaced() -> Generator[None]:
-  """Variables are built without a mesh, whatever mesh is active; their annotations stay names."""
+def without_mesh() -> Generator[None]:
+  """Builds Variables without a mesh, also under an active one; their annotations remain names."""
   with nnx.use_eager_sharding(False), jax.sharding.use_abstract_mesh(AbstractMesh((), ())):
     yield
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Trace:
-  """A function that builds a module or an optimizer, run once on abstract values.
+  """A function that builds a module or an optimizer, traced on abstract values.
 
   Attributes:
-    node: what it built, with `ShapeDtypeStruct` values.
-    program: the closed jaxpr that computes its arrays from those of what it was given.
-    reads: for each input of `program`, its path in the state of what the function was given.
-    makes: for each output of `program`, its path in the state of `node`.
+    node: the result, with `ShapeDtypeStruct` values.
+    program: the closed jaxpr that computes the arrays of the result.
+    input_paths: for each input of `program`, its path in the state of the argument.
+    output_paths: for each output of `program`, its path in the state of `node`.
   """
 
   node: Any
   program: Any
-  reads: tuple[Path, ...]
-  makes: tuple[Path, ...]
+  input_paths: tuple[Path, ...]
+  output_paths: tuple[Path, ...]
 
 
 def why_one_program(traces: Iterable[Trace]) -> str:
-  """Why these traces can only be run as one program, as a clause; empty if they can be sliced."""
+  """The reason, as a clause, why these traces cannot be sliced; empty if they can."""
   for one in traces:
     if one.program.effects:
       return f"it has side effects ({', '.join(sorted(map(str, one.program.effects)))})"
     results = [var.aval for eqn in one.program.jaxpr.eqns for var in eqn.outvars]
     wide = next((x.dtype for x in results if hasattr(x, "dtype") and x.dtype in _WIDE), None)
     if wide is not None and not jax.config.jax_enable_x64:
-      return f"it computes in {wide} under a jax.enable_x64 of its own"
+      return f"it computes in {wide} under its own jax.enable_x64"
   return ""
 
 
 def placements(one: Trace) -> dict[Path, PartitionSpec]:
-  """The arrays that the traced function itself places, as the last thing it does to them, and how."""
+  """The specs of the arrays that the traced function itself places as its last operation on them."""
   jaxpr = one.program.jaxpr
   placed: dict[Any, PartitionSpec] = {}
   for eqn in jaxpr.eqns:
@@ -82,32 +94,16 @@ def placements(one: Trace) -> dict[Path, PartitionSpec]:
     for var, sharding in zip(eqn.outvars, found if isinstance(found, tuple) else (found,), strict=False):
       if isinstance(sharding, NamedSharding):
         placed[var] = sharding.spec
-  made = zip(one.makes, jaxpr.outvars, strict=True)
+  made = zip(one.output_paths, jaxpr.outvars, strict=True)
   return {path: placed[var] for path, var in made if not isinstance(var, Literal) and var in placed}
 
 
-def trace(build: Callable[..., Any], given: Any = None) -> Trace:
-  """Runs a function that builds a module or an optimizer on abstract values, whatever mesh is active.
-
-  Variables are built without a mesh; their annotations stay names.
-
-  Args:
-    build: returns the module; takes `given` when there is one.
-    given: an abstract module.
-
-  Returns:
-    What it built, and the program that computes its arrays.
-
-  Raises:
-    PlanError: it returned something else, or an abstract module.
-  """
-  graphdef: Any = None
-  state: Any = {}
-  if given is not None:
-    graphdef, state = nnx.split(given)
+def trace(build: Callable[[Any], Any], given: Any) -> Trace:
+  """Traces a function that builds a module or an optimizer from an abstract module, without a mesh."""
+  graphdef, state = nnx.split(given)
 
   def run(state: Any) -> Any:
-    node = build() if given is None else build(nnx.merge(graphdef, state))
+    node = build(nnx.merge(graphdef, state))
     if not isinstance(node, nnx.Pytree):
       raise PlanError(
         f"init returned a {type(node).__name__}, not an nnx.Module.", fix="return the module itself."
@@ -120,7 +116,7 @@ def trace(build: Callable[..., Any], given: Any = None) -> Trace:
       )
     return structure, values
 
-  with unplaced():
+  with without_mesh():
     program, (built, values) = jax.make_jaxpr(run, return_shape=True)(state)
     return Trace(nnx.merge(built, values), program, _paths(state), _paths(values))
 
@@ -137,8 +133,8 @@ def _paths(state: Any) -> tuple[Path, ...]:
 def _quick_conversions() -> Generator[None]:
   """Keeps tracing linear in the number of random draws under jax 0.10.
 
-  There `jnp.array` asks each tracer for its `sharding`, and tracers read the whole trace so far to word the
-  refusal (48 transformer blocks: 6 s instead of 1). Newer ones refuse at once; so do these, meanwhile.
+  There `jnp.array` reads the `sharding` of each tracer, and tracers read the whole trace for the error
+  message (48 transformer blocks: 6 s instead of 1). Newer versions raise at once, as this does.
   """
   if jax.__version_info__ >= (0, 12):
     yield
@@ -158,20 +154,11 @@ def _quick_conversions() -> Generator[None]:
       del tracers.sharding
 
 
-def traced_init(init: Callable[[], nnx.Module], mesh: AnyMesh | None) -> nnx.Module:
-  """Runs a constructor under `jit` or `eval_shape`; its constraints may name the axes of `mesh`.
+def run_init(init: Callable[[], nnx.Module], mesh: AnyMesh | None) -> nnx.Module:
+  """Runs a constructor under a trace; its constraints may name the axes of `mesh`, as Auto axes.
 
-  Args:
-    init: the user's constructor.
-    mesh: the plan's mesh; during the trace its axes are Auto. None: no mesh.
-
-  Returns:
-    The module. An array that was assigned to an attribute without `nnx.data` is data, as it is eagerly:
-    under a trace, flax (0.12) takes it for a static attribute, and the tracer leaks.
-
-  Raises:
-    PlanError: a list, tuple or dict of arrays as an attribute, which flax refuses eagerly; or `init` changes
-      a Variable that it did not make, or asks for the value of an array.
+  flax (0.12) treats an array that was assigned to an attribute without `nnx.data` as static under a trace, so
+  that the tracer leaks. Here it is data, as it is eagerly.
   """
   sizes = axis_sizes(mesh) if mesh is not None else {}
   auto = AbstractMesh(tuple(sizes.values()), tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes))
@@ -186,7 +173,7 @@ def traced_init(init: Callable[[], nnx.Module], mesh: AnyMesh | None) -> nnx.Mod
     ) from error
   except NEEDS_VALUES as error:
     raise PlanError(
-      "init asks for the value of an array, and has none: it is traced, both to plan and to create.",
+      "init needs the value of an array, and there is none under a trace: planning and creating trace init.",
       details=str(error).split("\n")[0],
       fix="compute with numpy what must be known while init runs, for example np.sqrt in place of jnp.sqrt.",
     ) from error
@@ -194,7 +181,7 @@ def traced_init(init: Callable[[], nnx.Module], mesh: AnyMesh | None) -> nnx.Mod
   if isinstance(graph, nnx.Pytree):  # the caller refuses anything else
     loose = [
       (path, node, name)
-      for path, node in occurrences(graph)
+      for path, node in iter_nodes(graph)
       if isinstance(node, nnx.Pytree)
       for name, value in vars(node).items()
       if any(isinstance(leaf, Tracer) for leaf in _arrays_in(value))
@@ -227,16 +214,8 @@ def _adopt_array(path: Any, node: nnx.Pytree, name: str, data: set[int]) -> None
 def make_optimizer(model: nnx.Module, tx: optax.GradientTransformation, wrt: Any) -> ShardedOptimizer[Any]:
   """Builds an optimizer in which each Variable holds exactly one array; updates work as before.
 
-  flax wraps the whole state of one parameter in one Variable, which may then hold a list of arrays (SM3) or
+  flax puts the whole state of one parameter into one Variable, which may then hold a list of arrays (SM3) or
   none (a masked parameter). Such a Variable becomes a list of Variables, or nothing.
-
-  Args:
-    model: live, traced, or abstract.
-    tx: the optax transformation.
-    wrt: which Variables it trains.
-
-  Returns:
-    The optimizer, which keeps no layout yet: see `ShardingPlan.placement`.
   """
   optimizer = ShardedOptimizer(model, tx, wrt=wrt)
 
@@ -252,3 +231,105 @@ def _one_each(leaf: Any) -> Any:
     return leaf
   value = leaf.get_raw_value()
   return leaf if hasattr(value, "shape") else jax.tree.map(leaf.copy, value)
+
+
+def trace_module(init: Callable[[], nnx.Module], mesh: AnyMesh | None = None) -> Trace:
+  """Traces a constructor, keeping every annotation; its constraints may name the axes of `mesh`."""
+  is_module = isinstance(init, nnx.Module)
+  if is_module or not callable(init):
+    shown = type(init).__name__
+    raise PlanError(
+      f"init must be a function that builds the module, and not of type {shown}.",
+      fix=f"lambda: {shown if is_module else 'MyModule'}(..., rngs=nnx.Rngs(0))",
+    )
+  called = init if isinstance(init, functools.partial) else functools.partial(init)
+  shown = getattr(called.func, "__name__", type(called.func).__name__).replace("<lambda>", "init")
+  missing = _missing(called)
+  if missing:
+    values = [f"{name}={'nnx.Rngs(0)' if name == 'rngs' else '...'}" for name in missing]
+    given = "..., " if called.args or called.keywords else ""
+    raise PlanError(
+      f"init must take no arguments, and {shown} needs {', '.join(missing)}.",
+      fix=f"lambda: {shown}({given}{', '.join(values)})",
+    )
+  return trace(lambda _: run_init(init, mesh), nnx.Dict())
+
+
+def _missing(init: functools.partial[Any]) -> list[str]:
+  """The parameters without a default."""
+  if inspect.isclass(init.func):  # the signature of an nnx.Module's metaclass hides that of `__init__`
+    init = functools.partial(init.func.__init__, None, *init.args, **init.keywords)
+  return [
+    p.name
+    for p in inspect.signature(init).parameters.values()
+    if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
+  ]
+
+
+def check_transformation(tx: object) -> None:
+  """Raises a `PlanError` for anything but an optax transformation."""
+  if callable(getattr(tx, "init", None)) and callable(getattr(tx, "update", None)):
+    return
+  kind = type(tx).__name__
+  if isinstance(tx, nnx.Optimizer):
+    what = f"an nnx.Optimizer ({kind}), which belongs to a live model"
+    fix = "optimizer=optimizer.tx; create_sharded_model(plan) returns a model and its nnx.Optimizer."
+  elif callable(tx):
+    name = getattr(tx, "__name__", kind)
+    room = "optax." if getattr(tx, "__module__", "").startswith("optax.") else ""
+    what, fix = f"the function {name}, which was not called", f"optimizer={room}{name}(1e-3)"
+  else:
+    rate = tx if isinstance(tx, float) else 1e-3
+    what, fix = f"{tx!r:.60}", f"optimizer=optax.adamw({rate})"
+  raise PlanError(f"optimizer must be an optax transformation, and is {what}.", fix=fix)
+
+
+def trace_optimizer(model: nnx.Module, tx: optax.GradientTransformation, wrt: Any) -> Trace:
+  """Traces the optimizer of an abstract module."""
+  check_transformation(tx)
+  if not jax.tree.leaves(nnx.state(model, wrt)):
+    raise nothing_selected(wrt, model)
+  # The model is an argument so that optimizers that compute with parameters see arrays, not shapes.
+  return trace(lambda traced: make_optimizer(traced, tx, wrt), model)
+
+
+def nothing_selected(wrt: Any, model: nnx.Module) -> PlanError:
+  """The error for a filter that matches no Variable."""
+  kinds = sorted({kind_of(leaf) for leaf in variables(model).values() if not is_rng(leaf)})
+  return PlanError(
+    f"wrt={wrt!r} selects none of the model's Variables, so there is nothing to train.",
+    details=f"Variable types in the model: {', '.join(kinds) or 'none'}",
+    fix="wrt=nnx.Param, or a filter that matches some of them.",
+  )
+
+
+def factored_dims(
+  model: nnx.Module, tx: optax.GradientTransformation, wrt: Any, optimizer: nnx.Optimizer[Any]
+) -> dict[Path, tuple[int | None, ...]]:
+  """Which parameter dims a factored state array keeps; shapes alone are ambiguous for square parameters.
+
+  The optimizer is built once more for parameters whose equal dims differ by one element each.
+  """
+  rows = {path: tuple(value_of(leaf).shape) for path, leaf in array_leaves(model).items()}
+  probes = {path: optimizer_layout.distinct_sizes(shape) for path, shape in rows.items()}
+  state = array_leaves(optimizer)
+  owned = optimizer_layout.parameters_of(state, rows)
+  unclear = {
+    path: parameter
+    for path, parameter in owned.items()
+    if probes[parameter] != rows[parameter] and 0 < len(value_of(state[path]).shape) < len(rows[parameter])
+  }
+  if not unclear:
+    return {}
+  graphdef, values = nnx.split(model)
+  probed: list[Any] = [
+    (path, leaf.copy(jax.ShapeDtypeStruct(probes[path], value_of(leaf).dtype)) if path in rows else leaf)
+    for path, leaf in nnx.to_flat_state(values)
+  ]
+  other = array_leaves(trace_optimizer(nnx.merge(graphdef, nnx.from_flat_state(probed)), tx, wrt).node)
+  found = {
+    path: optimizer_layout.matching_dims(tuple(value_of(other[path]).shape), probes[parameter])
+    for path, parameter in unclear.items()
+    if path in other
+  }
+  return {path: dims for path, dims in found.items() if dims is not None}

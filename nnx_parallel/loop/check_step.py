@@ -1,4 +1,4 @@
-"""One train step on two layouts, compared leaf by leaf: what a check of gradients cannot see."""
+"""Compares one train step on two layouts, leaf by leaf."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from nnx_parallel.core.text import Shown, text_table
 from nnx_parallel.layout.plan import check_plan
 from nnx_parallel.train.check_gradients import LOSS_TOLERANCE, coarsest_dtype
 from nnx_parallel.train.gradient_check import rounded
-from nnx_parallel.train.update import LossFn
+from nnx_parallel.train.options import LossFn
 
 _TOLERANCE = {"float64": 1e-9, "float32": 1e-4, "float16": 2e-2, "bfloat16": 0.1}
-# Rounding turns the sign of small elements, of which Adam makes full steps: an update may differ by so much.
-_TURNED = {"float64": 1e-4, "float32": 3e-2, "float16": 0.3, "bfloat16": 0.6}
+# Rounding flips the sign of small elements, and Adam makes full steps of them: updates may differ by this.
+_FLIPPED = {"float64": 1e-4, "float32": 3e-2, "float16": 0.3, "bfloat16": 0.6}
 _FLOOR = 0.01
-_UNSEEN = 0.5  # a gradient that is twice too large could hide
+_UNSEEN = 0.5  # with a larger tolerance, a gradient that is twice too large would pass
 _ROWS = 12
 
 
@@ -35,12 +35,12 @@ class StepDifference:
   Attributes:
     name: of the metric, or the dotted path; that of optimizer state starts with `optimizer/`.
     first: the value on the first layout; of an array, its norm.
-    second: that on the second one.
-    difference: of a metric, as a part of the first value. Of a floating array, the norm of the difference as
-      a part of the norm of what the step changed, and of a hundredth of what it changed in all of its kind.
-      Of integers and random keys, how many elements differ.
-    tolerance: the largest that counts as equal; with what storing a small change in a large value rounds off.
-    note: why a larger one is no fault, or why nothing can be said; empty otherwise.
+    second: the same on the second layout.
+    difference: of a metric, relative to the first value. Of a floating array, the norm of the difference,
+      relative to the norm of the step's change plus a hundredth of the change of all arrays of that kind.
+      Of integers and random keys, the number of elements that differ.
+    tolerance: the largest difference that counts as equal; it includes the rounding of stored values.
+    note: why a larger difference is no fault, or why nothing can be decided; empty otherwise.
   """
 
   name: str
@@ -56,12 +56,12 @@ class StepDifference:
 
 @dataclasses.dataclass(frozen=True)
 class StepCheck(Shown):
-  """What `check_step` found; prints as a table, and is true when both layouts computed the same.
+  """The result of `check_step`; prints as a table, and is true when both layouts computed the same.
 
   Attributes:
-    meshes: the two meshes, in words.
+    meshes: the two meshes, as text.
     metrics: the metrics of the step.
-    leaves: parameters, statistics and optimizer state after it.
+    leaves: parameters, statistics and optimizer state after the step.
   """
 
   meshes: tuple[str, str]
@@ -81,7 +81,7 @@ class StepCheck(Shown):
       raise nxp.errors.TrainError(
         "one step on the two layouts gives different numbers.",
         details=str(self),
-        fix="nxp.check_gradients(model, batch, loss_fn) on each: it says which is wrong, and what mends it.",
+        fix="nxp.check_gradients(model, batch, loss_fn) on each shows which is wrong, and what mends it.",
       )
 
   def __str__(self) -> str:
@@ -98,14 +98,14 @@ class StepCheck(Shown):
       for row in shown
     ]
     header = ("after one step", *self.meshes, "difference", "verdict")
-    said = f"{len(wrong)} of {len(self.leaves)} arrays differ"
+    summary = f"{len(wrong)} of {len(self.leaves)} arrays differ"
     if not wrong:
       equal = [row for row in self.leaves if not row.note]
       tolerance = max((row.tolerance for row in equal), default=0.0)
-      said = f"{len(equal)} of {len(self.leaves)} arrays changed alike, to {tolerance:.0e}"
+      summary = f"{len(equal)} of {len(self.leaves)} arrays changed by the same, to {tolerance:.0e}"
     elif len(wrong) > _ROWS:
-      said += f"; {len(wrong) - _ROWS} are not shown"
-    return f"{text_table(header, rows, right=(1, 2, 3), wrap=(4,))}\n{said}"
+      summary += f"; {len(wrong) - _ROWS} are not shown"
+    return f"{text_table(header, rows, right=(1, 2, 3), wrap=(4,))}\n{summary}"
 
 
 def check_step(
@@ -117,20 +117,19 @@ def check_step(
 ) -> StepCheck:
   """Compares one train step on two layouts: its metrics, and each array after it.
 
-  It sees what a check of gradients cannot: a loss that is wrong as a whole, batch statistics, metrics and the
-  optimizer's own arithmetic. What the step changed is compared, so that a small learning rate hides nothing.
-  Both models with their optimizers are held at a time, and the first one's values from before the step.
+  It finds what a check of gradients cannot: a wrong value of the loss, wrong batch statistics, metrics and
+  optimizer arithmetic. The step's changes are compared, so a small learning rate hides nothing. Both models
+  with their optimizers are in memory at a time, and the first one's values from before the step.
 
   Args:
     plan: a plan with an optimizer; its model is created.
-    other: another plan of the same module and optimizer, which starts with the same values; None: the whole
-      model on one device.
+    other: another plan of the same module and optimizer, which starts with the same values; None: one device.
     loss_fn: as for `train_step`.
     batch: one host batch.
-    **options: for `train_step`; one device gets them too.
+    **options: for `train_step`, on both layouts.
 
   Returns:
-    What was found: true where both agree within the rounding of their dtype.
+    The comparison: true where both agree within the rounding of their dtype.
 
   Raises:
     PlanError: a plan without an optimizer, or plans of different modules.
@@ -164,9 +163,9 @@ def check_step(
   one = step(first[0], first[1], nxp.shard_batch(batch, plan))
   two = step(second[0], second[1], nxp.shard_batch(batch, other))
   names = sorted(one, key="loss".__ne__)
-  told = tuple(_metric(name, one[name], two[name], LOSS_TOLERANCE[dtype]) for name in names)
+  metrics = tuple(_metric(name, one[name], two[name], LOSS_TOLERANCE[dtype]) for name in names)
   leaves = _compared(plan, before, _values(first), _values(second), dtype)
-  return StepCheck((_mesh(plan), _mesh(other)), told, tuple(leaves))
+  return StepCheck((_mesh(plan), _mesh(other)), metrics, tuple(leaves))
 
 
 def _values(objects: tuple[Any, Any]) -> dict[Any, Any]:
@@ -175,16 +174,16 @@ def _values(objects: tuple[Any, Any]) -> dict[Any, Any]:
   for root, node in zip(("model", "optimizer"), objects, strict=True):
     for path, leaf in array_leaves(node).items():
       value = leaf[...] if hasattr(leaf, "get_value") else value_of(leaf)
-      # The words of keys are those of the very buffer that a step takes over.
+      # The data of a key shares its buffer, which a step donates.
       found[root, path] = jnp.copy(jax.random.key_data(value)) if is_key(value.dtype) else value
   return found
 
 
 @jax.jit
 def _sizes(old: jax.Array, a: jax.Array, b: jax.Array) -> jax.Array:
-  """The norms of two results, of what changed and of their difference; and the largest magnitude.
+  """The norms of two results, of the change and of their difference; and the largest magnitude.
 
-  Of integers, the differing elements count 1 each.
+  Of integers, each differing element counts as 1.
   """
   if jnp.issubdtype(a.dtype, jnp.inexact):
     wide = a.dtype if jnp.finfo(a.dtype).bits >= 32 else jnp.dtype("float32")
@@ -226,7 +225,7 @@ def _compared(
       continue
     scale = change + _FLOOR * totals[kind(key)]
     eps = float(jnp.finfo(first[key].dtype).eps)
-    # Where two results that nearly agree lie on either side of a tie, they are stored one rounding apart.
+    # Two nearly equal results on either side of a rounding boundary are stored one rounding apart.
     allowed = _TOLERANCE[dtype] * scale
     allowed += math.sqrt(allowed * eps * a) + 2 * eps * largest
     relative, tolerance = (off / scale, allowed / scale) if scale else (float(off), 0.0)
@@ -234,13 +233,13 @@ def _compared(
     note = f"not decided: no change above the rounding of {first[key].dtype}" if unseen else ""
     found[key] = StepDifference(name, a, b, relative, tolerance, note)
   for key, row in found.items():
-    # Adam makes full steps also of gradients that are zero but for rounding; its moments tell. A step that is
-    # turned round differs by 2.
+    # Adam makes full steps of gradients that are zero but for rounding; its moments show that. A step in the
+    # opposite direction differs by 2.
     moments = [k for k, leaf in rows.items() if k[0] == "optimizer" and leaf.parameter == key[1]]
     if key[0] != "model" or row or not moments or not all(found[k] for k in moments):
       continue
     zero = any(sizes[k][2] < _FLOOR * totals[kind(k)] for k in moments)
-    if (zero and row.difference <= 2) or row.difference <= _TURNED[dtype]:
+    if (zero and row.difference <= 2) or row.difference <= _FLIPPED[dtype]:
       note = "rounding, which the optimizer magnifies: its own state agrees"
       found[key] = dataclasses.replace(row, note=note)
   return list(found.values())

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
+import json
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any, Self
 
 from flax import nnx
 
 import nnx_parallel as nxp
+from nnx_parallel.core.mesh import axis_sizes
 from nnx_parallel.errors import RecipeError
 from nnx_parallel.layout.constrain import default_scope
 from nnx_parallel.loop.fit import resume_from
 from nnx_parallel.loop.loader import Recipe
+from nnx_parallel.loop.metrics import Record
 from nnx_parallel.loop.recorder import Position
-from nnx_parallel.loop.settings import Settings, differences, settings_of
-from nnx_parallel.train.metrics import Record
 from nnx_parallel.train.remat import Policy
 
 
@@ -49,17 +52,17 @@ def plan_recipe(recipe: Recipe, mesh: Any, rules: Any = None, **options: Any) ->
 
 @dataclasses.dataclass
 class Job:
-  """A live model with its optimizer, and how far they have come.
+  """A live model with its optimizer, at some step of its training.
 
   Attributes:
-    recipe: what is trained, on which batches.
-    plan: how it is laid out.
+    recipe: the loss and the batches.
+    plan: the layout.
     model: the live module.
     optimizer: its optimizer.
     microbatches: into how many parts each global batch is cut.
     position: the step, and the data cursor.
     settings: how it is run, as JSON values, kept in each checkpoint: those given, and the mesh, the
-      microbatches, the steps asked for and the SHA-256 of the recipe's file.
+      microbatches, the last step's number and the SHA-256 of the recipe's file (not of what it imports).
     changes: settings that differ from those of the checkpoint it was restored from, as text.
     remat: what layers keep for the backward pass; as for `train_step`.
   """
@@ -70,7 +73,7 @@ class Job:
   optimizer: nnx.Optimizer[Any]
   microbatches: int = 1
   position: Position = dataclasses.field(default_factory=Position)
-  settings: Settings = dataclasses.field(default_factory=dict[str, Any])
+  settings: dict[str, Any] = dataclasses.field(default_factory=dict[str, Any])
   changes: list[str] = dataclasses.field(default_factory=list[str])
   remat: Policy = None
 
@@ -80,29 +83,25 @@ class Job:
         f"the recipe {self.recipe.name} cannot be trained: it has no loss() or no batches().",
         fix="load it with load_recipe(spec), which checks both.",
       )
-    self.settings = settings_of(self.recipe, self.plan, self.microbatches) | self.settings
+    own: dict[str, Any] = {"mesh": axis_sizes(self.plan.mesh), "microbatches": self.microbatches}
+    source = Path(self.recipe.source)
+    if source.is_file():  # a module may come from an archive
+      own["source_sha256"] = hashlib.sha256(source.read_bytes()).hexdigest()
+    self.settings = own | self.settings
     self._batches = self.recipe.batches
     self._train_step = nxp.train_step(
       self.recipe.loss, microbatches=self.microbatches, remat=self.remat, pairs=True, diagnostics=True
     )
     self._eval_step = nxp.eval_step(self.recipe.loss, pairs=True)
-    # Made once: it shares the model's Variables, and another object would be compiled for anew.
+    # Made once: it shares the model's Variables, and for another object the step would be compiled again.
     options = {"deterministic": True, "use_running_average": True}
     self._quiet = nnx.view(self.model, **options, raise_if_not_found=False)
 
   @classmethod
-  def start(
-    cls,
-    recipe: Recipe,
-    plan: nxp.ShardingPlan,
-    *,
-    microbatches: int = 1,
-    remat: Policy = None,
-    settings: Mapping[str, Any] | None = None,
-  ) -> Self:
-    """A new job at step 0, created straight into its shards; `settings` are kept in its checkpoints."""
+  def start(cls, recipe: Recipe, plan: nxp.ShardingPlan, **options: Any) -> Self:
+    """A new job at step 0, created straight into its shards; `options` are more attributes."""
     model, optimizer = nxp.create_sharded_model(plan)
-    return cls(recipe, plan, model, optimizer, microbatches, settings=dict(settings or {}), remat=remat)
+    return cls(recipe, plan, model, optimizer, **options)
 
   @classmethod
   def restore(
@@ -111,35 +110,38 @@ class Job:
     plan: nxp.ShardingPlan,
     checkpointer: nxp.Checkpointer,
     step: int | str | None = "latest",
-    *,
-    microbatches: int = 1,
-    remat: Policy = None,
-    settings: Mapping[str, Any] | None = None,
+    **options: Any,
   ) -> Self:
-    """The job as it was at a checkpoint, in the layout of this plan; a damaged one is passed over.
+    """The job as it was at a checkpoint, in the layout of this plan; a damaged step is passed over.
 
     Settings may differ from those of the checkpoint: `changes` lists them.
+
+    Args:
+      recipe: what is trained.
+      plan: the new layout.
+      checkpointer: of the run.
+      step: a number, `"latest"` or `"best"`.
+      **options: more attributes.
 
     Raises:
       CheckpointError: nothing to restore, or it does not fit the plan.
     """
     (model, optimizer), position = resume_from(checkpointer, plan, step)
-    given = dict(settings or {})
-    job = cls(recipe, plan, model, optimizer, microbatches, position, given, remat=remat)
+    job = cls(recipe, plan, model, optimizer, position=position, **options)
     saved = checkpointer.metadata(position.step).extra.get("settings")
     job.changes = differences(saved, job.settings) if isinstance(saved, dict) else []
     return job
 
   def train(self, steps: int, *, progress: Any = False, **options: Any) -> nxp.FitResult:
-    """Trains until `steps` updates were made in all, by `nxp.fit`.
+    """Trains by `nxp.fit`, up to the step `steps`.
 
     Args:
-      steps: the number of the last step; nothing happens when it was reached before.
+      steps: the number of the last step; nothing happens when it is reached already.
       progress: as for `fit`.
       **options: for `fit`: `trackers`, `checkpointer`, `eval_every` and so on.
 
     Returns:
-      What `fit` returns.
+      The result of `fit`.
 
     Raises:
       TrainError: the batches end too early, or a loss is not finite.
@@ -175,15 +177,9 @@ class Job:
       return self._train_step.check_gradients(self.model, self.optimizer, batch)
 
   def save(self, checkpointer: nxp.Checkpointer) -> None:
-    """Saves everything that `restore` needs.
-
-    Raises:
-      CheckpointError: as `Checkpointer.save`.
-    """
-    at = self.position
-    extra = {**self._extra(), "data": {"samples": at.samples, "stop": at.stop}}
-    overwrite = at.step <= at.replaces
-    checkpointer.save(at.step, self.model, self.optimizer, extra=extra, plan=self.plan, overwrite=overwrite)
+    """Saves everything that `restore` needs, or raises as `Checkpointer.save`."""
+    options = self.position.save_options(self._extra())
+    checkpointer.save(model=self.model, optimizer=self.optimizer, plan=self.plan, **options)
 
   def evaluate(self) -> Record:
     """Mean metrics over the held-out batches, dropout off; empty when there are none."""
@@ -192,7 +188,7 @@ class Job:
       return nxp.evaluate(self._eval_step, self._quiet, held_out)
 
   def _placed(self, samples: int) -> Iterator[Any]:
-    # Each process makes the same global batches, and places its share of them; it is fit that prefetches.
+    # Each process makes the same global batches, and places its share of them. fit prefetches.
     return nxp.batches(self._batches(samples), self.plan, prefetch=0, whole=True)
 
   def _extra(self) -> dict[str, Any]:
@@ -212,3 +208,20 @@ class Job:
   def unit(self) -> str:
     """What `tokens_per_second` counts."""
     return "samples" if self.recipe.tokens is None else "tokens"
+
+
+def differences(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+  """The settings in both that differ, as text.
+
+  Example:
+    >>> differences({"microbatches": 1, "steps": 5}, {"microbatches": 2, "steps": 5, "zero": 1})
+    ['microbatches 1 -> 2']
+  """
+  changed = [name for name in now if name in saved and saved[name] != now[name]]
+  return [f"{name} {_text(saved[name])} -> {_text(now[name])}" for name in changed]
+
+
+def _text(value: Any) -> str:
+  if isinstance(value, dict):
+    return ",".join(f"{axis}={size}" for axis, size in value.items())
+  return value[:12] if isinstance(value, str) and len(value) == 64 else json.dumps(value)

@@ -26,16 +26,11 @@ SIGNATURES = {
   "tokens": "def tokens(batch) -> int",
   "microbatches": "def microbatches() -> int",
 }
-# Positional arguments and keywords that each function is called with.
-CALLS: dict[str, tuple[int, tuple[str, ...]]] = {
-  "init": (0, ()),
-  "optimizer": (0, ()),
+# Positional arguments and keywords that commands call these functions with; the others take none.
+_CALLS: dict[str, Any] = {
   "loss": (2, ()),
   "batches": (1, ("split",)),
-  "rules": (0, ()),
-  "mesh": (0, ()),
   "tokens": (1, ()),
-  "microbatches": (0, ()),
 }
 EMBEDDED = Path(__file__).parent.parent / "recipes"
 TRAINING = ("init", "optimizer", "loss", "batches")
@@ -43,19 +38,19 @@ TRAINING = ("init", "optimizer", "loss", "batches")
 
 @dataclasses.dataclass(frozen=True)
 class Recipe:
-  """The functions of a recipe file; `None` where the file has none and the command needs none.
+  """The functions of a recipe file; `None` for those that it does not define.
 
   Attributes:
-    name: how the recipe was asked for, shortened to a word: `"text_lm"`.
-    source: the file that it came from.
+    name: of the file, without its folder and ending: `"text_lm"`.
+    source: the file.
     init: makes the model; no arguments.
     optimizer: makes the optax transformation; no arguments.
     loss: `loss(model, batch)` -> a scalar, or (scalar, metrics).
     batches: `batches(start, split=...)` -> global batches after `start` samples.
     rules: how names or paths map to mesh axes.
-    mesh: the mesh to use when none is asked for: devices along each axis.
+    mesh: the default mesh: devices along each axis.
     tokens: tokens in a batch, for tokens per second.
-    microbatches: into how many parts a global batch is cut when the command does not say.
+    microbatches: into how many parts a global batch is cut by default.
   """
 
   name: str
@@ -70,11 +65,11 @@ class Recipe:
   microbatches: Callable[[], int] | None = None
 
   def parts(self, asked: int | None) -> int:
-    """Into how many microbatches a batch is cut: as asked for, else as the recipe says, else one."""
+    """The number of microbatches: `asked`, else the recipe's, else one."""
     return asked or (self.microbatches() if self.microbatches else 1)
 
   def given(self, **options: Any) -> Recipe:
-    """The recipe with options set: each goes to `init` and `batches`, where they have such an argument.
+    """The recipe with options for `init` and `batches`, each for those that have such an argument.
 
     Args:
       **options: by name; None leaves the recipe's own default.
@@ -84,14 +79,16 @@ class Recipe:
     """
     functions = {name: getattr(self, name) for name in ("init", "batches")}
     for option, value in options.items():
+      if value is None:
+        continue
       takers = [n for n, f in functions.items() if f and option in inspect.signature(f).parameters]
-      if value is not None and not takers:
+      if not takers:
         raise RecipeError(
           f"the recipe {self.name} takes no {option}.",
           details=f"neither its init() nor its batches() has an argument named {option}",
           fix=f"leave --{option} out, or add the argument: def batches(start=0, *, split, {option}=None).",
         )
-      for name in takers if value is not None else ():
+      for name in takers:
         functions[name] = functools.partial(functions[name], **{option: value})
     return dataclasses.replace(self, **functions)
 
@@ -135,7 +132,7 @@ def load_recipe(spec: str, *, needs: Sequence[str] = TRAINING) -> Recipe:
   else:
     raise _unknown(spec)
   source = place if place.endswith(".py") else str(module.__file__)
-  return _check(module, source, needs, {"init": entry} if entry else {})
+  return _check(module, source, needs, entry or "init")
 
 
 def _load_file(path: Path) -> ModuleType:
@@ -152,7 +149,7 @@ def _load_file(path: Path) -> ModuleType:
     raise RecipeError(f"{path} is not a Python file.", fix="a .py file.")
   module = importlib.util.module_from_spec(spec)
   sys.modules[name] = module
-  # As `python file.py` would: while the file runs, its neighbours can be imported.
+  # As in `python file.py`: while the file runs, modules beside it can be imported.
   folder = str(path.parent.resolve())
   sys.path.insert(0, folder)
   try:
@@ -177,50 +174,40 @@ def _load_module(name: str, spec: str) -> ModuleType:
 
 def _unknown(spec: str) -> RecipeError:
   names = embedded_recipes()
-  near = difflib.get_close_matches(spec, names, n=1)
-  as_file = Path(f"{spec}.py")
   fix = f"one of {_listed(names)}; a file, path/to/recipe.py; or a module, package.module:."
-  if near:
+  if near := difflib.get_close_matches(spec, names, n=1):
     fix = f"did you mean {near[0]}? Otherwise {fix}"
-  elif as_file.is_file():
-    fix = f"the file is there: {as_file}."
+  elif Path(f"{spec}.py").is_file():
+    fix = f"the file is there: {spec}.py."
   return RecipeError(f"no recipe named {spec!r}.", fix=fix)
 
 
-def _check(module: ModuleType, source: str, needs: Sequence[str], renamed: dict[str, str]) -> Recipe:
-  found: dict[str, Callable[..., Any]] = {}
-  for name in SIGNATURES:
-    function = getattr(module, renamed.get(name, name), None)
-    if function is None and name in renamed:
-      raise RecipeError(
-        f"{source} does not define {renamed[name]}().",
-        details=f"it defines {_listed(_functions(module), 'and')}",
-        fix="one of these after the colon.",
-      )
-    if function is not None:
-      _check_call(name, function, source)
-      found[name] = function
-  missing = [name for name in needs if name not in found]
-  if missing:
-    raise _missing(module, source, missing)
-  return Recipe(name=Path(source).stem, source=source, **found)  # pyright: ignore[reportArgumentType]
-
-
-def _missing(module: ModuleType, source: str, missing: Sequence[str]) -> RecipeError:
-  there = _functions(module)
-  lines = ["it defines " + (_listed(there, "and") or "no functions")]
-  for name in missing:
-    near = difflib.get_close_matches(name, there, n=1)
-    lines += [f"{near[0]}() has nearly the name {name}()"] if near else []
-  return RecipeError(
-    f"the recipe {source} does not define {_listed([f'{m}()' for m in missing], 'and')}.",
-    details="\n".join(lines),
-    fix="add\n" + "\n".join(f"{SIGNATURES[m]}: ..." for m in missing),
-  )
+def _check(module: ModuleType, source: str, needs: Sequence[str], entry: str) -> Recipe:
+  """The recipe in a module; `entry` is the name of its `init`."""
+  own = inspect.getmembers(module, inspect.isfunction)
+  there = [n for n, f in own if f.__module__ == module.__name__ and not n.startswith("_")]
+  defines = f"it defines {_listed(there, 'and') or 'no functions'}"
+  if not hasattr(module, entry) and entry != "init":
+    raise RecipeError(
+      f"{source} does not define {entry}().", details=defines, fix="one of these after the colon."
+    )
+  places = {name: entry if name == "init" else name for name in SIGNATURES}
+  found = {name: getattr(module, place) for name, place in places.items() if hasattr(module, place)}
+  for name, function in found.items():
+    _check_call(name, function, source)
+  if missing := [name for name in needs if name not in found]:
+    nearest = {name: difflib.get_close_matches(name, there, n=1) for name in missing}
+    lines = [f"{near[0]}() has nearly the name {name}()" for name, near in nearest.items() if near]
+    raise RecipeError(
+      f"the recipe {source} does not define {_listed([f'{m}()' for m in missing], 'and')}.",
+      details="\n".join([defines, *lines]),
+      fix="add\n" + "\n".join(f"{SIGNATURES[m]}: ..." for m in missing),
+    )
+  return Recipe(name=Path(source).stem, source=source, **found)
 
 
 def _check_call(name: str, function: Any, source: str) -> None:
-  positional, keywords = CALLS[name]
+  positional, keywords = _CALLS.get(name, (0, ()))
   if not callable(function):
     raise RecipeError(
       f"{name} in the recipe {source} is {type(function).__name__}, not a function.",
@@ -234,11 +221,6 @@ def _check_call(name: str, function: Any, source: str) -> None:
       f"{name}{signature} in the recipe {source} cannot be called as commands call it: {error}.",
       fix=f"{SIGNATURES[name]}: ...",
     ) from None
-
-
-def _functions(module: ModuleType) -> list[str]:
-  own = inspect.getmembers(module, inspect.isfunction)
-  return [n for n, f in own if f.__module__ == module.__name__ and not n.startswith("_")]
 
 
 def _listed(names: Iterable[str], last: str = "or") -> str:

@@ -1,4 +1,4 @@
-"""What `fit` does with metrics: reads them a step late, shows, records and tracks them, stops early."""
+"""Metrics in `fit`: read a step late, shown, recorded and tracked; early stopping."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ import jax
 
 from nnx_parallel.errors import TrainError
 from nnx_parallel.hosts.fetch import to_host
+from nnx_parallel.loop.metrics import Record
+from nnx_parallel.loop.progress import StepProgress
+from nnx_parallel.loop.sums import MetricSums, is_scalar
+from nnx_parallel.loop.timing import StepClock
 from nnx_parallel.train.losses import examples_in
-from nnx_parallel.train.metrics import Record
-from nnx_parallel.train.progress import StepProgress
-from nnx_parallel.train.sums import MetricSums, is_scalar
-from nnx_parallel.train.timing import StepClock
 
 Tracker = Callable[[int, Mapping[str, Any]], object]
 
@@ -62,7 +62,7 @@ class EarlyStop:
       return False
     value = float(record[self.metric])
     gain = math.inf if self.best is None else self.best - value if self.mode == "min" else value - self.best
-    if gain > self.min_delta and not math.isnan(value):  # nothing would be better than a nan
+    if gain > self.min_delta and not math.isnan(value):  # after a nan, no value would be an improvement
       self.best, self.waited = value, 0
     else:
       self.waited += 1
@@ -71,13 +71,13 @@ class EarlyStop:
 
 @dataclasses.dataclass
 class Position:
-  """How far a run has come.
+  """The step and the data cursor of a run.
 
   Attributes:
     step: how many updates were made.
     samples: the data cursor: how many examples were consumed, on whatever mesh, in whatever batches.
-    replaces: saves up to this step replace what an earlier run left there after the step it resumes from.
-    stop: what `EarlyStop` had seen: its `best` and `waited`.
+    replaces: saves up to this step replace those that an earlier run made after the step it resumes from.
+    stop: `best` and `waited` of the run's `EarlyStop`.
   """
 
   step: int = 0
@@ -85,9 +85,14 @@ class Position:
   replaces: int = 0
   stop: dict[str, Any] = dataclasses.field(default_factory=dict[str, Any])
 
+  def save_options(self, extra: Mapping[str, Any]) -> dict[str, Any]:
+    """Arguments of `Checkpointer.save` that keep the position beside `extra`."""
+    data = {"samples": self.samples, "stop": self.stop}
+    return {"step": self.step, "extra": {**extra, "data": data}, "overwrite": self.step <= self.replaces}
+
 
 class Recorder:
-  """Reads metrics one step late and hands them on: to the display, the trackers and the early stop."""
+  """Reads metrics one step late, for the display, the trackers and the early stop."""
 
   def __init__(
     self,
@@ -115,7 +120,7 @@ class Recorder:
   def add(
     self, number: int, metrics: Mapping[str, Any], batch: Any, tokens: Callable[[Any], int], *, report: bool
   ) -> None:
-    """Takes what a step returned, and reports the one before; `report` closes the window of a record."""
+    """Adds what a step returned, and reports the step before; `report` ends the window of a record."""
     scalars = {name: value for name, value in metrics.items() if is_scalar(value)}
     self._sums.add(scalars, weight=examples_in(batch))
     self._steps, self._tokens = self._steps + 1, self._tokens + tokens(batch)
@@ -128,14 +133,14 @@ class Recorder:
       self.close_window(number)
 
   def close_window(self, number: int) -> None:
-    """Makes one record, still to be reported, of the steps since the last one, if there are any."""
+    """Makes one record, to be reported later, of the steps since the last record."""
     if self._steps:
       args = (number, self._sums, self._arrays, self._tokens, self._steps)
       self._late = functools.partial(self._report, *args)
       self._sums, self._steps, self._tokens = MetricSums(), 0, 0
 
   def flush(self) -> None:
-    """Reports what is pending, if anything is."""
+    """Reports the pending record, if there is one."""
     late, self._late = self._late, None
     if late is not None:
       late()
@@ -147,7 +152,7 @@ class Recorder:
     self.flush()
 
   def evaluation(self, number: int, values: Mapping[str, Any]) -> None:
-    """Records what an evaluation gave, as `eval_...`."""
+    """Records the metrics of an evaluation, as `eval_...`."""
     means = MetricSums()
     means.add(values)
     found = {f"eval_{name}": value for name, value in means.read().items()}

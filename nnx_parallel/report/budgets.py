@@ -7,12 +7,12 @@ import operator
 import re
 from collections.abc import Callable, Mapping
 
+from nnx_parallel.core.text import format_bytes
 from nnx_parallel.errors import ReportError
 from nnx_parallel.report.chips import Chip
 from nnx_parallel.report.chips import chip as chip_named
 from nnx_parallel.report.compile_report import CompileReport
 from nnx_parallel.report.program.collectives import KINDS, Collective
-from nnx_parallel.report.units import format_bytes
 
 _LIMIT = re.compile(r"\s*(<=|>=|==|<|>)\s*(.+)")
 _COMPARE: Mapping[str, Callable[[float, float], bool]] = {
@@ -67,7 +67,7 @@ def assert_collectives(
     raise ReportError(
       "the step breaks its communication budget.",
       details="\n".join(broken),
-      fix="print(report) shows where each comes from; raise the budget if it is meant.",
+      fix="print(report) shows where each comes from; raise the budget if that is intended.",
     )
 
 
@@ -107,14 +107,10 @@ def assert_fits(report: CompileReport, chip: Chip | str | None = None) -> None:
 
 def _read_key(key: str, report: CompileReport) -> tuple[str, str | None, str]:
   prefix, _, measure = key.rpartition("_")
-  if measure in ("bytes", "sent", "count"):
-    for name in (*_NAMES, "all"):
-      if prefix == name:
-        return _NAMES.get(name, name), None, measure
-    for name in (*_NAMES, "all"):
-      axis = prefix.removeprefix(f"{name}_")
-      if axis != prefix and axis in report.axes:
-        return _NAMES.get(name, name), axis, measure
+  for name in (*_NAMES, "all") if measure in ("bytes", "sent", "count") else ():
+    axis = prefix.removeprefix(f"{name}_")
+    if prefix == name or (axis != prefix and axis in report.axes):
+      return _NAMES.get(name, name), None if prefix == name else axis, measure
   raise ReportError(
     f"cannot read the budget {key!r}.",
     details=f"kinds {', '.join((*_NAMES, 'all'))}; axes {', '.join(report.axes)}",

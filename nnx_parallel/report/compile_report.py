@@ -1,4 +1,4 @@
-"""What a compiled step needs, sends and computes, from the compiler that will really be used."""
+"""What a compiled step needs, sends and computes, from the compiler of the machine it will run on."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 from jax.sharding import AbstractMesh, NamedSharding
 
+from nnx_parallel.core.jaxprs import nbytes
 from nnx_parallel.core.mesh import axis_sizes, is_explicit
 from nnx_parallel.core.nodes import Path, path_str, variables
 from nnx_parallel.create.instantiate import instantiate
@@ -21,12 +22,18 @@ from nnx_parallel.layout.plan import ShardingPlan, check_plan
 from nnx_parallel.report.chips import Chip, chip_of
 from nnx_parallel.report.chips import chip as chip_named
 from nnx_parallel.report.program import hlo
-from nnx_parallel.report.program.collectives import Collective, collectives
-from nnx_parallel.report.program.compiler import Compiled, MemoryStats, memory_stats, run_compiler
+from nnx_parallel.report.program.collectives import Collective, collectives, totals
+from nnx_parallel.report.program.compiler import (
+  Compiled,
+  MemoryStats,
+  Reshard,
+  find_reshards,
+  memory_stats,
+  run_compiler,
+)
 from nnx_parallel.report.program.cost import Cost, cost
 from nnx_parallel.report.program.faults import Comparison, Fault, compare
-from nnx_parallel.report.program.peak import Tenant, at_peak
-from nnx_parallel.report.program.reshards import Reshard, find_reshards
+from nnx_parallel.report.program.peak import PeakBuffer, at_peak
 from nnx_parallel.report.topology import topology_mesh
 from nnx_parallel.train.step import TrainStep
 
@@ -43,7 +50,7 @@ class Argument:
   """One array that the step takes.
 
   Attributes:
-    name: as JAX names it, e.g. `state[3]`, or the plan's path where the step says so.
+    name: as JAX names it, e.g. `state[3]`; with a plan, its path.
     bytes: per device.
     donated: whether the compiler reuses its memory for a result.
   """
@@ -72,8 +79,8 @@ class CompileReport:
       the compiler adds.
     cost: matrix FLOPs, memory traffic, and what these do not count.
     collectives: what is sent, in program order.
-    peak: what is in memory, besides the arguments, when the most is; largest first.
-    reshards: tensors made whole on each device against the layout's intention.
+    peak: arrays in memory, besides the arguments, at the moment of the highest use; largest first.
+    reshards: tensors that the compiler replicates although their layout is split.
     seconds: time the compiler took.
     quantities: global sizes in bytes that budgets can name: `params`, `optimizer`, `batch`.
     examples: of one microbatch on one device, or None where that is unknown.
@@ -93,7 +100,7 @@ class CompileReport:
   categories: Mapping[str, int]
   cost: Cost
   collectives: tuple[Collective, ...]
-  peak: tuple[Tenant, ...]
+  peak: tuple[PeakBuffer, ...]
   reshards: tuple[Reshard, ...]
   seconds: float
   quantities: Mapping[str, int]
@@ -137,10 +144,7 @@ class CompileReport:
       >>> report.bytes_by("kind", "axes")
       {('all-reduce', 'data'): 32}
     """
-    sums: dict[tuple[str, ...], int] = {}
-    for item in self.collectives:
-      key = tuple(_text(getattr(item, name)) for name in keys)
-      sums[key] = sums.get(key, 0) + item.total_bytes
+    sums = totals(self.collectives, lambda item: tuple(_text(getattr(item, name)) for name in keys))
     return dict(sorted(sums.items(), key=lambda pair: -pair[1]))
 
   def to_json(self) -> str:
@@ -217,7 +221,7 @@ def compile_report(
     chip: whose memory decides the verdict; by default that of the devices compiled for.
 
   Returns:
-    The report; print it, ask it, or turn it into JSON or a page.
+    The report; print it, read its fields, or turn it into JSON or a page.
 
   Raises:
     ReportError: the plan is abstract and no topology is given, the topology does not have as many devices
@@ -238,64 +242,49 @@ def compile_report(
     (True, 100, 256)
   """
   if isinstance(step, jax.stages.Lowered | jax.stages.Compiled):
-    return report_of(step, chip=chip)
+    return report_of(step, chip)
   if not hasattr(step, "lower"):
     raise ReportError(
       f"compile_report needs a step, and cannot lower {getattr(step, '__name__', type(step).__name__)}.",
       fix="compile_report(nxp.train_step(loss_fn), plan, batch=batch); jax.jit and nnx.jit make steps too.",
     )
-  if plan is not None:
-    check_plan(plan, "compile_report(step, plan, batch=batch)")
-    if batch is None:
-      given = (
-        f"{len(args)} other arguments are, after the plan" if args else "nothing was given after the plan"
-      )
-      raise ReportError(
-        "compile_report with a plan needs a batch.",
-        details=given,
-        fix="compile_report(step, plan, batch=jax.ShapeDtypeStruct((512, 128), 'int32')); arrays work too.",
-      )
   if plan is None:
-    return report_of(_plain(step.lower(*args)), chip=chip)
+    return report_of(step.lower(*args), chip)
+  check_plan(plan, "compile_report(step, plan, batch=batch)")
+  if batch is None:
+    raise ReportError(
+      "compile_report with a plan needs a batch.",
+      details=f"{len(args) or 'no'} other arguments were given after the plan",
+      fix="compile_report(step, plan, batch=jax.ShapeDtypeStruct((512, 128), 'int32')); arrays work too.",
+    )
   here = _placed(plan, topology)
   objects = instantiate(here, {root: here.abstract_state(root) for root in ("model", "optimizer")})
   objects = objects if isinstance(objects, tuple) else (objects,)
   # Nothing can run on a machine that is not here: the mesh is for what is traced.
   with default_scope(dataclasses.replace(here.activation_rules, mesh=here.mesh.abstract_mesh)):
     lowered = step.lower(*objects, abstract_batch(here, batch), *args)
-  names = [_plan_name(path) for path in variables(objects)]
-  report = report_of(
-    _plain(lowered),
-    axes=axis_sizes(here.mesh),
-    chip=chip,
-    categories=state_categories(here),
-    names={f"arrays[{index}]": name for index, name in enumerate(names)},
-    quantities=_quantities(here, batch),
-  )
+  names = {f"arrays[{n}]": _plan_name(path) for n, path in enumerate(variables(objects))}
+  report = report_of(lowered, chip, axis_sizes(here.mesh), state_categories(here), names)
   shards = math.prod(axis_sizes(here.mesh)[axis] for axis in here.batch_axes)
-  return dataclasses.replace(report, examples=_examples(step, batch, shards), batch_split=shards)
+  quantities = {
+    "params": sum(x.bytes for x in here.leaves if x.is_parameter),
+    "optimizer": sum(x.bytes for x in here.leaves if x.root == "optimizer"),
+    "batch": sum(map(nbytes, jax.tree.leaves(batch))),
+  }
+  examples = _examples(step, batch, shards)
+  return dataclasses.replace(report, quantities=quantities, examples=examples, batch_split=shards)
 
 
 def _examples(step: Any, batch: Any, shards: int) -> int | None:
-  """Examples of one microbatch on one device, where the step and all arrays of the batch say it."""
+  """Examples of one microbatch on one device, for a `TrainStep` and a batch of arrays of one length."""
   sizes = {x.shape[0] for x in jax.tree.leaves(batch) if x.shape}
   if not isinstance(step, TrainStep) or len(sizes) != 1:
     return None
-  return max(1, sizes.pop() // (shards * step.recipe.microbatches))
-
-
-def _plain(lowered: Any) -> jax.stages.Lowered:
-  """What JAX lowered; `nnx.jit` wraps it."""
-  return lowered if isinstance(lowered, jax.stages.Lowered) else lowered.lowered
+  return max(1, sizes.pop() // (shards * step.options.microbatches))
 
 
 def abstract_batch(plan: ShardingPlan, batch: Any) -> Any:
-  """The batch as abstract arrays, laid out as the plan says.
-
-  Args:
-    plan: gives the mesh and the `batch` rule.
-    batch: a pytree of arrays or `ShapeDtypeStruct`s with global shapes.
-  """
+  """A batch of arrays or `ShapeDtypeStruct`s as abstract arrays, with the plan's layout."""
   return jax.tree.map(
     lambda x: jax.ShapeDtypeStruct(
       x.shape, x.dtype, sharding=NamedSharding(plan.mesh, plan.batch_spec(len(x.shape)))
@@ -315,16 +304,8 @@ def state_categories(plan: ShardingPlan) -> dict[str, int]:
   return sums
 
 
-def _quantities(plan: ShardingPlan, batch: Any) -> dict[str, int]:
-  return {
-    "params": sum(x.bytes for x in plan.leaves if x.is_parameter),
-    "optimizer": sum(x.bytes for x in plan.leaves if x.root == "optimizer"),
-    "batch": sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(batch)),
-  }
-
-
 def _placed(plan: ShardingPlan, text: str | None) -> ShardingPlan:
-  """The plan on devices that a compiler knows: its own, or those of a named topology."""
+  """The plan on devices to compile for: its own, or those of a named topology."""
   if text is None:
     if isinstance(plan.mesh, AbstractMesh):
       raise ReportError(
@@ -345,28 +326,22 @@ def _plan_name(path: Path) -> str:
 
 
 def report_of(
-  program: jax.stages.Lowered | jax.stages.Compiled,
-  *,
-  axes: Mapping[str, int] | None = None,
+  program: Any,
   chip: Chip | str | None = None,
-  categories: Mapping[str, int] | None = None,
+  axes: Mapping[str, int] | None = None,
+  state: Mapping[str, int] | None = None,
   names: Mapping[str, str] | None = None,
-  quantities: Mapping[str, int] | None = None,
 ) -> CompileReport:
-  """Reports on a program that JAX has lowered or compiled.
+  """Reports on a program that JAX has lowered, which is compiled here, or compiled.
 
   Args:
-    program: a lowered program is compiled here, and then also says what was re-sharded; a compiled one
-      is read as it is.
+    program: `nnx.jit` wraps what JAX lowered.
+    chip: as in `compile_report`.
     axes: mesh axis -> size; by default those of the mesh that the arguments are on.
-    chip: whose memory decides the verdict; by default that of the devices compiled for.
-    categories: bytes per device of the arguments by category; what is left is called "inputs".
+    state: bytes per device of the arguments by category; what is left is called "inputs".
     names: argument as JAX names it -> name to print.
-    quantities: global sizes in bytes that budgets can name.
-
-  Raises:
-    ReportError: no mesh is known, or the compiler fails for another reason than memory.
   """
+  program, names = getattr(program, "lowered", program), names or {}
   if isinstance(program, jax.stages.Lowered):
     done = run_compiler(program)
   else:
@@ -380,10 +355,40 @@ def report_of(
     )
   device = mesh.abstract_device if mesh is not None else None
   kind = device.device_kind if device else ""
-  figures = chip_named(chip) if chip is not None else _measured(chip_of(kind), kind)
-  report = _assemble(done, axes, kind, figures, categories or {}, names or {})
-  results = compare(done.whole, done.partitioned, _result_names(program, done, names or {}))
-  return dataclasses.replace(report, quantities=dict(quantities or {}), results=results)
+  compiled_for = chip_of(kind)
+  figures = chip_named(chip) if chip is not None else _measured(compiled_for, kind)
+  final = hlo.parse(done.text or done.partitioned)
+  # Backends rewrite matrix products beyond recognition; right after partitioning they are still `dot`.
+  split = hlo.parse(done.partitioned) if done.partitioned else final
+  arguments, memory = _arguments(final, done.text, names), done.memory
+  if done.shortage is not None:
+    memory = dataclasses.replace(memory, arguments=sum(a.bytes for a in arguments))
+  kept = sum(a.bytes for a in arguments if not a.donated)
+  need = _need(memory, done, compiled_for.platform if compiled_for else "", kept)
+  count = math.prod(axes.values())
+  return CompileReport(
+    target=f"{count} x {kind}" if kind else f"{count} devices",
+    chip=figures,
+    axes=dict(axes),
+    memory=memory,
+    need_bytes=need,
+    fits=None if figures is None else done.shortage is None and need <= figures.usable_bytes,
+    compiled=done.shortage is None,
+    arguments=arguments,
+    categories=_categories(memory, need, state or {}),
+    cost=dataclasses.replace(cost(split), hbm_bytes=cost(final).hbm_bytes),
+    collectives=tuple(
+      dataclasses.replace(
+        c, parameters=tuple(names.get(p, p) for p in c.parameters), op=names.get(c.op, c.op)
+      )
+      for c in collectives(final, axes)
+    ),
+    peak=at_peak(done.live, final, names),
+    reshards=find_reshards(done.log, split.frames),
+    seconds=done.seconds,
+    quantities={},
+    results=compare(done.whole, done.partitioned, _result_names(program, done, names)),
+  )
 
 
 def _result_names(
@@ -397,12 +402,16 @@ def _result_names(
   arguments = {
     i.arguments: i.op_name for i in hlo.parse(done.whole).entry.instructions if i.opcode == "parameter"
   }
-  head = done.whole[: done.whole.find("\n")]
-  for place, number in _ALIASES.findall(hlo.after(head, "input_output_alias=")):
+  for place, number in _aliases(done.whole):
     name = arguments.get(number, "")
     if name:
       found[int(place or 0)] = names.get(name, name)
   return found
+
+
+def _aliases(text: str) -> list[tuple[str, str]]:
+  """Place of each result that takes an argument's memory, and the argument's number."""
+  return _ALIASES.findall(hlo.after(text.partition("\n")[0], "input_output_alias="))
 
 
 def _measured(figures: Chip | None, kind: str) -> Chip | None:
@@ -410,49 +419,6 @@ def _measured(figures: Chip | None, kind: str) -> Chip | None:
   here = next((device for device in jax.local_devices() if device.device_kind == kind), None)
   limit = (here.memory_stats() or {}).get("bytes_limit") if here is not None else None
   return dataclasses.replace(figures, usable_bytes=limit) if figures is not None and limit else figures
-
-
-def _assemble(
-  done: Compiled,
-  axes: Mapping[str, int],
-  kind: str,
-  chip: Chip | None,
-  categories: Mapping[str, int],
-  names: Mapping[str, str],
-) -> CompileReport:
-  program = hlo.parse(done.text or done.partitioned)
-  # Backends rewrite matrix products beyond recognition; right after partitioning they are still `dot`.
-  split = hlo.parse(done.partitioned) if done.partitioned else program
-  arguments = _arguments(program, done.text, names)
-  memory = done.memory
-  if done.shortage is not None:
-    memory = dataclasses.replace(memory, arguments=sum(a.bytes for a in arguments))
-  compiled_for = chip_of(kind)
-  kept = sum(a.bytes for a in arguments if not a.donated)
-  need = _need(memory, done, compiled_for.platform if compiled_for else "", kept)
-  count = math.prod(axes.values())
-  return CompileReport(
-    target=f"{count} x {kind}" if kind else f"{count} devices",
-    chip=chip,
-    axes=dict(axes),
-    memory=memory,
-    need_bytes=need,
-    fits=None if chip is None else done.shortage is None and need <= chip.usable_bytes,
-    compiled=done.shortage is None,
-    arguments=arguments,
-    categories=_categories(memory, need, categories),
-    cost=dataclasses.replace(cost(split), hbm_bytes=cost(program).hbm_bytes),
-    collectives=tuple(
-      dataclasses.replace(
-        c, parameters=tuple(names.get(p, p) for p in c.parameters), op=names.get(c.op, c.op)
-      )
-      for c in collectives(program, axes)
-    ),
-    peak=at_peak(done.live, program, names),
-    reshards=find_reshards(done.log, split.frames),
-    seconds=done.seconds,
-    quantities={},
-  )
 
 
 def _need(memory: MemoryStats, done: Compiled, platform: str, kept: int) -> int:
@@ -476,11 +442,9 @@ def _categories(memory: MemoryStats, need: int, known: Mapping[str, int]) -> dic
 
 
 def _arguments(program: hlo.Program, text: str, names: Mapping[str, str]) -> tuple[Argument, ...]:
-  head = text[: text.find("\n")] if text else ""
-  found = hlo.after(head, "input_output_alias=")
-  donated = {int(number) for _, number in _ALIASES.findall(found)}
+  donated = {number for _, number in _aliases(text)}
   arguments = [
-    Argument(names.get(i.op_name, i.op_name or i.name), i.bytes, not text or int(i.arguments) in donated)
+    Argument(names.get(i.op_name, i.op_name or i.name), i.bytes, not text or i.arguments in donated)
     for i in program.entry.instructions
     if i.opcode == "parameter"
   ]

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 import numpy as np
 
 from nnx_parallel.core.figures import BLUE, PALETTE, RED, draw_grid, new_figure, open_axes, plain
+from nnx_parallel.core.text import format_bytes, format_seconds
 from nnx_parallel.errors import ReportError
 from nnx_parallel.report.estimate.roofline import compiled_time
-from nnx_parallel.report.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
   from matplotlib.figure import Figure
@@ -107,11 +107,8 @@ def devices_figure(axes: Mapping[str, int]) -> Figure:
 def bars(items: Sequence[Bar], label: str, units: Sequence[tuple[float, str]], limit: float = 0.0) -> Figure:
   """Horizontal bars, the first on top.
 
-  Args:
-    items: what is drawn; more than one group has a legend.
-    label: what the scale measures.
-    units: scale and name of the units of the values, smallest first.
-    limit: a line on the scale, if it is near: what a device may use.
+  `label` is what the scale measures, `units` are scale and name of its units, smallest first. `limit`, what a
+  device may use, is a line, if it is near. More than one group of items has a legend.
   """
   most = max((item.start + item.value for item in items), default=1.0)
   scale, unit = _unit(most, units)
@@ -140,8 +137,7 @@ def bars(items: Sequence[Bar], label: str, units: Sequence[tuple[float, str]], l
 def treemap(leaves: Sequence[tuple[str, int, str]]) -> Figure:
   """Rectangles whose areas are bytes per device; the layers of a list share one.
 
-  Args:
-    leaves: name, bytes and group (a colour) of each.
+  A leaf is a name, bytes and a group, which has a colour.
   """
   groups: dict[str, dict[str, list[int]]] = {group: {} for group in sorted({group for *_, group in leaves})}
   for name, size, group in leaves:
@@ -160,7 +156,7 @@ def treemap(leaves: Sequence[tuple[str, int, str]]) -> Figure:
     areas = cut([sum(sizes) for _, sizes in largest], area)
     for (name, sizes), (x, y, width, height) in zip(largest, areas, strict=True):
       axes.add_patch(Rectangle((x, y), width, height, facecolor=colour, alpha=0.45, edgecolor="white"))
-      # The place in an optax chain says little. Lines end after a dot; what does not fit is left out.
+      # The position in an optax chain is left out. Lines end after a dot; what does not fit is left out.
       parts = name.rpartition("state.*.")[2].replace(".", ". ")
       lines = textwrap.wrap(parts, max(1, int(width / 0.075)), break_long_words=False)
       lines += [f"{len(sizes)} arrays"] if len(sizes) > 1 else []

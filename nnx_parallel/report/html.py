@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from nnx_parallel.core.figures import INSTALL, can_draw, svg_text
 from nnx_parallel.core.mesh import axis_sizes
-from nnx_parallel.core.text import format_array, format_spec
+from nnx_parallel.core.text import format_array, format_bytes, format_seconds, format_spec
 from nnx_parallel.layout.plan import ShardingPlan
 from nnx_parallel.layout.show.text import grouped
 from nnx_parallel.report.estimate.roofline import compiled_time
@@ -32,7 +32,6 @@ from nnx_parallel.report.tables import (
   reshards_table,
   sent_tables,
 )
-from nnx_parallel.report.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
   from matplotlib.figure import Figure

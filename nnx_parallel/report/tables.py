@@ -7,17 +7,16 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
-from nnx_parallel.core.text import text_table
-from nnx_parallel.report.units import format_bytes, format_count, format_seconds
+from nnx_parallel.core.text import format_bytes, format_count, format_seconds, text_table
 
 if TYPE_CHECKING:
   from nnx_parallel.report.chips import Chip
   from nnx_parallel.report.compile_report import CompileReport
   from nnx_parallel.report.program.faults import Comparison
-  from nnx_parallel.report.program.peak import Tenant
+  from nnx_parallel.report.program.peak import PeakBuffer
 
 _ROWS = 12
-_TENANTS = 6
+_BUFFERS = 6
 _FEW = 3
 
 
@@ -105,7 +104,7 @@ def advice(report: CompileReport) -> str:
       "splits the parameters."
     )
   if report.peak:
-    lines.append(f"Largest at the peak: {_tenant(report.peak[0])}.{_whole_batch(report)}")
+    lines.append(f"Largest at the peak: {_buffer_text(report.peak[0])}.{_whole_batch(report)}")
   return " ".join(lines)
 
 
@@ -117,7 +116,7 @@ def _whole_batch(report: CompileReport) -> str:
     return ""
   return (
     f" If its first dim is the batch, all {whole} examples are on each device, though {split} devices share "
-    'them: hold it, or what it is made from, with nxp.constrain(x, "batch", ...).'
+    'them: constrain it, or the array that it is computed from, with nxp.constrain(x, "batch", ...).'
   )
 
 
@@ -134,12 +133,12 @@ def head(report: CompileReport) -> list[str]:
   compared = results_note(report)
   lines += [compared, not_counted(report.cost.uncounted).rstrip()]
   if not report.compiled:
-    lines.append("The compiler stopped for lack of memory; what follows is the program as far as it came.")
+    lines.append("The compiler stopped for lack of memory; the tables below are of the unfinished program.")
   return [line for line in lines if line]
 
 
 def results_text(results: Comparison) -> str:
-  """How many results are right as a compiler splits a step, in a few words."""
+  """How many results of a partitioned step are right, wrong and unknown."""
   right, faults, unknown = results.right, results.faults, results.unknown
   count = len(right) + len(faults) + len(unknown)
   if not count:
@@ -152,15 +151,15 @@ def results_text(results: Comparison) -> str:
 
 
 def results_note(report: CompileReport) -> str:
-  """One sentence: how many results are right as the compiler splits the step; empty if none was compared."""
+  """One sentence: how many results of the partitioned step are right; empty if none was compared."""
   results = report.results
   if not (results.right or results.faults or results.unknown):
     return ""
-  meaning = "" if results.faults or results.unknown else "the program keeps its meaning: "
-  few = ", ".join(list(results.unknown)[:_FEW]) + (", ..." if len(results.unknown) > _FEW else "")
+  names = list(results.unknown)
+  few = ", ".join(names[:_FEW]) + (", ..." if len(names) > _FEW else "")
   why = "; ".join(dict.fromkeys(results.unknown.values()))
   lost = f" ({few}), because of: {why}" if results.unknown else ""
-  return f"Split over the devices, {meaning}{results_text(results)}{lost}."
+  return f"Split over the devices, {results_text(results)}{lost}."
 
 
 def faults_table(report: CompileReport) -> Table:
@@ -179,8 +178,8 @@ def faults_table(report: CompileReport) -> Table:
 
 
 _FAULTS_FIX = """\
-Fix: hold what is computed there to one layout, nxp.constrain(x, "batch", ...), or lay the parameter
-that it meets there out otherwise; then compile again.
+Fix: constrain the value at that line to one layout, nxp.constrain(x, "batch", ...), or give the parameter in
+that operation another layout; then compile again.
 """
 
 
@@ -192,7 +191,7 @@ def memory_text(report: CompileReport) -> str:
   return render("Memory per device", ("what", "bytes>", "share>"), rows)
 
 
-def peak_table(report: CompileReport, most: int = _TENANTS) -> Table:
+def peak_table(report: CompileReport, most: int = _BUFFERS) -> Table:
   """The largest arrays in memory when the most is."""
   rows = [
     (format_bytes(t.bytes), _array(t), _origin(t.parameters, t.source, t.op)) for t in report.peak[:most]
@@ -200,13 +199,13 @@ def peak_table(report: CompileReport, most: int = _TENANTS) -> Table:
   return Table("In memory at the peak, besides the arguments", ("bytes>", "array", "from"), rows)
 
 
-def _tenant(tenant: Tenant) -> str:
-  origin = _origin(tenant.parameters, tenant.source, tenant.op)
-  return f"{format_bytes(tenant.bytes)} of {_array(tenant)} from {origin}"
+def _buffer_text(buffer: PeakBuffer) -> str:
+  origin = _origin(buffer.parameters, buffer.source, buffer.op)
+  return f"{format_bytes(buffer.bytes)} of {_array(buffer)} from {origin}"
 
 
-def _array(tenant: Tenant) -> str:
-  return f"{tenant.count} x {tenant.shape}" if tenant.count > 1 else tenant.shape
+def _array(buffer: PeakBuffer) -> str:
+  return f"{buffer.count} x {buffer.shape}" if buffer.count > 1 else buffer.shape
 
 
 def sent_tables(report: CompileReport, most: int = _ROWS) -> tuple[Table, Table]:

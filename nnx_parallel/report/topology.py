@@ -22,16 +22,15 @@ import math
 import os
 import re
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
-import numpy as np
-from jax.experimental import mesh_utils, topologies
-from jax.sharding import AxisType, Mesh
+from jax.experimental import topologies
+from jax.sharding import Mesh
 
+from nnx_parallel.core.mesh import make_mesh
 from nnx_parallel.errors import ReportError
 from nnx_parallel.report.chips import Chip, chip
-from nnx_parallel.report.targets import target_text
 
 _TEXT = re.compile(r"(?P<platform>tpu|gpu):(?P<chip>\w+):(?P<size>\d+(?:x\d+)*)(?:\*(?P<slices>\d+))?")
 _CPU = re.compile(r"cpu:(?P<count>\d+)")
@@ -49,7 +48,7 @@ _NO_TPU_HERE: Mapping[str, str] = {
 
 @dataclasses.dataclass(frozen=True)
 class Machine:
-  """What the name of a topology says, without any compiler.
+  """The contents of a topology's name, read without a compiler.
 
   Attributes:
     text: the name.
@@ -71,22 +70,11 @@ class Machine:
     return self.devices // self.slices
 
 
-@dataclasses.dataclass(frozen=True)
-class Topology:
-  """Devices of a named machine, for compiling only; `devices` are in the order of the platform."""
-
-  machine: Machine
-  devices: tuple[jax.Device, ...]  # pyright: ignore[reportInvalidTypeForm]
-
-
-def machine(text: str) -> Machine:
+def read_machine(text: str) -> Machine:
   """Reads the name of a topology; see the table at the top of this module.
 
-  Raises:
-    ReportError: the text cannot be read, or the chip is unknown.
-
   Example:
-    >>> machine("gpu:h100:32x8").devices
+    >>> read_machine("gpu:h100:32x8").devices
     256
   """
   here = _CPU.fullmatch(text)
@@ -116,40 +104,15 @@ def machine(text: str) -> Machine:
   return Machine(text, kind, size, size[0], math.prod(size))
 
 
-def topology(text: str) -> Topology:
-  """Makes the devices of a named machine, without the machine.
-
-  Args:
-    text: see the table at the top of this module.
-
-  Raises:
-    ReportError: the text cannot be read, the chip is unknown, or the compiler is not installed.
-
-  Example:
-    >>> len(topology("cpu:8").devices)
-    8
-  """
-  named = machine(text)
-  missing = missing_compiler(named)
-  if missing is not None:
-    raise missing
-  return {"cpu": _local, "tpu": _tpu, "gpu": _gpu}[named.chip.platform](named)
-
-
 def missing_compiler(named: Machine) -> ReportError | None:
-  """What to raise when the compiler of a machine is not installed here; None when it is.
-
-  Args:
-    named: from `machine`; the compiler of simulated CPU devices is always here.
-
-  Example:
-    >>> missing_compiler(machine("cpu:8")) is None
-    True
-  """
-  found = {"cpu": lambda: True, "tpu": _has_tpu_compiler, "gpu": _has_gpu_compiler}[named.chip.platform]()
-  if found:
+  """The error to raise where the compiler of a machine is not installed here, or None."""
+  compiler, extra, modules = {
+    "cpu": ("", "", ["jax"]),
+    "tpu": ("TPU", "tpu-aot", ["libtpu"]),
+    "gpu": ("NVIDIA", "gpu-aot", ["jax_plugins.xla_cuda12", "jax_plugins.xla_cuda13"]),
+  }[named.chip.platform]
+  if any(_has(module) for module in modules):
     return None
-  compiler, extra = {"tpu": ("TPU", "tpu-aot"), "gpu": ("NVIDIA", "gpu-aot")}[named.chip.platform]
   return ReportError(
     f"cannot compile for {named.text!r}: the {compiler} compiler is not installed.",
     details="it needs no accelerator and no driver, only the wheels of this jax version",
@@ -157,21 +120,16 @@ def missing_compiler(named: Machine) -> ReportError | None:
   )
 
 
-def _has_tpu_compiler() -> bool:
-  return importlib.util.find_spec("libtpu") is not None
-
-
-def _has_gpu_compiler() -> bool:
-  return importlib.util.find_spec("jax_plugins") is not None and any(
-    importlib.util.find_spec(f"jax_plugins.xla_cuda{version}") for version in (12, 13)
-  )
+def _has(module: str) -> bool:
+  package = module.partition(".")[0]
+  return importlib.util.find_spec(package) is not None and importlib.util.find_spec(module) is not None
 
 
 def topology_mesh(text: str, *, explicit: bool = False, **axes: int) -> Mesh:
   """A mesh over the devices of a named machine, ordered for its links.
 
   Args:
-    text: see `topology`.
+    text: the machine, e.g. `"tpu:v5p:4x4x4*2"` (two slices), `"gpu:h100:2x8"` (hosts x GPUs) or `"cpu:8"`.
     explicit: makes the axes Explicit; Auto otherwise.
     **axes: axis name -> size; one may be -1: what is left. Between slices the first axes go outside.
 
@@ -179,55 +137,33 @@ def topology_mesh(text: str, *, explicit: bool = False, **axes: int) -> Mesh:
     A mesh that programs can be lowered and compiled for; its devices hold no array.
 
   Raises:
-    ReportError: as `topology`, or the sizes do not multiply to the number of devices.
+    ReportError: the text cannot be read, the chip is unknown, its compiler is not installed, or the sizes do
+      not multiply to the number of devices.
 
   Example:
     >>> dict(topology_mesh("cpu:8", data=2, fsdp=-1).shape)
     {'data': 2, 'fsdp': 4}
   """
-  found = topology(text)
-  sizes = _fill(text, axes, len(found.devices))
-  kind = AxisType.Explicit if explicit else AxisType.Auto
-  return Mesh(_arrange(found, tuple(sizes.values())), tuple(sizes), axis_types=(kind,) * len(sizes))
-
-
-def _fill(text: str, axes: Mapping[str, int], count: int) -> dict[str, int]:
+  named = read_machine(text)
+  missing = missing_compiler(named)
+  if missing is not None:
+    raise missing
+  devices = {"cpu": _local, "tpu": _tpu, "gpu": _gpu}[named.chip.platform](named)
   known = math.prod(size for size in axes.values() if size != -1)
-  sizes = {name: count // known if size == -1 else size for name, size in axes.items()}
-  if not sizes or list(axes.values()).count(-1) > 1 or math.prod(sizes.values()) != count:
+  sizes = {name: len(devices) // known if size == -1 else size for name, size in axes.items()}
+  if not sizes or list(axes.values()).count(-1) > 1 or math.prod(sizes.values()) != len(devices):
     raise ReportError(
-      f"the axes {dict(axes)} do not make the {count} devices of {text}.",
-      fix=f"topology_mesh({text!r}, data=-1), or sizes whose product is {count}.",
+      f"the axes {axes} do not make the {len(devices)} devices of {text}.",
+      fix=f"topology_mesh({text!r}, data=-1), or sizes whose product is {len(devices)}.",
     )
-  return sizes
+  left, across = named.slices if named.chip.platform == "tpu" else 1, dict[str, int]()
+  for name, size in sizes.items():
+    across[name] = math.gcd(size, left)
+    left //= across[name]
+  return make_mesh(sizes, devices=devices, explicit=explicit, dcn=across)
 
 
-def _arrange(found: Topology, shape: tuple[int, ...]) -> np.ndarray[Any, Any]:
-  """Device order: neighbours on TPU tori; slices and hosts along the major axes."""
-  devices = list(found.devices)
-  if found.machine.chip.platform != "tpu":
-    return np.array(devices).reshape(shape)
-  outer = _outer_shape(shape, found.machine.slices)
-  if outer is None:
-    return np.array(devices).reshape(shape)
-  inner = tuple(size // across for size, across in zip(shape, outer, strict=True))
-  options: dict[str, Any] = {"allow_split_physical_axes": True}
-  if found.machine.slices == 1:
-    return mesh_utils.create_device_mesh(inner, devices, **options)
-  return mesh_utils.create_hybrid_device_mesh(inner, outer, devices, **options)
-
-
-def _outer_shape(shape: tuple[int, ...], slices: int) -> tuple[int, ...] | None:
-  """How many slices each axis crosses, major axes first; None when no axis divides."""
-  left, outer = slices, list[int]()
-  for size in shape:
-    across = math.gcd(size, left)
-    outer.append(across)
-    left //= across
-  return tuple(outer) if left == 1 else None
-
-
-def _local(named: Machine) -> Topology:
+def _local(named: Machine) -> list[Any]:
   devices = jax.devices("cpu")
   if len(devices) < named.devices:
     raise ReportError(
@@ -235,10 +171,10 @@ def _local(named: Machine) -> Topology:
       fix="start it with "
       f"XLA_FLAGS=--xla_force_host_platform_device_count={named.devices} JAX_PLATFORMS=cpu.",
     )
-  return Topology(named, tuple(devices[: named.devices]))
+  return devices[: named.devices]
 
 
-def _tpu(named: Machine) -> Topology:
+def _tpu(named: Machine) -> list[Any]:
   if not glob.glob("/dev/accel*") and not glob.glob("/dev/vfio/*"):
     for variable, value in _NO_TPU_HERE.items():
       os.environ.setdefault(variable, value)
@@ -257,10 +193,10 @@ def _tpu(named: Machine) -> Topology:
       details=str(error)[:300],
       fix="v5e and v6e take two numbers (tpu:v5e:4x4), v4, v5p and tpu7x three (tpu:v5p:4x4x4).",
     ) from error
-  return Topology(named, tuple(found.devices))
+  return list(found.devices)
 
 
-def _gpu(named: Machine) -> Topology:
+def _gpu(named: Machine) -> list[Any]:
   # Lets the plugin load on a machine without a driver.
   os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
   found = topologies.get_topology_desc(
@@ -268,4 +204,59 @@ def _gpu(named: Machine) -> Topology:
     target_config=target_text(named.chip),
     topology=f"{named.size[0]}x1x{named.size[1]}",
   )
-  return Topology(named, tuple(found.devices))
+  return list(found.devices)
+
+
+class _Target(NamedTuple):
+  """What the NVIDIA compiler must know about a GPU beside the figures of `Chip`.
+
+  Sources: the compute-capability tables of the CUDA programming guide (threads, registers, shared memory) and
+  NVIDIA's architecture white papers (multiprocessors, clock, L2).
+  """
+
+  label: str
+  major: int
+  multiprocessors: int
+  l2_mib: int
+  clock_ghz: float
+  shared_kib: int
+  fpus: int
+
+
+_TARGETS: Mapping[str, _Target] = {
+  "a100": _Target("NVIDIA A100-SXM4-80GB", 8, 108, 40, 1.41, 164, 64),
+  "a100_40gb": _Target("NVIDIA A100-SXM4-40GB", 8, 108, 40, 1.41, 164, 64),
+  "h100": _Target("NVIDIA H100 80GB HBM3", 9, 132, 50, 1.98, 228, 128),
+  "h200": _Target("NVIDIA H200", 9, 132, 50, 1.98, 228, 128),
+  "b200": _Target("NVIDIA B200", 10, 148, 126, 1.965, 228, 128),
+}
+
+
+def target_text(chip: Chip) -> str:
+  """The `GpuTargetConfigProto` of an NVIDIA chip, as text.
+
+  Raises:
+    ReportError: there is no description of this chip.
+  """
+  if chip.name not in _TARGETS:
+    raise ReportError(
+      f"no compiler target for the GPU {chip.name!r}.", fix=f"use one of {', '.join(_TARGETS)}."
+    )
+  target = _TARGETS[chip.name]
+  shared = target.shared_kib * 1024
+  return f"""gpu_device_info {{
+  threads_per_block_limit: 1024 threads_per_warp: 32 threads_per_core_limit: 2048
+  shared_memory_per_block: 49152 shared_memory_per_core: {shared}
+  shared_memory_per_block_optin: {shared - 1024}
+  core_count: {target.multiprocessors} fpus_per_core: {target.fpus}
+  block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
+  memory_bandwidth: {int(chip.hbm_bandwidth)} l2_cache_size: {target.l2_mib << 20}
+  clock_rate_ghz: {target.clock_ghz} device_memory_size: {chip.hbm_bytes}
+  cuda_compute_capability {{ major: {target.major} }}
+  registers_per_core_limit: 65536 registers_per_block_limit: 65536
+}}
+platform_name: "CUDA"
+dnn_version_info {{ major: 9 minor: 10 }}
+runtime_version {{ major: 12 minor: 9 }}
+device_description_str: "{target.label}"
+"""

@@ -1,4 +1,4 @@
-"""What happens to parameters without names."""
+"""Fallbacks: the layout of parameters without names."""
 
 from __future__ import annotations
 
@@ -9,12 +9,15 @@ from typing import Literal
 from nnx_parallel.errors import ShardingError
 from nnx_parallel.rules.logical import Candidate, candidate_of
 
+MIN_SIZE = 2**18
+"""Elements up to which `fsdp` replicates an array."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Fallback:
-  """What happens to parameters without names; made by `fsdp`, `replicate` and `error`."""
+  """The layout of parameters without names; made by `fsdp`, `replicate` and `require_names`."""
 
-  mode: Literal["fsdp", "replicate", "error"]
+  mode: Literal["fsdp", "replicate", "require_names"]
   axes: Candidate = ()
   min_size: int = 0
   extend: bool = False
@@ -26,18 +29,18 @@ class Fallback:
     return f"fsdp({axis!r}, min_size={self.min_size}, extend={self.extend})"
 
 
-def fsdp(axis: str | Sequence[str] = "fsdp", *, min_size: int = 2**18, extend: bool = True) -> Fallback:
-  """Fallback: cut an array's largest free dim that divides, over `axis` (ZeRO-3).
+def fsdp(axis: str | Sequence[str] = "fsdp", *, min_size: int = MIN_SIZE, extend: bool = True) -> Fallback:
+  """Fallback: splits an array's largest free dim that `axis` divides (ZeRO-3).
 
-  It holds for every Variable that nothing else names: parameters, and batch statistics or caches that are
-  as large as parameters. RNG state stays whole. A look-up table (of `nnx.Embed`) is cut by rows, also where
-  they are split already, and by columns only if its rows do not divide: by columns, the activations would
-  come out split by feature, and be sent instead of the weights. Where no free dim divides, an array is cut
-  behind the axes that it has, or over the largest part of `axis` that divides; `plan(uneven="pad")` pads it.
+  It applies to every Variable without names: parameters, and batch statistics or caches as large as
+  parameters. RNG state is replicated. A look-up table (of `nnx.Embed`) is split by rows, also if they are
+  split already, and by columns only if its rows do not divide: after a split by columns, a step would send
+  activations instead of weights. If no free dim divides, an array is split behind the axes that it has, or
+  over the largest part of `axis` that divides; `plan(uneven="pad")` pads it.
 
   Args:
-    axis: mesh axis, or several (major to minor) that cut a dim together.
-    min_size: arrays with at most this many *elements* stay whole.
+    axis: mesh axis, or several (major to minor) that split a dim together.
+    min_size: arrays with at most this many *elements* are replicated.
     extend: also give the axis to a free dim of a Variable that has names, so that for example a
       tensor-parallel kernel is split over both axes.
 
@@ -65,7 +68,7 @@ def fsdp(axis: str | Sequence[str] = "fsdp", *, min_size: int = 2**18, extend: b
 
 
 def replicate() -> Fallback:
-  """Fallback: parameters without names stay whole on every device (the default; the audit reports them).
+  """Fallback: replicates parameters without names (the default; the audit reports them).
 
   Returns:
     A fallback for the `rules` argument.
@@ -80,8 +83,8 @@ def replicate() -> Fallback:
   return Fallback("replicate")
 
 
-def error() -> Fallback:
-  """Fallback: a parameter without names is an error that lists all of them.
+def require_names() -> Fallback:
+  """Fallback: parameters without names are an error, which lists all of them.
 
   Returns:
     A fallback for the `rules` argument.
@@ -90,7 +93,7 @@ def error() -> Fallback:
     >>> import nnx_parallel as nxp
     >>> from flax import nnx
     >>> try:
-    ...   nxp.plan(lambda: nnx.Linear(8, 4, rngs=nnx.Rngs(0)), nxp.make_mesh(data=8), nxp.error())
+    ...   nxp.plan(lambda: nnx.Linear(8, 4, rngs=nnx.Rngs(0)), nxp.make_mesh(data=8), nxp.require_names())
     ... except nxp.errors.ShardingError as error:
     ...   print(error)
     incomplete partition spec: 2 parameters have no annotation and match no rule.
@@ -98,4 +101,4 @@ def error() -> Fallback:
         kernel
       Fix: ...
   """
-  return Fallback("error")
+  return Fallback("require_names")

@@ -1,27 +1,24 @@
-"""Input layouts other than "dim 0 over the batch axes": by rank, or over the whole mesh."""
+"""Input layouts other than "dim 0 over the batch axes": by rank, or over all axes of the mesh."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from nnx_parallel.core.axes import Entry
 from nnx_parallel.core.nodes import Names
 from nnx_parallel.errors import ShardingError
 
-_KEYWORD = re.compile(r"map_(\d+)d")
-
 
 class InputRules:
-  """The layout of inputs by their rank, or over the whole mesh. Scalars are always replicated.
+  """The layout of inputs by their rank, or over all axes of the mesh. Scalars are always replicated.
 
   Args:
-    by_rank: rank -> one name for each dim (a logical name, a mesh axis, several, or None: whole).
-    **maps: the same as `map_1d=...`, `map_2d=...`.
+    **maps: `map_1d=...`, `map_2d=...`: for each dim a logical name, a mesh axis, several, or None.
 
   Raises:
-    ShardingError: a mapping with another number of names than its rank, or given twice.
+    ShardingError: a mapping with another number of names than its rank.
 
   Source: Lingvo and Praxis, `map_1d` and `map_2d` of their partitioned inputs.
 
@@ -34,19 +31,13 @@ class InputRules:
     (P('data',), P('data', 'tensor'))
   """
 
-  def __init__(self, by_rank: Mapping[int, Sequence[Entry]] | None = None, **maps: Sequence[Entry]):
+  def __init__(self, **maps: Sequence[Entry]):
     self.every_axis = False
-    table: dict[int, Names] = {}
-    for key, names in [*(by_rank or {}).items(), *maps.items()]:
-      rank = _rank(key)
-      if rank in table:
-        raise ShardingError(f"inputs of {rank} dims have two mappings.", fix="keep one of them.")
-      table[rank] = _names(rank, names)
-    self.by_rank = dict(sorted(table.items()))
+    self.by_rank = {rank: _names(rank, maps[key]) for rank, key in sorted((_rank(key), key) for key in maps)}
 
   @classmethod
   def whole_mesh(cls) -> InputRules:
-    """The batch dim of each input over all axes of the mesh, so that no device gets the same examples.
+    """Splits the batch dim of each input over all axes of the mesh, so that each device gets other examples.
 
     Returns:
       Rules for inputs of any rank.
@@ -62,30 +53,6 @@ class InputRules:
     rules.every_axis = True
     return rules
 
-  def names_for(self, ndim: int, axes: tuple[str, ...]) -> Names:
-    """The names for an input.
-
-    Args:
-      ndim: its rank, at least 1.
-      axes: the mesh axes, major to minor.
-
-    Returns:
-      One entry per dim.
-
-    Raises:
-      ShardingError: no mapping for this rank.
-    """
-    if self.every_axis:
-      return (axes, *([None] * (ndim - 1)))
-    if ndim not in self.by_rank:
-      example = ("data", *[None] * (ndim - 1))
-      raise ShardingError(
-        f"no input rule for an array of {ndim} dims.",
-        details=f"{self!r}",
-        fix=f"add a mapping for that rank, for example map_{ndim}d={example!r}.",
-      )
-    return self.by_rank[ndim]
-
   def __eq__(self, other: object) -> bool:
     if not isinstance(other, InputRules):
       return NotImplemented
@@ -100,16 +67,29 @@ class InputRules:
     return f"InputRules({', '.join(f'map_{rank}d={names!r}' for rank, names in self.by_rank.items())})"
 
 
-def _rank(key: Any) -> int:
-  found = _KEYWORD.fullmatch(key) if isinstance(key, str) else None
-  rank = int(found[1]) if found else key
-  if not isinstance(rank, int) or rank < 1:
+def input_names(rules: InputRules, ndim: int, axes: tuple[str, ...]) -> Names:
+  """The names for an input of at least one dim; `axes` are those of the mesh, major to minor."""
+  if rules.every_axis:
+    return (axes, *([None] * (ndim - 1)))
+  if ndim not in rules.by_rank:
+    example = ("data", *[None] * (ndim - 1))
+    raise ShardingError(
+      f"no input rule for an array of {ndim} dims.",
+      details=f"{rules!r}",
+      fix=f"add a mapping for that rank, for example map_{ndim}d={example!r}.",
+    )
+  return rules.by_rank[ndim]
+
+
+def _rank(key: str) -> int:
+  found = re.fullmatch(r"map_([1-9]\d*)d", key)
+  if found is None:
     raise ShardingError(
       f"{key!r} is not the rank of an input.",
       details="scalars are always replicated",
-      fix='InputRules(map_1d=("data",)) or InputRules({1: ("data",)})',
+      fix='InputRules(map_1d=("data",))',
     )
-  return rank
+  return int(found[1])
 
 
 def _names(rank: int, names: Any) -> Names:

@@ -1,4 +1,4 @@
-"""Logical axis names and the mesh axes that they stand for."""
+"""Logical axis names, and the mesh axes that they map to."""
 
 from __future__ import annotations
 
@@ -11,22 +11,23 @@ from nnx_parallel.core.axes import entry_of
 from nnx_parallel.errors import ShardingError
 
 Candidate = tuple[str, ...]
-"""Mesh axes that cut one dim together, major to minor; `()` keeps the dim whole."""
+"""Mesh axes that split one dim together, major to minor; `()` does not split the dim."""
 Uneven = Literal["error", "next", "pad", "replicate"]
+Unknown = Literal["error", "replicate"]
 UNEVEN: tuple[Uneven, ...] = ("error", "next", "pad", "replicate")
 
 
 class LogicalRules(Mapping[str, tuple[Candidate, ...]]):
   """Logical axis name -> mesh axes, as candidates in order of preference.
 
-  A value is one candidate (`"fsdp"`; `("data", "fsdp")` for both, major to minor; `None` or `()` for whole)
+  A value is one candidate (`"fsdp"`; `("data", "fsdp")` for both, major to minor; `None` or `()` for none)
   or a *list* of candidates: the first one whose axes are in the mesh, are not yet used in the same spec,
   and divide the dim is taken. The order of the names never matters; dims are resolved left to right.
 
   Args:
     names: the rules as a mapping, for names that are not Python keywords; merged with `rules`.
     unknown: what happens to a name that has no rule and is not a mesh axis: `"error"` (default), or
-      `"whole"` as in Flax Linen.
+      `"replicate"` as in Flax Linen.
     uneven: the policy for dims that do not divide, by name, where it differs from the plan's.
     **rules: logical name -> candidates.
 
@@ -47,18 +48,18 @@ class LogicalRules(Mapping[str, tuple[Candidate, ...]]):
     names: Mapping[str, Any] | None = None,
     /,
     *,
-    unknown: Literal["error", "whole"] = "error",
+    unknown: Unknown = "error",
     uneven: Mapping[str, Uneven] | None = None,
     **rules: Any,
   ):
     twice = sorted(set(names or {}) & set(rules))
     if twice:
       raise ShardingError(f"logical name {twice[0]!r} has two rules.", fix="keep one of them.")
-    if unknown not in ("error", "whole"):
+    if unknown not in ("error", "replicate"):
       raise ShardingError(
-        f"unknown={unknown!r} is not a policy for names without a rule.", fix='use "error" or "whole".'
+        f"unknown={unknown!r} is not a policy for names without a rule.", fix='use "error" or "replicate".'
       )
-    self.unknown: Literal["error", "whole"] = unknown
+    self.unknown: Unknown = unknown
     self.uneven: dict[str, Uneven] = dict(uneven or {})
     self._table = {k: _candidates(k, v) for k, v in {**(names or {}), **rules}.items()}
     for name, policy in self.uneven.items():
@@ -71,14 +72,14 @@ class LogicalRules(Mapping[str, tuple[Candidate, ...]]):
 
   @classmethod
   def from_linen(cls, rules: Iterable[tuple[str, Any]]) -> LogicalRules:
-    """Reads Flax Linen's `(name, axes)` pairs: a repeated name adds a candidate, an unknown name is whole.
+    """Reads Flax Linen's `(name, axes)` pairs: a repeated name adds a candidate, unknown names get no axis.
 
     Args:
       rules: pairs as given to `flax.linen.logical_axis_rules`.
 
     Returns:
-      The same rules as `LogicalRules`; every name may end whole, as in Linen. Pairs that Linen could never
-      reach are left out.
+      The same rules as `LogicalRules`; every name ends with no axis as candidate, as in Linen. Pairs
+      that Linen could never reach are left out.
 
     Example:
       >>> import nnx_parallel as nxp
@@ -95,7 +96,7 @@ class LogicalRules(Mapping[str, tuple[Candidate, ...]]):
         if not any(set(earlier) <= set(option) for earlier in kept):
           kept.append(option)
       ended[name] = kept
-    return cls(ended, unknown="whole")
+    return cls(ended, unknown="replicate")
 
   def __getitem__(self, name: str) -> tuple[Candidate, ...]:
     return self._table[name]
@@ -123,7 +124,7 @@ class LogicalRules(Mapping[str, tuple[Candidate, ...]]):
     names: Mapping[str, Any] | None = None,
     /,
     *,
-    unknown: Literal["error", "whole"] | None = None,
+    unknown: Unknown | None = None,
     uneven: Mapping[str, Uneven] | None = None,
     **rules: Any,
   ) -> LogicalRules:
@@ -153,40 +154,26 @@ class LogicalRules(Mapping[str, tuple[Candidate, ...]]):
     # By value, so that equal rules give one compiled program (see `use_rules`).
     return hash((frozenset(self._table.items()), self.unknown, frozenset(self.uneven.items())))
 
-  def mesh_axes(self) -> tuple[str, ...]:
-    """Every mesh axis that some candidate names, in order of first use."""
-    found = (axis for options in self._table.values() for option in options for axis in option)
-    return tuple(dict.fromkeys(found))
 
-  def check_axes(self, mesh: Mapping[str, int]) -> list[str]:
-    """Looks for axes that the mesh does not have.
-
-    Args:
-      mesh: mesh axis name -> size in devices.
-
-    Returns:
-      One note for each axis that looks like a misspelt one: its candidates are passed over.
-
-    Raises:
-      ShardingError: a rule none of whose candidates can ever apply on this mesh.
-    """
-    notes: list[str] = []
-    for name, options in self._table.items():
-      absent = [axis for option in options for axis in option if axis not in mesh]
-      if all(any(axis not in mesh for axis in option) for option in options):
-        near = difflib.get_close_matches(absent[0], list(mesh), 1)
-        shown = show_rule(name, [*map(entry_of, options), None])
-        raise ShardingError(
-          f"the rule for {name!r} can never apply: axis {absent[0]!r} is not in the mesh.",
-          details=f"rule {name!r} -> {show_candidates(options)}, mesh {dict(mesh)}",
-          fix=(f"did you mean {near[0]!r}? Otherwise let" if near else "let")
-          + f" the dim stay whole on such a mesh: {shown}.",
-        )
-      for axis in dict.fromkeys(absent):
-        near = difflib.get_close_matches(axis, list(mesh), 1, cutoff=0.75)
-        if near:
-          notes.append(f"rule {name!r}: axis {axis!r} is not in the mesh (did you mean {near[0]!r}?)")
-    return notes
+def check_axes(rules: LogicalRules, mesh: Mapping[str, int]) -> list[str]:
+  """A note for each axis that looks misspelt; a `ShardingError` for a rule that can never apply."""
+  notes: list[str] = []
+  for name, options in rules.items():
+    absent = [axis for option in options for axis in option if axis not in mesh]
+    if all(any(axis not in mesh for axis in option) for option in options):
+      near = difflib.get_close_matches(absent[0], list(mesh), 1)
+      shown = show_rule(name, [*map(entry_of, options), None])
+      raise ShardingError(
+        f"the rule for {name!r} can never apply: axis {absent[0]!r} is not in the mesh.",
+        details=f"rule {name!r} -> {show_candidates(options)}, mesh {dict(mesh)}",
+        fix=(f"did you mean {near[0]!r}? Otherwise " if near else "")
+        + f"do not split the dim on such a mesh: {shown}.",
+      )
+    for axis in dict.fromkeys(absent):
+      near = difflib.get_close_matches(axis, list(mesh), 1, cutoff=0.75)
+      if near:
+        notes.append(f"rule {name!r}: axis {axis!r} is not in the mesh (did you mean {near[0]!r}?)")
+  return notes
 
 
 def _is_keyword_argument(name: str) -> bool:
@@ -223,23 +210,23 @@ def _candidates(name: str, value: Any) -> tuple[Candidate, ...]:
         f"rule for {name!r}: candidate {show_candidate(option)} can never be reached after"
         f" {show_candidate(shadow)}.",
         details=f"candidates {show_candidates(options)}",
-        fix="put candidates with more axes first and None (whole), which always fits, last; each only once.",
+        fix="put candidates with more axes first and None, which always fits, last; each only once.",
       )
   return options
 
 
 def show_rule(name: str, value: Any) -> str:
-  """One logical rule as it would be typed, whatever its name: `mlp=None`, `{'col-alias': None}`."""
+  """One logical rule as Python code, for any name: `mlp=None`, `{'col-alias': None}`."""
   shown = "..." if value is ... else repr(value)
   return f"{name}={shown}" if _is_keyword_argument(name) else f"{{{name!r}: {shown}}}"
 
 
 def show_candidate(option: Candidate) -> str:
-  """One candidate as it would be typed: `'fsdp'`, `('data', 'fsdp')` or `None`."""
+  """One candidate as Python code: `'fsdp'`, `('data', 'fsdp')` or `None`."""
   return repr(option[0]) if len(option) == 1 else repr(option or None)
 
 
 def show_candidates(options: Sequence[Candidate]) -> str:
-  """Candidates as they would be typed; a list when there are several."""
+  """Candidates as Python code; a list if there are several."""
   shown = [show_candidate(option) for option in options]
   return shown[0] if len(shown) == 1 else f"[{', '.join(shown)}]"

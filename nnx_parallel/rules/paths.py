@@ -1,4 +1,4 @@
-"""Names for parameters that nobody annotated, by pattern on their path."""
+"""Names for parameters without annotations, by pattern on their path."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from jax.sharding import PartitionSpec
 from nnx_parallel.core.nodes import Names, Path, path_str
 from nnx_parallel.errors import ShardingError
 
-WHOLE_DIMS = "..."
-"""In the names of a path rule: any number of whole dims. Stored as text, so that rules go through JSON."""
+ANY_DIMS = "..."
+"""In the names of a path rule: any number of dims that are not split. A string, for JSON."""
 
 
 def _mended(window: str | tuple[str, ...]) -> str | tuple[str, ...]:
-  """A pattern as it was probably meant: as in a shell, where `*` stands for anything; else literally."""
+  """A regular expression from text that is none: `*` means anything, as in a shell."""
 
   def part(pattern: str) -> str:
     try:
@@ -31,20 +31,19 @@ def _mended(window: str | tuple[str, ...]) -> str | tuple[str, ...]:
 
 
 class PathRules:
-  r"""Names for parameters that nobody annotated, by pattern on their path. The first match wins.
+  r"""Names for parameters without annotations, by pattern on their path. The first match wins.
 
-  A pattern is a regular expression that must match the *whole* dotted path (`r".*attn\.(q|k|v)\.kernel"`),
-  or a *window*: a tuple of regular expressions, each matching the whole of one of as many consecutive path
-  parts (`("SelfAttention", "(q|k|v)", "kernel")`). A value is a tuple with one name (logical, or a mesh
-  axis) per dim, where one `...` stands for any number of whole dims; or a `PartitionSpec`. None and
-  `PartitionSpec()` keep the parameter whole, whatever the fallback is. With `(None, None)` its dims have no
+  A pattern is a regular expression for the full dotted path (`r".*attn\.(q|k|v)\.kernel"`), or a *window*: a
+  tuple of regular expressions, one for each of several consecutive path parts, which it must match in full
+  (`("SelfAttention", "(q|k|v)", "kernel")`). A value is a `PartitionSpec`, or a tuple with one name (logical,
+  or a mesh axis) per dim, where one `...` stands for any number of dims without a name. None and
+  `PartitionSpec()` replicate the parameter, whatever the fallback is. With `(None, None)` its dims have no
   names, and `fsdp(extend=True)` may still split one.
 
   Args:
     rules: `(pattern, names)` pairs in order.
-    strict: refuse to plan while some parameter matches no rule (all of them are listed), unless a fallback
-      takes it.
-    optional: rules that match nothing are no reason for a note in the plan: a table for a family of models.
+    strict: a parameter that matches no rule, without a fallback, is an error (which lists all of them).
+    optional: rules that match nothing give no note in the plan, as in a table for a family of models.
 
   Raises:
     ShardingError: a pattern that does not compile, or a value that is not names.
@@ -131,46 +130,35 @@ class PathRule:
     if names is None or (isinstance(names, PartitionSpec) and not len(names)):
       return cls(window, None)
     if isinstance(names, PartitionSpec):
-      names = (*names, ...)  # as in jax, the dims that a spec leaves out are whole
+      names = (*names, ...)  # as in jax, the dims that a spec leaves out are not split
     entries: tuple[Any, ...] = tuple(names) if isinstance(names, (tuple, list)) else ()
-    entries = tuple(WHOLE_DIMS if entry is ... else entry for entry in entries)
+    entries = tuple(ANY_DIMS if entry is ... else entry for entry in entries)
     if not isinstance(names, (tuple, list)) or not all(map(_is_path_entry, entries)):
       raise ShardingError(
         f"path rule {window!r} has the value {names!r}, which is not one name for each dim.",
-        fix=f"({names!r}, None), or None to keep the parameter whole.",
+        fix=f"({names!r}, None), or None to replicate the parameter.",
       )
-    if entries.count(WHOLE_DIMS) > 1:
+    if entries.count(ANY_DIMS) > 1:
       raise ShardingError(
         f"path rule {window!r} has the value {show_names(entries)}, with two ....",
-        fix="keep one; it stands for any number of whole dims.",
+        fix="keep one; it stands for any number of dims that are not split.",
       )
     return cls(window, tuple(tuple(e) if isinstance(e, list) else e for e in entries))
 
   def names_for(self, ndim: int, *, where: str) -> Names | None:
-    """The names for an array, with `...` written out.
-
-    Args:
-      ndim: rank of the array.
-      where: its path, for errors.
-
-    Returns:
-      One entry per dim, or None: the rule keeps the array whole.
-
-    Raises:
-      ShardingError: the rule has another number of names.
-    """
+    """The names for an array at path `where`, with `...` written out; None replicates the array."""
     if self.names is None:
       return None
     names: list[Any] = list(self.names)
-    if WHOLE_DIMS in names:
-      at = names.index(WHOLE_DIMS)
+    if ANY_DIMS in names:
+      at = names.index(ANY_DIMS)
       names[at : at + 1] = [None] * (ndim - len(names) + 1)
     if len(names) != ndim:
-      given = len(self.names) - self.names.count(WHOLE_DIMS)
+      given = len(self.names) - self.names.count(ANY_DIMS)
       raise ShardingError(
         f"path rule {self.pattern!r} gives {given} names to {where}, an array of {ndim} dims.",
         details=f"names {show_names(self.names)}",
-        fix="write one entry for each dim (None: whole; ... stands for any number of whole dims), or put a"
+        fix="write one entry for each dim (None: not split; ... stands for any number of these), or put a"
         " rule for it in front of this one.",
       )
     return tuple(names)
@@ -200,8 +188,8 @@ def _is_path_entry(entry: Any) -> bool:
 
 
 def show_names(names: Sequence[Any] | None) -> str:
-  """Names as they would be typed: `('embed', ..., None)`."""
+  """Names as Python code: `('embed', ..., None)`."""
   if names is None:
     return "None"
-  shown = ["..." if entry == WHOLE_DIMS else repr(entry) for entry in names]
+  shown = ["..." if entry == ANY_DIMS else repr(entry) for entry in names]
   return f"({shown[0]},)" if len(shown) == 1 else f"({', '.join(shown)})"

@@ -1,11 +1,11 @@
 """Ready-made rules: plain `RuleSet`s and `PathRules`, to print, edit and combine.
 
-Two kinds, which go together: *layouts* say which mesh axes the logical names get (`fsdp_tensor`, ...), and
-*model tables* give logical names to the parameters of a family of models that nobody annotated (`llama`,
-...). `[presets.llama(), presets.fsdp_tensor()]` is a complete `rules` argument.
+*Layouts* map logical names to mesh axes (`fsdp_tensor`, ...). *Model tables* give logical names to the
+parameters of a family of models without annotations (`llama`, ...). Use one of each:
+`[presets.llama(), presets.fsdp_tensor()]` is a complete `rules` argument.
 
 The names: `batch`, `seq`, `embed` (the residual width), `mlp` (the hidden width), `heads`, `kv_heads`,
-`vocab`, `features` (the output of a layer whose part is unknown), `expert`, `stage`, `layers`.
+`vocab`, `features` (the output dim of any other layer), `expert`, `layers`.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from __future__ import annotations
 from typing import Any
 
 from nnx_parallel.core.axes import Entry
+from nnx_parallel.rules.fallback import MIN_SIZE, replicate
 from nnx_parallel.rules.fallback import fsdp as fsdp_fallback
-from nnx_parallel.rules.fallback import replicate
 from nnx_parallel.rules.inputs import InputRules
 from nnx_parallel.rules.logical import LogicalRules
 from nnx_parallel.rules.paths import PathRules
@@ -23,23 +23,19 @@ from nnx_parallel.rules.ruleset import RuleSet
 __all__ = [
   "data_parallel",
   "expert",
+  "fsdp",
   "fsdp_tensor",
   "gpt",
-  "hybrid",
   "layers",
   "llama",
-  "pipeline",
   "sequence",
   "t5",
   "vit",
-  "whole_mesh_inputs",
-  "zero",
 ]
-MIN_SIZE = 2**18
 
 
 def data_parallel(data: str = "data") -> RuleSet:
-  """Every device holds the whole model and its share of the batch; names on parameters are ignored.
+  """Each device holds the whole model and its part of the batch; names on parameters are ignored.
 
   Args:
     data: the mesh axis that splits the batch.
@@ -50,64 +46,43 @@ def data_parallel(data: str = "data") -> RuleSet:
   Example:
     >>> import nnx_parallel as nxp
     >>> nxp.presets.data_parallel()
-    [LogicalRules(batch='data', unknown='whole'), replicate()]
+    [LogicalRules(batch='data', unknown='replicate'), replicate()]
   """
-  return RuleSet(LogicalRules(batch=data, unknown="whole"), fallback=replicate())
+  return RuleSet(LogicalRules(batch=data, unknown="replicate"), fallback=replicate())
 
 
-def zero(data: str = "data", *, min_size: int = MIN_SIZE) -> RuleSet:
-  """ZeRO-3 on one axis: the axis that splits the batch also splits parameters and optimizer state.
+def fsdp(axis: str = "fsdp", replica: str | None = None, *, min_size: int = MIN_SIZE) -> RuleSet:
+  """FSDP (ZeRO-3): one axis splits the batch, the parameters and the optimizer state.
 
-  The stages that split the optimizer state or the gradients alone are options of the optimizer, since they
-  leave the parameters whole.
+  With `replica`, FSDP inside a slice and replicas across slices: only gradients cross the slow network.
 
   Args:
-    data: the mesh axis.
-    min_size: parameters with at most this many elements stay whole.
+    axis: the mesh axis, inside a slice.
+    replica: the mesh axis across slices, if any: `make_mesh(replica=2, fsdp=-1, dcn=dict(replica=2))`.
+    min_size: parameters with at most this many elements are replicated.
 
   Returns:
     Rules to pass to `plan`.
 
-  Source: ZeRO, arXiv:1910.02054.
+  Source: ZeRO, arXiv:1910.02054; hybrid sharding, PyTorch FSDP, arXiv:2304.11277.
 
   Example:
     >>> import nnx_parallel as nxp
-    >>> nxp.presets.zero()
-    [LogicalRules(batch='data', unknown='whole'), fsdp('data', min_size=262144, extend=True)]
+    >>> nxp.presets.fsdp(replica="replica").logical
+    LogicalRules(batch=('replica', 'fsdp'), unknown='replicate')
   """
-  return RuleSet(LogicalRules(batch=data, unknown="whole"), fallback=fsdp_fallback(data, min_size=min_size))
-
-
-def hybrid(replica: str = "replica", fsdp: str = "fsdp", *, min_size: int = MIN_SIZE) -> RuleSet:
-  """FSDP inside a slice, replicas across slices: only gradients cross the slow network.
-
-  Args:
-    replica: the mesh axis across slices: `make_mesh(replica=2, fsdp=-1, dcn=dict(replica=2))`.
-    fsdp: the mesh axis inside a slice.
-    min_size: parameters with at most this many elements stay whole.
-
-  Returns:
-    Rules to pass to `plan`.
-
-  Source: hybrid sharding, PyTorch FSDP, arXiv:2304.11277.
-
-  Example:
-    >>> import nnx_parallel as nxp
-    >>> nxp.presets.hybrid().logical
-    LogicalRules(batch=('replica', 'fsdp'), unknown='whole')
-  """
+  batch = axis if replica is None else (replica, axis)
   return RuleSet(
-    LogicalRules(batch=(replica, fsdp), unknown="whole"), fallback=fsdp_fallback(fsdp, min_size=min_size)
+    LogicalRules(batch=batch, unknown="replicate"), fallback=fsdp_fallback(axis, min_size=min_size)
   )
 
 
 def fsdp_tensor(
   data: str = "data", fsdp: str = "fsdp", tensor: str = "tensor", *, min_size: int = MIN_SIZE
 ) -> RuleSet:
-  """Tensor parallelism by name inside FSDP inside data parallelism. The mesh may lack `data`.
+  """Tensor parallelism by name, FSDP, and data parallelism. The mesh may lack `data`.
 
-  Hidden widths and heads are split over `tensor`; each large parameter is then split over `fsdp` along its
-  largest dim that is still free.
+  `tensor` splits hidden widths and heads; `fsdp` then splits the largest free dim of each large parameter.
 
   Args:
     data: mesh axis that splits only the batch.
@@ -125,10 +100,9 @@ def fsdp_tensor(
     >>> nxp.presets.fsdp_tensor().logical["kv_heads"]
     (('tensor',), ())
   """
-  logical = LogicalRules(
-    batch=[(data, fsdp), fsdp], seq=None, embed=None, layers=None, **_tensor_names(tensor)
+  return RuleSet(
+    _by_name(tensor, batch=[(data, fsdp), fsdp]), fallback=fsdp_fallback(fsdp, min_size=min_size)
   )
-  return RuleSet(logical, fallback=fsdp_fallback(fsdp, min_size=min_size))
 
 
 def sequence(
@@ -138,37 +112,36 @@ def sequence(
   *,
   min_size: int = MIN_SIZE,
 ) -> RuleSet:
-  """Activations that are laid out by name are split along `seq`, parameters over both axes by FSDP.
+  """Splits the `seq` dim of inputs and named activations; FSDP over both axes splits the parameters.
 
-  A layout, not a scheme: there is no ring attention. Attention over a split sequence is left to the compiler,
-  which gathers the keys and values of the whole sequence on each device. What no name reaches
-  (`nxp.constrain`, the inputs) is laid out as the compiler likes.
+  A layout, not a scheme: there is no ring attention. The compiler gathers the keys and values of the whole
+  sequence on each device, and chooses the layout of activations without `nxp.constrain`.
 
   Args:
     data: mesh axis that splits the batch.
     sequence: mesh axis that splits the `seq` dim of activations and inputs.
     tensor: mesh axis for hidden widths and heads, if any.
-    min_size: parameters with at most this many elements stay whole.
+    min_size: parameters with at most this many elements are replicated.
 
   Returns:
-    Rules to pass to `plan`, with inputs of two or more dims split as (batch, seq, ...).
+    Rules to pass to `plan`; inputs of two or three dims are split as (batch, seq, ...).
 
   Example:
     >>> import nnx_parallel as nxp
     >>> nxp.presets.sequence().inputs
     InputRules(map_1d=('batch',), map_2d=('batch', 'seq'), map_3d=('batch', 'seq', None))
   """
-  logical = LogicalRules(batch=data, seq=sequence, embed=None, layers=None, **_tensor_names(tensor))
   inputs = InputRules(map_1d=("batch",), map_2d=("batch", "seq"), map_3d=("batch", "seq", None))
-  return RuleSet(logical, fallback=fsdp_fallback((data, sequence), min_size=min_size), inputs=inputs)
+  fallback = fsdp_fallback((data, sequence), min_size=min_size)
+  return RuleSet(_by_name(tensor, batch=data, seq=sequence), fallback=fallback, inputs=inputs)
 
 
 def expert(
   data: str = "data", expert: str = "expert", tensor: str | None = None, *, min_size: int = MIN_SIZE
 ) -> RuleSet:
-  """The `expert` dim of expert weights over one axis, which also splits the batch.
+  """Splits the `expert` dim of expert weights over an axis that also splits the batch.
 
-  A layout, not a scheme: routing, and the exchange of tokens, are your model's and the compiler's.
+  A layout, not a scheme: the model and the compiler route tokens and exchange them.
 
   Args:
     data: mesh axis that splits the batch and, by FSDP, the parameters.
@@ -186,58 +159,18 @@ def expert(
     >>> nxp.presets.expert().logical["batch"]
     (('data', 'expert'),)
   """
-  logical = LogicalRules(
-    batch=(data, expert), seq=None, embed=None, layers=None, expert=expert, **_tensor_names(tensor)
-  )
+  logical = _by_name(tensor, batch=(data, expert), expert=expert)
   return RuleSet(logical, fallback=fsdp_fallback(data, min_size=min_size))
 
 
-def pipeline(
-  data: str = "data", stage: str = "stage", tensor: str | None = None, *, min_size: int = MIN_SIZE
-) -> RuleSet:
-  """The stage (or stacked layer) dim of parameters over one axis, to save memory.
-
-  A layout, not a scheme: nothing is pipelined. In a scan over the layers each device computes all of them,
-  and gathers their weights: on data=2 x stage=4, four times the FLOPs per device of data=8.
-
-  Args:
-    data: mesh axis that splits the batch and, by FSDP, the parameters.
-    stage: mesh axis that splits the layers; it splits no batch.
-    tensor: mesh axis for hidden widths and heads, if any.
-    min_size: parameters with at most this many elements are not split over `data`.
-
-  Returns:
-    Rules to pass to `plan`.
-
-  Example:
-    >>> import nnx_parallel as nxp
-    >>> nxp.presets.pipeline().logical["layers"]
-    (('stage',), ())
-  """
-  logical = LogicalRules(
-    batch=data, seq=None, embed=None, stage=stage, layers=[stage, None], **_tensor_names(tensor)
-  )
-  return RuleSet(logical, fallback=fsdp_fallback(data, min_size=min_size))
-
-
-def whole_mesh_inputs() -> InputRules:
-  """Inputs split along the batch dim over every axis of the mesh; the same as `InputRules.whole_mesh()`.
-
-  Returns:
-    Rules for inputs, to add to other rules.
-
-  Example:
-    >>> import nnx_parallel as nxp
-    >>> nxp.presets.whole_mesh_inputs()
-    InputRules.whole_mesh()
-  """
-  return InputRules.whole_mesh()
-
-
-def _tensor_names(tensor: str | None) -> dict[str, Any]:
-  # Few key-value heads and odd vocabularies are common, so those two may stay whole; the plan says so.
+def _by_name(tensor: str | None, **rules: Any) -> LogicalRules:
+  """Rules for all names of the model tables; `tensor` splits hidden widths and heads."""
+  # Few key-value heads and odd vocabularies are common, so these may be replicated; the plan shows it.
   soft = None if tensor is None else [tensor, None]
-  return {"mlp": tensor, "heads": tensor, "kv_heads": soft, "vocab": soft, "features": soft}
+  split = {"mlp": tensor, "heads": tensor, "kv_heads": soft, "vocab": soft, "features": soft}
+  return LogicalRules(
+    {"batch": rules.pop("batch"), "seq": None, "embed": None, "layers": None, **rules, **split}
+  )
 
 
 _NORM = r"(?i).*(norm|ln|layernorm|rmsnorm)(_?\w+)?"
@@ -246,12 +179,12 @@ _NORM = r"(?i).*(norm|ln|layernorm|rmsnorm)(_?\w+)?"
 def layers(
   *, embed: Entry = "embed", heads: Entry = "heads", vocab: Entry = "vocab", features: Entry = "features"
 ) -> PathRules:
-  """Names for stock NNX layers, wherever they are, by the names of their Variables alone.
+  """Names for the layers of `flax.nnx`, by the names of their Variables alone.
 
-  Attention projections of `MultiHeadAttention` get `heads`; `Embed` gets `vocab`; any other kernel (`Linear`,
-  `LinearGeneral`, `Einsum`, `Conv`, LSTM and GRU cells) gets `features` on its last dim, its output; so does
-  LoRA's second factor. Biases, scales, statistics and LoRA's first factor stay whole. A table for the
-  model's family splits pairs of layers better: `llama`, `gpt`, `vit`, `t5`.
+  The projections of `MultiHeadAttention` get `heads`; `Embed` gets `vocab`; the last (output) dim of any
+  other kernel (`Linear`, `LinearGeneral`, `Einsum`, `Conv`, LSTM and GRU cells) and of LoRA's second factor
+  gets `features`. Biases, scales, statistics and LoRA's first factor are replicated. The table of the model's
+  family splits pairs of layers better: `llama`, `gpt`, `vit`, `t5`.
 
   Args:
     embed: name of the residual width.
@@ -330,7 +263,7 @@ def llama(
 ) -> PathRules:
   """Names for Llama-shaped decoders: gated MLP, grouped query heads, RMSNorm.
 
-  Kernels of two dims (`Linear`) and of three (with heads and head size apart) are both understood.
+  Kernels may have two dims (`Linear`), or three with heads and head size as separate dims.
 
   Args:
     embed: name of the residual width.
@@ -370,7 +303,7 @@ def gpt(
 
   Args:
     embed: name of the residual width.
-    heads: name of the attention heads; of a fused kernel, its whole output.
+    heads: name of the attention heads; in a fused kernel, of the output dim.
     mlp: name of the hidden width.
     vocab: name of the vocabulary dim.
 

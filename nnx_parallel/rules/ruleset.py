@@ -3,21 +3,24 @@
 Three small kinds of rule, composed in a `RuleSet`:
 
 * `LogicalRules`: logical name -> mesh axes, with candidates in order of preference;
-* `PathRules`: a pattern on the path -> names, for models that nobody annotated;
-* a fallback for parameters without names: `fsdp()`, `replicate()` or `error()`.
+* `PathRules`: a pattern on the path -> names, for models without annotations;
+* a fallback for parameters without names: `fsdp()`, `replicate()` or `require_names()`.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 from nnx_parallel.errors import ShardingError
 from nnx_parallel.rules.fallback import Fallback
 from nnx_parallel.rules.inputs import InputRules
-from nnx_parallel.rules.logical import LogicalRules, Uneven, show_candidates, show_rule
+from nnx_parallel.rules.logical import LogicalRules, show_candidates, show_rule
 from nnx_parallel.rules.paths import PathRules
+
+T = TypeVar("T")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,7 +29,7 @@ class RuleSet:
 
   Attributes:
     logical: logical name -> mesh axes.
-    paths: names for parameters that nobody annotated, by path.
+    paths: names for parameters without annotations, by path.
     fallback: what happens to parameters without names.
     inputs: how inputs are split, where the `batch` rule on dim 0 is not enough.
   """
@@ -38,7 +41,7 @@ class RuleSet:
 
   @classmethod
   def of(cls, rules: Rules) -> RuleSet:
-    """Reads whatever the `rules` argument may be: one kind of rule, a preset, a mapping, or a sequence.
+    """Reads the `rules` argument of `plan`.
 
     Args:
       rules: None, `LogicalRules`, a mapping of logical names, `PathRules`, a fallback, `InputRules`, a
@@ -48,41 +51,21 @@ class RuleSet:
       One `RuleSet`.
 
     Raises:
-      ShardingError: two logical tables, fallbacks or input rules that disagree, or something that is not a
-        rule.
+      ShardingError: two logical tables, fallbacks or input rules that disagree, or an object that is no rule.
     """
     if isinstance(rules, RuleSet):
       return rules
-    logical: LogicalRules | None = None
-    paths: list[PathRules] = []
-    fallback: Fallback | None = None
-    inputs: InputRules | None = None
-    for item in _flatten(rules):
-      if isinstance(item, LogicalRules):
-        logical = item if logical is None else _merge(logical, item)
-      elif isinstance(item, PathRules):
-        paths.append(item)
-      elif isinstance(item, Fallback):
-        if fallback not in (None, item):
-          raise ShardingError(
-            f"two fallbacks: {fallback} and {item}.",
-            fix="keep one; the fallback is what comes last.",
-          )
-        fallback = item
-      elif isinstance(item, InputRules):
-        if inputs not in (None, item):
-          raise ShardingError(f"two input rules: {inputs} and {item}.", fix="keep one of them.")
-        inputs = item
-      else:
-        if callable(item) and getattr(item, "__module__", "").startswith("nnx_parallel.rules."):
-          name = getattr(item, "__name__", "")
-          raise ShardingError(f"the function {name} was not called, so it is no rule.", fix=f"{name}()")
-        raise ShardingError(
-          f"{item!r} is not a sharding rule.",
-          fix='pass LogicalRules(embed="fsdp"), PathRules([...]), fsdp(), replicate(), or a list of these;'
-          " the (name, axes) pairs of Flax Linen through LogicalRules.from_linen(pairs).",
-        )
-    return cls(logical if logical is not None else LogicalRules(), tuple(paths), fallback, inputs)
+    items = [*_flatten(rules)]
+    for item in items:
+      if not isinstance(item, (LogicalRules, PathRules, Fallback, InputRules)):
+        raise _no_rule(item)
+    tables = [item for item in items if isinstance(item, LogicalRules)]
+    return cls(
+      functools.reduce(_merge, tables) if tables else LogicalRules(),
+      tuple(item for item in items if isinstance(item, PathRules)),
+      _single("fallbacks", [item for item in items if isinstance(item, Fallback)]),
+      _single("input rules", [item for item in items if isinstance(item, InputRules)]),
+    )
 
   def replace(
     self, names: Mapping[str, Any] | None = None, /, *, fallback: Fallback | None = None, **rules: Any
@@ -91,7 +74,7 @@ class RuleSet:
 
     Args:
       names: as for `LogicalRules.replace`.
-      fallback: `fsdp()`, `replicate()` or `error()` instead of its own; None keeps it.
+      fallback: `fsdp()`, `replicate()` or `require_names()`; None keeps the present one.
       **rules: logical name -> candidates, and the options of `LogicalRules.replace`.
 
     Returns:
@@ -100,27 +83,10 @@ class RuleSet:
     Example:
       >>> import nnx_parallel as nxp
       >>> nxp.presets.data_parallel().replace(batch=("data", "fsdp"))
-      [LogicalRules(batch=('data', 'fsdp'), unknown='whole'), replicate()]
+      [LogicalRules(batch=('data', 'fsdp'), unknown='replicate'), replicate()]
     """
     logical = self.logical.replace(names, **rules)
     return dataclasses.replace(self, logical=logical, fallback=fallback or self.fallback)
-
-  def with_uneven(self, policy: Uneven) -> RuleSet:
-    """The same rules, with a policy for the names that have none of their own.
-
-    Args:
-      policy: as in `plan`; `"error"` changes nothing, being what a name without a policy has.
-
-    Returns:
-      New rules, so that whoever resolves a name later (`constrain`, say) treats it as the plan did.
-    """
-    if policy == "error" or not len(self.logical):
-      return self
-    uneven = dict(self.logical.uneven)
-    for name in self.logical:
-      uneven.setdefault(name, policy)
-    logical = LogicalRules(dict(self.logical), unknown=self.logical.unknown, uneven=uneven)
-    return dataclasses.replace(self, logical=logical)
 
   def __repr__(self) -> str:
     return f"[{', '.join(map(repr, _flatten(self)))}]"
@@ -143,6 +109,24 @@ def _flatten(rules: Any) -> Iterator[Any]:
     yield rules
 
 
+def _no_rule(item: object) -> ShardingError:
+  if callable(item) and getattr(item, "__module__", "").startswith("nnx_parallel.rules."):
+    name = getattr(item, "__name__", "")
+    return ShardingError(f"the function {name} was not called, so it is no rule.", fix=f"{name}()")
+  return ShardingError(
+    f"{item!r} is not a sharding rule.",
+    fix='pass LogicalRules(embed="fsdp"), PathRules([...]), fsdp(), replicate(), or a list of these;'
+    " the (name, axes) pairs of Flax Linen through LogicalRules.from_linen(pairs).",
+  )
+
+
+def _single(kind: str, found: Sequence[T]) -> T | None:
+  for other in found:
+    if other != found[0]:
+      raise ShardingError(f"two {kind}: {found[0]} and {other}.", fix="keep one of them.")
+  return found[0] if found else None
+
+
 def _merge(first: LogicalRules, second: LogicalRules) -> LogicalRules:
   clash = [name for name in first if name in second and first[name] != second[name]]
   if clash:
@@ -152,7 +136,7 @@ def _merge(first: LogicalRules, second: LogicalRules) -> LogicalRules:
       details=f"{show_candidates(first[name])} and {show_candidates(second[name])}",
       fix=f"keep one, or change it with rules.replace({show_rule(name, ...)}).",
     )
-  unknown = "whole" if "whole" in (first.unknown, second.unknown) else "error"
+  unknown = "replicate" if "replicate" in (first.unknown, second.unknown) else "error"
   return LogicalRules({**first, **second}, unknown=unknown, uneven={**first.uneven, **second.uneven})
 
 

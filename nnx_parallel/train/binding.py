@@ -1,7 +1,7 @@
 """A live module as a flat list of arrays: read, written back, and watched for edits.
 
-The cost of `nnx.jit` per step is the traversal of the module. Here it is traversed once; each step then reads
-the arrays of the same Variables, and `Watch` tells whether the module still is what was traversed.
+`nnx.jit` traverses the module in every step, which is most of its cost. Here it is traversed once. Each step
+then reads the arrays of the same Variables, after `Watch` has compared the structure with what was traversed.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ from jax.extend.core import get_opaque_trace_state
 from jax.sharding import NamedSharding, PartitionSpec
 
 from nnx_parallel.core.nodes import Path, path_str, value_of, variables
+from nnx_parallel.core.text import few
 from nnx_parallel.errors import TrainError
-from nnx_parallel.train.compiled import deleted, is_deleted
 
 # The slot itself: the public accessors cost five times as much and check what a step has checked once.
 _SLOT: Any = vars(nnx.Variable)["_raw_value"]
 ABSENT: Any = object()
-"""Stands for an object that is not there."""
+"""Stands for an absent object."""
 _SIMPLE = (bool, int, float, str, bytes, type(None), tuple)
 current_trace: Callable[[], Any] = functools.partial(get_opaque_trace_state, convention="nnx")
-"""What flax compares before it lets a Variable be changed: equal while no `jit` is being traced."""
+"""What flax compares before it changes a Variable: equal while no `jit` is being traced."""
 put: Callable[[Any, Any], None] = _SLOT.__set__
-"""Gives a Variable its array, without the checks that a step has made once."""
+"""Sets the array of a Variable, without the checks that a step has made once."""
 exhaust: Callable[[Iterable[Any]], None] = collections.deque[Any](maxlen=0).extend
 """Runs an iterator to its end: `exhaust(map(put, variables, arrays))` is a loop without bytecode."""
 
@@ -57,14 +57,7 @@ class Template:
     self.index: dict[Path, int] = {path: i for i, path in enumerate(self.paths)}
 
   def build(self, arrays: Sequence[Any]) -> Any:
-    """The same structure with new Variables around `arrays`, one for each path.
-
-    Args:
-      arrays: in the order of `paths`.
-
-    Returns:
-      New objects; the originals are untouched.
-    """
+    """New objects of the same structure around `arrays`, which are in the order of `paths`."""
     made: list[Any] = [
       (path, leaf.copy(array) if isinstance(leaf, nnx.Variable) else array)
       for path, leaf, array in zip(self.paths, self.leaves, arrays, strict=True)
@@ -74,14 +67,8 @@ class Template:
   def arrays(self, objects: Any) -> list[Any]:
     """The arrays of `objects`, which `build` made, in the order of `paths`.
 
-    Args:
-      objects: as returned by `build`, perhaps changed since.
-
-    Returns:
-      One array for each path.
-
     Raises:
-      TrainError: a Variable was added or removed.
+      TrainError: a Variable was added or removed since.
     """
     after = variables(objects)
     for path in after:
@@ -105,7 +92,7 @@ class Binding:
 
   Args:
     roots: name -> module, optimizer, or a tuple or dict of them; the names start the paths in messages.
-    planned: where arrays belong, by path in the template: replaced layers are put there.
+    planned: shardings by path in the template; replaced layers are put there.
   """
 
   def __init__(self, roots: Mapping[str, Any], planned: Mapping[Path, NamedSharding] = MappingProxyType({})):
@@ -167,8 +154,7 @@ class Binding:
       raise deleted(gone, len(values))
 
   def _settle(self, mesh: Any, planned: Mapping[Path, NamedSharding]) -> None:
-    # Without this, XLA chooses a layout for what lies on no mesh, the second step starts from that layout,
-    # and everything is compiled again.
+    # Else XLA chooses a layout for arrays that are on no mesh, and the second step is compiled again for it.
     for i, (path, leaf) in enumerate(zip(self.template.paths, self.template.leaves, strict=True)):
       value, own = value_of(leaf), self.shardings[i]
       where = _where(value, mesh, planned.get(path), own)
@@ -180,7 +166,7 @@ class Binding:
         and value.sharding.device_set != set(mesh.devices.flat)
       ):
         raise TrainError(
-          f"{self.labels[i]} lies on {_devices(value)}, and the rest on a mesh of {mesh.size} devices.",
+          f"{self.labels[i]} is on {_devices(value)}, and the rest on a mesh of {mesh.size} devices.",
           fix="create it with nxp.create_sharded_model, or jax.device_put(x, NamedSharding(mesh, P())).",
         )
       self.shardings[i] = where
@@ -226,7 +212,7 @@ class Watch:
     )
 
   def reference(self, name: str) -> Callable[[], Any]:
-    """Gives the watched root while it lives; for tuples and dicts of them, something that is never given."""
+    """A function that returns the root while it is alive; of a tuple or dict, an object that is no root."""
     make = self._roots.get(name)
     return make if isinstance(make, weakref.ref) else lambda: ABSENT
 
@@ -239,10 +225,9 @@ class Watch:
     return all(_same_objects(self._roots[name](), root) for name, root in roots.items())
 
   def changes(self) -> tuple[list[str], bool]:
-    """What changed since `same` was true, in words; equal simple values are no change.
+    """One phrase for each attribute that changed, and whether all of them are simple values such as flags.
 
-    Returns:
-      One phrase for each attribute that differs, and whether all of them are simple values such as flags.
+    Another object with an equal simple value is no change.
     """
     now = Watch({name: make() for name, make in self._roots.items()})
     before = dict(zip(self._names, self._saved, strict=False))
@@ -263,7 +248,7 @@ class Watch:
     return phrases, simple
 
   def look(self) -> None:
-    """Takes what is there now as the state to compare with."""
+    """Makes the present structure the one to compare with."""
     self._take()
 
 
@@ -279,7 +264,7 @@ def _count_when_alone() -> int:
 
 
 _ALONE = _count_when_alone()
-"""What `_unshared` counts for an array that only its Variable holds: measured rather than assumed."""
+"""What `_unshared` counts for an array that only its Variable holds: measured, not assumed."""
 
 
 # Compiled once: an operation of jax.numpy by itself runs Python code of jax, which a signal may interrupt
@@ -288,22 +273,39 @@ _copied = jax.jit(jnp.copy)
 
 
 def read_apart(variables: Sequence[Any]) -> list[Any]:
-  """The arrays of the Variables, with copies of those that somebody else holds too.
+  """The arrays of the Variables, which may be donated: copies of those that are held elsewhere too.
 
   Donating such an array would delete it under its other holder: an `nnx.clone` kept as an average, or a value
   that the user read before the step.
-
-  Args:
-    variables: live Variables.
-
-  Returns:
-    One array for each Variable, which may be donated.
   """
   arrays = _unshared(variables, _ALONE)
   if len(arrays) == len(variables):
     return arrays
   del arrays  # it holds each of them once more
   return [v._raw_value if _unshared([v], _ALONE) else _copied(v._raw_value) for v in variables]
+
+
+RESTORE = "restore the last checkpoint: model, optimizer = nxp.Checkpointer(directory).restore(plan)"
+
+
+def is_deleted(array: Any) -> bool:
+  """Whether it is an array whose memory was donated or freed."""
+  return isinstance(array, jax.Array) and array.is_deleted()
+
+
+def deleted(labels: Sequence[str], count: int) -> TrainError:
+  """The error of a call on a model with `count` arrays, of which those with these labels are gone."""
+  return TrainError(
+    f"{labels[0]} was deleted: its memory was donated to a step that failed, or to another function.",
+    details=f"gone: {some_of(labels, count)}",
+    fix=f"{RESTORE}.\n"
+    "Keep a copy of what another function donates: jax.tree.map(jnp.copy, nnx.state(model)).",
+  )
+
+
+def some_of(labels: Sequence[str], count: int) -> str:
+  """`a, b and 3 more of 9 arrays`."""
+  return f"{few(labels)} of {count} arrays"
 
 
 def check_outside(roots: Iterable[Any]) -> None:
@@ -384,7 +386,7 @@ def _containers(path: str, node: Any, seen: set[int]) -> Iterator[tuple[str, Any
 
 
 def _where(value: Any, mesh: Any, planned: NamedSharding | None, own: NamedSharding | None) -> NamedSharding:
-  """Where an array belongs: as planned, if it can lie so; else where it lies; else whole on the mesh."""
+  """The planned sharding, if the shape allows it; else the present one; else replicated on the mesh."""
   if planned is not None and planned.mesh == mesh:
     if own is not None and own.is_equivalent_to(planned, value.ndim):
       return own
@@ -404,7 +406,7 @@ def _common_mesh(labels: list[str], shardings: list[NamedSharding | None]) -> An
   if len(found) > 1:
     (mesh, label), (other, second), *_ = found.items()
     raise TrainError(
-      f"{label} and {second} lie on different meshes.",
+      f"{label} and {second} are on different meshes.",
       details=f"{dict(mesh.shape)} ({mesh.axis_types[0]}) and {dict(other.shape)} ({other.axis_types[0]})",
       fix="create the model and its optimizer from one plan.",
     )

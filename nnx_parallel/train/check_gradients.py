@@ -1,4 +1,4 @@
-"""Checks on a layout itself that the gradients of a loss are its derivatives."""
+"""Checks, on the layout in question, that the gradients of a loss are its derivatives."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from nnx_parallel.layout.constrain import scope_of
 from nnx_parallel.layout.known_faults import Fault, possible_faults
 from nnx_parallel.layout.leaf import Decision, LeafPlan
 from nnx_parallel.rules.ruleset import RuleSet
-from nnx_parallel.train.accumulate import Layout, batch_axes_of
 from nnx_parallel.train.binding import Binding
 from nnx_parallel.train.directions import inner, power_of_two
 from nnx_parallel.train.gradient_check import GradientCheck, GradientLook, Verdict
+from nnx_parallel.train.gradients import Layout, batch_axes_of
 from nnx_parallel.train.losses import check_examples
+from nnx_parallel.train.options import LossFn, StepOptions
 from nnx_parallel.train.relayout import Relayout, cheapest, relayouts
 from nnx_parallel.train.subject import Subject
-from nnx_parallel.train.update import LossFn, Recipe
 
 # Beyond this a closer look follows. benchmarks/results/check_gradients.md: how right gradients round.
 _TOLERANCE = {"float64": 1e-8, "float32": 1e-4, "float16": 5e-3, "bfloat16": 3e-2}
@@ -36,7 +36,7 @@ _FLOOR = {"float64": 1e-6, "float32": 1e-4, "float16": 1e-2, "bfloat16": 2e-2}
 LOSS_TOLERANCE = {"float64": 1e-10, "float32": 1e-4, "float16": 5e-3, "bfloat16": 2e-2}
 _COARSE = 0.5  # a tolerance beyond this sees no gradient that is twice too large
 _LEAVES = 16
-_APART = "by each device on its own"
+_BY_DEVICE = "by each device on its own"
 
 
 def check_gradients(
@@ -47,7 +47,7 @@ def check_gradients(
   wrt: Any = nnx.Param,
   seed: int = 0,
   directions: int | None = None,
-  apart: bool = False,
+  by_group: bool = False,
   tries: int = 8,
 ) -> GradientCheck:
   """Checks that `jax.grad` of a loss, compiled for the layout of a live model, gives its derivatives.
@@ -55,7 +55,7 @@ def check_gradients(
   XLA partitions a program by rules of its own, and some layouts make it wrong in silence: the loss is right,
   and the gradient of a leaf is half of what it should be. This compares, on the mesh and at full size, the
   product of the gradient with random directions of +1 and -1 with the derivative of the loss along them by
-  forward mode: first over all leaves, each weighted alike, then, where the two differ, over groups of equal
+  forward mode: first over all leaves with equal weights, then, where the two differ, over groups of equal
   layers and over single leaves. The model is unchanged, and no second copy of it is made.
 
   A jit of your own is checked, as it would be without `train_step`; `step.check_gradients` checks what a step
@@ -63,9 +63,9 @@ def check_gradients(
 
   What it can miss: by chance, an error that is nearly orthogonal to the directions. One leaf of 100 whose
   gradient is twice too large passes in float32 once in 600 checks. In bfloat16 the rounding of the others
-  may hide it: there `apart` looks at each group of equal layers by itself. Gradients below 1e-4 (in bfloat16
-  2e-2) of the norm of all weigh less, since they may be zero but for rounding. `jax.custom_jvp` rules are
-  taken at their word, and those of `jax.custom_vjp` whose function rounds.
+  may hide it: there `by_group` compares each group of equal layers by itself. Gradients below 1e-4 (in
+  bfloat16 2e-2) of the norm of all have less weight, since they may be zero but for rounding. Rules of
+  `jax.custom_jvp` are not checked, nor those of `jax.custom_vjp` whose function rounds.
 
   Args:
     model: a live module; or a tuple or dict of modules, which the loss function gets as they are.
@@ -74,7 +74,7 @@ def check_gradients(
     wrt: which Variables to differentiate.
     seed: of the directions.
     directions: how many; by default 1, and 2 where the loss computes in less than float32.
-    apart: look at each group of equal layers too, at the cost of one forward derivative for each and each
+    by_group: compare each group of equal layers too, at the cost of one forward derivative for each and each
       direction: in bfloat16, one wrong leaf among many is lost in their rounding.
     tries: how many other layouts to try for leaves that are wrong; two programs are compiled for each.
 
@@ -94,7 +94,7 @@ def check_gradients(
     >>> bool(nxp.check_gradients(model, batch, lambda model, x: (model(x) ** 2).mean()))
     True
   """
-  return checked(subject_of(model, batch, loss_fn, wrt), seed, directions, apart=apart, tries=tries)
+  return checked(subject_of(model, batch, loss_fn, wrt), seed, directions, by_group=by_group, tries=tries)
 
 
 def coarsest_dtype(model: Any, batch: Any, loss_fn: LossFn, wrt: Any = nnx.Param) -> str:
@@ -103,13 +103,9 @@ def coarsest_dtype(model: Any, batch: Any, loss_fn: LossFn, wrt: Any = nnx.Param
 
 
 def subject_of(model: Any, batch: Any, loss_fn: LossFn, wrt: Any) -> Subject:
-  """A loss that `jax.grad` differentiates in a jit of its own, to be checked."""
+  """A loss to check that `jax.grad` differentiates in a separate jit."""
   binding = Binding({"model": model})
-
-  def layouts(_: Any) -> Any:
-    return lambda paths, stages: Layout(binding.mesh, [], False, frozenset(), ())  # pyright: ignore[reportUnknownLambdaType]
-
-  return Subject(Recipe(loss_fn), loss_fn, binding, batch, wrt={None: wrt}, layouts=layouts)
+  return Subject(StepOptions(loss_fn), loss_fn, binding, batch, {None: wrt}, Layout(binding.mesh, {}))
 
 
 class Looks:
@@ -153,13 +149,13 @@ class Looks:
     if subject.together:
       return losses, "not decided", subject.together
     given = (self.arrays, subject.batch, self.seeds[0], np.zeros(len(self.factors), np.float32))
-    apart = self._on_whole_arrays(subject.value_by_device, *given)
-    if apart is None:
+    found = self._on_whole_arrays(subject.value_by_device, *given)
+    if found is None:
       return losses, "not decided", self.too_large
-    value, size, _ = map(float, apart)
+    value, size, _ = map(float, found)
     allowed = LOSS_TOLERANCE[self.dtype] * max(abs(value), size)
     if all(abs(loss - value) <= allowed for loss in losses.values()):
-      return {**losses, _APART: value}, "right", ""
+      return {**losses, _BY_DEVICE: value}, "right", ""
     # Perhaps the examples depend on each other (a contrastive loss).
     together = self._on_whole_arrays(subject.by_device(slope=False, whole=True), *given)
     if together is None:
@@ -169,9 +165,9 @@ class Looks:
     return {**losses, "by each device for all examples": whole}, "right" if right else "wrong", ""
 
   @functools.cached_property
-  def apart(self) -> Any:
-    """The derivative by a program that nobody partitions."""
-    return self.subject.by_device(slope=True, whole=_APART not in self.values[0])
+  def by_device(self) -> Any:
+    """The derivative by a program that XLA does not partition."""
+    return self.subject.by_device(slope=True, whole=_BY_DEVICE not in self.values[0])
 
   def look(
     self, name: str, chosen: Sequence[int], *, closer: bool = False, by_device: bool = False
@@ -179,11 +175,11 @@ class Looks:
     """Compares the derivatives along directions in some leaves.
 
     Args:
-      name: what the leaves are called.
+      name: for the leaves.
       chosen: their positions.
-      closer: along all directions, to decide.
-      by_device: compare with the derivative by a program that nobody partitions, and not by forward mode on
-        the layout.
+      closer: use all directions, to decide.
+      by_device: compare with the derivative by a program that XLA does not partition, and not with forward
+        mode on the layout.
     """
     which = list(chosen)
     factors = np.zeros(len(self.factors))
@@ -229,7 +225,7 @@ class Looks:
   def same_by_device(self, chosen: Sequence[int]) -> bool:
     """Whether devices on their own compute these gradients too: then the layout is not what is wrong."""
     given = (self.arrays, self.subject.batch, np.array(self.seeds))
-    program = self.subject.gradients_by_device(whole=_APART not in self.values[0])
+    program = self.subject.gradients_by_device(whole=_BY_DEVICE not in self.values[0])
     try:
       program.trace(*given)
     except (TypeError, ValueError, NotImplementedError):  # a rule for the backward pass has its own shard_map
@@ -257,9 +253,9 @@ class Looks:
     if self.cannot:
       return self._differences(seed, factors)
     given = (self.arrays, self.subject.batch, seed, factors.astype(np.float32))
-    apart = self._on_whole_arrays(self.apart, *given) if by_device else None
-    if apart is not None:
-      return float(apart[2]), 0.0
+    found = self._on_whole_arrays(self.by_device, *given) if by_device else None
+    if found is not None:
+      return float(found[2]), 0.0
     loss, slope = self.subject.forward(*given)
     self.loss_forward = float(loss)
     return float(slope), 0.0
@@ -297,26 +293,15 @@ def checked(
   seed: int = 0,
   directions: int | None = None,
   *,
-  apart: bool = False,
+  by_group: bool = False,
   tries: int = 8,
 ) -> GradientCheck:
-  """Looks at all leaves together, then closer where the derivatives differ.
-
-  Args:
-    subject: what is checked.
-    seed: of the directions.
-    directions: how many; by default 1, and 2 where the loss computes in less than float32.
-    apart: look at groups of leaves, also where nothing differs.
-    tries: how many other layouts to try where something is wrong.
-
-  Returns:
-    What was found.
-  """
+  """Compares all leaves together, then closer where the derivatives differ; see `check_gradients`."""
   check_examples(subject.batch)
   looks = Looks(subject, seed, directions)
   leaves = subject.leaves
   lost = _not_finite(leaves, looks.norms)  # nothing is to be learnt from the others then
-  found, by_device = (lost, False) if lost else _looked(looks, apart)
+  found, by_device = (lost, False) if lost else _looked(looks, by_group)
   losses, verdict, why = looks.values
   not_checked = [f"the loss itself: {why}; nxp.check_step compares two layouts"] if why else []
   if looks.cannot:
@@ -347,7 +332,7 @@ def checked(
   )
 
 
-def _looked(looks: Looks, apart: bool) -> tuple[list[GradientLook], bool]:
+def _looked(looks: Looks, by_group: bool) -> tuple[list[GradientLook], bool]:
   """All looks, and whether they are at what each device computes on its own."""
   leaves = looks.subject.leaves
   every = range(len(leaves))
@@ -359,7 +344,7 @@ def _looked(looks: Looks, apart: bool) -> tuple[list[GradientLook], bool]:
     return found if found[0] else [
       looks.look(leaves[0][0], every, closer=True, by_device=by_device)
     ], by_device
-  if found[0] and not apart:
+  if found[0] and not by_group:
     return found, by_device
   for name, group in _groups(leaves):
     together = looks.look(name, group, closer=True, by_device=by_device)
@@ -432,7 +417,9 @@ def _known(subject: Subject) -> list[Fault]:
   scope = scope_of(subject.binding.variables)
   rules = RuleSet() if scope is None else RuleSet(logical=scope.rules, inputs=scope.inputs)
   leaves = [
-    LeafPlan("model", (name,), "", x.shape, x.dtype, None, where.spec, (), None, Decision("whole", ""), mesh)
+    LeafPlan(
+      "model", (name,), "", x.shape, x.dtype, None, where.spec, (), None, Decision("replicated", ""), mesh
+    )
     for name, where, x in subject.leaves
     if where is not None
   ]
@@ -476,8 +463,8 @@ def _not_finite(leaves: Sequence[tuple[str, Any, Any]], norms: Any) -> list[Grad
 def _weights(norms: np.ndarray[Any, Any], floor: float) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
   """What each direction is multiplied by, and the norm that each gradient is measured against.
 
-  All gradients weigh alike, save those below the floor: what rounding leaves of a gradient that is zero (of a
-  bias before a norm) must not drown the others. A gradient that is exactly zero was stopped, and weighs.
+  All gradients have equal weights, except those below the floor: the rounding of a zero gradient (of a bias
+  before a norm) must not hide the others. A gradient that is exactly zero was stopped, and has its weight.
   """
   finite = np.isfinite(norms)
   sizes = np.where(finite, np.maximum(norms, floor), 1.0)
@@ -494,7 +481,7 @@ def _said(look: GradientLook) -> str:
 
 
 def _groups(leaves: Sequence[tuple[str, Any, Any]]) -> list[tuple[str, list[int]]]:
-  """The positions of alike leaves of equal layers, with a name for them."""
+  """The positions of corresponding leaves of equal layers, with a name for them."""
   found: dict[Any, list[int]] = {}
   for n, (name, where, array) in enumerate(leaves):
     found.setdefault((number_pattern(name), where, array.shape, array.dtype), []).append(n)
@@ -502,12 +489,9 @@ def _groups(leaves: Sequence[tuple[str, Any, Any]]) -> list[tuple[str, list[int]
 
 
 def coarsest(jaxpr: Any, platform: str) -> str:
-  """The coarsest floating dtype in which a program computes, by name.
+  """The coarsest floating dtype in which a program computes on a platform, by name.
 
-  Args:
-    jaxpr: its trace.
-    platform: on which it runs. By default TPUs multiply float32 matrices in bfloat16, and GPUs in TF32, which
-      has the bits of float16.
+  By default TPUs multiply float32 matrices in bfloat16, and GPUs in TF32, which has the bits of float16.
   """
   eqns = list(equations(jaxpr.jaxpr))
   dtypes = {var.aval.dtype for eqn in eqns for var in eqn.outvars if hasattr(var.aval, "dtype")}

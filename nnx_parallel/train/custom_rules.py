@@ -1,4 +1,4 @@
-"""Functions with reverse rules of their own (`jax.custom_vjp`), and stopped gradients, in a trace."""
+"""Custom reverse rules (`jax.custom_vjp`) and stopped gradients in a trace."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from nnx_parallel.core.jaxprs import (
 
 
 def own_rules(jaxpr: Any) -> dict[str, bool]:
-  """The functions with a reverse rule of their own (`jax.custom_vjp`) in a program: whether each rounds."""
+  """The functions of a program that have a custom reverse rule, and whether each rounds."""
   found: dict[str, bool] = {}
   for eqn in equations(jaxpr):
     if eqn.primitive.name.startswith(_RULE):
@@ -32,7 +32,7 @@ def own_rules(jaxpr: Any) -> dict[str, bool]:
 def without_own_rules(jaxpr: Any) -> Any:
   """The same program with functions that forward mode can pass in place of `jax.custom_vjp` functions.
 
-  The rule of one that rounds is taken at its word, since it is no derivative on purpose; others are left out.
+  The rule of a function that rounds is kept, because it differs from the derivative on purpose.
   """
 
   def passed(eqn: Any) -> Any:
@@ -45,7 +45,7 @@ def without_own_rules(jaxpr: Any) -> Any:
 
 
 def _at_its_word(eqn: Any) -> Callable[..., Any]:
-  """A function with a reverse rule, and the derivative that this rule says it has."""
+  """A function whose derivative is what its reverse rule gives."""
   floats = [n for n, var in enumerate(eqn.invars) if jnp.issubdtype(var.aval.dtype, jnp.inexact)]
 
   @jax.custom_jvp

@@ -1,4 +1,4 @@
-"""What a step says of itself: the norm of its gradients, and the learning rate of its update."""
+"""Metrics of a step itself: the norm of its gradients, and the learning rate of its update."""
 
 from __future__ import annotations
 
@@ -14,16 +14,9 @@ from nnx_parallel.train.losses import Metrics, wide
 
 
 def diagnostics(optimizer: Any, gradients: Sequence[jax.Array], prefix: str = "") -> Metrics:
-  """Metrics of one update, traced after it.
+  """`grad_norm`, and the `learning_rate` of `optax.inject_hyperparams` where the state holds one.
 
-  Args:
-    optimizer: a traced `nnx.Optimizer`.
-    gradients: those that it was given.
-    prefix: before each name.
-
-  Returns:
-    `grad_norm`, and `learning_rate` where the optimizer's state holds one: of `optax.inject_hyperparams`.
-    Several are numbered.
+  Several rates are numbered.
   """
   found = {f"{prefix}grad_norm": optax.tree.norm([wide(gradient) for gradient in gradients])}
   rates = optax.tree.get_all_with_path(optimizer.opt_state, "learning_rate", filtering=_is_number)
@@ -34,7 +27,7 @@ def diagnostics(optimizer: Any, gradients: Sequence[jax.Array], prefix: str = ""
 
 
 def merged(metrics: Metrics, found: Metrics) -> Metrics:
-  """Both; a loss function must not return the names of the second.
+  """Both dicts of metrics.
 
   Raises:
     TrainError: it does.

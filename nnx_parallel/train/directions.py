@@ -12,19 +12,12 @@ _ODD = (0x9E3779B1, 0x85EBCA77, 0xC2B2AE3D, 0x27D4EB2F, 0x165667B1, 0xD3A2646D, 
 
 
 def signs(seed: jax.Array, number: int, like: Any) -> jax.Array:
-  """Random +1 and -1 for one array, the same in every program, however the array is laid out.
+  """Random +1 and -1 with the shape and dtype of an array, the same in every program and every layout.
 
-  They are computed from the positions of the elements, so that a compiler can fuse them into their use: no
-  copy of the array, and nothing that is drawn in one layout and moved to another. `jax.random` would hold two
-  words for each element on some devices.
-
-  Args:
-    seed: uint32 scalar.
-    number: tells the arrays apart.
-    like: an array, for its shape and dtype. A complex one gets signs for both parts.
-
-  Returns:
-    An array of this shape and dtype.
+  They are computed from the positions of the elements, so that a compiler can fuse them into their use: there
+  is no copy of the array, and nothing that is drawn in one layout and moved to another. `jax.random` would
+  hold two words for each element on some devices. `number` distinguishes the arrays of a model. A complex
+  array gets signs for both parts.
 
   Example:
     >>> import jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""What a check of gradients found: rows of numbers, a verdict, and the text that says both."""
+"""The result of a check of gradients: rows of numbers, a verdict, and their text."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class GradientLook:
     difference: the two differ by so much (root mean square over the directions), as a part of what a gradient
       of this norm gives.
     verdict: `"right"`, `"wrong"` or `"not decided"`.
-    why: what is wrong, in words; empty where nothing is.
+    why: what is wrong; empty where nothing is.
   """
 
   name: str
@@ -42,7 +42,7 @@ class GradientLook:
 
   @property
   def factor(self) -> float | None:
-    """By what the gradient is too large, where one number says it for every direction."""
+    """By what the gradient is too large, if one factor explains every direction."""
     square = sum(f * f for f in self.forward)
     if not square:
       return None
@@ -132,11 +132,11 @@ class GradientCheck(Shown):
     header = ("gradient of", "leaves", "reverse", "forward", "difference", "verdict")
     mesh = " x ".join(f"{axis} {size}" for axis, size in self.mesh.items()) or "one device"
     split = f", batch over {'+'.join(self.batch)}" if self.batch else ""
-    lines = [f"mesh {mesh}{split}; tolerance {self.tolerance:.0e}, apart {self.closer:.0e} ({self.dtype})"]
+    lines = [f"mesh {mesh}{split}; tolerance {self.tolerance:.0e}, by leaf {self.closer:.0e} ({self.dtype})"]
     lines += [text_table(header, rows, right=(1, 2, 3, 4), wrap=(5,))]
     mark = ": wrong" if self.loss_verdict == "wrong" else ""
     lines.append("loss " + ", ".join(f"{value:.5g} {name}" for name, value in self.losses.items()) + mark)
-    lines += [f"{path} lies {format_spec(spec)}" for path, spec in self.layouts.items()]
+    lines += [f"{path} is sharded {format_spec(spec)}" for path, spec in self.layouts.items()]
     texts = [f"not checked: {text}" for text in self.not_checked] + [f"note: {text}" for text in self.notes]
     for text in texts:
       lines += textwrap.wrap(text, page_width(), subsequent_indent="  ", break_on_hyphens=False)

@@ -1,37 +1,397 @@
-"""Where gradients lie until the update: with their parameters, or with the optimizer state (ZeRO-2)."""
+"""Gradients of a batch or of its microbatches, reduced between replicas once where that is exact."""
 
 from __future__ import annotations
 
-from typing import Literal
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
+import jax
+import jax.numpy as jnp
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+from nnx_parallel.core.axes import axes_of
+from nnx_parallel.core.jaxprs import equations
+from nnx_parallel.core.nodes import Path
 from nnx_parallel.errors import TrainError
+from nnx_parallel.layout.constrain import mapped_axes
+from nnx_parallel.train.floats import widen
+from nnx_parallel.train.losses import Terms, mean
+from nnx_parallel.train.trace import Objective, traced_by_replica
 
-Gradients = Literal["whole", "scattered"]
+
+class Layout(NamedTuple):
+  """Where the arrays of a step are sharded, as seen from outside the program.
+
+  Attributes:
+    mesh: the mesh, or None on one device.
+    gradients: path in the models -> the sharding of its gradient: that of the array, or of its optimizer
+      state. None where it is on no mesh.
+    scattered: the paths of gradients that take the sharding of their optimizer state as soon as they exist,
+      in each microbatch.
+    used: mesh axes that split some array of the model.
+    batch: mesh axes that split dim 0 of every array of the batch; () when they differ or are unknown.
+  """
+
+  mesh: Any
+  gradients: Mapping[Path, NamedSharding | None]
+  scattered: frozenset[Path] = frozenset()
+  used: frozenset[str] = frozenset()
+  batch: tuple[str, ...] = ()
+
+  def of(self, paths: Sequence[Path]) -> Layout:
+    """The layout for a loss that trains the arrays at these paths only, in this order."""
+    chosen = {path: self.gradients.get(path) for path in paths}
+    return self._replace(gradients=chosen, scattered=self.scattered.intersection(paths))
+
+  @property
+  def trained(self) -> list[NamedSharding | None]:
+    """The sharding of each gradient, in order."""
+    return list(self.gradients.values())
 
 
-def is_scattered(gradients: Gradients | None, stage: int, *, further: bool) -> bool:
-  """Whether gradients take the layout of their optimizer state as soon as they exist.
+class Total(NamedTuple):
+  """What a batch gave.
+
+  Attributes:
+    grads: one array for each trained array; float32 sums, not yet divided, when there are several parts.
+    terms: summed over the parts.
+    parts: how many parts were summed, local ones included.
+    rest: position -> new value, as in `Objective`.
+    how: where the gradients of replicas are reduced, as a phrase.
+  """
+
+  grads: list[Any]
+  terms: Terms
+  parts: int
+  rest: dict[int, Any]
+  how: str
+
+
+def whole_batch(
+  objective: Objective, trained: list[Any], rest: list[Any], batch: Any, layout: Layout
+) -> Total:
+  """Gradients of the batch in one piece."""
+  (_, (found, changed, _)), grads = jax.value_and_grad(objective, has_aux=True)(trained, rest, batch)
+  if not layout.scattered:
+    return Total(grads, found, 1, changed, "once: one batch")
+  grads = [pinned(g, where) for g, where in zip(grads, layout.trained, strict=True)]
+  return Total(grads, found, 1, changed, "once: one batch, into the layout of the optimizer state")
+
+
+def in_microbatches(
+  objective: Objective,
+  trained: list[Any],
+  rest: list[Any],
+  batch: Any,
+  count: int,
+  layout: Layout,
+  reduction: Any = None,
+) -> Total:
+  """Gradients summed over `count` microbatches in a scan.
+
+  Microbatch `m` is every `count`-th example from `m` on, so that each stays spread over all devices. Where
+  the model is replicated over mesh axes that split the batch, each replica sums its own gradients, and they
+  are reduced once, after the scan. This needs a loss that is a mean or a sum over examples, changes no
+  Variable (batch statistics, random numbers), and has no sharding constraint of jax's own over those axes
+  (`nxp.constrain` is handled). Otherwise gradients are reduced in each microbatch, and `Total.how` has the
+  reason. The numbers are those of one device in both cases.
 
   Args:
-    gradients: what `train_step` was told; None: as the plan says.
-    stage: the plan's ZeRO stage.
-    further: whether some optimizer state is split more than its parameter.
-
-  Returns:
-    False also where a stage finds nothing to split: both layouts are then the same.
+    objective: its sums are added up, so it must not divide by counts.
+    trained: arrays to differentiate.
+    rest: the other arrays.
+    batch: global arrays with the examples on dim 0.
+    count: number of microbatches.
+    layout: of the step.
+    reduction: dtype in which replicas that hold the whole model sum their gradients; None: float32.
 
   Raises:
-    TrainError: they are to be scattered, and no stage says over what.
-
-  Example:
-    >>> is_scattered(None, 2, further=True), is_scattered("whole", 2, further=True)
-    (True, False)
+    TrainError: a batch that does not split evenly, or a `reduction` where XLA places the reductions.
   """
-  if gradients == "scattered" and not further and not stage:
+  check_divides(batch, count)
+  axes, why = _local_axes(objective, trained, rest, batch, count, layout)
+  alone = bool(axes) and all(size == 1 for axis, size in layout.mesh.shape.items() if axis not in axes)
+  if reduction is not None and not alone:
     raise TrainError(
-      'gradients="scattered" scatters nothing: no optimizer state is split more than its parameter.',
-      details="the plan of the optimizer has zero=0",
-      fix="nxp.plan(..., zero=2), which a train step follows when gradients= is left out.",
+      f"reduction={jnp.dtype(reduction)} cannot be honoured: XLA places the reductions of this step.",
+      details=why or "the replicas are split themselves",
+      fix='gradients="whole"; or leave reduction out.'
+      if layout.scattered
+      else "leave reduction out: gradients are reduced in the dtype in which their layers compute.",
     )
-  wanted = stage == 2 if gradients is None else gradients == "scattered"
-  return wanted and further
+  if not axes:
+    grads, found, changed = _scan(objective, trained, rest, batch, count, layout.trained)
+    return Total(grads, found, count, changed, f"in each microbatch: {why}")
+  parts = count * _replicas(layout.mesh, axes)
+  how = f"once, after the scan, over {', '.join(axes)}"
+  if alone:
+    how += f", in {jnp.dtype(reduction or jnp.float32)}"
+    return _manual(objective, trained, rest, batch, count, layout.mesh, axes, parts, how, reduction)
+  return _mapped(objective, trained, rest, batch, count, layout, axes, parts, how)
+
+
+def slope_of(
+  objective: Objective,
+  trained: list[Any],
+  tangents: list[Any],
+  rest: list[Any],
+  batch: Any,
+  count: int | None,
+) -> tuple[Any, Any]:
+  """The mean loss of a batch, and its derivative along `tangents` by forward mode.
+
+  `count` is None where the objective is the mean over the batch in one piece.
+  """
+  if count is None:
+    slope, (found, _, _) = _jvp(objective, trained, tangents, rest, batch)
+    return mean(found.sums["loss"], found.counts["loss"]), slope
+  (slope,), found, _ = _scan(objective, trained, rest, batch, count, [None], tangents)
+  total, weight = found.sums["loss"], found.counts["loss"]
+  if weight is None:
+    return total / count, slope / count
+  return mean(total, weight), mean(slope, weight)
+
+
+def _jvp(
+  objective: Objective, trained: list[Any], tangents: list[Any], rest: list[Any], part: Any
+) -> tuple[Any, Any]:
+  _, slope, found = jax.jvp(lambda train: objective(train, rest, part), (trained,), (tangents,), has_aux=True)
+  return slope, found
+
+
+def loss_of(objective: Objective, trained: list[Any], rest: list[Any], batch: Any, count: int) -> Any:
+  """The mean loss of a batch, part by part, for optimizers that evaluate it.
+
+  It can be differentiated: each part is then recomputed, so that only one of them is kept at a time.
+  """
+
+  def part_of(part: Any) -> tuple[Any, Any]:
+    found = objective(trained, rest, part)[1][0]
+    return found.sums["loss"], found.counts["loss"]
+
+  if count == 1:
+    return mean(*part_of(batch))
+  parts = jax.tree.map(lambda x: _split(x, count), batch)
+  _, (sums, counts) = jax.lax.scan(lambda _, part: (None, jax.checkpoint(part_of)(part)), None, parts)
+  return sums.mean() if counts is None else mean(sums.sum(), counts.sum())
+
+
+def _manual(
+  objective: Objective,
+  trained: list[Any],
+  rest: list[Any],
+  batch: Any,
+  count: int,
+  mesh: Mesh,
+  axes: tuple[str, ...],
+  parts: int,
+  how: str,
+  reduction: Any,
+) -> Total:
+  """Replicas that hold the whole model: each sums its own gradients in a `shard_map`."""
+
+  def local(trained: list[Any], rest: list[Any], batch: Any) -> tuple[Any, Any, Any, Any]:
+    grads, found, _ = _scan(objective, trained, rest, batch, count, [None] * len(trained))
+    grads = grads if reduction is None else [g.astype(reduction) for g in grads]
+    # One call for everything: XLA combines it into one all-reduce.
+    grads, sums, counts = jax.lax.psum((grads, found.sums, found.counts), axes)
+    return [widen(g) for g in grads], sums, counts, found.outputs
+
+  split, everywhere = PartitionSpec(axes), PartitionSpec()
+  grads, sums, counts, outputs = jax.shard_map(
+    local,
+    mesh=mesh,
+    in_specs=(everywhere, everywhere, split),
+    out_specs=(everywhere, everywhere, everywhere, split),
+    # Replication is not tracked in types: a user's scan over a carry of zeros would have to declare it.
+    check_vma=False,
+  )(trained, rest, batch)
+  return Total(grads, Terms(sums, counts, outputs), parts, {}, how)
+
+
+def _mapped(
+  objective: Objective,
+  trained: list[Any],
+  rest: list[Any],
+  batch: Any,
+  count: int,
+  layout: Layout,
+  axes: tuple[str, ...],
+  parts: int,
+  how: str,
+) -> Total:
+  """Replicas that are sharded themselves: a dim of replicas, sharded over `axes`, that is summed at the end.
+
+  A `shard_map` over some axes of the mesh would do the same, but XLA aborts the process for some of them (a
+  gather beside another batch axis, jax 0.12.0.1).
+  """
+  replicas = parts // count
+  inner = tuple(axis for axis in layout.batch if axis not in axes)
+
+  def by_replica(x: Any) -> jax.Array:
+    x = jnp.reshape(x, (replicas, x.shape[0] // replicas, *x.shape[1:]))
+    return pinned(x, NamedSharding(layout.mesh, PartitionSpec(axes, inner or None)))
+
+  def one(part: Any) -> tuple[Any, Terms]:
+    grads, found, _ = _scan(objective, trained, rest, part, count, layout.trained)
+    return grads, found
+
+  with mapped_axes(axes):
+    grads, found = jax.vmap(one, spmd_axis_name=axes)(jax.tree.map(by_replica, batch))
+  summed = Terms(
+    {name: x.sum(0) for name, x in found.sums.items()},
+    {name: None if x is None else x.sum(0) for name, x in found.counts.items()},
+    jax.tree.map(lambda x: x.reshape(x.shape[0] * x.shape[1], *x.shape[2:]), found.outputs),
+  )
+  return Total([g.sum(0) for g in grads], summed, parts, {}, how)
+
+
+def check_divides(batch: Any, count: int) -> None:
+  """Refuses a batch that `count` microbatches cannot split evenly; scalars are given to each of them."""
+  leaves = [
+    (f"batch{jax.tree_util.keystr(path)}", jnp.shape(leaf))
+    for path, leaf in jax.tree_util.tree_leaves_with_path(batch)
+    if jnp.ndim(leaf)
+  ]
+  for name, shape in leaves:
+    size = shape[0]
+    if not size % count:
+      continue
+    other = next(((name, shape) for name, shape in leaves if shape[0] != size), None)
+    if other is not None:
+      raise TrainError(
+        f"{name} has {size} rows on dim 0, which {count} microbatches cannot split evenly, and {other[0]} has"
+        f" {other[1][0]}.",
+        details=f"shapes {shape} and {other[1]}; microbatches split dim 0 of every array, the batch dim",
+        fix=f"give {name} the batch dim: jnp.broadcast_to(x, ({other[1][0]}, *x.shape)); or keep it in the"
+        " model, as nnx.Variable(x).",
+      )
+    raise TrainError(
+      f"{name} has {size} examples, which {count} microbatches cannot split evenly.",
+      details=f"shape {shape}",
+      fix=f"a global batch of {size + -size % count}, or fewer microbatches.",
+    )
+
+
+def _scan(
+  objective: Objective,
+  trained: list[Any],
+  rest: list[Any],
+  batch: Any,
+  count: int,
+  layouts: Sequence[Any],
+  tangents: list[Any] | None = None,
+) -> tuple[list[Any], Terms, dict[int, Any]]:
+  """Sums gradients and terms over the microbatches of this batch (local or global).
+
+  With tangents, the derivative in their direction takes the place of the gradients.
+  """
+  parts = jax.tree.map(lambda x: _split(x, count), batch)
+  first = jax.tree.map(lambda x: x[0], parts)
+  changes = jax.eval_shape(objective, trained, rest, first)[1][1]
+
+  def body(carry: Any, part: Any) -> tuple[Any, Terms]:
+    total, moving = carry
+    current = [moving.get(i, array) for i, array in enumerate(rest)]
+    if tangents is None:
+      grads, (found, changed, weight) = jax.grad(objective, has_aux=True)(trained, current, part)
+    else:
+      slope, (found, changed, weight) = _jvp(objective, trained, tangents, current, part)
+      grads = [slope]
+    # In float32: many small gradients are added, and summed over replicas.
+    grads = [pinned(_weighed(widen(g), weight), where) for g, where in zip(grads, layouts, strict=True)]
+    total = [pinned(a + b, where) for a, b, where in zip(total, grads, layouts, strict=True)]
+    moving = {i: changed[i].astype(array.dtype) if i in changed else array for i, array in moving.items()}
+    return (total, moving), found
+
+  like = trained if tangents is None else [jnp.zeros(())]
+  zeros = [pinned(jnp.zeros_like(widen(x)), where) for x, where in zip(like, layouts, strict=True)]
+  moving = {i: rest[i] for i in changes}
+  (total, moving), stacked = jax.lax.scan(body, (zeros, moving), parts)
+  summed = Terms(
+    {name: x.sum(0) for name, x in stacked.sums.items()},
+    {name: None if x is None else x.sum(0) for name, x in stacked.counts.items()},
+    jax.tree.map(_join, stacked.outputs),
+  )
+  return total, summed, moving
+
+
+def _weighed(x: jax.Array, weight: jax.Array | None) -> jax.Array:
+  return x if weight is None else x * weight.astype(x.dtype)
+
+
+def pinned(x: jax.Array, where: Any) -> jax.Array:
+  """`x` constrained to the sharding `where`, unless that is None."""
+  if where is None:
+    return x
+  if isinstance(where, NamedSharding) and AxisType.Explicit in where.mesh.axis_types:
+    return jax.sharding.reshard(x, where)
+  return jax.lax.with_sharding_constraint(x, where)
+
+
+def _split(x: Any, count: int) -> jax.Array:
+  # reshape(count, n) would move the sharding of the batch dim onto the microbatch dim.
+  x = jnp.asarray(x)
+  if not x.ndim:
+    return jnp.broadcast_to(x, (count,))
+  parts = x.reshape(x.shape[0] // count, count, *x.shape[1:]).swapaxes(0, 1)
+  own: Any = jax.typeof(x).sharding
+  if AxisType.Explicit in own.mesh.axis_types:
+    # The types of a user's arrays must not depend on the microbatches: reshape drops axes of size 1.
+    return jax.sharding.reshard(parts, NamedSharding(own.mesh, PartitionSpec(None, *own.spec)))
+  return parts
+
+
+def _join(x: jax.Array) -> jax.Array:
+  return x.swapaxes(0, 1).reshape(x.shape[0] * x.shape[1], *x.shape[2:])
+
+
+def _replicas(mesh: Mesh, axes: Sequence[str]) -> int:
+  return math.prod(mesh.shape[axis] for axis in axes)
+
+
+def _local_axes(
+  objective: Objective, trained: list[Any], rest: list[Any], batch: Any, count: int, layout: Layout
+) -> tuple[tuple[str, ...], str]:
+  """The axes over which each replica may sum on its own; or (), and why not."""
+  if layout.mesh is None or layout.mesh.size == 1:
+    return (), "one device"
+  if layout.scattered:
+    return (), "gradients are scattered into the layout of the optimizer state"
+  if AxisType.Explicit in layout.mesh.axis_types:
+    return (), "the mesh has Explicit axes"
+  if not layout.batch:
+    return (), "no mesh axis splits every array of the batch"
+  axes = tuple(axis for axis in layout.batch if axis not in layout.used and layout.mesh.shape[axis] > 1)
+  if not axes:
+    return (), f"{', '.join(layout.batch)} split the parameters too"
+  if axes != layout.batch[: len(axes)]:
+    return (), f"{', '.join(axes)} are not the major axes of the batch's {', '.join(layout.batch)}"
+  replicas = _replicas(layout.mesh, axes)
+  sizes = {jnp.shape(leaf)[0] for leaf in jax.tree.leaves(batch) if jnp.ndim(leaf)}
+  if any(size % (replicas * count) for size in sizes):
+    return (), f"{count} microbatches on each of {replicas} replicas do not divide the batch"
+  part = jax.tree.map(
+    lambda x: jax.ShapeDtypeStruct((jnp.shape(x)[0] // (replicas * count), *jnp.shape(x)[1:]), x.dtype), batch
+  )
+  with mapped_axes(axes):
+    traced, why = traced_by_replica(objective, trained, rest, part, axes)
+  if why:
+    return (), why
+  # A dim of replicas makes it a grouped convolution, whose kernel gradient XLA gets wrong.
+  alone = all(size == 1 for axis, size in layout.mesh.shape.items() if axis not in axes)
+  if not alone and any(eqn.primitive.name == "conv_general_dilated" for eqn in equations(traced)):
+    return (), "the model has convolutions, and replicas that are split themselves"
+  return axes, ""
+
+
+def batch_axes_of(batch: Any) -> tuple[str, ...]:
+  """The mesh axes of dim 0, when every array of the batch has the same; else ()."""
+  found: set[tuple[str, ...]] = set()
+  for leaf in jax.tree.leaves(batch):
+    sharding = getattr(leaf, "sharding", None)
+    if not isinstance(sharding, NamedSharding) or not jnp.ndim(leaf) or not sharding.spec:
+      return ()
+    found.add(axes_of(sharding.spec[0]))
+  return found.pop() if len(found) == 1 else ()

@@ -5,10 +5,10 @@ and some of its choices compute wrong numbers: with the batch over (data, fsdp) 
 (fsdp, tensor), a product may come out with the examples of other devices, and gradients below it are off by
 half while the loss is right (jax 0.10.2 and 0.12, Shardy and GSPMD; `layout/known_faults.py` has the list).
 
-So the trace of the whole step is rewritten, by the layouts of `core/flow.py`:
+So the trace of the step is rewritten, by the layouts of `core/flow.py`:
 - a parameter is gathered over the axes that split the batch where it meets the batch, forward and backward;
 - the result of a product that carries the batch is laid out as the plan implies;
-- the operands of a convolution's kernel gradient have whole spatial dims;
+- the operands of a convolution's kernel gradient have unsplit spatial dims;
 - the kernel gradient of a grouped convolution is computed by each device on its own examples, and summed.
 """
 
@@ -26,8 +26,8 @@ from jax.core import ShapedArray
 from jax.extend import core
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from nnx_parallel.core.axes import axes_of, entry_of, without
-from nnx_parallel.core.flow import Axes, Flow, constraint, meeting, placed, spread
+from nnx_parallel.core.axes import axes_by_dim, axes_of, entry_of, without
+from nnx_parallel.core.flow import Axes, Flow, constraint, meeting, result_axes, shard_map_axes
 from nnx_parallel.core.jaxprs import (
   CALLS,
   CHECKPOINTS,
@@ -50,13 +50,13 @@ from nnx_parallel.rules.ruleset import RuleSet
 Flows = Sequence[Flow]
 _ELEMENTWISE = frozenset(("add", "add_any", "convert_element_type", "mul", "select_n", "sub"))
 _EXAMPLES = "the examples"
-"""Stands among the axes of the dim that the examples are on, also where no mesh axis splits it."""
+"""Marks the dim of the examples among its axes, also where no mesh axis splits it."""
 
 
 def with_right_gradients(run: Callable[..., Any], mesh: Any) -> Callable[..., Any]:
   """`run` with every grouped kernel gradient computed by hand-placed convolutions.
 
-  It is for steps of your own; `train_step` does this by itself, and holds the layouts of its plan.
+  For steps of your own: `train_step` does this, and holds the layouts of its plan.
 
   Args:
     run: a function of pytrees of arrays, to be traced under `jax.jit`. It is traced once.
@@ -137,9 +137,7 @@ def _names(flows: Flows) -> set[str]:
 
 
 def _flow(x: Any, spec: Sequence[Any], *, data: bool) -> Flow:
-  rank = jax.numpy.ndim(x)
-  axes = (*map(axes_of, spec[:rank]), *((),) * (rank - len(spec)))
-  return Flow(axes, data, weight=not data)
+  return Flow(axes_by_dim(spec, jax.numpy.ndim(x)), data, weight=not data)
 
 
 class _Rewriting:
@@ -157,7 +155,7 @@ class _Rewriting:
     self._done: dict[Any, tuple[Any, list[Flow]]] = {}
 
   def evaluate(self, jaxpr: Any, inputs: Sequence[Any], flows: Flows) -> tuple[list[Any], list[Flow]]:
-    """The results of a trace with constraints, and how they should lie."""
+    """The results of a trace with constraints, and their layouts."""
     placed = _constrained(opened(jaxpr))
 
     def run(eqn: Any, arriving: list[tuple[Any, Flow]]) -> list[tuple[Any, Flow]]:
@@ -209,7 +207,7 @@ class _Rewriting:
     return bind(eqn, inputs), self._followed(eqn, flows)
 
   def _whole_windows(self, eqn: Any, inputs: list[Any], flows: list[Flow]) -> tuple[list[Any], list[Flow]]:
-    """The operands of a kernel gradient, with spatial dims whole: split ones are summed too often."""
+    """The operands of a kernel gradient with unsplit spatial dims: XLA sums split ones too often."""
     numbers = eqn.params["dimension_numbers"]
     if _EXAMPLES not in flows[0].axes[numbers.lhs_spec[1]]:
       return inputs, flows
@@ -220,7 +218,7 @@ class _Rewriting:
     return [self._laid(x, flow.axes) for x, flow in zip(inputs, found, strict=True)], found
 
   def _followed(self, eqn: Any, flows: list[Flow]) -> list[Flow]:
-    """How the results of an operation without inner programs should lie."""
+    """The layouts of the results of an operation without inner programs."""
     data, weight = any(flow.data for flow in flows), any(flow.weight for flow in flows)
     if eqn.primitive.name == "sharding_constraint":
       axes = constraint(eqn, flows[0].axes)
@@ -230,18 +228,19 @@ class _Rewriting:
       ]
     if eqn.primitive.name == "shard_map":
       manual = frozenset(eqn.params["newly_manual_axes"])
-      specs = zip(eqn.params["out_specs"], eqn.outvars, strict=True)
-      return [Flow(placed(spec, spread(eqn, v.aval.shape, flows), manual), data, weight) for spec, v in specs]
+      before = [result_axes(eqn, v.aval.shape, flows) for v in eqn.outvars]
+      specs = zip(eqn.params["out_specs"], before, strict=True)
+      return [Flow(shard_map_axes(spec, axes, manual), data, weight) for spec, axes in specs]
     product = meeting(eqn)
     if product is not None:
       return [Flow(product.meet(flows[0], flows[1], self.batch).axes, data, weight)]
-    return [Flow(spread(eqn, getattr(v.aval, "shape", ()), flows), data, weight) for v in eqn.outvars]
+    return [Flow(result_axes(eqn, getattr(v.aval, "shape", ()), flows), data, weight) for v in eqn.outvars]
 
   def _is_held(self, eqn: Any, flows: list[Flow], results: list[Flow]) -> bool:
     """Whether it is a product, or a look-up in a table, whose result carries the batch.
 
     With two axes or more beside the batch's, gradients are held too. Elsewhere that would cost memory,
-    because they are whole over the batch's axes for a moment, and was never needed.
+    because they are replicated over the batch's axes for a moment, and was never needed.
     """
     product = meeting(eqn)
     if eqn.primitive.name != "gather" and product is None:
@@ -253,9 +252,9 @@ class _Rewriting:
     return len(self.others) > 1 and any(_EXAMPLES in flow.names for flow in flows)
 
   def _gathered(self, x: Any, flow: Flow, kept: frozenset[str] = frozenset()) -> Any:
-    """A parameter, whole over the axes that split the batch.
+    """A parameter, gathered over the axes that split the batch.
 
-    Where all axes split the batch, XLA gathers it anyway, and chooses when.
+    Where all axes split the batch, XLA gathers it anyway.
     """
     if not self.others or not (flow.names & self.batch) - kept:
       return x
@@ -279,7 +278,7 @@ class _Rewriting:
     return jax.lax.with_sharding_constraint(x, NamedSharding(self.mesh, PartitionSpec(*spec)))
 
   def _retraced(self, jaxpr: Any, flows: Flows) -> tuple[Any, list[Flow]]:
-    """An inner program with constraints, and how its results should lie; made once for each layout."""
+    """An inner program with constraints, and the layouts of its results; made once for each layout."""
     key = id(jaxpr), *flows
     if key not in self._done:
       found: list[Flow] = []
@@ -317,7 +316,7 @@ class _Rewriting:
 
 
 def _of_new_values(flows: Flows) -> list[Flow]:
-  """Flows of other values that lie alike: inside a program, say, or of another call of it."""
+  """The flows of other values with the same layouts, as in another call of a program."""
   return [Flow(flow.axes, flow.data, flow.weight) for flow in flows]
 
 
@@ -341,7 +340,7 @@ def _is_plain(eqn: Any) -> bool:
     return True
   if any(map(_is_faulty, inner_equations(eqn))):
     raise TrainError(
-      f"a grouped convolution is in a {eqn.primitive.name} whose program holds arrays of its own.",
+      f"a grouped convolution is in a {eqn.primitive.name} whose program holds constant arrays.",
       details="XLA would compute a wrong kernel gradient, and the program cannot be traced anew",
       fix="pass the arrays as arguments of the function, or keep them in the model as nnx.Variable.",
     )
@@ -361,19 +360,19 @@ def _unsplit(x: Any) -> tuple[Any, Flow]:
 
 
 def _constrained(body: Any) -> set[Any]:
-  """The values that a program lays out by itself, also those that it only scales or shifts before it does."""
+  """The values that the program constrains itself, perhaps after an elementwise operation."""
   found: set[Any] = set()
   uses = collections.Counter(id(v) for eqn in body.eqns for v in eqn.invars)
   for eqn in reversed(body.eqns):
     name = eqn.primitive.name
     if name == "sharding_constraint" or (name in _ELEMENTWISE and eqn.outvars[0] in found):
-      alike = [v for v in eqn.invars if v.aval.shape == eqn.outvars[0].aval.shape]
-      found.update(v for v in alike if not isinstance(v, core.Literal) and uses[id(v)] == 1)
+      same = [v for v in eqn.invars if v.aval.shape == eqn.outvars[0].aval.shape]
+      found.update(v for v in same if not isinstance(v, core.Literal) and uses[id(v)] == 1)
   return found
 
 
 def _places(params: Any) -> bool:
-  """Whether an inner `jit` lays out its arguments or results itself."""
+  """Whether an inner `jit` has shardings for its arguments or results."""
   shardings = (*params.get("in_shardings", ()), *params.get("out_shardings", ()))
   return any(isinstance(sharding, NamedSharding) for sharding in shardings)
 

@@ -17,14 +17,6 @@ from nnx_parallel.errors import TrainError
 def call_loss(loss_fn: Callable[[Any, Any], Any], models: Any, batch: Any) -> Any:
   """`loss_fn(models, batch)` on traced arrays.
 
-  Args:
-    loss_fn: the user's.
-    models: the traced module, or a tuple or dict of modules.
-    batch: the traced batch.
-
-  Returns:
-    What it returned.
-
   Raises:
     TrainError: it changes a Variable of a module that is no argument of the step; or a layer cannot run on
       the Explicit axes of its mesh.
@@ -77,7 +69,7 @@ def _of_another_module(loss_fn: Callable[[Any, Any], Any], error: BaseException)
 
 def _on_explicit_axes(layer: str, error: BaseException) -> TrainError:
   return TrainError(
-    f"{layer} does not say how its result lies, which the Explicit axes of this mesh ask for.",
+    f"{layer} does not give the sharding of its result, which this mesh with Explicit axes needs.",
     details=_first_line(error),
     fix="a mesh with Auto axes (nxp.make_mesh without explicit=True), where the compiler decides; or pass"
     " out_sharding=... to that operation.",

@@ -164,13 +164,7 @@ def loss_scale_of(optimizer: Any) -> jax.Array:
 
 
 def find_scale(optimizer: Any) -> jax.Array | None:
-  """The scale of an optimizer, or None when it has none.
-
-  Args:
-    optimizer: an `nnx.Optimizer`, live or traced.
-
-  Returns:
-    A float32 scalar, or None.
+  """The loss scale of an optimizer, live or traced; None when it has none.
 
   Raises:
     TrainError: a transformation is around `with_loss_scale`.
@@ -188,28 +182,12 @@ def find_scale(optimizer: Any) -> jax.Array | None:
 
 
 def common_scale(optimizers: Iterable[Any]) -> jax.Array | None:
-  """The scale for a loss that these optimizers share: the first that one of them has.
-
-  Args:
-    optimizers: traced optimizers.
-
-  Returns:
-    A float32 scalar, or None when none of them scales.
-  """
+  """The scale for a loss that these optimizers share: the first that one of them has."""
   return next((scale for scale in map(find_scale, optimizers) if scale is not None), None)
 
 
 def rescaled(grads: list[Any], optimizer: Any, used: jax.Array | None) -> list[Any]:
-  """Gradients of a loss multiplied by `used`, as if by the optimizer's own scale.
-
-  Args:
-    grads: arrays.
-    optimizer: which they are for.
-    used: what the loss was multiplied by, or None.
-
-  Returns:
-    The arrays; the same where the two scales are one.
-  """
+  """Gradients of a loss that was multiplied by `used`, as if by the optimizer's own scale."""
   if used is None:
     return grads
   own = find_scale(optimizer)

@@ -31,14 +31,9 @@ class Terms(NamedTuple):
 def terms(result: Any, outputs: Sequence[str] = ()) -> Terms:
   """Reads what a loss function returned.
 
-  Args:
-    result: a scalar, a `(sum, count)` pair, or either of them with a dict of metrics: `(loss, metrics)`. The
-      sum of a metric may be an array (a summary: accuracy by class, a histogram), with one count or a count
-      for each element.
-    outputs: names of metrics that are per-example arrays.
-
-  Returns:
-    The terms.
+  That is a scalar, a `(sum, count)` pair, or either of them with a dict of metrics: `(loss, metrics)`. The
+  sum of a metric may be an array (a summary: accuracy by class, a histogram), with one count or a count for
+  each element. `outputs` names metrics that are per-example arrays.
 
   Raises:
     TrainError: anything else.
@@ -142,15 +137,7 @@ def mean(total: Any, count: Any) -> Any:
 
 
 def means(found: Terms, parts: int = 1) -> Metrics:
-  """The mean of each term, and the outputs.
-
-  Args:
-    found: terms, summed over `parts` parts.
-    parts: how many parts were summed.
-
-  Returns:
-    Name -> float32 scalar or array.
-  """
+  """The mean of each term, and the outputs, of terms that were summed over `parts` parts."""
   result: Metrics = {}
   for name, total in found.sums.items():
     count = found.counts[name]
@@ -159,15 +146,9 @@ def means(found: Terms, parts: int = 1) -> Metrics:
 
 
 def pairs(found: Terms, parts: int = 1, examples: int = 1) -> Metrics:
-  """Each term as `(sum, count)`, and the outputs.
+  """Each term as `(sum, count)`, and the outputs, of terms that were summed over `parts` parts.
 
-  Args:
-    found: terms, summed over `parts` parts.
-    parts: how many parts were summed.
-    examples: what a plain scalar counts for: it is taken for the mean over the examples of the batch.
-
-  Returns:
-    Name -> pair of float32 scalars, or array.
+  A plain scalar is taken for the mean over the `examples` of the batch.
   """
   result: Metrics = {}
   for name, total in found.sums.items():

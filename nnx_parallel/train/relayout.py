@@ -1,4 +1,4 @@
-"""Other layouts for leaves whose gradients are wrong, from the smallest change on."""
+"""Other layouts for leaves whose gradients are wrong, the smallest change first."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ class Relayout:
   Attributes:
     name: the group.
     positions: its leaves among the trained ones.
-    sharding: where each of them would lie.
-    extra_bytes: what each device would hold more.
+    sharding: the other layout.
+    extra_bytes: how much more each device would hold.
   """
 
   name: str
@@ -38,16 +38,9 @@ class Relayout:
 
 
 def relayouts(name: str, positions: Sequence[int], array: Any, where: NamedSharding) -> Iterator[Relayout]:
-  """Layouts with an axis less, with two dims exchanged, and whole.
+  """Layouts that split an array evenly: with an axis less, with two dims exchanged, replicated.
 
-  Args:
-    name: of a group of equal leaves.
-    positions: its leaves.
-    array: one of them, for its shape and dtype.
-    where: where it lies.
-
-  Yields:
-    Each layout that splits the array evenly, once.
+  `array` gives the shape and dtype of each leaf of the group, and `where` its present layout.
   """
   mesh: Any = where.mesh
   sizes: Mapping[str, int] = dict(mesh.shape)
@@ -75,5 +68,5 @@ def relayouts(name: str, positions: Sequence[int], array: Any, where: NamedShard
 
 
 def cheapest(found: Sequence[Relayout]) -> list[Relayout]:
-  """From the fewest bytes more on, in steps of 1 MiB; of those that cost alike, the one that splits least."""
+  """In order of extra bytes, in steps of 1 MiB; among equals, those that split less come first."""
   return sorted(found, key=lambda r: (r.extra_bytes >> 20, sum(map(len, map(axes_of, r.sharding.spec)))))

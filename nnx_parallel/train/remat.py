@@ -85,14 +85,9 @@ def check_policy(policy: Policy) -> Policy:
 
 
 def rematerialised(function: Callable[..., Any], policy: Policy) -> Callable[..., Any]:
-  """A pure function whose layers keep for the backward pass what `policy` says; see `with_remat`.
+  """A function of pytrees of arrays whose layers keep for the backward pass what `policy` says.
 
-  Args:
-    function: of pytrees of arrays, with arrays as results.
-    policy: what its layers keep.
-
-  Returns:
-    A function with the same arguments and results. It raises a `TrainError` where there is no layer.
+  See `with_remat`; the function raises a `TrainError` where there is no layer.
   """
   if check_policy(policy) in (None, "as written"):
     return function

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
-import itertools
-import operator
 import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -17,57 +14,36 @@ from flax import nnx
 from jax.sharding import AbstractMesh, NamedSharding
 from jax.typing import DTypeLike
 
-from nnx_parallel.core.axes import axes_of
-from nnx_parallel.core.nodes import Path, value_of
 from nnx_parallel.core.text import few
 from nnx_parallel.create.instantiate import instantiate
 from nnx_parallel.errors import TrainError
-from nnx_parallel.layout.constrain import default_scope, scope_of
+from nnx_parallel.layout.constrain import default_scope
 from nnx_parallel.layout.plan import ShardingPlan
-from nnx_parallel.layout.sharded_optimizer import placement_of
-from nnx_parallel.train.accumulate import Layout, batch_axes_of
-from nnx_parallel.train.binding import (
-  ABSENT,
-  Binding,
-  Template,
-  check_outside,
-  current_trace,
-  exhaust,
-  inside_a_program,
-  objects_in,
-  put,
-  read_apart,
-)
-from nnx_parallel.train.check_gradients import Subject, checked
-from nnx_parallel.train.compiled import Compile, Compiled, logger
+from nnx_parallel.train.binding import ABSENT, check_outside, objects_in
+from nnx_parallel.train.check_gradients import checked
 from nnx_parallel.train.gradient_check import GradientCheck, merged
-from nnx_parallel.train.gradients import Gradients, is_scattered
-from nnx_parallel.train.hold import held
-from nnx_parallel.train.loss_call import call_loss
-from nnx_parallel.train.losses import Metrics, check_examples, examples_in, means, pairs, terms
-from nnx_parallel.train.remat import Policy, check_policy
-from nnx_parallel.train.update import LossFn, Recipe, keyed, of_loss, update
+from nnx_parallel.train.losses import Metrics
+from nnx_parallel.train.options import Gradients, LossFn, StepOptions
+from nnx_parallel.train.program import BoundStep, Compile, WatchedJit, logger
+from nnx_parallel.train.remat import Policy
+from nnx_parallel.train.update import keyed, of_loss
 
 _KEPT = 4
-_new_arrays = operator.itemgetter(0)
 
 
 class _Step:
   """What train and eval steps share: bindings by object, and the record of compilations."""
 
-  def __init__(self, recipe: Recipe):
-    if recipe.microbatches < 1:
-      raise TrainError(f"microbatches={recipe.microbatches} is not a positive number.", fix="microbatches=1")
-    check_policy(recipe.remat)
-    self.recipe = recipe
+  def __init__(self, options: StepOptions):
+    self.options = options
     self.calls = 0
     self.compiles: list[Compile] = []
-    self._bounds: list[_Bound] = []
-    self._last: _Bound | None = None
+    self._bounds: list[BoundStep] = []
+    self._last: BoundStep | None = None
     # Two threads may train two models. A signal handler may run a step inside another's.
     self._lock = threading.RLock()
 
-  def _bound(self, model: Any, optimizer: Any = ABSENT) -> _Bound:
+  def _bound(self, model: Any, optimizer: Any = ABSENT) -> BoundStep:
     """The binding of these objects as they are now; the last one, where it is theirs and nothing changed."""
     bound = self._last
     if (
@@ -81,7 +57,7 @@ class _Step:
         bound = self._rebound(roots)
     return bound
 
-  def _rebound(self, roots: dict[str, Any]) -> _Bound:
+  def _rebound(self, roots: dict[str, Any]) -> BoundStep:
     self._bounds = [bound for bound in self._bounds if bound.alive()]
     mine = [bound for bound in self._bounds if bound.watch.is_for(roots)]
     found = next((bound for bound in mine if bound.watch.same()), None)
@@ -92,12 +68,14 @@ class _Step:
         found = mine[0]
         found.watch.look()
       elif not simple:
-        # The old binding may hold whole submodules that were replaced. Flags, though, are often flipped back.
+        # The old binding may keep replaced submodules alive. Flags are often flipped back, so those stay.
         self._bounds = [bound for bound in self._bounds if bound not in mine]
       reasons = tuple(changes)
     if found is None:
       _check_objects(roots)
-      found = self._bind(roots, reasons)
+      if "optimizer" in roots:
+        check_outside(roots.values())
+      found = BoundStep(self.options, roots, reasons)
       for item in _all_objects(roots):
         # A finalizer, not a bare weak reference: it stays quiet while the interpreter shuts down.
         weakref.finalize(item, _call, weakref.WeakMethod(self._forget)).atexit = False
@@ -107,7 +85,7 @@ class _Step:
     return found
 
   def rebind(self) -> None:
-    """Forgets what is known of modules and programs; the next call looks at everything and compiles.
+    """Forgets modules and programs; the next call traverses the module and compiles.
 
     For the edits that a step does not notice: metadata of a Variable, and changes inside an object that is
     neither a module nor a list or dict.
@@ -122,10 +100,7 @@ class _Step:
     if self._last is not None and not self._last.alive():
       self._last = None
 
-  def _bind(self, roots: dict[str, Any], reasons: tuple[str, ...]) -> _Bound:
-    raise NotImplementedError
-
-  def _done(self, bound: _Bound, program: Compiled, arrays: list[Any], batch: Any) -> None:
+  def _done(self, bound: BoundStep, program: WatchedJit, arrays: list[Any], batch: Any) -> None:
     """After a call: counts it, and adds to `compiles` what it compiled, if it did."""
     if program.jitted._cache_size() != program.known:
       why = program.reasons(arrays, batch)
@@ -134,7 +109,7 @@ class _Step:
         _warn_unplaced(arrays, batch)
     self.calls += 1
 
-  def _record(self, bound: _Bound, compiled: Compile) -> None:
+  def _record(self, bound: BoundStep, compiled: Compile) -> None:
     self.compiles.append(compiled)
     if len(self.compiles) > 1:
       logger.info("the step was compiled again: %s", compiled)
@@ -143,18 +118,18 @@ class _Step:
 class TrainStep(_Step):
   """A compiled train step; made by `train_step`.
 
-  Threads may share one, each with models of its own.
+  Threads may share one, if each has its own models.
 
   Attributes:
-    recipe: the loss function and the options it was made with.
+    options: the loss function and the options it was made with.
     calls: how many steps were made.
     compiles: one entry for each compilation, with its reasons. More than one is worth a look. Compilations
       started by `compiled()` are not listed.
-    reduction: how the last compiled program reduces gradients between replicas, in words.
+    reduction: how the last compiled program reduces gradients between replicas.
   """
 
-  def __init__(self, recipe: Recipe):
-    super().__init__(recipe)
+  def __init__(self, options: StepOptions):
+    super().__init__(options)
     self.reduction = ""
 
   def __call__(self, model: Any, optimizer: Any, batch: Any) -> Metrics:
@@ -178,10 +153,10 @@ class TrainStep(_Step):
     self._done(bound, program, arrays, batch)
     return metrics
 
-  def _record(self, bound: _Bound, compiled: Compile) -> None:
+  def _record(self, bound: BoundStep, compiled: Compile) -> None:
     super()._record(bound, compiled)
-    self.reduction = bound.how
-    _warn_unplanned(bound.unplanned)
+    self.reduction = bound.reduction
+    _warn_unplanned(bound.unplanned())
 
   def lower(self, model: Any, optimizer: Any = None, batch: Any = None) -> Any:
     """Lowers the step for these arguments, which may be abstract, without running it.
@@ -203,7 +178,7 @@ class TrainStep(_Step):
       scope = default_scope(model.activation_rules)
       model, optimizer = _abstract(model)
     roots = {"model": model, "optimizer": optimizer}
-    bound = _Bound(self.recipe, Binding(roots), (), donate=True)
+    bound = BoundStep(self.options, roots)
     with scope:
       traced = bound.program(batch).jitted.trace(bound.binding.read(), batch)
     if isinstance(bound.binding.mesh, AbstractMesh):
@@ -232,7 +207,7 @@ class TrainStep(_Step):
     *,
     seed: int = 0,
     directions: int | None = None,
-    apart: bool = False,
+    by_group: bool = False,
     tries: int = 8,
   ) -> GradientCheck:
     """Checks that the gradients of this step are the derivatives of its loss; see `nxp.check_gradients`.
@@ -242,11 +217,11 @@ class TrainStep(_Step):
 
     Args:
       model: as in a call.
-      optimizer: as in a call; it says which Variables are trained.
+      optimizer: as in a call; its `wrt` selects the Variables.
       batch: as in a call.
       seed: of the directions.
       directions: how many; see `nxp.check_gradients`.
-      apart: look at each group of equal layers too.
+      by_group: compare each group of equal layers too.
       tries: how many other layouts to try for leaves that are wrong.
 
     Returns:
@@ -257,28 +232,22 @@ class TrainStep(_Step):
     """
     bound = self._bound(model, optimizer)
     filters = {key: item.wrt for key, item in keyed(model, optimizer).items()}
-    losses = self.recipe.loss_fn
+    losses = self.options.loss_fn
     several: dict[Any, Any] = dict(losses) if isinstance(losses, Mapping) else {None: losses}
     found: dict[Any, GradientCheck] = {}
     for key, loss_fn in several.items():
       wrt = filters if key is None else {key: of_loss(key, filters)}
-      found[key] = checked(bound.subject(loss_fn, wrt, batch), seed, directions, apart=apart, tries=tries)
+      found[key] = checked(
+        bound.subject(loss_fn, wrt, batch), seed, directions, by_group=by_group, tries=tries
+      )
     return merged(found)
-
-  def _bind(self, roots: dict[str, Any], reasons: tuple[str, ...]) -> _Bound:
-    check_outside(roots.values())
-    planned = _planned(roots)
-    binding = Binding(roots, planned)
-    bound = _Bound(self.recipe, binding, reasons, donate=True)
-    bound.unplanned = _unplanned(binding, planned, several=not isinstance(roots["model"], nnx.Pytree))
-    return bound
 
 
 class EvalStep(_Step):
   """A compiled evaluation; made by `eval_step`.
 
   Attributes:
-    recipe: the loss function and the options it was made with.
+    options: the loss function and the options it was made with.
     calls: how many batches were evaluated.
     compiles: one entry for each compilation, with its reasons.
   """
@@ -299,9 +268,6 @@ class EvalStep(_Step):
     self._done(bound, program, arrays, batch)
     return metrics
 
-  def _bind(self, roots: dict[str, Any], reasons: tuple[str, ...]) -> _Bound:
-    return _Bound(self.recipe, Binding(roots), reasons, donate=False)
-
 
 def train_step(
   loss_fn: LossFn | Mapping[Any, LossFn],
@@ -320,15 +286,14 @@ def train_step(
   the module between steps is trained on, and one that changes its structure compiles again, with the reason
   in `step.compiles`. Metadata of a Variable, and changes inside an object that is neither a module nor a list
   or dict, are not noticed: call `step.rebind()` after them. Where the optimizer was made from a plan, a layer
-  that was replaced is put where the plan says; new parameters are an error that says what to call.
+  that was replaced is put where the plan says; new parameters are an error with the call that works.
 
-  An array that somebody else also holds (a clone, a value read before) is copied, not donated under its
-  holder. A part of an array is not noticed: `x.addressable_shards[0].data` is deleted with `x` at the next
-  step, unless it was copied.
+  An array that has another holder (a clone, a value read before) is copied, not donated.
+  A shard that is held is not noticed: `x.addressable_shards[0].data` is deleted with `x` by the next step.
 
   A step returns, or leaves the model and the optimizer as they were: an exception such as Ctrl-C comes before
   or after the step, never in its midst. Where the program itself fails, the arrays that it had taken over are
-  lost; the error says so, and each later step is a `TrainError`. Restore a checkpoint then.
+  lost: the error has a note, and each later step is a `TrainError`. Restore a checkpoint then.
 
   Args:
     loss_fn: `loss_fn(model, batch)` returns `loss`, or `(loss, metrics)` with a dict. The loss and each
@@ -341,7 +306,7 @@ def train_step(
       products with weights, `"full"` its input only; or a policy of `jax.checkpoint_policies`. None, or
       `"as written"`: as the model says. A layer is the body of a scan, or what is under `nnx.remat`; where
       there is none, the first call is an error. See `with_remat`.
-    outputs: names of metrics that are arrays with the examples on dim 0, returned whole.
+    outputs: names of metrics that are arrays with the examples on dim 0, returned as they are.
     gradients: `"whole"` keeps gradients in the layout of their parameters; `"scattered"` (ZeRO-2) in that of
       their optimizer state, which saves memory, and reduces them in each microbatch. None: as the optimizer's
       plan says, scattered with `zero=2`.
@@ -372,16 +337,10 @@ def train_step(
     >>> losses[0] > losses[1] > losses[2], len(step.compiles)
     (True, 1)
   """
-  if gradients not in (None, "whole", "scattered"):
-    raise TrainError(
-      f"gradients={gradients!r} is not a layout.", fix='gradients="whole" or "scattered"; None: as planned.'
-    )
-  if reduction is not None and not jnp.issubdtype(reduction, jnp.floating):
-    raise TrainError(
-      f"reduction={jnp.dtype(reduction)} would round gradients to whole numbers.", fix="reduction=jnp.float32"
-    )
-  recipe = Recipe(loss_fn, microbatches, remat, tuple(outputs), gradients, reduction, pairs, diagnostics)
-  return TrainStep(recipe)
+  options = StepOptions(
+    loss_fn, microbatches, remat, tuple(outputs), gradients, reduction, pairs, diagnostics
+  )
+  return TrainStep(options)
 
 
 def eval_step(loss_fn: LossFn, *, outputs: Sequence[str] = (), pairs: bool = False) -> EvalStep:
@@ -389,7 +348,7 @@ def eval_step(loss_fn: LossFn, *, outputs: Sequence[str] = (), pairs: bool = Fal
 
   Args:
     loss_fn: as in `train_step`.
-    outputs: names of metrics that are arrays with the examples on dim 0, returned whole.
+    outputs: names of metrics that are arrays with the examples on dim 0, returned as they are.
     pairs: return `(sum, count)` pairs instead of means, to be added up over batches (`MetricSums`). A plain
       scalar counts for as many as the batch has examples.
 
@@ -404,173 +363,7 @@ def eval_step(loss_fn: LossFn, *, outputs: Sequence[str] = (), pairs: bool = Fal
     >>> evaluate(model, jnp.zeros((16, 4)))["loss"]
     (Array(0., dtype=float32), Array(64., dtype=float32))
   """
-  return EvalStep(Recipe(loss_fn, outputs=tuple(outputs), pairs=pairs))
-
-
-class _Bound:
-  """One step for some live objects: their binding, and a program for each layout of the batch."""
-
-  def __init__(
-    self,
-    recipe: Recipe,
-    binding: Binding,
-    reasons: tuple[str, ...],
-    *,
-    donate: bool,
-  ):
-    self.recipe, self.binding, self.donate = recipe, binding, donate
-    self.reasons = reasons
-    self.how = ""
-    self.unplanned: list[str] = []
-    self.watch = binding.watch
-    self.trace = current_trace()
-    self.variables = binding.variables
-    # Only accumulation depends on how the batch is laid out; jit handles all else by itself.
-    self.by_layout = recipe.microbatches > 1 or recipe.reduction is not None
-    # What the fast path compares: a tuple or dict of modules is new in each call, and goes the longer way.
-    self.model, self.optimizer = (binding.watch.reference(name) for name in ("model", "optimizer"))
-    self._programs: dict[tuple[str, ...], Compiled] = {}
-    if donate:
-      self._check_apart()
-
-  def alive(self) -> bool:
-    return self.watch.alive()
-
-  def program(self, batch: Any) -> Compiled:
-    axes = batch_axes_of(batch) if self.by_layout else ()
-    found = self._programs.get(axes)
-    if found is None:
-      labels, shardings = self.binding.variable_labels, self.binding.variable_shardings
-      run = self._train(axes) if self.donate else self._evaluate
-      run = self._held(run, shardings)
-      found = Compiled(run, labels, donate=self.donate, shardings=shardings if self.donate else None)
-      self._programs[axes] = found
-    return found
-
-  def update(self, program: Compiled, batch: Any) -> tuple[list[Any], Metrics]:
-    """Runs a program and writes its arrays back, all or none; returns the old ones and the metrics."""
-    if current_trace() != self.trace:
-      raise inside_a_program()
-    try:
-      arrays = read_apart(self.variables)
-      ran, kept = itertools.tee(map(program.jitted, (arrays,), (batch,)))
-      # One call, from the start of the program to the last array written back. Python looks for signals
-      # between calls: none, Ctrl-C included, comes after the program has taken the old arrays over and before
-      # the Variables have the new ones.
-      exhaust(map(put, self.variables, itertools.chain.from_iterable(map(_new_arrays, ran))))
-    except BaseException as error:
-      program.explain(error, self.binding.read(), batch)
-      raise
-    return arrays, next(kept)[1]
-
-  def evaluate(self, program: Compiled, batch: Any) -> tuple[list[Any], Metrics]:
-    """Runs a program that changes nothing. Returns the arrays and the metrics."""
-    arrays = self.binding.read()
-    try:
-      return arrays, program.jitted(arrays, batch)
-    except (TypeError, ValueError, RuntimeError) as error:
-      program.explain(error, arrays, batch)
-      raise
-
-  def _train(self, axes: tuple[str, ...]) -> Callable[[list[Any], Any], tuple[list[Any], Metrics]]:
-    binding = self.binding
-    scope = scope_of(binding.variables)
-
-    def train_step(arrays: list[Any], batch: Any) -> tuple[list[Any], Metrics]:
-      objects = binding.template.build(binding.with_raw(arrays))
-      with default_scope(scope):
-        layout = functools.partial(self.layout, keyed(objects[0], objects[1]), axes)
-        metrics, self.how = update(self.recipe, objects[0], objects[1], batch, layout)
-      return binding.without_raw(binding.template.arrays(objects)), metrics
-
-    return train_step
-
-  def _held(self, run: Callable[..., Any], shardings: Any) -> Callable[..., Any]:
-    mesh, scope = self.binding.mesh, scope_of(self.binding.variables)
-    sizes = [] if mesh is None else [size for size in mesh.shape.values() if size > 1]
-    if scope is None and len(sizes) > 1:
-      logger.warning(
-        "the step leaves the layout of activations to XLA, which gets some wrong on several mesh axes: the"
-        " models have no plan, or plans with different rules; nxp.check_gradients(model, batch, loss) tells"
-      )
-    return held(run, mesh, scope, shardings)
-
-  def layout(
-    self, optimizers: dict[Any, Any], axes: tuple[str, ...], paths: list[Path], stages: list[int]
-  ) -> Layout:
-    """Where the arrays of a step lie; see `update`."""
-    # Paths start inside `models`; the template's start with the root's number.
-    binding, asked = self.binding, self.recipe.gradients
-    own = [binding.shardings[binding.template.index[(0, *path)]] for path in paths]
-    split = [_scattered(optimizers, path, mine) for path, mine in zip(paths, own, strict=True)]
-    chosen = {s: is_scattered(asked, s, further=any(split)) for s in stages}
-    trained = [
-      where if where is not None and chosen[stage] else mine
-      for where, mine, stage in zip(split, own, stages, strict=True)
-    ]
-    scattered = any(a is not b for a, b in zip(trained, own, strict=True))
-    used = {axis for s in binding.shardings[: _model_leaves(binding)] if s for axis in _axes_in(s)}
-    return Layout(binding.mesh, trained, scattered, frozenset(used), axes)
-
-  def subject(self, loss_fn: LossFn, wrt: Mapping[Any, Any], batch: Any) -> Subject:
-    """What `check_gradients` checks: one loss, differentiated as in this step."""
-    axes = batch_axes_of(batch) if self.by_layout else ()
-    return Subject(
-      self.recipe,
-      loss_fn,
-      self.binding,
-      batch,
-      wrt,
-      layouts=lambda optimizers: functools.partial(self.layout, optimizers, axes),
-      mend=self._held,
-    )
-
-  def _evaluate(self, arrays: list[Any], batch: Any) -> Metrics:
-    template: Template = self.binding.template
-    check_examples(batch)
-    (models,) = template.build(self.binding.with_raw(arrays))
-    with default_scope(scope_of(self.binding.variables)):
-      found = terms(call_loss(self.recipe.loss_fn, models, batch), self.recipe.outputs)  # pyright: ignore[reportArgumentType]
-    return pairs(found, examples=examples_in(batch)) if self.recipe.pairs else means(found)
-
-  def _check_apart(self) -> None:
-    """Gives each Variable its own buffers: one buffer cannot be donated twice."""
-    first: dict[Any, str] = {}
-    binding = self.binding
-    for label, variable in zip(binding.variable_labels, binding.variables, strict=True):
-      value = variable.get_raw_value()
-      if not isinstance(value, jax.Array):
-        continue
-      where = _pointer(value)
-      if where in first:
-        logger.info("%s and %s shared one array; each has its own now", first[where], label)
-        variable.set_raw_value(jnp.copy(value))
-      first.setdefault(where, label)
-
-
-def _planned(roots: Mapping[str, Any]) -> dict[Path, NamedSharding]:
-  """Where the plans of the optimizers say that arrays lie, by path in a binding's template."""
-  found: dict[Path, NamedSharding] = {}
-  for key, optimizer in keyed(roots["model"], roots["optimizer"]).items():
-    placement = placement_of(optimizer)
-    if placement is not None:
-      inside = () if key is None else (key,)
-      found |= {(0, *inside, *path): where for path, where in placement.model.items()}
-      found |= {(1, *inside, *path): where for path, where in placement.optimizer.items()}
-  return found
-
-
-def _unplanned(binding: Binding, planned: Mapping[Path, NamedSharding], *, several: bool) -> list[str]:
-  """The arrays of a planned model that the plan does not know, or not in this shape, and that lie whole."""
-  models = {path[1] if several else None for path in planned if path[0] == 0}
-  rows = zip(binding.labels, binding.template.paths, binding.template.leaves, binding.shardings, strict=True)
-  return [
-    label
-    for label, path, leaf, where in rows
-    if path[0] == 0 and (path[1] if several else None) in models
-    if (ndim := value_of(leaf).ndim) and where is not None and where.is_fully_replicated
-    if path not in planned or not where.is_equivalent_to(planned[path], ndim)
-  ]
+  return EvalStep(StepOptions(loss_fn, outputs=tuple(outputs), pairs=pairs))
 
 
 def _warn_unplanned(labels: list[str]) -> None:
@@ -592,15 +385,6 @@ def _abstract(plan: ShardingPlan) -> Any:
   return instantiate(
     plan, {"model": plan.abstract_state("model"), "optimizer": plan.abstract_state("optimizer")}
   )
-
-
-def _scattered(optimizers: dict[Any, Any], path: Path, own: NamedSharding | None) -> NamedSharding | None:
-  """The layout of a gradient as the optimizer's plan scatters it; None where it lies with its parameter."""
-  # With several models, the key of the model comes first.
-  key, inside = (None, path) if None in optimizers else (path[0], path[1:])
-  placement = placement_of(optimizers.get(key))
-  found = placement.gradients.get(inside) if placement is not None else None
-  return found if found is not None and own is not None and found.mesh == own.mesh else None
 
 
 def _call(forget: weakref.WeakMethod[Callable[[], None]]) -> None:
@@ -630,24 +414,15 @@ def _check_objects(roots: Mapping[str, Any]) -> None:
     keyed(roots["model"], roots["optimizer"])
 
 
-def _pointer(value: jax.Array) -> Any:
-  if jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
-    value = jax.random.key_data(value)
-  shards = value.addressable_shards
-  if not shards or not value.size:
-    return id(value)
-  return shards[0].device.id, shards[0].data.unsafe_buffer_pointer()
-
-
 def _warn_unplaced(arrays: list[Any], batch: Any) -> None:
-  """Says that a batch is on no mesh: jax gives it whole to every device, and each computes all of it."""
+  """Warns of a batch that is on no mesh: jax replicates it, and each device computes all examples."""
   if all(x.sharding.mesh.size == 1 for x in arrays if _is_placed(x)):
     return
   leaves = jax.tree_util.tree_leaves_with_path(batch)
   loose = [path for path, leaf in leaves if jnp.ndim(leaf) and not _is_placed(leaf)]
   if loose:
     logger.warning(
-      "batch%s lies on no mesh, so every device computes all of its examples. Fix: step(model, optimizer,"
+      "batch%s is on no mesh, so every device computes all of its examples. Fix: step(model, optimizer,"
       " nxp.shard_batch(batch, plan))",
       jax.tree_util.keystr(loose[0]),
     )
@@ -655,11 +430,3 @@ def _warn_unplaced(arrays: list[Any], batch: Any) -> None:
 
 def _is_placed(x: Any) -> bool:
   return isinstance(getattr(x, "sharding", None), NamedSharding)
-
-
-def _model_leaves(binding: Binding) -> int:
-  return sum(path[0] == 0 for path in binding.template.paths)
-
-
-def _axes_in(sharding: NamedSharding) -> set[str]:
-  return {axis for entry in sharding.spec for axis in axes_of(entry)}

@@ -14,14 +14,16 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from nnx_parallel.core.axes import axes_of
 from nnx_parallel.core.jaxprs import as_function
 from nnx_parallel.core.nodes import path_str
-from nnx_parallel.layout.constrain import default_scope, scope_of, spent
-from nnx_parallel.train.accumulate import Layout, loss_of, pinned, slope_of, traced_by_replica
+from nnx_parallel.layout.constrain import default_scope, mapped_axes, scope_of
 from nnx_parallel.train.binding import Binding
 from nnx_parallel.train.custom_rules import own_rules, without_own_rules, without_stops
 from nnx_parallel.train.directions import inner, signs
+from nnx_parallel.train.gradients import Layout, loss_of, pinned, slope_of
 from nnx_parallel.train.loss_scale import common_scale
 from nnx_parallel.train.losses import mean, means
-from nnx_parallel.train.update import Differentiable, LossFn, Recipe, differentiable, gradients_of, keyed
+from nnx_parallel.train.options import LossFn, StepOptions
+from nnx_parallel.train.trace import Differentiable, differentiable, traced_by_replica
+from nnx_parallel.train.update import gradients_of, keyed
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,22 +31,22 @@ class Subject:
   """A loss of live objects, and the programs that differentiate it.
 
   Attributes:
-    recipe: what the step does.
+    options: of the step.
     loss_fn: the loss.
     binding: the live objects: a model, and its optimizer if there is one.
     batch: one placed batch.
     wrt: the filter of the Variables that are trained, by the key of their model.
-    layouts: `(optimizers) -> (paths, stages) -> Layout`; see `update`.
+    layout: of the gradients.
     mend: `(program, shardings of its arrays) -> program`: what the step does before it compiles.
     relaid: other layouts to try, by position among the trained arrays.
   """
 
-  recipe: Recipe
+  options: StepOptions
   loss_fn: LossFn
   binding: Binding
   batch: Any
   wrt: Mapping[Any, Any]
-  layouts: Callable[[Any], Any]
+  layout: Layout
   mend: Callable[[Any, Any], Any] = lambda program, shardings: program
   relaid: Mapping[int, NamedSharding] = dataclasses.field(default_factory=dict[int, NamedSharding])
 
@@ -52,7 +54,7 @@ class Subject:
   def arrays(self) -> list[Any]:
     """The arrays of all programs: those of the live objects, also what is in no Variable.
 
-    They are not kept here: a step copies an array that somebody else holds, instead of donating it.
+    They are not kept here: a step copies an array that has another holder, instead of donating it.
     """
     arrays = self.binding.with_raw(self.binding.read())
     for n, where in self.relaid.items():
@@ -66,34 +68,31 @@ class Subject:
   @functools.cached_property
   def positions(self) -> list[int]:
     """Which of the arrays each trained one is."""
-    loss, _, _ = self._pieces(self._abstract)
+    loss, _ = self._pieces(self._abstract)
     return [self.binding.template.index[(0, *path)] for path in loss.paths]
 
-  @functools.cached_property
-  def parts(self) -> int | None:
-    """Microbatches; None for a batch in one piece."""
-    whole = self.recipe.microbatches == 1 and self.recipe.reduction is None
-    return None if whole else self.recipe.microbatches
+  @property
+  def _parts(self) -> int | None:
+    return None if self.options.in_one_piece else self.options.microbatches
 
   @functools.cached_property
   def leaves(self) -> list[tuple[str, NamedSharding | None, Any]]:
     """Dotted path, layout and abstract value of each trained array."""
-    loss, _, _ = self._pieces(self._abstract)
+    loss, _ = self._pieces(self._abstract)
     own = self.binding.shardings
     return [
       (path_str(path), self.relaid.get(n, own[self.positions[n]]), array)
       for n, (path, array) in enumerate(zip(loss.paths, loss.train, strict=True))
     ]
 
-  def _pieces(self, arrays: Sequence[Any]) -> tuple[Differentiable, dict[Any, Any], Any]:
-    """The loss, the optimizers and the loss scale, around these arrays."""
-    objects = self.binding.template.build(arrays)
-    optimizers: dict[Any, Any] = dict.fromkeys(self.wrt)
+  def _pieces(self, arrays: Sequence[Any]) -> tuple[Differentiable, Any]:
+    """The loss and its scale, around these arrays."""
+    models, *optimizers = self.binding.template.build(arrays)
     scale = None
-    if len(objects) > 1:
-      optimizers = {key: keyed(*objects)[key] for key in self.wrt}
-      scale = common_scale(optimizers.values())
-    return differentiable(self.recipe, self.loss_fn, objects[0], self.wrt, scale), optimizers, scale
+    if optimizers:
+      chosen = keyed(models, *optimizers)
+      scale = common_scale(chosen[key] for key in self.wrt)
+    return differentiable(self.options, self.loss_fn, models, self.wrt, scale), scale
 
   @functools.cached_property
   def reverse(self) -> Any:
@@ -108,10 +107,11 @@ class Subject:
   def _reverse(self, change: Callable[[Any], Any]) -> Any:
     def reverse(arrays: list[Any], batch: Any, seeds: jax.Array) -> Any:
       with default_scope(scope_of(self.binding.variables)):
-        loss, optimizers, scale = self._pieces(arrays)
+        loss, scale = self._pieces(arrays)
         loss = loss._replace(objective=change(loss.objective))
-        layouts = functools.partial(self._layout, self.layouts(optimizers))
-        total, grads = gradients_of(self.recipe, loss, optimizers, batch, layouts)
+        relaid = {loss.paths[n]: where for n, where in self.relaid.items()}
+        layout = self.layout._replace(gradients={**self.layout.gradients, **relaid})
+        total, grads = gradients_of(self.options, loss, batch, layout)
       grads = [pinned(g, where) for g, (_, where, _) in zip(grads, self.leaves, strict=True)]
       norms = [jnp.sqrt(inner(g, jnp.conj(g))) for g in grads]
       products = [
@@ -132,21 +132,16 @@ class Subject:
     placed: dict[str, Any] = {} if mesh is None else {"out_shardings": NamedSharding(mesh, PartitionSpec())}
     return jax.jit(self.mend(program, shardings), **placed)
 
-  def _layout(self, layouts: Callable[..., Layout], paths: Any, stages: Any) -> Layout:
-    found = layouts(paths, stages)
-    trained = [self.relaid.get(n, where) for n, where in enumerate(found.trained)]
-    return found._replace(trained=trained)
-
   @functools.cached_property
   def forward(self) -> Any:
     """`(arrays, batch, seed, factors) -> loss, derivative along signs times a factor for each leaf`."""
 
     def forward(arrays: list[Any], batch: Any, seed: jax.Array, factors: jax.Array) -> Any:
       with default_scope(scope_of(self.binding.variables)):
-        loss, _, scale = self._pieces(arrays)
+        loss, scale = self._pieces(arrays)
         tangents = self._direction(loss, seed, factors)
         objective = self._plain(loss.objective)
-        value, slope = slope_of(objective, loss.train, tangents, loss.others, batch, self.parts)
+        value, slope = slope_of(objective, loss.train, tangents, loss.others, batch, self._parts)
       return value, _unscaled(slope, scale)
 
     return self._compiled(forward)
@@ -157,22 +152,18 @@ class Subject:
 
     def shifted(arrays: list[Any], batch: Any, seed: jax.Array, factors: jax.Array) -> Any:
       with default_scope(scope_of(self.binding.variables)):
-        loss, _, scale = self._pieces(arrays)
+        loss, scale = self._pieces(arrays)
         train = [x + step for x, step in zip(loss.train, self._direction(loss, seed, factors), strict=True)]
-        value = loss_of(loss.objective, train, loss.others, batch, self.recipe.microbatches)
+        value = loss_of(loss.objective, train, loss.others, batch, self.options.microbatches)
       return _unscaled(value, scale)
 
     return self._compiled(shifted)
 
   def by_device(self, *, slope: bool, whole: bool = False) -> Any:
-    """The loss, and if asked its slope, by a program that leaves nothing for a compiler to partition.
+    """The loss, and if `slope` its derivative, by a program that leaves nothing for a compiler to partition.
 
-    Args:
-      slope: compute the derivative too.
-      whole: each device computes the whole batch, and not its own examples.
-
-    Returns:
-      `(arrays, batch, seed, factors) -> loss, mean of its sizes on the devices, slope`.
+    The result is `(arrays, batch, seed, factors) -> loss, mean of its sizes on the devices, slope`. With
+    `whole`, each device computes the whole batch, and not its own examples.
     """
 
     def local(loss: Differentiable, batch: Any, seed: jax.Array, factors: jax.Array) -> Any:
@@ -191,7 +182,7 @@ class Subject:
     return self.by_device(slope=False)
 
   def gradients_by_device(self, *, whole: bool = False) -> Any:
-    """`(arrays, batch, seeds) -> rows`: the products of `reverse`, by a program that nobody partitions."""
+    """`(arrays, batch, seeds) -> rows`: the products of `reverse`, by a program without partitioning."""
 
     def local(loss: Differentiable, batch: Any, seeds: jax.Array) -> Any:
       terms_of = functools.partial(_loss_terms, loss.objective, loss.others, batch)
@@ -247,8 +238,8 @@ class Subject:
 
     axes = tuple(mesh.axis_names)
     part = jax.tree.map(lambda x: _abstract(x, mesh.size), self.batch)
-    with default_scope(scope_of(self.binding.variables)), spent(axes):
-      loss, _, _ = self._pieces(self._abstract)
+    with default_scope(scope_of(self.binding.variables)), mapped_axes(axes):
+      loss, _ = self._pieces(self._abstract)
       return traced_by_replica(loss.objective, loss.train, loss.others, part, axes)[1]
 
   def _plain(self, objective: Any) -> Any:
@@ -267,7 +258,7 @@ class Subject:
       batch = jax.tree.map(_abstract, self.batch)
 
       def run(arrays: list[Any], batch: Any) -> Any:
-        loss, _, _ = self._pieces(arrays)
+        loss, _ = self._pieces(arrays)
         return loss.objective(loss.train, loss.others, batch)[0]
 
       return jax.make_jaxpr(run)(self._abstract, batch)
@@ -314,7 +305,7 @@ def _changed(change: Callable[[Any], Any], objective: Any) -> Any:
 
 
 def _abstract(x: Any, parts: int = 0) -> Any:
-  """The shape of an array, where it lies; or of one of some parts of it, anywhere."""
+  """The shape and sharding of an array; or the shape of one of some parts of it."""
   shape, dtype = jnp.shape(x), jnp.result_type(x)
   if parts:
     return jax.ShapeDtypeStruct((shape[0] // parts, *shape[1:]) if shape else (), dtype)

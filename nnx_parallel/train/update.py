@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
-import functools
 import inspect
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,72 +12,35 @@ import optax
 import optax.contrib
 from flax import nnx
 
-from nnx_parallel.core.jaxprs import forwarded
 from nnx_parallel.core.nodes import Path, path_str, plain_path, variables
 from nnx_parallel.core.padding import is_padded
 from nnx_parallel.errors import TrainError
-from nnx_parallel.layout.sharded_optimizer import ShardedOptimizer, placement_of, plain_update
+from nnx_parallel.layout.sharded_optimizer import ShardedOptimizer, plain_update
 from nnx_parallel.layout.tracing import NEEDS_VALUES
-from nnx_parallel.train.accumulate import Layout, Objective, Total, in_microbatches, loss_of, whole_batch
-from nnx_parallel.train.binding import Template
 from nnx_parallel.train.diagnostics import diagnostics, merged
-from nnx_parallel.train.gradients import Gradients
-from nnx_parallel.train.loss_call import call_loss
+from nnx_parallel.train.gradients import Layout, Total, in_microbatches, loss_of, whole_batch
 from nnx_parallel.train.loss_scale import common_scale, rescaled, scaled_in_backward
-from nnx_parallel.train.losses import Metrics, check_examples, examples_in, mean, means, pairs, terms
-from nnx_parallel.train.remat import Policy, rematerialised
-
-LossFn = Callable[[Any, Any], Any]
-
-
-@dataclasses.dataclass(frozen=True)
-class Recipe:
-  """What a step was asked to do.
-
-  Attributes:
-    loss_fn: one loss function, or key -> loss function for several models trained in turn.
-    microbatches: parts that each batch is split into.
-    remat: what layers keep for the backward pass; see `with_remat`.
-    outputs: names of metrics that are per-example arrays.
-    gradients: `"scattered"` where gradients take the layout of their optimizer state as soon as they exist,
-      `"whole"` where they keep that of their parameter; None: as the optimizer's plan says.
-    reduction: dtype in which replicas sum their gradients, or None.
-    pairs: whether metrics come as `(sum, count)` pairs.
-    diagnostics: whether the norm of the gradients and the learning rate are among the metrics.
-  """
-
-  loss_fn: LossFn | Mapping[Any, LossFn]
-  microbatches: int = 1
-  remat: Policy = None
-  outputs: tuple[str, ...] = ()
-  gradients: Gradients | None = None
-  reduction: Any = None
-  pairs: bool = False
-  diagnostics: bool = False
+from nnx_parallel.train.losses import Metrics, check_examples, examples_in, mean, means, pairs
+from nnx_parallel.train.options import LossFn, StepOptions
+from nnx_parallel.train.trace import Differentiable, differentiable
 
 
-def update(recipe: Recipe, models: Any, optimizers: Any, batch: Any, layouts: Any) -> tuple[Metrics, str]:
-  """Updates traced `models` and `optimizers` in place.
+def update(
+  options: StepOptions, models: Any, optimizers: Any, batch: Any, layout: Layout
+) -> tuple[Metrics, str]:
+  """Updates traced `models` and `optimizers` in place; returns metrics and how gradients were reduced.
 
-  Args:
-    recipe: what to do.
-    models: a module, or a tuple or dict of modules.
-    optimizers: one optimizer; or, for several models, a tuple or dict with optimizers under the same keys.
-    batch: the batch.
-    layouts: `(paths of the trained arrays inside models, the ZeRO stage of each) -> Layout`, see `step.py`.
-
-  Returns:
-    Mean metrics, and how gradients were reduced.
+  For several models, `optimizers` is a tuple or dict with the same keys.
   """
   check_examples(batch)
-  if not isinstance(recipe.loss_fn, Mapping):
-    return _update_once(recipe, recipe.loss_fn, models, keyed(models, optimizers), batch, layouts)
+  if not isinstance(options.loss_fn, Mapping):
+    return _update_once(options, options.loss_fn, models, keyed(models, optimizers), batch, layout)
   metrics: Metrics = {}
   how = ""
   chosen = keyed(models, optimizers)
-  for key, loss_fn in recipe.loss_fn.items():
+  for key, loss_fn in options.loss_fn.items():
     optimizer = of_loss(key, chosen)
-    found, how = _update_once(recipe, loss_fn, models, {key: optimizer}, batch, layouts)
+    found, how = _update_once(options, loss_fn, models, {key: optimizer}, batch, layout)
     metrics |= {f"{key}/{name}": value for name, value in found.items()}
   return metrics, how
 
@@ -126,131 +87,38 @@ def keyed(models: Any, optimizers: Any) -> dict[Any, Any]:
   return found
 
 
-class Differentiable(NamedTuple):
-  """The loss of traced models as a function of the arrays that are trained.
-
-  Attributes:
-    objective: what is differentiated; see `accumulate.Objective`.
-    train: the trained arrays.
-    others: the other arrays, and the loss scale if there is one.
-    paths: the path of each trained array inside the models.
-    template: the structure of the models.
-    order: the leaf of the template for each of `others`, then for each of `train`.
-    whole: whether the batch stays in one piece, and the objective is its mean loss; else it is a sum.
-  """
-
-  objective: Objective
-  train: list[Any]
-  others: list[Any]
-  paths: list[Path]
-  template: Template
-  order: list[int]
-  whole: bool
-
-  @property
-  def trained(self) -> list[int]:
-    """The leaf of the template for each trained array."""
-    return self.order[len(self.order) - len(self.train) :]
-
-
-def differentiable(
-  recipe: Recipe, loss_fn: LossFn, models: Any, wrt: Mapping[Any, Any], scale: Any = None
-) -> Differentiable:
-  """The loss of traced models as a function of the arrays that are trained.
-
-  Args:
-    recipe: what the step does.
-    loss_fn: one loss function.
-    models: a module, or a tuple or dict of modules.
-    wrt: the filter of the Variables that are trained, by the key of their model; None for a single model.
-    scale: what the loss is multiplied by, or None.
-
-  Returns:
-    The function and its arguments.
-
-  Raises:
-    TrainError: nothing to train, or what has no gradient.
-  """
-  template = Template(models)
-  arrays = template.arrays(models)
-  trained = [i for i in range(len(arrays)) if _is_trained(template, i, wrt)]
-  _check_trained(template, trained, wrt)
-  rest = [i for i in range(len(arrays)) if i not in set(trained)]
-  order = [*rest, *trained]
-  whole = recipe.microbatches == 1 and recipe.reduction is None
-
-  def objective(train: list[Any], others: list[Any], part: Any, *, exact: bool = True) -> Any:
-    merged = [*arrays]
-    # The scale travels with the arrays: a manual program closes over nothing.
-    factor, others = (None, others) if scale is None else (others[-1], others[:-1])
-    for i, array in zip([*trained, *rest], [*train, *others], strict=True):
-      merged[i] = array
-    inner = template.build(merged)
-    found = terms(call_loss(loss_fn, inner, part), recipe.outputs)
-    after = template.arrays(inner)
-    changed = {n: after[i] for n, i in enumerate(order) if after[i] is not merged[i]}
-    if not whole and exact and max(changed, default=-1) >= len(rest):
-      # Perhaps only the outputs of `nnx.remat`, which returns every Variable that it gets.
-      same = _unchanged(functools.partial(objective, exact=False), train, others, part, len(rest))
-      changed = {n: array for n, array in changed.items() if n not in same}
-    if not whole and exact and max(changed, default=-1) >= len(rest):
-      raise TrainError(
-        f"the loss function assigned to {path_str(template.paths[order[max(changed)]])}, which the optimizer"
-        f" trains: the gradients of {recipe.microbatches} microbatches would be those of different models.",
-        fix="microbatches=1 without reduction=; or leave it out of the optimizer's wrt.",
-      )
-    loss, count = found.sums["loss"], found.counts["loss"]
-    if whole:
-      loss, count = mean(loss, count), None
-    elif factor is None:
-      count = None
-    elif count is not None:
-      loss = mean(loss, count)  # a scaled sum over many examples would overflow
-    return loss if factor is None else loss * factor.astype(loss.dtype), (found, changed, count)
-
-  train, others = [arrays[i] for i in trained], [arrays[i] for i in rest]
-  if scale is not None:
-    others.append(scale)
-  paths = [template.paths[i] for i in trained]
-  return Differentiable(rematerialised(objective, recipe.remat), train, others, paths, template, order, whole)
-
-
 def gradients_of(
-  recipe: Recipe, loss: Differentiable, optimizers: dict[Any, Any], batch: Any, layouts: Any
+  options: StepOptions, loss: Differentiable, batch: Any, layout: Layout
 ) -> tuple[Total, list[Any]]:
-  """What a step differentiates, and the gradient of the mean loss for each trained array.
+  """The sums over the parts of a batch, and the gradient of the mean loss for each trained array.
 
-  Args:
-    recipe: what the step does.
-    loss: what is differentiated.
-    optimizers: by the key of the model that they train; they say where gradients lie.
-    batch: the batch.
-    layouts: as for `update`.
-
-  Returns:
-    Sums over the parts of the batch, and the gradients, multiplied by the loss scale if there is one.
+  The gradients are multiplied by the loss scale, if there is one.
   """
-  stages = {key: _stage(optimizer) for key, optimizer in optimizers.items()}
-  layout: Layout = layouts(loss.paths, [stages[None if None in stages else path[0]] for path in loss.paths])
-  if loss.whole:
+  layout = layout.of(loss.paths)
+  if options.in_one_piece:
     total = whole_batch(loss.objective, loss.train, loss.others, batch, layout)
   else:
     total = in_microbatches(
-      loss.objective, loss.train, loss.others, batch, recipe.microbatches, layout, recipe.reduction
+      loss.objective, loss.train, loss.others, batch, options.microbatches, layout, options.reduction
     )
   return total, _scaled(total, loss.train)
 
 
 def _update_once(
-  recipe: Recipe, loss_fn: LossFn, models: Any, optimizers: dict[Any, Any], batch: Any, layouts: Any
+  options: StepOptions,
+  loss_fn: LossFn,
+  models: Any,
+  optimizers: dict[Any, Any],
+  batch: Any,
+  layout: Layout,
 ) -> tuple[Metrics, str]:
   scale = common_scale(optimizers.values())
   wrt = {key: optimizer.wrt for key, optimizer in optimizers.items()}
-  loss = differentiable(recipe, loss_fn, models, wrt, scale)
+  loss = differentiable(options, loss_fn, models, wrt, scale)
   for key, optimizer in optimizers.items():
     _check_state(optimizer, models if key is None else models[key], key)
   template, trained, train, others = loss.template, loss.trained, loss.train, loss.others
-  total, grads = gradients_of(recipe, loss, optimizers, batch, layouts)
+  total, grads = gradients_of(options, loss, batch, layout)
   for n, value in total.rest.items():
     leaf = template.leaves[loss.order[n]]
     if not isinstance(leaf, nnx.Variable):
@@ -272,62 +140,17 @@ def _update_once(
       replaced = [*train]
       for n, value in zip(mine, jax.tree.leaves(params), strict=True):
         replaced[n] = value if scale is None else scaled_in_backward(value, 1 / scale)
-      value = loss_of(loss.objective, replaced, others, batch, recipe.microbatches)
+      value = loss_of(loss.objective, replaced, others, batch, options.microbatches)
       return value if scale is None else scaled_in_backward(value, scale)
 
     apply(optimizer, model, _state([loss.paths[n] for n in mine], leaves, key), metrics["loss"], value_fn)
-    if recipe.diagnostics:
+    if options.diagnostics:
       noted |= diagnostics(optimizer, own, f"{key}/" if len(optimizers) > 1 else "")
-  if recipe.pairs:
+  if options.pairs:
     examples = examples_in(batch)
     metrics = pairs(total.terms, total.parts, examples)
     noted = {name: (value * examples, jnp.full_like(value, examples)) for name, value in noted.items()}
   return merged(metrics, noted), total.how
-
-
-def _unchanged(objective: Any, train: list[Any], others: list[Any], part: Any, rest: int) -> set[int]:
-  """Positions, first those of the `rest`, of arrays that the objective gives back as it got them."""
-
-  def given_back(train: list[Any], others: list[Any], part: Any) -> Any:
-    return objective(train, others, part)[1][1]
-
-  traced, shape = jax.make_jaxpr(given_back, return_shape=True)(train, others, part)
-  inputs = [*range(rest, rest + len(train)), *range(len(others))]  # the position of each input
-  found = zip(shape, forwarded(traced), strict=True)
-  return {n for n, source in found if source is not None and source < len(inputs) and inputs[source] == n}
-
-
-def _stage(optimizer: Any) -> int:
-  """The ZeRO stage of the plan that an optimizer was made from; 0 without one."""
-  placement = placement_of(optimizer)
-  return 0 if placement is None else placement.zero
-
-
-def _is_trained(template: Template, i: int, wrt: Mapping[Any, Any]) -> bool:
-  path: Any = template.paths[i]
-  leaf = template.leaves[i]
-  for key, chosen in wrt.items():
-    if key is None:
-      return bool(nnx.filterlib.to_predicate(chosen)(path, leaf))
-    if path[0] == key:
-      return bool(nnx.filterlib.to_predicate(chosen)(path[1:], leaf))
-  return False
-
-
-def _check_trained(template: Template, trained: list[int], wrt: Mapping[Any, Any]) -> None:
-  if not trained:
-    raise TrainError(
-      f"the optimizer's wrt={', '.join(map(str, wrt.values()))} matches no Variable of the model.",
-      details=f"Variable types: {', '.join(sorted({type(leaf).__name__ for leaf in template.leaves}))}",
-      fix="nnx.Optimizer(model, tx, wrt=nnx.Param)",
-    )
-  for i in trained:
-    dtype = template.leaves[i].get_raw_value().dtype
-    if not jnp.issubdtype(dtype, jnp.inexact):
-      raise TrainError(
-        f"{path_str(template.paths[i])} is {dtype}, which has no gradient.",
-        fix="give it another Variable type than those that the optimizer trains.",
-      )
 
 
 def _check_state(optimizer: Any, model: Any, key: Any) -> None:
@@ -336,7 +159,7 @@ def _check_state(optimizer: Any, model: Any, key: Any) -> None:
   try:
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
       needed = _shapes(jax.eval_shape(optimizer.tx.init, parameters))
-  except NEEDS_VALUES:  # nobody can say then what it would hold
+  except NEEDS_VALUES:  # abstract parameters do not give its shapes
     return
   held = _shapes(nnx.as_pure(optimizer.opt_state))
   padded = any(map(is_padded, variables(model).values()))  # then the two may count the padding differently
@@ -384,15 +207,7 @@ def _state(paths: list[Path], leaves: list[Any], key: Any) -> Any:
 
 
 def apply(optimizer: Any, model: Any, grads: Any, loss: Any, value_fn: Callable[[Any], Any]) -> None:
-  """Updates a traced model; optimizers that search along a line also get the loss and its function.
-
-  Args:
-    optimizer: an `nnx.Optimizer`.
-    model: the module that it trains.
-    grads: a state of gradients.
-    loss: the loss, a scalar.
-    value_fn: the loss as a function of the parameters.
-  """
+  """Updates a traced model; optimizers that search along a line also get the loss and its function."""
   _check_transformation(optimizer)
   extra: dict[str, Any] = {}
   if isinstance(optimizer.tx, optax.GradientTransformationExtraArgs):
@@ -406,15 +221,9 @@ def apply(optimizer: Any, model: Any, grads: Any, loss: Any, value_fn: Callable[
 
 
 def extra_arguments(tx: Any, state: Any, given: dict[str, Any]) -> dict[str, Any]:
-  """The named arguments for an update: most take any, some want other names, line searches refuse those.
+  """The named arguments for `tx.update`, from `value`, `grad` and `value_fn`.
 
-  Args:
-    tx: the transformation.
-    state: its state.
-    given: `value`, `grad` and `value_fn`.
-
-  Returns:
-    What to pass to `tx.update`.
+  Most transformations take any. Some want other names, and line searches refuse those.
   """
   value_fn = given["value_fn"]
   parameters = inspect.signature(tx.update).parameters

@@ -179,7 +179,7 @@ def test_a_full_disk_is_noticed_before_writing(saved, monkeypatch):
   directory, trees = saved
   usage = folders.shutil.disk_usage(directory)._replace(free=100)
   monkeypatch.setattr(folders.shutil, "disk_usage", lambda _: usage)
-  with pytest.raises(CheckpointError, match=r"the disk is full\.\n  the checkpoint needs [\d,]+ bytes, 1"):
+  with pytest.raises(CheckpointError, match=r"the disk is full\.\n  the save needs [\d,]+ bytes, 1"):
     Checkpointer(directory).save(3, trees[1])
   assert names(directory) == ["1", "2"]
 

@@ -151,3 +151,15 @@ def test_an_extra_tree_may_be_a_module(tmp_path):
   assert_equal(checkpointer.restore_extra("ema", linear(2)), linear(1))
   with pytest.raises(CheckpointError, match="cannot restore 'ema' into a plan"):
     checkpointer.restore_extra("ema", nxp.plan(lambda: linear(0), nxp.make_mesh(fsdp=8), nxp.fsdp()))
+
+
+@pytest.mark.parametrize("model", [np.arange(6.0, dtype=np.float32), nnx.Param(jnp.ones((2, 3)))], ids=type)
+def test_a_single_array_is_a_tree_too(tmp_path, model):
+  checkpointer = Checkpointer(tmp_path)
+  checkpointer.save(1, model, extra={"ema": np.arange(3)})
+  wanted = np.asarray(model)
+  target = nnx.Param(jnp.zeros((2, 3))) if isinstance(model, nnx.Param) else np.zeros(6, np.float32)
+  np.testing.assert_array_equal(checkpointer.restore(target), wanted, strict=True)
+  np.testing.assert_array_equal(checkpointer.restore(as_numpy=True)["model"][""], wanted)
+  np.testing.assert_array_equal(checkpointer.restore_extra("ema", np.zeros(3, int)), np.arange(3))
+  assert checkpointer.verify() == {}

@@ -54,7 +54,7 @@ def test_an_axis_that_the_rules_do_not_know_names_the_nearest():
   with pytest.raises(MeshError) as caught:
     options.mesh_sizes(recipe({"data": 2, "tensor": 2}), "data=2,tensr=4")
   assert str(caught.value) == (
-    "the recipe toy knows no mesh axis 'tensr'.\n"
+    "the recipe toy has no mesh axis 'tensr'.\n"
     "  its mesh() has data, tensor; along another axis nothing would be split\n"
     "  Fix: did you mean tensor?"
   )

@@ -13,8 +13,8 @@ from jax.sharding import PartitionSpec as Spec
 
 import nnx_parallel as nxp
 from layout.models import LM, named
-from nnx_parallel.core.nodes import aliases, declared, occurrences
-from nnx_parallel.create.unsharded import unsharded
+from nnx_parallel.core.nodes import aliases, declared, iter_nodes
+from nnx_parallel.create.constructor import unsharded
 from nnx_parallel.errors import ShardingError
 
 RULES = nxp.LogicalRules(embed="fsdp", mlp="tensor")
@@ -205,11 +205,11 @@ class Nested(nnx.Module):
     self.size, self.dtype, self.array = 3, jnp.float32, nnx.data(jnp.ones(2))
 
 
-def test_occurrences_are_what_flax_visits_in_its_order():
+def test_nodes_are_what_flax_visits_in_its_order():
   module = Nested(nnx.Rngs(0))
   seen: set[int] = set()
   first = [
-    (path, node) for path, node in occurrences(module) if id(node) not in seen and not seen.add(id(node))
+    (path, node) for path, node in iter_nodes(module) if id(node) not in seen and not seen.add(id(node))
   ]
   wanted = [(p, node) for p, node in nnx.iter_graph(module) if isinstance(node, (nnx.Pytree, nnx.Variable))]
   assert [path for path, _ in first] == [path for path, _ in wanted]

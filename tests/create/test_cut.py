@@ -16,7 +16,7 @@ from jax.interpreters.partial_eval import DynamicJaxprTracer
 
 import nnx_parallel as nxp
 from create.models import Stack, arrays_of, assert_same_arrays
-from nnx_parallel.create.explain import creation_report
+from nnx_parallel.create.constructor import cut_plan
 
 MESH = functools.partial(nxp.make_mesh, fsdp=8)
 RULES = [nxp.LogicalRules(embed=None, mlp=None), nxp.fsdp(min_size=0)]
@@ -54,6 +54,12 @@ def created(init: Callable[[], nnx.Module], **options: object) -> nnx.Module:
   return nxp.create_sharded_model(init, MESH(), RULES, **options)
 
 
+def programs(plan: nxp.ShardingPlan) -> list[tuple[int, list[nxp.LeafPlan]]]:
+  """How often each program runs, and the leaves that it makes."""
+  sliced = cut_plan(plan, [leaf.sharding for leaf in plan.leaves])
+  return [(len(group), [plan.leaves[i] for one in group for i in one.outputs]) for group in sliced.groups]
+
+
 @pytest.mark.parametrize("name", INITIALIZERS)
 def test_initializers(name):
   def init():
@@ -61,7 +67,7 @@ def test_initializers(name):
 
   assert_same_arrays(arrays_of(created(init)), arrays_of(init()))
   plan = nxp.plan(init, MESH(), RULES)
-  assert [program.runs for program in creation_report(plan).programs] == [3]
+  assert [runs for runs, _ in programs(plan)] == [3]
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float8_e4m3fn"])
@@ -168,37 +174,37 @@ def test_the_reference_agrees(name):
     np.testing.assert_allclose(value, whole[path], rtol=3e-7, atol=1e-7, err_msg=path)
 
 
-def programs(depth: int, optimizer: optax.GradientTransformation | None = None) -> int:
+def number(depth: int, optimizer: optax.GradientTransformation | None = None) -> int:
   def init():
     return Stack(depth, 16, nnx.Rngs(0, dropout=1))
 
   plan = nxp.plan(init, MESH(), RULES, optimizer=optimizer)
-  return len(creation_report(plan).programs)
+  return len(programs(plan))
 
 
 def test_the_number_of_programs_does_not_depend_on_depth():
-  assert programs(2) == programs(9)
-  assert programs(2, optax.adamw(1e-3)) == programs(5, optax.adamw(1e-3))
+  assert number(2) == number(9)
+  assert number(2, optax.adamw(1e-3)) == number(5, optax.adamw(1e-3))
 
 
-def test_layers_that_differ_in_a_number_share_a_program():
-  plan = nxp.plan(CONSTRUCTORS["scaled"], MESH(), RULES)
-  assert str(creation_report(plan)) == (
-    "1 programs make 4 leaves; 4 are placed as they are\n"
+def test_layers_that_differ_in_a_number_share_a_program(caplog):
+  with caplog.at_level(logging.INFO, "nnx_parallel"):
+    created(CONSTRUCTORS["scaled"])
+  assert caplog.messages == [
+    "1 programs make 4 arrays; 4 are placed as they are\n"
     "     4 x float32[32,64] P(None, 'fsdp'): layers.0.kernel and 3 more"
-  )
+  ]
 
 
 def test_a_compiled_sub_constructor_is_cut_too():
   plan = nxp.plan(CONSTRUCTORS["compiled"], MESH(), RULES)
-  report = creation_report(plan)
-  assert sorted(program.runs for program in report.programs if "kernel" in program.leaves[0]) == [3]
+  assert sorted(runs for runs, (first, *_) in programs(plan) if "kernel" in first.name) == [3]
 
 
 def test_variables_that_share_work_share_a_slice():
   plan = nxp.plan(CONSTRUCTORS["computed"], MESH(), RULES)
-  (program,) = [p for p in creation_report(plan).programs if "once.kernel" in p.leaves]
-  assert set(program.leaves) == {"once.kernel", "again", "double", "row"}
+  together = {"once.kernel", "again", "double", "row"}
+  assert together in [{leaf.name for leaf in leaves} for _, leaves in programs(plan)]
   model = nxp.create_sharded_model(plan)
   first, second = model.once.kernel.get_value(), model.again.get_value()
   first.delete()  # as a donating step would
@@ -222,8 +228,8 @@ def test_many_keys_do_not_tie_variables_together():
     return Deep(nnx.Rngs(0))
 
   plan = nxp.plan(init, MESH(), RULES)
-  report = creation_report(plan)
-  assert [program.leaves for program in report.programs] == [("layers.bias",), ("layers.kernel",)]
+  found = [[leaf.name for leaf in leaves] for _, leaves in programs(plan)]
+  assert found == [["layers.bias"], ["layers.kernel"]]
   assert_same_arrays(arrays_of(nxp.create_sharded_model(plan)), arrays_of(init()))
 
 
@@ -232,8 +238,8 @@ def test_other_shardings_are_other_programs():
     return Kernels(INIT.lecun_normal(), (16, 64), jnp.float32, nnx.Rngs(0))
 
   rules = nxp.PathRules([("x", ("fsdp", None)), (".*", (None, "fsdp"))])
-  report = creation_report(nxp.plan(init, nxp.make_mesh(fsdp=8), rules))
-  assert sorted((program.runs, program.spec) for program in report.programs) == [
+  found = programs(nxp.plan(init, nxp.make_mesh(fsdp=8), rules))
+  assert sorted((runs, leaves[0].spec) for runs, leaves in found) == [
     (1, jax.P("fsdp", None)),
     (2, jax.P(None, "fsdp")),
   ]
@@ -253,11 +259,12 @@ def test_a_constructor_with_side_effects_runs_whole_and_says_so(caplog):
 
   with caplog.at_level(logging.WARNING):
     model = created(init)
-  assert_same_arrays(arrays_of(model), arrays_of(init()))
+  whole, expected = arrays_of(model), arrays_of(init())
+  for path, value in whole.items():  # one program may round otherwise
+    np.testing.assert_allclose(value, expected[path], rtol=3e-7, atol=2e-7, err_msg=path)
   reason = "it has side effects (Debug)"
   assert caplog.messages == [f"creating the model as one program: {reason}"]
   plan = nxp.plan(init, MESH(), RULES)
-  assert str(creation_report(plan)) == f"created as one program: {reason}"
   assert f"\nnote: created as one program, which takes longer to compile: {reason}" in str(plan)
 
 
@@ -271,7 +278,6 @@ def test_an_optimizer_with_side_effects_is_created_whole_and_the_plan_says_so():
   assert [note for note in plan.notes if "side effects" in note] == [
     "created as one program, which takes longer to compile: it has side effects (Debug)"
   ]
-  assert str(creation_report(plan)) == "created as one program: it has side effects (Debug)"
 
 
 class Precise(nnx.Module):
@@ -286,7 +292,7 @@ def test_a_constructor_that_computes_in_float64_runs_whole_and_says_so():
   model = created(Precise)
   np.testing.assert_allclose(model.table[...], np.sin(np.arange(1024) / 7), rtol=1e-6)
   (note,) = nxp.plan(Precise, MESH(), RULES).notes
-  assert "as one program, which takes longer to compile: it computes in int64 under a jax.enable_x64" in note
+  assert "as one program, which takes longer to compile: it computes in int64 under its own" in note
 
 
 def test_a_constructor_that_can_be_cut_has_no_note():
@@ -340,5 +346,5 @@ def test_tracing_words_no_refusals(monkeypatch):
 
   monkeypatch.setattr(DynamicJaxprTracer, "_origin_msg", refuse)
   plan = nxp.plan(CONSTRUCTORS["stack"], MESH(), RULES, optimizer=optax.adamw(1e-3))
-  assert creation_report(plan).programs
+  assert programs(plan)
   assert "sharding" not in vars(DynamicJaxprTracer)

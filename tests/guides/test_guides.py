@@ -111,8 +111,8 @@ def test_another_jax_may_print_other_figures_but_no_other_words():
 
 
 def test_a_line_of_code_and_a_rate_may_move():
-  shown = "4 MiB from accumulate.py:223 and page.md:7; 10,123 samples/s, 3.1 ms/step, step 12%"
-  printed = "4 MiB from accumulate.py:244 and page.md:8; 99 samples/s, 1 s/step, step 9.5%"
+  shown = "4 MiB from gradients.py:223 and page.md:7; 10,123 samples/s, 3.1 ms/step, step 12%"
+  printed = "4 MiB from gradients.py:244 and page.md:8; 99 samples/s, 1 s/step, step 9.5%"
   assert runner.difference(shown, printed, exact=True) == ""
   assert runner.difference(shown, printed.replace("4 MiB", "5 MiB"), exact=True)
 

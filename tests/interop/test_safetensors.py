@@ -234,7 +234,7 @@ def test_a_failed_export_leaves_nothing(tmp_path, monkeypatch, moment):
   if moment == "before":
     usage = shutil.disk_usage(tmp_path)._replace(free=10)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage)
-    text = r"cannot export to [^:]*[^g]: the disk is full\.\n  the model needs 400 bytes, 10 are free"
+    text = r"cannot export to [^:]*[^g]: the disk is full\.\n  the export needs 400 bytes, 10 are free"
   else:
 
     def full(*_):
@@ -356,7 +356,7 @@ def test_damaged_files(tmp_path, cut):
   safetensors.numpy.save_file({"w": np.ones(4, np.float32)}, file)
   file.write_bytes(file.read_bytes()[:cut])
   plan = nxp.plan(lambda: nnx.Linear(8, 16, rngs=nnx.Rngs(0)), nxp.make_mesh(a=8), nxp.replicate())
-  with pytest.raises(CheckpointError, match=r"m\.safetensors is not a whole safetensors file"):
+  with pytest.raises(CheckpointError, match=r"m\.safetensors is not a complete safetensors file"):
     import_safetensors(file, plan)
 
 
@@ -384,7 +384,9 @@ def test_headers_that_lie(tmp_path, lie):
   file.write_bytes(length.to_bytes(8, "little") + text + bytes(12))
   if header is None:
     os.truncate(file, (6 << 30) + 100)  # which takes no room on the disk
-  with pytest.raises(CheckpointError, match=r"m\.safetensors is not a whole safetensors file: .*\n  Fix: "):
+  with pytest.raises(
+    CheckpointError, match=r"m\.safetensors is not a complete safetensors file: .*\n  Fix: "
+  ):
     read_tensors(file)
 
 

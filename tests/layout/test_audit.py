@@ -90,7 +90,7 @@ def test_a_list_of_candidates_that_ends_whole_warns():
     return nnx.Linear(1022, 511, rngs=nnx.Rngs(0), kernel_metadata=named("heads", None))
 
   plan = nxp.plan(init, nxp.make_mesh(data=2, tensor=4), nxp.LogicalRules(heads=["tensor", None]))
-  assert not plan["kernel"].decision.chosen
+  assert not plan["kernel"].decision.intended
   assert plan.audit()[0].leaf.decision.reason == (
     "names (heads, -); 'heads' -> None; not 'tensor': 4 does not divide 1022"
   )

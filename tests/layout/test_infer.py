@@ -152,7 +152,7 @@ def test_axes_by_name():
   assert "'y'" in repr(rules.paths)
   assert rules.fallback.axes == ("x",)
   with pytest.raises(
-    ShardingError, match=r"told to use the axis 'z', which is not in the mesh[\s\S]*of x, y"
+    ShardingError, match=r"infer_rules got the axis 'z', which is not in the mesh[\s\S]*of x, y"
   ):
     infer_rules(lambda: MLP(nnx.Rngs(0)), mesh, FLOATS, tensor_axis="z")
 

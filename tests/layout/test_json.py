@@ -138,7 +138,7 @@ def test_equal_layouts_do_not_differ_even_for_other_reasons():
   )
   by_size = nxp.plan(lambda: nnx.Linear(8, 8, rngs=nnx.Rngs(0)), nxp.make_mesh(fsdp=8), nxp.fsdp(min_size=8))
   assert not by_name.diff(by_size)
-  assert str(by_name.diff(by_size)) == "the plans lay everything out alike."
+  assert str(by_name.diff(by_size)) == "the two layouts are equal."
 
 
 def test_a_difference_names_what_changed_once_for_all_layers():
@@ -213,7 +213,7 @@ def test_a_parameter_is_known_by_its_type_and_not_by_its_name():
 def test_a_stored_plan_is_not_for_a_variable_of_another_type():
   text = nxp.plan(lambda: nnx.Dict(x=nnx.Param(jnp.zeros(4))), nxp.abstract_mesh(data=2)).to_json()
   with pytest.raises(
-    nxp.errors.PlanError, match=r"x\.\n  stored Param float32\[4\], a parameter, built BatchStat float32"
+    nxp.errors.PlanError, match=r"x\.\n  planned Param float32\[4\], a parameter, built BatchStat float32"
   ):
     nxp.ShardingPlan.from_json(text, init=lambda: nnx.Dict(x=nnx.BatchStat(jnp.zeros(4))))
 

@@ -23,15 +23,14 @@ def planned(rules, init=None, mesh=None, **options):
 @pytest.mark.parametrize(
   ("mesh", "rules", "expected"),
   [
-    ({"fsdp": 8}, [nxp.LogicalRules(unknown="whole"), nxp.fsdp(min_size=0)], P("fsdp", None)),
-    ({"data": 8}, presets.zero(min_size=0), P("data", None)),
-    ({"replica": 2, "fsdp": 4}, presets.hybrid(min_size=0), P("fsdp", None)),
+    ({"fsdp": 8}, [nxp.LogicalRules(unknown="replicate"), nxp.fsdp(min_size=0)], P("fsdp", None)),
+    ({"data": 8}, presets.fsdp("data", min_size=0), P("data", None)),
+    ({"replica": 2, "fsdp": 4}, presets.fsdp(replica="replica", min_size=0), P("fsdp", None)),
     ({"fsdp": 8, "tensor": 1}, presets.fsdp_tensor(min_size=0), P(("tensor", "fsdp"), None)),
     ({"fsdp": 4, "tensor": 2}, presets.fsdp_tensor(min_size=0), P(("tensor", "fsdp"), None)),
     ({"data": 2, "fsdp": 2, "tensor": 2}, presets.fsdp_tensor(min_size=0), P(("tensor", "fsdp"), None)),
     ({"data": 2, "sequence": 4}, presets.sequence(min_size=0), P(("data", "sequence"), None)),
     ({"data": 2, "expert": 4}, presets.expert(min_size=0), P("data", None)),
-    ({"data": 2, "stage": 4}, presets.pipeline(min_size=0), P("data", None)),
   ],
 )
 @pytest.mark.parametrize("shape", [(64, 32), (32, 64)], ids=["many rows", "wide rows"])

@@ -11,7 +11,7 @@ from flax import nnx
 from jax.sharding import PartitionSpec as Spec
 
 import nnx_parallel as nxp
-from nnx_parallel.create.unsharded import unsharded
+from nnx_parallel.create.constructor import unsharded
 
 
 class Mine(nnx.Variable):

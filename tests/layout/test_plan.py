@@ -102,7 +102,7 @@ def test_an_unknown_policy_is_refused():
 
 def test_a_path_rule_reaches_a_tied_variable_by_any_of_its_paths():
   rules = nxp.PathRules([("head", ("tensor", None))], strict=False)
-  plan = nxp.plan(init, nxp.make_mesh(tensor=8), [rules, nxp.LogicalRules(unknown="whole")])
+  plan = nxp.plan(init, nxp.make_mesh(tensor=8), [rules, nxp.LogicalRules(unknown="replicate")])
   assert plan["head"].decision.source == "metadata"
 
   def plain():

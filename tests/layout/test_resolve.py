@@ -70,7 +70,7 @@ def test_two_names_in_one_dim():
 
 
 def test_unknown_names_may_be_whole_as_in_linen():
-  found = resolve(("embed", "mlp"), (4, 4), unknown="whole", mlp="tensor")
+  found = resolve(("embed", "mlp"), (4, 4), unknown="replicate", mlp="tensor")
   assert found.spec == P(None, "tensor")
   assert found.steps[0] == "'embed' has no rule: whole"
 
@@ -81,7 +81,7 @@ def test_an_unknown_name_is_an_error_with_the_nearest_one():
   assert str(caught.value) == (
     "cannot shard mlp.up.kernel: dim 0 is named 'embd', which is neither a rule nor a mesh axis.\n"
     "  rules embed, mlp; mesh {'data': 2, 'fsdp': 4, 'tensor': 2}\n"
-    "  Fix: did you mean 'embed'? Add a rule, LogicalRules(embd='data'), or embd=None to keep it whole."
+    "  Fix: did you mean 'embed'? Add a rule, LogicalRules(embd='data'), or embd=None not to split it."
   )
 
 
@@ -93,7 +93,7 @@ def test_two_dims_on_one_axis_names_both_rules():
     " by dim 0 ('embed' -> 'tensor').\n"
     "  shape (8, 8), names ('embed', 'mlp'), rule 'mlp' -> 'tensor',"
     " mesh {'data': 2, 'fsdp': 4, 'tensor': 2}\n"
-    "  Fix: give 'mlp' another candidate or let it stay whole: mlp=['tensor', None]."
+    "  Fix: give 'mlp' another candidate, or do not split it: mlp=['tensor', None]."
   )
 
 
@@ -119,13 +119,13 @@ def test_a_rule_without_an_axis_of_this_mesh():
     caught.value
   )
   assert caught.value.fix == (
-    "add the axis to the mesh (size 1 is fine), or let the dim stay whole: mlp=['model', 'experts', None]."
+    "add the axis to the mesh (size 1 is fine), or do not split the dim: mlp=['model', 'experts', None]."
   )
 
 
 def test_names_must_fit_the_rank():
   with pytest.raises(
-    ShardingError, match=r"2 names for an array of 3 dims[\s\S]*None for a dim that stays whole"
+    ShardingError, match=r"2 names for an array of 3 dims[\s\S]*None for a dim that is not split"
   ):
     resolve(("embed", "mlp"), (8, 8, 8), embed=None, mlp=None)
 

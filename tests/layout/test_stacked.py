@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as Spec
 
 import nnx_parallel as nxp
 from layout.models import Block
-from nnx_parallel.create.unsharded import unsharded
+from nnx_parallel.create.constructor import unsharded
 
 DEPTH = 4
 

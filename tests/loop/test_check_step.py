@@ -52,7 +52,7 @@ def test_equal_steps_are_equal_also_with_padding_zero_and_microbatches():
   assert [row.name for row in found.metrics] == ["loss", "largest"]
   names = {row.name for row in found.leaves}
   assert {"norm.mean", "dropout.rngs.count", "optimizer/opt_state.0.mu.down.kernel"} <= names
-  assert f"{len(names) - 1} of {len(names)} arrays changed alike" in str(found)
+  assert f"{len(names) - 1} of {len(names)} arrays changed by the same" in str(found)
   assert found.meshes == ("data 2 x fsdp 4", "one device")
 
 
@@ -124,7 +124,7 @@ def test_change_below_the_rounding_of_a_parameter_is_said_to_be_unseen():
   assert [row.note for row in found.leaves if row.name == "up.kernel"] == [
     "not decided: no change above the rounding of bfloat16"
   ]
-  assert "2 of 3 arrays changed alike" in str(found)
+  assert "2 of 3 arrays changed by the same" in str(found)
 
 
 def test_integers_keys_and_float64_are_compared_exactly():

@@ -10,6 +10,7 @@ from matplotlib.text import Text
 
 import nnx_parallel as nxp
 from nnx_parallel.core.figures import svg_text
+from nnx_parallel.core.text import format_bytes
 from nnx_parallel.errors import ReportError
 from nnx_parallel.report.compile_report import compile_report
 from nnx_parallel.report.estimate.roofline import StepTime
@@ -22,7 +23,6 @@ from nnx_parallel.report.figures import (
   treemap,
 )
 from nnx_parallel.report.search.search import search
-from nnx_parallel.report.units import format_bytes
 from report import layouts
 
 GIB = 2**30

@@ -86,7 +86,6 @@ def test_an_unknown_name_says_where():
     ),
     ({"map_1d": "data"}, r"map_1d='data' is not one name for each of 1 dims"),
     ({"map_0d": ()}, r"'map_0d' is not the rank of an input[\s\S]*scalars are always replicated"),
-    ({"by_rank": {1: ("data",)}, "map_1d": ("data",)}, r"inputs of 1 dims have two mappings"),
     ({"two": ("data", None)}, r"'two' is not the rank"),
   ],
 )

@@ -17,12 +17,10 @@ from nnx_parallel import LogicalRules, PathRules, RuleSet, presets
 MODELS = {"t5": T5, "llama": Llama, "gpt": GPT, "vit": ViT}
 LAYOUTS = {
   "data_parallel": {"data": 8},
-  "zero": {"data": 8},
-  "hybrid": {"replica": 2, "fsdp": 4},
+  "fsdp": {"fsdp": 8},
   "fsdp_tensor": {"data": 2, "fsdp": 2, "tensor": 2},
   "sequence": {"data": 4, "sequence": 2},
   "expert": {"data": 4, "expert": 2},
-  "pipeline": {"data": 4, "stage": 2},
 }
 
 
@@ -153,12 +151,10 @@ def test_layouts_on_their_mesh(name):
   split = plan.bytes_per_device() / sum(leaf.bytes for leaf in plan.leaves)
   ideal = {
     "data_parallel": 1,
-    "zero": 8,
-    "hybrid": 4,
+    "fsdp": 8,
     "fsdp_tensor": 4,
     "sequence": 8,
     "expert": 4,
-    "pipeline": 4,
   }
   # The norms stay whole: 320 of 27 968 bytes.
   assert 1 / ideal[name] <= split < 1 / ideal[name] + 0.02
@@ -172,10 +168,6 @@ def test_dims_that_a_layout_is_about():
 
   assert spec(presets.expert(), ("expert", "embed", "mlp"), (4, 8, 8), data=2, expert=4) == P(
     "expert", None, None
-  )
-  assert spec(presets.pipeline(), ("stage", "embed"), (4, 8), data=2, stage=4) == P("stage", None)
-  assert spec(presets.pipeline(), ("stage", "layers", "embed"), (4, 2, 8), data=2, stage=4) == P(
-    "stage", None, None
   )
   assert spec(presets.sequence(), ("batch", "seq", "embed"), (4, 8, 8), data=2, sequence=4) == P(
     "data", "sequence", None
@@ -259,7 +251,7 @@ def test_unmatched_parameters_are_all_listed_with_the_nearest_rule():
   assert "layers.0.self_attn.q_proj.kernel   (nearest rule: ('self_attn', 'q_proj', 'weight'))" in text
   assert "embed_tokens.embedding" in text
   assert "\n    lm_head.kernel" not in text
-  assert "None keeps one whole" in text
+  assert "None replicates one" in text
 
 
 def test_rules_that_never_fire_are_noted_unless_the_table_is_for_a_family():

@@ -9,6 +9,7 @@ from jax.sharding import PartitionSpec as P
 import nnx_parallel as nxp
 from nnx_parallel import LogicalRules, PathRules, RuleSet
 from nnx_parallel.errors import ShardingError
+from nnx_parallel.rules.logical import check_axes
 
 
 @pytest.mark.parametrize(
@@ -37,11 +38,10 @@ def test_rules_read_back_as_written():
     "LogicalRules(batch=('data', 'fsdp'), heads=['tensor', None], vocab='tensor', uneven={'vocab': 'pad'})"
   )
   assert eval(text) == rules
-  assert rules.mesh_axes() == ("data", "fsdp", "tensor")
 
 
 def test_names_that_are_not_identifiers_read_back_too():
-  rules = LogicalRules({"kv heads": "tensor", "lambda": None}, batch="data", unknown="whole")
+  rules = LogicalRules({"kv heads": "tensor", "lambda": None}, batch="data", unknown="replicate")
   assert eval(repr(rules)) == rules
 
 
@@ -49,7 +49,7 @@ def test_equal_rules_hash_alike_whatever_their_order():
   one, other = LogicalRules(a="x", b="y"), LogicalRules(b="y", a="x")
   assert one == other
   assert hash(one) == hash(other)
-  assert one != LogicalRules(a="x", b="y", unknown="whole")
+  assert one != LogicalRules(a="x", b="y", unknown="replicate")
   assert one != LogicalRules(a="x", b="y", uneven={"a": "pad"})
   assert dict(one) == {"a": (("x",),), "b": (("y",),)}
 
@@ -67,7 +67,7 @@ def test_replace_leaves_the_original_alone():
   [
     (
       [None, "tensor"],
-      r"candidate 'tensor' can never be reached after None\.[\s\S]*whole\), which always fits",
+      r"candidate 'tensor' can never be reached after None\.[\s\S]*None, which always fits",
     ),
     (["tensor", "tensor"], "candidate 'tensor' can never be reached after 'tensor'"),
     (["data", ("data", "fsdp")], r"candidate \('data', 'fsdp'\) can never be reached after 'data'"),
@@ -100,21 +100,21 @@ def test_uneven_must_name_a_rule_and_a_policy(uneven):
 
 
 def test_unknown_has_two_values():
-  with pytest.raises(ShardingError, match=r"unknown='ignore' is not a policy[\s\S]*\"error\" or \"whole\""):
+  with pytest.raises(ShardingError, match=r"unknown='ignore' is not a[\s\S]*\"error\" or \"replicate\""):
     LogicalRules(mlp="tensor", unknown="ignore")
 
 
 def test_axes_are_checked_against_a_mesh():
   rules = LogicalRules(batch=["data", None], heads=["tensr", None], mlp=["tensor", "model"])
-  assert rules.check_axes({"data": 2, "tensor": 4}) == [
+  assert check_axes(rules, {"data": 2, "tensor": 4}) == [
     "rule 'heads': axis 'tensr' is not in the mesh (did you mean 'tensor'?)"
   ]
   with pytest.raises(ShardingError) as caught:
-    LogicalRules(batch=("data", "fsdp")).check_axes({"data": 8, "fdsp": 1})
+    check_axes(LogicalRules(batch=("data", "fsdp")), {"data": 8, "fdsp": 1})
   assert str(caught.value) == (
     "the rule for 'batch' can never apply: axis 'fsdp' is not in the mesh.\n"
     "  rule 'batch' -> ('data', 'fsdp'), mesh {'data': 8, 'fdsp': 1}\n"
-    "  Fix: did you mean 'fdsp'? Otherwise let the dim stay whole on such a mesh:"
+    "  Fix: did you mean 'fdsp'? Otherwise do not split the dim on such a mesh:"
     " batch=[('data', 'fsdp'), None]."
   )
 
@@ -124,7 +124,7 @@ def test_linen_pairs():
     [("batch", "data"), ("batch", ("data", "fsdp")), ("embed", "fsdp"), ("embed", "data"), ("mlp", None)]
   )
   assert dict(rules) == {"batch": (("data",), ()), "embed": (("fsdp",), ("data",), ()), "mlp": ((),)}
-  assert rules.unknown == "whole"
+  assert rules.unknown == "replicate"
 
 
 def test_a_rule_set_is_read_from_anything_sensible():
@@ -229,7 +229,7 @@ def test_an_ellipsis_stands_for_whole_dims():
   assert str(caught.value) == (
     "path rule 'kernel' gives 2 names to out.kernel, an array of 1 dims.\n"
     "  names ('heads', ..., 'embed')\n"
-    "  Fix: write one entry for each dim (None: whole; ... stands for any number of whole dims), or put a"
+    "  Fix: write one entry for each dim (None: not split; ... stands for any number of these), or put a"
     " rule for it in front of this one."
   )
 
@@ -258,11 +258,11 @@ def test_a_tuple_with_none_is_no_list_of_candidates():
 
 def test_replace_changes_policies_and_the_fallback_and_takes_any_name():
   rules = LogicalRules(embed="fsdp", mlp="tensor", uneven={"embed": "pad"})
-  changed = rules.replace({"self": None}, unknown="whole", uneven={"mlp": "next"})
-  assert (changed.unknown, changed.uneven) == ("whole", {"embed": "pad", "mlp": "next"})
+  changed = rules.replace({"self": None}, unknown="replicate", uneven={"mlp": "next"})
+  assert (changed.unknown, changed.uneven) == ("replicate", {"embed": "pad", "mlp": "next"})
   assert list(changed) == ["embed", "mlp", "self"]
-  preset = nxp.presets.fsdp_tensor().replace(fallback=nxp.replicate(), unknown="whole", embed="fsdp")
-  assert (preset.fallback, preset.logical.unknown) == (nxp.replicate(), "whole")
+  preset = nxp.presets.fsdp_tensor().replace(fallback=nxp.replicate(), unknown="replicate", embed="fsdp")
+  assert (preset.fallback, preset.logical.unknown) == (nxp.replicate(), "replicate")
   assert preset.replace(embed=None).fallback == nxp.replicate()
 
 
@@ -270,11 +270,11 @@ def test_a_fix_is_python_whatever_the_name():
   with pytest.raises(ShardingError) as caught:
     nxp.resolve_spec(("col-alias",), (8,), {"layers": 2}, LogicalRules())
   assert caught.value.fix == (
-    "Add a rule, LogicalRules({'col-alias': 'layers'}), or {'col-alias': None} to keep it whole."
+    "Add a rule, LogicalRules({'col-alias': 'layers'}), or {'col-alias': None} not to split it."
   )
   with pytest.raises(ShardingError, match=r"rules\.replace\(\{'a b': None\}\)"):
     nxp.resolve_spec(("a b",), (3,), {"x": 2}, LogicalRules({"a b": "x"}))
-  with pytest.raises(ShardingError, match=r"stay whole: \{'a b': \['x', None\]\}"):
+  with pytest.raises(ShardingError, match=r"do not split it: \{'a b': \['x', None\]\}"):
     nxp.resolve_spec((("x"), "a b"), (4, 4), {"x": 2}, LogicalRules({"a b": "x"}))
   with pytest.raises(ShardingError, match=r"Fix: PathRules\(\[\('\.\*kernel', None\)\]\)"):
     PathRules([("*kernel", None)])

@@ -370,7 +370,9 @@ def test_gradient_that_is_not_finite_is_wrong():
 
 
 def test_groups_apart_have_rows_of_their_own():
-  found = check(lambda: nnx.List([Block(None), Block(None)]), lambda m, x: loss_fn(m[1], m[0](x)), apart=True)
+  found = check(
+    lambda: nnx.List([Block(None), Block(None)]), lambda m, x: loss_fn(m[1], m[0](x)), by_group=True
+  )
   assert found
   assert [look.name for look in found.looks][:2] == ["all", "*.down.bias"]
   assert len(found.looks[1].leaves) == 2

@@ -53,7 +53,13 @@ def run(build, sizes, steps=4):
 @pytest.mark.filterwarnings("ignore:The 'm.iter_modules", "ignore:'.value' access")
 @pytest.mark.parametrize(("dtype", "mark"), [(jnp.int8, "xi8>"), (jnp.float8_e4m3fn, "xf8E4M3FN>")])
 def test_products_are_low_and_train_like_one_device(dtype, mark):
-  build = nxp.quantized(init, dtype, jnp.zeros((1, 16)))
+  import qwix
+
+  rule = qwix.QtRule(module_path=".*", weight_qtype=dtype, act_qtype=dtype, bwd_qtype=dtype)
+
+  def build():
+    return qwix.quantize_model(init(), qwix.QtProvider([rule]), jnp.zeros((1, 16)))
+
   with jax.numpy_dtype_promotion("standard"):
     one, _, _ = run(build, (1, 1, 1))
     many, text, plan = run(build, (2, 2, 2))
@@ -63,16 +69,6 @@ def test_products_are_low_and_train_like_one_device(dtype, mark):
   np.testing.assert_allclose(one, many, rtol=5e-3)
   assert many[-1] < many[0]
   assert not plan.diff(reference)
-
-
-def test_bad_calls(monkeypatch):
-  with pytest.raises(nxp.errors.TrainError, match="quantized needs example inputs of the module"):
-    nxp.quantized(init, jnp.int8)
-  monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-  with pytest.raises(
-    nxp.errors.TrainError, match=r"need qwix, which is not installed(.|\n)*nnx-parallel.quantized"
-  ):
-    nxp.quantized(init, jnp.int8, jnp.zeros((1, 16)))()
 
 
 @needs_qwix

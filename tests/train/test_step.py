@@ -244,9 +244,7 @@ def test_a_value_on_one_device_is_an_error_with_its_path():
   step, batch = nxp.train_step(loss_fn), data(plan)
   step(model, optimizer, batch)
   model.up.kernel.set_value(jax.device_put(np.zeros((8, 16), np.float32), jax.devices()[3]))
-  with pytest.raises(
-    nxp.errors.TrainError, match=r"model.up.kernel lies on 1 device\(s\), and the model on 8"
-  ):
+  with pytest.raises(nxp.errors.TrainError, match=r"model.up.kernel is on 1 device\(s\), and the model on 8"):
     step(model, optimizer, batch)
 
 
@@ -369,7 +367,7 @@ def test_a_deleted_array_is_named():
 def test_two_meshes_are_refused():
   plan, model, _ = make()
   _, _, other = make(mesh={"data": 4, "fsdp": 1, "tensor": 2})
-  with pytest.raises(nxp.errors.TrainError, match="lie on different meshes"):
+  with pytest.raises(nxp.errors.TrainError, match="are on different meshes"):
     nxp.train_step(loss_fn)(model, other, data(plan))
 
 
@@ -424,7 +422,7 @@ MISTAKES = {
   ),
   "another mesh": (
     lambda step, model, optimizer: step(model, optimizer, elsewhere()),
-    r"batch\['x'\] does not lie on the model's mesh",
+    r"batch\['x'\] is not on the model's mesh",
     "nxp.shard_batch(batch, plan) with the plan of this model",
   ),
   "inside nnx.jit": (

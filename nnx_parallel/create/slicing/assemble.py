@@ -24,72 +24,44 @@ IN_FLIGHT = 64 * 2**20
 """Bytes of results that may be under way before the next slice waits; each slice also holds temporaries."""
 
 
-def assemble(pieces: Cut, shardings: Sequence[NamedSharding], mesh: Mesh) -> list[jax.Array]:
-  """Makes every output of a cut constructor, slice by slice.
-
-  Args:
-    pieces: the cut constructor.
-    shardings: the sharding of each output, on `mesh`.
-    mesh: real devices, Auto axes.
-
-  Returns:
-    One array (global shape) for each output, each in buffers of its own.
-  """
-  feed = Feed(pieces, shardings, mesh)
-  programs = compile_groups(pieces, feed, shardings, mesh)
+def assemble(sliced: Cut, shardings: Sequence[NamedSharding], mesh: Mesh) -> list[jax.Array]:
+  """Makes every output of a cut constructor, slice by slice; each array has its own buffers."""
+  inputs = Inputs(sliced, shardings, mesh)
+  programs = compile_groups(sliced, inputs, shardings, mesh)
   _return_freed_memory()
-  made = run_slices(pieces, programs, feed)
-  made.update((i, put(feed.host(value), shardings[i])) for i, value in pieces.given.items())
+  made = run_slices(sliced, programs, inputs)
+  made.update((i, put(inputs.host(value), shardings[i])) for i, value in sliced.given.items())
   return [made[i] for i in range(len(shardings))]
 
 
 def _return_freed_memory() -> None:
-  """Gives what the compiler has freed (some 30 MB) back to the system before the arrays are made beside it.
+  """Returns memory that the compiler has freed (some 30 MB) to the system before arrays are made.
 
-  glibc keeps freed memory in the arena of the thread that had it, where no array finds it.
+  glibc keeps freed memory in the arena of the thread that used it.
   """
   with contextlib.suppress(AttributeError, OSError, TypeError):  # another libc
     ctypes.CDLL(None).malloc_trim(0)
 
 
 def compile_groups(
-  pieces: Cut, feed: Feed, shardings: Sequence[NamedSharding], mesh: Mesh
+  sliced: Cut, inputs: Inputs, shardings: Sequence[NamedSharding], mesh: Mesh
 ) -> list[jax.stages.Compiled]:
-  """Compiles the program of each group of equal slices.
-
-  Args:
-    pieces: the cut constructor.
-    feed: says how inputs are placed.
-    shardings: the sharding of each output, on `mesh`.
-    mesh: real devices, Auto axes.
-
-  Returns:
-    One program for each group.
-  """
+  """Compiles one program for each group of equal slices."""
   with jax.set_mesh(mesh):
-    lowered = [lower_slice(group[0], feed, shardings) for group in pieces.groups]
+    lowered = [lower_slice(group[0], inputs, shardings) for group in sliced.groups]
   # XLA compiles outside the interpreter lock, so several programs compile at a time.
   with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
     return list(pool.map(lambda stage: stage.compile(), lowered))
 
 
-def run_slices(pieces: Cut, programs: Sequence[jax.stages.Compiled], feed: Feed) -> dict[int, jax.Array]:
-  """Runs every slice, with not much more than `IN_FLIGHT` bytes of results under way.
-
-  Args:
-    pieces: the cut constructor.
-    programs: one for each group.
-    feed: gives the inputs.
-
-  Returns:
-    Position of the output -> its array (global shape).
-  """
+def run_slices(sliced: Cut, programs: Sequence[jax.stages.Compiled], inputs: Inputs) -> dict[int, jax.Array]:
+  """Runs every slice, with not much more than `IN_FLIGHT` bytes of results under way; arrays by position."""
   made: dict[int, jax.Array] = {}
   under_way = 0
-  for group, program in zip(pieces.groups, programs, strict=True):
-    for piece in group:
-      arrays = program(*[feed(value, piece) for value in piece.inputs])
-      made.update(zip(piece.outputs, arrays, strict=True))
+  for group, program in zip(sliced.groups, programs, strict=True):
+    for part in group:
+      arrays = program(*[inputs(value, part) for value in part.inputs])
+      made.update(zip(part.outputs, arrays, strict=True))
       under_way += sum(array.nbytes for array in arrays)
       if under_way > IN_FLIGHT:
         jax.block_until_ready(arrays)
@@ -100,12 +72,7 @@ def run_slices(pieces: Cut, programs: Sequence[jax.stages.Compiled], feed: Feed)
 def put(value: Any, sharding: NamedSharding) -> jax.Array:
   """Places an array in its shards, in buffers that nothing else holds.
 
-  Args:
-    value: a numpy array (global shape), of which only what local devices need is read; or a jax array.
-    sharding: where to.
-
-  Returns:
-    The array in that sharding.
+  Of a numpy array (global shape) only the part of the local devices is read.
   """
   if isinstance(value, jax.Array):
     placed = jax.device_put(value, sharding, may_alias=False)
@@ -120,15 +87,15 @@ def _buffers(array: jax.Array) -> set[tuple[Any, int]]:
   return {(shard.device, shard.data.unsafe_buffer_pointer()) for shard in numbers.addressable_shards}
 
 
-class Feed:
-  """What goes into slices: tiny values and numbers, placed once each; constants, in pieces."""
+class Inputs:
+  """The inputs of slices on their devices: tiny values and numbers are placed once; constants are split."""
 
-  def __init__(self, pieces: Cut, shardings: Sequence[NamedSharding], mesh: Mesh):
+  def __init__(self, sliced: Cut, shardings: Sequence[NamedSharding], mesh: Mesh):
     self.mesh, self.shardings = mesh, shardings
-    self.values = dict(pieces.constants)
+    self.values = dict(sliced.constants)
     # Tiny values need one device and no mesh; eager operations on all devices would take ten times as long.
     with jax.set_mesh(Mesh(np.empty((), object), ())), jax.default_device(mesh.local_devices[0]):
-      evaluate(pieces.first, self.values)
+      evaluate(sliced.prologue, self.values)
     self.placed: dict[Any, jax.Array] = {}
 
   def host(self, value: Any) -> Any:
@@ -136,10 +103,10 @@ class Feed:
     array = read(value, self.values)
     return array if isinstance(array, jax.Array) else np.asarray(array, dtype=value.aval.dtype)
 
-  def __call__(self, value: Any, piece: Slice) -> jax.Array:
-    """The array as a slice wants it: on all devices, keys as numbers."""
+  def __call__(self, value: Any, part: Slice) -> jax.Array:
+    """The array on all devices; a key as numbers."""
     array = self.host(value)
-    sharding = self.sharding(value, piece)
+    sharding = self.sharding(value, part)
     if not is_tiny(value.aval):
       # Not kept: a constant is read once, and would stay on the devices beside what is made of it.
       return jax.device_put(array, sharding)
@@ -151,13 +118,13 @@ class Feed:
       self.placed[name] = jax.device_put(array, sharding)
     return self.placed[name]
 
-  def sharding(self, value: Any, piece: Slice) -> NamedSharding:
-    """Tiny values are whole; a constant is cut like the result of its shape, or over the whole mesh."""
+  def sharding(self, value: Any, part: Slice) -> NamedSharding:
+    """Tiny values are replicated; a constant is split as the result of its shape, or over all mesh axes."""
     shape = value.aval.shape
     whole = PartitionSpec(*([None] * len(shape)))
     if is_tiny(value.aval):
       return NamedSharding(self.mesh, PartitionSpec())
-    for position, result in zip(piece.outputs, piece.results, strict=True):
+    for position, result in zip(part.outputs, part.results, strict=True):
       if result.aval.shape == shape:
         return NamedSharding(self.mesh, self.shardings[position].spec)
     if value.aval.size <= FLOATS:
@@ -165,29 +132,20 @@ class Feed:
     return NamedSharding(self.mesh, add_axes(whole, shape, self.mesh.axis_names, axis_sizes(self.mesh)).spec)
 
 
-def lower_slice(piece: Slice, feed: Feed, shardings: Sequence[NamedSharding]) -> jax.stages.Lowered:
-  """Lowers one slice as a program of its inputs; call it under the mesh.
-
-  Args:
-    piece: the slice; its program serves all slices with its key.
-    feed: says how inputs are placed.
-    shardings: the sharding of each output of the trace.
-
-  Returns:
-    The lowered program.
-  """
+def lower_slice(part: Slice, inputs: Inputs, shardings: Sequence[NamedSharding]) -> jax.stages.Lowered:
+  """Lowers one slice as a program of its inputs, for all slices with its key; call it under the mesh."""
 
   def run(*arrays: jax.Array) -> list[jax.Array]:
     values: dict[Any, Any] = {}
-    for value, array in zip(piece.inputs, arrays, strict=True):
+    for value, array in zip(part.inputs, arrays, strict=True):
       if is_key(value.aval.dtype):
-        array = jax.random.wrap_key_data(array, impl=jax.random.key_impl(feed.host(value)))
+        array = jax.random.wrap_key_data(array, impl=jax.random.key_impl(inputs.host(value)))
       values[id(value) if isinstance(value, jex.Literal) else value] = array
-    evaluate(piece.steps, values, apart=True)
-    return [read(result, values) for result in piece.results]
+    evaluate(part.operations, values, isolated=True)
+    return [read(result, values) for result in part.results]
 
-  arguments = [_abstract(value, feed.sharding(value, piece)) for value in piece.inputs]
-  targets = [shardings[i] for i in piece.outputs]
+  arguments = [_abstract(value, inputs.sharding(value, part)) for value in part.inputs]
+  targets = [shardings[i] for i in part.outputs]
   return jax.jit(run, out_shardings=targets).lower(*arguments)
 
 

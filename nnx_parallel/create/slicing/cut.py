@@ -4,7 +4,7 @@ A large model is built from few initializers: 96 blocks hold 96 equal kernels, d
 as one program, each of them is compiled again. So the constructor is traced once and the trace is cut:
 
 1. Tiny values (keys, counters, scalars) are evaluated first, operation by operation, as eager Python would.
-2. What is left falls apart into *slices*: the operations behind one Variable, or behind several that share
+2. The rest is divided into *slices*: the operations behind one Variable, or behind several that share
    work. Tiny values are the inputs of a slice. So are the numbers written in it: slices that differ in those
    only (the initial scale of each layer) are equal, and the compiler cannot fold what it does not see. With
    a barrier after each operation, a slice rounds where eager execution rounds.
@@ -26,6 +26,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
 
+from nnx_parallel.core.classes import Forest
+
 FLOATS = 64
 COUNTS = 4096
 """Arrays of at most `FLOATS` floats, or `COUNTS` keys or integers (one per layer), are evaluated first."""
@@ -35,12 +37,12 @@ _DERIVATIVES = ("jvp_jaxpr_fun", "fwd_jaxpr_thunk", "bwd")
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Stage:
+class Phase:
   """One program of several that run one after the other.
 
   Attributes:
     program: a closed jaxpr.
-    reads: its inputs, as positions among the results of all earlier stages.
+    reads: its inputs, as positions among the results of all earlier phases.
   """
 
   program: Any
@@ -49,13 +51,13 @@ class Stage:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Value:
-  """An array that one step makes and others read; stands beside the trace's own variables."""
+  """An array between two operations of an opened call."""
 
   aval: Any
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Step:
+class Operation:
   """One operation of the trace.
 
   Attributes:
@@ -77,88 +79,85 @@ class Step:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Slice:
-  """The steps behind some outputs of the trace.
+  """The operations behind some outputs of the trace.
 
   Attributes:
     outputs: positions in the trace's outputs; several when they share work.
     results: the variables of those outputs.
-    steps: in order; empty in all members of a group but the first.
+    operations: in order; empty in all members of a group but the first.
     inputs: what feeds it: tiny values and constants (variables), and numbers (literals).
     key: equal keys mean equal programs.
   """
 
   outputs: tuple[int, ...]
   results: tuple[Any, ...]
-  steps: tuple[Step, ...]
+  operations: tuple[Operation, ...]
   inputs: tuple[Any, ...]
   key: Hashable
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Cut:
-  """A traced constructor in pieces.
+  """A traced constructor in slices.
 
   Attributes:
-    first: the steps to evaluate first.
+    prologue: the operations to evaluate first.
     constants: arrays that the constructor captured, by variable.
     given: outputs that no slice makes, because they are tiny values or constants: position -> variable.
     groups: lists of equal slices.
   """
 
-  first: tuple[Step, ...]
+  prologue: tuple[Operation, ...]
   constants: dict[Any, Any]
   given: dict[int, Any]
   groups: tuple[tuple[Slice, ...], ...]
 
 
-def cut(stages: Sequence[Stage], outputs: Sequence[int], shardings: Sequence[NamedSharding]) -> Cut:
+def cut(phases: Sequence[Phase], outputs: Sequence[int], shardings: Sequence[NamedSharding]) -> Cut:
   """Cuts a traced constructor into groups of equal slices.
 
   Args:
-    stages: the traced constructor, without side effects.
-    outputs: which results of all stages are wanted; each is one array of the model.
+    phases: the traced constructor, without side effects.
+    outputs: which results of all phases are wanted; each is one array of the model.
     shardings: the sharding of each output.
-
-  Returns:
-    The pieces.
   """
-  program = _Program(stages, outputs)
+  program = _Program(phases, outputs)
   while True:
     first, members = program.split()
     if not program.open_shared_calls(members):
       break
   groups: dict[Hashable, list[Slice]] = {}
   keys = _Keys()
-  for outputs, steps in members:
-    piece = _slice(program, outputs, steps, [shardings[i] for i in outputs], keys)
-    group = groups.setdefault(piece.key, [])
-    # The trace of a deep model is large beside a shard; the first member's steps serve the whole group.
-    group.append(dataclasses.replace(piece, steps=()) if group else piece)
+  for outputs, operations in members:
+    member = _slice(program, outputs, operations, [shardings[i] for i in outputs], keys)
+    group = groups.setdefault(member.key, [])
+    # The trace of a deep model is large beside a shard; the first member's operations serve the whole group.
+    group.append(dataclasses.replace(member, operations=()) if group else member)
   sliced = {i for outputs, _ in members for i in outputs}
   given = {i: value for i, value in enumerate(program.results) if i not in sliced}
   return Cut(tuple(first), program.constants, given, tuple(tuple(group) for group in groups.values()))
 
 
-def evaluate(steps: Iterable[Step], values: dict[Any, Any], *, apart: bool = False) -> None:
-  """Runs steps on the values that they read, each under its own configuration, adding what they make.
+def evaluate(operations: Iterable[Operation], values: dict[Any, Any], *, isolated: bool = False) -> None:
+  """Runs operations in order, each under its own configuration, and adds their results to `values`.
 
   Args:
-    steps: in order.
-    values: variable -> array, read and extended; the id of a literal stands for that literal.
-    apart: this is under `jit`: run each step in its whole context, and keep the compiler from merging
-      floating-point steps that eager execution rounds one by one.
+    operations: in order.
+    values: variable -> array, or id of a literal -> its replacement.
+    isolated: for operations under `jit`: use the full context of each, and keep the compiler from merging
+      floating-point operations that eager execution rounds one by one.
   """
-  for step in steps:
-    operands = [read(value, values) for value in step.inputs]
+  for op in operations:
+    operands = [read(value, values) for value in op.inputs]
     # Eagerly only what changes values: a mesh would run tiny operations on all devices.
-    partitionable = jax.threefry_partitionable(step.context.threefry_partitionable)
-    with step.context.manager if apart else partitionable:
-      results = step.primitive.bind(*operands, **step.primitive.get_bind_params(step.params))
-    if not step.primitive.multiple_results:
+    partitionable = jax.threefry_partitionable(op.context.threefry_partitionable)
+    with op.context.manager if isolated else partitionable:
+      results = op.primitive.bind(*operands, **op.primitive.get_bind_params(op.params))
+    if not op.primitive.multiple_results:
       results = [results]
-    if apart and not step.compiled and any(_is_float(value) for value in step.outputs):
+    if isolated and not op.compiled and any(_is_float(value) for value in op.outputs):
       results = jax.lax.optimization_barrier(list(results))
-    values.update(zip(step.outputs, results, strict=True))
+    values.update(zip(op.outputs, results, strict=True))
 
 
 def read(value: Any, values: dict[Any, Any]) -> Any:
@@ -169,136 +168,110 @@ def read(value: Any, values: dict[Any, Any]) -> Any:
 
 
 class _Program:
-  """The trace as steps that can be split, and whose calls can be opened."""
+  """The operations of a trace; splits them into slices and inlines calls."""
 
-  def __init__(self, stages: Sequence[Stage], outputs: Sequence[int]):
+  def __init__(self, phases: Sequence[Phase], outputs: Sequence[int]):
     self.constants: dict[Any, Any] = {}
-    self.steps: list[Step] = []
+    self.operations: list[Operation] = []
     made: list[Any] = []
-    for stage in stages:
-      jaxpr = stage.program.jaxpr
-      self.constants.update(zip(jaxpr.constvars, stage.program.consts, strict=True))
-      names = dict(zip(jaxpr.invars, (made[i] for i in stage.reads), strict=True))
-      self.steps += [
-        Step(
-          eqn.primitive,
-          eqn.params,
-          eqn.ctx,
-          tuple([_rename(value, names) for value in eqn.invars]),
-          tuple(eqn.outvars),
-        )
-        for eqn in jaxpr.eqns
-      ]
+    for phase in phases:
+      jaxpr = phase.program.jaxpr
+      self.constants.update(zip(jaxpr.constvars, phase.program.consts, strict=True))
+      names = dict(zip(jaxpr.invars, (made[i] for i in phase.reads), strict=True))
+      for eqn in jaxpr.eqns:
+        inputs = [_rename(value, names) for value in eqn.invars]
+        self.operations.append(_operation(eqn, inputs, eqn.outvars))
       made += [_rename(value, names) for value in jaxpr.outvars]
     self.results: list[Any] = [made[i] for i in outputs]
 
-  def split(self) -> tuple[list[Step], list[tuple[tuple[int, ...], list[Step]]]]:
-    """The steps to evaluate first; and for each slice, its outputs and its steps."""
+  def split(self) -> tuple[list[Operation], list[tuple[tuple[int, ...], list[Operation]]]]:
+    """The operations to evaluate first; and for each slice, its outputs and its operations."""
     known: set[Any] = set(self.constants)
-    first: list[Step] = []
+    first: list[Operation] = []
     maker: dict[Any, int] = {}
-    for i, step in enumerate(self.steps):
-      if _comes_first(step, known):
-        first.append(step)
-        known.update(step.outputs)
+    for i, op in enumerate(self.operations):
+      if _comes_first(op, known):
+        first.append(op)
+        known.update(op.outputs)
       else:
-        maker.update(dict.fromkeys(step.outputs, i))
-    slices = _Union()
+        maker.update(dict.fromkeys(op.outputs, i))
+    slices = Forest()
     owner: dict[int, int] = {}
+    members: dict[int, tuple[list[int], list[Operation]]] = {}
     for position, result in enumerate(self.results):
+      slices.new()
       todo = [result]
       while todo:
         value = todo.pop()
         if isinstance(value, jex.Literal) or value not in maker:
           continue
         i = maker[value]
-        slices.join(position, owner.setdefault(i, position))
-        if owner[i] == position and not slices.seen(i):
-          todo += self.steps[i].inputs
-    members: dict[int, list[Step]] = {}
+        if i not in owner:
+          todo += self.operations[i].inputs
+        slices.unite(position, owner.setdefault(i, position))
+    for position, result in enumerate(self.results):
+      if not isinstance(result, jex.Literal) and result in maker:
+        members.setdefault(slices.root(position), ([], []))[0].append(position)
     for i in sorted(owner):
-      members.setdefault(slices.root(owner[i]), []).append(self.steps[i])
-    return first, [(tuple(outputs), members[root]) for root, outputs in slices.sets().items()]
+      members[slices.root(owner[i])][1].append(self.operations[i])
+    return first, [(tuple(outputs), operations) for outputs, operations in members.values()]
 
-  def open_shared_calls(self, members: list[tuple[tuple[int, ...], list[Step]]]) -> bool:
+  def open_shared_calls(self, members: list[tuple[tuple[int, ...], list[Operation]]]) -> bool:
     """Replaces calls that make several Variables (a compiled sub-constructor) by what is in them."""
     shared = {
-      id(step)
-      for outputs, steps in members
+      id(op)
+      for outputs, operations in members
       if len(outputs) > 1
-      for step in steps
-      if step.primitive.name in _CALLS and len(step.outputs) > 1
+      for op in operations
+      if op.primitive.name in _CALLS and len(op.outputs) > 1
     }
     if not shared:
       return False
     renamed: dict[Any, Any] = {}
-    opened: list[Step] = []
-    for step in self.steps:
-      inputs = tuple(_rename(value, renamed) for value in step.inputs)
-      step = dataclasses.replace(step, inputs=inputs) if id(step) not in shared else step
-      opened += [step] if id(step) not in shared else self._open(step, inputs, renamed)
-    self.steps = opened
+    opened: list[Operation] = []
+    for op in self.operations:
+      inputs = tuple(_rename(value, renamed) for value in op.inputs)
+      op = dataclasses.replace(op, inputs=inputs) if id(op) not in shared else op
+      opened += [op] if id(op) not in shared else self._open(op, inputs, renamed)
+    self.operations = opened
     self.results = [_rename(value, renamed) for value in self.results]
     return True
 
-  def _open(self, call: Step, inputs: tuple[Any, ...], renamed: dict[Any, Any]) -> list[Step]:
+  def _open(self, call: Operation, inputs: tuple[Any, ...], renamed: dict[Any, Any]) -> list[Operation]:
     inner = call.params["jaxpr"]
     names: dict[Any, Any] = dict(zip(inner.jaxpr.invars, inputs, strict=True))
     for variable, constant in zip(inner.jaxpr.constvars, inner.consts, strict=True):
       names[variable] = Value(variable.aval)
       self.constants[names[variable]] = constant
-    steps: list[Step] = []
+    operations: list[Operation] = []
     for eqn in inner.jaxpr.eqns:
-      read_by = tuple(_rename(value, names) for value in eqn.invars)
-      # The same body may be opened many times, so each copy gets variables of its own.
+      read_by = [_rename(value, names) for value in eqn.invars]
+      # The same body may be inlined many times, so each copy gets new variables.
       names.update((made, Value(made.aval)) for made in eqn.outvars)
-      made_by = tuple(names[made] for made in eqn.outvars)
-      steps.append(Step(eqn.primitive, eqn.params, eqn.ctx, read_by, made_by, compiled=True))
+      made_by = [names[made] for made in eqn.outvars]
+      operations.append(_operation(eqn, read_by, made_by, compiled=True))
     results = [_rename(value, names) for value in inner.jaxpr.outvars]
     renamed.update(zip(call.outputs, results, strict=True))
-    return steps
+    return operations
 
 
-class _Union:
-  """Disjoint sets of outputs that share steps."""
-
-  def __init__(self) -> None:
-    self.parent: dict[int, int] = {}
-    self.visited: set[int] = set()
-
-  def seen(self, step: int) -> bool:
-    """Whether this step was visited before; it is from now on."""
-    before = step in self.visited
-    self.visited.add(step)
-    return before
-
-  def root(self, i: int) -> int:
-    while self.parent.setdefault(i, i) != i:
-      self.parent[i] = self.parent[self.parent[i]]
-      i = self.parent[i]
-    return i
-
-  def join(self, a: int, b: int) -> None:
-    self.parent[self.root(a)] = self.root(b)
-
-  def sets(self) -> dict[int, list[int]]:
-    found: dict[int, list[int]] = {}
-    for i in sorted(self.parent):
-      found.setdefault(self.root(i), []).append(i)
-    return found
+def _operation(
+  eqn: Any, inputs: Iterable[Any], outputs: Iterable[Any], *, compiled: bool = False
+) -> Operation:
+  return Operation(eqn.primitive, eqn.params, eqn.ctx, tuple(inputs), tuple(outputs), compiled)
 
 
-def _comes_first(step: Step, known: set[Any]) -> bool:
-  values = [value for value in step.inputs if not isinstance(value, jex.Literal)]
+def _comes_first(op: Operation, known: set[Any]) -> bool:
+  values = [value for value in op.inputs if not isinstance(value, jex.Literal)]
   if not all(value in known for value in values):
     return False
-  if step.compiled and any(_is_float(value) for value in step.outputs):
+  if op.compiled and any(_is_float(value) for value in op.outputs):
     return False  # alone, its rounding could differ from that inside the user's compiled call
-  return all(is_tiny(value.aval) for value in (*values, *step.outputs))
+  return all(is_tiny(value.aval) for value in (*values, *op.outputs))
 
 
 def is_tiny(aval: Any) -> bool:
-  """Whether an array of this shape and dtype is evaluated first, and given whole to the slices."""
+  """Whether an array of this shape and dtype is evaluated first; slices get all of it."""
   return math.prod(aval.shape) <= (FLOATS if jnp.issubdtype(aval.dtype, np.inexact) else COUNTS)
 
 
@@ -311,32 +284,18 @@ def _rename(value: Any, names: dict[Any, Any]) -> Any:
 
 
 def _slice(
-  program: _Program, outputs: tuple[int, ...], steps: list[Step], shardings: list[NamedSharding], keys: _Keys
+  program: _Program,
+  outputs: tuple[int, ...],
+  operations: list[Operation],
+  shardings: list[NamedSharding],
+  keys: _Keys,
 ) -> Slice:
   numbers: dict[Any, int] = {}
   inputs: list[Any] = []
-  code: list[Hashable] = []
-  for step in steps:
-    operands: list[Hashable] = []
-    for value in step.inputs:
-      if isinstance(value, jex.Literal):
-        if step.compiled:
-          operands.append(keys.literal(value))
-          continue
-        inputs.append(value)
-        operands.append(("number", str(value.aval)))
-      elif value in numbers:
-        operands.append(numbers[value])
-      else:
-        numbers[value] = len(numbers)
-        inputs.append(value)
-        operands.append((numbers[value], str(value.aval)))
-    for value in step.outputs:
-      numbers[value] = len(numbers)
-    code.append((step.primitive, keys.params(step.params), keys.context(step.context), tuple(operands)))
+  code = keys.code(operations, numbers, inputs)
   results = tuple(program.results[i] for i in outputs)
   targets = tuple((s.spec, s.memory_kind, numbers[r]) for s, r in zip(shardings, results, strict=True))
-  return Slice(outputs, results, tuple(steps), tuple(inputs), (tuple(code), targets))
+  return Slice(outputs, results, tuple(operations), tuple(inputs), (code, targets))
 
 
 class _Keys:
@@ -373,17 +332,34 @@ class _Keys:
 
   def _body(self, body: Any) -> Hashable:
     jaxpr, constants = getattr(body, "jaxpr", body), getattr(body, "consts", ())
-    numbers: dict[Any, int] = {}
-    for value in (*jaxpr.constvars, *jaxpr.invars):
-      numbers[value] = len(numbers)
-    code: list[Hashable] = [str(value.aval) for value in numbers]
-    for eqn in jaxpr.eqns:
-      operands = tuple(self._operand(value, numbers) for value in eqn.invars)
-      for value in eqn.outvars:
-        numbers[value] = len(numbers)
-      code.append((eqn.primitive, self.params(eqn.params), self.context(eqn.ctx), operands))
-    results = tuple(self._operand(value, numbers) for value in jaxpr.outvars)
-    return tuple(code), results, tuple(map(id, constants))
+    numbers = {value: i for i, value in enumerate((*jaxpr.constvars, *jaxpr.invars))}
+    shapes = [str(value.aval) for value in numbers]
+    inner = [_operation(eqn, eqn.invars, eqn.outvars, compiled=True) for eqn in jaxpr.eqns]
+    code = self.code(inner, numbers, [])
+    results = tuple(
+      self.literal(value) if isinstance(value, jex.Literal) else numbers[value] for value in jaxpr.outvars
+    )
+    return tuple(shapes), code, results, tuple(map(id, constants))
 
-  def _operand(self, value: Any, numbers: dict[Any, int]) -> Hashable:
-    return self.literal(value) if isinstance(value, jex.Literal) else numbers[value]
+  def code(self, operations: Iterable[Operation], numbers: dict[Any, int], inputs: list[Any]) -> Hashable:
+    """The operations with numbers in place of variables; what none of them makes is added to `inputs`."""
+    code: list[Hashable] = []
+    for op in operations:
+      operands: list[Hashable] = []
+      for value in op.inputs:
+        if isinstance(value, jex.Literal):
+          if op.compiled:
+            operands.append(self.literal(value))
+            continue
+          inputs.append(value)
+          operands.append(("number", str(value.aval)))
+        elif value in numbers:
+          operands.append(numbers[value])
+        else:
+          numbers[value] = len(numbers)
+          inputs.append(value)
+          operands.append((numbers[value], str(value.aval)))
+      for value in op.outputs:
+        numbers[value] = len(numbers)
+      code.append((op.primitive, self.params(op.params), self.context(op.context), tuple(operands)))
+    return tuple(code)

@@ -1,4 +1,4 @@
-"""What a plan leaves whole, what that costs, and what the optimizer trains."""
+"""The arrays that a plan replicates, their cost, and what the optimizer trains."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from nnx_parallel.core.mesh import axis_sizes
 from nnx_parallel.core.nodes import array_leaves
 from nnx_parallel.core.text import Shown, format_array, format_bytes, text_table
 from nnx_parallel.errors import NnxParallelWarning
-from nnx_parallel.layout.abstract import nothing_selected
 from nnx_parallel.layout.leaf import LeafPlan
 from nnx_parallel.layout.show.text import grouped
 from nnx_parallel.layout.table import Table
+from nnx_parallel.layout.tracing import nothing_selected
 
 LARGE = 2**20
-"""Bytes above which a whole leaf is reported: 1 MiB, which is the `min_size` of `fsdp()` in float32."""
+"""Bytes above which a replicated leaf is reported: 1 MiB, which is the `min_size` of `fsdp()` in float32."""
 
 
 @dataclasses.dataclass(frozen=True)
-class Whole:
+class Replicated:
   """A large leaf that every device holds in full.
 
   Attributes:
@@ -53,15 +53,15 @@ class Whole:
 
 
 @dataclasses.dataclass(frozen=True)
-class Audit(Shown, Sequence[Whole]):
-  """The large leaves that stay whole, by bytes wasted; prints as a table, and is falsy when there are none.
+class Audit(Shown, Sequence[Replicated]):
+  """The large replicated leaves, by bytes wasted; prints as a table, and is falsy when there are none.
 
   Attributes:
     findings: the leaves, worst first.
     min_bytes: the threshold that was used, in bytes.
   """
 
-  findings: tuple[Whole, ...]
+  findings: tuple[Replicated, ...]
   min_bytes: int
 
   def __len__(self) -> int:
@@ -89,19 +89,21 @@ class Audit(Shown, Sequence[Whole]):
           format_array(first.leaf.dtype, first.leaf.shape),
           format_bytes(sum(leaf.bytes_per_device for leaf in leaves)),
           format_bytes(sum(by_leaf[leaf.name].wasted for leaf in leaves)),
-          first.leaf.decision.reason + ("" if first.leaf.decision.chosen else " (!)"),
+          first.leaf.decision.reason + ("" if first.leaf.decision.intended else " (!)"),
           first.remedy,
         )
       )
     header = ("whole on every device", "n", "array", "per device", "wasted", "why", "what could split it")
-    marks = "\n(!) no rule asks for it" if any(not f.leaf.decision.chosen for f in self.findings) else ""
+    marks = "\n(!) no rule asks for it" if any(not f.leaf.decision.intended for f in self.findings) else ""
     total = f"{format_bytes(self.wasted)} per device could be saved."
     return f"{text_table(header, rows, right=(1, 3, 4), wrap=(5, 6))}\n{total}{marks}"
 
 
 def audit(plan: Table, *, min_bytes: int = LARGE) -> Audit:
   """See `ShardingPlan.audit`."""
-  found = [_whole(leaf) for leaf in plan.leaves if leaf.bytes > min_bytes and leaf.copies == plan.mesh.size]
+  found = [
+    _replicated(leaf) for leaf in plan.leaves if leaf.bytes > min_bytes and leaf.copies == plan.mesh.size
+  ]
   findings = (
     tuple(sorted(found, key=lambda finding: (-finding.wasted, -finding.leaf.bytes)))
     if plan.mesh.size > 1
@@ -110,7 +112,7 @@ def audit(plan: Table, *, min_bytes: int = LARGE) -> Audit:
   return Audit(findings, min_bytes)
 
 
-def _whole(leaf: LeafPlan) -> Whole:
+def _replicated(leaf: LeafPlan) -> Replicated:
   sizes = {axis: size for axis, size in axis_sizes(leaf.mesh).items() if size > 1}
   fitting = [
     (size, leaf.shape[dim], axis, dim)
@@ -119,15 +121,15 @@ def _whole(leaf: LeafPlan) -> Whole:
     if leaf.shape[dim] % size == 0
   ]
   if not fitting:
-    return Whole(leaf, None, None)
+    return Replicated(leaf, None, None)
   # The largest axis saves most; among its dims, the largest keeps the shards thick.
   _, _, axis, dim = max(fitting, key=lambda option: option[:2])
-  return Whole(leaf, axis, dim)
+  return Replicated(leaf, axis, dim)
 
 
 def warn_replicated(plan: Table, *, stacklevel: int = 2) -> bool:
   """See `ShardingPlan.warn_replicated`."""
-  found = [f for f in audit(plan) if not f.leaf.decision.chosen and f.leaf.root == "model"]
+  found = [f for f in audit(plan) if not f.leaf.decision.intended and f.leaf.root == "model"]
   if not found:
     return False
   worst = found[0]

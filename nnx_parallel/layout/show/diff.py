@@ -29,7 +29,7 @@ class Change:
 
 @dataclasses.dataclass(frozen=True)
 class PlanDiff(Shown):
-  """The difference of two plans; prints as a table, and is falsy when they lay everything out alike.
+  """The difference of two plans; prints as a table, and is falsy for equal layouts.
 
   Attributes:
     mesh: the two meshes' axes, when they differ.
@@ -50,13 +50,13 @@ class PlanDiff(Shown):
 
   def __str__(self) -> str:
     if not self:
-      return "the plans lay everything out alike."
+      return "the two layouts are equal."
     rows: list[tuple[str, ...]] = []
-    alike: dict[tuple[str, ...], list[str]] = {}
+    equal: dict[tuple[str, ...], list[str]] = {}
     for change in self.changes:
       pattern = number_pattern(change.name)
-      alike.setdefault((pattern, change.field, change.before, change.after), []).append(change.name)
-    for (pattern, field, before, after), names in alike.items():
+      equal.setdefault((pattern, change.field, change.before, change.after), []).append(change.name)
+    for (pattern, field, before, after), names in equal.items():
       rows.append((pattern if len(names) > 1 else names[0], str(len(names)), field, before, after))
     for label, leaves in (("only before", self.removed), ("only after", self.added)):
       for name, found in grouped(leaves):
@@ -100,7 +100,7 @@ def _layout(leaf: LeafPlan) -> dict[str, str]:
 
 
 def golden_text(plan: Table) -> str:
-  """The layout alone, one line for each leaf, in a form that reviewers can read: what golden files hold."""
+  """The layout alone, one readable line for each leaf: the content of golden files."""
   mesh = " ".join(f"{axis}={size}" for axis, size in axis_sizes(plan.mesh).items())
   rows = [f"{leaf.name}: {'  '.join(v for v in _layout(leaf).values() if v != '-')}" for leaf in plan.leaves]
   held = f"{plan.bytes_per_device()} bytes per device"

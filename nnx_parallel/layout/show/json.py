@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any, cast
 
 import jax
@@ -12,7 +12,6 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from nnx_parallel.core.mesh import AnyMesh, abstract_mesh, axis_sizes, is_explicit
-from nnx_parallel.core.nodes import Path
 from nnx_parallel.errors import PlanError
 from nnx_parallel.layout.leaf import Decision, LeafPlan
 from nnx_parallel.layout.table import Table
@@ -24,6 +23,12 @@ from nnx_parallel.rules.ruleset import RuleSet
 
 FORMAT = 1
 _KEY_TYPES = ("threefry2x32", "rbg", "unsafe_rbg")
+_PLAIN_FIELDS = (
+  "root", "path", "kind", "shape", "names", "padding", "memory_kind", "aliases", "is_parameter", "parameter",
+)  # fmt: skip
+_DEFAULTS: dict[str, Any] = {
+  "memory_kind": None, "aliases": (), "is_parameter": False, "parameter": None, "intended": True,
+}  # fmt: skip
 
 
 def to_json(plan: Table) -> str:
@@ -32,10 +37,9 @@ def to_json(plan: Table) -> str:
     "format": FORMAT,
     "mesh": {"axes": axis_sizes(plan.mesh), "explicit": is_explicit(plan.mesh)},
     "rules": _rules_to_json(plan.rules),
-    "notes": list(plan.notes),
+    "notes": plan.notes,
+    "zero": plan.zero,
   }
-  if plan.zero:
-    head["zero"] = plan.zero
   # One line per leaf, so that the difference of two files is readable.
   leaves = ",\n  ".join(json.dumps(_leaf_to_json(leaf)) for leaf in plan.leaves)
   return json.dumps(head)[:-1] + f',\n"leaves": [\n  {leaves}\n]}}\n'
@@ -55,7 +59,7 @@ def from_json(text: str, mesh: AnyMesh | None) -> dict[str, Any]:
       fix="write it again with plan.to_json().",
     )
   try:
-    return _fields(data, mesh)
+    return _fields(_tuples(data), mesh)
   except KeyError as error:
     raise PlanError(
       f"this JSON of a plan lacks {error}.", fix="write it again with plan.to_json(), and do not edit it."
@@ -72,86 +76,50 @@ def _fields(stored: Any, mesh: AnyMesh | None) -> dict[str, Any]:
       details=f"stored {axes}, given {axis_sizes(mesh)}",
       fix="pass a mesh of the stored shape, or plan again for the new one.",
     )
-  leaves = tuple(_leaf_from_json(row, mesh) for row in stored["leaves"])
   return {
     "mesh": mesh,
     "rules": _rules_from_json(stored["rules"]),
-    "leaves": leaves,
-    "notes": tuple(stored["notes"]),
-    "zero": stored.get("zero", 0),
+    "leaves": tuple(_leaf_from_json(row, mesh) for row in stored["leaves"]),
+    "notes": stored["notes"],
+    "zero": stored["zero"],
   }
+
+
+def _tuples(value: Any) -> Any:
+  """Every list as a tuple: JSON has no other sequence, and plans and rules have no lists."""
+  if isinstance(value, dict):
+    return {key: _tuples(item) for key, item in cast(dict[str, Any], value).items()}
+  return tuple(map(_tuples, cast(list[Any], value))) if isinstance(value, list) else value
 
 
 def _leaf_to_json(leaf: LeafPlan) -> dict[str, Any]:
-  row: dict[str, Any] = {
-    "root": leaf.root,
-    "path": [_part_to_json(part, leaf.name) for part in leaf.path],
-    "kind": leaf.kind,
-    "shape": leaf.shape,
-    "dtype": str(leaf.dtype),
-    "names": leaf.names,
-    "spec": list(leaf.spec),
-    "source": leaf.decision.source,
-    "reason": leaf.decision.reason,
-    "steps": leaf.decision.steps,
-  }
-  if any(leaf.padding):
-    row["padding"] = leaf.padding
-  if leaf.memory_kind:
-    row["memory_kind"] = leaf.memory_kind
-  if not leaf.decision.chosen:
-    row["chosen"] = False
-  if leaf.aliases:
-    row["aliases"] = [[_part_to_json(part, leaf.name) for part in path] for path in leaf.aliases]
-  if leaf.parameter is not None:
-    row["parameter"] = [_part_to_json(part, leaf.name) for part in leaf.parameter]
-  if leaf.is_parameter != _sounds_like_parameter(row):
-    row["is_parameter"] = leaf.is_parameter
-  return row
-
-
-def _sounds_like_parameter(row: Mapping[str, Any]) -> bool:
-  return row["root"] == "model" and "Param" in row["kind"]
+  for path in (leaf.path, *leaf.aliases):
+    for part in path:
+      _check_part(part, leaf.name)
+  row = {name: getattr(leaf, name) for name in _PLAIN_FIELDS} | vars(leaf.decision)
+  row |= {"dtype": str(leaf.dtype), "spec": tuple(leaf.spec)}
+  return {name: value for name, value in row.items() if name not in _DEFAULTS or value != _DEFAULTS[name]}
 
 
 def _leaf_from_json(row: Mapping[str, Any], mesh: AnyMesh) -> LeafPlan:
-  shape = tuple(row["shape"])
-  decision = Decision(row["source"], row["reason"], tuple(row["steps"]), row.get("chosen", True))
-  names = row["names"]
+  row = {**_DEFAULTS, **row}
+  decision = Decision(**{field.name: row[field.name] for field in dataclasses.fields(Decision)})
+  fields = {name: row[name] for name in _PLAIN_FIELDS}
   return LeafPlan(
-    row["root"],
-    _path(row["path"]),
-    row["kind"],
-    shape,
-    _dtype(row["dtype"]),
-    None if names is None else tuple(_entry(name) for name in names),
-    PartitionSpec(*(_entry(entry) for entry in row["spec"])),
-    tuple(row.get("padding") or (0,) * len(shape)),
-    row.get("memory_kind"),
-    decision,
-    mesh,
-    tuple(_path(path) for path in row.get("aliases", ())),
-    row.get("is_parameter", _sounds_like_parameter(row)),
-    _path(row["parameter"]) if "parameter" in row else None,
+    **fields, dtype=_dtype(row["dtype"]), spec=PartitionSpec(*row["spec"]), decision=decision, mesh=mesh
   )
 
 
-def _part_to_json(part: Any, name: str) -> Any:
-  # Lists stand for tuples, so that 1 and "1", and ("a", 1) and "('a', 1)", stay different.
-  if isinstance(part, bool) or not isinstance(part, (str, int, tuple)):
+def _check_part(part: Any, name: str) -> None:
+  # Keys of a dict may be tuples of strings and ints; True would come back as 1.
+  if isinstance(part, tuple):
+    for item in cast(tuple[Any, ...], part):
+      _check_part(item, name)
+  elif isinstance(part, bool) or not isinstance(part, (str, int)):
     raise PlanError(
       f"{name} has the path part {part!r}, a {type(part).__name__}, which JSON cannot hold.",
       fix="use strings, ints or tuples of these as keys of the module.",
     )
-  return [_part_to_json(item, name) for item in part] if isinstance(part, tuple) else part  # pyright: ignore[reportUnknownVariableType]
-
-
-def _path(parts: Iterable[Any]) -> Path:
-  return tuple(_path(part) if isinstance(part, list) else part for part in parts)
-
-
-def _entry(entry: Any) -> Any:
-  return tuple(entry) if isinstance(entry, list) else entry
 
 
 def _dtype(name: str) -> Any:
@@ -169,49 +137,27 @@ def _dtype(name: str) -> Any:
 
 
 def _rules_to_json(rules: RuleSet) -> dict[str, Any]:
+  inputs: Any = rules.inputs
+  if inputs is not None:
+    by_rank = {f"map_{rank}d": names for rank, names in inputs.by_rank.items()}
+    inputs = "whole mesh" if inputs.every_axis else by_rank
   return {
-    "logical": {name: [list(option) for option in options] for name, options in rules.logical.items()},
+    "logical": dict(rules.logical),
     "unknown": rules.logical.unknown,
     "uneven": rules.logical.uneven,
     "paths": [
-      {
-        "strict": table.strict,
-        "optional": table.optional,
-        "rules": [[rule.pattern, rule.names] for rule in table.rules],
-      }
-      for table in rules.paths
+      {"strict": table.strict, "optional": table.optional, "rules": table.pairs()} for table in rules.paths
     ],
-    "fallback": dataclasses.asdict(rules.fallback) if rules.fallback else None,
-    "inputs": _inputs_to_json(rules.inputs),
+    "fallback": rules.fallback and dataclasses.asdict(rules.fallback),
+    "inputs": inputs,
   }
 
 
 def _rules_from_json(data: Mapping[str, Any]) -> RuleSet:
-  logical = {name: [tuple(option) for option in options] for name, options in data["logical"].items()}
-  paths = tuple(
-    PathRules(
-      [
-        (_entry(pattern), None if names is None else tuple(_entry(name) for name in names))
-        for pattern, names in table["rules"]
-      ],
-      strict=table["strict"],
-      optional=table.get("optional", False),
-    )
-    for table in data["paths"]
+  fallback, inputs = data["fallback"], data["inputs"]
+  return RuleSet(
+    LogicalRules(data["logical"], unknown=data["unknown"], uneven=data["uneven"]),
+    tuple(PathRules(table.pop("rules"), **table) for table in data["paths"]),
+    fallback and Fallback(**fallback),
+    InputRules.whole_mesh() if inputs == "whole mesh" else inputs and InputRules(**inputs),
   )
-  stored: Any = data["fallback"]
-  fallback = stored and Fallback(stored["mode"], tuple(stored["axes"]), stored["min_size"], stored["extend"])
-  logical_rules = LogicalRules(logical, unknown=data["unknown"], uneven=data["uneven"])
-  return RuleSet(logical_rules, paths, fallback, _inputs_from_json(data["inputs"]))
-
-
-def _inputs_to_json(inputs: InputRules | None) -> Any:
-  return inputs and ("whole mesh" if inputs.every_axis else [[k, list(v)] for k, v in inputs.by_rank.items()])
-
-
-def _inputs_from_json(data: Any) -> InputRules | None:
-  if data is None:
-    return None
-  if data == "whole mesh":
-    return InputRules.whole_mesh()
-  return InputRules({rank: tuple(_entry(entry) for entry in entries) for rank, entries in data})

@@ -1,4 +1,4 @@
-"""Which arrays of a trace a compiler keeps in memory.
+"""The arrays of a trace that a compiler keeps in memory.
 
 Compilers fuse an elementwise operation into whatever reads it, and do it again in the backward pass rather
 than keep its result. What they keep are results of products, loops, gathers and reductions. So what a trace
@@ -33,17 +33,10 @@ def is_fused(eqn: Any) -> bool:
 
 
 def stored(body: Any, saved: Collection[Any]) -> list[Any]:
-  """What a program keeps so that it has the saved arrays again: these, or what they are computed from.
+  """The variables of a jaxpr that a program keeps to have the saved ones again, inputs left out.
 
-  An elementwise result gives way to its sources where they, without those that are kept anyway, are no
+  An elementwise result is replaced by its sources where they, without those that are kept anyway, are no
   larger. Inputs of the trace cost nothing.
-
-  Args:
-    body: a jaxpr.
-    saved: variables of it.
-
-  Returns:
-    Variables of it, inputs left out.
   """
   made = {var: eqn for eqn in body.eqns for var in eqn.outvars}
   kept: dict[Any, None] = {}

@@ -8,15 +8,14 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from nnx_parallel.core.mesh import axis_sizes
-from nnx_parallel.core.text import Shown
+from nnx_parallel.core.text import Shown, format_bytes
 from nnx_parallel.errors import ReportError
 from nnx_parallel.layout.plan import ShardingPlan, check_plan
 from nnx_parallel.report.chips import Chip
 from nnx_parallel.report.chips import chip as chip_named
-from nnx_parallel.report.estimate.propagate import Product
-from nnx_parallel.report.estimate.workload import Part, Sizes, Workload, per_device, trace_workload
-from nnx_parallel.report.units import format_bytes
-from nnx_parallel.train.gradients import Gradients
+from nnx_parallel.report.estimate.propagate import Product, Sizes
+from nnx_parallel.report.estimate.workload import Workload, per_device, trace_workload
+from nnx_parallel.train.options import Gradients
 from nnx_parallel.train.remat import Remat
 
 CASES = 24
@@ -106,7 +105,7 @@ def memory_plan(
     batch: a pytree of arrays or `ShapeDtypeStruct`s of the global batch.
     microbatches: parts that the batch is run in.
     remat: what layers keep; see `with_remat`.
-    gradients: as in `train_step`: by default as the plan says.
+    gradients: as in `train_step`; by default those of the plan's ZeRO stage.
     chip: to compare with.
 
   Returns:
@@ -151,13 +150,8 @@ def memory_categories(work: Workload, sizes: Sizes, microbatches: int = 1) -> di
   Three moments compete for the peak. At the end of the forward pass, everything kept is alive with the
   largest activation (the logits), and the last weights are gathered for both passes. While a layer is
   differentiated, the kept inputs of all layers are alive with what that layer recomputes, its gathered
-  weights, and the gradients so far. At the update, no activation is left, and state in the host's memory
-  passes through.
-
-  Args:
-    work: what the step is made of.
-    sizes: mesh axis -> size in devices.
-    microbatches: parts that the batch is run in; with several, their sum is kept beside the gradients.
+  weights, and the gradients so far. At the update, no activation is left, and state in host memory passes
+  through the device. With several microbatches, their sum is kept beside the gradients.
   """
   wide = per_device(work.gradients, sizes)
   accumulators = per_device(work.sums, sizes) if microbatches > 1 else 0.0
@@ -168,7 +162,7 @@ def memory_categories(work: Workload, sizes: Sizes, microbatches: int = 1) -> di
   layer = per_device(work.layer, sizes) / microbatches
   moments: list[dict[str, float]] = [
     {
-      # The gradients of one microbatch are summed into those of the others as they come.
+      # The gradients of one microbatch, beside the sum.
       "gradients": wide if microbatches > 1 else 0.0,
       "kept activations": kept + outside,
       "logits" if is_logits else "largest activation": largest / microbatches,
@@ -178,7 +172,7 @@ def memory_categories(work: Workload, sizes: Sizes, microbatches: int = 1) -> di
       "gradients": gradients,
       "kept activations": kept,
       "one layer": layer,
-      # Those in use, and the next ones on their way: a guess.
+      # Those in use, and the next ones, which are being gathered: a guess.
       "gathered parameters": 2 * _gathered(work, sizes),
     },
     {"gradients": gradients, "state in passing": _in_passing(work, sizes)},
@@ -203,7 +197,7 @@ def _largest(work: Workload, sizes: Sizes) -> tuple[float, bool]:
   if last is None:
     return largest, False
   # The loss may compute in a wider type than the product.
-  logits = Part(last.out_bytes, last.out_split).per_device(sizes)
+  logits = last.out.per_device(sizes)
   return largest, logits <= largest <= 2 * logits
 
 
@@ -214,10 +208,10 @@ def _last_product(work: Workload) -> Product | None:
 
 def _gathered_last(work: Workload, sizes: Sizes) -> float:
   """The weights of the head, whole along the batch axes: gathered once, and kept until the backward pass."""
-  batch, last = frozenset(work.gather_axes), _last_product(work)
-  if last is None or not last.other_split & batch:
+  last = _last_product(work)
+  if last is None or not last.other.split.intersection(work.gather_axes):
     return 0.0
-  return Part(last.other_bytes, last.other_split - batch).per_device(sizes)
+  return last.other.gathered(work.gather_axes).per_device(sizes)
 
 
 def _in_passing(work: Workload, sizes: Sizes) -> float:
@@ -228,9 +222,8 @@ def _in_passing(work: Workload, sizes: Sizes) -> float:
 
 def _gathered(work: Workload, sizes: Sizes) -> float:
   """One layer's parameters as they are multiplied: whole along the batch axes, in the type of their use."""
-  batch = frozenset(work.gather_axes)
   return sum(
-    Part(part.bytes, part.split - batch).per_device(sizes)
+    part.gathered(work.gather_axes).per_device(sizes)
     for part in work.layer_weights
-    if part.split & batch
+    if part.split.intersection(work.gather_axes)
   )

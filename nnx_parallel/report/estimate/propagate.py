@@ -1,7 +1,7 @@
 """Follows mesh axes through the trace of a loss, without a compiler and without axis sizes.
 
-The trace gives shapes; parameters and batch bring their axes; `core.flow` says how each operation hands
-them on. Sizes enter only when the result is evaluated, so one trace serves every factorisation of a mesh.
+The trace gives shapes; parameters and batch have axes; `core.flow` has the rule of each operation. Axis sizes
+are used only when the result is evaluated, so one trace is enough for every factorisation of a mesh.
 
 Counted are matrix products, convolutions, and kernels (Pallas) that state their cost. All branches of a
 conditional count. A loop whose length is not known counts once; what else computes, and what a program sends
@@ -11,35 +11,56 @@ by its own collectives under `shard_map`, is not counted: `Propagation.uncounted
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
 from jax.extend import core
 
-from nnx_parallel.core.flow import Flow, Meeting, constraint, meeting, placed, spread
+from nnx_parallel.core.flow import Flow, Meeting, constraint, meeting, result_axes, shard_map_axes
 from nnx_parallel.core.jaxprs import CHECKPOINTS, called, nbytes, opened, scan_counts
-from nnx_parallel.report.estimate.arithmetic import ENDLESS, traced_arithmetic
+from nnx_parallel.report.chips import ENDLESS, traced_arithmetic
 from nnx_parallel.report.estimate.fusion import is_fused
 
-# Operations that hand on the values of their first operand, in another type, shape or order at most.
+# Operations whose result has the values of their first operand, in another type, shape or order at most.
 _MOVES = frozenset((
   "broadcast_in_dim", "convert_element_type", "copy", "copy_p", "dynamic_slice", "name", "reduce_precision",
   "reshape", "rev", "slice", "split", "squeeze", "stop_gradient", "transpose",
 ))  # fmt: skip
-# Beside those of `jax.lax`: operations without arithmetic worth counting.
+# Operations outside `jax.lax` without arithmetic worth counting.
 _LIGHT = frozenset((
   "copy_p", "custom_lin", "debug_callback", "debug_print", "device_put", "layout_constraint", "mesh_cast",
   "name", "pvary", "random_bits", "random_clone", "random_fold_in", "random_seed", "random_split",
   "random_unwrap", "random_wrap", "reshard", "threefry2x32",
 ))  # fmt: skip
 _HEAVY = frozenset(("custom_linear_solve", "fft", "linear_solve"))
-# Written by the program itself, under `shard_map`: what they send is not counted.
+# Collectives that the user writes under `shard_map`: what they send is not counted.
 _COLLECTIVES = frozenset((
   "all_gather", "all_to_all", "pmax", "pmin", "ppermute", "psum", "psum_scatter", "ragged_all_to_all",
   "reduce_scatter",
 ))  # fmt: skip
+
+
+Split = frozenset[str]
+Sizes = Mapping[str, int]
+
+
+@dataclasses.dataclass(frozen=True)
+class Sharded:
+  """Bytes that a set of axes divides."""
+
+  bytes: int
+  split: Split
+
+  def per_device(self, sizes: Sizes) -> float:
+    """Bytes on each device of a mesh."""
+    return self.bytes / math.prod(sizes.get(axis, 1) for axis in self.split)
+
+  def gathered(self, axes: Iterable[str]) -> Sharded:
+    """The same bytes, replicated over some axes."""
+    return Sharded(self.bytes, self.split.difference(axes))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,61 +73,54 @@ class Product:
     times: runs.
     split: axes that divide the work.
     summed: axes over which partial results are added up.
-    out_bytes: of the whole result, per run.
-    out_split: axes that divide the result.
+    out: the result, per run.
     source: identity of the data operand, so that products of one input are recognised.
-    in_bytes: of the data operand, per run.
-    in_split: axes that divide the data operand as it is multiplied.
+    data: the data operand as it is multiplied, per run.
     spread: axes of the other operand's free dims that the data operand does not have: its gradient is
       summed over them. Where the data comes split over them (sequence parallel), a gather before and a
       scatter of the gradient send as much as that sum.
+    other: the other operand where it comes from; nothing for a kernel.
     weighs: whether the other operand is made of parameters only.
-    other_bytes: of the other operand.
-    other_split: axes that divide the other operand where it comes from.
-    shared: axes of dims that both operands have and the result keeps: one expert for each index, say.
+    shared: axes of dims that both operands have and the result keeps, for example that of experts.
     tokens: axes of the data operand's free dims: the gradient of a parameter is summed over them.
   """
 
   arithmetic: str
   flops: int
   times: int
-  split: frozenset[str]
-  summed: frozenset[str]
-  out_bytes: int
-  out_split: frozenset[str]
+  split: Split
+  summed: Split
+  out: Sharded
   source: int
-  in_bytes: int
-  in_split: frozenset[str]
-  spread: frozenset[str]
+  data: Sharded
+  spread: Split
+  other: Sharded = Sharded(0, frozenset())
   weighs: bool = False
-  other_bytes: int = 0
-  other_split: frozenset[str] = frozenset()
-  shared: frozenset[str] = frozenset()
-  tokens: frozenset[str] = frozenset()
+  shared: Split = frozenset()
+  tokens: Split = frozenset()
 
 
 @dataclasses.dataclass(frozen=True)
-class Move:
+class LayoutChange:
   """An array of the batch that changes its layout, forward and (the other way) backward.
 
   Attributes:
     axes: what is exchanged.
-    bytes: of the whole array, per run.
-    split: axes that divide it while it is sent: before an exchange of dims, after a gather.
+    part: the array, per run, and the axes that divide it while it is sent: before an exchange of dims, after
+      a gather.
     times: runs.
   """
 
-  axes: frozenset[str]
-  bytes: int
-  split: frozenset[str]
+  axes: Split
+  part: Sharded
   times: int
 
 
 @dataclasses.dataclass(frozen=True)
-class Kept:
+class RematRegion:
   """A rematerialised part of the trace: its jaxpr, the axes of its inputs and how often it runs.
 
-  `saves(primitive, **params)` says whether a result is kept instead of computed again; None: nothing is.
+  `saves(primitive, **params)` is true for a result that is not computed again; None: nothing is kept.
   """
 
   jaxpr: Any
@@ -125,13 +139,13 @@ class Propagation:
       results, which compilers fuse into what reads them.
     flows: of every variable of the outermost trace.
     moves: arrays that change their layout.
-    constrained: (size, axes) of the dims of activations that the program lays out by itself.
+    constrained: (size, axes) of the dims of activations that have sharding constraints.
     read: parameter -> bytes per element of the widest type in which it is used; see `Flow.parameter`.
     uncounted: operation -> runs, of what computes and is not in `products`.
   """
 
   def __init__(self, saves: Callable[..., Any] | None = None, batch_axes: Sequence[str] = ()) -> None:
-    """Starts empty.
+    """Starts with no product.
 
     Args:
       saves: products whose results it accepts are left out of `products`.
@@ -139,9 +153,9 @@ class Propagation:
     """
     self._saves, self._batch = saves, frozenset(batch_axes)
     self.products: list[Product] = []
-    self.kept: list[Kept] = []
+    self.kept: list[RematRegion] = []
     self.largest: dict[frozenset[str], int] = {}
-    self.moves: list[Move] = []
+    self.moves: list[LayoutChange] = []
     self.flows: dict[Any, Flow] = {}
     self.constrained: set[tuple[int, tuple[str, ...]]] = set()
     self.read: dict[int, int] = {}
@@ -151,17 +165,7 @@ class Propagation:
   def run(
     self, jaxpr: Any, inputs: Sequence[Flow], times: int = 1, *, live: frozenset[int] | None = None
   ) -> list[Flow]:
-    """Propagates through a jaxpr.
-
-    Args:
-      jaxpr: a `Jaxpr` or `ClosedJaxpr`.
-      inputs: one flow for each input.
-      times: how often it runs.
-      live: positions of the operations to follow; all of them when None.
-
-    Returns:
-      One flow for each output.
-    """
+    """Propagates through a jaxpr that runs `times` times; `live` are positions of operations to follow."""
     body = opened(jaxpr)
     flows: dict[Any, Flow] = dict(zip(body.invars, inputs, strict=True))
 
@@ -178,7 +182,7 @@ class Propagation:
       for var, flow in zip(eqn.outvars, results, strict=True):
         flows[var] = flow
         if flow.data and not fused:
-          size = nbytes(var.aval) * self._shards(flow.names)
+          size = self._part(flow.names, var).bytes
           self.largest[flow.names] = max(size, self.largest.get(flow.names, 0))
     self.flows = flows  # the outermost trace is done last
     return [read(v) for v in body.outvars]
@@ -197,7 +201,7 @@ class Propagation:
     inner = None if name == "pallas_call" else called(eqn)
     if inner is not None and len(opened(inner).invars) == len(inputs):
       if name in CHECKPOINTS:
-        self.kept.append(Kept(inner, tuple(inputs), times, eqn.params.get("policy")))
+        self.kept.append(RematRegion(inner, tuple(inputs), times, eqn.params.get("policy")))
       return self.run(inner, inputs, times)
     if name == "optimization_barrier":
       return inputs
@@ -210,7 +214,7 @@ class Propagation:
     found = meeting(eqn)
     if found is not None:
       return [self._dot(eqn, inputs, times, found)]
-    flows = [Flow(spread(eqn, out.aval.shape, inputs), data, weight, own) for out in eqn.outvars]
+    flows = [Flow(result_axes(eqn, out.aval.shape, inputs), data, weight, own) for out in eqn.outvars]
     if _is_heavy(name):
       self._kernel(eqn, inputs, flows, times)
     return flows
@@ -225,7 +229,7 @@ class Propagation:
     self.uncounted[what] = self.uncounted.get(what, 0) + times
 
   def _kernel(self, eqn: Any, inputs: Sequence[Flow], flows: Sequence[Flow], times: int) -> None:
-    """An operation that cannot be looked into: counted by its own estimate, or listed."""
+    """An operation without a jaxpr: counted by its own cost estimate, or listed as uncounted."""
     estimate = eqn.params.get("cost_estimate")
     if not getattr(estimate, "flops", 0):
       self._miss(eqn.primitive.name, times)
@@ -239,14 +243,15 @@ class Propagation:
         times=times,
         split=split,
         summed=frozenset(),
-        out_bytes=sum(nbytes(out.aval) for out in eqn.outvars) * self._shards(split),
-        out_split=split,
+        out=self._part(split, *eqn.outvars),
         source=inputs[first].value,
-        in_bytes=sum(nbytes(v.aval) for v in eqn.invars) * self._shards(inputs[first].names),
-        in_split=inputs[first].names,
+        data=self._part(inputs[first].names, *eqn.invars),
         spread=frozenset(),
       )
     )
+
+  def _part(self, split: Split, *variables: Any) -> Sharded:
+    return Sharded(sum(nbytes(v.aval) for v in variables) * self._shards(split), split)
 
   def _shards(self, names: frozenset[str]) -> int:
     """By what sizes of one device are multiplied for those of the whole array; 1 outside `shard_map`."""
@@ -256,7 +261,7 @@ class Propagation:
     manual, sizes = frozenset(eqn.params["newly_manual_axes"]), eqn.params["mesh"].shape
 
     def laid(flow: Flow, spec: Sequence[Any]) -> Flow:
-      return Flow(placed(spec, flow.axes, manual), flow.data, flow.weight, flow.parameter)
+      return Flow(shard_map_axes(spec, flow.axes, manual), flow.data, flow.weight, flow.parameter)
 
     before = self._manual
     self._manual = {**before, **{axis: sizes[axis] for axis in manual}}
@@ -289,74 +294,58 @@ class Propagation:
     return state + [Flow(((), *flow.axes), flow.data, flow.weight, flow.parameter) for flow in out[carry:]]
 
   def _dot(self, eqn: Any, inputs: list[Flow], times: int, found: Meeting) -> Flow:
-    # Copies: both operands may be one array.
-    left, right = inputs = [dataclasses.replace(flow) for flow in inputs[:2]]
-    (left_sum, right_sum), (left_batch, right_batch) = found.summed, found.shared
+    left, right = inputs[:2]
     met = found.meet(left, right, self._batch)
-    left_first, shared, wanted = met.main_is_left, met.shared, met.wanted
-    main, other = (left, right) if left_first else (right, left)
-    shapes = [v.aval.shape for v in eqn.invars]
-    axes, used = met.axes, {axis for dim in met.axes for axis in dim}
-    summed = [
-      axis
-      for a, b in zip(left_sum, right_sum, strict=True)
-      for axis in set(left.axes[a]) | set(right.axes[b])
-      if axis not in used and axis in left.names and (axis in right.names or not right.data)
-    ]
-    both = [axis for axis in summed if axis in left.names and axis in right.names]
-    main_shape = shapes[0] if left_first else shapes[1]
-    gathered = main.names - wanted
-    spread = frozenset(axis for dim in met.other for axis in dim) - gathered
-    out = Flow(axes, left.data or right.data, left.weight or right.weight)
-    for var, flow, dims in zip(eqn.invars[:2], inputs, (left_batch, right_batch), strict=True):
+    out = Flow(met.axes, left.data or right.data, left.weight or right.weight)
+    operands = list(zip(eqn.invars[:2], (left, right), strict=True))
+    for (var, flow), dims in zip(operands, found.shared, strict=True):
       if flow.data:
         own = {axis for d in dims for axis in flow.axes[d]}
-        self._exchange(var.aval, flow.names, shared - own, times)
+        self._exchange(var, flow.names, met.shared - own, times)
     if self._saves and self._saves(eqn.primitive, *(v.aval for v in eqn.invars), **eqn.params):
       return out
+    (main_var, main), (other_var, other) = operands if met.main_is_left else operands[::-1]
+    summed = {axis for a, b in zip(*found.summed, strict=True) for axis in (*left.axes[a], *right.axes[b])}
+    both = (left.names & right.names & summed) - out.names
+    gathered = main.names - met.wanted
+    weighs = other.weight and not other.data
     self.products.append(
       Product(
         arithmetic=traced_arithmetic([v.aval for v in eqn.invars[:2]], eqn.params["precision"]),
-        flops=found.flops * self._shards(out.names | frozenset(both)),
+        flops=found.flops * self._shards(out.names | both),
         times=times,
-        split=out.names | frozenset(both),
-        # Under `shard_map` the program itself sums.
-        summed=frozenset(both) - self._manual.keys(),
-        out_bytes=nbytes(eqn.outvars[0].aval) * self._shards(out.names),
-        out_split=out.names,
+        split=out.names | both,
+        # Under `shard_map` the user's program sums.
+        summed=both - self._manual.keys(),
+        out=self._part(out.names, eqn.outvars[0]),
         source=main.value,
-        in_bytes=math.prod(main_shape)
-        * eqn.invars[0 if left_first else 1].aval.dtype.itemsize
-        * self._shards(gathered),
-        in_split=gathered,
-        spread=spread if not other.data else frozenset(),
-        weighs=other.weight and not other.data,
-        other_bytes=nbytes(eqn.invars[1 if left_first else 0].aval) * self._shards(other.names),
-        other_split=other.names,
-        shared=shared if other.weight and not other.data else frozenset(),
-        tokens=frozenset(axis for dim in met.main for axis in dim),
+        data=self._part(gathered, main_var),
+        spread=frozenset() if other.data else frozenset(itertools.chain(*met.other)) - gathered,
+        other=self._part(other.names, other_var),
+        weighs=weighs,
+        shared=met.shared if weighs else frozenset(),
+        tokens=frozenset(itertools.chain(*met.main)),
       )
     )
     return out
 
   def _constrain(self, eqn: Any, flow: Flow, times: int) -> Flow:
-    """A layout that the program asks for; an axis that changes its dim is exchanged."""
-    aval = eqn.outvars[0].aval
-    axes = constraint(eqn, flow.axes)
+    """A sharding constraint; an axis that moves to another dim is an all-to-all."""
+    out, axes = eqn.outvars[0], constraint(eqn, flow.axes)
     if flow.data:
-      self.constrained |= {(n, dim) for n, dim in zip(aval.shape, axes, strict=True) if dim}
+      self.constrained |= {(n, dim) for n, dim in zip(out.aval.shape, axes, strict=True) if dim}
       moved = {a for before, after in zip(flow.axes, axes, strict=True) for a in after if a not in before}
-      self._exchange(aval, flow.names, frozenset(moved), times)
+      self._exchange(out, flow.names, frozenset(moved), times)
     return Flow(axes, flow.data, flow.weight, flow.parameter)
 
-  def _exchange(self, aval: Any, split: frozenset[str], arriving: frozenset[str], times: int) -> None:
+  def _exchange(self, var: Any, split: Split, arriving: Split, times: int) -> None:
     """An array that is split over some of the `arriving` axes along another dim: an all-to-all."""
     if split & arriving:
-      self.moves.append(Move(split & arriving, nbytes(aval) * self._shards(split), split, times))
+      self.moves.append(LayoutChange(split & arriving, self._part(split, var), times))
 
 
 def _is_heavy(name: str) -> bool:
-  """Whether an operation may compute much: all that `jax.lax` does not have, products aside, unless known."""
+  """Whether an operation may compute much: all that are not in `jax.lax`, except products and `_LIGHT`."""
   if name.removesuffix("_invariant") in _COLLECTIVES:
     return True
   return name in _HEAVY or not (name in _LIGHT or hasattr(jax.lax, f"{name}_p"))

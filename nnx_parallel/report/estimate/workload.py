@@ -1,49 +1,43 @@
-"""What one step is made of, as bytes and FLOPs over mesh axes whose sizes are not chosen yet."""
+"""The bytes and FLOPs of one step, over mesh axes whose sizes are not chosen yet."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-import math
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 from flax import nnx
 from jax.extend import core
 from jax.sharding import PartitionSpec
 
-from nnx_parallel.core.axes import axes_of
+from nnx_parallel.core.axes import axes_by_dim, axes_of
 from nnx_parallel.core.flow import Flow
 from nnx_parallel.core.jaxprs import as_function, nbytes, opened, scan_counts
 from nnx_parallel.core.mesh import abstract_mesh, axis_sizes
 from nnx_parallel.errors import ReportError
+from nnx_parallel.layout import optimizer_layout
 from nnx_parallel.layout.leaf import LeafPlan
 from nnx_parallel.layout.plan import ShardingPlan
 from nnx_parallel.report.estimate.fusion import stored
-from nnx_parallel.report.estimate.propagate import Kept, Move, Product, Propagation
-from nnx_parallel.train.gradients import Gradients, is_scattered
+from nnx_parallel.report.estimate.propagate import (
+  LayoutChange,
+  Product,
+  Propagation,
+  RematRegion,
+  Sharded,
+  Sizes,
+  Split,
+)
+from nnx_parallel.train.options import Gradients, is_scattered
 from nnx_parallel.train.remat import Remat, has_layers, with_remat
 
-Split = frozenset[str]
-Sizes = Mapping[str, int]
-
 
 @dataclasses.dataclass(frozen=True)
-class Part:
-  """Bytes that a set of axes divides."""
-
-  bytes: int
-  split: Split
-
-  def per_device(self, sizes: Sizes) -> float:
-    """Bytes on each device of a mesh."""
-    return self.bytes / math.prod(sizes.get(axis, 1) for axis in self.split)
-
-
-@dataclasses.dataclass(frozen=True)
-class Leaf:
-  """Arrays of the state that are alike, with what decides how a ZeRO stage splits them.
+class StateGroup:
+  """Arrays of the state of one shape and layout, with what decides how a ZeRO stage splits them.
 
   Attributes:
     shape: global shape of one of them, in elements.
@@ -57,7 +51,7 @@ class Leaf:
 
   shape: tuple[int, ...]
   spec: PartitionSpec
-  part: Part
+  part: Sharded
   spreads: bool
   masters: bool = False
   on_host: bool = False
@@ -65,7 +59,7 @@ class Leaf:
 
 @dataclasses.dataclass(frozen=True)
 class Trained:
-  """Trained parameters that are alike, and their gradients.
+  """Trained parameters of one shape and layout, and their gradients.
 
   Attributes:
     leaf: the parameters.
@@ -74,7 +68,7 @@ class Trained:
     further: axes over which the stage splits their update beside the axes that split them.
   """
 
-  leaf: Leaf
+  leaf: StateGroup
   read: int
   summed: int
   further: Split = frozenset()
@@ -98,7 +92,7 @@ class Workload:
     token_axes: axes over which gradients of parameters are summed: those of the batch, and one that splits
       sequences.
     kept: arrays that scanned layers keep for the backward pass and that scale with the batch.
-    kept_outside: the same, of what is outside scans.
+    kept_outside: the same, outside scans.
     kept_weights: such arrays that depend on parameters only (casts).
     layer: arrays of the largest rematerialised layer while it is differentiated.
     layer_weights: the parameters of one scanned layer, in the type in which they are used.
@@ -107,52 +101,52 @@ class Workload:
       parameters of all layers before it scans them; nothing where they are scattered.
     largest: the largest array computed from the batch, for each way of splitting.
     moves: arrays of the batch that change their layout.
-    constrained: (size, axes) of dims of activations that the model lays out by itself.
+    constrained: (size, axes) of dims of activations that have sharding constraints.
     products: matrix products of the forward pass.
     recomputed: matrix products that rematerialisation runs again.
-    uncounted: operation -> runs, of what computes and is not among the products.
+    uncounted: operation -> runs, of operations that compute and are not among the products.
     optimizer_leaves: the optimizer's state, leaf by leaf, at stage 0.
     stage: ZeRO stage; see `with_zero`.
     scattered: whether gradients are held split as their update is.
-    offload: whether the state of parameters lies in the host's memory whatever the plan says.
+    offload: whether the state of parameters is in host memory, also where the plan keeps it on the device.
   """
 
-  parameters: tuple[Part, ...]
-  used: tuple[Part, ...]
+  parameters: tuple[Sharded, ...]
+  used: tuple[Sharded, ...]
   trained: tuple[Trained, ...]
-  other: tuple[Part, ...]
-  optimizer: tuple[Part, ...]
-  batch: tuple[Part, ...]
+  other: tuple[Sharded, ...]
+  optimizer: tuple[Sharded, ...]
+  batch: tuple[Sharded, ...]
   batch_axes: tuple[str, ...]
   gather_axes: tuple[str, ...]
   token_axes: tuple[str, ...]
-  kept: tuple[Part, ...]
-  kept_outside: tuple[Part, ...]
-  kept_weights: tuple[Part, ...]
-  layer: tuple[Part, ...]
-  layer_weights: tuple[Part, ...]
-  casts: tuple[Part, ...]
-  narrowed: tuple[Part, ...]
-  largest: tuple[Part, ...]
-  moves: tuple[Move, ...]
+  kept: tuple[Sharded, ...]
+  kept_outside: tuple[Sharded, ...]
+  kept_weights: tuple[Sharded, ...]
+  layer: tuple[Sharded, ...]
+  layer_weights: tuple[Sharded, ...]
+  casts: tuple[Sharded, ...]
+  narrowed: tuple[Sharded, ...]
+  largest: tuple[Sharded, ...]
+  moves: tuple[LayoutChange, ...]
   constrained: frozenset[tuple[int, tuple[str, ...]]]
   products: tuple[Product, ...]
   recomputed: tuple[Product, ...]
   uncounted: Mapping[str, int]
-  optimizer_leaves: tuple[Leaf, ...]
+  optimizer_leaves: tuple[StateGroup, ...]
   stage: int
   scattered: bool
   offload: bool
 
   @functools.cached_property
-  def gradients(self) -> tuple[Part, ...]:
+  def gradients(self) -> tuple[Sharded, ...]:
     """The gradients of one batch or microbatch, in the types of their parameters."""
-    return _merge(Part(t.leaf.part.bytes, self._held(t)) for t in self.trained)
+    return _merge(Sharded(t.leaf.part.bytes, self._held(t)) for t in self.trained)
 
   @functools.cached_property
-  def sums(self) -> tuple[Part, ...]:
+  def sums(self) -> tuple[Sharded, ...]:
     """The sums of gradients over microbatches."""
-    return _merge(Part(t.summed, self._held(t)) for t in self.trained)
+    return _merge(Sharded(t.summed, self._held(t)) for t in self.trained)
 
   @functools.cached_property
   def reduced(self) -> Mapping[tuple[Split, Split], tuple[int, int, int]]:
@@ -167,22 +161,62 @@ class Workload:
   def _held(self, trained: Trained) -> Split:
     return trained.leaf.part.split | (trained.further if self.scattered else frozenset())
 
-  def host_state(self) -> tuple[Part, ...]:
+  def host_state(self) -> tuple[Sharded, ...]:
     """The optimizer's state in the host's memory."""
     rows = zip(self.optimizer, self.optimizer_leaves, strict=True)
     return tuple(part for part, leaf in rows if self._on_host(leaf))
 
-  def device_state(self, *, masters: bool = False) -> tuple[Part, ...]:
+  def device_state(self, *, masters: bool = False) -> tuple[Sharded, ...]:
     """The optimizer's state in device memory: the float32 masters, or everything else."""
     rows = zip(self.optimizer, self.optimizer_leaves, strict=True)
     return tuple(part for part, leaf in rows if not self._on_host(leaf) and leaf.masters == masters)
 
-  def _on_host(self, leaf: Leaf) -> bool:
+  def _on_host(self, leaf: StateGroup) -> bool:
     # Scalars are not worth a transfer, and stay on the device.
     return leaf.on_host or (self.offload and leaf.spreads and bool(leaf.shape))
 
 
-def per_device(parts: Iterable[Part], sizes: Sizes) -> float:
+def with_zero(work: Workload, sizes: Sizes, stage: int) -> Workload:
+  """The same step with the optimizer's state split over the batch axes too, as `plan(..., zero=stage)` does.
+
+  An array is split only where one of its dims divides; `work` itself is returned where nothing is. Stage 3,
+  which splits the parameters too, is an axis of the rules (`fsdp`), not a stage here.
+  Source: ZeRO, arXiv:1910.02054.
+  """
+  optimizer = tuple(_spread(leaf, work.batch_axes, sizes) for leaf in work.optimizer_leaves)
+  if not stage or optimizer == tuple(leaf.part for leaf in work.optimizer_leaves):
+    return work
+  return dataclasses.replace(
+    work,
+    stage=stage,
+    optimizer=optimizer,
+    scattered=stage == 2,
+    narrowed=() if stage == 2 else work.narrowed,
+    trained=tuple(
+      dataclasses.replace(t, further=_spread(t.leaf, work.batch_axes, sizes).split - t.leaf.part.split)
+      for t in work.trained
+    ),
+  )
+
+
+def with_offload(work: Workload) -> Workload:
+  """The same step with the state of parameters in the host's memory, as `plan(optimizer_memory=...)` does.
+
+  It comes after `with_zero`: what a stage splits further is also less to fetch. `work` itself is returned
+  where there is no such state.
+  """
+  moved = dataclasses.replace(work, offload=True)
+  return moved if len(moved.host_state()) > len(work.host_state()) else work
+
+
+def _spread(leaf: StateGroup, axes: tuple[str, ...], sizes: Sizes) -> Sharded:
+  if not leaf.spreads:
+    return leaf.part
+  spec, _ = optimizer_layout.add_zero_axes(leaf.spec, leaf.shape, axes, sizes)
+  return Sharded(leaf.part.bytes, frozenset(axis for entry in spec for axis in axes_of(entry)))
+
+
+def per_device(parts: Iterable[Sharded], sizes: Sizes) -> float:
   """Sum of bytes on each device."""
   return sum(part.per_device(sizes) for part in parts)
 
@@ -195,21 +229,16 @@ def trace_workload(
   remat: Remat = "as written",
   gradients: Gradients | None = None,
 ) -> Workload:
-  """Traces a loss abstractly and says what its step is made of.
+  """Traces a loss abstractly and lists what its step holds, multiplies and sends.
 
-  Args:
-    plan: gives the model, the optimizer and the axes of every leaf; its axis sizes are not used.
-    loss: `loss(model, batch)` -> scalar, or (scalar, metrics). Traced with the plan's rules in scope, so that
-      `constrain` means here what it means in training.
-    batch: a pytree of arrays or `ShapeDtypeStruct`s of the global batch.
-    remat: what layers keep; see `with_remat`.
-    gradients: as in `train_step`: by default as the plan says.
+  The arguments are those of `memory_plan`; the sizes of the plan's axes are not used. The loss is traced with
+  the plan's rules in scope, so that `constrain` means here what it means in training.
 
   Raises:
     TrainError: no such remat policy, no layer for it, or gradients that cannot be scattered.
     ReportError: a step in place of its loss function.
   """
-  if hasattr(loss, "recipe"):
+  if hasattr(loss, "options"):
     raise ReportError(
       f"an estimate reads the loss function, and got a {type(loss).__name__}.",
       fix="memory_plan(plan, loss_fn, batch), with what train_step(loss_fn) was made from.",
@@ -233,21 +262,21 @@ def trace_workload(
   )
   further = any(t.further for t in trained)
   scattered = is_scattered(gradients, plan.zero, further=further)
-  optimizer = _alike((leaf, path is not None) for leaf, path in owners)
+  optimizer = _grouped((leaf, path is not None) for leaf, path in owners)
   weighted = [product for product in seen.products if product.weighs]
   shared = frozenset[str]().union(*(product.shared for product in weighted))
   tokens = frozenset(batch_axes).union(*(product.tokens for product in weighted))
   return Workload(
     parameters=parameter_parts(plan),
     used=_merge(
-      Part(_resized(leaf, min(size, leaf.dtype.itemsize)), _part(leaf).split)
+      Sharded(_resized(leaf, min(size, leaf.dtype.itemsize)), _part(leaf).split)
       for leaf, size in zip(traces.leaves, read, strict=True)
       if leaf.is_parameter
     ),
     trained=trained,
     other=_merge(_part(leaf) for leaf in model if not leaf.is_parameter),
     optimizer=tuple(leaf.part for leaf in optimizer),
-    batch=_merge(Part(nbytes(x), f.names) for x, f in zip(traces.inputs, traces.batch_flows, strict=True)),
+    batch=_merge(Sharded(nbytes(x), f.names) for x, f in zip(traces.inputs, traces.batch_flows, strict=True)),
     batch_axes=batch_axes,
     gather_axes=tuple(axis for axis in batch_axes if axis not in shared),
     token_axes=tuple(axis for axis in axis_sizes(plan.mesh) if axis in tokens),
@@ -259,7 +288,7 @@ def trace_workload(
     casts=_merge(part for x in scanned for part in x.casts),
     # Scattered gradients leave the scan for another layout, one layer at a time.
     narrowed=() if scattered else _merge(part for x in scanned for part in x.narrowed),
-    largest=tuple(Part(size, split) for split, size in seen.largest.items()),
+    largest=tuple(Sharded(size, split) for split, size in seen.largest.items()),
     moves=tuple(seen.moves),
     constrained=frozenset(seen.constrained),
     products=tuple(seen.products),
@@ -277,7 +306,7 @@ def finds_layers(plan: ShardingPlan, loss: Callable[[Any, Any], Any], batch: Any
   return has_layers(_Traces(plan, loss, batch).loss())
 
 
-def parameter_parts(plan: ShardingPlan) -> tuple[Part, ...]:
+def parameter_parts(plan: ShardingPlan) -> tuple[Sharded, ...]:
   """The parameters of a plan, by the axes that split them."""
   return _merge(_part(leaf) for leaf in plan.leaves if leaf.is_parameter)
 
@@ -286,23 +315,22 @@ class _Traces:
   """The loss as a function of flat arrays, and the axes of each."""
 
   def __init__(self, plan: ShardingPlan, loss: Callable[[Any, Any], Any], batch: Any):
-    graphdef, trained, rest = nnx.split(plan.abstract_model, plan.wrt, ...)
-    rows = plan.of("model")
-    trained_flat, rest_flat = list(nnx.to_flat_state(trained)), list(nnx.to_flat_state(rest))
-    self.trained_paths = [path for path, _ in trained_flat]
+    graphdef, state = nnx.split(plan.abstract_model)
+    is_trained, rows = nnx.filterlib.to_predicate(plan.wrt), plan.of("model")
+    flat = sorted(nnx.to_flat_state(state), key=lambda row: not is_trained(*row))
+    self.trained_paths = [path for path, leaf in flat if is_trained(path, leaf)]
     self.inputs, structure = jax.tree.flatten(batch)
-    self.batch_flows = [Flow(_dims(plan.batch_spec(len(x.shape)), len(x.shape)), True) for x in self.inputs]
-    leaves = self.leaves = [rows[path] for path, _ in (*trained_flat, *rest_flat)]
-    self.flows = [Flow(_dims(x.spec, len(x.shape)), False, True, n) for n, x in enumerate(leaves)]
+    ranks = [len(x.shape) for x in self.inputs]
+    self.batch_flows = [Flow(axes_by_dim(plan.batch_spec(rank), rank), True) for rank in ranks]
+    self.leaves = [rows[path] for path, _ in flat]
+    self.flows = [Flow(axes_by_dim(x.spec, len(x.shape)), False, True, n) for n, x in enumerate(self.leaves)]
     self.flows += self.batch_flows
-    self._arrays = [
-      [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in leaves[: len(trained_flat)]],
-      [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in leaves[len(trained_flat) :]],
-      [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in self.inputs],
-    ]
+    arrays = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (*self.leaves, *self.inputs)]
+    first, last = len(self.trained_paths), len(flat)
+    self._arrays = arrays[:first], arrays[first:last], arrays[last:]
 
-    # A live module's Variables know their mesh, and a model may lay out activations by it. All axes have size
-    # one here, so that dims divide whatever is asked for; sizes enter when the workload is evaluated.
+    # Variables of a live module have a mesh, and a model may lay out activations by it. All axes have size
+    # one here, so that each dim divides; sizes are used when the workload is evaluated.
     mesh = abstract_mesh(dict.fromkeys(axis_sizes(plan.mesh), 1))
 
     def live(path: Any, leaf: Any, x: Any) -> Any:
@@ -312,14 +340,10 @@ class _Traces:
       return leaf.copy(x, mesh=mesh) if placed else leaf.copy(x)
 
     def pure(trained: list[Any], rest: list[Any], inputs: list[Any]) -> Any:
-      states = [
-        nnx.from_flat_state(
-          [(path, live(path, leaf, x)) for (path, leaf), x in zip(flat, arrays, strict=True)]
-        )
-        for flat, arrays in ((trained_flat, trained), (rest_flat, rest))
-      ]
+      values = zip(flat, (*trained, *rest), strict=True)
+      made = nnx.from_flat_state([(path, live(path, leaf, x)) for (path, leaf), x in values])
       with nnx.use_eager_sharding(False), plan.scope():
-        module = nnx.merge(graphdef, *states)
+        module = nnx.merge(graphdef, made)
         result = loss(module, jax.tree.unflatten(structure, inputs))
       return result[0] if isinstance(result, tuple) else result
 
@@ -336,20 +360,19 @@ class _Traces:
     return jax.make_jaxpr(kept)(*self._arrays)
 
 
-@dataclasses.dataclass(frozen=True)
-class _Residuals:
-  scanned: tuple[Part, ...]
-  outside: tuple[Part, ...]
-  weights: tuple[Part, ...]
+class _Residuals(NamedTuple):
+  scanned: tuple[Sharded, ...]
+  outside: tuple[Sharded, ...]
+  weights: tuple[Sharded, ...]
 
 
 def _residuals(traced: Any, flows: Sequence[Flow], batch_axes: Sequence[str]) -> _Residuals:
-  """What a traced forward pass hands to its backward pass, inputs left out."""
+  """The residuals of a traced forward pass, without its inputs."""
   body = opened(traced)
   seen = Propagation(batch_axes=batch_axes)
   seen.run(traced, flows)
   loops = {var for eqn in body.eqns if eqn.primitive.name == "scan" for var in eqn.outvars}
-  # Without `data` and without `weight` are masks and tables of positions: compilers keep one, outside loops.
+  # Values without `data` and `weight` are masks and tables of positions: compilers keep one, outside loops.
   results = dict.fromkeys(var for var in body.outvars if not isinstance(var, core.Literal))
   inputs = set(body.invars)
   saved = [var for var in results if var in seen.flows and var not in inputs]
@@ -359,26 +382,18 @@ def _residuals(traced: Any, flows: Sequence[Flow], batch_axes: Sequence[str]) ->
   outside = [var for var in stored(body, [v for v in data if v not in loops]) if var not in rows]
   weights = [v for v in weights if v in loops] + stored(body, [v for v in weights if v not in loops])
 
-  def parts(group: Iterable[Any]) -> tuple[Part, ...]:
-    return _merge(Part(nbytes(var.aval), seen.flows[var].names) for var in group)
+  def parts(group: Iterable[Any]) -> tuple[Sharded, ...]:
+    return _merge(Sharded(nbytes(var.aval), seen.flows[var].names) for var in group)
 
   return _Residuals(parts(rows), parts(outside), parts(weights))
 
 
-def _layer(item: Kept, batch_axes: Sequence[str]) -> tuple[tuple[Part, ...], tuple[Product, ...]]:
+def _layer(item: RematRegion, batch_axes: Sequence[str]) -> tuple[tuple[Sharded, ...], tuple[Product, ...]]:
   """Arrays alive while one rematerialised layer is differentiated, and the products run for them."""
-  run = as_function(item.jaxpr)
   arrays = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in opened(item.jaxpr).invars]
-  real = [n for n, x in enumerate(arrays) if jax.numpy.issubdtype(x.dtype, jax.numpy.floating)]
 
   def kept(*values: Any) -> Any:
-    def of(*changed: Any) -> Any:
-      full = list(values)
-      for n, x in zip(real, changed, strict=True):
-        full[n] = x
-      return run(*full)
-
-    _, pullback = jax.vjp(of, *(values[n] for n in real))
+    _, pullback = jax.vjp(as_function(item.jaxpr), *values)
     return jax.tree.leaves(pullback)
 
   traced = jax.make_jaxpr(kept)(*arrays)
@@ -402,8 +417,7 @@ def _live(traced: Any) -> frozenset[int]:
   return frozenset(live)
 
 
-@dataclasses.dataclass(frozen=True)
-class _Scanned:
+class _Scanned(NamedTuple):
   """Parameters that a scan reads.
 
   Attributes:
@@ -412,19 +426,15 @@ class _Scanned:
     narrowed: bytes that the trained ones have more than what the scan reads of them, cast before it.
   """
 
-  once: tuple[Part, ...]
-  casts: tuple[Part, ...]
-  narrowed: tuple[Part, ...]
+  once: tuple[Sharded, ...]
+  casts: tuple[Sharded, ...]
+  narrowed: tuple[Sharded, ...]
 
 
 def _scanned(traced: Any, flows: Sequence[Flow], read: Sequence[int], *, trained: int) -> list[_Scanned]:
-  """One for each scan of the outermost level; the first `trained` inputs get gradients.
+  """One for each scan of the outermost level; `read` are bytes per element in which parameters are used.
 
-  Args:
-    traced: the loss.
-    flows: of its inputs.
-    read: bytes per element in which each parameter is used.
-    trained: number of trained parameters.
+  The first `trained` inputs get gradients.
   """
   body = opened(traced)
   flow = dict(zip(body.invars, flows, strict=True))
@@ -444,10 +454,10 @@ def _scanned(traced: Any, flows: Sequence[Flow], read: Sequence[int], *, trained
     used = {own: nbytes(own.aval) // own.aval.dtype.itemsize * narrow[own] for _, own in pairs}
     found.append(
       _Scanned(
-        once=tuple(Part(used[own] // eqn.params["length"], flow[own].names) for _, own in pairs),
-        casts=tuple(Part(size, flow[own].names) for own, size in used.items() if size < nbytes(own.aval)),
+        once=tuple(Sharded(used[own] // eqn.params["length"], flow[own].names) for _, own in pairs),
+        casts=tuple(Sharded(size, flow[own].names) for own, size in used.items() if size < nbytes(own.aval)),
         narrowed=tuple(
-          Part(nbytes(own.aval) - nbytes(v.aval), flow[own].names)
+          Sharded(nbytes(own.aval) - nbytes(v.aval), flow[own].names)
           for v, own in pairs
           if own in with_gradient and nbytes(v.aval) < nbytes(own.aval)
         ),
@@ -456,20 +466,19 @@ def _scanned(traced: Any, flows: Sequence[Flow], read: Sequence[int], *, trained
   return found
 
 
-def _part(leaf: LeafPlan) -> Part:
-  return Part(leaf.bytes, frozenset(axis for dim in _dims(leaf.spec, len(leaf.shape)) for axis in dim))
+def _part(leaf: LeafPlan) -> Sharded:
+  return Sharded(leaf.bytes, frozenset(axis for entry in leaf.spec for axis in axes_of(entry)))
 
 
-def _alike(rows: Iterable[tuple[LeafPlan, bool]]) -> tuple[Leaf, ...]:
-  """One entry for each shape, layout, place and answer."""
-  sums: dict[tuple[Any, ...], Part] = {}
+def _grouped(rows: Iterable[tuple[LeafPlan, bool]]) -> tuple[StateGroup, ...]:
+  """One entry for leaves of one shape, layout and place, that a stage may split or not."""
+  sums = Counter[tuple[Any, ...]]()
   for leaf, spreads in rows:
     masters = leaf.root == "optimizer" and "masters" in leaf.path
-    key = (leaf.shape, leaf.spec, spreads, masters, leaf.on_host)
-    part = _part(leaf)
-    so_far = sums[key].bytes if key in sums else 0
-    sums[key] = Part(so_far + part.bytes, part.split)
-  return tuple(Leaf(key[0], key[1], part, *key[2:]) for key, part in sums.items())
+    sums[leaf.shape, leaf.spec, _part(leaf).split, spreads, masters, leaf.on_host] += leaf.bytes
+  return tuple(
+    StateGroup(shape, spec, Sharded(size, split), *rest) for (shape, spec, split, *rest), size in sums.items()
+  )
 
 
 def _resized(leaf: LeafPlan, itemsize: int) -> int:
@@ -478,33 +487,29 @@ def _resized(leaf: LeafPlan, itemsize: int) -> int:
 
 
 def _trained(rows: Iterable[tuple[LeafPlan, LeafPlan | None, int]]) -> tuple[Trained, ...]:
-  """One entry for parameters of one shape, layout and type, used in one type.
+  """One entry for parameters of one shape and layout.
 
-  Args:
-    rows: parameter, its optimizer state of its own shape, and bytes per element in which it is used.
+  A row is a parameter, its optimizer state of its own shape, and the bytes per element of its use.
   """
-  sums: dict[tuple[Any, ...], tuple[int, int, int]] = {}
+  groups: dict[tuple[Any, ...], list[tuple[LeafPlan, int]]] = {}
   for leaf, state, size in rows:
-    part = _part(leaf)
-    further = _part(state).split - part.split if state else frozenset[str]()
-    key = (leaf.shape, leaf.spec, part.split, state is not None, further)
-    stored, read, summed = sums.get(key, (0, 0, 0))
-    sums[key] = (
-      stored + part.bytes, read + _resized(leaf, size), summed + _resized(leaf, max(4, leaf.dtype.itemsize))
-    )  # fmt: skip
+    further = _part(state).split - _part(leaf).split if state else frozenset[str]()
+    groups.setdefault((leaf.shape, leaf.spec, state is not None, further), []).append((leaf, size))
   return tuple(
-    Trained(Leaf(shape, spec, Part(stored, split), spreads), read, summed, further)
-    for (shape, spec, split, spreads, further), (stored, read, summed) in sums.items()
+    Trained(
+      StateGroup(
+        shape, spec, Sharded(sum(leaf.bytes for leaf, _ in group), _part(group[0][0]).split), spreads
+      ),
+      read=sum(_resized(leaf, size) for leaf, size in group),
+      summed=sum(_resized(leaf, max(4, leaf.dtype.itemsize)) for leaf, _ in group),
+      further=further,
+    )
+    for (shape, spec, spreads, further), group in groups.items()
   )
 
 
-def _merge(parts: Iterable[Part]) -> tuple[Part, ...]:
-  sums: dict[Split, int] = {}
+def _merge(parts: Iterable[Sharded]) -> tuple[Sharded, ...]:
+  sums = Counter[Split]()
   for part in parts:
-    sums[part.split] = sums.get(part.split, 0) + part.bytes
-  return tuple(Part(size, split) for split, size in sums.items())
-
-
-def _dims(spec: Any, rank: int) -> tuple[tuple[str, ...], ...]:
-  dims = [axes_of(entry) for entry in spec]
-  return (*dims, *(((),) * (rank - len(dims))))
+    sums[part.split] += part.bytes
+  return tuple(Sharded(size, split) for split, size in sums.items())

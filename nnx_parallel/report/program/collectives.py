@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import dataclasses
 import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
+from typing import Any
 
 import numpy as np
 
 from nnx_parallel.report.program import hlo
-from nnx_parallel.report.program.groups import (
+from nnx_parallel.report.program.devices import (
   AxisFinder,
   AxisMatch,
   Labels,
-  count_pairs,
   group_labels,
   pair_labels,
+  pairs_of,
 )
 from nnx_parallel.report.program.origins import Origins
 
@@ -28,9 +30,9 @@ KINDS = (
   "collective-broadcast",
 )
 _KIND = re.compile(rf"^(?:ragged-)?({'|'.join(KINDS)})(-start)?$")
-# The text that TPU writes on the steps of one collective that a fusion spreads over compute.
+# A mark of TPU programs on later steps of one collective that a fusion interleaves with compute.
 _LATER_STEP = re.compile(r'"async_collective_fusion_config":\{[^{}]*"flag_start":"(?!-1)')
-# Between TPU slices the runtime of the hosts carries the data: a `send` and a `recv` that name a collective.
+# Between TPU slices the hosts' runtime sends: a `send` and a `recv` that name a collective.
 _ACROSS: Mapping[str, str] = {
   "ALL_REDUCE": "all-reduce",
   "ALL_GATHER": "all-gather",
@@ -41,7 +43,7 @@ _ACROSS: Mapping[str, str] = {
 _TRANSFER = re.compile(r'_xla_megascale_transfer_type="(\w+)"')
 _TARGET = re.compile(r'_xla_megascale_target="\{([\d,]+)\}x')
 _RENDEZVOUS = re.compile(r'rendezvous="([^"]*)"')
-# Kinds whose payload is the value of their operand; the other kinds add values up.
+# Kinds whose payload is the value of their operand; the others reduce.
 _CARRIES = frozenset(KINDS) - {"all-reduce", "reduce-scatter"}
 _COMPUTE = frozenset({"fusion", "dot", "convolution", "custom-call", "while", "call", "conditional"})
 
@@ -109,26 +111,11 @@ def ring_bytes(kind: str, payload: int, group_size: int) -> int:
 
 
 def collectives(program: str | hlo.Program, axes: Mapping[str, int]) -> tuple[Collective, ...]:
-  """Lists the collectives of a compiled program.
+  """The collectives of a compiled program that move data, in program order.
 
   Args:
     program: HLO text (`Compiled.as_text()` or a dumped file) or a parsed program.
     axes: mesh axis -> size in devices, in mesh order (`dict(mesh.shape)`).
-
-  Returns:
-    One entry per collective instruction that moves data, in program order.
-
-  Example:
-    >>> import jax
-    >>> import jax.numpy as jnp
-    >>> from jax.sharding import AxisType
-    >>> from jax.sharding import NamedSharding
-    >>> from jax.sharding import PartitionSpec as P
-    >>> mesh = jax.make_mesh((2, 4), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
-    >>> x = jax.device_put(jnp.ones((8, 8)), NamedSharding(mesh, P(None, "model")))
-    >>> text = jax.jit(lambda x: x.sum(1)).lower(x).compile().as_text()
-    >>> [(c.kind, c.axes, c.bytes) for c in collectives(text, mesh.shape)]
-    [('all-reduce', ('model',), 32)]
   """
   program = hlo.parse(program) if isinstance(program, str) else program
   finder = AxisFinder(axes)
@@ -147,15 +134,12 @@ def collectives(program: str | hlo.Program, axes: Mapping[str, int]) -> tuple[Co
   return tuple(found)
 
 
-def totals(
-  items: Iterable[Collective], key: Callable[[Collective], object] | None = None
-) -> dict[object, int]:
-  """Payload bytes per step, grouped by `key` (by kind when none is given)."""
-  result: dict[object, int] = {}
+def totals(items: Iterable[Collective], key: Callable[[Collective], Any]) -> dict[Any, int]:
+  """Payload bytes per step, grouped by `key`."""
+  sums = Counter[Any]()
   for item in items:
-    group = key(item) if key else item.kind
-    result[group] = result.get(group, 0) + item.total_bytes
-  return result
+    sums[key(item)] += item.total_bytes
+  return dict(sums)
 
 
 def _describe(
@@ -194,10 +178,9 @@ def _groups(instruction: hlo.Instruction, finder: AxisFinder, slices: int) -> tu
   rest, devices = instruction.rest, finder.devices // slices
   if "source_target_pairs=" in rest:
     pairs = instruction.attribute("source_target_pairs")
-    labels = pair_labels(pairs, devices)
-    return finder.match(_in_each(labels, slices)), 2 if count_pairs(pairs) else 1
-  at = rest.index("replica_groups=") + len("replica_groups=")
-  labels = group_labels(rest[at:], devices)
+    moves = any(a != b for a, b in pairs_of(pairs))
+    return finder.match(_in_each(pair_labels(pairs, devices), slices)), 2 if moves else 1
+  labels = group_labels(rest, devices)
   return finder.match(_in_each(labels, slices)), int(np.unique(labels, return_counts=True)[1].max())
 
 
@@ -238,26 +221,21 @@ def _overlapped(run: hlo.Executed) -> bool:
     return True
   if not instruction.opcode.endswith("-start"):
     return False
-  order = run.computation.instructions
-  start = order.index(instruction)
-  for later in order[start + 1 :]:
-    if instruction.name in later.operands and later.opcode.endswith("-done"):
-      return False
-    if later.opcode in _COMPUTE and max((s.elements for s in later.shapes), default=0) > 1:
-      return True
-  return False
+  return _computes_before(run, "-done", instruction)
 
 
 def _overlapped_sending(run: hlo.Executed) -> bool:
   """Whether anything is computed until the `recv-done` of the same rendezvous."""
-  name = _RENDEZVOUS.search(run.instruction.rest)
+  name, order = _RENDEZVOUS.search(run.instruction.rest), run.computation.instructions
+  receive = next((i for i in order if i.opcode == "recv" and name and name.group() in i.rest), None)
+  return _computes_before(run, "recv-done", receive)
+
+
+def _computes_before(run: hlo.Executed, end: str, of: hlo.Instruction | None) -> bool:
+  """Whether anything but scalars is computed from an instruction on, until the `end` of another one."""
   order = run.computation.instructions
-  receive = next(
-    (i for i in order if i.opcode == "recv" and name and name.group() in i.rest),
-    None,
-  )
   for later in order[order.index(run.instruction) + 1 :]:
-    if receive is not None and later.opcode == "recv-done" and receive.name in later.operands:
+    if of is not None and of.name in later.operands and later.opcode.endswith(end):
       return False
     if later.opcode in _COMPUTE and max((s.elements for s in later.shapes), default=0) > 1:
       return True

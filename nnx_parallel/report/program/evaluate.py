@@ -1,4 +1,4 @@
-"""Evaluates programs in numpy: one device's program on all devices in lock-step, with its collectives.
+"""Evaluates programs in numpy: one device's program on all devices at once, with its collectives.
 
 For programs right before and right after a partitioner: no fusions of a backend, no memory layouts.
 All floating point numbers are float64. Arrays are thinned (`thin.Thinning`); the first dim of a value counts
@@ -10,23 +10,25 @@ from __future__ import annotations
 
 import itertools
 import math
+import operator
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
+import jax
 import numpy as np
 import numpy.typing as npt
+from einops import rearrange
 
 from nnx_parallel.report.program import hlo, thin
-from nnx_parallel.report.program.groups import pairs_of
-from nnx_parallel.report.program.shardings import Tiling, read_tiling
+from nnx_parallel.report.program.devices import Tiling, group_rows, pairs_of, read_tiling
 
 Array = npt.NDArray[Any]
 Value = Any
 """An array, a tuple of values, or None: not known."""
 
-# Numbers of one array on all devices, operations run, and multiplications, before it is given up; a number
-# that an operation makes counts as `_EACH` multiplications of a matrix product.
+# Limits: numbers of one array on all devices, operations run, and multiplications; each number of a result
+# counts as `_EACH` multiplications of a matrix product.
 _LARGEST, _LONGEST, _HARDEST, _EACH = 2**25, 300_000, 2**35, 16
 ENDS = 2
 """Passes at each end of a loop that is run in part: what passes hand on is seen, in both directions."""
@@ -35,29 +37,24 @@ _DTYPES: Mapping[str, Any] = {
   "pred": np.bool_, "s8": np.int8, "u8": np.uint8, "s16": np.int16, "u16": np.uint16, "s32": np.int32,
   "u32": np.uint32, "s64": np.int64, "u64": np.uint64,
 }  # fmt: skip
-_COMPARE = {
-  "EQ": np.equal, "NE": np.not_equal, "LT": np.less, "LE": np.less_equal, "GT": np.greater,
-  "GE": np.greater_equal,
-}  # fmt: skip
 _UNARY: Mapping[str, Callable[..., Any]] = {
   "abs": np.abs, "cbrt": np.cbrt, "ceil": np.ceil, "cosine": np.cos, "exponential": np.exp,
   "exponential-minus-one": np.expm1, "floor": np.floor, "is-finite": np.isfinite, "log": np.log,
   "log-plus-one": np.log1p, "negate": np.negative, "round-nearest-even": np.rint, "sign": np.sign,
   "sine": np.sin, "sqrt": np.sqrt, "tan": np.tan, "tanh": np.tanh, "copy": np.asarray,
   "logistic": lambda x: 1 / (1 + np.exp(-x)), "rsqrt": lambda x: 1 / np.sqrt(x),
-  "not": lambda x: np.logical_not(x) if x.dtype == np.bool_ else np.invert(x),
   "round-nearest-afz": lambda x: np.sign(x) * np.floor(np.abs(x) + 0.5),
   "erf": np.vectorize(math.erf, otypes=[np.float64]), "popcnt": np.bitwise_count,
-  "reduce-precision": np.asarray,
+  "reduce-precision": np.asarray, "not": np.invert,
 }  # fmt: skip
 
 
 def _quotient(x: Array, y: Array) -> Array:
   if x.dtype.kind == "f":
     return x / y
-  safe = np.where(y == 0, 1, y)
-  size = np.abs(x.astype(object if x.dtype == np.uint64 else np.int64)) // np.abs(safe.astype(np.int64))
-  return (np.sign(x.astype(np.int64)) * np.sign(safe.astype(np.int64)) * size).astype(x.dtype)
+  y = np.where(y == 0, y.dtype.type(1), y)
+  down = x // y
+  return down + ((down < 0) & (down * y != x))  # towards zero
 
 
 def _shifted(shift: Callable[..., Any], arithmetic: bool = False) -> Callable[[Array, Array], Array]:
@@ -73,19 +70,15 @@ def _shifted(shift: Callable[..., Any], arithmetic: bool = False) -> Callable[[A
 
 
 _BINARY: Mapping[str, Callable[..., Any]] = {
-  "add": lambda x, y: x | y if x.dtype == np.bool_ else x + y, "subtract": np.subtract,
-  "multiply": lambda x, y: x & y if x.dtype == np.bool_ else x * y, "maximum": np.maximum,
-  "minimum": np.minimum,
-  "and": np.bitwise_and, "or": np.bitwise_or, "xor": np.bitwise_xor, "divide": _quotient,
+  "add": np.add, "subtract": np.subtract, "multiply": np.multiply, "maximum": np.maximum,
+  "minimum": np.minimum, "and": np.bitwise_and, "or": np.bitwise_or, "xor": np.bitwise_xor,
+  "divide": _quotient,
   "remainder": np.fmod, "power": np.power, "atan2": np.arctan2, "shift-left": _shifted(np.left_shift),
   "shift-right-logical": _shifted(np.right_shift),
   "shift-right-arithmetic": _shifted(np.right_shift, arithmetic=True),
 }  # fmt: skip
-# Combiners that numpy reduces with at once.
-_COMBINERS: Mapping[str, np.ufunc] = {
-  "add": np.add, "multiply": np.multiply, "maximum": np.maximum, "minimum": np.minimum, "and": np.bitwise_and,
-  "or": np.bitwise_or, "xor": np.bitwise_xor,
-}  # fmt: skip
+# Those by which numpy reduces whole dims.
+_COMBINERS = frozenset(("add", "multiply", "maximum", "minimum", "and", "or", "xor"))
 
 
 class Finer(Exception):
@@ -108,8 +101,8 @@ class Evaluator:
     watch: called with each instruction that has run, and its value.
 
   Attributes:
-    lost: opcode or custom call -> how often it was met and not known.
-    apart: instructions that say "the same on these devices" of values that differ.
+    lost: opcode or custom call -> how often it was not known.
+    unequal: ends of a `shard_map` that call a value replicated that differs between devices.
   """
 
   def __init__(
@@ -125,31 +118,24 @@ class Evaluator:
     self._runs = self._work = 0
     self.lost: dict[str, int] = {}
     self._shortened, self._watch = shortened, watch
-    self._rules: Mapping[str, Callable[[hlo.Computation, hlo.Instruction, list[Any]], Value]] = {
-      "constant": self._constant, "iota": self._iota, "partition-id": self._partition,
-      "replica-id": self._replica, "broadcast": self._broadcast, "reshape": self._reshape,
-      "transpose": self._transpose, "reverse": self._reverse, "concatenate": self._concatenate,
-      "pad": self._pad, "slice": self._slice, "dynamic-slice": self._dynamic_slice,
-      "dynamic-update-slice": self._update, "reduce": self._reduce, "dot": self._dot,
-      "convolution": self._convolution, "reduce-window": self._window,
+    self._rules: Mapping[str, Callable[..., Value]] = {
+      "partition-id": lambda *_: np.arange(devices, dtype=np.uint32),
+      "replica-id": lambda *_: np.zeros(1, np.uint32),
+      "constant": self._constant, "iota": self._iota, "broadcast": self._broadcast, "reshape": self._reshape,
+      "transpose": self._reordered, "reverse": self._reordered,
+      "concatenate": self._concatenate, "pad": self._pad, "slice": self._slice,
+      "dynamic-slice": self._dynamic_slice, "dynamic-update-slice": self._update, "reduce": self._reduce,
+      "dot": self._dot, "convolution": self._convolution, "reduce-window": self._window,
       "select-and-scatter": self._select, "gather": self._gather, "scatter": self._scatter,
       "sort": self._sort, "all-reduce": self._exchange, "all-gather": self._exchange,
       "reduce-scatter": self._exchange, "all-to-all": self._exchange,
       "collective-permute": self._permute, "custom-call": self._custom, "topk": self._topk,
     }  # fmt: skip
-    self._last: dict[str, dict[str, list[str]]] = {}
     self._constants: dict[tuple[str, str], Array] = {}
-    self.apart: list[hlo.Instruction] = []
+    self.unequal: list[hlo.Instruction] = []
 
   def run(self, arguments: Mapping[int, Value]) -> tuple[Value, ...]:
-    """Evaluates the entry.
-
-    Args:
-      arguments: number of each parameter -> its value.
-
-    Returns:
-      The results, one for each array.
-    """
+    """The results of the entry, one for each array, for the values of its parameters by number."""
     entry = self._program.entry
     count = 1 + max(arguments, default=-1)
     with np.errstate(all="ignore"):
@@ -160,7 +146,6 @@ class Evaluator:
 
   def _call(self, computation: hlo.Computation, arguments: Sequence[Value]) -> Value:
     values: dict[str, Value] = {}
-    ends = self._ends(computation)
     for at in computation.instructions:
       self._runs += 1
       if at.opcode == "parameter":
@@ -171,20 +156,9 @@ class Evaluator:
         values[at.name] = self._step(computation, at, [values[name] for name in at.operands])
       if self._watch is not None:
         self._watch(computation, at, values[at.name])
-      for name in ends.get(at.name, ()):
+      for name in computation.last_read.get(at.name, ()):
         del values[name]
     return values[computation.root.name]
-
-  def _ends(self, computation: hlo.Computation) -> dict[str, list[str]]:
-    """Instruction -> the values that it is the last to read."""
-    if computation.name not in self._last:
-      last = {name: at.name for at in computation.instructions for name in at.operands}
-      last.pop(computation.root.name, None)
-      found: dict[str, list[str]] = {}
-      for name, reader in last.items():
-        found.setdefault(reader, []).append(name)
-      self._last[computation.name] = found
-    return self._last[computation.name]
 
   def _step(self, computation: hlo.Computation, at: hlo.Instruction, inputs: list[Value]) -> Value:
     opcode = at.opcode
@@ -206,9 +180,7 @@ class Evaluator:
     if any(value is None for value in inputs) or self._too_large(computation, at):
       return self._unknown(at)
     try:
-      if rule is not None:
-        return rule(computation, at, inputs)
-      return self._elementwise(computation, at, inputs)
+      return (rule or self._elementwise)(computation, at, *inputs)
     except (ValueError, LookupError, TypeError):
       return self._lose(at, f"a form of {opcode} that is not known")
 
@@ -264,16 +236,13 @@ class Evaluator:
     if len(results) == 1:
       return next(iter(results.values()))
 
-    def pick(values: Sequence[Value]) -> Value:
-      if isinstance(values[0], tuple):
-        return tuple(pick([value[n] for value in values]) for n in range(len(values[0])))
+    def pick(*values: Value) -> Value:
       if any(value is None for value in values):
         return None
-      whole = np.broadcast_arrays(*(self._everywhere(value) for value in values))
-      rows = dict(zip(results, whole, strict=True))
-      return np.stack([rows[int(n)][device] for device, n in enumerate(self._everywhere(number))])
+      each = np.stack(np.broadcast_arrays(*map(self._everywhere, values)))
+      return each[np.searchsorted([*results], self._everywhere(number)), np.arange(self._devices)]
 
-    return pick(list(results.values()))
+    return jax.tree.map(pick, *results.values(), is_leaf=lambda value: value is None)
 
   def _everywhere(self, value: Array) -> Array:
     return np.broadcast_to(value, (self._devices, *value.shape[1:]))
@@ -286,113 +255,76 @@ class Evaluator:
 
   # Elementwise --------------------------------------------------------------------------------
 
-  def _elementwise(self, computation: hlo.Computation, at: hlo.Instruction, inputs: list[Array]) -> Value:
-    opcode = at.opcode
+  def _elementwise(self, computation: hlo.Computation, at: hlo.Instruction, *inputs: Array) -> Value:
     rank = max(value.ndim for value in inputs)
-    inputs = [v if v.ndim == rank else v.reshape(v.shape[:1] + (1,) * (rank - 1)) for v in inputs]
+    x, *others = (v if v.ndim == rank else v.reshape(v.shape[:1] + (1,) * (rank - 1)) for v in inputs)
+    opcode, dtype = at.opcode, at.shapes[0].dtype
     if opcode in _UNARY:
-      return _UNARY[opcode](inputs[0])
+      return _UNARY[opcode](x)
     if opcode in _BINARY:
-      return _BINARY[opcode](*inputs)
+      return _BINARY[opcode](x, *others)
     if opcode == "compare":
-      return _COMPARE[at.attribute("direction")](*inputs)
+      return getattr(operator, at.attribute("direction").lower())(x, *others)
     if opcode == "select":
-      return np.where(*inputs)
+      return np.where(x, *others)
     if opcode == "clamp":
-      return np.minimum(np.maximum(inputs[1], inputs[0]), inputs[2])
-    dtype = at.shapes[0].dtype
+      return np.minimum(np.maximum(others[0], x), others[1])
     if opcode == "convert":
-      return converted(inputs[0], dtype)
+      return converted(x, dtype)
     if opcode == "bitcast-convert":
-      if (
-        inputs[0].dtype == np.float64
-        and dtype in ("s32", "u32")
-        and computation.by_name[at.operands[0]].shapes[0].dtype == "f32"
-      ):
-        return inputs[0].astype(np.float32).view(_DTYPES[dtype])
-      source, target = inputs[0].dtype, _DTYPES.get(dtype)
-      if source.kind in "iu" and target is not None and np.dtype(target).itemsize == source.itemsize:
-        return np.ascontiguousarray(inputs[0]).view(target)
-      if source.itemsize == 4 and source.kind in "iu" and dtype == "f32":
-        return np.ascontiguousarray(inputs[0]).view(np.float32).astype(np.float64)
+      return _same_bits(x, computation.by_name[at.operands[0]].shapes[0].dtype, dtype)
     return self._lose(at, opcode)
 
   # Arrays -------------------------------------------------------------------------------------
 
-  def _constant(self, computation: hlo.Computation, at: hlo.Instruction, inputs: list[Array]) -> Value:
+  def _constant(self, computation: hlo.Computation, at: hlo.Instruction, *inputs: Array) -> Value:
     key = (computation.name, at.name)
-    if key not in self._constants:  # a loop asks for it in each round
+    if key not in self._constants:  # read in each pass of a loop
       value = literal(at)
       if value is None:
         return self._lose(at, "a constant that is not written out")
       self._constants[key] = value[np.ix_(*self._thinning.kept(self._number, *key))][None]
     return self._constants[key]
 
-  def _iota(self, computation: hlo.Computation, at: hlo.Instruction, inputs: list[Array]) -> Value:
+  def _iota(self, computation: hlo.Computation, at: hlo.Instruction, *inputs: Array) -> Value:
     dim = int(at.attribute("iota_dimension"))
     shape = self._shape(computation, at)
     line = np.array(self._thinning.kept(self._number, computation.name, at.name)[dim])
     line = line.reshape([-1 if n == dim else 1 for n in range(len(shape))])
     return converted(np.broadcast_to(line, shape)[None], at.shapes[0].dtype)
 
-  def _partition(self, computation: hlo.Computation, at: hlo.Instruction, inputs: list[Array]) -> Value:
-    return np.arange(self._devices, dtype=np.uint32)
+  def _broadcast(self, computation: hlo.Computation, at: hlo.Instruction, x: Array) -> Value:
+    shape, places = self._shape(computation, at), at.numbers("dimensions")
+    sizes = dict(zip(places, x.shape[1:], strict=True))
+    x = x.transpose([0, *(1 + int(n) for n in np.argsort(places))]) if places else x
+    return np.broadcast_to(x.reshape(len(x), *(sizes.get(n, 1) for n in range(len(shape)))), (len(x), *shape))
 
-  def _replica(self, computation: hlo.Computation, at: hlo.Instruction, inputs: list[Array]) -> Value:
-    return np.zeros(1, np.uint32)
+  def _reordered(self, computation: hlo.Computation, at: hlo.Instruction, x: Array) -> Value:
+    dims = [1 + n for n in at.numbers("dimensions")]
+    return x.transpose([0, *dims]) if at.opcode == "transpose" else np.flip(x, (*dims,))
 
-  def _broadcast(self, computation: hlo.Computation, at: hlo.Instruction, inputs: list[Array]) -> Value:
-    (x,), shape = inputs, self._shape(computation, at)
-    places = at.numbers("dimensions")
-    middle = [1] * len(shape)
-    for n, place in enumerate(places):
-      middle[place] = x.shape[1 + n]
-    order = np.argsort(places) if places else []
-    x = x.transpose([0, *(1 + int(n) for n in order)]).reshape((len(x), *middle))
-    return np.broadcast_to(x, (len(x), *shape))
+  def _reshape(self, computation: hlo.Computation, at: hlo.Instruction, x: Array) -> Value:
+    return x.reshape((len(x), *self._shape(computation, at)))
 
-  def _reshape(self, computation: hlo.Computation, at: hlo.Instruction, inputs: list[Array]) -> Value:
-    return inputs[0].reshape((len(inputs[0]), *self._shape(computation, at)))
+  def _concatenate(self, computation: hlo.Computation, at: hlo.Instruction, *inputs: Array) -> Value:
+    return np.concatenate(_of_one_lead(*inputs), 1 + at.numbers("dimensions")[0])
 
-  def _transpose(self, computation: hlo.Computation, at: hlo.Instruction, inputs: list[Array]) -> Value:
-    return inputs[0].transpose([0, *(1 + n for n in at.numbers("dimensions"))])
+  def _pad(self, computation: hlo.Computation, at: hlo.Instruction, x: Array, fill: Array) -> Value:
+    rows = [
+      (1, 1, low // scale, high // scale, inside + 1, 1, False)
+      for (low, high, inside), scale in zip(thin.padding(at), self._scales(computation, at.name), strict=True)
+    ]
+    given = _padded(np.ones((1, *x.shape[1:]), np.bool_), rows)
+    return np.where(given, _padded(x, rows), fill.reshape(-1, *[1] * (x.ndim - 1)))
 
-  def _reverse(self, computation: hlo.Computation, at: hlo.Instruction, inputs: list[Array]) -> Value:
-    return np.flip(inputs[0], tuple(1 + n for n in at.numbers("dimensions")))
-
-  def _concatenate(self, computation: hlo.Computation, at: hlo.Instruction, inputs: list[Array]) -> Value:
-    lead = max(len(x) for x in inputs)
-    wide = [np.broadcast_to(x, (lead, *x.shape[1:])) for x in inputs]
-    return np.concatenate(wide, 1 + at.numbers("dimensions")[0])
-
-  def _pad(self, computation: hlo.Computation, at: hlo.Instruction, inputs: list[Array]) -> Value:
-    x, fill = inputs
-    scales = self._scales(computation, at.name)
-    lead = max(len(x), len(fill))
-    out = np.broadcast_to(fill.reshape(-1, *[1] * (x.ndim - 1)), (lead, *self._shape(computation, at))).copy()
-    source, target = [slice(None)], [slice(None)]
-    for place, ((low, _, inside), scale) in enumerate(zip(thin.padding(at), scales, strict=True)):
-      low, step, count, room = low // scale, inside + 1, x.shape[1 + place], out.shape[1 + place]
-      first = max(0, -(low // step)) if low < 0 else 0
-      last = min(count, (room - 1 - low) // step + 1)
-      source.append(slice(first, max(first, last)))
-      start = low + first * step
-      target.append(
-        slice(start, start + max(0, last - first - 1) * step + 1 if last > first else start, step)
-      )
-    out[tuple(target)] = x[tuple(source)]
-    return out
-
-  def _slice(self, computation: hlo.Computation, at: hlo.Instruction, inputs: list[Array]) -> Value:
-    node = (self._number, computation.name)
+  def _slice(self, computation: hlo.Computation, at: hlo.Instruction, x: Array) -> Value:
     rows = zip(
       thin.slice_bounds(at),
       self._scales(computation, at.operands[0]),
       self._scales(computation, at.name),
-      self._thinning.kept(*node, at.name),
+      self._thinning.kept(self._number, computation.name, at.name),
       strict=True,
     )
-    x = inputs[0]
     for dim, ((start, stop, step), scale, after, kept) in enumerate(rows, 1):
       # Where the two are thinned differently, what is cut is whole.
       cut = slice(start // scale, stop // scale, step) if scale == after else start + np.array(kept) * step
@@ -414,99 +346,89 @@ class Evaluator:
       found.append(place // scale)
     return found
 
-  def _dynamic_slice(self, computation: hlo.Computation, at: hlo.Instruction, inputs: list[Array]) -> Value:
-    starts = self._starts(computation, at, inputs[1:], at.shapes[0].dims)
-    shape = self._shape(computation, at)
-    lines: list[Array] = []
+  def _dynamic_slice(
+    self, computation: hlo.Computation, at: hlo.Instruction, x: Array, *starts: Array
+  ) -> Value:
     # Where the two are thinned differently, what is cut is whole.
-    if self._scales(computation, at.operands[0]) == self._scales(computation, at.name):
-      if all(len(start) == 1 for start in starts):
-        cut = (slice(int(s[0]), int(s[0]) + n) for s, n in zip(starts, shape, strict=True))
-        return inputs[0][(slice(None), *cut)]
-      lines = [np.arange(n) for n in shape]
-    else:
-      lines = [np.array(kept) for kept in self._thinning.kept(self._number, computation.name, at.name)]
-    return self._everywhere(inputs[0])[self._places(starts, lines)]
+    alike = self._scales(computation, at.operands[0]) == self._scales(computation, at.name)
+    lines = (
+      [np.arange(n) for n in self._shape(computation, at)]
+      if alike
+      else [np.array(kept) for kept in self._thinning.kept(self._number, computation.name, at.name)]
+    )
+    x, places = self._places(x, self._starts(computation, at, starts, at.shapes[0].dims), lines)
+    return x[places]
 
-  def _places(self, starts: Sequence[Array], lines: Sequence[Array]) -> tuple[Array, ...]:
-    """Positions on each device: those of `lines`, from its own start on."""
+  def _update(
+    self, computation: hlo.Computation, at: hlo.Instruction, x: Array, update: Array, *starts: Array
+  ) -> Value:
+    sizes = computation.by_name[at.operands[1]].shapes[0].dims
+    x, update = _of_one_lead(x, update)
+    out, places = self._places(
+      x, self._starts(computation, at, starts, sizes), [np.arange(n) for n in update.shape[1:]]
+    )
+    out = out.copy()
+    out[places] = update
+    return out
+
+  def _places(self, x: Array, starts: Sequence[Array], lines: Sequence[Array]) -> tuple[Array, Any]:
+    """An array, and positions in it on each device: those of `lines`, from its own start on."""
+    if all(len(start) == 1 for start in starts) and all((np.diff(line) == 1).all() for line in lines):
+      cut = (slice(int(s[0]), int(s[0]) + len(line)) for s, line in zip(starts, lines, strict=True))
+      return x, (slice(None), *cut)
     rank = len(lines)
-    devices = np.arange(self._devices).reshape(-1, *[1] * rank)
     places = [
-      self._everywhere(start).reshape(-1, *[1] * rank)
-      + line.reshape([-1 if d == dim else 1 for d in range(rank)])
+      start.reshape(-1, *[1] * rank) + line.reshape([-1 if d == dim else 1 for d in range(rank)])
       for dim, (start, line) in enumerate(zip(starts, lines, strict=True))
     ]
-    return (devices, *places)
-
-  def _update(self, computation: hlo.Computation, at: hlo.Instruction, inputs: list[Array]) -> Value:
-    x, update = inputs[:2]
-    sizes = computation.by_name[at.operands[1]].shapes[0].dims
-    starts = self._starts(computation, at, inputs[2:], sizes)
-    if all(len(s) == 1 for s in starts):
-      out = np.broadcast_to(x, (max(len(x), len(update)), *x.shape[1:])).copy()
-      cut = (slice(int(s[0]), int(s[0]) + n) for s, n in zip(starts, update.shape[1:], strict=True))
-      out[(slice(None), *cut)] = update
-      return out
-    out = self._everywhere(x).copy()
-    out[self._places(starts, [np.arange(n) for n in update.shape[1:]])] = self._everywhere(update)
-    return out
+    return self._everywhere(x), (np.arange(self._devices).reshape(-1, *[1] * rank), *places)
 
   # Sums and products --------------------------------------------------------------------------
 
-  def _combiner(self, name: str) -> np.ufunc | None:
+  def _combiner(self, name: str) -> Any:
+    """The numpy function of a region that is one of `_COMBINERS`, or None."""
     region = self._program.computations[name]
     work = [i for i in region.instructions if i.opcode not in ("parameter", "convert", "copy")]
-    if len(work) == 1 and len(work[0].operands) == 2 and len(set(work[0].operands)) == 2:
-      return _COMBINERS.get(work[0].opcode)
+    if len(work) == 1 and len(set(work[0].operands)) == 2 and work[0].opcode in _COMBINERS:
+      return _BINARY[work[0].opcode]
     return None
 
-  def _combine(self, name: str, left: Sequence[Array], right: Sequence[Array]) -> tuple[Array, ...]:
-    """What a region makes of two sets of arrays, position by position."""
-    found = self._combiner(name)
-    if found is not None and len(left) == 1:
-      return (found(left[0], right[0]),)
-    result = self._call(self._program.computations[name], [*left, *right])
-    return result if isinstance(result, tuple) else (result,)
-
-  def _reduce(self, computation: hlo.Computation, at: hlo.Instruction, inputs: list[Array]) -> Value:
+  def _reduce(self, computation: hlo.Computation, at: hlo.Instruction, *inputs: Array) -> Value:
     count = len(inputs) // 2
     return self._folded(at, inputs[:count], inputs[count:], [1 + n for n in at.numbers("dimensions")])
 
   def _folded(
-    self, at: hlo.Instruction, arrays: list[Array], starts: list[Array], dims: Sequence[int]
+    self, at: hlo.Instruction, arrays: Sequence[Array], starts: Sequence[Array], dims: Sequence[int]
   ) -> Value:
     """What the region of a reduction makes of some dims."""
-    name, found = at.called[0], self._combiner(at.called[0])
+    found, region = self._combiner(at.called[0]), self._program.computations[at.called[0]]
     if found is not None and len(arrays) == 1:
       total = arrays[0]
       for dim in sorted(dims, reverse=True):
         total = found.reduce(total, dim, dtype=total.dtype if total.shape[dim] else None)
       return found(total, starts[0].reshape(-1, *[1] * (total.ndim - 1)))
-    lead = max(len(x) for x in arrays)
     kept = [d for d in range(1, arrays[0].ndim) if d not in dims]
-    flat = [np.broadcast_to(x, (lead, *x.shape[1:])).transpose([0, *kept, *dims]) for x in arrays]
+    flat = [x.transpose([0, *kept, *dims]) for x in _of_one_lead(*arrays)]
     flat = [x.reshape((*x.shape[: 1 + len(kept)], -1)) for x in flat]
-    total = tuple(
+    total: Value = tuple(
       np.broadcast_to(s.reshape(-1, *[1] * len(kept)), x.shape[:-1])
       for s, x in zip(starts, flat, strict=True)
     )
     for place in range(flat[0].shape[-1]):
-      total = self._combine(name, total, [x[..., place] for x in flat])
-    return total if at.result.startswith("(") else total[0]
+      given = total if isinstance(total, tuple) else (total,)
+      total = self._call(region, [*given, *(x[..., place] for x in flat)])
+    return total if at.result.startswith("(") or not isinstance(total, tuple) else total[0]
 
-  def _dot(self, computation: hlo.Computation, at: hlo.Instruction, inputs: list[Array]) -> Value:
+  def _dot(
+    self, computation: hlo.Computation, at: hlo.Instruction, left: Array, right: Array, *_: Array
+  ) -> Value:
     sides = thin.dot_dims(at)
-    left, right = inputs[:2]
 
     def arranged(x: Array, batch: list[int], summed: list[int], first: bool) -> Array:
       free = [n for n in range(x.ndim - 1) if n not in batch + summed]
       parts = (batch, free, summed) if first else (batch, summed, free)
-      x = x.transpose([0, *(1 + n for part in parts for n in part)])
-      sizes = [
-        math.prod(x.shape[1 + sum(map(len, parts[:k])) :][: len(part)]) for k, part in enumerate(parts)
-      ]
-      return x.reshape((len(x), *sizes))
+      sizes = [math.prod(x.shape[1 + n] for n in part) for part in parts]
+      return x.transpose([0, *(1 + n for part in parts for n in part)]).reshape((len(x), *sizes))
 
     one = arranged(left, sides["lhs_batch"], sides["lhs"], True)
     other = arranged(right, sides["rhs_batch"], sides["rhs"], False)
@@ -515,38 +437,29 @@ class Evaluator:
     product = one @ other
     return product.reshape((len(product), *self._shape(computation, at)))
 
-  def _convolution(self, computation: hlo.Computation, at: hlo.Instruction, inputs: list[Array]) -> Value:
-    found = thin.labels(at)
-    left, kernel, out = found
-    rank = len(left) - 2
+  def _convolution(self, computation: hlo.Computation, at: hlo.Instruction, x: Array, k: Array) -> Value:
+    left, kernel, out = thin.labels(at)
     groups, batches = thin.group_counts(at)
-    spatial = [str(n) for n in range(rank)]
-    x = inputs[0].transpose([0, *(1 + left.index(c) for c in ("b", "f", *spatial))])
-    k = inputs[1].transpose([0, *(1 + kernel.index(c) for c in ("o", "i", *spatial))])
-    rows = thin.windows(at, rank) if rank else []
-    x = _padded(x, rows)
+    dims = ["b", "f", *map(str, range(len(left) - 2))]
+    rows = thin.windows(at, len(dims) - 2) if len(dims) > 2 else []
+    x = _padded(x.transpose([0, *(1 + left.index(c) for c in dims)]), rows)
+    k = k.transpose([0, *(1 + kernel.index(c) for c in ("o", "i", *dims[2:]))])
     k = np.flip(k, tuple(3 + d for d, row in enumerate(rows) if row[6]))
-    x = x.reshape((len(x), batches, x.shape[1] // batches, groups, x.shape[2] // groups, *x.shape[3:]))
-    x = np.moveaxis(x, 3, 2).reshape((len(x), batches * groups, x.shape[2], *x.shape[4:]))
-    k = k.reshape((len(k), batches * groups, k.shape[1] // (batches * groups), *k.shape[2:]))
-    sizes = [n for c in spatial for n in (self._shape(computation, at)[out.index(c)],)]
-    lead = max(len(x), len(k))
-    shape = (lead, k.shape[1], x.shape[2], k.shape[2], *sizes)
-    if self._exceeds(math.prod(shape) * math.prod(k.shape[3:])):
+    shape = self._shape(computation, at)
+    sizes = [shape[out.index(c)] for c in dims]
+    if self._exceeds(max(len(x), len(k)) * math.prod(shape) * math.prod(k.shape[2:]) // (groups * batches)):
       return self._lose(at, _TOO_MUCH)
-    windows = np.moveaxis(_windows(x, rows), 3, 3 + rank)
-    if windows.size > 2 * _LARGEST:
+    views = _windows(x, rows)
+    if views.size > 2 * _LARGEST:
       return self._lose(at, "an array that is too large")
-    flat = windows.reshape((*windows.shape[:2], -1, math.prod(k.shape[3:])))
-    made = flat @ k.reshape((*k.shape[:3], -1)).swapaxes(-1, -2)
-    made = np.moveaxis(made.reshape((*made.shape[:2], *windows.shape[2 : 3 + rank], -1)), -1, 3)
-    # (devices, groups, batch, features): the groups are the outer part of the features.
-    made = np.moveaxis(made, 1, 2)
-    made = made.reshape((lead, made.shape[1], -1, *sizes))
-    order = ["b", "f", *spatial]
-    return made.transpose([0, *(1 + order.index(c) for c in out)])
+    flat = views.reshape((*views.shape[:3], math.prod(sizes[2:]), -1))
+    flat = rearrange(flat, "z (B b) (G f) p w -> z B G (b p) (f w)", B=batches, G=groups)
+    k = rearrange(k.reshape((*k.shape[:3], -1)), "z (B G o) i w -> z B G (i w) o", B=batches, G=groups)
+    made = rearrange(flat @ k, "z B G (b p) o -> z b (B G o) p", b=sizes[0])
+    made = made.reshape((len(made), *sizes))
+    return made.transpose([0, *(1 + dims.index(c) for c in out)])
 
-  def _window(self, computation: hlo.Computation, at: hlo.Instruction, inputs: list[Array]) -> Value:
+  def _window(self, computation: hlo.Computation, at: hlo.Instruction, *inputs: Array) -> Value:
     count, rank = len(inputs) // 2, inputs[0].ndim - 1
     rows = thin.windows(at, rank)
     if any(row[4] != 1 for row in rows):
@@ -557,33 +470,29 @@ class Evaluator:
     views = [_windows(_padded(x, rows, s.flat[0]), rows) for x, s in zip(arrays, starts, strict=True)]
     return self._folded(at, views, starts, range(1 + rank, 1 + 2 * rank))
 
-  def _select(self, computation: hlo.Computation, at: hlo.Instruction, inputs: list[Array]) -> Value:
+  def _select(
+    self, computation: hlo.Computation, at: hlo.Instruction, x: Array, source: Array, start: Array
+  ) -> Value:
     """The gradient of a pooling: each number goes to the position that was chosen in its window."""
-    x, source, start = inputs
-    rank = x.ndim - 1
-    rows = thin.windows(at, rank)
+    rows = thin.windows(at, x.ndim - 1)
     combine, region = self._combiner(at.called[1]), self._program.computations[at.called[0]]
-    if combine is None or any(row[2] < 0 or row[3] < 0 or row[4:6] != (1, 1) for row in rows):
+    if combine is None:
       return self._lose(at, at.opcode)
-    lead = max(map(len, inputs))
-    room = (lead, *(n + row[2] + row[3] for n, row in zip(x.shape[1:], rows, strict=True)))
-    inner = (slice(None), *(slice(row[2], row[2] + n) for row, n in zip(rows, x.shape[1:], strict=True)))
-    wide, inside = np.zeros(room, x.dtype), np.zeros(room, np.bool_)
-    wide[inner], inside[inner] = x, True
-    shape = (lead, *source.shape[1:])
-    numbers = np.arange(math.prod(room)).reshape(room)
-    best, place, found = np.zeros(shape, x.dtype), np.zeros(shape, np.int64), np.zeros(shape, np.bool_)
-    for corner in np.ndindex(*(row[0] for row in rows)):
-      cut = tuple(
-        slice(p, p + (n - 1) * row[1] + 1, row[1]) for p, n, row in zip(corner, shape[1:], rows, strict=True)
-      )
-      value, here = wide[(slice(None), *cut)], inside[(slice(None), *cut)]
-      takes = here & (~found | ~np.broadcast_to(self._call(region, [best, value]), shape))
-      best, place = np.where(takes, value, best), np.where(takes, numbers[(slice(None), *cut)], place)
-      found |= here
-    made = np.full(math.prod(room), start.flat[0])
-    combine.at(made, place[found], np.broadcast_to(source, shape)[found])
-    return made.reshape(room)[inner]
+    x, source, _ = _of_one_lead(x, source, start)
+    numbers = np.arange(x.size).reshape(x.shape)
+    values, places, inside = (
+      _windows(_padded(y, rows), rows).reshape((*source.shape, -1))
+      for y in (x, numbers, np.ones(x.shape, np.bool_))
+    )
+    best, place, found = values[..., 0], places[..., 0], inside[..., 0]
+    for n in range(1, values.shape[-1]):
+      stays = np.broadcast_to(self._call(region, [best, values[..., n]]), source.shape)
+      takes = inside[..., n] & (~found | ~stays)
+      best, place = np.where(takes, values[..., n], best), np.where(takes, places[..., n], place)
+      found = found | takes
+    made = np.full(x.size, start.flat[0])
+    combine.at(made, place[found], source[found])
+    return made.reshape(x.shape)
 
   # Indices ------------------------------------------------------------------------------------
 
@@ -594,9 +503,8 @@ class Evaluator:
     found = thin.gather_dims(at)
     scales = self._scales(computation, at.operands[0])
     whole = computation.by_name[at.operands[0]].shapes[0].dims
-    vector = found["index_vector_dim"][0]
-    x = indices if vector == indices.ndim - 1 else np.moveaxis(indices, 1 + vector, -1)
-    x = x[..., None] if vector == indices.ndim - 1 else x
+    vector = found.index_vector_dim
+    x = indices[..., None] if vector == indices.ndim - 1 else np.moveaxis(indices, 1 + vector, -1)
     rows, rank = x.shape[1:-1], len(whole)
     inside = np.ones(x.shape[:-1], np.bool_)
     places: list[Array] = []
@@ -604,70 +512,59 @@ class Evaluator:
     for dim in range(rank):
       size = sizes[dim] // scales[dim] if sizes[dim] == whole[dim] else sizes[dim]
       start: Array = np.zeros((1,) * (1 + len(rows)), np.int64)
-      if dim in found["start_index_map"]:
-        exact = x[..., found["start_index_map"].index(dim)].astype(np.int64)
+      if dim in found.start_index_map:
+        exact = x[..., found.start_index_map.index(dim)].astype(np.int64)
         inside &= (exact >= 0) & (exact <= whole[dim] - sizes[dim])
         start = np.clip(exact, 0, whole[dim] - sizes[dim]) // scales[dim]
-      elif dim in found["operand_batching_dims"]:
-        row = found["start_indices_batching_dims"][found["operand_batching_dims"].index(dim)]
+      elif dim in found.operand_batching_dims:
+        row = found.start_indices_batching_dims[found.operand_batching_dims.index(dim)]
         line = np.arange(rows[row_dims.index(row)])
         start = line.reshape([1, *(-1 if n == row else 1 for n in row_dims)])
       step = np.arange(size).reshape([-1 if d == dim else 1 for d in range(rank)])
       places.append(start.reshape(*start.shape, *[1] * rank) + step)
     return places, inside, rows
 
-  def _gather(self, computation: hlo.Computation, at: hlo.Instruction, inputs: list[Array]) -> Value:
+  def _gather(self, computation: hlo.Computation, at: hlo.Instruction, x: Array, indices: Array) -> Value:
     found = thin.gather_dims(at)
     sizes = at.numbers("slice_sizes")
-    places, _, rows = self._indexed(computation, at, inputs[1], sizes)
-    x, lead = inputs[0], max(len(inputs[0]), len(inputs[1]))
-    devices = np.arange(lead).reshape(-1, *[1] * (len(rows) + len(sizes)))
-    taken = np.broadcast_to(x, (lead, *x.shape[1:]))[(devices, *places)]
-    gone = found["collapsed_slice_dims"] + found["operand_batching_dims"]
-    taken = taken.reshape(
-      (lead, *rows, *(n for d, n in enumerate(taken.shape[1 + len(rows) :]) if d not in gone))
-    )
+    places, _, rows = self._indexed(computation, at, indices, sizes)
+    x, indices = _of_one_lead(x, indices)
+    devices = np.arange(len(x)).reshape(-1, *[1] * (len(rows) + len(sizes)))
+    taken = x[(devices, *places)]
+    window = (n for d, n in enumerate(taken.shape[1 + len(rows) :]) if d not in found.absent)
+    taken = taken.reshape((len(x), *rows, *window))
     shape = self._shape(computation, at)
-    order = [n for n in range(len(shape)) if n not in found["offset_dims"]] + found["offset_dims"]
+    order = [n for n in range(len(shape)) if n not in found.offset_dims] + found.offset_dims
     return taken.transpose([0, *(1 + int(n) for n in np.argsort(order))])
 
-  def _scatter(self, computation: hlo.Computation, at: hlo.Instruction, inputs: list[Array]) -> Value:
+  def _scatter(self, computation: hlo.Computation, at: hlo.Instruction, *inputs: Array) -> Value:
     found = thin.gather_dims(at)
-    name = at.called[0]
-    combine = self._combiner(name)
-    region = self._program.computations[name]
+    combine, region = self._combiner(at.called[0]), self._program.computations[at.called[0]]
     overwrites = region.root.opcode == "parameter" and region.root.arguments == "1"
     if len(inputs) != 3 or (combine is None and not overwrites):
       return self._lose(at, at.opcode)
     x, indices, updates = inputs
-    windows = found["offset_dims"]
-    gone = found["collapsed_slice_dims"] + found["operand_batching_dims"]
-    whole = computation.by_name[at.operands[0]].shapes[0].dims
-    given = iter([computation.by_name[at.operands[2]].shapes[0].dims[d] for d in windows])
-    sizes = [1 if d in gone else next(given) for d in range(len(whole))]
+    rank, given = x.ndim - 1, computation.by_name[at.operands[2]].shapes[0].dims
+    sizes = found.slice_sizes((given[d] for d in found.offset_dims), rank)
     places, inside, rows = self._indexed(computation, at, indices, sizes)
-    lead = max(map(len, inputs))
-    scattered = [n for n in range(updates.ndim - 1) if n not in windows]
-    moved = updates.transpose([0, *(1 + n for n in scattered), *(1 + n for n in windows)])
-    widths = iter(moved.shape[1 + len(rows) :])
-    window = [1 if d in gone else next(widths) for d in range(len(whole))]
-    moved = moved.reshape((len(moved), *rows, *window))
-    full = (lead, *rows, *window)
-    devices = np.arange(lead).reshape(-1, *[1] * (len(full) - 1))
-    kept = np.broadcast_to(inside.reshape((*inside.shape, *[1] * len(whole))), full)
-    at_all = [np.broadcast_to(place, full)[kept] for place in (devices, *places)]
-    values = np.broadcast_to(moved, full)[kept]
-    out = np.broadcast_to(x, (lead, *x.shape[1:])).copy()
+    x, updates, _ = _of_one_lead(x, updates, indices)
+    scattered = [n for n in range(updates.ndim - 1) if n not in found.offset_dims]
+    moved = updates.transpose([0, *(1 + n for n in (*scattered, *found.offset_dims))])
+    window = found.slice_sizes(moved.shape[1 + len(rows) :], rank)
+    full = (len(x), *rows, *window)
+    devices = np.arange(len(x)).reshape(-1, *[1] * (len(full) - 1))
+    kept = np.broadcast_to(inside.reshape((*inside.shape, *[1] * rank)), full)
+    at_all = tuple(np.broadcast_to(place, full)[kept] for place in (devices, *places))
+    values, out = moved.reshape(full)[kept], x.copy()
     if combine is None:
-      out[tuple(at_all)] = values
+      out[at_all] = values
     else:
-      combine.at(out, tuple(at_all), values.astype(out.dtype))
+      combine.at(out, at_all, values.astype(out.dtype))
     return out
 
-  def _sort(self, computation: hlo.Computation, at: hlo.Instruction, inputs: list[Array]) -> Value:
+  def _sort(self, computation: hlo.Computation, at: hlo.Instruction, *inputs: Array) -> Value:
     dim = 1 + at.numbers("dimensions")[0]
-    lead = max(map(len, inputs))
-    arrays = [np.moveaxis(np.broadcast_to(x, (lead, *x.shape[1:])), dim, -1) for x in inputs]
+    arrays = [np.moveaxis(x, dim, -1) for x in _of_one_lead(*inputs)]
     if arrays[0].size * arrays[0].shape[-1] > _LARGEST:
       return self._lose(at, "a sort that is too large")
     pairs = [side for x in arrays for side in (x[..., :, None], x[..., None, :])]
@@ -678,99 +575,87 @@ class Evaluator:
     earlier = np.tri(arrays[0].shape[-1], k=-1, dtype=np.bool_)  # [i, j]: j < i
     after = np.swapaxes(before, -1, -2)
     rank = (after | (~before & earlier)).sum(-1)
-    made = tuple(np.moveaxis(_ranked(x, rank), -1, dim) for x in arrays)
+    made = tuple(np.empty_like(x) for x in arrays)
+    for x, ranked in zip(arrays, made, strict=True):
+      np.put_along_axis(ranked, rank, x, -1)
+    made = tuple(np.moveaxis(x, -1, dim) for x in made)
     return made if at.result.startswith("(") else made[0]
 
   # Devices ------------------------------------------------------------------------------------
 
-  def _exchange(self, computation: hlo.Computation, at: hlo.Instruction, inputs: list[Array]) -> Value:
-    rows = thin.rows_of(at, self._devices)
-    if at.opcode == "all-to-all" and len(inputs) > 1:
-      made = tuple(self._everywhere(x).copy() for x in inputs)
-      for row in rows:
-        for one, device in enumerate(row):
-          for other, source in enumerate(row):
-            made[other][device] = self._everywhere(inputs[one])[source]
-      return made
-    found = tuple(self._exchanged(at, self._everywhere(x), rows) for x in inputs)
-    if any(x is None for x in found):
-      return self._lose(at, at.opcode)
-    return found if at.result.startswith("(") else found[0]
-
-  def _exchanged(self, at: hlo.Instruction, x: Array, rows: list[list[int]]) -> Array | None:
-    dims = at.numbers("dimensions")
-    made: Array | None = None
+  def _exchange(self, computation: hlo.Computation, at: hlo.Instruction, *inputs: Array) -> Value:
+    rows = np.array(group_rows(at.rest, self._devices))  # groups, members
     combine = self._combiner(at.called[0]) if at.called else None
     if combine is None and at.opcode in ("all-reduce", "reduce-scatter"):
-      return None
-    for row in rows:
-      parts = x[row]
-      if at.opcode == "all-gather":
-        results = [np.concatenate(list(parts), dims[0])] * len(row)
-      elif combine is not None:
-        total = combine.reduce(parts, 0)
-        scatters = at.opcode == "reduce-scatter"
-        results = np.split(total, len(row), dims[0]) if scatters else [total] * len(row)
-      else:
-        cut = [np.split(part, len(row), dims[0]) for part in parts]
-        results = [np.concatenate([pieces[n] for pieces in cut], dims[0]) for n in range(len(row))]
-      if made is None:
-        made = np.zeros((self._devices, *results[0].shape), x.dtype)
-      for device, result in zip(row, results, strict=True):
-        made[device] = result
-    return made
+      return self._lose(at, at.opcode)
+    parts = [self._everywhere(x)[rows] for x in inputs]
+    dim = next(iter(at.numbers("dimensions")), 0)
+    if not at.numbers("dimensions") and at.opcode == "all-to-all":  # member n sends its array m to member m
+      results = list(np.stack(parts).swapaxes(0, 2))
+    else:
+      results = [self._exchanged(at.opcode, x, dim, combine) for x in parts]
+    made = tuple(
+      np.zeros((self._devices, *x.shape[2:]), old.dtype) for old, x in zip(inputs, results, strict=True)
+    )
+    for whole, x in zip(made, results, strict=True):
+      whole[rows] = x
+    return made if at.result.startswith("(") else made[0]
 
-  def _permute(self, computation: hlo.Computation, at: hlo.Instruction, inputs: list[Array]) -> Value:
-    made = np.zeros((self._devices, *inputs[0].shape[1:]), inputs[0].dtype)
+  def _exchanged(self, opcode: str, x: Array, dim: int, combine: Any) -> Array:
+    """What each member of each group has afterwards; `x` is (groups, members, *dims)."""
+    count = x.shape[1]
+    if opcode == "all-gather":
+      return np.repeat(np.concatenate(np.moveaxis(x, 1, 0), 1 + dim)[:, None], count, 1)
+    if opcode == "all-to-all":
+      sent = np.stack(np.split(x, count, 2 + dim), 1)  # groups, targets, sources, *dims
+      return np.concatenate(np.moveaxis(sent, 2, 0), 2 + dim)
+    total = combine.reduce(x, 1)
+    if opcode == "reduce-scatter":
+      return np.stack(np.split(total, count, 1 + dim), 1)
+    return np.repeat(total[:, None], count, 1)
+
+  def _permute(self, computation: hlo.Computation, at: hlo.Instruction, x: Array) -> Value:
+    made = np.zeros((self._devices, *x.shape[1:]), x.dtype)
     for source, target in pairs_of(at.attribute("source_target_pairs")):
-      made[target] = self._everywhere(inputs[0])[source]
+      made[target] = self._everywhere(x)[source]
     return made
 
-  def _custom(self, computation: hlo.Computation, at: hlo.Instruction, inputs: list[Array]) -> Value:
+  def _custom(self, computation: hlo.Computation, at: hlo.Instruction, *inputs: Array) -> Value:
     target = at.attribute("custom_call_target").strip('"')
     if target in ("Sharding", "annotate_device_placement", "LayoutConstraint", "MoveToHost", "MoveToDevice"):
       return inputs[0]
     if target == "TopK":
-      return self._topk(computation, at, inputs)
-    if target == "SPMDFullToShardShape":
-      return self._to_blocks(computation, at, inputs[0])
-    if target == "SPMDShardToFullShape":
-      return self._from_blocks(computation, at, inputs[0])
-    return self._lose(at, target)
+      return self._topk(computation, at, inputs[0])
+    if target not in ("SPMDFullToShardShape", "SPMDShardToFullShape"):
+      return self._lose(at, target)
+    begins = target == "SPMDFullToShardShape"
+    # Where a `shard_map` begins, the layout is that of the operand: the call itself is marked as manual.
+    placed = computation.by_name[at.operands[0]] if begins else at
+    tiling = read_tiling(placed.attribute("sharding"), self._devices)
+    if tiling is None:
+      return self._lose(at, "a shard_map over some of the axes")
+    x, shape = self._everywhere(inputs[0]), self._shape(computation, at)
+    return blocks(x, corners(tiling, shape), shape) if begins else self._joined(at, x, tiling, shape)
 
-  def _topk(self, computation: hlo.Computation, at: hlo.Instruction, inputs: list[Array]) -> Value:
-    x, count = inputs[0], self._shape(computation, at)[-1]
+  def _topk(self, computation: hlo.Computation, at: hlo.Instruction, x: Array) -> Value:
+    count = self._shape(computation, at)[-1]
     order = np.argsort(x if at.attribute("largest") == "false" else -x, -1, kind="stable")[..., :count]
     return np.take_along_axis(x, order, -1), order.astype(np.int32)
 
-  def _to_blocks(self, computation: hlo.Computation, at: hlo.Instruction, x: Array) -> Value:
-    """What each device holds of a whole array, where a `shard_map` begins."""
-    # The layout is that of the operand: the call itself is marked as manual.
-    tiling = read_tiling(computation.by_name[at.operands[0]].attribute("sharding"), self._devices)
-    if tiling is None:
-      return self._lose(at, "a shard_map over some of the axes")
-    shape = self._shape(computation, at)
-    return blocks(self._everywhere(x), corners(tiling, shape), shape)
-
-  def _from_blocks(self, computation: hlo.Computation, at: hlo.Instruction, x: Array) -> Value:
+  def _joined(self, at: hlo.Instruction, x: Array, tiling: Tiling, shape: tuple[int, ...]) -> Value:
     """The whole array of the blocks that the devices have computed, where a `shard_map` ends."""
-    tiling = read_tiling(at.attribute("sharding"), self._devices)
-    if tiling is None:
-      return self._lose(at, "a shard_map over some of the axes")
-    shape = self._shape(computation, at)
     whole, seen = np.zeros((1, *shape), x.dtype), np.zeros(shape, np.bool_)
-    starts = corners(tiling, x.shape[1:])
-    for device, block in enumerate(self._everywhere(x)):
-      cut = tuple(slice(int(a), int(a) + n) for a, n in zip(starts[device], x.shape[1:], strict=True))
+    for start, block in zip(corners(tiling, x.shape[1:]), x, strict=True):
+      cut = tuple(slice(int(a), int(a) + n) for a, n in zip(start, block.shape, strict=True))
       if seen[cut].all() and seen[cut].size and not np.allclose(whole[(0, *cut)], block, 1e-6, 1e-12, True):
-        self.apart.append(at)
+        self.unequal.append(at)
       whole[(0, *cut)], seen[cut] = block, True
     return whole
 
 
 def place_of(at: hlo.Instruction) -> tuple[str, str]:
-  """By what an operation is known in several programs: its JAX name and stack frame."""
-  return at.op_name, thin.frame_number(at)
+  """What identifies an operation in several programs: its JAX name and stack frame."""
+  return at.op_name, at.frame
 
 
 def converted(x: Array, dtype: str) -> Array:
@@ -815,14 +700,30 @@ def blocks(whole: Array, starts: Array, shape: Sequence[int]) -> Array:
   return made
 
 
+def _same_bits(x: Array, source: str, target: str) -> Array:
+  """An array's bits read as another HLO type of the same size."""
+  kinds = {**_DTYPES, "f32": np.float32, "f64": np.float64}
+  before, after = np.dtype(kinds[source]), np.dtype(kinds[target])
+  if before.itemsize != after.itemsize:
+    raise ValueError(f"{source} and {target} differ in size")
+  return converted(np.ascontiguousarray(x, before).view(after), target)
+
+
+def _of_one_lead(*arrays: Array) -> list[Array]:
+  """Arrays that all count devices in their first dim where one of them does."""
+  lead = max(map(len, arrays))
+  return [np.broadcast_to(x, (lead, *x.shape[1:])) for x in arrays]
+
+
 def _padded(x: Array, rows: Sequence[thin.Window], fill: Any = 0) -> Array:
-  """An array with its last dims spaced and padded, or cut, as a window asks for."""
-  for d, row in enumerate(rows, x.ndim - len(rows)):
-    x = _spaced(x, d, row[4])
-    low, high = row[2:4]
-    x = x[(slice(None),) * d + (slice(max(0, -low), x.shape[d] - max(0, -high)),)]
-    sides = [(max(0, low), max(0, high)) if n == d else (0, 0) for n in range(x.ndim)]
-    x = np.pad(x, sides, constant_values=fill)
+  """An array with its last dims spaced and padded, or cut, by the rows of a window."""
+  for d, (_, _, low, high, step, *_) in enumerate(rows, x.ndim - len(rows)):
+    x = np.moveaxis(x, d, 0)
+    spaced = np.full(((len(x) - 1) * step + 1, *x.shape[1:]), fill, x.dtype)
+    spaced[::step] = x
+    x = spaced[max(0, -low) : len(spaced) - max(0, -high)]
+    x = np.pad(x, [(max(0, low), max(0, high)), *[(0, 0)] * (x.ndim - 1)], constant_values=fill)
+    x = np.moveaxis(x, 0, d)
   return x
 
 
@@ -832,19 +733,3 @@ def _windows(x: Array, rows: Sequence[thin.Window]) -> Array:
   view = np.lib.stride_tricks.sliding_window_view(x, spans, tuple(range(x.ndim - len(rows), x.ndim)))
   strides = (slice(None, None, row[1]) for row in rows)
   return view[(..., *strides, *(slice(None, None, row[5]) for row in rows))]
-
-
-def _spaced(x: Array, dim: int, step: int) -> Array:
-  if step == 1:
-    return x
-  shape = list(x.shape)
-  shape[dim] = (shape[dim] - 1) * step + 1
-  made = np.zeros(shape, x.dtype)
-  made[tuple(slice(None, None, step) if n == dim else slice(None) for n in range(x.ndim))] = x
-  return made
-
-
-def _ranked(x: Array, rank: Array) -> Array:
-  made = np.empty_like(x)
-  np.put_along_axis(made, rank, x, -1)
-  return made

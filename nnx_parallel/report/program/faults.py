@@ -1,4 +1,4 @@
-"""Whether a partitioner kept the meaning of a program: each device's results against the whole program's.
+"""Checks that a partitioner kept the meaning of a program: each device's results against the whole program's.
 
 A compiler can write a program down right before it splits it over devices, with the layout of each array,
 and right after. Both are evaluated here (`evaluate`) with the same arguments, at a few positions of each dim:
@@ -8,32 +8,32 @@ were exchanged with another device, a wrong offset: all of them give other numbe
 
 Three kinds of faults are not seen: what a compiler does after it has split the program; a fault that leaves
 the numbers at the chosen positions as they are (of a long program, those of the first two and the last two
-passes of each loop); and a fault of the program itself, except a `shard_map` that calls different values the
-same. What `evaluate` does not know (kernels, a device's own random bits) is listed with the results that
-depend on it, and is not called wrong.
+passes of each loop); and a fault of the program itself, except a `shard_map` whose out_specs call different
+values the same. What `evaluate` cannot run (kernels, a device's own random bits) is listed with the results
+that depend on it, and does not count as wrong.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from nnx_parallel.report.program import hlo, thin
+from nnx_parallel.report.program.devices import Tiling, read_tiling, split_layouts
 from nnx_parallel.report.program.evaluate import ENDS, Evaluator, Finer, blocks, corners, place_of
-from nnx_parallel.report.program.shardings import Tiling, read_tiling, split_layouts
 
 Array = npt.NDArray[Any]
 _Projection = tuple[tuple[int, ...], Array]
 
-# A difference counts from `_SMALLEST` on, relative to the largest number of a result, where it is `_MARGIN`
-# times what a change of all arguments by `_NOISE` makes: many devices add up in another order.
+# A result is wrong if it differs by more than `_SMALLEST`, relative to its largest number, and by more than
+# `_MARGIN` times the effect of `_NOISE` in all arguments: many devices add up in another order.
 _SMALLEST, _MARGIN, _NOISE = 1e-9, 1e3, 1e-13
 _ROUNDS = 12
-# Of a program that runs more operations than this, loops are run in part.
+# In a program that runs more operations than this, only some passes of loops are run.
 _LONG = 30_000
 
 
@@ -43,7 +43,7 @@ class Fault:
 
   Attributes:
     result: its name: of the argument whose memory it takes, or its place among the results.
-    what: how it is wrong, in words.
+    what: how it is wrong, as text.
     error: largest difference, relative to the largest number of the result.
     factor: what the result is multiplied by, where all of it is; None where it is wrong in another way.
     op: JAX name of the first operation that is wrong, e.g. `jit(step)/transpose(jvp())/dot_general`.
@@ -83,42 +83,36 @@ class Comparison:
 
 
 def compare(before: str, after: str, names: Mapping[int, str] | None = None) -> Comparison:
-  """Compares a program before and after it was split over devices.
+  """Compares a program right before and right after it was split over devices; nothing where a text is empty.
 
   Args:
     before: HLO text of the pass before the partitioner, with layouts.
     after: HLO text of the partitioner's result.
     names: number of a result -> its name.
-
-  Returns:
-    What is right, wrong and unknown; nothing where the texts are empty.
-
-  Raises:
-    ValueError: a text holds no program.
   """
   if not before or not after:
     return Comparison()
   whole, split = hlo.parse(before), hlo.parse(after)
-  labels = dict(names or {})
   count = len(whole.entry.root.shapes)
-  for number in range(count):
-    labels.setdefault(number, f"result {number}")
+  labels = {n: (names or {}).get(n, f"result {n}") for n in range(count)}
   if _entry(whole) != _entry(split) or any(len(ranks) != 1 for ranks in _entry(whole)[0].values()):
     return Comparison(unknown=dict.fromkeys(labels.values(), "its arguments or results were changed"))
   pair = _Pair(whole, split)
-  attempts = [pair.attempt(signed=True)]
-  if any(attempts[0].get(number, _Result()).state != "right" for number in range(count)):
-    attempts.append(pair.attempt(signed=False))
-  states = {n: [a[n] for a in attempts] for n in range(count)}
-  wrong = {n: next(r for r in found if r.state == "wrong") for n, found in states.items()
-           if any(r.state == "wrong" for r in found)}  # fmt: skip
+  found = [[result] for result in pair.attempt(signed=True)]
+  if any(results[0].state != "right" for results in found):
+    for results, again in zip(found, pair.attempt(signed=False), strict=True):
+      results.append(again)
+  bad = {n: [r for r in results if r.state == "wrong"] for n, results in enumerate(found)}
+  wrong = {n: results[0] for n, results in bad.items() if results}
   faults = ()
   if wrong:
-    signed = any(attempts[0][n].state == "wrong" for n in wrong)
-    origin = pair.apart() or pair.origin(signed=signed) or _Origin()
+    signed = any(found[n][0].state == "wrong" for n in wrong)
+    origin = pair.missing_sum() or pair.origin(signed=signed) or _Origin()
     faults = tuple(origin.fault(labels[n], result) for n, result in wrong.items())
   right = tuple(
-    labels[n] for n, found in states.items() if n not in wrong and any(r.state == "right" for r in found)
+    labels[n]
+    for n, results in enumerate(found)
+    if n not in wrong and any(r.state == "right" for r in results)
   )
   lost = "; ".join(sorted(pair.lost)) or "its numbers are not finite"
   unknown = {labels[n]: lost for n in range(count) if n not in wrong and labels[n] not in right}
@@ -132,15 +126,13 @@ def _entry(program: hlo.Program) -> tuple[dict[str, list[int]], list[int]]:
   return arguments, [len(shape.dims) for shape in program.entry.root.shapes]
 
 
-@dataclasses.dataclass(frozen=True)
-class _Result:
+class _Result(NamedTuple):
   state: str = "unknown"
   error: float = 0.0
   factor: float | None = None
 
 
-@dataclasses.dataclass(frozen=True)
-class _Origin:
+class _Origin(NamedTuple):
   """Where a program is first wrong."""
 
   op: str = ""
@@ -169,31 +161,29 @@ class _Pair:
     self._thinning = thin.Thinning([whole, split])
     self._signed = True
     self.lost: set[str] = set()
-    self._apart: list[hlo.Instruction] = []
+    self._unequal: list[hlo.Instruction] = []
     self._parameters = sorted(
       (i for i in whole.entry.instructions if i.opcode == "parameter"), key=lambda i: int(i.arguments)
     )
     self._indices = _indices(whole)
     self._shortened = _shortened(whole, split)
 
-  def attempt(self, *, signed: bool) -> dict[int, _Result]:
+  def attempt(self, *, signed: bool) -> list[_Result]:
     """The state of each result, for one choice of arguments."""
     self._signed = signed
     expected, got = self._run()
     layouts = split_layouts(self._whole.entry.root.attribute("sharding"))
-    count = len(self._whole.entry.root.shapes)
-    layouts = layouts if len(layouts) == count else ("",) * count
-    found = {
-      n: self._judge(n, expected[n], got[n], read_tiling(layout, self._devices))
+    layouts = layouts if len(layouts) == len(expected) else ("",) * len(expected)
+    found = [
+      self._judge(n, expected[n], got[n], read_tiling(layout, self._devices))
       for n, layout in enumerate(layouts)
-    }
-    doubtful = [n for n, result in found.items() if result.state == "wrong"]
-    if doubtful:
+    ]
+    if any(result.state == "wrong" for result in found):
       noisy = self._evaluate(0, self._arguments(noise=_NOISE))
-      for n in doubtful:
-        change = _difference(expected[n], noisy[n]) if noisy[n] is not None else np.inf
-        if found[n].error <= _MARGIN * change:
-          found[n] = _Result()
+      for n, result in enumerate(found):
+        if result.state == "wrong":
+          change = _difference(expected[n], noisy[n]) if noisy[n] is not None else np.inf
+          found[n] = _Result() if result.error <= _MARGIN * change else result
     return found
 
   def _run(self) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
@@ -202,21 +192,17 @@ class _Pair:
         arguments = self._arguments()
         return self._evaluate(0, arguments), self._evaluate(1, self._blocks(arguments))
       except Finer as needed:
-        self._refine(needed)
+        self._finer.setdefault(needed.node, {})[needed.dim] = needed.step
+        self._thinning = thin.Thinning([self._whole, self._split], self._finer)
     self.lost.add("slices at positions of their own")
     nothing = (None,) * len(self._whole.entry.root.shapes)
     return nothing, nothing
-
-  def _refine(self, needed: Finer) -> None:
-    steps = self._finer.setdefault(needed.node, {})
-    steps[needed.dim] = needed.step
-    self._thinning = thin.Thinning([self._whole, self._split], self._finer)
 
   def _evaluate(self, number: int, arguments: Mapping[int, Any], watch: Any = None) -> tuple[Any, ...]:
     program = (self._whole, self._split)[number]
     evaluator = Evaluator(program, number, self._thinning, self._devices, self._shortened, watch)
     results = evaluator.run(arguments)
-    self._apart += evaluator.apart
+    self._unequal += evaluator.unequal
     self.lost |= evaluator.lost.keys()
     return results
 
@@ -264,11 +250,11 @@ class _Pair:
       return _Result("right")
     return _Result("wrong", float(error), _factor(a, b))
 
-  def apart(self) -> _Origin | None:
-    """Where a `shard_map` says of values that differ between devices that they are the same."""
-    if not self._apart:
+  def missing_sum(self) -> _Origin | None:
+    """The first `shard_map` whose out_specs call a value replicated that differs between devices."""
+    if not self._unequal:
       return None
-    at = self._apart[0]
+    at = self._unequal[0]
     what = "not the same on all devices, though out_specs of a shard_map says so: a psum is missing in it"
     return _Origin(at.op_name, self._whole.source(at), at.name, what=what)
 
@@ -281,7 +267,7 @@ class _Pair:
       tiling = read_tiling(at.attribute("sharding"), self._devices)
       if not isinstance(value, np.ndarray) or not at.op_name or tiling is None or tiling.manual:
         return
-      # What a reduction combines with has the shape of its operands here, and not that of its own text.
+      # Inside the region of a reduction, values have the shape of its operands, not that of the text.
       if value.ndim != 1 + len(at.shapes[0].dims) or len(tiling.parts) not in (0, value.ndim - 1):
         return
       local = tiling.local(at.shapes[0].dims)
@@ -313,30 +299,28 @@ class _Pair:
 
 
 def _shortened(whole: hlo.Program, split: hlo.Program) -> set[tuple[str, str]]:
-  """Loops that both programs have, with one number of passes, where they are long; not the compiler's own."""
+  """Long loops that both programs have, with the same number of passes; not those that the compiler adds."""
   if sum(each.times for each in split.executed()) <= _LONG:
     return set()
-  found: list[dict[tuple[str, str], set[int | None]]] = []
+  found: list[dict[tuple[str, str], set[int]]] = []
   for program in (whole, split):
-    lengths: dict[tuple[str, str], set[int | None]] = {}
+    lengths: dict[tuple[str, str], set[int]] = {}
     for computation in thin.reachable(program):
       for at in computation.instructions:
         if at.opcode == "while":
           length = program.trips(at, computation) if program.bound(at) else None
-          lengths.setdefault(place_of(at), set()).add(length)
+          lengths.setdefault(place_of(at), set()).add(length or 0)
     found.append(lengths)
+  ours, theirs = found
   return {
     key
-    for key, passes in found[0].items()
-    if passes == found[1].get(key)
-    and None not in passes
-    and len(passes) == 1
-    and max(n or 0 for n in passes) > 2 * ENDS
+    for key, passes in ours.items()
+    if passes == theirs.get(key) and len(passes) == 1 and max(passes) > 2 * ENDS
   }
 
 
 def _feeds(at: hlo.Instruction, computation: hlo.Computation) -> tuple[str, ...]:
-  """The nearest collectives that an instruction has its numbers from, moves and one product in between."""
+  """The nearest collectives whose results reach an instruction, not through other elementwise operations."""
   found, left, seen = list[str](), [at], set[str]()
   while left and len(seen) < 30:
     here = left.pop(0)
@@ -354,7 +338,7 @@ def _feeds(at: hlo.Instruction, computation: hlo.Computation) -> tuple[str, ...]
 
 
 def _projected(value: Array, local: tuple[int, ...]) -> _Projection:
-  """The shape of a block, and one number for the block of each device, which tells blocks apart."""
+  """The shape of a block, and one number for the block of each device, which differs for different blocks."""
   flat = value.reshape(len(value), -1).astype(np.float64)
   return local, flat @ np.random.default_rng(flat.shape[1]).uniform(0.5, 1.5, flat.shape[1])
 
@@ -365,10 +349,9 @@ def _drawn(
   """An argument: numbers whose sums stay of one size, or small indices."""
   if dtype == "pred":
     return random.random(shape) < 0.5
-  if dtype in ("u32", "u8", "u64", "u16"):
-    return random.integers(0, 2**31 if dtype != "u8" else 256, shape).astype(
-      {"u8": np.uint8, "u16": np.uint16, "u32": np.uint32}.get(dtype, np.uint64)
-    )
+  if dtype.startswith("u"):
+    kind = np.dtype(f"uint{max(8, int(dtype[1:]))}")
+    return random.integers(0, 256 if kind.itemsize == 1 else 2**31, shape).astype(kind)
   if dtype.startswith("s"):
     bits = int(dtype[1:])
     high = min(indices, 2 ** (bits - 1)) if shape else 5
@@ -385,7 +368,7 @@ def _indices(program: hlo.Program) -> int:
     for at in computation.instructions:
       if at.opcode in ("gather", "scatter"):
         dims = computation.by_name[at.operands[0]].shapes[0].dims
-        found += [dims[d] for d in thin.gather_dims(at)["start_index_map"] if dims[d] > 1]
+        found += [dims[d] for d in thin.gather_dims(at).start_index_map if dims[d] > 1]
   return min(found)
 
 

@@ -32,9 +32,8 @@ _OP_NAME = re.compile(r'op_name="([^"]*)"')
 _FRAME = re.compile(r"stack_frame_id=(\d+)")
 _PARENTHESIS = re.compile(r"[()]")
 _PARTITIONS = re.compile(r"^HloModule .*\bnum_partitions=(\d+)", re.MULTILINE)
-# A Pallas kernel that has metadata writes them on lines of their own, inside its instruction.
+# The metadata of a Pallas kernel are on separate lines, inside its instruction.
 _GOES_ON = re.compile(r'\n+(?="|\}\})')
-_OLD_SOURCE = re.compile(r'source_file="([^"]*)" source_line=(\d+)')
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,10 +81,16 @@ class Instruction:
     """The JAX name stack, e.g. `jit(step)/jvp()/while/body/dot_general`."""
     return op_name(self.rest)
 
+  @property
+  def frame(self) -> str:
+    """The number of its stack frame, or an empty string."""
+    found = _FRAME.search(self.rest)
+    return found[1] if found else ""
+
   def attribute(self, name: str) -> str:
     """The text of `name=...` up to the next top-level comma, or an empty string."""
     at = re.search(rf"(?:^|[ ,]){re.escape(name)}=", self.rest)
-    return _until_comma(self.rest, at.end()) if at else ""
+    return next(pieces(self.rest[at.end() :])) if at else ""
 
   def numbers(self, name: str) -> list[int]:
     """The numbers of `name={...}`; empty where it is not there."""
@@ -117,6 +122,16 @@ class Computation:
     """The instruction whose value the computation returns."""
     return next((i for i in self.instructions if i.root), self.instructions[-1])
 
+  @functools.cached_property
+  def last_read(self) -> Mapping[str, list[str]]:
+    """Instruction -> the values that it is the last to read; without the root's."""
+    last = {name: at.name for at in self.instructions for name in at.operands}
+    last.pop(self.root.name, None)
+    found: dict[str, list[str]] = {}
+    for name, reader in last.items():
+      found.setdefault(reader, []).append(name)
+    return found
+
 
 @dataclasses.dataclass(frozen=True)
 class Executed:
@@ -130,29 +145,17 @@ class Executed:
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-  """A whole module of HLO text.
-
-  Example:
-    >>> import jax
-    >>> import jax.numpy as jnp
-    >>> text = jax.jit(lambda x: x + 1).lower(jnp.ones(8)).compile().as_text()
-    >>> parse(text).entry.root.shapes
-    (Shape(dtype='f32', dims=(8,)),)
-  """
+  """A whole module of HLO text."""
 
   computations: Mapping[str, Computation]
   entry: Computation
   frames: Mapping[int, str]
   partitions: int = 0
-  """Devices that the program is for: of one slice, where there are several. 0 where the text does not say."""
+  """Devices of the program, or of one slice where there are several; 0 if the text does not give it."""
 
   def source(self, instruction: Instruction) -> str:
     """`file.py:line` of an instruction, or an empty string."""
-    place = frame_of(instruction.rest, self.frames)
-    if place:
-      return place
-    old = _OLD_SOURCE.search(instruction.rest)
-    return f"{old.group(1)}:{old.group(2)}" if old else ""
+    return frame_of(instruction.rest, self.frames)
 
   def executed(self) -> Iterator[Executed]:
     """Every instruction that runs, loops multiplied out, fused computations included.
@@ -166,14 +169,14 @@ class Program:
     for instruction in computation.instructions:
       yield Executed(instruction, computation, times, caller)
       inner = times * (self.trips(instruction, computation) or 1) if instruction.opcode == "while" else times
-      # Later steps of an asynchronous operation name again what its start runs.
+      # Later steps of an asynchronous operation name the computation that its start runs.
       again = instruction.opcode in ("async-update", "async-done")
       for name in () if again else instruction.called:
         if name in self.computations:
           yield from self._walk(self.computations[name], inner, instruction)
 
   def trips(self, loop: Instruction, computation: Computation) -> int | None:
-    """How often a `while` runs: as the compiler says, or read from its condition; None: neither says it."""
+    """How often a `while` runs, from the compiler's note or its condition; None if it is in neither."""
     known = _TRIPS.search(loop.rest)
     if known:
       return int(known.group(1))
@@ -237,13 +240,13 @@ def _step(body: Computation, index: int) -> int:
 
 
 def parse(text: str) -> Program:
-  """Reads HLO text.
+  """Reads HLO text: `Compiled.as_text()`, or a file written by `xla_dump_to`.
 
-  Args:
-    text: `Compiled.as_text()`, or a file written by `xla_dump_to`.
-
-  Raises:
-    ValueError: the text holds no entry computation.
+  Example:
+    >>> import jax
+    >>> text = jax.jit(lambda x: x + 1).lower(jax.numpy.ones(8)).compile().as_text()
+    >>> parse(text).entry.root.shapes
+    (Shape(dtype='f32', dims=(8,)),)
   """
   computations: dict[str, Computation] = {}
   entry = ""
@@ -343,21 +346,18 @@ def _closing(text: str, opening: int) -> int:
 
 def after(text: str, marker: str) -> str:
   """What follows `marker` up to the next comma outside brackets, or an empty string."""
-  at = text.find(marker)
-  return _until_comma(text, at + len(marker)) if at >= 0 else ""
+  return next(pieces(text.partition(marker)[2]))
 
 
-def _until_comma(text: str, start: int) -> str:
-  depth = 0
-  for at in range(start, len(text)):
-    char = text[at]
-    if char in "([{":
-      depth += 1
-    elif char in ")]}":
-      depth -= 1
-    elif char == "," and depth == 0:
-      return text[start:at]
-  return text[start:]
+def pieces(text: str) -> Iterator[str]:
+  """The pieces of a text between its commas outside brackets."""
+  depth = start = 0
+  for at, char in enumerate(text):
+    depth += (char in "([{") - (char in ")]}")
+    if char == "," and depth == 0:
+      yield text[start:at]
+      start = at + 1
+  yield text[start:]
 
 
 def _read_frames(text: str) -> dict[int, str]:
@@ -372,7 +372,7 @@ def _read_frames(text: str) -> dict[int, str]:
   rows = re.findall(
     r"^(\d+) \{file_location_id=(\d+)(?: parent_frame_id=(\d+))?", _table(text, "StackFrames"), re.MULTILINE
   )
-  # The table counts parents from one more than frames; the outermost frame has itself as its parent.
+  # Parents are numbered from one more than frames; the outermost frame is its own parent.
   parents = {int(frame): int(parent or 1) - 1 for frame, _, parent in rows}
   own = {int(frame): places[place] for frame, place, _ in rows if place in places}
   return {frame: _users_line(frame, own, parents) for frame in own}

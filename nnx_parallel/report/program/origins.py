@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from nnx_parallel.report.program import hlo
 
-# Operations that hand a value on without mixing it with others.
+# Operations whose result holds only values of one operand.
 _MOVES = frozenset({
   "copy", "copy-start", "copy-done", "bitcast", "convert", "reshape", "transpose", "slice",
   "dynamic-slice", "get-tuple-element", "optimization-barrier", "broadcast", "all-gather",
@@ -29,17 +29,17 @@ class Origins:
 
   def of(self, instruction: hlo.Instruction, computation: hlo.Computation) -> tuple[str, ...]:
     """Names of the arguments that reach `instruction` unmixed, without duplicates."""
-    names = [self._follow(operand, computation, None, 0) for operand in instruction.operands]
+    names = [self._follow(operand, computation, None) for operand in instruction.operands]
     return tuple(dict.fromkeys(name for name in names if name))
 
   def value(self, instruction: hlo.Instruction, computation: hlo.Computation, index: str = "") -> str | None:
     """Name of the argument whose value a result is, unmixed; `index` picks an element of a tuple."""
-    return self._follow(instruction.name, computation, int(index) if index.isdigit() else None, 0)
+    return self._follow(instruction.name, computation, int(index) if index.isdigit() else None)
 
   def made(
     self, instruction: hlo.Instruction, computation: hlo.Computation, caller: hlo.Instruction | None
   ) -> hlo.Instruction | None:
-    """The operation whose JAX name says where a collective comes from: itself, its caller, its operand."""
+    """The operation with the JAX name of a collective: itself, its caller, or the maker of its operand."""
     if instruction.op_name or (caller is not None and caller.op_name):
       return instruction if instruction.op_name else caller
     operand = computation.by_name.get(instruction.operands[0]) if instruction.operands else None
@@ -66,59 +66,53 @@ class Origins:
     self, at: hlo.Instruction, computation: hlo.Computation, index: int | None
   ) -> hlo.Instruction | None:
     operands = [computation.by_name[name] for name in at.operands if name in computation.by_name]
-    moves = self._only_moves(at) if at.opcode in _FUSIONS else at.opcode in _MOVES | _REDUCES
-    if not moves or not operands:
+    if not operands or not (self._moves(at) or at.opcode in _REDUCES):
       return None
     if index is not None and index < len(operands) and at.opcode != "get-tuple-element":
       return operands[index]
     return max(operands, key=lambda operand: operand.bytes)
 
-  def _follow(self, name: str, computation: hlo.Computation, index: int | None, depth: int) -> str | None:
-    at = computation.by_name.get(name)
-    if at is None or depth > _FAR:
-      return None
-    if at.opcode == "parameter":
-      return self._argument(at, computation, index, depth)
-    if at.opcode == "get-tuple-element":
-      return self._follow(at.operands[0], computation, int(at.attribute("index")), depth + 1)
-    if at.opcode == "tuple" and index is not None:
-      return self._follow(at.operands[index], computation, None, depth + 1)
-    if at.opcode == "while" and index is not None:
-      return self._through_loop(at, computation, index, depth)
-    moves = self._only_moves(at) if at.opcode in _FUSIONS else at.opcode in _MOVES
-    if not moves or not at.operands:
-      return None
-    sizes = {n: computation.by_name[n].bytes for n in at.operands if n in computation.by_name}
-    return self._follow(max(sizes, key=lambda n: sizes[n]), computation, None, depth + 1)
+  def _follow(self, name: str, computation: hlo.Computation, index: int | None) -> str | None:
+    for _ in range(_FAR):
+      at = computation.by_name.get(name)
+      if at is None:
+        return None
+      if at.opcode == "parameter":
+        if computation is self._program.entry:
+          return at.op_name or at.name
+        if computation.name not in self._callers:
+          return None
+        caller, computation = self._callers[computation.name]
+        number = 0 if caller.opcode == "while" else int(at.arguments)
+        if number >= len(caller.operands):
+          return None
+        name = caller.operands[number]
+      elif at.opcode == "get-tuple-element":
+        name, index = at.operands[0], int(at.attribute("index"))
+      elif at.opcode == "tuple" and index is not None:
+        name, index = at.operands[index], None
+      elif at.opcode == "while" and index is not None:
+        if not self._carries(at, index):
+          return None
+        name = at.operands[0]
+      elif at.operands and self._moves(at):
+        known = [n for n in at.operands if n in computation.by_name]
+        name, index = max(known, key=lambda n: computation.by_name[n].bytes), None
+      else:
+        return None
+    return None
 
-  def _only_moves(self, fusion: hlo.Instruction) -> bool:
-    """Whether a fusion only slices or copies; the arithmetic on its scalar indices does not count."""
-    inner = self._program.computations[fusion.called[0]]
-    return all(
-      i.opcode in _MOVES or i.opcode == "parameter" or i.shapes[0].elements == 1 for i in inner.instructions
-    )
+  def _moves(self, at: hlo.Instruction) -> bool:
+    """Whether it only slices or copies; a fusion's arithmetic on its scalar indices does not count."""
+    if at.opcode not in _FUSIONS:
+      return at.opcode in _MOVES
+    inner = self._program.computations[at.called[0]].instructions
+    return all(i.opcode in _MOVES or i.opcode == "parameter" or i.shapes[0].elements == 1 for i in inner)
 
-  def _argument(
-    self, parameter: hlo.Instruction, computation: hlo.Computation, index: int | None, depth: int
-  ) -> str | None:
-    if computation is self._program.entry:
-      return parameter.op_name or parameter.name
-    if computation.name not in self._callers:
-      return None
-    caller, outer = self._callers[computation.name]
-    number = 0 if caller.opcode == "while" else int(parameter.arguments)
-    if number >= len(caller.operands):
-      return None
-    return self._follow(caller.operands[number], outer, index, depth + 1)
-
-  def _through_loop(
-    self, loop: hlo.Instruction, computation: hlo.Computation, index: int, depth: int
-  ) -> str | None:
-    """A value that the loop only carries comes out as it went in."""
+  def _carries(self, loop: hlo.Instruction, index: int) -> bool:
+    """Whether a value comes out of a loop as it went in."""
     body = self._program.computations[loop.attribute("body").lstrip("%")]
     if body.root.opcode != "tuple":
-      return None
+      return False
     carried = body.by_name[body.root.operands[index]]
-    if carried.opcode != "get-tuple-element" or int(carried.attribute("index")) != index:
-      return None
-    return self._follow(loop.operands[0], computation, index, depth + 1)
+    return carried.opcode == "get-tuple-element" and int(carried.attribute("index")) == index

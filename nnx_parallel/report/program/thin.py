@@ -1,8 +1,8 @@
-"""How far the dims of programs can be thinned, so that what they compute can be followed with few numbers.
+"""Chooses a few positions of each dim, so that programs on large arrays can be evaluated with few numbers.
 
 Every dim is divided by a number that divides all of its blocks, slices and offsets: one position then stands
 for a run of neighbours. Dims that meet (in a sum of two arrays, in a product, as argument and parameter of a
-loop) are thinned alike, in all programs that are compared: they must keep the same positions. Dims of a
+loop) are one class in all programs that are compared, because they must keep the same positions. Dims of a
 window, a sort or a group of channels are not thinned. Of dims that a reshape merges, one is thinned; where
 others are inside of it (the microbatches of a batch), the merged dim keeps a run of positions, its grain,
 for each position of the thinned one.
@@ -14,17 +14,16 @@ import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from fractions import Fraction
+from typing import NamedTuple
 
 from nnx_parallel.core.classes import Forest, Ratio
 from nnx_parallel.report.program import hlo
-from nnx_parallel.report.program.groups import group_rows
-from nnx_parallel.report.program.shardings import read_tiling
+from nnx_parallel.report.program.devices import group_rows, read_tiling
 
-# Positions that a dim keeps in all, and on one device, where its size allows it.
+# The fewest positions that a dim keeps in all, and on one device, where it has as many.
 _IN_ALL, _ON_ONE = 6, 2
 _BOUND = re.compile(r"\[(\d+):(\d+)(?::(\d+))?\]")
 _PAD = re.compile(r"(-?\d+)_(-?\d+)(?:_(\d+))?")
-_FRAME = re.compile(r"stack_frame_id=(\d+)")
 _LABELS = re.compile(r"(\w+)_(\w+)->(\w+)")
 _LOOPS_AND_CALLS = frozenset(
   {"while", "conditional", "call", "fusion", "tuple", "get-tuple-element", "parameter"}
@@ -41,9 +40,10 @@ ELEMENTWISE = frozenset({
 _LINKED = ELEMENTWISE | {
   "dot", "convolution", "gather", "scatter", "reduce", "iota", "sort", "topk", "reduce-window", "broadcast",
 }  # fmt: skip
-_ALIKE = frozenset(
-  {"all-reduce", "collective-permute", "all-gather", "reduce-scatter", "all-to-all", "reverse"}
-)
+_FREE = frozenset({"constant", "iota", "partition-id", "replica-id", "after-all", "rng-bit-generator"})
+_COLLECTIVES = frozenset({"all-reduce", "collective-permute", "all-gather", "reduce-scatter", "all-to-all"})
+# Operations that unite the dims at one place of all operands with those of the result.
+_PLACEWISE = ELEMENTWISE | {"concatenate", "dynamic-update-slice", "reverse"}
 
 Window = tuple[int, int, int, int, int, int, bool]
 Node = tuple[int, str, str]
@@ -53,7 +53,7 @@ _Shapes = list[tuple[int, ...]]
 
 
 class Thinning:
-  """The thinning of all arrays of several programs; arguments, and results, of one number belong together.
+  """The thinning of all arrays of programs; arguments, and results, of the same number are the same array.
 
   Args:
     programs: parsed programs whose entries take and return the same arrays, whole or in blocks.
@@ -64,8 +64,7 @@ class Thinning:
     self._programs = programs
     self._rules: Mapping[str, Callable[[hlo.Instruction, _Dims, _Dims, _Shapes], None]] = {
       "broadcast": self._broadcast, "transpose": self._transpose, "reshape": self._reshape,
-      "slice": self._slice, "dynamic-slice": self._dynamic_slice,
-      "dynamic-update-slice": self._update, "concatenate": self._concatenate, "pad": self._pad,
+      "slice": self._slice, "dynamic-slice": self._dynamic_slice, "pad": self._pad,
       "reduce": self._reduce, "dot": self._dot, "convolution": self._convolution,
       "gather": self._gather, "scatter": self._scatter, "sort": self._sort,
       "reduce-window": self._window, "select-and-scatter": self._window,
@@ -90,7 +89,7 @@ class Thinning:
           try:
             self._constrain(number, computation, instruction)
           except (ValueError, LookupError):  # a form of it that is not known here
-            self._whole(self._dims_of(number, computation, instruction))
+            self._keep(self._dims_of(number, computation, instruction))
     self._tie()
     self._link()
     for sides in self._merges:
@@ -98,7 +97,7 @@ class Thinning:
     for node, steps in (finer or {}).items():
       for dim, step in steps.items():
         self._divide(self._nodes[node][0][dim], step)
-    # The fewest elements of the root that are a whole number of elements of each dim in the class.
+    # The fewest elements of the root that are an integer number of elements of each dim in the class.
     self._unit = [1] * len(self._forest)
     for dim in range(len(self._forest)):
       root = self._forest.root(dim)
@@ -157,7 +156,7 @@ class Thinning:
     return self._forest.new()
 
   def _unite(self, one: int, other: int, ratio: int = 1) -> None:
-    """Thins two dims alike; `ratio` elements of the first lie in one of the second."""
+    """Puts two dims in one class; one element of the second is `ratio` elements of the first."""
     forest = self._forest
     united = forest.unite(one, other, ratio)
     if united is not None:
@@ -170,17 +169,17 @@ class Thinning:
         max(self._sizes[a][1], _divided(high, each)),
       )
     elif forest.ratio(one) != ratio * forest.ratio(other):
-      self._whole((one, other))
+      self._keep((one, other))
 
   def _divide(self, dim: int, number: int) -> None:
     root = self._forest.root(dim)
     self._step[root] = _common(self._step[root], _divided(number, self._forest.ratio(dim)))
 
-  def _whole(self, dims: Iterable[int]) -> None:
+  def _keep(self, dims: Iterable[int]) -> None:
     for dim in dims:
       self._divide(dim, 1)
 
-  def _alike(self, ones: Sequence[int], others: Sequence[int]) -> None:
+  def _unite_all(self, ones: Sequence[int], others: Sequence[int]) -> None:
     for one, other in zip(ones, others, strict=True):
       self._unite(one, other)
 
@@ -188,7 +187,7 @@ class Thinning:
     """Arguments and results of all programs, in their order, and what they cut out in the same place."""
     self._tied = list[int]()
     for key, dims in self._cuts[0].items():
-      # A partitioner cuts and joins several times for one slice: the last is the result.
+      # A partitioner makes several cuts and joins for one slice: the last is the result.
       cuts = [dim for cut in self._cuts for dim in cut.get(key, [])[-len(dims) :]]
       self._tied += cuts
       for dim in cuts:
@@ -206,14 +205,14 @@ class Thinning:
       for key, dims in arrays:
         self._tied += dims
         if key in first:
-          self._alike(first[key], dims)
+          self._unite_all(first[key], dims)
         first.setdefault(key, dims)
 
   def _link(self) -> None:
-    """Operations of two programs that have one JAX name and line, and shapes of a whole and of its block.
+    """Unites operations of two programs with one JAX name and line, and shapes of an array and of its block.
 
-    What no argument or result meets would else be thinned in one program and not in the other. Several
-    operations can have one name: the forward and backward products of a line, say.
+    Dims that are in no argument or result would otherwise be thinned in one program only. Several
+    operations can have one name, for example the forward and backward products of a line.
     """
     first: dict[tuple[object, ...], list[tuple[hlo.Instruction, list[int], list[int]]]] = {}
     for number, program in enumerate(self._programs):
@@ -226,7 +225,7 @@ class Thinning:
           dims = [d for node in nodes for array in self._nodes[node] for d in array]
           shapes = [shape for node in nodes for shape in self._shapes[node]]
           sizes = [n for shape in shapes for n in shape]
-          key = (at.opcode, at.op_name, frame_number(at), *map(len, shapes))
+          key = (at.opcode, at.op_name, at.frame, *map(len, shapes))
           if number == 0:
             first.setdefault(key, []).append((at, dims, sizes))
             continue
@@ -238,9 +237,9 @@ class Thinning:
           closest = max((likeness for likeness, _ in found), default=0)
           for likeness, others in found:
             if likeness == closest:
-              self._alike(dims, others)
+              self._unite_all(dims, others)
 
-  # What each operation asks for ----------------------------------------------------------------
+  # The rule of each operation ----------------------------------------------------------------
 
   def _constrain(self, number: int, computation: hlo.Computation, at: hlo.Instruction) -> None:
     results = self._nodes[number, computation.name, at.name]
@@ -253,66 +252,57 @@ class Thinning:
     rule = self._rules.get(at.opcode)
     if rule is not None:
       rule(at, results, arrays, shapes)
-    elif at.opcode in ELEMENTWISE:
+    elif at.opcode in _PLACEWISE:
       for dims in arrays:
         if len(dims) == len(results[0]):
-          self._alike(results[0], dims)
+          self._unite_all(results[0], dims)
         elif dims:
-          self._whole((*dims, *results[0]))
-    elif at.opcode in _ALIKE:
+          self._keep((*dims, *results[0]))
+    elif at.opcode in _COLLECTIVES:
       for dims, result in zip(arrays, results, strict=True):
-        self._alike(result, dims)
+        self._unite_all(result, dims)
       if at.opcode == "all-to-all" and len(arrays) == 1:
-        place, members = at.numbers("dimensions")[0], rows_of(at, self._programs[number].partitions)[0]
+        place, members = (
+          at.numbers("dimensions")[0],
+          group_rows(at.rest, self._programs[number].partitions)[0],
+        )
         self._divide(arrays[0][place], shapes[0][place] // len(members))
     elif at.opcode == "opt-barrier" or (at.opcode == "custom-call" and len(arrays) == len(results) == 1):
       for dims, result in zip(arrays, results, strict=True):
         if len(dims) == len(result):
-          self._alike(result, dims)
+          self._unite_all(result, dims)
     elif at.opcode == "topk" or "TopK" in at.rest:
       for result in results:
-        self._alike(result[:-1], arrays[0][:-1])
-        self._whole((result[-1], arrays[0][-1]))
-    elif at.opcode not in (
-      "constant",
-      "iota",
-      "partition-id",
-      "replica-id",
-      "after-all",
-      "rng-bit-generator",
-    ):
-      self._whole(d for dims in (*arrays, *results) for d in dims)
+        self._unite_all(result[:-1], arrays[0][:-1])
+        self._keep((result[-1], arrays[0][-1]))
+    elif at.opcode not in _FREE:
+      self._keep(d for dims in (*arrays, *results) for d in dims)
 
   def _calls(
     self,
     number: int,
     computation: hlo.Computation,
     at: hlo.Instruction,
-    results: list[list[int]],
-    operands: list[list[list[int]]],
+    results: _Dims,
+    operands: list[_Dims],
   ) -> None:
-    def node(name: str, computation: str) -> list[list[int]]:
-      return self._nodes[number, computation, name]
-
-    def alike(ones: list[list[int]], others: list[list[int]]) -> None:
+    def unite(ones: _Dims, others: _Dims) -> None:
       for one, other in zip(ones, others, strict=True):
-        self._alike(one, other)
+        self._unite_all(one, other)
 
     if at.opcode == "tuple":
-      alike(results, [dims for operand in operands for dims in operand])
+      unite(results, [dims for operand in operands for dims in operand])
     elif at.opcode == "get-tuple-element":
-      alike(results, [operands[0][int(at.attribute("index"))]])
+      unite(results, [operands[0][int(at.attribute("index"))]])
     elif at.opcode != "parameter":
-      program = self._programs[number]
-      given = operands[1:] if at.opcode == "conditional" else operands
       for place, name in enumerate(at.called):
-        inner = program.computations[name]
-        inputs = [given[place]] if at.opcode == "conditional" else given
+        inner = self._programs[number].computations[name]
+        inputs = [operands[1 + place]] if at.opcode == "conditional" else operands
         for parameter in inner.instructions:
           if parameter.opcode == "parameter":
-            alike(node(parameter.name, name), inputs[int(parameter.arguments)])
+            unite(self._nodes[number, name, parameter.name], inputs[int(parameter.arguments)])
         if name != at.attribute("condition").lstrip("%"):
-          alike(node(inner.root.name, name), results)
+          unite(self._nodes[number, name, inner.root.name], results)
 
   def _broadcast(self, at: hlo.Instruction, results: _Dims, arrays: _Dims, shapes: _Shapes) -> None:
     for dim, place in zip(arrays[0], at.numbers("dimensions"), strict=True):
@@ -344,7 +334,7 @@ class Thinning:
       place = len(dims) - 1
       if single:
         place = max(range(len(dims)), key=lambda n: (self._largest(dims[n]), n))
-      self._whole(dims[:place] + dims[place + 1 :])
+      self._keep(dims[:place] + dims[place + 1 :])
       found.append((dims[place], math.prod(shape[place + 1 :])))
     (one, inside), (other, within) = found
     # The first has `within` neighbours where the second has one, or the other way around.
@@ -354,7 +344,7 @@ class Thinning:
     for place, (start, stop, step) in enumerate(slice_bounds(at)):
       one, other, size = results[0][place], arrays[0][place], shapes[0][place]
       if step > 1:
-        self._whole((one, other))
+        self._keep((one, other))
       elif math.gcd(start, stop, size) == 1 and size > 1:
         self._cut_out(at, place, one, other)
       else:
@@ -362,10 +352,10 @@ class Thinning:
         self._divide(other, start)
 
   def _cut_out(self, at: hlo.Instruction, place: int, result: int, source: int) -> None:
-    """Tokens but the first, say: what is cut stays whole, the result is thinned by what it meets."""
+    """An uneven slice, such as all tokens but the first: its source is not thinned, its result may be."""
     self._divide(source, 1)
     if at.shapes[0].dims[place] > 1:
-      self._cut.setdefault((at.op_name, frame_number(at), place), []).append(result)
+      self._cut.setdefault((at.op_name, at.frame, place), []).append(result)
 
   def _dynamic_slice(self, at: hlo.Instruction, results: _Dims, arrays: _Dims, shapes: _Shapes) -> None:
     for place, (one, other) in enumerate(zip(results[0], arrays[0], strict=True)):
@@ -374,14 +364,6 @@ class Thinning:
         self._cut_out(at, place, one, other)
       else:
         self._unite(one, other)
-
-  def _update(self, at: hlo.Instruction, results: _Dims, arrays: _Dims, shapes: _Shapes) -> None:
-    for dims in arrays[:2]:
-      self._alike(results[0], dims)
-
-  def _concatenate(self, at: hlo.Instruction, results: _Dims, arrays: _Dims, shapes: _Shapes) -> None:
-    for dims in arrays:
-      self._alike(results[0], dims)
 
   def _pad(self, at: hlo.Instruction, results: _Dims, arrays: _Dims, shapes: _Shapes) -> None:
     for place, (low, high, inside) in enumerate(padding(at)):
@@ -393,9 +375,9 @@ class Thinning:
     gone = at.numbers("dimensions")
     kept = [place for place in range(len(arrays[0])) if place not in gone]
     for dims in arrays:
-      self._alike(arrays[0], dims)
+      self._unite_all(arrays[0], dims)
     for result in results:
-      self._alike(result, [arrays[0][place] for place in kept])
+      self._unite_all(result, [arrays[0][place] for place in kept])
 
   def _dot(self, at: hlo.Instruction, results: _Dims, arrays: _Dims, shapes: _Shapes) -> None:
     left, right = arrays[:2]
@@ -407,7 +389,7 @@ class Thinning:
     free = [left[d] for d in sides["lhs_batch"]]
     free += [d for n, d in enumerate(left) if n not in sides["lhs"] + sides["lhs_batch"]]
     free += [d for n, d in enumerate(right) if n not in sides["rhs"] + sides["rhs_batch"]]
-    self._alike(results[0], free)
+    self._unite_all(results[0], free)
 
   def _convolution(self, at: hlo.Instruction, results: _Dims, arrays: _Dims, shapes: _Shapes) -> None:
     named = [
@@ -430,51 +412,45 @@ class Thinning:
   def _gather(self, at: hlo.Instruction, results: _Dims, arrays: _Dims, shapes: _Shapes) -> None:
     found = gather_dims(at)
     sizes = at.numbers("slice_sizes")
-    self._indexed(found, arrays[0], shapes[0], sizes, arrays[1], results[0], found["offset_dims"])
+    self._indexed(found, arrays[0], shapes[0], sizes, arrays[1], results[0])
 
   def _scatter(self, at: hlo.Instruction, results: _Dims, arrays: _Dims, shapes: _Shapes) -> None:
     count = len(results)
     found = gather_dims(at)
     for number in range(count):
-      self._alike(results[number], arrays[number])
+      self._unite_all(results[number], arrays[number])
       operand, updates = shapes[number], shapes[count + 1 + number]
-      window = iter([updates[d] for d in found["offset_dims"]])
-      gone = found["collapsed_slice_dims"] + found["operand_batching_dims"]
-      sizes = [1 if d in gone else next(window) for d in range(len(operand))]
-      self._indexed(
-        found, arrays[number], operand, sizes, arrays[count], arrays[count + 1 + number], found["offset_dims"]
-      )
+      sizes = found.slice_sizes((updates[d] for d in found.offset_dims), len(operand))
+      self._indexed(found, arrays[number], operand, sizes, arrays[count], arrays[count + 1 + number])
 
   def _indexed(
     self,
-    found: Mapping[str, list[int]],
+    found: GatherDims,
     operand: list[int],
     shape: tuple[int, ...],
     sizes: Sequence[int],
     indices: list[int],
     result: list[int],
-    offsets: list[int],
   ) -> None:
-    vector = found["index_vector_dim"][0]
+    vector, offsets = found.index_vector_dim, found.offset_dims
     rows = [d for n, d in enumerate(indices) if n != vector]
     if vector < len(indices):
       self._divide(indices[vector], 1)
-    self._alike(rows, [d for n, d in enumerate(result) if n not in offsets])
-    gone = found["collapsed_slice_dims"] + found["operand_batching_dims"]
-    kept = [n for n in range(len(operand)) if n not in gone]
+    self._unite_all(rows, [d for n, d in enumerate(result) if n not in offsets])
+    kept = [n for n in range(len(operand)) if n not in found.absent]
     for place, offset in zip(kept, offsets, strict=True):
       if sizes[place] == shape[place]:
         self._unite(operand[place], result[offset])
       else:
         self._divide(operand[place], 1)
         self._divide(result[offset], 1)
-    for place, row in zip(found["operand_batching_dims"], found["start_indices_batching_dims"], strict=True):
+    for place, row in zip(found.operand_batching_dims, found.start_indices_batching_dims, strict=True):
       self._unite(operand[place], indices[row])
 
   def _sort(self, at: hlo.Instruction, results: _Dims, arrays: _Dims, shapes: _Shapes) -> None:
     for dims, result in zip(arrays, results, strict=True):
-      self._alike(result, dims)
-      self._alike(results[0], dims)
+      self._unite_all(result, dims)
+      self._unite_all(results[0], dims)
     self._divide(results[0][at.numbers("dimensions")[0]], 1)
 
   def _window(self, at: hlo.Instruction, results: _Dims, arrays: _Dims, shapes: _Shapes) -> None:
@@ -516,14 +492,8 @@ def _likeness(at: hlo.Instruction, whole: hlo.Instruction, devices: int) -> int:
   return 2 * laid + (at.opcode == "dot" and dot_dims(at) == dot_dims(whole))
 
 
-def frame_number(at: hlo.Instruction) -> str:
-  """The number of an instruction's stack frame, or an empty string."""
-  found = _FRAME.search(at.rest)
-  return found[1] if found else ""
-
-
 def merged(before: Sequence[int], after: Sequence[int]) -> Iterator[tuple[list[int], list[int]]]:
-  """Dims of a reshape that belong together, those of size 1 left out.
+  """Groups of dims that a reshape merges or splits, without those of size 1.
 
   Example:
     >>> list(merged((4, 6, 1, 5), (24, 5)))
@@ -563,20 +533,36 @@ def dot_dims(at: hlo.Instruction) -> dict[str, list[int]]:
   }
 
 
-def gather_dims(at: hlo.Instruction) -> dict[str, list[int]]:
+class GatherDims(NamedTuple):
   """The dims that a `gather` or `scatter` names, by the names of a gather."""
-  if at.opcode == "gather":
-    names = {name: name for name in
-             ("offset_dims", "collapsed_slice_dims", "start_index_map", "operand_batching_dims",
-              "start_indices_batching_dims")}  # fmt: skip
-  else:
-    names = {
-      "offset_dims": "update_window_dims", "collapsed_slice_dims": "inserted_window_dims",
-      "start_index_map": "scatter_dims_to_operand_dims", "operand_batching_dims": "input_batching_dims",
-      "start_indices_batching_dims": "scatter_indices_batching_dims",
-    }  # fmt: skip
-  found = {name: at.numbers(written) for name, written in names.items()}
-  return {**found, "index_vector_dim": [int(at.attribute("index_vector_dim"))]}
+
+  offset_dims: list[int]
+  collapsed_slice_dims: list[int]
+  start_index_map: list[int]
+  operand_batching_dims: list[int]
+  start_indices_batching_dims: list[int]
+  index_vector_dim: int
+
+  @property
+  def absent(self) -> list[int]:
+    """Dims of the operand that a window of the result does not have."""
+    return self.collapsed_slice_dims + self.operand_batching_dims
+
+  def slice_sizes(self, window: Iterable[int], rank: int) -> list[int]:
+    """Sizes along all dims of the operand, from those of a window of the result."""
+    given = iter(window)
+    return [1 if d in self.absent else next(given) for d in range(rank)]
+
+
+def gather_dims(at: hlo.Instruction) -> GatherDims:
+  """The dims that a `gather` or `scatter` names."""
+  of_scatter = (
+    "update_window_dims", "inserted_window_dims", "scatter_dims_to_operand_dims", "input_batching_dims",
+    "scatter_indices_batching_dims",
+  )  # fmt: skip
+  names = GatherDims._fields[:-1] if at.opcode == "gather" else of_scatter
+  offset, collapsed, start, batching, indices = map(at.numbers, names)
+  return GatherDims(offset, collapsed, start, batching, indices, int(at.attribute("index_vector_dim")))
 
 
 def group_counts(at: hlo.Instruction) -> tuple[int, int]:
@@ -588,11 +574,6 @@ def labels(at: hlo.Instruction) -> tuple[str, str, str]:
   """The dims of both operands and of the result of a convolution, a letter or digit for each."""
   left, kernel, out = _LABELS.findall(at.attribute("dim_labels"))[0]
   return left, kernel, out
-
-
-def rows_of(at: hlo.Instruction, devices: int) -> list[list[int]]:
-  """The groups of devices of a collective, members in order."""
-  return group_rows(at.rest[at.rest.index("replica_groups=") + len("replica_groups=") :], devices)
 
 
 def windows(at: hlo.Instruction, rank: int) -> list[Window]:

@@ -1,4 +1,4 @@
-"""Which layout is best: every mesh and every way to run the step on it, ranked by the model.
+"""Ranks every mesh, and every way to run the step on it, by predicted memory and time.
 
 Tried are all factorisations of the devices into the axes that the model can use, an axis for experts and
 split sequences where the model has names for them, microbatches, remat policies, ZeRO stages, and optimizer
@@ -18,19 +18,20 @@ import jax
 import optax
 from flax import nnx
 
+from nnx_parallel.core.mesh import abstract_mesh
+from nnx_parallel.core.text import format_bytes
 from nnx_parallel.errors import ReportError
-from nnx_parallel.report.compile_report import CompileReport
+from nnx_parallel.layout.plan import plan as make_plan
+from nnx_parallel.report.compile_report import CompileReport, compile_report
 from nnx_parallel.report.estimate.memory import ERROR_BAND, memory_categories
-from nnx_parallel.report.estimate.roofline import StepTime, step_time
-from nnx_parallel.report.estimate.zero import with_offload, with_zero
-from nnx_parallel.report.search.compile import Task
-from nnx_parallel.report.search.compile import compile_best as compile_first
-from nnx_parallel.report.search.space import Sizes, Space, factorisations, searched_axes, spaces
+from nnx_parallel.report.estimate.roofline import StepTime, program_time, step_time
+from nnx_parallel.report.estimate.workload import parameter_parts, with_offload, with_zero
+from nnx_parallel.report.search.space import RuleVariant, Sizes, factorisations, rule_variants, searched_axes
 from nnx_parallel.report.tables import not_counted, results_text
-from nnx_parallel.report.topology import Machine, machine
-from nnx_parallel.report.units import format_bytes
-from nnx_parallel.rules.ruleset import Rules
+from nnx_parallel.report.topology import Machine, missing_compiler, read_machine
+from nnx_parallel.rules.ruleset import Rules, RuleSet
 from nnx_parallel.train.remat import MARK_LAYERS, Remat
+from nnx_parallel.train.step import train_step
 
 SAME_TIME = 0.005
 """Relative difference of predicted times below which less memory decides."""
@@ -47,7 +48,7 @@ class Candidate:
     microbatches: parts that the batch is run in.
     remat: what layers keep; see `with_remat`.
     zero: ZeRO stage of the optimizer's state (1) and of the gradients too (2); see `plan`.
-    offload: whether the optimizer's state lies in the host's memory between steps.
+    offload: whether the optimizer's state is in host memory between steps.
     changes: logical name -> axes, where the rules differ from the user's: split sequences, experts.
     memory_bytes: predicted need of one device.
     time: predicted time of the step.
@@ -76,7 +77,7 @@ class Candidate:
 
   @property
   def refused(self) -> str:
-    """Why it is not to be run as it was compiled: wrong results, or no room for it; else an empty string."""
+    """Why the compiled program must not run: wrong results, or too little memory; else an empty string."""
     if self.report is None:
       return ""
     if self.report.faults:
@@ -95,9 +96,9 @@ class SearchResult:
       come before the others.
     too_large: candidates that do not, smallest first.
     refused: reason -> number of mesh factorisations that it ruled out.
-    best: the winner: the first of `fitting`, or the fastest that compiled where `compile_best` asked for it,
-      fits, and has no result that the compiler gets wrong; None when there is none.
-    notes: what a reader should know: axes that split nothing, compilers that are not here.
+    best: the winner: the first of `fitting`, or with `compile_best` the fastest that compiled, fits
+      and has no wrong result; None when there is none.
+    notes: axes that split nothing, compilers that are not installed, operations that were not counted.
   """
 
   machine: Machine
@@ -122,13 +123,13 @@ class SearchResult:
     """The winner as code to paste.
 
     Raises:
-      ReportError: nothing fits, or what was compiled does not compute what the step says.
+      ReportError: nothing fits, or the compiled programs compute wrong results.
     """
     if self.best is None and any(c.report is not None and c.report.faults for c in self.fitting):
       raise ReportError(
-        f"no layout that was compiled for {self.machine.text} computes what the step says.",
+        f"every layout that was compiled for {self.machine.text} computes wrong results.",
         details="\n".join(self.notes),
-        fix='hold what is computed there to one layout, nxp.constrain(x, "batch", ...), and search again; or'
+        fix='constrain that value to one layout, nxp.constrain(x, "batch", ...), and search again; or'
         " compile more layouts: search(..., compile_best=8).",
       )
     if self.best is None:
@@ -168,6 +169,18 @@ class SearchResult:
     return notebook_frame(self.to_html())
 
 
+@dataclasses.dataclass(frozen=True)
+class SearchInputs:
+  """The arguments of `search` that a compilation needs."""
+
+  init: Callable[[], Any]
+  loss: Callable[[Any, Any], Any]
+  rules: Any
+  optimizer: optax.GradientTransformation
+  batch: Any
+  machine: Machine
+
+
 def search(
   init: Callable[[], nnx.Module],
   loss: Callable[[Any, Any], Any],
@@ -189,18 +202,18 @@ def search(
     loss: `loss(model, batch)` -> scalar, or (scalar, metrics).
     topology: the machine, e.g. `"tpu:v5p:4x4x8"`; its compiler is needed only by `compile_best`.
     batch: a pytree of arrays or `ShapeDtypeStruct`s of the global batch.
-    rules: as for `plan`; the axes that they name are the axes searched over. Where they keep `sequence` or
-      `expert` whole (see `search_space`), splitting it is tried too.
+    rules: as for `plan`; the axes that they name are the axes searched over. Where they replicate `sequence`
+      or `expert` (see `search/space.py`), splitting it is tried too.
     optimizer: its state is counted.
     remat: the policy, or those to try; see `with_remat`. Where the loss has no layers that they apply to, it
-      is run as written, and `notes` says so.
+      is run as written, with a line in `notes`.
     zero: the ZeRO stage, or those to try, where they split something further; see `plan`. Stage 3 is an
       `fsdp` axis of the rules.
-    offload: whether the optimizer's state lies in the host's memory; both are tried by default.
+    offload: whether the optimizer's state is in host memory; both are tried by default.
     max_microbatches: largest number of parts of the batch to try; powers of two.
     compile_best: how many of the fastest to compile for simulated CPU devices, where this process has
       enough of them, those that only perhaps fit included; they are then ordered by what was compiled. The
-      first of these that the machine's own compiler accepts wins, where that is installed; `notes` says what
+      first of these that the machine's own compiler accepts wins, where that is installed; `notes` lists what
       was not. A layout that does not fit, or with a result that the compiler gets wrong (`report.faults`),
       comes behind the others and does not win.
 
@@ -243,38 +256,38 @@ def search(
       details=f"compile_best={compile_best}",
       fix="search(..., optimizer=optax.adamw(1e-3), compile_best=...).",
     )
-  target = machine(topology)
+  target = read_machine(topology)
   refused: dict[str, int] = {}
   found: list[Candidate] = []
-  tried = spaces(init, loss, rules, optimizer, batch, remats)
-  for space in tried:
-    for sizes in factorisations(target.devices, space.axes or searched_axes(rules)[:1]):
-      whole = {**dict.fromkeys(space.idle, 1), **sizes}
-      if any(whole[axis] == 1 for axis in space.needed):
+  tried = rule_variants(init, loss, rules, optimizer, batch, remats)
+  for variant in tried:
+    for sizes in factorisations(target.devices, variant.axes or searched_axes(rules)[:1]):
+      whole = {**dict.fromkeys(variant.idle, 1), **sizes}
+      if any(whole[axis] == 1 for axis in variant.needed):
         continue  # the same as without the changes
-      reason = space.refuse(whole, batch)
+      reason = variant.refuse(whole, batch)
       if reason:
         refused[reason] = refused.get(reason, 0) + 1
         continue
-      found += _candidates(space, whole, target, batch, stages, places, max_microbatches)
+      found += _candidates(variant, whole, target, batch, stages, places, max_microbatches)
   fitting = sorted((c for c in found if c.fits != "no"), key=lambda c: (c.fits != "surely", speed(c)))
   too_large = sorted((c for c in found if c.fits == "no"), key=lambda c: c.memory_bytes)
   best = fitting[0] if fitting else None
   notes = tuple(f"The axis {axis!r} splits nothing of this model: 1." for axis in tried[0].idle)
-  if set(remats) - set(tried[0].works):
+  if set(remats) - set(tried[0].workloads):
     notes += (f"No remat policy was tried, since none finds a layer in the loss. Fix: {MARK_LAYERS}.",)
   missed = not_counted(tried[0].work.uncounted)
   notes += (missed.rstrip(),) if missed else ()
   if compile_best and optimizer is not None:
-    task = Task(init, loss, rules, optimizer, batch, target)
+    inputs = SearchInputs(init, loss, rules, optimizer, batch, target)
     chosen = sorted(fitting, key=speed)[:compile_best]
-    fitting, best, more = compile_first(task, chosen, [c for c in fitting if c not in chosen])
+    fitting, best, more = compile_first(inputs, chosen, [c for c in fitting if c not in chosen])
     notes += more
   return SearchResult(target, tuple(fitting), tuple(too_large), refused, best, notes)
 
 
 def _candidates(
-  space: Space,
+  variant: RuleVariant,
   sizes: Sizes,
   target: Machine,
   batch: Any,
@@ -282,24 +295,26 @@ def _candidates(
   offload: Sequence[bool],
   most: int,
 ) -> Iterator[Candidate]:
-  parts = math.prod(sizes.get(axis, 1) for axis in space.work.batch_axes)
+  parts = math.prod(sizes.get(axis, 1) for axis in variant.work.batch_axes)
   examples = min((x.shape[0] for x in jax.tree.leaves(batch) if x.shape), default=1)
   counts = [2**n for n in range(most.bit_length()) if 2**n <= most and examples % (parts * 2**n) == 0]
   least: dict[tuple[Remat, bool, int], float] = {}
-  for (remat, traced), stage, away in itertools.product(space.works.items(), sorted(stages), offload):
+  for (remat, traced), stage, offloaded in itertools.product(
+    variant.workloads.items(), sorted(stages), offload
+  ):
     placed = with_zero(traced, sizes, stage)
-    work = with_offload(placed) if away else placed
-    if placed.stage != stage or (away and work is placed):
+    work = with_offload(placed) if offloaded else placed
+    if placed.stage != stage or (offloaded and work is placed):
       continue  # nothing is left to split, or to move: the same as without
     for count in counts:
       memory = round(sum(memory_categories(work, sizes, count).values()))
-      key = (remat, away, count)
+      key = (remat, offloaded, count)
       if stage and memory > (1 - _SAME_MEMORY) * least.get(key, math.inf):
         continue
       least[key] = memory
       time = step_time(work, sizes, target.chip, microbatches=count, slice_size=target.slice_size)
       fits = _fit(memory, target.chip.usable_bytes)
-      yield Candidate(sizes, count, remat, stage, away, space.changes, memory, time, fits)
+      yield Candidate(sizes, count, remat, stage, offloaded, variant.changes, memory, time, fits)
 
 
 def _fit(memory: int, usable: int) -> Fit:
@@ -308,8 +323,88 @@ def _fit(memory: int, usable: int) -> Fit:
   return "surely" if memory * ERROR_BAND[1] <= usable else "perhaps"
 
 
+def compile_candidate(inputs: SearchInputs, candidate: Candidate, topology: str) -> Candidate:
+  """The candidate with the report of its compiled step, and its time by that."""
+  rules = RuleSet.of(inputs.rules)
+  rules = rules.replace(candidate.changes) if candidate.changes else rules
+  place: dict[str, Any] = {"optimizer_memory": "pinned_host"} if candidate.offload else {}
+  layout = make_plan(
+    inputs.init,
+    abstract_mesh(dict(candidate.sizes)),
+    rules,
+    optimizer=inputs.optimizer,
+    zero=candidate.zero,
+    **place,
+  )
+
+  step = train_step(inputs.loss, remat=candidate.remat, microbatches=candidate.microbatches)
+  report = compile_report(step, layout, batch=inputs.batch, topology=topology, chip=inputs.machine.chip)
+  batch_axes = set(layout.batch_axes)
+  splitting = {axis for part in parameter_parts(layout) for axis in part.split}
+  time = program_time(report, candidate.time, inputs.machine, batch_axes & splitting)
+  return dataclasses.replace(candidate, report=report, compiled=time)
+
+
+def compile_first(
+  inputs: SearchInputs, chosen: Sequence[Candidate], others: Sequence[Candidate]
+) -> tuple[list[Candidate], Candidate | None, tuple[str, ...]]:
+  """Compiles candidates for simulated devices, orders them by that, and has the first checked.
+
+  Where the compiler of the machine is installed, it decides whether a candidate fits and computes the right
+  results. Where none of the chosen ones fits, the first of the others wins if it surely fits; but not where a
+  compiled one computes wrong results, because the others may too.
+
+  Returns:
+    All candidates, the compiled ones first, of these the refused ones last; the winner; and notes for
+    the reader.
+  """
+  notes: list[str] = []
+  target, here = inputs.machine, len(jax.devices("cpu"))
+  done = list(chosen)
+  if target.devices <= here:
+    text = f"cpu:{target.devices}"
+    done = sorted(
+      (compile_candidate(inputs, c, text) for c in done),
+      key=lambda c: (bool(c.refused), c.compiled.seconds if c.compiled else math.inf),
+    )
+  elif target.chip.platform != "cpu":
+    notes.append(
+      f"Not compiled for simulated devices: {target.devices} are needed, and this process has {here}."
+      f" Start it with XLA_FLAGS=--xla_force_host_platform_device_count={target.devices} JAX_PLATFORMS=cpu."
+    )
+  best = next((c for c in done if not c.refused), None)
+  if target.chip.platform != "cpu" and best is not None:
+    missing = missing_compiler(target)
+    if missing is None:
+      best = _checked(inputs, done, notes)
+      done.sort(key=lambda c: bool(c.refused))
+    else:
+      notes.append(f"Not compiled for {target.text}: {missing}")
+  wrong = [(c, c.report.faults) for c in done if c.report is not None and c.report.faults]
+  notes += [f"{c.mesh_text}, microbatches={c.microbatches} is refused: {faults[0]}." for c, faults in wrong]
+  if best is None and not wrong and others and others[0].fits == "surely":
+    best = others[0]
+    notes.append(f"None of the {len(done)} compiled layouts fits; the winner was not compiled.")
+  return [*done, *others], best, tuple(notes)
+
+
+def _checked(inputs: SearchInputs, done: list[Candidate], notes: list[str]) -> Candidate | None:
+  """The first candidate that the machine's own compiler accepts; those that it compiles are replaced."""
+  for n, candidate in enumerate(done):
+    if candidate.refused:
+      continue
+    done[n] = compile_candidate(inputs, candidate, inputs.machine.text)
+    report = done[n].report
+    if report is not None and not done[n].refused:
+      notes.append(
+        f"The winner was compiled for {inputs.machine.text}: it fits, {results_text(report.results)}."
+      )
+      return done[n]
+  return None
+
+
 def speed(candidate: Candidate) -> tuple[int, int, float]:
-  """By time; of those within half a per cent, which the model cannot tell apart, by memory."""
+  """Orders by time; times within half a per cent count as equal, and memory decides."""
   step = round(math.log(max(candidate.time.seconds, 1e-12)) / math.log(1 + SAME_TIME))
   return step, candidate.memory_bytes, candidate.time.seconds
 

@@ -1,4 +1,4 @@
-"""What a search tries: sizes of mesh axes, and rules that give the model another axis to use."""
+"""The layouts that a search tries: sizes of mesh axes, and rules that split another dim of the model."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ EXPERT_NAMES = ("expert", "experts")
 
 
 @dataclasses.dataclass(frozen=True)
-class Space:
+class RuleVariant:
   """One set of rules, and what the step is made of under them, for any sizes of the axes.
 
   Attributes:
     changes: logical name -> axes, where they differ from the user's rules.
     axes: the axes that the model can use.
     idle: axes that the rules name and that split nothing of this model.
-    works: remat policy -> the step; only as written where policies find no layer.
+    workloads: remat policy -> the step; only as written where policies find no layer.
     limits: (size of a dim, axes that split it) -> where it is.
     needed: axes without which the changes change nothing.
     names: logical names of the dims of the parameters.
@@ -45,7 +45,7 @@ class Space:
   changes: Changes
   axes: tuple[str, ...]
   idle: tuple[str, ...]
-  works: Mapping[Remat, Workload]
+  workloads: Mapping[Remat, Workload]
   limits: Mapping[tuple[int, tuple[str, ...]], str]
   needed: frozenset[str]
   names: frozenset[str]
@@ -53,10 +53,10 @@ class Space:
   @property
   def work(self) -> Workload:
     """The step under the first policy: for what does not depend on the policy."""
-    return next(iter(self.works.values()))
+    return next(iter(self.workloads.values()))
 
   def refuse(self, sizes: Sizes, batch: Any) -> str:
-    """Why these sizes cannot be, or an empty string."""
+    """Why the model cannot use a mesh of these sizes, or an empty string."""
     parts = math.prod(sizes.get(axis, 1) for axis in self.work.batch_axes)
     for x in jax.tree.leaves(batch):
       if x.shape and x.shape[0] % parts:
@@ -67,37 +67,31 @@ class Space:
     return ""
 
 
-def spaces(
+def rule_variants(
   init: Callable[[], Any],
   loss: Callable[[Any, Any], Any],
   rules: Rules,
   optimizer: Any,
   batch: Any,
   remats: Sequence[Remat],
-) -> list[Space]:
-  """The user's rules; where the model can use them, also with sequences and experts split.
+) -> list[RuleVariant]:
+  """The user's rules first, then variants of them with sequences and experts split.
 
-  A sequence rule is tried where the rules keep one of `SEQUENCE_NAMES` whole and the loss lays out
-  activations by that name: it then goes over an axis that splits parameters and not the batch. An expert
-  axis is added where parameters have one of `EXPERT_NAMES` and the rules keep it whole; it also splits the
-  batch.
-
-  Returns:
-    The user's rules first.
-
-  Raises:
-    ReportError: the rules name no mesh axis.
+  A sequence rule is tried where the rules replicate one of `SEQUENCE_NAMES` and the loss constrains
+  activations by that name: sequences are then split over an axis that splits parameters and not the batch. An
+  expert axis is added where parameters have one of `EXPERT_NAMES` and the rules replicate it; it also splits
+  the batch.
   """
   ruleset = RuleSet.of(rules)
   make = functools.partial(_space, init, loss, ruleset, optimizer, batch)
   first = make(remats, {})
-  remats = tuple(first.works)
+  remats = tuple(first.workloads)
   found = [first]
   expert = _expert_change(ruleset, first)
   if expert:
     found.append(make(remats, expert))
   for base, change in itertools.product(tuple(found), _sequence_changes(ruleset, first)):
-    # One policy tells whether the model uses the name at all.
+    # One policy is enough to see whether the model uses the name.
     tried = make(remats[:1], {**base.changes, **change})
     if tried.work.constrained != base.work.constrained:
       found.append(make(remats, tried.changes))
@@ -153,7 +147,7 @@ def _space(
   batch: Any,
   remats: Sequence[Remat],
   changes: Changes,
-) -> Space:
+) -> RuleVariant:
   changed = ruleset.replace(changes) if changes else ruleset
   axes = searched_axes(changed)
   # Sizes of two keep every axis in the specs; the traces do not depend on them.
@@ -161,17 +155,17 @@ def _space(
   probe = make_plan(init, mesh, changed, optimizer=optimizer, uneven="replicate")
   if not {"as written", "none"}.issuperset(remats) and not finds_layers(probe, loss, batch):
     remats = ("as written",)
-  works: dict[Remat, Workload] = {
+  workloads: dict[Remat, Workload] = {
     remat: trace_workload(probe, loss, batch, remat=remat) for remat in dict.fromkeys(remats)
   }
-  work = next(iter(works.values()))
+  work = next(iter(workloads.values()))
   limits = _limits(probe, work)
   used = {axis for _, dim in limits for axis in dim} | set(work.batch_axes)
-  return Space(
+  return RuleVariant(
     changes=changes,
     axes=tuple(axis for axis in axes if axis in used),
     idle=tuple(axis for axis in axes if axis not in used),
-    works=works,
+    workloads=workloads,
     limits=limits,
     needed=frozenset(axis for name, dim in changes.items() if name != "batch" for axis in dim),
     names=frozenset(name for leaf in probe.leaves for entry in leaf.names or () for name in axes_of(entry)),
@@ -179,7 +173,7 @@ def _space(
 
 
 def _limits(probe: ShardingPlan, work: Workload) -> dict[tuple[int, tuple[str, ...]], str]:
-  """(dim size, axes that split it) -> the leaf and dim, or the activation, that say so."""
+  """(dim size, axes that split it) -> the leaf and dim, or the activation, that it is of."""
   limits: dict[tuple[int, tuple[str, ...]], str] = {}
   for leaf in probe.leaves:
     if leaf.root == "model":
@@ -197,15 +191,15 @@ def _whole(ruleset: RuleSet, name: str) -> bool:
   return name in ruleset.logical and not any(ruleset.logical[name])
 
 
-def _expert_change(ruleset: RuleSet, first: Space) -> Changes:
-  """An axis for experts, which then also splits the batch: each device holds other tokens."""
+def _expert_change(ruleset: RuleSet, first: RuleVariant) -> Changes:
+  """An axis for experts. It also splits the batch: each device holds other tokens."""
   for name in EXPERT_NAMES:
     if name in first.names and (_whole(ruleset, name) or name not in ruleset.logical):
       return {name: ("expert",), "batch": (*first.work.batch_axes, "expert")}
   return {}
 
 
-def _sequence_changes(ruleset: RuleSet, first: Space) -> Iterator[Changes]:
+def _sequence_changes(ruleset: RuleSet, first: RuleVariant) -> Iterator[Changes]:
   parameters = {axis for part in first.work.parameters for axis in part.split}
   others = sorted(parameters - set(first.work.batch_axes))
   for name in SEQUENCE_NAMES:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
+from nnx_parallel.core.text import format_bytes, format_seconds
 from nnx_parallel.report.estimate.memory import BAND_TEXT, CASES
 from nnx_parallel.report.tables import render, results_text, usable_note
-from nnx_parallel.report.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
   from nnx_parallel.report.search.search import Candidate, SearchResult
@@ -57,17 +57,13 @@ def search_text(result: SearchResult) -> str:
   lines += [table] if rows else []
   title = "The winner"
   if result.best.report is None and result.best.fits == "perhaps":
-    title += " perhaps fits; search(..., compile_best=1) tells"
+    title += " perhaps fits; check it with search(..., compile_best=1)"
   lines += [f"{title}:", "", *("  " + line for line in result.code().splitlines())]
   return "\n".join(lines) + "\n"
 
 
 def winner_code(best: Candidate) -> str:
-  """A candidate as code to paste, for `init`, `loss`, `rules` and `optimizer`.
-
-  Args:
-    best: the candidate.
-  """
+  """A candidate as code to paste, for `init`, `loss`, `rules` and `optimizer`."""
   options = f", zero={best.zero}" if best.zero else ""
   options += ', optimizer_memory="pinned_host"' if best.offload else ""
   remat = "" if best.remat == "as written" else f', remat="{best.remat}"'
@@ -147,7 +143,7 @@ def _compiled(candidate: Candidate) -> tuple[str, ...]:
 
 
 def _besides(candidate: Candidate) -> str:
-  """What is not a number: offload, and names that are split differently."""
+  """Offload, and the names that are split differently from the user's rules."""
   words = ["offload"] if candidate.offload else []
   words += [f"{name}={'+'.join(axes)}" for name, axes in candidate.changes.items() if name != "batch"]
   return ", ".join(words)

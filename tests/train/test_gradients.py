@@ -59,6 +59,21 @@ def gradient_exchanges(program, mesh, axis):
   return [(c.times, c.bytes) for c in found if c.kind in kinds and axis in c.axes and c.bytes > 4096]
 
 
+@pytest.mark.parametrize(
+  ("axes", "runs"), [({"data": 2, "fsdp": 4}, 1), ({"data": 2, "fsdp": 2, "tensor": 2}, 1), ({"data": 8}, 2)]
+)
+def test_a_loss_runs_once_in_a_compilation_and_once_more_in_a_shard_map(axes, runs):
+  calls = []
+
+  def counted(model, batch):
+    calls.append(batch)
+    return loss_fn(model, batch)
+
+  _, model, optimizer, batch = step_on(axes)
+  nxp.train_step(counted, microbatches=PARTS, remat="none").lower(model, optimizer, batch)
+  assert len(calls) == runs
+
+
 @pytest.mark.parametrize("zero", [0, 1])
 def test_replicas_exchange_once_at_each_stage(zero):
   """ZeRO with whole gradients: the sums of all microbatches are exchanged, then split."""

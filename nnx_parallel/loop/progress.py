@@ -19,7 +19,7 @@ class StepProgress:
   the last step.
 
   Args:
-    steps: the last step's number; None when nobody knows.
+    steps: the last step's number; None if unknown.
     start: the step that the run resumes from.
     unit: what is counted per second: `tokens`, `samples`.
     quiet: say as little as possible.

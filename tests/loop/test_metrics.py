@@ -11,12 +11,12 @@ import pytest
 from matplotlib.figure import Figure
 
 from nnx_parallel.errors import ReportError, TrainError
-from nnx_parallel.train.metrics import (
+from nnx_parallel.loop.metrics import (
   MetricsLog,
   draw_curves,
   read_metrics,
 )
-from nnx_parallel.train.timing import StepClock
+from nnx_parallel.loop.timing import StepClock
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ import re
 import pytest
 from rich.console import Console
 
-from nnx_parallel.train.progress import StepProgress
+from nnx_parallel.loop.progress import StepProgress
 
 VALUES = {"loss": 2.5, "close": 0.5, "seconds": 0.125, "tokens_per_second": 32768.0}
 

@@ -1,0 +1,252 @@
+"""Devices in the text of compiled programs: the groups of a collective, and the blocks of an array.
+
+Groups are lists (`{{0,1},{2,3}}`), iota (`[4,2]<=[2,4]T(1,0)`), mesh axes (`mesh['a'=2,'b'=4] {'a'}`),
+or mesh axes with `device_ids=`. Ids are positions in the flattened mesh, so a set of axes is recovered by
+comparing groups with the sub-grids of the mesh. Layouts of arrays are tiles
+(`{devices=[2,1,4]<=[8] last_tile_dim_replicate}`) or mesh axes (`{mesh['data'=2,'fsdp'=4], [{'data'}, {}]}`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+import re
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from nnx_parallel.report.program import hlo
+
+_IOTA = re.compile(r"\[(\d+),(\d+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?")
+# mesh['a'=2,'b'=4] {'a'}    mesh['a'=2,'b'=2], device_ids=(0,2,1,3) {'a'}
+# mesh['a'=2,'b'=4], device_ids=([4,2]T(1,0)) {'b':(2)2}
+MESH = re.compile(r"mesh\[(?P<sizes>[^\]]*)\](?:, *device_ids=\((?P<ids>(?:[^()]|\([\d,]*\))*)\))?")
+_AXES = re.compile(MESH.pattern + r" *\{(?P<axes>[^}]*)\}")
+_MESH_AXIS = re.compile(r"'([^']+)'=(\d+)")
+MESH_ITEM = re.compile(r"'([^']+)'(?::\((\d+)\)(\d+))?")
+_IOTA_IDS = re.compile(r"\[([\d,]+)\](?:T\(([\d,]+)\))?")
+_LIST = re.compile(r"\{([\d, ]+)\}")
+_LISTS = re.compile(r"\{(?:\{[\d, ]*\},?\s*)*\}")
+_PAIR = re.compile(r"\{(\d+), ?(\d+)\}")
+_TILES = re.compile(r"devices=\[([\d,]+)\](?:<=\[([\d,]+)\](?:T\(([\d,]+)\))?|([\d,]+))")
+_LAST = re.compile(r"last_tile_dims=\{([^}]*)\}")
+_COMMENT = re.compile(r"/\*.*?\*/")
+_DIM = re.compile(r"\{([^{}]*)\}")
+Labels = npt.NDArray[np.int64]
+
+
+@dataclasses.dataclass(frozen=True)
+class AxisMatch:
+  """The mesh axes a collective runs over.
+
+  Attributes:
+    axes: names, in mesh order; empty when every group is a single device.
+    whole: whether a group is all of those axes; False when it is a part of them (a pair of
+      neighbours, a split axis).
+  """
+
+  axes: tuple[str, ...]
+  whole: bool
+
+
+class AxisFinder:
+  """Names the mesh axes of a grouping.
+
+  Args:
+    sizes: axis name -> size in devices, in mesh order.
+
+  Example:
+    >>> finder = AxisFinder({"data": 2, "model": 4})
+    >>> finder.match(group_labels("[4,2]<=[2,4]T(1,0)", 8))
+    AxisMatch(axes=('data',), whole=True)
+    >>> finder.match(group_labels("{{0,1},{2,3},{4,5},{6,7}}", 8))
+    AxisMatch(axes=('model',), whole=False)
+  """
+
+  def __init__(self, sizes: Mapping[str, int]):
+    self.devices = math.prod(sizes.values())
+    wide = [name for name, size in sizes.items() if size > 1]
+    self._grids: dict[tuple[str, ...], Labels] = {}
+    for count in range(len(wide) + 1):
+      for axes in itertools.combinations(wide, count):
+        self._grids[axes] = _grid_labels(sizes, axes)
+    self._exact = {labels.tobytes(): axes for axes, labels in reversed(self._grids.items())}
+
+  def match(self, labels: Labels) -> AxisMatch:
+    """Axes of a grouping; `labels[i]` is the smallest member of the group that holds position `i`."""
+    exact = self._exact.get(labels.tobytes())
+    if exact is not None:
+      return AxisMatch(exact, True)
+    for axes, grid in self._grids.items():
+      # Smaller groups fit inside the sub-grid when both members share the sub-grid's label.
+      if bool(np.all(grid == grid[labels])):
+        return AxisMatch(axes, False)
+    raise AssertionError("the whole mesh contains every group")
+
+
+def group_labels(text: str, devices: int) -> Labels:
+  """The smallest member of the group of each of the positions, from the text of `replica_groups`.
+
+  Empty braces mean one group of all devices; positions in no group are alone.
+  """
+  labels = np.arange(devices)
+  for row in group_rows(text, devices):
+    labels[row] = min(row)
+  return labels
+
+
+def group_rows(text: str, devices: int) -> list[list[int]]:
+  """Decodes `replica_groups` as `group_labels` does, with the members of each group in their order."""
+  text = text.partition("replica_groups=")[2] or text
+  mesh, iota, listed = _AXES.match(text), _IOTA.match(text), _LISTS.match(text)
+  if iota:
+    return iota_ids(iota[3], iota[4]).reshape(int(iota[1]), int(iota[2])).tolist()
+  if mesh:
+    sizes, ids = mesh_of(mesh)
+    count, block, rest = blocks_over(mesh["axes"], sizes)
+    return ids[np.lexsort((block, rest))].reshape(-1, count).tolist()
+  if not listed:
+    raise ValueError(f"cannot read the device groups {text[:80]!r}")
+  return [[int(i) for i in row.split(",")] for row in _LIST.findall(listed.group())] or [[*range(devices)]]
+
+
+def blocks_over(text: str, sizes: Mapping[str, int]) -> tuple[int, Labels, Labels]:
+  """Reads axes as `'a', 'b':(2)2`, the second of which is a part of an axis: 2 blocks, inside of 2 others.
+
+  Returns:
+    The number of blocks; the block of each position of the mesh; and the position in the first block that
+    has the same place in all other axes.
+  """
+  rest = np.arange(math.prod(sizes.values()))
+  count, block = 1, np.zeros_like(rest)
+  widths = [*sizes.values(), 1]
+  strides = {name: math.prod(widths[n + 1 :]) for n, name in enumerate(sizes)}
+  for name, before, part in MESH_ITEM.findall(text):
+    size = int(part or sizes[name])
+    stride = strides[name] * (sizes[name] // (int(before or 1) * size))
+    place = rest // stride % size
+    count, block, rest = count * size, block * size + place, rest - place * stride
+  return count, block, rest
+
+
+def mesh_of(mesh: re.Match[str]) -> tuple[dict[str, int], Labels]:
+  """Axis name -> size, and the device at each position, of a mesh that `MESH` matched."""
+  sizes = {name: int(size) for name, size in _MESH_AXIS.findall(mesh["sizes"])}
+  if not mesh["ids"]:
+    return sizes, np.arange(math.prod(sizes.values()))
+  iota = _IOTA_IDS.match(mesh["ids"])
+  return sizes, iota_ids(iota[1], iota[2]) if iota else np.array([int(i) for i in mesh["ids"].split(",")])
+
+
+def iota_ids(dims: str, order: str | None) -> Labels:
+  """The flat array that HLO writes as `[2,4]T(1,0)`: numbers in order, transposed."""
+  sizes = [int(n) for n in dims.split(",")]
+  axes = [int(n) for n in order.split(",")] if order else range(len(sizes))
+  return np.arange(math.prod(sizes)).reshape(sizes).transpose(axes).ravel()
+
+
+def pair_labels(text: str, devices: int) -> Labels:
+  """Positions connected by `source_target_pairs`, as groups."""
+  labels = np.arange(devices)
+  for pair in pairs_of(text):
+    low, high = sorted(labels[n] for n in pair)
+    labels[labels == high] = low
+  return labels
+
+
+def pairs_of(text: str) -> list[tuple[int, int]]:
+  """(source, target) of `source_target_pairs`."""
+  return [(int(a), int(b)) for a, b in _PAIR.findall(text)]
+
+
+def _grid_labels(sizes: Mapping[str, int], axes: Sequence[str]) -> Labels:
+  """Labels of the sub-grids over `axes`."""
+  ids = np.arange(math.prod(sizes.values())).reshape(*sizes.values())
+  first = ids[tuple(slice(1) if name in axes else slice(None) for name in sizes)]
+  return np.broadcast_to(first, ids.shape).ravel()
+
+
+@dataclasses.dataclass(frozen=True)
+class Tiling:
+  """How an array is split over devices.
+
+  Attributes:
+    parts: blocks along each dim; one for each dim of the array, or empty where it is replicated.
+    blocks: (devices, dims): the number of the block that each device holds.
+    manual: whether it is inside a `shard_map`, so that the array is a block already.
+  """
+
+  parts: tuple[int, ...]
+  blocks: Labels
+  manual: bool = False
+
+  def local(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Sizes of one block; the last along a dim may reach beyond the array."""
+    return tuple(-(-n // k) for n, k in zip(shape, self.parts or (1,) * len(shape), strict=True))
+
+
+def read_tiling(text: str, devices: int) -> Tiling | None:
+  """Reads the value of `sharding=` of one array; empty means replicated.
+
+  Returns None for a layout that is not known here (one device holds all, partial sums).
+  """
+  if "unreduced" in text or "maximal" in text:
+    return None
+  if not text or text.strip() in ("{replicated}", "{mesh[], replicated}"):
+    return _whole(devices)
+  mesh, tiles = MESH.search(text), _TILES.search(text)
+  if mesh and mesh["sizes"]:
+    return _of_mesh(text, mesh, devices)
+  if tiles:
+    return _of_tiles(text, tiles, devices)
+  return dataclasses.replace(_whole(devices), manual=True) if "manual" in text else None
+
+
+def split_layouts(text: str) -> tuple[str, ...]:
+  """The layouts of a tuple's elements: `{{...}, {...}}` -> two texts; that of one array is the only one.
+
+  Example:
+    >>> split_layouts("{{replicated}, {devices=[2]<=[2]}}")
+    ('{replicated}', '{devices=[2]<=[2]}')
+    >>> split_layouts("{replicated}")
+    ('{replicated}',)
+  """
+  inner = text.strip()
+  inner = inner[1:-1] if inner.startswith("{") else inner
+  if not inner.lstrip().startswith("{"):
+    return (text,)
+  return tuple(part.strip() for part in hlo.pieces(_COMMENT.sub("", inner)))
+
+
+def _whole(devices: int) -> Tiling:
+  return Tiling((), np.zeros((devices, 0), np.int64))
+
+
+def _of_mesh(text: str, mesh: re.Match[str], devices: int) -> Tiling | None:
+  sizes, numbers = mesh_of(mesh)
+  listed = re.match(r",? *\[(.*?)\](?:,|\}|$)", text[mesh.end() :])
+  if not listed or math.prod(sizes.values()) != devices:
+    return None
+  found = [blocks_over(dim, sizes) for dim in _DIM.findall(listed[1])]
+  blocks = np.zeros((devices, len(found)), np.int64)
+  for dim, (_, block, _) in enumerate(found):
+    blocks[numbers, dim] = block
+  rest = text[mesh.end() + listed.end() :]
+  return Tiling(tuple(count for count, _, _ in found), blocks, "manual" in rest)
+
+
+def _of_tiles(text: str, tiles: re.Match[str], devices: int) -> Tiling | None:
+  dims = [int(n) for n in tiles[1].split(",")]
+  numbers = iota_ids(tiles[2], tiles[3]) if tiles[2] else np.array([int(n) for n in tiles[4].split(",")])
+  if len(numbers) != devices:
+    return None
+  named = _LAST.search(text)
+  kinds = [kind.strip() for kind in named[1].split(",")] if named else []
+  kinds = kinds or (["replicated"] if "last_tile_dim_replicate" in text else [])
+  parts = dims[: len(dims) - len(kinds)]
+  coords = np.indices(dims).reshape(len(dims), -1)[: len(parts)]
+  blocks = np.empty((devices, len(parts)), np.int64)
+  blocks[numbers] = coords.T
+  return Tiling(tuple(parts), blocks, "manual" in kinds)

@@ -1,0 +1,92 @@
+"""The options of a step."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any, Literal
+
+import jax.numpy as jnp
+
+from nnx_parallel.errors import TrainError
+from nnx_parallel.train.remat import Policy, check_policy
+
+LossFn = Callable[[Any, Any], Any]
+Gradients = Literal["whole", "scattered"]
+
+
+@dataclasses.dataclass(frozen=True)
+class StepOptions:
+  """The loss function of a step, and the options of `train_step` or `eval_step`.
+
+  Attributes:
+    loss_fn: one loss function, or key -> loss function for several models trained in turn.
+    microbatches: parts that each batch is split into.
+    remat: what layers keep for the backward pass; see `with_remat`.
+    outputs: names of metrics that are per-example arrays.
+    gradients: the layout of gradients; see `train_step`.
+    reduction: dtype in which replicas sum their gradients, or None.
+    pairs: whether metrics come as `(sum, count)` pairs.
+    diagnostics: whether the norm of the gradients and the learning rate are among the metrics.
+
+  Raises:
+    TrainError: a number of microbatches, a remat policy, a layout of gradients or a dtype of reductions that
+      does not exist.
+  """
+
+  loss_fn: LossFn | Mapping[Any, LossFn]
+  microbatches: int = 1
+  remat: Policy = None
+  outputs: tuple[str, ...] = ()
+  gradients: Gradients | None = None
+  reduction: Any = None
+  pairs: bool = False
+  diagnostics: bool = False
+
+  def __post_init__(self) -> None:
+    if self.microbatches < 1:
+      raise TrainError(f"microbatches={self.microbatches} is not a positive number.", fix="microbatches=1")
+    check_policy(self.remat)
+    if self.gradients not in (None, "whole", "scattered"):
+      raise TrainError(
+        f"gradients={self.gradients!r} is not a layout.",
+        fix='gradients="whole" or "scattered"; None: as planned.',
+      )
+    if self.reduction is not None and not jnp.issubdtype(self.reduction, jnp.floating):
+      raise TrainError(
+        f"reduction={jnp.dtype(self.reduction)} would round gradients to whole numbers.",
+        fix="reduction=jnp.float32",
+      )
+
+  @property
+  def in_one_piece(self) -> bool:
+    """Whether the batch stays whole: its mean loss is differentiated, and not sums over parts."""
+    return self.microbatches == 1 and self.reduction is None
+
+
+def is_scattered(gradients: Gradients | None, stage: int, *, further: bool) -> bool:
+  """Whether gradients take the layout of their optimizer state as soon as they exist.
+
+  Args:
+    gradients: the option of `train_step`; None: as the plan says.
+    stage: the plan's ZeRO stage.
+    further: whether some optimizer state is split more than its parameter.
+
+  Returns:
+    False also where a stage finds nothing to split: both layouts are then the same.
+
+  Raises:
+    TrainError: `gradients` is "scattered", and nothing can be scattered.
+
+  Example:
+    >>> is_scattered(None, 2, further=True), is_scattered("whole", 2, further=True)
+    (True, False)
+  """
+  if gradients == "scattered" and not further and not stage:
+    raise TrainError(
+      'gradients="scattered" scatters nothing: no optimizer state is split more than its parameter.',
+      details="the plan of the optimizer has zero=0",
+      fix="nxp.plan(..., zero=2), which a train step follows when gradients= is left out.",
+    )
+  wanted = stage == 2 if gradients is None else gradients == "scattered"
+  return wanted and further

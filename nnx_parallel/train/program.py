@@ -1,0 +1,412 @@
+"""The programs of a step for some live objects, and a record of why each was compiled."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import logging
+import operator
+import re
+import reprlib
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding
+
+from nnx_parallel.core.axes import axes_of
+from nnx_parallel.core.nodes import Path, value_of
+from nnx_parallel.errors import TrainError
+from nnx_parallel.layout.constrain import default_scope, rules_in_scope, scope_of
+from nnx_parallel.layout.sharded_optimizer import Placement, placement_of
+from nnx_parallel.train.binding import (
+  RESTORE,
+  Binding,
+  current_trace,
+  deleted,
+  exhaust,
+  inside_a_program,
+  is_deleted,
+  put,
+  read_apart,
+  some_of,
+)
+from nnx_parallel.train.gradients import Layout, batch_axes_of
+from nnx_parallel.train.hold import held
+from nnx_parallel.train.loss_call import call_loss
+from nnx_parallel.train.losses import Metrics, check_examples, examples_in, means, pairs, terms
+from nnx_parallel.train.options import LossFn, StepOptions, is_scattered
+from nnx_parallel.train.subject import Subject
+from nnx_parallel.train.update import keyed, update
+
+logger = logging.getLogger("nnx_parallel")
+
+# As jax 0.10 and 0.12 say it, in Python and in XLA, at the dispatch of a program: nothing has run then.
+_DELETED = re.compile(r"^Array has been deleted|Buffer has been deleted or donated\.?$")
+_SETTINGS = ("jax_enable_x64", "jax_numpy_dtype_promotion", "jax_default_matmul_precision", "jax_debug_nans")
+_new_arrays = operator.itemgetter(0)
+Signature = dict[str, str]
+"""Label -> text of the type and layout."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Compile:
+  """One compilation of a step.
+
+  Attributes:
+    step: the number of the call that needed it, counted from 0.
+    reasons: what was new, one phrase each: an argument, its shape, dtype or layout, or a changed attribute.
+  """
+
+  step: int
+  reasons: tuple[str, ...]
+
+  def __str__(self) -> str:
+    return f"call {self.step}: {'; '.join(self.reasons)}"
+
+
+class WatchedJit:
+  """A jitted `run(arrays, batch)` whose cache is watched.
+
+  Args:
+    run: the function to compile.
+    labels: dotted paths of the arrays, for reasons and errors.
+    shardings: of the arrays, which are donated, and of the first result; None for a function that changes
+      nothing.
+
+  Attributes:
+    jitted: what `jax.jit` made; a step calls it directly.
+    known: entries of jax's cache of it that were accounted for; `jitted._cache_size()` is more when something
+      was compiled since `reasons`.
+  """
+
+  def __init__(self, run: Callable[..., Any], labels: Sequence[str], shardings: Any):
+    self.labels = labels
+    options: dict[str, Any] = {}
+    if shardings is not None:
+      options = {"donate_argnums": 0, "out_shardings": (shardings, None)}
+    self.jitted: Any = jax.jit(run, **options)
+    # `jitted._cache_size` is not kept: jax 0.10 cannot collect the cycle that this bound method closes.
+    self.known = 0
+    self._seen: list[Signature] = []
+
+  def explain(self, error: BaseException, arrays: Sequence[Any], batch: Any) -> None:
+    """Explains a failed call in terms of the module, from its arguments as they are after the call.
+
+    Raises:
+      TrainError: the arguments explain the failure: an array was deleted before the call, is on other devices
+        than the rest, or is none. Otherwise, where the program has donated the arrays, the error gets a note
+        that they are gone.
+    """
+    gone = [label for label, array in zip(self.labels, arrays, strict=True) if is_deleted(array)]
+    problem: TrainError | None = None
+    if _DELETED.search(str(error)):
+      problem = deleted(gone, len(self.labels)) if gone else _deleted_in(batch)
+    elif isinstance(error, (TypeError, ValueError)) and not isinstance(error, TrainError) and not gone:
+      problem = self._misplaced(arrays, batch) or _no_array(batch)
+    if problem is not None:
+      raise problem from error
+    if gone:
+      error.add_note(
+        f"The step was under way and had taken over its arrays: {some_of(gone, len(self.labels))} are lost.\n"
+        f"  Fix: {RESTORE}."
+      )
+
+  def reasons(self, arrays: list[Any], batch: Any) -> tuple[str, ...] | None:
+    """What was new in the call that made the cache grow; empty for the first compilation.
+
+    None when nothing was compiled: jax adds a second entry for the same program when typed PRNG keys first
+    take its fast path. Donated arrays still have a type.
+    """
+    self.known = self.jitted._cache_size()
+    now = signature(self.labels, arrays, batch)
+    differences = [_difference(before, now) for before in self._seen]
+    if not differences:
+      self._seen.append(now)
+      return ()
+    least = min(differences, key=len)
+    if not least:
+      return None
+    self._seen.append(now)
+    return tuple(least)
+
+  def _misplaced(self, arrays: Sequence[Any], batch: Any) -> TrainError | None:
+    """The error of an array that is on other devices than the model, if there is one."""
+    placed = [(label, x) for label, x in zip(self.labels, arrays, strict=True) if isinstance(x, jax.Array)]
+    meshes = [x.sharding.mesh for _, x in placed if isinstance(x.sharding, NamedSharding)]
+    mesh: Any = meshes[0] if meshes else None
+    if mesh is None:
+      return None
+    # In their order: a program runs on one assignment of devices.
+    devices = tuple(mesh.devices.flat)
+    for label, array in placed:
+      if array.committed and not _lies_on(array, devices):
+        return TrainError(
+          f"{label} is on {len(array.sharding.device_set)} device(s), and the model on {mesh.size}.",
+          details=f"{label}: {array.sharding}; the model's mesh: {dict(mesh.shape)}",
+          fix="write values in place, which keeps the layout: variable[...] = value.",
+        )
+    for path, array in jax.tree_util.tree_leaves_with_path(batch):
+      if isinstance(array, jax.Array) and array.committed and not _lies_on(array, devices):
+        return TrainError(
+          f"batch{jax.tree_util.keystr(path)} is not on the model's mesh.",
+          details=f"its devices {_ids(array.sharding)}, the model's {[d.id for d in devices]}"
+          f" (mesh {dict(mesh.shape)})",
+          fix="nxp.shard_batch(batch, plan) with the plan of this model.",
+        )
+    return None
+
+
+class BoundStep:
+  """A step for some live objects: their binding, and a program for each layout of the batch.
+
+  Attributes:
+    reasons: why it was made.
+    reduction: how the last traced program reduces gradients between replicas.
+  """
+
+  def __init__(self, options: StepOptions, roots: Mapping[str, Any], reasons: tuple[str, ...] = ()):
+    self.options, self.reasons = options, reasons
+    self.trains = "optimizer" in roots
+    optimizers = keyed(roots["model"], roots["optimizer"]) if self.trains else {}
+    self._placements = {key: placement_of(optimizer) for key, optimizer in optimizers.items()}
+    self.binding = Binding(roots, self._planned())
+    self.reduction = ""
+    self.watch = self.binding.watch
+    self.trace = current_trace()
+    self.variables = self.binding.variables
+    # What the fast path compares: a tuple or dict of modules is new in each call, and is looked up.
+    self.model, self.optimizer = (self.watch.reference(name) for name in ("model", "optimizer"))
+    self._programs: dict[tuple[str, ...], WatchedJit] = {}
+    if self.trains:
+      self._separate_buffers()
+
+  def alive(self) -> bool:
+    """Whether none of its objects was garbage-collected."""
+    return self.watch.alive()
+
+  def program(self, batch: Any) -> WatchedJit:
+    """The program for batches that are sharded like this one."""
+    axes = self._batch_axes(batch)
+    if axes not in self._programs:
+      labels, shardings = self.binding.variable_labels, self.binding.variable_shardings
+      run = self.held(self._train(axes) if self.trains else self._evaluate, shardings)
+      self._programs[axes] = WatchedJit(run, labels, shardings if self.trains else None)
+    return self._programs[axes]
+
+  def update(self, program: WatchedJit, batch: Any) -> tuple[list[Any], Metrics]:
+    """Runs a program and writes its arrays back, all or none; returns the old ones and the metrics."""
+    if current_trace() != self.trace:
+      raise inside_a_program()
+    try:
+      arrays = read_apart(self.variables)
+      ran, kept = itertools.tee(map(program.jitted, (arrays,), (batch,)))
+      # One call, from the start of the program to the last array written back. Python handles signals between
+      # calls. So none, Ctrl-C included, comes after the program has taken the donated arrays and before the
+      # Variables have the new ones.
+      exhaust(map(put, self.variables, itertools.chain.from_iterable(map(_new_arrays, ran))))
+    except BaseException as error:
+      program.explain(error, self.binding.read(), batch)
+      raise
+    return arrays, next(kept)[1]
+
+  def evaluate(self, program: WatchedJit, batch: Any) -> tuple[list[Any], Metrics]:
+    """Runs a program that changes nothing. Returns the arrays and the metrics."""
+    arrays = self.binding.read()
+    try:
+      return arrays, program.jitted(arrays, batch)
+    except (TypeError, ValueError, RuntimeError) as error:
+      program.explain(error, arrays, batch)
+      raise
+
+  def _batch_axes(self, batch: Any) -> tuple[str, ...]:
+    # Only microbatches depend on how the batch is sharded; jit handles all else.
+    return () if self.options.in_one_piece else batch_axes_of(batch)
+
+  def _train(self, axes: tuple[str, ...]) -> Callable[[list[Any], Any], tuple[list[Any], Metrics]]:
+    binding, scope, layout = self.binding, scope_of(self.variables), self._layout(axes)
+
+    def train_step(arrays: list[Any], batch: Any) -> tuple[list[Any], Metrics]:
+      objects = binding.template.build(binding.with_raw(arrays))
+      with default_scope(scope):
+        metrics, self.reduction = update(self.options, objects[0], objects[1], batch, layout)
+      return binding.without_raw(binding.template.arrays(objects)), metrics
+
+    return train_step
+
+  def _evaluate(self, arrays: list[Any], batch: Any) -> Metrics:
+    check_examples(batch)
+    (models,) = self.binding.template.build(self.binding.with_raw(arrays))
+    loss_fn: Any = self.options.loss_fn
+    with default_scope(scope_of(self.variables)):
+      found = terms(call_loss(loss_fn, models, batch), self.options.outputs)
+    return pairs(found, examples=examples_in(batch)) if self.options.pairs else means(found)
+
+  def held(self, run: Callable[..., Any], shardings: Any) -> Callable[..., Any]:
+    """A program of these arrays with the layouts of their plan held."""
+    mesh, scope = self.binding.mesh, scope_of(self.variables)
+    if scope is None and mesh is not None and sum(size > 1 for size in mesh.shape.values()) > 1:
+      logger.warning(
+        "the step leaves the layout of activations to XLA, which gets some wrong on several mesh axes: the"
+        " models have no plan, or plans with different rules; nxp.check_gradients(model, batch, loss) tells"
+      )
+    return held(run, mesh, scope, shardings)
+
+  def subject(self, loss_fn: LossFn, wrt: Mapping[Any, Any], batch: Any) -> Subject:
+    """What `check_gradients` checks: one loss, differentiated as in this step."""
+    layout = self._layout(self._batch_axes(batch))
+    return Subject(self.options, loss_fn, self.binding, batch, wrt, layout, self.held)
+
+  def _layout(self, axes: tuple[str, ...]) -> Layout:
+    """The layout of each gradient, for a batch that is split over `axes`."""
+    pairs = zip(self.binding.template.paths, self.binding.shardings, strict=True)
+    own = {path[1:]: sharding for path, sharding in pairs if path[0] == 0}
+    split = {key: _scattered(placement, key, own) for key, placement in self._placements.items()}
+    scattered: dict[Path, NamedSharding] = {}
+    for key, placement in self._placements.items():
+      stage = 0 if placement is None else placement.zero
+      if is_scattered(self.options.gradients, stage, further=any(split.values())):
+        scattered |= split[key]
+    used = {axis for where in own.values() if where for entry in where.spec for axis in axes_of(entry)}
+    return Layout(self.binding.mesh, {**own, **scattered}, frozenset(scattered), frozenset(used), axes)
+
+  def _planned(self) -> dict[Path, NamedSharding]:
+    """Where the plans of the optimizers put arrays, by path in the binding's template."""
+    found: dict[Path, NamedSharding] = {}
+    for key, placement in self._placements.items():
+      if placement is not None:
+        for root, shardings in enumerate((placement.model, placement.optimizer)):
+          found |= {(root, *_inside(key), *path): where for path, where in shardings.items()}
+    return found
+
+  def unplanned(self) -> list[str]:
+    """The replicated arrays of planned models that are not in the plan, or not in this shape."""
+    planned, binding = self._planned(), self.binding
+    rows = zip(
+      binding.labels, binding.template.paths, binding.template.leaves, binding.shardings, strict=True
+    )
+    return [
+      label
+      for label, path, leaf, where in rows
+      if path[0] == 0 and self._placements.get(None if None in self._placements else path[1]) is not None
+      if (ndim := value_of(leaf).ndim) and where is not None and where.is_fully_replicated
+      if path not in planned or not where.is_equivalent_to(planned[path], ndim)
+    ]
+
+  def _separate_buffers(self) -> None:
+    """Gives each Variable its own buffers: one buffer cannot be donated twice."""
+    first: dict[Any, str] = {}
+    for label, variable in zip(self.binding.variable_labels, self.variables, strict=True):
+      value = variable.get_raw_value()
+      if not isinstance(value, jax.Array):
+        continue
+      where = _pointer(value)
+      if where in first:
+        logger.info("%s and %s shared one array; each has its own now", first[where], label)
+        variable.set_raw_value(jnp.copy(value))
+      first.setdefault(where, label)
+
+
+def _inside(key: Any) -> Path:
+  """The start of a model's paths: its key, where there are several."""
+  return () if key is None else (key,)
+
+
+def _scattered(
+  placement: Placement | None, key: Any, own: Mapping[Path, NamedSharding | None]
+) -> dict[Path, NamedSharding]:
+  """The gradients of a model that its optimizer's plan can scatter, and their layout."""
+  gradients = {} if placement is None else placement.gradients
+  paths = {(*_inside(key), *path): where for path, where in gradients.items()}
+  return {path: where for path, where in paths.items() if (mine := own.get(path)) and mine.mesh == where.mesh}
+
+
+def _pointer(value: jax.Array) -> Any:
+  if jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
+    value = jax.random.key_data(value)
+  shards = value.addressable_shards
+  if not shards or not value.size:
+    return id(value)
+  return shards[0].device.id, shards[0].data.unsafe_buffer_pointer()
+
+
+def _deleted_in(batch: Any) -> TrainError | None:
+  for path, leaf in jax.tree_util.tree_leaves_with_path(batch):
+    if is_deleted(leaf):
+      return TrainError(
+        f"batch{jax.tree_util.keystr(path)} was deleted: its memory was donated or freed before the step.",
+        fix="make or fetch the batch again; a step does not donate its batch.",
+      )
+  return None
+
+
+def _no_array(batch: Any) -> TrainError | None:
+  """The first leaf of a batch that jax cannot take, if there is one."""
+  for path, leaf in jax.tree_util.tree_leaves_with_path(batch):
+    dtype = getattr(leaf, "dtype", None)
+    if isinstance(leaf, (bool, int, float, complex)) or hasattr(leaf, "__jax_array__"):
+      continue
+    if dtype is None or (isinstance(leaf, (np.ndarray, np.generic)) and dtype.kind in "OSUMm"):
+      kind = f"a {type(leaf).__name__}" + ("" if dtype is None else f" of {dtype}")
+      return TrainError(
+        f"batch{jax.tree_util.keystr(path)} is {kind}, which no program can take.",
+        details=f"value {reprlib.repr(leaf)}",
+        fix="give a step arrays of numbers only; keep names and texts beside the batch.",
+      )
+  return None
+
+
+def _lies_on(array: jax.Array, devices: tuple[Any, ...]) -> bool:
+  sharding: Any = array.sharding
+  if isinstance(sharding, NamedSharding):
+    return _in_order(sharding) == devices
+  return sharding.device_set == set(devices)
+
+
+def _in_order(sharding: NamedSharding) -> tuple[Any, ...]:
+  mesh: Any = sharding.mesh  # of a live array, so it has devices
+  return tuple(mesh.devices.flat)
+
+
+def _ids(sharding: Any) -> list[int]:
+  if isinstance(sharding, NamedSharding):
+    return [device.id for device in _in_order(sharding)]
+  return sorted(device.id for device in sharding.device_set)
+
+
+def signature(labels: Sequence[str], arrays: Sequence[Any], batch: Any) -> Signature:
+  """Type and layout of every argument, by label, and what else jax compiles for."""
+  found = {label: describe(array) for label, array in zip(labels, arrays, strict=True)}
+  found["rules in scope"] = str(rules_in_scope())
+  found["active mesh"] = str(dict(jax.sharding.get_abstract_mesh().shape))
+  found |= {name: str(getattr(jax.config, name)) for name in _SETTINGS}
+  for path, leaf in jax.tree_util.tree_leaves_with_path(batch):
+    found[f"batch{jax.tree_util.keystr(path)}"] = describe(leaf)
+  return found
+
+
+def describe(x: Any) -> str:
+  """The type and layout of an array as text: `float32[8,16] P('data', None)`."""
+  if not hasattr(x, "shape") or not hasattr(x, "dtype"):
+    return type(x).__name__
+  text = f"{x.dtype}[{','.join(map(str, x.shape))}]"
+  if getattr(x, "weak_type", False):
+    text += " weak"
+  sharding = getattr(x, "sharding", None)
+  if isinstance(sharding, NamedSharding):
+    sizes = ",".join(f"{axis}={size}" for axis, size in sharding.mesh.shape.items())
+    memory = f" in {sharding.memory_kind}" if sharding.memory_kind not in (None, "device") else ""
+    return f"{text} {sharding.spec} on ({sizes}){memory}"
+  if sharding is None:
+    return f"{text} {type(x).__name__}"
+  return f"{text} on {'a device' if getattr(x, 'committed', True) else 'no particular device'}"
+
+
+def _difference(before: Signature, now: Signature) -> list[str]:
+  return [
+    f"{label}: {before.get(label, 'absent')} -> {now.get(label, 'absent')}"
+    for label in dict.fromkeys([*before, *now])
+    if before.get(label) != now.get(label)
+  ]

@@ -1,0 +1,192 @@
+"""A loss as a function of flat arrays, traced once: that trace is inspected, rewritten and differentiated."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from nnx_parallel.core.axes import axes_of
+from nnx_parallel.core.jaxprs import as_function, equations, forwarded
+from nnx_parallel.core.nodes import Path, path_str
+from nnx_parallel.errors import TrainError
+from nnx_parallel.layout.constrain import mapped_axes_in_scope
+from nnx_parallel.train.binding import Template
+from nnx_parallel.train.loss_call import call_loss
+from nnx_parallel.train.losses import Terms, mean, terms
+from nnx_parallel.train.options import LossFn, StepOptions
+from nnx_parallel.train.remat import rematerialised
+
+Objective = Callable[[list[Any], list[Any], Any], tuple[Any, tuple[Terms, dict[int, Any], Any]]]
+"""`(trained, rest, batch) -> (what to differentiate, (terms, changed arrays by position, weight))`.
+
+Positions count the rest first, then the trained arrays. Gradients are multiplied by the weight, unless it is
+None, before they are added to those of other parts of the batch.
+"""
+
+
+class TracedObjective:
+  """An objective that is traced once for each set of shapes; a call evaluates the trace.
+
+  The user's loss function thus runs once in a compilation, however often the objective is inspected,
+  differentiated and called. In the body of a `shard_map` it runs once more: a trace is of one mesh context.
+
+  Args:
+    objective: what is traced.
+    check: gets the positions of the arrays that it changes; may raise.
+  """
+
+  def __init__(self, objective: Objective, check: Callable[[Collection[int]], None]):
+    self._objective, self._check = objective, check
+    self._traces: dict[Any, tuple[Any, Any, set[int]]] = {}
+
+  def __call__(self, trained: list[Any], rest: list[Any], batch: Any) -> Any:
+    """The results of the objective; of the arrays that it returns, only those that it changed."""
+    leaves, tree = jax.tree.flatten((trained, rest, batch))
+    shapes = [(jnp.shape(x), x.dtype, getattr(x, "weak_type", False)) for x in leaves]
+    key = tree, *shapes, mapped_axes_in_scope(), jax.sharding.get_abstract_mesh()
+    if key not in self._traces:
+      traced, shape = jax.make_jaxpr(self._objective, return_shape=True)(trained, rest, batch)
+      results = jax.tree.structure(shape)
+      # `nnx.remat` and `nnx.scan` return every Variable that they get, so that all seem to have changed.
+      inputs = [*range(len(rest), len(rest) + len(trained)), *range(len(rest))]  # the position of each
+      sources = jax.tree.unflatten(results, forwarded(traced))[1][1]
+      same = {n for n, i in sources.items() if i is not None and i < len(inputs) and inputs[i] == n}
+      self._check(sources.keys() - same)
+      self._traces[key] = traced, results, same
+    traced, results, same = self._traces[key]
+    value, (found, changed, weight) = jax.tree.unflatten(results, as_function(traced)(*leaves))
+    return value, (found, {n: array for n, array in changed.items() if n not in same}, weight)
+
+
+class Differentiable(NamedTuple):
+  """The loss of traced models as a function of the arrays that are trained.
+
+  Attributes:
+    objective: what is differentiated.
+    train: the trained arrays.
+    others: the other arrays, and the loss scale if there is one.
+    paths: the path of each trained array inside the models.
+    template: the structure of the models.
+    order: the leaf of the template for each of `others`, then for each of `train`.
+  """
+
+  objective: Objective
+  train: list[Any]
+  others: list[Any]
+  paths: list[Path]
+  template: Template
+  order: list[int]
+
+  @property
+  def trained(self) -> list[int]:
+    """The leaf of the template for each trained array."""
+    return self.order[len(self.order) - len(self.train) :]
+
+
+def differentiable(
+  options: StepOptions, loss_fn: LossFn, models: Any, wrt: Mapping[Any, Any], scale: Any = None
+) -> Differentiable:
+  """The loss of traced models as a function of the arrays that are trained.
+
+  `wrt` is the filter of the Variables that are trained, by the key of their model; the key is None for a
+  single model. The loss is multiplied by `scale`, unless it is None.
+
+  Raises:
+    TrainError: nothing to train, or what has no gradient.
+  """
+  template = Template(models)
+  arrays = template.arrays(models)
+  trained = [i for i in range(len(arrays)) if _is_trained(template, i, wrt)]
+  _check_trained(template, trained, wrt)
+  rest = [i for i in range(len(arrays)) if i not in set(trained)]
+  order = [*rest, *trained]
+
+  def objective(train: list[Any], others: list[Any], part: Any) -> Any:
+    given = dict(zip(order, [*others, *train], strict=True))
+    inner = template.build([given[i] for i in range(len(order))])
+    found = terms(call_loss(loss_fn, inner, part), options.outputs)
+    after = template.arrays(inner)
+    changed = {n: after[i] for n, i in enumerate(order) if after[i] is not given[i]}
+    loss = found.sums["loss"]
+    return mean(loss, found.counts["loss"]) if options.in_one_piece else loss, (found, changed, None)
+
+  def check(changed: Collection[int]) -> None:
+    if not options.in_one_piece and max(changed, default=-1) >= len(rest):
+      raise TrainError(
+        f"the loss function assigned to {path_str(template.paths[order[max(changed)]])}, which the optimizer"
+        f" trains: the gradients of {options.microbatches} microbatches would be those of different models.",
+        fix="microbatches=1 without reduction=; or leave it out of the optimizer's wrt.",
+      )
+
+  traced: Objective = TracedObjective(rematerialised(objective, options.remat), check)
+  train, others = [arrays[i] for i in trained], [arrays[i] for i in rest]
+  if scale is not None:
+    traced, others = _scaled(traced), [*others, scale]
+  return Differentiable(traced, train, others, [template.paths[i] for i in trained], template, order)
+
+
+def _scaled(objective: Objective) -> Objective:
+  """The objective times a scale, the last of its other arrays: a manual program closes over nothing."""
+
+  def scaled(train: list[Any], others: list[Any], part: Any) -> Any:
+    *rest, scale = others
+    loss, (found, changed, _) = objective(train, rest, part)
+    count = found.counts["loss"]
+    if count is not None:
+      loss = mean(found.sums["loss"], count)  # a scaled sum over many examples would overflow
+    return loss * scale.astype(loss.dtype), (found, changed, count)
+
+  return scaled
+
+
+def _is_trained(template: Template, i: int, wrt: Mapping[Any, Any]) -> bool:
+  path: Any = template.paths[i]
+  leaf = template.leaves[i]
+  for key, chosen in wrt.items():
+    if key is None:
+      return bool(nnx.filterlib.to_predicate(chosen)(path, leaf))
+    if path[0] == key:
+      return bool(nnx.filterlib.to_predicate(chosen)(path[1:], leaf))
+  return False
+
+
+def _check_trained(template: Template, trained: list[int], wrt: Mapping[Any, Any]) -> None:
+  if not trained:
+    raise TrainError(
+      f"the optimizer's wrt={', '.join(map(str, wrt.values()))} matches no Variable of the model.",
+      details=f"Variable types: {', '.join(sorted({type(leaf).__name__ for leaf in template.leaves}))}",
+      fix="nnx.Optimizer(model, tx, wrt=nnx.Param)",
+    )
+  for i in trained:
+    dtype = template.leaves[i].get_raw_value().dtype
+    if not jnp.issubdtype(dtype, jnp.inexact):
+      raise TrainError(
+        f"{path_str(template.paths[i])} is {dtype}, which has no gradient.",
+        fix="give it another Variable type than those that the optimizer trains.",
+      )
+
+
+def traced_by_replica(
+  objective: Objective, trained: list[Any], rest: list[Any], part: Any, axes: Sequence[str]
+) -> tuple[Any, str]:
+  """The jaxpr of a loss on one replica's part of the batch, and why replicas cannot compute it on their own.
+
+  The reason is empty where each replica, along these mesh axes, can.
+  """
+  traced, (_, (_, changed, _)) = jax.make_jaxpr(objective, return_shape=True)(trained, rest, part)
+  if changed:
+    return traced.jaxpr, "the loss changes Variables (statistics, counters or random state)"
+  for eqn in equations(traced.jaxpr):
+    if eqn.primitive.name == "shard_map":
+      return traced.jaxpr, "the loss has its own shard_map"
+    if eqn.primitive.name == "sharding_constraint" and _names(eqn.params["sharding"]) & set(axes):
+      return traced.jaxpr, f"the model constrains arrays to {', '.join(axes)}"
+  return traced.jaxpr, ""
+
+
+def _names(sharding: Any) -> set[str]:
+  return {axis for entry in getattr(sharding, "spec", ()) for axis in axes_of(entry)}
