@@ -43,15 +43,16 @@ os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(CACHE))
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
 
+# LLVM's optimizations cost a quarter of the suite's processor time, and its programs run for milliseconds.
+# XLA's passes, its partitioner among them, are as users have them. Guides and tests/create have all.
+os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "true"
+
 import jax  # noqa: E402
 import optax  # noqa: E402
 import pytest  # noqa: E402
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
-# LLVM's optimizations cost a quarter of the suite's processor time, and its programs run for milliseconds.
-# XLA's passes, its partitioner among them, are as users have them. tests/create compares bits: it has all.
-jax.config.update("jax_disable_most_optimizations", True)
 
 
 def relaxed(update: Callable[..., Any]) -> Callable[..., Any]:
