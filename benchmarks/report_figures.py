@@ -22,7 +22,7 @@ from benchmarks.harness import Record
 from nnx_parallel.report.compile_report import CompileReport, compile_report
 from nnx_parallel.report.estimate.memory import MemoryPlan, memory_plan
 from nnx_parallel.report.topology import machine, missing_compiler
-from nnx_parallel.train.remat import Remat, with_remat
+from nnx_parallel.layers.remat import Remat, with_remat
 
 # So large that a TPU's 128 MiB of vector memory, where its compiler puts what fits, matters little.
 MODEL = llama.Config(

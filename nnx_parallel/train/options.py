@@ -9,7 +9,7 @@ from typing import Any, Literal
 import jax.numpy as jnp
 
 from nnx_parallel.errors import TrainError
-from nnx_parallel.train.remat import Policy, check_policy
+from nnx_parallel.layers.remat import Policy, check_policy
 
 LossFn = Callable[[Any, Any], Any]
 Gradients = Literal["whole", "scattered"]

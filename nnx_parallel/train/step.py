@@ -17,6 +17,7 @@ from jax.typing import DTypeLike
 from nnx_parallel.core.text import few
 from nnx_parallel.create.instantiate import instantiate
 from nnx_parallel.errors import TrainError
+from nnx_parallel.layers.remat import Policy
 from nnx_parallel.layout.constrain import default_scope
 from nnx_parallel.layout.plan import ShardingPlan
 from nnx_parallel.train.binding import ABSENT, check_outside, objects_in
@@ -25,7 +26,6 @@ from nnx_parallel.train.gradient_check import GradientCheck, merged
 from nnx_parallel.train.losses import Metrics
 from nnx_parallel.train.options import Gradients, LossFn, StepOptions
 from nnx_parallel.train.program import BoundStep, Compile, WatchedJit, logger
-from nnx_parallel.train.remat import Policy
 from nnx_parallel.train.update import keyed, of_loss
 
 _KEPT = 4

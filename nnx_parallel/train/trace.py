@@ -11,14 +11,16 @@ from flax import nnx
 
 from nnx_parallel.core.axes import axes_of
 from nnx_parallel.core.jaxprs import as_function, equations, forwarded
+from nnx_parallel.core.layers import find_layers
 from nnx_parallel.core.nodes import Path, path_str
 from nnx_parallel.errors import TrainError
+from nnx_parallel.layers.mark import marked
+from nnx_parallel.layers.remat import rematerialised
 from nnx_parallel.layout.constrain import mapped_axes_in_scope
 from nnx_parallel.train.binding import Template
 from nnx_parallel.train.loss_call import call_loss
 from nnx_parallel.train.losses import Terms, mean, terms
 from nnx_parallel.train.options import LossFn, StepOptions
-from nnx_parallel.train.remat import rematerialised
 
 Objective = Callable[[list[Any], list[Any], Any], tuple[Any, tuple[Terms, dict[int, Any], Any]]]
 """`(trained, rest, batch) -> (what to differentiate, (terms, changed arrays by position, weight))`.
@@ -108,7 +110,10 @@ def differentiable(
   def objective(train: list[Any], others: list[Any], part: Any) -> Any:
     given = dict(zip(order, [*others, *train], strict=True))
     inner = template.build([given[i] for i in range(len(order))])
-    found = terms(call_loss(loss_fn, inner, part), options.outputs)
+    # Marked calls are for remat only: elsewhere the trace is the one that `jax.grad` would see.
+    layers = find_layers(inner) if options.remat not in (None, "as written", "none") else ()
+    with marked(inner, layers):
+      found = terms(call_loss(loss_fn, inner, part), options.outputs)
     after = template.arrays(inner)
     changed = {n: after[i] for n, i in enumerate(order) if after[i] is not given[i]}
     loss = found.sums["loss"]

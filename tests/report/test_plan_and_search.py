@@ -34,7 +34,7 @@ from nnx_parallel.report.program.faults import Comparison, Fault
 from nnx_parallel.report.search.compile import SearchInputs, compile_best
 from nnx_parallel.report.search.search import SAME_TIME, factorisations, search, searched_axes
 from nnx_parallel.report.topology import machine
-from nnx_parallel.train.remat import REMATS, with_remat
+from nnx_parallel.layers.remat import REMATS, with_remat
 from report import layouts
 
 DEPTH, WIDTH, HIDDEN = 6, 128, 512

@@ -13,7 +13,7 @@ import pytest
 from flax import nnx
 
 import nnx_parallel as nxp
-from nnx_parallel.train.remat import REMATS
+from nnx_parallel.layers.remat import REMATS
 
 WIDTH, DEPTH = 32, 4
 RULES = nxp.LogicalRules(batch=("data", "fsdp"), embed="fsdp", mlp="tensor")

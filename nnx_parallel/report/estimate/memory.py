@@ -10,13 +10,13 @@ from typing import Any
 from nnx_parallel.core.mesh import axis_sizes
 from nnx_parallel.core.text import Shown, format_bytes
 from nnx_parallel.errors import ReportError
+from nnx_parallel.layers.remat import Remat
 from nnx_parallel.layout.plan import ShardingPlan, check_plan
 from nnx_parallel.report.chips import Chip
 from nnx_parallel.report.chips import chip as chip_named
 from nnx_parallel.report.estimate.propagate import Product, Sizes
 from nnx_parallel.report.estimate.workload import Workload, per_device, trace_workload
 from nnx_parallel.train.options import Gradients
-from nnx_parallel.train.remat import Remat
 
 CASES = 24
 ERROR_BAND = (0.60, 1.51)

@@ -38,13 +38,13 @@ from typing import TYPE_CHECKING, Any
 
 from nnx_parallel.core.mesh import axis_sizes
 from nnx_parallel.core.text import Shown, format_seconds
+from nnx_parallel.layers.remat import Remat
 from nnx_parallel.layout.plan import ShardingPlan, check_plan
 from nnx_parallel.report.chips import Chip
 from nnx_parallel.report.chips import chip as chip_named
 from nnx_parallel.report.estimate.propagate import Product, Sharded, Sizes
 from nnx_parallel.report.estimate.workload import Workload, per_device, trace_workload
 from nnx_parallel.train.options import Gradients
-from nnx_parallel.train.remat import Remat
 
 if TYPE_CHECKING:
   from nnx_parallel.report.compile_report import CompileReport

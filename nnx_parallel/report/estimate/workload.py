@@ -18,6 +18,7 @@ from nnx_parallel.core.flow import Flow
 from nnx_parallel.core.jaxprs import as_function, nbytes, opened, scan_counts
 from nnx_parallel.core.mesh import abstract_mesh, axis_sizes
 from nnx_parallel.errors import ReportError
+from nnx_parallel.layers.remat import Remat, has_layers, with_remat
 from nnx_parallel.layout import optimizer_layout
 from nnx_parallel.layout.leaf import LeafPlan
 from nnx_parallel.layout.plan import ShardingPlan
@@ -32,7 +33,6 @@ from nnx_parallel.report.estimate.propagate import (
   Split,
 )
 from nnx_parallel.train.options import Gradients, is_scattered
-from nnx_parallel.train.remat import Remat, has_layers, with_remat
 
 
 @dataclasses.dataclass(frozen=True)

@@ -20,6 +20,7 @@ from flax import nnx
 
 from nnx_parallel.core.text import format_bytes
 from nnx_parallel.errors import ReportError
+from nnx_parallel.layers.remat import MARK_LAYERS, Remat
 from nnx_parallel.report.compile_report import CompileReport
 from nnx_parallel.report.estimate.memory import ERROR_BAND, memory_categories
 from nnx_parallel.report.estimate.roofline import StepTime, step_time
@@ -30,7 +31,6 @@ from nnx_parallel.report.search.space import RuleVariant, Sizes, factorisations,
 from nnx_parallel.report.tables import not_counted, results_text
 from nnx_parallel.report.topology import Machine, machine
 from nnx_parallel.rules.ruleset import Rules
-from nnx_parallel.train.remat import MARK_LAYERS, Remat
 
 SAME_TIME = 0.005
 """Relative difference of predicted times below which less memory decides."""

@@ -1,8 +1,7 @@
 """Changes what a loss keeps for its backward pass, layer by layer, without touching the module.
 
-Layers are found in the trace: the body of each scan, and each part that is already under
-`jax.checkpoint`. A model whose layers are a Python loop without `nnx.remat` has neither:
-that is an error.
+Layers are found in the trace: the call of each module that `find_layers` finds, the body of each scan, and
+each part that is already under `jax.checkpoint`. A model that has none of them is an error.
 """
 
 from __future__ import annotations
@@ -14,13 +13,16 @@ import jax
 from flax import nnx
 
 from nnx_parallel.core.jaxprs import CALLS, CHECKPOINTS, bind, called, evaluate, opened, scan_counts
+from nnx_parallel.core.layers import find_layers
 from nnx_parallel.errors import TrainError
+from nnx_parallel.layers.mark import is_marked, marked
 
 Remat = Literal["as written", "none", "dots", "full"]
 REMATS: tuple[Remat, ...] = ("as written", "none", "dots", "full")
 Policy = Remat | Callable[..., Any] | None
 """One of `REMATS`, a policy of `jax.checkpoint_policies` for each layer, or None: as written."""
-MARK_LAYERS = "@nnx.remat on the __call__ of the layers' class, or layers stacked by nnx.scan"
+MARK_LAYERS = "layers of one class in an nnx.List; or @nnx.remat on the __call__ of their class"
+_PRODUCTS = ("dot_general", "conv_general_dilated")
 
 
 def with_remat(loss: Callable[[Any, Any], Any], policy: Policy) -> Callable[[Any, Any], Any]:
@@ -44,12 +46,9 @@ def with_remat(loss: Callable[[Any, Any], Any], policy: Policy) -> Callable[[Any
   Example:
     >>> import jax.numpy as jnp
     >>> from flax import nnx
-    >>> class Layer(nnx.Linear):
-    ...   @nnx.remat
-    ...   def __call__(self, x):
-    ...     return super().__call__(x)
+    >>> model = nnx.Sequential(*[nnx.Linear(2, 2, use_bias=False, rngs=nnx.Rngs(0)) for _ in range(4)])
     >>> loss = with_remat(lambda model, x: model(x).sum(), "full")
-    >>> float(loss(Layer(2, 2, use_bias=False, rngs=nnx.Rngs(0)), jnp.zeros((1, 2))))
+    >>> float(loss(model, jnp.zeros((1, 2))))
     0.0
   """
   if check_policy(policy) in (None, "as written"):
@@ -60,7 +59,8 @@ def with_remat(loss: Callable[[Any, Any], Any], policy: Policy) -> Callable[[Any
 
     def pure(state: Any, batch: Any) -> Any:
       module = nnx.merge(graphdef, state)
-      result = loss(module, batch)
+      with marked(module, find_layers(module)):
+        result = loss(module, batch)
       return result, nnx.state(module)
 
     result, after = rematerialised(pure, policy)(state, batch)
@@ -97,7 +97,8 @@ def rematerialised(function: Callable[..., Any], policy: Policy) -> Callable[...
     if policy != "none" and not has_layers(traced):
       raise TrainError(
         f"remat={policy!r} finds no layer in the loss, so it would change nothing.",
-        details="a layer is the body of a scan, or what is under nnx.remat or jax.checkpoint",
+        details="a layer is one of several modules of one class and structure beside each other (in a list, or"
+        " attributes that end in numbers), the body of a scan, or what is under nnx.remat or jax.checkpoint",
         fix=f"{MARK_LAYERS}; or leave remat out.",
       )
     flat = _evaluate(traced, jax.tree.leaves(args), policy, False)
@@ -112,9 +113,22 @@ def has_layers(jaxpr: Any) -> bool:
     name = eqn.primitive.name
     if name in CHECKPOINTS or name == "scan":
       return True
-    if name in CALLS and has_layers(called(eqn)):
+    if name in CALLS and (is_marked(eqn) or has_layers(called(eqn))):
       return True
   return False
+
+
+def _is_layer(eqn: Any) -> bool:
+  """Whether a marked call is a layer; one whose products are all in layers of its own is none."""
+  return is_marked(eqn) and (not has_layers(called(eqn)) or _has_products(called(eqn)))
+
+
+def _has_products(jaxpr: Any) -> bool:
+  """Whether a program has products outside of scans and checkpoints."""
+  return any(
+    eqn.primitive.name in _PRODUCTS or (eqn.primitive.name in CALLS and _has_products(called(eqn)))
+    for eqn in opened(jaxpr).eqns
+  )
 
 
 def _evaluate(jaxpr: Any, args: Sequence[Any], policy: Policy, in_layer: bool) -> list[Any]:
@@ -124,7 +138,9 @@ def _evaluate(jaxpr: Any, args: Sequence[Any], policy: Policy, in_layer: bool) -
 def _run(eqn: Any, inputs: list[Any], policy: Policy, in_layer: bool) -> Sequence[Any]:
   name, params = eqn.primitive.name, eqn.params
   if name in CALLS:
-    return _evaluate(called(eqn), inputs, policy, in_layer)
+    if in_layer or not _is_layer(eqn):
+      return _evaluate(called(eqn), inputs, policy, in_layer)
+    return _checkpointed(_layer(called(eqn), policy), policy)(*inputs)
   if name in CHECKPOINTS:
     body = _layer(params["jaxpr"], policy)
     # Within a layer, what the user recomputes piece by piece (blocks of attention) stays so under "full";
