@@ -25,7 +25,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import nnx_parallel as nxp
-from nnx_parallel.report.topology import machine, missing_compiler
+from nnx_parallel.report.topology import missing_compiler, read_machine
 
 # So many examples that gathering the parameters is cheaper than gathering activations.
 WIDTH, HIDDEN, BATCH = 64, 128, 1024
@@ -269,7 +269,7 @@ CASES = (
 def machines() -> Iterator[str]:
   """Eight devices of each kind whose compiler is here."""
   texts = ("cpu:8", "tpu:v5e:2x4", "gpu:h100:1x8")
-  return (text for text in texts if missing_compiler(machine(text)) is None)
+  return (text for text in texts if missing_compiler(read_machine(text)) is None)
 
 
 def main() -> None:

@@ -37,7 +37,7 @@ from benchmarks import llama
 from benchmarks.harness import RESULTS, Record
 from nnx_parallel.report.compile_report import CompileReport
 from nnx_parallel.report.estimate.memory import memory_plan
-from nnx_parallel.report.topology import machine, missing_compiler
+from nnx_parallel.report.topology import missing_compiler, read_machine
 
 GIB = 2**30
 
@@ -192,7 +192,7 @@ def again(part: str) -> None:
 
 def main() -> None:
   """Compiles every case whose compiler is here, MaxText's where it is installed, and writes the record."""
-  here = [case for case in CASES if missing_compiler(machine(case.topology)) is None]
+  here = [case for case in CASES if missing_compiler(read_machine(case.topology)) is None]
   if not here:
     print("no compiler of another machine is installed: nothing is compiled, no record is written")
     return
@@ -201,7 +201,10 @@ def main() -> None:
     report, planned = compiled(case)
     add(record, case.name, json.loads(report.to_json()), planned)
     record.write()
-  if importlib.util.find_spec("maxtext") is None or missing_compiler(machine(CASES[0].topology)) is not None:
+  if (
+    importlib.util.find_spec("maxtext") is None
+    or missing_compiler(read_machine(CASES[0].topology)) is not None
+  ):
     print("MaxText or the TPU compiler is not installed: its rows are left out")
     return
   for options in MAXTEXT_OPTIONS:

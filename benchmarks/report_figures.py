@@ -19,10 +19,10 @@ from flax import nnx
 import nnx_parallel as nxp
 from benchmarks import llama
 from benchmarks.harness import Record
+from nnx_parallel.layers.remat import Remat, with_remat
 from nnx_parallel.report.compile_report import CompileReport, compile_report
 from nnx_parallel.report.estimate.memory import MemoryPlan, memory_plan
-from nnx_parallel.report.topology import machine, missing_compiler
-from nnx_parallel.layers.remat import Remat, with_remat
+from nnx_parallel.report.topology import missing_compiler, read_machine
 
 # So large that a TPU's 128 MiB of vector memory, where its compiler puts what fits, matters little.
 MODEL = llama.Config(
@@ -48,7 +48,7 @@ def machines() -> Iterator[tuple[str, int]]:
   """
   yield "cpu:16", 1
   for text in ("tpu:v5e:4x4", "gpu:h100:2x8"):
-    if missing_compiler(machine(text)) is None:
+    if missing_compiler(read_machine(text)) is None:
       yield text, 5
 
 

@@ -17,9 +17,8 @@ os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
 
 from benchmarks import llama
 from benchmarks.harness import Record
-from nnx_parallel.report.search.compile import SearchInputs, compile_candidate
-from nnx_parallel.report.search.search import Candidate, SearchResult, search
-from nnx_parallel.report.topology import machine, missing_compiler
+from nnx_parallel.report.search.search import Candidate, SearchInputs, SearchResult, compile_candidate, search
+from nnx_parallel.report.topology import missing_compiler, read_machine
 
 ON_COUNTS = "the model on compiled counts"
 TITLE = "The search: its speed, and its counts against those of compiled programs"
@@ -46,7 +45,9 @@ def find(text: str, **options: Any) -> SearchResult:
 def pick(record: Record, text: str, compiler: str, **options: Any) -> None:
   """Every candidate of a grid compiled by `compiler`: the model on its counts and on compiled counts."""
   result = find(text, **options)
-  task = SearchInputs(small, llama.loss, llama.RULES, llama.optimizer(), llama.batch_of(SMALL), machine(text))
+  task = SearchInputs(
+    small, llama.loss, llama.RULES, llama.optimizer(), llama.batch_of(SMALL), read_machine(text)
+  )
   began = time.process_time()
   done: list[Candidate] = []
   for candidate in result.fitting:
@@ -98,7 +99,7 @@ def main() -> None:
   pick(record, "tpu:v5e:2x4", "cpu:8", remat=["none", "full"], zero=[0], max_microbatches=1)
   record.write()
   text = "tpu:v5e:2x2"
-  if missing_compiler(machine(text)) is None:
+  if missing_compiler(read_machine(text)) is None:
     pick(record, text, text, remat=["full"], zero=[0], max_microbatches=1)
   record.write()
 

@@ -157,13 +157,9 @@ def plant(root: Path, files: dict[str, str]) -> Path:
 
 
 PLANTED = {
-  "upward": (
-    {"core/mesh.py": "from nnx_parallel.train.step import go", "train/step.py": ""},
-    ["nnx_parallel.core.mesh:1 imports nnx_parallel.train.step: train is above core"],
-  ),
-  "in a function": (
-    {"core/mesh.py": "def f():\n  import nnx_parallel.cli.main", "cli/main.py": ""},
-    ["nnx_parallel.core.mesh:2 imports nnx_parallel.cli.main: cli is above core"],
+  "in a function, relative": (
+    {"core/mesh.py": "def f():\n  from ..create import thing", "create/thing.py": ""},
+    ["nnx_parallel.core.mesh:2 imports nnx_parallel.create.thing: create is above core"],
   ),
   "for types only": (
     {
@@ -175,10 +171,6 @@ PLANTED = {
       "layout/plan.py": "from nnx_parallel.errors import PlanError",
     },
     ["nnx_parallel.errors:4 imports nnx_parallel.layout.plan: layout is above errors"],
-  ),
-  "relative": (
-    {"core/mesh.py": "from ..create import thing", "create/thing.py": ""},
-    ["nnx_parallel.core.mesh:1 imports nnx_parallel.create.thing: create is above core"],
   ),
   "sibling": (
     {"train/step.py": "from nnx_parallel.schemes.ring import f", "schemes/ring.py": ""},

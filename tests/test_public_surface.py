@@ -5,10 +5,8 @@ To change them on purpose: `python tests/test_public_surface.py --update`; say s
 
 from __future__ import annotations
 
-import dataclasses
 import difflib
 import sys
-import types
 from pathlib import Path
 
 import nnx_parallel
@@ -41,47 +39,6 @@ def test_all_names_exist_once_and_are_public():
   assert len(names) == len(set(names))
   assert [name for name in names if name.startswith("_")] == []
   assert [name for name in names if not hasattr(nnx_parallel, name)] == []
-
-
-def test_changes_of_names_signatures_and_members_show():
-  module = types.ModuleType("toy")
-
-  @dataclasses.dataclass
-  class Box:
-    size: int = 3
-
-    def grow(self, by: int, *, twice: bool = False) -> Box:
-      return Box(self.size + by * (1 + twice))
-
-    @property
-    def empty(self) -> bool:
-      return not self.size
-
-    @classmethod
-    def of(cls, size: int) -> Box:
-      return cls(size)
-
-    def _private(self) -> None:
-      pass
-
-  def plan(init, *, uneven="error", default=print):
-    pass
-
-  inner = types.ModuleType("toy.inner")
-  inner.check, inner.__all__ = plan, ["check"]
-  Box.__module__ = "toy"
-  module.Box, module.plan, module.inner, module.LIMIT = Box, plan, inner, 3
-  module.__all__ = ["plan", "Box", "inner", "LIMIT"]
-  assert surface(module) == [
-    "class Box(object)(size: 'int' = 3) -> None",
-    "  property Box.empty",
-    "  method Box.grow(self, by: 'int', *, twice: 'bool' = False) -> 'Box'",
-    "  classmethod Box.of(cls, size: 'int') -> 'Box'",
-    "value LIMIT: int",
-    "module inner",
-    "def inner.check(init, *, uneven='error', default=<built-in function print>)",
-    "def plan(init, *, uneven='error', default=<built-in function print>)",
-  ]
 
 
 if __name__ == "__main__":

@@ -30,9 +30,9 @@ from jax.sharding import PartitionSpec as P
 import nnx_parallel as nxp
 from nnx_parallel.report.program import hlo
 from nnx_parallel.report.program.compiler import run_compiler
+from nnx_parallel.report.program.devices import read_tiling, split_layouts
 from nnx_parallel.report.program.evaluate import literal
-from nnx_parallel.report.program.shardings import read_tiling, split_layouts
-from nnx_parallel.report.topology import machine, missing_compiler
+from nnx_parallel.report.topology import missing_compiler, read_machine
 
 OLD = jax.__version_info__ < (0, 12)
 
@@ -205,7 +205,7 @@ TABLE = np.random.default_rng(0).uniform(size=(1, 1000)).astype(np.float32)
 @pytest.fixture(scope="module", params=["cpu:8", "tpu:v5e:2x4"])
 def dumped(request):
   """What a compiler writes about a program that it splits over eight devices."""
-  missing = missing_compiler(machine(request.param))
+  missing = missing_compiler(read_machine(request.param))
   if missing and not request.param.startswith("cpu"):
     pytest.skip(str(missing))
   mesh = nxp.topology_mesh(request.param, data=8)
@@ -219,7 +219,7 @@ def dumped(request):
 def test_a_compiler_writes_the_program_before_and_after_it_is_split(dumped):
   """`report/program/compiler.py` (`_DUMPS`): names of passes; `faults.py` beside it compares the programs.
 
-  `report/program/shardings.py` reads the layouts of arguments and results there.
+  `report/program/devices.py` reads the layouts of arguments and results there.
   """
   whole, split = (hlo.parse(text).entry for text in (dumped[1].whole, dumped[1].partitioned))
   layouts = [i.attribute("sharding") for i in whole.instructions if i.opcode == "parameter"]
@@ -430,7 +430,7 @@ def test_a_manual_program_names_its_axes_and_specs():
 
 
 def test_a_traced_product_holds_the_precision_of_the_configuration():
-  """`report/program/arithmetic.py` reads there what float32 costs."""
+  """`report/chips.py` reads there what float32 costs."""
   with jax.default_matmul_precision("highest"):
     product = equations(lambda x: x @ x, X)["dot_general"]
   assert product.params["precision"] == (jax.lax.Precision.HIGHEST,) * 2

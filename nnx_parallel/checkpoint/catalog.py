@@ -9,12 +9,10 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
-import numbers
 import operator
 import os
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 from etils import epath
 
@@ -52,19 +50,13 @@ class Retention:
   keep_best: int = 1
 
   def __post_init__(self) -> None:
-    counts: dict[str, Any] = {
-      "max_to_keep": self.newest,
-      "keep_every": self.every,
-      "keep_best": self.keep_best,
-    }
+    counts = {"max_to_keep": self.newest, "keep_every": self.every, "keep_best": self.keep_best}
     for name, count in counts.items():
-      is_whole = type(count) is not bool and isinstance(count, numbers.Integral)
-      if count is not None and (not is_whole or count < 1):
+      if count is not None and whole(count, least=1) is None:
         raise CheckpointError(
           f"{name}={count!r} is not a number of steps from 1 up.", fix=f"pass {name}=1 or more, or None."
         )
-    if self.mode not in ("min", "max"):
-      raise CheckpointError(f"best_mode={self.mode!r} is unknown.", fix='pass "min" or "max".')
+    one_of("best_mode", self.mode, ("min", "max"))
 
   def ranked(self, metrics: Mapping[int, Mapping[str, float]]) -> list[int]:
     """Steps that have the metric, best first; NaN counts as not having it."""
@@ -242,17 +234,35 @@ class Catalog:
     return CheckpointError(f"cannot find {what} in {self.directory}.", details=details, fix=fix)
 
 
+def whole(value: object, *, least: int) -> int | None:
+  """The value as an int, or None when it is not a whole number from `least` up."""
+  try:
+    number = operator.index(value)  # pyright: ignore[reportArgumentType]
+  except TypeError:
+    return None
+  return None if isinstance(value, bool) or number < least else number
+
+
+def one_of(name: str, value: str, known: tuple[str, ...]) -> str:
+  """The value of an argument that has few.
+
+  Raises:
+    CheckpointError: another value.
+  """
+  if value not in known:
+    *most, last = (f'"{word}"' for word in known)
+    raise CheckpointError(f"{name}={value!r} is unknown.", fix=f"pass {', '.join(most)} or {last}.")
+  return value
+
+
 def as_step(step: object) -> int:
   """The number of a step.
 
   Raises:
     CheckpointError: not a whole number from 0 up.
   """
-  try:
-    number = operator.index(step)  # pyright: ignore[reportArgumentType]
-  except TypeError:
-    number = -1
-  if isinstance(step, bool) or number < 0:
+  number = whole(step, least=0)
+  if number is None:
     shown = f"step={step!r}" if isinstance(step, (int, float, str)) else f"a {type(step).__name__}"
     raise CheckpointError(
       f"{shown} is not a step.", fix="a whole number from 0 up comes first: save(100, model, optimizer)."
@@ -327,8 +337,8 @@ class Place:
 
   Attributes:
     parent: the step that the run resumed from or saved before; None at its start.
-    time: when the step was first written; None for a new one.
-    after: when the last of the other steps was written.
+    time: of the step's first save; None for a new step.
+    after: time of the last save of another step.
   """
 
   parent: int | None
@@ -336,7 +346,7 @@ class Place:
   after: float
 
   def stamp(self) -> float:
-    """The time to commit with. A new step is later than all others, even if the clock was set back."""
+    """The time of the commit. A new step is later than all others, even if the clock was set back."""
     return max(time.time(), math.nextafter(self.after, math.inf)) if self.time is None else self.time
 
 
@@ -365,7 +375,7 @@ def place_of(
     return Place(start, None, after)
   came = f"is at step {position}" if position is not None else "resumed from none of its steps"
   earlier = max((number for number in known if number < step), default=None)
-  resume = f"to go on from step {earlier}, restore(target, {earlier}) with this Checkpointer first; "
+  resume = f"to continue from step {earlier}, restore(target, {earlier}) with this Checkpointer first; "
   raise CheckpointError(
     f"cannot save step {step}: {directory} holds newer steps, and step {step} would become the newest.",
     details=f"the newest is step {newest}; this run {came}",

@@ -7,7 +7,6 @@ import concurrent.futures
 import contextlib
 import functools
 import json
-import operator
 import os
 import threading
 import warnings
@@ -21,7 +20,7 @@ import numpy as np
 from etils import epath
 
 from nnx_parallel.checkpoint import encoding, folders, manifest, multihost, restore, save, targets
-from nnx_parallel.checkpoint.catalog import Catalog, Retention, absolute, as_step, newest_first
+from nnx_parallel.checkpoint.catalog import Catalog, Retention, absolute, as_step, newest_first, one_of, whole
 from nnx_parallel.checkpoint.damage import DamagedError, VanishedError, vanished
 from nnx_parallel.checkpoint.diff import Diff, Target, as_names, compare
 from nnx_parallel.checkpoint.manifest import Manifest
@@ -34,7 +33,7 @@ from nnx_parallel.layout.plan import ShardingPlan
 _RESERVED = ("model", "optimizer")
 
 _UNFINISHED: set[Checkpointer] = set()
-"""Those whose background save is running or has failed: kept alive, so that its error is raised."""
+"""Objects with a background save that is running or has failed: kept alive, so that its error is raised."""
 
 _LIVE: weakref.WeakSet[Checkpointer] = weakref.WeakSet()
 
@@ -97,12 +96,12 @@ class Checkpointer:
     self.restored: Manifest | None = None
     retention = Retention(max_to_keep, keep_every, best, best_mode, keep_best)
     self._catalog = Catalog(self.directory, retention)
-    self._asynchronous, self._verify = asynchronous, _one_of("verify", verify, restore.VERIFY)
+    self._asynchronous, self._verify = asynchronous, one_of("verify", verify, restore.VERIFY)
     self._byte_budget = _checked_bytes("byte_budget", byte_budget, least=0)
     self._chunk_bytes = None if chunk_bytes is None else _checked_bytes("chunk_bytes", chunk_bytes, least=1)
     self._pool = concurrent.futures.ThreadPoolExecutor(1, "nnx_parallel-checkpoint")
     self._pending: concurrent.futures.Future[None] | None = None
-    self._saving: int | None = None  # where the run is once `_pending` is done, if that is elsewhere
+    self._saving: int | None = None  # the step of the run once `_pending` is done, if it changes
     self._position: int | None = None  # the step that this run resumed from or saved last
     self._restored_step: int | None = None
     self._closed = False
@@ -336,7 +335,7 @@ class Checkpointer:
       self.wait()
       with multihost.together():
         by_name = {"only": names, "skip": as_names(skip, "skip"), "rename": rename, "cast": cast}
-        _one_of("on_corrupt", on_corrupt, ("error", "fallback"))
+        one_of("on_corrupt", on_corrupt, ("error", "fallback"))
         if target is None:
           self._require_no_target_options(
             as_numpy, rename=rename, cast=cast, weight_map=weight_map, optimizer=optimizer, choose=choose
@@ -406,7 +405,7 @@ class Checkpointer:
       A description by file or leaf; empty when the step is sound.
 
     Raises:
-      CheckpointError: no such step, or another process removed or replaced it meanwhile.
+      CheckpointError: no such step, or another process removed or replaced it during the check.
     """
     with multihost.together():
       number = self._catalog.resolve(step, whole=False)
@@ -422,7 +421,7 @@ class Checkpointer:
     """Makes a save. `started` gets True once it has begun to write, and False if it cannot begin.
 
     It runs on a thread, so Ctrl-C ends the wait for it and not the save. Orbax, interrupted while it starts
-    to write, would leave threads that go on writing and collide with the next save.
+    to write, would leave threads that keep writing and collide with the next save.
     """
     friendly = functools.partial(folders.friendly_errors, f"save step {request.step}", self.directory)
     place = None
@@ -565,7 +564,7 @@ def _forget_finished(checkpointer: Checkpointer, pending: concurrent.futures.Fut
 def _content(
   model: object, optimizer: object, only: Only | None, extra: MappingType[str, object] | None
 ) -> tuple[save.Content, dict[str, encoding.Json]]:
-  """What is saved, and the JSON values among `extra`."""
+  """The arrays to save, and the JSON values among `extra`."""
   roots = targets.saved_roots(model, optimizer, only)
   values: dict[str, encoding.Json] = {}
   for name, value in (extra or {}).items():
@@ -588,22 +587,12 @@ def _plan_json(plan: object) -> encoding.Json:
 
 
 def _checked_bytes(name: str, value: object, *, least: int) -> int:
-  try:
-    number = operator.index(value)  # pyright: ignore[reportArgumentType]
-  except TypeError:
-    number = -1
-  if isinstance(value, bool) or number < least:
+  number = whole(value, least=least)
+  if number is None:
     raise CheckpointError(
       f"{name}={value!r} is not a number of bytes from {least} up.", fix=f"{name}=256 << 20 is 256 MiB."
     )
   return number
-
-
-def _one_of(name: str, value: str, known: tuple[str, ...]) -> str:
-  if value not in known:
-    *most, last = (f'"{word}"' for word in known)
-    raise CheckpointError(f"{name}={value!r} is unknown.", fix=f"pass {', '.join(most)} or {last}.")
-  return value
 
 
 def _numbers(metrics: MappingType[str, object]) -> dict[str, float]:

@@ -7,6 +7,7 @@ import dataclasses
 import difflib
 import fnmatch
 import math
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -51,10 +52,10 @@ class Target:
   Attributes:
     leaves: the arrays to read, by item and path.
     values: the paths of leaves that are JSON values, by item.
-    build: makes the result from the arrays and values that were read; leaves that were left out by name
-      are what the target has, or what `init` makes.
+    build: makes the result from the arrays and values that were read; leaves that were left out keep the
+      target's values, or get those of `init`.
     left_out: paths of the target that a filter does not choose, by item.
-    drops_optimizer: whether a saved optimizer is left alone on purpose.
+    drops_optimizer: whether a saved optimizer is not restored on purpose.
   """
 
   leaves: Mapping[str, Mapping[str, TargetLeaf]]
@@ -83,7 +84,7 @@ class LeafPair:
   def stored(self) -> jax.ShapeDtypeStruct:
     """The array to read: the stored dtype, the target's padded shape and sharding.
 
-    Without a sharding, as a numpy array, where jax has no such dtype while `jax_enable_x64` is off.
+    It has no sharding (a numpy array) where jax lacks the dtype because `jax_enable_x64` is off.
     """
     struct, saved = self.target.struct, self.saved
     dtype = struct.dtype if is_key(struct.dtype) else np.dtype(saved.dtype)
@@ -111,17 +112,17 @@ class Diff(Shown):
     matches: leaves that fit.
     missing: leaves of the target that the checkpoint does not have, each with the nearest saved name of
       the same shape, or None.
-    extra: saved leaves that the target has no place for.
-    reshaped: leaves whose logical shape differs.
-    retyped: leaves whose dtype or key implementation differs, or is none that jax makes now.
+    extra: saved leaves that the target does not have.
+    reshaped: leaves with another logical shape.
+    retyped: leaves with another dtype or key implementation, or with one that jax cannot make now.
     skipped: leaves left out by name.
     misspelt: entries of `only`, `skip` and `rename` that match no leaf, with the nearest name.
     values: the saved JSON values that fill the target's, by item and the target's path.
-    bytes_read: bytes of arrays that this process reads from files: the chunks that its shards lie in. On
-      object stores, its shards alone.
+    bytes_read: bytes of arrays that this process reads from files: the chunks that hold its shards. On object
+      stores, its shards alone.
     device_bytes: most bytes on one device of this process when all is restored.
-    host_bytes: most host memory of this process on the way: two groups of arrays in flight, each of half the
-      byte budget or one larger array, and the shards of devices whose memory is the host's.
+    host_bytes: most host memory of this process during the restore: two groups of arrays in flight, each of
+      half the byte budget or one larger array, and the shards of devices in host memory.
   """
 
   step: int
@@ -195,13 +196,9 @@ class Diff(Shown):
 
   def _changes(self) -> list[str]:
     changed = self.resharded
-    rows = [
-      f"  {match.name}: saved {saved}, wanted {wanted}"
-      for match in changed[:_MOST_LAYOUTS]
-      for saved, wanted in [match.layouts]
-    ]
+    rows = ["  {}: saved {}, wanted {}".format(match.name, *match.layouts) for match in changed]
     if len(changed) > _MOST_LAYOUTS:
-      rows.append(f"  ... and {len(changed) - _MOST_LAYOUTS} more")
+      rows[_MOST_LAYOUTS:] = [f"  ... and {len(changed) - _MOST_LAYOUTS} more"]
     return [f"in another layout than saved: {len(changed)} leaves", *rows] if changed else []
 
   def _fix(self) -> str:
@@ -244,7 +241,7 @@ def compare(
 
   Args:
     manifest: of the checkpoint.
-    target: what is to be filled; of saved items that are not in it, only an optimizer is looked at.
+    target: what is to be filled; of saved items that are not in it, only an optimizer is an `extra`.
     folder: of the step; None predicts the bytes read without looking at how the arrays are stored.
     only: patterns of the target's paths to restore (`fnmatch`); all others are left out.
     skip: patterns of paths, in the target or in the checkpoint, to leave out.
@@ -292,7 +289,8 @@ def compare(
     extra += [f"optimizer/{p}" for p in (*saved.leaves, *saved.values) if not patterns.leaves_out(p)]
   reshaped = tuple(match for match in matches if match.saved.shape != match.target.shape)
   retyped = tuple(match for match in matches if not _same_type(match, cast))
-  fitting = tuple(match for match in matches if match not in reshaped and match not in retyped)
+  wrong = {match.name for match in (*reshaped, *retyped)}
+  fitting = tuple(match for match in matches if match.name not in wrong)
   per_device = _bytes_per_device(match.target.struct for match in matches)
   in_flight = max(byte_budget, 2 * max((store.shard_bytes(match.stored) for match in fitting), default=0))
   return Diff(
@@ -386,7 +384,7 @@ def as_names(names: Iterable[str], argument: str) -> tuple[str, ...]:
   """The patterns that were passed as `argument`.
 
   Raises:
-    CheckpointError: one text, a filter of nnx, or an `only` without any.
+    CheckpointError: a single text, a filter of nnx, or an empty `only`.
   """
   if isinstance(names, str):
     raise CheckpointError(
@@ -397,8 +395,7 @@ def as_names(names: Iterable[str], argument: str) -> tuple[str, ...]:
       f"{argument}={names!r} is not a list of names.",
       fix="only=nnx.Not(...) leaves out what a filter chooses.",
     )
-  found = tuple(names)
-  if argument == "only" and not found:
+  if not (found := tuple(names)) and argument == "only":
     raise CheckpointError("only=[] chooses no leaf.", fix="only=['head.*'], or leave it out for all leaves.")
   return found
 
@@ -431,7 +428,7 @@ def _bytes_read(match: LeafPair, manifest: Manifest, folder: epath.Path | None) 
   struct, name = match.stored, match.saved.folder
   if match.saved.encoding == encoding.EMPTY:
     return 0
-  # Damage is for the restore to name, and so is a step that vanished.
+  # The restore reports damage, and a step that vanished.
   with contextlib.suppress(OSError, ValueError):
     file = f"{match.item}/{name}/{store.METADATA}"
     if folder is not None and manifest.hashes.get(file) == folders.sha256(folder / file):
@@ -458,28 +455,25 @@ def _wanted_type(match: LeafPair) -> str:
 
 
 def _on_host(sharding: Sharding) -> bool:
-  """Whether a layout is in host memory on devices whose default memory is another."""
+  """Whether a layout is in host memory, on devices with their own memory."""
   device = next(iter(sharding.device_set))
   kind = sharding.memory_kind
   return kind in HOST_KINDS and kind != device.default_memory().kind
 
 
-def _bytes_per_device(structs: Iterable[jax.ShapeDtypeStruct]) -> dict[Any, int]:
+def _bytes_per_device(structs: Iterable[jax.ShapeDtypeStruct]) -> Counter[Any]:
   """Bytes by device of this process; None stands for host memory."""
-  total: dict[Any, int] = {}
+  total: Counter[Any] = Counter()
   for struct in structs:
-    if struct.sharding is None:
-      total[None] = total.get(None, 0) + math.prod(struct.shape) * struct.dtype.itemsize
-      continue
-    shard = math.prod(struct.sharding.shard_shape(struct.shape)) * struct.dtype.itemsize
-    away = _on_host(struct.sharding)
-    for device in struct.sharding.addressable_devices:
-      place = None if away else device
-      total[place] = total.get(place, 0) + shard
+    layout = struct.sharding
+    shape = layout.shard_shape(struct.shape) if layout else struct.shape
+    on_host = layout is None or _on_host(layout)
+    for device in layout.addressable_devices if layout else (None,):
+      total[None if on_host else device] += math.prod(shape) * struct.dtype.itemsize
   return total
 
 
 def _shorten(rows: list[str]) -> list[str]:
-  if len(rows) <= _MOST_ROWS:
-    return rows
-  return [*rows[:_MOST_ROWS], f"         ... and {len(rows) - _MOST_ROWS} more"]
+  if len(rows) > _MOST_ROWS:
+    rows[_MOST_ROWS:] = [f"         ... and {len(rows) - _MOST_ROWS} more"]
+  return rows

@@ -148,7 +148,7 @@ def host_device() -> Any:
 
 
 def block_ranges(index: int, shape: Shape, block: Shape) -> str:
-  """Where a block lies, as `[0:8, 0:16]`; empty when there is only one.
+  """The place of a block, as `[0:8, 0:16]`; empty when there is only one.
 
   Args:
     index: of the block, in C order.

@@ -234,7 +234,7 @@ def key_dtype(implementation: str) -> Any:
   """The dtype of typed PRNG keys of `threefry2x32` and the like.
 
   Raises:
-    ValueError: jax knows none of that name.
+    ValueError: jax has none of that name.
   """
   return jax.eval_shape(lambda: jax.random.key(0, impl=implementation)).dtype
 

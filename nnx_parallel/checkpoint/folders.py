@@ -207,7 +207,7 @@ def delete_steps(directory: epath.Path, expired: Callable[[], Iterable[int]]) ->
 
 
 def delete_step(directory: epath.Path, step: int) -> None:
-  """Deletes a step. A process that is killed meanwhile leaves no incomplete step."""
+  """Deletes a step. If the process is killed, no incomplete step remains."""
   if not is_local(directory):
     marked = mark(directory, step, DELETING)
     _remove_marked(directory, step)

@@ -1,4 +1,4 @@
-"""Temporary layouts: work shared by replicas, padding cut off."""
+"""Temporary layouts: evenly sharded, on Auto axes, without padding."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ def on_cpu(sharding: Sharding) -> bool:
 
 
 def no_mesh() -> contextlib.AbstractContextManager[Any]:
-  """Hides the mesh of `jax.set_mesh`: programs here run on the meshes of their arrays."""
+  """Hides the mesh of `jax.set_mesh`, because programs here run on the meshes of their arrays."""
   return jax.set_mesh(Mesh(np.empty((), object), ()))
 
 
 def auto_layout(sharding: Sharding) -> Sharding:
   """The same layout in device memory, on a mesh whose axes are all Auto.
 
-  On Explicit axes each operation below would need its output sharding spelt out.
+  On Explicit axes each operation would need its output sharding.
   """
   if not isinstance(sharding, NamedSharding):
     return sharding

@@ -20,7 +20,7 @@ from nnx_parallel.core.nodes import is_key
 
 logger = logging.getLogger(__name__)
 
-# What files that are not what was written make their readers raise.
+# What the readers raise for damaged files.
 _READ_ERRORS = (ValueError, TypeError, LookupError, AttributeError, RuntimeError, OSError, MemoryError)
 VERIFY = ("full", "metadata", "off")
 
@@ -121,7 +121,7 @@ def damaged_files(
     step_dir: of the step.
     manifest: of the step.
     names: of files in the manifest.
-    chunks: whether the contents of files that hold values are looked at too, as far as they are small.
+    chunks: whether to check the contents of small files with values too.
 
   Returns:
     What is wrong, by name.
@@ -131,31 +131,23 @@ def damaged_files(
   """
   problems: dict[str, str] = {}
   for name in names:
+    file, size, problem = step_dir / name, manifest.files[name], ""
     holds_values = name.split("/")[2:3] == ["c"]  # ITEM/FOLDER/c/...
     sha256 = manifest.hashes.get(name) if chunks or not holds_values else None
     try:
-      problem = _problem_of_file(step_dir / name, manifest.files[name], sha256)
+      found = file.stat().length
+      if found != size:
+        problem = f"has {found:,} bytes instead of {size:,}"
+      elif (not size and is_no_file(file)) or (sha256 is not None and folders.sha256(file) != sha256):
+        problem = "does not have the contents that were written"
+    except FileNotFoundError:
+      problem = "is missing"
     except OSError as error:
-      raise_transient(error, f"{step_dir / name}")
+      raise_transient(error, f"{file}")
       problem = f"cannot be read ({error.strerror or error})"
     if problem:
       problems[name] = f"{name} {problem}"
   return problems
-
-
-def _problem_of_file(file: epath.Path, size: int, sha256: str | None) -> str:
-  try:
-    found = file.stat().length
-    is_pipe = not size and is_no_file(file)
-    if found == size and not is_pipe and (sha256 is None or folders.sha256(file) == sha256):
-      return ""
-  except FileNotFoundError:
-    return "is missing"
-  return (
-    f"has {found:,} bytes instead of {size:,}"
-    if found != size
-    else "does not have the contents that were written"
-  )
 
 
 def _check_files(

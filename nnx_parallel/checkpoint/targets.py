@@ -11,6 +11,7 @@ import numpy as np
 from flax import nnx
 
 from nnx_parallel.checkpoint import encoding, paths
+from nnx_parallel.checkpoint.catalog import one_of
 from nnx_parallel.checkpoint.diff import Found, Patterns, Target, TargetLeaf
 from nnx_parallel.checkpoint.digest import host_device
 from nnx_parallel.checkpoint.manifest import LeafRecord, Manifest
@@ -33,10 +34,10 @@ Only: TypeAlias = "Iterable[str] | nnx.filterlib.Filter"
 
 
 class Remap(Protocol):
-  """What turns saved leaves into others, such as a `WeightMap`."""
+  """Makes leaves of a target from other saved leaves, such as a `WeightMap`."""
 
   def through(self, target: Target) -> Target:
-    """Turns a target into one of saved leaves; its `build` makes the real leaves of them."""
+    """A target of the saved leaves, whose `build` makes those of the given target."""
     ...
 
 
@@ -57,7 +58,7 @@ def read(
     optimizer: `restore`, `drop` or `fresh`.
     as_numpy: whether a pytree's leaves become numpy arrays.
     item: the item that the target stands for.
-    record: of the step; tells a tree of two from a pair.
+    record: of the step; distinguishes a tree of two from a pair.
     choose: a filter of nnx for the leaves of the model; None takes them all.
 
   Raises:
@@ -97,8 +98,7 @@ def read(
 
 
 def _check_options(target: object, optimizer: str, as_numpy: bool) -> None:
-  if optimizer not in OPTIMIZER:
-    raise CheckpointError(f"optimizer={optimizer!r} is unknown.", fix='pass "restore", "drop" or "fresh".')
+  one_of("optimizer", optimizer, OPTIMIZER)
   if callable(target) and not has_nodes(target):
     raise CheckpointError(
       f"cannot restore into {getattr(target, '__name__', type(target).__name__)}: it has neither leaves nor a"
@@ -330,7 +330,7 @@ def _abstract(leaves: Mapping[str, Any], *, item: str, as_numpy: bool = False) -
   """The shape, dtype and sharding of each leaf that is an array; others are left out.
 
   Raises:
-    CheckpointError: a leaf without a sharding, unless numpy arrays are asked for.
+    CheckpointError: a leaf without a sharding, unless `as_numpy`.
   """
   found: dict[str, TargetLeaf] = {}
   for path, one in leaves.items():
@@ -341,7 +341,7 @@ def _abstract(leaves: Mapping[str, Any], *, item: str, as_numpy: bool = False) -
     sharding = None if is_host else leaf.sharding  # pyright: ignore[reportAttributeAccessIssue]
     if sharding is None and not is_host:
       raise CheckpointError(
-        f"cannot restore {item}/{path}: the target does not say where it goes.",
+        f"cannot restore {item}/{path}: the target has no sharding for it.",
         details=f"target: {leaf}",
         fix="pass a plan, a live model, or jax.ShapeDtypeStruct(shape, dtype, sharding=...); "
         "restore(..., as_numpy=True) gives numpy arrays.",

@@ -23,87 +23,70 @@ if TYPE_CHECKING:
 
 def register(commands: options.Commands) -> None:
   """Adds these commands."""
-
-  def step(parser: argparse.ArgumentParser, use: str, default: str = "the newest") -> None:
-    parser.add_argument("--step", type=int, metavar="N", help=f"the step to {use} (default: {default})")
-
-  def skip(parser: argparse.ArgumentParser, use: str) -> None:
-    parser.add_argument("--skip", action="append", default=[], metavar="PATTERN", help=f"leaves to {use}")
-
-  diff = options.add_command(
+  options.add_command(
     commands,
     "diff",
     run_diff,
     "directory",
     *options.LAYOUT,
+    "--step",
     help="compare a checkpoint with a recipe on a mesh",
     description="Compares a step with the recipe's model and optimizer, leaf by leaf: missing,"
     " extra, renamed, reshaped, of another dtype. Reads no array. Exit code 3: it does not fit.",
   )
-  step(diff, "compare")
   export = options.add_command(
     commands,
     "export",
     run_export,
-    "directory",
+    *("directory", "out", "recipe", "--mesh", "--devices", "--rules", "--step", "--weight-map", "--skip"),
     help="write the model of a checkpoint as safetensors",
-    description="Restores and verifies the model, and writes it as safetensors, with an index when there are"
-    " several files.",
+    description="Restores and verifies the model, and writes it as safetensors into a new folder, with an"
+    " index when there are several files.",
   )
-  export.add_argument("out", metavar="OUT", help="a folder that does not exist yet")
-  options.add_arguments(export, "recipe", "--mesh", "--devices", "--rules", "--weight-map")
   export.set_defaults(zero=0, offload=False)
-  step(export, "export")
-  skip(export, "leave out")
-  import_ = options.add_command(
+  options.add_command(
     commands,
     "import",
     run_import,
+    *("path", "out", *options.LAYOUT, "--weight-map", "--skip"),
     help="turn safetensors into a checkpoint",
     description="Reads safetensors straight into the recipe's layout and saves them as step 0, with a fresh"
-    " optimizer when the recipe has one.",
+    " optimizer when the recipe has one. Leaves that are skipped are initialised.",
   )
-  import_.add_argument("path", metavar="PATH", help="a .safetensors file, its index, or their folder")
-  import_.add_argument("out", metavar="OUT", help="the checkpoint directory to write to")
-  options.add_arguments(import_, *options.LAYOUT, "--weight-map")
-  skip(import_, "initialise")
   inspect = options.add_command(
     commands,
     "inspect",
     run_inspect,
     "directory",
+    "--step",
     help="list the steps of a checkpoint directory and what one of them holds",
     description="Lists the complete steps, then the trees, leaves, values and versions of one of them.",
   )
-  step(inspect, "show")
   inspect.add_argument(
     "--leaves",
     metavar="PATTERN",
     help="leaves to list one by one: 'model/*.kernel' (all, equal layers folded)",
   )
   inspect.add_argument("--json", action="store_true", help="the manifest as it is stored")
-  reshard = options.add_command(
+  options.add_command(
     commands,
     "reshard",
     run_reshard,
-    "directory",
+    *("directory", "out", *options.LAYOUT, "--step"),
     help="rewrite a checkpoint for another layout",
     description="Writes one step again, cut as the recipe is laid out on the mesh, into another directory."
     " Any layout restores from any checkpoint; this only makes many restores of one layout faster.",
   )
-  reshard.add_argument("out", metavar="OUT", help="the directory to write to")
-  options.add_arguments(reshard, *options.LAYOUT)
-  step(reshard, "rewrite")
-  verify = options.add_command(
+  options.add_command(
     commands,
     "verify",
     run_verify,
     "directory",
+    "--step",
     help="check every value and file of a checkpoint directory",
     description="Compares every array with the digest taken when it was saved, and every file with its"
     " size and checksum. Exit code 3: something is damaged.",
   )
-  step(verify, "check", default="all")
 
 
 def run_diff(args: argparse.Namespace) -> int:
@@ -249,7 +232,7 @@ def run_verify(args: argparse.Namespace) -> int:
   found = sorted([*checkpointer.steps(), *folders.unrecognised_steps(checkpointer.directory)])
   steps = found if args.step is None else [args.step]
   if not steps:
-    checkpointer.metadata()  # raises, and says why there is nothing
+    checkpointer.metadata()  # raises: there is no step
   good = damaged = 0
   for step in steps:
     try:
@@ -257,7 +240,7 @@ def run_verify(args: argparse.Namespace) -> int:
     except VanishedError:
       if args.step is not None:
         raise
-      print(f"step {step}: removed or replaced meanwhile")
+      print(f"step {step}: removed or replaced during the check")
       continue
     good, damaged = good + (not problems), damaged + bool(problems)
     print(f"step {step}: {'damaged' if problems else 'good'}")

@@ -38,17 +38,17 @@ def register(commands: options.Commands) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-  """Compiles and prints; the exit code tells whether the step fits and is right."""
+  """Compiles and prints; exit code 3: the step does not fit, or is wrong."""
   import nnx_parallel as nxp
   from nnx_parallel.core.text import print_text
   from nnx_parallel.loop.loader import load_recipe
   from nnx_parallel.report.compile_report import compile_report
-  from nnx_parallel.report.topology import machine
+  from nnx_parallel.report.topology import read_machine
 
   recipe = load_recipe(args.recipe)
   sizes = options.mesh_sizes(recipe, args.mesh, args.rules)
   if args.topology:
-    sizes = fill(sizes, machine(args.topology).devices, asked=args.mesh is not None)
+    sizes = fill(sizes, read_machine(args.topology).devices, asked=args.mesh is not None)
   topology = args.topology or f"cpu:{math.prod(sizes.values())}"
   start_compiler(sizes, topology, args.devices)
   plan = options.make_plan(args, recipe, nxp.abstract_mesh(sizes))
@@ -62,7 +62,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def fill(sizes: options.Sizes, devices: int, *, asked: bool) -> options.Sizes:
-  """The mesh for a machine: -1 takes the rest; a mesh that was not asked for grows along its largest axis."""
+  """The mesh for a machine: -1 takes the rest; a recipe's own mesh grows along its largest axis."""
   filled = dict(sizes)
   if not asked and math.prod(sizes.values()) != devices and -1 not in sizes.values():
     filled[max(sizes, key=lambda axis: sizes[axis])] = -1

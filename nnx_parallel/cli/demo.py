@@ -65,7 +65,7 @@ def register(commands: options.Commands) -> None:
     run,
     help="the whole path once: plan, train, save, restore elsewhere, compare, generate",
     description="Trains text_lm on 8 simulated devices, restores it on other meshes and on one device,"
-    " and checks that each goes on as the run that never stopped. Exit code 3: a claim does not hold.",
+    " and checks that each continues as the run that never stopped. Exit code 3: a claim does not hold.",
   )
   add = parser.add_argument
   add("--out", default="runs/demo", metavar="DIR", help="where files go (runs/demo)")

@@ -58,6 +58,8 @@ _ARGUMENTS: dict[str, dict[str, Any]] = {
     "help": "an embedded recipe (text_lm, digits), a file (mine.py), or a module (package.mine:)",
   },
   "directory": {"metavar": "DIR", "help": "the directory of the steps"},
+  "path": {"metavar": "PATH", "help": "a .safetensors file, its index, or their folder"},
+  "out": {"metavar": "OUT", "help": "the folder to write to"},
   "--mesh": {
     "metavar": "AXIS=N,...",
     "help": "devices along each axis; -1 takes the rest (default: the recipe's own mesh)",
@@ -84,11 +86,18 @@ _ARGUMENTS: dict[str, dict[str, Any]] = {
   "--remat": {
     "default": AS_WRITTEN,
     "choices": REMATS,
-    "help": "what layers keep for the backward pass (default: what the recipe says)",
+    "help": "what layers keep for the backward pass (default: as the recipe does)",
   },
   "--batch": {"type": positive, "metavar": "N", "help": "examples in the global batch"},
   "--chip": {"metavar": "NAME", "help": "compare the memory needed with that of this chip: v5e, h100"},
   "--html": {"type": Path, "metavar": "FILE", "help": "also write a page with pictures"},
+  "--step": {"type": int, "metavar": "N", "help": "the step (default: the newest; of verify, all)"},
+  "--skip": {
+    "action": "append",
+    "default": [],
+    "metavar": "PATTERN",
+    "help": "leaves of the model to leave out; may be repeated",
+  },
   "--weight-map": {"metavar": "FILE", "help": "a Python file with WEIGHT_MAP = WeightMap(...)"},
 }
 LAYOUT = ("recipe", "--mesh", "--devices", "--rules", "--zero", "--offload")
@@ -105,15 +114,10 @@ def add_command(
 ) -> argparse.ArgumentParser:
   """Adds a command that has these of the shared arguments."""
   parser: argparse.ArgumentParser = commands.add_parser(name, help=help, description=description)
-  add_arguments(parser, *arguments)
+  for argument in arguments:
+    parser.add_argument(argument, **_ARGUMENTS[argument])
   parser.set_defaults(run=run, usage_error=parser.error)
   return parser
-
-
-def add_arguments(parser: argparse.ArgumentParser, *names: str) -> None:
-  """Adds some of the shared arguments."""
-  for name in names:
-    parser.add_argument(name, **_ARGUMENTS[name])
 
 
 def make_plan(args: argparse.Namespace, recipe: Recipe, mesh: Any) -> nxp.ShardingPlan:

@@ -40,7 +40,7 @@ def register(commands: options.Commands) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-  """Prints the plan; the exit code tells whether its memory fits the chip, where one is named."""
+  """Prints the plan; exit code 3: its memory does not fit the chip."""
   import nnx_parallel as nxp
   from nnx_parallel.core.text import print_text
   from nnx_parallel.loop.loader import load_recipe
@@ -50,7 +50,7 @@ def run(args: argparse.Namespace) -> int:
   if step and not (shown or args.chip or args.html):
     raise ReportError(
       "--batch, --microbatches and --remat change a step's memory, which --json and --explain do not show.",
-      fix="leave them out, or add --chip NAME (the exit code says whether it fits) or --html FILE.",
+      fix="leave them out, or add --chip NAME (the exit code is 3 when it does not fit) or --html FILE.",
     )
   recipe = load_recipe(args.recipe, needs=("init",))
   sizes = options.mesh_sizes(recipe, args.mesh, args.rules)

@@ -50,14 +50,14 @@ def register(commands: options.Commands) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-  """Searches and prints; the exit code tells whether a layout fits."""
+  """Searches and prints; exit code 3: no layout fits."""
   from nnx_parallel.core.text import print_text
   from nnx_parallel.loop.loader import load_recipe
   from nnx_parallel.report.search.search import search
-  from nnx_parallel.report.topology import machine
+  from nnx_parallel.report.topology import read_machine
 
   recipe = load_recipe(args.recipe)
-  devices = machine(args.topology).devices
+  devices = read_machine(args.topology).devices
   # Simulated devices hold nothing, but each costs some memory of the process.
   simulate = args.compile_best and devices <= _MOST_SIMULATED
   start_compiler({"all": devices}, f"cpu:{devices}" if simulate else args.topology, None)

@@ -48,7 +48,7 @@ def register(commands: options.Commands) -> None:
   count("--early-stop", "end after N evaluations in a row without a lower eval_loss")
   path("--checkpoint", "save the last step here")
   count("--save-every", "save each N-th step too")
-  add("--save-every-minutes", type=float, metavar="M", help="save after so many minutes too")
+  add("--save-every-minutes", type=float, metavar="M", help="save each M minutes too")
   count("--keep", "keep the newest N steps, and the one of the lowest eval_loss")
   add(
     "--resume",
@@ -56,7 +56,7 @@ def register(commands: options.Commands) -> None:
     const="latest",
     type=step_name,
     metavar="STEP",
-    help="go on from a step in --checkpoint, if there is any: a number, best, or latest (the default)",
+    help="continue from a step in --checkpoint, if there is any: a number, best, or latest (the default)",
   )
   path("--out", "folder for metrics, loss curve and profile (runs/RECIPE)")
   count("--log-every", "one record for N steps, of their means (1)", 1)
@@ -122,7 +122,7 @@ def run(args: argparse.Namespace) -> int:
         raise CheckpointError(
           f"{args.checkpoint} holds the checkpoints of an earlier run.",
           details=f"steps {', '.join(map(str, steps))}",
-          fix="--resume to go on from the newest, or another --checkpoint DIR.",
+          fix="--resume to continue from the newest, or another --checkpoint DIR.",
         )
     job = make_job(args, recipe, plan, checkpointer, examples)
     if args.check_gradients:
@@ -143,7 +143,7 @@ def train(args: argparse.Namespace, job: Job, checkpointer: nxp.Checkpointer | N
   if not args.quiet:
     print(f"{job.recipe.name}, {describe(job)}")
   if job.step >= args.steps:
-    print(f"step {job.step} is reached; go on with --steps {job.step + args.steps}")
+    print(f"step {job.step} is reached; continue with --steps {job.step + args.steps}")
     return
   shown = StepProgress(args.steps, start=job.step, unit=job.unit, quiet=args.quiet)
   shown.note(job.step, f"held out  {format_record(job.evaluate())}")

@@ -143,30 +143,22 @@ def describe_mesh(mesh: AnyMesh) -> str:
     return f"mesh {sizes} = {mesh.size} devices (abstract, {types} axes)"
   kind = mesh.devices.flat[0].device_kind
   lines = [f"mesh {sizes} = {mesh.size} devices ({kind}, {types} axes)"]
-  inside, across_hosts, across_slices = _axes_by_link(mesh)
-  for label, names in (
-    ("inside one host", inside),
-    ("across hosts", across_hosts),
-    ("across slices", across_slices),
-  ):
-    if names:
-      lines.append(f"  {label}: {', '.join(names)}")
+  lines += [f"  {link}: {', '.join(names)}" for link, names in _axes_by_link(mesh).items() if names]
   return "\n".join(lines)
 
 
-def _axes_by_link(mesh: Mesh) -> tuple[list[str], list[str], list[str]]:
-  inside: list[str] = []
-  hosts: list[str] = []
-  slices: list[str] = []
+def _axes_by_link(mesh: Mesh) -> dict[str, list[str]]:
+  found: dict[str, list[str]] = {"inside one host": [], "across hosts": [], "across slices": []}
   for dim, name in enumerate(mesh.axis_names):
-    lines = np.moveaxis(mesh.devices, dim, -1).reshape(-1, mesh.devices.shape[dim])
-    if any(len({getattr(d, "slice_index", 0) for d in line}) > 1 for line in lines):
-      slices.append(str(name))
-    elif any(len({d.process_index for d in line}) > 1 for line in lines):
-      hosts.append(str(name))
-    else:
-      inside.append(str(name))
-  return inside, hosts, slices
+    link = "inside one host"
+    for line in np.moveaxis(mesh.devices, dim, -1).reshape(-1, mesh.devices.shape[dim]):
+      if len({getattr(device, "slice_index", 0) for device in line}) > 1:
+        link = "across slices"
+        break
+      if len({device.process_index for device in line}) > 1:
+        link = "across hosts"
+    found[link].append(str(name))
+  return found
 
 
 def _merged(

@@ -19,10 +19,10 @@ from nnx_parallel.errors import ShardingError
 Path = tuple[Hashable, ...]
 Names = tuple[Entry, ...]
 DECLARED = "declared_sharding"
-"""Metadata key under which creation keeps what the user wrote, and what it wrote in its place for flax:
+"""Metadata key with the user's annotation, and the one that creation wrote in its place for flax:
 `(names, sharding_rules, (out_sharding, sharding_rules))`."""
 SCOPE = "sharding_scope"
-"""Metadata key under which creation keeps the plan's rules for activations; see `constrain.Scope`."""
+"""Metadata key with the plan's rules for activations; see `constrain.Scope`."""
 _NO_NODES = frozenset((str, int, float, bool, type(None), type, FunctionType, np.ndarray))
 _NAME_KEYS = ("out_sharding", "sharding", "sharding_names")
 _FLAX_KEYS = frozenset(
@@ -212,8 +212,6 @@ def _own_rules(rules: Any, *, where: str) -> dict[str, Any]:
 
 
 def _to_names(value: Any, ndim: int, *, where: str, key: str) -> Names:
-  if isinstance(value, NamedSharding):
-    value = value.spec
   if isinstance(value, str) or not isinstance(value, (Sequence, PartitionSpec)):
     raise ShardingError(
       f"{where}: {key} must be one name (or None) for each dim, not {value!r}.",

@@ -15,6 +15,12 @@ from typing import Any
 from jax.sharding import PartitionSpec
 
 
+def listed(lines: Sequence[str], most: int = 20) -> str:
+  """The first lines of a long list, and how many more there are."""
+  more = [f"... and {len(lines) - most} more"] if len(lines) > most else []
+  return "\n".join([*lines[:most], *more])
+
+
 def few(names: Sequence[str]) -> str:
   """The first names of a long list, for a note: `a, b, c and 9 more`."""
   return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")

@@ -18,7 +18,6 @@ from nnx_parallel.create.instantiate import instantiate
 from nnx_parallel.create.slicing.assemble import assemble
 from nnx_parallel.create.slicing.cut import Cut, Phase, cut
 from nnx_parallel.errors import PlanError
-from nnx_parallel.layout.abstract import trace_module, trace_optimizer
 from nnx_parallel.layout.leaf import LeafPlan, Root
 from nnx_parallel.layout.plan import (
   PlanOptions,
@@ -28,7 +27,14 @@ from nnx_parallel.layout.plan import (
   no_constructor,
   plan_with_traces,
 )
-from nnx_parallel.layout.tracing import Trace, make_optimizer, run_init, why_one_program
+from nnx_parallel.layout.tracing import (
+  Trace,
+  make_optimizer,
+  run_init,
+  trace_module,
+  trace_optimizer,
+  why_one_program,
+)
 from nnx_parallel.rules.ruleset import Rules
 
 Compile = Literal["slices", "whole"]

@@ -10,7 +10,7 @@ from jax.sharding import NamedSharding
 
 from nnx_parallel.core.axes import axes_of
 from nnx_parallel.core.nodes import array_leaves, path_str, value_of
-from nnx_parallel.core.text import format_array
+from nnx_parallel.core.text import format_array, listed
 from nnx_parallel.errors import LayoutMismatchError
 from nnx_parallel.layout.leaf import LeafPlan, Root
 from nnx_parallel.layout.plan import ShardingPlan, check_plan
@@ -52,15 +52,13 @@ def check_layout(
   if not wrong and not extra:
     return
   planned = sum(leaf.root == "model" or optimizer is not None for leaf in plan.leaves)
-  shown = [*wrong, *extra]
-  more = [f"... and {len(shown) - 20} more"] if len(shown) > 20 else []
   call = "model = nxp.reshard(model, plan)"
   if optimizer is not None:
     call = "model, optimizer = nxp.reshard(model, plan, optimizer=optimizer)"
   beside = f", and {len(extra)} {'is' if len(extra) == 1 else 'are'} not in the plan." if extra else "."
   raise LayoutMismatchError(
     f"{len(wrong)} of {planned} arrays are not laid out as planned{beside}",
-    details="\n".join([*shown[:20], *more]),
+    details=listed([*wrong, *extra]),
     fix=f"{call}; p[...] = x keeps a Variable's layout, p.set_value(x) does not.",
   )
 

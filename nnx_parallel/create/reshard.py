@@ -14,7 +14,7 @@ from flax import nnx
 
 from nnx_parallel.core.nodes import Path, array_leaves, is_key, path_str, value_of
 from nnx_parallel.core.padding import crop, is_padded, pad
-from nnx_parallel.core.text import format_array
+from nnx_parallel.core.text import format_array, listed
 from nnx_parallel.create.constructor import real_mesh
 from nnx_parallel.create.instantiate import instantiate
 from nnx_parallel.create.slicing.assemble import put
@@ -208,10 +208,9 @@ def _check_arrays(plan: ShardingPlan, root: Root, found: Mapping[Path, Any]) -> 
   ]
   wrong += [f"{path_str(path)}: given, and not in the plan" for path in found if path not in rows]
   if wrong:
-    more = [f"... and {len(wrong) - 20} more"] if len(wrong) > 20 else []
     raise PlanError(
       f"{len(wrong)} arrays do not fit the plan's {what}.",
-      details="\n".join([*wrong[:20], *more]),
+      details=listed(wrong),
       fix="give one array for each leaf: [leaf.name for leaf in plan.leaves] lists them.",
     )
 

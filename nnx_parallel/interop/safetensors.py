@@ -80,7 +80,7 @@ class Tensor:
     if not values.size:
       return
     ends = [part.indices(size)[:2] for part, size in zip(index, self.shape, strict=True)]
-    dim = len(ends)  # whole from here on
+    dim = len(ends)  # not cut from here on
     while dim and ends[dim - 1] == (0, self.shape[dim - 1]):
       dim -= 1
     starts = np.array(self.begin)
@@ -367,7 +367,7 @@ def _open(file: Path) -> dict[str, Tensor]:
     raise CheckpointError(f"cannot open {file}: {error}.", fix="check who may read it.") from error
   except SafetensorError as error:
     raise CheckpointError(
-      f"{file} is not a whole safetensors file: {error}.", fix="copy or download it again."
+      f"{file} is not a complete safetensors file: {error}.", fix="copy or download it again."
     ) from error
   found: dict[str, Tensor] = {}
   # The arrays are stored in this order without a gap, up to the end.

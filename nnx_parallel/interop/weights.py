@@ -111,7 +111,7 @@ class Rule:
       raise CheckpointError(
         f"the rule {file!r} -> {model!r} has numbers that do not correspond.",
         details=f"only in the file: {only_file}, only in the model: {only_model}",
-        fix="let each side have at most one {name} of its own, for what is stacked or cut into layers.",
+        fix="let each side have at most one {name} that the other lacks: the one that is stacked or cut.",
       )
     if pattern and pattern.count("->") != 1:
       raise CheckpointError(
@@ -219,7 +219,7 @@ class Group:
 
     Args:
       leaves: by number of the layer.
-      shape: logical shape of a leaf; what lies beyond it is padding.
+      shape: logical shape of a leaf; the rest is padding.
       near: the layout to start from.
     """
     outs = tuple(
@@ -320,7 +320,7 @@ class WeightMap:
     return groups
 
   def through(self, target: Target) -> Target:
-    """Turns a target into one of saved leaves, whose `build` makes the real leaves of them.
+    """A target of the saved leaves, whose `build` makes those of the given target.
 
     The names in the file are the saved paths. Paths without a rule stay as they are. A rule for a parameter
     holds for its moments in the optimizer too.

@@ -126,21 +126,19 @@ class Rolled:
     given, before, after = self._inputs(first), {}, -1
     for start in range(0, len(marks) - period + 1, period):
       unit = tuple(marks[start : start + period])
+      if [self._texts[n] for n in unit] != [self._texts[n] for n in first]:
+        break
       own, wanted = self._results(unit), self._inputs(unit)
       tainted = self._tainted(chain.tainted | own.keys(), after, unit[-1])
       inner = {place: own[var] for place, var in wanted.items() if _in(var, own)}
       carried = {place: before[var] for place, var in wanted.items() if _in(var, before)}
       linked = inner.keys() | carried.keys()
-      loose = any(_in(var, tainted) for place, var in wanted.items() if place not in linked)
+      if any(_in(var, tainted) for place, var in wanted.items() if place not in linked):
+        break
       same = {place for place, var in wanted.items() if _is_same(var, given[place])} - linked
-      texts = [[self._texts[n] for n in some] for some in (first, unit)]
       if start == 0:
-        if loose:
-          break
         chain.inner, chain.tainted = inner, tainted
-      elif (
-        loose or texts[0] != texts[1] or inner != chain.inner or (start > period and carried != chain.carried)
-      ):
+      elif inner != chain.inner or (start > period and carried != chain.carried):
         break
       else:
         chain.units.append(unit)

@@ -11,6 +11,7 @@ from nnx_parallel.core.axes import Entry, axes_of
 from nnx_parallel.core.nodes import Names
 from nnx_parallel.errors import ShardingError
 from nnx_parallel.layout.resolve import resolve_spec
+from nnx_parallel.rules.inputs import input_names
 from nnx_parallel.rules.logical import LogicalRules
 from nnx_parallel.rules.ruleset import RuleSet
 
@@ -27,7 +28,7 @@ def batch_axes(rules: RuleSet, mesh: Mapping[str, int]) -> tuple[str, ...] | Non
   logical = _with_conventional(rules, mesh)
   first: list[Entry] = ["batch"]
   if rules.inputs is not None:
-    first = [rules.inputs.names_for(rank, tuple(mesh))[0] for rank in rules.inputs.by_rank or (1,)]
+    first = [input_names(rules.inputs, rank, tuple(mesh))[0] for rank in rules.inputs.by_rank or (1,)]
   elif "batch" not in logical:
     return None
   found = [_resolved((name,), logical, mesh, "the batch")[0] for name in first]
@@ -49,7 +50,7 @@ def input_spec(rules: RuleSet, ndim: int, mesh: Mapping[str, int]) -> PartitionS
   logical = _with_conventional(rules, mesh)
   names: Names = ("batch", *[None] * (ndim - 1))
   if rules.inputs is not None:
-    names = rules.inputs.names_for(ndim, tuple(mesh))
+    names = input_names(rules.inputs, ndim, tuple(mesh))
   elif "batch" not in logical:
     raise no_batch_axes(rules, mesh)
   return _resolved(names, logical, mesh, f"inputs of {ndim} dims")

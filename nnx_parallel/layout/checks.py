@@ -33,7 +33,7 @@ def check_attention(model: nnx.Module, mesh: Mapping[str, int]) -> list[str]:
       if names is None:
         continue
       where = path_str((*path, "out", part))
-      if all(name in mesh for name in _flat(names)):
+      if all(name in mesh for entry in names for name in axes_of(entry)):
         notes.append(f"{where} has the query's annotation {names}; give it its own with out_{part}_metadata")
       else:
         shape = getattr(module.out, part).shape
@@ -58,14 +58,10 @@ def _passed_on(module: nnx.MultiHeadAttention, part: str) -> Names | None:
 
 
 def _names(variable: Any) -> Names | None:
-  # The names of the query are of another rank than the output's bias: they are compared as they are written.
+  # As written: the query's names have another rank than the output's bias.
   written = annotation(variable)
   names = written[1] if written is not None else None
   return tuple(names) if isinstance(names, (tuple, list, PartitionSpec)) else None
-
-
-def _flat(names: Names) -> list[str]:
-  return [name for entry in names if entry for name in axes_of(entry)]
 
 
 def check_depthwise(

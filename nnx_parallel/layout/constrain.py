@@ -23,7 +23,7 @@ from nnx_parallel.core.nodes import SCOPE
 from nnx_parallel.errors import MeshError, ShardingError
 from nnx_parallel.layout.resolve import resolve_spec
 from nnx_parallel.rules.inputs import InputRules
-from nnx_parallel.rules.logical import LogicalRules
+from nnx_parallel.rules.logical import LogicalRules, check_axes
 from nnx_parallel.rules.ruleset import Rules, RuleSet
 
 
@@ -85,7 +85,7 @@ def use_rules(rules: Rules, mesh: AnyMesh | None = None) -> Generator[None, None
   """
   logical = RuleSet.of(rules).logical
   if mesh is not None:
-    logical.check_axes(axis_sizes(mesh))
+    check_axes(logical, axis_sizes(mesh))
   with scoped(Scope(logical, mesh)):
     yield
 
@@ -240,7 +240,7 @@ def _spec(
 def _check_names(names: tuple[Entry, ...], scope: Scope | None) -> None:
   """Finds a misspelt name also without a mesh, where there is no layout."""
   if scope is not None:
-    axes = dict.fromkeys(scope.rules.mesh_axes(), 1)
+    axes = {axis: 1 for options in scope.rules.values() for option in options for axis in option}
     resolve_spec(names, (1,) * len(names), axes, scope.rules, path="an activation")
 
 

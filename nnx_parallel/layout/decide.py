@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from flax import nnx
@@ -23,13 +23,14 @@ from nnx_parallel.core.nodes import (
   path_str,
   value_of,
 )
-from nnx_parallel.core.text import few
+from nnx_parallel.core.text import few, listed
 from nnx_parallel.errors import PlanError, ShardingError
 from nnx_parallel.layout import checks as lookup
 from nnx_parallel.layout import optimizer_layout
 from nnx_parallel.layout.leaf import Decision, LeafPlan, Root, Source
 from nnx_parallel.layout.resolve import Extended, Resolution, extend_spec, resolve_spec
-from nnx_parallel.rules.logical import LogicalRules, Uneven
+from nnx_parallel.rules.fallback import Fallback
+from nnx_parallel.rules.logical import LogicalRules, Uneven, check_axes
 from nnx_parallel.rules.ruleset import RuleSet
 
 
@@ -43,7 +44,7 @@ class Decisions:
     self.zero_notes: list[str] = []
     self.short: list[str] = []
     self.left_out: list[str] = []
-    self.axis_notes = rules.logical.check_axes(self.sizes)
+    self.axis_notes = check_axes(rules.logical, self.sizes)
     self.fired: set[int] = set()
     self.path_rules = sum(len(table.rules) for table in rules.paths)
     self.tables: frozenset[int] = frozenset()
@@ -71,7 +72,7 @@ class Decisions:
     where = path_str(path)
     value = _array(leaf, where)
     if is_rng(leaf):
-      return self._leaf("model", path, leaf, None, None, Decision("replicated", "RNG state"))
+      return self._leaf("model", path, leaf, Decision("replicated", "RNG state"))
     source: Source = "metadata"
     names, own_rules = declared(leaf, where=where)
     step, reason = f"from its metadata: {names}", f"names {_shown(names)}"
@@ -87,7 +88,7 @@ class Decisions:
       step = f"no annotation; path rule {pattern!r}: {names or 'whole'}"
       reason = f"rule {abbreviated(pattern)!r}"
       if names is None:
-        return self._leaf("model", path, leaf, None, None, Decision(source, f"{reason}: whole", (step,)))
+        return self._leaf("model", path, leaf, Decision(source, f"{reason}: whole", (step,)))
       reason += f": {_shown(names)}"
     logical = self.rules.logical
     if own_rules:
@@ -104,23 +105,25 @@ class Decisions:
     fallback = self.rules.fallback
     if fallback is not None and fallback.mode == "fsdp" and fallback.extend:
       stored = [size + extra for size, extra in zip(value.shape, found.padding, strict=True)]
-      rows = self._rows(leaf)
-      more, why = extend_spec(found.spec, stored, self.sizes, fallback, rows=rows, pad=self._pads(leaf))
+      more, why, brief = self._extended(found.spec, stored, fallback, leaf)
       if more.added:
         steps.append(f"extended by {fallback}: {why}")
-        reason += f" + {_brief(more, rows)}"
+        reason += f" + {brief}"
         padding = tuple(map(sum, zip(found.padding, more.padding, strict=True)))
         found = dataclasses.replace(found, spec=more.spec, padding=padding)
       else:
         steps.append(f"not extended by {fallback}: {why}")
-    return self._leaf("model", path, leaf, names, found, Decision(source, reason, tuple(steps), not missed))
+    return self._leaf("model", path, leaf, Decision(source, reason, tuple(steps), not missed), names, found)
 
-  def _rows(self, leaf: Any) -> int | None:
-    return len(value_of(leaf).shape) + lookup.ROWS if id(leaf) in self.tables else None
-
-  def _pads(self, leaf: Any) -> bool:
+  def _extended(
+    self, spec: PartitionSpec, shape: Sequence[int], fallback: Fallback, leaf: Any
+  ) -> tuple[Extended, str, str]:
+    """`extend_spec`, and what it did in brief."""
+    rows = len(shape) + lookup.ROWS if id(leaf) in self.tables else None
     # A raw array has no place for its shape without padding.
-    return self.uneven == "pad" and isinstance(leaf, nnx.Variable)
+    pad = self.uneven == "pad" and isinstance(leaf, nnx.Variable)
+    more, why = extend_spec(spec, shape, self.sizes, fallback, rows=rows, pad=pad)
+    return more, why, _brief(more, rows) if more.added else why
 
   def _path_rule(
     self, paths: tuple[Path, ...], ndim: int
@@ -142,25 +145,21 @@ class Decisions:
       reason = "no annotation" if fallback is None else f"no annotation, {fallback}"
       intended = fallback is not None and fallback.mode == "replicate"
       decision = Decision("replicated", reason, (f"{step}; {fallback or 'no fallback'}: whole",), intended)
-      return self._leaf("model", path, leaf, None, None, decision)
-    rows = self._rows(leaf)
-    more, why = extend_spec(whole, value.shape, self.sizes, fallback, rows=rows, pad=self._pads(leaf))
+      return self._leaf("model", path, leaf, decision)
+    more, why, reason = self._extended(whole, value.shape, fallback, leaf)
     found = Resolution(more.spec, more.padding, ())
-    reason = _brief(more, rows) if more.added else why
     intended = bool(more.added) or math.prod(value.shape) <= fallback.min_size
     decision = Decision("fallback", reason, (f"{step}; {fallback}: {why}",), intended)
-    return self._leaf("model", path, leaf, None, found, decision)
+    return self._leaf("model", path, leaf, decision, found=found)
 
   def _check_unnamed(self, unnamed: list[Path]) -> None:
     fallback = self.rules.fallback
     strict = any(rules.strict for rules in self.rules.paths)
     if not unnamed or not ((fallback is None and strict) or (fallback and fallback.mode == "require_names")):
       return
-    shown = "\n".join(f"  {path_str(path)}{self._nearest_rule(path)}" for path in unnamed[:40])
-    more = f"\n  ... and {len(unnamed) - 40} more" if len(unnamed) > 40 else ""
     raise ShardingError(
       f"incomplete partition spec: {len(unnamed)} parameters have no annotation and match no rule.",
-      details=shown + more,
+      details=listed([f"  {path_str(path)}{self._nearest_rule(path)}" for path in unnamed], 40),
       fix="add path rules for them (None replicates one), or end the rules with fsdp() or replicate().",
     )
 
@@ -200,7 +199,7 @@ class Decisions:
       shape = tuple(value_of(leaf).shape)
       parameter = owned.get(path)
       if parameter is None:
-        row = self._leaf("optimizer", path, leaf, None, None, Decision("replicated", "not parameter state"))
+        row = self._leaf("optimizer", path, leaf, Decision("replicated", "not parameter state"))
       else:
         spec, padding, why = optimizer_layout.layout_after_parameter(
           by_path[parameter], shape, factored_dims.get(path)
@@ -217,7 +216,7 @@ class Decisions:
         found = Resolution(spec, padding, ())
         steps = (f"state of parameter {path_str(parameter)}: {why}",)
         decision = Decision("parameter", why, steps)
-        row = self._leaf("optimizer", path, leaf, by_path[parameter].names, found, decision)
+        row = self._leaf("optimizer", path, leaf, decision, by_path[parameter].names, found)
         row = dataclasses.replace(row, parameter=parameter)
         if shape:  # scalars are not worth a transfer
           row = dataclasses.replace(row, memory_kind=memory_kind)
@@ -246,9 +245,9 @@ class Decisions:
     root: Root,
     path: Path,
     leaf: Any,
-    names: Names | None,
-    found: Resolution | None,
     decision: Decision,
+    names: Names | None = None,
+    found: Resolution | None = None,
   ) -> LeafPlan:
     value = _array(leaf, path_str(path))
     shape = tuple(value.shape)

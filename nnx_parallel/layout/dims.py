@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -12,60 +13,57 @@ from nnx_parallel.core.jaxprs import called, opened, scan_counts
 Dim = tuple[int, int]
 
 
-class Classes:
-  """The dims of all values of a program, in classes.
+@dataclasses.dataclass
+class Facts:
+  """Facts of a class of dims.
 
-  A class has the sizes of its dims (a split must divide all of them), and the number of collectives that its
-  split would cost: one for each sum over it and each look-up in it.
+  Attributes:
+    sizes: of its dims, in elements; a split must divide all of them.
+    collectives: what its split would cost: one for each sum over it and each look-up in it.
+    is_product: whether it takes part in a matrix product, a convolution or a look-up.
   """
+
+  sizes: set[int]
+  collectives: int = 0
+  is_product: bool = False
+
+
+class Classes:
+  """The dims of all values of a program, in classes; `classes[root]` has the facts of one."""
 
   def __init__(self) -> None:
     self._forest = Forest()
-    self._sizes: list[set[int]] = []
-    self._costs: list[int] = []
-    self._product: list[bool] = []
+    self._facts: list[Facts] = []
     self._dims: dict[Any, list[int]] = {}
 
   def of(self, var: Any) -> list[int]:
     """The class of each dim of a value, as the number of its root."""
     return [self._forest.root(node) for node in self._nodes(var)]
 
-  def sizes(self, root: int) -> set[int]:
-    """The sizes of the dims in a class, in elements."""
-    return self._sizes[root]
-
-  def collectives(self, root: int) -> int:
-    """How many collectives a split of this class would cost."""
-    return self._costs[root]
-
-  def is_product(self, root: int) -> bool:
-    """Whether the class takes part in a matrix product, a convolution or a lookup."""
-    return self._product[root]
+  def __getitem__(self, root: int) -> Facts:
+    return self._facts[root]
 
   def link(self, a: Any, dim_a: int, b: Any, dim_b: int) -> None:
     """Puts two dims into one class: a split of one carries over to the other."""
-    one, other = self._root(a, dim_a), self._root(b, dim_b)
+    root, other = self.of(a)[dim_a], self.of(b)[dim_b]
+    one, two = self[root], self[other]
     # A dim of size 1 is broadcast, and so not the same dim.
-    if 1 in self._sizes[one] or 1 in self._sizes[other] or self._forest.unite(one, other) is None:
+    if 1 in one.sizes or 1 in two.sizes or self._forest.unite(root, other) is None:
       return
-    self._sizes[one] |= self._sizes[other]
-    self._costs[one] += self._costs[other]
-    self._product[one] |= self._product[other]
+    one.sizes |= two.sizes
+    one.collectives += two.collectives
+    one.is_product |= two.is_product
 
   def link_all(self, a: Any, b: Any) -> None:
     """Links two values of equal rank dim by dim."""
     for dim in range(min(len(self._nodes(a)), len(self._nodes(b)))):
       self.link(a, dim, b, dim)
 
-  def use(self, var: Any, dim: int, *, cost: int) -> None:
-    """Counts a product or lookup that uses a dim, and what its split costs there."""
-    root = self._root(var, dim)
-    self._product[root] = True
-    self._costs[root] += cost
-
-  def reduce(self, var: Any, dim: int) -> None:
-    """Counts a sum over a dim outside of a product."""
-    self._costs[self._root(var, dim)] += 1
+  def use(self, var: Any, dim: int, *, cost: int, product: bool = True) -> None:
+    """Counts a product, a look-up or a sum that uses a dim, and the collectives of its split there."""
+    facts = self[self.of(var)[dim]]
+    facts.is_product |= product
+    facts.collectives += cost
 
   def forget(self, jaxpr: Any) -> None:
     """Gives the next call of a program new classes: jax traces equal calls once, to one jaxpr."""
@@ -73,21 +71,15 @@ class Classes:
       self._dims.pop(var, None)
 
   def _nodes(self, var: Any) -> list[int]:
-    # Literals are unhashable and carry no class.
-    if not _is_variable(var):
+    if not _is_variable(var):  # a literal: it cannot be hashed, and is used once
       return [self._new(size) for size in _shape(var)]
     if var not in self._dims:
       self._dims[var] = [self._new(size) for size in _shape(var)]
     return self._dims[var]
 
   def _new(self, size: int) -> int:
-    self._sizes.append({size})
-    self._costs.append(0)
-    self._product.append(False)
+    self._facts.append(Facts({size}))
     return self._forest.new()
-
-  def _root(self, var: Any, dim: int) -> int:
-    return self._forest.root(self._nodes(var)[dim])
 
 
 def link(jaxpr: Any) -> Classes:
@@ -109,9 +101,7 @@ def _read(classes: Classes, jaxpr: Any) -> None:
 def _read_call(classes: Classes, eqn: Any) -> bool:
   """Operations that hold one program with the same inputs and outputs: jit, checkpoint, custom rules."""
   inner = opened(called(eqn))
-  if inner is None:
-    return False
-  if len(inner.invars) != len(eqn.invars) or len(inner.outvars) != len(eqn.outvars):
+  if inner is None or len(inner.invars) != len(eqn.invars) or len(inner.outvars) != len(eqn.outvars):
     return False
   _enter(classes, inner, eqn.invars, eqn.outvars)
   return True
@@ -133,7 +123,7 @@ def _read_mapped_or_elementwise(classes: Classes, eqn: Any) -> None:
     _same_size(classes, eqn)
     return
   for axis in eqn.params.get("axes", ()):  # of a reduction
-    classes.reduce(eqn.invars[0], axis)
+    classes.use(eqn.invars[0], axis, cost=1, product=False)
   for out, dim in enumerate(origins):
     if dim is not None:
       classes.link(eqn.invars[0], dim, eqn.outvars[0], out)

@@ -26,11 +26,10 @@ from nnx_parallel.core.mesh import AnyMesh, abstract_mesh, axis_sizes, is_explic
 from nnx_parallel.core.nodes import Names, Path, array_leaves, path_str, value_of, variables
 from nnx_parallel.errors import ShardingError
 from nnx_parallel.layout import dims
-from nnx_parallel.layout.abstract import trace_module
 from nnx_parallel.layout.batch import AXES
 from nnx_parallel.layout.constrain import Scope, scoped
-from nnx_parallel.layout.tracing import without_mesh
-from nnx_parallel.rules.fallback import Fallback, fsdp, replicate
+from nnx_parallel.layout.tracing import trace_module, without_mesh
+from nnx_parallel.rules.fallback import MIN_SIZE, Fallback, fsdp, replicate
 from nnx_parallel.rules.logical import LogicalRules
 from nnx_parallel.rules.paths import PathRules
 from nnx_parallel.rules.ruleset import RuleSet
@@ -46,7 +45,7 @@ def infer_rules(
   call: Callable[..., Any] | None = None,
   tensor_axis: str | None = None,
   fsdp_axis: str | None = None,
-  min_size: int = 2**18,
+  min_size: int = MIN_SIZE,
 ) -> RuleSet:
   """Proposes rules for a module without annotations. Print the result, edit it, and paste it.
 
@@ -180,14 +179,14 @@ def _choose(
 
   def gain(c: int) -> float:
     # A class that is never summed over leaves the trace split, and costs a collective there.
-    return candidates[c].elements / max(1, classes.collectives(c))
+    return candidates[c].elements / max(1, classes[c].collectives)
 
   taken: set[Path] = set()
   chosen: set[int] = set()
   # Equal gains are settled by path, so that the proposal is the same on every run.
   for c in sorted(candidates, key=lambda c: (-gain(c), path_str(candidates[c].users[0]))):
     users = candidates[c].users
-    fits = classes.is_product(c) and all(size % shards == 0 for size in classes.sizes(c))
+    fits = classes[c].is_product and all(size % shards == 0 for size in classes[c].sizes)
     twice = any(parameters[path].count(c) > 1 for path in users)
     if fits and not twice and candidates[c].elements > min_size and not taken.intersection(users):
       chosen.add(c)

@@ -62,32 +62,20 @@ def layout_after_parameter(
   Returns:
     `(spec, padding, why)`.
   """
-  own = parameter.shape
+  own, extra = parameter.shape, len(shape) - len(parameter.shape)
+  kept: Sequence[int | None] | None
   if shape == own:
-    return parameter.spec, parameter.padding, "as its parameter"
-  extra = len(shape) - len(own)
-  if extra > 0 and shape[extra:] == own:
-    lead = (None,) * extra
-    return (
-      PartitionSpec(*lead, *parameter.spec),
-      (0,) * extra + parameter.padding,
-      f"{extra} dims in front",
-    )
-  kept = matching_dims(shape, own) if dims is None or len(dims) != len(shape) else dims
-  if kept is not None:
-    spec = PartitionSpec(*(parameter.spec[dim] if dim is not None else None for dim in kept))
-    padding = tuple(parameter.padding[dim] if dim is not None else 0 for dim in kept)
-    which = (
-      ""
-      if dims is None or not any(dim is not None for dim in kept)
-      else f", dim {', '.join(str(dim) for dim in kept if dim is not None)}"
-    )
-    return spec, padding, f"factored {shape} of {own}{which}"
-  return (
-    PartitionSpec(*([None] * len(shape))),
-    (0,) * len(shape),
-    f"whole: {shape} is not part of {own}",
-  )
+    kept, why = range(len(own)), "as its parameter"
+  elif extra > 0 and shape[extra:] == own:
+    kept, why = (*[None] * extra, *range(len(own))), f"{extra} dims in front"
+  else:
+    kept = matching_dims(shape, own) if dims is None or len(dims) != len(shape) else dims
+    known = "" if dims is None or kept is None else ", ".join(str(dim) for dim in kept if dim is not None)
+    why = f"factored {shape} of {own}" + (f", dim {known}" if known else "")
+  if kept is None:
+    kept, why = [None] * len(shape), f"whole: {shape} is not part of {own}"
+  spec = PartitionSpec(*(None if dim is None else parameter.spec[dim] for dim in kept))
+  return spec, tuple(0 if dim is None else parameter.padding[dim] for dim in kept), why
 
 
 def zero_axes(

@@ -25,10 +25,9 @@ from nnx_parallel.core.axes import axes_of, entry_of
 from nnx_parallel.core.mesh import AnyMesh, axis_sizes, is_explicit
 from nnx_parallel.core.nodes import Path, array_leaves, kind_of, path_str, value_of
 from nnx_parallel.core.padding import logical_transformation
-from nnx_parallel.core.text import few, format_array
+from nnx_parallel.core.text import as_html, few, format_array
 from nnx_parallel.errors import PlanError
 from nnx_parallel.layout import offload, optimizer_layout
-from nnx_parallel.layout.abstract import factored_dims, trace_module, trace_optimizer
 from nnx_parallel.layout.batch import batch_axes, no_batch_axes
 from nnx_parallel.layout.checks import check_attention, check_depthwise, check_tables
 from nnx_parallel.layout.decide import Decisions
@@ -39,7 +38,14 @@ from nnx_parallel.layout.show import audit, diff, json, picture, text
 from nnx_parallel.layout.show.audit import Audit, Trainable
 from nnx_parallel.layout.show.diff import PlanDiff
 from nnx_parallel.layout.table import Table
-from nnx_parallel.layout.tracing import Trace, placements, why_one_program
+from nnx_parallel.layout.tracing import (
+  Trace,
+  factored_dims,
+  placements,
+  trace_module,
+  trace_optimizer,
+  why_one_program,
+)
 from nnx_parallel.rules.logical import UNEVEN, Uneven
 from nnx_parallel.rules.ruleset import Rules, RuleSet
 
@@ -92,7 +98,7 @@ class StoredPlan(Table):
     return text.plan_text(self)
 
   def _repr_html_(self) -> str:
-    return text.plan_html(self)
+    return as_html(text.plan_text(self, width=160))
 
   def show(self) -> None:
     """Prints the plan: in colours and the terminal's width, or as HTML in a notebook."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
@@ -17,6 +18,7 @@ from nnx_parallel.errors import TrainError
 M = TypeVar("M", bound=nnx.Module)
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
 class Placement:
   """The planned shardings of a model and of its optimizer; compared by identity, since a plan has one.
 
@@ -29,14 +31,10 @@ class Placement:
     gradients: path -> sharding of a scattered gradient, for parameters whose state is split further.
   """
 
-  def __init__(
-    self,
-    model: Mapping[Path, NamedSharding],
-    optimizer: Mapping[Path, NamedSharding],
-    zero: int,
-    gradients: Mapping[Path, NamedSharding],
-  ):
-    self.model, self.optimizer, self.zero, self.gradients = model, optimizer, zero, gradients
+  model: Mapping[Path, NamedSharding]
+  optimizer: Mapping[Path, NamedSharding]
+  zero: int
+  gradients: Mapping[Path, NamedSharding]
 
   def keep(self, model: Any, optimizer: Any) -> None:
     """Puts, or under a trace constrains, every Variable to its sharding; not in `shard_map` and `vmap`."""

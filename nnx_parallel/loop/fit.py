@@ -24,7 +24,7 @@ from nnx_parallel.layout.plan import ShardingPlan
 from nnx_parallel.loop.metrics import Record
 from nnx_parallel.loop.progress import StepProgress
 from nnx_parallel.loop.recorder import EarlyStop, Position, Recorder, Tracker
-from nnx_parallel.loop.timing import Goodput, share
+from nnx_parallel.loop.timing import Goodput
 from nnx_parallel.report.chips import chip_of
 from nnx_parallel.report.program.cost import cost
 from nnx_parallel.report.tables import not_counted
@@ -42,8 +42,8 @@ class FitResult:
     step: the last step's number.
     metrics: the newest value of every metric, evaluations as `eval_...`.
     history: every record in order, each with its `step`.
-    stopped: why it ended: `"steps"`, `"data"` or `"early"`; `"signal"` where SIGTERM or Ctrl-C came and has
-      a handler that does not end the process.
+    stopped: why it ended: `"steps"`, `"data"` or `"early"`; `"signal"` after SIGTERM or Ctrl-C, if its
+      handler does not end the process.
     seconds: wall time by kind: `step`, `compile`, `data` (the devices waited for a batch), `evaluation`,
       `check`, `checkpoint`, `restore`, `profile`, `other`.
   """
@@ -57,13 +57,13 @@ class FitResult:
   @property
   def goodput(self) -> float:
     """The part of the wall time that was spent on steps."""
-    return share(self.seconds)
+    return self.seconds.get("step", 0.0) / max(sum(self.seconds.values()), 1e-9)
 
 
 def resume_from(
   checkpointer: Checkpointer, target: Any, step: int | str | None = "latest", *, only: Only | None = None
 ) -> tuple[Any, Position]:
-  """Restores a run, to go on with it; a damaged newest step is passed over with a warning.
+  """Restores a run in order to continue it; a damaged newest step is passed over with a warning.
 
   A step that was not saved by `fit`, such as imported weights, has no data cursor: the data then starts at
   its beginning, with a warning.
@@ -75,7 +75,7 @@ def resume_from(
     only: as for `Checkpointer.restore`.
 
   Returns:
-    What was restored, and where it was.
+    The restored target and its position.
 
   Raises:
     CheckpointError: nothing to restore, or it does not fit.
@@ -128,59 +128,59 @@ def fit(
 ) -> FitResult:
   """Trains a live model, with progress, evaluation, checkpoints and metrics.
 
-  No step is waited for before the next one is dispatched: metrics are read one step late. With a
+  The next step is dispatched before the last one has finished: metrics are read one step late. With a
   checkpointer, the last step is saved. SIGTERM and Ctrl-C end the run after the current step, which is saved
-  too; the process then ends as it would have (see `StopSignals`). A second Ctrl-C acts at once. A failure
-  loses no record of the steps before it.
+  too; the signal then acts as usual (see `StopSignals`). A second Ctrl-C acts at once. After a failure, the
+  steps before it are still recorded.
 
   Args:
     step: `(model, optimizer, batch) -> metrics`: of `nxp.train_step`, or your own under `nnx.jit`.
-    model: what the step updates: a module, or a tuple or dict of modules.
+    model: a module, or a tuple or dict of modules.
     optimizer: its optimizer; for several models, a tuple or dict of optimizers.
-    batches: `batches(samples)` gives the batches after so many examples (of all processes), which is what
-      resuming needs; or any iterable. In a job of several processes each passes its shares, or batches
-      placed by `nxp.batches`.
-    steps: the number of the last step, counted from the start of the first run; None goes on to the end of
-      the data.
-    plan: places host batches, is kept in the checkpoints, and has its rules in scope for `constrain`, unless
-      the caller has others there. Without one, batches are used as they come.
+    batches: a function `batches(samples)` that returns the batches after this number of examples (of all
+      processes), which resuming needs; or any iterable. In a job of several processes each passes its shares,
+      or batches placed by `nxp.batches`.
+    steps: the number of the last step, counted from the start of the first run; None trains to the end of the
+      data.
+    plan: places host batches, is kept in the checkpoints, and puts its rules in scope for `constrain`, unless
+      others are. Without one, batches are used as they are.
     evaluate: returns metrics, for example by `nxp.evaluate`; they are recorded as `eval_...`. A
       `(sum, count)` pair is divided.
-    eval_every: evaluate each so many steps; by default at the end only.
-    checkpointer: where to save; `max_to_keep` and `best` (say, `"eval_loss"`) are its own options.
-    save_every: save each so many steps; by default at the end only.
-    save_every_minutes: save after so many minutes too; for jobs of one process, since clocks differ.
+    eval_every: steps between evaluations; by default only the last step is evaluated.
+    checkpointer: saves the steps; `max_to_keep` and `best` (for example `"eval_loss"`) are its options.
+    save_every: steps between saves; by default only the last step is saved.
+    save_every_minutes: minutes between saves; for jobs of one process, since clocks differ.
     only: which leaves of the model to save, and to restore when resuming: as for `Checkpointer.save`. The
-      others, such as a base beside its adapters, must be those that the run began with.
-    extra: returns more to save: trees of arrays, or JSON values, by name; `"data"` is taken, by the cursor.
-    resume: restore `"latest"`, `"best"` or a number into the live model first; `"latest"` starts anew when
-      there is no checkpoint. On the same mesh the run goes on bit for bit. A checkpoint that `fit` did not
-      save starts the data at its beginning, with a warning.
-    start: where the model already is, as `resume_from` says; advanced in place.
+      others, such as a base beside its adapters, must be the same as when the run began.
+    extra: returns more to save: trees of arrays, or JSON values, by name, but not `"data"`.
+    resume: restore `"latest"`, `"best"` or a number into the live model first; `"latest"` starts from step 0
+      when there is no checkpoint. On the same mesh the run continues bit for bit. After a checkpoint that
+      `fit` did not save, the data starts at its beginning, with a warning.
+    start: the position of the model, from `resume_from`; advanced in place.
     early_stop: ends the run early.
     trackers: called with each record, on process 0: `MetricsLog(path).write`, `TensorBoardLog(dir).write`,
       or any `(step, metrics) -> None`. Arrays among the metrics come as numpy.
-    log_every: steps that make one record, of exactly weighted means.
-    progress: show a bar or lines; or a `StepProgress` of your own.
-    tokens: tokens in a batch, for `tokens_per_second`; by default examples are counted.
+    log_every: steps in one record, which has their exactly weighted means.
+    progress: whether to show a bar or lines; or a `StepProgress`.
+    tokens: the tokens in a batch, for `tokens_per_second`; by default examples are counted.
     flops: floating point operations of a step on one device; by default those of the compiled step's matrix
       products, where the peak is known.
     peak_flops: per second, of one device; by default the chip's in bfloat16. With both, `mfu` is recorded:
-      what the step computes over what the device could. The default `flops` counts what is recomputed too
-      (hardware FLOPs utilization, HFU); pass the model's own for MFU in the strict sense.
+      the step's FLOP/s relative to the peak. The default `flops` includes recomputation (hardware FLOPs
+      utilization, HFU); pass the model's own for MFU in the strict sense.
     profile: the first and last step to trace for xprof.
-    profile_dir: where the trace goes.
+    profile_dir: the folder of the trace.
     nonfinite: whether a loss that is not finite is an error.
-    check_gradients: check on the first batch, before it is trained on, that the step's gradients are the
+    check_gradients: whether to check on the first batch, before training, that the step's gradients are the
       derivatives of its loss on this layout (`TrainStep.check_gradients`); wrong ones are an error.
 
   Returns:
     The last step, the metrics, and why it ended.
 
   Raises:
-    TrainError: data that ends before `steps`, a loss that is not finite, gradients that are wrong where they
-      are checked, a step that returns no dict, an
-      `extra` named `"data"`, an array among the metrics of an evaluation, or options that mean nothing.
+    TrainError: data that ends before `steps`, a loss that is not finite, wrong gradients where checked, a
+      step that returns no dict, an `extra` named `"data"`, an array among the metrics of an evaluation, or
+      options without a meaning.
     CheckpointError: the checkpointer has steps of another run, or not the one to resume from, or cannot save
       or restore.
 
@@ -209,7 +209,7 @@ def fit(
       _, start = resume_from(checkpointer, (model, optimizer), resume, only=only)
   _check(checkpointer, save_every or save_every_minutes or only, resume, start, batches)
   if only is not None:
-    saved_roots(model, optimizer, only)  # raises where it chooses nothing, now and not at the first save
+    saved_roots(model, optimizer, only)  # raises now, and not at the first save, if it chooses nothing
   at = start or Position()
   shown = progress
   if isinstance(shown, bool):
@@ -238,9 +238,9 @@ def fit(
             "extra() returns a 'data', which is where fit keeps the data cursor.",
             fix="another name for yours.",
           )
-        metrics = recorder.of_step(at.step)
+        found = recorder.of_step(at.step)
         options = at.save_options(own)
-        checkpointer.save(model=model, optimizer=optimizer, only=only, plan=plan, metrics=metrics, **options)
+        checkpointer.save(model=model, optimizer=optimizer, only=only, plan=plan, metrics=found, **options)
       saved, saved_at = at.step, time.monotonic()
 
   host = iter(batches(at.samples) if callable(batches) else batches)
@@ -257,14 +257,14 @@ def fit(
     while steps is None or at.step < steps:
       began = time.perf_counter()
       batch = next(source, _END)
-      # The devices may have been at work all the while: then nothing was lost.
+      # Nothing was lost if the devices were busy during that time.
       goodput.add("step" if _busy(metrics) else "data", time.perf_counter() - began)
       if batch is _END:
         if steps is not None:
           recorder.finish(at.step)
           raise TrainError(
             f"the batches ended after step {at.step} of {steps}.",
-            fix=f"steps={at.step}, steps=None for all there are, or batches that go on.",
+            fix=f"steps={at.step}, steps=None for all there are, or more batches.",
           )
         stopped = "data"
         break
@@ -309,7 +309,7 @@ def fit(
       if saving:
         save()
       if evaluating or saving:
-        recorder.clock.start()  # steps are not charged for it
+        recorder.clock.start()  # so that its time does not count for the steps
       if recorder.ended:
         stopped = "early"
         break
@@ -332,7 +332,7 @@ _END = object()
 def _checked(metrics: Any) -> Mapping[str, Any]:
   if not isinstance(metrics, Mapping):
     raise TrainError(
-      f"the step returned a {type(metrics).__name__}, and fit needs its metrics by name.",
+      f"the step returned a {type(metrics).__name__}, and fit needs a dict of metrics.",
       fix='return {"loss": loss} from the step.',
     )
   return metrics  # pyright: ignore[reportUnknownVariableType]
@@ -353,11 +353,11 @@ def _check(
     raise CheckpointError(
       f"{checkpointer.directory} holds the checkpoints of an earlier run.",
       details=f"steps {', '.join(map(str, checkpointer.steps()))}",
-      fix='resume="latest" to go on from the newest, or another directory.',
+      fix='resume="latest" to continue from the newest, or another directory.',
     )
   if start is not None and start.samples and not callable(batches):
     raise TrainError(
-      f"the data cannot go on after {start.samples} samples: batches is a {type(batches).__name__}.",
+      f"the data cannot continue after {start.samples} samples: batches is a {type(batches).__name__}.",
       fix="pass a function: batches(samples) -> the batches after so many examples.",
     )
 
@@ -404,7 +404,7 @@ def _peak() -> float | None:
 
 
 def _flops(step: Any, model: Any, optimizer: Any, batch: Any) -> float:
-  """Of the program that just ran, per device; nan for a step that does not show its program."""
+  """FLOPs of the compiled step on one device; nan for a step that is no `TrainStep`."""
   if not isinstance(step, TrainStep):
     return math.nan
   found = cost(step.compiled(model, optimizer, batch).as_text())

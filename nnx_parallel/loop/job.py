@@ -52,11 +52,11 @@ def plan_recipe(recipe: Recipe, mesh: Any, rules: Any = None, **options: Any) ->
 
 @dataclasses.dataclass
 class Job:
-  """A live model with its optimizer, and how far they have come.
+  """A live model with its optimizer, at some step of its training.
 
   Attributes:
-    recipe: what is trained, on which batches.
-    plan: how it is laid out.
+    recipe: the loss and the batches.
+    plan: the layout.
     model: the live module.
     optimizer: its optimizer.
     microbatches: into how many parts each global batch is cut.
@@ -93,23 +93,15 @@ class Job:
       self.recipe.loss, microbatches=self.microbatches, remat=self.remat, pairs=True, diagnostics=True
     )
     self._eval_step = nxp.eval_step(self.recipe.loss, pairs=True)
-    # Made once: it shares the model's Variables, and another object would be compiled for anew.
+    # Made once: it shares the model's Variables, and for another object the step would be compiled again.
     options = {"deterministic": True, "use_running_average": True}
     self._quiet = nnx.view(self.model, **options, raise_if_not_found=False)
 
   @classmethod
-  def start(
-    cls,
-    recipe: Recipe,
-    plan: nxp.ShardingPlan,
-    *,
-    microbatches: int = 1,
-    remat: Policy = None,
-    settings: Mapping[str, Any] | None = None,
-  ) -> Self:
-    """A new job at step 0, created straight into its shards; `settings` are kept in its checkpoints."""
+  def start(cls, recipe: Recipe, plan: nxp.ShardingPlan, **options: Any) -> Self:
+    """A new job at step 0, created straight into its shards; `options` are more attributes."""
     model, optimizer = nxp.create_sharded_model(plan)
-    return cls(recipe, plan, model, optimizer, microbatches, settings=dict(settings or {}), remat=remat)
+    return cls(recipe, plan, model, optimizer, **options)
 
   @classmethod
   def restore(
@@ -118,35 +110,38 @@ class Job:
     plan: nxp.ShardingPlan,
     checkpointer: nxp.Checkpointer,
     step: int | str | None = "latest",
-    *,
-    microbatches: int = 1,
-    remat: Policy = None,
-    settings: Mapping[str, Any] | None = None,
+    **options: Any,
   ) -> Self:
-    """The job as it was at a checkpoint, in the layout of this plan; a damaged one is passed over.
+    """The job as it was at a checkpoint, in the layout of this plan; a damaged step is passed over.
 
     Settings may differ from those of the checkpoint: `changes` lists them.
+
+    Args:
+      recipe: what is trained.
+      plan: the new layout.
+      checkpointer: of the run.
+      step: a number, `"latest"` or `"best"`.
+      **options: more attributes.
 
     Raises:
       CheckpointError: nothing to restore, or it does not fit the plan.
     """
     (model, optimizer), position = resume_from(checkpointer, plan, step)
-    given = dict(settings or {})
-    job = cls(recipe, plan, model, optimizer, microbatches, position, given, remat=remat)
+    job = cls(recipe, plan, model, optimizer, position=position, **options)
     saved = checkpointer.metadata(position.step).extra.get("settings")
     job.changes = differences(saved, job.settings) if isinstance(saved, dict) else []
     return job
 
   def train(self, steps: int, *, progress: Any = False, **options: Any) -> nxp.FitResult:
-    """Trains until `steps` updates were made in all, by `nxp.fit`.
+    """Trains by `nxp.fit`, up to the step `steps`.
 
     Args:
-      steps: the number of the last step; nothing happens when it was reached before.
+      steps: the number of the last step; nothing happens when it is reached already.
       progress: as for `fit`.
       **options: for `fit`: `trackers`, `checkpointer`, `eval_every` and so on.
 
     Returns:
-      What `fit` returns.
+      The result of `fit`.
 
     Raises:
       TrainError: the batches end too early, or a loss is not finite.
@@ -182,11 +177,7 @@ class Job:
       return self._train_step.check_gradients(self.model, self.optimizer, batch)
 
   def save(self, checkpointer: nxp.Checkpointer) -> None:
-    """Saves everything that `restore` needs.
-
-    Raises:
-      CheckpointError: as `Checkpointer.save`.
-    """
+    """Saves everything that `restore` needs, or raises as `Checkpointer.save`."""
     options = self.position.save_options(self._extra())
     checkpointer.save(model=self.model, optimizer=self.optimizer, plan=self.plan, **options)
 
@@ -197,7 +188,7 @@ class Job:
       return nxp.evaluate(self._eval_step, self._quiet, held_out)
 
   def _placed(self, samples: int) -> Iterator[Any]:
-    # Each process makes the same global batches, and places its share of them; it is fit that prefetches.
+    # Each process makes the same global batches, and places its share of them. fit prefetches.
     return nxp.batches(self._batches(samples), self.plan, prefetch=0, whole=True)
 
   def _extra(self) -> dict[str, Any]:

@@ -50,7 +50,7 @@ class Recipe:
     rules: how names or paths map to mesh axes.
     mesh: the default mesh: devices along each axis.
     tokens: tokens in a batch, for tokens per second.
-    microbatches: into how many parts a global batch is cut when the command does not say.
+    microbatches: into how many parts a global batch is cut by default.
   """
 
   name: str

@@ -20,19 +20,19 @@ Record = dict[str, float]
 
 
 class MetricsLog:
-  """A file of JSON lines, one for each step, each handed to the operating system at once.
+  """A file of JSON lines, one for each step; `log.write` is a tracker for `nxp.fit`.
 
-  `log.write` is a tracker for `nxp.fit`. A kill loses no line that was written.
+  Each line is flushed, so a killed process loses none.
 
   Args:
     path: the file; its folder is made.
-    after: the step that the run resumes from. Lines of later steps (a run that was killed after its
-      last checkpoint) and half-written lines are dropped, so every step is in the file once. At 0 the
-      file starts anew, and what an earlier run wrote is kept beside it: `metrics-1.jsonl`.
+    after: the step that the run resumes from. Lines of later steps (of a run that was killed after its last
+      checkpoint) and half-written lines are dropped, so every step is in the file once. At 0 a new file is
+      started, and that of an earlier run is kept beside it: `metrics-1.jsonl`.
 
   Attributes:
     path: the file.
-    earlier: where the file of an earlier run was moved to; None where there was none.
+    earlier: the new path of an earlier run's file, if there was one.
 
   Example:
     >>> import tempfile
@@ -78,13 +78,13 @@ class MetricsLog:
 
 
 class TensorBoardLog:
-  """Files that TensorBoard shows: a curve for each number, a histogram for each array.
+  """Files for TensorBoard: a curve for each number, a histogram for each array.
 
   `log.write` is a tracker for `nxp.fit`.
 
   Args:
     directory: one folder for each run.
-    after: the step that the run resumes from; what was written for later steps is hidden.
+    after: the step that the run resumes from; records of later steps are hidden.
 
   Raises:
     TrainError: tensorboardX is not installed.
@@ -114,7 +114,7 @@ class TensorBoardLog:
         self._writer.add_scalar(name, float(value), step)
 
   def close(self) -> None:
-    """Writes what is buffered, and closes the file."""
+    """Flushes and closes the file."""
     self._writer.close()
 
   def __enter__(self) -> Self:
@@ -203,7 +203,7 @@ def draw_curves(
   """Draws metrics against the step.
 
   Args:
-    records: as `read_metrics` gives them.
+    records: from `read_metrics`.
     path: the picture; its suffix is the format (`.png`, `.svg`, `.pdf`).
     names: the metrics, one panel each.
     title: printed above.

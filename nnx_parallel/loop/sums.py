@@ -17,8 +17,8 @@ from nnx_parallel.train.losses import examples_in, wide
 class MetricSums:
   """Exact means of metrics over many steps, without waiting for any of them.
 
-  A `(sum, count)` pair is added as it is, so that what a step saw more of weighs more: steps made with
-  `train_step(..., pairs=True)` return pairs. A plain number is a mean, with the weight that `add` is given.
+  A `(sum, count)` pair, which steps of `train_step(..., pairs=True)` return, is weighted by its count. A
+  plain number is a mean, with the weight given to `add`.
 
   Example:
     >>> import jax.numpy as jnp, nnx_parallel as nxp
@@ -31,14 +31,14 @@ class MetricSums:
 
   def __init__(self) -> None:
     self._total: dict[str, Any] = {}
-    self._weight: float | None = None  # of a single step, which is kept as it came
+    self._weight: float | None = None  # of the first step, until there is a second
 
   def add(self, metrics: Mapping[str, Any], *, weight: float = 1.0) -> None:
-    """Adds what one step returned: dispatched to the devices, not waited for.
+    """Adds the metrics of one step, on the devices, without waiting for them.
 
     Args:
       metrics: name -> scalar, or `(sum, count)` pair of scalars.
-      weight: what plain scalars count for, for example the number of examples in the batch.
+      weight: of plain scalars, for example the number of examples in the batch.
 
     Raises:
       TrainError: an array, or other names than before.
@@ -76,10 +76,10 @@ def evaluate(step: Callable[[Any, Any], Mapping[str, Any]], model: Any, batches:
   """Mean metrics over many batches, exactly weighted.
 
   Args:
-    step: `(model, batch) -> metrics`; `eval_step(loss_fn, pairs=True)` weighs every batch by what it holds.
-      The means of a step without pairs are weighed by the examples of their batch.
-    model: what the step takes. `nnx.view(model, deterministic=True, use_running_average=True)` shares the
-      model's Variables and has dropout off; make it once, since another object is compiled for anew.
+    step: `(model, batch) -> metrics`; those of `eval_step(loss_fn, pairs=True)` are weighted by their counts.
+      The means of a step without pairs are weighted by the examples of their batch.
+    model: `nnx.view(model, deterministic=True, use_running_average=True)` shares the model's Variables and
+      has dropout off; make it once, since the step is compiled again for another object.
     batches: placed batches.
 
   Returns:
@@ -98,7 +98,7 @@ def evaluate(step: Callable[[Any, Any], Mapping[str, Any]], model: Any, batches:
   for batch in batches:
     metrics = {name: value for name, value in step(model, batch).items() if is_scalar(value)}
     sums.add(metrics, weight=examples_in(batch))
-    # One batch ahead keeps the devices busy; more would only hold more memory.
+    # One batch ahead keeps the devices busy; more would only need more memory.
     jax.block_until_ready(before)
     before = metrics
   return sums.read()

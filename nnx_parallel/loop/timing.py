@@ -1,4 +1,4 @@
-"""Where the time goes: seconds per step, throughput, utilisation of the chip, goodput."""
+"""Seconds per step, throughput, and the wall time of a run by kind."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import collections
 import contextlib
 import math
 import time
-from collections.abc import Generator, Mapping
+from collections.abc import Generator
 
 from nnx_parallel.loop.metrics import Record
 
@@ -36,11 +36,11 @@ class StepClock:
     self._last = time.perf_counter()
 
   def tick(self, tokens: int, *, steps: int = 1) -> Record:
-    """Notes the end of a step, or of several that are reported together.
+    """Ends the time of one or more steps.
 
     Args:
-      tokens: how many tokens, or samples, they consumed.
-      steps: how many steps since the last tick.
+      tokens: tokens, or samples, that they consumed.
+      steps: their number.
 
     Returns:
       `seconds` per step, and `tokens_per_second` over the window (of this tick alone for the first).
@@ -66,18 +66,17 @@ class StepClock:
 
 
 class Goodput:
-  """Wall time by what it was spent on, as seen from the host; goodput is the part spent on steps.
+  """Wall time by kind, measured on the host; goodput is the part spent on steps.
 
-  Made for `with` blocks that do not overlap; the time between them is `other`. Steps run while the host does
-  other things, so time waiting for data counts as lost only when the devices had run out of work; `fit`
-  looks, and books it as `step` otherwise.
+  The `with` blocks must not overlap; the time between them is `other`. Steps run asynchronously, so waiting
+  for data costs time only when the devices have no work: otherwise `fit` counts it as `step`.
 
   Example:
     >>> goodput = Goodput()
     >>> with goodput.spend("compile"):
     ...   pass
-    >>> sorted(goodput.seconds()), 0.0 <= goodput.share("step") <= 1.0
-    (['compile', 'other'], True)
+    >>> sorted(goodput.seconds())
+    ['compile', 'other']
   """
 
   def __init__(self) -> None:
@@ -85,12 +84,12 @@ class Goodput:
     self._spent: dict[str, float] = {}
 
   def add(self, kind: str, seconds: float) -> None:
-    """Books seconds on a kind."""
+    """Adds seconds to a kind."""
     self._spent[kind] = self._spent.get(kind, 0.0) + seconds
 
   @contextlib.contextmanager
   def spend(self, kind: str) -> Generator[None]:
-    """Books the time of a block, also of one that fails."""
+    """Adds the time of a block, even if it fails."""
     start = time.perf_counter()
     try:
       yield
@@ -101,17 +100,3 @@ class Goodput:
     """Kind -> seconds so far, `other` last; they add up to the wall time."""
     wall = time.perf_counter() - self._start
     return {**self._spent, "other": max(0.0, wall - sum(self._spent.values()))}
-
-  def share(self, kind: str = "step") -> float:
-    """The part of the wall time spent on a kind; of `step`, that is the goodput."""
-    return share(self.seconds(), kind)
-
-
-def share(seconds: Mapping[str, float], kind: str = "step") -> float:
-  """The part of some seconds by kind that one kind has.
-
-  Example:
-    >>> share({"step": 3.0, "other": 1.0})
-    0.75
-  """
-  return seconds.get(kind, 0.0) / max(sum(seconds.values()), 1e-9)

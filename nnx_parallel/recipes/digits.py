@@ -75,12 +75,12 @@ def loss(model: Classifier, batch: Batch) -> tuple[jax.Array, dict[str, tuple[ja
 
 
 def mesh() -> dict[str, int]:
-  """The mesh when none is asked for, in devices along each axis."""
+  """The default mesh: devices along each axis."""
   return {"data": 8}
 
 
 def rules() -> nxp.LogicalRules:
-  """Data parallel: each device holds the whole classifier and a part of the batch."""
+  """Data parallel: the classifier is replicated, and each device has a part of the batch."""
   return nxp.LogicalRules(batch="data", pixels=(), hidden=(), digit=())
 
 
@@ -95,8 +95,7 @@ def batches(start: int = 0, *, split: str = "train", batch: int = BATCH, seed: i
   Args:
     start: the cursor: how many images were consumed before. Image `i` of the run is a function of
       the seed and `i` alone; each epoch is a new permutation of the training images.
-    split: `"train"`, endless; or `"held_out"`, 384 images, drawn once, that are never trained on (as many
-      whole batches of them as there are).
+    split: `"train"`, endless; or `"held_out"`, the full batches of 384 images that are never trained on.
     batch: images in a global batch.
     seed: of the permutations.
 
@@ -131,7 +130,7 @@ def _epoch(epoch: int, count: int, seed: int) -> np.ndarray:
 def read_digits() -> tuple[np.ndarray, np.ndarray]:
   """Pixels, float32 (1797, 64) between 0 and 1, and labels, int32 (1797,), in a fixed random order.
 
-  Shuffled, so that the held-out images come from everywhere in the data set.
+  The order is shuffled so that the held-out images come from all parts of the data set.
   """
   try:
     from sklearn.datasets import load_digits

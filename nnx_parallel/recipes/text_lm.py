@@ -5,13 +5,13 @@ A recipe is a file of plain functions; the command line calls them:
     nnx-parallel plan  text_lm --mesh data=2,fsdp=2,tensor=2
     nnx-parallel train text_lm --mesh data=2,fsdp=2,tensor=2 --steps 200 --checkpoint runs/ckpt
 
-Without `--text DIR` (or the variable `NXP_TEXT`) it learns the Python sources that every Python
-installation carries: its own standard library. The model names the dims of its parameters
-(`"embed"`, `"mlp"`, ...) and knows nothing of meshes; `rules()` is the only place that does.
+Without `--text DIR` (or the variable `NXP_TEXT`) it is trained on Python's own standard library. The model
+names the dims of its parameters (`"embed"`, `"mlp"`, ...); only `rules()` has mesh axes.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import os
@@ -64,15 +64,11 @@ def dense(
   names: tuple[str | None, ...],
   rngs: nnx.Rngs,
 ) -> nnx.LinearGeneral:
-  """A bias-free linear layer whose kernel's dims carry `names`."""
+  """A linear layer without bias; `names` are the logical names of the kernel's dims."""
   axis = tuple(range(-len(shape_in), 0)) if isinstance(shape_in, tuple) else -1
+  metadata = {"out_sharding": names}
   return nnx.LinearGeneral(
-    shape_in,
-    shape_out,
-    axis=axis,
-    use_bias=False,
-    rngs=rngs,
-    kernel_metadata={"out_sharding": names},
+    shape_in, shape_out, axis=axis, use_bias=False, rngs=rngs, kernel_metadata=metadata
   )
 
 
@@ -98,7 +94,7 @@ class Attention(nnx.Module):
     self.out = dense(per_head, config.width, ("heads", None, "embed"), rngs)
 
   def __call__(self, x: jax.Array) -> jax.Array:
-    """Each position sees itself and those before it."""
+    """Each position attends to itself and those before it."""
     q, k, v = rotate(self.query(x)), rotate(self.key(x)), self.value(x)
     return self.out(jax.nn.dot_product_attention(q, k, v, is_causal=True))
 
@@ -112,7 +108,7 @@ class GatedMLP(nnx.Module):
     self.down = dense(config.mlp, config.width, ("mlp", "embed"), rngs)
 
   def __call__(self, x: jax.Array) -> jax.Array:
-    """Works on each position alone."""
+    """Maps each position by itself."""
     return self.down(nnx.silu(self.gate(x)) * self.up(x))
 
 
@@ -166,7 +162,7 @@ def optimizer(config: Config = CONFIG) -> optax.GradientTransformation:
   def adamw(learning_rate: Any) -> optax.GradientTransformation:
     return optax.adamw(learning_rate, b2=0.98, weight_decay=0.01)
 
-  # So the rate lies in the optimizer's state, and is among the metrics.
+  # With inject_hyperparams the rate is in the optimizer's state, and among the metrics.
   return optax.chain(optax.clip_by_global_norm(1.0), optax.inject_hyperparams(adamw)(learning_rate=rate))
 
 
@@ -178,7 +174,7 @@ def loss(model: TextLM, batch: Batch) -> tuple[jax.Array, dict[str, jax.Array]]:
 
 
 def mesh() -> dict[str, int]:
-  """The mesh when none is asked for, in devices along each axis."""
+  """The default mesh: devices along each axis."""
   return {"data": 2, "fsdp": 2, "tensor": 2}
 
 
@@ -196,7 +192,7 @@ def rules() -> nxp.LogicalRules:
 
 
 def tokens(batch: Batch) -> int:
-  """Bytes learned from in one batch; the progress display divides it by the step time."""
+  """Bytes in one batch; the progress display divides it by the step time."""
   return int(batch["inputs"].size)
 
 
@@ -213,11 +209,11 @@ def batches(
 
   Args:
     start: the cursor: how many windows were consumed before. Window `i` is a function of the seed
-      and `i` alone, so a run resumed on any mesh, with any batch size, goes on where it was.
+      and `i` alone, so a run can resume on any mesh, with any batch size.
     split: `"train"`, endless; or `"held_out"`, a fixed number of evenly spaced windows.
     text: folder of text; by default `NXP_TEXT`, else Python's own standard library.
     batch: windows in a global batch, instead of the config's.
-    seed: says which windows are drawn, instead of the config's.
+    seed: of the windows drawn, instead of the config's.
     config: gives the window length.
 
   Raises:
@@ -260,8 +256,8 @@ def _even_windows(length: int, config: Config) -> Iterator[np.ndarray]:
 def read_text(folder: str | None, minimum: int) -> tuple[np.ndarray, np.ndarray]:
   """Reads a folder's text into memory, as (train, held out) arrays of bytes.
 
-  A digest of its name says whether a file is held out (one in ten, at least one), so that adding
-  files does not move the others from one side to the other. A single file gives its last tenth.
+  A file is held out (one in ten, at least one) by a digest of its name, so adding files does not move the
+  others between the sides. Of a single file, the last tenth is held out.
 
   Args:
     folder: every UTF-8 file below it is used, hidden ones excepted; `None` is the `.py` files of
@@ -291,14 +287,13 @@ def split_files(files: dict[str, bytes]) -> tuple[list[bytes], list[bytes]]:
     cut = len(content) - len(content) // 10
     return [content[:cut]], [content[cut:]]
   digest = {name: zlib.crc32(name.encode()) for name in files}
-  held_out = {name for name in files if digest[name] % 10 == 0} or set(
-    sorted(files, key=digest.__getitem__)[:1]
-  )
+  first = sorted(files, key=digest.__getitem__)[:1]
+  held_out = {name for name in files if digest[name] % 10 == 0} or set(first)
   return [files[n] for n in files if n not in held_out], [files[n] for n in files if n in held_out]
 
 
 def find_text(root: Path, suffix: str = "", skip: Container[str] = ()) -> dict[str, bytes]:
-  """Name, relative to `root`, to content of each UTF-8 file below it; sorted by name."""
+  """Name, relative to `root`, to content of each UTF-8 file below it (not empty, no NUL); sorted by name."""
   if not root.is_dir():
     raise RecipeError(
       f"no folder of text at {root}.", fix="--text DIR (or NXP_TEXT=DIR), an existing folder."
@@ -310,18 +305,11 @@ def find_text(root: Path, suffix: str = "", skip: Container[str] = ()) -> dict[s
       path = Path(folder, name)
       if name.endswith(suffix) and not name.startswith(".") and path.is_file():
         content = path.read_bytes()
-        if is_text(content):
-          found[path.relative_to(root).as_posix()] = content
+        with contextlib.suppress(UnicodeDecodeError):
+          content.decode()
+          if content and b"\0" not in content:
+            found[path.relative_to(root).as_posix()] = content
   return dict(sorted(found.items()))
-
-
-def is_text(content: bytes) -> bool:
-  """Whether these bytes are UTF-8 text (not empty, no NUL)."""
-  try:
-    content.decode()
-  except UnicodeDecodeError:
-    return False
-  return bool(content) and b"\0" not in content
 
 
 # Generation ------------------------------------------------------------------------------------
@@ -338,7 +326,7 @@ def generate(
 ) -> bytes:
   """Continues `prompt` by `length` bytes; greedy at temperature 0.
 
-  The whole window is run again for each byte: plain, and quick enough for a line of text.
+  The model runs on the whole window for each byte, which is fast enough for a line of text.
   """
   if not prompt:
     raise RecipeError("generate needs a prompt of at least one byte.", fix='prompt=b"\\n"')
@@ -353,16 +341,9 @@ def generate(
 
 @functools.partial(nnx.jit, static_argnames="length")
 def _continue(
-  model: TextLM,
-  context: ArrayLike,
-  used: ArrayLike,
-  key: jax.Array,
-  temperature: ArrayLike,
-  length: int,
+  model: TextLM, context: ArrayLike, used: ArrayLike, key: jax.Array, temperature: ArrayLike, length: int
 ) -> jax.Array:
-  def one_byte(
-    carry: tuple[jax.Array, jax.Array], key: jax.Array
-  ) -> tuple[tuple[jax.Array, jax.Array], jax.Array]:
+  def one_byte(carry: Any, key: jax.Array) -> tuple[Any, jax.Array]:
     context, used = carry
     logits = model(context[None])[0, used - 1]
     noise = jax.random.gumbel(key, logits.shape) * temperature

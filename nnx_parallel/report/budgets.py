@@ -67,7 +67,7 @@ def assert_collectives(
     raise ReportError(
       "the step breaks its communication budget.",
       details="\n".join(broken),
-      fix="print(report) shows where each comes from; raise the budget if it is meant.",
+      fix="print(report) shows where each comes from; raise the budget if that is intended.",
     )
 
 

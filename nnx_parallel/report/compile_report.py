@@ -22,12 +22,18 @@ from nnx_parallel.layout.plan import ShardingPlan, check_plan
 from nnx_parallel.report.chips import Chip, chip_of
 from nnx_parallel.report.chips import chip as chip_named
 from nnx_parallel.report.program import hlo
-from nnx_parallel.report.program.collectives import Collective, collectives
-from nnx_parallel.report.program.compiler import Compiled, MemoryStats, memory_stats, run_compiler
+from nnx_parallel.report.program.collectives import Collective, collectives, totals
+from nnx_parallel.report.program.compiler import (
+  Compiled,
+  MemoryStats,
+  Reshard,
+  find_reshards,
+  memory_stats,
+  run_compiler,
+)
 from nnx_parallel.report.program.cost import Cost, cost
 from nnx_parallel.report.program.faults import Comparison, Fault, compare
 from nnx_parallel.report.program.peak import PeakBuffer, at_peak
-from nnx_parallel.report.program.reshards import Reshard, find_reshards
 from nnx_parallel.report.topology import topology_mesh
 from nnx_parallel.train.step import TrainStep
 
@@ -138,10 +144,7 @@ class CompileReport:
       >>> report.bytes_by("kind", "axes")
       {('all-reduce', 'data'): 32}
     """
-    sums: dict[tuple[str, ...], int] = {}
-    for item in self.collectives:
-      key = tuple(_text(getattr(item, name)) for name in keys)
-      sums[key] = sums.get(key, 0) + item.total_bytes
+    sums = totals(self.collectives, lambda item: tuple(_text(getattr(item, name)) for name in keys))
     return dict(sorted(sums.items(), key=lambda pair: -pair[1]))
 
   def to_json(self) -> str:
@@ -399,12 +402,16 @@ def _result_names(
   arguments = {
     i.arguments: i.op_name for i in hlo.parse(done.whole).entry.instructions if i.opcode == "parameter"
   }
-  head = done.whole[: done.whole.find("\n")]
-  for place, number in _ALIASES.findall(hlo.after(head, "input_output_alias=")):
+  for place, number in _aliases(done.whole):
     name = arguments.get(number, "")
     if name:
       found[int(place or 0)] = names.get(name, name)
   return found
+
+
+def _aliases(text: str) -> list[tuple[str, str]]:
+  """Place of each result that takes an argument's memory, and the argument's number."""
+  return _ALIASES.findall(hlo.after(text.partition("\n")[0], "input_output_alias="))
 
 
 def _measured(figures: Chip | None, kind: str) -> Chip | None:
@@ -435,11 +442,9 @@ def _categories(memory: MemoryStats, need: int, known: Mapping[str, int]) -> dic
 
 
 def _arguments(program: hlo.Program, text: str, names: Mapping[str, str]) -> tuple[Argument, ...]:
-  head = text[: text.find("\n")] if text else ""
-  found = hlo.after(head, "input_output_alias=")
-  donated = {int(number) for _, number in _ALIASES.findall(found)}
+  donated = {number for _, number in _aliases(text)}
   arguments = [
-    Argument(names.get(i.op_name, i.op_name or i.name), i.bytes, not text or int(i.arguments) in donated)
+    Argument(names.get(i.op_name, i.op_name or i.name), i.bytes, not text or i.arguments in donated)
     for i in program.entry.instructions
     if i.opcode == "parameter"
   ]

@@ -116,7 +116,7 @@ def _whole_batch(report: CompileReport) -> str:
     return ""
   return (
     f" If its first dim is the batch, all {whole} examples are on each device, though {split} devices share "
-    'them: hold it, or what it is made from, with nxp.constrain(x, "batch", ...).'
+    'them: constrain it, or the array that it is computed from, with nxp.constrain(x, "batch", ...).'
   )
 
 
@@ -133,7 +133,7 @@ def head(report: CompileReport) -> list[str]:
   compared = results_note(report)
   lines += [compared, not_counted(report.cost.uncounted).rstrip()]
   if not report.compiled:
-    lines.append("The compiler stopped for lack of memory; what follows is the program as far as it came.")
+    lines.append("The compiler stopped for lack of memory; the tables below are of the unfinished program.")
   return [line for line in lines if line]
 
 
@@ -155,11 +155,11 @@ def results_note(report: CompileReport) -> str:
   results = report.results
   if not (results.right or results.faults or results.unknown):
     return ""
-  meaning = "" if results.faults or results.unknown else "the program keeps its meaning: "
-  few = ", ".join(list(results.unknown)[:_FEW]) + (", ..." if len(results.unknown) > _FEW else "")
+  names = list(results.unknown)
+  few = ", ".join(names[:_FEW]) + (", ..." if len(names) > _FEW else "")
   why = "; ".join(dict.fromkeys(results.unknown.values()))
   lost = f" ({few}), because of: {why}" if results.unknown else ""
-  return f"Split over the devices, {meaning}{results_text(results)}{lost}."
+  return f"Split over the devices, {results_text(results)}{lost}."
 
 
 def faults_table(report: CompileReport) -> Table:
@@ -178,8 +178,8 @@ def faults_table(report: CompileReport) -> Table:
 
 
 _FAULTS_FIX = """\
-Fix: hold what is computed there to one layout, nxp.constrain(x, "batch", ...), or lay the parameter
-that it meets there out otherwise; then compile again.
+Fix: constrain the value at that line to one layout, nxp.constrain(x, "batch", ...), or give the parameter in
+that operation another layout; then compile again.
 """
 
 

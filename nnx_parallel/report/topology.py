@@ -70,19 +70,11 @@ class Machine:
     return self.devices // self.slices
 
 
-@dataclasses.dataclass(frozen=True)
-class Topology:
-  """Devices of a named machine, for compiling only; `devices` are in the order of the platform."""
-
-  machine: Machine
-  devices: tuple[jax.Device, ...]  # pyright: ignore[reportInvalidTypeForm]
-
-
-def machine(text: str) -> Machine:
+def read_machine(text: str) -> Machine:
   """Reads the name of a topology; see the table at the top of this module.
 
   Example:
-    >>> machine("gpu:h100:32x8").devices
+    >>> read_machine("gpu:h100:32x8").devices
     256
   """
   here = _CPU.fullmatch(text)
@@ -112,15 +104,6 @@ def machine(text: str) -> Machine:
   return Machine(text, kind, size, size[0], math.prod(size))
 
 
-def topology(text: str) -> Topology:
-  """Makes the devices of a named machine, without the machine; see the table at the top of this module."""
-  named = machine(text)
-  missing = missing_compiler(named)
-  if missing is not None:
-    raise missing
-  return {"cpu": _local, "tpu": _tpu, "gpu": _gpu}[named.chip.platform](named)
-
-
 def missing_compiler(named: Machine) -> ReportError | None:
   """The error to raise where the compiler of a machine is not installed here, or None."""
   compiler, extra, modules = {
@@ -146,7 +129,7 @@ def topology_mesh(text: str, *, explicit: bool = False, **axes: int) -> Mesh:
   """A mesh over the devices of a named machine, ordered for its links.
 
   Args:
-    text: see `topology`.
+    text: the machine, e.g. `"tpu:v5p:4x4x4*2"` (two slices), `"gpu:h100:2x8"` (hosts x GPUs) or `"cpu:8"`.
     explicit: makes the axes Explicit; Auto otherwise.
     **axes: axis name -> size; one may be -1: what is left. Between slices the first axes go outside.
 
@@ -154,33 +137,33 @@ def topology_mesh(text: str, *, explicit: bool = False, **axes: int) -> Mesh:
     A mesh that programs can be lowered and compiled for; its devices hold no array.
 
   Raises:
-    ReportError: as `topology`, or the sizes do not multiply to the number of devices.
+    ReportError: the text cannot be read, the chip is unknown, its compiler is not installed, or the sizes do
+      not multiply to the number of devices.
 
   Example:
     >>> dict(topology_mesh("cpu:8", data=2, fsdp=-1).shape)
     {'data': 2, 'fsdp': 4}
   """
-  found = topology(text)
-  sizes = _fill(text, axes, len(found.devices))
-  left, across = found.machine.slices if found.machine.chip.platform == "tpu" else 1, dict[str, int]()
+  named = read_machine(text)
+  missing = missing_compiler(named)
+  if missing is not None:
+    raise missing
+  devices = {"cpu": _local, "tpu": _tpu, "gpu": _gpu}[named.chip.platform](named)
+  known = math.prod(size for size in axes.values() if size != -1)
+  sizes = {name: len(devices) // known if size == -1 else size for name, size in axes.items()}
+  if not sizes or list(axes.values()).count(-1) > 1 or math.prod(sizes.values()) != len(devices):
+    raise ReportError(
+      f"the axes {axes} do not make the {len(devices)} devices of {text}.",
+      fix=f"topology_mesh({text!r}, data=-1), or sizes whose product is {len(devices)}.",
+    )
+  left, across = named.slices if named.chip.platform == "tpu" else 1, dict[str, int]()
   for name, size in sizes.items():
     across[name] = math.gcd(size, left)
     left //= across[name]
-  return make_mesh(sizes, devices=found.devices, explicit=explicit, dcn=across)
+  return make_mesh(sizes, devices=devices, explicit=explicit, dcn=across)
 
 
-def _fill(text: str, axes: Mapping[str, int], count: int) -> dict[str, int]:
-  known = math.prod(size for size in axes.values() if size != -1)
-  sizes = {name: count // known if size == -1 else size for name, size in axes.items()}
-  if not sizes or list(axes.values()).count(-1) > 1 or math.prod(sizes.values()) != count:
-    raise ReportError(
-      f"the axes {dict(axes)} do not make the {count} devices of {text}.",
-      fix=f"topology_mesh({text!r}, data=-1), or sizes whose product is {count}.",
-    )
-  return sizes
-
-
-def _local(named: Machine) -> Topology:
+def _local(named: Machine) -> list[Any]:
   devices = jax.devices("cpu")
   if len(devices) < named.devices:
     raise ReportError(
@@ -188,10 +171,10 @@ def _local(named: Machine) -> Topology:
       fix="start it with "
       f"XLA_FLAGS=--xla_force_host_platform_device_count={named.devices} JAX_PLATFORMS=cpu.",
     )
-  return Topology(named, tuple(devices[: named.devices]))
+  return devices[: named.devices]
 
 
-def _tpu(named: Machine) -> Topology:
+def _tpu(named: Machine) -> list[Any]:
   if not glob.glob("/dev/accel*") and not glob.glob("/dev/vfio/*"):
     for variable, value in _NO_TPU_HERE.items():
       os.environ.setdefault(variable, value)
@@ -210,10 +193,10 @@ def _tpu(named: Machine) -> Topology:
       details=str(error)[:300],
       fix="v5e and v6e take two numbers (tpu:v5e:4x4), v4, v5p and tpu7x three (tpu:v5p:4x4x4).",
     ) from error
-  return Topology(named, tuple(found.devices))
+  return list(found.devices)
 
 
-def _gpu(named: Machine) -> Topology:
+def _gpu(named: Machine) -> list[Any]:
   # Lets the plugin load on a machine without a driver.
   os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
   found = topologies.get_topology_desc(
@@ -221,7 +204,7 @@ def _gpu(named: Machine) -> Topology:
     target_config=target_text(named.chip),
     topology=f"{named.size[0]}x1x{named.size[1]}",
   )
-  return Topology(named, tuple(found.devices))
+  return list(found.devices)
 
 
 class _Target(NamedTuple):

@@ -9,6 +9,9 @@ from typing import Literal
 from nnx_parallel.errors import ShardingError
 from nnx_parallel.rules.logical import Candidate, candidate_of
 
+MIN_SIZE = 2**18
+"""Elements up to which `fsdp` replicates an array."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Fallback:
@@ -26,7 +29,7 @@ class Fallback:
     return f"fsdp({axis!r}, min_size={self.min_size}, extend={self.extend})"
 
 
-def fsdp(axis: str | Sequence[str] = "fsdp", *, min_size: int = 2**18, extend: bool = True) -> Fallback:
+def fsdp(axis: str | Sequence[str] = "fsdp", *, min_size: int = MIN_SIZE, extend: bool = True) -> Fallback:
   """Fallback: splits an array's largest free dim that `axis` divides (ZeRO-3).
 
   It applies to every Variable without names: parameters, and batch statistics or caches as large as

@@ -53,30 +53,6 @@ class InputRules:
     rules.every_axis = True
     return rules
 
-  def names_for(self, ndim: int, axes: tuple[str, ...]) -> Names:
-    """The names for an input.
-
-    Args:
-      ndim: its rank, at least 1.
-      axes: the axes of the mesh, major to minor.
-
-    Returns:
-      One entry per dim.
-
-    Raises:
-      ShardingError: no mapping for this rank.
-    """
-    if self.every_axis:
-      return (axes, *([None] * (ndim - 1)))
-    if ndim not in self.by_rank:
-      example = ("data", *[None] * (ndim - 1))
-      raise ShardingError(
-        f"no input rule for an array of {ndim} dims.",
-        details=f"{self!r}",
-        fix=f"add a mapping for that rank, for example map_{ndim}d={example!r}.",
-      )
-    return self.by_rank[ndim]
-
   def __eq__(self, other: object) -> bool:
     if not isinstance(other, InputRules):
       return NotImplemented
@@ -89,6 +65,20 @@ class InputRules:
     if self.every_axis:
       return "InputRules.whole_mesh()"
     return f"InputRules({', '.join(f'map_{rank}d={names!r}' for rank, names in self.by_rank.items())})"
+
+
+def input_names(rules: InputRules, ndim: int, axes: tuple[str, ...]) -> Names:
+  """The names for an input of at least one dim; `axes` are those of the mesh, major to minor."""
+  if rules.every_axis:
+    return (axes, *([None] * (ndim - 1)))
+  if ndim not in rules.by_rank:
+    example = ("data", *[None] * (ndim - 1))
+    raise ShardingError(
+      f"no input rule for an array of {ndim} dims.",
+      details=f"{rules!r}",
+      fix=f"add a mapping for that rank, for example map_{ndim}d={example!r}.",
+    )
+  return rules.by_rank[ndim]
 
 
 def _rank(key: str) -> int:

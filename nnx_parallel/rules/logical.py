@@ -13,6 +13,7 @@ from nnx_parallel.errors import ShardingError
 Candidate = tuple[str, ...]
 """Mesh axes that split one dim together, major to minor; `()` does not split the dim."""
 Uneven = Literal["error", "next", "pad", "replicate"]
+Unknown = Literal["error", "replicate"]
 UNEVEN: tuple[Uneven, ...] = ("error", "next", "pad", "replicate")
 
 
@@ -47,7 +48,7 @@ class LogicalRules(Mapping[str, tuple[Candidate, ...]]):
     names: Mapping[str, Any] | None = None,
     /,
     *,
-    unknown: Literal["error", "replicate"] = "error",
+    unknown: Unknown = "error",
     uneven: Mapping[str, Uneven] | None = None,
     **rules: Any,
   ):
@@ -58,7 +59,7 @@ class LogicalRules(Mapping[str, tuple[Candidate, ...]]):
       raise ShardingError(
         f"unknown={unknown!r} is not a policy for names without a rule.", fix='use "error" or "replicate".'
       )
-    self.unknown: Literal["error", "replicate"] = unknown
+    self.unknown: Unknown = unknown
     self.uneven: dict[str, Uneven] = dict(uneven or {})
     self._table = {k: _candidates(k, v) for k, v in {**(names or {}), **rules}.items()}
     for name, policy in self.uneven.items():
@@ -123,7 +124,7 @@ class LogicalRules(Mapping[str, tuple[Candidate, ...]]):
     names: Mapping[str, Any] | None = None,
     /,
     *,
-    unknown: Literal["error", "replicate"] | None = None,
+    unknown: Unknown | None = None,
     uneven: Mapping[str, Uneven] | None = None,
     **rules: Any,
   ) -> LogicalRules:
@@ -153,40 +154,26 @@ class LogicalRules(Mapping[str, tuple[Candidate, ...]]):
     # By value, so that equal rules give one compiled program (see `use_rules`).
     return hash((frozenset(self._table.items()), self.unknown, frozenset(self.uneven.items())))
 
-  def mesh_axes(self) -> tuple[str, ...]:
-    """Every mesh axis that some candidate names, in order of first use."""
-    found = (axis for options in self._table.values() for option in options for axis in option)
-    return tuple(dict.fromkeys(found))
 
-  def check_axes(self, mesh: Mapping[str, int]) -> list[str]:
-    """Looks for axes that the mesh does not have.
-
-    Args:
-      mesh: mesh axis name -> size in devices.
-
-    Returns:
-      One note for each axis that looks like a misspelt one: its candidates are passed over.
-
-    Raises:
-      ShardingError: a rule none of whose candidates can ever apply on this mesh.
-    """
-    notes: list[str] = []
-    for name, options in self._table.items():
-      absent = [axis for option in options for axis in option if axis not in mesh]
-      if all(any(axis not in mesh for axis in option) for option in options):
-        near = difflib.get_close_matches(absent[0], list(mesh), 1)
-        shown = show_rule(name, [*map(entry_of, options), None])
-        raise ShardingError(
-          f"the rule for {name!r} can never apply: axis {absent[0]!r} is not in the mesh.",
-          details=f"rule {name!r} -> {show_candidates(options)}, mesh {dict(mesh)}",
-          fix=(f"did you mean {near[0]!r}? Otherwise " if near else "")
-          + f"do not split the dim on such a mesh: {shown}.",
-        )
-      for axis in dict.fromkeys(absent):
-        near = difflib.get_close_matches(axis, list(mesh), 1, cutoff=0.75)
-        if near:
-          notes.append(f"rule {name!r}: axis {axis!r} is not in the mesh (did you mean {near[0]!r}?)")
-    return notes
+def check_axes(rules: LogicalRules, mesh: Mapping[str, int]) -> list[str]:
+  """A note for each axis that looks misspelt; a `ShardingError` for a rule that can never apply."""
+  notes: list[str] = []
+  for name, options in rules.items():
+    absent = [axis for option in options for axis in option if axis not in mesh]
+    if all(any(axis not in mesh for axis in option) for option in options):
+      near = difflib.get_close_matches(absent[0], list(mesh), 1)
+      shown = show_rule(name, [*map(entry_of, options), None])
+      raise ShardingError(
+        f"the rule for {name!r} can never apply: axis {absent[0]!r} is not in the mesh.",
+        details=f"rule {name!r} -> {show_candidates(options)}, mesh {dict(mesh)}",
+        fix=(f"did you mean {near[0]!r}? Otherwise " if near else "")
+        + f"do not split the dim on such a mesh: {shown}.",
+      )
+    for axis in dict.fromkeys(absent):
+      near = difflib.get_close_matches(axis, list(mesh), 1, cutoff=0.75)
+      if near:
+        notes.append(f"rule {name!r}: axis {axis!r} is not in the mesh (did you mean {near[0]!r}?)")
+  return notes
 
 
 def _is_keyword_argument(name: str) -> bool:

@@ -13,8 +13,8 @@ from __future__ import annotations
 from typing import Any
 
 from nnx_parallel.core.axes import Entry
+from nnx_parallel.rules.fallback import MIN_SIZE, replicate
 from nnx_parallel.rules.fallback import fsdp as fsdp_fallback
-from nnx_parallel.rules.fallback import replicate
 from nnx_parallel.rules.inputs import InputRules
 from nnx_parallel.rules.logical import LogicalRules
 from nnx_parallel.rules.paths import PathRules
@@ -32,7 +32,6 @@ __all__ = [
   "t5",
   "vit",
 ]
-MIN_SIZE = 2**18
 
 
 def data_parallel(data: str = "data") -> RuleSet:

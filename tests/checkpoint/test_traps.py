@@ -307,7 +307,8 @@ def test_a_step_that_vanishes_while_it_is_looked_at_is_not_called_damaged(
     call(checkpointer, 1)
   (tmp_path / "kept").rename(tmp_path / "1")
   assert cli.main(["verify", str(tmp_path)]) == 0
-  assert "step 1: removed or replaced meanwhile\nstep 2: good\n1 good, 0 damaged" in capsys.readouterr().out
+  text = "step 1: removed or replaced during the check\nstep 2: good\n1 good, 0 damaged"
+  assert text in capsys.readouterr().out
 
 
 def test_the_log_of_others_is_heard_during_a_background_save(tmp_path, monkeypatch, caplog):

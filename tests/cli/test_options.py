@@ -88,7 +88,6 @@ print(jax.device_count(), dict(options.real_mesh({sizes}, {devices}).shape))
   ("sizes", "devices", "environment", "expected"),
   [
     ({"data": 3, "tensor": 2}, None, {}, "6 {'data': 3, 'tensor': 2}"),
-    ({"data": -1, "tensor": 2}, 4, {}, "4 {'data': 2, 'tensor': 2}"),
     ({"data": 2}, 2, {"JAX_NUM_CPU_DEVICES": "4"}, "4 {'data': 2}"),
     (
       {"data": 2},

@@ -145,7 +145,7 @@ def test_a_run_that_is_done_says_how_to_go_on(tiny, capsys):
   assert cli.main(common) == 0
   capsys.readouterr()
   assert cli.main([*common, "--resume"]) == 0
-  assert capsys.readouterr().out == "step 3 is reached; go on with --steps 6\n"
+  assert capsys.readouterr().out == "step 3 is reached; continue with --steps 6\n"
 
 
 def test_the_checkpoints_of_another_run_are_not_mixed_up(tiny, capsys):
@@ -155,7 +155,7 @@ def test_the_checkpoints_of_another_run_are_not_mixed_up(tiny, capsys):
   assert capsys.readouterr().err == (
     "CheckpointError: ckpt holds the checkpoints of an earlier run.\n"
     "  steps 2\n"
-    "  Fix: --resume to go on from the newest, or another --checkpoint DIR.\n"
+    "  Fix: --resume to continue from the newest, or another --checkpoint DIR.\n"
   )
 
 

@@ -259,7 +259,9 @@ def test_a_constructor_with_side_effects_runs_whole_and_says_so(caplog):
 
   with caplog.at_level(logging.WARNING):
     model = created(init)
-  assert_same_arrays(arrays_of(model), arrays_of(init()))
+  whole, expected = arrays_of(model), arrays_of(init())
+  for path, value in whole.items():  # one program may round otherwise
+    np.testing.assert_allclose(value, expected[path], rtol=3e-7, atol=2e-7, err_msg=path)
   reason = "it has side effects (Debug)"
   assert caplog.messages == [f"creating the model as one program: {reason}"]
   plan = nxp.plan(init, MESH(), RULES)
@@ -290,7 +292,7 @@ def test_a_constructor_that_computes_in_float64_runs_whole_and_says_so():
   model = created(Precise)
   np.testing.assert_allclose(model.table[...], np.sin(np.arange(1024) / 7), rtol=1e-6)
   (note,) = nxp.plan(Precise, MESH(), RULES).notes
-  assert "as one program, which takes longer to compile: it computes in int64 under a jax.enable_x64" in note
+  assert "as one program, which takes longer to compile: it computes in int64 under its own" in note
 
 
 def test_a_constructor_that_can_be_cut_has_no_note():

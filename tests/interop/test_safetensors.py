@@ -356,7 +356,7 @@ def test_damaged_files(tmp_path, cut):
   safetensors.numpy.save_file({"w": np.ones(4, np.float32)}, file)
   file.write_bytes(file.read_bytes()[:cut])
   plan = nxp.plan(lambda: nnx.Linear(8, 16, rngs=nnx.Rngs(0)), nxp.make_mesh(a=8), nxp.replicate())
-  with pytest.raises(CheckpointError, match=r"m\.safetensors is not a whole safetensors file"):
+  with pytest.raises(CheckpointError, match=r"m\.safetensors is not a complete safetensors file"):
     import_safetensors(file, plan)
 
 
@@ -384,7 +384,9 @@ def test_headers_that_lie(tmp_path, lie):
   file.write_bytes(length.to_bytes(8, "little") + text + bytes(12))
   if header is None:
     os.truncate(file, (6 << 30) + 100)  # which takes no room on the disk
-  with pytest.raises(CheckpointError, match=r"m\.safetensors is not a whole safetensors file: .*\n  Fix: "):
+  with pytest.raises(
+    CheckpointError, match=r"m\.safetensors is not a complete safetensors file: .*\n  Fix: "
+  ):
     read_tensors(file)
 
 

@@ -320,22 +320,6 @@ def test_a_misspelt_name_is_an_error_without_a_mesh_and_where_all_axes_are_manua
     jax.jit(whole)(X)
 
 
-@pytest.mark.parametrize("microbatches", [1, 2])
-def test_a_train_step_runs_in_the_scope_of_its_plan(microbatches):
-  rules = LogicalRules(batch="data", mlp="tensor")
-  mesh = nxp.make_mesh(data=2, tensor=4)
-  plan = nxp.plan(lambda: Net(nnx.Rngs(0)), mesh, rules, optimizer=optax.sgd(0.1))
-  step = nxp.train_step(lambda model, x: (model(x) ** 2).mean(), microbatches=microbatches)
-  model, optimizer = nxp.create_sharded_model(plan)
-  batch = nxp.shard_batch(X, plan)
-  with plan.scope():
-    found = step(model, optimizer, batch)["loss"]
-  plain = Net(nnx.Rngs(0))
-  wanted = step(plain, nnx.Optimizer(plain, optax.sgd(0.1), wrt=nnx.Param), X)["loss"]
-  np.testing.assert_allclose(found, wanted, rtol=1e-5)
-  np.testing.assert_allclose(model.up.kernel[...], plain.up.kernel[...], rtol=1e-4, atol=1e-5)
-
-
 def test_microbatches_of_replicas_that_are_split_themselves():
   def init():
     return Net(nnx.Rngs(0))

@@ -255,7 +255,7 @@ def test_the_end_of_the_data():
   assert fake([1.0] * 3).stopped == "data"
   with pytest.raises(nxp.errors.TrainError, match=r"the batches ended after step 3 of 5\.\n  Fix: steps=3, "):
     fake([1.0] * 3, steps=5)
-  with pytest.raises(nxp.errors.TrainError, match=r"cannot go on after 32 samples: batches is a list\."):
+  with pytest.raises(nxp.errors.TrainError, match=r"cannot continue after 32 samples: batches is a list\."):
     fake([], start=Position(2, 32))
 
 

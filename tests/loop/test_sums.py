@@ -185,5 +185,4 @@ def test_goodput_is_the_part_of_the_wall_time_spent_on_steps(monkeypatch):
   goodput.add("step", 5.0)
   now[0] = 9.0
   assert goodput.seconds() == {"compile": 3.0, "step": 5.0, "other": 1.0}
-  assert goodput.share() == 5 / 9
-  assert goodput.share("data") == 0.0
+  assert nxp.FitResult(1, {}, [], "steps", goodput.seconds()).goodput == 5 / 9

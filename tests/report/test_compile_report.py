@@ -22,8 +22,7 @@ from nnx_parallel.report.budgets import assert_collectives, assert_fits
 from nnx_parallel.report.chips import chip
 from nnx_parallel.report.compile_report import _need, compile_report
 from nnx_parallel.report.program.collectives import KINDS
-from nnx_parallel.report.program.compiler import Compiled, MemoryStats, Shortage, run_compiler
-from nnx_parallel.report.program.reshards import find_reshards
+from nnx_parallel.report.program.compiler import Compiled, MemoryStats, Shortage, find_reshards, run_compiler
 from report import layouts
 
 
@@ -117,7 +116,10 @@ def test_a_batch_that_is_whole_on_each_device_is_pointed_out(fsdp):
   whole = dataclasses.replace(fsdp, peak=(largest, *fsdp.peak))
   text = too_small(whole, fsdp.memory.arguments)
   assert f"{shape} from model.py:7. If its first dim is the batch, all 1024 examples" in text
-  assert "though 8 devices share them: hold it, or what it is made from, with nxp.constrain(x" in text
+  assert (
+    "though 8 devices share them: constrain it, or the array that it is computed from, with nxp.constrain(x"
+    in text
+  )
   assert "If its first dim" not in too_small(fsdp, fsdp.memory.arguments)
 
 

@@ -15,11 +15,10 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import nnx_parallel as nxp
-from nnx_parallel.report.chips import chip
+from nnx_parallel.report.chips import ENDLESS, chip
 from nnx_parallel.report.compile_report import compile_report
 from nnx_parallel.report.estimate.memory import memory_plan
 from nnx_parallel.report.estimate.roofline import compiled_time, predict_time
-from nnx_parallel.report.program.arithmetic import ENDLESS
 from nnx_parallel.report.program.cost import cost
 from nnx_parallel.report.search.search import search
 

@@ -18,9 +18,8 @@ from jax.sharding import PartitionSpec as P
 import nnx_parallel as nxp
 from nnx_parallel.report.compile_report import compile_report
 from nnx_parallel.report.program import evaluate, hlo, thin
+from nnx_parallel.report.program.devices import group_labels, group_rows, read_tiling
 from nnx_parallel.report.program.faults import compare
-from nnx_parallel.report.program.groups import group_labels, group_rows
-from nnx_parallel.report.program.shardings import read_tiling
 
 SPLIT = Path(__file__).parent / "programs" / "split"
 BATCH = ("data", "fsdp")
@@ -92,7 +91,7 @@ def test_a_fault_is_printed_and_in_json_and_on_the_page(wrong):
 def test_the_same_with_a_whole_scale_is_right():
   found = scale_over_tensor(P())
   assert (found.faults, found.results.unknown) == ((), {})
-  assert "the program keeps its meaning: all 2 results are right." in str(found)
+  assert "Split over the devices, all 2 results are right." in str(found)
 
 
 def convolved(kernel, x):

@@ -9,10 +9,10 @@ import pytest
 from flax import nnx
 
 import nnx_parallel as nxp
+from nnx_parallel.layers.remat import with_remat
 from nnx_parallel.report.compile_report import compile_report
 from nnx_parallel.report.estimate.fusion import is_fused, stored
 from nnx_parallel.report.estimate.memory import memory_plan
-from nnx_parallel.layers.remat import with_remat
 
 WORDS, WIDTH, TOKENS = 4096, 64, 512
 

@@ -19,6 +19,7 @@ from flax import nnx
 
 import nnx_parallel as nxp
 from nnx_parallel.errors import ReportError
+from nnx_parallel.layers.remat import REMATS, with_remat
 from nnx_parallel.report.chips import chip
 from nnx_parallel.report.compile_report import compile_report
 from nnx_parallel.report.estimate.memory import ERROR_BAND, memory_categories, memory_plan
@@ -31,10 +32,15 @@ from nnx_parallel.report.estimate.roofline import (
 )
 from nnx_parallel.report.estimate.workload import trace_workload, with_zero
 from nnx_parallel.report.program.faults import Comparison, Fault
-from nnx_parallel.report.search.compile import SearchInputs, compile_best
-from nnx_parallel.report.search.search import SAME_TIME, factorisations, search, searched_axes
-from nnx_parallel.report.topology import machine
-from nnx_parallel.layers.remat import REMATS, with_remat
+from nnx_parallel.report.search.search import (
+  SAME_TIME,
+  SearchInputs,
+  compile_first,
+  factorisations,
+  search,
+  searched_axes,
+)
+from nnx_parallel.report.topology import read_machine
 from report import layouts
 
 DEPTH, WIDTH, HIDDEN = 6, 128, 512
@@ -449,7 +455,7 @@ def test_a_search_ranks_what_surely_fits_before_what_perhaps_does(monkeypatch):
   big, options, fastest = sure_and_perhaps()
   small = dataclasses.replace(chip("v5e"), usable_bytes=int(fastest.memory_bytes * 1.3))
   monkeypatch.setattr(
-    nxp.report.search.search, "machine", lambda text: dataclasses.replace(machine(text), chip=small)
+    nxp.report.search.search, "read_machine", lambda text: dataclasses.replace(read_machine(text), chip=small)
   )
   found = search(init, loss, "tpu:v5e:1x1", batch=big, rules=RULES, optimizer=optax.sgd(0.1), **options)
   edge = small.usable_bytes / ERROR_BAND[1]
@@ -471,7 +477,7 @@ def test_a_winner_that_perhaps_fits_says_so(monkeypatch):
   options = {**options, "remat": "none", "max_microbatches": 1}
   small = dataclasses.replace(chip("v5e"), usable_bytes=int(fastest.memory_bytes * 1.3))
   monkeypatch.setattr(
-    nxp.report.search.search, "machine", lambda text: dataclasses.replace(machine(text), chip=small)
+    nxp.report.search.search, "read_machine", lambda text: dataclasses.replace(read_machine(text), chip=small)
   )
   found = search(init, loss, "tpu:v5e:1x1", batch=big, rules=RULES, optimizer=optax.sgd(0.1), **options)
   assert found.best.fits == "perhaps"
@@ -489,11 +495,11 @@ def test_a_layout_whose_program_computes_something_else_does_not_win(monkeypatch
   chosen, others = found.fitting[:2], found.fitting[2:]
   wrong = {id(chosen[0])}
   monkeypatch.setattr(
-    "nnx_parallel.report.search.compile.compile_candidate",
+    "nnx_parallel.report.search.search.compile_candidate",
     lambda task, c, _: dataclasses.replace(c, report=reported(faults=int(id(c) in wrong)), compiled=c.time),
   )
-  task = SearchInputs(init, loss, RULES, optax.sgd(0.1), big, machine("cpu:8"))
-  tried, best, notes = compile_best(task, chosen, others)
+  task = SearchInputs(init, loss, RULES, optax.sgd(0.1), big, read_machine("cpu:8"))
+  tried, best, notes = compile_first(task, chosen, others)
   assert best is tried[0]
   assert tried[1].refused == "as compiled, of 2 results 1 are right, 1 WRONG"
   (note,) = notes
@@ -507,7 +513,7 @@ def test_a_layout_whose_program_computes_something_else_does_not_win(monkeypatch
   assert refused["faults"] == [str(tried[1].report.faults[0])]
 
   wrong |= {id(chosen[1])}
-  tried, best, notes = compile_best(task, chosen, others)
+  tried, best, notes = compile_first(task, chosen, others)
   assert (best, len(notes)) == (None, 2)  # what was not compiled may be wrong too
   result = dataclasses.replace(found, fitting=tuple(tried), best=best, notes=notes)
   assert "No layout is proposed" in result.to_html()
@@ -520,16 +526,16 @@ def test_a_layout_that_surely_fits_wins_where_no_compiled_one_fits(monkeypatch):
   big, options, _ = sure_and_perhaps()
   found = search(init, loss, "cpu:8", batch=big, rules=RULES, optimizer=optax.sgd(0.1), **options)
   monkeypatch.setattr(
-    "nnx_parallel.report.search.compile.compile_candidate",
+    "nnx_parallel.report.search.search.compile_candidate",
     lambda task, c, _: dataclasses.replace(c, report=reported(fits=False), compiled=c.time),
   )
-  task = SearchInputs(init, loss, RULES, optax.sgd(0.1), big, machine("cpu:8"))
+  task = SearchInputs(init, loss, RULES, optax.sgd(0.1), big, read_machine("cpu:8"))
   chosen, others = found.fitting[:2], found.fitting[2:]
-  _, best, notes = compile_best(task, chosen, others)
+  _, best, notes = compile_first(task, chosen, others)
   assert best is others[0]
   assert notes == ("None of the 2 compiled layouts fits; the winner was not compiled.",)
   perhaps = [dataclasses.replace(c, fits="perhaps") for c in others]
-  assert compile_best(task, chosen, perhaps)[1:] == (None, ())
+  assert compile_first(task, chosen, perhaps)[1:] == (None, ())
 
 
 def test_the_search_names_what_limits_the_memory_of_a_gpu():

@@ -18,9 +18,8 @@ from nnx_parallel.report.compile_report import compile_report
 from nnx_parallel.report.estimate.memory import memory_categories, memory_plan
 from nnx_parallel.report.estimate.roofline import LATENCY, step_time
 from nnx_parallel.report.estimate.workload import trace_workload, with_offload, with_zero
-from nnx_parallel.report.search.compile import SearchInputs, compile_candidate
-from nnx_parallel.report.search.search import search
-from nnx_parallel.report.topology import machine
+from nnx_parallel.report.search.search import SearchInputs, compile_candidate, search
+from nnx_parallel.report.topology import read_machine
 from report import layouts
 
 WIDTH, HIDDEN, LENGTH, EXAMPLES, EXPERTS = 64, 128, 32, 64, 8
@@ -84,7 +83,7 @@ def find(kind, topology="cpu:8", **options):
 
 
 def task(kind, topology="cpu:8"):
-  return SearchInputs(lambda: kind(nnx.Rngs(0)), loss, RULES, ADAM, BATCH, machine(topology))
+  return SearchInputs(lambda: kind(nnx.Rngs(0)), loss, RULES, ADAM, BATCH, read_machine(topology))
 
 
 def run_code(result, kind):

@@ -9,7 +9,7 @@ import pytest
 
 from nnx_parallel.errors import ReportError
 from nnx_parallel.report.chips import CHIPS, chip, chip_of
-from nnx_parallel.report.topology import machine, target_text, topology, topology_mesh
+from nnx_parallel.report.topology import read_machine, target_text, topology_mesh
 
 HAS_TPU = importlib.util.find_spec("libtpu") is not None
 HAS_GPU = importlib.util.find_spec("jax_plugins") is not None and any(
@@ -30,7 +30,7 @@ HAS_GPU = importlib.util.find_spec("jax_plugins") is not None and any(
   ],
 )
 def test_names_are_read_without_a_compiler(text, devices, slices):
-  found = machine(text)
+  found = read_machine(text)
   assert (found.devices, found.slices, found.slice_size) == (devices, slices, devices // slices)
 
 
@@ -45,12 +45,12 @@ def test_names_are_read_without_a_compiler(text, devices, slices):
 )
 def test_names_that_cannot_be_read(text, message):
   with pytest.raises(ReportError, match=message):
-    machine(text)
+    read_machine(text)
 
 
 def test_more_devices_than_this_process_has():
   with pytest.raises(ReportError, match=r"device_count=512"):
-    topology("cpu:512")
+    topology_mesh("cpu:512", data=-1)
 
 
 def test_axes_must_fill_the_machine():
@@ -62,13 +62,13 @@ def test_axes_must_fill_the_machine():
 @pytest.mark.skipif(HAS_TPU, reason="the TPU compiler is installed")
 def test_a_missing_tpu_compiler_says_what_to_install():
   with pytest.raises(ReportError, match=r"pip install 'nnx-parallel\[tpu-aot\]'"):
-    topology("tpu:v5e:4x4")
+    topology_mesh("tpu:v5e:4x4", data=-1)
 
 
 @pytest.mark.skipif(HAS_GPU, reason="the NVIDIA compiler is installed")
 def test_a_missing_gpu_compiler_says_what_to_install():
   with pytest.raises(ReportError, match=r"pip install 'nnx-parallel\[gpu-aot\]'"):
-    topology("gpu:h100:2x8")
+    topology_mesh("gpu:h100:2x8", data=-1)
 
 
 @pytest.mark.parametrize("name", CHIPS)
@@ -109,7 +109,7 @@ def test_types_of_one_byte_are_not_alike():
 def test_a_gpu_has_the_memory_that_jax_may_take(monkeypatch, name):
   assert chip("h100").usable_bytes == int(0.75 * chip("h100").hbm_bytes)
   monkeypatch.setenv(name, "0.92")
-  for found in (chip("h100"), chip_of("NVIDIA H100 80GB HBM3"), machine("gpu:h100:1x8").chip):
+  for found in (chip("h100"), chip_of("NVIDIA H100 80GB HBM3"), read_machine("gpu:h100:1x8").chip):
     assert found.usable_bytes == int(0.92 * found.hbm_bytes)
   assert chip("v5e").usable_bytes == CHIPS["v5e"].usable_bytes
 

@@ -14,10 +14,10 @@ from nnx_parallel.core.mesh import axis_sizes
 from nnx_parallel.core.nodes import array_leaves
 from nnx_parallel.core.text import Shown, format_array, format_bytes, text_table
 from nnx_parallel.errors import NnxParallelWarning
-from nnx_parallel.layout.abstract import nothing_selected
 from nnx_parallel.layout.leaf import LeafPlan
 from nnx_parallel.layout.show.text import grouped
 from nnx_parallel.layout.table import Table
+from nnx_parallel.layout.tracing import nothing_selected
 
 LARGE = 2**20
 """Bytes above which a replicated leaf is reported: 1 MiB, which is the `min_size` of `fsdp()` in float32."""

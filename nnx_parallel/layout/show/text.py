@@ -10,7 +10,6 @@ from collections.abc import Iterable, Sequence
 from nnx_parallel.core.mesh import describe_mesh
 from nnx_parallel.core.nodes import path_str
 from nnx_parallel.core.text import (
-  as_html,
   format_array,
   format_bytes,
   format_spec,
@@ -57,11 +56,6 @@ def plan_text(plan: Table, *, width: int | None = None) -> str:
   lines += ["", *_tables(sections, width), "", *_totals(plan, width)]
   lines += [hang(f"note: {note}", width) for note in plan.notes]
   return "\n".join(lines)
-
-
-def plan_html(plan: Table) -> str:
-  """The plan as HTML for a notebook: the same table, wider."""
-  return as_html(plan_text(plan, width=160))
 
 
 def show(plan: Table) -> None:
@@ -176,22 +170,19 @@ def _rules_lines(plan: Table, width: int) -> list[str]:
 
 
 def _totals(plan: Table, width: int) -> list[str]:
-  rows: list[tuple[str, ...]] = []
-  for root in ("model", "optimizer"):
-    leaves = [leaf for leaf in plan.leaves if leaf.root == root and not leaf.on_host]
-    if leaves:
-      total, held = sum(leaf.bytes for leaf in leaves), sum(leaf.bytes_per_device for leaf in leaves)
-      elements = sum(math.prod(leaf.shape) for leaf in leaves)
-      copies = f"{held * plan.mesh.size / max(total, 1):.2f}"
-      rows.append((root, str(len(leaves)), f"{elements:,}", format_bytes(total), format_bytes(held), copies))
+  def row(label: str, leaves: Sequence[LeafPlan], *, elements: bool = True, copies: bool = True) -> list[str]:
+    total, held = sum(leaf.bytes for leaf in leaves), sum(leaf.bytes_per_device for leaf in leaves)
+    count = f"{sum(math.prod(leaf.shape) for leaf in leaves):,}" if elements else ""
+    ratio = f"{held * plan.mesh.size / max(total, 1):.2f}" if copies else ""
+    return [label, str(len(leaves)), count, format_bytes(total), format_bytes(held), ratio]
+
   near = [leaf for leaf in plan.leaves if not leaf.on_host]
-  if len(rows) > 1:
-    both = (format_bytes(sum(leaf.bytes for leaf in near)), format_bytes(plan.bytes_per_device()))
-    rows.append(("together", str(len(near)), "", *both, ""))
   away = [leaf for leaf in plan.leaves if leaf.on_host]
+  roots = [(root, [leaf for leaf in near if leaf.root == root]) for root in ("model", "optimizer")]
+  rows = [row(root, leaves) for root, leaves in roots if leaves]
+  if len(rows) > 1:
+    rows.append(row("together", near, elements=False, copies=False))
   if away:
-    elements = f"{sum(math.prod(leaf.shape) for leaf in away):,}"
-    both = (format_bytes(sum(leaf.bytes for leaf in away)), format_bytes(plan.bytes_per_device(host=True)))
-    rows.append(("in host memory", str(len(away)), elements, *both, ""))
+    rows.append(row("in host memory", away, copies=False))
   header = ("total", "arrays", "elements", "in all", "per device", "copies")
   return text_table(header, rows, right=(1, 2, 3, 4, 5), width=width).splitlines()

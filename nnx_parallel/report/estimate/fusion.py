@@ -1,4 +1,4 @@
-"""Which arrays of a trace a compiler keeps in memory.
+"""The arrays of a trace that a compiler keeps in memory.
 
 Compilers fuse an elementwise operation into whatever reads it, and do it again in the backward pass rather
 than keep its result. What they keep are results of products, loops, gathers and reductions. So what a trace

@@ -162,7 +162,7 @@ def memory_categories(work: Workload, sizes: Sizes, microbatches: int = 1) -> di
   layer = per_device(work.layer, sizes) / microbatches
   moments: list[dict[str, float]] = [
     {
-      # The gradients of one microbatch are summed into those of the others as they come.
+      # The gradients of one microbatch, beside the sum.
       "gradients": wide if microbatches > 1 else 0.0,
       "kept activations": kept + outside,
       "logits" if is_logits else "largest activation": largest / microbatches,
@@ -172,7 +172,7 @@ def memory_categories(work: Workload, sizes: Sizes, microbatches: int = 1) -> di
       "gradients": gradients,
       "kept activations": kept,
       "one layer": layer,
-      # Those in use, and the next ones on their way: a guess.
+      # Those in use, and the next ones, which are being gathered: a guess.
       "gathered parameters": 2 * _gathered(work, sizes),
     },
     {"gradients": gradients, "state in passing": _in_passing(work, sizes)},

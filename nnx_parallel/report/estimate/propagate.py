@@ -21,15 +21,15 @@ from jax.extend import core
 
 from nnx_parallel.core.flow import Flow, Meeting, constraint, meeting, result_axes, shard_map_axes
 from nnx_parallel.core.jaxprs import CHECKPOINTS, called, nbytes, opened, scan_counts
+from nnx_parallel.report.chips import ENDLESS, traced_arithmetic
 from nnx_parallel.report.estimate.fusion import is_fused
-from nnx_parallel.report.program.arithmetic import ENDLESS, traced_arithmetic
 
 # Operations whose result has the values of their first operand, in another type, shape or order at most.
 _MOVES = frozenset((
   "broadcast_in_dim", "convert_element_type", "copy", "copy_p", "dynamic_slice", "name", "reduce_precision",
   "reshape", "rev", "slice", "split", "squeeze", "stop_gradient", "transpose",
 ))  # fmt: skip
-# Beside those of `jax.lax`: operations without arithmetic worth counting.
+# Operations outside `jax.lax` without arithmetic worth counting.
 _LIGHT = frozenset((
   "copy_p", "custom_lin", "debug_callback", "debug_print", "device_put", "layout_constraint", "mesh_cast",
   "name", "pvary", "random_bits", "random_clone", "random_fold_in", "random_seed", "random_split",
@@ -139,13 +139,13 @@ class Propagation:
       results, which compilers fuse into what reads them.
     flows: of every variable of the outermost trace.
     moves: arrays that change their layout.
-    constrained: (size, axes) of the dims of activations that the program lays out by itself.
+    constrained: (size, axes) of the dims of activations that have sharding constraints.
     read: parameter -> bytes per element of the widest type in which it is used; see `Flow.parameter`.
     uncounted: operation -> runs, of what computes and is not in `products`.
   """
 
   def __init__(self, saves: Callable[..., Any] | None = None, batch_axes: Sequence[str] = ()) -> None:
-    """Starts empty.
+    """Starts with no product.
 
     Args:
       saves: products whose results it accepts are left out of `products`.
@@ -315,7 +315,7 @@ class Propagation:
         flops=found.flops * self._shards(out.names | both),
         times=times,
         split=out.names | both,
-        # Under `shard_map` the program itself sums.
+        # Under `shard_map` the user's program sums.
         summed=both - self._manual.keys(),
         out=self._part(out.names, eqn.outvars[0]),
         source=main.value,

@@ -142,7 +142,7 @@ def predict_time(
   gradients: Gradients | None = None,
   slice_size: int | None = None,
 ) -> StepTime:
-  """Predicts how long a train step takes, from an abstract trace of its loss, and what it waits for.
+  """Predicts the time of a train step, and what bounds it, from an abstract trace of its loss.
 
   Args:
     plan: the layout, on any mesh; its axes are taken major to minor.
@@ -204,8 +204,8 @@ def step_time(
   )
 
 
-def compiled_time(report: CompileReport, *, slice_size: int | None = None) -> StepTime | None:
-  """The same model on the figures of a compiled program: its FLOPs, traffic and collectives.
+def compiled_time(report: CompileReport) -> StepTime | None:
+  """Predicts the time of a compiled program by the same model, from its FLOPs, traffic and collectives.
 
   Returns:
     None where the table has no figures for the devices. FLOPs include what is recomputed, so `mfu` counts it.
@@ -213,7 +213,7 @@ def compiled_time(report: CompileReport, *, slice_size: int | None = None) -> St
   chip, cost = report.chip, report.cost
   if chip is None:
     return None
-  links = Links(report.axes, chip, slice_size)
+  links = Links(report.axes, chip)
   for c in report.collectives:
     links.add(c.axes, c.sent_bytes, c.times, hidden=c.overlapped)
   return StepTime(
@@ -279,7 +279,7 @@ class Links:
     chip, on_links = self._chip, all(self._fast[axis] for axis in axes)
     bandwidth = chip.link_bandwidth * chip.links if on_links else chip.network_bandwidth
     devices = math.prod(self.sizes[axis] for axis in axes)
-    # A switch (NVLink) reaches everyone in one hop; a torus and a network of hosts go around.
+    # A switch (NVLink) takes one hop to every device; a torus and a network of hosts take more.
     per_run = LATENCY * (1 if on_links and chip.platform == "gpu" else math.log2(devices))
     seconds, name = self.overlapped if hidden else self.waiting, "+".join(axes)
     seconds[name] = seconds.get(name, 0.0) + sent / bandwidth + runs * per_run

@@ -92,7 +92,7 @@ class Workload:
     token_axes: axes over which gradients of parameters are summed: those of the batch, and one that splits
       sequences.
     kept: arrays that scanned layers keep for the backward pass and that scale with the batch.
-    kept_outside: the same, of what is outside scans.
+    kept_outside: the same, outside scans.
     kept_weights: such arrays that depend on parameters only (casts).
     layer: arrays of the largest rematerialised layer while it is differentiated.
     layer_weights: the parameters of one scanned layer, in the type in which they are used.
@@ -101,10 +101,10 @@ class Workload:
       parameters of all layers before it scans them; nothing where they are scattered.
     largest: the largest array computed from the batch, for each way of splitting.
     moves: arrays of the batch that change their layout.
-    constrained: (size, axes) of dims of activations that the model lays out by itself.
+    constrained: (size, axes) of dims of activations that have sharding constraints.
     products: matrix products of the forward pass.
     recomputed: matrix products that rematerialisation runs again.
-    uncounted: operation -> runs, of what computes and is not among the products.
+    uncounted: operation -> runs, of operations that compute and are not among the products.
     optimizer_leaves: the optimizer's state, leaf by leaf, at stage 0.
     stage: ZeRO stage; see `with_zero`.
     scattered: whether gradients are held split as their update is.
@@ -262,7 +262,7 @@ def trace_workload(
   )
   further = any(t.further for t in trained)
   scattered = is_scattered(gradients, plan.zero, further=further)
-  optimizer = _alike((leaf, path is not None) for leaf, path in owners)
+  optimizer = _grouped((leaf, path is not None) for leaf, path in owners)
   weighted = [product for product in seen.products if product.weighs]
   shared = frozenset[str]().union(*(product.shared for product in weighted))
   tokens = frozenset(batch_axes).union(*(product.tokens for product in weighted))
@@ -315,22 +315,19 @@ class _Traces:
   """The loss as a function of flat arrays, and the axes of each."""
 
   def __init__(self, plan: ShardingPlan, loss: Callable[[Any, Any], Any], batch: Any):
-    graphdef, trained, rest = nnx.split(plan.abstract_model, plan.wrt, ...)
-    rows = plan.of("model")
-    trained_flat, rest_flat = list(nnx.to_flat_state(trained)), list(nnx.to_flat_state(rest))
-    self.trained_paths = [path for path, _ in trained_flat]
+    graphdef, state = nnx.split(plan.abstract_model)
+    is_trained, rows = nnx.filterlib.to_predicate(plan.wrt), plan.of("model")
+    flat = sorted(nnx.to_flat_state(state), key=lambda row: not is_trained(*row))
+    self.trained_paths = [path for path, leaf in flat if is_trained(path, leaf)]
     self.inputs, structure = jax.tree.flatten(batch)
-    self.batch_flows = [
-      Flow(axes_by_dim(plan.batch_spec(len(x.shape)), len(x.shape)), True) for x in self.inputs
-    ]
-    leaves = self.leaves = [rows[path] for path, _ in (*trained_flat, *rest_flat)]
-    self.flows = [Flow(axes_by_dim(x.spec, len(x.shape)), False, True, n) for n, x in enumerate(leaves)]
+    ranks = [len(x.shape) for x in self.inputs]
+    self.batch_flows = [Flow(axes_by_dim(plan.batch_spec(rank), rank), True) for rank in ranks]
+    self.leaves = [rows[path] for path, _ in flat]
+    self.flows = [Flow(axes_by_dim(x.spec, len(x.shape)), False, True, n) for n, x in enumerate(self.leaves)]
     self.flows += self.batch_flows
-    self._arrays = [
-      [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in leaves[: len(trained_flat)]],
-      [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in leaves[len(trained_flat) :]],
-      [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in self.inputs],
-    ]
+    arrays = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (*self.leaves, *self.inputs)]
+    first, last = len(self.trained_paths), len(flat)
+    self._arrays = arrays[:first], arrays[first:last], arrays[last:]
 
     # Variables of a live module have a mesh, and a model may lay out activations by it. All axes have size
     # one here, so that each dim divides; sizes are used when the workload is evaluated.
@@ -343,14 +340,10 @@ class _Traces:
       return leaf.copy(x, mesh=mesh) if placed else leaf.copy(x)
 
     def pure(trained: list[Any], rest: list[Any], inputs: list[Any]) -> Any:
-      states = [
-        nnx.from_flat_state(
-          [(path, live(path, leaf, x)) for (path, leaf), x in zip(flat, arrays, strict=True)]
-        )
-        for flat, arrays in ((trained_flat, trained), (rest_flat, rest))
-      ]
+      values = zip(flat, (*trained, *rest), strict=True)
+      made = nnx.from_flat_state([(path, live(path, leaf, x)) for (path, leaf), x in values])
       with nnx.use_eager_sharding(False), plan.scope():
-        module = nnx.merge(graphdef, *states)
+        module = nnx.merge(graphdef, made)
         result = loss(module, jax.tree.unflatten(structure, inputs))
       return result[0] if isinstance(result, tuple) else result
 
@@ -379,7 +372,7 @@ def _residuals(traced: Any, flows: Sequence[Flow], batch_axes: Sequence[str]) ->
   seen = Propagation(batch_axes=batch_axes)
   seen.run(traced, flows)
   loops = {var for eqn in body.eqns if eqn.primitive.name == "scan" for var in eqn.outvars}
-  # Without `data` and without `weight` are masks and tables of positions: compilers keep one, outside loops.
+  # Values without `data` and `weight` are masks and tables of positions: compilers keep one, outside loops.
   results = dict.fromkeys(var for var in body.outvars if not isinstance(var, core.Literal))
   inputs = set(body.invars)
   saved = [var for var in results if var in seen.flows and var not in inputs]
@@ -397,18 +390,10 @@ def _residuals(traced: Any, flows: Sequence[Flow], batch_axes: Sequence[str]) ->
 
 def _layer(item: RematRegion, batch_axes: Sequence[str]) -> tuple[tuple[Sharded, ...], tuple[Product, ...]]:
   """Arrays alive while one rematerialised layer is differentiated, and the products run for them."""
-  run = as_function(item.jaxpr)
   arrays = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in opened(item.jaxpr).invars]
-  real = [n for n, x in enumerate(arrays) if jax.numpy.issubdtype(x.dtype, jax.numpy.floating)]
 
   def kept(*values: Any) -> Any:
-    def of(*changed: Any) -> Any:
-      full = list(values)
-      for n, x in zip(real, changed, strict=True):
-        full[n] = x
-      return run(*full)
-
-    _, pullback = jax.vjp(of, *(values[n] for n in real))
+    _, pullback = jax.vjp(as_function(item.jaxpr), *values)
     return jax.tree.leaves(pullback)
 
   traced = jax.make_jaxpr(kept)(*arrays)
@@ -485,7 +470,7 @@ def _part(leaf: LeafPlan) -> Sharded:
   return Sharded(leaf.bytes, frozenset(axis for entry in leaf.spec for axis in axes_of(entry)))
 
 
-def _alike(rows: Iterable[tuple[LeafPlan, bool]]) -> tuple[StateGroup, ...]:
+def _grouped(rows: Iterable[tuple[LeafPlan, bool]]) -> tuple[StateGroup, ...]:
   """One entry for leaves of one shape, layout and place, that a stage may split or not."""
   sums = Counter[tuple[Any, ...]]()
   for leaf, spreads in rows:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
+from typing import Any
 
 import numpy as np
 
 from nnx_parallel.report.program import hlo
-from nnx_parallel.report.program.groups import (
+from nnx_parallel.report.program.devices import (
   AxisFinder,
   AxisMatch,
   Labels,
@@ -28,9 +30,9 @@ KINDS = (
   "collective-broadcast",
 )
 _KIND = re.compile(rf"^(?:ragged-)?({'|'.join(KINDS)})(-start)?$")
-# The text that TPU writes on the steps of one collective that a fusion spreads over compute.
+# A mark of TPU programs on later steps of one collective that a fusion interleaves with compute.
 _LATER_STEP = re.compile(r'"async_collective_fusion_config":\{[^{}]*"flag_start":"(?!-1)')
-# Between TPU slices the runtime of the hosts carries the data: a `send` and a `recv` that name a collective.
+# Between TPU slices the hosts' runtime sends: a `send` and a `recv` that name a collective.
 _ACROSS: Mapping[str, str] = {
   "ALL_REDUCE": "all-reduce",
   "ALL_GATHER": "all-gather",
@@ -41,7 +43,7 @@ _ACROSS: Mapping[str, str] = {
 _TRANSFER = re.compile(r'_xla_megascale_transfer_type="(\w+)"')
 _TARGET = re.compile(r'_xla_megascale_target="\{([\d,]+)\}x')
 _RENDEZVOUS = re.compile(r'rendezvous="([^"]*)"')
-# Kinds whose payload is the value of their operand; the other kinds add values up.
+# Kinds whose payload is the value of their operand; the others reduce.
 _CARRIES = frozenset(KINDS) - {"all-reduce", "reduce-scatter"}
 _COMPUTE = frozenset({"fusion", "dot", "convolution", "custom-call", "while", "call", "conditional"})
 
@@ -132,15 +134,12 @@ def collectives(program: str | hlo.Program, axes: Mapping[str, int]) -> tuple[Co
   return tuple(found)
 
 
-def totals(
-  items: Iterable[Collective], key: Callable[[Collective], object] | None = None
-) -> dict[object, int]:
-  """Payload bytes per step, grouped by `key` (by kind when none is given)."""
-  result: dict[object, int] = {}
+def totals(items: Iterable[Collective], key: Callable[[Collective], Any]) -> dict[Any, int]:
+  """Payload bytes per step, grouped by `key`."""
+  sums = Counter[Any]()
   for item in items:
-    group = key(item) if key else item.kind
-    result[group] = result.get(group, 0) + item.total_bytes
-  return result
+    sums[key(item)] += item.total_bytes
+  return dict(sums)
 
 
 def _describe(

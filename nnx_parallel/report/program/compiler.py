@@ -11,16 +11,17 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Generator
+from collections.abc import Generator, Mapping
 from typing import Any
 
 import jax
 from jax.experimental.compilation_cache import compilation_cache
 
 from nnx_parallel.errors import ReportError
+from nnx_parallel.report.program import hlo
 
-# What is read of a dump. The partitioner of TPU has its own name; both write the whole program right before
-# splitting, and that of one device right after.
+# The files of a dump that are read. The partitioner of TPU has another name; both dump the program before it
+# is split, and that of one device after.
 _DUMPS = (
   re.compile(r"before_(?:tpu-)?spmd-partitioning\."),
   re.compile(r"after_(?:tpu-)?spmd-partitioning\."),
@@ -31,6 +32,11 @@ _TEMPORARIES = re.compile(
   r"required for HLO temporaries \((?P<need>[\d.]+)(?P<unit>[KMGT])\) exceeds available HBM"
 )
 _TOTAL = re.compile(r"[Uu]sed (?P<need>[\d.]+)(?P<unit>[KMGT]) of (?P<limit>[\d.]+)[KMGT] hbm")
+_WARNING = re.compile(
+  r"Involuntary full rematerialization\. The compiler (?:cannot|was not able to) go from sharding "
+  r"(?P<before>.+?) to (?P<after>.+?) (?:efficiently|without)[^%]*"
+  r"%(?P<name>[\w.\-]+) = (?P<shape>\w+\[[\d,]*\])[^ ]* (?P<opcode>[\w\-]+)\((?P<rest>.*)"
+)
 _UNITS = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
 
@@ -48,7 +54,7 @@ class MemoryStats:
 
 @dataclasses.dataclass(frozen=True)
 class Shortage:
-  """What a compiler that checks memory (TPU) could not place.
+  """The memory that was missing, by a compiler that checks it (TPU).
 
   Attributes:
     bytes: needed per device.
@@ -62,8 +68,29 @@ class Shortage:
 
 
 @dataclasses.dataclass(frozen=True)
+class Reshard:
+  """One `Involuntary full rematerialization` warning of the partitioner.
+
+  Attributes:
+    op: the JAX name stack, or the HLO name where there is none.
+    source: `file.py:line`, or an empty string.
+    shape: dtype and dims as the compiler printed them, which may be one device's block.
+    bytes: of that shape.
+    before: the sharding it had, as the compiler writes it.
+    after: the sharding that was requested.
+  """
+
+  op: str
+  source: str
+  shape: str
+  bytes: int
+  before: str
+  after: str
+
+
+@dataclasses.dataclass(frozen=True)
 class Compiled:
-  """What one compilation gave.
+  """The output of one compilation.
 
   Attributes:
     text: the final program; when it ran out of memory, as far as the compiler came.
@@ -148,6 +175,26 @@ def _largest(folder: pathlib.Path, kind: re.Pattern[str]) -> str:
   return max(files, key=lambda file: file.stat().st_size).read_text() if files else ""
 
 
+def find_reshards(log: str, frames: Mapping[int, str]) -> tuple[Reshard, ...]:
+  """The partitioner's warnings in a compiler's log, each once; `frames` are those of the program."""
+  found: list[Reshard] = []
+  for match in _WARNING.finditer(log):
+    op = hlo.op_name(match["rest"])
+    if not op and "fake_parameter" in match["rest"]:
+      continue  # a trial of the partitioner, repeated with the true operands
+    reshard = Reshard(
+      op=op or match["name"],
+      source=hlo.frame_of(match["rest"], frames),
+      shape=match["shape"],
+      bytes=sum(shape.bytes for shape in hlo.read_shapes(match["shape"])),
+      before=match["before"],
+      after=match["after"],
+    )
+    if reshard not in found:
+      found.append(reshard)
+  return tuple(found)
+
+
 @contextlib.contextmanager
 def _no_cache() -> Generator[None]:
   """Compiles anew: a program from jax's cache has no dump and no log, and another program's source lines."""
@@ -161,7 +208,7 @@ def _no_cache() -> Generator[None]:
     compilation_cache.reset_cache()
 
 
-# Waits for a line from this process; where the process ends without one, passes on what it wrote.
+# Waits for a line from this process; if the process ends without one, prints what it wrote.
 _WATCH = 'read -r done || { cat "$0" >&2; rm -f "$0"; }'
 
 
@@ -169,8 +216,7 @@ _WATCH = 'read -r done || { cat "$0" >&2; rm -f "$0"; }'
 def _standard_error() -> Generator[list[str]]:
   """Collects what compilers write to the process's standard error, then passes it on.
 
-  A compiler that finds a fault of its own ends the process: what it said then is passed on by a child, which
-  outlives it.
+  A failed check in a compiler ends the process: a child process then prints what the compiler wrote.
   """
   log = [""]
   sys.stderr.flush()

@@ -7,8 +7,8 @@ import math
 import re
 from collections.abc import Mapping
 
+from nnx_parallel.report.chips import ENDLESS, compiled_arithmetic
 from nnx_parallel.report.program import hlo
-from nnx_parallel.report.program.arithmetic import ENDLESS, compiled_arithmetic
 
 _CONTRACTING = re.compile(r'"lhs_contracting_dimensions":\[([^\]]*)\]')
 _LABELS = re.compile(r"dim_labels=\w+_(\w+)->(\w+)")
@@ -103,7 +103,7 @@ def _flops(instruction: hlo.Instruction, computation: hlo.Computation) -> int:
     kernel = computation.by_name[instruction.operands[1]].shapes[0]
     labels, dilated = _LABELS.search(instruction.rest), _DILATED.search(instruction.rest)
     out = kernel.dims[labels.group(1).index("o")] if labels else 1
-    # Zeros that a stride puts between the elements of the left operand are no work.
+    # Zeros between the elements of the left operand (a stride's gradient) are not counted.
     zeros = math.prod(int(n) for n in dilated[1].split("x")) if dilated else 1
     return 2 * instruction.shapes[0].elements * kernel.elements // max(1, out * zeros)
   return 0
@@ -123,7 +123,7 @@ def _traffic(instruction: hlo.Instruction, computation: hlo.Computation, program
   if instruction.opcode in ("fusion", "fusion-start"):
     return _fusion_traffic(instruction, program)
   read = sum(shape.bytes for shape in _operand_shapes(instruction, computation))
-  # An asynchronous operation reads where it starts and writes where it is done: what is between is no array.
+  # An asynchronous operation reads at its start and writes at its end; its start's result is no array.
   if instruction.opcode.endswith("-start") or instruction.opcode in ("send", "recv"):
     return read
   if instruction.opcode.endswith("-done"):

@@ -1,4 +1,4 @@
-"""Evaluates programs in numpy: one device's program on all devices in lock-step, with its collectives.
+"""Evaluates programs in numpy: one device's program on all devices at once, with its collectives.
 
 For programs right before and right after a partitioner: no fusions of a backend, no memory layouts.
 All floating point numbers are float64. Arrays are thinned (`thin.Thinning`); the first dim of a value counts
@@ -21,15 +21,14 @@ import numpy.typing as npt
 from einops import rearrange
 
 from nnx_parallel.report.program import hlo, thin
-from nnx_parallel.report.program.groups import group_rows, pairs_of
-from nnx_parallel.report.program.shardings import Tiling, read_tiling
+from nnx_parallel.report.program.devices import Tiling, group_rows, pairs_of, read_tiling
 
 Array = npt.NDArray[Any]
 Value = Any
 """An array, a tuple of values, or None: not known."""
 
-# Numbers of one array on all devices, operations run, and multiplications, before it is given up; a number
-# that an operation makes counts as `_EACH` multiplications of a matrix product.
+# Limits: numbers of one array on all devices, operations run, and multiplications; each number of a result
+# counts as `_EACH` multiplications of a matrix product.
 _LARGEST, _LONGEST, _HARDEST, _EACH = 2**25, 300_000, 2**35, 16
 ENDS = 2
 """Passes at each end of a loop that is run in part: what passes hand on is seen, in both directions."""
@@ -78,7 +77,7 @@ _BINARY: Mapping[str, Callable[..., Any]] = {
   "shift-right-logical": _shifted(np.right_shift),
   "shift-right-arithmetic": _shifted(np.right_shift, arithmetic=True),
 }  # fmt: skip
-# Those that numpy reduces with at once.
+# Those by which numpy reduces whole dims.
 _COMBINERS = frozenset(("add", "multiply", "maximum", "minimum", "and", "or", "xor"))
 
 
@@ -120,8 +119,9 @@ class Evaluator:
     self.lost: dict[str, int] = {}
     self._shortened, self._watch = shortened, watch
     self._rules: Mapping[str, Callable[..., Value]] = {
-      "constant": self._constant, "iota": self._iota, "partition-id": self._partition,
-      "replica-id": self._replica, "broadcast": self._broadcast, "reshape": self._reshape,
+      "partition-id": lambda *_: np.arange(devices, dtype=np.uint32),
+      "replica-id": lambda *_: np.zeros(1, np.uint32),
+      "constant": self._constant, "iota": self._iota, "broadcast": self._broadcast, "reshape": self._reshape,
       "transpose": self._reordered, "reverse": self._reordered,
       "concatenate": self._concatenate, "pad": self._pad, "slice": self._slice,
       "dynamic-slice": self._dynamic_slice, "dynamic-update-slice": self._update, "reduce": self._reduce,
@@ -292,12 +292,6 @@ class Evaluator:
     line = np.array(self._thinning.kept(self._number, computation.name, at.name)[dim])
     line = line.reshape([-1 if n == dim else 1 for n in range(len(shape))])
     return converted(np.broadcast_to(line, shape)[None], at.shapes[0].dtype)
-
-  def _partition(self, computation: hlo.Computation, at: hlo.Instruction) -> Value:
-    return np.arange(self._devices, dtype=np.uint32)
-
-  def _replica(self, computation: hlo.Computation, at: hlo.Instruction) -> Value:
-    return np.zeros(1, np.uint32)
 
   def _broadcast(self, computation: hlo.Computation, at: hlo.Instruction, x: Array) -> Value:
     shape, places = self._shape(computation, at), at.numbers("dimensions")
@@ -632,36 +626,27 @@ class Evaluator:
       return inputs[0]
     if target == "TopK":
       return self._topk(computation, at, inputs[0])
-    if target == "SPMDFullToShardShape":
-      return self._to_blocks(computation, at, inputs[0])
-    if target == "SPMDShardToFullShape":
-      return self._from_blocks(computation, at, inputs[0])
-    return self._lose(at, target)
+    if target not in ("SPMDFullToShardShape", "SPMDShardToFullShape"):
+      return self._lose(at, target)
+    begins = target == "SPMDFullToShardShape"
+    # Where a `shard_map` begins, the layout is that of the operand: the call itself is marked as manual.
+    placed = computation.by_name[at.operands[0]] if begins else at
+    tiling = read_tiling(placed.attribute("sharding"), self._devices)
+    if tiling is None:
+      return self._lose(at, "a shard_map over some of the axes")
+    x, shape = self._everywhere(inputs[0]), self._shape(computation, at)
+    return blocks(x, corners(tiling, shape), shape) if begins else self._joined(at, x, tiling, shape)
 
   def _topk(self, computation: hlo.Computation, at: hlo.Instruction, x: Array) -> Value:
     count = self._shape(computation, at)[-1]
     order = np.argsort(x if at.attribute("largest") == "false" else -x, -1, kind="stable")[..., :count]
     return np.take_along_axis(x, order, -1), order.astype(np.int32)
 
-  def _to_blocks(self, computation: hlo.Computation, at: hlo.Instruction, x: Array) -> Value:
-    """The block of each device, where a `shard_map` begins."""
-    # The layout is that of the operand: the call itself is marked as manual.
-    tiling = read_tiling(computation.by_name[at.operands[0]].attribute("sharding"), self._devices)
-    if tiling is None:
-      return self._lose(at, "a shard_map over some of the axes")
-    shape = self._shape(computation, at)
-    return blocks(self._everywhere(x), corners(tiling, shape), shape)
-
-  def _from_blocks(self, computation: hlo.Computation, at: hlo.Instruction, x: Array) -> Value:
+  def _joined(self, at: hlo.Instruction, x: Array, tiling: Tiling, shape: tuple[int, ...]) -> Value:
     """The whole array of the blocks that the devices have computed, where a `shard_map` ends."""
-    tiling = read_tiling(at.attribute("sharding"), self._devices)
-    if tiling is None:
-      return self._lose(at, "a shard_map over some of the axes")
-    shape = self._shape(computation, at)
     whole, seen = np.zeros((1, *shape), x.dtype), np.zeros(shape, np.bool_)
-    starts = corners(tiling, x.shape[1:])
-    for device, block in enumerate(self._everywhere(x)):
-      cut = tuple(slice(int(a), int(a) + n) for a, n in zip(starts[device], x.shape[1:], strict=True))
+    for start, block in zip(corners(tiling, x.shape[1:]), x, strict=True):
+      cut = tuple(slice(int(a), int(a) + n) for a, n in zip(start, block.shape, strict=True))
       if seen[cut].all() and seen[cut].size and not np.allclose(whole[(0, *cut)], block, 1e-6, 1e-12, True):
         self.unequal.append(at)
       whole[(0, *cut)], seen[cut] = block, True

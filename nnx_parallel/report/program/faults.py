@@ -23,17 +23,17 @@ import numpy as np
 import numpy.typing as npt
 
 from nnx_parallel.report.program import hlo, thin
+from nnx_parallel.report.program.devices import Tiling, read_tiling, split_layouts
 from nnx_parallel.report.program.evaluate import ENDS, Evaluator, Finer, blocks, corners, place_of
-from nnx_parallel.report.program.shardings import Tiling, read_tiling, split_layouts
 
 Array = npt.NDArray[Any]
 _Projection = tuple[tuple[int, ...], Array]
 
-# A difference counts from `_SMALLEST` on, relative to the largest number of a result, where it is `_MARGIN`
-# times what a change of all arguments by `_NOISE` makes: many devices add up in another order.
+# A result is wrong if it differs by more than `_SMALLEST`, relative to its largest number, and by more than
+# `_MARGIN` times the effect of `_NOISE` in all arguments: many devices add up in another order.
 _SMALLEST, _MARGIN, _NOISE = 1e-9, 1e3, 1e-13
 _ROUNDS = 12
-# Of a program that runs more operations than this, loops are run in part.
+# In a program that runs more operations than this, only some passes of loops are run.
 _LONG = 30_000
 
 
@@ -43,7 +43,7 @@ class Fault:
 
   Attributes:
     result: its name: of the argument whose memory it takes, or its place among the results.
-    what: how it is wrong, in words.
+    what: how it is wrong, as text.
     error: largest difference, relative to the largest number of the result.
     factor: what the result is multiplied by, where all of it is; None where it is wrong in another way.
     op: JAX name of the first operation that is wrong, e.g. `jit(step)/transpose(jvp())/dot_general`.
@@ -267,7 +267,7 @@ class _Pair:
       tiling = read_tiling(at.attribute("sharding"), self._devices)
       if not isinstance(value, np.ndarray) or not at.op_name or tiling is None or tiling.manual:
         return
-      # What a reduction combines with has the shape of its operands here, and not that of its own text.
+      # Inside the region of a reduction, values have the shape of its operands, not that of the text.
       if value.ndim != 1 + len(at.shapes[0].dims) or len(tiling.parts) not in (0, value.ndim - 1):
         return
       local = tiling.local(at.shapes[0].dims)

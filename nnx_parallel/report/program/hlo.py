@@ -32,9 +32,8 @@ _OP_NAME = re.compile(r'op_name="([^"]*)"')
 _FRAME = re.compile(r"stack_frame_id=(\d+)")
 _PARENTHESIS = re.compile(r"[()]")
 _PARTITIONS = re.compile(r"^HloModule .*\bnum_partitions=(\d+)", re.MULTILINE)
-# A Pallas kernel that has metadata writes them on lines of their own, inside its instruction.
+# The metadata of a Pallas kernel are on separate lines, inside its instruction.
 _GOES_ON = re.compile(r'\n+(?="|\}\})')
-_OLD_SOURCE = re.compile(r'source_file="([^"]*)" source_line=(\d+)')
 
 
 @dataclasses.dataclass(frozen=True)
@@ -156,11 +155,7 @@ class Program:
 
   def source(self, instruction: Instruction) -> str:
     """`file.py:line` of an instruction, or an empty string."""
-    place = frame_of(instruction.rest, self.frames)
-    if place:
-      return place
-    old = _OLD_SOURCE.search(instruction.rest)
-    return f"{old.group(1)}:{old.group(2)}" if old else ""
+    return frame_of(instruction.rest, self.frames)
 
   def executed(self) -> Iterator[Executed]:
     """Every instruction that runs, loops multiplied out, fused computations included.
@@ -174,7 +169,7 @@ class Program:
     for instruction in computation.instructions:
       yield Executed(instruction, computation, times, caller)
       inner = times * (self.trips(instruction, computation) or 1) if instruction.opcode == "while" else times
-      # Later steps of an asynchronous operation name again what its start runs.
+      # Later steps of an asynchronous operation name the computation that its start runs.
       again = instruction.opcode in ("async-update", "async-done")
       for name in () if again else instruction.called:
         if name in self.computations:
@@ -377,7 +372,7 @@ def _read_frames(text: str) -> dict[int, str]:
   rows = re.findall(
     r"^(\d+) \{file_location_id=(\d+)(?: parent_frame_id=(\d+))?", _table(text, "StackFrames"), re.MULTILINE
   )
-  # The table counts parents from one more than frames; the outermost frame has itself as its parent.
+  # Parents are numbered from one more than frames; the outermost frame is its own parent.
   parents = {int(frame): int(parent or 1) - 1 for frame, _, parent in rows}
   own = {int(frame): places[place] for frame, place, _ in rows if place in places}
   return {frame: _users_line(frame, own, parents) for frame in own}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from nnx_parallel.report.program import hlo
 
-# Operations that hand a value on without mixing it with others.
+# Operations whose result holds only values of one operand.
 _MOVES = frozenset({
   "copy", "copy-start", "copy-done", "bitcast", "convert", "reshape", "transpose", "slice",
   "dynamic-slice", "get-tuple-element", "optimization-barrier", "broadcast", "all-gather",

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 from nnx_parallel.report.program import hlo
 from nnx_parallel.report.program.origins import Origins
 
-# The dump lists, after every value's live range, those that are alive at the peak:
+# After the live range of every value, the dump lists those that are alive at the peak:
 #   Live ranges at 921 (peak):
 #     while.199{2}: 134217728 bytes (cumulative: 134217728 bytes)
 _SECTION = re.compile(r"Live ranges at \d+ \(peak\):\n((?: +\S+: \d+ bytes .*\n?)+)")
@@ -19,7 +19,7 @@ _SMALL = 1024
 
 @dataclasses.dataclass(frozen=True)
 class PeakBuffer:
-  """Arrays that are in memory at the peak, besides the program's arguments.
+  """Arrays of one shape and line that are in memory at the peak, besides the program's arguments.
 
   Attributes:
     shape: dtype and dims of one of them, per device.
@@ -57,10 +57,9 @@ def at_peak(dump: str, program: hlo.Program, names: Mapping[str, str]) -> tuple[
   found: list[PeakBuffer] = []
   for value in _VALUE.finditer(section.group(1)):
     instruction, computation = where.get(value["name"], (None, program.entry))
-    is_argument = (
-      instruction is not None and instruction.opcode == "parameter" and computation is program.entry
-    )
-    if is_argument or int(value["bytes"]) < _SMALL:
+    if (computation is program.entry and instruction and instruction.opcode == "parameter") or (
+      int(value["bytes"]) < _SMALL
+    ):
       continue
     if instruction is None:
       found.append(PeakBuffer("", 1, int(value["bytes"]), value["name"], "", ()))
@@ -82,20 +81,19 @@ def at_peak(dump: str, program: hlo.Program, names: Mapping[str, str]) -> tuple[
 
 def _shape(instruction: hlo.Instruction, index: str) -> str:
   shapes = instruction.shapes
-  position = int(index) if index.isdigit() and int(index) < len(shapes) else 0
   if not shapes:
     return ""
-  shape = shapes[position]
+  shape = shapes[int(index) if index.isdigit() and int(index) < len(shapes) else 0]
   return f"{shape.dtype}[{','.join(map(str, shape.dims))}]"
 
 
 def _together(buffers: Iterable[PeakBuffer]) -> tuple[PeakBuffer, ...]:
-  alike: dict[tuple[object, ...], list[PeakBuffer]] = {}
+  groups: dict[tuple[object, ...], list[PeakBuffer]] = {}
   for buffer in buffers:
-    # Of one line, forward and backward operations count together: their names are not printed.
-    alike.setdefault((buffer.shape, buffer.source or buffer.op, buffer.parameters), []).append(buffer)
-  merged = [
+    # Forward and backward operations of one line are one row, because only the line is printed.
+    groups.setdefault((buffer.shape, buffer.source or buffer.op, buffer.parameters), []).append(buffer)
+  merged = (
     dataclasses.replace(group[0], count=len(group), bytes=sum(one.bytes for one in group))
-    for group in alike.values()
-  ]
+    for group in groups.values()
+  )
   return tuple(sorted(merged, key=lambda buffer: -buffer.bytes))

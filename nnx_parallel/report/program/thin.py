@@ -18,10 +18,9 @@ from typing import NamedTuple
 
 from nnx_parallel.core.classes import Forest, Ratio
 from nnx_parallel.report.program import hlo
-from nnx_parallel.report.program.groups import group_rows
-from nnx_parallel.report.program.shardings import read_tiling
+from nnx_parallel.report.program.devices import group_rows, read_tiling
 
-# Positions that a dim keeps in all, and on one device, where its size allows it.
+# The fewest positions that a dim keeps in all, and on one device, where it has as many.
 _IN_ALL, _ON_ONE = 6, 2
 _BOUND = re.compile(r"\[(\d+):(\d+)(?::(\d+))?\]")
 _PAD = re.compile(r"(-?\d+)_(-?\d+)(?:_(\d+))?")
@@ -54,7 +53,7 @@ _Shapes = list[tuple[int, ...]]
 
 
 class Thinning:
-  """The thinning of all arrays of several programs; arguments, and results, of one number belong together.
+  """The thinning of all arrays of programs; arguments, and results, of the same number are the same array.
 
   Args:
     programs: parsed programs whose entries take and return the same arrays, whole or in blocks.
@@ -90,7 +89,7 @@ class Thinning:
           try:
             self._constrain(number, computation, instruction)
           except (ValueError, LookupError):  # a form of it that is not known here
-            self._whole(self._dims_of(number, computation, instruction))
+            self._keep(self._dims_of(number, computation, instruction))
     self._tie()
     self._link()
     for sides in self._merges:
@@ -98,7 +97,7 @@ class Thinning:
     for node, steps in (finer or {}).items():
       for dim, step in steps.items():
         self._divide(self._nodes[node][0][dim], step)
-    # The fewest elements of the root that are a whole number of elements of each dim in the class.
+    # The fewest elements of the root that are an integer number of elements of each dim in the class.
     self._unit = [1] * len(self._forest)
     for dim in range(len(self._forest)):
       root = self._forest.root(dim)
@@ -170,17 +169,17 @@ class Thinning:
         max(self._sizes[a][1], _divided(high, each)),
       )
     elif forest.ratio(one) != ratio * forest.ratio(other):
-      self._whole((one, other))
+      self._keep((one, other))
 
   def _divide(self, dim: int, number: int) -> None:
     root = self._forest.root(dim)
     self._step[root] = _common(self._step[root], _divided(number, self._forest.ratio(dim)))
 
-  def _whole(self, dims: Iterable[int]) -> None:
+  def _keep(self, dims: Iterable[int]) -> None:
     for dim in dims:
       self._divide(dim, 1)
 
-  def _alike(self, ones: Sequence[int], others: Sequence[int]) -> None:
+  def _unite_all(self, ones: Sequence[int], others: Sequence[int]) -> None:
     for one, other in zip(ones, others, strict=True):
       self._unite(one, other)
 
@@ -188,7 +187,7 @@ class Thinning:
     """Arguments and results of all programs, in their order, and what they cut out in the same place."""
     self._tied = list[int]()
     for key, dims in self._cuts[0].items():
-      # A partitioner cuts and joins several times for one slice: the last is the result.
+      # A partitioner makes several cuts and joins for one slice: the last is the result.
       cuts = [dim for cut in self._cuts for dim in cut.get(key, [])[-len(dims) :]]
       self._tied += cuts
       for dim in cuts:
@@ -206,7 +205,7 @@ class Thinning:
       for key, dims in arrays:
         self._tied += dims
         if key in first:
-          self._alike(first[key], dims)
+          self._unite_all(first[key], dims)
         first.setdefault(key, dims)
 
   def _link(self) -> None:
@@ -238,7 +237,7 @@ class Thinning:
           closest = max((likeness for likeness, _ in found), default=0)
           for likeness, others in found:
             if likeness == closest:
-              self._alike(dims, others)
+              self._unite_all(dims, others)
 
   # The rule of each operation ----------------------------------------------------------------
 
@@ -256,12 +255,12 @@ class Thinning:
     elif at.opcode in _PLACEWISE:
       for dims in arrays:
         if len(dims) == len(results[0]):
-          self._alike(results[0], dims)
+          self._unite_all(results[0], dims)
         elif dims:
-          self._whole((*dims, *results[0]))
+          self._keep((*dims, *results[0]))
     elif at.opcode in _COLLECTIVES:
       for dims, result in zip(arrays, results, strict=True):
-        self._alike(result, dims)
+        self._unite_all(result, dims)
       if at.opcode == "all-to-all" and len(arrays) == 1:
         place, members = (
           at.numbers("dimensions")[0],
@@ -271,13 +270,13 @@ class Thinning:
     elif at.opcode == "opt-barrier" or (at.opcode == "custom-call" and len(arrays) == len(results) == 1):
       for dims, result in zip(arrays, results, strict=True):
         if len(dims) == len(result):
-          self._alike(result, dims)
+          self._unite_all(result, dims)
     elif at.opcode == "topk" or "TopK" in at.rest:
       for result in results:
-        self._alike(result[:-1], arrays[0][:-1])
-        self._whole((result[-1], arrays[0][-1]))
+        self._unite_all(result[:-1], arrays[0][:-1])
+        self._keep((result[-1], arrays[0][-1]))
     elif at.opcode not in _FREE:
-      self._whole(d for dims in (*arrays, *results) for d in dims)
+      self._keep(d for dims in (*arrays, *results) for d in dims)
 
   def _calls(
     self,
@@ -287,23 +286,23 @@ class Thinning:
     results: _Dims,
     operands: list[_Dims],
   ) -> None:
-    def alike(ones: _Dims, others: _Dims) -> None:
+    def unite(ones: _Dims, others: _Dims) -> None:
       for one, other in zip(ones, others, strict=True):
-        self._alike(one, other)
+        self._unite_all(one, other)
 
     if at.opcode == "tuple":
-      alike(results, [dims for operand in operands for dims in operand])
+      unite(results, [dims for operand in operands for dims in operand])
     elif at.opcode == "get-tuple-element":
-      alike(results, [operands[0][int(at.attribute("index"))]])
+      unite(results, [operands[0][int(at.attribute("index"))]])
     elif at.opcode != "parameter":
       for place, name in enumerate(at.called):
         inner = self._programs[number].computations[name]
         inputs = [operands[1 + place]] if at.opcode == "conditional" else operands
         for parameter in inner.instructions:
           if parameter.opcode == "parameter":
-            alike(self._nodes[number, name, parameter.name], inputs[int(parameter.arguments)])
+            unite(self._nodes[number, name, parameter.name], inputs[int(parameter.arguments)])
         if name != at.attribute("condition").lstrip("%"):
-          alike(self._nodes[number, name, inner.root.name], results)
+          unite(self._nodes[number, name, inner.root.name], results)
 
   def _broadcast(self, at: hlo.Instruction, results: _Dims, arrays: _Dims, shapes: _Shapes) -> None:
     for dim, place in zip(arrays[0], at.numbers("dimensions"), strict=True):
@@ -335,7 +334,7 @@ class Thinning:
       place = len(dims) - 1
       if single:
         place = max(range(len(dims)), key=lambda n: (self._largest(dims[n]), n))
-      self._whole(dims[:place] + dims[place + 1 :])
+      self._keep(dims[:place] + dims[place + 1 :])
       found.append((dims[place], math.prod(shape[place + 1 :])))
     (one, inside), (other, within) = found
     # The first has `within` neighbours where the second has one, or the other way around.
@@ -345,7 +344,7 @@ class Thinning:
     for place, (start, stop, step) in enumerate(slice_bounds(at)):
       one, other, size = results[0][place], arrays[0][place], shapes[0][place]
       if step > 1:
-        self._whole((one, other))
+        self._keep((one, other))
       elif math.gcd(start, stop, size) == 1 and size > 1:
         self._cut_out(at, place, one, other)
       else:
@@ -376,9 +375,9 @@ class Thinning:
     gone = at.numbers("dimensions")
     kept = [place for place in range(len(arrays[0])) if place not in gone]
     for dims in arrays:
-      self._alike(arrays[0], dims)
+      self._unite_all(arrays[0], dims)
     for result in results:
-      self._alike(result, [arrays[0][place] for place in kept])
+      self._unite_all(result, [arrays[0][place] for place in kept])
 
   def _dot(self, at: hlo.Instruction, results: _Dims, arrays: _Dims, shapes: _Shapes) -> None:
     left, right = arrays[:2]
@@ -390,7 +389,7 @@ class Thinning:
     free = [left[d] for d in sides["lhs_batch"]]
     free += [d for n, d in enumerate(left) if n not in sides["lhs"] + sides["lhs_batch"]]
     free += [d for n, d in enumerate(right) if n not in sides["rhs"] + sides["rhs_batch"]]
-    self._alike(results[0], free)
+    self._unite_all(results[0], free)
 
   def _convolution(self, at: hlo.Instruction, results: _Dims, arrays: _Dims, shapes: _Shapes) -> None:
     named = [
@@ -419,7 +418,7 @@ class Thinning:
     count = len(results)
     found = gather_dims(at)
     for number in range(count):
-      self._alike(results[number], arrays[number])
+      self._unite_all(results[number], arrays[number])
       operand, updates = shapes[number], shapes[count + 1 + number]
       sizes = found.slice_sizes((updates[d] for d in found.offset_dims), len(operand))
       self._indexed(found, arrays[number], operand, sizes, arrays[count], arrays[count + 1 + number])
@@ -437,7 +436,7 @@ class Thinning:
     rows = [d for n, d in enumerate(indices) if n != vector]
     if vector < len(indices):
       self._divide(indices[vector], 1)
-    self._alike(rows, [d for n, d in enumerate(result) if n not in offsets])
+    self._unite_all(rows, [d for n, d in enumerate(result) if n not in offsets])
     kept = [n for n in range(len(operand)) if n not in found.absent]
     for place, offset in zip(kept, offsets, strict=True):
       if sizes[place] == shape[place]:
@@ -450,8 +449,8 @@ class Thinning:
 
   def _sort(self, at: hlo.Instruction, results: _Dims, arrays: _Dims, shapes: _Shapes) -> None:
     for dims, result in zip(arrays, results, strict=True):
-      self._alike(result, dims)
-      self._alike(results[0], dims)
+      self._unite_all(result, dims)
+      self._unite_all(results[0], dims)
     self._divide(results[0][at.numbers("dimensions")[0]], 1)
 
   def _window(self, at: hlo.Instruction, results: _Dims, arrays: _Dims, shapes: _Shapes) -> None:
@@ -494,7 +493,7 @@ def _likeness(at: hlo.Instruction, whole: hlo.Instruction, devices: int) -> int:
 
 
 def merged(before: Sequence[int], after: Sequence[int]) -> Iterator[tuple[list[int], list[int]]]:
-  """Dims of a reshape that belong together, those of size 1 left out.
+  """Groups of dims that a reshape merges or splits, without those of size 1.
 
   Example:
     >>> list(merged((4, 6, 1, 5), (24, 5)))
@@ -562,7 +561,8 @@ def gather_dims(at: hlo.Instruction) -> GatherDims:
     "scatter_indices_batching_dims",
   )  # fmt: skip
   names = GatherDims._fields[:-1] if at.opcode == "gather" else of_scatter
-  return GatherDims(*map(at.numbers, names), int(at.attribute("index_vector_dim")))
+  offset, collapsed, start, batching, indices = map(at.numbers, names)
+  return GatherDims(offset, collapsed, start, batching, indices, int(at.attribute("index_vector_dim")))
 
 
 def group_counts(at: hlo.Instruction) -> tuple[int, int]:

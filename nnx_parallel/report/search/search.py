@@ -18,19 +18,20 @@ import jax
 import optax
 from flax import nnx
 
+from nnx_parallel.core.mesh import abstract_mesh
 from nnx_parallel.core.text import format_bytes
 from nnx_parallel.errors import ReportError
 from nnx_parallel.layers.remat import MARK_LAYERS, Remat
-from nnx_parallel.report.compile_report import CompileReport
+from nnx_parallel.layout.plan import plan as make_plan
+from nnx_parallel.report.compile_report import CompileReport, compile_report
 from nnx_parallel.report.estimate.memory import ERROR_BAND, memory_categories
-from nnx_parallel.report.estimate.roofline import StepTime, step_time
-from nnx_parallel.report.estimate.workload import with_offload, with_zero
-from nnx_parallel.report.search.compile import SearchInputs
-from nnx_parallel.report.search.compile import compile_best as compile_first
+from nnx_parallel.report.estimate.roofline import StepTime, program_time, step_time
+from nnx_parallel.report.estimate.workload import parameter_parts, with_offload, with_zero
 from nnx_parallel.report.search.space import RuleVariant, Sizes, factorisations, rule_variants, searched_axes
 from nnx_parallel.report.tables import not_counted, results_text
-from nnx_parallel.report.topology import Machine, machine
-from nnx_parallel.rules.ruleset import Rules
+from nnx_parallel.report.topology import Machine, missing_compiler, read_machine
+from nnx_parallel.rules.ruleset import Rules, RuleSet
+from nnx_parallel.train.step import train_step
 
 SAME_TIME = 0.005
 """Relative difference of predicted times below which less memory decides."""
@@ -128,7 +129,7 @@ class SearchResult:
       raise ReportError(
         f"every layout that was compiled for {self.machine.text} computes wrong results.",
         details="\n".join(self.notes),
-        fix='hold what is computed there to one layout, nxp.constrain(x, "batch", ...), and search again; or'
+        fix='constrain that value to one layout, nxp.constrain(x, "batch", ...), and search again; or'
         " compile more layouts: search(..., compile_best=8).",
       )
     if self.best is None:
@@ -166,6 +167,18 @@ class SearchResult:
     from nnx_parallel.report.html import notebook_frame
 
     return notebook_frame(self.to_html())
+
+
+@dataclasses.dataclass(frozen=True)
+class SearchInputs:
+  """The arguments of `search` that a compilation needs."""
+
+  init: Callable[[], Any]
+  loss: Callable[[Any, Any], Any]
+  rules: Any
+  optimizer: optax.GradientTransformation
+  batch: Any
+  machine: Machine
 
 
 def search(
@@ -243,7 +256,7 @@ def search(
       details=f"compile_best={compile_best}",
       fix="search(..., optimizer=optax.adamw(1e-3), compile_best=...).",
     )
-  target = machine(topology)
+  target = read_machine(topology)
   refused: dict[str, int] = {}
   found: list[Candidate] = []
   tried = rule_variants(init, loss, rules, optimizer, batch, remats)
@@ -308,6 +321,86 @@ def _fit(memory: int, usable: int) -> Fit:
   if memory > usable:
     return "no"
   return "surely" if memory * ERROR_BAND[1] <= usable else "perhaps"
+
+
+def compile_candidate(inputs: SearchInputs, candidate: Candidate, topology: str) -> Candidate:
+  """The candidate with the report of its compiled step, and its time by that."""
+  rules = RuleSet.of(inputs.rules)
+  rules = rules.replace(candidate.changes) if candidate.changes else rules
+  place: dict[str, Any] = {"optimizer_memory": "pinned_host"} if candidate.offload else {}
+  layout = make_plan(
+    inputs.init,
+    abstract_mesh(dict(candidate.sizes)),
+    rules,
+    optimizer=inputs.optimizer,
+    zero=candidate.zero,
+    **place,
+  )
+
+  step = train_step(inputs.loss, remat=candidate.remat, microbatches=candidate.microbatches)
+  report = compile_report(step, layout, batch=inputs.batch, topology=topology, chip=inputs.machine.chip)
+  batch_axes = set(layout.batch_axes)
+  splitting = {axis for part in parameter_parts(layout) for axis in part.split}
+  time = program_time(report, candidate.time, inputs.machine, batch_axes & splitting)
+  return dataclasses.replace(candidate, report=report, compiled=time)
+
+
+def compile_first(
+  inputs: SearchInputs, chosen: Sequence[Candidate], others: Sequence[Candidate]
+) -> tuple[list[Candidate], Candidate | None, tuple[str, ...]]:
+  """Compiles candidates for simulated devices, orders them by that, and has the first checked.
+
+  Where the compiler of the machine is installed, it decides whether a candidate fits and computes the right
+  results. Where none of the chosen ones fits, the first of the others wins if it surely fits; but not where a
+  compiled one computes wrong results, because the others may too.
+
+  Returns:
+    All candidates, the compiled ones first, of these the refused ones last; the winner; and notes for
+    the reader.
+  """
+  notes: list[str] = []
+  target, here = inputs.machine, len(jax.devices("cpu"))
+  done = list(chosen)
+  if target.devices <= here:
+    text = f"cpu:{target.devices}"
+    done = sorted(
+      (compile_candidate(inputs, c, text) for c in done),
+      key=lambda c: (bool(c.refused), c.compiled.seconds if c.compiled else math.inf),
+    )
+  elif target.chip.platform != "cpu":
+    notes.append(
+      f"Not compiled for simulated devices: {target.devices} are needed, and this process has {here}."
+      f" Start it with XLA_FLAGS=--xla_force_host_platform_device_count={target.devices} JAX_PLATFORMS=cpu."
+    )
+  best = next((c for c in done if not c.refused), None)
+  if target.chip.platform != "cpu" and best is not None:
+    missing = missing_compiler(target)
+    if missing is None:
+      best = _checked(inputs, done, notes)
+      done.sort(key=lambda c: bool(c.refused))
+    else:
+      notes.append(f"Not compiled for {target.text}: {missing}")
+  wrong = [(c, c.report.faults) for c in done if c.report is not None and c.report.faults]
+  notes += [f"{c.mesh_text}, microbatches={c.microbatches} is refused: {faults[0]}." for c, faults in wrong]
+  if best is None and not wrong and others and others[0].fits == "surely":
+    best = others[0]
+    notes.append(f"None of the {len(done)} compiled layouts fits; the winner was not compiled.")
+  return [*done, *others], best, tuple(notes)
+
+
+def _checked(inputs: SearchInputs, done: list[Candidate], notes: list[str]) -> Candidate | None:
+  """The first candidate that the machine's own compiler accepts; those that it compiles are replaced."""
+  for n, candidate in enumerate(done):
+    if candidate.refused:
+      continue
+    done[n] = compile_candidate(inputs, candidate, inputs.machine.text)
+    report = done[n].report
+    if report is not None and not done[n].refused:
+      notes.append(
+        f"The winner was compiled for {inputs.machine.text}: it fits, {results_text(report.results)}."
+      )
+      return done[n]
+  return None
 
 
 def speed(candidate: Candidate) -> tuple[int, int, float]:
