@@ -152,7 +152,7 @@ def execute(page: Path) -> None:
 def run(page: Path) -> subprocess.CompletedProcess[str]:
   """Runs a page in a process of its own, in an empty directory that is deleted afterwards."""
   environment = {
-    **{name: value for name, value in os.environ.items() if name != "COLUMNS"},  # tables as in a file
+    **os.environ,
     "JAX_PLATFORMS": "cpu",
     "JAX_NUM_CPU_DEVICES": str(DEVICES),
     "XLA_FLAGS": "--xla_cpu_collective_call_terminate_timeout_seconds=600",
@@ -160,6 +160,9 @@ def run(page: Path) -> subprocess.CompletedProcess[str]:
     "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep),
     "MPLBACKEND": "agg",
   }
+  # Tables as in a file, and programs as users compile them.
+  for name in ("COLUMNS", "JAX_DISABLE_MOST_OPTIMIZATIONS"):
+    environment.pop(name, None)
   command = [sys.executable, str(Path(__file__).resolve()), "--here", str(page)]
   with tempfile.TemporaryDirectory(prefix="guide-") as directory:
     return subprocess.run(

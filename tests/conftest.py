@@ -25,10 +25,7 @@ os.environ["NPROC"] = "32"
 PATIENCE = "--xla_cpu_collective_call_terminate_timeout_seconds=600"
 # readline, which pytest loads, hands the terminal's size on to the workers: tables would take it.
 os.environ.pop("COLUMNS", None)
-# LLVM's optimizations cost a quarter of the suite's processor time, and its programs run for milliseconds.
-# jax's own tests leave them out too. XLA's passes, its partitioner among them, are as users have them.
-QUICK = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
-os.environ["XLA_FLAGS"] = " ".join([*others, f"{FLAG}={DEVICES}", PATIENCE, QUICK])
+os.environ["XLA_FLAGS"] = " ".join([*others, f"{FLAG}={DEVICES}", PATIENCE])
 
 
 def processor() -> str:
@@ -45,6 +42,10 @@ CACHE = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "nnx_pa
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(CACHE))
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
+
+# LLVM's optimizations cost a quarter of the suite's processor time, and its programs run for milliseconds.
+# XLA's passes, its partitioner among them, are as users have them. Guides and tests/create have all.
+os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "true"
 
 import jax  # noqa: E402
 import optax  # noqa: E402

@@ -68,12 +68,7 @@ class Retention:
     return sorted(finite, key=lambda step: (sign * values[step], -step))
 
   def expired(self, metrics: Mapping[int, Mapping[str, float]], newest_first: Sequence[int]) -> list[int]:
-    """The steps to delete, in the order of their numbers.
-
-    Args:
-      metrics: of every saved step.
-      newest_first: these steps by age.
-    """
+    """The steps to delete, in the order of their numbers; `metrics` are those of every saved step."""
     if self.newest is None:
       return []
     kept = {*newest_first[: self.newest], *self.ranked(metrics)[: self.keep_best]}
@@ -162,10 +157,6 @@ class Catalog:
 
     The latest may be damaged, or have no manifest; reading it raises.
 
-    Args:
-      step: as above.
-      whole: whether a number must be that of a step with a manifest.
-
     Raises:
       CheckpointError: there is no such step; the message lists those there are.
     """
@@ -189,12 +180,7 @@ class Catalog:
     return number
 
   def place(self, step: int, position: int | None, *, overwrite: bool) -> Place:
-    """The place in the lineage of a step that is about to be written.
-
-    Args:
-      step: its number.
-      position: the step that this run resumed from or saved last, if any.
-      overwrite: whether it may exist.
+    """The place of a new step; `position` is the step that the run resumed from or saved last, if any.
 
     Raises:
       CheckpointError: it exists, another program wrote its folder, or the run did not come from before it.
@@ -309,10 +295,7 @@ def newest_first(headers: Mapping[int, Header | None]) -> list[int]:
   """Sorts steps by age: those of the last lineage, then those that it left behind.
 
   The step that was written last ends the last lineage. Each step of it follows its parent, or, when that was
-  deleted, the youngest older step with a smaller number.
-
-  Args:
-    headers: of each step; None where it cannot be read, and then the number alone decides.
+  deleted, the youngest older step with a smaller number. Of a step without a header only the number counts.
 
   Example:
     >>> parents = {100: None, 200: 100, 150: 100}
@@ -353,13 +336,7 @@ class Place:
 def place_of(
   step: int, position: int | None, headers: Mapping[int, Header | None], directory: object
 ) -> Place:
-  """Finds the place of a step that is about to be saved.
-
-  Args:
-    step: its number; it may exist, and is replaced then.
-    position: the step that this run resumed from or saved last; None when it did neither.
-    headers: of the steps there are.
-    directory: where they are, for the error.
+  """Finds the place of a step that is about to be saved; `position` is as for `Catalog.place`.
 
   Raises:
     CheckpointError: the directory holds newer steps, and the run did not come from before them.

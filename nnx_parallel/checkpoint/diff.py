@@ -237,20 +237,10 @@ def compare(
   cast: bool = False,
   byte_budget: int = 0,
 ) -> Diff:
-  """Compares the leaves of a checkpoint with those of a target, by name.
+  """Compares the leaves of a checkpoint with those of a target, by name. Differences are no errors.
 
-  Args:
-    manifest: of the checkpoint.
-    target: what is to be filled; of saved items that are not in it, only an optimizer is an `extra`.
-    folder: of the step; None predicts the bytes read without looking at how the arrays are stored.
-    only: patterns of the target's paths to restore (`fnmatch`); all others are left out.
-    skip: patterns of paths, in the target or in the checkpoint, to leave out.
-    rename: the target's path, or the start of it, to the saved one.
-    cast: whether a float dtype may be restored into another.
-    byte_budget: bytes in flight while reading.
-
-  Returns:
-    The comparison; nothing is raised for leaves that do not fit.
+  `only`, `skip`, `rename`, `cast`: as for `Checkpointer.restore`. Without the `folder` of the step, the bytes
+  to read are those of the shards. Of saved items that are not in the target, only an optimizer is `extra`.
   """
   patterns, renames = Patterns(only, skip), _Renames(rename or {})
   matches: list[LeafPair] = []

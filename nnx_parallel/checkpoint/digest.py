@@ -35,12 +35,7 @@ Shape = tuple[int, ...]
 
 
 def block_shape(shape: Shape, itemsize: int, block_bytes: int = BLOCK_BYTES) -> Shape:
-  """Cuts an array into ranges of consecutive elements: 1 along the first dims, then a range, then whole dims.
-
-  Args:
-    shape: logical global shape in elements; none of them 0.
-    itemsize: bytes of an element.
-    block_bytes: most bytes of a block.
+  """Cuts an array into ranges of consecutive elements: 1 along the first dims, then a range, then full dims.
 
   Example:
     >>> block_shape((4, 6, 8), 1, 1000), block_shape((4, 6, 8), 1, 100), block_shape((4, 6, 8), 1, 20)
@@ -97,10 +92,6 @@ def digest_later(array: Array, block: Shape) -> Callable[[], jax.Array]:
   device's queue by then. On CPUs the work would take the caller's cores, so it is done later, on views of the
   shards' memory, as Orbax writes them: jax donates no buffer that has a view.
 
-  Args:
-    array: see `digest`.
-    block: from `block_shape`.
-
   Returns:
     A function that returns what `digest` returns, added up over all processes; to be called once, on any
     thread.
@@ -148,12 +139,7 @@ def host_device() -> Any:
 
 
 def block_ranges(index: int, shape: Shape, block: Shape) -> str:
-  """The place of a block, as `[0:8, 0:16]`; empty when there is only one.
-
-  Args:
-    index: of the block, in C order.
-    shape: logical global shape in elements.
-    block: from `block_shape`.
+  """The place of a block, given by its number in C order, as `[0:8, 0:16]`; empty when there is only one.
 
   Example:
     >>> block_ranges(1, (10, 4), (8, 4)), block_ranges(0, (10, 4), (10, 4))

@@ -92,12 +92,7 @@ def encoding_of(shape: tuple[int, ...], dtype: Any, *, path: str) -> str:
 
 
 def encode(leaf: Array, encoding: str) -> Array:
-  """Gives the array that is stored for a leaf; undone by `decode`.
-
-  Args:
-    leaf: an array with at least one element.
-    encoding: from `encoding_of`.
-  """
+  """Gives the array that is stored for a leaf with one element or more; undone by `decode`."""
   if encoding.startswith("key:"):
     return jax.random.key_data(leaf)
   if encoding == PLAIN:
@@ -151,28 +146,23 @@ def stored_form(
 def stored_words(dtype: str, encoding: str) -> tuple[tuple[int, ...], int]:
   """The dims of a stored array after the leaf's, and the bytes of its elements.
 
-  Args:
-    dtype: from `dtype_name`.
-    encoding: from `encoding_of`.
-
   Raises:
     ValueError: an unknown name, or an encoding of other dtypes.
   """
-  if dtype.startswith("key<"):
-    if encoding == EMPTY:
-      return (), 0
-    kind = key_dtype(encoding.removeprefix("key:"))
-    if dtype_name(kind) != dtype:
-      raise ValueError(f"{dtype} as {encoding}")
-    form = stored_form((), kind, encoding, None)
-    return form.shape, form.dtype.itemsize
+  has_keys = dtype.startswith("key<")
+  if has_keys and encoding == EMPTY:
+    return (), 0
+  kind = key_dtype(encoding.removeprefix("key:")) if has_keys else np.dtype(dtype)
   try:
-    fits = encoding in (EMPTY, encoding_of((), np.dtype(dtype), path=dtype))
+    right = encoding_of((), kind, path=dtype)
   except CheckpointError as error:
     raise ValueError(error.what) from error
-  if not fits:
+  if encoding == EMPTY:
+    return (), 0
+  if encoding != right or dtype_name(kind) != dtype:
     raise ValueError(f"{dtype} as {encoding}")
-  return (), 0 if encoding == EMPTY else stored_form((), np.dtype(dtype), encoding, None).dtype.itemsize
+  form = stored_form((), kind, encoding, None)
+  return form.shape, form.dtype.itemsize
 
 
 def check_json(value: object, *, path: str, depth: int = 0) -> Json:

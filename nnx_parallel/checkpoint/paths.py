@@ -1,16 +1,16 @@
 """Variable paths as text, and back.
 
-A path is a tuple of parts: names, list positions, and whatever else a mapping in a module uses as a key.
-As text the parts are joined by dots. The text is unambiguous: the position `0`, the name `"0"` and the
-tuple `(0,)` are three different parts, and dots inside a name are escaped, so `("a.b",)` and
-`("a", "b")` cannot collide in a checkpoint.
+A path is a tuple of parts: names, list positions, and other keys of mappings in a module.
+As text the parts are joined by dots. The text is unambiguous: the position `0`, the name `"0"` and the tuple
+`(0,)` are written differently, and dots inside a name are escaped, so `("a.b",)` and `("a", "b")` cannot
+collide in a checkpoint.
 """
 
 from __future__ import annotations
 
 import hashlib
 import re
-from typing import TypeAlias
+from typing import Any, TypeAlias
 from urllib.parse import quote
 
 from nnx_parallel.errors import CheckpointError
@@ -19,6 +19,7 @@ Part: TypeAlias = "str | int | tuple[Part, ...]"
 Path: TypeAlias = "tuple[Part, ...]"
 
 _INTEGER = re.compile(r"-?(0|[1-9][0-9]*)")
+_WORD = re.compile(r"(\\s)?((?:\\.|[^\\.,()])*)", re.DOTALL)
 _LONGEST_FILE_NAME = 160
 
 
@@ -108,12 +109,6 @@ def _read_part(text: str, position: int) -> tuple[Part, int]:
     if text[position : position + 1] != ")":
       raise CheckpointError(f"cannot read the path {text!r}: a parenthesis is not closed.")
     return inner, position + 1
-  is_name = text.startswith("\\s", position)
-  position += 2 * is_name
-  characters: list[str] = []
-  while position < len(text) and text[position] not in ".,()":
-    position += text[position] == "\\"
-    characters.append(text[position : position + 1])
-    position += 1
-  word = "".join(characters)
-  return (int(word) if not is_name and _INTEGER.fullmatch(word) else word), position
+  found: Any = _WORD.match(text, position)
+  word = re.sub(r"\\(.)", r"\1", found[2], flags=re.DOTALL)
+  return (int(word) if not found[1] and _INTEGER.fullmatch(word) else word), found.end()

@@ -33,13 +33,8 @@ def read(
 ) -> dict[str, dict[str, Array]]:
   """Reads all matched leaves, half a budget at a time, verifying one group while reading the next.
 
-  Args:
-    step_dir: of the step.
-    manifest: of the step.
-    diff: fits.
-    verify: `full` compares every value's digest and the contents of the metadata, `metadata` those of all
-      small files, `off` nothing; but for `off`, the sizes of the files too.
-    byte_budget: most bytes in flight.
+  `verify="full"` compares every value's digest and the contents of the metadata, `"metadata"` those of all
+  small files; both compare the sizes of the files too. `"off"` compares nothing.
 
   Returns:
     Arrays by item and the target's path.
@@ -115,16 +110,9 @@ def check_values(step_dir: epath.Path, manifest: Manifest, *, byte_budget: int) 
 def damaged_files(
   step_dir: epath.Path, manifest: Manifest, names: Iterable[str], *, chunks: bool = True
 ) -> dict[str, str]:
-  """Finds files that are missing, cut short, unreadable, or not what was written.
+  """Lists files that are missing, cut short, unreadable, or not what was written, each with its problem.
 
-  Args:
-    step_dir: of the step.
-    manifest: of the step.
-    names: of files in the manifest.
-    chunks: whether to check the contents of small files with values too.
-
-  Returns:
-    What is wrong, by name.
+  With `chunks`, the contents of small files with values are checked too.
 
   Raises:
     CheckpointError: a file that this machine cannot read at the moment.

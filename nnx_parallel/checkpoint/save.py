@@ -100,15 +100,9 @@ def write(
   byte_budget: int,
   background: bool,
 ) -> Callable[[], None]:
-  """Starts writing a step; in the background, arrays may be donated or changed as soon as this returns.
+  """Starts writing a step, replacing one that exists; the caller has locked the directory.
 
-  Args:
-    directory: exists and is locked by the caller.
-    request: what to save; a step that exists is replaced.
-    place: in the lineage of its run; only process 0 needs it.
-    chunk_bytes: see `store.start_save`.
-    byte_budget: see `store.start_save`.
-    background: see `store.start_save`.
+  In the background, arrays may be donated or changed as soon as this returns. Only process 0 has a `place`.
 
   Returns:
     A function that waits until everything is on the disk and commits it.

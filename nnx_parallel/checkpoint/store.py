@@ -75,20 +75,14 @@ def start_save(
 def host_bytes_to_save(
   items: Mapping[str, Mapping[str, Array]], *, byte_budget: int, background: bool
 ) -> int:
-  """Most host memory that `start_save` takes on this process beyond the arrays.
-
-  Args:
-    items: as for `start_save`, and so are the others.
-    byte_budget: see there.
-    background: see there.
-  """
+  """Most host memory that `start_save` takes on this process beyond the arrays."""
   arrays = [array for tree in items.values() for array in tree.values()]
   copies = sum(_bytes_here(array, replicas=False) for array in arrays)
   return copies if background else min(copies, _write_budget(items, byte_budget))
 
 
 def load(step_dir: epath.Path, item: str | None, tree: Any, *, byte_budget: int, pad: bool) -> Any:
-  """Reads some arrays of one item, each process its own shards.
+  """Reads some arrays of one item by Orbax, each process its own shards.
 
   Args:
     step_dir: the step.
@@ -96,7 +90,7 @@ def load(step_dir: epath.Path, item: str | None, tree: Any, *, byte_budget: int,
     tree: shape, dtype and sharding wanted in place of each array, without a sharding for a numpy array;
       `PLACEHOLDER` in place of those that are not wanted.
     byte_budget: most bytes in flight.
-    pad: whether arrays may be larger than what is stored; the rest is zero.
+    pad: whether arrays may be larger than the stored ones; the rest is zero.
   """
   wanted = [leaf for leaf in jax.tree.leaves(tree) if isinstance(leaf, jax.ShapeDtypeStruct)]
   # Orbax refuses a shard that is as large as its budget.
@@ -174,11 +168,7 @@ def _context(*, byte_budget: int | None) -> ocp.Context:
 def open_arrays(
   folder: epath.Path, stored: Mapping[str, jax.ShapeDtypeStruct]
 ) -> dict[str, ts.TensorStore] | None:
-  """Opens the arrays of an item. Returns None where only Orbax can read one of them.
-
-  Args:
-    folder: of the item.
-    stored: shape and dtype of each array, by the name of its folder.
+  """Opens the arrays of an item's folder, by name. Returns None where only Orbax can read one of them.
 
   Raises:
     ValueError: the metadata is not what Zarr allows, or that of another array.
@@ -213,12 +203,12 @@ def start(
 
   Args:
     stores: from `open_arrays`, by name.
-    targets: shape, dtype and sharding wanted, by the same names; without a sharding a numpy array. The
-      shape may be larger than what is stored; the rest is zero.
+    targets: shape, dtype and sharding wanted; without a sharding a numpy array. A shape may be larger than
+      the stored one; the rest is zero.
     pool: from `readers`.
 
   Returns:
-    A function that waits, and gives the arrays by name. It raises ValueError when a file is not what was
+    A function that waits, and returns the arrays by name. It raises ValueError when a file is not what was
     written, or missing.
   """
   ready = {
@@ -258,12 +248,7 @@ def shard_bytes(target: jax.ShapeDtypeStruct) -> int:
 
 
 def bytes_to_read(store: ts.TensorStore, target: jax.ShapeDtypeStruct) -> int:
-  """Bytes of the chunks of an array that `start` reads here.
-
-  Args:
-    store: from `open_arrays`.
-    target: as for `start`.
-  """
+  """Bytes of the chunks of an array that `start` reads here."""
   count = sum(1 for _ in _chunks(store, _boxes(target)))
   return count * math.prod(_chunk_shape(store)) * target.dtype.itemsize
 

@@ -62,8 +62,8 @@ def read(
     choose: a filter of nnx for the leaves of the model; None takes them all.
 
   Raises:
-    CheckpointError: an unknown `optimizer`, options that the target cannot honour, a leaf without a
-      sharding, or a filter that chooses nothing.
+    CheckpointError: options that the target cannot honour, a leaf without a sharding, or a filter that
+      chooses nothing.
   """
   _check_options(target, optimizer, as_numpy)
   if isinstance(target, ShardingPlan):

@@ -80,6 +80,7 @@ def run(args: argparse.Namespace) -> int:
   from nnx_parallel.loop.job import Job, plan_recipe
   from nnx_parallel.loop.loader import load_recipe
   from nnx_parallel.loop.progress import StepProgress
+  from nnx_parallel.recipes import text_lm
 
   started = time.perf_counter()
   recipe = load_recipe("text_lm").given(text=args.text)
@@ -117,7 +118,8 @@ def run(args: argparse.Namespace) -> int:
     print_comparison(straight, others, args.steps)
     heading("5. Generate", "one line, by the model on one device")
     alone = Job.restore(recipe, plan_recipe(recipe, options.real_mesh(PLACES["one device"], 1)), checkpointer)
-    print(generate_line(alone))
+    text = text_lm.generate(alone.model, PROMPT, 72, temperature=0.5)  # pyright: ignore[reportArgumentType]
+    print((PROMPT + text).decode(errors="replace").split("\n")[0])
 
   seconds = time.perf_counter() - started
   heading("6. Summary", f"{seconds:.0f} s in all")
@@ -228,14 +230,6 @@ def print_comparison(straight: Sequence[float], others: Sequence[Continued], ste
     rows.append([f"{step + 1 + at}", *(f"{losses[at]:.7f}" for _, _, losses, _ in columns)])
   rows.append(["difference", *(difference for *_, difference in columns)])
   print_text(text_table(header, rows, right=range(1, len(header))))
-
-
-def generate_line(job: Job) -> str:
-  """A line of text that continues the prompt."""
-  from nnx_parallel.recipes import text_lm
-
-  text = text_lm.generate(job.model, PROMPT, 72, temperature=0.5)  # pyright: ignore[reportArgumentType]
-  return (PROMPT + text).decode(errors="replace").split("\n")[0]
 
 
 def find_failures(before: Record, after: Record, others: Sequence[Continued]) -> list[str]:

@@ -38,15 +38,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-  """Runs one command.
-
-  Args:
-    argv: the arguments; by default those of the process.
-
-  Returns:
-    0 when it worked; 1 for an error, whose message is on standard error; 2 for wrong usage; 3 when the answer
-    is no: something does not fit, differs or is damaged; 130 when interrupted.
-  """
+  """Runs one command, with the arguments of the process by default; returns the exit code."""
   parser = make_parser()
   if not (sys.argv[1:] if argv is None else argv):
     parser.print_help()

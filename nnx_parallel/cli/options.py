@@ -228,11 +228,6 @@ def mesh_sizes(recipe: Recipe, text: str | None, rules: Mapping[str, tuple[str, 
   The recipe's `mesh()` has the axes that its rules use. Those that `--mesh` leaves out have size 1; another
   axis is an error, because nothing would be split along it.
 
-  Args:
-    recipe: its own mesh is the default.
-    text: the value of `--mesh`.
-    rules: the value of `--rules`; its axes are allowed too.
-
   Raises:
     MeshError: as `parse_mesh`; an axis that the recipe does not have; no mesh at all.
   """
@@ -259,10 +254,6 @@ def start_devices(sizes: Sizes, devices: int | None) -> None:
 
   An accelerator, if there is one, is used all the same, unless `devices` is given. A count in the
   environment (`JAX_NUM_CPU_DEVICES`, `XLA_FLAGS`) is left as it is.
-
-  Args:
-    sizes: the mesh.
-    devices: the value of `--devices`.
 
   Raises:
     MeshError: the mesh needs another number of devices than `--devices` says.

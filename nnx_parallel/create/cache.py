@@ -1,4 +1,4 @@
-"""The persistent compilation cache: the second start of a job compiles nothing."""
+"""The persistent compilation cache: later starts of a job compile nothing."""
 
 from __future__ import annotations
 

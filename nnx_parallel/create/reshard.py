@@ -33,15 +33,15 @@ def reshard(
 ) -> Any:
   """Moves a live module into the layout of a plan: from one device, another mesh, other specs.
 
-  Array by array, so that what is under way at a time stays under `byte_budget` on each device. The result is
-  a new module whose arrays share no memory with the old one's, so that a step that donates the one cannot
-  delete the other's; a Variable that is tied stays tied.
+  Array by array, so that at most about `byte_budget` bytes per device are under way at a time. The arrays of
+  the new module share no memory with the old ones, so a step that donates one cannot delete the other. Tied
+  Variables remain tied.
 
   Args:
     model: the live module: the one that was planned, or one with the same Variables.
     plan: the plan.
     optimizer: its optimizer, moved too; needed if and only if the plan has one.
-    donate: free each old array as soon as it was moved: the peak is one copy of the model and the budget.
+    donate: free each old array as soon as it is moved: the peak is one copy of the model and the budget.
       The old module cannot be used afterwards.
     byte_budget: bytes per device that may be under way before waiting; at least one array is.
 
@@ -49,8 +49,8 @@ def reshard(
     The new module; `(module, optimizer)` when the plan has an optimizer.
 
   Raises:
-    PlanError: the module and the plan differ in paths, shapes or dtypes, or `optimizer` is missing or in
-      the way.
+    PlanError: the module and the plan differ in paths, shapes or dtypes; or `optimizer` is missing, or given
+      for a plan without one.
 
   Example:
     >>> import nnx_parallel as nxp
@@ -85,8 +85,7 @@ def from_arrays(
 ) -> Any:
   """Builds the planned module from arrays instead of initial values: numpy, memory-mapped files, jax.
 
-  Of a numpy array only what the local devices hold is read, shard by shard, and copied; `init` makes no
-  values.
+  Of a numpy array, only the shards of local devices are read and copied. `init` computes no values.
 
   Args:
     arrays: one array for each leaf of the model, by dotted path (`"up.kernel"`) or by path tuple; global

@@ -163,9 +163,6 @@ class Group:
   def numbered(self, leaves: Mapping[str, Shape]) -> tuple[Group, list[Shape]]:
     """Adds the names in the file, and returns the shapes there.
 
-    Args:
-      leaves: shapes by path.
-
     Raises:
       CheckpointError: layers of different shapes, or a pattern that does not fit them.
     """
@@ -185,13 +182,7 @@ class Group:
   def make_leaves(
     self, sources: Sequence[Any], wanted: Mapping[str, TargetLeaf], layers: Mapping[int, str] | None = None
   ) -> dict[str, Any]:
-    """Makes leaves of the model on their devices.
-
-    Args:
-      sources: the arrays of the file, by `names`.
-      wanted: shape, dtype and sharding of each leaf, by path.
-      layers: the layers to make; None for all.
-    """
+    """Makes leaves of the model, of these layers or all, from the arrays of the file, ordered as `names`."""
     kept = self.layers if layers is None else layers
     structs = [wanted[path].struct for path in kept.values()]
     outs = tuple(_auto_struct(struct) for struct in structs)
@@ -215,13 +206,7 @@ class Group:
     return dict(zip(kept.values(), placed, strict=True))
 
   def make_arrays(self, leaves: Sequence[jax.Array], shape: Shape, near: Sharding) -> list[jax.Array]:
-    """Makes the arrays of the file from the leaves of all layers, evenly sharded over their devices.
-
-    Args:
-      leaves: by number of the layer.
-      shape: logical shape of a leaf; the rest is padding.
-      near: the layout to start from.
-    """
+    """Makes the arrays of the file, evenly sharded, from the leaves of all layers; `shape` has no padding."""
     outs = tuple(
       jax.ShapeDtypeStruct(made, leaves[0].dtype, sharding=self.layout(near, made))
       for made in self.shapes("file", [shape] * len(leaves))
@@ -324,9 +309,6 @@ class WeightMap:
 
     The names in the file are the saved paths. Paths without a rule stay as they are. A rule for a parameter
     holds for its moments in the optimizer too.
-
-    Args:
-      target: what is to be filled.
     """
     parameters = target.leaves["model"]
     wanted: dict[str, dict[str, TargetLeaf]] = {}

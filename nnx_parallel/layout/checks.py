@@ -34,7 +34,7 @@ def check_attention(model: nnx.Module, mesh: Mapping[str, int]) -> list[str]:
         continue
       where = path_str((*path, "out", part))
       if all(name in mesh for entry in names for name in axes_of(entry)):
-        notes.append(f"{where} has the query's annotation {names}; give it its own with out_{part}_metadata")
+        notes.append(f"{where} has the query's annotation {names}; set its own with out_{part}_metadata")
       else:
         shape = getattr(module.out, part).shape
         own = ("heads", None, "embed") if part == "kernel" else ("embed",)

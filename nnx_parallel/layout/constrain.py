@@ -60,13 +60,13 @@ _MAPPED: Any = jax.make_user_context(())
 def use_rules(rules: Rules, mesh: AnyMesh | None = None) -> Generator[None, None, None]:
   """Puts logical rules in scope for `constrain`, and makes a mesh the active one.
 
-  With a mesh, `jax.lax.with_sharding_constraint(x, PartitionSpec(...))` and models that look for the active
-  mesh find it too, unless `jax.set_mesh` has made another one active. May be entered around a call or inside
-  a traced function, and nested: the innermost one holds. A function compiled under some rules is compiled
-  again under others, and found again under equal ones. Each thread has its own scope.
+  With a mesh, `jax.lax.with_sharding_constraint(x, PartitionSpec(...))` and models that use the active mesh
+  find it too, unless `jax.set_mesh` has made another one active. It may be entered around a call or inside a
+  traced function, and nested: the innermost one applies. A function that was compiled under some rules is
+  compiled again under others, but not under equal ones. Each thread has a separate scope.
 
   Args:
-    rules: anything that `plan` takes as rules; only the logical rules matter here.
+    rules: as in `plan`; only the logical rules matter here.
     mesh: the mesh; without it, the one set by `jax.set_mesh`.
 
   Yields:
@@ -141,14 +141,14 @@ def default_scope(scope: Scope | None) -> contextlib.AbstractContextManager[None
 
 
 def constrain(x: Any, *names: Entry) -> Any:
-  """Lays an activation out by logical names: inside and outside of jit, on Auto and Explicit meshes.
+  """Constrains the layout of an activation by logical names, in and outside of jit.
 
-  Without a mesh (one CPU, a unit test) `x` comes back as it is. The rules and the mesh are those of
-  `use_rules` or `plan.scope()`; in the steps of `train_step` and `eval_step`, of the plans that the models
-  were made from, where these agree. Without these, the mesh is the one set by `jax.set_mesh`, else the one
-  that `x` itself is on. Inside `shard_map`, axes that are manual there are left out, since `x` is already a
-  shard along them. Inside `jax.vmap`, the mapped dim has no name. A dim whose policy is `uneven="pad"` is
-  left to the compiler when it does not divide, because an activation has no room for padding.
+  Without a mesh (one CPU, a unit test) `x` is returned unchanged. The rules and the mesh are those of
+  `use_rules` or `plan.scope()`; in the steps of `train_step` and `eval_step`, those of the plans that the
+  models were made from, if these agree. Otherwise, the mesh is the one set by `jax.set_mesh`, or the one that
+  `x` is on. Inside `shard_map`, its manual axes are ignored, since `x` is already a shard along them. Inside
+  `jax.vmap`, the mapped dim has no name. A dim with the policy `uneven="pad"` that does not divide is left to
+  the compiler, because an activation has no room for padding.
 
   Args:
     x: an array or a tracer; its global shape (per-device along manual axes).

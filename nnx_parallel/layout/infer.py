@@ -23,12 +23,12 @@ import jax
 from flax import nnx
 
 from nnx_parallel.core.mesh import AnyMesh, abstract_mesh, axis_sizes, is_explicit
-from nnx_parallel.core.nodes import Names, Path, array_leaves, path_str, value_of, variables
+from nnx_parallel.core.nodes import Names, Path, path_str, value_of, variables
 from nnx_parallel.errors import ShardingError
 from nnx_parallel.layout import dims
 from nnx_parallel.layout.batch import AXES
 from nnx_parallel.layout.constrain import Scope, scoped
-from nnx_parallel.layout.tracing import trace_module, without_mesh
+from nnx_parallel.layout.tracing import state_paths, trace_module, without_mesh
 from nnx_parallel.rules.fallback import MIN_SIZE, Fallback, fsdp, replicate
 from nnx_parallel.rules.logical import LogicalRules
 from nnx_parallel.rules.paths import PathRules
@@ -130,31 +130,22 @@ def _tensor_parallel(
   graphdef, state = nnx.split(module)
   # The module may lay out activations. No rules are known yet, and example inputs need not divide.
   scope = Scope(LogicalRules(unknown="replicate"), abstract_mesh(dict.fromkeys(sizes, 1)))
-  paths: list[Path] = [path for path, _ in nnx.to_flat_state(state)]
 
-  def run(values: list[Any], *args: Any) -> Any:
-    flat: list[tuple[Any, Any]] = [
-      (path, _with_value(leaves[path], value)) for path, value in zip(paths, values, strict=True)
-    ]
-    merged = nnx.merge(graphdef, nnx.from_flat_state(flat))
+  def run(state: Any, *args: Any) -> Any:
+    merged = nnx.merge(graphdef, state)
     with scoped(scope):
       return call(merged, *args) if call is not None else merged(*args)  # pyright: ignore[reportCallIssue]
 
   with without_mesh():
-    traced = jax.make_jaxpr(run)([value_of(leaves[path]) for path in paths], *inputs)
+    traced = jax.make_jaxpr(run)(state, *inputs)
   classes = dims.link(traced.jaxpr)
-  # A Variable that holds None is no input of the trace; the example inputs follow the leaves.
-  parameters: dict[Path, list[int]] = {
+  parameters = {  # the example inputs follow the arrays of the state
     path: classes.of(var)
-    for path, var in zip(array_leaves(module), traced.jaxpr.invars, strict=False)
+    for path, var in zip(state_paths(state), traced.jaxpr.invars, strict=False)
     if isinstance(leaves[path], nnx.Param)
   }
   chosen = _choose(parameters, classes, leaves, sizes[axis], min_size)
   return {path: tuple(axis if c in chosen else None for c in own) for path, own in parameters.items()}
-
-
-def _with_value(leaf: Any, value: Any) -> Any:
-  return leaf.copy(value) if isinstance(leaf, nnx.Variable) else value
 
 
 @dataclasses.dataclass

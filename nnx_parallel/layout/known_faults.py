@@ -84,15 +84,13 @@ def possible_faults(
     found.append((WINDOW, few([path_str(path) for path, _ in layers])))
   matrices = [leaf for leaf in leaves if len(leaf.shape) > 1]
   larger = [axis for axis in batch if sizes[axis] > 1]
-  for axis in larger[1:]:
-    equal = {other for other in others if sizes[other] == sizes[axis]}
-    if names := [leaf.name for leaf in matrices if _crossed(leaf, axis, equal)]:
-      found.append((EXAMPLES, few(names)))
-  for axis in larger[:1]:
+  used = {axis for leaf in matrices for entry in leaf.spec for axis in axes_of(entry)}
+  for axis in (*larger[1:], *larger[:1]):
     equal = {other for other in others if sizes[other] == sizes[axis]}
     names = [leaf.name for leaf in matrices if _crossed(leaf, axis, equal)]
-    if names and len(equal & {axis for leaf in matrices for axis in _axes(leaf)}) > 1:
-      found.append((CROSSED, few(names)))
+    fault = CROSSED if axis == larger[0] else EXAMPLES
+    if names and (fault is EXAMPLES or len(equal & used) > 1):
+      found.append((fault, few(names)))
   return found
 
 
@@ -120,10 +118,6 @@ def fault_notes(
         f" ({fault.name}) that train_step and eval_step avoid; nxp.check_gradients(model, batch, loss) tells"
       )
   return notes
-
-
-def _axes(leaf: LeafPlan) -> set[str]:
-  return {axis for entry in leaf.spec for axis in axes_of(entry)}
 
 
 def _positions(rules: RuleSet, sizes: Mapping[str, int]) -> set[str]:

@@ -23,11 +23,11 @@ Source = Literal["metadata", "path rule", "fallback", "parameter", "replicated"]
 
 @dataclasses.dataclass(frozen=True)
 class Decision:
-  """Why a leaf has its spec.
+  """The reason for the spec of a leaf.
 
   Attributes:
-    source: what named it: its `metadata`, a `path rule`, the `fallback`, its `parameter` (optimizer
-      state), or nothing: `replicated`.
+    source: the origin of its names: its `metadata`, a `path rule`, the `fallback`, its `parameter` (optimizer
+      state), or none: `replicated`.
     reason: one short phrase for the table.
     steps: what was tried, in order, one sentence each; printed by `plan.explain(path)`.
     intended: whether the rules mean this layout; False where an array or dim is not split because a rule, a
@@ -45,21 +45,20 @@ class LeafPlan:
   """One row of the plan: a Variable (or raw array) and its layout.
 
   Attributes:
-    root: which object it belongs to.
+    root: the object that it belongs to.
     path: its path parts inside that object; ints index lists.
     kind: the Variable's type name, or `array`.
-    shape: global shape in elements, as the module sees it.
-    dtype: its dtype; PRNG keys have theirs.
-    names: the names that were resolved, or None when nothing named it.
+    shape: global shape in elements, without padding.
+    dtype: its dtype; that of a PRNG key for keys.
+    names: the names that were resolved, or None without names.
     spec: one entry per dim.
-    padding: elements that storage adds at the end of each dim.
+    padding: elements that are added at the end of each dim for storage.
     memory_kind: `None` for the device's default memory, or for example `"pinned_host"`.
-    decision: what decided the spec.
+    decision: the reason for the spec.
     mesh: the plan's mesh.
-    aliases: the other paths under which the module holds the same Variable (tied weights); it is counted
-      once, here.
-    is_parameter: whether it is an `nnx.Param` of the model, or of a subclass, whatever its name.
-    parameter: for optimizer state, the path of the Variable of the model that it belongs to, if of one.
+    aliases: other paths of the same Variable in the module (tied weights); it is counted once, here.
+    is_parameter: whether it is an `nnx.Param` of the model, or of a subclass.
+    parameter: for optimizer state, the path of its parameter in the model, if it has one.
   """
 
   root: Root

@@ -1,8 +1,7 @@
 """The plan: one table of every Variable, its layout, and the decision behind it.
 
-`plan()` builds the module and its optimizer abstractly (no array exists), decides each leaf's layout once,
-and keeps the result. Creation, training, checkpoints and reports read this table; nothing else derives a
-layout.
+`plan()` builds the module and its optimizer abstractly (no array exists), decides the layout of each leaf
+once, and keeps the result. Creation, training, checkpoints and reports read this table, and derive no layout.
 """
 
 from __future__ import annotations
@@ -515,7 +514,7 @@ def _with_context(rules: RuleSet, mesh: Mapping[str, int]) -> tuple[RuleSet, lis
   added = {name: axes for name, axes in context.items() if name not in rules.logical}
   notes = [f"rules of nnx.logical_axis_rules: {few([*added])}"] if added else []
   notes += [
-    f"nnx.logical_axis_rules has another rule for {name!r}, {entry_of(axes)!r}; that of the plan holds"
+    f"nnx.logical_axis_rules has another rule for {name!r}, {entry_of(axes)!r}; the plan uses its own rule"
     for name, axes in context.items()
     if name in rules.logical and rules.logical[name] != (axes,)
   ]

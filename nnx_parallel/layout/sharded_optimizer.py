@@ -48,19 +48,19 @@ class Placement:
 
 
 class ShardedOptimizer(nnx.Optimizer[M]):
-  """An `nnx.Optimizer` whose updates keep the layout of a plan; `create_sharded_model` and `restore` make it.
+  """An `nnx.Optimizer` whose updates keep the layout of a plan; made by `create_sharded_model` and `restore`.
 
-  In a step of your own under `nnx.jit` or `jax.jit`, the compiler chooses the layout of what the step
-  returns. It may spread a small replicated parameter over the mesh: then the second step is compiled again,
-  and the model is no longer as planned. So `update` constrains the model and the state. The steps of
-  `nxp.train_step` do the same for everything that they return.
+  In a user's own step under `nnx.jit` or `jax.jit`, the compiler chooses the layout of the results. It may
+  split a small replicated parameter over the mesh: then the second step is compiled again, and the model is
+  no longer as planned. So `update` constrains the model and the state. The steps of `nxp.train_step` do the
+  same for everything that they return.
 
   Args:
     *args: as for `nnx.Optimizer`: the model and the transformation.
     **kwargs: as for `nnx.Optimizer`: `wrt=`.
 
   Attributes:
-    placement: where everything belongs; None updates as `nnx.Optimizer` does.
+    placement: the planned shardings; with None, `update` is that of `nnx.Optimizer`.
 
   Example:
     >>> import jax.numpy as jnp, optax, nnx_parallel as nxp

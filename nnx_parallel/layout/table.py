@@ -123,9 +123,9 @@ class Table:
     return input_spec(self.rules, ndim, axis_sizes(self.mesh))
 
   def scope(self) -> contextlib.AbstractContextManager[None]:
-    """Puts this plan's rules and mesh in scope; a missing `batch` rule is `batch_axes`.
+    """Puts this plan's rules and mesh in scope; the default of a missing `batch` rule is `batch_axes`.
 
-    The steps of `train_step` and `eval_step` do so by themselves. This is for a step of your own.
+    `train_step` and `eval_step` do so by themselves. This is for a user's own step.
 
     Returns:
       A context manager; see `use_rules`.
@@ -142,7 +142,7 @@ class Table:
 
   @functools.cached_property
   def activation_rules(self) -> Scope:
-    """What `scope` puts in scope; the Variables of a model that is made from this plan carry it."""
+    """The rules and mesh of `scope`; the Variables of a model from this plan carry them as metadata."""
     return Scope(with_batch(self.rules, axis_sizes(self.mesh)), self.mesh, self.rules.inputs)
 
   def num_parameters(self) -> int:

@@ -118,10 +118,10 @@ def trace(build: Callable[[Any], Any], given: Any) -> Trace:
 
   with without_mesh():
     program, (built, values) = jax.make_jaxpr(run, return_shape=True)(state)
-    return Trace(nnx.merge(built, values), program, _paths(state), _paths(values))
+    return Trace(nnx.merge(built, values), program, state_paths(state), state_paths(values))
 
 
-def _paths(state: Any) -> tuple[Path, ...]:
+def state_paths(state: Any) -> tuple[Path, ...]:
   """The path of each array of a state, in the order in which jax flattens it."""
   arrays, tree = jax.tree.flatten(state)
   numbered = nnx.to_flat_state(jax.tree.unflatten(tree, range(len(arrays)))) if arrays else ()

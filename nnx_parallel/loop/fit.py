@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal
 
 import jax
+from rich.console import Console
 
 from nnx_parallel.checkpoint.checkpointer import Checkpointer
 from nnx_parallel.checkpoint.targets import Only, saved_roots
@@ -214,7 +215,8 @@ def fit(
   shown = progress
   if isinstance(shown, bool):
     unit = "samples" if tokens is None else "tokens"
-    shown = StepProgress(steps, start=at.step, unit=unit, quiet=not progress, silent=not progress)
+    console = None if progress else Console(quiet=True)
+    shown = StepProgress(steps, start=at.step, unit=unit, quiet=not progress, console=console)
   peak = _peak() if peak_flops is None else peak_flops
   recorder = Recorder(at, shown, trackers, early_stop, nonfinite == "error", evaluate is not None)
   saved, evaluated, stopped, metrics = -1, -1, "steps", None

@@ -28,13 +28,7 @@ def rules_of(recipe: Recipe) -> Any:
 
 
 def plan_recipe(recipe: Recipe, mesh: Any, rules: Any = None, **options: Any) -> nxp.ShardingPlan:
-  """The plan of a recipe's model and optimizer.
-
-  Args:
-    recipe: gives `init`, and `optimizer` and `rules` if it has them.
-    mesh: real or abstract.
-    rules: instead of the recipe's; a recipe without rules is planned with `nxp.fsdp()`.
-    **options: for `nxp.plan`: `zero`, `optimizer_memory`.
+  """The plan of a recipe's model and optimizer; `options` are those of `nxp.plan`.
 
   Raises:
     ShardingError: rules that do not fit.
@@ -115,13 +109,6 @@ class Job:
     """The job as it was at a checkpoint, in the layout of this plan; a damaged step is passed over.
 
     Settings may differ from those of the checkpoint: `changes` lists them.
-
-    Args:
-      recipe: what is trained.
-      plan: the new layout.
-      checkpointer: of the run.
-      step: a number, `"latest"` or `"best"`.
-      **options: more attributes.
 
     Raises:
       CheckpointError: nothing to restore, or it does not fit the plan.

@@ -1,4 +1,4 @@
-"""Shows a run while it goes: a bar on a terminal, plain lines in a log, one line when quiet."""
+"""Progress of a run: a bar on a terminal, plain lines in a log, one line when quiet."""
 
 from __future__ import annotations
 
@@ -15,16 +15,14 @@ NARROW = 100  # columns; a narrower terminal shows no metric but the loss
 class StepProgress:
   """Progress of a training loop.
 
-  On a terminal: one line that is redrawn. Otherwise: about ten lines for the whole run. Quiet: only
-  the last step.
+  On a terminal: one line that is redrawn. Otherwise: about ten lines for the run.
 
   Args:
     steps: the last step's number; None if unknown.
     start: the step that the run resumes from.
-    unit: what is counted per second: `tokens`, `samples`.
-    quiet: say as little as possible.
-    silent: say nothing.
-    console: where to print; by default standard output.
+    unit: of the rate per second: `tokens`, `samples`.
+    quiet: whether to print the last step only.
+    console: by default standard output; `rich.console.Console(quiet=True)` prints nothing.
 
   Example:
     >>> with StepProgress(2, unit="bytes") as progress:
@@ -41,11 +39,9 @@ class StepProgress:
     start: int = 0,
     unit: str = "tokens",
     quiet: bool = False,
-    silent: bool = False,
     console: Console | None = None,
   ):
-    self._steps, self._start, self._unit, self._quiet = steps, start, unit, quiet or silent
-    self._silent = silent
+    self._steps, self._start, self._unit, self._quiet = steps, start, unit, quiet
     self._console = console or Console(highlight=False, soft_wrap=True)
     self._every = max(1, (steps - start) // 10) if steps is not None else 100
     self._bar = self._make_bar() if self._console.is_terminal and not self._quiet else None
@@ -73,16 +69,11 @@ class StepProgress:
       if self._console.width < NARROW:
         values = {name: values[name] for name in ("loss", *TIMES) if name in values}
       self._bar.update(self._bar.task_ids[0], completed=step, description=self._text(values))
-    elif not self._silent and (step == self._steps or (not self._quiet and self._is_due(step))):
+    elif step == self._steps or (not self._quiet and self._is_due(step)):
       self._console.print(f"{self._number(step)}  {self._text(values)}", markup=False)
 
   def note(self, step: int, text: str) -> None:
-    """Prints a line for a step, above the bar where there is one; nothing when quiet.
-
-    Args:
-      step: its number.
-      text: what happened, for example the metrics of an evaluation.
-    """
+    """Prints a line for a step, above the bar where there is one; nothing when quiet."""
     if not self._quiet:
       self._console.print(f"{self._number(step)}  {text}", markup=False)
 

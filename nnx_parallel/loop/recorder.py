@@ -50,7 +50,7 @@ class EarlyStop:
       )
 
   def update(self, record: Mapping[str, Any]) -> bool:
-    """Looks at a record.
+    """Updates the best value.
 
     Args:
       record: metrics by name; one without the watched metric does not count.

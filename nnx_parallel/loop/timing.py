@@ -12,10 +12,7 @@ from nnx_parallel.loop.metrics import Record
 
 
 class StepClock:
-  """Step time and throughput over the last steps; the first step, which compiles, is separate.
-
-  Args:
-    window: how many of the last ticks are averaged.
+  """Step time and throughput over the last `window` ticks; the first step, which compiles, is separate.
 
   Example:
     >>> clock = StepClock()
@@ -36,11 +33,7 @@ class StepClock:
     self._last = time.perf_counter()
 
   def tick(self, tokens: int, *, steps: int = 1) -> Record:
-    """Ends the time of one or more steps.
-
-    Args:
-      tokens: tokens, or samples, that they consumed.
-      steps: their number.
+    """Ends the time of one or more steps, which consumed so many tokens or samples.
 
     Returns:
       `seconds` per step, and `tokens_per_second` over the window (of this tick alone for the first).

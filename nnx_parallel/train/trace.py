@@ -48,8 +48,7 @@ class TracedObjective:
   def __call__(self, trained: list[Any], rest: list[Any], batch: Any) -> Any:
     """The results of the objective; of the arrays that it returns, only those that it changed."""
     leaves, tree = jax.tree.flatten((trained, rest, batch))
-    shapes = [(jnp.shape(x), x.dtype, getattr(x, "weak_type", False)) for x in leaves]
-    key = tree, *shapes, mapped_axes_in_scope(), jax.sharding.get_abstract_mesh()
+    key = tree, *map(_kind, leaves), mapped_axes_in_scope(), jax.sharding.get_abstract_mesh()
     if key not in self._traces:
       traced, shape = jax.make_jaxpr(self._objective, return_shape=True)(trained, rest, batch)
       results = jax.tree.structure(shape)
@@ -62,6 +61,12 @@ class TracedObjective:
     traced, results, same = self._traces[key]
     value, (found, changed, weight) = jax.tree.unflatten(results, as_function(traced)(*leaves))
     return value, (found, {n: array for n, array in changed.items() if n not in same}, weight)
+
+
+def _kind(x: Any) -> Any:
+  """Shape and type of an array; on Explicit axes the type has a spec."""
+  kind: Any = jax.typeof(x)
+  return kind.shape, kind.dtype, kind.weak_type, getattr(kind.sharding, "spec", None)
 
 
 class Differentiable(NamedTuple):

@@ -399,7 +399,7 @@ def init():""",
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("recipe", ["dropout.py", "digits", "text_lm"])
+@pytest.mark.parametrize("recipe", ["dropout.py", "digits"])
 def test_weights_of_others_are_trained_and_given_back(recipe, tmp_path, monkeypatch, capsys):
   monkeypatch.chdir(tmp_path)
   Path("dropout.py").write_text(DROPOUT)

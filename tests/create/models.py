@@ -63,9 +63,14 @@ def arrays_of(node: object) -> dict[str, np.ndarray]:
   return found
 
 
-def assert_same_arrays(left: dict[str, np.ndarray], right: dict[str, np.ndarray]) -> None:
-  """Bit for bit."""
+def assert_same_arrays(
+  left: dict[str, np.ndarray], right: dict[str, np.ndarray], *, atol: float = 0.0
+) -> None:
+  """Bit for bit; floats within `atol`."""
   assert left.keys() == right.keys()
   for name, value in left.items():
     assert value.dtype == right[name].dtype, name
-    np.testing.assert_array_equal(value, right[name], err_msg=name, strict=True)
+    if atol and value.dtype == np.float32:
+      np.testing.assert_allclose(value, right[name], rtol=0, atol=atol, err_msg=name, strict=True)
+    else:
+      np.testing.assert_array_equal(value, right[name], err_msg=name, strict=True)

@@ -163,7 +163,9 @@ def test_constructors(name):
   init = CONSTRUCTORS[name]
   with nnx.use_eager_sharding(False):
     expected = arrays_of(init())
-  assert_same_arrays(arrays_of(created(init)), expected)
+  # jax 0.10 may fuse arithmetic around an initializer, which rounds otherwise without optimizations of LLVM.
+  fused = name == "computed" and jax.__version_info__ < (0, 12)
+  assert_same_arrays(arrays_of(created(init)), expected, atol=2e-7 if fused else 0.0)
 
 
 @pytest.mark.parametrize("name", ["computed", "stack"])
@@ -208,7 +210,7 @@ def test_variables_that_share_work_share_a_slice():
   model = nxp.create_sharded_model(plan)
   first, second = model.once.kernel.get_value(), model.again.get_value()
   first.delete()  # as a donating step would
-  np.testing.assert_array_equal(second, CONSTRUCTORS["computed"]().again[...])
+  np.testing.assert_allclose(second, CONSTRUCTORS["computed"]().again[...], rtol=0, atol=1e-7)
 
 
 class Deep(nnx.Module):
@@ -259,9 +261,7 @@ def test_a_constructor_with_side_effects_runs_whole_and_says_so(caplog):
 
   with caplog.at_level(logging.WARNING):
     model = created(init)
-  whole, expected = arrays_of(model), arrays_of(init())
-  for path, value in whole.items():  # one program may round otherwise
-    np.testing.assert_allclose(value, expected[path], rtol=3e-7, atol=2e-7, err_msg=path)
+  assert_same_arrays(arrays_of(model), arrays_of(init()))
   reason = "it has side effects (Debug)"
   assert caplog.messages == [f"creating the model as one program: {reason}"]
   plan = nxp.plan(init, MESH(), RULES)

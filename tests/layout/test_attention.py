@@ -51,7 +51,7 @@ def test_its_own_annotation_is_honoured():
 def test_mesh_axes_that_were_passed_on_are_noted():
   made = plan(kernel_metadata={"out_sharding": ("fsdp", "tensor", None)})
   assert made.notes == (
-    "attn.out.kernel has the query's annotation ('fsdp', 'tensor', None); give it its own with"
+    "attn.out.kernel has the query's annotation ('fsdp', 'tensor', None); set its own with"
     " out_kernel_metadata",
   )
 

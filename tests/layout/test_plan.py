@@ -125,5 +125,5 @@ def test_rules_of_an_active_flax_context_are_read_and_noted():
   assert plan["kernel"].spec == Spec("fsdp", "tensor")
   assert plan.notes == (
     "rules of nnx.logical_axis_rules: embed",
-    "nnx.logical_axis_rules has another rule for 'mlp', 'fsdp'; that of the plan holds",
+    "nnx.logical_axis_rules has another rule for 'mlp', 'fsdp'; the plan uses its own rule",
   )

@@ -403,6 +403,42 @@ def test_the_evaluator_computes_what_jax_computes(name):
     np.testing.assert_allclose(a, b, rtol=2e-4, atol=1e-5)
 
 
+GROUPS = [[0, 2], [1, 3]]
+
+
+@pytest.mark.parametrize(
+  ("operation", "shape", "expected"),
+  [
+    ("all-reduce(%x), to_apply=%add,", "4,2", lambda parts, _: parts.sum(0)),
+    ("all-gather(%x), dimensions={1},", "4,4", lambda parts, _: np.concatenate([*parts], 1)),
+    ("reduce-scatter(%x), dimensions={0}, to_apply=%add,", "2,2",
+     lambda parts, place: np.split(parts.sum(0), 2)[place]),
+    ("all-to-all(%x), dimensions={0},", "4,2",
+     lambda parts, place: np.concatenate([np.split(part, 2)[place] for part in parts])),
+  ],
+  ids=["all-reduce", "all-gather", "reduce-scatter", "all-to-all"],
+)  # fmt: skip
+def test_the_evaluator_exchanges_within_groups(operation, shape, expected):
+  program = hlo.parse(f"""HloModule m, num_partitions=4
+
+%add (a: f32[], b: f32[]) -> f32[] {{
+  %a = f32[] parameter(0)
+  %b = f32[] parameter(1)
+  ROOT %sum = f32[] add(%a, %b)
+}}
+
+ENTRY %main (x: f32[4,2]) -> f32[{shape}] {{
+  %x = f32[4,2] parameter(0)
+  ROOT %made = f32[{shape}] {operation} replica_groups={{{{0,2}},{{1,3}}}}
+}}
+""")
+  x = np.random.default_rng(0).normal(size=(4, 4, 2))
+  (found,) = evaluate.Evaluator(program, 0, thin.Thinning([program]), 4).run({0: x})
+  for row in GROUPS:
+    for place, device in enumerate(row):
+      np.testing.assert_allclose(found[device], expected(x[row], place))
+
+
 @pytest.mark.parametrize(
   "text",
   [

@@ -518,7 +518,7 @@ def test_a_layout_whose_program_computes_something_else_does_not_win(monkeypatch
   result = dataclasses.replace(found, fitting=tuple(tried), best=best, notes=notes)
   assert "No layout is proposed" in result.to_html()
   assert "1 WRONG" in str(result)
-  with pytest.raises(ReportError, match="every layout that was compiled for cpu:8 computes wrong results"):
+  with pytest.raises(ReportError, match="cpu:8 fits and computes the right results"):
     result.code()
 
 

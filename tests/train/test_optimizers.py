@@ -97,11 +97,12 @@ def matrices(params):
 
 
 class Net(nnx.Module):
-  """Two kernels that are padded, one of them square; ZeRO splits the state of both and of a bias."""
+  """Two kernels that are padded, one of them square, and a bias; ZeRO splits the state of each."""
 
   def __init__(self, rngs):
     self.up = nnx.Linear(7, 16, rngs=rngs, kernel_metadata={"out_sharding": ("embed", "mlp")})
-    self.mix = nnx.Linear(15, 15, rngs=rngs, kernel_metadata={"out_sharding": ("mlp", "embed")})
+    names = {"out_sharding": ("mlp", "embed")}
+    self.mix = nnx.Linear(15, 15, use_bias=False, rngs=rngs, kernel_metadata=names)
 
 
 def transformation(name):

@@ -319,7 +319,7 @@ def _traffic(work: Workload, sizes: Sizes, microbatches: int) -> float:
   )
   used = sum(part.gathered(work.gather_axes).per_device(sizes) for part in work.used)
   weights = used * (4 if work.recomputed else 3) * microbatches
-  state = per_device(work.parameters, sizes) + per_device(work.optimizer, sizes)  # in device or host memory
+  state = per_device((*work.parameters, *(group.part for group in work.optimizer)), sizes)
   return activations + weights + 2 * state + 2 * per_device(work.gradients, sizes)
 
 

@@ -41,8 +41,8 @@ class StateGroup:
 
   Attributes:
     shape: global shape of one of them, in elements.
-    spec: its layout at stage 0.
-    part: all of them, at stage 0.
+    spec: its layout in the plan.
+    part: all of them; `with_zero` splits it further than `spec`.
     spreads: whether a stage may split them: the state of a parameter, and parameters that have state of
       their own shape.
     masters: whether they are float32 copies of parameters in a smaller type; see `with_masters`.
@@ -84,7 +84,7 @@ class Workload:
       that is narrower.
     trained: those that get a gradient.
     other: the model's other state.
-    optimizer: the optimizer's state, one part for each of `optimizer_leaves`.
+    optimizer: the optimizer's state.
     batch: the inputs.
     batch_axes: axes that split the batch.
     gather_axes: those of `batch_axes` over which parameters are gathered before use; the others hold
@@ -105,7 +105,6 @@ class Workload:
     products: matrix products of the forward pass.
     recomputed: matrix products that rematerialisation runs again.
     uncounted: operation -> runs, of operations that compute and are not among the products.
-    optimizer_leaves: the optimizer's state, leaf by leaf, at stage 0.
     stage: ZeRO stage; see `with_zero`.
     scattered: whether gradients are held split as their update is.
     offload: whether the state of parameters is in host memory, also where the plan keeps it on the device.
@@ -115,7 +114,7 @@ class Workload:
   used: tuple[Sharded, ...]
   trained: tuple[Trained, ...]
   other: tuple[Sharded, ...]
-  optimizer: tuple[Sharded, ...]
+  optimizer: tuple[StateGroup, ...]
   batch: tuple[Sharded, ...]
   batch_axes: tuple[str, ...]
   gather_axes: tuple[str, ...]
@@ -133,7 +132,6 @@ class Workload:
   products: tuple[Product, ...]
   recomputed: tuple[Product, ...]
   uncounted: Mapping[str, int]
-  optimizer_leaves: tuple[StateGroup, ...]
   stage: int
   scattered: bool
   offload: bool
@@ -163,17 +161,16 @@ class Workload:
 
   def host_state(self) -> tuple[Sharded, ...]:
     """The optimizer's state in the host's memory."""
-    rows = zip(self.optimizer, self.optimizer_leaves, strict=True)
-    return tuple(part for part, leaf in rows if self._on_host(leaf))
+    return tuple(group.part for group in self.optimizer if self._on_host(group))
 
   def device_state(self, *, masters: bool = False) -> tuple[Sharded, ...]:
     """The optimizer's state in device memory: the float32 masters, or everything else."""
-    rows = zip(self.optimizer, self.optimizer_leaves, strict=True)
-    return tuple(part for part, leaf in rows if not self._on_host(leaf) and leaf.masters == masters)
+    groups = [group for group in self.optimizer if group.masters == masters]
+    return tuple(group.part for group in groups if not self._on_host(group))
 
-  def _on_host(self, leaf: StateGroup) -> bool:
+  def _on_host(self, group: StateGroup) -> bool:
     # Scalars are not worth a transfer, and stay on the device.
-    return leaf.on_host or (self.offload and leaf.spreads and bool(leaf.shape))
+    return group.on_host or (self.offload and group.spreads and bool(group.shape))
 
 
 def with_zero(work: Workload, sizes: Sizes, stage: int) -> Workload:
@@ -183,8 +180,9 @@ def with_zero(work: Workload, sizes: Sizes, stage: int) -> Workload:
   which splits the parameters too, is an axis of the rules (`fsdp`), not a stage here.
   Source: ZeRO, arXiv:1910.02054.
   """
-  optimizer = tuple(_spread(leaf, work.batch_axes, sizes) for leaf in work.optimizer_leaves)
-  if not stage or optimizer == tuple(leaf.part for leaf in work.optimizer_leaves):
+  spread = functools.partial(_spread, axes=work.batch_axes, sizes=sizes)
+  optimizer = tuple(dataclasses.replace(group, part=spread(group)) for group in work.optimizer)
+  if not stage or optimizer == work.optimizer:
     return work
   return dataclasses.replace(
     work,
@@ -193,8 +191,7 @@ def with_zero(work: Workload, sizes: Sizes, stage: int) -> Workload:
     scattered=stage == 2,
     narrowed=() if stage == 2 else work.narrowed,
     trained=tuple(
-      dataclasses.replace(t, further=_spread(t.leaf, work.batch_axes, sizes).split - t.leaf.part.split)
-      for t in work.trained
+      dataclasses.replace(t, further=spread(t.leaf).split - t.leaf.part.split) for t in work.trained
     ),
   )
 
@@ -209,11 +206,11 @@ def with_offload(work: Workload) -> Workload:
   return moved if len(moved.host_state()) > len(work.host_state()) else work
 
 
-def _spread(leaf: StateGroup, axes: tuple[str, ...], sizes: Sizes) -> Sharded:
-  if not leaf.spreads:
-    return leaf.part
-  spec, _ = optimizer_layout.add_zero_axes(leaf.spec, leaf.shape, axes, sizes)
-  return Sharded(leaf.part.bytes, frozenset(axis for entry in spec for axis in axes_of(entry)))
+def _spread(group: StateGroup, axes: tuple[str, ...], sizes: Sizes) -> Sharded:
+  if not group.spreads:
+    return group.part
+  spec, _ = optimizer_layout.add_zero_axes(group.spec, group.shape, axes, sizes)
+  return Sharded(group.part.bytes, frozenset(axis for entry in spec for axis in axes_of(entry)))
 
 
 def per_device(parts: Iterable[Sharded], sizes: Sizes) -> float:
@@ -262,7 +259,6 @@ def trace_workload(
   )
   further = any(t.further for t in trained)
   scattered = is_scattered(gradients, plan.zero, further=further)
-  optimizer = _grouped((leaf, path is not None) for leaf, path in owners)
   weighted = [product for product in seen.products if product.weighs]
   shared = frozenset[str]().union(*(product.shared for product in weighted))
   tokens = frozenset(batch_axes).union(*(product.tokens for product in weighted))
@@ -275,7 +271,7 @@ def trace_workload(
     ),
     trained=trained,
     other=_merge(_part(leaf) for leaf in model if not leaf.is_parameter),
-    optimizer=tuple(leaf.part for leaf in optimizer),
+    optimizer=_grouped((leaf, path is not None) for leaf, path in owners),
     batch=_merge(Sharded(nbytes(x), f.names) for x, f in zip(traces.inputs, traces.batch_flows, strict=True)),
     batch_axes=batch_axes,
     gather_axes=tuple(axis for axis in batch_axes if axis not in shared),
@@ -294,7 +290,6 @@ def trace_workload(
     products=tuple(seen.products),
     recomputed=tuple(product for _, products in layers for product in products),
     uncounted=dict(seen.uncounted),
-    optimizer_leaves=optimizer,
     stage=(2 if scattered else 1) if further else 0,
     scattered=scattered,
     offload=False,

@@ -35,7 +35,7 @@ _TOTAL = re.compile(r"[Uu]sed (?P<need>[\d.]+)(?P<unit>[KMGT]) of (?P<limit>[\d.
 _WARNING = re.compile(
   r"Involuntary full rematerialization\. The compiler (?:cannot|was not able to) go from sharding "
   r"(?P<before>.+?) to (?P<after>.+?) (?:efficiently|without)[^%]*"
-  r"%(?P<name>[\w.\-]+) = (?P<shape>\w+\[[\d,]*\])[^ ]* (?P<opcode>[\w\-]+)\((?P<rest>.*)"
+  r"(?P<instruction>%[\w.\-]+ = .*)"
 )
 _UNITS = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
@@ -179,14 +179,14 @@ def find_reshards(log: str, frames: Mapping[int, str]) -> tuple[Reshard, ...]:
   """The partitioner's warnings in a compiler's log, each once; `frames` are those of the program."""
   found: list[Reshard] = []
   for match in _WARNING.finditer(log):
-    op = hlo.op_name(match["rest"])
-    if not op and "fake_parameter" in match["rest"]:
+    at = hlo.read_instruction(f" {match['instruction']}")
+    if at is None or ("fake_parameter" in at.arguments and not at.op_name):
       continue  # a trial of the partitioner, repeated with the true operands
     reshard = Reshard(
-      op=op or match["name"],
-      source=hlo.frame_of(match["rest"], frames),
-      shape=match["shape"],
-      bytes=sum(shape.bytes for shape in hlo.read_shapes(match["shape"])),
+      op=at.op_name or at.name,
+      source=frames.get(at.frame, ""),
+      shape=", ".join(map(str, at.shapes)),
+      bytes=at.bytes,
       before=match["before"],
       after=match["after"],
     )

@@ -111,7 +111,7 @@ class Evaluator:
     number: int,
     thinning: thin.Thinning,
     devices: int,
-    shortened: Collection[tuple[str, str]] = (),
+    shortened: Collection[tuple[str, int]] = (),
     watch: Callable[[hlo.Computation, hlo.Instruction, Value], None] | None = None,
   ):
     self._program, self._number, self._thinning, self._devices = program, number, thinning, devices
@@ -653,7 +653,7 @@ class Evaluator:
     return whole
 
 
-def place_of(at: hlo.Instruction) -> tuple[str, str]:
+def place_of(at: hlo.Instruction) -> tuple[str, int]:
   """What identifies an operation in several programs: its JAX name and stack frame."""
   return at.op_name, at.frame
 

@@ -194,7 +194,7 @@ class _Pair:
       except Finer as needed:
         self._finer.setdefault(needed.node, {})[needed.dim] = needed.step
         self._thinning = thin.Thinning([self._whole, self._split], self._finer)
-    self.lost.add("slices at positions of their own")
+    self.lost.add("slices at unaligned positions")
     nothing = (None,) * len(self._whole.entry.root.shapes)
     return nothing, nothing
 
@@ -255,13 +255,13 @@ class _Pair:
     if not self._unequal:
       return None
     at = self._unequal[0]
-    what = "not the same on all devices, though out_specs of a shard_map says so: a psum is missing in it"
+    what = "different between devices, though out_specs of a shard_map call it replicated: a psum is missing"
     return _Origin(at.op_name, self._whole.source(at), at.name, what=what)
 
   def origin(self, *, signed: bool) -> _Origin | None:
     """The first operation of the whole program whose value no instruction of the partitioned one has."""
-    wanted: dict[tuple[str, str], list[tuple[hlo.Instruction, _Projection]]] = {}
-    seen: dict[tuple[str, str], list[tuple[hlo.Computation, hlo.Instruction, _Projection]]] = {}
+    wanted: dict[tuple[str, int], list[tuple[hlo.Instruction, _Projection]]] = {}
+    seen: dict[tuple[str, int], list[tuple[hlo.Computation, hlo.Instruction, _Projection]]] = {}
 
     def whole(computation: hlo.Computation, at: hlo.Instruction, value: Any) -> None:
       tiling = read_tiling(at.attribute("sharding"), self._devices)
@@ -298,13 +298,13 @@ class _Pair:
     return None
 
 
-def _shortened(whole: hlo.Program, split: hlo.Program) -> set[tuple[str, str]]:
+def _shortened(whole: hlo.Program, split: hlo.Program) -> set[tuple[str, int]]:
   """Long loops that both programs have, with the same number of passes; not those that the compiler adds."""
   if sum(each.times for each in split.executed()) <= _LONG:
     return set()
-  found: list[dict[tuple[str, str], set[int]]] = []
+  found: list[dict[tuple[str, int], set[int]]] = []
   for program in (whole, split):
-    lengths: dict[tuple[str, str], set[int]] = {}
+    lengths: dict[tuple[str, int], set[int]] = {}
     for computation in thin.reachable(program):
       for at in computation.instructions:
         if at.opcode == "while":

@@ -43,6 +43,9 @@ class Shape:
   dtype: str
   dims: tuple[int, ...]
 
+  def __str__(self) -> str:
+    return f"{self.dtype}[{','.join(map(str, self.dims))}]"
+
   @property
   def elements(self) -> int:
     """Number of elements, per device."""
@@ -79,13 +82,14 @@ class Instruction:
   @property
   def op_name(self) -> str:
     """The JAX name stack, e.g. `jit(step)/jvp()/while/body/dot_general`."""
-    return op_name(self.rest)
+    found = _OP_NAME.search(self.rest)
+    return found[1].replace("\\'", "'") if found else ""
 
   @property
-  def frame(self) -> str:
-    """The number of its stack frame, or an empty string."""
+  def frame(self) -> int:
+    """The number of its stack frame, or -1."""
     found = _FRAME.search(self.rest)
-    return found[1] if found else ""
+    return int(found[1]) if found else -1
 
   def attribute(self, name: str) -> str:
     """The text of `name=...` up to the next top-level comma, or an empty string."""
@@ -155,7 +159,7 @@ class Program:
 
   def source(self, instruction: Instruction) -> str:
     """`file.py:line` of an instruction, or an empty string."""
-    return frame_of(instruction.rest, self.frames)
+    return self.frames.get(instruction.frame, "")
 
   def executed(self) -> Iterator[Executed]:
     """Every instruction that runs, loops multiplied out, fused computations included.
@@ -262,7 +266,7 @@ def parse(text: str) -> Program:
       computations[name] = Computation(name, tuple(lines))
       name = ""
     elif name:
-      instruction = _read_instruction(line)
+      instruction = read_instruction(line)
       if instruction:
         lines += _elements(instruction, lines)
         lines.append(instruction)
@@ -272,18 +276,6 @@ def parse(text: str) -> Program:
   return Program(
     computations, computations[entry], _read_frames(text), int(partitions[1]) if partitions else 0
   )
-
-
-def op_name(rest: str) -> str:
-  """The JAX name stack in what follows an instruction's operands, or an empty string."""
-  found = _OP_NAME.search(rest)
-  return found.group(1).replace("\\'", "'") if found else ""
-
-
-def frame_of(rest: str, frames: Mapping[int, str]) -> str:
-  """`file:line` in what follows an instruction's operands, or an empty string."""
-  found = _FRAME.search(rest)
-  return frames.get(int(found.group(1)), "") if found else ""
 
 
 def read_shapes(text: str) -> tuple[Shape, ...]:
@@ -300,7 +292,8 @@ def read_shapes(text: str) -> tuple[Shape, ...]:
   )
 
 
-def _read_instruction(line: str) -> Instruction | None:
+def read_instruction(line: str) -> Instruction | None:
+  """One line of a computation, indented; None for another text."""
   match = _INSTRUCTION.match(line)
   if not match:
     return None

@@ -81,10 +81,8 @@ def at_peak(dump: str, program: hlo.Program, names: Mapping[str, str]) -> tuple[
 
 def _shape(instruction: hlo.Instruction, index: str) -> str:
   shapes = instruction.shapes
-  if not shapes:
-    return ""
-  shape = shapes[int(index) if index.isdigit() and int(index) < len(shapes) else 0]
-  return f"{shape.dtype}[{','.join(map(str, shape.dims))}]"
+  place = int(index) if index.isdigit() and int(index) < len(shapes) else 0
+  return str(shapes[place]) if shapes else ""
 
 
 def _together(buffers: Iterable[PeakBuffer]) -> tuple[PeakBuffer, ...]:

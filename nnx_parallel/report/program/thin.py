@@ -78,7 +78,7 @@ class Thinning:
     self._nodes: dict[Node, list[list[int]]] = {}
     self._shapes: dict[Node, tuple[tuple[int, ...], ...]] = {}
     # What is cut out unevenly, by JAX name, line and dim, in each program.
-    self._cuts: list[dict[tuple[str, str, int], list[int]]] = [{} for _ in programs]
+    self._cuts: list[dict[tuple[str, int, int], list[int]]] = [{} for _ in programs]
     for number, program in enumerate(programs):
       for computation in reachable(program):
         self._enter(number, computation)

@@ -123,11 +123,11 @@ class SearchResult:
     """The winner as code to paste.
 
     Raises:
-      ReportError: nothing fits, or the compiled programs compute wrong results.
+      ReportError: nothing fits, or no compiled program that fits computes the right results.
     """
     if self.best is None and any(c.report is not None and c.report.faults for c in self.fitting):
       raise ReportError(
-        f"every layout that was compiled for {self.machine.text} computes wrong results.",
+        f"no layout that was compiled for {self.machine.text} fits and computes the right results.",
         details="\n".join(self.notes),
         fix='constrain that value to one layout, nxp.constrain(x, "batch", ...), and search again; or'
         " compile more layouts: search(..., compile_best=8).",
