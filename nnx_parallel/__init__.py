@@ -18,7 +18,7 @@ with epy.lazy_api_imports(globals()):
   from nnx_parallel.hosts.data import batches, shard_batch
   from nnx_parallel.hosts.fetch import to_host
   from nnx_parallel.hosts.stop import StopSignals
-  from nnx_parallel.layers.remat import with_remat
+  from nnx_parallel.layers.layers import with_layers
   from nnx_parallel.layout.constrain import constrain, use_rules
   from nnx_parallel.layout.infer import infer_rules
   from nnx_parallel.layout.leaf import LeafPlan
@@ -126,8 +126,8 @@ __all__ = [
   "unsharded",
   "use_rules",
   "with_ema",
+  "with_layers",
   "with_loss_scale",
   "with_masters",
-  "with_remat",
   "with_right_gradients",
 ]

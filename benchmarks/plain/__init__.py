@@ -1,1 +1,1 @@
-"""Models as people write them: plain Python loops over lists of blocks, no annotation, nothing of this package."""
+"""Models as people write them: loops over lists of blocks, without annotations or this package."""

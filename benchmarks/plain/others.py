@@ -1,4 +1,4 @@
-"""An encoder, a vision transformer, a convolutional net in stages, an encoder-decoder, one with statistics."""
+"""An encoder, a vision transformer, convolutional nets (in stages, with statistics), an encoder-decoder."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from flax import nnx
 
-from nnx_parallel.core.nodes import Path, iter_nodes, path_str, value_of, variables
+from nnx_parallel.core.nodes import Path, array_leaves, iter_nodes, path_str, value_of
 
 _NUMBER = re.compile(r"\d+$")
 _PLAIN = (bool, int, float, str, type(None))
@@ -65,13 +65,7 @@ def find_layers(model: Any, pattern: str | None = None) -> tuple[Layers, ...]:
   for depth in sorted(by_depth):
     groups: dict[Any, list[tuple[Path, Any]]] = {}
     for path, module in by_depth[depth]:
-      name = (
-        _pattern(path)
-        if pattern is None
-        else pattern
-        if fnmatch.fnmatchcase(path_str(path), pattern)
-        else None
-      )
+      name = _pattern(path) if pattern is None else _matched(path, pattern)
       if name is not None and not any(path[:n] in taken for n in range(depth)):
         groups.setdefault((name, type(module), _structure(module)), []).append((path, module))
     for (name, kind, _), members in groups.items():
@@ -104,14 +98,14 @@ def _pattern(path: Path) -> str | None:
   return path_str((*path[:-1], name)) if name != last else None
 
 
+def _matched(path: Path, pattern: str) -> str | None:
+  return pattern if fnmatch.fnmatchcase(path_str(path), pattern) else None
+
+
 def _structure(module: Any) -> Any:
   """Path, type, shape and dtype of each Variable."""
-  flat = variables(module).items()
-  return tuple(
-    (path, type(leaf), value_of(leaf).shape, value_of(leaf).dtype)
-    for path, leaf in flat
-    if hasattr(value_of(leaf), "shape")
-  )
+  arrays = {path: (leaf, value_of(leaf)) for path, leaf in array_leaves(module).items()}
+  return tuple((path, type(leaf), value.shape, value.dtype) for path, (leaf, value) in arrays.items())
 
 
 def _differences(modules: list[Any]) -> tuple[str, ...]:

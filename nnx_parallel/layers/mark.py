@@ -12,6 +12,7 @@ import contextlib
 import contextvars
 import functools
 from collections.abc import Generator, Iterable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -23,7 +24,8 @@ from nnx_parallel.core.nodes import Path
 
 MARK = "layer:"
 """Starts the name of each marked call."""
-_LAYERS: contextvars.ContextVar[Mapping[int, Any]] = contextvars.ContextVar("layers", default={})
+_NONE: Mapping[int, Any] = MappingProxyType({})
+_LAYERS = contextvars.ContextVar("layers", default=_NONE)
 
 
 @contextlib.contextmanager
@@ -75,7 +77,7 @@ def _closed_call(kind: type, layer: Any, args: Any, kwargs: Any) -> Any:
 
   def call(layer: Any, given: dict[int, Any]) -> dict[int, Any]:
     inner_args, inner_kwargs = jax.tree.unflatten(tree, [given.get(n, x) for n, x in enumerate(leaves)])
-    token = _LAYERS.set({})  # no layers inside a layer
+    token = _LAYERS.set(_NONE)  # no layers inside a layer
     try:
       returned = kind.__call__(layer, *inner_args, **inner_kwargs)
     finally:
@@ -96,5 +98,6 @@ def _is_node(x: Any) -> bool:
 
 def _at(model: Any, path: Path) -> Any:
   for part in path:
-    model = model[part] if isinstance(model, (nnx.List, list, tuple, dict)) else getattr(model, str(part))
+    key: Any = part
+    model = model[key] if isinstance(model, (nnx.List, list, tuple, dict)) else getattr(model, str(key))
   return model

@@ -1,4 +1,4 @@
-"""Rolls consecutive calls of equal layers into one scan: program size and compile time do not grow with depth.
+"""Rolls consecutive calls of equal layers into one scan: the program does not grow with depth.
 
 A run of marked calls is a chain if each input of a call is one of
 - *inner*: always the same result of an earlier call of its unit;
@@ -6,8 +6,9 @@ A run of marked calls is a chain if each input of a call is one of
 - *same*: one value in all units (a mask, shared weights);
 - a row: a value of its own, which does not depend on the chain (weights, statistics).
 
-A unit is one call, or a few where kinds alternate: (local, local, global) has a period of 3. Rows are stacked,
-and operations between the calls that do not depend on the chain are evaluated before it.
+A unit is one call, or a few where kinds alternate: (local, local, global) has a period of 3. Rows are
+stacked; weights that a layer only reads cast are cast first. Operations between the calls that do not
+depend on the chain are evaluated before it.
 """
 
 from __future__ import annotations
@@ -82,8 +83,8 @@ class Rolled:
         self.chains[marks[0]] = chain
       marks = marks[len(chain.units) * len(chain.units[0]) if rolled else 1 :]
 
-  def __call__(self, inputs: Sequence[Any], run: Run) -> list[Any]:
-    """The results of the program; `run` evaluates operations, and the calls of layers."""
+  def __call__(self, inputs: Sequence[Any], run: Run, run_in_scan: Run) -> list[Any]:
+    """The results of the program; `run` evaluates operations, and `run_in_scan` the calls in chains."""
     values: dict[Any, Any] = dict(zip(self.body.constvars, constants(self.jaxpr), strict=True))
     values.update(zip(self.body.invars, inputs, strict=True))
     done: set[int] = set()
@@ -104,7 +105,7 @@ class Rolled:
         calls = {m for unit in chain.units for m in unit}
         between = range(n, max(calls))
         evaluate([m for m in between if m not in calls and not chain.tainted & {*self.eqns[m].outvars}])
-        values.update(self._scan(chain, read, run))
+        values.update(self._scan(chain, read, run_in_scan))
         done |= calls
       evaluate([n])
     return [read(var) for var in self.body.outvars]
@@ -157,58 +158,54 @@ class Rolled:
 
   def _scan(self, chain: Chain, read: Callable[[Any], Any], run: Run) -> dict[Any, Any]:
     """The results of a chain's calls that are used elsewhere."""
-    inputs, results = (
-      [self._inputs(unit) for unit in chain.units],
-      [self._results(unit) for unit in chain.units],
-    )
-    calls = {n for unit in chain.units for n in unit}
-    used = {self._seen(v) for v in self.body.outvars if not isinstance(v, core.Literal)}
-    used |= {
-      self._seen(v)
-      for n, e in enumerate(self.eqns)
-      if n not in calls
-      for v in e.invars
-      if not isinstance(v, core.Literal)
-    }
-    slots = list(chain.carried)
+    inputs = [self._inputs(unit) for unit in chain.units]
+    results = [self._results(unit) for unit in chain.units]
     rows = [p for p in inputs[0] if p not in chain.carried and p not in chain.inner and p not in chain.same]
+    slots = list(chain.carried)
+    used = self._used({n for unit in chain.units for n in unit})
     final = {chain.carried[slot]: n for n, slot in enumerate(slots)}
     last = {place: var for var, place in results[-1].items()}
-    stacked = sorted(
-      {
-        place
-        for unit in results
-        for var, place in unit.items()
-        if var in used and (place not in final or var is not last[place])
-      }
-    )
+    wanted = {(var, place) for unit in results for var, place in unit.items() if var in used}
+    stacked = sorted({place for var, place in wanted if place not in final or var is not last[place]})
     same = {place: read(inputs[0][place]) for place in chain.same}
 
     def body(carry: Sequence[Any], row: Sequence[Any]) -> tuple[list[Any], list[Any]]:
       given = {**same, **dict(zip(slots, carry, strict=True)), **dict(zip(rows, row, strict=True))}
       made: dict[Place, Any] = {}
       for c, n in enumerate(chain.units[0]):
-        eqn = self.eqns[n]
-        places = [(c, j) for j in range(len(eqn.invars))]
+        places = [(c, j) for j in range(len(self.eqns[n].invars))]
         values = [made[chain.inner[place]] if place in chain.inner else given[place] for place in places]
-        made.update({(c, p): x for p, x in enumerate(run(eqn, values))})
+        made.update({(c, p): x for p, x in enumerate(run(self.eqns[n], values))})
       return [made[chain.carried[slot]] for slot in slots], [made[place] for place in stacked]
 
+    def stack(place: Place) -> Any:
+      dtype = self._read_as(chain.units[0][place[0]], place[1])
+      values = [read(unit[place]) for unit in inputs]
+      return jnp.stack(values if dtype is None else [value.astype(dtype) for value in values])
+
     first = [read(inputs[0][slot]) for slot in slots]
-    carry, ys = jax.lax.scan(
-      body, first, [jnp.stack([read(unit[place]) for unit in inputs]) for place in rows], length=len(inputs)
-    )
+    carry, ys = jax.lax.scan(body, first, [stack(place) for place in rows], length=len(inputs))
     found = {last[place]: carry[n] for place, n in final.items()}
-    for place, y in zip(stacked, ys, strict=True):
-      found.update(
-        {
-          var: y[u]
-          for u, unit in enumerate(results)
-          for var, at in unit.items()
-          if at == place and var in used
-        }
-      )
+    stacks = dict(zip(stacked, ys, strict=True))
+    for number, unit in enumerate(results):
+      found |= {var: stacks[place][number] for var, place in unit.items() if place in stacks and var in used}
     return found
+
+  def _used(self, calls: Collection[int]) -> set[Any]:
+    """The variables that are read outside of these calls."""
+    readers = [eqn.invars for n, eqn in enumerate(self.eqns) if n not in calls]
+    found = (self._seen(var) for some in (*readers, self.body.outvars) for var in some)
+    return {var for var in found if not isinstance(var, core.Literal)}
+
+  def _read_as(self, call: int, position: int) -> Any:
+    """The narrower dtype to which a call casts an input before all else; None where it does not."""
+    program = opened(called(self.eqns[call]))
+    var = program.invars[position]
+    uses = [eqn for eqn in program.eqns for read in eqn.invars if read is var]
+    if len(uses) != 1 or uses[0].primitive.name != "convert_element_type":
+      return None
+    dtype = uses[0].params["new_dtype"]
+    return dtype if dtype.itemsize < var.aval.dtype.itemsize else None
 
 
 def _in(var: Any, some: Collection[Any] | Mapping[Any, Any]) -> bool:

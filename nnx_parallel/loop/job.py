@@ -14,7 +14,7 @@ from flax import nnx
 import nnx_parallel as nxp
 from nnx_parallel.core.mesh import axis_sizes
 from nnx_parallel.errors import RecipeError
-from nnx_parallel.layers.remat import Policy
+from nnx_parallel.layers.layers import Policy
 from nnx_parallel.layout.constrain import default_scope
 from nnx_parallel.loop.fit import resume_from
 from nnx_parallel.loop.loader import Recipe

@@ -11,11 +11,9 @@ from flax import nnx
 
 from nnx_parallel.core.axes import axes_of
 from nnx_parallel.core.jaxprs import as_function, equations, forwarded
-from nnx_parallel.core.layers import find_layers
 from nnx_parallel.core.nodes import Path, path_str
 from nnx_parallel.errors import TrainError
-from nnx_parallel.layers.mark import marked
-from nnx_parallel.layers.remat import rematerialised
+from nnx_parallel.layers.layers import with_options
 from nnx_parallel.layout.constrain import mapped_axes_in_scope
 from nnx_parallel.train.binding import Template
 from nnx_parallel.train.loss_call import call_loss
@@ -115,9 +113,7 @@ def differentiable(
   def objective(train: list[Any], others: list[Any], part: Any) -> Any:
     given = dict(zip(order, [*others, *train], strict=True))
     inner = template.build([given[i] for i in range(len(order))])
-    # Marked calls are for remat only: elsewhere the trace is the one that `jax.grad` would see.
-    layers = find_layers(inner) if options.remat not in (None, "as written", "none") else ()
-    with marked(inner, layers):
+    with options.layers.marking(inner):
       found = terms(call_loss(loss_fn, inner, part), options.outputs)
     after = template.arrays(inner)
     changed = {n: after[i] for n, i in enumerate(order) if after[i] is not given[i]}
@@ -132,7 +128,7 @@ def differentiable(
         fix="microbatches=1 without reduction=; or leave it out of the optimizer's wrt.",
       )
 
-  traced: Objective = TracedObjective(rematerialised(objective, options.remat), check)
+  traced: Objective = TracedObjective(with_options(objective, options.layers), check)
   train, others = [arrays[i] for i in trained], [arrays[i] for i in rest]
   if scale is not None:
     traced, others = _scaled(traced), [*others, scale]

@@ -10,7 +10,7 @@ from typing import Any
 from nnx_parallel.core.mesh import axis_sizes
 from nnx_parallel.core.text import Shown, format_bytes
 from nnx_parallel.errors import ReportError
-from nnx_parallel.layers.remat import Remat
+from nnx_parallel.layers.layers import Remat
 from nnx_parallel.layout.plan import ShardingPlan, check_plan
 from nnx_parallel.report.chips import Chip
 from nnx_parallel.report.chips import chip as chip_named
@@ -104,7 +104,7 @@ def memory_plan(
     loss: `loss(model, batch)` -> scalar, or (scalar, metrics).
     batch: a pytree of arrays or `ShapeDtypeStruct`s of the global batch.
     microbatches: parts that the batch is run in.
-    remat: what layers keep; see `with_remat`.
+    remat: what layers keep; see `with_layers`.
     gradients: as in `train_step`; by default those of the plan's ZeRO stage.
     chip: to compare with.
 

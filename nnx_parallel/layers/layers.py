@@ -6,16 +6,31 @@ each part that is already under `jax.checkpoint`. A model that has none of them 
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import jax
 from flax import nnx
 
-from nnx_parallel.core.jaxprs import CALLS, CHECKPOINTS, bind, called, evaluate, opened, scan_counts
+from nnx_parallel.core.jaxprs import (
+  CALLS,
+  CHECKPOINTS,
+  as_function,
+  bind,
+  called,
+  evaluate,
+  opened,
+  scan_counts,
+)
 from nnx_parallel.core.layers import find_layers
+from nnx_parallel.core.nodes import path_str
+from nnx_parallel.core.text import few
 from nnx_parallel.errors import TrainError
 from nnx_parallel.layers.mark import is_marked, marked
+from nnx_parallel.layers.roll import Rolled
 
 Remat = Literal["as written", "none", "dots", "full"]
 REMATS: tuple[Remat, ...] = ("as written", "none", "dots", "full")
@@ -25,16 +40,56 @@ MARK_LAYERS = "layers of one class in an nnx.List; or @nnx.remat on the __call__
 _PRODUCTS = ("dot_general", "conv_general_dilated")
 
 
-def with_remat(loss: Callable[[Any, Any], Any], policy: Policy) -> Callable[[Any, Any], Any]:
-  """The same loss with another choice of what its layers keep for the backward pass.
+@dataclasses.dataclass(frozen=True)
+class LayerOptions:
+  """What is done with the layers of a loss.
 
-  `train_step(loss, remat=policy)` does this by itself; this is for a step of your own.
+  Attributes:
+    remat: what each layer keeps for the backward pass.
+    roll: whether consecutive equal layers become one scan.
+    pattern: dotted paths of the layers, with `*` for any part; None: see `find_layers`.
+
+  Raises:
+    TrainError: no such policy.
+  """
+
+  remat: Policy = None
+  roll: bool = False
+  pattern: str | None = None
+
+  def __post_init__(self) -> None:
+    check_policy(self.remat)
+
+  def marking(self, model: Any) -> contextlib.AbstractContextManager[None]:
+    """Marks the layers of a model that belongs to a trace, if anything is done with them."""
+    if self.remat in (None, "as written", "none") and not self.roll:
+      return contextlib.nullcontext()
+    found = find_layers(model, self.pattern)
+    if self.pattern is not None and not found:
+      raise TrainError(
+        f"layers={self.pattern!r} matches no module.",
+        details="modules: " + few([path_str(path) for path, _ in nnx.iter_modules(model) if path]),
+        fix='layers="blocks.*", with the dotted paths of the modules that repeat.',
+      )
+    return marked(model, found)
+
+
+def with_layers(
+  loss: Callable[[Any, Any], Any], *, remat: Policy = None, roll: bool = False, layers: str | None = None
+) -> Callable[[Any, Any], Any]:
+  """The same loss with its layers rematerialised, rolled into scans, or both; the model is not edited.
+
+  `train_step(loss, remat=..., roll=...)` does this by itself; this is for a step of your own.
 
   Args:
     loss: `loss(model, batch)`.
-    policy: `"none"` keeps everything, `"full"` recomputes each layer from its input (and the parts of it that
-      are under `jax.checkpoint` one by one), `"dots"` keeps the results of matrix products with weights,
-      `"as written"` or None changes nothing. A policy of `jax.checkpoint_policies` holds within each layer.
+    remat: what each layer keeps for the backward pass. `"none"` keeps everything, `"full"` recomputes each
+      layer from its input (and the parts of it that are under `jax.checkpoint` one by one), `"dots"` keeps
+      the results of matrix products with weights, `"as written"` or None changes nothing. A policy of
+      `jax.checkpoint_policies` holds within each layer.
+    roll: make one scan of consecutive equal layers, so that the program does not grow with depth.
+    layers: dotted paths of the layers, with `*` for any part, such as `"decoder.blocks.*"`. None: modules of
+      one class and structure beside each other, in a list or as attributes that end in numbers.
 
   Returns:
     A loss with the same arguments, value, gradients and changes of state. It raises a `TrainError` where a
@@ -44,26 +99,25 @@ def with_remat(loss: Callable[[Any, Any], Any], policy: Policy) -> Callable[[Any
     TrainError: no such policy.
 
   Example:
-    >>> import jax.numpy as jnp
+    >>> import jax, jax.numpy as jnp
     >>> from flax import nnx
-    >>> model = nnx.Sequential(*[nnx.Linear(2, 2, use_bias=False, rngs=nnx.Rngs(0)) for _ in range(4)])
-    >>> loss = with_remat(lambda model, x: model(x).sum(), "full")
-    >>> float(loss(model, jnp.zeros((1, 2))))
-    0.0
+    >>> model = nnx.Sequential(*[nnx.Linear(4, 4, rngs=nnx.Rngs(0)) for _ in range(9)])
+    >>> rolled = with_layers(lambda model, x: model(x).sum(), roll=True)
+    >>> [eqn.primitive.name for eqn in jax.make_jaxpr(rolled)(model, jnp.ones((2, 4))).eqns].count("scan")
+    1
   """
-  if check_policy(policy) in (None, "as written"):
-    return loss
+  options = LayerOptions(remat, roll, layers)
 
   def changed(model: Any, batch: Any) -> Any:
     graphdef, state = nnx.split(model)
 
     def pure(state: Any, batch: Any) -> Any:
       module = nnx.merge(graphdef, state)
-      with marked(module, find_layers(module)):
+      with options.marking(module):
         result = loss(module, batch)
       return result, nnx.state(module)
 
-    result, after = rematerialised(pure, policy)(state, batch)
+    result, after = with_options(pure, options)(state, batch)
     nnx.update(model, after)
     return result
 
@@ -84,24 +138,28 @@ def check_policy(policy: Policy) -> Policy:
   )
 
 
-def rematerialised(function: Callable[..., Any], policy: Policy) -> Callable[..., Any]:
-  """A function of pytrees of arrays whose layers keep for the backward pass what `policy` says.
+def with_options(function: Callable[..., Any], options: LayerOptions) -> Callable[..., Any]:
+  """A function of pytrees of arrays whose marked layers are treated by `options`.
 
-  See `with_remat`; the function raises a `TrainError` where there is no layer.
+  It raises a `TrainError` where a policy finds no layer.
   """
-  if check_policy(policy) in (None, "as written"):
+  policy = None if options.remat == "as written" else options.remat
+  if policy is None and not options.roll:
     return function
 
   def changed(*args: Any) -> Any:
     traced, shape = jax.make_jaxpr(function, return_shape=True)(*args)
-    if policy != "none" and not has_layers(traced):
+    if policy not in (None, "none") and not has_layers(traced):
       raise TrainError(
         f"remat={policy!r} finds no layer in the loss, so it would change nothing.",
-        details="a layer is one of several modules of one class and structure beside each other (in a list, or"
-        " attributes that end in numbers), the body of a scan, or what is under nnx.remat or jax.checkpoint",
+        details="a layer is one of several modules of one class and structure beside each other (in a list,"
+        " or as attributes that end in numbers), the body of a scan, or what is under nnx.remat",
         fix=f"{MARK_LAYERS}; or leave remat out.",
       )
-    flat = _evaluate(traced, jax.tree.leaves(args), policy, False)
+    run = functools.partial(_run, policy=policy, in_layer=False)
+    in_scan = functools.partial(_run, policy=policy, in_layer=False, in_scan=True)
+    leaves = jax.tree.leaves(args)
+    flat = Rolled(traced)(leaves, run, in_scan) if options.roll else evaluate(traced, leaves, run)
     return jax.tree.unflatten(jax.tree.structure(shape), flat)
 
   return changed
@@ -132,15 +190,19 @@ def _has_products(jaxpr: Any) -> bool:
 
 
 def _evaluate(jaxpr: Any, args: Sequence[Any], policy: Policy, in_layer: bool) -> list[Any]:
-  return evaluate(jaxpr, args, lambda eqn, inputs: _run(eqn, inputs, policy, in_layer))
+  return evaluate(jaxpr, args, functools.partial(_run, policy=policy, in_layer=in_layer))
 
 
-def _run(eqn: Any, inputs: list[Any], policy: Policy, in_layer: bool) -> Sequence[Any]:
+def _run(
+  eqn: Any, inputs: list[Any], *, policy: Policy, in_layer: bool, in_scan: bool = False
+) -> Sequence[Any]:
   name, params = eqn.primitive.name, eqn.params
+  if policy is None:  # as written
+    return as_function(called(eqn))(*inputs) if is_marked(eqn) else bind(eqn, inputs)
   if name in CALLS:
     if in_layer or not _is_layer(eqn):
       return _evaluate(called(eqn), inputs, policy, in_layer)
-    return _checkpointed(_layer(called(eqn), policy), policy)(*inputs)
+    return _checkpointed(_layer(called(eqn), policy), policy, in_scan=in_scan)(*inputs)
   if name in CHECKPOINTS:
     body = _layer(params["jaxpr"], policy)
     # Within a layer, what the user recomputes piece by piece (blocks of attention) stays so under "full";
@@ -178,9 +240,11 @@ def _layer(jaxpr: Any, policy: Policy) -> Callable[..., list[Any]]:
   return lambda *args: _evaluate(jaxpr, args, policy, True)
 
 
-def _checkpointed(body: Callable[..., list[Any]], policy: Policy) -> Callable[..., list[Any]]:
+def _checkpointed(
+  body: Callable[..., list[Any]], policy: Policy, *, in_scan: bool = False
+) -> Callable[..., list[Any]]:
   if policy == "none":
     return body
   named = {"dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable, "full": None}
   saved = named[policy] if isinstance(policy, str) else policy
-  return jax.checkpoint(body, policy=saved)
+  return jax.checkpoint(body, policy=saved, prevent_cse=not in_scan)
