@@ -263,7 +263,7 @@ def test_what_a_compiler_refuses_is_a_runtime_error_of_jax():
 
 
 def test_programs_that_jit_made_are_counted():
-  """`train/compiled.py` notices by it that a step compiled."""
+  """`train/program.py` notices by it that a step compiled."""
   function = jax.jit(lambda x: x + 1)
   function(np.float32(1))
   function(np.float32(2))
@@ -322,7 +322,7 @@ def test_an_attribute_that_comes_or_goes_replaces_the_table_of_a_module():
 
 
 def test_a_deleted_array_says_so():
-  """`train/compiled.py` tells by these words that an argument was donated elsewhere."""
+  """`train/program.py` tells by these words that an argument was donated elsewhere."""
   array = jnp.ones(3)
   array.delete()
   with pytest.raises(RuntimeError, match="Array has been deleted"):

@@ -69,7 +69,7 @@ def together() -> Generator[None]:
 
 
 def added_up(numbers: Sequence[int]) -> list[int]:
-  """The sums over all processes, modulo 2**32. Each process passes the same count of numbers."""
+  """The sums over all processes, modulo 2**32. Each process passes equally many numbers."""
   if jax.process_count() == 1:
     return list(numbers)
   everyone = np.asarray(multihost_utils.process_allgather(np.asarray(numbers, np.uint32)))

@@ -91,7 +91,7 @@ _ARGUMENTS: dict[str, dict[str, Any]] = {
   "--batch": {"type": positive, "metavar": "N", "help": "examples in the global batch"},
   "--chip": {"metavar": "NAME", "help": "compare the memory needed with that of this chip: v5e, h100"},
   "--html": {"type": Path, "metavar": "FILE", "help": "also write a page with pictures"},
-  "--step": {"type": int, "metavar": "N", "help": "the step (default: the newest; of verify, all)"},
+  "--step": {"type": int, "metavar": "N", "help": "the step (default: the newest; for verify: all)"},
   "--skip": {
     "action": "append",
     "default": [],

@@ -120,5 +120,5 @@ def _differences(modules: list[Any]) -> tuple[str, ...]:
   return tuple(
     f"{name} ({', '.join(map(repr, list(seen)[:3]))}{', ...' if len(seen) > 3 else ''})"
     for name, seen in values.items()
-    if len(seen) > 1
+    if 1 < len(seen) < len(modules)  # else it is a number or a name of each
   )

@@ -88,10 +88,12 @@ def create_sharded_model(
     P(None, 'fsdp')
   """
   traces: dict[Root, Trace] | None = None
+  if unknown := options.keys() - PlanOptions.__annotations__.keys():
+    raise TypeError(f"create_sharded_model() got an unexpected keyword argument {min(unknown)!r}")
   if isinstance(init, StoredPlan):
     if not isinstance(init, ShardingPlan):
       raise no_constructor()
-    if mesh is not None or rules is not None or options:
+    if mesh is not None or rules is not None or any(x is not None for x in options.values()):
       raise PlanError(
         "create_sharded_model got a plan and also mesh, rules, optimizer, or an option of plan().",
         details="a plan already holds all of them",

@@ -25,7 +25,7 @@ from nnx_parallel.core.nodes import Path
 MARK = "layer:"
 """Starts the name of each marked call."""
 _NONE: Mapping[int, Any] = MappingProxyType({})
-_LAYERS = contextvars.ContextVar("layers", default=_NONE)
+_LAYERS: contextvars.ContextVar[Mapping[int, Any]] = contextvars.ContextVar("layers", default=_NONE)
 
 
 @contextlib.contextmanager

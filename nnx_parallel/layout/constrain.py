@@ -122,11 +122,6 @@ def mapped_axes(axes: tuple[str, ...]) -> contextlib.AbstractContextManager[None
   return _MAPPED(axes)
 
 
-def mapped_axes_in_scope() -> tuple[str, ...]:
-  """The mesh axes that `constrain` ignores; see `mapped_axes`."""
-  return _MAPPED.value
-
-
 def rules_in_scope() -> LogicalRules | None:
   """The rules of the innermost `use_rules` or `plan.scope()`, or None."""
   return None if _SCOPE.value is None else _SCOPE.value.rules

@@ -81,7 +81,7 @@ class StepCheck(Shown):
       raise nxp.errors.TrainError(
         "one step on the two layouts gives different numbers.",
         details=str(self),
-        fix="nxp.check_gradients(model, batch, loss_fn) on each shows which is wrong, and what mends it.",
+        fix="nxp.check_gradients(model, batch, loss_fn) on each shows which is wrong, and how to fix it.",
       )
 
   def __str__(self) -> str:

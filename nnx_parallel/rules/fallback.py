@@ -35,7 +35,7 @@ def fsdp(axis: str | Sequence[str] = "fsdp", *, min_size: int = MIN_SIZE, extend
   It applies to every Variable without names: parameters, and batch statistics or caches as large as
   parameters. RNG state is replicated. A look-up table (of `nnx.Embed`) is split by rows, also if they are
   split already, and by columns only if its rows do not divide: after a split by columns, a step would send
-  activations instead of weights. If no free dim divides, an array is split behind the axes that it has, or
+  activations instead of weights. If no free dim divides, a dim is split further, after its present axes, or
   over the largest part of `axis` that divides; `plan(uneven="pad")` pads it.
 
   Args:

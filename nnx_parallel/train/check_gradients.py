@@ -389,7 +389,7 @@ def _notes(looks: Looks, first: GradientLook, by_device: bool) -> list[str]:
 def _remedies(
   looks: Looks, seed: int, wrong: Sequence[int], by_device: bool, tries: int
 ) -> tuple[list[str], str]:
-  """Whose fault it is, and what mends it."""
+  """The likely cause, and how to fix it."""
   subject, alone = looks.subject, looks.subject.on_one_device
   if alone or (wrong and not looks.values[2] and looks.same_by_device(wrong)):
     rules = f" ({few(list(subject.rules))})" if subject.rules else ""

@@ -30,7 +30,7 @@ def merged(metrics: Metrics, found: Metrics) -> Metrics:
   """Both dicts of metrics.
 
   Raises:
-    TrainError: it does.
+    TrainError: the loss function returned a metric of one of these names.
   """
   if taken := sorted(metrics.keys() & found.keys()):
     raise TrainError(

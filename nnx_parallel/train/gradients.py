@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -17,7 +17,7 @@ from nnx_parallel.errors import TrainError
 from nnx_parallel.layout.constrain import mapped_axes
 from nnx_parallel.train.floats import widen
 from nnx_parallel.train.losses import Terms, mean
-from nnx_parallel.train.trace import Objective, traced_by_replica
+from nnx_parallel.train.trace import Differentiable, Objective, why_not_by_replica
 
 
 class Layout(NamedTuple):
@@ -68,11 +68,11 @@ class Total(NamedTuple):
   how: str
 
 
-def whole_batch(
-  objective: Objective, trained: list[Any], rest: list[Any], batch: Any, layout: Layout
-) -> Total:
+def whole_batch(loss: Differentiable, batch: Any, layout: Layout) -> Total:
   """Gradients of the batch in one piece."""
-  (_, (found, changed, _)), grads = jax.value_and_grad(objective, has_aux=True)(trained, rest, batch)
+  (_, (found, changed, _)), grads = jax.value_and_grad(loss.objective, has_aux=True)(
+    loss.train, loss.others, batch
+  )
   if not layout.scattered:
     return Total(grads, found, 1, changed, "once: one batch")
   grads = [pinned(g, where) for g, where in zip(grads, layout.trained, strict=True)]
@@ -80,13 +80,7 @@ def whole_batch(
 
 
 def in_microbatches(
-  objective: Objective,
-  trained: list[Any],
-  rest: list[Any],
-  batch: Any,
-  count: int,
-  layout: Layout,
-  reduction: Any = None,
+  loss: Differentiable, batch: Any, count: int, layout: Layout, reduction: Any = None
 ) -> Total:
   """Gradients summed over `count` microbatches in a scan.
 
@@ -98,9 +92,7 @@ def in_microbatches(
   reason. The numbers are those of one device in both cases.
 
   Args:
-    objective: its sums are added up, so it must not divide by counts.
-    trained: arrays to differentiate.
-    rest: the other arrays.
+    loss: its sums are added up, so the objective must not divide by counts.
     batch: global arrays with the examples on dim 0.
     count: number of microbatches.
     layout: of the step.
@@ -110,8 +102,18 @@ def in_microbatches(
     TrainError: a batch that does not split evenly, or a `reduction` where XLA places the reductions.
   """
   check_divides(batch, count)
-  axes, why = _local_axes(objective, trained, rest, batch, count, layout)
+  axes, why = _replica_axes(batch, count, layout)
   alone = bool(axes) and all(size == 1 for axis, size in layout.mesh.shape.items() if axis not in axes)
+  parts = count * (_replicas(layout.mesh, axes) if axes else 1)
+  with mapped_axes(axes):
+    jaxpr, changed = loss.inspect(_first(batch, parts))
+  if axes:
+    why = why_not_by_replica(jaxpr, changed, axes)
+    # A dim of replicas makes it a grouped convolution, whose kernel gradient XLA gets wrong.
+    if not why and not alone and any(e.primitive.name == "conv_general_dilated" for e in equations(jaxpr)):
+      why = "the model has convolutions, and replicas that are split themselves"
+  if why:
+    axes, alone = (), False
   if reduction is not None and not alone:
     raise TrainError(
       f"reduction={jnp.dtype(reduction)} cannot be honoured: XLA places the reductions of this step.",
@@ -120,33 +122,29 @@ def in_microbatches(
       if layout.scattered
       else "leave reduction out: gradients are reduced in the dtype in which their layers compute.",
     )
+  given = loss.objective, loss.train, loss.others, batch, count
   if not axes:
-    grads, found, changed = _scan(objective, trained, rest, batch, count, layout.trained)
-    return Total(grads, found, count, changed, f"in each microbatch: {why}")
-  parts = count * _replicas(layout.mesh, axes)
+    grads, found, moved = _scan(*given, layout.trained, changed)
+    return Total(grads, found, count, moved, f"in each microbatch: {why}")
   how = f"once, after the scan, over {', '.join(axes)}"
   if alone:
     how += f", in {jnp.dtype(reduction or jnp.float32)}"
-    return _manual(objective, trained, rest, batch, count, layout.mesh, axes, parts, how, reduction)
-  return _mapped(objective, trained, rest, batch, count, layout, axes, parts, how)
+    return _manual(*given, layout.mesh, axes, parts, how, reduction)
+  return _mapped(*given, layout, axes, parts, how)
 
 
 def slope_of(
-  objective: Objective,
-  trained: list[Any],
-  tangents: list[Any],
-  rest: list[Any],
-  batch: Any,
-  count: int | None,
+  loss: Differentiable, objective: Objective, tangents: list[Any], batch: Any, count: int | None
 ) -> tuple[Any, Any]:
   """The mean loss of a batch, and its derivative along `tangents` by forward mode.
 
-  `count` is None where the objective is the mean over the batch in one piece.
+  `objective` computes what that of `loss` does. `count` is None where the batch stays in one piece.
   """
   if count is None:
-    slope, (found, _, _) = _jvp(objective, trained, tangents, rest, batch)
+    slope, (found, _, _) = _jvp(objective, loss.train, tangents, loss.others, batch)
     return mean(found.sums["loss"], found.counts["loss"]), slope
-  (slope,), found, _ = _scan(objective, trained, rest, batch, count, [None], tangents)
+  changed = loss.inspect(_first(batch, count))[1]
+  (slope,), found, _ = _scan(objective, loss.train, loss.others, batch, count, [None], changed, tangents)
   total, weight = found.sums["loss"], found.counts["loss"]
   if weight is None:
     return total / count, slope / count
@@ -192,7 +190,7 @@ def _manual(
   """Replicas that hold the whole model: each sums its own gradients in a `shard_map`."""
 
   def local(trained: list[Any], rest: list[Any], batch: Any) -> tuple[Any, Any, Any, Any]:
-    grads, found, _ = _scan(objective, trained, rest, batch, count, [None] * len(trained))
+    grads, found, _ = _scan(objective, trained, rest, batch, count, [None] * len(trained), ())
     grads = grads if reduction is None else [g.astype(reduction) for g in grads]
     # One call for everything: XLA combines it into one all-reduce.
     grads, sums, counts = jax.lax.psum((grads, found.sums, found.counts), axes)
@@ -234,7 +232,7 @@ def _mapped(
     return pinned(x, NamedSharding(layout.mesh, PartitionSpec(axes, inner or None)))
 
   def one(part: Any) -> tuple[Any, Terms]:
-    grads, found, _ = _scan(objective, trained, rest, part, count, layout.trained)
+    grads, found, _ = _scan(objective, trained, rest, part, count, layout.trained, ())
     return grads, found
 
   with mapped_axes(axes):
@@ -281,15 +279,15 @@ def _scan(
   batch: Any,
   count: int,
   layouts: Sequence[Any],
+  changes: Collection[int],
   tangents: list[Any] | None = None,
 ) -> tuple[list[Any], Terms, dict[int, Any]]:
   """Sums gradients and terms over the microbatches of this batch (local or global).
 
-  With tangents, the derivative in their direction takes the place of the gradients.
+  `changes` are the positions of the arrays that the objective changes. With tangents, the derivative in their
+  direction takes the place of the gradients.
   """
   parts = jax.tree.map(lambda x: _split(x, count), batch)
-  first = jax.tree.map(lambda x: x[0], parts)
-  changes = jax.eval_shape(objective, trained, rest, first)[1][1]
 
   def body(carry: Any, part: Any) -> tuple[Any, Terms]:
     total, moving = carry
@@ -330,6 +328,10 @@ def pinned(x: jax.Array, where: Any) -> jax.Array:
   return jax.lax.with_sharding_constraint(x, where)
 
 
+def _first(batch: Any, count: int) -> Any:
+  return jax.tree.map(lambda x: _split(x, count)[0], batch)
+
+
 def _split(x: Any, count: int) -> jax.Array:
   # reshape(count, n) would move the sharding of the batch dim onto the microbatch dim.
   x = jnp.asarray(x)
@@ -351,10 +353,8 @@ def _replicas(mesh: Mesh, axes: Sequence[str]) -> int:
   return math.prod(mesh.shape[axis] for axis in axes)
 
 
-def _local_axes(
-  objective: Objective, trained: list[Any], rest: list[Any], batch: Any, count: int, layout: Layout
-) -> tuple[tuple[str, ...], str]:
-  """The axes over which each replica may sum on its own; or (), and why not."""
+def _replica_axes(batch: Any, count: int, layout: Layout) -> tuple[tuple[str, ...], str]:
+  """The axes whose replicas hold the whole model and whole microbatches; or (), and why there are none."""
   if layout.mesh is None or layout.mesh.size == 1:
     return (), "one device"
   if layout.scattered:
@@ -372,17 +372,6 @@ def _local_axes(
   sizes = {jnp.shape(leaf)[0] for leaf in jax.tree.leaves(batch) if jnp.ndim(leaf)}
   if any(size % (replicas * count) for size in sizes):
     return (), f"{count} microbatches on each of {replicas} replicas do not divide the batch"
-  part = jax.tree.map(
-    lambda x: jax.ShapeDtypeStruct((jnp.shape(x)[0] // (replicas * count), *jnp.shape(x)[1:]), x.dtype), batch
-  )
-  with mapped_axes(axes):
-    traced, why = traced_by_replica(objective, trained, rest, part, axes)
-  if why:
-    return (), why
-  # A dim of replicas makes it a grouped convolution, whose kernel gradient XLA gets wrong.
-  alone = all(size == 1 for axis, size in layout.mesh.shape.items() if axis not in axes)
-  if not alone and any(eqn.primitive.name == "conv_general_dilated" for eqn in equations(traced)):
-    return (), "the model has convolutions, and replicas that are split themselves"
   return axes, ""
 
 

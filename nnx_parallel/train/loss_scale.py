@@ -187,7 +187,7 @@ def common_scale(optimizers: Iterable[Any]) -> jax.Array | None:
 
 
 def rescaled(grads: list[Any], optimizer: Any, used: jax.Array | None) -> list[Any]:
-  """Gradients of a loss that was multiplied by `used`, as if by the optimizer's own scale."""
+  """Converts gradients of a loss that was scaled by `used` to the optimizer's own loss scale."""
   if used is None:
     return grads
   own = find_scale(optimizer)

@@ -30,7 +30,7 @@ class StepOptions:
     diagnostics: whether the norm of the gradients and the learning rate are among the metrics.
 
   Raises:
-    TrainError: a number of microbatches, a layout of gradients or a dtype of reductions that does not exist.
+    TrainError: an invalid number of microbatches, or an unknown gradient layout or reduction dtype.
   """
 
   loss_fn: LossFn | Mapping[Any, LossFn]

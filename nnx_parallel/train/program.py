@@ -264,10 +264,12 @@ class BoundStep:
     pairs = zip(self.binding.template.paths, self.binding.shardings, strict=True)
     own = {path[1:]: sharding for path, sharding in pairs if path[0] == 0}
     split = {key: _scattered(placement, key, own) for key, placement in self._placements.items()}
+    in_turn = isinstance(self.options.loss_fn, Mapping)
     scattered: dict[Path, NamedSharding] = {}
     for key, placement in self._placements.items():
       stage = 0 if placement is None else placement.zero
-      if is_scattered(self.options.gradients, stage, further=any(split.values())):
+      further = bool(split[key]) if in_turn else any(split.values())
+      if is_scattered(self.options.gradients, stage, further=further):
         scattered |= split[key]
     used = {axis for where in own.values() if where for entry in where.spec for axis in axes_of(entry)}
     return Layout(self.binding.mesh, {**own, **scattered}, frozenset(scattered), frozenset(used), axes)
@@ -291,7 +293,7 @@ class BoundStep:
       label
       for label, path, leaf, where in rows
       if path[0] == 0 and self._placements.get(None if None in self._placements else path[1]) is not None
-      if (ndim := value_of(leaf).ndim) and where is not None and where.is_fully_replicated
+      if (ndim := getattr(value_of(leaf), "ndim", 0)) and where is not None and where.is_fully_replicated
       if path not in planned or not where.is_equivalent_to(planned[path], ndim)
     ]
 

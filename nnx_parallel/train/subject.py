@@ -22,7 +22,7 @@ from nnx_parallel.train.gradients import Layout, loss_of, pinned, slope_of
 from nnx_parallel.train.loss_scale import common_scale
 from nnx_parallel.train.losses import mean, means
 from nnx_parallel.train.options import LossFn, StepOptions
-from nnx_parallel.train.trace import Differentiable, differentiable, traced_by_replica
+from nnx_parallel.train.trace import Differentiable, differentiable, why_not_by_replica
 from nnx_parallel.train.update import gradients_of, keyed
 
 
@@ -140,8 +140,7 @@ class Subject:
       with default_scope(scope_of(self.binding.variables)):
         loss, scale = self._pieces(arrays)
         tangents = self._direction(loss, seed, factors)
-        objective = self._plain(loss.objective)
-        value, slope = slope_of(objective, loss.train, tangents, loss.others, batch, self._parts)
+        value, slope = slope_of(loss, self._plain(loss.objective), tangents, batch, self._parts)
       return value, _unscaled(slope, scale)
 
     return self._compiled(forward)
@@ -240,7 +239,7 @@ class Subject:
     part = jax.tree.map(lambda x: _abstract(x, mesh.size), self.batch)
     with default_scope(scope_of(self.binding.variables)), mapped_axes(axes):
       loss, _ = self._pieces(self._abstract)
-      return traced_by_replica(loss.objective, loss.train, loss.others, part, axes)[1]
+      return why_not_by_replica(*loss.inspect(part), axes)
 
   def _plain(self, objective: Any) -> Any:
     return _changed(without_own_rules, objective) if self.rules else objective

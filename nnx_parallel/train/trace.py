@@ -1,4 +1,4 @@
-"""A loss as a function of flat arrays, traced once: that trace is inspected, rewritten and differentiated."""
+"""A loss as a function of flat arrays, and what its trace tells."""
 
 from __future__ import annotations
 
@@ -10,11 +10,10 @@ import jax.numpy as jnp
 from flax import nnx
 
 from nnx_parallel.core.axes import axes_of
-from nnx_parallel.core.jaxprs import as_function, equations, forwarded
+from nnx_parallel.core.jaxprs import equations, forwarded
 from nnx_parallel.core.nodes import Path, path_str
 from nnx_parallel.errors import TrainError
 from nnx_parallel.layers.layers import with_options
-from nnx_parallel.layout.constrain import mapped_axes_in_scope
 from nnx_parallel.train.binding import Template
 from nnx_parallel.train.loss_call import call_loss
 from nnx_parallel.train.losses import Terms, mean, terms
@@ -28,45 +27,6 @@ None, before they are added to those of other parts of the batch.
 """
 
 
-class TracedObjective:
-  """An objective that is traced once for each set of shapes; a call evaluates the trace.
-
-  The user's loss function thus runs once in a compilation, however often the objective is inspected,
-  differentiated and called. In the body of a `shard_map` it runs once more: a trace is of one mesh context.
-
-  Args:
-    objective: what is traced.
-    check: gets the positions of the arrays that it changes; may raise.
-  """
-
-  def __init__(self, objective: Objective, check: Callable[[Collection[int]], None]):
-    self._objective, self._check = objective, check
-    self._traces: dict[Any, tuple[Any, Any, set[int]]] = {}
-
-  def __call__(self, trained: list[Any], rest: list[Any], batch: Any) -> Any:
-    """The results of the objective; of the arrays that it returns, only those that it changed."""
-    leaves, tree = jax.tree.flatten((trained, rest, batch))
-    key = tree, *map(_kind, leaves), mapped_axes_in_scope(), jax.sharding.get_abstract_mesh()
-    if key not in self._traces:
-      traced, shape = jax.make_jaxpr(self._objective, return_shape=True)(trained, rest, batch)
-      results = jax.tree.structure(shape)
-      # `nnx.remat` and `nnx.scan` return every Variable that they get, so that all seem to have changed.
-      inputs = [*range(len(rest), len(rest) + len(trained)), *range(len(rest))]  # the position of each
-      sources = jax.tree.unflatten(results, forwarded(traced))[1][1]
-      same = {n for n, i in sources.items() if i is not None and i < len(inputs) and inputs[i] == n}
-      self._check(sources.keys() - same)
-      self._traces[key] = traced, results, same
-    traced, results, same = self._traces[key]
-    value, (found, changed, weight) = jax.tree.unflatten(results, as_function(traced)(*leaves))
-    return value, (found, {n: array for n, array in changed.items() if n not in same}, weight)
-
-
-def _kind(x: Any) -> Any:
-  """Shape and type of an array; on Explicit axes the type has a spec."""
-  kind: Any = jax.typeof(x)
-  return kind.shape, kind.dtype, kind.weak_type, getattr(kind.sharding, "spec", None)
-
-
 class Differentiable(NamedTuple):
   """The loss of traced models as a function of the arrays that are trained.
 
@@ -77,6 +37,7 @@ class Differentiable(NamedTuple):
     paths: the path of each trained array inside the models.
     template: the structure of the models.
     order: the leaf of the template for each of `others`, then for each of `train`.
+    inspect: `(part of the batch) -> (jaxpr of the loss, positions of the arrays that it changes)`.
   """
 
   objective: Objective
@@ -85,6 +46,7 @@ class Differentiable(NamedTuple):
   paths: list[Path]
   template: Template
   order: list[int]
+  inspect: Callable[[Any], tuple[Any, set[int]]]
 
   @property
   def trained(self) -> list[int]:
@@ -120,19 +82,35 @@ def differentiable(
     loss = found.sums["loss"]
     return mean(loss, found.counts["loss"]) if options.in_one_piece else loss, (found, changed, None)
 
-  def check(changed: Collection[int]) -> None:
+  chosen = with_options(objective, options.layers)
+  train, others = [arrays[i] for i in trained], [arrays[i] for i in rest]
+  same: set[int] = set()
+
+  def inspect(part: Any) -> tuple[Any, set[int]]:
+    traced, shape = jax.make_jaxpr(chosen, return_shape=True)(train, others, part)
+    # `nnx.remat` and `nnx.scan` return every Variable that they get, so that all seem to have changed.
+    positions = [*enumerate(train, len(others)), *enumerate(others)]
+    inputs = [position for position, x in positions for _ in jax.tree.leaves(x)]
+    sources = jax.tree.unflatten(jax.tree.structure(shape), forwarded(traced))[1][1]
+    same.update(n for n, i in sources.items() if i is not None and inputs[i : i + 1] == [n])
+    changed = set(sources) - same
     if not options.in_one_piece and max(changed, default=-1) >= len(rest):
       raise TrainError(
         f"the loss function assigned to {path_str(template.paths[order[max(changed)]])}, which the optimizer"
         f" trains: the gradients of {options.microbatches} microbatches would be those of different models.",
         fix="microbatches=1 without reduction=; or leave it out of the optimizer's wrt.",
       )
+    return traced.jaxpr, changed
 
-  traced: Objective = TracedObjective(with_options(objective, options.layers), check)
-  train, others = [arrays[i] for i in trained], [arrays[i] for i in rest]
-  if scale is not None:
-    traced, others = _scaled(traced), [*others, scale]
-  return Differentiable(traced, train, others, [template.paths[i] for i in trained], template, order)
+  def filtered(train: list[Any], others: list[Any], part: Any) -> Any:
+    # Not the trace: a rule of `jax.custom_vjp` may close over an array of the trace that it was made in.
+    value, (found, changed, weight) = chosen(train, others, part)
+    return value, (found, {n: array for n, array in changed.items() if n not in same}, weight)
+
+  paths = [template.paths[i] for i in trained]
+  if scale is None:
+    return Differentiable(filtered, train, others, paths, template, order, inspect)
+  return Differentiable(_scaled(filtered), train, [*others, scale], paths, template, order, inspect)
 
 
 def _scaled(objective: Objective) -> Objective:
@@ -176,22 +154,19 @@ def _check_trained(template: Template, trained: list[int], wrt: Mapping[Any, Any
       )
 
 
-def traced_by_replica(
-  objective: Objective, trained: list[Any], rest: list[Any], part: Any, axes: Sequence[str]
-) -> tuple[Any, str]:
-  """The jaxpr of a loss on one replica's part of the batch, and why replicas cannot compute it on their own.
+def why_not_by_replica(jaxpr: Any, changed: Collection[int], axes: Sequence[str]) -> str:
+  """Why replicas along mesh axes cannot each compute a loss on their part of the batch; empty if they can.
 
-  The reason is empty where each replica, along these mesh axes, can.
+  The jaxpr is of one replica's part, with `constrain` ignoring the axes.
   """
-  traced, (_, (_, changed, _)) = jax.make_jaxpr(objective, return_shape=True)(trained, rest, part)
   if changed:
-    return traced.jaxpr, "the loss changes Variables (statistics, counters or random state)"
-  for eqn in equations(traced.jaxpr):
+    return "the loss changes Variables (statistics, counters or random state)"
+  for eqn in equations(jaxpr):
     if eqn.primitive.name == "shard_map":
-      return traced.jaxpr, "the loss has its own shard_map"
+      return "the loss has its own shard_map"
     if eqn.primitive.name == "sharding_constraint" and _names(eqn.params["sharding"]) & set(axes):
-      return traced.jaxpr, f"the model constrains arrays to {', '.join(axes)}"
-  return traced.jaxpr, ""
+      return f"the model constrains arrays to {', '.join(axes)}"
+  return ""
 
 
 def _names(sharding: Any) -> set[str]:

@@ -96,11 +96,9 @@ def gradients_of(
   """
   layout = layout.of(loss.paths)
   if options.in_one_piece:
-    total = whole_batch(loss.objective, loss.train, loss.others, batch, layout)
+    total = whole_batch(loss, batch, layout)
   else:
-    total = in_microbatches(
-      loss.objective, loss.train, loss.others, batch, options.microbatches, layout, options.reduction
-    )
+    total = in_microbatches(loss, batch, options.microbatches, layout, options.reduction)
   return total, _scaled(total, loss.train)
 
 

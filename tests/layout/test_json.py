@@ -111,9 +111,9 @@ def test_a_mesh_of_another_shape_is_refused():
   ("text", "message"),
   [
     ("{", "this is not the JSON of a plan"),
-    ("[]", r"not a plan that this version can read.\n  format 'list'; this version reads 1"),
-    ('{"format": 99}', r"format 99; this version reads 1"),
-    ('{"format": 1}', r"this JSON of a plan lacks 'mesh'.\n  Fix: write it again with plan.to_json\(\)"),
+    ("[]", r"not a plan that this version can read.\n  format 'list'; this version reads 2"),
+    ('{"format": 99}', r"format 99; this version reads 2"),
+    ('{"format": 2}', r"this JSON of a plan lacks 'mesh'.\n  Fix: write it again with plan.to_json\(\)"),
   ],
 )
 def test_other_text_is_refused(text, message):

@@ -120,7 +120,7 @@ def test_the_layer_that_explicit_axes_stop_is_named():
     nxp.train_step(loss_fn)(model, optimizer, batch_of(plan))
   text = str(error.value)
   assert text.startswith("down (Linear, line")
-  assert "does not give the sharding of its result, which the Explicit axes of this mesh ask for" in text
+  assert "does not give the sharding of its result, which this mesh with Explicit axes needs" in text
   assert "Contracting dimensions are sharded" in text
   assert "Fix: a mesh with Auto axes (nxp.make_mesh without explicit=True)" in text
 

@@ -59,10 +59,8 @@ def gradient_exchanges(program, mesh, axis):
   return [(c.times, c.bytes) for c in found if c.kind in kinds and axis in c.axes and c.bytes > 4096]
 
 
-@pytest.mark.parametrize(
-  ("axes", "runs"), [({"data": 2, "fsdp": 4}, 1), ({"data": 2, "fsdp": 2, "tensor": 2}, 1), ({"data": 8}, 2)]
-)
-def test_a_loss_runs_once_in_a_compilation_and_once_more_in_a_shard_map(axes, runs):
+@pytest.mark.parametrize("axes", [{"data": 2, "fsdp": 4}, {"data": 2, "fsdp": 2, "tensor": 2}, {"data": 8}])
+def test_a_loss_runs_once_to_be_inspected_and_once_to_be_differentiated(axes):
   calls = []
 
   def counted(model, batch):
@@ -71,7 +69,45 @@ def test_a_loss_runs_once_in_a_compilation_and_once_more_in_a_shard_map(axes, ru
 
   _, model, optimizer, batch = step_on(axes)
   nxp.train_step(counted, microbatches=PARTS, remat="none").lower(model, optimizer, batch)
-  assert len(calls) == runs
+  assert len(calls) == 2
+  nxp.train_step(counted).lower(model, optimizer, batch)
+  assert len(calls) == 3
+
+
+class Closing(nnx.Module):
+  """A kernel, a statistic that is None, one that is copied, and rules that close over a traced array."""
+
+  def __init__(self):
+    self.kernel, self.slope = nnx.Param(jnp.ones((4, 4))), nnx.BatchStat(jnp.float32(2.0))
+    self.a, self.b = nnx.BatchStat(None), nnx.BatchStat(jnp.float32(0.0))
+
+  def __call__(self, x, rule):
+    slope = self.slope[...]
+    if rule == "vjp":
+      scaled = jax.custom_vjp(lambda y: y)
+      scaled.defvjp(lambda y: (y, None), lambda _, g: (slope * g,))
+    elif rule == "jvp":
+      scaled = jax.custom_jvp(lambda y: y)
+      scaled.defjvp(lambda y, t: (y[0], slope * t[0]))
+    else:
+      scaled = jax.custom_gradient(lambda y: (y, lambda g: (slope * g,)))
+    self.b[...] = slope
+    return scaled(x @ self.kernel[...])
+
+
+@pytest.mark.parametrize("rule", ["vjp", "jvp", "gradient"])
+@pytest.mark.parametrize("microbatches", [1, 2])
+def test_rules_that_close_over_traced_arrays_train_and_copied_values_are_kept(rule, microbatches):
+  mesh = nxp.make_mesh(data=2, devices=jax.devices()[:2])
+  plan = nxp.plan(Closing, mesh, nxp.replicate(), optimizer=optax.sgd(1.0))
+  model, optimizer = nxp.create_sharded_model(plan)
+  step = nxp.train_step(lambda m, x: m(x, rule).sum() / 16, microbatches=microbatches)
+  step(model, optimizer, nxp.shard_batch(np.ones((4, 4), np.float32), plan))
+  # The gradient is 4 / 16 for one microbatch, and the sum of halves is divided by their number.
+  np.testing.assert_allclose(model.kernel[...], 1 - 2 * (4 / 16) / microbatches)
+  assert model.a.get_value() is None
+  assert float(model.b[...]) == 2.0
+  assert step.calls == 1
 
 
 @pytest.mark.parametrize("zero", [0, 1])

@@ -153,3 +153,13 @@ def test_models_whose_plans_have_other_rules_are_not_held_and_the_step_says_so(c
   losses = {"a": lambda models, x: (models["a"](x) * models["b"](x)).mean()}
   nxp.train_step(losses)({"a": a, "b": b}, {"a": a_tx}, batch)
   assert warned in caplog.text
+
+
+def test_scattered_gradients_of_a_model_without_a_stage_are_an_error():
+  made = {"gen": make(generator, optax.sgd(0.1)), "disc": make(discriminator, optax.sgd(0.1), zero=1)}
+  models = {key: model for key, (_, model, _) in made.items()}
+  optimizers = {key: optimizer for key, (_, _, optimizer) in made.items()}
+  batch = nxp.shard_batch(points()[0], made["gen"][0])
+  step = nxp.train_step({"gen": gen_loss, "disc": disc_loss}, gradients="scattered")
+  with pytest.raises(nxp.errors.TrainError, match='gradients="scattered" scatters nothing'):
+    step(models, optimizers, batch)

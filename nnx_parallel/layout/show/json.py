@@ -21,7 +21,7 @@ from nnx_parallel.rules.logical import LogicalRules
 from nnx_parallel.rules.paths import PathRules
 from nnx_parallel.rules.ruleset import RuleSet
 
-FORMAT = 1
+FORMAT = 2
 _KEY_TYPES = ("threefry2x32", "rbg", "unsafe_rbg")
 _PLAIN_FIELDS = (
   "root", "path", "kind", "shape", "names", "padding", "memory_kind", "aliases", "is_parameter", "parameter",
