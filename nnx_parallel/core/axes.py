@@ -18,6 +18,11 @@ def axes_by_dim(spec: Any, rank: int) -> tuple[tuple[str, ...], ...]:
   return (*map(axes_of, spec[:rank]), *((),) * (rank - len(spec)))
 
 
+def axes_in(spec: Any) -> tuple[str, ...]:
+  """The mesh axes of a whole spec."""
+  return tuple(axis for entry in spec for axis in axes_of(entry))
+
+
 def entry_of(axes: tuple[str, ...]) -> Entry:
   """The inverse of `axes_of`: one axis by itself, None for none."""
   return axes[0] if len(axes) == 1 else axes or None

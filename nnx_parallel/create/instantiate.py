@@ -7,7 +7,7 @@ from typing import Any, cast
 
 from flax import nnx
 
-from nnx_parallel.core.axes import Entry, axes_of
+from nnx_parallel.core.axes import Entry, axes_in
 from nnx_parallel.core.nodes import DECLARED, SCOPE, Names, Path, declared
 from nnx_parallel.core.padding import pad_variable
 from nnx_parallel.errors import PlanError
@@ -77,7 +77,7 @@ def _metadata(row: LeafPlan, first_dim: str | None) -> dict[str, Any]:
   names: Names = (first_dim, *([None] * (ndim - 1))) if ndim else ()
   if row.names is not None and len(row.names) == ndim:  # flax copies names onto state of another rank
     names = row.names
-  used = {axis for entry in row.spec for axis in axes_of(entry)}
+  used = {*axes_in(row.spec)}
   written: list[Any] = []
   table: dict[str, Any] = {}
   for name, axes in zip(names, row.spec, strict=True):

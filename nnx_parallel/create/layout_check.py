@@ -8,7 +8,7 @@ import jax
 from flax import nnx
 from jax.sharding import NamedSharding
 
-from nnx_parallel.core.axes import axes_of
+from nnx_parallel.core.axes import axes_in
 from nnx_parallel.core.nodes import array_leaves, path_str, value_of
 from nnx_parallel.core.text import format_array, listed
 from nnx_parallel.errors import LayoutMismatchError
@@ -119,7 +119,7 @@ def _derived(variable: nnx.Variable[Any]) -> NamedSharding | None:
   rules = dict(metadata.get("sharding_rules") or ())
   spec = tuple(rules.get(name, name) if isinstance(name, str) else name for name in metadata["out_sharding"])
   mesh = metadata.get("mesh")
-  axes = {axis for entry in spec for axis in axes_of(entry)}
+  axes = {*axes_in(spec)}
   if mesh is None or not axes <= set(mesh.axis_names):
     return None
   return NamedSharding(mesh, jax.P(*spec))

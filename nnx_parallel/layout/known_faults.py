@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from flax import nnx
 
-from nnx_parallel.core.axes import axes_of
+from nnx_parallel.core.axes import axes_in, axes_of
 from nnx_parallel.core.nodes import Path, iter_nodes, path_str
 from nnx_parallel.core.text import few
 from nnx_parallel.layout.batch import input_spec
@@ -84,7 +84,7 @@ def possible_faults(
     found.append((WINDOW, few([path_str(path) for path, _ in layers])))
   matrices = [leaf for leaf in leaves if len(leaf.shape) > 1]
   larger = [axis for axis in batch if sizes[axis] > 1]
-  used = {axis for leaf in matrices for entry in leaf.spec for axis in axes_of(entry)}
+  used = {axis for leaf in matrices for axis in axes_in(leaf.spec)}
   for axis in (*larger[1:], *larger[:1]):
     equal = {other for other in others if sizes[other] == sizes[axis]}
     names = [leaf.name for leaf in matrices if _crossed(leaf, axis, equal)]
@@ -123,7 +123,7 @@ def fault_notes(
 def _positions(rules: RuleSet, sizes: Mapping[str, int]) -> set[str]:
   """Mesh axes that split other dims of the inputs than dim 0."""
   ranks = () if rules.inputs is None else rules.inputs.by_rank
-  return {axis for rank in ranks for entry in input_spec(rules, rank, sizes)[1:] for axis in axes_of(entry)}
+  return {axis for rank in ranks for axis in axes_in(input_spec(rules, rank, sizes)[1:])}
 
 
 def convolutions(model: nnx.Module) -> Iterator[tuple[Path, int]]:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from jax.sharding import PartitionSpec
 
-from nnx_parallel.core.axes import axes_of
+from nnx_parallel.core.axes import axes_in
 from nnx_parallel.core.nodes import Path
 from nnx_parallel.errors import PlanError
 from nnx_parallel.layout.resolve import add_axes
@@ -138,7 +138,7 @@ def add_zero_axes(
   Returns:
     `(spec, why)`; the spec is unchanged when no dim divides.
   """
-  used = {axis for entry in spec for axis in axes_of(entry)}
+  used = {*axes_in(spec)}
   left = tuple(axis for axis in axes if axis not in used and mesh[axis] > 1)
   if not left:
     return spec, "no further axis"

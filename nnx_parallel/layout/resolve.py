@@ -11,7 +11,7 @@ from typing import NoReturn
 
 from jax.sharding import PartitionSpec
 
-from nnx_parallel.core.axes import Entry, axes_of, entry_of
+from nnx_parallel.core.axes import Entry, axes_in, axes_of, entry_of
 from nnx_parallel.core.mesh import AnyMesh, axis_sizes
 from nnx_parallel.core.nodes import Names
 from nnx_parallel.errors import ShardingError
@@ -327,7 +327,7 @@ def extend_spec(
       details=f"mesh {dict(mesh)}",
       fix=f"fsdp({next(iter(mesh))!r}), or add {missing[0]}=... to the mesh.",
     )
-  taken = {axis for entry in spec for axis in axes_of(entry)}
+  taken = {*axes_in(spec)}
   left = tuple(axis for axis in fallback.axes if axis not in taken)
   size, unchanged = math.prod(shape), Extended(spec, (0,) * len(shape), ())
   if not left:

@@ -16,8 +16,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
 
-from nnx_parallel.core.axes import axes_of
-from nnx_parallel.core.nodes import Path, value_of
+from nnx_parallel.core.axes import axes_in
+from nnx_parallel.core.nodes import Path, is_key, value_of
 from nnx_parallel.errors import TrainError
 from nnx_parallel.layout.constrain import default_scope, rules_in_scope, scope_of
 from nnx_parallel.layout.sharded_optimizer import Placement, placement_of
@@ -179,6 +179,8 @@ class BoundStep:
     self.variables = self.binding.variables
     # What the fast path compares: a tuple or dict of modules is new in each call, and is looked up.
     self.model, self.optimizer = (self.watch.reference(name) for name in ("model", "optimizer"))
+    # Only microbatches depend on how the batch is sharded; jit handles all else.
+    self._by_layout = not options.in_one_piece
     self._programs: dict[tuple[str, ...], WatchedJit] = {}
     if self.trains:
       self._separate_buffers()
@@ -189,12 +191,13 @@ class BoundStep:
 
   def program(self, batch: Any) -> WatchedJit:
     """The program for batches that are sharded like this one."""
-    axes = self._batch_axes(batch)
-    if axes not in self._programs:
+    axes = batch_axes_of(batch) if self._by_layout else ()
+    found = self._programs.get(axes)
+    if found is None:
       labels, shardings = self.binding.variable_labels, self.binding.variable_shardings
       run = self.held(self._train(axes) if self.trains else self._evaluate, shardings)
-      self._programs[axes] = WatchedJit(run, labels, shardings if self.trains else None)
-    return self._programs[axes]
+      found = self._programs[axes] = WatchedJit(run, labels, shardings if self.trains else None)
+    return found
 
   def update(self, program: WatchedJit, batch: Any) -> tuple[list[Any], Metrics]:
     """Runs a program and writes its arrays back, all or none; returns the old ones and the metrics."""
@@ -220,10 +223,6 @@ class BoundStep:
     except (TypeError, ValueError, RuntimeError) as error:
       program.explain(error, arrays, batch)
       raise
-
-  def _batch_axes(self, batch: Any) -> tuple[str, ...]:
-    # Only microbatches depend on how the batch is sharded; jit handles all else.
-    return () if self.options.in_one_piece else batch_axes_of(batch)
 
   def _train(self, axes: tuple[str, ...]) -> Callable[[list[Any], Any], tuple[list[Any], Metrics]]:
     binding, scope, layout = self.binding, scope_of(self.variables), self._layout(axes)
@@ -256,7 +255,7 @@ class BoundStep:
 
   def subject(self, loss_fn: LossFn, wrt: Mapping[Any, Any], batch: Any) -> Subject:
     """What `check_gradients` checks: one loss, differentiated as in this step."""
-    layout = self._layout(self._batch_axes(batch))
+    layout = self._layout(batch_axes_of(batch) if self._by_layout else ())
     return Subject(self.options, loss_fn, self.binding, batch, wrt, layout, self.held)
 
   def _layout(self, axes: tuple[str, ...]) -> Layout:
@@ -271,7 +270,7 @@ class BoundStep:
       further = bool(split[key]) if in_turn else any(split.values())
       if is_scattered(self.options.gradients, stage, further=further):
         scattered |= split[key]
-    used = {axis for where in own.values() if where for entry in where.spec for axis in axes_of(entry)}
+    used = {axis for where in own.values() if where for axis in axes_in(where.spec)}
     return Layout(self.binding.mesh, {**own, **scattered}, frozenset(scattered), frozenset(used), axes)
 
   def _planned(self) -> dict[Path, NamedSharding]:
@@ -326,7 +325,7 @@ def _scattered(
 
 
 def _pointer(value: jax.Array) -> Any:
-  if jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
+  if is_key(value.dtype):
     value = jax.random.key_data(value)
   shards = value.addressable_shards
   if not shards or not value.size:

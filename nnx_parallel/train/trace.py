@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from nnx_parallel.core.axes import axes_of
+from nnx_parallel.core.axes import axes_in
 from nnx_parallel.core.jaxprs import equations, forwarded
 from nnx_parallel.core.nodes import Path, path_str
 from nnx_parallel.errors import TrainError
@@ -20,10 +20,10 @@ from nnx_parallel.train.options import LossFn, StepOptions
 from nnx_parallel.train.remat import rematerialised
 
 Objective = Callable[[list[Any], list[Any], Any], tuple[Any, tuple[Terms, dict[int, Any], Any]]]
-"""`(trained, rest, batch) -> (what to differentiate, (terms, changed arrays by position, weight))`.
+"""`(trained, rest, batch) -> (what to differentiate, (terms, assigned arrays by position, weight))`.
 
-Positions count the rest first, then the trained arrays. Gradients are multiplied by the weight, unless it is
-None, before they are added to those of other parts of the batch.
+Positions count the rest first, then the trained arrays. Some assigned arrays may be unchanged. Gradients are
+multiplied by the weight, unless it is None, before they are added to those of other parts of the batch.
 """
 
 
@@ -31,7 +31,8 @@ class Differentiable(NamedTuple):
   """The loss of traced models as a function of the arrays that are trained.
 
   Attributes:
-    objective: what is differentiated.
+    objective: what is differentiated; not its trace, since a rule of `jax.custom_vjp` may close over an array
+      of the trace that it was made in.
     train: the trained arrays.
     others: the other arrays, and the loss scale if there is one.
     paths: the path of each trained array inside the models.
@@ -69,7 +70,7 @@ def differentiable(
   arrays = template.arrays(models)
   trained = [i for i in range(len(arrays)) if _is_trained(template, i, wrt)]
   _check_trained(template, trained, wrt)
-  rest = [i for i in range(len(arrays)) if i not in set(trained)]
+  rest = sorted({*range(len(arrays))} - {*trained})
   order = [*rest, *trained]
 
   def objective(train: list[Any], others: list[Any], part: Any) -> Any:
@@ -83,7 +84,6 @@ def differentiable(
 
   chosen = rematerialised(objective, options.remat)
   train, others = [arrays[i] for i in trained], [arrays[i] for i in rest]
-  same: set[int] = set()
 
   def inspect(part: Any) -> tuple[Any, set[int]]:
     traced, shape = jax.make_jaxpr(chosen, return_shape=True)(train, others, part)
@@ -91,8 +91,7 @@ def differentiable(
     positions = [*enumerate(train, len(others)), *enumerate(others)]
     inputs = [position for position, x in positions for _ in jax.tree.leaves(x)]
     sources = jax.tree.unflatten(jax.tree.structure(shape), forwarded(traced))[1][1]
-    same.update(n for n, i in sources.items() if i is not None and inputs[i : i + 1] == [n])
-    changed = set(sources) - same
+    changed = {n for n, i in sources.items() if i is None or inputs[i : i + 1] != [n]}
     if not options.in_one_piece and max(changed, default=-1) >= len(rest):
       raise TrainError(
         f"the loss function assigned to {path_str(template.paths[order[max(changed)]])}, which the optimizer"
@@ -101,15 +100,10 @@ def differentiable(
       )
     return traced.jaxpr, changed
 
-  def filtered(train: list[Any], others: list[Any], part: Any) -> Any:
-    # Not the trace: a rule of `jax.custom_vjp` may close over an array of the trace that it was made in.
-    value, (found, changed, weight) = chosen(train, others, part)
-    return value, (found, {n: array for n, array in changed.items() if n not in same}, weight)
-
   paths = [template.paths[i] for i in trained]
   if scale is None:
-    return Differentiable(filtered, train, others, paths, template, order, inspect)
-  return Differentiable(_scaled(filtered), train, [*others, scale], paths, template, order, inspect)
+    return Differentiable(chosen, train, others, paths, template, order, inspect)
+  return Differentiable(_scaled(chosen), train, [*others, scale], paths, template, order, inspect)
 
 
 def _scaled(objective: Objective) -> Objective:
@@ -163,10 +157,8 @@ def why_not_by_replica(jaxpr: Any, changed: Collection[int], axes: Sequence[str]
   for eqn in equations(jaxpr):
     if eqn.primitive.name == "shard_map":
       return "the loss has its own shard_map"
-    if eqn.primitive.name == "sharding_constraint" and _names(eqn.params["sharding"]) & set(axes):
-      return f"the model constrains arrays to {', '.join(axes)}"
+    if eqn.primitive.name == "sharding_constraint":
+      spec = getattr(eqn.params["sharding"], "spec", ())
+      if {*axes_in(spec)} & {*axes}:
+        return f"the model constrains arrays to {', '.join(axes)}"
   return ""
-
-
-def _names(sharding: Any) -> set[str]:
-  return {axis for entry in getattr(sharding, "spec", ()) for axis in axes_of(entry)}

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from jax.sharding import Mesh
 
-from nnx_parallel.core.axes import axes_of
+from nnx_parallel.core.axes import axes_in, axes_of
 from nnx_parallel.core.figures import draw_grid
 from nnx_parallel.core.mesh import axis_sizes
 from nnx_parallel.core.text import format_array, format_bytes, format_spec
@@ -21,7 +21,7 @@ def holders(leaf: LeafPlan) -> np.ndarray[Any, Any]:
   """The ids of the devices that hold each block: shape `(*leaf.shards, leaf.copies)`."""
   sizes, mesh = axis_sizes(leaf.mesh), leaf.mesh
   ids = mesh.device_ids if isinstance(mesh, Mesh) else np.arange(mesh.size).reshape(tuple(sizes.values()))
-  split = [axis for entry in leaf.spec for axis in axes_of(entry)]
+  split = axes_in(leaf.spec)
   order = [*split, *(axis for axis in sizes if axis not in split)]
   return ids.transpose([list(sizes).index(axis) for axis in order]).reshape(*leaf.shards, leaf.copies)
 

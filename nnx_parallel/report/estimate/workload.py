@@ -13,7 +13,7 @@ from flax import nnx
 from jax.extend import core
 from jax.sharding import PartitionSpec
 
-from nnx_parallel.core.axes import axes_by_dim, axes_of
+from nnx_parallel.core.axes import axes_by_dim, axes_in
 from nnx_parallel.core.flow import Flow
 from nnx_parallel.core.jaxprs import as_function, nbytes, opened, scan_counts
 from nnx_parallel.core.mesh import abstract_mesh, axis_sizes
@@ -210,7 +210,7 @@ def _spread(group: StateGroup, axes: tuple[str, ...], sizes: Sizes) -> Sharded:
   if not group.spreads:
     return group.part
   spec, _ = optimizer_layout.add_zero_axes(group.spec, group.shape, axes, sizes)
-  return Sharded(group.part.bytes, frozenset(axis for entry in spec for axis in axes_of(entry)))
+  return Sharded(group.part.bytes, frozenset(axes_in(spec)))
 
 
 def per_device(parts: Iterable[Sharded], sizes: Sizes) -> float:
@@ -462,7 +462,7 @@ def _scanned(traced: Any, flows: Sequence[Flow], read: Sequence[int], *, trained
 
 
 def _part(leaf: LeafPlan) -> Sharded:
-  return Sharded(leaf.bytes, frozenset(axis for entry in leaf.spec for axis in axes_of(entry)))
+  return Sharded(leaf.bytes, frozenset(axes_in(leaf.spec)))
 
 
 def _grouped(rows: Iterable[tuple[LeafPlan, bool]]) -> tuple[StateGroup, ...]:
