@@ -59,7 +59,7 @@ _ARGUMENTS: dict[str, dict[str, Any]] = {
   },
   "directory": {"metavar": "DIR", "help": "the directory of the steps"},
   "path": {"metavar": "PATH", "help": "a .safetensors file, its index, or their folder"},
-  "out": {"metavar": "OUT", "help": "the folder to write to"},
+  "out": {"metavar": "OUT", "help": "the folder to write to; nothing is overwritten"},
   "--mesh": {
     "metavar": "AXIS=N,...",
     "help": "devices along each axis; -1 takes the rest (default: the recipe's own mesh)",
@@ -96,7 +96,7 @@ _ARGUMENTS: dict[str, dict[str, Any]] = {
     "action": "append",
     "default": [],
     "metavar": "PATTERN",
-    "help": "leaves of the model to leave out; may be repeated",
+    "help": "leaves of the model to leave out (import: to initialise); may be repeated",
   },
   "--weight-map": {"metavar": "FILE", "help": "a Python file with WEIGHT_MAP = WeightMap(...)"},
 }

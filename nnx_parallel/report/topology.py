@@ -149,7 +149,7 @@ def topology_mesh(text: str, *, explicit: bool = False, **axes: int) -> Mesh:
   if missing is not None:
     raise missing
   devices = {"cpu": _local, "tpu": _tpu, "gpu": _gpu}[named.chip.platform](named)
-  known = math.prod(size for size in axes.values() if size != -1)
+  known = max(1, math.prod(size for size in axes.values() if size != -1))
   sizes = {name: len(devices) // known if size == -1 else size for name, size in axes.items()}
   if not sizes or list(axes.values()).count(-1) > 1 or math.prod(sizes.values()) != len(devices):
     raise ReportError(

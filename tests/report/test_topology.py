@@ -57,6 +57,8 @@ def test_axes_must_fill_the_machine():
   assert dict(topology_mesh("cpu:8", data=2, fsdp=-1).shape) == {"data": 2, "fsdp": 4}
   with pytest.raises(ReportError, match="do not make the 8 devices of cpu:8"):
     topology_mesh("cpu:8", data=3)
+  with pytest.raises(ReportError, match="do not make the 8 devices of cpu:8"):
+    topology_mesh("cpu:8", data=0, fsdp=-1)
 
 
 @pytest.mark.skipif(HAS_TPU, reason="the TPU compiler is installed")
