@@ -77,7 +77,7 @@ def plus_one(custom):
   ],
 )
 def test_operations_that_call_a_program_hold_it_under_a_known_name(name, function):
-  """`core/jaxprs.py`, `layout/dims.py`, `create/slicing/cut.py` and `train/remat.py` look into calls.
+  """`core/jaxprs.py`, `layout/dims.py`, `create/slicing/cut.py` and `layers/layers.py` look into calls.
 
   `train/custom_rules.py` knows custom rules by this name, and names their functions to the user.
   """
@@ -99,7 +99,7 @@ def test_loops_and_conditionals_hold_their_programs_under_known_names():
 
 
 def test_a_checkpoint_has_a_policy():
-  """`train/remat.py` replaces it."""
+  """`layers/layers.py` replaces it."""
   assert "policy" in equations(jax.checkpoint(jnp.sin), X)["remat2"].params
 
 
@@ -123,7 +123,7 @@ def test_custom_derivatives_are_the_known_parameters():
 
 
 def test_jaxprs_are_rebuilt_by_replace():
-  """`train/remat.py`, `core/jaxprs.py`."""
+  """`layers/layers.py`, `core/jaxprs.py`."""
   closed = jax.make_jaxpr(jnp.sin)(X)
   assert closed.jaxpr.replace(eqns=closed.jaxpr.eqns).eqns == closed.jaxpr.eqns
   assert isinstance(closed.jaxpr, jex.Jaxpr)

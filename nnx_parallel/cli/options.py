@@ -25,7 +25,7 @@ Rules = dict[str, tuple[str, ...]]
 NO = 3  # the exit code of a command whose answer is no: does not fit, differs, damaged
 EXAMPLE = "--mesh data=2,fsdp=2,tensor=2"
 AS_WRITTEN = "as written"
-REMATS = (AS_WRITTEN, "none", "dots", "full")  # those of train/remat.py, which takes a second to import
+REMATS = (AS_WRITTEN, "none", "dots", "full")  # those of layers/layers.py, which takes a second to import
 
 
 def positive(text: str) -> int:

@@ -14,12 +14,12 @@ from flax import nnx
 import nnx_parallel as nxp
 from nnx_parallel.core.mesh import axis_sizes
 from nnx_parallel.errors import RecipeError
+from nnx_parallel.layers.layers import Policy
 from nnx_parallel.layout.constrain import default_scope
 from nnx_parallel.loop.fit import resume_from
 from nnx_parallel.loop.loader import Recipe
 from nnx_parallel.loop.metrics import Record
 from nnx_parallel.loop.recorder import Position
-from nnx_parallel.train.remat import Policy
 
 
 def rules_of(recipe: Recipe) -> Any:

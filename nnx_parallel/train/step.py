@@ -17,6 +17,7 @@ from jax.typing import DTypeLike
 from nnx_parallel.core.text import few
 from nnx_parallel.create.instantiate import instantiate
 from nnx_parallel.errors import TrainError
+from nnx_parallel.layers.layers import LayerOptions, Policy
 from nnx_parallel.layout.constrain import default_scope
 from nnx_parallel.layout.plan import ShardingPlan
 from nnx_parallel.train.binding import ABSENT, check_outside, objects_in
@@ -25,7 +26,6 @@ from nnx_parallel.train.gradient_check import GradientCheck, merged
 from nnx_parallel.train.losses import Metrics
 from nnx_parallel.train.options import Gradients, LossFn, StepOptions
 from nnx_parallel.train.program import BoundStep, Compile, WatchedJit, logger
-from nnx_parallel.train.remat import Policy
 from nnx_parallel.train.update import keyed, of_loss
 
 _KEPT = 4
@@ -274,6 +274,8 @@ def train_step(
   *,
   microbatches: int = 1,
   remat: Policy = None,
+  roll: bool = False,
+  layers: str | None = None,
   outputs: Sequence[str] = (),
   gradients: Gradients | None = None,
   reduction: DTypeLike | None = None,
@@ -304,8 +306,10 @@ def train_step(
     microbatches: split the batch and accumulate gradients over this many parts inside the compiled step.
     remat: what each layer keeps for the backward pass: `"none"` everything, `"dots"` the results of matrix
       products with weights, `"full"` its input only; or a policy of `jax.checkpoint_policies`. None, or
-      `"as written"`: as the model says. A layer is the body of a scan, or what is under `nnx.remat`; where
-      there is none, the first call is an error. See `with_remat`.
+      `"as written"`: as the model says. See `with_layers`.
+    roll: make one scan of consecutive equal layers, so that the program does not grow with depth.
+    layers: dotted paths of the layers, with `*` for any part, such as `"decoder.blocks.*"`. None: modules of
+      one class and structure beside each other, in a list or as attributes that end in numbers.
     outputs: names of metrics that are arrays with the examples on dim 0, returned as they are.
     gradients: `"whole"` keeps gradients in the layout of their parameters; `"scattered"` (ZeRO-2) in that of
       their optimizer state, which saves memory, and reduces them in each microbatch. None: as the optimizer's
@@ -338,7 +342,14 @@ def train_step(
     (True, 1)
   """
   options = StepOptions(
-    loss_fn, microbatches, remat, tuple(outputs), gradients, reduction, pairs, diagnostics
+    loss_fn,
+    microbatches,
+    LayerOptions(remat, roll, layers),
+    tuple(outputs),
+    gradients,
+    reduction,
+    pairs,
+    diagnostics,
   )
   return TrainStep(options)
 

@@ -13,11 +13,11 @@ from nnx_parallel.core.axes import axes_in
 from nnx_parallel.core.jaxprs import equations, forwarded
 from nnx_parallel.core.nodes import Path, path_str
 from nnx_parallel.errors import TrainError
+from nnx_parallel.layers.layers import with_options
 from nnx_parallel.train.binding import Template
 from nnx_parallel.train.loss_call import call_loss
 from nnx_parallel.train.losses import Terms, mean, terms
 from nnx_parallel.train.options import LossFn, StepOptions
-from nnx_parallel.train.remat import rematerialised
 
 Objective = Callable[[list[Any], list[Any], Any], tuple[Any, tuple[Terms, dict[int, Any], Any]]]
 """`(trained, rest, batch) -> (what to differentiate, (terms, assigned arrays by position, weight))`.
@@ -76,13 +76,14 @@ def differentiable(
   def objective(train: list[Any], others: list[Any], part: Any) -> Any:
     given = dict(zip(order, [*others, *train], strict=True))
     inner = template.build([given[i] for i in range(len(order))])
-    found = terms(call_loss(loss_fn, inner, part), options.outputs)
+    with options.layers.marking(inner):
+      found = terms(call_loss(loss_fn, inner, part), options.outputs)
     after = template.arrays(inner)
     changed = {n: after[i] for n, i in enumerate(order) if after[i] is not given[i]}
     loss = found.sums["loss"]
     return mean(loss, found.counts["loss"]) if options.in_one_piece else loss, (found, changed, None)
 
-  chosen = rematerialised(objective, options.remat)
+  chosen = with_options(objective, options.layers)
   train, others = [arrays[i] for i in trained], [arrays[i] for i in rest]
 
   def inspect(part: Any) -> tuple[Any, set[int]]:

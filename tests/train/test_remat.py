@@ -13,7 +13,7 @@ import pytest
 from flax import nnx
 
 import nnx_parallel as nxp
-from nnx_parallel.train.remat import REMATS
+from nnx_parallel.layers.layers import REMATS
 
 WIDTH, DEPTH = 32, 4
 RULES = nxp.LogicalRules(batch=("data", "fsdp"), embed="fsdp", mlp="tensor")
@@ -144,8 +144,8 @@ def test_a_policy_holds_within_each_layer():
 
 
 @pytest.mark.parametrize("remat", ["dots", "full"])
-def test_a_step_means_by_a_policy_what_with_remat_does(remat):
-  mine, wrapped = program(remat), program(None, loss=nxp.with_remat(loss_fn, remat))
+def test_a_step_means_by_a_policy_what_with_layers_does(remat):
+  mine, wrapped = program(remat), program(None, loss=nxp.with_layers(loss_fn, remat=remat))
   for figure in ("flops", "bytes accessed"):
     assert mine.cost_analysis()[figure] == pytest.approx(wrapped.cost_analysis()[figure], rel=1e-3)
   assert mine.memory_analysis().temp_size_in_bytes == wrapped.memory_analysis().temp_size_in_bytes
@@ -174,7 +174,7 @@ def test_the_reports_refuse_what_a_step_refuses():
   with pytest.raises(nxp.errors.TrainError, match=NO_LAYER):
     nxp.predict_time(plan, loss_fn, batch, remat="full", chip="v5e")
   with pytest.raises(nxp.errors.TrainError, match=NO_LAYER):
-    nxp.with_remat(loss_fn, "full")(nxp.create_sharded_model(plan)[0], batch_of(plan))
+    nxp.with_layers(loss_fn, remat="full")(nxp.create_sharded_model(plan)[0], batch_of(plan))
 
 
 @pytest.mark.parametrize("remat", ["as written", "none"])
@@ -191,7 +191,7 @@ def test_another_word_is_refused(remat):
   )
   for refused in (
     lambda: nxp.train_step(loss_fn, remat=remat),
-    lambda: nxp.with_remat(loss_fn, remat),
+    lambda: nxp.with_layers(loss_fn, remat=remat),
   ):
     with pytest.raises(nxp.errors.TrainError) as error:
       refused()

@@ -18,6 +18,7 @@ from nnx_parallel.core.flow import Flow
 from nnx_parallel.core.jaxprs import as_function, nbytes, opened, scan_counts
 from nnx_parallel.core.mesh import abstract_mesh, axis_sizes
 from nnx_parallel.errors import ReportError
+from nnx_parallel.layers.layers import Remat, has_layers, with_layers
 from nnx_parallel.layout import optimizer_layout
 from nnx_parallel.layout.leaf import LeafPlan
 from nnx_parallel.layout.plan import ShardingPlan
@@ -32,7 +33,6 @@ from nnx_parallel.report.estimate.propagate import (
   Split,
 )
 from nnx_parallel.train.options import Gradients, is_scattered
-from nnx_parallel.train.remat import Remat, has_layers, with_remat
 
 
 @dataclasses.dataclass(frozen=True)
@@ -240,7 +240,7 @@ def trace_workload(
       f"an estimate reads the loss function, and got a {type(loss).__name__}.",
       fix="memory_plan(plan, loss_fn, batch), with what train_step(loss_fn) was made from.",
     )
-  traces = _Traces(plan, with_remat(loss, remat), batch)
+  traces = _Traces(plan, with_layers(loss, remat=remat), batch)
   batch_axes = plan.batch_axes
   forward, flows = traces.loss(), traces.flows
   seen = Propagation(batch_axes=batch_axes)
@@ -297,7 +297,7 @@ def trace_workload(
 
 
 def finds_layers(plan: ShardingPlan, loss: Callable[[Any, Any], Any], batch: Any) -> bool:
-  """Whether the loss has layers that remat policies apply to; see `with_remat`."""
+  """Whether the loss has layers that remat policies apply to; see `with_layers`."""
   return has_layers(_Traces(plan, loss, batch).loss())
 
 

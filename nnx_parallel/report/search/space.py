@@ -14,11 +14,11 @@ import jax
 from nnx_parallel.core.axes import axes_of
 from nnx_parallel.core.mesh import abstract_mesh
 from nnx_parallel.errors import ReportError
+from nnx_parallel.layers.layers import Remat
 from nnx_parallel.layout.plan import ShardingPlan
 from nnx_parallel.layout.plan import plan as make_plan
 from nnx_parallel.report.estimate.workload import Workload, finds_layers, trace_workload
 from nnx_parallel.rules.ruleset import Rules, RuleSet
-from nnx_parallel.train.remat import Remat
 
 Sizes = dict[str, int]
 Changes = Mapping[str, tuple[str, ...]]
