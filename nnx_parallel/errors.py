@@ -1,7 +1,7 @@
-"""The exceptions of this package.
+"""The exceptions and the warning of this package.
 
-Every message has what failed and where, the values that were seen, and the call that works. All are
-subclasses of `NnxParallelError`, and of the builtin for that kind of mistake (`ValueError`, ...).
+A message has what failed and where, the values that were seen, and the call that works. Every exception is
+a subclass of `NnxParallelError`, and of the builtin for that kind of mistake (`ValueError`, ...).
 """
 
 from __future__ import annotations

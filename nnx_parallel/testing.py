@@ -82,8 +82,8 @@ class Training:
 
   Attributes:
     losses: one for each step.
-    norms: dotted path -> norm of the gradient of the last batch: after the last step, or, when there is a
-      history, in the last step.
+    norms: dotted path -> norm of the gradient on the last batch, taken in the last step if there is a
+      history, and after it otherwise.
     history: dotted path -> norm of the gradient in each step, as the optimizer got it; empty when the plan's
       optimizer is not one of `with_gradient_norms`.
   """

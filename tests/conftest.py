@@ -10,8 +10,11 @@ import hashlib
 import os
 import platform
 from collections.abc import Callable
+from importlib import metadata
 from pathlib import Path
 from typing import Any
+
+from packaging.version import Version
 
 DEVICES = 8
 FLAG = "--xla_force_host_platform_device_count"
@@ -23,9 +26,16 @@ others = [flag for flag in os.environ.get("XLA_FLAGS", "").split() if not flag.s
 # while. NPROC is what XLA takes for the number of cores.
 os.environ["NPROC"] = "32"
 PATIENCE = "--xla_cpu_collective_call_terminate_timeout_seconds=600"
+# Half of the time that XLA takes to compile goes into loops whose speed no test needs. Each version of XLA
+# has its own flag for that, and ends the process for one that it does not have.
+SIMPLE_LOOPS = (
+  "--xla_cpu_opt_preset=FAST_COMPILE"
+  if Version(metadata.version("jaxlib")) >= Version("0.12")
+  else "--xla_cpu_use_fusion_emitters=false"
+)
 # readline, which pytest loads, hands the terminal's size on to the workers: tables would take it.
 os.environ.pop("COLUMNS", None)
-os.environ["XLA_FLAGS"] = " ".join([*others, f"{FLAG}={DEVICES}", PATIENCE])
+os.environ["XLA_FLAGS"] = " ".join([*others, f"{FLAG}={DEVICES}", PATIENCE, SIMPLE_LOOPS])
 
 
 def processor() -> str:

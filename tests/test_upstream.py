@@ -5,7 +5,6 @@ When one fails under a new version, its docstring names the file that has to cha
 
 from __future__ import annotations
 
-import functools
 import logging
 import sys
 import threading
@@ -403,7 +402,7 @@ def test_the_rules_of_a_flax_context_can_be_read():
 
 def test_the_state_of_a_trace_is_equal_within_it_and_differs_outside():
   """`train/binding.py` and `core/padding.py` notice by it that a step or a read is inside a program."""
-  state = functools.partial(jex.get_opaque_trace_state, convention="nnx")
+  state = jex.get_opaque_trace_state
   seen = []
   jax.jit(lambda x: seen.extend((state(), state())) or x)(1.0)
   assert seen[0] == seen[1]

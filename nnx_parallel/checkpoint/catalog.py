@@ -230,7 +230,7 @@ def whole(value: object, *, least: int) -> int | None:
 
 
 def one_of(name: str, value: str, known: tuple[str, ...]) -> str:
-  """The value of an argument that has few.
+  """Checks an argument that takes one of a few values, and returns it.
 
   Raises:
     CheckpointError: another value.

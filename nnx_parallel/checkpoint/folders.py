@@ -301,7 +301,7 @@ def check_space(
 
 @contextlib.contextmanager
 def friendly_errors(doing: str, directory: os.PathLike[str]) -> Generator[None]:
-  """A block whose errors of the operating system or Orbax become a `CheckpointError` with their cause."""
+  """Turns errors of the operating system or Orbax in its block into a `CheckpointError`."""
   try:
     yield
   except CheckpointError:

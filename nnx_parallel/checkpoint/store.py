@@ -94,7 +94,7 @@ def load(step_dir: epath.Path, item: str | None, tree: Any, *, byte_budget: int,
   """
   wanted = [leaf for leaf in jax.tree.leaves(tree) if isinstance(leaf, jax.ShapeDtypeStruct)]
   # Orbax refuses a shard that is as large as its budget.
-  largest = max(map(_shard_bytes, wanted), default=0)
+  largest = max(map(_bytes_of_one_shard, wanted), default=0)
   context = _context(byte_budget=max(byte_budget, largest + 1))
   context.array_options.loading.enable_padding_and_truncation = pad
   # Each process reads alone: the others must not wait for one that cannot read a file.
@@ -135,7 +135,7 @@ def quiet() -> Generator[None]:
     logger.removeFilter(is_of_others)
 
 
-def _shard_bytes(target: jax.ShapeDtypeStruct) -> int:
+def _bytes_of_one_shard(target: jax.ShapeDtypeStruct) -> int:
   shape = target.sharding.shard_shape(target.shape) if target.sharding else target.shape
   return math.prod(shape) * target.dtype.itemsize
 

@@ -79,7 +79,7 @@ def read(
     if item == "model" and _is_pair(target, record):
       pair: Any = target
       roots = {"model": pair[0], "optimizer": pair[1]}
-    if optimizer == "drop":
+    if optimizer == "drop" and item != "optimizer":
       roots.pop("optimizer", None)
     found, root = _tree_target(roots, as_numpy=as_numpy), roots[item]
   found = dataclasses.replace(found, drops_optimizer=optimizer != "restore" or item != "model")
@@ -208,7 +208,7 @@ def _plan_target(plan: ShardingPlan, optimizer: str) -> Target:
 
 
 def _text(path: Any) -> str:
-  return paths.format(path)
+  return paths.format(path)  # which refuses the parts that a file cannot hold
 
 
 def _is_pair(target: object, record: Manifest | None) -> bool:

@@ -67,7 +67,7 @@ def register(commands: options.Commands) -> None:
     metavar="PATTERN",
     help="leaves to list one by one: 'model/*.kernel' (all, equal layers folded)",
   )
-  inspect.add_argument("--json", action="store_true", help="the manifest as it is stored")
+  inspect.add_argument("--json", action="store_true", help="the manifest as JSON")
   options.add_command(
     commands,
     "reshard",

@@ -44,11 +44,11 @@ def register(commands: options.Commands) -> None:
   count("--batch", "examples in a global batch, for recipes that take it")
   add("--seed", type=int, metavar="N", help="seed of initial values and data, for recipes that take it")
   path("--text", "folder of text to train on, for recipes that read text")
-  count("--eval-every", "evaluate each N-th step too, not only the last")
+  count("--eval-every", "evaluate every N-th step, not only the last")
   count("--early-stop", "end after N evaluations in a row without a lower eval_loss")
   path("--checkpoint", "save the last step here")
-  count("--save-every", "save each N-th step too")
-  add("--save-every-minutes", type=float, metavar="M", help="save each M minutes too")
+  count("--save-every", "also save every N-th step")
+  add("--save-every-minutes", type=float, metavar="M", help="also save every M minutes")
   count("--keep", "keep the newest N steps, and the one of the lowest eval_loss")
   add(
     "--resume",
@@ -56,7 +56,7 @@ def register(commands: options.Commands) -> None:
     const="latest",
     type=step_name,
     metavar="STEP",
-    help="continue from a step in --checkpoint, if there is any: a number, best, or latest (the default)",
+    help="continue from a step in --checkpoint, if there is any: a number, best, or latest (without STEP)",
   )
   path("--out", "folder for metrics, loss curve and profile (runs/RECIPE)")
   count("--log-every", "one record for N steps, of their means (1)", 1)
@@ -170,11 +170,12 @@ def train(args: argparse.Namespace, job: Job, checkpointer: nxp.Checkpointer | N
   if result.stopped == "early":
     print(f"ended at step {job.step}: no lower eval_loss in {args.early_stop} evaluations")
   print(f"held out at step {job.step}: {format_record(evaluation(result.metrics))}")
+  curve = draw(out, job.recipe.name)
   if args.quiet:
     return
   earlier = f" (an earlier run's: {log.earlier})" if log.earlier else ""
   print(f"time        {format_times(result)}\nmetrics     {log.path}{earlier}")
-  print(f"loss curve  {draw(out, job.recipe.name)}")
+  print(f"loss curve  {curve}")
   if args.tensorboard is not None:
     print(f"tensorboard --logdir {args.tensorboard}")
   if args.profile is not None:

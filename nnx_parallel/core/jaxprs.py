@@ -49,7 +49,7 @@ def evaluate(
   Args:
     jaxpr: the program, closed or not.
     inputs: one value for each of its inputs.
-    run: `(operation, values of its inputs) -> values of its results`; `bind` is the default meaning.
+    run: `(operation, values of its inputs) -> values of its results`; `bind` runs it as it is.
     lift: makes such a value of an array, for literals and constants.
   """
   body = opened(jaxpr)

@@ -50,7 +50,8 @@ def plain_path(path: Sequence[Any]) -> Path:
   """Converts a path of `jax.tree_util` to the plain parts of a plan's paths."""
 
   def part(key: Any) -> Any:
-    return next(getattr(key, name) for name in ("key", "idx", "name") if hasattr(key, name))
+    # A pytree may be registered with keys of its own: strings, for example.
+    return next((getattr(key, name) for name in ("key", "idx", "name") if hasattr(key, name)), key)
 
   return tuple(map(part, path))
 

@@ -39,9 +39,10 @@ from nnx_parallel.rules.ruleset import Rules
 
 Compile = Literal["slices", "whole"]
 COMPILE: tuple[str, ...] = get_args(Compile)
+_DEFAULTS = {"wrt": nnx.Param, "uneven": "error", "zero": 0}  # of `plan`, beside None
 M = TypeVar("M", bound=nnx.Module)
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger("nnx_parallel")
 
 
 def create_sharded_model(
@@ -93,7 +94,8 @@ def create_sharded_model(
   if isinstance(init, StoredPlan):
     if not isinstance(init, ShardingPlan):
       raise no_constructor()
-    if mesh is not None or rules is not None or any(x is not None for x in options.values()):
+    given = {"mesh": mesh, "rules": rules, **options}
+    if any(value is not None and value != _DEFAULTS.get(name) for name, value in given.items()):
       raise PlanError(
         "create_sharded_model got a plan and also mesh, rules, optimizer, or an option of plan().",
         details="a plan already holds all of them",

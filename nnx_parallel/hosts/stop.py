@@ -20,8 +20,8 @@ class StopSignals:
   the block has priority. A second Ctrl-C acts at once, and so does any signal to a process that was forked
   within the block, such as a worker that reads data.
 
-  In a job of several processes JAX's preemption service handles the signals, SIGTERM only: when one process
-  gets it, all agree on a step to stop after. Where that service is switched off
+  In a job of several processes JAX's preemption service listens, to SIGTERM only: when one process gets it,
+  all agree on a step to stop after. Where that service is switched off
   (`jax_enable_preemption_service`), and outside the main thread, signals act as before.
 
   Example:

@@ -106,7 +106,7 @@ def _describe(step_dir: epath.Path, item: str | None) -> tuple[str | None, _Rows
     try:
       names = sorted(ocp.checkpointables_metadata(step_dir).metadata)
     except ocp.errors.InvalidLayoutError:
-      names = []  # a tree without a name, or no checkpoint of Orbax, which the next call finds out
+      names = []  # a tree without a name, or not a checkpoint of Orbax; the next call tells which
     if item is None and len(names) > 1:
       raise CheckpointError(
         f"{step_dir} holds several trees.", details=f"names: {names}", fix=f"pass item={names[0]!r}."

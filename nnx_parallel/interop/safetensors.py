@@ -232,9 +232,8 @@ def export_safetensors(
       near = leaves[next(iter(first.layers.values()))].array.sharding
       arrays = _arrays(first, leaves, near)
       for group in tied:
-        same = _arrays(group, leaves, near)
         with together():
-          _require_same(group, same, arrays)
+          _require_same(group, _arrays(group, leaves, near), arrays)
       with together():
         _store([tensors[name] for name in first.names], arrays)
     with together():
@@ -493,7 +492,7 @@ def _lay_out(folder: Path, specs: Mapping[str, jax.ShapeDtypeStruct], file_bytes
 
 
 def _reserve(file: int, size: int) -> None:
-  """Gives a file its size and its space on the disk, so that a full disk fails before the writing."""
+  """Gives a file its size and its space on the disk, so that a full disk is noticed before the writing."""
   if hasattr(os, "posix_fallocate"):
     try:
       os.posix_fallocate(file, 0, size)

@@ -61,7 +61,7 @@ class Transform:
   cut: bool
 
   def apply(self, arrays: Sequence[jax.Array], to: Side) -> list[jax.Array]:
-    """The leaves of the model, one for each layer, from the arrays of the file; or back."""
+    """The leaves of the model, one for each layer, from arrays of the file; `to="file"` is the reverse."""
     left, arrow, right = self.pattern.partition("->")
     pattern = self.pattern if to == "model" else f"{right}{arrow}{left}"
     joined, split = (self.stacked, self.cut) if to == "model" else (self.cut, self.stacked)
@@ -143,7 +143,7 @@ class Group:
     return ", ".join([*self.layers.values()][:3])
 
   def shapes(self, to: Side, shapes: Iterable[Shape]) -> list[Shape]:
-    """Shapes of all layers of the model that arrays of these shapes in the file make; or back.
+    """Shapes of all layers of the model that arrays of these shapes make; `to="file"` is the reverse.
 
     Raises:
       CheckpointError: the rule's pattern does not fit them.

@@ -9,7 +9,7 @@ from typing import Any
 from flax import nnx
 from jax.sharding import PartitionSpec
 
-from nnx_parallel.core.axes import axes_of, entry_of
+from nnx_parallel.core.axes import axes_in, axes_of, entry_of
 from nnx_parallel.core.nodes import Names, annotation, iter_nodes, path_str
 from nnx_parallel.core.text import few
 from nnx_parallel.errors import ShardingError
@@ -33,7 +33,7 @@ def check_attention(model: nnx.Module, mesh: Mapping[str, int]) -> list[str]:
       if names is None:
         continue
       where = path_str((*path, "out", part))
-      if all(name in mesh for entry in names for name in axes_of(entry)):
+      if all(name in mesh for name in axes_in(names)):
         notes.append(f"{where} has the query's annotation {names}; set its own with out_{part}_metadata")
       else:
         shape = getattr(module.out, part).shape

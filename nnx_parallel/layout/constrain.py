@@ -17,7 +17,7 @@ from flax import nnx
 from jax.core import Tracer
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
-from nnx_parallel.core.axes import Entry, axes_of, entry_of
+from nnx_parallel.core.axes import Entry, axes_in, axes_of, entry_of
 from nnx_parallel.core.mesh import AnyMesh, axis_sizes
 from nnx_parallel.core.nodes import SCOPE
 from nnx_parallel.errors import MeshError, ShardingError
@@ -240,8 +240,7 @@ def _check_names(names: tuple[Entry, ...], scope: Scope | None) -> None:
 
 
 def _check_axes_only(names: tuple[Entry, ...], sizes: dict[str, int]) -> None:
-  flat = [name for entry in names if entry for name in axes_of(entry)]
-  unknown = [name for name in flat if name not in sizes]
+  unknown = [name for name in axes_in(names) if name not in sizes]
   if unknown:
     raise ShardingError(
       f"cannot constrain an activation: there is a mesh, and no rules are in scope for {unknown[0]!r}.",

@@ -278,7 +278,7 @@ class Decisions:
     short += " needs transform_metadata={nnx.PARTITION_NAME: 'layers'})"
     notes = self.axis_notes + self.zero_notes + ([short] if self.short else [])
     if self.left_out:
-      notes.append(f"no path rule names {few(self.left_out)}, so they get no tensor parallelism")
+      notes.append(f"without tensor parallelism, since no path rule names them: {few(self.left_out)}")
     return notes + [f"path rule {pattern!r} matches nothing" for pattern in dead]
 
 

@@ -1,4 +1,4 @@
-"""Classes of dims of a traced program that a split carries over to, linked through its operations."""
+"""Groups the dims of a traced program into classes: a split of one dim carries over to all of its class."""
 
 from __future__ import annotations
 

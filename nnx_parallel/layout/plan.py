@@ -13,6 +13,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypedDict, overload
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -346,8 +347,9 @@ def check_structure(leaves: Iterable[LeafPlan], model: Any, optimizer: Any, what
   for prefix, node in (("", model), ("optimizer/", optimizer)):
     for path, leaf in array_leaves(node).items() if node is not None else ():
       value, is_parameter = value_of(leaf), not prefix and isinstance(leaf, nnx.Param)
-      shape, dtype = np.shape(value), value.dtype if hasattr(value, "dtype") else jnp.result_type(value)
-      built[prefix + path_str(path)] = _described(kind_of(leaf), shape, dtype, is_parameter)
+      # Numbers and numpy arrays have the dtype that jax gives them under a trace.
+      dtype = value.dtype if isinstance(value, (jax.Array, jax.ShapeDtypeStruct)) else jnp.result_type(value)
+      built[prefix + path_str(path)] = _described(kind_of(leaf), np.shape(value), dtype, is_parameter)
   for name in dict.fromkeys([*planned, *built]):
     if planned.get(name) != built.get(name):
       details = f"planned {planned.get(name, 'nothing')}, built {built.get(name, 'nothing')}"

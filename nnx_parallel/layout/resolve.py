@@ -11,7 +11,7 @@ from typing import NoReturn
 
 from jax.sharding import PartitionSpec
 
-from nnx_parallel.core.axes import Entry, axes_in, axes_of, entry_of
+from nnx_parallel.core.axes import Entry, axes_by_dim, axes_in, axes_of, entry_of
 from nnx_parallel.core.mesh import AnyMesh, axis_sizes
 from nnx_parallel.core.nodes import Names
 from nnx_parallel.errors import ShardingError
@@ -263,8 +263,8 @@ def add_axes(
   """Splits an array over more axes: `fsdp()` for parameters, a stage of ZeRO for their state.
 
   All axes go to the largest free dim that they divide. If they divide no free dim, they go to the dim with
-  the most left, behind its own axes. If they divide no dim, the largest part of them that does goes first,
-  then the rest in the same way.
+  the most left, behind its own axes. If together they divide no dim, the largest part of them that
+  divides one is placed first, then the rest in the same way.
 
   Args:
     spec: the spec so far; entries of None are free dims.
@@ -370,7 +370,4 @@ def _said(
 
 def shard_counts(spec: PartitionSpec, ndim: int, mesh: Mapping[str, int]) -> tuple[int, ...]:
   """The number of shards of each dim; `spec` may have fewer entries than dims."""
-  counts: list[int] = []
-  for entry in (*spec, *([None] * (ndim - len(spec)))):
-    counts.append(math.prod(mesh[axis] for axis in axes_of(entry)))
-  return tuple(counts)
+  return tuple(math.prod(mesh[axis] for axis in axes) for axes in axes_by_dim(spec, ndim))

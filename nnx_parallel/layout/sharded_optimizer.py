@@ -18,11 +18,11 @@ from nnx_parallel.errors import TrainError
 M = TypeVar("M", bound=nnx.Module)
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class Placement:
-  """The planned shardings of a model and of its optimizer; compared by identity, since a plan has one.
+  """The planned shardings of a model and of its optimizer.
 
-  Flax compares the static attributes of an optimizer in every `nnx.jit` call.
+  Compared by identity, since Flax compares static attributes in every `nnx.jit` call, and a plan has one.
 
   Attributes:
     model: path -> sharding of the storage shape.

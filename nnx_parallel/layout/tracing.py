@@ -38,7 +38,7 @@ NEEDS_VALUES = (
   jax.errors.TracerArrayConversionError,
   jax.errors.TracerIntegerConversionError,
 )
-"""Errors of code under a trace that needs the value of an array."""
+"""What code under a trace raises when it needs the value of an array."""
 _WIDE = tuple(map(np.dtype, ("float64", "int64", "uint64", "complex128")))
 _PLACES = {
   "sharding_constraint": "sharding",
@@ -173,7 +173,7 @@ def run_init(init: Callable[[], nnx.Module], mesh: AnyMesh | None) -> nnx.Module
     ) from error
   except NEEDS_VALUES as error:
     raise PlanError(
-      "init needs the value of an array, and there is none under a trace: planning and creating trace init.",
+      "init needs the value of an array, but planning and creating only trace init.",
       details=str(error).split("\n")[0],
       fix="compute with numpy what must be known while init runs, for example np.sqrt in place of jnp.sqrt.",
     ) from error

@@ -184,15 +184,17 @@ def _unknown(spec: str) -> RecipeError:
 
 def _check(module: ModuleType, source: str, needs: Sequence[str], entry: str) -> Recipe:
   """The recipe in a module; `entry` is the name of its `init`."""
-  own = inspect.getmembers(module, inspect.isfunction)
-  there = [n for n, f in own if f.__module__ == module.__name__ and not n.startswith("_")]
+  # Not inspect.getmembers: it would import what a module with lazy attributes imports on demand.
+  own = [(name, value) for name, value in vars(module).items() if inspect.isfunction(value)]
+  there = sorted(n for n, f in own if f.__module__ == module.__name__ and not n.startswith("_"))
   defines = f"it defines {_listed(there, 'and') or 'no functions'}"
-  if not hasattr(module, entry) and entry != "init":
+  if getattr(module, entry, None) is None and entry != "init":
     raise RecipeError(
       f"{source} does not define {entry}().", details=defines, fix="one of these after the colon."
     )
   places = {name: entry if name == "init" else name for name in SIGNATURES}
-  found = {name: getattr(module, place) for name, place in places.items() if hasattr(module, place)}
+  values = {name: getattr(module, place, None) for name, place in places.items()}
+  found = {name: value for name, value in values.items() if value is not None}
   for name, function in found.items():
     _check_call(name, function, source)
   if missing := [name for name in needs if name not in found]:

@@ -35,8 +35,9 @@ def fsdp(axis: str | Sequence[str] = "fsdp", *, min_size: int = MIN_SIZE, extend
   It applies to every Variable without names: parameters, and batch statistics or caches as large as
   parameters. RNG state is replicated. A look-up table (of `nnx.Embed`) is split by rows, also if they are
   split already, and by columns only if its rows do not divide: after a split by columns, a step would send
-  activations instead of weights. If no free dim divides, a dim is split further, after its present axes, or
-  over the largest part of `axis` that divides; `plan(uneven="pad")` pads it.
+  activations instead of weights. If `axis` divides no free dim, it is added behind the axes of a dim
+  that is split already; failing that, the largest part of `axis` that divides a dim is used, or
+  `plan(uneven="pad")` pads one.
 
   Args:
     axis: mesh axis, or several (major to minor) that split a dim together.

@@ -37,7 +37,7 @@ class InputRules:
 
   @classmethod
   def whole_mesh(cls) -> InputRules:
-    """Splits the batch dim of each input over all axes of the mesh, so that each device gets other examples.
+    """Splits the batch dim of each input over all axes of the mesh, so that no two devices get the same.
 
     Returns:
       Rules for inputs of any rank.

@@ -78,7 +78,7 @@ class LogicalRules(Mapping[str, tuple[Candidate, ...]]):
       rules: pairs as given to `flax.linen.logical_axis_rules`.
 
     Returns:
-      The same rules as `LogicalRules`; every name ends with no axis as candidate, as in Linen. Pairs
+      The same rules as `LogicalRules`; the last candidate of every name is None, as in Linen. Pairs
       that Linen could never reach are left out.
 
     Example:

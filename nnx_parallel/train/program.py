@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import logging
-import operator
 import re
 import reprlib
 from collections.abc import Callable, Mapping, Sequence
@@ -27,6 +25,7 @@ from nnx_parallel.train.binding import (
   current_trace,
   deleted,
   exhaust,
+  flat,
   inside_a_program,
   is_deleted,
   put,
@@ -46,7 +45,6 @@ logger = logging.getLogger("nnx_parallel")
 # As jax 0.10 and 0.12 say it, in Python and in XLA, at the dispatch of a program: nothing has run then.
 _DELETED = re.compile(r"^Array has been deleted|Buffer has been deleted or donated\.?$")
 _SETTINGS = ("jax_enable_x64", "jax_numpy_dtype_promotion", "jax_default_matmul_precision", "jax_debug_nans")
-_new_arrays = operator.itemgetter(0)
 Signature = dict[str, str]
 """Label -> text of the type and layout."""
 
@@ -73,7 +71,7 @@ class WatchedJit:
   Args:
     run: the function to compile.
     labels: dotted paths of the arrays, for reasons and errors.
-    shardings: of the arrays, which are donated, and of the first result; None for a function that changes
+    shardings: of the arrays, which are donated and are the first results; None for a function that changes
       nothing.
 
   Attributes:
@@ -86,7 +84,7 @@ class WatchedJit:
     self.labels = labels
     options: dict[str, Any] = {}
     if shardings is not None:
-      options = {"donate_argnums": 0, "out_shardings": (shardings, None)}
+      options = {"donate_argnums": 0, "out_shardings": [*shardings, None]}
     self.jitted: Any = jax.jit(run, **options)
     # `jitted._cache_size` is not kept: jax 0.10 cannot collect the cycle that this bound method closes.
     self.known = 0
@@ -205,15 +203,15 @@ class BoundStep:
       raise inside_a_program()
     try:
       arrays = read_apart(self.variables)
-      ran, kept = itertools.tee(map(program.jitted, (arrays,), (batch,)))
+      results = flat(map(program.jitted, (arrays,), (batch,)))
       # One call, from the start of the program to the last array written back. Python handles signals between
       # calls. So none, Ctrl-C included, comes after the program has taken the donated arrays and before the
       # Variables have the new ones.
-      exhaust(map(put, self.variables, itertools.chain.from_iterable(map(_new_arrays, ran))))
+      exhaust(map(put, self.variables, results))
     except BaseException as error:
       program.explain(error, self.binding.read(), batch)
       raise
-    return arrays, next(kept)[1]
+    return arrays, next(results)  # the metrics follow the arrays
 
   def evaluate(self, program: WatchedJit, batch: Any) -> tuple[list[Any], Metrics]:
     """Runs a program that changes nothing. Returns the arrays and the metrics."""
@@ -224,14 +222,14 @@ class BoundStep:
       program.explain(error, arrays, batch)
       raise
 
-  def _train(self, axes: tuple[str, ...]) -> Callable[[list[Any], Any], tuple[list[Any], Metrics]]:
+  def _train(self, axes: tuple[str, ...]) -> Callable[[list[Any], Any], list[Any]]:
     binding, scope, layout = self.binding, scope_of(self.variables), self._layout(axes)
 
-    def train_step(arrays: list[Any], batch: Any) -> tuple[list[Any], Metrics]:
+    def train_step(arrays: list[Any], batch: Any) -> list[Any]:
       objects = binding.template.build(binding.with_raw(arrays))
       with default_scope(scope):
         metrics, self.reduction = update(self.options, objects[0], objects[1], batch, layout)
-      return binding.without_raw(binding.template.arrays(objects)), metrics
+      return [*binding.without_raw(binding.template.arrays(objects)), metrics]
 
     return train_step
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from jax.sharding import NamedSharding, PartitionSpec
 
-from nnx_parallel.core.axes import axes_of, entry_of
+from nnx_parallel.core.axes import axes_by_dim, axes_of, entry_of
 from nnx_parallel.core.text import format_bytes, format_spec
 from nnx_parallel.layout.resolve import shard_counts
 
@@ -44,7 +44,7 @@ def relayouts(name: str, positions: Sequence[int], array: Any, where: NamedShard
   """
   mesh: Any = where.mesh
   sizes: Mapping[str, int] = dict(mesh.shape)
-  entries = [axes_of(entry) for entry in (*where.spec, *[None] * (array.ndim - len(where.spec)))]
+  entries = axes_by_dim(where.spec, array.ndim)
   options = [[()] * array.ndim]
   for dim, axes in enumerate(entries):
     options += [[*entries[:dim], tuple(a for a in axes if a != axis), *entries[dim + 1 :]] for axis in axes]

@@ -171,6 +171,16 @@ def test_everything_a_run_is(tmp_path):
     checkpointer.restore_extra("emma")
 
 
+def test_the_optimizer_of_a_step_is_restored_by_name(tmp_path):
+  model, optimizer = nxp.create_sharded_model(
+    lambda: nnx.Linear(2, 2, rngs=nnx.Rngs(0)), nxp.make_mesh(data=8), optimizer=optax.adam(1e-3)
+  )
+  checkpointer = Checkpointer(tmp_path)
+  checkpointer.save(1, model, optimizer)
+  state = nnx.state(optimizer)
+  assert_same(checkpointer.restore_extra("optimizer", target_of(state)), state)
+
+
 ODD = {
   "empty": lambda: jnp.zeros((0, 3), jnp.float32),
   "empty keys": lambda: jax.random.split(jax.random.key(0), 2)[:0],

@@ -98,6 +98,7 @@ def test_quiet_prints_the_last_step_and_the_result(tiny, capsys):
   step, held_out = capsys.readouterr().out.splitlines()
   assert step.startswith("step 20/20")
   assert held_out.startswith("held out at step 20: loss ")
+  assert next(Path("runs").glob("*/loss.png")).is_file()
 
 
 def test_a_resumed_run_equals_the_one_that_never_stopped(tiny, capsys):

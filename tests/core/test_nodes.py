@@ -13,11 +13,15 @@ from jax.sharding import PartitionSpec as Spec
 
 import nnx_parallel as nxp
 from layout.models import LM, named
-from nnx_parallel.core.nodes import aliases, declared, iter_nodes
+from nnx_parallel.core.nodes import aliases, declared, iter_nodes, plain_path
 from nnx_parallel.create.constructor import unsharded
 from nnx_parallel.errors import ShardingError
 
 RULES = nxp.LogicalRules(embed="fsdp", mlp="tensor")
+
+
+def test_keys_of_a_tree_that_are_plain_strings():
+  assert plain_path((jax.tree_util.GetAttrKey("a"), "b", jax.tree_util.SequenceKey(0))) == ("a", "b", 0)
 
 
 def mesh():

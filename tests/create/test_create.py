@@ -137,6 +137,25 @@ def test_init_may_build_something_else_only_before_planning():
   )
 
 
+@pytest.mark.parametrize("compile", ["slices", "whole"])
+def test_values_that_numpy_computes_in_init(compile):
+  class Scaled(nnx.Module):
+    def __init__(self):
+      self.scale, self.order = nnx.Variable(np.sqrt(16.0)), nnx.Variable(np.arange(3))
+
+  model = nxp.create_sharded_model(Scaled, nxp.make_mesh(fsdp=8), compile=compile)
+  assert float(model.scale[...]) == 4
+  np.testing.assert_array_equal(model.order[...], [0, 1, 2])
+
+
+def test_the_defaults_of_a_plan_may_be_given_with_it():
+  plan = nxp.plan(
+    lambda: nnx.Linear(2, 2, rngs=nnx.Rngs(0)), nxp.make_mesh(data=8), optimizer=optax.adam(1e-3)
+  )
+  _, optimizer = nxp.create_sharded_model(plan, wrt=nnx.Param, uneven="error", zero=0, zero_axes=None)
+  assert "NamedSharding" not in repr(optimizer)  # one for each Variable
+
+
 def test_bad_arguments():
   plan = nxp.plan(stack, nxp.abstract_mesh(data=1, fsdp=2, tensor=2), [RULES, nxp.replicate()])
   with pytest.raises(

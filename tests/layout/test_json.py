@@ -121,6 +121,16 @@ def test_other_text_is_refused(text, message):
     nxp.ShardingPlan.from_json(text)
 
 
+@pytest.mark.parametrize("name", ["mode", "extend"])
+def test_rules_that_lack_a_part_are_refused(name):
+  data = json.loads(
+    nxp.plan(lambda: nnx.Linear(8, 8, rngs=nnx.Rngs(0)), nxp.make_mesh(fsdp=8), nxp.fsdp()).to_json()
+  )
+  del data["rules"]["fallback"][name]
+  with pytest.raises(nxp.errors.PlanError, match=f"this JSON of a plan lacks '{name}'"):
+    nxp.ShardingPlan.from_json(json.dumps(data))
+
+
 def test_a_path_part_that_json_cannot_hold_is_an_error():
   class Odd(nnx.Module):
     def __init__(self):

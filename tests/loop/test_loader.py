@@ -47,6 +47,18 @@ def test_only_what_a_command_needs_is_asked_for(tmp_path):
   assert load_recipe(f"{path}:build", needs=("init",)).loss is None
 
 
+def test_a_name_may_be_none_and_attributes_may_be_lazy(tmp_path):
+  lazy = """
+def __dir__():
+  return ["extra"]
+
+def __getattr__(name):
+  raise (ImportError if name == "extra" else AttributeError)(name)
+"""
+  path = write(tmp_path, "def init(): ...\nrules = None\n" + lazy)
+  assert load_recipe(path, needs=("init",)).rules is None
+
+
 CASES = {
   "txt_lm": "no recipe named 'txt_lm'.\n  Fix: did you mean text_lm?",
   "zebra": "no recipe named 'zebra'.\n  Fix: one of digits or text_lm; a file,",

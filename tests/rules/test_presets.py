@@ -272,5 +272,5 @@ def test_matrices_that_a_table_does_not_know_are_noted():
 
   plan = nxp.plan(init, nxp.abstract_mesh(fsdp=2, tensor=4), [presets.vit(), presets.fsdp_tensor()])
   assert plan.notes == (
-    "no path rule names mlp.layers.0.kernel, mlp.layers.2.kernel, so they get no tensor parallelism",
+    "without tensor parallelism, since no path rule names them: mlp.layers.0.kernel, mlp.layers.2.kernel",
   )

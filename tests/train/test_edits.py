@@ -21,11 +21,24 @@ class Block(nnx.Module):
     self.drop = nnx.Dropout(0.5, rngs=rngs)
     self.layers = nnx.List([nnx.Linear(2, 2, rngs=rngs) for _ in range(2)])
     self.table = {"a": 1}
+    self.next_table = {"c": 3}
     self.sizes = [1, 2]
+    self.next_sizes = [3]
 
 
 def swap(model):
   model.layers[0], model.layers[1] = model.layers[1], model.layers[0]
+
+
+def to_the_next_list(model):
+  model.next_sizes.insert(0, model.sizes.pop())
+
+
+def to_the_next_dict(model):
+  kept = dict(model.next_table)
+  model.next_table.clear()
+  model.next_table.update(model.table | kept)
+  model.table.clear()
 
 
 def past_setattr(model):
@@ -49,6 +62,8 @@ EDITS = {
   "item of a dict": lambda m: m.table.update(a=2),
   "item of a list": lambda m: m.sizes.append(3),
   "key of a dict": renamed,
+  "item moved to the next list": to_the_next_list,
+  "item moved to the next dict": to_the_next_dict,
   "nnx.pop": lambda m: nnx.pop(m, nnx.RngCount),
   "past the module": past_setattr,
 }

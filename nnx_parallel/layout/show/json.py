@@ -157,7 +157,7 @@ def _rules_from_json(data: Mapping[str, Any]) -> RuleSet:
   fallback, inputs = data["fallback"], data["inputs"]
   return RuleSet(
     LogicalRules(data["logical"], unknown=data["unknown"], uneven=data["uneven"]),
-    tuple(PathRules(table.pop("rules"), **table) for table in data["paths"]),
-    fallback and Fallback(**fallback),
+    tuple(PathRules(row["rules"], strict=row["strict"], optional=row["optional"]) for row in data["paths"]),
+    fallback and Fallback(**{field.name: fallback[field.name] for field in dataclasses.fields(Fallback)}),
     InputRules.whole_mesh() if inputs == "whole mesh" else inputs and InputRules(**inputs),
   )
