@@ -18,7 +18,7 @@ from nnx_parallel.core.flow import Flow
 from nnx_parallel.core.jaxprs import as_function, nbytes, opened, scan_counts
 from nnx_parallel.core.mesh import abstract_mesh, axis_sizes
 from nnx_parallel.errors import ReportError
-from nnx_parallel.layers.layers import Remat, has_layers, with_layers
+from nnx_parallel.layers.layers import Policy, has_layers, with_layers, with_marks
 from nnx_parallel.layout import optimizer_layout
 from nnx_parallel.layout.leaf import LeafPlan
 from nnx_parallel.layout.plan import ShardingPlan
@@ -223,7 +223,7 @@ def trace_workload(
   loss: Callable[[Any, Any], Any],
   batch: Any,
   *,
-  remat: Remat = "as written",
+  remat: Policy = "as written",
   gradients: Gradients | None = None,
 ) -> Workload:
   """Traces a loss abstractly and lists what its step holds, multiplies and sends.
@@ -298,7 +298,7 @@ def trace_workload(
 
 def finds_layers(plan: ShardingPlan, loss: Callable[[Any, Any], Any], batch: Any) -> bool:
   """Whether the loss has layers that remat policies apply to; see `with_layers`."""
-  return has_layers(_Traces(plan, loss, batch).loss())
+  return has_layers(_Traces(plan, with_marks(loss), batch).loss())
 
 
 def parameter_parts(plan: ShardingPlan) -> tuple[Sharded, ...]:
