@@ -13,7 +13,7 @@ from nnx_parallel.cli import options
 from nnx_parallel.cli.main import make_parser
 from nnx_parallel.errors import MeshError, ReportError
 from nnx_parallel.loop.loader import Recipe
-from nnx_parallel.train import remat
+from nnx_parallel.layers import layers
 
 
 def recipe(sizes):
@@ -146,7 +146,7 @@ def test_a_page_that_cannot_be_written(tmp_path):
 
 
 def test_the_remat_policies_are_those_of_a_step():
-  assert options.REMATS == remat.REMATS
+  assert options.REMATS == layers.REMATS
 
 
 @pytest.mark.parametrize("step", [("--remat", "none"), ("--microbatches", "2"), ("--batch", "8")])

@@ -236,9 +236,7 @@ class Closed(Layer):
 def test_a_rule_that_closes_over_arrays_is_refused():
   net = Net(4, in_turn, Closed)
   jax.tree.map(np.testing.assert_array_equal, found(net, nxp.with_layers(loss)), found(net, loss))
-  with pytest.raises(
-    nxp.errors.TrainError, match="a rule of jax.custom_vjp reads an array that is not among"
-  ):
+  with pytest.raises(nxp.errors.TrainError, match=r"a rule of jax\.custom_vjp reads an array"):
     trace(net, remat="full")
 
 
