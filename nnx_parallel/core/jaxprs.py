@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 from jax.extend import core, source_info_util
 
 from nnx_parallel.core.nodes import is_key
@@ -125,8 +126,11 @@ def gradient_of(eqn: Any) -> Any:
   fixed = eqn.params.get("num_consts", 0)  # what a rule closes over has no gradient
 
   def gradient(given: list[Any]) -> list[Any]:
-    out, back = jax.vjp(lambda *xs: bind(eqn, [*given[:fixed], *xs]), *given[fixed:])
-    slopes = [x if is_inexact(x) else np.zeros(x.shape, jax.dtypes.float0) for x in out]
+    def run(*xs: Any) -> Any:
+      return bind(eqn, [*given[:fixed], *xs])
+
+    out, back = jax.vjp(run, *given[fixed:])
+    slopes: Any = [x if is_inexact(x) else np.zeros(x.shape, jax.dtypes.float0) for x in out]
     found = zip(given[fixed:], back(type(out)(slopes)), strict=True)
     return [slope for x, slope in found if is_inexact(x)]
 
@@ -177,11 +181,16 @@ def _hidden(jaxpr: Any, *, in_rule: bool = False) -> Iterator[Any]:
 
 def _value(x: Any) -> Any:
   """The type and the bytes of an array; of a tracer, which one it is."""
-  if isinstance(x, jax.core.Tracer):
+  if is_tracer(x):
     return id(x)
   if is_key(jnp.result_type(x)):
     x = jax.random.key_data(x)
   return str(jnp.result_type(x)), np.asarray(x).tobytes()
+
+
+def is_tracer(x: Any) -> bool:
+  """Whether a value is one of a trace."""
+  return isinstance(x, Tracer)
 
 
 def is_inexact(x: Any) -> bool:

@@ -26,6 +26,7 @@ from nnx_parallel.core.jaxprs import (
   evaluate,
   gradient_of,
   is_inexact,
+  is_tracer,
   opened,
   place_of,
   rules,
@@ -335,7 +336,7 @@ def _check_rules(traced: Any) -> None:
     TrainError: there is one; it could not be evaluated again.
   """
   for eqn in rules(traced):
-    if any(isinstance(x, jax.core.Tracer) for x in constants(gradient_of(eqn))):
+    if any(is_tracer(x) for x in constants(gradient_of(eqn))):
       raise TrainError(
         "a rule of jax.custom_vjp reads an array that is not among its arguments, so the layers of this loss"
         " can neither be rolled nor rematerialised.",
@@ -435,11 +436,9 @@ def _layer(jaxpr: Any, policy: Policy) -> Callable[..., list[Any]]:
   return lambda *args: _evaluate(jaxpr, args, policy, True)
 
 
-def _checkpointed(
-  body: Callable[..., list[Any]], policy: Policy, *, in_scan: bool = False
-) -> Callable[..., list[Any]]:
+def _checkpointed(body: Callable[..., Any], policy: Policy, *, in_scan: bool = False) -> Callable[..., Any]:
   if policy == "none":
     return body
   named = {"dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable, "full": None}
-  saved = named[policy] if isinstance(policy, str) else policy
+  saved: Any = named[policy] if isinstance(policy, str) else policy
   return jax.checkpoint(body, policy=saved, prevent_cse=not in_scan)

@@ -253,6 +253,21 @@ def test_a_search_leaves_out_policies_that_change_nothing_and_says_so():
   assert not alone.notes
 
 
+def test_the_planned_memory_follows_each_policy():
+  batch = jax.ShapeDtypeStruct((4096, WIDTH), jnp.float32)
+
+  def kept(remat):
+    return nxp.memory_plan(plan_on(Layer, data=1, fsdp=8, tensor=1), loss_fn, batch, remat=remat).categories[
+      "kept activations"
+    ]
+
+  full = 4096 * WIDTH * 4 // 8
+  assert kept("none") > 4 * DEPTH * full
+  assert kept("full") == DEPTH * full
+  assert kept(nxp.Remat("full", group=2)) == DEPTH * full // 2
+  assert kept("offload") == 0
+
+
 def test_a_search_tries_policies_on_plain_layers():
   found = search(Layer, zero=[0], offload=[False], max_microbatches=1)
   assert {c.remat for c in found.fitting} == {"none", "dots", "full"}

@@ -370,7 +370,7 @@ def _residuals(traced: Any, flows: Sequence[Flow], batch_axes: Sequence[str]) ->
   # Values without `data` and `weight` are masks and tables of positions: compilers keep one, outside loops.
   results = dict.fromkeys(var for var in body.outvars if not isinstance(var, core.Literal))
   inputs = set(body.invars)
-  saved = [var for var in results if var in seen.flows and var not in inputs]
+  saved = [var for var in results if var in seen.flows and var not in inputs and not _on_host(var)]
   data = [var for var in saved if seen.flows[var].data]
   weights = [var for var in saved if seen.flows[var].weight and not seen.flows[var].data]
   rows = dict.fromkeys(var for var in data if var in loops)
@@ -381,6 +381,11 @@ def _residuals(traced: Any, flows: Sequence[Flow], batch_axes: Sequence[str]) ->
     return _merge(Sharded(nbytes(var.aval), seen.flows[var].names) for var in group)
 
   return _Residuals(parts(rows), parts(outside), parts(weights))
+
+
+def _on_host(var: Any) -> bool:
+  """Whether a value was moved to the host's memory, as by `remat="offload"`."""
+  return var.aval.memory_space is jax.memory.Space.Host
 
 
 def _layer(item: RematRegion, batch_axes: Sequence[str]) -> tuple[tuple[Sharded, ...], tuple[Product, ...]]:
