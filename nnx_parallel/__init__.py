@@ -18,7 +18,7 @@ with epy.lazy_api_imports(globals()):
   from nnx_parallel.hosts.data import batches, shard_batch
   from nnx_parallel.hosts.fetch import to_host
   from nnx_parallel.hosts.stop import StopSignals
-  from nnx_parallel.layers.layers import with_layers
+  from nnx_parallel.layers.layers import Remat, with_layers
   from nnx_parallel.layout.constrain import constrain, use_rules
   from nnx_parallel.layout.infer import infer_rules
   from nnx_parallel.layout.leaf import LeafPlan
@@ -72,6 +72,7 @@ __all__ = [
   "NnxParallelWarning",
   "PathRules",
   "Precision",
+  "Remat",
   "RuleSet",
   "SearchResult",
   "ShardedOptimizer",

@@ -465,3 +465,18 @@ def test_rates_of_an_optimizer_are_found_by_name():
   optimizer = nnx.Optimizer(nnx.Linear(2, 2, rngs=nnx.Rngs(0)), tx, wrt=nnx.Param)
   ((_, rate),) = optax.tree.get_all_with_path(optimizer.opt_state, "learning_rate")
   assert float(rate[...]) == 0.5
+
+
+def test_the_text_of_a_trace_hides_rules_and_constants():
+  """`core.jaxprs.identity` compares them by value; `gradient_of` reads `num_consts`."""
+
+  def ruled(factor):
+    f = jax.custom_vjp(jnp.sin)
+    f.defvjp(lambda x: (jnp.sin(x), x), lambda x, g: (g * factor,))
+    return jax.make_jaxpr(f)(jnp.ones(3))
+
+  one, two = ruled(1.0), ruled(2.0)
+  assert str(one) == str(two)
+  assert one.eqns[0].primitive.name.startswith("custom_vjp_call")
+  assert one.eqns[0].params["num_consts"] == 0
+  assert one.eqns[0].outvars[0].aval.memory_space is jax.memory.Space.Device

@@ -1,7 +1,7 @@
 """Marks the calls of layers: each is one closed call in the trace of a loss.
 
 A trace has no modules. Within `marked`, the call of a layer becomes one `jit` operation, named after its
-class, with its Variables and arrays as inputs, and its results and state changes as outputs. The modules must
+path, with its Variables and arrays as inputs, and its results and state changes as outputs. The modules must
 be copies that belong to the trace, as `nnx.merge` makes them: their class is replaced by a subclass whose
 `__call__` does this. The user's class and live modules stay untouched.
 """
@@ -20,12 +20,14 @@ import numpy as np
 from flax import nnx
 
 from nnx_parallel.core.layers import Layers
-from nnx_parallel.core.nodes import Path
+from nnx_parallel.core.nodes import Path, path_str
 
 MARK = "layer:"
 """Starts the name of each marked call."""
-_NONE: Mapping[int, Any] = MappingProxyType({})
-_LAYERS: contextvars.ContextVar[Mapping[int, Any]] = contextvars.ContextVar("layers", default=_NONE)
+_NONE: Mapping[int, tuple[str, Any]] = MappingProxyType({})
+_LAYERS: contextvars.ContextVar[Mapping[int, tuple[str, Any]]] = contextvars.ContextVar(
+  "layers", default=_NONE
+)
 
 
 @contextlib.contextmanager
@@ -39,17 +41,23 @@ def marked(model: Any, found: Iterable[Layers]) -> Generator[None]:
   Yields:
     Nothing.
   """
-  layers = [_at(model, path) for group in found for path in group.paths]
-  for layer in layers:
+  layers = {path: _at(model, path) for group in found for path in group.paths}
+  for layer in layers.values():
     # No attribute of the module, so that its structure stays the same.
     object.__setattr__(layer, "__class__", _marking(type(layer)))
-  token = _LAYERS.set({id(layer): layer for layer in layers})
+  # Held, so that no other object gets the id.
+  token = _LAYERS.set({id(layer): (path_str(path), layer) for path, layer in layers.items()})
   try:
     yield
   finally:
     _LAYERS.reset(token)
-    for layer in layers:
+    for layer in layers.values():
       object.__setattr__(layer, "__class__", type(layer).__mro__[1])
+
+
+def layer_of(eqn: Any) -> str:
+  """The dotted path of the layer whose call this is."""
+  return str(eqn.params["name"]).removeprefix(MARK)
 
 
 def is_marked(eqn: Any) -> bool:
@@ -62,15 +70,16 @@ def _marking(kind: type) -> type:
   """The subclass of a layer's class whose calls are marked."""
 
   def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
-    if id(self) not in _LAYERS.get():
+    found = _LAYERS.get().get(id(self))
+    if found is None:
       return kind.__call__(self, *args, **kwargs)
-    return _closed_call(kind, self, args, kwargs)
+    return _closed_call(found[0], kind, self, args, kwargs)
 
   body = {"__call__": __call__, "__module__": kind.__module__, "__qualname__": kind.__qualname__}
   return type(kind)(kind.__name__, (kind,), body)
 
 
-def _closed_call(kind: type, layer: Any, args: Any, kwargs: Any) -> Any:
+def _closed_call(name: str, kind: type, layer: Any, args: Any, kwargs: Any) -> Any:
   leaves, tree = jax.tree.flatten((args, kwargs), is_leaf=_is_node)
   dynamic = {n: x for n, x in enumerate(leaves) if _is_node(x) or isinstance(x, (jax.Array, np.ndarray))}
   result: list[Any] = []
@@ -86,7 +95,7 @@ def _closed_call(kind: type, layer: Any, args: Any, kwargs: Any) -> Any:
     result[:] = structure, out
     return {n: x for n, x in enumerate(out) if _is_node(x) or isinstance(x, (jax.Array, np.ndarray))}
 
-  call.__name__ = f"{MARK}{kind.__name__}"
+  call.__name__ = f"{MARK}{name}"
   found = nnx.jit(call)(layer, dynamic)
   structure, out = result
   return jax.tree.unflatten(structure, [found.get(n, x) for n, x in enumerate(out)])

@@ -17,7 +17,7 @@ from jax.typing import DTypeLike
 from nnx_parallel.core.text import few
 from nnx_parallel.create.instantiate import instantiate
 from nnx_parallel.errors import TrainError
-from nnx_parallel.layers.layers import LayerOptions, Policy
+from nnx_parallel.layers.layers import LayerOptions, LayersUsed, Policy, Roll
 from nnx_parallel.layout.constrain import default_scope
 from nnx_parallel.layout.plan import ShardingPlan
 from nnx_parallel.train.binding import ABSENT, check_outside, objects_in
@@ -36,6 +36,7 @@ class _Step:
 
   def __init__(self, options: StepOptions):
     self.options = options
+    self.layers = LayersUsed()
     self.calls = 0
     self.compiles: list[Compile] = []
     self._bounds: list[BoundStep] = []
@@ -110,6 +111,7 @@ class _Step:
     self.calls += 1
 
   def _record(self, bound: BoundStep, compiled: Compile) -> None:
+    self.layers = bound.layers
     self.compiles.append(compiled)
     if len(self.compiles) > 1:
       logger.info("the step was compiled again: %s", compiled)
@@ -126,6 +128,8 @@ class TrainStep(_Step):
     compiles: one entry for each compilation, with its reasons. More than one is worth a look. Compilations
       started by `compiled()` are not listed.
     reduction: how the last compiled program reduces gradients between replicas.
+    layers: which layers were found when the step was last compiled or lowered, which of them are recomputed
+      or rolled into a scan, and why others are not; print it.
   """
 
   def __init__(self, options: StepOptions):
@@ -181,6 +185,7 @@ class TrainStep(_Step):
     bound = BoundStep(self.options, roots)
     with scope:
       traced = bound.program(batch).jitted.trace(bound.binding.read(), batch)
+    self.layers = bound.layers
     if isinstance(bound.binding.mesh, AbstractMesh):
       return traced.lower(lowering_platforms=(jax.default_backend(),))
     return traced.lower()
@@ -250,6 +255,7 @@ class EvalStep(_Step):
     options: the loss function and the options it was made with.
     calls: how many batches were evaluated.
     compiles: one entry for each compilation, with its reasons.
+    layers: as for a train step.
   """
 
   def __call__(self, model: Any, batch: Any) -> Metrics:
@@ -274,7 +280,7 @@ def train_step(
   *,
   microbatches: int = 1,
   remat: Policy = None,
-  roll: bool = False,
+  roll: Roll = "auto",
   layers: str | None = None,
   outputs: Sequence[str] = (),
   gradients: Gradients | None = None,
@@ -305,9 +311,10 @@ def train_step(
       (a GAN), a dict key -> loss function; later ones see the models that earlier ones updated.
     microbatches: split the batch and accumulate gradients over this many parts inside the compiled step.
     remat: what each layer keeps for the backward pass: `"none"` everything, `"dots"` the results of matrix
-      products with weights, `"full"` its input only; or a policy of `jax.checkpoint_policies`. None, or
-      `"as written"`: as the model says. See `with_layers`.
-    roll: make one scan of consecutive equal layers, so that the program does not grow with depth.
+      products with weights, `"full"` its input only, `"offload"` its input, in the host's memory; a policy of
+      `jax.checkpoint_policies`; or a `Remat`. None, or `"as written"`: as the model says. See `with_layers`.
+    roll: make one scan of consecutive equal layers, so that program and time to compile do not grow with
+      depth. `"auto"`: of 4 or more that are rematerialised. See `with_layers`.
     layers: dotted paths of the layers, with `*` for any part, such as `"decoder.blocks.*"`. None: modules of
       one class and structure beside each other, in a list or as attributes that end in numbers.
     outputs: names of metrics that are arrays with the examples on dim 0, returned as they are.
@@ -354,11 +361,21 @@ def train_step(
   return TrainStep(options)
 
 
-def eval_step(loss_fn: LossFn, *, outputs: Sequence[str] = (), pairs: bool = False) -> EvalStep:
+def eval_step(
+  loss_fn: LossFn,
+  *,
+  roll: bool = False,
+  layers: str | None = None,
+  outputs: Sequence[str] = (),
+  pairs: bool = False,
+) -> EvalStep:
   """Makes a compiled evaluation step: the loss and metrics of a batch, with the module unchanged.
 
   Args:
     loss_fn: as in `train_step`.
+    roll: make one scan of consecutive equal layers, so that program and time to compile do not grow with
+      depth.
+    layers: as in `train_step`.
     outputs: names of metrics that are arrays with the examples on dim 0, returned as they are.
     pairs: return `(sum, count)` pairs instead of means, to be added up over batches (`MetricSums`). A plain
       scalar counts for as many as the batch has examples.
@@ -374,7 +391,9 @@ def eval_step(loss_fn: LossFn, *, outputs: Sequence[str] = (), pairs: bool = Fal
     >>> evaluate(model, jnp.zeros((16, 4)))["loss"]
     (Array(0., dtype=float32), Array(64., dtype=float32))
   """
-  return EvalStep(StepOptions(loss_fn, outputs=tuple(outputs), pairs=pairs))
+  return EvalStep(
+    StepOptions(loss_fn, layers=LayerOptions(roll=roll, pattern=layers), outputs=tuple(outputs), pairs=pairs)
+  )
 
 
 def _warn_unplanned(labels: list[str]) -> None:

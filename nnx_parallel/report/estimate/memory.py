@@ -10,7 +10,7 @@ from typing import Any
 from nnx_parallel.core.mesh import axis_sizes
 from nnx_parallel.core.text import Shown, format_bytes
 from nnx_parallel.errors import ReportError
-from nnx_parallel.layers.layers import Remat
+from nnx_parallel.layers.layers import Policy
 from nnx_parallel.layout.plan import ShardingPlan, check_plan
 from nnx_parallel.report.chips import Chip
 from nnx_parallel.report.chips import chip as chip_named
@@ -44,7 +44,7 @@ class MemoryPlan(Shown):
   categories: Mapping[str, int]
   largest: tuple[tuple[str, int], ...]
   microbatches: int
-  remat: Remat
+  remat: Policy
   chip: Chip | None
   host_bytes: int = 0
 
@@ -89,7 +89,7 @@ def memory_plan(
   batch: Any,
   *,
   microbatches: int = 1,
-  remat: Remat = "as written",
+  remat: Policy = "as written",
   gradients: Gradients | None = None,
   chip: Chip | str | None = None,
 ) -> MemoryPlan:

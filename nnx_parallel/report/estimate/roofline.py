@@ -38,7 +38,7 @@ from typing import TYPE_CHECKING, Any
 
 from nnx_parallel.core.mesh import axis_sizes
 from nnx_parallel.core.text import Shown, format_seconds
-from nnx_parallel.layers.layers import Remat
+from nnx_parallel.layers.layers import Policy
 from nnx_parallel.layout.plan import ShardingPlan, check_plan
 from nnx_parallel.report.chips import Chip
 from nnx_parallel.report.chips import chip as chip_named
@@ -138,7 +138,7 @@ def predict_time(
   *,
   chip: Chip | str,
   microbatches: int = 1,
-  remat: Remat = "as written",
+  remat: Policy = "as written",
   gradients: Gradients | None = None,
   slice_size: int | None = None,
 ) -> StepTime:
