@@ -29,6 +29,8 @@ from nnx_parallel.core.layers import find_layers
 from nnx_parallel.core.nodes import path_str
 from nnx_parallel.core.text import few
 from nnx_parallel.errors import TrainError
+from nnx_parallel.layers.attention import Attention, by_blocks, check_attention
+from nnx_parallel.layers.head import check_parts, in_parts
 from nnx_parallel.layers.mark import is_marked, marked
 from nnx_parallel.layers.roll import Rolled
 
@@ -48,17 +50,23 @@ class LayerOptions:
     remat: what each layer keeps for the backward pass.
     roll: whether consecutive equal layers become one scan.
     pattern: dotted paths of the layers, with `*` for any part; None: see `find_layers`.
+    attention: `"blocks"` or their length; None: as written.
+    loss_parts: in how many parts the head and the loss of each token are computed; None: as written.
 
   Raises:
-    TrainError: no such policy.
+    TrainError: no such policy, or other option.
   """
 
   remat: Policy = None
   roll: bool = False
   pattern: str | None = None
+  attention: Attention = None
+  loss_parts: int | None = None
 
   def __post_init__(self) -> None:
     check_policy(self.remat)
+    check_attention(self.attention)
+    check_parts(self.loss_parts)
 
   def marking(self, model: Any) -> contextlib.AbstractContextManager[None]:
     """Marks the layers of a model that belongs to a trace, if anything is done with them."""
@@ -75,7 +83,13 @@ class LayerOptions:
 
 
 def with_layers(
-  loss: Callable[[Any, Any], Any], *, remat: Policy = None, roll: bool = False, layers: str | None = None
+  loss: Callable[[Any, Any], Any],
+  *,
+  remat: Policy = None,
+  roll: bool = False,
+  layers: str | None = None,
+  attention: Attention = None,
+  loss_parts: int | None = None,
 ) -> Callable[[Any, Any], Any]:
   """The same loss with its layers rematerialised, rolled into scans, or both; the model is not edited.
 
@@ -90,6 +104,10 @@ def with_layers(
     roll: make one scan of consecutive equal layers, so that the program does not grow with depth.
     layers: dotted paths of the layers, with `*` for any part, such as `"decoder.blocks.*"`. None: modules of
       one class and structure beside each other, in a list or as attributes that end in numbers.
+    attention: `"blocks"` computes every attention of the model by blocks of its queries and keys (of 512, or
+      of the number given), so that no array of their product exists. None: as written.
+    loss_parts: compute the head and the loss of each token in this many parts, so that the logits of all
+      tokens never exist at once. None: as written.
 
   Returns:
     A loss with the same arguments, value, gradients and changes of state. It raises a `TrainError` where a
@@ -106,7 +124,7 @@ def with_layers(
     >>> [eqn.primitive.name for eqn in jax.make_jaxpr(rolled)(model, jnp.ones((2, 4))).eqns].count("scan")
     1
   """
-  options = LayerOptions(remat, roll, layers)
+  options = LayerOptions(remat, roll, layers, attention, loss_parts)
 
   def changed(model: Any, batch: Any) -> Any:
     graphdef, state = nnx.split(model)
@@ -144,7 +162,7 @@ def with_options(function: Callable[..., Any], options: LayerOptions) -> Callabl
   It raises a `TrainError` where a policy finds no layer.
   """
   policy = None if options.remat == "as written" else options.remat
-  if policy is None and not options.roll:
+  if policy is None and not options.roll and options.attention is None and options.loss_parts is None:
     return function
 
   def changed(*args: Any) -> Any:
@@ -156,6 +174,10 @@ def with_options(function: Callable[..., Any], options: LayerOptions) -> Callabl
         " or as attributes that end in numbers), the body of a scan, or what is under nnx.remat",
         fix=f"{MARK_LAYERS}; or leave remat out.",
       )
+    if options.loss_parts is not None:
+      traced = in_parts(traced, options.loss_parts)
+    if options.attention is not None:
+      traced = by_blocks(traced, options.attention)
     run = functools.partial(_run, policy=policy, in_layer=False)
     in_scan = functools.partial(_run, policy=policy, in_layer=False, in_scan=True)
     leaves = jax.tree.leaves(args)

@@ -19,6 +19,7 @@ from jax.sharding import NamedSharding
 from nnx_parallel.core.axes import axes_in
 from nnx_parallel.core.nodes import Path, is_key, value_of
 from nnx_parallel.errors import TrainError
+from nnx_parallel.layers.layers import with_options
 from nnx_parallel.layout.constrain import default_scope, rules_in_scope, scope_of
 from nnx_parallel.layout.sharded_optimizer import Placement, placement_of
 from nnx_parallel.train.binding import (
@@ -36,7 +37,7 @@ from nnx_parallel.train.binding import (
 from nnx_parallel.train.gradients import Layout, batch_axes_of
 from nnx_parallel.train.hold import held
 from nnx_parallel.train.loss_call import call_loss
-from nnx_parallel.train.losses import Metrics, check_examples, examples_in, means, pairs, terms
+from nnx_parallel.train.losses import Metrics, Terms, check_examples, examples_in, means, pairs, terms
 from nnx_parallel.train.options import LossFn, StepOptions, is_scattered
 from nnx_parallel.train.subject import Subject
 from nnx_parallel.train.update import keyed, update
@@ -237,10 +238,14 @@ class BoundStep:
 
   def _evaluate(self, arrays: list[Any], batch: Any) -> Metrics:
     check_examples(batch)
-    (models,) = self.binding.template.build(self.binding.with_raw(arrays))
-    loss_fn: Any = self.options.loss_fn
+
+    def evaluate(arrays: list[Any], batch: Any) -> Terms:
+      (models,) = self.binding.template.build(self.binding.with_raw(arrays))
+      loss_fn: Any = self.options.loss_fn
+      return terms(call_loss(loss_fn, models, batch), self.options.outputs)
+
     with default_scope(scope_of(self.variables)):
-      found = terms(call_loss(loss_fn, models, batch), self.options.outputs)
+      found = with_options(evaluate, self.options.layers)(arrays, batch)
     return pairs(found, examples=examples_in(batch)) if self.options.pairs else means(found)
 
   def held(self, run: Callable[..., Any], shardings: Any) -> Callable[..., Any]:
