@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax.extend import core
 
 from nnx_parallel.core.flow import meeting, sources
-from nnx_parallel.core.jaxprs import bind, opened, programs
+from nnx_parallel.core.jaxprs import bind, opened, programs, struct
 
 Labels = tuple[tuple[Any, int, int], ...]
 """`(name of a dim, dim of an array, factor)`: the array's dim is factor x the named dim x the rest."""
@@ -75,7 +75,9 @@ class Grid:
         size, length = self.blocks[name], tile.shape[dim]
         new = self._start(name, places) + jnp.arange(size) >= places[name] * size
         new = jnp.broadcast_to(new[None, :, None], (factor, size, length // factor // size)).reshape(length)
-        tile = jnp.where(jax.lax.broadcast_in_dim(new, tile.shape, (dim,)), tile, jnp.full_like(tile, other))
+        where = struct(jax.typeof(tile)).sharding
+        new = jax.lax.broadcast_in_dim(new, tile.shape, (dim,), out_sharding=where)
+        tile = jax.lax.select(new, tile, jnp.full_like(tile, other))
     return tile
 
   def _start(self, name: Any, places: Mapping[Any, Any]) -> Any:
@@ -279,6 +281,11 @@ def gradients(
   zeros = [jnp.zeros_like(x, dtype=jnp.promote_types(x.dtype, jnp.float32)) for x, _ in inputs]
   total, _ = jax.lax.scan(body, zeros, grid.tiles())
   return [g.astype(x.dtype) for g, (x, _) in zip(total, inputs, strict=True)]
+
+
+def filled(aval: Any, value: Any, dtype: Any) -> Any:
+  """An array of one value, with the shape of a variable, and its sharding on Explicit axes."""
+  return jax.lax.full(aval.shape, value, dtype, sharding=struct(aval).sharding)
 
 
 def is_float(x: Any) -> bool:

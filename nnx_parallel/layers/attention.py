@@ -35,6 +35,7 @@ from nnx_parallel.core.tiles import (
   Tiles,
   Untiled,
   described,
+  filled,
   gradients,
   is_float,
   pushed,
@@ -251,7 +252,7 @@ def _named(shape: Sequence[int]) -> tuple[dict[Any, int], Labels]:
 
 
 def _is_zero(var: Any, zeros: set[Any]) -> bool:
-  return not var.val if isinstance(var, core.Literal) and not var.aval.shape else var in zeros
+  return not var.val if isinstance(var, core.Literal) and not jnp.ndim(var.val) else var in zeros
 
 
 def _power(eqn: Any, own: list[Any], zeros: set[Any]) -> tuple[int, int] | None:
@@ -267,15 +268,9 @@ def _power(eqn: Any, own: list[Any], zeros: set[Any]) -> tuple[int, int] | None:
   if name == "integer_pow":
     return powers[0][0] * eqn.params["y"], powers[0][1] * eqn.params["y"]
   if name == "select_n" and own[0] is None:
-    cases = {
-      power for power, var in zip(own[1:], eqn.invars[1:], strict=True) if not _is_zero_case(var, zeros)
-    }
+    cases = {power for power, var in zip(own[1:], eqn.invars[1:], strict=True) if not _is_zero(var, zeros)}
     return cases.pop() if len(cases) == 1 else None
   return None
-
-
-def _is_zero_case(var: Any, zeros: set[Any]) -> bool:
-  return _is_zero(var, zeros)
 
 
 def _placed(
@@ -382,7 +377,6 @@ def _function(
   kept = [d for d in range(len(scores.aval.shape)) if d not in axes]
   placed = {name: (dim, factor) for name, dim, factor in match.labels[1]}
   order = _order(match, placed)
-  stat_shape = tuple(scores.aval.shape[d] for d in kept)
   stat_own: Labels = ((row, kept.index(row), 1),)
   wide = jnp.promote_types(out.aval.dtype, jnp.float32)
 
@@ -420,7 +414,9 @@ def _function(
       before, total = (grid.take(x, stat_own, places) for x in carry[:2])
       result = grid.take(carry[2], out_own, places)
       tile = tiles.value(largest_in, own, known, places).astype(wide)
-      after = jnp.maximum(before, grid.fresh(tile, own, places, -math.inf).max(axes))
+      # The result does not depend on the maximum, so that its derivative is left out.
+      top = jax.lax.stop_gradient(grid.fresh(tile, own, places, -math.inf).max(axes))
+      after = jnp.maximum(before, top)
       part, more = exponentials(known, finite(after), jnp.ones_like(total), places)
       scale = jnp.exp(before - finite(after))
       changes = after, total * scale + more, result * spread(scale, result.shape) + part
@@ -429,9 +425,8 @@ def _function(
         grid.put(x, new, o, places) for x, new, o in zip(carry, changes, labels, strict=True)
       ), None  # pyright: ignore[reportReturnType]
 
-    start = (
-      jnp.full(stat_shape, -jnp.inf, wide), jnp.zeros(stat_shape, wide), jnp.zeros(out.aval.shape, wide)
-    )  # fmt: skip
+    row_type = match.largest.outvars[0].aval
+    start = filled(row_type, -math.inf, wide), filled(row_type, 0, wide), filled(out.aval, 0, wide)
     (largest, total, result), _ = jax.lax.scan(body, start, grid.tiles())
     return (result / spread(total, result.shape)).astype(out.aval.dtype), finite(largest), total
 

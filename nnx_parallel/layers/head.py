@@ -14,7 +14,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax.extend import core
 
 from nnx_parallel.core.jaxprs import call_equation, flattened, without_unused
@@ -24,6 +23,7 @@ from nnx_parallel.core.tiles import (
   Node,
   Tiles,
   Untiled,
+  filled,
   gradients,
   is_float,
   pushed,
@@ -201,7 +201,7 @@ def _function(tiles: Tiles, ends: list[Node]) -> tuple[Callable[..., Sequence[An
         grid.put(x, new, own, places) for x, new, (_, own) in zip(carry, found, ends, strict=True)
       ], None
 
-    start = [jnp.zeros(var.aval.shape, var.aval.dtype) for var, _ in ends]
+    start = [filled(var.aval, 0, var.aval.dtype) for var, _ in ends]
     return jax.lax.scan(body, start, grid.tiles())[0]
 
   def backward(given: Any, cotangent: Any) -> tuple[Any, ...]:
