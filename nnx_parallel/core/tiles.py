@@ -283,6 +283,16 @@ def gradients(
   return [g.astype(x.dtype) for g, (x, _) in zip(total, inputs, strict=True)]
 
 
+def tied(xs: Sequence[Any]) -> list[Any]:
+  """The same arrays, each of which depends on all of them.
+
+  The derivative of a scan computes ahead of it what depends on its constants alone: a mask of equal layers
+  would be broadcast, and kept, for all tiles at once.
+  """
+  token = sum((x[:0].sum().astype(jnp.float32) for x in xs if x.ndim), jnp.zeros(()))
+  return [jax.lax.optimization_barrier((x, token))[0] for x in xs]
+
+
 def filled(aval: Any, value: Any, dtype: Any) -> Any:
   """An array of one value, with the shape of a variable, and its sharding on Explicit axes."""
   return jax.lax.full(aval.shape, value, dtype, sharding=struct(aval).sharding)

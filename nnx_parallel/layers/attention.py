@@ -39,6 +39,7 @@ from nnx_parallel.core.tiles import (
   gradients,
   is_float,
   pushed,
+  tied,
 )
 from nnx_parallel.errors import TrainError
 from nnx_parallel.layers.mark import is_marked
@@ -406,7 +407,10 @@ def _function(
   def finite(largest: Any) -> Any:
     return jnp.where(largest == -jnp.inf, jnp.zeros_like(largest), largest)
 
-  def forward(*given: Any) -> tuple[Any, Any, Any]:
+  def forward(*arrays: Any) -> tuple[Any, Any, Any]:
+    rows = grid.tiles()
+    *given, first, second = tied([*arrays, *rows.values()])
+
     def body(carry: tuple[Any, Any, Any], places: Any) -> tuple[tuple[Any, Any, Any], None]:
       known = {
         (var, o): grid.take(x, o, places) for (var, o), x in zip((*floats, *others), given, strict=True)
@@ -427,7 +431,7 @@ def _function(
 
     row_type = match.largest.outvars[0].aval
     start = filled(row_type, -math.inf, wide), filled(row_type, 0, wide), filled(out.aval, 0, wide)
-    (largest, total, result), _ = jax.lax.scan(body, start, grid.tiles())
+    (largest, total, result), _ = jax.lax.scan(body, start, dict(zip(rows, (first, second), strict=True)))
     return (result / spread(total, result.shape)).astype(out.aval.dtype), finite(largest), total
 
   def backward(saved: Any, cotangent: Any) -> tuple[Any, ...]:

@@ -95,7 +95,8 @@ def image_keys(q, k, v):
 
 def scanned(q, k, v):
   def body(x, _):
-    return x + jax.checkpoint(attend)(x, k, v), None
+    change = lambda s: jnp.where(causal() & PADDING[:, None, None], s, -1e9)
+    return x + jax.checkpoint(functools.partial(attend, change=change))(x, k, v), None
 
   return jax.lax.scan(body, q, length=2)[0]
 
