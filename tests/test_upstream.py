@@ -27,6 +27,7 @@ from jax.sharding import AbstractMesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import nnx_parallel as nxp
+from nnx_parallel.core import jaxprs
 from nnx_parallel.report.program import hlo
 from nnx_parallel.report.program.compiler import run_compiler
 from nnx_parallel.report.program.devices import read_tiling, split_layouts
@@ -480,3 +481,31 @@ def test_the_text_of_a_trace_hides_rules_and_constants():
   assert one.eqns[0].primitive.name.startswith("custom_vjp_call")
   assert one.eqns[0].params["num_consts"] == 0
   assert one.eqns[0].outvars[0].aval.memory_space is jax.memory.Space.Device
+
+
+def test_a_softmax_is_a_maximum_an_exponential_and_a_sum():
+  """`layers/attention.py` finds attention by these, whoever writes it; calls are opened before."""
+
+  def attend(q):
+    return jax.nn.dot_product_attention(q, q, q), nnx.dot_product_attention(q, q, q), jax.nn.softmax(q)
+
+  program = jax.make_jaxpr(attend)(jnp.ones((1, 3, 2, 4)))
+  names = [eqn.primitive.name for eqn in jaxprs.equations(program)]
+  for name in ("reduce_max", "exp"):
+    assert names.count(name) == 3
+  assert names.count("dot_general") == 4
+
+
+def test_a_jit_within_a_trace_is_one_operation():
+  """`core/jaxprs.py` puts a function of its own into a trace as such a call."""
+  program = jax.make_jaxpr(jax.jit(lambda x: jnp.sin(x) + 1, inline=False))(1.0).jaxpr
+  (eqn,) = program.eqns
+  assert eqn.invars == program.invars
+  assert eqn.outvars == program.outvars
+
+
+def test_arrays_of_one_rank_may_have_dims_of_length_1_in_elementwise_operations():
+  """`core/tiles.py` leaves such dims whole."""
+  program = jax.make_jaxpr(lambda x: x - x.max(1, keepdims=True))(jnp.ones((2, 3))).jaxpr
+  shapes = {v.aval.shape for eqn in program.eqns if eqn.primitive.name == "sub" for v in eqn.invars}
+  assert shapes == {(2, 3), (2, 1)}

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 from jax.extend import core, source_info_util
+from jax.sharding import AxisType
 
 from nnx_parallel.core.nodes import is_key
 
@@ -276,3 +277,55 @@ def _holds_program(value: Any) -> bool:
   if isinstance(value, tuple):
     return bool(value) and all(map(_holds_program, value))
   return hasattr(opened(value), "eqns")
+
+
+def struct(aval: Any) -> jax.ShapeDtypeStruct:
+  """The shape and dtype of a variable, and its sharding on Explicit axes."""
+  where = getattr(aval, "sharding", None)
+  explicit = where is not None and AxisType.Explicit in where.mesh.axis_types
+  return jax.ShapeDtypeStruct(
+    aval.shape, aval.dtype, sharding=where if explicit else None, weak_type=aval.weak_type
+  )
+
+
+def traced(function: Callable[..., Any], like: Any) -> Any:
+  """The closed jaxpr of a function of flat arrays with the types of the inputs of another."""
+  return jax.make_jaxpr(function)(*[struct(var.aval) for var in opened(like).invars])
+
+
+def flattened(jaxpr: Any, opens: Callable[[Any], bool]) -> Any:
+  """A closed jaxpr with the operations of some calls in their place."""
+
+  def run(eqn: Any, inputs: list[Any]) -> Sequence[Any]:
+    return evaluate(called(eqn), inputs, run) if opens(eqn) else bind(eqn, inputs)
+
+  return traced(lambda *inputs: evaluate(jaxpr, inputs, run), jaxpr)
+
+
+def call_equation(
+  function: Callable[..., Sequence[Any]], inputs: Sequence[Any], outputs: Sequence[Any], like: Any
+) -> Any:
+  """An operation that computes variables of a trace from others by a function, traced once.
+
+  Args:
+    function: of flat arrays.
+    inputs: variables of the trace.
+    outputs: the variables that it makes.
+    like: the operation whose place in the source it takes.
+  """
+  jitted = jax.jit(function, inline=False)
+  (eqn,) = jax.make_jaxpr(jitted)(*[struct(var.aval) for var in inputs]).jaxpr.eqns
+  return eqn.replace(invars=[*inputs], outvars=[*outputs], source_info=like.source_info)
+
+
+def without_unused(jaxpr: Any) -> Any:
+  """A jaxpr, closed or not, without the operations whose results nobody reads."""
+  if opened(jaxpr) is not jaxpr:
+    return jaxpr.replace(jaxpr=without_unused(opened(jaxpr)))
+  used: set[Any] = {var for var in jaxpr.outvars if not isinstance(var, core.Literal)}
+  kept: list[Any] = []
+  for eqn in reversed(jaxpr.eqns):
+    if eqn.effects or not used.isdisjoint(eqn.outvars):
+      kept.append(eqn)
+      used.update(var for var in eqn.invars if not isinstance(var, core.Literal))
+  return jaxpr.replace(eqns=kept[::-1])

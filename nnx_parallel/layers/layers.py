@@ -36,6 +36,8 @@ from nnx_parallel.core.layers import Layers, find_layers
 from nnx_parallel.core.nodes import path_str
 from nnx_parallel.core.text import few
 from nnx_parallel.errors import TrainError
+from nnx_parallel.layers.attention import Attention, by_blocks, check_attention
+from nnx_parallel.layers.head import check_parts, in_parts
 from nnx_parallel.layers.mark import is_marked, marked
 from nnx_parallel.layers.roll import Body, Chain, Rolled
 
@@ -116,24 +118,35 @@ class LayerOptions:
     remat: what each layer keeps for the backward pass.
     roll: whether consecutive equal layers become one scan.
     pattern: dotted paths of the layers, with `*` for any part; None: see `find_layers`.
+    attention: `"blocks"` or their length; None: as written.
+    loss_parts: in how many parts the head and the loss of each token are computed; None: as written.
 
   Raises:
-    TrainError: no such policy.
+    TrainError: no such policy, or other option.
   """
 
   remat: Policy = None
   roll: Roll = "auto"
   pattern: str | None = None
+  attention: Attention = None
+  loss_parts: int | None = None
 
   def __post_init__(self) -> None:
     _ = self.how
     if self.roll not in ("auto", True, False):
       raise TrainError(f"roll={self.roll!r} is no choice.", fix='roll="auto", True or False')
+    check_attention(self.attention)
+    check_parts(self.loss_parts)
 
   @property
   def how(self) -> Remat:
     """What each layer keeps."""
     return self.remat if isinstance(self.remat, Remat) else Remat(self.remat or "as written")
+
+  @property
+  def rewrites(self) -> bool:
+    """Whether attention or the head is computed in parts."""
+    return self.attention is not None or self.loss_parts is not None
 
   @property
   def marks(self) -> bool:
@@ -180,7 +193,13 @@ class LayersUsed:
 
 
 def with_layers(
-  loss: Callable[[Any, Any], Any], *, remat: Policy = None, roll: Roll = "auto", layers: str | None = None
+  loss: Callable[[Any, Any], Any],
+  *,
+  remat: Policy = None,
+  roll: Roll = "auto",
+  layers: str | None = None,
+  attention: Attention = None,
+  loss_parts: int | None = None,
 ) -> Callable[[Any, Any], Any]:
   """The same loss with its layers rematerialised, rolled into scans, or both; the model is not edited.
 
@@ -200,6 +219,10 @@ def with_layers(
       remat also stacks all that they keep.
     layers: dotted paths of the layers, with `*` for any part, such as `"decoder.blocks.*"`. None: modules of
       one class and structure beside each other, in a list or as attributes that end in numbers.
+    attention: `"blocks"` computes every attention of the model by blocks of its queries and keys (of 512, or
+      of the number given), so that no array of their product exists. None: as written.
+    loss_parts: compute the head and the loss of each token in this many parts, so that the logits of all
+      tokens never exist at once. None: as written.
 
   Returns:
     A loss with the same arguments, value, gradients and changes of state. It raises a `TrainError` where a
@@ -216,7 +239,7 @@ def with_layers(
     >>> [eqn.primitive.name for eqn in jax.make_jaxpr(rolled)(model, jnp.ones((2, 4))).eqns].count("scan")
     1
   """
-  options = LayerOptions(remat, roll, layers)
+  options = LayerOptions(remat, roll, layers, attention, loss_parts)
 
   def changed(model: Any, batch: Any) -> Any:
     return _apart(loss, model, batch, options)
@@ -264,7 +287,7 @@ def with_options(
     used: gets what was done.
   """
   remat, note = options.how, LayersUsed() if used is None else used
-  if not remat.changes and options.roll is not True:
+  if not (remat.changes or options.roll is True or options.rewrites):
     return function
 
   def changed(*args: Any) -> Any:
@@ -277,6 +300,10 @@ def with_options(
         fix=f"{MARK_LAYERS}; or leave remat out.",
       )
     _check_rules(traced)
+    if options.loss_parts is not None:
+      traced = in_parts(traced, options.loss_parts)
+    if options.attention is not None:
+      traced = by_blocks(traced, options.attention)
     flat = _treated(traced, jax.tree.leaves(args), options, note)
     return jax.tree.unflatten(jax.tree.structure(shape), flat)
 

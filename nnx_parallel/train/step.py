@@ -17,6 +17,7 @@ from jax.typing import DTypeLike
 from nnx_parallel.core.text import few
 from nnx_parallel.create.instantiate import instantiate
 from nnx_parallel.errors import TrainError
+from nnx_parallel.layers.attention import Attention
 from nnx_parallel.layers.layers import LayerOptions, LayersUsed, Policy, Roll
 from nnx_parallel.layout.constrain import default_scope
 from nnx_parallel.layout.plan import ShardingPlan
@@ -282,6 +283,8 @@ def train_step(
   remat: Policy = None,
   roll: Roll = "auto",
   layers: str | None = None,
+  attention: Attention = None,
+  loss_parts: int | None = None,
   outputs: Sequence[str] = (),
   gradients: Gradients | None = None,
   reduction: DTypeLike | None = None,
@@ -317,6 +320,10 @@ def train_step(
       depth. `"auto"`: of 4 or more that are rematerialised. See `with_layers`.
     layers: dotted paths of the layers, with `*` for any part, such as `"decoder.blocks.*"`. None: modules of
       one class and structure beside each other, in a list or as attributes that end in numbers.
+    attention: `"blocks"` computes every attention of the model by blocks of its queries and keys (of 512, or
+      of the number given), so that no array of their product exists. None: as written.
+    loss_parts: compute the head and the loss of each token in this many parts, so that the logits of all
+      tokens never exist at once. None: as written.
     outputs: names of metrics that are arrays with the examples on dim 0, returned as they are.
     gradients: `"whole"` keeps gradients in the layout of their parameters; `"scattered"` (ZeRO-2) in that of
       their optimizer state, which saves memory, and reduces them in each microbatch. None: as the optimizer's
@@ -351,7 +358,7 @@ def train_step(
   options = StepOptions(
     loss_fn,
     microbatches,
-    LayerOptions(remat, roll, layers),
+    LayerOptions(remat, roll, layers, attention, loss_parts),
     tuple(outputs),
     gradients,
     reduction,
@@ -366,6 +373,8 @@ def eval_step(
   *,
   roll: bool = False,
   layers: str | None = None,
+  attention: Attention = None,
+  loss_parts: int | None = None,
   outputs: Sequence[str] = (),
   pairs: bool = False,
 ) -> EvalStep:
@@ -376,6 +385,8 @@ def eval_step(
     roll: make one scan of consecutive equal layers, so that program and time to compile do not grow with
       depth.
     layers: as in `train_step`.
+    attention: as in `train_step`.
+    loss_parts: as in `train_step`.
     outputs: names of metrics that are arrays with the examples on dim 0, returned as they are.
     pairs: return `(sum, count)` pairs instead of means, to be added up over batches (`MetricSums`). A plain
       scalar counts for as many as the batch has examples.
@@ -391,9 +402,8 @@ def eval_step(
     >>> evaluate(model, jnp.zeros((16, 4)))["loss"]
     (Array(0., dtype=float32), Array(64., dtype=float32))
   """
-  return EvalStep(
-    StepOptions(loss_fn, layers=LayerOptions(roll=roll, pattern=layers), outputs=tuple(outputs), pairs=pairs)
-  )
+  chosen = LayerOptions(roll=roll, pattern=layers, attention=attention, loss_parts=loss_parts)
+  return EvalStep(StepOptions(loss_fn, layers=chosen, outputs=tuple(outputs), pairs=pairs))
 
 
 def _warn_unplanned(labels: list[str]) -> None:
