@@ -36,7 +36,7 @@ from nnx_parallel.train.binding import (
 from nnx_parallel.train.gradients import Layout, batch_axes_of
 from nnx_parallel.train.hold import held
 from nnx_parallel.train.loss_call import call_loss
-from nnx_parallel.train.losses import Metrics, Terms, check_examples, examples_in, means, pairs, terms
+from nnx_parallel.train.losses import Metrics, check_examples, examples_in, means, pairs, terms
 from nnx_parallel.train.options import LossFn, StepOptions, is_scattered
 from nnx_parallel.train.subject import Subject
 from nnx_parallel.train.update import keyed, update

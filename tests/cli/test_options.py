@@ -12,8 +12,8 @@ from nnx_parallel.cli import main as cli
 from nnx_parallel.cli import options
 from nnx_parallel.cli.main import make_parser
 from nnx_parallel.errors import MeshError, ReportError
-from nnx_parallel.loop.loader import Recipe
 from nnx_parallel.layers import layers
+from nnx_parallel.loop.loader import Recipe
 
 
 def recipe(sizes):
