@@ -14,8 +14,6 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from packaging.version import Version
-
 DEVICES = 8
 FLAG = "--xla_force_host_platform_device_count"
 
@@ -30,7 +28,7 @@ PATIENCE = "--xla_cpu_collective_call_terminate_timeout_seconds=600"
 # has its own flag for that, and ends the process for one that it does not have.
 SIMPLE_LOOPS = (
   "--xla_cpu_opt_preset=FAST_COMPILE"
-  if Version(metadata.version("jaxlib")) >= Version("0.12")
+  if tuple(map(int, metadata.version("jaxlib").split(".")[:2])) >= (0, 12)
   else "--xla_cpu_use_fusion_emitters=false"
 )
 # readline, which pytest loads, hands the terminal's size on to the workers: tables would take it.

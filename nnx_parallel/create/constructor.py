@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal, TypeVar, Unpack, get_args
@@ -39,7 +40,7 @@ from nnx_parallel.rules.ruleset import Rules
 
 Compile = Literal["slices", "whole"]
 COMPILE: tuple[str, ...] = get_args(Compile)
-_DEFAULTS = {"wrt": nnx.Param, "uneven": "error", "zero": 0}  # of `plan`, beside None
+_DEFAULTS = {name: option.default for name, option in inspect.signature(plan_with_traces).parameters.items()}
 M = TypeVar("M", bound=nnx.Module)
 
 logger = logging.getLogger("nnx_parallel")
@@ -95,7 +96,7 @@ def create_sharded_model(
     if not isinstance(init, ShardingPlan):
       raise no_constructor()
     given = {"mesh": mesh, "rules": rules, **options}
-    if any(value is not None and value != _DEFAULTS.get(name) for name, value in given.items()):
+    if any(value is not None and value != _DEFAULTS[name] for name, value in given.items()):
       raise PlanError(
         "create_sharded_model got a plan and also mesh, rules, optimizer, or an option of plan().",
         details="a plan already holds all of them",

@@ -178,7 +178,9 @@ class BoundStep:
     # What the fast path compares: a tuple or dict of modules is new in each call, and is looked up.
     self.model, self.optimizer = (self.watch.reference(name) for name in ("model", "optimizer"))
     # Only microbatches depend on how the batch is sharded; jit handles all else.
-    self._by_layout = not options.in_one_piece
+    self._batch_axes: Callable[[Any], tuple[str, ...]] = (
+      (lambda _: ()) if options.in_one_piece else batch_axes_of
+    )
     self._programs: dict[tuple[str, ...], WatchedJit] = {}
     if self.trains:
       self._separate_buffers()
@@ -189,7 +191,7 @@ class BoundStep:
 
   def program(self, batch: Any) -> WatchedJit:
     """The program for batches that are sharded like this one."""
-    axes = batch_axes_of(batch) if self._by_layout else ()
+    axes = self._batch_axes(batch)
     found = self._programs.get(axes)
     if found is None:
       labels, shardings = self.binding.variable_labels, self.binding.variable_shardings
@@ -253,7 +255,7 @@ class BoundStep:
 
   def subject(self, loss_fn: LossFn, wrt: Mapping[Any, Any], batch: Any) -> Subject:
     """What `check_gradients` checks: one loss, differentiated as in this step."""
-    layout = self._layout(batch_axes_of(batch) if self._by_layout else ())
+    layout = self._layout(self._batch_axes(batch))
     return Subject(self.options, loss_fn, self.binding, batch, wrt, layout, self.held)
 
   def _layout(self, axes: tuple[str, ...]) -> Layout:
