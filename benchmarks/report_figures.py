@@ -19,10 +19,10 @@ from flax import nnx
 import nnx_parallel as nxp
 from benchmarks import llama
 from benchmarks.harness import Record
+from nnx_parallel.layers.layers import Remat, with_layers
 from nnx_parallel.report.compile_report import CompileReport, compile_report
 from nnx_parallel.report.estimate.memory import MemoryPlan, memory_plan
 from nnx_parallel.report.topology import missing_compiler, read_machine
-from nnx_parallel.train.remat import Remat, with_remat
 
 # So large that a TPU's 128 MiB of vector memory, where its compiler puts what fits, matters little.
 MODEL = llama.Config(
@@ -68,7 +68,7 @@ def layout(topology: str, sizes: tuple[int, int, int]) -> nxp.ShardingPlan:
 
 
 def compiled(topology: str, sizes: tuple[int, int, int], remat: Remat, parts: int) -> CompileReport:
-  step = nxp.train_step(with_remat(llama.loss, remat), microbatches=parts)
+  step = nxp.train_step(with_layers(llama.loss, remat=remat), microbatches=parts)
   return compile_report(step, layout(topology, sizes), batch=llama.batch_of(MODEL), topology=topology)
 
 

@@ -23,10 +23,10 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 import nnx_parallel as nxp
 from benchmarks import llama
 from benchmarks.harness import Record
+from nnx_parallel.layers.layers import Remat
 from nnx_parallel.report.chips import chip
 from nnx_parallel.report.estimate.roofline import StepTime, step_time
 from nnx_parallel.report.estimate.workload import Workload, trace_workload
-from nnx_parallel.train.remat import Remat
 
 AXES = ("data", "fsdp", "tensor")
 FAMILIES = ("v5e", "v5p", "h100")

@@ -18,6 +18,7 @@ with epy.lazy_api_imports(globals()):
   from nnx_parallel.hosts.data import batches, shard_batch
   from nnx_parallel.hosts.fetch import to_host
   from nnx_parallel.hosts.stop import StopSignals
+  from nnx_parallel.layers.layers import Remat, with_layers
   from nnx_parallel.layout.constrain import constrain, use_rules
   from nnx_parallel.layout.infer import infer_rules
   from nnx_parallel.layout.leaf import LeafPlan
@@ -48,7 +49,6 @@ with epy.lazy_api_imports(globals()):
   from nnx_parallel.train.hold import with_right_gradients
   from nnx_parallel.train.loss_scale import loss_scale_of, with_loss_scale
   from nnx_parallel.train.precision import Precision
-  from nnx_parallel.train.remat import with_remat
   from nnx_parallel.train.rng import fold_rng_over_axis
   from nnx_parallel.train.step import EvalStep, TrainStep, eval_step, train_step
   from nnx_parallel.train.wrappers import ema_of, skip_nonfinite, with_ema, with_masters
@@ -72,6 +72,7 @@ __all__ = [
   "NnxParallelWarning",
   "PathRules",
   "Precision",
+  "Remat",
   "RuleSet",
   "SearchResult",
   "ShardedOptimizer",
@@ -126,8 +127,8 @@ __all__ = [
   "unsharded",
   "use_rules",
   "with_ema",
+  "with_layers",
   "with_loss_scale",
   "with_masters",
-  "with_remat",
   "with_right_gradients",
 ]

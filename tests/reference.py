@@ -23,6 +23,7 @@ ROOMS = {
   "rules": "Declare",
   "layout": "Plan",
   "create": "Create",
+  "layers": "Layers",
   "train": "Train",
   "hosts": "Batches and hosts",
   "loop": "The loop",

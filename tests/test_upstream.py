@@ -27,6 +27,7 @@ from jax.sharding import AbstractMesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import nnx_parallel as nxp
+from nnx_parallel.core import jaxprs
 from nnx_parallel.report.program import hlo
 from nnx_parallel.report.program.compiler import run_compiler
 from nnx_parallel.report.program.devices import read_tiling, split_layouts
@@ -76,7 +77,7 @@ def plus_one(custom):
   ],
 )
 def test_operations_that_call_a_program_hold_it_under_a_known_name(name, function):
-  """`core/jaxprs.py`, `layout/dims.py`, `create/slicing/cut.py` and `train/remat.py` look into calls.
+  """`core/jaxprs.py`, `layout/dims.py`, `create/slicing/cut.py` and `layers/layers.py` look into calls.
 
   `train/custom_rules.py` knows custom rules by this name, and names their functions to the user.
   """
@@ -98,7 +99,7 @@ def test_loops_and_conditionals_hold_their_programs_under_known_names():
 
 
 def test_a_checkpoint_has_a_policy():
-  """`train/remat.py` replaces it."""
+  """`layers/layers.py` replaces it."""
   assert "policy" in equations(jax.checkpoint(jnp.sin), X)["remat2"].params
 
 
@@ -122,7 +123,7 @@ def test_custom_derivatives_are_the_known_parameters():
 
 
 def test_jaxprs_are_rebuilt_by_replace():
-  """`train/remat.py`, `core/jaxprs.py`."""
+  """`layers/layers.py`, `core/jaxprs.py`."""
   closed = jax.make_jaxpr(jnp.sin)(X)
   assert closed.jaxpr.replace(eqns=closed.jaxpr.eqns).eqns == closed.jaxpr.eqns
   assert isinstance(closed.jaxpr, jex.Jaxpr)
@@ -465,3 +466,46 @@ def test_rates_of_an_optimizer_are_found_by_name():
   optimizer = nnx.Optimizer(nnx.Linear(2, 2, rngs=nnx.Rngs(0)), tx, wrt=nnx.Param)
   ((_, rate),) = optax.tree.get_all_with_path(optimizer.opt_state, "learning_rate")
   assert float(rate[...]) == 0.5
+
+
+def test_the_text_of_a_trace_hides_rules_and_constants():
+  """`core.jaxprs.identity` compares them by value; `gradient_of` reads `num_consts`."""
+
+  def ruled(factor):
+    f = jax.custom_vjp(jnp.sin)
+    f.defvjp(lambda x: (jnp.sin(x), x), lambda x, g: (g * factor,))
+    return jax.make_jaxpr(f)(jnp.ones(3))
+
+  one, two = ruled(1.0), ruled(2.0)
+  assert str(one) == str(two)
+  assert one.eqns[0].primitive.name.startswith("custom_vjp_call")
+  assert one.eqns[0].params["num_consts"] == 0
+  assert one.eqns[0].outvars[0].aval.memory_space is jax.memory.Space.Device
+
+
+def test_a_softmax_is_a_maximum_an_exponential_and_a_sum():
+  """`layers/attention.py` finds attention by these, whoever writes it; calls are opened before."""
+
+  def attend(q):
+    return jax.nn.dot_product_attention(q, q, q), nnx.dot_product_attention(q, q, q), jax.nn.softmax(q)
+
+  program = jax.make_jaxpr(attend)(jnp.ones((1, 3, 2, 4)))
+  names = [eqn.primitive.name for eqn in jaxprs.equations(program)]
+  for name in ("reduce_max", "exp"):
+    assert names.count(name) == 3
+  assert names.count("dot_general") == 4
+
+
+def test_a_jit_within_a_trace_is_one_operation():
+  """`core/jaxprs.py` puts a function of its own into a trace as such a call."""
+  program = jax.make_jaxpr(jax.jit(lambda x: jnp.sin(x) + 1, inline=False))(1.0).jaxpr
+  (eqn,) = program.eqns
+  assert eqn.invars == program.invars
+  assert eqn.outvars == program.outvars
+
+
+def test_arrays_of_one_rank_may_have_dims_of_length_1_in_elementwise_operations():
+  """`core/tiles.py` leaves such dims whole."""
+  program = jax.make_jaxpr(lambda x: x - x.max(1, keepdims=True))(jnp.ones((2, 3))).jaxpr
+  shapes = {v.aval.shape for eqn in program.eqns if eqn.primitive.name == "sub" for v in eqn.invars}
+  assert shapes == {(2, 3), (2, 1)}

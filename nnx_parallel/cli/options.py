@@ -9,7 +9,7 @@ import os
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from nnx_parallel.errors import MeshError, ReportError, ShardingError
 
@@ -25,7 +25,9 @@ Rules = dict[str, tuple[str, ...]]
 NO = 3  # the exit code of a command whose answer is no: does not fit, differs, damaged
 EXAMPLE = "--mesh data=2,fsdp=2,tensor=2"
 AS_WRITTEN = "as written"
-REMATS = (AS_WRITTEN, "none", "dots", "full")  # those of train/remat.py, which takes a second to import
+# Those of layers/layers.py, which takes a second to import.
+REMATS = (AS_WRITTEN, "none", "dots", "full", "offload")
+ROLLS: dict[str, bool | Literal["auto"]] = {"auto": "auto", "on": True, "off": False}
 
 
 def positive(text: str) -> int:
@@ -87,6 +89,11 @@ _ARGUMENTS: dict[str, dict[str, Any]] = {
     "default": AS_WRITTEN,
     "choices": REMATS,
     "help": "what layers keep for the backward pass (default: as the recipe does)",
+  },
+  "--roll": {
+    "default": "auto",
+    "choices": tuple(ROLLS),
+    "help": "one scan of consecutive equal layers (default: of 4 or more that --remat recomputes)",
   },
   "--batch": {"type": positive, "metavar": "N", "help": "examples in the global batch"},
   "--chip": {"metavar": "NAME", "help": "compare the memory needed with that of this chip: v5e, h100"},

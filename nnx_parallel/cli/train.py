@@ -29,6 +29,7 @@ def register(commands: options.Commands) -> None:
     "train",
     run,
     *options.STEP,
+    "--roll",
     help="train a recipe on a mesh",
     description="Trains a recipe. Without an accelerator, as many CPU devices as the mesh has are simulated.",
   )
@@ -214,6 +215,7 @@ def make_job(
   settings |= {"batch": examples, "rules": options.format_rules(args.rules)}
   parts = recipe.parts(args.microbatches)
   how: dict[str, Any] = {"microbatches": parts, "remat": args.remat, "settings": settings}
+  how["roll"] = options.ROLLS[args.roll]
   if checkpointer is None or not (checkpointer.steps() or args.resume not in (None, "latest")):
     return Job.start(recipe, plan, **how)
   with warnings.catch_warnings(record=True) as caught:

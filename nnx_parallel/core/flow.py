@@ -280,6 +280,12 @@ def sources(eqn: Any) -> list[int | None] | None:
   if name == "broadcast_in_dim":
     new = {target: dim for dim, target in enumerate(params["broadcast_dimensions"])}
     return [new.get(dim) for dim in range(len(params["shape"]))]
+  if name == "stack":
+    dims: list[int | None] = list(range(len(eqn.invars[0].aval.shape)))
+    dims.insert(params["axis"], None)
+    return dims
+  if name == "unstack":
+    return [dim for dim in range(len(eqn.invars[0].aval.shape)) if dim != params["axis"]]
   if name in _REDUCTIONS or name == "squeeze":
     gone = params["dimensions" if name == "squeeze" else "axes"]
     return [dim for dim in range(len(eqn.invars[0].aval.shape)) if dim not in gone]

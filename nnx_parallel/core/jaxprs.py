@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
 from jax.extend import core, source_info_util
+from jax.sharding import AxisType
+
+from nnx_parallel.core.nodes import is_key
 
 CHECKPOINTS = ("checkpoint", "remat", "remat2")
 CALLS = ("jit", "pjit", "closed_call", "core_call")
@@ -60,13 +68,25 @@ def evaluate(
     return lift(var.val) if isinstance(var, core.Literal) else values[var]
 
   for eqn in body.eqns:
-    # Else every operation of the loss would seem to come from a line of this file.
-    source = eqn.source_info
-    names = source_info_util.current_name_stack() + source.name_stack
-    with source_info_util.user_context(source.traceback, name_stack=names):
+    with placed(eqn):
       results = run(eqn, [read(v) for v in eqn.invars])
     values.update(zip(eqn.outvars, results, strict=True))
   return [read(v) for v in body.outvars]
+
+
+def placed(eqn: Any) -> contextlib.AbstractContextManager[None]:
+  """Gives what is traced in its body the source line and the name stack of an operation.
+
+  Else every operation of a loss that is evaluated again would seem to come from a line of this package.
+  """
+  source = eqn.source_info
+  names = source_info_util.current_name_stack() + source.name_stack
+  return source_info_util.user_context(source.traceback, name_stack=names)
+
+
+def place_of(eqn: Any) -> str:
+  """The user's line of an operation, with its function."""
+  return source_info_util.summarize(eqn.source_info)
 
 
 def bind(eqn: Any, inputs: Sequence[Any], **changed: Any) -> Sequence[Any]:
@@ -100,6 +120,83 @@ def inner_equations(eqn: Any) -> Iterator[Any]:
   """Every equation of the programs that an operation holds."""
   for program in programs(eqn):
     yield from equations(program)
+
+
+def gradient_of(eqn: Any) -> Any:
+  """The trace of the gradient of one operation, by its own rules."""
+  fixed = eqn.params.get("num_consts", 0)  # what a rule closes over has no gradient
+
+  def gradient(given: list[Any]) -> list[Any]:
+    def run(*xs: Any) -> Any:
+      return bind(eqn, [*given[:fixed], *xs])
+
+    out, back = jax.vjp(run, *given[fixed:])
+    slopes: Any = [x if is_inexact(x) else np.zeros(x.shape, jax.dtypes.float0) for x in out]
+    found = zip(given[fixed:], back(type(out)(slopes)), strict=True)
+    return [slope for x, slope in found if is_inexact(x)]
+
+  return jax.make_jaxpr(gradient)([var.aval for var in eqn.invars])
+
+
+def rules(jaxpr: Any) -> Iterator[Any]:
+  """The operations of a trace, and of its inner programs, that have a gradient by `jax.custom_vjp`.
+
+  Not those of a `shard_map`: without it they can't be traced.
+  """
+  for eqn in opened(jaxpr).eqns:
+    if eqn.primitive.name.startswith("custom_vjp_call"):
+      yield eqn
+    elif eqn.primitive.name not in ("shard_map", "pallas_call"):
+      for program in programs(eqn):
+        yield from rules(program)
+
+
+def has_rule(eqn: Any) -> bool:
+  """Whether an operation has a gradient of its own, by `jax.custom_jvp` or `jax.custom_vjp`."""
+  return eqn.primitive.name.startswith(("custom_jvp_call", "custom_vjp_call"))
+
+
+def identity(jaxpr: Any) -> tuple[str, list[Any]]:
+  """What tells a program from others: its text, and what the text leaves out.
+
+  That is constants, by value, and the rules of `jax.custom_jvp` and `jax.custom_vjp`, of which a text has
+  the names only.
+  """
+  return str(opened(jaxpr)), list(_hidden(jaxpr))
+
+
+def _hidden(jaxpr: Any, *, in_rule: bool = False) -> Iterator[Any]:
+  yield from map(_value, constants(jaxpr))
+  for eqn in opened(jaxpr).eqns:
+    yield from (_value(var.val) for var in eqn.invars if isinstance(var, core.Literal))
+    if has_rule(eqn) and not in_rule:  # the gradient of relu calls relu
+      rule = gradient_of(eqn)
+      yield str(rule)
+      yield from _hidden(rule, in_rule=True)
+    elif eqn.primitive.name == "shard_map" and any(map(has_rule, inner_equations(eqn))):
+      yield object()  # such a rule can't be traced outside of it: it is equal to no other
+    for program in programs(eqn):
+      if eqn.primitive.name not in ("shard_map", "pallas_call"):
+        yield from _hidden(program, in_rule=in_rule)
+
+
+def _value(x: Any) -> Any:
+  """The type and the bytes of an array; of a tracer, which one it is."""
+  if is_tracer(x):
+    return id(x)
+  if is_key(jnp.result_type(x)):
+    x = jax.random.key_data(x)
+  return str(jnp.result_type(x)), np.asarray(x).tobytes()
+
+
+def is_tracer(x: Any) -> bool:
+  """Whether a value is one of a trace."""
+  return isinstance(x, Tracer)
+
+
+def is_inexact(x: Any) -> bool:
+  """Whether an array may have a gradient."""
+  return jnp.issubdtype(x.dtype, jnp.inexact)
 
 
 def forwarded(jaxpr: Any) -> list[int | None]:
@@ -180,3 +277,55 @@ def _holds_program(value: Any) -> bool:
   if isinstance(value, tuple):
     return bool(value) and all(map(_holds_program, value))
   return hasattr(opened(value), "eqns")
+
+
+def struct(aval: Any) -> jax.ShapeDtypeStruct:
+  """The shape and dtype of a variable, and its sharding on Explicit axes."""
+  where = getattr(aval, "sharding", None)
+  explicit = where is not None and AxisType.Explicit in where.mesh.axis_types
+  return jax.ShapeDtypeStruct(
+    aval.shape, aval.dtype, sharding=where if explicit else None, weak_type=aval.weak_type
+  )
+
+
+def traced(function: Callable[..., Any], like: Any) -> Any:
+  """The closed jaxpr of a function of flat arrays with the types of the inputs of another."""
+  return jax.make_jaxpr(function)(*[struct(var.aval) for var in opened(like).invars])
+
+
+def flattened(jaxpr: Any, opens: Callable[[Any], bool]) -> Any:
+  """A closed jaxpr with the operations of some calls in their place."""
+
+  def run(eqn: Any, inputs: list[Any]) -> Sequence[Any]:
+    return evaluate(called(eqn), inputs, run) if opens(eqn) else bind(eqn, inputs)
+
+  return traced(lambda *inputs: evaluate(jaxpr, inputs, run), jaxpr)
+
+
+def call_equation(
+  function: Callable[..., Sequence[Any]], inputs: Sequence[Any], outputs: Sequence[Any], like: Any
+) -> Any:
+  """An operation that computes variables of a trace from others by a function, traced once.
+
+  Args:
+    function: of flat arrays.
+    inputs: variables of the trace.
+    outputs: the variables that it makes.
+    like: the operation whose place in the source it takes.
+  """
+  jitted = jax.jit(function, inline=False)
+  (eqn,) = jax.make_jaxpr(jitted)(*[struct(var.aval) for var in inputs]).jaxpr.eqns
+  return eqn.replace(invars=[*inputs], outvars=[*outputs], source_info=like.source_info)
+
+
+def without_unused(jaxpr: Any) -> Any:
+  """A jaxpr, closed or not, without the operations whose results nobody reads."""
+  if opened(jaxpr) is not jaxpr:
+    return jaxpr.replace(jaxpr=without_unused(opened(jaxpr)))
+  used: set[Any] = {var for var in jaxpr.outvars if not isinstance(var, core.Literal)}
+  kept: list[Any] = []
+  for eqn in reversed(jaxpr.eqns):
+    if eqn.effects or not used.isdisjoint(eqn.outvars):
+      kept.append(eqn)
+      used.update(var for var in eqn.invars if not isinstance(var, core.Literal))
+  return jaxpr.replace(eqns=kept[::-1])

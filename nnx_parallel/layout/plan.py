@@ -22,6 +22,7 @@ from flax.core.spmd import get_logical_axis_rules
 from jax.sharding import NamedSharding, PartitionSpec
 
 from nnx_parallel.core.axes import axes_of, entry_of
+from nnx_parallel.core.layers import find_layers
 from nnx_parallel.core.mesh import AnyMesh, axis_sizes, is_explicit
 from nnx_parallel.core.nodes import Path, array_leaves, kind_of, path_str, value_of
 from nnx_parallel.core.padding import logical_transformation
@@ -63,6 +64,7 @@ class StoredPlan(Table):
     leaves: every Variable of the model, then of the optimizer, in flax's order.
     notes: for the reader, for example rules that matched nothing.
     zero: ZeRO stage of the optimizer state (1), and of the gradients too (2).
+    layers: the layers of the model, a line for each group.
   """
 
   def explain(self, name: str) -> str:
@@ -203,6 +205,7 @@ class ShardingPlan(StoredPlan):
     leaves: every Variable of the model, then of the optimizer, in flax's order.
     notes: for the reader, for example rules that matched nothing.
     zero: ZeRO stage of the optimizer state (1), and of the gradients too (2).
+    layers: the layers of the model, a line for each group.
     init: the constructor that was planned.
     tx: the optax transformation, or None when the plan has no optimizer.
     wrt: which Variables the optimizer trains.
@@ -497,6 +500,7 @@ def plan_with_traces(
     rules=ruleset,
     leaves=tuple(leaves),
     notes=tuple(found + decisions.notes()),
+    layers=tuple(map(str, find_layers(model))),
     zero=zero,
     init=init,
     abstract_model=model,

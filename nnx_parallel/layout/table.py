@@ -31,6 +31,7 @@ class Table:
     leaves: every Variable of the model, then of the optimizer, in flax's order.
     notes: for the reader, for example rules that matched nothing.
     zero: ZeRO stage of the optimizer state (1), and of the gradients too (2).
+    layers: the layers of the model, a line for each group.
   """
 
   mesh: AnyMesh
@@ -38,6 +39,7 @@ class Table:
   leaves: tuple[LeafPlan, ...]
   notes: tuple[str, ...] = ()
   zero: int = 0
+  layers: tuple[str, ...] = ()
 
   def __getitem__(self, name: str) -> LeafPlan:
     """The leaf with this dotted path (`optimizer/...` for optimizer state)."""

@@ -14,12 +14,12 @@ from flax import nnx
 import nnx_parallel as nxp
 from nnx_parallel.core.mesh import axis_sizes
 from nnx_parallel.errors import RecipeError
+from nnx_parallel.layers.layers import Policy, Roll
 from nnx_parallel.layout.constrain import default_scope
 from nnx_parallel.loop.fit import resume_from
 from nnx_parallel.loop.loader import Recipe
 from nnx_parallel.loop.metrics import Record
 from nnx_parallel.loop.recorder import Position
-from nnx_parallel.train.remat import Policy
 
 
 def rules_of(recipe: Recipe) -> Any:
@@ -59,6 +59,7 @@ class Job:
       microbatches, the last step's number and the SHA-256 of the recipe's file (not of what it imports).
     changes: settings that differ from those of the checkpoint it was restored from, as text.
     remat: what layers keep for the backward pass; as for `train_step`.
+    roll: whether consecutive equal layers are one scan; as for `train_step`.
   """
 
   recipe: Recipe
@@ -70,6 +71,7 @@ class Job:
   settings: dict[str, Any] = dataclasses.field(default_factory=dict[str, Any])
   changes: list[str] = dataclasses.field(default_factory=list[str])
   remat: Policy = None
+  roll: Roll = "auto"
 
   def __post_init__(self) -> None:
     if self.recipe.loss is None or self.recipe.batches is None:
@@ -84,9 +86,14 @@ class Job:
     self.settings = own | self.settings
     self._batches = self.recipe.batches
     self._train_step = nxp.train_step(
-      self.recipe.loss, microbatches=self.microbatches, remat=self.remat, pairs=True, diagnostics=True
+      self.recipe.loss,
+      microbatches=self.microbatches,
+      remat=self.remat,
+      roll=self.roll,
+      pairs=True,
+      diagnostics=True,
     )
-    self._eval_step = nxp.eval_step(self.recipe.loss, pairs=True)
+    self._eval_step = nxp.eval_step(self.recipe.loss, roll=self.roll is True, pairs=True)
     # Made once: it shares the model's Variables, and for another object the step would be compiled again.
     options = {"deterministic": True, "use_running_average": True}
     self._quiet = nnx.view(self.model, **options, raise_if_not_found=False)

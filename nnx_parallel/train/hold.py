@@ -7,7 +7,9 @@ half while the loss is right (jax 0.10.2 and 0.12, Shardy and GSPMD; `layout/kno
 
 So the trace of the step is rewritten, by the layouts of `core/flow.py`:
 - a parameter is gathered over the axes that split the batch where it meets the batch, forward and backward;
-- the result of a product that carries the batch is laid out as the plan implies;
+- the result of a product or a look-up that carries the batch is laid out as the plan implies;
+- a table whose rows are split like the batch is looked up, and its gradient summed, by columns;
+- one element of each row, the logit of a target, is read by a comparison (`train/picks.py`);
 - the operands of a convolution's kernel gradient have unsplit spatial dims;
 - the kernel gradient of a grouped convolution is computed by each device on its own examples, and summed.
 """
@@ -46,6 +48,7 @@ from nnx_parallel.errors import TrainError
 from nnx_parallel.layout.batch import batch_axes, input_spec
 from nnx_parallel.layout.constrain import Scope
 from nnx_parallel.rules.ruleset import RuleSet
+from nnx_parallel.train.picks import is_pick, picked
 
 Flows = Sequence[Flow]
 _ELEMENTWISE = frozenset(("add", "add_any", "convert_element_type", "mul", "select_n", "sub"))
@@ -120,11 +123,12 @@ def held(
     closed, shape = jax.make_jaxpr(run, return_shape=True)(*args)
     leaves, flows = jax.tree.leaves(args), flows_of(args)
     used = {axis for axis in (*(split or ()), *_names(flows)) if mesh.shape.get(axis, 1) > 1}
-    if len(used) < 2:  # with one axis there is nothing to confuse
+    stored = used & _names([flow for flow in flows if not flow.data])
+    if len(used) < 2 and not stored & {*(split or ())}:  # nothing to confuse
       flows = [_flow(x, (), data=False) for x in leaves]
     if any(flow.data for flow in flows) or any(map(_is_faulty, equations(closed.jaxpr))):
       batch = frozenset(used.intersection(split or ()))
-      results, _ = _Rewriting(mesh, batch, used - batch).evaluate(closed, leaves, flows)
+      results, _ = _Rewriting(mesh, batch, stored).evaluate(closed, leaves, flows)
     else:
       results = core.jaxpr_as_fun(closed)(*leaves)
     return jax.tree.unflatten(jax.tree.structure(shape), results)
@@ -146,11 +150,11 @@ class _Rewriting:
   Args:
     mesh: the mesh.
     batch: axes larger than 1 that split the batch.
-    others: axes larger than 1 that split parameters, and not the batch.
+    stored: axes larger than 1 that split parameters or other state.
   """
 
-  def __init__(self, mesh: Any, batch: frozenset[str], others: set[str]):
-    self.mesh, self.batch, self.others = mesh, batch, others
+  def __init__(self, mesh: Any, batch: frozenset[str], stored: set[str]):
+    self.mesh, self.batch, self.stored, self.others = mesh, batch, stored, stored - batch
     self._met: set[int] = set()
     self._done: dict[Any, tuple[Any, list[Flow]]] = {}
 
@@ -198,6 +202,12 @@ class _Rewriting:
       kept = _shared(eqn, flows)
       pairs = zip(inputs, flows, strict=True)
       inputs = [x if flow.data else self._gathered(x, flow, kept) for x, flow in pairs]
+    if is_pick(eqn) and any(_EXAMPLES in flow.names for flow in flows):
+      return picked(eqn, *inputs), self._followed(eqn, flows)
+    if name == "gather":
+      return self._look_up(eqn, inputs, flows)
+    if name == "scatter-add":
+      return self._summed_rows(eqn, inputs, flows)
     if name == "conv_general_dilated":
       inputs, flows = self._whole_windows(eqn, inputs, flows)
     grows = name == "broadcast_in_dim" and eqn.outvars[0].aval.size > eqn.invars[0].aval.size
@@ -205,6 +215,64 @@ class _Rewriting:
       inputs = [self._gathered(inputs[0], flows[0])]
       flows = [dataclasses.replace(flows[0], axes=self._apart(flows[0].axes))]
     return bind(eqn, inputs), self._followed(eqn, flows)
+
+  def _look_up(self, eqn: Any, inputs: list[Any], flows: list[Flow]) -> tuple[Sequence[Any], list[Flow]]:
+    """A look-up by the batch in a table whose rows its axis splits: the columns are split instead.
+
+    Each device looks up its columns of all rows wanted, and they are exchanged. Else each device would gather
+    the table, or make the rows of the whole batch to sum them.
+    """
+    numbers, table, found = eqn.params["dimension_numbers"], flows[0], self._followed(eqn, flows)
+    rows = {axis for d in numbers.start_index_map for axis in table.axes[d]} & self.batch
+    whole = zip(eqn.params["slice_sizes"], inputs[0].shape, strict=True)
+    dropped = (*numbers.collapsed_slice_dims, *numbers.operand_batching_dims)
+    window = [d for d, (size, length) in enumerate(whole) if d not in dropped and size == length]
+    column = self._free(table.axes, rows, window, inputs[0])
+    if table.data or column is None or not self._is_minor(found[0], rows):
+      return bind(eqn, inputs), found
+    axes = _moved(table.axes, rows, column)
+    offset = dict(
+      zip((d for d in range(len(table.axes)) if d not in dropped), numbers.offset_dims, strict=True)
+    )
+    wanted = self._laid(inputs[1], _moved(flows[1].axes, rows))
+    results = bind(eqn, [self._laid(inputs[0], axes), wanted])
+    return [self._laid(results[0], _moved(found[0].axes, rows, offset[column]))], found
+
+  def _summed_rows(self, eqn: Any, inputs: list[Any], flows: list[Flow]) -> tuple[Sequence[Any], list[Flow]]:
+    """The gradient of a table: each device sums all rows of its columns.
+
+    Else each device would sum its examples into a table of its own, and those would be summed.
+    """
+    numbers, updates, found = eqn.params["dimension_numbers"], flows[2], self._followed(eqn, flows)
+    examples = [d for d in range(len(updates.axes)) if d not in numbers.update_window_dims]
+    split = {axis for d in examples for axis in updates.axes[d]} & self.stored
+    dropped = (*numbers.inserted_window_dims, *numbers.operand_batching_dims)
+    window = (d for d in range(len(inputs[0].shape)) if d not in dropped)
+    own = dict(zip(window, numbers.update_window_dims, strict=True))
+    same = [d for d in own if inputs[0].shape[d] == inputs[2].shape[own[d]]]
+    column = self._free(found[0].axes, split, same, inputs[0])
+    if column is None or _EXAMPLES in found[0].names or not self._is_minor(updates, split):
+      return bind(eqn, inputs), found
+    # Laid out as it comes first: else the new layout would spread to the layers before.
+    moved = self._laid(self._laid(inputs[2], updates.axes), _moved(updates.axes, split, own[column]))
+    axes = _moved(found[0].axes, split, column)
+    (result,) = bind(eqn, [inputs[0], self._laid(inputs[1], _moved(flows[1].axes, split)), moved])
+    return [self._laid(result, axes)], [dataclasses.replace(found[0], axes=axes)]
+
+  def _free(self, axes: Axes, moved: set[str], dims: Sequence[int], x: Any) -> int | None:
+    """The longest of some dims that one axis can split further.
+
+    None for several axes: XLA replicates an array to move more than one between its dims.
+    """
+    split = [axis for dim in axes for axis in dim if axis not in moved and axis != _EXAMPLES]
+    shards = math.prod(self.mesh.shape[axis] for axis in (*moved, *split))
+    fitting = [d for d in dims if x.shape[d] % shards == 0]
+    return max(fitting, key=lambda d: x.shape[d], default=None) if len(moved) == 1 else None
+
+  def _is_minor(self, flow: Flow, moved: set[str]) -> bool:
+    """Whether an axis is the last of those that split the examples, so that it can leave them."""
+    examples = next((dim for dim in flow.axes if _EXAMPLES in dim), ())
+    return [axis for axis in examples if axis in self.mesh.shape and axis in self.batch][-1:] == [*moved]
 
   def _whole_windows(self, eqn: Any, inputs: list[Any], flows: list[Flow]) -> tuple[list[Any], list[Flow]]:
     """The operands of a kernel gradient with unsplit spatial dims: XLA sums split ones too often."""
@@ -313,6 +381,12 @@ class _Rewriting:
     asked, _ = self._retraced(params["cond_jaxpr"], [*flows[:skipped], *state])
     body, after = self._retraced(params["body_jaxpr"], [*flows[skipped : skipped + consts], *state])
     return bind(eqn, inputs, cond_jaxpr=asked, body_jaxpr=body), after
+
+
+def _moved(axes: Axes, moved: set[str], to: int | None = None) -> Axes:
+  """The layout with some axes on one dim, or on none, and on no other."""
+  rest = [without(dim, frozenset(moved)) for dim in axes]
+  return tuple((*dim, *moved) if n == to else dim for n, dim in enumerate(rest))
 
 
 def _of_new_values(flows: Flows) -> list[Flow]:

@@ -9,7 +9,7 @@ from typing import Any, Literal
 import jax.numpy as jnp
 
 from nnx_parallel.errors import TrainError
-from nnx_parallel.train.remat import Policy, check_policy
+from nnx_parallel.layers.layers import LayerOptions
 
 LossFn = Callable[[Any, Any], Any]
 Gradients = Literal["whole", "scattered"]
@@ -22,7 +22,7 @@ class StepOptions:
   Attributes:
     loss_fn: one loss function, or key -> loss function for several models trained in turn.
     microbatches: parts that each batch is split into.
-    remat: what layers keep for the backward pass; see `with_remat`.
+    layers: what is done with the layers of the loss: remat and rolling.
     outputs: names of metrics that are per-example arrays.
     gradients: the layout of gradients; see `train_step`.
     reduction: dtype in which replicas sum their gradients, or None.
@@ -30,13 +30,12 @@ class StepOptions:
     diagnostics: whether the norm of the gradients and the learning rate are among the metrics.
 
   Raises:
-    TrainError: an invalid number of microbatches, or an unknown remat policy, gradient layout or reduction
-      dtype.
+    TrainError: an invalid number of microbatches, or an unknown gradient layout or reduction dtype.
   """
 
   loss_fn: LossFn | Mapping[Any, LossFn]
   microbatches: int = 1
-  remat: Policy = None
+  layers: LayerOptions = dataclasses.field(default_factory=LayerOptions)
   outputs: tuple[str, ...] = ()
   gradients: Gradients | None = None
   reduction: Any = None
@@ -46,7 +45,6 @@ class StepOptions:
   def __post_init__(self) -> None:
     if self.microbatches < 1:
       raise TrainError(f"microbatches={self.microbatches} is not a positive number.", fix="microbatches=1")
-    check_policy(self.remat)
     if self.gradients not in (None, "whole", "scattered"):
       raise TrainError(
         f"gradients={self.gradients!r} is not a layout.",

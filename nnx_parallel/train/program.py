@@ -17,6 +17,7 @@ from jax.sharding import NamedSharding
 from nnx_parallel.core.axes import axes_in
 from nnx_parallel.core.nodes import Path, is_key, value_of
 from nnx_parallel.errors import TrainError
+from nnx_parallel.layers.layers import LayersUsed, with_options
 from nnx_parallel.layout.constrain import default_scope, rules_in_scope, scope_of
 from nnx_parallel.layout.sharded_optimizer import Placement, placement_of
 from nnx_parallel.train.binding import (
@@ -163,6 +164,7 @@ class BoundStep:
   Attributes:
     reasons: why it was made.
     reduction: how the last traced program reduces gradients between replicas.
+    layers: what the last traced program does with the layers of the loss.
   """
 
   def __init__(self, options: StepOptions, roots: Mapping[str, Any], reasons: tuple[str, ...] = ()):
@@ -171,7 +173,7 @@ class BoundStep:
     optimizers = keyed(roots["model"], roots["optimizer"]) if self.trains else {}
     self._placements = {key: placement_of(optimizer) for key, optimizer in optimizers.items()}
     self.binding = Binding(roots, self._planned())
-    self.reduction = ""
+    self.reduction, self.layers = "", LayersUsed()
     self.watch = self.binding.watch
     self.trace = current_trace()
     self.variables = self.binding.variables
@@ -230,17 +232,24 @@ class BoundStep:
     def train_step(arrays: list[Any], batch: Any) -> list[Any]:
       objects = binding.template.build(binding.with_raw(arrays))
       with default_scope(scope):
-        metrics, self.reduction = update(self.options, objects[0], objects[1], batch, layout)
+        metrics, self.reduction, self.layers = update(self.options, objects[0], objects[1], batch, layout)
       return [*binding.without_raw(binding.template.arrays(objects)), metrics]
 
     return train_step
 
   def _evaluate(self, arrays: list[Any], batch: Any) -> Metrics:
     check_examples(batch)
-    (models,) = self.binding.template.build(self.binding.with_raw(arrays))
     loss_fn: Any = self.options.loss_fn
+    options, used = self.options.layers, LayersUsed()
+
+    def run(arrays: list[Any], batch: Any) -> Any:
+      (models,) = self.binding.template.build(self.binding.with_raw(arrays))
+      with options.marking(models, used):
+        return terms(call_loss(loss_fn, models, batch), self.options.outputs)
+
     with default_scope(scope_of(self.variables)):
-      found = terms(call_loss(loss_fn, models, batch), self.options.outputs)
+      found = with_options(run, options, used)(arrays, batch)
+    self.layers = used
     return pairs(found, examples=examples_in(batch)) if self.options.pairs else means(found)
 
   def held(self, run: Callable[..., Any], shardings: Any) -> Callable[..., Any]:

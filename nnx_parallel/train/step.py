@@ -17,6 +17,8 @@ from jax.typing import DTypeLike
 from nnx_parallel.core.text import few
 from nnx_parallel.create.instantiate import instantiate
 from nnx_parallel.errors import TrainError
+from nnx_parallel.layers.attention import Attention
+from nnx_parallel.layers.layers import LayerOptions, LayersUsed, Policy, Roll
 from nnx_parallel.layout.constrain import default_scope
 from nnx_parallel.layout.plan import ShardingPlan
 from nnx_parallel.train.binding import ABSENT, check_outside, objects_in
@@ -25,7 +27,6 @@ from nnx_parallel.train.gradient_check import GradientCheck, merged
 from nnx_parallel.train.losses import Metrics
 from nnx_parallel.train.options import Gradients, LossFn, StepOptions
 from nnx_parallel.train.program import BoundStep, Compile, WatchedJit, logger
-from nnx_parallel.train.remat import Policy
 from nnx_parallel.train.update import keyed, of_loss
 
 _KEPT = 4
@@ -36,6 +37,7 @@ class _Step:
 
   def __init__(self, options: StepOptions):
     self.options = options
+    self.layers = LayersUsed()
     self.calls = 0
     self.compiles: list[Compile] = []
     self._bounds: list[BoundStep] = []
@@ -110,6 +112,7 @@ class _Step:
     self.calls += 1
 
   def _record(self, bound: BoundStep, compiled: Compile) -> None:
+    self.layers = bound.layers
     self.compiles.append(compiled)
     if len(self.compiles) > 1:
       logger.info("the step was compiled again: %s", compiled)
@@ -126,6 +129,8 @@ class TrainStep(_Step):
     compiles: one entry for each compilation, with its reasons. More than one is worth a look. Compilations
       started by `compiled()` are not listed.
     reduction: how the last compiled program reduces gradients between replicas.
+    layers: which layers were found when the step was last compiled or lowered, which of them are recomputed
+      or rolled into a scan, and why others are not; print it.
   """
 
   def __init__(self, options: StepOptions):
@@ -181,6 +186,7 @@ class TrainStep(_Step):
     bound = BoundStep(self.options, roots)
     with scope:
       traced = bound.program(batch).jitted.trace(bound.binding.read(), batch)
+    self.layers = bound.layers
     if isinstance(bound.binding.mesh, AbstractMesh):
       return traced.lower(lowering_platforms=(jax.default_backend(),))
     return traced.lower()
@@ -250,6 +256,7 @@ class EvalStep(_Step):
     options: the loss function and the options it was made with.
     calls: how many batches were evaluated.
     compiles: one entry for each compilation, with its reasons.
+    layers: as for a train step.
   """
 
   def __call__(self, model: Any, batch: Any) -> Metrics:
@@ -274,6 +281,10 @@ def train_step(
   *,
   microbatches: int = 1,
   remat: Policy = None,
+  roll: Roll = "auto",
+  layers: str | None = None,
+  attention: Attention = None,
+  loss_parts: int | None = None,
   outputs: Sequence[str] = (),
   gradients: Gradients | None = None,
   reduction: DTypeLike | None = None,
@@ -303,9 +314,16 @@ def train_step(
       (a GAN), a dict key -> loss function; later ones see the models that earlier ones updated.
     microbatches: split the batch and accumulate gradients over this many parts inside the compiled step.
     remat: what each layer keeps for the backward pass: `"none"` everything, `"dots"` the results of matrix
-      products with weights, `"full"` its input only; or a policy of `jax.checkpoint_policies`. None, or
-      `"as written"`: as the model says. A layer is the body of a scan, or what is under `nnx.remat`; where
-      there is none, the first call is an error. See `with_remat`.
+      products with weights, `"full"` its input only, `"offload"` its input, in the host's memory; a policy of
+      `jax.checkpoint_policies`; or a `Remat`. None, or `"as written"`: as the model says. See `with_layers`.
+    roll: make one scan of consecutive equal layers, so that program and time to compile do not grow with
+      depth. `"auto"`: of 4 or more that are rematerialised. See `with_layers`.
+    layers: dotted paths of the layers, with `*` for any part, such as `"decoder.blocks.*"`. None: modules of
+      one class and structure beside each other, in a list or as attributes that end in numbers.
+    attention: `"blocks"` computes every attention of the model by blocks of its queries and keys (of 512, or
+      of the number given), so that no array of their product exists. None: as written.
+    loss_parts: compute the head and the loss of each token in this many parts, so that the logits of all
+      tokens never exist at once. None: as written.
     outputs: names of metrics that are arrays with the examples on dim 0, returned as they are.
     gradients: `"whole"` keeps gradients in the layout of their parameters; `"scattered"` (ZeRO-2) in that of
       their optimizer state, which saves memory, and reduces them in each microbatch. None: as the optimizer's
@@ -338,16 +356,37 @@ def train_step(
     (True, 1)
   """
   options = StepOptions(
-    loss_fn, microbatches, remat, tuple(outputs), gradients, reduction, pairs, diagnostics
+    loss_fn,
+    microbatches,
+    LayerOptions(remat, roll, layers, attention, loss_parts),
+    tuple(outputs),
+    gradients,
+    reduction,
+    pairs,
+    diagnostics,
   )
   return TrainStep(options)
 
 
-def eval_step(loss_fn: LossFn, *, outputs: Sequence[str] = (), pairs: bool = False) -> EvalStep:
+def eval_step(
+  loss_fn: LossFn,
+  *,
+  roll: bool = False,
+  layers: str | None = None,
+  attention: Attention = None,
+  loss_parts: int | None = None,
+  outputs: Sequence[str] = (),
+  pairs: bool = False,
+) -> EvalStep:
   """Makes a compiled evaluation step: the loss and metrics of a batch, with the module unchanged.
 
   Args:
     loss_fn: as in `train_step`.
+    roll: make one scan of consecutive equal layers, so that program and time to compile do not grow with
+      depth.
+    layers: as in `train_step`.
+    attention: as in `train_step`.
+    loss_parts: as in `train_step`.
     outputs: names of metrics that are arrays with the examples on dim 0, returned as they are.
     pairs: return `(sum, count)` pairs instead of means, to be added up over batches (`MetricSums`). A plain
       scalar counts for as many as the batch has examples.
@@ -363,7 +402,8 @@ def eval_step(loss_fn: LossFn, *, outputs: Sequence[str] = (), pairs: bool = Fal
     >>> evaluate(model, jnp.zeros((16, 4)))["loss"]
     (Array(0., dtype=float32), Array(64., dtype=float32))
   """
-  return EvalStep(StepOptions(loss_fn, outputs=tuple(outputs), pairs=pairs))
+  chosen = LayerOptions(roll=roll, pattern=layers, attention=attention, loss_parts=loss_parts)
+  return EvalStep(StepOptions(loss_fn, layers=chosen, outputs=tuple(outputs), pairs=pairs))
 
 
 def _warn_unplanned(labels: list[str]) -> None:

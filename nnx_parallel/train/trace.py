@@ -13,11 +13,11 @@ from nnx_parallel.core.axes import axes_in
 from nnx_parallel.core.jaxprs import equations, forwarded
 from nnx_parallel.core.nodes import Path, path_str
 from nnx_parallel.errors import TrainError
+from nnx_parallel.layers.layers import LayersUsed, with_options
 from nnx_parallel.train.binding import Template
 from nnx_parallel.train.loss_call import call_loss
 from nnx_parallel.train.losses import Terms, mean, terms
 from nnx_parallel.train.options import LossFn, StepOptions
-from nnx_parallel.train.remat import rematerialised
 
 Objective = Callable[[list[Any], list[Any], Any], tuple[Any, tuple[Terms, dict[int, Any], Any]]]
 """`(trained, rest, batch) -> (what to differentiate, (terms, assigned arrays by position, weight))`.
@@ -39,6 +39,7 @@ class Differentiable(NamedTuple):
     template: the structure of the models.
     order: the leaf of the template for each of `others`, then for each of `train`.
     inspect: `(part of the batch) -> (jaxpr of the loss, positions of the arrays that it changes)`.
+    layers: what was done with the layers of the loss, when it was last traced.
   """
 
   objective: Objective
@@ -48,6 +49,7 @@ class Differentiable(NamedTuple):
   template: Template
   order: list[int]
   inspect: Callable[[Any], tuple[Any, set[int]]]
+  layers: LayersUsed
 
   @property
   def trained(self) -> list[int]:
@@ -72,17 +74,19 @@ def differentiable(
   _check_trained(template, trained, wrt)
   rest = sorted({*range(len(arrays))} - {*trained})
   order = [*rest, *trained]
+  used = LayersUsed()
 
   def objective(train: list[Any], others: list[Any], part: Any) -> Any:
     given = dict(zip(order, [*others, *train], strict=True))
     inner = template.build([given[i] for i in range(len(order))])
-    found = terms(call_loss(loss_fn, inner, part), options.outputs)
+    with options.layers.marking(inner, used):
+      found = terms(call_loss(loss_fn, inner, part), options.outputs)
     after = template.arrays(inner)
     changed = {n: after[i] for n, i in enumerate(order) if after[i] is not given[i]}
     loss = found.sums["loss"]
     return mean(loss, found.counts["loss"]) if options.in_one_piece else loss, (found, changed, None)
 
-  chosen = rematerialised(objective, options.remat)
+  chosen = with_options(objective, options.layers, used)
   train, others = [arrays[i] for i in trained], [arrays[i] for i in rest]
 
   def inspect(part: Any) -> tuple[Any, set[int]]:
@@ -102,8 +106,8 @@ def differentiable(
 
   paths = [template.paths[i] for i in trained]
   if scale is None:
-    return Differentiable(chosen, train, others, paths, template, order, inspect)
-  return Differentiable(_scaled(chosen), train, [*others, scale], paths, template, order, inspect)
+    return Differentiable(chosen, train, others, paths, template, order, inspect, used)
+  return Differentiable(_scaled(chosen), train, [*others, scale], paths, template, order, inspect, used)
 
 
 def _scaled(objective: Objective) -> Objective:

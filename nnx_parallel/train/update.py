@@ -15,6 +15,7 @@ from flax import nnx
 from nnx_parallel.core.nodes import Path, path_str, plain_path, variables
 from nnx_parallel.core.padding import is_padded
 from nnx_parallel.errors import TrainError
+from nnx_parallel.layers.layers import LayersUsed
 from nnx_parallel.layout.sharded_optimizer import ShardedOptimizer, plain_update
 from nnx_parallel.layout.tracing import NEEDS_VALUES
 from nnx_parallel.train.diagnostics import diagnostics, merged
@@ -27,8 +28,10 @@ from nnx_parallel.train.trace import Differentiable, differentiable
 
 def update(
   options: StepOptions, models: Any, optimizers: Any, batch: Any, layout: Layout
-) -> tuple[Metrics, str]:
-  """Updates traced `models` and `optimizers` in place; returns metrics and how gradients were reduced.
+) -> tuple[Metrics, str, LayersUsed]:
+  """Updates traced `models` and `optimizers` in place.
+
+  Returns metrics, how gradients were reduced, and what was done with layers.
 
   For several models, `optimizers` is a tuple or dict with the same keys.
   """
@@ -36,13 +39,13 @@ def update(
   if not isinstance(options.loss_fn, Mapping):
     return _update_once(options, options.loss_fn, models, keyed(models, optimizers), batch, layout)
   metrics: Metrics = {}
-  how = ""
+  how, layers = "", LayersUsed()
   chosen = keyed(models, optimizers)
   for key, loss_fn in options.loss_fn.items():
     optimizer = of_loss(key, chosen)
-    found, how = _update_once(options, loss_fn, models, {key: optimizer}, batch, layout)
+    found, how, layers = _update_once(options, loss_fn, models, {key: optimizer}, batch, layout)
     metrics |= {f"{key}/{name}": value for name, value in found.items()}
-  return metrics, how
+  return metrics, how, layers
 
 
 def of_loss(key: Any, optimizers: Mapping[Any, Any]) -> Any:
@@ -109,7 +112,7 @@ def _update_once(
   optimizers: dict[Any, Any],
   batch: Any,
   layout: Layout,
-) -> tuple[Metrics, str]:
+) -> tuple[Metrics, str, LayersUsed]:
   scale = common_scale(optimizers.values())
   wrt = {key: optimizer.wrt for key, optimizer in optimizers.items()}
   loss = differentiable(options, loss_fn, models, wrt, scale)
@@ -148,7 +151,7 @@ def _update_once(
     examples = examples_in(batch)
     metrics = pairs(total.terms, total.parts, examples)
     noted = {name: (value * examples, jnp.full_like(value, examples)) for name, value in noted.items()}
-  return merged(metrics, noted), total.how
+  return merged(metrics, noted), total.how, loss.layers
 
 
 def _check_state(optimizer: Any, model: Any, key: Any) -> None:

@@ -12,8 +12,8 @@ from nnx_parallel.cli import main as cli
 from nnx_parallel.cli import options
 from nnx_parallel.cli.main import make_parser
 from nnx_parallel.errors import MeshError, ReportError
+from nnx_parallel.layers import layers
 from nnx_parallel.loop.loader import Recipe
-from nnx_parallel.train import remat
 
 
 def recipe(sizes):
@@ -146,10 +146,10 @@ def test_a_page_that_cannot_be_written(tmp_path):
 
 
 def test_the_remat_policies_are_those_of_a_step():
-  assert options.REMATS == remat.REMATS
+  assert options.REMATS == layers.REMATS
 
 
-@pytest.mark.parametrize("step", [("--remat", "none"), ("--microbatches", "2"), ("--batch", "8")])
+@pytest.mark.parametrize("step", [("--remat", "full"), ("--microbatches", "2"), ("--batch", "8")])
 def test_options_of_the_step_show_its_memory_without_a_chip(step, capsys):
   assert cli.main(["plan", "text_lm", "--mesh", "data=2,fsdp=2,tensor=2", *step]) == 0
   assert "Planned memory per device" in capsys.readouterr().out
@@ -166,7 +166,7 @@ def test_options_that_nothing_shows_are_refused(alone, capsys):
 @pytest.mark.parametrize("command", ["plan", "compile", "train"])
 def test_a_remat_policy_that_finds_no_layer_is_refused(command, capsys, tmp_path, monkeypatch):
   monkeypatch.chdir(tmp_path)
-  assert cli.main([command, "text_lm", "--mesh", "data=2,fsdp=2,tensor=2", "--remat", "full"]) == 1
+  assert cli.main([command, "digits", "--mesh", "data=8", "--remat", "full"]) == 1
   assert "remat='full' finds no layer in the loss" in capsys.readouterr().err
 
 

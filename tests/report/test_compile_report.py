@@ -68,7 +68,7 @@ def test_what_this_package_adds_has_its_own_line():
 
 
 def test_another_choice_of_remat_keeps_the_users_lines():
-  step = nxp.train_step(nxp.with_remat(layouts.loss, "none"))
+  step = nxp.train_step(nxp.with_layers(layouts.loss, remat="none"))
   found = compile_report(step, layouts.plan(fsdp=8), batch=layouts.batch(), topology="cpu:8")
   assert {t.source.rpartition("/")[2].partition(":")[0] for t in found.peak if t.source} == {"layouts.py"}
 

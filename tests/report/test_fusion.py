@@ -9,10 +9,10 @@ import pytest
 from flax import nnx
 
 import nnx_parallel as nxp
+from nnx_parallel.layers.layers import with_layers
 from nnx_parallel.report.compile_report import compile_report
 from nnx_parallel.report.estimate.fusion import is_fused, stored
 from nnx_parallel.report.estimate.memory import memory_plan
-from nnx_parallel.train.remat import with_remat
 
 WORDS, WIDTH, TOKENS = 4096, 64, 512
 
@@ -102,7 +102,7 @@ def test_full_remat_keeps_the_pieces_that_a_layer_recomputes_one_by_one():
 
   def nested(policy):
     def run(x):
-      return with_remat(of, policy)(nnx.Linear(1, 1, rngs=nnx.Rngs(0)), x)
+      return with_layers(of, remat=policy)(nnx.Linear(1, 1, rngs=nnx.Rngs(0)), x)
 
     text = str(jax.make_jaxpr(run)(jnp.ones((64, WIDTH))))
     return text.count("checkpoint[") + text.count("remat2[") + text.count("remat[")

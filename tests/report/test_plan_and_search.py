@@ -19,6 +19,7 @@ from flax import nnx
 
 import nnx_parallel as nxp
 from nnx_parallel.errors import ReportError
+from nnx_parallel.layers.layers import REMATS, with_layers
 from nnx_parallel.report.chips import chip
 from nnx_parallel.report.compile_report import compile_report
 from nnx_parallel.report.estimate.memory import ERROR_BAND, memory_categories, memory_plan
@@ -40,7 +41,6 @@ from nnx_parallel.report.search.search import (
   searched_axes,
 )
 from nnx_parallel.report.topology import read_machine
-from nnx_parallel.train.remat import REMATS, with_remat
 from report import layouts
 
 DEPTH, WIDTH, HIDDEN = 6, 128, 512
@@ -163,7 +163,7 @@ def test_headroom_and_text():
 def test_the_plan_is_within_its_band_of_the_compiled_need(axes, remat):
   big = jax.ShapeDtypeStruct((8192, WIDTH), jnp.float32)
   planned = memory_plan(plan(**axes), loss, big, remat=remat)
-  step = nxp.train_step(with_remat(loss, remat))
+  step = nxp.train_step(with_layers(loss, remat=remat))
   compiled = compile_report(step, plan(**axes), batch=big, topology="cpu:8")
   ratio = compiled.need_bytes / planned.need_bytes
   assert ERROR_BAND[0] <= ratio <= ERROR_BAND[1], f"{ratio:.2f}: {planned.categories}"
@@ -186,7 +186,7 @@ def test_remat_changes_neither_loss_nor_gradients():
   x = jnp.asarray(np.random.default_rng(0).normal(size=(8, WIDTH)), jnp.float32)
   expected, grads = nnx.jit(nnx.value_and_grad(loss))(model, x)
   for remat in REMATS:
-    found, again = nnx.jit(nnx.value_and_grad(with_remat(loss, remat)))(model, x)
+    found, again = nnx.jit(nnx.value_and_grad(with_layers(loss, remat=remat)))(model, x)
     assert found == pytest.approx(float(expected), rel=1e-6)
     for a, b in zip(jax.tree.leaves(grads), jax.tree.leaves(again), strict=True):
       np.testing.assert_allclose(a, b, rtol=2e-5, atol=1e-7, err_msg=remat)
@@ -204,7 +204,7 @@ def test_remat_changes_a_checkpointed_loop_of_layers():
   assert kept["full"] < kept["none"] / 4
   assert found["none"].recomputed == ()
   with pytest.raises(nxp.errors.TrainError, match="remat='some' is not a known policy"):
-    with_remat(loss, "some")  # pyright: ignore[reportArgumentType]
+    with_layers(loss, remat="some")  # pyright: ignore[reportArgumentType]
 
 
 def test_state_changes_survive_remat():
@@ -219,7 +219,7 @@ def test_state_changes_survive_remat():
       return (self.w[...] * x).sum()
 
   model = Counting()
-  with_remat(lambda m, x: m(x), "full")(model, jnp.ones(3))
+  with_layers(lambda m, x: m(x), remat="full")(model, jnp.ones(3))
   assert int(model.calls[...]) == 1
 
 
@@ -352,7 +352,7 @@ def test_search_finds_what_fits_and_says_why_not():
 
 
 def test_the_code_of_the_winner_runs(monkeypatch):
-  monkeypatch.setattr(nxp, "with_remat", with_remat, raising=False)
+  monkeypatch.setattr(nxp, "with_layers", with_layers, raising=False)
   result = search(init, loss, "cpu:8", batch=BATCH, rules=RULES, optimizer=optax.adam(1e-3))
   scope = {"nxp": nxp, "init": init, "loss": loss, "rules": RULES, "optimizer": optax.adam(1e-3)}
   exec(result.code(), scope)
@@ -399,7 +399,7 @@ def test_zero_stages_send_what_their_collectives_send():
 
 
 def test_search_varies_the_zero_stage(monkeypatch):
-  monkeypatch.setattr(nxp, "with_remat", with_remat, raising=False)
+  monkeypatch.setattr(nxp, "with_layers", with_layers, raising=False)
   rules = nxp.LogicalRules(batch="data", embed=None, mlp=None, layers=None)
   optimizer = optax.adam(1e-3)
   result = search(

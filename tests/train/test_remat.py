@@ -13,7 +13,7 @@ import pytest
 from flax import nnx
 
 import nnx_parallel as nxp
-from nnx_parallel.train.remat import REMATS
+from nnx_parallel.layers.layers import REMATS
 
 WIDTH, DEPTH = 32, 4
 RULES = nxp.LogicalRules(batch=("data", "fsdp"), embed="fsdp", mlp="tensor")
@@ -33,7 +33,7 @@ class Layer(nnx.Module):
 
 
 class Marked(Layer):
-  """The same, as a layer that a policy finds."""
+  """The same, as a layer that recomputes itself."""
 
   @nnx.remat
   def __call__(self, x):
@@ -43,8 +43,8 @@ class Marked(Layer):
 class Net(nnx.Module):
   """A Python loop of layers."""
 
-  def __init__(self, kind, rngs):
-    self.layers = nnx.List([kind(rngs) for _ in range(DEPTH)])
+  def __init__(self, kind, rngs, depth=DEPTH):
+    self.layers = nnx.List([kind(rngs) for _ in range(depth)])
 
   def __call__(self, x):
     for layer in self.layers:
@@ -56,9 +56,9 @@ def loss_fn(model, x):
   return (model(x) ** 2).mean()
 
 
-def plan_on(kind=Marked, *, explicit=False, rules=RULES, **axes):
+def plan_on(kind=Marked, *, explicit=False, rules=RULES, depth=DEPTH, **axes):
   mesh = nxp.make_mesh(axes or {"data": 2, "fsdp": 2, "tensor": 2}, explicit=explicit)
-  return nxp.plan(lambda: Net(kind, nnx.Rngs(0)), mesh, rules, optimizer=optax.adam(1e-2))
+  return nxp.plan(lambda: Net(kind, nnx.Rngs(0), depth), mesh, rules, optimizer=optax.adam(1e-2))
 
 
 def batch_of(plan, examples=64):
@@ -129,7 +129,7 @@ def test_a_policy_holds_within_each_layer():
   plan = plan_on(data=1, fsdp=8, tensor=1)  # on one axis there are no other barriers
 
   def counts(remat):
-    text = nxp.train_step(loss_fn, remat=remat).lower(plan, batch=batch_of(plan)).as_text()
+    text = nxp.train_step(loss_fn, remat=remat, roll=False).lower(plan, batch=batch_of(plan)).as_text()
     return text.count("stablehlo.dot_general"), text.count("optimization_barrier")
 
   found = {remat: counts(remat) for remat in REMATS}
@@ -140,12 +140,13 @@ def test_a_policy_holds_within_each_layer():
     "none": (products, 0),
     "dots": (products, DEPTH),
     "full": (again, DEPTH),
+    "offload": (again, DEPTH),
   }
 
 
 @pytest.mark.parametrize("remat", ["dots", "full"])
-def test_a_step_means_by_a_policy_what_with_remat_does(remat):
-  mine, wrapped = program(remat), program(None, loss=nxp.with_remat(loss_fn, remat))
+def test_a_step_means_by_a_policy_what_with_layers_does(remat):
+  mine, wrapped = program(remat), program(None, loss=nxp.with_layers(loss_fn, remat=remat))
   for figure in ("flops", "bytes accessed"):
     assert mine.cost_analysis()[figure] == pytest.approx(wrapped.cost_analysis()[figure], rel=1e-3)
   assert mine.memory_analysis().temp_size_in_bytes == wrapped.memory_analysis().temp_size_in_bytes
@@ -153,45 +154,48 @@ def test_a_step_means_by_a_policy_what_with_remat_does(remat):
 
 NO_LAYER = (
   r"remat='full' finds no layer in the loss, so it would change nothing\.\n"
-  r"  a layer is the body of a scan, or what is under nnx\.remat or jax\.checkpoint\n"
-  r"  Fix: @nnx\.remat on the __call__ of the layers' class, or layers stacked by nnx\.scan"
+  r"  a layer is one of several modules of one class and structure beside each other \(in a list, or as"
+  r" attributes that end in numbers\), the body of a scan, or what is under nnx\.remat\n"
+  r"  Fix: layers of one class in an nnx\.List, or named by layers=\"decoder\.blocks\.\*\"; or @nnx\.remat on"
+  r" the __call__ of their class; or leave remat out\."
 )
 
 
 @pytest.mark.parametrize("microbatches", [1, 2])
 def test_a_policy_that_finds_no_layer_is_refused(microbatches):
-  plan = plan_on(Layer)
+  plan = plan_on(Layer, depth=1)
   step = nxp.train_step(loss_fn, remat="full", microbatches=microbatches)
   with pytest.raises(nxp.errors.TrainError, match=NO_LAYER):
     step(*nxp.create_sharded_model(plan), batch_of(plan))
 
 
 def test_the_reports_refuse_what_a_step_refuses():
-  plan = plan_on(Layer)
+  plan = plan_on(Layer, depth=1)
   batch = jax.ShapeDtypeStruct((64, WIDTH), jnp.float32)
   with pytest.raises(nxp.errors.TrainError, match=NO_LAYER):
     nxp.memory_plan(plan, loss_fn, batch, remat="full")
   with pytest.raises(nxp.errors.TrainError, match=NO_LAYER):
     nxp.predict_time(plan, loss_fn, batch, remat="full", chip="v5e")
   with pytest.raises(nxp.errors.TrainError, match=NO_LAYER):
-    nxp.with_remat(loss_fn, "full")(nxp.create_sharded_model(plan)[0], batch_of(plan))
+    nxp.with_layers(loss_fn, remat="full")(nxp.create_sharded_model(plan)[0], batch_of(plan))
 
 
 @pytest.mark.parametrize("remat", ["as written", "none"])
 def test_what_changes_nothing_needs_no_layer(remat):
-  plan = plan_on(Layer)
+  plan = plan_on(Layer, depth=1)
   assert nxp.train_step(loss_fn, remat=remat).lower(plan, batch=batch_of(plan))
 
 
 @pytest.mark.parametrize("remat", ["dotz", "dots_saveable", "dots_no_batch"])
 def test_another_word_is_refused(remat):
   message = (
-    f"remat='{remat}' is not a known policy.\n  Fix: one of 'as written', 'none', 'dots', 'full', or a policy"
-    " itself: jax.checkpoint_policies.NAME."
+    f"remat='{remat}' is not a known policy.\n"
+    "  Fix: one of 'as written', 'none', 'dots', 'full', 'offload', or a policy itself:"
+    " jax.checkpoint_policies.NAME."
   )
   for refused in (
     lambda: nxp.train_step(loss_fn, remat=remat),
-    lambda: nxp.with_remat(loss_fn, remat),
+    lambda: nxp.with_layers(loss_fn, remat=remat),
   ):
     with pytest.raises(nxp.errors.TrainError) as error:
       refused()
@@ -231,22 +235,43 @@ def test_remat_on_explicit_axes():
   np.testing.assert_allclose(*results, rtol=1e-5)
 
 
-def search(kind, **options):
+def search(kind, depth=DEPTH, **options):
   batch = jax.ShapeDtypeStruct((64, WIDTH), jnp.float32)
-  init = lambda: Net(kind, nnx.Rngs(0))
+  init = lambda: Net(kind, nnx.Rngs(0), depth)
   return nxp.search(init, loss_fn, "cpu:8", batch=batch, rules=RULES, optimizer=optax.adam(1e-2), **options)
 
 
 def test_a_search_leaves_out_policies_that_change_nothing_and_says_so():
-  found = search(Layer, zero=[0], offload=[False])
+  found = search(Layer, depth=1, zero=[0], offload=[False])
   assert {c.remat for c in found.fitting} == {"as written"}
-  note = "No remat policy was tried, since none finds a layer in the loss. Fix: @nnx.remat on the __call__"
+  note = "No remat policy was tried, since none finds a layer in the loss. Fix: layers of one class in an"
   assert note in str(found)
   assert any(note in line for line in json.loads(found.to_json())["notes"])
   assert "remat" not in found.code()
-  alone = search(Layer, remat=["none"], zero=[0], offload=[False])
+  alone = search(Layer, depth=1, remat=["none"], zero=[0], offload=[False])
   assert {c.remat for c in alone.fitting} == {"none"}
   assert not alone.notes
+
+
+def test_the_planned_memory_follows_each_policy():
+  batch = jax.ShapeDtypeStruct((4096, WIDTH), jnp.float32)
+
+  def kept(remat):
+    return nxp.memory_plan(plan_on(Layer, data=1, fsdp=8, tensor=1), loss_fn, batch, remat=remat).categories[
+      "kept activations"
+    ]
+
+  full = 4096 * WIDTH * 4 // 8
+  assert kept("none") > 4 * DEPTH * full
+  assert kept("full") == DEPTH * full
+  assert kept(nxp.Remat("full", group=2)) == DEPTH * full // 2
+  assert kept("offload") == 0
+
+
+def test_a_search_tries_policies_on_plain_layers():
+  found = search(Layer, zero=[0], offload=[False], max_microbatches=1)
+  assert {c.remat for c in found.fitting} == {"none", "dots", "full"}
+  assert not found.notes
 
 
 def test_the_code_of_a_search_gives_the_policy_to_the_step():
@@ -255,6 +280,17 @@ def test_the_code_of_a_search_gives_the_policy_to_the_step():
   assert 'step = nxp.train_step(loss, microbatches=1, remat="full")' in found.code()
   scope = {"nxp": nxp, "loss": loss_fn, "rules": RULES, "optimizer": optax.adam(1e-2)}
   exec(found.code(), scope | {"init": lambda: Net(Marked, nnx.Rngs(0))})
+
+
+@pytest.mark.parametrize("microbatches", [1, 2])
+def test_plain_layers_train_as_written(microbatches):
+  plan, results = plan_on(Layer), {}
+  for remat in (None, "full"):
+    model, optimizer = nxp.create_sharded_model(plan)
+    step = nxp.train_step(loss_fn, remat=remat, microbatches=microbatches)
+    results[remat] = [float(step(model, optimizer, batch_of(plan))["loss"]) for _ in range(2)]
+  assert str(step.layers) == "4 x Layer at layers.*\n  layers.0 to layers.3: one scan of 4; remat full"
+  np.testing.assert_allclose(results["full"], results[None], rtol=1e-5)
 
 
 def test_a_single_stacked_layer_is_a_layer():

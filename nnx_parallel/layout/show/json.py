@@ -39,6 +39,7 @@ def to_json(plan: Table) -> str:
     "rules": _rules_to_json(plan.rules),
     "notes": plan.notes,
     "zero": plan.zero,
+    "layers": plan.layers,
   }
   # One line per leaf, so that the difference of two files is readable.
   leaves = ",\n  ".join(json.dumps(_leaf_to_json(leaf)) for leaf in plan.leaves)
@@ -82,6 +83,7 @@ def _fields(stored: Any, mesh: AnyMesh | None) -> dict[str, Any]:
     "leaves": tuple(_leaf_from_json(row, mesh) for row in stored["leaves"]),
     "notes": stored["notes"],
     "zero": stored["zero"],
+    "layers": stored["layers"],
   }
 
 

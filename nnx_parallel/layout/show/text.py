@@ -54,6 +54,7 @@ def plan_text(plan: Table, *, width: int | None = None) -> str:
   if len(model) < len(plan.leaves):
     sections.append(("optimizer", [_row(name, leaves) for name, leaves in _optimizer_groups(plan)]))
   lines += ["", *_tables(sections, width), "", *_totals(plan, width)]
+  lines += [hang(f"layers: {layers}", width) for layers in plan.layers]
   lines += [hang(f"note: {note}", width) for note in plan.notes]
   return "\n".join(lines)
 

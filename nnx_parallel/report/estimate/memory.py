@@ -10,13 +10,13 @@ from typing import Any
 from nnx_parallel.core.mesh import axis_sizes
 from nnx_parallel.core.text import Shown, format_bytes
 from nnx_parallel.errors import ReportError
+from nnx_parallel.layers.layers import Policy
 from nnx_parallel.layout.plan import ShardingPlan, check_plan
 from nnx_parallel.report.chips import Chip
 from nnx_parallel.report.chips import chip as chip_named
 from nnx_parallel.report.estimate.propagate import Product, Sizes
 from nnx_parallel.report.estimate.workload import Workload, per_device, trace_workload
 from nnx_parallel.train.options import Gradients
-from nnx_parallel.train.remat import Remat
 
 CASES = 24
 ERROR_BAND = (0.60, 1.51)
@@ -44,7 +44,7 @@ class MemoryPlan(Shown):
   categories: Mapping[str, int]
   largest: tuple[tuple[str, int], ...]
   microbatches: int
-  remat: Remat
+  remat: Policy
   chip: Chip | None
   host_bytes: int = 0
 
@@ -89,7 +89,7 @@ def memory_plan(
   batch: Any,
   *,
   microbatches: int = 1,
-  remat: Remat = "as written",
+  remat: Policy = "as written",
   gradients: Gradients | None = None,
   chip: Chip | str | None = None,
 ) -> MemoryPlan:
@@ -104,7 +104,7 @@ def memory_plan(
     loss: `loss(model, batch)` -> scalar, or (scalar, metrics).
     batch: a pytree of arrays or `ShapeDtypeStruct`s of the global batch.
     microbatches: parts that the batch is run in.
-    remat: what layers keep; see `with_remat`.
+    remat: what layers keep; see `with_layers`.
     gradients: as in `train_step`; by default those of the plan's ZeRO stage.
     chip: to compare with.
 

@@ -38,13 +38,13 @@ from typing import TYPE_CHECKING, Any
 
 from nnx_parallel.core.mesh import axis_sizes
 from nnx_parallel.core.text import Shown, format_seconds
+from nnx_parallel.layers.layers import Policy
 from nnx_parallel.layout.plan import ShardingPlan, check_plan
 from nnx_parallel.report.chips import Chip
 from nnx_parallel.report.chips import chip as chip_named
 from nnx_parallel.report.estimate.propagate import Product, Sharded, Sizes
 from nnx_parallel.report.estimate.workload import Workload, per_device, trace_workload
 from nnx_parallel.train.options import Gradients
-from nnx_parallel.train.remat import Remat
 
 if TYPE_CHECKING:
   from nnx_parallel.report.compile_report import CompileReport
@@ -138,7 +138,7 @@ def predict_time(
   *,
   chip: Chip | str,
   microbatches: int = 1,
-  remat: Remat = "as written",
+  remat: Policy = "as written",
   gradients: Gradients | None = None,
   slice_size: int | None = None,
 ) -> StepTime:
@@ -150,7 +150,7 @@ def predict_time(
     batch: a pytree of arrays or `ShapeDtypeStruct`s of the global batch.
     chip: figures of one device, or its name.
     microbatches: parts that the batch is run in.
-    remat: what layers keep; see `with_remat`.
+    remat: what layers keep; see `with_layers`.
     gradients: as in `train_step`; by default those of the plan's ZeRO stage.
     slice_size: devices that the fast links join; by default the chip's domain, or all of them.
 

@@ -18,6 +18,7 @@ from nnx_parallel.core.flow import Flow
 from nnx_parallel.core.jaxprs import as_function, nbytes, opened, scan_counts
 from nnx_parallel.core.mesh import abstract_mesh, axis_sizes
 from nnx_parallel.errors import ReportError
+from nnx_parallel.layers.layers import Policy, has_layers, with_layers, with_marks
 from nnx_parallel.layout import optimizer_layout
 from nnx_parallel.layout.leaf import LeafPlan
 from nnx_parallel.layout.plan import ShardingPlan
@@ -32,7 +33,6 @@ from nnx_parallel.report.estimate.propagate import (
   Split,
 )
 from nnx_parallel.train.options import Gradients, is_scattered
-from nnx_parallel.train.remat import Remat, has_layers, with_remat
 
 
 @dataclasses.dataclass(frozen=True)
@@ -223,7 +223,7 @@ def trace_workload(
   loss: Callable[[Any, Any], Any],
   batch: Any,
   *,
-  remat: Remat = "as written",
+  remat: Policy = "as written",
   gradients: Gradients | None = None,
 ) -> Workload:
   """Traces a loss abstractly and lists what its step holds, multiplies and sends.
@@ -240,7 +240,7 @@ def trace_workload(
       f"an estimate reads the loss function, and got a {type(loss).__name__}.",
       fix="memory_plan(plan, loss_fn, batch), with what train_step(loss_fn) was made from.",
     )
-  traces = _Traces(plan, with_remat(loss, remat), batch)
+  traces = _Traces(plan, with_layers(loss, remat=remat), batch)
   batch_axes = plan.batch_axes
   forward, flows = traces.loss(), traces.flows
   seen = Propagation(batch_axes=batch_axes)
@@ -297,8 +297,8 @@ def trace_workload(
 
 
 def finds_layers(plan: ShardingPlan, loss: Callable[[Any, Any], Any], batch: Any) -> bool:
-  """Whether the loss has layers that remat policies apply to; see `with_remat`."""
-  return has_layers(_Traces(plan, loss, batch).loss())
+  """Whether the loss has layers that remat policies apply to; see `with_layers`."""
+  return has_layers(_Traces(plan, with_marks(loss), batch).loss())
 
 
 def parameter_parts(plan: ShardingPlan) -> tuple[Sharded, ...]:
@@ -370,7 +370,7 @@ def _residuals(traced: Any, flows: Sequence[Flow], batch_axes: Sequence[str]) ->
   # Values without `data` and `weight` are masks and tables of positions: compilers keep one, outside loops.
   results = dict.fromkeys(var for var in body.outvars if not isinstance(var, core.Literal))
   inputs = set(body.invars)
-  saved = [var for var in results if var in seen.flows and var not in inputs]
+  saved = [var for var in results if var in seen.flows and var not in inputs and not _on_host(var)]
   data = [var for var in saved if seen.flows[var].data]
   weights = [var for var in saved if seen.flows[var].weight and not seen.flows[var].data]
   rows = dict.fromkeys(var for var in data if var in loops)
@@ -381,6 +381,11 @@ def _residuals(traced: Any, flows: Sequence[Flow], batch_axes: Sequence[str]) ->
     return _merge(Sharded(nbytes(var.aval), seen.flows[var].names) for var in group)
 
   return _Residuals(parts(rows), parts(outside), parts(weights))
+
+
+def _on_host(var: Any) -> bool:
+  """Whether a value was moved to the host's memory, as by `remat="offload"`."""
+  return var.aval.memory_space is jax.memory.Space.Host
 
 
 def _layer(item: RematRegion, batch_axes: Sequence[str]) -> tuple[tuple[Sharded, ...], tuple[Product, ...]]:

@@ -21,6 +21,7 @@ from flax import nnx
 from nnx_parallel.core.mesh import abstract_mesh
 from nnx_parallel.core.text import format_bytes
 from nnx_parallel.errors import ReportError
+from nnx_parallel.layers.layers import MARK_LAYERS, RematName
 from nnx_parallel.layout.plan import plan as make_plan
 from nnx_parallel.report.compile_report import CompileReport, compile_report
 from nnx_parallel.report.estimate.memory import ERROR_BAND, memory_categories
@@ -30,7 +31,6 @@ from nnx_parallel.report.search.space import RuleVariant, Sizes, factorisations,
 from nnx_parallel.report.tables import not_counted, results_text
 from nnx_parallel.report.topology import Machine, missing_compiler, read_machine
 from nnx_parallel.rules.ruleset import Rules, RuleSet
-from nnx_parallel.train.remat import MARK_LAYERS, Remat
 from nnx_parallel.train.step import train_step
 
 SAME_TIME = 0.005
@@ -46,7 +46,7 @@ class Candidate:
   Attributes:
     sizes: mesh axis -> size.
     microbatches: parts that the batch is run in.
-    remat: what layers keep; see `with_remat`.
+    remat: what layers keep; see `with_layers`.
     zero: ZeRO stage of the optimizer's state (1) and of the gradients too (2); see `plan`.
     offload: whether the optimizer's state is in host memory between steps.
     changes: logical name -> axes, where the rules differ from the user's: split sequences, experts.
@@ -60,7 +60,7 @@ class Candidate:
 
   sizes: Mapping[str, int]
   microbatches: int
-  remat: Remat
+  remat: RematName
   zero: int
   offload: bool
   changes: Mapping[str, tuple[str, ...]]
@@ -189,7 +189,7 @@ def search(
   batch: Any,
   rules: Rules,
   optimizer: optax.GradientTransformation | None = None,
-  remat: Remat | Sequence[Remat] = ("none", "dots", "full"),
+  remat: RematName | Sequence[RematName] = ("none", "dots", "full"),
   zero: int | Sequence[int] = (0, 1, 2),
   offload: bool | Sequence[bool] = (False, True),
   max_microbatches: int = 64,
@@ -205,7 +205,7 @@ def search(
     rules: as for `plan`; the axes that they name are the axes searched over. Where they replicate `sequence`
       or `expert` (see `search/space.py`), splitting it is tried too.
     optimizer: its state is counted.
-    remat: the policy, or those to try; see `with_remat`. Where the loss has no layers that they apply to, it
+    remat: the policy, or those to try; see `with_layers`. Where the loss has no layers that they apply to, it
       is run as written, with a line in `notes`.
     zero: the ZeRO stage, or those to try, where they split something further; see `plan`. Stage 3 is an
       `fsdp` axis of the rules.
@@ -241,7 +241,7 @@ def search(
       f"max_microbatches={max_microbatches} leaves nothing to try: a batch is run in one part at least.",
       fix="max_microbatches=1 for whole batches only.",
     )
-  remats: tuple[Remat, ...] = (remat,) if isinstance(remat, str) else tuple(remat)
+  remats: tuple[RematName, ...] = (remat,) if isinstance(remat, str) else tuple(remat)
   stages = (zero,) if isinstance(zero, int) else tuple(zero)
   places = (offload,) if isinstance(offload, bool) else tuple(offload)
   strange = [stage for stage in stages if stage not in (0, 1, 2)]
@@ -298,7 +298,7 @@ def _candidates(
   parts = math.prod(sizes.get(axis, 1) for axis in variant.work.batch_axes)
   examples = min((x.shape[0] for x in jax.tree.leaves(batch) if x.shape), default=1)
   counts = [2**n for n in range(most.bit_length()) if 2**n <= most and examples % (parts * 2**n) == 0]
-  least: dict[tuple[Remat, bool, int], float] = {}
+  least: dict[tuple[RematName, bool, int], float] = {}
   for (remat, traced), stage, offloaded in itertools.product(
     variant.workloads.items(), sorted(stages), offload
   ):

@@ -14,11 +14,11 @@ import jax
 from nnx_parallel.core.axes import axes_of
 from nnx_parallel.core.mesh import abstract_mesh
 from nnx_parallel.errors import ReportError
+from nnx_parallel.layers.layers import RematName
 from nnx_parallel.layout.plan import ShardingPlan
 from nnx_parallel.layout.plan import plan as make_plan
 from nnx_parallel.report.estimate.workload import Workload, finds_layers, trace_workload
 from nnx_parallel.rules.ruleset import Rules, RuleSet
-from nnx_parallel.train.remat import Remat
 
 Sizes = dict[str, int]
 Changes = Mapping[str, tuple[str, ...]]
@@ -45,7 +45,7 @@ class RuleVariant:
   changes: Changes
   axes: tuple[str, ...]
   idle: tuple[str, ...]
-  workloads: Mapping[Remat, Workload]
+  workloads: Mapping[RematName, Workload]
   limits: Mapping[tuple[int, tuple[str, ...]], str]
   needed: frozenset[str]
   names: frozenset[str]
@@ -73,7 +73,7 @@ def rule_variants(
   rules: Rules,
   optimizer: Any,
   batch: Any,
-  remats: Sequence[Remat],
+  remats: Sequence[RematName],
 ) -> list[RuleVariant]:
   """The user's rules first, then variants of them with sequences and experts split.
 
@@ -145,7 +145,7 @@ def _space(
   ruleset: RuleSet,
   optimizer: Any,
   batch: Any,
-  remats: Sequence[Remat],
+  remats: Sequence[RematName],
   changes: Changes,
 ) -> RuleVariant:
   changed = ruleset.replace(changes) if changes else ruleset
@@ -155,7 +155,7 @@ def _space(
   probe = make_plan(init, mesh, changed, optimizer=optimizer, uneven="replicate")
   if not {"as written", "none"}.issuperset(remats) and not finds_layers(probe, loss, batch):
     remats = ("as written",)
-  workloads: dict[Remat, Workload] = {
+  workloads: dict[RematName, Workload] = {
     remat: trace_workload(probe, loss, batch, remat=remat) for remat in dict.fromkeys(remats)
   }
   work = next(iter(workloads.values()))

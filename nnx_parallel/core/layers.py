@@ -1,0 +1,153 @@
+"""Finds the layers of a module: what repeats in it."""
+
+from __future__ import annotations
+
+import dataclasses
+import fnmatch
+import re
+from collections.abc import Iterator
+from typing import Any
+
+from flax import nnx
+
+from nnx_parallel.core.nodes import Path, array_leaves, iter_nodes, path_str, value_of
+from nnx_parallel.core.text import format_array
+
+_NUMBER = re.compile(r"\d+$")
+_PLAIN = (bool, int, float, str, type(None))
+
+
+@dataclasses.dataclass(frozen=True)
+class Layers:
+  """Modules of one class and structure beside each other: the blocks of a model.
+
+  Attributes:
+    pattern: their dotted paths, with `*` for the number.
+    kind: the name of their class.
+    paths: where they are, in order.
+    differ: attributes in which they differ, with the values seen.
+    unlike: how their Variables differ from those of layers before them with the same pattern and class.
+  """
+
+  pattern: str
+  kind: str
+  paths: tuple[Path, ...]
+  differ: tuple[str, ...] = ()
+  unlike: str = ""
+
+  def __str__(self) -> str:
+    text = f"{len(self.paths)} x {self.kind} at {self.pattern}"
+    text += f" (they differ in {', '.join(self.differ)})" if self.differ else ""
+    return text + (f" (unlike {self.unlike})" if self.unlike else "")
+
+
+def find_layers(model: Any, pattern: str | None = None) -> tuple[Layers, ...]:
+  """The layers of a model, outermost first; inside a layer none are looked for.
+
+  Layers are two or more modules of one class with a matrix among their Variables that are the elements of a
+  list, tuple or dict, or attributes that end in a number: `block_0`, `block_1`. Those with Variables of equal
+  paths, types, shapes and dtypes are one group, and one of the groups has two or more.
+
+  Args:
+    model: a module, live or abstract, or a tuple or dict of them.
+    pattern: dotted paths of the layers, with `*` for any part: `"decoder.blocks.*"`. None: see above.
+
+  Returns:
+    Groups of layers, in the order of the model.
+
+  Example:
+    >>> from flax import nnx
+    >>> rngs = nnx.Rngs(0)
+    >>> model = nnx.Sequential(*[nnx.Linear(4, 4, rngs=rngs) for _ in range(3)], nnx.Linear(4, 2, rngs=rngs))
+    >>> print(*find_layers(model))
+    3 x Linear at layers.*
+  """
+  by_depth: dict[int, list[tuple[Path, Any]]] = {}
+  for path, module in _modules(model):
+    by_depth.setdefault(len(path), []).append((path, module))
+  found: list[Layers] = []
+  taken: set[Path] = set()
+  for depth in sorted(by_depth):
+    beside: dict[Any, list[tuple[Path, Any]]] = {}
+    for path, module in by_depth[depth]:
+      name = _pattern(path) if pattern is None else _matched(path, pattern)
+      if name is not None and not any(path[:n] in taken for n in range(depth)):
+        beside.setdefault((name, type(module)), []).append((path, module))
+    for (name, kind), members in beside.items():
+      if pattern is None and (len(members) < 2 or not any(map(_has_matrix, dict(members).values()))):
+        continue
+      groups: dict[Any, list[tuple[Path, Any]]] = {}
+      for path, module in members:
+        groups.setdefault(_structure(module), []).append((path, module))
+      if pattern is None and all(len(same) < 2 for same in groups.values()):
+        continue  # parts of different widths: stages, which have layers inside
+      first = next(iter(groups))
+      for structure, same in groups.items():
+        paths = tuple(path for path, _ in same)
+        unlike = "" if structure is first else f"{path_str(members[0][0])}: {_unlike(structure, first)}"
+        differ = _differences([module for _, module in same])
+        found.append(Layers(name, kind.__name__, paths, differ, unlike))
+        taken.update(paths)
+  order = {path: n for n, (path, _) in enumerate(_modules(model))}
+  return tuple(sorted(found, key=lambda layers: order[layers.paths[0]]))
+
+
+def _modules(model: Any) -> Iterator[tuple[Path, Any]]:
+  """Every module but lists and dicts of modules, each once."""
+  parts = dict(enumerate(model)) if isinstance(model, (tuple, list)) else model
+  roots = parts.items() if isinstance(parts, dict) else [(None, model)]
+  seen: set[int] = set()
+  for key, root in roots:
+    for path, node in iter_nodes(root):
+      if isinstance(node, nnx.Module) and not isinstance(node, (nnx.List, nnx.Dict)) and id(node) not in seen:
+        seen.add(id(node))
+        yield (path if key is None else (key, *path)), node
+
+
+def _pattern(path: Path) -> str | None:
+  """The path with `*` for the number at its end; None where it has none."""
+  if not path:
+    return None
+  last = str(path[-1])
+  name = _NUMBER.sub("*", last)
+  return path_str((*path[:-1], name)) if name != last else None
+
+
+def _matched(path: Path, pattern: str) -> str | None:
+  return pattern if fnmatch.fnmatchcase(path_str(path), pattern) else None
+
+
+def _structure(module: Any) -> Any:
+  """Path, type, shape and dtype of each Variable."""
+  arrays = {path: (leaf, value_of(leaf)) for path, leaf in array_leaves(module).items()}
+  return tuple((path, type(leaf), value.shape, value.dtype) for path, (leaf, value) in arrays.items())
+
+
+def _unlike(structure: Any, other: Any) -> str:
+  """The first Variable of a structure that another one does not have, or has in another form."""
+  more = [row for row in structure if row not in other] or [row for row in other if row not in structure]
+  if not more:
+    return "another order of Variables"
+  path, kind, shape, dtype = more[0]
+  text = f"{path_str(path)} is {kind.__name__} {format_array(dtype, shape)}"
+  return text if more[0] in structure else f"there {text}"
+
+
+def _has_matrix(module: Any) -> bool:
+  return any(len(value_of(leaf).shape) > 1 for leaf in array_leaves(module).values())
+
+
+def _differences(modules: list[Any]) -> tuple[str, ...]:
+  """The plain attributes in which modules of one structure differ: `window (None, 128)`."""
+  values: dict[str, dict[Any, None]] = {}
+  for module in modules:
+    for path, node in iter_nodes(module):
+      if isinstance(node, nnx.Module):
+        for name, value in vars(node).items():
+          if isinstance(value, _PLAIN) and not name.startswith("_"):
+            values.setdefault(path_str((*path, name)), {})[value] = None
+  return tuple(
+    f"{name} ({', '.join(map(repr, list(seen)[:3]))}{', ...' if len(seen) > 3 else ''})"
+    for name, seen in values.items()
+    if 1 < len(seen) < len(modules)  # else it is a number or a name of each
+  )

@@ -1,0 +1,394 @@
+"""Evaluates a part of a trace tile by tile: for blocks of one or two of its dims.
+
+A program that makes a large array and reduces it need not hold it: each operation maps dims of its result to
+dims of its operands, so a block of the result needs blocks of the operands only. Tiles are followed back to
+values that are small, or that an operation without such a map makes (leaves), which are sliced.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.extend import core
+
+from nnx_parallel.core.flow import meeting, sources
+from nnx_parallel.core.jaxprs import bind, opened, programs, struct
+
+Labels = tuple[tuple[Any, int, int], ...]
+"""`(name of a dim, dim of an array, factor)`: the array's dim is factor x the named dim x the rest."""
+Node = tuple[Any, Labels]
+"""A variable of a trace, and which of its dims are named."""
+ELEMENTWISE = frozenset((
+  "abs", "acos", "add", "add_any", "and", "asin", "atan", "atan2", "bitcast_convert_type", "cbrt",
+  "ceil", "clamp",
+  "convert_element_type", "copy", "copy_p", "cos", "cosh", "div", "eq", "erf", "erf_inv", "erfc", "exp",
+  "exp2", "expm1", "floor", "ge", "gt", "integer_pow", "is_finite", "le", "log", "log1p", "logistic", "lt",
+  "max", "min", "mul", "name", "ne", "neg", "nextafter", "not", "or", "pow", "reduce_precision", "rem",
+  "round", "rsqrt", "select_n", "shift_left", "shift_right_arithmetic", "shift_right_logical", "sign",
+  "sin", "sinh", "sqrt", "square", "stop_gradient", "sub", "tan", "tanh", "xor",
+))  # fmt: skip
+_ALONG = {"cumsum": "axis", "cumlogsumexp": "axis", "cummax": "axis", "cummin": "axis", "cumprod": "axis",
+          "concatenate": "dimension", "sort": "dimension", "split": "axis", "top_k": None}  # fmt: skip
+
+
+class Untiled(Exception):
+  """An operation that cannot be evaluated for a block of a dim; `eqn` is the operation."""
+
+  def __init__(self, eqn: Any):
+    super().__init__(described(eqn))
+    self.eqn = eqn
+
+
+def described(eqn: Any) -> str:
+  """An operation and the type of its result."""
+  return f"{eqn.primitive.name} -> {eqn.outvars[0].aval.str_short()}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Grid:
+  """Blocks of named dims.
+
+  The last block ends where its dim ends, so it may overlap the one before: what is `fresh` counts.
+
+  Attributes:
+    lengths: of the named dims.
+    blocks: lengths of the blocks of some of them.
+  """
+
+  lengths: Mapping[Any, int]
+  blocks: Mapping[Any, int]
+
+  def tiles(self) -> dict[Any, Any]:
+    """The number of the block of each dim, for all tiles: rows of a scan."""
+    counts = [-(-self.lengths[name] // size) for name, size in self.blocks.items()]
+    return dict(zip(self.blocks, map(jnp.ravel, jnp.indices(counts, dtype=jnp.int32)), strict=True))
+
+  def fresh(self, tile: Any, labels: Labels, places: Mapping[Any, Any], other: float = 0.0) -> Any:
+    """A tile with another number in place of what an earlier tile has too."""
+    for name, dim, factor in labels:
+      if name in self.blocks and self.lengths[name] % self.blocks[name]:
+        size, length = self.blocks[name], tile.shape[dim]
+        new = self._start(name, places) + jnp.arange(size) >= places[name] * size
+        new = jnp.broadcast_to(new[None, :, None], (factor, size, length // factor // size)).reshape(length)
+        where = struct(jax.typeof(tile)).sharding
+        new = jax.lax.broadcast_in_dim(new, tile.shape, (dim,), out_sharding=where)
+        tile = jax.lax.select(new, tile, jnp.full_like(tile, other))
+    return tile
+
+  def _start(self, name: Any, places: Mapping[Any, Any]) -> Any:
+    """Where a block starts."""
+    return jnp.minimum(places[name] * self.blocks[name], self.lengths[name] - self.blocks[name])
+
+  def shape(self, shape: Sequence[int], labels: Labels) -> tuple[int, ...]:
+    """The shape of a tile of an array."""
+    found = list(shape)
+    for name, dim, _ in labels:
+      if name in self.blocks:
+        found[dim] = found[dim] // self.lengths[name] * self.blocks[name]
+    return tuple(found)
+
+  def take(self, x: Any, labels: Labels, places: Mapping[Any, Any]) -> Any:
+    """A tile of an array."""
+    for name, dim, factor in labels:
+      if name in self.blocks:
+        split, start, size = (
+          self._split(x.shape, name, dim, factor),
+          self._start(name, places),
+          self.blocks[name],
+        )
+        if x.shape[dim] == self.lengths[name]:
+          x = jax.lax.dynamic_slice_in_dim(x, start, size, dim)
+        else:
+          part = jax.lax.dynamic_slice_in_dim(x.reshape(split), start, size, dim + 1)
+          x = part.reshape(*x.shape[:dim], -1, *x.shape[dim + 1 :])
+    return x
+
+  def put(self, x: Any, part: Any, labels: Labels, places: Mapping[Any, Any]) -> Any:
+    """The array with a tile replaced."""
+    sliced = [label for label in labels if label[0] in self.blocks]
+    if not sliced:
+      return part
+    (name, dim, factor), *rest = sliced
+    split, start = self._split(x.shape, name, dim, factor), self._start(name, places)
+    if rest:
+      part = self.put(self.take(x, (sliced[0],), places), part, tuple(rest), places)
+    if x.shape[dim] == self.lengths[name]:
+      return jax.lax.dynamic_update_slice_in_dim(x, part, start, dim)
+    split_part = (*split[: dim + 1], self.blocks[name], *split[dim + 2 :])
+    whole = jax.lax.dynamic_update_slice_in_dim(x.reshape(split), part.reshape(split_part), start, dim + 1)
+    return whole.reshape(x.shape)
+
+  def _split(self, shape: Sequence[int], name: Any, dim: int, factor: int) -> tuple[int, ...]:
+    length = self.lengths[name]
+    return (*shape[:dim], factor, length, shape[dim] // factor // length, *shape[dim + 1 :])
+
+
+class Tiles:
+  """The part of a program that some of its values need, evaluated for a tile of them.
+
+  Args:
+    body: the program; calls in it are leaves.
+    grid: the blocks.
+    leaf: whether a value is sliced rather than computed for each tile.
+
+  Attributes:
+    leaves: the values that are sliced, in order.
+    parts: node -> its operation, and the labels of its operands.
+  """
+
+  def __init__(self, body: Any, grid: Grid, leaf: Callable[[Any, Labels], bool]):
+    self.grid, self._leaf = grid, leaf
+    self._made = {out: eqn for eqn in body.eqns for out in eqn.outvars}
+    self.leaves: dict[Node, None] = {}
+    self.parts: dict[Node, tuple[Any, list[Labels]]] = {}
+
+  def need(self, var: Any, labels: Labels, strict: Callable[[Any], bool] = lambda _: False) -> None:
+    """Makes a value one of those that are evaluated.
+
+    Raises:
+      Untiled: an operation that must be evaluated tile by tile (`strict`) cannot be.
+    """
+    if isinstance(var, core.Literal) or (var, labels) in self.parts or (var, labels) in self.leaves:
+      return
+    eqn = self._made.get(var)
+    if eqn is not None and not self._leaf(var, labels):
+      try:
+        wanted = pulled(eqn, labels, self.grid.lengths)
+      except Untiled:
+        if strict(var):
+          raise
+      else:
+        self.parts[var, labels] = eqn, wanted
+        for operand, own in zip(eqn.invars, wanted, strict=True):
+          self.need(operand, own, strict)
+        return
+    self.leaves[var, labels] = None
+
+  def made(self, var: Any) -> Any:
+    """The operation that makes a value, or None."""
+    return self._made.get(var)
+
+  def value(self, var: Any, labels: Labels, known: dict[Node, Any], places: Mapping[Any, Any]) -> Any:
+    """A tile of a value, from the tiles that are known, to which it is added."""
+    if isinstance(var, core.Literal):
+      return var.val
+    if (var, labels) not in known:
+      eqn, wanted = self.parts[var, labels]
+      pairs = zip(eqn.invars, wanted, strict=True)
+      inputs = [self.value(operand, own, known, places) for operand, own in pairs]
+      results = self._tile(eqn, labels, inputs, places)
+      known.update({(out, labels): x for out, x in zip(eqn.outvars, results, strict=True)})
+    return known[var, labels]
+
+  def _tile(self, eqn: Any, labels: Labels, inputs: list[Any], places: Mapping[Any, Any]) -> Sequence[Any]:
+    name = eqn.primitive.name
+    shape = self.grid.shape(eqn.outvars[0].aval.shape, labels)
+    if name == "iota":
+      dim, length = eqn.params["dimension"], eqn.params["shape"][eqn.params["dimension"]]
+      own = tuple((key, 0, factor) for key, d, factor in labels if d == dim)
+      numbers = self.grid.take(jnp.arange(length, dtype=eqn.params["dtype"]), own, places)
+      return [jax.lax.broadcast_in_dim(numbers, shape, (dim,))]
+    if name == "broadcast_in_dim":
+      return bind(eqn, inputs, shape=shape)
+    if name == "reshape":
+      return bind(eqn, inputs, new_sizes=shape)
+    if name == "slice":
+      limits = [
+        length if _whole(eqn, d) else eqn.params["limit_indices"][d] for d, length in enumerate(shape)
+      ]
+      return bind(eqn, inputs, limit_indices=tuple(limits))
+    return bind(eqn, inputs)
+
+
+def pulled(eqn: Any, labels: Labels, lengths: Mapping[Any, int]) -> list[Labels]:
+  """The labels that the operands of an operation need for those of its result.
+
+  Raises:
+    Untiled: a block of the result is no function of blocks of the operands.
+  """
+  labels = tuple(label for label in labels if lengths[label[0]] > 1)
+  dims = {dim for _, dim, _ in labels}
+  if len(dims) < len(labels):
+    raise Untiled(eqn)
+  if eqn.primitive.name == "iota" or not labels:
+    return [()] * len(eqn.invars)
+  if eqn.primitive.name == "reshape":
+    before, after = eqn.outvars[0].aval.shape, eqn.invars[0].aval.shape
+    found = [_moved(label, before, after, lengths) for label in labels]
+    if None in found:
+      raise Untiled(eqn)
+    return [_sorted(found)]
+  maps = _checked(eqn, _maps(eqn), dims)
+  if eqn.primitive.name != "broadcast_in_dim" and not dims <= {d for own in maps for d in own}:
+    raise Untiled(eqn)
+  return [
+    _sorted((name, d, factor) for name, dim, factor in labels for d, to in enumerate(own) if to == dim)
+    for own in maps
+  ]
+
+
+def pushed(eqn: Any, operand: int, labels: Labels, lengths: Mapping[Any, int]) -> Labels:
+  """The labels of an operation's result for those of an operand.
+
+  Dims that it sums over lose theirs, and so do those that a reshape splits.
+
+  Raises:
+    Untiled: the operation has no map of its dims.
+  """
+  if eqn.primitive.name == "reshape":
+    before, after = eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape
+    found = [_moved(label, before, after, lengths) for label in labels]
+    return _sorted(label for label in found if label is not None)
+  maps = _maps(eqn)
+  placed = [(name, maps[operand][dim], factor) for name, dim, factor in labels]
+  kept = [(name, to, factor) for name, to, factor in placed if to is not None]
+  _checked(eqn, maps, {to for _, to, _ in kept})
+  return _sorted(kept)
+
+
+def gradients(
+  part: Callable[..., Sequence[Any]],
+  inputs: Sequence[tuple[Any, Labels]],
+  others: Sequence[tuple[Any, Labels]],
+  cotangents: Sequence[tuple[Any, Labels]],
+  grid: Grid,
+) -> list[Any]:
+  """The cotangents of arrays of which a program reads tiles, summed over all tiles in float32.
+
+  Args:
+    part: `(places, tiles of others, *tiles of inputs) -> tiles of results`.
+    inputs: the arrays with a gradient.
+    others: those without.
+    cotangents: of the results.
+    grid: of the tiles.
+  """
+
+  def body(total: list[Any], places: Any) -> tuple[list[Any], None]:
+    fixed = [grid.take(x, labels, places) for x, labels in others]
+    _, pull = jax.vjp(lambda *xs: part(places, fixed, *xs), *[grid.take(x, own, places) for x, own in inputs])
+    arriving = [grid.fresh(grid.take(x, labels, places), labels, places) for x, labels in cotangents]
+    found: list[Any] = []
+    for before, gradient, (_, own) in zip(total, pull(arriving), inputs, strict=True):
+      after = grid.take(before, own, places) + gradient.astype(before.dtype)
+      found.append(grid.put(before, after, own, places))
+    return found, None
+
+  zeros = [jnp.zeros_like(x, dtype=jnp.promote_types(x.dtype, jnp.float32)) for x, _ in inputs]
+  total, _ = jax.lax.scan(body, zeros, grid.tiles())
+  return [g.astype(x.dtype) for g, (x, _) in zip(total, inputs, strict=True)]
+
+
+def tied(xs: Sequence[Any]) -> list[Any]:
+  """The same arrays, each of which depends on all of them.
+
+  The derivative of a scan computes ahead of it what depends on its constants alone: a mask of equal layers
+  would be broadcast, and kept, for all tiles at once.
+  """
+  token = sum((x[:0].sum().astype(jnp.float32) for x in xs if x.ndim), jnp.zeros(()))
+  return [jax.lax.optimization_barrier((x, token))[0] for x in xs]
+
+
+def filled(aval: Any, value: Any, dtype: Any) -> Any:
+  """An array of one value, with the shape of a variable, and its sharding on Explicit axes."""
+  return jax.lax.full(aval.shape, value, dtype, sharding=struct(aval).sharding)
+
+
+def is_float(x: Any) -> bool:
+  """Whether an array has gradients."""
+  return bool(jnp.issubdtype(x.dtype, jnp.inexact))
+
+
+def _maps(eqn: Any) -> list[list[int | None]]:
+  """For each operand, the dim of the result for each of its dims."""
+  name = eqn.primitive.name
+  out = eqn.outvars[0].aval.shape
+  shapes = [v.aval.shape for v in eqn.invars]
+  if name in ELEMENTWISE or (name == "custom_jvp_call" and _is_elementwise(eqn)):
+    return [[d if size == out[d] else None for d, size in enumerate(shape)] for shape in shapes]
+  if name == "dot_general":
+    met = meeting(eqn)
+    if met is not None:
+      count, first = len(met.shared[0]), len(met.free[0])
+      sides = [(met.shared[0], met.free[0], count), (met.shared[1], met.free[1], count + first)]
+      return [_placed(shape, *side) for shape, side in zip(shapes, sides, strict=True)]
+  if name == "gather":
+    return _gather_maps(eqn)
+  if name in _ALONG or name in ("slice", "sharding_constraint"):
+    return [list(range(len(shape))) for shape in shapes]
+  found = sources(eqn) if len(eqn.outvars) == 1 else None
+  if found is None:
+    raise Untiled(eqn)
+  back: list[int | None] = [None] * len(shapes[0])
+  for dim, source in enumerate(found):
+    if source is not None and shapes[0][source] == out[dim]:
+      back[source] = dim
+  return [back, *([None] * len(shape) for shape in shapes[1:])]
+
+
+def _checked(eqn: Any, maps: Sequence[list[int | None]], dims: set[Any]) -> Sequence[list[int | None]]:
+  """The maps, unless the operation treats the elements along one of these dims of its result differently."""
+  name, params = eqn.primitive.name, eqn.params
+  if name in _ALONG:
+    along = len(eqn.invars[0].aval.shape) - 1 if _ALONG[name] is None else params[_ALONG[name]]
+    if along in dims:
+      raise Untiled(eqn)
+  if name == "slice" and not all(_whole(eqn, d) for d in dims):
+    raise Untiled(eqn)
+  if name == "sharding_constraint":
+    spec = getattr(params["sharding"], "spec", ())
+    if any(d < len(spec) and isinstance(spec[d], (str, tuple)) and spec[d] for d in dims):
+      raise Untiled(eqn)
+  return maps
+
+
+def _gather_maps(eqn: Any) -> list[list[int | None]]:
+  """A look-up: dims of the indices, and those that the table shares with them. A window stays whole."""
+  numbers = eqn.params["dimension_numbers"]
+  table, indices = (v.aval.shape for v in eqn.invars)
+  looked_up = [d for d in range(len(eqn.outvars[0].aval.shape)) if d not in numbers.offset_dims]
+  own: list[int | None] = [*looked_up, None]
+  shared = zip(numbers.operand_batching_dims, numbers.start_indices_batching_dims, strict=True)
+  into: list[int | None] = [None] * len(table)
+  for d, index in shared:
+    into[d] = own[index]
+  return [into, own[: len(indices)]]
+
+
+def _placed(shape: Sequence[int], shared: Sequence[int], free: Sequence[int], first: int) -> list[int | None]:
+  found: list[int | None] = [None] * len(shape)
+  for place, d in enumerate(shared):
+    found[d] = place
+  for place, d in enumerate(free):
+    found[d] = first + place
+  return found
+
+
+def _moved(
+  label: tuple[Any, int, int], before: Sequence[int], after: Sequence[int], lengths: Mapping[Any, int]
+) -> tuple[Any, int, int] | None:
+  """A label after a reshape, or None: the products of the sizes before and after it stay."""
+  name, dim, factor = label
+  ahead = math.prod(before[:dim]) * factor
+  for d, size in enumerate(after):
+    own, rest = divmod(ahead, math.prod(after[:d]))
+    if not rest and not size % (own * lengths[name]) and size:
+      return name, d, own
+  return None
+
+
+def _whole(eqn: Any, dim: int) -> bool:
+  """Whether a slice keeps all of a dim."""
+  return eqn.invars[0].aval.shape[dim] == eqn.outvars[0].aval.shape[dim]
+
+
+def _is_elementwise(eqn: Any) -> bool:
+  return all(e.primitive.name in ELEMENTWISE for x in programs(eqn) for e in opened(x).eqns)
+
+
+def _sorted(labels: Any) -> Labels:
+  return tuple(sorted(labels, key=lambda label: (str(label[0]), label[1])))

@@ -1,0 +1,495 @@
+"""Computes the attention of any model by blocks of its queries and keys, without an edit.
+
+Attention is found in the trace of a loss: a product, whatever elementwise follows (a scale, masks, biases, a
+soft cap, casts), `exp(x - max)`, its sum over the keys, and a product of the quotient with the values. It is
+replaced by the same operations on blocks, with a running maximum and sum (arXiv:2112.05682, 2205.14135), so
+that no array of the size queries x keys exists, forward or backward. Masks are made block by block too.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+from jax.extend import core
+
+from nnx_parallel.core.flow import meeting
+from nnx_parallel.core.jaxprs import (
+  CALLS,
+  CHECKPOINTS,
+  bind,
+  call_equation,
+  equations,
+  flattened,
+  opened,
+  without_unused,
+)
+from nnx_parallel.core.tiles import (
+  Grid,
+  Labels,
+  Node,
+  Tiles,
+  Untiled,
+  described,
+  filled,
+  gradients,
+  is_float,
+  pushed,
+  tied,
+)
+from nnx_parallel.errors import TrainError
+from nnx_parallel.layers.mark import is_marked
+
+Attention = Literal["blocks"] | int | None
+"""`"blocks"`, or the length of the blocks; None: as written."""
+BLOCK = 512
+_INNER = (*CALLS, *CHECKPOINTS, "scan", "while", "cond")
+_SCALES = ("broadcast_in_dim", "convert_element_type", "copy", "neg", "reshape", "squeeze", "transpose")
+_PASSED = (*_SCALES, "stop_gradient")
+"""Operations between a maximum and where it is subtracted."""
+
+
+class _NotAttention(Exception):
+  """Why a softmax is not computed by blocks."""
+
+
+@dataclasses.dataclass(frozen=True)
+class _Softmax:
+  """An attention in a flat program.
+
+  Attributes:
+    exp: the exponential.
+    largest: the maximum over the keys.
+    total: the sum over the keys.
+    product: of the weights and the values.
+    side: which operand of the product the weights are.
+    labels: dims of the weights, and of the product's result, in terms of those of the scores.
+  """
+
+  exp: Any
+  largest: Any
+  total: Any
+  product: Any
+  side: int
+  labels: tuple[Labels, Labels]
+
+  @property
+  def summed(self) -> tuple[int, ...]:
+    """The dims of the scores that the softmax sums over."""
+    return tuple(int(axis) for axis in self.total.params["axes"])
+
+
+def check_attention(attention: Attention) -> Attention:
+  """The option itself.
+
+  Raises:
+    TrainError: it is none.
+  """
+  if attention is None or attention == "blocks" or (type(attention) is int and attention > 0):
+    return attention
+  raise TrainError(
+    f"attention={attention!r} is not a way to compute attention.",
+    fix='attention="blocks", or the length of the blocks: attention=256; None: as written.',
+  )
+
+
+def by_blocks(jaxpr: Any, attention: Attention) -> Any:
+  """The trace of a loss with its attention computed by blocks.
+
+  Raises:
+    TrainError: none is found.
+  """
+  block = BLOCK if attention == "blocks" else attention
+  found: list[_Softmax] = []
+  reasons: list[str] = []
+  changed = _changed(jaxpr, block, found, reasons)
+  if not found:
+    raise TrainError(
+      f"attention={attention!r} finds no attention in the loss.",
+      details="; ".join(dict.fromkeys(reasons)) or "no softmax is followed by a product with values",
+      fix="softmax(q k^T) v with dropout off, in jax.numpy, jax.nn.dot_product_attention or"
+      " nnx.dot_product_attention; or leave attention out.",
+    )
+  return changed
+
+
+def _changed(jaxpr: Any, block: Any, found: list[_Softmax], reasons: list[str]) -> Any:
+  before = len(found)
+  flat: Any = flattened(jaxpr, is_opened)
+  body = flat.jaxpr
+  eqns: dict[int, Any] = {}
+  for eqn in body.eqns:
+    if eqn.primitive.name == "exp":
+      for match in _attentions(body, eqn, reasons):
+        try:
+          new = _blocked(body, match, block)
+        except _NotAttention as problem:
+          reasons.append(str(problem))
+          continue
+        found.append(match)
+        if new is not None:
+          eqns[id(match.product)] = new
+    elif eqn.primitive.name in _INNER:
+      inside = {key: _inner(value, block, found, reasons) for key, value in eqn.params.items()}
+      eqns[id(eqn)] = eqn.replace(params=inside)
+  if len(found) == before:
+    return jaxpr
+  body = without_unused(body.replace(eqns=[eqns.get(id(eqn), eqn) for eqn in body.eqns]))
+  return flat.replace(jaxpr=body) if opened(jaxpr) is not jaxpr or flat.consts else body
+
+
+def _inner(value: Any, *args: Any) -> Any:
+  if isinstance(value, tuple):
+    return tuple(_inner(item, *args) for item in value)
+  return _changed(value, *args) if hasattr(opened(value), "eqns") else value
+
+
+def is_opened(eqn: Any) -> bool:
+  """Whether an operation is a call whose operations may be part of an attention."""
+  name = eqn.primitive.name
+  if name == "custom_jvp_call":  # jax.nn.softmax
+    inside = {e.primitive.name for e in equations(eqn.params["call_jaxpr"])}
+    return {"reduce_max", "exp", "reduce_sum"} <= inside
+  return name in CALLS and not is_marked(eqn)
+
+
+def _attentions(body: Any, exp: Any, reasons: list[str]) -> list[_Softmax]:
+  """The products of values with the softmax that an exponential belongs to."""
+  largest = _largest(body, exp)
+  if largest is None:
+    return []
+  scores, shape = exp.outvars[0], exp.outvars[0].aval.shape
+  axes = {int(axis) for axis in largest.params["axes"]}
+  lengths, named = _named(shape)
+  # The powers of the exponential and of its sum in a value.
+  powers: dict[Any, tuple[int, int]] = {scores: (1, 0)}
+  labels: dict[Any, Labels] = {scores: named}
+  totals: list[Any] = []
+  found: list[_Softmax] = []
+  zeros: set[Any] = set()
+  problems: list[str] = []
+  for eqn in body.eqns:
+    name, out = eqn.primitive.name, eqn.outvars[0]
+    own = [None if isinstance(v, core.Literal) else powers.get(v) for v in eqn.invars]
+    if not any(own):
+      if name == "broadcast_in_dim" and _is_zero(eqn.invars[0], zeros):
+        zeros.add(out)
+      continue
+    side = next(n for n, power in enumerate(own) if power)
+    if name == "reduce_sum" and own == [(1, 0)]:
+      if {int(axis) for axis in eqn.params["axes"]} == axes and eqn.invars[0].aval.shape == shape:
+        totals.append(eqn)
+        powers[out] = (0, 1)
+      continue
+    if name == "dot_general":
+      if own.count(None) == 1 and own[side] == (1, -1):
+        place = _placed(eqn, side, labels[eqn.invars[side]], axes, lengths)
+        if place is not None:
+          found.append(_Softmax(exp, largest, totals[0], eqn, side, (labels[eqn.invars[side]], place)))
+      elif own[side] == (1, 0):
+        problems.append(f"its exponentials meet {described(eqn)} before they are divided by their sum")
+      continue
+    power = _power(eqn, own, zeros)
+    try:
+      if power is None:
+        raise Untiled(eqn)
+      if power[0]:
+        main = next(n for n, own_power in enumerate(own) if own_power and own_power[0])
+        labels[out] = pushed(eqn, main, labels[eqn.invars[main]], lengths)
+      powers[out] = power
+    except Untiled:
+      if name not in ("log", "add", "max"):  # of a log-sum-exp, which is no attention
+        problems.append(f"its weights go through {described(eqn)}")
+  if len(totals) > 1:
+    problems.append(f"its weights are summed {len(totals)} times")
+    found = []
+  if not found:
+    reasons += [f"softmax of {exp.outvars[0].aval.str_short()}: {problem}" for problem in problems]
+  return found
+
+
+def _largest(body: Any, exp: Any) -> Any:
+  """The maximum that is subtracted before an exponential, or None."""
+  made = {out: eqn for eqn in body.eqns for out in eqn.outvars}
+  difference = made.get(exp.invars[0])
+  if difference is None or difference.primitive.name != "sub":
+    return None
+  var = difference.invars[1]
+  while not isinstance(var, core.Literal) and (eqn := made.get(var)) is not None:
+    name = eqn.primitive.name
+    if name == "reduce_max":
+      return eqn if eqn.invars[0].aval.shape == exp.outvars[0].aval.shape else None
+    if name == "max" and isinstance(eqn.invars[0], core.Literal) and eqn.invars[0].val == -math.inf:
+      var = eqn.invars[1]
+    elif name in _PASSED:
+      var = eqn.invars[0]
+    else:
+      return None
+  return None
+
+
+def _named(shape: Sequence[int]) -> tuple[dict[Any, int], Labels]:
+  """The lengths and labels of the dims of the scores, and of their prime factors: `(dim, number)`.
+
+  A dim that is split, such as heads into groups, is followed by its factors.
+  """
+  lengths: dict[Any, int] = {}
+  labels: list[Any] = []
+  for d, size in enumerate(shape):
+    if size > 1:
+      lengths[d] = size
+      labels.append((d, d, 1))
+    ahead, count = 1, 0
+    for prime in range(2, size):
+      while not size // ahead % prime:
+        lengths[d, count] = prime
+        labels.append(((d, count), d, ahead))
+        ahead, count = ahead * prime, count + 1
+  return lengths, tuple(labels)
+
+
+def _is_zero(var: Any, zeros: set[Any]) -> bool:
+  return not var.val if isinstance(var, core.Literal) and not jnp.ndim(var.val) else var in zeros
+
+
+def _power(eqn: Any, own: list[Any], zeros: set[Any]) -> tuple[int, int] | None:
+  """The powers in a result, of an operation that multiplies or selects; None for others."""
+  name = eqn.primitive.name
+  if name in _SCALES:
+    return own[0]
+  powers = [power or (0, 0) for power in own]
+  if name == "mul":
+    return powers[0][0] + powers[1][0], powers[0][1] + powers[1][1]
+  if name == "div":
+    return powers[0][0] - powers[1][0], powers[0][1] - powers[1][1]
+  if name == "integer_pow":
+    return powers[0][0] * eqn.params["y"], powers[0][1] * eqn.params["y"]
+  if name == "select_n" and own[0] is None:
+    cases = {power for power, var in zip(own[1:], eqn.invars[1:], strict=True) if not _is_zero(var, zeros)}
+    return cases.pop() if len(cases) == 1 else None
+  return None
+
+
+def _placed(
+  product: Any, side: int, labels: Labels, axes: set[int], lengths: dict[int, int]
+) -> Labels | None:
+  """The labels of a product's result, if it sums over just the keys."""
+  met: Any = meeting(product)
+  keys = {d for d in axes if lengths[d] > 1}
+  names = {dim: _wholes(labels, [dim]) for dim in met.summed[side]}
+  if sorted(name for own in names.values() for name in own) != sorted(keys) or any(
+    product.invars[side].aval.shape[dim] != math.prod(lengths[name] for name in own)
+    for dim, own in names.items()
+  ):
+    return None
+  return pushed(product, side, labels, lengths)
+
+
+def _blocked(body: Any, match: _Softmax, block: int) -> Any:
+  """The operation that computes an attention by blocks; None where one block holds it all.
+
+  Raises:
+    _NotAttention: it is none, or cannot be.
+  """
+  weights, product = match.product.invars[match.side], match.product
+  scores = match.exp.outvars[0]
+  shape = scores.aval.shape
+  lengths, _ = _named(shape)
+  free = meeting(product).free[match.side]  # pyright: ignore[reportOptionalMemberAccess]
+  rows = _wholes(match.labels[0], free)
+  columns = [name for name, _, _ in match.labels[0] if name in match.summed]
+  if not rows or not columns:
+    raise _NotAttention(f"softmax of {scores.aval.str_short()}: it is not over keys for each query")
+  row, column = max(rows, key=lengths.__getitem__), max(columns, key=lengths.__getitem__)
+  sizes = {name: -(-lengths[name] // -(-lengths[name] // block)) for name in (row, column)}
+  grid = Grid(lengths, sizes)
+  cut = {match.largest.outvars[0], match.total.outvars[0]}
+  depends = {*cut}
+  for eqn in body.eqns:
+    if any(not isinstance(var, core.Literal) and var in depends for var in eqn.invars):
+      depends.update(eqn.outvars)
+
+  def leaf(var: Any, own: Labels) -> bool:
+    return var in cut or (var not in depends and {name for name, _, _ in own} != {row, column})
+
+  tiles = Tiles(body, grid, leaf)
+  own = tuple((name, name, 1) for name in sorted((row, column)))
+  ends = [
+    (match.largest.invars[0], own),
+    (scores, own),
+    (match.total.invars[0], own),
+    (weights, _only(match.labels[0], row, column)),
+  ]
+  for var, labels in ends:
+    try:
+      tiles.need(var, labels, depends.__contains__)
+    except Untiled as problem:
+      raise _NotAttention(f"softmax of {scores.aval.str_short()}: its weights go through {problem}") from None
+  _check_leaves(tiles, scores, {row, column})
+  if all(sizes[name] == lengths[name] for name in sizes):
+    return None
+  function, leaves = _function(match, tiles, ends, row, column)
+  return call_equation(function, [var for var, _ in leaves], product.outvars, product)
+
+
+def _check_leaves(tiles: Tiles, scores: Any, names: set[int]) -> None:
+  """Refuses scores that no product makes, and parts of them that would be made whole."""
+  text = f"softmax of {scores.aval.str_short()}"
+  meets = [
+    eqn
+    for (_, labels), (eqn, wanted) in tiles.parts.items()
+    if eqn.primitive.name == "dot_general" and len(labels) == 2 and all(len(own) == 1 for own in wanted)
+  ]
+  for var, labels in tiles.leaves:
+    made = tiles.made(var)
+    if made is None or {name for name, _, _ in labels} != names:
+      continue
+    if "random" in made.primitive.name or "threefry" in made.primitive.name:
+      raise _NotAttention(f"{text}: dropout is between it and its product ({described(made)})")
+    if math.prod(var.aval.shape) >= math.prod(scores.aval.shape):
+      raise _NotAttention(f"{text}: {described(made)} cannot be evaluated by blocks")
+  if not meets:
+    raise _NotAttention(f"{text}: no product of queries and keys makes it")
+
+
+def _function(
+  match: _Softmax, tiles: Tiles, ends: Sequence[Node], row: int, column: int
+) -> tuple[Callable[..., Sequence[Any]], list[Node]]:
+  """The attention as a function of its leaves, and those."""
+  grid, product, side, axes = tiles.grid, match.product, match.side, match.summed
+  cut = {match.largest.outvars[0], match.total.outvars[0]}
+  values = product.invars[1 - side]
+  weights_labels = match.labels[0]
+  (summed_w, summed_v) = meeting(product).summed[:: 1 if side == 0 else -1]  # pyright: ignore[reportOptionalMemberAccess]
+  key_dim, key_factor = next((dim, factor) for name, dim, factor in weights_labels if name == column)
+  at = summed_v[list(summed_w).index(key_dim)]
+  value_node: Node = values, ((column, at, key_factor),)
+  nodes = [node for node in tiles.leaves if node[0] not in cut]
+  nodes += [] if value_node in nodes or isinstance(values, core.Literal) else [value_node]
+  floats = [node for node in nodes if is_float(node[0].aval)]
+  others = [node for node in nodes if not is_float(node[0].aval)]
+  (largest_in, own), (scores, _), (total_in, _), (weights, weights_own) = ends
+  out = product.outvars[0]
+  out_own = _only(match.labels[1], row)
+  kept = [d for d in range(len(scores.aval.shape)) if d not in axes]
+  placed = {name: (dim, factor) for name, dim, factor in match.labels[1]}
+  order = _order(match, placed)
+  stat_own: Labels = ((row, kept.index(row), 1),)
+  wide = jnp.promote_types(out.aval.dtype, jnp.float32)
+
+  def exponentials(known: dict[Node, Any], largest: Any, total: Any, places: Any) -> tuple[Any, Any]:
+    """The product of a tile's weights, and the sum of its exponentials."""
+    for eqn, x in ((match.largest, largest), (match.total, total)):
+      var = eqn.outvars[0]
+      x = x.astype(var.aval.dtype)
+      known.update({node: x for node in tiles.leaves if node[0] is var})
+    known[scores, own] = grid.fresh(tiles.value(scores, own, known, places), own, places)
+    part = tiles.value(total_in, own, known, places)
+    pair = [
+      tiles.value(weights, weights_own, known, places),
+      known.get(value_node, getattr(values, "val", None)),
+    ]
+    made = bind(product, pair if side == 0 else pair[::-1], preferred_element_type=wide)
+    return made[0].astype(wide), part.astype(wide).sum(axes)
+
+  def spread(stat: Any, shape: Sequence[int]) -> Any:
+    """A statistic of the rows, with the dims of the product's result."""
+    sizes = [stat.shape[stat_own[0][1]] if name == row else grid.lengths[name] for name in order]
+    arranged = sorted(order, key=lambda name: placed[name])
+    stat = stat.reshape(sizes).transpose([order.index(name) for name in arranged])
+    dims = {dim for dim, _ in placed.values()}
+    return jnp.broadcast_to(stat.reshape([n if d in dims else 1 for d, n in enumerate(shape)]), shape)
+
+  def finite(largest: Any) -> Any:
+    return jnp.where(largest == -jnp.inf, jnp.zeros_like(largest), largest)
+
+  def forward(*arrays: Any) -> tuple[Any, Any, Any]:
+    rows = grid.tiles()
+    *given, first, second = tied([*arrays, *rows.values()])
+
+    def body(carry: tuple[Any, Any, Any], places: Any) -> tuple[tuple[Any, Any, Any], None]:
+      known = {
+        (var, o): grid.take(x, o, places) for (var, o), x in zip((*floats, *others), given, strict=True)
+      }
+      before, total = (grid.take(x, stat_own, places) for x in carry[:2])
+      result = grid.take(carry[2], out_own, places)
+      tile = tiles.value(largest_in, own, known, places).astype(wide)
+      # The result does not depend on the maximum, so that its derivative is left out.
+      top = jax.lax.stop_gradient(grid.fresh(tile, own, places, -math.inf).max(axes))
+      after = jnp.maximum(before, top)
+      part, more = exponentials(known, finite(after), jnp.ones_like(total), places)
+      scale = jnp.exp(before - finite(after))
+      changes = after, total * scale + more, result * spread(scale, result.shape) + part
+      labels = stat_own, stat_own, out_own
+      return tuple(
+        grid.put(x, new, o, places) for x, new, o in zip(carry, changes, labels, strict=True)
+      ), None  # pyright: ignore[reportReturnType]
+
+    row_type = match.largest.outvars[0].aval
+    start = filled(row_type, -math.inf, wide), filled(row_type, 0, wide), filled(out.aval, 0, wide)
+    (largest, total, result), _ = jax.lax.scan(body, start, dict(zip(rows, (first, second), strict=True)))
+    return (result / spread(total, result.shape)).astype(out.aval.dtype), finite(largest), total
+
+  def backward(saved: Any, cotangent: Any) -> tuple[Any, ...]:
+    given, result, largest, total = saved
+    arriving = cotangent[0].astype(wide)
+    share = jax.linear_transpose(lambda x: spread(x, result.shape), total)(arriving * result.astype(wide))[0]
+    first, rest = given[: len(floats)], given[len(floats) :]
+
+    def part(places: Any, fixed: Sequence[Any], *tiles_of: Any) -> Sequence[Any]:
+      *fixed, top, sums = fixed
+      known = dict(zip((*floats, *others), (*tiles_of, *fixed), strict=True))
+      return [*exponentials(known, top, sums, places)]
+
+    inputs = [(x, o) for x, (_, o) in zip(first, floats, strict=True)]
+    fixed = [(x, o) for x, (_, o) in zip(rest, others, strict=True)]
+    cotangents = [(arriving, out_own), (-share / total, stat_own)]
+    found = gradients(part, inputs, [*fixed, (largest, stat_own), (total, stat_own)], cotangents, grid)
+    return (*found, *[None] * len(others))
+
+  @jax.custom_vjp
+  def attention(*given: Any) -> list[Any]:
+    return [forward(*given)[0]]
+
+  def with_kept(*given: Any) -> tuple[list[Any], Any]:
+    result, largest, total = forward(*given)
+    return [result], (given, result, largest, total)
+
+  attention.defvjp(with_kept, backward)
+
+  def attention_by_blocks(*given: Any) -> list[Any]:
+    return attention(*given)
+
+  return attention_by_blocks, [*floats, *others]
+
+
+def _wholes(labels: Labels, dims: Sequence[int]) -> list[int]:
+  """The dims of the scores that are, or are part of, some dims."""
+  return [name for name, dim, _ in labels if dim in dims and isinstance(name, int)]
+
+
+def _order(match: _Softmax, placed: Mapping[Any, Any]) -> list[Any]:
+  """The dims of a sum over the keys, or their factors, as far as the result of the product has them.
+
+  Raises:
+    _NotAttention: it has not all of them.
+  """
+  scores = match.exp.outvars[0].aval
+  names, labels = _named(scores.shape)
+  found: list[Any] = []
+  for d in (d for d in names if isinstance(d, int) and d not in match.summed):
+    own = [d] if d in placed else [name for name, dim, _ in labels if dim == d and name != d]
+    if not own or any(name not in placed for name in own):
+      raise _NotAttention(
+        f"softmax of {scores.str_short()}: {described(match.product)} sums over its dim {d}"
+      )
+    found += own
+  return found
+
+
+def _only(labels: Labels, *names: int) -> Labels:
+  return tuple(label for label in labels if label[0] in names)

@@ -1,0 +1,471 @@
+"""Changes what a loss keeps for its backward pass, layer by layer, without touching the module.
+
+Layers are found in the trace: the call of each module that `find_layers` finds, the body of each scan, and
+each part that is already under `jax.checkpoint`. A model that has none of them is an error.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
+
+import jax
+from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
+
+from nnx_parallel.core.jaxprs import (
+  CALLS,
+  CHECKPOINTS,
+  as_function,
+  bind,
+  called,
+  constants,
+  evaluate,
+  gradient_of,
+  is_inexact,
+  is_tracer,
+  opened,
+  place_of,
+  rules,
+  scan_counts,
+)
+from nnx_parallel.core.layers import Layers, find_layers
+from nnx_parallel.core.nodes import path_str
+from nnx_parallel.core.text import few
+from nnx_parallel.errors import TrainError
+from nnx_parallel.layers.attention import Attention, by_blocks, check_attention
+from nnx_parallel.layers.head import check_parts, in_parts
+from nnx_parallel.layers.mark import is_marked, marked
+from nnx_parallel.layers.roll import Body, Chain, Rolled
+
+RematName = Literal["as written", "none", "dots", "full", "offload"]
+REMATS: tuple[RematName, ...] = ("as written", "none", "dots", "full", "offload")
+MARK_LAYERS = (
+  'layers of one class in an nnx.List, or named by layers="decoder.blocks.*"; or @nnx.remat on the __call__'
+  " of their class"
+)
+AUTO_LAYERS = 4
+"""The fewest layers of a scan with `roll="auto"`: the stack of their weights is a copy in each step."""
+_SHOWN = 6
+_PRODUCTS = ("dot_general", "conv_general_dilated")
+_INPUT = "layer input"
+"""The name of what `"offload"` moves to the host's memory."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Remat:
+  """What layers keep for the backward pass, and which of them.
+
+  Attributes:
+    policy: as in `with_layers`: a word, or a policy of `jax.checkpoint_policies`.
+    every: only each n-th of consecutive equal layers follows the policy; the others keep everything.
+    group: this many consecutive layers are recomputed together, from the input of the first one.
+
+  Raises:
+    TrainError: no such policy, or a number below 1.
+
+  Example:
+    >>> import nnx_parallel as nxp
+    >>> nxp.Remat("full", every=2)
+    Remat(policy='full', every=2, group=1)
+  """
+
+  policy: RematName | Callable[..., Any] = "full"
+  every: int = 1
+  group: int = 1
+
+  def __post_init__(self) -> None:
+    if not callable(self.policy) and self.policy not in REMATS:
+      raise TrainError(
+        f"remat={self.policy!r} is not a known policy.",
+        fix=f"one of {', '.join(map(repr, REMATS))}, or a policy itself: jax.checkpoint_policies.NAME.",
+      )
+    if min(self.every, self.group) < 1 or (self.every > 1 and self.group > 1):
+      raise TrainError(
+        f"Remat(every={self.every}, group={self.group}) selects no layers.",
+        fix='Remat("full", every=2), or Remat("full", group=2)',
+      )
+
+  @property
+  def changes(self) -> bool:
+    """Whether the loss is another one by this."""
+    return self.policy != "as written"
+
+  @property
+  def needs_layers(self) -> bool:
+    """Whether a loss without layers is an error."""
+    return self.policy not in ("as written", "none")
+
+  def __str__(self) -> str:
+    name = self.policy if isinstance(self.policy, str) else getattr(self.policy, "__name__", "a policy")
+    some = f" in every {self.every}. layer" if self.every > 1 else ""
+    return f"{name}{some}" + (f" in groups of {self.group}" if self.group > 1 else "")
+
+
+Policy = RematName | Callable[..., Any] | Remat | None
+"""A word, a policy of `jax.checkpoint_policies` for each layer, a `Remat`; or None: as written."""
+Roll = Literal["auto"] | bool
+
+
+@dataclasses.dataclass(frozen=True)
+class LayerOptions:
+  """What is done with the layers of a loss.
+
+  Attributes:
+    remat: what each layer keeps for the backward pass.
+    roll: whether consecutive equal layers become one scan.
+    pattern: dotted paths of the layers, with `*` for any part; None: see `find_layers`.
+    attention: `"blocks"` or their length; None: as written.
+    loss_parts: in how many parts the head and the loss of each token are computed; None: as written.
+
+  Raises:
+    TrainError: no such policy, or other option.
+  """
+
+  remat: Policy = None
+  roll: Roll = "auto"
+  pattern: str | None = None
+  attention: Attention = None
+  loss_parts: int | None = None
+
+  def __post_init__(self) -> None:
+    _ = self.how
+    if self.roll not in ("auto", True, False):
+      raise TrainError(f"roll={self.roll!r} is no choice.", fix='roll="auto", True or False')
+    check_attention(self.attention)
+    check_parts(self.loss_parts)
+
+  @property
+  def how(self) -> Remat:
+    """What each layer keeps."""
+    return self.remat if isinstance(self.remat, Remat) else Remat(self.remat or "as written")
+
+  @property
+  def rewrites(self) -> bool:
+    """Whether attention or the head is computed in parts."""
+    return self.attention is not None or self.loss_parts is not None
+
+  @property
+  def marks(self) -> bool:
+    """Whether something is done with layers."""
+    return self.how.needs_layers or self.roll is True
+
+  def marking(self, model: Any, used: LayersUsed | None = None) -> contextlib.AbstractContextManager[None]:
+    """Marks the layers of a model that belongs to a trace, if anything is done with them."""
+    if not self.marks:
+      return contextlib.nullcontext()
+    found = find_layers(model, self.pattern)
+    if self.pattern is not None and not found:
+      raise TrainError(
+        f"layers={self.pattern!r} matches no module.",
+        details="modules: " + few([path_str(path) for path, _ in nnx.iter_modules(model) if path]),
+        fix='layers="blocks.*", with the dotted paths of the modules that repeat.',
+      )
+    if used is not None:
+      used.found = found
+    return marked(model, found)
+
+
+@dataclasses.dataclass
+class LayersUsed:
+  """What was done with the layers of a loss; print it.
+
+  Attributes:
+    found: the layers of the model.
+    done: what was done with them, a line each.
+    reasons: why some were not rolled together, a line each.
+  """
+
+  found: tuple[Layers, ...] = ()
+  done: tuple[str, ...] = ()
+  reasons: tuple[str, ...] = ()
+
+  def __str__(self) -> str:
+    lines = [str(layers) for layers in self.found] + [f"  {line}" for line in self.done]
+    reasons = [
+      *self.reasons[:_SHOWN],
+      *([f"and {more} more"] if (more := len(self.reasons) - _SHOWN) > 0 else []),
+    ]
+    return "\n".join([*lines, *(f"  not rolled: {line}" for line in reasons)]) or "as written"
+
+
+def with_layers(
+  loss: Callable[[Any, Any], Any],
+  *,
+  remat: Policy = None,
+  roll: Roll = "auto",
+  layers: str | None = None,
+  attention: Attention = None,
+  loss_parts: int | None = None,
+) -> Callable[[Any, Any], Any]:
+  """The same loss with its layers rematerialised, rolled into scans, or both; the model is not edited.
+
+  `train_step(loss, remat=..., roll=...)` does this by itself; this is for a step of your own.
+
+  Args:
+    loss: `loss(model, batch)`.
+    remat: what each layer keeps for the backward pass. `"none"` keeps everything, `"full"` recomputes each
+      layer from its input (and the parts of it that are under `jax.checkpoint` one by one), `"dots"` keeps
+      the results of matrix products with weights, `"offload"` is `"full"` with the inputs of consecutive
+      equal layers in the host's memory, `"as written"` or None changes nothing. A policy of
+      `jax.checkpoint_policies` holds within each layer. `Remat("full", every=2)` recomputes each second
+      layer, `Remat("full", group=2)` two layers at a time.
+    roll: make one scan of consecutive equal layers, so that program and time to compile do not grow with
+      depth. True: wherever two are found. `"auto"`: where layers are rematerialised, and there are 4 or more.
+      Else it does not pay: a scan copies the weights of its layers into one stack in each step, and without
+      remat also stacks all that they keep.
+    layers: dotted paths of the layers, with `*` for any part, such as `"decoder.blocks.*"`. None: modules of
+      one class and structure beside each other, in a list or as attributes that end in numbers.
+    attention: `"blocks"` computes every attention of the model by blocks of its queries and keys (of 512, or
+      of the number given), so that no array of their product exists. None: as written.
+    loss_parts: compute the head and the loss of each token in this many parts, so that the logits of all
+      tokens never exist at once. None: as written.
+
+  Returns:
+    A loss with the same arguments, value, gradients and changes of state. It raises a `TrainError` where a
+    policy other than `"none"` finds no layer, or `roll=True` nothing to roll.
+
+  Raises:
+    TrainError: no such policy.
+
+  Example:
+    >>> import jax, jax.numpy as jnp
+    >>> from flax import nnx
+    >>> model = nnx.Sequential(*[nnx.Linear(4, 4, rngs=nnx.Rngs(0)) for _ in range(9)])
+    >>> rolled = with_layers(lambda model, x: model(x).sum(), roll=True)
+    >>> [eqn.primitive.name for eqn in jax.make_jaxpr(rolled)(model, jnp.ones((2, 4))).eqns].count("scan")
+    1
+  """
+  options = LayerOptions(remat, roll, layers, attention, loss_parts)
+
+  def changed(model: Any, batch: Any) -> Any:
+    return _apart(loss, model, batch, options)
+
+  return changed
+
+
+def with_marks(loss: Callable[[Any, Any], Any], layers: str | None = None) -> Callable[[Any, Any], Any]:
+  """The same loss with the calls of its layers marked; see `has_layers`."""
+  options = LayerOptions("full", pattern=layers)
+  return lambda model, batch: _apart(loss, model, batch, options, LayerOptions())
+
+
+def _apart(
+  loss: Callable[[Any, Any], Any],
+  model: Any,
+  batch: Any,
+  marks: LayerOptions,
+  does: LayerOptions | None = None,
+) -> Any:
+  """Calls a loss on a copy of a model, and writes its state back."""
+  graphdef, state = nnx.split(model)
+
+  def pure(state: Any, batch: Any) -> Any:
+    module = nnx.merge(graphdef, state)
+    with marks.marking(module):
+      result = loss(module, batch)
+    return result, nnx.state(module)
+
+  result, after = with_options(pure, marks if does is None else does)(state, batch)
+  nnx.update(model, after)
+  return result
+
+
+def with_options(
+  function: Callable[..., Any], options: LayerOptions, used: LayersUsed | None = None
+) -> Callable[..., Any]:
+  """A function of pytrees of arrays whose marked layers are treated by `options`.
+
+  It raises a `TrainError` where a policy finds no layer.
+
+  Args:
+    function: marks its layers by `options.marking`.
+    options: what is done with them.
+    used: gets what was done.
+  """
+  remat, note = options.how, LayersUsed() if used is None else used
+  if not (remat.changes or options.roll is True or options.rewrites):
+    return function
+
+  def changed(*args: Any) -> Any:
+    traced, shape = jax.make_jaxpr(function, return_shape=True)(*args)
+    if remat.needs_layers and not has_layers(traced):
+      raise TrainError(
+        f"remat={str(remat)!r} finds no layer in the loss, so it would change nothing.",
+        details="a layer is one of several modules of one class and structure beside each other (in a list,"
+        " or as attributes that end in numbers), the body of a scan, or what is under nnx.remat",
+        fix=f"{MARK_LAYERS}; or leave remat out.",
+      )
+    _check_rules(traced)
+    if options.loss_parts is not None:
+      traced = in_parts(traced, options.loss_parts)
+    if options.attention is not None:
+      traced = by_blocks(traced, options.attention)
+    flat = _treated(traced, jax.tree.leaves(args), options, note)
+    return jax.tree.unflatten(jax.tree.structure(shape), flat)
+
+  return changed
+
+
+def _treated(traced: Any, leaves: list[Any], options: LayerOptions, used: LayersUsed) -> list[Any]:
+  remat = options.how
+  policy = remat.policy if remat.changes else None
+  size = max(remat.every, remat.group)
+  scan_from = 2 if options.roll is True else AUTO_LAYERS if options.roll and remat.needs_layers else None
+  loops = size > 1 or policy == "offload"
+  used.done = used.reasons = ()
+  run = functools.partial(_run, policy="full" if policy == "offload" else policy, in_layer=False)
+  if scan_from is None and not loops:
+    used.done = (f"remat {remat} in each layer",) if policy is not None else ()
+    return evaluate(traced, leaves, run)
+  rolled = Rolled(traced, scan_from, size, loops=loops)
+  if options.roll is True and not any(chain.scan for chain in rolled.chains.values()):
+    raise TrainError(
+      "roll=True finds no consecutive equal layers.",
+      details="\n".join(rolled.reasons[:_SHOWN]) or _found(used),
+      fix='roll="auto", or False; layers="decoder.blocks.*" names the layers.',
+    )
+  used.done = tuple(_line(rolled.calls(chain), chain, remat) for chain in rolled.chains.values())
+  used.reasons = tuple(rolled.reasons)
+
+  def in_unit(chain: Chain, n: int, eqn: Any, inputs: list[Any]) -> Sequence[Any]:
+    if remat.group > 1 or policy == "offload":
+      return _evaluate(called(eqn), inputs, policy, True)
+    kept: Policy = policy if n % remat.every == 0 else "none"
+    return _run(eqn, inputs, policy=kept, in_layer=False, in_scan=chain.scan)
+
+  def around(chain: Chain, body: Body) -> Body:
+    if policy == "offload":
+      return _offloaded(body, in_scan=chain.scan)
+    return _checkpointed(body, policy, in_scan=chain.scan) if remat.group > 1 else body
+
+  return rolled(leaves, run, in_unit, around)
+
+
+def _found(used: LayersUsed) -> str:
+  return "\n".join(map(str, used.found)) or "no modules of one class and structure are beside each other"
+
+
+def _line(paths: list[str], chain: Chain, remat: Remat) -> str:
+  units, size = len(chain.units), len(chain.units[0])
+  way = f"one scan of {units}" if chain.scan else f"{units} one after the other"
+  each = f", {size} layers each" if size > 1 else ""
+  return f"{paths[0]} to {paths[-1]}: {way}{each}" + (f"; remat {remat}" if remat.changes else "")
+
+
+def _check_rules(traced: Any) -> None:
+  """Refuses a rule of `jax.custom_vjp` that reads an array of the trace other than by its arguments.
+
+  Raises:
+    TrainError: there is one; it could not be evaluated again.
+  """
+  for eqn in rules(traced):
+    if any(is_tracer(x) for x in constants(gradient_of(eqn))):
+      raise TrainError(
+        "a rule of jax.custom_vjp reads an array that is not among its arguments, so the layers of this loss"
+        " can neither be rolled nor rematerialised.",
+        details=f"at {place_of(eqn)}",
+        fix="give the array to the function as an argument, with None as its gradient; or leave remat= and"
+        " roll= out.",
+      )
+
+
+def _offloaded(body: Body, *, in_scan: bool) -> Body:
+  """A program of a unit that is recomputed from what is carried, which is kept in the host's memory."""
+  policy = jax.checkpoint_policies.save_and_offload_only_these_names(
+    names_which_can_be_saved=[],
+    names_which_can_be_offloaded=[_INPUT],
+    offload_src="device",
+    offload_dst="pinned_host",
+  )
+
+  def named(carry: Sequence[Any], row: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+    return body([checkpoint_name(x, _INPUT) if is_inexact(x) else x for x in carry], row)
+
+  return jax.checkpoint(named, policy=policy, prevent_cse=not in_scan)
+
+
+def has_layers(jaxpr: Any) -> bool:
+  """Whether a traced loss has parts that a policy applies to."""
+  for eqn in opened(jaxpr).eqns:
+    name = eqn.primitive.name
+    if name in CHECKPOINTS or name == "scan":
+      return True
+    if name in CALLS and (is_marked(eqn) or has_layers(called(eqn))):
+      return True
+  return False
+
+
+def _is_layer(eqn: Any) -> bool:
+  """Whether a marked call is a layer; one whose products are all in layers of its own is none."""
+  return is_marked(eqn) and (not has_layers(called(eqn)) or _has_products(called(eqn)))
+
+
+def _has_products(jaxpr: Any) -> bool:
+  """Whether a program has products outside of scans and checkpoints."""
+  return any(
+    eqn.primitive.name in _PRODUCTS or (eqn.primitive.name in CALLS and _has_products(called(eqn)))
+    for eqn in opened(jaxpr).eqns
+  )
+
+
+def _evaluate(jaxpr: Any, args: Sequence[Any], policy: Policy, in_layer: bool) -> list[Any]:
+  return evaluate(jaxpr, args, functools.partial(_run, policy=policy, in_layer=in_layer))
+
+
+def _run(
+  eqn: Any, inputs: list[Any], *, policy: Policy, in_layer: bool, in_scan: bool = False
+) -> Sequence[Any]:
+  name, params = eqn.primitive.name, eqn.params
+  if policy is None:  # as written
+    return as_function(called(eqn))(*inputs) if is_marked(eqn) else bind(eqn, inputs)
+  if name in CALLS:
+    if in_layer or not _is_layer(eqn):
+      return _evaluate(called(eqn), inputs, policy, in_layer)
+    return _checkpointed(_layer(called(eqn), policy), policy, in_scan=in_scan)(*inputs)
+  if name in CHECKPOINTS:
+    body = _layer(params["jaxpr"], policy)
+    # Within a layer, what the user recomputes piece by piece (blocks of attention) stays so under "full";
+    # a policy of the layer cannot see into pieces.
+    return body(*inputs) if in_layer and policy != "full" else _checkpointed(body, policy)(*inputs)
+  if name == "scan":
+    return _scan(eqn, inputs, policy, in_layer)
+  return bind(eqn, inputs)
+
+
+def _scan(eqn: Any, inputs: list[Any], policy: Policy, in_layer: bool) -> list[Any]:
+  params = eqn.params
+  counts = scan_counts(eqn)
+  fixed_count, carry_count = counts.constants, counts.carried
+  fixed = inputs[:fixed_count]
+  layer = _layer(params["jaxpr"], policy)
+  body = layer if in_layer else _checkpointed(layer, policy)
+
+  def step(carry: list[Any], row: list[Any]) -> tuple[list[Any], list[Any]]:
+    out = body(*fixed, *carry, *row)
+    return list(out[:carry_count]), list(out[carry_count:])
+
+  carry, rows = jax.lax.scan(
+    step,
+    inputs[fixed_count : fixed_count + carry_count],
+    inputs[fixed_count + carry_count :],
+    length=params["length"],
+    reverse=params["reverse"],
+    unroll=params["unroll"],
+  )
+  return [*carry, *rows]
+
+
+def _layer(jaxpr: Any, policy: Policy) -> Callable[..., list[Any]]:
+  return lambda *args: _evaluate(jaxpr, args, policy, True)
+
+
+def _checkpointed(body: Callable[..., Any], policy: Policy, *, in_scan: bool = False) -> Callable[..., Any]:
+  if policy == "none":
+    return body
+  named = {"dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable, "full": None}
+  saved: Any = named[policy] if isinstance(policy, str) else policy
+  return jax.checkpoint(body, policy=saved, prevent_cse=not in_scan)

@@ -1,0 +1,297 @@
+"""Rolls consecutive calls of equal layers into one scan: the program does not grow with depth.
+
+A run of marked calls is a chain if each input of a call is one of
+- *inner*: always the same result of an earlier call of its unit;
+- *carried*: always the same result of the unit before (activations, a shared random state);
+- *same*: one value in all units (a mask, shared weights);
+- a row: a value of its own, which does not depend on the chain (weights, statistics).
+
+A unit is one call, or a few where kinds alternate: (local, local, global) has a period of 3. Rows are
+stacked; weights that a layer only reads cast are cast first. Operations between the calls that do not
+depend on the chain are evaluated before it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import textwrap
+from collections.abc import Callable, Collection, Mapping, Sequence
+from itertools import zip_longest
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.extend import core
+
+from nnx_parallel.core.jaxprs import called, constants, forwarded, identity, opened, placed
+from nnx_parallel.layers.mark import is_marked, layer_of
+
+MAX_PERIOD = 4
+Place = tuple[int, int]
+"""The number of a call in its unit, and the position of one of its inputs or results."""
+Run = Callable[[Any, list[Any]], Sequence[Any]]
+"""`(operation, values of its inputs) -> values of its results`."""
+
+
+@dataclasses.dataclass
+class Chain:
+  """Units of calls that are one scan.
+
+  Attributes:
+    units: the positions of the operations of each unit in the program.
+    inner: input -> the result of an earlier call of its unit.
+    carried: input -> the result of the unit before.
+    same: inputs that are one value in all units; those in none of the three are rows.
+    tainted: the variables that depend on a result of the chain.
+    scan: whether it is one scan.
+  """
+
+  units: list[tuple[int, ...]]
+  inner: dict[Place, Place]
+  carried: dict[Place, Place]
+  same: set[Place]
+  tainted: set[Any]
+  scan: bool = False
+
+
+RunInUnit = Callable[[Chain, int, Any, list[Any]], Sequence[Any]]
+"""The same, with the chain and the number of the call in its unit before."""
+Body = Callable[[Sequence[Any], Sequence[Any]], tuple[list[Any], list[Any]]]
+Around = Callable[[Chain, Body], Body]
+
+
+class Rolled:
+  """A program whose chains of layers are scans.
+
+  Args:
+    jaxpr: the trace of a loss.
+    scan_from: the fewest layers of a scan; None: no chain is one.
+    group: the number of calls of a unit is a multiple of it.
+    loops: whether chains that are no scan are evaluated unit by unit too, and not call by call.
+
+  Attributes:
+    chains: by the position of their first operation.
+    reasons: why neighbours are not of one chain.
+  """
+
+  def __init__(self, jaxpr: Any, scan_from: int | None = 2, group: int = 1, *, loops: bool = False):
+    self.jaxpr, self.body = jaxpr, opened(jaxpr)
+    self.eqns: list[Any] = list(self.body.eqns)
+    # `nnx.jit` returns every Variable that it gets: a result that is an input is that variable.
+    self._alias: dict[Any, Any] = {}
+    marks = [n for n, eqn in enumerate(self.eqns) if is_marked(eqn)]
+    for n in marks:
+      for out, position in zip(self.eqns[n].outvars, forwarded(called(self.eqns[n])), strict=True):
+        if position is not None:
+          self._alias[out] = self._seen(self.eqns[n].invars[position])
+    self._programs = {n: identity(called(self.eqns[n])) for n in marks}
+    self.chains: dict[int, Chain] = {}
+    self.reasons: list[str] = []
+    periods = range(group, group * MAX_PERIOD + 1, group)
+    short = 0  # up to this call, the layers are those of a chain that is too short
+    while marks:
+      chains = [self._chain(marks, period) for period in periods if period <= len(marks)]
+      chains = [chain for chain in chains if chain.units]
+      again = [chain for chain in chains if len(chain.units) > 1]
+      found = max(again, key=_calls, default=None)
+      if found is not None and scan_from is not None:
+        found.scan = _calls(found) >= scan_from
+        if not found.scan and marks[0] >= short:
+          names, short = self.calls(found), found.units[-1][-1]
+          self.reasons.append(
+            f"{names[0]} to {names[-1]}: {len(names)} layers, and a scan has {scan_from} or more"
+          )
+      if found is not None and not found.scan and not loops:
+        found = None
+      if found is None and loops and group > 1:
+        found = chains[0] if chains else None  # once
+      if found is not None:
+        self.chains[marks[0]] = found
+      used = _calls(found) if found is not None else 1
+      if scan_from is not None and used < len(marks) and marks[used - 1] >= short:
+        self.reasons.append(self._why(marks[used - 1], marks[used]))
+      marks = marks[used:]
+
+  def __call__(self, inputs: Sequence[Any], run: Run, in_unit: RunInUnit, around: Around) -> list[Any]:
+    """The results of the program.
+
+    Args:
+      inputs: its arrays.
+      run: evaluates operations outside of chains.
+      in_unit: evaluates the calls in chains, given their number in the unit too.
+      around: is put around the program of a unit, a function of what is carried and of the rows.
+    """
+    values: dict[Any, Any] = dict(zip(self.body.constvars, constants(self.jaxpr), strict=True))
+    values.update(zip(self.body.invars, inputs, strict=True))
+    done: set[int] = set()
+
+    def read(var: Any) -> Any:
+      return var.val if isinstance(var, core.Literal) else values[self._seen(var)]
+
+    def evaluate(numbers: Collection[int]) -> None:
+      for n in numbers:
+        if n not in done:
+          eqn = self.eqns[n]
+          with placed(eqn):
+            values.update(zip(eqn.outvars, run(eqn, [read(var) for var in eqn.invars]), strict=True))
+          done.add(n)
+
+    for n in range(len(self.eqns)):
+      chain = self.chains.get(n)
+      if chain is not None and n not in done:
+        calls = {m for unit in chain.units for m in unit}
+        between = range(n, max(calls))
+        evaluate([m for m in between if m not in calls and not chain.tainted & {*self.eqns[m].outvars}])
+        values.update(self._run(chain, read, in_unit, around))
+        done |= calls
+      evaluate([n])
+    return [read(var) for var in self.body.outvars]
+
+  def calls(self, chain: Chain) -> list[str]:
+    """The paths of the layers of a chain, in the order of their calls."""
+    return [layer_of(self.eqns[n]) for unit in chain.units for n in unit]
+
+  def _why(self, before: int, after: int) -> str:
+    """Why two calls that follow each other are not of one chain."""
+    first, second = self.eqns[before], self.eqns[after]
+    names = f"{layer_of(first)} and {layer_of(second)}"
+    (text, hidden), (other, others) = self._programs[before], self._programs[after]
+    if text != other:
+      lines = zip_longest(text.splitlines(), other.splitlines(), fillvalue="(nothing)")
+      one, two = next((a.strip(), b.strip()) for a, b in lines if a != b)
+      return f"{names} differ: {_short(one)} / {_short(two)}"
+    if hidden != others:
+      return f"{names} differ in a constant, or in a rule of jax.custom_jvp or jax.custom_vjp"
+    tainted = self._tainted({*first.outvars}, before, after)
+    between = [eqn for eqn in self.eqns[before + 1 : after] if tainted & {*eqn.outvars}]
+    used = [eqn for eqn in between if {*eqn.outvars} & {self._seen(v) for v in second.invars if _is_var(v)}]
+    if used:
+      return f"{used[-1].primitive.name} between {names} changes what the second one gets"
+    return f"{names} read other results of the calls before them than their neighbours, or one is left over"
+
+  def _seen(self, var: Any) -> Any:
+    """The variable that this one is."""
+    return var if isinstance(var, core.Literal) else self._alias.get(var, var)
+
+  def _inputs(self, unit: Sequence[int]) -> dict[Place, Any]:
+    return {(c, j): self._seen(var) for c, n in enumerate(unit) for j, var in enumerate(self.eqns[n].invars)}
+
+  def _results(self, unit: Sequence[int]) -> dict[Any, Place]:
+    return {var: (c, p) for c, n in enumerate(unit) for p, var in enumerate(self.eqns[n].outvars)}
+
+  def _chain(self, marks: Sequence[int], period: int) -> Chain:
+    """The longest chain from the first mark on, of units of `period` calls."""
+    first = tuple(marks[:period])
+    chain = Chain([], {}, {}, set(), set())
+    given, before, after = self._inputs(first), {}, -1
+    for start in range(0, len(marks) - period + 1, period):
+      unit = tuple(marks[start : start + period])
+      if any(self._programs[n] != self._programs[m] for n, m in zip(unit, first, strict=True)):
+        break
+      own, wanted = self._results(unit), self._inputs(unit)
+      tainted = self._tainted(chain.tainted | own.keys(), after, unit[-1])
+      inner = {place: own[var] for place, var in wanted.items() if _in(var, own)}
+      carried = {place: before[var] for place, var in wanted.items() if _in(var, before)}
+      linked = inner.keys() | carried.keys()
+      if any(_in(var, tainted) for place, var in wanted.items() if place not in linked):
+        break
+      same = {place for place, var in wanted.items() if _is_same(var, given[place])} - linked
+      if start == 0:
+        chain.units, chain.inner, chain.tainted = [unit], inner, tainted
+      elif inner != chain.inner or (start > period and carried != chain.carried):
+        break
+      else:
+        chain.units.append(unit)
+        chain.carried, chain.tainted = carried, tainted
+        chain.same = same if start == period else chain.same & same
+      before, after = own, unit[-1]
+    return chain
+
+  def _tainted(self, known: set[Any], after: int, last: int) -> set[Any]:
+    """The variables up to an operation that depend on known ones."""
+    found = {*known}
+    for eqn in self.eqns[after + 1 : last + 1]:
+      if any(_in(self._seen(var), found) for var in eqn.invars):
+        found.update(eqn.outvars)
+    return found
+
+  def _run(self, chain: Chain, read: Callable[[Any], Any], run: RunInUnit, around: Around) -> dict[Any, Any]:
+    """The results of a chain's calls that are used elsewhere."""
+    inputs = [self._inputs(unit) for unit in chain.units]
+    results = [self._results(unit) for unit in chain.units]
+    rows = [p for p in inputs[0] if p not in chain.carried and p not in chain.inner and p not in chain.same]
+    slots = list(chain.carried)
+    used = self._used({n for unit in chain.units for n in unit})
+    final = {chain.carried[slot]: n for n, slot in enumerate(slots)}
+    last = {place: var for var, place in results[-1].items()}
+    wanted = {(var, place) for unit in results for var, place in unit.items() if var in used}
+    stacked = sorted({place for var, place in wanted if place not in final or var is not last[place]})
+    same = {place: read(inputs[0][place]) for place in chain.same}
+
+    def body(carry: Sequence[Any], row: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+      given = {**same, **dict(zip(slots, carry, strict=True)), **dict(zip(rows, row, strict=True))}
+      made: dict[Place, Any] = {}
+      for c, n in enumerate(chain.units[0]):
+        places = [(c, j) for j in range(len(self.eqns[n].invars))]
+        values = [made[chain.inner[place]] if place in chain.inner else given[place] for place in places]
+        made.update({(c, p): x for p, x in enumerate(run(chain, c, self.eqns[n], values))})
+      return [made[chain.carried[slot]] for slot in slots], [made[place] for place in stacked]
+
+    def stack(place: Place) -> Any:
+      dtype = self._read_as(chain.units[0][place[0]], place[1])
+      values = [read(unit[place]) for unit in inputs]
+      return jnp.stack(values if dtype is None else [value.astype(dtype) for value in values])
+
+    step = around(chain, body)
+    carry = [read(inputs[0][slot]) for slot in slots]
+    if chain.scan:
+      carry, ys = jax.lax.scan(step, carry, [stack(place) for place in rows], length=len(inputs))
+    else:
+      made = []
+      for unit in inputs:
+        carry, y = step(carry, [read(unit[place]) for place in rows])
+        made.append(y)
+      ys = list(zip(*made, strict=True))
+    found = {last[place]: carry[n] for place, n in final.items()}
+    stacks = dict(zip(stacked, ys, strict=True))
+    for number, unit in enumerate(results):
+      found |= {var: stacks[place][number] for var, place in unit.items() if place in stacks and var in used}
+    return found
+
+  def _used(self, calls: Collection[int]) -> set[Any]:
+    """The variables that are read outside of these calls."""
+    readers = [eqn.invars for n, eqn in enumerate(self.eqns) if n not in calls]
+    found = (self._seen(var) for some in (*readers, self.body.outvars) for var in some)
+    return {var for var in found if not isinstance(var, core.Literal)}
+
+  def _read_as(self, call: int, position: int) -> Any:
+    """The narrower dtype to which a call casts an input before all else; None where it does not."""
+    program = opened(called(self.eqns[call]))
+    var = program.invars[position]
+    uses = [eqn for eqn in program.eqns for read in eqn.invars if read is var]
+    if len(uses) != 1 or uses[0].primitive.name != "convert_element_type":
+      return None
+    dtype = uses[0].params["new_dtype"]
+    return dtype if dtype.itemsize < var.aval.dtype.itemsize else None
+
+
+def _calls(chain: Chain) -> int:
+  return sum(map(len, chain.units))
+
+
+def _short(line: str) -> str:
+  return textwrap.shorten(line.split(" = ")[-1], 80, placeholder=" ...")
+
+
+def _is_var(var: Any) -> bool:
+  return not isinstance(var, core.Literal)
+
+
+def _in(var: Any, some: Collection[Any] | Mapping[Any, Any]) -> bool:
+  return _is_var(var) and var in some
+
+
+def _is_same(a: Any, b: Any) -> bool:
+  if isinstance(a, core.Literal) and isinstance(b, core.Literal):
+    return bool(a.val == b.val)
+  return a is b

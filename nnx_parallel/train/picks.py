@@ -1,0 +1,55 @@
+"""Reads one element of each row, the logit of a target, by a comparison, which fuses with what is around it.
+
+An indexed read needs the whole array in memory, and its gradient is one more array of that size: for the
+logits of a large vocabulary they are the largest arrays of a step. The values are the same: a sum of the
+element and of zeros.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.lax import GatherScatterMode
+
+Results = list[jax.Array]
+
+
+def is_pick(eqn: Any) -> bool:
+  """Whether an operation reads, or adds to, one element of each row: `take_along_axis` and its gradient."""
+  name, params = eqn.primitive.name, eqn.params
+  if name not in ("gather", "scatter-add"):
+    return False
+  numbers, shape = params["dimension_numbers"], eqn.invars[0].aval.shape
+  before, last = tuple(range(len(shape) - 1)), (len(shape) - 1,)
+  moved = (
+    (numbers.collapsed_slice_dims, numbers.start_index_map, numbers.offset_dims)
+    if name == "gather"
+    else (numbers.inserted_window_dims, numbers.scatter_dims_to_operand_dims, numbers.update_window_dims)
+  )
+  batching = (
+    numbers.start_indices_batching_dims if name == "gather" else numbers.scatter_indices_batching_dims
+  )
+  picked = eqn.outvars[0] if name == "gather" else eqn.invars[2]
+  return (
+    tuple(map(tuple, moved)) == (last, last, ())
+    and tuple(numbers.operand_batching_dims) == before == tuple(batching)
+    and picked.aval.shape == (*shape[:-1], 1)
+    and jnp.issubdtype(eqn.invars[0].aval.dtype, jnp.floating)
+    and params["mode"] == GatherScatterMode.FILL_OR_DROP
+    and (name != "gather" or params["fill_value"] is None or math.isnan(params["fill_value"]))
+  )
+
+
+def picked(eqn: Any, x: jax.Array, indices: jax.Array, *updates: jax.Array) -> Results:
+  """The results of such an operation."""
+  places = jax.lax.squeeze(indices, (indices.ndim - 1,))
+  chosen = jax.lax.broadcasted_iota(places.dtype, x.shape, x.ndim - 1) == jnp.broadcast_to(places, x.shape)
+  zeros = jnp.zeros_like(x)
+  if updates:
+    return [x + jnp.where(chosen, jnp.broadcast_to(updates[0], x.shape), zeros)]
+  found = jnp.sum(jnp.where(chosen, x, zeros), axis=-1, keepdims=True, dtype=x.dtype)
+  inside = (places >= 0) & (places < x.shape[-1])
+  return [jnp.where(inside, found, jnp.full_like(found, jnp.nan))]

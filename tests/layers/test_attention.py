@@ -1,0 +1,285 @@
+"""Attention of models that nobody wrote for this package, computed by blocks."""
+
+from __future__ import annotations
+
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import nnx_parallel as nxp
+from benchmarks.plain import decoders, others
+from nnx_parallel.core.jaxprs import equations
+from nnx_parallel.errors import TrainError
+
+BATCH, QUERIES, KEYS, HEADS, WIDTH = 2, 13, 18, 4, 8
+RANDOM = np.random.default_rng(0)
+Q, K, V, K2, V2 = (
+  RANDOM.normal(size=(BATCH, length, heads, WIDTH)).astype(np.float32)
+  for length, heads in ((QUERIES, 4), (KEYS, 4), (KEYS, 4), (KEYS, 2), (KEYS, 2))
+)
+PADDING = np.arange(KEYS)[None] < np.array([[18], [11]])
+BIAS = RANDOM.normal(size=(HEADS, QUERIES, KEYS)).astype(np.float32)
+TABLE = RANDOM.normal(size=(40, HEADS)).astype(np.float32)
+
+
+@pytest.fixture(autouse=True)
+def as_users_have_it():
+  """jax's own promotion: the models are as people write them."""
+  with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
+    yield
+
+
+def causal():
+  return jnp.arange(QUERIES)[:, None] + KEYS - QUERIES >= jnp.arange(KEYS)[None]
+
+
+def attend(q, k, v, change=lambda s: s, weights=lambda w: w, softmax=jax.nn.softmax):
+  scores = change(jnp.einsum("bqhd,bkhd->bhqk", q, k) / WIDTH**0.5)
+  return jnp.einsum("bhqk,bkhd->bqhd", weights(softmax(scores)), v)
+
+
+def by_hand(s):
+  e = jnp.exp(s - s.max(-1, keepdims=True))
+  return e / e.sum(-1, keepdims=True)
+
+
+def reciprocal(s):
+  e = jnp.exp(s - jax.lax.stop_gradient(s.max(-1, keepdims=True)))
+  return e * (1 / e.sum(-1, keepdims=True))
+
+
+def in_bfloat16(q, k, v):
+  q, k, v = (x.astype(jnp.bfloat16) for x in (q, k, v))
+  scores = jnp.einsum("bqhd,bkhd->bhqk", q, k).astype(jnp.float32)
+  return jnp.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(scores).astype(q.dtype), v).astype(jnp.float32)
+
+
+def five_dims(q, k, v):
+  q = q.reshape(BATCH, QUERIES, 2, 2, WIDTH)
+  w = jax.nn.softmax(jnp.einsum("bqhgd,bkhd->bhgqk", q, k) * WIDTH**-0.5)
+  return jnp.einsum("bhgqk,bkhd->bqhgd", w, v)
+
+
+def five_dims_merged(q, k, v):
+  q = q.reshape(BATCH, QUERIES, 2, 2, WIDTH)
+  s = jnp.einsum("bqhgd,bkhd->bhgqk", q, k).reshape(BATCH, HEADS, QUERIES, KEYS)
+  w = jax.nn.softmax(jnp.where(causal(), s, -1e9)).reshape(BATCH, 2, 2, QUERIES, KEYS)
+  return jnp.einsum("bhgqk,bkhd->bqhgd", w, v)
+
+
+def repeated(q, k, v):
+  return attend(q, jnp.repeat(k, 2, axis=2), jnp.repeat(v, 2, axis=2))
+
+
+def relative(q, k, v, table):
+  distance = jnp.arange(QUERIES)[:, None] - jnp.arange(KEYS)[None] + KEYS
+  return attend(q, k, v, lambda s: s + table[distance].transpose(2, 0, 1)[None])
+
+
+def softmax_first_dim(q, k, v):
+  w = jax.nn.softmax(jnp.einsum("bqhd,bkhd->kbhq", q, k), axis=0)
+  return jnp.einsum("kbhq,bkhd->bqhd", w, v)
+
+
+def image_keys(q, k, v):
+  k, v = (x.reshape(BATCH, 3, 6, HEADS, WIDTH) for x in (k, v))
+  s = jnp.einsum("bqhd,bxyhd->bhqxy", q, k)
+  return jnp.einsum("bhqxy,bxyhd->bqhd", jax.nn.softmax(s, axis=(-2, -1)), v)
+
+
+def scanned(q, k, v):
+  def body(x, _):
+    change = lambda s: jnp.where(causal() & PADDING[:, None, None], s, -1e9)
+    return x + jax.checkpoint(functools.partial(attend, change=change))(x, k, v), None
+
+  return jax.lax.scan(body, q, length=2)[0]
+
+
+def window(s):
+  near = jnp.abs(jnp.arange(QUERIES)[:, None] - jnp.arange(KEYS)[None]) < 4
+  return jnp.where(causal() & near & PADDING[:, None, None], s, -1e9)
+
+
+CASES = {
+  "plain": (attend, Q, K, V),
+  "mask of -inf": (functools.partial(attend, change=lambda s: jnp.where(causal(), s, -jnp.inf)), Q, K, V),
+  "window and padding": (functools.partial(attend, change=window), Q, K, V),
+  "added mask": (functools.partial(attend, change=lambda s: s + jnp.where(causal(), 0.0, -1e9)), Q, K, V),
+  "bias": (lambda q, k, v, b: attend(q, k, v, lambda s: s + b), Q, K, V, BIAS),
+  "relative bias": (relative, Q, K, V, TABLE),
+  "soft cap": (functools.partial(attend, change=lambda s: 3 * jnp.tanh(s / 3)), Q, K, V),
+  "by hand": (functools.partial(attend, softmax=by_hand), Q, K, V),
+  "reciprocal": (functools.partial(attend, softmax=reciprocal), Q, K, V),
+  "softmax with where": (
+    functools.partial(attend, softmax=lambda s: jax.nn.softmax(s, where=causal(), axis=-1)), Q, K, V
+  ),
+  "mask after": (functools.partial(attend, weights=lambda w: jnp.where(causal(), w, 0.0)), Q, K, V),
+  "weighted after": (lambda q, k, v, b: attend(q, k, v, weights=lambda w: w * b), Q, K, V, BIAS),
+  "bfloat16": (in_bfloat16, Q, K, V),
+  "repeated heads": (repeated, Q, K2, V2),
+  "five dims": (five_dims, Q, K2, V2),
+  "five dims merged": (five_dims_merged, Q, K2, V2),
+  "keys first": (softmax_first_dim, Q, K, V),
+  "keys of an image": (image_keys, Q, K, V),
+  "checkpoints in a scan": (scanned, Q, K, V),
+  "one head": (jax.vmap(lambda q, k, v: jax.nn.softmax(q @ k.T) @ v), Q[:, :, 0], K[:, :, 0], V[:, :, 0]),
+  "jax.nn": (lambda q, k, v: jax.nn.dot_product_attention(q, k, v, mask=causal()[None, None]), Q, K2, V2),
+  "jax.nn causal with bias": (
+    lambda q, k, v, b: jax.nn.dot_product_attention(q, k, v, b[None], is_causal=True), Q, K, V, BIAS
+  ),
+  "nnx": (lambda q, k, v: nnx.dot_product_attention(q, k, v, mask=causal()[None, None]), Q, K, V),
+  "nnx with bias": (lambda q, k, v, b: nnx.dot_product_attention(q, k, v, bias=b[None]), Q, K, V, BIAS),
+}  # fmt: skip
+
+
+def loss_of(attention):
+  def loss(arrays, direction):
+    return (attention(*arrays) * direction).sum()
+
+  return loss
+
+
+def largest(function, *args):
+  """The most elements that an array of a program has."""
+  return max(v.aval.size for eqn in equations(jax.make_jaxpr(function)(*args)) for v in eqn.outvars)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_blocks_equal_the_whole(name):
+  attention, *arrays = CASES[name]
+  direction = RANDOM.normal(size=jax.eval_shape(attention, *arrays).shape).astype(np.float32)
+  plain = loss_of(attention)
+  blocks = nxp.with_layers(plain, attention=5)
+  whole, expected = jax.jit(jax.value_and_grad(plain))(arrays, direction)
+  value, found = jax.jit(jax.value_and_grad(blocks))(arrays, direction)
+  close = {"rtol": 3e-2, "atol": 3e-2} if name == "bfloat16" else {"rtol": 1e-5, "atol": 1e-5}
+  np.testing.assert_allclose(value, whole, **close)
+  jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, **close), found, expected)
+  scores = BATCH * QUERIES * KEYS * (1 if name == "one head" else HEADS)
+  assert largest(jax.grad(plain), arrays, direction) >= scores
+  assert largest(jax.grad(blocks), arrays, direction) < scores
+
+
+TOKENS = np.random.default_rng(0).integers(1, 64, (4, 14))
+MODELS = {
+  "llama": (lambda: decoders.Decoder(decoders.Config(depth=2), nnx.Rngs(0)), decoders.loss),
+  "local and global": (
+    lambda: decoders.Decoder(decoders.Config(depth=2, windows=(4, None)), nnx.Rngs(0)),
+    decoders.loss,
+  ),
+  "experts": (lambda: decoders.Decoder(decoders.Config(depth=2, experts=4), nnx.Rngs(0)), decoders.loss),
+  "encoder and decoder": (
+    lambda: others.EncoderDecoder(nnx.Rngs(0), depth=1),
+    lambda m, x: (m(x) ** 2).mean(),
+  ),
+  "bert": (lambda: others.Bert(nnx.Rngs(0), depth=1), lambda m, x: (m(x) ** 2).mean()),
+}
+
+
+@pytest.mark.parametrize("options", [{}, {"remat": "full", "roll": True}], ids=str)
+@pytest.mark.parametrize("name", MODELS)
+def test_models_of_others(name, options):
+  init, loss = MODELS[name]
+  graphdef, state = nnx.split(init())
+
+  def derived(loss):
+    return jax.jit(jax.value_and_grad(lambda s: loss(nnx.merge(graphdef, s), TOKENS), allow_int=True))(state)
+
+  whole, expected = derived(loss)
+  value, found = derived(nxp.with_layers(loss, attention=5, **options))
+  np.testing.assert_allclose(value, whole, rtol=1e-5)
+  for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+    if a.dtype == np.float32:
+      np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["Auto", "Explicit"])
+def test_heads_and_examples_stay_split(kind):
+  """Blocks need no collective that the whole does not need."""
+  mesh = jax.make_mesh((4, 2), ("data", "tensor"), axis_types=(getattr(jax.sharding.AxisType, kind),) * 2)
+  where = jax.NamedSharding(mesh, jax.P("data", None, "tensor"))
+  args = [jax.device_put(np.tile(x, (4, 1, 1, 1)), where) for x in (Q, K, V)], 1.0
+  plain = loss_of(functools.partial(attend, change=lambda s: jnp.where(causal(), s, -1e9)))
+  counts: list[list[str]] = []
+  values: list[float] = []
+  with jax.set_mesh(mesh):
+    for loss in (plain, nxp.with_layers(plain, attention=5)):
+      program = jax.jit(jax.value_and_grad(loss)).lower(*args).compile()
+      counts.append(
+        re.findall(r" (all-\w+|reduce-scatter|collective-permute)(?:-start)?\(", program.as_text())
+      )
+      value, gradients = program(*args)
+      values.append(float(value))
+      assert all(x.sharding.is_equivalent_to(where, 4) for x in gradients)
+  assert counts[0] == counts[1]
+  np.testing.assert_allclose(values[0], values[1], rtol=1e-5)
+
+
+def test_a_step_on_a_mesh():
+  init = lambda: decoders.Decoder(decoders.Config(depth=1, vocab=100), nnx.Rngs(0))
+  tokens = RANDOM.integers(1, 100, (8, 14))
+  rules = [
+    nxp.LogicalRules(batch=("data", "fsdp")),
+    nxp.PathRules({r".*\.o\.kernel": ("tensor", "fsdp"), r".*\.kernel": ("fsdp", "tensor")}),
+    nxp.fsdp("fsdp", min_size=0),
+  ]
+  plan = nxp.plan(init, nxp.make_mesh(data=2, fsdp=2, tensor=2), rules, optimizer=optax.sgd(0.1))
+  losses: list[list[float]] = []
+  for options in ({}, {"attention": 5, "loss_parts": 4, "microbatches": 2}):
+    model, optimizer = nxp.create_sharded_model(plan)
+    step, batch = nxp.train_step(decoders.loss, **options), nxp.shard_batch(tokens, plan)
+    losses.append([float(step(model, optimizer, batch)["loss"]) for _ in range(2)])
+  np.testing.assert_allclose(losses[0], losses[1], rtol=1e-5)
+
+
+def test_forward_mode_agrees():
+  class Attention(nnx.Module):
+    def __init__(self):
+      self.q, self.k, self.v = nnx.Param(Q), nnx.Param(K), nnx.Param(V)
+
+  def loss(model, x):
+    return (attend(model.q[...], model.k[...], model.v[...]) * x).sum()
+
+  direction = np.linspace(-1, 1, Q.size, dtype=np.float32).reshape(Q.shape)
+  assert nxp.check_gradients(Attention(), direction, nxp.with_layers(loss, attention=5))
+
+
+def test_short_attention_stays_as_written():
+  plain = loss_of(attend)
+  blocks = nxp.with_layers(plain, attention="blocks")
+  args = [Q, K, V], np.float32(1)
+  assert largest(blocks, *args) == largest(plain, *args)
+
+
+@pytest.mark.parametrize(
+  ("attention", "reason"),
+  [
+    (lambda q, k, v: q * k[:, :QUERIES] * v[:, :QUERIES], "no softmax is followed by a product with values"),
+    (
+      functools.partial(attend, weights=lambda w: w * jax.random.bernoulli(jax.random.key(0), 0.9, w.shape)),
+      "dropout is between it and its product",
+    ),
+    (functools.partial(attend, weights=jnp.sqrt), "its weights go through sqrt -> float32[2,4,13,18]"),
+    (
+      functools.partial(attend, change=lambda s: jnp.cumsum(s, axis=-1)),
+      "cumsum -> float32[2,4,13,18] cannot be evaluated by blocks",
+    ),
+  ],
+  ids=["none", "dropout", "nonlinear", "cumsum"],
+)
+def test_what_is_no_attention_is_named(attention, reason):
+  with pytest.raises(TrainError, match="finds no attention in the loss") as caught:
+    nxp.with_layers(loss_of(attention), attention="blocks")([Q, K, V], np.float32(1))
+  assert reason in str(caught.value)
+  assert "Fix: softmax(q k^T) v with dropout off" in str(caught.value)
+
+
+def test_an_unknown_option_is_an_error():
+  with pytest.raises(TrainError, match="attention='flash' is not a way to compute attention"):
+    nxp.with_layers(loss_of(attend), attention="flash")

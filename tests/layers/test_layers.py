@@ -1,0 +1,172 @@
+"""Layers of models that nobody wrote for this package: found, rematerialised and rolled without an edit."""
+
+from __future__ import annotations
+
+import jax
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import nnx_parallel as nxp
+from benchmarks.plain import decoders, others
+from nnx_parallel.core.layers import find_layers
+
+TOKENS = np.random.default_rng(0).integers(1, 64, (8, 13))
+IMAGES = np.random.default_rng(0).normal(size=(8, 8, 8, 3)).astype(np.float32)
+
+
+@pytest.fixture(autouse=True)
+def as_users_have_it():
+  """jax's own promotion: the models are as people write them."""
+  with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
+    yield
+
+
+def square(model, x):
+  return (model(x) ** 2).mean()
+
+
+def decoder(**sizes):
+  return lambda: decoders.Decoder(decoders.Config(**sizes), nnx.Rngs(0))
+
+
+MODELS = {
+  "llama": (decoder(), decoders.loss, TOKENS, "4 x Block at layers.*"),
+  "local and global": (
+    decoder(windows=(4, 4, None), depth=6),
+    decoders.loss,
+    TOKENS,
+    "6 x Block at layers.* (they differ in attention.window (4, None))",
+  ),
+  "experts": (
+    decoder(experts=4),
+    decoders.loss,
+    TOKENS,
+    "2 x Block at layers.*\n2 x Block at layers.* (unlike layers.0: mlp.down is Param float32[4,64,32])",
+  ),
+  "bert": (lambda: others.Bert(nnx.Rngs(0)), square, TOKENS, "3 x EncoderLayer at layer.*"),
+  "vit": (lambda: others.ViT(nnx.Rngs(0)), square, IMAGES, "4 x EncoderLayer at block_*"),
+  "convolutions": (
+    lambda: others.ConvNet(nnx.Rngs(0)),
+    square,
+    IMAGES,
+    "2 x ConvBlock at stages.0.layers.*\n3 x ConvBlock at stages.1.layers.*",
+  ),
+  "encoder and decoder": (
+    lambda: others.EncoderDecoder(nnx.Rngs(0)),
+    square,
+    TOKENS,
+    "3 x CrossLayer at decoder.*\n3 x EncoderLayer at encoder.*",
+  ),
+  "statistics and dropout": (lambda: others.ResNet(nnx.Rngs(0)), square, IMAGES, "3 x Residual at blocks.*"),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_layers_are_found(name):
+  init, _, _, found = MODELS[name]
+  assert "\n".join(map(str, find_layers(nnx.eval_shape(init)))) == found
+
+
+NAMES = [
+  ("q|k|v|gate|up", "kernel", ("embed", "mlp")),
+  ("o|down", "kernel", ("mlp", "embed")),
+  ("query|key|value", "kernel", ("embed", "mlp", None)),
+]
+MESHES = {
+  "data": ({"data": 8}, nxp.presets.data_parallel()),
+  "fsdp": ({"fsdp": 8}, nxp.presets.fsdp(min_size=0)),
+  "fsdp x tensor": (
+    {"fsdp": 4, "tensor": 2},
+    [
+      nxp.LogicalRules(batch="fsdp", embed="fsdp", mlp="tensor"),
+      nxp.PathRules([((part, name), names) for part, name, names in NAMES]),
+      nxp.fsdp("fsdp", min_size=0),
+    ],
+  ),
+}
+
+
+def trained(name, mesh, steps=2, examples=8, **options):
+  """Losses, and the state after some steps."""
+  init, loss, x, _ = MODELS[name]
+  axes, rules = MESHES[mesh]
+  plan = nxp.plan(init, nxp.make_mesh(axes), rules, optimizer=optax.sgd(0.1), uneven="next")
+  model, optimizer = nxp.create_sharded_model(plan)
+  step, batch = nxp.train_step(loss, **options), nxp.shard_batch(x, plan)
+  losses = [float(step(model, optimizer, batch)["loss"]) for _ in range(steps)]
+  return losses, nxp.to_host(nnx.state(model)), step
+
+
+ROLLED = {
+  "llama": "layers.0 to layers.3: one scan of 4",
+  "local and global": "layers.0 to layers.5: one scan of 2, 3 layers each",
+  "experts": "layers.0 to layers.3: one scan of 2, 2 layers each",
+  "bert": "layer.0 to layer.2: one scan of 3",
+  "vit": "block_0 to block_3: one scan of 4",
+  "convolutions": "stages.1.layers.0 to stages.1.layers.2: one scan of 3",
+  "encoder and decoder": "decoder.0 to decoder.2: one scan of 3",
+  "statistics and dropout": "blocks.0 to blocks.2: one scan of 3",
+}
+
+
+@pytest.mark.parametrize(
+  ("name", "mesh"),
+  [
+    *(("llama", mesh) for mesh in MESHES),
+    ("local and global", "fsdp"),
+    ("experts", "fsdp x tensor"),
+    ("bert", "data"),
+    ("vit", "fsdp x tensor"),
+    ("convolutions", "fsdp"),
+    ("encoder and decoder", "fsdp x tensor"),
+    ("statistics and dropout", "data"),
+  ],
+)
+def test_rolled_and_recomputed_layers_train_as_written(name, mesh):
+  losses, state, _ = trained(name, mesh)
+  mine, after, step = trained(name, mesh, roll=True, remat="full")
+  assert f"{ROLLED[name]}; remat full" in str(step.layers)
+  np.testing.assert_allclose(mine, losses, rtol=1e-6)
+  jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), after, state)
+
+
+def test_with_zero_microbatches_padding_offload_and_loss_scale():
+  rules = [
+    nxp.LogicalRules(batch=("data", "fsdp"), vocab="fsdp"),
+    nxp.PathRules([(("embed", "embedding"), ("vocab", None))]),
+    nxp.fsdp("fsdp", min_size=0),
+  ]
+  plan = nxp.plan(
+    decoder(vocab=66, dtype="bfloat16"),
+    nxp.make_mesh(data=2, fsdp=4),
+    rules,
+    optimizer=nxp.with_loss_scale(optax.adam(1e-2)),
+    uneven="pad",
+    zero=2,
+    optimizer_memory="pinned_host",
+  )
+  batch, losses = nxp.shard_batch(np.tile(TOKENS, (2, 1)), plan), []
+  for options in ({}, {"remat": nxp.Remat("dots", group=2), "roll": True}):
+    model, optimizer = nxp.create_sharded_model(plan)
+    step = nxp.train_step(decoders.loss, microbatches=2, **options)
+    losses.append([float(step(model, optimizer, batch)["loss"]) for _ in range(2)])
+  np.testing.assert_allclose(*losses, rtol=2e-3)
+  assert "layers.0 to layers.3: one scan of 2, 2 layers each; remat dots in groups of 2" in str(step.layers)
+
+
+def test_an_evaluation_rolls_layers():
+  model = decoder()()
+  steps = [nxp.eval_step(decoders.loss), nxp.eval_step(decoders.loss, roll=True, layers="layers.*")]
+  plain, rolled = (float(step(model, TOKENS)["loss"]) for step in steps)
+  assert rolled == pytest.approx(plain, rel=1e-6)
+  assert str(steps[1].layers) == "4 x Block at layers.*\n  layers.0 to layers.3: one scan of 4"
+
+
+def test_a_pattern_that_matches_nothing():
+  with pytest.raises(nxp.errors.TrainError) as error:
+    nxp.eval_step(decoders.loss, roll=True, layers="blocks.*")(decoder()(), TOKENS)
+  assert str(error.value).startswith(
+    "layers='blocks.*' matches no module.\n  modules: embed, head, layers.0.attention.k and 49 more"
+  )

@@ -1,0 +1,191 @@
+"""The head and the loss of each token in parts, for losses that nobody wrote for this package."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import nnx_parallel as nxp
+from benchmarks.plain import decoders, others
+from nnx_parallel.core.jaxprs import equations
+from nnx_parallel.errors import TrainError
+
+BATCH, SEQ, WIDTH, VOCAB = 4, 13, 6, 50
+RANDOM = np.random.default_rng(0)
+PARAMS = {
+  "head": RANDOM.normal(size=(WIDTH, VOCAB)).astype(np.float32),
+  "table": RANDOM.normal(size=(VOCAB, WIDTH)).astype(np.float32),
+  "bias": RANDOM.normal(size=VOCAB).astype(np.float32),
+}
+X = RANDOM.normal(size=(BATCH, SEQ, WIDTH)).astype(np.float32)
+LABELS = RANDOM.integers(0, VOCAB, (BATCH, SEQ))
+MASK = RANDOM.random((BATCH, SEQ)) < 0.7
+
+
+@pytest.fixture(autouse=True)
+def as_users_have_it():
+  """jax's own promotion: the models are as people write them."""
+  with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
+    yield
+
+
+def logits_of(params, x):
+  return x @ params["head"]
+
+
+def one_by_one(params, x):
+  logp = jax.nn.log_softmax(logits_of(params, jnp.tanh(x)))
+  return -jnp.take_along_axis(logp, LABELS[..., None], axis=-1).mean()
+
+
+def integer_labels(params, x):
+  return optax.softmax_cross_entropy_with_integer_labels(x @ params["head"] + params["bias"], LABELS).mean()
+
+
+def one_hot(params, x):
+  return optax.softmax_cross_entropy(logits_of(params, x), jax.nn.one_hot(LABELS, VOCAB)).mean()
+
+
+def smoothed(params, x):
+  targets = optax.smooth_labels(jax.nn.one_hot(LABELS, VOCAB), 0.1)
+  return -(targets * jax.nn.log_softmax(logits_of(params, x))).sum(-1).mean()
+
+
+def products(params, x):
+  return -jnp.einsum(
+    "bsv,bsv->bs", jax.nn.one_hot(LABELS, VOCAB), jax.nn.log_softmax(logits_of(params, x))
+  ).mean()
+
+
+def masked(params, x):
+  losses = optax.softmax_cross_entropy_with_integer_labels(x @ params["table"].T, LABELS)
+  return (losses * MASK).sum() / MASK.sum()
+
+
+def flat(params, x):
+  logits = logits_of(params, x).reshape(-1, VOCAB)
+  return optax.softmax_cross_entropy_with_integer_labels(logits, LABELS.reshape(-1)).mean()
+
+
+def flat_before(params, x):
+  return optax.softmax_cross_entropy_with_integer_labels(
+    logits_of(params, x.reshape(-1, WIDTH)), LABELS.reshape(-1)
+  ).sum()
+
+
+def capped_with_z_loss(params, x):
+  logits = 5 * jnp.tanh(logits_of(params, x) / 5)
+  lse = jax.nn.logsumexp(logits, axis=-1)
+  label = jnp.take_along_axis(logits, LABELS[..., None], axis=-1)[..., 0]
+  return (lse - label + 1e-2 * lse**2).mean()
+
+
+def bfloat16(params, x):
+  logits = (x.astype(jnp.bfloat16) @ params["head"].astype(jnp.bfloat16)).astype(jnp.float32)
+  return optax.softmax_cross_entropy_with_integer_labels(logits, LABELS).mean()
+
+
+def metrics(params, x):
+  logits = logits_of(params, x)
+  losses = optax.softmax_cross_entropy_with_integer_labels(logits, LABELS)
+  best = jax.lax.top_k(logits, 3)[1]
+  right = logits.argmax(-1) == LABELS
+  return losses.mean() + 0 * right.mean() + 0 * (best == LABELS[..., None]).any(-1).mean()
+
+
+def of_examples(params, x):
+  return optax.softmax_cross_entropy_with_integer_labels(x.mean(1) @ params["head"], LABELS[:, 0]).mean()
+
+
+LOSSES = [
+  one_by_one, integer_labels, one_hot, smoothed, products, masked, flat, flat_before, capped_with_z_loss,
+  bfloat16, metrics, of_examples,
+]  # fmt: skip
+
+
+def largest(function, *args):
+  """The most elements that an array of a program has."""
+  return max(v.aval.size for eqn in equations(jax.make_jaxpr(function)(*args)) for v in eqn.outvars)
+
+
+@pytest.mark.parametrize("loss", LOSSES, ids=lambda loss: loss.__name__)
+def test_parts_equal_the_whole(loss):
+  in_parts = nxp.with_layers(loss, loss_parts=4)
+  plain, changed = (jax.value_and_grad(f, argnums=(0, 1)) for f in (loss, in_parts))
+  whole, expected = jax.jit(plain)(PARAMS, X)
+  value, found = jax.jit(changed)(PARAMS, X)
+  close = {"rtol": 1e-2, "atol": 1e-2} if loss is bfloat16 else {"rtol": 1e-5, "atol": 1e-6}
+  np.testing.assert_allclose(value, whole, **close)
+  jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, **close), found, expected)
+  logits = BATCH * VOCAB * (1 if loss is of_examples else SEQ)
+  assert largest(plain, PARAMS, X) >= logits
+  if loss is not of_examples:  # the input is larger than the logits
+    assert largest(changed, PARAMS, X) < logits
+
+
+def test_a_model_with_its_layers_rolled():
+  graphdef, state = nnx.split(decoders.Decoder(decoders.Config(depth=2, vocab=200), nnx.Rngs(0)))
+  tokens = RANDOM.integers(1, 64, (4, 14))
+
+  def derived(loss):
+    return jax.value_and_grad(lambda s: loss(nnx.merge(graphdef, s), tokens))
+
+  whole, expected = jax.jit(derived(decoders.loss))(state)
+  changed = derived(nxp.with_layers(decoders.loss, loss_parts=4, attention=5, roll=True, remat="full"))
+  value, found = jax.jit(changed)(state)
+  np.testing.assert_allclose(value, whole, rtol=1e-6)
+  jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), found, expected)
+
+
+def mixes(params, x):
+  logits = logits_of(params, x)
+  logits = logits - logits.mean((0, 1))
+  return optax.softmax_cross_entropy_with_integer_labels(logits, LABELS).mean()
+
+
+def returns_logits(params, x):
+  logits = logits_of(params, x)
+  return optax.softmax_cross_entropy_with_integer_labels(logits, LABELS).mean(), {"logits": logits}
+
+
+def square(params, x):
+  return (logits_of(params, x) ** 2).mean()
+
+
+@pytest.mark.parametrize(
+  ("loss", "text"),
+  [
+    (mixes, "the loss of a token depends on other tokens"),
+    (mixes, "reduce_sum -> float32[50]"),
+    (returns_logits, "the loss returns float32[4,13,50]"),
+    (square, "finds no head in the loss"),
+  ],
+)
+def test_what_does_not_match_is_named(loss, text):
+  with pytest.raises(TrainError) as caught:
+    nxp.with_layers(loss, loss_parts=4)(PARAMS, X)
+  assert text in str(caught.value)
+
+
+def test_an_invalid_number_is_an_error():
+  with pytest.raises(TrainError, match="loss_parts=0 is not a positive number"):
+    nxp.train_step(one_by_one, loss_parts=0)
+
+
+def test_an_evaluation_with_both():
+  model = others.EncoderDecoder(nnx.Rngs(0), depth=1)
+  tokens = RANDOM.integers(1, 64, (4, 12))
+
+  def loss(model, tokens):
+    logits = model(tokens)
+    losses = optax.softmax_cross_entropy_with_integer_labels(logits, tokens)
+    return (losses.sum(), losses.size), {"right": (logits.argmax(-1) == tokens).mean()}
+
+  plain = nxp.eval_step(loss)(model, tokens)
+  found = nxp.eval_step(loss, attention=4, loss_parts=3)(model, tokens)
+  assert found.keys() == plain.keys()
+  jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), found, plain)

@@ -1,0 +1,323 @@
+"""What becomes of the calls of layers in a trace, on one device: equal in value, gradient and state."""
+
+from __future__ import annotations
+
+import threading
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
+
+import nnx_parallel as nxp
+from nnx_parallel.core.jaxprs import equations
+from nnx_parallel.layers.layers import LayerOptions, LayersUsed, with_options
+
+X = jnp.linspace(-1, 1, 24).reshape(2, 3, 4)
+SCALES = np.linspace(0.5, 2, 12).astype(np.float32).reshape(1, 3, 4)
+
+
+class Layer(nnx.Module):
+  """A product, a mask, a flag, a factor, and a count of its calls."""
+
+  def __init__(self, rngs, index=0):
+    self.linear = nnx.Linear(4, 4, rngs=rngs)
+    self.calls = nnx.BatchStat(jnp.zeros(()))
+    self.index = index
+
+  def __call__(self, x, mask=None, *, flag=False, factor=1.0):
+    self.calls[...] += x.mean()
+    x = x + factor * jnp.tanh(checkpoint_name(self.linear(x), "product"))
+    x = x if mask is None else jnp.where(mask, x, 0.0)
+    return -x if flag else x
+
+
+class Net(nnx.Module):
+  """Layers, called by a function of the list and the input."""
+
+  def __init__(self, depth, run, kind=Layer):
+    rngs = nnx.Rngs(0)
+    self.layers = nnx.List([kind(rngs, n) for n in range(depth)])
+    self.run = run
+
+  def __call__(self, x):
+    return self.run(self.layers, x)
+
+
+def in_turn(layers, x):
+  for layer in layers:
+    x = layer(x)
+  return x
+
+
+def loss(model, x):
+  return (model(x) ** 2).sum()
+
+
+def found(net, loss, x=X):
+  """Value, gradients and state after the call."""
+  graphdef, params, rest = nnx.split(net, nnx.Param, ...)
+
+  @jax.jit
+  def run(params, rest, x):
+    def value(params):
+      model = nnx.merge(graphdef, params, rest, copy=True)
+      return loss(model, x), nnx.state(model, nnx.Not(nnx.Param))
+
+    return jax.value_and_grad(value, has_aux=True)(params)
+
+  return run(params, rest, x)
+
+
+def trace(net, x=X, of=loss, **options):
+  """The trace of the gradient with some options, and what was done."""
+  graphdef, *state = nnx.split(net, nnx.Param, ...)
+  chosen, used = LayerOptions(**options), LayersUsed()
+
+  def value(params, rest, x):
+    model = nnx.merge(graphdef, params, rest, copy=True)
+    with chosen.marking(model, used):
+      return of(model, x)
+
+  return jax.make_jaxpr(jax.grad(with_options(value, chosen, used)))(*state, x), used
+
+
+def names(jaxpr):
+  return [eqn.primitive.name for eqn in equations(jaxpr)]
+
+
+def same(net, **options):
+  """Compares a changed loss with the plain one; gives back what was done."""
+  got, plain = found(net, nxp.with_layers(loss, **options)), found(net, loss)
+  jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-6, atol=1e-6), got, plain)
+  return str(trace(net, **options)[1])
+
+
+MASK = jnp.array([True, False, True])[:, None]
+
+
+def flags(layers, x):
+  for n, layer in enumerate(layers):
+    x = layer(x, MASK, flag=n % 2 == 1)
+  return x
+
+
+def factors(layers, x):
+  for n, layer in enumerate(layers):
+    x = layer(x, factor=1.0 + n)
+  return x
+
+
+def changed_between(layers, x):
+  for n, layer in enumerate(layers):
+    x = layer(x) * (n + 1)
+  return x
+
+
+def mask_for_each(layers, x):
+  for n, layer in enumerate(layers):
+    x = layer(x, jnp.arange(3)[:, None] != n)
+  return x
+
+
+def branches(layers, x):
+  return sum(layer(x) for layer in layers)
+
+
+def densely(layers, x):
+  seen = [x]
+  for layer in layers:
+    seen.append(layer(sum(seen)))
+  return seen[-1]
+
+
+def mapped(layers, x):
+  for layer in layers:
+    x = nnx.vmap(lambda layer, x: jnp.tanh(layer.linear(x)), in_axes=(None, 0))(layer, x)
+  return layers[0](x)
+
+
+def two_results(layers, x):
+  total = 0.0
+  for layer in layers:
+    x = layer(x)
+    total = total + x.sum()
+  return x * total
+
+
+RUNS = {
+  "in turn": (in_turn, "layers.0 to layers.4: one scan of 5"),
+  "reversed": (lambda layers, x: in_turn(reversed(layers), x), "layers.4 to layers.0: one scan of 5"),
+  "some skipped": (lambda layers, x: in_turn(layers[1:], x), "layers.1 to layers.4: one scan of 4"),
+  "repeated": (lambda layers, x: in_turn([*layers, *layers], x), "one scan of"),
+  "one shared": (lambda layers, x: in_turn([layers[0]] * 4, x), "layers.0 to layers.0: one scan of 4"),
+  "flags": (flags, "layers.0 to layers.3: one scan of 2, 2 layers each"),
+  "a mask for each": (mask_for_each, "one scan of 5"),
+  "each result used": (two_results, "one scan of 5"),
+  "side by side": (branches, "layers.0 to layers.4: one scan of 5"),
+}
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_calls_of_layers_keep_their_meaning(name):
+  run, rolled = RUNS[name]
+  assert rolled in same(Net(5, run), roll=True, remat="full")
+
+
+@pytest.mark.parametrize("run", [factors, changed_between, densely, mapped])
+def test_what_is_not_a_chain_is_left_as_written(run):
+  same(Net(4, run), remat="dots")
+
+
+@pytest.mark.parametrize("depth", range(2, 5))
+@pytest.mark.parametrize("remat", [None, nxp.Remat("full", every=2), nxp.Remat("full", group=2)], ids=str)
+def test_any_depth(depth, remat):
+  same(Net(depth, in_turn), roll=True if remat is None else "auto", remat=remat)
+
+
+@pytest.mark.parametrize(
+  ("run", "why"),
+  [
+    (factors, "layers.0 and layers.1 differ: mul"),
+    (changed_between, "mul between layers.0 and layers.1 changes what the second one gets"),
+    (lambda layers, x: in_turn(layers[:3], x), "layers.0 to layers.2: 3 layers, and a scan has 4 or more"),
+  ],
+)
+def test_a_step_says_why_layers_are_not_rolled(run, why):
+  jaxpr, used = trace(Net(4, run), remat="full")
+  assert f"\n  not rolled: {why}" in str(used)
+  assert "scan" not in names(jaxpr)
+
+
+def test_rolling_by_hand_needs_something_to_roll():
+  with pytest.raises(nxp.errors.TrainError) as error:
+    trace(Net(2, changed_between), roll=True)
+  assert str(error.value) == (
+    "roll=True finds no consecutive equal layers.\n"
+    "  mul between layers.0 and layers.1 changes what the second one gets\n"
+    '  Fix: roll="auto", or False; layers="decoder.blocks.*" names the layers.'
+  )
+
+
+class Scaled(Layer):
+  """Each has a table of its own, which a trace keeps as a constant."""
+
+  def __call__(self, x):
+    return super().__call__(x) * jnp.asarray(np.roll(SCALES, self.index))
+
+
+class Ruled(Layer):
+  """Each has a gradient of its own; the text of a trace has its name only."""
+
+  def __call__(self, x):
+    f = jax.custom_vjp(jnp.sin)
+    f.defvjp(lambda x: (jnp.sin(x), x), lambda x, g: (g * (self.index + 1),))
+    return f(super().__call__(x))
+
+
+@pytest.mark.parametrize("kind", [Scaled, Ruled])
+def test_layers_that_differ_beyond_their_text_are_not_rolled(kind):
+  done = same(Net(4, in_turn, kind), remat="full")
+  assert "layers.0 and layers.1 differ in a constant, or in a rule of jax.custom_jvp" in done
+
+
+class Closed(Layer):
+  """A gradient that reads an array other than by its arguments, which works as it is written."""
+
+  def __call__(self, x):
+    mask = x > 0
+    f = jax.custom_vjp(lambda x: x * 2)
+    f.defvjp(lambda x: (x * 2, None), lambda _, g: (jnp.where(mask, g, 0.0),))
+    return f(super().__call__(x))
+
+
+def test_a_rule_that_closes_over_arrays_is_refused():
+  net = Net(4, in_turn, Closed)
+  jax.tree.map(np.testing.assert_array_equal, found(net, nxp.with_layers(loss)), found(net, loss))
+  with pytest.raises(nxp.errors.TrainError, match=r"a rule of jax\.custom_vjp reads an array"):
+    trace(net, remat="full")
+
+
+class Failing(Layer):
+  """Raises."""
+
+  def __call__(self, x):
+    raise ValueError("no layer")
+
+
+def test_an_exception_leaves_the_class_as_it_was():
+  net = Net(2, in_turn, Failing)
+  before = vars(Failing).copy()
+  with pytest.raises(ValueError, match="no layer"):
+    nxp.with_layers(loss, remat="full")(net, X)
+  assert vars(Failing) == before
+  assert all(type(layer) is Failing for layer in net.layers)
+  Net(2, in_turn)(X)
+
+
+def test_threads_mark_their_own_models():
+  results, nets = {}, {kind: Net(4, in_turn, kind) for kind in (Layer, Scaled)}
+  inside = threading.Barrier(2, timeout=60)
+
+  def slow(model, x):
+    inside.wait()
+    value = loss(model, x)
+    inside.wait()
+    return value
+
+  def run(kind):
+    results[kind] = trace(nets[kind], of=slow, remat="full")[0]
+
+  threads = [threading.Thread(target=run, args=(kind,)) for kind in nets]
+  for thread in threads:
+    thread.start()
+  for thread in threads:
+    thread.join()
+  for kind, net in nets.items():
+    assert str(results[kind]) == str(trace(net, remat="full")[0])
+
+
+def host_arrays(jaxpr):
+  """How many arrays are moved to the host's memory."""
+  moves = [eqn for eqn in equations(jaxpr) if eqn.primitive.name == "device_put"]
+  return sum("<host>" in str(eqn.outvars[0].aval) for eqn in moves)
+
+
+NAMED = jax.checkpoint_policies.save_only_these_names("product")
+NAMED_ON_HOST = jax.checkpoint_policies.save_and_offload_only_these_names(
+  names_which_can_be_saved=[],
+  names_which_can_be_offloaded=["product"],
+  offload_src="device",
+  offload_dst="pinned_host",
+)
+
+
+@pytest.mark.parametrize(
+  ("options", "products", "on_host"),
+  [
+    ({"remat": "none"}, 0, 0),
+    ({"remat": "full"}, 4, 0),
+    ({"remat": NAMED}, 0, 0),
+    ({"remat": NAMED_ON_HOST}, 0, 4),
+    ({"remat": "offload"}, 4, 4),
+    ({"remat": nxp.Remat("full", every=2)}, 2, 0),
+    ({"remat": nxp.Remat("full", group=2)}, 4, 0),
+  ],
+  ids=str,
+)
+def test_what_each_policy_recomputes_and_moves(options, products, on_host):
+  jaxpr, _ = trace(Net(4, in_turn), roll=False, **options)
+  plain, _ = trace(Net(4, in_turn))
+  assert names(jaxpr).count("dot_general") - names(plain).count("dot_general") == products
+  assert host_arrays(jaxpr) == on_host
+
+
+@pytest.mark.parametrize(
+  "make",
+  [lambda: nxp.Remat("fulll"), lambda: nxp.Remat("full", every=0), lambda: nxp.Remat(every=2, group=2)],
+)
+def test_a_remat_that_means_nothing_is_refused(make):
+  with pytest.raises(nxp.errors.TrainError, match="Fix: "):
+    make()

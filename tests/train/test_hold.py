@@ -1,0 +1,92 @@
+"""Activations of models that constrain nothing stay split like the batch."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from jax.sharding import NamedSharding
+
+import nnx_parallel as nxp
+from benchmarks.plain import decoders
+from nnx_parallel.layout.constrain import Scope
+from nnx_parallel.train.hold import held
+
+SIZES = decoders.Config(vocab=512, width=64, hidden=128, head_dim=16, depth=2)
+TENSOR = nxp.PathRules(
+  {
+    "embed.embedding": ("tensor", "fsdp"),
+    r"(.*\.)?(q|k|v|gate|up|head)\.kernel": ("fsdp", "tensor"),
+    r".*\.(o|down)\.kernel": ("tensor", "fsdp"),
+    r"(.*\.)?norm\d?\.scale": (None,),
+  }
+)
+LAYOUTS = {
+  "fsdp": ({"fsdp": 8}, [nxp.LogicalRules(batch="fsdp"), nxp.fsdp("fsdp", min_size=0)]),
+  "fsdp and tensor": ({"fsdp": 4, "tensor": 2}, [nxp.LogicalRules(batch="fsdp"), TENSOR]),
+}
+
+
+@pytest.fixture(autouse=True)
+def as_users_have_it():
+  with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
+    yield
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_no_activation_of_a_plain_decoder_is_gathered(layout):
+  sizes, rules = LAYOUTS[layout]
+  mesh, batch = nxp.make_mesh(sizes), jax.ShapeDtypeStruct((8, 129), jnp.int32)
+  plan = nxp.plan(lambda: decoders.Decoder(SIZES, nnx.Rngs(0)), mesh, rules, optimizer=optax.sgd(0.1))
+  step = nxp.train_step(decoders.loss, remat="full", roll=True)
+  sent = nxp.compile_report(step, plan, batch=batch).collectives
+  whole = 8 * 128 * SIZES.width * 4  # the residual stream of the batch, in float32
+  assert max(one.bytes for one in sent if {"fsdp"} <= {*one.axes}) < whole
+  assert not [one for one in sent if set(one.axes) == {"fsdp", "tensor"} and one.kind == "all-gather"]
+
+
+@pytest.mark.parametrize("spec", [jax.P("fsdp"), jax.P(None, "fsdp"), jax.P(("fsdp", "tensor"))])
+def test_a_table_is_looked_up_by_columns_with_the_same_values(spec):
+  mesh = nxp.make_mesh(data=2, fsdp=2, tensor=2)
+  scope = Scope(nxp.LogicalRules(batch=("data", "fsdp")), mesh)
+  rng = np.random.default_rng(0)
+  table, tokens = rng.normal(size=(16, 8)).astype(np.float32), rng.integers(-16, 16, (8, 5))
+
+  def run(arrays, batch):
+    def loss(table):
+      return jnp.sin(table[batch]).sum()
+
+    return jax.value_and_grad(loss)(arrays[0])
+
+  where = NamedSharding(mesh, spec)
+  placed = [jax.device_put(table, where)]
+  found = jax.jit(held(run, mesh, scope, [where]))(
+    placed, jax.device_put(tokens, NamedSharding(mesh, jax.P(("data", "fsdp"))))
+  )
+  for a, b in zip(found, jax.jit(run)([table], tokens), strict=True):
+    np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("targets", [[[0, 4, 2], [1, -1, 3]], [[7, 4, 2], [1, -9, 3]]])
+def test_the_logit_of_a_target_is_read_without_an_array_of_logits(targets):
+  """Out of bounds it is NaN, and has no gradient, as in `jnp.take_along_axis`."""
+  mesh = nxp.make_mesh(fsdp=2, devices=jax.devices()[:2])
+  logits, targets = jnp.arange(30.0).reshape(2, 3, 5), jnp.asarray(targets)
+
+  def run(arrays, batch):
+    x, targets = batch
+    value = jax.vmap(jax.value_and_grad(lambda x, t: jnp.take_along_axis(x, t[:, None], axis=-1).sum()))
+    return (*value(x * arrays[0][0], targets),)
+
+  where = NamedSharding(mesh, jax.P("fsdp"))
+  arrays = [jax.device_put(jnp.ones(2), where)]
+  batch = jax.device_put((logits, targets), where)
+  changed = jax.jit(held(run, mesh, Scope(nxp.LogicalRules(batch="fsdp"), mesh), [where]))
+  text = changed.lower(arrays, batch).as_text()
+  assert "stablehlo.gather" not in text
+  assert "stablehlo.scatter" not in text
+  for a, b in zip(changed(arrays, batch), run([jnp.ones(2)], (logits, targets)), strict=True):
+    np.testing.assert_array_equal(a, b)
