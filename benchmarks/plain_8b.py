@@ -59,6 +59,7 @@ class Case:
     sizes: of the mesh axes `fsdp` and `tensor`.
     topology: the machine.
     remat: the policy for a plain model's layers.
+    parts: whether attention is computed by blocks and the loss by parts of the tokens.
     batch: sequences of 4096 tokens in the global batch.
   """
 
@@ -67,6 +68,7 @@ class Case:
   sizes: tuple[int, int] = (16, 1)
   topology: str = "tpu:v5e:4x4"
   remat: str = "full"
+  parts: bool = False
   batch: int = 16
 
   @property
@@ -74,7 +76,8 @@ class Case:
     axes = zip(("fsdp", "tensor"), self.sizes, strict=True)
     layout = " x ".join(f"{axis} {size}" for axis, size in axes if size > 1)
     remat = "" if self.remat == "full" else f", remat {self.remat}"
-    return f"{self.topology}, {layout}, depth {self.depth}, {self.model}{remat}"
+    parts = ", blocks" if self.parts else ""
+    return f"{self.topology}, {layout}, depth {self.depth}, {self.model}{remat}{parts}"
 
   def compiled(self) -> CompileReport:
     """The report of its train step."""
@@ -87,14 +90,20 @@ class Case:
     config = dataclasses.replace(SIZES, depth=self.depth)
     rules: Any = RULES if self.sizes[1] > 1 else nxp.fsdp()
     plan = nxp.plan(lambda: decoders.Decoder(config, nnx.Rngs(0)), mesh, rules, optimizer=llama.optimizer())
-    step = nxp.train_step(decoders.loss, remat=self.remat, roll=True)
+    options: Any = {"attention": "blocks", "loss_parts": 8} if self.parts else {}
+    step = nxp.train_step(decoders.loss, remat=self.remat, roll=True, **options)
     batch = jax.ShapeDtypeStruct((self.batch, 4097), jnp.int32)
     return nxp.compile_report(step, plan, batch=batch, topology=self.topology)
 
 
 LAYOUTS = ((16, 1), (8, 2))
+MODELS = (("by hand", False), ("plain", False), ("plain", True))
 CASES = tuple(
-  Case(model, depth, sizes) for depth in (4, 16, 32) for sizes in LAYOUTS for model in ("by hand", "plain")
+  Case(model, depth, sizes, topology, parts=parts)
+  for topology in ("tpu:v5e:4x4", "gpu:h100:2x8")
+  for sizes in LAYOUTS
+  for depth in (4, 16, 32)
+  for model, parts in MODELS
 )
 TITLE = (
   "An ordinary 8B decoder, unedited, compiled for machines that are not here, beside one written for them"

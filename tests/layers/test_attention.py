@@ -170,15 +170,15 @@ TOKENS = np.random.default_rng(0).integers(1, 64, (4, 14))
 MODELS = {
   "llama": (lambda: decoders.Decoder(decoders.Config(depth=2), nnx.Rngs(0)), decoders.loss),
   "local and global": (
-    lambda: decoders.Decoder(decoders.Config(depth=2, windows=(4, None)), nnx.Rngs(0)),
+    lambda: decoders.Decoder(decoders.Config(depth=4, windows=(4, None)), nnx.Rngs(0)),
     decoders.loss,
   ),
-  "experts": (lambda: decoders.Decoder(decoders.Config(depth=2, experts=4), nnx.Rngs(0)), decoders.loss),
+  "experts": (lambda: decoders.Decoder(decoders.Config(depth=4, experts=4), nnx.Rngs(0)), decoders.loss),
   "encoder and decoder": (
-    lambda: others.EncoderDecoder(nnx.Rngs(0), depth=1),
+    lambda: others.EncoderDecoder(nnx.Rngs(0), depth=2),
     lambda m, x: (m(x) ** 2).mean(),
   ),
-  "bert": (lambda: others.Bert(nnx.Rngs(0), depth=1), lambda m, x: (m(x) ** 2).mean()),
+  "bert": (lambda: others.Bert(nnx.Rngs(0), depth=2), lambda m, x: (m(x) ** 2).mean()),
 }
 
 

@@ -305,7 +305,7 @@ NAMED_ON_HOST = jax.checkpoint_policies.save_and_offload_only_these_names(
     ({"remat": nxp.Remat("full", every=2)}, 2, 0),
     ({"remat": nxp.Remat("full", group=2)}, 4, 0),
   ],
-  ids=str,
+  ids=["none", "full", "named", "named on host", "offload", "every second", "groups of 2"],
 )
 def test_what_each_policy_recomputes_and_moves(options, products, on_host):
   jaxpr, _ = trace(Net(4, in_turn), roll=False, **options)
