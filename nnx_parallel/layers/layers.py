@@ -300,11 +300,15 @@ def with_options(
         fix=f"{MARK_LAYERS}; or leave remat out.",
       )
     _check_rules(traced)
+    rewritten: list[str] = []
     if options.loss_parts is not None:
       traced = in_parts(traced, options.loss_parts)
+      rewritten.append(f"the head and the loss of each token in {options.loss_parts} parts")
     if options.attention is not None:
-      traced = by_blocks(traced, options.attention)
+      traced, line = by_blocks(traced, options.attention)
+      rewritten.append(line)
     flat = _treated(traced, jax.tree.leaves(args), options, note)
+    note.done = (*note.done, *rewritten)
     return jax.tree.unflatten(jax.tree.structure(shape), flat)
 
   return changed

@@ -42,6 +42,7 @@ from nnx_parallel.core.jaxprs import (
   opened,
   programs,
   scan_counts,
+  struct,
 )
 from nnx_parallel.core.mesh import axis_sizes
 from nnx_parallel.errors import TrainError
@@ -356,7 +357,7 @@ class _Rewriting:
         found[:] = out
         return results
 
-      made = jax.make_jaxpr(body)(*[_struct(var.aval) for var in opened(jaxpr).invars])
+      made = jax.make_jaxpr(body)(*[struct(var.aval) for var in opened(jaxpr).invars])
       self._done[key] = made, found
     inner, found = self._done[key]
     return inner, _of_new_values(found)
@@ -449,14 +450,6 @@ def _places(params: Any) -> bool:
   """Whether an inner `jit` has shardings for its arguments or results."""
   shardings = (*params.get("in_shardings", ()), *params.get("out_shardings", ()))
   return any(isinstance(sharding, NamedSharding) for sharding in shardings)
-
-
-def _struct(aval: Any) -> jax.ShapeDtypeStruct:
-  where = getattr(aval, "sharding", None)
-  explicit = where is not None and AxisType.Explicit in where.mesh.axis_types
-  return jax.ShapeDtypeStruct(
-    aval.shape, aval.dtype, sharding=where if explicit else None, weak_type=aval.weak_type
-  )
 
 
 def _is_faulty(eqn: Any) -> bool:

@@ -371,7 +371,7 @@ def train_step(
 def eval_step(
   loss_fn: LossFn,
   *,
-  roll: bool = False,
+  roll: Roll = "auto",
   layers: str | None = None,
   attention: Attention = None,
   loss_parts: int | None = None,
@@ -383,7 +383,7 @@ def eval_step(
   Args:
     loss_fn: as in `train_step`.
     roll: make one scan of consecutive equal layers, so that program and time to compile do not grow with
-      depth.
+      depth. `"auto"`: not, since nothing is recomputed in an evaluation.
     layers: as in `train_step`.
     attention: as in `train_step`.
     loss_parts: as in `train_step`.
