@@ -59,8 +59,10 @@ def find_layers(model: Any, pattern: str | None = None) -> tuple[Layers, ...]:
     >>> from flax import nnx
     >>> rngs = nnx.Rngs(0)
     >>> model = nnx.Sequential(*[nnx.Linear(4, 4, rngs=rngs) for _ in range(3)], nnx.Linear(4, 2, rngs=rngs))
-    >>> print(*find_layers(model))
+    >>> for layers in find_layers(model):
+    ...   print(layers)
     3 x Linear at layers.*
+    1 x Linear at layers.* (unlike layers.0: bias is Param float32[2])
   """
   by_depth: dict[int, list[tuple[Path, Any]]] = {}
   for path, module in _modules(model):
