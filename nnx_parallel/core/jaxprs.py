@@ -156,13 +156,13 @@ def has_rule(eqn: Any) -> bool:
   return eqn.primitive.name.startswith(("custom_jvp_call", "custom_vjp_call"))
 
 
-def identity(jaxpr: Any) -> tuple[str, list[Any]]:
+def identity(jaxpr: Any) -> tuple[str, tuple[Any, ...]]:
   """What tells a program from others: its text, and what the text leaves out.
 
   That is constants, by value, and the rules of `jax.custom_jvp` and `jax.custom_vjp`, of which a text has
   the names only.
   """
-  return str(opened(jaxpr)), list(_hidden(jaxpr))
+  return str(opened(jaxpr)), tuple(_hidden(jaxpr))
 
 
 def _hidden(jaxpr: Any, *, in_rule: bool = False) -> Iterator[Any]:

@@ -23,8 +23,10 @@ from nnx_parallel.core.jaxprs import (
   CHECKPOINTS,
   bind,
   call_equation,
+  called,
   equations,
   flattened,
+  identity,
   opened,
   without_unused,
 )
@@ -106,7 +108,7 @@ def by_blocks(jaxpr: Any, attention: Attention) -> tuple[Any, str]:
   block = BLOCK if attention == "blocks" else attention
   found: list[_Softmax] = []
   reasons: list[str] = []
-  changed = _changed(jaxpr, block, found, reasons)
+  changed = _changed(jaxpr, block, found, reasons, {})
   if not found:
     raise TrainError(
       f"attention={attention!r} finds no attention in the loss.",
@@ -117,7 +119,10 @@ def by_blocks(jaxpr: Any, attention: Attention) -> tuple[Any, str]:
   return changed, f"attention by blocks of {block}: {len(found)} found"
 
 
-def _changed(jaxpr: Any, block: Any, found: list[_Softmax], reasons: list[str]) -> Any:
+def _changed(
+  jaxpr: Any, block: Any, found: list[_Softmax], reasons: list[str], layers: dict[Any, tuple[Any, Any]]
+) -> Any:
+  """The program with its attention in blocks. Equal layers get one program, which is made once."""
   before = len(found)
   flat: Any = flattened(jaxpr, is_opened)
   body = flat.jaxpr
@@ -133,8 +138,16 @@ def _changed(jaxpr: Any, block: Any, found: list[_Softmax], reasons: list[str]) 
         found.append(match)
         if new is not None:
           eqns[id(match.product)] = new
+    elif is_marked(eqn):
+      layer, start = identity(called(eqn)), len(found)
+      if layer not in layers:
+        changed = _changed(called(eqn), block, found, reasons, layers)
+        layers[layer] = changed, found[start:]
+      else:
+        found += layers[layer][1]
+      eqns[id(eqn)] = eqn.replace(params=eqn.params | {"jaxpr": layers[layer][0]})
     elif eqn.primitive.name in _INNER:
-      inside = {key: _inner(value, block, found, reasons) for key, value in eqn.params.items()}
+      inside = {key: _inner(value, block, found, reasons, layers) for key, value in eqn.params.items()}
       eqns[id(eqn)] = eqn.replace(params=inside)
   if len(found) == before:
     return jaxpr

@@ -84,7 +84,9 @@ class Rolled:
       for out, position in zip(self.eqns[n].outvars, forwarded(called(self.eqns[n])), strict=True):
         if position is not None:
           self._alias[out] = self._seen(self.eqns[n].invars[position])
-    self._programs = {n: identity(called(self.eqns[n])) for n in marks}
+    programs = {id(called(self.eqns[n])): called(self.eqns[n]) for n in marks}
+    identities = {key: identity(program) for key, program in programs.items()}
+    self._programs = {n: identities[id(called(self.eqns[n]))] for n in marks}
     self.chains: dict[int, Chain] = {}
     self.reasons: list[str] = []
     periods = range(group, group * MAX_PERIOD + 1, group)
