@@ -203,7 +203,9 @@ class TrainStep(_Step):
       A `jax.stages.Compiled`: its text, memory and cost.
     """
     bound = self._bound(model, optimizer)
-    return bound.program(batch).jitted.lower(bound.binding.read(), batch).compile()
+    lowered = bound.program(batch).jitted.lower(bound.binding.read(), batch)
+    self.layers = bound.layers
+    return lowered.compile()
 
   def check_gradients(
     self,
