@@ -54,12 +54,10 @@ class Case:
   """One model on one machine.
 
   Attributes:
-    model: `"plain"`, or `"by hand"`.
+    model: one of `MODELS`.
     depth: layers.
     sizes: of the mesh axes `fsdp` and `tensor`.
     topology: the machine.
-    remat: the policy for a plain model's layers.
-    parts: whether attention is computed by blocks and the loss by parts of the tokens.
     batch: sequences of 4096 tokens in the global batch.
   """
 
@@ -67,52 +65,53 @@ class Case:
   depth: int
   sizes: tuple[int, int] = (16, 1)
   topology: str = "tpu:v5e:4x4"
-  remat: str = "full"
-  parts: bool = False
   batch: int = 16
 
   @property
   def name(self) -> str:
     axes = zip(("fsdp", "tensor"), self.sizes, strict=True)
     layout = " x ".join(f"{axis} {size}" for axis, size in axes if size > 1)
-    remat = "" if self.remat == "full" else f", remat {self.remat}"
-    parts = ", blocks" if self.parts else ""
-    return f"{self.topology}, {layout}, depth {self.depth}, {self.model}{remat}{parts}"
+    return f"{self.topology}, {layout}, depth {self.depth}, {self.model}"
 
   def compiled(self) -> CompileReport:
     """The report of its train step."""
     mesh = nxp.abstract_mesh(dict(zip(("data", "fsdp", "tensor"), (1, *self.sizes), strict=True)))
-    if self.model == "by hand":
-      init: Callable[[], Any] = functools.partial(llama.build, "8b", depth=self.depth)
+    options = MODELS[self.model]
+    if self.model.startswith("by hand"):
+      init: Callable[[], Any] = functools.partial(llama.build, "8b", depth=self.depth, **options)
       plan = nxp.plan(init, mesh, llama.RULES, optimizer=llama.optimizer())
       batch: Any = llama.batch_of(llama.SIZES["8b"], batch=self.batch)
       return nxp.compile_report(nxp.train_step(llama.loss), plan, batch=batch, topology=self.topology)
     config = dataclasses.replace(SIZES, depth=self.depth)
-    rules: Any = RULES if self.sizes[1] > 1 else nxp.fsdp()
-    plan = nxp.plan(lambda: decoders.Decoder(config, nnx.Rngs(0)), mesh, rules, optimizer=llama.optimizer())
-    options: Any = {"attention": "blocks", "loss_parts": 8} if self.parts else {}
-    step = nxp.train_step(decoders.loss, remat=self.remat, roll=True, **options)
+    plan = nxp.plan(lambda: decoders.Decoder(config, nnx.Rngs(0)), mesh, RULES, optimizer=llama.optimizer())
+    step = nxp.train_step(decoders.loss, remat="full", roll=True, **options)
     batch = jax.ShapeDtypeStruct((self.batch, 4097), jnp.int32)
     return nxp.compile_report(step, plan, batch=batch, topology=self.topology)
 
 
-LAYOUTS = ((16, 1), (8, 2))
-MODELS = (("by hand", False), ("plain", False), ("plain", True))
-CASES = tuple(
-  Case(model, depth, sizes, topology, parts=parts)
-  for topology in ("tpu:v5e:4x4", "gpu:h100:2x8")
-  for sizes in LAYOUTS
-  for depth in (4, 16, 32)
-  for model, parts in MODELS
+MODELS: dict[str, dict[str, Any]] = {
+  "by hand": {},
+  "by hand, whole attention": {"query_block": 4096},
+  "plain": {},
+  "plain, blocks": {"attention": "blocks"},
+  "plain, blocks and parts": {"attention": "blocks", "loss_parts": 8},
+}
+TPU, GPU = "tpu:v5e:4x4", "gpu:h100:2x8"
+CASES = (
+  *(Case(model, depth) for depth in (4, 32) for model in MODELS),
+  Case("plain", 16),
+  *(Case(model, 32, (8, 2)) for model in MODELS),
+  *(Case(model, 32, sizes, GPU) for sizes in ((16, 1), (8, 2)) for model in MODELS),
 )
 TITLE = (
   "An ordinary 8B decoder, unedited, compiled for machines that are not here, beside one written for them"
 )
 NOTES = [
-  "Plain: `benchmarks/plain/decoders.py`, a loop over an `nnx.List` with plain attention and no annotation,"
-  ' trained by `nxp.train_step(loss, remat="full", roll=True)`; laid out by `nxp.fsdp()`, or by the four path'
-  " rules of `benchmarks/plain_8b.py` where there is a tensor axis. By hand: `benchmarks/llama.py`, with"
-  " attention by blocks and positions over the tensor axis between layers, which the plain one has not.",
+  "Plain: `benchmarks/plain/decoders.py`, a loop over an `nnx.List` with no annotation, laid out by the four"
+  " path rules of `benchmarks/plain_8b.py` and trained by"
+  ' `nxp.train_step(loss, remat="full", roll=True)`; with blocks also by `attention="blocks"`, with parts'
+  " also by `loss_parts=8`. By hand: `benchmarks/llama.py`, whose attention goes by blocks of queries; whole"
+  " attention is the same model without blocks.",
   "Batches of 16 sequences of 4096 tokens, AdamW, float32 state, bfloat16 compute. Sent: payload per step.",
 ]
 
