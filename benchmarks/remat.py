@@ -33,8 +33,8 @@ RULES = [
   nxp.fsdp(),
 ]
 NOTES = [
-  f"Decoders of {CONFIG.depth} layers of width {CONFIG.width}, 8 sequences of 1024 tokens, Adam, float32 state,"
-  f" bfloat16 compute, fsdp over the chips of {TOPOLOGY}. Plain: a loop over an `nnx.List`, trained by"
+  f"Decoders of {CONFIG.depth} layers of width {CONFIG.width}, 8 sequences of 1024 tokens, Adam, float32"
+  f" state, bfloat16 compute, fsdp over the chips of {TOPOLOGY}. Plain: a loop over an `nnx.List`, trained by"
   " `nxp.train_step(loss, remat=POLICY, roll=True)`. By hand: stacked layers, cast as a whole, and one"
   " `jax.lax.scan` over `jax.checkpoint` with the policy.",
   "The need is the compiler's peak. Its temporaries count the plain one's stack of cast weights beside the"
