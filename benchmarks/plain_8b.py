@@ -36,7 +36,7 @@ SIZES = decoders.Config(
 )
 # What a user writes for somebody else's decoder, from the paths that `print(plan)` shows.
 RULES = [
-  nxp.LogicalRules(batch=("data", "fsdp")),
+  nxp.LogicalRules(batch=("data", "fsdp"), seq="tensor"),
   nxp.PathRules(
     {
       r"embed\.embedding": ("tensor", "fsdp"),

@@ -35,6 +35,14 @@ def batch_axes(rules: RuleSet, mesh: Mapping[str, int]) -> tuple[str, ...] | Non
   return max(map(axes_of, found), key=len)
 
 
+def position_axes(rules: RuleSet, mesh: Mapping[str, int]) -> tuple[str, ...]:
+  """The mesh axes that split the positions of activations between layers: of the rule for `seq`, if any."""
+  logical = _with_conventional(rules, mesh)
+  if "seq" not in logical:
+    return ()
+  return axes_of(_resolved(("batch" if "batch" in logical else None, "seq"), logical, mesh, "activations")[1])
+
+
 def with_batch(rules: RuleSet, mesh: Mapping[str, int]) -> LogicalRules:
   """The logical rules of a plan, with `batch_axes` as the rule for `batch` where there is none."""
   if "batch" in rules.logical:

@@ -8,6 +8,8 @@ half while the loss is right (jax 0.10.2 and 0.12, Shardy and GSPMD; `layout/kno
 So the trace of the step is rewritten, by the layouts of `core/flow.py`:
 - a parameter is gathered over the axes that split the batch where it meets the batch, forward and backward;
 - the result of a product or a look-up that carries the batch is laid out as the plan implies;
+- with a rule for `seq`, the positions of activations between layers are split (arXiv:2205.05198): a sum over
+  its axis, as after a tensor-parallel part, leaves each device its positions;
 - a table whose rows are split like the batch is looked up, and its gradient summed, by columns;
 - one element of each row, the logit of a target, is read by a comparison (`train/picks.py`);
 - the operands of a convolution's kernel gradient have unsplit spatial dims;
@@ -29,7 +31,7 @@ from jax.extend import core
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from nnx_parallel.core.axes import axes_by_dim, axes_of, entry_of, without
-from nnx_parallel.core.flow import Axes, Flow, constraint, meeting, result_axes, shard_map_axes
+from nnx_parallel.core.flow import Axes, Flow, Meeting, constraint, meeting, result_axes, shard_map_axes
 from nnx_parallel.core.jaxprs import (
   CALLS,
   CHECKPOINTS,
@@ -46,7 +48,7 @@ from nnx_parallel.core.jaxprs import (
 )
 from nnx_parallel.core.mesh import axis_sizes
 from nnx_parallel.errors import TrainError
-from nnx_parallel.layout.batch import batch_axes, input_spec
+from nnx_parallel.layout.batch import batch_axes, input_spec, position_axes
 from nnx_parallel.layout.constrain import Scope
 from nnx_parallel.rules.ruleset import RuleSet
 from nnx_parallel.train.picks import is_pick, picked
@@ -55,6 +57,9 @@ Flows = Sequence[Flow]
 _ELEMENTWISE = frozenset(("add", "add_any", "convert_element_type", "mul", "select_n", "sub"))
 _EXAMPLES = "the examples"
 """Marks the dim of the examples among its axes, also where no mesh axis splits it."""
+_POSITIONS = "the positions"
+"""Marks the dim of the positions, where a rule splits those between layers."""
+_MARKS = frozenset((_EXAMPLES, _POSITIONS))
 
 
 def with_right_gradients(run: Callable[..., Any], mesh: Any) -> Callable[..., Any]:
@@ -105,6 +110,7 @@ def held(
     return run
   inputs = None if scope is None else RuleSet(logical=scope.rules, inputs=scope.inputs)
   split = None if inputs is None else batch_axes(inputs, axis_sizes(mesh))
+  positions = () if inputs is None else position_axes(inputs, axis_sizes(mesh))
 
   def flows_of(args: Any) -> list[Flow]:
     if inputs is None or split is None or AxisType.Explicit in mesh.axis_types:
@@ -116,7 +122,8 @@ def held(
       known = inputs.inputs is None or inputs.inputs.every_axis or jax.numpy.ndim(x) in inputs.inputs.by_rank
       spec = tuple(input_spec(inputs, jax.numpy.ndim(x), axis_sizes(mesh))) if known else (None,) * x.ndim
       first = [(*axes_of(spec[0]), _EXAMPLES)] if spec else []
-      found.append(_flow(x, (*first, *spec[1:]), data=True))
+      second = [(*positions, _POSITIONS)] if positions and len(spec) > 1 else spec[1:2]
+      found.append(_flow(x, (*first, *second, *spec[2:]), data=True))
     return [*found, *(_flow(x, (), data=False) for x in jax.tree.leaves(rest))]
 
   @functools.wraps(run)  # jax names the program's arguments after those of `run`, and reports show them
@@ -129,7 +136,7 @@ def held(
       flows = [_flow(x, (), data=False) for x in leaves]
     if any(flow.data for flow in flows) or any(map(_is_faulty, equations(closed.jaxpr))):
       batch = frozenset(used.intersection(split or ()))
-      results, _ = _Rewriting(mesh, batch, stored).evaluate(closed, leaves, flows)
+      results, _ = _Rewriting(mesh, batch, stored, positions).evaluate(closed, leaves, flows)
     else:
       results = core.jaxpr_as_fun(closed)(*leaves)
     return jax.tree.unflatten(jax.tree.structure(shape), results)
@@ -152,10 +159,12 @@ class _Rewriting:
     mesh: the mesh.
     batch: axes larger than 1 that split the batch.
     stored: axes larger than 1 that split parameters or other state.
+    positions: axes that split the positions of activations between layers.
   """
 
-  def __init__(self, mesh: Any, batch: frozenset[str], stored: set[str]):
+  def __init__(self, mesh: Any, batch: frozenset[str], stored: set[str], positions: tuple[str, ...]):
     self.mesh, self.batch, self.stored, self.others = mesh, batch, stored, stored - batch
+    self.positions = positions
     self._met: set[int] = set()
     self._done: dict[Any, tuple[Any, list[Flow]]] = {}
 
@@ -265,7 +274,7 @@ class _Rewriting:
 
     None for several axes: XLA replicates an array to move more than one between its dims.
     """
-    split = [axis for dim in axes for axis in dim if axis not in moved and axis != _EXAMPLES]
+    split = [axis for dim in axes for axis in dim if axis not in moved and axis not in _MARKS]
     shards = math.prod(self.mesh.shape[axis] for axis in (*moved, *split))
     fitting = [d for d in dims if x.shape[d] % shards == 0]
     return max(fitting, key=lambda d: x.shape[d], default=None) if len(moved) == 1 else None
@@ -291,10 +300,9 @@ class _Rewriting:
     data, weight = any(flow.data for flow in flows), any(flow.weight for flow in flows)
     if eqn.primitive.name == "sharding_constraint":
       axes = constraint(eqn, flows[0].axes)
-      kept = [(_EXAMPLES,) if _EXAMPLES in before else () for before in flows[0].axes]
-      return [
-        Flow(tuple(a if _EXAMPLES in a else a + b for a, b in zip(axes, kept, strict=True)), data, weight)
-      ]
+      kept = [tuple(axis for axis in before if axis in _MARKS) for before in flows[0].axes]
+      pairs = zip(axes, kept, strict=True)
+      return [Flow(tuple((*without(a, _MARKS), *marks) for a, marks in pairs), data, weight)]
     if eqn.primitive.name == "shard_map":
       manual = frozenset(eqn.params["newly_manual_axes"])
       before = [result_axes(eqn, v.aval.shape, flows) for v in eqn.outvars]
@@ -302,8 +310,17 @@ class _Rewriting:
       return [Flow(shard_map_axes(spec, axes, manual), data, weight) for spec, axes in specs]
     product = meeting(eqn)
     if product is not None:
-      return [Flow(product.meet(flows[0], flows[1], self.batch).axes, data, weight)]
+      return [Flow(self._scattered(product, flows), data, weight)]
     return [Flow(result_axes(eqn, getattr(v.aval, "shape", ()), flows), data, weight) for v in eqn.outvars]
+
+  def _scattered(self, product: Meeting, flows: list[Flow]) -> Axes:
+    """The layout of a product; a sum over the axes of the positions leaves each device its positions."""
+    axes = product.meet(flows[0], flows[1], self.batch).axes
+    pairs = zip(flows, product.summed, strict=False)
+    summed = {axis for flow, dims in pairs for d in dims for axis in flow.axes[d]}
+    if not self.positions or not {*self.positions} <= summed - {axis for dim in axes for axis in dim}:
+      return axes
+    return tuple((*self.positions, *dim) if _POSITIONS in dim else dim for dim in axes)
 
   def _is_held(self, eqn: Any, flows: list[Flow], results: list[Flow]) -> bool:
     """Whether it is a product, or a look-up in a table, whose result carries the batch.
@@ -338,7 +355,7 @@ class _Rewriting:
     return tuple(without(axes, self.batch - kept) for axes in dims)
 
   def _laid(self, x: Any, dims: Axes) -> Any:
-    dims = tuple(tuple(axis for axis in axes if axis != _EXAMPLES) for axes in dims)
+    dims = tuple(without(axes, _MARKS) for axes in dims)
     sizes = [math.prod(self.mesh.shape[axis] for axis in axes) for axes in dims]
     spec = [
       PartitionSpec.UNCONSTRAINED if length % size else entry_of(axes)

@@ -90,3 +90,36 @@ def test_the_logit_of_a_target_is_read_without_an_array_of_logits(targets):
   assert "stablehlo.scatter" not in text
   for a, b in zip(changed(arrays, batch), run([jnp.ones(2)], (logits, targets)), strict=True):
     np.testing.assert_array_equal(a, b)
+
+
+@pytest.mark.parametrize(
+  ("axes", "positions", "options"),
+  [
+    ({"fsdp": 2, "tensor": 4}, 65, {}),
+    ({"fsdp": 2, "tensor": 4}, 65, {"remat": "full", "roll": True, "microbatches": 2}),
+    ({"data": 2, "fsdp": 2, "tensor": 2}, 65, {"roll": True}),
+    ({"fsdp": 2, "tensor": 4}, 64, {"remat": "full"}),  # 63 positions, which 4 does not divide
+  ],
+  ids=["as written", "rolled, microbatches", "three axes", "63 positions"],
+)
+def test_positions_are_split_between_layers(axes, positions, options):
+  tokens = np.random.default_rng(0).integers(1, 64, (8, positions))
+  found = []
+  for seq in (None, "tensor"):
+    names = nxp.LogicalRules(batch=tuple(axis for axis in axes if axis != "tensor"), seq=seq)
+    plan = nxp.plan(
+      lambda: decoders.Decoder(decoders.Config(), nnx.Rngs(0)),
+      nxp.make_mesh(axes),
+      [names, TENSOR],
+      optimizer=optax.sgd(0.1),
+    )
+    model, optimizer = nxp.create_sharded_model(plan)
+    step, batch = nxp.train_step(decoders.loss, **options), nxp.shard_batch(tokens, plan)
+    losses = [float(step(model, optimizer, batch)["loss"]) for _ in range(2)]
+    memory = step.compiled(model, optimizer, batch).memory_analysis().temp_size_in_bytes
+    found.append((losses, nxp.to_host(nnx.state(model)), memory))
+  (losses, state, whole), (split_losses, split_state, parts) = found
+  np.testing.assert_allclose(split_losses, losses, rtol=1e-6)
+  jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), split_state, state)
+  if positions == 65:
+    assert parts < whole
