@@ -19,6 +19,8 @@ from nnx_parallel.core.nodes import is_key
 
 CHECKPOINTS = ("checkpoint", "remat", "remat2")
 CALLS = ("jit", "pjit", "closed_call", "core_call")
+HELD = "nxp_held"
+"""The scope of sharding constraints that a step adds: reports tell them from the user's by their names."""
 
 
 @dataclasses.dataclass(frozen=True)
