@@ -144,7 +144,7 @@ def whole_activations(
   groups = _groups(sizes, batch_axes)
   arrays = _arrays(hlo.parse(before), is_batch, groups)
   split = hlo.parse(after)
-  known: dict[tuple[_Key, int], tuple[int, _Array, tuple[int, ...], int]] = {}
+  known: dict[tuple[_Key, object], tuple[int, _Array, tuple[int, ...], int]] = {}
   for place, run in enumerate(split.executed()):
     at, key = run.instruction, (run.instruction.op_name, split.source(run.instruction))
     if key not in arrays or not _makes_one(at):
@@ -152,13 +152,14 @@ def whole_activations(
     local = at.shapes[0].dims
     for array in _alike(arrays[key], local):
       found = place, array, local, _copies(array, local, groups)
-      # Where one line has split and whole arrays of one size, nothing is said.
-      known[key, at.shapes[0].elements] = min(
-        found, known.get((key, at.shapes[0].elements), found), key=lambda one: (one[-1] > 1, one[0])
-      )
+      # The compiler may merge dims. Where one line has split and whole arrays of one size, nothing is said.
+      for size in (local, at.shapes[0].elements):
+        before_it = known.get((key, size), found)
+        known[key, size] = min(found, before_it, key=lambda one: (one[-1] > 1, one[0]))
   made: dict[tuple[object, ...], WholeActivation] = {}
   for shape, makers in _in_memory(final):
-    keys = (((one.op_name, final.source(one)), shape.elements) for one in makers)
+    lines = [(one.op_name, final.source(one)) for one in makers]
+    keys = ((line, size) for size in (shape.dims, shape.elements) for line in lines)
     key = next((key for key in keys if key in known), None)
     if shape.bytes < least or key is None:
       continue
