@@ -42,8 +42,8 @@ def _is_product(eqn: Any) -> bool:
 def stored(body: Any, saved: Collection[Any]) -> list[Any]:
   """The variables of a jaxpr that a program keeps to have the saved ones again, inputs left out.
 
-  An elementwise result is replaced by its sources where they, without those that are kept anyway, are no
-  larger. Inputs of the trace cost nothing.
+  What a product reads stays. Another elementwise result is replaced by its sources where they, without those
+  that are kept anyway, are no larger. Inputs of the trace cost nothing.
   """
   made = {var: eqn for eqn in body.eqns for var in eqn.outvars}
   read = {id(var) for eqn in body.eqns if _is_product(eqn) for var in eqn.invars}
