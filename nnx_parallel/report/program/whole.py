@@ -206,14 +206,14 @@ def _arrays(
       # In a shard_map, arrays are blocks, which are the user's own.
       if not at.op_name or not _makes_one(at) or (tiling is not None and tiling.manual):
         continue
-      dims = at.shapes[0].dims
+      dims, source = at.shapes[0].dims, program.source(at)
       examples = next((d for d in carried(computation.name, at.name) if dims[d] > 1), None)
-      array = _Array(dims, examples, tiling)
+      array = _Array(dims, examples, tiling, asked.get(at.name, ""))
       if _is_users_constraint(at.op_name) and _copies(array, dims, groups) > 1:
-        asked |= {one.name: program.source(at) for one in _chain(at, computation)}
-      found.setdefault((at.op_name, program.source(at)), []).append(
-        dataclasses.replace(array, constraint=asked.get(at.name, ""))
-      )
+        array = dataclasses.replace(array, constraint=source)
+      if array.constraint and at.opcode in _MOVES | thin.ELEMENTWISE:
+        asked |= dict.fromkeys(at.operands, array.constraint)
+      found.setdefault((at.op_name, source), []).append(array)
   return found
 
 
