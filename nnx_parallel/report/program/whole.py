@@ -116,9 +116,15 @@ class _Array:
   constraint: str = ""
 
   @property
-  def block(self) -> tuple[int, ...] | None:
+  def block(self) -> tuple[int, ...]:
     """Dims of one device's part, by the layout."""
-    return self.tiling.local(self.dims) if self.tiling is not None else None
+    return self.tiling.local(self.dims) if self.tiling is not None else self.dims
+
+  def may_be(self, local: tuple[int, ...]) -> bool:
+    """Whether a device may hold a part of this shape, perhaps on the way from one layout to another."""
+    return len(local) == len(self.dims) and all(
+      n in (whole, part) for n, whole, part in zip(local, self.dims, self.block, strict=True)
+    )
 
 
 def whole_activations(
@@ -228,12 +234,7 @@ def _makes_one(at: hlo.Instruction) -> bool:
 
 def _alike(arrays: Sequence[_Array], local: tuple[int, ...]) -> list[_Array]:
   """Those of some arrays of which a device may hold a part of this shape: by their layout, if any is."""
-  near = [array for array in arrays if _is_block(local, array.dims)]
-  return [array for array in near if array.block == local] or [a for a in near if a.dims == local] or near
-
-
-def _is_block(local: Sequence[int], whole: Sequence[int]) -> bool:
-  return len(local) == len(whole) and all(n and m % n == 0 for n, m in zip(local, whole, strict=True))
+  return [array for array in arrays if array.block == local] or [a for a in arrays if a.may_be(local)]
 
 
 def _groups(sizes: Mapping[str, int], batch_axes: Collection[str]) -> npt.NDArray[np.int64]:
@@ -249,12 +250,10 @@ def _copies(array: _Array, local: Sequence[int], groups: npt.NDArray[np.int64]) 
   """Devices of a group that hold the same values of an array that is whole along the batch; else 1."""
   if array.examples is None or local[array.examples] != array.dims[array.examples]:
     return 1
-  shards = groups.shape[1]
-  if array.tiling is not None and array.block == tuple(local):
-    return shards // len(np.unique(array.tiling.blocks[groups[0]], axis=0))
-  # An array of the partitioner's own, on the way from one layout to another.
-  parts = math.prod(array.dims) // math.prod(local)
-  return shards if len(groups) % parts == 0 else max(1, shards // parts)
+  shards, split = groups.shape[1], [d for d, n in enumerate(local) if n != array.dims[d]]
+  if array.tiling is None or not split:
+    return shards
+  return shards // len(np.unique(array.tiling.blocks[groups[0]][:, split], axis=0))
 
 
 def _in_memory(program: hlo.Program) -> Iterator[tuple[hlo.Shape, list[hlo.Instruction]]]:
