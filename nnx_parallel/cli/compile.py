@@ -54,7 +54,7 @@ def run(args: argparse.Namespace) -> int:
   start_compiler(sizes, topology, args.devices)
   plan = options.make_plan(args, recipe, nxp.abstract_mesh(sizes))
   parts, roll = recipe.parts(args.microbatches), options.ROLLS[args.roll]
-  step = nxp.train_step(loss_of(recipe), microbatches=parts, remat=args.remat, roll=roll)
+  step = nxp.train_step(loss_of(recipe), microbatches=parts, remat=args.remat, roll=roll, layers=args.layers)
   batch = abstract_batch(recipe, args.batch)
   report = compile_report(step, plan, batch=batch, topology=topology, chip=args.chip)
   print(report.to_json()) if args.json else print_text(str(report))

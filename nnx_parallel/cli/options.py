@@ -90,6 +90,10 @@ _ARGUMENTS: dict[str, dict[str, Any]] = {
     "choices": REMATS,
     "help": "what layers keep for the backward pass (default: as the recipe does)",
   },
+  "--layers": {
+    "metavar": "PATTERN",
+    "help": "dotted paths of the layers, as in 'decoder.blocks.*' (default: what repeats in the model)",
+  },
   "--roll": {
     "default": "auto",
     "choices": tuple(ROLLS),
@@ -108,7 +112,7 @@ _ARGUMENTS: dict[str, dict[str, Any]] = {
   "--weight-map": {"metavar": "FILE", "help": "a Python file with WEIGHT_MAP = WeightMap(...)"},
 }
 LAYOUT = ("recipe", "--mesh", "--devices", "--rules", "--zero", "--offload")
-STEP = (*LAYOUT, "--microbatches", "--remat")
+STEP = (*LAYOUT, "--microbatches", "--remat", "--layers")
 
 
 def add_command(

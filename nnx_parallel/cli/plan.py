@@ -84,7 +84,11 @@ def _planned(
   from nnx_parallel.report.estimate.roofline import predict_time
 
   loss, batch = loss_of(recipe), abstract_batch(recipe, args.batch)
-  way: dict[str, Any] = {"microbatches": recipe.parts(args.microbatches), "remat": args.remat}
+  way: dict[str, Any] = {
+    "microbatches": recipe.parts(args.microbatches),
+    "remat": args.remat,
+    "layers": args.layers,
+  }
   memory = memory_plan(plan, loss, batch, chip=args.chip, **way)
   is_timed = args.html and args.chip
   return memory, predict_time(plan, loss, batch, chip=args.chip, **way) if is_timed else None

@@ -23,6 +23,7 @@ def register(commands: options.Commands) -> None:
     run,
     "recipe",
     "--rules",
+    "--layers",
     "--batch",
     "--html",
     help="rank every layout of a recipe on a machine",
@@ -70,6 +71,7 @@ def run(args: argparse.Namespace) -> int:
     rules=options.changed_rules(recipe, args.rules),
     optimizer=recipe.optimizer() if recipe.optimizer is not None else None,
     compile_best=args.compile_best,
+    layers=args.layers,
     **{name: value for name, value in tried.items() if value is not None},
   )
   print(result.to_json()) if args.json else print_text(str(result))
@@ -85,6 +87,7 @@ def command(args: argparse.Namespace, best: Candidate) -> str:
   words = ["nnx-parallel", "compile", args.recipe, "--topology", args.topology]
   words += ["--mesh", options.format_sizes(dict(best.sizes)), "--microbatches", str(best.microbatches)]
   words += ["--remat", best.remat, "--zero", str(best.zero)]
+  words += ["--layers", args.layers] if args.layers else []
   words += ["--offload"] if best.offload else []
   rules = {**args.rules, **best.changes}
   words += ["--rules", options.format_rules(rules)] if rules else []

@@ -215,7 +215,7 @@ def make_job(
   settings |= {"batch": examples, "rules": options.format_rules(args.rules)}
   parts = recipe.parts(args.microbatches)
   how: dict[str, Any] = {"microbatches": parts, "remat": args.remat, "settings": settings}
-  how["roll"] = options.ROLLS[args.roll]
+  how |= {"roll": options.ROLLS[args.roll], "layers": args.layers}
   if checkpointer is None or not (checkpointer.steps() or args.resume not in (None, "latest")):
     return Job.start(recipe, plan, **how)
   with warnings.catch_warnings(record=True) as caught:

@@ -19,6 +19,8 @@ from nnx_parallel.core.nodes import is_key
 
 CHECKPOINTS = ("checkpoint", "remat", "remat2")
 CALLS = ("jit", "pjit", "closed_call", "core_call")
+HELD = "nxp_held"
+"""The scope of sharding constraints that a step adds: reports tell them from the user's by their names."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,10 +80,12 @@ def placed(eqn: Any) -> contextlib.AbstractContextManager[None]:
   """Gives what is traced in its body the source line and the name stack of an operation.
 
   Else every operation of a loss that is evaluated again would seem to come from a line of this package.
+  JAX cuts the user's lines off what is inside its own jitted functions (`jnp.take`): that has their caller's.
   """
   source = eqn.source_info
   names = source_info_util.current_name_stack() + source.name_stack
-  return source_info_util.user_context(source.traceback, name_stack=names)
+  of = source if source_info_util.summarize(source) else source_info_util.current()
+  return source_info_util.user_context(of.traceback, name_stack=names)
 
 
 def place_of(eqn: Any) -> str:

@@ -60,6 +60,7 @@ class Job:
     changes: settings that differ from those of the checkpoint it was restored from, as text.
     remat: what layers keep for the backward pass; as for `train_step`.
     roll: whether consecutive equal layers are one scan; as for `train_step`.
+    layers: dotted paths of the layers, with `*` for any part; as for `train_step`.
   """
 
   recipe: Recipe
@@ -72,6 +73,7 @@ class Job:
   changes: list[str] = dataclasses.field(default_factory=list[str])
   remat: Policy = None
   roll: Roll = "auto"
+  layers: str | None = None
 
   def __post_init__(self) -> None:
     if self.recipe.loss is None or self.recipe.batches is None:
@@ -90,10 +92,11 @@ class Job:
       microbatches=self.microbatches,
       remat=self.remat,
       roll=self.roll,
+      layers=self.layers,
       pairs=True,
       diagnostics=True,
     )
-    self._eval_step = nxp.eval_step(self.recipe.loss, roll=self.roll is True, pairs=True)
+    self._eval_step = nxp.eval_step(self.recipe.loss, roll=self.roll is True, layers=self.layers, pairs=True)
     # Made once: it shares the model's Variables, and for another object the step would be compiled again.
     options = {"deterministic": True, "use_running_average": True}
     self._quiet = nnx.view(self.model, **options, raise_if_not_found=False)

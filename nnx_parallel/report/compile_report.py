@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import json
 import math
 import re
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 from jax.sharding import AbstractMesh, NamedSharding
@@ -34,6 +35,7 @@ from nnx_parallel.report.program.compiler import (
 from nnx_parallel.report.program.cost import Cost, cost
 from nnx_parallel.report.program.faults import Comparison, Fault, compare
 from nnx_parallel.report.program.peak import PeakBuffer, at_peak
+from nnx_parallel.report.program.whole import SHARE, WholeActivation, whole_activations
 from nnx_parallel.report.topology import topology_mesh
 from nnx_parallel.train.step import TrainStep
 
@@ -58,6 +60,17 @@ class Argument:
   name: str
   bytes: int
   donated: bool
+
+
+class BatchSplit(NamedTuple):
+  """The mesh axes that split the batch, and the name of the step's argument."""
+
+  axes: tuple[str, ...]
+  name: str
+
+  def has(self, argument: str) -> bool:
+    """Whether an argument of the program, as JAX names it, is of the batch."""
+    return re.split(r"[\[.]", argument, maxsplit=1)[0] == self.name
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,6 +100,9 @@ class CompileReport:
     batch_split: devices between which the plan splits the batch, or None without a plan.
     results: the step's results as the partitioned program computes them, against the program before it was
       split; see `report.faults`. Nothing is in it for a program that was already compiled.
+    whole_activations: activations of 1 % of the need or more that devices hold for the examples of others
+      too, although the plan splits the batch; largest first. None where that is unknown: without a plan, or a
+      batch that is split.
   """
 
   target: str
@@ -107,6 +123,7 @@ class CompileReport:
   examples: int | None = None
   batch_split: int | None = None
   results: Comparison = dataclasses.field(default_factory=Comparison)
+  whole_activations: tuple[WholeActivation, ...] | None = None
 
   @property
   def faults(self) -> tuple[Fault, ...]:
@@ -264,7 +281,9 @@ def compile_report(
   with default_scope(dataclasses.replace(here.activation_rules, mesh=here.mesh.abstract_mesh)):
     lowered = step.lower(*objects, abstract_batch(here, batch), *args)
   names = {f"arrays[{n}]": _plan_name(path) for n, path in enumerate(variables(objects))}
-  report = report_of(lowered, chip, axis_sizes(here.mesh), state_categories(here), names)
+  batch_name = "batch" if isinstance(step, TrainStep) else [*inspect.signature(step).parameters][len(objects)]
+  split = BatchSplit(here.batch_axes, batch_name)
+  report = report_of(lowered, chip, axis_sizes(here.mesh), state_categories(here), names, split)
   shards = math.prod(axis_sizes(here.mesh)[axis] for axis in here.batch_axes)
   quantities = {
     "params": sum(x.bytes for x in here.leaves if x.is_parameter),
@@ -331,6 +350,7 @@ def report_of(
   axes: Mapping[str, int] | None = None,
   state: Mapping[str, int] | None = None,
   names: Mapping[str, str] | None = None,
+  batch: BatchSplit | None = None,
 ) -> CompileReport:
   """Reports on a program that JAX has lowered, which is compiled here, or compiled.
 
@@ -340,6 +360,7 @@ def report_of(
     axes: mesh axis -> size; by default those of the mesh that the arguments are on.
     state: bytes per device of the arguments by category; what is left is called "inputs".
     names: argument as JAX names it -> name to print.
+    batch: which arguments are the batch, and the axes that split it; None where that is not known.
   """
   program, names = getattr(program, "lowered", program), names or {}
   if isinstance(program, jax.stages.Lowered):
@@ -388,7 +409,17 @@ def report_of(
     seconds=done.seconds,
     quantities={},
     results=compare(done.whole, done.partitioned, _result_names(program, done, names)),
+    whole_activations=_whole(done, final, axes, batch, SHARE * need),
   )
+
+
+def _whole(
+  done: Compiled, final: hlo.Program, sizes: Mapping[str, int], batch: BatchSplit | None, least: float
+) -> tuple[WholeActivation, ...] | None:
+  """Activations that are whole along the batch; None where there are no programs to tell by."""
+  if batch is None or not done.whole or math.prod(sizes[axis] for axis in batch.axes) == 1:
+    return None
+  return whole_activations(done.whole, done.partitioned, final, sizes, batch.axes, batch.has, least)
 
 
 def _result_names(

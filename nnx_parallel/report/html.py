@@ -31,6 +31,7 @@ from nnx_parallel.report.tables import (
   render,
   reshards_table,
   sent_tables,
+  whole_table,
 )
 
 if TYPE_CHECKING:
@@ -70,6 +71,7 @@ def report_page(report: CompileReport) -> str:
     f"<p class='verdict {state}'>{verdict}</p><p>{' '.join(facts)}</p>",
     _table(*faults_table(report)),
     _section("Memory per device", _drawn(lambda: report_figure(report, "memory"), memory_text(report))),
+    _table(*whole_table(report, most=12)),
     _table(*reshards_table(report)),
     _table(*peak_table(report, most=12)),
     _section("Arguments by size, per device", _drawn(lambda: report_figure(report, "treemap"))),

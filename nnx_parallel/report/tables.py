@@ -8,12 +8,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from nnx_parallel.core.text import format_bytes, format_count, format_seconds, text_table
+from nnx_parallel.report.program.whole import SHARE
 
 if TYPE_CHECKING:
   from nnx_parallel.report.chips import Chip
   from nnx_parallel.report.compile_report import CompileReport
   from nnx_parallel.report.program.faults import Comparison
   from nnx_parallel.report.program.peak import PeakBuffer
+  from nnx_parallel.report.program.whole import WholeActivation
 
 _ROWS = 12
 _BUFFERS = 6
@@ -39,6 +41,7 @@ def report_text(report: CompileReport) -> str:
     memory_text(report),
     *(render(*table) for table in (peak_table(report), *sent_tables(report)) if table.rows),
     "" if report.collectives else "Nothing is sent between devices.\n",
+    whole_text(report),
     render(*reshards_table(report)) if report.reshards else "",
     f"Donated: {format_bytes(donated)} of {format_bytes(report.memory.arguments)} arguments.\n"
     + (render("Not donated, largest first", ("argument", "bytes>"), kept) if kept else ""),
@@ -242,6 +245,42 @@ def _origin(parameters: Sequence[str], source: str, op: str) -> str:
   if not names or not place or place == names:
     return names or place
   return f"{names} at {place}"
+
+
+def whole_text(report: CompileReport, most: int = _BUFFERS) -> str:
+  """Activations that devices hold for the examples of others too, and where they begin."""
+  found = report.whole_activations
+  if not found:
+    note = f"No activation of {format_bytes(SHARE * report.need_bytes)} or more is whole along the batch.\n"
+    return "" if found is None else note
+  first = min(found, key=lambda one: one.place)
+  fix = f": {first.fix}" if first.fix else ""
+  return (
+    render(*whole_table(report, most))
+    + f"Fix: begin with the first of them in the program, {first} at {_place(first)}{fix}.\n"
+  )
+
+
+def whole_table(report: CompileReport, most: int = _BUFFERS) -> Table:
+  """The largest activations that are whole along the batch, and how each is split."""
+  found = report.whole_activations or ()
+  rows = [
+    (
+      format_bytes(one.bytes),
+      f"{one.count} x {one}" if one.count > 1 else str(one),
+      f"{one.copies} of {report.batch_split}",
+      _place(one),
+      one.fix,
+    )
+    for one in found[:most]
+  ]
+  more = f" (and {len(found) - most} smaller)" if len(found) > most else ""
+  columns = ("each>", "array", "devices", "made at", "fix")
+  return Table(f"Whole along the batch on each device, though it is split{more}", columns, rows)
+
+
+def _place(one: WholeActivation) -> str:
+  return _origin((), one.source, one.op)
 
 
 def reshards_table(report: CompileReport) -> Table:

@@ -35,6 +35,7 @@ from nnx_parallel.core.flow import Axes, Flow, Meeting, constraint, meeting, res
 from nnx_parallel.core.jaxprs import (
   CALLS,
   CHECKPOINTS,
+  HELD,
   bind,
   called,
   constants,
@@ -361,7 +362,8 @@ class _Rewriting:
       PartitionSpec.UNCONSTRAINED if length % size else entry_of(axes)
       for length, size, axes in zip(x.shape, sizes, dims, strict=True)
     ]
-    return jax.lax.with_sharding_constraint(x, NamedSharding(self.mesh, PartitionSpec(*spec)))
+    with jax.named_scope(HELD):
+      return jax.lax.with_sharding_constraint(x, NamedSharding(self.mesh, PartitionSpec(*spec)))
 
   def _retraced(self, jaxpr: Any, flows: Flows) -> tuple[Any, list[Flow]]:
     """An inner program with constraints, and the layouts of its results; made once for each layout."""

@@ -189,7 +189,7 @@ def test_commands_name_a_stage_an_offload_and_rules(recipe, run):
     for c in found.fitting
     if c.changes and c.sizes == {"data": 4, "tensor": 2} and c.zero == 2 and c.offload and c.microbatches == 2
   )
-  line = command(argparse.Namespace(recipe=recipe, topology="cpu:8", batch=64, rules={}), best)
+  line = command(argparse.Namespace(recipe=recipe, topology="cpu:8", batch=64, rules={}, layers=None), best)
   assert "--zero 2 --offload --rules sequence=tensor --batch 64" in line
   done = run(*shlex.split(line)[1:], "--json")
   assert done.code == 0, done.err
@@ -274,3 +274,22 @@ def test_a_mesh_that_nobody_asked_for_grows_to_the_machine():
   assert fill({"data": 1, "fsdp": 8}, 16, asked=False) == {"data": 1, "fsdp": 16}
   assert fill({"data": 2, "fsdp": -1}, 16, asked=True) == {"data": 2, "fsdp": 8}
   assert fill({"data": 2, "fsdp": 2}, 16, asked=True) == {"data": 2, "fsdp": 2}
+
+
+def test_commands_name_the_layers(recipe, run):
+  """Two parts of one class with names of their own: nothing says that they are layers but the user."""
+  path = pathlib.Path(recipe)
+  text = path.read_text().replace(
+    "self.up = nnx.Linear(64, 128, rngs=rngs)",
+    "self.part_a, self.part_b = (nnx.Linear(64, 64, rngs=rngs) for _ in range(2))",
+  )
+  path.write_text(text.replace("self.up(x)", "self.part_b(jnp.sin(self.part_a(x)))"))
+  assert "finds no layer in the loss" in run("plan", recipe, "--remat", "full", "--batch", "64").err
+  layers = ("--layers", "part_?")
+  assert run("plan", recipe, "--remat", "full", "--batch", "64", *layers).code == 0
+  found = run("search", recipe, "--topology", "cpu:8", "--remat", "full", "--compile-best", "1", *layers)
+  assert found.code == 0, found.err
+  assert 'remat="full", layers="part_?")' in found.out
+  line = next(line for line in found.out.splitlines() if line.startswith("  nnx-parallel compile"))
+  assert run(*shlex.split(line)[1:], "--json").code == 0
+  assert "matches no module" in run("compile", recipe, "--remat", "full", "--layers", "part").err

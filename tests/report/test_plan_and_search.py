@@ -18,6 +18,7 @@ import pytest
 from flax import nnx
 
 import nnx_parallel as nxp
+from benchmarks.plain import decoders
 from nnx_parallel.errors import ReportError
 from nnx_parallel.layers.layers import REMATS, with_layers
 from nnx_parallel.report.chips import chip
@@ -165,6 +166,62 @@ def test_the_plan_is_within_its_band_of_the_compiled_need(axes, remat):
   planned = memory_plan(plan(**axes), loss, big, remat=remat)
   step = nxp.train_step(with_layers(loss, remat=remat))
   compiled = compile_report(step, plan(**axes), batch=big, topology="cpu:8")
+  ratio = compiled.need_bytes / planned.need_bytes
+  assert ERROR_BAND[0] <= ratio <= ERROR_BAND[1], f"{ratio:.2f}: {planned.categories}"
+
+
+class Named(nnx.Module):
+  """Two layers that only a pattern tells to be layers."""
+
+  def __init__(self, rngs):
+    self.part_a, self.part_b = (
+      nnx.Sequential(nnx.Linear(WIDTH, HIDDEN, rngs=rngs), jnp.sin, nnx.Linear(HIDDEN, WIDTH, rngs=rngs))
+      for _ in range(2)
+    )
+
+  def __call__(self, x):
+    return self.part_b(self.part_a(x))
+
+
+def test_layers_are_named_by_their_paths():
+  layout = nxp.plan(
+    lambda: Named(nnx.Rngs(0)), nxp.abstract_mesh(fsdp=8), nxp.fsdp(), optimizer=optax.adam(1e-3)
+  )
+  big = jax.ShapeDtypeStruct((1 << 16, WIDTH), jnp.float32)
+  with pytest.raises(nxp.errors.TrainError, match="finds no layer"):
+    memory_plan(layout, loss, big, remat="full")
+  none = memory_plan(layout, loss, big, remat="none")
+  full = memory_plan(layout, loss, big, remat="full", layers="part_?")
+  assert full.need_bytes < none.need_bytes
+  time = predict_time(layout, loss, BATCH, chip="v5e", remat="full", layers="part_?")
+  assert time.compute > predict_time(layout, loss, BATCH, chip="v5e", remat="none").compute
+  found = search(
+    lambda: Named(nnx.Rngs(0)),
+    loss,
+    "tpu:v5e:2x4",
+    batch=BATCH,
+    rules=nxp.fsdp(),
+    remat="full",
+    layers="part_?",
+  )
+  assert {candidate.remat for candidate in found.fitting} == {"full"}
+  assert 'remat="full", layers="part_?")' in found.code()
+
+
+def test_a_plain_model_without_remat_is_within_the_band():
+  """What its products read is in memory, and kept: weights of attention, the products of gates."""
+  config = decoders.Config(vocab=512, width=128, heads=8, kv_heads=4, head_dim=16, hidden=256, depth=2)
+  layout = nxp.plan(
+    lambda: decoders.Decoder(config, nnx.Rngs(0)),
+    nxp.abstract_mesh(fsdp=8),
+    nxp.fsdp(min_size=0),
+    optimizer=optax.adam(1e-3),
+  )
+  tokens = jax.ShapeDtypeStruct((32, 257), jnp.int32)
+  with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
+    planned = memory_plan(layout, decoders.loss, tokens, remat="none")
+    step = nxp.train_step(decoders.loss, remat="none")
+    compiled = compile_report(step, layout, batch=tokens, topology="cpu:8")
   ratio = compiled.need_bytes / planned.need_bytes
   assert ERROR_BAND[0] <= ratio <= ERROR_BAND[1], f"{ratio:.2f}: {planned.categories}"
 

@@ -1,8 +1,9 @@
 """The arrays of a trace that a compiler keeps in memory.
 
 Compilers fuse an elementwise operation into whatever reads it, and do it again in the backward pass rather
-than keep its result. What they keep are results of products, loops, gathers and reductions. So what a trace
-saves as `exp(logits)` in float32 beside a mask of the targets is, in the program, the logits.
+than keep its result. What they keep are results of products, loops, gathers and reductions, and what products
+read: that is in memory anyway. So what a trace saves as `exp(logits)` in float32 beside a mask of the targets
+is, in the program, the logits.
 Source: XLA's fusion passes; the figures are in `benchmarks/results/report_figures.md`.
 """
 
@@ -13,7 +14,8 @@ from typing import Any
 
 from jax.extend import core
 
-from nnx_parallel.core.jaxprs import CALLS, called, nbytes, opened
+from nnx_parallel.core.flow import meeting
+from nnx_parallel.core.jaxprs import CALLS, called, inner_equations, nbytes, opened
 
 _FUSED = frozenset((
     "abs", "add", "add_any", "and", "broadcast_in_dim", "ceil", "clamp", "convert_element_type", "copy",
@@ -32,15 +34,21 @@ def is_fused(eqn: Any) -> bool:
   return name in _FUSED
 
 
+def _is_product(eqn: Any) -> bool:
+  """Whether it is a product, or a function with one (`jnp.einsum`)."""
+  return meeting(eqn) is not None or (eqn.primitive.name in CALLS and any(map(meeting, inner_equations(eqn))))
+
+
 def stored(body: Any, saved: Collection[Any]) -> list[Any]:
   """The variables of a jaxpr that a program keeps to have the saved ones again, inputs left out.
 
-  An elementwise result is replaced by its sources where they, without those that are kept anyway, are no
-  larger. Inputs of the trace cost nothing.
+  What a product reads stays. Another elementwise result is replaced by its sources where they, without those
+  that are kept anyway, are no larger. Inputs of the trace cost nothing.
   """
   made = {var: eqn for eqn in body.eqns for var in eqn.outvars}
-  kept: dict[Any, None] = {}
-  for var in sorted(saved, key=lambda v: -nbytes(v.aval)):
+  read = {id(var) for eqn in body.eqns if _is_product(eqn) for var in eqn.invars}
+  kept: dict[Any, None] = {var: None for var in saved if id(var) in read}
+  for var in sorted((v for v in saved if v not in kept), key=lambda v: -nbytes(v.aval)):
     sources = [source for source in _sources(var, made) if source not in kept]
     kept |= dict.fromkeys(sources if sum(nbytes(v.aval) for v in sources) <= nbytes(var.aval) else [var])
   return list(kept)

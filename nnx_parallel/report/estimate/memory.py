@@ -90,6 +90,7 @@ def memory_plan(
   *,
   microbatches: int = 1,
   remat: Policy = "as written",
+  layers: str | None = None,
   gradients: Gradients | None = None,
   chip: Chip | str | None = None,
 ) -> MemoryPlan:
@@ -105,6 +106,7 @@ def memory_plan(
     batch: a pytree of arrays or `ShapeDtypeStruct`s of the global batch.
     microbatches: parts that the batch is run in.
     remat: what layers keep; see `with_layers`.
+    layers: dotted paths of the layers, with `*` for any part; as in `train_step`.
     gradients: as in `train_step`; by default those of the plan's ZeRO stage.
     chip: to compare with.
 
@@ -130,7 +132,7 @@ def memory_plan(
   check_plan(plan, "memory_plan(plan, loss_fn, batch)")
   if microbatches < 1:
     raise ReportError(f"microbatches={microbatches} is not a positive number.", fix="microbatches=1.")
-  work = trace_workload(plan, loss, batch, remat=remat, gradients=gradients)
+  work = trace_workload(plan, loss, batch, remat=remat, layers=layers, gradients=gradients)
   sizes = axis_sizes(plan.mesh)
   near = (leaf for leaf in plan.leaves if not leaf.on_host)
   leaves = sorted(near, key=lambda leaf: -leaf.bytes_per_device)

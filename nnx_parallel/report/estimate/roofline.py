@@ -139,6 +139,7 @@ def predict_time(
   chip: Chip | str,
   microbatches: int = 1,
   remat: Policy = "as written",
+  layers: str | None = None,
   gradients: Gradients | None = None,
   slice_size: int | None = None,
 ) -> StepTime:
@@ -151,6 +152,7 @@ def predict_time(
     chip: figures of one device, or its name.
     microbatches: parts that the batch is run in.
     remat: what layers keep; see `with_layers`.
+    layers: dotted paths of the layers, with `*` for any part; as in `train_step`.
     gradients: as in `train_step`; by default those of the plan's ZeRO stage.
     slice_size: devices that the fast links join; by default the chip's domain, or all of them.
 
@@ -175,7 +177,7 @@ def predict_time(
     'compute'
   """
   check_plan(plan, "predict_time(plan, loss_fn, batch, chip=...)")
-  work = trace_workload(plan, loss, batch, remat=remat, gradients=gradients)
+  work = trace_workload(plan, loss, batch, remat=remat, layers=layers, gradients=gradients)
   return step_time(
     work, axis_sizes(plan.mesh), chip_named(chip), microbatches=microbatches, slice_size=slice_size
   )

@@ -224,6 +224,7 @@ def trace_workload(
   batch: Any,
   *,
   remat: Policy = "as written",
+  layers: str | None = None,
   gradients: Gradients | None = None,
 ) -> Workload:
   """Traces a loss abstractly and lists what its step holds, multiplies and sends.
@@ -240,16 +241,16 @@ def trace_workload(
       f"an estimate reads the loss function, and got a {type(loss).__name__}.",
       fix="memory_plan(plan, loss_fn, batch), with what train_step(loss_fn) was made from.",
     )
-  traces = _Traces(plan, with_layers(loss, remat=remat), batch)
+  traces = _Traces(plan, with_layers(loss, remat=remat, layers=layers), batch)
   batch_axes = plan.batch_axes
   forward, flows = traces.loss(), traces.flows
   seen = Propagation(batch_axes=batch_axes)
   seen.run(forward, flows)
   read = [seen.read.get(n) or leaf.dtype.itemsize or 1 for n, leaf in enumerate(traces.leaves)]
   kept = _residuals(traces.backward(), flows, batch_axes)
-  layers = [_layer(item, batch_axes) for item in seen.kept]
+  again = [_layer(item, batch_axes) for item in seen.kept]
   scanned = _scanned(forward, flows, read, trained=len(traces.trained_paths))
-  layer = max((parts for parts, _ in layers), key=lambda p: sum(x.bytes for x in p), default=())
+  layer = max((parts for parts, _ in again), key=lambda p: sum(x.bytes for x in p), default=())
   model = [leaf for leaf in plan.leaves if leaf.root == "model"]
   owners = [(leaf, leaf.parameter) for leaf in plan.leaves if leaf.root == "optimizer"]
   own_shape = {p: leaf for leaf, p in owners if p and leaf.shape == plan.of("model")[p].shape}
@@ -288,7 +289,7 @@ def trace_workload(
     moves=tuple(seen.moves),
     constrained=frozenset(seen.constrained),
     products=tuple(seen.products),
-    recomputed=tuple(product for _, products in layers for product in products),
+    recomputed=tuple(product for _, products in again for product in products),
     uncounted=dict(seen.uncounted),
     stage=(2 if scattered else 1) if further else 0,
     scattered=scattered,
@@ -296,9 +297,11 @@ def trace_workload(
   )
 
 
-def finds_layers(plan: ShardingPlan, loss: Callable[[Any, Any], Any], batch: Any) -> bool:
+def finds_layers(
+  plan: ShardingPlan, loss: Callable[[Any, Any], Any], batch: Any, layers: str | None = None
+) -> bool:
   """Whether the loss has layers that remat policies apply to; see `with_layers`."""
-  return has_layers(_Traces(plan, with_marks(loss), batch).loss())
+  return has_layers(_Traces(plan, with_marks(loss, layers), batch).loss())
 
 
 def parameter_parts(plan: ShardingPlan) -> tuple[Sharded, ...]:

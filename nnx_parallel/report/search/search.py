@@ -99,6 +99,7 @@ class SearchResult:
     best: the winner: the first of `fitting`, or with `compile_best` the fastest that compiled, fits
       and has no wrong result; None when there is none.
     notes: axes that split nothing, compilers that are not installed, operations that were not counted.
+    layers: dotted paths of the layers, where they were given.
   """
 
   machine: Machine
@@ -107,6 +108,7 @@ class SearchResult:
   refused: Mapping[str, int]
   best: Candidate | None
   notes: tuple[str, ...] = ()
+  layers: str | None = None
 
   def pareto(self) -> tuple[Candidate, ...]:
     """Candidates that no other one beats in both predicted memory and predicted time, fastest first.
@@ -136,7 +138,7 @@ class SearchResult:
       raise ReportError(f"no layout fits on {self.machine.text}.", fix="more devices, or a smaller batch.")
     from nnx_parallel.report.search.text import winner_code
 
-    return winner_code(self.best)
+    return winner_code(self.best, self.layers)
 
   def to_json(self) -> str:
     """The winner, the Pareto front and the counts as JSON."""
@@ -179,6 +181,7 @@ class SearchInputs:
   optimizer: optax.GradientTransformation
   batch: Any
   machine: Machine
+  layers: str | None = None
 
 
 def search(
@@ -190,6 +193,7 @@ def search(
   rules: Rules,
   optimizer: optax.GradientTransformation | None = None,
   remat: RematName | Sequence[RematName] = ("none", "dots", "full"),
+  layers: str | None = None,
   zero: int | Sequence[int] = (0, 1, 2),
   offload: bool | Sequence[bool] = (False, True),
   max_microbatches: int = 64,
@@ -207,6 +211,7 @@ def search(
     optimizer: its state is counted.
     remat: the policy, or those to try; see `with_layers`. Where the loss has no layers that they apply to, it
       is run as written, with a line in `notes`.
+    layers: dotted paths of the layers, with `*` for any part; as in `train_step`.
     zero: the ZeRO stage, or those to try, where they split something further; see `plan`. Stage 3 is an
       `fsdp` axis of the rules.
     offload: whether the optimizer's state is in host memory; both are tried by default.
@@ -223,6 +228,7 @@ def search(
   Raises:
     ReportError: the topology, a policy or a stage is unknown, `max_microbatches` is not positive, or the
       rules name no axis.
+    TrainError: `layers` matches no module.
 
   Example:
     >>> import jax
@@ -259,7 +265,7 @@ def search(
   target = read_machine(topology)
   refused: dict[str, int] = {}
   found: list[Candidate] = []
-  tried = rule_variants(init, loss, rules, optimizer, batch, remats)
+  tried = rule_variants(init, loss, rules, optimizer, batch, remats, layers)
   for variant in tried:
     for sizes in factorisations(target.devices, variant.axes or searched_axes(rules)[:1]):
       whole = {**dict.fromkeys(variant.idle, 1), **sizes}
@@ -279,11 +285,11 @@ def search(
   missed = not_counted(tried[0].work.uncounted)
   notes += (missed.rstrip(),) if missed else ()
   if compile_best and optimizer is not None:
-    inputs = SearchInputs(init, loss, rules, optimizer, batch, target)
+    inputs = SearchInputs(init, loss, rules, optimizer, batch, target, layers)
     chosen = sorted(fitting, key=speed)[:compile_best]
     fitting, best, more = compile_first(inputs, chosen, [c for c in fitting if c not in chosen])
     notes += more
-  return SearchResult(target, tuple(fitting), tuple(too_large), refused, best, notes)
+  return SearchResult(target, tuple(fitting), tuple(too_large), refused, best, notes, layers)
 
 
 def _candidates(
@@ -337,7 +343,9 @@ def compile_candidate(inputs: SearchInputs, candidate: Candidate, topology: str)
     **place,
   )
 
-  step = train_step(inputs.loss, remat=candidate.remat, microbatches=candidate.microbatches)
+  step = train_step(
+    inputs.loss, remat=candidate.remat, layers=inputs.layers, microbatches=candidate.microbatches
+  )
   report = compile_report(step, layout, batch=inputs.batch, topology=topology, chip=inputs.machine.chip)
   batch_axes = set(layout.batch_axes)
   splitting = {axis for part in parameter_parts(layout) for axis in part.split}

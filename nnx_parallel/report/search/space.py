@@ -74,6 +74,7 @@ def rule_variants(
   optimizer: Any,
   batch: Any,
   remats: Sequence[RematName],
+  layers: str | None = None,
 ) -> list[RuleVariant]:
   """The user's rules first, then variants of them with sequences and experts split.
 
@@ -83,7 +84,7 @@ def rule_variants(
   the batch.
   """
   ruleset = RuleSet.of(rules)
-  make = functools.partial(_space, init, loss, ruleset, optimizer, batch)
+  make = functools.partial(_space, init, loss, ruleset, optimizer, batch, layers)
   first = make(remats, {})
   remats = tuple(first.workloads)
   found = [first]
@@ -145,6 +146,7 @@ def _space(
   ruleset: RuleSet,
   optimizer: Any,
   batch: Any,
+  layers: str | None,
   remats: Sequence[RematName],
   changes: Changes,
 ) -> RuleVariant:
@@ -153,10 +155,10 @@ def _space(
   # Sizes of two keep every axis in the specs; the traces do not depend on them.
   mesh = abstract_mesh(dict.fromkeys(axes, 2))
   probe = make_plan(init, mesh, changed, optimizer=optimizer, uneven="replicate")
-  if not {"as written", "none"}.issuperset(remats) and not finds_layers(probe, loss, batch):
+  if not {"as written", "none"}.issuperset(remats) and not finds_layers(probe, loss, batch, layers):
     remats = ("as written",)
   workloads: dict[RematName, Workload] = {
-    remat: trace_workload(probe, loss, batch, remat=remat) for remat in dict.fromkeys(remats)
+    remat: trace_workload(probe, loss, batch, remat=remat, layers=layers) for remat in dict.fromkeys(remats)
   }
   work = next(iter(workloads.values()))
   limits = _limits(probe, work)

@@ -62,11 +62,12 @@ def search_text(result: SearchResult) -> str:
   return "\n".join(lines) + "\n"
 
 
-def winner_code(best: Candidate) -> str:
+def winner_code(best: Candidate, layers: str | None = None) -> str:
   """A candidate as code to paste, for `init`, `loss`, `rules` and `optimizer`."""
   options = f", zero={best.zero}" if best.zero else ""
   options += ', optimizer_memory="pinned_host"' if best.offload else ""
   remat = "" if best.remat == "as written" else f', remat="{best.remat}"'
+  remat += f', layers="{layers}"' if remat and layers else ""
   lines: list[str] = []
   if best.changes:
     changes = ", ".join(f"{key}={_axes(axes)}" for key, axes in best.changes.items())

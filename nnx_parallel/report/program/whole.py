@@ -1,0 +1,288 @@
+"""Finds activations that devices hold for the examples of other devices too.
+
+The program right before the partitioner has the whole shape and the layout of each array, and that right
+after it the shape of one device's part; operations of both, and of the final program, are recognised by their
+JAX name and line. Which dims carry the batch is followed from the arguments through every operation
+(`thin.Thinning`), and not told from a size. So a parameter that is gathered for its use is none of these.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import os
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from nnx_parallel.core.jaxprs import HELD
+from nnx_parallel.report.program import hlo, thin
+from nnx_parallel.report.program.devices import Tiling, read_tiling
+
+SHARE = 0.01
+"""Part of the need from which an array is reported: all smaller ones together seldom decide what fits."""
+# Operations that make no array of their own.
+_NO_ARRAY = frozenset({
+  "parameter", "constant", "tuple", "get-tuple-element", "bitcast", "while", "conditional", "call",
+  "opt-barrier", "after-all", "partition-id", "replica-id",
+})  # fmt: skip
+_MOVES = frozenset({"bitcast", "copy", "convert", "transpose", "reshape", "copy-done"})
+_ON_HOST = "S(5)"
+_Key = tuple[str, str]
+
+
+@dataclasses.dataclass(frozen=True)
+class WholeActivation:
+  """Arrays of one shape and line that are whole along the batch, though mesh axes split the batch.
+
+  Attributes:
+    dtype: as the compiler names it, e.g. `"f32"`.
+    shape: dims of one of them on each device, as the program has them before the compiler merges any.
+    global_shape: dims of the whole array.
+    batch_dim: the dim of the examples.
+    bytes: of one of them, per device.
+    count: how many the compiled program makes at that line.
+    copies: devices that hold the same values, of those between which the batch is split.
+    place: of the first one in the program; the least of all is often the cause of the others.
+    op: the JAX name stack of the first one.
+    source: `file.py:line`, or an empty string.
+    constraint: `file.py:line` of a sharding constraint that asks for it, or an empty string.
+  """
+
+  dtype: str
+  shape: tuple[int, ...]
+  global_shape: tuple[int, ...]
+  batch_dim: int
+  bytes: int
+  count: int
+  copies: int
+  place: int
+  op: str
+  source: str
+  constraint: str = ""
+
+  @property
+  def fix(self) -> str:
+    """The call that splits what is made at its line; empty where that is no line of the user's."""
+    if not self.source or "/nnx_parallel/" in self.source:
+      return ""
+    names = ", ".join('"batch"' if dim == self.batch_dim else "None" for dim in range(len(self.shape)))
+    where = f" in place of the constraint at {os.path.basename(self.constraint)}" if self.constraint else ""
+    return f"nxp.constrain(x, {names}){where}"
+
+  def __str__(self) -> str:
+    return f"{self.dtype}[{','.join(map(str, self.shape))}]"
+
+
+class _Dims(thin.Thinning):
+  """The dims of a program in classes; those of one class have the same examples, or whatever they hold."""
+
+  def __init__(self, program: hlo.Program):
+    super().__init__([program])
+    self._entry = program.entry
+
+  def _merge(self, sides: tuple[tuple[list[int], tuple[int, ...]], ...]) -> None:
+    """Of dims that a reshape merges or splits, the outermost holds the runs of the others."""
+    (one, _), (other, _) = sides
+    self._unite(one[0], other[0])
+
+  def carried(self, arguments: Collection[hlo.Instruction]) -> Callable[[str, str], list[int]]:
+    """A function that gives the dims of an instruction's array which the first dim of arguments reaches."""
+    first = (self._nodes[0, self._entry.name, argument.name][0][0] for argument in arguments)
+    roots = {self._forest.root(dim) for dim in first}
+
+    def dims(computation: str, instruction: str) -> list[int]:
+      found = self._nodes[0, computation, instruction][0]
+      return [n for n, dim in enumerate(found) if self._forest.root(dim) in roots]
+
+    return dims
+
+
+@dataclasses.dataclass(frozen=True)
+class _Array:
+  """An array of the program before it is split.
+
+  Attributes:
+    dims: of the whole array.
+    examples: its dim of the examples; None where it has none.
+    tiling: its layout.
+    constraint: `file.py:line` of a sharding constraint of it that leaves the batch whole, or an empty string.
+  """
+
+  dims: tuple[int, ...]
+  examples: int | None
+  tiling: Tiling | None
+  constraint: str = ""
+
+  @property
+  def block(self) -> tuple[int, ...]:
+    """Dims of one device's part, by the layout."""
+    return self.tiling.local(self.dims) if self.tiling is not None else self.dims
+
+  def may_be(self, local: tuple[int, ...]) -> bool:
+    """Whether a device may hold a part of this shape, perhaps on the way from one layout to another."""
+    return len(local) == len(self.dims) and all(
+      n in (whole, part) for n, whole, part in zip(local, self.dims, self.block, strict=True)
+    )
+
+
+def whole_activations(
+  before: str,
+  after: str,
+  final: hlo.Program,
+  sizes: Mapping[str, int],
+  batch_axes: Collection[str],
+  is_batch: Callable[[str], bool],
+  least: float,
+) -> tuple[WholeActivation, ...]:
+  """Lists activations that are whole along the batch, largest first, those of one shape and line together.
+
+  Args:
+    before: HLO text of the pass before the partitioner, with layouts.
+    after: HLO text of the partitioner's result.
+    final: the program that the compiler made.
+    sizes: mesh axis -> size, in mesh order.
+    batch_axes: axes that split the batch.
+    is_batch: whether an argument of the program, by its JAX name, is of the batch.
+    least: bytes from which an array is listed.
+  """
+  groups = _groups(sizes, batch_axes)
+  arrays = _arrays(hlo.parse(before), is_batch, groups)
+  split = hlo.parse(after)
+  known: dict[tuple[_Key, object], tuple[int, _Array, tuple[int, ...], int]] = {}
+  for place, run in enumerate(split.executed()):
+    at, key = run.instruction, (run.instruction.op_name, split.source(run.instruction))
+    if key not in arrays or not _makes_one(at):
+      continue
+    local = at.shapes[0].dims
+    for array in _alike(arrays[key], local):
+      found = place, array, local, _copies(array, local, groups)
+      # The compiler may merge dims. Where one line has split and whole arrays of one size, nothing is said.
+      for size in (local, at.shapes[0].elements):
+        before_it = known.get((key, size), found)
+        known[key, size] = min(found, before_it, key=lambda one: (one[-1] > 1, one[0]))
+  made: dict[tuple[object, ...], WholeActivation] = {}
+  for shape, makers in _in_memory(final):
+    lines = [(one.op_name, final.source(one)) for one in makers]
+    keys = ((line, size) for size in (shape.dims, shape.elements) for line in lines)
+    key = next((key for key in keys if key in known), None)
+    if shape.bytes < least or key is None:
+      continue
+    place, array, local, copies = known[key]
+    if copies > 1:
+      one = WholeActivation(
+        shape.dtype,
+        local,
+        array.dims,
+        array.examples or 0,
+        shape.bytes,
+        1,
+        copies,
+        place,
+        *key[0],
+        array.constraint,
+      )
+      same = shape.dtype, local, array.dims, one.source or one.op
+      first = min(one, made.get(same, one), key=lambda one: one.place)
+      count = 1 + (made[same].count if same in made else 0)
+      made[same] = dataclasses.replace(first, count=count)
+  return tuple(sorted(made.values(), key=lambda one: -one.bytes * one.count))
+
+
+def _arrays(
+  program: hlo.Program, is_batch: Callable[[str], bool], groups: npt.NDArray[np.int64]
+) -> dict[_Key, list[_Array]]:
+  """The arrays of the program before it is split, by JAX name and line."""
+
+  def tiling_of(at: hlo.Instruction) -> Tiling | None:
+    return read_tiling(at.attribute("sharding"), groups.size)
+
+  batch: list[hlo.Instruction] = []
+  for at in program.entry.instructions:
+    tiling = tiling_of(at) if at.opcode == "parameter" and is_batch(at.op_name) else None
+    if tiling is not None and tiling.parts and len(np.unique(tiling.blocks[groups[0], 0])) > 1:
+      batch.append(at)
+  carried = _Dims(program).carried(batch)
+  found: dict[_Key, list[_Array]] = {}
+  for computation in thin.reachable(program):
+    asked: dict[str, str] = {}
+    for at in reversed(computation.instructions):
+      tiling = tiling_of(at)
+      # In a shard_map, arrays are blocks, which are the user's own.
+      if not at.op_name or not _makes_one(at) or (tiling is not None and tiling.manual):
+        continue
+      dims, source = at.shapes[0].dims, program.source(at)
+      examples = next((d for d in carried(computation.name, at.name) if dims[d] > 1), None)
+      array = _Array(dims, examples, tiling, asked.get(at.name, ""))
+      if _is_users_constraint(at.op_name) and _copies(array, dims, groups) > 1:
+        array = dataclasses.replace(array, constraint=source)
+      if array.constraint and at.opcode in _MOVES | thin.ELEMENTWISE:
+        asked |= dict.fromkeys(at.operands, array.constraint)
+      found.setdefault((at.op_name, source), []).append(array)
+  return found
+
+
+def _is_users_constraint(name: str) -> bool:
+  *_, scope, operation = ("", *name.split("/"))  # `jvp(scope)` in a gradient
+  return operation == "sharding_constraint" and HELD not in scope
+
+
+def _makes_one(at: hlo.Instruction) -> bool:
+  return len(at.shapes) == 1 and at.opcode not in _NO_ARRAY
+
+
+def _alike(arrays: Sequence[_Array], local: tuple[int, ...]) -> list[_Array]:
+  """Those of some arrays of which a device may hold a part of this shape: by their layout, if any is."""
+  return [array for array in arrays if array.block == local] or [a for a in arrays if a.may_be(local)]
+
+
+def _groups(sizes: Mapping[str, int], batch_axes: Collection[str]) -> npt.NDArray[np.int64]:
+  """(groups, devices): devices that differ in the axes of the batch only."""
+  ids = np.arange(math.prod(sizes.values())).reshape(tuple(sizes.values()))
+  names = list(sizes)
+  own = [names.index(axis) for axis in names if axis in batch_axes]
+  shards = math.prod(sizes[axis] for axis in names if axis in batch_axes)
+  return np.moveaxis(ids, own, range(-len(own), 0)).reshape(-1, shards)
+
+
+def _copies(array: _Array, local: Sequence[int], groups: npt.NDArray[np.int64]) -> int:
+  """Devices of a group that hold the same values of an array that is whole along the batch; else 1."""
+  if array.examples is None or local[array.examples] != array.dims[array.examples]:
+    return 1
+  shards, split = groups.shape[1], [d for d, n in enumerate(local) if n != array.dims[d]]
+  if array.tiling is None or not split:
+    return shards
+  return shards // len(np.unique(array.tiling.blocks[groups[0]][:, split], axis=0))
+
+
+def _in_memory(program: hlo.Program) -> Iterator[tuple[hlo.Shape, list[hlo.Instruction]]]:
+  """The arrays in device memory, those made outside of fusions, each with its makers, the last one first."""
+  names, left = set[str](), [program.entry.name]
+  while left:
+    name = left.pop()
+    if name in names:
+      continue
+    names.add(name)
+    computation = program.computations[name]
+    for at in computation.instructions:
+      if at.opcode in ("while", "conditional", "call"):
+        left += at.called
+      elif at.opcode not in _NO_ARRAY and not at.opcode.endswith("-start") and _ON_HOST not in at.result:
+        inner = program.computations[at.called[0]] if at.opcode == "fusion" else computation
+        root = at if inner is computation else inner.root
+        roots = [inner.by_name[name] for name in root.operands] if root.opcode == "tuple" else [root]
+        for shape, one in zip(at.shapes, roots, strict=False):
+          yield shape, [*_chain(one, inner), at]
+
+
+def _chain(at: hlo.Instruction, computation: hlo.Computation) -> list[hlo.Instruction]:
+  """An instruction, and those before it whose array it only moves or casts."""
+  found = [at]
+  while at.opcode in _MOVES and at.operands:
+    before = computation.by_name.get(at.operands[0])
+    if before is None or before.opcode == "parameter":
+      break
+    at = before
+    found.append(at)
+  return found

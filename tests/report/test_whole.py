@@ -1,0 +1,184 @@
+"""Activations that every device holds for the examples of all: found where they are, and not elsewhere."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from flax import nnx
+
+import nnx_parallel as nxp
+from benchmarks.plain import decoders, others
+from nnx_parallel.report.program.whole import SHARE
+
+ROWS = 16
+SMALL = decoders.Config(depth=2)
+
+
+@pytest.fixture(autouse=True)
+def as_users_have_it():
+  with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
+    yield
+
+
+def entropy(model, batch):
+  return optax.softmax_cross_entropy_with_integer_labels(model(batch["x"]), batch["y"]).mean()
+
+
+def ints(*shape):
+  return jax.ShapeDtypeStruct((ROWS, *shape), jnp.int32)
+
+
+TOKENS, IMAGES = (
+  {"x": ints(16), "y": ints(16)},
+  {"x": jax.ShapeDtypeStruct((ROWS, 8, 8, 3), "float32"), "y": ints()},
+)
+MODELS = {
+  "Llama": (lambda rngs: decoders.Decoder(SMALL, rngs), decoders.loss, ints(17)),
+  "windows": (
+    lambda rngs: decoders.Decoder(dataclasses.replace(SMALL, windows=(4, None), depth=4), rngs),
+    decoders.loss,
+    ints(17),
+  ),
+  "experts": (
+    lambda rngs: decoders.Decoder(dataclasses.replace(SMALL, experts=4, depth=4), rngs),
+    decoders.loss,
+    ints(17),
+  ),
+  "Bert": (lambda rngs: others.Bert(rngs, depth=2), entropy, TOKENS),
+  "ViT": (lambda rngs: others.ViT(rngs, depth=2), entropy, IMAGES),
+  "ConvNet": (lambda rngs: others.ConvNet(rngs, depths=(2, 2)), entropy, IMAGES),
+  "encoder and decoder": (lambda rngs: others.EncoderDecoder(rngs, depth=2), entropy, TOKENS),
+  "ResNet": (lambda rngs: others.ResNet(rngs, depth=2), entropy, IMAGES),
+}
+MESHES = {"fsdp": {"fsdp": 8}, "tensor": {"data": 2, "fsdp": 2, "tensor": 2}}
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize("name", MODELS)
+def test_a_plain_model_has_none(name, mesh):
+  """Except depthwise convolutions with channels over `tensor`: XLA gathers examples and channels for them."""
+  init, loss, batch = MODELS[name]
+  rules = nxp.fsdp(min_size=0) if mesh == "fsdp" else nxp.presets.fsdp_tensor(min_size=0)
+  plan = nxp.plan(lambda: init(nnx.Rngs(0)), nxp.make_mesh(MESHES[mesh]), rules, optimizer=optax.adam(1e-3))
+  found = nxp.compile_report(
+    nxp.train_step(loss, remat="full", roll=True), plan, batch=batch
+  ).whole_activations
+  if (name, mesh) == ("ConvNet", "tensor"):
+    assert min(found, key=lambda one: one.place).op.endswith("conv_general_dilated")
+    assert all(one.shape == one.global_shape and one.copies == 4 for one in found)
+  else:
+    assert found == ()
+
+
+class Net(nnx.Module):
+  """A table that is far larger than what is looked up in it, and a head; between them, what a test does."""
+
+  def __init__(self, rngs, between=jnp.sin):
+    self.table, self.head = nnx.Embed(8192, 64, rngs=rngs), nnx.Linear(64, 256, rngs=rngs)
+    self.between = between
+
+  def __call__(self, tokens):
+    x = self.table(tokens)
+    return self.head(self.between(x))
+
+
+TABLE_LINE = Net.__call__.__code__.co_firstlineno + 1
+
+
+def loss(model, tokens):
+  return optax.softmax_cross_entropy_with_integer_labels(model(tokens[:, :-1]), tokens[:, 1:] % 256).mean()
+
+
+@nnx.jit
+def by_hand(model, optimizer, tokens):
+  value, grads = nnx.value_and_grad(loss)(model, tokens)
+  optimizer.update(model, grads)
+  return value
+
+
+def report(step, between=jnp.sin, rules=None, length=65, **axes):
+  mesh = nxp.make_mesh(axes or {"fsdp": 8})
+  rules = nxp.fsdp(min_size=0) if rules is None else rules
+  plan = nxp.plan(lambda: Net(nnx.Rngs(0), between), mesh, rules, optimizer=optax.sgd(0.1))
+  return nxp.compile_report(step, plan, batch=ints(length))
+
+
+def test_a_look_up_of_all_examples_is_found_where_nothing_is_held():
+  found = report(by_hand)
+  one = min(found.whole_activations, key=lambda one: one.place)
+  assert (one.dtype, one.shape, one.global_shape) == ("f32", (ROWS, 64, 64), (ROWS, 64, 64))
+  assert (one.bytes, one.batch_dim, one.copies) == (4 * ROWS * 64 * 64, 0, 8)
+  assert one.source.endswith(f"test_whole.py:{TABLE_LINE}")
+  assert one.bytes > SHARE * found.need_bytes
+  assert one.source in {row["source"] for row in json.loads(found.to_json())["whole_activations"]}
+  assert report(nxp.train_step(loss)).whole_activations == ()
+
+
+def whole(x):
+  return jnp.sin(jax.lax.with_sharding_constraint(x, jax.P()))
+
+
+def test_a_constraint_that_asks_for_it_is_named():
+  found = report(nxp.train_step(loss), whole)
+  first = min(found.whole_activations, key=lambda one: one.place)
+  line = whole.__code__.co_firstlineno + 1
+  assert first.constraint.endswith(f"test_whole.py:{line}")
+  text = " ".join(str(found).split())
+  assert "Whole along the batch on each device, though it is split" in text
+  made = first.source.rpartition("/")[2]
+  assert made in (f"test_whole.py:{TABLE_LINE}", f"test_whole.py:{line}")
+  assert f"8 of 8 {made} nxp.constrain(x" in text
+  assert (
+    f"Fix: begin with the first of them in the program, f32[16,64,64] at {made}:"
+    f' nxp.constrain(x, "batch", None, None) in place of the constraint at test_whole.py:{line}.'
+  ) in text
+  assert f"test_whole.py:{line}" in found.to_html()
+
+
+def test_the_call_that_it_names_splits_the_activation():
+  found = report(by_hand, lambda x: jnp.sin(nxp.constrain(x, "batch", None, None)))
+  assert not [one for one in found.whole_activations if one.op.endswith("sin")]
+  fixed = report(nxp.train_step(loss), lambda x: jnp.sin(nxp.constrain(x, "batch", None, None)))
+  assert fixed.whole_activations == ()
+  assert "or more is whole along the batch." in str(fixed)
+
+
+def test_the_parts_of_a_batch_are_compared_with_a_part():
+  step = nxp.train_step(loss, microbatches=2)
+  assert report(step).whole_activations == ()
+  found = report(step, whole).whole_activations
+  assert {one.shape[0] for one in found} == {ROWS // 2}
+  assert {one.copies for one in found} == {8}
+
+
+def columns(x):
+  return jnp.sin(jax.lax.with_sharding_constraint(x, jax.P(None, None, "tensor")))
+
+
+def test_an_array_that_another_axis_splits_is_whole_along_the_batch():
+  rules = [nxp.LogicalRules(batch="fsdp"), nxp.fsdp(min_size=0)]
+  found = report(nxp.train_step(loss), columns, rules, fsdp=4, tensor=2).whole_activations
+  (one,) = {(one.shape, one.global_shape, one.copies) for one in found if one.shape[-1] == 32}
+  assert one == ((ROWS, 64, 32), (ROWS, 64, 64), 4)
+
+
+def test_what_the_batchs_own_axis_splits_otherwise_is_not_whole():
+  def features(x):
+    return jnp.sin(jax.lax.with_sharding_constraint(x, jax.P(None, None, "fsdp")))
+
+  found = report(nxp.train_step(loss), features).whole_activations
+  assert all(one.shape == one.global_shape for one in found)  # what is gathered again for the head
+
+
+def test_without_a_plan_or_a_split_nothing_is_said():
+  rules = [nxp.LogicalRules(batch=None), nxp.fsdp(min_size=0)]
+  found = report(nxp.train_step(loss), rules=rules)
+  assert found.whole_activations is None
+  assert "along the batch" not in str(found)
+  x = jax.ShapeDtypeStruct((8,), jnp.float32, sharding=jax.NamedSharding(nxp.make_mesh(fsdp=8), jax.P()))
+  assert nxp.compile_report(jax.jit(jnp.sin).lower(x)).whole_activations is None
