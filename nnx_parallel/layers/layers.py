@@ -302,8 +302,8 @@ def with_options(
     _check_rules(traced)
     rewritten: list[str] = []
     if options.loss_parts is not None:
-      traced = in_parts(traced, options.loss_parts)
-      rewritten.append(f"the head and the loss of each token in {options.loss_parts} parts")
+      traced, line = in_parts(traced, options.loss_parts)
+      rewritten.append(line)
     if options.attention is not None:
       traced, line = by_blocks(traced, options.attention)
       rewritten.append(line)

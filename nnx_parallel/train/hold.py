@@ -9,7 +9,7 @@ So the trace of the step is rewritten, by the layouts of `core/flow.py`:
 - a parameter is gathered over the axes that split the batch where it meets the batch, forward and backward;
 - the result of a product or a look-up that carries the batch is laid out as the plan implies;
 - a table whose rows are split like the batch is looked up, and its gradient summed, by columns;
-- one element of each row, the logit of a target, is read by a comparison (`train/picks.py`);
+- one element of each row, the logit of a target, is read by a comparison (`core/picks.py`);
 - the operands of a convolution's kernel gradient have unsplit spatial dims;
 - the kernel gradient of a grouped convolution is computed by each device on its own examples, and summed.
 """
@@ -46,10 +46,11 @@ from nnx_parallel.core.jaxprs import (
 )
 from nnx_parallel.core.mesh import axis_sizes
 from nnx_parallel.errors import TrainError
+from nnx_parallel.layers.head import READ_TWICE
 from nnx_parallel.layout.batch import batch_axes, input_spec
 from nnx_parallel.layout.constrain import Scope
 from nnx_parallel.rules.ruleset import RuleSet
-from nnx_parallel.train.picks import is_pick, picked
+from nnx_parallel.core.picks import is_pick, picked
 
 Flows = Sequence[Flow]
 _ELEMENTWISE = frozenset(("add", "add_any", "convert_element_type", "mul", "select_n", "sub"))
@@ -205,6 +206,9 @@ class _Rewriting:
       inputs = [x if flow.data else self._gathered(x, flow, kept) for x, flow in pairs]
     if is_pick(eqn) and any(_EXAMPLES in flow.names for flow in flows):
       return picked(eqn, *inputs), self._followed(eqn, flows)
+    if name == "name" and params["name"] == READ_TWICE and not flows[0].data:
+      axes = self._apart(flows[0].axes)
+      return [self._laid(inputs[0], axes)], [dataclasses.replace(flows[0], axes=axes)]
     if name == "gather":
       return self._look_up(eqn, inputs, flows)
     if name == "scatter-add":
