@@ -19,6 +19,7 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jax.extend import core
+from jax.sharding import AxisType
 
 from nnx_parallel.core.flow import meeting
 from nnx_parallel.core.jaxprs import bind, call_equation, evaluate, flattened, traced, without_unused
@@ -37,6 +38,10 @@ from nnx_parallel.core.tiles import (
 )
 from nnx_parallel.errors import TrainError
 from nnx_parallel.layers.attention import is_opened
+from nnx_parallel.layout.batch import batch_axes
+from nnx_parallel.layout.constrain import rules_in_scope
+from nnx_parallel.rules.logical import LogicalRules
+from nnx_parallel.rules.ruleset import RuleSet
 
 _COLUMNS = "columns"
 READ_TWICE = "read twice"
@@ -69,11 +74,10 @@ def in_parts(jaxpr: Any, parts: int) -> tuple[Any, str]:
   try:
     dim = _columns(flat.jaxpr, product)
     length = logits.shape[dim]
-    # A part has its share of the columns of each device.
-    shards = math.gcd(length, max(1, jax.sharding.get_abstract_mesh().size))
+    shards, apart = _shards(length)
     whole = length // shards
     grid = Grid({_COLUMNS: whole}, {_COLUMNS: -(-whole // min(parts, whole))})
-    rewriting = _Rewriting(flat.jaxpr, product, ((_COLUMNS, dim, shards),), grid)
+    rewriting = _Rewriting(flat.jaxpr, product, ((_COLUMNS, dim, shards),), grid, apart)
     new = flattened(traced(functools.partial(rewriting.results, flat), flat), rewriting.is_opened)
     number = next(n for n, eqn in enumerate(products) if eqn is product)
     made = [eqn for eqn in new.jaxpr.eqns if eqn.primitive.name == "dot_general"][number]
@@ -87,6 +91,21 @@ def in_parts(jaxpr: Any, parts: int) -> tuple[Any, str]:
     ) from None
   line = f"the head and the loss of each token in {parts} parts of the {length} columns"
   return without_unused(new.replace(jaxpr=body)), line
+
+
+def _shards(length: int) -> tuple[int, int]:
+  """How many devices may share the columns, and how many of these do not share the batch.
+
+  A part has its share of the columns of each device. Devices that share just the columns sum the gradient of
+  the head's input: each of them has its own until the last part.
+  """
+  mesh = jax.sharding.get_abstract_mesh()
+  shards = math.gcd(length, max(1, mesh.size))
+  if AxisType.Explicit in mesh.axis_types:
+    return shards, 1
+  split = batch_axes(RuleSet(logical=rules_in_scope() or LogicalRules()), dict(mesh.shape)) or ()
+  apart = mesh.size // math.prod(mesh.shape[axis] for axis in split)
+  return shards, 1 if shards % apart else apart
 
 
 def _size(var: Any) -> int:
@@ -327,10 +346,11 @@ class _Rewriting:
     product: the head.
     labels: of its result.
     grid: of the parts.
+    apart: how many groups of columns have an own gradient of the head's input, until the last part.
   """
 
-  def __init__(self, flat: Any, product: Any, labels: Labels, grid: Grid):
-    self._product, self._labels, self._grid = product, labels, grid
+  def __init__(self, flat: Any, product: Any, labels: Labels, grid: Grid, apart: int):
+    self._product, self._labels, self._grid, self._apart = product, labels, grid, apart
     self._read = {
       var for some in (flat.outvars, *(eqn.invars for eqn in flat.eqns)) for var in some if not isinstance(var, core.Literal)
     }
@@ -514,7 +534,8 @@ class _Rewriting:
       ends = [[(var, self._at(var)) for var in eqn.invars] for eqn in now]
       for node in (node for nodes in ends for node in nodes):
         tiles.need(*node, depends.__contains__)
-      function, leaves = _function(tiles, [self.kinds[eqn.params["name"]] for eqn in now], ends, now)
+      kinds = [self.kinds[eqn.params["name"]] for eqn in now]
+      function, leaves = _function(tiles, kinds, ends, now, _Apart.of(tiles, product, self._apart))
       made = [out for eqn in now for out in eqn.outvars]
       new = call_equation(function, [var for var, _ in leaves], made, product)
       after = _depends(body, {*made})
@@ -527,8 +548,50 @@ class _Rewriting:
     return ((_COLUMNS, var.aval.ndim - 1, self._labels[0][2]),)
 
 
+@dataclasses.dataclass(frozen=True)
+class _Apart:
+  """The head for groups of its columns, each with a copy of its input.
+
+  Attributes:
+    product: the head.
+    count: of the groups.
+    out: its result.
+    given: its operands.
+    side: which of them is its input.
+  """
+
+  product: Any
+  count: int
+  out: Node
+  given: list[Node]
+  side: int
+
+  @classmethod
+  def of(cls, tiles: Tiles, product: Any, count: int) -> _Apart | None:
+    """None for one group, or where the input has no gradient."""
+    out, wanted = next((node, own) for node, (eqn, own) in tiles.parts.items() if eqn is product)
+    given = list(zip(product.invars, wanted, strict=True))
+    side = next((n for n, (_, own) in enumerate(given) if not own), None)
+    if count == 1 or side is None or not is_float(given[side][0].aval):
+      return None
+    return cls(product, count, out, given, side)
+
+  def value(self, x: Any, weights: Any) -> Any:
+    """The result for copies of the input and all columns of a part."""
+    ((_, dim, _),) = self.given[1 - self.side][1]
+    groups = weights.reshape(*weights.shape[:dim], self.count, -1, *weights.shape[dim + 1 :])
+    pair = [x, jnp.moveaxis(groups, dim, 0)]
+    found = jax.vmap(lambda *xs: bind(self.product, xs)[0])(*(pair if self.side == 0 else pair[::-1]))
+    ((_, dim, _),) = self.out[1]
+    return jax.lax.collapse(jnp.moveaxis(found, 0, dim), dim, dim + 2)
+
+
 def _function(
-  tiles: Tiles, kinds: Sequence[_Kind], ends: Sequence[Sequence[Node]], calls: Sequence[Any]
+  tiles: Tiles,
+  kinds: Sequence[_Kind],
+  ends: Sequence[Sequence[Node]],
+  calls: Sequence[Any],
+  apart: _Apart | None,
 ) -> tuple[Callable[..., Sequence[Any]], list[Node]]:
   """Statistics as a function of its leaves, and those."""
   grid = tiles.grid
@@ -573,13 +636,22 @@ def _function(
         checkpoint_name(x, READ_TWICE) if own else x for x, (_, own) in zip(inputs, floats, strict=True)
       )
       known = dict(zip(nodes, (*inputs, *fixed[:at]), strict=True))
+      if apart is not None:
+        known[apart.out] = apart.value(*(known[apart.given[n]] for n in (apart.side, 1 - apart.side)))
       totals = jax.tree.unflatten(known_of, fixed[at:])
       return [x for (kind, xs), own in zip(given_to(known, places), totals, strict=True) for x in kind.part(own, *xs)]
 
     pairs = [(x, own) for x, (_, own) in zip(given, nodes, strict=True)]
     first, rest = pairs[: len(floats)], pairs[len(floats) :]
     fixed = [*rest, *((x, ()) for x in jax.tree.leaves(found))]
-    return (*gradients(part, first, fixed, arriving, grid), *[None] * len(others))
+    if apart is not None:
+      copied = floats.index(apart.given[apart.side])
+      x = first[copied][0]
+      first[copied] = jnp.broadcast_to(x[None], (apart.count, *x.shape)), ()
+    results = gradients(part, first, fixed, arriving, grid)
+    if apart is not None:
+      results[copied] = results[copied].sum(0)
+    return (*results, *[None] * len(others))
 
   @jax.custom_vjp
   def statistics(*given: Any) -> list[list[Any]]:
