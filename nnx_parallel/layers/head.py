@@ -17,7 +17,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.ad_checkpoint import checkpoint_name
 from jax.extend import core
 from jax.sharding import AxisType
 
@@ -44,8 +43,6 @@ from nnx_parallel.rules.logical import LogicalRules
 from nnx_parallel.rules.ruleset import RuleSet
 
 _COLUMNS = "columns"
-READ_TWICE = "read twice"
-"""The name of weights that several products near each other read, which are gathered once for them."""
 _NAME = "of columns: "
 """Starts the name of each call that computes a statistic."""
 
@@ -86,7 +83,7 @@ def in_parts(jaxpr: Any, parts: int) -> tuple[Any, str]:
     raise TrainError(
       f"loss_parts={parts} cannot be honoured: {problem} needs all columns of the logits at once.",
       details=f"logits {logits.str_short()}; their columns may go through elementwise operations, sums,"
-      " maxima, argmax, top_k (its indices), and take_along_axis",
+      " maxima, argmax, top_k, and take_along_axis",
       fix="take such values of the logits out of the loss; or leave loss_parts out.",
     ) from None
   line = f"the head and the loss of each token in {parts} parts of the {length} columns"
@@ -100,7 +97,9 @@ def _shards(length: int) -> tuple[int, int]:
   the head's input: each of them has its own until the last part.
   """
   mesh = jax.sharding.get_abstract_mesh()
-  shards = math.gcd(length, max(1, mesh.size))
+  if mesh.empty:
+    return 1, 1
+  shards = math.gcd(length, mesh.size)
   if AxisType.Explicit in mesh.axis_types:
     return shards, 1
   split = batch_axes(RuleSet(logical=rules_in_scope() or LogicalRules()), dict(mesh.shape)) or ()
@@ -123,6 +122,23 @@ def _depends(body: Any, first: set[Any]) -> set[Any]:
     if any(_in(var, found) for var in eqn.invars):
       found.update(eqn.outvars)
   return found
+
+
+def _derived(body: Any) -> set[Any]:
+  """The variables whose gradients a program needs, if it is differentiated."""
+  found = {var for var in body.outvars if not isinstance(var, core.Literal)}
+  for eqn in reversed(body.eqns):
+    if eqn.primitive.name != "stop_gradient" and any(
+      var in found and is_float(var.aval) for var in eqn.outvars
+    ):
+      found.update(var for var in eqn.invars if not isinstance(var, core.Literal))
+  return found
+
+
+def _numbers(aval: Any, dim: int) -> Any:
+  """The number of each column."""
+  sizes = [size if d == dim else 1 for d, size in enumerate(aval.shape)]
+  return jax.lax.broadcasted_iota(jnp.int32, sizes, dim)
 
 
 def _head(body: Any, parts: int) -> Any:
@@ -154,6 +170,7 @@ def _columns(body: Any, product: Any) -> int:
   """The dim of a product's result that the softmax sums over."""
   logits = product.outvars[0]
   shape = logits.aval.shape
+  whole = {var for eqn in body.eqns for var in eqn.outvars if _size(var) == _size(logits)}
   for dim in reversed([d for d, size in enumerate(shape) if size > 1]):
     labels: dict[Any, Labels] = {logits: ((_COLUMNS, dim, 1),)}
     exponentials: set[Any] = set()
@@ -169,9 +186,7 @@ def _columns(body: Any, product: Any) -> int:
         exponentials.update(eqn.outvars)
       if own:
         labels.update(dict.fromkeys(eqn.outvars, own))
-      elif (
-        eqn.primitive.name == "reduce_sum" and eqn.invars[0] in exponentials and _size(eqn.invars[0]) == _size(logits)
-      ):
+      elif eqn.primitive.name == "reduce_sum" and eqn.invars[0] in whole & exponentials:
         return dim
   raise Untiled(product)
 
@@ -230,23 +245,20 @@ class _Exponentials:
 
 @dataclasses.dataclass(frozen=True)
 class _Largest:
-  """The maximum of an array, and how often it occurs."""
+  """The maximum of an array, without a gradient."""
 
   stale = (-math.inf,)
-  start = (-math.inf, 0)
-  derived = 0
+  start = (-math.inf,)
+  derived = None
 
   def of(self, x: Any) -> list[Any]:
-    largest = x.max(-1, keepdims=True)
-    return [largest, (x == largest).sum(-1, keepdims=True, dtype=_wide(x))]
+    return [x.max(-1, keepdims=True)]
 
   def combined(self, a: list[Any], b: list[Any]) -> list[Any]:
-    largest = jnp.maximum(a[0], b[0])
-    return [largest, sum(jnp.where(top == largest, count, jnp.zeros_like(count)) for top, count in (a, b))]
+    return [jnp.maximum(a[0], b[0])]
 
-  def part(self, known: Sequence[Any], x: Any) -> list[Any]:
-    share = (x == known[0]) / known[1]
-    return [(share.astype(x.dtype) * x).sum(-1, keepdims=True)]
+  def part(self, *_: Any) -> list[Any]:
+    return []
 
 
 @dataclasses.dataclass(frozen=True)
@@ -256,10 +268,13 @@ class _Best:
   count: int
   stale = (-math.inf, None)
   start = (-math.inf, 0)
-  derived = None
+  derived = 0
 
   def of(self, x: Any, columns: Any) -> list[Any]:
-    best, places = jax.lax.top_k(x, min(self.count, x.shape[-1]))
+    if self.count == 1:
+      best, places = x.max(-1, keepdims=True), x.argmax(-1, keepdims=True)
+    else:
+      best, places = jax.lax.top_k(x, self.count)
     return [best, jnp.take_along_axis(jnp.broadcast_to(columns, x.shape), places, -1)]
 
   def combined(self, a: list[Any], b: list[Any]) -> list[Any]:
@@ -267,8 +282,9 @@ class _Best:
     ordered = jax.lax.sort((-pairs[0], pairs[1]), num_keys=2)  # of equal elements, that of the first column
     return [-ordered[0][..., : self.count], ordered[1][..., : self.count]]
 
-  def part(self, known: Sequence[Any], *_: Any) -> list[Any]:
-    return []
+  def part(self, known: Sequence[Any], x: Any, columns: Any) -> list[Any]:
+    chosen = (jnp.where(columns == known[1][..., n : n + 1], x, jnp.zeros_like(x)) for n in range(self.count))
+    return [jnp.concatenate([row.sum(-1, keepdims=True) for row in chosen], -1)]
 
 
 _Kind = _Sum | _Exponentials | _Largest | _Best
@@ -351,9 +367,7 @@ class _Rewriting:
 
   def __init__(self, flat: Any, product: Any, labels: Labels, grid: Grid, apart: int):
     self._product, self._labels, self._grid, self._apart = product, labels, grid, apart
-    self._read = {
-      var for some in (flat.outvars, *(eqn.invars for eqn in flat.eqns)) for var in some if not isinstance(var, core.Literal)
-    }
+    self._derived = _derived(flat)
     self.kinds: dict[str, _Kind] = {}
     self._made: dict[Any, Any] = {}
 
@@ -452,6 +466,8 @@ class _Rewriting:
     if name == "reduce_sum":
       return bind(eqn, [self._total(x.terms, given, dim)])[0]
     if name == "reduce_max" and is_float(given):
+      if eqn.outvars[0] in self._derived:
+        return bind(eqn, [self._of(_Best(1), dim, x.value(given), _numbers(given, dim))[0]])[0]
       return bind(eqn, [self._of(_Largest(), dim, x.value(given))[0]])[0]
     raise Untiled(eqn)
 
@@ -490,18 +506,17 @@ class _Rewriting:
     return found.transpose([*kept, dim])[..., 0].astype(eqn.outvars[0].aval.dtype)
 
   def _best(self, eqn: Any, x: _Logits) -> list[Any]:
-    """The columns of the largest elements."""
+    """The largest elements and their columns, or the column of the largest one."""
     aval, dim = eqn.invars[0].aval, x.labels[0][1]
-    columns = jax.lax.broadcasted_iota(jnp.int32, [n if d == dim else 1 for d, n in enumerate(aval.shape)], dim)
-    if eqn.primitive.name == "argmax":
-      if tuple(eqn.params["axes"]) != (dim,):
-        raise Untiled(eqn)
-      (out,) = eqn.outvars
-      return [_Statistic(self._of(_Best(1), dim, x.value(aval), columns)[1].squeeze(dim).astype(out.aval.dtype))]
-    if dim != aval.ndim - 1 or eqn.outvars[0] in self._read:
+    alone = eqn.primitive.name == "argmax"
+    if not alone and dim != aval.ndim - 1:
       raise Untiled(eqn)
-    found = self._of(_Best(eqn.params["k"]), dim, x.value(aval), columns)[1]
-    return [None, _Statistic(found.astype(eqn.outvars[1].aval.dtype))]
+    best = _Best(1 if alone else eqn.params["k"])
+    if best.count > self._grid.blocks[_COLUMNS]:
+      raise Untiled(eqn)
+    values, places = self._of(best, dim, x.value(aval), _numbers(aval, dim))
+    places = places.astype(eqn.outvars[-1].aval.dtype)
+    return [_Statistic(places.squeeze(dim))] if alone else [_Statistic(values), _Statistic(places)]
 
   def _of(self, kind: _Kind, dim: int, *xs: Any) -> list[Any]:
     """A statistic, as a call that is found again in the trace."""
@@ -602,11 +617,9 @@ def _function(
   def given_to(known: dict[Node, Any], places: Any) -> Iterator[tuple[_Kind, list[Any]]]:
     """Each kind, with the tiles that it takes."""
     for kind, wanted in zip(kinds, ends, strict=True):
-      found = [tiles.value(var, own, known, places) for var, own in wanted]
-      yield kind, [
-        x if stale is None else grid.fresh(x, own, places, stale)
-        for x, (_, own), stale in zip(found, wanted, kind.stale, strict=False)
-      ]
+      xs = [tiles.value(var, own, known, places) for var, own in wanted]
+      rows = zip(xs, wanted, kind.stale, strict=False)
+      yield kind, [x if stale is None else grid.fresh(x, own, places, stale) for x, (_, own), stale in rows]
 
   def forward(*arrays: Any) -> list[Any]:
     rows = grid.tiles()
@@ -631,15 +644,12 @@ def _function(
     ]
 
     def part(places: Any, fixed: Sequence[Any], *inputs: Any) -> list[Any]:
-      # Two products read the part of the weights.
-      inputs = tuple(
-        checkpoint_name(x, READ_TWICE) if own else x for x, (_, own) in zip(inputs, floats, strict=True)
-      )
       known = dict(zip(nodes, (*inputs, *fixed[:at]), strict=True))
       if apart is not None:
         known[apart.out] = apart.value(*(known[apart.given[n]] for n in (apart.side, 1 - apart.side)))
       totals = jax.tree.unflatten(known_of, fixed[at:])
-      return [x for (kind, xs), own in zip(given_to(known, places), totals, strict=True) for x in kind.part(own, *xs)]
+      pairs = zip(given_to(known, places), totals, strict=True)
+      return [x for (kind, xs), total in pairs for x in kind.part(total, *xs)]
 
     pairs = [(x, own) for x, (_, own) in zip(given, nodes, strict=True)]
     first, rest = pairs[: len(floats)], pairs[len(floats) :]

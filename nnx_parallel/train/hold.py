@@ -45,12 +45,11 @@ from nnx_parallel.core.jaxprs import (
   struct,
 )
 from nnx_parallel.core.mesh import axis_sizes
+from nnx_parallel.core.picks import is_pick, picked
 from nnx_parallel.errors import TrainError
-from nnx_parallel.layers.head import READ_TWICE
 from nnx_parallel.layout.batch import batch_axes, input_spec
 from nnx_parallel.layout.constrain import Scope
 from nnx_parallel.rules.ruleset import RuleSet
-from nnx_parallel.core.picks import is_pick, picked
 
 Flows = Sequence[Flow]
 _ELEMENTWISE = frozenset(("add", "add_any", "convert_element_type", "mul", "select_n", "sub"))
@@ -206,9 +205,6 @@ class _Rewriting:
       inputs = [x if flow.data else self._gathered(x, flow, kept) for x, flow in pairs]
     if is_pick(eqn) and any(_EXAMPLES in flow.names for flow in flows):
       return picked(eqn, *inputs), self._followed(eqn, flows)
-    if name == "name" and params["name"] == READ_TWICE and not flows[0].data:
-      axes = self._apart(flows[0].axes)
-      return [self._laid(inputs[0], axes)], [dataclasses.replace(flows[0], axes=axes)]
     if name == "gather":
       return self._look_up(eqn, inputs, flows)
     if name == "scatter-add":

@@ -101,9 +101,55 @@ def of_examples(params, x):
   return optax.softmax_cross_entropy_with_integer_labels(x.mean(1) @ params["head"], LABELS[:, 0]).mean()
 
 
+def by_hand(params, x):
+  """Without a stop_gradient."""
+  logits = logits_of(params, x)
+  largest = logits.max(-1, keepdims=True)
+  exponentials = jnp.exp(logits - largest)
+  probabilities = exponentials / exponentials.sum(-1, keepdims=True)
+  return -jnp.log(jnp.take_along_axis(probabilities, LABELS[..., None], -1)).mean() + 0.1 * largest.mean()
+
+
+def log_of_softmax(params, x):
+  probabilities = jax.nn.softmax(logits_of(params, x))
+  return -(jax.nn.one_hot(LABELS, VOCAB) * jnp.log(probabilities + 1e-6)).sum()
+
+
+def entropy(params, x):
+  logits = logits_of(params, x)
+  logp = jax.nn.log_softmax(logits)
+  return (jnp.exp(logp) * logp).sum(-1).mean() - jnp.where(MASK[..., None], logp, 0.0).mean()
+
+
+def weighted(params, x):
+  """Over some of the columns, with weights."""
+  logits = jnp.where(jnp.arange(VOCAB) < 41, logits_of(params, x), -jnp.inf)
+  losses = optax.softmax_cross_entropy_with_integer_labels(logits, LABELS % 41)
+  return losses.mean() + 1e-3 * jnp.square(jax.nn.softmax(logits) @ params["bias"]).mean()
+
+
+def focal(params, x):
+  logp = jax.nn.log_softmax(logits_of(params, x))
+  return -(jax.nn.one_hot(LABELS, VOCAB) * (1 - jnp.exp(logp)) ** 2 * logp).sum((0, 1, 2))
+
+
+def mixes(params, x):
+  """Over all tokens, column by column."""
+  logits = logits_of(params, x)
+  return optax.softmax_cross_entropy_with_integer_labels(logits - logits.mean((0, 1)), LABELS).mean()
+
+
+def ranks(params, x):
+  logits = logits_of(params, x)
+  own = jnp.take_along_axis(logits, LABELS[..., None], -1)
+  margin = (jax.lax.top_k(logits, 3)[0] * jnp.arange(3.0)).mean()
+  found = jax.lax.stop_gradient((logits > own).sum(-1).mean() + jax.nn.log_softmax(logits).argmax(-1).mean())
+  return optax.softmax_cross_entropy_with_integer_labels(logits, LABELS).mean() + found + margin
+
+
 LOSSES = [
   one_by_one, integer_labels, one_hot, smoothed, products, masked, flat, flat_before, capped_with_z_loss,
-  bfloat16, metrics, of_examples,
+  bfloat16, metrics, of_examples, by_hand, log_of_softmax, entropy, weighted, focal, mixes, ranks,
 ]  # fmt: skip
 
 
@@ -141,10 +187,11 @@ def test_a_model_with_its_layers_rolled():
   jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), found, expected)
 
 
-def mixes(params, x):
+def orders(params, x):
   logits = logits_of(params, x)
-  logits = logits - logits.mean((0, 1))
-  return optax.softmax_cross_entropy_with_integer_labels(logits, LABELS).mean()
+  return (
+    optax.softmax_cross_entropy_with_integer_labels(logits, LABELS).mean() + jnp.sort(logits)[..., 0].mean()
+  )
 
 
 def returns_logits(params, x):
@@ -159,8 +206,7 @@ def square(params, x):
 @pytest.mark.parametrize(
   ("loss", "text"),
   [
-    (mixes, "the loss of a token depends on other tokens"),
-    (mixes, "reduce_sum -> float32[50]"),
+    (orders, "sort -> float32[4,13,50] needs all columns of the logits at once"),
     (returns_logits, "the loss returns float32[4,13,50]"),
     (square, "finds no head in the loss"),
   ],
