@@ -59,7 +59,7 @@ class Case:
     sizes: of the mesh axes `fsdp` and `tensor`.
     topology: the machine.
     remat: the policy for a plain model's layers.
-    parts: whether attention is computed by blocks and the loss by parts of the tokens.
+    parts: whether attention is computed by blocks and the loss by parts of the columns.
     batch: sequences of 4096 tokens in the global batch.
   """
 

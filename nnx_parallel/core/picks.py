@@ -15,6 +15,8 @@ import jax
 import jax.numpy as jnp
 from jax.lax import GatherScatterMode
 
+from nnx_parallel.core.jaxprs import struct
+
 Results = list[jax.Array]
 
 
@@ -57,10 +59,12 @@ def picked(
 ) -> Results:
   """The results of such an operation; `total` sums each row."""
   places = jax.lax.squeeze(indices, (indices.ndim - 1,))
-  chosen = jax.lax.broadcasted_iota(places.dtype, x.shape, x.ndim - 1) == jnp.broadcast_to(places, x.shape)
+  where = struct(jax.typeof(x)).sharding
+  columns = jax.lax.broadcasted_iota(places.dtype, x.shape, x.ndim - 1, out_sharding=where)
+  chosen = columns == jnp.broadcast_to(places, x.shape)
   zeros = jnp.zeros_like(x)
   if updates:
     return [x + jnp.where(chosen, jnp.broadcast_to(updates[0], x.shape), zeros)]
   found = total(jnp.where(chosen, x, zeros))
   inside = (places >= 0) & (places < x.shape[-1])
-  return [jnp.where(inside, found, jnp.full_like(found, jnp.nan))]
+  return [found + jnp.where(inside, 0.0, jnp.nan).astype(found.dtype)]

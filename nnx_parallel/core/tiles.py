@@ -192,7 +192,8 @@ class Tiles:
       dim, length = eqn.params["dimension"], eqn.params["shape"][eqn.params["dimension"]]
       own = tuple((key, 0, factor) for key, d, factor in labels if d == dim)
       numbers = self.grid.take(jnp.arange(length, dtype=eqn.params["dtype"]), own, places)
-      return [jax.lax.broadcast_in_dim(numbers, shape, (dim,))]
+      where = struct(eqn.outvars[0].aval).sharding
+      return [jax.lax.broadcast_in_dim(numbers, shape, (dim,), out_sharding=where)]
     if name == "broadcast_in_dim":
       return bind(eqn, inputs, shape=shape)
     if name == "reshape":

@@ -275,7 +275,8 @@ class _Best:
       best, places = x.max(-1, keepdims=True), x.argmax(-1, keepdims=True)
     else:
       best, places = jax.lax.top_k(x, self.count)
-    return [best, jnp.take_along_axis(jnp.broadcast_to(columns, x.shape), places, -1)]
+    columns = columns + jnp.zeros_like(x, dtype=columns.dtype)
+    return [best, jnp.take_along_axis(columns, places, -1)]
 
   def combined(self, a: list[Any], b: list[Any]) -> list[Any]:
     pairs = [jnp.concatenate(pair, -1) for pair in zip(a, b, strict=True)]
@@ -654,12 +655,12 @@ def _function(
     pairs = [(x, own) for x, (_, own) in zip(given, nodes, strict=True)]
     first, rest = pairs[: len(floats)], pairs[len(floats) :]
     fixed = [*rest, *((x, ()) for x in jax.tree.leaves(found))]
-    if apart is not None:
-      copied = floats.index(apart.given[apart.side])
+    copied = None if apart is None else floats.index(apart.given[apart.side])
+    if apart is not None and copied is not None:
       x = first[copied][0]
       first[copied] = jnp.broadcast_to(x[None], (apart.count, *x.shape)), ()
     results = gradients(part, first, fixed, arriving, grid)
-    if apart is not None:
+    if copied is not None:
       results[copied] = results[copied].sum(0)
     return (*results, *[None] * len(others))
 
