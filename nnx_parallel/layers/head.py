@@ -150,13 +150,6 @@ def _head(body: Any, parts: int) -> Any:
     exps = (eqn.outvars[0] for eqn in body.eqns if eqn.primitive.name == "exp")
     if not any(var in depends and _size(var) == _size(logits) for var in exps):
       continue
-    large = (var for var in body.outvars if _in(var, depends) and 2 * _size(var) >= _size(logits))
-    for var in large:
-      raise TrainError(
-        f"loss_parts={parts} cannot be honoured: the loss returns {var.aval.str_short()}.",
-        details=f"it depends on the logits {logits.aval.str_short()}, and is as large as they are",
-        fix="return sums over the tokens, or a number for each of them; or leave loss_parts out.",
-      )
     return product
   raise TrainError(
     f"loss_parts={parts} finds no head in the loss.",
@@ -356,6 +349,10 @@ class _Statistic:
   value: Any
 
 
+def _array(x: Any) -> Any:
+  return x.value if isinstance(x, _Statistic) else x
+
+
 class _Rewriting:
   """Evaluates a loss once more, with all that sums or compares columns as calls of statistics.
 
@@ -373,8 +370,22 @@ class _Rewriting:
     self._made: dict[Any, Any] = {}
 
   def results(self, flat: Any, *inputs: Any) -> list[Any]:
-    """The results of the loss."""
-    return [getattr(x, "value", x) for x in evaluate(flat, inputs, self._run)]
+    """The results of the loss.
+
+    Raises:
+      TrainError: one of them has columns.
+      Untiled: an operation that needs them all.
+    """
+    found = evaluate(flat, inputs, self._run)
+    logits = self._product.outvars[0].aval
+    for x, var in zip(found, flat.jaxpr.outvars, strict=True):
+      if isinstance(x, _Logits):
+        raise TrainError(
+          f"loss_parts cannot be honoured: the loss returns {var.aval.str_short()}.",
+          details=f"it depends on the logits {logits.str_short()}, and has their columns",
+          fix="return sums over the columns, or a number for each token; or leave loss_parts out.",
+        )
+    return [_array(x) for x in found]
 
   def is_opened(self, eqn: Any) -> bool:
     """Whether an operation is a call, and none of a statistic."""
@@ -385,7 +396,7 @@ class _Rewriting:
       return [_Logits([_Term(factor=bind(eqn, inputs)[0])], self._labels)]
     logits = [n for n, x in enumerate(inputs) if isinstance(x, _Logits)]
     if not logits:
-      found = bind(eqn, [getattr(x, "value", x) if isinstance(x, _Statistic) else x for x in inputs])
+      found = bind(eqn, [_array(x) for x in inputs])
       return [_Statistic(x) for x in found] if any(isinstance(x, _Statistic) for x in inputs) else found
     if eqn.primitive.name in ("argmax", "top_k"):
       return self._best(eqn, inputs[0])
@@ -400,7 +411,7 @@ class _Rewriting:
     if terms is not None:
       return [_Logits(terms, own)]
     values = [
-      x.value(var.aval) if isinstance(x, _Logits) else x.value if isinstance(x, _Statistic) else x
+      x.value(var.aval) if isinstance(x, _Logits) else _array(x)
       for x, var in zip(inputs, eqn.invars, strict=True)
     ]
     return [_Logits([_Term(factor=x)], own) for x in bind(eqn, values)]
@@ -412,7 +423,7 @@ class _Rewriting:
     def of(x: Any) -> list[_Term]:
       if isinstance(x, _Logits):
         return x.terms
-      x = x.value if isinstance(x, _Statistic) else x
+      x = _array(x)
       return [_Term(factor=x) if jnp.ndim(x) and x.shape[dim] > 1 else _Term(share=x)]
 
     out = eqn.outvars[0].aval
@@ -455,7 +466,7 @@ class _Rewriting:
       raise Untiled(eqn)
     given, dim = eqn.invars[0].aval, x.labels[0][1]
     if is_pick(eqn) and not isinstance(inputs[1], _Logits):
-      indices = getattr(inputs[1], "value", inputs[1])
+      indices = _array(inputs[1])
 
       def pick(x: Any) -> Any:
         whole = jnp.broadcast_to(x, given.shape)
@@ -498,7 +509,7 @@ class _Rewriting:
       raise Untiled(eqn)
     place = {(*met.shared[1 - side], *met.summed[1 - side])[n]: d
              for n, d in enumerate((*met.shared[side], *met.summed[side]))}  # fmt: skip
-    other = getattr(other, "value", other)
+    other = _array(other)
     order = sorted(place, key=place.__getitem__)
     sizes = [aval.shape[d] if d in place.values() else 1 for d in range(aval.ndim)]
     times = _Term(factor=other.transpose(order).reshape(sizes).astype(aval.dtype))
@@ -510,10 +521,9 @@ class _Rewriting:
     """The largest elements and their columns, or the column of the largest one."""
     aval, dim = eqn.invars[0].aval, x.labels[0][1]
     alone = eqn.primitive.name == "argmax"
-    if not alone and dim != aval.ndim - 1:
-      raise Untiled(eqn)
     best = _Best(1 if alone else eqn.params["k"])
-    if best.count > self._grid.blocks[_COLUMNS]:
+    along = tuple(eqn.params["axes"]) if alone else (eqn.params.get("axis", aval.ndim - 1),)
+    if along != (dim,) or best.count > self._grid.blocks[_COLUMNS] * self._labels[0][2]:
       raise Untiled(eqn)
     values, places = self._of(best, dim, x.value(aval), _numbers(aval, dim))
     places = places.astype(eqn.outvars[-1].aval.dtype)

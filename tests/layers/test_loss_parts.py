@@ -199,6 +199,16 @@ def returns_logits(params, x):
   return optax.softmax_cross_entropy_with_integer_labels(logits, LABELS).mean(), {"logits": logits}
 
 
+def returns_means(params, x):
+  logits = logits_of(params, x)
+  return optax.softmax_cross_entropy_with_integer_labels(logits, LABELS).mean(), logits.mean((0, 1))
+
+
+def best_tokens(params, x):
+  logits = logits_of(params, x)
+  return optax.softmax_cross_entropy_with_integer_labels(logits, LABELS).mean() + logits.argmax(0).max()
+
+
 def square(params, x):
   return (logits_of(params, x) ** 2).mean()
 
@@ -208,6 +218,8 @@ def square(params, x):
   [
     (orders, "sort -> float32[4,13,50] needs all columns of the logits at once"),
     (returns_logits, "the loss returns float32[4,13,50]"),
+    (returns_means, "the loss returns float32[50]"),
+    (best_tokens, "argmax -> int32[13,50] needs all columns"),
     (square, "finds no head in the loss"),
   ],
 )
