@@ -192,7 +192,8 @@ class Tiles:
       dim, length = eqn.params["dimension"], eqn.params["shape"][eqn.params["dimension"]]
       own = tuple((key, 0, factor) for key, d, factor in labels if d == dim)
       numbers = self.grid.take(jnp.arange(length, dtype=eqn.params["dtype"]), own, places)
-      return [jax.lax.broadcast_in_dim(numbers, shape, (dim,))]
+      where = struct(eqn.outvars[0].aval).sharding
+      return [jax.lax.broadcast_in_dim(numbers, shape, (dim,), out_sharding=where)]
     if name == "broadcast_in_dim":
       return bind(eqn, inputs, shape=shape)
     if name == "reshape":
@@ -260,6 +261,8 @@ def gradients(
 ) -> list[Any]:
   """The cotangents of arrays of which a program reads tiles, summed over all tiles in float32.
 
+  An array of which every tile reads another part is not summed over tiles, and keeps its dtype.
+
   Args:
     part: `(places, tiles of others, *tiles of inputs) -> tiles of results`.
     inputs: the arrays with a gradient.
@@ -278,7 +281,11 @@ def gradients(
       found.append(grid.put(before, after, own, places))
     return found, None
 
-  zeros = [jnp.zeros_like(x, dtype=jnp.promote_types(x.dtype, jnp.float32)) for x, _ in inputs]
+  def start(x: Any, labels: Labels) -> Any:
+    apart = {name for name, _, _ in labels} >= {*grid.blocks}
+    return jnp.zeros_like(x, dtype=x.dtype if apart else jnp.promote_types(x.dtype, jnp.float32))
+
+  zeros = [start(x, labels) for x, labels in inputs]
   total, _ = jax.lax.scan(body, zeros, grid.tiles())
   return [g.astype(x.dtype) for g, (x, _) in zip(total, inputs, strict=True)]
 

@@ -1,22 +1,28 @@
-"""Computes a model's head and its loss by parts of the tokens, without an edit.
+"""Computes a model's head and its loss by parts of the head's columns, without an edit.
 
-The head is the last product of the trace of a loss whose result goes through a softmax. Everything from it to
-values without its columns (a token's loss, whether its largest logit is right) is evaluated for one part of
-the tokens after another, forward and backward, so that the logits of all tokens never exist at once. Those
-values are as before, and so is what the loss does with them: masks, sums, means, metrics.
+The head is the last product of the trace of a loss whose result goes through a softmax. What is done with
+its columns, the logits, is rewritten so that they are only ever summed, compared or looked up row by row:
+`exp(x - max)` is `exp(x)` times a number of the row, and so are a log-softmax and its products with targets.
+These statistics are computed for one part of the columns after another, forward and backward, so that the
+logits never exist at once. Each part of the weights is read once in each direction.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.extend import core
+from jax.sharding import AxisType
 
-from nnx_parallel.core.jaxprs import call_equation, flattened, without_unused
+from nnx_parallel.core.flow import meeting
+from nnx_parallel.core.jaxprs import bind, call_equation, evaluate, flattened, traced, without_unused
+from nnx_parallel.core.picks import is_pick, picked
 from nnx_parallel.core.tiles import (
   Grid,
   Labels,
@@ -27,30 +33,18 @@ from nnx_parallel.core.tiles import (
   gradients,
   is_float,
   pushed,
+  tied,
 )
 from nnx_parallel.errors import TrainError
 from nnx_parallel.layers.attention import is_opened
+from nnx_parallel.layout.batch import batch_axes
+from nnx_parallel.layout.constrain import rules_in_scope
+from nnx_parallel.rules.logical import LogicalRules
+from nnx_parallel.rules.ruleset import RuleSet
 
-_TOKENS = "tokens"
-
-
-@dataclasses.dataclass(frozen=True)
-class _Head:
-  """The part of a flat program that is evaluated by parts.
-
-  Attributes:
-    product: that makes the logits.
-    depends: the variables that depend on the logits, and these.
-    rest: the operations that read or make some of those, but are not in the part.
-    inside: the operations of the part.
-    ends: the values that it makes for the rest.
-  """
-
-  product: Any
-  depends: set[Any]
-  rest: list[Any]
-  inside: list[Any]
-  ends: list[Any]
+_COLUMNS = "columns"
+_NAME = "of columns: "
+"""Starts the name of each call that computes a statistic."""
 
 
 def check_parts(parts: int | None) -> int | None:
@@ -64,37 +58,99 @@ def check_parts(parts: int | None) -> int | None:
   raise TrainError(f"loss_parts={parts!r} is not a positive number.", fix="loss_parts=8; None: in one piece.")
 
 
-def in_parts(jaxpr: Any, parts: int) -> Any:
-  """The closed trace of a loss with its head and the loss of each token computed in parts.
+def in_parts(jaxpr: Any, parts: int) -> tuple[Any, str]:
+  """The closed trace of a loss with its head computed in parts, and a line that says so.
 
   Raises:
-    TrainError: no head is found, or what is done with its logits is no function of each token.
+    TrainError: no head is found, or what is done with its logits cannot be evaluated by parts.
   """
   flat: Any = flattened(jaxpr, is_opened)
-  head = _head(flat.jaxpr, parts)
-  tiles, ends = _tiled(flat.jaxpr, head, parts)
-  function, leaves = _function(tiles, ends)
-  new = call_equation(function, [var for var, _ in leaves], [var for var, _ in ends], head.product)
-  gone = {id(eqn) for eqn in (*head.rest, *head.inside)}
-  first = [eqn for eqn in flat.jaxpr.eqns if id(eqn) not in gone]
-  return without_unused(flat.replace(jaxpr=flat.jaxpr.replace(eqns=[*first, new, *head.rest])))
+  product = _head(flat.jaxpr, parts)
+  logits = product.outvars[0].aval
+  products = [eqn for eqn in flat.jaxpr.eqns if eqn.primitive.name == "dot_general"]
+  try:
+    dim = _columns(flat.jaxpr, product)
+    length = logits.shape[dim]
+    shards, apart = _shards(length)
+    whole = length // shards
+    grid = Grid({_COLUMNS: whole}, {_COLUMNS: -(-whole // min(parts, whole))})
+    rewriting = _Rewriting(flat.jaxpr, product, ((_COLUMNS, dim, shards),), grid, apart)
+    new = flattened(traced(functools.partial(rewriting.results, flat), flat), rewriting.is_opened)
+    number = next(n for n, eqn in enumerate(products) if eqn is product)
+    made = [eqn for eqn in new.jaxpr.eqns if eqn.primitive.name == "dot_general"][number]
+    body = rewriting.in_levels(new.jaxpr, made)
+  except Untiled as problem:
+    raise TrainError(
+      f"loss_parts={parts} cannot be honoured: {problem} needs all columns of the logits at once.",
+      details=f"logits {logits.str_short()}; their columns may go through elementwise operations, sums,"
+      " maxima, argmax, top_k, and take_along_axis",
+      fix="take such values of the logits out of the loss; or leave loss_parts out.",
+    ) from None
+  line = f"the head and the loss of each token in {parts} parts of the {length} columns"
+  return without_unused(new.replace(jaxpr=body)), line
+
+
+def _shards(length: int) -> tuple[int, int]:
+  """How many devices may share the columns, and how many of these do not share the batch.
+
+  A part has its share of the columns of each device. Devices that share just the columns sum the gradient of
+  the head's input: each of them has its own until the last part.
+  """
+  mesh = jax.sharding.get_abstract_mesh()
+  if mesh.empty:
+    return 1, 1
+  shards = math.gcd(length, mesh.size)
+  if AxisType.Explicit in mesh.axis_types:
+    return shards, 1
+  split = batch_axes(RuleSet(logical=rules_in_scope() or LogicalRules()), dict(mesh.shape)) or ()
+  apart = mesh.size // math.prod(mesh.shape[axis] for axis in split)
+  return shards, 1 if shards % apart else apart
 
 
 def _size(var: Any) -> int:
   return math.prod(var.aval.shape)
 
 
-def _head(body: Any, parts: int) -> _Head:
+def _in(var: Any, some: Any) -> bool:
+  return not isinstance(var, core.Literal) and var in some
+
+
+def _depends(body: Any, first: set[Any]) -> set[Any]:
+  """The variables that depend on some, and these."""
+  found = {*first}
+  for eqn in body.eqns:
+    if any(_in(var, found) for var in eqn.invars):
+      found.update(eqn.outvars)
+  return found
+
+
+def _derived(body: Any) -> set[Any]:
+  """The variables whose gradients a program needs, if it is differentiated."""
+  found = {var for var in body.outvars if not isinstance(var, core.Literal)}
+  for eqn in reversed(body.eqns):
+    if eqn.primitive.name != "stop_gradient" and any(
+      var in found and is_float(var.aval) for var in eqn.outvars
+    ):
+      found.update(var for var in eqn.invars if not isinstance(var, core.Literal))
+  return found
+
+
+def _numbers(aval: Any, dim: int) -> Any:
+  """The number of each column."""
+  sizes = [size if d == dim else 1 for d, size in enumerate(aval.shape)]
+  return jax.lax.broadcasted_iota(jnp.int32, sizes, dim)
+
+
+def _head(body: Any, parts: int) -> Any:
+  """The product that makes the logits."""
   products = [eqn for eqn in body.eqns if eqn.primitive.name == "dot_general"]
   for product in reversed(products):
     logits = product.outvars[0]
-    depends, users = {logits}, [product]
-    for eqn in body.eqns:
-      if any(_in(var, depends) for var in eqn.invars):
-        depends.update(eqn.outvars)
-        users.append(eqn)
-    if any(eqn.primitive.name == "exp" and _size(eqn.outvars[0]) == _size(logits) for eqn in users):
-      return _bounded(body, product, depends, users, parts)
+    depends = _depends(body, {logits})
+    exps = (eqn.outvars[0] for eqn in body.eqns if eqn.primitive.name == "exp")
+    if not any(var in depends and _size(var) == _size(logits) for var in exps):
+      continue
+    return product
   raise TrainError(
     f"loss_parts={parts} finds no head in the loss.",
     details=f"a head is a product whose result goes through a softmax; the loss has {len(products)} products"
@@ -103,130 +159,532 @@ def _head(body: Any, parts: int) -> _Head:
   )
 
 
-def _bounded(body: Any, product: Any, depends: set[Any], users: list[Any], parts: int) -> _Head:
+def _columns(body: Any, product: Any) -> int:
+  """The dim of a product's result that the softmax sums over."""
   logits = product.outvars[0]
-
-  def large(var: Any) -> bool:
-    return _in(var, depends) and 2 * _size(var) >= _size(logits)
-
-  returned = next((var for var in body.outvars if large(var)), None)
-  if returned is not None:
-    raise TrainError(
-      f"loss_parts={parts} cannot be honoured: the loss returns {returned.aval.str_short()}.",
-      details=f"it depends on the logits {logits.aval.str_short()}, and is as large as they are",
-      fix="return sums over the tokens, or a number for each of them; or leave loss_parts out.",
-    )
-  inside: list[Any] = []
-  wanted: set[Any] = set()
-  for eqn in reversed(users):
-    if any(map(large, (*eqn.invars, *eqn.outvars))) or not wanted.isdisjoint(eqn.outvars):
-      inside.append(eqn)
-      wanted.update(var for var in eqn.invars if _in(var, depends))
-  inside.reverse()
-  known = {id(eqn) for eqn in inside}
-  rest = [eqn for eqn in users if id(eqn) not in known]
-  read = {var for some in (*(eqn.invars for eqn in rest), body.outvars) for var in some if _in(var, depends)}
-  ends = [out for eqn in inside for out in eqn.outvars if out in read]
-  return _Head(product, depends, rest, inside, ends)
-
-
-def _tiled(body: Any, head: _Head, parts: int) -> tuple[Tiles, list[Node]]:
-  """The part as tiles of a dim of the tokens: of the last for which it works, and of dim 0 if of no other."""
-  logits = head.product.outvars[0]
   shape = logits.aval.shape
-  problem: Untiled | None = None
-  for dim in (*range(len(shape) - 1, 0, -1), 0):
-    length, factor = shape[dim], 1
-    if length == 1:
-      continue
-    if dim == 0 and not length % parts:
-      # Each part is spread over all examples, and so over all devices.
-      length, factor = parts, length // parts
-    count = min(parts, length)
-    grid = Grid({_TOKENS: length}, {_TOKENS: -(-length // count)})
-    try:
-      labels = _labels(head, grid, ((_TOKENS, dim, factor),))
-      cut = {*head.product.invars}
-      tiles = Tiles(
-        body, grid, lambda var, own, cut=cut: var in cut or not (own and 2 * _size(var) >= _size(logits))
-        if var not in head.depends
-        else False,
-      )  # fmt: skip
-      ends = [(var, labels[var]) for var in head.ends]
-      for var, own in ends:
-        tiles.need(var, own, head.depends.__contains__)
-    except Untiled as error:
-      problem = error if problem is None or dim != 0 else problem
-      continue
-    return tiles, ends
-  raise TrainError(
-    f"loss_parts={parts} cannot be honoured: the loss of a token depends on other tokens.",
-    details=f"logits {logits.aval.str_short()}; " + (str(problem) if problem else "one token"),
-    fix="reduce over the tokens after the loss of each; or leave loss_parts out.",
-  )
+  whole = {var for eqn in body.eqns for var in eqn.outvars if _size(var) == _size(logits)}
+  for dim in reversed([d for d, size in enumerate(shape) if size > 1]):
+    labels: dict[Any, Labels] = {logits: ((_COLUMNS, dim, 1),)}
+    exponentials: set[Any] = set()
+    for eqn in body.eqns:
+      side = next((n for n, var in enumerate(eqn.invars) if _in(var, labels)), None)
+      if side is None:
+        continue
+      try:
+        own = pushed(eqn, side, labels[eqn.invars[side]], {_COLUMNS: shape[dim]})
+      except Untiled:
+        continue
+      if eqn.primitive.name == "exp" or any(_in(var, exponentials) for var in eqn.invars):
+        exponentials.update(eqn.outvars)
+      if own:
+        labels.update(dict.fromkeys(eqn.outvars, own))
+      elif eqn.primitive.name == "reduce_sum" and eqn.invars[0] in whole & exponentials:
+        return dim
+  raise Untiled(product)
 
 
-def _labels(head: _Head, grid: Grid, first: Labels) -> dict[Any, Labels]:
-  """Which dim of each value is that of the tokens.
+# A statistic of the columns: a number, or a few, for each row. That of all columns is that of their parts,
+# combined. The columns are the last dim, which stays, with size 1.
 
-  Raises:
-    Untiled: an operation that mixes tokens.
+
+def _wide(x: Any) -> Any:
+  return jnp.promote_types(x.dtype, jnp.float32) if is_float(x) else x.dtype
+
+
+def _finite(x: Any) -> Any:
+  return jnp.where(x == -jnp.inf, jnp.zeros_like(x), x)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Sum:
+  """The sum of an array."""
+
+  stale = (0,)
+  start = (0,)
+  derived = 0
+
+  def of(self, x: Any) -> list[Any]:
+    return [x.sum(-1, keepdims=True, dtype=_wide(x))]
+
+  def combined(self, a: list[Any], b: list[Any]) -> list[Any]:
+    return [a[0] + b[0]]
+
+  def part(self, _: Sequence[Any], x: Any) -> list[Any]:
+    return self.of(x)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Exponentials:
+  """The maximum of an array, and the sum of `exp(it - maximum)`, times another array if one is given."""
+
+  stale = (-math.inf, 0)
+  start = (-math.inf, 0)
+  derived = 1
+
+  def of(self, power: Any, *factor: Any) -> list[Any]:
+    largest = power.astype(_wide(power)).max(-1, keepdims=True)
+    return [largest, *self.part([largest], power, *factor)]
+
+  def combined(self, a: list[Any], b: list[Any]) -> list[Any]:
+    largest = jnp.maximum(a[0], b[0])
+    finite = _finite(largest)
+    return [largest, a[1] * jnp.exp(a[0] - finite) + b[1] * jnp.exp(b[0] - finite)]
+
+  def part(self, known: Sequence[Any], power: Any, *factor: Any) -> list[Any]:
+    found = jnp.exp(power.astype(_wide(power)) - _finite(known[0]))
+    return [math.prod((x.astype(found.dtype) for x in factor), start=found).sum(-1, keepdims=True)]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Largest:
+  """The maximum of an array, without a gradient."""
+
+  stale = (-math.inf,)
+  start = (-math.inf,)
+  derived = None
+
+  def of(self, x: Any) -> list[Any]:
+    return [x.max(-1, keepdims=True)]
+
+  def combined(self, a: list[Any], b: list[Any]) -> list[Any]:
+    return [jnp.maximum(a[0], b[0])]
+
+  def part(self, *_: Any) -> list[Any]:
+    return []
+
+
+@dataclasses.dataclass(frozen=True)
+class _Best:
+  """The largest elements, and their columns."""
+
+  count: int
+  stale = (-math.inf, None)
+  start = (-math.inf, 0)
+  derived = 0
+
+  def of(self, x: Any, columns: Any) -> list[Any]:
+    if self.count == 1:
+      best, places = x.max(-1, keepdims=True), x.argmax(-1, keepdims=True)
+    else:
+      best, places = jax.lax.top_k(x, self.count)
+    columns = columns + jnp.zeros_like(x, dtype=columns.dtype)
+    return [best, jnp.take_along_axis(columns, places, -1)]
+
+  def combined(self, a: list[Any], b: list[Any]) -> list[Any]:
+    pairs = [jnp.concatenate(pair, -1) for pair in zip(a, b, strict=True)]
+    ordered = jax.lax.sort((-pairs[0], pairs[1]), num_keys=2)  # of equal elements, that of the first column
+    return [-ordered[0][..., : self.count], ordered[1][..., : self.count]]
+
+  def part(self, known: Sequence[Any], x: Any, columns: Any) -> list[Any]:
+    chosen = (jnp.where(columns == known[1][..., n : n + 1], x, jnp.zeros_like(x)) for n in range(self.count))
+    return [jnp.concatenate([row.sum(-1, keepdims=True) for row in chosen], -1)]
+
+
+_Kind = _Sum | _Exponentials | _Largest | _Best
+
+
+@dataclasses.dataclass(frozen=True)
+class _Term:
+  """A product of what has columns and what has none: `exp(power + shift) * factor * share`.
+
+  Attributes:
+    power: an array with columns; None: there is no exponential.
+    shift: a number of each row.
+    factor: an array with columns; None: 1.
+    share: a number of each row; None: 1.
   """
-  labels: dict[Any, Labels] = {head.product.outvars[0]: first}
-  for eqn in head.inside[1:]:
-    found = {pushed(eqn, n, labels[v], grid.lengths) for n, v in enumerate(eqn.invars) if _in(v, labels)}
-    if len(found) != 1 or not next(iter(found)):
+
+  power: Any = None
+  shift: Any = None
+  factor: Any = None
+  share: Any = None
+
+  def times(self, other: _Term) -> _Term:
+    return _Term(
+      _both(jnp.add, self.power, other.power),
+      _both(jnp.add, self.shift, other.shift),
+      _both(jnp.multiply, self.factor, other.factor),
+      _both(jnp.multiply, self.share, other.share),
+    )
+
+  def mapped(self, change: Callable[[Any], Any], *names: str) -> _Term:
+    """With some of its parts changed."""
+    parts = {name: getattr(self, name) for name in names}
+    return dataclasses.replace(self, **{name: None if x is None else change(x) for name, x in parts.items()})
+
+  def value(self) -> Any:
+    """As one array."""
+    power = None if self.power is None else jnp.exp(_both(jnp.add, self.power, self.shift))
+    return _both(jnp.multiply, _both(jnp.multiply, power, self.factor), self.share)
+
+
+def _both(operation: Callable[[Any, Any], Any], a: Any, b: Any) -> Any:
+  return b if a is None else a if b is None else operation(a, b)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Logits:
+  """A value with columns that depends on the logits: a sum of terms."""
+
+  terms: list[_Term]
+  labels: Labels
+
+  @property
+  def plain(self) -> bool:
+    """Whether no statistic is in it."""
+    (first, *more) = self.terms
+    return not more and first.factor is not None and first.power is None and first.share is None
+
+  def value(self, aval: Any) -> Any:
+    """As one array."""
+    found = functools.reduce(jnp.add, [term.value() for term in self.terms])
+    return jnp.broadcast_to(found, aval.shape).astype(aval.dtype)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Statistic:
+  """A value that depends on a statistic."""
+
+  value: Any
+
+
+def _array(x: Any) -> Any:
+  return x.value if isinstance(x, _Statistic) else x
+
+
+class _Rewriting:
+  """Evaluates a loss once more, with all that sums or compares columns as calls of statistics.
+
+  Args:
+    product: the head.
+    labels: of its result.
+    grid: of the parts.
+    apart: how many groups of columns have an own gradient of the head's input, until the last part.
+  """
+
+  def __init__(self, flat: Any, product: Any, labels: Labels, grid: Grid, apart: int):
+    self._product, self._labels, self._grid, self._apart = product, labels, grid, apart
+    self._derived = _derived(flat)
+    self.kinds: dict[str, _Kind] = {}
+    self._made: dict[Any, Any] = {}
+
+  def results(self, flat: Any, *inputs: Any) -> list[Any]:
+    """The results of the loss.
+
+    Raises:
+      TrainError: one of them has columns.
+      Untiled: an operation that needs them all.
+    """
+    found = evaluate(flat, inputs, self._run)
+    logits = self._product.outvars[0].aval
+    for x, var in zip(found, flat.jaxpr.outvars, strict=True):
+      if isinstance(x, _Logits):
+        raise TrainError(
+          f"loss_parts cannot be honoured: the loss returns {var.aval.str_short()}.",
+          details=f"it depends on the logits {logits.str_short()}, and has their columns",
+          fix="return sums over the columns, or a number for each token; or leave loss_parts out.",
+        )
+    return [_array(x) for x in found]
+
+  def is_opened(self, eqn: Any) -> bool:
+    """Whether an operation is a call, and none of a statistic."""
+    return is_opened(eqn) and eqn.params.get("name") not in self.kinds
+
+  def _run(self, eqn: Any, inputs: list[Any]) -> Sequence[Any]:
+    if eqn is self._product:
+      return [_Logits([_Term(factor=bind(eqn, inputs)[0])], self._labels)]
+    logits = [n for n, x in enumerate(inputs) if isinstance(x, _Logits)]
+    if not logits:
+      found = bind(eqn, [_array(x) for x in inputs])
+      return [_Statistic(x) for x in found] if any(isinstance(x, _Statistic) for x in inputs) else found
+    if eqn.primitive.name in ("argmax", "top_k"):
+      return self._best(eqn, inputs[0])
+    labels = {pushed(eqn, n, inputs[n].labels, self._grid.lengths) for n in logits}
+    if len(labels) > 1:
       raise Untiled(eqn)
-    labels.update(dict.fromkeys(eqn.outvars, found.pop()))
-  return labels
+    own = labels.pop()
+    if not own:
+      return [_Statistic(self._reduced(eqn, inputs))]
+    plain = all(inputs[n].plain for n in logits) and not any(isinstance(x, _Statistic) for x in inputs)
+    terms = None if plain else self._terms(eqn, inputs, own)
+    if terms is not None:
+      return [_Logits(terms, own)]
+    values = [
+      x.value(var.aval) if isinstance(x, _Logits) else _array(x)
+      for x, var in zip(inputs, eqn.invars, strict=True)
+    ]
+    return [_Logits([_Term(factor=x)], own) for x in bind(eqn, values)]
+
+  def _terms(self, eqn: Any, inputs: list[Any], labels: Labels) -> list[_Term] | None:
+    """The terms of a result, of an operation that keeps such a form."""
+    name, dim = eqn.primitive.name, labels[0][1]
+
+    def of(x: Any) -> list[_Term]:
+      if isinstance(x, _Logits):
+        return x.terms
+      x = _array(x)
+      return [_Term(factor=x) if jnp.ndim(x) and x.shape[dim] > 1 else _Term(share=x)]
+
+    out = eqn.outvars[0].aval
+    minus = _Term(share=-1.0)
+    if name == "convert_element_type" and is_float(out):
+      return [term.mapped(lambda x: x.astype(out.dtype), "factor", "share") for term in of(inputs[0])]
+    if name == "stop_gradient":
+      fields = [field.name for field in dataclasses.fields(_Term)]
+      return [term.mapped(jax.lax.stop_gradient, *fields) for term in of(inputs[0])]
+    if name == "neg":
+      return [term.times(minus) for term in of(inputs[0])]
+    if name in ("add", "add_any", "sub"):
+      return [*of(inputs[0]), *(term.times(minus) if name == "sub" else term for term in of(inputs[1]))]
+    if name == "mul":
+      return [a.times(b) for a in of(inputs[0]) for b in of(inputs[1])]
+    if name == "div" and not isinstance(inputs[1], _Logits):
+      (by,) = of(inputs[1])
+      return [term.times(by.mapped(lambda x: 1 / x, "factor", "share")) for term in of(inputs[0])]
+    if name == "exp" and all(
+      term.power is None and (term.factor is None) != (term.share is None) for term in of(inputs[0])
+    ):
+      return [functools.reduce(_Term.times, (_Term(term.factor, term.share) for term in of(inputs[0])))]
+    if name == "select_n" and not isinstance(inputs[0], (_Logits, _Statistic)):
+      ones = filled(out, 1, out.dtype)
+      found: list[_Term] = []
+      for n, x in enumerate(inputs[1:]):
+        for term in of(x) if isinstance(x, (_Logits, _Statistic)) else [_Term(factor=x)]:
+          factor = ones if term.factor is None else ones * term.factor
+          cases = [factor if n == m else jnp.zeros_like(factor) for m in range(len(inputs) - 1)]
+          found.append(dataclasses.replace(term, factor=jax.lax.select_n(inputs[0], *cases)))
+      return found
+    return None
+
+  def _reduced(self, eqn: Any, inputs: list[Any]) -> Any:
+    """A result without columns."""
+    name, x = eqn.primitive.name, inputs[0]
+    if name == "dot_general":
+      return self._product_over_columns(eqn, inputs)
+    if not isinstance(x, _Logits):
+      raise Untiled(eqn)
+    given, dim = eqn.invars[0].aval, x.labels[0][1]
+    if is_pick(eqn) and not isinstance(inputs[1], _Logits):
+      indices = _array(inputs[1])
+
+      def pick(x: Any) -> Any:
+        whole = jnp.broadcast_to(x, given.shape)
+        return picked(eqn, whole, indices, total=lambda x: self._of(_Sum(), dim, x)[0].astype(x.dtype))[0]
+
+      terms = [term.mapped(pick, "power", "factor").value() for term in x.terms]
+      out = eqn.outvars[0].aval
+      return jnp.broadcast_to(functools.reduce(jnp.add, terms), out.shape).astype(out.dtype)
+    if name == "reduce_sum":
+      return bind(eqn, [self._total(x.terms, given, dim)])[0]
+    if name == "reduce_max" and is_float(given):
+      if eqn.outvars[0] in self._derived:
+        return bind(eqn, [self._of(_Best(1), dim, x.value(given), _numbers(given, dim))[0]])[0]
+      return bind(eqn, [self._of(_Largest(), dim, x.value(given))[0]])[0]
+    raise Untiled(eqn)
+
+  def _total(self, terms: list[_Term], aval: Any, dim: int) -> Any:
+    """The sum of terms over the columns, which stay with size 1."""
+    found: list[Any] = []
+    for term in terms:
+      if term.power is not None:
+        factors = () if term.factor is None else (term.factor,)
+        largest, total = self._of(_Exponentials(), dim, term.power, *factors)
+        shift = _both(jnp.add, jax.lax.stop_gradient(_finite(largest)), term.shift)
+        found.append(_both(jnp.multiply, jnp.exp(shift) * total, term.share))
+      elif term.factor is None:
+        found.append(term.share * aval.shape[dim])
+      else:
+        found.append(_both(jnp.multiply, self._of(_Sum(), dim, term.factor)[0], term.share))
+    shape = [1 if d == dim else size for d, size in enumerate(aval.shape)]
+    return jnp.broadcast_to(functools.reduce(jnp.add, found), shape).astype(aval.dtype)
+
+  def _product_over_columns(self, eqn: Any, inputs: list[Any]) -> Any:
+    """A product that sums over the columns, such as that of targets and a log-softmax, as a sum."""
+    met: Any = meeting(eqn)
+    side = next(n for n, x in enumerate(inputs) if isinstance(x, _Logits))
+    x, other, aval = inputs[side], inputs[1 - side], eqn.invars[side].aval
+    dim = x.labels[0][1]
+    if isinstance(other, _Logits) or met.free[1 - side] or tuple(met.summed[side]) != (dim,):
+      raise Untiled(eqn)
+    place = {(*met.shared[1 - side], *met.summed[1 - side])[n]: d
+             for n, d in enumerate((*met.shared[side], *met.summed[side]))}  # fmt: skip
+    other = _array(other)
+    order = sorted(place, key=place.__getitem__)
+    sizes = [aval.shape[d] if d in place.values() else 1 for d in range(aval.ndim)]
+    times = _Term(factor=other.transpose(order).reshape(sizes).astype(aval.dtype))
+    found = self._total([term.times(times) for term in x.terms], aval, dim)
+    kept = [*met.shared[side], *met.free[side]]
+    return found.transpose([*kept, dim])[..., 0].astype(eqn.outvars[0].aval.dtype)
+
+  def _best(self, eqn: Any, x: _Logits) -> list[Any]:
+    """The largest elements and their columns, or the column of the largest one."""
+    aval, dim = eqn.invars[0].aval, x.labels[0][1]
+    alone = eqn.primitive.name == "argmax"
+    best = _Best(1 if alone else eqn.params["k"])
+    along = tuple(eqn.params["axes"]) if alone else (eqn.params.get("axis", aval.ndim - 1),)
+    if along != (dim,) or best.count > self._grid.blocks[_COLUMNS] * self._labels[0][2]:
+      raise Untiled(eqn)
+    values, places = self._of(best, dim, x.value(aval), _numbers(aval, dim))
+    places = places.astype(eqn.outvars[-1].aval.dtype)
+    return [_Statistic(places.squeeze(dim))] if alone else [_Statistic(values), _Statistic(places)]
+
+  def _of(self, kind: _Kind, dim: int, *xs: Any) -> list[Any]:
+    """A statistic, as a call that is found again in the trace."""
+    key = kind, dim, *map(id, xs)
+    if key not in self._made:
+      name = f"{_NAME}{len(self.kinds)}"
+      self.kinds[name] = kind
+
+      def statistic(*xs: Any) -> list[Any]:
+        return kind.of(*xs)
+
+      statistic.__name__ = name
+      results = jax.jit(statistic, inline=False)(*(jnp.moveaxis(x, dim, -1) for x in xs))
+      self._made[key] = xs, [jnp.moveaxis(x, -1, dim) for x in results]
+    return self._made[key][1]
+
+  def in_levels(self, body: Any, product: Any) -> Any:
+    """The program with its statistics computed by parts, those that depend on others after these."""
+    depends, size = _depends(body, {*product.outvars}), _size(product.outvars[0])
+
+    def leaf(var: Any, own: Labels) -> bool:
+      return not own or var in product.invars or (var not in depends and 2 * _size(var) < size)
+
+    calls = [eqn for eqn in body.eqns if eqn.params.get("name") in self.kinds]
+    while calls:
+      later = _depends(body, {out for eqn in calls for out in eqn.outvars})
+      now = [eqn for eqn in calls if not any(_in(var, later) for var in eqn.invars)]
+      calls = [eqn for eqn in calls if eqn not in now]
+      tiles = Tiles(body, self._grid, leaf)
+      ends = [[(var, self._at(var)) for var in eqn.invars] for eqn in now]
+      for node in (node for nodes in ends for node in nodes):
+        tiles.need(*node, depends.__contains__)
+      kinds = [self.kinds[eqn.params["name"]] for eqn in now]
+      function, leaves = _function(tiles, kinds, ends, now, _Apart.of(tiles, product, self._apart))
+      made = [out for eqn in now for out in eqn.outvars]
+      new = call_equation(function, [var for var, _ in leaves], made, product)
+      after = _depends(body, {*made})
+      ahead = [eqn for eqn in body.eqns if after.isdisjoint(eqn.outvars)]
+      rest = [eqn for eqn in body.eqns if not after.isdisjoint(eqn.outvars) and eqn not in now]
+      body = body.replace(eqns=[*ahead, new, *rest])
+    return body
+
+  def _at(self, var: Any) -> Labels:
+    return ((_COLUMNS, var.aval.ndim - 1, self._labels[0][2]),)
 
 
-def _function(tiles: Tiles, ends: list[Node]) -> tuple[Callable[..., Sequence[Any]], list[Node]]:
-  """The part as a function of its leaves, and those."""
+@dataclasses.dataclass(frozen=True)
+class _Apart:
+  """The head for groups of its columns, each with a copy of its input.
+
+  Attributes:
+    product: the head.
+    count: of the groups.
+    out: its result.
+    given: its operands.
+    side: which of them is its input.
+  """
+
+  product: Any
+  count: int
+  out: Node
+  given: list[Node]
+  side: int
+
+  @classmethod
+  def of(cls, tiles: Tiles, product: Any, count: int) -> _Apart | None:
+    """None for one group, or where the input has no gradient."""
+    out, wanted = next((node, own) for node, (eqn, own) in tiles.parts.items() if eqn is product)
+    given = list(zip(product.invars, wanted, strict=True))
+    side = next((n for n, (_, own) in enumerate(given) if not own), None)
+    if count == 1 or side is None or not is_float(given[side][0].aval):
+      return None
+    return cls(product, count, out, given, side)
+
+  def value(self, x: Any, weights: Any) -> Any:
+    """The result for copies of the input and all columns of a part."""
+    ((_, dim, _),) = self.given[1 - self.side][1]
+    groups = weights.reshape(*weights.shape[:dim], self.count, -1, *weights.shape[dim + 1 :])
+    pair = [x, jnp.moveaxis(groups, dim, 0)]
+    found = jax.vmap(lambda *xs: bind(self.product, xs)[0])(*(pair if self.side == 0 else pair[::-1]))
+    ((_, dim, _),) = self.out[1]
+    return jax.lax.collapse(jnp.moveaxis(found, 0, dim), dim, dim + 2)
+
+
+def _function(
+  tiles: Tiles,
+  kinds: Sequence[_Kind],
+  ends: Sequence[Sequence[Node]],
+  calls: Sequence[Any],
+  apart: _Apart | None,
+) -> tuple[Callable[..., Sequence[Any]], list[Node]]:
+  """Statistics as a function of its leaves, and those."""
   grid = tiles.grid
   floats = [node for node in tiles.leaves if is_float(node[0].aval)]
   others = [node for node in tiles.leaves if not is_float(node[0].aval)]
   nodes = [*floats, *others]
 
-  def values(places: Any, given: Sequence[Any], wanted: Sequence[Node]) -> list[Any]:
-    known = dict(zip(nodes, given, strict=True))
-    return [tiles.value(var, own, known, places) for var, own in wanted]
+  def given_to(known: dict[Node, Any], places: Any) -> Iterator[tuple[_Kind, list[Any]]]:
+    """Each kind, with the tiles that it takes."""
+    for kind, wanted in zip(kinds, ends, strict=True):
+      xs = [tiles.value(var, own, known, places) for var, own in wanted]
+      rows = zip(xs, wanted, kind.stale, strict=False)
+      yield kind, [x if stale is None else grid.fresh(x, own, places, stale) for x, (_, own), stale in rows]
 
-  def forward(*given: Any) -> list[Any]:
-    def body(carry: list[Any], places: Any) -> tuple[list[Any], None]:
-      found = values(
-        places, [grid.take(x, own, places) for x, (_, own) in zip(given, nodes, strict=True)], ends
-      )
-      return [
-        grid.put(x, new, own, places) for x, new, (_, own) in zip(carry, found, ends, strict=True)
-      ], None
+  def forward(*arrays: Any) -> list[Any]:
+    rows = grid.tiles()
+    *given, row = tied([*arrays, *rows.values()])
 
-    start = [filled(var.aval, 0, var.aval.dtype) for var, _ in ends]
-    return jax.lax.scan(body, start, grid.tiles())[0]
+    def body(state: list[list[Any]], places: Any) -> tuple[list[list[Any]], None]:
+      known = {node: grid.take(x, node[1], places) for node, x in zip(nodes, given, strict=True)}
+      pairs = zip(given_to(known, places), state, strict=True)
+      return [kind.combined(before, kind.of(*xs)) for (kind, xs), before in pairs], None
 
-  def backward(given: Any, cotangent: Any) -> tuple[Any, ...]:
-    arriving = [(g, node) for g, node in zip(cotangent[0], ends, strict=True) if is_float(node[0].aval)]
-    wanted = [node for _, node in arriving]
+    start = [
+      [filled(out.aval, x, out.aval.dtype) for out, x in zip(eqn.outvars, kind.start, strict=True)]
+      for kind, eqn in zip(kinds, calls, strict=True)
+    ]
+    return jax.lax.scan(body, start, {_COLUMNS: row})[0]
 
-    def part(places: Any, fixed: Sequence[Any], *tiles_of: Any) -> list[Any]:
-      return values(places, [*tiles_of, *fixed], wanted)
+  def backward(kept: Any, cotangent: Any) -> tuple[Any, ...]:
+    given, found = kept
+    known_of, at = jax.tree.structure(found), len(others)
+    arriving = [
+      (g[kind.derived], ()) for kind, g in zip(kinds, cotangent, strict=True) if kind.derived is not None
+    ]
+
+    def part(places: Any, fixed: Sequence[Any], *inputs: Any) -> list[Any]:
+      known = dict(zip(nodes, (*inputs, *fixed[:at]), strict=True))
+      if apart is not None:
+        known[apart.out] = apart.value(*(known[apart.given[n]] for n in (apart.side, 1 - apart.side)))
+      totals = jax.tree.unflatten(known_of, fixed[at:])
+      pairs = zip(given_to(known, places), totals, strict=True)
+      return [x for (kind, xs), total in pairs for x in kind.part(total, *xs)]
 
     pairs = [(x, own) for x, (_, own) in zip(given, nodes, strict=True)]
-    count = len(floats)
-    cotangents = [(g, own) for g, (_, own) in arriving]
-    return (*gradients(part, pairs[:count], pairs[count:], cotangents, grid), *[None] * len(others))
+    first, rest = pairs[: len(floats)], pairs[len(floats) :]
+    fixed = [*rest, *((x, ()) for x in jax.tree.leaves(found))]
+    copied = None if apart is None else floats.index(apart.given[apart.side])
+    if apart is not None and copied is not None:
+      x = first[copied][0]
+      first[copied] = jnp.broadcast_to(x[None], (apart.count, *x.shape)), ()
+    results = gradients(part, first, fixed, arriving, grid)
+    if copied is not None:
+      results[copied] = results[copied].sum(0)
+    return (*results, *[None] * len(others))
 
   @jax.custom_vjp
-  def loss(*given: Any) -> list[Any]:
+  def statistics(*given: Any) -> list[list[Any]]:
     return forward(*given)
 
-  loss.defvjp(lambda *given: (forward(*given), given), lambda kept, *cotangent: backward(kept, cotangent))
+  def with_kept(*given: Any) -> tuple[list[list[Any]], Any]:
+    found = forward(*given)
+    return found, (given, found)
+
+  statistics.defvjp(with_kept, lambda kept, cotangent: backward(kept, cotangent))
 
   def loss_in_parts(*given: Any) -> list[Any]:
-    return loss(*given)
+    return jax.tree.leaves(statistics(*given))
 
   return loss_in_parts, nodes
-
-
-def _in(var: Any, some: Any) -> bool:
-  return not isinstance(var, core.Literal) and var in some

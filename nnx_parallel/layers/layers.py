@@ -119,7 +119,7 @@ class LayerOptions:
     roll: whether consecutive equal layers become one scan.
     pattern: dotted paths of the layers, with `*` for any part; None: see `find_layers`.
     attention: `"blocks"` or their length; None: as written.
-    loss_parts: in how many parts the head and the loss of each token are computed; None: as written.
+    loss_parts: in how many parts of its columns the head is computed, with the loss; None: as written.
 
   Raises:
     TrainError: no such policy, or other option.
@@ -221,8 +221,8 @@ def with_layers(
       one class and structure beside each other, in a list or as attributes that end in numbers.
     attention: `"blocks"` computes every attention of the model by blocks of its queries and keys (of 512, or
       of the number given), so that no array of their product exists. None: as written.
-    loss_parts: compute the head and the loss of each token in this many parts, so that the logits of all
-      tokens never exist at once. None: as written.
+    loss_parts: compute the head and the loss of each token in this many parts of the head's columns (the
+      vocabulary), so that the logits never exist at once. None: as written.
 
   Returns:
     A loss with the same arguments, value, gradients and changes of state. It raises a `TrainError` where a
@@ -302,8 +302,8 @@ def with_options(
     _check_rules(traced)
     rewritten: list[str] = []
     if options.loss_parts is not None:
-      traced = in_parts(traced, options.loss_parts)
-      rewritten.append(f"the head and the loss of each token in {options.loss_parts} parts")
+      traced, line = in_parts(traced, options.loss_parts)
+      rewritten.append(line)
     if options.attention is not None:
       traced, line = by_blocks(traced, options.attention)
       rewritten.append(line)

@@ -11,7 +11,7 @@ So the trace of the step is rewritten, by the layouts of `core/flow.py`:
 - with a rule for `seq`, the positions of activations between layers are split (arXiv:2205.05198): a sum over
   its axis, as after a tensor-parallel part, leaves each device its positions;
 - a table whose rows are split like the batch is looked up, and its gradient summed, by columns;
-- one element of each row, the logit of a target, is read by a comparison (`train/picks.py`);
+- one element of each row, the logit of a target, is read by a comparison (`core/picks.py`);
 - the operands of a convolution's kernel gradient have unsplit spatial dims;
 - the kernel gradient of a grouped convolution is computed by each device on its own examples, and summed.
 """
@@ -48,11 +48,11 @@ from nnx_parallel.core.jaxprs import (
   struct,
 )
 from nnx_parallel.core.mesh import axis_sizes
+from nnx_parallel.core.picks import is_pick, picked
 from nnx_parallel.errors import TrainError
 from nnx_parallel.layout.batch import batch_axes, input_spec, position_axes
 from nnx_parallel.layout.constrain import Scope
 from nnx_parallel.rules.ruleset import RuleSet
-from nnx_parallel.train.picks import is_pick, picked
 
 Flows = Sequence[Flow]
 _ELEMENTWISE = frozenset(("add", "add_any", "convert_element_type", "mul", "select_n", "sub"))

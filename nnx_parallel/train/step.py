@@ -324,8 +324,8 @@ def train_step(
       one class and structure beside each other, in a list or as attributes that end in numbers.
     attention: `"blocks"` computes every attention of the model by blocks of its queries and keys (of 512, or
       of the number given), so that no array of their product exists. None: as written.
-    loss_parts: compute the head and the loss of each token in this many parts, so that the logits of all
-      tokens never exist at once. None: as written.
+    loss_parts: compute the head and the loss of each token in this many parts of the head's columns (the
+      vocabulary), so that the logits never exist at once. None: as written.
     outputs: names of metrics that are arrays with the examples on dim 0, returned as they are.
     gradients: `"whole"` keeps gradients in the layout of their parameters; `"scattered"` (ZeRO-2) in that of
       their optimizer state, which saves memory, and reduces them in each microbatch. None: as the optimizer's

@@ -101,9 +101,55 @@ def of_examples(params, x):
   return optax.softmax_cross_entropy_with_integer_labels(x.mean(1) @ params["head"], LABELS[:, 0]).mean()
 
 
+def by_hand(params, x):
+  """Without a stop_gradient."""
+  logits = logits_of(params, x)
+  largest = logits.max(-1, keepdims=True)
+  exponentials = jnp.exp(logits - largest)
+  probabilities = exponentials / exponentials.sum(-1, keepdims=True)
+  return -jnp.log(jnp.take_along_axis(probabilities, LABELS[..., None], -1)).mean() + 0.1 * largest.mean()
+
+
+def log_of_softmax(params, x):
+  probabilities = jax.nn.softmax(logits_of(params, x))
+  return -(jax.nn.one_hot(LABELS, VOCAB) * jnp.log(probabilities + 1e-6)).sum()
+
+
+def entropy(params, x):
+  logits = logits_of(params, x)
+  logp = jax.nn.log_softmax(logits)
+  return (jnp.exp(logp) * logp).sum(-1).mean() - jnp.where(MASK[..., None], logp, 0.0).mean()
+
+
+def weighted(params, x):
+  """Over some of the columns, with weights."""
+  logits = jnp.where(jnp.arange(VOCAB) < 41, logits_of(params, x), -jnp.inf)
+  losses = optax.softmax_cross_entropy_with_integer_labels(logits, LABELS % 41)
+  return losses.mean() + 1e-3 * jnp.square(jax.nn.softmax(logits) @ params["bias"]).mean()
+
+
+def focal(params, x):
+  logp = jax.nn.log_softmax(logits_of(params, x))
+  return -(jax.nn.one_hot(LABELS, VOCAB) * (1 - jnp.exp(logp)) ** 2 * logp).sum((0, 1, 2))
+
+
+def mixes(params, x):
+  """Over all tokens, column by column."""
+  logits = logits_of(params, x)
+  return optax.softmax_cross_entropy_with_integer_labels(logits - logits.mean((0, 1)), LABELS).mean()
+
+
+def ranks(params, x):
+  logits = logits_of(params, x)
+  own = jnp.take_along_axis(logits, LABELS[..., None], -1)
+  margin = (jax.lax.top_k(logits, 3)[0] * jnp.arange(3.0)).mean()
+  found = jax.lax.stop_gradient((logits > own).sum(-1).mean() + jax.nn.log_softmax(logits).argmax(-1).mean())
+  return optax.softmax_cross_entropy_with_integer_labels(logits, LABELS).mean() + found + margin
+
+
 LOSSES = [
   one_by_one, integer_labels, one_hot, smoothed, products, masked, flat, flat_before, capped_with_z_loss,
-  bfloat16, metrics, of_examples,
+  bfloat16, metrics, of_examples, by_hand, log_of_softmax, entropy, weighted, focal, mixes, ranks,
 ]  # fmt: skip
 
 
@@ -141,15 +187,26 @@ def test_a_model_with_its_layers_rolled():
   jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), found, expected)
 
 
-def mixes(params, x):
+def orders(params, x):
   logits = logits_of(params, x)
-  logits = logits - logits.mean((0, 1))
-  return optax.softmax_cross_entropy_with_integer_labels(logits, LABELS).mean()
+  return (
+    optax.softmax_cross_entropy_with_integer_labels(logits, LABELS).mean() + jnp.sort(logits)[..., 0].mean()
+  )
 
 
 def returns_logits(params, x):
   logits = logits_of(params, x)
   return optax.softmax_cross_entropy_with_integer_labels(logits, LABELS).mean(), {"logits": logits}
+
+
+def returns_means(params, x):
+  logits = logits_of(params, x)
+  return optax.softmax_cross_entropy_with_integer_labels(logits, LABELS).mean(), logits.mean((0, 1))
+
+
+def best_tokens(params, x):
+  logits = logits_of(params, x)
+  return optax.softmax_cross_entropy_with_integer_labels(logits, LABELS).mean() + logits.argmax(0).max()
 
 
 def square(params, x):
@@ -159,9 +216,10 @@ def square(params, x):
 @pytest.mark.parametrize(
   ("loss", "text"),
   [
-    (mixes, "the loss of a token depends on other tokens"),
-    (mixes, "reduce_sum -> float32[50]"),
+    (orders, "sort -> float32[4,13,50] needs all columns of the logits at once"),
     (returns_logits, "the loss returns float32[4,13,50]"),
+    (returns_means, "the loss returns float32[50]"),
+    (best_tokens, "argmax -> int32[13,50] needs all columns"),
     (square, "finds no head in the loss"),
   ],
 )
@@ -189,3 +247,87 @@ def test_an_evaluation_with_both():
   found = nxp.eval_step(loss, attention=4, loss_parts=3)(model, tokens)
   assert found.keys() == plain.keys()
   jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), found, plain)
+
+
+@pytest.mark.parametrize("loss", [integer_labels, smoothed, metrics], ids=lambda loss: loss.__name__)
+def test_within_a_checkpoint_no_logits_exist(loss):
+  whole = jax.jit(jax.value_and_grad(loss, argnums=(0, 1)))
+  in_parts = nxp.with_layers(loss, loss_parts=4)
+  changed = jax.value_and_grad(jax.checkpoint(in_parts), argnums=(0, 1))
+  close = {"rtol": 1e-5, "atol": 1e-6}
+  jax.tree.map(
+    lambda a, b: np.testing.assert_allclose(a, b, **close), jax.jit(changed)(PARAMS, X), whole(PARAMS, X)
+  )
+  assert largest(changed, PARAMS, X) < BATCH * SEQ * VOCAB
+
+
+def test_one_pass_over_the_columns_in_each_direction():
+  for loss, passes in ((one_by_one, 1), (smoothed, 1), (entropy, 1), (capped_with_z_loss, 1), (focal, 2)):
+    in_parts = nxp.with_layers(loss, loss_parts=4)
+    for function, directions in ((in_parts, 1), (jax.grad(in_parts), 2)):
+      eqns = equations(jax.make_jaxpr(function)(PARAMS, X))
+      assert sum(eqn.primitive.name == "scan" for eqn in eqns) == passes * directions, loss.__name__
+
+
+MODEL = decoders.Config(depth=2, vocab=512, width=64)
+TENSOR = [
+  nxp.LogicalRules(batch=("data", "fsdp")),
+  nxp.PathRules(
+    {
+      r"embed\.embedding": ("tensor", "fsdp"),
+      r"(.*\.)?(q|k|v|gate|up|head)\.kernel": ("fsdp", "tensor"),
+      r".*\.(o|down)\.kernel": ("tensor", "fsdp"),
+    }
+  ),
+  nxp.replicate(),
+]
+
+
+@pytest.mark.parametrize("parts", [8, 5])
+@pytest.mark.parametrize(
+  ("sizes", "rules"),
+  [((1, 8, 1), nxp.fsdp(min_size=0)), ((2, 1, 4), TENSOR), ((1, 4, 2), TENSOR)],
+  ids=["fsdp", "tensor", "both"],
+)
+def test_what_a_mesh_sends(sizes, rules, parts):
+  mesh = nxp.make_mesh(**dict(zip(("data", "fsdp", "tensor"), sizes, strict=True)))
+  plan = nxp.plan(lambda: decoders.Decoder(MODEL, nnx.Rngs(0)), mesh, rules, optimizer=optax.sgd(1e-2))
+  tokens = nxp.shard_batch(RANDOM.integers(1, 512, (16, 65)).astype(np.int32), plan)
+  sent, losses = [], []
+  for options in ({}, {"loss_parts": parts}):
+    model, optimizer = nxp.create_sharded_model(plan)
+    step = nxp.train_step(decoders.loss, **options)
+    losses.append([float(step(model, optimizer, tokens)["loss"]) for _ in range(2)])
+    sent.append(nxp.compile_report(step, plan, batch=tokens).bytes_by("axes"))
+  np.testing.assert_allclose(losses[1], losses[0], rtol=1e-5)
+  weights, rows = 4 * 64 * 512, 16 * 64 // (sizes[0] * sizes[1])
+  # The weights once more, and a few numbers of each token in each part.
+  assert sent[1].get("fsdp", 0) <= sent[0].get("fsdp", 0) + weights // sizes[2]
+  assert sent[1].get("tensor", 0) <= sent[0].get("tensor", 0) + 3 * 4 * rows * parts
+  assert sent[1].get("data", 0) <= sent[0].get("data", 0)
+  assert (
+    str(step.layers).strip() == f"the head and the loss of each token in {parts} parts of the 512 columns"
+  )
+
+
+def test_types_with_shardings():
+  mesh = nxp.make_mesh(data=2, tensor=4, explicit=True)
+  rows, columns = np.tile(X, (2, 1, 1)), RANDOM.normal(size=(WIDTH, 48)).astype(np.float32)
+  labels = np.tile(LABELS, (2, 1)) % 48
+  x, params = jax.device_put(rows, jax.NamedSharding(mesh, jax.P("data"))), {"head": columns}
+  split = {"head": jax.device_put(columns, jax.NamedSharding(mesh, jax.P(None, "tensor")))}
+
+  def one(params, x):
+    return optax.softmax_cross_entropy_with_integer_labels(logits_of(params, x), labels).mean()
+
+  def other(params, x):
+    return optax.softmax_cross_entropy(logits_of(params, x), jax.nn.one_hot(labels, 48)).mean()
+
+  with jax.set_mesh(mesh):
+    for loss, given in ((one, params), (other, split)):
+      plain, changed = (jax.jit(jax.value_and_grad(f)) for f in (loss, nxp.with_layers(loss, loss_parts=5)))
+      jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6),
+        changed(given, x),
+        plain(given, x),
+      )

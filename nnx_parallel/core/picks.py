@@ -8,11 +8,14 @@ element and of zeros.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.lax import GatherScatterMode
+
+from nnx_parallel.core.jaxprs import struct
 
 Results = list[jax.Array]
 
@@ -43,13 +46,25 @@ def is_pick(eqn: Any) -> bool:
   )
 
 
-def picked(eqn: Any, x: jax.Array, indices: jax.Array, *updates: jax.Array) -> Results:
-  """The results of such an operation."""
+def _sum_of_row(x: jax.Array) -> jax.Array:
+  return jnp.sum(x, axis=-1, keepdims=True, dtype=x.dtype)
+
+
+def picked(
+  eqn: Any,
+  x: jax.Array,
+  indices: jax.Array,
+  *updates: jax.Array,
+  total: Callable[[jax.Array], jax.Array] = _sum_of_row,
+) -> Results:
+  """The results of such an operation; `total` sums each row."""
   places = jax.lax.squeeze(indices, (indices.ndim - 1,))
-  chosen = jax.lax.broadcasted_iota(places.dtype, x.shape, x.ndim - 1) == jnp.broadcast_to(places, x.shape)
+  where = struct(jax.typeof(x)).sharding
+  columns = jax.lax.broadcasted_iota(places.dtype, x.shape, x.ndim - 1, out_sharding=where)
+  chosen = columns == jnp.broadcast_to(places, x.shape)
   zeros = jnp.zeros_like(x)
   if updates:
     return [x + jnp.where(chosen, jnp.broadcast_to(updates[0], x.shape), zeros)]
-  found = jnp.sum(jnp.where(chosen, x, zeros), axis=-1, keepdims=True, dtype=x.dtype)
+  found = total(jnp.where(chosen, x, zeros))
   inside = (places >= 0) & (places < x.shape[-1])
-  return [jnp.where(inside, found, jnp.full_like(found, jnp.nan))]
+  return [found + jnp.where(inside, 0.0, jnp.nan).astype(found.dtype)]
