@@ -20,7 +20,7 @@ def register(commands: options.Commands) -> None:
     "compile",
     run,
     *options.STEP,
-    "--roll",
+    *options.LAYERS,
     "--batch",
     "--chip",
     "--html",
@@ -53,8 +53,8 @@ def run(args: argparse.Namespace) -> int:
   topology = args.topology or f"cpu:{math.prod(sizes.values())}"
   start_compiler(sizes, topology, args.devices)
   plan = options.make_plan(args, recipe, nxp.abstract_mesh(sizes))
-  parts, roll = recipe.parts(args.microbatches), options.ROLLS[args.roll]
-  step = nxp.train_step(loss_of(recipe), microbatches=parts, remat=args.remat, roll=roll, layers=args.layers)
+  parts = recipe.parts(args.microbatches)
+  step = nxp.train_step(loss_of(recipe), microbatches=parts, **options.step_options(args))
   batch = abstract_batch(recipe, args.batch)
   report = compile_report(step, plan, batch=batch, topology=topology, chip=args.chip)
   print(report.to_json()) if args.json else print_text(str(report))

@@ -38,6 +38,11 @@ def positive(text: str) -> int:
   return number
 
 
+def blocks(text: str) -> Literal["blocks"] | int:
+  """The word, or the length of the blocks, for argparse."""
+  return "blocks" if text == "blocks" else positive(text)
+
+
 def parse_rules(text: str) -> Rules:
   """Reads `expert=expert,batch=data+expert` as name -> axes, for argparse.
 
@@ -99,6 +104,16 @@ _ARGUMENTS: dict[str, dict[str, Any]] = {
     "choices": tuple(ROLLS),
     "help": "one scan of consecutive equal layers (default: of 4 or more that --remat recomputes)",
   },
+  "--attention": {
+    "type": blocks,
+    "metavar": "blocks|N",
+    "help": "compute attention by blocks of queries and keys, or of N of them (default: as written)",
+  },
+  "--loss-parts": {
+    "type": positive,
+    "metavar": "N",
+    "help": "compute the head and the loss in N parts of the vocabulary (default: in one)",
+  },
   "--batch": {"type": positive, "metavar": "N", "help": "examples in the global batch"},
   "--chip": {"metavar": "NAME", "help": "compare the memory needed with that of this chip: v5e, h100"},
   "--html": {"type": Path, "metavar": "FILE", "help": "also write a page with pictures"},
@@ -113,6 +128,13 @@ _ARGUMENTS: dict[str, dict[str, Any]] = {
 }
 LAYOUT = ("recipe", "--mesh", "--devices", "--rules", "--zero", "--offload")
 STEP = (*LAYOUT, "--microbatches", "--remat", "--layers")
+LAYERS = ("--roll", "--attention", "--loss-parts")
+
+
+def step_options(args: argparse.Namespace) -> dict[str, Any]:
+  """The options of `train_step` for layers."""
+  names = ("remat", "layers", "attention", "loss_parts")
+  return {name: getattr(args, name) for name in names} | {"roll": ROLLS[args.roll]}
 
 
 def add_command(

@@ -7,7 +7,7 @@ import contextlib
 import sys
 import warnings
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from nnx_parallel.cli import options
 from nnx_parallel.errors import CheckpointError, ReportError, TrainError
@@ -29,7 +29,7 @@ def register(commands: options.Commands) -> None:
     "train",
     run,
     *options.STEP,
-    "--roll",
+    *options.LAYERS,
     help="train a recipe on a mesh",
     description="Trains a recipe. Without an accelerator, as many CPU devices as the mesh has are simulated.",
   )
@@ -213,9 +213,7 @@ def make_job(
 
   settings = {name: getattr(args, name) for name in _SETTINGS}
   settings |= {"batch": examples, "rules": options.format_rules(args.rules)}
-  parts = recipe.parts(args.microbatches)
-  how: dict[str, Any] = {"microbatches": parts, "remat": args.remat, "settings": settings}
-  how |= {"roll": options.ROLLS[args.roll], "layers": args.layers}
+  how = {"microbatches": recipe.parts(args.microbatches), "settings": settings, **options.step_options(args)}
   if checkpointer is None or not (checkpointer.steps() or args.resume not in (None, "latest")):
     return Job.start(recipe, plan, **how)
   with warnings.catch_warnings(record=True) as caught:

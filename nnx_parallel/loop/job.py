@@ -14,6 +14,7 @@ from flax import nnx
 import nnx_parallel as nxp
 from nnx_parallel.core.mesh import axis_sizes
 from nnx_parallel.errors import RecipeError
+from nnx_parallel.layers.attention import Attention
 from nnx_parallel.layers.layers import Policy, Roll
 from nnx_parallel.layout.constrain import default_scope
 from nnx_parallel.loop.fit import resume_from
@@ -61,6 +62,8 @@ class Job:
     remat: what layers keep for the backward pass; as for `train_step`.
     roll: whether consecutive equal layers are one scan; as for `train_step`.
     layers: dotted paths of the layers, with `*` for any part; as for `train_step`.
+    attention: `"blocks"`, or their length; as for `train_step`.
+    loss_parts: into how many parts the head and the loss go; as for `train_step`.
   """
 
   recipe: Recipe
@@ -74,6 +77,8 @@ class Job:
   remat: Policy = None
   roll: Roll = "auto"
   layers: str | None = None
+  attention: Attention = None
+  loss_parts: int | None = None
 
   def __post_init__(self) -> None:
     if self.recipe.loss is None or self.recipe.batches is None:
@@ -87,16 +92,17 @@ class Job:
       own["source_sha256"] = hashlib.sha256(source.read_bytes()).hexdigest()
     self.settings = own | self.settings
     self._batches = self.recipe.batches
+    layers: dict[str, Any] = {
+      "roll": self.roll,
+      "layers": self.layers,
+      "attention": self.attention,
+      "loss_parts": self.loss_parts,
+      "pairs": True,
+    }
     self._train_step = nxp.train_step(
-      self.recipe.loss,
-      microbatches=self.microbatches,
-      remat=self.remat,
-      roll=self.roll,
-      layers=self.layers,
-      pairs=True,
-      diagnostics=True,
+      self.recipe.loss, microbatches=self.microbatches, remat=self.remat, diagnostics=True, **layers
     )
-    self._eval_step = nxp.eval_step(self.recipe.loss, roll=self.roll is True, layers=self.layers, pairs=True)
+    self._eval_step = nxp.eval_step(self.recipe.loss, **layers)
     # Made once: it shares the model's Variables, and for another object the step would be compiled again.
     options = {"deterministic": True, "use_running_average": True}
     self._quiet = nnx.view(self.model, **options, raise_if_not_found=False)

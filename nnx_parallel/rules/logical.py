@@ -24,6 +24,10 @@ class LogicalRules(Mapping[str, tuple[Candidate, ...]]):
   or a *list* of candidates: the first one whose axes are in the mesh, are not yet used in the same spec,
   and divide the dim is taken. The order of the names never matters; dims are resolved left to right.
 
+  Two names are known to `train_step` and `eval_step` also where a model names nothing: `batch`, dim 0 of the
+  inputs and of what is computed from them, and `seq`, their dim 1, the positions, between layers: with
+  `seq="tensor"` a tensor-parallel model is sequence-parallel too (arXiv:2205.05198).
+
   Args:
     names: the rules as a mapping, for names that are not Python keywords; merged with `rules`.
     unknown: what happens to a name that has no rule and is not a mesh axis: `"error"` (default), or

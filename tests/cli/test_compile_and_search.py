@@ -293,3 +293,9 @@ def test_commands_name_the_layers(recipe, run):
   line = next(line for line in found.out.splitlines() if line.startswith("  nnx-parallel compile"))
   assert run(*shlex.split(line)[1:], "--json").code == 0
   assert "matches no module" in run("compile", recipe, "--remat", "full", "--layers", "part").err
+
+
+def test_commands_pass_on_how_attention_and_the_loss_are_computed(recipe, run):
+  compiled = ("compile", recipe, "--topology", "cpu:8")
+  assert "attention=16 finds no attention" in run(*compiled, "--attention", "16").err
+  assert "loss_parts=4 finds no head" in run(*compiled, "--loss-parts", "4").err
