@@ -46,7 +46,7 @@ class Untiled(Exception):
 
 def described(eqn: Any) -> str:
   """An operation and the type of its result."""
-  return f"{eqn.primitive.name} -> {eqn.outvars[0].aval.str_short()}"
+  return " -> ".join([eqn.primitive.name, *(var.aval.str_short() for var in eqn.outvars[:1])])
 
 
 @dataclasses.dataclass(frozen=True)

@@ -50,8 +50,9 @@ Attention = Literal["blocks"] | int | None
 """`"blocks"`, or the length of the blocks; None: as written."""
 BLOCK = 512
 _INNER = (*CALLS, *CHECKPOINTS, "scan", "while", "cond")
-_SCALES = ("broadcast_in_dim", "convert_element_type", "copy", "neg", "reshape", "squeeze", "transpose")
-_PASSED = (*_SCALES, "stop_gradient")
+_PLACES = ("broadcast_in_dim", "convert_element_type", "copy", "reshape", "squeeze", "transpose")
+_SCALES = (*_PLACES, "neg")
+_PASSED = (*_PLACES, "stop_gradient")
 """Operations between a maximum and where it is subtracted."""
 
 
@@ -70,6 +71,7 @@ class _Softmax:
     product: of the weights and the values.
     side: which operand of the product the weights are.
     labels: dims of the weights, and of the product's result, in terms of those of the scores.
+    zeros_too: whether a row of weights may be all zeros, in place of what has no sum.
   """
 
   exp: Any
@@ -78,6 +80,7 @@ class _Softmax:
   product: Any
   side: int
   labels: tuple[Labels, Labels]
+  zeros_too: bool
 
   @property
   def summed(self) -> tuple[int, ...]:
@@ -185,7 +188,12 @@ def _attentions(body: Any, exp: Any, reasons: list[str]) -> list[_Softmax]:
   found: list[_Softmax] = []
   zeros: set[Any] = set()
   problems: list[str] = []
+  selected: set[Any] = set()  # weights of which some were replaced: a row of them may be all zeros
+  spoiled: set[Any] = set()  # what depends on weights in another way
   for eqn in body.eqns:
+    if not eqn.outvars or any(not isinstance(var, core.Literal) and var in spoiled for var in eqn.invars):
+      spoiled.update(eqn.outvars)
+      continue
     name, out = eqn.primitive.name, eqn.outvars[0]
     own = [None if isinstance(v, core.Literal) else powers.get(v) for v in eqn.invars]
     if not any(own):
@@ -202,7 +210,9 @@ def _attentions(body: Any, exp: Any, reasons: list[str]) -> list[_Softmax]:
       if own.count(None) == 1 and own[side] == (1, -1):
         place = _placed(eqn, side, labels[eqn.invars[side]], axes, lengths)
         if place is not None:
-          found.append(_Softmax(exp, largest, totals[0], eqn, side, (labels[eqn.invars[side]], place)))
+          given = labels[eqn.invars[side]], place
+          zeros_too = eqn.invars[side] in selected
+          found.append(_Softmax(exp, largest, totals[0], eqn, side, given, zeros_too))
       elif own[side] == (1, 0):
         problems.append(f"its exponentials meet {described(eqn)} before they are divided by their sum")
       continue
@@ -214,7 +224,10 @@ def _attentions(body: Any, exp: Any, reasons: list[str]) -> list[_Softmax]:
         main = next(n for n, own_power in enumerate(own) if own_power and own_power[0])
         labels[out] = pushed(eqn, main, labels[eqn.invars[main]], lengths)
       powers[out] = power
+      if power == (1, -1) and (name == "select_n" or eqn.invars[side] in selected):
+        selected.add(out)
     except Untiled:
+      spoiled.update(eqn.outvars)
       if name not in ("log", "add", "max"):  # of a log-sum-exp, which is no attention
         problems.append(f"its weights go through {described(eqn)}")
   if len(totals) > 1:
@@ -445,6 +458,8 @@ def _function(
     row_type = match.largest.outvars[0].aval
     start = filled(row_type, -math.inf, wide), filled(row_type, 0, wide), filled(out.aval, 0, wide)
     (largest, total, result), _ = jax.lax.scan(body, start, dict(zip(rows, (first, second), strict=True)))
+    if match.zeros_too:
+      total = jnp.where(total == 0, jnp.ones_like(total), total)
     return (result / spread(total, result.shape)).astype(out.aval.dtype), finite(largest), total
 
   def backward(saved: Any, cotangent: Any) -> tuple[Any, ...]:

@@ -86,7 +86,8 @@ def in_parts(jaxpr: Any, parts: int) -> tuple[Any, str]:
       " maxima, argmax, top_k, and take_along_axis",
       fix="take such values of the logits out of the loss; or leave loss_parts out.",
     ) from None
-  line = f"the head and the loss of each token in {parts} parts of the {length} columns"
+  count = -(-whole // grid.blocks[_COLUMNS])
+  line = f"the head and the loss of each token in {count} parts of the {length} columns"
   return without_unused(new.replace(jaxpr=body)), line
 
 
@@ -223,7 +224,8 @@ class _Exponentials:
   derived = 1
 
   def of(self, power: Any, *factor: Any) -> list[Any]:
-    largest = power.astype(_wide(power)).max(-1, keepdims=True)
+    # The derivative by the maximum is 0 in all, and `part` leaves it out too.
+    largest = jax.lax.stop_gradient(power.astype(_wide(power)).max(-1, keepdims=True))
     return [largest, *self.part([largest], power, *factor)]
 
   def combined(self, a: list[Any], b: list[Any]) -> list[Any]:
@@ -255,6 +257,27 @@ class _Largest:
 
 
 @dataclasses.dataclass(frozen=True)
+class _Equals:
+  """The maximum of an array, and how many elements equal it: each has its share of the gradient."""
+
+  stale = (-math.inf,)
+  start = (-math.inf, 0)
+  derived = 0
+
+  def of(self, x: Any) -> list[Any]:
+    largest = x.max(-1, keepdims=True)
+    return [largest, (x == largest).sum(-1, keepdims=True, dtype=x.dtype)]
+
+  def combined(self, a: list[Any], b: list[Any]) -> list[Any]:
+    largest = jnp.maximum(a[0], b[0])
+    return [largest, sum(jnp.where(x[0] == largest, x[1], jnp.zeros_like(x[1])) for x in (a, b))]
+
+  def part(self, known: Sequence[Any], x: Any) -> list[Any]:
+    equal = jnp.where(x == known[0], x / known[1], jnp.zeros_like(x))
+    return [equal.sum(-1, keepdims=True)]
+
+
+@dataclasses.dataclass(frozen=True)
 class _Best:
   """The largest elements, and their columns."""
 
@@ -281,7 +304,7 @@ class _Best:
     return [jnp.concatenate([row.sum(-1, keepdims=True) for row in chosen], -1)]
 
 
-_Kind = _Sum | _Exponentials | _Largest | _Best
+_Kind = _Sum | _Exponentials | _Largest | _Equals | _Best
 
 
 @dataclasses.dataclass(frozen=True)
@@ -479,7 +502,7 @@ class _Rewriting:
       return bind(eqn, [self._total(x.terms, given, dim)])[0]
     if name == "reduce_max" and is_float(given):
       if eqn.outvars[0] in self._derived:
-        return bind(eqn, [self._of(_Best(1), dim, x.value(given), _numbers(given, dim))[0]])[0]
+        return bind(eqn, [self._of(_Equals(), dim, x.value(given))[0]])[0]
       return bind(eqn, [self._of(_Largest(), dim, x.value(given))[0]])[0]
     raise Untiled(eqn)
 
@@ -565,8 +588,9 @@ class _Rewriting:
       made = [out for eqn in now for out in eqn.outvars]
       new = call_equation(function, [var for var, _ in leaves], made, product)
       after = _depends(body, {*made})
-      ahead = [eqn for eqn in body.eqns if after.isdisjoint(eqn.outvars)]
-      rest = [eqn for eqn in body.eqns if not after.isdisjoint(eqn.outvars) and eqn not in now]
+      others = [eqn for eqn in body.eqns if eqn not in now]
+      ahead = [eqn for eqn in others if not any(_in(var, after) for var in eqn.invars)]
+      rest = [eqn for eqn in others if any(_in(var, after) for var in eqn.invars)]
       body = body.replace(eqns=[*ahead, new, *rest])
     return body
 

@@ -49,6 +49,10 @@ MARK_LAYERS = (
 )
 AUTO_LAYERS = 4
 """The fewest layers of a scan with `roll="auto"`: the stack of their weights is a copy in each step."""
+_WHAT_IS_A_LAYER = (
+  "a layer is one of several modules of one class and structure beside each other (in a list, or as"
+  " attributes that end in numbers), the body of a scan, or what is under nnx.remat"
+)
 _SHOWN = 6
 _PRODUCTS = ("dot_general", "conv_general_dilated")
 _INPUT = "layer input"
@@ -83,7 +87,8 @@ class Remat:
         f"remat={self.policy!r} is not a known policy.",
         fix=f"one of {', '.join(map(repr, REMATS))}, or a policy itself: jax.checkpoint_policies.NAME.",
       )
-    if min(self.every, self.group) < 1 or (self.every > 1 and self.group > 1):
+    counts = self.every, self.group
+    if any(type(n) is not int or n < 1 for n in counts) or (self.every > 1 and self.group > 1):
       raise TrainError(
         f"Remat(every={self.every}, group={self.group}) selects no layers.",
         fix='Remat("full", every=2), or Remat("full", group=2)',
@@ -133,7 +138,7 @@ class LayerOptions:
 
   def __post_init__(self) -> None:
     _ = self.how
-    if self.roll not in ("auto", True, False):
+    if type(self.roll) is not bool and self.roll != "auto":
       raise TrainError(f"roll={self.roll!r} is no choice.", fix='roll="auto", True or False')
     check_attention(self.attention)
     check_parts(self.loss_parts)
@@ -141,7 +146,9 @@ class LayerOptions:
   @property
   def how(self) -> Remat:
     """What each layer keeps."""
-    return self.remat if isinstance(self.remat, Remat) else Remat(self.remat or "as written")
+    if isinstance(self.remat, Remat):
+      return self.remat
+    return Remat("as written" if self.remat is None else self.remat)
 
   @property
   def rewrites(self) -> bool:
@@ -155,7 +162,7 @@ class LayerOptions:
 
   def marking(self, model: Any, used: LayersUsed | None = None) -> contextlib.AbstractContextManager[None]:
     """Marks the layers of a model that belongs to a trace, if anything is done with them."""
-    if not self.marks:
+    if not self.marks and self.pattern is None:
       return contextlib.nullcontext()
     found = find_layers(model, self.pattern)
     if self.pattern is not None and not found:
@@ -166,7 +173,7 @@ class LayerOptions:
       )
     if used is not None:
       used.found = found
-    return marked(model, found)
+    return marked(model, found) if self.marks else contextlib.nullcontext()
 
 
 @dataclasses.dataclass
@@ -221,12 +228,14 @@ def with_layers(
       one class and structure beside each other, in a list or as attributes that end in numbers.
     attention: `"blocks"` computes every attention of the model by blocks of its queries and keys (of 512, or
       of the number given), so that no array of their product exists. None: as written.
-    loss_parts: compute the head and the loss of each token in this many parts of the head's columns (the
-      vocabulary), so that the logits never exist at once. None: as written.
+    loss_parts: compute the head and the loss by this many parts of the vocabulary, so that the logits of all
+      tokens never exist at once. Sums over the vocabulary are sums over the logits themselves: where these
+      are several hundreds, an entropy loses digits. None: as written.
 
   Returns:
-    A loss with the same arguments, value, gradients and changes of state. It raises a `TrainError` where a
-    policy other than `"none"` finds no layer, or `roll=True` nothing to roll.
+    A loss with the same arguments, value, gradients and changes of Variables. It raises a `TrainError` where
+    a policy other than `"none"` finds no layer, `roll=True` nothing to roll, `layers` no module, `attention`
+    no attention or `loss_parts` no head.
 
   Raises:
     TrainError: no such policy.
@@ -295,8 +304,7 @@ def with_options(
     if remat.needs_layers and not has_layers(traced):
       raise TrainError(
         f"remat={str(remat)!r} finds no layer in the loss, so it would change nothing.",
-        details="a layer is one of several modules of one class and structure beside each other (in a list,"
-        " or as attributes that end in numbers), the body of a scan, or what is under nnx.remat",
+        details=_uncalled(note.found) if note.found else _WHAT_IS_A_LAYER,
         fix=f"{MARK_LAYERS}; or leave remat out.",
       )
     _check_rules(traced)
@@ -347,6 +355,10 @@ def _treated(traced: Any, leaves: list[Any], options: LayerOptions, used: Layers
     return _checkpointed(body, policy, in_scan=chain.scan) if remat.group > 1 else body
 
   return rolled(leaves, run, in_unit, around)
+
+
+def _uncalled(found: tuple[Layers, ...]) -> str:
+  return f"{'; '.join(map(str, found))}: the loss has no call of them in its trace; nnx.jit would hide it"
 
 
 def _found(used: LayersUsed) -> str:

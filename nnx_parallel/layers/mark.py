@@ -21,6 +21,7 @@ from flax import nnx
 
 from nnx_parallel.core.layers import Layers
 from nnx_parallel.core.nodes import Path, path_str
+from nnx_parallel.errors import TrainError
 
 MARK = "layer:"
 """Starts the name of each marked call."""
@@ -42,9 +43,10 @@ def marked(model: Any, found: Iterable[Layers]) -> Generator[None]:
     Nothing.
   """
   layers = {path: _at(model, path) for group in found for path in group.paths}
-  for layer in layers.values():
+  kinds = [_marking(type(layer), not jax.tree_util.all_leaves([layer])) for layer in layers.values()]
+  for layer, kind in zip(layers.values(), kinds, strict=True):
     # No attribute of the module, so that its structure stays the same.
-    object.__setattr__(layer, "__class__", _marking(type(layer)))
+    object.__setattr__(layer, "__class__", kind)
   # Held, so that no other object gets the id.
   token = _LAYERS.set({id(layer): (path_str(path), layer) for path, layer in layers.items()})
   try:
@@ -66,8 +68,12 @@ def is_marked(eqn: Any) -> bool:
 
 
 @functools.cache
-def _marking(kind: type) -> type:
-  """The subclass of a layer's class whose calls are marked."""
+def _marking(kind: type, pytree: bool) -> type:
+  """The subclass of a layer's class whose calls are marked.
+
+  Raises:
+    TrainError: the class refuses to have one.
+  """
 
   def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
     found = _LAYERS.get().get(id(self))
@@ -76,12 +82,21 @@ def _marking(kind: type) -> type:
     return _closed_call(found[0], kind, self, args, kwargs)
 
   body = {"__call__": __call__, "__module__": kind.__module__, "__qualname__": kind.__qualname__}
-  return type(kind)(kind.__name__, (kind,), body)
+  options: dict[str, Any] = {} if pytree else {"pytree": False}
+  try:
+    return type(kind)(kind.__name__, (kind,), body, **options)
+  except TypeError as error:
+    raise TrainError(
+      f"the calls of {kind.__qualname__} cannot be marked as those of layers: it refuses a subclass.",
+      details=str(error),
+      fix="@nnx.remat on its __call__, and no roll=; or an __init_subclass__ whose arguments have defaults.",
+    ) from error
 
 
 def _closed_call(name: str, kind: type, layer: Any, args: Any, kwargs: Any) -> Any:
   leaves, tree = jax.tree.flatten((args, kwargs), is_leaf=_is_node)
-  dynamic = {n: x for n, x in enumerate(leaves) if _is_node(x) or isinstance(x, (jax.Array, np.ndarray))}
+  # NumPy arrays stay what they are: Python may compute with them.
+  dynamic = {n: x for n, x in enumerate(leaves) if _is_node(x) or isinstance(x, jax.Array)}
   result: list[Any] = []
 
   def call(layer: Any, given: dict[int, Any]) -> dict[int, Any]:

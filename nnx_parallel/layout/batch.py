@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Mapping
 
@@ -40,7 +41,10 @@ def position_axes(rules: RuleSet, mesh: Mapping[str, int]) -> tuple[str, ...]:
   logical = _with_conventional(rules, mesh)
   if "seq" not in logical:
     return ()
-  return axes_of(_resolved(("batch" if "batch" in logical else None, "seq"), logical, mesh, "activations")[1])
+  names: Names = ("batch" if "batch" in logical else None, "seq")
+  with contextlib.suppress(ShardingError):  # the batch has its axes
+    return axes_of(_resolved(names, logical, mesh, "activations")[1])
+  return ()
 
 
 def with_batch(rules: RuleSet, mesh: Mapping[str, int]) -> LogicalRules:

@@ -281,8 +281,8 @@ def compile_report(
   with default_scope(dataclasses.replace(here.activation_rules, mesh=here.mesh.abstract_mesh)):
     lowered = step.lower(*objects, abstract_batch(here, batch), *args)
   names = {f"arrays[{n}]": _plan_name(path) for n, path in enumerate(variables(objects))}
-  batch_name = "batch" if isinstance(step, TrainStep) else [*inspect.signature(step).parameters][len(objects)]
-  split = BatchSplit(here.batch_axes, batch_name)
+  given = ["batch"] if isinstance(step, TrainStep) else [*inspect.signature(step).parameters][len(objects) :]
+  split = BatchSplit(here.batch_axes, given[0]) if given else None  # `*args` has no names
   report = report_of(lowered, chip, axis_sizes(here.mesh), state_categories(here), names, split)
   shards = math.prod(axis_sizes(here.mesh)[axis] for axis in here.batch_axes)
   quantities = {

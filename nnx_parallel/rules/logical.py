@@ -26,7 +26,8 @@ class LogicalRules(Mapping[str, tuple[Candidate, ...]]):
 
   Two names are known to `train_step` and `eval_step` also where a model names nothing: `batch`, dim 0 of the
   inputs and of what is computed from them, and `seq`, their dim 1, the positions, between layers: with
-  `seq="tensor"` a tensor-parallel model is sequence-parallel too (arXiv:2205.05198).
+  `seq="tensor"` a tensor-parallel model is sequence-parallel too (arXiv:2205.05198). That is so
+  on Auto meshes; on Explicit ones the types of the arrays decide.
 
   Args:
     names: the rules as a mapping, for names that are not Python keywords; merged with `rules`.

@@ -115,7 +115,8 @@ def sequence(
   """Splits the `seq` dim of inputs and named activations; FSDP over both axes splits the parameters.
 
   A layout, not a scheme: there is no ring attention. The compiler gathers the keys and values of the whole
-  sequence on each device, and chooses the layout of activations without `nxp.constrain`.
+  sequence on each device. `train_step` keeps activations split between layers; in a step of your own, the
+  compiler chooses the layout of those without `nxp.constrain`.
 
   Args:
     data: mesh axis that splits the batch.

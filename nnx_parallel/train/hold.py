@@ -111,7 +111,8 @@ def held(
     return run
   inputs = None if scope is None else RuleSet(logical=scope.rules, inputs=scope.inputs)
   split = None if inputs is None else batch_axes(inputs, axis_sizes(mesh))
-  positions = () if inputs is None else position_axes(inputs, axis_sizes(mesh))
+  named = () if inputs is None else position_axes(inputs, axis_sizes(mesh))
+  positions = tuple(axis for axis in named if mesh.shape[axis] > 1)
 
   def flows_of(args: Any) -> list[Flow]:
     if inputs is None or split is None or AxisType.Explicit in mesh.axis_types:
@@ -123,7 +124,9 @@ def held(
       known = inputs.inputs is None or inputs.inputs.every_axis or jax.numpy.ndim(x) in inputs.inputs.by_rank
       spec = tuple(input_spec(inputs, jax.numpy.ndim(x), axis_sizes(mesh))) if known else (None,) * x.ndim
       first = [(*axes_of(spec[0]), _EXAMPLES)] if spec else []
-      second = [(*positions, _POSITIONS)] if positions and len(spec) > 1 else spec[1:2]
+      second = spec[1:2]
+      if positions and second:
+        second = [(*dict.fromkeys((*axes_of(spec[1]), *positions)), _POSITIONS)]
       found.append(_flow(x, (*first, *second, *spec[2:]), data=True))
     return [*found, *(_flow(x, (), data=False) for x in jax.tree.leaves(rest))]
 
@@ -133,7 +136,7 @@ def held(
     leaves, flows = jax.tree.leaves(args), flows_of(args)
     used = {axis for axis in (*(split or ()), *_names(flows)) if mesh.shape.get(axis, 1) > 1}
     stored = used & _names([flow for flow in flows if not flow.data])
-    if len(used) < 2 and not stored & {*(split or ())}:  # nothing to confuse
+    if len(used) < 2 and not stored & {*(split or ())} and not positions:  # nothing to confuse
       flows = [_flow(x, (), data=False) for x in leaves]
     if any(flow.data for flow in flows) or any(map(_is_faulty, equations(closed.jaxpr))):
       batch = frozenset(used.intersection(split or ()))
@@ -321,7 +324,9 @@ class _Rewriting:
     summed = {axis for flow, dims in pairs for d in dims for axis in flow.axes[d]}
     if not self.positions or not {*self.positions} <= summed - {axis for dim in axes for axis in dim}:
       return axes
-    return tuple((*self.positions, *dim) if _POSITIONS in dim else dim for dim in axes)
+    return tuple(
+      (*without(dim, _MARKS), *self.positions, *_MARKS & {*dim}) if _POSITIONS in dim else dim for dim in axes
+    )
 
   def _is_held(self, eqn: Any, flows: list[Flow], results: list[Flow]) -> bool:
     """Whether it is a product, or a look-up in a table, whose result carries the batch.

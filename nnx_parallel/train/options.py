@@ -22,7 +22,7 @@ class StepOptions:
   Attributes:
     loss_fn: one loss function, or key -> loss function for several models trained in turn.
     microbatches: parts that each batch is split into.
-    layers: what is done with the layers of the loss: remat and rolling.
+    layers: what is done with the layers of the loss, its attention and its head.
     outputs: names of metrics that are per-example arrays.
     gradients: the layout of gradients; see `train_step`.
     reduction: dtype in which replicas sum their gradients, or None.

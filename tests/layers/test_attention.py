@@ -283,3 +283,55 @@ def test_what_is_no_attention_is_named(attention, reason):
 def test_an_unknown_option_is_an_error():
   with pytest.raises(TrainError, match="attention='flash' is not a way to compute attention"):
     nxp.with_layers(loss_of(attend), attention="flash")
+
+
+def masked_rows(model, _):
+  x = model["x"]
+  scores = jnp.einsum("qd,kd->qk", x, x)
+  mask = np.tril(np.ones((SIZE, SIZE), bool), -1)  # the first row sees nothing
+  weights = jax.nn.softmax(scores, where=mask, axis=-1)
+  return (jnp.where(mask, weights, 0) @ x).sum()
+
+
+def thresholds(model, _):
+  x = model["x"]
+  weights = jax.nn.softmax(jnp.einsum("qd,kd->qk", x, x))
+  return (jnp.where(weights > 0.1, weights, 0) @ x).sum()
+
+
+def of_minus(model, _):
+  x = model["x"]
+  scores = jnp.einsum("qd,kd->qk", x, x)
+  weights = jnp.exp(scores - -scores.max(-1, keepdims=True))
+  return (weights / weights.sum(-1, keepdims=True) @ x).sum()
+
+
+SIZE = 12
+ROWS = np.random.default_rng(1).normal(size=(SIZE, 4)).astype(np.float32)
+
+
+def test_rows_that_see_nothing_stay_zero():
+  plain, changed = (jax.value_and_grad(f) for f in (masked_rows, nxp.with_layers(masked_rows, attention=5)))
+  jax.tree.map(
+    lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6),
+    changed({"x": ROWS}, None),
+    plain({"x": ROWS}, None),
+  )
+
+
+@pytest.mark.parametrize("loss", [thresholds, of_minus])
+def test_what_only_looks_like_attention_is_refused(loss):
+  with pytest.raises(nxp.errors.TrainError, match="attention=5 finds no attention"):
+    nxp.with_layers(loss, attention=5)({"x": ROWS}, None)
+
+
+def test_printing_beside_attention():
+  def loss(model, _):
+    x = model["x"]
+    jax.debug.print("{}", x.sum())
+    weights = jax.nn.softmax(jnp.einsum("qd,kd->qk", x, x))
+    return (weights @ x).sum()
+
+  np.testing.assert_allclose(
+    nxp.with_layers(loss, attention=5)({"x": ROWS}, None), loss({"x": ROWS}, None), rtol=1e-5
+  )

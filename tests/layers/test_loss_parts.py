@@ -331,3 +331,36 @@ def test_types_with_shardings():
         changed(given, x),
         plain(given, x),
       )
+
+
+def largest_of_all(params, x):
+  logits = logits_of(params, x)
+  losses = optax.softmax_cross_entropy_with_integer_labels(logits, LABELS)
+  return losses.mean() + logits.max(-1).mean()
+
+
+def test_equal_maxima_share_their_gradient():
+  params = PARAMS | {"head": np.zeros_like(PARAMS["head"])}
+  plain, changed = (jax.grad(f) for f in (largest_of_all, nxp.with_layers(largest_of_all, loss_parts=4)))
+  np.testing.assert_allclose(changed(params, X)["head"], plain(params, X)["head"], atol=1e-6)
+
+
+def test_forward_mode_and_printing():
+  printed: list[float] = []
+
+  def loss(params, x):
+    jax.debug.callback(printed.append, logits_of(params, x).max())
+    return one_by_one(params, x)
+
+  tangent = jax.tree.map(np.ones_like, PARAMS)
+  plain = jax.jvp(lambda p: one_by_one(p, X), (PARAMS,), (tangent,))
+  model = nnx.Linear(WIDTH, VOCAB, rngs=nnx.Rngs(0))
+
+  def of_model(model, x):
+    return one_by_one({"head": model.kernel[...]}, x)
+
+  optimizer = nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param)
+  assert nxp.train_step(of_model, loss_parts=4).check_gradients(model, optimizer, X)
+  np.testing.assert_allclose(nxp.with_layers(loss, loss_parts=4)(PARAMS, X), plain[0], rtol=1e-6)
+  jax.effects_barrier()
+  assert len(printed) == 1

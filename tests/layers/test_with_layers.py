@@ -321,3 +321,64 @@ def test_what_each_policy_recomputes_and_moves(options, products, on_host):
 def test_a_remat_that_means_nothing_is_refused(make):
   with pytest.raises(nxp.errors.TrainError, match="Fix: "):
     make()
+
+
+class Registered(nnx.Module):
+  """A base whose subclasses must be named."""
+
+  def __init_subclass__(cls, named, **options):
+    super().__init_subclass__(**options)
+
+
+class Named(Registered, named="block"):
+  def __init__(self, rngs):
+    self.linear = nnx.Linear(4, 4, rngs=rngs)
+
+  def __call__(self, x):
+    return self.linear(x)
+
+
+class NumPy(nnx.Linear):
+  def __call__(self, x, places):
+    return super().__call__(x)[:, : int(places.max()) + 1]
+
+
+def of_list(kind, *args):
+  rngs = nnx.Rngs(0)
+  model = nnx.Dict(layers=nnx.List([kind(rngs) for _ in range(3)]))
+
+  def run(model, x):
+    for layer in model.layers:
+      x = layer(x, *args)
+    return (x**2).sum()
+
+  return model, run
+
+
+def test_a_class_that_refuses_a_subclass_is_named():
+  model, run = of_list(Named)
+  with pytest.raises(nxp.errors.TrainError, match="the calls of Named cannot be marked as those of layers"):
+    nxp.with_layers(run, remat="full")(model, jnp.ones((2, 4)))
+  assert type(model.layers[0]) is Named
+
+
+def test_numpy_arguments_of_layers_stay_numpy():
+  model, run = of_list(lambda rngs: NumPy(4, 4, rngs=rngs), np.arange(4))
+  found = nxp.with_layers(run, remat="full", roll=True)(model, jnp.ones((2, 4)))
+  np.testing.assert_allclose(found, run(model, jnp.ones((2, 4))), rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+  ("options", "text"),
+  [
+    ({"layers": "typo.*"}, "layers='typo.*' matches no module"),
+    ({"layers": "typo.*", "remat": "none"}, "layers='typo.*' matches no module"),
+    ({"roll": 1}, "roll=1 is no choice"),
+    ({"remat": False}, "remat=False is not a known policy"),
+  ],
+)
+def test_options_that_mean_nothing_are_refused(options, text):
+  model, run = of_list(lambda rngs: nnx.Linear(4, 4, rngs=rngs))
+  with pytest.raises(nxp.errors.TrainError) as error:
+    nxp.with_layers(run, **options)(model, jnp.ones((2, 4)))
+  assert str(error.value).startswith(text)

@@ -98,9 +98,10 @@ def test_the_logit_of_a_target_is_read_without_an_array_of_logits(targets):
     ({"fsdp": 2, "tensor": 4}, 65, {}),
     ({"fsdp": 2, "tensor": 4}, 65, {"remat": "full", "roll": True, "microbatches": 2}),
     ({"data": 2, "fsdp": 2, "tensor": 2}, 65, {"roll": True}),
+    ({"fsdp": 1, "tensor": 8}, 65, {}),
     ({"fsdp": 2, "tensor": 4}, 64, {"remat": "full"}),  # 63 positions, which 4 does not divide
   ],
-  ids=["as written", "rolled, microbatches", "three axes", "63 positions"],
+  ids=["as written", "rolled, microbatches", "three axes", "one axis", "63 positions"],
 )
 def test_positions_are_split_between_layers(axes, positions, options):
   tokens = np.random.default_rng(0).integers(1, 64, (8, positions))
