@@ -112,6 +112,11 @@ def _size(var: Any) -> int:
   return math.prod(var.aval.shape)
 
 
+def _is_of(var: Any, logits: Any) -> bool:
+  """Whether an array is as large as the logits, or as those of most tokens: the last one has no target."""
+  return _size(logits) // 2 <= _size(var) <= _size(logits)
+
+
 def _in(var: Any, some: Any) -> bool:
   return not isinstance(var, core.Literal) and var in some
 
@@ -149,12 +154,11 @@ def _head(body: Any, parts: int) -> Any:
     logits = product.outvars[0]
     depends = _depends(body, {logits})
     exps = (eqn.outvars[0] for eqn in body.eqns if eqn.primitive.name == "exp")
-    if not any(var in depends and _size(var) == _size(logits) for var in exps):
-      continue
-    return product
+    if any(var in depends and _is_of(var, logits) for var in exps):
+      return product
   raise TrainError(
     f"loss_parts={parts} finds no head in the loss.",
-    details=f"a head is a product whose result goes through a softmax; the loss has {len(products)} products"
+    details=f"a head is a product whose columns all go through a softmax; the loss has {len(products)} products"
     " outside of its layers, and no such one",
     fix="logits = x @ weights and a cross-entropy of them in the loss function; or leave loss_parts out.",
   )
@@ -164,7 +168,7 @@ def _columns(body: Any, product: Any) -> int:
   """The dim of a product's result that the softmax sums over."""
   logits = product.outvars[0]
   shape = logits.aval.shape
-  whole = {var for eqn in body.eqns for var in eqn.outvars if _size(var) == _size(logits)}
+  whole = {var for eqn in body.eqns for var in eqn.outvars if _is_of(var, logits)}
   for dim in reversed([d for d, size in enumerate(shape) if size > 1]):
     labels: dict[Any, Labels] = {logits: ((_COLUMNS, dim, 1),)}
     exponentials: set[Any] = set()

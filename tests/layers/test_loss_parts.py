@@ -46,6 +46,11 @@ def integer_labels(params, x):
   return optax.softmax_cross_entropy_with_integer_labels(x @ params["head"] + params["bias"], LABELS).mean()
 
 
+def shifted(params, x):
+  logits = logits_of(params, x)
+  return optax.softmax_cross_entropy_with_integer_labels(logits[:, :-1], LABELS[:, 1:]).mean()
+
+
 def one_hot(params, x):
   return optax.softmax_cross_entropy(logits_of(params, x), jax.nn.one_hot(LABELS, VOCAB)).mean()
 
@@ -148,8 +153,8 @@ def ranks(params, x):
 
 
 LOSSES = [
-  one_by_one, integer_labels, one_hot, smoothed, products, masked, flat, flat_before, capped_with_z_loss,
-  bfloat16, metrics, of_examples, by_hand, log_of_softmax, entropy, weighted, focal, mixes, ranks,
+  one_by_one, integer_labels, shifted, one_hot, smoothed, products, masked, flat, flat_before,
+  capped_with_z_loss, bfloat16, metrics, of_examples, by_hand, log_of_softmax, entropy, weighted, focal, mixes, ranks,
 ]  # fmt: skip
 
 
