@@ -158,8 +158,8 @@ def _head(body: Any, parts: int) -> Any:
       return product
   raise TrainError(
     f"loss_parts={parts} finds no head in the loss.",
-    details=f"a head is a product whose columns all go through a softmax; the loss has {len(products)} products"
-    " outside of its layers, and no such one",
+    details="a head is a product whose columns all go through a softmax; the loss has"
+    f" {len(products)} products outside of its layers, and no such one",
     fix="logits = x @ weights and a cross-entropy of them in the loss function; or leave loss_parts out.",
   )
 

@@ -154,7 +154,8 @@ def ranks(params, x):
 
 LOSSES = [
   one_by_one, integer_labels, shifted, one_hot, smoothed, products, masked, flat, flat_before,
-  capped_with_z_loss, bfloat16, metrics, of_examples, by_hand, log_of_softmax, entropy, weighted, focal, mixes, ranks,
+  capped_with_z_loss, bfloat16, metrics, of_examples, by_hand, log_of_softmax, entropy, weighted, focal,
+  mixes, ranks,
 ]  # fmt: skip
 
 
