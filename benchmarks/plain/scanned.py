@@ -2,26 +2,25 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from benchmarks.plain.decoders import Block, Config
+from benchmarks.plain import decoders
 
 POLICIES: dict[str, Any] = {"dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable, "full": None}
 
 
-class Decoder(nnx.Module):
+class Decoder(decoders.Decoder):
   """Token ids `[batch, seq]` -> float32 logits."""
 
-  def __init__(self, c: Config, rngs: nnx.Rngs, remat: str = "full"):
+  def __init__(self, c: decoders.Config, rngs: nnx.Rngs, remat: str = "full"):
+    super().__init__(dataclasses.replace(c, depth=0), rngs)
     self.c, self.remat = c, remat
-    self.embed = nnx.Embed(c.vocab, c.width, dtype=c.dtype, rngs=rngs)
-    self.layers = nnx.vmap(lambda rngs: Block(c, 0, rngs))(rngs.fork(split=c.depth))
-    self.norm = nnx.RMSNorm(c.width, dtype=c.dtype, rngs=rngs)
-    self.head = nnx.Linear(c.width, c.vocab, use_bias=False, dtype=c.dtype, rngs=rngs)
+    self.layers = nnx.vmap(lambda rngs: decoders.Block(c, 0, rngs))(rngs.fork(split=c.depth))
 
   def __call__(self, tokens: jax.Array) -> jax.Array:
     seq = tokens.shape[1]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -191,6 +191,20 @@ def _value(x: Any) -> Any:
   if is_key(jnp.result_type(x)):
     x = jax.random.key_data(x)
   return str(jnp.result_type(x)), np.asarray(x).tobytes()
+
+
+def among(var: Any, some: Container[Any]) -> bool:
+  """Whether an input or result of an operation is one of some variables; a literal is none."""
+  return not isinstance(var, core.Literal) and var in some
+
+
+def dependents(jaxpr: Any, first: Iterable[Any]) -> set[Any]:
+  """Some variables of a program, and those that depend on them."""
+  found = {*first}
+  for eqn in opened(jaxpr).eqns:
+    if any(among(var, found) for var in eqn.invars):
+      found.update(eqn.outvars)
+  return found
 
 
 def is_tracer(x: Any) -> bool:

@@ -65,7 +65,9 @@ def find_layers(model: Any, pattern: str | None = None) -> tuple[Layers, ...]:
     1 x Linear at layers.* (unlike layers.0: bias is Param float32[2])
   """
   by_depth: dict[int, list[tuple[Path, Any]]] = {}
+  order: dict[Path, int] = {}
   for path, module in _modules(model):
+    order[path] = len(order)
     by_depth.setdefault(len(path), []).append((path, module))
   found: list[Layers] = []
   taken: set[Path] = set()
@@ -90,7 +92,6 @@ def find_layers(model: Any, pattern: str | None = None) -> tuple[Layers, ...]:
         differ = _differences([module for _, module in same])
         found.append(Layers(name, kind.__name__, paths, differ, unlike))
         taken.update(paths)
-  order = {path: n for n, (path, _) in enumerate(_modules(model))}
   return tuple(sorted(found, key=lambda layers: order[layers.paths[0]]))
 
 

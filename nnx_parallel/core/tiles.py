@@ -305,9 +305,9 @@ def filled(aval: Any, value: Any, dtype: Any) -> Any:
   return jax.lax.full(aval.shape, value, dtype, sharding=struct(aval).sharding)
 
 
-def is_float(x: Any) -> bool:
-  """Whether an array has gradients."""
-  return bool(jnp.issubdtype(x.dtype, jnp.inexact))
+def finite(largest: Any) -> Any:
+  """Maxima of exponents, with 0 for those of rows without any: `-inf - -inf` would be NaN."""
+  return jnp.where(largest == -jnp.inf, jnp.zeros_like(largest), largest)
 
 
 def _maps(eqn: Any) -> list[list[int | None]]:

@@ -21,12 +21,15 @@ from nnx_parallel.core.flow import meeting
 from nnx_parallel.core.jaxprs import (
   CALLS,
   CHECKPOINTS,
+  among,
   bind,
   call_equation,
   called,
+  dependents,
   equations,
   flattened,
   identity,
+  is_inexact,
   opened,
   without_unused,
 )
@@ -38,8 +41,8 @@ from nnx_parallel.core.tiles import (
   Untiled,
   described,
   filled,
+  finite,
   gradients,
-  is_float,
   pushed,
   tied,
 )
@@ -191,7 +194,7 @@ def _attentions(body: Any, exp: Any, reasons: list[str]) -> list[_Softmax]:
   selected: set[Any] = set()  # weights of which some were replaced: a row of them may be all zeros
   spoiled: set[Any] = set()  # what depends on weights in another way
   for eqn in body.eqns:
-    if not eqn.outvars or any(not isinstance(var, core.Literal) and var in spoiled for var in eqn.invars):
+    if not eqn.outvars or any(among(var, spoiled) for var in eqn.invars):
       spoiled.update(eqn.outvars)
       continue
     name, out = eqn.primitive.name, eqn.outvars[0]
@@ -334,10 +337,7 @@ def _blocked(body: Any, match: _Softmax, block: int) -> Any:
   sizes = {name: -(-lengths[name] // -(-lengths[name] // block)) for name in (row, column)}
   grid = Grid(lengths, sizes)
   cut = {match.largest.outvars[0], match.total.outvars[0]}
-  depends = {*cut}
-  for eqn in body.eqns:
-    if any(not isinstance(var, core.Literal) and var in depends for var in eqn.invars):
-      depends.update(eqn.outvars)
+  depends = dependents(body, cut)
 
   def leaf(var: Any, own: Labels) -> bool:
     return var in cut or (var not in depends and {name for name, _, _ in own} != {row, column})
@@ -396,8 +396,8 @@ def _function(
   value_node: Node = values, ((column, at, key_factor),)
   nodes = [node for node in tiles.leaves if node[0] not in cut]
   nodes += [] if value_node in nodes or isinstance(values, core.Literal) else [value_node]
-  floats = [node for node in nodes if is_float(node[0].aval)]
-  others = [node for node in nodes if not is_float(node[0].aval)]
+  floats = [node for node in nodes if is_inexact(node[0].aval)]
+  others = [node for node in nodes if not is_inexact(node[0].aval)]
   (largest_in, own), (scores, _), (total_in, _), (weights, weights_own) = ends
   out = product.outvars[0]
   out_own = _only(match.labels[1], row)
@@ -429,9 +429,6 @@ def _function(
     stat = stat.reshape(sizes).transpose([order.index(name) for name in arranged])
     dims = {dim for dim, _ in placed.values()}
     return jnp.broadcast_to(stat.reshape([n if d in dims else 1 for d, n in enumerate(shape)]), shape)
-
-  def finite(largest: Any) -> Any:
-    return jnp.where(largest == -jnp.inf, jnp.zeros_like(largest), largest)
 
   def forward(*arrays: Any) -> tuple[Any, Any, Any]:
     rows = grid.tiles()

@@ -21,7 +21,17 @@ from jax.extend import core
 from jax.sharding import AxisType
 
 from nnx_parallel.core.flow import meeting
-from nnx_parallel.core.jaxprs import bind, call_equation, evaluate, flattened, traced, without_unused
+from nnx_parallel.core.jaxprs import (
+  among,
+  bind,
+  call_equation,
+  dependents,
+  evaluate,
+  flattened,
+  is_inexact,
+  traced,
+  without_unused,
+)
 from nnx_parallel.core.picks import is_pick, picked
 from nnx_parallel.core.tiles import (
   Grid,
@@ -30,8 +40,8 @@ from nnx_parallel.core.tiles import (
   Tiles,
   Untiled,
   filled,
+  finite,
   gradients,
-  is_float,
   pushed,
   tied,
 )
@@ -117,25 +127,12 @@ def _is_of(var: Any, logits: Any) -> bool:
   return _size(logits) // 2 <= _size(var) <= _size(logits)
 
 
-def _in(var: Any, some: Any) -> bool:
-  return not isinstance(var, core.Literal) and var in some
-
-
-def _depends(body: Any, first: set[Any]) -> set[Any]:
-  """The variables that depend on some, and these."""
-  found = {*first}
-  for eqn in body.eqns:
-    if any(_in(var, found) for var in eqn.invars):
-      found.update(eqn.outvars)
-  return found
-
-
 def _derived(body: Any) -> set[Any]:
   """The variables whose gradients a program needs, if it is differentiated."""
   found = {var for var in body.outvars if not isinstance(var, core.Literal)}
   for eqn in reversed(body.eqns):
     if eqn.primitive.name != "stop_gradient" and any(
-      var in found and is_float(var.aval) for var in eqn.outvars
+      var in found and is_inexact(var.aval) for var in eqn.outvars
     ):
       found.update(var for var in eqn.invars if not isinstance(var, core.Literal))
   return found
@@ -152,7 +149,7 @@ def _head(body: Any, parts: int) -> Any:
   products = [eqn for eqn in body.eqns if eqn.primitive.name == "dot_general"]
   for product in reversed(products):
     logits = product.outvars[0]
-    depends = _depends(body, {logits})
+    depends = dependents(body, {logits})
     exps = (eqn.outvars[0] for eqn in body.eqns if eqn.primitive.name == "exp")
     if any(var in depends and _is_of(var, logits) for var in exps):
       return product
@@ -173,14 +170,14 @@ def _columns(body: Any, product: Any) -> int:
     labels: dict[Any, Labels] = {logits: ((_COLUMNS, dim, 1),)}
     exponentials: set[Any] = set()
     for eqn in body.eqns:
-      side = next((n for n, var in enumerate(eqn.invars) if _in(var, labels)), None)
+      side = next((n for n, var in enumerate(eqn.invars) if among(var, labels)), None)
       if side is None:
         continue
       try:
         own = pushed(eqn, side, labels[eqn.invars[side]], {_COLUMNS: shape[dim]})
       except Untiled:
         continue
-      if eqn.primitive.name == "exp" or any(_in(var, exponentials) for var in eqn.invars):
+      if eqn.primitive.name == "exp" or any(among(var, exponentials) for var in eqn.invars):
         exponentials.update(eqn.outvars)
       if own:
         labels.update(dict.fromkeys(eqn.outvars, own))
@@ -194,11 +191,7 @@ def _columns(body: Any, product: Any) -> int:
 
 
 def _wide(x: Any) -> Any:
-  return jnp.promote_types(x.dtype, jnp.float32) if is_float(x) else x.dtype
-
-
-def _finite(x: Any) -> Any:
-  return jnp.where(x == -jnp.inf, jnp.zeros_like(x), x)
+  return jnp.promote_types(x.dtype, jnp.float32) if is_inexact(x) else x.dtype
 
 
 @dataclasses.dataclass(frozen=True)
@@ -234,11 +227,11 @@ class _Exponentials:
 
   def combined(self, a: list[Any], b: list[Any]) -> list[Any]:
     largest = jnp.maximum(a[0], b[0])
-    finite = _finite(largest)
-    return [largest, a[1] * jnp.exp(a[0] - finite) + b[1] * jnp.exp(b[0] - finite)]
+    base = finite(largest)
+    return [largest, a[1] * jnp.exp(a[0] - base) + b[1] * jnp.exp(b[0] - base)]
 
   def part(self, known: Sequence[Any], power: Any, *factor: Any) -> list[Any]:
-    found = jnp.exp(power.astype(_wide(power)) - _finite(known[0]))
+    found = jnp.exp(power.astype(_wide(power)) - finite(known[0]))
     return [math.prod((x.astype(found.dtype) for x in factor), start=found).sum(-1, keepdims=True)]
 
 
@@ -455,7 +448,7 @@ class _Rewriting:
 
     out = eqn.outvars[0].aval
     minus = _Term(share=-1.0)
-    if name == "convert_element_type" and is_float(out):
+    if name == "convert_element_type" and is_inexact(out):
       return [term.mapped(lambda x: x.astype(out.dtype), "factor", "share") for term in of(inputs[0])]
     if name == "stop_gradient":
       fields = [field.name for field in dataclasses.fields(_Term)]
@@ -504,7 +497,7 @@ class _Rewriting:
       return jnp.broadcast_to(functools.reduce(jnp.add, terms), out.shape).astype(out.dtype)
     if name == "reduce_sum":
       return bind(eqn, [self._total(x.terms, given, dim)])[0]
-    if name == "reduce_max" and is_float(given):
+    if name == "reduce_max" and is_inexact(given):
       if eqn.outvars[0] in self._derived:
         return bind(eqn, [self._of(_Equals(), dim, x.value(given))[0]])[0]
       return bind(eqn, [self._of(_Largest(), dim, x.value(given))[0]])[0]
@@ -517,7 +510,7 @@ class _Rewriting:
       if term.power is not None:
         factors = () if term.factor is None else (term.factor,)
         largest, total = self._of(_Exponentials(), dim, term.power, *factors)
-        shift = _both(jnp.add, jax.lax.stop_gradient(_finite(largest)), term.shift)
+        shift = _both(jnp.add, jax.lax.stop_gradient(finite(largest)), term.shift)
         found.append(_both(jnp.multiply, jnp.exp(shift) * total, term.share))
       elif term.factor is None:
         found.append(term.share * aval.shape[dim])
@@ -573,15 +566,15 @@ class _Rewriting:
 
   def in_levels(self, body: Any, product: Any) -> Any:
     """The program with its statistics computed by parts, those that depend on others after these."""
-    depends, size = _depends(body, {*product.outvars}), _size(product.outvars[0])
+    depends, size = dependents(body, {*product.outvars}), _size(product.outvars[0])
 
     def leaf(var: Any, own: Labels) -> bool:
       return not own or var in product.invars or (var not in depends and 2 * _size(var) < size)
 
     calls = [eqn for eqn in body.eqns if eqn.params.get("name") in self.kinds]
     while calls:
-      later = _depends(body, {out for eqn in calls for out in eqn.outvars})
-      now = [eqn for eqn in calls if not any(_in(var, later) for var in eqn.invars)]
+      later = dependents(body, {out for eqn in calls for out in eqn.outvars})
+      now = [eqn for eqn in calls if not any(among(var, later) for var in eqn.invars)]
       calls = [eqn for eqn in calls if eqn not in now]
       tiles = Tiles(body, self._grid, leaf)
       ends = [[(var, self._at(var)) for var in eqn.invars] for eqn in now]
@@ -591,10 +584,10 @@ class _Rewriting:
       function, leaves = _function(tiles, kinds, ends, now, _Apart.of(tiles, product, self._apart))
       made = [out for eqn in now for out in eqn.outvars]
       new = call_equation(function, [var for var, _ in leaves], made, product)
-      after = _depends(body, {*made})
+      after = dependents(body, {*made})
       others = [eqn for eqn in body.eqns if eqn not in now]
-      ahead = [eqn for eqn in others if not any(_in(var, after) for var in eqn.invars)]
-      rest = [eqn for eqn in others if any(_in(var, after) for var in eqn.invars)]
+      ahead = [eqn for eqn in others if not any(among(var, after) for var in eqn.invars)]
+      rest = [eqn for eqn in others if any(among(var, after) for var in eqn.invars)]
       body = body.replace(eqns=[*ahead, new, *rest])
     return body
 
@@ -626,7 +619,7 @@ class _Apart:
     out, wanted = next((node, own) for node, (eqn, own) in tiles.parts.items() if eqn is product)
     given = list(zip(product.invars, wanted, strict=True))
     side = next((n for n, (_, own) in enumerate(given) if not own), None)
-    if count == 1 or side is None or not is_float(given[side][0].aval):
+    if count == 1 or side is None or not is_inexact(given[side][0].aval):
       return None
     return cls(product, count, out, given, side)
 
@@ -649,8 +642,8 @@ def _function(
 ) -> tuple[Callable[..., Sequence[Any]], list[Node]]:
   """Statistics as a function of its leaves, and those."""
   grid = tiles.grid
-  floats = [node for node in tiles.leaves if is_float(node[0].aval)]
-  others = [node for node in tiles.leaves if not is_float(node[0].aval)]
+  floats = [node for node in tiles.leaves if is_inexact(node[0].aval)]
+  others = [node for node in tiles.leaves if not is_inexact(node[0].aval)]
   nodes = [*floats, *others]
 
   def given_to(known: dict[Node, Any], places: Any) -> Iterator[tuple[_Kind, list[Any]]]:

@@ -140,6 +140,8 @@ class LayerOptions:
     _ = self.how
     if type(self.roll) is not bool and self.roll != "auto":
       raise TrainError(f"roll={self.roll!r} is no choice.", fix='roll="auto", True or False')
+    if self.pattern is not None and type(self.pattern) is not str:
+      raise TrainError(f"layers={self.pattern!r} is no pattern.", fix='layers="blocks.*", one for all layers')
     check_attention(self.attention)
     check_parts(self.loss_parts)
 

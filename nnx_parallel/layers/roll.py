@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import dataclasses
 import textwrap
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from itertools import zip_longest
 from typing import Any
 
@@ -23,7 +23,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend import core
 
-from nnx_parallel.core.jaxprs import called, constants, forwarded, identity, opened, placed
+from nnx_parallel.core.jaxprs import among, called, constants, forwarded, identity, opened, placed
 from nnx_parallel.layers.mark import is_marked, layer_of
 
 MAX_PERIOD = 4
@@ -192,10 +192,10 @@ class Rolled:
         break
       own, wanted = self._results(unit), self._inputs(unit)
       tainted = self._tainted(chain.tainted | own.keys(), after, unit[-1])
-      inner = {place: own[var] for place, var in wanted.items() if _in(var, own)}
-      carried = {place: before[var] for place, var in wanted.items() if _in(var, before)}
+      inner = {place: own[var] for place, var in wanted.items() if among(var, own)}
+      carried = {place: before[var] for place, var in wanted.items() if among(var, before)}
       linked = inner.keys() | carried.keys()
-      if any(_in(var, tainted) for place, var in wanted.items() if place not in linked):
+      if any(among(var, tainted) for place, var in wanted.items() if place not in linked):
         break
       same = {place for place, var in wanted.items() if _is_same(var, given[place])} - linked
       if start == 0:
@@ -213,7 +213,7 @@ class Rolled:
     """The variables up to an operation that depend on known ones."""
     found = {*known}
     for eqn in self.eqns[after + 1 : last + 1]:
-      if any(_in(self._seen(var), found) for var in eqn.invars):
+      if any(among(self._seen(var), found) for var in eqn.invars):
         found.update(eqn.outvars)
     return found
 
@@ -287,10 +287,6 @@ def _short(line: str) -> str:
 
 def _is_var(var: Any) -> bool:
   return not isinstance(var, core.Literal)
-
-
-def _in(var: Any, some: Collection[Any] | Mapping[Any, Any]) -> bool:
-  return _is_var(var) and var in some
 
 
 def _is_same(a: Any, b: Any) -> bool:

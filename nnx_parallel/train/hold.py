@@ -320,8 +320,7 @@ class _Rewriting:
   def _scattered(self, product: Meeting, flows: list[Flow]) -> Axes:
     """The layout of a product; a sum over the axes of the positions leaves each device its positions."""
     axes = product.meet(flows[0], flows[1], self.batch).axes
-    pairs = zip(flows, product.summed, strict=False)
-    summed = {axis for flow, dims in pairs for d in dims for axis in flow.axes[d]}
+    summed = _summed(product, flows)
     if not self.positions or not {*self.positions} <= summed - {axis for dim in axes for axis in dim}:
       return axes
     return tuple(
@@ -337,8 +336,7 @@ class _Rewriting:
     product = meeting(eqn)
     if eqn.primitive.name != "gather" and product is None:
       return False
-    pairs = () if product is None else zip(flows, product.summed, strict=False)
-    summed = {axis for flow, dims in pairs if flow.data for d in dims for axis in flow.axes[d]}
+    summed = set[str]() if product is None else _summed(product, flows, of_data=True)
     if _EXAMPLES in results[0].names and not summed & self.batch:
       return True
     return len(self.others) > 1 and any(_EXAMPLES in flow.names for flow in flows)
@@ -417,6 +415,12 @@ def _moved(axes: Axes, moved: set[str], to: int | None = None) -> Axes:
 def _of_new_values(flows: Flows) -> list[Flow]:
   """The flows of other values with the same layouts, as in another call of a program."""
   return [Flow(flow.axes, flow.data, flow.weight) for flow in flows]
+
+
+def _summed(product: Meeting, flows: Flows, *, of_data: bool = False) -> set[str]:
+  """Axes of the dims that a product sums over: of both operands, or of those that depend on the batch."""
+  pairs = zip(flows, product.summed, strict=False)
+  return {axis for flow, dims in pairs if flow.data or not of_data for d in dims for axis in flow.axes[d]}
 
 
 def _shared(eqn: Any, flows: Flows) -> frozenset[str]:

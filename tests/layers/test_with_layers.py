@@ -375,6 +375,10 @@ def test_numpy_arguments_of_layers_stay_numpy():
     ({"layers": "typo.*", "remat": "none"}, "layers='typo.*' matches no module"),
     ({"roll": 1}, "roll=1 is no choice"),
     ({"remat": False}, "remat=False is not a known policy"),
+    ({"remat": "some"}, "remat='some' is not a known policy"),
+    ({"layers": ["blocks.*"]}, "layers=['blocks.*'] is no pattern"),
+    ({"attention": "fused"}, "attention='fused' is not a way to compute attention"),
+    ({"attention": 0}, "attention=0 is not a way to compute attention"),
   ],
 )
 def test_options_that_mean_nothing_are_refused(options, text):
