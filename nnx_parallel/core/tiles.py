@@ -65,8 +65,12 @@ class Grid:
 
   def tiles(self) -> dict[Any, Any]:
     """The number of the block of each dim, for all tiles: rows of a scan."""
-    counts = [-(-self.lengths[name] // size) for name, size in self.blocks.items()]
+    counts = [*map(self.count, self.blocks)]
     return dict(zip(self.blocks, map(jnp.ravel, jnp.indices(counts, dtype=jnp.int32)), strict=True))
+
+  def count(self, name: Any) -> int:
+    """The number of blocks of a dim."""
+    return -(-self.lengths[name] // self.blocks[name])
 
   def fresh(self, tile: Any, labels: Labels, places: Mapping[Any, Any], other: float = 0.0) -> Any:
     """A tile with another number in place of what an earlier tile has too."""
@@ -261,7 +265,8 @@ def gradients(
 ) -> list[Any]:
   """The cotangents of arrays of which a program reads tiles, summed over all tiles in float32.
 
-  An array of which every tile reads another part is not summed over tiles, and keeps its dtype.
+  Tiles are visited in nested loops over the blocks, outermost those that most of the arrays have. The sum of
+  an array that has them is held in float32 for one block at a time.
 
   Args:
     part: `(places, tiles of others, *tiles of inputs) -> tiles of results`.
@@ -271,23 +276,38 @@ def gradients(
     grid: of the tiles.
   """
 
-  def body(total: list[Any], places: Any) -> tuple[list[Any], None]:
-    fixed = [grid.take(x, labels, places) for x, labels in others]
-    _, pull = jax.vjp(lambda *xs: part(places, fixed, *xs), *[grid.take(x, own, places) for x, own in inputs])
-    arriving = [grid.fresh(grid.take(x, labels, places), labels, places) for x, labels in cotangents]
-    found: list[Any] = []
-    for before, gradient, (_, own) in zip(total, pull(arriving), inputs, strict=True):
-      after = grid.take(before, own, places) + gradient.astype(before.dtype)
-      found.append(grid.put(before, after, own, places))
-    return found, None
+  def has(name: Any, labels: Labels) -> bool:
+    return any(name == other for other, _, _ in labels)
 
-  def start(x: Any, labels: Labels) -> Any:
-    apart = {name for name, _, _ in labels} >= {*grid.blocks}
-    return jnp.zeros_like(x, dtype=x.dtype if apart else jnp.promote_types(x.dtype, jnp.float32))
+  def wide(x: Any, names: Sequence[Any], labels: Labels) -> Any:
+    """The array as it is summed over the blocks of the first name: in float32, unless it has them."""
+    summed = bool(names) and not has(names[0], labels)
+    return x.astype(jnp.promote_types(x.dtype, jnp.float32)) if summed else x
 
-  zeros = [start(x, labels) for x, labels in inputs]
-  total, _ = jax.lax.scan(body, zeros, grid.tiles())
-  return [g.astype(x.dtype) for g, (x, _) in zip(total, inputs, strict=True)]
+  def added(totals: Sequence[Any], names: Sequence[Any], places: dict[Any, Any]) -> list[Any]:
+    """The sums after the tiles of all blocks of some names."""
+    if not names:
+      fixed = [grid.take(x, labels, places) for x, labels in others]
+      given = [grid.take(x, own, places) for x, own in inputs]
+      _, pull = jax.vjp(lambda *xs: part(places, fixed, *xs), *given)
+      arriving = [grid.fresh(grid.take(x, labels, places), labels, places) for x, labels in cotangents]
+      return [x + found.astype(x.dtype) for x, found in zip(totals, pull(arriving), strict=True)]
+    name, *rest = names
+    owns = [tuple(label for label in own if label[0] == name) for _, own in inputs]
+
+    def body(totals: list[Any], block: Any) -> tuple[list[Any], None]:
+      at = {**places, name: block}
+      tiles = [grid.take(x, own, at) for x, own in zip(totals, owns, strict=True)]
+      tiles = [wide(x, rest, own) for x, (_, own) in zip(tiles, inputs, strict=True)]
+      found = added(tiles, rest, at)
+      triples = zip(totals, found, owns, strict=True)
+      return [grid.put(x, new.astype(x.dtype), own, at) for x, new, own in triples], None
+
+    return jax.lax.scan(body, [*totals], jnp.arange(grid.count(name), dtype=jnp.int32))[0]
+
+  names = sorted(grid.blocks, key=lambda name: -sum(has(name, own) for _, own in inputs))
+  found = added([jnp.zeros_like(wide(x, names, own)) for x, own in inputs], names, {})
+  return [g.astype(x.dtype) for g, (x, _) in zip(found, inputs, strict=True)]
 
 
 def tied(xs: Sequence[Any]) -> list[Any]:

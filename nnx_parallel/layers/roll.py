@@ -23,7 +23,16 @@ import jax
 import jax.numpy as jnp
 from jax.extend import core
 
-from nnx_parallel.core.jaxprs import among, called, constants, forwarded, identity, opened, placed
+from nnx_parallel.core.jaxprs import (
+  among,
+  called,
+  constants,
+  forwarded,
+  identity,
+  is_inexact,
+  opened,
+  placed,
+)
 from nnx_parallel.layers.mark import is_marked, layer_of
 
 MAX_PERIOD = 4
@@ -144,8 +153,9 @@ class Rolled:
         calls = {m for unit in chain.units for m in unit}
         between = range(n, max(calls))
         evaluate([m for m in between if m not in calls and not chain.tainted & {*self.eqns[m].outvars}])
-        values.update(self._run(chain, read, in_unit, around))
+        found = self._run(chain, read, in_unit, around)
         done |= calls
+        values.update(self._tied(found, values, done) if chain.scan else found)
       evaluate([n])
     return [read(var) for var in self.body.outvars]
 
@@ -260,6 +270,24 @@ class Rolled:
       found |= {var: stacks[place][number] for var, place in unit.items() if place in stacks and var in used}
     return found
 
+  def _tied(self, found: dict[Any, Any], values: dict[Any, Any], done: Collection[int]) -> dict[Any, Any]:
+    """The results of a chain, and what single operations read after it, with gradients that are tied.
+
+    So the gradients of a head are complete before the backward pass of the layers starts. A compiler that
+    computes them after it keeps the gradient of all logits meanwhile.
+    """
+    apart = {n for chain in self.chains.values() for unit in chain.units for n in unit} | {*done}
+    reads = {
+      self._seen(var)
+      for n, eqn in enumerate(self.eqns)
+      if n not in apart
+      for var in eqn.invars
+      if _is_var(var)
+    }
+    later = {var: x for var, x in values.items() if var in reads}
+    tied = {var: x for var, x in {**later, **found}.items() if is_inexact(var.aval)}
+    return {**found, **dict(zip(tied, _tied_gradients(*tied.values()), strict=True))}
+
   def _used(self, calls: Collection[int]) -> set[Any]:
     """The variables that are read outside of these calls."""
     readers = [eqn.invars for n, eqn in enumerate(self.eqns) if n not in calls]
@@ -275,6 +303,23 @@ class Rolled:
       return None
     dtype = uses[0].params["new_dtype"]
     return dtype if dtype.itemsize < var.aval.dtype.itemsize else None
+
+
+@jax.custom_jvp
+def _tied_gradients(*xs: Any) -> tuple[Any, ...]:
+  """The arrays; none of their gradients is used before all of them are computed."""
+  return xs
+
+
+def _tangents(xs: tuple[Any, ...], tangents: tuple[Any, ...]) -> tuple[Any, Any]:
+  is_zero = [isinstance(x, jax.custom_derivatives.SymbolicZero) for x in tangents]
+  tied = iter(
+    jax.lax.optimization_barrier([x for x, zero in zip(tangents, is_zero, strict=True) if not zero])
+  )
+  return xs, tuple(x if zero else next(tied) for x, zero in zip(tangents, is_zero, strict=True))
+
+
+_tied_gradients.defjvp(_tangents, symbolic_zeros=True)
 
 
 def _calls(chain: Chain) -> int:
