@@ -509,3 +509,17 @@ def test_arrays_of_one_rank_may_have_dims_of_length_1_in_elementwise_operations(
   program = jax.make_jaxpr(lambda x: x - x.max(1, keepdims=True))(jnp.ones((2, 3))).jaxpr
   shapes = {v.aval.shape for eqn in program.eqns if eqn.primitive.name == "sub" for v in eqn.invars}
   assert shapes == {(2, 3), (2, 1)}
+
+
+def test_a_splash_kernel_of_a_traced_mask_holds_a_flag_that_can_be_replaced():
+  """In a trace the flag is an array, which the kernel reads as a bool."""
+  from jax.experimental.pallas.ops.tpu import splash_attention
+
+  def run(mask, x):
+    kernel = splash_attention.make_splash_mqa_single_device(mask[None], interpret=True)
+    assert isinstance(kernel.fwd_mask_info.is_dynamic_mask, jax.core.Tracer)
+    kernel.fwd_mask_info = kernel.fwd_mask_info._replace(is_dynamic_mask=True)
+    return kernel(x[None], x, x)[0]
+
+  x = jnp.ones((128, 128))
+  np.testing.assert_allclose(jax.jit(run)(jnp.tri(128, dtype=bool), x), x)

@@ -38,9 +38,9 @@ def positive(text: str) -> int:
   return number
 
 
-def blocks(text: str) -> Literal["blocks"] | int:
-  """The word, or the length of the blocks, for argparse."""
-  return "blocks" if text == "blocks" else positive(text)
+def attention(text: str) -> Literal["blocks", "fused"] | int:
+  """A word, or the length of the blocks, for argparse."""
+  return text if text == "blocks" or text == "fused" else positive(text)
 
 
 def parse_rules(text: str) -> Rules:
@@ -105,9 +105,9 @@ _ARGUMENTS: dict[str, dict[str, Any]] = {
     "help": "one scan of consecutive equal layers (default: of 4 or more that --remat recomputes)",
   },
   "--attention": {
-    "type": blocks,
-    "metavar": "blocks|N",
-    "help": "compute attention by blocks of queries and keys, or of N of them (default: as written)",
+    "type": attention,
+    "metavar": "blocks|N|fused",
+    "help": "compute attention by blocks of queries and keys, of N, or by a kernel (default: as written)",
   },
   "--loss-parts": {
     "type": positive,

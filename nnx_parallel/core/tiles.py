@@ -15,6 +15,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.extend import core
+from jax.sharding import PartitionSpec
 
 from nnx_parallel.core.flow import meeting, sources
 from nnx_parallel.core.jaxprs import bind, opened, programs, struct
@@ -199,7 +200,12 @@ class Tiles:
       where = struct(eqn.outvars[0].aval).sharding
       return [jax.lax.broadcast_in_dim(numbers, shape, (dim,), out_sharding=where)]
     if name == "broadcast_in_dim":
-      return bind(eqn, inputs, shape=shape)
+      where = eqn.params["sharding"]
+      if where is not None:  # on Explicit axes; a block is not split
+        cut = {dim for key, dim, _ in labels if key in self.grid.blocks}
+        spec = (None if d in cut else entry for d, entry in enumerate(where.spec))
+        where = where.update(spec=PartitionSpec(*spec))
+      return bind(eqn, inputs, shape=shape, sharding=where)
     if name == "reshape":
       return bind(eqn, inputs, new_sizes=shape)
     if name == "slice":

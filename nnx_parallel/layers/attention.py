@@ -47,10 +47,11 @@ from nnx_parallel.core.tiles import (
   tied,
 )
 from nnx_parallel.errors import TrainError
+from nnx_parallel.layers.fused import Kernel, NotFused, fused, kernel_in_use
 from nnx_parallel.layers.mark import is_marked
 
-Attention = Literal["blocks"] | int | None
-"""`"blocks"`, or the length of the blocks; None: as written."""
+Attention = Literal["blocks", "fused"] | int | None
+"""`"blocks"`, or the length of the blocks; `"fused"`: a kernel where there is one; None: as written."""
 BLOCK = 512
 _INNER = (*CALLS, *CHECKPOINTS, "scan", "while", "cond")
 _PLACES = ("broadcast_in_dim", "convert_element_type", "copy", "reshape", "squeeze", "transpose")
@@ -97,24 +98,25 @@ def check_attention(attention: Attention) -> Attention:
   Raises:
     TrainError: it is none.
   """
-  if attention is None or attention == "blocks" or (type(attention) is int and attention > 0):
+  if attention in (None, "blocks", "fused") or (type(attention) is int and attention > 0):
     return attention
   raise TrainError(
     f"attention={attention!r} is not a way to compute attention.",
-    fix='attention="blocks", or the length of the blocks: attention=256; None: as written.',
+    fix='attention="blocks", or the length of the blocks: attention=256; "fused"; None: as written.',
   )
 
 
 def by_blocks(jaxpr: Any, attention: Attention) -> tuple[Any, str]:
-  """The trace of a loss with its attention computed by blocks, and a line that says what was found.
+  """The trace of a loss with its attention by blocks or a kernel, and a line that says what was found.
 
   Raises:
     TrainError: none is found.
   """
-  block = BLOCK if attention == "blocks" else attention
-  found: list[_Softmax] = []
+  block: Any = attention if isinstance(attention, int) else BLOCK
+  kernel = kernel_in_use() if attention == "fused" else None
+  found: list[str | None] = []  # for each, why it has no kernel
   reasons: list[str] = []
-  changed = _changed(jaxpr, block, found, reasons, {})
+  changed = _changed(jaxpr, (block, kernel), found, reasons, {})
   if not found:
     raise TrainError(
       f"attention={attention!r} finds no attention in the loss.",
@@ -122,13 +124,23 @@ def by_blocks(jaxpr: Any, attention: Attention) -> tuple[Any, str]:
       fix="softmax(q k^T) v with dropout off, in jax.numpy, jax.nn.dot_product_attention or"
       " nnx.dot_product_attention; or leave attention out.",
     )
-  return changed, f"attention by blocks of {block}: {len(found)} found"
+  if attention != "fused":
+    return changed, f"attention by blocks of {block}: {len(found)} found"
+  if kernel is None:
+    return changed, f"attention by blocks of {block}: {len(found)} found; no fused kernel for this platform"
+  why = "; ".join(dict.fromkeys(reason for reason in found if reason is not None))
+  line = f"attention by the fused kernel: {found.count(None)} of {len(found)} found"
+  return changed, f"{line}; by blocks of {block}: {why}" if why else line
 
 
 def _changed(
-  jaxpr: Any, block: Any, found: list[_Softmax], reasons: list[str], layers: dict[Any, tuple[Any, Any]]
+  jaxpr: Any,
+  way: tuple[int, Kernel | None],
+  found: list[str | None],
+  reasons: list[str],
+  layers: dict[Any, tuple[Any, Any]],
 ) -> Any:
-  """The program with its attention in blocks. Equal layers get one program, which is made once."""
+  """The program with its attention computed another way. Equal layers get one program, which is made once."""
   before = len(found)
   flat: Any = flattened(jaxpr, is_opened)
   body = flat.jaxpr
@@ -137,23 +149,23 @@ def _changed(
     if eqn.primitive.name == "exp":
       for match in _attentions(body, eqn, reasons):
         try:
-          new = _blocked(body, match, block)
+          new, why = _replaced(body, match, *way)
         except _NotAttention as problem:
           reasons.append(str(problem))
           continue
-        found.append(match)
+        found.append(why)
         if new is not None:
           eqns[id(match.product)] = new
     elif is_marked(eqn):
       layer, start = identity(called(eqn)), len(found)
       if layer not in layers:
-        changed = _changed(called(eqn), block, found, reasons, layers)
+        changed = _changed(called(eqn), way, found, reasons, layers)
         layers[layer] = changed, found[start:]
       else:
         found += layers[layer][1]
       eqns[id(eqn)] = eqn.replace(params=eqn.params | {"jaxpr": layers[layer][0]})
     elif eqn.primitive.name in _INNER:
-      inside = {key: _inner(value, block, found, reasons, layers) for key, value in eqn.params.items()}
+      inside = {key: _inner(value, way, found, reasons, layers) for key, value in eqn.params.items()}
       eqns[id(eqn)] = eqn.replace(params=inside)
   if len(found) == before:
     return jaxpr
@@ -316,6 +328,20 @@ def _placed(
   ):
     return None
   return pushed(product, side, labels, lengths)
+
+
+def _replaced(body: Any, match: _Softmax, block: int, kernel: Kernel | None) -> tuple[Any, str | None]:
+  """The operation that computes an attention, or None for as written; and why it is no kernel, or None.
+
+  Raises:
+    _NotAttention: it is none, or cannot be computed by blocks.
+  """
+  if kernel is None:
+    return _blocked(body, match, block), ""
+  try:
+    return fused(body, match, kernel), None
+  except NotFused as problem:
+    return _blocked(body, match, block), f"softmax of {match.exp.outvars[0].aval.str_short()}: {problem}"
 
 
 def _blocked(body: Any, match: _Softmax, block: int) -> Any:

@@ -123,7 +123,7 @@ class LayerOptions:
     remat: what each layer keeps for the backward pass.
     roll: whether consecutive equal layers become one scan.
     pattern: dotted paths of the layers, with `*` for any part; None: see `find_layers`.
-    attention: `"blocks"` or their length; None: as written.
+    attention: `"blocks"` or their length, `"fused"`; None: as written.
     loss_parts: in how many parts of its columns the head is computed, with the loss; None: as written.
 
   Raises:
@@ -229,7 +229,9 @@ def with_layers(
     layers: dotted paths of the layers, with `*` for any part, such as `"decoder.blocks.*"`. None: modules of
       one class and structure beside each other, in a list or as attributes that end in numbers.
     attention: `"blocks"` computes every attention of the model by blocks of its queries and keys (of 512, or
-      of the number given), so that no array of their product exists. None: as written.
+      of the number given), so that no array of their product exists. `"fused"`: by the fused kernel of the
+      chip where JAX has one that computes it (TPUs; a mask may not differ between examples or heads), else
+      by blocks; `step.layers` says which, and why. None: as written.
     loss_parts: compute the head and the loss by this many parts of the vocabulary, so that the logits of all
       tokens never exist at once. Sums over the vocabulary are sums over the logits themselves: where these
       are several hundreds, an entropy loses digits. None: as written.

@@ -122,6 +122,11 @@ def mapped_axes(axes: tuple[str, ...]) -> contextlib.AbstractContextManager[None
   return _MAPPED(axes)
 
 
+def scope_in_use() -> Scope | None:
+  """The innermost scope, or None."""
+  return _SCOPE.value
+
+
 def rules_in_scope() -> LogicalRules | None:
   """The rules of the innermost `use_rules` or `plan.scope()`, or None."""
   return None if _SCOPE.value is None else _SCOPE.value.rules

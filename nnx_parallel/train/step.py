@@ -323,7 +323,8 @@ def train_step(
     layers: dotted paths of the layers, with `*` for any part, such as `"decoder.blocks.*"`. None: modules of
       one class and structure beside each other, in a list or as attributes that end in numbers.
     attention: `"blocks"` computes every attention of the model by blocks of its queries and keys (of 512, or
-      of the number given), so that no array of their product exists. None: as written.
+      of the number given), so that no array of their product exists; `"fused"`: by the chip's fused kernel
+      where there is one. None: as written. See `with_layers`.
     loss_parts: compute the head and the loss of each token in this many parts of the head's columns (the
       vocabulary), so that the logits never exist at once. None: as written.
     outputs: names of metrics that are arrays with the examples on dim 0, returned as they are.

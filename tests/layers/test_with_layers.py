@@ -377,7 +377,7 @@ def test_numpy_arguments_of_layers_stay_numpy():
     ({"remat": False}, "remat=False is not a known policy"),
     ({"remat": "some"}, "remat='some' is not a known policy"),
     ({"layers": ["blocks.*"]}, "layers=['blocks.*'] is no pattern"),
-    ({"attention": "fused"}, "attention='fused' is not a way to compute attention"),
+    ({"attention": "block"}, "attention='block' is not a way to compute attention"),
     ({"attention": 0}, "attention=0 is not a way to compute attention"),
   ],
 )

@@ -1,0 +1,397 @@
+"""Computes an attention that was found in a trace by the fused kernel that JAX has for a chip.
+
+The kernel computes softmax(scale * q k^T) v for one head, with a soft cap and a mask of queries by keys; it
+is mapped over the batch and the heads, and placed on the mesh by `jax.shard_map`: a kernel is a program of
+one device. An attention of another form is computed by blocks.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.extend import core
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+from nnx_parallel.core.flow import meeting
+from nnx_parallel.core.jaxprs import bind, call_equation, is_inexact, struct
+from nnx_parallel.core.tiles import Grid, Tiles, described
+from nnx_parallel.layout.batch import batch_axes
+from nnx_parallel.layout.constrain import scope_in_use
+from nnx_parallel.rules.ruleset import RuleSet
+
+Kernel = Callable[..., Any]
+"""`(query [rows, features], key [columns, features], value [columns, out], mask, cap) -> [rows, out]`.
+
+The mask is `[rows, columns]`, true where a product is kept, or None.
+"""
+_SAME = ("convert_element_type", "copy", "stop_gradient")
+_LANES = 128
+_BLOCKS = (512, 256, 128)
+
+
+class NotFused(Exception):
+  """Why an attention has no fused kernel."""
+
+
+def splash_attention(
+  query: Any, key: Any, value: Any, mask: Any, cap: float | None, *, interpret: bool = False
+) -> Any:
+  """The kernel of TPUs (`jax.experimental.pallas.ops.tpu.splash_attention`).
+
+  Raises:
+    NotFused: it has no blocks for these lengths.
+  """
+  from jax.experimental.pallas.ops.tpu import splash_attention as splash  # Pallas takes 0.3 s to import
+
+  rows, columns = query.shape[0], key.shape[0]
+  q, kv = (next((block for block in _BLOCKS if n % block == 0), 0) for n in (rows, columns))
+  if not q or not kv:
+    raise NotFused(f"{rows} queries and {columns} keys are not multiples of {_LANES}")
+  sizes = splash.BlockSizes(
+    block_q=q, block_kv=kv, block_kv_compute=kv, block_q_dkv=q, block_kv_dkv=kv, block_kv_dkv_compute=kv,
+    block_q_dq=q, block_kv_dq=kv,
+  )  # fmt: skip
+  known: Any = splash.MultiHeadMask([splash.FullMask((rows, columns))]) if mask is None else mask[None]
+  kernel = splash.make_splash_mqa_single_device(
+    known, block_sizes=sizes, attn_logits_soft_cap=cap, interpret=interpret
+  )
+  if mask is not None:  # in a trace, the flag has become an array of it
+    kernel.fwd_mask_info = kernel.fwd_mask_info._replace(is_dynamic_mask=True)
+
+  def padded(x: Any) -> Any:
+    return jnp.pad(x, ((0, 0), (0, -x.shape[1] % _LANES)))
+
+  found: Any = kernel(padded(query)[None], padded(key), padded(value))
+  return found[0, :, : value.shape[1]]
+
+
+KERNELS: dict[str, Kernel] = {"tpu": splash_attention}
+"""The kernel of each platform that has one that can be compiled for a machine that is not here.
+
+The GPU's, cuDNN's, can only be lowered where its library is.
+"""
+
+
+@dataclasses.dataclass(frozen=True)
+class _Form:
+  """The operands of softmax(scale * query key^T + mask) value.
+
+  Attributes:
+    query, key, value: variables of the trace.
+    orders: for each, its dims: those of the batch, others of the query, then length and features.
+    shared: how many dims are of the batch, heads included.
+    scale: of the products.
+    cap: `cap * tanh(x / cap)` of the scaled products, or None.
+    masks: booleans with the dims of the scores; whether a product is kept where they are true.
+    fill: what products that are not kept become.
+    order: the dims of the result, in terms of the dims of the kernels' results.
+    row, column: the dims of the scores that are queries and keys.
+  """
+
+  query: Any
+  key: Any
+  value: Any
+  orders: tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]
+  shared: int
+  scale: float
+  cap: float | None
+  masks: tuple[tuple[Any, tuple[int, ...], bool], ...]
+  fill: float
+  order: tuple[int, ...]
+  row: int
+  column: int
+
+
+def kernel_in_use() -> Kernel | None:
+  """The kernel for the devices of the mesh in scope, or for the default ones."""
+  scope = scope_in_use()
+  meshes = [None if scope is None else scope.mesh, jax.sharding.get_abstract_mesh()]
+  devices = (mesh.abstract_mesh.abstract_device for mesh in meshes if mesh is not None)
+  device = next((device for device in devices if device is not None), None)
+  return KERNELS.get(jax.default_backend() if device is None else device.platform)
+
+
+def fused(body: Any, match: Any, kernel: Kernel) -> Any:
+  """The operation that computes an attention by a kernel.
+
+  Args:
+    body: the program.
+    match: the softmax.
+    kernel: of the platform.
+
+  Raises:
+    NotFused: it has not the form that the kernel computes.
+  """
+  form = _form(body, match)
+  masks, leaves = _mask(body, match, form)
+  inputs = [form.query, form.key, form.value, *leaves]
+  out = match.product.outvars[0]
+
+  def attention_by_kernel(*arrays: Any) -> list[Any]:
+    query, key, value = (x.transpose(order) for x, order in zip(arrays[:3], form.orders, strict=True))
+    query = query * jnp.asarray(form.scale, query.dtype)
+    mask, some = masks(arrays[3:])
+    found = _placed(form, kernel, query, key, value, mask)
+    if some is not None:  # a row that keeps nothing
+      none = (
+        value.mean(-2, keepdims=True)
+        if math.isfinite(form.fill)
+        else jnp.full_like(value[..., :1, :], jnp.nan)
+      )
+      none = none.reshape(*none.shape[: form.shared], *[1] * (found.ndim - none.ndim), *none.shape[-2:])
+      found = jnp.where(some[:, None], found, none)
+    found = found.transpose(form.order).astype(out.aval.dtype)
+    where = struct(out.aval).sharding
+    return [found if where is None else jax.sharding.reshard(found, where)]
+
+  return call_equation(attention_by_kernel, inputs, match.product.outvars, match.product)
+
+
+def _form(body: Any, match: Any) -> _Form:
+  made = {out: eqn for eqn in body.eqns for out in eqn.outvars}
+  if match.zeros_too or len(match.summed) != 1:
+    raise NotFused("its weights are masked after the softmax, or summed over several dims")
+  (column,) = match.summed
+
+  # From the softmax back to the product of queries and keys; a dim of the scores is `dims[i]` of `var`.
+  var, dims = match.largest.invars[0], tuple(range(len(match.exp.outvars[0].aval.shape)))
+  factor, cap = 1.0, None
+  masks: list[tuple[Any, tuple[int, ...], bool]] = []
+  fills: list[float] = []
+  while (eqn := made.get(var)) is not None and eqn.primitive.name != "dot_general":
+    name, numbers = eqn.primitive.name, [_number(x, made) for x in eqn.invars]
+    if name == "transpose":
+      dims = tuple(eqn.params["permutation"][d] for d in dims)
+    elif name == "tanh" and cap is None and factor > 0:
+      cap, factor = factor, 1.0
+    elif name in ("mul", "div") and numbers[1] is not None:
+      factor = factor * numbers[1] if name == "mul" else factor / numbers[1]
+    elif name == "mul" and numbers[0] is not None:
+      factor *= numbers[0]
+      eqn = eqn.replace(invars=eqn.invars[::-1])
+    elif name == "select_n" and len(numbers) == 3 and cap is None and any(map(_is_fill, numbers[1:])):
+      kept = 0 if _is_fill(numbers[2]) else 1
+      masks.append((eqn.invars[0], dims, bool(kept)))
+      fills += [number for number in numbers[1:] if number is not None]
+      eqn = eqn.replace(invars=[eqn.invars[1 + kept]])
+    elif name not in _SAME:
+      raise NotFused(f"its scores go through {described(eqn)}")
+    var = eqn.invars[0]
+  if eqn is None:
+    raise NotFused("no product of queries and keys makes its scores")
+  return _operands(eqn, match, dims, _weights(match, made), column, factor, cap, masks, fills)
+
+
+def _weights(match: Any, made: Mapping[Any, Any]) -> tuple[int, ...]:
+  """The dims of the weights, in terms of those of the scores."""
+  var: Any = match.product.invars[match.side]
+  dims = tuple(range(len(var.aval.shape)))
+  while var is not match.exp.outvars[0]:
+    eqn = made[var]
+    if eqn.primitive.name == "transpose":
+      dims = tuple(eqn.params["permutation"][d] for d in dims)
+    elif eqn.primitive.name == "div":
+      below = eqn.invars[1]
+      while below in made and below is not match.total.outvars[0]:
+        if made[below].primitive.name not in (*_SAME, "broadcast_in_dim", "reshape"):
+          raise NotFused(f"its exponentials are divided by {described(made[below])}")
+        below = made[below].invars[0]
+    elif eqn.primitive.name not in _SAME:
+      raise NotFused(f"its weights go through {described(eqn)}")
+    var = eqn.invars[0]
+  return dims
+
+
+def _operands(
+  dot: Any,
+  match: Any,
+  dims: tuple[int, ...],
+  weights: tuple[int, ...],
+  column: int,
+  factor: float,
+  cap: float | None,
+  masks: Sequence[tuple[Any, tuple[int, ...], bool]],
+  fills: Sequence[float],
+) -> _Form:
+  met: Any = meeting(dot)
+  summed: Any = meeting(match.product)
+  names = {place: name for name, place in enumerate(dims)}  # dim of the product -> dim of the scores
+  sides = [_names(met, side, names) for side in (0, 1)]
+  of_weights, of_values = match.side, 1 - match.side
+  own = {dim: weights[dim] for dim in range(len(weights))}
+  shared = [own[d] for d in summed.shared[of_weights]]
+  free = [own[d] for d in summed.free[of_weights]]
+  key_side = 0 if column in sides[0].values() else 1
+  key, query = sides[key_side], sides[1 - key_side]
+  batch = [names[place] for place in range(len(met.shared[0]))]
+  others = [name for name in query.values() if name != _FEATURES and name not in batch]
+  is_plain = (
+    [own[d] for d in summed.summed[of_weights]] == [column]
+    and sorted(shared) == sorted(batch)
+    and sorted(free) == sorted(others)
+    and sorted(key.values()) == sorted([*batch, column, _FEATURES])
+    and [*query.values()].count(_FEATURES) == 1
+    and len(summed.free[of_values]) == 1
+    and met.places is None is summed.places
+  )
+  if not is_plain:
+    raise NotFused(f"{described(dot)} and {described(match.product)} pair other dims")
+  sizes = match.exp.outvars[0].aval.shape
+  row = max(others, key=sizes.__getitem__)
+  groups = [name for name in others if name != row]
+  value = dict(zip(summed.shared[of_values], shared, strict=True))
+  value |= {summed.summed[of_values][0]: column, summed.free[of_values][0]: _FEATURES}
+  inner = [*batch, *groups, row, _FEATURES]
+  order = (shared, free, [_FEATURES]) if of_weights == 0 else (shared, [_FEATURES], free)
+  return _Form(
+    query=dot.invars[1 - key_side],
+    key=dot.invars[key_side],
+    value=match.product.invars[of_values],
+    orders=(
+      _order(query, inner),
+      _order(key, [*batch, column, _FEATURES]),
+      _order(value, [*batch, column, _FEATURES]),
+    ),
+    shared=len(batch),
+    scale=factor * (cap or 1.0),
+    cap=cap,
+    masks=tuple(masks),
+    fill=min(fills, default=0.0),
+    order=tuple(inner.index(name) for part in order for name in part),
+    row=row,
+    column=column,
+  )
+
+
+_FEATURES = -1
+
+
+def _names(met: Any, side: int, names: Mapping[int, int]) -> dict[int, int]:
+  """The dims of an operand of the product of queries and keys -> those of the scores."""
+  first = len(met.shared[0]) + (len(met.free[0]) if side else 0)
+  found = {dim: names[place] for place, dim in enumerate(met.shared[side])}
+  found |= {dim: names[first + n] for n, dim in enumerate(met.free[side])}
+  return found | dict.fromkeys(met.summed[side], _FEATURES)
+
+
+def _order(dims: Mapping[int, int], wanted: Sequence[int]) -> tuple[int, ...]:
+  found = {name: dim for dim, name in dims.items()}
+  return tuple(found[name] for name in wanted)
+
+
+def _is_fill(number: float | None) -> bool:
+  """Whether a score is as good as minus infinity."""
+  return number is not None and number <= -1e4
+
+
+def _number(var: Any, made: Mapping[Any, Any]) -> float | None:
+  """The one number that a value consists of, if the trace says it."""
+  if isinstance(var, core.Literal):
+    return float(var.val) if jnp.ndim(var.val) == 0 else None
+  eqn = made.get(var)
+  if eqn is None or len(eqn.outvars) != 1:
+    return None
+  if eqn.primitive.name in (*_SAME, "broadcast_in_dim"):
+    return _number(eqn.invars[0], made)
+  numbers = [_number(x, made) for x in eqn.invars]
+  if var.aval.shape or None in numbers or not is_inexact(var.aval):
+    return None
+  with jax.ensure_compile_time_eval():
+    return float(
+      bind(eqn, [jnp.asarray(n, x.aval.dtype) for n, x in zip(numbers, eqn.invars, strict=True)])[0]
+    )
+
+
+def _mask(body: Any, match: Any, form: _Form) -> tuple[Callable[..., tuple[Any, Any]], list[Any]]:
+  """A function of its leaves that gives the mask of queries by keys, and which of its rows keep a key."""
+  sizes = match.exp.outvars[0].aval.shape
+  lengths = {name: size for name, size in enumerate(sizes) if size > 1}
+  grid = Grid(lengths, {name: 1 for name in lengths if name not in (form.row, form.column)})
+  tiles = Tiles(body, grid, lambda _, own: {name for name, _, _ in own} <= {form.row, form.column})
+  ends = [
+    (var, tuple((name, dims[name], 1) for name in sorted(lengths, key=dims.__getitem__)), kept)
+    for var, dims, kept in form.masks
+  ]
+  for var, labels, _ in ends:
+    tiles.need(var, labels)
+  for leaf, labels in tiles.leaves:
+    if not {name for name, _, _ in labels} <= {form.row, form.column}:
+      raise NotFused(f"its mask {leaf.aval.str_short()} differs between examples or heads")
+  leaves = [*tiles.leaves]
+
+  def masks(arrays: Sequence[Any]) -> tuple[Any, Any]:
+    if not ends:
+      return None, None
+    known, places = dict(zip(leaves, arrays, strict=True)), dict.fromkeys(grid.blocks, 0)
+    mask = jnp.ones((sizes[form.row], sizes[form.column]), bool)
+    for var, labels, kept in ends:
+      dims = {name: dim for name, dim, _ in labels}
+      found = tiles.value(var, labels, known, places)
+      found = (
+        found.reshape(mask.shape) if dims[form.row] < dims[form.column] else found.reshape(mask.T.shape).T
+      )
+      mask &= found if kept else ~found
+    some = mask.any(-1)
+    return mask | ~some[:, None], some
+
+  return masks, [var for var, _ in leaves]
+
+
+def _placed(form: _Form, kernel: Kernel, query: Any, key: Any, value: Any, mask: Any) -> Any:
+  """The kernel on each device's examples and heads."""
+
+  def local(query: Any, key: Any, value: Any, *mask: Any) -> Any:
+    run = functools.partial(_run, kernel, form.cap, mask[0] if mask else None)
+    for _ in range(query.ndim - 2 - form.shared):
+      run = jax.vmap(run, in_axes=(0, None, None))
+    for _ in range(form.shared):
+      run = jax.vmap(run)
+    return run(query, key, value)
+
+  masks = () if mask is None else (mask,)
+  mesh = jax.sharding.get_abstract_mesh()
+  free = {axis: mesh.shape[axis] for axis in mesh.axis_names if axis not in mesh.manual_axes}
+  if math.prod(free.values()) == 1:
+    return local(query, key, value, *masks)
+  split = _split(query.shape[:-2], free)
+  specs = [
+    PartitionSpec(*split),
+    *[PartitionSpec(*split[: form.shared])] * 2,
+    *[PartitionSpec()] * len(masks),
+  ]
+  arrays = [query, key, value, *masks]
+  if AxisType.Explicit in mesh.axis_types:
+    arrays = [
+      jax.sharding.reshard(x, NamedSharding(mesh, spec)) for x, spec in zip(arrays, specs, strict=True)
+    ]
+  placed = jax.shard_map(
+    local, in_specs=tuple(specs), out_specs=specs[0], axis_names={*free}, check_vma=False
+  )
+  return placed(*arrays)
+
+
+def _run(kernel: Kernel, cap: float | None, mask: Any, query: Any, key: Any, value: Any) -> Any:
+  return kernel(query, key, value, mask, cap)
+
+
+def _split(sizes: Sequence[int], mesh: Mapping[str, int]) -> list[tuple[str, ...]]:
+  """The mesh axes of each dim: the batch's of the first; the others of the first after it that they divide.
+
+  The compiler moves what is laid out otherwise.
+  """
+  scope = scope_in_use()
+  rules = RuleSet() if scope is None else RuleSet(logical=scope.rules, inputs=scope.inputs)
+  first = batch_axes(rules, mesh) or ()
+  found: list[tuple[str, ...]] = [()] * len(sizes)
+  for axis in [*first, *(axis for axis in mesh if axis not in first)]:
+    for d in [0] if axis in first else range(1, len(sizes)):
+      if sizes[d : d + 1] and sizes[d] % (mesh[axis] * math.prod(mesh[other] for other in found[d])) == 0:
+        found[d] = (*found[d], axis)
+        break
+  return found

@@ -1,0 +1,196 @@
+"""Attention found in a model, computed by the kernel of TPUs; the kernel is interpreted here."""
+
+from __future__ import annotations
+
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import nnx_parallel as nxp
+from benchmarks.plain import decoders
+from nnx_parallel.core.jaxprs import equations
+from nnx_parallel.layers import fused
+
+BATCH, QUERIES, KEYS, HEADS, WIDTH = 2, 128, 256, 4, 8
+RANDOM = np.random.default_rng(0)
+Q, K, V, K2, V2 = (
+  RANDOM.normal(size=(BATCH, length, heads, WIDTH)).astype(np.float32)
+  for length, heads in ((QUERIES, 4), (KEYS, 4), (KEYS, 4), (KEYS, 2), (KEYS, 2))
+)
+
+
+@pytest.fixture(autouse=True)
+def interpreted(monkeypatch):
+  """The kernel of this platform is the interpreted one; the models are as people write them."""
+  kernel = functools.partial(fused.splash_attention, interpret=True)
+  monkeypatch.setitem(fused.KERNELS, "cpu", kernel)
+  with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
+    yield
+
+
+def causal(more=0):
+  return jnp.arange(QUERIES)[:, None] + more >= jnp.arange(KEYS)[None]
+
+
+def attend(q, k, v, change=lambda s: s, softmax=jax.nn.softmax):
+  scores = change(jnp.einsum("bqhd,bkhd->bhqk", q, k) / WIDTH**0.5)
+  return jnp.einsum("bhqk,bkhd->bqhd", softmax(scores), v)
+
+
+def groups(q, k, v):
+  q = q.reshape(BATCH, QUERIES, 2, 2, WIDTH)
+  scores = jnp.where(causal(), jnp.einsum("bqhgd,bkhd->bhgqk", q, k) * 0.3, -1e30)
+  return jnp.einsum("bhgqk,bkhd->bqhgd", jax.nn.softmax(scores), v).reshape(Q.shape)
+
+
+def repeated(q, k, v):
+  return attend(q, *(jnp.repeat(x, 2, axis=2) for x in (k, v)), lambda s: jnp.where(causal(), s, -jnp.inf))
+
+
+def window(s):
+  return jnp.where(causal(9), jnp.where(causal(), -1e9, s), -1e9)
+
+
+def soft_cap(s):
+  return jnp.where(causal(), 3 * jnp.tanh(s / 3), -1e9)
+
+
+def by_hand(s):
+  e = jnp.exp(s - jax.lax.stop_gradient(s.max(-1, keepdims=True)))
+  return e / e.sum(-1, keepdims=True)
+
+
+def learned(scale):
+  return lambda q, k, v: attend(q, k, v, lambda s: s * scale[:, None, None])
+
+
+CASES = {
+  "all keys": (attend, Q, K, V),
+  "causal": (lambda q, k, v: attend(q, k, v, lambda s: jnp.where(causal(), s, -1e9)), Q, K, V),
+  "window": (functools.partial(attend, change=window), Q, K, V),
+  "soft cap": (functools.partial(attend, change=soft_cap, softmax=by_hand), Q, K, V),
+  "row without keys": (lambda q, k, v: attend(q, k, v, lambda s: jnp.where(causal(-1), s, -1e9)), Q, K, V),
+  "groups": (groups, Q, K2, V2),
+  "repeated heads": (repeated, Q, K2, V2),
+  "jax.nn": (functools.partial(jax.nn.dot_product_attention, is_causal=True), Q, K2, V2),
+  "flax": (lambda q, k, v: nnx.dot_product_attention(q, k, v, mask=causal()[None, None]), Q, K, V),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_kernel_equals_the_whole(name):
+  attention, *arrays = CASES[name]
+  model = nnx.Dict({n: nnx.Param(jnp.asarray(x)) for n, x in zip("qkv", arrays, strict=True)})
+
+  def loss(model, factor):
+    return (attention(model["q"][...], model["k"][...], model["v"][...]) * factor).sum()
+
+  factor = RANDOM.normal(size=Q.shape).astype(np.float32)
+  changed = nxp.with_layers(loss, attention="fused")
+  jaxpr = jax.make_jaxpr(changed)(model, factor)
+  assert sum(eqn.primitive.name == "pallas_call" for eqn in equations(jaxpr.jaxpr)) == 1
+  assert max(v.aval.size for eqn in _outside(jaxpr) for v in eqn.outvars) <= max(K.size * 16, QUERIES * KEYS)
+  plain, found = (nnx.jit(nnx.value_and_grad(f))(model, factor) for f in (loss, changed))
+  np.testing.assert_allclose(found[0], plain[0], rtol=1e-5)
+  for key in "qkv":
+    np.testing.assert_allclose(found[1][key][...], plain[1][key][...], rtol=1e-4, atol=1e-5)
+
+
+def _outside(jaxpr):
+  return [eqn for eqn in equations(jaxpr.jaxpr) if eqn.primitive.name == "shard_map"] or jaxpr.eqns
+
+
+PADDING = np.arange(KEYS)[None] < np.array([[256], [150]])
+OTHERS = {
+  "examples": (
+    lambda q, k, v: attend(q, k, v, lambda s: jnp.where(PADDING[:, None, None], s, -1e9)),
+    "differs between examples or heads",
+  ),
+  "bias": (lambda q, k, v: attend(q, k, v, lambda s: s + causal() * -1e9), "its scores go through add"),
+  "scales": (learned(jnp.ones(HEADS)), "its scores go through mul"),
+  "length": (lambda q, k, v: attend(q[:, :100], k, v), "100 queries and 256 keys are not multiples of 128"),
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_another_form_goes_by_blocks(name):
+  attention, reason = OTHERS[name]
+  model = decoder()
+
+  def loss(model, batch):
+    return attention(Q, K, V).sum() * model.norm.scale[0] + decoders.loss(model, batch)
+
+  step = nxp.train_step(loss, attention="fused")
+  batch = np.ones((4, 129), np.int32)
+  found = step(model, nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param), batch)
+  model = decoder()
+  plain = nxp.train_step(loss)(model, nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param), batch)
+  np.testing.assert_allclose(found["loss"], plain["loss"], rtol=1e-5)
+  assert reason in str(step.layers)
+  assert "attention by the fused kernel: 2 of 3 found" in str(step.layers)
+
+
+CONFIG = decoders.Config(vocab=64, width=32, heads=4, kv_heads=2, head_dim=8, hidden=32, depth=2)
+
+
+def decoder():
+  return decoders.Decoder(CONFIG, nnx.Rngs(0))
+
+
+@pytest.mark.parametrize(
+  ("kind", "sizes", "options"),
+  [
+    ("Auto", {"data": 2, "fsdp": 2, "tensor": 2}, {"remat": "full", "roll": True}),
+    ("Auto", {"data": 2, "tensor": 4}, {"microbatches": 2}),
+    ("Auto", {"data": 8}, {}),
+  ],
+)
+def test_a_step_on_a_mesh(kind, sizes, options):
+  tokens = RANDOM.integers(0, 64, (8, 129)).astype(np.int32)
+  model = decoder()
+  plain, optimizer = nxp.train_step(decoders.loss), nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param)
+  expected = [plain(model, optimizer, tokens)["loss"] for _ in range(2)]
+  mesh = nxp.make_mesh(**sizes, explicit=kind == "Explicit")
+  rules = nxp.LogicalRules(batch=tuple(axis for axis in ("data", "fsdp") if axis in sizes))
+  fallback = nxp.fsdp(min_size=0) if "fsdp" in sizes else nxp.replicate()
+  plan = nxp.plan(decoder, mesh, [rules, fallback], optimizer=optax.sgd(0.1))
+  model, optimizer = nxp.create_sharded_model(plan)
+  step = nxp.train_step(decoders.loss, attention="fused", **options)
+  batch = nxp.shard_batch(tokens, plan)
+  found = [step(model, optimizer, batch)["loss"] for _ in range(2)]
+  np.testing.assert_allclose(found, expected, rtol=1e-5)
+  assert "attention by the fused kernel: 2 of 2 found" in str(step.layers)
+
+
+@pytest.mark.parametrize("kind", ["Auto", "Explicit"])
+def test_heads_and_examples_stay_split(kind):
+  """Each device computes its own heads of its own examples."""
+  mesh = jax.make_mesh((2, 4), ("data", "tensor"), axis_types=(getattr(jax.sharding.AxisType, kind),) * 2)
+  where = jax.NamedSharding(mesh, jax.P("data", None, "tensor"))
+  arrays = [jax.device_put(x, where) for x in (Q, K, V)]
+
+  def loss(arrays, factor):
+    return (attend(*arrays, lambda s: jnp.where(causal(), s, -1e9)) * factor).sum()
+
+  changed = nxp.with_layers(loss, attention="fused")
+  with jax.set_mesh(mesh):
+    program = jax.jit(jax.value_and_grad(changed)).lower(arrays, 1.0).compile()
+    plain, found = (jax.jit(jax.value_and_grad(f))(arrays, 1.0) for f in (loss, changed))
+  assert set(re.findall(r" (all-\w+|collective-permute)(?:-start)?\(", program.as_text())) == {"all-reduce"}
+  for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(plain), strict=True):
+    np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
+    assert a.sharding.is_equivalent_to(b.sharding, a.ndim)
+
+
+def test_without_a_kernel_it_goes_by_blocks(monkeypatch):
+  monkeypatch.delitem(fused.KERNELS, "cpu")
+  model = decoder()
+  step = nxp.train_step(decoders.loss, attention="fused")
+  step(model, nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param), np.ones((4, 129), np.int32))
+  assert "by blocks of 512: 2 found; no fused kernel for this platform" in str(step.layers)
