@@ -97,12 +97,14 @@ MODELS: dict[str, dict[str, Any]] = {
   "plain, blocks": {"attention": "blocks"},
   "plain, blocks and parts": {"attention": "blocks", "loss_parts": 8},
 }
+FUSED = "plain, fused"  # of TPUs
+MODELS[FUSED] = {"attention": "fused"}
 TPU, GPU = "tpu:v5e:4x4", "gpu:h100:2x8"
 CASES = (
   *(Case(model, depth) for depth in (4, 32) for model in MODELS),
   *(Case(model, 16) for model in ("plain", "plain, blocks")),
   *(Case(model, 32, (8, 2)) for model in MODELS),
-  *(Case(model, 32, sizes, GPU) for sizes in ((16, 1), (8, 2)) for model in MODELS),
+  *(Case(model, 32, sizes, GPU) for sizes in ((16, 1), (8, 2)) for model in MODELS if model != FUSED),
 )
 TITLE = (
   "An ordinary 8B decoder, unedited, compiled for machines that are not here, beside one written for them"
@@ -111,7 +113,7 @@ NOTES = [
   "Plain: `benchmarks/plain/decoders.py`, a loop over an `nnx.List` with no annotation, laid out by the four"
   " path rules of `benchmarks/plain_8b.py` and trained by"
   ' `nxp.train_step(loss, remat="full", roll=True)`; with blocks also by `attention="blocks"`, with parts'
-  " also by `loss_parts=8`. By hand: `benchmarks/llama.py`, whose attention goes by blocks of queries; whole"
+  ' also by `loss_parts=8`; fused by `attention="fused"`. By hand: `benchmarks/llama.py`, whose attention goes by blocks of queries; whole'
   " attention is the same model without blocks.",
   "Batches of 16 sequences of 4096 tokens, AdamW, float32 state, bfloat16 compute."
   " Sent: by each device in one step with ring algorithms (`Collective.sent_bytes`), in which an all-reduce"
