@@ -113,8 +113,9 @@ NOTES = [
   "Plain: `benchmarks/plain/decoders.py`, a loop over an `nnx.List` with no annotation, laid out by the four"
   " path rules of `benchmarks/plain_8b.py` and trained by"
   ' `nxp.train_step(loss, remat="full", roll=True)`; with blocks also by `attention="blocks"`, with parts'
-  ' also by `loss_parts=8`; fused by `attention="fused"`. By hand: `benchmarks/llama.py`, whose attention goes by blocks of queries; whole'
-  " attention is the same model without blocks.",
+  ' also by `loss_parts=8`; fused by `attention="fused"`. By hand:'
+  " `benchmarks/llama.py`, whose attention goes by blocks of queries; whole attention is the same model"
+  " without blocks.",
   "Batches of 16 sequences of 4096 tokens, AdamW, float32 state, bfloat16 compute."
   " Sent: by each device in one step with ring algorithms (`Collective.sent_bytes`), in which an all-reduce"
   " sends its payload twice.",
