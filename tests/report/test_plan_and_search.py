@@ -208,6 +208,26 @@ def test_layers_are_named_by_their_paths():
   assert 'remat="full", layers="part_?")' in found.code()
 
 
+def test_search_takes_every_second_layer_too():
+  config = decoders.Config(vocab=512, width=128, heads=8, kv_heads=4, head_dim=16, hidden=256, depth=4)
+  search_for = functools.partial(
+    search,
+    lambda: decoders.Decoder(config, nnx.Rngs(0)),
+    decoders.loss,
+    "tpu:v5e:2x2",
+    batch=jax.ShapeDtypeStruct((16, 65), jnp.int32),
+    rules=[nxp.LogicalRules(batch="fsdp"), nxp.fsdp()],
+    max_microbatches=1,
+  )
+  found = search_for(remat=("full", nxp.Remat("full", every=2)))
+  assert {str(candidate.remat) for candidate in found.fitting} == {"full", "full in every 2. layer"}
+  half = next(candidate for candidate in found.fitting if candidate.remat != "full")
+  full = next(c for c in found.fitting if c.sizes == half.sizes and c.remat == "full")
+  assert half.time.compute < full.time.compute
+  with pytest.raises(nxp.errors.ReportError, match="has no name to print"):
+    search_for(remat=jax.checkpoint_policies.dots_saveable)
+
+
 def test_a_plain_model_without_remat_is_within_the_band():
   """What its products read is in memory, and kept: weights of attention, the products of gates."""
   config = decoders.Config(vocab=512, width=128, heads=8, kv_heads=4, head_dim=16, hidden=256, depth=2)

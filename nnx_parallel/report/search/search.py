@@ -21,7 +21,7 @@ from flax import nnx
 from nnx_parallel.core.mesh import abstract_mesh
 from nnx_parallel.core.text import format_bytes
 from nnx_parallel.errors import ReportError
-from nnx_parallel.layers.layers import MARK_LAYERS, RematName
+from nnx_parallel.layers.layers import MARK_LAYERS, Remat, RematName
 from nnx_parallel.layout.plan import plan as make_plan
 from nnx_parallel.report.compile_report import CompileReport, compile_report
 from nnx_parallel.report.estimate.memory import ERROR_BAND, memory_categories
@@ -60,7 +60,7 @@ class Candidate:
 
   sizes: Mapping[str, int]
   microbatches: int
-  remat: RematName
+  remat: RematName | Remat
   zero: int
   offload: bool
   changes: Mapping[str, tuple[str, ...]]
@@ -192,7 +192,7 @@ def search(
   batch: Any,
   rules: Rules,
   optimizer: optax.GradientTransformation | None = None,
-  remat: RematName | Sequence[RematName] = ("none", "dots", "full"),
+  remat: RematName | Remat | Sequence[RematName | Remat] = ("none", "dots", "full"),
   layers: str | None = None,
   zero: int | Sequence[int] = (0, 1, 2),
   offload: bool | Sequence[bool] = (False, True),
@@ -209,8 +209,8 @@ def search(
     rules: as for `plan`; the axes that they name are the axes searched over. Where they replicate `sequence`
       or `expert` (see `search/space.py`), splitting it is tried too.
     optimizer: its state is counted.
-    remat: the policy, or those to try; see `with_layers`. Where the loss has no layers that they apply to, it
-      is run as written, with a line in `notes`.
+    remat: the word or `Remat` of one, or those to try; see `with_layers`. Where the loss has no layers that
+      they apply to, it is run as written, with a line in `notes`.
     layers: dotted paths of the layers, with `*` for any part; as in `train_step`.
     zero: the ZeRO stage, or those to try, where they split something further; see `plan`. Stage 3 is an
       `fsdp` axis of the rules.
@@ -247,7 +247,12 @@ def search(
       f"max_microbatches={max_microbatches} leaves nothing to try: a batch is run in one part at least.",
       fix="max_microbatches=1 for whole batches only.",
     )
-  remats: tuple[RematName, ...] = (remat,) if isinstance(remat, str) else tuple(remat)
+  remats = (remat,) if isinstance(remat, str | Remat) or callable(remat) else tuple(remat)
+  unnamed = [known for known in remats if callable(known.policy if isinstance(known, Remat) else known)]
+  if unnamed:
+    raise ReportError(
+      f"remat={unnamed[0]!r} has no name to print.", fix='remat=("none", "full", nxp.Remat("full", every=2))'
+    )
   stages = (zero,) if isinstance(zero, int) else tuple(zero)
   places = (offload,) if isinstance(offload, bool) else tuple(offload)
   strange = [stage for stage in stages if stage not in (0, 1, 2)]
@@ -304,7 +309,7 @@ def _candidates(
   parts = math.prod(sizes.get(axis, 1) for axis in variant.work.batch_axes)
   examples = min((x.shape[0] for x in jax.tree.leaves(batch) if x.shape), default=1)
   counts = [2**n for n in range(most.bit_length()) if 2**n <= most and examples % (parts * 2**n) == 0]
-  least: dict[tuple[RematName, bool, int], float] = {}
+  least: dict[tuple[RematName | Remat, bool, int], float] = {}
   for (remat, traced), stage, offloaded in itertools.product(
     variant.workloads.items(), sorted(stages), offload
   ):
@@ -421,7 +426,7 @@ def _row(candidate: Candidate) -> dict[str, Any]:
   return {
     "mesh": dict(candidate.sizes),
     "microbatches": candidate.microbatches,
-    "remat": candidate.remat,
+    "remat": str(candidate.remat),
     "zero": candidate.zero,
     "offload": candidate.offload,
     "rules": {name: list(axes) for name, axes in candidate.changes.items()},

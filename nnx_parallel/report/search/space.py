@@ -14,7 +14,7 @@ import jax
 from nnx_parallel.core.axes import axes_of
 from nnx_parallel.core.mesh import abstract_mesh
 from nnx_parallel.errors import ReportError
-from nnx_parallel.layers.layers import RematName
+from nnx_parallel.layers.layers import Remat, RematName
 from nnx_parallel.layout.plan import ShardingPlan
 from nnx_parallel.layout.plan import plan as make_plan
 from nnx_parallel.report.estimate.workload import Workload, finds_layers, trace_workload
@@ -45,7 +45,7 @@ class RuleVariant:
   changes: Changes
   axes: tuple[str, ...]
   idle: tuple[str, ...]
-  workloads: Mapping[RematName, Workload]
+  workloads: Mapping[RematName | Remat, Workload]
   limits: Mapping[tuple[int, tuple[str, ...]], str]
   needed: frozenset[str]
   names: frozenset[str]
@@ -73,7 +73,7 @@ def rule_variants(
   rules: Rules,
   optimizer: Any,
   batch: Any,
-  remats: Sequence[RematName],
+  remats: Sequence[RematName | Remat],
   layers: str | None = None,
 ) -> list[RuleVariant]:
   """The user's rules first, then variants of them with sequences and experts split.
@@ -147,7 +147,7 @@ def _space(
   optimizer: Any,
   batch: Any,
   layers: str | None,
-  remats: Sequence[RematName],
+  remats: Sequence[RematName | Remat],
   changes: Changes,
 ) -> RuleVariant:
   changed = ruleset.replace(changes) if changes else ruleset
@@ -157,7 +157,7 @@ def _space(
   probe = make_plan(init, mesh, changed, optimizer=optimizer, uneven="replicate")
   if not {"as written", "none"}.issuperset(remats) and not finds_layers(probe, loss, batch, layers):
     remats = ("as written",)
-  workloads: dict[RematName, Workload] = {
+  workloads: dict[RematName | Remat, Workload] = {
     remat: trace_workload(probe, loss, batch, remat=remat, layers=layers) for remat in dict.fromkeys(remats)
   }
   work = next(iter(workloads.values()))

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from nnx_parallel.core.text import format_bytes, format_seconds
+from nnx_parallel.layers.layers import Remat, RematName
 from nnx_parallel.report.estimate.memory import BAND_TEXT, CASES
 from nnx_parallel.report.tables import render, results_text, usable_note
 
@@ -66,7 +67,7 @@ def winner_code(best: Candidate, layers: str | None = None) -> str:
   """A candidate as code to paste, for `init`, `loss`, `rules` and `optimizer`."""
   options = f", zero={best.zero}" if best.zero else ""
   options += ', optimizer_memory="pinned_host"' if best.offload else ""
-  remat = "" if best.remat == "as written" else f', remat="{best.remat}"'
+  remat = "" if best.remat == "as written" else f", remat={_remat(best.remat)}"
   remat += f', layers="{layers}"' if remat and layers else ""
   lines: list[str] = []
   if best.changes:
@@ -79,6 +80,10 @@ def winner_code(best: Candidate, layers: str | None = None) -> str:
   ]
   lines.append(f"step = nxp.train_step(loss, microbatches={best.microbatches}{remat})")
   return "\n".join(lines) + "\n"
+
+
+def _remat(remat: RematName | Remat) -> str:
+  return f'"{remat}"' if isinstance(remat, str) else f"nxp.{remat!r}"
 
 
 def _axes(axes: tuple[str, ...]) -> str:
@@ -154,7 +159,7 @@ def _row(candidate: Candidate) -> tuple[str, ...]:
   return (
     candidate.mesh_text,
     str(candidate.microbatches),
-    candidate.remat,
+    str(candidate.remat),
     str(candidate.zero),
     _besides(candidate),
     format_bytes(candidate.memory_bytes),
