@@ -47,11 +47,12 @@ from nnx_parallel.core.tiles import (
   tied,
 )
 from nnx_parallel.errors import TrainError
-from nnx_parallel.layers.fused import Kernel, NotFused, fused, kernel_in_use
+from nnx_parallel.layers.fused import Kernel, NotFused, by_kernel, kernel_in_use
 from nnx_parallel.layers.mark import is_marked
 
 Attention = Literal["blocks", "fused"] | int | None
 """`"blocks"`, or the length of the blocks; `"fused"`: a kernel where there is one; None: as written."""
+WORDS = ("blocks", "fused")
 BLOCK = 512
 _INNER = (*CALLS, *CHECKPOINTS, "scan", "while", "cond")
 _PLACES = ("broadcast_in_dim", "convert_element_type", "copy", "reshape", "squeeze", "transpose")
@@ -98,7 +99,11 @@ def check_attention(attention: Attention) -> Attention:
   Raises:
     TrainError: it is none.
   """
-  if attention in (None, "blocks", "fused") or (type(attention) is int and attention > 0):
+  if (
+    attention is None
+    or (isinstance(attention, str) and attention in WORDS)
+    or (type(attention) is int and attention > 0)
+  ):
     return attention
   raise TrainError(
     f"attention={attention!r} is not a way to compute attention.",
@@ -217,9 +222,9 @@ def _attentions(body: Any, exp: Any, reasons: list[str]) -> list[_Softmax]:
       continue
     side = next(n for n, power in enumerate(own) if power)
     if name == "reduce_sum" and own == [(1, 0)]:
-      if {int(axis) for axis in eqn.params["axes"]} == axes and eqn.invars[0].aval.shape == shape:
+      if {int(axis) for axis in eqn.params["axes"]} == axes and {*labels[eqn.invars[0]]} == {*named}:
         totals.append(eqn)
-        powers[out] = (0, 1)
+        powers[out], labels[out] = (0, 1), pushed(eqn, 0, named, lengths)
       continue
     if name == "dot_general":
       if own.count(None) == 1 and own[side] == (1, -1):
@@ -235,9 +240,7 @@ def _attentions(body: Any, exp: Any, reasons: list[str]) -> list[_Softmax]:
     try:
       if power is None:
         raise Untiled(eqn)
-      if power[0]:
-        main = next(n for n, own_power in enumerate(own) if own_power and own_power[0])
-        labels[out] = pushed(eqn, main, labels[eqn.invars[main]], lengths)
+      labels[out] = _joined(eqn, [n for n, known in enumerate(own) if known], labels, lengths)
       powers[out] = power
       if power == (1, -1) and (name == "select_n" or eqn.invars[side] in selected):
         selected.add(out)
@@ -293,6 +296,22 @@ def _named(shape: Sequence[int]) -> tuple[dict[Any, int], Labels]:
   return lengths, tuple(labels)
 
 
+def _joined(
+  eqn: Any, operands: Sequence[int], labels: Mapping[Any, Labels], lengths: Mapping[Any, int]
+) -> Labels:
+  """The labels of a result of exponentials and their sums, which must lie along the same dims.
+
+  Raises:
+    Untiled: they lie along others, or the operation does not say where.
+  """
+  found: dict[Any, tuple[int, int]] = {}
+  for n in operands:
+    for name, dim, factor in pushed(eqn, n, labels[eqn.invars[n]], lengths):
+      if found.setdefault(name, (dim, factor)) != (dim, factor):
+        raise Untiled(eqn)
+  return tuple((name, *place) for name, place in found.items())
+
+
 def _is_zero(var: Any, zeros: set[Any]) -> bool:
   return not var.val if isinstance(var, core.Literal) and not jnp.ndim(var.val) else var in zeros
 
@@ -331,7 +350,9 @@ def _placed(
 
 
 def _replaced(body: Any, match: _Softmax, block: int, kernel: Kernel | None) -> tuple[Any, str | None]:
-  """The operation that computes an attention, or None for as written; and why it is no kernel, or None.
+  """The operation that computes an attention, or None where one block holds it all; and why no kernel does.
+
+  The reason is None where a kernel does.
 
   Raises:
     _NotAttention: it is none, or cannot be computed by blocks.
@@ -339,7 +360,7 @@ def _replaced(body: Any, match: _Softmax, block: int, kernel: Kernel | None) -> 
   if kernel is None:
     return _blocked(body, match, block), ""
   try:
-    return fused(body, match, kernel), None
+    return by_kernel(body, match, kernel), None
   except NotFused as problem:
     return _blocked(body, match, block), f"softmax of {match.exp.outvars[0].aval.str_short()}: {problem}"
 

@@ -19,7 +19,7 @@ from jax.extend import core
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from nnx_parallel.core.flow import meeting
-from nnx_parallel.core.jaxprs import bind, call_equation, is_inexact, struct
+from nnx_parallel.core.jaxprs import among, bind, call_equation, is_inexact, struct
 from nnx_parallel.core.tiles import Grid, Tiles, described
 from nnx_parallel.layout.batch import batch_axes
 from nnx_parallel.layout.constrain import scope_in_use
@@ -30,8 +30,11 @@ Kernel = Callable[..., Any]
 
 The mask is `[rows, columns]`, true where a product is kept, or None.
 """
-_SAME = ("convert_element_type", "copy", "stop_gradient")
 _LANES = 128
+_FEATURES = -1
+"""Stands for the dim of the features, which the scores lack."""
+_FILL = -1e4
+"""A score of which the exponential is 0."""
 _BLOCKS = (512, 256, 128)
 
 
@@ -61,7 +64,7 @@ def splash_attention(
   kernel = splash.make_splash_mqa_single_device(
     known, block_sizes=sizes, attn_logits_soft_cap=cap, interpret=interpret
   )
-  if mask is not None:  # in a trace, the flag has become an array of it
+  if mask is not None:  # `tree_map(jnp.array)` has made a traced array of this flag
     kernel.fwd_mask_info = kernel.fwd_mask_info._replace(is_dynamic_mask=True)
 
   def padded(x: Any) -> Any:
@@ -79,30 +82,44 @@ The GPU's, cuDNN's, can only be lowered where its library is.
 
 
 @dataclasses.dataclass(frozen=True)
-class _Form:
-  """The operands of softmax(scale * query key^T + mask) value.
+class _Scores:
+  """The scores of an attention: a product of queries and keys, scaled, capped and masked.
 
   Attributes:
-    query, key, value: variables of the trace.
-    orders: for each, its dims: those of the batch, others of the query, then length and features.
-    shared: how many dims are of the batch, heads included.
-    scale: of the products.
-    cap: `cap * tanh(x / cap)` of the scaled products, or None.
-    masks: booleans with the dims of the scores; whether a product is kept where they are true.
+    product: of queries and keys.
+    dims: its dims, for each of those of the scores.
+    scale: of the product.
+    cap: `cap * tanh(x / cap)` of the scaled product, or None.
+    masks: booleans, their dims for each of those of the scores, and whether a product is kept where they are
+      true.
     fill: what products that are not kept become.
-    order: the dims of the result, in terms of the dims of the kernels' results.
-    row, column: the dims of the scores that are queries and keys.
   """
 
-  query: Any
-  key: Any
-  value: Any
-  orders: tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]
-  shared: int
+  product: Any
+  dims: tuple[int, ...]
   scale: float
   cap: float | None
   masks: tuple[tuple[Any, tuple[int, ...], bool], ...]
   fill: float
+
+
+@dataclasses.dataclass(frozen=True)
+class _Form:
+  """An attention as the kernel computes it.
+
+  Attributes:
+    scores: the scores.
+    inputs: query, key and value.
+    orders: for each, its dims: those of the batch, others of the query, then length and features.
+    shared: how many dims are of the batch, heads included.
+    order: the dims of the result, in terms of the dims of the kernels' results.
+    row, column: the dims of the scores that are queries and keys.
+  """
+
+  scores: _Scores
+  inputs: tuple[Any, Any, Any]
+  orders: tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]
+  shared: int
   order: tuple[int, ...]
   row: int
   column: int
@@ -117,8 +134,10 @@ def kernel_in_use() -> Kernel | None:
   return KERNELS.get(jax.default_backend() if device is None else device.platform)
 
 
-def fused(body: Any, match: Any, kernel: Kernel) -> Any:
+def by_kernel(body: Any, match: Any, kernel: Kernel) -> Any:
   """The operation that computes an attention by a kernel.
+
+  The scale is applied to the queries, in their dtype.
 
   Args:
     body: the program.
@@ -128,20 +147,23 @@ def fused(body: Any, match: Any, kernel: Kernel) -> Any:
   Raises:
     NotFused: it has not the form that the kernel computes.
   """
-  form = _form(body, match)
+  made = {out: eqn for eqn in body.eqns for out in eqn.outvars}
+  form = _form(match, _scores(match, made), _weights(match, made))
   masks, leaves = _mask(body, match, form)
-  inputs = [form.query, form.key, form.value, *leaves]
+  inputs = [*form.inputs, *leaves]
   out = match.product.outvars[0]
 
   def attention_by_kernel(*arrays: Any) -> list[Any]:
     query, key, value = (x.transpose(order) for x, order in zip(arrays[:3], form.orders, strict=True))
-    query = query * jnp.asarray(form.scale, query.dtype)
+    query = (query.astype(jnp.promote_types(query.dtype, jnp.float32)) * form.scores.scale).astype(
+      query.dtype
+    )
     mask, some = masks(arrays[3:])
     found = _placed(form, kernel, query, key, value, mask)
     if some is not None:  # a row that keeps nothing
       none = (
         value.mean(-2, keepdims=True)
-        if math.isfinite(form.fill)
+        if math.isfinite(form.scores.fill)
         else jnp.full_like(value[..., :1, :], jnp.nan)
       )
       none = none.reshape(*none.shape[: form.shared], *[1] * (found.ndim - none.ndim), *none.shape[-2:])
@@ -153,86 +175,99 @@ def fused(body: Any, match: Any, kernel: Kernel) -> Any:
   return call_equation(attention_by_kernel, inputs, match.product.outvars, match.product)
 
 
-def _form(body: Any, match: Any) -> _Form:
-  made = {out: eqn for eqn in body.eqns for out in eqn.outvars}
-  if match.zeros_too or len(match.summed) != 1:
-    raise NotFused("its weights are masked after the softmax, or summed over several dims")
-  (column,) = match.summed
-
-  # From the softmax back to the product of queries and keys; a dim of the scores is `dims[i]` of `var`.
-  var, dims = match.largest.invars[0], tuple(range(len(match.exp.outvars[0].aval.shape)))
+def _scores(match: Any, made: Mapping[Any, Any]) -> _Scores:
+  """What is done with the product of queries and keys, from the softmax back to it."""
+  exp, largest = match.exp, match.largest.invars[0]
+  var = made[exp.invars[0]].invars[0]
+  if _uncast(largest, made, ("stop_gradient",)) is not _uncast(var, made):
+    raise NotFused("another maximum than that of its scores is subtracted")
+  dims = tuple(range(len(exp.outvars[0].aval.shape)))
   factor, cap = 1.0, None
   masks: list[tuple[Any, tuple[int, ...], bool]] = []
-  fills: list[float] = []
+  fills: set[float] = set()
   while (eqn := made.get(var)) is not None and eqn.primitive.name != "dot_general":
-    name, numbers = eqn.primitive.name, [_number(x, made) for x in eqn.invars]
+    name, inputs = eqn.primitive.name, eqn.invars
+    numbers = [_number(x, made) for x in inputs]
     if name == "transpose":
       dims = tuple(eqn.params["permutation"][d] for d in dims)
+      var = inputs[0]
+    elif _is_cast(eqn):
+      var = inputs[0]
     elif name == "tanh" and cap is None and factor > 0:
-      cap, factor = factor, 1.0
+      cap, factor, var = factor, 1.0, inputs[0]
     elif name in ("mul", "div") and numbers[1] is not None:
-      factor = factor * numbers[1] if name == "mul" else factor / numbers[1]
+      factor, var = factor * numbers[1] if name == "mul" else factor / numbers[1], inputs[0]
     elif name == "mul" and numbers[0] is not None:
-      factor *= numbers[0]
-      eqn = eqn.replace(invars=eqn.invars[::-1])
-    elif name == "select_n" and len(numbers) == 3 and cap is None and any(map(_is_fill, numbers[1:])):
-      kept = 0 if _is_fill(numbers[2]) else 1
-      masks.append((eqn.invars[0], dims, bool(kept)))
-      fills += [number for number in numbers[1:] if number is not None]
-      eqn = eqn.replace(invars=[eqn.invars[1 + kept]])
-    elif name not in _SAME:
+      factor, var = factor * numbers[0], inputs[1]
+    elif name == "select_n" and cap is None and _is_mask(inputs[0], var):
+      fill = [number is not None and number * factor <= _FILL for number in numbers[1:]]
+      if fill not in ([True, False], [False, True]):
+        raise NotFused(f"its scores go through {described(eqn)}, which is no mask")
+      masks.append((inputs[0], dims, fill[0]))
+      fills |= {
+        number * factor
+        for number, is_fill in zip(numbers[1:], fill, strict=True)
+        if is_fill and number is not None
+      }
+      var = inputs[2 if fill[0] else 1]
+    else:
       raise NotFused(f"its scores go through {described(eqn)}")
-    var = eqn.invars[0]
   if eqn is None:
     raise NotFused("no product of queries and keys makes its scores")
-  return _operands(eqn, match, dims, _weights(match, made), column, factor, cap, masks, fills)
+  if len(fills) > 1:
+    raise NotFused(f"its masks put different numbers: {sorted(fills)}")
+  return _Scores(eqn, dims, factor * (cap or 1.0), cap, tuple(masks), min(fills, default=0.0))
 
 
 def _weights(match: Any, made: Mapping[Any, Any]) -> tuple[int, ...]:
   """The dims of the weights, in terms of those of the scores."""
-  var: Any = match.product.invars[match.side]
+  var = match.product.invars[match.side]
   dims = tuple(range(len(var.aval.shape)))
-  while var is not match.exp.outvars[0]:
-    eqn = made[var]
+  while (eqn := made[var]).primitive.name == "transpose" or _is_cast(eqn):
     if eqn.primitive.name == "transpose":
       dims = tuple(eqn.params["permutation"][d] for d in dims)
-    elif eqn.primitive.name == "div":
-      below = eqn.invars[1]
-      while below in made and below is not match.total.outvars[0]:
-        if made[below].primitive.name not in (*_SAME, "broadcast_in_dim", "reshape"):
-          raise NotFused(f"its exponentials are divided by {described(made[below])}")
-        below = made[below].invars[0]
-    elif eqn.primitive.name not in _SAME:
-      raise NotFused(f"its weights go through {described(eqn)}")
     var = eqn.invars[0]
+  exponentials = match.exp.outvars[0]
+  if eqn.primitive.name != "div" or _uncast(eqn.invars[0], made) is not exponentials:
+    raise NotFused(f"its weights go through {described(eqn)}")
+  if _uncast(match.total.invars[0], made) is not exponentials:
+    raise NotFused("another sum than that of its exponentials divides them")
+  below, shape = eqn.invars[1], exponentials.aval.shape
+  kept = tuple(d for d in range(len(shape)) if d not in match.summed)
+  column = tuple(1 if d in match.summed else size for d, size in enumerate(shape))
+  while among(below, made) and below is not match.total.outvars[0]:
+    spread, sizes = made[below], made[below].outvars[0].aval.shape
+    where = spread.params.get("broadcast_dimensions")
+    same = where is not None and len(spread.invars[0].aval.shape) == len(shape)
+    if not (_is_cast(spread) or where == (tuple(range(len(shape))) if same else kept)) and not (
+      spread.primitive.name == "reshape" and sizes == column
+    ):
+      raise NotFused(f"its exponentials are divided by {described(spread)}")
+    below = spread.invars[0]
+  if below is not match.total.outvars[0]:
+    raise NotFused("its exponentials are divided by something else than their sum")
   return dims
 
 
-def _operands(
-  dot: Any,
-  match: Any,
-  dims: tuple[int, ...],
-  weights: tuple[int, ...],
-  column: int,
-  factor: float,
-  cap: float | None,
-  masks: Sequence[tuple[Any, tuple[int, ...], bool]],
-  fills: Sequence[float],
-) -> _Form:
+def _form(match: Any, scores: _Scores, weights: tuple[int, ...]) -> _Form:
+  """The operands of the kernel."""
+  if match.zeros_too or len(match.summed) != 1:
+    raise NotFused("its weights are masked after the softmax, or summed over several dims")
+  (column,) = match.summed
+  dot, sizes = scores.product, match.exp.outvars[0].aval.shape
   met: Any = meeting(dot)
   summed: Any = meeting(match.product)
-  names = {place: name for name, place in enumerate(dims)}  # dim of the product -> dim of the scores
+  names = {place: name for name, place in enumerate(scores.dims)}  # dim of the product -> dim of the scores
   sides = [_names(met, side, names) for side in (0, 1)]
   of_weights, of_values = match.side, 1 - match.side
-  own = {dim: weights[dim] for dim in range(len(weights))}
-  shared = [own[d] for d in summed.shared[of_weights]]
-  free = [own[d] for d in summed.free[of_weights]]
+  shared = [weights[d] for d in summed.shared[of_weights]]
+  free = [weights[d] for d in summed.free[of_weights]]
   key_side = 0 if column in sides[0].values() else 1
   key, query = sides[key_side], sides[1 - key_side]
   batch = [names[place] for place in range(len(met.shared[0]))]
   others = [name for name in query.values() if name != _FEATURES and name not in batch]
   is_plain = (
-    [own[d] for d in summed.summed[of_weights]] == [column]
+    [weights[d] for d in summed.summed[of_weights]] == [column]
     and sorted(shared) == sorted(batch)
     and sorted(free) == sorted(others)
     and sorted(key.values()) == sorted([*batch, column, _FEATURES])
@@ -242,34 +277,23 @@ def _operands(
   )
   if not is_plain:
     raise NotFused(f"{described(dot)} and {described(match.product)} pair other dims")
-  sizes = match.exp.outvars[0].aval.shape
-  row = max(others, key=sizes.__getitem__)
+  row = max(others, key=sizes.__getitem__, default=column)
+  if row == column or sizes[row] == 1 or sizes[column] == 1:
+    raise NotFused("there is one query, or one key")
   groups = [name for name in others if name != row]
   value = dict(zip(summed.shared[of_values], shared, strict=True))
   value |= {summed.summed[of_values][0]: column, summed.free[of_values][0]: _FEATURES}
-  inner = [*batch, *groups, row, _FEATURES]
+  inner, keys = [*batch, *groups, row, _FEATURES], [*batch, column, _FEATURES]
   order = (shared, free, [_FEATURES]) if of_weights == 0 else (shared, [_FEATURES], free)
   return _Form(
-    query=dot.invars[1 - key_side],
-    key=dot.invars[key_side],
-    value=match.product.invars[of_values],
-    orders=(
-      _order(query, inner),
-      _order(key, [*batch, column, _FEATURES]),
-      _order(value, [*batch, column, _FEATURES]),
-    ),
+    scores=scores,
+    inputs=(dot.invars[1 - key_side], dot.invars[key_side], match.product.invars[of_values]),
+    orders=(_order(query, inner), _order(key, keys), _order(value, keys)),
     shared=len(batch),
-    scale=factor * (cap or 1.0),
-    cap=cap,
-    masks=tuple(masks),
-    fill=min(fills, default=0.0),
     order=tuple(inner.index(name) for part in order for name in part),
     row=row,
     column=column,
   )
-
-
-_FEATURES = -1
 
 
 def _names(met: Any, side: int, names: Mapping[int, int]) -> dict[int, int]:
@@ -285,9 +309,21 @@ def _order(dims: Mapping[int, int], wanted: Sequence[int]) -> tuple[int, ...]:
   return tuple(found[name] for name in wanted)
 
 
-def _is_fill(number: float | None) -> bool:
-  """Whether a score is as good as minus infinity."""
-  return number is not None and number <= -1e4
+def _is_cast(eqn: Any) -> bool:
+  """Whether an operation changes nothing but a floating dtype."""
+  casts = eqn.primitive.name in ("convert_element_type", "copy")
+  return casts and is_inexact(eqn.invars[0].aval) and is_inexact(eqn.outvars[0].aval)
+
+
+def _uncast(var: Any, made: Mapping[Any, Any], others: Sequence[str] = ()) -> Any:
+  """The variable that one is, before its casts and some other operations."""
+  while among(var, made) and (_is_cast(made[var]) or made[var].primitive.name in others):
+    var = made[var].invars[0]
+  return var
+
+
+def _is_mask(var: Any, scores: Any) -> bool:
+  return var.aval.dtype == jnp.bool_ and var.aval.shape == scores.aval.shape
 
 
 def _number(var: Any, made: Mapping[Any, Any]) -> float | None:
@@ -295,12 +331,12 @@ def _number(var: Any, made: Mapping[Any, Any]) -> float | None:
   if isinstance(var, core.Literal):
     return float(var.val) if jnp.ndim(var.val) == 0 else None
   eqn = made.get(var)
-  if eqn is None or len(eqn.outvars) != 1:
+  if eqn is None or len(eqn.outvars) != 1 or not is_inexact(var.aval):
     return None
-  if eqn.primitive.name in (*_SAME, "broadcast_in_dim"):
+  if eqn.primitive.name in ("broadcast_in_dim", "convert_element_type", "copy", "stop_gradient"):
     return _number(eqn.invars[0], made)
   numbers = [_number(x, made) for x in eqn.invars]
-  if var.aval.shape or None in numbers or not is_inexact(var.aval):
+  if var.aval.shape or None in numbers:
     return None
   with jax.ensure_compile_time_eval():
     return float(
@@ -316,13 +352,17 @@ def _mask(body: Any, match: Any, form: _Form) -> tuple[Callable[..., tuple[Any, 
   tiles = Tiles(body, grid, lambda _, own: {name for name, _, _ in own} <= {form.row, form.column})
   ends = [
     (var, tuple((name, dims[name], 1) for name in sorted(lengths, key=dims.__getitem__)), kept)
-    for var, dims, kept in form.masks
+    for var, dims, kept in form.scores.masks
   ]
   for var, labels, _ in ends:
     tiles.need(var, labels)
   for leaf, labels in tiles.leaves:
     if not {name for name, _, _ in labels} <= {form.row, form.column}:
       raise NotFused(f"its mask {leaf.aval.str_short()} differs between examples or heads")
+  for (_, labels), (eqn, _) in tiles.parts.items():
+    own = {name for name, dim, _ in labels if dim == eqn.params.get("dimension")}
+    if eqn.primitive.name == "iota" and not own <= {form.row, form.column}:
+      raise NotFused("its mask differs between examples or heads")
   leaves = [*tiles.leaves]
 
   def masks(arrays: Sequence[Any]) -> tuple[Any, Any]:
@@ -347,7 +387,7 @@ def _placed(form: _Form, kernel: Kernel, query: Any, key: Any, value: Any, mask:
   """The kernel on each device's examples and heads."""
 
   def local(query: Any, key: Any, value: Any, *mask: Any) -> Any:
-    run = functools.partial(_run, kernel, form.cap, mask[0] if mask else None)
+    run = functools.partial(_run, kernel, form.scores.cap, mask[0] if mask else None)
     for _ in range(query.ndim - 2 - form.shared):
       run = jax.vmap(run, in_axes=(0, None, None))
     for _ in range(form.shared):
@@ -357,19 +397,17 @@ def _placed(form: _Form, kernel: Kernel, query: Any, key: Any, value: Any, mask:
   masks = () if mask is None else (mask,)
   mesh = jax.sharding.get_abstract_mesh()
   free = {axis: mesh.shape[axis] for axis in mesh.axis_names if axis not in mesh.manual_axes}
-  if math.prod(free.values()) == 1:
+  kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
+  explicit = {axis for axis, kind in kinds.items() if kind == AxisType.Explicit}
+  if math.prod(free.values()) == 1 and not explicit:
     return local(query, key, value, *masks)
   split = _split(query.shape[:-2], free)
-  specs = [
-    PartitionSpec(*split),
-    *[PartitionSpec(*split[: form.shared])] * 2,
-    *[PartitionSpec()] * len(masks),
-  ]
+  splits = [split, *[split[: form.shared]] * 2, *[[]] * len(masks)]
   arrays = [query, key, value, *masks]
-  if AxisType.Explicit in mesh.axis_types:
-    arrays = [
-      jax.sharding.reshard(x, NamedSharding(mesh, spec)) for x, spec in zip(arrays, specs, strict=True)
-    ]
+  if explicit:  # the compiler moves what other axes split
+    own = [PartitionSpec(*(tuple(a for a in axes if a in explicit) for axes in dims)) for dims in splits]
+    arrays = [jax.sharding.reshard(x, NamedSharding(mesh, spec)) for x, spec in zip(arrays, own, strict=True)]
+  specs = [PartitionSpec(*dims) for dims in splits]
   placed = jax.shard_map(
     local, in_specs=tuple(specs), out_specs=specs[0], axis_names={*free}, check_vma=False
   )

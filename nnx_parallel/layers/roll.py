@@ -155,7 +155,7 @@ class Rolled:
         evaluate([m for m in between if m not in calls and not chain.tainted & {*self.eqns[m].outvars}])
         found = self._run(chain, read, in_unit, around)
         done |= calls
-        values.update(self._tied(found, values, done) if chain.scan else found)
+        values.update(self._joint(found, values, done) if chain.scan else found)
       evaluate([n])
     return [read(var) for var in self.body.outvars]
 
@@ -270,8 +270,8 @@ class Rolled:
       found |= {var: stacks[place][number] for var, place in unit.items() if place in stacks and var in used}
     return found
 
-  def _tied(self, found: dict[Any, Any], values: dict[Any, Any], done: Collection[int]) -> dict[Any, Any]:
-    """The results of a chain, and what single operations read after it, with gradients that are tied.
+  def _joint(self, found: dict[Any, Any], values: dict[Any, Any], done: Collection[int]) -> dict[Any, Any]:
+    """The results of a chain, and what single operations read after it; their gradients come together.
 
     So the gradients of a head are complete before the backward pass of the layers starts. A compiler that
     computes them after it keeps the gradient of all logits meanwhile.
@@ -286,7 +286,7 @@ class Rolled:
     }
     later = {var: x for var, x in values.items() if var in reads}
     tied = {var: x for var, x in {**later, **found}.items() if is_inexact(var.aval)}
-    return {**found, **dict(zip(tied, _tied_gradients(*tied.values()), strict=True))}
+    return {**found, **dict(zip(tied, _with_joint_gradients(*tied.values()), strict=True))}
 
   def _used(self, calls: Collection[int]) -> set[Any]:
     """The variables that are read outside of these calls."""
@@ -306,7 +306,7 @@ class Rolled:
 
 
 @jax.custom_jvp
-def _tied_gradients(*xs: Any) -> tuple[Any, ...]:
+def _with_joint_gradients(*xs: Any) -> tuple[Any, ...]:
   """The arrays; none of their gradients is used before all of them are computed."""
   return xs
 
@@ -319,7 +319,7 @@ def _tangents(xs: tuple[Any, ...], tangents: tuple[Any, ...]) -> tuple[Any, Any]
   return xs, tuple(x if zero else next(tied) for x, zero in zip(tangents, is_zero, strict=True))
 
 
-_tied_gradients.defjvp(_tangents, symbolic_zeros=True)
+_with_joint_gradients.defjvp(_tangents, symbolic_zeros=True)
 
 
 def _calls(chain: Chain) -> int:

@@ -106,6 +106,86 @@ def _outside(jaxpr):
   return [eqn for eqn in equations(jaxpr.jaxpr) if eqn.primitive.name == "shard_map"] or jaxpr.eqns
 
 
+def exponentials(over, shift=lambda s: s.max(-1, keepdims=True)):
+  def softmax(s):
+    e = jnp.exp(s - jax.lax.stop_gradient(shift(s)))
+    return over(e)
+
+  return softmax
+
+
+SQUARE = np.arange(KEYS)[:, None] >= np.arange(KEYS)[None]
+
+
+def another_maximum(s):
+  e = jnp.exp(jnp.where(SQUARE, s, -1e9) - s.max(-1, keepdims=True))
+  return e / e.sum(-1, keepdims=True)
+
+
+def of_heads(s):
+  return jnp.where((jnp.arange(HEADS)[:, None, None] < 1) | causal(), s, -1e9)
+
+
+def of_examples(s):
+  return jnp.where(jnp.arange(KEYS) < jnp.arange(BATCH)[:, None, None, None] * 60 + 60, s, -1e9)
+
+
+def in_part(e):
+  return e / jnp.where(SQUARE, e, 0).sum(-1, keepdims=True)
+
+
+STRANGE = {
+  "no gradient": {"change": lambda s: jax.lax.stop_gradient(s) * 0.5},
+  "mask of a head": {"change": of_heads},
+  "mask of an example": {"change": of_examples},
+  "another maximum": {"softmax": another_maximum},
+  "another sum": {"softmax": exponentials(lambda e: e / (e * 2).sum(-1, keepdims=True))},
+  "a part of the sum": {"softmax": exponentials(in_part)},
+  "sum over queries": {"softmax": exponentials(lambda e: e / e.swapaxes(-1, -2).sum(-1)[..., None])},
+  "sum along keys": {"softmax": exponentials(lambda e: e / e.sum(-1)[..., None, :])},
+  "divided": {"softmax": lambda s: jax.nn.softmax(s) / 2},
+  "two fills": {"change": lambda s: jnp.where(causal(), jnp.where(jnp.arange(KEYS) >= 4, s, -1e5), -1e9)},
+  "factor of a fill": {"change": lambda s: jnp.where(causal(), s, -1e9) * -0.5},
+  "small fill": {"change": lambda s: jnp.where(causal(), s, -1e4) * 1e-4},
+  "integers": {"change": lambda s: (s * 4).astype(jnp.int32).astype(jnp.float32)},
+  "mask in a cap": {"change": lambda s: 3 * jnp.tanh(jnp.where(causal(), s, -1e9) / 3)},
+}  # fmt: skip
+
+
+REFUSED = {"sum over queries", "sum along keys"}
+
+
+@pytest.mark.parametrize("name", STRANGE)
+@pytest.mark.parametrize("attention", ["fused", 64])
+def test_what_only_looks_like_it_keeps_its_value(name, attention):
+  queries = K[::-1] if "softmax" in STRANGE[name] else Q
+  model = nnx.Dict({n: nnx.Param(jnp.asarray(x)) for n, x in zip("qkv", (queries, K, V), strict=True)})
+
+  def loss(model, factor):
+    return (attend(model["q"][...], model["k"][...], model["v"][...], **STRANGE[name]) * factor).sum()
+
+  factor = RANDOM.normal(size=queries.shape).astype(np.float32)
+  changed = nnx.jit(nnx.value_and_grad(nxp.with_layers(loss, attention=attention)))
+  if name in REFUSED:
+    with pytest.raises(nxp.errors.TrainError, match="finds no attention in the loss"):
+      changed(model, factor)
+    return
+  plain, found = nnx.jit(nnx.value_and_grad(loss))(model, factor), changed(model, factor)
+  np.testing.assert_allclose(found[0], plain[0], rtol=1e-4, atol=1e-4)
+  for key in "qkv":
+    np.testing.assert_allclose(found[1][key][...], plain[1][key][...], rtol=1e-3, atol=1e-4)
+
+
+def test_one_query_goes_by_blocks():
+  def loss(arrays, length):
+    q, k, v = arrays
+    scores = jnp.where(jnp.arange(KEYS) < length, jnp.einsum("bhd,bkhd->bhk", q[:, 0], k), -1e9)
+    return jnp.einsum("bhk,bkhd->bhd", jax.nn.softmax(scores), v).sum()
+
+  with pytest.raises(nxp.errors.TrainError, match="finds no attention"):
+    jax.jit(nxp.with_layers(loss, attention="fused"))((Q, K, V), 60)
+
+
 PADDING = np.arange(KEYS)[None] < np.array([[256], [150]])
 OTHERS = {
   "examples": (
@@ -144,19 +224,18 @@ def decoder():
 
 
 @pytest.mark.parametrize(
-  ("kind", "sizes", "options"),
+  ("sizes", "options"),
   [
-    ("Auto", {"data": 2, "fsdp": 2, "tensor": 2}, {"remat": "full", "roll": True}),
-    ("Auto", {"data": 2, "tensor": 4}, {"microbatches": 2}),
-    ("Auto", {"data": 8}, {}),
+    ({"data": 2, "fsdp": 2, "tensor": 2}, {"remat": "full", "roll": True}),
+    ({"data": 2, "tensor": 4}, {"microbatches": 2}),
   ],
 )
-def test_a_step_on_a_mesh(kind, sizes, options):
+def test_a_step_on_a_mesh(sizes, options):
   tokens = RANDOM.integers(0, 64, (8, 129)).astype(np.int32)
   model = decoder()
   plain, optimizer = nxp.train_step(decoders.loss), nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param)
   expected = [plain(model, optimizer, tokens)["loss"] for _ in range(2)]
-  mesh = nxp.make_mesh(**sizes, explicit=kind == "Explicit")
+  mesh = nxp.make_mesh(**sizes)
   rules = nxp.LogicalRules(batch=tuple(axis for axis in ("data", "fsdp") if axis in sizes))
   fallback = nxp.fsdp(min_size=0) if "fsdp" in sizes else nxp.replicate()
   plan = nxp.plan(decoder, mesh, [rules, fallback], optimizer=optax.sgd(0.1))
@@ -168,10 +247,11 @@ def test_a_step_on_a_mesh(kind, sizes, options):
   assert "attention by the fused kernel: 2 of 2 found" in str(step.layers)
 
 
-@pytest.mark.parametrize("kind", ["Auto", "Explicit"])
-def test_heads_and_examples_stay_split(kind):
+@pytest.mark.parametrize("kinds", [("Auto", "Auto"), ("Explicit", "Explicit"), ("Explicit", "Auto")])
+def test_heads_and_examples_stay_split(kinds):
   """Each device computes its own heads of its own examples."""
-  mesh = jax.make_mesh((2, 4), ("data", "tensor"), axis_types=(getattr(jax.sharding.AxisType, kind),) * 2)
+  types = tuple(getattr(jax.sharding.AxisType, kind) for kind in kinds)
+  mesh = jax.make_mesh((2, 4), ("data", "tensor"), axis_types=types)
   where = jax.NamedSharding(mesh, jax.P("data", None, "tensor"))
   arrays = [jax.device_put(x, where) for x in (Q, K, V)]
 
