@@ -44,6 +44,7 @@ with epy.lazy_api_imports(globals()):
   from nnx_parallel.rules.logical import LogicalRules
   from nnx_parallel.rules.paths import PathRules
   from nnx_parallel.rules.ruleset import RuleSet
+  from nnx_parallel.schemes.vocabulary import vocabulary_cross_entropy, vocabulary_embedding
   from nnx_parallel.train.check_gradients import check_gradients
   from nnx_parallel.train.gradient_check import GradientCheck, GradientLook
   from nnx_parallel.train.hold import with_right_gradients
@@ -126,6 +127,8 @@ __all__ = [
   "train_step",
   "unsharded",
   "use_rules",
+  "vocabulary_cross_entropy",
+  "vocabulary_embedding",
   "with_ema",
   "with_layers",
   "with_loss_scale",

@@ -19,7 +19,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 
 from nnx_parallel.core.axes import Entry, axes_in, axes_of, entry_of
 from nnx_parallel.core.mesh import AnyMesh, axis_sizes
-from nnx_parallel.core.nodes import SCOPE
+from nnx_parallel.core.nodes import SCOPE, value_of
 from nnx_parallel.errors import MeshError, ShardingError
 from nnx_parallel.layout.resolve import resolve_spec
 from nnx_parallel.rules.inputs import InputRules
@@ -133,6 +133,37 @@ def default_scope(scope: Scope | None) -> contextlib.AbstractContextManager[None
   if scope is None:
     return contextlib.nullcontext()
   return scoped(scope if outer is None else Scope(outer.rules, outer.mesh or scope.mesh))
+
+
+@dataclasses.dataclass(frozen=True)
+class Surroundings:
+  """Where arrays are computed.
+
+  Attributes:
+    mesh: the mesh; None for one device.
+    rules: the rules of the plan or of `use_rules`; none without these.
+    manual: the mesh axes of an enclosing `shard_map`, along which arrays are shards.
+    mapped: the mesh axes of an enclosing `jax.vmap` (its `spmd_axis_name`).
+  """
+
+  mesh: AnyMesh | None
+  rules: LogicalRules
+  manual: frozenset[str]
+  mapped: frozenset[str]
+
+
+def surroundings(*arrays: Any) -> Surroundings:
+  """The mesh and the rules that apply to arrays or Variables: those in scope, else those of their plan."""
+  outer: Scope | None = _SCOPE.value
+  own = scope_of(arrays)
+  scope = outer if own is None else Scope(outer.rules if outer else own.rules, own.mesh)
+  scope = outer if outer is not None and outer.mesh is not None else scope
+  active = jax.sharding.get_abstract_mesh()
+  found = (_mesh(value_of(x), scope, active) for x in arrays)
+  mesh = next((mesh for mesh in found if mesh is not None), None)
+  kinds = {} if mesh is None else dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
+  manual = frozenset(str(name) for name, kind in kinds.items() if kind == AxisType.Manual)
+  return Surroundings(mesh, scope.rules if scope else LogicalRules(), manual, frozenset(_MAPPED.value))
 
 
 def constrain(x: Any, *names: Entry) -> Any:
