@@ -140,7 +140,7 @@ class Surroundings:
   """Where arrays are computed.
 
   Attributes:
-    mesh: the mesh; None for one device.
+    mesh: the mesh, abstract if it is the active one; None for one device.
     rules: the rules of the plan or of `use_rules`; none without these.
     manual: the mesh axes of an enclosing `shard_map`, along which arrays are shards.
     mapped: the mesh axes of an enclosing `jax.vmap` (its `spmd_axis_name`).
@@ -158,9 +158,12 @@ def surroundings(*arrays: Any) -> Surroundings:
   own = scope_of(arrays)
   scope = outer if own is None else Scope(outer.rules if outer else own.rules, own.mesh)
   scope = outer if outer is not None and outer.mesh is not None else scope
-  active = jax.sharding.get_abstract_mesh()
-  found = (_mesh(value_of(x), scope, active) for x in arrays)
-  mesh = next((mesh for mesh in found if mesh is not None), None)
+  mesh: AnyMesh | None = jax.sharding.get_abstract_mesh()
+  if mesh.empty:
+    found = (_mesh(value_of(x), scope, mesh) for x in arrays)
+    mesh = next((mesh for mesh in found if mesh is not None), None)
+  else:
+    _check_one_mesh(scope.mesh if scope else None, mesh)
   kinds = {} if mesh is None else dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
   manual = frozenset(str(name) for name, kind in kinds.items() if kind == AxisType.Manual)
   return Surroundings(mesh, scope.rules if scope else LogicalRules(), manual, frozenset(_MAPPED.value))
@@ -225,12 +228,7 @@ def constrain(x: Any, *names: Entry) -> Any:
 def _mesh(x: Any, scope: Scope | None, active: AbstractMesh) -> AnyMesh | None:
   wanted = scope.mesh if scope is not None else None
   if not active.empty:
-    if wanted is not None and axis_sizes(wanted) != axis_sizes(active):
-      raise MeshError(
-        "constrain found two meshes: the one in scope is not the one that is active.",
-        details=f"in scope {axis_sizes(wanted)}, active {axis_sizes(active)}",
-        fix="use_rules(rules) without a mesh takes the active one; or leave jax.set_mesh out.",
-      )
+    _check_one_mesh(wanted, active)
     # Inside shard_map the active mesh also has the manual axes; outside of jit it has no devices.
     return active if isinstance(x, Tracer) else (wanted or jax.sharding.get_mesh())
   if wanted is not None:
@@ -239,6 +237,15 @@ def _mesh(x: Any, scope: Scope | None, active: AbstractMesh) -> AnyMesh | None:
   if own is None or own.mesh.empty:
     return None
   return own.mesh if isinstance(x, Tracer) else x.sharding.mesh
+
+
+def _check_one_mesh(wanted: AnyMesh | None, active: AbstractMesh) -> None:
+  if wanted is not None and axis_sizes(wanted) != axis_sizes(active):
+    raise MeshError(
+      "constrain found two meshes: the one in scope is not the one that is active.",
+      details=f"in scope {axis_sizes(wanted)}, active {axis_sizes(active)}",
+      fix="use_rules(rules) without a mesh takes the active one; or leave jax.set_mesh out.",
+    )
 
 
 def _spec(

@@ -20,11 +20,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import NamedSharding, PartitionSpec
+from flax import nnx
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from nnx_parallel.core.axes import entry_of
-from nnx_parallel.core.mesh import AnyMesh, axis_sizes, is_explicit
-from nnx_parallel.core.nodes import value_of
+from nnx_parallel.core.mesh import AnyMesh, axis_sizes
 from nnx_parallel.errors import SchemeError
 from nnx_parallel.layout.batch import batch_axes, position_axes
 from nnx_parallel.layout.constrain import surroundings
@@ -89,7 +89,7 @@ def vocabulary_cross_entropy(
 
   Source: Shoeybi et al. 2019 (arXiv:1909.08053); z-loss: Chowdhery et al. 2022 (arXiv:2204.02311).
   """
-  x, w, y = value_of(hidden), value_of(head), jnp.asarray(value_of(labels))
+  x, w, y = map(_array, (hidden, head, labels))
   if x.ndim < 2 or w.ndim != 2 or x.shape[-1] != w.shape[0] or y.shape != x.shape[:-1]:
     raise SchemeError(
       "the shapes of hidden states, head and labels do not fit.",
@@ -140,7 +140,7 @@ def vocabulary_embedding(table: Any, ids: Any, *, axis: str | Sequence[str] = "t
 
   Source: Shoeybi et al. 2019 (arXiv:1909.08053), section 3.
   """
-  rows, y = value_of(table), jnp.asarray(value_of(ids))
+  rows, y = _array(table), _array(ids)
   if rows.ndim != 2:
     raise SchemeError(
       f"a table of shape {rows.shape} has no rows to look up.", fix="a table (vocabulary, features)."
@@ -149,6 +149,11 @@ def vocabulary_embedding(table: Any, ids: Any, *, axis: str | Sequence[str] = "t
   exists = (y >= 0) & (y < rows.shape[0])
   found = _rows(split, split.padded(rows, 0), jnp.where(exists, y, 0))
   return jnp.where(exists[..., None], found, jnp.asarray(jnp.nan, found.dtype))
+
+
+def _array(x: Any) -> jax.Array:
+  """The array of a Variable as the model sees it, without padding that it is stored with."""
+  return jnp.asarray(x.get_value() if isinstance(x, nnx.Variable) else x)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -248,7 +253,7 @@ class _Split:
     names: Any = set(self.manual)
     mapped = jax.shard_map(
       f,
-      mesh=self.mesh,
+      mesh=self.mesh if isinstance(self.mesh, Mesh) else None,  # the active one
       in_specs=tuple(in_specs),
       out_specs=out_specs,
       axis_names=names,
@@ -258,10 +263,10 @@ class _Split:
 
   @property
   def _explicit(self) -> bool:
-    return self.mesh is not None and jax.sharding.AxisType.Explicit in self.mesh.axis_types
+    return self.mesh is not None and AxisType.Explicit in self.mesh.axis_types
 
   def _laid_out(self, x: Any, spec: PartitionSpec) -> Any:
-    return jax.sharding.reshard(x, NamedSharding(self.mesh, spec))  # pyright: ignore[reportArgumentType]
+    return jax.sharding.reshard(x, NamedSharding(self.mesh, spec) if isinstance(self.mesh, Mesh) else spec)
 
   def like(self, gradient: Any, x: Any) -> Any:
     """A gradient in the dtype of its array, and on an Explicit mesh in its layout."""

@@ -237,7 +237,8 @@ def test_it_trains_as_whole_logits_do_on_one_device(vocab, uneven, tied, explici
   if explicit and uneven == "pad":
     pytest.skip("an Explicit mesh has no padded arrays in the types of a step")
   init, batch = (lambda: Model(vocab, nnx.Rngs(0), tied)), batch_of(vocab)
-  one = nxp.plan(init, nxp.make_mesh(data=1, devices=jax.devices()[:1]), nxp.replicate(), optimizer=optax.sgd(0.5))
+  alone = nxp.make_mesh(data=1, fsdp=1, tensor=1, devices=jax.devices()[:1])
+  one = nxp.plan(init, alone, RULES, optimizer=optax.sgd(0.5))
   rules = {"rules": RULES, "optimizer": optax.sgd(0.5), "uneven": uneven}
   plan = nxp.plan(init, nxp.make_mesh(MESHES["data, fsdp, tensor"], explicit=explicit), **rules)
   wanted = losses_of(plain_loss, one, batch)
@@ -246,9 +247,9 @@ def test_it_trains_as_whole_logits_do_on_one_device(vocab, uneven, tied, explici
 
 
 def test_it_trains_alike_on_many_layouts():
-  init, batch = (lambda: Model(48, nnx.Rngs(0))), batch_of(48)
-  plans = {
-    name: nxp.plan(init, nxp.make_mesh(sizes), [nxp.presets.data_parallel() if 0 else nxp.fsdp(tuple(sizes)[0], min_size=0)], optimizer=optax.adam(1e-2))
-    for name, sizes in MESHES.items()
-  }
-  assert_same_training(scheme_loss, plans, [batch] * 3)
+  init, plans = (lambda: Model(48, nnx.Rngs(0))), {}
+  for name, sizes in MESHES.items():
+    batch = tuple(axis for axis in sizes if axis != "tensor") or None
+    rules = nxp.LogicalRules(batch=batch, embed="fsdp" if "fsdp" in sizes else None, vocab=["tensor", None])
+    plans[name] = nxp.plan(init, nxp.make_mesh(sizes), rules, optimizer=optax.adam(1e-2))
+  assert_same_training(scheme_loss, plans, [batch_of(48)] * 3)
