@@ -151,6 +151,12 @@ class Surroundings:
   manual: frozenset[str]
   mapped: frozenset[str]
 
+  def spec(self, names: tuple[Entry, ...], shape: tuple[int, ...]) -> PartitionSpec:
+    """That of an array with logical names (or mesh axes); () without a mesh, None for a dim not split evenly."""
+    if self.mesh is None:
+      return PartitionSpec()
+    return _spec(names, shape, self.mesh, Scope(self.rules, None), {*self.manual, *self.mapped}, True)
+
 
 def surroundings(*arrays: Any) -> Surroundings:
   """The mesh and the rules that apply to arrays or Variables: those in scope, else those of their plan."""
