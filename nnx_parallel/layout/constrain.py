@@ -152,7 +152,7 @@ class Surroundings:
   mapped: frozenset[str]
 
   def spec(self, names: tuple[Entry, ...], shape: tuple[int, ...]) -> PartitionSpec:
-    """That of an array with logical names (or mesh axes); () without a mesh, None for a dim not split evenly."""
+    """That of an array with logical names or mesh axes; a dim that its axes do not divide stays whole."""
     if self.mesh is None:
       return PartitionSpec()
     return _spec(names, shape, self.mesh, Scope(self.rules, None), {*self.manual, *self.mapped}, True)

@@ -7,28 +7,30 @@ specs stand in the plan, and `map_kernel` a kernel whose specs follow from logic
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import PartitionSpec
 
 from nnx_parallel.core.axes import Entry, axes_by_dim
-from nnx_parallel.core.mesh import axis_sizes
 from nnx_parallel.core.nodes import path_str, variables
+from nnx_parallel.core.shards import on_shards
 from nnx_parallel.core.text import few
 from nnx_parallel.errors import SchemeError
 from nnx_parallel.layout.constrain import surroundings
 from nnx_parallel.layout.plan import ShardingPlan, check_plan
+
+_EQUAL = PartitionSpec()
 
 
 def map_shards(
   f: Callable[..., Any],
   plan: ShardingPlan,
   *,
-  out_specs: Any = PartitionSpec(),
+  out_specs: Any = _EQUAL,
   in_specs: Sequence[Any] | None = None,
   check_vma: bool = True,
 ) -> Callable[..., Any]:
@@ -56,7 +58,8 @@ def map_shards(
   Example:
     >>> import jax, jax.numpy as jnp, nnx_parallel as nxp
     >>> from flax import nnx
-    >>> plan = nxp.plan(lambda: nnx.Linear(16, 4, rngs=nnx.Rngs(0)), nxp.make_mesh(data=8), nxp.fsdp("data", min_size=8))
+    >>> init, mesh = lambda: nnx.Linear(16, 4, rngs=nnx.Rngs(0)), nxp.make_mesh(data=8)
+    >>> plan = nxp.plan(init, mesh, nxp.fsdp("data", min_size=8))
     >>> model = nxp.create_sharded_model(plan)
     >>> def mean(model, x):
     ...   full = nxp.gather_parameters(model, plan, "data")
@@ -75,9 +78,7 @@ def map_shards(
         f"map_shards has {len(given)} in_specs for {len(args)} arguments.",
         fix="one for each argument, None for what the plan decides; or leave in_specs out.",
       )
-    specs = tuple(
-      _specs(plan, x) if spec is None else spec for x, spec in zip(args, given, strict=True)
-    )
+    specs = tuple(_specs(plan, x) if spec is None else spec for x, spec in zip(args, given, strict=True))
     run: Any = nnx.shard_map(f, mesh=plan.mesh, in_specs=specs, out_specs=out_specs, check_vma=check_vma)
     return run(*args)
 
@@ -95,7 +96,8 @@ def _specs(plan: ShardingPlan, x: Any) -> Any:
       details=f"not in both: {few([path_str(path) for path in other])}",
       fix="pass what create_sharded_model(plan) returned; or in_specs for this argument.",
     )
-  state: Any = nnx.from_flat_state([(path, leaf.spec) for path, leaf in planned.items()])
+  specs: Any = {path: leaf.spec for path, leaf in planned.items()}
+  state: Any = nnx.from_flat_state(specs)
   return nnx.StateSharding(state)
 
 
@@ -122,7 +124,8 @@ def gather_parameters(module: nnx.Module, plan: ShardingPlan, axis: str | Sequen
   Example:
     >>> import jax, jax.numpy as jnp, nnx_parallel as nxp
     >>> from flax import nnx
-    >>> plan = nxp.plan(lambda: nnx.Linear(16, 3, rngs=nnx.Rngs(0)), nxp.make_mesh(data=8), nxp.fsdp("data", min_size=8))
+    >>> init, mesh = lambda: nnx.Linear(16, 3, rngs=nnx.Rngs(0)), nxp.make_mesh(data=8)
+    >>> plan = nxp.plan(init, mesh, nxp.fsdp("data", min_size=8))
     >>> model, x = nxp.create_sharded_model(plan), jnp.ones((32, 16))
     >>> own_loss = lambda model, x: (nxp.gather_parameters(model, plan, "data")(x) ** 2).mean()
     >>> def norm(model, x):
@@ -185,9 +188,8 @@ _averaged.defvjp(lambda x, axis: (_averaged(x, axis), None), lambda axis, _, g: 
 def all_gather_matmul(x: Any, w: Any, axis: str) -> jax.Array:
   """`all_gather(x) @ w` as a ring: each shard is multiplied while the next one is on its way.
 
-  For the body of a `shard_map`, where the rows of `x` and the columns of `w` are split over an axis, as before
-  the first product of a tensor-parallel layer with split positions. Its gradient by `x` is
-  `matmul_reduce_scatter`.
+  For the body of a `shard_map`, where the rows of `x` and the columns of `w` are split over an axis, as in the
+  first product of a tensor-parallel layer with split positions.
 
   Args:
     x: the own rows, local shape (..., rows / n, features), with n devices along the axis.
@@ -226,7 +228,7 @@ def matmul_reduce_scatter(x: Any, w: Any, axis: str) -> jax.Array:
   """`psum_scatter(x @ w)` as a ring: a sum is on its way while the next product is computed.
 
   For the body of a `shard_map`, where the features that the product sums over are split over an axis, as
-  in the second product of a tensor-parallel layer. Its gradient by `x` is `all_gather_matmul`.
+  in the second product of a tensor-parallel layer.
 
   Args:
     x: all rows of the own features, local shape (..., rows, features / n), with n devices along the axis.
@@ -294,16 +296,17 @@ def map_kernel(
   Without a mesh the kernel runs as it is. Dims that one block needs whole are named None.
 
   Args:
-    kernel: a function of arrays, which computes on shards what it does on whole arrays; its shapes must
-      follow from those of its arguments. For gradients it needs a `jax.custom_vjp`.
+    kernel: a function of arrays, which computes on shards what it does on whole arrays. For gradients, one
+      of Pallas needs a `jax.custom_vjp`.
     in_names: one tuple for each argument: a logical name, a mesh axis or None for each dim.
-    out_names: such a tuple for the result, or a list of them for several.
+    out_names: such a tuple for the result, of names of the arguments; or a list of tuples for several.
 
   Returns:
     A function of the same arguments, with global shapes.
 
   Raises:
     ShardingError: names without a rule, or that do not fit an array, when it is called.
+    SchemeError: a name that no argument has, or that means different axes in two of them.
 
   Example:
     >>> import jax, jax.numpy as jnp, nnx_parallel as nxp
@@ -320,20 +323,25 @@ def map_kernel(
     around = surroundings(*arrays)
     if around.mesh is None:
       return kernel(*arrays)
-    results: Any = jax.eval_shape(kernel, *arrays)
+    ins = [around.spec(names, x.shape) for names, x in zip(in_names, arrays, strict=True)]
+    entries: dict[Entry, Any] = {None: None}
+    for names, spec in zip(in_names, ins, strict=True):
+      for name, entry in zip(names, spec, strict=True):
+        if entries.setdefault(name, entry) != entry:
+          raise SchemeError(
+            f"{name!r} of a kernel is split over {entries[name]} in one argument, and over {entry} in another.",
+            details=f"shapes {[x.shape for x in arrays]}, names {[*in_names]}",
+            fix="give the dims different names, or sizes that the same mesh axes divide.",
+          )
     several = isinstance(out_names, list)
-    shapes: Iterator[Any] = iter(results if several else [results])
-    outs = [around.spec(names, next(shapes).shape) for names in (out_names if several else [out_names])]
-    ins = tuple(around.spec(names, x.shape) for names, x in zip(in_names, arrays, strict=True))
-    axes: Any = set(axis_sizes(around.mesh)) - around.manual
-    run = jax.shard_map(
-      kernel,
-      mesh=around.mesh if isinstance(around.mesh, Mesh) else None,  # the active one
-      in_specs=ins,
-      out_specs=tuple(outs) if several else outs[0],
-      axis_names=axes,
-      check_vma=False,
-    )
-    return run(*arrays)
+    wanted = out_names if several else [out_names]
+    if unknown := [name for names in wanted for name in names if name not in entries]:
+      raise SchemeError(
+        f"the result of a kernel has a dim {unknown[0]!r}, and no argument has.",
+        details=f"names {[*in_names]} -> {out_names}",
+        fix="name it as the dim of an argument that it is split like; or None for a whole one.",
+      )
+    outs = [PartitionSpec(*(entries[name] for name in names)) for names in wanted]
+    return on_shards(kernel, around.mesh, ins, tuple(outs) if several else outs[0])(*arrays)
 
   return mapped

@@ -21,10 +21,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import PartitionSpec
 
 from nnx_parallel.core.axes import entry_of
 from nnx_parallel.core.mesh import AnyMesh, axis_sizes
+from nnx_parallel.core.shards import laid_out, on_shards
 from nnx_parallel.errors import SchemeError
 from nnx_parallel.layout.batch import batch_axes, position_axes
 from nnx_parallel.layout.constrain import surroundings
@@ -172,23 +173,21 @@ class _Split:
   """Which mesh axes split the vocabulary, and which the dims of the tokens."""
 
   mesh: AnyMesh | None
-  manual: frozenset[str]
   axes: tuple[str, ...]
   tokens: tuple[tuple[str, ...], ...]
 
   @classmethod
   def of(cls, *arrays: Any, axis: str | Sequence[str], tokens: Sequence[int]) -> _Split:
     around = surroundings(*arrays)
-    wanted = (axis,) if isinstance(axis, str) else tuple(axis)
-    if inside := [name for name in wanted if name in around.manual | around.mapped]:
+    taken, wanted = around.manual | around.mapped, (axis,) if isinstance(axis, str) else tuple(axis)
+    if inside := [name for name in wanted if name in taken]:
       raise SchemeError(
         f"the vocabulary cannot be split over {inside[0]!r}: this code is mapped over that axis already.",
-        details=f"axes of the enclosing shard_map or vmap: {', '.join(sorted(around.manual | around.mapped))}",
+        details=f"axes of the enclosing shard_map or vmap: {', '.join(sorted(taken))}",
         fix="call it outside of the shard_map, with global arrays.",
       )
     if around.mesh is None:
-      return cls(None, frozenset(), (), ((),) * len(tokens))
-    taken = around.manual | around.mapped
+      return cls(None, (), ((),) * len(tokens))
     sizes = axis_sizes(around.mesh)
     axes = tuple(name for name in wanted if sizes.get(name, 1) > 1)
     free = {name for name, size in sizes.items() if size > 1 and name not in taken and name not in axes}
@@ -201,7 +200,7 @@ class _Split:
       while length % math.prod(sizes[name] for name in names):
         names = names[:-1]
       found.append(names)
-    return cls(around.mesh, frozenset(sizes) - around.manual, axes, tuple(found))
+    return cls(around.mesh, axes, tuple(found))
 
   @property
   def ways(self) -> int:
@@ -246,32 +245,11 @@ class _Split:
 
   def run(self, f: Callable[..., Any], in_specs: Sequence[Any], out_specs: Any, *args: Any) -> Any:
     """Runs `f` on the shards of each device."""
-    if self.mesh is None:
-      return f(*args)
-    if self._explicit:
-      args = tuple(self._laid_out(x, spec) for x, spec in zip(args, in_specs, strict=True))
-    names: Any = set(self.manual)
-    mapped = jax.shard_map(
-      f,
-      mesh=self.mesh if isinstance(self.mesh, Mesh) else None,  # the active one
-      in_specs=tuple(in_specs),
-      out_specs=out_specs,
-      axis_names=names,
-      check_vma=False,
-    )
-    return mapped(*args)
-
-  @property
-  def _explicit(self) -> bool:
-    return self.mesh is not None and AxisType.Explicit in self.mesh.axis_types
-
-  def _laid_out(self, x: Any, spec: PartitionSpec) -> Any:
-    return jax.sharding.reshard(x, NamedSharding(self.mesh, spec) if isinstance(self.mesh, Mesh) else spec)
+    return on_shards(f, self.mesh, in_specs, out_specs)(*args)
 
   def like(self, gradient: Any, x: Any) -> Any:
     """A gradient in the dtype of its array, and on an Explicit mesh in its layout."""
-    gradient = gradient.astype(x.dtype)
-    return self._laid_out(gradient, jax.typeof(x).sharding.spec) if self._explicit else gradient
+    return laid_out(gradient.astype(x.dtype), self.mesh, jax.typeof(x).sharding.spec)
 
 
 def _in_parts(x: Any, parts: int) -> Any:
