@@ -188,8 +188,8 @@ _averaged.defvjp(lambda x, axis: (_averaged(x, axis), None), lambda axis, _, g: 
 def all_gather_matmul(x: Any, w: Any, axis: str) -> jax.Array:
   """`all_gather(x) @ w` as a ring: each shard is multiplied while the next one is on its way.
 
-  For the body of a `shard_map`, where the rows of `x` and the columns of `w` are split over an axis, as in the
-  first product of a tensor-parallel layer with split positions.
+  For the body of a `shard_map`, where the rows of `x` and the columns of `w` are split over an axis, as in
+  the first product of a tensor-parallel layer with split positions.
 
   Args:
     x: the own rows, local shape (..., rows / n, features), with n devices along the axis.
@@ -329,7 +329,7 @@ def map_kernel(
       for name, entry in zip(names, spec, strict=True):
         if entries.setdefault(name, entry) != entry:
           raise SchemeError(
-            f"{name!r} of a kernel is split over {entries[name]} in one argument, and over {entry} in another.",
+            f"{name!r} of a kernel is split over {entries[name]} in one argument, over {entry} in another.",
             details=f"shapes {[x.shape for x in arrays]}, names {[*in_names]}",
             fix="give the dims different names, or sizes that the same mesh axes divide.",
           )

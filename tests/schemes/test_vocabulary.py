@@ -13,6 +13,7 @@ from flax import nnx
 from jax.sharding import PartitionSpec as P
 
 import nnx_parallel as nxp
+from benchmarks import vocabulary as benchmark
 from nnx_parallel.errors import SchemeError
 from nnx_parallel.testing import assert_same_training
 
@@ -250,3 +251,52 @@ def test_it_trains_alike_on_many_layouts():
     rules = nxp.LogicalRules(batch=batch, embed="fsdp" if "fsdp" in sizes else None, vocab=["tensor", None])
     plans[name] = nxp.plan(init, nxp.make_mesh(sizes), rules, optimizer=optax.adam(1e-2))
   assert_same_training(scheme_loss, plans, [batch_of(48)] * 3)
+
+
+SHAPE = {"batch": 8, "seq": 32, "features": 16, "vocabulary": 2048}
+
+
+@pytest.mark.parametrize("machine", benchmark.MACHINES)
+def test_each_machine_sends_what_it_must_and_no_more(machine):
+  mesh = benchmark.machine(machine)
+  if mesh is None:
+    pytest.skip(f"the compiler of {machine} is not installed")
+  given = benchmark.arguments(mesh, *SHAPE.values())
+  found, wanted = benchmark.sent(benchmark.gradients(benchmark.in_parts(4), mesh, given))
+  wanted = benchmark.analytic(*SHAPE.values())
+  if machine.startswith("tpu"):  # the head is gathered in the dtype of its products
+    wanted["all-gather", ("fsdp",)] //= 2
+  assert found == wanted
+
+
+def test_no_device_has_the_whole_vocabulary():
+  mesh = nxp.make_mesh(benchmark.SIZES)
+  given = benchmark.arguments(mesh, *SHAPE.values())
+  text = benchmark.gradients(benchmark.in_parts(4), mesh, given).as_text()
+  dims = {int(size) for shape in re.findall(r"\w+\[([\d,]+)\]", text) for size in shape.split(",")}
+  assert 1024 in dims  # its share
+  assert 2048 not in dims
+
+
+def test_memory_is_that_of_a_part_of_the_tokens():
+  mesh = nxp.make_mesh(benchmark.SIZES)
+  given = benchmark.arguments(mesh, 32, 64, 4, 2048)
+  logits = 32 * 64 // 4 * 1024 * 4
+  one, eight = (
+    benchmark.gradients(benchmark.in_parts(parts), mesh, given).memory_analysis().temp_size_in_bytes
+    for parts in (1, 8)
+  )
+  assert logits < one
+  assert eight < 0.25 * one
+
+
+def test_a_look_up_moves_no_table():
+  sizes = {"data": 2, "tensor": 4}
+  mesh = nxp.make_mesh(sizes)
+  tables, tokens = NamedSharding(mesh, P("tensor")), NamedSharding(mesh, P("data"))
+  table = jax.ShapeDtypeStruct((4096, 16), jnp.float32, sharding=tables)
+  ids = jax.ShapeDtypeStruct((8, 4), jnp.int32, sharding=tokens)
+  with jax.set_mesh(mesh):
+    text = jax.jit(nxp.vocabulary_embedding).lower(table, ids).compile().as_text()
+  (found,) = collectives(text, sizes)
+  assert (found.kind, found.axes, found.bytes) == ("all-reduce", ("tensor",), 4 * 4 * 16 * 4)
