@@ -8,6 +8,7 @@ compared with what must be: see `analytic`.
 from __future__ import annotations
 
 import collections
+import functools
 import os
 from typing import Any
 
@@ -127,7 +128,7 @@ def main() -> None:
     given = arguments(mesh, 8, 64, 128, vocabulary)
     programs = {name: gradients(loss, mesh, given) for name, loss in losses.items()}
     args = real(given)
-    cases = {name: lambda program=program: program(*args) for name, program in programs.items()}
+    cases = {name: functools.partial(program, *args) for name, program in programs.items()}
     record.compare(measure(cases, rounds=7, warmup=1), baseline="whole logits", group=f"{vocabulary} columns")
   for name in MACHINES:
     mesh = machine(name)
