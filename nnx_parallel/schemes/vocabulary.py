@@ -66,7 +66,8 @@ def vocabulary_cross_entropy(
       `model.head.kernel`; the transposed table of an embedding for tied weights. A bias is not added.
     labels: the column of each token's target: integers of the shape of `hidden` without its features.
     axis: the mesh axis, or several, that the vocabulary is split over. It need not divide the vocabulary.
-    parts: in how many parts a device computes its tokens, one after another.
+    parts: in how many parts a device computes its tokens, one after another. Each part reads and writes the
+      gradient of the head, so a part should have at least as many tokens as the head has features.
     label_smoothing: how much of the target is spread over all columns, from 0 to 1.
     z_loss: the factor of `logsumexp(logits) ** 2`, which is added to the loss of each token.
     softcap: logits become `softcap * tanh(logits / softcap)`; None leaves them.
