@@ -235,8 +235,6 @@ def losses_of(loss, plan, batch, steps=5, **options):
 @pytest.mark.parametrize("tied", [False, True], ids=["head", "tied"])
 @pytest.mark.parametrize(("vocab", "uneven"), [(48, "error"), (37, "pad")])
 def test_it_trains_as_whole_logits_do_on_one_device(vocab, uneven, tied, explicit):
-  if explicit and uneven == "pad":
-    pytest.skip("an Explicit mesh has no padded arrays in the types of a step")
   init, batch = (lambda: Model(vocab, nnx.Rngs(0), tied)), batch_of(vocab)
   alone = nxp.make_mesh(data=1, fsdp=1, tensor=1, devices=jax.devices()[:1])
   one = nxp.plan(init, alone, RULES, optimizer=optax.sgd(0.5))
