@@ -35,8 +35,8 @@ NOTES = [
   " gradients. Whole logits: `optax.softmax_cross_entropy_with_integer_labels(hidden @ head, labels)`.",
   "Sent: payload of all collectives of one kind over one set of axes, as compiled, and as it must be. The TPU"
   " gathers the head in bfloat16, in which its products are computed by default.",
-  "Times: 8 x 512 tokens, 64 features, 8 simulated devices on the cores below. Temporaries and bytes: 8 x 4096"
-  " tokens, 1024 features.",
+  "Times: 8 x 512 tokens, 64 features, 8 simulated devices on the cores below. Temporaries and bytes: 8 x"
+  " 4096 tokens, 1024 features.",
 ]
 
 

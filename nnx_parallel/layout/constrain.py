@@ -160,10 +160,10 @@ class Surroundings:
 
 def surroundings(*arrays: Any) -> Surroundings:
   """The mesh and the rules that apply to arrays or Variables: those in scope, else those of their plan."""
-  outer: Scope | None = _SCOPE.value
-  own = scope_of(arrays)
-  scope = outer if own is None else Scope(outer.rules if outer else own.rules, own.mesh)
-  scope = outer if outer is not None and outer.mesh is not None else scope
+  outer, own = _SCOPE.value, scope_of(arrays)
+  scope: Scope | None = outer or own
+  if outer is not None and outer.mesh is None and own is not None:
+    scope = Scope(outer.rules, own.mesh)
   mesh: AnyMesh | None = jax.sharding.get_abstract_mesh()
   if mesh.empty:
     found = (_mesh(value_of(x), scope, mesh) for x in arrays)

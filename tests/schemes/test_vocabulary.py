@@ -245,6 +245,17 @@ def test_it_trains_as_whole_logits_do_on_one_device(vocab, uneven, tied, explici
   close(losses_of(scheme_loss, plan, batch, microbatches=2), wanted)
 
 
+@pytest.mark.parametrize("tied", [False, True], ids=["head", "tied"])
+def test_in_nnx_jit_the_mesh_is_that_of_the_plan(tied):
+  plan = nxp.plan(lambda: Model(48, nnx.Rngs(0), tied), nxp.make_mesh(MESHES["data, fsdp, tensor"]), RULES)
+  model, batch = nxp.create_sharded_model(plan), nxp.shard_batch(batch_of(48), plan)
+  step = nnx.jit(nnx.value_and_grad(scheme_loss))
+  (found, grads), (wanted, others) = step(model, batch), nnx.jit(nnx.value_and_grad(plain_loss))(model, batch)
+  close((found, nnx.to_pure_dict(grads)), (wanted, nnx.to_pure_dict(others)))
+  text = step.lower(model, batch).compile().as_text()
+  assert ("all-reduce", ("tensor",)) in {(c.kind, c.axes) for c in collectives(text, plan.mesh.shape)}
+
+
 def test_it_trains_alike_on_many_layouts():
   init, plans = (lambda: Model(48, nnx.Rngs(0))), {}
   for name, sizes in MESHES.items():
