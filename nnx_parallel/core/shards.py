@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from nnx_parallel.core.mesh import AnyMesh
 
@@ -20,7 +20,7 @@ def on_shards(
 
   Args:
     f: a function of arrays.
-    mesh: the mesh; an abstract one is the active one.
+    mesh: the mesh; the active one, if there is one.
     in_specs: one for each argument.
     out_specs: those of the results.
   """
@@ -30,7 +30,7 @@ def on_shards(
   axes: Any = {name for name, kind in kinds if kind != AxisType.Manual}
   mapped = jax.shard_map(
     f,
-    mesh=mesh if isinstance(mesh, Mesh) else None,
+    mesh=mesh if jax.sharding.get_abstract_mesh().empty else None,
     in_specs=tuple(in_specs),
     out_specs=out_specs,
     axis_names=axes,
@@ -43,4 +43,5 @@ def laid_out(x: Any, mesh: AnyMesh | None, spec: PartitionSpec) -> Any:
   """`x` with this spec in its type, on an Explicit mesh; elsewhere `x` itself."""
   if mesh is None or AxisType.Explicit not in mesh.axis_types:
     return x
-  return jax.sharding.reshard(x, NamedSharding(mesh, spec) if isinstance(mesh, Mesh) else spec)
+  active = not jax.sharding.get_abstract_mesh().empty
+  return jax.sharding.reshard(x, spec if active else NamedSharding(mesh, spec))  # pyright: ignore[reportArgumentType]
