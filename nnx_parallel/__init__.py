@@ -44,6 +44,14 @@ with epy.lazy_api_imports(globals()):
   from nnx_parallel.rules.logical import LogicalRules
   from nnx_parallel.rules.paths import PathRules
   from nnx_parallel.rules.ruleset import RuleSet
+  from nnx_parallel.schemes.collectives import (
+    all_gather_matmul,
+    gather_parameters,
+    map_kernel,
+    map_shards,
+    matmul_reduce_scatter,
+  )
+  from nnx_parallel.schemes.vocabulary import vocabulary_cross_entropy, vocabulary_embedding
   from nnx_parallel.train.check_gradients import check_gradients
   from nnx_parallel.train.gradient_check import GradientCheck, GradientLook
   from nnx_parallel.train.hold import with_right_gradients
@@ -85,6 +93,7 @@ __all__ = [
   "TensorBoardLog",
   "TrainStep",
   "abstract_mesh",
+  "all_gather_matmul",
   "assert_collectives",
   "assert_fits",
   "batches",
@@ -105,9 +114,13 @@ __all__ = [
   "fold_rng_over_axis",
   "from_arrays",
   "fsdp",
+  "gather_parameters",
   "infer_rules",
   "loss_scale_of",
   "make_mesh",
+  "map_kernel",
+  "map_shards",
+  "matmul_reduce_scatter",
   "memory_plan",
   "plan",
   "plan_page",
@@ -126,6 +139,8 @@ __all__ = [
   "train_step",
   "unsharded",
   "use_rules",
+  "vocabulary_cross_entropy",
+  "vocabulary_embedding",
   "with_ema",
   "with_layers",
   "with_loss_scale",

@@ -13,6 +13,7 @@ __all__ = [
   "PlanError",
   "RecipeError",
   "ReportError",
+  "SchemeError",
   "ShardingError",
   "TrainError",
 ]
@@ -72,6 +73,10 @@ class RecipeError(NnxParallelError, ValueError):
 
 class ReportError(NnxParallelError, RuntimeError):
   """A report that cannot be made: a missing compiler, an unknown topology or chip."""
+
+
+class SchemeError(NnxParallelError, ValueError):
+  """Arrays, sizes or mesh axes that a scheme for parallel computation cannot use."""
 
 
 class NnxParallelWarning(UserWarning):

@@ -19,7 +19,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 
 from nnx_parallel.core.axes import Entry, axes_in, axes_of, entry_of
 from nnx_parallel.core.mesh import AnyMesh, axis_sizes
-from nnx_parallel.core.nodes import SCOPE
+from nnx_parallel.core.nodes import SCOPE, value_of
 from nnx_parallel.errors import MeshError, ShardingError
 from nnx_parallel.layout.resolve import resolve_spec
 from nnx_parallel.rules.inputs import InputRules
@@ -140,6 +140,46 @@ def default_scope(scope: Scope | None) -> contextlib.AbstractContextManager[None
   return scoped(scope if outer is None else Scope(outer.rules, outer.mesh or scope.mesh))
 
 
+@dataclasses.dataclass(frozen=True)
+class Surroundings:
+  """Where arrays are computed.
+
+  Attributes:
+    mesh: the mesh, abstract if it is the active one; None for one device.
+    rules: the rules of the plan or of `use_rules`; none without these.
+    manual: the mesh axes of an enclosing `shard_map`, along which arrays are shards.
+    mapped: the mesh axes of an enclosing `jax.vmap` (its `spmd_axis_name`).
+  """
+
+  mesh: AnyMesh | None
+  rules: LogicalRules
+  manual: frozenset[str]
+  mapped: frozenset[str]
+
+  def spec(self, names: tuple[Entry, ...], shape: tuple[int, ...]) -> PartitionSpec:
+    """That of an array with logical names or mesh axes; a dim that its axes do not divide stays whole."""
+    if self.mesh is None:
+      return PartitionSpec()
+    return _spec(names, shape, self.mesh, Scope(self.rules, None), {*self.manual, *self.mapped}, True)
+
+
+def surroundings(*arrays: Any) -> Surroundings:
+  """The mesh and the rules that apply to arrays or Variables: those in scope, else those of their plan."""
+  outer, own = _SCOPE.value, scope_of(arrays)
+  scope: Scope | None = outer or own
+  if outer is not None and outer.mesh is None and own is not None:
+    scope = Scope(outer.rules, own.mesh)
+  mesh: AnyMesh | None = jax.sharding.get_abstract_mesh()
+  if mesh.empty:
+    found = (_mesh(value_of(x), scope, mesh) for x in arrays)
+    mesh = next((mesh for mesh in found if mesh is not None), None)
+  else:
+    _check_one_mesh(scope.mesh if scope else None, mesh)
+  kinds = {} if mesh is None else dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
+  manual = frozenset(str(name) for name, kind in kinds.items() if kind == AxisType.Manual)
+  return Surroundings(mesh, scope.rules if scope else LogicalRules(), manual, frozenset(_MAPPED.value))
+
+
 def constrain(x: Any, *names: Entry) -> Any:
   """Constrains the layout of an activation by logical names, in and outside of jit.
 
@@ -199,12 +239,7 @@ def constrain(x: Any, *names: Entry) -> Any:
 def _mesh(x: Any, scope: Scope | None, active: AbstractMesh) -> AnyMesh | None:
   wanted = scope.mesh if scope is not None else None
   if not active.empty:
-    if wanted is not None and axis_sizes(wanted) != axis_sizes(active):
-      raise MeshError(
-        "constrain found two meshes: the one in scope is not the one that is active.",
-        details=f"in scope {axis_sizes(wanted)}, active {axis_sizes(active)}",
-        fix="use_rules(rules) without a mesh takes the active one; or leave jax.set_mesh out.",
-      )
+    _check_one_mesh(wanted, active)
     # Inside shard_map the active mesh also has the manual axes; outside of jit it has no devices.
     return active if isinstance(x, Tracer) else (wanted or jax.sharding.get_mesh())
   if wanted is not None:
@@ -213,6 +248,15 @@ def _mesh(x: Any, scope: Scope | None, active: AbstractMesh) -> AnyMesh | None:
   if own is None or own.mesh.empty:
     return None
   return own.mesh if isinstance(x, Tracer) else x.sharding.mesh
+
+
+def _check_one_mesh(wanted: AnyMesh | None, active: AbstractMesh) -> None:
+  if wanted is not None and axis_sizes(wanted) != axis_sizes(active):
+    raise MeshError(
+      "constrain found two meshes: the one in scope is not the one that is active.",
+      details=f"in scope {axis_sizes(wanted)}, active {axis_sizes(active)}",
+      fix="use_rules(rules) without a mesh takes the active one; or leave jax.set_mesh out.",
+    )
 
 
 def _spec(

@@ -1,0 +1,347 @@
+"""For people who write `shard_map`: modules in it, parameter gathers, products that overlap with their ring.
+
+`jax.shard_map` takes arrays and a spec for each. `map_shards` takes modules, optimizers and batches, whose
+specs stand in the plan, and `map_kernel` a kernel whose specs follow from logical names.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.sharding import PartitionSpec
+
+from nnx_parallel.core.axes import Entry, axes_by_dim
+from nnx_parallel.core.nodes import path_str, variables
+from nnx_parallel.core.shards import on_shards
+from nnx_parallel.core.text import few
+from nnx_parallel.errors import SchemeError
+from nnx_parallel.layout.constrain import surroundings
+from nnx_parallel.layout.plan import ShardingPlan, check_plan
+
+_EQUAL = PartitionSpec()
+
+
+def map_shards(
+  f: Callable[..., Any],
+  plan: ShardingPlan,
+  *,
+  out_specs: Any = _EQUAL,
+  in_specs: Sequence[Any] | None = None,
+  check_vma: bool = True,
+) -> Callable[..., Any]:
+  """`nnx.shard_map` with the specs of a plan: `f` runs on each device, on its shards, and calls collectives.
+
+  Variables that `f` changes are written back to the modules and optimizers, in the layout of the plan. Put
+  it in `nnx.jit`.
+
+  Args:
+    f: a function of modules and optimizers that were made from `plan`, and of pytrees of arrays. In it all
+      mesh axes are manual: what it sees are the shards of one device.
+    plan: the layout of the modules and optimizers, and of batches.
+    out_specs: the specs of what `f` returns, as in `jax.shard_map`; `P()`: equal on all devices.
+    in_specs: one for each argument, as in `jax.shard_map`; where it is None the plan decides: a module or an
+      optimizer as planned, an array as `plan.batch_spec`. None: so for all.
+    check_vma: as in `jax.shard_map`.
+
+  Returns:
+    A function of the same arguments, whole.
+
+  Raises:
+    PlanError: not a plan.
+    SchemeError: a module or an optimizer that the plan is not for, when it is called.
+
+  Example:
+    >>> import jax, jax.numpy as jnp, nnx_parallel as nxp
+    >>> from flax import nnx
+    >>> init, mesh = lambda: nnx.Linear(16, 4, rngs=nnx.Rngs(0)), nxp.make_mesh(data=8)
+    >>> plan = nxp.plan(init, mesh, nxp.fsdp("data", min_size=8))
+    >>> model = nxp.create_sharded_model(plan)
+    >>> def mean(model, x):
+    ...   full = nxp.gather_parameters(model, plan, "data")
+    ...   return jax.lax.pmean(full(x).mean(), "data"), jax.lax.pmean(model.kernel.size + 0 * x.sum(), "data")
+    >>> result, elements = nnx.jit(nxp.map_shards(mean, plan))(model, jnp.ones((32, 16)))
+    >>> bool(jnp.allclose(result, model(jnp.ones((32, 16))).mean())), int(elements)
+    (True, 8)
+  """
+  check_plan(plan, "map_shards(f, plan)")
+
+  @functools.wraps(f)
+  def mapped(*args: Any) -> Any:
+    given = tuple(in_specs) if in_specs is not None else (None,) * len(args)
+    if len(given) != len(args):
+      raise SchemeError(
+        f"map_shards has {len(given)} in_specs for {len(args)} arguments.",
+        fix="one for each argument, None for what the plan decides; or leave in_specs out.",
+      )
+    specs = tuple(_specs(plan, x) if spec is None else spec for x, spec in zip(args, given, strict=True))
+    run: Any = nnx.shard_map(f, mesh=plan.mesh, in_specs=specs, out_specs=out_specs, check_vma=check_vma)
+    return run(*args)
+
+  return mapped
+
+
+def _specs(plan: ShardingPlan, x: Any) -> Any:
+  """The specs of one argument."""
+  if not isinstance(x, nnx.Module | nnx.Optimizer):
+    return jax.tree.map(lambda leaf: plan.batch_spec(jnp.ndim(leaf)), x)
+  planned = plan.of("optimizer" if isinstance(x, nnx.Optimizer) else "model")
+  if other := variables(x).keys() ^ planned.keys():
+    raise SchemeError(
+      f"the plan is not for this {type(x).__name__}.",
+      details=f"not in both: {few([path_str(path) for path in other])}",
+      fix="pass what create_sharded_model(plan) returned; or in_specs for this argument.",
+    )
+  specs: Any = {path: leaf.spec for path, leaf in planned.items()}
+  state: Any = nnx.from_flat_state(specs)
+  return nnx.StateSharding(state)
+
+
+def gather_parameters(module: nnx.Module, plan: ShardingPlan, axis: str | Sequence[str]) -> Any:
+  """A view of a module with whole parameters, whose gradients are means; for the body of `map_shards`.
+
+  A parameter that the plan splits over the axis is gathered. The backward pass of the gather is a
+  reduce-scatter divided by the size of the axis: each device gets its shard of the mean gradient. A
+  parameter that is whole along the axis has the mean of the gradients. So the gradient of each device's own
+  loss is, in the layout of the plan, that of the mean loss.
+
+  Args:
+    module: the module of the plan's shards.
+    plan: the layout of its parameters.
+    axis: the mesh axis that splits the batch, or several; for example `("data", "fsdp")`.
+
+  Returns:
+    A module with the same Variables, except for `nnx.Param`s, which are gathered.
+
+  Raises:
+    SchemeError: not inside a `shard_map` over that axis, a parameter that the plan does not have, or one
+      with a dim that is split over `axis` and then over another.
+
+  Example:
+    >>> import jax, jax.numpy as jnp, nnx_parallel as nxp
+    >>> from flax import nnx
+    >>> init, mesh = lambda: nnx.Linear(16, 3, rngs=nnx.Rngs(0)), nxp.make_mesh(data=8)
+    >>> plan = nxp.plan(init, mesh, nxp.fsdp("data", min_size=8))
+    >>> model, x = nxp.create_sharded_model(plan), jnp.ones((32, 16))
+    >>> own_loss = lambda model, x: (nxp.gather_parameters(model, plan, "data")(x) ** 2).mean()
+    >>> def norm(model, x):
+    ...   grads = nnx.grad(own_loss)(model, x)
+    ...   return jax.lax.psum((grads.kernel[...] ** 2).sum(), "data")
+    >>> wanted = (nnx.grad(lambda model: (model(x) ** 2).mean())(model).kernel[...] ** 2).sum()
+    >>> bool(jnp.allclose(nnx.jit(nxp.map_shards(norm, plan))(model, x), wanted))
+    True
+
+  Source: the UvA deep-learning notebooks on training at scale, `gather_params`.
+  """
+  axes = (axis,) if isinstance(axis, str) else tuple(axis)
+  for name in axes:
+    _size(name)
+  graphdef, parameters, rest = nnx.split(module, nnx.Param, ...)
+  planned, whole = plan.of("model"), []
+  for path, parameter in nnx.to_flat_state(parameters):
+    if path not in planned:
+      raise SchemeError(
+        f"the plan has no parameter {path_str(path)}.", fix="pass the module that the plan is for, whole."
+      )
+    value: Any = parameter.get_raw_value()
+    dims = [*axes_by_dim(planned[path].spec, value.ndim)]
+    for name in reversed(axes):
+      dim = next((dim for dim, entry in enumerate(dims) if name in entry), None)
+      if dim is None:
+        value = _averaged(value, name)
+        continue
+      if dims[dim][-1] != name:
+        raise SchemeError(
+          f"{path_str(path)} cannot be gathered over {name!r}: dim {dim} is split over {dims[dim]}.",
+          fix=f"write {name!r} last in its rule, or gather the axes behind it too, in this order.",
+        )
+      dims[dim] = dims[dim][:-1]
+      value = _gathered(value, name, dim)
+    whole.append((path, parameter.replace(value)))
+  return nnx.merge(graphdef, nnx.from_flat_state(whole), rest)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
+def _gathered(x: Any, axis: str, dim: int) -> Any:
+  return jax.lax.all_gather(x, axis, axis=dim, tiled=True)
+
+
+def _scattered(axis: str, dim: int, _: None, g: Any) -> tuple[Any]:
+  return (jax.lax.psum_scatter(g, axis, scatter_dimension=dim, tiled=True) / jax.lax.axis_size(axis),)
+
+
+_gathered.defvjp(lambda x, axis, dim: (_gathered(x, axis, dim), None), _scattered)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
+def _averaged(x: Any, axis: str) -> Any:
+  return jax.lax.pcast(x, axis, to="varying")
+
+
+_averaged.defvjp(lambda x, axis: (_averaged(x, axis), None), lambda axis, _, g: (jax.lax.pmean(g, axis),))
+
+
+def all_gather_matmul(x: Any, w: Any, axis: str) -> jax.Array:
+  """`all_gather(x) @ w` as a ring: each shard is multiplied while the next one is on its way.
+
+  For the body of a `shard_map`, where the rows of `x` and the columns of `w` are split over an axis, as in
+  the first product of a tensor-parallel layer with split positions.
+
+  Args:
+    x: the own rows, local shape (..., rows / n, features), with n devices along the axis.
+    w: the own columns, local shape (features, columns / n), or whole.
+    axis: the mesh axis.
+
+  Returns:
+    All rows of the own columns, local shape (..., rows, columns / n).
+
+  Raises:
+    SchemeError: not inside a `shard_map` over that axis.
+
+  Example:
+    >>> import jax, jax.numpy as jnp, nnx_parallel as nxp
+    >>> from jax import P
+    >>> x, w = jnp.arange(32.0).reshape(8, 4), jnp.ones((4, 16))
+    >>> f = lambda x, w: nxp.all_gather_matmul(x, w, "tensor")
+    >>> mesh, specs = nxp.make_mesh(tensor=8), (P("tensor"), P(None, "tensor"))
+    >>> y = jax.shard_map(f, mesh=mesh, in_specs=specs, out_specs=P(None, "tensor"))(x, w)
+    >>> bool(jnp.allclose(y, x @ w))
+    True
+
+  Source: Wang et al., "Overlap communication with dependent computation via decomposition", ASPLOS 2023.
+  """
+  size, rows = _size(axis), x.shape[-2]
+  parts = []
+  for _ in range(size):
+    parts.append(x @ w)
+    x = _passed_on(x, axis, size) if len(parts) < size else x
+  # This device's rows come first, then those of the device before it, and so on.
+  backwards = jnp.concatenate(parts[::-1], axis=-2)
+  return jnp.roll(backwards, (jax.lax.axis_index(axis) + 1) * rows, axis=-2)
+
+
+def matmul_reduce_scatter(x: Any, w: Any, axis: str) -> jax.Array:
+  """`psum_scatter(x @ w)` as a ring: a sum is on its way while the next product is computed.
+
+  For the body of a `shard_map`, where the features that the product sums over are split over an axis, as
+  in the second product of a tensor-parallel layer.
+
+  Args:
+    x: all rows of the own features, local shape (..., rows, features / n), with n devices along the axis.
+    w: the rows of the own features, local shape (features / n, columns).
+    axis: the mesh axis.
+
+  Returns:
+    The own rows of the sum over the axis, local shape (..., rows / n, columns).
+
+  Raises:
+    SchemeError: not inside a `shard_map` over that axis, or rows that it does not divide.
+
+  Example:
+    >>> import jax, jax.numpy as jnp, nnx_parallel as nxp
+    >>> from jax import P
+    >>> x, w = jnp.arange(64.0).reshape(8, 8), jnp.ones((8, 2))
+    >>> f = lambda x, w: nxp.matmul_reduce_scatter(x, w, "tensor")
+    >>> mesh, specs = nxp.make_mesh(tensor=8), (P(None, "tensor"), P("tensor"))
+    >>> y = jax.shard_map(f, mesh=mesh, in_specs=specs, out_specs=P("tensor"))(x, w)
+    >>> bool(jnp.allclose(y, x @ w))
+    True
+
+  Source: Wang et al., "Overlap communication with dependent computation via decomposition", ASPLOS 2023.
+  """
+  size, index = _size(axis), jax.lax.axis_index(axis)
+  if x.shape[-2] % size:
+    raise SchemeError(
+      f"{x.shape[-2]} rows cannot be scattered over {size} devices along {axis!r}.",
+      details=f"x {x.shape}, w {w.shape}",
+      fix=f"pad them to {x.shape[-2] + -x.shape[-2] % size}.",
+    )
+  rows = x.shape[-2] // size
+
+  def part(step: int) -> Any:
+    start = (index - 1 - step) % size * rows
+    return jax.lax.dynamic_slice_in_dim(x, start, rows, axis=x.ndim - 2) @ w
+
+  total = part(0)
+  for step in range(1, size):
+    total = _passed_on(total, axis, size) + part(step)
+  return total
+
+
+def _passed_on(x: Any, axis: str, size: int) -> Any:
+  return jax.lax.ppermute(x, axis, [(n, (n + 1) % size) for n in range(size)])
+
+
+def _size(axis: str) -> int:
+  try:
+    return jax.lax.axis_size(axis)
+  except NameError as error:
+    raise SchemeError(
+      f"the code that runs here is not split along {axis!r} by hand.",
+      fix="call it in the body of nxp.map_shards, or of jax.shard_map over that axis.",
+    ) from error
+
+
+def map_kernel(
+  kernel: Callable[..., Any], in_names: Sequence[tuple[Entry, ...]], out_names: Any
+) -> Callable[..., Any]:
+  """Runs a custom kernel on each device's shards; the specs follow from logical names.
+
+  The compiler cannot split a kernel, such as one of Pallas, and would gather its operands. Each dim is split
+  by its name as in `constrain`: by the rules and the mesh of `use_rules`, of `plan.scope()`, or of the step.
+  Without a mesh the kernel runs as it is. Dims that one block needs whole are named None.
+
+  Args:
+    kernel: a function of arrays, which computes on shards what it does on whole arrays. For gradients, one
+      of Pallas needs a `jax.custom_vjp`.
+    in_names: one tuple for each argument: a logical name, a mesh axis or None for each dim.
+    out_names: such a tuple for the result, of names of the arguments; or a list of tuples for several.
+
+  Returns:
+    A function of the same arguments, with global shapes.
+
+  Raises:
+    ShardingError: names without a rule, or that do not fit an array, when it is called.
+    SchemeError: a name that no argument has, or that means different axes in two of them.
+
+  Example:
+    >>> import jax, jax.numpy as jnp, nnx_parallel as nxp
+    >>> kernel = lambda x: x / x.sum(-1, keepdims=True)   # of Pallas, usually
+    >>> f = nxp.map_kernel(kernel, [("batch", None)], ("batch", None))
+    >>> with nxp.use_rules(nxp.LogicalRules(batch="data"), nxp.make_mesh(data=8)):
+    ...   y = f(jnp.ones((16, 4)))
+    >>> y.sharding.spec, float(y[0, 0])
+    (P('data', None), 0.25)
+  """
+
+  @functools.wraps(kernel)
+  def mapped(*arrays: Any) -> Any:
+    around = surroundings(*arrays)
+    if around.mesh is None:
+      return kernel(*arrays)
+    ins = [around.spec(names, x.shape) for names, x in zip(in_names, arrays, strict=True)]
+    entries: dict[Entry, Any] = {None: None}
+    for names, spec in zip(in_names, ins, strict=True):
+      for name, entry in zip(names, spec, strict=True):
+        if entries.setdefault(name, entry) != entry:
+          raise SchemeError(
+            f"{name!r} of a kernel is split over {entries[name]} in one argument, over {entry} in another.",
+            details=f"shapes {[x.shape for x in arrays]}, names {[*in_names]}",
+            fix="give the dims different names, or sizes that the same mesh axes divide.",
+          )
+    several = isinstance(out_names, list)
+    wanted = out_names if several else [out_names]
+    if unknown := [name for names in wanted for name in names if name not in entries]:
+      raise SchemeError(
+        f"the result of a kernel has a dim {unknown[0]!r}, and no argument has.",
+        details=f"names {[*in_names]} -> {out_names}",
+        fix="name it as the dim of an argument that it is split like; or None for a whole one.",
+      )
+    outs = [PartitionSpec(*(entries[name] for name in names)) for names in wanted]
+    return on_shards(kernel, around.mesh, ins, tuple(outs) if several else outs[0])(*arrays)
+
+  return mapped

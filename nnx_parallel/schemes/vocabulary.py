@@ -1,0 +1,375 @@
+"""A head, its cross-entropy and an embedding whose vocabulary is split over devices.
+
+Each device has some columns of the head, and computes their logits for some of its tokens at a time. What the
+devices tell each other is three numbers per token: the maximum of their logits, the sum of the exponentials,
+and the logit of the label. The backward pass computes the logits again.
+
+All axes of the mesh are manual here: what the tokens of each device add to the gradient of the head is summed
+on that device first, and over the devices once. The compiler would sum it for each part of the tokens.
+
+Source: Shoeybi et al., "Megatron-LM", 2019 (arXiv:1909.08053), section 3.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.sharding import PartitionSpec
+
+from nnx_parallel.core.axes import entry_of
+from nnx_parallel.core.mesh import AnyMesh, axis_sizes
+from nnx_parallel.core.shards import laid_out, on_shards
+from nnx_parallel.errors import SchemeError
+from nnx_parallel.layout.batch import batch_axes, position_axes
+from nnx_parallel.layout.constrain import surroundings
+from nnx_parallel.rules.ruleset import RuleSet
+
+_LOWEST = -1e30
+"""The logit of a column that does not exist: finite, so that a device may have no other ones."""
+
+
+def vocabulary_cross_entropy(
+  hidden: Any,
+  head: Any,
+  labels: Any,
+  *,
+  axis: str | Sequence[str] = "tensor",
+  parts: int = 1,
+  label_smoothing: float = 0.0,
+  z_loss: float = 0.0,
+  softcap: float | None = None,
+  ignore_index: int | None = None,
+  vocab_size: int | None = None,
+) -> jax.Array:
+  """The cross-entropy of each token, from the input of a head; no device ever holds whole logits.
+
+  It equals `optax.softmax_cross_entropy_with_integer_labels(hidden @ head, labels)`, values and gradients.
+  A device holds the logits of `1/parts` of its own tokens, for its own share of the vocabulary, and the
+  backward pass computes them again. It sends three numbers per token forward, and the gradient of `hidden`
+  backward. The gradient of `head` is summed over the devices that split the batch, once.
+
+  The mesh is the active one, that of `use_rules`, or that of the plan of `head`. Without a mesh, or on one
+  without `axis`, each device has all columns, and the tokens are still computed in parts.
+
+  For a model that nobody can edit, there is `train_step(loss_fn, loss_parts=8)`.
+
+  Args:
+    hidden: the input of the head, of global shape (batch, seq, features), or with other dims of tokens.
+    head: its weights, of global shape (features, vocabulary): an array, or a Variable such as
+      `model.head.kernel`; the transposed table of an embedding for tied weights. A bias is not added.
+    labels: the column of each token's target: integers of the shape of `hidden` without its features.
+    axis: the mesh axis, or several, that the vocabulary is split over. It need not divide the vocabulary.
+    parts: in how many parts a device computes its tokens, one after another. Each part reads and writes the
+      gradient of the head, so a part should have at least as many tokens as the head has features.
+    label_smoothing: how much of the target is spread over all columns, from 0 to 1.
+    z_loss: the factor of `logsumexp(logits) ** 2`, which is added to the loss of each token.
+    softcap: logits become `softcap * tanh(logits / softcap)`; None leaves them.
+    ignore_index: tokens with this label have the loss 0, and no gradient.
+    vocab_size: how many of the columns exist, the first ones; the others are padding. None: all.
+
+  Returns:
+    The float32 loss of each token, of the shape of `labels`; NaN for a label that is no column.
+
+  Raises:
+    SchemeError: shapes that do not fit, `parts` under 1, or an `axis` that is manual already.
+
+  Example:
+    >>> import jax, jax.numpy as jnp, nnx_parallel as nxp
+    >>> hidden, head = jnp.ones((4, 6, 16)), jnp.ones((16, 50))
+    >>> labels = jnp.zeros((4, 6), int)
+    >>> with nxp.use_rules(nxp.LogicalRules(batch="data"), nxp.make_mesh(data=2, tensor=4)):
+    ...   losses = nxp.vocabulary_cross_entropy(hidden, head, labels, parts=2)
+    >>> losses.shape, round(float(losses.mean()), 4)   # log(50)
+    ((4, 6), 3.912)
+
+  Source: Shoeybi et al. 2019 (arXiv:1909.08053); z-loss: Chowdhery et al. 2022 (arXiv:2204.02311).
+  """
+  x, w, y = map(_array, (hidden, head, labels))
+  if x.ndim < 2 or w.ndim != 2 or x.shape[-1] != w.shape[0] or y.shape != x.shape[:-1]:
+    raise SchemeError(
+      "the shapes of hidden states, head and labels do not fit.",
+      details=f"hidden {x.shape}, head {w.shape}, labels {y.shape}",
+      fix="hidden (batch, seq, features), head (features, vocabulary), labels (batch, seq);\n"
+      "the table of an embedding is transposed: table.T",
+    )
+  count = w.shape[1] if vocab_size is None else vocab_size
+  if parts < 1 or not 0 < count <= w.shape[1]:
+    raise SchemeError(
+      f"parts={parts} and vocab_size={vocab_size} do not fit a head of {w.shape[1]} columns.",
+      fix=f"parts from 1 on; vocab_size from 1 to {w.shape[1]}.",
+    )
+  split = _Split.of(hidden, head, axis=axis, tokens=y.shape)
+  kind = _Kind(parts, count, label_smoothing, z_loss, softcap)
+  exists = (y >= 0) & (y < count)
+  counted = exists if ignore_index is None else exists & (y != ignore_index)
+  losses = _losses(kind, split, x, split.padded(w, 1), jnp.where(counted, y, 0))
+  losses = jnp.where(counted, losses, jnp.nan)
+  return losses if ignore_index is None else jnp.where(y == ignore_index, 0, losses)
+
+
+def vocabulary_embedding(table: Any, ids: Any, *, axis: str | Sequence[str] = "tensor") -> jax.Array:
+  """Looks up the rows of a table whose rows are split over devices; the table stays where it is.
+
+  Each device looks up its own rows, and zeros for the others; their sum is the result. The gradient of the
+  table is made of each device's own rows, and summed over the devices that split the batch, once.
+
+  The mesh is found as by `vocabulary_cross_entropy`.
+
+  Args:
+    table: of global shape (vocabulary, features): an array, or a Variable such as `model.embed.embedding`.
+    ids: integers of any shape, (batch, seq) for example; dim 0 is that of the batch.
+    axis: the mesh axis, or several, that the vocabulary is split over. It need not divide the vocabulary.
+
+  Returns:
+    The rows, of the global shape of `ids` and (features,); NaN for an id that is no row.
+
+  Raises:
+    SchemeError: a table that has not two dims, or an `axis` that is manual already.
+
+  Example:
+    >>> import jax, jax.numpy as jnp, nnx_parallel as nxp
+    >>> table = jnp.arange(10.0).reshape(5, 2)
+    >>> with nxp.use_rules(nxp.LogicalRules(batch="data"), nxp.make_mesh(data=2, tensor=4)):
+    ...   nxp.vocabulary_embedding(table, jnp.array([4, 0])).tolist()
+    [[8.0, 9.0], [0.0, 1.0]]
+
+  Source: Shoeybi et al. 2019 (arXiv:1909.08053), section 3.
+  """
+  rows, y = _array(table), _array(ids)
+  if rows.ndim != 2:
+    raise SchemeError(
+      f"a table of shape {rows.shape} has no rows to look up.", fix="a table (vocabulary, features)."
+    )
+  split = _Split.of(ids, table, axis=axis, tokens=y.shape)
+  exists = (y >= 0) & (y < rows.shape[0])
+  found = _rows(split, split.padded(rows, 0), jnp.where(exists, y, 0))
+  return jnp.where(exists[..., None], found, jnp.asarray(jnp.nan, found.dtype))
+
+
+def _array(x: Any) -> jax.Array:
+  """The array of a Variable as the model sees it, without padding that it is stored with."""
+  return jnp.asarray(x.get_value() if isinstance(x, nnx.Variable) else x)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Kind:
+  """The static choices of a cross-entropy."""
+
+  parts: int
+  count: int
+  smoothing: float
+  z_loss: float
+  softcap: float | None
+
+
+@dataclasses.dataclass(frozen=True)
+class _Split:
+  """Which mesh axes split the vocabulary, and which the dims of the tokens."""
+
+  mesh: AnyMesh | None
+  axes: tuple[str, ...]
+  tokens: tuple[tuple[str, ...], ...]
+
+  @classmethod
+  def of(cls, *arrays: Any, axis: str | Sequence[str], tokens: Sequence[int]) -> _Split:
+    around = surroundings(*arrays)
+    taken, wanted = around.manual | around.mapped, (axis,) if isinstance(axis, str) else tuple(axis)
+    if inside := [name for name in wanted if name in taken]:
+      raise SchemeError(
+        f"the vocabulary cannot be split over {inside[0]!r}: this code is mapped over that axis already.",
+        details=f"axes of the enclosing shard_map or vmap: {', '.join(sorted(taken))}",
+        fix="call it outside of the shard_map, with global arrays.",
+      )
+    if around.mesh is None:
+      return cls(None, (), ((),) * len(tokens))
+    sizes = axis_sizes(around.mesh)
+    axes = tuple(name for name in wanted if sizes.get(name, 1) > 1)
+    free = {name for name, size in sizes.items() if size > 1 and name not in taken and name not in axes}
+    rules = RuleSet(logical=around.rules)
+    dims = [batch_axes(rules, sizes) or ()]
+    dims += [tuple(name for name in position_axes(rules, sizes) if name not in dims[0])] * (len(tokens) > 1)
+    found: list[tuple[str, ...]] = []
+    for length, names in zip(tokens, (*dims, *[()] * len(tokens)), strict=False):
+      names = tuple(name for name in names if name in free)
+      while length % math.prod(sizes[name] for name in names):
+        names = names[:-1]
+      found.append(names)
+    return cls(around.mesh, axes, tuple(found))
+
+  @property
+  def ways(self) -> int:
+    return 1 if self.mesh is None else math.prod(axis_sizes(self.mesh)[name] for name in self.axes)
+
+  def padded(self, x: Any, dim: int) -> Any:
+    """`x` with zeros behind its vocabulary, so that the devices have equal shares."""
+    extra = -x.shape[dim] % self.ways
+    return jnp.pad(x, [(0, extra if d == dim else 0) for d in range(x.ndim)]) if extra else x
+
+  def spec(self, *more: Any) -> PartitionSpec:
+    """That of an array with the dims of the tokens, and more."""
+    return PartitionSpec(*map(entry_of, self.tokens), *more)
+
+  def table(self, dim: int, features: tuple[str, ...] = ()) -> PartitionSpec:
+    """That of an array of the vocabulary, on `dim`, and the features."""
+    entries = [entry_of(features)]
+    entries.insert(dim, entry_of(self.axes))
+    return PartitionSpec(*entries)
+
+  def scattered(self, features: int) -> tuple[str, ...]:
+    """The axes that the sum of a table's gradient leaves its features split over: those of the tokens.
+
+    The minor axis of the tokens is the major one: where it splits the table's features as well, with fsdp,
+    the other axes are gathered, and nothing else moves.
+    """
+    axes = tuple(reversed([name for dim in self.tokens for name in dim]))
+    ways = math.prod(axis_sizes(self.mesh)[name] for name in axes) if self.mesh is not None else 1
+    return axes if features % ways == 0 else ()
+
+  def summed(self, x: Any, dim: int) -> Any:
+    """What each device's tokens add to the gradient of a table, summed; `dim` is that of the features."""
+    axes = tuple(name for names in self.tokens for name in names)
+    scattered = self.scattered(x.shape[dim])
+    if scattered:
+      return jax.lax.psum_scatter(x, scattered, scatter_dimension=dim, tiled=True)
+    return jax.lax.psum(x, axes) if axes else x
+
+  def start(self, length: int) -> Any:
+    """The number of a device's first column or row."""
+    return jax.lax.axis_index(self.axes) * length if self.axes else jnp.int32(0)
+
+  def run(self, f: Callable[..., Any], in_specs: Sequence[Any], out_specs: Any, *args: Any) -> Any:
+    """Runs `f` on the shards of each device."""
+    return on_shards(f, self.mesh, in_specs, out_specs)(*args)
+
+  def like(self, gradient: Any, x: Any) -> Any:
+    """A gradient in the dtype of its array, and on an Explicit mesh in its layout."""
+    return laid_out(gradient.astype(x.dtype), self.mesh, jax.typeof(x).sharding.spec)
+
+
+def _in_parts(x: Any, parts: int) -> Any:
+  """Tokens as (parts, tokens of a part, ...), with zeros at the end."""
+  extra = -x.shape[0] % parts
+  padded = jnp.pad(x, [(0, extra), *[(0, 0)] * (x.ndim - 1)])
+  return padded.reshape(parts, -1, *x.shape[1:])
+
+
+def _flat(x: Any, ndim: int) -> Any:
+  """An array with its first `ndim` dims, those of the tokens, as one."""
+  return jax.lax.collapse(x, 0, ndim)
+
+
+def _logits(kind: _Kind, split: _Split, x: Any, w: Any, labels: Any) -> tuple[Any, Any, Any]:
+  """The logits of a part of the tokens, which of them exist, and which is that of the label."""
+  logits = jax.lax.dot(x, w.astype(x.dtype), preferred_element_type=jnp.float32)
+  if kind.softcap is not None:
+    logits = kind.softcap * jnp.tanh(logits / kind.softcap)
+  columns = jax.lax.broadcasted_iota(jnp.int32, logits.shape, 1) + split.start(w.shape[1])
+  return logits, columns < kind.count, columns == labels[:, None]
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _losses(kind: _Kind, split: _Split, x: Any, w: Any, labels: Any) -> Any:
+  return _forward(kind, split, x, w, labels)[0]
+
+
+def _forward(kind: _Kind, split: _Split, x: Any, w: Any, labels: Any) -> tuple[Any, Any]:
+  def local(x: Any, w: Any, labels: Any) -> tuple[Any, Any]:
+    def part(_: None, given: tuple[Any, Any]) -> tuple[None, list[Any]]:
+      x, y = given
+      logits, exists, is_label = _logits(kind, split, x, w, y)
+      top = jnp.where(exists, logits, _LOWEST).max(-1)
+      exponentials = jnp.where(exists, jnp.exp(logits - top[:, None]), 0)
+      wanted = [exponentials, jnp.where(is_label, logits, 0)]
+      wanted += [jnp.where(exists, logits, 0)] * (kind.smoothing > 0)
+      return None, [top, *(value.sum(-1) for value in wanted)]
+
+    flat = _flat(x, x.ndim - 1), _flat(labels, labels.ndim)
+    _, found = jax.lax.scan(part, None, tuple(_in_parts(value, kind.parts) for value in flat))
+    own, exponentials, *sums = (value.reshape(-1)[: labels.size] for value in found)
+    top = jax.lax.pmax(own, split.axes) if split.axes else own
+    sums = jnp.stack([exponentials * jnp.exp(own - top), *sums])
+    exponential, label, *logits = jax.lax.psum(sums, split.axes) if split.axes else sums
+    lse = jnp.log(exponential) + top
+    loss = lse - (1 - kind.smoothing) * label + kind.z_loss * lse**2
+    if logits:
+      loss -= kind.smoothing / kind.count * logits[0]
+    return loss.reshape(labels.shape), lse.reshape(labels.shape)
+
+  specs = [split.spec(None), split.table(1), split.spec()]
+  return split.run(local, specs, (split.spec(), split.spec()), x, w, labels)
+
+
+def _kept(kind: _Kind, split: _Split, x: Any, w: Any, labels: Any) -> tuple[Any, tuple[Any, ...]]:
+  losses, lse = _forward(kind, split, x, w, labels)
+  return losses, (x, w, labels, lse)
+
+
+def _backward(kind: _Kind, split: _Split, kept: tuple[Any, ...], arriving: Any) -> tuple[Any, Any, None]:
+  x, w, labels, lse = kept
+
+  def local(x: Any, w: Any, *tokens: Any) -> tuple[Any, Any]:
+    def part(total: Any, given: tuple[Any, ...]) -> tuple[Any, Any]:
+      x, y, lse, g = given
+      logits, exists, is_label = _logits(kind, split, x, w, y)
+      lse, g = lse[:, None], g[:, None]
+      by_logit = (1 + 2 * kind.z_loss * lse) * jnp.exp(logits - lse) - kind.smoothing / kind.count
+      by_logit = g * (by_logit - (1 - kind.smoothing) * is_label.astype(jnp.float32))
+      if kind.softcap is not None:
+        by_logit *= 1 - (logits / kind.softcap) ** 2
+      by_logit = jnp.where(exists, by_logit, 0).astype(x.dtype)
+      product = functools.partial(jax.lax.dot_general, preferred_element_type=jnp.float32)
+      by_x = product(by_logit, w.astype(x.dtype), (((1,), (1,)), ((), ())))
+      return total + product(x, by_logit, (((0,), (0,)), ((), ()))), by_x.astype(x.dtype)
+
+    flat = [_flat(value, tokens[0].ndim) for value in (x, *tokens)]
+    given = tuple(_in_parts(value, kind.parts) for value in flat)
+    by_w, by_x = jax.lax.scan(part, jnp.zeros(w.shape, jnp.float32), given)
+    by_x = _flat(by_x, 2)[: flat[0].shape[0]].reshape(x.shape)
+    return jax.lax.psum(by_x, split.axes) if split.axes else by_x, split.summed(by_w, 0)
+
+  specs = [split.spec(None), split.table(1), *[split.spec()] * 3]
+  results = split.spec(None), split.table(1, split.scattered(w.shape[0]))
+  by_x, by_w = split.run(local, specs, results, x, w, labels, lse, arriving)
+  return split.like(by_x, x), split.like(by_w, w), None
+
+
+_losses.defvjp(_kept, _backward)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _rows(split: _Split, table: Any, ids: Any) -> Any:
+  def local(table: Any, ids: Any) -> Any:
+    places = ids - split.start(table.shape[0])
+    own = (places >= 0) & (places < table.shape[0])
+    found = jnp.where(own[..., None], table[jnp.where(own, places, 0)], 0)
+    return jax.lax.psum(found, split.axes) if split.axes else found
+
+  return split.run(local, [split.table(0), split.spec()], split.spec(None), table, ids)
+
+
+def _rows_kept(split: _Split, table: Any, ids: Any) -> tuple[Any, tuple[Any, Any]]:
+  return _rows(split, table, ids), (table, ids)
+
+
+def _by_rows(split: _Split, kept: tuple[Any, Any], arriving: Any) -> tuple[Any, None]:
+  table, ids = kept
+  length = table.shape[0] // split.ways
+
+  def local(ids: Any, g: Any) -> Any:
+    places = ids - split.start(length)
+    beyond = jnp.where((places >= 0) & (places < length), places, length)
+    total = jnp.zeros((length, g.shape[-1]), jnp.float32)
+    return split.summed(total.at[beyond].add(g.astype(jnp.float32), mode="drop"), 1)
+
+  specs, result = [split.spec(), split.spec(None)], split.table(0, split.scattered(table.shape[1]))
+  return split.like(split.run(local, specs, result, ids, arriving), table), None
+
+
+_rows.defvjp(_rows_kept, _by_rows)

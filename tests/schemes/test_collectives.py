@@ -1,0 +1,252 @@
+"""Modules, gathers, rings and kernels under shard_map, against the plain computation."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from jax.experimental import pallas as pl
+from jax.sharding import PartitionSpec as P
+
+import nnx_parallel as nxp
+from nnx_parallel.errors import SchemeError, ShardingError
+from nnx_parallel.report.program.collectives import collectives
+
+RANDOM = np.random.default_rng(0)
+
+
+def normal(*shape):
+  return jnp.asarray(RANDOM.normal(size=shape), jnp.float32)
+
+
+def close(found, wanted, tolerance=1e-5):
+  for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
+    np.testing.assert_allclose(np.asarray(a), np.asarray(b), rtol=tolerance, atol=tolerance)
+
+
+class Net(nnx.Module):
+  def __init__(self, rngs):
+    self.layers = nnx.List([nnx.Linear(16, 32, rngs=rngs), nnx.Linear(32, 3, rngs=rngs)])
+    self.norm = nnx.BatchNorm(32, rngs=rngs, axis_name=None)
+    self.dropout = nnx.Dropout(0.5, rngs=rngs, deterministic=True)
+
+  def __call__(self, x):
+    return self.layers[1](self.dropout(jnp.tanh(self.layers[0](x))))
+
+
+def own_loss(model, batch):
+  losses = optax.softmax_cross_entropy_with_integer_labels(model(batch["x"]), batch["y"])
+  return losses.mean()
+
+
+LAYOUTS = {
+  "data": ({"data": 8}, nxp.fsdp("data", min_size=16), ("data",)),
+  "data whole": ({"data": 8}, nxp.presets.data_parallel(), ("data",)),
+  "data, fsdp": ({"data": 2, "fsdp": 4}, nxp.fsdp("fsdp", min_size=16), ("data", "fsdp")),
+  "both": ({"data": 2, "fsdp": 4}, nxp.fsdp(("data", "fsdp"), min_size=16), ("data", "fsdp")),
+}
+
+
+@pytest.mark.parametrize("check", [True, False], ids=["vma", "no vma"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_step_by_hand_equals_the_plain_one(layout, check):
+  sizes, rules, axes = LAYOUTS[layout]
+  plan = nxp.plan(lambda: Net(nnx.Rngs(0)), nxp.make_mesh(sizes), rules, optimizer=optax.adam(1e-2))
+  batch = {"x": normal(16, 16), "y": jnp.asarray(RANDOM.integers(0, 3, 16))}
+
+  def step(model, optimizer, batch):
+    def loss(model):
+      return own_loss(nxp.gather_parameters(model, plan, axes), batch)
+
+    value, grads = nnx.value_and_grad(loss)(model)
+    optimizer.update(model, grads)
+    return jax.lax.pmean(value, axes)
+
+  by_hand = nnx.jit(nxp.map_shards(step, plan, check_vma=check))
+  model, optimizer = nxp.create_sharded_model(plan)
+  other = Net(nnx.Rngs(0))
+  plain = nnx.Optimizer(other, optax.adam(1e-2), wrt=nnx.Param)
+  for _ in range(3):
+    wanted, grads = nnx.value_and_grad(own_loss)(other, batch)
+    plain.update(other, grads)
+    close(by_hand(model, optimizer, batch), wanted)
+  close(nnx.to_pure_dict(nnx.state(model, nnx.Param)), nnx.to_pure_dict(nnx.state(other, nnx.Param)), 1e-4)
+  nxp.check_layout(model, plan)
+  assert int(optimizer.step[...]) == 3
+
+
+def test_what_the_step_by_hand_sends():
+  sizes, rules, axes = LAYOUTS["data"]
+  plan = nxp.plan(lambda: Net(nnx.Rngs(0)), nxp.make_mesh(sizes), rules)
+  model, batch = nxp.create_sharded_model(plan), {"x": normal(16, 16), "y": jnp.zeros(16, jnp.int32)}
+
+  def gradients(model, batch):
+    grads = nnx.grad(lambda m: own_loss(nxp.gather_parameters(m, plan, axes), batch))(model)
+    return grads.layers[0].kernel[...], grads.layers[1].bias[...]
+
+  mapped = nxp.map_shards(gradients, plan, out_specs=(plan["layers.0.kernel"].spec, P()))
+  text = nnx.jit(mapped).lower(model, batch).compile().as_text()
+  sent = {(c.kind, c.bytes) for c in collectives(text, sizes)}
+  assert {("reduce-scatter", 16 * 32 * 4), ("all-gather", 16 * 32 * 4), ("all-reduce", 3 * 4)} <= sent
+
+
+def test_dropout_differs_along_the_batch_and_agrees_along_other_axes():
+  mesh = nxp.make_mesh(data=4, tensor=2)
+  plan = nxp.plan(lambda: nnx.Dropout(0.5, rngs=nnx.Rngs(0)), mesh, nxp.LogicalRules(batch="data"))
+  model = nxp.create_sharded_model(plan)
+
+  def masks(model, x):
+    return nxp.fold_rng_over_axis(model, "data")(x)[None]
+
+  run = nxp.map_shards(masks, plan, in_specs=(None, P()), out_specs=P(("data", "tensor")), check_vma=False)
+  found = np.asarray(nnx.jit(run)(model, jnp.ones(64))).reshape(4, 2, 64)
+  assert (found[:, 0] == found[:, 1]).all()
+  assert len({row.tobytes() for row in found[:, 0]}) == 4
+  assert int(model.rngs.count[...]) == 1
+
+
+def test_a_module_that_the_plan_is_not_for():
+  plan = nxp.plan(lambda: nnx.Linear(8, 8, rngs=nnx.Rngs(0)), nxp.make_mesh(data=8))
+  with pytest.raises(SchemeError, match=r"not for this Net[\s\S]*not in both"):
+    nxp.map_shards(lambda m: 0, plan)(Net(nnx.Rngs(0)))
+  with pytest.raises(SchemeError, match="2 in_specs for 1 arguments"):
+    nxp.map_shards(lambda m: 0, plan, in_specs=(None, None))(nxp.create_sharded_model(plan))
+  with pytest.raises(SchemeError, match="not split along 'data' by hand"):
+    nxp.gather_parameters(nxp.create_sharded_model(plan), plan, "data")
+
+
+def test_axes_are_gathered_from_the_minor_one():
+  mesh = nxp.make_mesh(data=2, fsdp=4)
+  plan = nxp.plan(lambda: nnx.Linear(8, 8, rngs=nnx.Rngs(0)), mesh, nxp.fsdp(("data", "fsdp"), min_size=8))
+  model = nxp.create_sharded_model(plan)
+  with pytest.raises(SchemeError, match="cannot be gathered over 'data'"):
+    nxp.map_shards(lambda m: nxp.gather_parameters(m, plan, "data").kernel[...].sum(), plan)(model)
+
+
+@pytest.mark.parametrize(("shape", "columns"), [((8, 6), 16), ((3, 24, 5), 8)])
+@pytest.mark.parametrize("sizes", [{"tensor": 8}, {"data": 2, "tensor": 4}])
+def test_rings_of_products(shape, columns, sizes):
+  mesh, rank = nxp.make_mesh(sizes), len(shape)
+  x, w = normal(*shape), normal(shape[-1], columns)
+  rows = P(*[None] * (rank - 2), "tensor", None)
+  split = P(*[None] * (rank - 1), "tensor")
+  weights = normal(*shape[:-1], columns)
+  plain = jax.value_and_grad(lambda x, w: ((x @ w) * weights).sum(), (0, 1))(x, w)
+
+  def ring(f, specs, out):
+    return jax.shard_map(functools.partial(f, axis="tensor"), mesh=mesh, in_specs=specs, out_specs=out)
+
+  gathered = ring(nxp.all_gather_matmul, (rows, P(None, "tensor")), split)
+  close(gathered(x, w), x @ w)
+  close(jax.jit(jax.value_and_grad(lambda x, w: (gathered(x, w) * weights).sum(), (0, 1)))(x, w), plain)
+
+  x, w = normal(*shape[:-1], 16), normal(16, columns)
+  plain = jax.value_and_grad(lambda x, w: ((x @ w) * weights).sum(), (0, 1))(x, w)
+  scattered = ring(nxp.matmul_reduce_scatter, (split, P("tensor")), rows)
+  close(scattered(x, w), x @ w)
+  close(jax.jit(jax.value_and_grad(lambda x, w: (scattered(x, w) * weights).sum(), (0, 1)))(x, w), plain)
+
+
+@pytest.mark.parametrize("f", [nxp.all_gather_matmul, nxp.matmul_reduce_scatter])
+def test_a_ring_is_n_minus_1_permutes_and_nothing_else(f):
+  mesh = nxp.make_mesh(data=2, tensor=4)
+  gathers = f is nxp.all_gather_matmul
+  rows, split = P("tensor"), P(None, "tensor")
+  specs, out = ((rows, split), split) if gathers else ((split, rows), rows)
+  run = jax.jit(jax.shard_map(functools.partial(f, axis="tensor"), mesh=mesh, in_specs=specs, out_specs=out))
+  args = [
+    jax.ShapeDtypeStruct((16, 8), jnp.float32, sharding=jax.sharding.NamedSharding(mesh, specs[0])),
+    jax.ShapeDtypeStruct((8, 32), jnp.float32, sharding=jax.sharding.NamedSharding(mesh, specs[1])),
+  ]
+  found = collectives(run.lower(*args).compile().as_text(), {"data": 2, "tensor": 4})
+  block = 16 // 4 * (8 if gathers else 32) * 4
+  assert [(c.kind, c.bytes, c.times) for c in found] == [("collective-permute", block, 1)] * 3
+
+
+def test_rings_say_what_they_need():
+  mesh = nxp.make_mesh(tensor=8)
+  f = functools.partial(nxp.matmul_reduce_scatter, axis="tensor")
+  f = jax.shard_map(f, mesh=mesh, in_specs=(P(None, "tensor"), P("tensor")), out_specs=P())
+  with pytest.raises(SchemeError, match="6 rows cannot be scattered over 8 devices"):
+    f(normal(6, 8), normal(8, 2))
+  with pytest.raises(SchemeError, match="not split along 'tensor' by hand"):
+    nxp.all_gather_matmul(normal(8, 8), normal(8, 8), "tensor")
+
+
+def scaled(x, scale):
+  """Rows over their norm, times a scale, by Pallas."""
+
+  def body(x_ref, scale_ref, y_ref):
+    x = x_ref[...]
+    y_ref[...] = x * jax.lax.rsqrt((x * x).mean(-1, keepdims=True)) * scale_ref[...][None]
+
+  shape = jax.ShapeDtypeStruct(x.shape, x.dtype)
+  return pl.pallas_call(body, out_shape=shape, interpret=True)(x, scale)
+
+
+def plain_scaled(x, scale):
+  return x * jax.lax.rsqrt((x * x).mean(-1, keepdims=True)) * scale[None]
+
+
+@jax.custom_vjp
+def trained(x, scale):
+  return scaled(x, scale)
+
+
+trained.defvjp(
+  lambda x, scale: (scaled(x, scale), (x, scale)), lambda kept, g: jax.vjp(plain_scaled, *kept)[1](g)
+)
+
+
+@pytest.mark.parametrize("explicit", [False, True], ids=["Auto", "Explicit"])
+def test_a_pallas_kernel_on_the_shards_that_logical_names_give(explicit):
+  x, scale, weights = normal(16, 8), normal(8), normal(16, 8)
+  rules = nxp.LogicalRules(batch=("data", "fsdp"), embed="tensor")
+  kernel = nxp.map_kernel(trained, [("batch", None), (None,)], ("batch", None))
+  close(kernel(x, scale), plain_scaled(x, scale))  # without a mesh
+  mesh = nxp.make_mesh(data=2, fsdp=2, tensor=2, explicit=explicit)
+  f = jax.jit(jax.value_and_grad(lambda x, scale: (kernel(x, scale) * weights).sum(), (0, 1)))
+  wanted = jax.value_and_grad(lambda x, scale: (plain_scaled(x, scale) * weights).sum(), (0, 1))(x, scale)
+  with nxp.use_rules(rules, mesh):
+    close(f(x, scale), wanted)
+    placed = jax.device_put(x, jax.sharding.NamedSharding(mesh, P(("data", "fsdp"))))
+    compiled = jax.jit(kernel).lower(placed, scale).compile()
+  assert not collectives(compiled.as_text(), {"data": 2, "fsdp": 2, "tensor": 2})
+  with nxp.use_rules(rules, mesh):
+    with pytest.raises(ShardingError):
+      nxp.map_kernel(trained, [("rows", None), (None,)], ("rows", None))(x, scale)
+    with pytest.raises(SchemeError, match="has a dim 'embed', and no argument has"):
+      nxp.map_kernel(trained, [("batch", None), (None,)], ("batch", "embed"))(x, scale)
+
+
+def test_a_kernel_with_several_results_in_a_train_step():
+  def halves(x):
+    return jnp.tanh(x), x * 2
+
+  kernel = nxp.map_kernel(halves, [("batch", None)], [("batch", None), ("batch", None)])
+
+  def loss(model, batch):
+    a, b = kernel(model(batch))
+    return (a * b).mean()
+
+  def plain(model, batch):
+    a, b = halves(model(batch))
+    return (a * b).mean()
+
+  plan = nxp.plan(
+    lambda: nnx.Linear(8, 8, rngs=nnx.Rngs(0)),
+    nxp.make_mesh(data=2, fsdp=4),
+    nxp.fsdp(min_size=8),
+    optimizer=optax.sgd(0.1),
+  )
+  found = []
+  for f in (loss, plain):
+    model, optimizer = nxp.create_sharded_model(plan)
+    step, batch = nxp.train_step(f), nxp.shard_batch(jnp.ones((16, 8)), plan)
+    found.append([float(step(model, optimizer, batch)["loss"]) for _ in range(3)])
+  close(*found)

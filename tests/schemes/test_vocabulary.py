@@ -1,0 +1,315 @@
+"""The vocabulary-parallel cross-entropy and look-up equal the plain ones, and send what they must."""
+
+from __future__ import annotations
+
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import nnx_parallel as nxp
+from benchmarks import vocabulary as benchmark
+from nnx_parallel.errors import SchemeError
+from nnx_parallel.report.program.collectives import collectives
+from nnx_parallel.testing import assert_same_training
+
+RANDOM = np.random.default_rng(0)
+MESHES = {
+  "tensor": {"tensor": 8},
+  "data, tensor": {"data": 2, "tensor": 4},
+  "fsdp, tensor": {"fsdp": 4, "tensor": 2},
+  "data, fsdp, tensor": {"data": 2, "fsdp": 2, "tensor": 2},
+  "no tensor": {"data": 2, "fsdp": 4},
+}
+
+
+def normal(*shape):
+  return jnp.asarray(RANDOM.normal(size=shape), jnp.float32)
+
+
+def arrays(vocab, batch=4, seq=5, width=8):
+  labels = jnp.asarray(RANDOM.integers(0, vocab, (batch, seq)), jnp.int32)
+  return normal(batch, seq, width), normal(width, vocab), labels
+
+
+def whole(x, head, labels, *, label_smoothing=0.0, z_loss=0.0, softcap=None, ignore=None, vocab_size=None):
+  """With all logits at once, by optax."""
+  logits = jnp.einsum("bsf,fv->bsv", x, head)[..., :vocab_size]
+  if softcap is not None:
+    logits = softcap * jnp.tanh(logits / softcap)
+  safe = labels if ignore is None else jnp.where(labels == ignore, 0, labels)
+  if label_smoothing:
+    targets = optax.smooth_labels(jax.nn.one_hot(safe, logits.shape[-1]), label_smoothing)
+    losses = optax.softmax_cross_entropy(logits, targets)
+  else:
+    losses = optax.softmax_cross_entropy_with_integer_labels(logits, safe)
+  losses += z_loss * jax.nn.logsumexp(logits, axis=-1) ** 2
+  return losses if ignore is None else jnp.where(labels == ignore, 0, losses)
+
+
+def close(found, wanted, tolerance=1e-5):
+  for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
+    np.testing.assert_allclose(np.asarray(a), np.asarray(b), rtol=tolerance, atol=tolerance)
+
+
+def with_gradients(f, weights):
+  return jax.jit(jax.value_and_grad(lambda x, head: (f(x, head) * weights).sum(), (0, 1)))
+
+
+CASES = {
+  "plain": (32, {}),
+  "odd vocabulary": (37, {}),
+  "fewer columns than devices": (5, {}),
+  "padded": (48, {"vocab_size": 41}),
+  "smoothed": (37, {"label_smoothing": 0.1}),
+  "z-loss": (37, {"z_loss": 1e-2}),
+  "soft cap": (37, {"softcap": 3.0}),
+  "ignored": (37, {"ignore": 0}),
+  "all": (48, {"vocab_size": 41, "label_smoothing": 0.2, "z_loss": 1e-2, "softcap": 4.0, "ignore": -100}),
+}
+
+
+@pytest.mark.parametrize("explicit", [False, True], ids=["Auto", "Explicit"])
+@pytest.mark.parametrize("parts", [1, 3])
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("mesh", ["data, fsdp, tensor", "tensor"])
+def test_losses_and_gradients_are_those_of_whole_logits(mesh, case, parts, explicit):
+  vocab, options = CASES[case]
+  x, head, labels = arrays(vocab)
+  labels = jnp.minimum(labels, options.get("vocab_size", vocab) - 1)
+  if "ignore" in options:
+    labels = labels.at[0, :3].set(options["ignore"])
+  weights = normal(*labels.shape)
+  wanted = with_gradients(lambda x, w: whole(x, w, labels, **options), weights)(x, head)
+  given = {("ignore_index" if name == "ignore" else name): value for name, value in options.items()}
+  mesh = nxp.make_mesh(MESHES[mesh], explicit=explicit)
+  with jax.set_mesh(mesh):
+    f = lambda x, w: nxp.vocabulary_cross_entropy(x, w, labels, parts=parts, **given)
+    close(with_gradients(f, weights)(x, head), wanted)
+
+
+@pytest.mark.parametrize("mesh", [*MESHES, None])
+def test_on_any_mesh_and_without_one(mesh):
+  x, head, labels = arrays(37, batch=8)
+  weights = normal(*labels.shape)
+  wanted = with_gradients(lambda x, w: whole(x, w, labels), weights)(x, head)
+  f = with_gradients(lambda x, w: nxp.vocabulary_cross_entropy(x, w, labels, parts=2), weights)
+  if mesh is None:
+    close(f(x, head), wanted)
+    return
+  mesh = nxp.make_mesh(MESHES[mesh])
+  with nxp.use_rules(nxp.LogicalRules(), mesh):
+    close(f(x, head), wanted)
+
+
+@pytest.mark.parametrize("shape", [(8,), (3, 5), (2, 3, 5)])
+def test_tokens_of_any_shape_and_batches_that_do_not_divide(shape):
+  labels = jnp.asarray(RANDOM.integers(0, 37, shape), jnp.int32)
+  x, head = normal(*shape, 8), normal(8, 37)
+  wanted = optax.softmax_cross_entropy_with_integer_labels(x @ head, labels)
+  with jax.set_mesh(nxp.make_mesh(data=4, tensor=2)):
+    close(nxp.vocabulary_cross_entropy(x, head, labels, parts=4), wanted)
+
+
+def test_positions_over_a_context_axis():
+  x, head, labels = arrays(37, seq=6)
+  rules = nxp.LogicalRules(batch="data", seq="context")
+  with nxp.use_rules(rules, nxp.make_mesh(data=2, context=2, tensor=2)):
+    f = jax.jit(lambda x, w: nxp.vocabulary_cross_entropy(x, w, labels))
+    losses = f(x, head)
+  assert losses.sharding.spec == P("data", "context")
+  close(losses, whole(x, head, labels))
+
+
+def test_bfloat16_is_as_near_as_whole_logits_in_bfloat16():
+  x, head, labels = arrays(256, batch=8, width=32)
+  weights, exact = normal(*labels.shape), with_gradients(lambda x, w: whole(x, w, labels), normal(8, 5))
+  exact = with_gradients(lambda x, w: whole(x, w, labels), weights)(x, head)
+
+  def halved(f):
+    half = lambda x, w: f(x.astype(jnp.bfloat16), w.astype(jnp.bfloat16))
+    found = with_gradients(half, weights)(x, head)
+    return [float(jnp.abs(a - b).max()) for a, b in zip(*map(jax.tree.leaves, (found, exact)), strict=True)]
+
+  plain = halved(lambda x, w: whole(x, w, labels).astype(jnp.float32))
+  with jax.set_mesh(nxp.make_mesh(data=2, tensor=4)):
+    ours = halved(lambda x, w: nxp.vocabulary_cross_entropy(x, w, labels, parts=2))
+  assert all(own <= 1.5 * other + 1e-3 for own, other in zip(ours, plain, strict=True)), (ours, plain)
+
+
+def test_a_label_that_is_no_column_gives_nan_and_no_number():
+  x, head, labels = arrays(37)
+  labels = labels.at[0, 0].set(37).at[1, 1].set(-1)
+  with jax.set_mesh(nxp.make_mesh(data=2, tensor=4)):
+    losses = np.asarray(nxp.vocabulary_cross_entropy(x, head, labels))
+  assert np.argwhere(np.isnan(losses)).tolist() == [[0, 0], [1, 1]]
+
+
+def test_what_does_not_fit_is_an_error():
+  x, head, labels = arrays(32)
+  with pytest.raises(SchemeError, match="do not fit"):
+    nxp.vocabulary_cross_entropy(x, head.T, labels)
+  with pytest.raises(SchemeError, match="parts=0"):
+    nxp.vocabulary_cross_entropy(x, head, labels, parts=0)
+  with pytest.raises(SchemeError, match="vocab_size=33"):
+    nxp.vocabulary_cross_entropy(x, head, labels, vocab_size=33)
+  with pytest.raises(SchemeError, match="no rows"):
+    nxp.vocabulary_embedding(head[0], labels)
+  mesh = nxp.make_mesh(data=2, tensor=4)
+  body = functools.partial(nxp.vocabulary_cross_entropy, labels=labels)
+  with pytest.raises(SchemeError, match="mapped over that axis already"):
+    jax.shard_map(body, mesh=mesh, in_specs=(P(), P()), out_specs=P())(x, head)
+
+
+def test_inside_a_shard_map_over_the_batch():
+  x, head, labels = arrays(37)
+  mesh = nxp.make_mesh(data=2, tensor=4)
+
+  def body(x, head, labels):
+    return nxp.vocabulary_cross_entropy(x, head, labels)
+
+  specs = P("data"), P(), P("data")
+  mapped = jax.shard_map(
+    body, mesh=mesh, in_specs=specs, out_specs=P("data"), axis_names={"data"}, check_vma=False
+  )
+  close(jax.jit(mapped)(x, head, labels), whole(x, head, labels))
+
+
+@pytest.mark.parametrize("explicit", [False, True], ids=["Auto", "Explicit"])
+@pytest.mark.parametrize("rows", [32, 37, 5])
+@pytest.mark.parametrize("mesh", ["data, fsdp, tensor", "tensor", "no tensor"])
+def test_a_look_up_is_that_of_the_whole_table(mesh, rows, explicit):
+  table, ids, weights = normal(rows, 8), jnp.asarray(RANDOM.integers(0, rows, (8, 5))), normal(8, 5, 8)
+  wanted = jax.value_and_grad(lambda t: (t[ids] * weights).sum())(table)
+  with jax.set_mesh(nxp.make_mesh(MESHES[mesh], explicit=explicit)):
+    f = jax.jit(jax.value_and_grad(lambda t: (nxp.vocabulary_embedding(t, ids) * weights).sum()))
+    close(f(table), wanted)
+    outside = nxp.vocabulary_embedding(table, jnp.array([[0, rows], [-1, 1]]))
+  assert np.isnan(np.asarray(outside)).all(-1).tolist() == [[False, True], [True, False]]
+
+
+class Model(nnx.Module):
+  """Embedding, one layer, head; by whole logits, or by the scheme."""
+
+  def __init__(self, vocab, rngs, tied=False):
+    names = {"embedding_metadata": {"out_sharding": ("vocab", "embed"), "eager_sharding": False}}
+    self.embed = nnx.Embed(vocab, 8, rngs=rngs, **names)
+    self.layer = nnx.Linear(8, 8, rngs=rngs)
+    kernel = {"kernel_metadata": {"out_sharding": ("embed", "vocab"), "eager_sharding": False}}
+    self.head = None if tied else nnx.Linear(8, vocab, use_bias=False, rngs=rngs, **kernel)
+
+
+def plain_loss(model, batch):
+  x = jnp.tanh(model.layer(model.embed(batch["x"])))
+  logits = model.embed.attend(x) if model.head is None else model.head(x)
+  return optax.softmax_cross_entropy_with_integer_labels(logits, batch["y"]).mean()
+
+
+def scheme_loss(model, batch):
+  x = jnp.tanh(model.layer(nxp.vocabulary_embedding(model.embed.embedding, batch["x"])))
+  head = model.embed.embedding[...].T if model.head is None else model.head.kernel
+  return nxp.vocabulary_cross_entropy(x, head, batch["y"], parts=2).mean()
+
+
+RULES = nxp.LogicalRules(batch=("data", "fsdp"), embed="fsdp", vocab="tensor")
+
+
+def batch_of(vocab):
+  return {name: RANDOM.integers(0, vocab, (8, 6)).astype(np.int32) for name in "xy"}
+
+
+def losses_of(loss, plan, batch, steps=5, **options):
+  model, optimizer = nxp.create_sharded_model(plan)
+  step, batch = nxp.train_step(loss, **options), nxp.shard_batch(batch, plan)
+  return [float(step(model, optimizer, batch)["loss"]) for _ in range(steps)]
+
+
+@pytest.mark.parametrize("explicit", [False, True], ids=["Auto", "Explicit"])
+@pytest.mark.parametrize("tied", [False, True], ids=["head", "tied"])
+@pytest.mark.parametrize(("vocab", "uneven"), [(48, "error"), (37, "pad")])
+def test_it_trains_as_whole_logits_do_on_one_device(vocab, uneven, tied, explicit):
+  init, batch = (lambda: Model(vocab, nnx.Rngs(0), tied)), batch_of(vocab)
+  alone = nxp.make_mesh(data=1, fsdp=1, tensor=1, devices=jax.devices()[:1])
+  one = nxp.plan(init, alone, RULES, optimizer=optax.sgd(0.5))
+  rules = {"rules": RULES, "optimizer": optax.sgd(0.5), "uneven": uneven}
+  plan = nxp.plan(init, nxp.make_mesh(MESHES["data, fsdp, tensor"], explicit=explicit), **rules)
+  wanted = losses_of(plain_loss, one, batch)
+  close(losses_of(scheme_loss, plan, batch), wanted)
+  close(losses_of(scheme_loss, plan, batch, microbatches=2), wanted)
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["head", "tied"])
+def test_in_nnx_jit_the_mesh_is_that_of_the_plan(tied):
+  plan = nxp.plan(lambda: Model(48, nnx.Rngs(0), tied), nxp.make_mesh(MESHES["data, fsdp, tensor"]), RULES)
+  model, batch = nxp.create_sharded_model(plan), nxp.shard_batch(batch_of(48), plan)
+  step = nnx.jit(nnx.value_and_grad(scheme_loss))
+  (found, grads), (wanted, others) = step(model, batch), nnx.jit(nnx.value_and_grad(plain_loss))(model, batch)
+  close((found, nnx.to_pure_dict(grads)), (wanted, nnx.to_pure_dict(others)))
+  text = step.lower(model, batch).compile().as_text()
+  assert ("all-reduce", ("tensor",)) in {(c.kind, c.axes) for c in collectives(text, plan.mesh.shape)}
+
+
+def test_it_trains_alike_on_many_layouts():
+  init, plans = (lambda: Model(48, nnx.Rngs(0))), {}
+  for name, sizes in MESHES.items():
+    batch = tuple(axis for axis in sizes if axis != "tensor") or None
+    rules = nxp.LogicalRules(batch=batch, embed="fsdp" if "fsdp" in sizes else None, vocab=["tensor", None])
+    plans[name] = nxp.plan(init, nxp.make_mesh(sizes), rules, optimizer=optax.adam(1e-2))
+  assert_same_training(scheme_loss, plans, [batch_of(48)] * 3)
+
+
+# The TPU compiler makes an all-reduce of a small reduce-scatter, of 64 KiB for example.
+SHAPE = {"batch": 8, "seq": 32, "features": 512, "vocabulary": 2048}
+
+
+@pytest.mark.parametrize("machine", benchmark.MACHINES)
+def test_each_machine_sends_what_it_must_and_no_more(machine):
+  mesh = benchmark.machine(machine)
+  if mesh is None:
+    pytest.skip(f"the compiler of {machine} is not installed")
+  given = benchmark.arguments(mesh, *SHAPE.values())
+  found = benchmark.sent(benchmark.gradients(benchmark.in_parts(4), mesh, given))
+  wanted = benchmark.analytic(*SHAPE.values())
+  if machine.startswith("tpu"):  # the head is gathered in the dtype of its products
+    wanted["all-gather", ("fsdp",)] //= 2
+  assert found == wanted
+
+
+def test_no_device_has_the_whole_vocabulary():
+  mesh = nxp.make_mesh(benchmark.SIZES)
+  given = benchmark.arguments(mesh, *SHAPE.values())
+  text = benchmark.gradients(benchmark.in_parts(4), mesh, given).as_text()
+  dims = {int(size) for shape in re.findall(r"\w+\[([\d,]+)\]", text) for size in shape.split(",")}
+  assert 1024 in dims  # its share
+  assert 2048 not in dims
+
+
+def test_memory_is_that_of_a_part_of_the_tokens():
+  mesh = nxp.make_mesh(benchmark.SIZES)
+  given = benchmark.arguments(mesh, 32, 64, 4, 2048)
+  logits = 32 * 64 // 4 * 1024 * 4
+  one, eight = (
+    benchmark.gradients(benchmark.in_parts(parts), mesh, given).memory_analysis().temp_size_in_bytes
+    for parts in (1, 8)
+  )
+  assert logits < one
+  assert eight < 0.25 * one
+
+
+def test_a_look_up_moves_no_table():
+  sizes = {"data": 2, "tensor": 4}
+  mesh = nxp.make_mesh(sizes)
+  tables, tokens = NamedSharding(mesh, P("tensor")), NamedSharding(mesh, P("data"))
+  table = jax.ShapeDtypeStruct((4096, 16), jnp.float32, sharding=tables)
+  ids = jax.ShapeDtypeStruct((8, 4), jnp.int32, sharding=tokens)
+  with jax.set_mesh(mesh):
+    text = jax.jit(nxp.vocabulary_embedding).lower(table, ids).compile().as_text()
+  (found,) = collectives(text, sizes)
+  assert (found.kind, found.axes, found.bytes) == ("all-reduce", ("tensor",), 4 * 4 * 16 * 4)
