@@ -44,6 +44,7 @@ with epy.lazy_api_imports(globals()):
   from nnx_parallel.rules.logical import LogicalRules
   from nnx_parallel.rules.paths import PathRules
   from nnx_parallel.rules.ruleset import RuleSet
+  from nnx_parallel.schemes.context import context_attention, zigzag
   from nnx_parallel.train.check_gradients import check_gradients
   from nnx_parallel.train.gradient_check import GradientCheck, GradientLook
   from nnx_parallel.train.hold import with_right_gradients
@@ -95,6 +96,7 @@ __all__ = [
   "compilation_cache",
   "compile_report",
   "constrain",
+  "context_attention",
   "create_sharded_model",
   "describe_mesh",
   "ema_of",
@@ -131,4 +133,5 @@ __all__ = [
   "with_loss_scale",
   "with_masters",
   "with_right_gradients",
+  "zigzag",
 ]

@@ -13,6 +13,7 @@ __all__ = [
   "PlanError",
   "RecipeError",
   "ReportError",
+  "SchemeError",
   "ShardingError",
   "TrainError",
 ]
@@ -72,6 +73,10 @@ class RecipeError(NnxParallelError, ValueError):
 
 class ReportError(NnxParallelError, RuntimeError):
   """A report that cannot be made: a missing compiler, an unknown topology or chip."""
+
+
+class SchemeError(NnxParallelError, ValueError):
+  """Shapes, a mesh or options that a parallel scheme cannot use."""
 
 
 class NnxParallelWarning(UserWarning):

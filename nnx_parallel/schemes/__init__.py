@@ -1,0 +1,1 @@
+"""Schemes that annotations alone cannot express: each is one file, in plain JAX."""
