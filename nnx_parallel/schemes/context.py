@@ -17,7 +17,7 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
+from flax.nnx.nn.dtypes import promote_dtype
 from jax.core import Tracer
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
@@ -121,7 +121,12 @@ def zigzag(tree: Any, shards: int, *, dim: int = 1, inverse: bool = False) -> An
       )
     ahead = dim % x.ndim
     split = x.reshape(*x.shape[:ahead], 2 * shards, length // (2 * shards), *x.shape[ahead + 1 :])
-    return split.take(order, ahead).reshape(x.shape)
+    if isinstance(x, np.ndarray):
+      return split.take(order, ahead).reshape(x.shape)
+    layout = jax.typeof(split).sharding  # on Explicit axes, a moved dim keeps its layout only if it is named
+    picked = split.at[(*[slice(None)] * ahead, order)]
+    named = AxisType.Explicit in layout.mesh.axis_types
+    return (picked.get(out_sharding=layout) if named else picked.get()).reshape(x.shape)
 
   return jax.tree.map(moved, tree)
 
@@ -165,7 +170,7 @@ class ContextAttention:
     """See `context_attention`."""
     del dropout_rng, broadcast_dropout
     _check_options(bias, 0.0 if deterministic else dropout_rate, module)
-    query, key, value = nnx.nn.dtypes.promote_dtype((query, key, value), dtype=dtype)
+    query, key, value = promote_dtype((query, key, value), dtype=dtype)
     shape = query.shape
     if query.ndim != 4:
       query, key, value = (x.reshape(-1, *x.shape[-3:]) for x in (query, key, value))
@@ -346,7 +351,9 @@ def _ring_forward(pattern: _Pattern, device: Any, q: Any, k: Any, v: Any, segmen
   rows = jnp.zeros_like(tiles.q[..., 0], jnp.float32).transpose(0, 1, 3, 4, 2)
   result = rows[..., None] * jnp.zeros((1,) * 5 + v.shape[-1:], jnp.float32)
   state = jnp.full_like(rows, -jnp.inf), rows, result
-  state = _around(tiles, lambda hop, shard, state, masked: tiles.attend(hop, shard, state, masked), shard, state)
+  state = _around(
+    tiles, lambda hop, shard, state, masked: tiles.attend(hop, shard, state, masked), shard, state
+  )
   largest, total, result = state
   seen = jnp.where(total == 0, jnp.ones_like(total), total)
   out = (result / seen[..., None]).transpose(1, 0, 4, 2, 3, 5)
@@ -355,7 +362,16 @@ def _ring_forward(pattern: _Pattern, device: Any, q: Any, k: Any, v: Any, segmen
 
 
 def _ring_backward(
-  pattern: _Pattern, device: Any, q: Any, k: Any, v: Any, segments: Any, keep: Any, out: Any, slope: Any, sums: Any
+  pattern: _Pattern,
+  device: Any,
+  q: Any,
+  k: Any,
+  v: Any,
+  segments: Any,
+  keep: Any,
+  out: Any,
+  slope: Any,
+  sums: Any,
 ) -> Any:
   """The gradients of a device's queries, keys and values."""
   tiles = _Tiles.of(pattern, device, q, k, segments)
@@ -552,7 +568,9 @@ def _whole(x: Any, length: int) -> Any:
   return x.reshape(x.shape[0], -1, *x.shape[3:])[:, :length]
 
 
-def _by_heads_forward(pattern: _Pattern, device: Any, q: Any, k: Any, v: Any, segments: Any, keep: Any) -> Any:
+def _by_heads_forward(
+  pattern: _Pattern, device: Any, q: Any, k: Any, v: Any, segments: Any, keep: Any
+) -> Any:
   """The results of a device's queries; and its heads' queries, keys, values, results and sums."""
   given = [_to_heads(x, pattern) for x in (q, k, v)]
   others = [None if x is None else _all_positions(x, pattern) for x in (segments, keep)]
@@ -647,7 +665,11 @@ def _seen_keys(mask: Any, key: Any) -> Any:
 
 
 def _check_options(bias: Any, dropout: float, module: Any) -> None:
-  given = {"a bias": bias is not None, f"dropout_rate={dropout}": dropout > 0, "sow_weights": module is not None}
+  given = {
+    "a bias": bias is not None,
+    f"dropout_rate={dropout}": dropout > 0,
+    "sow_weights": module is not None,
+  }
   for name, wanted in given.items():
     if wanted:
       raise SchemeError(
@@ -658,7 +680,9 @@ def _check_options(bias: Any, dropout: float, module: Any) -> None:
 
 def _check_shapes(pattern: _Pattern, query: Any, key: Any, value: Any) -> None:
   n, details = pattern.shards, f"query {query.shape}, key {key.shape}, value {value.shape}"
-  fits = key.shape[:3] == value.shape[:3] and key.shape[0] == query.shape[0] and key.shape[-1] == query.shape[-1]
+  fits = (
+    key.shape[:3] == value.shape[:3] and key.shape[0] == query.shape[0] and key.shape[-1] == query.shape[-1]
+  )
   if not fits or query.shape[2] % key.shape[2]:
     raise SchemeError(
       "queries, keys and values do not fit each other.",
