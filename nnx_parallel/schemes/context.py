@@ -1,9 +1,9 @@
 """Exact attention over sequences whose positions are split over a mesh axis.
 
-In a ring (arXiv:2310.01889), each device keeps its queries, and the keys and values go round; a running maximum
-and sum of the softmax (arXiv:2205.14135) merge what it sees of each shard. The backward pass sends them round
-again, with their gradients. With all-to-all (arXiv:2309.14509), each device gets all positions of some heads
-instead. Either way, scores exist for one block of queries and keys at a time.
+In a ring (arXiv:2310.01889), each device keeps its queries, and the keys and values go round; a running
+maximum and sum of the softmax (arXiv:2205.14135) merge what it sees of each shard. The backward pass sends
+them round again, with their gradients. With all-to-all (arXiv:2309.14509), each device gets all positions of
+some heads instead. Either way, scores exist for one block of queries and keys at a time.
 """
 
 from __future__ import annotations
@@ -42,15 +42,15 @@ def context_attention(
 ) -> Callable[..., jax.Array]:
   """Attention over sequences whose positions a mesh axis splits; the result is that of the whole sequence.
 
-  The mesh is the active one: that of `train_step`, `plan.scope()` or `jax.set_mesh`; outside of jit, that of the
-  queries. Other axes of it stay as they are. Without a mesh, one device computes it by blocks.
+  The mesh is the active one: that of `train_step`, `plan.scope()` or `jax.set_mesh`; outside of jit, that of
+  the queries. Other axes of it stay as they are. Without a mesh, one device computes it by blocks.
 
   The function that is returned takes `(query, key, value, mask=None, *, segment_ids=None, is_causal=False,
-  dtype=None, precision=None)` with global shapes: queries `[batch..., length, heads, head_dim]`; keys and values
-  with the same heads, or with fewer, each for a group of them; `segment_ids` `[batch..., length]`, integers: a
-  position sees those with the same one; `mask` `[batch or 1, 1, 1, length]`: the keys that are seen. It is also an
-  `attention_fn` of `nnx.MultiHeadAttention`. Dropout, biases, a mask of queries x keys and sown weights are errors.
-  A query that sees no key has the result 0.
+  dtype=None, precision=None)` with global shapes: queries `[batch..., length, heads, head_dim]`; keys and
+  values with the same heads, or with fewer, each for a group of them; `segment_ids` `[batch..., length]`,
+  integers: a position sees those with the same one; `mask` `[batch or 1, 1, 1, length]`: the keys that are
+  seen. It is also an `attention_fn` of `nnx.MultiHeadAttention`. Dropout, biases, a mask of queries x keys
+  and sown weights are errors. A query that sees no key has the result 0.
 
   Args:
     axis: the mesh axis that splits the positions; the length must be a multiple of its size.
@@ -58,8 +58,8 @@ def context_attention(
       backward pass; `"all_to_all"` sends queries, keys, values and results once, and a multiple of the axis'
       size must be the number of heads.
     causal: a query sees no later position.
-    window: a query sees the last `window` positions, its own included; unless causal, as many ahead too. A ring
-      then ends with the last device that is seen.
+    window: a query sees the last `window` positions, its own included; unless causal, as many ahead too. A
+      ring then ends with the last device that is seen.
     zigzag: the positions are in the order of `zigzag`, so that a causal ring gives all devices equal work.
     block: queries and keys of a tile of scores, in positions.
 
@@ -69,7 +69,7 @@ def context_attention(
   Raises:
     SchemeError: not such an option; when it is called, shapes or options that it cannot compute.
 
-  Source: ring attention, arXiv:2310.01889; zigzag, arXiv:2311.09431 and its successors; Ulysses, arXiv:2309.14509.
+  Source: ring attention, arXiv:2310.01889; balance, arXiv:2311.09431; all-to-all (Ulysses), arXiv:2309.14509.
 
   Example:
     >>> import jax, jax.numpy as jnp, nnx_parallel as nxp
@@ -86,13 +86,14 @@ def context_attention(
 def zigzag(tree: Any, shards: int, *, dim: int = 1, inverse: bool = False) -> Any:
   """Reorders positions so that each of some shards has an early and a late part of the sequence.
 
-  The sequence is cut into `2 * shards` parts; shard `i` gets part `i` and, after it, part `2 * shards - 1 - i`.
-  Reorder all that is read by position alike: tokens, labels, loss weights, segment ids, and the numbers of the
-  positions, which rotary or learned position embeddings need. A sum or mean over positions is the same.
+  The sequence is cut into `2 * shards` parts; shard `i` gets part `i` and, after it, `2 * shards - 1 - i`.
+  Reorder all that is read by position alike: tokens, labels, loss weights, segment ids, and the numbers of
+  the positions, which rotary or learned position embeddings need. Take labels before: the next token is no
+  longer the next element. A sum or mean over positions is the same.
 
   Args:
-    tree: arrays, of NumPy on the host or of jax, with the positions along `dim`; its length must be a multiple
-      of `2 * shards`.
+    tree: arrays, of NumPy on the host or of jax, with the positions along `dim`; its length must be a
+      multiple of `2 * shards`.
     shards: the size of the mesh axis that splits the positions.
     dim: the array dim of the positions.
     inverse: back to the order of the sequence.
@@ -117,7 +118,7 @@ def zigzag(tree: Any, shards: int, *, dim: int = 1, inverse: bool = False) -> An
       raise SchemeError(
         f"{length} positions cannot be cut into {2 * shards} equal parts.",
         details=f"dim {dim} of an array of shape {tuple(x.shape)}, for {shards} shards",
-        fix=f"pad them to {-(-length // (2 * shards)) * 2 * shards}, with a loss weight of 0 or labels to ignore.",
+        fix=f"pad them to {-(-length // (2 * shards)) * 2 * shards}, with a loss weight of 0.",
       )
     ahead = dim % x.ndim
     split = x.reshape(*x.shape[:ahead], 2 * shards, length // (2 * shards), *x.shape[ahead + 1 :])
@@ -182,7 +183,7 @@ class ContextAttention:
       raise SchemeError(
         f"the mesh has no axis {self.axis!r}, over which context_attention splits the positions.",
         details=f"mesh {sizes}",
-        fix=f"nxp.make_mesh(..., {self.axis}=2), or context_attention(axis=...) with one of {', '.join(sizes)}.",
+        fix=f"nxp.make_mesh(..., {self.axis}=2), or context_attention(axis={next(iter(sizes))!r}).",
       )
     pattern = _Pattern(
       self.axis,
@@ -478,7 +479,7 @@ class _Tiles:
     return _by_blocks(jnp.asarray(at)[None], self.pattern.blocks(self.keys), _FAR)[:, 0]
 
   def _scores(self, q: Any, rows: Any, segments: Any, shard: Any, columns: Any, c: Any, masked: bool) -> Any:
-    """A tile of scores `[batch, key heads, group, queries, keys]`; `-inf` where a query does not see a key."""
+    """A tile of scores `[batch, key heads, group, queries, keys]`; `-inf` where a key is not seen."""
     k, columns = shard["k"][c], columns[c]
     scores = self._product("bqkgd,bskd->bkgqs", q, k) / math.sqrt(q.shape[-1])
     seen: list[Any] = []
@@ -524,12 +525,12 @@ class _Tiles:
         part = self._product("bkgqs,bskd->bkgqd", weights.astype(shard["v"].dtype), shard["v"][c])
         return after, total * scale + weights.sum(-1), result * scale[..., None] + part
 
-      return None, jax.lax.fori_loop(*seen, column, state)
+      return None, jax.lax.fori_loop(seen[0], seen[1], column, state)
 
     return self._each_row(hop, row, None, state)[1]
 
   def gradients(self, hop: Any, shard: Any, given: Any, dq: Any, masked: bool) -> tuple[Any, Any]:
-    """The gradients of the queries, with what a shard adds to them, and what is added to those of the shard."""
+    """The gradients of the queries, with what a shard adds to them, and what is added to the shard's."""
 
     def row(q: Any, at: Any, segments: Any, columns: Any, seen: Any, carry: Any, *own: Any) -> Any:
       slope, share, sums, dq = own
@@ -544,7 +545,7 @@ class _Tiles:
         dk = dk.at[c].add(self._product("bkgqs,bqkgd->bskd", scores, q))
         return dq + self._product("bkgqs,bskd->bqkgd", scores, k), dk, dv
 
-      dq, *carry = jax.lax.fori_loop(*seen, column, (dq, *carry))
+      dq, *carry = jax.lax.fori_loop(seen[0], seen[1], column, (dq, *carry))
       return tuple(carry), dq
 
     zeros = tuple(jnp.zeros_like(x, jnp.float32) for x in (shard["k"], shard["v"]))
@@ -553,7 +554,7 @@ class _Tiles:
 
 
 def _by_blocks(x: Any, cut: tuple[int, int], pad: Any = 0) -> Any:
-  """`[batch, length, ...]` as `[blocks, batch, length of a block, ...]`; `pad` is `"edge"` for the last one's."""
+  """`[batch, length, ...]` as `[blocks, batch, length of a block, ...]`; `pad` `"edge"` repeats the last."""
   count, size = cut
   missing = count * size - x.shape[1]
   if missing:
@@ -580,8 +581,9 @@ def _by_heads_forward(
 
 def _by_heads_backward(pattern: _Pattern, device: Any, *given: Any) -> Any:
   """The gradients of a device's queries, keys and values."""
-  *_, slope, (*own, out, sums) = given
-  found = _ring_backward(_alone(pattern), 0, *own, out, _to_heads(slope, pattern), sums)
+  *_, slope, (q, k, v, segments, keep, out, sums) = given
+  slope = _to_heads(slope, pattern)
+  found = _ring_backward(_alone(pattern), 0, q, k, v, segments, keep, out, slope, sums)
   return tuple(_to_positions(x, pattern) for x in found)
 
 
@@ -591,7 +593,7 @@ def _alone(pattern: _Pattern) -> _Pattern:
 
 
 def _to_heads(x: Any, pattern: _Pattern) -> Any:
-  """All positions of every n-th head, where all devices have their positions of all heads `[batch, length, heads]`."""
+  """All positions of every n-th head, of a device's positions of all heads `[batch, length, heads, ...]`."""
   n = pattern.shards
   x = x.reshape(*x.shape[:2], x.shape[2] // n, n, *x.shape[3:])
   x = jax.lax.all_to_all(x, pattern.axis, 3, 1, tiled=True)
@@ -687,7 +689,7 @@ def _check_shapes(pattern: _Pattern, query: Any, key: Any, value: Any) -> None:
     raise SchemeError(
       "queries, keys and values do not fit each other.",
       details=details,
-      fix="[batch, length, heads, head_dim]; the heads of queries are a multiple of those of keys and values.",
+      fix="[batch, length, heads, head_dim]; the heads of queries are a multiple of those of keys.",
     )
   needed = 2 * n if pattern.zigzag else n
   for x in (query, key):
