@@ -219,6 +219,28 @@ class ContextAttention:
     result = compute(pattern, self.how, *placed)
     return result.reshape(*shape[:-1], value.shape[-1])
 
+  def tiles(self, length: int, shards: int) -> np.ndarray:
+    """The tiles of scores that each device computes of each shard that it visits, `[devices, visits]`.
+
+    Args:
+      length: of the whole sequence, in positions.
+      shards: the size of the axis.
+    """
+    pattern = _Pattern(self.axis, shards, self.causal, self.window, self.zigzag, self.block, None, None)
+    own = length // shards
+    count, size = pattern.blocks(own)
+
+    def cut(device: int, pad: str) -> Any:
+      wide = (0, count * size - own)
+      at = pattern.positions(device, own)
+      return (np.pad(at, wide, "edge") if pad else np.pad(at, wide, constant_values=_FAR)).reshape(count, size)
+
+    def seen(device: int, hop: int) -> int:
+      first, end = pattern.ranges(cut(device, "edge"), cut((device - hop) % shards, ""))
+      return int(np.maximum(end - first, 0).sum())
+
+    return np.array([[seen(d, hop) for hop in range(pattern.hops(own))] for d in range(shards)])
+
 
 @dataclasses.dataclass(frozen=True)
 class _Pattern:
