@@ -71,8 +71,9 @@ def main() -> None:
     for gradient, moved in ((False, (CHIPS - 1) * shard), (True, None)):
       found = sent(program(WAYS["ring, zigzag"], length, mesh, gradient))
       way = "forward and backward" if gradient else "forward"
-      # Backward: keys and values in bfloat16 again, and their gradients, which end at home, in float32.
-      expected = moved or 2 * (CHIPS - 1) * shard + CHIPS * 2 * shard
+      # Backward: keys and values again (XLA sends those to the next device once for both ways), and their
+      # gradients: in float32, and home in bfloat16.
+      expected = moved or (2 * (CHIPS - 1) - 1 + 2 * (CHIPS - 1) + 1) * shard
       print(f"{group}: ring {way}: sends {found}, must send {expected}", flush=True)
       record.value(f"ring, {way}: sent by a chip", found / 2**20, "MiB", group=group)
       record.value(f"ring, {way}: must be sent", expected / 2**20, "MiB", group=group)

@@ -233,7 +233,9 @@ class ContextAttention:
     def cut(device: int, pad: str) -> Any:
       wide = (0, count * size - own)
       at = pattern.positions(device, own)
-      return (np.pad(at, wide, "edge") if pad else np.pad(at, wide, constant_values=_FAR)).reshape(count, size)
+      return (np.pad(at, wide, "edge") if pad else np.pad(at, wide, constant_values=_FAR)).reshape(
+        count, size
+      )
 
     def seen(device: int, hop: int) -> int:
       first, end = pattern.ranges(cut(device, "edge"), cut((device - hop) % shards, ""))
@@ -412,9 +414,10 @@ def _ring_backward(
 
   zeros = tuple(jnp.zeros_like(x, jnp.float32) for x in (shard["k"], shard["v"]))
   dq, moved = _around(tiles, visit, shard, (jnp.zeros_like(tiles.q, jnp.float32), zeros))
+  moved = tuple(g.astype(x.dtype) for g, x in zip(moved, (k, v), strict=True))
   home = pattern.shards - (tiles.hops - 1)
   dk, dv = moved if home % pattern.shards == 0 else _sent(pattern, moved, home)
-  return tuple(_whole(g, x.shape[1]).astype(x.dtype) for g, x in ((dq, q), (dk, k), (dv, v)))
+  return _whole(dq, q.shape[1]).astype(q.dtype), _whole(dk, k.shape[1]), _whole(dv, v.shape[1])
 
 
 def _around(tiles: _Tiles, visit: Callable[..., Any], shard: Any, state: Any) -> Any:
