@@ -1,8 +1,8 @@
-"""Attention with its positions split over eight v5e chips, as the length grows; nothing is run.
+"""Attention with its positions split over eight v5e chips, as the length grows.
 
-Each program is the value and gradient of one causal attention, compiled for `tpu:v5e:2x4`: temporaries of each
-chip beside those of the attention that jax computes whole (the compiler splits it by the same layout), and what a
-ring sends beside what it must send.
+Each program is the value and gradient of one causal attention, compiled for `tpu:v5e:2x4`: temporaries of
+each chip beside those of the attention that jax computes whole (the compiler splits it by the same layout), and
+what a ring sends beside what it must send.
 
   python benchmarks/context.py            needs the TPU compiler (`tpu-aot`)
 """
@@ -10,15 +10,16 @@ ring sends beside what it must send.
 from __future__ import annotations
 
 import os
+from typing import Any
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 import jax
 import jax.numpy as jnp
-from harness import Record
 from jax.sharding import NamedSharding, PartitionSpec
 
 import nnx_parallel as nxp
+from harness import Record
 from nnx_parallel.report.program.collectives import collectives
 
 CHIPS, HEADS, KEY_HEADS, WIDTH = 8, 16, 8, 128
@@ -31,10 +32,10 @@ WAYS = {
 }
 
 
-def program(attend, length: int, mesh, gradient: bool = True):
+def program(attend: Any, length: int, mesh: Any, gradient: bool = True) -> Any:
   """The compiled attention of one sequence, and its gradient."""
 
-  def summed(q, k, v):
+  def summed(q: Any, k: Any, v: Any) -> Any:
     return attend(q, k, v).astype(jnp.float32).sum()
 
   layout = NamedSharding(mesh, PartitionSpec(None, "context"))
@@ -45,7 +46,7 @@ def program(attend, length: int, mesh, gradient: bool = True):
     return jax.jit(function).lower(*given).compile()
 
 
-def sent(compiled) -> int:
+def sent(compiled: Any) -> int:
   """The bytes that a chip sends by collective-permute."""
   found = collectives(compiled.as_text(), {"context": CHIPS})
   return sum(item.sent_bytes for item in found if "permute" in item.kind)

@@ -288,12 +288,13 @@ class _Pattern:
 
     Both are positions, `[blocks, length of a block]`. Since they ascend, what is seen is in one piece.
     """
-    size = columns.shape[-1]
-    columns = columns.reshape(1, -1)
-    low, high = rows.min(1, keepdims=True), rows.max(1, keepdims=True)
+    size, columns = columns.shape[-1], columns.reshape(-1)
+    on_host = isinstance(rows, np.ndarray) and isinstance(columns, np.ndarray)
+    count: Any = np.searchsorted if on_host else jnp.searchsorted
+    low, high = rows.min(1), rows.max(1)
     ahead = high + (0 if self.causal else _FAR if self.window is None else self.window - 1)
-    last = ((columns <= ahead) & (columns < _FAR)).sum(1)
-    first = 0 * last if self.window is None else (columns <= low - self.window).sum(1)
+    last = count(columns, ahead.clip(max=_FAR - 1), side="right")
+    first = 0 * last if self.window is None else count(columns, low - self.window, side="right")
     end = -(-last // size)
     return first // size, end
 

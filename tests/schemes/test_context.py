@@ -48,27 +48,33 @@ def drawn(batch, length, kv_heads, keys=None, dtype=np.float32):
 
 
 CASES = {
-  "two": (dict(data=4, context=2), 6, 2, dict(causal=True), False),
-  "four": (dict(data=2, context=4), 28, 2, dict(causal=True), True),
-  "eight": (dict(context=8), 24, 4, dict(), True),
-  "zigzag": (dict(data=2, context=4), 24, 2, dict(causal=True, zigzag=True), False),
-  "zigzag in segments": (dict(context=8), 48, 1, dict(causal=True, zigzag=True), True),
-  "odd zigzag": (dict(context=8), 112, 1, dict(causal=True, zigzag=True), False),
-  "window": (dict(context=8), 24, 1, dict(causal=True, window=5), False),
-  "window of zigzag": (dict(data=2, context=4), 40, 4, dict(causal=True, window=7, zigzag=True), True),
-  "both sides": (dict(data=2, context=2, tensor=2), 20, 4, dict(window=7), False),
-  "tensor": (dict(data=2, context=2, tensor=2), 20, 2, dict(causal=True, zigzag=True), True),
-  "fsdp": (dict(fsdp=2, context=2, tensor=2), 12, 4, dict(), False),
-  "to all": (dict(data=4, context=2), 10, 2, dict(how="all_to_all", causal=True), True),
-  "to all, few heads": (dict(data=2, context=4), 12, 2, dict(how="all_to_all"), False),
+  "two": ({"data": 4, "context": 2}, 6, 2, {"causal": True}, False),
+  "four": ({"data": 2, "context": 4}, 28, 2, {"causal": True}, True),
+  "eight": ({"context": 8}, 24, 4, {}, True),
+  "zigzag": ({"data": 2, "context": 4}, 24, 2, {"causal": True, "zigzag": True}, False),
+  "zigzag in segments": ({"context": 8}, 48, 1, {"causal": True, "zigzag": True}, True),
+  "odd zigzag": ({"context": 8}, 112, 1, {"causal": True, "zigzag": True}, False),
+  "window": ({"context": 8}, 24, 1, {"causal": True, "window": 5}, False),
+  "window of zigzag": ({"data": 2, "context": 4}, 40, 4, {"causal": True, "window": 7, "zigzag": True}, True),
+  "both sides": ({"data": 2, "context": 2, "tensor": 2}, 20, 4, {"window": 7}, False),
+  "tensor": ({"data": 2, "context": 2, "tensor": 2}, 20, 2, {"causal": True, "zigzag": True}, True),
+  "fsdp": ({"fsdp": 2, "context": 2, "tensor": 2}, 12, 4, {}, False),
+  "to all": ({"data": 4, "context": 2}, 10, 2, {"how": "all_to_all", "causal": True}, True),
+  "to all, few heads": ({"data": 2, "context": 4}, 12, 2, {"how": "all_to_all"}, False),
   "to all, tensor": (
-    dict(data=2, context=2, tensor=2),
+    {"data": 2, "context": 2, "tensor": 2},
     20,
     4,
-    dict(how="all_to_all", causal=True, zigzag=True),
+    {"how": "all_to_all", "causal": True, "zigzag": True},
     True,
   ),
-  "to all, window": (dict(data=2, context=4), 20, 4, dict(how="all_to_all", causal=True, window=6), False),
+  "to all, window": (
+    {"data": 2, "context": 4},
+    20,
+    4,
+    {"how": "all_to_all", "causal": True, "window": 6},
+    False,
+  ),
 }
 
 
@@ -142,7 +148,7 @@ def test_a_query_that_sees_no_key_has_no_result_and_no_gradient():
 
 @pytest.mark.parametrize("how", ["ring", "all_to_all"])
 def test_bfloat16_is_as_good_as_that_of_the_whole_sequence(how):
-  q, k, v, w, _ = (jnp.asarray(x) for x in drawn(2, 32, 4))
+  q, k, v, _w, _ = (jnp.asarray(x) for x in drawn(2, 32, 4))
   low = [x.astype(jnp.bfloat16) for x in (q, k, v)]
   exact = np.asarray(whole(*(x.astype(jnp.float32) for x in low), causal=True))
   plain = np.asarray(whole(*low, causal=True), np.float32)
@@ -236,6 +242,37 @@ def test_zigzag_gives_all_devices_equal_work_at_each_visit_and_half_of_it_in_all
   assert straight.max(0).sum() > 1.8 * balanced.max(0).sum()
 
 
+ERRORS = {
+  "a bias": (lambda f, x: f(x, x, x, bias=x), "the weights of the whole sequence never exist"),
+  "dropout": (lambda f, x: f(x, x, x, dropout_rate=0.1), "dropout_rate=0.1"),
+  "a mask": (lambda f, x: f(x, x, x, jnp.ones((1, 1, 10, 10), bool)), r"a mask of keys is \(2, 1, 1, 10\)"),
+  "a length": (lambda f, x: f(x, x, x), "pad them to 12"),
+  "heads": (lambda f, x: f(x, x[:, :, :3], x[:, :, :3]), "do not fit each other"),
+}
+
+
+@pytest.mark.parametrize("case", ERRORS)
+def test_what_cannot_be_computed_is_refused(case):
+  call, message = ERRORS[case]
+  with jax.set_mesh(nxp.make_mesh(data=2, context=4)), pytest.raises(SchemeError, match=message):
+    call(nxp.context_attention(), jnp.ones((2, 10, HEADS, WIDTH)))
+
+
+def test_options_and_meshes_that_are_none_are_refused():
+  with pytest.raises(SchemeError, match="how='both'"):
+    nxp.context_attention(how="both")
+  with pytest.raises(SchemeError, match="window=0"):
+    nxp.context_attention(window=0)
+  with pytest.raises(SchemeError, match="pad them to 24"):
+    nxp.zigzag(np.arange(20), 4, dim=0)
+  x = jnp.ones((2, 8, 3, WIDTH))
+  with jax.set_mesh(nxp.make_mesh(data=2, context=4)):
+    with pytest.raises(SchemeError, match="no axis 'ring'"):
+      nxp.context_attention("ring")(x, x, x)
+    with pytest.raises(SchemeError, match="cannot share 3 heads"):
+      nxp.context_attention(how="all_to_all")(x, x, x)
+
+
 # Models.
 
 
@@ -282,7 +319,7 @@ def trained(make, mesh, rules, batch, steps=4, **options):
   plan = nxp.plan(make, mesh, rules, optimizer=optax.adamw(1e-2))
   model, optimizer = nxp.create_sharded_model(plan)
   step = nxp.train_step(decoder_loss, **options)
-  return [float(step(model, optimizer, plan.shard_batch(batch))["loss"]) for _ in range(steps)]
+  return [float(step(model, optimizer, nxp.shard_batch(batch, plan))["loss"]) for _ in range(steps)]
 
 
 INPUTS = nxp.InputRules(map_2d=("batch", "seq"))
@@ -297,12 +334,12 @@ def on_one_device():
 
 
 MODELS = {
-  "ring": (dict(data=2, context=4), dict(zigzag=True), {}, False),
-  "all to all": (dict(data=2, context=4), dict(how="all_to_all"), {}, False),
-  "fsdp and tensor": (dict(fsdp=2, context=2, tensor=2), dict(zigzag=True), {}, False),
-  "remat": (dict(data=2, context=4), dict(zigzag=True), {}, True),
-  "rolled": (dict(data=2, context=4), dict(zigzag=True), dict(roll=True), False),
-  "rolled, found remat": (dict(fsdp=4, context=2), {}, dict(roll=True, remat="full"), False),
+  "ring": ({"data": 2, "context": 4}, {"zigzag": True}, {}, False),
+  "all to all": ({"data": 2, "context": 4}, {"how": "all_to_all"}, {}, False),
+  "fsdp and tensor": ({"fsdp": 2, "context": 2, "tensor": 2}, {"zigzag": True}, {}, False),
+  "remat": ({"data": 2, "context": 4}, {"zigzag": True}, {}, True),
+  "rolled": ({"data": 2, "context": 4}, {"zigzag": True}, {"roll": True}, False),
+  "rolled, found remat": ({"fsdp": 4, "context": 2}, {}, {"roll": True, "remat": "full"}, False),
 }
 
 
