@@ -245,7 +245,10 @@ def test_zigzag_gives_all_devices_equal_work_at_each_visit_and_half_of_it_in_all
 ERRORS = {
   "a bias": (lambda f, x: f(x, x, x, bias=x), "the weights of the whole sequence never exist"),
   "dropout": (lambda f, x: f(x, x, x, dropout_rate=0.1), "dropout_rate=0.1"),
-  "a mask": (lambda f, x: f(*[x[:, :8]] * 3, jnp.ones((1, 1, 8, 8), bool)), r"a mask of keys is \(2, 1, 1, 8\)"),
+  "a mask": (
+    lambda f, x: f(*[x[:, :8]] * 3, jnp.ones((1, 1, 8, 8), bool)),
+    r"a mask of keys is \(2, 1, 1, 8\)",
+  ),
   "a length": (lambda f, x: f(x, x, x), "pad them to 12"),
   "heads": (lambda f, x: f(x, x[:, :, :3], x[:, :, :3]), "do not fit each other"),
 }
