@@ -51,6 +51,7 @@ with epy.lazy_api_imports(globals()):
     map_shards,
     matmul_reduce_scatter,
   )
+  from nnx_parallel.schemes.context import context_attention, zigzag
   from nnx_parallel.schemes.vocabulary import vocabulary_cross_entropy, vocabulary_embedding
   from nnx_parallel.train.check_gradients import check_gradients
   from nnx_parallel.train.gradient_check import GradientCheck, GradientLook
@@ -104,6 +105,7 @@ __all__ = [
   "compilation_cache",
   "compile_report",
   "constrain",
+  "context_attention",
   "create_sharded_model",
   "describe_mesh",
   "ema_of",
@@ -146,4 +148,5 @@ __all__ = [
   "with_loss_scale",
   "with_masters",
   "with_right_gradients",
+  "zigzag",
 ]

@@ -1,0 +1,733 @@
+"""Exact attention over sequences whose positions are split over a mesh axis.
+
+In a ring (arXiv:2310.01889), each device keeps its queries, and the keys and values go round; a running
+maximum and sum of the softmax (arXiv:2205.14135) merge what it sees of each shard. The backward pass sends
+them round again, with their gradients. With all-to-all (arXiv:2309.14509), each device gets all positions of
+some heads instead. Either way, scores exist for one block of queries and keys at a time.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax.nnx.nn.dtypes import promote_dtype
+from jax.core import Tracer
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+from nnx_parallel.core.axes import axes_by_dim, entry_of
+from nnx_parallel.core.mesh import axis_sizes
+from nnx_parallel.core.tiles import finite
+from nnx_parallel.errors import SchemeError
+
+How = Literal["ring", "all_to_all"]
+_FAR = 2**30
+"""The position of a key that pads its block."""
+
+
+def context_attention(
+  axis: str = "context",
+  *,
+  how: How = "ring",
+  causal: bool = False,
+  window: int | None = None,
+  zigzag: bool = False,
+  block: int = 512,
+) -> Callable[..., jax.Array]:
+  """Attention over sequences whose positions a mesh axis splits; the result is that of the whole sequence.
+
+  The mesh is the active one: that of `train_step`, `plan.scope()` or `jax.set_mesh`; outside of jit, that of
+  the queries. Other axes of it stay as they are. Without a mesh, one device computes it by blocks.
+
+  The function that is returned takes `(query, key, value, mask=None, *, segment_ids=None, is_causal=False,
+  dtype=None, precision=None)` with global shapes: queries `[batch..., length, heads, head_dim]`; keys and
+  values with the same heads, or with fewer, each for a group of them; `segment_ids` `[batch..., length]`,
+  integers: a position sees those with the same one; `mask` `[batch or 1, 1, 1, length]`: the keys that are
+  seen. It is also an `attention_fn` of `nnx.MultiHeadAttention`. Dropout, biases, a mask of queries x keys
+  and sown weights are errors. A query that sees no key has the result 0.
+
+  Args:
+    axis: the mesh axis that splits the positions; the length must be a multiple of its size.
+    how: `"ring"` sends keys and values round, size - 1 times each, and twice that and their gradients in the
+      backward pass; `"all_to_all"` sends queries, keys, values and results once, and a multiple of the axis'
+      size must be the number of heads.
+    causal: a query sees no later position.
+    window: a query sees the last `window` positions, its own included; unless causal, as many ahead too. A
+      ring then ends with the last device that is seen.
+    zigzag: the positions are in the order of `zigzag`, so that a causal ring gives all devices equal work.
+    block: queries and keys of a tile of scores, in positions.
+
+  Returns:
+    The function. Equal arguments make equal functions.
+
+  Raises:
+    SchemeError: not such an option; when it is called, shapes or options that it cannot compute.
+
+  Source: ring attention, arXiv:2310.01889; balance, arXiv:2311.09431; all-to-all (Ulysses), arXiv:2309.14509.
+
+  Example:
+    >>> import jax, jax.numpy as jnp, nnx_parallel as nxp
+    >>> attend = nxp.context_attention(causal=True)
+    >>> q, k, v = jax.random.normal(jax.random.key(0), (3, 2, 32, 4, 8))
+    >>> with jax.set_mesh(nxp.make_mesh(data=2, context=4)):
+    ...   split = jax.jit(attend)(q, k, v)
+    >>> bool(jnp.allclose(split, jax.nn.dot_product_attention(q, k, v, is_causal=True), atol=1e-5))
+    True
+  """
+  return ContextAttention(axis, how, causal, window, zigzag, block)
+
+
+def zigzag(tree: Any, shards: int, *, dim: int = 1, inverse: bool = False) -> Any:
+  """Reorders positions so that each of some shards has an early and a late part of the sequence.
+
+  The sequence is cut into `2 * shards` parts; shard `i` gets part `i` and, after it, `2 * shards - 1 - i`.
+  Reorder all that is read by position alike: tokens, labels, loss weights, segment ids, and the numbers of
+  the positions, which rotary or learned position embeddings need. Take labels before: the next token is no
+  longer the next element. A sum or mean over positions is the same.
+
+  Args:
+    tree: arrays, of NumPy on the host or of jax, with the positions along `dim`; its length must be a
+      multiple of `2 * shards`.
+    shards: the size of the mesh axis that splits the positions.
+    dim: the array dim of the positions.
+    inverse: back to the order of the sequence.
+
+  Returns:
+    Arrays of the same kinds and shapes.
+
+  Raises:
+    SchemeError: a length that cannot be cut so.
+
+  Example:
+    >>> import numpy as np, nnx_parallel as nxp
+    >>> nxp.zigzag(np.arange(8), 2, dim=0)
+    array([0, 1, 6, 7, 2, 3, 4, 5])
+  """
+  parts = [part for i in range(shards) for part in (i, 2 * shards - 1 - i)]
+  order = np.argsort(parts) if inverse else np.asarray(parts)
+
+  def moved(x: Any) -> Any:
+    length = x.shape[dim]
+    if length % (2 * shards):
+      raise SchemeError(
+        f"{length} positions cannot be cut into {2 * shards} equal parts.",
+        details=f"dim {dim} of an array of shape {tuple(x.shape)}, for {shards} shards",
+        fix=f"pad them to {-(-length // (2 * shards)) * 2 * shards}, with a loss weight of 0.",
+      )
+    ahead = dim % x.ndim
+    split = x.reshape(*x.shape[:ahead], 2 * shards, length // (2 * shards), *x.shape[ahead + 1 :])
+    if isinstance(x, np.ndarray):
+      return split.take(order, ahead).reshape(x.shape)
+    layout = jax.typeof(split).sharding  # on Explicit axes, a moved dim keeps its layout only if it is named
+    picked = split.at[(*[slice(None)] * ahead, order)]
+    named = AxisType.Explicit in layout.mesh.axis_types
+    return (picked.get(out_sharding=layout) if named else picked.get()).reshape(x.shape)
+
+  return jax.tree.map(moved, tree)
+
+
+@dataclasses.dataclass(frozen=True)
+class ContextAttention:
+  """What `context_attention` returns."""
+
+  axis: str
+  how: How
+  causal: bool
+  window: int | None
+  zigzag: bool
+  block: int
+
+  def __post_init__(self) -> None:
+    if self.how not in ("ring", "all_to_all"):
+      raise SchemeError(f"how={self.how!r} is no way to attend.", fix='how="ring" or how="all_to_all"')
+    for name, value in {"window": self.window, "block": self.block}.items():
+      if value is not None and (type(value) is not int or value < 1):
+        raise SchemeError(f"{name}={value!r} is not a number of positions.", fix=f"{name}=512, for example")
+
+  def __call__(
+    self,
+    query: Any,
+    key: Any,
+    value: Any,
+    mask: Any = None,
+    *,
+    segment_ids: Any = None,
+    is_causal: bool = False,
+    dtype: Any = None,
+    precision: Any = None,
+    bias: Any = None,
+    dropout_rate: float = 0.0,
+    deterministic: bool = False,
+    module: Any = None,
+    dropout_rng: Any = None,
+    broadcast_dropout: bool = True,
+  ) -> jax.Array:
+    """See `context_attention`."""
+    del dropout_rng, broadcast_dropout
+    _check_options(bias, 0.0 if deterministic else dropout_rate, module)
+    query, key, value = promote_dtype((query, key, value), dtype=dtype)
+    shape = query.shape
+    if query.ndim != 4:
+      query, key, value = (x.reshape(-1, *x.shape[-3:]) for x in (query, key, value))
+      segment_ids = None if segment_ids is None else segment_ids.reshape(-1, segment_ids.shape[-1])
+      mask = None if mask is None else mask.reshape(-1, *mask.shape[-3:])
+    mesh: Any = _mesh(query)
+    sizes = {} if mesh is None else axis_sizes(mesh)
+    if sizes and self.axis not in sizes:
+      raise SchemeError(
+        f"the mesh has no axis {self.axis!r}, over which context_attention splits the positions.",
+        details=f"mesh {sizes}",
+        fix=f"nxp.make_mesh(..., {self.axis}=2), or context_attention(axis={next(iter(sizes))!r}).",
+      )
+    pattern = _Pattern(
+      self.axis,
+      sizes.get(self.axis, 1),
+      self.causal or is_causal,
+      self.window,
+      self.zigzag,
+      self.block,
+      precision,
+      None if mesh is None or not jax.sharding.get_abstract_mesh().empty else mesh,
+    )
+    _check_shapes(pattern, query, key, value)
+    keep = None if mask is None else _seen_keys(mask, key)
+    kv_heads = key.shape[2]
+    groups = query.shape[2] // kv_heads
+    if self.how == "all_to_all":
+      copies = pattern.shards // math.gcd(pattern.shards, kv_heads)
+      if groups % copies:
+        raise SchemeError(
+          f"{pattern.shards} devices cannot share {query.shape[2]} heads evenly.",
+          details=f"{query.shape[2]} heads of queries, {kv_heads} of keys; {self.axis}={pattern.shards}",
+          fix=f'how="ring", or a number of heads that is a multiple of {pattern.shards}.',
+        )
+      if copies > 1:
+        key, value = (jnp.repeat(x, copies, 2) for x in (key, value))
+        kv_heads, groups = kv_heads * copies, groups // copies
+    query = query.reshape(*query.shape[:2], kv_heads, groups, query.shape[-1])
+    if pattern.shards > 1:
+      placed = [_laid(x, pattern, mesh) for x in (query, key, value, segment_ids, keep)]
+    else:
+      placed = [query, key, value, segment_ids, keep]
+    compute = _attention if isinstance(query, Tracer) else jax.jit(_attention, static_argnums=(0, 1))
+    result = compute(pattern, self.how, *placed)
+    return result.reshape(*shape[:-1], value.shape[-1])
+
+  def tiles(self, length: int, shards: int) -> np.ndarray:
+    """The tiles of scores that each device computes of each shard that it visits, `[devices, visits]`.
+
+    Args:
+      length: of the whole sequence, in positions.
+      shards: the size of the axis.
+    """
+    pattern = _Pattern(self.axis, shards, self.causal, self.window, self.zigzag, self.block, None, None)
+    own = length // shards
+    count, size = pattern.blocks(own)
+
+    def cut(device: int, pad: str) -> Any:
+      wide = (0, count * size - own)
+      at = pattern.positions(device, own)
+      return (np.pad(at, wide, "edge") if pad else np.pad(at, wide, constant_values=_FAR)).reshape(
+        count, size
+      )
+
+    def seen(device: int, hop: int) -> int:
+      first, end = pattern.ranges(cut(device, "edge"), cut((device - hop) % shards, ""))
+      return int(np.maximum(end - first, 0).sum())
+
+    return np.array([[seen(d, hop) for hop in range(pattern.hops(own))] for d in range(shards)])
+
+
+@dataclasses.dataclass(frozen=True)
+class _Pattern:
+  """Which positions see each other, and where they are.
+
+  Attributes:
+    axis: the mesh axis.
+    shards: its size.
+    causal: as in `context_attention`, and so on.
+    window: the same.
+    zigzag: the same.
+    block: the same.
+    precision: of the products.
+    mesh: the mesh, if it is not the active one.
+  """
+
+  axis: str
+  shards: int
+  causal: bool
+  window: int | None
+  zigzag: bool
+  block: int
+  precision: Any
+  mesh: Any
+
+  def positions(self, device: Any, length: int) -> Any:
+    """The positions of the `length` rows of a device, ascending."""
+    numbers = np.arange(length, dtype=np.int32)
+    if not self.zigzag:
+      return numbers + device * length
+    half = length // 2
+    late = (numbers >= half).astype(np.int32)
+    return numbers + device * half + late * ((2 * self.shards - 2 - 2 * device) * half)
+
+  def blocks(self, length: int) -> tuple[int, int]:
+    """The number of blocks of a device's rows, and their length."""
+    parts = 2 if self.zigzag else 1
+    count = parts * -(-length // (parts * self.block))
+    return count, -(-length // count)
+
+  def ranges(self, rows: Any, columns: Any) -> tuple[Any, Any]:
+    """For each block of rows, the first block of columns that it sees, and the one after the last.
+
+    Both are positions, `[blocks, length of a block]`. Since they ascend, what is seen is in one piece.
+    """
+    size, columns = columns.shape[-1], columns.reshape(-1)
+    on_host = isinstance(rows, np.ndarray) and isinstance(columns, np.ndarray)
+    count: Any = np.searchsorted if on_host else jnp.searchsorted
+    low, high = rows.min(1), rows.max(1)
+    ahead = high + (0 if self.causal else _FAR if self.window is None else self.window - 1)
+    last = count(columns, ahead.clip(max=_FAR - 1), side="right")
+    first = 0 * last if self.window is None else count(columns, low - self.window, side="right")
+    end = -(-last // size)
+    return first // size, end
+
+  def hops(self, length: int) -> int:
+    """How many shards a device must visit, its own included."""
+    if (not self.causal and self.window is None) or self.shards == 1:
+      return self.shards
+    own = [self.positions(device, length)[None] for device in range(self.shards)]
+
+    def sees(device: int, hop: int) -> bool:
+      first, end = self.ranges(own[device], own[(device - hop) % self.shards])
+      return bool((end > first).any())
+
+    return 1 + max(hop for hop in range(self.shards) if any(sees(d, hop) for d in range(self.shards)))
+
+  def is_exact(self, rows: int, columns: int) -> bool:
+    """Whether each tile of another device's keys is seen by all its queries, or by none."""
+    pieces = 2 if self.zigzag else 1
+    sizes = [(length, self.blocks(length)[1]) for length in (rows, columns)]
+    return all(length % (size * pieces) == 0 for length, size in sizes) and self.window is None
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _attention(pattern: _Pattern, how: How, q: Any, k: Any, v: Any, segments: Any, keep: Any) -> Any:
+  """Attention of global arrays; queries `[batch, length, key heads, group, head_dim]`."""
+  return _forward(pattern, how, q, k, v, segments, keep)[0]
+
+
+def _forward(pattern: _Pattern, how: How, *given: Any) -> tuple[Any, Any]:
+  """The result, and what the backward pass needs."""
+  out, kept = _over_axis(pattern, _SIDES[how, "forward"], len(given), True)(*given)
+  return out, (given, out, kept)
+
+
+def _backward(pattern: _Pattern, how: How, saved: Any, slope: Any) -> Any:
+  given, out, kept = saved
+  found = _over_axis(pattern, _SIDES[how, "backward"], len(given) + 2, False)(*given, out, slope, kept)
+  return (*found, None, None)
+
+
+_attention.defvjp(_forward, _backward)
+
+
+def _over_axis(pattern: _Pattern, function: Any, split: int, forward: bool) -> Callable[..., Any]:
+  """A function of `(pattern, device, *shards of positions, *what devices kept)`, of global arrays.
+
+  What it keeps has one more dim ahead, for the devices.
+  """
+  if pattern.shards == 1:
+    return functools.partial(function, pattern, 0)
+  positions, devices = PartitionSpec(None, pattern.axis), PartitionSpec(pattern.axis)
+
+  def local(device: Any, *arrays: Any) -> Any:
+    kept = jax.tree.map(lambda x: x[0], arrays[split:])
+    out = function(pattern, device[0], *arrays[:split], *kept)
+    return (out[0], jax.tree.map(lambda x: x[None], out[1])) if forward else out
+
+  run = jax.shard_map(
+    local,
+    mesh=pattern.mesh,
+    in_specs=(devices, *[positions] * split, *[devices] * (not forward)),
+    out_specs=(positions, devices) if forward else positions,
+    axis_names={pattern.axis},
+    check_vma=False,
+  )
+
+  # Numbers of the devices as an array: `jax.lax.axis_index` of one axis is an instruction that not every
+  # partitioner can place.
+  def with_numbers(*arrays: Any) -> Any:
+    numbers = jnp.arange(pattern.shards, dtype=jnp.int32)
+    return run(_placed(numbers, pattern, pattern.mesh, [(pattern.axis,)]), *arrays)
+
+  return with_numbers
+
+
+def _ring_forward(pattern: _Pattern, device: Any, q: Any, k: Any, v: Any, segments: Any, keep: Any) -> Any:
+  """The results of a device's queries, and the logarithms of their softmax' sums, by blocks."""
+  tiles = _Tiles.of(pattern, device, q, k, segments)
+  shard = tiles.shard(k, v, segments, keep)
+  rows = jnp.zeros_like(tiles.q[..., 0], jnp.float32).transpose(0, 1, 3, 4, 2)
+  result = rows[..., None] * jnp.zeros((1,) * 5 + v.shape[-1:], jnp.float32)
+  state = jnp.full_like(rows, -jnp.inf), rows, result
+  state = _around(
+    tiles, lambda hop, shard, state, masked: tiles.attend(hop, shard, state, masked), shard, state
+  )
+  largest, total, result = state
+  seen = jnp.where(total == 0, jnp.ones_like(total), total)
+  out = (result / seen[..., None]).transpose(1, 0, 4, 2, 3, 5)
+  out = out.reshape(out.shape[0], -1, *out.shape[3:])[:, : q.shape[1]].astype(q.dtype)
+  return out, finite(largest) + jnp.log(seen)
+
+
+def _ring_backward(
+  pattern: _Pattern,
+  device: Any,
+  q: Any,
+  k: Any,
+  v: Any,
+  segments: Any,
+  keep: Any,
+  out: Any,
+  slope: Any,
+  sums: Any,
+) -> Any:
+  """The gradients of a device's queries, keys and values."""
+  tiles = _Tiles.of(pattern, device, q, k, segments)
+  shard = tiles.shard(k, v, segments, keep)
+  wide = slope.astype(jnp.float32)
+  share = (wide * out.astype(jnp.float32)).sum(-1)
+  given = tiles.by_rows(slope.astype(q.dtype)), tiles.by_rows(share).transpose(0, 1, 3, 4, 2), sums
+
+  def visit(hop: Any, shard: Any, state: Any, masked: bool) -> Any:
+    dq, moving = state
+    # The gradients of a shard arrive while its share of this device is computed.
+    arriving = moving if isinstance(hop, int) and hop == 0 else _sent(pattern, moving)
+    dq, added = tiles.gradients(hop, shard, given, dq, masked)
+    return dq, jax.tree.map(jnp.add, arriving, added)
+
+  zeros = tuple(jnp.zeros_like(x, jnp.float32) for x in (shard["k"], shard["v"]))
+  dq, moved = _around(tiles, visit, shard, (jnp.zeros_like(tiles.q, jnp.float32), zeros))
+  moved = tuple(g.astype(x.dtype) for g, x in zip(moved, (k, v), strict=True))
+  home = pattern.shards - (tiles.hops - 1)
+  dk, dv = moved if home % pattern.shards == 0 else _sent(pattern, moved, home)
+  return _whole(dq, q.shape[1]).astype(q.dtype), _whole(dk, k.shape[1]), _whole(dv, v.shape[1])
+
+
+def _around(tiles: _Tiles, visit: Callable[..., Any], shard: Any, state: Any) -> Any:
+  """Visits the shards that a device sees: its own, then that of the device before it, and so on.
+
+  Each is sent on before it is used, so that the next one arrives meanwhile.
+  """
+  hops, masked = tiles.hops, not tiles.exact
+  following = shard if hops == 1 else _sent(tiles.pattern, shard)
+  state = visit(0, shard, state, True)
+  if hops == 1:
+    return state
+
+  def body(carry: Any, hop: Any) -> tuple[Any, None]:
+    shard, state = carry
+    following = _sent(tiles.pattern, shard)
+    return (following, visit(hop, shard, state, masked)), None
+
+  if hops > 2:
+    (following, state), _ = jax.lax.scan(body, (following, state), jnp.arange(1, hops - 1, dtype=jnp.int32))
+  return visit(hops - 1, following, state, masked)
+
+
+def _sent(pattern: _Pattern, tree: Any, by: int = 1) -> Any:
+  """What the device `by` places before has."""
+  pairs = [(i, (i + by) % pattern.shards) for i in range(pattern.shards)]
+  return jax.tree.map(lambda x: jax.lax.ppermute(x, pattern.axis, pairs), tree)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Tiles:
+  """The scores of a device's queries, by tiles.
+
+  Attributes:
+    pattern: which positions see each other.
+    device: the number of the device on the axis.
+    q: queries by blocks, `[blocks, batch, length, key heads, group, head_dim]`.
+    rows: their positions `[blocks, length]`.
+    segments: their segments `[blocks, batch, length]`, if any.
+    keys: the number of keys of a shard.
+    hops: how many shards are visited.
+    exact: whether the tiles of other shards are seen wholly, or not at all.
+  """
+
+  pattern: _Pattern
+  device: Any
+  q: Any
+  rows: Any
+  segments: Any
+  keys: int
+  hops: int
+  exact: bool
+
+  @classmethod
+  def of(cls, pattern: _Pattern, device: Any, q: Any, k: Any, segments: Any) -> _Tiles:
+    """The tiles of queries and keys `[batch, length, ...]`."""
+    length, keys = q.shape[1], k.shape[1]
+    cut = pattern.blocks(length)
+    rows = _by_blocks(jnp.asarray(pattern.positions(device, length))[None], cut, "edge")[:, 0]
+    return cls(
+      pattern,
+      device,
+      _by_blocks(q, cut),
+      rows,
+      None if segments is None else _by_blocks(segments, cut),
+      keys,
+      pattern.hops(length),
+      pattern.is_exact(length, keys),
+    )
+
+  def by_rows(self, x: Any) -> Any:
+    """An array of the queries' positions, by blocks."""
+    return _by_blocks(x, (self.q.shape[0], self.q.shape[2]))
+
+  def shard(self, k: Any, v: Any, segments: Any, keep: Any) -> dict[str, Any]:
+    """What goes round, by blocks."""
+    given = {"k": k, "v": v, "segments": segments, "keep": keep}
+    cut = self.pattern.blocks(self.keys)
+    return {name: _by_blocks(x, cut) for name, x in given.items() if x is not None}
+
+  def _columns(self, hop: Any) -> Any:
+    """The positions of the keys of a shard."""
+    at = self.pattern.positions((self.device - hop) % self.pattern.shards, self.keys)
+    return _by_blocks(jnp.asarray(at)[None], self.pattern.blocks(self.keys), _FAR)[:, 0]
+
+  def _scores(self, q: Any, rows: Any, segments: Any, shard: Any, columns: Any, c: Any, masked: bool) -> Any:
+    """A tile of scores `[batch, key heads, group, queries, keys]`; `-inf` where a key is not seen."""
+    k, columns = shard["k"][c], columns[c]
+    scores = self._product("bqkgd,bskd->bkgqs", q, k) / math.sqrt(q.shape[-1])
+    seen: list[Any] = []
+    if masked:
+      ahead = rows[:, None] - columns[None, :]
+      seen.append((columns < _FAR)[None, None, :])
+      if self.pattern.causal:
+        seen.append((ahead >= 0)[None])
+      if self.pattern.window is not None:
+        seen.append((abs(ahead) < self.pattern.window)[None])
+    if segments is not None:
+      seen.append(segments[:, :, None] == shard["segments"][c][:, None, :])
+    if "keep" in shard:
+      seen.append(shard["keep"][c][:, None, :])
+    for own in seen:
+      scores = jnp.where(own[:, None, None], scores, -jnp.inf)
+    return scores
+
+  def _product(self, dims: str, x: Any, y: Any) -> Any:
+    return jnp.einsum(dims, x, y, precision=self.pattern.precision, preferred_element_type=jnp.float32)
+
+  def _each_row(self, hop: Any, function: Callable[..., Any], carry: Any, rows: Any) -> Any:
+    """A scan over blocks of queries, with the range of the blocks of keys that each of them sees."""
+    columns = self._columns(hop)
+    first, end = self.pattern.ranges(self.rows, columns)
+
+    def row(carry: Any, given: Any) -> Any:
+      q, at, segments, first, end, *own = given
+      return function(q, at, segments, columns, (first, end), carry, *own)
+
+    return jax.lax.scan(row, carry, (self.q, self.rows, self.segments, first, end, *rows))
+
+  def attend(self, hop: Any, shard: Any, state: Any, masked: bool) -> Any:
+    """The maxima, sums and results of the softmax, with what the queries see of a shard."""
+
+    def row(q: Any, at: Any, segments: Any, columns: Any, seen: Any, _: Any, *state: Any) -> Any:
+      def column(c: Any, state: Any) -> Any:
+        before, total, result = state
+        scores = self._scores(q, at, segments, shard, columns, c, masked)
+        after = jnp.maximum(before, scores.max(-1))
+        weights = jnp.exp(scores - finite(after)[..., None])
+        scale = jnp.exp(before - finite(after))
+        part = self._product("bkgqs,bskd->bkgqd", weights.astype(shard["v"].dtype), shard["v"][c])
+        return after, total * scale + weights.sum(-1), result * scale[..., None] + part
+
+      return None, jax.lax.fori_loop(seen[0], seen[1], column, state)
+
+    return self._each_row(hop, row, None, state)[1]
+
+  def gradients(self, hop: Any, shard: Any, given: Any, dq: Any, masked: bool) -> tuple[Any, Any]:
+    """The gradients of the queries, with what a shard adds to them, and what is added to the shard's."""
+
+    def row(q: Any, at: Any, segments: Any, columns: Any, seen: Any, carry: Any, *own: Any) -> Any:
+      slope, share, sums, dq = own
+
+      def column(c: Any, state: Any) -> Any:
+        dq, dk, dv = state
+        k, v = shard["k"][c], shard["v"][c]
+        weights = jnp.exp(self._scores(q, at, segments, shard, columns, c, masked) - sums[..., None])
+        dv = dv.at[c].add(self._product("bkgqs,bqkgd->bskd", weights.astype(v.dtype), slope))
+        arriving = self._product("bqkgd,bskd->bkgqs", slope, v)
+        scores = (weights * (arriving - share[..., None]) / math.sqrt(q.shape[-1])).astype(k.dtype)
+        dk = dk.at[c].add(self._product("bkgqs,bqkgd->bskd", scores, q))
+        return dq + self._product("bkgqs,bskd->bqkgd", scores, k), dk, dv
+
+      dq, *carry = jax.lax.fori_loop(seen[0], seen[1], column, (dq, *carry))
+      return tuple(carry), dq
+
+    zeros = tuple(jnp.zeros_like(x, jnp.float32) for x in (shard["k"], shard["v"]))
+    added, dq = self._each_row(hop, row, zeros, (*given, dq))
+    return dq, added
+
+
+def _by_blocks(x: Any, cut: tuple[int, int], pad: Any = 0) -> Any:
+  """`[batch, length, ...]` as `[blocks, batch, length of a block, ...]`; `pad` `"edge"` repeats the last."""
+  count, size = cut
+  missing = count * size - x.shape[1]
+  if missing:
+    wide = [(0, 0), (0, missing), *[(0, 0)] * (x.ndim - 2)]
+    x = jnp.pad(x, wide, mode="edge") if pad == "edge" else jnp.pad(x, wide, constant_values=pad)
+  return jnp.moveaxis(x.reshape(x.shape[0], count, size, *x.shape[2:]), 1, 0)
+
+
+def _whole(x: Any, length: int) -> Any:
+  """The inverse of `_by_blocks`."""
+  x = jnp.moveaxis(x, 0, 1)
+  return x.reshape(x.shape[0], -1, *x.shape[3:])[:, :length]
+
+
+def _by_heads_forward(
+  pattern: _Pattern, device: Any, q: Any, k: Any, v: Any, segments: Any, keep: Any
+) -> Any:
+  """The results of a device's queries; and its heads' queries, keys, values, results and sums."""
+  given = [_to_heads(x, pattern) for x in (q, k, v)]
+  others = [None if x is None else _all_positions(x, pattern) for x in (segments, keep)]
+  out, sums = _ring_forward(_alone(pattern), 0, *given, *others)
+  return _to_positions(out, pattern), (*given, *others, out, sums)
+
+
+def _by_heads_backward(pattern: _Pattern, device: Any, *given: Any) -> Any:
+  """The gradients of a device's queries, keys and values."""
+  *_, slope, (q, k, v, segments, keep, out, sums) = given
+  slope = _to_heads(slope, pattern)
+  found = _ring_backward(_alone(pattern), 0, q, k, v, segments, keep, out, slope, sums)
+  return tuple(_to_positions(x, pattern) for x in found)
+
+
+def _alone(pattern: _Pattern) -> _Pattern:
+  """The pattern for one device with all positions, in the order of the sequence."""
+  return dataclasses.replace(pattern, shards=1, zigzag=False)
+
+
+def _to_heads(x: Any, pattern: _Pattern) -> Any:
+  """All positions of every n-th head, of a device's positions of all heads `[batch, length, heads, ...]`."""
+  n = pattern.shards
+  x = x.reshape(*x.shape[:2], x.shape[2] // n, n, *x.shape[3:])
+  x = jax.lax.all_to_all(x, pattern.axis, 3, 1, tiled=True)
+  return _in_order(x.reshape(*x.shape[:3], *x.shape[4:]), pattern)
+
+
+def _to_positions(x: Any, pattern: _Pattern) -> Any:
+  """The inverse of `_to_heads`."""
+  x = zigzag(x, pattern.shards) if pattern.zigzag else x
+  x = jax.lax.all_to_all(x[:, :, :, None], pattern.axis, 1, 3, tiled=True)
+  return x.reshape(*x.shape[:2], -1, *x.shape[4:])
+
+
+def _all_positions(x: Any, pattern: _Pattern) -> Any:
+  return _in_order(jax.lax.all_gather(x, pattern.axis, axis=1, tiled=True), pattern)
+
+
+def _in_order(x: Any, pattern: _Pattern) -> Any:
+  return zigzag(x, pattern.shards, inverse=True) if pattern.zigzag else x
+
+
+_SIDES: dict[tuple[str, str], Callable[..., Any]] = {
+  ("ring", "forward"): _ring_forward,
+  ("ring", "backward"): _ring_backward,
+  ("all_to_all", "forward"): _by_heads_forward,
+  ("all_to_all", "backward"): _by_heads_backward,
+}
+
+
+def _mesh(x: Any) -> Any:
+  """The active mesh, or that of an array; None without one."""
+  active = jax.sharding.get_abstract_mesh()
+  if not active.empty:
+    return active
+  own = jax.typeof(x).sharding if isinstance(x, Tracer) else x.sharding
+  return own.mesh if isinstance(own, NamedSharding) and not own.mesh.empty else None
+
+
+def _laid(x: Any, pattern: _Pattern, mesh: Any) -> Any:
+  """The array with its positions on the axis: on Explicit axes, `shard_map` does not move it."""
+  if x is None:
+    return None
+  spec = getattr(jax.typeof(x).sharding, "spec", ())
+  axes = [tuple(a for a in own if a != pattern.axis) for own in axes_by_dim(spec, x.ndim)]
+  axes[1] = (pattern.axis,)
+  return _placed(x, pattern, mesh, axes)
+
+
+def _placed(x: Any, pattern: _Pattern, mesh: Any, axes: Any) -> Any:
+  mesh = mesh or jax.sharding.get_abstract_mesh()
+  if dict(zip(mesh.axis_names, mesh.axis_types, strict=True))[pattern.axis] != AxisType.Explicit:
+    return x
+  return jax.sharding.reshard(x, NamedSharding(mesh, PartitionSpec(*map(entry_of, axes))))
+
+
+def _seen_keys(mask: Any, key: Any) -> Any:
+  """A mask of keys `[batch, length]`.
+
+  Raises:
+    SchemeError: it is one of queries and keys.
+  """
+  batch, length = key.shape[:2]
+  if mask.ndim != 4 or mask.shape[1:] != (1, 1, length) or mask.shape[0] not in (1, batch):
+    raise SchemeError(
+      "context_attention takes no mask of queries and keys, whose size is the square of the length.",
+      details=f"mask {tuple(mask.shape)}; keys {tuple(key.shape)}",
+      fix="context_attention(causal=True, window=...) and segment_ids= say the same; a mask of keys is"
+      f" ({batch}, 1, 1, {length}).",
+    )
+  return jnp.broadcast_to(mask[:, 0, 0].astype(bool), (batch, length))
+
+
+def _check_options(bias: Any, dropout: float, module: Any) -> None:
+  given = {
+    "a bias": bias is not None,
+    f"dropout_rate={dropout}": dropout > 0,
+    "sow_weights": module is not None,
+  }
+  for name, wanted in given.items():
+    if wanted:
+      raise SchemeError(
+        f"context_attention cannot use {name}: the weights of the whole sequence never exist.",
+        fix="attention without it; dropout of the layer's result does not need the weights.",
+      )
+
+
+def _check_shapes(pattern: _Pattern, query: Any, key: Any, value: Any) -> None:
+  n, details = pattern.shards, f"query {query.shape}, key {key.shape}, value {value.shape}"
+  fits = (
+    key.shape[:3] == value.shape[:3] and key.shape[0] == query.shape[0] and key.shape[-1] == query.shape[-1]
+  )
+  if not fits or query.shape[2] % key.shape[2]:
+    raise SchemeError(
+      "queries, keys and values do not fit each other.",
+      details=details,
+      fix="[batch, length, heads, head_dim]; the heads of queries are a multiple of those of keys.",
+    )
+  needed = 2 * n if pattern.zigzag else n
+  for x in (query, key):
+    if x.shape[1] % needed:
+      raise SchemeError(
+        f"{x.shape[1]} positions cannot be split evenly over {pattern.axis}={n}.",
+        details=details + (", in zigzag order, two parts for each device" if pattern.zigzag else ""),
+        fix=f"pad them to {-(-x.shape[1] // needed) * needed}.",
+      )
+  if query.shape[1] != key.shape[1] and (pattern.causal or pattern.window is not None):
+    raise SchemeError(
+      "a causal or windowed query must have its key at the same position.",
+      details=details,
+      fix="causal=False and window=None for attention to another sequence.",
+    )
