@@ -247,12 +247,13 @@ def search(
       f"max_microbatches={max_microbatches} leaves nothing to try: a batch is run in one part at least.",
       fix="max_microbatches=1 for whole batches only.",
     )
-  remats = (remat,) if isinstance(remat, str | Remat) or callable(remat) else tuple(remat)
-  unnamed = [known for known in remats if callable(known.policy if isinstance(known, Remat) else known)]
+  given: Any = (remat,) if isinstance(remat, str | Remat) or callable(remat) else remat
+  unnamed = [known for known in given if callable(known.policy if isinstance(known, Remat) else known)]
   if unnamed:
     raise ReportError(
       f"remat={unnamed[0]!r} has no name to print.", fix='remat=("none", "full", nxp.Remat("full", every=2))'
     )
+  remats: tuple[RematName | Remat, ...] = tuple(given)
   stages = (zero,) if isinstance(zero, int) else tuple(zero)
   places = (offload,) if isinstance(offload, bool) else tuple(offload)
   strange = [stage for stage in stages if stage not in (0, 1, 2)]
