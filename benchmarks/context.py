@@ -31,6 +31,13 @@ WAYS = {
   "whole": lambda q, k, v: jax.nn.dot_product_attention(q, k, v, is_causal=True),
 }
 
+NOTES = [
+  "Temporaries are those in HBM, as the compiler counts them. What it keeps in a chip's 128 MiB of VMEM is not"
+  " among them: all that `all to all` needs up to 32k positions.",
+  "Forward must be sent: 7 shards of keys and values. Forward and backward: those again, but for one send that"
+  " the compiler shares between both ways, and the gradients, in float32 until they go home in bfloat16.",
+]
+
 
 def program(attend: Any, length: int, mesh: Any, gradient: bool = True) -> Any:
   """The compiled attention of one sequence, and its gradient."""
@@ -55,7 +62,8 @@ def sent(compiled: Any) -> int:
 def main() -> None:
   """Compiles every program and writes the record."""
   mesh = nxp.topology_mesh("tpu:v5e:2x4", context=CHIPS)
-  record = Record("context", __doc__.split("\n", 1)[0], command="python benchmarks/context.py")
+  title = __doc__.split("\n", 1)[0]
+  record = Record("context", title, command="python benchmarks/context.py", notes=NOTES)
   for length in LENGTHS:
     group = f"{length // 1024}k positions, bfloat16, {HEADS} heads of {WIDTH}, {KEY_HEADS} of keys"
     for name, attend in WAYS.items():
