@@ -32,9 +32,9 @@ WAYS = {
 }
 
 NOTES = [
-  "Temporaries are those in HBM, as the compiler counts them. What it keeps in a chip's 128 MiB of VMEM is not"
+  "Temporaries are those in HBM, as the compiler counts them. What it keeps in the 128 MiB of VMEM is not"
   " among them: all that `all to all` needs up to 32k positions.",
-  "Forward must be sent: 7 shards of keys and values. Forward and backward: those again, but for one send that"
+  "Forward must be sent: 7 shards of keys and values. Forward and backward: those again, but for a send that"
   " the compiler shares between both ways, and the gradients, in float32 until they go home in bfloat16.",
 ]
 
