@@ -148,25 +148,9 @@ class _Share:
     )
     return lambda *arrays: run(jnp.arange(self.size, dtype=jnp.int32), *arrays)
 
-  def summed(self, x: Any, labels: Labels, column: int) -> Any:
-    """The gradient of an array that all devices read, each of which has a part of the sum."""
-    if self.axis is None or any(name == self.dim for name, _, _ in labels):
-      return x
-    dims = self._columns(x.shape, labels, column)
-    if not dims:
-      return jax.lax.psum(x, self.axis)
-    return jax.lax.psum_scatter(x, self.axis, scatter_dimension=dims[0], tiled=True)
-
-  def gradient_spec(self, shape: Sequence[int], labels: Labels, column: int) -> PartitionSpec:
-    """How what `summed` returns is split."""
-    dims = self._columns(shape, labels, column)
-    if self.axis is None or not dims or any(name == self.dim for name, _, _ in labels):
-      return self.spec(labels)
-    return PartitionSpec(*[None] * dims[0], self.axis)
-
-  def _columns(self, shape: Sequence[int], labels: Labels, column: int) -> list[int]:
-    """The dim of the keys, if the axis can split it."""
-    return [d for name, d, factor in labels if name == column and factor == 1 and not shape[d] % self.size]
+  def has(self, labels: Labels) -> bool:
+    """Whether an array is split; the others are whole on each device."""
+    return self.axis is None or any(name == self.dim for name, _, _ in labels)
 
 
 def check_attention(attention: Attention) -> Attention:
@@ -579,17 +563,19 @@ def _function(
     fixed = [(x, o) for x, (_, o) in zip(rest, others, strict=True)]
     cotangents = [(arriving, out_own), (-sloped / total, stat_own)]
     found = gradients(part, inputs, [*fixed, (largest, stat_own), (total, stat_own)], cotangents, grid)
-    return tuple(share.summed(x, o, column) for x, (_, o) in zip(found, floats, strict=True))
+    # What all devices read has a gradient from each, summed outside: XLA gathers the examples for a sum here.
+    return tuple(x if share.has(o) else x[None] for x, (_, o) in zip(found, floats, strict=True))
 
   specs = [share.spec(o) for _, o in (*floats, *others)]
   stats = [share.spec(o) for o in (out_own, stat_own, stat_own)]
-  slopes = tuple(share.gradient_spec(var.aval.shape, o, column) for var, o in floats)
+  slopes = tuple(share.spec(o) if share.has(o) else PartitionSpec(share.axis) for _, o in floats)
   forward = share.over(part_forward, specs, tuple(stats))
   pulled = share.over(part_backward, [*stats, stats[0], *specs], slopes)
 
   def backward(saved: Any, cotangent: Any) -> tuple[Any, ...]:
     given, *results = saved
-    return (*pulled(*results, cotangent[0], *given), *[None] * len(others))
+    found = zip(pulled(*results, cotangent[0], *given), floats, strict=True)
+    return (*(x if share.has(o) else x.sum(0) for x, (_, o) in found), *[None] * len(others))
 
   @jax.custom_vjp
   def attention(*given: Any) -> list[Any]:
