@@ -25,6 +25,7 @@ ROOMS = {
   "create": "Create",
   "layers": "Layers",
   "train": "Train",
+  "schemes": "Schemes",
   "hosts": "Batches and hosts",
   "loop": "The loop",
   "checkpoint": "Checkpoints",

@@ -219,6 +219,30 @@ class ContextAttention:
     result = compute(pattern, self.how, *placed)
     return result.reshape(*shape[:-1], value.shape[-1])
 
+  def tiles(self, length: int, shards: int) -> np.ndarray:
+    """The tiles of scores that each device computes of each shard that it visits, `[devices, visits]`.
+
+    Args:
+      length: of the whole sequence, in positions.
+      shards: the size of the axis.
+    """
+    pattern = _Pattern(self.axis, shards, self.causal, self.window, self.zigzag, self.block, None, None)
+    own = length // shards
+    count, size = pattern.blocks(own)
+
+    def cut(device: int, pad: str) -> Any:
+      wide = (0, count * size - own)
+      at = pattern.positions(device, own)
+      return (np.pad(at, wide, "edge") if pad else np.pad(at, wide, constant_values=_FAR)).reshape(
+        count, size
+      )
+
+    def seen(device: int, hop: int) -> int:
+      first, end = pattern.ranges(cut(device, "edge"), cut((device - hop) % shards, ""))
+      return int(np.maximum(end - first, 0).sum())
+
+    return np.array([[seen(d, hop) for hop in range(pattern.hops(own))] for d in range(shards)])
+
 
 @dataclasses.dataclass(frozen=True)
 class _Pattern:
@@ -264,12 +288,13 @@ class _Pattern:
 
     Both are positions, `[blocks, length of a block]`. Since they ascend, what is seen is in one piece.
     """
-    size = columns.shape[-1]
-    columns = columns.reshape(1, -1)
-    low, high = rows.min(1, keepdims=True), rows.max(1, keepdims=True)
+    size, columns = columns.shape[-1], columns.reshape(-1)
+    on_host = isinstance(rows, np.ndarray) and isinstance(columns, np.ndarray)
+    count: Any = np.searchsorted if on_host else jnp.searchsorted
+    low, high = rows.min(1), rows.max(1)
     ahead = high + (0 if self.causal else _FAR if self.window is None else self.window - 1)
-    last = ((columns <= ahead) & (columns < _FAR)).sum(1)
-    first = 0 * last if self.window is None else (columns <= low - self.window).sum(1)
+    last = count(columns, ahead.clip(max=_FAR - 1), side="right")
+    first = 0 * last if self.window is None else count(columns, low - self.window, side="right")
     end = -(-last // size)
     return first // size, end
 
@@ -390,9 +415,10 @@ def _ring_backward(
 
   zeros = tuple(jnp.zeros_like(x, jnp.float32) for x in (shard["k"], shard["v"]))
   dq, moved = _around(tiles, visit, shard, (jnp.zeros_like(tiles.q, jnp.float32), zeros))
+  moved = tuple(g.astype(x.dtype) for g, x in zip(moved, (k, v), strict=True))
   home = pattern.shards - (tiles.hops - 1)
   dk, dv = moved if home % pattern.shards == 0 else _sent(pattern, moved, home)
-  return tuple(_whole(g, x.shape[1]).astype(x.dtype) for g, x in ((dq, q), (dk, k), (dv, v)))
+  return _whole(dq, q.shape[1]).astype(q.dtype), _whole(dk, k.shape[1]), _whole(dv, v.shape[1])
 
 
 def _around(tiles: _Tiles, visit: Callable[..., Any], shard: Any, state: Any) -> Any:

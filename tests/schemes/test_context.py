@@ -1,0 +1,364 @@
+"""Attention with its positions split over a mesh axis equals attention of the whole sequence."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from jax.sharding import NamedSharding, PartitionSpec
+
+import nnx_parallel as nxp
+from nnx_parallel.errors import SchemeError
+from nnx_parallel.report.program.collectives import collectives
+
+HEADS, WIDTH = 4, 8
+
+
+@pytest.fixture(autouse=True)
+def as_users_have_it():
+  """jax's own promotion."""
+  with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
+    yield
+
+
+def whole(q, k, v, segments=None, keep=None, *, causal=False, window=None):
+  """Attention of the whole sequence with its scores written out."""
+  away = jnp.arange(q.shape[1])[:, None] - jnp.arange(k.shape[1])[None]
+  seen = jnp.ones(away.shape, bool)
+  seen = seen & (away >= 0) if causal else seen
+  seen = seen & (abs(away) < window) if window else seen
+  seen = seen[None, None]
+  if segments is not None:
+    seen = seen & (segments[:, None, :, None] == segments[:, None, None, :])
+  return jax.nn.dot_product_attention(q, k, v, mask=seen if keep is None else seen & keep)
+
+
+def drawn(batch, length, kv_heads, keys=None, dtype=np.float32):
+  """Queries, keys, values, weights of a loss, and segments."""
+  draw = np.random.default_rng(length).normal
+  q, w = draw(size=(2, batch, length, HEADS, WIDTH)).astype(dtype)
+  k, v = draw(size=(2, batch, keys or length, kv_heads, WIDTH)).astype(dtype)
+  segments = np.minimum(np.arange(length) // max(1, length // 3), 2).astype(np.int32)
+  return q, k, v, w, np.broadcast_to(segments, (batch, length))
+
+
+CASES = {
+  "two": ({"data": 4, "context": 2}, 6, 2, {"causal": True}, False),
+  "four": ({"data": 2, "context": 4}, 28, 2, {"causal": True}, True),
+  "eight": ({"context": 8}, 24, 4, {}, True),
+  "zigzag": ({"data": 2, "context": 4}, 24, 2, {"causal": True, "zigzag": True}, False),
+  "zigzag in segments": ({"context": 8}, 48, 1, {"causal": True, "zigzag": True}, True),
+  "odd zigzag": ({"context": 8}, 112, 1, {"causal": True, "zigzag": True}, False),
+  "window": ({"context": 8}, 24, 1, {"causal": True, "window": 5}, False),
+  "window of zigzag": ({"data": 2, "context": 4}, 40, 4, {"causal": True, "window": 7, "zigzag": True}, True),
+  "both sides": ({"data": 2, "context": 2, "tensor": 2}, 20, 4, {"window": 7}, False),
+  "tensor": ({"data": 2, "context": 2, "tensor": 2}, 20, 2, {"causal": True, "zigzag": True}, True),
+  "fsdp": ({"fsdp": 2, "context": 2, "tensor": 2}, 12, 4, {}, False),
+  "to all": ({"data": 4, "context": 2}, 10, 2, {"how": "all_to_all", "causal": True}, True),
+  "to all, few heads": ({"data": 2, "context": 4}, 12, 2, {"how": "all_to_all"}, False),
+  "to all, tensor": (
+    {"data": 2, "context": 2, "tensor": 2},
+    20,
+    4,
+    {"how": "all_to_all", "causal": True, "zigzag": True},
+    True,
+  ),
+  "to all, window": (
+    {"data": 2, "context": 4},
+    20,
+    4,
+    {"how": "all_to_all", "causal": True, "window": 6},
+    False,
+  ),
+}
+
+
+@pytest.mark.parametrize("explicit", [False, True], ids=["auto", "explicit"])
+@pytest.mark.parametrize("case", CASES)
+def test_values_and_gradients_are_those_of_the_whole_sequence(case, explicit):
+  shape, length, kv_heads, options, in_segments = CASES[case]
+  mesh = nxp.make_mesh(shape, explicit=explicit)
+  q, k, v, w, segments = drawn(4, length, kv_heads)
+  segments = segments if in_segments else None
+  plain = {name: options[name] for name in ("causal", "window") if name in options}
+  attend = nxp.context_attention(**options, block=4)
+
+  def loss(function, q, k, v, w, segments):
+    out = function(q, k, v, segments)
+    return jnp.sum(out * w), out
+
+  wanted = jax.value_and_grad(functools.partial(loss, functools.partial(whole, **plain)), (0, 1, 2), True)
+  (_, out), gradients = wanted(q, k, v, w, segments)
+
+  given = (q, k, v, w, segments)
+  if options.get("zigzag"):
+    given = nxp.zigzag(given, shape["context"])
+  tensor = "tensor" if "tensor" in shape else None
+  batch = next((name for name in ("data", "fsdp") if name in shape), None)
+  layouts = [PartitionSpec(batch, "context", tensor)] * 4 + [PartitionSpec(batch, "context")]
+  placed = [
+    None if x is None else jax.device_put(x, NamedSharding(mesh, layout))
+    for x, layout in zip(given, layouts, strict=True)
+  ]
+
+  def split(q, k, v, segments):
+    return attend(q, k, v, segment_ids=segments)
+
+  with jax.set_mesh(mesh):
+    found = jax.jit(jax.value_and_grad(functools.partial(loss, split), (0, 1, 2), True))(*placed)
+  (_, own), own_gradients = jax.tree.map(np.asarray, found)
+  if options.get("zigzag"):
+    own, own_gradients = nxp.zigzag((own, own_gradients), shape["context"], inverse=True)
+  for a, b in zip((own, *own_gradients), (out, *gradients), strict=True):
+    np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("how", ["ring", "all_to_all"])
+def test_keys_of_another_sequence_and_a_mask_of_keys(how):
+  mesh = nxp.make_mesh(data=2, context=4)
+  q, k, v, w, _ = drawn(2, 12, 4, keys=20)
+  keep = (np.arange(20) < np.array([[20], [11]]))[:, None, None]
+
+  def loss(function, *given):
+    return jnp.sum(function(*given, keep) * w)
+
+  attend = nxp.context_attention(how=how, block=3)
+  wanted = jax.grad(lambda q, k, v: loss(lambda q, k, v, m: whole(q, k, v, keep=m), q, k, v), (0, 1, 2))
+  with jax.set_mesh(mesh):
+    found = jax.jit(jax.grad(functools.partial(loss, attend), (0, 1, 2)))(q, k, v)
+  for a, b in zip(found, wanted(q, k, v), strict=True):
+    np.testing.assert_allclose(a, b, atol=1e-5)
+
+
+def test_a_query_that_sees_no_key_has_no_result_and_no_gradient():
+  q, k, v, w, _ = drawn(2, 8, 4)
+  keep = np.zeros((2, 1, 1, 8), bool)
+  attend = nxp.context_attention()
+  with jax.set_mesh(nxp.make_mesh(data=2, context=4)):
+    out = jax.jit(attend)(q, k, v, keep)
+    found = jax.jit(jax.grad(lambda q, k, v: jnp.sum(attend(q, k, v, keep) * w), (0, 1, 2)))(q, k, v)
+  for x in (out, *found):
+    assert not np.asarray(x).any()
+
+
+@pytest.mark.parametrize("how", ["ring", "all_to_all"])
+def test_bfloat16_is_as_good_as_that_of_the_whole_sequence(how):
+  q, k, v, _w, _ = (jnp.asarray(x) for x in drawn(2, 32, 4))
+  low = [x.astype(jnp.bfloat16) for x in (q, k, v)]
+  exact = np.asarray(whole(*(x.astype(jnp.float32) for x in low), causal=True))
+  plain = np.asarray(whole(*low, causal=True), np.float32)
+  with jax.set_mesh(nxp.make_mesh(data=2, context=4)):
+    found = jax.jit(nxp.context_attention(how=how, causal=True, block=4))(*low)
+  assert found.dtype == jnp.bfloat16
+  assert abs(np.asarray(found, np.float32) - exact).max() <= 1.5 * abs(plain - exact).max()
+
+
+def test_without_a_mesh_and_outside_of_jit():
+  q, k, v, _, segments = drawn(2, 24, 2)
+  wanted = whole(q, k, v, segments, causal=True)
+  attend = nxp.context_attention(causal=True, block=7)
+  np.testing.assert_allclose(attend(*map(jnp.asarray, (q, k, v)), segment_ids=segments), wanted, atol=1e-5)
+  layout = NamedSharding(nxp.make_mesh(data=2, context=4), PartitionSpec("data", "context"))
+  placed = [jax.device_put(x, layout) for x in (q, k, v, segments)]
+  np.testing.assert_allclose(attend(*placed[:3], segment_ids=placed[3]), wanted, atol=1e-5)
+
+
+# What is sent, kept and computed.
+
+
+def compiled(attend, length, *, gradient, shards=8, heads=HEADS):
+  mesh = nxp.make_mesh(context=shards)
+  layout = NamedSharding(mesh, PartitionSpec(None, "context"))
+  given = [jax.ShapeDtypeStruct((1, length, heads, WIDTH), jnp.float32, sharding=layout)] * 3
+
+  def summed(*given):
+    return jnp.sum(attend(*given))
+
+  with jax.set_mesh(mesh):
+    return jax.jit(jax.grad(summed, (0, 1, 2)) if gradient else attend).lower(*given).compile()
+
+
+def permuted(program):
+  found = [c for c in collectives(program.as_text(), {"context": 8}) if c.kind == "collective-permute"]
+  return sum(c.sent_bytes for c in found)
+
+
+@pytest.mark.parametrize("zigzag", [False, True])
+def test_a_ring_sends_each_shard_of_keys_and_values_to_the_seven_others(zigzag):
+  length = 64
+  shard = 2 * length // 8 * HEADS * WIDTH * 4  # keys and values
+  attend = nxp.context_attention(causal=True, zigzag=zigzag)
+  forward, both = (compiled(attend, length, gradient=gradient) for gradient in (False, True))
+  assert permuted(forward) == 7 * shard
+  # Backward: keys and values again, and their gradients, which go one further, home. What is sent first both
+  # ways is the same, and XLA sends it once.
+  assert permuted(both) == (7 + 6 + 8) * shard
+  kinds = {c.kind for c in collectives(both.as_text(), {"context": 8})}
+  assert kinds == {"collective-permute"}
+
+
+def test_a_windowed_ring_ends_with_the_last_device_that_is_seen():
+  shard = 2 * 64 // 8 * HEADS * WIDTH * 4
+  assert permuted(compiled(nxp.context_attention(causal=True, window=8), 64, gradient=False)) == shard
+  assert permuted(compiled(nxp.context_attention(causal=True, window=10), 64, gradient=False)) == 2 * shard
+
+
+def test_all_to_all_sends_queries_keys_values_and_results_once():
+  program = compiled(nxp.context_attention(how="all_to_all", causal=True), 64, gradient=False, heads=8)
+  found = collectives(program.as_text(), {"context": 8})
+  assert {c.kind for c in found} == {"all-to-all"}
+  assert sum(c.total_bytes for c in found) == 4 * 64 // 8 * 8 * WIDTH * 4
+
+
+@pytest.mark.parametrize("how", ["ring", "all_to_all"])
+def test_temporaries_grow_as_the_length_does_and_not_as_its_square(how):
+  attend = nxp.context_attention(how=how, causal=True, zigzag=how == "ring", block=64)
+  sizes = [
+    compiled(attend, length, gradient=True, heads=8).memory_analysis().temp_size_in_bytes
+    for length in (8192, 16384)
+  ]
+  assert sizes[1] < 2.2 * sizes[0]
+  own = 16384 // 8 * 8 * WIDTH * 4  # the queries of a device
+  assert sizes[1] < 20 * own
+  assert sizes[1] < 16384 * 16384 * 8 * 4 // 8 / 50  # its part of the scores
+
+
+def test_zigzag_gives_all_devices_equal_work_at_each_visit_and_half_of_it_in_all():
+  length, shards, block = 8 * 32, 8, 4
+  balanced = nxp.context_attention(causal=True, zigzag=True, block=block).tiles(length, shards)
+  straight = nxp.context_attention(causal=True, block=block).tiles(length, shards)
+  every = nxp.context_attention(block=block).tiles(length, shards)
+  assert (balanced == balanced[:1]).all()
+  assert balanced.sum() == straight.sum()
+  tiles = length // block
+  assert balanced.sum() == tiles * (tiles + 1) / 2
+  assert every.sum() == tiles**2
+  # The slowest device of each visit decides how long a ring takes.
+  assert straight.max(0).sum() > 1.8 * balanced.max(0).sum()
+
+
+ERRORS = {
+  "a bias": (lambda f, x: f(x, x, x, bias=x), "the weights of the whole sequence never exist"),
+  "dropout": (lambda f, x: f(x, x, x, dropout_rate=0.1), "dropout_rate=0.1"),
+  "a mask": (
+    lambda f, x: f(*[x[:, :8]] * 3, jnp.ones((1, 1, 8, 8), bool)),
+    r"a mask of keys is \(2, 1, 1, 8\)",
+  ),
+  "a length": (lambda f, x: f(x, x, x), "pad them to 12"),
+  "heads": (lambda f, x: f(x, x[:, :, :3], x[:, :, :3]), "do not fit each other"),
+}
+
+
+@pytest.mark.parametrize("case", ERRORS)
+def test_what_cannot_be_computed_is_refused(case):
+  call, message = ERRORS[case]
+  with jax.set_mesh(nxp.make_mesh(data=2, context=4)), pytest.raises(SchemeError, match=message):
+    call(nxp.context_attention(), jnp.ones((2, 10, HEADS, WIDTH)))
+
+
+def test_options_and_meshes_that_are_none_are_refused():
+  with pytest.raises(SchemeError, match="how='both'"):
+    nxp.context_attention(how="both")
+  with pytest.raises(SchemeError, match="window=0"):
+    nxp.context_attention(window=0)
+  with pytest.raises(SchemeError, match="pad them to 24"):
+    nxp.zigzag(np.arange(20), 4, dim=0)
+  x = jnp.ones((2, 8, 3, WIDTH))
+  with jax.set_mesh(nxp.make_mesh(data=2, context=4)):
+    with pytest.raises(SchemeError, match="no axis 'ring'"):
+      nxp.context_attention("ring")(x, x, x)
+    with pytest.raises(SchemeError, match="cannot share 3 heads"):
+      nxp.context_attention(how="all_to_all")(x, x, x)
+
+
+# Models.
+
+
+class Block(nnx.Module):
+  def __init__(self, attend, rngs):
+    self.norm = nnx.LayerNorm(32, rngs=rngs)
+    options = {} if attend is None else {"attention_fn": attend}
+    self.attention = nnx.MultiHeadAttention(HEADS, 32, decode=False, rngs=rngs, **options)
+    self.up = nnx.Linear(32, 64, rngs=rngs)
+    self.down = nnx.Linear(64, 32, rngs=rngs)
+
+  def __call__(self, x):
+    x = x + self.attention(self.norm(x), is_causal=True)
+    return x + self.down(nnx.gelu(self.up(x)))
+
+
+class Decoder(nnx.Module):
+  def __init__(self, attend, rngs, layers=3, remat=False):
+    self.embed = nnx.Embed(48, 32, rngs=rngs)
+    self.place = nnx.Embed(64, 32, rngs=rngs)
+    self.blocks = nnx.List([Block(attend, rngs) for _ in range(layers)])
+    self.head = nnx.Linear(32, 48, rngs=rngs)
+    self.remat = remat
+
+  def __call__(self, tokens, positions):
+    x = self.embed(tokens) + self.place(positions)
+    for block in self.blocks:
+      x = nnx.remat(Block.__call__)(block, x) if self.remat else block(x)
+    return self.head(x)
+
+
+def decoder_loss(model, batch):
+  logits = model(batch["tokens"], batch["positions"])
+  return optax.softmax_cross_entropy_with_integer_labels(logits, batch["labels"]).mean()
+
+
+def sequences(length=32):
+  tokens = np.random.default_rng(1).integers(0, 48, (4, length + 1))
+  positions = np.broadcast_to(np.arange(length), (4, length))
+  return {"tokens": tokens[:, :-1], "labels": tokens[:, 1:], "positions": positions}
+
+
+def trained(make, mesh, rules, batch, steps=4, **options):
+  plan = nxp.plan(make, mesh, rules, optimizer=optax.adamw(1e-2))
+  model, optimizer = nxp.create_sharded_model(plan)
+  step = nxp.train_step(decoder_loss, **options)
+  return [float(step(model, optimizer, nxp.shard_batch(batch, plan))["loss"]) for _ in range(steps)]
+
+
+INPUTS = nxp.InputRules(map_2d=("batch", "seq"))
+
+
+@functools.cache
+def on_one_device():
+  def make():
+    return Decoder(None, nnx.Rngs(0))
+
+  return trained(make, nxp.make_mesh(data=1, devices=jax.devices()[:1]), nxp.replicate(), sequences())
+
+
+MODELS = {
+  "ring": ({"data": 2, "context": 4}, {"zigzag": True}, {}, False),
+  "all to all": ({"data": 2, "context": 4}, {"how": "all_to_all"}, {}, False),
+  "fsdp and tensor": ({"fsdp": 2, "context": 2, "tensor": 2}, {"zigzag": True}, {}, False),
+  "remat": ({"data": 2, "context": 4}, {"zigzag": True}, {}, True),
+  "rolled": ({"data": 2, "context": 4}, {"zigzag": True}, {"roll": True}, False),
+  "rolled, found remat": ({"fsdp": 4, "context": 2}, {}, {"roll": True, "remat": "full"}, False),
+}
+
+
+@pytest.mark.parametrize("case", MODELS)
+def test_training_equals_one_device(case):
+  shape, options, step_options, remat = MODELS[case]
+  attend = nxp.context_attention(causal=True, block=4, **options)
+  batch = sequences()
+  if options.get("zigzag"):
+    batch = nxp.zigzag(batch, shape["context"])
+  batch_axis = "data" if "data" in shape else "fsdp"
+  fallback = nxp.fsdp("fsdp", min_size=0) if "fsdp" in shape else nxp.replicate()
+  rules = [nxp.LogicalRules(batch=batch_axis, seq="context"), INPUTS, fallback]
+
+  def make():
+    return Decoder(attend, nnx.Rngs(0), remat=remat)
+
+  losses = trained(make, nxp.make_mesh(shape), rules, batch, **step_options)
+  np.testing.assert_allclose(losses, on_one_device(), rtol=2e-5)
