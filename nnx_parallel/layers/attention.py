@@ -60,7 +60,7 @@ _PLACES = ("broadcast_in_dim", "convert_element_type", "copy", "reshape", "squee
 _SCALES = (*_PLACES, "neg")
 _PASSED = (*_PLACES, "stop_gradient")
 """Operations between a maximum and where it is subtracted."""
-_AXIS: contextvars.ContextVar[str | None] = contextvars.ContextVar("the axis that splits queries", default=None)
+_AXIS: contextvars.ContextVar[str | None] = contextvars.ContextVar("axis of the queries", default=None)
 
 
 class _NotAttention(Exception):

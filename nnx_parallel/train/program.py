@@ -257,7 +257,7 @@ class BoundStep:
     return pairs(found, examples=examples_in(batch)) if self.options.pairs else means(found)
 
   def _positions(self) -> str | None:
-    """The mesh axis that splits positions also within layers: one of the rule for `seq` that splits no weight."""
+    """The mesh axis that splits queries in layers too: one of the rule for `seq` that splits no weight."""
     mesh, scope = self.binding.mesh, scope_of(self.variables)
     if mesh is None or scope is None:
       return None

@@ -63,11 +63,11 @@ def trained(plan, length, **options):
 
 
 LAYOUTS = {
-  "data": (dict(data=2, context=4), [], {}, 48),
-  "fsdp": (dict(fsdp=2, context=4), [nxp.fsdp(min_size=0)], {"batch": "fsdp"}, 48),
-  "tensor": (dict(data=2, context=2, tensor=2), [TENSOR, nxp.replicate()], {}, 48),
-  "odd lengths": (dict(data=2, context=4), [], {}, 4 * 21),
-  "does not divide": (dict(data=2, context=4), [], {}, 46),
+  "data": ({"data": 2, "context": 4}, [], {}, 48),
+  "fsdp": ({"fsdp": 2, "context": 4}, [nxp.fsdp(min_size=0)], {"batch": "fsdp"}, 48),
+  "tensor": ({"data": 2, "context": 2, "tensor": 2}, [TENSOR, nxp.replicate()], {}, 48),
+  "odd lengths": ({"data": 2, "context": 4}, [], {}, 4 * 21),
+  "does not divide": ({"data": 2, "context": 4}, [], {}, 46),
 }
 
 
@@ -90,9 +90,7 @@ def test_a_device_computes_its_share_and_gathers_keys_and_values_once():
   plan = planned(nxp.make_mesh(data=data, context=context))
   step = nxp.train_step(decoders.loss, attention=64)
   abstract = jax.ShapeDtypeStruct((batch, length + 1), jnp.int32)
-  flops = [
-    cost(step.lower(of, batch=abstract).compile().as_text()).flops for of in (one_device(), plan)
-  ]
+  flops = [cost(step.lower(of, batch=abstract).compile().as_text()).flops for of in (one_device(), plan)]
   assert flops[0] == flops[1] * data * context
   report = nxp.compile_report(step, plan, batch=abstract)
   sent = report.bytes_by("kind", "axes")
@@ -124,7 +122,7 @@ def biased(q, k, v, bias):
 
 
 def merged(q, k, v, bias):
-  """Queries behind the heads in one dim: `[batch, heads x queries]`, whose parts are no queries of all heads."""
+  """Queries behind the heads in one dim, whose parts are no queries of all heads."""
   rows = q.transpose(0, 2, 1, 3).reshape(2, -1, 8)
   scores = jnp.einsum("brd,bkd->brk", rows, k[:, :, 0]).reshape(2, 4, 24, 24) + bias
   return jnp.einsum("bhqk,bkd->bhqd", jax.nn.softmax(scores), v[:, :, 0])
