@@ -320,8 +320,8 @@ def _whole_call(pattern: _Pattern, how: How, mesh: Any, q: Any, k: Any, v: Any, 
   given = [_laid(x, pattern, mesh, 1) for x in (q, k, v)]
   if how == "ring":
     return _attention(pattern, how, *given, *[_laid(x, pattern, mesh, 1) for x in others])
-  # XLA makes an all-to-all of the change of layout. For `jax.lax.all_to_all` in a region that is manual over one
-  # axis, it would gather what the others split.
+  # XLA makes an all-to-all of the change of layout. For `jax.lax.all_to_all` in a region that is manual over
+  # one axis, it would gather what the others split.
   n = pattern.shards
   apart = [x.reshape(*x.shape[:2], x.shape[2] // n, n, *x.shape[3:]) for x in given]
   given = [_laid(x, pattern, mesh, 3) for x in apart]
@@ -614,7 +614,7 @@ def _whole(x: Any, length: int) -> Any:
 
 def _by_heads_forward(pattern: _Pattern, device: Any, *given: Any) -> Any:
   """The results of all queries of a device's heads `[batch, length, heads, 1, ...]`, and their sums."""
-  out, sums = _ring_forward(_alone(pattern), 0, *_own_heads(pattern, *given))
+  out, sums = _SIDES["ring", "forward"](_alone(pattern), 0, *_own_heads(pattern, *given))
   return _as_given(out, pattern), sums
 
 
@@ -622,7 +622,7 @@ def _by_heads_backward(pattern: _Pattern, device: Any, *given: Any) -> Any:
   """The gradients of the queries, keys and values of a device's heads."""
   *arrays, out, slope, sums = given
   own = _own_heads(pattern, *arrays, out, slope)
-  return tuple(_as_given(x, pattern) for x in _ring_backward(_alone(pattern), 0, *own, sums))
+  return tuple(_as_given(x, pattern) for x in _SIDES["ring", "backward"](_alone(pattern), 0, *own, sums))
 
 
 def _alone(pattern: _Pattern) -> _Pattern:
@@ -630,9 +630,9 @@ def _alone(pattern: _Pattern) -> _Pattern:
   return dataclasses.replace(pattern, shards=1, zigzag=False)
 
 
-def _own_heads(pattern: _Pattern, q: Any, k: Any, v: Any, segments: Any, keep: Any, *more: Any) -> list[Any]:
+def _own_heads(pattern: _Pattern, *given: Any) -> list[Any]:
   """Arrays in the order of the sequence, without the dim of the devices' heads."""
-  apart = [q[:, :, :, 0], k[:, :, :, 0], v[:, :, :, 0], segments, keep, *(x[:, :, :, 0] for x in more)]
+  apart = [x if x is None or x.ndim < 4 else x[:, :, :, 0] for x in given]
   return zigzag(apart, pattern.shards, inverse=True) if pattern.zigzag else apart
 
 
