@@ -1,9 +1,9 @@
 """Attention with its positions split over eight v5e chips, as the length grows.
 
-Each program is the value and gradient of one causal attention, compiled for `tpu:v5e:2x4`: the peak memory
-of each chip, arguments and results included, beside that of the attention that jax computes whole (the compiler
-splits it by the same layout), and what a ring sends beside what it must send. The compiler's temporaries are no
-measure here: it gives 0.5 MiB for programs that hold accumulators of 32 MiB.
+Each program is the value and gradient of one causal attention, compiled for `tpu:v5e:2x4`: the peak memory of
+each chip, arguments and results included, beside that of the attention that jax computes whole (the compiler
+splits it by the same layout), and what a ring sends beside what it must send. The compiler's temporaries are
+no measure here: it gives 0.5 MiB for programs that hold accumulators of 32 MiB.
 
   python benchmarks/context.py            needs the TPU compiler (`tpu-aot`)
 """
