@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 from jax.extend import core, source_info_util
-from jax.sharding import AxisType
+from jax.sharding import AxisType, NamedSharding
 
 from nnx_parallel.core.nodes import is_key
 
@@ -94,8 +94,16 @@ def place_of(eqn: Any) -> str:
 
 
 def bind(eqn: Any, inputs: Sequence[Any], **changed: Any) -> Sequence[Any]:
-  """The results of an operation for other inputs, with some of its parameters changed."""
-  with eqn.ctx.manager:
+  """The results of an operation for other inputs, with some of its parameters changed.
+
+  Inside a `shard_map`, its axes are manual for operations that were traced outside of it too.
+  """
+  active = jax.sharding.get_abstract_mesh()
+  inside = AxisType.Manual in active.axis_types
+  where = changed.get("sharding", eqn.params.get("sharding"))
+  if inside and isinstance(where, NamedSharding):
+    changed = {**changed, "sharding": NamedSharding(active, where.spec)}
+  with eqn.ctx.manager, jax.sharding.use_abstract_mesh(active) if inside else contextlib.nullcontext():
     results = eqn.primitive.bind(*inputs, **eqn.primitive.get_bind_params({**eqn.params, **changed}))
   return results if eqn.primitive.multiple_results else [results]
 

@@ -8,14 +8,17 @@ that no array of the size queries x keys exists, forward or backward. Masks are 
 
 from __future__ import annotations
 
+import contextlib
+import contextvars
 import dataclasses
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 from jax.extend import core
+from jax.sharding import AxisType, PartitionSpec
 
 from nnx_parallel.core.flow import meeting
 from nnx_parallel.core.jaxprs import (
@@ -59,6 +62,7 @@ _PLACES = ("broadcast_in_dim", "convert_element_type", "copy", "reshape", "squee
 _SCALES = (*_PLACES, "neg")
 _PASSED = (*_PLACES, "stop_gradient")
 """Operations between a maximum and where it is subtracted."""
+_AXIS: contextvars.ContextVar[str | None] = contextvars.ContextVar("axis of the queries", default=None)
 
 
 class _NotAttention(Exception):
@@ -91,6 +95,64 @@ class _Softmax:
   def summed(self) -> tuple[int, ...]:
     """The dims of the scores that the softmax sums over."""
     return tuple(int(axis) for axis in self.total.params["axes"])
+
+
+@contextlib.contextmanager
+def queries_over(axis: str | None) -> Generator[None, None, None]:
+  """Lets each device of a mesh axis compute by blocks the attention of its own queries."""
+  token = _AXIS.set(axis)
+  try:
+    yield
+  finally:
+    _AXIS.reset(token)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Share:
+  """The queries that one device computes, of those that a mesh axis splits.
+
+  Attributes:
+    axis: the mesh axis; None: one device computes them all.
+    size: of the axis.
+    dim: the name of the queries' dim.
+    block: the length of their blocks, which divides those of a device.
+  """
+
+  axis: str | None
+  size: int
+  dim: int
+  block: int
+
+  def local(self, shape: Sequence[int], labels: Labels) -> tuple[int, ...]:
+    """The shape of one device's part of an array."""
+    own = {dim for name, dim, _ in labels if name == self.dim}
+    return tuple(length // self.size if d in own else length for d, length in enumerate(shape))
+
+  def spec(self, labels: Labels) -> PartitionSpec:
+    """How an array is split."""
+    dims = {dim: self.axis for name, dim, _ in labels if name == self.dim}
+    return PartitionSpec(*[dims.get(d) for d in range(max(dims, default=-1) + 1)])
+
+  def places(self, device: Any, places: Mapping[Any, Any], length: int) -> dict[Any, Any]:
+    """The numbers of the blocks among those of all devices."""
+    return {**places, self.dim: places[self.dim] + device * (length // self.size // self.block)}
+
+  def over(self, function: Callable[..., Any], given: Any, results: Any) -> Callable[..., Any]:
+    """A function of `(device, *arrays)` for all devices; `given` and `results` are specs."""
+    if self.axis is None:
+      return lambda *arrays: function(0, *arrays)
+    run = jax.shard_map(
+      lambda numbers, *arrays: function(numbers[0], *arrays),
+      in_specs=(PartitionSpec(self.axis), *given),
+      out_specs=results,
+      axis_names={self.axis},
+      check_vma=False,
+    )
+    return lambda *arrays: run(jnp.arange(self.size, dtype=jnp.int32), *arrays)
+
+  def has(self, labels: Labels) -> bool:
+    """Whether an array is split; the others are whole on each device."""
+    return self.axis is None or any(name == self.dim for name, _, _ in labels)
 
 
 def check_attention(attention: Attention) -> Attention:
@@ -382,6 +444,8 @@ def _blocked(body: Any, match: _Softmax, block: int) -> Any:
     raise _NotAttention(f"softmax of {scores.aval.str_short()}: it is not over keys for each query")
   row, column = max(rows, key=lengths.__getitem__), max(columns, key=lengths.__getitem__)
   sizes = {name: -(-lengths[name] // -(-lengths[name] // block)) for name in (row, column)}
+  share = _shared(row, lengths[row], sizes[row])
+  sizes[row] = share.block
   grid = Grid(lengths, sizes)
   cut = {match.largest.outvars[0], match.total.outvars[0]}
   depends = dependents(body, cut)
@@ -403,10 +467,25 @@ def _blocked(body: Any, match: _Softmax, block: int) -> Any:
     except Untiled as problem:
       raise _NotAttention(f"softmax of {scores.aval.str_short()}: its weights go through {problem}") from None
   _check_leaves(tiles, scores, {row, column})
+  parts = [*(labels for _, labels in tiles.leaves), match.labels[1]]
+  if share.axis is not None and any(name == row and f > 1 for labels in parts for name, _, f in labels):
+    with queries_over(None):  # their dim is the minor one of several
+      return _blocked(body, match, block)
   if all(sizes[name] == lengths[name] for name in sizes):
     return None
-  function, leaves = _function(match, tiles, ends, row, column)
+  function, leaves = _function(match, tiles, ends, share, column)
   return call_equation(function, [var for var, _ in leaves], product.outvars, product)
+
+
+def _shared(row: int, length: int, block: int) -> _Share:
+  """The queries of each device; all of them, unless an axis splits them evenly."""
+  mesh: Any = jax.sharding.get_abstract_mesh()
+  axis = _AXIS.get()
+  kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
+  if axis is None or kinds.get(axis) != AxisType.Auto or length % mesh.shape[axis]:
+    return _Share(None, 1, row, block)
+  own = length // mesh.shape[axis]
+  return _Share(axis, mesh.shape[axis], row, max(n for n in range(1, min(own, block) + 1) if not own % n))
 
 
 def _check_leaves(tiles: Tiles, scores: Any, names: set[int]) -> None:
@@ -430,10 +509,12 @@ def _check_leaves(tiles: Tiles, scores: Any, names: set[int]) -> None:
 
 
 def _function(
-  match: _Softmax, tiles: Tiles, ends: Sequence[Node], row: int, column: int
+  match: _Softmax, tiles: Tiles, ends: Sequence[Node], share: _Share, column: int
 ) -> tuple[Callable[..., Sequence[Any]], list[Node]]:
   """The attention as a function of its leaves, and those."""
-  grid, product, side, axes = tiles.grid, match.product, match.side, match.summed
+  row, product, side, axes = share.dim, match.product, match.side, match.summed
+  length = tiles.grid.lengths[row]
+  grid = Grid({**tiles.grid.lengths, row: length // share.size}, tiles.grid.blocks)  # of one device
   cut = {match.largest.outvars[0], match.total.outvars[0]}
   values = product.invars[1 - side]
   weights_labels = match.labels[0]
@@ -460,7 +541,7 @@ def _function(
       var = eqn.outvars[0]
       x = x.astype(var.aval.dtype)
       known.update({node: x for node in tiles.leaves if node[0] is var})
-    known[scores, own] = grid.fresh(tiles.value(scores, own, known, places), own, places)
+    known[scores, own] = tiles.grid.fresh(tiles.value(scores, own, known, places), own, places)
     part = tiles.value(total_in, own, known, places)
     pair = [
       tiles.value(weights, weights_own, known, places),
@@ -471,13 +552,17 @@ def _function(
 
   def spread(stat: Any, shape: Sequence[int]) -> Any:
     """A statistic of the rows, with the dims of the product's result."""
-    sizes = [stat.shape[stat_own[0][1]] if name == row else grid.lengths[name] for name in order]
+    sizes = [stat.shape[stat_own[0][1]] if name == row else tiles.grid.lengths[name] for name in order]
     arranged = sorted(order, key=lambda name: placed[name])
     stat = stat.reshape(sizes).transpose([order.index(name) for name in arranged])
     dims = {dim for dim, _ in placed.values()}
     return jnp.broadcast_to(stat.reshape([n if d in dims else 1 for d, n in enumerate(shape)]), shape)
 
-  def forward(*arrays: Any) -> tuple[Any, Any, Any]:
+  def part_of(aval: Any, labels: Labels, value: float) -> Any:
+    """An array of one value, for the queries of a device."""
+    return filled(aval.update(shape=share.local(aval.shape, labels)), value, wide)
+
+  def part_forward(device: Any, *arrays: Any) -> tuple[Any, Any, Any]:
     rows = grid.tiles()
     *given, first, second = tied([*arrays, *rows.values()])
 
@@ -487,11 +572,12 @@ def _function(
       }
       before, total = (grid.take(x, stat_own, places) for x in carry[:2])
       result = grid.take(carry[2], out_own, places)
-      tile = tiles.value(largest_in, own, known, places).astype(wide)
+      at = share.places(device, places, length)
+      tile = tiles.value(largest_in, own, known, at).astype(wide)
       # The result does not depend on the maximum, so that its derivative is left out.
-      top = jax.lax.stop_gradient(grid.fresh(tile, own, places, -math.inf).max(axes))
+      top = jax.lax.stop_gradient(tiles.grid.fresh(tile, own, at, -math.inf).max(axes))
       after = jnp.maximum(before, top)
-      part, more = exponentials(known, finite(after), jnp.ones_like(total), places)
+      part, more = exponentials(known, finite(after), jnp.ones_like(total), at)
       scale = jnp.exp(before - finite(after))
       changes = after, total * scale + more, result * spread(scale, result.shape) + part
       labels = stat_own, stat_own, out_own
@@ -500,28 +586,43 @@ def _function(
       ), None  # pyright: ignore[reportReturnType]
 
     row_type = match.largest.outvars[0].aval
-    start = filled(row_type, -math.inf, wide), filled(row_type, 0, wide), filled(out.aval, 0, wide)
+    start = (
+      part_of(row_type, stat_own, -math.inf),
+      part_of(row_type, stat_own, 0),
+      part_of(out.aval, out_own, 0),
+    )
     (largest, total, result), _ = jax.lax.scan(body, start, dict(zip(rows, (first, second), strict=True)))
     if match.zeros_too:
       total = jnp.where(total == 0, jnp.ones_like(total), total)
     return (result / spread(total, result.shape)).astype(out.aval.dtype), finite(largest), total
 
-  def backward(saved: Any, cotangent: Any) -> tuple[Any, ...]:
-    given, result, largest, total = saved
-    arriving = cotangent[0].astype(wide)
-    share = jax.linear_transpose(lambda x: spread(x, result.shape), total)(arriving * result.astype(wide))[0]
+  def part_backward(device: Any, result: Any, largest: Any, total: Any, arriving: Any, *given: Any) -> Any:
+    arriving = arriving.astype(wide)
+    sloped = jax.linear_transpose(lambda x: spread(x, result.shape), total)(arriving * result.astype(wide))[0]
     first, rest = given[: len(floats)], given[len(floats) :]
 
     def part(places: Any, fixed: Sequence[Any], *tiles_of: Any) -> Sequence[Any]:
       *fixed, top, sums = fixed
       known = dict(zip((*floats, *others), (*tiles_of, *fixed), strict=True))
-      return [*exponentials(known, top, sums, places)]
+      return [*exponentials(known, top, sums, share.places(device, places, length))]
 
     inputs = [(x, o) for x, (_, o) in zip(first, floats, strict=True)]
     fixed = [(x, o) for x, (_, o) in zip(rest, others, strict=True)]
-    cotangents = [(arriving, out_own), (-share / total, stat_own)]
+    cotangents = [(arriving, out_own), (-sloped / total, stat_own)]
     found = gradients(part, inputs, [*fixed, (largest, stat_own), (total, stat_own)], cotangents, grid)
-    return (*found, *[None] * len(others))
+    # What all devices read has a gradient from each, summed outside: XLA gathers the examples for a sum here.
+    return tuple(x if share.has(o) else x[None] for x, (_, o) in zip(found, floats, strict=True))
+
+  specs = [share.spec(o) for _, o in (*floats, *others)]
+  stats = [share.spec(o) for o in (out_own, stat_own, stat_own)]
+  slopes = tuple(share.spec(o) if share.has(o) else PartitionSpec(share.axis) for _, o in floats)
+  forward = share.over(part_forward, specs, tuple(stats))
+  pulled = share.over(part_backward, [*stats, stats[0], *specs], slopes)
+
+  def backward(saved: Any, cotangent: Any) -> tuple[Any, ...]:
+    given, *results = saved
+    found = zip(pulled(*results, cotangent[0], *given), floats, strict=True)
+    return (*(x if share.has(o) else x.sum(0) for x, (_, o) in found), *[None] * len(others))
 
   @jax.custom_vjp
   def attention(*given: Any) -> list[Any]:

@@ -211,12 +211,8 @@ class ContextAttention:
         key, value = (jnp.repeat(x, copies, 2) for x in (key, value))
         kv_heads, groups = kv_heads * copies, groups // copies
     query = query.reshape(*query.shape[:2], kv_heads, groups, query.shape[-1])
-    if pattern.shards > 1:
-      placed = [_laid(x, pattern, mesh) for x in (query, key, value, segment_ids, keep)]
-    else:
-      placed = [query, key, value, segment_ids, keep]
-    compute = _attention if isinstance(query, Tracer) else jax.jit(_attention, static_argnums=(0, 1))
-    result = compute(pattern, self.how, *placed)
+    compute = _whole_call if isinstance(query, Tracer) else jax.jit(_whole_call, static_argnums=(0, 1, 2))
+    result = compute(pattern, self.how, mesh, query, key, value, segment_ids, keep)
     return result.reshape(*shape[:-1], value.shape[-1])
 
   def tiles(self, length: int, shards: int) -> np.ndarray:
@@ -317,46 +313,67 @@ class _Pattern:
     return all(length % (size * pieces) == 0 for length, size in sizes) and self.window is None
 
 
+def _whole_call(pattern: _Pattern, how: How, mesh: Any, q: Any, k: Any, v: Any, *others: Any) -> Any:
+  """Attention of global arrays, laid out for it; queries `[batch, length, key heads, group, head_dim]`."""
+  if pattern.shards == 1:
+    return _attention(pattern, "ring", q, k, v, *others)
+  given = [_laid(x, pattern, mesh, 1) for x in (q, k, v)]
+  if how == "ring":
+    return _attention(pattern, how, *given, *[_laid(x, pattern, mesh, 1) for x in others])
+  # XLA makes an all-to-all of the change of layout. For `jax.lax.all_to_all` in a region that is manual over
+  # one axis, it would gather what the others split.
+  n = pattern.shards
+  apart = [x.reshape(*x.shape[:2], x.shape[2] // n, n, *x.shape[3:]) for x in given]
+  given = [_laid(x, pattern, mesh, 3) for x in apart]
+  out = _attention(pattern, how, *given, *[_laid(x, pattern, mesh, None) for x in others])
+  return _laid(_laid(out, pattern, mesh, 1).reshape(*q.shape[:-1], v.shape[-1]), pattern, mesh, 1)
+
+
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _attention(pattern: _Pattern, how: How, q: Any, k: Any, v: Any, segments: Any, keep: Any) -> Any:
-  """Attention of global arrays; queries `[batch, length, key heads, group, head_dim]`."""
+  """Attention of arrays that are split by positions; by their dim 3, heads, for `"all_to_all"`."""
   return _forward(pattern, how, q, k, v, segments, keep)[0]
 
 
 def _forward(pattern: _Pattern, how: How, *given: Any) -> tuple[Any, Any]:
   """The result, and what the backward pass needs."""
-  out, kept = _over_axis(pattern, _SIDES[how, "forward"], len(given), True)(*given)
+  out, kept = _over_axis(pattern, how, True)(*given)
   return out, (given, out, kept)
 
 
 def _backward(pattern: _Pattern, how: How, saved: Any, slope: Any) -> Any:
   given, out, kept = saved
-  found = _over_axis(pattern, _SIDES[how, "backward"], len(given) + 2, False)(*given, out, slope, kept)
+  found = _over_axis(pattern, how, False)(*given, out, slope, kept)
   return (*found, None, None)
 
 
 _attention.defvjp(_forward, _backward)
 
 
-def _over_axis(pattern: _Pattern, function: Any, split: int, forward: bool) -> Callable[..., Any]:
-  """A function of `(pattern, device, *shards of positions, *what devices kept)`, of global arrays.
+def _over_axis(pattern: _Pattern, how: How, forward: bool) -> Callable[..., Any]:
+  """A side of the attention as a function of global arrays.
 
-  What it keeps has one more dim ahead, for the devices.
+  What devices keep for the backward pass has one more dim ahead, for the devices.
   """
+  function = _SIDES[how, "forward" if forward else "backward"]
   if pattern.shards == 1:
     return functools.partial(function, pattern, 0)
-  positions, devices = PartitionSpec(None, pattern.axis), PartitionSpec(pattern.axis)
+  devices = PartitionSpec(pattern.axis)
+  split = PartitionSpec(*[None] * (1 if how == "ring" else 3), pattern.axis)
+  others = split if how == "ring" else PartitionSpec()
 
   def local(device: Any, *arrays: Any) -> Any:
-    kept = jax.tree.map(lambda x: x[0], arrays[split:])
-    out = function(pattern, device[0], *arrays[:split], *kept)
-    return (out[0], jax.tree.map(lambda x: x[None], out[1])) if forward else out
+    if forward:
+      out, kept = function(pattern, device[0], *arrays)
+      return out, kept[None]
+    *given, kept = arrays
+    return function(pattern, device[0], *given, kept[0])
 
   run = jax.shard_map(
     local,
     mesh=pattern.mesh,
-    in_specs=(devices, *[positions] * split, *[devices] * (not forward)),
-    out_specs=(positions, devices) if forward else positions,
+    in_specs=(devices, *[split] * 3, *[others] * 2, *(() if forward else (split, split, devices))),
+    out_specs=(split, devices) if forward else split,
     axis_names={pattern.axis},
     check_vma=False,
   )
@@ -595,22 +612,17 @@ def _whole(x: Any, length: int) -> Any:
   return x.reshape(x.shape[0], -1, *x.shape[3:])[:, :length]
 
 
-def _by_heads_forward(
-  pattern: _Pattern, device: Any, q: Any, k: Any, v: Any, segments: Any, keep: Any
-) -> Any:
-  """The results of a device's queries; and its heads' queries, keys, values, results and sums."""
-  given = [_to_heads(x, pattern) for x in (q, k, v)]
-  others = [None if x is None else _all_positions(x, pattern) for x in (segments, keep)]
-  out, sums = _ring_forward(_alone(pattern), 0, *given, *others)
-  return _to_positions(out, pattern), (*given, *others, out, sums)
+def _by_heads_forward(pattern: _Pattern, device: Any, *given: Any) -> Any:
+  """The results of all queries of a device's heads `[batch, length, heads, 1, ...]`, and their sums."""
+  out, sums = _SIDES["ring", "forward"](_alone(pattern), 0, *_own_heads(pattern, *given))
+  return _as_given(out, pattern), sums
 
 
 def _by_heads_backward(pattern: _Pattern, device: Any, *given: Any) -> Any:
-  """The gradients of a device's queries, keys and values."""
-  *_, slope, (q, k, v, segments, keep, out, sums) = given
-  slope = _to_heads(slope, pattern)
-  found = _ring_backward(_alone(pattern), 0, q, k, v, segments, keep, out, slope, sums)
-  return tuple(_to_positions(x, pattern) for x in found)
+  """The gradients of the queries, keys and values of a device's heads."""
+  *arrays, out, slope, sums = given
+  own = _own_heads(pattern, *arrays, out, slope)
+  return tuple(_as_given(x, pattern) for x in _SIDES["ring", "backward"](_alone(pattern), 0, *own, sums))
 
 
 def _alone(pattern: _Pattern) -> _Pattern:
@@ -618,27 +630,15 @@ def _alone(pattern: _Pattern) -> _Pattern:
   return dataclasses.replace(pattern, shards=1, zigzag=False)
 
 
-def _to_heads(x: Any, pattern: _Pattern) -> Any:
-  """All positions of every n-th head, of a device's positions of all heads `[batch, length, heads, ...]`."""
-  n = pattern.shards
-  x = x.reshape(*x.shape[:2], x.shape[2] // n, n, *x.shape[3:])
-  x = jax.lax.all_to_all(x, pattern.axis, 3, 1, tiled=True)
-  return _in_order(x.reshape(*x.shape[:3], *x.shape[4:]), pattern)
+def _own_heads(pattern: _Pattern, *given: Any) -> list[Any]:
+  """Arrays in the order of the sequence, without the dim of the devices' heads."""
+  apart = [x if x is None or x.ndim < 4 else x[:, :, :, 0] for x in given]
+  return zigzag(apart, pattern.shards, inverse=True) if pattern.zigzag else apart
 
 
-def _to_positions(x: Any, pattern: _Pattern) -> Any:
-  """The inverse of `_to_heads`."""
-  x = zigzag(x, pattern.shards) if pattern.zigzag else x
-  x = jax.lax.all_to_all(x[:, :, :, None], pattern.axis, 1, 3, tiled=True)
-  return x.reshape(*x.shape[:2], -1, *x.shape[4:])
-
-
-def _all_positions(x: Any, pattern: _Pattern) -> Any:
-  return _in_order(jax.lax.all_gather(x, pattern.axis, axis=1, tiled=True), pattern)
-
-
-def _in_order(x: Any, pattern: _Pattern) -> Any:
-  return zigzag(x, pattern.shards, inverse=True) if pattern.zigzag else x
+def _as_given(x: Any, pattern: _Pattern) -> Any:
+  """The inverse of `_own_heads`."""
+  return (zigzag(x, pattern.shards) if pattern.zigzag else x)[:, :, :, None]
 
 
 _SIDES: dict[tuple[str, str], Callable[..., Any]] = {
@@ -658,19 +658,30 @@ def _mesh(x: Any) -> Any:
   return own.mesh if isinstance(own, NamedSharding) and not own.mesh.empty else None
 
 
-def _laid(x: Any, pattern: _Pattern, mesh: Any) -> Any:
-  """The array with its positions on the axis: on Explicit axes, `shard_map` does not move it."""
+def _laid(x: Any, pattern: _Pattern, mesh: Any, dim: int | None) -> Any:
+  """The array with one of its dims on the axis, and no other; None stays None."""
   if x is None:
     return None
+  if _kinds(mesh)[pattern.axis] != AxisType.Explicit:
+    if dim is None:
+      return x
+    free = [PartitionSpec.UNCONSTRAINED] * x.ndim
+    spec = PartitionSpec(*free[:dim], pattern.axis, *free[dim + 1 :])
+    return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, spec))
   spec = getattr(jax.typeof(x).sharding, "spec", ())
   axes = [tuple(a for a in own if a != pattern.axis) for own in axes_by_dim(spec, x.ndim)]
-  axes[1] = (pattern.axis,)
+  if dim is not None:
+    axes[dim] = (*axes[dim], pattern.axis)
   return _placed(x, pattern, mesh, axes)
+
+
+def _kinds(mesh: Any) -> dict[str, AxisType]:
+  return dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
 
 
 def _placed(x: Any, pattern: _Pattern, mesh: Any, axes: Any) -> Any:
   mesh = mesh or jax.sharding.get_abstract_mesh()
-  if dict(zip(mesh.axis_names, mesh.axis_types, strict=True))[pattern.axis] != AxisType.Explicit:
+  if _kinds(mesh)[pattern.axis] != AxisType.Explicit:
     return x
   return jax.sharding.reshard(x, NamedSharding(mesh, PartitionSpec(*map(entry_of, axes))))
 

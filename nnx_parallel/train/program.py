@@ -15,11 +15,15 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from nnx_parallel.core.axes import axes_in
+from nnx_parallel.core.mesh import axis_sizes
 from nnx_parallel.core.nodes import Path, is_key, value_of
 from nnx_parallel.errors import TrainError
+from nnx_parallel.layers.attention import queries_over
 from nnx_parallel.layers.layers import LayersUsed, with_options
+from nnx_parallel.layout.batch import position_axes
 from nnx_parallel.layout.constrain import default_scope, rules_in_scope, scope_of
 from nnx_parallel.layout.sharded_optimizer import Placement, placement_of
+from nnx_parallel.rules.ruleset import RuleSet
 from nnx_parallel.train.binding import (
   RESTORE,
   Binding,
@@ -231,7 +235,7 @@ class BoundStep:
 
     def train_step(arrays: list[Any], batch: Any) -> list[Any]:
       objects = binding.template.build(binding.with_raw(arrays))
-      with default_scope(scope):
+      with default_scope(scope), queries_over(self._positions()):
         metrics, self.reduction, self.layers = update(self.options, objects[0], objects[1], batch, layout)
       return [*binding.without_raw(binding.template.arrays(objects)), metrics]
 
@@ -247,10 +251,19 @@ class BoundStep:
       with options.marking(models, used):
         return terms(call_loss(loss_fn, models, batch), self.options.outputs)
 
-    with default_scope(scope_of(self.variables)):
+    with default_scope(scope_of(self.variables)), queries_over(self._positions()):
       found = with_options(run, options, used)(arrays, batch)
     self.layers = used
     return pairs(found, examples=examples_in(batch)) if self.options.pairs else means(found)
+
+  def _positions(self) -> str | None:
+    """The mesh axis that splits queries in layers too: one of the rule for `seq` that splits no weight."""
+    mesh, scope = self.binding.mesh, scope_of(self.variables)
+    if mesh is None or scope is None:
+      return None
+    named = position_axes(RuleSet(logical=scope.rules, inputs=scope.inputs), axis_sizes(mesh))
+    used = {axis for where in self.binding.shardings if where for axis in axes_in(where.spec)}
+    return next((axis for axis in named if mesh.shape[axis] > 1 and axis not in used), None)
 
   def held(self, run: Callable[..., Any], shardings: Any) -> Callable[..., Any]:
     """A program of these arrays with the layouts of their plan held."""

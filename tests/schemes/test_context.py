@@ -216,6 +216,19 @@ def test_all_to_all_sends_queries_keys_values_and_results_once():
 
 
 @pytest.mark.parametrize("how", ["ring", "all_to_all"])
+def test_what_other_axes_split_stays_split(how):
+  mesh = nxp.make_mesh(data=2, context=2, tensor=2)
+  split = NamedSharding(mesh, PartitionSpec("data", "context", "tensor"))
+  x = jax.ShapeDtypeStruct((4, 64, 4, 8), np.float32, sharding=split)
+  attend = nxp.context_attention(how=how, causal=True, block=16)
+  with jax.set_mesh(mesh):
+    run = jax.jit(jax.grad(lambda *given: (attend(*given) ** 2).sum(), (0, 1, 2)))
+    text = run.lower(x, x, x).compile().as_text()
+  kind = "collective-permute" if how == "ring" else "all-to-all"
+  assert {c.kind for c in collectives(text, dict(mesh.shape))} == {kind}
+
+
+@pytest.mark.parametrize("how", ["ring", "all_to_all"])
 def test_temporaries_grow_as_the_length_does_and_not_as_its_square(how):
   attend = nxp.context_attention(how=how, causal=True, zigzag=how == "ring", block=64)
   sizes = [
