@@ -9,6 +9,7 @@ comparing groups with the sub-grids of the mesh. Layouts of arrays are tiles
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import math
 import re
@@ -187,6 +188,7 @@ class Tiling:
     return tuple(-(-n // k) for n, k in zip(shape, self.parts or (1,) * len(shape), strict=True))
 
 
+@functools.lru_cache(maxsize=1024)
 def read_tiling(text: str, devices: int) -> Tiling | None:
   """Reads the value of `sharding=` of one array; empty means replicated.
 

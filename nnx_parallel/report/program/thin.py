@@ -10,6 +10,7 @@ for each position of the thinned one.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -50,6 +51,27 @@ Node = tuple[int, str, str]
 """Number of a program, computation, instruction."""
 _Dims = list[list[int]]
 _Shapes = list[tuple[int, ...]]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Alike:
+  """Operations of the whole program with one name, line, sizes and layout.
+
+  Attributes:
+    first: one of them.
+    sizes: of all dims that each of them reads and makes.
+    dims: those dims, of each operation.
+  """
+
+  first: hlo.Instruction
+  sizes: tuple[int, ...]
+  dims: list[list[int]]
+
+  def united(self, unite: Callable[[list[int], list[int]], None]) -> list[int]:
+    """Puts the dims of all in the classes of the first one's, and returns those."""
+    while len(self.dims) > 1:
+      unite(self.dims[0], self.dims.pop())
+    return self.dims[0]
 
 
 class Thinning:
@@ -214,7 +236,8 @@ class Thinning:
     Dims that are in no argument or result would otherwise be thinned in one program only. Several
     operations can have one name, for example the forward and backward products of a line.
     """
-    first: dict[tuple[object, ...], list[tuple[hlo.Instruction, list[int], list[int]]]] = {}
+    # By their key; then by sizes and layout, since an optimizer does the same to many arrays of one kind.
+    first: dict[tuple[object, ...], dict[tuple[object, ...], _Alike]] = {}
     for number, program in enumerate(self._programs):
       for computation in reachable(program):
         for at in computation.instructions:
@@ -224,20 +247,21 @@ class Thinning:
           nodes = [(number, computation.name, name) for name in names]
           dims = [d for node in nodes for array in self._nodes[node] for d in array]
           shapes = [shape for node in nodes for shape in self._shapes[node]]
-          sizes = [n for shape in shapes for n in shape]
+          sizes = tuple(n for shape in shapes for n in shape)
           key = (at.opcode, at.op_name, at.frame, *map(len, shapes))
           if number == 0:
-            first.setdefault(key, []).append((at, dims, sizes))
+            kind = sizes, at.attribute("sharding"), str(dot_dims(at)) if at.opcode == "dot" else ""
+            first.setdefault(key, {}).setdefault(kind, _Alike(at, sizes, [])).dims.append(dims)
             continue
           found = [
-            (_likeness(at, whole, program.partitions), others)
-            for whole, others, wholes in first.get(key, [])
-            if _are_blocks(sizes, wholes, program.partitions)
+            (_likeness(at, alike.first, program.partitions), alike)
+            for alike in first.get(key, {}).values()
+            if _are_blocks(sizes, alike.sizes, program.partitions)
           ]
           closest = max((likeness for likeness, _ in found), default=0)
-          for likeness, others in found:
+          for likeness, alike in found:
             if likeness == closest:
-              self._unite_all(dims, others)
+              self._unite_all(dims, alike.united(self._unite_all))
 
   # The rule of each operation ----------------------------------------------------------------
 

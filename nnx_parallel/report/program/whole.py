@@ -151,11 +151,15 @@ def whole_activations(
   arrays = _arrays(hlo.parse(before), is_batch, groups)
   split = hlo.parse(after)
   known: dict[tuple[_Key, object], tuple[int, _Array, tuple[int, ...], int]] = {}
+  seen = set[tuple[_Key, tuple[int, ...]]]()  # an optimizer's update has one name and line for many arrays
   for place, run in enumerate(split.executed()):
     at, key = run.instruction, (run.instruction.op_name, split.source(run.instruction))
     if key not in arrays or not _makes_one(at):
       continue
     local = at.shapes[0].dims
+    if (key, local) in seen:
+      continue
+    seen.add((key, local))
     for array in _alike(arrays[key], local):
       found = place, array, local, _copies(array, local, groups)
       # The compiler may merge dims. Where one line has split and whole arrays of one size, nothing is said.
