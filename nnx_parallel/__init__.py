@@ -19,6 +19,7 @@ with epy.lazy_api_imports(globals()):
   from nnx_parallel.hosts.fetch import to_host
   from nnx_parallel.hosts.stop import StopSignals
   from nnx_parallel.layers.layers import Remat, with_layers
+  from nnx_parallel.layers.pipeline import Pipeline, Schedule
   from nnx_parallel.layout.constrain import constrain, use_rules
   from nnx_parallel.layout.infer import infer_rules
   from nnx_parallel.layout.leaf import LeafPlan
@@ -52,6 +53,7 @@ with epy.lazy_api_imports(globals()):
     matmul_reduce_scatter,
   )
   from nnx_parallel.schemes.context import context_attention, zigzag
+  from nnx_parallel.schemes.pipeline import pipeline
   from nnx_parallel.schemes.vocabulary import vocabulary_cross_entropy, vocabulary_embedding
   from nnx_parallel.train.check_gradients import check_gradients
   from nnx_parallel.train.gradient_check import GradientCheck, GradientLook

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
+from jax.sharding import PartitionSpec
+
 Entry = str | tuple[str, ...] | None
 """One dim of an annotation: a name, several names (major to minor), or None for a dim that is not split."""
 
 
 def axes_of(entry: Any) -> tuple[str, ...]:
-  """The mesh axes of one dim of a spec, major to minor."""
-  return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
+  """The mesh axes of one dim of a spec, major to minor; none where the compiler chooses them."""
+  return () if entry is None or entry is PartitionSpec.UNCONSTRAINED else (entry,) if isinstance(entry, str) else tuple(entry)
 
 
 def axes_by_dim(spec: Any, rank: int) -> tuple[tuple[str, ...], ...]:

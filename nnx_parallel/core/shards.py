@@ -1,4 +1,4 @@
-"""Functions of the shards of each device, on Auto and on Explicit meshes."""
+"""Functions of the shards of each device, and parts of a batch, on Auto and on Explicit meshes."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from nnx_parallel.core.mesh import AnyMesh
@@ -45,3 +46,25 @@ def laid_out(x: Any, mesh: AnyMesh | None, spec: PartitionSpec) -> Any:
     return x
   active = not jax.sharding.get_abstract_mesh().empty
   return jax.sharding.reshard(x, spec if active else NamedSharding(mesh, spec))  # pyright: ignore[reportArgumentType]
+
+
+def split_batch(x: Any, count: int) -> jax.Array:
+  """An array `[examples, ...]` as `[count, examples / count, ...]`: part `n` is each `count`-th one from `n`.
+
+  Each part stays spread over all devices that split the examples. A scalar is given to each part.
+  """
+  # reshape(count, n) would move the sharding of the batch dim onto the microbatch dim.
+  x = jnp.asarray(x)
+  if not x.ndim:
+    return jnp.broadcast_to(x, (count,))
+  parts = x.reshape(x.shape[0] // count, count, *x.shape[1:]).swapaxes(0, 1)
+  own: Any = jax.typeof(x).sharding
+  if AxisType.Explicit in own.mesh.axis_types:
+    # The types of a user's arrays must not depend on the microbatches: reshape drops axes of size 1.
+    return jax.sharding.reshard(parts, NamedSharding(own.mesh, PartitionSpec(None, *own.spec)))
+  return parts
+
+
+def join_batch(x: jax.Array) -> jax.Array:
+  """The array whose parts `split_batch` made."""
+  return x.swapaxes(0, 1).reshape(x.shape[0] * x.shape[1], *x.shape[2:])

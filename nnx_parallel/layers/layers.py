@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Literal
 
 import jax
@@ -34,12 +34,16 @@ from nnx_parallel.core.jaxprs import (
 )
 from nnx_parallel.core.layers import Layers, find_layers
 from nnx_parallel.core.nodes import path_str
+from nnx_parallel.core.shards import join_batch, split_batch
 from nnx_parallel.core.text import few
 from nnx_parallel.errors import TrainError
 from nnx_parallel.layers.attention import Attention, by_blocks, check_attention
 from nnx_parallel.layers.head import check_parts, in_parts
 from nnx_parallel.layers.mark import is_marked, marked
+from nnx_parallel.layers.pipeline import Pipeline
 from nnx_parallel.layers.roll import Body, Chain, Rolled
+from nnx_parallel.layers.stages import Ends, Treatment, pipelined
+from nnx_parallel.layout.constrain import surroundings
 
 RematName = Literal["as written", "none", "dots", "full", "offload"]
 REMATS: tuple[RematName, ...] = ("as written", "none", "dots", "full", "offload")
@@ -125,6 +129,7 @@ class LayerOptions:
     pattern: dotted paths of the layers, with `*` for any part; None: see `find_layers`.
     attention: `"blocks"` or their length, `"fused"`; None: as written.
     loss_parts: in how many parts of its columns the head is computed, with the loss; None: as written.
+    pipeline: the stages that the layers are run on; None: each device computes all layers.
 
   Raises:
     TrainError: no such policy, or other option.
@@ -135,6 +140,7 @@ class LayerOptions:
   pattern: str | None = None
   attention: Attention = None
   loss_parts: int | None = None
+  pipeline: Pipeline | None = None
 
   def __post_init__(self) -> None:
     _ = self.how
@@ -160,7 +166,7 @@ class LayerOptions:
   @property
   def marks(self) -> bool:
     """Whether something is done with layers."""
-    return self.how.needs_layers or self.roll is True
+    return self.how.needs_layers or self.roll is True or self.pipeline is not None
 
   def marking(self, model: Any, used: LayersUsed | None = None) -> contextlib.AbstractContextManager[None]:
     """Marks the layers of a model that belongs to a trace, if anything is done with them."""
@@ -305,26 +311,79 @@ def with_options(
     return function
 
   def changed(*args: Any) -> Any:
-    traced, shape = jax.make_jaxpr(function, return_shape=True)(*args)
-    if remat.needs_layers and not has_layers(traced):
-      raise TrainError(
-        f"remat={str(remat)!r} finds no layer in the loss, so it would change nothing.",
-        details=_uncalled(note.found) if note.found else _WHAT_IS_A_LAYER,
-        fix=f"{MARK_LAYERS}; or leave remat out.",
-      )
-    _check_rules(traced)
-    rewritten: list[str] = []
-    if options.loss_parts is not None:
-      traced, line = in_parts(traced, options.loss_parts)
-      rewritten.append(line)
-    if options.attention is not None:
-      traced, line = by_blocks(traced, options.attention)
-      rewritten.append(line)
-    flat = _treated(traced, jax.tree.leaves(args), options, note)
-    note.done = (*note.done, *rewritten)
-    return jax.tree.unflatten(jax.tree.structure(shape), flat)
+    traced, shape = _traced(function, args, options, note)
+    return jax.tree.unflatten(jax.tree.structure(shape), _treated(traced, jax.tree.leaves(args), options, note))
 
   return changed
+
+
+def with_stages(
+  objective: Callable[..., Any],
+  options: LayerOptions,
+  microbatches: int,
+  ends: Callable[[Any], tuple[Mapping[int, int], Collection[int]]],
+  used: LayersUsed,
+) -> Callable[..., Any]:
+  """A loss whose layers are a pipeline: a function of a whole batch instead of a microbatch.
+
+  It raises a `TrainError` where it has no equal layers.
+
+  Args:
+    objective: `(model, batch) -> results`, of pytrees of arrays; marks its layers by `options.marking`.
+    options: what is done with the layers; with a pipeline.
+    microbatches: parts of the batch.
+    ends: the position of each result, in the structure of the results -> `Ends.states`, `Ends.outputs`.
+    used: gets what was done.
+  """
+  assert options.pipeline is not None
+  pipeline = options.pipeline
+
+  def changed(model: Any, batch: Any) -> Any:
+    parts = jax.tree.map(lambda x: split_batch(x, microbatches), batch)
+    first = jax.tree.map(lambda x: x[0], parts)
+    traced, shape = _traced(objective, (model, first), options, used)
+    arrays = jax.tree.leaves(model)
+    tree = jax.tree.structure(shape)
+    states, outputs = ends(jax.tree.unflatten(tree, range(tree.num_leaves)))
+    rolled = Rolled(traced, 2, max(options.how.every, options.how.group))
+    staged = pipelined(
+      rolled,
+      Ends(len(arrays), states, outputs),
+      _treatment(options),
+      pipeline,
+      microbatches,
+      surroundings(*arrays).mesh,
+    )
+    used.done, used.reasons = (str(staged), *used.done), tuple(rolled.reasons)
+    found = staged(arrays, jax.tree.leaves(parts))
+    found = [join_batch(x) if n in outputs else x for n, x in enumerate(found)]
+    return jax.tree.unflatten(tree, found)
+
+  return changed
+
+
+def _traced(
+  function: Callable[..., Any], args: Any, options: LayerOptions, note: LayersUsed
+) -> tuple[Any, Any]:
+  """The trace of a loss, with its attention and head as the options say, and the shape of its results."""
+  traced, shape = jax.make_jaxpr(function, return_shape=True)(*args)
+  remat = options.how
+  if remat.needs_layers and not has_layers(traced):
+    raise TrainError(
+      f"remat={str(remat)!r} finds no layer in the loss, so it would change nothing.",
+      details=_uncalled(note.found) if note.found else _WHAT_IS_A_LAYER,
+      fix=f"{MARK_LAYERS}; or leave remat out.",
+    )
+  _check_rules(traced)
+  rewritten: list[str] = []
+  if options.loss_parts is not None:
+    traced, line = in_parts(traced, options.loss_parts)
+    rewritten.append(line)
+  if options.attention is not None:
+    traced, line = by_blocks(traced, options.attention)
+    rewritten.append(line)
+  note.done, note.reasons = tuple(rewritten), ()
+  return traced, shape
 
 
 def _treated(traced: Any, leaves: list[Any], options: LayerOptions, used: LayersUsed) -> list[Any]:
@@ -333,11 +392,10 @@ def _treated(traced: Any, leaves: list[Any], options: LayerOptions, used: Layers
   size = max(remat.every, remat.group)
   scan_from = 2 if options.roll is True else AUTO_LAYERS if options.roll and remat.needs_layers else None
   loops = size > 1 or policy == "offload"
-  used.done = used.reasons = ()
-  run = functools.partial(_run, policy="full" if policy == "offload" else policy, in_layer=False)
+  how = _treatment(options)
   if scan_from is None and not loops:
-    used.done = (f"remat {remat} in each layer",) if policy is not None else ()
-    return evaluate(traced, leaves, run)
+    used.done = (*((f"remat {remat} in each layer",) if policy is not None else ()), *used.done)
+    return evaluate(traced, leaves, how.run)
   rolled = Rolled(traced, scan_from, size, loops=loops)
   if options.roll is True and not any(chain.scan for chain in rolled.chains.values()):
     raise TrainError(
@@ -345,8 +403,16 @@ def _treated(traced: Any, leaves: list[Any], options: LayerOptions, used: Layers
       details="\n".join(rolled.reasons[:_SHOWN]) or _found(used),
       fix='roll="auto", or False; layers="decoder.blocks.*" names the layers.',
     )
-  used.done = tuple(_line(rolled.calls(chain), chain, remat) for chain in rolled.chains.values())
-  used.reasons = tuple(rolled.reasons)
+  lines = [_line(rolled.calls(chain), chain, remat) for chain in rolled.chains.values()]
+  used.done, used.reasons = (*lines, *used.done), tuple(rolled.reasons)
+  return rolled(leaves, how.run, how.in_unit, how.around)
+
+
+def _treatment(options: LayerOptions) -> Treatment:
+  """What `remat` does with layers."""
+  remat = options.how
+  policy = remat.policy if remat.changes else None
+  run = functools.partial(_run, policy="full" if policy == "offload" else policy, in_layer=False)
 
   def in_unit(chain: Chain, n: int, eqn: Any, inputs: list[Any]) -> Sequence[Any]:
     if remat.group > 1 or policy == "offload":
@@ -359,7 +425,12 @@ def _treated(traced: Any, leaves: list[Any], options: LayerOptions, used: Layers
       return _offloaded(body, in_scan=chain.scan)
     return _checkpointed(body, policy, in_scan=chain.scan) if remat.group > 1 else body
 
-  return rolled(leaves, run, in_unit, around)
+  def in_scan(eqn: Any) -> Callable[..., Sequence[Any]]:
+    if policy is None:
+      return as_function(eqn.params["jaxpr"])
+    return _checkpointed(_layer(eqn.params["jaxpr"], policy), policy, in_scan=True)
+
+  return Treatment(run, in_unit, around, in_scan)
 
 
 def _uncalled(found: tuple[Layers, ...]) -> str:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import dataclasses
 import textwrap
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from itertools import zip_longest
 from typing import Any
 
@@ -69,6 +69,43 @@ Body = Callable[[Sequence[Any], Sequence[Any]], tuple[list[Any], list[Any]]]
 Around = Callable[[Chain, Body], Body]
 
 
+@dataclasses.dataclass
+class Wires:
+  """How the units of a chain are connected.
+
+  Attributes:
+    inputs: of each unit, the variable of each input.
+    results: of each unit, the result that each variable is.
+    rows: the inputs that are rows.
+    slots: the inputs that are carried.
+    stacked: the results of units that are used elsewhere, other than the last ones that are carried.
+    final: variable -> the slot of the last unit's result.
+    used: the variables that are read outside of the chain.
+  """
+
+  inputs: list[dict[Place, Any]]
+  results: list[dict[Any, Place]]
+  rows: list[Place]
+  slots: list[Place]
+  stacked: list[Place]
+  final: dict[Any, int]
+  used: set[Any]
+
+  def found(self, carry: Sequence[Any], stacks: Mapping[Place, Any], dim: int = 0) -> dict[Any, Any]:
+    """The variables that are used elsewhere, from what is carried last and what each unit gave.
+
+    Args:
+      carry: a value for each slot.
+      stacks: arrays with a dim of units, or a sequence with one value for each.
+      dim: which one it is.
+    """
+    found = {var: carry[n] for var, n in self.final.items()}
+    for number, unit in enumerate(self.results):
+      places = {var: place for var, place in unit.items() if place in stacks and var in self.used}
+      found |= {var: _of_unit(stacks[place], number, dim) for var, place in places.items()}
+    return found
+
+
 class Rolled:
   """A program whose chains of layers are scans.
 
@@ -92,7 +129,7 @@ class Rolled:
     for n in marks:
       for out, position in zip(self.eqns[n].outvars, forwarded(called(self.eqns[n])), strict=True):
         if position is not None:
-          self._alias[out] = self._seen(self.eqns[n].invars[position])
+          self._alias[out] = self.seen(self.eqns[n].invars[position])
     programs = {id(called(self.eqns[n])): called(self.eqns[n]) for n in marks}
     identities = {key: identity(program) for key, program in programs.items()}
     self._programs = {n: identities[id(called(self.eqns[n]))] for n in marks}
@@ -137,7 +174,7 @@ class Rolled:
     done: set[int] = set()
 
     def read(var: Any) -> Any:
-      return var.val if isinstance(var, core.Literal) else values[self._seen(var)]
+      return var.val if isinstance(var, core.Literal) else values[self.seen(var)]
 
     def evaluate(numbers: Collection[int]) -> None:
       for n in numbers:
@@ -174,19 +211,19 @@ class Rolled:
       return f"{names} differ: {_short(one)} / {_short(two)}"
     if hidden != others:
       return f"{names} differ in a constant, or in a rule of jax.custom_jvp or jax.custom_vjp"
-    tainted = self._tainted({*first.outvars}, before, after)
+    tainted = self.tainted({*first.outvars}, before, after)
     between = [eqn for eqn in self.eqns[before + 1 : after] if tainted & {*eqn.outvars}]
-    used = [eqn for eqn in between if {*eqn.outvars} & {self._seen(v) for v in second.invars if _is_var(v)}]
+    used = [eqn for eqn in between if {*eqn.outvars} & {self.seen(v) for v in second.invars if _is_var(v)}]
     if used:
       return f"{used[-1].primitive.name} between {names} changes what the second one gets"
     return f"{names} read other results of the calls before them than their neighbours, or one is left over"
 
-  def _seen(self, var: Any) -> Any:
+  def seen(self, var: Any) -> Any:
     """The variable that this one is."""
     return var if isinstance(var, core.Literal) else self._alias.get(var, var)
 
   def _inputs(self, unit: Sequence[int]) -> dict[Place, Any]:
-    return {(c, j): self._seen(var) for c, n in enumerate(unit) for j, var in enumerate(self.eqns[n].invars)}
+    return {(c, j): self.seen(var) for c, n in enumerate(unit) for j, var in enumerate(self.eqns[n].invars)}
 
   def _results(self, unit: Sequence[int]) -> dict[Any, Place]:
     return {var: (c, p) for c, n in enumerate(unit) for p, var in enumerate(self.eqns[n].outvars)}
@@ -201,7 +238,7 @@ class Rolled:
       if any(self._programs[n] != self._programs[m] for n, m in zip(unit, first, strict=True)):
         break
       own, wanted = self._results(unit), self._inputs(unit)
-      tainted = self._tainted(chain.tainted | own.keys(), after, unit[-1])
+      tainted = self.tainted(chain.tainted | own.keys(), after, unit[-1])
       inner = {place: own[var] for place, var in wanted.items() if among(var, own)}
       carried = {place: before[var] for place, var in wanted.items() if among(var, before)}
       linked = inner.keys() | carried.keys()
@@ -219,56 +256,69 @@ class Rolled:
       before, after = own, unit[-1]
     return chain
 
-  def _tainted(self, known: set[Any], after: int, last: int) -> set[Any]:
+  def tainted(self, known: set[Any], after: int, last: int) -> set[Any]:
     """The variables up to an operation that depend on known ones."""
     found = {*known}
     for eqn in self.eqns[after + 1 : last + 1]:
-      if any(among(self._seen(var), found) for var in eqn.invars):
+      if any(among(self.seen(var), found) for var in eqn.invars):
         found.update(eqn.outvars)
     return found
 
-  def _run(self, chain: Chain, read: Callable[[Any], Any], run: RunInUnit, around: Around) -> dict[Any, Any]:
-    """The results of a chain's calls that are used elsewhere."""
+  def wires(self, chain: Chain) -> Wires:
+    """How the units of a chain are connected with each other and with the rest of the program."""
     inputs = [self._inputs(unit) for unit in chain.units]
     results = [self._results(unit) for unit in chain.units]
-    rows = [p for p in inputs[0] if p not in chain.carried and p not in chain.inner and p not in chain.same]
     slots = list(chain.carried)
-    used = self._used({n for unit in chain.units for n in unit})
+    used = self.used({n for unit in chain.units for n in unit})
     final = {chain.carried[slot]: n for n, slot in enumerate(slots)}
     last = {place: var for var, place in results[-1].items()}
     wanted = {(var, place) for unit in results for var, place in unit.items() if var in used}
-    stacked = sorted({place for var, place in wanted if place not in final or var is not last[place]})
-    same = {place: read(inputs[0][place]) for place in chain.same}
+    return Wires(
+      inputs,
+      results,
+      rows=[p for p in inputs[0] if p not in chain.carried and p not in chain.inner and p not in chain.same],
+      slots=slots,
+      stacked=sorted({place for var, place in wanted if place not in final or var is not last[place]}),
+      final={last[place]: n for place, n in final.items()},
+      used=used,
+    )
+
+  def unit(self, chain: Chain, wires: Wires, run: RunInUnit, same: Mapping[Place, Any]) -> Body:
+    """The program of one unit."""
 
     def body(carry: Sequence[Any], row: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-      given = {**same, **dict(zip(slots, carry, strict=True)), **dict(zip(rows, row, strict=True))}
+      given = {**same, **dict(zip(wires.slots, carry, strict=True)), **dict(zip(wires.rows, row, strict=True))}
       made: dict[Place, Any] = {}
       for c, n in enumerate(chain.units[0]):
         places = [(c, j) for j in range(len(self.eqns[n].invars))]
         values = [made[chain.inner[place]] if place in chain.inner else given[place] for place in places]
         made.update({(c, p): x for p, x in enumerate(run(chain, c, self.eqns[n], values))})
-      return [made[chain.carried[slot]] for slot in slots], [made[place] for place in stacked]
+      return [made[chain.carried[slot]] for slot in wires.slots], [made[place] for place in wires.stacked]
 
-    def stack(place: Place) -> Any:
-      dtype = self._read_as(chain.units[0][place[0]], place[1])
-      values = [read(unit[place]) for unit in inputs]
-      return jnp.stack(values if dtype is None else [value.astype(dtype) for value in values])
+    return body
 
-    step = around(chain, body)
-    carry = [read(inputs[0][slot]) for slot in slots]
+  def stack(self, chain: Chain, wires: Wires, place: Place, read: Callable[[Any], Any]) -> Any:
+    """A row of all units, `[units, ...]`."""
+    dtype = self.read_as(chain.units[0][place[0]], place[1])
+    values = [read(unit[place]) for unit in wires.inputs]
+    return jnp.stack(values if dtype is None else [value.astype(dtype) for value in values])
+
+  def _run(self, chain: Chain, read: Callable[[Any], Any], run: RunInUnit, around: Around) -> dict[Any, Any]:
+    """The results of a chain's calls that are used elsewhere."""
+    wires = self.wires(chain)
+    first = wires.inputs[0]
+    step = around(chain, self.unit(chain, wires, run, {place: read(first[place]) for place in chain.same}))
+    carry = [read(first[slot]) for slot in wires.slots]
     if chain.scan:
-      carry, ys = jax.lax.scan(step, carry, [stack(place) for place in rows], length=len(inputs))
+      rows = [self.stack(chain, wires, place, read) for place in wires.rows]
+      carry, ys = jax.lax.scan(step, carry, rows, length=len(wires.inputs))
     else:
       made = []
-      for unit in inputs:
-        carry, y = step(carry, [read(unit[place]) for place in rows])
+      for unit in wires.inputs:
+        carry, y = step(carry, [read(unit[place]) for place in wires.rows])
         made.append(y)
       ys = list(zip(*made, strict=True))
-    found = {last[place]: carry[n] for place, n in final.items()}
-    stacks = dict(zip(stacked, ys, strict=True))
-    for number, unit in enumerate(results):
-      found |= {var: stacks[place][number] for var, place in unit.items() if place in stacks and var in used}
-    return found
+    return wires.found(carry, dict(zip(wires.stacked, ys, strict=True)))
 
   def _joint(self, found: dict[Any, Any], values: dict[Any, Any], done: Collection[int]) -> dict[Any, Any]:
     """The results of a chain, and what single operations read after it; their gradients come together.
@@ -278,7 +328,7 @@ class Rolled:
     """
     apart = {n for chain in self.chains.values() for unit in chain.units for n in unit} | {*done}
     reads = {
-      self._seen(var)
+      self.seen(var)
       for n, eqn in enumerate(self.eqns)
       if n not in apart
       for var in eqn.invars
@@ -288,13 +338,13 @@ class Rolled:
     tied = {var: x for var, x in {**later, **found}.items() if is_inexact(var.aval)}
     return {**found, **dict(zip(tied, _with_joint_gradients(*tied.values()), strict=True))}
 
-  def _used(self, calls: Collection[int]) -> set[Any]:
+  def used(self, calls: Collection[int]) -> set[Any]:
     """The variables that are read outside of these calls."""
     readers = [eqn.invars for n, eqn in enumerate(self.eqns) if n not in calls]
-    found = (self._seen(var) for some in (*readers, self.body.outvars) for var in some)
+    found = (self.seen(var) for some in (*readers, self.body.outvars) for var in some)
     return {var for var in found if not isinstance(var, core.Literal)}
 
-  def _read_as(self, call: int, position: int) -> Any:
+  def read_as(self, call: int, position: int) -> Any:
     """The narrower dtype to which a call casts an input before all else; None where it does not."""
     program = opened(called(self.eqns[call]))
     var = program.invars[position]
@@ -320,6 +370,10 @@ def _tangents(xs: tuple[Any, ...], tangents: tuple[Any, ...]) -> tuple[Any, Any]
 
 
 _with_joint_gradients.defjvp(_tangents, symbolic_zeros=True)
+
+
+def _of_unit(stack: Any, number: int, dim: int) -> Any:
+  return stack[(*[slice(None)] * dim, number)] if dim else stack[number]
 
 
 def _calls(chain: Chain) -> int:

@@ -13,6 +13,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from nnx_parallel.core.axes import axes_of
 from nnx_parallel.core.jaxprs import equations
 from nnx_parallel.core.nodes import Path
+from nnx_parallel.core.shards import join_batch, split_batch
 from nnx_parallel.errors import TrainError
 from nnx_parallel.layout.constrain import mapped_axes
 from nnx_parallel.train.floats import widen
@@ -80,7 +81,7 @@ def whole_batch(loss: Differentiable, batch: Any, layout: Layout) -> Total:
 
 
 def in_microbatches(
-  loss: Differentiable, batch: Any, count: int, layout: Layout, reduction: Any = None
+  loss: Differentiable, batch: Any, count: int, layout: Layout, reduction: Any = None, inside: int = 1
 ) -> Total:
   """Gradients summed over `count` microbatches in a scan.
 
@@ -97,12 +98,13 @@ def in_microbatches(
     count: number of microbatches.
     layout: of the step.
     reduction: dtype in which replicas that hold the whole model sum their gradients; None: float32.
+    inside: in how many parts the loss itself, a pipeline, takes each of these.
 
   Raises:
     TrainError: a batch that does not split evenly, or a `reduction` where XLA places the reductions.
   """
-  check_divides(batch, count)
-  axes, why = _replica_axes(batch, count, layout)
+  check_divides(batch, count * inside)
+  axes, why = _replica_axes(batch, count * inside, layout)
   alone = bool(axes) and all(size == 1 for axis, size in layout.mesh.shape.items() if axis not in axes)
   parts = count * (_replicas(layout.mesh, axes) if axes else 1)
   with mapped_axes(axes):
@@ -125,12 +127,15 @@ def in_microbatches(
   given = loss.objective, loss.train, loss.others, batch, count
   if not axes:
     grads, found, moved = _scan(*given, layout.trained, changed)
-    return Total(grads, found, count, moved, f"in each microbatch: {why}")
-  how = f"once, after the scan, over {', '.join(axes)}"
+    each = "tick" if inside > 1 else "microbatch"
+    return Total(grads, found, count * inside, moved, f"in each {each}: {why}")
+  how = f"once, after the {'last tick' if inside > 1 else 'scan'}, over {', '.join(axes)}"
   if alone:
     how += f", in {jnp.dtype(reduction or jnp.float32)}"
-    return _manual(*given, layout.mesh, axes, parts, how, reduction)
-  return _mapped(*given, layout, axes, parts, how)
+    total = _manual(*given, layout.mesh, axes, parts, how, reduction)
+  else:
+    total = _mapped(*given, layout, axes, parts, how)
+  return total._replace(parts=parts * inside)
 
 
 def slope_of(
@@ -170,7 +175,7 @@ def loss_of(objective: Objective, trained: list[Any], rest: list[Any], batch: An
 
   if count == 1:
     return mean(*part_of(batch))
-  parts = jax.tree.map(lambda x: _split(x, count), batch)
+  parts = jax.tree.map(lambda x: split_batch(x, count), batch)
   _, (sums, counts) = jax.lax.scan(lambda _, part: (None, jax.checkpoint(part_of)(part)), None, parts)
   return sums.mean() if counts is None else mean(sums.sum(), counts.sum())
 
@@ -287,7 +292,7 @@ def _scan(
   `changes` are the positions of the arrays that the objective changes. With tangents, the derivative in their
   direction takes the place of the gradients.
   """
-  parts = jax.tree.map(lambda x: _split(x, count), batch)
+  parts = jax.tree.map(lambda x: split_batch(x, count), batch)
 
   def body(carry: Any, part: Any) -> tuple[Any, Terms]:
     total, moving = carry
@@ -310,7 +315,7 @@ def _scan(
   summed = Terms(
     {name: x.sum(0) for name, x in stacked.sums.items()},
     {name: None if x is None else x.sum(0) for name, x in stacked.counts.items()},
-    jax.tree.map(_join, stacked.outputs),
+    jax.tree.map(join_batch, stacked.outputs),
   )
   return total, summed, moving
 
@@ -329,24 +334,7 @@ def pinned(x: jax.Array, where: Any) -> jax.Array:
 
 
 def _first(batch: Any, count: int) -> Any:
-  return jax.tree.map(lambda x: _split(x, count)[0], batch)
-
-
-def _split(x: Any, count: int) -> jax.Array:
-  # reshape(count, n) would move the sharding of the batch dim onto the microbatch dim.
-  x = jnp.asarray(x)
-  if not x.ndim:
-    return jnp.broadcast_to(x, (count,))
-  parts = x.reshape(x.shape[0] // count, count, *x.shape[1:]).swapaxes(0, 1)
-  own: Any = jax.typeof(x).sharding
-  if AxisType.Explicit in own.mesh.axis_types:
-    # The types of a user's arrays must not depend on the microbatches: reshape drops axes of size 1.
-    return jax.sharding.reshard(parts, NamedSharding(own.mesh, PartitionSpec(None, *own.spec)))
-  return parts
-
-
-def _join(x: jax.Array) -> jax.Array:
-  return x.swapaxes(0, 1).reshape(x.shape[0] * x.shape[1], *x.shape[2:])
+  return jax.tree.map(lambda x: split_batch(x, count)[0], batch)
 
 
 def _replicas(mesh: Mesh, axes: Sequence[str]) -> int:

@@ -59,7 +59,12 @@ class StepOptions:
   @property
   def in_one_piece(self) -> bool:
     """Whether the batch stays whole: its mean loss is differentiated, and not sums over parts."""
-    return self.microbatches == 1 and self.reduction is None
+    return self.microbatches == 1 and self.reduction is None and self.layers.pipeline is None
+
+  @property
+  def turns(self) -> int:
+    """How often the loss is called for a batch: a pipeline takes all microbatches at once."""
+    return 1 if self.layers.pipeline is not None else self.microbatches
 
 
 def is_scattered(gradients: Gradients | None, stage: int, *, further: bool) -> bool:

@@ -19,6 +19,7 @@ from nnx_parallel.create.instantiate import instantiate
 from nnx_parallel.errors import TrainError
 from nnx_parallel.layers.attention import Attention
 from nnx_parallel.layers.layers import LayerOptions, LayersUsed, Policy, Roll
+from nnx_parallel.layers.pipeline import Pipeline
 from nnx_parallel.layout.constrain import default_scope
 from nnx_parallel.layout.plan import ShardingPlan
 from nnx_parallel.train.binding import ABSENT, check_outside, objects_in
@@ -287,6 +288,7 @@ def train_step(
   layers: str | None = None,
   attention: Attention = None,
   loss_parts: int | None = None,
+  pipeline: str | Pipeline | None = None,
   outputs: Sequence[str] = (),
   gradients: Gradients | None = None,
   reduction: DTypeLike | None = None,
@@ -327,6 +329,9 @@ def train_step(
       where there is one. None: as written. See `with_layers`.
     loss_parts: compute the head and the loss of each token in this many parts of the head's columns (the
       vocabulary), so that the logits never exist at once. None: as written.
+    pipeline: the mesh axis of pipeline stages, or a `Pipeline`: each stage computes some of the layers, while
+      the others compute other microbatches. The numbers are those of `microbatches` alone. `step.layers` says
+      what the stages do, and how long they wait.
     outputs: names of metrics that are arrays with the examples on dim 0, returned as they are.
     gradients: `"whole"` keeps gradients in the layout of their parameters; `"scattered"` (ZeRO-2) in that of
       their optimizer state, which saves memory, and reduces them in each microbatch. None: as the optimizer's
@@ -361,7 +366,9 @@ def train_step(
   options = StepOptions(
     loss_fn,
     microbatches,
-    LayerOptions(remat, roll, layers, attention, loss_parts),
+    LayerOptions(
+      remat, roll, layers, attention, loss_parts, Pipeline(pipeline) if isinstance(pipeline, str) else pipeline
+    ),
     tuple(outputs),
     gradients,
     reduction,

@@ -73,7 +73,7 @@ class Subject:
 
   @property
   def _parts(self) -> int | None:
-    return None if self.options.in_one_piece else self.options.microbatches
+    return None if self.options.in_one_piece else self.options.turns
 
   @functools.cached_property
   def leaves(self) -> list[tuple[str, NamedSharding | None, Any]]:
@@ -153,7 +153,7 @@ class Subject:
       with default_scope(scope_of(self.binding.variables)):
         loss, scale = self._pieces(arrays)
         train = [x + step for x, step in zip(loss.train, self._direction(loss, seed, factors), strict=True)]
-        value = loss_of(loss.objective, train, loss.others, batch, self.options.microbatches)
+        value = loss_of(loss.objective, train, loss.others, batch, self.options.turns)
       return _unscaled(value, scale)
 
     return self._compiled(shifted)

@@ -13,7 +13,7 @@ from nnx_parallel.core.axes import axes_in
 from nnx_parallel.core.jaxprs import equations, forwarded
 from nnx_parallel.core.nodes import Path, path_str
 from nnx_parallel.errors import TrainError
-from nnx_parallel.layers.layers import LayersUsed, with_options
+from nnx_parallel.layers.layers import LayersUsed, with_options, with_stages
 from nnx_parallel.train.binding import Template
 from nnx_parallel.train.loss_call import call_loss
 from nnx_parallel.train.losses import Terms, mean, terms
@@ -86,8 +86,10 @@ def differentiable(
     loss = found.sums["loss"]
     return mean(loss, found.counts["loss"]) if options.in_one_piece else loss, (found, changed, None)
 
-  chosen = with_options(objective, options.layers, used)
   train, others = [arrays[i] for i in trained], [arrays[i] for i in rest]
+  chosen = with_options(objective, options.layers, used)
+  if options.layers.pipeline is not None:
+    chosen = _pipelined(objective, options, len(train), len(others), used)
 
   def inspect(part: Any) -> tuple[Any, set[int]]:
     traced, shape = jax.make_jaxpr(chosen, return_shape=True)(train, others, part)
@@ -108,6 +110,24 @@ def differentiable(
   if scale is None:
     return Differentiable(chosen, train, others, paths, template, order, inspect, used)
   return Differentiable(_scaled(chosen), train, [*others, scale], paths, template, order, inspect, used)
+
+
+def _pipelined(
+  objective: Objective, options: StepOptions, trained: int, others: int, used: LayersUsed
+) -> Objective:
+  """The objective of a whole batch, with its layers as a pipeline."""
+
+  def ends(places: Any) -> tuple[dict[int, int], set[int]]:
+    _, (found, changed, _) = places
+    # Positions count the others first, inputs the trained arrays.
+    states = {out: n + trained if n < others else n - others for n, out in changed.items()}
+    return states, {*found.outputs.values()}
+
+  def of_model(model: Any, part: Any) -> Any:
+    return objective(*model, part)
+
+  staged = with_stages(of_model, options.layers, options.microbatches, ends, used)
+  return lambda train, others, batch: staged((train, others), batch)
 
 
 def _scaled(objective: Objective) -> Objective:

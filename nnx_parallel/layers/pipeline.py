@@ -1,0 +1,358 @@
+"""A scan over layers as a pipeline: each stage of a mesh axis holds some layers and passes microbatches on.
+
+A *tick* is one scan step, in which each stage computes one microbatch by one *chunk* of its layers. Arrays
+have a dim of stages, split over the axis; `jax.vmap` over it makes each device compute its own stage. Then
+every result moves one stage up: one collective-permute of one microbatch.
+
+Chunk `c` of the `stages * repeats` chunks lies on stage `c % stages`. Microbatches come in groups of one
+for each stage. A group goes through all chunks before the next one starts, so the result of the last stage
+comes to stage 0 just when that needs it, and nothing waits. In tick `t`, stage `s` does its work item
+`i = t - s`, whose microbatch and repeat follow from `i` (`Schedule.item`).
+
+Outside of the pipeline, microbatch `q * stages + s` lies on stage `s`, as `[q, s]`, so embedding and head
+are computed once and not once for each stage. `_Ticks` has one more buffer for this, of one microbatch for
+each stage. A group is loaded into it and moves one stage down in each tick: stage 0 takes its microbatches
+from it one by one, and the last stage puts its results into the room that they leave.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+from nnx_parallel.core.axes import Entry
+from nnx_parallel.core.mesh import AnyMesh, axis_sizes
+from nnx_parallel.errors import SchemeError
+
+Layer = Callable[[Any, Any, Any, Any, Any], tuple[Any, Any, Any]]
+"""`(carried, its rows, its state, what is shared, what is gathered) -> (carried, its state, its results)`."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Pipeline:
+  """How `train_step` runs the layers of a model as a pipeline.
+
+  Attributes:
+    axis: the mesh axis of the stages.
+    repeats: chunks of layers on each stage. 1: GPipe; more: a circular (interleaved) schedule, whose bubble
+      is smaller, and which sends more.
+    recompute: keep only what the stages get in each tick for the backward pass, as the memory of 1F1B asks.
+      False: all that `remat=` keeps in the layers, for every microbatch.
+
+  Example:
+    >>> import nnx_parallel as nxp
+    >>> step = nxp.train_step(lambda model, x: model(x).sum(), microbatches=8, pipeline=nxp.Pipeline("stage"))
+  """
+
+  axis: str = "stage"
+  repeats: int = 1
+  recompute: bool = True
+
+
+@dataclasses.dataclass(frozen=True)
+class Schedule:
+  """When which stage computes which microbatch.
+
+  Attributes:
+    stages: the size of the mesh axis.
+    microbatches: a multiple of it.
+    layers: how many there are.
+    repeats: how many chunks of layers each stage has: 1 is GPipe, more a circular (interleaved) schedule.
+
+  Raises:
+    SchemeError: microbatches that are no multiple of the stages, or less than one repeat or layer.
+
+  Example:
+    >>> import nnx_parallel as nxp
+    >>> print(nxp.Schedule(stages=4, microbatches=8, layers=12))
+    4 stages of 3 layers, 8 microbatches, 11 ticks, bubble 27.3 %
+  """
+
+  stages: int
+  microbatches: int
+  layers: int
+  repeats: int = 1
+
+  def __post_init__(self) -> None:
+    if self.microbatches < 1 or self.microbatches % self.stages:
+      count = -(-max(self.microbatches, 1) // self.stages) * self.stages
+      raise SchemeError(
+        f"{self.microbatches} microbatches are no multiple of {self.stages} stages.",
+        details="they come in groups of one for each stage, so that no stage waits",
+        fix=f"microbatches={count}; more of them make the bubble smaller.",
+      )
+    if self.repeats < 1 or self.repeats * self.stages > max(self.layers, self.stages):
+      raise SchemeError(
+        f"{self.layers} layers cannot be {self.repeats} chunks on each of {self.stages} stages.",
+        fix=f"repeats={max(1, self.layers // self.stages)} or fewer, 1 at least.",
+      )
+
+  @property
+  def chunk(self) -> int:
+    """Layers of a chunk; where they do not divide, some do nothing."""
+    return -(-self.layers // (self.stages * self.repeats))
+
+  @property
+  def missing(self) -> int:
+    """Layers that do nothing."""
+    return self.chunk * self.stages * self.repeats - self.layers
+
+  @property
+  def groups(self) -> int:
+    """Microbatches of each stage outside of the pipeline."""
+    return self.microbatches // self.stages
+
+  @property
+  def ticks(self) -> int:
+    """Steps of the scan; each stage works in `microbatches * repeats` of them."""
+    return self.microbatches * self.repeats + self.stages - 1
+
+  @property
+  def bubble(self) -> float:
+    """The fraction of the time in which a stage does nothing useful."""
+    return (self.stages - 1) / self.ticks
+
+  def item(self, tick: Any, stage: Any) -> tuple[Any, Any, Any]:
+    """Whether a stage works in a tick, on which microbatch, in which repeat; for arrays too."""
+    i = tick - stage
+    of_group = i % (self.stages * self.repeats)
+    microbatch = i // (self.stages * self.repeats) * self.stages + of_group % self.stages
+    return (i >= 0) & (microbatch < self.microbatches), microbatch, of_group // self.stages
+
+  def __str__(self) -> str:
+    each = f"{self.repeats} x {self.chunk}" if self.repeats > 1 else f"{self.chunk}"
+    idle = f" ({self.missing} of them empty)" if self.missing else ""
+    return (
+      f"{self.stages} stages of {each} layers{idle}, {self.microbatches} microbatches, {self.ticks} ticks,"
+      f" bubble {self.bubble:.1%}".replace("%", " %")
+    )
+
+
+def staged(x: Any, mesh: AnyMesh | None, axis: Entry, dim: int = 0) -> Any:
+  """`x` with one dim split over mesh axes, or over none; its other dims stay as they are."""
+  if mesh is None:
+    return x
+  if AxisType.Explicit in mesh.axis_types:
+    entries: list[Any] = [*jax.typeof(x).sharding.spec, *[None] * x.ndim][: x.ndim]
+    entries[dim] = axis
+    return jax.sharding.reshard(x, NamedSharding(mesh, PartitionSpec(*entries)))  # pyright: ignore[reportArgumentType]
+  free = PartitionSpec.UNCONSTRAINED
+  spec = PartitionSpec(*(axis if n == dim else free for n in range(x.ndim)))
+  return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, spec))  # pyright: ignore[reportArgumentType]
+
+
+@dataclasses.dataclass(frozen=True)
+class Piped:
+  """A scan over layers, to be run as a pipeline.
+
+  Attributes:
+    schedule: when which stage computes what.
+    axis: the mesh axis of the stages.
+    mesh: the mesh; None: one device.
+    layer: one layer, of one microbatch.
+    recompute: whether a tick keeps only what its stages get; the backward pass computes the rest again.
+  """
+
+  schedule: Schedule
+  axis: str
+  mesh: AnyMesh | None
+  layer: Layer
+  recompute: bool = True
+
+  def __call__(self, inputs: Any, rows: Any, state: Any, shared: Any, gathered: Any) -> tuple[Any, Any, Any]:
+    """The results of all layers, for all microbatches.
+
+    Args:
+      inputs: what the first layer gets, `[groups, stages, ...]`.
+      rows: the layers' own arrays, `[repeats, stages, chunk, ...]`.
+      state: those that the layers change, likewise; each microbatch in turn, without gradients.
+      shared: arrays that are one for all layers and microbatches.
+      gathered: arrays `[microbatches, ...]`; each stage gets those of its microbatch.
+
+    Returns:
+      What the last layer gives, like `inputs`; the state; and the other results of each layer,
+      `[microbatches, layers, ...]`.
+    """
+    plan = self.schedule
+    stages = np.arange(plan.stages)
+    first = jax.tree.map(lambda x: x[0], inputs)
+    outputs = jax.tree.map(lambda x: jnp.zeros_like(jnp.concatenate([x, x[:1]])), inputs)
+    active = np.arange(plan.layers + plan.missing) < plan.layers
+    active = active.reshape(plan.repeats, plan.stages, plan.chunk)
+    chunk = jax.checkpoint(self._chunk, prevent_cse=False) if self.recompute else self._chunk
+    compute, read, put = self.by_stage(chunk), self.by_stage(_at), self.by_stage(_put)
+    shared = self.for_each_stage(shared)
+
+    def tick(carry: Any, t: Any) -> tuple[Any, Any]:
+      ring, line, state, outputs = carry
+      works, microbatch, repeat = plan.item(t, stages)
+      group, place = t // (plan.stages * plan.repeats), t % (plan.stages * plan.repeats)
+      # Bubbles compute on real values: what they give is unused, and its gradient 0, but 0 * inf is not 0.
+      line = _where(place == 0, _at(inputs, jnp.minimum(group, plan.groups - 1)), line)
+      given = self._where((stages == 0) & (repeat == 0), line, ring)
+      given = self._where(works, given, first)
+      own = read(_swapped((rows, state, active)), repeat)
+      seen = read(self.for_each_stage(gathered), jnp.clip(microbatch, 0, plan.microbatches - 1))
+      result, changed, made = compute(given, *own, shared, seen)
+      result = _marked(result, works)
+      changed = self._where(works, changed, own[1])
+      state = _swapped(put(_swapped(state), repeat, changed))
+      moved = self._where(stages == plan.stages - 1, result, self._moved(line, -1))
+      pushes = (place < plan.stages - 1) | (place == plan.stages * plan.repeats - 1)
+      line = _where(pushes, moved, line) if plan.repeats > 1 else moved
+      return (self._moved(result, 1), line, state, _put(outputs, group, line)), made
+
+    # Gradients through what the microbatch before changed would be another sum than that of accumulation.
+    carry = (first, first, jax.lax.stop_gradient(state), outputs)
+    (_, line, state, outputs), made = jax.lax.scan(tick, carry, jnp.arange(plan.ticks))
+    # The last group has one place to go.
+    outputs = self._moved(_put(outputs, plan.groups, self._moved(line, -1)), 1, 1)
+    early, late = (jax.tree.map(lambda x, n=n: x[n : n + plan.groups], outputs) for n in (0, 1))
+    found = _swapped(self._where(stages == 0, _swapped(early), _swapped(late)))
+    return found, state, self._of(made)
+
+  def split_layers(self, stacked: Any) -> Any:
+    """Arrays `[layers, ...]` as `[repeats, stages, chunk, ...]`, with each stage's layers on its devices."""
+    plan = self.schedule
+
+    def split(x: Any) -> Any:
+      # Real values in the layers that do nothing: zeros may have no gradient, and 0 * inf would be its sum.
+      x = jnp.concatenate([x, jnp.repeat(x[:1], plan.missing, 0)]) if plan.missing else x
+      shape = (plan.repeats, plan.stages, plan.chunk, *x.shape[1:])
+      if self._explicit and plan.repeats > 1:  # the layers of a stage are not neighbours
+        spec = PartitionSpec(None, self.axis, None, *jax.typeof(x).sharding.spec[1:])
+        return x.reshape(shape, out_sharding=spec)
+      return staged(x.reshape(shape), self.mesh, self.axis, 1)
+
+    return jax.tree.map(split, stacked)
+
+  def joined_layers(self, split: Any) -> Any:
+    """The arrays that `split_layers` split."""
+
+    def joined(x: Any) -> Any:
+      return staged(x, self.mesh, None, 1).reshape(-1, *x.shape[3:])[: self.schedule.layers]
+
+    return jax.tree.map(joined, split)
+
+  def split_microbatches(self, microbatches: Any) -> Any:
+    """Arrays `[microbatches, ...]` as `[groups, stages, ...]`, each microbatch on its stage."""
+    plan = self.schedule
+
+    def split(x: Any) -> Any:
+      return staged(x.reshape(plan.groups, plan.stages, *x.shape[1:]), self.mesh, self.axis, 1)
+
+    return jax.tree.map(split, microbatches)
+
+  def joined_microbatches(self, split: Any) -> Any:
+    """The arrays that `split_microbatches` split, equal on all stages."""
+    return jax.tree.map(lambda x: staged(x, self.mesh, None, 1).reshape(-1, *x.shape[2:]), split)
+
+  @property
+  def _explicit(self) -> bool:
+    return self.mesh is not None and AxisType.Explicit in self.mesh.axis_types
+
+  def by_stage(self, f: Callable[..., Any]) -> Callable[..., Any]:
+    """`f` of each stage's arrays; all have a dim of stages first."""
+    auto = self.mesh is not None and not self._explicit
+    mapped: Any = jax.vmap(f, spmd_axis_name=self.axis if auto else None)
+    return lambda *args: mapped(*jax.tree.map(self._staged, args))
+
+  def for_each_stage(self, tree: Any) -> Any:
+    """A copy of arrays for each stage. Its gradient is summed once, where the copies are made."""
+    return jax.tree.map(lambda x: self._staged(jnp.broadcast_to(x, (self.schedule.stages, *jnp.shape(x)))), tree)
+
+  def _staged(self, x: Any) -> Any:
+    return staged(jnp.asarray(x), self.mesh, self.axis)
+
+  def _where(self, mask: Any, a: Any, b: Any) -> Any:
+    """By the dim of stages."""
+    return self.by_stage(_where)(mask, a, b)
+
+  def _chunk(
+    self, carry: Any, rows: Any, state: Any, active: Any, shared: Any, gathered: Any
+  ) -> tuple[Any, Any, Any]:
+    """One chunk of layers, for one microbatch."""
+
+    def one(carry: Any, given: Any) -> tuple[Any, Any]:
+      row, old, active = given
+      new, changed, made = self.layer(carry, row, old, shared, gathered)
+      if self.schedule.missing:
+        new, changed = _where(active, (new, changed), (carry, old))
+      return new, (changed, made)
+
+    carry, (state, made) = jax.lax.scan(one, carry, (rows, state, active))
+    return carry, state, made
+
+  def _moved(self, tree: Any, by: int, dim: int = 0) -> Any:
+    """Each stage's arrays on the next one, or on the one before; around the ends."""
+    size = self.schedule.stages
+
+    def roll(x: Any) -> Any:
+      if self._explicit:
+        spec = jax.typeof(x).sharding.spec
+        pairs = [(n, (n + by) % size) for n in range(size)]
+        send = jax.shard_map(
+          lambda x: jax.lax.ppermute(x, self.axis, pairs), in_specs=spec, out_specs=spec, check_vma=False
+        )
+        return send(x)
+      return staged(jnp.roll(x, by, dim), self.mesh, self.axis, dim)
+
+    return jax.tree.map(roll, tree) if size > 1 else tree
+
+  def _of(self, made: Any) -> Any:
+    """The results of layers, `[ticks, stages, chunk, ...]`, by microbatch and layer."""
+    plan = self.schedule
+    stage, microbatch, repeat = np.ix_(*map(np.arange, (plan.stages, plan.microbatches, plan.repeats)))
+    group, place = microbatch // plan.stages, microbatch % plan.stages
+    tick = group * plan.stages * plan.repeats + repeat * plan.stages + place + stage
+    picked = self.by_stage(lambda made, tick: jax.tree.map(lambda x: x[tick], made))(_swapped(made), tick)
+
+    def ordered(x: Any) -> Any:
+      x = staged(jnp.moveaxis(x, 0, 2), self.mesh, None, 2)
+      return x.reshape(plan.microbatches, -1, *x.shape[4:])[:, : plan.layers]
+
+    return jax.tree.map(ordered, picked)
+
+
+def size_along(mesh: AnyMesh | None, axis: str) -> int:
+  """The size of a mesh axis; 1 without a mesh.
+
+  Raises:
+    SchemeError: the mesh has no such axis.
+  """
+  sizes = {axis: 1} if mesh is None else axis_sizes(mesh)
+  if axis not in sizes:
+    raise SchemeError(
+      f"the mesh of a pipeline has no axis {axis!r}.",
+      details=f"mesh {sizes}",
+      fix=f"nxp.make_mesh(data=2, {axis}=4), or the name of an axis that it has.",
+    )
+  return sizes[axis]
+
+
+def _marked(result: Any, works: Any) -> Any:
+  """Tests put NaN into what bubbles compute here."""
+  del works
+  return result
+
+
+def _where(mask: Any, a: Any, b: Any) -> Any:
+  return jax.tree.map(lambda a, b: jnp.where(mask, a, b), a, b)
+
+
+def _at(tree: Any, n: Any) -> Any:
+  return jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, n, keepdims=False), tree)
+
+
+def _put(tree: Any, n: Any, new: Any) -> Any:
+  return jax.tree.map(lambda x, y: jax.lax.dynamic_update_index_in_dim(x, y, n, 0), tree, new)
+
+
+def _swapped(tree: Any) -> Any:
+  return jax.tree.map(lambda x: jnp.swapaxes(x, 0, 1), tree)

@@ -1,0 +1,143 @@
+"""Pipeline parallelism of equal layers whose parameters are stacked; the schedule is in `layers/pipeline.py`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import AxisType
+
+from nnx_parallel.core.axes import entry_of
+from nnx_parallel.core.jaxprs import is_inexact
+from nnx_parallel.core.shards import join_batch, split_batch
+from nnx_parallel.core.text import few
+from nnx_parallel.errors import SchemeError
+from nnx_parallel.layers.pipeline import Piped, Schedule, size_along, staged
+from nnx_parallel.layout.constrain import mapped_axes, surroundings
+
+
+def pipeline(
+  layer: Callable[..., Any],
+  parameters: Any,
+  x: Any,
+  *shared: Any,
+  microbatches: int,
+  axis: str = "stage",
+  repeats: int = 1,
+  batch_axes: str | Sequence[str] = (),
+  recompute: bool = True,
+) -> Any:
+  """Applies equal layers one after the other, each on the devices of its stage.
+
+  The result is that of `for p in layers: x = layer(p, x, *shared)`. The layers are cut into chunks, one for
+  each stage; while a stage computes one microbatch, the next stage computes the one before. Each device
+  computes `microbatches * repeats` of `microbatches * repeats + stages - 1` ticks; the rest is the bubble
+  (`Schedule`). A tick sends the activations of one microbatch to the next stage, twice (the second copy
+  brings in what is new, and out what is done), and nothing else over the axis.
+
+  The mesh is the active one: that of `train_step`, `plan.scope()` or `jax.set_mesh`; outside of jit, that of
+  the arrays. Without a mesh one device computes all. Other axes of it stay as they are: layers may split
+  their parameters and activations over them.
+
+  Args:
+    layer: `layer(parameters, x, *shared) -> x`, of one layer and one microbatch: a pure function.
+    parameters: a pytree of arrays `[layers, ...]`, global. Split dim 0 over `axis`, and each stage has its
+      own only; with `repeats`, chunk `c` moves to stage `c % stages` first.
+    x: a pytree of arrays `[batch, ...]`, global. Microbatch `n` is each `microbatches`-th example from `n`.
+    *shared: pytrees of arrays `[batch, ...]` that each layer reads for its examples: masks, segment ids,
+      the result of an encoder. Floating ones travel with `x`; others lie whole on each stage.
+    microbatches: a multiple of the stages that divides the batch.
+    axis: the mesh axis of the stages.
+    repeats: chunks of each stage. 1: GPipe. More: a circular (interleaved) schedule, whose bubble is
+      smaller, and which sends as much more.
+    batch_axes: mesh axes that split the batch and no parameter. Their devices then sum the gradients of
+      parameters once, after the last tick, and not in each.
+    recompute: keep only the input of each chunk for the backward pass, as the memory of 1F1B asks; False
+      keeps all that `layer` does.
+
+  Returns:
+    Arrays like `x`. Differentiable by `jax.grad`.
+
+  Raises:
+    SchemeError: no such axis, or sizes that do not divide.
+
+  Source: GPipe, arXiv:1811.06965; circular (interleaved) schedule, arXiv:2104.04473.
+
+  Example:
+    >>> import jax, jax.numpy as jnp, nnx_parallel as nxp
+    >>> weights, x = jax.random.normal(jax.random.key(0), (6, 8, 8)), jnp.ones((16, 8))
+    >>> layer = lambda w, x: jnp.tanh(x @ w)
+    >>> with jax.set_mesh(nxp.make_mesh(data=2, stage=4)):
+    ...   y = jax.jit(lambda w, x: nxp.pipeline(layer, w, x, microbatches=8))(weights, x)
+    >>> wanted = jax.lax.scan(lambda x, w: (layer(w, x), None), x, weights)[0]
+    >>> bool(jnp.allclose(y, wanted, atol=1e-6))
+    True
+  """
+  mesh = surroundings(*jax.tree.leaves((parameters, x))).mesh
+  axes = (batch_axes,) if isinstance(batch_axes, str) else tuple(batch_axes)
+  replicas = math.prod(size_along(mesh, name) for name in axes)
+  schedule = Schedule(size_along(mesh, axis), microbatches, _layers(parameters), repeats)
+  _check_batch((x, *shared), microbatches, replicas)
+  leaves, tree = jax.tree.flatten(shared)
+  travels = {n: leaf for n, leaf in enumerate(leaves) if is_inexact(jnp.asarray(leaf))}
+  lies = {n: leaf for n, leaf in enumerate(leaves) if n not in travels}
+
+  def one(carry: Any, row: Any, state: Any, _: Any, seen: Any) -> tuple[Any, Any, Any]:
+    x, travels = carry
+    found = {**travels, **seen}
+    return (layer(row, x, *jax.tree.unflatten(tree, [found[n] for n in range(len(leaves))])), travels), state, ()
+
+  def run(parameters: Any, x: Any, travels: Any, lies: Any) -> Any:
+    piped = Piped(schedule, axis, mesh, one, recompute)
+    given, seen = jax.tree.map(lambda x: split_batch(x, microbatches), ((x, travels), lies))
+    (y, _), _, _ = piped(piped.split_microbatches(given), piped.split_layers(parameters), (), (), seen)
+    return jax.tree.map(join_batch, piped.joined_microbatches(y))
+
+  if replicas == 1:
+    return run(parameters, x, travels, lies)
+
+  def placed(x: Any) -> Any:
+    return staged(x, mesh, entry_of(axes))
+
+  def by_replica(x: Any) -> Any:
+    return placed(jnp.reshape(x, (replicas, -1, *x.shape[1:])))
+
+  # Each replica has its own copy, and so its own gradients; they are summed where the copies are made.
+  own = jax.tree.map(lambda p: placed(jnp.broadcast_to(p, (replicas, *p.shape))), parameters)
+  explicit = mesh is not None and AxisType.Explicit in mesh.axis_types
+  with mapped_axes(axes):
+    y = jax.vmap(run, spmd_axis_name=None if explicit else axes)(
+      own, *jax.tree.map(by_replica, (x, travels, lies))
+    )
+  return jax.tree.map(lambda y: y.reshape(-1, *y.shape[2:]), y)
+
+
+def _layers(parameters: Any) -> int:
+  """How many layers the parameters are of.
+
+  Raises:
+    SchemeError: they have no layers, or disagree.
+  """
+  shapes = {jax.tree_util.keystr(path): jnp.shape(x) for path, x in jax.tree_util.tree_leaves_with_path(parameters)}
+  counts = {shape[:1] for shape in shapes.values()}
+  if len(counts) != 1 or () in counts:
+    raise SchemeError(
+      "the parameters of a pipeline are stacked: dim 0 of each is the layer.",
+      details=few([f"{name} {shape}" for name, shape in shapes.items()]) or "there are none",
+      fix="jax.tree.map(lambda *xs: jnp.stack(xs), *parameters_of_each_layer)",
+    )
+  return counts.pop()[0]
+
+
+def _check_batch(tree: Any, microbatches: int, replicas: int) -> None:
+  for path, x in jax.tree_util.tree_leaves_with_path(tree):
+    count = microbatches * replicas
+    if not jnp.ndim(x) or x.shape[0] % count:
+      raise SchemeError(
+        f"array {jax.tree_util.keystr(path)} of shape {jnp.shape(x)} is not {count} equal parts of a batch.",
+        details=f"{microbatches} microbatches on each of {replicas} replicas",
+        fix="a batch that is a multiple of it; what has no batch dim belongs to the parameters, or to `layer`.",
+      )
