@@ -217,8 +217,11 @@ class Piped:
     found = _swapped(self._where(stages == 0, _swapped(early), _swapped(late)))
     return found, state, self._of(made)
 
-  def split_layers(self, stacked: Any) -> Any:
-    """Arrays `[layers, ...]` as `[repeats, stages, chunk, ...]`, with each stage's layers on its devices."""
+  def split_layers(self, stacked: Any, *, whole: bool = False) -> Any:
+    """Arrays `[layers, ...]` as `[repeats, stages, chunk, ...]`, with each stage's layers on its devices.
+
+    `whole`: all layers are on all stages; so are then their gradients, by one all-gather.
+    """
     plan = self.schedule
 
     def split(x: Any) -> Any:
@@ -228,7 +231,8 @@ class Piped:
       if self._explicit and plan.repeats > 1:  # the layers of a stage are not neighbours
         spec = PartitionSpec(None, self.axis, None, *jax.typeof(x).sharding.spec[1:])
         return x.reshape(shape, out_sharding=spec)
-      return staged(x.reshape(shape), self.mesh, self.axis, 1)
+      x = x.reshape(shape)
+      return staged(staged(x, self.mesh, None, 1) if whole else x, self.mesh, self.axis, 1)
 
     return jax.tree.map(split, stacked)
 

@@ -225,7 +225,9 @@ class Staged:
     varying |= self._of_each(piped, self.before, wanted, fixed, varying)
     carried = [spread(var) for var in loop.carried]
     sent = {key: varying[loop.same[key]] for key in self.travels}
-    rows = {key: piped.split_layers(stacked(key)) for key in loop.rows}
+    rows = {
+      key: piped.split_layers(stacked(key), whole=isinstance(some, list)) for key, some in loop.rows.items()
+    }
     state = {key: rows.pop(key) for key in self.of_layers}
     shared = {key: _read(loop.same[key], fixed) for key in self.shared}
     gathered = {key: piped.joined_microbatches(varying[loop.same[key]]) for key in self.gathered}
