@@ -52,6 +52,7 @@ with epy.lazy_api_imports(globals()):
     matmul_reduce_scatter,
   )
   from nnx_parallel.schemes.context import context_attention, zigzag
+  from nnx_parallel.schemes.experts import Routing, balanced_bias, experts, route
   from nnx_parallel.schemes.vocabulary import vocabulary_cross_entropy, vocabulary_embedding
   from nnx_parallel.train.check_gradients import check_gradients
   from nnx_parallel.train.gradient_check import GradientCheck, GradientLook
@@ -82,6 +83,7 @@ __all__ = [
   "PathRules",
   "Precision",
   "Remat",
+  "Routing",
   "RuleSet",
   "SearchResult",
   "ShardedOptimizer",
@@ -97,6 +99,7 @@ __all__ = [
   "all_gather_matmul",
   "assert_collectives",
   "assert_fits",
+  "balanced_bias",
   "batches",
   "check_gradients",
   "check_layout",
@@ -112,6 +115,7 @@ __all__ = [
   "errors",
   "eval_step",
   "evaluate",
+  "experts",
   "fit",
   "fold_rng_over_axis",
   "from_arrays",
@@ -133,6 +137,7 @@ __all__ = [
   "require_names",
   "reshard",
   "resolve_spec",
+  "route",
   "search",
   "shard_batch",
   "skip_nonfinite",
