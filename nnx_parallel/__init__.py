@@ -52,7 +52,8 @@ with epy.lazy_api_imports(globals()):
     matmul_reduce_scatter,
   )
   from nnx_parallel.schemes.context import context_attention, zigzag
-  from nnx_parallel.schemes.experts import Routing, balanced_bias, experts, route
+  from nnx_parallel.schemes.experts import experts
+  from nnx_parallel.schemes.routing import Routing, balanced_bias, route
   from nnx_parallel.schemes.vocabulary import vocabulary_cross_entropy, vocabulary_embedding
   from nnx_parallel.train.check_gradients import check_gradients
   from nnx_parallel.train.gradient_check import GradientCheck, GradientLook
