@@ -274,7 +274,8 @@ class _Queues:
     rank: the place of each choice in that order.
     starts: of each expert, its first place.
     ends: of each expert, the place after its last.
-    experts: of each choice; beyond the last expert for padding.
+    experts: of each choice.
+    exist: whether that is an expert, and no padding.
   """
 
   order: Any
@@ -282,6 +283,7 @@ class _Queues:
   starts: Any
   ends: Any
   experts: Any
+  exist: Any
 
   @classmethod
   def of(cls, experts: Any, count: int) -> _Queues:
@@ -291,7 +293,8 @@ class _Queues:
     starts, ends = (
       jnp.searchsorted(ordered, numbers, side=side).astype(jnp.int32) for side in ("left", "right")
     )
-    return cls(order, jnp.argsort(order).astype(jnp.int32), starts, ends, experts)
+    exist = (experts >= 0) & (experts < count)
+    return cls(order, jnp.argsort(order).astype(jnp.int32), starts, ends, experts, exist)
 
   def choices(self, places: Any, filled: Any) -> Any:
     """The choice at each place, one that does not exist where it is not filled."""
@@ -354,7 +357,7 @@ def _with_capacity(kind: _Kind, parameters: Any, x: Any, weights: Any, experts: 
   queues = _Queues.of(by_choice.reshape(-1), kind.experts)
   places = queues.starts[:, None] + jnp.arange(size, dtype=jnp.int32)
   choices = queues.choices(places, places < queues.ends[:, None]).reshape(-1)
-  exists = queues.experts < kind.experts
+  exists = queues.exist
   own = jnp.where(exists, queues.experts, 0)
   at = queues.rank - queues.starts[own]
   slots = jnp.where(exists & (at < size), own * size + at, choices.size).reshape(by_choice.shape)
@@ -403,7 +406,7 @@ class _Rounds:
     queues = _Queues.of(experts.T.reshape(-1), kind.experts)
     loads = (queues.ends - queues.starts).reshape(kind.ways, kind.own)
     starts, sizes = queues.starts.reshape(loads.shape)[:, 0], loads.sum(1, dtype=jnp.int32)
-    exists = queues.experts < kind.experts
+    exists = queues.exist
     to = jnp.where(exists, queues.experts, 0) // kind.own
     places = jnp.where(exists, queues.rank - starts[to], queues.rank.size)
     count: Any = 1

@@ -383,14 +383,14 @@ def test_a_bias_that_follows_the_loads_balances_them():
   @jax.jit
   def next_bias(bias):
     routing = nxp.route(logits, 2, score="sigmoid", bias=bias)
-    return nxp.balanced_bias(bias, routing.load, 0.02), routing.load
+    return nxp.balanced_bias(bias, routing.load, 0.005), routing.load
 
   bias, loads = jnp.zeros(8), []
-  for _ in range(60):
+  for _ in range(200):
     bias, load = next_bias(bias)
     loads.append(np.asarray(load))
   assert loads[0].max() > 1.8 * loads[0].mean()
-  assert loads[-1].max() < 1.1 * loads[-1].mean()
+  assert loads[-1].max() < 1.2 * loads[-1].mean()
 
 
 ERRORS = {
@@ -438,6 +438,10 @@ def test_an_axis_that_is_manual_already_is_refused():
 # Models.
 
 
+def two_products(p, rows):
+  return (nnx.silu(rows @ p["gate"]) * (rows @ p["up"])) @ p["down"]
+
+
 class Sparse(nnx.Module):
   def __init__(self, layer, rngs):
     draw = nnx.initializers.lecun_normal(batch_axis=0)
@@ -454,11 +458,9 @@ class Sparse(nnx.Module):
     routing = nxp.route(self.router(x), 2, bias=self.bias[...])
     self.bias[...] = nxp.balanced_bias(self.bias[...], routing.load, 0.01)
     parameters = {"up": self.up, "gate": self.gate, "down": self.down}
-    y = self.layer(
-      lambda p, rows: (nnx.silu(rows @ p["gate"]) * (rows @ p["up"])) @ p["down"], parameters, x, routing
-    )
+    y = self.layer(two_products, parameters, x, routing)
     y = y[0] if isinstance(y, tuple) else y
-    return y + self.shared(x), 0.02 * routing.auxiliary_loss + 0.002 * routing.z_loss
+    return x + y + self.shared(x), 0.02 * routing.auxiliary_loss + 0.002 * routing.z_loss
 
 
 class Decoder(nnx.Module):
@@ -471,8 +473,8 @@ class Decoder(nnx.Module):
   def __call__(self, tokens):
     x, extra = self.embed(tokens), 0.0
     for block in self.blocks:
-      y, added = block(x)
-      x, extra = x + y, extra + added
+      x, added = block(x)
+      extra += added
     return self.head(self.norm(x)), extra
 
 
@@ -497,7 +499,7 @@ def of_arrays(expert, parameters, x, routing):
 
 @functools.cache
 def on_one_device():
-  return trained(of_arrays, nxp.make_mesh(data=1, devices=jax.devices()[:1]), nxp.replicate())
+  return trained(of_arrays, nxp.make_mesh(data=1, devices=jax.devices()[:1]), nxp.presets.data_parallel())
 
 
 PRESET = nxp.presets.expert(min_size=0)
