@@ -2,14 +2,15 @@
 
 Each device has some of the experts and some of the tokens. A token goes to the devices of its experts by an
 all-to-all, and the results come back by another. There are two forms of it:
-- With a capacity, an expert has so many slots for the tokens of each device (arXiv:2006.16668). All shapes are
-  fixed; tokens beyond the capacity are dropped, and counted.
-- Without one, no token is dropped (arXiv:2211.15841). Tokens are sorted by expert and exchanged in rounds: one
-  for a load that is nearly even, more for a skewed one. An expert computes its tokens by blocks, as many as
-  there are.
+- With a capacity, an expert has so many slots for the tokens of each device (arXiv:2006.16668). All shapes
+  are fixed; tokens beyond the capacity are dropped, and counted.
+- Without one, no token is dropped (arXiv:2211.15841). Tokens are sorted by expert and exchanged in rounds:
+  one for a load that is nearly even, more for a skewed one. An expert computes its tokens by blocks, as many
+  as there are. `jax.lax.ragged_dot` would do so on TPUs only: on other devices it multiplies each row by all
+  experts, and takes functions that are products alone.
 
-The axes that split the tokens are manual here: sorting, exchange and sums are placed by hand. Other axes, such
-as one that splits the width of each expert, are left to the compiler.
+The axes that split the tokens are manual here: sorting, exchange and sums are placed by hand. Other axes,
+such as one that splits the width of each expert, are left to the compiler.
 """
 
 from __future__ import annotations
@@ -50,9 +51,9 @@ def experts(
 ) -> tuple[jax.Array, jax.Array]:
   """Sends each token to its experts, and returns the weighted sums of their results.
 
-  The mesh is found as by `vocabulary_cross_entropy`. The axes of its batch and `axis` split the tokens, as far
-  as they divide them; tokens that `axis` does not divide are padded. Without a mesh, or on one without `axis`,
-  each device computes its own tokens, by the same code.
+  The mesh is found as by `vocabulary_cross_entropy`. The axes of its batch and `axis` split the tokens; if
+  they do not divide them, the tokens are padded. Without a mesh, or on one without `axis`, each device
+  computes its own tokens, by the same code.
 
   With `capacity`, an all-to-all carries `ceil(capacity * choices / experts)` slots for each pair of a device
   and an expert, where `choices` are those of the device's tokens. All first choices come before all second
@@ -65,11 +66,13 @@ def experts(
 
   Args:
     expert_fn: one expert: `(parameters, rows) -> rows`, of its own parameters and of rows of shape
-      (rows, features). It must compute each row by itself. All arrays that it uses are in `parameters`.
+      (rows, features). It must compute each row by itself, also one of zeros: empty slots have these. All
+      arrays that it uses are in `parameters`. On an Explicit mesh, a sum over a dim that another axis splits
+      needs its `out_sharding`, as anywhere.
     parameters: arrays or Variables of global shape (experts, ...), in any pytree. `axis` splits dim 0; the
       axes of the batch, as those of fsdp, are gathered; other axes, as those of tensor parallelism, stay.
     x: of global shape (tokens..., features): (batch, seq, features), for example.
-    routing: of the tokens of `x`.
+    routing: of the tokens of `x`. A number that is no expert, such as -1 for padding, is no choice.
     axis: the mesh axis that splits the experts; their number must be a multiple of its size.
     capacity: the slots of an expert, as a multiple of those that an even load takes; None drops nothing.
     buffer: the size of a round without capacity, as a multiple of what an even load takes.
@@ -496,7 +499,7 @@ def _of_one(parameters: Any, expert: Any = 0) -> Any:
 
 
 def _put(x: Any, rows: Any, place: Any) -> Any:
-  """Rows at their place. What is put behind those that exist is overwritten by the next block, or not read."""
+  """Rows at their place; what lies behind those that exist is overwritten by the next block, or not read."""
   return jax.lax.dynamic_update_slice_in_dim(x, rows.astype(x.dtype), place, 0)
 
 
@@ -556,7 +559,7 @@ def _dropless_backward(kind: _Kind, kept: Any, g: Any) -> Any:
     return by_parameter, by_x + by_row.astype(jnp.float32).sum(0), by_weight + by_share
 
   leaves, structure = jax.tree.flatten(parameters)
-  zeros = [jnp.zeros(leaf.shape, jnp.float32) for leaf, is_real in zip(leaves, real, strict=True) if is_real]
+  zeros = [jnp.zeros_like(leaf, jnp.float32) for leaf, is_real in zip(leaves, real, strict=True) if is_real]
   start = zeros, jnp.zeros(x.shape, jnp.float32), jnp.zeros(weights.T.shape, jnp.float32)
   sums, by_x, by_weight = rounds.run(visit, start)
   found = iter(sums)
