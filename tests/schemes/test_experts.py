@@ -540,7 +540,7 @@ MODELS = {
   "fsdp, capacity": ({"fsdp": 2, "expert": 2, "tensor": 2}, FSDP_RULES, "capacity", {}),
   "remat and roll": (
     {"fsdp": 2, "expert": 4, "tensor": 1},
-    BY_FSDP,
+    FSDP_RULES,
     "dropless",
     {"roll": True, "remat": "full"},
   ),
