@@ -27,11 +27,12 @@ SIZES = {"data": 2, "expert": 4}
 TOKENS, WIDTH, HIDDEN, TOP_K = 2048, 64, 128, 2
 MACHINES = ("cpu:8", "tpu:v5e:2x4", "gpu:h100:1x8")
 NOTES = [
-  f"Mesh data=2 x expert=4; {TOKENS} tokens, {WIDTH} features, hidden width {HIDDEN}, {TOP_K} experts for each"
-  " token, float32, value and gradients. Dense: all experts on all tokens of a device, masked, split by the"
+  f"Mesh data=2 x expert=4; {TOKENS} tokens, {WIDTH} features, hidden width {HIDDEN}, {TOP_K} experts for"
+  " each token, float32, value and gradients. Dense: all experts on all tokens of a device, masked, split by the"
   " compiler. Capacity 1.25; without drops, buffer 2 and blocks of 128 rows.",
-  "Sent: payload of all-to-alls of tokens, as compiled and as it must be; without drops, of one round, of which"
-  " a step takes as many as the fullest pair of devices needs. The TPU may send in bfloat16.",
+  "Sent: payload of all-to-alls of tokens, as compiled and as it must be; without drops, of one round, of"
+  " which a step takes as many as the fullest pair of devices needs. The TPU sends in bfloat16, in which its"
+  " products are computed by default, what only products read.",
 ]
 WAYS = {
   "capacity": functools.partial(nxp.experts, capacity=1.25),
