@@ -345,7 +345,7 @@ def _unsummed(kept: Any, g: Any) -> Any:
   wide = _sent(g, choices, slots).astype(jnp.float32)
   own = weights.reshape(-1).at[choices].get(mode="fill", fill_value=0)
   found = rows.at[slots].get(mode="fill", fill_value=0).astype(jnp.float32)
-  by_weight = (found * g.astype(jnp.float32)).sum(-1)
+  by_weight = (found * g.astype(jnp.float32)[None]).sum(-1)
   return (wide * own[:, None]).astype(rows.dtype), by_weight, None, None
 
 
@@ -358,7 +358,7 @@ def _with_capacity(kind: _Kind, parameters: Any, x: Any, weights: Any, experts: 
   size = kind.capacity
   by_choice = experts.T
   queues = _Queues.of(by_choice.reshape(-1), kind.experts)
-  places = queues.starts[:, None] + jnp.arange(size, dtype=jnp.int32)
+  places = queues.starts[:, None] + jnp.arange(size, dtype=jnp.int32)[None]
   choices = queues.choices(places, places < queues.ends[:, None]).reshape(-1)
   exists = queues.exist
   own = jnp.where(exists, queues.experts, 0)
@@ -426,7 +426,7 @@ class _Rounds:
   def pairs(self, n: Any) -> tuple[Any, Any]:
     """The choice in each slot of a round, and the slot of each choice."""
     size = self.kind.buffer
-    own = jnp.arange(size, dtype=jnp.int32) + n * size
+    own = jnp.arange(size, dtype=jnp.int32)[None] + n * size
     places, total = self.starts[:, None] + own, self.order.size
     choices = jnp.where(own < self.sizes[:, None], self.order[jnp.clip(places, 0, total - 1)], total)
     at = self.places - n * size
@@ -437,7 +437,7 @@ class _Rounds:
     """The rows that arrive in a round, by experts."""
     size = self.kind.buffer
     numbers = jnp.arange(size, dtype=jnp.int32) + n * size
-    experts = (self.arriving[:, :, None] <= numbers).sum(1, dtype=jnp.int32)
+    experts = (self.arriving[:, :, None] <= numbers[None, None]).sum(1, dtype=jnp.int32)
     return _Blocks.of(self.kind, experts.reshape(-1))
 
 
