@@ -54,6 +54,8 @@ with epy.lazy_api_imports(globals()):
   )
   from nnx_parallel.schemes.context import context_attention, zigzag
   from nnx_parallel.schemes.pipeline import pipeline
+  from nnx_parallel.schemes.experts import experts
+  from nnx_parallel.schemes.routing import Routing, balanced_bias, route
   from nnx_parallel.schemes.vocabulary import vocabulary_cross_entropy, vocabulary_embedding
   from nnx_parallel.train.check_gradients import check_gradients
   from nnx_parallel.train.gradient_check import GradientCheck, GradientLook
@@ -84,6 +86,7 @@ __all__ = [
   "PathRules",
   "Precision",
   "Remat",
+  "Routing",
   "RuleSet",
   "SearchResult",
   "ShardedOptimizer",
@@ -99,6 +102,7 @@ __all__ = [
   "all_gather_matmul",
   "assert_collectives",
   "assert_fits",
+  "balanced_bias",
   "batches",
   "check_gradients",
   "check_layout",
@@ -114,6 +118,7 @@ __all__ = [
   "errors",
   "eval_step",
   "evaluate",
+  "experts",
   "fit",
   "fold_rng_over_axis",
   "from_arrays",
@@ -135,6 +140,7 @@ __all__ = [
   "require_names",
   "reshard",
   "resolve_spec",
+  "route",
   "search",
   "shard_batch",
   "skip_nonfinite",

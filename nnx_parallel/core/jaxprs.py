@@ -140,11 +140,11 @@ def gradient_of(eqn: Any) -> Any:
 
   def gradient(given: list[Any]) -> list[Any]:
     def run(*xs: Any) -> Any:
-      return bind(eqn, [*given[:fixed], *xs])
+      return [*bind(eqn, [*given[:fixed], *xs])]
 
     out, back = jax.vjp(run, *given[fixed:])
     slopes: Any = [x if is_inexact(x) else np.zeros(x.shape, jax.dtypes.float0) for x in out]
-    found = zip(given[fixed:], back(type(out)(slopes)), strict=True)
+    found = zip(given[fixed:], back(slopes), strict=True)
     return [slope for x, slope in found if is_inexact(x)]
 
   return jax.make_jaxpr(gradient)([var.aval for var in eqn.invars])
@@ -181,12 +181,12 @@ def _hidden(jaxpr: Any, *, in_rule: bool = False) -> Iterator[Any]:
   yield from map(_value, constants(jaxpr))
   for eqn in opened(jaxpr).eqns:
     yield from (_value(var.val) for var in eqn.invars if isinstance(var, core.Literal))
-    if has_rule(eqn) and not in_rule:  # the gradient of relu calls relu
+    # A rule in a shard_map can't be traced outside of it, but the gradient of the whole can.
+    mapped = eqn.primitive.name == "shard_map" and any(map(has_rule, inner_equations(eqn)))
+    if (has_rule(eqn) or mapped) and not in_rule:  # the gradient of relu calls relu
       rule = gradient_of(eqn)
       yield str(rule)
       yield from _hidden(rule, in_rule=True)
-    elif eqn.primitive.name == "shard_map" and any(map(has_rule, inner_equations(eqn))):
-      yield object()  # such a rule can't be traced outside of it: it is equal to no other
     for program in programs(eqn):
       if eqn.primitive.name not in ("shard_map", "pallas_call"):
         yield from _hidden(program, in_rule=in_rule)

@@ -142,7 +142,8 @@ def expert(
 ) -> RuleSet:
   """Splits the `expert` dim of expert weights over an axis that also splits the batch.
 
-  A layout, not a scheme: the model and the compiler route tokens and exchange them.
+  A layout: `nxp.route` and `nxp.experts` choose experts and exchange tokens on it. `experts` gathers weights
+  that are split over `data` too, and keeps `tensor`.
 
   Args:
     data: mesh axis that splits the batch and, by FSDP, the parameters.

@@ -1,0 +1,117 @@
+"""Experts over a mesh axis against all experts on all tokens, as the number of experts grows.
+
+Values and gradients of one layer of gated experts on data x expert, two experts for each token. What is sent
+is printed beside what must be.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import os
+from typing import Any
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+import nnx_parallel as nxp
+from benchmarks.harness import Record, measure
+from nnx_parallel.report.program.collectives import collectives
+from nnx_parallel.report.topology import missing_compiler, read_machine
+
+SIZES = {"data": 2, "expert": 4}
+TOKENS, WIDTH, HIDDEN, TOP_K = 2048, 64, 128, 2
+MACHINES = ("cpu:8", "tpu:v5e:2x4", "gpu:h100:1x8")
+NOTES = [
+  f"Mesh data=2 x expert=4; {TOKENS} tokens, {WIDTH} features, hidden width {HIDDEN}, {TOP_K} experts for"
+  " each token, float32, value and gradients. Dense: all experts on all tokens of a device, masked, split by"
+  " the compiler. Capacity 1.25; without drops, buffer 2 and blocks of 128 rows.",
+  "Sent: payload of all-to-alls of tokens, as compiled and as it must be; without drops, of one round, of"
+  " which a step takes as many as the fullest pair of devices needs. For the TPU all is bfloat16: of float32"
+  " it would send what only products read in bfloat16, in which it computes them by default.",
+]
+WAYS = {
+  "capacity": functools.partial(nxp.experts, capacity=1.25),
+  "dropless": functools.partial(nxp.experts, buffer=2.0, block=128),
+}
+
+
+def expert(p: Any, rows: Any) -> Any:
+  """One gated expert."""
+  return (jax.nn.silu(rows @ p["gate"]) * (rows @ p["up"])) @ p["down"]
+
+
+def dense(_: Any, parameters: Any, x: Any, routing: nxp.Routing) -> Any:
+  """All experts on all tokens."""
+  wide = jax.nn.silu(jnp.einsum("td,edf->etf", x, parameters["gate"]))
+  rows = jnp.einsum("etf,efd->etd", wide * jnp.einsum("td,edf->etf", x, parameters["up"]), parameters["down"])
+  chosen = jax.nn.one_hot(routing.experts, rows.shape[0]) * routing.weights[..., None]
+  return jnp.einsum("etd,te->td", rows, chosen.sum(1)), 0
+
+
+def program(layer: Any, mesh: Mesh, count: int, dtype: Any = jnp.float32) -> tuple[Any, Any]:
+  """The compiled value and gradients, and their abstract arguments."""
+
+  def struct(spec: Any, *shape: int) -> Any:
+    return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, PartitionSpec(spec)))
+
+  wide = struct("expert", count, WIDTH, HIDDEN)
+  parameters = {"gate": wide, "up": wide, "down": struct("expert", count, HIDDEN, WIDTH)}
+  batch = ("data", "expert")
+  given = parameters, struct(batch, TOKENS, WIDTH), struct(batch, TOKENS, count)
+
+  def loss(parameters: Any, x: Any, logits: Any) -> Any:
+    return (layer(expert, parameters, x, nxp.route(logits, TOP_K))[0].astype(jnp.float32) ** 2).sum()
+
+  with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+    return jax.jit(jax.value_and_grad(loss, (0, 1, 2))).lower(*given).compile(), given
+
+
+def analytic(name: str, count: int, size: int) -> int:
+  """The bytes of tokens in the all-to-alls of a device; `size` is that of a number."""
+  choices = TOKENS // 8 * TOP_K
+  if name == "capacity":
+    return 4 * count * math.ceil(1.25 * choices / count) * WIDTH * size
+  return 5 * 4 * math.ceil(2.0 * choices / 4) * WIDTH * size
+
+
+def main() -> None:
+  """Measures and writes the record."""
+  title = __doc__.split("\n", 1)[0]
+  record = Record("experts", title, command="python -m benchmarks experts", notes=NOTES)
+  mesh = nxp.make_mesh(SIZES)
+  for count in (4, 8, 16, 32):
+    group, cases = f"{count} experts", {}
+    for name, layer in {"dense": dense, **WAYS}.items():
+      compiled, given = program(layer, mesh, count)
+      keys = iter(jax.random.split(jax.random.key(0), 9))
+      arrays = jax.tree.map(
+        lambda s, k=keys: jax.device_put(jax.random.normal(next(k), s.shape) / 8, s.sharding), given
+      )
+      cases[name] = functools.partial(compiled, *arrays)
+      temporaries = compiled.memory_analysis().temp_size_in_bytes / 2**20
+      record.value(f"{name}: temporaries of a device", temporaries, "MiB", group=group)
+    record.compare(measure(cases, rounds=9, warmup=2), baseline="dense", group=group)
+  for text in MACHINES:
+    if missing_compiler(read_machine(text)):
+      continue
+    dtype: Any = jnp.bfloat16 if text.startswith("tpu") else jnp.float32
+    for name, layer in WAYS.items():
+      compiled, _ = program(layer, nxp.topology_mesh(text, **SIZES), 8, dtype)
+      found = [c for c in collectives(compiled.as_text(), SIZES) if c.kind == "all-to-all"]
+      sent, wanted = (
+        sum(c.total_bytes for c in found if c.bytes > 8192),
+        analytic(name, 8, jnp.dtype(dtype).itemsize),
+      )
+      print(f"{text}: {name}: sends {sent}, must send {wanted}", flush=True)
+      record.value(f"{name}: sent in all-to-alls", sent, "bytes", group=text)
+      record.value(f"{name}: must be sent", wanted, "bytes", group=text)
+  record.write()
+
+
+if __name__ == "__main__":
+  main()

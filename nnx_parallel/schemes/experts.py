@@ -1,0 +1,599 @@
+"""Experts that a mesh axis splits: each token is sent to those that its router chose.
+
+Each device has some of the experts and some of the tokens. A token goes to the devices of its experts by an
+all-to-all, and the results come back by another. There are two forms of it:
+- With a capacity, an expert has so many slots for the tokens of each device (arXiv:2006.16668). All shapes
+  are fixed; tokens beyond the capacity are dropped, and counted.
+- Without one, no token is dropped (arXiv:2211.15841). Tokens are sorted by expert and exchanged in rounds:
+  one for a load that is nearly even, more for a skewed one. An expert computes its tokens by blocks, as many
+  as there are. `jax.lax.ragged_dot` would do so on TPUs only: on other devices it multiplies each row by all
+  experts, and takes functions that are products alone.
+
+The axes that split the tokens are manual here: sorting, exchange and sums are placed by hand. Other axes,
+such as one that splits the width of each expert, are left to the compiler.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.core import Tracer
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+from nnx_parallel.core.axes import axes_by_dim, entry_of
+from nnx_parallel.core.mesh import AnyMesh, axis_sizes
+from nnx_parallel.errors import SchemeError
+from nnx_parallel.layout.batch import batch_axes, position_axes
+from nnx_parallel.layout.constrain import surroundings
+from nnx_parallel.rules.ruleset import RuleSet
+from nnx_parallel.schemes.routing import Routing
+
+ExpertFn = Callable[[Any, Any], Any]
+
+
+def experts(
+  expert_fn: ExpertFn,
+  parameters: Any,
+  x: Any,
+  routing: Routing,
+  *,
+  axis: str = "expert",
+  capacity: float | None = None,
+  buffer: float = 2.0,
+  block: int = 512,
+) -> tuple[jax.Array, jax.Array]:
+  """Sends each token to its experts, and returns the weighted sums of their results.
+
+  The mesh is found as by `vocabulary_cross_entropy`. The axes of its batch and `axis` split the tokens; if
+  they do not divide them, the tokens are padded. Without a mesh, or on one without `axis`, each device
+  computes its own tokens, by the same code.
+
+  With `capacity`, an all-to-all carries `ceil(capacity * choices / experts)` slots for each pair of a device
+  and an expert, where `choices` are those of the device's tokens. All first choices come before all second
+  ones, and so on, each in the order of the tokens; what finds no slot is dropped, and adds nothing to its
+  token. So what is dropped depends on the number of devices.
+
+  Without it, no token is dropped, whatever the loads. A device sends to each other one up to
+  `ceil(buffer * choices / devices)` tokens in a round, and there are as many rounds as the fullest pair of
+  devices needs. The backward pass sends the tokens again, and computes the experts again.
+
+  Args:
+    expert_fn: one expert: `(parameters, rows) -> rows`, of its own parameters and of rows of shape
+      (rows, features). It must compute each row by itself, also one of zeros: empty slots have these. All
+      arrays that it uses are in `parameters`. On an Explicit mesh, a sum over a dim that another axis splits
+      needs its `out_sharding`, as anywhere.
+    parameters: arrays or Variables of global shape (experts, ...), in any pytree. `axis` splits dim 0; the
+      axes of the batch, as those of fsdp, are gathered; other axes, as those of tensor parallelism, stay.
+    x: of global shape (tokens..., features): (batch, seq, features), for example.
+    routing: of the tokens of `x`. A number that is no expert, such as -1 for padding, is no choice.
+    axis: the mesh axis that splits the experts; their number must be a multiple of its size.
+    capacity: the slots of an expert, as a multiple of those that an even load takes; None drops nothing.
+    buffer: the size of a round without capacity, as a multiple of what an even load takes.
+    block: the rows that an expert without capacity computes at a time; for an accelerator, some hundreds.
+
+  Returns:
+    The sums, of global shape (tokens..., features of the result), in the dtype of the results; and how many
+    choices of tokens were dropped, an int32 scalar: 0 without capacity.
+
+  Raises:
+    SchemeError: shapes that do not fit, a number of experts that is no multiple of the size of `axis`,
+      options that are not above 0, or an `axis` that is manual already.
+
+  Example:
+    >>> import jax, jax.numpy as jnp, nnx_parallel as nxp
+    >>> draw = jax.random.normal
+    >>> x, up, down = (draw(jax.random.key(i), s) for i, s in enumerate([(16, 8), (4, 8, 32), (4, 32, 8)]))
+    >>> def expert(p, rows):
+    ...   return jax.nn.silu(rows @ p["up"]) @ p["down"]
+    >>> with jax.set_mesh(nxp.make_mesh(data=2, expert=4)):
+    ...   y, dropped = nxp.experts(expert, {"up": up, "down": down}, x, nxp.route(x[:, :4], 2))
+    >>> y.shape, int(dropped)
+    ((16, 8), 0)
+
+  Source: GShard, arXiv:2006.16668; without capacity, MegaBlocks, arXiv:2211.15841.
+  """
+  leaves, structure = jax.tree.flatten(parameters, is_leaf=lambda leaf: isinstance(leaf, nnx.Variable))
+  weights: Any = jax.tree.unflatten(structure, [_array(leaf) for leaf in leaves])
+  count, top_k = routing.load.shape[0], routing.weights.shape[-1]
+  _check_shapes(weights, x, routing, {"capacity": capacity, "buffer": buffer, "block": block})
+  around = surroundings(x, *leaves)
+  sizes = {} if around.mesh is None else axis_sizes(around.mesh)
+  taken = around.manual | around.mapped
+  if axis in taken:
+    raise SchemeError(
+      f"the experts cannot be split over {axis!r}: this code is mapped over that axis already.",
+      details=f"axes of the enclosing shard_map or vmap: {', '.join(sorted(taken))}",
+      fix="call it outside of the shard_map, with global arrays.",
+    )
+  ways = sizes.get(axis, 1)
+  if count % ways:
+    raise SchemeError(
+      f"{count} experts cannot be split evenly over {axis}={ways}.",
+      fix=f"{count + -count % ways} experts, or a mesh on which {axis} is a divisor of {count}.",
+    )
+  free = {name: size for name, size in sizes.items() if size > 1 and name not in taken}
+  given, shape = [x, routing.weights, routing.experts], x.shape[:-1]
+  dims = _token_axes(RuleSet(logical=around.rules), sizes, free, axis, len(shape))
+  if any(n % _ways(free, names) for n, names in zip(shape, dims, strict=True)):
+    dims = (tuple(name for names in dims for name in names),)
+    # Padding chooses an expert that does not exist.
+    given = [
+      _flat(value, around.mesh, _ways(free, dims[0]), no)
+      for value, no in zip(given, (0, 0, count), strict=True)
+    ]
+  manual = tuple(name for names in dims for name in names)
+  tokens = math.prod(given[0].shape[:-1]) // _ways(free, manual)
+  choices = tokens * top_k
+  kind = _Kind(
+    expert_fn,
+    axis if ways > 1 else None,
+    ways,
+    count,
+    dims,
+    None if capacity is None else math.ceil(capacity * choices / count),
+    min(math.ceil(buffer * choices / ways), tokens * min(top_k, count // ways)),
+    block,
+    around.mesh if manual else None,
+  )
+  traced = any(isinstance(leaf, Tracer) for leaf in (*jax.tree.leaves(weights), *given))
+  run = _over_devices if traced else jax.jit(_over_devices, static_argnums=0)
+  result, dropped = run(kind, weights, *given)
+  if result.shape[:-1] != shape:
+    result = _whole(result, around.mesh)[: math.prod(shape)].reshape(*shape, result.shape[-1])
+  return result, dropped
+
+
+def _array(x: Any) -> jax.Array:
+  """The array of a Variable as the model sees it, without padding that it is stored with."""
+  return jnp.asarray(x.get_value() if isinstance(x, nnx.Variable) else x)
+
+
+def _token_axes(
+  rules: RuleSet, sizes: dict[str, int], free: dict[str, int], axis: str, rank: int
+) -> tuple[tuple[str, ...], ...]:
+  """The mesh axes of each dim of the tokens; that of the experts is the minor one of the batch."""
+  batch = batch_axes(rules, sizes) or ()
+  dims = [batch, tuple(name for name in position_axes(rules, sizes) if name not in batch)][:rank]
+  dims = [tuple(name for name in names if name in free) for names in dims]
+  if axis in free and not any(axis in names for names in dims):
+    dims[0] = (*dims[0], axis)
+  return (*dims, *[()] * (rank - len(dims)))
+
+
+def _ways(sizes: dict[str, int], names: Sequence[str]) -> int:
+  return math.prod(sizes[name] for name in names)
+
+
+def _flat(x: Any, mesh: AnyMesh | None, ways: int, fill: int) -> Any:
+  """The tokens in one dim, with some more of them, so that `ways` divides their number."""
+  x = _whole(x, mesh).reshape(-1, x.shape[-1])
+  return jnp.pad(x, ((0, -x.shape[0] % ways), (0, 0)), constant_values=fill)
+
+
+def _whole(x: Any, mesh: AnyMesh | None) -> Any:
+  """`x` without any axis in its type, on an Explicit mesh, where dims that are split have a fixed length."""
+  return x if mesh is None else _laid_out(x, mesh, frozenset(mesh.axis_names), PartitionSpec())
+
+
+@dataclasses.dataclass(frozen=True)
+class _Kind:
+  """The static choices of a call of `experts`.
+
+  Attributes:
+    function: one expert.
+    axis: the mesh axis of the experts; None for one device.
+    ways: its size.
+    experts: of all devices.
+    tokens: the mesh axes of each dim of the tokens.
+    capacity: slots for each pair of a device and an expert; None without capacity.
+    buffer: slots for each pair of devices in a round.
+    block: rows that an expert computes at a time.
+    mesh: None for one device.
+  """
+
+  function: ExpertFn
+  axis: str | None
+  ways: int
+  experts: int
+  tokens: tuple[tuple[str, ...], ...]
+  capacity: int | None
+  buffer: int
+  block: int
+  mesh: AnyMesh | None
+
+  @property
+  def own(self) -> int:
+    """The number of experts of a device."""
+    return self.experts // self.ways
+
+  @property
+  def manual(self) -> tuple[str, ...]:
+    """The axes that split the tokens."""
+    return tuple(name for names in self.tokens for name in names)
+
+  def exchanged(self, x: Any) -> Any:
+    """What the devices have for this one; dim 0 has equal parts for each device, or from each."""
+    return x if self.axis is None else jax.lax.all_to_all(x, self.axis, 0, 0, tiled=True)
+
+
+def _over_devices(kind: _Kind, parameters: Any, *given: Any) -> Any:
+  """The sums and the number of dropped choices, from global arrays."""
+
+  def local(parameters: Any, x: Any, weights: Any, experts: Any) -> Any:
+    flat = [value.reshape(-1, value.shape[-1]) for value in (x, weights, experts)]
+    if kind.capacity is not None:
+      result, dropped = _with_capacity(kind, parameters, *flat)
+      dropped = jax.lax.psum(dropped, kind.manual) if kind.manual else dropped
+    else:
+      result, dropped = _dropless(kind, parameters, *flat), jnp.int32(0)
+    return result.reshape(*x.shape[:-1], result.shape[-1]), dropped
+
+  if kind.mesh is None:
+    return local(parameters, *given)
+  mesh, manual = kind.mesh, frozenset(kind.manual)
+  split, own = PartitionSpec(*map(entry_of, kind.tokens)), PartitionSpec(kind.axis)
+  run = jax.shard_map(
+    local,
+    mesh=mesh if jax.sharding.get_abstract_mesh().empty else None,
+    in_specs=(own, split, split, split),
+    out_specs=(split, PartitionSpec()),
+    axis_names=set(manual),
+    check_vma=False,
+  )
+  parameters = jax.tree.map(lambda leaf: _laid_out(leaf, mesh, manual, own), parameters)
+  return run(parameters, *(_laid_out(value, mesh, manual, split) for value in given))
+
+
+def _laid_out(x: Any, mesh: AnyMesh, manual: frozenset[str], spec: PartitionSpec) -> Any:
+  """`x` with this spec of the manual axes in its type, on an Explicit mesh; elsewhere `x` itself."""
+  if AxisType.Explicit not in mesh.axis_types:
+    return x
+  before = axes_by_dim(getattr(jax.typeof(x).sharding, "spec", ()), x.ndim)
+  kept = [tuple(name for name in names if name not in manual) for names in before]
+  wanted = PartitionSpec(*(entry_of((*a, *b)) for a, b in zip(axes_by_dim(spec, x.ndim), kept, strict=True)))
+  active = not jax.sharding.get_abstract_mesh().empty
+  return jax.sharding.reshard(x, wanted if active else NamedSharding(mesh, wanted))  # pyright: ignore[reportArgumentType]
+
+
+# Slots: where the choices of tokens are put for the way to their experts. A slot has a choice or none, and a
+# choice a slot or none, so that both ways, and their gradients, are look-ups.
+
+
+@dataclasses.dataclass(frozen=True)
+class _Queues:
+  """The choices of a device's tokens, sorted by expert.
+
+  Choice `c` of token `t` has the number `c * tokens + t`: first choices come first.
+
+  Attributes:
+    order: the choices, sorted.
+    rank: the place of each choice in that order.
+    starts: of each expert, its first place.
+    ends: of each expert, the place after its last.
+    experts: of each choice.
+    exist: whether that is an expert, and no padding.
+  """
+
+  order: Any
+  rank: Any
+  starts: Any
+  ends: Any
+  experts: Any
+  exist: Any
+
+  @classmethod
+  def of(cls, experts: Any, count: int) -> _Queues:
+    """From the expert of each choice."""
+    order = jnp.argsort(experts, stable=True).astype(jnp.int32)
+    ordered, numbers = experts[order], jnp.arange(count, dtype=jnp.int32)
+    starts, ends = (
+      jnp.searchsorted(ordered, numbers, side=side).astype(jnp.int32) for side in ("left", "right")
+    )
+    exist = (experts >= 0) & (experts < count)
+    return cls(order, jnp.argsort(order).astype(jnp.int32), starts, ends, experts, exist)
+
+  def choices(self, places: Any, filled: Any) -> Any:
+    """The choice at each place, one that does not exist where it is not filled."""
+    total = self.order.shape[0]
+    return jnp.where(filled, self.order[jnp.clip(places, 0, total - 1)], total)
+
+
+@jax.custom_vjp
+def _sent(x: Any, choices: Any, slots: Any) -> Any:
+  """The token `[features]` of each slot; zeros in a slot without one.
+
+  Args:
+    x: `[tokens, features]`.
+    choices: the choice in each slot.
+    slots: the slot of each choice, `[choices, tokens]`.
+  """
+  tokens = jnp.where(choices < slots.size, choices % slots.shape[1], slots.shape[1])
+  return x.at[tokens].get(mode="fill", fill_value=0)
+
+
+def _unsent(kept: Any, g: Any) -> Any:
+  found = g.at[kept].get(mode="fill", fill_value=0)
+  return found.astype(jnp.float32).sum(0).astype(g.dtype), None, None
+
+
+_sent.defvjp(lambda x, choices, slots: (_sent(x, choices, slots), slots), _unsent)
+
+
+@jax.custom_vjp
+def _summed(rows: Any, weights: Any, choices: Any, slots: Any) -> Any:
+  """The weighted sum of each token's results.
+
+  Args:
+    rows: the result of each slot.
+    weights: of each choice, `[choices, tokens]`, float32.
+    choices: the choice in each slot.
+    slots: the slot of each choice, `[choices, tokens]`.
+  """
+  found = rows.at[slots].get(mode="fill", fill_value=0).astype(jnp.float32)
+  return (found * weights[..., None]).sum(0).astype(rows.dtype)
+
+
+def _unsummed(kept: Any, g: Any) -> Any:
+  rows, weights, choices, slots = kept
+  wide = _sent(g, choices, slots).astype(jnp.float32)
+  own = weights.reshape(-1).at[choices].get(mode="fill", fill_value=0)
+  found = rows.at[slots].get(mode="fill", fill_value=0).astype(jnp.float32)
+  by_weight = (found * g.astype(jnp.float32)[None]).sum(-1)
+  return (wide * own[:, None]).astype(rows.dtype), by_weight, None, None
+
+
+_summed.defvjp(lambda *given: (_summed(*given), given), _unsummed)
+
+
+def _with_capacity(kind: _Kind, parameters: Any, x: Any, weights: Any, experts: Any) -> tuple[Any, Any]:
+  """The sums of a device's tokens `[tokens, features]`, and how many of its choices were dropped."""
+  assert kind.capacity is not None
+  size = kind.capacity
+  by_choice = experts.T
+  queues = _Queues.of(by_choice.reshape(-1), kind.experts)
+  places = queues.starts[:, None] + jnp.arange(size, dtype=jnp.int32)[None]
+  choices = queues.choices(places, places < queues.ends[:, None]).reshape(-1)
+  exists = queues.exist
+  own = jnp.where(exists, queues.experts, 0)
+  at = queues.rank - queues.starts[own]
+  slots = jnp.where(exists & (at < size), own * size + at, choices.size).reshape(by_choice.shape)
+  rows = kind.exchanged(_sent(x, choices, slots).reshape(kind.experts, size, -1))
+  rows = rows.reshape(kind.ways, kind.own, size, -1).swapaxes(0, 1).reshape(kind.own, kind.ways * size, -1)
+  done = jax.vmap(kind.function)(parameters, rows)
+  _check_rows(rows, done)
+  rows = done.reshape(kind.own, kind.ways, size, -1).swapaxes(0, 1).reshape(kind.experts, size, -1)
+  result = _summed(kind.exchanged(rows).reshape(choices.size, -1), weights.T, choices, slots)
+  return result, jnp.maximum(queues.ends - queues.starts - size, 0).sum(dtype=jnp.int32)
+
+
+# Without capacity: rounds of exchange, and in each of them blocks of rows of one expert.
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class _Rounds:
+  """What a device sends and gets in each round.
+
+  Attributes:
+    kind: the static choices.
+    order: the choices, sorted by expert, so also by device.
+    places: the place of each choice among those for the same device, `[choices, tokens]`; beyond all of them
+      for padding.
+    to: the device of each choice, `[choices, tokens]`.
+    starts: of each device, the first of its choices in that order.
+    sizes: of each device, how many choices are for it.
+    arriving: of each device, how many choices it has for this device's first experts: `[devices, experts]`,
+      running sums.
+    count: of rounds.
+  """
+
+  kind: _Kind = dataclasses.field(metadata={"static": True})
+  order: Any
+  places: Any
+  to: Any
+  starts: Any
+  sizes: Any
+  arriving: Any
+  count: Any
+
+  @classmethod
+  def of(cls, kind: _Kind, experts: Any) -> _Rounds:
+    """From the experts of each token `[tokens, choices]`."""
+    queues = _Queues.of(experts.T.reshape(-1), kind.experts)
+    loads = (queues.ends - queues.starts).reshape(kind.ways, kind.own)
+    starts, sizes = queues.starts.reshape(loads.shape)[:, 0], loads.sum(1, dtype=jnp.int32)
+    exists = queues.exist
+    to = jnp.where(exists, queues.experts, 0) // kind.own
+    places = jnp.where(exists, queues.rank - starts[to], queues.rank.size)
+    count: Any = 1
+    if kind.buffer < experts.shape[0] * min(experts.shape[1], kind.own):
+      count = jax.lax.pmax(-(-sizes.max() // kind.buffer), kind.manual)
+    arriving = jnp.cumsum(kind.exchanged(loads), 1, dtype=jnp.int32)
+    shape = experts.T.shape
+    return cls(kind, queues.order, places.reshape(shape), to.reshape(shape), starts, sizes, arriving, count)
+
+  def run(self, visit: Callable[[Any, Any], Any], state: Any) -> Any:
+    """The state after all rounds."""
+    return visit(0, state) if isinstance(self.count, int) else jax.lax.fori_loop(0, self.count, visit, state)
+
+  def pairs(self, n: Any) -> tuple[Any, Any]:
+    """The choice in each slot of a round, and the slot of each choice."""
+    size = self.kind.buffer
+    own = jnp.arange(size, dtype=jnp.int32)[None] + n * size
+    places, total = self.starts[:, None] + own, self.order.size
+    choices = jnp.where(own < self.sizes[:, None], self.order[jnp.clip(places, 0, total - 1)], total)
+    at = self.places - n * size
+    slots = jnp.where((at >= 0) & (at < size), self.to * size + at, choices.size)
+    return choices.reshape(-1), slots
+
+  def blocks(self, n: Any) -> _Blocks:
+    """The rows that arrive in a round, by experts."""
+    size = self.kind.buffer
+    numbers = jnp.arange(size, dtype=jnp.int32) + n * size
+    experts = (self.arriving[:, :, None] <= numbers[None, None]).sum(1, dtype=jnp.int32)
+    return _Blocks.of(self.kind, experts.reshape(-1))
+
+
+@dataclasses.dataclass(frozen=True)
+class _Blocks:
+  """Rows sorted by expert, in blocks of one expert each; the last one of an expert may be part full.
+
+  Attributes:
+    size: rows of a block.
+    order: the rows, sorted.
+    rank: the place of each row in that order.
+    starts: of each expert, its first place.
+    ends: of each expert, the place after its last.
+    last: of each expert, the number of the block after its last.
+  """
+
+  size: int
+  order: Any
+  rank: Any
+  starts: Any
+  ends: Any
+  last: Any
+
+  @classmethod
+  def of(cls, kind: _Kind, experts: Any) -> _Blocks:
+    """From the expert of each row; beyond the last one for an empty row."""
+    queues = _Queues.of(experts, kind.own)
+    size = min(kind.block, experts.size)
+    last = jnp.cumsum(-(-(queues.ends - queues.starts) // size), dtype=jnp.int32)
+    return cls(size, queues.order, queues.rank, queues.starts, queues.ends, last)
+
+  def run(self, visit: Callable[..., Any], state: Any) -> Any:
+    """The state after all blocks: `visit(expert, rows, exists, place, state)`, where `place` is of the first.
+
+    Rows that do not exist are copies of the last one that does.
+    """
+
+    def body(n: Any, state: Any) -> Any:
+      expert = (self.last <= n).sum(dtype=jnp.int32)
+      before = jnp.where(expert > 0, self.last[expert - 1], 0)
+      place = self.starts[expert] + (n - before) * self.size
+      places = place + jnp.arange(self.size, dtype=jnp.int32)
+      rows = self.order[jnp.minimum(places, self.ends[expert] - 1)]
+      return visit(expert, rows, places < self.ends[expert], place, state)
+
+    return jax.lax.fori_loop(0, self.last[-1], body, state)
+
+  def zeros(self, row: Any) -> Any:
+    """Room for a result of each row, sorted, and for the last block."""
+    return jnp.zeros((self.order.size + self.size, *row.shape[1:]), row.dtype)
+
+  def unsorted(self, x: Any) -> Any:
+    """What was put at the places of rows, in the order of the rows."""
+    return x[self.rank]
+
+
+def _of_one(parameters: Any, expert: Any = 0) -> Any:
+  return jax.tree.map(lambda leaf: jax.lax.dynamic_index_in_dim(leaf, expert, 0, False), parameters)
+
+
+def _put(x: Any, rows: Any, place: Any) -> Any:
+  """Rows at their place; what lies behind those that exist is overwritten by the next block, or not read."""
+  return jax.lax.dynamic_update_slice_in_dim(x, rows.astype(x.dtype), place, 0)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _dropless(kind: _Kind, parameters: Any, x: Any, weights: Any, experts: Any) -> Any:
+  """The sums of a device's tokens `[tokens, features]`."""
+  return _dropless_forward(kind, parameters, x, weights, experts)[0]
+
+
+def _dropless_forward(kind: _Kind, parameters: Any, x: Any, weights: Any, experts: Any) -> tuple[Any, Any]:
+  rounds = _Rounds.of(kind, experts)
+  row = jax.eval_shape(kind.function, _of_one(parameters), x)
+  _check_rows(x, row)
+
+  def visit(n: Any, total: Any) -> Any:
+    pairs, blocks = rounds.pairs(n), rounds.blocks(n)
+    arrived = kind.exchanged(_sent(x, *pairs))
+
+    def block(expert: Any, rows: Any, _: Any, place: Any, done: Any) -> Any:
+      return _put(done, kind.function(_of_one(parameters, expert), arrived[rows]), place)
+
+    done = blocks.unsorted(blocks.run(block, blocks.zeros(row)))
+    return total + _summed(kind.exchanged(done), weights.T, *pairs).astype(jnp.float32)
+
+  total = rounds.run(visit, jnp.zeros(row.shape, jnp.float32))
+  return total.astype(row.dtype), (rounds, parameters, x, weights)
+
+
+def _dropless_backward(kind: _Kind, kept: Any, g: Any) -> Any:
+  rounds, parameters, x, weights = kept
+  real = [jnp.issubdtype(leaf.dtype, jnp.floating) for leaf in jax.tree.leaves(parameters)]
+
+  def visit(n: Any, state: Any) -> Any:
+    by_parameter, by_x, by_weight = state
+    pairs, blocks = rounds.pairs(n), rounds.blocks(n)
+    choices, slots = pairs
+    own = weights.T.reshape(-1).at[choices].get(mode="fill", fill_value=0)
+    arrived, slopes, shares = (kind.exchanged(value) for value in (_sent(x, *pairs), _sent(g, *pairs), own))
+
+    def block(expert: Any, rows: Any, exists: Any, place: Any, state: Any) -> Any:
+      by_parameter, by_row, by_share = state
+      result, back = jax.vjp(kind.function, _of_one(parameters, expert), arrived[rows])
+      slope, share = slopes[rows].astype(jnp.float32), jnp.where(exists, shares[rows], 0)
+      added, by_rows = back((slope * share[:, None]).astype(result.dtype))
+      added = [leaf for leaf, is_real in zip(jax.tree.leaves(added), real, strict=True) if is_real]
+      by_parameter = [
+        total.at[expert].add(leaf.astype(total.dtype))
+        for total, leaf in zip(by_parameter, added, strict=True)
+      ]
+      shares_of = (slope * result.astype(jnp.float32)).sum(-1)
+      return by_parameter, _put(by_row, by_rows, place), _put(by_share, shares_of, place)
+
+    start = by_parameter, blocks.zeros(x), blocks.zeros(own)
+    by_parameter, by_row, by_share = blocks.run(block, start)
+    by_row, by_share = (kind.exchanged(blocks.unsorted(value)) for value in (by_row, by_share))
+    by_row, by_share = (value.at[slots].get(mode="fill", fill_value=0) for value in (by_row, by_share))
+    return by_parameter, by_x + by_row.astype(jnp.float32).sum(0), by_weight + by_share
+
+  leaves, structure = jax.tree.flatten(parameters)
+  zeros = [jnp.zeros_like(leaf, jnp.float32) for leaf, is_real in zip(leaves, real, strict=True) if is_real]
+  start = zeros, jnp.zeros(x.shape, jnp.float32), jnp.zeros(weights.T.shape, jnp.float32)
+  sums, by_x, by_weight = rounds.run(visit, start)
+  found = iter(sums)
+  by_leaf = [next(found).astype(leaf.dtype) if own else None for leaf, own in zip(leaves, real, strict=True)]
+  return jax.tree.unflatten(structure, by_leaf), by_x.astype(x.dtype), by_weight.T, None
+
+
+_dropless.defvjp(_dropless_forward, _dropless_backward)
+
+
+def _check_shapes(parameters: Any, x: Any, routing: Routing, options: dict[str, float | None]) -> None:
+  for name, value in options.items():
+    if value is not None and not value > 0:
+      raise SchemeError(f"{name}={value!r} is not above 0.", fix=f"{name}=2, for example.")
+  found, count = routing.experts.shape, routing.load.shape[0]
+  if x.ndim < 2 or x.shape[:-1] != found[:-1] or routing.weights.shape != found:
+    raise SchemeError(
+      "the routing is not that of these tokens.",
+      details=f"x {x.shape}, experts {found}, weights {routing.weights.shape}",
+      fix="x (tokens..., features), and nxp.route(logits, top_k) of logits (tokens..., experts).",
+    )
+  for path, leaf in jax.tree_util.tree_leaves_with_path(parameters):
+    if leaf.ndim < 1 or leaf.shape[0] != count:
+      raise SchemeError(
+        f"the parameters of {count} experts have one expert for each index of dim 0.",
+        details=f"parameters{jax.tree_util.keystr(path)} {leaf.shape}",
+        fix=f"shape ({count}, ...), and logits (tokens..., {count}).",
+      )
+
+
+def _check_rows(rows: Any, found: Any) -> None:
+  if not hasattr(found, "shape") or found.shape[:-1] != rows.shape[:-1]:
+    raise SchemeError(
+      "an expert returns one row for each row that it is given.",
+      details=f"rows {rows.shape}, result {jax.tree.map(jnp.shape, found)}",
+      fix="lambda p, rows: jax.nn.silu(rows @ p['up']) @ p['down'], for example.",
+    )

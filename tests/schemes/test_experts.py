@@ -1,0 +1,557 @@
+"""Experts that a mesh axis splits compute what every expert on every token, masked, does."""
+
+from __future__ import annotations
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+import nnx_parallel as nxp
+from nnx_parallel.errors import SchemeError
+from nnx_parallel.report.program.collectives import collectives
+
+WIDTH, HIDDEN = 6, 10
+
+
+@pytest.fixture(autouse=True)
+def as_users_have_it():
+  """jax's own promotion."""
+  with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
+    yield
+
+
+def gated(p, rows):
+  wide = jax.nn.silu(rows @ p["gate"]) * (rows @ p["up"])
+  # On an Explicit mesh, a sum over a dim that tensor splits says how its result is laid out.
+  explicit = AxisType.Explicit in jax.sharding.get_abstract_mesh().axis_types
+  out = {"out_sharding": PartitionSpec(None, None)} if explicit else {}
+  return jnp.matmul(wide, p["down"], **out) + p["bias"]
+
+
+def dense(expert, parameters, x, routing):
+  """Every expert on every token, masked."""
+  flat = x.reshape(-1, x.shape[-1])
+  results = jax.vmap(expert, (0, None))(parameters, flat)
+  chosen = jax.nn.one_hot(routing.experts.reshape(flat.shape[0], -1), results.shape[0])
+  weights = (chosen * routing.weights.reshape(flat.shape[0], -1, 1)).sum(1)
+  return jnp.einsum("etd,te->td", results, weights).reshape(*x.shape[:-1], -1)
+
+
+def drawn(tokens, experts, seed=0):
+  """Parameters, tokens, a router, and the weights of a loss."""
+  draw = np.random.default_rng(seed).normal
+  shapes = {"gate": (WIDTH, HIDDEN), "up": (WIDTH, HIDDEN), "down": (HIDDEN, WIDTH), "bias": (WIDTH,)}
+  parameters = {k: draw(size=(experts, *shape)).astype(np.float32) / 2 for k, shape in shapes.items()}
+  x, w = draw(size=(2, *tokens, WIDTH)).astype(np.float32)
+  return parameters, x, draw(size=(WIDTH, experts)).astype(np.float32), w
+
+
+def loss(layer, top_k, parameters, x, router, w):
+  routing = nxp.route(x @ router, top_k)
+  result = layer(gated, parameters, x, routing)
+  y, dropped = result if isinstance(result, tuple) else (result, 0)
+  value = jnp.sum(y * w) + 0.1 * routing.auxiliary_loss + 0.01 * routing.z_loss
+  return value, (y, dropped, routing.load)
+
+
+def with_gradients(layer, top_k):
+  return jax.jit(jax.value_and_grad(functools.partial(loss, layer, top_k), (0, 1, 2), has_aux=True))
+
+
+@functools.cache
+def wanted(tokens, experts, top_k):
+  return with_gradients(dense, top_k)(*drawn(tokens, experts))
+
+
+def check(found, wanted):
+  """Values, results, loads and gradients; nothing is dropped."""
+  for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
+    np.testing.assert_allclose(np.asarray(a), b, rtol=1e-5, atol=1e-5)
+
+
+LAYERS = {
+  "capacity": functools.partial(nxp.experts, capacity=8.0),
+  "dropless": functools.partial(nxp.experts, block=4),
+  "rounds": functools.partial(nxp.experts, block=3, buffer=0.5),
+}
+BY_DATA, BY_TENSOR, BY_FSDP = (
+  {"data": 2, "expert": 4},
+  {"data": 2, "expert": 2, "tensor": 2},
+  {"fsdp": 2, "expert": 2, "tensor": 2},
+)
+SIZES = {
+  "capacity": ("capacity", BY_DATA, (8, 5), 8, 2, False),
+  "dropless": ("dropless", BY_DATA, (8, 5), 8, 2, False),
+  "rounds": ("rounds", BY_DATA, (8, 5), 8, 2, False),
+  "capacity, odd": ("capacity", BY_DATA, (3, 7), 4, 3, False),
+  "dropless, odd": ("dropless", BY_DATA, (3, 7), 4, 3, False),
+  "rounds, odd": ("rounds", BY_DATA, (5, 3), 8, 2, True),
+  "capacity, one expert each": ("capacity", {"expert": 8}, (16,), 8, 1, False),
+  "rounds, one expert each": ("rounds", {"expert": 8}, (16,), 8, 1, False),
+  "capacity, tensor": ("capacity", BY_TENSOR, (8, 3), 4, 2, False),
+  "dropless, tensor": ("dropless", BY_TENSOR, (8, 3), 4, 2, False),
+  "capacity, fsdp": ("capacity", BY_FSDP, (4, 2, 3), 6, 2, False),
+  "rounds, fsdp": ("rounds", BY_FSDP, (4, 2, 3), 6, 2, False),
+  "capacity, explicit": ("capacity", {"fsdp": 2, "expert": 4}, (8, 3), 4, 2, True),
+  "dropless, explicit": ("dropless", {"fsdp": 2, "expert": 4}, (8, 3), 4, 2, True),
+  "capacity, explicit and tensor": ("capacity", BY_FSDP, (8, 3), 4, 2, True),
+  "dropless, explicit and tensor": ("dropless", BY_FSDP, (8, 3), 4, 2, True),
+  "capacity, no axis": ("capacity", {"data": 8}, (9,), 3, 2, False),
+  "dropless, no axis": ("dropless", {"data": 8}, (9,), 3, 2, False),
+}
+
+
+@pytest.mark.parametrize("case", SIZES)
+def test_values_and_gradients_are_those_of_every_expert_on_every_token(case):
+  layer, shape, tokens, experts, top_k, explicit = SIZES[case]
+  parameters, *given = drawn(tokens, experts)
+  mesh = nxp.make_mesh(shape, explicit=explicit)
+  fsdp, tensor = (name if name in shape else None for name in ("fsdp", "tensor"))
+  axis = "expert" if "expert" in shape else None
+  wide, high = PartitionSpec(axis, fsdp, tensor), PartitionSpec(axis, tensor, fsdp)
+  layouts = {"gate": wide, "up": wide, "down": high, "bias": PartitionSpec(axis)}
+  placed = {k: jax.device_put(v, NamedSharding(mesh, layouts[k])) for k, v in parameters.items()}
+  with jax.set_mesh(mesh):
+    found = with_gradients(LAYERS[layer], top_k)(placed, *given)
+  check(found, wanted(tokens, experts, top_k))
+
+
+def test_without_a_mesh_and_outside_of_jit():
+  parameters, x, router, _ = drawn((7, 3), 4)
+  routing = nxp.route(x @ router, 2)
+  wanted = dense(gated, parameters, x, routing)
+  for layer in LAYERS.values():
+    y, dropped = layer(gated, parameters, jnp.asarray(x), routing)
+    np.testing.assert_allclose(y, wanted, atol=1e-5)
+    assert int(dropped) == 0
+  mesh = nxp.make_mesh(data=2, expert=4)
+  placed = jax.device_put(x, NamedSharding(mesh, PartitionSpec()))
+  y, _ = nxp.experts(gated, jax.device_put(parameters, NamedSharding(mesh, PartitionSpec())), placed, routing)
+  np.testing.assert_allclose(y, wanted, atol=1e-5)
+
+
+# Tokens are conserved. Each expert marks its rows with its number, so that the sum of a token counts who
+# computed it.
+
+TOKENS, EXPERTS, TOP_K = 24, 8, 3
+MESH = BY_DATA
+
+
+def mark(own, rows):
+  return jnp.broadcast_to(own, (rows.shape[0], EXPERTS)) * (rows[:, :1] + 1)
+
+
+@functools.cache
+def counting(**options):
+  marks = np.eye(EXPERTS, dtype=np.float32)
+
+  @jax.jit
+  def counted(experts):
+    weights = jnp.ones(experts.shape)
+    routing = nxp.Routing(weights, experts, 0.0, 0.0, jnp.zeros(EXPERTS, jnp.int32))
+    return nxp.experts(mark, marks, jnp.zeros((TOKENS, 1)), routing, **options)
+
+  def run(experts):
+    with jax.set_mesh(nxp.make_mesh(MESH)):
+      return jax.tree.map(np.asarray, counted(experts))
+
+  return run
+
+
+def skewed(seed, skew):
+  """Distinct experts of each token; those with low numbers are chosen more often."""
+  draw = np.random.default_rng(seed)
+  scores = draw.gumbel(size=(TOKENS, EXPERTS)) - skew * np.arange(EXPERTS)
+  return np.argsort(-scores, -1)[:, :TOP_K].astype(np.int32)
+
+
+def by_expert(experts):
+  return np.eye(EXPERTS + 1)[experts].sum(1)[:, :EXPERTS]
+
+
+ROUTED = {"seed": st.integers(0, 10**6), "skew": st.sampled_from([0.0, 0.5, 2.0, 20.0])}
+
+
+@settings(max_examples=25, deadline=None)
+@given(**ROUTED, buffer=st.sampled_from([0.3, 1.0, 2.0]))
+def test_each_choice_is_computed_exactly_once(seed, skew, buffer):
+  experts = skewed(seed, skew)
+  found, dropped = counting(buffer=buffer, block=5)(experts)
+  np.testing.assert_array_equal(found, by_expert(experts))
+  assert dropped == 0
+
+
+@settings(max_examples=25, deadline=None)
+@given(**ROUTED, capacity=st.sampled_from([0.5, 1.0, 1.5]))
+def test_with_a_capacity_the_last_choices_are_dropped_and_counted(seed, skew, capacity):
+  experts = skewed(seed, skew)
+  found, dropped = counting(capacity=capacity)(experts)
+  assert found.sum() + dropped == experts.size
+  own = TOKENS // 8  # each device has slots for its own tokens
+  slots = math.ceil(capacity * own * TOP_K / EXPERTS)
+  kept = np.zeros((TOKENS, EXPERTS))
+  for first in range(0, TOKENS, own):
+    used = np.zeros(EXPERTS, int)
+    for choice in range(TOP_K):
+      for token in range(first, first + own):
+        expert = experts[token, choice]
+        kept[token, expert] += used[expert] < slots
+        used[expert] += 1
+  np.testing.assert_array_equal(found, kept)
+
+
+@pytest.mark.parametrize("options", [{"block": 4}, {"capacity": 8.0}], ids=["dropless", "capacity"])
+def test_a_choice_of_no_expert_is_not_computed_and_not_dropped(options):
+  experts = skewed(0, 0.0)
+  experts[::3] = -1
+  experts[1, 1] = EXPERTS
+  found, dropped = counting(**options)(experts)
+  np.testing.assert_array_equal(found, by_expert(np.where(experts < 0, EXPERTS, experts)))
+  assert dropped == 0
+
+
+def test_an_expert_that_gets_all_tokens_takes_rounds_and_gradients_stay_right():
+  given = drawn((16,), 8)
+  given[1][:, 0] = 4
+  given[2][0] = np.linspace(30, 0, 8)
+  plain = with_gradients(dense, 2)(*given)
+  with jax.set_mesh(nxp.make_mesh(MESH)):
+    found = with_gradients(functools.partial(nxp.experts, block=4, buffer=1.0), 2)(*given)
+  assert int(found[0][1][2].max()) == 16
+  check(found, plain)
+
+
+def test_dropped_choices_have_no_gradient():
+  experts = np.zeros((TOKENS, 1), np.int32)
+
+  def summed(weights, x):
+    routing = nxp.Routing(weights, experts, 0.0, 0.0, jnp.zeros(EXPERTS, jnp.int32))
+    y, dropped = nxp.experts(mark, np.eye(EXPERTS, dtype=np.float32), x, routing, capacity=4.0)
+    return y.sum(), dropped
+
+  with jax.set_mesh(nxp.make_mesh(MESH)):
+    run = jax.jit(jax.grad(summed, (0, 1), has_aux=True))
+    (by_weight, by_x), dropped = run(jnp.ones((TOKENS, 1)), jnp.zeros((TOKENS, 1)))
+  own, slots = TOKENS // 8, math.ceil(4.0 * TOKENS / 8 / EXPERTS)
+  kept = np.arange(TOKENS) % own < slots
+  assert int(dropped) == (~kept).sum() > 0
+  np.testing.assert_array_equal(by_weight[:, 0], kept)
+  np.testing.assert_array_equal(by_x[:, 0], kept)
+
+
+@pytest.mark.parametrize("layer", LAYERS)
+def test_bfloat16_is_as_good_as_that_of_one_device(layer):
+  parameters, x, router, _ = drawn((16,), 4)
+  low = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), (parameters, jnp.asarray(x)))
+  routing = nxp.route(x @ router, 2)
+  exact = dense(gated, *jax.tree.map(lambda leaf: leaf.astype(jnp.float32), low), routing)
+  plain = dense(gated, *low, routing).astype(jnp.float32)
+  with jax.set_mesh(nxp.make_mesh(MESH)):
+    y, _ = jax.jit(functools.partial(LAYERS[layer], gated))(*low, routing)
+  assert y.dtype == jnp.bfloat16
+  assert abs(y.astype(jnp.float32) - exact).max() <= 2 * abs(plain - exact).max()
+
+
+def test_inside_a_shard_map_over_the_batch():
+  parameters, x, router, _ = drawn((16,), 4)
+  mesh = nxp.make_mesh(MESH)
+
+  def local(x, parameters):
+    return nxp.experts(gated, parameters, x, nxp.route(x @ router, 2))[0]
+
+  specs = PartitionSpec("data"), PartitionSpec()
+  run = jax.shard_map(
+    local, mesh=mesh, in_specs=specs, out_specs=specs[0], axis_names={"data"}, check_vma=False
+  )
+  y = jax.jit(run)(x, parameters)
+  np.testing.assert_allclose(y, dense(gated, parameters, x, nxp.route(x @ router, 2)), atol=1e-5)
+
+
+# What is sent.
+
+
+def compiled(layer, mesh, tokens=256, experts=8, top_k=2):
+  """The gradients, with the batch over all axes but tensor, and weights over fsdp and tensor too."""
+  batch = tuple(name for name in mesh.axis_names if name != "tensor")
+  fsdp, tensor = (name if name in mesh.axis_names else None for name in ("fsdp", "tensor"))
+
+  def struct(shape, dtype, *spec):
+    return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, PartitionSpec(*spec)))
+
+  up = struct((experts, 16, 32), jnp.float32, "expert", fsdp, tensor)
+  down = struct((experts, 32, 16), jnp.float32, "expert", tensor, fsdp)
+  given = (up, down), struct((tokens, 16), jnp.float32, batch), struct((tokens, experts), jnp.float32, batch)
+
+  def loss(parameters, x, logits):
+    def expert(p, rows):
+      return jax.nn.silu(rows @ p[0]) @ p[1]
+
+    y, _ = layer(expert, parameters, x, nxp.route(logits, top_k))
+    return (y.astype(jnp.float32) ** 2).sum()
+
+  with jax.set_mesh(mesh):
+    return jax.jit(jax.grad(loss, (0, 1, 2))).lower(*given).compile()
+
+
+def sent(program, mesh, kind):
+  found = collectives(program.as_text(), dict(mesh.shape))
+  return sorted((c.axes, c.bytes * c.times) for c in found if c.kind == kind and c.bytes * c.times > 64)
+
+
+def test_a_capacity_sends_its_slots_there_and_back_and_their_gradients():
+  mesh = nxp.make_mesh(data=2, expert=4)
+  program = compiled(functools.partial(nxp.experts, capacity=1.25), mesh)
+  slots = 8 * math.ceil(1.25 * 256 // 8 * 2 / 8)
+  assert sent(program, mesh, "all-to-all") == [(("expert",), slots * 16 * 4)] * 4
+  assert {c.kind for c in collectives(program.as_text(), dict(mesh.shape))} == {"all-to-all", "all-reduce"}
+  weights = 2 * 8 // 4 * 16 * 32 * 4
+  assert sum(size for _, size in sent(program, mesh, "all-reduce")) == weights
+
+
+def test_a_round_sends_tokens_twice_forward_and_three_times_backward():
+  mesh = nxp.make_mesh(data=2, expert=4)
+  program = compiled(functools.partial(nxp.experts, buffer=1.5, block=16), mesh)
+  slots = 4 * math.ceil(1.5 * 256 // 8 * 2 / 4)
+  wanted = [slots * 4] * 2 + [slots * 16 * 4] * 5  # the weights of the choices, and the tokens
+  assert sent(program, mesh, "all-to-all") == [(("expert",), size) for size in wanted]
+
+
+@pytest.mark.parametrize("layer", ["capacity", "dropless"])
+def test_what_fsdp_and_tensor_split_is_gathered_once_or_stays(layer):
+  mesh = nxp.make_mesh(fsdp=2, expert=2, tensor=2)
+  program = compiled(LAYERS[layer], mesh)
+  own = 8 // 2 * 16 * 32 // 2 * 4
+  gathered = sent(program, mesh, "all-gather")
+  assert {axes for axes, _ in gathered} == {("fsdp",)}
+  assert sum(size for _, size in gathered) == 2 * own
+  summed = [size for axes, size in sent(program, mesh, "all-reduce") if axes == ("fsdp",)]
+  assert sum(summed) == 2 * own
+  kinds = {c.kind for c in collectives(program.as_text(), dict(mesh.shape))}
+  assert kinds == {"all-gather", "all-reduce", "all-to-all"}
+
+
+def test_a_router_gathers_no_tokens():
+  mesh = nxp.make_mesh(data=2, expert=4)
+  logits = jax.ShapeDtypeStruct(
+    (64, 8), np.float32, sharding=NamedSharding(mesh, PartitionSpec(("data", "expert")))
+  )
+
+  def run(logits):
+    routing = nxp.route(logits, 2)
+    return routing.weights.sum() + routing.auxiliary_loss + routing.z_loss
+
+  program = jax.jit(jax.value_and_grad(run)).lower(logits).compile()
+  found = collectives(program.as_text(), dict(mesh.shape))
+  assert {c.kind for c in found} == {"all-reduce"}
+  assert max(c.bytes for c in found) <= 2 * 8 * 4
+
+
+# The router.
+
+
+@pytest.mark.parametrize("score", ["softmax", "sigmoid"])
+@pytest.mark.parametrize("normalize", [False, True])
+def test_a_router_chooses_the_best_and_weighs_them_by_their_scores(score, normalize):
+  logits = np.random.default_rng(0).normal(size=(5, 3, 7)).astype(np.float32)
+  scores = jax.nn.softmax(logits) if score == "softmax" else jax.nn.sigmoid(logits)
+  weights, experts = jax.lax.top_k(scores, 2)
+  weights = weights / weights.sum(-1, keepdims=True) if normalize else weights
+  with jax.set_mesh(nxp.make_mesh(MESH)):
+    found = jax.jit(functools.partial(nxp.route, top_k=2, score=score, normalize=normalize))(logits)
+  np.testing.assert_array_equal(found.experts, experts)
+  np.testing.assert_allclose(found.weights, weights, rtol=1e-6)
+  load = np.bincount(np.asarray(experts).reshape(-1), minlength=7)
+  np.testing.assert_array_equal(found.load, load)
+  parts = np.asarray(scores / scores.sum(-1, keepdims=True)).reshape(-1, 7).mean(0)
+  np.testing.assert_allclose(found.auxiliary_loss, 7 * (load / load.sum() * parts).sum(), rtol=1e-5)
+  logsumexp = np.log(np.exp(logits).sum(-1))
+  np.testing.assert_allclose(found.z_loss, (logsumexp**2).mean(), rtol=1e-5)
+
+
+def test_even_loads_have_the_loss_one_and_equal_scores_choose_different_experts():
+  routing = nxp.route(jnp.zeros((4, 6)), 6)
+  assert sorted(routing.experts[0].tolist()) == list(range(6))
+  assert float(routing.auxiliary_loss) == pytest.approx(1)
+  masked = nxp.route(jnp.array([[0.0, -jnp.inf, -jnp.inf]]), 3)
+  assert sorted(masked.experts[0].tolist()) == [0, 1, 2]
+
+
+def test_a_bias_changes_the_choice_and_not_the_weights():
+  logits = jnp.array([[2.0, 1.0, 0.0]])
+
+  def weighed(bias, logits):
+    return nxp.route(logits, 1, score="sigmoid", bias=bias, normalize=False).weights.sum()
+
+  bias = jnp.array([-1.0, 0.0, 0.0])
+  assert nxp.route(logits, 1, score="sigmoid", bias=bias).experts.tolist() == [[1]]
+  assert float(weighed(bias, logits)) == pytest.approx(float(jax.nn.sigmoid(1.0)))
+  assert not jax.grad(weighed)(bias, logits).any()
+
+
+def test_a_bias_that_follows_the_loads_balances_them():
+  logits = np.random.default_rng(0).normal(size=(512, 8)).astype(np.float32) + np.linspace(2, 0, 8)
+
+  @jax.jit
+  def next_bias(bias):
+    routing = nxp.route(logits, 2, score="sigmoid", bias=bias)
+    return nxp.balanced_bias(bias, routing.load, 0.005), routing.load
+
+  bias, loads = jnp.zeros(8), []
+  for _ in range(200):
+    bias, load = next_bias(bias)
+    loads.append(np.asarray(load))
+  assert loads[0].max() > 1.8 * loads[0].mean()
+  assert loads[-1].max() < 1.2 * loads[-1].mean()
+
+
+ERRORS = {
+  "experts": (lambda: ({"up": (6, 4, 4)}, (8, 4), (8, 6), {}), r"6 experts cannot be split.*\n.*8 experts"),
+  "parameters": (lambda: ({"up": (3, 4, 4)}, (8, 4), (8, 4), {}), r"\['up'\] \(3, 4, 4\)"),
+  "tokens": (lambda: ({"up": (4, 4, 4)}, (8, 4), (6, 4), {}), "not that of these tokens"),
+  "capacity": (lambda: ({"up": (4, 4, 4)}, (8, 4), (8, 4), {"capacity": 0.0}), "capacity=0.0 is not above 0"),
+  "rows": (lambda: ({"up": (4, 3, 4, 4)}, (8, 4), (8, 4), {}), "one row for each row"),
+  "rows of slots": (
+    lambda: ({"up": (4, 3, 4, 4)}, (8, 4), (8, 4), {"capacity": 1.0}),
+    "one row for each row",
+  ),
+}
+
+
+@pytest.mark.parametrize("case", ERRORS)
+def test_what_does_not_fit_is_refused(case):
+  make, message = ERRORS[case]
+  shapes, x, logits, options = make()
+  parameters = {name: jnp.zeros(shape) for name, shape in shapes.items()}
+  with jax.set_mesh(nxp.make_mesh(MESH)), pytest.raises(SchemeError, match=message):
+    nxp.experts(
+      lambda p, rows: rows @ p["up"], parameters, jnp.zeros(x), nxp.route(jnp.zeros(logits), 2), **options
+    )
+
+
+def test_options_of_a_router_that_are_none_are_refused():
+  with pytest.raises(SchemeError, match="top_k from 1 to 4"):
+    nxp.route(jnp.zeros((2, 4)), 5)
+  with pytest.raises(SchemeError, match="score='relu'"):
+    nxp.route(jnp.zeros((2, 4)), 1, score="relu")
+  with pytest.raises(SchemeError, match=r"jnp.zeros\(4\)"):
+    nxp.route(jnp.zeros((2, 4)), 1, bias=jnp.zeros(3))
+
+
+def test_an_axis_that_is_manual_already_is_refused():
+  def local(x):
+    return nxp.experts(mark, jnp.eye(EXPERTS), x, nxp.route(x @ jnp.ones((1, EXPERTS)), 1))[0]
+
+  run = jax.shard_map(local, mesh=nxp.make_mesh(expert=8), in_specs=PartitionSpec("expert"), out_specs=None)
+  with pytest.raises(SchemeError, match="over 'expert': this code is mapped"):
+    run(jnp.zeros((8, 1)))
+
+
+# Models.
+
+
+def two_products(p, rows):
+  return (nnx.silu(rows @ p["gate"]) * (rows @ p["up"])) @ p["down"]
+
+
+class Sparse(nnx.Module):
+  def __init__(self, layer, rngs):
+    draw = nnx.initializers.lecun_normal(batch_axis=0)
+    wide, high = ("expert", "embed", "mlp"), ("expert", "mlp", "embed")
+    self.router = nnx.Linear(16, 4, use_bias=False, rngs=rngs)
+    self.up = nnx.Param(draw(rngs.params(), (4, 16, 32)), out_sharding=wide, eager_sharding=False)
+    self.gate = nnx.Param(draw(rngs.params(), (4, 16, 32)), out_sharding=wide, eager_sharding=False)
+    self.down = nnx.Param(draw(rngs.params(), (4, 32, 16)), out_sharding=high, eager_sharding=False)
+    self.shared = nnx.Linear(16, 16, rngs=rngs)
+    self.bias = nnx.BatchStat(jnp.zeros(4))
+    self.layer = layer
+
+  def __call__(self, x):
+    routing = nxp.route(self.router(x), 2, bias=self.bias[...])
+    self.bias[...] = nxp.balanced_bias(self.bias[...], routing.load, 0.01)
+    parameters = {"up": self.up, "gate": self.gate, "down": self.down}
+    y = self.layer(two_products, parameters, x, routing)
+    y = y[0] if isinstance(y, tuple) else y
+    return x + y + self.shared(x), 0.02 * routing.auxiliary_loss + 0.002 * routing.z_loss
+
+
+class Decoder(nnx.Module):
+  def __init__(self, layer, rngs):
+    self.embed = nnx.Embed(48, 16, rngs=rngs)
+    self.blocks = nnx.List([Sparse(layer, rngs) for _ in range(2)])
+    self.norm = nnx.LayerNorm(16, rngs=rngs)
+    self.head = nnx.Linear(16, 48, rngs=rngs)
+
+  def __call__(self, tokens):
+    x, extra = self.embed(tokens), 0.0
+    for block in self.blocks:
+      x, added = block(x)
+      extra += added
+    return self.head(self.norm(x)), extra
+
+
+def decoder_loss(model, batch):
+  logits, extra = model(batch["tokens"])
+  return optax.softmax_cross_entropy_with_integer_labels(logits, batch["labels"]).mean() + extra
+
+
+def trained(layer, mesh, rules, steps=4, **options):
+  plan = nxp.plan(lambda: Decoder(layer, nnx.Rngs(0)), mesh, rules, optimizer=optax.adamw(1e-2))
+  model, optimizer = nxp.create_sharded_model(plan)
+  tokens = np.random.default_rng(1).integers(0, 48, (16, 9))
+  batch = nxp.shard_batch({"tokens": tokens[:, :-1], "labels": tokens[:, 1:]}, plan)
+  step = nxp.train_step(decoder_loss, **options)
+  losses = [float(step(model, optimizer, batch)["loss"]) for _ in range(steps)]
+  return losses, np.asarray(model.blocks[1].bias[...]), np.asarray(model.blocks[0].down[...])
+
+
+def of_arrays(expert, parameters, x, routing):
+  return dense(expert, {name: leaf[...] for name, leaf in parameters.items()}, x, routing)
+
+
+@functools.cache
+def on_one_device():
+  return trained(of_arrays, nxp.make_mesh(data=1, devices=jax.devices()[:1]), nxp.presets.data_parallel())
+
+
+PRESET = nxp.presets.expert(min_size=0)
+FSDP_RULES = [
+  nxp.LogicalRules(batch=("fsdp", "expert"), expert="expert", embed="fsdp", mlp="tensor"),
+  nxp.fsdp("fsdp", min_size=0),
+]
+MODELS = {
+  "data": ({"data": 2, "expert": 4}, PRESET, "dropless", {}),
+  "capacity": ({"data": 2, "expert": 4}, PRESET, "capacity", {}),
+  "tensor": (
+    {"data": 2, "expert": 2, "tensor": 2},
+    nxp.presets.expert(tensor="tensor", min_size=0),
+    "rounds",
+    {},
+  ),
+  "fsdp": ({"fsdp": 2, "expert": 2, "tensor": 2}, FSDP_RULES, "dropless", {}),
+  "fsdp, capacity": ({"fsdp": 2, "expert": 2, "tensor": 2}, FSDP_RULES, "capacity", {}),
+  "remat and roll": (
+    {"fsdp": 2, "expert": 4, "tensor": 1},
+    FSDP_RULES,
+    "dropless",
+    {"roll": True, "remat": "full"},
+  ),
+}
+
+
+@pytest.mark.parametrize("case", MODELS)
+def test_training_equals_one_device(case):
+  shape, rules, layer, options = MODELS[case]
+  found = trained(LAYERS[layer], nxp.make_mesh(shape), rules, **options)
+  losses, bias, down = on_one_device()
+  np.testing.assert_allclose(found[0], losses, rtol=2e-5)
+  np.testing.assert_allclose(found[1], bias, atol=1e-6)
+  np.testing.assert_allclose(found[2], down, atol=2e-4)
