@@ -15,6 +15,8 @@ with epy.lazy_api_imports(globals()):
   from nnx_parallel.create.layout_check import check_layout
   from nnx_parallel.create.reshard import from_arrays, reshard
   from nnx_parallel.errors import NnxParallelError, NnxParallelWarning
+  from nnx_parallel.hosts.agree import barrier, broadcast, main_process, once_per_host
+  from nnx_parallel.hosts.bringup import Processes, init_distributed
   from nnx_parallel.hosts.data import batches, shard_batch
   from nnx_parallel.hosts.fetch import to_host
   from nnx_parallel.hosts.stop import StopSignals
@@ -83,6 +85,7 @@ __all__ = [
   "NnxParallelWarning",
   "PathRules",
   "Precision",
+  "Processes",
   "Remat",
   "RuleSet",
   "SearchResult",
@@ -99,7 +102,9 @@ __all__ = [
   "all_gather_matmul",
   "assert_collectives",
   "assert_fits",
+  "barrier",
   "batches",
+  "broadcast",
   "check_gradients",
   "check_layout",
   "check_step",
@@ -120,12 +125,15 @@ __all__ = [
   "fsdp",
   "gather_parameters",
   "infer_rules",
+  "init_distributed",
   "loss_scale_of",
+  "main_process",
   "make_mesh",
   "map_kernel",
   "map_shards",
   "matmul_reduce_scatter",
   "memory_plan",
+  "once_per_host",
   "plan",
   "plan_page",
   "predict_time",
