@@ -83,8 +83,9 @@ def missing_tasks(text: str) -> list[int]:
     >>> missing_tasks("# of tasks that reached the barrier: 1/3. Some timed out task names:\\n1\\n2\\n\\nRPC: x")
     [1, 2]
   """
-  found = re.search(r"timed out task names:\s*((?:\S*\d+\s*\n)+)", text)
-  return sorted({int(number) for number in re.findall(r"(\d+)\s*\n", found[1])}) if found else []
+  found = re.search(r"timed out task names:\s*((?:\d+\s*\n)+)", text)
+  numbers = found[1].split() if found else re.findall(r"Task (\d+) heartbeat timeout", text)
+  return sorted({int(number) for number in numbers})
 
 
 def broadcast(value: Any, *, source: int = 0, timeout: float = 300) -> Any:
@@ -168,7 +169,7 @@ def once_per_host(function: Callable[[], object], *, timeout: float = 1800) -> b
   if jax.process_count() == 1:
     function()
     return True
-  mine = _first_of_host() == jax.process_index()
+  mine = _first_of_host(timeout) == jax.process_index()
   error: Exception | None = None
   if mine:
     try:
@@ -188,8 +189,9 @@ def once_per_host(function: Callable[[], object], *, timeout: float = 1800) -> b
 
 
 @functools.cache
-def _first_of_host() -> int:
+def _first_of_host(timeout: float) -> int:
   """The lowest process of this host; gathered once."""
+  barrier("the names of the hosts", timeout=timeout)
   name = np.frombuffer(hashlib.sha256(socket.gethostname().encode()).digest(), np.uint8)
   names = np.asarray(multihost_utils.process_allgather(name))
   return int(np.flatnonzero((names == name).all(axis=1))[0])

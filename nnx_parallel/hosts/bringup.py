@@ -132,7 +132,6 @@ def init_distributed(
     local_devices = visible_devices(os.environ)
   try:
     if address is not None and count is not None and index is not None:
-      _require_unused()
       roll_call(address, count, index, timeout)
     jax.distributed.initialize(
       address,
@@ -155,7 +154,11 @@ def init_distributed(
       raise HostError("JAX could not join the processes.", details=str(error)) from error
     if not any(os.environ.get(name) for name in MARKERS):
       return _checked("alone", devices_per_process)  # a notebook that has used its devices
-    _require_unused(error)
+    raise HostError(
+      "init_distributed came too late: JAX's devices are in use already.",
+      details=", ".join(f"{name}={os.environ[name]}" for name in MARKERS if os.environ.get(name)),
+      fix="call it first in the script, before jax.devices(), make_mesh or any array.",
+    ) from error
   end_at_once_on_failure()
   return _checked(found, devices_per_process)
 
@@ -212,17 +215,6 @@ def visible_devices(environment: Mapping[str, str]) -> list[int] | None:
     r"\d+", environment.get("SLURM_STEP_TASKS_PER_NODE") or environment.get("OMPI_COMM_WORLD_LOCAL_SIZE", "")
   )
   return [] if one_gpu or (here is not None and here[0] == "1") else None
-
-
-def _require_unused(error: Exception | None = None) -> None:
-  """Raises when JAX's devices are in use; with an error, they are."""
-  if error is None:
-    return
-  raise HostError(
-    "init_distributed came too late: JAX's devices are in use already.",
-    details=", ".join(f"{name}={os.environ[name]}" for name in MARKERS if os.environ.get(name)),
-    fix="call it first in the script, before jax.devices(), make_mesh or any array.",
-  ) from error
 
 
 def _warn_without_srun() -> None:
