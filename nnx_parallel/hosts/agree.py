@@ -46,7 +46,7 @@ def barrier(name: str, *, timeout: float = 300) -> None:
 
   Args:
     name: what the processes wait for; printed when one does not come.
-    timeout: in seconds, from the first process that waits.
+    timeout: in seconds, from the first process that waits; the runtime looks about once a second.
 
   Raises:
     HostError: names the processes that did not come in time; raised on all that wait, and on those that come

@@ -49,7 +49,7 @@ def test_two_processes_agree():
     assert nxp.main_process() == (process == 0)
     nxp.barrier("both", timeout=30)
     if process == 1:
-      time.sleep(0.6)
+      time.sleep(2)
     try:
       nxp.barrier("late", timeout=0.3)
     except nxp.errors.HostError as error:
@@ -82,7 +82,7 @@ def test_two_processes_agree():
     agree._first_of_host.cache_clear()
 
     if process == 1:
-      time.sleep(0.6)
+      time.sleep(2)
     try:
       nxp.to_host(whole, timeout=0.3)
     except nxp.errors.HostError as error:

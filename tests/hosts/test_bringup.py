@@ -62,7 +62,7 @@ def fails(text):
 
 def test_another_failure_of_jax_is_shown(monkeypatch):
   monkeypatch.setattr(jax.distributed, "initialize", fails("no metadata server"))
-  with pytest.raises(HostError, match="JAX could not join the processes.\n  no metadata server"):
+  with pytest.raises(HostError, match=r"JAX could not join the processes\.\n  no metadata server"):
     nxp.init_distributed()
 
 
@@ -182,7 +182,8 @@ def test_a_port_that_is_taken():
 def test_two_processes_see_the_same():
   body = """
     seen = nxp.init_distributed()
-    assert (seen.index, seen.count, seen.local_devices, seen.devices, seen.found) == (process, 2, 4, 8, "before")
+    assert (seen.index, seen.count, seen.found) == (process, 2, "before")
+    assert (seen.local_devices, seen.devices) == (4, 8)
     assert nxp.init_distributed("localhost:1", 2, process) == seen
     for wrong in ({"address": "localhost:1", "count": 4, "index": 3}, {"devices_per_process": 8}):
       try:
