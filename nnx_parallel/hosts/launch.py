@@ -194,7 +194,10 @@ def _attempt(
           selector.unregister(key.fileobj)
       first: Worker | None = None
       for worker in workers:
-        if worker.code is None and (worker.code := worker.warden.poll()) is not None:
+        if worker.code is not None:
+          continue
+        worker.code = worker.warden.poll()
+        if worker.code is not None:
           worker.signal(signal.SIGKILL)  # what it started and left behind
           while _read(worker, write, job.all_logs, hold=bool(failure or first)):
             pass
