@@ -164,9 +164,7 @@ def _signals() -> Iterator[list[int]]:
       signal.signal(number, handler)
 
 
-def _attempt(
-  job: Job, attempt: int, folder: Path, came: list[int], write: Callable[[str], None]
-) -> Outcome:
+def _attempt(job: Job, attempt: int, folder: Path, came: list[int], write: Callable[[str], None]) -> Outcome:
   """Starts all processes once, and returns when none of them, nor any that they started, is left."""
   started = time.monotonic()
   watched, alive = os.pipe()  # `alive` is closed when this process ends, however it ends
@@ -292,7 +290,9 @@ def _hung(job: Job, workers: Sequence[Worker]) -> Worker | None:
   """The process that is behind all others, when one has made no step for too long."""
   if job.hang_after is None:
     return None
-  beats = [(found, worker) for worker in workers if worker.code is None and (found := last_beat(worker.beats))]
+  beats = [
+    (found, worker) for worker in workers if worker.code is None and (found := last_beat(worker.beats))
+  ]
   if not any(time.time() - when > job.hang_after for (_, when), _ in beats):
     return None
   return min(beats, key=lambda item: item[0])[1]
@@ -323,9 +323,7 @@ def describe(code: int) -> str:
   return f"exit code {code}"
 
 
-def worker_variables(
-  job: Job, number: int, port: int, environment: Mapping[str, str]
-) -> dict[str, str]:
+def worker_variables(job: Job, number: int, port: int, environment: Mapping[str, str]) -> dict[str, str]:
   """The environment of one process: that of the launcher, where its peers are, and its simulated devices."""
   variables = {**environment, "PYTHONUNBUFFERED": "1"}
   if not job.cluster:

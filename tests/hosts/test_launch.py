@@ -55,7 +55,9 @@ def test_each_process_knows_its_number_and_lines_have_it_in_front():
     processes=3,
   )
   assert code == 0
-  assert sorted(lines) == sorted(f"[{n}] {text}" for n in range(3) for text in (f"{n} 3 {n} 127.0.0.1", "no newline"))
+  assert sorted(lines) == sorted(
+    f"[{n}] {text}" for n in range(3) for text in (f"{n} 3 {n} 127.0.0.1", "no newline")
+  )
 
 
 def test_noise_is_left_out_unless_all_logs_are_asked_for():
@@ -127,9 +129,15 @@ def test_an_attempt_that_got_further_pauses_as_little_as_the_first():
     sys.exit(1)
   """
   _, lines = launched(body, processes=1, restarts=2, pause=0.1)
-  assert [line for line in lines if " in " in line] == ["-- restart 1 of 2 in 0.1 s", "-- restart 2 of 2 in 0.2 s"]
+  assert [line for line in lines if " in " in line] == [
+    "-- restart 1 of 2 in 0.1 s",
+    "-- restart 2 of 2 in 0.2 s",
+  ]
   _, lines = launched(body.replace("[4, 4, 9]", "[4, 5, 9]"), processes=1, restarts=2, pause=0.1)
-  assert [line for line in lines if " in " in line] == ["-- restart 1 of 2 in 0.1 s", "-- restart 2 of 2 in 0.1 s"]
+  assert [line for line in lines if " in " in line] == [
+    "-- restart 1 of 2 in 0.1 s",
+    "-- restart 2 of 2 in 0.1 s",
+  ]
 
 
 @pytest.mark.parametrize("code", [2, 3])
@@ -306,7 +314,8 @@ print("steps", result.history[0]["step"], "to", result.step, "of", result.histor
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-  ("way", "failure"), [("kill", "killed by SIGKILL"), ("raise", "exit code 1"), ("hang", "hangs: no step for 5 s")]
+  ("way", "failure"),
+  [("kill", "killed by SIGKILL"), ("raise", "exit code 1"), ("hang", "hangs: no step for 5 s")],
 )
 def test_training_goes_on_from_the_last_checkpoint(tmp_path, way, failure):
   script = tmp_path / "train.py"
@@ -331,7 +340,17 @@ def test_a_recipe_trains_in_two_processes_as_in_one(tmp_path, capsys):
   output = capsys.readouterr().out
   assert "[0] digits, " in output
   assert "[1] " not in output
-  one = [sys.executable, "-m", "nnx_parallel", "train", *common, "--devices", "4", "--out", str(tmp_path / "one")]
+  one = [
+    sys.executable,
+    "-m",
+    "nnx_parallel",
+    "train",
+    *common,
+    "--devices",
+    "4",
+    "--out",
+    str(tmp_path / "one"),
+  ]
   subprocess.run(one, check=True, env={**os.environ, "PYTHONPATH": str(ROOT)}, stdout=subprocess.DEVNULL)
   alone, together = (nxp.read_metrics(tmp_path / name / "metrics.jsonl") for name in ("one", "two"))
   losses = [[record["loss"] for record in records if "loss" in record] for records in (alone, together)]
