@@ -38,9 +38,7 @@ def register(commands: options.Commands) -> None:
     action="store_true",
     help="one process, whose number and peers Slurm, Kubernetes or others say: a supervisor for each task",
   )
-  add(
-    "--restarts", type=int, default=0, metavar="N", help="start all again up to N times after a failure (0)"
-  )
+  add("--restarts", type=int, default=0, metavar="N", help="start all again N times at most (0)")
   add(
     "--pause",
     type=float,

@@ -72,7 +72,8 @@ def _not_together(name: str, timeout: float, text: str) -> HostError:
     f"{who} to {name!r} within {timeout:g} s.",
     details=f"this is process {jax.process_index()} of {jax.process_count()} on {socket.gethostname()};"
     f" {text.splitlines()[0] if text else ''}",
-    fix="read the log of the first of them: it failed, hangs, took another branch, or needs a longer timeout=.",
+    fix="read the log of the first of them: it failed, hangs, took another branch, or needs a longer"
+    " timeout=.",
   )
 
 
@@ -80,8 +81,8 @@ def missing_tasks(text: str) -> list[int]:
   """The processes that the runtime's error names as missing at a barrier.
 
   Example:
-    >>> missing_tasks("# of tasks that reached the barrier: 1/3. Some timed out task names:\\n1\\n2\\n\\nRPC: x")
-    [1, 2]
+    >>> missing_tasks("UNAVAILABLE: Task 3 heartbeat timeout. This indicates that")
+    [3]
   """
   found = re.search(r"timed out task names:\s*((?:\d+\s*\n)+)", text)
   numbers = found[1].split() if found else re.findall(r"Task (\d+) heartbeat timeout", text)

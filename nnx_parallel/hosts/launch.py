@@ -18,7 +18,7 @@ import sys
 import tempfile
 import time
 import types
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from pathlib import Path
 
 from nnx_parallel.errors import HostError
@@ -122,7 +122,7 @@ def launch(job: Job, write: Callable[[str], None] = print) -> int:
       f"cannot start {job.processes} processes{' of a cluster here' if job.cluster else ''}.",
       fix="--processes 1 or more; with --cluster one, since the scheduler starts a launcher for each.",
     )
-  best, pause = -1, job.pause
+  best, pause, outcome = -1, job.pause, Outcome(0)
   with _signals() as came, tempfile.TemporaryDirectory(prefix="nnx_parallel-") as folder:
     for attempt in range(job.restarts + 1):
       outcome = _attempt(job, attempt, Path(folder), came, write)
@@ -149,7 +149,7 @@ def _wait(seconds: float, came: list[int]) -> None:
 
 
 @contextlib.contextmanager
-def _signals() -> Iterator[list[int]]:
+def _signals() -> Generator[list[int]]:
   """The signals that came, in a list that grows."""
   came: list[int] = []
 

@@ -1,7 +1,8 @@
 """A roll call of all processes before JAX's runtime starts.
 
 JAX ends a process whose peers do not come (SIGABRT, no Python error), and does not say which. So process 0
-first listens on the coordinator's port, and everyone reports there. The port is free again before JAX binds it.
+first listens on the coordinator's port, and everyone reports there. The port is free again before JAX binds
+it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The launcher ends everything it started, shows the first failure first, and starts again from the last step."""
+"""The launcher ends all that it started, shows the first failure first, and starts again."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import pytest
 import nnx_parallel as nxp
 from nnx_parallel.cli.launch import command_of
 from nnx_parallel.cli.main import main
-from nnx_parallel.hosts.launch import NOISE, Job, describe, launch, worker_variables
+from nnx_parallel.hosts.launch import NOISE, Job, describe, free_port, launch, worker_variables
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -62,7 +62,8 @@ def test_each_process_knows_its_number_and_lines_have_it_in_front():
 
 def test_noise_is_left_out_unless_all_logs_are_asked_for():
   noise = "[Gloo] Rank 0 is connected to 1 peer ranks"
-  body = f"print({noise!r}); print('I1123 10:00:00.1234   12 x.cc:1] up'); print('I say 1123'); print('[Gloo] failed')"
+  printed = [noise, "I1123 10:00:00.1234   12 x.cc:1] up", "I say 1123", "[Gloo] failed"]
+  body = f"print(*{printed}, sep=chr(10))"
   assert sorted(launched(body, processes=1)[1]) == ["[0] I say 1123", "[0] [Gloo] failed"]
   assert f"[0] {noise}" in launched(body, processes=1, all_logs=True)[1]
   assert not NOISE.match("E1123 10:00:00.1234 12 x.cc:1] an error")
@@ -287,9 +288,8 @@ import nnx_parallel as nxp
 
 seen = nxp.init_distributed(timeout=60, devices_per_process=2)
 attempt, (folder, way) = os.environ["NNX_PARALLEL_ATTEMPT"], sys.argv[1:]
-plan = nxp.plan(
-  lambda: nnx.Linear(4, 4, rngs=nnx.Rngs(0)), nxp.make_mesh(data=-1), nxp.replicate(), optimizer=optax.sgd(0.1)
-)
+init = lambda: nnx.Linear(4, 4, rngs=nnx.Rngs(0))
+plan = nxp.plan(init, nxp.make_mesh(data=-1), nxp.replicate(), optimizer=optax.sgd(0.1))
 
 def batches(samples):
   for step in range(samples // 8 + 1, 100):
@@ -306,8 +306,8 @@ def source(samples):
 
 with nxp.Checkpointer(folder) as checkpointer:
   step = nxp.train_step(lambda model, x: (model(x) ** 2).mean())
-  result = nxp.fit(step, *nxp.create_sharded_model(plan), source, steps=8, plan=plan, checkpointer=checkpointer,
-                   save_every=2, resume="latest", progress=False)
+  options = {"checkpointer": checkpointer, "save_every": 2, "resume": "latest", "progress": False}
+  result = nxp.fit(step, *nxp.create_sharded_model(plan), source, steps=8, plan=plan, **options)
 print("steps", result.history[0]["step"], "to", result.step, "of", result.history[-1]["loss"])
 """
 
@@ -315,15 +315,15 @@ print("steps", result.history[0]["step"], "to", result.step, "of", result.histor
 @pytest.mark.slow
 @pytest.mark.parametrize(
   ("way", "failure"),
-  [("kill", "killed by SIGKILL"), ("raise", "exit code 1"), ("hang", "hangs: no step for 5 s")],
+  [("kill", "killed by SIGKILL"), ("raise", "exit code 1"), ("hang", "hangs: no step for 3 s")],
 )
-def test_training_goes_on_from_the_last_checkpoint(tmp_path, way, failure):
+def test_training_goes_on_from_the_last_checkpoint(tmp_path, monkeypatch, way, failure):
+  monkeypatch.setenv("PYTHONPATH", str(ROOT))
   script = tmp_path / "train.py"
   script.write_text(TRAINING)
   lines: list[str] = []
   command = [sys.executable, str(script), str(tmp_path / "ckpt"), way]
-  job = Job(command, processes=2, devices_per_process=2, restarts=1, pause=0.1, hang_after=5)
-  os.environ["PYTHONPATH"] = str(ROOT)
+  job = Job(command, processes=2, devices_per_process=2, restarts=1, pause=0.1, hang_after=3)
   assert launch(job, lines.append) == 0, "\n".join(lines)
   text = "\n".join(lines)
   assert failure in text
@@ -333,7 +333,34 @@ def test_training_goes_on_from_the_last_checkpoint(tmp_path, way, failure):
 
 
 @pytest.mark.slow
-def test_a_recipe_trains_in_two_processes_as_in_one(tmp_path, capsys):
+def test_a_supervisor_for_each_process_of_a_cluster(tmp_path):
+  """Each has its own process; when one is killed the other fails too, and both come back."""
+  script = tmp_path / "train.py"
+  script.write_text(TRAINING)
+  options = ["--cluster", "--devices-per-process", "2", "--restarts", "2", "--pause", "0.1"]
+  command = [sys.executable, "-m", "nnx_parallel", "launch", *options, "--", str(script)]
+  variables = {**os.environ, "PYTHONPATH": str(ROOT), "WORLD_SIZE": "2", "MASTER_ADDR": "localhost"}
+  variables["MASTER_PORT"] = str(free_port())
+  supervisors = [
+    subprocess.Popen(
+      [*command, str(tmp_path / "ckpt"), "kill"],
+      env={**variables, "RANK": str(rank)},
+      stdout=subprocess.PIPE,
+      text=True,
+    )
+    for rank in range(2)
+  ]
+  outputs = [supervisor.communicate(timeout=120)[0] for supervisor in supervisors]
+  for supervisor, output in zip(supervisors, outputs, strict=True):
+    assert supervisor.returncode == 0, output
+    assert "-- restart 1 of 2 in 0.1 s" in output
+    assert " to 8 of " in output
+  assert "killed by SIGKILL" in outputs[1]
+
+
+@pytest.mark.slow
+def test_a_recipe_trains_in_two_processes_as_in_one(tmp_path, monkeypatch, capsys):
+  monkeypatch.setenv("PYTHONPATH", str(ROOT))
   common = ["digits", "--mesh", "data=4", "--steps", "4"]
   job = ["launch", "--devices-per-process", "2", "--", *common, "--out", str(tmp_path / "two")]
   assert main(job) == 0, capsys.readouterr().out
