@@ -286,7 +286,7 @@ import numpy as np, optax
 from flax import nnx
 import nnx_parallel as nxp
 
-seen = nxp.init_distributed(timeout=60, devices_per_process=2)
+seen = nxp.init_distributed(timeout=60, heartbeat_timeout=4, devices_per_process=2)
 attempt, (folder, way) = os.environ["NNX_PARALLEL_ATTEMPT"], sys.argv[1:]
 init = lambda: nnx.Linear(4, 4, rngs=nnx.Rngs(0))
 plan = nxp.plan(init, nxp.make_mesh(data=-1), nxp.replicate(), optimizer=optax.sgd(0.1))
@@ -367,18 +367,7 @@ def test_a_recipe_trains_in_two_processes_as_in_one(tmp_path, monkeypatch, capsy
   output = capsys.readouterr().out
   assert "[0] digits, " in output
   assert "[1] " not in output
-  one = [
-    sys.executable,
-    "-m",
-    "nnx_parallel",
-    "train",
-    *common,
-    "--devices",
-    "4",
-    "--out",
-    str(tmp_path / "one"),
-  ]
-  subprocess.run(one, check=True, env={**os.environ, "PYTHONPATH": str(ROOT)}, stdout=subprocess.DEVNULL)
+  assert main(["train", *common, "--devices", "4", "--out", str(tmp_path / "one")]) == 0
   alone, together = (nxp.read_metrics(tmp_path / name / "metrics.jsonl") for name in ("one", "two"))
   losses = [[record["loss"] for record in records if "loss" in record] for records in (alone, together)]
   assert losses[0] == pytest.approx(losses[1], rel=1e-5)
