@@ -67,12 +67,13 @@ def init_distributed(
   timeout: float = 300,
   heartbeat_timeout: float = 100,
 ) -> Processes:
-  """Joins all processes of the job; call it before anything else that uses JAX's devices.
+  """Joins all processes of the job; call it before anything that uses JAX's devices.
 
   The others are found by the first of these that applies: the arguments; the variables of torchrun (`RANK`,
   `WORLD_SIZE`, `MASTER_ADDR`, `MASTER_PORT`, `LOCAL_RANK`), which `nnx-parallel launch` sets too; JAX's own
   detection (Slurm, Open MPI, Kubernetes, GKE, Cloud TPU). Without any of them this is a job of one process,
-  and the call returns at once: the same script runs everywhere. A second call changes nothing.
+  and the call returns at once: the same script runs everywhere. A second call changes nothing. JAX's devices
+  are in use after it, so settings such as `jax_num_cpu_devices` come before.
 
   In a job of several processes an exception that nobody catches ends its process at once, after the
   traceback: JAX would first wait for the others, which wait for it.
@@ -152,14 +153,16 @@ def init_distributed(
       raise
     if "must be called before" not in str(error):
       raise HostError("JAX could not join the processes.", details=str(error)) from error
-    if not any(os.environ.get(name) for name in MARKERS):
+    if address is None and not any(os.environ.get(name) for name in MARKERS):
       return _checked("alone", devices_per_process)  # a notebook that has used its devices
     raise HostError(
       "init_distributed came too late: JAX's devices are in use already.",
-      details=", ".join(f"{name}={os.environ[name]}" for name in MARKERS if os.environ.get(name)),
+      details=", ".join(f"{name}={os.environ[name]}" for name in MARKERS if os.environ.get(name))
+      or f"address={address}",
       fix="call it first in the script, before jax.devices(), make_mesh or any array.",
     ) from error
-  end_at_once_on_failure()
+  if jax.process_count() > 1:
+    end_at_once_on_failure()
   return _checked(found, devices_per_process)
 
 

@@ -46,6 +46,13 @@ def test_too_late_on_a_cluster_names_the_variable(monkeypatch):
     nxp.init_distributed()
 
 
+def test_too_late_with_arguments_is_not_a_job_of_one(monkeypatch):
+  jax.devices()
+  monkeypatch.setattr(bringup, "roll_call", lambda *_: None)
+  with pytest.raises(HostError, match=r"came too late.*\n  address=localhost:1\n"):
+    nxp.init_distributed("localhost:1", 2, 0)
+
+
 def test_a_slurm_job_that_srun_did_not_start_is_a_warning(monkeypatch):
   monkeypatch.setenv("SLURM_NTASKS", "4")
   monkeypatch.setattr(jax.distributed, "initialize", fails("coordinator_address should be defined."))
