@@ -42,7 +42,7 @@ else:
   jax.devices()
 print("seconds", time.time() - began)
 """
-TRAINING = """
+TRAINING = r"""
 import os, sys, time
 import numpy as np, optax
 from flax import nnx
