@@ -16,11 +16,9 @@ import os
 import statistics
 import sys
 import tempfile
-import time
 from pathlib import Path
 
 from harness import Record
-
 from nnx_parallel.hosts.launch import Job, launch
 
 ROUNDS = 3
@@ -87,14 +85,14 @@ def run(script: str, count: int, *words: str, restarts: int = 0) -> list[list[st
 
 def bring_up(count: int, way: str) -> float:
   """Seconds of the slowest process."""
-  return max(float(words[2]) for words in run(BRING_UP, count, way) if words[1] == "seconds")
+  return max(float(words[2]) for words in run(BRING_UP, count, way) if words[1:2] == ["seconds"])
 
 
 def recovery(count: int) -> float:
   """Seconds from the kill to the first step after it."""
   lines = run(TRAINING, count, restarts=1)
-  killed = next(float(words[3]) for words in lines if words[1] == "killed")
-  again = min(float(words[3]) for words in lines if words[1] == "step")
+  killed = next(float(words[3]) for words in lines if words[1:2] == ["killed"])
+  again = min(float(words[3]) for words in lines if words[1:2] == ["step"])
   return again - killed
 
 
