@@ -206,7 +206,7 @@ def visible_devices(environment: Mapping[str, str]) -> list[int] | None:
   Example:
     >>> visible_devices({"SLURM_STEP_TASKS_PER_NODE": "1(x2)"}), visible_devices({"SLURM_LOCALID": "3"})
     ([], None)
-    >>> visible_devices({"LOCAL_RANK": "3", "LOCAL_WORLD_SIZE": "8"})
+    >>> visible_devices({"RANK": "11", "WORLD_SIZE": "16", "LOCAL_RANK": "3", "LOCAL_WORLD_SIZE": "8"})
     [3]
   """
   visible = environment.get("CUDA_VISIBLE_DEVICES", environment.get("ROCR_VISIBLE_DEVICES", ""))

@@ -212,6 +212,15 @@ def test_a_killed_launcher_leaves_no_orphan():
   ended(launcher, pids)
 
 
+def test_a_killed_warden_takes_its_process_with_it():
+  launcher, pids = start()
+  parent = int(Path(f"/proc/{pids[0]}/stat").read_text().rsplit(")", 1)[1].split()[1])
+  assert parent != launcher.pid
+  os.kill(parent, signal.SIGKILL)
+  assert "failed first: killed by SIGKILL" in ended(launcher, pids)
+  assert launcher.returncode == 137
+
+
 def test_sigterm_is_passed_on_and_then_force_comes():
   launcher, pids = start("--grace", "0.5")
   launcher.terminate()
