@@ -194,8 +194,9 @@ def _attempt(job: Job, attempt: int, folder: Path, came: list[int], write: Calla
       for worker in workers:
         if worker.code is not None:
           continue
-        worker.code = worker.warden.poll()
-        if worker.code is not None:
+        code_now = worker.warden.poll()
+        if code_now is not None:
+          worker.code = code_now if code_now >= 0 else 128 - code_now  # the warden itself was killed
           worker.signal(signal.SIGKILL)  # what it started and left behind
           while _read(worker, write, job.all_logs, hold=bool(failure or first)):
             pass

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import concurrent.futures
+import os
 import socket
+import subprocess
+import sys
 
 import jax
 import pytest
@@ -183,6 +186,57 @@ def test_a_number_twice_and_another_count():
 def test_a_port_that_is_taken():
   with socket.create_server(("", 0)) as server, pytest.raises(HostError, match="cannot listen on port"):
     roll_call(f"localhost:{server.getsockname()[1]}", 2, 0, 1)
+
+
+SLURM_STEP = {
+  "SLURM_JOB_ID": "4711",
+  "SLURM_STEP_NODELIST": "localhost",
+  "SLURM_STEP_TASKS_PER_NODE": "2",
+  "SLURM_NTASKS": "2",
+}
+OPEN_MPI = {"OMPI_MCA_orte_hnp_uri": "1531576320.0;tcp://127.0.0.1:44131", "OMPI_COMM_WORLD_SIZE": "2"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+  ("variables", "number", "local"),
+  [
+    (SLURM_STEP, "SLURM_PROCID", "SLURM_LOCALID"),
+    (OPEN_MPI, "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_RANK"),
+  ],
+)
+def test_schedulers_that_jax_knows(variables, number, local):
+  """As their variables are on one host; an exception in one process ends it at once."""
+  code = """if True:
+    import nnx_parallel as nxp
+    seen = nxp.init_distributed(timeout=60)
+    print(seen.index, seen.count, seen.devices, seen.found, nxp.broadcast(f"from {seen.index}", source=1))
+    nxp.barrier("printed", timeout=60)
+    if seen.index == 1:
+      raise OSError("no disk")
+    nxp.barrier("both", timeout=1)
+  """
+  common = {**os.environ, **variables, "XLA_FLAGS": "", "JAX_NUM_CPU_DEVICES": "2"}
+  common |= {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "JAX_COORDINATOR_PORT": str(free_port())}
+  jobs = [
+    subprocess.Popen(
+      [sys.executable, "-c", code],
+      env={**common, number: str(process), local: str(process)},
+      stdout=subprocess.PIPE,
+      stderr=subprocess.PIPE,
+      text=True,
+    )
+    for process in range(2)
+  ]
+  try:
+    for process in (1, 0):
+      output, errors = jobs[process].communicate(timeout=60)
+      assert f"{process} 2 4 jax from 1\n" in output, errors
+      assert jobs[process].returncode == 1, errors
+      assert ("OSError: no disk", "processes [1] did not come to 'both'")[1 - process] in errors
+  finally:
+    for job in jobs:
+      job.kill()
 
 
 @pytest.mark.slow
