@@ -545,3 +545,15 @@ def test_no_cluster_is_a_value_error_and_late_bring_up_a_runtime_error(monkeypat
     monkeypatch.delenv(name, raising=False)
   with pytest.raises(ValueError, match="coordinator_address should be defined"):
     distributed.global_state.initialize()
+
+
+def test_an_empty_list_of_local_devices_keeps_jax_from_taking_one_gpu(monkeypatch):
+  """`hosts/bringup.py` passes it where a Slurm task has its host for itself."""
+  from jax._src import clusters
+
+  step = {"JOB_ID": "1", "STEP_NODELIST": "node0", "NTASKS": "4", "PROCID": "3", "LOCALID": "3"}
+  for name, value in step.items():
+    monkeypatch.setenv(f"SLURM_{name}", value)
+  detect = clusters.ClusterEnv.auto_detect_unset_distributed_params
+  assert detect("node0:1", 4, 3, None, None, 1)[3] == [3]
+  assert detect("node0:1", 4, 3, [], None, 1)[3] == []
