@@ -15,6 +15,8 @@ with epy.lazy_api_imports(globals()):
   from nnx_parallel.create.layout_check import check_layout
   from nnx_parallel.create.reshard import from_arrays, reshard
   from nnx_parallel.errors import NnxParallelError, NnxParallelWarning
+  from nnx_parallel.hosts.agree import barrier, broadcast, main_process, once_per_host
+  from nnx_parallel.hosts.bringup import Processes, init_distributed
   from nnx_parallel.hosts.data import batches, shard_batch
   from nnx_parallel.hosts.fetch import to_host
   from nnx_parallel.hosts.stop import StopSignals
@@ -53,8 +55,8 @@ with epy.lazy_api_imports(globals()):
     matmul_reduce_scatter,
   )
   from nnx_parallel.schemes.context import context_attention, zigzag
-  from nnx_parallel.schemes.pipeline import pipeline
   from nnx_parallel.schemes.experts import experts
+  from nnx_parallel.schemes.pipeline import pipeline
   from nnx_parallel.schemes.routing import Routing, balanced_bias, route
   from nnx_parallel.schemes.vocabulary import vocabulary_cross_entropy, vocabulary_embedding
   from nnx_parallel.train.check_gradients import check_gradients
@@ -84,10 +86,13 @@ __all__ = [
   "NnxParallelError",
   "NnxParallelWarning",
   "PathRules",
+  "Pipeline",
   "Precision",
+  "Processes",
   "Remat",
   "Routing",
   "RuleSet",
+  "Schedule",
   "SearchResult",
   "ShardedOptimizer",
   "ShardingPlan",
@@ -103,7 +108,9 @@ __all__ = [
   "assert_collectives",
   "assert_fits",
   "balanced_bias",
+  "barrier",
   "batches",
+  "broadcast",
   "check_gradients",
   "check_layout",
   "check_step",
@@ -125,12 +132,16 @@ __all__ = [
   "fsdp",
   "gather_parameters",
   "infer_rules",
+  "init_distributed",
   "loss_scale_of",
+  "main_process",
   "make_mesh",
   "map_kernel",
   "map_shards",
   "matmul_reduce_scatter",
   "memory_plan",
+  "once_per_host",
+  "pipeline",
   "plan",
   "plan_page",
   "predict_time",

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 __all__ = [
   "CheckpointError",
+  "HostError",
   "LayoutMismatchError",
   "MeshError",
   "PlanError",
@@ -65,6 +66,10 @@ class TrainError(NnxParallelError, ValueError):
 
 class CheckpointError(NnxParallelError, RuntimeError):
   """A checkpoint that is missing, incomplete, damaged, or does not fit its target."""
+
+
+class HostError(NnxParallelError, RuntimeError):
+  """Processes that did not start, did not come, failed, or do not agree."""
 
 
 class RecipeError(NnxParallelError, ValueError):

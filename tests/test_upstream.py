@@ -523,3 +523,37 @@ def test_a_splash_kernel_of_a_traced_mask_holds_a_flag_that_can_be_replaced():
 
   x = jnp.ones((128, 128))
   np.testing.assert_allclose(jax.jit(run)(jnp.tri(128, dtype=bool), x), x)
+
+
+def test_the_client_of_the_distributed_runtime_waits_at_named_barriers():
+  """`hosts/agree.py` calls it: the public `sync_global_devices` has no timeout, and names nobody."""
+  from jax._src import distributed
+  from jax._src.lib import _jax
+
+  assert distributed.global_state.client is None  # until jax.distributed.initialize
+  wait = _jax.DistributedRuntimeClient.wait_at_barrier
+  assert "barrier_id: str, timeout_in_ms: int" in wait.__doc__
+
+
+def test_no_cluster_is_a_value_error_and_late_bring_up_a_runtime_error(monkeypatch):
+  """`hosts/bringup.py` reads these texts: it has no other public way to tell them apart."""
+  with pytest.raises(RuntimeError, match="must be called before"):
+    jax.distributed.initialize()
+  from jax._src import distributed
+
+  for name in ("SLURM_STEP_NODELIST", "OMPI_COMM_WORLD_SIZE", "JAX_COORDINATOR_ADDRESS"):
+    monkeypatch.delenv(name, raising=False)
+  with pytest.raises(ValueError, match="coordinator_address should be defined"):
+    distributed.global_state.initialize()
+
+
+def test_an_empty_list_of_local_devices_keeps_jax_from_taking_one_gpu(monkeypatch):
+  """`hosts/bringup.py` passes it where a Slurm task has its host for itself."""
+  from jax._src import clusters
+
+  step = {"JOB_ID": "1", "STEP_NODELIST": "node0", "NTASKS": "4", "PROCID": "3", "LOCALID": "3"}
+  for name, value in step.items():
+    monkeypatch.setenv(f"SLURM_{name}", value)
+  detect = clusters.ClusterEnv.auto_detect_unset_distributed_params
+  assert detect("node0:1", 4, 3, None, None, 1)[3] == [3]
+  assert detect("node0:1", 4, 3, [], None, 1)[3] == []

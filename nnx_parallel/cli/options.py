@@ -161,10 +161,17 @@ def make_plan(args: argparse.Namespace, recipe: Recipe, mesh: Any) -> nxp.Shardi
   return plan_recipe(recipe, mesh, changed_rules(recipe, args.rules), zero=args.zero, optimizer_memory=memory)
 
 
-def mesh_on_devices(args: argparse.Namespace, recipe: Recipe) -> Mesh:
-  """The mesh of a command on real or simulated devices; must come before jax's first use."""
+def mesh_on_devices(args: argparse.Namespace, recipe: Recipe, *, join: bool = False) -> Mesh:
+  """The mesh of a command on real or simulated devices; must come before jax's first use.
+
+  With `join`, on those of all processes of the job.
+  """
   sizes = mesh_sizes(recipe, args.mesh, args.rules)
   start_devices(sizes, args.devices)
+  if join:
+    import nnx_parallel as nxp
+
+    nxp.init_distributed()
   return real_mesh(sizes, args.devices)
 
 

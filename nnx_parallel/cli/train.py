@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from nnx_parallel.cli import options
-from nnx_parallel.errors import CheckpointError, ReportError, TrainError
+from nnx_parallel.errors import CheckpointError, NnxParallelError, ReportError, TrainError
 
 if TYPE_CHECKING:
   import nnx_parallel as nxp
@@ -105,11 +105,21 @@ def run(args: argparse.Namespace) -> int:
     args.usage_error("--resume, --save-every, --save-every-minutes and --keep need --checkpoint DIR")
   if args.early_stop and not args.eval_every:
     args.usage_error("--early-stop needs --eval-every N")
+  from nnx_parallel.hosts.bringup import mark_failed
+
+  try:
+    return _run(args)
+  except NnxParallelError:
+    mark_failed()  # the others of the job wait for this process, and need not
+    raise
+
+
+def _run(args: argparse.Namespace) -> int:
   import nnx_parallel as nxp
   from nnx_parallel.loop.loader import load_recipe
 
   recipe = load_recipe(args.recipe).given(text=args.text, batch=args.batch, seed=args.seed)
-  mesh = options.mesh_on_devices(args, recipe)
+  mesh = options.mesh_on_devices(args, recipe, join=True)
   if args.compilation_cache is not None:
     nxp.compilation_cache(args.compilation_cache)
   plan = options.make_plan(args, recipe, mesh)
@@ -137,21 +147,26 @@ def run(args: argparse.Namespace) -> int:
 
 def train(args: argparse.Namespace, job: Job, checkpointer: nxp.Checkpointer | None) -> None:
   """Trains a job to the last step, with an evaluation before and after."""
+  from rich.console import Console
+
   import nnx_parallel as nxp
   from nnx_parallel.loop.progress import StepProgress
 
   out = Path(args.out or Path("runs", job.recipe.name))
-  if not args.quiet:
+  main = nxp.main_process()  # it prints and writes the metrics; all train, evaluate and save
+  if main and not args.quiet:
     print(f"{job.recipe.name}, {describe(job)}")
   if job.step >= args.steps:
-    print(f"step {job.step} is reached; continue with --steps {job.step + args.steps}")
+    if main:
+      print(f"step {job.step} is reached; continue with --steps {job.step + args.steps}")
     return
-  shown = StepProgress(args.steps, start=job.step, unit=job.unit, quiet=args.quiet)
+  console = None if main else Console(quiet=True)
+  shown = StepProgress(args.steps, start=job.step, unit=job.unit, quiet=args.quiet, console=console)
   shown.note(job.step, f"held out  {format_record(job.evaluate())}")
   with contextlib.ExitStack() as stack:
-    log = stack.enter_context(nxp.MetricsLog(out / "metrics.jsonl", after=job.step))
-    trackers = [log.write]
-    if args.tensorboard is not None:
+    log = stack.enter_context(nxp.MetricsLog(out / "metrics.jsonl", after=job.step)) if main else None
+    trackers = [] if log is None else [log.write]
+    if main and args.tensorboard is not None:
       trackers.append(stack.enter_context(nxp.TensorBoardLog(args.tensorboard, after=job.step)).write)
     result = job.train(
       args.steps,
@@ -168,6 +183,8 @@ def train(args: argparse.Namespace, job: Job, checkpointer: nxp.Checkpointer | N
       profile_dir=out / "profile",
       peak_flops=args.peak_flops,
     )
+  if log is None:
+    return
   if result.stopped == "early":
     print(f"ended at step {job.step}: no lower eval_loss in {args.early_stop} evaluations")
   print(f"held out at step {job.step}: {format_record(evaluation(result.metrics))}")

@@ -1,1 +1,1 @@
-"""Batches on devices, arrays on hosts, and signals to stop."""
+"""Bring-up and launch of many processes, batches on devices, arrays on hosts, signals to stop."""

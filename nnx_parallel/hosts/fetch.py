@@ -10,8 +10,10 @@ import numpy as np
 from flax import nnx
 from jax.experimental import multihost_utils
 
+from nnx_parallel.hosts.agree import barrier
 
-def to_host(tree: Any) -> Any:
+
+def to_host(tree: Any, *, timeout: float = 600) -> Any:
   """Fetches every array of `tree`, with all its shards, as numpy, on every process.
 
   Arrays with shards on other processes are gathered, so all processes must call this with the same tree, in
@@ -20,10 +22,14 @@ def to_host(tree: Any) -> Any:
   Args:
     tree: a pytree of global arrays: metrics, gradients, a state; or a module or an optimizer, whose state is
       fetched. Leaves that are not arrays are returned as they are.
+    timeout: seconds to wait for the other processes, where something is gathered.
 
   Returns:
     The same pytree with numpy arrays of the global shapes; nested dicts by path for a module, an optimizer or
     an `nnx.State`, and the array in place of a Variable. A typed PRNG key comes as its `jax.random.key_data`.
+
+  Raises:
+    HostError: a process did not come in time; it is named.
 
   Example:
     >>> import nnx_parallel as nxp
@@ -38,6 +44,8 @@ def to_host(tree: Any) -> Any:
   arrays = jax.tree.map(_array_of, held)
   here = jax.device_get([x for x in jax.tree.leaves(arrays) if _is_here(x)])
   fetched = iter(here)
+  if any(isinstance(x, jax.Array) and not _is_here(x) for x in jax.tree.leaves(arrays)):
+    barrier("to_host", timeout=timeout)
   return jax.tree.map(lambda x: next(fetched) if _is_here(x) else _gathered(x), arrays)
 
 

@@ -11,6 +11,8 @@ from typing import Any, Self
 import jax
 from jax.experimental import multihost_utils
 
+from nnx_parallel.hosts.heartbeat import beat
+
 
 class StopSignals:
   """Within its block, SIGTERM and the first Ctrl-C ask the loop to stop instead of ending the process.
@@ -49,6 +51,7 @@ class StopSignals:
     Returns:
       True once a signal came; in a job of several processes, after the step that all agreed on.
     """
+    beat(step)
     if not jax.distributed.is_initialized():
       return self._came is not None
     if not jax.config.jax_enable_preemption_service:  # pyright: ignore

@@ -312,7 +312,9 @@ def with_options(
 
   def changed(*args: Any) -> Any:
     traced, shape = _traced(function, args, options, note)
-    return jax.tree.unflatten(jax.tree.structure(shape), _treated(traced, jax.tree.leaves(args), options, note))
+    return jax.tree.unflatten(
+      jax.tree.structure(shape), _treated(traced, jax.tree.leaves(args), options, note)
+    )
 
   return changed
 

@@ -269,7 +269,9 @@ class Piped:
 
   def for_each_stage(self, tree: Any) -> Any:
     """A copy of arrays for each stage. Its gradient is summed once, where the copies are made."""
-    return jax.tree.map(lambda x: self._staged(jnp.broadcast_to(x, (self.schedule.stages, *jnp.shape(x)))), tree)
+    return jax.tree.map(
+      lambda x: self._staged(jnp.broadcast_to(x, (self.schedule.stages, *jnp.shape(x)))), tree
+    )
 
   def _staged(self, x: Any) -> Any:
     return staged(jnp.asarray(x), self.mesh, self.axis)

@@ -287,7 +287,11 @@ class Rolled:
     """The program of one unit."""
 
     def body(carry: Sequence[Any], row: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-      given = {**same, **dict(zip(wires.slots, carry, strict=True)), **dict(zip(wires.rows, row, strict=True))}
+      given = {
+        **same,
+        **dict(zip(wires.slots, carry, strict=True)),
+        **dict(zip(wires.rows, row, strict=True)),
+      }
       made: dict[Place, Any] = {}
       for c, n in enumerate(chain.units[0]):
         places = [(c, j) for j in range(len(self.eqns[n].invars))]

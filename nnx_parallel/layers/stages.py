@@ -174,7 +174,9 @@ class Staged:
     self.changed = {o: i for o, i in ends.states.items() if same[o] != i}
     """Result -> input of the arrays that the loss does change."""
     self.kept = {o for o in ends.states if o not in self.changed}
-    read = {rolled.seen(v) for n, eqn in enumerate(self.eqns) if n not in loop.numbers for v in _vars(eqn.invars)}
+    read = {
+      rolled.seen(v) for n, eqn in enumerate(self.eqns) if n not in loop.numbers for v in _vars(eqn.invars)
+    }
     self.read = read | {*_vars(v for o, v in enumerate(self.outputs) if o not in ends.states)}
     """Variables that are read outside of the loop."""
     self.of_layers = self._of_layers()
@@ -288,7 +290,9 @@ class Staged:
     body = opened(self._flat)
     rows = (self.loop.rows[key] for key in self.of_layers)
     changing = {row for some in rows for row in _each(some)}
-    of_batch = [body.invars[n] for n, var in enumerate(self.inputs) if n >= self.ends.model or var in changing]
+    of_batch = [
+      body.invars[n] for n, var in enumerate(self.inputs) if n >= self.ends.model or var in changing
+    ]
     tainted = dependents(body, of_batch)
     if wrong := [i for o, i in self.counted.items() if among(body.outvars[o], tainted)]:
       raise TrainError(
@@ -456,7 +460,11 @@ def _scan(rolled: Rolled, n: int, how: Treatment) -> _Loop:
   body = how.in_scan(eqn)
 
   def layer(carry: Sequence[Any], given: Mapping[Key, Any]) -> tuple[list[Any], dict[Key, Any]]:
-    out = body(*[carry[k - counts.constants] if counts.constants <= k < first else given[k] for k in range(len(inputs))])
+    out = body(
+      *[
+        carry[k - counts.constants] if counts.constants <= k < first else given[k] for k in range(len(inputs))
+      ]
+    )
     return [*out[: counts.carried]], dict(enumerate(out[counts.carried :]))
 
   return _Loop(

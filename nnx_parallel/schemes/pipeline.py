@@ -88,7 +88,11 @@ def pipeline(
   def one(carry: Any, row: Any, state: Any, _: Any, seen: Any) -> tuple[Any, Any, Any]:
     x, travels = carry
     found = {**travels, **seen}
-    return (layer(row, x, *jax.tree.unflatten(tree, [found[n] for n in range(len(leaves))])), travels), state, ()
+    return (
+      (layer(row, x, *jax.tree.unflatten(tree, [found[n] for n in range(len(leaves))])), travels),
+      state,
+      (),
+    )
 
   def run(parameters: Any, x: Any, travels: Any, lies: Any) -> Any:
     piped = Piped(schedule, axis, mesh, one, recompute)
@@ -121,7 +125,9 @@ def _layers(parameters: Any) -> int:
   Raises:
     SchemeError: they have no layers, or disagree.
   """
-  shapes = {jax.tree_util.keystr(path): jnp.shape(x) for path, x in jax.tree_util.tree_leaves_with_path(parameters)}
+  shapes = {
+    jax.tree_util.keystr(path): jnp.shape(x) for path, x in jax.tree_util.tree_leaves_with_path(parameters)
+  }
   counts = {shape[:1] for shape in shapes.values()}
   if len(counts) != 1 or () in counts:
     raise SchemeError(

@@ -367,7 +367,12 @@ def train_step(
     loss_fn,
     microbatches,
     LayerOptions(
-      remat, roll, layers, attention, loss_parts, Pipeline(pipeline) if isinstance(pipeline, str) else pipeline
+      remat,
+      roll,
+      layers,
+      attention,
+      loss_parts,
+      Pipeline(pipeline) if isinstance(pipeline, str) else pipeline,
     ),
     tuple(outputs),
     gradients,

@@ -29,6 +29,7 @@ COMMANDS = [
   "compile",
   "search",
   "train",
+  "launch",
   "new",
   "demo",
   "diff",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import concurrent.futures
 import contextlib
 import ctypes
+import functools
 import os
 from collections.abc import Sequence
 from typing import Any
@@ -74,6 +75,13 @@ def put(value: Any, sharding: NamedSharding) -> jax.Array:
 
   Of a numpy array (global shape) only the part of the local devices is read.
   """
+  if isinstance(value, jax.Array) and value.is_fully_addressable and not sharding.is_fully_addressable:
+    # jax refuses to move a committed array of one process to the devices of several.
+    if is_key(value.dtype):
+      numbers = put(np.asarray(jax.random.key_data(value)), sharding)
+      wrap = functools.partial(jax.random.wrap_key_data, impl=jax.random.key_impl(value))
+      return jax.jit(wrap, out_shardings=sharding)(numbers)
+    value = np.asarray(value)
   if isinstance(value, jax.Array):
     placed = jax.device_put(value, sharding, may_alias=False)
     # From one device to several, jax (0.12) hands on the first device's buffer all the same.

@@ -1,0 +1,198 @@
+"""Waiting for all processes, one value for all, work for one process of a host."""
+
+from __future__ import annotations
+
+import collections
+import functools
+import hashlib
+import itertools
+import pickle
+import re
+import socket
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+from jax._src import distributed  # tests/test_upstream.py has what is used of it
+from jax.experimental import multihost_utils
+
+from nnx_parallel.errors import HostError
+
+_uses: dict[str, itertools.count[int]] = collections.defaultdict(itertools.count)
+
+
+def main_process() -> bool:
+  """Whether this is process 0: the one to print, to write files, to talk to other services.
+
+  What all processes must do together (steps, `to_host`, `Checkpointer.save`) does not belong under it.
+
+  Returns:
+    True on process 0, and in a job of one process.
+
+  Example:
+    >>> import nnx_parallel as nxp
+    >>> if nxp.main_process():
+    ...   print("once")
+    once
+  """
+  return jax.process_index() == 0
+
+
+def barrier(name: str, *, timeout: float = 300) -> None:
+  """Waits until all processes have called this with the same name, equally often.
+
+  Work on the devices that was started before need not be done. In a job of one process it returns at once.
+
+  Args:
+    name: what the processes wait for; printed when one does not come.
+    timeout: in seconds, from the first process that waits; the runtime looks about once a second.
+
+  Raises:
+    HostError: names the processes that did not come in time; raised on all that wait, and on those that come
+      later.
+
+  Example:
+    >>> import nnx_parallel as nxp
+    >>> nxp.barrier("the data is there", timeout=60)
+  """
+  if jax.process_count() == 1:
+    return
+  client: Any = distributed.global_state.client
+  try:
+    client.wait_at_barrier(f"nnx_parallel/{name}/{next(_uses[name])}", max(1, round(1000 * timeout)))
+  except RuntimeError as error:  # JaxRuntimeError is one
+    raise _not_together(name, timeout, str(error)) from error
+
+
+def _not_together(name: str, timeout: float, text: str) -> HostError:
+  missing = missing_tasks(text)
+  who = f"processes {missing} did not come" if missing else "the processes did not come together"
+  return HostError(
+    f"{who} to {name!r} within {timeout:g} s.",
+    details=f"this is process {jax.process_index()} of {jax.process_count()} on {socket.gethostname()};"
+    f" {text.splitlines()[0] if text else ''}",
+    fix="read the log of the first of them: it failed, hangs, took another branch, or needs a longer"
+    " timeout=.",
+  )
+
+
+def missing_tasks(text: str) -> list[int]:
+  """The processes that the runtime's error names as missing at a barrier.
+
+  Example:
+    >>> missing_tasks("UNAVAILABLE: Task 3 heartbeat timeout. This indicates that")
+    [3]
+  """
+  found = re.search(r"timed out task names:\s*((?:\d+\s*\n)+)", text)
+  numbers = found[1].split() if found else re.findall(r"Task (\d+) heartbeat timeout", text)
+  return sorted({int(number) for number in numbers})
+
+
+def broadcast(value: Any, *, source: int = 0, timeout: float = 300) -> Any:
+  """Gives the value of one process to all; all processes must call it.
+
+  Args:
+    value: anything that can be pickled: text, numbers, a pytree of arrays; only that of `source` counts, and
+      the others may pass None. Arrays with shards on other processes are the same everywhere already, and
+      an error.
+    source: the number of the process.
+    timeout: seconds to wait for the others.
+
+  Returns:
+    The value of `source`, with `jax.Array`s as numpy arrays.
+
+  Raises:
+    HostError: a process did not come in time (named), or the value cannot be sent; on all processes.
+
+  Example:
+    >>> import nnx_parallel as nxp
+    >>> nxp.broadcast({"run": "2026-11-23", "seed": 7})
+    {'run': '2026-11-23', 'seed': 7}
+  """
+  if not 0 <= source < jax.process_count():
+    raise HostError(
+      f"there is no process {source} to broadcast from.",
+      fix=f"source= from 0 to {jax.process_count() - 1}.",
+    )
+  mine = jax.process_index() == source
+  sent = _packed(value) if mine else b""
+  if jax.process_count() > 1:
+    barrier(f"broadcast from process {source}", timeout=timeout)
+    length = int(multihost_utils.broadcast_one_to_all(np.int32(len(sent)), is_source=mine))
+    data = np.frombuffer(sent, np.uint8) if mine else np.zeros(length, np.uint8)
+    sent = np.asarray(multihost_utils.broadcast_one_to_all(data, is_source=mine)).tobytes()
+  problem, result = pickle.loads(sent)
+  if problem:
+    raise HostError(
+      f"the value of process {source} cannot be sent.",
+      details=problem,
+      fix="text, numbers, numpy arrays and containers of these; to_host(tree) first for global arrays.",
+    )
+  return result
+
+
+def _packed(value: Any) -> bytes:
+  """The value or what is wrong with it: the others wait for either."""
+  try:
+    return pickle.dumps(("", jax.tree.map(_on_host, value)))
+  except Exception as error:  # noqa: BLE001 (pickling runs code of the value's own)
+    return pickle.dumps((f"{type(error).__name__}: {error}", None))
+
+
+def _on_host(leaf: Any) -> Any:
+  return np.asarray(leaf) if isinstance(leaf, jax.Array) else leaf
+
+
+def once_per_host(function: Callable[[], object], *, timeout: float = 1800) -> bool:
+  """Calls a function on one process of each host; all wait until it is done everywhere.
+
+  For downloads and files on a local disk. Hosts are told apart by their names (in containers, by theirs); the
+  process with the lowest number of each host makes the call.
+
+  Args:
+    function: without arguments; its result is not kept.
+    timeout: seconds to wait for the slowest host.
+
+  Returns:
+    Whether this process made the call.
+
+  Raises:
+    Exception: that of the function, on the process that made the call.
+    HostError: it failed on another process (named), or a process did not come in time.
+
+  Example:
+    >>> import nnx_parallel as nxp
+    >>> nxp.once_per_host(lambda: print("downloading"))
+    downloading
+    True
+  """
+  if jax.process_count() == 1:
+    function()
+    return True
+  mine = _first_of_host(timeout) == jax.process_index()
+  error: Exception | None = None
+  if mine:
+    try:
+      function()
+    except Exception as caught:  # noqa: BLE001 (raised again, once the others know)
+      error = caught
+  barrier("once_per_host", timeout=timeout)
+  codes = np.asarray(multihost_utils.process_allgather(np.int32(error is not None))).reshape(-1)
+  if error is not None:
+    raise error
+  if codes.any():
+    raise HostError(
+      f"once_per_host failed on processes {np.flatnonzero(codes).tolist()}.",
+      fix="read the log of the first of them.",
+    )
+  return mine
+
+
+@functools.cache
+def _first_of_host(timeout: float) -> int:
+  """The lowest process of this host; gathered once."""
+  barrier("the names of the hosts", timeout=timeout)
+  name = np.frombuffer(hashlib.sha256(socket.gethostname().encode()).digest(), np.uint8)
+  names = np.asarray(multihost_utils.process_allgather(name))
+  return int(np.flatnonzero((names == name).all(axis=1))[0])

@@ -1,0 +1,324 @@
+"""Joins the processes of a job by JAX's runtime, and checks that they see the same devices."""
+
+from __future__ import annotations
+
+import atexit
+import collections
+import dataclasses
+import os
+import re
+import socket
+import sys
+import types
+import warnings
+from collections.abc import Mapping, Sequence
+
+import jax
+
+from nnx_parallel.errors import HostError, NnxParallelWarning
+from nnx_parallel.hosts.rollcall import roll_call
+
+# Where one of these is set, somebody meant to start several processes.
+MARKERS = (
+  "RANK",
+  "WORLD_SIZE",
+  "SLURM_STEP_NODELIST",
+  "OMPI_COMM_WORLD_SIZE",
+  "OMPI_MCA_orte_hnp_uri",
+  "JOB_COMPLETION_INDEX",
+  "JAX_COORDINATOR_ADDRESS",
+  "TPU_WORKER_HOSTNAMES",
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Processes:
+  """The processes of a job, as one of them sees it.
+
+  Attributes:
+    index: the number of this process.
+    count: of processes.
+    local_devices: the number of devices of this process.
+    devices: the number of devices of all processes.
+    found: how the others were found: `"arguments"`, `"RANK and WORLD_SIZE"`, `"jax"` for its own detection
+      of the cluster, `"before"` when the runtime was up already, `"alone"` when there are no others.
+  """
+
+  index: int
+  count: int
+  local_devices: int
+  devices: int
+  found: str
+
+  def __str__(self) -> str:
+    return (
+      f"process {self.index} of {self.count} ({self.found}) on {socket.gethostname()}:"
+      f" {self.local_devices} of {self.devices} {jax.default_backend()} devices"
+    )
+
+
+def init_distributed(
+  address: str | None = None,
+  count: int | None = None,
+  index: int | None = None,
+  *,
+  local_devices: int | Sequence[int] | None = None,
+  devices_per_process: int | None = None,
+  timeout: float = 300,
+  heartbeat_timeout: float = 100,
+) -> Processes:
+  """Joins all processes of the job; call it before anything that uses JAX's devices.
+
+  The others are found by the first of these that applies: the arguments; the variables of torchrun (`RANK`,
+  `WORLD_SIZE`, `MASTER_ADDR`, `MASTER_PORT`, `LOCAL_RANK`), which `nnx-parallel launch` sets too; JAX's own
+  detection (Slurm, Open MPI, Kubernetes, GKE, Cloud TPU). Without any of them this is a job of one process,
+  and the call returns at once: the same script runs everywhere. A second call changes nothing. JAX's devices
+  are in use after it, so settings such as `jax_num_cpu_devices` come before.
+
+  In a job of several processes an exception that nobody catches ends its process at once, after the
+  traceback: JAX would first wait for the others, which wait for it.
+
+  Args:
+    address: `host:port` of process 0, a port that is free there. With it, `count` and `index` are needed.
+    count: the number of processes.
+    index: the number of this process, from 0.
+    local_devices: which of the GPUs of this host are for this process; by default those that are visible
+      where the host has one process, else the one of its local number.
+    devices_per_process: checked where given; fewer or more devices are an error.
+    timeout: seconds to wait for the others.
+    heartbeat_timeout: seconds without a sign of life after which JAX takes a process for dead, and ends all.
+
+  Returns:
+    The number of this process, of all processes, and of their devices.
+
+  Raises:
+    HostError: a process did not come (named where the address is known), numbers that do not fit, JAX's
+      devices were used before, processes with different numbers of devices, or GPUs that nobody uses.
+
+  Example:
+    >>> import nnx_parallel as nxp
+    >>> processes = nxp.init_distributed()
+    >>> processes.index, processes.count, processes.found
+    (0, 1, 'alone')
+  """
+  if jax.distributed.is_initialized():
+    seen = _checked("before", devices_per_process)
+    if (count, index) not in ((None, None), (seen.count, seen.index)):
+      raise HostError(
+        f"this is process {seen.index} of {seen.count} already, and cannot become {index} of {count}.",
+        fix="call init_distributed once, or again with the same arguments.",
+      )
+    return seen
+  found = "arguments"
+  if (address, count, index) == (None, None, None):
+    address, count, index = from_torchrun(os.environ)
+    found = "RANK and WORLD_SIZE" if count is not None else "jax"
+  elif address is None or count is None or index is None:
+    raise HostError(
+      "init_distributed needs all of address, count and index, or none of them.",
+      details=f"address={address}, count={count}, index={index}",
+      fix='init_distributed("10.0.0.1:8476", count=4, index=0), or set RANK, WORLD_SIZE, MASTER_ADDR and'
+      " MASTER_PORT.",
+    )
+  if address is not None and count is not None and index is not None:
+    if not 0 <= index < count or not re.fullmatch(r".+:\d+", address):
+      raise HostError(
+        f"process {index} of {count} at {address} cannot be.",
+        details=f"index={index}, count={count}, address={address}",
+        fix="an index from 0 to count - 1, and an address such as 10.0.0.1:8476.",
+      )
+    if count == 1:
+      return _checked("alone", devices_per_process)
+  if local_devices is None:
+    local_devices = visible_devices(os.environ)
+  try:
+    if address is not None and count is not None and index is not None:
+      roll_call(address, count, index, timeout)
+    jax.distributed.initialize(
+      address,
+      count,
+      index,
+      local_devices,
+      initialization_timeout=max(1, round(timeout)),
+      heartbeat_timeout_seconds=max(1, round(heartbeat_timeout)),
+      cluster_detection_method="deactivate" if address is not None else None,
+    )
+  except ValueError as error:
+    if address is not None or "coordinator_address should be defined" not in str(error):
+      raise HostError("JAX could not join the processes.", details=str(error)) from error
+    _warn_without_srun()
+    return _checked("alone", devices_per_process)
+  except RuntimeError as error:
+    if isinstance(error, HostError):
+      raise
+    if "must be called before" not in str(error):
+      raise HostError("JAX could not join the processes.", details=str(error)) from error
+    if address is None and not any(os.environ.get(name) for name in MARKERS):
+      return _checked("alone", devices_per_process)  # a notebook that has used its devices
+    raise HostError(
+      "init_distributed came too late: JAX's devices are in use already.",
+      details=", ".join(f"{name}={os.environ[name]}" for name in MARKERS if os.environ.get(name))
+      or f"address={address}",
+      fix="call it first in the script, before jax.devices(), make_mesh or any array.",
+    ) from error
+  if jax.process_count() > 1:
+    end_at_once_on_failure()
+  return _checked(found, devices_per_process)
+
+
+def from_torchrun(environment: Mapping[str, str]) -> tuple[str | None, int | None, int | None]:
+  """Address, count and index out of the variables of torchrun; three times None without them.
+
+  Raises:
+    HostError: only some of them are set, or one is no number.
+
+  Example:
+    >>> from_torchrun({"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "node0", "MASTER_PORT": "29500"})
+    ('node0:29500', 2, 1)
+  """
+  if "RANK" not in environment or "WORLD_SIZE" not in environment:
+    return None, None, None
+  names = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+  shown = ", ".join(f"{name}={environment.get(name)}" for name in names)
+  try:
+    index, count = int(environment["RANK"]), int(environment["WORLD_SIZE"])
+    if count == 1:
+      return "localhost:0", 1, index
+    host, port = environment["MASTER_ADDR"], int(environment["MASTER_PORT"])
+  except (KeyError, ValueError) as error:
+    raise HostError(
+      "the variables that say where the other processes are do not fit together.",
+      details=f"{shown}; {type(error).__name__}: {error}",
+      fix="set all four, or unset RANK and WORLD_SIZE for a job of one process.",
+    ) from error
+  # torchrun's agent listens on the port itself.
+  port += environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+  return f"{host}:{port}", count, index
+
+
+def visible_devices(environment: Mapping[str, str]) -> list[int] | None:
+  """The `local_device_ids` to pass to JAX: `[]` for all that are visible, None for JAX's own choice.
+
+  Under Slurm and Open MPI, JAX gives each task the one GPU of its local number. That is wrong where a task
+  has its host for itself (it would use one GPU of eight), and where the scheduler shows each task its own GPU
+  only, as number 0.
+
+  Example:
+    >>> visible_devices({"SLURM_STEP_TASKS_PER_NODE": "1(x2)"}), visible_devices({"SLURM_LOCALID": "3"})
+    ([], None)
+    >>> visible_devices({"RANK": "11", "WORLD_SIZE": "16", "LOCAL_RANK": "3", "LOCAL_WORLD_SIZE": "8"})
+    [3]
+  """
+  visible = environment.get("CUDA_VISIBLE_DEVICES", environment.get("ROCR_VISIBLE_DEVICES", ""))
+  one_gpu = bool(visible) and "," not in visible
+  if "RANK" in environment and "WORLD_SIZE" in environment:
+    alone = environment.get("LOCAL_WORLD_SIZE", "1") == "1"
+    return [] if alone or one_gpu else [int(environment["LOCAL_RANK"])]
+  here = re.match(
+    r"\d+", environment.get("SLURM_STEP_TASKS_PER_NODE") or environment.get("OMPI_COMM_WORLD_LOCAL_SIZE", "")
+  )
+  return [] if one_gpu or (here is not None and here[0] == "1") else None
+
+
+def _warn_without_srun() -> None:
+  tasks = os.environ.get("SLURM_NTASKS", "1")
+  if tasks != "1" and "SLURM_STEP_NODELIST" not in os.environ:
+    warnings.warn(
+      f"this Slurm job has {tasks} tasks, but this process runs alone: srun did not start it."
+      "  Fix: srun python train.py",
+      NnxParallelWarning,
+      stacklevel=3,
+    )
+
+
+def _checked(found: str, devices_per_process: int | None) -> Processes:
+  """Compares what all processes have: every process sees the same list, so all of them raise or none."""
+  count = jax.process_count()
+  each = collections.Counter(device.process_index for device in jax.devices())
+  seen = Processes(jax.process_index(), count, jax.local_device_count(), jax.device_count(), found)
+  problem = device_problem(each, count, jax.default_backend(), devices_per_process, os.environ)
+  if problem is not None:
+    what, fix = problem
+    raise HostError(what, details=f"{seen}; devices of each process: {dict(sorted(each.items()))}", fix=fix)
+  return seen
+
+
+def device_problem(
+  each: Mapping[int, int],
+  count: int,
+  backend: str,
+  devices_per_process: int | None,
+  environment: Mapping[str, str],
+) -> tuple[str, str] | None:
+  """What is wrong with the devices of the processes, and the fix; None when nothing is.
+
+  Args:
+    each: process -> its number of devices.
+    count: of processes.
+    backend: such as `"gpu"`.
+    devices_per_process: as of `init_distributed`.
+    environment: the variables of this process.
+  """
+  without = [process for process in range(count) if not each.get(process)]
+  if without:
+    return (
+      f"processes {without} have no {backend} devices.",
+      "check the GPUs or the plugin of their hosts; JAX_PLATFORMS must be the same everywhere.",
+    )
+  wanted = devices_per_process or max(set(each.values()), key=list(each.values()).count)
+  others = [process for process in range(count) if each[process] != wanted]
+  if others:
+    meant = "expected" if devices_per_process else "as most have"
+    return (
+      f"processes {others} have {sorted({each[process] for process in others})} devices, not {wanted}"
+      f" ({meant}).",
+      "give every process the same number: under Slurm --ntasks-per-node=N --gpus-per-task=1, or one task"
+      " per node with --ntasks-per-node=1 --gpus-per-node=N; check CUDA_VISIBLE_DEVICES.",
+    )
+  granted, tasks = environment.get("SLURM_GPUS_ON_NODE", ""), environment.get("SLURM_STEP_TASKS_PER_NODE", "")
+  here = re.match(r"\d+", tasks)
+  if devices_per_process is not None or not granted.isdigit() or here is None:
+    return None
+  if backend == "cpu" and not environment.get("JAX_PLATFORMS", "").startswith("cpu"):
+    return (
+      f"Slurm gave this node {granted} GPUs, and JAX sees none.",
+      'install the GPU build (pip install "jax[cuda12]"), or set JAX_PLATFORMS=cpu on purpose.',
+    )
+  if backend in ("gpu", "cuda", "rocm") and wanted * int(here[0]) < int(granted):
+    return (
+      f"Slurm gave this node {granted} GPUs, and its {here[0]} tasks see {wanted} each.",
+      f"srun --ntasks-per-node={granted} --gpus-per-task=1, or one task per node that sees all:"
+      f" srun --ntasks-per-node=1 --gpus-per-task={granted};"
+      " devices_per_process= if the rest is meant to be idle.",
+    )
+  return None
+
+
+_failed = False
+
+
+def mark_failed() -> None:
+  """Lets this process end at once, with code 1, without waiting for the others."""
+  global _failed
+  _failed = True
+
+
+def end_at_once_on_failure() -> None:
+  """After an exception that nobody caught, ends the process before JAX waits for the others at exit.
+
+  They may wait for this one in a collective, and JAX's exit for them: up to five minutes.
+  """
+  former = sys.excepthook
+
+  def hook(kind: type[BaseException], error: BaseException, trace: types.TracebackType | None) -> None:
+    former(kind, error, trace)
+    mark_failed()
+
+  def end() -> None:
+    if _failed:
+      sys.stdout.flush()
+      sys.stderr.flush()
+      os._exit(1)
+
+  sys.excepthook = hook
+  atexit.register(end)  # the last registered is the first called

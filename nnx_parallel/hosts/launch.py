@@ -1,0 +1,342 @@
+"""Starts the processes of a job on this machine, shows their output, and starts them again when one fails.
+
+Nothing here imports jax: the launcher holds no device.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import dataclasses
+import os
+import re
+import selectors
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import types
+from collections.abc import Callable, Generator, Mapping, Sequence
+from pathlib import Path
+
+from nnx_parallel.errors import HostError
+from nnx_parallel.hosts.heartbeat import VARIABLE, last_beat
+
+NOISE = re.compile(
+  r"\[Gloo\] Rank \d+ is connected|[IW]\d{4} \d\d:\d\d:\d\d\.\d+ |WARNING: All log messages before absl::"
+  r"|    @ +0x[0-9a-f]+ |=== Source Location Trace|\*\*\* Check failure stack trace|external/xla"
+)
+FINAL_CODES = (2, 3)  # wrong usage, and an answer that is no: the next attempt would say the same
+LONGEST_PAUSE_S = 60
+TAIL = 30  # lines
+
+
+@dataclasses.dataclass(frozen=True)
+class Job:
+  """What to start, and how to look after it.
+
+  Attributes:
+    command: of each process.
+    again: of a process of a later attempt; by default the same.
+    processes: how many to start here.
+    devices_per_process: simulated CPU devices for each; None for the accelerators, one for each process.
+    cluster: one process, whose number and peers the scheduler's variables say; they are left as they are.
+    restarts: how many times all are started again after a failure.
+    pause: seconds before the first restart; twice as many before the next, up to a minute, and as few as at
+      first after an attempt that got further than all before.
+    hang_after: seconds without a step, after its first, that make a process a failure; None for never.
+    grace: seconds between a signal to the launcher and the end by force.
+    end_after: seconds between a failure and the end of the others by force: they cannot save alone.
+    all_logs: whether to show noise, and what the others print after the first failure.
+  """
+
+  command: Sequence[str]
+  again: Sequence[str] = ()
+  processes: int = 1
+  devices_per_process: int | None = None
+  cluster: bool = False
+  restarts: int = 0
+  pause: float = 1.0
+  hang_after: float | None = None
+  grace: float = 30.0
+  end_after: float = 0.5
+  all_logs: bool = False
+
+
+@dataclasses.dataclass
+class Worker:
+  """One process of an attempt, within its warden."""
+
+  number: int
+  warden: subprocess.Popen[bytes]
+  beats: Path
+  pending: bytes = b""
+  tail: collections.deque[str] = dataclasses.field(default_factory=lambda: collections.deque(maxlen=TAIL))
+  held: int = 0
+  code: int | None = None
+
+  def signal(self, number: signal.Signals) -> None:
+    """To the worker alone; SIGKILL to all that it started."""
+    if number != signal.SIGKILL:
+      with contextlib.suppress(ProcessLookupError):
+        self.warden.send_signal(number)
+      return
+    with contextlib.suppress(ProcessLookupError):
+      os.killpg(self.warden.pid, number)
+
+
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+  """How an attempt ended: the code of the launcher, the first failure, and the last step."""
+
+  code: int
+  failure: str = ""
+  step: int = -1
+
+
+def launch(job: Job, write: Callable[[str], None] = print) -> int:
+  """Runs a job to its end: all processes ended well, the budget of restarts is used up, or a signal came.
+
+  SIGTERM and the first Ctrl-C are passed on to the processes, which may save; the second ends them at once.
+  No process outlives this one, even if it is killed.
+
+  Args:
+    job: what to start.
+    write: shows a line.
+
+  Returns:
+    0, the code of the process that failed first, or 128 + n after a signal.
+
+  Raises:
+    HostError: a command that cannot be started.
+
+  Example:
+    >>> launch(Job([sys.executable, "-c", "import os; print(os.environ['RANK'])"], processes=1))
+    [0] 0
+    0
+  """
+  if job.processes < 1 or (job.cluster and job.processes != 1):
+    raise HostError(
+      f"cannot start {job.processes} processes{' of a cluster here' if job.cluster else ''}.",
+      fix="--processes 1 or more; with --cluster one, since the scheduler starts a launcher for each.",
+    )
+  best, pause, outcome = -1, job.pause, Outcome(0)
+  with _signals() as came, tempfile.TemporaryDirectory(prefix="nnx_parallel-") as folder:
+    for attempt in range(job.restarts + 1):
+      outcome = _attempt(job, attempt, Path(folder), came, write)
+      if outcome.code == 0 or came or outcome.code in FINAL_CODES:
+        return outcome.code
+      if attempt == job.restarts:
+        break
+      if outcome.step > best:
+        best, pause = outcome.step, job.pause
+      write(f"-- restart {attempt + 1} of {job.restarts} in {pause:g} s")
+      _wait(pause, came)
+      if came:
+        return 128 + came[0]
+      pause = min(2 * pause, LONGEST_PAUSE_S)
+  if job.restarts:
+    write(f"-- no restart is left of {job.restarts}")
+  return outcome.code
+
+
+def _wait(seconds: float, came: list[int]) -> None:
+  until = time.monotonic() + seconds
+  while not came and time.monotonic() < until:
+    time.sleep(0.05)
+
+
+@contextlib.contextmanager
+def _signals() -> Generator[list[int]]:
+  """The signals that came, in a list that grows."""
+  came: list[int] = []
+
+  def handle(number: int, _: types.FrameType | None) -> None:
+    came.append(number)
+
+  former = {number: signal.signal(number, handle) for number in (signal.SIGTERM, signal.SIGINT)}
+  try:
+    yield came
+  finally:
+    for number, handler in former.items():
+      signal.signal(number, handler)
+
+
+def _attempt(job: Job, attempt: int, folder: Path, came: list[int], write: Callable[[str], None]) -> Outcome:
+  """Starts all processes once, and returns when none of them, nor any that they started, is left."""
+  started = time.monotonic()
+  watched, alive = os.pipe()  # `alive` is closed when this process ends, however it ends
+  workers: list[Worker] = []
+  failure, code = "", 0
+  signalled, end_by = 0, float("inf")
+  with selectors.DefaultSelector() as selector, contextlib.ExitStack() as stack:
+    stack.callback(os.close, alive)
+    stack.callback(os.close, watched)
+    stack.callback(_end, workers)
+    command = job.again if attempt and job.again else job.command
+    port = free_port()
+    for number in range(job.processes):
+      beats = folder / f"{attempt}-{number}"
+      variables = worker_variables(job, number, port, os.environ) | {
+        VARIABLE: str(beats),
+        "NNX_PARALLEL_ATTEMPT": str(attempt),
+      }
+      worker = Worker(number, _start(command, variables, watched), beats)
+      workers.append(worker)
+      selector.register(_output(worker), selectors.EVENT_READ, worker)
+    while any(worker.code is None for worker in workers):
+      for key, _ in selector.select(timeout=0.1):
+        if not _read(key.data, write, job.all_logs, hold=bool(failure)):
+          selector.unregister(key.fileobj)
+      first: Worker | None = None
+      for worker in workers:
+        if worker.code is not None:
+          continue
+        code_now = worker.warden.poll()
+        if code_now is not None:
+          worker.code = code_now if code_now >= 0 else 128 - code_now  # the warden itself was killed
+          worker.signal(signal.SIGKILL)  # what it started and left behind
+          while _read(worker, write, job.all_logs, hold=bool(failure or first)):
+            pass
+          if worker.code and first is None:
+            first = worker
+      if not failure and not signalled:
+        after = f"after {time.monotonic() - started:.1f} s"
+        if first is not None:
+          code = first.code or 1
+          failure = f"process {first.number} failed first: {describe(code)} {after}"
+        elif hung := _hung(job, workers):
+          first, code, failure = hung, 1, f"{_steps(job, workers, hung)} {after}"
+        if failure and first is not None:
+          write(f"-- {failure}")
+          for line in first.tail:
+            write(f"-- [{first.number}] {line}")
+          end_by = time.monotonic() + job.end_after
+          _signal_all(workers, signal.SIGTERM)
+      if len(came) > signalled and not failure:
+        write(f"-- {signal.Signals(came[0]).name}: passed on" if not signalled else "-- ending at once")
+        end_by = time.monotonic() + (job.grace if not signalled else 0)
+        code = 128 + came[0]
+        signalled = len(came)
+        _signal_all(workers, signal.SIGTERM)
+      if time.monotonic() > end_by or (failure and came):
+        _signal_all(workers, signal.SIGKILL)
+        end_by = time.monotonic() + 1
+    for worker in workers:
+      if worker.held and not job.all_logs:
+        write(f"-- process {worker.number}: {worker.held} more lines after that (--all-logs shows them)")
+  beats_of = [found[0] for worker in workers if (found := last_beat(worker.beats))]
+  return Outcome(code, failure, max(beats_of, default=-1))
+
+
+def _start(command: Sequence[str], variables: Mapping[str, str], watched: int) -> subprocess.Popen[bytes]:
+  warden = str(Path(__file__).with_name("warden.py"))
+  return subprocess.Popen(
+    [sys.executable, "-I", "-S", warden, str(watched), *command],
+    env=dict(variables),
+    stdin=subprocess.DEVNULL,
+    stdout=subprocess.PIPE,
+    stderr=subprocess.STDOUT,
+    pass_fds=[watched],
+    start_new_session=True,  # a group of its own, which Ctrl-C in the terminal does not reach
+    bufsize=0,
+  )
+
+
+def _output(worker: Worker) -> int:
+  assert worker.warden.stdout is not None
+  descriptor = worker.warden.stdout.fileno()
+  os.set_blocking(descriptor, False)
+  return descriptor
+
+
+def _end(workers: Sequence[Worker]) -> None:
+  _signal_all(workers, signal.SIGKILL)
+  for worker in workers:
+    worker.warden.wait()
+    if worker.warden.stdout is not None:
+      worker.warden.stdout.close()
+
+
+def _signal_all(workers: Sequence[Worker], number: signal.Signals) -> None:
+  for worker in workers:
+    if worker.code is None:
+      worker.signal(number)
+
+
+def _read(worker: Worker, write: Callable[[str], None], all_logs: bool, *, hold: bool) -> bool:
+  """Shows what a process printed; False when there is no more, now or ever."""
+  try:
+    data = os.read(_output(worker), 1 << 16)
+  except BlockingIOError:
+    return False
+  *lines, worker.pending = (worker.pending + data).split(b"\n")
+  if not data and worker.pending:
+    lines, worker.pending = [worker.pending], b""
+  for raw in lines:
+    line = raw.decode(errors="replace").rstrip("\r")
+    if not all_logs and NOISE.match(line):
+      continue
+    if hold and not all_logs:
+      worker.held += 1
+      continue
+    worker.tail.append(line)
+    write(f"[{worker.number}] {line}")
+  return bool(data)
+
+
+def _hung(job: Job, workers: Sequence[Worker]) -> Worker | None:
+  """The process that is behind all others, when one has made no step for too long."""
+  if job.hang_after is None:
+    return None
+  beats = [
+    (found, worker) for worker in workers if worker.code is None and (found := last_beat(worker.beats))
+  ]
+  if not any(time.time() - when > job.hang_after for (_, when), _ in beats):
+    return None
+  return min(beats, key=lambda item: item[0])[1]
+
+
+def _steps(job: Job, workers: Sequence[Worker], hung: Worker) -> str:
+  steps = {worker.number: found[0] for worker in workers if (found := last_beat(worker.beats))}
+  return f"process {hung.number} hangs: no step for {job.hang_after:g} s; last steps {steps}"
+
+
+def free_port() -> int:
+  """A port of this machine that nobody listens on."""
+  with socket.socket() as probe:
+    probe.bind(("127.0.0.1", 0))
+    return probe.getsockname()[1]
+
+
+def describe(code: int) -> str:
+  """An exit code in words.
+
+  Example:
+    >>> describe(1), describe(137)
+    ('exit code 1', 'killed by SIGKILL')
+  """
+  with contextlib.suppress(ValueError):
+    if code > 128:
+      return f"killed by {signal.Signals(code - 128).name}"
+  return f"exit code {code}"
+
+
+def worker_variables(job: Job, number: int, port: int, environment: Mapping[str, str]) -> dict[str, str]:
+  """The environment of one process: that of the launcher, where its peers are, and its simulated devices."""
+  variables = {**environment, "PYTHONUNBUFFERED": "1"}
+  if not job.cluster:
+    count = str(job.processes)
+    variables |= {"RANK": str(number), "LOCAL_RANK": str(number), "MASTER_ADDR": "127.0.0.1"}
+    variables |= {"WORLD_SIZE": count, "LOCAL_WORLD_SIZE": count, "MASTER_PORT": str(port)}
+    variables.pop("TORCHELASTIC_USE_AGENT_STORE", None)
+  if job.devices_per_process is not None:
+    flags = environment.get("XLA_FLAGS", "").split()
+    kept = [flag for flag in flags if "xla_force_host_platform_device_count" not in flag]
+    variables |= {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(job.devices_per_process)}
+    variables["XLA_FLAGS"] = " ".join(kept)
+    # Devices that wait in a collective hold a thread each of a pool as large as this.
+    variables.setdefault("NPROC", str(4 * max(job.devices_per_process, os.cpu_count() or 1)))
+  return variables

@@ -1,0 +1,101 @@
+"""All wait for each other, and whoever does not come is named; one value for all; work once on each host."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import nnx_parallel as nxp
+from nnx_parallel.hosts.agree import missing_tasks
+from processes import run_two
+
+HostError = nxp.errors.HostError
+
+
+def test_one_process_waits_for_nobody():
+  assert nxp.main_process()
+  nxp.barrier("nobody", timeout=0.001)
+  calls = []
+  assert nxp.once_per_host(lambda: calls.append(1))
+  assert calls == [1]
+  found = nxp.broadcast({"text": "run", "array": jnp.arange(3)})
+  assert found["text"] == "run"
+  assert type(found["array"]) is np.ndarray
+
+
+def test_what_cannot_be_sent_is_an_error():
+  with pytest.raises(HostError, match="no process 1 to broadcast from"):
+    nxp.broadcast(1, source=1)
+  with pytest.raises(HostError, match="value of process 0 cannot be sent"):
+    nxp.broadcast(lambda: 1)
+
+
+def test_the_processes_that_the_runtime_names():
+  text = "DEADLINE_EXCEEDED: Barrier timed out. Id: x::0.\n# of tasks that reached the barrier: 1/{}.\n"
+  text += "The first task at the barrier: 0. Some timed out task names:\n{}\n\n\nRPC: /x/Barrier [type='']"
+  assert missing_tasks(text.format(2, "1")) == [1]
+  assert missing_tasks(text.format(12, "10\n3")) == [3, 10]
+  assert missing_tasks("INTERNAL: task is set to ERROR: UNAVAILABLE: Task 7 heartbeat timeout. This") == [7]
+  assert missing_tasks("INTERNAL: something else 5") == []
+
+
+@pytest.mark.slow
+def test_two_processes_agree():
+  body = """
+    import socket, time
+    from nnx_parallel.hosts import agree
+
+    assert nxp.main_process() == (process == 0)
+    nxp.barrier("both", timeout=30)
+    if process == 1:
+      time.sleep(2)
+    try:
+      nxp.barrier("late", timeout=0.3)
+    except nxp.errors.HostError as error:
+      print(error)
+    nxp.barrier("late", timeout=30)
+
+    value = {"text": "run", "array": jax.numpy.arange(3), "shape": np.ones((2, 3))} if process == 1 else None
+    found = nxp.broadcast(value, source=1, timeout=30)
+    assert found["text"] == "run" and found["array"].tolist() == [0, 1, 2] and found["shape"].shape == (2, 3)
+    whole = put(np.arange(8), nxp.make_mesh(data=8), "data")
+    try:
+      nxp.broadcast({"x": whole}, timeout=30)
+    except nxp.errors.HostError as error:
+      print(error)
+
+    calls = []
+    print("called", nxp.once_per_host(lambda: calls.append(1), timeout=30), calls)
+    def fail():
+      raise OSError("the disk is full")
+    try:
+      nxp.once_per_host(fail, timeout=30)
+    except OSError as error:
+      print("mine:", error)
+    except nxp.errors.HostError as error:
+      print("theirs:", error)
+
+    patch(socket, "gethostname", lambda: f"host{process}")
+    agree._first_of_host.cache_clear()
+    print("each", nxp.once_per_host(lambda: None, timeout=30))
+    agree._first_of_host.cache_clear()
+
+    if process == 1:
+      time.sleep(2)
+    try:
+      nxp.to_host(whole, timeout=0.3)
+    except nxp.errors.HostError as error:
+      print(error)
+    assert nxp.to_host({"x": whole})["x"].tolist() == list(range(8))
+  """
+  first, second = run_two(body)
+  for text in (first, second):
+    assert "processes [1] did not come to 'late' within 0.3 s." in text
+    assert "processes [1] did not come to 'to_host' within 0.3 s." in text
+    assert "the value of process 0 cannot be sent" in text
+    assert "each True" in text
+  assert "called True [1]" in first
+  assert "called False []" in second
+  assert "mine: the disk is full" in first
+  assert "theirs: once_per_host failed on processes [0]." in second

@@ -1,0 +1,381 @@
+"""The launcher ends all that it started, shows the first failure first, and starts again."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+import nnx_parallel as nxp
+from nnx_parallel.cli.launch import command_of
+from nnx_parallel.cli.main import main
+from nnx_parallel.hosts.launch import NOISE, Job, describe, free_port, launch, worker_variables
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def python(body: str) -> list[str]:
+  setup = "import os, signal, subprocess, sys, time\nrank = int(os.environ['RANK'])\n"
+  return [sys.executable, "-c", setup + textwrap.dedent(body)]
+
+
+def launched(body: str, **options) -> tuple[int, list[str]]:
+  lines: list[str] = []
+  code = launch(Job(python(body), **({"processes": 2} | options)), lines.append)
+  return code, lines
+
+
+def alive(pid: int) -> bool:
+  try:
+    return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+  except (FileNotFoundError, ProcessLookupError):
+    return False
+
+
+def wait_until(condition, seconds=10.0):
+  until = time.monotonic() + seconds
+  while not condition() and time.monotonic() < until:
+    time.sleep(0.02)
+  return condition()
+
+
+def test_each_process_knows_its_number_and_lines_have_it_in_front():
+  code, lines = launched(
+    """
+    print(rank, os.environ["WORLD_SIZE"], os.environ["LOCAL_RANK"], os.environ["MASTER_ADDR"])
+    print("no newline", end="")
+    """,
+    processes=3,
+  )
+  assert code == 0
+  assert sorted(lines) == sorted(
+    f"[{n}] {text}" for n in range(3) for text in (f"{n} 3 {n} 127.0.0.1", "no newline")
+  )
+
+
+def test_noise_is_left_out_unless_all_logs_are_asked_for():
+  noise = "[Gloo] Rank 0 is connected to 1 peer ranks"
+  printed = [noise, "I1123 10:00:00.1234   12 x.cc:1] up", "I say 1123", "[Gloo] failed"]
+  body = f"print(*{printed}, sep=chr(10))"
+  assert sorted(launched(body, processes=1)[1]) == ["[0] I say 1123", "[0] [Gloo] failed"]
+  assert f"[0] {noise}" in launched(body, processes=1, all_logs=True)[1]
+  assert not NOISE.match("E1123 10:00:00.1234 12 x.cc:1] an error")
+
+
+def test_the_first_failure_ends_the_others_and_is_shown_with_its_last_lines():
+  code, lines = launched("""
+    signal.signal(signal.SIGTERM, lambda *_: (print("what follows"), time.sleep(60)))
+    if rank == 1:
+      time.sleep(0.3)
+      print("the reason")
+      sys.exit(7)
+    time.sleep(60)
+  """)
+  assert code == 7
+  assert lines[0] == "[1] the reason"
+  assert lines[1].startswith("-- process 1 failed first: exit code 7 after ")
+  assert lines[2:] == ["-- [1] the reason", "-- process 0: 1 more lines after that (--all-logs shows them)"]
+
+
+def test_a_killed_process_is_named():
+  code, lines = launched("os.kill(os.getpid(), signal.SIGKILL) if rank == 0 else time.sleep(60)")
+  assert code == 137
+  assert lines[0].startswith("-- process 0 failed first: killed by SIGKILL after ")
+  assert describe(139) == "killed by SIGSEGV"
+  assert describe(255) == "exit code 255"
+
+
+def test_a_program_that_does_not_exist():
+  lines: list[str] = []
+  assert launch(Job(["/no/such/program"]), lines.append) == 127
+  assert lines[0] == "[0] /no/such/program: No such file or directory"
+
+
+def test_children_of_a_process_that_ended_well_are_ended(tmp_path):
+  file = tmp_path / "pid"
+  body = f"""
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    open({str(file)!r}, "w").write(str(child.pid))
+  """
+  code, _ = launched(body, processes=1)
+  assert code == 0
+  assert wait_until(lambda: not alive(int(file.read_text())))
+
+
+def test_restarts_have_a_budget_and_a_pause_that_doubles():
+  started = time.monotonic()
+  code, lines = launched("sys.exit(5)", processes=1, restarts=3, pause=0.1)
+  assert code == 5
+  restarts = [line for line in lines if "restart" in line]
+  assert restarts == [
+    "-- restart 1 of 3 in 0.1 s",
+    "-- restart 2 of 3 in 0.2 s",
+    "-- restart 3 of 3 in 0.4 s",
+    "-- no restart is left of 3",
+  ]
+  assert time.monotonic() - started > 0.7
+
+
+def test_an_attempt_that_got_further_pauses_as_little_as_the_first():
+  body = """
+    attempt = int(os.environ["NNX_PARALLEL_ATTEMPT"])
+    open(os.environ["NNX_PARALLEL_HEARTBEAT"], "w").write(str([4, 4, 9][attempt]))
+    sys.exit(1)
+  """
+  _, lines = launched(body, processes=1, restarts=2, pause=0.1)
+  assert [line for line in lines if " in " in line] == [
+    "-- restart 1 of 2 in 0.1 s",
+    "-- restart 2 of 2 in 0.2 s",
+  ]
+  _, lines = launched(body.replace("[4, 4, 9]", "[4, 5, 9]"), processes=1, restarts=2, pause=0.1)
+  assert [line for line in lines if " in " in line] == [
+    "-- restart 1 of 2 in 0.1 s",
+    "-- restart 2 of 2 in 0.1 s",
+  ]
+
+
+@pytest.mark.parametrize("code", [2, 3])
+def test_wrong_usage_is_not_tried_again(code):
+  assert launched(f"sys.exit({code})", restarts=5, pause=60)[0] == code
+
+
+def test_later_attempts_have_their_own_command():
+  lines: list[str] = []
+  job = Job(python("print('first'); sys.exit(1)"), python("print('again')"), restarts=2, pause=0)
+  assert launch(job, lines.append) == 0
+  assert lines[-1] == "[0] again"
+
+
+def test_the_process_that_is_behind_is_named_when_no_step_is_made():
+  code, lines = launched(
+    """
+    from pathlib import Path
+    for step in range(1, 4 if rank == 0 else 3):
+      Path(os.environ["NNX_PARALLEL_HEARTBEAT"]).write_text(str(step))
+    time.sleep(60)
+    """,
+    hang_after=0.5,
+  )
+  assert code == 1
+  assert lines[0].startswith("-- process 1 hangs: no step for 0.5 s; last steps {0: 3, 1: 2} after ")
+
+
+def test_before_the_first_step_nothing_hangs():
+  assert launched("time.sleep(0.8)", hang_after=0.1)[0] == 0
+
+
+def test_a_loop_with_stop_signals_tells_its_steps(tmp_path, monkeypatch):
+  file = tmp_path / "beat"
+  monkeypatch.setenv("NNX_PARALLEL_HEARTBEAT", str(file))
+  with nxp.StopSignals() as stop:
+    assert not stop.asked(12)
+  assert file.read_text() == "12"
+
+
+STUBBORN = """
+signal.signal(signal.SIGTERM, lambda *_: print("saving"))
+print("ready", os.getpid(), subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"]).pid)
+until = time.time() + 60
+while time.time() < until:
+  time.sleep(0.05)
+"""
+
+
+def start(*options: str, body: str = STUBBORN) -> tuple[subprocess.Popen[str], list[int]]:
+  """A launcher of two processes, and the numbers of them and their children, once they are ready."""
+  command = [sys.executable, "-m", "nnx_parallel", "launch", "-n", "2", *options, "--", *python(body)]
+  variables = {**os.environ, "PYTHONPATH": str(ROOT)}
+  launcher = subprocess.Popen(command, env=variables, stdout=subprocess.PIPE, text=True)
+  lines = [launcher.stdout.readline() for _ in range(2)]
+  return launcher, [int(word) for line in lines for word in line.split()[2:]]
+
+
+def ended(launcher: subprocess.Popen[str], pids: list[int]) -> str:
+  """What it printed; nothing of it is left."""
+  output, _ = launcher.communicate(timeout=20)
+  assert wait_until(lambda: not any(map(alive, pids))), [pid for pid in pids if alive(pid)]
+  return output
+
+
+def test_a_killed_launcher_leaves_no_orphan():
+  launcher, pids = start()
+  assert len(pids) == 4
+  assert all(map(alive, pids))
+  launcher.kill()
+  ended(launcher, pids)
+
+
+def test_a_killed_warden_takes_its_process_with_it():
+  launcher, pids = start()
+  parent = int(Path(f"/proc/{pids[0]}/stat").read_text().rsplit(")", 1)[1].split()[1])
+  assert parent != launcher.pid
+  os.kill(parent, signal.SIGKILL)
+  assert "failed first: killed by SIGKILL" in ended(launcher, pids)
+  assert launcher.returncode == 137
+
+
+def test_sigterm_is_passed_on_and_then_force_comes():
+  launcher, pids = start("--grace", "0.5")
+  launcher.terminate()
+  output = ended(launcher, pids)
+  assert launcher.returncode == 143
+  assert output.splitlines()[0] == "-- SIGTERM: passed on"
+  assert {"[0] saving", "[1] saving"} <= set(output.splitlines())
+
+
+def test_the_second_interrupt_ends_at_once():
+  launcher, pids = start("--grace", "60")
+  launcher.send_signal(signal.SIGINT)
+  assert launcher.stdout.readline() == "-- SIGINT: passed on\n"
+  launcher.send_signal(signal.SIGINT)
+  assert "-- ending at once" in ended(launcher, pids)
+  assert launcher.returncode == 130
+
+
+def test_a_signal_during_a_pause_ends_the_launcher():
+  timer = threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGTERM))
+  timer.start()
+  assert launched("sys.exit(1)", restarts=1, pause=60)[0] == 143
+
+
+def test_the_variables_of_a_process():
+  given = {"XLA_FLAGS": "--a --xla_force_host_platform_device_count=8", "RANK": "7", "MASTER_ADDR": "node0"}
+  found = worker_variables(Job([], processes=2, devices_per_process=4), 1, 1234, given)
+  assert (found["RANK"], found["WORLD_SIZE"], found["MASTER_PORT"]) == ("1", "2", "1234")
+  assert (found["XLA_FLAGS"], found["JAX_NUM_CPU_DEVICES"], found["JAX_PLATFORMS"]) == ("--a", "4", "cpu")
+  found = worker_variables(Job([], cluster=True), 0, 1234, given)
+  assert (found["RANK"], found["MASTER_ADDR"], found["XLA_FLAGS"]) == ("7", "node0", given["XLA_FLAGS"])
+  assert "WORLD_SIZE" not in found
+
+
+def test_what_is_started(tmp_path):
+  recipe, script = tmp_path / "recipe.py", tmp_path / "script.py"
+  recipe.write_text("def init(): ...\ndef loss(m, b): ...\ndef batches(s=0, *, split=''): ...\n")
+  script.write_text("print(1)\n")
+  train = ["-m", "nnx_parallel", "train"]
+  assert command_of(["text_lm", "--steps", "5"])[1:] == [*train, "text_lm", "--steps", "5"]
+  assert command_of([str(recipe)])[1:] == [*train, str(recipe)]
+  assert command_of([str(script), "-x"]) == [sys.executable, str(script), "-x"]
+  assert command_of([sys.executable, "-m", "mine"]) == [sys.executable, "-m", "mine"]
+  with pytest.raises(nxp.errors.RecipeError, match="there is no file"):
+    command_of([str(tmp_path / "none.py")])
+
+
+@pytest.mark.parametrize(
+  ("words", "message"),
+  [
+    ([], "no recipe and no script"),
+    (["--cluster", "-n", "2", "--", "text_lm"], "--cluster starts one process"),
+    (["--restarts", "-1", "--", "text_lm"], "cannot be negative"),
+    (["--restarts", "1", "--", "text_lm"], "add --checkpoint DIR"),
+  ],
+)
+def test_wrong_usage(words, message, capsys):
+  with pytest.raises(SystemExit) as caught:
+    main(["launch", *words])
+  assert caught.value.code == 2
+  assert message in capsys.readouterr().err
+
+
+def test_too_few_processes_are_an_error():
+  with pytest.raises(nxp.errors.HostError, match="cannot start 0 processes"):
+    launch(Job(["true"], processes=0))
+
+
+TRAINING = """
+import os, sys, time
+import numpy as np, optax
+from flax import nnx
+import nnx_parallel as nxp
+
+seen = nxp.init_distributed(timeout=60, heartbeat_timeout=4, devices_per_process=2)
+attempt, (folder, way) = os.environ["NNX_PARALLEL_ATTEMPT"], sys.argv[1:]
+init = lambda: nnx.Linear(4, 4, rngs=nnx.Rngs(0))
+plan = nxp.plan(init, nxp.make_mesh(data=-1), nxp.replicate(), optimizer=optax.sgd(0.1))
+
+def batches(samples):
+  for step in range(samples // 8 + 1, 100):
+    if attempt == "0" and seen.index == 1 and step == 6:
+      if way == "kill":
+        os.kill(os.getpid(), 9)
+      time.sleep(600)
+    yield np.ones((8, 4), np.float32)
+
+def source(samples):
+  return nxp.batches(batches(samples), plan, whole=True, prefetch=0)
+
+with nxp.Checkpointer(folder) as checkpointer:
+  step = nxp.train_step(lambda model, x: (model(x) ** 2).mean())
+  options = {"checkpointer": checkpointer, "save_every": 2, "resume": "latest", "progress": False}
+  result = nxp.fit(step, *nxp.create_sharded_model(plan), source, steps=8, plan=plan, **options)
+print("steps", result.history[0]["step"], "to", result.step, "of", result.history[-1]["loss"])
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+  ("way", "failure"),
+  [("kill", "killed by SIGKILL"), ("hang", "hangs: no step for 3 s")],
+)
+def test_training_goes_on_from_the_last_checkpoint(tmp_path, monkeypatch, way, failure):
+  monkeypatch.setenv("PYTHONPATH", str(ROOT))
+  script = tmp_path / "train.py"
+  script.write_text(TRAINING)
+  lines: list[str] = []
+  command = [sys.executable, str(script), str(tmp_path / "ckpt"), way]
+  job = Job(command, processes=2, devices_per_process=2, restarts=1, pause=0.1, hang_after=3)
+  assert launch(job, lines.append) == 0, "\n".join(lines)
+  text = "\n".join(lines)
+  assert failure in text
+  ends = [line for line in lines if " to 8 of " in line]
+  assert len(ends) == 2
+  assert int(ends[0].split()[2]) in (3, 5)  # the save of step 4 may not have been complete
+
+
+@pytest.mark.slow
+def test_a_supervisor_for_each_process_of_a_cluster(tmp_path):
+  """Each has its own process; when one is killed the other fails too, and both come back."""
+  script = tmp_path / "train.py"
+  script.write_text(TRAINING)
+  options = ["--cluster", "--devices-per-process", "2", "--restarts", "2", "--pause", "0.1"]
+  command = [sys.executable, "-m", "nnx_parallel", "launch", *options, "--", str(script)]
+  variables = {**os.environ, "PYTHONPATH": str(ROOT), "WORLD_SIZE": "2", "MASTER_ADDR": "localhost"}
+  variables["MASTER_PORT"] = str(free_port())
+  supervisors = [
+    subprocess.Popen(
+      [*command, str(tmp_path / "ckpt"), "kill"],
+      env={**variables, "RANK": str(rank)},
+      stdout=subprocess.PIPE,
+      text=True,
+    )
+    for rank in range(2)
+  ]
+  outputs = [supervisor.communicate(timeout=120)[0] for supervisor in supervisors]
+  for supervisor, output in zip(supervisors, outputs, strict=True):
+    assert supervisor.returncode == 0, output
+    assert "-- restart 1 of 2 in 0.1 s" in output
+    assert " to 8 of " in output
+  assert "killed by SIGKILL" in outputs[1]
+
+
+@pytest.mark.slow
+def test_a_recipe_trains_in_two_processes_as_in_one(tmp_path, monkeypatch, capsys):
+  monkeypatch.setenv("PYTHONPATH", str(ROOT))
+  common = ["digits", "--mesh", "data=4", "--steps", "4"]
+  job = ["launch", "--devices-per-process", "2", "--", *common, "--out", str(tmp_path / "two")]
+  assert main(job) == 0, capsys.readouterr().out
+  output = capsys.readouterr().out
+  assert "[0] digits, " in output
+  assert "[1] " not in output
+  assert main(["train", *common, "--devices", "4", "--out", str(tmp_path / "one")]) == 0
+  alone, together = (nxp.read_metrics(tmp_path / name / "metrics.jsonl") for name in ("one", "two"))
+  losses = [[record["loss"] for record in records if "loss" in record] for records in (alone, together)]
+  assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+  assert len(losses[0]) == 4
