@@ -119,7 +119,15 @@ class Schedule:
     return (self.stages - 1) / self.ticks
 
   def item(self, tick: Any, stage: Any) -> tuple[Any, Any, Any]:
-    """Whether a stage works in a tick, on which microbatch, in which repeat; for arrays too."""
+    """What a stage does in a tick.
+
+    Args:
+      tick: its number, or an array of them.
+      stage: likewise; arrays broadcast.
+
+    Returns:
+      Whether it works, on which microbatch, and on which of its chunks.
+    """
     i = tick - stage
     of_group = i % (self.stages * self.repeats)
     microbatch = i // (self.stages * self.repeats) * self.stages + of_group % self.stages

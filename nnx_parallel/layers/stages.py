@@ -223,7 +223,7 @@ class Staged:
       x = jnp.asarray(_read(var, fixed))
       return piped.split_microbatches(jnp.broadcast_to(x, (self.schedule.microbatches, *x.shape)))
 
-    wanted = loop.inputs | self._reads(self.after) | {*_vars(self.outputs)}
+    wanted = {*loop.inputs, *self._reads(self.after), *_vars(self.outputs)}
     varying |= self._of_each(piped, self.before, wanted, fixed, varying)
     carried = [spread(var) for var in loop.carried]
     sent = {key: varying[loop.same[key]] for key in self.travels}
@@ -345,7 +345,7 @@ class Staged:
       if n not in loop.numbers:
         of = {*eqn.outvars}
         (self.after if of & after else self.before if of & varies else self.fixed).append(n)
-    own = (var for key, some in loop.rows.items() for var in _each(some))
+    own = (var for some in loop.rows.values() for var in _each(some))
     if wrong := [var for var in own if among(var, varies)]:
       raise TrainError(
         "each layer reads something of its own that depends on the batch, so they cannot be a pipeline.",
@@ -372,8 +372,9 @@ class Staged:
 
     return layer
 
-  def _reads(self, numbers: Iterable[int]) -> set[Any]:
-    return {self.rolled.seen(var) for n in numbers for var in _vars(self.eqns[n].invars)}
+  def _reads(self, numbers: Iterable[int]) -> list[Any]:
+    """The variables that some operations read, in order: programs of all processes must be equal."""
+    return [*dict.fromkeys(self.rolled.seen(var) for n in numbers for var in _vars(self.eqns[n].invars))]
 
   def _evaluate(self, numbers: Iterable[int], values: Values) -> None:
     for n in numbers:
@@ -392,7 +393,7 @@ class Staged:
     *,
     recompute: bool = False,
   ) -> Values:
-    """What some operations compute for each microbatch, `[groups, stages, ...]`, one for each stage at a time."""
+    """What some operations compute for each microbatch, `[groups, stages, ...]`."""
     results = [var for n in numbers for var in self.eqns[n].outvars if var in wanted]
     reads = self._reads(numbers)
     given = {n: (var, varying[var]) for n, var in enumerate(reads) if var in varying}

@@ -1,4 +1,4 @@
-"""Pipeline parallelism of equal layers whose parameters are stacked; the schedule is in `layers/pipeline.py`."""
+"""Pipeline parallelism of equal layers with stacked parameters; the schedule is in `layers/pipeline.py`."""
 
 from __future__ import annotations
 
@@ -145,5 +145,5 @@ def _check_batch(tree: Any, microbatches: int, replicas: int) -> None:
       raise SchemeError(
         f"array {jax.tree_util.keystr(path)} of shape {jnp.shape(x)} is not {count} equal parts of a batch.",
         details=f"{microbatches} microbatches on each of {replicas} replicas",
-        fix="a batch that is a multiple of it; what has no batch dim belongs to the parameters, or to `layer`.",
+        fix="a batch that is a multiple of it; what has no batch dim belongs to `parameters` or `layer`.",
       )

@@ -363,17 +363,11 @@ def train_step(
     >>> losses[0] > losses[1] > losses[2], len(step.compiles)
     (True, 1)
   """
+  stages = Pipeline(pipeline) if isinstance(pipeline, str) else pipeline
   options = StepOptions(
     loss_fn,
     microbatches,
-    LayerOptions(
-      remat,
-      roll,
-      layers,
-      attention,
-      loss_parts,
-      Pipeline(pipeline) if isinstance(pipeline, str) else pipeline,
-    ),
+    LayerOptions(remat, roll, layers, attention, loss_parts, stages),
     tuple(outputs),
     gradients,
     reduction,

@@ -124,7 +124,8 @@ def _pipelined(
     return states, {*found.outputs.values()}
 
   def of_model(model: Any, part: Any) -> Any:
-    return objective(*model, part)
+    train, others = model
+    return objective(train, others, part)
 
   staged = with_stages(of_model, options.layers, options.microbatches, ends, used)
   return lambda train, others, batch: staged((train, others), batch)

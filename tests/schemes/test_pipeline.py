@@ -1,0 +1,265 @@
+"""A pipeline gives what its layers give one after the other, on one device."""
+
+from __future__ import annotations
+
+import collections
+import re
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import nnx_parallel as nxp
+from nnx_parallel.errors import SchemeError, TrainError
+from nnx_parallel.layers import pipeline as schedule
+
+
+def layer(w: Any, x: Any, seen: Any, other: Any) -> Any:
+  return x + jnp.tanh((x * (seen > 0).astype(x.dtype)[:, None] + other) @ w["kernel"] + w["bias"][None])
+
+
+def given(layers: int, batch: int) -> tuple[Any, Any, Any, Any]:
+  keys = jax.random.split(jax.random.key(0), 4)
+  weights = {
+    "kernel": jax.random.normal(keys[0], (layers, 6, 6)) / 2,
+    "bias": jax.random.normal(keys[1], (layers, 6)),
+  }
+  x, other = jax.random.normal(keys[2], (2, batch, 6))
+  return weights, x, jnp.arange(batch) % 3, other
+
+
+def one_by_one(weights: Any, x: Any, seen: Any, other: Any) -> Any:
+  return jax.lax.scan(lambda x, w: (layer(w, x, seen, other), None), x, weights)[0]
+
+
+def close(a: Any, b: Any) -> None:
+  for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
+    np.testing.assert_allclose(np.asarray(x), np.asarray(y), atol=1e-5 * (1 + float(np.abs(y).max())))
+
+
+def value_and_gradients(f: Any, weights: Any, x: Any, seen: Any, other: Any) -> Any:
+  def squares(weights: Any, x: Any, other: Any) -> Any:
+    y = f(weights, x, seen, other)
+    return (y**2).mean(), y
+
+  return jax.value_and_grad(squares, argnums=(0, 1, 2), has_aux=True)(weights, x, other)
+
+
+GRID = [(4, 4, 1, ()), (7, 8, 1, "data"), (8, 8, 2, "data"), (3, 4, 1, "data"), (13, 12, 3, ())]
+
+
+@pytest.mark.parametrize("explicit", [False, True])
+@pytest.mark.parametrize(("layers", "microbatches", "repeats", "axes"), GRID)
+def test_values_and_gradients_are_those_of_the_layers(
+  layers: int, microbatches: int, repeats: int, axes: Any, explicit: bool
+) -> None:
+  args = given(layers, microbatches * 4)
+  options = {"microbatches": microbatches, "repeats": repeats, "batch_axes": axes}
+  with jax.set_mesh(nxp.make_mesh(data=2, stage=4, explicit=explicit)):
+    found = jax.jit(
+      lambda *args: value_and_gradients(
+        lambda w, x, seen, other: nxp.pipeline(layer, w, x, seen, other, **options), *args
+      )
+    )(*args)
+  close(found, value_and_gradients(one_by_one, *args))
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("repeats", [1, 2])
+def test_nothing_comes_out_of_bubbles(monkeypatch: Any, repeats: int, recompute: bool) -> None:
+  def poisoned(result: Any, works: Any) -> Any:
+    def nan(x: Any) -> Any:
+      return jnp.where(jnp.reshape(works, (-1, *[1] * (x.ndim - 1))), x, jnp.nan)
+
+    return jax.tree.map(nan, result)
+
+  monkeypatch.setattr(schedule, "_marked", poisoned)
+  args = given(8, 32)
+
+  def piped(w: Any, *args: Any) -> Any:
+    return nxp.pipeline(layer, w, *args, microbatches=8, repeats=repeats, recompute=recompute)
+
+  with jax.set_mesh(nxp.make_mesh(data=2, stage=4)):
+    found = jax.jit(lambda *args: value_and_gradients(piped, *args))(*args)
+  close(found, value_and_gradients(one_by_one, *args))
+
+
+def test_the_schedule_is_the_one_of_theory() -> None:
+  plan = nxp.Schedule(stages=4, microbatches=8, layers=16)
+  assert plan.bubble == pytest.approx(3 / (8 + 3))
+  assert nxp.Schedule(4, 8, 16, 2).bubble == pytest.approx(3 / (2 * 8 + 3))
+  for some in (plan, nxp.Schedule(4, 8, 16, 2), nxp.Schedule(2, 4, 9, 3)):
+    ticks, stages = np.ix_(range(some.ticks), range(some.stages))
+    works, microbatch, repeat = some.item(ticks, stages)
+    done = collections.Counter(
+      zip(*(np.broadcast_to(x, works.shape)[works] for x in (stages, microbatch, repeat)), strict=True)
+    )
+    assert {*done.values()} == {1}
+    assert len(done) == some.stages * some.microbatches * some.repeats
+    assert 1 - works.mean() == pytest.approx(some.bubble)
+
+
+def in_loops(text: str) -> set[str]:
+  """The collectives in the bodies of loops."""
+  bodies = {*re.findall(r"body=%?([\w.\-]+)", text)}
+  found: set[str] = set()
+  inside = False
+  for line in text.split("\n"):
+    if head := re.match(r"(?:ENTRY )?%?([\w.\-]+) .*\{$", line):
+      inside = head.group(1) in bodies
+    elif inside and (op := re.search(r" (all-reduce|all-gather|collective-permute|all-to-all)\(", line)):
+      found.add(op.group(1))
+  return found
+
+
+def test_a_tick_sends_activations_only() -> None:
+  args = given(8, 32)
+
+  def piped(axes: Any) -> Any:
+    def f(w: Any, *args: Any) -> Any:
+      return nxp.pipeline(layer, w, *args, microbatches=8, batch_axes=axes)
+
+    return jax.jit(lambda *args: value_and_gradients(f, *args))
+
+  mesh = nxp.make_mesh(data=2, stage=4)
+  weights = jax.device_put(args[0], jax.NamedSharding(mesh, jax.P("stage")))
+  rest = jax.device_put(args[1:], jax.NamedSharding(mesh, jax.P("data")))
+  with jax.set_mesh(mesh):
+    assert in_loops(piped("data").lower(weights, *rest).compile().as_text()) == {"collective-permute"}
+    assert "all-reduce" in in_loops(piped(()).lower(weights, *rest).compile().as_text())
+
+
+def test_errors_say_what_fits() -> None:
+  weights, x, seen, other = given(4, 12)
+  mesh = nxp.make_mesh(data=2, stage=4)
+  with jax.set_mesh(mesh), pytest.raises(SchemeError, match="microbatches=8"):
+    nxp.pipeline(layer, weights, x, seen, other, microbatches=6)
+  with jax.set_mesh(mesh), pytest.raises(SchemeError, match="8 equal parts"):
+    nxp.pipeline(layer, weights, x, seen, other, microbatches=8)
+  with jax.set_mesh(mesh), pytest.raises(SchemeError, match="no axis 'stages'"):
+    nxp.pipeline(layer, weights, x, seen, other, microbatches=4, axis="stages")
+  with jax.set_mesh(mesh), pytest.raises(SchemeError, match="2 chunks"):
+    nxp.pipeline(layer, weights, x, seen, other, microbatches=4, repeats=2)
+  with pytest.raises(SchemeError, match="stacked"):
+    nxp.pipeline(layer, {"a": jnp.ones((3, 2)), "b": jnp.ones(2)}, x, seen, other, microbatches=4)
+
+
+class Block(nnx.Module):
+  def __init__(self, features: int, rngs: nnx.Rngs, drop: float = 0.0, *, norm: bool = False):
+    self.norm = nnx.BatchNorm(features, rngs=rngs) if norm else nnx.LayerNorm(features, rngs=rngs)
+    self.up = nnx.Linear(features, 2 * features, rngs=rngs)
+    self.down = nnx.Linear(2 * features, features, rngs=rngs)
+    self.drop = nnx.Dropout(drop, rngs=rngs)
+
+  def __call__(self, x: Any, mask: Any) -> Any:
+    return x + self.drop(self.down(nnx.gelu(self.up(self.norm(x)))) * mask[..., None])
+
+
+class Model(nnx.Module):
+  def __init__(self, depth: int = 5, rngs: Any = None, **options: Any):
+    self.embed = nnx.Embed(16, 8, rngs=rngs)
+    self.blocks = nnx.List([Block(8, rngs, **options) for _ in range(depth)])
+    self.head = nnx.Linear(8, 16, rngs=rngs)
+
+  def __call__(self, tokens: Any) -> Any:
+    x, mask = self.embed(tokens), (tokens > 0).astype(jnp.float32)
+    for block in self.blocks:
+      x = block(x, mask)
+    return self.head(x)
+
+
+class Stacked(nnx.Module):
+  def __init__(self, depth: int = 4, rngs: Any = None):
+    self.embed = nnx.Embed(16, 8, rngs=rngs)
+    self.blocks = nnx.split_rngs(splits=depth)(nnx.vmap(lambda rngs: Block(8, rngs)))(rngs)
+    self.head = nnx.Linear(8, 16, rngs=rngs)
+
+  def __call__(self, tokens: Any) -> Any:
+    x, mask = self.embed(tokens), (tokens > 0).astype(jnp.float32)
+    through = nnx.scan(lambda x, block: block(x, mask), in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)
+    return self.head(through(x, self.blocks))
+
+
+def loss(model: Any, batch: Any) -> Any:
+  losses = optax.softmax_cross_entropy_with_integer_labels(model(batch["x"]), batch["y"])
+  counted = batch["y"] > 2
+  return ((losses * counted.astype(losses.dtype)).sum(), counted.sum()), {"all": losses.mean()}
+
+
+def trained(make: Any, mesh: Any, pipeline: Any, rules: Any = None, **options: Any) -> tuple[Any, Any]:
+  plan = nxp.plan(make, mesh, rules or nxp.replicate(), optimizer=optax.adam(1e-2))
+  model, optimizer = nxp.create_sharded_model(plan)
+  step = nxp.train_step(loss, microbatches=4, pipeline=pipeline, **options)
+  found = []
+  for n in range(3):
+    tokens = jax.random.randint(jax.random.key(n), (16, 6), 0, 16)
+    metrics = step(model, optimizer, nxp.shard_batch({"x": tokens, "y": (tokens * 7 + 3) % 16}, plan))
+    found.append([metrics["loss"], metrics["all"]])
+  keys = nnx.state(model, nnx.Not(nnx.RngKey))
+  return (found, jax.device_get(jax.tree.leaves(keys))), step
+
+
+CASES: dict[str, tuple[Any, Any, dict[str, Any]]] = {
+  "uneven": (Model, {"data": 2, "stage": 4}, {}),
+  "dropout": (lambda rngs: Model(drop=0.3, rngs=rngs), {"data": 2, "stage": 4}, {"remat": "full"}),
+  "statistics": (lambda rngs: Model(4, norm=True, rngs=rngs), {"data": 2, "stage": 2}, {}),
+  "stacked": (Stacked, {"data": 2, "stage": 4}, {"remat": "full"}),
+  "circular": (lambda rngs: Model(8, rngs=rngs), {"data": 4, "stage": 2}, {"repeats": 2}),
+  "fsdp": (Stacked, {"data": 2, "fsdp": 2, "stage": 2}, {"rules": nxp.fsdp("fsdp", min_size=8)}),
+  "tensor": (
+    lambda rngs: Model(4, rngs=rngs),
+    {"data": 2, "stage": 2, "tensor": 2},
+    {
+      "remat": "full",
+      "rules": nxp.PathRules(
+        [(".*[.]up[.]kernel", (None, "tensor")), (".*[.]down[.]kernel", ("tensor", None)), (".*", (...,))]
+      ),
+    },
+  ),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_train_step_is_that_of_its_microbatches(case: str) -> None:
+  kind, sizes, options = CASES[case]
+  options = dict(options)
+  pipeline = nxp.Pipeline("stage", options.pop("repeats", 1))
+  rules = options.pop("rules", None)
+
+  def make() -> Any:
+    return kind(rngs=nnx.Rngs(0))
+
+  count = int(np.prod([*sizes.values()]))
+  mesh = nxp.make_mesh(**sizes, devices=jax.devices()[:count])
+  found, step = trained(make, mesh, pipeline, rules, **options)
+  wanted, _ = trained(make, nxp.make_mesh(data=1, devices=jax.devices()[:1]), None, **options)
+  close(found, wanted)
+  assert "a pipeline over stage" in str(step.layers)
+  if case in ("uneven", "stacked", "circular", "tensor"):
+    assert step.reduction == "once, after the last tick, over data"
+
+
+class Stem(Model):
+  def __init__(self, rngs: Any):
+    super().__init__(4, rngs)
+    self.first = nnx.BatchNorm(8, rngs=rngs)
+
+  def __call__(self, tokens: Any) -> Any:
+    x, mask = self.first(self.embed(tokens)), jnp.ones(tokens.shape)
+    for block in self.blocks:
+      x = block(x, mask)
+    return self.head(x)
+
+
+def test_what_cannot_be_a_pipeline_says_why() -> None:
+  mesh = nxp.make_mesh(data=2, stage=4)
+  with pytest.raises(TrainError, match="changes with the batch"):
+    trained(lambda: Stem(nnx.Rngs(0)), mesh, "stage")
+  with pytest.raises(TrainError, match="consecutive equal layers"):
+    trained(lambda: Model(1, nnx.Rngs(0)), mesh, "stage")
+  with pytest.raises(SchemeError, match="no axis 'stage'"):
+    trained(lambda: Model(4, nnx.Rngs(0)), nxp.make_mesh(data=8), "stage")
