@@ -209,14 +209,14 @@ class Piped:
       seen = read(self.for_each_stage(gathered), jnp.clip(microbatch, 0, plan.microbatches - 1))
       result, changed, made = compute(given, *own, shared, seen)
       result = _marked(result, works)
-      changed = self._where(works, changed, own[1])
+      # A gradient through what an earlier microbatch changed would not be the one of accumulation.
+      changed = jax.lax.stop_gradient(self._where(works, changed, own[1]))
       state = _swapped(put(_swapped(state), repeat, changed))
       moved = self._where(stages == plan.stages - 1, result, self._moved(line, -1))
       pushes = (place < plan.stages - 1) | (place == plan.stages * plan.repeats - 1)
       line = _where(pushes, moved, line) if plan.repeats > 1 else moved
       return (self._moved(result, 1), line, state, _put(outputs, group, line)), made
 
-    # Gradients through what the microbatch before changed would be another sum than that of accumulation.
     carry = (first, first, jax.lax.stop_gradient(state), outputs)
     (_, line, state, outputs), made = jax.lax.scan(tick, carry, jnp.arange(plan.ticks))
     # The last group has one place to go.

@@ -172,6 +172,26 @@ class Model(nnx.Module):
     return self.head(x)
 
 
+class Remembering(nnx.Module):
+  """Its result, and so the loss, depends on what it kept of the microbatch before."""
+
+  def __init__(self, features: int, rngs: nnx.Rngs):
+    self.linear = nnx.Linear(features, features, rngs=rngs)
+    self.last = nnx.BatchStat(jnp.ones(()))
+
+  def __call__(self, x: Any, mask: Any) -> Any:
+    del mask
+    y = self.linear(x) * self.last[...]
+    self.last[...] = 1 + y.mean()
+    return x + y
+
+
+class Memories(Model):
+  def __init__(self, rngs: Any):
+    super().__init__(1, rngs)
+    self.blocks = nnx.List([Remembering(8, rngs) for _ in range(4)])
+
+
 class Stacked(nnx.Module):
   def __init__(self, depth: int = 4, rngs: Any = None):
     self.embed = nnx.Embed(16, 8, rngs=rngs)
@@ -207,6 +227,7 @@ CASES: dict[str, tuple[Any, Any, dict[str, Any]]] = {
   "uneven": (Model, {"data": 2, "stage": 4}, {}),
   "dropout": (lambda rngs: Model(drop=0.3, rngs=rngs), {"data": 2, "stage": 4}, {"remat": "full"}),
   "statistics": (lambda rngs: Model(4, norm=True, rngs=rngs), {"data": 2, "stage": 2}, {}),
+  "memory": (Memories, {"data": 2, "stage": 4}, {}),
   "stacked": (Stacked, {"data": 2, "stage": 4}, {"remat": "full"}),
   "circular": (lambda rngs: Model(8, rngs=rngs), {"data": 4, "stage": 2}, {"repeats": 2}),
   "fsdp": (Stacked, {"data": 2, "fsdp": 2, "stage": 2}, {"rules": nxp.fsdp("fsdp", min_size=8)}),
