@@ -148,6 +148,10 @@ class LayerOptions:
       raise TrainError(f"roll={self.roll!r} is no choice.", fix='roll="auto", True or False')
     if self.pattern is not None and type(self.pattern) is not str:
       raise TrainError(f"layers={self.pattern!r} is no pattern.", fix='layers="blocks.*", one for all layers')
+    if self.pipeline is not None and not isinstance(self.pipeline, Pipeline):  # pyright: ignore[reportUnnecessaryIsInstance]
+      raise TrainError(
+        f"pipeline={self.pipeline!r} is no axis.", fix='pipeline="stage", or nxp.Pipeline("stage")'
+      )
     check_attention(self.attention)
     check_parts(self.loss_parts)
 

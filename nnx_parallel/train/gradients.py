@@ -139,11 +139,17 @@ def in_microbatches(
 
 
 def slope_of(
-  loss: Differentiable, objective: Objective, tangents: list[Any], batch: Any, count: int | None
+  loss: Differentiable,
+  objective: Objective,
+  tangents: list[Any],
+  batch: Any,
+  count: int | None,
+  inside: int = 1,
 ) -> tuple[Any, Any]:
   """The mean loss of a batch, and its derivative along `tangents` by forward mode.
 
-  `objective` computes what that of `loss` does. `count` is None where the batch stays in one piece.
+  `objective` computes what that of `loss` does. `count` is None where the batch stays in one piece; `inside`
+  as in `in_microbatches`.
   """
   if count is None:
     slope, (found, _, _) = _jvp(objective, loss.train, tangents, loss.others, batch)
@@ -152,7 +158,7 @@ def slope_of(
   (slope,), found, _ = _scan(objective, loss.train, loss.others, batch, count, [None], changed, tangents)
   total, weight = found.sums["loss"], found.counts["loss"]
   if weight is None:
-    return total / count, slope / count
+    return total / (count * inside), slope / (count * inside)
   return mean(total, weight), mean(slope, weight)
 
 
@@ -163,8 +169,10 @@ def _jvp(
   return slope, found
 
 
-def loss_of(objective: Objective, trained: list[Any], rest: list[Any], batch: Any, count: int) -> Any:
-  """The mean loss of a batch, part by part, for optimizers that evaluate it.
+def loss_of(
+  objective: Objective, trained: list[Any], rest: list[Any], batch: Any, count: int, inside: int = 1
+) -> Any:
+  """The mean loss of a batch, part by part, for optimizers that evaluate it; arguments as above.
 
   It can be differentiated: each part is then recomputed, so that only one of them is kept at a time.
   """
@@ -174,7 +182,8 @@ def loss_of(objective: Objective, trained: list[Any], rest: list[Any], batch: An
     return found.sums["loss"], found.counts["loss"]
 
   if count == 1:
-    return mean(*part_of(batch))
+    total, weight = part_of(batch)
+    return total / inside if weight is None else mean(total, weight)
   parts = jax.tree.map(lambda x: split_batch(x, count), batch)
   _, (sums, counts) = jax.lax.scan(lambda _, part: (None, jax.checkpoint(part_of)(part)), None, parts)
   return sums.mean() if counts is None else mean(sums.sum(), counts.sum())

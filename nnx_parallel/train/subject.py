@@ -140,7 +140,9 @@ class Subject:
       with default_scope(scope_of(self.binding.variables)):
         loss, scale = self._pieces(arrays)
         tangents = self._direction(loss, seed, factors)
-        value, slope = slope_of(loss, self._plain(loss.objective), tangents, batch, self._parts)
+        value, slope = slope_of(
+          loss, self._plain(loss.objective), tangents, batch, self._parts, self.options.inside
+        )
       return value, _unscaled(slope, scale)
 
     return self._compiled(forward)
@@ -153,7 +155,7 @@ class Subject:
       with default_scope(scope_of(self.binding.variables)):
         loss, scale = self._pieces(arrays)
         train = [x + step for x, step in zip(loss.train, self._direction(loss, seed, factors), strict=True)]
-        value = loss_of(loss.objective, train, loss.others, batch, self.options.turns)
+        value = loss_of(loss.objective, train, loss.others, batch, self.options.turns, self.options.inside)
       return _unscaled(value, scale)
 
     return self._compiled(shifted)
@@ -229,6 +231,8 @@ class Subject:
       return "there is one device"
     if AxisType.Explicit in mesh.axis_types:
       return "the mesh has Explicit axes"
+    if self.options.layers.pipeline is not None:
+      return "each computes some of the layers, as a stage of a pipeline"
     shapes = {jnp.shape(x) for x in jax.tree.leaves(self.batch) if jnp.ndim(x)}
     sizes = {shape[0] for shape in shapes}
     if len(sizes) != 1 or min(sizes) % mesh.size:

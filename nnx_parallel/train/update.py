@@ -101,8 +101,7 @@ def gradients_of(
   if options.in_one_piece:
     total = whole_batch(loss, batch, layout)
   else:
-    inside = options.microbatches // options.turns
-    total = in_microbatches(loss, batch, options.turns, layout, options.reduction, inside)
+    total = in_microbatches(loss, batch, options.turns, layout, options.reduction, options.inside)
   return total, _scaled(total, loss.train)
 
 
@@ -142,7 +141,7 @@ def _update_once(
       replaced = [*train]
       for n, value in zip(mine, jax.tree.leaves(params), strict=True):
         replaced[n] = value if scale is None else scaled_in_backward(value, 1 / scale)
-      value = loss_of(loss.objective, replaced, others, batch, options.turns)
+      value = loss_of(loss.objective, replaced, others, batch, options.turns, options.inside)
       return value if scale is None else scaled_in_backward(value, scale)
 
     apply(optimizer, model, _state([loss.paths[n] for n in mine], leaves, key), metrics["loss"], value_fn)

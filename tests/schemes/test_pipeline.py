@@ -264,6 +264,18 @@ def test_a_train_step_is_that_of_its_microbatches(case: str) -> None:
     assert step.reduction == "once, after the last tick, over data"
 
 
+@pytest.mark.parametrize("loss_fn", [loss, lambda model, batch: loss(model, batch)[1]["all"]])
+def test_forward_mode_has_the_same_gradients(loss_fn: Any) -> None:
+  mesh = nxp.make_mesh(data=2, stage=4)
+  plan = nxp.plan(lambda: Model(4, nnx.Rngs(0)), mesh, nxp.replicate(), optimizer=optax.sgd(0.1))
+  model, optimizer = nxp.create_sharded_model(plan)
+  tokens = jax.random.randint(jax.random.key(0), (16, 6), 0, 16)
+  batch = nxp.shard_batch({"x": tokens, "y": tokens}, plan)
+  found = nxp.train_step(loss_fn, microbatches=4, pipeline="stage").check_gradients(model, optimizer, batch)
+  assert found, str(found)
+  assert "a stage of a pipeline" in str(found)
+
+
 class Stem(Model):
   def __init__(self, rngs: Any):
     super().__init__(4, rngs)
@@ -282,5 +294,7 @@ def test_what_cannot_be_a_pipeline_says_why() -> None:
     trained(lambda: Stem(nnx.Rngs(0)), mesh, "stage")
   with pytest.raises(TrainError, match="consecutive equal layers"):
     trained(lambda: Model(1, nnx.Rngs(0)), mesh, "stage")
+  with pytest.raises(TrainError, match="pipeline=True is no axis"):
+    nxp.train_step(loss, pipeline=True)
   with pytest.raises(SchemeError, match="no axis 'stage'"):
     trained(lambda: Model(4, nnx.Rngs(0)), nxp.make_mesh(data=8), "stage")
