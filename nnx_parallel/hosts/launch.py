@@ -216,10 +216,11 @@ def _attempt(job: Job, attempt: int, folder: Path, came: list[int], write: Calla
           end_by = time.monotonic() + job.end_after
           _signal_all(workers, signal.SIGTERM)
       if len(came) > signalled and not failure:
-        write(f"-- {signal.Signals(came[0]).name}: passed on" if not signalled else "-- ending at once")
-        end_by = time.monotonic() + (job.grace if not signalled else 0)
+        signalled += 1  # one after the other: the next may come at any moment
+        first_one = signalled == 1
+        write(f"-- {signal.Signals(came[0]).name}: passed on" if first_one else "-- ending at once")
+        end_by = time.monotonic() + (job.grace if first_one else 0)
         code = 128 + came[0]
-        signalled = len(came)
         _signal_all(workers, signal.SIGTERM)
       if time.monotonic() > end_by or (failure and came):
         _signal_all(workers, signal.SIGKILL)
