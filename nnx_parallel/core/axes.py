@@ -12,13 +12,9 @@ Entry = str | tuple[str, ...] | None
 
 def axes_of(entry: Any) -> tuple[str, ...]:
   """The mesh axes of one dim of a spec, major to minor; none where the compiler chooses them."""
-  return (
-    ()
-    if entry is None or entry is PartitionSpec.UNCONSTRAINED
-    else (entry,)
-    if isinstance(entry, str)
-    else tuple(entry)
-  )
+  if entry is None or entry is PartitionSpec.UNCONSTRAINED:
+    return ()
+  return (entry,) if isinstance(entry, str) else tuple(entry)
 
 
 def axes_by_dim(spec: Any, rank: int) -> tuple[tuple[str, ...], ...]:

@@ -268,7 +268,7 @@ def constraint(eqn: Any, before: Axes) -> Axes:
   """The axes of a sharding constraint; an unconstrained dim keeps its axes."""
   spec: Sequence[Any] = getattr(eqn.params["sharding"], "spec", ())
   free = [n < len(spec) and spec[n] is PartitionSpec.UNCONSTRAINED for n in range(len(before))]
-  asked = axes_by_dim([() if e is PartitionSpec.UNCONSTRAINED else e for e in spec], len(before))
+  asked = axes_by_dim(spec, len(before))
   return tuple(own if left else axes for left, own, axes in zip(free, before, asked, strict=True))
 
 

@@ -2,50 +2,81 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jax.sharding import AxisType, NamedSharding, PartitionSpec, Sharding
 
+from nnx_parallel.core.axes import axes_by_dim, entry_of, without
 from nnx_parallel.core.mesh import AnyMesh
 
 
 def on_shards(
-  f: Callable[..., Any], mesh: AnyMesh | None, in_specs: Sequence[PartitionSpec], out_specs: Any
+  f: Callable[..., Any],
+  mesh: AnyMesh | None,
+  in_specs: Sequence[PartitionSpec],
+  out_specs: Any,
+  axes: Collection[str] | None = None,
 ) -> Callable[..., Any]:
-  """`jax.shard_map` over all axes that are not manual yet; `f` itself without a mesh.
+  """`jax.shard_map` over some axes; `f` itself without a mesh.
 
   `f` places its own collectives and has its own backward pass: JAX checks neither.
 
   Args:
-    f: a function of arrays.
+    f: a function of pytrees of arrays.
     mesh: the mesh; the active one, if there is one.
     in_specs: one for each argument.
     out_specs: those of the results.
+    axes: the axes that become manual; None: all that are not manual yet.
   """
   if mesh is None:
     return f
   kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
-  axes: Any = {name for name, kind in kinds if kind != AxisType.Manual}
+  manual = {name for name, kind in kinds if kind != AxisType.Manual} if axes is None else set(axes)
+  names: Any = manual
   mapped = jax.shard_map(
     f,
     mesh=mesh if jax.sharding.get_abstract_mesh().empty else None,
     in_specs=tuple(in_specs),
     out_specs=out_specs,
-    axis_names=axes,
+    axis_names=names,
     check_vma=False,
   )
-  return lambda *args: mapped(*(laid_out(x, mesh, spec) for x, spec in zip(args, in_specs, strict=True)))
+
+  def placed(tree: Any, spec: PartitionSpec) -> Any:
+    return jax.tree.map(lambda x: laid_out(x, mesh, spec, manual), tree)
+
+  return lambda *args: mapped(*map(placed, args, in_specs))
 
 
-def laid_out(x: Any, mesh: AnyMesh | None, spec: PartitionSpec) -> Any:
-  """`x` with this spec in its type, on an Explicit mesh; elsewhere `x` itself."""
+def laid_out(x: Any, mesh: AnyMesh | None, spec: PartitionSpec, axes: Collection[str] | None = None) -> Any:
+  """`x` with this spec in its type, on an Explicit mesh; elsewhere `x` itself.
+
+  Args:
+    x: an array.
+    mesh: the mesh, if there is one.
+    spec: the spec.
+    axes: those that the spec is about: others stay where they are; None: all.
+  """
   if mesh is None or AxisType.Explicit not in mesh.axis_types:
     return x
+  if axes is not None:
+    before = axes_by_dim(getattr(jax.typeof(x).sharding, "spec", ()), x.ndim)
+    dims = zip(axes_by_dim(spec, x.ndim), before, strict=True)
+    spec = PartitionSpec(*(entry_of((*asked, *without(own, frozenset(axes)))) for asked, own in dims))
   active = not jax.sharding.get_abstract_mesh().empty
   return jax.sharding.reshard(x, spec if active else NamedSharding(mesh, spec))  # pyright: ignore[reportArgumentType]
+
+
+def pinned(x: jax.Array, where: Sharding | None) -> jax.Array:
+  """`x` in the sharding `where`, unless that is None: in its type on an Explicit mesh."""
+  if where is None:
+    return x
+  if isinstance(where, NamedSharding) and AxisType.Explicit in where.mesh.axis_types:
+    return jax.sharding.reshard(x, where)
+  return jax.lax.with_sharding_constraint(x, where)
 
 
 def split_batch(x: Any, count: int) -> jax.Array:

@@ -13,6 +13,7 @@ from jax.core import Tracer
 from jax.sharding import AxisType, NamedSharding
 
 from nnx_parallel.core.nodes import Path, array_leaves
+from nnx_parallel.core.shards import pinned
 from nnx_parallel.errors import TrainError
 
 M = TypeVar("M", bound=nnx.Module)
@@ -171,6 +172,4 @@ def _kept(array: Any, sharding: NamedSharding) -> Any:
   active = jax.sharding.get_abstract_mesh()
   if len(sharding.spec) > kind.ndim or AxisType.Manual in (*mesh.axis_types, *active.axis_types):
     return array
-  if AxisType.Explicit in sharding.mesh.axis_types:
-    return jax.sharding.reshard(array, sharding)
-  return jax.lax.with_sharding_constraint(array, sharding)
+  return pinned(array, sharding)

@@ -25,10 +25,11 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.core import Tracer
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jax.sharding import PartitionSpec
 
-from nnx_parallel.core.axes import axes_by_dim, entry_of
+from nnx_parallel.core.axes import entry_of
 from nnx_parallel.core.mesh import AnyMesh, axis_sizes
+from nnx_parallel.core.shards import laid_out, on_shards
 from nnx_parallel.errors import SchemeError
 from nnx_parallel.layout.batch import batch_axes, position_axes
 from nnx_parallel.layout.constrain import surroundings
@@ -146,7 +147,9 @@ def experts(
   run = _over_devices if traced else jax.jit(_over_devices, static_argnums=0)
   result, dropped = run(kind, weights, *given)
   if result.shape[:-1] != shape:
-    result = _whole(result, around.mesh)[: math.prod(shape)].reshape(*shape, result.shape[-1])
+    result = laid_out(result, around.mesh, PartitionSpec())[: math.prod(shape)].reshape(
+      *shape, result.shape[-1]
+    )
   return result, dropped
 
 
@@ -173,13 +176,9 @@ def _ways(sizes: dict[str, int], names: Sequence[str]) -> int:
 
 def _flat(x: Any, mesh: AnyMesh | None, ways: int, fill: int) -> Any:
   """The tokens in one dim, with some more of them, so that `ways` divides their number."""
-  x = _whole(x, mesh).reshape(-1, x.shape[-1])
+  # On an Explicit mesh, a dim whose type has axes has a fixed length.
+  x = laid_out(x, mesh, PartitionSpec()).reshape(-1, x.shape[-1])
   return jnp.pad(x, ((0, -x.shape[0] % ways), (0, 0)), constant_values=fill)
-
-
-def _whole(x: Any, mesh: AnyMesh | None) -> Any:
-  """`x` without any axis in its type, on an Explicit mesh, where dims that are split have a fixed length."""
-  return x if mesh is None else _laid_out(x, mesh, frozenset(mesh.axis_names), PartitionSpec())
 
 
 @dataclasses.dataclass(frozen=True)
@@ -235,31 +234,9 @@ def _over_devices(kind: _Kind, parameters: Any, *given: Any) -> Any:
       result, dropped = _dropless(kind, parameters, *flat), jnp.int32(0)
     return result.reshape(*x.shape[:-1], result.shape[-1]), dropped
 
-  if kind.mesh is None:
-    return local(parameters, *given)
-  mesh, manual = kind.mesh, frozenset(kind.manual)
   split, own = PartitionSpec(*map(entry_of, kind.tokens)), PartitionSpec(kind.axis)
-  run = jax.shard_map(
-    local,
-    mesh=mesh if jax.sharding.get_abstract_mesh().empty else None,
-    in_specs=(own, split, split, split),
-    out_specs=(split, PartitionSpec()),
-    axis_names=set(manual),
-    check_vma=False,
-  )
-  parameters = jax.tree.map(lambda leaf: _laid_out(leaf, mesh, manual, own), parameters)
-  return run(parameters, *(_laid_out(value, mesh, manual, split) for value in given))
-
-
-def _laid_out(x: Any, mesh: AnyMesh, manual: frozenset[str], spec: PartitionSpec) -> Any:
-  """`x` with this spec of the manual axes in its type, on an Explicit mesh; elsewhere `x` itself."""
-  if AxisType.Explicit not in mesh.axis_types:
-    return x
-  before = axes_by_dim(getattr(jax.typeof(x).sharding, "spec", ()), x.ndim)
-  kept = [tuple(name for name in names if name not in manual) for names in before]
-  wanted = PartitionSpec(*(entry_of((*a, *b)) for a, b in zip(axes_by_dim(spec, x.ndim), kept, strict=True)))
-  active = not jax.sharding.get_abstract_mesh().empty
-  return jax.sharding.reshard(x, wanted if active else NamedSharding(mesh, wanted))  # pyright: ignore[reportArgumentType]
+  run = on_shards(local, kind.mesh, (own, split, split, split), (split, PartitionSpec()), kind.manual)
+  return run(parameters, *given)
 
 
 # Slots: where the choices of tokens are put for the way to their experts. A slot has a choice or none, and a
@@ -299,10 +276,10 @@ class _Queues:
     exist = (experts >= 0) & (experts < count)
     return cls(order, jnp.argsort(order).astype(jnp.int32), starts, ends, experts, exist)
 
-  def choices(self, places: Any, filled: Any) -> Any:
-    """The choice at each place, one that does not exist where it is not filled."""
-    total = self.order.shape[0]
-    return jnp.where(filled, self.order[jnp.clip(places, 0, total - 1)], total)
+
+def _at(order: Any, places: Any, filled: Any) -> Any:
+  """The choice at each place of an order, one that does not exist where it is not filled."""
+  return jnp.where(filled, order[jnp.clip(places, 0, order.size - 1)], order.size)
 
 
 @jax.custom_vjp
@@ -359,7 +336,7 @@ def _with_capacity(kind: _Kind, parameters: Any, x: Any, weights: Any, experts: 
   by_choice = experts.T
   queues = _Queues.of(by_choice.reshape(-1), kind.experts)
   places = queues.starts[:, None] + jnp.arange(size, dtype=jnp.int32)[None]
-  choices = queues.choices(places, places < queues.ends[:, None]).reshape(-1)
+  choices = _at(queues.order, places, places < queues.ends[:, None]).reshape(-1)
   exists = queues.exist
   own = jnp.where(exists, queues.experts, 0)
   at = queues.rank - queues.starts[own]
@@ -427,8 +404,7 @@ class _Rounds:
     """The choice in each slot of a round, and the slot of each choice."""
     size = self.kind.buffer
     own = jnp.arange(size, dtype=jnp.int32)[None] + n * size
-    places, total = self.starts[:, None] + own, self.order.size
-    choices = jnp.where(own < self.sizes[:, None], self.order[jnp.clip(places, 0, total - 1)], total)
+    choices = _at(self.order, self.starts[:, None] + own, own < self.sizes[:, None])
     at = self.places - n * size
     slots = jnp.where((at >= 0) & (at < size), self.to * size + at, choices.size)
     return choices.reshape(-1), slots
@@ -447,18 +423,12 @@ class _Blocks:
 
   Attributes:
     size: rows of a block.
-    order: the rows, sorted.
-    rank: the place of each row in that order.
-    starts: of each expert, its first place.
-    ends: of each expert, the place after its last.
+    queues: the rows, sorted.
     last: of each expert, the number of the block after its last.
   """
 
   size: int
-  order: Any
-  rank: Any
-  starts: Any
-  ends: Any
+  queues: _Queues
   last: Any
 
   @classmethod
@@ -467,7 +437,7 @@ class _Blocks:
     queues = _Queues.of(experts, kind.own)
     size = min(kind.block, experts.size)
     last = jnp.cumsum(-(-(queues.ends - queues.starts) // size), dtype=jnp.int32)
-    return cls(size, queues.order, queues.rank, queues.starts, queues.ends, last)
+    return cls(size, queues, last)
 
   def run(self, visit: Callable[..., Any], state: Any) -> Any:
     """The state after all blocks: `visit(expert, rows, exists, place, state)`, where `place` is of the first.
@@ -478,20 +448,20 @@ class _Blocks:
     def body(n: Any, state: Any) -> Any:
       expert = (self.last <= n).sum(dtype=jnp.int32)
       before = jnp.where(expert > 0, self.last[expert - 1], 0)
-      place = self.starts[expert] + (n - before) * self.size
-      places = place + jnp.arange(self.size, dtype=jnp.int32)
-      rows = self.order[jnp.minimum(places, self.ends[expert] - 1)]
-      return visit(expert, rows, places < self.ends[expert], place, state)
+      place = self.queues.starts[expert] + (n - before) * self.size
+      places, end = place + jnp.arange(self.size, dtype=jnp.int32), self.queues.ends[expert]
+      rows = self.queues.order[jnp.minimum(places, end - 1)]
+      return visit(expert, rows, places < end, place, state)
 
     return jax.lax.fori_loop(0, self.last[-1], body, state)
 
   def zeros(self, row: Any) -> Any:
     """Room for a result of each row, sorted, and for the last block."""
-    return jnp.zeros((self.order.size + self.size, *row.shape[1:]), row.dtype)
+    return jnp.zeros((self.queues.order.size + self.size, *row.shape[1:]), row.dtype)
 
   def unsorted(self, x: Any) -> Any:
     """What was put at the places of rows, in the order of the rows."""
-    return x[self.rank]
+    return x[self.queues.rank]
 
 
 def _of_one(parameters: Any, expert: Any = 0) -> Any:

@@ -13,7 +13,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from nnx_parallel.core.axes import axes_of
 from nnx_parallel.core.jaxprs import equations
 from nnx_parallel.core.nodes import Path
-from nnx_parallel.core.shards import join_batch, split_batch
+from nnx_parallel.core.shards import join_batch, pinned, split_batch
 from nnx_parallel.errors import TrainError
 from nnx_parallel.layout.constrain import mapped_axes
 from nnx_parallel.train.floats import widen
@@ -331,15 +331,6 @@ def _scan(
 
 def _weighed(x: jax.Array, weight: jax.Array | None) -> jax.Array:
   return x if weight is None else x * weight.astype(x.dtype)
-
-
-def pinned(x: jax.Array, where: Any) -> jax.Array:
-  """`x` constrained to the sharding `where`, unless that is None."""
-  if where is None:
-    return x
-  if isinstance(where, NamedSharding) and AxisType.Explicit in where.mesh.axis_types:
-    return jax.sharding.reshard(x, where)
-  return jax.lax.with_sharding_constraint(x, where)
 
 
 def _first(batch: Any, count: int) -> Any:

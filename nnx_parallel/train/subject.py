@@ -14,11 +14,12 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from nnx_parallel.core.axes import axes_of
 from nnx_parallel.core.jaxprs import as_function
 from nnx_parallel.core.nodes import path_str
+from nnx_parallel.core.shards import pinned
 from nnx_parallel.layout.constrain import default_scope, mapped_axes, scope_of
 from nnx_parallel.train.binding import Binding
 from nnx_parallel.train.custom_rules import own_rules, without_own_rules, without_stops
 from nnx_parallel.train.directions import inner, signs
-from nnx_parallel.train.gradients import Layout, loss_of, pinned, slope_of
+from nnx_parallel.train.gradients import Layout, loss_of, slope_of
 from nnx_parallel.train.loss_scale import common_scale
 from nnx_parallel.train.losses import mean, means
 from nnx_parallel.train.options import LossFn, StepOptions
