@@ -81,7 +81,7 @@ def whole_batch(loss: Differentiable, batch: Any, layout: Layout) -> Total:
 
 
 def in_microbatches(
-  loss: Differentiable, batch: Any, count: int, layout: Layout, reduction: Any = None, inside: int = 1
+  loss: Differentiable, batch: Any, count: int, layout: Layout, reduction: Any = None
 ) -> Total:
   """Gradients summed over `count` microbatches in a scan.
 
@@ -95,16 +95,15 @@ def in_microbatches(
   Args:
     loss: its sums are added up, so the objective must not divide by counts.
     batch: global arrays with the examples on dim 0.
-    count: number of microbatches.
+    count: how often the loss is called; a pipeline takes `loss.parts` microbatches at once.
     layout: of the step.
     reduction: dtype in which replicas that hold the whole model sum their gradients; None: float32.
-    inside: in how many parts the loss itself, a pipeline, takes each of these.
 
   Raises:
     TrainError: a batch that does not split evenly, or a `reduction` where XLA places the reductions.
   """
-  check_divides(batch, count * inside)
-  axes, why = _replica_axes(batch, count * inside, layout)
+  check_divides(batch, count * loss.parts)
+  axes, why = _replica_axes(batch, count * loss.parts, layout)
   alone = bool(axes) and all(size == 1 for axis, size in layout.mesh.shape.items() if axis not in axes)
   parts = count * (_replicas(layout.mesh, axes) if axes else 1)
   with mapped_axes(axes):
@@ -127,38 +126,30 @@ def in_microbatches(
   given = loss.objective, loss.train, loss.others, batch, count
   if not axes:
     grads, found, moved = _scan(*given, layout.trained, changed)
-    each = "tick" if inside > 1 else "microbatch"
-    return Total(grads, found, count * inside, moved, f"in each {each}: {why}")
-  how = f"once, after the {'last tick' if inside > 1 else 'scan'}, over {', '.join(axes)}"
+    each = "tick" if loss.parts > 1 else "microbatch"
+    return Total(grads, found, count * loss.parts, moved, f"in each {each}: {why}")
+  how = f"once, after the {'last tick' if loss.parts > 1 else 'scan'}, over {', '.join(axes)}"
   if alone:
     how += f", in {jnp.dtype(reduction or jnp.float32)}"
     total = _manual(*given, layout.mesh, axes, parts, how, reduction)
   else:
     total = _mapped(*given, layout, axes, parts, how)
-  return total._replace(parts=parts * inside)
+  return total._replace(parts=parts * loss.parts)
 
 
-def slope_of(
-  loss: Differentiable,
-  objective: Objective,
-  tangents: list[Any],
-  batch: Any,
-  count: int | None,
-  inside: int = 1,
-) -> tuple[Any, Any]:
+def slope_of(loss: Differentiable, tangents: list[Any], batch: Any, count: int | None) -> tuple[Any, Any]:
   """The mean loss of a batch, and its derivative along `tangents` by forward mode.
 
-  `objective` computes what that of `loss` does. `count` is None where the batch stays in one piece; `inside`
-  as in `in_microbatches`.
+  `count` as in `in_microbatches`, or None where the batch stays in one piece.
   """
   if count is None:
-    slope, (found, _, _) = _jvp(objective, loss.train, tangents, loss.others, batch)
+    slope, (found, _, _) = _jvp(loss.objective, loss.train, tangents, loss.others, batch)
     return mean(found.sums["loss"], found.counts["loss"]), slope
   changed = loss.inspect(_first(batch, count))[1]
-  (slope,), found, _ = _scan(objective, loss.train, loss.others, batch, count, [None], changed, tangents)
+  (slope,), found, _ = _scan(loss.objective, loss.train, loss.others, batch, count, [None], changed, tangents)
   total, weight = found.sums["loss"], found.counts["loss"]
   if weight is None:
-    return total / (count * inside), slope / (count * inside)
+    return total / (count * loss.parts), slope / (count * loss.parts)
   return mean(total, weight), mean(slope, weight)
 
 
@@ -169,21 +160,19 @@ def _jvp(
   return slope, found
 
 
-def loss_of(
-  objective: Objective, trained: list[Any], rest: list[Any], batch: Any, count: int, inside: int = 1
-) -> Any:
-  """The mean loss of a batch, part by part, for optimizers that evaluate it; arguments as above.
+def loss_of(loss: Differentiable, batch: Any, count: int) -> Any:
+  """The mean loss of a batch, part by part, for optimizers that evaluate it.
 
   It can be differentiated: each part is then recomputed, so that only one of them is kept at a time.
   """
 
   def part_of(part: Any) -> tuple[Any, Any]:
-    found = objective(trained, rest, part)[1][0]
+    found = loss.objective(loss.train, loss.others, part)[1][0]
     return found.sums["loss"], found.counts["loss"]
 
   if count == 1:
     total, weight = part_of(batch)
-    return total / inside if weight is None else mean(total, weight)
+    return total / loss.parts if weight is None else mean(total, weight)
   parts = jax.tree.map(lambda x: split_batch(x, count), batch)
   _, (sums, counts) = jax.lax.scan(lambda _, part: (None, jax.checkpoint(part_of)(part)), None, parts)
   return sums.mean() if counts is None else mean(sums.sum(), counts.sum())

@@ -66,11 +66,6 @@ class StepOptions:
     """How often the loss is called for a batch: a pipeline takes all microbatches at once."""
     return 1 if self.layers.pipeline is not None else self.microbatches
 
-  @property
-  def inside(self) -> int:
-    """In how many parts each of these calls takes its part of the batch."""
-    return self.microbatches // self.turns
-
 
 def is_scattered(gradients: Gradients | None, stage: int, *, further: bool) -> bool:
   """Whether gradients take the layout of their optimizer state as soon as they exist.

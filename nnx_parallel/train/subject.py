@@ -141,9 +141,8 @@ class Subject:
       with default_scope(scope_of(self.binding.variables)):
         loss, scale = self._pieces(arrays)
         tangents = self._direction(loss, seed, factors)
-        value, slope = slope_of(
-          loss, self._plain(loss.objective), tangents, batch, self._parts, self.options.inside
-        )
+        plain = loss._replace(objective=self._plain(loss.objective))
+        value, slope = slope_of(plain, tangents, batch, self._parts)
       return value, _unscaled(slope, scale)
 
     return self._compiled(forward)
@@ -156,7 +155,7 @@ class Subject:
       with default_scope(scope_of(self.binding.variables)):
         loss, scale = self._pieces(arrays)
         train = [x + step for x, step in zip(loss.train, self._direction(loss, seed, factors), strict=True)]
-        value = loss_of(loss.objective, train, loss.others, batch, self.options.turns, self.options.inside)
+        value = loss_of(loss._replace(train=train), batch, self.options.turns)
       return _unscaled(value, scale)
 
     return self._compiled(shifted)

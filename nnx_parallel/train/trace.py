@@ -40,6 +40,7 @@ class Differentiable(NamedTuple):
     order: the leaf of the template for each of `others`, then for each of `train`.
     inspect: `(part of the batch) -> (jaxpr of the loss, positions of the arrays that it changes)`.
     layers: what was done with the layers of the loss, when it was last traced.
+    parts: how many microbatches the loss itself takes at once: more than one in a pipeline.
   """
 
   objective: Objective
@@ -50,6 +51,7 @@ class Differentiable(NamedTuple):
   order: list[int]
   inspect: Callable[[Any], tuple[Any, set[int]]]
   layers: LayersUsed
+  parts: int = 1
 
   @property
   def trained(self) -> list[int]:
@@ -107,9 +109,10 @@ def differentiable(
     return traced.jaxpr, changed
 
   paths = [template.paths[i] for i in trained]
+  fixed = paths, template, order, inspect, used, options.microbatches // options.turns
   if scale is None:
-    return Differentiable(chosen, train, others, paths, template, order, inspect, used)
-  return Differentiable(_scaled(chosen), train, [*others, scale], paths, template, order, inspect, used)
+    return Differentiable(chosen, train, others, *fixed)
+  return Differentiable(_scaled(chosen), train, [*others, scale], *fixed)
 
 
 def _pipelined(

@@ -101,7 +101,7 @@ def gradients_of(
   if options.in_one_piece:
     total = whole_batch(loss, batch, layout)
   else:
-    total = in_microbatches(loss, batch, options.turns, layout, options.reduction, options.inside)
+    total = in_microbatches(loss, batch, options.turns, layout, options.reduction)
   return total, _scaled(total, loss.train)
 
 
@@ -118,7 +118,7 @@ def _update_once(
   loss = differentiable(options, loss_fn, models, wrt, scale)
   for key, optimizer in optimizers.items():
     _check_state(optimizer, models if key is None else models[key], key)
-  template, trained, train, others = loss.template, loss.trained, loss.train, loss.others
+  template, trained, train = loss.template, loss.trained, loss.train
   total, grads = gradients_of(options, loss, batch, layout)
   for n, value in total.rest.items():
     leaf = template.leaves[loss.order[n]]
@@ -141,7 +141,7 @@ def _update_once(
       replaced = [*train]
       for n, value in zip(mine, jax.tree.leaves(params), strict=True):
         replaced[n] = value if scale is None else scaled_in_backward(value, 1 / scale)
-      value = loss_of(loss.objective, replaced, others, batch, options.turns, options.inside)
+      value = loss_of(loss._replace(train=replaced), batch, options.turns)
       return value if scale is None else scaled_in_backward(value, scale)
 
     apply(optimizer, model, _state([loss.paths[n] for n in mine], leaves, key), metrics["loss"], value_fn)
