@@ -125,7 +125,7 @@ def launch(job: Job, write: Callable[[str], None] = print) -> int:
   best, pause, outcome = -1, job.pause, Outcome(0)
   with _signals() as came, tempfile.TemporaryDirectory(prefix="nnx_parallel-") as folder:
     for attempt in range(job.restarts + 1):
-      outcome = _attempt(job, attempt, Path(folder), came, write)
+      outcome = _Attempt(job, attempt, Path(folder), came, write).run()
       if outcome.code == 0 or came or outcome.code in FINAL_CODES:
         return outcome.code
       if attempt == job.restarts:
@@ -164,72 +164,112 @@ def _signals() -> Generator[list[int]]:
       signal.signal(number, handler)
 
 
-def _attempt(job: Job, attempt: int, folder: Path, came: list[int], write: Callable[[str], None]) -> Outcome:
-  """Starts all processes once, and returns when none of them, nor any that they started, is left."""
-  started = time.monotonic()
-  watched, alive = os.pipe()  # `alive` is closed when this process ends, however it ends
-  workers: list[Worker] = []
-  failure, code = "", 0
-  signalled, end_by = 0, float("inf")
-  with selectors.DefaultSelector() as selector, contextlib.ExitStack() as stack:
-    stack.callback(os.close, alive)
-    stack.callback(os.close, watched)
-    stack.callback(_end, workers)
-    command = job.again if attempt and job.again else job.command
-    port = free_port()
-    for number in range(job.processes):
-      beats = folder / f"{attempt}-{number}"
-      variables = worker_variables(job, number, port, os.environ) | {
-        VARIABLE: str(beats),
-        "NNX_PARALLEL_ATTEMPT": str(attempt),
-      }
-      worker = Worker(number, _start(command, variables, watched), beats)
-      workers.append(worker)
-      selector.register(_output(worker), selectors.EVENT_READ, worker)
-    while any(worker.code is None for worker in workers):
-      for key, _ in selector.select(timeout=0.1):
-        if not _read(key.data, write, job.all_logs, hold=bool(failure)):
-          selector.unregister(key.fileobj)
-      first: Worker | None = None
-      for worker in workers:
-        if worker.code is not None:
-          continue
-        code_now = worker.warden.poll()
-        if code_now is not None:
-          worker.code = code_now if code_now >= 0 else 128 - code_now  # the warden itself was killed
-          worker.signal(signal.SIGKILL)  # what it started and left behind
-          while _read(worker, write, job.all_logs, hold=bool(failure or first)):
-            pass
-          if worker.code and first is None:
-            first = worker
-      if not failure and not signalled:
-        after = f"after {time.monotonic() - started:.1f} s"
-        if first is not None:
-          code = first.code or 1
-          failure = f"process {first.number} failed first: {describe(code)} {after}"
-        elif hung := _hung(job, workers):
-          first, code, failure = hung, 1, f"{_steps(job, workers, hung)} {after}"
-        if failure and first is not None:
-          write(f"-- {failure}")
-          for line in first.tail:
-            write(f"-- [{first.number}] {line}")
-          end_by = time.monotonic() + job.end_after
-          _signal_all(workers, signal.SIGTERM)
-      if len(came) > signalled and not failure:
-        signalled += 1  # one after the other: the next may come at any moment
-        first_one = signalled == 1
-        write(f"-- {signal.Signals(came[0]).name}: passed on" if first_one else "-- ending at once")
-        end_by = time.monotonic() + (job.grace if first_one else 0)
-        code = 128 + came[0]
-        _signal_all(workers, signal.SIGTERM)
-      if time.monotonic() > end_by or (failure and came):
-        _signal_all(workers, signal.SIGKILL)
-        end_by = time.monotonic() + 1
-    for worker in workers:
-      if worker.held and not job.all_logs:
-        write(f"-- process {worker.number}: {worker.held} more lines after that (--all-logs shows them)")
-  beats_of = [found[0] for worker in workers if (found := last_beat(worker.beats))]
-  return Outcome(code, failure, max(beats_of, default=-1))
+@dataclasses.dataclass
+class _Attempt:
+  """All processes of a job, started once.
+
+  Attributes:
+    job: what is started.
+    number: of the attempt.
+    folder: of the files of heartbeats.
+    came: the signals that the launcher got so far.
+    write: shows a line.
+    workers: the processes.
+    outcome: the first failure, or the signal.
+    signalled: how many signals were acted on.
+    end_by: when processes that are left are ended by force.
+  """
+
+  job: Job
+  number: int
+  folder: Path
+  came: Sequence[int]
+  write: Callable[[str], None]
+  workers: list[Worker] = dataclasses.field(default_factory=list[Worker])
+  outcome: Outcome = Outcome(0)
+  signalled: int = 0
+  end_by: float = float("inf")
+  started: float = dataclasses.field(default_factory=time.monotonic)
+
+  def run(self) -> Outcome:
+    """Returns when none of the processes, nor any that they started, is left."""
+    watched, alive = os.pipe()  # `alive` is closed when this process ends, however it ends
+    with selectors.DefaultSelector() as selector, contextlib.ExitStack() as stack:
+      stack.callback(os.close, alive)
+      stack.callback(os.close, watched)
+      stack.callback(_end, self.workers)
+      for worker in self._start(watched):
+        selector.register(_output(worker), selectors.EVENT_READ, worker)
+      while any(worker.code is None for worker in self.workers):
+        for key, _ in selector.select(timeout=0.1):
+          if not self._show(key.data):
+            selector.unregister(key.fileobj)
+        self._look()
+    for worker in self.workers:
+      if worker.held and not self.job.all_logs:
+        self.write(f"-- process {worker.number}: {worker.held} more lines after that (--all-logs shows them)")
+    return dataclasses.replace(self.outcome, step=max(_last_steps(self.workers).values(), default=-1))
+
+  def _start(self, watched: int) -> Sequence[Worker]:
+    job, port = self.job, free_port()
+    command = job.again if self.number and job.again else job.command
+    for n in range(job.processes):
+      beats = self.folder / f"{self.number}-{n}"
+      variables = worker_variables(job, n, port, os.environ)
+      variables |= {VARIABLE: str(beats), "NNX_PARALLEL_ATTEMPT": str(self.number)}
+      self.workers.append(Worker(n, _start(command, variables, watched), beats))
+    return self.workers
+
+  def _look(self) -> None:
+    """Sees who ended, who hangs and which signals came, and does what follows from it."""
+    failed = self._ended()
+    if not self.outcome.code:
+      if failed is not None:
+        self._fail(failed, failed.code or 1, f"failed first: {describe(failed.code or 1)}")
+      elif hung := _hung(self.job, self.workers):
+        steps = f"last steps {_last_steps(self.workers)}"
+        self._fail(hung, 1, f"hangs: no step for {self.job.hang_after:g} s; {steps}")
+    if not self.outcome.failure and len(self.came) > self.signalled:
+      self._pass_on()
+    if time.monotonic() > self.end_by or (self.outcome.failure and self.came):
+      _signal_all(self.workers, signal.SIGKILL)
+      self.end_by = time.monotonic() + 1
+
+  def _ended(self) -> Worker | None:
+    """The first process that was not known to have ended, with an error."""
+    first: Worker | None = None
+    for worker in self.workers:
+      if worker.code is not None or (code := worker.warden.poll()) is None:
+        continue
+      worker.code = code if code >= 0 else 128 - code  # the warden itself was killed
+      worker.signal(signal.SIGKILL)  # what it started and left behind
+      while self._show(worker, hold=first is not None):
+        pass
+      if worker.code and first is None:
+        first = worker
+    return first
+
+  def _fail(self, worker: Worker, code: int, how: str) -> None:
+    failure = f"process {worker.number} {how} after {time.monotonic() - self.started:.1f} s"
+    self.outcome = Outcome(code, failure)
+    self.write(f"-- {failure}")
+    for line in worker.tail:
+      self.write(f"-- [{worker.number}] {line}")
+    self.end_by = time.monotonic() + self.job.end_after
+    _signal_all(self.workers, signal.SIGTERM)
+
+  def _pass_on(self) -> None:
+    """The first signal lets processes save; the second ends them."""
+    self.signalled += 1  # one after the other: the next may come at any moment
+    first = self.signalled == 1
+    self.write(f"-- {signal.Signals(self.came[0]).name}: passed on" if first else "-- ending at once")
+    self.end_by = time.monotonic() + (self.job.grace if first else 0)
+    self.outcome = Outcome(128 + self.came[0])
+    _signal_all(self.workers, signal.SIGTERM)
+
+  def _show(self, worker: Worker, *, hold: bool = False) -> bool:
+    """Shows what a process printed, until a failure; False when there is no more, now or ever."""
+    return _read(worker, self.write, self.job.all_logs, hold=hold or bool(self.outcome.failure))
 
 
 def _start(command: Sequence[str], variables: Mapping[str, str], watched: int) -> subprocess.Popen[bytes]:
@@ -300,9 +340,8 @@ def _hung(job: Job, workers: Sequence[Worker]) -> Worker | None:
   return min(beats, key=lambda item: item[0])[1]
 
 
-def _steps(job: Job, workers: Sequence[Worker], hung: Worker) -> str:
-  steps = {worker.number: found[0] for worker in workers if (found := last_beat(worker.beats))}
-  return f"process {hung.number} hangs: no step for {job.hang_after:g} s; last steps {steps}"
+def _last_steps(workers: Sequence[Worker]) -> dict[int, int]:
+  return {worker.number: found[0] for worker in workers if (found := last_beat(worker.beats))}
 
 
 def free_port() -> int:
