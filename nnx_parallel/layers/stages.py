@@ -15,6 +15,7 @@ is counted ahead for all of them.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -179,8 +180,8 @@ class Staged:
     }
     self.read = read | {*_vars(v for o, v in enumerate(self.outputs) if o not in ends.states)}
     """Variables that are read outside of the loop."""
-    self.of_layers = self._of_layers()
-    self.counted = {o: i for o, i in self.changed.items() if self.outputs[o] not in self._news}
+    self.of_layers, news = self._of_layers()
+    self.counted = {o: i for o, i in self.changed.items() if self.outputs[o] not in news}
     self._steps = self._count_steps()
     self.varying = {*self.inputs[ends.model :], *(self.inputs[i] for i in self.counted.values())}
     self._sort()
@@ -210,6 +211,17 @@ class Staged:
     starts, ends = self._count(model)
     varying: Values = dict(zip(self.inputs[count:], parts, strict=True)) | starts
     varying = {var: piped.split_microbatches(x) for var, x in varying.items()}
+    wanted = {*loop.inputs, *self._reads(self.after), *_vars(self.outputs)}
+    varying |= self._of_each(piped, self.before, wanted, fixed, varying)
+    made, changed = self._run_layers(piped, fixed, varying)
+    varying |= made
+    varying |= self._of_each(piped, self.after, wanted, fixed, varying, recompute=True)
+    ends |= changed
+    return [self._result(o, piped, model, fixed, varying, ends) for o in range(len(self.outputs))]
+
+  def _run_layers(self, piped: Piped, fixed: Values, varying: Values) -> tuple[Values, Values]:
+    """The results of the layers for each microbatch, and what the layers have changed for good."""
+    loop = self.loop
 
     def stacked(key: Key) -> Any:
       some, dtype = loop.rows[key], None if key in self.of_layers else loop.narrow.get(key)
@@ -223,8 +235,6 @@ class Staged:
       x = jnp.asarray(_read(var, fixed))
       return piped.split_microbatches(jnp.broadcast_to(x, (self.schedule.microbatches, *x.shape)))
 
-    wanted = {*loop.inputs, *self._reads(self.after), *_vars(self.outputs)}
-    varying |= self._of_each(piped, self.before, wanted, fixed, varying)
     carried = [spread(var) for var in loop.carried]
     sent = {key: varying[loop.same[key]] for key in self.travels}
     rows = {
@@ -234,17 +244,16 @@ class Staged:
     shared = {key: _read(loop.same[key], fixed) for key in self.shared}
     gathered = {key: piped.joined_microbatches(varying[loop.same[key]]) for key in self.gathered}
     (final, _), state, made = piped((carried, sent), rows, state, shared, gathered)
-    varying |= {var: final[n] for var, n in loop.final.items()}
+    found = {var: final[n] for var, n in loop.final.items()}
     for key, x in made.items():
       some = loop.made[key]
       of = enumerate(some) if isinstance(some, list) else [(slice(None), some)]
-      varying |= {var: piped.split_microbatches(x[:, u]) for u, var in of}
-    varying |= self._of_each(piped, self.after, wanted, fixed, varying, recompute=True)
-
+      found |= {var: piped.split_microbatches(x[:, u]) for u, var in of}
+    changed: Values = {}
     for key, new in state.items():
       new, out = piped.joined_layers(new), loop.made[self.of_layers[key]]
-      ends |= {var: new[u] for u, var in enumerate(out)} if isinstance(out, list) else {out: new}
-    return [self._result(o, piped, model, fixed, varying, ends) for o in range(len(self.outputs))]
+      changed |= {var: new[u] for u, var in enumerate(out)} if isinstance(out, list) else {out: new}
+    return found, changed
 
   def _result(
     self, o: int, piped: Piped, model: Sequence[Any], fixed: Values, varying: Values, ends: Values
@@ -261,12 +270,12 @@ class Staged:
     x = jnp.asarray(_read(var, fixed))
     return jnp.broadcast_to(x, (count, *x.shape)) if o in self.ends.outputs else x * count
 
-  def _of_layers(self) -> dict[Key, Key]:
-    """The inputs of layers that each layer changes, and the results that are their new values."""
+  def _of_layers(self) -> tuple[dict[Key, Key], set[Any]]:
+    """Inputs that each layer changes -> its results that are their new values; and the variables of those."""
     news = {self.inputs[i]: self.outputs[o] for o, i in self.changed.items()}
     makers = {var: (key, u) for key, some in self.loop.made.items() for u, var in enumerate(_each(some))}
     found: dict[Key, Key] = {}
-    self._news: set[Any] = set()
+    new: set[Any] = set()
     for key, some in self.loop.rows.items():
       rows = _each(some)
       if any(not among(row, news) or row in self.read for row in rows):
@@ -274,8 +283,13 @@ class Staged:
       made = [makers.get(news[row], (None, 0)) for row in rows]
       if made[0][0] is not None and made == [(made[0][0], u) for u in range(len(rows))]:
         found[key] = made[0][0]
-        self._news.update(news[row] for row in rows)
-    return found
+        new.update(news[row] for row in rows)
+    return found, new
+
+  @functools.cached_property
+  def _flat(self) -> Any:
+    """The program without calls: what a call gives may depend on some of its inputs only."""
+    return flattened(self.rolled.jaxpr, lambda eqn: eqn.primitive.name in CALLS)
 
   def _count_steps(self) -> list[Any]:
     """The operations that compute the new value of what changes apart from the batch and the layers.
@@ -285,8 +299,6 @@ class Staged:
     """
     if not self.counted:
       return []
-    # Call by call: what a call gives may depend on some of its inputs only.
-    self._flat = flattened(self.rolled.jaxpr, lambda eqn: eqn.primitive.name in CALLS)
     body = opened(self._flat)
     rows = (self.loop.rows[key] for key in self.of_layers)
     changing = {row for some in rows for row in _each(some)}
