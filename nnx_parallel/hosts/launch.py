@@ -25,7 +25,9 @@ from nnx_parallel.errors import HostError
 from nnx_parallel.hosts.heartbeat import VARIABLE, last_beat
 
 NOISE = re.compile(
-  r"\[Gloo\] Rank \d+ is connected|[IW]\d{4} \d\d:\d\d:\d\d\.\d+ |WARNING: All log messages before absl::"
+  # Threads of gloo write parts of its lines in turn.
+  r".*(?:\[Gloo\] Rank \d+ is connected|number of connected peer ranks)|[IW]\d{4} \d\d:\d\d:\d\d\.\d+ "
+  r"|WARNING: All log messages before absl::"
   r"|    @ +0x[0-9a-f]+ |=== Source Location Trace|\*\*\* Check failure stack trace|external/xla"
 )
 FINAL_CODES = (2, 3)  # wrong usage, and an answer that is no: the next attempt would say the same

@@ -52,6 +52,7 @@ from nnx_parallel.core.tiles import (
 from nnx_parallel.errors import TrainError
 from nnx_parallel.layers.fused import Kernel, NotFused, by_kernel, kernel_in_use
 from nnx_parallel.layers.mark import is_marked
+from nnx_parallel.layout.constrain import manual_too
 
 Attention = Literal["blocks", "fused"] | int | None
 """`"blocks"`, or the length of the blocks; `"fused"`: a kernel where there is one; None: as written."""
@@ -116,12 +117,14 @@ class _Share:
     size: of the axis.
     dim: the name of the queries' dim.
     block: the length of their blocks, which divides those of a device.
+    mapped: mesh axes of an enclosing `jax.vmap`.
   """
 
   axis: str | None
   size: int
   dim: int
   block: int
+  mapped: frozenset[str] = frozenset()
 
   def local(self, shape: Sequence[int], labels: Labels) -> tuple[int, ...]:
     """The shape of one device's part of an array."""
@@ -145,7 +148,7 @@ class _Share:
       lambda numbers, *arrays: function(numbers[0], *arrays),
       in_specs=(PartitionSpec(self.axis), *given),
       out_specs=results,
-      axis_names={self.axis},
+      axis_names={self.axis, *self.mapped},
       check_vma=False,
     )
     return lambda *arrays: run(jnp.arange(self.size, dtype=jnp.int32), *arrays)
@@ -482,10 +485,12 @@ def _shared(row: int, length: int, block: int) -> _Share:
   mesh: Any = jax.sharding.get_abstract_mesh()
   axis = _AXIS.get()
   kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
-  if axis is None or kinds.get(axis) != AxisType.Auto or length % mesh.shape[axis]:
+  mapped = manual_too(mesh)
+  if axis is None or axis in mapped or kinds.get(axis) != AxisType.Auto or length % mesh.shape[axis]:
     return _Share(None, 1, row, block)
   own = length // mesh.shape[axis]
-  return _Share(axis, mesh.shape[axis], row, max(n for n in range(1, min(own, block) + 1) if not own % n))
+  block = max(n for n in range(1, min(own, block) + 1) if not own % n)
+  return _Share(axis, mesh.shape[axis], row, block, mapped)
 
 
 def _check_leaves(tiles: Tiles, scores: Any, names: set[int]) -> None:

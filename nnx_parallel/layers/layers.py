@@ -43,7 +43,7 @@ from nnx_parallel.layers.mark import is_marked, marked
 from nnx_parallel.layers.pipeline import Pipeline
 from nnx_parallel.layers.roll import Body, Chain, Rolled
 from nnx_parallel.layers.stages import Ends, Treatment, pipelined
-from nnx_parallel.layout.constrain import surroundings
+from nnx_parallel.layout.constrain import mapped_axes, surroundings
 
 RematName = Literal["as written", "none", "dots", "full", "offload"]
 REMATS: tuple[RematName, ...] = ("as written", "none", "dots", "full", "offload")
@@ -347,7 +347,8 @@ def with_stages(
   def changed(model: Any, batch: Any) -> Any:
     parts = jax.tree.map(lambda x: split_batch(x, microbatches), batch)
     first = jax.tree.map(lambda x: x[0], parts)
-    traced, shape = _traced(objective, (model, first), options, used)
+    with mapped_axes((pipeline.axis,)):
+      traced, shape = _traced(objective, (model, first), options, used)
     arrays = jax.tree.leaves(model)
     tree = jax.tree.structure(shape)
     states, outputs = ends(jax.tree.unflatten(tree, range(tree.num_leaves)))

@@ -118,8 +118,17 @@ def scope_of(variables: Iterable[Any]) -> Scope | None:
 
 
 def mapped_axes(axes: tuple[str, ...]) -> contextlib.AbstractContextManager[None]:
-  """Makes `constrain` ignore the mesh axes of an enclosing `jax.vmap` (its `spmd_axis_name`)."""
-  return _MAPPED(axes)
+  """Adds the axes of an enclosing `jax.vmap` (its `spmd_axis_name`) to those that `constrain` ignores."""
+  return _MAPPED((*_MAPPED.value, *axes))
+
+
+def manual_too(mesh: AnyMesh | None) -> frozenset[str]:
+  """The axes that a `jax.shard_map` over some other axes of the mesh must be manual over too.
+
+  They are those of `mapped_axes`: the rule for `vmap` splits the arrays of a `shard_map` over them. Not on an
+  Explicit mesh, where that rule goes by their types.
+  """
+  return frozenset() if mesh is None or AxisType.Explicit in mesh.axis_types else frozenset(_MAPPED.value)
 
 
 def scope_in_use() -> Scope | None:

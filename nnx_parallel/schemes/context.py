@@ -25,6 +25,7 @@ from nnx_parallel.core.axes import axes_by_dim, entry_of
 from nnx_parallel.core.mesh import axis_sizes
 from nnx_parallel.core.tiles import finite
 from nnx_parallel.errors import SchemeError
+from nnx_parallel.layout.constrain import manual_too
 
 How = Literal["ring", "all_to_all"]
 _FAR = 2**30
@@ -194,6 +195,7 @@ class ContextAttention:
       self.block,
       precision,
       None if mesh is None or not jax.sharding.get_abstract_mesh().empty else mesh,
+      manual_too(mesh),
     )
     _check_shapes(pattern, query, key, value)
     keep = None if mask is None else _seen_keys(mask, key)
@@ -253,6 +255,7 @@ class _Pattern:
     block: the same.
     precision: of the products.
     mesh: the mesh, if it is not the active one.
+    mapped: mesh axes of an enclosing `jax.vmap`.
   """
 
   axis: str
@@ -263,6 +266,7 @@ class _Pattern:
   block: int
   precision: Any
   mesh: Any
+  mapped: frozenset[str] = frozenset()
 
   def positions(self, device: Any, length: int) -> Any:
     """The positions of the `length` rows of a device, ascending."""
@@ -374,7 +378,7 @@ def _over_axis(pattern: _Pattern, how: How, forward: bool) -> Callable[..., Any]
     mesh=pattern.mesh,
     in_specs=(devices, *[split] * 3, *[others] * 2, *(() if forward else (split, split, devices))),
     out_specs=(split, devices) if forward else split,
-    axis_names={pattern.axis},
+    axis_names={pattern.axis, *pattern.mapped},
     check_vma=False,
   )
 

@@ -32,7 +32,7 @@ from nnx_parallel.core.mesh import AnyMesh, axis_sizes
 from nnx_parallel.core.shards import laid_out, on_shards
 from nnx_parallel.errors import SchemeError
 from nnx_parallel.layout.batch import batch_axes, position_axes
-from nnx_parallel.layout.constrain import surroundings
+from nnx_parallel.layout.constrain import manual_too, surroundings
 from nnx_parallel.rules.ruleset import RuleSet
 from nnx_parallel.schemes.routing import Routing
 
@@ -142,6 +142,7 @@ def experts(
     min(math.ceil(buffer * choices / ways), tokens * min(top_k, count // ways)),
     block,
     around.mesh if manual else None,
+    manual_too(around.mesh),
   )
   traced = any(isinstance(leaf, Tracer) for leaf in (*jax.tree.leaves(weights), *given))
   run = _over_devices if traced else jax.jit(_over_devices, static_argnums=0)
@@ -195,6 +196,7 @@ class _Kind:
     buffer: slots for each pair of devices in a round.
     block: rows that an expert computes at a time.
     mesh: None for one device.
+    mapped: mesh axes of an enclosing `jax.vmap`.
   """
 
   function: ExpertFn
@@ -206,6 +208,7 @@ class _Kind:
   buffer: int
   block: int
   mesh: AnyMesh | None
+  mapped: frozenset[str]
 
   @property
   def own(self) -> int:
@@ -235,7 +238,8 @@ def _over_devices(kind: _Kind, parameters: Any, *given: Any) -> Any:
     return result.reshape(*x.shape[:-1], result.shape[-1]), dropped
 
   split, own = PartitionSpec(*map(entry_of, kind.tokens)), PartitionSpec(kind.axis)
-  run = on_shards(local, kind.mesh, (own, split, split, split), (split, PartitionSpec()), kind.manual)
+  axes = {*kind.manual, *kind.mapped}
+  run = on_shards(local, kind.mesh, (own, split, split, split), (split, PartitionSpec()), axes)
   return run(parameters, *given)
 
 

@@ -101,7 +101,8 @@ def pipeline(
     return jax.tree.map(join_batch, piped.joined_microbatches(y))
 
   if replicas == 1:
-    return run(parameters, x, travels, lies)
+    with mapped_axes((axis,)):
+      return run(parameters, x, travels, lies)
 
   def placed(x: Any) -> Any:
     return staged(x, mesh, entry_of(axes))
@@ -112,7 +113,7 @@ def pipeline(
   # Each replica has its own copy, and so its own gradients; they are summed where the copies are made.
   own = jax.tree.map(lambda p: placed(jnp.broadcast_to(p, (replicas, *p.shape))), parameters)
   explicit = mesh is not None and AxisType.Explicit in mesh.axis_types
-  with mapped_axes(axes):
+  with mapped_axes((*axes, axis)):
     y = jax.vmap(run, spmd_axis_name=None if explicit else axes)(
       own, *jax.tree.map(by_replica, (x, travels, lies))
     )

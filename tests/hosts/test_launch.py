@@ -62,7 +62,13 @@ def test_each_process_knows_its_number_and_lines_have_it_in_front():
 
 def test_noise_is_left_out_unless_all_logs_are_asked_for():
   noise = "[Gloo] Rank 0 is connected to 1 peer ranks"
-  printed = [noise, "I1123 10:00:00.1234   12 x.cc:1] up", "I say 1123", "[Gloo] failed"]
+  printed = [
+    noise,
+    "Expected number of connected peer ranks is : 3",
+    "I1123 10:00:00.1234   12 x.cc:1] up",
+    "I say 1123",
+    "[Gloo] failed",
+  ]
   body = f"print(*{printed}, sep=chr(10))"
   assert sorted(launched(body, processes=1)[1]) == ["[0] I say 1123", "[0] [Gloo] failed"]
   assert f"[0] {noise}" in launched(body, processes=1, all_logs=True)[1]
