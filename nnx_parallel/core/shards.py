@@ -33,9 +33,10 @@ def on_shards(
   """
   if mesh is None:
     return f
-  kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
-  manual = {name for name, kind in kinds if kind != AxisType.Manual} if axes is None else set(axes)
-  names: Any = manual
+  kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
+  manual = {name for name, kind in kinds.items() if kind != AxisType.Manual} if axes is None else set(axes)
+  # None named is all of them: a `vmap` over an Explicit axis takes it out of the mesh.
+  names: Any = set() if axes is None and AxisType.Manual not in kinds.values() else manual
   mapped = jax.shard_map(
     f,
     mesh=mesh if jax.sharding.get_abstract_mesh().empty else None,

@@ -2,7 +2,8 @@
 
 A *tick* is one scan step, in which each stage computes one microbatch by one *chunk* of its layers. Arrays
 have a dim of stages, split over the axis; `jax.vmap` over it makes each device compute its own stage. Then
-every result moves one stage up: one collective-permute of one microbatch.
+every result moves one stage up: one collective-permute of one microbatch. For the backward pass a tick keeps
+only what its stages got, as the memory of 1F1B asks, and computes the rest again.
 
 Chunk `c` of the `stages * repeats` chunks lies on stage `c % stages`. Microbatches come in groups of one
 for each stage. A group goes through all chunks before the next one starts, so the result of the last stage
@@ -10,7 +11,7 @@ comes to stage 0 just when that needs it, and nothing waits. In tick `t`, stage 
 `i = t - s`, whose microbatch and repeat follow from `i` (`Schedule.item`).
 
 Outside of the pipeline, microbatch `q * stages + s` lies on stage `s`, as `[q, s]`, so embedding and head
-are computed once and not once for each stage. `_Ticks` has one more buffer for this, of one microbatch for
+are computed once and not once for each stage. The loop has one more buffer for this, of one microbatch for
 each stage. A group is loaded into it and moves one stage down in each tick: stage 0 takes its microbatches
 from it one by one, and the last stage puts its results into the room that they leave.
 """
@@ -28,7 +29,9 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from nnx_parallel.core.axes import Entry
 from nnx_parallel.core.mesh import AnyMesh, axis_sizes
+from nnx_parallel.core.shards import on_shards
 from nnx_parallel.errors import SchemeError
+from nnx_parallel.layout.constrain import manual_too
 
 Layer = Callable[[Any, Any, Any, Any, Any], tuple[Any, Any, Any]]
 """`(carried, its rows, its state, what is shared, what is gathered) -> (carried, its state, its results)`."""
@@ -42,8 +45,6 @@ class Pipeline:
     axis: the mesh axis of the stages.
     repeats: chunks of layers on each stage. 1: GPipe; more: a circular (interleaved) schedule, whose bubble
       is smaller, and which sends more.
-    recompute: keep only what the stages get in each tick for the backward pass, as the memory of 1F1B asks.
-      False: all that `remat=` keeps in the layers, for every microbatch.
 
   Example:
     >>> import nnx_parallel as nxp
@@ -52,7 +53,6 @@ class Pipeline:
 
   axis: str = "stage"
   repeats: int = 1
-  recompute: bool = True
 
 
 @dataclasses.dataclass(frozen=True)
@@ -164,14 +164,12 @@ class Piped:
     axis: the mesh axis of the stages.
     mesh: the mesh; None: one device.
     layer: one layer, of one microbatch.
-    recompute: whether a tick keeps only what its stages get; the backward pass computes the rest again.
   """
 
   schedule: Schedule
   axis: str
   mesh: AnyMesh | None
   layer: Layer
-  recompute: bool = True
 
   def __call__(self, inputs: Any, rows: Any, state: Any, shared: Any, gathered: Any) -> tuple[Any, Any, Any]:
     """The results of all layers, for all microbatches.
@@ -193,9 +191,11 @@ class Piped:
     outputs = jax.tree.map(lambda x: jnp.zeros_like(jnp.concatenate([x, x[:1]])), inputs)
     active = np.arange(plan.layers + plan.missing) < plan.layers
     active = active.reshape(plan.repeats, plan.stages, plan.chunk)
-    chunk = jax.checkpoint(self._chunk, prevent_cse=False) if self.recompute else self._chunk
-    compute, read, put = self.by_stage(chunk), self.by_stage(_at), self.by_stage(_put)
-    shared = self.for_each_stage(shared)
+    # Weights are read in the chunk: those that it got as its input would be kept for each tick.
+    compute = self.by_stage(jax.checkpoint(self._chunk, prevent_cse=False))
+    read, put = self.by_stage(_at), self.by_stage(_put)
+    shared, gathered = self.for_each_stage((shared, gathered))
+    rows, active = _swapped((rows, active))
 
     def tick(carry: Any, t: Any) -> tuple[Any, Any]:
       ring, line, state, outputs = carry
@@ -205,12 +205,12 @@ class Piped:
       line = _where(place == 0, _at(inputs, jnp.minimum(group, plan.groups - 1)), line)
       given = self._where((stages == 0) & (repeat == 0), line, ring)
       given = self._where(works, given, first)
-      own = read(_swapped((rows, state, active)), repeat)
-      seen = read(self.for_each_stage(gathered), jnp.clip(microbatch, 0, plan.microbatches - 1))
-      result, changed, made = compute(given, *own, shared, seen)
+      before = read(_swapped(state), repeat)
+      microbatch = jnp.clip(microbatch, 0, plan.microbatches - 1)
+      result, changed, made = compute(given, before, rows, active, repeat, shared, gathered, microbatch)
       result = _marked(result, works)
       # A gradient through what an earlier microbatch changed would not be the one of accumulation.
-      changed = jax.lax.stop_gradient(self._where(works, changed, own[1]))
+      changed = jax.lax.stop_gradient(self._where(works, changed, before))
       state = _swapped(put(_swapped(state), repeat, changed))
       moved = self._where(stages == plan.stages - 1, result, self._moved(line, -1))
       pushes = (place < plan.stages - 1) | (place == plan.stages * plan.repeats - 1)
@@ -289,9 +289,19 @@ class Piped:
     return self.by_stage(_where)(mask, a, b)
 
   def _chunk(
-    self, carry: Any, rows: Any, state: Any, active: Any, shared: Any, gathered: Any
+    self,
+    carry: Any,
+    state: Any,
+    rows: Any,
+    active: Any,
+    repeat: Any,
+    shared: Any,
+    gathered: Any,
+    microbatch: Any,
   ) -> tuple[Any, Any, Any]:
-    """One chunk of layers, for one microbatch."""
+    """One chunk of layers of a stage, for one microbatch."""
+    rows, active = _at((rows, active), repeat)
+    gathered = _at(gathered, microbatch)
 
     def one(carry: Any, given: Any) -> tuple[Any, Any]:
       row, old, active = given
@@ -305,17 +315,14 @@ class Piped:
 
   def _moved(self, tree: Any, by: int, dim: int = 0) -> Any:
     """Each stage's arrays on the next one, or on the one before; around the ends."""
-    size = self.schedule.stages
+    size, mesh = self.schedule.stages, self.mesh
+    pairs = [(n, (n + by) % size) for n in range(size)]
 
+    # Not `jnp.roll`: XLA sends twice for its transpose.
     def roll(x: Any) -> Any:
-      if self._explicit:
-        spec = jax.typeof(x).sharding.spec
-        pairs = [(n, (n + by) % size) for n in range(size)]
-        send = jax.shard_map(
-          lambda x: jax.lax.ppermute(x, self.axis, pairs), in_specs=spec, out_specs=spec, check_vma=False
-        )
-        return send(x)
-      return staged(jnp.roll(x, by, dim), self.mesh, self.axis, dim)
+      spec = jax.typeof(x).sharding.spec if self._explicit else PartitionSpec(*[None] * dim, self.axis)
+      axes = None if self._explicit else {self.axis, *manual_too(mesh)}
+      return on_shards(lambda x: jax.lax.ppermute(x, self.axis, pairs), mesh, (spec,), spec, axes)(x)
 
     return jax.tree.map(roll, tree) if size > 1 else tree
 

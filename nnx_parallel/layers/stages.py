@@ -189,7 +189,7 @@ class Staged:
   def __str__(self) -> str:
     loop, plan = self.loop, self.schedule
     size = sum(nbytes(v.aval) for v in (*loop.carried, *(self.loop.same[key] for key in self.travels)))
-    kept = format_bytes(plan.ticks * size) if self.options.recompute else "all activations"
+    kept = format_bytes(plan.ticks * size)
     moved = format_bytes(loop.nbytes)
     return (
       f"{loop.name}: a pipeline over {self.options.axis}, {plan}; keeps {kept} for each stage, the inputs of"
@@ -207,7 +207,7 @@ class Staged:
     fixed: Values = dict(zip(rolled.body.constvars, constants(rolled.jaxpr), strict=True))
     fixed.update(zip(self.inputs[:count], model, strict=True))
     self._evaluate(self.fixed, fixed)
-    piped = Piped(self.schedule, self.options.axis, self.mesh, self._layer(fixed), self.options.recompute)
+    piped = Piped(self.schedule, self.options.axis, self.mesh, self._layer(fixed))
     starts, ends = self._count(model)
     varying: Values = dict(zip(self.inputs[count:], parts, strict=True)) | starts
     varying = {var: piped.split_microbatches(x) for var, x in varying.items()}

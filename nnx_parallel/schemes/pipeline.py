@@ -28,7 +28,6 @@ def pipeline(
   axis: str = "stage",
   repeats: int = 1,
   batch_axes: str | Sequence[str] = (),
-  recompute: bool = True,
 ) -> Any:
   """Applies equal layers one after the other, each on the devices of its stage.
 
@@ -55,8 +54,6 @@ def pipeline(
       smaller, and which sends as much more.
     batch_axes: mesh axes that split the batch and no parameter. Their devices then sum the gradients of
       parameters once, after the last tick, and not in each.
-    recompute: keep only the input of each chunk for the backward pass, as the memory of 1F1B asks; False
-      keeps all that `layer` does.
 
   Returns:
     Arrays like `x`. Differentiable by `jax.grad`.
@@ -95,7 +92,7 @@ def pipeline(
     )
 
   def run(parameters: Any, x: Any, travels: Any, lies: Any) -> Any:
-    piped = Piped(schedule, axis, mesh, one, recompute)
+    piped = Piped(schedule, axis, mesh, one)
     given, seen = jax.tree.map(lambda x: split_batch(x, microbatches), ((x, travels), lies))
     (y, _), _, _ = piped(piped.split_microbatches(given), piped.split_layers(parameters), (), (), seen)
     return jax.tree.map(join_batch, piped.joined_microbatches(y))

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from nnx_parallel.core.axes import axes_in
-from nnx_parallel.core.jaxprs import equations, forwarded
+from nnx_parallel.core.jaxprs import equations, forwarded, inner_equations
 from nnx_parallel.core.nodes import Path, path_str
 from nnx_parallel.errors import TrainError
 from nnx_parallel.layers.layers import LayersUsed, with_options, with_stages
@@ -175,6 +175,16 @@ def _check_trained(template: Template, trained: list[int], wrt: Mapping[Any, Any
       )
 
 
+def _maps_over(eqn: Any, axes: set[str]) -> bool:
+  """Whether `jax.vmap` over mesh axes gives each replica a `shard_map` of its own; see `manual_too`."""
+  specs = (*eqn.params["in_specs"], *eqn.params["out_specs"])
+  used = {axis for spec in specs for axis in axes_in(spec)}
+  for inner in inner_equations(eqn):
+    names = inner.params.get("axis_name", inner.params.get("axes", ()))
+    used.update(names if isinstance(names, (tuple, list)) else (names,))
+  return axes <= eqn.params["newly_manual_axes"] and not axes & used
+
+
 def why_not_by_replica(jaxpr: Any, changed: Collection[int], axes: Sequence[str]) -> str:
   """Why replicas along mesh axes cannot each compute a loss on their part of the batch; empty if they can.
 
@@ -183,7 +193,7 @@ def why_not_by_replica(jaxpr: Any, changed: Collection[int], axes: Sequence[str]
   if changed:
     return "the loss changes Variables (statistics, counters or random state)"
   for eqn in equations(jaxpr):
-    if eqn.primitive.name == "shard_map":
+    if eqn.primitive.name == "shard_map" and not _maps_over(eqn, {*axes}):
       return "the loss has its own shard_map"
     if eqn.primitive.name == "sharding_constraint":
       spec = getattr(eqn.params["sharding"], "spec", ())

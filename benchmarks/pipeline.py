@@ -1,0 +1,138 @@
+"""Layers as a pipeline against the same microbatches without one, as the number of stages grows.
+
+A train step of a stack of layers on data x stage. Simulated devices share the processor, so the time of a
+step is the work of all stages, that of the bubbles included: by theory, `ticks / (microbatches * repeats)`
+times that of the step on data alone. What is sent between stages is printed beside what must be.
+
+  python -m benchmarks pipeline           bytes for TPU and GPU where their compilers are installed
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from typing import Any
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+
+import nnx_parallel as nxp
+from benchmarks.harness import Record, measure
+from nnx_parallel.report.topology import missing_compiler, read_machine
+
+DEVICES, LAYERS, WIDTH, BATCH, MICROBATCHES = 8, 16, 256, 512, 16
+WAYS = {
+  f"{stages} stages" + (f", {repeats} repeats" if repeats > 1 else ""): nxp.Schedule(
+    stages, MICROBATCHES, LAYERS, repeats
+  )
+  for stages, repeats in ((2, 1), (4, 1), (8, 1), (2, 4), (4, 2), (4, 4), (8, 2))
+}
+MACHINES = ("cpu:8", "tpu:v5e:2x4", "gpu:h100:1x8")
+NOTES = [
+  f"{LAYERS} layers of two products, width {WIDTH}; {BATCH} examples in {MICROBATCHES} microbatches, float32,"
+  " sgd; 8 devices, data x stage; a tick keeps what its stages got. The baseline is"
+  " the same step on data=8 with remat='full'. Ratios are below theory, because there each device also adds"
+  " up the gradients of all layers, in each microbatch; in a pipeline those of its stage.",
+  "Sent between stages, payload of a device, forward and backward: one microbatch from stage to stage in each"
+  " tick, and one in the buffer from which stage 0 takes its input; after the last tick, one, and the results"
+  " of all groups. With repeats, the weights of stacked layers are also put into another order once in a"
+  " step: those of a stage are then no neighbours.",
+]
+
+
+class Layer(nnx.Module):
+  """A residual layer of two products."""
+
+  def __init__(self, rngs: nnx.Rngs):
+    self.up = nnx.Linear(WIDTH, WIDTH, use_bias=False, rngs=rngs)
+    self.down = nnx.Linear(WIDTH, WIDTH, use_bias=False, rngs=rngs)
+
+  def __call__(self, x: jax.Array) -> jax.Array:
+    return x + self.down(nnx.gelu(self.up(x)))
+
+
+class Stacked(nnx.Module):
+  """Layers whose parameters are stacked, so that they lie on their stages all the time."""
+
+  def __init__(self, rngs: nnx.Rngs):
+    self.layers = nnx.vmap(Layer, in_axes=0, transform_metadata={nnx.PARTITION_NAME: "layers"})(
+      rngs.split(LAYERS)
+    )
+
+  def __call__(self, x: jax.Array) -> jax.Array:
+    return nnx.scan(lambda x, layer: layer(x), in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)(x, self.layers)
+
+
+def loss(model: Stacked, x: jax.Array) -> jax.Array:
+  return (model(x) ** 2).mean()
+
+
+def plan_of(mesh: Any) -> nxp.ShardingPlan:
+  stage = "stage" if "stage" in mesh.shape else None
+  rules = [
+    nxp.LogicalRules(batch="data"),
+    nxp.PathRules({r"layers\..*": (stage, None, None)}),
+    nxp.replicate(),
+  ]
+  return nxp.plan(lambda: Stacked(nnx.Rngs(0)), mesh, rules, optimizer=optax.sgd(1e-3))
+
+
+def step_of(way: nxp.Schedule | None) -> Any:
+  if way is None:
+    return nxp.train_step(loss, microbatches=MICROBATCHES, remat="full")
+  return nxp.train_step(loss, microbatches=MICROBATCHES, pipeline=nxp.Pipeline("stage", repeats=way.repeats))
+
+
+def sizes_of(way: nxp.Schedule | None) -> dict[str, int]:
+  return {"data": DEVICES} if way is None else {"data": DEVICES // way.stages, "stage": way.stages}
+
+
+def analytic(way: nxp.Schedule) -> int:
+  """Bytes that a device sends by collective-permutes: of activations, forward and backward."""
+  microbatch = BATCH // MICROBATCHES // (DEVICES // way.stages) * WIDTH * 4
+  return 2 * (2 * way.ticks + 1 + way.groups + 1) * microbatch
+
+
+def main() -> None:
+  """Measures and writes the record."""
+  title = __doc__.split("\n", 1)[0]
+  record = Record("pipeline", title, command="python -m benchmarks pipeline", notes=NOTES)
+  x = np.random.default_rng(0).normal(size=(BATCH, WIDTH)).astype(np.float32)
+  cases: dict[str, Any] = {}
+  for name, way in {"no pipeline": None, **WAYS}.items():
+    plan = plan_of(nxp.make_mesh(sizes_of(way)))
+    model, optimizer = nxp.create_sharded_model(plan)
+    batch, step = nxp.shard_batch(x, plan), step_of(way)
+    cases[name] = functools.partial(step, model, optimizer, batch)
+    memory = nxp.compile_report(step, plan, batch=batch).memory
+    record.value(f"{name}: arguments of a device", memory.arguments / 2**20, "MiB")
+    record.value(f"{name}: temporaries of a device", memory.temporaries / 2**20, "MiB")
+    if way is not None:
+      record.value(f"{name}: time by theory", way.ticks / (MICROBATCHES * way.repeats), "x")
+      record.value(f"{name}: bubble", 100 * way.bubble, "%")
+  record.compare(measure(cases, rounds=15, warmup=2), baseline="no pipeline")
+  for text in MACHINES:
+    if missing_compiler(read_machine(text)):
+      continue
+    for name, way in WAYS.items():
+      plan = plan_of(nxp.topology_mesh(text, **sizes_of(way)))
+      batch = jax.ShapeDtypeStruct((BATCH, WIDTH), jnp.float32)
+      report = nxp.compile_report(step_of(way), plan, batch=batch)
+      found = [item for item in report.collectives if item.axes == ("stage",) and item.bytes > 4]
+      activations = sum(item.total_bytes for item in found if "ppermute" in item.op)
+      others = sum(item.total_bytes for item in found if "ppermute" not in item.op)
+      print(f"{text}: {name}: {activations}, must {analytic(way)}; others {others}", flush=True)
+      record.value(f"{name}: activations sent", activations, "bytes", group=text)
+      record.value(f"{name}: activations that must be sent", analytic(way), "bytes", group=text)
+      record.value(f"{name}: weights sent", others, "bytes", group=text)
+  record.write()
+
+
+if __name__ == "__main__":
+  main()
