@@ -47,7 +47,7 @@ def run(args: argparse.Namespace) -> int:
   from nnx_parallel.report.topology import read_machine
 
   recipe = load_recipe(args.recipe)
-  sizes = options.mesh_sizes(recipe, args.mesh, args.rules)
+  sizes = options.mesh_sizes(recipe, args.mesh, args.rules, args.pipeline)
   if args.topology:
     sizes = fill(sizes, read_machine(args.topology).devices, asked=args.mesh is not None)
   topology = args.topology or f"cpu:{math.prod(sizes.values())}"

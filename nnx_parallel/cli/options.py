@@ -114,6 +114,10 @@ _ARGUMENTS: dict[str, dict[str, Any]] = {
     "metavar": "N",
     "help": "compute the head and the loss in N parts of the vocabulary (default: in one)",
   },
+  "--pipeline": {
+    "metavar": "AXIS",
+    "help": "run the layers as a pipeline over this mesh axis; --microbatches is a multiple of its size",
+  },
   "--batch": {"type": positive, "metavar": "N", "help": "examples in the global batch"},
   "--chip": {"metavar": "NAME", "help": "compare the memory needed with that of this chip: v5e, h100"},
   "--html": {"type": Path, "metavar": "FILE", "help": "also write a page with pictures"},
@@ -128,12 +132,12 @@ _ARGUMENTS: dict[str, dict[str, Any]] = {
 }
 LAYOUT = ("recipe", "--mesh", "--devices", "--rules", "--zero", "--offload")
 STEP = (*LAYOUT, "--microbatches", "--remat", "--layers")
-LAYERS = ("--roll", "--attention", "--loss-parts")
+LAYERS = ("--roll", "--attention", "--loss-parts", "--pipeline")
 
 
 def step_options(args: argparse.Namespace) -> dict[str, Any]:
   """The options of `train_step` for layers."""
-  names = ("remat", "layers", "attention", "loss_parts")
+  names = ("remat", "layers", "attention", "loss_parts", "pipeline")
   return {name: getattr(args, name) for name in names} | {"roll": ROLLS[args.roll]}
 
 
@@ -166,7 +170,7 @@ def mesh_on_devices(args: argparse.Namespace, recipe: Recipe, *, join: bool = Fa
 
   With `join`, on those of all processes of the job.
   """
-  sizes = mesh_sizes(recipe, args.mesh, args.rules)
+  sizes = mesh_sizes(recipe, args.mesh, args.rules, getattr(args, "pipeline", None))
   start_devices(sizes, args.devices)
   if join:
     import nnx_parallel as nxp
@@ -262,11 +266,16 @@ def parse_mesh(text: str) -> Sizes:
   return sizes
 
 
-def mesh_sizes(recipe: Recipe, text: str | None, rules: Mapping[str, tuple[str, ...]] | None = None) -> Sizes:
+def mesh_sizes(
+  recipe: Recipe,
+  text: str | None,
+  rules: Mapping[str, tuple[str, ...]] | None = None,
+  pipeline: str | None = None,
+) -> Sizes:
   """The mesh of a command, as axis -> devices along it.
 
   The recipe's `mesh()` has the axes that its rules use. Those that `--mesh` leaves out have size 1; another
-  axis is an error, because nothing would be split along it.
+  axis is an error unless `--rules` or `--pipeline` names it, because nothing would be split along it.
 
   Raises:
     MeshError: as `parse_mesh`; an axis that the recipe does not have; no mesh at all.
@@ -277,7 +286,7 @@ def mesh_sizes(recipe: Recipe, text: str | None, rules: Mapping[str, tuple[str, 
       raise MeshError(f"no mesh: the recipe {recipe.name} has no mesh().", fix=EXAMPLE)
     return dict(known)
   asked = parse_mesh(text)
-  named = {axis for axes in (rules or {}).values() for axis in axes}
+  named = {pipeline, *(axis for axes in (rules or {}).values() for axis in axes)}
   strange = [axis for axis in asked if known and axis not in known and axis not in named]
   if strange:
     near = difflib.get_close_matches(strange[0], known, n=1)

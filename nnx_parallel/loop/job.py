@@ -16,6 +16,7 @@ from nnx_parallel.core.mesh import axis_sizes
 from nnx_parallel.errors import RecipeError
 from nnx_parallel.layers.attention import Attention
 from nnx_parallel.layers.layers import Policy, Roll
+from nnx_parallel.layers.pipeline import Pipeline
 from nnx_parallel.layout.constrain import default_scope
 from nnx_parallel.loop.fit import resume_from
 from nnx_parallel.loop.loader import Recipe
@@ -64,6 +65,7 @@ class Job:
     layers: dotted paths of the layers, with `*` for any part; as for `train_step`.
     attention: `"blocks"`, their length, or `"fused"`; as for `train_step`.
     loss_parts: into how many parts the head and the loss go; as for `train_step`.
+    pipeline: the mesh axis of the stages; as for `train_step`. Evaluation has no pipeline.
   """
 
   recipe: Recipe
@@ -79,6 +81,7 @@ class Job:
   layers: str | None = None
   attention: Attention = None
   loss_parts: int | None = None
+  pipeline: str | Pipeline | None = None
 
   def __post_init__(self) -> None:
     if self.recipe.loss is None or self.recipe.batches is None:
@@ -100,7 +103,12 @@ class Job:
       "pairs": True,
     }
     self._train_step = nxp.train_step(
-      self.recipe.loss, microbatches=self.microbatches, remat=self.remat, diagnostics=True, **layers
+      self.recipe.loss,
+      microbatches=self.microbatches,
+      remat=self.remat,
+      pipeline=self.pipeline,
+      diagnostics=True,
+      **layers,
     )
     self._eval_step = nxp.eval_step(self.recipe.loss, **layers)
     # Made once: it shares the model's Variables, and for another object the step would be compiled again.

@@ -37,7 +37,7 @@ from nnx_parallel.report.program.faults import Comparison, Fault, compare
 from nnx_parallel.report.program.peak import PeakBuffer, at_peak
 from nnx_parallel.report.program.whole import SHARE, WholeActivation, whole_activations
 from nnx_parallel.report.topology import topology_mesh
-from nnx_parallel.train.step import TrainStep
+from nnx_parallel.train.step import EvalStep, TrainStep
 
 if TYPE_CHECKING:
   from matplotlib.figure import Figure
@@ -103,6 +103,8 @@ class CompileReport:
     whole_activations: activations of 1 % of the need or more that devices hold for the examples of others
       too, although the plan splits the batch; largest first. None where that is unknown: without a plan, or a
       batch that is split.
+    layers: what was done with the layers of a `train_step` or `eval_step`, a line each: a pipeline has its
+      schedule and its bubble there.
   """
 
   target: str
@@ -124,6 +126,7 @@ class CompileReport:
   batch_split: int | None = None
   results: Comparison = dataclasses.field(default_factory=Comparison)
   whole_activations: tuple[WholeActivation, ...] | None = None
+  layers: tuple[str, ...] = ()
 
   @property
   def faults(self) -> tuple[Fault, ...]:
@@ -291,7 +294,10 @@ def compile_report(
     "batch": sum(map(nbytes, jax.tree.leaves(batch))),
   }
   examples = _examples(step, batch, shards)
-  return dataclasses.replace(report, quantities=quantities, examples=examples, batch_split=shards)
+  layers = step.layers.done if isinstance(step, TrainStep | EvalStep) else ()
+  return dataclasses.replace(
+    report, quantities=quantities, examples=examples, batch_split=shards, layers=layers
+  )
 
 
 def _examples(step: Any, batch: Any, shards: int) -> int | None:

@@ -134,7 +134,7 @@ def head(report: CompileReport) -> list[str]:
     f"{format_bytes(report.cost.hbm_bytes)} memory traffic, {format_bytes(sent)} sent.",
   ]
   compared = results_note(report)
-  lines += [compared, not_counted(report.cost.uncounted).rstrip()]
+  lines += [compared, not_counted(report.cost.uncounted).rstrip(), *(f"Layers: {x}." for x in report.layers)]
   if not report.compiled:
     lines.append("The compiler stopped for lack of memory; the tables below are of the unfinished program.")
   return [line for line in lines if line]

@@ -300,3 +300,29 @@ def test_commands_pass_on_how_attention_and_the_loss_are_computed(recipe, run):
   assert "attention=16 finds no attention" in run(*compiled, "--attention", "16").err
   assert "attention='fused' finds no attention" in run(*compiled, "--attention", "fused").err
   assert "loss_parts=4 finds no head" in run(*compiled, "--loss-parts", "4").err
+
+
+@pytest.mark.slow
+def test_a_pipeline_over_an_axis_that_the_recipe_does_not_have(run, tmp_path):
+  piped = (
+    "text_lm",
+    "--mesh",
+    "data=4,stage=2",
+    "--batch",
+    "16",
+    "--microbatches",
+    "4",
+    "--pipeline",
+    "stage",
+  )
+  compiled = run("compile", *piped, "--topology", "cpu:8")
+  assert compiled.code == 0, compiled.err
+  assert (
+    "Layers: blocks.0 to blocks.2: a pipeline over stage, 2 stages of 2 layers (1 of them empty)"
+    in compiled.out
+  )
+  assert "bubble 20.0 %" in compiled.out
+  assert run("train", *piped, "--steps", "1", "--out", str(tmp_path)).code == 0
+  assert (
+    "no mesh axis 'stge'" in run("compile", "text_lm", "--mesh", "data=4,stge=2", "--pipeline", "stage").err
+  )
