@@ -21,6 +21,7 @@ from nnx_parallel.rules.paths import PathRules
 from nnx_parallel.rules.ruleset import RuleSet
 
 __all__ = [
+  "context",
   "data_parallel",
   "expert",
   "fsdp",
@@ -28,7 +29,7 @@ __all__ = [
   "gpt",
   "layers",
   "llama",
-  "sequence",
+  "pipeline",
   "t5",
   "vit",
 ]
@@ -105,36 +106,59 @@ def fsdp_tensor(
   )
 
 
-def sequence(
-  data: str = "data",
-  sequence: str = "sequence",
-  tensor: str | None = None,
-  *,
-  min_size: int = MIN_SIZE,
+def context(
+  data: str = "data", context: str = "context", tensor: str | None = None, *, min_size: int = MIN_SIZE
 ) -> RuleSet:
-  """Splits the `seq` dim of inputs and named activations; FSDP over both axes splits the parameters.
+  """Splits the positions of inputs and activations over an axis, for sequences too long for one device.
 
-  A layout, not a scheme: there is no ring attention. The compiler gathers the keys and values of the whole
-  sequence on each device. `train_step` keeps activations split between layers; in a step of your own, the
-  compiler chooses the layout of those without `nxp.constrain`.
+  No parameter is split over `context`. With `train_step(attention="blocks")`, or `context_attention` in the
+  model, each device then computes the attention of its own positions; otherwise the compiler places it.
 
   Args:
-    data: mesh axis that splits the batch.
-    sequence: mesh axis that splits the `seq` dim of activations and inputs.
+    data: mesh axis that splits the batch and, by FSDP, the parameters.
+    context: mesh axis that splits the `seq` dim of inputs and activations.
     tensor: mesh axis for hidden widths and heads, if any.
-    min_size: parameters with at most this many elements are replicated.
+    min_size: parameters with at most this many elements are not split over `data`.
 
   Returns:
-    Rules to pass to `plan`; inputs of two or three dims are split as (batch, seq, ...).
+    Rules to pass to `plan`; inputs of two or three dims are split as (batch, seq, ...). Their length must be
+    a multiple of the axis: take inputs and labels apart before `shard_batch`.
+
+  Source: sequence parallelism, arXiv:2105.13120; ring attention, arXiv:2310.01889.
 
   Example:
     >>> import nnx_parallel as nxp
-    >>> nxp.presets.sequence().inputs
+    >>> nxp.presets.context().inputs
     InputRules(map_1d=('batch',), map_2d=('batch', 'seq'), map_3d=('batch', 'seq', None))
   """
   inputs = InputRules(map_1d=("batch",), map_2d=("batch", "seq"), map_3d=("batch", "seq", None))
-  fallback = fsdp_fallback((data, sequence), min_size=min_size)
-  return RuleSet(_by_name(tensor, batch=data, seq=sequence), fallback=fallback, inputs=inputs)
+  fallback = fsdp_fallback(data, min_size=min_size)
+  return RuleSet(_by_name(tensor, batch=data, seq=context), fallback=fallback, inputs=inputs)
+
+
+def pipeline(data: str = "data", stage: str = "stage", tensor: str | None = None) -> RuleSet:
+  """Each stage of a pipeline has its own layers, where a model stacks them under the name `layers`.
+
+  For `train_step(pipeline=stage)` or `nxp.pipeline`. Layers that are separate modules are replicated over
+  `stage`, and each step moves them to their stages. Nothing is split over `data` but the batch: weights that
+  are would be gathered in each tick.
+
+  Args:
+    data: mesh axis that splits the batch.
+    stage: mesh axis that splits the layers.
+    tensor: mesh axis for hidden widths and heads, if any.
+
+  Returns:
+    Rules to pass to `plan`.
+
+  Source: GPipe, arXiv:1811.06965.
+
+  Example:
+    >>> import nnx_parallel as nxp
+    >>> nxp.presets.pipeline().logical["layers"]
+    (('stage',), ())
+  """
+  return RuleSet(_by_name(tensor, batch=data, layers=[stage, None]), fallback=replicate())
 
 
 def expert(

@@ -29,7 +29,7 @@ def planned(rules, init=None, mesh=None, **options):
     ({"fsdp": 8, "tensor": 1}, presets.fsdp_tensor(min_size=0), P(("tensor", "fsdp"), None)),
     ({"fsdp": 4, "tensor": 2}, presets.fsdp_tensor(min_size=0), P(("tensor", "fsdp"), None)),
     ({"data": 2, "fsdp": 2, "tensor": 2}, presets.fsdp_tensor(min_size=0), P(("tensor", "fsdp"), None)),
-    ({"data": 2, "sequence": 4}, presets.sequence(min_size=0), P(("data", "sequence"), None)),
+    ({"data": 2, "context": 4}, presets.context(min_size=0), P("data", None)),
     ({"data": 2, "expert": 4}, presets.expert(min_size=0), P("data", None)),
   ],
 )

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import inspect
+import math
 
 import jax
 import numpy as np
+import optax
 import pytest
 from flax import nnx
 from jax.sharding import PartitionSpec as P
@@ -19,7 +21,7 @@ LAYOUTS = {
   "data_parallel": {"data": 8},
   "fsdp": {"fsdp": 8},
   "fsdp_tensor": {"data": 2, "fsdp": 2, "tensor": 2},
-  "sequence": {"data": 4, "sequence": 2},
+  "context": {"data": 4, "context": 2},
   "expert": {"data": 4, "expert": 2},
 }
 
@@ -153,7 +155,7 @@ def test_layouts_on_their_mesh(name):
     "data_parallel": 1,
     "fsdp": 8,
     "fsdp_tensor": 4,
-    "sequence": 8,
+    "context": 4,
     "expert": 4,
   }
   # The norms stay whole: 320 of 27 968 bytes.
@@ -169,13 +171,56 @@ def test_dims_that_a_layout_is_about():
   assert spec(presets.expert(), ("expert", "embed", "mlp"), (4, 8, 8), data=2, expert=4) == P(
     "expert", None, None
   )
-  assert spec(presets.sequence(), ("batch", "seq", "embed"), (4, 8, 8), data=2, sequence=4) == P(
-    "data", "sequence", None
+  assert spec(presets.context(), ("batch", "seq", "embed"), (4, 8, 8), data=2, context=4) == P(
+    "data", "context", None
   )
-  tensor = presets.sequence(tensor="tensor")
-  assert spec(tensor, ("embed", "mlp"), (8, 8), data=2, sequence=2, tensor=2) == P(None, "tensor")
+  tensor = presets.context(tensor="tensor")
+  assert spec(tensor, ("embed", "mlp"), (8, 8), data=2, context=2, tensor=2) == P(None, "tensor")
+  piped = presets.pipeline(tensor="tensor")
+  sizes = {"data": 2, "stage": 2, "tensor": 2}
+  assert spec(piped, ("layers", "embed", "mlp"), (4, 8, 8), **sizes) == P("stage", None, "tensor")
   # Three key-value heads do not fit four shards: whole, and recorded.
   assert spec(presets.fsdp_tensor(), ("embed", "kv_heads"), (8, 3), fsdp=2, tensor=4) == P(None, None)
+
+
+@pytest.mark.slow
+def test_presets_of_schemes_split_what_they_say():
+  """Attention by own positions, stacked layers on their stages, with the numbers of one device."""
+
+  class Stacked(nnx.Module):
+    def __init__(self, rngs):
+      draw = jax.random.normal(rngs.params(), (4, 3, 8, 8)) / 4
+      self.weights = nnx.Param(draw, out_sharding=("layers", None, "embed", None), eager_sharding=False)
+
+    def __call__(self, x):
+      def layer(x, w):
+        q, k, v = ((x @ m)[:, :, None] for m in w)
+        return x + jax.nn.dot_product_attention(q, k, v, is_causal=True)[:, :, 0], None
+
+      return jax.lax.scan(layer, x, self.weights[...])[0]
+
+  def loss(model, x):
+    return (model(x) ** 2).mean()
+
+  batch = np.random.default_rng(0).normal(size=(8, 16, 8)).astype(np.float32)
+
+  def run(rules, sizes, **options):
+    mesh = nxp.make_mesh(sizes, devices=jax.devices()[: math.prod(sizes.values())])
+    plan = nxp.plan(lambda: Stacked(nnx.Rngs(0)), mesh, rules, optimizer=optax.sgd(0.1))
+    model, optimizer = nxp.create_sharded_model(plan)
+    step = nxp.train_step(loss, **options)
+    report = nxp.compile_report(step, plan, batch=batch)
+    given = nxp.shard_batch(batch, plan)
+    return [float(step(model, optimizer, given)["loss"]) for _ in range(3)], report
+
+  wanted, _ = run(presets.data_parallel(), {"data": 2})
+  found, split = run(presets.context(), {"data": 2, "context": 4}, attention=4)
+  np.testing.assert_allclose(found, wanted, rtol=1e-5)
+  whole = 8 // 2 * 16 * 8 * 4  # keys, or values, of all positions
+  assert max(c.bytes for c in split.collectives if c.axes == ("context",) and c.kind == "all-gather") == whole
+  found, piped = run(presets.pipeline(), {"data": 2, "stage": 4}, microbatches=4, pipeline="stage")
+  np.testing.assert_allclose(found, wanted, rtol=1e-5)
+  assert {c.kind for c in piped.collectives if c.axes == ("stage",) and c.bytes > 4} == {"collective-permute"}
 
 
 @pytest.mark.parametrize("name", presets.__all__)
