@@ -187,7 +187,7 @@ class _Bound:
         writes = ~reads & ~ended
         here = writes[:, None] & (jnp.arange(limit)[None] == counts[:, None])
         found = rows(jnp.where(here, chosen[:, None], found))
-        counts = counts + writes
+        counts = counts + writes.astype(jnp.int32)
         stopped = jnp.zeros_like(ended)
         for stop in stops:
           stopped |= chosen == stop

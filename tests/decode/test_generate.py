@@ -25,7 +25,12 @@ class Block(nnx.Module):
   def __init__(self, rngs):
     self.norm = nnx.LayerNorm(FEATURES, rngs=rngs)
     self.attention = nnx.MultiHeadAttention(
-      8, FEATURES, decode=True, rngs=rngs, kernel_metadata=kernel("embed", "heads", None)
+      8,
+      FEATURES,
+      decode=True,
+      rngs=rngs,
+      kernel_metadata=kernel("embed", "heads", None),
+      out_kernel_metadata=kernel("heads", None, "embed"),
     )
     self.attention.init_cache((BATCH, LENGTH, FEATURES))
     self.up = nnx.Linear(FEATURES, 32, rngs=rngs, kernel_metadata=kernel("embed", "mlp"))
@@ -73,17 +78,26 @@ LENGTHS = np.array([4, 1, 3, 2, 4, 2, 1, 3])
 
 
 @functools.cache
-def logits_of(prefix):
-  """The last logits of one row, without a cache: the whole prefix is computed again."""
-  model = Model()
+def whole():
+  """The logits of every position, without a cache."""
+  model = nxp.unsharded(Model)
   model.set_attributes(decode=False)
-  x = jnp.asarray(prefix)[None]
-  h = model.embed(x)
-  for block in model.blocks:
-    mask = nnx.make_causal_mask(x)
-    h = h + block.attention(block.norm(h), mask=mask)
-    h = h + block.down(nnx.gelu(block.up(h)))
-  return model.head(h)[0, -1]
+
+  @jax.jit
+  def run(tokens):
+    x = model.embed(tokens)
+    for block in model.blocks:
+      x = x + block.attention(block.norm(x), mask=nnx.make_causal_mask(tokens))
+      x = x + block.down(nnx.gelu(block.up(x)))
+    return model.head(x)
+
+  return run
+
+
+def logits_of(tokens):
+  padded = np.zeros((1, WIDTH + NEW), np.int32)
+  padded[0, : len(tokens)] = tokens
+  return whole()(padded)[0, len(tokens) - 1]
 
 
 @functools.cache
@@ -93,7 +107,7 @@ def expected(sampling, stop):
   for row, (prompt, length) in enumerate(zip(PROMPTS, LENGTHS, strict=True)):
     tokens, key = [*map(int, prompt[:length])], jax.random.fold_in(jax.random.key(7), row)
     for n in range(NEW):
-      chosen = int(choose(logits_of(tuple(tokens)), sampling, jax.random.fold_in(key, n)))
+      chosen = int(choose(logits_of(tokens), sampling, jax.random.fold_in(key, n)))
       tokens.append(chosen)
       if chosen in stop:
         break
