@@ -6,6 +6,7 @@ a short prompt just starts to write earlier. The loop ends when every row has en
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple
@@ -62,19 +63,17 @@ class _Bound:
     if not self.caches and generator.cache is None:
       raise DecodeError(
         f"{type(model).__name__} has no nnx.Cache, so no token would see those before it.",
-        fix="call init_cache((batch, length, features)) of each attention in the constructor that is planned,\n"
+        fix="call init_cache((batch, length, features)) of each attention in the constructor,\n"
         "or give generator(cache=make, call=call) for a model that takes its cache as an argument.",
       )
     self.shardings = [self.binding.variable_shardings[i] for i in self.caches]
-    where = self._rows(1)
-    self._forward = held(
-      self._one_token(generator.call), self.binding.mesh, self.scope, self.binding.variable_shardings
-    )
-    self._rows_of = where
+    own = [self.binding.variable_shardings[i] for i in self.others]
+    self._forward = held(self._one_token(generator.call), self.binding.mesh, self.scope, own)
     self.capacity = _capacity(model)
     self.jitted: Any = jax.jit(
       self._program(generator),
       donate_argnums=0,
+      keep_unused=True,  # the old caches are memory for the new ones
       out_shardings=(self.shardings if self.binding.mesh is not None else None, None),
     )
 
@@ -83,11 +82,19 @@ class _Bound:
     where = self._rows(np.ndim(x))
     return jnp.asarray(x) if where is None else jax.device_put(x, where)
 
+  def arrays(self) -> tuple[list[Any], list[Any]]:
+    """The caches, and all else that the model holds."""
+    arrays = self.binding.read()
+    return [arrays[i] for i in self.caches], [arrays[i] for i in self.others]
+
+  def joined(self, caches: list[Any], others: list[Any]) -> list[Any]:
+    """Both in the order of the binding."""
+    found = dict(zip([*self.caches, *self.others], [*caches, *others], strict=True))
+    return [found[i] for i in sorted(found)]
+
   def __call__(self, args: _Args) -> Generated:
     variables = self.binding.variables
-    arrays = [variable._raw_value for variable in variables]
-    caches, others = [arrays[i] for i in self.caches], [arrays[i] for i in self.others]
-    del arrays
+    caches, others = self.arrays()
     try:
       after, found = self.jitted(caches, others, args)
     except BaseException as error:
@@ -124,7 +131,9 @@ class _Bound:
   def _one_token(self, call: Call) -> Callable[..., Any]:
     binding, caches = self.binding, set(self.caches)
 
-    def forward(arrays: list[Any], tokens: Any, position: Any, own: Any) -> Any:
+    # The caches come last: `held` would gather a parameter that is split like the batch.
+    def forward(others: list[Any], tokens: Any, position: Any, held_caches: list[Any], own: Any) -> Any:
+      arrays = self.joined(held_caches, others)
       (model,) = binding.template.build(binding.with_raw(arrays))
       given = () if own is None else (own,)
       result = call(model, tokens, position, *given)
@@ -160,12 +169,6 @@ class _Bound:
     def rows(x: Any) -> Any:
       return pinned(x, self._rows(x.ndim))
 
-    def forward(caches: list[Any], others: list[Any], tokens: Any, position: Any, own: Any) -> Any:
-      arrays: list[Any] = [None] * (len(caches) + len(others))
-      for i, x in [*zip(self.caches, caches, strict=True), *zip(self.others, others, strict=True)]:
-        arrays[i] = x
-      return self._forward(arrays, tokens, position, own)
-
     def generate(caches: list[Any], others: list[Any], args: _Args) -> Any:
       batch, width = args.prompts.shape
       prompts, index = rows(args.prompts), jnp.arange(width)
@@ -179,7 +182,7 @@ class _Bound:
 
       def one(carry: Any) -> Any:
         position, tokens, found, counts, ended, caches, own = carry
-        logits, caches, own = forward(caches, others, tokens[:, None], position, own)
+        logits, caches, own = self._forward(others, tokens[:, None], position, caches, own)
         drawn = jax.vmap(jax.random.fold_in)(keys, counts)
         chosen = rows(sampling.choose(rows(logits), drawn))
         following = position + 1
@@ -263,6 +266,30 @@ class Generator:
     Raises:
       DecodeError: prompts, lengths, a cache or a key that do not fit.
     """
+    bound, args = self._prepared(model, prompts, lengths, key, requests)
+    return bound(args)
+
+  def compiled(
+    self, model: Any, prompts: Any, *, lengths: Any = None, key: Any = None, requests: Any = None
+  ) -> Any:
+    """The program that runs for these arguments, without running it.
+
+    Args:
+      model: as in a call.
+      prompts: as in a call.
+      lengths: as in a call.
+      key: as in a call.
+      requests: as in a call.
+
+    Returns:
+      A `jax.stages.Compiled`: its text, memory and cost.
+    """
+    bound, args = self._prepared(model, prompts, lengths, key, requests)
+    return bound.jitted.lower(*bound.arrays(), args).compile()
+
+  def _prepared(
+    self, model: Any, prompts: Any, lengths: Any, key: Any, requests: Any
+  ) -> tuple[_Bound, _Args]:
     prompts, lengths, requests = _checked(prompts, lengths, requests)
     if key is None:
       if self.sampling.temperature:
@@ -272,7 +299,7 @@ class Generator:
     _check_capacity(bound.capacity, prompts.shape, self.max_new_tokens)
     bound.check_rows(prompts.shape[0])
     place = bound.place
-    return bound(_Args(place(prompts), place(lengths), place(requests), place(key)))
+    return bound, _Args(place(prompts), place(lengths), place(requests), place(key))
 
   def _bound(self, model: Any) -> _Bound:
     if not isinstance(model, nnx.Pytree):
@@ -288,7 +315,7 @@ class Generator:
 def generator(
   max_new_tokens: int,
   *,
-  sampling: Sampling = Sampling(),  # noqa: B008: frozen
+  sampling: Sampling = Sampling(),  # noqa: B008
   stop: int | Sequence[int] = (),
   padding: Literal["right", "left"] = "right",
   call: Call | None = None,
@@ -333,7 +360,7 @@ def generator(
   """
   if max_new_tokens < 1:
     raise DecodeError(f"max_new_tokens={max_new_tokens!r} makes no token.", fix="1 or more.")
-  stops = (stop,) if isinstance(stop, (int, np.integer)) else tuple(stop)
+  stops: tuple[Any, ...] = tuple(stop) if isinstance(stop, Sequence) else (stop,)
   wrong = [x for x in stops if isinstance(x, bool) or not isinstance(x, (int, np.integer))]
   if wrong:
     raise DecodeError(
@@ -392,12 +419,9 @@ def _check_logits(logits: Any, tokens: Any) -> None:
 
 def _capacity(model: Any) -> tuple[int, int] | None:
   """Batch and length of the caches of flax's attentions: a full one overwrites its last entry unnoticed."""
-  found = [
-    (int(np.prod(node.cached_key.shape[:-3])), int(node.cached_key.shape[-3]))
-    for _, node in nnx.iter_modules(model)
-    if isinstance(node, nnx.MultiHeadAttention) and getattr(node, "cached_key", None) is not None
-  ]
-  return (found[0][0], min(length for _, length in found)) if found else None
+  attentions = [node for _, node in nnx.iter_modules(model) if isinstance(node, nnx.MultiHeadAttention)]
+  shapes = [node.cached_key.shape for node in attentions if node.cached_key is not None]
+  return (math.prod(shapes[0][:-3]), min(shape[-3] for shape in shapes)) if shapes else None
 
 
 def _check_capacity(capacity: tuple[int, int] | None, prompts: tuple[int, ...], limit: int) -> None:
@@ -412,9 +436,8 @@ def _check_capacity(capacity: tuple[int, int] | None, prompts: tuple[int, ...], 
   # The last new token is not read.
   needed = width + limit - 1
   if needed > length:
+    fix = f"init_cache((batch, {needed}, features)) of each attention"
     raise DecodeError(
       f"prompts of {width} tokens and {limit} new ones need a cache of length {needed}, and it has {length}.",
-      fix=f"init_cache((batch, {needed}, features)) of each attention, or max_new_tokens={length - width + 1}."
-      if length >= width
-      else f"init_cache((batch, {needed}, features)) of each attention.",
+      fix=fix + (f", or max_new_tokens={length - width + 1}." if length >= width else "."),
     )

@@ -32,7 +32,7 @@ class Sampling:
   top_k: int | None = None
   top_p: float = 1.0
 
-  def __post_init__(self):
+  def __post_init__(self) -> None:
     wrong = {
       "temperature": not 0 <= self.temperature < float("inf"),
       "top_k": self.top_k is not None and self.top_k < 1,
