@@ -52,7 +52,15 @@ class Sampling:
       )
 
   def choose(self, logits: jax.Array, keys: jax.Array) -> jax.Array:
-    """One token for each row: logits `(batch, vocabulary)`, keys `(batch,)`, int32 tokens `(batch,)`."""
+    """Takes one token for each row.
+
+    Args:
+      logits: `(batch, vocabulary)`, global.
+      keys: `(batch,)`, one for each row; not used by greedy decoding.
+
+    Returns:
+      int32 tokens `(batch,)`.
+    """
     logits = logits.astype(jnp.float32)
     if self.temperature == 0:
       return jnp.argmax(logits, axis=-1).astype(jnp.int32)
