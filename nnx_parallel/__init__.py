@@ -14,6 +14,8 @@ with epy.lazy_api_imports(globals()):
   from nnx_parallel.create.constructor import create_sharded_model, unsharded
   from nnx_parallel.create.layout_check import check_layout
   from nnx_parallel.create.reshard import from_arrays, reshard
+  from nnx_parallel.decode.generate import Generated, Generator, generator
+  from nnx_parallel.decode.sampling import Sampling
   from nnx_parallel.errors import NnxParallelError, NnxParallelWarning
   from nnx_parallel.hosts.agree import barrier, broadcast, main_process, once_per_host
   from nnx_parallel.hosts.bringup import Processes, init_distributed
@@ -75,6 +77,8 @@ __all__ = [
   "EarlyStop",
   "EvalStep",
   "FitResult",
+  "Generated",
+  "Generator",
   "GradientCheck",
   "GradientLook",
   "InputRules",
@@ -92,6 +96,7 @@ __all__ = [
   "Remat",
   "Routing",
   "RuleSet",
+  "Sampling",
   "Schedule",
   "SearchResult",
   "ShardedOptimizer",
@@ -131,6 +136,7 @@ __all__ = [
   "from_arrays",
   "fsdp",
   "gather_parameters",
+  "generator",
   "infer_rules",
   "init_distributed",
   "loss_scale_of",

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 __all__ = [
   "CheckpointError",
+  "DecodeError",
   "HostError",
   "LayoutMismatchError",
   "MeshError",
@@ -78,6 +79,10 @@ class RecipeError(NnxParallelError, ValueError):
 
 class ReportError(NnxParallelError, RuntimeError):
   """A report that cannot be made: a missing compiler, an unknown topology or chip."""
+
+
+class DecodeError(NnxParallelError, ValueError):
+  """Prompts, a cache or options that generation cannot use."""
 
 
 class SchemeError(NnxParallelError, ValueError):

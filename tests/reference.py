@@ -26,6 +26,7 @@ ROOMS = {
   "layers": "Layers",
   "train": "Train",
   "schemes": "Schemes",
+  "decode": "Generation",
   "hosts": "Batches and hosts",
   "loop": "The loop",
   "checkpoint": "Checkpoints",

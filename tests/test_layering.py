@@ -36,7 +36,9 @@ ORDER = (
 LEVEL = {room: level for level, group in enumerate(ORDER) for room in group}
 
 # (importer, imported) pairs of siblings that may, each with its reason.
-SIBLINGS: dict[tuple[str, str], str] = {}
+SIBLINGS: dict[tuple[str, str], str] = {
+  ("decode", "train"): "generation binds a live module, and holds its layout, as a step does",
+}
 
 # The user's side of the public line: what a user would copy, run or call in a test.
 USES_PUBLIC_API = {"recipes", "loop", "cli", "testing", "__main__"}

@@ -1,0 +1,1 @@
+"""Generation: caches, sampling, and the loop over tokens."""

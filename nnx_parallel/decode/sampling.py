@@ -1,0 +1,82 @@
+"""How the next token is chosen: the same token for the same request, on each layout."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+
+from nnx_parallel.errors import DecodeError
+
+
+@dataclasses.dataclass(frozen=True)
+class Sampling:
+  """How `nxp.generator` chooses a token from the logits; greedy by default.
+
+  Attributes:
+    temperature: divides the logits; 0 takes the most likely token.
+    top_k: draw from this many of the most likely tokens; None from all.
+    top_p: draw from the fewest tokens whose probabilities sum to at least this (arXiv:1904.09751).
+
+  Raises:
+    DecodeError: a value out of range, or a filter for greedy decoding, which draws nothing.
+
+  Example:
+    >>> import nnx_parallel as nxp
+    >>> nxp.Sampling(temperature=0.8, top_k=40)
+    Sampling(temperature=0.8, top_k=40, top_p=1.0)
+  """
+
+  temperature: float = 0.0
+  top_k: int | None = None
+  top_p: float = 1.0
+
+  def __post_init__(self) -> None:
+    wrong = {
+      "temperature": not 0 <= self.temperature < float("inf"),
+      "top_k": self.top_k is not None and self.top_k < 1,
+      "top_p": not 0 < self.top_p <= 1,
+    }
+    for name in wrong:
+      if wrong[name]:
+        raise DecodeError(
+          f"{name}={getattr(self, name)!r} is out of range.",
+          fix="temperature >= 0, top_k >= 1 and 0 < top_p <= 1.",
+        )
+    if self.temperature == 0 and (self.top_k is not None or self.top_p < 1):
+      raise DecodeError(
+        "top_k and top_p need a temperature: greedy decoding draws nothing.",
+        details=str(self),
+        fix="Sampling(temperature=1.0, top_k=40)",
+      )
+
+  def choose(self, logits: jax.Array, keys: jax.Array) -> jax.Array:
+    """Takes one token for each row.
+
+    Args:
+      logits: `(batch, vocabulary)`, global.
+      keys: `(batch,)`, one for each row; not used by greedy decoding.
+
+    Returns:
+      int32 tokens `(batch,)`.
+    """
+    logits = logits.astype(jnp.float32)
+    if self.temperature == 0:
+      return jnp.argmax(logits, axis=-1).astype(jnp.int32)
+    logits = self._kept(logits / self.temperature)
+    return jax.vmap(jax.random.categorical)(keys, logits).astype(jnp.int32)
+
+  def _kept(self, logits: jax.Array) -> jax.Array:
+    """The logits with those that may not be drawn at minus infinity."""
+    if self.top_k is not None:
+      least = jax.lax.top_k(logits, min(self.top_k, logits.shape[-1]))[0][:, -1:]
+      logits = jnp.where(logits < least, -jnp.inf, logits)
+    if self.top_p < 1:
+      falling = jnp.flip(jnp.sort(logits, axis=-1), axis=-1)
+      chances = jax.nn.softmax(falling, axis=-1)
+      # A token is kept while those before it sum to less than top_p, so the first one always is.
+      kept = jnp.cumsum(chances, axis=-1) - chances < self.top_p
+      least = jnp.min(jnp.where(kept, falling, jnp.inf), axis=-1, keepdims=True)
+      logits = jnp.where(logits < least, -jnp.inf, logits)
+    return logits

@@ -1,0 +1,355 @@
+"""Generation on every layout gives the tokens of a plain loop on one device."""
+
+from __future__ import annotations
+
+import functools
+import gc
+import weakref
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import nnx_parallel as nxp
+
+BATCH, WIDTH, NEW, VOCABULARY, FEATURES, LENGTH = 8, 4, 6, 32, 16, 9
+
+
+def kernel(*names):
+  return {"out_sharding": names}
+
+
+class Block(nnx.Module):
+  """Attention with flax's own cache, and an MLP."""
+
+  def __init__(self, rngs):
+    self.norm = nnx.LayerNorm(FEATURES, rngs=rngs)
+    self.attention = nnx.MultiHeadAttention(
+      8,
+      FEATURES,
+      decode=True,
+      rngs=rngs,
+      kernel_metadata=kernel("embed", "heads", None),
+      out_kernel_metadata=kernel("heads", None, "embed"),
+    )
+    self.attention.init_cache((BATCH, LENGTH, FEATURES))
+    self.up = nnx.Linear(FEATURES, 32, rngs=rngs, kernel_metadata=kernel("embed", "mlp"))
+    self.down = nnx.Linear(32, FEATURES, rngs=rngs, kernel_metadata=kernel("mlp", "embed"))
+
+  def __call__(self, x):
+    x = x + self.attention(self.norm(x))
+    return x + self.down(nnx.gelu(self.up(x)))
+
+
+class Model(nnx.Module):
+  def __init__(self):
+    rngs = nnx.Rngs(0)
+    self.embed = nnx.Embed(VOCABULARY, FEATURES, rngs=rngs)
+    self.blocks = nnx.List([Block(rngs) for _ in range(2)])
+    self.head = nnx.Linear(
+      FEATURES,
+      VOCABULARY,
+      rngs=rngs,
+      kernel_init=nnx.initializers.normal(1.0),
+      kernel_metadata=kernel("embed", "vocab"),
+    )
+
+  def __call__(self, tokens):
+    x = self.embed(tokens)
+    for block in self.blocks:
+      x = block(x)
+    return self.head(x)
+
+
+LAYOUTS = {"dp": {"data": 8}, "fsdp": {"fsdp": 8}, "tensor": {"tensor": 8}, "both": {"fsdp": 4, "tensor": 2}}
+LOGICAL = {"embed": "fsdp", "heads": "tensor", "mlp": "tensor", "vocab": "tensor"}
+CACHES = nxp.PathRules([(r".*\.cached_(key|value)", ("batch", None, "heads", None))])
+
+
+def rules_for(axes):
+  names = {name: (axis if axis in axes else ()) for name, axis in LOGICAL.items()}
+  batch = tuple(axis for axis in axes if axis != "tensor")
+  return [nxp.LogicalRules(batch=batch, **names), CACHES, nxp.replicate()]
+
+
+PROMPTS = np.asarray(jax.random.randint(jax.random.key(1), (BATCH, WIDTH), 0, VOCABULARY))
+LENGTHS = np.array([4, 1, 3, 2, 4, 2, 1, 3])
+
+
+@functools.cache
+def whole():
+  """The logits of every position, without a cache."""
+  model = nxp.unsharded(Model)
+  model.set_attributes(decode=False)
+
+  @jax.jit
+  def run(tokens):
+    x = model.embed(tokens)
+    for block in model.blocks:
+      x = x + block.attention(block.norm(x), mask=nnx.make_causal_mask(tokens))
+      x = x + block.down(nnx.gelu(block.up(x)))
+    return model.head(x)
+
+  return run
+
+
+def logits_of(tokens):
+  padded = np.zeros((1, WIDTH + NEW), np.int32)
+  padded[0, : len(tokens)] = tokens
+  return whole()(padded)[0, len(tokens) - 1]
+
+
+@functools.cache
+def expected(sampling, stop):
+  """A plain loop over rows and tokens on one device."""
+  found = []
+  for row, (prompt, length) in enumerate(zip(PROMPTS, LENGTHS, strict=True)):
+    tokens, key = [*map(int, prompt[:length])], jax.random.fold_in(jax.random.key(7), row)
+    for n in range(NEW):
+      chosen = int(choose(logits_of(tokens), sampling, jax.random.fold_in(key, n)))
+      tokens.append(chosen)
+      if chosen in stop:
+        break
+    found.append(tokens[length:])
+  return found
+
+
+def choose(logits, sampling, key):
+  if not sampling.temperature:
+    return np.argmax(logits)
+  logits = np.asarray(logits) / sampling.temperature
+  order = np.argsort(-logits)
+  kept = order[: sampling.top_k]
+  chances = np.exp(logits[kept]) / np.exp(logits[kept]).sum()
+  kept = kept[: 1 + np.searchsorted(np.cumsum(chances), sampling.top_p)]
+  only = np.full_like(logits, -np.inf)
+  only[kept] = logits[kept]
+  return jax.random.categorical(key, jnp.asarray(only))
+
+
+def rows(result):
+  tokens, lengths = np.asarray(result.tokens), np.asarray(result.lengths)
+  for row, length in zip(tokens, lengths, strict=True):
+    assert not row[length:].any()
+  return [row[:length].tolist() for row, length in zip(tokens, lengths, strict=True)]
+
+
+GREEDY, DRAWN = nxp.Sampling(), nxp.Sampling(temperature=0.9, top_k=12, top_p=0.8)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_tokens_are_those_of_a_plain_loop(layout):
+  axes = LAYOUTS[layout]
+  model = nxp.create_sharded_model(Model, nxp.make_mesh(axes), rules_for(axes))
+  for sampling in (GREEDY, DRAWN):
+    stop = (expected(sampling, ())[0][2],)
+    generate = nxp.generator(NEW, sampling=sampling, stop=stop)
+    for _ in range(2):  # the second one starts from a used cache
+      result = generate(model, PROMPTS, lengths=LENGTHS, key=jax.random.key(7))
+      assert rows(result) == expected(sampling, stop)
+  cached = model.blocks[0].attention.cached_key[...].sharding
+  heads = "tensor" if "tensor" in axes else None
+  assert cached.spec[2] == heads
+  assert cached.shard_shape((BATCH, LENGTH, 8, 2))[0] == BATCH // int(
+    np.prod([n for a, n in axes.items() if a != "tensor"])
+  )
+
+
+WINDOW = 3
+
+
+class Grouped(nnx.Module):
+  """Two queries for each key, a window of positions, and a cache that is an argument; fit for Explicit."""
+
+  def __init__(self):
+    rngs, normal = nnx.Rngs(0), nnx.initializers.normal(0.5)
+
+    def weight(names, *shape):
+      return nnx.Param(normal(rngs.params(), shape, jnp.float32), out_sharding=names)
+
+    self.embed = weight((None, "embed"), VOCABULARY, FEATURES)
+    self.query = weight(("embed", "heads", None, None), FEATURES, 8, 2, 4)
+    self.key = weight(("embed", "heads", None), FEATURES, 8, 4)
+    self.value = weight(("embed", "heads", None), FEATURES, 8, 4)
+    self.head = weight(("heads", None, None, None), 8, 2, 4, VOCABULARY)
+
+  def __call__(self, tokens, position, cache):
+    def part(x, equation, weight, *names):
+      return jnp.einsum(equation, x, nxp.constrain(weight[...], *names))
+
+    x = part(jax.nn.one_hot(tokens[:, 0], VOCABULARY), "bv,vf->bf", self.embed, None, None)
+    q = part(x, "bf,fhgd->bhgd", self.query, None, "heads", None, None)
+    new = [part(x, "bf,fhd->bhd", w, None, "heads", None) for w in (self.key, self.value)]
+    here = (jnp.arange(WINDOW) == position % WINDOW)[None, :, None, None]
+    k, v = (jnp.where(here, x[:, None], old) for x, old in zip(new, cache, strict=True))
+    seen = (jnp.arange(WINDOW) <= position)[None, None, None]
+    weights = nnx.softmax(jnp.where(seen, jnp.einsum("bhgd,bshd->bhgs", q, k), -jnp.inf))
+    y = jnp.einsum("bhgs,bshd->bhgd", weights, v)
+    y = nxp.constrain(y, "batch", None, None, None)
+    logits = part(y, "bhgd,hgdv->bv", self.head, None, None, None, None)
+    return logits[:, None], (k, v)
+
+
+def ring(batch, length):
+  """A window is shorter than what is generated."""
+  assert length > WINDOW
+  empty = nxp.constrain(jnp.zeros((batch, WINDOW, 8, 4)), "batch", None, "heads", None)
+  return empty, empty
+
+
+def of_window():
+  """The plain loop: each row and token by itself, on one device, with the last keys of all positions."""
+  model = nxp.unsharded(Grouped)
+  embed, query, key, value, head = (
+    np.asarray(x[...], np.float64) for x in (model.embed, model.query, model.key, model.value, model.head)
+  )
+  found = []
+  for prompt, length in zip(PROMPTS, LENGTHS, strict=True):
+    tokens = [*map(int, prompt[:length])]
+    for _ in range(NEW):
+      x = embed[tokens[-WINDOW:]]
+      q = np.einsum("f,fhgd->hgd", x[-1], query)
+      scores = np.einsum("hgd,sf,fhd->hgs", q, x, key)
+      weights = np.exp(scores) / np.exp(scores).sum(-1, keepdims=True)
+      y = np.einsum("hgs,sf,fhd->hgd", weights, x, value)
+      tokens.append(int(np.argmax(np.einsum("hgd,hgdv->v", y, head))))
+    found.append(tokens[length:])
+  return found
+
+
+@pytest.mark.parametrize("explicit", [False, True], ids=["auto", "explicit"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_cache_that_is_an_argument(layout, explicit):
+  axes = LAYOUTS[layout]
+  model = nxp.create_sharded_model(Grouped, nxp.make_mesh(axes, explicit=explicit), rules_for(axes)[::2])
+  generate = nxp.generator(NEW, call=Grouped.__call__, cache=ring)
+  assert rows(generate(model, PROMPTS, lengths=LENGTHS)) == of_window()
+
+
+def test_padding_on_the_left_and_requests_by_number():
+  generate = nxp.generator(NEW, sampling=DRAWN, padding="left")
+  axes = LAYOUTS["dp"]
+  model = nxp.create_sharded_model(Model, nxp.make_mesh(axes), rules_for(axes))
+  order = np.array([3, 1, 0, 2, 7, 6, 5, 4])
+  left = np.stack([np.roll(row, WIDTH - n) for row, n in zip(PROMPTS, LENGTHS, strict=True)])
+  result = generate(model, left[order], lengths=LENGTHS[order], requests=order, key=jax.random.key(7))
+  assert rows(result) == [expected(DRAWN, ())[i] for i in order]
+
+
+def test_equal_prompts_of_several_shards_draw_different_tokens():
+  axes = LAYOUTS["dp"]
+  model = nxp.create_sharded_model(Model, nxp.make_mesh(axes), rules_for(axes))
+  generate = nxp.generator(NEW, sampling=nxp.Sampling(temperature=3.0))
+  found = rows(generate(model, np.ones((BATCH, 1), np.int32), key=jax.random.key(0)))
+  assert len(set(map(tuple, found))) == BATCH
+
+
+class Counting(nnx.Module):
+  """Its cache counts the tokens that it has read; its logits repeat the last token."""
+
+  def __init__(self, kind=nnx.Cache):
+    self.read = kind(jnp.zeros((), jnp.int32))
+
+  def __call__(self, tokens):
+    self.read[...] += 1
+    return jax.nn.one_hot(tokens, VOCABULARY)
+
+
+def test_it_ends_when_every_row_has_ended_and_compiles_once():
+  model, traced = Counting(), []
+
+  def call(model, tokens, position):
+    traced.append(position)
+    return model(tokens)
+
+  generate = nxp.generator(100, stop=[3, 4], call=call)
+  result = generate(model, np.array([[3, 3], [1, 4]]))
+  assert rows(result) == [[3], [4]]
+  assert int(model.read[...]) == 2
+  count = len(traced)
+  before = model.read[...]
+  assert rows(generate(model, np.array([[4, 0], [2, 4]]), lengths=np.array([1, 2]))) == [[4], [4]]
+  assert len(traced) == count
+  assert before.is_deleted()
+
+
+def attention(length=4):
+  model = nnx.MultiHeadAttention(1, 2, decode=True, rngs=nnx.Rngs(0))
+  model.init_cache((2, length, 2))
+  return model
+
+
+ONES = np.ones((2, 3), np.int32)
+WRONG = {
+  "no cache": (lambda: nxp.generator(1)(nnx.Linear(2, 2, rngs=nnx.Rngs(0)), ONES), "has no nnx.Cache"),
+  "too long": (lambda: nxp.generator(3)(attention(), ONES), "max_new_tokens=2"),
+  "no room": (lambda: nxp.generator(1)(attention(2), ONES), "need a cache of length 3, and it has 2"),
+  "batch": (lambda: nxp.generator(1)(attention(), np.ones((3, 1), int)), "3 prompts, and .* is for 2"),
+  "stop": (lambda: nxp.generator(1, stop=[2.0]), "the stop token 2.0 is a float"),
+  "prompts": (lambda: nxp.generator(1)(Counting(), np.ones((2, 3))), "prompts are float64"),
+  "one prompt": (lambda: nxp.generator(1)(Counting(), np.ones(3, int)), r"shape \(3,\)"),
+  "lengths": (lambda: nxp.generator(1)(Counting(), ONES, lengths=np.array([0, 1])), "has length 0"),
+  "number of lengths": (
+    lambda: nxp.generator(1)(Counting(), ONES, lengths=np.array([1])),
+    "each of 2 prompts",
+  ),
+  "key": (lambda: nxp.generator(1, sampling=DRAWN)(Counting(), ONES), "no key is given"),
+  "state": (lambda: nxp.generator(1)(WithState(), ONES), "changed model.count, which no nnx.Cache"),
+  "logits": (
+    lambda: nxp.generator(1, call=lambda m, x, p: m(x)[:, 0])(Counting(), ONES),
+    r"returned \(2, 32\)",
+  ),
+  "module": (lambda: nxp.generator(1)(nnx.state(Counting()), ONES), "not a live module"),
+  "nothing new": (lambda: nxp.generator(0), "max_new_tokens=0"),
+  "side": (lambda: nxp.generator(1, padding="both"), "is no side"),
+  "cache": (lambda: nxp.generator(1, cache=ring), "no call= takes it"),
+  "temperature": (lambda: nxp.Sampling(temperature=-1.0), "temperature=-1.0 is out of range"),
+  "filter": (lambda: nxp.Sampling(top_k=3), "need a temperature"),
+}
+
+
+class WithState(Counting):
+  def __init__(self):
+    super().__init__()
+    self.count = nnx.Variable(jnp.zeros((), jnp.int32))
+
+  def __call__(self, tokens):
+    self.count[...] += 1
+    return super().__call__(tokens)
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_errors(case):
+  call, text = WRONG[case]
+  with pytest.raises(nxp.errors.DecodeError, match=text):
+    call()
+
+
+def test_rows_that_do_not_split():
+  model = nxp.create_sharded_model(Counting, nxp.make_mesh(data=8), [nxp.replicate()])
+  with pytest.raises(nxp.errors.DecodeError, match="2 prompts cannot be split over 8 shards"):
+    nxp.generator(1)(model, ONES)
+
+
+def test_a_model_is_not_kept_alive():
+  model = Counting()
+  generate = nxp.generator(1)
+  generate(model, ONES)
+  alive = weakref.ref(model)
+  del model
+  gc.collect()
+  assert alive() is None
+  assert not generate._bounds
+
+
+def test_no_whole_cache_is_gathered():
+  axes = LAYOUTS["both"]
+  model = nxp.create_sharded_model(Model, nxp.make_mesh(axes), rules_for(axes))
+  generate = nxp.generator(NEW)
+  text = generate.compiled(model, PROMPTS).as_text()
+  gathered = [line for line in text.splitlines() if " all-gather(" in line or " all-to-all(" in line]
+  assert gathered, "the weights are sharded over fsdp"
+  # A cache has 8 rows of 9 positions of 8 heads of 2; any part of it with all positions has ...,9,...
+  assert not [line for line in gathered if f",{LENGTH}," in line]
