@@ -172,8 +172,11 @@ class _Bound:
         prompts = rows(jnp.take_along_axis(prompts, moved, axis=1))
       keys = jax.vmap(jax.random.fold_in, (None, 0))(args.key, args.requests)
 
+      last = args.lengths.max() + limit - 1
+
       def more(carry: Any) -> Any:
-        return ~jnp.all(carry[4])
+        # Whether all rows have ended takes an all-reduce for each token.
+        return ~jnp.all(carry[4]) if stops else carry[0] < last
 
       def one(carry: Any) -> Any:
         position, tokens, found, counts, ended, caches, own = carry
