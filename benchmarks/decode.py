@@ -7,6 +7,8 @@ decoding: a `lax.while_loop` over one-token calls, with the cache donated and pi
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
+from typing import Any
 
 os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
@@ -43,7 +45,7 @@ class Block(nnx.Module):
 class Model(nnx.Module):
   """Tokens to logits."""
 
-  def __init__(self):
+  def __init__(self) -> None:
     rngs = nnx.Rngs(0)
     self.embed = nnx.Embed(VOCABULARY, FEATURES, rngs=rngs)
     self.blocks = nnx.List([Block(rngs) for _ in range(LAYERS)])
@@ -71,20 +73,20 @@ RULES = [
 ]
 
 
-def by_hand(model: nnx.Module, mesh: jax.sharding.Mesh):
+def by_hand(model: nnx.Module, mesh: jax.sharding.Mesh) -> Callable[[Any], Any]:
   """A jitted greedy loop: `(cache, weights, prompts) -> (cache, tokens)`."""
   graph, cache, weights = nnx.split(model, nnx.Cache, ...)
   places = jax.tree.map(lambda x: x.sharding, cache)
 
   @jax.jit
-  def start(cache):
+  def start(cache: Any) -> Any:
     return jax.tree.map(jnp.zeros_like, cache)
 
-  def run(cache, weights, prompts):
-    def more(carry):
+  def run(cache: Any, weights: Any, prompts: Any) -> Any:
+    def more(carry: Any) -> Any:
       return carry[0] < POSITIONS
 
-    def one(carry):
+    def one(carry: Any) -> Any:
       position, tokens, found, cache = carry
       model = nnx.merge(graph, cache, weights)
       logits = model(tokens[:, None])[:, 0]
@@ -104,7 +106,7 @@ def by_hand(model: nnx.Module, mesh: jax.sharding.Mesh):
   where = NamedSharding(mesh, PartitionSpec("data"))
   held = [start(cache)]
 
-  def call(prompts):
+  def call(prompts: Any) -> Any:
     held[0], found = jitted(held[0], weights, jax.device_put(prompts, where))
     return found
 
@@ -120,9 +122,9 @@ def main() -> None:
   assert (np.asarray(plain(prompts)) == np.asarray(generate(model, prompts).tokens)).all()
   cases = {"by hand": lambda: plain(prompts), "nxp.generator": lambda: generate(model, prompts)}
   note = (
-    f"{LAYERS} layers of width {FEATURES}, data=4 x tensor=2. Times are of a whole call: {WIDTH} tokens of each"
-    f" prompt are read and {NEW} written, by {POSITIONS} passes. The generator also places prompts, lengths and"
-    " request numbers, and keeps account of rows of different length."
+    f"{LAYERS} layers of width {FEATURES}, data=4 x tensor=2. Times are of a whole call: {WIDTH} tokens of"
+    f" each prompt are read and {NEW} written, by {POSITIONS} passes. The generator also places prompts, lengths"
+    " and request numbers, and keeps account of rows of different length."
   )
   title = "Generation of 56 tokens for 8 prompts"
   record = Record("decode", title, command="python benchmarks/decode.py", notes=[note])
