@@ -123,8 +123,8 @@ def main() -> None:
   cases = {"by hand": lambda: plain(prompts), "nxp.generator": lambda: generate(model, prompts)}
   note = (
     f"{LAYERS} layers of width {FEATURES}, data=4 x tensor=2. Times are of a whole call: {WIDTH} tokens of"
-    f" each prompt are read and {NEW} written, by {POSITIONS} passes. The generator also places prompts, lengths"
-    " and request numbers, and keeps account of rows of different length."
+    f" each prompt are read and {NEW} written, by {POSITIONS} passes. The generator also places prompts,"
+    " lengths and request numbers, and keeps account of rows of different length."
   )
   title = "Generation of 56 tokens for 8 prompts"
   record = Record("decode", title, command="python benchmarks/decode.py", notes=[note])
