@@ -30,6 +30,7 @@ NOISE = re.compile(
   r"|WARNING: All log messages before absl::"
   r"|    @ +0x[0-9a-f]+ |=== Source Location Trace|\*\*\* Check failure stack trace|external/xla"
 )
+REST_OF_NOISE = re.compile(r"\s*\d*\s*$")  # the last part of a line of gloo, on a line of its own
 FINAL_CODES = (2, 3)  # wrong usage, and an answer that is no: the next attempt would say the same
 LONGEST_PAUSE_S = 60
 TAIL = 30  # lines
@@ -77,6 +78,7 @@ class Worker:
   pending: bytes = b""
   tail: collections.deque[str] = dataclasses.field(default_factory=lambda: collections.deque(maxlen=TAIL))
   held: int = 0
+  noisy: bool = False
   code: int | None = None
 
   def signal(self, number: signal.Signals) -> None:
@@ -320,7 +322,8 @@ def _read(worker: Worker, write: Callable[[str], None], all_logs: bool, *, hold:
     lines, worker.pending = [worker.pending], b""
   for raw in lines:
     line = raw.decode(errors="replace").rstrip("\r")
-    if not all_logs and NOISE.match(line):
+    worker.noisy = bool(NOISE.match(line) or (worker.noisy and REST_OF_NOISE.match(line)))
+    if worker.noisy and not all_logs:
       continue
     if hold and not all_logs:
       worker.held += 1
