@@ -115,8 +115,8 @@ def memory_plan(
     remat: what layers keep; see `with_layers`.
     layers: dotted paths of the layers, with `*` for any part; as in `train_step`.
     gradients: as in `train_step`; by default those of the plan's ZeRO stage.
-    pipeline: the mesh axis of pipeline stages, or a `Pipeline`; as in `train_step`. Then "kept activations" are
-      those of all microbatches in flight, and "cast parameters" the layers as they lie on their stages.
+    pipeline: the mesh axis of pipeline stages, or a `Pipeline`; as in `train_step`. Then "kept activations"
+      are those of all microbatches in flight, and "cast parameters" the layers as they lie on their stages.
     chip: to compare with.
 
   Returns:
@@ -124,7 +124,8 @@ def memory_plan(
 
   Raises:
     ReportError: `microbatches` is not positive, or the chip is not in the table.
-    TrainError: no such remat policy, no layer for it or for a pipeline, or gradients that cannot be scattered.
+    TrainError: no such remat policy, no layer for it or for a pipeline, a batch that microbatches of a
+      pipeline cannot split evenly, or gradients that cannot be scattered.
     SchemeError: no such axis of stages, or microbatches that do not fit them.
 
   Example:
