@@ -219,7 +219,7 @@ class Propagation:
       return inputs
     if name == "sharding_constraint":
       return [self._constrain(eqn, inputs[0], times)]
-    if name == "ppermute" and self._stage in eqn.params["axis_name"]:
+    if name == "ppermute" and self._stage is not None and self._stage in eqn.params["axis_name"]:
       self.hops.append(
         LayoutChange(frozenset((self._stage,)), self._part(inputs[0].names, eqn.invars[0]), times)
       )

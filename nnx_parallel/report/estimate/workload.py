@@ -425,7 +425,11 @@ class _Traces:
 
     def staged(trained: list[Any], rest: list[Any], inputs: list[Any]) -> Any:
       piped = with_stages(
-        lambda model, part: pure(*model, part), options, microbatches, lambda _: ({}, ()), self.used
+        lambda model, part: pure(model[0], model[1], part),
+        options,
+        microbatches,
+        lambda _: ({}, ()),
+        self.used,
       )
       with scoped(scope):
         return piped((trained, rest), inputs)
