@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
+
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
 from flax import nnx
@@ -13,6 +17,8 @@ from benchmarks import pipeline as benchmark
 from nnx_parallel.core.mesh import axis_sizes
 from nnx_parallel.report.estimate.memory import ERROR_BAND
 from nnx_parallel.report.estimate.workload import trace_workload
+from nnx_parallel.report.search.search import SearchInputs, compile_candidate
+from nnx_parallel.report.topology import read_machine
 
 VOCABULARY, DEPTH, MICROBATCHES = 512, 8, 8
 
@@ -98,3 +104,48 @@ def test_what_is_no_pipeline_says_why():
     nxp.memory_plan(plan, loss, batch, microbatches=6, pipeline=pipeline)
   with pytest.raises(nxp.errors.SchemeError, match="no axis 'stages'"):
     nxp.memory_plan(plan, loss, batch, microbatches=8, pipeline="stages")
+
+
+def searched(kind, rules, **options):
+  plan, loss, batch, _, _ = kind(4, 1)
+  init = {separate: lambda: Model(nnx.Rngs(0)), stacked: lambda: benchmark.Stacked(nnx.Rngs(0))}[kind]
+  options = {"zero": [0], "offload": [False], "remat": ["none"], "pipeline": "stage", **options}
+  found = nxp.search(init, loss, "cpu:8", batch=batch, rules=rules, optimizer=optax.adam(1e-3), **options)
+  return found, init, loss, batch
+
+
+@pytest.mark.parametrize("kind", [separate, stacked])
+def test_search_proposes_stages(kind):
+  rules = [nxp.LogicalRules(batch="data", layers=None), nxp.replicate()]
+  result, init, loss, batch = searched(kind, rules)
+  piped = [c for c in result.fitting if c.pipeline is not None]
+  assert {c.sizes["stage"] for c in piped} == {2, 4, 8}
+  assert {c.pipeline.repeats for c in piped} == {1, 2}
+  for c in piped:
+    layers = DEPTH if kind is separate else benchmark.LAYERS
+    assert c.schedule == nxp.Schedule(c.sizes["stage"], c.microbatches, layers, c.pipeline.repeats)
+    assert c.changes == ({"layers": ("stage",)} if kind is stacked else {})
+  # In the same order as the others, by time.
+  assert [c.time.seconds for c in result.fitting] == sorted(c.time.seconds for c in result.fitting)
+  best = dataclasses.replace(result, best=min(piped, key=lambda c: c.memory_bytes))
+  assert f"bubble {100 * best.best.schedule.bubble:.0f} %" in str(best)
+  assert json.loads(best.to_json())["best"]["pipeline"]["axis"] == "stage"
+  scope = {"nxp": nxp, "init": init, "loss": loss, "rules": rules, "optimizer": optax.adam(1e-3)}
+  exec(best.code(), scope)
+  given = nxp.shard_batch(jax.tree.map(lambda x: np.ones(x.shape, x.dtype), batch), scope["plan"])
+  assert float(scope["step"](scope["model"], scope["state"], given)["loss"]) > 0
+  assert "a pipeline over stage" in str(scope["step"].layers)
+  if kind is stacked:
+    assert all(x.spec[0] == "stage" for x in scope["plan"].leaves if x.name.startswith("layers."))
+
+
+def test_a_proposed_pipeline_is_near_what_is_compiled():
+  rules = [nxp.LogicalRules(batch="data", layers=None), nxp.replicate()]
+  result, init, loss, batch = searched(stacked, rules, max_microbatches=16)
+  chosen = next(c for c in result.fitting if c.pipeline == nxp.Pipeline("stage", 1) and c.sizes["stage"] == 4)
+  task = SearchInputs(init, loss, rules, optax.adam(1e-3), batch, read_machine("cpu:8"))
+  found = compile_candidate(task, chosen, "cpu:8")
+  assert found.report is not None
+  assert ERROR_BAND[0] <= found.report.need_bytes / chosen.memory_bytes <= ERROR_BAND[1]
+  assert found.report.cost.flops == pytest.approx(chosen.time.flops, rel=0.02)
+  assert found.compiled.waiting["stage"] == pytest.approx(chosen.time.waiting["stage"], rel=0.1)

@@ -1,7 +1,7 @@
 """Ranks every mesh, and every way to run the step on it, by predicted memory and time.
 
 Tried are all factorisations of the devices into the axes that the model can use, an axis for experts and
-split sequences where the model has names for them, microbatches, remat policies, ZeRO stages, and optimizer
+split sequences where the model has names for them, pipelines where asked for, microbatches, remat policies, ZeRO stages, and optimizer
 state in the host's memory.
 """
 
@@ -22,12 +22,13 @@ from nnx_parallel.core.mesh import abstract_mesh
 from nnx_parallel.core.text import format_bytes
 from nnx_parallel.errors import ReportError
 from nnx_parallel.layers.layers import MARK_LAYERS, Remat, RematName
+from nnx_parallel.layers.pipeline import Pipeline, Schedule
 from nnx_parallel.layout.plan import plan as make_plan
 from nnx_parallel.report.compile_report import CompileReport, compile_report
 from nnx_parallel.report.estimate.memory import ERROR_BAND, memory_categories
 from nnx_parallel.report.estimate.roofline import StepTime, program_time, step_time
 from nnx_parallel.report.estimate.workload import parameter_parts, with_offload, with_zero
-from nnx_parallel.report.search.space import RuleVariant, Sizes, factorisations, rule_variants, searched_axes
+from nnx_parallel.report.search.space import RuleVariant, Sizes, rule_variants, stage_variants
 from nnx_parallel.report.tables import not_counted, results_text
 from nnx_parallel.report.topology import Machine, missing_compiler, read_machine
 from nnx_parallel.rules.ruleset import Rules, RuleSet
@@ -56,6 +57,8 @@ class Candidate:
       `"perhaps"` if only the prediction does, else `"no"`.
     report: the compiler's figures, where this candidate was compiled.
     compiled: the time of the compiled program, by its own FLOPs and collectives; see `program_time`.
+    pipeline: the pipeline over the layers, or None.
+    schedule: that of the pipeline: its stages, ticks and bubble.
   """
 
   sizes: Mapping[str, int]
@@ -69,6 +72,8 @@ class Candidate:
   fits: Fit
   report: CompileReport | None = None
   compiled: StepTime | None = None
+  pipeline: Pipeline | None = None
+  schedule: Schedule | None = None
 
   @property
   def mesh_text(self) -> str:
@@ -197,6 +202,7 @@ def search(
   zero: int | Sequence[int] = (0, 1, 2),
   offload: bool | Sequence[bool] = (False, True),
   max_microbatches: int = 64,
+  pipeline: str | None = None,
   compile_best: int = 0,
 ) -> SearchResult:
   """Ranks every way to run a step on a machine, by a model of its memory and time.
@@ -216,6 +222,10 @@ def search(
       `fsdp` axis of the rules.
     offload: whether the optimizer's state is in host memory; both are tried by default.
     max_microbatches: largest number of parts of the batch to try; powers of two.
+    pipeline: also try pipelines over a mesh axis of this name, with all numbers of stages, as in
+      `train_step(pipeline=...)`; each needs a trace of its own. Those of stacked layers have the layers split
+      over it, where they are named `layers` and the rules replicate that name. Not tried together with split
+      sequences or experts.
     compile_best: how many of the fastest to compile for simulated CPU devices, where this process has
       enough of them, those that only perhaps fit included; they are then ordered by what was compiled. The
       first of these that the machine's own compiler accepts wins, where that is installed; `notes` lists what
@@ -228,7 +238,7 @@ def search(
   Raises:
     ReportError: the topology, a policy or a stage is unknown, `max_microbatches` is not positive, or the
       rules name no axis.
-    TrainError: `layers` matches no module.
+    TrainError: `layers` matches no module, or a pipeline finds no consecutive equal layers.
 
   Example:
     >>> import jax
@@ -272,8 +282,12 @@ def search(
   refused: dict[str, int] = {}
   found: list[Candidate] = []
   tried = rule_variants(init, loss, rules, optimizer, batch, remats, layers)
+  if pipeline is not None:
+    tried += stage_variants(
+      init, loss, rules, optimizer, batch, tried[0], pipeline, target.devices, max_microbatches, layers
+    )
   for variant in tried:
-    for sizes in factorisations(target.devices, variant.axes or searched_axes(rules)[:1]):
+    for sizes in variant.meshes(target.devices):
       whole = {**dict.fromkeys(variant.idle, 1), **sizes}
       if any(whole[axis] == 1 for axis in variant.needed):
         continue  # the same as without the changes
@@ -309,7 +323,9 @@ def _candidates(
 ) -> Iterator[Candidate]:
   parts = math.prod(sizes.get(axis, 1) for axis in variant.work.batch_axes)
   examples = min((x.shape[0] for x in jax.tree.leaves(batch) if x.shape), default=1)
-  counts = [2**n for n in range(most.bit_length()) if 2**n <= most and examples % (parts * 2**n) == 0]
+  powers = [2**n for n in range(most.bit_length()) if 2**n <= most]
+  tried = powers if variant.schedule is None else [variant.schedule.microbatches]
+  counts = [count for count in tried if examples % (parts * count) == 0]
   least: dict[tuple[RematName | Remat, bool, int], float] = {}
   for (remat, traced), stage, offloaded in itertools.product(
     variant.workloads.items(), sorted(stages), offload
@@ -326,7 +342,8 @@ def _candidates(
       least[key] = memory
       time = step_time(work, sizes, target.chip, microbatches=count, slice_size=target.slice_size)
       fits = _fit(memory, target.chip.usable_bytes)
-      yield Candidate(sizes, count, remat, stage, offloaded, variant.changes, memory, time, fits)
+      how = sizes, count, remat, stage, offloaded, variant.changes
+      yield Candidate(*how, memory, time, fits, pipeline=variant.pipeline, schedule=variant.schedule)
 
 
 def _fit(memory: int, usable: int) -> Fit:
@@ -350,7 +367,11 @@ def compile_candidate(inputs: SearchInputs, candidate: Candidate, topology: str)
   )
 
   step = train_step(
-    inputs.loss, remat=candidate.remat, layers=inputs.layers, microbatches=candidate.microbatches
+    inputs.loss,
+    remat=candidate.remat,
+    layers=inputs.layers,
+    microbatches=candidate.microbatches,
+    pipeline=candidate.pipeline,
   )
   report = compile_report(step, layout, batch=inputs.batch, topology=topology, chip=inputs.machine.chip)
   batch_axes = set(layout.batch_axes)
@@ -431,6 +452,8 @@ def _row(candidate: Candidate) -> dict[str, Any]:
     "zero": candidate.zero,
     "offload": candidate.offload,
     "rules": {name: list(axes) for name, axes in candidate.changes.items()},
+    "pipeline": dataclasses.asdict(candidate.pipeline) if candidate.pipeline is not None else None,
+    "bubble": candidate.schedule.bubble if candidate.schedule is not None else None,
     "memory_bytes": candidate.memory_bytes,
     "fits": candidate.fits,
     "seconds": candidate.time.seconds,

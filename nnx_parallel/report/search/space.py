@@ -13,8 +13,9 @@ import jax
 
 from nnx_parallel.core.axes import axes_of
 from nnx_parallel.core.mesh import abstract_mesh
-from nnx_parallel.errors import ReportError
+from nnx_parallel.errors import ReportError, SchemeError
 from nnx_parallel.layers.layers import Remat, RematName
+from nnx_parallel.layers.pipeline import Pipeline, Schedule
 from nnx_parallel.layout.plan import ShardingPlan
 from nnx_parallel.layout.plan import plan as make_plan
 from nnx_parallel.report.estimate.workload import Workload, finds_layers, trace_workload
@@ -26,6 +27,8 @@ SEQUENCE_NAMES = ("sequence", "length", "seq", "activation_length")
 """Logical names of the dim of activations that sequence parallelism splits."""
 EXPERT_NAMES = ("expert", "experts")
 """Logical names of the dim that counts experts."""
+LAYER_NAMES = ("layers", "layer")
+"""Logical names of the dim that stacks layers."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,6 +43,8 @@ class RuleVariant:
     limits: (size of a dim, axes that split it) -> where it is.
     needed: axes without which the changes change nothing.
     names: logical names of the dims of the parameters.
+    schedule: that of a pipeline, which the workloads are the traces of; None without one.
+    pipeline: the pipeline, likewise.
   """
 
   changes: Changes
@@ -49,6 +54,18 @@ class RuleVariant:
   limits: Mapping[tuple[int, tuple[str, ...]], str]
   needed: frozenset[str]
   names: frozenset[str]
+  schedule: Schedule | None = None
+  pipeline: Pipeline | None = None
+
+  def meshes(self, devices: int) -> Iterator[Sizes]:
+    """Every mesh of so many devices; a pipeline has the stages first, on the slowest links."""
+    if self.schedule is None or self.pipeline is None:
+      yield from factorisations(devices, self.axes or self.idle[:1])
+      return
+    axis, stages = self.pipeline.axis, self.schedule.stages
+    others = tuple(name for name in self.axes if name != axis) or tuple(n for n in self.idle if n != axis)[:1]
+    for sizes in factorisations(devices // stages, others) if others else ({},):
+      yield {axis: stages, **sizes}
 
   @property
   def work(self) -> Workload:
@@ -96,6 +113,49 @@ def rule_variants(
     tried = make(remats[:1], {**base.changes, **change})
     if tried.work.constrained != base.work.constrained:
       found.append(make(remats, tried.changes))
+  return found
+
+
+def stage_variants(
+  init: Callable[[], Any],
+  loss: Callable[[Any, Any], Any],
+  rules: Rules,
+  optimizer: Any,
+  batch: Any,
+  first: RuleVariant,
+  axis: str,
+  devices: int,
+  most: int,
+  layers: str | None = None,
+) -> list[RuleVariant]:
+  """Pipelines over `axis`: every number of stages, with 2, 4 and 8 microbatches for each of them.
+
+  The user's rules split the layers over the axis where the model stacks them: a dim of parameters that has
+  one of `LAYER_NAMES`, and that the rules replicate. Schedules are GPipe and the circular one of two repeats.
+  Layers run as they are under the first policy of `first`: a pipeline recomputes them anyhow.
+
+  Raises:
+    TrainError: the loss has no consecutive equal layers.
+  """
+  ruleset = RuleSet.of(rules)
+  free = [n for n in LAYER_NAMES if n in first.names and (_whole(ruleset, n) or n not in ruleset.logical)]
+  changes: Changes = {name: (axis,) for name in free}
+  examples = min((x.shape[0] for x in jax.tree.leaves(batch) if x.shape), default=1)
+  remats = [*first.workloads][:1]
+  found: list[RuleVariant] = []
+  for stages in (n for n in range(2, devices + 1) if devices % n == 0):
+    for parts, repeats in itertools.product((2, 4, 8), (1, 2)):
+      count = stages * parts
+      if count > most or examples % count:
+        continue
+      piped = Pipeline(axis, repeats)
+      try:
+        one = _space(init, loss, ruleset, optimizer, batch, layers, remats, changes, piped, stages, count)
+      except SchemeError:  # fewer layers than chunks
+        continue
+      # A stacked dim that does not divide cannot lie on its stages.
+      if one.schedule is not None and not (changes and one.schedule.layers % stages):
+        found.append(one)
   return found
 
 
@@ -149,16 +209,22 @@ def _space(
   layers: str | None,
   remats: Sequence[RematName | Remat],
   changes: Changes,
+  pipeline: Pipeline | None = None,
+  stages: int = 1,
+  microbatches: int = 1,
 ) -> RuleVariant:
   changed = ruleset.replace(changes) if changes else ruleset
   axes = searched_axes(changed)
-  # Sizes of two keep every axis in the specs; the traces do not depend on them.
-  mesh = abstract_mesh(dict.fromkeys(axes, 2))
+  # Sizes of two keep every axis in the specs; the traces do not depend on them, but on the stages.
+  mesh = abstract_mesh(dict.fromkeys(axes, 2) | ({pipeline.axis: stages} if pipeline is not None else {}))
   probe = make_plan(init, mesh, changed, optimizer=optimizer, uneven="replicate")
-  if not {"as written", "none"}.issuperset(remats) and not finds_layers(probe, loss, batch, layers):
+  if pipeline is None and not {"as written", "none"}.issuperset(remats) and not finds_layers(probe, loss, batch, layers):
     remats = ("as written",)
   workloads: dict[RematName | Remat, Workload] = {
-    remat: trace_workload(probe, loss, batch, remat=remat, layers=layers) for remat in dict.fromkeys(remats)
+    remat: trace_workload(
+      probe, loss, batch, remat=remat, layers=layers, pipeline=pipeline, microbatches=microbatches
+    )
+    for remat in dict.fromkeys(remats)
   }
   work = next(iter(workloads.values()))
   limits = _limits(probe, work)
@@ -171,6 +237,8 @@ def _space(
     limits=limits,
     needed=frozenset(axis for name, dim in changes.items() if name != "batch" for axis in dim),
     names=frozenset(name for leaf in probe.leaves for entry in leaf.names or () for name in axes_of(entry)),
+    schedule=work.staged.schedule if work.staged is not None else None,
+    pipeline=pipeline,
   )
 
 

@@ -78,7 +78,11 @@ def winner_code(best: Candidate, layers: str | None = None) -> str:
     f"plan = nxp.plan(init, mesh, rules, optimizer=optimizer{options})",
     "model, state = nxp.create_sharded_model(plan)",
   ]
-  lines.append(f"step = nxp.train_step(loss, microbatches={best.microbatches}{remat})")
+  piped = ""
+  if best.pipeline is not None:
+    axis, repeats = best.pipeline.axis, best.pipeline.repeats
+    piped = f', pipeline="{axis}"' if repeats == 1 else f', pipeline=nxp.Pipeline("{axis}", repeats={repeats})'
+  lines.append(f"step = nxp.train_step(loss, microbatches={best.microbatches}{remat}{piped})")
   return "\n".join(lines) + "\n"
 
 
@@ -149,8 +153,12 @@ def _compiled(candidate: Candidate) -> tuple[str, ...]:
 
 
 def _besides(candidate: Candidate) -> str:
-  """Offload, and the names that are split differently from the user's rules."""
+  """Offload, a pipeline, and the names that are split differently from the user's rules."""
   words = ["offload"] if candidate.offload else []
+  if candidate.schedule is not None:
+    repeats = candidate.schedule.repeats
+    kind = "pipeline" if repeats == 1 else f"pipeline of {repeats} repeats"
+    words.append(f"{kind}, bubble {100 * candidate.schedule.bubble:.0f} %")
   words += [f"{name}={'+'.join(axes)}" for name, axes in candidate.changes.items() if name != "batch"]
   return ", ".join(words)
 
