@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import weakref
 from collections import deque
 from collections.abc import Iterator
@@ -109,9 +110,14 @@ class Sampler:
     # Once: here, or at the interpreter's exit, where the frame of a generator ends too late for it.
     end = weakref.finalize(self, _shut_down, readers, stacker)
 
+    def part(indices: list[int]) -> list[Any]:
+      return [self.sample(index) for index in indices]
+
     def share(first: int, length: int) -> Any:
       indices = [first + int(row) for row in rows[length]]
-      return length, stacked(list(readers.map(self.sample, indices)), indices)
+      size = -(-len(indices) // threads)  # one task per thread: one per sample costs more than a quick read
+      parts = readers.map(part, [indices[at : at + size] for at in range(0, len(indices), size)])
+      return length, stacked(list(itertools.chain(*parts)), indices)
 
     try:
       for first, length in self.lengths():

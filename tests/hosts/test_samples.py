@@ -14,6 +14,7 @@ import time
 import grain
 import numpy as np
 import pytest
+from array_record.python import array_record_module
 from flax import nnx
 from jax.sharding import PartitionSpec as P
 
@@ -101,6 +102,17 @@ def test_a_mixture_of_grain_is_resumed_by_the_index_alone():
   assert whole[:32] != whole[32:]
   again = nxp.batches(mixture, _plan(data=2, tensor=4), batch=8, start=40)
   assert flat(ids(itertools.islice(again, 3))) == whole[40:]
+
+
+def test_files_of_array_record(tmp_path):
+  writer = array_record_module.ArrayRecordWriter(str(tmp_path / "a.array_record"), "group_size:1")
+  for index in range(40):
+    writer.write(np.full(3, index, np.float32).tobytes())
+  writer.close()
+  source = grain.sources.ArrayRecordDataSource([str(tmp_path / "a.array_record")])
+  data = grain.MapDataset.source(source).map(lambda record: np.frombuffer(record, np.float32))
+  found = list(nxp.batches(data, _plan(), batch=16, start=8))
+  np.testing.assert_array_equal(np.concatenate(found)[:, 0], np.arange(8, 40, dtype=np.float32))
 
 
 @pytest.mark.parametrize("prefetch", [0, 2])
