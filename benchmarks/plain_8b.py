@@ -100,7 +100,9 @@ def stacked_alone(model: nnx.Module, tokens: jax.Array) -> jax.Array:
   for weight in jax.tree.leaves(nnx.state(model, nnx.Param)):
     groups[weight.shape].append(weight.astype(jnp.bfloat16))
   scale = tokens.mean().astype(jnp.bfloat16)
-  return sum((jnp.sin(scale * jnp.stack(group)).astype(jnp.float32).sum() for group in groups.values()), scale)
+  return sum(
+    (jnp.sin(scale * jnp.stack(group)).astype(jnp.float32).sum() for group in groups.values()), scale
+  )
 
 
 MODELS: dict[str, dict[str, Any]] = {
@@ -134,8 +136,8 @@ NOTES = [
   "Batches of 16 sequences of 4096 tokens, AdamW, float32 state, bfloat16 compute."
   " Sent: by each device in one step with ring algorithms (`Collective.sent_bytes`), in which an all-reduce"
   " sends its payload twice.",
-  "Processor time: of all threads, to plan, trace, lower, compile and read the program. The case without layers"
-  " casts, stacks, unstacks and updates the same separate Variables, and nothing else: its growth with the depth"
+  "Processor time: of all threads, to plan, trace, lower, compile and read the program. The case without"
+  " layers casts, stacks, unstacks and updates the same separate Variables: its growth with the depth"
   " is that of a step with separate Variables, whatever is rolled.",
 ]
 
