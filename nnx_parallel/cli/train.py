@@ -147,26 +147,23 @@ def _run(args: argparse.Namespace) -> int:
 
 def train(args: argparse.Namespace, job: Job, checkpointer: nxp.Checkpointer | None) -> None:
   """Trains a job to the last step, with an evaluation before and after."""
-  from rich.console import Console
-
   import nnx_parallel as nxp
   from nnx_parallel.loop.progress import StepProgress
 
   out = Path(args.out or Path("runs", job.recipe.name))
-  main = nxp.main_process()  # it prints and writes the metrics; all train, evaluate and save
+  main = nxp.main_process()  # it prints; all train, evaluate and save
   if main and not args.quiet:
     print(f"{job.recipe.name}, {describe(job)}")
   if job.step >= args.steps:
     if main:
       print(f"step {job.step} is reached; continue with --steps {job.step + args.steps}")
     return
-  console = None if main else Console(quiet=True)
-  shown = StepProgress(args.steps, start=job.step, unit=job.unit, quiet=args.quiet, console=console)
+  shown = StepProgress(args.steps, start=job.step, unit=job.unit, quiet=args.quiet)
   shown.note(job.step, f"held out  {format_record(job.evaluate())}")
   with contextlib.ExitStack() as stack:
-    log = stack.enter_context(nxp.MetricsLog(out / "metrics.jsonl", after=job.step)) if main else None
-    trackers = [] if log is None else [log.write]
-    if main and args.tensorboard is not None:
+    log = stack.enter_context(nxp.MetricsLog(out / "metrics.jsonl", after=job.step))
+    trackers = [log.write]
+    if args.tensorboard is not None:
       trackers.append(stack.enter_context(nxp.TensorBoardLog(args.tensorboard, after=job.step)).write)
     result = job.train(
       args.steps,
@@ -183,7 +180,7 @@ def train(args: argparse.Namespace, job: Job, checkpointer: nxp.Checkpointer | N
       profile_dir=out / "profile",
       peak_flops=args.peak_flops,
     )
-  if log is None:
+  if not main:
     return
   if result.stopped == "early":
     print(f"ended at step {job.step}: no lower eval_loss in {args.early_stop} evaluations")
