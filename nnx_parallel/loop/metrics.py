@@ -52,7 +52,7 @@ class MetricsLog:
     self.path = Path(path)
     self.earlier: Path | None = None
     if jax.process_index():
-      self._file = open(os.devnull, "a", encoding="utf-8")
+      self._file = Path(os.devnull).open("a", encoding="utf-8")
       return
     self.path.parent.mkdir(parents=True, exist_ok=True)
     if after:
