@@ -51,15 +51,17 @@ class MetricsLog:
   def __init__(self, path: str | Path, *, after: int = 0):
     self.path = Path(path)
     self.earlier: Path | None = None
-    if jax.process_index():
-      self._file = Path(os.devnull).open("a", encoding="utf-8")
-      return
+    first = jax.process_index() == 0
+    if first:
+      self._start(after)
+    self._file = (self.path if first else Path(os.devnull)).open("a", encoding="utf-8")
+
+  def _start(self, after: int) -> None:
     self.path.parent.mkdir(parents=True, exist_ok=True)
     if after:
       _keep(self.path, [record for record in read_metrics(self.path) if record["step"] <= after])
     elif self.path.is_file() and self.path.stat().st_size:
       self.earlier = self.path.rename(_unused(self.path))
-    self._file = self.path.open("a", encoding="utf-8")
 
   def write(self, step: int, values: Mapping[str, Any]) -> None:
     """Appends one line: the step, then the values.
