@@ -63,9 +63,9 @@ def use_rules(rules: Rules, mesh: AnyMesh | None = None) -> Generator[None, None
 
   With a mesh, `jax.lax.with_sharding_constraint(x, PartitionSpec(...))` and models that use the active mesh
   find it too, unless `jax.set_mesh` has made another one active. `flax.linen.with_logical_constraint` goes by
-  the same rules, on Auto axes, unless `nnx.logical_axis_rules` are active already. It may be entered around a call or inside a
-  traced function, and nested: the innermost one applies. A function that was compiled under some rules is
-  compiled again under others, but not under equal ones. Each thread has a separate scope.
+  the same rules, on Auto axes, unless `nnx.logical_axis_rules` are active already. It may be entered around a
+  call or inside a traced function, and nested: the innermost one applies. A function that was compiled under
+  some rules is compiled again under others, but not under equal ones. Each thread has a separate scope.
 
   Args:
     rules: as in `plan`; only the logical rules matter here.
