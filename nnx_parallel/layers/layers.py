@@ -40,7 +40,7 @@ from nnx_parallel.errors import TrainError
 from nnx_parallel.layers.attention import Attention, by_blocks, check_attention
 from nnx_parallel.layers.head import check_parts, in_parts
 from nnx_parallel.layers.mark import is_marked, marked
-from nnx_parallel.layers.pipeline import Pipeline
+from nnx_parallel.layers.pipeline import Pipeline, Schedule
 from nnx_parallel.layers.roll import Body, Chain, Rolled
 from nnx_parallel.layers.stages import Ends, Treatment, pipelined
 from nnx_parallel.layout.constrain import mapped_axes, surroundings
@@ -196,11 +196,13 @@ class LayersUsed:
     found: the layers of the model.
     done: what was done with them, a line each.
     reasons: why some were not rolled together, a line each.
+    schedule: that of their pipeline, if they are one.
   """
 
   found: tuple[Layers, ...] = ()
   done: tuple[str, ...] = ()
   reasons: tuple[str, ...] = ()
+  schedule: Schedule | None = None
 
   def __str__(self) -> str:
     lines = [str(layers) for layers in self.found] + [f"  {line}" for line in self.done]
@@ -362,6 +364,7 @@ def with_stages(
       surroundings(*arrays).mesh,
     )
     used.done, used.reasons = (str(staged), *used.done), tuple(rolled.reasons)
+    used.schedule = staged.schedule
     found = staged(arrays, jax.tree.leaves(parts))
     found = [join_batch(x) if n in outputs else x for n, x in enumerate(found)]
     return jax.tree.unflatten(tree, found)

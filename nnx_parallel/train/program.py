@@ -19,7 +19,7 @@ from nnx_parallel.core.mesh import axis_sizes
 from nnx_parallel.core.nodes import Path, is_key, value_of
 from nnx_parallel.errors import TrainError
 from nnx_parallel.layers.attention import queries_over
-from nnx_parallel.layers.layers import LayersUsed, with_options
+from nnx_parallel.layers.layers import LayersUsed, with_options, with_stages
 from nnx_parallel.layout.batch import position_axes
 from nnx_parallel.layout.constrain import default_scope, rules_in_scope, scope_of
 from nnx_parallel.layout.sharded_optimizer import Placement, placement_of
@@ -37,7 +37,7 @@ from nnx_parallel.train.binding import (
   read_apart,
   some_of,
 )
-from nnx_parallel.train.gradients import Layout, batch_axes_of
+from nnx_parallel.train.gradients import Layout, batch_axes_of, check_divides
 from nnx_parallel.train.hold import held
 from nnx_parallel.train.loss_call import call_loss
 from nnx_parallel.train.losses import Metrics, check_examples, examples_in, means, pairs, terms
@@ -244,17 +244,21 @@ class BoundStep:
   def _evaluate(self, arrays: list[Any], batch: Any) -> Metrics:
     check_examples(batch)
     loss_fn: Any = self.options.loss_fn
-    options, used = self.options.layers, LayersUsed()
+    options, used, parts = self.options.layers, LayersUsed(), self.options.microbatches
 
     def run(arrays: list[Any], batch: Any) -> Any:
       (models,) = self.binding.template.build(self.binding.with_raw(arrays))
       with options.marking(models, used):
         return terms(call_loss(loss_fn, models, batch), self.options.outputs)
 
+    evaluate = with_options(run, options, used)
+    if options.pipeline is not None:
+      check_divides(batch, parts)
+      evaluate = with_stages(run, options, parts, lambda found: ({}, {*found.outputs.values()}), used)
     with default_scope(scope_of(self.variables)), queries_over(self._positions()):
-      found = with_options(run, options, used)(arrays, batch)
+      found = evaluate(arrays, batch)
     self.layers = used
-    return pairs(found, examples=examples_in(batch)) if self.options.pairs else means(found)
+    return pairs(found, parts, examples_in(batch)) if self.options.pairs else means(found, parts)
 
   def _positions(self) -> str | None:
     """The mesh axis that splits queries in layers too: one of the rule for `seq` that splits no weight."""

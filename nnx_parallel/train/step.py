@@ -380,10 +380,12 @@ def train_step(
 def eval_step(
   loss_fn: LossFn,
   *,
+  microbatches: int = 1,
   roll: Roll = "auto",
   layers: str | None = None,
   attention: Attention = None,
   loss_parts: int | None = None,
+  pipeline: str | Pipeline | None = None,
   outputs: Sequence[str] = (),
   pairs: bool = False,
 ) -> EvalStep:
@@ -391,17 +393,23 @@ def eval_step(
 
   Args:
     loss_fn: as in `train_step`.
+    microbatches: parts that the batch goes through a pipeline in.
     roll: make one scan of consecutive equal layers, so that program and time to compile do not grow with
       depth. `"auto"`: not, since nothing is recomputed in an evaluation.
     layers: as in `train_step`.
     attention: as in `train_step`.
     loss_parts: as in `train_step`.
+    pipeline: as in `train_step`. Each microbatch starts with the module as it is: a loss that draws random
+      numbers draws the same ones for all of them, and batch statistics are those of a microbatch.
     outputs: names of metrics that are arrays with the examples on dim 0, returned as they are.
     pairs: return `(sum, count)` pairs instead of means, to be added up over batches (`MetricSums`). A plain
       scalar counts for as many as the batch has examples.
 
   Returns:
     A callable `(model, batch) -> metrics`.
+
+  Raises:
+    TrainError: microbatches without a pipeline.
 
   Example:
     >>> import jax.numpy as jnp, nnx_parallel as nxp
@@ -411,8 +419,14 @@ def eval_step(
     >>> evaluate(model, jnp.zeros((16, 4)))["loss"]
     (Array(0., dtype=float32), Array(64., dtype=float32))
   """
-  chosen = LayerOptions(roll=roll, pattern=layers, attention=attention, loss_parts=loss_parts)
-  return EvalStep(StepOptions(loss_fn, layers=chosen, outputs=tuple(outputs), pairs=pairs))
+  if microbatches != 1 and pipeline is None:
+    raise TrainError(
+      f"microbatches={microbatches} of an evaluation are those of a pipeline, and it has none.",
+      fix='pipeline="stage", the mesh axis of its stages; or leave microbatches out.',
+    )
+  stages = Pipeline(pipeline) if isinstance(pipeline, str) else pipeline
+  chosen = LayerOptions(None, roll, layers, attention, loss_parts, stages)
+  return EvalStep(StepOptions(loss_fn, microbatches, chosen, tuple(outputs), pairs=pairs))
 
 
 def _warn_unplanned(labels: list[str]) -> None:

@@ -279,6 +279,39 @@ def test_a_train_step_is_that_of_its_microbatches(case: str) -> None:
     assert step.reduction == "once, after the last tick, over data"
 
 
+class Straight(Model):
+  """Layers and a head whose results have a sharding of their own on Explicit axes."""
+
+  def __call__(self, x: Any) -> Any:
+    for block in self.blocks:
+      x = block(x, jnp.ones_like(x[..., 0]))
+    return self.head(x)
+
+
+@pytest.mark.parametrize("explicit", [False, True])
+def test_an_evaluation_is_the_one_without_a_pipeline(explicit: bool) -> None:
+  def squares(model: Any, x: Any) -> Any:
+    y = model(x)
+    losses = (y**2).mean((1, 2))
+    counted = (losses > 0.1).astype(losses.dtype)
+    metrics = {"all": losses.mean(), "largest": y.max((1, 2))}
+    return ((losses * counted).sum(), counted.sum()), metrics
+
+  mesh = nxp.make_mesh(data=2, stage=4, explicit=explicit)
+  plan = nxp.plan(lambda: Straight(rngs=nnx.Rngs(0)), mesh, nxp.replicate())
+  model = nxp.create_sharded_model(plan)
+  batch = nxp.shard_batch(jax.random.normal(jax.random.key(1), (16, 6, 8)), plan)
+  for pairs in (False, True):
+    options: dict[str, Any] = {"outputs": ["largest"], "pairs": pairs}
+    piped = nxp.eval_step(squares, microbatches=4, pipeline="stage", **options)
+    close(piped(model, batch), nxp.eval_step(squares, **options)(model, batch))
+    assert "a pipeline over stage, 4 stages" in str(piped.layers)
+  with pytest.raises(TrainError, match="those of a pipeline"):
+    nxp.eval_step(squares, microbatches=4)
+  with pytest.raises(TrainError, match="12 microbatches cannot split evenly"):
+    nxp.eval_step(squares, microbatches=12, pipeline="stage")(model, batch)
+
+
 @pytest.mark.parametrize("loss_fn", [loss, lambda model, batch: loss(model, batch)[1]["all"]])
 def test_forward_mode_has_the_same_gradients(loss_fn: Any) -> None:
   mesh = nxp.make_mesh(data=2, stage=4)

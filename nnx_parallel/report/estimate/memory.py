@@ -11,6 +11,7 @@ from nnx_parallel.core.mesh import axis_sizes
 from nnx_parallel.core.text import Shown, format_bytes
 from nnx_parallel.errors import ReportError
 from nnx_parallel.layers.layers import Policy
+from nnx_parallel.layers.pipeline import Pipeline, Schedule
 from nnx_parallel.layout.plan import ShardingPlan, check_plan
 from nnx_parallel.report.chips import Chip
 from nnx_parallel.report.chips import chip as chip_named
@@ -36,6 +37,7 @@ class MemoryPlan(Shown):
     categories: bytes per device by what they hold, at the moment that needs most; their sum is `need_bytes`.
     largest: the largest leaves of the state in device memory: (name, bytes per device).
     host_bytes: state of the optimizer in the host's memory, in bytes per device; not part of the need.
+    schedule: that of the pipeline, or None without one.
     microbatches: parts that the batch is run in.
     remat: what layers keep for the backward pass.
     chip: whose memory it is compared with, or None.
@@ -47,6 +49,7 @@ class MemoryPlan(Shown):
   remat: Policy
   chip: Chip | None
   host_bytes: int = 0
+  schedule: Schedule | None = None
 
   @property
   def need_bytes(self) -> int:
@@ -72,6 +75,9 @@ class MemoryPlan(Shown):
     text = render("Planned memory per device", ("what", "bytes>", "share>"), rows)
     low, high = (format_bytes(self.need_bytes * edge) for edge in ERROR_BAND)
     text += f"In {CASES} test cases {BAND_TEXT}: here {low} to {high}.\n"
+    if self.schedule is not None:
+      text += f"{self.schedule}. Kept are the inputs of its ticks; layers are recomputed.\n"
+      text += "Not counted: buffers of microbatches between stages, and weights on their way to them.\n"
     if self.host_bytes:
       text += f"Besides, {format_bytes(self.host_bytes)} in the host's memory.\n"
     if self.chip is not None and self.headroom_bytes is not None:
@@ -92,6 +98,7 @@ def memory_plan(
   remat: Policy = "as written",
   layers: str | None = None,
   gradients: Gradients | None = None,
+  pipeline: str | Pipeline | None = None,
   chip: Chip | str | None = None,
 ) -> MemoryPlan:
   """Predicts the memory of a train step from an abstract trace of its loss.
@@ -108,6 +115,8 @@ def memory_plan(
     remat: what layers keep; see `with_layers`.
     layers: dotted paths of the layers, with `*` for any part; as in `train_step`.
     gradients: as in `train_step`; by default those of the plan's ZeRO stage.
+    pipeline: the mesh axis of pipeline stages, or a `Pipeline`; as in `train_step`. Then "kept activations"
+      are those of all microbatches in flight, and "cast parameters" the layers as they lie on their stages.
     chip: to compare with.
 
   Returns:
@@ -115,7 +124,9 @@ def memory_plan(
 
   Raises:
     ReportError: `microbatches` is not positive, or the chip is not in the table.
-    TrainError: no such remat policy, no layer for it, or gradients that cannot be scattered.
+    TrainError: no such remat policy, no layer for it or for a pipeline, a batch that microbatches of a
+      pipeline cannot split evenly, or gradients that cannot be scattered.
+    SchemeError: no such axis of stages, or microbatches that do not fit them.
 
   Example:
     >>> import jax
@@ -132,7 +143,11 @@ def memory_plan(
   check_plan(plan, "memory_plan(plan, loss_fn, batch)")
   if microbatches < 1:
     raise ReportError(f"microbatches={microbatches} is not a positive number.", fix="microbatches=1.")
-  work = trace_workload(plan, loss, batch, remat=remat, layers=layers, gradients=gradients)
+  stages = Pipeline(pipeline) if isinstance(pipeline, str) else pipeline
+  work = trace_workload(
+    plan, loss, batch, remat=remat, layers=layers, gradients=gradients, pipeline=stages,
+    microbatches=microbatches,
+  )  # fmt: skip
   sizes = axis_sizes(plan.mesh)
   near = (leaf for leaf in plan.leaves if not leaf.on_host)
   leaves = sorted(near, key=lambda leaf: -leaf.bytes_per_device)
@@ -143,6 +158,7 @@ def memory_plan(
     remat=remat,
     chip=chip_named(chip) if chip is not None else None,
     host_bytes=round(per_device(work.host_state(), sizes)),
+    schedule=work.staged.schedule if work.staged is not None else None,
   )
 
 
@@ -155,6 +171,8 @@ def memory_categories(work: Workload, sizes: Sizes, microbatches: int = 1) -> di
   weights, and the gradients so far. At the update, no activation is left, and state in host memory passes
   through the device. With several microbatches, their sum is kept beside the gradients.
   """
+  if work.staged is not None:
+    microbatches = 1  # the trace has all of them
   wide = per_device(work.gradients, sizes)
   accumulators = per_device(work.sums, sizes) if microbatches > 1 else 0.0
   gradients = wide - per_device(work.narrowed, sizes)

@@ -139,23 +139,35 @@ class Propagation:
       results, which compilers fuse into what reads them.
     flows: of every variable of the outermost trace.
     moves: arrays that change their layout.
+    hops: activations that go to the next stage of a pipeline, or come from it.
+    reordered: weights that move to their stages, with one run for each time that they or their gradients do.
+    copied: weights that each stage has a copy of: the sum of their gradients.
     constrained: (size, axes) of the dims of activations that have sharding constraints.
     read: parameter -> bytes per element of the widest type in which it is used; see `Flow.parameter`.
     uncounted: operation -> runs, of what computes and is not in `products`.
   """
 
-  def __init__(self, saves: Callable[..., Any] | None = None, batch_axes: Sequence[str] = ()) -> None:
+  def __init__(
+    self,
+    saves: Callable[..., Any] | None = None,
+    batch_axes: Sequence[str] = (),
+    stage: str | None = None,
+  ) -> None:
     """Starts with no product.
 
     Args:
       saves: products whose results it accepts are left out of `products`.
       batch_axes: axes that split the batch.
+      stage: the axis of the stages, in the trace of a pipeline (`layers/pipeline.py`).
     """
-    self._saves, self._batch = saves, frozenset(batch_axes)
+    self._saves, self._batch, self._stage = saves, frozenset(batch_axes), stage
     self.products: list[Product] = []
     self.kept: list[RematRegion] = []
     self.largest: dict[frozenset[str], int] = {}
     self.moves: list[LayoutChange] = []
+    self.hops: list[LayoutChange] = []
+    self.reordered: list[LayoutChange] = []
+    self.copied: list[Sharded] = []
     self.flows: dict[Any, Flow] = {}
     self.constrained: set[tuple[int, tuple[str, ...]]] = set()
     self.read: dict[int, int] = {}
@@ -207,6 +219,11 @@ class Propagation:
       return inputs
     if name == "sharding_constraint":
       return [self._constrain(eqn, inputs[0], times)]
+    if name == "ppermute" and self._stage is not None and self._stage in eqn.params["axis_name"]:
+      self.hops.append(
+        LayoutChange(frozenset((self._stage,)), self._part(inputs[0].names, eqn.invars[0]), times)
+      )
+      return inputs
     data, weight = any(f.data for f in inputs), any(f.weight for f in inputs)
     own = inputs[0].parameter if name in _MOVES else None
     if own is None:
@@ -283,7 +300,7 @@ class Propagation:
     consts, carry = counts.constants, counts.carried
     fixed, state, rows = inputs[:consts], inputs[consts : consts + carry], inputs[consts + carry :]
     rows = [Flow(flow.axes[1:], flow.data, flow.weight, flow.parameter) for flow in rows]
-    probe = Propagation(batch_axes=tuple(self._batch))
+    probe = Propagation(batch_axes=tuple(self._batch), stage=self._stage)
     after = probe.run(eqn.params["jaxpr"], [*fixed, *state, *rows])
     # A carry that starts as zeros takes the axes that the body gives it.
     state = [
@@ -336,7 +353,25 @@ class Propagation:
       self.constrained |= {(n, dim) for n, dim in zip(out.aval.shape, axes, strict=True) if dim}
       moved = {a for before, after in zip(flow.axes, axes, strict=True) for a in after if a not in before}
       self._exchange(out, flow.names, frozenset(moved), times)
+    elif flow.weight and self._stage is not None:
+      self._to_stages(self._stage, out, flow, axes, times)
     return Flow(axes, flow.data, flow.weight, flow.parameter)
+
+  def _to_stages(self, stage: str, var: Any, flow: Flow, axes: Sequence[Sequence[str]], times: int) -> None:
+    """Weights of a pipeline that are split over its stages from here on, and were not, or along another dim.
+
+    A copy for each stage has the stages on dim 0; layers have them on dim 1.
+    """
+    arrives = [stage in now and stage not in old for now, old in zip(axes, flow.axes, strict=True)]
+    if not any(arrives):
+      return
+    here = self._part(flow.names, var)
+    if arrives[0]:
+      self.copied.append(Sharded(here.bytes // var.aval.shape[0], flow.names))
+    else:
+      # Whole on each stage, only the gradients move: an all-gather. In another order, both do.
+      both = 2 if stage in flow.names else 1
+      self.reordered.append(LayoutChange(frozenset((stage,)), here, both * times))
 
   def _exchange(self, var: Any, split: Split, arriving: Split, times: int) -> None:
     """An array that is split over some of the `arriving` axes along another dim: an all-to-all."""

@@ -10,6 +10,8 @@ Per device and step, with `m` microbatches:
   `LATENCY` per hop. Gathers and reductions of parameters overlap with compute; sums of
   activations over a tensor axis and exchanges between experts do not, because the next product needs
   them;
+- a pipeline: what its ticks compute, bubbles and recomputation included, and one microbatch to the next stage
+  in each tick, which the next tick waits for;
 - host: state in host memory is read and written once per step, at the update, where nothing overlaps with it:
   `2 * bytes / host_bandwidth`. That is an upper bound: it assumes one direction at a time.
 
@@ -39,11 +41,12 @@ from typing import TYPE_CHECKING, Any
 from nnx_parallel.core.mesh import axis_sizes
 from nnx_parallel.core.text import Shown, format_seconds
 from nnx_parallel.layers.layers import Policy
+from nnx_parallel.layers.pipeline import Pipeline
 from nnx_parallel.layout.plan import ShardingPlan, check_plan
 from nnx_parallel.report.chips import Chip
 from nnx_parallel.report.chips import chip as chip_named
 from nnx_parallel.report.estimate.propagate import Product, Sharded, Sizes
-from nnx_parallel.report.estimate.workload import Workload, per_device, trace_workload
+from nnx_parallel.report.estimate.workload import StagedWork, Workload, per_device, trace_workload
 from nnx_parallel.train.options import Gradients
 
 if TYPE_CHECKING:
@@ -141,6 +144,7 @@ def predict_time(
   remat: Policy = "as written",
   layers: str | None = None,
   gradients: Gradients | None = None,
+  pipeline: str | Pipeline | None = None,
   slice_size: int | None = None,
 ) -> StepTime:
   """Predicts the time of a train step, and what bounds it, from an abstract trace of its loss.
@@ -154,6 +158,7 @@ def predict_time(
     remat: what layers keep; see `with_layers`.
     layers: dotted paths of the layers, with `*` for any part; as in `train_step`.
     gradients: as in `train_step`; by default those of the plan's ZeRO stage.
+    pipeline: the mesh axis of pipeline stages, or a `Pipeline`; as in `train_step`.
     slice_size: devices that the fast links join; by default the chip's domain, or all of them.
 
   Returns:
@@ -177,7 +182,11 @@ def predict_time(
     'compute'
   """
   check_plan(plan, "predict_time(plan, loss_fn, batch, chip=...)")
-  work = trace_workload(plan, loss, batch, remat=remat, layers=layers, gradients=gradients)
+  stages = Pipeline(pipeline) if isinstance(pipeline, str) else pipeline
+  work = trace_workload(
+    plan, loss, batch, remat=remat, layers=layers, gradients=gradients, pipeline=stages,
+    microbatches=microbatches,
+  )  # fmt: skip
   return step_time(
     work, axis_sizes(plan.mesh), chip_named(chip), microbatches=microbatches, slice_size=slice_size
   )
@@ -187,11 +196,16 @@ def step_time(
   work: Workload, sizes: Sizes, chip: Chip, *, microbatches: int = 1, slice_size: int | None = None
 ) -> StepTime:
   """Predicts the time of a train step of `work`; the other arguments as in `Links` and `predict_time`."""
-  useful = _flops((*work.products, *work.products, *work.products), sizes)
+  if work.staged is not None:
+    microbatches = 1  # the trace has all of them
+  products = work.products if work.staged is None else work.staged.useful
+  useful = _flops((*products, *products, *products), sizes)
   flops = _flops((*work.products, *work.products, *work.products, *work.recomputed), sizes)
   links = Links(sizes, chip, slice_size)
   _send_parameters(work, links, microbatches)
   _send_activations(work, links, microbatches)
+  if work.staged is not None:
+    _send_between_stages(work.staged, links)
   if work.host_state():
     links.waiting["host"] = 2 * per_device(work.host_state(), sizes) / chip.host_bandwidth
   return StepTime(
@@ -319,15 +333,19 @@ def _traffic(work: Workload, sizes: Sizes, microbatches: int) -> float:
     p.times * (p.data.per_device(sizes) + p.out.per_device(sizes))
     for p in (*work.products, *work.products, *work.products, *work.recomputed)
   )
-  used = sum(part.gathered(work.gather_axes).per_device(sizes) for part in work.used)
-  weights = used * (4 if work.recomputed else 3) * microbatches
+  if work.staged is None:
+    used = sum(part.gathered(work.gather_axes).per_device(sizes) for part in work.used) * microbatches
+  else:  # each stage reads its own layers, in each tick
+    weighed = (p for p in work.products if p.weighs)
+    used = sum(p.times * p.other.gathered(work.gather_axes).per_device(sizes) for p in weighed)
+  weights = used * (4 if work.recomputed else 3)
   state = per_device((*work.parameters, *(group.part for group in work.optimizer)), sizes)
   return activations + weights + 2 * state + 2 * per_device(work.gradients, sizes)
 
 
 def _send_parameters(work: Workload, links: Links, microbatches: int) -> None:
   """Gathers of parameters before each pass, scatters of gradients after, sums over replicas at the end."""
-  passes = 3 * microbatches
+  passes = 3 * (microbatches if work.staged is None else work.staged.rounds)
   for part in work.used:
     gathered = part.split & frozenset(work.gather_axes)
     links.ring(gathered, part.gathered(gathered), passes, passes=passes, hidden=True)
@@ -335,6 +353,17 @@ def _send_parameters(work: Workload, links: Links, microbatches: int) -> None:
     once = summed if microbatches > 1 else read
     total, runs = _rounds(work.stage if further else 0, microbatches, stored, read, once)
     links.ring(frozenset(work.token_axes) - split, Sharded(total, split), runs, passes=1, hidden=True)
+
+
+def _send_between_stages(staged: StagedWork, links: Links) -> None:
+  """Activations to the next stage in each tick, and their gradients back; weights and gradients once."""
+  for hop in staged.hops:
+    links.add([*hop.axes], 2 * hop.times * hop.part.per_device(links.sizes), 2 * hop.times, hidden=False)
+  for move in staged.reordered:
+    links.ring(move.axes, move.part, move.times, passes=move.times, hidden=True)
+  axes = frozenset(axis for hop in staged.hops for axis in hop.axes)
+  for part in staged.copied:
+    links.ring(axes, part, 1, passes=2, hidden=True)
 
 
 def _rounds(stage: int, microbatches: int, stored: int, read: int, once: int) -> tuple[int, int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 from collections import Counter
@@ -18,8 +19,18 @@ from nnx_parallel.core.flow import Flow
 from nnx_parallel.core.jaxprs import as_function, nbytes, opened, scan_counts
 from nnx_parallel.core.mesh import abstract_mesh, axis_sizes
 from nnx_parallel.errors import ReportError
-from nnx_parallel.layers.layers import Policy, has_layers, with_layers, with_marks
+from nnx_parallel.layers.layers import (
+  LayerOptions,
+  LayersUsed,
+  Policy,
+  has_layers,
+  with_layers,
+  with_marks,
+  with_stages,
+)
+from nnx_parallel.layers.pipeline import Pipeline, Schedule
 from nnx_parallel.layout import optimizer_layout
+from nnx_parallel.layout.constrain import scoped
 from nnx_parallel.layout.leaf import LeafPlan
 from nnx_parallel.layout.plan import ShardingPlan
 from nnx_parallel.report.estimate.fusion import stored
@@ -32,6 +43,7 @@ from nnx_parallel.report.estimate.propagate import (
   Sizes,
   Split,
 )
+from nnx_parallel.train.gradients import check_divides
 from nnx_parallel.train.options import Gradients, is_scattered
 
 
@@ -75,6 +87,30 @@ class Trained:
 
 
 @dataclasses.dataclass(frozen=True)
+class StagedWork:
+  """What the layers of a step do as a pipeline, besides what its trace computes.
+
+  Attributes:
+    schedule: when which stage computes what; with the microbatches of the step.
+    useful: matrix products of the forward pass without the pipeline: no bubbles.
+    hops: activations that go to the next stage.
+    reordered: weights that go to their stages, or whose gradients come from there, once in a step.
+    copied: weights outside of the layers: each stage sums its own gradients.
+  """
+
+  schedule: Schedule
+  useful: tuple[Product, ...]
+  hops: tuple[LayoutChange, ...]
+  reordered: tuple[LayoutChange, ...]
+  copied: tuple[Sharded, ...]
+
+  @property
+  def rounds(self) -> float:
+    """How often a stage reads all of its layers in one pass: once for each tick and repeat."""
+    return self.schedule.ticks / self.schedule.repeats
+
+
+@dataclasses.dataclass(frozen=True)
 class Workload:
   """One step of a model on a batch, for any sizes of the mesh axes.
 
@@ -108,6 +144,7 @@ class Workload:
     stage: ZeRO stage; see `with_zero`.
     scattered: whether gradients are held split as their update is.
     offload: whether the state of parameters is in host memory, also where the plan keeps it on the device.
+    staged: what a pipeline over its layers does, whose trace this is; None without one.
   """
 
   parameters: tuple[Sharded, ...]
@@ -135,6 +172,7 @@ class Workload:
   stage: int
   scattered: bool
   offload: bool
+  staged: StagedWork | None = None
 
   @functools.cached_property
   def gradients(self) -> tuple[Sharded, ...]:
@@ -226,10 +264,13 @@ def trace_workload(
   remat: Policy = "as written",
   layers: str | None = None,
   gradients: Gradients | None = None,
+  pipeline: Pipeline | None = None,
+  microbatches: int = 1,
 ) -> Workload:
   """Traces a loss abstractly and lists what its step holds, multiplies and sends.
 
-  The arguments are those of `memory_plan`; the sizes of the plan's axes are not used. The loss is traced with
+  The arguments are those of `memory_plan`; the sizes of the plan's axes are not used, but for that of the
+  stages of a pipeline, which takes all microbatches at once. The loss is traced with
   the plan's rules in scope, so that `constrain` means here what it means in training.
 
   Raises:
@@ -241,10 +282,14 @@ def trace_workload(
       f"an estimate reads the loss function, and got a {type(loss).__name__}.",
       fix="memory_plan(plan, loss_fn, batch), with what train_step(loss_fn) was made from.",
     )
-  traces = _Traces(plan, with_layers(loss, remat=remat, layers=layers), batch)
+  changed = with_layers(loss, remat=remat, layers=layers) if pipeline is None else loss
+  options = None if pipeline is None else LayerOptions(remat, pattern=layers, pipeline=pipeline)
+  if options is not None:
+    check_divides(batch, microbatches)
+  traces = _Traces(plan, changed, batch, options, microbatches)
   batch_axes = plan.batch_axes
   forward, flows = traces.loss(), traces.flows
-  seen = Propagation(batch_axes=batch_axes)
+  seen = Propagation(batch_axes=batch_axes, stage=pipeline.axis if pipeline is not None else None)
   seen.run(forward, flows)
   read = [seen.read.get(n) or leaf.dtype.itemsize or 1 for n, leaf in enumerate(traces.leaves)]
   kept = _residuals(traces.backward(), flows, batch_axes)
@@ -294,6 +339,21 @@ def trace_workload(
     stage=(2 if scattered else 1) if further else 0,
     scattered=scattered,
     offload=False,
+    staged=None if pipeline is None else _staged(traces, seen, _Traces(plan, loss, batch), pipeline.axis),
+  )
+
+
+def _staged(traces: _Traces, seen: Propagation, plain: _Traces, axis: str) -> StagedWork:
+  """What a pipeline does, by its trace and that of the loss without it."""
+  assert traces.used.schedule is not None
+  whole = Propagation()
+  whole.run(plain.loss(), plain.flows)
+  return StagedWork(
+    schedule=traces.used.schedule,
+    useful=tuple(dataclasses.replace(p, split=p.split | {axis}) for p in whole.products),
+    hops=tuple(seen.hops),
+    reordered=tuple(seen.reordered),
+    copied=tuple(seen.copied),
   )
 
 
@@ -312,7 +372,14 @@ def parameter_parts(plan: ShardingPlan) -> tuple[Sharded, ...]:
 class _Traces:
   """The loss as a function of flat arrays, and the axes of each."""
 
-  def __init__(self, plan: ShardingPlan, loss: Callable[[Any, Any], Any], batch: Any):
+  def __init__(
+    self,
+    plan: ShardingPlan,
+    loss: Callable[[Any, Any], Any],
+    batch: Any,
+    options: LayerOptions | None = None,
+    microbatches: int = 1,
+  ):
     graphdef, state = nnx.split(plan.abstract_model)
     is_trained, rows = nnx.filterlib.to_predicate(plan.wrt), plan.of("model")
     flat = sorted(nnx.to_flat_state(state), key=lambda row: not is_trained(*row))
@@ -330,6 +397,11 @@ class _Traces:
     # Variables of a live module have a mesh, and a model may lay out activations by it. All axes have size
     # one here, so that each dim divides; sizes are used when the workload is evaluated.
     mesh = abstract_mesh(dict.fromkeys(axis_sizes(plan.mesh), 1))
+    scope = plan.activation_rules
+    if (
+      options is not None
+    ):  # a pipeline lays out its arrays by types on Explicit axes, which are not followed
+      scope = dataclasses.replace(scope, mesh=abstract_mesh(axis_sizes(plan.mesh)))
 
     def live(path: Any, leaf: Any, x: Any) -> Any:
       if not isinstance(leaf, nnx.Variable):
@@ -340,12 +412,29 @@ class _Traces:
     def pure(trained: list[Any], rest: list[Any], inputs: list[Any]) -> Any:
       values = zip(flat, (*trained, *rest), strict=True)
       made = nnx.from_flat_state([(path, live(path, leaf, x)) for (path, leaf), x in values])
-      with nnx.use_eager_sharding(False), plan.scope():
+      with nnx.use_eager_sharding(False), scoped(scope):
         module = nnx.merge(graphdef, made)
-        result = loss(module, jax.tree.unflatten(structure, inputs))
+        with contextlib.nullcontext() if options is None else options.marking(module):
+          result = loss(module, jax.tree.unflatten(structure, inputs))
       return result[0] if isinstance(result, tuple) else result
 
     self._pure = pure
+    self.used = LayersUsed()
+    if options is None:
+      return
+
+    def staged(trained: list[Any], rest: list[Any], inputs: list[Any]) -> Any:
+      piped = with_stages(
+        lambda model, part: pure(model[0], model[1], part),
+        options,
+        microbatches,
+        lambda _: ({}, ()),
+        self.used,
+      )
+      with scoped(scope):
+        return piped((trained, rest), inputs)
+
+    self._pure = staged
 
   def loss(self) -> Any:
     return jax.make_jaxpr(self._pure)(*self._arrays)
