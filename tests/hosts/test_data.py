@@ -9,7 +9,7 @@ from flax import nnx
 from jax.sharding import PartitionSpec as P
 
 import nnx_parallel as nxp
-from processes import end_pairs, run_two
+from processes import end_groups, run_two
 
 
 def _plan(rules=None, **axes):
@@ -141,7 +141,7 @@ def test_two_processes_pass_their_shares_and_stop_at_the_same_step(tmp_path):
         print("ended", error.code, len(steps), checkpointer.restore_extra("data")["samples"] == 16 * steps[0])
   """
   results = run_two(body, tmp_path / "ckpt")
-  end_pairs()  # JAX does not forget the signal
+  end_groups()  # JAX does not forget the signal
   for text in results:
     lines = text.splitlines()
     right = "[True, True, True, True] (16, 4)"
