@@ -141,8 +141,8 @@ class Job:
 
     Settings may differ from those of the checkpoint: `changes` lists them. Without `microbatches`, their
     number stays that of the checkpoint. If the model has parameters only, and the mesh splits the batch into
-    fewer or more shards, there are more or fewer of them, so that a device has no more examples at a time than
-    it had: the gradients are the same. Dropout and batch statistics would be others.
+    fewer or more shards, there are more or fewer of them, so that a device has no more examples at a time
+    than it had: the gradients are the same. Dropout and batch statistics would be others.
 
     Raises:
       CheckpointError: nothing to restore, or it does not fit the plan.
