@@ -223,18 +223,23 @@ def make_job(
   examples: int,
 ) -> Job:
   """Restores the job from the step of `--resume`, or creates it when there is no checkpoint yet."""
+  import nnx_parallel as nxp
   from nnx_parallel.loop.job import Job
 
   settings = {name: getattr(args, name) for name in _SETTINGS}
   settings |= {"batch": examples, "rules": options.format_rules(args.rules)}
-  how = {"microbatches": recipe.parts(args.microbatches), "settings": settings, **options.step_options(args)}
+  how = {"settings": settings, **options.step_options(args)}
   if checkpointer is None or not (checkpointer.steps() or args.resume not in (None, "latest")):
-    return Job.start(recipe, plan, **how)
+    return Job.start(recipe, plan, microbatches=recipe.parts(args.microbatches), **how)
   with warnings.catch_warnings(record=True) as caught:
     warnings.simplefilter("always", UserWarning)
-    job = Job.restore(recipe, plan, checkpointer, args.resume, **how)
+    job = Job.restore(recipe, plan, checkpointer, args.resume, microbatches=args.microbatches, **how)
+  if not nxp.main_process():
+    return job
   for warning in caught:
     print(f"warning: {warning.message}", file=sys.stderr)
+  if job.relaid is not None:
+    print(f"layout other than that of step {job.step}:\n{job.relaid}", file=sys.stderr)
   if job.changes:
     print(f"settings other than those of step {job.step}: {'; '.join(job.changes)}", file=sys.stderr)
   return job
