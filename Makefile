@@ -13,7 +13,7 @@ bin = $(VENV)/bin
 pytest = $(bin)/python -m pytest -n $(WORKERS) --dist worksteal
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test quick guides lint format types bench torture fuzz setup setup-lint clean
+.PHONY: help demo test quick guides lint format types bench torture soak fuzz setup setup-lint clean
 
 help:  ## this list
 	@sed -n 's/^\([a-z]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST) | expand -t 16
@@ -46,6 +46,9 @@ bench: setup  ## every benchmark; results go to benchmarks/results
 
 torture: setup  ## kills training runs for a long time and checks what their checkpoints hold
 	@$(bin)/python benchmarks/torture.py
+
+soak: setup  ## kills random processes of a supervised run at random moments, and compares its losses (10 minutes)
+	@$(bin)/python benchmarks/soak.py
 
 fuzz: setup  ## searches for programs that a step gets wrong: random models under random layouts (15 minutes)
 	@$(bin)/python benchmarks/fuzz.py --minutes 15 --workers $(WORKERS) $(FUZZ_ARGS)

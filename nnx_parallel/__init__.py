@@ -35,6 +35,7 @@ with epy.lazy_api_imports(globals()):
   from nnx_parallel.loop.metrics import MetricsLog, TensorBoardLog, read_metrics
   from nnx_parallel.loop.recorder import EarlyStop
   from nnx_parallel.loop.sums import MetricSums, evaluate
+  from nnx_parallel.loop.task import Task, task
   from nnx_parallel.report.budgets import assert_collectives, assert_fits
   from nnx_parallel.report.chips import Chip, chip
   from nnx_parallel.report.compile_report import CompileReport, compile_report
@@ -106,6 +107,7 @@ __all__ = [
   "StepTime",
   "StopSignals",
   "StoredPlan",
+  "Task",
   "TensorBoardLog",
   "TrainStep",
   "abstract_mesh",
@@ -161,6 +163,7 @@ __all__ = [
   "search",
   "shard_batch",
   "skip_nonfinite",
+  "task",
   "to_host",
   "topology_mesh",
   "train_step",

@@ -1,7 +1,7 @@
-"""Jobs of two processes on this machine, joined by JAX's runtime.
+"""Jobs of several processes on this machine, joined by JAX's runtime.
 
-The two interpreters are started once for each pytest worker and run one body after another: to start them,
-and to import jax in both, takes longer than most bodies. A body that fails ends its pair.
+The interpreters are started once for each pytest worker and run one body after another: to start them, and to
+import jax in all, takes longer than most bodies. A body that fails ends its group.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ TIMEOUT_S = 240
 
 RUNNER = """
 import contextlib, io, json, os, sys, traceback, unittest.mock
-process, port = int(sys.argv[1]), sys.argv[2]
-answers = os.fdopen(int(sys.argv[3]), "w")  # gloo writes to stdout
+process, count, port = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
+answers = os.fdopen(int(sys.argv[4]), "w")  # gloo writes to stdout
 import jax
-jax.distributed.initialize(f"localhost:{port}", 2, process, heartbeat_timeout_seconds=10)
+jax.distributed.initialize(f"localhost:{port}", count, process, heartbeat_timeout_seconds=10)
 import numpy as np
 import nnx_parallel as nxp
 from jax.sharding import NamedSharding, PartitionSpec as P
@@ -49,21 +49,21 @@ for line in sys.stdin:
 """
 
 
-class Pair:
-  """Two processes of four devices each that run the same Python code."""
+class Group:
+  """Processes with eight devices together that run the same Python code."""
 
-  def __init__(self) -> None:
+  def __init__(self, count: int) -> None:
     with socket.socket() as probe:
       probe.bind(("localhost", 0))
       port = probe.getsockname()[1]
-    flags = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_force_host_platform_device_count=4"}
+    flags = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": f"--xla_force_host_platform_device_count={8 // count}"}
     self.output = tempfile.TemporaryFile("w+")  # noqa: SIM115 (closed by `end`)
     self.jobs, self.answers = [], []
-    for process in range(2):
+    for process in range(count):
       answers, theirs = os.pipe()
       self.answers.append(os.fdopen(answers))
       job = subprocess.Popen(
-        [sys.executable, "-c", RUNNER, str(process), str(port), str(theirs)],
+        [sys.executable, "-c", RUNNER, *map(str, (process, count, port, theirs))],
         env={**os.environ, **flags, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
         stdin=subprocess.PIPE,
         stdout=self.output,
@@ -75,7 +75,7 @@ class Pair:
       self.jobs.append(job)
 
   def run(self, code: str, arguments: list[str]) -> list[tuple[str, str | None]]:
-    """Runs the code in both; returns what each printed and its traceback, if any."""
+    """Runs the code in all; returns what each printed and its traceback, if any."""
     for job in self.jobs:
       job.stdin.write(json.dumps([code, arguments]) + "\n")
       job.stdin.flush()
@@ -103,35 +103,41 @@ class Pair:
     self.output.close()
 
 
-_pairs: list[Pair] = []
+_groups: dict[int, Group] = {}
 
 
 @atexit.register
-def end_pairs() -> None:
-  while _pairs:
-    _pairs.pop().end()
+def end_groups() -> None:
+  while _groups:
+    _groups.popitem()[1].end()
 
 
 def run_two(body: str, *arguments: Any) -> list[str]:
-  """Runs Python code in two processes of four devices each; both must end well.
+  """As `run_in`, in two processes of four devices each."""
+  return run_in(2, body, *arguments)
+
+
+def run_in(count: int, body: str, *arguments: Any) -> list[str]:
+  """Runs Python code in processes with eight devices together; all must end well.
 
   Args:
-    body: it has `process` (0 or 1), `arguments`, `put`, the modules that `RUNNER` imports, and
+    count: of processes: 2, 4 or 8.
+    body: it has `process` (from 0), `count`, `arguments`, `put`, the modules that `RUNNER` imports, and
       `patch(owner, name, value)`, which is undone after it.
     *arguments: as text in `arguments`.
 
   Returns:
     What each of them printed.
   """
-  if not _pairs:
-    _pairs.append(Pair())
+  if count not in _groups:
+    _groups[count] = Group(count)
   try:
-    results = _pairs[0].run(textwrap.dedent(body), [str(argument) for argument in arguments])
+    results = _groups[count].run(textwrap.dedent(body), [str(argument) for argument in arguments])
   except BaseException:
-    end_pairs()
+    _groups.pop(count).end()
     raise
   failed = [error for _, error in results if error]
   if failed:
-    end_pairs()
+    _groups.pop(count).end()
   assert not failed, "\n".join(failed)
   return [printed for printed, _ in results]

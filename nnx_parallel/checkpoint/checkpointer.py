@@ -223,15 +223,15 @@ class Checkpointer:
 
   def steps(self) -> list[int]:
     """The complete steps, in the order of their numbers; `latest` is the newest."""
-    return self._catalog.steps()
+    return multihost.decided(self._catalog.steps)
 
   def latest(self) -> int | None:
     """The newest step of the run that saved last, whose manifest and files are all there, or None."""
-    return self._catalog.latest()
+    return multihost.decided(self._catalog.latest)
 
   def best(self) -> int | None:
     """The step with the best metric, or None when no step has it."""
-    return self._catalog.best()
+    return multihost.decided(self._catalog.best)
 
   def metadata(self, step: int | str | None = None) -> Manifest:
     """What a step holds, without reading its arrays.
@@ -245,8 +245,9 @@ class Checkpointer:
     Raises:
       CheckpointError: no such step, or its manifest cannot be read.
     """
+    number = self._resolve(step)
     with multihost.together():
-      return self._catalog.manifest(self._catalog.resolve(step))
+      return self._catalog.manifest(number)
 
   # Restoring.
 
@@ -373,8 +374,7 @@ class Checkpointer:
     with no_mesh():
       self.wait()
       chosen = self._restored_step if step is None else step
-      with multihost.together():
-        number = self._catalog.resolve(chosen)
+      number = self._resolve(chosen)
       with self._there(number):
         with multihost.together():
           record = self._catalog.manifest(number)
@@ -407,8 +407,7 @@ class Checkpointer:
     Raises:
       CheckpointError: no such step, or another process removed or replaced it during the check.
     """
-    with multihost.together():
-      number = self._catalog.resolve(step, whole=False)
+    number = self._resolve(step, whole=False)
     found = self._catalog.identity(number)
     problems = self._problems(number)
     if any(multihost.added_up([bool(problems) and self._catalog.identity(number) != found])):
@@ -499,12 +498,21 @@ class Checkpointer:
         record = self._catalog.manifest(step)
     except DamagedError as error:
       return {manifest.FILE: error.what}
-    with multihost.together():
-      problems = restore.damaged_files(folder, record, record.files)
-    if not any(manifest.is_no_file(folder / name) for name in problems):  # opening a pipe would block
-      with no_mesh():
-        problems |= restore.check_values(folder, record, byte_budget=self._byte_budget)
-    return problems
+    me, count = jax.process_index(), jax.process_count()  # each checks its share
+    with multihost.together() as files:
+      files.mine = restore.damaged_files(folder, record, [*record.files][me::count])
+    problems = {name: what for share in files.found for name, what in share.items()}
+    if any(manifest.is_no_file(folder / name) for name in problems):  # opening a pipe would block
+      return problems
+    with multihost.together() as values, no_mesh():
+      values.mine = dict(
+        restore.check_values(folder, record, byte_budget=self._byte_budget, mine=(me, count))
+      )
+    return problems | {name: what for share in values.found for name, what in share.items()}
+
+  def _resolve(self, step: int | str | None, *, whole: bool = True) -> int:
+    """The number of a step. One process looks: the others may not see the same folders yet."""
+    return multihost.decided(lambda: self._catalog.resolve(step, whole=whole))
 
   @contextlib.contextmanager
   def _there(self, step: int) -> Generator[None]:
@@ -518,8 +526,7 @@ class Checkpointer:
       raise
 
   def _try_steps(self, step: int | str | None, on_corrupt: str, attempt: Callable[[Manifest], Any]) -> Any:
-    with multihost.together():
-      number = self._catalog.resolve(step)
+    number = self._resolve(step)
     older: list[int] | None = None
     while True:
       try:
@@ -530,13 +537,13 @@ class Checkpointer:
       except VanishedError:
         if step not in (None, "latest", "best"):
           raise
-        with multihost.together():
-          number, older = self._catalog.resolve(step), None
+        number, older = self._resolve(step), None
       except DamagedError as error:
         if on_corrupt == "error":
           raise
         if older is None:  # not before: it reads the headers
-          older = [other for other in reversed(newest_first(self._catalog.headers())) if other < number]
+          newest = multihost.decided(lambda: newest_first(self._catalog.headers()))
+          older = [other for other in reversed(newest) if other < number]
         if not older:
           raise
         warnings.warn(f"step {number} was passed over: {error.what}", stacklevel=3)

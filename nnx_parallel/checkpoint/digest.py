@@ -23,7 +23,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from nnx_parallel.checkpoint.encoding import Array
-from nnx_parallel.checkpoint.relayout import auto_layout, on_auto_axes, on_cpu
+from nnx_parallel.checkpoint.relayout import on_auto_axes, on_cpu
 from nnx_parallel.core.axes import axes_of
 
 BLOCK_BYTES = 16 << 20
@@ -85,7 +85,7 @@ def digest(array: Array, shape: Shape | None = None, block: Shape | None = None)
   return _digest_shards(sharding, tuple(array.shape), shape, block)(array)
 
 
-def digest_later(array: Array, block: Shape) -> Callable[[], jax.Array]:
+def digest_later(array: Array, block: Shape) -> Callable[[], tuple[int, ...]]:
   """Starts `digest`, so that a training loop need not wait for it.
 
   The array may be donated or changed as soon as this returns. On GPUs and TPUs the programs are in the
@@ -93,30 +93,39 @@ def digest_later(array: Array, block: Shape) -> Callable[[], jax.Array]:
   shards' memory, as Orbax writes them: jax donates no buffer that has a view.
 
   Returns:
-    A function that returns what `digest` returns, added up over all processes; to be called once, on any
-    thread.
+    A function that waits and returns what `totals` does: of an array that is spread over processes, this
+    process's share, and of another, zeros on all but process 0. To be called once, on any thread.
 
   Example:
     >>> x = jnp.arange(6.0)
     >>> later = digest_later(x, (2,))
     >>> x.delete()
-    >>> totals(later()) == totals(digest(np.arange(6, dtype=np.float32), block=(2,)))
+    >>> later() == totals(digest(np.arange(6, dtype=np.float32), block=(2,)))
     True
   """
-  if isinstance(array, np.ndarray) or not (on_cpu(array.sharding) and array.is_fully_addressable):
-    parts = digest(array, block=block)
+  everywhere = isinstance(array, np.ndarray) or array.is_fully_addressable
+  if everywhere and jax.process_index():
+    return lambda: (0,) * math.prod(_counts(array.shape, block))
+  if isinstance(array, np.ndarray) or not on_cpu(array.sharding):
     # Not later: all processes must run this program in the same order among their others.
-    parts = parts if parts.is_fully_addressable else _sum_everywhere(parts.sharding.mesh)(parts)
-    return lambda: parts
-  shape, layout, wide = array.shape, auto_layout(array.sharding), array.dtype.itemsize > 4
-  shards = [(np.asarray(part.data), part.device) for part in array.addressable_shards]
+    parts = digest(array, block=block)
+    return lambda: totals(parts)
+  shape, wide = tuple(array.shape), array.dtype.itemsize > 4
+  shards = [
+    (np.asarray(one.data), one.device, [part.indices(n)[0] for part, n in zip(one.index, shape, strict=True)])
+    for one in array.addressable_shards
+    if one.replica_id == 0
+  ]
 
-  def later() -> jax.Array:
+  def later() -> tuple[int, ...]:
     # Aliases, no copies. Without x64, which is each thread's own, jax would make 32 bits of 64.
     with jax.enable_x64(wide):
-      held = [jax.device_put(view, device) for view, device in shards]
+      parts = [
+        _digest_at(jax.device_put(view, device), np.array(starts, np.uint32), shape, block)
+        for view, device, starts in shards
+      ]
     shards.clear()
-    return digest(jax.make_array_from_single_device_arrays(shape, layout, held), block=block)
+    return _added([np.asarray(part) for part in parts]) if parts else (0,) * math.prod(_counts(shape, block))
 
   return later
 
@@ -126,7 +135,11 @@ def totals(parts: jax.Array) -> tuple[int, ...]:
   rows = [parts]
   if not (parts.is_fully_addressable or parts.is_fully_replicated):
     rows = [shard.data for shard in parts.addressable_shards]
-  sums = np.concatenate([np.asarray(row) for row in rows]).sum(axis=0, dtype=np.uint64) % 2**32
+  return _added([np.asarray(row) for row in rows])
+
+
+def _added(rows: Sequence[np.ndarray[Any, Any]]) -> tuple[int, ...]:
+  sums = np.concatenate(rows).sum(axis=0, dtype=np.uint64) % 2**32
   return tuple(int(number) for number in sums)
 
 
@@ -147,11 +160,15 @@ def block_ranges(index: int, shape: Shape, block: Shape) -> str:
   """
   if shape == block:
     return ""
-  counts = [-(-size // part) for size, part in zip(shape, block, strict=True)]
-  where = np.unravel_index(index, counts)
+  where = np.unravel_index(index, _counts(shape, block))
   starts = [int(at) * part for at, part in zip(where, block, strict=True)]
   ends = [min(start + part, size) for start, part, size in zip(starts, block, shape, strict=True)]
   return f"[{', '.join(f'{start}:{end}' for start, end in zip(starts, ends, strict=True))}]"
+
+
+def _counts(shape: Shape, block: Shape) -> list[int]:
+  """How many blocks there are along each dim."""
+  return [-(-size // part) for size, part in zip(shape, block, strict=True)]
 
 
 def _host_words(array: np.ndarray) -> np.ndarray:
@@ -183,6 +200,13 @@ def _digest_whole(array: jax.Array, shape: Shape, block: Shape, *, by_tiles: boo
   return _digest_part(array, [jnp.uint32(0)] * len(shape), full, shape, block, by_tiles=by_tiles)
 
 
+@functools.partial(jax.jit, static_argnames=("shape", "block"))
+def _digest_at(part: jax.Array, starts: Array, shape: Shape, block: Shape) -> jax.Array:
+  """Digests a shard on a CPU, whose place is not compiled in."""
+  offsets = [starts[dim] for dim in range(len(shape))]
+  return _digest_part(part, offsets, shape, shape, block, by_tiles=True)
+
+
 @functools.lru_cache(maxsize=1024)
 def _digest_shards(layout: NamedSharding, full: Shape, shape: Shape, block: Shape) -> jax.stages.Wrapped:
   """A program without communication: a row of numbers from each device, on a mesh with Auto axes."""
@@ -210,16 +234,6 @@ def _digest_shards(layout: NamedSharding, full: Shape, shape: Shape, block: Shap
   return jax.jit(
     jax.shard_map(local, mesh=mesh, in_specs=spec, out_specs=PartitionSpec(axes), check_vma=False)
   )
-
-
-@functools.lru_cache(maxsize=16)
-def _sum_everywhere(mesh: Any) -> jax.stages.Wrapped:
-  """The program that adds up the shares of all processes."""
-
-  def add(parts: jax.Array) -> jax.Array:
-    return jnp.sum(parts, axis=0, keepdims=True, dtype=jnp.uint32)
-
-  return jax.jit(add, out_shardings=NamedSharding(mesh, PartitionSpec()))
 
 
 def _index(entry: tuple[str, ...], mesh: Any) -> jax.Array:

@@ -3,17 +3,93 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import hashlib
-from collections.abc import Generator, Sequence
+import json
+from collections.abc import Callable, Generator, Sequence
+from typing import Any, TypeVar
 
 import jax
-import numpy as np
-from jax.experimental import multihost_utils
 
 from nnx_parallel.checkpoint.damage import DamagedError
-from nnx_parallel.errors import CheckpointError
+from nnx_parallel.core.processes import Exchange
+from nnx_parallel.errors import CheckpointError, NnxParallelError
 
+T = TypeVar("T")
 _SOUND, _DAMAGED, _FAILED = range(3)
+
+
+@dataclasses.dataclass
+class Block:
+  """A block of `together`.
+
+  Attributes:
+    mine: what this process tells the others at its end: a JSON value.
+    found: after the block, what each process told.
+  """
+
+  mine: Any = None
+  found: list[Any] = dataclasses.field(default_factory=list[Any])
+  exchange: Exchange | None = None
+
+  def wait_for(self, wait: Callable[[float], object]) -> None:
+    """Calls `wait(seconds)` until it raises no `TimeoutError`, or another process has failed."""
+    while True:
+      try:
+        wait(1.0)
+        return
+      except TimeoutError:
+        said = self.exchange.so_far().values() if self.exchange is not None else ()
+        if any(json.loads(text)["code"] != _SOUND for text in said):
+          return  # the end of the block raises
+
+
+@contextlib.contextmanager
+def together(name: str = "together") -> Generator[Block]:
+  """A block that fails on every process when it fails on one, so that none waits for the others forever.
+
+  All processes raise a `DamagedError` or none does: no process may take an older step alone.
+
+  Args:
+    name: another one for blocks on another thread than most, which meet these in any order.
+
+  Raises:
+    Exception: this process's error.
+    CheckpointError: another process failed; it says which, and how.
+    HostError: a process did not come.
+  """
+  block = Block()
+  if jax.process_count() == 1:
+    yield block
+    block.found = [block.mine]
+    return
+  error: Exception | None = None
+  block.exchange = Exchange(name)
+  try:
+    yield block
+  except Exception as caught:  # noqa: BLE001 (raised again, once the others know)
+    error = caught
+  code = _SOUND if error is None else _DAMAGED if isinstance(error, DamagedError) else _FAILED
+  block.exchange.say(json.dumps({"code": code, "what": _what(error), "value": block.mine}))
+  said = [json.loads(text) for text in block.exchange.all()]
+  worst = max(one["code"] for one in said)
+  if error is not None and code == worst:
+    raise error
+  if worst != _SOUND:
+    kind = DamagedError if worst == _DAMAGED else CheckpointError
+    failed = [process for process, one in enumerate(said) if one["code"] == worst]
+    raise kind(
+      f"processes {failed} failed, so this one stopped too.",
+      details=f"process {failed[0]}: {said[failed[0]]['what']}",
+      fix="read the error of the first of them.",
+    ) from error
+  block.found = [one["value"] for one in said]
+
+
+def _what(error: Exception | None) -> str:
+  if isinstance(error, NnxParallelError):
+    return f"{error.what} {error.details}".strip()[:1000]
+  return "" if error is None else f"{type(error).__name__}: {error}"[:1000]
 
 
 def require_same(what: str, text: str) -> None:
@@ -22,11 +98,9 @@ def require_same(what: str, text: str) -> None:
   Raises:
     CheckpointError: names the processes that differ from process 0.
   """
-  if jax.process_count() == 1:
-    return
-  mine = np.frombuffer(hashlib.sha256(text.encode()).digest(), np.uint8)
-  everyone = np.asarray(multihost_utils.process_allgather(mine))
-  others = [i for i in range(len(everyone)) if not np.array_equal(everyone[i], everyone[0])]
+  with together() as block:
+    block.mine = hashlib.sha256(text.encode()).hexdigest()
+  others = [process for process, one in enumerate(block.found) if one != block.found[0]]
   if others:
     raise CheckpointError(
       f"the processes do not agree on {what}.",
@@ -36,41 +110,31 @@ def require_same(what: str, text: str) -> None:
     )
 
 
-@contextlib.contextmanager
-def together() -> Generator[None]:
-  """A block that fails on every process when it fails on one, so that none waits for the others forever.
-
-  All processes raise a `DamagedError` or none does: no process may take an older step alone.
-
-  Raises:
-    Exception: this process's error.
-    CheckpointError: another process failed.
-  """
-  error: Exception | None = None
-  try:
-    yield
-  except Exception as caught:
-    if jax.process_count() == 1:
-      raise
-    error = caught
-  if jax.process_count() == 1:
-    return
-  code = _SOUND if error is None else _DAMAGED if isinstance(error, DamagedError) else _FAILED
-  codes = np.asarray(multihost_utils.process_allgather(np.int32(code))).reshape(-1)
-  worst = codes.max()
-  if error is not None and code == worst:
-    raise error
-  if worst != _SOUND:
-    kind = DamagedError if worst == _DAMAGED else CheckpointError
-    raise kind(
-      f"processes {np.flatnonzero(codes == worst).tolist()} failed, so this one stopped too.",
-      fix="read the error of the first of them.",
-    ) from error
+def decided(function: Callable[[], T]) -> T:
+  """What the function returns on process 0, a JSON value: the others may not see the same files yet."""
+  with together() as block:
+    if jax.process_index() == 0:
+      block.mine = function()
+  return block.found[0]
 
 
 def added_up(numbers: Sequence[int]) -> list[int]:
   """The sums over all processes, modulo 2**32. Each process passes equally many numbers."""
-  if jax.process_count() == 1:
-    return list(numbers)
-  everyone = np.asarray(multihost_utils.process_allgather(np.asarray(numbers, np.uint32)))
-  return [int(total) for total in everyone.sum(axis=0, dtype=np.uint64) % 2**32]
+  with together() as block:
+    block.mine = sparse(numbers)
+  return summed(block.found, len(numbers))
+
+
+def sparse(numbers: Sequence[int]) -> dict[str, int]:
+  """The numbers that are not zero, by their place: each process has some of them."""
+  return {str(place): int(number) for place, number in enumerate(numbers) if number}
+
+
+def summed(shares: Sequence[dict[str, int]], count: int) -> list[int]:
+  """Adds up what `sparse` made on each process, modulo 2**32.
+
+  Example:
+    >>> summed([sparse([0, 5]), sparse([3, 2**32 - 1])], 2)
+    [3, 4]
+  """
+  return [sum(share.get(str(place), 0) for share in shares) % 2**32 for place in range(count)]

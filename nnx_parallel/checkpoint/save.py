@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import logging
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -15,7 +16,7 @@ from flax import nnx
 from nnx_parallel.checkpoint import encoding, folders, manifest, multihost, paths, store
 from nnx_parallel.checkpoint.catalog import Place
 from nnx_parallel.checkpoint.diff import layout_text
-from nnx_parallel.checkpoint.digest import block_shape, digest_later, totals
+from nnx_parallel.checkpoint.digest import block_shape, digest_later
 from nnx_parallel.checkpoint.encoding import Array, Json
 from nnx_parallel.checkpoint.manifest import ItemRecord, LeafRecord, Manifest
 from nnx_parallel.checkpoint.relayout import without_padding
@@ -108,8 +109,7 @@ def write(
     A function that waits until everything is on the disk and commits it.
   """
   step, content = request.step, request.content
-  # Before the write, whose threads need the same cores; and even if the write cannot begin, because the
-  # processes of a job add up their digests together.
+  # Before the write, whose threads need the same cores.
   digests = {
     (item, path): digest_later(content.arrays[item][leaf.folder], leaf.block)
     for item, record in content.items.items()
@@ -140,16 +140,20 @@ def write(
     quiet = stack.pop_all()
 
   def finish() -> None:
-    with quiet:
-      try:
-        parts = {leaf: later() for leaf, later in digests.items()}
-        digests.clear()
-      finally:
-        if wait is not None:
-          wait()
-    items = _with_digests(content.items, {leaf: totals(numbers) for leaf, numbers in parts.items()})
+    # A training loop has the main thread, so its order among other blocks may differ between processes.
+    with quiet, multihost.together(f"save to {directory}") as block:
+      parts = [later() for later in digests.values()]
+      counts = [len(numbers) for numbers in parts]
+      block.mine = multihost.sparse([number for numbers in parts for number in numbers])
+      names = [*digests]
+      digests.clear()
+      if wait is not None:
+        block.wait_for(wait)
     if place is None:
       return
+    sums = iter(multihost.summed(block.found, sum(counts)))
+    whole = {leaf: tuple(itertools.islice(sums, count)) for leaf, count in zip(names, counts, strict=True)}
+    items = _with_digests(content.items, whole)
     sizes = folders.all_files(folder)
     _require_stored(step, items, sizes)
     record = Manifest(

@@ -52,8 +52,11 @@ def start_save(
   chunk_bytes: int | None,
   byte_budget: int,
   background: bool,
-) -> Callable[[], None]:
+) -> Callable[[float], None]:
   """Starts writing the arrays; the returned function waits, and raises the error of a failed write.
+
+  It takes seconds to wait at most, and may be called again after a `TimeoutError`. Where one process cannot
+  write, Orbax makes the others wait five minutes for it.
 
   Args:
     step_dir: created by this call; appears under its name once complete.

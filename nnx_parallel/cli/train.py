@@ -147,26 +147,23 @@ def _run(args: argparse.Namespace) -> int:
 
 def train(args: argparse.Namespace, job: Job, checkpointer: nxp.Checkpointer | None) -> None:
   """Trains a job to the last step, with an evaluation before and after."""
-  from rich.console import Console
-
   import nnx_parallel as nxp
   from nnx_parallel.loop.progress import StepProgress
 
   out = Path(args.out or Path("runs", job.recipe.name))
-  main = nxp.main_process()  # it prints and writes the metrics; all train, evaluate and save
+  main = nxp.main_process()  # it prints; all train, evaluate and save
   if main and not args.quiet:
     print(f"{job.recipe.name}, {describe(job)}")
   if job.step >= args.steps:
     if main:
       print(f"step {job.step} is reached; continue with --steps {job.step + args.steps}")
     return
-  console = None if main else Console(quiet=True)
-  shown = StepProgress(args.steps, start=job.step, unit=job.unit, quiet=args.quiet, console=console)
+  shown = StepProgress(args.steps, start=job.step, unit=job.unit, quiet=args.quiet)
   shown.note(job.step, f"held out  {format_record(job.evaluate())}")
   with contextlib.ExitStack() as stack:
-    log = stack.enter_context(nxp.MetricsLog(out / "metrics.jsonl", after=job.step)) if main else None
-    trackers = [] if log is None else [log.write]
-    if main and args.tensorboard is not None:
+    log = stack.enter_context(nxp.MetricsLog(out / "metrics.jsonl", after=job.step))
+    trackers = [log.write]
+    if args.tensorboard is not None:
       trackers.append(stack.enter_context(nxp.TensorBoardLog(args.tensorboard, after=job.step)).write)
     result = job.train(
       args.steps,
@@ -183,7 +180,7 @@ def train(args: argparse.Namespace, job: Job, checkpointer: nxp.Checkpointer | N
       profile_dir=out / "profile",
       peak_flops=args.peak_flops,
     )
-  if log is None:
+  if not main:
     return
   if result.stopped == "early":
     print(f"ended at step {job.step}: no lower eval_loss in {args.early_stop} evaluations")
@@ -226,18 +223,23 @@ def make_job(
   examples: int,
 ) -> Job:
   """Restores the job from the step of `--resume`, or creates it when there is no checkpoint yet."""
+  import nnx_parallel as nxp
   from nnx_parallel.loop.job import Job
 
   settings = {name: getattr(args, name) for name in _SETTINGS}
   settings |= {"batch": examples, "rules": options.format_rules(args.rules)}
-  how = {"microbatches": recipe.parts(args.microbatches), "settings": settings, **options.step_options(args)}
+  how = {"settings": settings, **options.step_options(args)}
   if checkpointer is None or not (checkpointer.steps() or args.resume not in (None, "latest")):
-    return Job.start(recipe, plan, **how)
+    return Job.start(recipe, plan, microbatches=recipe.parts(args.microbatches), **how)
   with warnings.catch_warnings(record=True) as caught:
     warnings.simplefilter("always", UserWarning)
-    job = Job.restore(recipe, plan, checkpointer, args.resume, **how)
+    job = Job.restore(recipe, plan, checkpointer, args.resume, microbatches=args.microbatches, **how)
+  if not nxp.main_process():
+    return job
   for warning in caught:
     print(f"warning: {warning.message}", file=sys.stderr)
+  if job.relaid is not None:
+    print(f"layout other than that of step {job.step}:\n{job.relaid}", file=sys.stderr)
   if job.changes:
     print(f"settings other than those of step {job.step}: {'; '.join(job.changes)}", file=sys.stderr)
   return job

@@ -2,24 +2,19 @@
 
 from __future__ import annotations
 
-import collections
 import functools
 import hashlib
-import itertools
 import pickle
-import re
 import socket
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import numpy as np
-from jax._src import distributed  # tests/test_upstream.py has what is used of it
 from jax.experimental import multihost_utils
 
+from nnx_parallel.core.processes import wait_for_all
 from nnx_parallel.errors import HostError
-
-_uses: dict[str, itertools.count[int]] = collections.defaultdict(itertools.count)
 
 
 def main_process() -> bool:
@@ -58,35 +53,7 @@ def barrier(name: str, *, timeout: float = 300) -> None:
   """
   if jax.process_count() == 1:
     return
-  client: Any = distributed.global_state.client
-  try:
-    client.wait_at_barrier(f"nnx_parallel/{name}/{next(_uses[name])}", max(1, round(1000 * timeout)))
-  except RuntimeError as error:  # JaxRuntimeError is one
-    raise _not_together(name, timeout, str(error)) from error
-
-
-def _not_together(name: str, timeout: float, text: str) -> HostError:
-  missing = missing_tasks(text)
-  who = f"processes {missing} did not come" if missing else "the processes did not come together"
-  return HostError(
-    f"{who} to {name!r} within {timeout:g} s.",
-    details=f"this is process {jax.process_index()} of {jax.process_count()} on {socket.gethostname()};"
-    f" {text.splitlines()[0] if text else ''}",
-    fix="read the log of the first of them: it failed, hangs, took another branch, or needs a longer"
-    " timeout=.",
-  )
-
-
-def missing_tasks(text: str) -> list[int]:
-  """The processes that the runtime's error names as missing at a barrier.
-
-  Example:
-    >>> missing_tasks("UNAVAILABLE: Task 3 heartbeat timeout. This indicates that")
-    [3]
-  """
-  found = re.search(r"timed out task names:\s*((?:\d+\s*\n)+)", text)
-  numbers = found[1].split() if found else re.findall(r"Task (\d+) heartbeat timeout", text)
-  return sorted({int(number) for number in numbers})
+  wait_for_all(name, timeout)
 
 
 def broadcast(value: Any, *, source: int = 0, timeout: float = 300) -> Any:

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import AbstractMesh, NamedSharding
+from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
 from nnx_parallel.core.mesh import axis_sizes
-from nnx_parallel.errors import ShardingError
+from nnx_parallel.errors import ShardingError, TrainError
+from nnx_parallel.hosts.samples import Last, Sampler, Samples
 from nnx_parallel.layout.plan import ShardingPlan, check_plan
 from nnx_parallel.layout.resolve import shard_counts
 
@@ -46,11 +47,7 @@ def shard_batch(batch: Any, plan: ShardingPlan, *, whole: bool = False) -> Any:
     P('data', None)
   """
   check_plan(plan, "shard_batch(batch, plan)")
-  if isinstance(plan.mesh, AbstractMesh):
-    raise ShardingError(
-      "a batch cannot be placed on an abstract mesh.",
-      fix="plan on real devices with make_mesh(...).",
-    )
+  _check_devices(plan)
 
   def place(path: Any, leaf: Any) -> jax.Array:
     name = f"batch{jax.tree_util.keystr(path)}"
@@ -60,6 +57,14 @@ def shard_batch(batch: Any, plan: ShardingPlan, *, whole: bool = False) -> Any:
     return _placed(name, array, plan, whole=whole)
 
   return jax.tree_util.tree_map_with_path(place, batch)
+
+
+def _check_devices(plan: ShardingPlan) -> None:
+  if isinstance(plan.mesh, AbstractMesh):
+    raise ShardingError(
+      "a batch cannot be placed on an abstract mesh.",
+      fix="plan on real devices with make_mesh(...).",
+    )
 
 
 def _host_array(name: str, leaf: Any) -> np.ndarray[Any, Any]:
@@ -81,6 +86,26 @@ def _placed(name: str, array: Any, plan: ShardingPlan, *, whole: bool) -> jax.Ar
   sharding = NamedSharding(plan.mesh, spec)
   counts = shard_counts(spec, len(shape), sizes)
   mine = counts if whole else _own_counts(sharding, counts)
+  _check_shape(name, shape, spec, sizes, mine, counts)
+  if jax.process_count() == 1:
+    return jax.device_put(array, sharding)
+  host = np.asarray(array)
+  if whole:
+    return jax.make_array_from_callback(shape, sharding, lambda index: host[index])
+  rows = zip(shape, mine, counts, strict=True)
+  return jax.make_array_from_process_local_data(
+    sharding, host, tuple(length // own * count for length, own, count in rows)
+  )
+
+
+def _check_shape(
+  name: str,
+  shape: tuple[int, ...],
+  spec: PartitionSpec,
+  sizes: dict[str, int],
+  mine: tuple[int, ...],
+  counts: tuple[int, ...],
+) -> None:
   if shape and not shape[0]:
     raise ShardingError(
       f"{name} has no examples.", details=f"shape {shape}", fix="leave empty batches out of the source."
@@ -102,15 +127,6 @@ def _placed(name: str, array: Any, plan: ShardingPlan, *, whole: bool) -> jax.Ar
       details=f"shape {shape}, spec {spec}, mesh {sizes}",
       fix="change the length, or the InputRules for this rank.",
     )
-  if jax.process_count() == 1:
-    return jax.device_put(array, sharding)
-  host = np.asarray(array)
-  if whole:
-    return jax.make_array_from_callback(shape, sharding, lambda index: host[index])
-  rows = zip(shape, mine, counts, strict=True)
-  return jax.make_array_from_process_local_data(
-    sharding, host, tuple(length // own * count for length, own, count in rows)
-  )
 
 
 def _own_counts(sharding: NamedSharding, counts: tuple[int, ...]) -> tuple[int, ...]:
@@ -122,24 +138,77 @@ def _own_counts(sharding: NamedSharding, counts: tuple[int, ...]) -> tuple[int, 
   return tuple(len(own) if count > 1 else 1 for own, count in zip(starts, counts, strict=True))
 
 
+def _own_rows(length: int, ranks: set[int], plan: ShardingPlan) -> np.ndarray[Any, Any]:
+  """The rows of a global batch that devices of this process hold, of arrays of these ranks."""
+  sizes, own = axis_sizes(plan.mesh), set[int]()
+  for rank in ranks:
+    sharding = NamedSharding(plan.mesh, plan.batch_spec(rank))
+    count = shard_counts(sharding.spec, rank, sizes)[:1]
+    _check_shape("batch", (length,), sharding.spec, sizes, count, count)
+    shape = (length, *shard_counts(sharding.spec, rank, sizes)[1:])
+    for index in sharding.addressable_devices_indices_map(shape).values():
+      own.update(range(length)[index[0]] if index else ())
+  return np.array(sorted(own))
+
+
+def _from_rows(
+  name: str, host: np.ndarray[Any, Any], length: int, rows: np.ndarray[Any, Any], plan: ShardingPlan
+) -> jax.Array:
+  """A global array of `length` rows, of which `host` has these."""
+  shape, sizes = (length, *host.shape[1:]), axis_sizes(plan.mesh)
+  sharding = NamedSharding(plan.mesh, plan.batch_spec(host.ndim))
+  counts = shard_counts(sharding.spec, host.ndim, sizes)
+  _check_shape(name, shape, sharding.spec, sizes, counts, counts)
+
+  def part(index: Any) -> np.ndarray[Any, Any]:
+    first, end, _ = index[0].indices(length)
+    at = int(np.searchsorted(rows, first))
+    return host[at : at + end - first][(slice(None), *index[1:])]
+
+  return jax.make_array_from_callback(shape, sharding, part)
+
+
 def batches(
-  source: Iterable[Any], plan: ShardingPlan, *, prefetch: int = 2, whole: bool = False
+  source: Iterable[Any] | Samples,
+  plan: ShardingPlan,
+  *,
+  batch: int | None = None,
+  start: int = 0,
+  last: Last = "drop",
+  threads: int = 8,
+  prefetch: int = 2,
+  whole: bool = False,
 ) -> Iterator[Any]:
   """Places each batch of `source`, a few ahead of the step that uses it.
+
+  With `batch`, the source has samples by their global index: a `grain.MapDataset`, a Grain
+  `RandomAccessDataSource`, or a list. Batch `k` has the samples `start + k * batch` and so on, on whatever
+  devices and processes; threads read and stack them in the background, on each process only those that its
+  devices hold (and the first, for its shapes). To continue on other devices, pass as `start` how many samples
+  were used.
 
   When the source fails, the batches before the failure are yielded first.
 
   Args:
-    source: host batches, as for `shard_batch`: in a job of several processes, this process's shares.
+    source: samples, as above; without `batch`, host batches as for `shard_batch`: in a job of several
+      processes, this process's shares.
     plan: gives the mesh and the `batch` rule.
-    prefetch: how many batches are placed ahead.
-    whole: each process's source gives global batches; as for `shard_batch`.
+    batch: samples in a global batch.
+    start: the global index of the first sample.
+    last: a last batch with fewer samples is left out (`"drop"`), filled up with copies of the last sample
+      (`"pad"`: samples are dicts, and each batch gets a `"mask"`, bool (batch,), false for copies), or
+      yielded as it is, where the mesh axes can split it (`"keep"`).
+    threads: how many samples are read at a time; 1 for a source that is not thread-safe.
+    prefetch: how many batches are placed ahead, and, with `batch`, as many more read ahead (one at least).
+    whole: each process's source gives global batches; as for `shard_batch`. With `batch` it has no meaning.
 
-  Yields:
-    Placed batches, in order.
+  Returns:
+    An iterator of placed batches, in order.
 
   Raises:
     ShardingError: a batch that the rules cannot place; as `shard_batch`.
+    TrainError: options without a meaning, or samples that cannot be stacked. An exception of the source
+      keeps its type and gets a note with the sample's index.
 
   Example:
     >>> import numpy as np
@@ -150,12 +219,49 @@ def batches(
     >>> host = [np.full((16, 4), number, np.float32) for number in range(3)]
     >>> [(batch.sharding.spec, float(batch.sum())) for batch in nxp.batches(host, plan)]
     [(P('data', None), 0.0), (P('data', None), 64.0), (P('data', None), 128.0)]
+    >>> [batch.tolist() for batch in nxp.batches(list(range(100, 120)), plan, batch=8, start=4)]
+    [[104, 105, 106, 107, 108, 109, 110, 111], [112, 113, 114, 115, 116, 117, 118, 119]]
   """
+  check_plan(plan, "batches(source, plan)")
+  if batch is None:
+    if start or last != "drop":
+      raise TrainError(
+        f"start={start}, last={last!r} need the size of a batch: without it the source makes the batches.",
+        fix="batch=..., with samples by index; or start the source there.",
+      )
+    host = cast("Iterable[Any]", source)
+    return _ahead(iter(host), lambda one: shard_batch(one, plan, whole=whole), prefetch)
+  if whole:
+    raise TrainError(
+      "batches(whole=True, batch=...) has no meaning: with batch=, every process has all samples.",
+      fix="leave whole=True out.",
+    )
+  _check_devices(plan)
+  sampler = Sampler(cast("Samples", source), batch, start, last)
+  lengths = {batch, sampler.remainder or batch} if last == "keep" else {batch}
+  if next(sampler.lengths(), None) is None:
+    return iter(())
+  shapes = jax.tree.map(np.ndim, sampler.sample(start))
+  ranks = {rank + 1 for rank in jax.tree.leaves(shapes)}
+  rows = {length: _own_rows(length, ranks, plan) for length in lengths}
+
+  def place(share: tuple[int, Any]) -> Any:
+    length, tree = share
+
+    def leaf(path: Any, value: Any) -> jax.Array:
+      name = f"batch{jax.tree_util.keystr(path)}"
+      return _from_rows(name, _host_array(name, value), length, rows[length], plan)
+
+    return jax.tree_util.tree_map_with_path(leaf, tree)
+
+  return _ahead(sampler.read(rows, threads=threads, ahead=max(prefetch, 1)), place, prefetch)
+
+
+def _ahead(host: Iterator[Any], place: Callable[[Any], Any], prefetch: int) -> Iterator[Any]:
   queue: deque[Any] = deque()
-  host = iter(source)
   while True:
     try:
-      queue.append(shard_batch(next(host), plan, whole=whole))
+      queue.append(place(next(host)))
     except StopIteration:
       yield from queue
       return

@@ -1,4 +1,4 @@
-"""Tells the launcher that a process has made a step."""
+"""What a process tells the launcher: that it has made a step, and that it ended because it was asked to."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import os
 from pathlib import Path
 
 VARIABLE = "NNX_PARALLEL_HEARTBEAT"  # a file of this process
+STOPPED = 75  # exit code of a loop that SIGTERM ended in order; sysexits.h has it for "try again later"
 
 
 def beat(step: int) -> None:
@@ -16,9 +17,8 @@ def beat(step: int) -> None:
       Path(file).write_text(str(step))
 
 
-def last_beat(file: Path) -> tuple[int, float] | None:
-  """The newest step and when it was made, in seconds since the epoch; None before the first."""
-  try:
-    return int(file.read_text() or 0), file.stat().st_mtime
-  except FileNotFoundError:
-    return None
+def last_beat(file: Path) -> int | None:
+  """The newest step; None before the first, and while it is being written."""
+  with contextlib.suppress(FileNotFoundError, ValueError):
+    return int(file.read_text())
+  return None

@@ -22,7 +22,7 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from pathlib import Path
 
 from nnx_parallel.errors import HostError
-from nnx_parallel.hosts.heartbeat import VARIABLE, last_beat
+from nnx_parallel.hosts.heartbeat import STOPPED, VARIABLE, last_beat
 
 NOISE = re.compile(
   # Threads of gloo write parts of its lines in turn.
@@ -31,7 +31,7 @@ NOISE = re.compile(
   r"|    @ +0x[0-9a-f]+ |=== Source Location Trace|\*\*\* Check failure stack trace|external/xla"
 )
 REST_OF_NOISE = re.compile(r"\s*\d*\s*$")  # the last part of a line of gloo, on a line of its own
-FINAL_CODES = (2, 3)  # wrong usage, and an answer that is no: the next attempt would say the same
+FINAL_CODES = (2, 3, STOPPED)  # wrong usage, an answer that is no, and an end that was asked for
 LONGEST_PAUSE_S = 60
 TAIL = 30  # lines
 
@@ -75,11 +75,19 @@ class Worker:
   number: int
   warden: subprocess.Popen[bytes]
   beats: Path
+  step: int | None = None
+  stepped: float = 0.0
   pending: bytes = b""
   tail: collections.deque[str] = dataclasses.field(default_factory=lambda: collections.deque(maxlen=TAIL))
   held: int = 0
   noisy: bool = False
   code: int | None = None
+
+  def look(self) -> None:
+    """Reads the newest step. Its time is this process's own: clocks that are set do not count."""
+    found = last_beat(self.beats)
+    if found is not None and (self.step is None or found > self.step):
+      self.step, self.stepped = found, time.monotonic()
 
   def signal(self, number: signal.Signals) -> None:
     """To the worker alone; SIGKILL to all that it started."""
@@ -111,7 +119,8 @@ def launch(job: Job, write: Callable[[str], None] = print) -> int:
     write: shows a line.
 
   Returns:
-    0, the code of the process that failed first, or 128 + n after a signal.
+    0, the code of the process that failed first, 75 when a process was asked to stop (SIGTERM, to the
+    launcher or to any process) and all saved and ended in order, or 128 + n after another end by a signal.
 
   Raises:
     HostError: a command that cannot be started.
@@ -212,7 +221,11 @@ class _Attempt:
     for worker in self.workers:
       if worker.held and not self.job.all_logs:
         self.write(f"-- process {worker.number}: {worker.held} more lines after that (--all-logs shows them)")
-    return dataclasses.replace(self.outcome, step=max(_last_steps(self.workers).values(), default=-1))
+    codes = {worker.code for worker in self.workers}
+    code = STOPPED if not self.outcome.failure and {0} != codes <= {0, STOPPED} else self.outcome.code
+    return dataclasses.replace(
+      self.outcome, code=code, step=max(_last_steps(self.workers).values(), default=-1)
+    )
 
   def _start(self, watched: int) -> Sequence[Worker]:
     job, port = self.job, free_port()
@@ -227,8 +240,13 @@ class _Attempt:
   def _look(self) -> None:
     """Sees who ended, who hangs and which signals came, and does what follows from it."""
     failed = self._ended()
-    if not self.outcome.code:
-      if failed is not None:
+    for worker in self.workers:
+      worker.look()
+    if self.outcome.code in (0, STOPPED):
+      if failed is not None and failed.code == STOPPED:
+        self.outcome = Outcome(STOPPED)
+        self.end_by = min(self.end_by, time.monotonic() + self.job.grace)
+      elif failed is not None:
         self._fail(failed, failed.code or 1, f"failed first: {describe(failed.code or 1)}")
       elif hung := _hung(self.job, self.workers):
         steps = f"last steps {_last_steps(self.workers)}"
@@ -249,7 +267,7 @@ class _Attempt:
       worker.signal(signal.SIGKILL)  # what it started and left behind
       while self._show(worker, hold=first is not None):
         pass
-      if worker.code and first is None:
+      if worker.code and (first is None or first.code == STOPPED):
         first = worker
     return first
 
@@ -337,16 +355,14 @@ def _hung(job: Job, workers: Sequence[Worker]) -> Worker | None:
   """The process that is behind all others, when one has made no step for too long."""
   if job.hang_after is None:
     return None
-  beats = [
-    (found, worker) for worker in workers if worker.code is None and (found := last_beat(worker.beats))
-  ]
-  if not any(time.time() - when > job.hang_after for (_, when), _ in beats):
+  stepped = [worker for worker in workers if worker.code is None and worker.step is not None]
+  if not any(time.monotonic() - worker.stepped > job.hang_after for worker in stepped):
     return None
-  return min(beats, key=lambda item: item[0])[1]
+  return min(stepped, key=lambda worker: (worker.step, worker.stepped))
 
 
 def _last_steps(workers: Sequence[Worker]) -> dict[int, int]:
-  return {worker.number: found[0] for worker in workers if (found := last_beat(worker.beats))}
+  return {worker.number: worker.step for worker in workers if worker.step is not None}
 
 
 def free_port() -> int:

@@ -11,16 +11,17 @@ from typing import Any, Self
 import jax
 from jax.experimental import multihost_utils
 
-from nnx_parallel.hosts.heartbeat import beat
+from nnx_parallel.hosts.heartbeat import STOPPED, beat
 
 
 class StopSignals:
   """Within its block, SIGTERM and the first Ctrl-C ask the loop to stop instead of ending the process.
 
   At the end of the block the former handlers are restored (a handler that was set within the block stays),
-  and get the signal that came: the process then ends as it would have, only later. An exception that leaves
-  the block has priority. A second Ctrl-C acts at once, and so does any signal to a process that was forked
-  within the block, such as a worker that reads data.
+  and get the signal that came: the process then ends as it would have, only later. After SIGTERM, where no
+  handler was set before, its exit code is 75: the loop was left in order, which 143 would not say. An
+  exception that leaves the block has priority. A second Ctrl-C acts at once, and so does any signal to a
+  process that was forked within the block, such as a worker that reads data.
 
   In a job of several processes JAX's preemption service listens, to SIGTERM only: when one process gets it,
   all agree on a step to stop after. Where that service is switched off
@@ -79,12 +80,13 @@ class StopSignals:
     if error is not None:
       return
     if self._together:
-      raise SystemExit(128 + signal.SIGTERM)
+      raise SystemExit(STOPPED)
     if self._came is None:
       return
     former = self._former[self._came]
     if not callable(former):
-      raise SystemExit(128 + self._came)  # not killed: what is open can be closed
+      # Not killed: what is open can be closed.
+      raise SystemExit(STOPPED if self._came == signal.SIGTERM else 128 + self._came)
     former(self._came, None)
 
   def _handle(self, number: int, frame: types.FrameType | None) -> None:

@@ -17,6 +17,7 @@ from nnx_parallel.checkpoint.manifest import ItemRecord, LeafRecord, Manifest
 from nnx_parallel.checkpoint.restore import place
 from nnx_parallel.core.nodes import is_key, plain_path
 from nnx_parallel.errors import CheckpointError
+from nnx_parallel.interop.weights import WeightMap
 
 Keys = tuple[str, ...]
 _Rows = dict[Keys, Any]
@@ -32,6 +33,7 @@ def restore_orbax(
   optimizer_item: str | None = None,
   optimizer_prefix: str = "",
   skip: Iterable[str] = (),
+  weight_map: WeightMap | None = None,
   byte_budget: int = 256 << 20,
 ) -> Any:
   """Restores a model that another program saved with Orbax. There are no digests, so nothing is verified.
@@ -45,6 +47,7 @@ def restore_orbax(
     optimizer_item: which tree holds the optimizer, when that is another.
     optimizer_prefix: where the optimizer is inside the tree: what holds `step` and `opt_state`.
     skip: patterns of paths, in the target or under the prefix, to leave alone.
+    weight_map: how its arrays become leaves, when the model has another structure: `linen_names(plan)`.
     byte_budget: most bytes in flight.
 
   Returns:
@@ -61,6 +64,7 @@ def restore_orbax(
       "cannot restore an optimizer: the target has none.",
       fix='pass a plan with optimizer=..., or (model, optimizer); or optimizer="drop".',
     )
+  goal = goal if weight_map is None else weight_map.through(goal)
   places = {"model": (item, prefix), "optimizer": (optimizer_item or item, optimizer_prefix)}
   trees = {name: _describe(step_dir, name) for name in {places[root][0] for root in goal.leaves}}
   tables: dict[str, dict[str, Keys]] = {}

@@ -9,12 +9,11 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import errno
-import functools
 import json
 import math
 import os
 import shutil
-from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,14 +21,20 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from etils import epath
-from flax import nnx
 from jax.sharding import Sharding
 
-from nnx_parallel.checkpoint import diff, encoding, folders, multihost, paths, targets
-from nnx_parallel.checkpoint.diff import TargetLeaf
-from nnx_parallel.core.nodes import is_key, value_of, variables
+from nnx_parallel.checkpoint import diff, encoding, folders, multihost, targets
+from nnx_parallel.core.nodes import is_key, value_of
 from nnx_parallel.errors import CheckpointError
-from nnx_parallel.interop.weights import Group, SameNames, Shape, WeightMap
+from nnx_parallel.interop.weights import (
+  Group,
+  SameNames,
+  Shape,
+  WeightMap,
+  import_arrays,
+  random_state,
+  unused_skip,
+)
 from nnx_parallel.layout.plan import ShardingPlan
 
 INDEX = "model.safetensors.index.json"
@@ -149,30 +154,7 @@ def import_safetensors(
   Raises:
     CheckpointError: an incomplete weight map, or a shape or dtype that does not fit, named.
   """
-  target = targets.read(plan, optimizer="drop" if plan.tx is None else "fresh")
-  wanted = target.leaves["model"]
-  patterns = diff.Patterns(None, skip)
-  left_out = {path for path in wanted if patterns.leaves_out(path)} | _random_state(plan.abstract_model)
-
-  with multihost.together():
-    if unused := patterns.unused():
-      raise _unused(unused)
-    tensors = read_tensors(path)
-    shapes = {name: tensor.shape for name, tensor in tensors.items()}
-    groups = (weight_map or SameNames()).match(wanted, shapes, left_out)
-    for group in groups:
-      _require_fit(group, tensors, wanted)
-  leaves: dict[str, Any] = {}
-  for group in groups:
-    layers = {layer: path for layer, path in group.layers.items() if path not in left_out}
-    structs = [wanted[path].struct for path in layers.values()]
-    try:
-      with multihost.together():
-        sources = _read(group, tensors, structs)
-    except OSError as error:
-      raise CheckpointError(f"cannot read {path}: {error}.", fix="copy or download it again.") from error
-    leaves |= group.make_leaves(sources, wanted, layers)
-  return target.build({"model": leaves})
+  return import_arrays(path, lambda: read_tensors(path), plan, weight_map or SameNames(), skip)
 
 
 def export_safetensors(
@@ -382,40 +364,8 @@ def _open(file: Path) -> dict[str, Tensor]:
   return dict(reversed(found.items()))
 
 
-def _read(group: Group, tensors: Mapping[str, Tensor], leaves: Sequence[jax.ShapeDtypeStruct]) -> list[Any]:
-  """Reads this process's share of the arrays behind some leaves."""
-  dtypes = {leaf.dtype for leaf in leaves}
-
-  def block(tensor: Tensor, index: tuple[slice, ...] | None) -> np.ndarray[Any, Any]:
-    values = tensor.read(index or ())
-    return values.astype(leaves[0].dtype, copy=False) if len(dtypes) == 1 else values
-
-  sources = [tensors[name] for name in group.names]
-  layouts = [group.layout(leaves[0].sharding, one.shape) for one in sources]
-  return [
-    jax.make_array_from_callback(one.shape, layout, functools.partial(block, one))
-    for one, layout in zip(sources, layouts, strict=True)
-  ]
-
-
-def _require_fit(group: Group, tensors: Mapping[str, Tensor], wanted: Mapping[str, TargetLeaf]) -> None:
-  sources = [tensors[name] for name in group.names]
-  made = group.shapes("model", (tensor.shape for tensor in sources))
-  for layer, path in group.layers.items():
-    dtype = wanted[path].struct.dtype
-    expected = encoding.dtype_name(group.rule.dtype or dtype)
-    kinds = {str(tensor.dtype) for tensor in sources}
-    if layer < len(made) and (made[layer] != wanted[path].shape or kinds != {expected}):
-      raise CheckpointError(
-        f"{path} does not fit: its rule makes {'/'.join(sorted(kinds))}{list(made[layer])} of "
-        f"{', '.join(group.names[:3])}, the model has {encoding.dtype_name(dtype)}"
-        f"{list(wanted[path].shape)}.",
-        fix='correct the pattern of its rule, or name the dtype in the file: Rule(..., dtype="float32").',
-      )
-
-
 def _leaves(model: object, skip: Iterable[str]) -> dict[str, _Leaf]:
-  random = _random_state(model)
+  random = random_state(model)
   patterns = diff.Patterns(None, skip)
   found: dict[str, _Leaf] = {}
   for path, leaf in targets.saved_roots(model, None)["model"].items():
@@ -435,19 +385,8 @@ def _leaves(model: object, skip: Iterable[str]) -> dict[str, _Leaf]:
       )
     found[path] = _Leaf(made, tuple(leaf.shape))
   if unused := patterns.unused():
-    raise _unused(unused)
+    raise unused_skip(unused)
   return found
-
-
-def _random_state(model: object) -> set[str]:
-  """The paths of a module's random keys and counters."""
-  if not isinstance(model, nnx.Module):
-    return set()
-  return {paths.format(path) for path, leaf in variables(model).items() if isinstance(leaf, nnx.RngState)}  # pyright: ignore[reportArgumentType]
-
-
-def _unused(names: list[str]) -> CheckpointError:
-  return CheckpointError(f"skip={names} matches no leaf.", fix="use paths, or patterns such as '*rngs*'.")
 
 
 def _cut_into_files(specs: Mapping[str, jax.ShapeDtypeStruct], file_bytes: int) -> Iterator[dict[str, Any]]:

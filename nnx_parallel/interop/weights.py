@@ -25,20 +25,23 @@ import fnmatch
 import functools
 import re
 import runpy
-from collections.abc import Container, Iterable, Mapping, Sequence
-from typing import Any, Literal
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from typing import Any, Literal, Protocol
 
 import einops
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 from jax.sharding import Sharding
 
+from nnx_parallel.checkpoint import diff, encoding, multihost, paths, targets
 from nnx_parallel.checkpoint.diff import Found, Target, TargetLeaf
 from nnx_parallel.checkpoint.relayout import auto_layout, even_layout, on_auto_axes
-from nnx_parallel.core.nodes import is_key
+from nnx_parallel.core.nodes import is_key, variables
 from nnx_parallel.core.padding import pad
 from nnx_parallel.errors import CheckpointError
+from nnx_parallel.layout.plan import ShardingPlan
 
 Shape = tuple[int, ...]
 Side = Literal["model", "file"]
@@ -386,6 +389,116 @@ def load_weight_map(file: str) -> WeightMap:
       fix='write WEIGHT_MAP = WeightMap(Rule("h.{i}.weight", "layers.{i}.kernel", "o i -> i o"), ...).',
     )
   return found
+
+
+class Source(Protocol):
+  """An array that may lie in a file."""
+
+  @property
+  def shape(self) -> Shape:
+    """In elements."""
+    ...
+
+  @property
+  def dtype(self) -> np.dtype[Any]:
+    """Of the array."""
+    ...
+
+  def read(self, index: tuple[slice, ...] = ()) -> np.ndarray[Any, Any]:
+    """Copies a part of the array, or all, to the host."""
+    ...
+
+
+def import_arrays(
+  origin: object,
+  sources: Callable[[], Mapping[str, Source]],
+  plan: ShardingPlan,
+  weight_map: WeightMap,
+  skip: Iterable[str],
+) -> Any:
+  """Makes a model from named arrays; each process reads its share of each.
+
+  Args:
+    origin: what is read, for messages.
+    sources: finds the arrays; an error on one process is raised on all.
+    plan: the layout; when it has an optimizer, a fresh one is made.
+    weight_map: how the arrays become leaves.
+    skip: patterns of paths that have no source; these leaves are initialised, and so is random state.
+
+  Returns:
+    The module, or (module, optimizer).
+
+  Raises:
+    CheckpointError: an incomplete weight map, or a shape or dtype that does not fit, named.
+  """
+  target = targets.read(plan, optimizer="drop" if plan.tx is None else "fresh")
+  wanted = target.leaves["model"]
+  patterns = diff.Patterns(None, skip)
+  left_out = {path for path in wanted if patterns.leaves_out(path)} | random_state(plan.abstract_model)
+
+  with multihost.together():
+    if unused := patterns.unused():
+      raise unused_skip(unused)
+    arrays = sources()
+    shapes = {name: array.shape for name, array in arrays.items()}
+    groups = weight_map.match(wanted, shapes, left_out)
+    for group in groups:
+      _require_fit(group, arrays, wanted)
+  leaves: dict[str, Any] = {}
+  for group in groups:
+    layers = {layer: path for layer, path in group.layers.items() if path not in left_out}
+    structs = [wanted[path].struct for path in layers.values()]
+    try:
+      with multihost.together():
+        made = _read(group, arrays, structs)
+    except OSError as error:
+      raise CheckpointError(f"cannot read {origin}: {error}.", fix="copy or download it again.") from error
+    leaves |= group.make_leaves(made, wanted, layers)
+  return target.build({"model": leaves})
+
+
+def _read(group: Group, tensors: Mapping[str, Source], leaves: Sequence[jax.ShapeDtypeStruct]) -> list[Any]:
+  """Reads this process's share of the arrays behind some leaves."""
+  dtypes = {leaf.dtype for leaf in leaves}
+
+  def block(tensor: Source, index: tuple[slice, ...] | None) -> np.ndarray[Any, Any]:
+    values = tensor.read(index or ())
+    return values.astype(leaves[0].dtype, copy=False) if len(dtypes) == 1 else values
+
+  sources = [tensors[name] for name in group.names]
+  layouts = [group.layout(leaves[0].sharding, one.shape) for one in sources]
+  return [
+    jax.make_array_from_callback(one.shape, layout, functools.partial(block, one))
+    for one, layout in zip(sources, layouts, strict=True)
+  ]
+
+
+def _require_fit(group: Group, tensors: Mapping[str, Source], wanted: Mapping[str, TargetLeaf]) -> None:
+  sources = [tensors[name] for name in group.names]
+  made = group.shapes("model", (tensor.shape for tensor in sources))
+  for layer, path in group.layers.items():
+    dtype = wanted[path].struct.dtype
+    expected = encoding.dtype_name(group.rule.dtype or dtype)
+    kinds = {str(tensor.dtype) for tensor in sources}
+    if layer < len(made) and (made[layer] != wanted[path].shape or kinds != {expected}):
+      raise CheckpointError(
+        f"{path} does not fit: its rule makes {'/'.join(sorted(kinds))}{list(made[layer])} of "
+        f"{', '.join(group.names[:3])}, the model has {encoding.dtype_name(dtype)}"
+        f"{list(wanted[path].shape)}.",
+        fix='correct the pattern of its rule, or name the dtype in the file: Rule(..., dtype="float32").',
+      )
+
+
+def random_state(model: object) -> set[str]:
+  """The paths of a module's random keys and counters."""
+  if not isinstance(model, nnx.Module):
+    return set()
+  return {paths.format(path) for path, leaf in variables(model).items() if isinstance(leaf, nnx.RngState)}  # pyright: ignore[reportArgumentType]
+
+
+def unused_skip(names: list[str]) -> CheckpointError:
+  """The error for patterns that leave out nothing."""
+  return CheckpointError(f"skip={names} matches no leaf.", fix="use paths, or patterns such as '*rngs*'.")
 
 
 _COPY = Transform("", (), stacked=False, cut=False)

@@ -14,6 +14,7 @@ from typing import Any
 
 import jax
 from flax import nnx
+from flax.core.spmd import get_logical_axis_rules
 from jax.core import Tracer
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
@@ -61,9 +62,10 @@ def use_rules(rules: Rules, mesh: AnyMesh | None = None) -> Generator[None, None
   """Puts logical rules in scope for `constrain`, and makes a mesh the active one.
 
   With a mesh, `jax.lax.with_sharding_constraint(x, PartitionSpec(...))` and models that use the active mesh
-  find it too, unless `jax.set_mesh` has made another one active. It may be entered around a call or inside a
-  traced function, and nested: the innermost one applies. A function that was compiled under some rules is
-  compiled again under others, but not under equal ones. Each thread has a separate scope.
+  find it too, unless `jax.set_mesh` has made another one active. `flax.linen.with_logical_constraint` goes by
+  the same rules, on Auto axes, unless `nnx.logical_axis_rules` are active already. It may be entered around a
+  call or inside a traced function, and nested: the innermost one applies. A function that was compiled under
+  some rules is compiled again under others, but not under equal ones. Each thread has a separate scope.
 
   Args:
     rules: as in `plan`; only the logical rules matter here.
@@ -93,8 +95,24 @@ def use_rules(rules: Rules, mesh: AnyMesh | None = None) -> Generator[None, None
 @contextlib.contextmanager
 def scoped(scope: Scope) -> Generator[None, None, None]:
   """`use_rules`, for rules that are checked already."""
-  with _active(scope.mesh), _SCOPE(scope):
+  with _flax_rules(scope), _active(scope.mesh), _SCOPE(scope):
     yield
+
+
+def _flax_rules(scope: Scope) -> contextlib.AbstractContextManager[Any]:
+  """The same rules for flax's own constraints, unless the user has made others active."""
+  mesh = scope.mesh
+  if mesh is None or AxisType.Explicit in mesh.axis_types:
+    return contextlib.nullcontext()
+  if _SCOPE.value is None and get_logical_axis_rules():
+    return contextlib.nullcontext()
+  pairs = [
+    (name, entry_of(axes))
+    for name, candidates in scope.rules.items()
+    for axes in candidates
+    if set(axes) <= set(mesh.axis_names)
+  ]
+  return nnx.logical_axis_rules(pairs)
 
 
 def _active(mesh: AnyMesh | None) -> contextlib.AbstractContextManager[Any]:

@@ -31,6 +31,7 @@ from nnx_parallel.errors import PlanError
 from nnx_parallel.layout import offload, optimizer_layout
 from nnx_parallel.layout.batch import batch_axes, no_batch_axes
 from nnx_parallel.layout.checks import check_attention, check_depthwise, check_tables
+from nnx_parallel.layout.constrain import rules_in_scope
 from nnx_parallel.layout.decide import Decisions
 from nnx_parallel.layout.known_faults import fault_notes, possible_faults
 from nnx_parallel.layout.leaf import LeafPlan, Root
@@ -513,10 +514,9 @@ def plan_with_traces(
 
 def _with_context(rules: RuleSet, mesh: Mapping[str, int]) -> tuple[RuleSet, list[str]]:
   """Adds the rules of an active `nnx.logical_axis_rules` whose axes the mesh has, as flax would."""
-  # flax.nnx exports the context, and not what reads it.
-  context = {
-    name: axes_of(axes) for name, axes in get_logical_axis_rules() if set(axes_of(axes)) <= set(mesh)
-  }
+  # flax.nnx exports the context, and not what reads it. Within a scope, its rules are those of the scope.
+  active = () if rules_in_scope() is not None else get_logical_axis_rules()
+  context = {name: axes_of(axes) for name, axes in active if set(axes_of(axes)) <= set(mesh)}
   added = {name: axes for name, axes in context.items() if name not in rules.logical}
   notes = [f"rules of nnx.logical_axis_rules: {few([*added])}"] if added else []
   notes += [

@@ -13,11 +13,14 @@ from flax import nnx
 
 import nnx_parallel as nxp
 from nnx_parallel.core.mesh import axis_sizes
+from nnx_parallel.core.nodes import variables
 from nnx_parallel.errors import RecipeError
 from nnx_parallel.layers.attention import Attention
 from nnx_parallel.layers.layers import Policy, Roll
 from nnx_parallel.layers.pipeline import Pipeline
 from nnx_parallel.layout.constrain import default_scope
+from nnx_parallel.layout.resolve import shard_counts
+from nnx_parallel.layout.show.diff import PlanDiff
 from nnx_parallel.loop.fit import resume_from
 from nnx_parallel.loop.loader import Recipe
 from nnx_parallel.loop.metrics import Record
@@ -60,6 +63,7 @@ class Job:
     settings: how it is run, as JSON values, kept in each checkpoint: those given, and the mesh, the
       microbatches, the last step's number and the SHA-256 of the recipe's file (not of what it imports).
     changes: settings that differ from those of the checkpoint it was restored from, as text.
+    relaid: how the layout differs from that of the checkpoint, where its mesh was another one.
     remat: what layers keep for the backward pass; as for `train_step`.
     roll: whether consecutive equal layers are one scan; as for `train_step`.
     layers: dotted paths of the layers, with `*` for any part; as for `train_step`.
@@ -76,6 +80,7 @@ class Job:
   position: Position = dataclasses.field(default_factory=Position)
   settings: dict[str, Any] = dataclasses.field(default_factory=dict[str, Any])
   changes: list[str] = dataclasses.field(default_factory=list[str])
+  relaid: PlanDiff | None = None
   remat: Policy = None
   roll: Roll = "auto"
   layers: str | None = None
@@ -128,19 +133,37 @@ class Job:
     plan: nxp.ShardingPlan,
     checkpointer: nxp.Checkpointer,
     step: int | str | None = "latest",
+    *,
+    microbatches: int | None = None,
     **options: Any,
   ) -> Self:
     """The job as it was at a checkpoint, in the layout of this plan; a damaged step is passed over.
 
-    Settings may differ from those of the checkpoint: `changes` lists them.
+    Settings may differ from those of the checkpoint: `changes` lists them. Without `microbatches`, their
+    number stays that of the checkpoint. If the model has parameters only, and the mesh splits the batch into
+    fewer or more shards, there are more or fewer of them, so that a device has no more examples at a time
+    than it had: the gradients are the same. Dropout and batch statistics would be others.
 
     Raises:
       CheckpointError: nothing to restore, or it does not fit the plan.
     """
     (model, optimizer), position = resume_from(checkpointer, plan, step)
-    job = cls(recipe, plan, model, optimizer, position=position, **options)
-    saved = checkpointer.metadata(position.step).extra.get("settings")
-    job.changes = differences(saved, job.settings) if isinstance(saved, dict) else []
+    record = checkpointer.metadata(position.step)
+    settings = record.extra.get("settings")
+    saved: dict[str, Any] = settings if isinstance(settings, dict) else {}
+    before = None if record.plan is None else nxp.ShardingPlan.from_json(json.dumps(record.plan))
+    moved = before is not None and axis_sizes(before.mesh) != axis_sizes(plan.mesh)
+    if microbatches is None:
+      microbatches = int(saved.get("microbatches", recipe.parts(None)))
+      parameters_only = all(isinstance(leaf, nnx.Param) for leaf in variables(model).values())
+      if before is not None and moved and parameters_only and options.get("pipeline") is None:
+        shards = [shard_counts(one.batch_spec(1), 1, axis_sizes(one.mesh))[0] for one in (before, plan)]
+        microbatches = adapted(
+          microbatches, shards[0], shards[1], options.get("settings", saved).get("batch")
+        )
+    job = cls(recipe, plan, model, optimizer, microbatches, position, **options)
+    job.changes = differences(saved, job.settings)
+    job.relaid = before.diff(plan) if before is not None and moved else None
     return job
 
   def train(self, steps: int, *, progress: Any = False, **options: Any) -> nxp.FitResult:
@@ -219,6 +242,21 @@ class Job:
   def unit(self) -> str:
     """What `tokens_per_second` counts."""
     return "samples" if self.recipe.tokens is None else "tokens"
+
+
+def adapted(microbatches: int, before: int, after: int, batch: int | None) -> int:
+  """The number of microbatches after the batch is split into `after` shards and no longer into `before`.
+
+  It is the smallest that divides `batch` evenly and gives no device more examples at a time than it had.
+
+  Example:
+    >>> adapted(1, before=8, after=2, batch=32), adapted(4, before=2, after=8, batch=32), adapted(1, 8, 6, 24)
+    (4, 1, 2)
+  """
+  least = -(-microbatches * before // after)
+  if batch is None:
+    return least
+  return next((n for n in range(least, batch // after + 1) if batch % (n * after) == 0), least)
 
 
 def differences(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:

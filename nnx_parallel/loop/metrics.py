@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
+import jax
 import numpy as np
 
 from nnx_parallel.core.figures import BLUE, SKY, new_figure, open_axes
@@ -22,7 +23,8 @@ Record = dict[str, float]
 class MetricsLog:
   """A file of JSON lines, one for each step; `log.write` is a tracker for `nxp.fit`.
 
-  Each line is flushed, so a killed process loses none.
+  Each line is flushed, so a killed process loses none. In a job of several processes the first one alone
+  writes, and the others touch no file.
 
   Args:
     path: the file; its folder is made.
@@ -48,13 +50,18 @@ class MetricsLog:
 
   def __init__(self, path: str | Path, *, after: int = 0):
     self.path = Path(path)
-    self.path.parent.mkdir(parents=True, exist_ok=True)
     self.earlier: Path | None = None
+    first = jax.process_index() == 0
+    if first:
+      self._start(after)
+    self._file = (self.path if first else Path(os.devnull)).open("a", encoding="utf-8")
+
+  def _start(self, after: int) -> None:
+    self.path.parent.mkdir(parents=True, exist_ok=True)
     if after:
       _keep(self.path, [record for record in read_metrics(self.path) if record["step"] <= after])
     elif self.path.is_file() and self.path.stat().st_size:
       self.earlier = self.path.rename(_unused(self.path))
-    self._file = self.path.open("a", encoding="utf-8")
 
   def write(self, step: int, values: Mapping[str, Any]) -> None:
     """Appends one line: the step, then the values.
@@ -80,7 +87,7 @@ class MetricsLog:
 class TensorBoardLog:
   """Files for TensorBoard: a curve for each number, a histogram for each array.
 
-  `log.write` is a tracker for `nxp.fit`.
+  `log.write` is a tracker for `nxp.fit`. In a job of several processes the first one alone writes.
 
   Args:
     directory: one folder for each run.
@@ -98,7 +105,8 @@ class TensorBoardLog:
         f"cannot write TensorBoard files to {os.fspath(directory)}: tensorboardX is not installed.",
         fix="pip install 'nnx-parallel[tensorboard]', or MetricsLog(...), which needs nothing.",
       ) from error
-    self._writer = SummaryWriter(os.fspath(directory), purge_step=after + 1 if after else None)
+    purge, first = after + 1 if after else None, jax.process_index() == 0
+    self._writer = SummaryWriter(os.fspath(directory), purge_step=purge, write_to_disk=first)
 
   def write(self, step: int, values: Mapping[str, Any]) -> None:
     """Adds one point to each curve.

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Self
 
+import jax
 from rich import progress as bars
 from rich.console import Console
 
@@ -22,7 +23,8 @@ class StepProgress:
     start: the step that the run resumes from.
     unit: of the rate per second: `tokens`, `samples`.
     quiet: whether to print the last step only.
-    console: by default standard output; `rich.console.Console(quiet=True)` prints nothing.
+    console: by default standard output, and nothing on other processes than the first;
+      `rich.console.Console(quiet=True)` prints nothing.
 
   Example:
     >>> with StepProgress(2, unit="bytes") as progress:
@@ -42,7 +44,7 @@ class StepProgress:
     console: Console | None = None,
   ):
     self._steps, self._start, self._unit, self._quiet = steps, start, unit, quiet
-    self._console = console or Console(highlight=False, soft_wrap=True)
+    self._console = console or Console(highlight=False, soft_wrap=True, quiet=jax.process_index() > 0)
     self._every = max(1, (steps - start) // 10) if steps is not None else 100
     self._bar = self._make_bar() if self._console.is_terminal and not self._quiet else None
 

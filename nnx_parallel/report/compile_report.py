@@ -8,10 +8,10 @@ import json
 import math
 import re
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import jax
-from jax.sharding import AbstractMesh, NamedSharding
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from nnx_parallel.core.jaxprs import nbytes
 from nnx_parallel.core.mesh import axis_sizes, is_explicit
@@ -33,10 +33,11 @@ from nnx_parallel.report.program.compiler import (
   run_compiler,
 )
 from nnx_parallel.report.program.cost import Cost, cost
+from nnx_parallel.report.program.devices import Labels
 from nnx_parallel.report.program.faults import Comparison, Fault, compare
 from nnx_parallel.report.program.peak import PeakBuffer, at_peak
 from nnx_parallel.report.program.whole import SHARE, WholeActivation, whole_activations
-from nnx_parallel.report.topology import topology_mesh
+from nnx_parallel.report.topology import slice_numbers, topology_mesh
 from nnx_parallel.train.step import EvalStep, TrainStep
 
 if TYPE_CHECKING:
@@ -105,6 +106,8 @@ class CompileReport:
       batch that is split.
     layers: what was done with the layers of a `train_step` or `eval_step`, a line each: a pipeline has its
       schedule and its bubble there.
+    slices: the slices of TPUs, or hosts of other devices, that the mesh spans; `Collective.slices` says
+      between how many of them each collective sends.
   """
 
   target: str
@@ -127,6 +130,7 @@ class CompileReport:
   results: Comparison = dataclasses.field(default_factory=Comparison)
   whole_activations: tuple[WholeActivation, ...] | None = None
   layers: tuple[str, ...] = ()
+  slices: int = 1
 
   @property
   def faults(self) -> tuple[Fault, ...]:
@@ -286,7 +290,8 @@ def compile_report(
   names = {f"arrays[{n}]": _plan_name(path) for n, path in enumerate(variables(objects))}
   given = ["batch"] if isinstance(step, TrainStep) else [*inspect.signature(step).parameters][len(objects) :]
   split = BatchSplit(here.batch_axes, given[0]) if given else None  # `*args` has no names
-  report = report_of(lowered, chip, axis_sizes(here.mesh), state_categories(here), names, split)
+  slices = slice_numbers(cast("Mesh", here.mesh), topology)
+  report = report_of(lowered, chip, axis_sizes(here.mesh), state_categories(here), names, split, slices)
   shards = math.prod(axis_sizes(here.mesh)[axis] for axis in here.batch_axes)
   quantities = {
     "params": sum(x.bytes for x in here.leaves if x.is_parameter),
@@ -357,6 +362,7 @@ def report_of(
   state: Mapping[str, int] | None = None,
   names: Mapping[str, str] | None = None,
   batch: BatchSplit | None = None,
+  slices: Labels | None = None,
 ) -> CompileReport:
   """Reports on a program that JAX has lowered, which is compiled here, or compiled.
 
@@ -367,6 +373,7 @@ def report_of(
     state: bytes per device of the arguments by category; what is left is called "inputs".
     names: argument as JAX names it -> name to print.
     batch: which arguments are the batch, and the axes that split it; None where that is not known.
+    slices: the slice or host at each position of the mesh; None for one, or where that is not known.
   """
   program, names = getattr(program, "lowered", program), names or {}
   if isinstance(program, jax.stages.Lowered):
@@ -408,7 +415,7 @@ def report_of(
       dataclasses.replace(
         c, parameters=tuple(names.get(p, p) for p in c.parameters), op=names.get(c.op, c.op)
       )
-      for c in collectives(final, axes)
+      for c in collectives(final, axes, slices)
     ),
     peak=at_peak(done.live, final, names),
     reshards=find_reshards(done.log, split.frames),
@@ -416,6 +423,7 @@ def report_of(
     quantities={},
     results=compare(done.whole, done.partitioned, _result_names(program, done, names)),
     whole_activations=_whole(done, final, axes, batch, SHARE * need),
+    slices=1 if slices is None else len(set(slices.tolist())),
   )
 
 

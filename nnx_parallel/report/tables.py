@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -132,12 +133,27 @@ def head(report: CompileReport) -> list[str]:
     verdict(report),
     f"Per device and step: {format_count(report.cost.flops)} matrix FLOPs, "
     f"{format_bytes(report.cost.hbm_bytes)} memory traffic, {format_bytes(sent)} sent.",
+    between_slices(report),
   ]
   compared = results_note(report)
   lines += [compared, not_counted(report.cost.uncounted).rstrip(), *(f"Layers: {x}." for x in report.layers)]
   if not report.compiled:
     lines.append("The compiler stopped for lack of memory; the tables below are of the unfinished program.")
   return [line for line in lines if line]
+
+
+def between_slices(report: CompileReport) -> str:
+  """One sentence: what of the bytes is sent between slices or hosts; empty where there is one."""
+  if report.slices == 1:
+    return ""
+  places = "hosts" if "NVIDIA" in report.target else "slices"
+  sums = Counter[str]()
+  for item in report.collectives:
+    if item.slices > 1:
+      sums[f"{item.kind} over {'+'.join(item.axes)}"] += item.sent_bytes
+  each = ", ".join(f"{name} {format_bytes(size)}" for name, size in sums.most_common())
+  total = f"{format_bytes(sums.total())} of that ({each})" if sums else "nothing"
+  return f"Collectives between the {report.slices} {places} send {total}."
 
 
 def results_text(results: Comparison) -> str:

@@ -6,6 +6,7 @@
 | `tpu:v5p:4x4x4*2` | two such slices, joined by the data-centre network |
 | `gpu:h100:2x8` | two hosts of 8 GPUs, NVLink inside a host |
 | `cpu:8` | the first 8 devices of this process |
+| `cpu:4*2` | the same, as two slices of 4: for what the report says |
 
 With several slices of v4 or v5p the compiler takes no wrap links (libtpu 0.0.50), and writes gathers inside
 a slice as all-reduces, which send twice as much: for what one slice sends, compile for one.
@@ -25,6 +26,8 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
+import numpy as np
+import numpy.typing as npt
 from jax.experimental import topologies
 from jax.sharding import Mesh
 
@@ -33,7 +36,7 @@ from nnx_parallel.errors import ReportError
 from nnx_parallel.report.chips import Chip, chip
 
 _TEXT = re.compile(r"(?P<platform>tpu|gpu):(?P<chip>\w+):(?P<size>\d+(?:x\d+)*)(?:\*(?P<slices>\d+))?")
-_CPU = re.compile(r"cpu:(?P<count>\d+)")
+_CPU = re.compile(r"cpu:(?P<count>\d+)(?:\*(?P<slices>\d+))?")
 # Chips of one TPU host board; the compiler's default splits a v4 chip into two devices.
 _HOST_BOUNDS: Mapping[str, tuple[int, int, int]] = {"v4": (2, 2, 1), "v5p": (2, 2, 1)}
 # On a machine without a TPU: a second process would die on a lock file, start-up would wait for a
@@ -79,12 +82,13 @@ def read_machine(text: str) -> Machine:
   """
   here = _CPU.fullmatch(text)
   if here:
-    return Machine(text, chip("cpu"), (int(here["count"]),), 1, int(here["count"]))
+    count, slices = int(here["count"]), int(here["slices"] or 1)
+    return Machine(text, chip("cpu"), (count,), slices, count * slices)
   match = _TEXT.fullmatch(text)
   if not match:
     raise ReportError(
       f"cannot read the topology {text!r}.",
-      fix="write tpu:v5e:4x4, tpu:v5p:4x4x4*2 (two slices), gpu:h100:2x8 (hosts x GPUs) or cpu:8.",
+      fix="write tpu:v5e:4x4, tpu:v5p:4x4x4*2 (two slices), gpu:h100:2x8 (hosts x GPUs), cpu:8 or cpu:4*2.",
     )
   kind, size = chip(match["chip"]), tuple(int(n) for n in match["size"].split("x"))
   if kind.platform != match["platform"]:
@@ -156,11 +160,27 @@ def topology_mesh(text: str, *, explicit: bool = False, **axes: int) -> Mesh:
       f"the axes {axes} do not make the {len(devices)} devices of {text}.",
       fix=f"topology_mesh({text!r}, data=-1), or sizes whose product is {len(devices)}.",
     )
-  left, across = named.slices if named.chip.platform == "tpu" else 1, dict[str, int]()
+  left, across = 1 if named.chip.platform == "gpu" else named.slices, dict[str, int]()
   for name, size in sizes.items():
     across[name] = math.gcd(size, left)
     left //= across[name]
   return make_mesh(sizes, devices=devices, explicit=explicit, dcn=across)
+
+
+def slice_numbers(mesh: Mesh, text: str | None = None) -> npt.NDArray[np.int64]:
+  """The slice of TPUs, or the host of other devices, at each position of a mesh.
+
+  Args:
+    mesh: on real devices, or those of a topology.
+    text: the topology, which alone knows the slices of simulated devices.
+  """
+  if text is not None and text.startswith("cpu:"):
+    return np.arange(mesh.size) // read_machine(text).slice_size
+  numbers = [
+    getattr(device, "slice_index", None) or 0 if device.platform == "tpu" else device.process_index
+    for device in mesh.devices.flat
+  ]
+  return np.array(numbers, np.int64)
 
 
 def _local(named: Machine) -> list[Any]:

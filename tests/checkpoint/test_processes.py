@@ -1,14 +1,18 @@
-"""Two processes of four devices each, on one machine."""
+"""Two processes of four devices each, or four of two, on one machine."""
 
 import textwrap
 
+import jax
 import numpy as np
 import pytest
 import safetensors.numpy
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
+import nnx_parallel as nxp
 from checkpoint.runs import assert_same
 from nnx_parallel.checkpoint.checkpointer import Checkpointer
-from processes import run_two
+from processes import run_in, run_two
 
 START = """
 from nnx_parallel.checkpoint.checkpointer import Checkpointer
@@ -48,6 +52,127 @@ def test_two_processes_save_and_restore_what_one_process_reads(tmp_path):
   wanted = {"w": np.arange(128, dtype=np.float32).reshape(8, 16), "b": np.arange(16, dtype=np.int32)}
   assert_same(found, wanted)
   assert Checkpointer(tmp_path).verify() == {}
+
+
+CHAIN = (
+  START
+  + """
+from nnx_parallel.checkpoint import digest, save
+
+values["r"] = np.arange(2 << 20, dtype=np.float32)  # 8 MiB, replicated
+tree["r"] = put(values["r"], mesh)
+
+def target(**axes):
+  other = nxp.make_mesh(**axes)
+  specs = {"w": P(*axes), "b": P(list(axes)[0]), "r": P()}
+  return {
+    name: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(other, specs[name]))
+    for name, x in tree.items()
+  }
+
+def restore(**axes):
+  found = checkpointer.restore(target(**axes))
+  for name, value in values.items():
+    for shard in found[name].addressable_shards:
+      np.testing.assert_array_equal(shard.data, value[shard.index])
+
+if last := checkpointer.latest():
+  restore(x=4, y=2)
+  print("from", last)
+digests = []
+patch(digest, "_digest_at", lambda *given, real=digest._digest_at: digests.append(1) or real(*given))
+write = save.write
+def started(*given, **options):
+  finish = write(*given, **options)
+  print("at once", len(digests))
+  return finish
+patch(save, "write", started)
+checkpointer.save((last or 0) + 1, tree)
+checkpointer.wait()
+print("verify", checkpointer.verify(), "latest", checkpointer.latest())
+restore(x=2, y=4)
+"""
+)
+
+
+@pytest.mark.slow
+def test_what_four_processes_save_two_and_one_restore_and_back(tmp_path):
+  assert {*run_in(4, CHAIN, tmp_path)} == {"at once 0\nverify {} latest 1\n"}
+  sizes = [path.stat().st_size for path in (tmp_path / "1/model/r/c").rglob("*") if path.is_file()]
+  assert 8 << 20 <= sum(sizes) < (8 << 20) + 1024 * len(sizes)  # once, and an index in each file
+  assert {*run_in(2, CHAIN, tmp_path)} == {"from 1\nat once 0\nverify {} latest 2\n"}
+  wanted = {"w": np.arange(128, dtype=np.float32).reshape(8, 16), "b": np.arange(16, dtype=np.int32)}
+  wanted["r"] = np.arange(2 << 20, dtype=np.float32)
+  checkpointer = Checkpointer(tmp_path)
+  for devices in (8, 1):
+    layout = NamedSharding(nxp.make_mesh(x=devices, devices=jax.devices()[:devices]), P("x"))
+    target = {name: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=layout) for name, x in wanted.items()}
+    found = checkpointer.restore(target)
+    assert_same(jax.device_get(found), wanted)
+  checkpointer.save(3, found)
+  assert checkpointer.verify() == {}
+  assert {*run_in(4, CHAIN, tmp_path)} == {"from 3\nat once 0\nverify {} latest 4\n"}
+
+
+@pytest.mark.slow
+def test_a_write_that_fails_on_one_process_is_an_error_on_all_at_once(tmp_path):
+  body = """
+    import resource, time
+    everything = (resource.RLIM_INFINITY, resource.RLIM_INFINITY)
+    large = {"w": put(np.ones((64, 4096), np.float32), mesh, "a", "b")}
+    checkpointer.save(1, large)
+    checkpointer.wait()
+    for asynchronous in (False, True):
+      saving = Checkpointer(arguments[0], asynchronous=asynchronous)
+      saving.restore(large)
+      if process == 1:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (10000, resource.RLIM_INFINITY))
+      began = time.monotonic()
+      try:
+        saving.save(2, large)
+        saving.wait()
+      except CheckpointError as error:
+        print("refused:", error)
+      assert time.monotonic() - began < 100, "waited for the one that failed"
+      resource.setrlimit(resource.RLIMIT_FSIZE, everything)
+      print("latest", saving.latest())
+    saving.save(3, large)
+    saving.wait()
+    print("after", saving.latest(), saving.verify())
+  """
+  first, second = run(tmp_path, body)
+  assert first.count("refused: processes [1] failed") == 2
+  assert all("File too large" in out for out in (first, second))
+  for out in (first, second):
+    assert out.count("latest 1") == 2
+    assert "after 3 {}" in out
+
+
+@pytest.mark.slow
+def test_process_0_decides_what_is_latest_and_verify_leaves_none_waiting(tmp_path):
+  body = """
+    from nnx_parallel.checkpoint import folders, restore
+
+    for step in (1, 2):
+      checkpointer.save(step, tree)
+    checkpointer.wait()
+    if process == 1:  # its file system has not heard of step 2
+      patch(folders, "saved_steps", lambda directory: [1])
+    print(checkpointer.steps(), checkpointer.latest())
+    checkpointer.restore(tree)
+    print("took", checkpointer.restored.step)
+    if process == 1:
+      def unreadable(*_, **__):
+        raise CheckpointError("the disk of this process is away")
+      patch(restore, "_load", unreadable)
+    try:
+      print("went on", checkpointer.verify())
+    except CheckpointError as error:
+      print("refused:", error)
+  """
+  for out in run(tmp_path, body):
+    assert "[1, 2] 2\ntook 2\nrefused:" in out
+    assert "the disk of this process is away" in out
 
 
 @pytest.mark.slow

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import nnx_parallel as nxp
-from nnx_parallel.hosts.agree import missing_tasks
+from nnx_parallel.core.processes import missing_tasks
 from processes import run_two
 
 HostError = nxp.errors.HostError

@@ -125,6 +125,15 @@ def test_slurm(tmp_path, node):
   check(tmp_path, run(["bash", str(file)], tmp_path, node))
 
 
+@pytest.mark.parametrize(("code", "queued"), [(75, "requeue 7"), (1, ""), (0, "")])
+def test_slurm_queues_a_job_again_that_was_asked_to_stop(tmp_path, node, code, queued):
+  for name, body in {"srun": f"exit {code}", "scontrol": 'echo "$@"'}.items():
+    (tmp_path / "bin" / name).write_text(f"#!/bin/sh\n{body}\n")
+    (tmp_path / "bin" / name).chmod(0o755)
+  done = run(["bash", str(CLUSTERS / "train.sbatch")], tmp_path, node | {"SLURM_JOB_ID": "7"})
+  assert (done.returncode, done.stdout.strip()) == (code, queued)
+
+
 @pytest.mark.slow
 def test_cloud_tpu(tmp_path, node):
   variables = {"TPU": "slice", "ZONE": "here"}

@@ -9,7 +9,7 @@ from flax import nnx
 from jax.sharding import PartitionSpec as P
 
 import nnx_parallel as nxp
-from processes import end_pairs, run_two
+from processes import end_groups, run_two
 
 
 def _plan(rules=None, **axes):
@@ -141,11 +141,11 @@ def test_two_processes_pass_their_shares_and_stop_at_the_same_step(tmp_path):
         print("ended", error.code, len(steps), checkpointer.restore_extra("data")["samples"] == 16 * steps[0])
   """
   results = run_two(body, tmp_path / "ckpt")
-  end_pairs()  # JAX does not forget the signal
+  end_groups()  # JAX does not forget the signal
   for text in results:
     lines = text.splitlines()
     right = "[True, True, True, True] (16, 4)"
     assert [f"{name} {right}" for name in ("share", "again", "whole", "same")] == lines[:4]
     assert lines[4].startswith("batch has 7 examples on this process, which 2 shards cannot split evenly")
     assert "Fix: pass each process a share of 6 or 8." in lines[6]
-    assert lines[-1] == "ended 143 1 True"
+    assert lines[-1] == "ended 75 1 True"

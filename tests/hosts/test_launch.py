@@ -299,53 +299,130 @@ def test_too_few_processes_are_an_error():
 
 
 TRAINING = """
-import os, sys, time
+import os, pathlib, resource, signal, sys, time
 import numpy as np, optax
 from flax import nnx
 import nnx_parallel as nxp
 
-seen = nxp.init_distributed(timeout=60, heartbeat_timeout=4, devices_per_process=2)
-attempt, (folder, way) = os.environ["NNX_PARALLEL_ATTEMPT"], sys.argv[1:]
+seen = nxp.init_distributed(timeout=60, heartbeat_timeout=12)
+attempt, (folder, way) = os.environ.get("NNX_PARALLEL_ATTEMPT"), sys.argv[1:]
 init = lambda: nnx.Linear(4, 4, rngs=nnx.Rngs(0))
-plan = nxp.plan(init, nxp.make_mesh(data=-1), nxp.replicate(), optimizer=optax.sgd(0.1))
+plan = nxp.plan(init, nxp.make_mesh(data=-1), nxp.fsdp("data", min_size=1), optimizer=optax.sgd(0.1))
+
+def fault(step):
+  me = seen.index == (0 if way == "coordinator" else 1)
+  if way == "disk" and me:  # from now on
+    resource.setrlimit(resource.RLIMIT_FSIZE, (8, resource.RLIM_INFINITY))
+  if step != 6 or not me:
+    return
+  if way == "corrupt":
+    for file in pathlib.Path(folder, "4/model").rglob("c/*"):
+      if file.is_file():
+        file.write_bytes(bytes(file.stat().st_size))
+    for file in pathlib.Path(folder, "2").rglob("*"):
+      os.utime(file, (2e9, 2e9))  # of a clock that is years ahead
+  if way == "slow":
+    time.sleep(2)
+  if way == "stop":
+    os.kill(os.getpid(), signal.SIGSTOP)
+  if way == "term":
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(0.5)
+  if way in ("kill", "coordinator", "corrupt"):
+    os.kill(os.getpid(), 9)
 
 def batches(samples):
-  for step in range(samples // 8 + 1, 100):
-    if attempt == "0" and seen.index == 1 and step == 6:
-      if way == "kill":
-        os.kill(os.getpid(), 9)
-      time.sleep(600)
-    yield np.ones((8, 4), np.float32)
+  for step in range(samples // 8 + 1, 13):
+    yield np.random.default_rng(step).normal(size=(8, 4)).astype(np.float32)
+
+def note(step, metrics):
+  print(f"loss {step} {metrics['loss']!r}\\n", end="", flush=True)
 
 def source(samples):
-  return nxp.batches(batches(samples), plan, whole=True, prefetch=0)
+  return nxp.batches(batches(samples), plan, whole=True)
 
 with nxp.Checkpointer(folder) as checkpointer:
-  step = nxp.train_step(lambda model, x: (model(x) ** 2).mean())
+  train = nxp.train_step(lambda model, x: (model(x) ** 2).mean())
+  def step(model, optimizer, batch):
+    if attempt == "0":
+      fault(int(optimizer.step[...]) + 1)
+    return train(model, optimizer, batch)
   options = {"checkpointer": checkpointer, "save_every": 2, "resume": "latest", "progress": False}
-  result = nxp.fit(step, *nxp.create_sharded_model(plan), source, steps=8, plan=plan, **options)
-print("steps", result.history[0]["step"], "to", result.step, "of", result.history[-1]["loss"])
+  result = nxp.fit(
+    step, *nxp.create_sharded_model(plan), source, steps=12, plan=plan, trackers=[note], **options
+  )
+print("steps", result.history[0]["step"], "to", result.step)
 """
+
+
+@pytest.fixture(scope="module")
+def script(tmp_path_factory):
+  """The file of the training script, and its losses by step when nothing disturbs it."""
+  folder = tmp_path_factory.mktemp("training")
+  (folder / "train.py").write_text(TRAINING)
+  lines: list[str] = []
+  assert (
+    supervised(folder / "train.py", folder / "ckpt", "none", lines, processes=1, devices_per_process=4) == 0
+  )
+  return folder / "train.py", losses(lines)
+
+
+def supervised(script, folder, way, lines, **options):
+  job = {"processes": 2, "devices_per_process": 2, "pause": 0.1, "hang_after": 4} | options
+  os.environ["PYTHONPATH"] = str(ROOT)
+  return launch(Job([sys.executable, str(script), str(folder), way], **job), lines.append)
+
+
+def losses(lines):
+  found: dict[int, float] = {}
+  for line in lines:
+    if line.startswith("[0] loss "):
+      step, loss = line.split()[2:]
+      assert float(loss) == pytest.approx(found.setdefault(int(step), float(loss)), rel=1e-6)
+  return found
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-  ("way", "failure"),
-  [("kill", "killed by SIGKILL"), ("hang", "hangs: no step for 3 s")],
+  ("way", "failure", "again"),
+  [
+    ("kill", "process 1 failed first: killed by SIGKILL", 5),
+    ("coordinator", "failed first", 5),
+    ("stop", "process 1 hangs: no step for 4 s", 5),
+    ("disk", "File too large", 1),
+    ("corrupt", "step 4 was passed over", 3),
+    ("slow", "", 1),
+  ],
 )
-def test_training_goes_on_from_the_last_checkpoint(tmp_path, monkeypatch, way, failure):
-  monkeypatch.setenv("PYTHONPATH", str(ROOT))
-  script = tmp_path / "train.py"
-  script.write_text(TRAINING)
+def test_a_disturbed_run_ends_with_the_losses_of_an_undisturbed_one(tmp_path, script, way, failure, again):
+  file, wanted = script
   lines: list[str] = []
-  command = [sys.executable, str(script), str(tmp_path / "ckpt"), way]
-  job = Job(command, processes=2, devices_per_process=2, restarts=1, pause=0.1, hang_after=3)
-  assert launch(job, lines.append) == 0, "\n".join(lines)
+  assert supervised(file, tmp_path / "ckpt", way, lines, restarts=1) == 0, "\n".join(lines)
   text = "\n".join(lines)
   assert failure in text
-  ends = [line for line in lines if " to 8 of " in line]
-  assert len(ends) == 2
-  assert int(ends[0].split()[2]) in (3, 5)  # the save of step 4 may not have been complete
+  assert ("restart 1 of 1" in text) == (way != "slow")
+  assert text.count(f"steps {again} to 12") == 2, text
+  found = losses(lines)
+  assert sorted(found) == [*range(1, 13)]
+  assert found == pytest.approx(wanted, rel=1e-6)
+  assert nxp.Checkpointer(tmp_path / "ckpt").verify() == {}
+
+
+@pytest.mark.slow
+def test_sigterm_to_one_process_is_agreed_on_saved_and_ends_with_its_own_code(tmp_path, script):
+  file, wanted = script
+  lines: list[str] = []
+  assert supervised(file, tmp_path / "ckpt", "term", lines, restarts=3) == 75, "\n".join(lines)
+  text = "\n".join(lines)
+  assert "failed" not in text
+  assert "restart" not in text
+  saved = nxp.Checkpointer(tmp_path / "ckpt").latest()
+  assert saved >= 6
+  assert f"[0] asked to end: saving step {saved}" in lines
+  # The next job has other processes.
+  assert supervised(file, tmp_path / "ckpt", "none", lines, processes=4, devices_per_process=1) == 0
+  assert f"[0] steps {saved + 1} to 12" in lines
+  assert losses(lines) == pytest.approx(wanted, rel=1e-6)
 
 
 @pytest.mark.slow
@@ -370,7 +447,7 @@ def test_a_supervisor_for_each_process_of_a_cluster(tmp_path):
   for supervisor, output in zip(supervisors, outputs, strict=True):
     assert supervisor.returncode == 0, output
     assert "-- restart 1 of 2 in 0.1 s" in output
-    assert " to 8 of " in output
+    assert " to 12" in output
   assert "killed by SIGKILL" in outputs[1]
 
 

@@ -54,7 +54,7 @@ def test_sigterm_ends_the_process_with_its_exit_code():
       loop(at=3, number=signal.SIGTERM)
   finally:
     signal.signal(signal.SIGTERM, before)
-  assert caught.value.code == 143
+  assert caught.value.code == 75
 
 
 def test_the_second_interrupt_ends_at_once(capfd):

@@ -68,6 +68,28 @@ def test_a_job_resumes_bit_for_bit(recipe, tmp_path):
   assert losses(resumed, 7) == expected
 
 
+@pytest.mark.parametrize("dropout", [False, True])
+def test_a_job_goes_on_with_fewer_devices_and_more_as_if_nothing_had_happened(tiny_file, tmp_path, dropout):
+  if not dropout:
+    tiny_file.write_text(tiny_file.read_text().replace("nnx.Dropout(0.25, rngs=rngs)", "nnx.relu"))
+  recipe = load_recipe(str(tiny_file))
+  meshes = {devices: {"data": devices, "tensor": 1} for devices in (2, 4, 8)}
+  wanted = losses(Job.start(recipe, make_plan(recipe, **meshes[8])), 16)
+  job, found, parts = Job.start(recipe, make_plan(recipe, **meshes[8])), {}, []
+  with nxp.Checkpointer(tmp_path / "ckpt") as checkpointer:
+    for end, devices in ((4, 8), (8, 4), (12, 2), (16, 8)):
+      if before := job.step:
+        mesh = job.settings["mesh"]
+        job = Job.restore(recipe, make_plan(recipe, **meshes[devices]), checkpointer)
+        assert (job.step, job.relaid.mesh) == (before, (mesh, meshes[devices]))
+      found |= losses(job, end)
+      parts.append(job.microbatches)
+      job.save(checkpointer)
+  assert found == pytest.approx(wanted, rel=1e-5 if dropout else 1e-6)
+  # Each microbatch draws its own dropout, so their number is part of what is computed.
+  assert parts == ([1, 1, 1, 1] if dropout else [1, 2, 4, 1])
+
+
 @pytest.mark.parametrize("sizes", [{"data": 8, "tensor": 1}, {"data": 1, "tensor": 1}])
 def test_a_job_resumes_on_another_mesh(recipe, tmp_path, sizes):
   straight = Job.start(recipe, make_plan(recipe, data=4, tensor=2))

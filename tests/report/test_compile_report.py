@@ -249,6 +249,22 @@ def test_an_abstract_plan_needs_a_topology():
     compile_report(nxp.train_step(layouts.loss), layouts.plan(fsdp=8), batch=layouts.batch())
 
 
+@pytest.mark.parametrize(("topology", "slices"), [("cpu:8", 1), ("cpu:4*2", 2), ("cpu:2*4", 4)])
+def test_what_is_sent_between_slices(topology, slices):
+  """FSDP inside of a slice: only each device's own part of the gradients crosses."""
+  mesh = nxp.abstract_mesh(replica=slices, fsdp=8 // slices)
+  rules = nxp.presets.fsdp(replica="replica", min_size=0)
+  plan = nxp.plan(layouts.init, mesh, rules, optimizer=optax.sgd(0.1))
+  report = compile_report(nxp.train_step(layouts.loss), plan, batch=layouts.batch(), topology=topology)
+  across = [c for c in report.collectives if c.slices > 1]
+  assert report.slices == slices
+  assert {c.slices for c in across} <= {slices}
+  own = sum(x.bytes_per_device for x in plan.leaves if x.is_parameter)
+  gradients = [c.sent_bytes for c in across if c.axes == ("replica",)]
+  assert sum(gradients) == (2 * own * (slices - 1) // slices if slices > 1 else 0)
+  assert ("between the" in str(report)) == (slices > 1)
+
+
 def test_a_plan_on_devices_that_are_here():
   plan = layouts.plan(mesh=nxp.make_mesh(data=1, fsdp=8, tensor=1))
   found = compile_report(nxp.train_step(layouts.loss), plan, batch=layouts.batch())

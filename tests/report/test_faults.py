@@ -333,6 +333,24 @@ def test_what_cannot_be_followed_is_listed_and_not_called_wrong():
   assert "1 not checked (result[0])" in str(found)
 
 
+def test_a_kernel_keeps_no_dim_whole():
+  """Its results are unknown, and arguments of the sizes of a real model would fill the memory."""
+  program = hlo.parse("""HloModule jit_f, num_partitions=1
+
+ENTRY %main (x: f32[8192,8192], y: f32[8192,8192]) -> f32[8192,8192] {
+  %x = f32[8192,8192] parameter(0)
+  %y = f32[8192,8192] parameter(1)
+  ROOT %made = f32[8192,8192] custom-call(%x, %y), custom_call_target="tpu_custom_call"
+}
+""")
+  thinned = thin.Thinning([program])
+  shape = thinned.shape(0, "main", "x")
+  assert max(shape) < 16
+  run = evaluate.Evaluator(program, 0, thinned, 1)
+  assert run.run({0: np.ones((1, *shape)), 1: np.ones((1, *shape))}) == (None,)
+  assert list(run.lost) == ["tpu_custom_call"]
+
+
 # The evaluator --------------------------------------------------------------------------------
 
 

@@ -136,6 +136,7 @@ report = compile_report(
 alive = sum(t.bytes for t in report.peak) + report.memory.arguments
 kinds = sorted({{(c.kind, "+".join(c.axes)) for c in report.collectives}})
 print("RESULT", report.target, report.fits, report.cost.flops, report.need_bytes, kinds,
+      "BETWEEN", sorted({{"+".join(c.axes) for c in report.collectives if c.slices == report.slices > 1}}),
       "ALIVE", alive, report.need_bytes)
 """
 
@@ -165,7 +166,9 @@ def test_slices_and_tori_send_what_the_layout_says(monkeypatch):
   monkeypatch.setenv("PYTHONPATH", ".:tests")
   # Without the wrap links of a real v5p the compiler writes every gather as an all-reduce.
   assert "('all-gather', 'fsdp')" in compile_for("tpu:v5p:4x4x4", fsdp=64)
-  assert "('all-reduce', 'data')" in compile_for("tpu:v5e:4x4*2", data=2, fsdp=16)
+  line = compile_for("tpu:v5e:4x4*2", data=2, fsdp=16)
+  assert "('all-reduce', 'data')" in line
+  assert "BETWEEN ['data']" in line
 
 
 @pytest.mark.skipif(not HAS_TPU, reason="needs the TPU compiler: pip install nnx-parallel[tpu-aot]")

@@ -13,7 +13,6 @@ import numpy as np
 from nnx_parallel.report.program import hlo
 from nnx_parallel.report.program.devices import (
   AxisFinder,
-  AxisMatch,
   Labels,
   group_labels,
   pair_labels,
@@ -65,6 +64,7 @@ class Collective:
     op: the JAX name stack.
     source: `file.py:line`, or an empty string.
     parameters: names of the program's arguments whose values it carries, where they can be followed.
+    slices: between how many slices of TPUs, or hosts of other devices, a group sends; 1 for inside of one.
   """
 
   kind: str
@@ -79,6 +79,7 @@ class Collective:
   source: str
   parameters: tuple[str, ...]
   name: str
+  slices: int = 1
 
   @property
   def total_bytes(self) -> int:
@@ -110,15 +111,19 @@ def ring_bytes(kind: str, payload: int, group_size: int) -> int:
   return passes * payload * (group_size - 1) // group_size
 
 
-def collectives(program: str | hlo.Program, axes: Mapping[str, int]) -> tuple[Collective, ...]:
+def collectives(
+  program: str | hlo.Program, axes: Mapping[str, int], slices: Labels | None = None
+) -> tuple[Collective, ...]:
   """The collectives of a compiled program that move data, in program order.
 
   Args:
     program: HLO text (`Compiled.as_text()` or a dumped file) or a parsed program.
     axes: mesh axis -> size in devices, in mesh order (`dict(mesh.shape)`).
+    slices: the slice or host at each position of the mesh; all are in one by default.
   """
   program = hlo.parse(program) if isinstance(program, str) else program
   finder = AxisFinder(axes)
+  slices = np.zeros(finder.devices, np.int64) if slices is None else slices
   origins = Origins(program)
   scattered = _scattering_fusions(program)
   found: list[Collective] = []
@@ -128,7 +133,7 @@ def collectives(program: str | hlo.Program, axes: Mapping[str, int]) -> tuple[Co
     if (not match and not across) or _LATER_STEP.search(run.instruction.rest):
       continue
     kind = match[1] if match else _ACROSS.get(across[1], across[1].lower()) if across else ""
-    collective = _describe(program, run, kind, finder, scattered, origins)
+    collective = _describe(program, run, kind, finder, slices, scattered, origins)
     if collective.group_size > 1:
       found.append(collective)
   return tuple(found)
@@ -147,13 +152,16 @@ def _describe(
   run: hlo.Executed,
   kind: str,
   finder: AxisFinder,
+  slices: Labels,
   scattered: frozenset[str],
   origins: Origins,
 ) -> Collective:
   instruction = run.instruction
-  slices = finder.devices // program.partitions if program.partitions > 1 else 1
+  programs = finder.devices // program.partitions if program.partitions > 1 else 1
   across = instruction.opcode == "send"
-  match, group_size = (_slices if across else _groups)(instruction, finder, slices)
+  labels, group_size = (_between_programs if across else _groups)(instruction, finder.devices, programs)
+  match = finder.match(labels)
+  whole = match.whole and (not across or _all_programs(instruction, programs))
   if kind == "all-reduce" and run.computation.name in scattered:
     kind = "reduce-scatter"
   shapes = _payload(instruction, kind, run.computation, group_size)
@@ -161,7 +169,7 @@ def _describe(
   return Collective(
     kind=kind,
     axes=match.axes,
-    whole=match.whole,
+    whole=whole,
     group_size=group_size,
     dtype=shapes[0].dtype if shapes else "",
     bytes=sum(shape.bytes for shape in shapes),
@@ -171,31 +179,42 @@ def _describe(
     source=program.source(made) if made else "",
     parameters=origins.of(instruction, run.computation) if kind in _CARRIES else (),
     name=instruction.name,
+    slices=_spanned(labels, slices),
   )
 
 
-def _groups(instruction: hlo.Instruction, finder: AxisFinder, slices: int) -> tuple[AxisMatch, int]:
-  rest, devices = instruction.rest, finder.devices // slices
+def _spanned(labels: Labels, slices: Labels) -> int:
+  """The slices that a group spans; the most of all groups."""
+  groups, _ = np.unique(np.stack([labels, slices]), axis=1)
+  return int(np.unique(groups, return_counts=True)[1].max())
+
+
+def _groups(instruction: hlo.Instruction, devices: int, programs: int) -> tuple[Labels, int]:
+  """The groups as labels of all devices, and the devices of one; each TPU slice runs a program of its own."""
+  rest, own = instruction.rest, devices // programs
   if "source_target_pairs=" in rest:
     pairs = instruction.attribute("source_target_pairs")
     moves = any(a != b for a, b in pairs_of(pairs))
-    return finder.match(_in_each(pair_labels(pairs, devices), slices)), 2 if moves else 1
-  labels = group_labels(rest, devices)
-  return finder.match(_in_each(labels, slices)), int(np.unique(labels, return_counts=True)[1].max())
+    return _in_each(pair_labels(pairs, own), programs), 2 if moves else 1
+  labels = group_labels(rest, own)
+  return _in_each(labels, programs), int(np.unique(labels, return_counts=True)[1].max())
 
 
-def _in_each(labels: Labels, slices: int) -> Labels:
+def _in_each(labels: Labels, programs: int) -> Labels:
   """The groups of one slice, repeated in each: slices are consecutive positions of the mesh."""
-  return np.concatenate([labels + number * len(labels) for number in range(slices)])
+  return np.concatenate([labels + number * len(labels) for number in range(programs)])
 
 
-def _slices(instruction: hlo.Instruction, finder: AxisFinder, slices: int) -> tuple[AxisMatch, int]:
-  """The axes between slices. Only groups of all slices are written in the program; others are a part."""
-  match = finder.match(np.arange(finder.devices) % (finder.devices // slices))
-  target = _TARGET.search(instruction.rest)
-  whole = match.whole and target is not None and target[1].count(",") + 1 == slices
+def _between_programs(instruction: hlo.Instruction, devices: int, programs: int) -> tuple[Labels, int]:
+  """The devices that have the same place in each slice."""
   pair = "ONE_TO_ONE" in instruction.rest
-  return AxisMatch(match.axes, whole), 2 if pair else slices
+  return np.arange(devices) % (devices // programs), 2 if pair else programs
+
+
+def _all_programs(instruction: hlo.Instruction, programs: int) -> bool:
+  """Whether a `send` goes to all slices: only such groups are written in the program; others are a part."""
+  target = _TARGET.search(instruction.rest)
+  return target is not None and target[1].count(",") + 1 == programs
 
 
 def _payload(

@@ -41,7 +41,10 @@ ELEMENTWISE = frozenset({
 _LINKED = ELEMENTWISE | {
   "dot", "convolution", "gather", "scatter", "reduce", "iota", "sort", "topk", "reduce-window", "broadcast",
 }  # fmt: skip
-_FREE = frozenset({"constant", "iota", "partition-id", "replica-id", "after-all", "rng-bit-generator"})
+# Without a rule for dims: they have no operand, or their results are not known (kernels).
+_FREE = frozenset(
+  {"custom-call", "constant", "iota", "partition-id", "replica-id", "after-all", "rng-bit-generator"}
+)
 _COLLECTIVES = frozenset({"all-reduce", "collective-permute", "all-gather", "reduce-scatter", "all-to-all"})
 # Operations that unite the dims at one place of all operands with those of the result.
 _PLACEWISE = ELEMENTWISE | {"concatenate", "dynamic-update-slice", "reverse"}

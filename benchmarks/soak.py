@@ -1,0 +1,224 @@
+"""Kills random processes of a supervised training run at random moments, and compares its losses.
+
+A run of four processes, two simulated devices each, saves every 20 steps under `nnx-parallel launch`. Again
+and again a process of it (the coordinator too) gets SIGKILL, or now and then SIGSTOP, at a random moment:
+while it trains, saves, starts, joins, compiles or restores. In the end every loss must be that of an
+undisturbed run, each attempt must have gone on from the newest step that was reported as saved (one save may
+be complete and not reported), every step that is kept must verify, and no process may be left.
+
+  python benchmarks/soak.py --kills 30
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import contextlib
+import os
+import random
+import signal
+import statistics
+import sys
+import tempfile
+import threading
+import time
+import uuid
+from pathlib import Path
+
+from harness import Record
+from nnx_parallel.checkpoint.checkpointer import Checkpointer
+from nnx_parallel.hosts.launch import Job, launch
+
+PROCESSES, SAVE_EVERY, HANG_AFTER = 4, 20, 4.0
+TRAINING = r"""
+import os, sys, time
+
+print(f"pid {os.getpid()}\n", end="", flush=True)
+import numpy as np, optax
+from flax import nnx
+import nnx_parallel as nxp
+
+folder, steps, pause, every = sys.argv[1], int(sys.argv[2]), float(sys.argv[3]), int(sys.argv[4])
+nxp.init_distributed(devices_per_process=2, timeout=60, heartbeat_timeout=10)
+init = lambda: nnx.Linear(64, 64, rngs=nnx.Rngs(0))
+plan = nxp.plan(init, nxp.make_mesh(data=-1), nxp.fsdp("data", min_size=1), optimizer=optax.adam(1e-2))
+
+def batches(samples):
+  for step in range(samples // 16, steps):
+    time.sleep(pause)
+    yield np.random.default_rng(step).normal(size=(16, 64)).astype(np.float32)
+
+class Noted(nxp.Checkpointer):
+  def save(self, step, *given, **options):
+    super().save(step, *given, **options)
+    if nxp.main_process():
+      print(f"saved {step}\n", end="", flush=True)
+
+def note(step, metrics):
+  print(f"step {step} {metrics['loss']!r} {time.time()}\n", end="", flush=True)
+
+source = lambda samples: nxp.batches(batches(samples), plan, whole=True)
+with Noted(folder, max_to_keep=3) as checkpointer:
+  train = nxp.train_step(lambda model, x: ((model(x) - x[::-1]) ** 2).mean())
+  nxp.fit(train, *nxp.create_sharded_model(plan), source, steps=steps, plan=plan, checkpointer=checkpointer,
+          save_every=every, resume="latest", progress=False, trackers=[note])
+"""
+
+
+class Run:
+  """A supervised run, what it printed, and who of it is alive."""
+
+  def __init__(self, script: Path, folder: Path, steps: int, pause: float, restarts: int):
+    command = [sys.executable, str(script), str(folder), str(steps), str(pause), str(SAVE_EVERY)]
+    self.job = Job(
+      command, processes=PROCESSES, devices_per_process=2, restarts=restarts, pause=0.5, hang_after=HANG_AFTER
+    )
+    self.pids: dict[int, int] = {}
+    self.losses: dict[int, set[str]] = collections.defaultdict(set)
+    self.problems: list[str] = []
+    self.recoveries: list[float] = []
+    self.reported = self.made = 0
+    self.struck: float | None = None
+    self.training = threading.Event()
+    self.lines: list[str] = []
+
+  def write(self, line: str) -> None:
+    """Takes a line of the launcher."""
+    self.lines.append(line)
+    words = line.split()
+    if words[:2] == ["--", "restart"]:
+      self.pids.clear()
+      self.training.clear()
+    elif words[1:2] == ["pid"]:
+      self.pids[int(words[0][1:-1])] = int(words[2])
+    elif words[1:2] == ["saved"]:
+      self.reported = int(words[2])
+    elif words[1:2] == ["step"]:
+      self.step(int(words[2]), words[3], float(words[4]))
+
+  def step(self, step: int, loss: str, when: float) -> None:
+    """A step was made."""
+    if not self.training.is_set():
+      if not self.reported < step <= self.reported + SAVE_EVERY + 1:
+        self.problems.append(f"went on with step {step}, and step {self.reported} was saved")
+      if self.struck is not None:
+        self.recoveries.append(when - self.struck)
+      self.struck = None
+      self.training.set()
+    self.made += 1
+    self.losses[step].add(loss)
+
+  def strike(self, rng: random.Random) -> str:
+    """Kills or stops one process, if there is one; returns what it did."""
+    pids = dict(self.pids)
+    if not pids:
+      return ""
+    number, kind = rng.choice(sorted(pids)), rng.choices((signal.SIGKILL, signal.SIGSTOP), (9, 1))[0]
+    where = "training" if self.training.is_set() else "starting"
+    if kind == signal.SIGSTOP and where == "starting":
+      kind = signal.SIGKILL  # a process that stops before its first step is found by JAX, after its timeout
+    with contextlib.suppress(ProcessLookupError):
+      os.kill(pids[number], kind)
+      self.struck = time.time()
+      return f"{kind.name}, {'coordinator' if number == 0 else 'another'}, {where}"
+    return ""
+
+
+def left(token: str) -> list[int]:
+  """The processes whose environment holds a text."""
+  found: list[int] = []
+  for entry in Path("/proc").iterdir():
+    with contextlib.suppress(OSError):
+      if entry.name.isdigit() and token.encode() in (entry / "environ").read_bytes():
+        found.append(int(entry.name))
+  return found  # not this one: its environment was fixed when it started
+
+
+def soak(
+  kills: int, minutes: float, steps: int, seed: int, root: Path
+) -> tuple[Run, collections.Counter[str]]:
+  """Runs until all kills are made, or the time is over, and to the last step."""
+  script = root / "train.py"
+  script.write_text(TRAINING)
+  plain = Run(script, root / "plain", steps, 0.0, 0)
+  if launch(plain.job, plain.write):
+    raise SystemExit("\n".join(plain.lines[-50:]))
+  token = uuid.uuid4().hex
+  os.environ["NNX_PARALLEL_SOAK"] = token
+  run = Run(script, root / "run", steps, 0.02, kills + 5)
+  rng, done, over = random.Random(seed), collections.Counter[str](), threading.Event()
+  until = time.monotonic() + 60 * minutes
+
+  def strikes() -> None:
+    while not over.is_set() and done.total() < kills and time.monotonic() < until:
+      # Most wait until it trains again, which is what is timed; the others do not let it come so far.
+      if rng.random() < 0.8:
+        run.training.wait(60)
+      over.wait(rng.uniform(0, 3))
+      lines = len(run.lines)
+      if what := run.strike(rng):
+        done[what] += 1
+        # Until the launcher has seen it: two strikes at one attempt would count as one.
+        while not over.is_set() and not any("restart" in line for line in run.lines[lines:]):
+          over.wait(0.05)
+
+  thread = threading.Thread(target=strikes)
+  thread.start()
+  code = launch(run.job, run.write)
+  over.set()
+  thread.join()
+  if code:
+    run.problems += [f"the run ended with {code}", *run.lines[-40:]]
+  wrong = [step for step in range(1, steps + 1) if run.losses[step] != plain.losses[step]]
+  if wrong:
+    run.problems.append(f"other losses at steps {wrong[:10]}")
+  checkpointer = Checkpointer(root / "run")
+  run.problems += [f"step {n}: {bad}" for n in checkpointer.steps() if (bad := checkpointer.verify(n))]
+  if checkpointer.latest() != steps:
+    run.problems.append(f"the newest step is {checkpointer.latest()}")
+  if orphans := left(token):
+    run.problems.append(f"processes that were left: {orphans}")
+  return run, done
+
+
+def main() -> int:
+  """Soaks, writes the record, and fails when anything was wrong or lost."""
+  parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+  parser.add_argument("--kills", type=int, default=30)
+  parser.add_argument("--minutes", type=float, default=10)
+  parser.add_argument("--steps", type=int, default=4000)
+  parser.add_argument("--seed", type=int, default=0)
+  args = parser.parse_args()
+  os.environ["PYTHONPATH"] = str(Path(__file__).resolve().parent.parent)
+  began = time.monotonic()
+  with tempfile.TemporaryDirectory() as root:
+    run, done = soak(args.kills, args.minutes, args.steps, args.seed, Path(root))
+  record = Record(
+    "soak",
+    __doc__.split("\n", 1)[0],
+    command=" ".join(["python benchmarks/soak.py", *sys.argv[1:]]),
+    notes=[
+      f"{PROCESSES} processes of two simulated devices each; a save every {SAVE_EVERY} steps, three are kept."
+      " The times are from a signal to the end of the next step that was made, where no other signal came"
+      f" before: the pause of 0.5 s before a restart is in them, and, after SIGSTOP, {HANG_AFTER:g} s until"
+      " the launcher calls it a hang. Other people used the machine's two cores at the same time."
+    ],
+  )
+  for what, count in sorted(done.items()):
+    record.value(what, count, "", group="signals")
+  record.value("all", done.total(), "", group="signals")
+  record.value("steps", args.steps, "", group="run")
+  record.value("steps made again", run.made - args.steps, "", group="run")
+  record.value("problems", len(run.problems), "", group="run")
+  record.value("all of it", round(time.monotonic() - began), "s", group="run")
+  for name, of in (("median", statistics.median), ("max", max)):
+    record.value(f"signal to the next step, {name}", round(of(run.recoveries), 2), "s", group="recovery")
+  record.value("timed", len(run.recoveries), "", group="recovery")
+  print(*run.problems, sep="\n")
+  if not run.problems:
+    record.write()
+  return bool(run.problems) or done.total() < min(25, args.kills)
+
+
+if __name__ == "__main__":
+  sys.exit(main())

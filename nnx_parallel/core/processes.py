@@ -1,0 +1,99 @@
+"""What the processes of a job tell each other through JAX's coordinator, without the devices."""
+
+from __future__ import annotations
+
+import collections
+import itertools
+import re
+import socket
+from typing import Any
+
+import jax
+from jax._src import distributed  # tests/test_upstream.py has what is used of it
+
+from nnx_parallel.errors import HostError
+
+LONGEST_S = 3600.0
+_uses: dict[str, itertools.count[int]] = collections.defaultdict(itertools.count)
+_old_keys: dict[str, str] = {}
+
+
+def wait_for_all(name: str, timeout: float) -> None:
+  """Waits until all processes have called this with the same name, equally often.
+
+  Raises:
+    HostError: names the processes that did not come within `timeout` seconds.
+  """
+  _wait(f"nnx_parallel/{name}/{next(_uses[name])}", name, timeout)
+
+
+class Exchange:
+  """A text of each process, for all of them; on any thread.
+
+  All processes make it, and call `all` once, equally often for each name.
+
+  Args:
+    name: what it is for.
+  """
+
+  def __init__(self, name: str):
+    self._name, self._key = name, f"nnx_parallel/{name.replace('/', ':')}/{next(_uses[name])}"
+
+  def say(self, text: str) -> None:
+    """Says this process's text, without waiting."""
+    _client().key_value_set(f"{self._key}/{jax.process_index()}", text)
+
+  def so_far(self) -> dict[int, str]:
+    """What was said until now, by process."""
+    found = _client().key_value_dir_get(f"{self._key}/")
+    return {int(key.rpartition("/")[2]): text for key, text in found}
+
+  def all(self, timeout: float = LONGEST_S) -> list[str]:
+    """Waits until all have said theirs, and returns the texts by process.
+
+    Raises:
+      HostError: names the processes that did not come within `timeout` seconds.
+    """
+    _wait(self._key, self._name, timeout)
+    found = self.so_far()
+    # All are here, so none still reads what was said the time before.
+    mine = f"{self._key}/{jax.process_index()}"
+    if old := _old_keys.pop(self._name, None):
+      _client().key_value_delete(old)
+    _old_keys[self._name] = mine
+    return [found[process] for process in range(jax.process_count())]
+
+
+def missing_tasks(text: str) -> list[int]:
+  """The processes that the runtime's error names as missing at a barrier.
+
+  Example:
+    >>> missing_tasks("UNAVAILABLE: Task 3 heartbeat timeout. This indicates that")
+    [3]
+  """
+  found = re.search(r"timed out task names:\s*((?:\d+\s*\n)+)", text)
+  numbers = found[1].split() if found else re.findall(r"Task (\d+) heartbeat timeout", text)
+  return sorted({int(number) for number in numbers})
+
+
+def _client() -> Any:
+  return distributed.global_state.client
+
+
+def _wait(key: str, name: str, timeout: float) -> None:
+  try:
+    _client().wait_at_barrier(key, max(1, round(1000 * timeout)))
+  except RuntimeError as error:  # JaxRuntimeError is one
+    raise _not_together(name, timeout, str(error)) from error
+
+
+def _not_together(name: str, timeout: float, text: str) -> HostError:
+  missing = missing_tasks(text)
+  who = f"processes {missing} did not come" if missing else "the processes did not come together"
+  return HostError(
+    f"{who} to {name!r} within {timeout:g} s.",
+    details=f"this is process {jax.process_index()} of {jax.process_count()} on {socket.gethostname()};"
+    f" {text.splitlines()[0] if text else ''}",
+    fix="read the log of the first of them: it failed, hangs, took another branch, or needs a longer"
+    " timeout=.",
+  )

@@ -1,0 +1,172 @@
+"""Weights of Flax Linen: trees of variables, msgpack files, and the names they have there.
+
+A Linen module becomes an nnx module by `flax.nnx.bridge.ToNNX` and is then planned, made and trained as any
+other. Its leaves have the names that Linen gives them, below the collection: `params.Dense_0.kernel`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from flax import nnx, serialization, traverse_util
+from flax.core import meta
+
+from nnx_parallel.checkpoint import diff, paths, targets
+from nnx_parallel.core.nodes import value_of, variables
+from nnx_parallel.errors import CheckpointError
+from nnx_parallel.interop.weights import Rule, Shape, WeightMap, import_arrays, random_state, unused_skip
+from nnx_parallel.layout.plan import ShardingPlan
+
+OTHERS = ("opt_state.*", "step", "tx.*")
+"""What a train state has beside the variables of the model."""
+
+
+@dataclasses.dataclass(frozen=True)
+class _Array:
+  values: np.ndarray[Any, Any]
+
+  @property
+  def shape(self) -> Shape:
+    return self.values.shape
+
+  @property
+  def dtype(self) -> np.dtype[Any]:
+    return self.values.dtype
+
+  def read(self, index: tuple[slice, ...] = ()) -> np.ndarray[Any, Any]:
+    return self.values[index]
+
+
+def linen_names(model: object) -> WeightMap:
+  """The names that the leaves of an nnx model have in Linen: the collection of their type, then their path.
+
+  Args:
+    model: a module, abstract or not; or a plan.
+
+  Returns:
+    A weight map for `import_linen`, `export_linen`, `restore_orbax` and `Checkpointer.restore`.
+
+  Example:
+    >>> names = linen_names(nnx.BatchNorm(4, rngs=nnx.Rngs(0)))
+    >>> sorted(rule.file for rule in names.rules)
+    ['batch_stats.mean', 'batch_stats.var', 'params.bias', 'params.scale']
+  """
+  model = model.abstract_model if isinstance(model, ShardingPlan) else model
+  rules = [
+    Rule(f"{nnx.variable_name_from_type(type(leaf), allow_register=True)}.{name}", name)
+    for path, leaf in variables(model).items()
+    for name in [paths.format(path)]  # pyright: ignore[reportArgumentType]
+    if not isinstance(leaf, nnx.RngState)
+  ]
+  return WeightMap(*rules, ignore=OTHERS)
+
+
+def import_linen(
+  source: str | os.PathLike[str] | bytes | Mapping[str, Any],
+  plan: ShardingPlan,
+  weight_map: WeightMap | None = None,
+  *,
+  skip: Iterable[str] = (),
+) -> Any:
+  """Makes a model from variables of Linen; each array goes straight into its shards.
+
+  Random-number state (`nnx.RngState`) is initialised. Checkpoints that were written with Orbax are read by
+  `restore_orbax(..., weight_map=linen_names(plan))`.
+
+  Args:
+    source: a msgpack file (`flax.serialization.to_bytes`, `msgpack_serialize`), its bytes, or a tree of
+      variables by collection. `nn.Partitioned` and `nn.LogicallyPartitioned` boxes are taken off.
+    plan: the layout; when it has an optimizer, a fresh one is made.
+    weight_map: how the arrays become leaves: `Rule("params.Dense_{i}.kernel", "layers.{i}.kernel")`. By
+      default that of `linen_names(plan)`, for a module made by `nnx.bridge.ToNNX`.
+    skip: patterns of paths that the source does not have; these leaves are initialised.
+
+  Returns:
+    The module, or (module, optimizer).
+
+  Raises:
+    CheckpointError: no msgpack file of a tree, an incomplete weight map, or a shape or dtype that does not
+      fit, named.
+
+  Example:
+    >>> import flax.linen as nn, jax.numpy as jnp
+    >>> from flax.nnx import bridge
+    >>> import nnx_parallel as nxp
+    >>> net, x = nn.Dense(8), jnp.ones((1, 4))
+    >>> init = lambda: bridge.lazy_init(bridge.ToNNX(net, rngs=nnx.Rngs(0)), x)
+    >>> plan = nxp.plan(init, nxp.make_mesh(fsdp=8), nxp.fsdp(min_size=0))
+    >>> model = import_linen(net.init(jax.random.key(1), x), plan)
+    >>> model.kernel.sharding.spec
+    P(None, 'fsdp')
+  """
+  name = "these variables" if isinstance(source, (bytes, Mapping)) else source
+  return import_arrays(name, lambda: _read(source), plan, weight_map or linen_names(plan), skip)
+
+
+def export_linen(
+  model: object, weight_map: WeightMap | None = None, *, skip: Iterable[str] = ()
+) -> dict[str, Any]:
+  """The variables that Linen has for an nnx model, by collection.
+
+  They are for `module.apply`, `flax.serialization.to_bytes` and Orbax.
+
+  Args:
+    model: a module.
+    weight_map: as for `import_linen`; undone.
+    skip: patterns of paths to leave out.
+
+  Returns:
+    A tree of global arrays, sharded as the leaves are or near to that, without boxes.
+
+  Raises:
+    CheckpointError: an incomplete weight map.
+  """
+  patterns, random = diff.Patterns(None, skip), random_state(model)
+  leaves = {
+    path: leaf
+    for path, leaf in targets.saved_roots(model, None)["model"].items()
+    if path not in random and not patterns.leaves_out(path)
+  }
+  if unused := patterns.unused():
+    raise unused_skip(unused)
+  shapes = {path: tuple(leaf.shape) for path, leaf in leaves.items()}
+  flat: dict[tuple[str, ...], Any] = {}
+  for found in (weight_map or linen_names(model)).to_write(leaves):
+    group, _ = found.numbered(shapes)
+    layers = [group.layers[layer] for layer in sorted(group.layers)]
+    arrays = [value_of(leaves[path]) for path in layers]
+    made = group.make_arrays(arrays, shapes[layers[0]], arrays[0].sharding)
+    flat |= {tuple(name.split(".")): array for name, array in zip(group.names, made, strict=True)}
+  return traverse_util.unflatten_dict(flat)
+
+
+def _read(source: str | os.PathLike[str] | bytes | Mapping[str, Any]) -> dict[str, _Array]:
+  """The arrays of a tree by their names."""
+  tree: Any = source
+  if not isinstance(source, Mapping):
+    try:
+      tree = serialization.msgpack_restore(source if isinstance(source, bytes) else Path(source).read_bytes())
+    except (OSError, ValueError) as error:
+      raise CheckpointError(
+        f"cannot read {'these bytes' if isinstance(source, bytes) else source} as msgpack: {error}.",
+        fix="a file of flax.serialization.to_bytes(variables); restore_orbax(...) for a folder of Orbax.",
+      ) from error
+  if not isinstance(tree, Mapping):
+    raise CheckpointError(
+      f"these are no variables of Linen, but a {type(tree).__name__}.",
+      fix='a tree by collection: {"params": {...}, "batch_stats": {...}}.',
+    )
+  rows = jax.tree_util.tree_leaves_with_path(meta.unbox(dict(tree)))
+  return {_name(path): _Array(np.asarray(leaf)) for path, leaf in rows}
+
+
+def _name(path: Any) -> str:
+  """A name as `linen_names` has it; msgpack keeps the array of a box under `value`."""
+  keys = [jax.tree_util.keystr((key,), simple=True) for key in path]
+  return ".".join(keys[:-1] if keys[-1] == "value" and len(keys) > 2 else keys)

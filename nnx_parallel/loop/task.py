@@ -1,0 +1,167 @@
+"""A whole task in one call: the layout, the state, the specs and every step of a model or a recipe."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+from flax import nnx
+from jax.sharding import PartitionSpec
+
+from nnx_parallel.core.mesh import AnyMesh, make_mesh
+from nnx_parallel.core.text import format_spec, text_table
+from nnx_parallel.create.constructor import create_sharded_model
+from nnx_parallel.decode.generate import Generator
+from nnx_parallel.errors import TrainError
+from nnx_parallel.layout.plan import ShardingPlan
+from nnx_parallel.layout.plan import plan as make_plan
+from nnx_parallel.loop.loader import Recipe, load_recipe
+from nnx_parallel.rules.fallback import fsdp
+from nnx_parallel.train.step import EvalStep, TrainStep, eval_step, train_step
+
+
+@dataclasses.dataclass(frozen=True)
+class Task:
+  """A model on a mesh, and all that trains, evaluates and runs it; print it to see the whole.
+
+  Attributes:
+    plan: the layout of the model and the optimizer.
+    train_step: `train_step(model, optimizer, batch)`.
+    eval_step: `eval_step(model, batch)`.
+    generate: the decode step, or None.
+    batch: the abstract global batch, or None.
+  """
+
+  plan: ShardingPlan
+  train_step: TrainStep
+  eval_step: EvalStep
+  generate: Generator | None
+  batch: Any
+
+  @property
+  def model(self) -> nnx.Module:
+    """The live module; made in its shards, with the optimizer, when it is first asked for."""
+    return self._state[0]
+
+  @property
+  def optimizer(self) -> nnx.Optimizer[Any]:
+    """The live optimizer of `model`."""
+    return self._state[1]
+
+  @functools.cached_property
+  def _state(self) -> tuple[Any, Any]:
+    return create_sharded_model(self.plan)
+
+  @property
+  def state_specs(self) -> dict[str, PartitionSpec]:
+    """Name of each array of the model and the optimizer -> its spec."""
+    return {leaf.name: leaf.spec for leaf in self.plan.leaves}
+
+  @property
+  def input_specs(self) -> Any:
+    """The specs of the batch, as a tree like it."""
+    return jax.tree.map(lambda x: self.plan.batch_spec(len(x.shape)), self.batch)
+
+  @property
+  def num_parameters(self) -> int:
+    """Elements of all parameters."""
+    return self.plan.num_parameters()
+
+  def __str__(self) -> str:
+    arrays = jax.tree_util.tree_leaves_with_path(self.batch)
+    rows = [
+      (f"batch{jax.tree_util.keystr(path)}", f"{x.dtype}{list(x.shape)}", format_spec(spec))
+      for path, x in arrays
+      for spec in [self.plan.batch_spec(len(x.shape))]
+    ]
+    steps = ["train_step(model, optimizer, batch)", "eval_step(model, batch)"]
+    steps += [] if self.generate is None else ["generate(model, prompts, ...)"]
+    return "\n\n".join(
+      [
+        str(self.plan).rstrip(),
+        *([text_table(("input", "global array", "spec"), rows)] if rows else []),
+        f"{self.num_parameters:,} parameters; {', '.join(steps)}",
+      ]
+    )
+
+
+def task(
+  source: Callable[[], nnx.Module] | str,
+  mesh: AnyMesh | None = None,
+  rules: Any = None,
+  *,
+  loss: Callable[[Any, Any], Any] | None = None,
+  optimizer: Any = None,
+  batch: Any = None,
+  generate: Generator | None = None,
+  plan: Mapping[str, Any] | None = None,
+  **options: Any,
+) -> Task:
+  """Partitions a whole task: plan, state, specs, steps and number of parameters in one call.
+
+  Args:
+    source: a function that makes the model; or a recipe, as for `nnx-parallel train`, which has what is not
+      given here.
+    mesh: where it is to run; by default the recipe's.
+    rules: as for `nxp.plan`.
+    loss: as for `train_step`.
+    optimizer: an optax transformation.
+    batch: arrays or `jax.ShapeDtypeStruct`s of a global batch, for the input specs.
+    generate: the decode step: `nxp.generator(max_new_tokens)`.
+    plan: more options of `nxp.plan`: `{"uneven": "pad", "zero": 1}`.
+    **options: of `train_step`; those that `eval_step` has too are for both.
+
+  Returns:
+    The task. Its arrays are made when `model` or `optimizer` is first read.
+
+  Raises:
+    TrainError: no loss, no optimizer or no mesh.
+    RecipeError, ShardingError: as `load_recipe` and `nxp.plan`.
+
+  Example:
+    >>> import jax, jax.numpy as jnp, optax
+    >>> from flax import nnx
+    >>> import nnx_parallel as nxp
+    >>> made = nxp.task(
+    ...   lambda: nnx.Linear(8, 8, rngs=nnx.Rngs(0)), nxp.make_mesh(fsdp=8), nxp.fsdp(min_size=8),
+    ...   loss=lambda model, x: (model(x) ** 2).mean(), optimizer=optax.sgd(0.1),
+    ...   batch=jax.ShapeDtypeStruct((16, 8), "float32"),
+    ... )
+    >>> made.num_parameters, made.state_specs["kernel"], made.input_specs
+    (72, P(None, 'fsdp'), P('fsdp', None))
+    >>> batch = nxp.shard_batch(jnp.ones((16, 8)), made.plan)
+    >>> sorted(made.train_step(made.model, made.optimizer, batch))
+    ['loss']
+  """
+  if isinstance(source, str):
+    recipe = load_recipe(source)
+    init, loss = recipe.init, loss or recipe.loss
+    optimizer = optimizer or (recipe.optimizer() if recipe.optimizer else None)
+    rules = rules or (recipe.rules() if recipe.rules else fsdp())
+    mesh = mesh or (make_mesh(recipe.mesh()) if recipe.mesh else None)
+    batch = batch if batch is not None else _first(recipe)
+    options = {"microbatches": recipe.parts(None), **options}
+  else:
+    init = source
+  missing = [name for name, x in (("loss", loss), ("optimizer", optimizer), ("mesh", mesh)) if x is None]
+  if missing or loss is None or mesh is None:
+    raise TrainError(
+      f"a task needs {' and '.join(missing)}.",
+      fix="nxp.task(init, nxp.make_mesh(...), rules, loss=loss_fn, optimizer=optax.adam(1e-3)).",
+    )
+  shared = {name: x for name, x in options.items() if name in inspect.signature(eval_step).parameters}
+  return Task(
+    make_plan(init, mesh, rules, optimizer=optimizer, **(plan or {})),
+    train_step(loss, **options),
+    eval_step(loss, **shared),
+    generate,
+    jax.tree.map(jax.typeof, batch) if batch is not None else None,
+  )
+
+
+def _first(recipe: Recipe) -> Any:
+  return next(iter(recipe.batches(0)), None) if recipe.batches else None

@@ -1,0 +1,253 @@
+"""Samples by a global index: each is used once, on whatever processes, and what fails says which it was."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+
+import grain
+import numpy as np
+import pytest
+from array_record.python import array_record_module
+from flax import nnx
+from jax.sharding import PartitionSpec as P
+
+import nnx_parallel as nxp
+from nnx_parallel.errors import ShardingError, TrainError
+
+
+def _plan(rules=None, **axes):
+  return nxp.plan(lambda: nnx.Linear(4, 4, rngs=nnx.Rngs(0)), nxp.make_mesh(**axes or {"data": 8}), rules)
+
+
+class Source:
+  """Samples {"id": i, "x": (3,)}; one may fail."""
+
+  def __init__(self, length, bad=None):
+    self.length, self.bad = length, bad
+
+  def __len__(self):
+    return self.length
+
+  def __getitem__(self, index):
+    if index == self.bad:
+      raise OSError("the disk is gone")
+    return {"id": index, "x": np.full(3, index, np.float32)}
+
+
+def ids(batches):
+  return [batch["id"].tolist() for batch in batches]
+
+
+def flat(lists):
+  return list(itertools.chain(*lists))
+
+
+@pytest.mark.parametrize("axes", [{"data": 8}, {"tensor": 2, "data": 4}, {"data": 2, "fsdp": 4}])
+def test_batches_hold_consecutive_samples_on_every_mesh(axes):
+  plan = _plan(nxp.LogicalRules(batch=tuple(a for a in axes if a != "tensor")), **axes)
+  found = list(nxp.batches(Source(40), plan, batch=16, start=3))
+  assert ids(found) == [list(range(3, 19)), list(range(19, 35))]
+  assert found[0]["x"].sharding.spec == plan.batch_spec(2)
+  np.testing.assert_array_equal(found[1]["x"][:, 0], np.arange(19, 35, dtype=np.float32))
+
+
+def test_a_rank_with_rules_of_its_own():
+  plan = _plan(nxp.InputRules(map_1d=("data",), map_2d=("data", "tensor")), data=4, tensor=2)
+  source = [{"n": i, "x": np.arange(4.0, dtype=np.float32) + i} for i in range(8)]
+  (batch,) = nxp.batches(source, plan, batch=8)
+  assert batch["x"].sharding.spec == P("data", "tensor")
+  np.testing.assert_array_equal(batch["x"], np.stack([sample["x"] for sample in source]))
+
+
+def test_the_last_batch_is_dropped_padded_or_kept():
+  plan, source = _plan(), Source(24)
+  assert ids(nxp.batches(source, plan, batch=16)) == [list(range(16))]
+  assert ids(nxp.batches(source, plan, batch=16, last="keep")) == [list(range(16)), list(range(16, 24))]
+  full, padded = nxp.batches(Source(19), plan, batch=16, last="pad")
+  assert full["mask"].all()
+  assert padded["id"].tolist() == [16, 17, *[18] * 14]
+  assert padded["mask"].tolist() == [True] * 3 + [False] * 13
+  assert padded["mask"].sharding.spec == P("data")
+  with pytest.raises(ShardingError, match=r"batch has 3 examples, which 8 shards cannot split evenly"):
+    nxp.batches(Source(19), plan, batch=16, last="keep")
+
+
+@pytest.mark.parametrize("start", [24, 30])
+@pytest.mark.parametrize("last", ["drop", "pad", "keep"])
+def test_nothing_is_left_at_the_end(start, last):
+  assert list(nxp.batches(Source(24), _plan(), batch=8, start=start, last=last)) == []
+
+
+def _mixture():
+  first = grain.MapDataset.source(Source(24)).shuffle(seed=1).repeat()
+  second = (
+    grain.MapDataset.source(Source(8)).map(lambda s: {**s, "id": 100 + s["id"]}).shuffle(seed=2).repeat()
+  )
+  return grain.MapDataset.mix([first, second], weights=[3, 1])
+
+
+def test_a_mixture_of_grain_is_resumed_by_the_index_alone():
+  plan, mixture = _plan(), _mixture()
+  stream = nxp.batches(mixture, plan, batch=16)
+  whole = flat(ids(itertools.islice(stream, 4)))
+  for epoch in (whole[:32], whole[32:]):  # each sample of each part once in an epoch
+    assert sorted(epoch) == [*range(24), *range(100, 108)]
+  assert whole[:32] != whole[32:]
+  again = nxp.batches(mixture, _plan(data=2, tensor=4), batch=8, start=40)
+  assert flat(ids(itertools.islice(again, 3))) == whole[40:]
+
+
+def test_files_of_array_record(tmp_path):
+  writer = array_record_module.ArrayRecordWriter(str(tmp_path / "a.array_record"), "group_size:1")
+  for index in range(40):
+    writer.write(np.full(3, index, np.float32).tobytes())
+  writer.close()
+  source = grain.sources.ArrayRecordDataSource([str(tmp_path / "a.array_record")])
+  data = grain.MapDataset.source(source).map(lambda record: np.frombuffer(record, np.float32))
+  found = list(nxp.batches(data, _plan(), batch=16, start=8))
+  np.testing.assert_array_equal(np.concatenate(found)[:, 0], np.arange(8, 40, dtype=np.float32))
+
+
+@pytest.mark.parametrize("prefetch", [0, 2])
+def test_a_sample_that_cannot_be_read_is_named_and_none_before_is_lost(prefetch):
+  stream, seen = nxp.batches(Source(40, 29), _plan(), batch=8, prefetch=prefetch), []
+  with pytest.raises(OSError, match="the disk is gone") as caught:
+    seen.extend(batch["id"].tolist() for batch in stream)
+  assert flat(seen) == list(range(24))
+  assert "This was sample 29 of the source." in caught.value.__notes__
+
+
+def test_samples_are_read_in_the_background_and_threads_end_with_the_iterator():
+  before, caller, readers = set(threading.enumerate()), threading.get_ident(), set()
+
+  class Noting(Source):
+    def __getitem__(self, index):
+      readers.add((threading.get_ident(), index))
+      return super().__getitem__(index)
+
+  stream = nxp.batches(Noting(10**9), _plan(), batch=8, prefetch=1, threads=2)
+  next(stream)
+  deadline = time.monotonic() + 30  # one is used, one placed, and one more read: samples 0 to 23
+  while {index for _, index in readers} != set(range(24)) and time.monotonic() < deadline:
+    time.sleep(0.01)
+  assert {index for _, index in readers} == set(range(24))
+  assert {index for thread, index in readers if thread == caller} == {0}
+  stream.close()
+  assert set(threading.enumerate()) <= before
+
+
+def test_an_iterator_in_use_does_not_hold_the_interpreter_at_exit():
+  code = """
+    import numpy as np, nnx_parallel as nxp
+    from flax import nnx
+    plan = nxp.plan(lambda: nnx.Linear(4, 4, rngs=nnx.Rngs(0)), nxp.make_mesh(data=-1))
+    stream = nxp.batches([np.zeros(4, np.float32)] * 10**6, plan, batch=8)
+    next(stream)
+    raise SystemExit("the end")
+  """
+  done = subprocess.run(
+    [sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, timeout=120, env=_env(2)
+  )
+  assert (done.returncode, done.stderr.strip().splitlines()) == (1, ["the end"])
+
+
+def _filtered():
+  return grain.MapDataset.source(Source(16)).filter(lambda sample: sample["id"] % 2 == 0)
+
+
+@pytest.mark.parametrize(
+  ("call", "message"),
+  [
+    (lambda plan: nxp.batches(iter([1]), plan, batch=8), r"list_iterator has no samples by index"),
+    (lambda plan: nxp.batches(Source(8), plan, batch=0), r"no batches of batch=0"),
+    (lambda plan: nxp.batches(Source(8), plan, batch=8, last="raise"), r"last='raise'"),
+    (lambda plan: nxp.batches([], plan, start=8), r"start=8, last='drop' need the size of a batch"),
+    (lambda plan: nxp.batches(Source(8), plan, batch=8, whole=True), r"has no meaning"),
+    (lambda plan: nxp.batches([1.0] * 9, plan, batch=8, last="pad"), r"sample 0 is not\.\n  a float: 1\.0"),
+    (lambda plan: list(nxp.batches(_filtered(), plan, batch=8)), r"sample 1 is None"),
+    (
+      lambda plan: list(nxp.batches([np.ones(2)] * 7 + [np.ones(3)], plan, batch=8)),
+      r"sample 7 has other arrays than sample 0, so they are no batch\.\n  \{'sample': \(3,\)\}",
+    ),
+  ],
+)
+def test_what_makes_no_batches(call, message):
+  with pytest.raises(TrainError, match=message):
+    call(_plan())
+
+
+def test_a_batch_that_the_devices_cannot_split_is_refused_at_once():
+  with pytest.raises(ShardingError, match=r"batch has 12 examples(.|\n)*use a global batch of 8 or 16"):
+    nxp.batches(Source(40), _plan(), batch=12)
+
+
+RUN = """
+import json, sys
+import grain, jax, numpy as np, optax
+from flax import nnx
+import nnx_parallel as nxp
+
+folder, name, steps, batch = sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
+nxp.init_distributed()
+me, read = jax.process_index(), []
+
+class Source:
+  def __len__(self):
+    return 96
+  def __getitem__(self, index):
+    read.append(int(index))
+    return {"id": np.int32(index), "x": np.full(4, index / 96, np.float32)}
+
+init = lambda: nnx.Linear(4, 4, rngs=nnx.Rngs(0))
+plan = nxp.plan(init, nxp.make_mesh(data=-1), nxp.replicate(), optimizer=optax.sgd(0.1))
+update = nxp.train_step(lambda model, b: (model(b["x"]) ** 2).mean())
+used = []
+
+def step(model, optimizer, b):
+  used.extend(int(i) for s in b["id"].addressable_shards for i in np.asarray(s.data))
+  return update(model, optimizer, b)
+
+data = grain.MapDataset.source(Source()).shuffle(seed=7)
+with nxp.Checkpointer(f"{folder}/ckpt") as checkpointer:
+  nxp.fit(
+    step, *nxp.create_sharded_model(plan), lambda n: nxp.batches(data, plan, batch=batch, start=n), plan=plan,
+    steps=steps, checkpointer=checkpointer, resume="latest", progress=False,
+  )
+with open(f"{folder}/{name}-{me}.json", "w") as file:
+  json.dump({"used": used, "read": read}, file)
+"""
+
+
+def _env(devices):
+  flags = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}"}
+  return {**os.environ, **flags, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+
+
+@pytest.mark.slow
+def test_a_run_on_4_then_2_then_1_processes_uses_each_sample_once(tmp_path):
+  script = tmp_path / "run.py"
+  script.write_text(RUN)
+  used = []
+  for processes, devices, steps, batch in ((4, 1, 2, 16), (2, 2, 4, 16), (1, 2, 8, 8)):
+    words = [sys.executable, "-m", "nnx_parallel", "launch", "-n", str(processes)]
+    words += ["--devices-per-process", str(devices), "--", str(script), str(tmp_path), f"n{processes}"]
+    done = subprocess.run(
+      [*words, str(steps), str(batch)], capture_output=True, text=True, timeout=280, env=_env(devices)
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    records = [json.loads((tmp_path / f"n{processes}-{p}.json").read_text()) for p in range(processes)]
+    own = [record["used"] for record in records]
+    assert len({len(part) for part in own}) == 1  # each process used an equal share
+    used.append(flat(own))
+    for record, part in zip(records, own, strict=True):
+      others = set(used[-1]) - set(part)
+      assert len(others & set(record["read"])) <= 1  # besides its own, it read the first for its shapes
+  assert [len(part) for part in used] == [32, 32, 32]
+  assert sorted(flat(used)) == list(range(96))
