@@ -252,7 +252,8 @@ def program_time(
   FLOPs and collective bytes are the program's. Memory traffic, and which links overlap, are `predicted`: a
   CPU program is fused and scheduled differently from that of another chip. Two properties of CPU programs are
   corrected: bfloat16 collectives are in float32, and a reduce-scatter (of gradients, over the `scattered`
-  axes) is an all-reduce and a slice.
+  axes) is an all-reduce and a slice. Along the axis of a pipeline weights may move beside compute; what the
+  stages send, permutes, is waited for.
   """
   on_cpu = report.target.endswith("cpu")
   beside = {axis for name in predicted.overlapped for axis in name.split("+")}
@@ -261,7 +262,8 @@ def program_time(
     widened = on_cpu and predicted.main_arithmetic == "bfloat16" and c.dtype == "f32"
     sliced = on_cpu and c.kind == "all-reduce" and set(c.axes) <= set(scattered)
     sent = c.sent_bytes / ((2 if widened else 1) * (2 if sliced else 1))
-    links.add(c.axes, sent, c.times, hidden=beside.issuperset(c.axes))
+    hop = c.kind == "collective-permute" and "+".join(c.axes) in predicted.waiting
+    links.add(c.axes, sent, c.times, hidden=beside.issuperset(c.axes) and not hop)
   host = {name: value for name, value in predicted.waiting.items() if name == "host"}
   return dataclasses.replace(
     predicted,

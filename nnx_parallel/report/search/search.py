@@ -1,8 +1,8 @@
 """Ranks every mesh, and every way to run the step on it, by predicted memory and time.
 
 Tried are all factorisations of the devices into the axes that the model can use, an axis for experts and
-split sequences where the model has names for them, pipelines where asked for, microbatches, remat policies, ZeRO stages, and optimizer
-state in the host's memory.
+split sequences where the model has names for them, pipelines where asked for, microbatches, remat policies,
+ZeRO stages, and optimizer state in the host's memory.
 """
 
 from __future__ import annotations

@@ -218,7 +218,8 @@ def _space(
   # Sizes of two keep every axis in the specs; the traces do not depend on them, but on the stages.
   mesh = abstract_mesh(dict.fromkeys(axes, 2) | ({pipeline.axis: stages} if pipeline is not None else {}))
   probe = make_plan(init, mesh, changed, optimizer=optimizer, uneven="replicate")
-  if pipeline is None and not {"as written", "none"}.issuperset(remats) and not finds_layers(probe, loss, batch, layers):
+  written = pipeline is not None or {"as written", "none"}.issuperset(remats)
+  if not written and not finds_layers(probe, loss, batch, layers):
     remats = ("as written",)
   workloads: dict[RematName | Remat, Workload] = {
     remat: trace_workload(
