@@ -17,6 +17,7 @@ if TYPE_CHECKING:
   from jax.sharding import Mesh
 
   import nnx_parallel as nxp
+  from nnx_parallel.layers.pipeline import Pipeline
   from nnx_parallel.loop.loader import Recipe
 
 Commands = Any  # of argparse, which has no public name for it
@@ -41,6 +42,24 @@ def positive(text: str) -> int:
 def attention(text: str) -> Literal["blocks", "fused"] | int:
   """A word, or the length of the blocks, for argparse."""
   return text if text == "blocks" or text == "fused" else positive(text)
+
+
+def pipeline(text: str) -> Pipeline:
+  """An axis, or an axis and the repeats of a circular schedule, for argparse.
+
+  Example:
+    >>> pipeline("stage"), pipeline("stage:2").repeats
+    (Pipeline(axis='stage', repeats=1), 2)
+  """
+  from nnx_parallel.layers.pipeline import Pipeline
+
+  axis, colon, repeats = text.partition(":")
+  return Pipeline(axis, positive(repeats) if colon else 1)
+
+
+def format_pipeline(found: Pipeline) -> str:
+  """The inverse of `pipeline`."""
+  return found.axis if found.repeats == 1 else f"{found.axis}:{found.repeats}"
 
 
 def parse_rules(text: str) -> Rules:
@@ -115,7 +134,8 @@ _ARGUMENTS: dict[str, dict[str, Any]] = {
     "help": "compute the head and the loss in N parts of the vocabulary (default: in one)",
   },
   "--pipeline": {
-    "metavar": "AXIS",
+    "type": pipeline,
+    "metavar": "AXIS[:REPEATS]",
     "help": "run the layers as a pipeline over this mesh axis; --microbatches is a multiple of its size",
   },
   "--batch": {"type": positive, "metavar": "N", "help": "examples in the global batch"},
@@ -270,7 +290,7 @@ def mesh_sizes(
   recipe: Recipe,
   text: str | None,
   rules: Mapping[str, tuple[str, ...]] | None = None,
-  pipeline: str | None = None,
+  pipeline: Pipeline | None = None,
 ) -> Sizes:
   """The mesh of a command, as axis -> devices along it.
 
@@ -286,7 +306,7 @@ def mesh_sizes(
       raise MeshError(f"no mesh: the recipe {recipe.name} has no mesh().", fix=EXAMPLE)
     return dict(known)
   asked = parse_mesh(text)
-  named = {pipeline, *(axis for axes in (rules or {}).values() for axis in axes)}
+  named = {pipeline.axis if pipeline else None, *(axis for axes in (rules or {}).values() for axis in axes)}
   strange = [axis for axis in asked if known and axis not in known and axis not in named]
   if strange:
     near = difflib.get_close_matches(strange[0], known, n=1)

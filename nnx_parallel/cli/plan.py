@@ -23,13 +23,14 @@ def register(commands: options.Commands) -> None:
     "plan",
     run,
     *options.STEP,
+    "--pipeline",
     "--batch",
     "--chip",
     "--html",
     help="show how a recipe is laid out on a mesh",
     description="Prints every Variable of the model and its optimizer: shape, layout, bytes per"
     " device, and why. Needs no devices: the mesh may be as large as you like. With --chip, --batch,"
-    " --microbatches or --remat, also the planned memory of a train step; exit code 3: it does not fit the"
+    " --microbatches, --pipeline or --remat, also the planned memory of a train step; exit code 3: it does not fit the"
     " chip.",
   )
   alone = parser.add_mutually_exclusive_group()
@@ -46,14 +47,14 @@ def run(args: argparse.Namespace) -> int:
   from nnx_parallel.loop.loader import load_recipe
 
   shown = not (args.json or args.explain)
-  step = bool(args.batch or args.microbatches or args.remat != options.AS_WRITTEN)
+  step = bool(args.batch or args.microbatches or args.pipeline or args.remat != options.AS_WRITTEN)
   if step and not (shown or args.chip or args.html):
     raise ReportError(
-      "--batch, --microbatches and --remat change a step's memory, which --json and --explain do not show.",
+      "--batch, --microbatches, --pipeline and --remat change a step's memory, which --json and --explain do not show.",
       fix="leave them out, or add --chip NAME (the exit code is 3 when it does not fit) or --html FILE.",
     )
   recipe = load_recipe(args.recipe, needs=("init",))
-  sizes = options.mesh_sizes(recipe, args.mesh, args.rules)
+  sizes = options.mesh_sizes(recipe, args.mesh, args.rules, args.pipeline)
   is_real = args.devices is not None or -1 in sizes.values()
   mesh = options.mesh_on_devices(args, recipe) if is_real else nxp.abstract_mesh(sizes)
   plan = options.make_plan(args, recipe, mesh)
@@ -88,6 +89,7 @@ def _planned(
     "microbatches": recipe.parts(args.microbatches),
     "remat": args.remat,
     "layers": args.layers,
+    "pipeline": args.pipeline,
   }
   memory = memory_plan(plan, loss, batch, chip=args.chip, **way)
   is_timed = args.html and args.chip

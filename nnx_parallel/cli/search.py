@@ -29,7 +29,7 @@ def register(commands: options.Commands) -> None:
     help="rank every layout of a recipe on a machine",
     description="Tries every factorisation of the mesh with microbatches, remat policies, ZeRO stages and"
     " offload, and with split sequences and experts where the model names them, by a model of memory and"
-    " time; prints the Pareto front and the winner as code. Exit code 3: nothing fits.",
+    " time; with --pipeline also stages; prints the Pareto front and the winner as code. Exit code 3: nothing fits.",
   )
   add = parser.add_argument
   add("--topology", required=True, metavar="NAME", help="e.g. tpu:v5p:4x4x8, gpu:h100:4x8")
@@ -40,6 +40,7 @@ def register(commands: options.Commands) -> None:
     metavar="N",
     help="compile the N fastest for simulated devices, and the first of these for the machine",
   )
+  add("--pipeline", metavar="AXIS", help="also try pipelines over a mesh axis of this name")
   add("--remat", nargs="+", choices=options.REMATS, help="policies to try (default: none dots full)")
   add("--zero", nargs="+", type=int, choices=(0, 1, 2), help="ZeRO stages to try (default: 0 1 2)")
   add(
@@ -72,6 +73,7 @@ def run(args: argparse.Namespace) -> int:
     optimizer=recipe.optimizer() if recipe.optimizer is not None else None,
     compile_best=args.compile_best,
     layers=args.layers,
+    pipeline=args.pipeline,
     **{name: value for name, value in tried.items() if value is not None},
   )
   print(result.to_json()) if args.json else print_text(str(result))
@@ -89,6 +91,7 @@ def command(args: argparse.Namespace, best: Candidate) -> str:
   words += ["--remat", best.remat, "--zero", str(best.zero)]
   words += ["--layers", args.layers] if args.layers else []
   words += ["--offload"] if best.offload else []
+  words += ["--pipeline", options.format_pipeline(best.pipeline)] if best.pipeline else []
   rules = {**args.rules, **best.changes}
   words += ["--rules", options.format_rules(rules)] if rules else []
   words += ["--batch", str(args.batch)] if args.batch else []

@@ -323,6 +323,18 @@ def test_a_pipeline_over_an_axis_that_the_recipe_does_not_have(run, tmp_path):
   )
   assert "bubble 20.0 %" in compiled.out
   assert run("train", *piped, "--steps", "1", "--out", str(tmp_path)).code == 0
+  planned = run("plan", *piped)
+  assert planned.code == 0, planned.err
+  assert "2 stages of 2 layers" in planned.out
   assert (
     "no mesh axis 'stge'" in run("compile", "text_lm", "--mesh", "data=4,stge=2", "--pipeline", "stage").err
   )
+
+
+@pytest.mark.slow
+def test_search_tries_stages(run):
+  asked = ("--topology", "cpu:4", "--batch", "16", "--remat", "none", "--zero", "0", "--no-offload")
+  assert "pipeline, bubble" not in run("search", "text_lm", *asked).out
+  found = run("search", "text_lm", *asked, "--pipeline", "stage")
+  assert found.code == 0, found.err
+  assert "pipeline, bubble" in found.out

@@ -81,7 +81,9 @@ def winner_code(best: Candidate, layers: str | None = None) -> str:
   piped = ""
   if best.pipeline is not None:
     axis, repeats = best.pipeline.axis, best.pipeline.repeats
-    piped = f', pipeline="{axis}"' if repeats == 1 else f', pipeline=nxp.Pipeline("{axis}", repeats={repeats})'
+    piped = (
+      f', pipeline="{axis}"' if repeats == 1 else f', pipeline=nxp.Pipeline("{axis}", repeats={repeats})'
+    )
   lines.append(f"step = nxp.train_step(loss, microbatches={best.microbatches}{remat}{piped})")
   return "\n".join(lines) + "\n"
 
