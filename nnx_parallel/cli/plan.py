@@ -30,8 +30,8 @@ def register(commands: options.Commands) -> None:
     help="show how a recipe is laid out on a mesh",
     description="Prints every Variable of the model and its optimizer: shape, layout, bytes per"
     " device, and why. Needs no devices: the mesh may be as large as you like. With --chip, --batch,"
-    " --microbatches, --pipeline or --remat, also the planned memory of a train step; exit code 3: it does not fit the"
-    " chip.",
+    " --microbatches, --pipeline or --remat, also the planned memory of a train step; exit code 3: it does"
+    " not fit the chip.",
   )
   alone = parser.add_mutually_exclusive_group()
   alone.add_argument("--explain", metavar="PATH", help="only how the layout of one Variable was decided")
@@ -50,7 +50,8 @@ def run(args: argparse.Namespace) -> int:
   step = bool(args.batch or args.microbatches or args.pipeline or args.remat != options.AS_WRITTEN)
   if step and not (shown or args.chip or args.html):
     raise ReportError(
-      "--batch, --microbatches, --pipeline and --remat change a step's memory, which --json and --explain do not show.",
+      "--batch, --microbatches, --pipeline and --remat change a step's memory, which --json and --explain do"
+      " not show.",
       fix="leave them out, or add --chip NAME (the exit code is 3 when it does not fit) or --html FILE.",
     )
   recipe = load_recipe(args.recipe, needs=("init",))

@@ -29,7 +29,8 @@ def register(commands: options.Commands) -> None:
     help="rank every layout of a recipe on a machine",
     description="Tries every factorisation of the mesh with microbatches, remat policies, ZeRO stages and"
     " offload, and with split sequences and experts where the model names them, by a model of memory and"
-    " time; with --pipeline also stages; prints the Pareto front and the winner as code. Exit code 3: nothing fits.",
+    " time; with --pipeline also stages; prints the Pareto front and the winner as code. Exit code 3:"
+    " nothing fits.",
   )
   add = parser.add_argument
   add("--topology", required=True, metavar="NAME", help="e.g. tpu:v5p:4x4x8, gpu:h100:4x8")

@@ -116,7 +116,7 @@ class Named(benchmark.Stacked):
 
 
 def searched(kind, rules, **options):
-  plan, loss, batch, _, _ = kind(4, 1)
+  _, loss, batch, _, _ = kind(4, 1)
   init = {separate: lambda: Model(nnx.Rngs(0)), stacked: lambda: Named(nnx.Rngs(0))}[kind]
   options = {"zero": [0], "offload": [False], "remat": ["none"], "pipeline": "stage", **options}
   found = nxp.search(init, loss, "cpu:8", batch=batch, rules=rules, optimizer=optax.adam(1e-3), **options)
