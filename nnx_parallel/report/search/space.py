@@ -141,7 +141,7 @@ def stage_variants(
   free = [n for n in LAYER_NAMES if n in first.names and (_whole(ruleset, n) or n not in ruleset.logical)]
   changes: Changes = dict.fromkeys(free, (axis,))
   examples = min((x.shape[0] for x in jax.tree.leaves(batch) if x.shape), default=1)
-  remats: list[RematName | Remat] = [*first.workloads][:1]
+  remats = list(first.workloads)[:1]
   found: list[RuleVariant] = []
   for stages in (n for n in range(2, devices + 1) if devices % n == 0):
     for parts, repeats in itertools.product((2, 4, 8), (1, 2)):
