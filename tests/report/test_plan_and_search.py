@@ -37,10 +37,9 @@ from nnx_parallel.report.search.search import (
   SAME_TIME,
   SearchInputs,
   compile_first,
-  factorisations,
   search,
-  searched_axes,
 )
+from nnx_parallel.report.search.space import factorisations, searched_axes
 from nnx_parallel.report.topology import read_machine
 from report import layouts
 
