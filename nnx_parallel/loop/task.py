@@ -113,7 +113,7 @@ def task(
     batch: arrays or `jax.ShapeDtypeStruct`s of a global batch, for the input specs.
     generate: the decode step: `nxp.generator(max_new_tokens)`.
     plan: more options of `nxp.plan`: `{"uneven": "pad", "zero": 1}`.
-    **options: of `train_step`; those that `eval_step` has too are for both.
+    **options: of `train_step`; those that `eval_step` has too are for both (`microbatches` with a pipeline).
 
   Returns:
     The task. Its arrays are made when `model` or `optimizer` is first read.
@@ -154,6 +154,8 @@ def task(
       fix="nxp.task(init, nxp.make_mesh(...), rules, loss=loss_fn, optimizer=optax.adam(1e-3)).",
     )
   shared = {name: x for name, x in options.items() if name in inspect.signature(eval_step).parameters}
+  if "pipeline" not in shared:
+    shared.pop("microbatches", None)
   return Task(
     make_plan(init, mesh, rules, optimizer=optimizer, **(plan or {})),
     train_step(loss, **options),
