@@ -14,8 +14,9 @@ with epy.lazy_api_imports(globals()):
   from nnx_parallel.create.constructor import create_sharded_model, unsharded
   from nnx_parallel.create.layout_check import check_layout
   from nnx_parallel.create.reshard import from_arrays, reshard
-  from nnx_parallel.decode.generate import Generated, Generator, generator
-  from nnx_parallel.decode.sampling import Sampling
+  from nnx_parallel.decode.generate import Generator, generator
+  from nnx_parallel.decode.loops import Generated
+  from nnx_parallel.decode.sampling import Beams, Sampling
   from nnx_parallel.errors import NnxParallelError, NnxParallelWarning
   from nnx_parallel.hosts.agree import barrier, broadcast, main_process, once_per_host
   from nnx_parallel.hosts.bringup import Processes, init_distributed
@@ -72,6 +73,7 @@ with epy.lazy_api_imports(globals()):
   from nnx_parallel.train.wrappers import ema_of, skip_nonfinite, with_ema, with_masters
 
 __all__ = [
+  "Beams",
   "Checkpointer",
   "Chip",
   "CompileReport",

@@ -194,7 +194,9 @@ class Rolled:
         done |= calls
         values.update(self._joint(found, values, done) if chain.scan else found)
       evaluate([n])
-    return [read(var) for var in self.body.outvars]
+    # What the program did not change is the input itself.
+    given = dict(zip(self.body.invars, inputs, strict=True))
+    return [given[var] if _is_var(var) and var in given else read(var) for var in self.body.outvars]
 
   def calls(self, chain: Chain) -> list[str]:
     """The paths of the layers of a chain, in the order of their calls."""

@@ -388,7 +388,7 @@ def losses(lines):
   [
     ("kill", "process 1 failed first: killed by SIGKILL", 5),
     ("coordinator", "failed first", 5),
-    ("stop", "process 1 hangs: no step for 4 s", 5),
+    ("stop", "hangs: no step for 4 s; last steps", 5),
     ("disk", "File too large", 1),
     ("corrupt", "step 4 was passed over", 3),
     ("slow", "", 1),

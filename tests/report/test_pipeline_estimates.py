@@ -138,7 +138,10 @@ def test_search_proposes_stages(kind):
   times = np.array([c.time.seconds for c in result.fitting])
   assert (times[1:] > 0.98 * times[:-1]).all()
   best = dataclasses.replace(result, best=min(piped, key=lambda c: c.memory_bytes))
-  assert f"bubble {100 * best.best.schedule.bubble:.0f} %" in str(best)
+  for size in (2, 4, 8):
+    row = next(line for line in str(result).splitlines() if line.startswith(f"stage={size},"))
+    shown = [f"bubble {100 * c.schedule.bubble:.0f} %" for c in piped if c.sizes["stage"] == size]
+    assert any(text in row for text in shown)
   assert json.loads(best.to_json())["best"]["pipeline"]["axis"] == "stage"
   scope = {"nxp": nxp, "init": init, "loss": loss, "rules": rules, "optimizer": optax.adam(1e-3)}
   exec(best.code(), scope)

@@ -1,0 +1,330 @@
+"""The program of a generator for one model: its caches, their layout, and one call of the model."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple, Protocol
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+from nnx_parallel.core.axes import axes_of, entry_of, without
+from nnx_parallel.core.mesh import axis_sizes
+from nnx_parallel.core.shards import pinned
+from nnx_parallel.core.text import few
+from nnx_parallel.decode.loops import Generated, Loop, by_batch, by_beams, by_slots
+from nnx_parallel.decode.prefill import read_several
+from nnx_parallel.decode.sampling import Beams, Sampling
+from nnx_parallel.errors import DecodeError
+from nnx_parallel.layout.batch import input_spec
+from nnx_parallel.layout.constrain import default_scope, mapped_axes, scope_of
+from nnx_parallel.rules.ruleset import RuleSet
+from nnx_parallel.train.binding import Binding, deleted, is_deleted, put
+from nnx_parallel.train.hold import held
+
+Call = Callable[..., Any]
+State = tuple[list[Any], Any]
+"""The arrays of the model's `nnx.Cache` Variables, and the cache that is an argument."""
+
+
+class Options(Protocol):
+  """What a generator was made with; see `generator`."""
+
+  max_new_tokens: int
+  sampling: Sampling | Beams
+  stop: tuple[int, ...]
+  padding: str
+  call: Call
+  cache: Callable[[int, int], Any] | None
+  prefill: int
+  slots: int | None
+
+
+class Args(NamedTuple):
+  """What differs between calls; all global."""
+
+  prompts: jax.Array
+  lengths: jax.Array
+  requests: jax.Array
+  key: jax.Array
+
+
+class Bound:
+  """The program of one model as it is now.
+
+  Over slots and beams the model is called for one row, under `jax.vmap`: each row has a cache and a position
+  of its own. The model's caches are then those of one row, and only their shapes are used.
+  """
+
+  def __init__(self, options: Options, model: Any):
+    self.options = options
+    self.binding = Binding({"model": model})
+    self.scope = scope_of(self.binding.variables)
+    self.caches = [i for i, leaf in enumerate(self.binding.variables) if isinstance(leaf, nnx.Cache)]
+    self.others = [i for i in range(len(self.binding.variables)) if i not in self.caches]
+    if not self.caches and options.cache is None:
+      raise DecodeError(
+        f"{type(model).__name__} has no nnx.Cache, so no token would see those before it.",
+        fix="call init_cache((batch, length, features)) of each attention in the constructor,\n"
+        "or give generator(cache=make, call=call) for a model that takes its cache as an argument.",
+      )
+    self.own_rows = 2 if isinstance(options.sampling, Beams) else int(options.slots is not None)
+    """Dims of the rows, each with a cache of its own: none over a batch, slots, or batch and beams."""
+    mesh = self.binding.mesh
+    self.explicit = mesh is not None and AxisType.Explicit in mesh.axis_types
+    self.axes = () if mesh is None else axes_of(self._batch_entry())
+    self.capacity = _capacity(model)
+    own = [self.binding.variable_shardings[i] for i in self.others]
+    if self.own_rows and self.explicit:
+      self._check_weights(own)
+    self._forward = held(self._over_rows(self._one_call), self.binding.mesh, self.scope, own)
+    self.jitted: Any = jax.jit(
+      self._program,
+      donate_argnums=() if self.own_rows else 0,
+      keep_unused=True,  # the old caches are memory for the new ones
+      out_shardings=(self._cache_shardings(), None) if self.binding.mesh is not None else None,
+    )
+
+  def place(self, x: Any) -> Any:
+    """Numbers of the host, split as the batch of the plan; over slots, whole on each device."""
+    mesh = self.binding.mesh
+    if mesh is None:
+      return jnp.asarray(x)
+    split = np.ndim(x) and self.options.slots is None
+    return jax.device_put(x, self._rows(np.ndim(x)) if split else NamedSharding(mesh, PartitionSpec()))
+
+  def arrays(self) -> tuple[list[Any], list[Any]]:
+    """The caches, and all else that the model holds."""
+    arrays = self.binding.read()
+    return [arrays[i] for i in self.caches], [arrays[i] for i in self.others]
+
+  def __call__(self, args: Args) -> Generated:
+    """Runs the program, and puts the caches it returns into the model."""
+    variables = self.binding.variables
+    caches, others = self.arrays()
+    try:
+      after, found = self.jitted(caches, others, args)
+    except BaseException as error:
+      labels = [self.binding.variable_labels[i] for i in self.caches]
+      gone = [label for label, x in zip(labels, caches, strict=True) if is_deleted(x)]
+      if gone and isinstance(error, (RuntimeError, ValueError)):
+        raise deleted(gone, len(variables)) from error
+      raise
+    if not self.own_rows:
+      for i, array in zip(self.caches, after, strict=True):
+        put(variables[i], array)
+    return found
+
+  def check(self, prompts: tuple[int, ...]) -> None:
+    """Raises a `DecodeError` for prompts that the layout or flax's caches do not fit."""
+    slots, parts = self.options.slots, math.prod(axis_sizes(self.binding.mesh)[axis] for axis in self.axes)
+    rows = slots or prompts[0]
+    if rows % parts:
+      fitting = -(-rows // parts) * parts
+      more = f"add prompts, of length 1 and to be thrown away, up to {fitting}."
+      raise DecodeError(
+        f"{rows} {'slots' if slots else 'prompts'} cannot be split over {parts} shards.",
+        details=f"mesh {dict(self.binding.mesh.shape)}, batch over {self.axes}",
+        fix=f"slots={fitting}" if slots else more,
+      )
+    if self.capacity is not None:
+      _check_capacity(self.capacity, prompts, self.options.max_new_tokens, bool(self.own_rows))
+
+  def _check_weights(self, shardings: list[Any]) -> None:
+    """A weight that is split like the batch would have to be gathered before the rows are told apart."""
+    for i, sharding in zip(self.others, shardings, strict=True):
+      shared = {*self.axes} & {axis for entry in sharding.spec for axis in axes_of(entry)}
+      if shared:
+        raise DecodeError(
+          f"on Explicit axes a row cannot use {self.binding.variable_labels[i]}, which is split over"
+          f" {few(sorted(shared))} as the batch is.",
+          details=f"spec {sharding.spec}, batch over {self.axes}",
+          fix="nxp.reshard(model, plan) to a plan that splits weights over other axes than the batch,\n"
+          "or a mesh with Auto axes.",
+        )
+
+  def _batch_entry(self) -> Any:
+    """The entry of the batch in a spec."""
+    if self.scope is None:
+      return None
+    rules = RuleSet(logical=self.scope.rules, inputs=self.scope.inputs)
+    return input_spec(rules, 2, axis_sizes(self.binding.mesh))[0]
+
+  def _rows(self, ndim: int) -> NamedSharding | None:
+    """The layout of an array whose dim 0 is the batch."""
+    mesh = self.binding.mesh
+    return (
+      None if mesh is None else NamedSharding(mesh, PartitionSpec(entry_of(self.axes), *[None] * (ndim - 1)))
+    )
+
+  def _cache_shardings(self) -> list[Any]:
+    """Those of the caches as the program keeps them; none where it does not return them."""
+    return [] if self.own_rows else [self.binding.variable_shardings[i] for i in self.caches]
+
+  def _pinned(self, caches: list[Any]) -> list[Any]:
+    where = [self.binding.variable_shardings[i] for i in self.caches]
+    if not self.own_rows:
+      return [pinned(x, sharding) for x, sharding in zip(caches, where, strict=True)]
+    entries = [sharding.spec if isinstance(sharding, NamedSharding) else () for sharding in where]
+    return [self._of_rows(x, spec, None) for x, spec in zip(caches, entries, strict=True)]
+
+  def _of_rows(self, x: Any, own: Iterable[Any], rest: Any) -> Any:
+    """Caches of all rows in the layout of the batch, and in each row in that of its own dims.
+
+    Args:
+      x: the caches; their first dims are the rows.
+      own: entries of the spec of a row; axes of the batch among them are left out.
+      rest: the entry of the dims after those.
+    """
+    mesh = self.binding.mesh
+    if mesh is None:
+      return x
+    entries = [entry_of(without(axes_of(entry), frozenset(self.axes))) for entry in own]
+    entries += [rest] * (x.ndim - self.own_rows - len(entries))
+    between = [None] * (self.own_rows - 1)
+    return pinned(x, NamedSharding(mesh, PartitionSpec(entry_of(self.axes), *between, *entries)))
+
+  def _joined(self, caches: list[Any], others: list[Any]) -> list[Any]:
+    """Both in the order of the binding."""
+    found = dict(zip([*self.caches, *self.others], [*caches, *others], strict=True))
+    return [found[i] for i in sorted(found)]
+
+  # The caches come last: `held` would gather a parameter that is split like the batch.
+  def _one_call(self, others: list[Any], tokens: Any, position: Any, caches: list[Any], own: Any) -> Any:
+    """Calls the model with tokens `(batch, n)`; the logits of the last ones `(batch, vocabulary)`."""
+    binding = self.binding
+    arrays = self._joined(caches, others)
+    (model,) = binding.template.build(binding.with_raw(arrays))
+    if tokens.shape[1] > 1:
+      read_several(model)
+    given = () if own is None else (own,)
+    result = self.options.call(model, tokens, position, *given)
+    logits, own = (result, None) if not given else result
+    after = binding.without_raw(binding.template.arrays((model,)))
+    kept = set(self.caches)
+    lost = [
+      binding.variable_labels[i]
+      for i, (old, new) in enumerate(zip(arrays, after, strict=True))
+      if i not in kept and old is not new
+    ]
+    if lost:
+      raise DecodeError(
+        f"the call changed {few(lost)}, which no nnx.Cache holds: the next token would not see it.",
+        fix="make it an nnx.Cache, or call model.eval() where it belongs to training.",
+      )
+    _check_logits(logits, tokens)
+    return logits[:, -1], [after[i] for i in self.caches], own
+
+  def _over_rows(self, call: Callable[..., Any]) -> Callable[..., Any]:
+    """`call` for each row by itself, where rows have caches of their own."""
+    if not self.own_rows:
+      return call
+
+    def one(others: list[Any], tokens: Any, position: Any, caches: list[Any], own: Any) -> Any:
+      logits, caches, own = call(others, tokens[None], position, caches, own)
+      return logits[0], caches, own
+
+    dims = (None, 0, 0, 0, 0)
+    inner = one if self.own_rows == 1 else jax.vmap(one, dims)
+    mapped = jax.vmap(inner, dims, spmd_axis_name=None if self.explicit or not self.axes else self.axes)
+
+    def all_rows(*args: Any) -> Any:
+      with mapped_axes(self.axes):
+        return mapped(*args)
+
+    return all_rows
+
+  def _empty(self, caches: list[Any], batch: int, length: int) -> State:
+    """The state before the first token."""
+    make = self.options.cache
+    if not self.own_rows:
+      own = None if make is None else make(batch, length)
+      return self._pinned([jnp.zeros_like(x) for x in caches]), own
+    beams = (self.options.sampling.count,) if isinstance(self.options.sampling, Beams) else ()
+    sizes = (batch, *beams)
+    zeros = self._pinned([jnp.zeros((*sizes, *x.shape), x.dtype) for x in caches])
+    if make is None:
+      return zeros, None
+    with mapped_axes(self.axes):
+      one = make(1, length)
+
+    def repeated(x: Any) -> Any:
+      own, rest = (jax.typeof(x).sharding.spec, None) if self.explicit else ((), PartitionSpec.UNCONSTRAINED)
+      return self._of_rows(jnp.broadcast_to(x, (*sizes, *x.shape)), own, rest)
+
+    return zeros, jax.tree.map(repeated, one)
+
+  def _program(self, caches: list[Any], others: list[Any], args: Args) -> Any:
+    options, sampling = self.options, self.options.sampling
+
+    def rows(x: Any) -> Any:
+      return pinned(x, self._rows(x.ndim))
+
+    def whole(x: Any) -> Any:
+      mesh = self.binding.mesh
+      return x if mesh is None else pinned(x, NamedSharding(mesh, PartitionSpec()))
+
+    def forward(tokens: Any, position: Any, state: State) -> Any:
+      if self.own_rows:
+        position = rows(jnp.broadcast_to(position, tokens.shape[:-1]))
+      logits, caches, own = self._forward(others, tokens, position, *state)
+      return logits, (self._pinned(caches), own)
+
+    batch, width = args.prompts.shape
+    limit = options.max_new_tokens
+    prompts = args.prompts if options.slots else rows(args.prompts)
+    if options.padding == "left":
+      moved = (jnp.arange(width)[None] + width - args.lengths[:, None]) % width
+      prompts = jnp.take_along_axis(prompts, moved, axis=1)
+      prompts = prompts if options.slots else rows(prompts)
+    keys = jax.vmap(jax.random.fold_in, (None, 0))(args.key, args.requests)
+    loop = Loop(limit, options.stop, options.prefill, forward, rows, whole)
+    with default_scope(self.scope):
+      state = self._empty(caches, options.slots or batch, width + limit)
+      if isinstance(sampling, Beams):
+        return [], by_beams(loop, sampling, prompts, args.lengths, state)
+      if options.slots is not None:
+        return [], by_slots(loop, sampling, prompts, args.lengths, keys, state)
+      (after, _), found = by_batch(loop, sampling, prompts, args.lengths, keys, state)
+      return after, found
+
+
+def _check_logits(logits: Any, tokens: Any) -> None:
+  if getattr(logits, "ndim", 0) != 3 or logits.shape[:2] != tokens.shape:
+    raise DecodeError(
+      f"the call returned {getattr(logits, 'shape', type(logits).__name__)} for tokens {tokens.shape}.",
+      fix=f"return logits of shape {(*tokens.shape, 'vocabulary')}.",
+    )
+
+
+def _capacity(model: Any) -> tuple[int, int] | None:
+  """Batch and length of the caches of flax's attentions: a full one overwrites its last entry unnoticed."""
+  attentions = [node for _, node in nnx.iter_modules(model) if isinstance(node, nnx.MultiHeadAttention)]
+  shapes = [node.cached_key.shape for node in attentions if node.cached_key is not None]
+  return (math.prod(shapes[0][:-3]), min(shape[-3] for shape in shapes)) if shapes else None
+
+
+def _check_capacity(capacity: tuple[int, int], prompts: tuple[int, ...], limit: int, own_rows: bool) -> None:
+  (batch, length), (rows, width) = capacity, prompts
+  if own_rows and batch != 1:
+    raise DecodeError(
+      f"the model's cache is for {batch} rows, and each slot or beam has a cache for one.",
+      fix="init_cache((1, length, features)) of each attention.",
+    )
+  if not own_rows and rows != batch:
+    raise DecodeError(
+      f"there are {rows} prompts, and the model's cache is for {batch}.",
+      fix=f"init_cache(({rows}, length, features)) of each attention.",
+    )
+  # The last new token is not read.
+  needed = width + limit - 1
+  if needed > length:
+    fix = f"init_cache((batch, {needed}, features)) of each attention"
+    raise DecodeError(
+      f"prompts of {width} tokens and {limit} new ones need a cache of length {needed}, and it has {length}.",
+      fix=fix + (f", or max_new_tokens={length - width + 1}." if length >= width else "."),
+    )

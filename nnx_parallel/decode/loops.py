@@ -1,0 +1,289 @@
+"""The loops of generation, to be traced: over a batch, over slots that are filled again, over beams.
+
+Each row reads its prompt and then its own tokens. So rows of different length need no mask: a short prompt
+just starts to write earlier.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from nnx_parallel.decode.sampling import Beams, Sampling
+
+
+class Generated(NamedTuple):
+  """What `nxp.generator` returns, on the devices and not waited for.
+
+  Attributes:
+    tokens: int32 `(batch, max_new_tokens)`, global: the new tokens of each row, then zeros. With `nxp.Beams`
+      `(batch, beams, max_new_tokens)`, the best one first.
+    lengths: int32, as `tokens` without its last dim: how many tokens are new, the stop token included.
+    scores: float32, as `lengths`: those of the beams; None without.
+  """
+
+  tokens: jax.Array
+  lengths: jax.Array
+  scores: jax.Array | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Loop:
+  """What all loops share.
+
+  Attributes:
+    limit: the most new tokens of a row.
+    stops: tokens that end a row.
+    prefill: the most tokens of a prompt that are read at once.
+    forward: `(tokens, position, state) -> (logits, state)`: tokens `(rows, n)`, and the logits of the last of
+      them, `(rows, vocabulary)`. Over slots, `position` is that of each row.
+    rows: lays out an array whose dim 0 is the batch.
+    whole: lays out an array that each device holds whole.
+  """
+
+  limit: int
+  stops: tuple[int, ...]
+  prefill: int
+  forward: Callable[[jax.Array, jax.Array, Any], tuple[jax.Array, Any]]
+  rows: Callable[[Any], Any]
+  whole: Callable[[Any], Any]
+
+  def stopped(self, tokens: jax.Array) -> jax.Array:
+    """Which of the tokens end a row."""
+    found = jnp.zeros(tokens.shape, bool)
+    for stop in self.stops:
+      found |= tokens == stop
+    return found
+
+  def read_together(self, prompts: jax.Array, lengths: jax.Array, state: Any) -> tuple[jax.Array, Any]:
+    """Reads what all prompts have, `prefill` tokens at once, but for the last token of the shortest."""
+    position = jnp.zeros((), jnp.int32)
+    part = min(self.prefill, prompts.shape[-1] - 1)
+    if part <= 1:
+      return position, state
+    end = (lengths.min() - 1) // part * part
+
+    def read(carry: Any) -> Any:
+      position, state = carry
+      tokens = self.rows(jax.lax.dynamic_slice_in_dim(prompts, position, part, -1))
+      return position + part, self.forward(tokens, position, state)[1]
+
+    return jax.lax.while_loop(lambda carry: carry[0] < end, read, (position, state))
+
+
+def by_batch(
+  loop: Loop, sampling: Sampling, prompts: jax.Array, lengths: jax.Array, keys: jax.Array, state: Any
+) -> tuple[Any, Generated]:
+  """Continues all prompts at once; `position` is the same for all rows."""
+  batch, limit, rows = prompts.shape[0], loop.limit, loop.rows
+  last = lengths.max() + limit - 1
+
+  def more(carry: Any) -> Any:
+    # Whether all rows have ended takes an all-reduce for each token.
+    return ~jnp.all(carry[4]) if loop.stops else carry[0] < last
+
+  def one(carry: Any) -> Any:
+    position, tokens, found, counts, ended, state = carry
+    logits, state = loop.forward(tokens[:, None], position, state)
+    drawn = jax.vmap(jax.random.fold_in)(keys, counts)
+    chosen = rows(sampling.choose(rows(logits), drawn))
+    following = position + 1
+    reads = following < lengths
+    writes = ~reads & ~ended
+    here = writes[:, None] & (jnp.arange(limit)[None] == counts[:, None])
+    found = rows(jnp.where(here, chosen[:, None], found))
+    counts = counts + writes.astype(jnp.int32)
+    ended = ended | (writes & (loop.stopped(chosen) | (counts == limit)))
+    tokens = rows(jnp.where(reads, _column(prompts, following), chosen))
+    return following, tokens, found, counts, ended, state
+
+  position, state = loop.read_together(prompts, lengths, state)
+  found, start = rows(jnp.zeros((batch, limit), jnp.int32)), rows(jnp.zeros((batch,), jnp.int32))
+  carry = (position, rows(_column(prompts, position)), found, start, start != 0, state)
+  *_, found, counts, _, state = jax.lax.while_loop(more, one, carry)
+  return state, Generated(found, counts)
+
+
+def _column(prompts: jax.Array, position: jax.Array) -> jax.Array:
+  """The tokens at a position. Clamped: past the widest prompt no row reads."""
+  return jax.lax.dynamic_index_in_dim(prompts, jnp.minimum(position, prompts.shape[1] - 1), 1, keepdims=False)
+
+
+class _Slots(NamedTuple):
+  """The loop over slots. All but the state is small, and whole on each device."""
+
+  request: jax.Array
+  """The row of the prompts that a slot works on; their number, where none is left."""
+  position: jax.Array
+  counts: jax.Array
+  token: jax.Array
+  state: Any
+  found: jax.Array
+  lengths: jax.Array
+  following: jax.Array
+  """The next request that no slot has begun."""
+
+
+def by_slots(
+  loop: Loop, sampling: Sampling, prompts: jax.Array, lengths: jax.Array, keys: jax.Array, fresh: Any
+) -> Generated:
+  """Continues any number of prompts in as many slots as `fresh` has rows: one that ends takes the next."""
+  whole, limit = loop.whole, loop.limit
+  prompts, lengths = whole(prompts), whole(lengths)
+  requests, width = prompts.shape
+  slots = jax.tree.leaves(fresh)[0].shape[0]
+  part = min(loop.prefill, width - 1)
+
+  def of_request(s: _Slots, x: jax.Array) -> jax.Array:
+    return x[jnp.minimum(s.request, requests - 1)]
+
+  def prompt_at(s: _Slots, position: jax.Array) -> jax.Array:
+    return prompts[jnp.minimum(s.request, requests - 1), jnp.minimum(position, width - 1)]
+
+  def can_read(s: _Slots) -> jax.Array:
+    return (s.request < requests) & (s.position + part < of_request(s, lengths))
+
+  def read(s: _Slots) -> _Slots:
+    here = can_read(s)
+    at = [prompt_at(s, s.position + n) for n in range(part)]
+    _, state = loop.forward(loop.rows(jnp.stack(at, 1)), loop.rows(s.position), s.state)
+    position = jnp.where(here, s.position + part, s.position)
+    return s._replace(
+      position=position,
+      token=jnp.where(here, prompt_at(s, position), s.token),
+      state=_chosen(loop.rows(here), state, s.state),
+    )
+
+  def one(s: _Slots) -> _Slots:
+    if part > 1:
+      s = jax.lax.while_loop(lambda s: can_read(s).any(), read, s)
+    logits, state = loop.forward(loop.rows(s.token[:, None]), loop.rows(s.position), s.state)
+    drawn = jax.vmap(jax.random.fold_in)(of_request(s, keys), s.counts)
+    chosen = whole(sampling.choose(loop.rows(logits), loop.rows(drawn)))
+    reads = s.position + 1 < of_request(s, lengths)
+    writes = ~reads & (s.request < requests)
+    # A slot without a request writes to a row that is not there, which drops it.
+    row = jnp.where(writes, s.request, requests)
+    found = s.found.at[row, s.counts].set(chosen, mode="drop")
+    count = s.counts + writes.astype(jnp.int32)
+    ended = writes & (loop.stopped(chosen) | (count == limit))
+    found_lengths = s.lengths.at[jnp.where(ended, s.request, requests)].set(count, mode="drop")
+    after = _Slots(
+      request=jnp.where(ended, jnp.minimum(s.following + jnp.cumsum(ended) - 1, requests), s.request),
+      position=jnp.where(ended, 0, s.position + 1),
+      counts=jnp.where(ended, 0, count),
+      token=chosen,
+      # Only where a slot begins anew: it takes a pass over all caches.
+      state=jax.lax.cond(
+        ended.any(), lambda state: _chosen(loop.rows(ended), fresh, state), lambda state: state, state
+      ),
+      found=found,
+      lengths=found_lengths,
+      following=s.following + ended.sum(dtype=jnp.int32),
+    )
+    return after._replace(token=jnp.where(reads | ended, prompt_at(after, after.position), chosen))
+
+  zeros = whole(jnp.zeros((slots,), jnp.int32))
+  begin = _Slots(
+    request=jnp.minimum(whole(jnp.arange(slots, dtype=jnp.int32)), requests),
+    position=zeros,
+    counts=zeros,
+    token=zeros,
+    state=fresh,
+    found=whole(jnp.zeros((requests, limit), jnp.int32)),
+    lengths=whole(jnp.zeros((requests,), jnp.int32)),
+    following=jnp.asarray(min(slots, requests), jnp.int32),
+  )
+  begin = begin._replace(token=prompt_at(begin, zeros))
+  end = jax.lax.while_loop(lambda s: (s.request < requests).any(), one, begin)
+  return Generated(end.found, end.lengths)
+
+
+def _chosen(rows: jax.Array, new: Any, old: Any) -> Any:
+  """Row by row, the new state or the old one."""
+  return jax.vmap(lambda row, *states: jax.tree.map(functools.partial(jnp.where, row), *states))(
+    rows, new, old
+  )
+
+
+class _Hypotheses(NamedTuple):
+  """Beams of each row; `tokens` is `(batch, beams, limit)`, the others `(batch, beams)`."""
+
+  scores: jax.Array
+  tokens: jax.Array
+  lengths: jax.Array
+
+  def best(self, count: int) -> tuple[_Hypotheses, jax.Array]:
+    """Those with the highest scores, and which they are."""
+    _, which = jax.lax.top_k(self.scores, count)
+    return _Hypotheses(*(_taken(x, which) for x in self)), which
+
+
+def by_beams(loop: Loop, beams: Beams, prompts: jax.Array, lengths: jax.Array, state: Any) -> Generated:
+  """Keeps the likeliest beginnings of each row: those that have ended beside those that go on.
+
+  The state has dims `(batch, beams)`. A row ends when no beginning that goes on can get a better score than
+  those that have ended.
+  """
+  batch, limit, rows, kept = prompts.shape[0], loop.limit, loop.rows, beams.count
+  position, state = loop.read_together(_repeated(prompts, kept), lengths, state)
+
+  def one(carry: Any) -> Any:
+    position, tokens, alive, done, counts, ended, state = carry
+    logits, state = loop.forward(tokens[..., None], position, state)
+    chances = rows(jax.nn.log_softmax(logits.astype(jnp.float32), axis=-1))
+    vocabulary = chances.shape[-1]
+    candidates = rows((alive.scores[..., None] + chances).reshape(batch, kept * vocabulary))
+    # As many as can end in this step, and `kept` that go on.
+    scores, index = jax.lax.top_k(candidates, min(kept * (1 + max(1, len(loop.stops))), kept * vocabulary))
+    parent, token = index // vocabulary, (index % vocabulary).astype(jnp.int32)
+    here = jnp.arange(limit)[None, None] == counts[:, None, None]
+    text = jnp.where(here, token[..., None], _taken(alive.tokens, parent))
+    length = jnp.broadcast_to(counts[:, None] + 1, token.shape)
+    ends = loop.stopped(token) | (length == limit)
+
+    now = jnp.where(ends, scores / length.astype(jnp.float32) ** beams.length_penalty, -jnp.inf)
+    pairs = zip(done, (now, text, length), strict=True)
+    after_done, _ = _Hypotheses(*(jnp.concatenate(pair, 1) for pair in pairs)).best(kept)
+    after, which = _Hypotheses(jnp.where(ends, -jnp.inf, scores), text, length).best(kept)
+
+    following = position + 1
+    reads = following < lengths
+    writes = ~reads & ~ended
+    first = jnp.broadcast_to(jnp.arange(kept), (batch, kept))
+    parent = jnp.where(writes[:, None], _taken(parent, which), first)
+    alive, done = _chosen(writes, (after, after_done), (alive, done))
+    tokens = jnp.where(writes[:, None], _taken(token, which), tokens)
+    tokens = jnp.where(reads[:, None], _column(prompts, following)[:, None], tokens)
+    state = jax.tree.map(lambda x: _taken(x, parent), state)
+    counts = counts + writes.astype(jnp.int32)
+    bound = alive.scores.max(1) / float(limit) ** beams.length_penalty
+    ended = ended | (writes & (bound <= done.scores.min(1)))
+    return following, rows(tokens), *jax.tree.map(rows, (alive, done, counts, ended)), state
+
+  zeros = jnp.zeros((batch, kept), jnp.int32)
+  none = jnp.full((batch, kept), -jnp.inf)
+  empty = _Hypotheses(none, jnp.zeros((batch, kept, limit), jnp.int32), zeros)
+  # The beams of a row are equal until its first own token, so one of them has them all.
+  alive = empty._replace(scores=none.at[:, 0].set(0.0))
+  start = jnp.zeros((batch,), jnp.int32)
+  tokens = _repeated(_column(prompts, position)[:, None], kept)[..., 0]
+  carry = (position, rows(tokens), *jax.tree.map(rows, (alive, empty, start, start != 0)), state)
+  *_, done, _, _, _ = jax.lax.while_loop(lambda carry: ~jnp.all(carry[5]), one, carry)
+  found = jnp.where(jnp.arange(limit)[None, None] < done.lengths[..., None], done.tokens, 0)
+  return Generated(found, done.lengths, done.scores)
+
+
+def _repeated(x: jax.Array, count: int) -> jax.Array:
+  """`(batch, n)` as `(batch, count, n)`."""
+  return jnp.broadcast_to(x[:, None], (x.shape[0], count, *x.shape[1:]))
+
+
+def _taken(x: jax.Array, which: jax.Array) -> jax.Array:
+  """For each row, its entries `which` of dim 1; rows stay on their devices."""
+  return jax.vmap(lambda x, which: x[which])(x, which)

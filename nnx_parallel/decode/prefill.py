@@ -1,0 +1,37 @@
+"""Lets the attentions of flax read several tokens of a prompt at once: by themselves they take one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+
+def read_several(model: Any) -> None:
+  """Changes a copy of a model, made for one trace: its attentions write all positions into their caches."""
+  for _, node in nnx.iter_modules(model):
+    if isinstance(node, nnx.MultiHeadAttention) and node.decode and node.cached_key is not None:
+      node.decode = False
+      node.attention_fn = _through_cache(node, node.attention_fn)
+
+
+def _through_cache(node: Any, attend: Callable[..., Any]) -> Callable[..., Any]:
+  def attention(query: Any, key: Any, value: Any, mask: Any = None, **options: Any) -> Any:
+    count, length = key.shape[-3], node.cached_key.shape[-3]
+    index = node.cache_index[...]
+    zero = jnp.zeros((), index.dtype)
+    start = (*[zero] * (key.ndim - 3), index, zero, zero)
+    whole = [
+      jax.lax.dynamic_update_slice(cache[...], new, start)
+      for cache, new in ((node.cached_key, key), (node.cached_value, value))
+    ]
+    node.cached_key[...], node.cached_value[...] = whole
+    node.cache_index[...] = index + count
+    seen = jnp.arange(length)[None] <= index + jnp.arange(count)[:, None]
+    seen = jnp.broadcast_to(seen, (*key.shape[:-3], 1, count, length))
+    return attend(query, *whole, mask=nnx.combine_masks(mask, seen), **options)
+
+  return attention

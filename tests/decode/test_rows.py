@@ -1,0 +1,246 @@
+"""Prompts read several tokens at once, slots that are filled again, and beams: the tokens of plain loops."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import nnx_parallel as nxp
+from tests.decode import test_generate as plain
+
+NEW, WIDTH, LENGTH, VOCABULARY = plain.NEW, plain.WIDTH, plain.LENGTH, plain.VOCABULARY
+LAYOUTS = {"dp": {"data": 8}, "both": {"fsdp": 4, "tensor": 2}}
+
+
+class One(plain.Model):
+  """The same model with caches of one row."""
+
+  def __init__(self):
+    super().__init__()
+    for block in self.blocks:
+      block.attention.init_cache((1, LENGTH, plain.FEATURES))
+
+
+@functools.cache
+def sharded(init, layout):
+  axes = LAYOUTS[layout]
+  rules = plain.rules_for(axes)
+  if init is One:
+    rules[1] = nxp.PathRules([(r".*\.cached_(key|value)", (None, None, "heads", None))])
+  return nxp.create_sharded_model(init, nxp.make_mesh(axes), rules)
+
+
+class Calls:
+  """Counts the calls of a model, by the number of tokens."""
+
+  def __init__(self):
+    self.seen = []
+
+  def __call__(self, model, tokens, position):
+    jax.debug.callback(lambda: self.seen.append(tokens.shape[1]))
+    return model(tokens)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_prompts_read_several_tokens_at_once(layout):
+  lengths = np.maximum(plain.LENGTHS, 3)
+  plainly = nxp.generator(NEW)(sharded(plain.Model, layout), plain.PROMPTS, lengths=lengths)
+  calls = Calls()
+  generate = nxp.generator(NEW, prefill=2, call=calls)
+  found = generate(sharded(plain.Model, layout), plain.PROMPTS, lengths=lengths)
+  assert plain.rows(found) == plain.rows(plainly)
+  jax.effects_barrier()
+  assert calls.seen.count(2) == 1  # the shortest prompt has 3 tokens, and its last one needs its logits
+  assert calls.seen.count(1) == WIDTH + NEW - 1 - 2
+
+
+PROMPTS = np.asarray(jax.random.randint(jax.random.key(5), (19, WIDTH), 0, VOCABULARY))
+LENGTHS = np.arange(19) % WIDTH + 1
+
+
+@functools.cache
+def one_by_one(sampling, stop):
+  """Each request by itself, on one device."""
+  model, found = nxp.unsharded(One), []
+  generate = nxp.generator(NEW, sampling=sampling, stop=stop)
+  for n, (prompt, length) in enumerate(zip(PROMPTS, LENGTHS, strict=True)):
+    given = {"requests": np.array([n]), "key": jax.random.key(7)}
+    found += plain.rows(generate(model, prompt[None], lengths=np.array([length]), **given))
+  return found
+
+
+@pytest.mark.parametrize("prefill", [1, 3])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_slots_are_filled_again(layout, prefill):
+  model = sharded(One, layout)
+  for sampling in (plain.GREEDY, plain.DRAWN):
+    expected = one_by_one(sampling, ())
+    stop = (expected[0][2], expected[3][1])
+    generate = nxp.generator(NEW, sampling=sampling, stop=stop, slots=8, prefill=prefill)
+    result = generate(model, PROMPTS, lengths=LENGTHS, key=jax.random.key(7))
+    assert plain.rows(result) == one_by_one(sampling, stop)
+    few = generate(model, PROMPTS[:3], lengths=LENGTHS[:3], key=jax.random.key(7))
+    assert plain.rows(few) == one_by_one(sampling, stop)[:3]
+
+
+def test_no_slot_waits_for_the_longest():
+  calls = Calls()
+  generate = nxp.generator(8, stop=9, slots=2, call=calls)
+  # It counts up to the stop token, from 8 different starts.
+  starts = np.array([[1], [8], [8], [8], [7], [8], [8], [6]])
+  found = generate(Count(), starts)
+  assert plain.rows(found) == [[*range(start[0] + 1, 10)] for start in starts]
+  jax.effects_barrier()
+  assert (
+    len(calls.seen) <= 2 * 9
+  )  # under vmap each call counts for both slots; a batch of 2 takes 8 + 1 + 2 + 3
+
+
+class Count(nnx.Module):
+  """The next number; its cache holds the last one."""
+
+  def __init__(self):
+    self.last = nnx.Cache(jnp.zeros((1,), jnp.int32))
+
+  def __call__(self, tokens):
+    self.last[...] = tokens[:, -1]
+    return jax.nn.one_hot(self.last[...][:, None] + 1, 12) * jnp.ones((1, tokens.shape[1], 1))
+
+
+class Grouped(plain.Grouped):
+  """Its cache is an argument, of one row."""
+
+
+@pytest.mark.parametrize("explicit", [False, True], ids=["auto", "explicit"])
+@pytest.mark.parametrize("axes", [{"data": 8}, {"data": 4, "tensor": 2}], ids=str)
+def test_slots_with_a_cache_that_is_an_argument(axes, explicit):
+  mesh = nxp.make_mesh(axes, explicit=explicit)
+  model = nxp.create_sharded_model(Grouped, mesh, plain.rules_for(axes)[::2])
+  generate = nxp.generator(NEW, call=Grouped.__call__, cache=plain.ring, slots=8)
+  twice = np.concatenate([plain.PROMPTS, plain.PROMPTS[::-1]])
+  found = generate(model, twice, lengths=np.concatenate([plain.LENGTHS, plain.LENGTHS[::-1]]))
+  assert plain.rows(found) == plain.of_window() + plain.of_window()[::-1]
+
+
+def best_texts(table, prompt, limit, stop, penalty):
+  """All texts with their scores, the best one first, by trying each."""
+  reads = np.arange(len(prompt), len(prompt) + limit)[:, None, None]
+  log_chances = np.asarray(jax.nn.log_softmax(np.asarray(table, np.float64) * (1 + 0.1 * reads)))
+  found = []
+  for length in range(1, limit + 1):
+    for text in itertools.product(range(len(table)), repeat=length):
+      if stop in text[:-1] or (length < limit and text[-1] != stop):
+        continue
+      places = zip(range(length), (prompt[-1], *text), text, strict=False)
+      found.append((sum(log_chances[place] for place in places) / length**penalty, list(text)))
+  return sorted(found, reverse=True)
+
+
+class Chain(nnx.Module):
+  """The chances of the next token depend on the last one and on how many there were."""
+
+  def __init__(self, size):
+    self.table = nnx.Param(jax.random.normal(jax.random.key(3), (size, size)) * 2)
+    self.seen = nnx.Cache(jnp.zeros((1,)))
+
+  def __call__(self, tokens):
+    self.seen[...] += tokens.shape[1]
+    logits = jax.nn.one_hot(tokens, self.table.shape[0]) @ self.table[...]
+    return logits * (1 + 0.1 * self.seen[...][:, None, None])
+
+
+@pytest.mark.parametrize("penalty", [0.0, 1.0])
+def test_enough_beams_find_the_best_text_of_all(penalty):
+  size, limit, stop = 3, 4, 0
+  mesh = nxp.make_mesh(data=2, devices=jax.devices()[:2])
+  rules = [nxp.LogicalRules(batch="data"), nxp.replicate()]
+  model = nxp.create_sharded_model(lambda: Chain(size), mesh, rules)
+  generate = nxp.generator(limit, sampling=nxp.Beams(27, length_penalty=penalty), stop=stop)
+  found = generate(model, np.array([[1, 1], [0, 2]]), lengths=np.array([1, 2]))
+  for row, prompt in enumerate([[1], [0, 2]]):
+    expected = best_texts(model.table[...], prompt, limit, stop, penalty)
+    for n in range(20):
+      score, text = expected[n]
+      assert found.tokens[row, n, : found.lengths[row, n]].tolist() == text
+      assert not found.tokens[row, n, found.lengths[row, n] :].any()
+      np.testing.assert_allclose(found.scores[row, n], score, rtol=1e-5)
+
+
+def searched(prompt, beams, stop):
+  """A plain beam search of one prompt, on one device, that reads everything again for each token."""
+  alive, done = [(0.0, [])], []
+  for _ in range(NEW):
+    more = []
+    for score, text in alive:
+      chances = np.asarray(jax.nn.log_softmax(plain.logits_of([*prompt, *text])), np.float64)
+      more += [(score + chances[token], [*text, token]) for token in range(VOCABULARY)]
+    more = sorted(more, reverse=True)[: 2 * beams]
+    ended = [(score / len(text) ** 0.5, text) for score, text in more if text[-1] == stop or len(text) == NEW]
+    done = sorted([*done, *ended], reverse=True)[:beams]
+    alive = [pair for pair in more if pair[1][-1] != stop][:beams]
+  return done
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_beams_of_a_model_with_caches(layout):
+  generate = nxp.generator(NEW, sampling=nxp.Beams(3, length_penalty=0.5), stop=5, prefill=2)
+  lengths = np.maximum(plain.LENGTHS, 3)
+  found = generate(sharded(One, layout), plain.PROMPTS, lengths=lengths)
+  for row in (0, 1, 4):
+    expected = searched(plain.PROMPTS[row, : lengths[row]].tolist(), 3, 5)
+    for n, (score, text) in enumerate(expected):
+      assert found.tokens[row, n, : found.lengths[row, n]].tolist() == text
+      np.testing.assert_allclose(found.scores[row, n], score, rtol=1e-4)
+
+
+@pytest.mark.parametrize("options", [{"slots": 8}, {"sampling": nxp.Beams(2)}], ids=["slots", "beams"])
+def test_no_whole_cache_is_gathered(options):
+  generate = nxp.generator(NEW, **options)
+  text = generate.compiled(sharded(One, "both"), plain.PROMPTS).as_text()
+  gathered = [line for line in text.splitlines() if " all-gather(" in line or " all-to-all(" in line]
+  assert gathered, "the weights are sharded over fsdp"
+  assert not [line for line in gathered if f",{LENGTH}," in line]
+
+
+def test_layers_that_are_rolled():
+  rolled = nxp.with_layers(lambda model, tokens: model(tokens), roll=True)
+  generate = nxp.generator(NEW, call=lambda model, tokens, position: rolled(model, tokens))
+  model = sharded(plain.Model, "both")
+  plainly = nxp.generator(NEW)(model, plain.PROMPTS, lengths=plain.LENGTHS)
+  assert plain.rows(generate(model, plain.PROMPTS, lengths=plain.LENGTHS)) == plain.rows(plainly)
+  assert generate.compiled(model, plain.PROMPTS).as_text().count(" while(") == 2
+
+
+WRONG = {
+  "cache of a batch": (lambda: generated(plain.Model, slots=8), "each slot or beam has a cache for one"),
+  "slots and shards": (lambda: generated(One, slots=3), "3 slots cannot be split over 8 shards"),
+  "explicit": (lambda: on_explicit_fsdp(), "on Explicit axes a row cannot use model.embed"),
+  "slots": (lambda: nxp.generator(1, slots=0), "slots=0 is out of range"),
+  "prefill": (lambda: nxp.generator(1, prefill=0), "prefill=0 is out of range"),
+  "both": (lambda: nxp.generator(1, slots=2, sampling=nxp.Beams(2)), "beams of a row are computed together"),
+  "beams": (lambda: nxp.Beams(0), "out of range"),
+}
+
+
+def generated(init, **options):
+  return nxp.generator(1, **options)(sharded(init, "dp"), plain.PROMPTS)
+
+
+def on_explicit_fsdp():
+  axes = {"fsdp": 8}
+  mesh = nxp.make_mesh(axes, explicit=True)
+  model = nxp.create_sharded_model(Grouped, mesh, plain.rules_for(axes)[::2])
+  nxp.generator(1, call=Grouped.__call__, cache=plain.ring, slots=8)(model, plain.PROMPTS)
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_errors(case):
+  call, text = WRONG[case]
+  with pytest.raises(nxp.errors.DecodeError, match=text):
+    call()
