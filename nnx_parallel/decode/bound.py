@@ -45,12 +45,12 @@ class Options(Protocol):
 
 
 class Args(NamedTuple):
-  """What differs between calls; all global."""
+  """What differs between calls: arrays, all global; None for what is not given."""
 
-  prompts: jax.Array
-  lengths: jax.Array
-  requests: jax.Array
-  key: jax.Array
+  prompts: Any
+  lengths: Any
+  requests: Any
+  key: Any
 
 
 class Bound:
@@ -78,6 +78,7 @@ class Bound:
     self.explicit = mesh is not None and AxisType.Explicit in mesh.axis_types
     self.axes = () if mesh is None else axes_of(self._batch_entry())
     self.capacity = _capacity(model)
+    self._defaults: dict[tuple[int, ...], Args] = {}
     own = [self.binding.variable_shardings[i] for i in self.others]
     if self.own_rows and self.explicit:
       self._check_weights(own)
@@ -90,12 +91,37 @@ class Bound:
     )
 
   def place(self, x: Any) -> Any:
-    """Numbers of the host, split as the batch of the plan; over slots, whole on each device."""
-    mesh = self.binding.mesh
-    if mesh is None:
-      return jnp.asarray(x)
-    split = np.ndim(x) and self.options.slots is None
-    return jax.device_put(x, self._rows(np.ndim(x)) if split else NamedSharding(mesh, PartitionSpec()))
+    """Numbers of the host in the layout of the arguments."""
+    where = self._of_argument(np.ndim(x))
+    return jnp.asarray(x) if where is None else jax.device_put(x, where)
+
+  def defaults(self, prompts: tuple[int, ...]) -> Args:
+    """What stands for arguments that are not given; placed once, since that takes longer than a token."""
+    batch, width = prompts
+    if prompts not in self._defaults:
+      numbers = np.full((batch,), width, np.int32), np.arange(batch, dtype=np.int32), jax.random.key(0)
+      self._defaults[prompts] = Args(None, *map(self.place, numbers))
+    return self._defaults[prompts]
+
+  def abstract_args(self, prompts: tuple[int, ...]) -> Args:
+    """Those for prompts of a shape, without values."""
+    shapes = prompts, prompts[:1], prompts[:1], ()
+    types = *[jnp.int32] * 3, jax.eval_shape(lambda: jax.random.key(0)).dtype
+    made = [
+      jax.ShapeDtypeStruct(shape, dtype, sharding=self._of_argument(len(shape)))
+      for shape, dtype in zip(shapes, types, strict=True)
+    ]
+    return Args(*made)
+
+  def argument_names(self) -> dict[str, str]:
+    """Names an array of the program, as JAX does -> the label of the Variable."""
+    labels = self.binding.variable_labels
+    groups = {"caches": self.caches, "others": self.others}
+    return {
+      f"{group}[{n}]": labels[i].removeprefix("model.")
+      for group, found in groups.items()
+      for n, i in enumerate(found)
+    }
 
   def arrays(self) -> tuple[list[Any], list[Any]]:
     """The caches, and all else that the model holds."""
@@ -153,6 +179,13 @@ class Bound:
       return None
     rules = RuleSet(logical=self.scope.rules, inputs=self.scope.inputs)
     return input_spec(rules, 2, axis_sizes(self.binding.mesh))[0]
+
+  def _of_argument(self, ndim: int) -> NamedSharding | None:
+    """Split as the batch of the plan; over slots, whole on each device."""
+    mesh = self.binding.mesh
+    if mesh is None or (ndim and self.options.slots is None):
+      return self._rows(ndim)
+    return NamedSharding(mesh, PartitionSpec())
 
   def _rows(self, ndim: int) -> NamedSharding | None:
     """The layout of an array whose dim 0 is the batch."""

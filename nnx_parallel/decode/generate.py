@@ -6,7 +6,6 @@ import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
@@ -72,34 +71,38 @@ class Generator:
     bound, args = self._prepared(model, prompts, lengths, key, requests)
     return bound(args)
 
-  def compiled(
-    self, model: Any, prompts: Any, *, lengths: Any = None, key: Any = None, requests: Any = None
-  ) -> Any:
-    """The program that runs for these arguments, without running it.
+  def lower(self, model: Any, prompts: Any) -> Any:
+    """Lowers the program for prompts of this shape, without running it.
 
     Args:
-      model: as in a call.
-      prompts: as in a call.
-      lengths: as in a call.
-      key: as in a call.
-      requests: as in a call.
+      model: a live module, whose arrays may be abstract: `nxp.compile_report(generate, plan, batch=prompts)`
+        makes one from a plan, for a machine that is not here too.
+      prompts: as in a call, or a `ShapeDtypeStruct`.
 
     Returns:
-      A `jax.stages.Compiled`: its text, memory and cost.
+      A `jax.stages.Lowered`; `.compile()` gives its text, memory and cost.
+
+    Raises:
+      DecodeError: as in a call.
     """
-    bound, args = self._prepared(model, prompts, lengths, key, requests)
-    return bound.jitted.lower(*bound.arrays(), args).compile()
+    _check_prompts(prompts)
+    bound = self._bound(model)
+    bound.check(prompts.shape)
+    return bound.jitted.lower(*bound.arrays(), bound.abstract_args(prompts.shape))
+
+  def argument_names(self, model: Any) -> dict[str, str]:
+    """Names an array of the program, as JAX does -> what it is in the model."""
+    return self._bound(model).argument_names()
 
   def _prepared(self, model: Any, prompts: Any, lengths: Any, key: Any, requests: Any) -> tuple[Bound, Args]:
     prompts, lengths, requests = _checked(prompts, lengths, requests)
-    if key is None:
-      if isinstance(self.sampling, Sampling) and self.sampling.temperature:
-        raise DecodeError("tokens are drawn, and no key is given.", fix="key=jax.random.key(0)")
-      key = jax.random.key(0)
+    if key is None and isinstance(self.sampling, Sampling) and self.sampling.temperature:
+      raise DecodeError("tokens are drawn, and no key is given.", fix="key=jax.random.key(0)")
     bound = self._bound(model)
     bound.check(prompts.shape)
-    place = bound.place
-    return bound, Args(place(prompts), place(lengths), place(requests), place(key))
+    given = Args(*(None if x is None else bound.place(x) for x in (prompts, lengths, requests, key)))
+    defaults = bound.defaults(prompts.shape)
+    return bound, Args(*(d if x is None else x for x, d in zip(given, defaults, strict=True)))
 
   def _bound(self, model: Any) -> Bound:
     if not isinstance(model, nnx.Pytree):
@@ -199,27 +202,33 @@ def _plain_call(model: Any, tokens: Any, position: Any) -> Any:
   return model(tokens)
 
 
-def _checked(prompts: Any, lengths: Any, requests: Any) -> tuple[Any, Any, Any]:
-  shape, dtype = np.shape(prompts), getattr(prompts, "dtype", np.asarray(prompts).dtype)
+def _check_prompts(prompts: Any) -> None:
+  shape, dtype = np.shape(prompts), prompts.dtype if hasattr(prompts, "dtype") else np.asarray(prompts).dtype
   if len(shape) != 2 or not all(shape) or not jnp.issubdtype(dtype, jnp.integer):
     raise DecodeError(
       f"prompts are {dtype} of shape {shape}, not integers (batch, width).",
       fix="pad shorter prompts and give lengths=.",
     )
-  batch, width = shape
+
+
+def _checked(prompts: Any, lengths: Any, requests: Any) -> list[Any]:
+  _check_prompts(prompts)
+  batch, width = np.shape(prompts)
   prompts = prompts.astype(np.int32) if hasattr(prompts, "astype") else np.asarray(prompts, np.int32)
-  lengths = np.full((batch,), width, np.int32) if lengths is None else np.asarray(lengths)
-  requests = np.arange(batch, dtype=np.int32) if requests is None else np.asarray(requests)
-  for name, x in (("lengths", lengths), ("requests", requests)):
+  numbers = {
+    name: np.asarray(x) for name, x in (("lengths", lengths), ("requests", requests)) if x is not None
+  }
+  for name, x in numbers.items():
     if x.shape != (batch,) or not np.issubdtype(x.dtype, np.integer):
       raise DecodeError(
         f"{name} are {x.dtype} of shape {x.shape}, not one integer for each of {batch} prompts.",
         fix=f"{name}=np.array([...]) of shape ({batch},).",
       )
-  outside = [int(x) for x in lengths if not 1 <= x <= width]
+  outside = [int(x) for x in numbers.get("lengths", ()) if not 1 <= x <= width]
   if outside:
     raise DecodeError(
       f"a prompt has length {outside[0]}, and prompts have 1 to {width} tokens.",
       fix="start an empty prompt with the token that begins a text.",
     )
-  return prompts, lengths.astype(np.int32), requests.astype(np.int32)
+  found = [numbers.get(name) for name in ("lengths", "requests")]
+  return [prompts, *(None if x is None else x.astype(np.int32) for x in found)]

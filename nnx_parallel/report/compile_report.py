@@ -17,6 +17,7 @@ from nnx_parallel.core.jaxprs import nbytes
 from nnx_parallel.core.mesh import axis_sizes, is_explicit
 from nnx_parallel.core.nodes import Path, path_str, variables
 from nnx_parallel.create.instantiate import instantiate
+from nnx_parallel.decode.generate import Generator
 from nnx_parallel.errors import ReportError
 from nnx_parallel.layout.constrain import default_scope
 from nnx_parallel.layout.plan import ShardingPlan, check_plan
@@ -234,12 +235,12 @@ def compile_report(
   """Compiles a step without running it, and reports what it needs, computes and sends.
 
   Args:
-    step: what `train_step` made, a function under `nnx.jit` or `jax.jit`, or a program that
-      is already lowered or compiled.
+    step: what `train_step`, `eval_step` or `generator` made, a function under `nnx.jit` or `jax.jit`, or a
+      program that is already lowered or compiled.
     plan: the layout of the step's model and optimizer; arrays that do not exist stand in for them. Its rules
       are in scope for `constrain`, unless the caller has others there.
     *args: without a plan, the arguments of the step, real or abstract; with one, what follows the batch.
-    batch: a pytree of arrays or `jax.ShapeDtypeStruct`s of the global batch.
+    batch: a pytree of arrays or `jax.ShapeDtypeStruct`s of the global batch; the prompts of a generator.
     topology: a machine that is not here, e.g. `"tpu:v5e:4x4"` or `"gpu:h100:2x8"`; by default the devices
       of the plan's mesh. See `topology`.
     chip: whose memory decides the verdict; by default that of the devices compiled for.
@@ -288,6 +289,8 @@ def compile_report(
   with default_scope(dataclasses.replace(here.activation_rules, mesh=here.mesh.abstract_mesh)):
     lowered = step.lower(*objects, abstract_batch(here, batch), *args)
   names = {f"arrays[{n}]": _plan_name(path) for n, path in enumerate(variables(objects))}
+  if isinstance(step, Generator):
+    names = step.argument_names(*objects)
   given = ["batch"] if isinstance(step, TrainStep) else [*inspect.signature(step).parameters][len(objects) :]
   split = BatchSplit(here.batch_axes, given[0]) if given else None  # `*args` has no names
   slices = slice_numbers(cast("Mesh", here.mesh), topology)

@@ -202,10 +202,23 @@ def test_beams_of_a_model_with_caches(layout):
 @pytest.mark.parametrize("options", [{"slots": 8}, {"sampling": nxp.Beams(2)}], ids=["slots", "beams"])
 def test_no_whole_cache_is_gathered(options):
   generate = nxp.generator(NEW, **options)
-  text = generate.compiled(sharded(One, "both"), plain.PROMPTS).as_text()
+  text = generate.lower(sharded(One, "both"), plain.PROMPTS).compile().as_text()
   gathered = [line for line in text.splitlines() if " all-gather(" in line or " all-to-all(" in line]
   assert gathered, "the weights are sharded over fsdp"
   assert not [line for line in gathered if f",{LENGTH}," in line]
+
+
+def test_a_report_on_a_plan_names_the_caches():
+  axes = LAYOUTS["both"]
+  plan = nxp.plan(plain.Model, nxp.make_mesh(axes), plain.rules_for(axes))
+  prompts = jax.ShapeDtypeStruct(plain.PROMPTS.shape, "int32")
+  report = nxp.compile_report(nxp.generator(NEW), plan, batch=prompts)
+  found = {x.name: x for x in report.arguments}
+  cache = found["blocks.1.attention.cached_key"]
+  assert cache.donated
+  assert cache.bytes == plain.BATCH * LENGTH * plain.FEATURES * 4 // 8
+  assert not found["head.kernel"].donated
+  assert report.faults == ()
 
 
 def test_layers_that_are_rolled():
@@ -214,7 +227,7 @@ def test_layers_that_are_rolled():
   model = sharded(plain.Model, "both")
   plainly = nxp.generator(NEW)(model, plain.PROMPTS, lengths=plain.LENGTHS)
   assert plain.rows(generate(model, plain.PROMPTS, lengths=plain.LENGTHS)) == plain.rows(plainly)
-  assert generate.compiled(model, plain.PROMPTS).as_text().count(" while(") == 2
+  assert generate.lower(model, plain.PROMPTS).compile().as_text().count(" while(") == 2
 
 
 WRONG = {
