@@ -156,7 +156,7 @@ def run(page: Path) -> subprocess.CompletedProcess[str]:
     "JAX_PLATFORMS": "cpu",
     "JAX_NUM_CPU_DEVICES": str(DEVICES),
     "XLA_FLAGS": "--xla_cpu_collective_call_terminate_timeout_seconds=600",
-    "NPROC": "32",  # threads for XLA's pool: simulated devices that wait for each other hold one each
+    "NPROC": "64",  # threads for XLA's pool: simulated devices that wait for each other hold one each
     "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep),
     "MPLBACKEND": "agg",
   }

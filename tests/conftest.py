@@ -22,7 +22,7 @@ others = [flag for flag in os.environ.get("XLA_FLAGS", "").split() if not flag.s
 # A collective holds one thread of XLA's pool for each simulated device that waits. Where the pool is as small
 # as a small machine, all its threads can wait for a device that has none: XLA ends the process after a
 # while. NPROC is what XLA takes for the number of cores.
-os.environ["NPROC"] = "32"
+os.environ["NPROC"] = "64"
 PATIENCE = "--xla_cpu_collective_call_terminate_timeout_seconds=600"
 # Half of the time that XLA takes to compile goes into loops whose speed no test needs. Each version of XLA
 # has its own flag for that, and ends the process for one that it does not have.

@@ -337,7 +337,10 @@ def _check_logits(logits: Any, tokens: Any) -> None:
 def _capacity(model: Any) -> tuple[int, int] | None:
   """Batch and length of the caches of flax's attentions: a full one overwrites its last entry unnoticed."""
   attentions = [node for _, node in nnx.iter_modules(model) if isinstance(node, nnx.MultiHeadAttention)]
-  shapes = [node.cached_key.shape for node in attentions if node.cached_key is not None]
+  # Stacked attentions have the dims of their stack in front: a kernel by itself has 3.
+  shapes = [
+    node.cached_key.shape[node.query.kernel.ndim - 3 :] for node in attentions if node.cached_key is not None
+  ]
   return (math.prod(shapes[0][:-3]), min(shape[-3] for shape in shapes)) if shapes else None
 
 

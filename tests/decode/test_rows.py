@@ -208,6 +208,41 @@ def test_no_whole_cache_is_gathered(options):
   assert not [line for line in gathered if f",{LENGTH}," in line]
 
 
+class Unnamed(plain.Model):
+  """The same model without names on its arrays."""
+
+  def __init__(self):
+    super().__init__()
+    for _, leaf in nnx.iter_graph(self):
+      if isinstance(leaf, nnx.Variable):
+        leaf.set_metadata(out_sharding=None)
+
+
+class Stacked(Unnamed):
+  """Its layers are one, with a dim of layers in front."""
+
+  def __init__(self):
+    super().__init__()
+    states = [nnx.state(block) for block in self.blocks]
+    self.blocks = nnx.merge(nnx.graphdef(self.blocks[0]), jax.tree.map(lambda *x: jnp.stack(x), *states))
+
+  def __call__(self, tokens):
+    scan = nnx.scan(lambda x, block: block(x), in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)
+    return self.head(scan(self.embed(tokens), self.blocks))
+
+
+def test_after_a_pipeline_the_axis_of_its_stages_splits_the_batch():
+  mesh = nxp.make_mesh(data=4, stage=2)
+  rows = nxp.PathRules([(r".*\.cached_(key|value)", (None, "batch", None, None, None))])
+  training = nxp.plan(Stacked, mesh, [nxp.PathRules([(r"blocks\..*", ("stage", ...))]), nxp.replicate()])
+  decoding = nxp.plan(Stacked, mesh, [nxp.LogicalRules(batch=("data", "stage")), rows, nxp.replicate()])
+  model = nxp.reshard(nxp.create_sharded_model(training), decoding)
+  assert model.blocks.attention.cached_key[...].sharding.shard_shape((2, 8, 9, 8, 2))[1] == 1
+  plainly = nxp.generator(NEW)(nxp.unsharded(Unnamed), plain.PROMPTS, lengths=plain.LENGTHS)
+  found = nxp.generator(NEW, prefill=2)(model, plain.PROMPTS, lengths=plain.LENGTHS)
+  assert plain.rows(found) == plain.rows(plainly)
+
+
 def test_a_report_on_a_plan_names_the_caches():
   axes = LAYOUTS["both"]
   plan = nxp.plan(plain.Model, nxp.make_mesh(axes), plain.rules_for(axes))
