@@ -91,7 +91,14 @@ class Generator:
     return bound.jitted.lower(*bound.arrays(), bound.abstract_args(prompts.shape))
 
   def argument_names(self, model: Any) -> dict[str, str]:
-    """Names an array of the program, as JAX does -> what it is in the model."""
+    """Says what the arrays of the program are.
+
+    Args:
+      model: as in `lower`.
+
+    Returns:
+      Name of an argument, as JAX gives it, such as `caches[0]` -> path of the Variable in the model.
+    """
     return self._bound(model).argument_names()
 
   def _prepared(self, model: Any, prompts: Any, lengths: Any, key: Any, requests: Any) -> tuple[Bound, Args]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+import types
 from typing import Any
 
 import jax
@@ -14,24 +15,40 @@ def read_several(model: Any) -> None:
   """Changes a copy of a model, made for one trace: its attentions write all positions into their caches."""
   for _, node in nnx.iter_modules(model):
     if isinstance(node, nnx.MultiHeadAttention) and node.decode and node.cached_key is not None:
-      node.decode = False
-      node.attention_fn = _through_cache(node, node.attention_fn)
+      # A transform such as nnx.scan makes the module anew, by its class.
+      node.__class__ = _reading(type(node))
 
 
-def _through_cache(node: Any, attend: Callable[..., Any]) -> Callable[..., Any]:
-  def attention(query: Any, key: Any, value: Any, mask: Any = None, **options: Any) -> Any:
-    count, length = key.shape[-3], node.cached_key.shape[-3]
-    index = node.cache_index[...]
-    zero = jnp.zeros((), index.dtype)
-    start = (*[zero] * (key.ndim - 3), index, zero, zero)
-    whole = [
-      jax.lax.dynamic_update_slice(cache[...], new, start)
-      for cache, new in ((node.cached_key, key), (node.cached_value, value))
-    ]
-    node.cached_key[...], node.cached_value[...] = whole
-    node.cache_index[...] = index + count
-    seen = jnp.arange(length)[None] <= index + jnp.arange(count)[:, None]
-    seen = jnp.broadcast_to(seen, (*key.shape[:-3], 1, count, length))
-    return attend(query, *whole, mask=nnx.combine_masks(mask, seen), **options)
+@functools.cache
+def _reading(kind: type) -> type:
+  return types.new_class(kind.__name__, (_ReadsSeveral, kind))
 
-  return attention
+
+class _ReadsSeveral(nnx.MultiHeadAttention):
+  """An attention that is called as in training, and attends to its cache."""
+
+  def __call__(self, *args: Any, **options: Any) -> Any:
+    attend = self.attention_fn
+    self.decode, self.attention_fn = False, functools.partial(_through_cache, self, attend)
+    try:
+      return super().__call__(*args, **options)
+    finally:
+      self.decode, self.attention_fn = True, attend
+
+
+def _through_cache(
+  node: Any, attend: Any, query: Any, key: Any, value: Any, mask: Any = None, **options: Any
+) -> Any:
+  count, length = key.shape[-3], node.cached_key.shape[-3]
+  index = node.cache_index[...]
+  zero = jnp.zeros((), index.dtype)
+  start = (*[zero] * (key.ndim - 3), index, zero, zero)
+  whole = [
+    jax.lax.dynamic_update_slice(cache[...], new, start)
+    for cache, new in ((node.cached_key, key), (node.cached_value, value))
+  ]
+  node.cached_key[...], node.cached_value[...] = whole
+  node.cache_index[...] = index + count
+  seen = jnp.arange(length)[None] <= index + jnp.arange(count)[:, None]
+  seen = jnp.broadcast_to(seen, (*key.shape[:-3], 1, count, length))
+  return attend(query, *whole, mask=nnx.combine_masks(mask, seen), **options)
