@@ -145,6 +145,13 @@ class Bound:
         put(variables[i], array)
     return found
 
+  def of_arrays(self, arrays: list[Any], *args: Any) -> tuple[dict[str, Any], dict[int, Any]]:
+    """The program for the arrays of all Variables: its results, and the caches by number."""
+    caches, others = ([arrays[i] for i in some] for some in (self.caches, self.others))
+    after, found = self._program(caches, others, Args(*args))
+    fields = {name: x for name, x in found._asdict().items() if x is not None}
+    return fields, dict(zip(self.caches, after, strict=False))
+
   def check(self, prompts: tuple[int, ...]) -> None:
     """Raises a `DecodeError` for prompts that the layout or flax's caches do not fit."""
     slots, parts = self.options.slots, math.prod(axis_sizes(self.binding.mesh)[axis] for axis in self.axes)

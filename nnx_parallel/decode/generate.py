@@ -101,6 +101,23 @@ class Generator:
     """
     return self._bound(model).argument_names()
 
+  def as_function(self, model: Any, prompts: Any) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    """The program as a function of arrays, for `nnx_parallel.interop.program.export_program`.
+
+    Args:
+      model: as in `lower`.
+      prompts: as in `lower`.
+
+    Returns:
+      A function of the arrays of the model's Variables, prompts, lengths, requests and a key, which returns
+      the fields of `Generated` and the caches by the number of their Variable; and its abstract arguments
+      after the first.
+    """
+    _check_prompts(prompts)
+    bound = self._bound(model)
+    bound.check(prompts.shape)
+    return bound.of_arrays, tuple(bound.abstract_args(prompts.shape))
+
   def _prepared(self, model: Any, prompts: Any, lengths: Any, key: Any, requests: Any) -> tuple[Bound, Args]:
     prompts, lengths, requests = _checked(prompts, lengths, requests)
     if key is None and isinstance(self.sampling, Sampling) and self.sampling.temperature:

@@ -1,0 +1,273 @@
+"""A program with its layout in one file, for a process that lacks the source of its model.
+
+`jax.export` does the work. The file is a zip of what it serializes and of `layout.json`, which has the mesh
+axes and the paths of the Variables: weights come from a checkpoint.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import zipfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+from flax import nnx
+from jax import export
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
+
+from nnx_parallel.core.axes import axes_of, entry_of
+from nnx_parallel.core.mesh import make_mesh
+from nnx_parallel.core.nodes import value_of
+from nnx_parallel.core.text import few, format_array
+from nnx_parallel.decode.generate import Generator
+from nnx_parallel.errors import CheckpointError
+from nnx_parallel.layout.constrain import default_scope, scope_of
+from nnx_parallel.train.binding import Binding
+
+
+def export_program(
+  file: str | os.PathLike[str],
+  function: Callable[..., Any],
+  model: nnx.Module,
+  *args: Any,
+  platforms: Sequence[str] | None = None,
+) -> None:
+  """Writes a compiled function of a model, with the layout that the model has, and without its weights.
+
+  Args:
+    file: where to write it; replaced where it is there.
+    function: `function(model, *args)`, which returns arrays in tuples, lists and dicts. It may change
+      Variables, such as a cache. Or what `nxp.generator` made.
+    model: a live module, on any mesh.
+    *args: arrays, or `ShapeDtypeStruct`s, with shardings where they are to be split; all global. Of a
+      generator: the prompts.
+    platforms: such as `("tpu",)`; by default that of the model's devices.
+
+  Raises:
+    CheckpointError: the module `flatbuffers`, which `jax.export` writes with, is not installed.
+
+  Example:
+    >>> import jax, jax.numpy as jnp, nnx_parallel as nxp
+    >>> from flax import nnx
+    >>> from nnx_parallel.interop.program import export_program, load_program
+    >>> mesh, init = nxp.make_mesh(fsdp=8), lambda: nnx.Linear(8, 4, rngs=nnx.Rngs(0))
+    >>> model = nxp.create_sharded_model(init, mesh, nxp.fsdp(min_size=0))
+    >>> x = jax.device_put(jnp.ones((16, 8)), jax.NamedSharding(mesh, jax.P("fsdp")))
+    >>> export_program("forward.zip", lambda model, x: model(x), model, x)
+    >>> served = load_program("forward.zip").load(nnx.state(model))
+    >>> bool((served(x) == nnx.jit(lambda model, x: model(x))(model, x)).all())
+    True
+  """
+  binding = Binding({"model": model})
+  if isinstance(function, Generator):
+    run, args = function.as_function(model, *args)
+  else:
+    run = _of_module(binding, function)
+  leaves = [
+    jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where)
+    for x, where in zip(binding.read(), binding.variable_shardings, strict=True)
+  ]
+  changes: list[int] = []
+
+  def outputs(changing: list[Any], fixed: list[Any], *args: Any) -> Any:
+    found, after = run(_joined(changing, fixed, changes), *args)
+    return found, [after[i] for i in changes]
+
+  with default_scope(scope_of(binding.variables)):
+    jax.eval_shape(lambda leaves, *args: changes.extend(run(leaves, *args)[1]), leaves, *args)
+    wheres = None if binding.mesh is None else [binding.variable_shardings[i] for i in changes]
+    jitted = jax.jit(outputs, out_shardings=(None, wheres))
+    exported = export.export(jitted, platforms=platforms)(*_split(leaves, changes), *map(_abstract, args))
+  mesh = binding.mesh
+  layout = {
+    "axes": {} if mesh is None else {str(name): size for name, size in mesh.shape.items()},
+    "explicit": mesh is not None and AxisType.Explicit in mesh.axis_types,
+    "paths": [list(path[1:]) for i, path in enumerate(binding.template.paths) if i not in binding.raw],
+    "specs": [_entries(x.sharding) for x in leaves],
+    "changes": changes,
+  }
+  temporary = Path(f"{os.fspath(file)}.{os.getpid()}")
+  with zipfile.ZipFile(temporary, "w") as packed:
+    packed.writestr("program", _serialized(exported))
+    packed.writestr("layout.json", json.dumps(layout))
+  temporary.replace(file)
+
+
+def load_program(file: str | os.PathLike[str], *, devices: Sequence[Any] | None = None) -> Served:
+  """Reads what `export_program` wrote; the source of the model is not needed.
+
+  Args:
+    file: the file.
+    devices: JAX devices, as many as the program was written for; by default the first ones.
+
+  Returns:
+    The program, without weights.
+
+  Raises:
+    CheckpointError: there are fewer devices, or `flatbuffers` is not installed.
+  """
+  with zipfile.ZipFile(file) as packed:
+    layout = json.loads(packed.read("layout.json"))
+    program = packed.read("program")
+  _require_flatbuffers()
+  exported = export.deserialize(bytearray(program))
+  devices = list(jax.devices() if devices is None else devices)
+  if len(devices) < exported.nr_devices:
+    raise CheckpointError(
+      f"{os.fspath(file)} is a program for {exported.nr_devices} devices, and there are {len(devices)}.",
+      details=f"mesh axes {layout['axes']}",
+      fix="export it from a model on a mesh of as many devices as will run it.",
+    )
+  axes: dict[str, int] = layout["axes"]
+  chosen = devices[: exported.nr_devices]
+  mesh = make_mesh(axes, devices=chosen, explicit=layout["explicit"]) if axes else None
+  return Served(exported, mesh, devices[0], layout)
+
+
+class Served:
+  """A program of a model whose source is not here; made by `load_program`.
+
+  Attributes:
+    mesh: its mesh; None for one device.
+    args: the arguments of a call, as `ShapeDtypeStruct`s.
+  """
+
+  def __init__(self, exported: Any, mesh: Mesh | None, device: Any, layout: dict[str, Any]):
+    self.mesh, self._changes = mesh, layout["changes"]
+    self._paths = [tuple(path) for path in layout["paths"]]
+
+    def struct(x: Any, where: Any) -> Any:
+      return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where)
+
+    def named(entries: Sequence[Sequence[str]]) -> Any:
+      spec = PartitionSpec(*(entry_of(tuple(axes)) for axes in entries))
+      return SingleDeviceSharding(device) if mesh is None else NamedSharding(mesh, spec)
+
+    count = len(exported.in_avals)
+    read = [None] * count if mesh is None else exported.in_shardings_jax(mesh)
+    # What the program does not read, such as a cache that it empties, has no sharding there.
+    structs = [struct(x, where or named([])) for x, where in zip(exported.in_avals, read, strict=True)]
+    (changing, fixed, *args), _ = jax.tree.unflatten(exported.in_tree, structs)
+    self.args: tuple[Any, ...] = tuple(args)
+    leaves = _joined(changing, fixed, self._changes)
+    specs = layout["specs"]
+    self._leaves: list[Any] = [struct(x, named(entries)) for x, entries in zip(leaves, specs, strict=True)]
+    self._jitted: Any = jax.jit(exported.call, donate_argnums=0)
+
+  @property
+  def weights(self) -> dict[str, Any]:
+    """The Variables as a nested dict, like `nnx.to_pure_dict(nnx.state(model))`.
+
+    Returns:
+      Arrays; before `load`, `ShapeDtypeStruct`s in their layout.
+    """
+    return nnx.traversals.unflatten_mapping(dict(zip(self._paths, self._leaves, strict=True)))
+
+  def load(self, weights: Any) -> Served:
+    """Gives the program its weights.
+
+    Args:
+      weights: arrays of the same paths and global shapes, in a nested dict such as
+        `nxp.Checkpointer("run").restore(served.weights)`, or an `nnx.State`. What lies elsewhere is moved.
+
+    Returns:
+      The program itself.
+
+    Raises:
+      CheckpointError: a path or a shape differs.
+    """
+    given = nnx.to_pure_dict(weights) if isinstance(weights, nnx.State) else weights
+    flat = {path: value_of(x) for path, x in nnx.traversals.flatten_mapping(given).items()}
+    wanted = dict(zip(self._paths, self._leaves, strict=True))
+    wrong = [
+      f"{'.'.join(map(str, path))} ({format_array(x.dtype, x.shape)})"
+      for path, x in wanted.items()
+      if path not in flat or (flat[path].shape, flat[path].dtype) != (x.shape, x.dtype)
+    ]
+    if wrong:
+      raise CheckpointError(
+        f"the weights lack {few(wrong)}, or have another shape or dtype there.",
+        fix='served.load(nxp.Checkpointer("run").restore(served.weights))',
+      )
+    self._leaves = [_placed(flat[path], x.sharding) for path, x in wanted.items()]
+    return self
+
+  def __call__(self, *args: Any) -> Any:
+    """Runs the program; Variables that it changes are those of the next call.
+
+    Args:
+      *args: as `args` says; from the host or elsewhere, they are moved to their layout. Those of a generator
+        are prompts, lengths, numbers of requests and a key.
+
+    Returns:
+      What the function returned, global; of a generator a dict of the fields of `nxp.Generated`.
+
+    Raises:
+      CheckpointError: the weights have not been loaded.
+    """
+    if any(isinstance(x, jax.ShapeDtypeStruct) for x in self._leaves):
+      raise CheckpointError("the program has no weights yet.", fix="served.load(weights)")
+    placed = jax.tree.map(lambda x, where: _placed(x, where.sharding), args, self.args)
+    found, after = self._jitted(*_split(self._leaves, self._changes), *placed)
+    for i, array in zip(self._changes, after, strict=True):
+      self._leaves[i] = array
+    return found
+
+
+def _of_module(binding: Binding, function: Callable[..., Any]) -> Callable[..., Any]:
+  """`function` of the arrays of the Variables; returns what it did and those that it changed, by number."""
+
+  def run(leaves: list[Any], *args: Any) -> Any:
+    arrays = binding.with_raw(leaves)
+    (module,) = binding.template.build(arrays)
+    found = function(module, *args)
+    after = binding.without_raw(binding.template.arrays((module,)))
+    return found, {i: new for i, (old, new) in enumerate(zip(leaves, after, strict=True)) if old is not new}
+
+  return run
+
+
+def _split(leaves: Sequence[Any], changes: Sequence[int]) -> tuple[list[Any], list[Any]]:
+  """The leaves that a program changes, whose memory it may take, and the others."""
+  return [leaves[i] for i in changes], [x for i, x in enumerate(leaves) if i not in {*changes}]
+
+
+def _joined(changing: Sequence[Any], fixed: Sequence[Any], changes: Sequence[int]) -> list[Any]:
+  found, others = dict(zip(changes, changing, strict=True)), iter(fixed)
+  count = len(changing) + len(fixed)
+  return [found[i] if i in found else next(others) for i in range(count)]
+
+
+def _entries(sharding: Any) -> list[list[str]]:
+  """A spec as JSON."""
+  return [list(axes_of(entry)) for entry in sharding.spec] if isinstance(sharding, NamedSharding) else []
+
+
+def _abstract(x: Any) -> Any:
+  def struct(x: Any) -> Any:
+    own = getattr(x, "sharding", None)
+    kept = own if isinstance(own, NamedSharding) else None
+    return jax.ShapeDtypeStruct(jax.numpy.shape(x), jax.dtypes.result_type(x), sharding=kept)
+
+  return jax.tree.map(struct, x)
+
+
+def _placed(x: Any, where: Any) -> Any:
+  return x if getattr(x, "sharding", None) == where else jax.device_put(x, where)
+
+
+def _require_flatbuffers() -> None:
+  try:
+    import flatbuffers  # noqa: F401  # pyright: ignore
+  except ImportError as error:
+    raise CheckpointError(
+      "jax.export needs the package flatbuffers.", fix="pip install 'nnx-parallel[export]'"
+    ) from error
+
+
+def _serialized(exported: Any) -> bytes:
+  _require_flatbuffers()
+  return exported.serialize()
