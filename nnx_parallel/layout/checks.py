@@ -48,8 +48,8 @@ def check_attention(model: nnx.Module, mesh: Mapping[str, int]) -> list[str]:
 
 def _passed_on(module: nnx.MultiHeadAttention, part: str) -> Names | None:
   query, out = getattr(module.query, part), getattr(module.out, part)
-  if query is None or out is None:
-    return None
+  if not isinstance(query, nnx.Variable) or not isinstance(out, nnx.Variable):
+    return None  # no bias; or weights of another package, such as quantized ones
   names, wanted = _names(query), _names(out)
   # Names that read the same backwards can be right for both projections.
   if names is None or names != wanted or names == names[::-1]:

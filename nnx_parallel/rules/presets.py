@@ -232,9 +232,9 @@ def layers(
       (("query|key|value", "bias"), (heads, ...)),
       (("out", "kernel"), (heads, ..., embed)),
       (("embedding",), (vocab, embed)),
-      (("lora_b",), (None, features)),
+      ((r"(\w+_)?lora_b",), (None, features)),
       (("kernel",), (..., features)),
-      (("bias|scale|mean|var|lora_a|negative_slope|scales",), None),
+      ((r"bias|scale|mean|var|(\w+_)?lora_a|negative_slope|scales",), None),
     ],
     optional=True,
   )
