@@ -684,11 +684,13 @@ def _check_leaves(tiles: Tiles, scores: Any, names: set[int]) -> None:
   meets = [
     eqn
     for (_, labels), (eqn, wanted) in tiles.parts.items()
-    if eqn.primitive.name == "dot_general" and len(labels) == 2 and all(len(own) == 1 for own in wanted)
+    if eqn.primitive.name == "dot_general"
+    and names <= {name for name, _, _ in labels}
+    and all(len(names & {name for name, _, _ in own}) == 1 for own in wanted)
   ]
   for var, labels in tiles.leaves:
     made = tiles.made(var)
-    if made is None or {name for name, _, _ in labels} != names:
+    if made is None or not names <= {name for name, _, _ in labels}:
       continue
     if "random" in made.primitive.name or "threefry" in made.primitive.name:
       raise _NotAttention(f"{text}: dropout is between it and its product ({described(made)})")
