@@ -243,6 +243,25 @@ class _Share:
     )
     return lambda *arrays: run(jnp.arange(self.size, dtype=jnp.int32), *arrays)
 
+  def by_heads(self, x: Any, labels: Labels) -> Any:
+    """An array that is split by positions, split by heads if those are what is split: by an all-to-all.
+
+    XLA would else compute the array by heads, from all positions.
+    """
+    return self._on(self.by_positions(x, labels), self.split(labels))
+
+  def by_positions(self, x: Any, labels: Labels) -> Any:
+    """An array that is split by heads, split by positions."""
+    label = next((own for own in labels if own[0] in (self.row, self.column)), None)
+    return x if self.split(labels) is None else self._on(x, label)
+
+  def _on(self, x: Any, label: tuple[Any, int, int] | None) -> Any:
+    if self.dim == self.row or label is None or label[2] > 1 or x.shape[label[1]] % self.size:
+      return x
+    spec: list[Any] = [PartitionSpec.UNCONSTRAINED] * x.ndim
+    spec[label[1]] = self.axis
+    return jax.lax.with_sharding_constraint(x, PartitionSpec(*spec))
+
   def around(self, visit: Callable[..., Any], device: Any, moving: Any, state: Any) -> Any:
     """Visits a device's keys with `(source, moving, state)`, then those of the others, if they go round."""
     if self.moving is None:
@@ -592,6 +611,7 @@ def _blocked(body: Any, match: _Softmax, way: _Way) -> Any:
       tiles.need(var, labels, depends.__contains__)
     except Untiled as problem:
       raise _NotAttention(f"softmax of {scores.aval.str_short()}: its weights go through {problem}") from None
+  tiles.need(product.invars[1 - match.side], _of_values(match, share))
   _check_leaves(tiles, scores, {row, column})
   split = [share.split(labels) for labels in (*(labels for _, labels in tiles.leaves), match.labels[1])]
   if any(label is not None and label[2] > 1 for label in split):  # the minor one of several in a dim
@@ -706,10 +726,8 @@ def _function(
   """The attention as a function of its leaves, and those."""
   product, side, axes, grid = match.product, match.side, match.summed, share.own
   cut = {match.largest.outvars[0], match.total.outvars[0]}
-  values = product.invars[1 - side]
-  value_node: Node = values, _of_values(match, share)
+  value_node: Node = product.invars[1 - side], _of_values(match, share)
   nodes = [node for node in tiles.leaves if node[0] not in cut]
-  nodes += [] if value_node in nodes or isinstance(values, core.Literal) else [value_node]
   floats = [node for node in nodes if is_inexact(node[0].aval)]
   others = [node for node in nodes if not is_inexact(node[0].aval)]
   (largest_in, own), (scores, _), (total_in, _), (weights, weights_own) = ends
@@ -729,10 +747,7 @@ def _function(
       known.update({node: x for node in tiles.leaves if node[0] is var})
     known[scores, own] = tiles.grid.fresh(tiles.value(scores, own, known, places), own, places)
     part = tiles.value(total_in, own, known, places)
-    pair = [
-      tiles.value(weights, weights_own, known, places),
-      known.get(value_node, getattr(values, "val", None)),
-    ]
+    pair = [tiles.value(*node, known, places) for node in ((weights, weights_own), value_node)]
     made = bind(product, pair if side == 0 else pair[::-1], preferred_element_type=wide)
     return made[0].astype(wide), part.astype(wide).sum(axes)
 
@@ -837,16 +852,20 @@ def _function(
 
   def backward(saved: Any, cotangent: Any) -> tuple[Any, ...]:
     given, *results = saved
-    found = zip(pulled(*results, cotangent[0], *given), floats, strict=True)
-    return (*(x if share.has(o) else x.sum(0) for x, (_, o) in found), *[None] * len(others))
+    found = pulled(*results, share.by_heads(cotangent[0], out_own), *given)
+    found = [
+      share.by_positions(x, o) if share.has(o) else x.sum(0) for x, (_, o) in zip(found, floats, strict=True)
+    ]
+    return (*found, *[None] * len(others))
 
   @jax.custom_vjp
   def attention(*given: Any) -> list[Any]:
-    return [forward(*given)[0]]
+    return with_kept(*given)[0]
 
   def with_kept(*given: Any) -> tuple[list[Any], Any]:
-    result, largest, total = forward(*given)
-    return [result], (given, result, largest, total)
+    own = tuple(share.by_heads(x, o) for x, (_, o) in zip(given, nodes, strict=True))
+    result, largest, total = forward(*own)
+    return [share.by_positions(result, out_own)], (own, result, largest, total)
 
   attention.defvjp(with_kept, backward)
 
