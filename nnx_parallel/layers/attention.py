@@ -78,6 +78,10 @@ class _NotAttention(Exception):
   """Why a softmax is not computed by blocks."""
 
 
+class _NotByBlocks(_NotAttention):
+  """Why an attention is not."""
+
+
 @dataclasses.dataclass(frozen=True)
 class _Softmax:
   """An attention in a flat program.
@@ -342,9 +346,8 @@ def _way(attention: Attention) -> _Way:
   if attention in OVER_AXIS:
     raise TrainError(
       f"attention={attention!r} needs a mesh axis that splits the positions.",
-      details=f"{axis!r} is {kinds.get(axis)}; mesh {dict(mesh.shape)}"
-      if axis
-      else f"mesh {dict(mesh.shape)}",
+      details=f"mesh {dict(mesh.shape)}"
+      + (f", whose axis {axis!r} is {kinds[axis].name}" if axis in kinds else ""),
       fix="nxp.make_mesh(data=2, context=4), not explicit, and nxp.presets.context(), or a rule for `seq` on"
       " an axis that splits no weight.",
     )
@@ -369,6 +372,13 @@ def _changed(
         try:
           new, why = _replaced(body, match, way)
         except _NotAttention as problem:
+          if isinstance(problem, _NotByBlocks) and way.is_over_axis:
+            raise TrainError(
+              f"attention={way.asked!r}: {way.axis}={way.size} cannot share an attention that was found.",
+              details=str(problem),
+              fix='dropout off, and lengths (attention="ring") or heads (attention="all_to_all") that are'
+              f' multiples of {way.size}; or attention="blocks".',
+            ) from None
           reasons.append(str(problem))
           continue
         found.append(why)
@@ -569,22 +579,20 @@ def _replaced(body: Any, match: _Softmax, way: _Way) -> tuple[Any, str | None]:
 
   Raises:
     _NotAttention: it is none, or cannot be computed by blocks.
-    TrainError: the devices of the axis cannot share it, and must.
   """
   if way.kernel is None:
     return _blocked(body, match, way), ""
   try:
     return by_kernel(body, match, way.kernel), None
   except NotFused as problem:
-    return _blocked(body, match, way), f"softmax of {match.exp.outvars[0].aval.str_short()}: {problem}"
+    return _blocked(body, match, way), f"{_softmax(match)}: {problem}"
 
 
 def _blocked(body: Any, match: _Softmax, way: _Way) -> Any:
   """The operation that computes an attention by blocks; None where one block holds it all.
 
   Raises:
-    _NotAttention: it is none, or cannot be.
-    TrainError: the devices of the axis cannot share it, and must.
+    _NotAttention: it is none, or cannot be, by the devices that must share it.
   """
   weights, product = match.product.invars[match.side], match.product
   scores = match.exp.outvars[0]
@@ -593,7 +601,7 @@ def _blocked(body: Any, match: _Softmax, way: _Way) -> Any:
   rows = _wholes(match.labels[0], free)
   columns = [name for name, _, _ in match.labels[0] if name in match.summed]
   if not rows or not columns:
-    raise _NotAttention(f"softmax of {scores.aval.str_short()}: it is not over keys for each query")
+    raise _NotAttention(f"{_softmax(match)}: it is not over keys for each query")
   row, column = max(rows, key=lengths.__getitem__), max(columns, key=lengths.__getitem__)
   share = _shared(match, way, lengths, row, column)
   cut = {match.largest.outvars[0], match.total.outvars[0]}
@@ -610,13 +618,13 @@ def _blocked(body: Any, match: _Softmax, way: _Way) -> Any:
     try:
       tiles.need(var, labels, depends.__contains__)
     except Untiled as problem:
-      raise _NotAttention(f"softmax of {scores.aval.str_short()}: its weights go through {problem}") from None
+      raise _NotByBlocks(f"{_softmax(match)}: its weights go through {problem}") from None
   tiles.need(product.invars[1 - match.side], _of_values(match, share))
   _check_leaves(tiles, scores, {row, column})
   split = [share.split(labels) for labels in (*(labels for _, labels in tiles.leaves), match.labels[1])]
   if any(label is not None and label[2] > 1 for label in split):  # the minor one of several in a dim
     if way.is_over_axis:
-      raise _not_shared(match, way, "its queries, keys or heads are the minor part of a dim")
+      raise _NotByBlocks(f"{_softmax(match)}: its queries, keys or heads are the minor part of a dim")
     return _blocked(body, match, dataclasses.replace(way, axis=None, size=1))
   if all(share.grid.count(name) == 1 for name in share.grid.blocks):
     return None
@@ -641,18 +649,18 @@ def _shared(match: _Softmax, way: _Way, lengths: Mapping[Any, int], row: int, co
   """The part of an attention that each device computes; all of it, unless devices share it evenly.
 
   Raises:
-    TrainError: they cannot, and must.
+    _NotByBlocks: they cannot, and must.
   """
   is_ring, axis, n, dim = way.asked == "ring", way.axis, way.size, row
   if way.asked == "all_to_all":
     dim = _heads(match, way, lengths)
   elif axis is not None and any(lengths[name] % n for name in (row, *([column] if is_ring else []))):
     if is_ring:
-      raise _not_shared(
-        match, way, f"{n} devices cannot split {lengths[row]} queries and {lengths[column]} keys"
+      raise _NotByBlocks(
+        f"{_softmax(match)}: {n} devices cannot split {lengths[row]} queries and {lengths[column]} keys"
       )
     axis, n = None, 1
-  moving = column if is_ring and axis is not None else None
+  moving = column if is_ring else None
   split = {dim, moving} if axis is not None else set[Any]()
   sizes: dict[Any, int] = {dim: lengths[dim] // n}
   for name in (row, column):
@@ -660,6 +668,10 @@ def _shared(match: _Softmax, way: _Way, lengths: Mapping[Any, int], row: int, co
       _block(lengths[name], way.block) if name not in split else _divisor(lengths[name] // n, way.block)
     )
   return _Share(axis, n, row, column, dim, moving, Grid(lengths, sizes), way.mapped)
+
+
+def _softmax(match: _Softmax) -> str:
+  return f"softmax of {match.exp.outvars[0].aval.str_short()}"
 
 
 def _block(length: int, block: int) -> int:
@@ -676,26 +688,19 @@ def _heads(match: _Softmax, way: _Way, lengths: Mapping[Any, int]) -> int:
   """The dim of the scores that is heads: the last that weights and values share, after that of the examples.
 
   Raises:
-    TrainError: there is none, or devices cannot share it evenly.
+    _NotByBlocks: there is none, or devices cannot share it evenly.
   """
   shape = match.exp.outvars[0].aval.shape
   shared = meeting(match.product).shared[match.side]  # pyright: ignore[reportOptionalMemberAccess]
   names = _wholes(match.labels[0], shared)
   kept = [name for name, _, _ in match.labels[1]]
   if len(shared) < 2 or not names or names[-1] not in kept:
-    raise _not_shared(match, way, "no dim of it is heads of values")
+    raise _NotByBlocks(f"{_softmax(match)}: no dim of it is heads of values")
   if lengths[names[-1]] % way.size:
-    raise _not_shared(match, way, f"{way.size} devices cannot share {shape[names[-1]]} heads of values")
+    raise _NotByBlocks(
+      f"{_softmax(match)}: {way.size} devices cannot share {shape[names[-1]]} heads of values"
+    )
   return names[-1]
-
-
-def _not_shared(match: _Softmax, way: _Way, reason: str) -> TrainError:
-  return TrainError(
-    f"attention={way.asked!r}: {way.axis}={way.size} cannot share an attention that was found.",
-    details=f"softmax of {match.exp.outvars[0].aval.str_short()}: {reason}",
-    fix=f'lengths (attention="ring") or heads (attention="all_to_all") that are multiples of {way.size}; or'
-    ' attention="blocks", which computes it on each device.',
-  )
 
 
 def _check_leaves(tiles: Tiles, scores: Any, names: set[int]) -> None:
@@ -713,9 +718,9 @@ def _check_leaves(tiles: Tiles, scores: Any, names: set[int]) -> None:
     if made is None or not names <= {name for name, _, _ in labels}:
       continue
     if "random" in made.primitive.name or "threefry" in made.primitive.name:
-      raise _NotAttention(f"{text}: dropout is between it and its product ({described(made)})")
+      raise _NotByBlocks(f"{text}: dropout is between it and its product ({described(made)})")
     if math.prod(var.aval.shape) >= math.prod(scores.aval.shape):
-      raise _NotAttention(f"{text}: {described(made)} cannot be evaluated by blocks")
+      raise _NotByBlocks(f"{text}: {described(made)} cannot be evaluated by blocks")
   if not meets:
     raise _NotAttention(f"{text}: no product of queries and keys makes it")
 
@@ -905,9 +910,7 @@ def _order(match: _Softmax, placed: Mapping[Any, Any]) -> list[Any]:
   for d in (d for d in names if isinstance(d, int) and d not in match.summed):
     own = [d] if d in placed else [name for name, dim, _ in labels if dim == d and name != d]
     if not own or any(name not in placed for name in own):
-      raise _NotAttention(
-        f"softmax of {scores.str_short()}: {described(match.product)} sums over its dim {d}"
-      )
+      raise _NotAttention(f"{_softmax(match)}: {described(match.product)} sums over its dim {d}")
     found += own
   return found
 
