@@ -21,6 +21,7 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.extend import core
 from jax.sharding import AxisType, PartitionSpec
 
@@ -51,6 +52,7 @@ from nnx_parallel.core.tiles import (
   filled,
   finite,
   gradients,
+  ordered,
   pushed,
   tied,
 )
@@ -89,6 +91,7 @@ class _Softmax:
   Attributes:
     exp: the exponential.
     largest: the maximum over the keys.
+    order: the dims of what it is the maximum of, for each of those of the scores.
     total: the sum over the keys.
     product: of the weights and the values.
     side: which operand of the product the weights are.
@@ -98,6 +101,7 @@ class _Softmax:
 
   exp: Any
   largest: Any
+  order: tuple[int, ...]
   total: Any
   product: Any
   side: int
@@ -108,6 +112,12 @@ class _Softmax:
   def summed(self) -> tuple[int, ...]:
     """The dims of the scores that the softmax sums over."""
     return tuple(int(axis) for axis in self.total.params["axes"])
+
+  @property
+  def turned(self) -> list[int]:
+    """The dims of the maximum, for each of those of the sum."""
+    kept = [d for d in range(len(self.order)) if d not in self.summed]
+    return [sorted(self.order[d] for d in kept).index(self.order[d]) for d in kept]
 
 
 @contextlib.contextmanager
@@ -418,11 +428,11 @@ def is_opened(eqn: Any) -> bool:
 
 def _attentions(body: Any, exp: Any, reasons: list[str]) -> list[_Softmax]:
   """The products of values with the softmax that an exponential belongs to."""
-  largest = _largest(body, exp)
+  largest, order = _largest(body, exp)
   if largest is None:
     return []
   scores, shape = exp.outvars[0], exp.outvars[0].aval.shape
-  axes = {int(axis) for axis in largest.params["axes"]}
+  axes = {d for d, place in enumerate(order) if place in largest.params["axes"]}
   lengths, named = _named(shape)
   # The powers of the exponential and of its sum in a value.
   powers: dict[Any, tuple[int, int]] = {scores: (1, 0)}
@@ -455,7 +465,7 @@ def _attentions(body: Any, exp: Any, reasons: list[str]) -> list[_Softmax]:
         if place is not None:
           given = labels[eqn.invars[side]], place
           zeros_too = eqn.invars[side] in selected
-          found.append(_Softmax(exp, largest, totals[0], eqn, side, given, zeros_too))
+          found.append(_Softmax(exp, largest, order, totals[0], eqn, side, given, zeros_too))
       elif own[side] == (1, 0):
         problems.append(f"its exponentials meet {described(eqn)} before they are divided by their sum")
       continue
@@ -479,24 +489,46 @@ def _attentions(body: Any, exp: Any, reasons: list[str]) -> list[_Softmax]:
   return found
 
 
-def _largest(body: Any, exp: Any) -> Any:
-  """The maximum that is subtracted before an exponential, or None."""
+def _largest(body: Any, exp: Any) -> tuple[Any, tuple[int, ...]]:
+  """The maximum that is subtracted before an exponential, or None, and the order of its dims."""
   made = {out: eqn for eqn in body.eqns for out in eqn.outvars}
   difference = made.get(exp.invars[0])
   if difference is None or difference.primitive.name != "sub":
-    return None
+    return None, ()
   var = difference.invars[1]
   while not isinstance(var, core.Literal) and (eqn := made.get(var)) is not None:
     name = eqn.primitive.name
     if name == "reduce_max":
-      return eqn if eqn.invars[0].aval.shape == exp.outvars[0].aval.shape else None
+      order = _order_of(eqn.invars[0], difference.invars[0], made)
+      return (None, ()) if order is None else (eqn, order)
     if name == "max" and isinstance(eqn.invars[0], core.Literal) and eqn.invars[0].val == -math.inf:
       var = eqn.invars[1]
     elif name in _PASSED:
       var = eqn.invars[0]
     else:
-      return None
-  return None
+      return None, ()
+  return None, ()
+
+
+def _order_of(var: Any, scores: Any, made: Mapping[Any, Any]) -> tuple[int, ...] | None:
+  """The dims of a value, for each of those of the scores, which it is in another order; None: it is not."""
+  (first, dims), (second, wanted) = (_turned_back(x, made) for x in (var, scores))
+  if first is second:
+    return tuple(dims.index(d) for d in wanted)
+  return tuple(range(len(wanted))) if var.aval.shape == scores.aval.shape else None
+
+
+def _turned_back(var: Any, made: Mapping[Any, Any]) -> tuple[Any, tuple[int, ...]]:
+  """What a value is in another order of its dims and another dtype, and its dims, for each of the value's."""
+  dims = tuple(range(len(var.aval.shape)))
+  while not isinstance(var, core.Literal) and (eqn := made.get(var)) is not None:
+    name = eqn.primitive.name
+    if name == "transpose":
+      dims = tuple(eqn.params["permutation"][d] for d in dims)
+    elif name not in ("convert_element_type", "copy", "stop_gradient"):
+      break
+    var = eqn.invars[0]
+  return var, dims
 
 
 def _named(shape: Sequence[int]) -> tuple[dict[Any, int], Labels]:
@@ -609,7 +641,7 @@ def _blocked(body: Any, match: _Softmax, way: _Way) -> Any:
   tiles = Tiles(body, share.grid, lambda var, own: var in cut or _is_leaf(tiles, var, own, share, depends))
   own = tuple((name, name, 1) for name in share.names)
   ends = [
-    (match.largest.invars[0], own),
+    (match.largest.invars[0], ordered((name, match.order[name], 1) for name in share.names)),
     (scores, own),
     (match.total.invars[0], own),
     (weights, _only(match.labels[0], *share.names)),
@@ -735,7 +767,7 @@ def _function(
   nodes = [node for node in tiles.leaves if node[0] not in cut]
   floats = [node for node in nodes if is_inexact(node[0].aval)]
   others = [node for node in nodes if not is_inexact(node[0].aval)]
-  (largest_in, own), (scores, _), (total_in, _), (weights, weights_own) = ends
+  (largest_in, largest_own), (scores, own), (total_in, _), (weights, weights_own) = ends
   out = product.outvars[0]
   out_own = _only(match.labels[1], share.row, share.dim)
   kept = [d for d in range(len(scores.aval.shape)) if d not in axes]
@@ -746,7 +778,7 @@ def _function(
 
   def exponentials(known: dict[Node, Any], largest: Any, total: Any, places: Any) -> tuple[Any, Any]:
     """The product of a tile's weights, and the sum of its exponentials."""
-    for eqn, x in ((match.largest, largest), (match.total, total)):
+    for eqn, x in ((match.largest, largest.transpose(np.argsort(match.turned))), (match.total, total)):
       var = eqn.outvars[0]
       x = x.astype(var.aval.dtype)
       known.update({node: x for node in tiles.leaves if node[0] is var})
@@ -790,9 +822,10 @@ def _function(
         before, total = (grid.take(x, stat_own, places) for x in carry[:2])
         result = grid.take(carry[2], out_own, places)
         at = share.places(device, source, places)
-        tile = tiles.value(largest_in, own, known, at).astype(wide)
+        tile = tiles.value(largest_in, largest_own, known, at).astype(wide)
         # The result does not depend on the maximum, so that its derivative is left out.
-        top = jax.lax.stop_gradient(tiles.grid.fresh(tile, own, at, -math.inf).max(axes))
+        top = tiles.grid.fresh(tile, largest_own, at, -math.inf).max(match.largest.params["axes"])
+        top = jax.lax.stop_gradient(top.transpose(match.turned))
         after = jnp.maximum(before, top)
         part, more = exponentials(known, finite(after), jnp.ones_like(total), at)
         scale = jnp.exp(before - finite(after))
@@ -804,7 +837,7 @@ def _function(
 
       return jax.lax.scan(body, state, dict(zip(rows, (first, second), strict=True)))[0]
 
-    row_type = match.largest.outvars[0].aval
+    row_type = match.total.outvars[0].aval
     start = (
       part_of(row_type, stat_own, -math.inf),
       part_of(row_type, stat_own, 0),
@@ -890,7 +923,7 @@ def _of_values(match: _Softmax, share: _Share) -> Labels:
     for sides in own.values()
     if dim in sides[match.side]
   ]
-  return tuple(sorted(found, key=lambda label: (str(label[0]), label[1])))
+  return ordered(found)
 
 
 def _wholes(labels: Labels, dims: Sequence[int]) -> list[int]:

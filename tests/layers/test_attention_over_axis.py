@@ -124,7 +124,7 @@ def test_in_a_ring_keys_and_values_travel_and_no_device_has_them_whole():
   length, data, context = 520, 2, 4
   report, program = reported("ring", length)
   shard = 2 * (4 // data) * (length // context) * CONFIG.kv_heads * CONFIG.head_dim * 4
-  # Forward context - 1 times; backward too, the first of which is that of the forward pass; gradients come home.
+  # Forward; backward, of which the first is that of the forward pass; gradients, which come home.
   times = (context - 1) + (context - 2) + context
   next_tokens = 4 * 10  # the inputs and labels, of which each device has one position more
   assert (
@@ -200,6 +200,10 @@ def narrow(q, k, v, bias):
   return nnx.dot_product_attention(q, k, v, bias[None].astype(q.dtype)).astype(jnp.float32)
 
 
+def plain(q, k, v, _):
+  return nnx.dot_product_attention(q, k, v)
+
+
 def merged(q, k, v, bias):
   """Queries behind the heads in one dim, whose parts are no queries of all heads."""
   rows = q.transpose(0, 2, 1, 3).reshape(2, -1, 8)
@@ -217,7 +221,7 @@ def evenly(f, way):
   [
     (biased, 5),
     (merged, 5),
-    *[(function, "ring") for function in (biased, packed, grouped, narrow)],
+    *[(function, "ring") for function in (biased, packed, grouped, narrow, plain)],
     *[(function, "all_to_all") for function in (biased, packed, narrow)],
   ],
 )
@@ -260,27 +264,27 @@ def dropped(q, k, v, _):
   ],
 )
 def test_what_devices_cannot_share_is_an_error_that_names_it(function, way, reason):
-  with jax.set_mesh(nxp.make_mesh(data=2, context=4)), queries_over("context"):
-    with pytest.raises(TrainError, match=f"attention='{way}': context=4 cannot share an attention") as caught:
-      jax.eval_shape(evenly(function, way), Q, K, V, BIAS)
+  wanted = pytest.raises(TrainError, match=f"attention='{way}': context=4 cannot share an attention")
+  with jax.set_mesh(nxp.make_mesh(data=2, context=4)), queries_over("context"), wanted as caught:
+    jax.eval_shape(evenly(function, way), Q, K, V, BIAS)
   assert reason in str(caught.value)
   assert 'or attention="blocks"' in str(caught.value)
 
 
-@pytest.mark.parametrize("explicit", [False, True])
-def test_an_axis_of_positions_is_needed(explicit):
-  """None that splits weights, and none that is Explicit."""
-  if explicit:
-    with jax.set_mesh(nxp.make_mesh(data=2, context=4, explicit=True)), queries_over("context"):
-      with pytest.raises(TrainError, match="needs a mesh axis that splits the positions") as caught:
-        jax.eval_shape(evenly(biased, "ring"), Q, K, V, BIAS)
-    assert "whose axis 'context' is Explicit" in str(caught.value)
-    return
+NEEDED = "attention='ring' needs a mesh axis that splits the positions"
+
+
+def test_an_axis_that_splits_weights_cannot_be_a_ring():
   plan = planned(nxp.make_mesh(data=2, tensor=4), TENSOR, nxp.replicate(), seq="tensor")
-  with pytest.raises(
-    TrainError, match="attention='ring' needs a mesh axis that splits the positions"
-  ) as caught:
+  with pytest.raises(TrainError, match=NEEDED) as caught:
     nxp.train_step(decoders.loss, attention="ring").lower(
       plan, batch=jax.ShapeDtypeStruct((4, 49), jnp.int32)
     )
   assert "a rule for `seq` on an axis that splits no weight" in str(caught.value)
+
+
+def test_an_explicit_axis_cannot_be_a_ring():
+  mesh, wanted = nxp.make_mesh(data=2, context=4, explicit=True), pytest.raises(TrainError, match=NEEDED)
+  with jax.set_mesh(mesh), queries_over("context"), wanted as caught:
+    jax.eval_shape(evenly(biased, "ring"), Q, K, V, BIAS)
+  assert "whose axis 'context' is Explicit" in str(caught.value)
