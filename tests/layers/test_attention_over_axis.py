@@ -17,6 +17,7 @@ from benchmarks.plain import decoders
 from nnx_parallel.errors import TrainError
 from nnx_parallel.layers import attention
 from nnx_parallel.layers.attention import queries_over
+from nnx_parallel.report.program.collectives import collectives
 from nnx_parallel.report.program.cost import cost
 
 CONFIG = decoders.Config(
@@ -106,42 +107,41 @@ def test_in_the_stages_of_a_pipeline():
   jax.tree.map(functools.partial(np.testing.assert_allclose, atol=1e-5), params, alone(48)[1])
 
 
-def reported(way, length, batch=4):
-  """The report of a step on a mesh of data=2, context=4, and its program."""
+def compiled(way, length):
+  """The program of a step on a mesh of data=2, context=4, and what it sends over context."""
   plan = planned(nxp.make_mesh(data=2, context=4))
-  step, abstract = (
-    nxp.train_step(decoders.loss, attention=way),
-    jax.ShapeDtypeStruct((batch, length + 1), jnp.int32),
-  )
-  return nxp.compile_report(step, plan, batch=abstract), step.lower(plan, batch=abstract).compile().as_text()
+  abstract = jax.ShapeDtypeStruct((4, length + 1), jnp.int32)
+  text = nxp.train_step(decoders.loss, attention=way).lower(plan, batch=abstract).compile().as_text()
+  found = collectives(text, {"data": 2, "context": 4})
+  return text, {
+    kind: sum(x.total_bytes for x in found if x.kind == kind and "context" in x.axes)
+    for kind in {x.kind for x in found}
+  }
 
 
-def whole_floats(program, length):
+def floats_of(program, length):
   return re.findall(rf"(?:f32|bf16)\[(?:\d+,)*{length}(?:,\d+)*\]", program)
 
 
 def test_in_a_ring_keys_and_values_travel_and_no_device_has_them_whole():
-  length, data, context = 520, 2, 4
-  report, program = reported("ring", length)
-  shard = 2 * (4 // data) * (length // context) * CONFIG.kv_heads * CONFIG.head_dim * 4
+  length, context = 520, 4
+  program, sent = compiled("ring", length)
+  shard = 2 * 2 * (length // context) * CONFIG.kv_heads * CONFIG.head_dim * 4
   # Forward; backward, of which the first is that of the forward pass; gradients, which come home.
   times = (context - 1) + (context - 2) + context
-  next_tokens = 4 * 10  # the inputs and labels, of which each device has one position more
-  assert (
-    report.bytes_by("kind", "axes")["collective-permute", "context"]
-    == CONFIG.depth * times * shard + next_tokens
-  )
-  assert not [item for item in report.collectives if item.kind in ("all-gather", "all-to-all")]
-  assert not whole_floats(program, length)
-  assert whole_floats(reported(64, length)[1], length)
+  shifted = 4 * 10  # inputs and labels: each device has one position of the next one
+  assert sent["collective-permute"] == CONFIG.depth * times * shard + shifted
+  assert not {"all-gather", "all-to-all"} & sent.keys()
+  assert floats_of(program, length // context)
+  assert not floats_of(program, length)
 
 
 def test_all_to_all_sends_queries_keys_values_and_results_once():
-  report, _ = reported("all_to_all", 512)
-  # The model repeats keys and values; forward, and the gradients backward.
-  sent = 2 * 4 * 2 * (512 // 4) * CONFIG.heads * CONFIG.head_dim * 4
-  assert report.bytes_by("kind", "axes")["all-to-all", "context"] == CONFIG.depth * sent
-  assert not [item for item in report.collectives if item.kind == "all-gather"]
+  _, sent = compiled("all_to_all", 512)
+  # Forward, and the gradients backward; the model repeats keys and values before.
+  once = 4 * 2 * (512 // 4) * CONFIG.heads * CONFIG.head_dim * 4
+  assert sent["all-to-all"] == CONFIG.depth * 2 * once
+  assert "all-gather" not in sent
 
 
 def test_a_device_computes_its_share_and_gathers_keys_and_values_once():
