@@ -244,8 +244,8 @@ def with_layers(
       of the number given), so that no array of their product exists. `"fused"`: by the fused kernel of the
       chip where JAX has one that computes it (TPUs; a mask may not differ between examples or heads), else
       by blocks; `step.layers` says which, and why. On a mesh the kernel is placed by the one in scope: of the
-      plan, `use_rules` or `jax.set_mesh`. `"ring"` and `"all_to_all"`: see `train_step`, outside of which they
-      are errors. None of them has forward-mode derivatives. None: as written.
+      plan, `use_rules` or `jax.set_mesh`. `"ring"` and `"all_to_all"`: see `train_step`, outside of which
+      they are errors. None of these has forward-mode derivatives. None: as written.
     loss_parts: compute the head and the loss by this many parts of the vocabulary, so that the logits of all
       tokens never exist at once. Sums over the vocabulary are sums over the logits themselves: where these
       are several hundreds, an entropy loses digits. None: as written.
