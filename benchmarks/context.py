@@ -61,7 +61,7 @@ WAYS = {
 }
 
 NOTES = [
-  "Times: simulated devices share the processor, so they are the work of all devices, and not the wait for the"
+  "Times: simulated devices share the processor, so they are the work of all devices, not the wait for the"
   " last: where ring and zigzag do the same work, zigzag gives each device the same part of it. `found` is"
   ' what `train_step(attention=...)` makes of the attention of jax: "blocks" gathers keys and values; it'
   " computes what a causal mask hides too.",
