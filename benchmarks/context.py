@@ -1,69 +1,130 @@
-"""Attention with its positions split over eight v5e chips, as the length grows.
+"""Attention with its positions split over eight devices, as the length grows.
 
-Each program is the value and gradient of one causal attention, compiled for `tpu:v5e:2x4`: the peak memory of
-each chip, arguments and results included, beside that of the attention that jax computes whole (the compiler
-splits it by the same layout), and what a ring sends beside what it must send. The compiler's temporaries are
-no measure here: it gives 0.5 MiB for programs that hold accumulators of 32 MiB.
+The value and gradient of one causal attention, beside that of the attention that jax computes whole (the
+compiler splits it by the same layout): its time on simulated devices, and for `tpu:v5e:2x4` the peak memory
+of each chip, arguments and results included, and what a ring sends beside what it must send. The compiler's
+temporaries are no measure here: it gives 0.5 MiB for programs that hold accumulators of 32 MiB.
 
-  python benchmarks/context.py            needs the TPU compiler (`tpu-aot`)
+  python -m benchmarks context            the chips' part needs the TPU compiler (`tpu-aot`)
 """
 
 from __future__ import annotations
 
+import functools
 import os
 from typing import Any
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
+os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 import nnx_parallel as nxp
-from harness import Record
+from benchmarks.harness import Record, measure
+from nnx_parallel.layers.attention import queries_over
 from nnx_parallel.report.program.collectives import collectives
+from nnx_parallel.report.topology import missing_compiler, read_machine
 
 CHIPS, HEADS, KEY_HEADS, WIDTH = 8, 16, 8, 128
 LENGTHS = (8192, 32768, 131072)
+TIMED_LENGTHS, TIMED_WIDTH = (1024, 2048, 4096), 32
+CHIP = "tpu:v5e:2x4"
+LAYOUT = PartitionSpec(None, "context")
+
+
+def whole(q: Any, k: Any, v: Any) -> Any:
+  return jax.nn.dot_product_attention(q, k, v, is_causal=True)
+
+
+def found(attention: Any) -> Any:
+  """The attention of jax as a step of `train_step(attention=...)` computes it."""
+  run = nxp.with_layers(lambda _, given: whole(*given), attention=attention)
+
+  def attend(q: Any, k: Any, v: Any) -> Any:
+    with queries_over("context"):
+      return run(None, (q, k, v))
+
+  return attend
+
+
 WAYS = {
   "ring, zigzag": nxp.context_attention(causal=True, zigzag=True),
   "ring": nxp.context_attention(causal=True),
   "all to all": nxp.context_attention(how="all_to_all", causal=True),
-  "whole": lambda q, k, v: jax.nn.dot_product_attention(q, k, v, is_causal=True),
+  "found, ring": found("ring"),
+  "found, all to all": found("all_to_all"),
+  "found, blocks": found("blocks"),
+  "whole": whole,
 }
 
 NOTES = [
+  "Times: simulated devices share the processor, so they are the work of all devices, not the wait for the"
+  " last: where ring and zigzag do the same work, zigzag gives each device the same part of it. `found` is"
+  ' what `train_step(attention=...)` makes of the attention of jax: "blocks" gathers keys and values; it'
+  " computes what a causal mask hides too.",
   "Forward must be sent: 7 shards of keys and values. Forward and backward: those again, but for a send that"
   " the compiler shares between both ways, and the gradients, in float32 until they go home in bfloat16; this"
   " formula was written after reading the compiled program.",
 ]
 
 
+def summed(attend: Any, q: Any, k: Any, v: Any) -> Any:
+  return attend(q, k, v).astype(jnp.float32).sum()
+
+
+def timed(record: Record) -> None:
+  """Adds the time of each way on simulated devices."""
+  mesh = nxp.make_mesh(context=CHIPS)
+  for length in TIMED_LENGTHS:
+    draw = np.random.default_rng(0).normal
+    shapes = [(1, length, heads, TIMED_WIDTH) for heads in (HEADS, KEY_HEADS, KEY_HEADS)]
+    with jax.set_mesh(mesh):
+      given = [
+        jax.device_put(draw(size=shape).astype(np.float32), NamedSharding(mesh, LAYOUT)) for shape in shapes
+      ]
+      cases = {
+        name: functools.partial(
+          jax.jit(jax.value_and_grad(functools.partial(summed, way), (0, 1, 2))).lower(*given).compile(),
+          *given,
+        )
+        for name, way in WAYS.items()
+      }
+    group = f"{length} positions, float32, {HEADS} heads of {TIMED_WIDTH}, {KEY_HEADS} of keys"
+    record.compare(measure(cases, rounds=9, warmup=1), baseline="whole", group=group)
+
+
 def program(attend: Any, length: int, mesh: Any, gradient: bool = True) -> Any:
   """The compiled attention of one sequence, and its gradient."""
-
-  def summed(q: Any, k: Any, v: Any) -> Any:
-    return attend(q, k, v).astype(jnp.float32).sum()
-
-  layout = NamedSharding(mesh, PartitionSpec(None, "context"))
+  layout = NamedSharding(mesh, LAYOUT)
   shapes = [(1, length, heads, WIDTH) for heads in (HEADS, KEY_HEADS, KEY_HEADS)]
   given = [jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=layout) for shape in shapes]
-  function = jax.value_and_grad(summed, (0, 1, 2)) if gradient else attend
+  function = jax.value_and_grad(functools.partial(summed, attend), (0, 1, 2)) if gradient else attend
   with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
     return jax.jit(function).lower(*given).compile()
 
 
 def sent(compiled: Any) -> int:
   """The bytes that a chip sends by collective-permute."""
-  found = collectives(compiled.as_text(), {"context": CHIPS})
-  return sum(item.sent_bytes for item in found if "permute" in item.kind)
+  items = collectives(compiled.as_text(), {"context": CHIPS})
+  return sum(item.sent_bytes for item in items if "permute" in item.kind)
 
 
 def main() -> None:
-  """Compiles every program and writes the record."""
-  mesh = nxp.topology_mesh("tpu:v5e:2x4", context=CHIPS)
+  """Times and compiles every way, and writes the record."""
   title = __doc__.split("\n", 1)[0]
-  record = Record("context", title, command="python benchmarks/context.py", notes=NOTES)
+  record = Record("context", title, command="python -m benchmarks context", notes=NOTES)
+  timed(record)
+  if not missing_compiler(read_machine(CHIP)):
+    compiled(record)
+  record.write()
+
+
+def compiled(record: Record) -> None:
+  """Adds the memory of each way on chips, and what a ring sends."""
+  mesh = nxp.topology_mesh(CHIP, context=CHIPS)
   for length in LENGTHS:
     group = f"{length // 1024}k positions, bfloat16, {HEADS} heads of {WIDTH}, {KEY_HEADS} of keys"
     for name, attend in WAYS.items():
@@ -77,16 +138,16 @@ def main() -> None:
         print(f"{group}: {name}: does not fit: {str(error)[:200]}", flush=True)
         record.value(f"{name}: does not fit in a chip's memory of", 16, "GiB", group=group)
     shard = 2 * length // CHIPS * KEY_HEADS * WIDTH * 2
-    for gradient, moved in ((False, (CHIPS - 1) * shard), (True, None)):
-      found = sent(program(WAYS["ring, zigzag"], length, mesh, gradient))
-      way = "forward and backward" if gradient else "forward"
-      # Backward: keys and values again (XLA sends those to the next device once for both ways), and their
-      # gradients: in float32, and home in bfloat16.
-      expected = moved or (2 * (CHIPS - 1) - 1 + 2 * (CHIPS - 1) + 1) * shard
-      print(f"{group}: ring {way}: sends {found}, must send {expected}", flush=True)
-      record.value(f"ring, {way}: sent by a chip", found / 2**20, "MiB", group=group)
-      record.value(f"ring, {way}: must be sent", expected / 2**20, "MiB", group=group)
-  record.write()
+    for name in ("ring, zigzag", "found, ring"):
+      for gradient, moved in ((False, (CHIPS - 1) * shard), (True, None)):
+        moves = sent(program(WAYS[name], length, mesh, gradient))
+        way = "forward and backward" if gradient else "forward"
+        # Backward: keys and values again (XLA sends those to the next device once for both ways), and their
+        # gradients: in float32, and home in bfloat16.
+        expected = moved or (2 * (CHIPS - 1) - 1 + 2 * (CHIPS - 1) + 1) * shard
+        print(f"{group}: {name}, {way}: sends {moves}, must send {expected}", flush=True)
+        record.value(f"{name}, {way}: sent by a chip", moves / 2**20, "MiB", group=group)
+        record.value(f"{name}, {way}: must be sent", expected / 2**20, "MiB", group=group)
 
 
 if __name__ == "__main__":

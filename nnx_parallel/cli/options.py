@@ -28,6 +28,7 @@ EXAMPLE = "--mesh data=2,fsdp=2,tensor=2"
 AS_WRITTEN = "as written"
 # Those of layers/layers.py, which takes a second to import.
 REMATS = (AS_WRITTEN, "none", "dots", "full", "offload")
+ATTENTIONS = ("blocks", "fused", "ring", "all_to_all")
 ROLLS: dict[str, bool | Literal["auto"]] = {"auto": "auto", "on": True, "off": False}
 
 
@@ -39,9 +40,9 @@ def positive(text: str) -> int:
   return number
 
 
-def attention(text: str) -> Literal["blocks", "fused"] | int:
+def attention(text: str) -> str | int:
   """A word, or the length of the blocks, for argparse."""
-  return text if text == "blocks" or text == "fused" else positive(text)
+  return text if text in ATTENTIONS else positive(text)
 
 
 def pipeline(text: str) -> Pipeline:
@@ -125,8 +126,8 @@ _ARGUMENTS: dict[str, dict[str, Any]] = {
   },
   "--attention": {
     "type": attention,
-    "metavar": "blocks|N|fused",
-    "help": "compute attention by blocks of queries and keys, of N, or by a kernel (default: as written)",
+    "metavar": "|".join((*ATTENTIONS, "N")),
+    "help": "compute attention by blocks of queries and keys (of N), a kernel, or over the axis of positions",
   },
   "--loss-parts": {
     "type": positive,

@@ -233,12 +233,12 @@ def pulled(eqn: Any, labels: Labels, lengths: Mapping[Any, int]) -> list[Labels]
     found = [_moved(label, before, after, lengths) for label in labels]
     if None in found:
       raise Untiled(eqn)
-    return [_sorted(found)]
+    return [ordered(found)]
   maps = _checked(eqn, _maps(eqn), dims)
   if eqn.primitive.name != "broadcast_in_dim" and not dims <= {d for own in maps for d in own}:
     raise Untiled(eqn)
   return [
-    _sorted((name, d, factor) for name, dim, factor in labels for d, to in enumerate(own) if to == dim)
+    ordered((name, d, factor) for name, dim, factor in labels for d, to in enumerate(own) if to == dim)
     for own in maps
   ]
 
@@ -254,12 +254,17 @@ def pushed(eqn: Any, operand: int, labels: Labels, lengths: Mapping[Any, int]) -
   if eqn.primitive.name == "reshape":
     before, after = eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape
     found = [_moved(label, before, after, lengths) for label in labels]
-    return _sorted(label for label in found if label is not None)
+    return ordered(label for label in found if label is not None)
   maps = _maps(eqn)
   placed = [(name, maps[operand][dim], factor) for name, dim, factor in labels]
   kept = [(name, to, factor) for name, to, factor in placed if to is not None]
   _checked(eqn, maps, {to for _, to, _ in kept})
-  return _sorted(kept)
+  return ordered(kept)
+
+
+def ordered(labels: Any) -> Labels:
+  """Labels in the order that makes equal ones equal."""
+  return tuple(sorted(labels, key=lambda label: (str(label[0]), label[1])))
 
 
 def gradients(
@@ -421,7 +426,3 @@ def _whole(eqn: Any, dim: int) -> bool:
 
 def _is_elementwise(eqn: Any) -> bool:
   return all(e.primitive.name in ELEMENTWISE for x in programs(eqn) for e in opened(x).eqns)
-
-
-def _sorted(labels: Any) -> Labels:
-  return tuple(sorted(labels, key=lambda label: (str(label[0]), label[1])))

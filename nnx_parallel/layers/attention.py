@@ -4,6 +4,10 @@ Attention is found in the trace of a loss: a product, whatever elementwise follo
 soft cap, casts), `exp(x - max)`, its sum over the keys, and a product of the quotient with the values. It is
 replaced by the same operations on blocks, with a running maximum and sum (arXiv:2112.05682, 2205.14135), so
 that no array of the size queries x keys exists, forward or backward. Masks are made block by block too.
+
+Where a mesh axis splits the positions, each device computes its own queries. Keys and values are gathered, or
+go round a ring of the devices (arXiv:2310.01889); or each device gets all positions of some heads instead
+(arXiv:2309.14509).
 """
 
 from __future__ import annotations
@@ -17,6 +21,7 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.extend import core
 from jax.sharding import AxisType, PartitionSpec
 
@@ -36,6 +41,7 @@ from nnx_parallel.core.jaxprs import (
   opened,
   without_unused,
 )
+from nnx_parallel.core.ring import Ring
 from nnx_parallel.core.tiles import (
   Grid,
   Labels,
@@ -46,6 +52,7 @@ from nnx_parallel.core.tiles import (
   filled,
   finite,
   gradients,
+  ordered,
   pushed,
   tied,
 )
@@ -54,20 +61,27 @@ from nnx_parallel.layers.fused import Kernel, NotFused, by_kernel, kernel_in_use
 from nnx_parallel.layers.mark import is_marked
 from nnx_parallel.layout.constrain import manual_too
 
-Attention = Literal["blocks", "fused"] | int | None
-"""`"blocks"`, or the length of the blocks; `"fused"`: a kernel where there is one; None: as written."""
-WORDS = ("blocks", "fused")
+AttentionName = Literal["blocks", "fused", "ring", "all_to_all"]
+Attention = AttentionName | int | None
+"""`"blocks"`, or the length of the blocks; `"fused"`: a kernel where there is one; `"ring"`, `"all_to_all"`:
+by blocks too, over the axis that splits positions; None: as written."""
+WORDS: tuple[AttentionName, ...] = ("blocks", "fused", "ring", "all_to_all")
+OVER_AXIS = ("ring", "all_to_all")
 BLOCK = 512
 _INNER = (*CALLS, *CHECKPOINTS, "scan", "while", "cond")
 _PLACES = ("broadcast_in_dim", "convert_element_type", "copy", "reshape", "squeeze", "transpose")
 _SCALES = (*_PLACES, "neg")
 _PASSED = (*_PLACES, "stop_gradient")
 """Operations between a maximum and where it is subtracted."""
-_AXIS: contextvars.ContextVar[str | None] = contextvars.ContextVar("axis of the queries", default=None)
+_AXIS: contextvars.ContextVar[str | None] = contextvars.ContextVar("axis of the positions", default=None)
 
 
 class _NotAttention(Exception):
   """Why a softmax is not computed by blocks."""
+
+
+class _NotByBlocks(_NotAttention):
+  """Why an attention is not."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,6 +91,7 @@ class _Softmax:
   Attributes:
     exp: the exponential.
     largest: the maximum over the keys.
+    order: the dims of what it is the maximum of, for each of those of the scores.
     total: the sum over the keys.
     product: of the weights and the values.
     side: which operand of the product the weights are.
@@ -86,6 +101,7 @@ class _Softmax:
 
   exp: Any
   largest: Any
+  order: tuple[int, ...]
   total: Any
   product: Any
   side: int
@@ -97,10 +113,16 @@ class _Softmax:
     """The dims of the scores that the softmax sums over."""
     return tuple(int(axis) for axis in self.total.params["axes"])
 
+  @property
+  def turned(self) -> list[int]:
+    """The dims of the maximum, for each of those of the sum."""
+    kept = [d for d in range(len(self.order)) if d not in self.summed]
+    return [sorted(self.order[d] for d in kept).index(self.order[d]) for d in kept]
+
 
 @contextlib.contextmanager
 def queries_over(axis: str | None) -> Generator[None, None, None]:
-  """Lets each device of a mesh axis compute by blocks the attention of its own queries."""
+  """Lets the devices of a mesh axis, which splits the positions, share the attention that is by blocks."""
   token = _AXIS.set(axis)
   try:
     yield
@@ -109,36 +131,118 @@ def queries_over(axis: str | None) -> Generator[None, None, None]:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Share:
-  """The queries that one device computes, of those that a mesh axis splits.
+class _Way:
+  """How an attention is computed.
 
   Attributes:
-    axis: the mesh axis; None: one device computes them all.
+    asked: the option.
+    block: the length of the blocks.
+    kernel: the fused kernel, if it is used.
+    axis: the mesh axis whose devices share it; None: it is computed as if there were one device.
     size: of the axis.
-    dim: the name of the queries' dim.
-    block: the length of their blocks, which divides those of a device.
+    mapped: mesh axes of an enclosing `jax.vmap`.
+  """
+
+  asked: Attention
+  block: int
+  kernel: Kernel | None
+  axis: str | None
+  size: int
+  mapped: frozenset[str] = frozenset()
+
+  @property
+  def is_over_axis(self) -> bool:
+    """Whether it is an error if devices cannot share it."""
+    return self.asked in OVER_AXIS
+
+  def __str__(self) -> str:
+    if self.is_over_axis:
+      return f"attention by {str(self.asked).replace('_', ' ')} over {self.axis}={self.size}"
+    return f"attention by blocks of {self.block}"
+
+
+@dataclasses.dataclass(frozen=True)
+class _Share:
+  """What one device computes of an attention that the devices of a mesh axis share.
+
+  Attributes:
+    axis: the mesh axis; None: one device computes it all.
+    size: of the axis.
+    row, column: the names of the dims of queries and of keys.
+    dim: the name of the dim of the scores that is split: queries, or heads.
+    moving: the name of the keys' dim, if it is split too and its shards go round; else None.
+    grid: the blocks of the scores, of all devices.
     mapped: mesh axes of an enclosing `jax.vmap`.
   """
 
   axis: str | None
   size: int
+  row: int
+  column: int
   dim: int
-  block: int
+  moving: int | None
+  grid: Grid
   mapped: frozenset[str] = frozenset()
+
+  @property
+  def names(self) -> tuple[int, ...]:
+    """The dims of the scores of which there are parts, of a device or of a tile."""
+    return tuple(sorted({self.row, self.column, self.dim}))
+
+  @property
+  def own(self) -> Grid:
+    """The blocks of what a device has at a time."""
+    split = {self.dim, self.moving} if self.axis is not None else set[Any]()
+    lengths = {name: n // self.size if name in split else n for name, n in self.grid.lengths.items()}
+    return Grid(lengths, {name: self.grid.blocks[name] for name in (self.row, self.column)})
+
+  def split(self, labels: Labels) -> tuple[Any, int, int] | None:
+    """The label along which an array is split; None: it is whole on each device."""
+    names = () if self.axis is None else (self.dim, self.moving)
+    return next((label for name in names for label in labels if label[0] == name), None)
+
+  def moves(self, labels: Labels) -> bool:
+    """Whether the shards of an array go round: it has keys, and no queries."""
+    found = self.split(labels)
+    return found is not None and found[0] == self.moving
 
   def local(self, shape: Sequence[int], labels: Labels) -> tuple[int, ...]:
     """The shape of one device's part of an array."""
-    own = {dim for name, dim, _ in labels if name == self.dim}
-    return tuple(length // self.size if d in own else length for d, length in enumerate(shape))
+    found = self.split(labels)
+    own = None if found is None else found[1]
+    return tuple(n // self.size if d == own else n for d, n in enumerate(shape))
 
   def spec(self, labels: Labels) -> PartitionSpec:
     """How an array is split."""
-    dims = {dim: self.axis for name, dim, _ in labels if name == self.dim}
-    return PartitionSpec(*[dims.get(d) for d in range(max(dims, default=-1) + 1)])
+    found = self.split(labels)
+    return PartitionSpec() if found is None else PartitionSpec(*[None] * found[1], self.axis)
 
-  def places(self, device: Any, places: Mapping[Any, Any], length: int) -> dict[Any, Any]:
-    """The numbers of the blocks among those of all devices."""
-    return {**places, self.dim: places[self.dim] + device * (length // self.size // self.block)}
+  def places(self, device: Any, source: Any, places: Mapping[Any, Any]) -> dict[Any, Any]:
+    """The numbers of blocks among those of all devices, with keys of the device `source`."""
+    counts = {
+      name: self.grid.count(name) // self.size for name in (self.dim, self.moving) if name is not None
+    }
+    starts = {self.dim: device, self.moving: source}
+    found = {**places}
+    if self.axis is not None:
+      found |= {name: places.get(name, 0) + starts[name] * count for name, count in counts.items()}
+    return found
+
+  def part(self, x: Any, labels: Labels, source: Any) -> Any:
+    """What a device uses of an array with its queries and all keys, for the keys of a device."""
+    return self._keys(labels).take(x, labels, {self.moving: source})
+
+  def added(self, x: Any, part: Any, labels: Labels, source: Any) -> Any:
+    """Such an array, or another one, with something added to that part."""
+    where = {self.moving: source}
+    return self._keys(labels).put(x, self._keys(labels).take(x, labels, where) + part, labels, where)
+
+  def _keys(self, labels: Labels) -> Grid:
+    """The shards of the keys, as blocks."""
+    if self.moving is None or self.moves(labels):
+      return Grid({}, {})
+    length = self.grid.lengths[self.moving]
+    return Grid(self.grid.lengths, {self.moving: length // self.size})
 
   def over(self, function: Callable[..., Any], given: Any, results: Any) -> Callable[..., Any]:
     """A function of `(device, *arrays)` for all devices; `given` and `results` are specs."""
@@ -153,9 +257,41 @@ class _Share:
     )
     return lambda *arrays: run(jnp.arange(self.size, dtype=jnp.int32), *arrays)
 
+  def by_heads(self, x: Any, labels: Labels) -> Any:
+    """An array that is split by positions, split by heads if those are what is split: by an all-to-all.
+
+    XLA would else compute the array by heads, from all positions.
+    """
+    return self._on(self.by_positions(x, labels), self.split(labels))
+
+  def by_positions(self, x: Any, labels: Labels) -> Any:
+    """An array that is split by heads, split by positions."""
+    label = next((own for own in labels if own[0] in (self.row, self.column)), None)
+    return x if self.split(labels) is None else self._on(x, label)
+
+  def _on(self, x: Any, label: tuple[Any, int, int] | None) -> Any:
+    if self.dim == self.row or label is None or label[2] > 1 or x.shape[label[1]] % self.size:
+      return x
+    spec: list[Any] = [PartitionSpec.UNCONSTRAINED] * x.ndim
+    spec[label[1]] = self.axis
+    return jax.lax.with_sharding_constraint(x, PartitionSpec(*spec))
+
+  def around(self, visit: Callable[..., Any], device: Any, moving: Any, state: Any) -> Any:
+    """Visits a device's keys with `(source, moving, state)`, then those of the others, if they go round."""
+    if self.moving is None:
+      return visit(0, moving, state)
+    ring = Ring(str(self.axis), self.size)
+    return ring.around(
+      lambda hop, *given: visit((device - hop) % self.size, *given), moving, state, self.size
+    )
+
+  def sent(self, tree: Any) -> Any:
+    """What the device before has."""
+    return Ring(str(self.axis), self.size).sent(tree)
+
   def has(self, labels: Labels) -> bool:
-    """Whether an array is split; the others are whole on each device."""
-    return self.axis is None or any(name == self.dim for name, _, _ in labels)
+    """Whether an array is split, or there is one device; the others are whole on each device."""
+    return self.axis is None or self.split(labels) is not None
 
 
 def check_attention(attention: Attention) -> Attention:
@@ -172,7 +308,8 @@ def check_attention(attention: Attention) -> Attention:
     return attention
   raise TrainError(
     f"attention={attention!r} is not a way to compute attention.",
-    fix='attention="blocks", or the length of the blocks: attention=256; "fused"; None: as written.',
+    fix='attention="blocks", or the length of the blocks: attention=256; "fused"; "ring"; "all_to_all";'
+    " None: as written.",
   )
 
 
@@ -180,13 +317,12 @@ def by_blocks(jaxpr: Any, attention: Attention) -> tuple[Any, str]:
   """The trace of a loss with its attention by blocks or a kernel, and a line that says what was found.
 
   Raises:
-    TrainError: none is found.
+    TrainError: none is found; with an option of `OVER_AXIS`, one of them cannot be shared by the devices.
   """
-  block: Any = attention if isinstance(attention, int) else BLOCK
-  kernel = kernel_in_use() if attention == "fused" else None
+  way = _way(attention)
   found: list[str | None] = []  # for each, why it has no kernel
   reasons: list[str] = []
-  changed = _changed(jaxpr, (block, kernel), found, reasons, {})
+  changed = _changed(jaxpr, way, found, reasons, {})
   if not found:
     raise TrainError(
       f"attention={attention!r} finds no attention in the loss.",
@@ -194,18 +330,43 @@ def by_blocks(jaxpr: Any, attention: Attention) -> tuple[Any, str]:
       fix="softmax(q k^T) v with dropout off, in jax.numpy, jax.nn.dot_product_attention or"
       " nnx.dot_product_attention; or leave attention out.",
     )
+  line = f"{way}: {len(found)} found"
   if attention != "fused":
-    return changed, f"attention by blocks of {block}: {len(found)} found"
-  if kernel is None:
-    return changed, f"attention by blocks of {block}: {len(found)} found; no fused kernel for this platform"
+    return changed, line
+  if way.kernel is None:
+    return changed, f"{line}; no fused kernel for this platform"
   why = "; ".join(dict.fromkeys(reason for reason in found if reason is not None))
   line = f"attention by the fused kernel: {found.count(None)} of {len(found)} found"
-  return changed, f"{line}; by blocks of {block}: {why}" if why else line
+  return changed, f"{line}; by blocks of {way.block}: {why}" if why else line
+
+
+def _way(attention: Attention) -> _Way:
+  """How attention is computed on the mesh that is active.
+
+  Raises:
+    TrainError: with an option of `OVER_AXIS`, no axis splits the positions, or it is Explicit.
+  """
+  block = attention if isinstance(attention, int) else BLOCK
+  kernel = kernel_in_use() if attention == "fused" else None
+  mesh: Any = jax.sharding.get_abstract_mesh()
+  kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
+  axis, mapped = _AXIS.get(), manual_too(mesh)
+  if axis is not None and axis not in mapped and kinds.get(axis) == AxisType.Auto:
+    return _Way(attention, block, kernel, axis, mesh.shape[axis], mapped)
+  if attention in OVER_AXIS:
+    raise TrainError(
+      f"attention={attention!r} needs a mesh axis that splits the positions.",
+      details=f"mesh {dict(mesh.shape)}"
+      + (f", whose axis {axis!r} is {kinds[axis].name}" if axis in kinds else ""),
+      fix="nxp.make_mesh(data=2, context=4), not explicit, and nxp.presets.context(), or a rule for `seq` on"
+      " an axis that splits no weight.",
+    )
+  return _Way(attention, block, kernel, None, 1)
 
 
 def _changed(
   jaxpr: Any,
-  way: tuple[int, Kernel | None],
+  way: _Way,
   found: list[str | None],
   reasons: list[str],
   layers: dict[Any, tuple[Any, Any]],
@@ -219,8 +380,15 @@ def _changed(
     if eqn.primitive.name == "exp":
       for match in _attentions(body, eqn, reasons):
         try:
-          new, why = _replaced(body, match, *way)
+          new, why = _replaced(body, match, way)
         except _NotAttention as problem:
+          if isinstance(problem, _NotByBlocks) and way.is_over_axis:
+            raise TrainError(
+              f"attention={way.asked!r}: {way.axis}={way.size} cannot share an attention that was found.",
+              details=str(problem),
+              fix='dropout off, and lengths (attention="ring") or heads (attention="all_to_all") that are'
+              f' multiples of {way.size}; or attention="blocks".',
+            ) from None
           reasons.append(str(problem))
           continue
         found.append(why)
@@ -260,11 +428,11 @@ def is_opened(eqn: Any) -> bool:
 
 def _attentions(body: Any, exp: Any, reasons: list[str]) -> list[_Softmax]:
   """The products of values with the softmax that an exponential belongs to."""
-  largest = _largest(body, exp)
+  largest, order = _largest(body, exp)
   if largest is None:
     return []
   scores, shape = exp.outvars[0], exp.outvars[0].aval.shape
-  axes = {int(axis) for axis in largest.params["axes"]}
+  axes = {d for d, place in enumerate(order) if place in largest.params["axes"]}
   lengths, named = _named(shape)
   # The powers of the exponential and of its sum in a value.
   powers: dict[Any, tuple[int, int]] = {scores: (1, 0)}
@@ -297,7 +465,7 @@ def _attentions(body: Any, exp: Any, reasons: list[str]) -> list[_Softmax]:
         if place is not None:
           given = labels[eqn.invars[side]], place
           zeros_too = eqn.invars[side] in selected
-          found.append(_Softmax(exp, largest, totals[0], eqn, side, given, zeros_too))
+          found.append(_Softmax(exp, largest, order, totals[0], eqn, side, given, zeros_too))
       elif own[side] == (1, 0):
         problems.append(f"its exponentials meet {described(eqn)} before they are divided by their sum")
       continue
@@ -321,24 +489,46 @@ def _attentions(body: Any, exp: Any, reasons: list[str]) -> list[_Softmax]:
   return found
 
 
-def _largest(body: Any, exp: Any) -> Any:
-  """The maximum that is subtracted before an exponential, or None."""
+def _largest(body: Any, exp: Any) -> tuple[Any, tuple[int, ...]]:
+  """The maximum that is subtracted before an exponential, or None, and the order of its dims."""
   made = {out: eqn for eqn in body.eqns for out in eqn.outvars}
   difference = made.get(exp.invars[0])
   if difference is None or difference.primitive.name != "sub":
-    return None
+    return None, ()
   var = difference.invars[1]
   while not isinstance(var, core.Literal) and (eqn := made.get(var)) is not None:
     name = eqn.primitive.name
     if name == "reduce_max":
-      return eqn if eqn.invars[0].aval.shape == exp.outvars[0].aval.shape else None
+      order = _order_of(eqn.invars[0], difference.invars[0], made)
+      return (None, ()) if order is None else (eqn, order)
     if name == "max" and isinstance(eqn.invars[0], core.Literal) and eqn.invars[0].val == -math.inf:
       var = eqn.invars[1]
     elif name in _PASSED:
       var = eqn.invars[0]
     else:
-      return None
-  return None
+      return None, ()
+  return None, ()
+
+
+def _order_of(var: Any, scores: Any, made: Mapping[Any, Any]) -> tuple[int, ...] | None:
+  """The dims of a value, for each of those of the scores, which it is in another order; None: it is not."""
+  (first, dims), (second, wanted) = (_turned_back(x, made) for x in (var, scores))
+  if first is second:
+    return tuple(dims.index(d) for d in wanted)
+  return tuple(range(len(wanted))) if var.aval.shape == scores.aval.shape else None
+
+
+def _turned_back(var: Any, made: Mapping[Any, Any]) -> tuple[Any, tuple[int, ...]]:
+  """What a value is in another order of its dims and another dtype, and its dims, for each of the value's."""
+  dims = tuple(range(len(var.aval.shape)))
+  while not isinstance(var, core.Literal) and (eqn := made.get(var)) is not None:
+    name = eqn.primitive.name
+    if name == "transpose":
+      dims = tuple(eqn.params["permutation"][d] for d in dims)
+    elif name not in ("convert_element_type", "copy", "stop_gradient"):
+      break
+    var = eqn.invars[0]
+  return var, dims
 
 
 def _named(shape: Sequence[int]) -> tuple[dict[Any, int], Labels]:
@@ -414,7 +604,7 @@ def _placed(
   return pushed(product, side, labels, lengths)
 
 
-def _replaced(body: Any, match: _Softmax, block: int, kernel: Kernel | None) -> tuple[Any, str | None]:
+def _replaced(body: Any, match: _Softmax, way: _Way) -> tuple[Any, str | None]:
   """The operation that computes an attention, or None where one block holds it all; and why no kernel does.
 
   The reason is None where a kernel does.
@@ -422,75 +612,127 @@ def _replaced(body: Any, match: _Softmax, block: int, kernel: Kernel | None) -> 
   Raises:
     _NotAttention: it is none, or cannot be computed by blocks.
   """
-  if kernel is None:
-    return _blocked(body, match, block), ""
+  if way.kernel is None:
+    return _blocked(body, match, way), ""
   try:
-    return by_kernel(body, match, kernel), None
+    return by_kernel(body, match, way.kernel), None
   except NotFused as problem:
-    return _blocked(body, match, block), f"softmax of {match.exp.outvars[0].aval.str_short()}: {problem}"
+    return _blocked(body, match, way), f"{_softmax(match)}: {problem}"
 
 
-def _blocked(body: Any, match: _Softmax, block: int) -> Any:
+def _blocked(body: Any, match: _Softmax, way: _Way) -> Any:
   """The operation that computes an attention by blocks; None where one block holds it all.
 
   Raises:
-    _NotAttention: it is none, or cannot be.
+    _NotAttention: it is none, or cannot be, by the devices that must share it.
   """
   weights, product = match.product.invars[match.side], match.product
   scores = match.exp.outvars[0]
-  shape = scores.aval.shape
-  lengths, _ = _named(shape)
+  lengths, _ = _named(scores.aval.shape)
   free = meeting(product).free[match.side]  # pyright: ignore[reportOptionalMemberAccess]
   rows = _wholes(match.labels[0], free)
   columns = [name for name, _, _ in match.labels[0] if name in match.summed]
   if not rows or not columns:
-    raise _NotAttention(f"softmax of {scores.aval.str_short()}: it is not over keys for each query")
+    raise _NotAttention(f"{_softmax(match)}: it is not over keys for each query")
   row, column = max(rows, key=lengths.__getitem__), max(columns, key=lengths.__getitem__)
-  sizes = {name: -(-lengths[name] // -(-lengths[name] // block)) for name in (row, column)}
-  share = _shared(row, lengths[row], sizes[row])
-  sizes[row] = share.block
-  grid = Grid(lengths, sizes)
+  share = _shared(match, way, lengths, row, column)
   cut = {match.largest.outvars[0], match.total.outvars[0]}
   depends = dependents(body, cut)
-
-  def leaf(var: Any, own: Labels) -> bool:
-    return var in cut or (var not in depends and {name for name, _, _ in own} != {row, column})
-
-  tiles = Tiles(body, grid, leaf)
-  own = tuple((name, name, 1) for name in sorted((row, column)))
+  tiles = Tiles(body, share.grid, lambda var, own: var in cut or _is_leaf(tiles, var, own, share, depends))
+  own = tuple((name, name, 1) for name in share.names)
   ends = [
-    (match.largest.invars[0], own),
+    (match.largest.invars[0], ordered((name, match.order[name], 1) for name in share.names)),
     (scores, own),
     (match.total.invars[0], own),
-    (weights, _only(match.labels[0], row, column)),
+    (weights, _only(match.labels[0], *share.names)),
   ]
   for var, labels in ends:
     try:
       tiles.need(var, labels, depends.__contains__)
     except Untiled as problem:
-      raise _NotAttention(f"softmax of {scores.aval.str_short()}: its weights go through {problem}") from None
+      raise _NotByBlocks(f"{_softmax(match)}: its weights go through {problem}") from None
+  tiles.need(product.invars[1 - match.side], _of_values(match, share))
   _check_leaves(tiles, scores, {row, column})
-  parts = [*(labels for _, labels in tiles.leaves), match.labels[1]]
-  if share.axis is not None and any(name == row and f > 1 for labels in parts for name, _, f in labels):
-    with queries_over(None):  # their dim is the minor one of several
-      return _blocked(body, match, block)
-  if all(sizes[name] == lengths[name] for name in sizes):
+  split = [share.split(labels) for labels in (*(labels for _, labels in tiles.leaves), match.labels[1])]
+  if any(label is not None and label[2] > 1 for label in split):  # the minor one of several in a dim
+    if way.is_over_axis:
+      raise _NotByBlocks(f"{_softmax(match)}: its queries, keys or heads are the minor part of a dim")
+    return _blocked(body, match, dataclasses.replace(way, axis=None, size=1))
+  if all(share.grid.count(name) == 1 for name in share.grid.blocks):
     return None
-  function, leaves = _function(match, tiles, ends, share, column)
+  function, leaves = _function(match, tiles, ends, share)
   return call_equation(function, [var for var, _ in leaves], product.outvars, product)
 
 
-def _shared(row: int, length: int, block: int) -> _Share:
-  """The queries of each device; all of them, unless an axis splits them evenly."""
-  mesh: Any = jax.sharding.get_abstract_mesh()
-  axis = _AXIS.get()
-  kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
-  mapped = manual_too(mesh)
-  if axis is None or axis in mapped or kinds.get(axis) != AxisType.Auto or length % mesh.shape[axis]:
-    return _Share(None, 1, row, block)
-  own = length // mesh.shape[axis]
-  block = max(n for n in range(1, min(own, block) + 1) if not own % n)
-  return _Share(axis, mesh.shape[axis], row, block, mapped)
+def _is_leaf(tiles: Tiles, var: Any, own: Labels, share: _Share, depends: Any) -> bool:
+  """Whether a value is sliced, rather than computed for each tile."""
+  if var in depends or {share.row, share.column} <= {name for name, _, _ in own}:
+    return False
+  # Keys and values that a model repeats, for groups of heads, are sent before they are.
+  made = tiles.made(var)
+  while share.axis is not None and made is not None and made.primitive.name in _PLACES:
+    if made.invars[0].aval.size < var.aval.size:
+      return False
+    made = None if isinstance(made.invars[0], core.Literal) else tiles.made(made.invars[0])
+  return True
+
+
+def _shared(match: _Softmax, way: _Way, lengths: Mapping[Any, int], row: int, column: int) -> _Share:
+  """The part of an attention that each device computes; all of it, unless devices share it evenly.
+
+  Raises:
+    _NotByBlocks: they cannot, and must.
+  """
+  is_ring, axis, n, dim = way.asked == "ring", way.axis, way.size, row
+  if way.asked == "all_to_all":
+    dim = _heads(match, way, lengths)
+  elif axis is not None and any(lengths[name] % n for name in (row, *([column] if is_ring else []))):
+    if is_ring:
+      raise _NotByBlocks(
+        f"{_softmax(match)}: {n} devices cannot split {lengths[row]} queries and {lengths[column]} keys"
+      )
+    axis, n = None, 1
+  moving = column if is_ring else None
+  split = {dim, moving} if axis is not None else set[Any]()
+  sizes: dict[Any, int] = {dim: lengths[dim] // n}
+  for name in (row, column):
+    sizes[name] = (
+      _block(lengths[name], way.block) if name not in split else _divisor(lengths[name] // n, way.block)
+    )
+  return _Share(axis, n, row, column, dim, moving, Grid(lengths, sizes), way.mapped)
+
+
+def _softmax(match: _Softmax) -> str:
+  return f"softmax of {match.exp.outvars[0].aval.str_short()}"
+
+
+def _block(length: int, block: int) -> int:
+  """The length of equal blocks of at most `block`."""
+  return -(-length // -(-length // block))
+
+
+def _divisor(length: int, block: int) -> int:
+  """The divisor of a length that is nearest to a block's, as a ratio."""
+  return min((n for n in range(1, length + 1) if not length % n), key=lambda n: abs(math.log(n / block)))
+
+
+def _heads(match: _Softmax, way: _Way, lengths: Mapping[Any, int]) -> int:
+  """The dim of the scores that is heads: the last that weights and values share, after that of the examples.
+
+  Raises:
+    _NotByBlocks: there is none, or devices cannot share it evenly.
+  """
+  shape = match.exp.outvars[0].aval.shape
+  shared = meeting(match.product).shared[match.side]  # pyright: ignore[reportOptionalMemberAccess]
+  names = _wholes(match.labels[0], shared)
+  kept = [name for name, _, _ in match.labels[1]]
+  if len(shared) < 2 or not names or names[-1] not in kept:
+    raise _NotByBlocks(f"{_softmax(match)}: no dim of it is heads of values")
+  if lengths[names[-1]] % way.size:
+    raise _NotByBlocks(
+      f"{_softmax(match)}: {way.size} devices cannot share {shape[names[-1]]} heads of values"
+    )
+  return names[-1]
 
 
 def _check_leaves(tiles: Tiles, scores: Any, names: set[int]) -> None:
@@ -499,104 +741,109 @@ def _check_leaves(tiles: Tiles, scores: Any, names: set[int]) -> None:
   meets = [
     eqn
     for (_, labels), (eqn, wanted) in tiles.parts.items()
-    if eqn.primitive.name == "dot_general" and len(labels) == 2 and all(len(own) == 1 for own in wanted)
+    if eqn.primitive.name == "dot_general"
+    and names <= {name for name, _, _ in labels}
+    and all(len(names & {name for name, _, _ in own}) == 1 for own in wanted)
   ]
   for var, labels in tiles.leaves:
     made = tiles.made(var)
-    if made is None or {name for name, _, _ in labels} != names:
+    if made is None or not names <= {name for name, _, _ in labels}:
       continue
     if "random" in made.primitive.name or "threefry" in made.primitive.name:
-      raise _NotAttention(f"{text}: dropout is between it and its product ({described(made)})")
+      raise _NotByBlocks(f"{text}: dropout is between it and its product ({described(made)})")
     if math.prod(var.aval.shape) >= math.prod(scores.aval.shape):
-      raise _NotAttention(f"{text}: {described(made)} cannot be evaluated by blocks")
+      raise _NotByBlocks(f"{text}: {described(made)} cannot be evaluated by blocks")
   if not meets:
     raise _NotAttention(f"{text}: no product of queries and keys makes it")
 
 
 def _function(
-  match: _Softmax, tiles: Tiles, ends: Sequence[Node], share: _Share, column: int
+  match: _Softmax, tiles: Tiles, ends: Sequence[Node], share: _Share
 ) -> tuple[Callable[..., Sequence[Any]], list[Node]]:
   """The attention as a function of its leaves, and those."""
-  row, product, side, axes = share.dim, match.product, match.side, match.summed
-  length = tiles.grid.lengths[row]
-  grid = Grid({**tiles.grid.lengths, row: length // share.size}, tiles.grid.blocks)  # of one device
+  product, side, axes, grid = match.product, match.side, match.summed, share.own
   cut = {match.largest.outvars[0], match.total.outvars[0]}
-  values = product.invars[1 - side]
-  weights_labels = match.labels[0]
-  (summed_w, summed_v) = meeting(product).summed[:: 1 if side == 0 else -1]  # pyright: ignore[reportOptionalMemberAccess]
-  key_dim, key_factor = next((dim, factor) for name, dim, factor in weights_labels if name == column)
-  at = summed_v[list(summed_w).index(key_dim)]
-  value_node: Node = values, ((column, at, key_factor),)
+  value_node: Node = product.invars[1 - side], _of_values(match, share)
   nodes = [node for node in tiles.leaves if node[0] not in cut]
-  nodes += [] if value_node in nodes or isinstance(values, core.Literal) else [value_node]
   floats = [node for node in nodes if is_inexact(node[0].aval)]
   others = [node for node in nodes if not is_inexact(node[0].aval)]
-  (largest_in, own), (scores, _), (total_in, _), (weights, weights_own) = ends
+  (largest_in, largest_own), (scores, own), (total_in, _), (weights, weights_own) = ends
   out = product.outvars[0]
-  out_own = _only(match.labels[1], row)
+  out_own = _only(match.labels[1], share.row, share.dim)
   kept = [d for d in range(len(scores.aval.shape)) if d not in axes]
   placed = {name: (dim, factor) for name, dim, factor in match.labels[1]}
   order = _order(match, placed)
-  stat_own: Labels = ((row, kept.index(row), 1),)
+  stat_own: Labels = tuple((name, kept.index(name), 1) for name in share.names if name in kept)
   wide = jnp.promote_types(out.aval.dtype, jnp.float32)
 
   def exponentials(known: dict[Node, Any], largest: Any, total: Any, places: Any) -> tuple[Any, Any]:
     """The product of a tile's weights, and the sum of its exponentials."""
-    for eqn, x in ((match.largest, largest), (match.total, total)):
+    for eqn, x in ((match.largest, largest.transpose(np.argsort(match.turned))), (match.total, total)):
       var = eqn.outvars[0]
       x = x.astype(var.aval.dtype)
       known.update({node: x for node in tiles.leaves if node[0] is var})
     known[scores, own] = tiles.grid.fresh(tiles.value(scores, own, known, places), own, places)
     part = tiles.value(total_in, own, known, places)
-    pair = [
-      tiles.value(weights, weights_own, known, places),
-      known.get(value_node, getattr(values, "val", None)),
-    ]
+    pair = [tiles.value(*node, known, places) for node in ((weights, weights_own), value_node)]
     made = bind(product, pair if side == 0 else pair[::-1], preferred_element_type=wide)
     return made[0].astype(wide), part.astype(wide).sum(axes)
 
   def spread(stat: Any, shape: Sequence[int]) -> Any:
     """A statistic of the rows, with the dims of the product's result."""
-    sizes = [stat.shape[stat_own[0][1]] if name == row else tiles.grid.lengths[name] for name in order]
+    cuts = {name: dim for name, dim, _ in stat_own}
+    sizes = [stat.shape[cuts[name]] if name in cuts else tiles.grid.lengths[name] for name in order]
     arranged = sorted(order, key=lambda name: placed[name])
     stat = stat.reshape(sizes).transpose([order.index(name) for name in arranged])
     dims = {dim for dim, _ in placed.values()}
     return jnp.broadcast_to(stat.reshape([n if d in dims else 1 for d, n in enumerate(shape)]), shape)
 
+  nodes = [*floats, *others]
+
   def part_of(aval: Any, labels: Labels, value: float) -> Any:
     """An array of one value, for the queries of a device."""
     return filled(aval.update(shape=share.local(aval.shape, labels)), value, wide)
 
+  def going_round(given: Sequence[Any]) -> dict[int, Any]:
+    """The arrays whose shards go round, by their place."""
+    return {n: x for n, (x, (_, o)) in enumerate(zip(given, nodes, strict=True)) if share.moves(o)}
+
+  def at_hand(given: Sequence[Any], moving: Mapping[int, Any], source: Any) -> list[Any]:
+    """What a device has of the arrays while it has keys of another one."""
+    whole = [share.part(x, o, source) for x, (_, o) in zip(given, nodes, strict=True)]
+    return [moving.get(n, x) for n, x in enumerate(whole)]
+
   def part_forward(device: Any, *arrays: Any) -> tuple[Any, Any, Any]:
-    rows = grid.tiles()
-    *given, first, second = tied([*arrays, *rows.values()])
+    def visit(source: Any, moving: Mapping[int, Any], state: Any) -> Any:
+      rows = grid.tiles()
+      *given, first, second = tied([*at_hand(arrays, moving, source), *rows.values()])
 
-    def body(carry: tuple[Any, Any, Any], places: Any) -> tuple[tuple[Any, Any, Any], None]:
-      known = {
-        (var, o): grid.take(x, o, places) for (var, o), x in zip((*floats, *others), given, strict=True)
-      }
-      before, total = (grid.take(x, stat_own, places) for x in carry[:2])
-      result = grid.take(carry[2], out_own, places)
-      at = share.places(device, places, length)
-      tile = tiles.value(largest_in, own, known, at).astype(wide)
-      # The result does not depend on the maximum, so that its derivative is left out.
-      top = jax.lax.stop_gradient(tiles.grid.fresh(tile, own, at, -math.inf).max(axes))
-      after = jnp.maximum(before, top)
-      part, more = exponentials(known, finite(after), jnp.ones_like(total), at)
-      scale = jnp.exp(before - finite(after))
-      changes = after, total * scale + more, result * spread(scale, result.shape) + part
-      labels = stat_own, stat_own, out_own
-      return tuple(
-        grid.put(x, new, o, places) for x, new, o in zip(carry, changes, labels, strict=True)
-      ), None  # pyright: ignore[reportReturnType]
+      def body(carry: tuple[Any, Any, Any], places: Any) -> tuple[tuple[Any, Any, Any], None]:
+        known = {(var, o): grid.take(x, o, places) for (var, o), x in zip(nodes, given, strict=True)}
+        before, total = (grid.take(x, stat_own, places) for x in carry[:2])
+        result = grid.take(carry[2], out_own, places)
+        at = share.places(device, source, places)
+        tile = tiles.value(largest_in, largest_own, known, at).astype(wide)
+        # The result does not depend on the maximum, so that its derivative is left out.
+        top = tiles.grid.fresh(tile, largest_own, at, -math.inf).max(match.largest.params["axes"])
+        top = jax.lax.stop_gradient(top.transpose(match.turned))
+        after = jnp.maximum(before, top)
+        part, more = exponentials(known, finite(after), jnp.ones_like(total), at)
+        scale = jnp.exp(before - finite(after))
+        changes = after, total * scale + more, result * spread(scale, result.shape) + part
+        labels = stat_own, stat_own, out_own
+        return tuple(
+          grid.put(x, new, o, places) for x, new, o in zip(carry, changes, labels, strict=True)
+        ), None  # pyright: ignore[reportReturnType]
 
-    row_type = match.largest.outvars[0].aval
+      return jax.lax.scan(body, state, dict(zip(rows, (first, second), strict=True)))[0]
+
+    row_type = match.total.outvars[0].aval
     start = (
       part_of(row_type, stat_own, -math.inf),
       part_of(row_type, stat_own, 0),
       part_of(out.aval, out_own, 0),
     )
-    (largest, total, result), _ = jax.lax.scan(body, start, dict(zip(rows, (first, second), strict=True)))
+    largest, total, result = share.around(visit, device, going_round(arrays), start)
     if match.zeros_too:
       total = jnp.where(total == 0, jnp.ones_like(total), total)
     return (result / spread(total, result.shape)).astype(out.aval.dtype), finite(largest), total
@@ -604,21 +851,38 @@ def _function(
   def part_backward(device: Any, result: Any, largest: Any, total: Any, arriving: Any, *given: Any) -> Any:
     arriving = arriving.astype(wide)
     sloped = jax.linear_transpose(lambda x: spread(x, result.shape), total)(arriving * result.astype(wide))[0]
-    first, rest = given[: len(floats)], given[len(floats) :]
-
-    def part(places: Any, fixed: Sequence[Any], *tiles_of: Any) -> Sequence[Any]:
-      *fixed, top, sums = fixed
-      known = dict(zip((*floats, *others), (*tiles_of, *fixed), strict=True))
-      return [*exponentials(known, top, sums, share.places(device, places, length))]
-
-    inputs = [(x, o) for x, (_, o) in zip(first, floats, strict=True)]
-    fixed = [(x, o) for x, (_, o) in zip(rest, others, strict=True)]
     cotangents = [(arriving, out_own), (-sloped / total, stat_own)]
-    found = gradients(part, inputs, [*fixed, (largest, stat_own), (total, stat_own)], cotangents, grid)
-    # What all devices read has a gradient from each, summed outside: XLA gathers the examples for a sum here.
-    return tuple(x if share.has(o) else x[None] for x, (_, o) in zip(found, floats, strict=True))
 
-  specs = [share.spec(o) for _, o in (*floats, *others)]
+    def visit(source: Any, moving: Mapping[int, Any], sums: Any) -> Any:
+      def part(places: Any, fixed: Sequence[Any], *tiles_of: Any) -> Sequence[Any]:
+        *fixed, top, total = fixed
+        known = dict(zip(nodes, (*tiles_of, *fixed), strict=True))
+        return [*exponentials(known, top, total, share.places(device, source, places))]
+
+      pairs = [(x, o) for x, (_, o) in zip(at_hand(given, moving, source), nodes, strict=True)]
+      inputs, fixed = pairs[: len(floats)], pairs[len(floats) :]
+      found = gradients(part, inputs, [*fixed, (largest, stat_own), (total, stat_own)], cotangents, grid)
+      if share.moving is None:
+        return found
+      # The gradients of a shard arrive while its share of this device is computed.
+      if sums is None:
+        sums = [jnp.zeros_like(x, jnp.promote_types(x.dtype, jnp.float32)) for x in given[: len(floats)]]
+      else:
+        sums = [share.sent(x) if share.moves(o) else x for x, (_, o) in zip(sums, floats, strict=True)]
+      return [
+        share.added(x, new.astype(x.dtype), o, source)
+        for x, new, (_, o) in zip(sums, found, floats, strict=True)
+      ]
+
+    found = share.around(visit, device, going_round(given), None)
+    found = [x.astype(var.aval.dtype) for x, (var, _) in zip(found, floats, strict=True)]
+    # What all devices read has a gradient from each, summed outside: XLA gathers the examples for a sum here.
+    return tuple(
+      (share.sent(x) if share.moves(o) else x) if share.has(o) else x[None]
+      for x, (_, o) in zip(found, floats, strict=True)
+    )
+
+  specs = [share.spec(o) for _, o in nodes]
   stats = [share.spec(o) for o in (out_own, stat_own, stat_own)]
   slopes = tuple(share.spec(o) if share.has(o) else PartitionSpec(share.axis) for _, o in floats)
   forward = share.over(part_forward, specs, tuple(stats))
@@ -626,23 +890,40 @@ def _function(
 
   def backward(saved: Any, cotangent: Any) -> tuple[Any, ...]:
     given, *results = saved
-    found = zip(pulled(*results, cotangent[0], *given), floats, strict=True)
-    return (*(x if share.has(o) else x.sum(0) for x, (_, o) in found), *[None] * len(others))
+    found = pulled(*results, share.by_heads(cotangent[0], out_own), *given)
+    found = [
+      share.by_positions(x, o) if share.has(o) else x.sum(0) for x, (_, o) in zip(found, floats, strict=True)
+    ]
+    return (*found, *[None] * len(others))
 
   @jax.custom_vjp
   def attention(*given: Any) -> list[Any]:
-    return [forward(*given)[0]]
+    return with_kept(*given)[0]
 
   def with_kept(*given: Any) -> tuple[list[Any], Any]:
-    result, largest, total = forward(*given)
-    return [result], (given, result, largest, total)
+    own = tuple(share.by_heads(x, o) for x, (_, o) in zip(given, nodes, strict=True))
+    result, largest, total = forward(*own)
+    return [share.by_positions(result, out_own)], (own, result, largest, total)
 
   attention.defvjp(with_kept, backward)
 
   def attention_by_blocks(*given: Any) -> list[Any]:
     return attention(*given)
 
-  return attention_by_blocks, [*floats, *others]
+  return attention_by_blocks, nodes
+
+
+def _of_values(match: _Softmax, share: _Share) -> Labels:
+  """The labels of the values: keys, and heads if they are split."""
+  met: Any = meeting(match.product)
+  own = {"shared": met.shared, "summed": met.summed}
+  found = [
+    (name, sides[1 - match.side][sides[match.side].index(dim)], factor)
+    for name, dim, factor in _only(match.labels[0], share.column, share.dim)
+    for sides in own.values()
+    if dim in sides[match.side]
+  ]
+  return ordered(found)
 
 
 def _wholes(labels: Labels, dims: Sequence[int]) -> list[int]:
@@ -662,9 +943,7 @@ def _order(match: _Softmax, placed: Mapping[Any, Any]) -> list[Any]:
   for d in (d for d in names if isinstance(d, int) and d not in match.summed):
     own = [d] if d in placed else [name for name, dim, _ in labels if dim == d and name != d]
     if not own or any(name not in placed for name in own):
-      raise _NotAttention(
-        f"softmax of {scores.str_short()}: {described(match.product)} sums over its dim {d}"
-      )
+      raise _NotAttention(f"{_softmax(match)}: {described(match.product)} sums over its dim {d}")
     found += own
   return found
 

@@ -179,7 +179,7 @@ def _scores(match: Any, made: Mapping[Any, Any]) -> _Scores:
   """What is done with the product of queries and keys, from the softmax back to it."""
   exp, largest = match.exp, match.largest.invars[0]
   var = made[exp.invars[0]].invars[0]
-  if _uncast(largest, made, ("stop_gradient",)) is not _uncast(var, made):
+  if _uncast(largest, made, ("stop_gradient", "transpose")) is not _uncast(var, made, ("transpose",)):
     raise NotFused("another maximum than that of its scores is subtracted")
   dims = tuple(range(len(exp.outvars[0].aval.shape)))
   factor, cap = 1.0, None

@@ -127,7 +127,7 @@ class LayerOptions:
     remat: what each layer keeps for the backward pass.
     roll: whether consecutive equal layers become one scan.
     pattern: dotted paths of the layers, with `*` for any part; None: see `find_layers`.
-    attention: `"blocks"` or their length, `"fused"`; None: as written.
+    attention: `"blocks"` or their length, `"fused"`, `"ring"`, `"all_to_all"`; None: as written.
     loss_parts: in how many parts of its columns the head is computed, with the loss; None: as written.
     pipeline: the stages that the layers are run on; None: each device computes all layers.
 
@@ -244,7 +244,8 @@ def with_layers(
       of the number given), so that no array of their product exists. `"fused"`: by the fused kernel of the
       chip where JAX has one that computes it (TPUs; a mask may not differ between examples or heads), else
       by blocks; `step.layers` says which, and why. On a mesh the kernel is placed by the one in scope: of the
-      plan, `use_rules` or `jax.set_mesh`. Neither has forward-mode derivatives. None: as written.
+      plan, `use_rules` or `jax.set_mesh`. `"ring"` and `"all_to_all"`: see `train_step`, outside of which
+      they are errors. None of these has forward-mode derivatives. None: as written.
     loss_parts: compute the head and the loss by this many parts of the vocabulary, so that the logits of all
       tokens never exist at once. Sums over the vocabulary are sums over the logits themselves: where these
       are several hundreds, an entropy loses digits. None: as written.

@@ -67,7 +67,7 @@ class Job:
     remat: what layers keep for the backward pass; as for `train_step`.
     roll: whether consecutive equal layers are one scan; as for `train_step`.
     layers: dotted paths of the layers, with `*` for any part; as for `train_step`.
-    attention: `"blocks"`, their length, or `"fused"`; as for `train_step`.
+    attention: `"blocks"`, their length, `"fused"`, `"ring"` or `"all_to_all"`; as for `train_step`.
     loss_parts: into how many parts the head and the loss go; as for `train_step`.
     pipeline: the mesh axis of the stages; as for `train_step`. Evaluation has no pipeline.
   """

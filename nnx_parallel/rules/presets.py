@@ -111,7 +111,7 @@ def context(
 ) -> RuleSet:
   """Splits the positions of inputs and activations over an axis, for sequences too long for one device.
 
-  No parameter is split over `context`. With `train_step(attention="blocks")`, or `context_attention` in the
+  No parameter is split over `context`. With `train_step(attention="ring")`, or `context_attention` in the
   model, each device then computes the attention of its own positions; otherwise the compiler places it.
 
   Args:

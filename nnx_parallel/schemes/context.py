@@ -23,6 +23,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from nnx_parallel.core.axes import axes_by_dim, entry_of
 from nnx_parallel.core.mesh import axis_sizes
+from nnx_parallel.core.ring import Ring
 from nnx_parallel.core.tiles import finite
 from nnx_parallel.errors import SchemeError
 from nnx_parallel.layout.constrain import manual_too
@@ -268,6 +269,11 @@ class _Pattern:
   mesh: Any
   mapped: frozenset[str] = frozenset()
 
+  @property
+  def ring(self) -> Ring:
+    """The devices of the axis."""
+    return Ring(self.axis, self.shards)
+
   def positions(self, device: Any, length: int) -> Any:
     """The positions of the `length` rows of a device, ascending."""
     numbers = np.arange(length, dtype=np.int32)
@@ -398,10 +404,7 @@ def _ring_forward(pattern: _Pattern, device: Any, q: Any, k: Any, v: Any, segmen
   rows = jnp.zeros_like(tiles.q[..., 0], jnp.float32).transpose(0, 1, 3, 4, 2)
   result = rows[..., None] * jnp.zeros((1,) * 5 + v.shape[-1:], jnp.float32)
   state = jnp.full_like(rows, -jnp.inf), rows, result
-  state = _around(
-    tiles, lambda hop, shard, state, masked: tiles.attend(hop, shard, state, masked), shard, state
-  )
-  largest, total, result = state
+  largest, total, result = pattern.ring.around(tiles.attend, shard, state, tiles.hops)
   seen = jnp.where(total == 0, jnp.ones_like(total), total)
   out = (result / seen[..., None]).transpose(1, 0, 4, 2, 3, 5)
   out = out.reshape(out.shape[0], -1, *out.shape[3:])[:, : q.shape[1]].astype(q.dtype)
@@ -427,46 +430,18 @@ def _ring_backward(
   share = (wide * out.astype(jnp.float32)).sum(-1)
   given = tiles.by_rows(slope.astype(q.dtype)), tiles.by_rows(share).transpose(0, 1, 3, 4, 2), sums
 
-  def visit(hop: Any, shard: Any, state: Any, masked: bool) -> Any:
+  def visit(hop: Any, shard: Any, state: Any) -> Any:
     dq, moving = state
     # The gradients of a shard arrive while its share of this device is computed.
-    arriving = moving if isinstance(hop, int) and hop == 0 else _sent(pattern, moving)
-    dq, added = tiles.gradients(hop, shard, given, dq, masked)
+    arriving = moving if isinstance(hop, int) and hop == 0 else pattern.ring.sent(moving)
+    dq, added = tiles.gradients(hop, shard, given, dq)
     return dq, jax.tree.map(jnp.add, arriving, added)
 
   zeros = tuple(jnp.zeros_like(x, jnp.float32) for x in (shard["k"], shard["v"]))
-  dq, moved = _around(tiles, visit, shard, (jnp.zeros_like(tiles.q, jnp.float32), zeros))
+  dq, moved = pattern.ring.around(visit, shard, (jnp.zeros_like(tiles.q, jnp.float32), zeros), tiles.hops)
   moved = tuple(g.astype(x.dtype) for g, x in zip(moved, (k, v), strict=True))
-  home = pattern.shards - (tiles.hops - 1)
-  dk, dv = moved if home % pattern.shards == 0 else _sent(pattern, moved, home)
+  dk, dv = pattern.ring.sent(moved, by=pattern.shards - (tiles.hops - 1))
   return _whole(dq, q.shape[1]).astype(q.dtype), _whole(dk, k.shape[1]), _whole(dv, v.shape[1])
-
-
-def _around(tiles: _Tiles, visit: Callable[..., Any], shard: Any, state: Any) -> Any:
-  """Visits the shards that a device sees: its own, then that of the device before it, and so on.
-
-  Each is sent on before it is used, so that the next one arrives meanwhile.
-  """
-  hops, masked = tiles.hops, not tiles.exact
-  following = shard if hops == 1 else _sent(tiles.pattern, shard)
-  state = visit(0, shard, state, True)
-  if hops == 1:
-    return state
-
-  def body(carry: Any, hop: Any) -> tuple[Any, None]:
-    shard, state = carry
-    following = _sent(tiles.pattern, shard)
-    return (following, visit(hop, shard, state, masked)), None
-
-  if hops > 2:
-    (following, state), _ = jax.lax.scan(body, (following, state), jnp.arange(1, hops - 1, dtype=jnp.int32))
-  return visit(hops - 1, following, state, masked)
-
-
-def _sent(pattern: _Pattern, tree: Any, by: int = 1) -> Any:
-  """What the device `by` places before has."""
-  pairs = [(i, (i + by) % pattern.shards) for i in range(pattern.shards)]
-  return jax.tree.map(lambda x: jax.lax.ppermute(x, pattern.axis, pairs), tree)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -525,12 +500,12 @@ class _Tiles:
     at = self.pattern.positions((self.device - hop) % self.pattern.shards, self.keys)
     return _by_blocks(jnp.asarray(at)[None], self.pattern.blocks(self.keys), _FAR)[:, 0]
 
-  def _scores(self, q: Any, rows: Any, segments: Any, shard: Any, columns: Any, c: Any, masked: bool) -> Any:
+  def _scores(self, hop: Any, q: Any, rows: Any, segments: Any, shard: Any, columns: Any, c: Any) -> Any:
     """A tile of scores `[batch, key heads, group, queries, keys]`; `-inf` where a key is not seen."""
     k, columns = shard["k"][c], columns[c]
     scores = self._product("bqkgd,bskd->bkgqs", q, k) / math.sqrt(q.shape[-1])
     seen: list[Any] = []
-    if masked:
+    if not self.exact or (isinstance(hop, int) and hop == 0):
       ahead = rows[:, None] - columns[None, :]
       seen.append((columns < _FAR)[None, None, :])
       if self.pattern.causal:
@@ -559,13 +534,13 @@ class _Tiles:
 
     return jax.lax.scan(row, carry, (self.q, self.rows, self.segments, first, end, *rows))
 
-  def attend(self, hop: Any, shard: Any, state: Any, masked: bool) -> Any:
+  def attend(self, hop: Any, shard: Any, state: Any) -> Any:
     """The maxima, sums and results of the softmax, with what the queries see of a shard."""
 
     def row(q: Any, at: Any, segments: Any, columns: Any, seen: Any, _: Any, *state: Any) -> Any:
       def column(c: Any, state: Any) -> Any:
         before, total, result = state
-        scores = self._scores(q, at, segments, shard, columns, c, masked)
+        scores = self._scores(hop, q, at, segments, shard, columns, c)
         after = jnp.maximum(before, scores.max(-1))
         weights = jnp.exp(scores - finite(after)[..., None])
         scale = jnp.exp(before - finite(after))
@@ -576,7 +551,7 @@ class _Tiles:
 
     return self._each_row(hop, row, None, state)[1]
 
-  def gradients(self, hop: Any, shard: Any, given: Any, dq: Any, masked: bool) -> tuple[Any, Any]:
+  def gradients(self, hop: Any, shard: Any, given: Any, dq: Any) -> tuple[Any, Any]:
     """The gradients of the queries, with what a shard adds to them, and what is added to the shard's."""
 
     def row(q: Any, at: Any, segments: Any, columns: Any, seen: Any, carry: Any, *own: Any) -> Any:
@@ -585,7 +560,7 @@ class _Tiles:
       def column(c: Any, state: Any) -> Any:
         dq, dk, dv = state
         k, v = shard["k"][c], shard["v"][c]
-        weights = jnp.exp(self._scores(q, at, segments, shard, columns, c, masked) - sums[..., None])
+        weights = jnp.exp(self._scores(hop, q, at, segments, shard, columns, c) - sums[..., None])
         dv = dv.at[c].add(self._product("bkgqs,bqkgd->bskd", weights.astype(v.dtype), slope))
         arriving = self._product("bqkgd,bskd->bkgqs", slope, v)
         scores = (weights * (arriving - share[..., None]) / math.sqrt(q.shape[-1])).astype(k.dtype)

@@ -326,7 +326,11 @@ def train_step(
       one class and structure beside each other, in a list or as attributes that end in numbers.
     attention: `"blocks"` computes every attention of the model by blocks of its queries and keys (of 512, or
       of the number given), so that no array of their product exists; `"fused"`: by the chip's fused kernel
-      where there is one. None: as written. See `with_layers`.
+      where there is one. See `with_layers`. Where a rule splits `seq` over an axis that splits no weight,
+      devices compute their own queries, and keys and values are gathered in each layer. `"ring"`: they go
+      round the devices of that axis instead, and no device has them all; `"all_to_all"`: each device computes
+      all positions of some heads (those of the keys must be a multiple of the axis' size). An attention that
+      the devices cannot share is then an error that names it. None: as written.
     loss_parts: compute the head and the loss of each token in this many parts of the head's columns (the
       vocabulary), so that the logits never exist at once. None: as written.
     pipeline: the mesh axis of pipeline stages, or a `Pipeline`: each stage computes some of the layers, while

@@ -12,7 +12,7 @@ from nnx_parallel.cli import main as cli
 from nnx_parallel.cli import options
 from nnx_parallel.cli.main import make_parser
 from nnx_parallel.errors import MeshError, ReportError
-from nnx_parallel.layers import layers
+from nnx_parallel.layers import attention, layers
 from nnx_parallel.loop.loader import Recipe
 
 
@@ -147,6 +147,7 @@ def test_a_page_that_cannot_be_written(tmp_path):
 
 def test_the_remat_policies_are_those_of_a_step():
   assert options.REMATS == layers.REMATS
+  assert options.ATTENTIONS == attention.WORDS
 
 
 @pytest.mark.parametrize("step", [("--remat", "full"), ("--microbatches", "2"), ("--batch", "8")])

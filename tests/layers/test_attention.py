@@ -133,6 +133,9 @@ CASES = {
   "jax.nn causal with bias": (
     lambda q, k, v, b: jax.nn.dot_product_attention(q, k, v, b[None], is_causal=True), Q, K, V, BIAS
   ),
+  "jax.nn, nothing else": (jax.nn.dot_product_attention, Q, K2, V2),
+  "nnx, nothing else": (nnx.dot_product_attention, Q, K, V),
+  "nnx, causal": (lambda q, k, v: nnx.dot_product_attention(q, k, v, is_causal=True), Q, K, V),
   "nnx": (lambda q, k, v: nnx.dot_product_attention(q, k, v, mask=causal()[None, None]), Q, K, V),
   "nnx with bias": (lambda q, k, v, b: nnx.dot_product_attention(q, k, v, bias=b[None]), Q, K, V, BIAS),
 }  # fmt: skip
