@@ -26,6 +26,10 @@ PRESETS = {
   "mistral": nxp.presets.llama,
   "qwen2": nxp.presets.llama,
   "qwen3": nxp.presets.llama,
+  "gemma": nxp.presets.llama,
+  "gemma3_text": nxp.presets.llama,
+  "mixtral": nxp.presets.llama,
+  "gpt2": nxp.presets.gpt,
 }
 
 

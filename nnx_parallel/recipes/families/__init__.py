@@ -12,9 +12,11 @@ from pathlib import Path
 from flax import nnx
 
 from nnx_parallel.errors import RecipeError
-from nnx_parallel.recipes.families import decoder
+from nnx_parallel.recipes.families.decoder import Config, Decoder
+from nnx_parallel.recipes.families.gpt2 import GPT2
 
 DECODERS = ("llama", "mistral", "mixtral", "qwen2", "qwen3", "gemma", "gemma3_text")
+OTHERS = {"gpt2": GPT2}
 
 
 def from_config(
@@ -33,8 +35,10 @@ def from_config(
   found = json.loads((Path(folder) / "config.json").read_text())
   family = found.get("model_type")
   if family in DECODERS:
-    return decoder.Decoder(decoder.Config.from_json(found, param_dtype), rngs)
+    return Decoder(Config.from_json(found, param_dtype), rngs)
+  if family in OTHERS:
+    return OTHERS[family](found, rngs, param_dtype)
   raise RecipeError(
     f"there is no module here for the family {family!r}, which {folder} is of.",
-    fix=f"one of {', '.join(DECODERS)}, or a module of your own.",
+    fix=f"one of {', '.join([*DECODERS, *OTHERS])}, or a module of your own.",
   )

@@ -120,8 +120,8 @@ class Config:
     kinds = _kinds(found)
     activation = found.get("hidden_activation") or found["hidden_act"]
     for key in ("attn_logit_softcapping", "final_logit_softcapping", "use_bidirectional_attention"):
-      _require(not found.get(key), found, key)
-    _require(activation in ACTIVATIONS, found, "hidden_act")
+      require(not found.get(key), found, key)
+    require(activation in ACTIVATIONS, found, "hidden_act")
     bias = bool(found.get("attention_bias", family == "qwen2"))
     return cls(
       vocab=found["vocab_size"],
@@ -153,7 +153,7 @@ def _kinds(found: Mapping[str, Any]) -> list[str]:
   depth = found["num_hidden_layers"]
   if kinds := found.get("layer_types"):
     return kinds
-  _require(not found.get("use_sliding_window"), found, "use_sliding_window")
+  require(not found.get("use_sliding_window"), found, "use_sliding_window")
   is_local = found.get("sliding_window") and "use_sliding_window" not in found
   every = found.get("sliding_window_pattern", depth + 1)  # in Gemma 3, each sixth layer attends to all
   return [
@@ -170,7 +170,7 @@ def _rope(found: Mapping[str, Any], kind: str) -> Rope:
     settings = {"rope_theta": found["rope_local_base_freq"]}
   settings = settings.get(kind, settings)
   name = settings.get("rope_type") or settings.get("type") or "default"
-  _require(name in ("default", "linear", "llama3"), settings, "rope_type")
+  require(name in ("default", "linear", "llama3"), settings, "rope_type")
   return Rope(
     theta=settings["rope_theta"],
     kind=name,
@@ -181,11 +181,16 @@ def _rope(found: Mapping[str, Any], kind: str) -> Rope:
   )
 
 
-def _require(holds: bool, found: Mapping[str, Any], key: str) -> None:
+def require(holds: bool, found: Mapping[str, Any], key: str) -> None:
+  """Raises for a setting that the modules of this folder do not have.
+
+  Raises:
+    RecipeError: it does not hold.
+  """
   if not holds:
     raise RecipeError(
-      f"this decoder has no {key}={found.get(key)!r}.",
-      fix="copy nnx_parallel/recipes/families/decoder.py, and add it.",
+      f"the modules of nnx_parallel/recipes/families have no {key}={found.get(key)!r}.",
+      fix="copy the module of the family, and add it.",
     )
 
 
