@@ -11,6 +11,7 @@ with the arguments of the model and its outputs, in float32.
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -69,12 +70,21 @@ FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
   "mixtral": (
     "MixtralConfig",
     "MixtralForCausalLM",
-    {**DECODER, "intermediate_size": 16, "num_local_experts": 4, "num_experts_per_tok": 2},
+    {**DECODER, "intermediate_size": 12, "num_local_experts": 4, "num_experts_per_tok": 2},
   ),
   "gpt2": (
     "GPT2Config",
     "GPT2LMHeadModel",
-    {"vocab_size": 64, "n_positions": 16, "n_embd": 16, "n_layer": 2, "n_head": 4},
+    {
+      "vocab_size": 64,
+      "n_positions": 16,
+      "n_embd": 16,
+      "n_layer": 2,
+      "n_head": 4,
+      "n_inner": 24,
+      "bos_token_id": 1,
+      "eos_token_id": 2,
+    },
   ),
   "bert": (
     "BertConfig",
@@ -87,7 +97,7 @@ FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
     {
       "vocab_size": 64,
       "d_model": 16,
-      "d_kv": 8,
+      "d_kv": 4,
       "d_ff": 24,
       "num_layers": 2,
       "num_heads": 4,
@@ -102,7 +112,7 @@ FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
     {
       "vocab_size": 64,
       "d_model": 16,
-      "d_kv": 8,
+      "d_kv": 4,
       "d_ff": 24,
       "num_layers": 1,
       "num_heads": 4,
@@ -123,14 +133,14 @@ def inputs(family: str) -> dict[str, np.ndarray[Any, Any]]:
   """The arguments of a family's model."""
   rng = np.random.default_rng(1)
   if family == "vit":
-    return {"pixel_values": rng.standard_normal((2, 3, 8, 8), np.float32)}
-  found = {"input_ids": rng.integers(1, 64, (2, 12))}
+    return {"pixel_values": rng.standard_normal((4, 3, 8, 8), np.float32)}
+  found = {"input_ids": rng.integers(1, 64, (4, 10))}
+  if family == "bert" or family.startswith("t5"):
+    found["attention_mask"] = (np.arange(10)[None] < [[10], [7], [10], [1]]).astype(np.int64)
   if family == "bert":
-    found["attention_mask"] = (np.arange(12)[None] < [[12], [7]]).astype(np.int64)
-    found["token_type_ids"] = np.tile(np.arange(12) // 6, (2, 1))
+    found["token_type_ids"] = np.tile(np.arange(10) // 6, (4, 1))
   if family.startswith("t5"):
-    found["attention_mask"] = (np.arange(12)[None] < [[12], [7]]).astype(np.int64)
-    found["decoder_input_ids"] = rng.integers(1, 64, (2, 9))
+    found["decoder_input_ids"] = rng.integers(1, 64, (4, 8))
   return found
 
 
@@ -139,6 +149,8 @@ def make(family: str) -> Any:
   config, model, arguments = FAMILIES[family]
   torch.manual_seed(0)
   made = getattr(transformers, model)(getattr(transformers, config)(**arguments))
+  if arguments.get("tie_word_embeddings") is False:  # transformers 5 ties those of T5 nevertheless
+    made.lm_head.weight = torch.nn.Parameter(made.lm_head.weight.detach().clone())
   with torch.no_grad():
     for weight in made.parameters():
       weight += 0.2 * torch.randn(weight.shape)
@@ -168,6 +180,10 @@ def main() -> None:
     folder = ROOT / family
     model.save_pretrained(folder)
     (folder / "generation_config.json").unlink(missing_ok=True)
+    if FAMILIES[family][2].get("tie_word_embeddings") is False:  # as transformers 4 writes it
+      config = json.loads((folder / "config.json").read_text()) | {"tie_word_embeddings": False}
+      config.pop("scale_decoder_outputs")
+      (folder / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
     np.savez_compressed(folder / "reference.npz", logits=outputs(model, family), **inputs(family))
     size = sum(file.stat().st_size for file in folder.iterdir())
     print(f"{family:12} {size / 1e3:5.1f} kB  {sum(p.numel() for p in model.parameters()):,} parameters")

@@ -30,6 +30,10 @@ PRESETS = {
   "gemma3_text": nxp.presets.llama,
   "mixtral": nxp.presets.llama,
   "gpt2": nxp.presets.gpt,
+  "bert": nxp.presets.vit,
+  "vit": nxp.presets.vit,
+  "t5": nxp.presets.t5,
+  "t5_gated": nxp.presets.t5,
 }
 
 

@@ -13,10 +13,12 @@ from flax import nnx
 
 from nnx_parallel.errors import RecipeError
 from nnx_parallel.recipes.families.decoder import Config, Decoder
+from nnx_parallel.recipes.families.encoder import Bert, ViT
 from nnx_parallel.recipes.families.gpt2 import GPT2
+from nnx_parallel.recipes.families.t5 import T5
 
 DECODERS = ("llama", "mistral", "mixtral", "qwen2", "qwen3", "gemma", "gemma3_text")
-OTHERS = {"gpt2": GPT2}
+OTHERS = {"gpt2": GPT2, "bert": Bert, "t5": T5, "vit": ViT}
 
 
 def from_config(
