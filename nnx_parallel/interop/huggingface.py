@@ -1,6 +1,6 @@
 """Weight maps for models of Hugging Face: tables by family, found from `config.json`.
 
-The tables are data, `huggingface.toml`; they name the parts of the modules in `nnx_parallel.recipes.families`.
+The tables are data, `huggingface.toml`. Their paths are those of the modules in `nnx_parallel.recipes.families`.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import json
 import os
 import re
 import tomllib
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -93,9 +93,4 @@ def _table(config: Mapping[str, Any], folder: Path) -> dict[str, Any]:
 
 
 def _head_size(config: Mapping[str, Any]) -> int:
-  width, heads = (_first(config, keys) for keys in (("hidden_size", "n_embd"), ("num_attention_heads", "n_head")))
-  return config.get("head_dim") or width // heads
-
-
-def _first(config: Mapping[str, Any], keys: Iterable[str]) -> int:
-  return next(config[key] for key in keys if key in config)
+  return config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]

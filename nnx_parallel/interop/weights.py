@@ -222,6 +222,25 @@ class Group:
     return None if sharding is None else even_layout(sharding, shape, keep=self.rule.transform == _COPY)
 
 
+@dataclasses.dataclass(frozen=True)
+class Comparison:
+  """What a weight map finds for the leaves of a model in a file.
+
+  Attributes:
+    groups: the arrays that make leaves, and these.
+    missing: why a leaf has no source, by path.
+    cut: layers of arrays in the file that the model does not have, in words.
+    unused: arrays of the file that no rule uses.
+    ignored: those that the weight map ignores.
+  """
+
+  groups: list[Group]
+  missing: dict[str, str]
+  cut: list[str]
+  unused: list[str]
+  ignored: list[str]
+
+
 class WeightMap:
   """Rules from names in a file to paths in a model. The first rule that matches a path applies.
 
@@ -252,9 +271,30 @@ class WeightMap:
     Raises:
       CheckpointError: leaves without a source, or arrays and layers that no rule uses.
     """
+    found = self.compare(paths, shapes, skip)
+    if found.missing or found.cut or found.unused:
+      missing = [f"missing  {path}: {reason}" for path, reason in found.missing.items()]
+      spare = [f"unused   {row}" for row in [*found.cut, *found.unused]]
+      raise CheckpointError(
+        f"the weight map is not complete: {len(missing)} leaves of the model have no source, "
+        f"{len(spare)} arrays of the file no use.",
+        details="\n".join([*missing[:12], *spare[:12]]),
+        fix="add rules, leave out leaves of the model by name (skip=[...]) or arrays of the file "
+        "(WeightMap(..., ignore=[...])), or make a model of as many layers.",
+      )
+    return found.groups
+
+  def compare(
+    self, paths: Iterable[str], shapes: Mapping[str, Shape], skip: Container[str] = ()
+  ) -> Comparison:
+    """Finds the arrays of a file for the leaves of a model, as `match` does, and what is left over.
+
+    Raises:
+      CheckpointError: a pattern does not fit the arrays of its rule.
+    """
     groups, lost = self._groups(paths)
-    missing = [f"{path}: no rule names it" for path in lost if path not in skip]
-    spare: list[str] = []
+    missing = {path: "no rule names it" for path in lost if path not in skip}
+    cut: list[str] = []
     found: list[Group] = []
     for group in groups:
       wanted = {layer: path for layer, path in group.layers.items() if path not in skip}
@@ -264,26 +304,18 @@ class WeightMap:
       if not all(name in shapes for name in names):
         near = difflib.get_close_matches(group.file, shapes, 1)
         hint = f" (nearest: {near[0]})" if near else ""
-        missing += [f"{path}: needs {', '.join(names)}{hint}" for path in wanted.values()]
+        missing |= dict.fromkeys(wanted.values(), f"needs {', '.join(names)}{hint}")
         continue
       count = len(group.shapes("model", (shapes[name] for name in names)))
       has = f"{group.file} has {count} layers, shape {shapes[names[0]]}"
-      missing += [f"{path}: {has}" for layer, path in wanted.items() if layer >= count]
-      unused = [str(layer) for layer in range(count) if layer not in group.layers]
-      spare += [f"layers {', '.join(unused)}: {has}"] if unused else []
+      missing |= {path: has for layer, path in wanted.items() if layer >= count}
+      if unused := [str(layer) for layer in range(count) if layer not in group.layers]:
+        cut.append(f"layers {', '.join(unused)}: {has}")
       found.append(dataclasses.replace(group, names=names))
     used = {name for group in found for name in group.names}
-    spare += [n for n in shapes if n not in used and not any(fnmatch.fnmatchcase(n, p) for p in self.ignore)]
-    if missing or spare:
-      rows = [*(f"missing  {row}" for row in missing[:12]), *(f"unused   {row}" for row in spare[:12])]
-      raise CheckpointError(
-        f"the weight map is not complete: {len(missing)} leaves of the model have no source, "
-        f"{len(spare)} arrays of the file no use.",
-        details="\n".join(rows),
-        fix="add rules, leave out leaves of the model by name (skip=[...]) or arrays of the file "
-        "(WeightMap(..., ignore=[...])), or make a model of as many layers.",
-      )
-    return found
+    left = [name for name in shapes if name not in used]
+    ignored = [name for name in left if any(fnmatch.fnmatchcase(name, p) for p in self.ignore)]
+    return Comparison(found, missing, cut, [name for name in left if name not in ignored], ignored)
 
   def to_write(self, paths: Iterable[str]) -> list[Group]:
     """The groups of a model that is to be written.
@@ -433,17 +465,14 @@ def import_arrays(
   """
   target = targets.read(plan, optimizer="drop" if plan.tx is None else "fresh")
   wanted = target.leaves["model"]
-  patterns = diff.Patterns(None, skip)
-  left_out = {path for path in wanted if patterns.leaves_out(path)} | random_state(plan.abstract_model)
 
   with multihost.together():
-    if unused := patterns.unused():
-      raise unused_skip(unused)
+    left_out = initialised(plan, wanted, skip)
     arrays = sources()
     shapes = {name: array.shape for name, array in arrays.items()}
     groups = weight_map.match(wanted, shapes, left_out)
     for group in groups:
-      _require_fit(group, arrays, wanted)
+      require_fit(group, arrays, wanted)
   leaves: dict[str, Any] = {}
   for group in groups:
     layers = {layer: path for layer, path in group.layers.items() if path not in left_out}
@@ -473,7 +502,25 @@ def _read(group: Group, tensors: Mapping[str, Source], leaves: Sequence[jax.Shap
   ]
 
 
-def _require_fit(group: Group, tensors: Mapping[str, Source], wanted: Mapping[str, TargetLeaf]) -> None:
+def initialised(plan: ShardingPlan, paths: Iterable[str], skip: Iterable[str]) -> set[str]:
+  """The paths that an import leaves as they are initialised: those skipped, and random state.
+
+  Raises:
+    CheckpointError: a pattern that matches no path.
+  """
+  patterns = diff.Patterns(None, skip)
+  found = {path for path in paths if patterns.leaves_out(path)}
+  if unused := patterns.unused():
+    raise unused_skip(unused)
+  return found | random_state(plan.abstract_model)
+
+
+def require_fit(group: Group, tensors: Mapping[str, Source], wanted: Mapping[str, TargetLeaf]) -> None:
+  """Raises where the arrays of a group do not make its leaves.
+
+  Raises:
+    CheckpointError: another shape or dtype.
+  """
   sources = [tensors[name] for name in group.names]
   made = group.shapes("model", (tensor.shape for tensor in sources))
   for layer, path in group.layers.items():

@@ -267,7 +267,7 @@ class GatedMLP(nnx.Module):
 
 
 class Experts(nnx.Module):
-  """Mixtral's: the best few compute each token, none is dropped; over the mesh axis `expert`, if there is one."""
+  """Mixtral's: the best few compute each token. The mesh axis `expert`, if there is one, splits them."""
 
   def __init__(self, config: Config, rngs: nnx.Rngs):
     dtype = jnp.dtype(config.param_dtype)

@@ -1,4 +1,4 @@
-"""BERT, as a masked language model, and ViT, as a classifier of images: plain modules of one encoder layer."""
+"""BERT as a masked language model, and ViT as a classifier of images: plain modules of one encoder layer."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ class Bert(nnx.Module):
 
 
 class ViT(nnx.Module):
-  """Logits of each class, (batch, labels), for images (batch, channels, height, width) as transformers has them.
+  """Logits of each class, (batch, labels), for images (batch, channels, height, width).
 
   Args:
     found: what `config.json` holds.

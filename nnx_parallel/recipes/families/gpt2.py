@@ -82,9 +82,7 @@ class GPT2(nnx.Module):
     self.wte = nnx.Embed(found["vocab_size"], width, param_dtype=param_dtype, rngs=rngs)
     self.wpe = nnx.Embed(found["n_positions"], width, param_dtype=param_dtype, rngs=rngs)
     self.h = nnx.List([Layer(found, rngs, param_dtype) for _ in range(found["n_layer"])])
-    self.ln_f = nnx.LayerNorm(
-      width, epsilon=found["layer_norm_epsilon"], param_dtype=param_dtype, rngs=rngs
-    )
+    self.ln_f = nnx.LayerNorm(width, epsilon=found["layer_norm_epsilon"], param_dtype=param_dtype, rngs=rngs)
 
   def __call__(self, input_ids: jax.Array) -> jax.Array:
     """Logits for each position's next token."""

@@ -38,6 +38,10 @@ class Attention(nnx.Module):
 class MLP(nnx.Module):
   """One product and an activation, or a gate and two products."""
 
+  wi: nnx.Linear
+  wi_0: nnx.Linear
+  wi_1: nnx.Linear
+
   def __init__(self, found: Mapping[str, Any], rngs: nnx.Rngs, param_dtype: str):
     gated, _, activation = found["feed_forward_proj"].rpartition("-")
     self.activation = "gelu_new" if gated and activation == "gelu" else activation
@@ -56,6 +60,8 @@ class MLP(nnx.Module):
 
 class Part(nnx.Module):
   """A residual part behind a norm: `SelfAttention`, `EncDecAttention` or `DenseReluDense`."""
+
+  SelfAttention: Attention
 
   def __init__(self, kind: str, found: Mapping[str, Any], rngs: nnx.Rngs, param_dtype: str):
     made = MLP if kind == "DenseReluDense" else Attention
