@@ -16,6 +16,8 @@ from nnx_parallel.recipes.families.decoder import ACTIVATIONS, require
 class Attention(nnx.Module):
   """Attention without scale or biases, over (batch, seq, width)."""
 
+  relative_attention_bias: nnx.Embed  # that of the first layer
+
   def __init__(self, found: Mapping[str, Any], rngs: nnx.Rngs, param_dtype: str):
     width, self.heads = found["d_model"], found["num_heads"]
     inner = self.heads * found["d_kv"]
