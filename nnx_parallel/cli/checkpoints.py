@@ -21,6 +21,7 @@ if TYPE_CHECKING:
   from nnx_parallel.checkpoint.checkpointer import Checkpointer
   from nnx_parallel.checkpoint.manifest import Manifest
   from nnx_parallel.interop.fates import Fates
+  from nnx_parallel.interop.match import Matched
   from nnx_parallel.interop.weights import WeightMap
   from nnx_parallel.layout.plan import ShardingPlan
 
@@ -49,15 +50,20 @@ def register(commands: options.Commands) -> None:
     " index when there are several files. The config.json of a --weight-map FOLDER is copied into it.",
   )
   export.set_defaults(zero=0, offload=False)
-  options.add_command(
+  importing = options.add_command(
     commands,
     "import",
     run_import,
     *("path", "out", *options.LAYOUT, "--weight-map", "--skip", "--dry-run"),
     help="turn safetensors into a checkpoint",
     description="Reads safetensors straight into the recipe's layout and saves them as step 0, with a fresh"
-    " optimizer when the recipe has one. Leaves that are skipped are initialised. Exit code 3 of a dry run:"
-    " an array has no use, or a leaf no source.",
+    " optimizer when the recipe has one. Leaves that are skipped are initialised. Exit code 3:"
+    " an array has no use, or a leaf no source (--dry-run, --match).",
+  )
+  importing.add_argument(
+    "--match",
+    metavar="FILE",
+    help="write a weight map guessed from shapes and names into FILE, to be corrected; import nothing",
   )
   inspect = options.add_command(
     commands,
@@ -130,9 +136,15 @@ def run_import(args: argparse.Namespace) -> int:
   """Reads the files, and saves step 0."""
   from nnx_parallel.checkpoint.checkpointer import Checkpointer
   from nnx_parallel.interop.fates import import_fates
+  from nnx_parallel.interop.match import match_by_shape
   from nnx_parallel.interop.safetensors import import_safetensors
 
   plan = _plan(args)
+  if args.match:
+    with _skip_as_option():
+      found = match_by_shape(args.path, plan, skip=args.skip)
+    Path(args.match).write_text(found.as_code())
+    return _show(found)
   weight_map = _weight_map(args.weight_map, args.path)
   if args.dry_run:
     with _skip_as_option():
@@ -283,11 +295,11 @@ def _weight_map(place: str | None, imported: str | None = None) -> WeightMap | N
   return weight_map_of(place) if Path(place).is_dir() else load_weight_map(place)
 
 
-def _show(fates: Fates) -> int:
+def _show(found: Fates | Matched) -> int:
   from nnx_parallel.core.text import print_text
 
-  print_text(str(fates))
-  return 0 if fates.complete else options.NO
+  print_text(str(found))
+  return 0 if found.complete else options.NO
 
 
 @contextlib.contextmanager

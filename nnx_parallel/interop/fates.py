@@ -7,12 +7,12 @@ import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
 
-from nnx_parallel.checkpoint import encoding, targets
+from nnx_parallel.checkpoint import encoding
 from nnx_parallel.checkpoint.diff import TargetLeaf
 from nnx_parallel.core.text import format_array, format_spec, number_pattern, text_table
 from nnx_parallel.errors import CheckpointError
 from nnx_parallel.interop.safetensors import Tensor, read_tensors
-from nnx_parallel.interop.weights import Group, SameNames, WeightMap, initialised, require_fit
+from nnx_parallel.interop.weights import Group, SameNames, WeightMap, initialised, model_leaves, require_fit
 from nnx_parallel.layout.plan import ShardingPlan
 
 
@@ -63,7 +63,7 @@ class Fates:
         file, model = found[0].file, found[0].model
       lines.append((what, str(len(found)), file, array, model, leaf, note))
     lines.sort(key=lambda line: line[0] in ("read", "write"))
-    return text_table(("", "n", "file", "array", "model", "leaf", ""), lines, right=(1,))
+    return text_table(("fate", "n", "file", "array", "model", "leaf", "spec"), lines, right=(1,))
 
 
 def import_fates(
@@ -79,12 +79,11 @@ def import_fates(
     CheckpointError: files that cannot be read, a pattern that does not fit its arrays, or a `skip` that
       matches nothing.
   """
-  wanted = targets.read(plan, optimizer="drop").leaves["model"]
+  wanted = model_leaves(plan)
   left_out = initialised(plan, wanted, skip)
   tensors = read_tensors(path)
   shapes = {name: tensor.shape for name, tensor in tensors.items()}
   found = (weight_map or SameNames()).compare(wanted, shapes, left_out)
-  specs = {leaf.name: format_spec(leaf.spec) for leaf in plan.leaves}
   rows: list[Fate] = []
   for group in found.groups:
     what, reason = "read", ""
@@ -95,7 +94,7 @@ def import_fates(
     for leaf in group.layers.values():
       if leaf in left_out or leaf in found.missing:
         continue
-      note = reason or specs[leaf]
+      note = reason or format_spec(wanted[leaf].struct.sharding.spec)
       rows.append(Fate(what, *_of_file(group, tensors), leaf, _leaf(wanted[leaf]), note))
   for leaf, reason in found.missing.items():
     rows.append(Fate("missing", model=leaf, leaf=_leaf(wanted[leaf]), note=reason))
@@ -115,7 +114,7 @@ def export_fates(
   Raises:
     CheckpointError: an incomplete weight map, or a `skip` that matches nothing.
   """
-  leaves = targets.read(plan, optimizer="drop").leaves["model"]
+  leaves = model_leaves(plan)
   left_out = initialised(plan, leaves, skip)
   shapes = {path: leaf.shape for path, leaf in leaves.items()}
   rows: list[Fate] = []

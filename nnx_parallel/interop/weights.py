@@ -502,6 +502,12 @@ def _read(group: Group, tensors: Mapping[str, Source], leaves: Sequence[jax.Shap
   ]
 
 
+def model_leaves(plan: ShardingPlan) -> dict[str, TargetLeaf]:
+  """The leaves of a plan's model by path, also on an abstract mesh."""
+  leaves = plan.of("model").items()
+  return {paths.format(path): TargetLeaf(leaf.struct, leaf.shape) for path, leaf in leaves}  # pyright: ignore[reportArgumentType]
+
+
 def initialised(plan: ShardingPlan, paths: Iterable[str], skip: Iterable[str]) -> set[str]:
   """The paths that an import leaves as they are initialised: those skipped, and random state.
 
