@@ -27,7 +27,7 @@ from nnx_parallel.interop.safetensors import read_tensors
 from nnx_parallel.interop.weights import Rule, Shape, WeightMap, initialised, model_leaves
 from nnx_parallel.layout.plan import ShardingPlan
 
-How = Literal["by order: check", "by name", "by elimination", "the only one of its shape"]
+How = Literal["by order: check", "by name", "by elimination", "unique shape"]
 Arrays = dict[str, tuple[Shape, str]]  # shape and dtype, by name
 SLOTS = "ijkl"
 # From arrays of torch to those of flax: Linear, attention's products and biases, convolutions.
@@ -74,7 +74,7 @@ class Pair:
   file: Family
   model: Family
   rule: Rule
-  how: How = "the only one of its shape"
+  how: How = "unique shape"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -223,11 +223,11 @@ def _assign(files: Sequence[Family], leaves: Sequence[Family], ways: Sequence[st
   def turn(key: tuple[Family, Family]) -> tuple[float, ...]:
     """Kernels come first: they tell which layer is which, and so decide on scales, then on biases."""
     file, leaf = key
-    return (len(file.shape), not _is_bias(file), *rank(key), -abs(file.place - leaf.place))
+    return (len(file.shape), not _is_bias(file), *rank(key), -file.place, -leaf.place)
 
   while options:
     best = max(options, key=turn)
-    how: How = "the only one of its shape" if best in alone else "by elimination"
+    how: How = "unique shape" if best in alone else "by elimination"
     if rivals := _rivals(best, options):
       how = parents.get(_parents(best), "by name")
       doubtful |= {one for key in rivals if rank(key) >= rank(best) for one in (*key, *best)}
@@ -298,11 +298,17 @@ def _result(shape: Shape, pattern: str, sizes: tuple[tuple[str, int], ...]) -> S
     return None
 
 
-def _likeness(file: Family, leaf: Family) -> tuple[bool, float, float]:
-  """Whether both or none are a bias, and how alike the ends of their names are, and the whole."""
-  names = [re.sub(r"\.(weight|kernel|scale|embedding)$", "", one.name.lower()) for one in (file, leaf)]
-  ends = [".".join([part for part in name.split(".") if "{" not in part][-2:]) for name in names]
-  return _is_bias(file) == _is_bias(leaf), _ratio(*ends), _ratio(*names)
+def _likeness(file: Family, leaf: Family) -> tuple[bool, float]:
+  """Whether both or none are a bias, and how alike the names are; their ends count most."""
+  words = [_words(one.name) for one in (file, leaf)]
+  ratios = [_ratio(*("".join(one[-count:]) for one in words)) for count in (1, 2, 99)]
+  return _is_bias(file) == _is_bias(leaf), round(sum(ratios), 1)
+
+
+def _words(name: str) -> list[str]:
+  """The parts of a name, without numbers and words that any array may have: `k_norm` as `norm_k`."""
+  name = re.sub(r"\.(weight|bias|kernel|scale|embedding)$|_proj\b", "", name.lower())
+  return ["_".join(sorted(part.split("_"))) for part in name.split(".") if "{" not in part]
 
 
 def _is_bias(one: Family) -> bool:
