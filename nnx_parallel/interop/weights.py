@@ -33,7 +33,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax.sharding import Sharding
+from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
 from nnx_parallel.checkpoint import diff, encoding, multihost, paths, targets
 from nnx_parallel.checkpoint.diff import Found, Target, TargetLeaf
@@ -72,6 +72,32 @@ class Transform:
     if pattern:
       array = einops.rearrange(array, pattern, **dict(self.sizes))
     return [*jnp.unstack(array)] if split else [array]
+
+  def spec_of_file(self, leaf: PartitionSpec, rank: int) -> PartitionSpec:
+    """The spec of an array of the file that gives its leaf this one, as far as it goes.
+
+    A dim of the file gets the axes of the leaf's dim that starts with the same axis of the pattern: then the
+    program moves nothing between devices.
+
+    Args:
+      leaf: the spec of a leaf.
+      rank: dims of an array of the file.
+
+    Example:
+      >>> spec = PartitionSpec("tensor", None, "fsdp")
+      >>> tuple(Transform("e (h d) -> h d e", (("d", 2),), False, False).spec_of_file(spec, 2))
+      ('fsdp', 'tensor')
+    """
+    entries = [*([None] if self.cut else []), *leaf]
+    if "..." in self.pattern:
+      return PartitionSpec()
+    if not self.pattern:
+      return PartitionSpec(*entries[int(self.stacked) :][:rank])
+    left, right = (
+      [part.strip("()").split() for part in _PART.findall(side)] for side in self.pattern.split("->")
+    )
+    axes = {part[0]: entry for part, entry in zip(right, entries, strict=False) if part}
+    return PartitionSpec(*(axes.get(part[0]) if part else None for part in left[int(self.stacked) :]))
 
 
 @dataclasses.dataclass(frozen=True, init=False)
@@ -219,7 +245,10 @@ class Group:
 
   def layout(self, sharding: Sharding | None, shape: Shape) -> Any:
     """The layout in which an array of the file is read or written: evenly sharded, near the leaf's."""
-    return None if sharding is None else even_layout(sharding, shape, keep=self.rule.transform == _COPY)
+    if isinstance(sharding, NamedSharding):
+      spec = self.rule.transform.spec_of_file(sharding.spec, len(shape))
+      sharding = NamedSharding(sharding.mesh, spec)
+    return None if sharding is None else even_layout(sharding, shape, keep=True)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -554,6 +583,7 @@ def unused_skip(names: list[str]) -> CheckpointError:
   return CheckpointError(f"skip={names} matches no leaf.", fix="use paths, or patterns such as '*rngs*'.")
 
 
+_PART = re.compile(r"\([^)]*\)|[^\s()]+")  # of a side of a pattern: one dim
 _COPY = Transform("", (), stacked=False, cut=False)
 
 
