@@ -1,10 +1,10 @@
-"""Import and export of a Llama-shaped checkpoint in bfloat16, against a loop written by hand and plain reading.
+"""Import and export of a Llama-shaped checkpoint in bfloat16, against a loop by hand and plain reading.
 
   python benchmarks/huggingface.py              0.8 GB
   python benchmarks/huggingface.py --depth 1    a short run, no record
 
-Each case starts with the file in the page cache. The memory is that of a process of its own: the most anonymous
-memory it had during an import, over what it had before; 1 is that of the model alone.
+Each case starts with the file in the page cache. The memory is that of a process of its own: the most
+anonymous memory it had during an import, over what it had before; 1 is that of the model alone.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ jax.config.update("jax_platforms", "cpu")
 
 import safetensors.numpy  # noqa: E402
 from flax import nnx  # noqa: E402
-from harness import Record, measure  # noqa: E402
 
 import nnx_parallel as nxp  # noqa: E402
+from harness import Record, measure  # noqa: E402
 from nnx_parallel.interop.huggingface import weight_map_of  # noqa: E402
 from nnx_parallel.interop.safetensors import Tensor, export_safetensors, import_safetensors  # noqa: E402
 from nnx_parallel.recipes.families import from_config  # noqa: E402
