@@ -9,7 +9,9 @@ import fnmatch
 import json
 import re
 import shlex
+import shutil
 from collections.abc import Generator
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from nnx_parallel.cli import options
@@ -18,6 +20,9 @@ from nnx_parallel.errors import CheckpointError
 if TYPE_CHECKING:
   from nnx_parallel.checkpoint.checkpointer import Checkpointer
   from nnx_parallel.checkpoint.manifest import Manifest
+  from nnx_parallel.interop.fates import Fates
+  from nnx_parallel.interop.match import Matched
+  from nnx_parallel.interop.weights import WeightMap
   from nnx_parallel.layout.plan import ShardingPlan
 
 
@@ -38,20 +43,27 @@ def register(commands: options.Commands) -> None:
     commands,
     "export",
     run_export,
-    *("directory", "out", "recipe", "--mesh", "--devices", "--rules", "--step", "--weight-map", "--skip"),
+    *("directory", "out", "recipe", "--mesh", "--devices", "--rules", "--step"),
+    *("--weight-map", "--skip", "--dry-run"),
     help="write the model of a checkpoint as safetensors",
     description="Restores and verifies the model, and writes it as safetensors into a new folder, with an"
-    " index when there are several files.",
+    " index when there are several files. The config.json of a --weight-map FOLDER is copied into it.",
   )
   export.set_defaults(zero=0, offload=False)
-  options.add_command(
+  importing = options.add_command(
     commands,
     "import",
     run_import,
-    *("path", "out", *options.LAYOUT, "--weight-map", "--skip"),
+    *("path", "out", *options.LAYOUT, "--weight-map", "--skip", "--dry-run"),
     help="turn safetensors into a checkpoint",
     description="Reads safetensors straight into the recipe's layout and saves them as step 0, with a fresh"
-    " optimizer when the recipe has one. Leaves that are skipped are initialised.",
+    " optimizer when the recipe has one. Leaves that are skipped are initialised. Exit code 3:"
+    " an array has no use, or a leaf no source (--dry-run, --match).",
+  )
+  importing.add_argument(
+    "--match",
+    metavar="FILE",
+    help="write a weight map guessed from shapes and names into FILE, to be corrected; import nothing",
   )
   inspect = options.add_command(
     commands,
@@ -102,14 +114,20 @@ def run_diff(args: argparse.Namespace) -> int:
 def run_export(args: argparse.Namespace) -> int:
   """Restores a model, and writes the files."""
   from nnx_parallel.checkpoint.checkpointer import Checkpointer
+  from nnx_parallel.interop.fates import export_fates
+  from nnx_parallel.interop.huggingface import CONFIG
   from nnx_parallel.interop.safetensors import export_safetensors
-  from nnx_parallel.interop.weights import load_weight_map
 
   plan = _plan(args)
-  weight_map = load_weight_map(args.weight_map) if args.weight_map else None
+  weight_map = _weight_map(args.weight_map)
+  if args.dry_run:
+    with _skip_as_option():
+      return _show(export_fates(plan, weight_map, skip=args.skip))
   model = Checkpointer(args.directory).restore(plan, args.step, optimizer="drop")
   with _skip_as_option():
     names = export_safetensors(args.out, model, weight_map, skip=args.skip)
+  if args.weight_map and Path(args.weight_map).is_dir():
+    shutil.copy(Path(args.weight_map) / CONFIG, args.out)
   print(f"{len(names)} arrays -> {args.out}")
   return 0
 
@@ -117,11 +135,20 @@ def run_export(args: argparse.Namespace) -> int:
 def run_import(args: argparse.Namespace) -> int:
   """Reads the files, and saves step 0."""
   from nnx_parallel.checkpoint.checkpointer import Checkpointer
+  from nnx_parallel.interop.fates import import_fates
+  from nnx_parallel.interop.match import match_by_shape
   from nnx_parallel.interop.safetensors import import_safetensors
-  from nnx_parallel.interop.weights import load_weight_map
 
   plan = _plan(args)
-  weight_map = load_weight_map(args.weight_map) if args.weight_map else None
+  if args.match:
+    with _skip_as_option():
+      found = match_by_shape(args.path, plan, skip=args.skip)
+    Path(args.match).write_text(found.as_code())
+    return _show(found)
+  weight_map = _weight_map(args.weight_map, args.path)
+  if args.dry_run:
+    with _skip_as_option():
+      return _show(import_fates(args.path, plan, weight_map, skip=args.skip))
   with Checkpointer(args.out) as checkpointer:
     if steps := checkpointer.steps():
       raise CheckpointError(
@@ -256,6 +283,23 @@ def _plan(args: argparse.Namespace) -> ShardingPlan:
 
   recipe = load_recipe(args.recipe, needs=("init",))
   return options.make_plan(args, recipe, options.mesh_on_devices(args, recipe))
+
+
+def _weight_map(place: str | None, imported: str | None = None) -> WeightMap | None:
+  """That of a Python file, or of a folder's `config.json`; by default of the folder that is imported."""
+  from nnx_parallel.interop.huggingface import CONFIG, weight_map_of
+  from nnx_parallel.interop.weights import load_weight_map
+
+  if place is None:
+    return weight_map_of(imported) if imported and (Path(imported) / CONFIG).is_file() else None
+  return weight_map_of(place) if Path(place).is_dir() else load_weight_map(place)
+
+
+def _show(found: Fates | Matched) -> int:
+  from nnx_parallel.core.text import print_text
+
+  print_text(str(found))
+  return 0 if found.complete else options.NO
 
 
 @contextlib.contextmanager

@@ -149,7 +149,12 @@ _ARGUMENTS: dict[str, dict[str, Any]] = {
     "metavar": "PATTERN",
     "help": "leaves of the model to leave out (import: to initialise); may be repeated",
   },
-  "--weight-map": {"metavar": "FILE", "help": "a Python file with WEIGHT_MAP = WeightMap(...)"},
+  "--weight-map": {
+    "metavar": "PATH",
+    "help": "a Python file with WEIGHT_MAP = WeightMap(...), or the folder of a model on Hugging Face, whose"
+    " config.json tells its family (default: import looks for one in PATH; without one, names are paths)",
+  },
+  "--dry-run": {"action": "store_true", "help": "list what would become of each array, and do nothing"},
 }
 LAYOUT = ("recipe", "--mesh", "--devices", "--rules", "--zero", "--offload")
 STEP = (*LAYOUT, "--microbatches", "--remat", "--layers")

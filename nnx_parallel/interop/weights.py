@@ -33,7 +33,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax.sharding import Sharding
+from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
 from nnx_parallel.checkpoint import diff, encoding, multihost, paths, targets
 from nnx_parallel.checkpoint.diff import Found, Target, TargetLeaf
@@ -72,6 +72,32 @@ class Transform:
     if pattern:
       array = einops.rearrange(array, pattern, **dict(self.sizes))
     return [*jnp.unstack(array)] if split else [array]
+
+  def spec_of_file(self, leaf: PartitionSpec, rank: int) -> PartitionSpec:
+    """The spec of an array of the file that gives its leaf this one, as far as it goes.
+
+    A dim of the file gets the axes of the leaf's dim that starts with the same axis of the pattern: then the
+    program moves nothing between devices.
+
+    Args:
+      leaf: the spec of a leaf.
+      rank: dims of an array of the file.
+
+    Example:
+      >>> spec = PartitionSpec("tensor", None, "fsdp")
+      >>> tuple(Transform("e (h d) -> h d e", (("d", 2),), False, False).spec_of_file(spec, 2))
+      ('fsdp', 'tensor')
+    """
+    entries = [*([None] if self.cut else []), *leaf]
+    if "..." in self.pattern:
+      return PartitionSpec()
+    if not self.pattern:
+      return PartitionSpec(*entries[int(self.stacked) :][:rank])
+    left, right = (
+      [part.strip("()").split() for part in _PART.findall(side)] for side in self.pattern.split("->")
+    )
+    axes = {part[0]: entry for part, entry in zip(right, entries, strict=False) if part}
+    return PartitionSpec(*(axes.get(part[0]) if part else None for part in left[int(self.stacked) :]))
 
 
 @dataclasses.dataclass(frozen=True, init=False)
@@ -219,7 +245,29 @@ class Group:
 
   def layout(self, sharding: Sharding | None, shape: Shape) -> Any:
     """The layout in which an array of the file is read or written: evenly sharded, near the leaf's."""
-    return None if sharding is None else even_layout(sharding, shape, keep=self.rule.transform == _COPY)
+    if isinstance(sharding, NamedSharding):
+      spec = self.rule.transform.spec_of_file(sharding.spec, len(shape))
+      sharding = NamedSharding(sharding.mesh, spec)
+    return None if sharding is None else even_layout(sharding, shape, keep=True)
+
+
+@dataclasses.dataclass(frozen=True)
+class Comparison:
+  """What a weight map finds for the leaves of a model in a file.
+
+  Attributes:
+    groups: the arrays that make leaves, and these.
+    missing: why a leaf has no source, by path.
+    cut: layers of arrays in the file that the model does not have, in words.
+    unused: arrays of the file that no rule uses.
+    ignored: those that the weight map ignores.
+  """
+
+  groups: list[Group]
+  missing: dict[str, str]
+  cut: list[str]
+  unused: list[str]
+  ignored: list[str]
 
 
 class WeightMap:
@@ -252,9 +300,30 @@ class WeightMap:
     Raises:
       CheckpointError: leaves without a source, or arrays and layers that no rule uses.
     """
+    found = self.compare(paths, shapes, skip)
+    if found.missing or found.cut or found.unused:
+      missing = [f"missing  {path}: {reason}" for path, reason in found.missing.items()]
+      spare = [f"unused   {row}" for row in [*found.cut, *found.unused]]
+      raise CheckpointError(
+        f"the weight map is not complete: {len(missing)} leaves of the model have no source, "
+        f"{len(spare)} arrays of the file no use.",
+        details="\n".join([*missing[:12], *spare[:12]]),
+        fix="add rules, leave out leaves of the model by name (skip=[...]) or arrays of the file "
+        "(WeightMap(..., ignore=[...])), or make a model of as many layers.",
+      )
+    return found.groups
+
+  def compare(
+    self, paths: Iterable[str], shapes: Mapping[str, Shape], skip: Container[str] = ()
+  ) -> Comparison:
+    """Finds the arrays of a file for the leaves of a model, as `match` does, and what is left over.
+
+    Raises:
+      CheckpointError: a pattern does not fit the arrays of its rule.
+    """
     groups, lost = self._groups(paths)
-    missing = [f"{path}: no rule names it" for path in lost if path not in skip]
-    spare: list[str] = []
+    missing = {path: "no rule names it" for path in lost if path not in skip}
+    cut: list[str] = []
     found: list[Group] = []
     for group in groups:
       wanted = {layer: path for layer, path in group.layers.items() if path not in skip}
@@ -264,26 +333,18 @@ class WeightMap:
       if not all(name in shapes for name in names):
         near = difflib.get_close_matches(group.file, shapes, 1)
         hint = f" (nearest: {near[0]})" if near else ""
-        missing += [f"{path}: needs {', '.join(names)}{hint}" for path in wanted.values()]
+        missing |= dict.fromkeys(wanted.values(), f"needs {', '.join(names)}{hint}")
         continue
       count = len(group.shapes("model", (shapes[name] for name in names)))
       has = f"{group.file} has {count} layers, shape {shapes[names[0]]}"
-      missing += [f"{path}: {has}" for layer, path in wanted.items() if layer >= count]
-      unused = [str(layer) for layer in range(count) if layer not in group.layers]
-      spare += [f"layers {', '.join(unused)}: {has}"] if unused else []
+      missing |= {path: has for layer, path in wanted.items() if layer >= count}
+      if unused := [str(layer) for layer in range(count) if layer not in group.layers]:
+        cut.append(f"layers {', '.join(unused)}: {has}")
       found.append(dataclasses.replace(group, names=names))
     used = {name for group in found for name in group.names}
-    spare += [n for n in shapes if n not in used and not any(fnmatch.fnmatchcase(n, p) for p in self.ignore)]
-    if missing or spare:
-      rows = [*(f"missing  {row}" for row in missing[:12]), *(f"unused   {row}" for row in spare[:12])]
-      raise CheckpointError(
-        f"the weight map is not complete: {len(missing)} leaves of the model have no source, "
-        f"{len(spare)} arrays of the file no use.",
-        details="\n".join(rows),
-        fix="add rules, leave out leaves of the model by name (skip=[...]) or arrays of the file "
-        "(WeightMap(..., ignore=[...])), or make a model of as many layers.",
-      )
-    return found
+    left = [name for name in shapes if name not in used]
+    ignored = [name for name in left if any(fnmatch.fnmatchcase(name, p) for p in self.ignore)]
+    return Comparison(found, missing, cut, [name for name in left if name not in ignored], ignored)
 
   def to_write(self, paths: Iterable[str]) -> list[Group]:
     """The groups of a model that is to be written.
@@ -433,17 +494,14 @@ def import_arrays(
   """
   target = targets.read(plan, optimizer="drop" if plan.tx is None else "fresh")
   wanted = target.leaves["model"]
-  patterns = diff.Patterns(None, skip)
-  left_out = {path for path in wanted if patterns.leaves_out(path)} | random_state(plan.abstract_model)
 
   with multihost.together():
-    if unused := patterns.unused():
-      raise unused_skip(unused)
+    left_out = initialised(plan, wanted, skip)
     arrays = sources()
     shapes = {name: array.shape for name, array in arrays.items()}
     groups = weight_map.match(wanted, shapes, left_out)
     for group in groups:
-      _require_fit(group, arrays, wanted)
+      require_fit(group, arrays, wanted)
   leaves: dict[str, Any] = {}
   for group in groups:
     layers = {layer: path for layer, path in group.layers.items() if path not in left_out}
@@ -473,7 +531,31 @@ def _read(group: Group, tensors: Mapping[str, Source], leaves: Sequence[jax.Shap
   ]
 
 
-def _require_fit(group: Group, tensors: Mapping[str, Source], wanted: Mapping[str, TargetLeaf]) -> None:
+def model_leaves(plan: ShardingPlan) -> dict[str, TargetLeaf]:
+  """The leaves of a plan's model by path, also on an abstract mesh."""
+  leaves = plan.of("model").items()
+  return {paths.format(path): TargetLeaf(leaf.struct, leaf.shape) for path, leaf in leaves}  # pyright: ignore[reportArgumentType]
+
+
+def initialised(plan: ShardingPlan, paths: Iterable[str], skip: Iterable[str]) -> set[str]:
+  """The paths that an import leaves as they are initialised: those skipped, and random state.
+
+  Raises:
+    CheckpointError: a pattern that matches no path.
+  """
+  patterns = diff.Patterns(None, skip)
+  found = {path for path in paths if patterns.leaves_out(path)}
+  if unused := patterns.unused():
+    raise unused_skip(unused)
+  return found | random_state(plan.abstract_model)
+
+
+def require_fit(group: Group, tensors: Mapping[str, Source], wanted: Mapping[str, TargetLeaf]) -> None:
+  """Raises where the arrays of a group do not make its leaves.
+
+  Raises:
+    CheckpointError: another shape or dtype.
+  """
   sources = [tensors[name] for name in group.names]
   made = group.shapes("model", (tensor.shape for tensor in sources))
   for layer, path in group.layers.items():
@@ -501,6 +583,7 @@ def unused_skip(names: list[str]) -> CheckpointError:
   return CheckpointError(f"skip={names} matches no leaf.", fix="use paths, or patterns such as '*rngs*'.")
 
 
+_PART = re.compile(r"\([^)]*\)|[^\s()]+")  # of a side of a pattern: one dim
 _COPY = Transform("", (), stacked=False, cut=False)
 
 

@@ -195,7 +195,15 @@ def _by_name(tensor: str | None, **rules: Any) -> LogicalRules:
   soft = None if tensor is None else [tensor, None]
   split = {"mlp": tensor, "heads": tensor, "kv_heads": soft, "vocab": soft, "features": soft}
   return LogicalRules(
-    {"batch": rules.pop("batch"), "seq": None, "embed": None, "layers": None, **rules, **split}
+    {
+      "batch": rules.pop("batch"),
+      "seq": None,
+      "embed": None,
+      "layers": None,
+      "expert": ["expert", None],
+      **rules,
+      **split,
+    }
   )
 
 
@@ -286,8 +294,9 @@ def llama(
   kv_heads: Entry = "kv_heads",
   mlp: Entry = "mlp",
   vocab: Entry = "vocab",
+  expert: Entry = "expert",
 ) -> PathRules:
-  """Names for Llama-shaped decoders: gated MLP, grouped query heads, RMSNorm.
+  """Names for Llama-shaped decoders: gated MLP or Mixtral's experts, grouped query heads, RMSNorm.
 
   Kernels may have two dims (`Linear`), or three with heads and head size as separate dims.
 
@@ -297,6 +306,7 @@ def llama(
     kv_heads: name of the key and value heads.
     mlp: name of the hidden width.
     vocab: name of the vocabulary dim.
+    expert: name of the experts' dim.
 
   Returns:
     Path rules, to combine with a layout.
@@ -313,6 +323,8 @@ def llama(
       (("o_proj|out|wo", "kernel"), (heads, ..., embed)),
       (("gate_proj|up_proj|gate|up|w1|w3", "kernel"), (embed, mlp)),
       (("down_proj|down|w2", "kernel"), (mlp, embed)),
+      (("block_sparse_moe", "w1|w3"), (expert, embed, mlp)),
+      (("block_sparse_moe", "w2"), (expert, mlp, embed)),
       (("embed_tokens|tok_embeddings|embed|token_embedding", "embedding"), (vocab, embed)),
       (("lm_head|output|head", "kernel"), (embed, vocab)),
       ((_NORM, "scale|weight"), None),

@@ -1,0 +1,341 @@
+"""The decoder of Llama, Mistral, Mixtral, Qwen 2 and 3, Gemma 1 and 3: one plain module, by its settings.
+
+Its parts have the names that these models have in Hugging Face's files.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+import nnx_parallel as nxp
+from nnx_parallel.errors import RecipeError
+
+ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
+  "silu": nnx.silu,
+  "relu": nnx.relu,
+  "gelu": functools.partial(nnx.gelu, approximate=False),
+  "gelu_new": nnx.gelu,
+  "gelu_pytorch_tanh": nnx.gelu,
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Rope:
+  """Rotary positions. Source: RoFormer, arXiv:2104.09864; `llama3`: Llama 3.1's own code.
+
+  Attributes:
+    theta: the base of the wavelengths.
+    kind: how they are stretched for longer texts.
+    factor: by how much.
+    low: with `llama3`, wavelengths longer than `length / low` are stretched in full.
+    high: with `llama3`, those shorter than `length / high` stay.
+    length: positions that the model was first trained on.
+  """
+
+  theta: float = 10_000.0
+  kind: Literal["default", "linear", "llama3"] = "default"
+  factor: float = 1.0
+  low: float = 1.0
+  high: float = 4.0
+  length: int = 8192
+
+  def frequencies(self, size: int) -> np.ndarray[Any, Any]:
+    """Radians from one position to the next, float64 of shape (size / 2,)."""
+    plain = self.theta ** -(np.arange(0, size, 2) / size)
+    if self.kind != "llama3":
+      return plain / self.factor
+    turns = self.length * plain / (2 * np.pi)
+    kept = np.clip((turns - self.low) / (self.high - self.low), 0, 1)
+    return plain * (kept + (1 - kept) / self.factor)
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+  """Sizes and settings; `from_json` reads those of a model on Hugging Face.
+
+  Attributes:
+    vocab: tokens.
+    width: of the residual stream.
+    hidden: of the MLP, or of an expert.
+    heads: of the queries.
+    kv_heads: of keys and values.
+    head_dim: of one head.
+    ropes: of each layer.
+    windows: of each layer: a token sees itself and those before it, so many in all; None: all.
+    score_scale: what attention scores are multiplied by.
+    eps: of the norms.
+    activation: of the MLP, a key of `ACTIVATIONS`.
+    qkv_bias: whether query, key and value have biases.
+    out_bias: whether the attention's output has one.
+    mlp_bias: whether the MLP has biases.
+    qk_norm: whether queries and keys are normed.
+    gemma: norms scale by 1 + scale, and embeddings are multiplied by the root of the width.
+    post_norms: whether what attention and MLP return is normed too, as in Gemma 3.
+    tied: whether the head is the transposed embedding.
+    experts: in place of the MLP; 0: none.
+    experts_per_token: that compute it.
+    param_dtype: of all parameters.
+  """
+
+  vocab: int
+  width: int
+  hidden: int
+  heads: int
+  kv_heads: int
+  head_dim: int
+  ropes: tuple[Rope, ...]
+  windows: tuple[int | None, ...]
+  score_scale: float
+  eps: float = 1e-6
+  activation: str = "silu"
+  qkv_bias: bool = False
+  out_bias: bool = False
+  mlp_bias: bool = False
+  qk_norm: bool = False
+  gemma: bool = False
+  post_norms: bool = False
+  tied: bool = False
+  experts: int = 0
+  experts_per_token: int = 2
+  param_dtype: str = "float32"
+
+  @classmethod
+  def from_json(cls, found: Mapping[str, Any], param_dtype: str = "float32") -> Config:
+    """Reads what `config.json` holds, as transformers 4 and 5 write it.
+
+    Raises:
+      RecipeError: a setting that this decoder does not have.
+    """
+    family = found["model_type"]
+    heads = found["num_attention_heads"]
+    head_dim = found.get("head_dim") or found["hidden_size"] // heads
+    kinds = _kinds(found)
+    activation = found.get("hidden_activation") or found["hidden_act"]
+    for key in ("attn_logit_softcapping", "final_logit_softcapping", "use_bidirectional_attention"):
+      require(not found.get(key), found, key)
+    require(activation in ACTIVATIONS, found, "hidden_act")
+    bias = bool(found.get("attention_bias", family == "qwen2"))
+    return cls(
+      vocab=found["vocab_size"],
+      width=found["hidden_size"],
+      hidden=found["intermediate_size"],
+      heads=heads,
+      kv_heads=found.get("num_key_value_heads") or heads,
+      head_dim=head_dim,
+      ropes=tuple(_rope(found, kind) for kind in kinds),
+      windows=tuple(found["sliding_window"] if kind == "sliding_attention" else None for kind in kinds),
+      score_scale=found.get("query_pre_attn_scalar", head_dim) ** -0.5,
+      eps=found["rms_norm_eps"],
+      activation="gelu_pytorch_tanh" if family == "gemma" else activation,
+      qkv_bias=bias,
+      out_bias=bias and family != "qwen2",
+      mlp_bias=bool(found.get("mlp_bias")),
+      qk_norm=family in ("qwen3", "gemma3_text"),
+      gemma=family.startswith("gemma"),
+      post_norms=family == "gemma3_text",
+      tied=found.get("tie_word_embeddings", family.startswith("gemma")),
+      experts=found.get("num_local_experts", 0),
+      experts_per_token=found.get("num_experts_per_tok", 2),
+      param_dtype=param_dtype,
+    )
+
+
+def _kinds(found: Mapping[str, Any]) -> list[str]:
+  """What each layer attends to, as `layer_types` says; older files say it otherwise."""
+  depth = found["num_hidden_layers"]
+  if kinds := found.get("layer_types"):
+    return kinds
+  require(not found.get("use_sliding_window"), found, "use_sliding_window")
+  is_local = found.get("sliding_window") and "use_sliding_window" not in found
+  every = found.get("sliding_window_pattern", depth + 1)  # in Gemma 3, each sixth layer attends to all
+  return [
+    "sliding_attention" if is_local and (layer + 1) % every else "full_attention" for layer in range(depth)
+  ]
+
+
+def _rope(found: Mapping[str, Any], kind: str) -> Rope:
+  settings = found.get("rope_parameters") or {
+    "rope_theta": found.get("rope_theta", 10_000.0),
+    **(found.get("rope_scaling") or {}),
+  }
+  if kind == "sliding_attention" and "rope_local_base_freq" in found:
+    settings = {"rope_theta": found["rope_local_base_freq"]}
+  settings = settings.get(kind, settings)
+  name = settings.get("rope_type") or settings.get("type") or "default"
+  require(name in ("default", "linear", "llama3"), settings, "rope_type")
+  return Rope(
+    theta=settings["rope_theta"],
+    kind=name,
+    factor=settings.get("factor", 1.0),
+    low=settings.get("low_freq_factor", 1.0),
+    high=settings.get("high_freq_factor", 4.0),
+    length=settings.get("original_max_position_embeddings", 8192),
+  )
+
+
+def require(holds: bool, found: Mapping[str, Any], key: str) -> None:
+  """Raises for a setting that the modules of this folder do not have.
+
+  Raises:
+    RecipeError: it does not hold.
+  """
+  if not holds:
+    raise RecipeError(
+      f"the modules of nnx_parallel/recipes/families have no {key}={found.get(key)!r}.",
+      fix="copy the module of the family, and add it.",
+    )
+
+
+class Norm(nnx.Module):
+  """RMSNorm, in float32. Gemma's scale is what is added to 1."""
+
+  def __init__(self, width: int, config: Config, rngs: nnx.Rngs):
+    del rngs
+    self.eps, self.offset = config.eps, float(config.gemma)
+    self.scale = nnx.Param(jnp.full((width,), 1 - self.offset, config.param_dtype))
+
+  def __call__(self, x: jax.Array) -> jax.Array:
+    """Norms the last dim."""
+    y = x.astype(jnp.float32)
+    y = y * jax.lax.rsqrt(jnp.mean(y * y, -1, keepdims=True) + self.eps)
+    scale = self.scale.get_value().astype(jnp.float32) + self.offset
+    return (y * jax.lax.expand_dims(scale, range(x.ndim - 1))).astype(x.dtype)
+
+
+class Attention(nnx.Module):
+  """Causal grouped-query attention over (batch, seq, width)."""
+
+  def __init__(self, config: Config, layer: int, rngs: nnx.Rngs):
+    width, size = config.width, config.head_dim
+    linear = functools.partial(nnx.LinearGeneral, param_dtype=config.param_dtype, rngs=rngs)
+    self.q_proj = linear(width, (config.heads, size), use_bias=config.qkv_bias)
+    self.k_proj = linear(width, (config.kv_heads, size), use_bias=config.qkv_bias)
+    self.v_proj = linear(width, (config.kv_heads, size), use_bias=config.qkv_bias)
+    self.o_proj = linear((config.heads, size), width, axis=(-2, -1), use_bias=config.out_bias)
+    if config.qk_norm:
+      self.q_norm, self.k_norm = Norm(size, config, rngs), Norm(size, config, rngs)
+    self.config, self.layer = config, layer
+
+  def __call__(self, x: jax.Array) -> jax.Array:
+    """Each token attends to itself and those before it, as many as its window has."""
+    q, k, v = self.q_proj(x), self.k_proj(x), self.v_proj(x)
+    if self.config.qk_norm:
+      q, k = self.q_norm(q), self.k_norm(k)
+    rope, window = self.config.ropes[self.layer], self.config.windows[self.layer]
+    mixed = jax.nn.dot_product_attention(
+      rotate(q, rope),
+      rotate(k, rope),
+      v,
+      scale=self.config.score_scale,
+      is_causal=True,
+      local_window_size=None if window is None else (window - 1, 0),
+    )
+    return self.o_proj(mixed)
+
+
+def rotate(x: jax.Array, rope: Rope) -> jax.Array:
+  """Rotary positions on (batch, seq, heads, head_dim), in float32."""
+  angles = np.arange(x.shape[1])[:, None] * rope.frequencies(x.shape[-1])
+  sin, cos = (jnp.asarray(f(angles)[None, :, None, :], jnp.float32) for f in (np.sin, np.cos))
+  a, b = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+  return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x.dtype)
+
+
+class GatedMLP(nnx.Module):
+  """SwiGLU and its like. Source: arXiv:2002.05202."""
+
+  def __init__(self, config: Config, rngs: nnx.Rngs):
+    linear = functools.partial(
+      nnx.Linear, use_bias=config.mlp_bias, param_dtype=config.param_dtype, rngs=rngs
+    )
+    self.gate_proj = linear(config.width, config.hidden)
+    self.up_proj = linear(config.width, config.hidden)
+    self.down_proj = linear(config.hidden, config.width)
+    self.activation = config.activation
+
+  def __call__(self, x: jax.Array) -> jax.Array:
+    """Maps each position by itself."""
+    return self.down_proj(ACTIVATIONS[self.activation](self.gate_proj(x)) * self.up_proj(x))
+
+
+class Experts(nnx.Module):
+  """Mixtral's: the best few compute each token. The mesh axis `expert`, if there is one, splits them."""
+
+  def __init__(self, config: Config, rngs: nnx.Rngs):
+    dtype = jnp.dtype(config.param_dtype)
+    draw = functools.partial(nnx.initializers.lecun_normal(batch_axis=0), dtype=dtype)
+    sizes = (config.experts, config.width, config.hidden)
+    self.gate = nnx.Linear(config.width, config.experts, use_bias=False, param_dtype=dtype, rngs=rngs)
+    self.w1 = nnx.Param(draw(rngs.params(), sizes))
+    self.w3 = nnx.Param(draw(rngs.params(), sizes))
+    self.w2 = nnx.Param(draw(rngs.params(), (sizes[0], sizes[2], sizes[1])))
+    self.config = config
+
+  def __call__(self, x: jax.Array) -> jax.Array:
+    """Maps each position by itself."""
+    activation = ACTIVATIONS[self.config.activation]
+
+    def expert(p: dict[str, jax.Array], rows: jax.Array) -> jax.Array:
+      return (activation(rows @ p["w1"]) * (rows @ p["w3"])) @ p["w2"]
+
+    routing = nxp.route(self.gate(x), self.config.experts_per_token)
+    y, _ = nxp.experts(expert, {"w1": self.w1, "w2": self.w2, "w3": self.w3}, x, routing)
+    return y
+
+
+class Layer(nnx.Module):
+  """Attention and MLP, each behind a norm; in Gemma 3 each before one too."""
+
+  def __init__(self, config: Config, layer: int, rngs: nnx.Rngs):
+    norm = functools.partial(Norm, config.width, config, rngs)
+    self.input_layernorm = norm()
+    self.self_attn = Attention(config, layer, rngs)
+    self.post_attention_layernorm = norm()
+    if config.experts:
+      self.block_sparse_moe = Experts(config, rngs)
+    else:
+      self.mlp = GatedMLP(config, rngs)
+    if config.post_norms:
+      self.pre_feedforward_layernorm, self.post_feedforward_layernorm = norm(), norm()
+    self.config = config
+
+  def __call__(self, x: jax.Array) -> jax.Array:
+    """Adds attention, then the MLP, to the residual stream (batch, seq, width)."""
+    mlp = self.block_sparse_moe if self.config.experts else self.mlp
+    attended = self.self_attn(self.input_layernorm(x))
+    if self.config.post_norms:
+      x = x + self.post_attention_layernorm(attended)
+      return x + self.post_feedforward_layernorm(mlp(self.pre_feedforward_layernorm(x)))
+    x = x + attended
+    return x + mlp(self.post_attention_layernorm(x))
+
+
+class Decoder(nnx.Module):
+  """Logits of the next token, (batch, seq, vocab), for int32 tokens (batch, seq)."""
+
+  def __init__(self, config: Config, rngs: nnx.Rngs):
+    dtype = config.param_dtype
+    self.embed_tokens = nnx.Embed(config.vocab, config.width, param_dtype=dtype, rngs=rngs)
+    self.layers = nnx.List([Layer(config, layer, rngs) for layer in range(len(config.windows))])
+    self.norm = Norm(config.width, config, rngs)
+    if not config.tied:
+      self.lm_head = nnx.Linear(config.width, config.vocab, use_bias=False, param_dtype=dtype, rngs=rngs)
+    self.config = config
+
+  def __call__(self, input_ids: jax.Array) -> jax.Array:
+    """Logits for each position's next token."""
+    x = self.embed_tokens(input_ids)
+    if self.config.gemma:
+      x = x * jnp.asarray(self.config.width**0.5, x.dtype)
+    for layer in self.layers:
+      x = layer(x)
+    x = self.norm(x)
+    return self.embed_tokens.attend(x) if self.config.tied else self.lm_head(x)

@@ -1,0 +1,193 @@
+"""Makes tiny random models of Hugging Face's families, and what they compute, for `test_huggingface.py`.
+
+It needs torch and transformers, which no test needs:
+
+  python tests/interop/make_references.py                   write tests/interop/references/FAMILY
+  python tests/interop/make_references.py FAMILY FOLDER     compare an exported FOLDER with FAMILY's outputs
+
+Each folder holds `config.json` and `model.safetensors` as `save_pretrained` writes them, and `reference.npz`
+with the arguments of the model and its outputs, in float32.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import transformers
+
+ROOT = Path(__file__).parent / "references"
+DECODER = {
+  "vocab_size": 64,
+  "hidden_size": 16,
+  "intermediate_size": 24,
+  "num_hidden_layers": 2,
+  "num_attention_heads": 4,
+  "num_key_value_heads": 2,
+  "head_dim": 8,
+  "max_position_embeddings": 64,
+}
+ENCODER = {
+  "hidden_size": 16,
+  "intermediate_size": 24,
+  "num_hidden_layers": 2,
+  "num_attention_heads": 4,
+}
+LLAMA3_ROPE = {
+  "rope_type": "llama3",
+  "rope_theta": 500.0,
+  "factor": 8.0,
+  "low_freq_factor": 1.0,
+  "high_freq_factor": 4.0,
+  "original_max_position_embeddings": 16,
+}
+
+# By family: the class of the config, the class of the model, and the config's arguments.
+FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
+  "llama": ("LlamaConfig", "LlamaForCausalLM", {**DECODER, "rope_parameters": LLAMA3_ROPE}),
+  "mistral": ("MistralConfig", "MistralForCausalLM", {**DECODER, "sliding_window": 4}),
+  "qwen2": (
+    "Qwen2Config",
+    "Qwen2ForCausalLM",
+    {**{key: size for key, size in DECODER.items() if key != "head_dim"}, "tie_word_embeddings": True},
+  ),
+  "qwen3": ("Qwen3Config", "Qwen3ForCausalLM", DECODER),
+  "gemma": ("GemmaConfig", "GemmaForCausalLM", DECODER),
+  "gemma3_text": (
+    "Gemma3TextConfig",
+    "Gemma3ForCausalLM",
+    {
+      **DECODER,
+      "sliding_window": 4,
+      "layer_types": ["sliding_attention", "full_attention"],
+      "query_pre_attn_scalar": 10,
+    },
+  ),
+  "mixtral": (
+    "MixtralConfig",
+    "MixtralForCausalLM",
+    {**DECODER, "intermediate_size": 12, "num_local_experts": 4, "num_experts_per_tok": 2},
+  ),
+  "gpt2": (
+    "GPT2Config",
+    "GPT2LMHeadModel",
+    {
+      "vocab_size": 64,
+      "n_positions": 16,
+      "n_embd": 16,
+      "n_layer": 2,
+      "n_head": 4,
+      "n_inner": 24,
+      "bos_token_id": 1,
+      "eos_token_id": 2,
+    },
+  ),
+  "bert": (
+    "BertConfig",
+    "BertForMaskedLM",
+    {**ENCODER, "vocab_size": 64, "max_position_embeddings": 16},
+  ),
+  "t5": (
+    "T5Config",
+    "T5ForConditionalGeneration",
+    {
+      "vocab_size": 64,
+      "d_model": 16,
+      "d_kv": 4,
+      "d_ff": 24,
+      "num_layers": 2,
+      "num_heads": 4,
+      "relative_attention_num_buckets": 8,
+      "relative_attention_max_distance": 6,
+      "decoder_start_token_id": 0,
+    },
+  ),
+  "t5_gated": (
+    "T5Config",
+    "T5ForConditionalGeneration",
+    {
+      "vocab_size": 64,
+      "d_model": 16,
+      "d_kv": 4,
+      "d_ff": 24,
+      "num_layers": 1,
+      "num_heads": 4,
+      "feed_forward_proj": "gated-gelu",
+      "tie_word_embeddings": False,
+      "decoder_start_token_id": 0,
+    },
+  ),
+  "vit": (
+    "ViTConfig",
+    "ViTForImageClassification",
+    {**ENCODER, "image_size": 8, "patch_size": 4, "num_labels": 5},
+  ),
+}
+
+
+def inputs(family: str) -> dict[str, np.ndarray[Any, Any]]:
+  """The arguments of a family's model."""
+  rng = np.random.default_rng(1)
+  if family == "vit":
+    return {"pixel_values": rng.standard_normal((4, 3, 8, 8), np.float32)}
+  found = {"input_ids": rng.integers(1, 64, (4, 10))}
+  if family == "bert" or family.startswith("t5"):
+    found["attention_mask"] = (np.arange(10)[None] < [[10], [7], [10], [1]]).astype(np.int64)
+  if family == "bert":
+    found["token_type_ids"] = np.tile(np.arange(10) // 6, (4, 1))
+  if family.startswith("t5"):
+    found["decoder_input_ids"] = rng.integers(1, 64, (4, 8))
+  return found
+
+
+def make(family: str) -> Any:
+  """A model with weights and biases that all matter to its outputs."""
+  config, model, arguments = FAMILIES[family]
+  torch.manual_seed(0)
+  made = getattr(transformers, model)(getattr(transformers, config)(**arguments))
+  if arguments.get("tie_word_embeddings") is False:  # transformers 5 ties those of T5 nevertheless
+    made.lm_head.weight = torch.nn.Parameter(made.lm_head.weight.detach().clone())
+  with torch.no_grad():
+    for weight in made.parameters():
+      weight += 0.2 * torch.randn(weight.shape)
+  return made.eval()
+
+
+def outputs(model: Any, family: str) -> np.ndarray[Any, Any]:
+  """The logits, float32."""
+  with torch.no_grad():
+    return model(**{name: torch.from_numpy(value) for name, value in inputs(family).items()}).logits.numpy()
+
+
+def main() -> None:
+  """Writes the folders, or compares one."""
+  if len(sys.argv) == 3:
+    family, folder = sys.argv[1:]
+    want = np.load(ROOT / family / "reference.npz")["logits"]
+    model, report = getattr(transformers, FAMILIES[family][1]).from_pretrained(
+      folder, output_loading_info=True
+    )
+    lost = {kind: sorted(names) for kind, names in report.items() if names}
+    difference = np.abs(outputs(model.eval(), family) - want).max() / np.abs(want).max()
+    print(f"{family}: differs by {difference:.1e}; {lost or 'every array was used'}")
+    sys.exit(bool(lost) or not difference < 1e-6)
+  for family in FAMILIES:
+    model = make(family)
+    folder = ROOT / family
+    model.save_pretrained(folder)
+    (folder / "generation_config.json").unlink(missing_ok=True)
+    if FAMILIES[family][2].get("tie_word_embeddings") is False:  # as transformers 4 writes it
+      config = json.loads((folder / "config.json").read_text()) | {"tie_word_embeddings": False}
+      config.pop("scale_decoder_outputs")
+      (folder / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
+    np.savez_compressed(folder / "reference.npz", logits=outputs(model, family), **inputs(family))
+    size = sum(file.stat().st_size for file in folder.iterdir())
+    print(f"{family:12} {size / 1e3:5.1f} kB  {sum(p.numel() for p in model.parameters()):,} parameters")
+
+
+if __name__ == "__main__":
+  main()

@@ -1,0 +1,208 @@
+"""Models of Hugging Face's families: into shards, the reference's outputs, and back to the same files.
+
+`make_references.py` made the files and outputs with transformers and torch.
+"""
+
+import json
+import re
+from pathlib import Path
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import safetensors.numpy
+from flax import nnx
+
+import nnx_parallel as nxp
+from nnx_parallel.cli.main import main
+from nnx_parallel.errors import CheckpointError, RecipeError
+from nnx_parallel.interop.fates import import_fates
+from nnx_parallel.interop.huggingface import weight_map_of
+from nnx_parallel.interop.safetensors import export_safetensors, import_safetensors
+from nnx_parallel.recipes.families import from_config
+from nnx_parallel.recipes.families.decoder import Config
+
+REFERENCES = Path(__file__).parent / "references"
+PRESETS = {
+  "llama": nxp.presets.llama,
+  "mistral": nxp.presets.llama,
+  "qwen2": nxp.presets.llama,
+  "qwen3": nxp.presets.llama,
+  "gemma": nxp.presets.llama,
+  "gemma3_text": nxp.presets.llama,
+  "mixtral": nxp.presets.llama,
+  "gpt2": nxp.presets.gpt,
+  "bert": nxp.presets.vit,
+  "vit": nxp.presets.vit,
+  "t5": nxp.presets.t5,
+  "t5_gated": nxp.presets.t5,
+}
+
+
+def plan_of(family, mesh, layout=None, **options):
+  rules = [PRESETS[family](), layout or nxp.presets.fsdp_tensor(min_size=16)]
+  return nxp.plan(lambda: from_config(REFERENCES / family, nnx.Rngs(0), **options), mesh, rules)
+
+
+def reference(family):
+  found = dict(np.load(REFERENCES / family / "reference.npz"))
+  return found.pop("logits"), {name: jnp.asarray(value) for name, value in found.items()}
+
+
+def assert_reference(model, family):
+  want, inputs = reference(family)
+  got = nnx.jit(lambda model, inputs: model(**inputs))(model, inputs)
+  assert np.abs(got - want).max() < 1e-4 * np.abs(want).max()
+
+
+def load(folder):
+  return safetensors.numpy.load_file(folder / "model.safetensors")
+
+
+def assert_same_file(folder, other):
+  want, got = load(folder), load(other)
+  assert want.keys() == got.keys()
+  for name, array in want.items():
+    np.testing.assert_array_equal(got[name], array, strict=True)
+
+
+def copy(family, tmp_path, config=(), rename=lambda name: name, cast=lambda array: array):
+  """A family's folder with other settings, and arrays under other names or of another dtype."""
+  folder = tmp_path / "theirs"
+  folder.mkdir()
+  found = json.loads((REFERENCES / family / "config.json").read_text()) | dict(config)
+  (folder / "config.json").write_text(json.dumps(found))
+  arrays = {rename(name): cast(array) for name, array in load(REFERENCES / family).items()}
+  safetensors.numpy.save_file(arrays, folder / "model.safetensors")
+  return folder
+
+
+@pytest.mark.parametrize("family", PRESETS)
+def test_into_shards_and_back(tmp_path, family):
+  folder = REFERENCES / family
+  plan = plan_of(family, nxp.make_mesh(data=2, fsdp=2, tensor=2))
+  axes = {axis for leaf in plan.leaves for entry in leaf.spec if entry for axis in np.atleast_1d(entry)}
+  assert axes == {"fsdp", "tensor"}
+  weight_map = weight_map_of(folder)
+  model = import_safetensors(folder, plan, weight_map)
+  assert_reference(model, family)
+  export_safetensors(tmp_path / "out", model, weight_map)
+  assert_same_file(folder, tmp_path / "out")
+
+
+def test_experts_over_an_axis():
+  plan = plan_of("mixtral", nxp.make_mesh(data=2, expert=4), nxp.presets.expert())
+  assert plan["layers.0.block_sparse_moe.w1"].spec[0] == "expert"
+  assert_reference(
+    import_safetensors(REFERENCES / "mixtral", plan, weight_map_of(REFERENCES / "mixtral")), "mixtral"
+  )
+
+
+def test_onto_explicit_axes(tmp_path):
+  plan = plan_of("qwen2", nxp.make_mesh(data=2, fsdp=2, tensor=2, explicit=True))
+  weight_map = weight_map_of(REFERENCES / "qwen2")
+  model = import_safetensors(REFERENCES / "qwen2", plan, weight_map)
+  export_safetensors(tmp_path / "out", model, weight_map)
+  assert_same_file(REFERENCES / "qwen2", tmp_path / "out")
+
+
+@pytest.mark.parametrize("param_dtype", ["float32", "bfloat16"])
+def test_a_file_in_bfloat16(tmp_path, param_dtype):
+  folder = copy("qwen3", tmp_path, {"dtype": "bfloat16"}, cast=lambda array: array.astype(jnp.bfloat16))
+  plan = plan_of("qwen3", nxp.make_mesh(fsdp=2, tensor=4), param_dtype=param_dtype)
+  model = import_safetensors(folder, plan, weight_map_of(folder))
+  assert model.lm_head.kernel.dtype == param_dtype
+  export_safetensors(tmp_path / "out", model, weight_map_of(folder))
+  assert_same_file(folder, tmp_path / "out")
+
+
+def test_older_names(tmp_path):
+  folder = copy("gpt2", tmp_path, rename=lambda name: name.removeprefix("transformer."))
+  model = import_safetensors(folder, plan_of("gpt2", nxp.make_mesh(fsdp=2, tensor=4)), weight_map_of(folder))
+  assert_reference(model, "gpt2")
+
+
+def test_a_window_and_positions_as_older_configs_have_them():
+  new = json.loads((REFERENCES / "gemma3_text" / "config.json").read_text())
+  ropes = new.pop("rope_parameters")
+  kinds = new.pop("layer_types")
+  old = new | {
+    "rope_theta": ropes["full_attention"]["rope_theta"],
+    "rope_local_base_freq": ropes["sliding_attention"]["rope_theta"],
+    "sliding_window_pattern": 2,
+  }
+  assert Config.from_json(old) == Config.from_json(new | {"rope_parameters": ropes, "layer_types": kinds})
+
+
+def test_what_is_not_known(tmp_path):
+  with pytest.raises(CheckpointError, match=r"cannot read .*config\.json"):
+    weight_map_of(tmp_path)
+  folder = copy("llama", tmp_path, {"model_type": "xlstm"})
+  with pytest.raises(
+    CheckpointError, match=r"family 'xlstm', which has no table here\.\n  families with .*llama"
+  ):
+    weight_map_of(folder)
+  with pytest.raises(RecipeError, match="no module here for the family 'xlstm'"):
+    from_config(folder, nnx.Rngs(0))
+  config = json.loads((REFERENCES / "llama" / "config.json").read_text())
+  with pytest.raises(RecipeError, match="have no rope_type='yarn'"):
+    Config.from_json(config | {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}})
+
+
+RECIPE = """
+from flax import nnx
+import nnx_parallel as nxp
+from nnx_parallel.recipes.families import from_config
+
+def init():
+  return from_config({folder!r}, nnx.Rngs(0))
+
+def mesh():
+  return {{"data": 1, "fsdp": 4, "tensor": 2}}
+
+def rules():
+  return [nxp.presets.llama(), nxp.presets.fsdp_tensor(min_size=16)]
+"""
+
+
+def test_the_commands(tmp_path, capsys):
+  folder, recipe = str(REFERENCES / "qwen2"), tmp_path / "mine.py"
+  recipe.write_text(RECIPE.format(folder=folder))
+  steps, out = str(tmp_path / "steps"), str(tmp_path / "out")
+  assert main(["import", folder, steps, str(recipe), "--dry-run"]) == 0
+  printed = capsys.readouterr().out
+  row = (
+    r"read +2 +model.layers.\*.self_attn.k_proj.weight +float32\[8,16\] +layers.\*.self_attn.k_proj.kernel +"
+  )
+  assert re.search(row + r"float32\[16,2,4\] +\(fsdp, tensor, -\)", printed)
+  assert not Path(steps).exists()
+  assert main(["import", folder, steps, str(recipe)]) == 0
+  how = [str(recipe), "--weight-map", folder]
+  assert main(["export", steps, out, *how, "--skip", "norm.scale", "--dry-run"]) == 0
+  printed = capsys.readouterr().out
+  assert re.search(r"write +2 +model.layers.\*.self_attn.k_proj.weight +float32\[8,16\] ", printed)
+  assert re.search(r"left out +1 +norm.scale", printed)
+  assert not Path(out).exists()
+  assert main(["export", steps, out, *how]) == 0
+  assert_same_file(REFERENCES / "qwen2", tmp_path / "out")
+  assert (tmp_path / "out" / "config.json").read_text() == (REFERENCES / "qwen2" / "config.json").read_text()
+
+
+def test_a_dry_run_tells_what_does_not_fit(tmp_path, capsys):
+  folder = copy(
+    "qwen2",
+    tmp_path,
+    rename=lambda name: name.replace("layers.1.mlp.up", "layers.1.mlp.top"),
+    cast=lambda array: array.astype(np.float16) if array.shape == (64, 16) else array,
+  )
+  fates = import_fates(folder, plan_of("qwen2", nxp.make_mesh(fsdp=2, tensor=4)), weight_map_of(folder))
+  wrong = {row.what: row for row in fates.rows if row.what != "read"}
+  assert wrong["unused"].file == "model.layers.1.mlp.top_proj.weight"
+  assert wrong["missing"].model == "layers.1.mlp.up_proj.kernel"
+  assert wrong["missing"].note.startswith("needs model.layers.1.mlp.up_proj.weight")
+  assert wrong["does not fit"].file == "model.embed_tokens.weight"
+  assert "makes float16[64,16]" in wrong["does not fit"].note.replace(", ", ",")
+  (tmp_path / "mine.py").write_text(RECIPE.format(folder=str(folder)))
+  steps = tmp_path / "steps"
+  assert main(["import", str(folder), str(steps), str(tmp_path / "mine.py"), "--dry-run"]) == 3
+  assert "layers.1.mlp.top_proj" in capsys.readouterr().out
