@@ -30,7 +30,7 @@ from nnx_parallel.report.topology import missing_compiler, read_machine
 
 CHIPS, HEADS, KEY_HEADS, WIDTH = 8, 16, 8, 128
 LENGTHS = (8192, 32768, 131072)
-TIMED_LENGTHS, TIMED_WIDTH = (1024, 2048, 4096), 32
+TIMED_LENGTHS, TIMED_WIDTH = (1024, 2048), 32
 CHIP = "tpu:v5e:2x4"
 LAYOUT = PartitionSpec(None, "context")
 

@@ -21,8 +21,10 @@ class Routing:
   """Which experts compute each token, and what balances them; see `route`.
 
   Attributes:
-    weights: of each choice in the result, float32 of global shape (tokens..., choices).
-    experts: the numbers of the experts, int32 of the same shape; those of one token differ.
+    weights: of each choice in the result, float32 of global shape (tokens..., choices); 0 for a token that is
+      masked.
+    experts: the numbers of the experts, int32 of the same shape; those of one token differ. All are -1, which
+      is no expert, for a token that is masked.
     auxiliary_loss: a float32 scalar, 1 for even loads; it grows as loads and scores gather on few experts.
     z_loss: a float32 scalar, the mean of `logsumexp(logits) ** 2`.
     load: how many choices fell on each expert, int32 of shape (experts,).
@@ -36,7 +38,15 @@ class Routing:
 
 
 def route(
-  logits: Any, top_k: int, *, score: Score = "softmax", bias: Any = None, normalize: bool = True
+  logits: Any,
+  top_k: int,
+  *,
+  score: Score = "softmax",
+  bias: Any = None,
+  normalize: bool = True,
+  groups: int = 1,
+  top_groups: int = 1,
+  mask: Any = None,
 ) -> Routing:
   """Chooses `top_k` experts for each token.
 
@@ -50,12 +60,18 @@ def route(
     bias: added to the scores for the choice alone, of shape (experts,); see `balanced_bias`. It has no
       gradient.
     normalize: whether the weights of a token are its scores divided by their sum, or the scores.
+    groups: of consecutive experts, equally many in each, such as those of a device or a host.
+    top_groups: how many groups the experts of a token are of: those in which the sum of its best
+      `ceil(top_k / top_groups)` scores is largest. Its tokens are then sent to as many devices at most.
+    mask: booleans of global shape (tokens...), true for the tokens that have experts; a masked one, such as
+      padding, is in no loss and no load. None: all have.
 
   Returns:
     Weights, experts, losses and loads.
 
   Raises:
-    SchemeError: no such score, a `top_k` beyond the number of experts, or a bias of another shape.
+    SchemeError: no such score, a `top_k` beyond the experts or those of `top_groups`, groups that are not
+      equal, or a bias or mask of another shape.
 
   Example:
     >>> import jax.numpy as jnp, nnx_parallel as nxp
@@ -64,7 +80,7 @@ def route(
     ([[1, 2], [0, 2]], [1, 1, 2], [0.5, 0.5])
 
   Source: auxiliary loss: Fedus et al. 2021 (arXiv:2101.03961), with sigmoid as in arXiv:2412.19437; z-loss:
-  Zoph et al. 2022 (arXiv:2202.08906); bias: Wang et al. 2024 (arXiv:2408.15664).
+  Zoph et al. 2022 (arXiv:2202.08906); bias: Wang et al. 2024 (arXiv:2408.15664); groups: arXiv:2412.19437.
   """
   if score not in ("softmax", "sigmoid"):
     raise SchemeError(f"score={score!r} makes no scores of logits.", fix='score="softmax" or "sigmoid".')
@@ -79,31 +95,72 @@ def route(
       details=f"bias {bias.shape}, logits {logits.shape}",
       fix=f"jnp.zeros({count})",
     )
+  _check_groups(top_k, count, groups, top_groups)
+  if mask is not None and mask.shape != logits.shape[:-1]:
+    raise SchemeError(
+      "the mask of a router has one boolean for each token.",
+      details=f"mask {mask.shape}, logits {logits.shape}",
+      fix=f"a mask of shape {logits.shape[:-1]}.",
+    )
   logits = logits.astype(jnp.float32)
+  if mask is not None:  # what padding has may be NaN
+    mask = jnp.asarray(mask, bool)[..., None]
+    logits = jnp.where(mask, logits, 0)
   scores = jax.nn.softmax(logits) if score == "softmax" else jax.nn.sigmoid(logits)
   left = jax.lax.stop_gradient(scores)
   if bias is not None:
     left = left + jax.lax.stop_gradient(jnp.asarray(bias, jnp.float32)).reshape(
       (1,) * (left.ndim - 1) + (-1,)
     )
-  # One after another: XLA for CPU gathers the tokens of all devices for `jax.lax.top_k`.
   left = jnp.maximum(left, jnp.finfo(jnp.float32).min)
+  if top_groups < groups:
+    apart = left.reshape(*left.shape[:-1], groups, count // groups)
+    best = sum(jnp.where(own, apart, 0).sum(-1) for own in _best(apart, -(-top_k // top_groups)))
+    seen = functools.reduce(jnp.logical_or, _best(best, top_groups))
+    left = jnp.where(seen[..., None], apart, -jnp.inf).reshape(left.shape)
   numbers = jax.lax.broadcasted_iota(jnp.int32, left.shape, left.ndim - 1)
-  chosen: list[Any] = []
-  for _ in range(top_k):
-    best = jnp.argmax(left, -1, keepdims=True).astype(jnp.int32)
-    chosen.append(numbers == best)
-    left = jnp.where(chosen[-1], -jnp.inf, left)
+  chosen = _best(left, top_k)
   experts = jnp.stack([jnp.where(own, numbers, 0).sum(-1, dtype=jnp.int32) for own in chosen], -1)
   weights = jnp.stack([jnp.where(own, scores, 0).sum(-1) for own in chosen], -1)
   if normalize:
     weights = weights / weights.sum(-1, keepdims=True)
+  if mask is not None:
+    experts, weights = jnp.where(mask, experts, -1), jnp.where(mask, weights, 0)
+    chosen = [own & mask for own in chosen]
   tokens = tuple(range(logits.ndim - 1))
   load = functools.reduce(jnp.logical_or, chosen).sum(tokens, dtype=jnp.int32)
   parts = scores if score == "softmax" else scores / scores.sum(-1, keepdims=True)
-  total = math.prod(logits.shape[:-1]) * top_k
-  auxiliary = count * (load.astype(jnp.float32) / total * parts.mean(tokens)).sum()
-  return Routing(weights, experts, auxiliary, (jax.nn.logsumexp(logits, -1) ** 2).mean(), load)
+  kept = math.prod(logits.shape[:-1]) if mask is None else jnp.maximum(mask.sum(dtype=jnp.float32), 1)
+  large = jax.nn.logsumexp(logits, -1, keepdims=True) ** 2
+  if mask is not None:
+    parts, large = jnp.where(mask, parts, 0), jnp.where(mask, large, 0)
+  auxiliary = count * (load.astype(jnp.float32) / (kept * top_k) * (parts.sum(tokens) / kept)).sum()
+  return Routing(weights, experts, auxiliary, large.sum() / kept, load)
+
+
+def _best(scores: Any, count: int) -> list[Any]:
+  """Where the largest of the last dim are, a mask for each: of the first, of the second, and so on.
+
+  One after another: XLA for CPU gathers the tokens of all devices for `jax.lax.top_k`.
+  """
+  numbers = jax.lax.broadcasted_iota(jnp.int32, scores.shape, scores.ndim - 1)
+  found: list[Any] = []
+  for _ in range(count):
+    found.append(numbers == jnp.argmax(scores, -1, keepdims=True).astype(jnp.int32))
+    scores = jnp.where(found[-1], -jnp.inf, scores)
+  return found
+
+
+def _check_groups(top_k: int, count: int, groups: int, top_groups: int) -> None:
+  if groups < 1 or count % groups:
+    raise SchemeError(f"{count} experts cannot be in {groups} equal groups.", fix=f"a divisor of {count}.")
+  each = count // groups
+  if not 1 <= top_groups <= groups or top_k > top_groups * each:
+    least = -(-top_k // each)
+    raise SchemeError(
+      f"{top_k} experts of a token cannot be of {top_groups} groups with {each} experts.",
+      fix=f"top_groups from {least} to {groups}.",
+    )
 
 
 def balanced_bias(bias: Any, load: Any, rate: float = 1e-3) -> jax.Array:

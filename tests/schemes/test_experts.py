@@ -397,6 +397,67 @@ def test_a_bias_changes_the_choice_and_not_the_weights():
   assert not jax.grad(weighed)(bias, logits).any()
 
 
+def test_experts_are_of_the_best_groups():
+  """As a loop over tokens says it, for a bias that changes the choice."""
+  draw = np.random.default_rng(0).normal
+  logits, bias = draw(size=(3, 20, 12)).astype(np.float32), draw(size=12).astype(np.float32) / 4
+  found = nxp.route(logits, 3, score="sigmoid", bias=jnp.asarray(bias), groups=4, top_groups=2)
+  scores = 1 / (1 + np.exp(-logits))
+  for own, experts, weights in zip(
+    scores.reshape(-1, 12),
+    np.reshape(found.experts, (-1, 3)),
+    np.reshape(found.weights, (-1, 3)),
+    strict=True,
+  ):
+    apart = (own + bias).reshape(4, 3)
+    groups = np.argsort(-np.sort(apart, 1)[:, -2:].sum(1))[:2]  # 3 experts of 2 groups: the best 2 of each
+    among = [3 * g + n for g in groups for n in range(3)]
+    assert experts.tolist() == sorted(among, key=lambda e: -(own + bias)[e])[:3]
+    np.testing.assert_allclose(weights, own[experts] / own[experts].sum(), rtol=1e-5)
+  every = nxp.route(logits, 3, groups=4, top_groups=4)
+  np.testing.assert_array_equal(every.experts, nxp.route(logits, 3).experts)
+
+
+@pytest.mark.parametrize("explicit", [False, True])
+def test_padding_has_no_experts_and_counts_nowhere(explicit):
+  parameters, x, router, w = drawn((4, 6), 8)
+  lengths = np.array([6, 2, 0, 5])
+  mask = np.arange(6) < lengths[:, None]
+  x[~mask] = 100
+
+  def losses(x, router, mask, w):
+    routing = nxp.route(x @ router, 2, groups=4, top_groups=2, mask=mask)
+    y, dropped = nxp.experts(gated, parameters, x, routing, block=3)
+    return jnp.sum(jnp.where(mask[..., None], y * w, 0)) + routing.auxiliary_loss + routing.z_loss, (
+      y,
+      routing,
+      dropped,
+    )
+
+  def alone(router):
+    routing = nxp.route(x[mask] @ router, 2, groups=4, top_groups=2)
+    y = dense(gated, parameters, x[mask], routing)
+    return jnp.sum(y * w[mask]) + routing.auxiliary_loss + routing.z_loss, (y, routing)
+
+  mesh = nxp.make_mesh({"data": 2, "expert": 4}, explicit=explicit)
+  with jax.set_mesh(mesh):
+    given = [jax.device_put(v, NamedSharding(mesh, PartitionSpec("data"))) for v in (x, mask, w)]
+    run = jax.jit(jax.value_and_grad(losses, 1, has_aux=True))
+    (value, (y, routing, dropped)), gradient = run(given[0], router, *given[1:])
+  (expected, (rows, own)), slope = jax.value_and_grad(alone, has_aux=True)(router)
+  np.testing.assert_allclose(value, expected, rtol=1e-5)
+  np.testing.assert_allclose(np.asarray(y)[mask], rows, atol=1e-5)
+  np.testing.assert_allclose(gradient, slope, atol=1e-5)
+  assert routing.load.tolist() == own.load.tolist()
+  assert int(routing.load.sum()) == 2 * mask.sum()
+  assert (np.asarray(routing.experts)[~mask] == -1).all()
+  assert not np.asarray(routing.weights)[~mask].any()
+  assert not np.asarray(y)[~mask].any()
+  assert int(dropped) == 0
+  nothing = nxp.route(jnp.ones((2, 4)), 1, mask=jnp.zeros(2, bool))
+  assert (float(nothing.auxiliary_loss), float(nothing.z_loss), int(nothing.load.sum())) == (0, 0, 0)
+
+
 def test_a_bias_that_follows_the_loads_balances_them():
   logits = np.random.default_rng(0).normal(size=(512, 8)).astype(np.float32) + np.linspace(2, 0, 8)
 
@@ -444,6 +505,12 @@ def test_options_of_a_router_that_are_none_are_refused():
     nxp.route(jnp.zeros((2, 4)), 1, score="relu")
   with pytest.raises(SchemeError, match=r"jnp.zeros\(4\)"):
     nxp.route(jnp.zeros((2, 4)), 1, bias=jnp.zeros(3))
+  with pytest.raises(SchemeError, match="4 experts cannot be in 3 equal groups"):
+    nxp.route(jnp.zeros((2, 4)), 1, groups=3)
+  with pytest.raises(SchemeError, match="top_groups from 2 to 2"):
+    nxp.route(jnp.zeros((2, 4)), 3, groups=2)
+  with pytest.raises(SchemeError, match=r"a mask of shape \(2,\)"):
+    nxp.route(jnp.zeros((2, 4)), 3, mask=jnp.ones((2, 1), bool))
 
 
 def test_an_axis_that_is_manual_already_is_refused():
