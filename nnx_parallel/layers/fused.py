@@ -53,13 +53,7 @@ def splash_attention(
   from jax.experimental.pallas.ops.tpu import splash_attention as splash  # Pallas takes 0.3 s to import
 
   rows, columns = query.shape[0], key.shape[0]
-  q, kv = (next((block for block in _BLOCKS if n % block == 0), 0) for n in (rows, columns))
-  if not q or not kv:
-    raise NotFused(f"{rows} queries and {columns} keys are not multiples of {_LANES}")
-  sizes = splash.BlockSizes(
-    block_q=q, block_kv=kv, block_kv_compute=kv, block_q_dkv=q, block_kv_dkv=kv, block_kv_dkv_compute=kv,
-    block_q_dq=q, block_kv_dq=kv,
-  )  # fmt: skip
+  sizes = _block_sizes(rows, columns)
   known: Any = splash.MultiHeadMask([splash.FullMask((rows, columns))]) if mask is None else mask[None]
   kernel = splash.make_splash_mqa_single_device(
     known, block_sizes=sizes, attn_logits_soft_cap=cap, interpret=interpret
@@ -67,11 +61,67 @@ def splash_attention(
   if mask is not None:  # `tree_map(jnp.array)` has made a traced array of this flag
     kernel.fwd_mask_info = kernel.fwd_mask_info._replace(is_dynamic_mask=True)
 
-  def padded(x: Any) -> Any:
-    return jnp.pad(x, ((0, 0), (0, -x.shape[1] % _LANES)))
-
-  found: Any = kernel(padded(query)[None], padded(key), padded(value))
+  found: Any = kernel(_padded(query)[None], _padded(key), _padded(value))
   return found[0, :, : value.shape[1]]
+
+
+def splash_sequence(
+  query: Any,
+  key: Any,
+  value: Any,
+  segments: Any,
+  *,
+  causal: bool,
+  window: int | None,
+  interpret: bool = False,
+) -> Any:
+  """The same kernel for the attention of a sequence to itself, whose masks it makes by itself.
+
+  Args:
+    query: `[heads, length, features]`; they share the head of the keys.
+    key: `[length, features]`.
+    value: `[length, out]`.
+    segments: integers `[length]`: a position sees those with the same one; or None.
+    causal: a query sees no later position.
+    window: a query sees the last `window` positions, its own included; unless causal, as many ahead too.
+    interpret: run it on any platform, slowly.
+
+  Returns:
+    `[heads, length, out]`.
+
+  Raises:
+    NotFused: it has no blocks for this length.
+  """
+  from jax.experimental.pallas.ops.tpu import splash_attention as splash
+
+  length = key.shape[0]
+  sizes = _block_sizes(length, length)
+  shape = (length, length)
+  mask: Any = splash.CausalMask(shape) if causal else splash.FullMask(shape)
+  if window is not None:
+    mask = splash.LocalMask(shape, (window - 1, 0 if causal else window - 1), 0)
+  masks = splash.MultiHeadMask([mask] * query.shape[0])
+  kernel = splash.make_splash_mqa_single_device(masks, block_sizes=sizes, interpret=interpret)
+  ids = None if segments is None else splash.SegmentIds(segments, segments)
+  found: Any = kernel(_padded(query), _padded(key), _padded(value), ids)
+  return found[..., : value.shape[-1]]
+
+
+def _block_sizes(rows: int, columns: int) -> Any:
+  from jax.experimental.pallas.ops.tpu import splash_attention as splash
+
+  q, kv = (next((block for block in _BLOCKS if n % block == 0), 0) for n in (rows, columns))
+  if not q or not kv:
+    raise NotFused(f"{rows} queries and {columns} keys are not multiples of {_LANES}")
+  return splash.BlockSizes(
+    block_q=q, block_kv=kv, block_kv_compute=kv, block_q_dkv=q, block_kv_dkv=kv, block_kv_dkv_compute=kv,
+    block_q_dq=q, block_kv_dq=kv,
+  )  # fmt: skip
+
+
+def _padded(x: Any) -> Any:
+  """With features that fill the lanes of the chip."""
+  return jnp.pad(x, ((0, 0),) * (x.ndim - 1) + ((0, -x.shape[-1] % _LANES),))
 
 
 KERNELS: dict[str, Kernel] = {"tpu": splash_attention}
@@ -79,6 +129,8 @@ KERNELS: dict[str, Kernel] = {"tpu": splash_attention}
 
 The GPU's, cuDNN's, can only be lowered where its library is.
 """
+SEQUENCES: dict[str, Kernel] = {"tpu": splash_sequence}
+"""The same for the attention of a sequence to itself."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -125,13 +177,13 @@ class _Form:
   column: int
 
 
-def kernel_in_use() -> Kernel | None:
+def kernel_in_use(kernels: Mapping[str, Kernel] = KERNELS) -> Kernel | None:
   """The kernel for the devices of the mesh in scope, or for the default ones."""
   scope = scope_in_use()
   meshes = [None if scope is None else scope.mesh, jax.sharding.get_abstract_mesh()]
   devices = (mesh.abstract_mesh.abstract_device for mesh in meshes if mesh is not None)
   device = next((device for device in devices if device is not None), None)
-  return KERNELS.get(jax.default_backend() if device is None else device.platform)
+  return kernels.get(jax.default_backend() if device is None else device.platform)
 
 
 def by_kernel(body: Any, match: Any, kernel: Kernel) -> Any:

@@ -8,6 +8,7 @@ some heads instead. Either way, scores exist for one block of queries and keys a
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import math
@@ -26,7 +27,10 @@ from nnx_parallel.core.mesh import axis_sizes
 from nnx_parallel.core.ring import Ring
 from nnx_parallel.core.tiles import finite
 from nnx_parallel.errors import SchemeError
-from nnx_parallel.layout.constrain import manual_too
+from nnx_parallel.layers.fused import SEQUENCES, NotFused, kernel_in_use
+from nnx_parallel.layout.batch import batch_axes
+from nnx_parallel.layout.constrain import manual_too, scope_in_use
+from nnx_parallel.rules.ruleset import RuleSet
 
 How = Literal["ring", "all_to_all"]
 _FAR = 2**30
@@ -41,6 +45,7 @@ def context_attention(
   window: int | None = None,
   zigzag: bool = False,
   block: int = 512,
+  fused: bool = False,
 ) -> Callable[..., jax.Array]:
   """Attention over sequences whose positions a mesh axis splits; the result is that of the whole sequence.
 
@@ -57,13 +62,16 @@ def context_attention(
   Args:
     axis: the mesh axis that splits the positions; the length must be a multiple of its size.
     how: `"ring"` sends keys and values round, size - 1 times each, and twice that and their gradients in the
-      backward pass; `"all_to_all"` sends queries, keys, values and results once, and a multiple of the axis'
-      size must be the number of heads.
+      backward pass; `"all_to_all"` sends queries, keys, values and results once; the number of heads must be
+      a multiple of the axis' size.
     causal: a query sees no later position.
     window: a query sees the last `window` positions, its own included; unless causal, as many ahead too. A
       ring then ends with the last device that is seen.
     zigzag: the positions are in the order of `zigzag`, so that a causal ring gives all devices equal work.
     block: queries and keys of a tile of scores, in positions.
+    fused: with `"all_to_all"`, compute the heads of a device by the fused kernel of its chip where JAX has
+      one (TPUs; a length that is a multiple of 128, and no `mask`) and the other mesh axes are those of the
+      batch; else by blocks.
 
   Returns:
     The function. Equal arguments make equal functions.
@@ -82,7 +90,7 @@ def context_attention(
     >>> bool(jnp.allclose(split, jax.nn.dot_product_attention(q, k, v, is_causal=True), atol=1e-5))
     True
   """
-  return ContextAttention(axis, how, causal, window, zigzag, block)
+  return ContextAttention(axis, how, causal, window, zigzag, block, fused)
 
 
 def zigzag(tree: Any, shards: int, *, dim: int = 1, inverse: bool = False) -> Any:
@@ -144,10 +152,17 @@ class ContextAttention:
   window: int | None
   zigzag: bool
   block: int
+  fused: bool = False
 
   def __post_init__(self) -> None:
     if self.how not in ("ring", "all_to_all"):
       raise SchemeError(f"how={self.how!r} is no way to attend.", fix='how="ring" or how="all_to_all"')
+    if self.fused and self.how == "ring":
+      raise SchemeError(
+        "a ring merges what it sees of each shard, and the fused kernel that JAX has cannot do that in a"
+        " gradient.",
+        fix='how="all_to_all", fused=True',
+      )
     for name, value in {"window": self.window, "block": self.block}.items():
       if value is not None and (type(value) is not int or value < 1):
         raise SchemeError(f"{name}={value!r} is not a number of positions.", fix=f"{name}=512, for example")
@@ -215,7 +230,8 @@ class ContextAttention:
         kv_heads, groups = kv_heads * copies, groups // copies
     query = query.reshape(*query.shape[:2], kv_heads, groups, query.shape[-1])
     compute = _whole_call if isinstance(query, Tracer) else jax.jit(_whole_call, static_argnums=(0, 1, 2))
-    result = compute(pattern, self.how, mesh, query, key, value, segment_ids, keep)
+    how = "fused" if self.fused else self.how
+    result = compute(pattern, how, mesh, query, key, value, segment_ids, keep)
     return result.reshape(*shape[:-1], value.shape[-1])
 
   def tiles(self, length: int, shards: int) -> np.ndarray:
@@ -323,8 +339,13 @@ class _Pattern:
     return all(length % (size * pieces) == 0 for length, size in sizes) and self.window is None
 
 
-def _whole_call(pattern: _Pattern, how: How, mesh: Any, q: Any, k: Any, v: Any, *others: Any) -> Any:
+def _whole_call(
+  pattern: _Pattern, how: How | Literal["fused"], mesh: Any, q: Any, k: Any, v: Any, segments: Any, keep: Any
+) -> Any:
   """Attention of global arrays, laid out for it; queries `[batch, length, key heads, group, head_dim]`."""
+  others = (segments, keep)
+  kernel = kernel_in_use(SEQUENCES) if how == "fused" and keep is None else None
+  how = "all_to_all" if how == "fused" else how
   if pattern.shards == 1:
     return _attention(pattern, "ring", q, k, v, *others)
   given = [_laid(x, pattern, mesh, 1) for x in (q, k, v)]
@@ -335,6 +356,10 @@ def _whole_call(pattern: _Pattern, how: How, mesh: Any, q: Any, k: Any, v: Any, 
   n = pattern.shards
   apart = [x.reshape(*x.shape[:2], x.shape[2] // n, n, *x.shape[3:]) for x in given]
   given = [_laid(x, pattern, mesh, 3) for x in apart]
+  if kernel is not None and (batch := _batch_axes(pattern, mesh, q)) is not None:
+    with contextlib.suppress(NotFused):
+      out = _by_fused_kernel(pattern, kernel, mesh, batch, (*given, segments))
+      return _laid(_laid(out, pattern, mesh, 1).reshape(*q.shape[:-1], v.shape[-1]), pattern, mesh, 1)
   out = _attention(pattern, how, *given, *[_laid(x, pattern, mesh, None) for x in others])
   return _laid(_laid(out, pattern, mesh, 1).reshape(*q.shape[:-1], v.shape[-1]), pattern, mesh, 1)
 
@@ -618,6 +643,43 @@ def _own_heads(pattern: _Pattern, *given: Any) -> list[Any]:
 def _as_given(x: Any, pattern: _Pattern) -> Any:
   """The inverse of `_own_heads`."""
   return (zigzag(x, pattern.shards) if pattern.zigzag else x)[:, :, :, None]
+
+
+def _batch_axes(pattern: _Pattern, mesh: Any, q: Any) -> tuple[str, ...] | None:
+  """The axes that split the batch; None where others are left, over which a kernel would be repeated."""
+  sizes, scope = axis_sizes(mesh), scope_in_use()
+  rules = None if scope is None else RuleSet(logical=scope.rules, inputs=scope.inputs)
+  split = () if rules is None else batch_axes(rules, sizes) or ()
+  batch = tuple(axis for axis in split if axis != pattern.axis)
+  rest = math.prod(size for axis, size in sizes.items() if axis not in (*batch, pattern.axis))
+  fits = q.shape[0] % math.prod(sizes[axis] for axis in batch) == 0
+  explicit = AxisType.Explicit in _kinds(mesh).values()
+  return batch if rest == 1 and fits and not explicit and not pattern.mapped else None
+
+
+def _by_fused_kernel(
+  pattern: _Pattern, kernel: Any, mesh: Any, batch: tuple[str, ...], given: tuple[Any, ...]
+) -> Any:
+  """`[batch, length, heads, devices, ...]`, split by the devices: each computes its heads by the kernel."""
+  attend = functools.partial(kernel, causal=pattern.causal, window=pattern.window)
+
+  def local(q: Any, k: Any, v: Any, segments: Any) -> Any:
+    q, k, v, segments = _own_heads(pattern, q, k, v, segments)
+    q = jnp.moveaxis(q * q.shape[-1] ** -0.5, 1, 3)  # [batch, heads, group, length, features]
+    k, v = (jnp.moveaxis(x, 1, 2) for x in (k, v))
+    each = jax.vmap(jax.vmap(attend, (0, 0, 0, None)), (0, 0, 0, None if segments is None else 0))
+    return _as_given(jnp.moveaxis(each(q, k, v, segments), 3, 1), pattern)
+
+  rows = entry_of(batch)
+  split = PartitionSpec(rows, None, None, pattern.axis)
+  run = jax.shard_map(
+    local,
+    mesh=pattern.mesh,
+    in_specs=(split, split, split, None if given[-1] is None else PartitionSpec(rows)),
+    out_specs=split,
+    check_vma=False,
+  )
+  return run(*given)
 
 
 _SIDES: dict[tuple[str, str], Callable[..., Any]] = {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +15,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import nnx_parallel as nxp
 from nnx_parallel.errors import SchemeError
+from nnx_parallel.layers import fused
 from nnx_parallel.report.program.collectives import collectives
 
 HEADS, WIDTH = 4, 8
@@ -375,3 +377,52 @@ def test_training_equals_one_device(case):
 
   losses = trained(make, nxp.make_mesh(shape), rules, batch, **step_options)
   np.testing.assert_allclose(losses, on_one_device(), rtol=2e-5)
+
+
+FUSED = {
+  "causal": ({"data": 2, "context": 4}, 4, {"causal": True}, True),
+  "window, few heads": ({"data": 2, "context": 4}, 2, {"causal": True, "window": 70}, False),
+  "zigzag": ({"data": 2, "context": 4}, 4, {"causal": True, "zigzag": True}, True),
+  "both sides": ({"context": 4}, 4, {"window": 30}, False),
+}
+
+
+@pytest.mark.parametrize("case", FUSED)
+def test_the_fused_kernel_computes_the_heads_of_a_device(case, monkeypatch):
+  axes, kv_heads, options, segmented = FUSED[case]
+  monkeypatch.setitem(fused.SEQUENCES, "cpu", functools.partial(fused.splash_sequence, interpret=True))
+  q, k, v, w, segments = drawn(2, 256, kv_heads)
+  segments = segments if segmented else None
+  attend = nxp.context_attention(how="all_to_all", fused=True, **options)
+  given = {name: x for name, x in options.items() if name != "zigzag"}
+  shards = axes["context"]
+
+  def turned(x, **how):
+    return nxp.zigzag(x, shards, **how) if options.get("zigzag") and x is not None else x
+
+  def split(q, k, v):
+    q, k, v, ids = (turned(x) for x in (q, k, v, segments))
+    return turned(attend(q, k, v, segment_ids=ids), inverse=True)
+
+  def loss(function):
+    return jax.jit(jax.value_and_grad(lambda *x: (function(*x) * w).sum(), argnums=(0, 1, 2)))
+
+  mesh = nxp.make_mesh(axes, devices=jax.devices()[: math.prod(axes.values())])
+  with nxp.use_rules(nxp.LogicalRules(batch="data" if "data" in axes else None), mesh):
+    assert "pallas_call" in str(jax.make_jaxpr(split)(q, k, v))
+    found = loss(split)(q, k, v)
+  expected = loss(lambda *x: whole(*x, segments, **given))(q, k, v)
+  for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+    np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-4)
+
+
+def test_what_the_fused_kernel_cannot_compute_goes_by_blocks(monkeypatch):
+  monkeypatch.setitem(fused.SEQUENCES, "cpu", functools.partial(fused.splash_sequence, interpret=True))
+  attend = nxp.context_attention(how="all_to_all", fused=True)
+  for axes, length in (({"context": 4, "tensor": 2}, 256), ({"data": 2, "context": 4}, 40)):
+    q, k, v, _, _ = drawn(2, length, 4)
+    with nxp.use_rules(nxp.LogicalRules(batch="data" if "data" in axes else None), nxp.make_mesh(axes)):
+      assert "pallas_call" not in str(jax.make_jaxpr(attend)(q, k, v))
+      np.testing.assert_allclose(jax.jit(attend)(q, k, v), whole(q, k, v), rtol=1e-5, atol=1e-5)
+  with pytest.raises(SchemeError, match="a ring merges what it sees of each shard"):
+    nxp.context_attention(fused=True)
