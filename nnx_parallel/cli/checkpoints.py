@@ -143,7 +143,11 @@ def run_import(args: argparse.Namespace) -> int:
   if args.match:
     with _skip_as_option():
       found = match_by_shape(args.path, plan, skip=args.skip)
-    Path(args.match).write_text(found.as_code())
+    try:
+      with Path(args.match).open("x", encoding="utf-8") as file:
+        file.write(found.as_code())
+    except OSError as error:
+      raise CheckpointError(f"cannot write {args.match}: {error.strerror}.", fix="another FILE.") from error
     return _show(found)
   weight_map = _weight_map(args.weight_map, args.path)
   if args.dry_run:

@@ -88,7 +88,7 @@ def _table(config: Mapping[str, Any], folder: Path) -> dict[str, Any]:
   raise CheckpointError(
     f"{folder} is of the family {family!r}, which has no table here.",
     details=f"families with a table: {', '.join(known)}",
-    fix="write WeightMap(Rule(...), ...) for it.",
+    fix="write WeightMap(Rule(...), ...) for it, or have one guessed (match_by_shape, --match).",
   )
 
 

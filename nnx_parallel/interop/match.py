@@ -98,11 +98,14 @@ class Matched:
 
   @property
   def weight_map(self) -> WeightMap:
-    """For an import or export, once the report was read."""
-    return WeightMap(*(pair.rule for pair in self.pairs), ignore=[self._glob(one) for one in self.unused])
+    """For an import or export, once the report was read; arrays without a leaf are an error there."""
+    return WeightMap(*(pair.rule for pair in self.pairs))
 
   def as_code(self) -> str:
-    """A Python file with the weight map, to be corrected; `load_weight_map` and the commands read it."""
+    """A Python file with the weight map, to be corrected; `load_weight_map` and the commands read it.
+
+    Arrays without a leaf stand there to be ignored.
+    """
     lines = ["from nnx_parallel.interop.weights import Rule, WeightMap", "", "WEIGHT_MAP = WeightMap("]
     for pair in self.pairs:
       rule = pair.rule
@@ -112,7 +115,8 @@ class Matched:
       words += [f"{name}={size}" for name, size in rule.transform.sizes]
       lines.append(f"  Rule({', '.join(words)}),  # {pair.how}")
     lines += [f"  # no array for {one.name}" for one in self.missing]
-    lines += ["  ignore=[", *(f"    {self._glob(one)!r}," for one in self.unused), "  ],", ")"]
+    ignored = [re.sub(r"\{\w\}", "*", one.name) for one in self.unused]
+    lines += ["  ignore=[", *(f"    {name!r}," for name in ignored), "  ],", ")"]
     return "\n".join(lines) + "\n"
 
   def __str__(self) -> str:
@@ -124,10 +128,6 @@ class Matched:
       ends = (pair.file.name, _array(pair.file), pair.model.name, _array(pair.model))
       rows.append((pair.how, *ends, pattern))
     return text_table(("found", "file", "array", "model", "leaf", "pattern"), rows)
-
-  @staticmethod
-  def _glob(one: Family) -> str:
-    return re.sub(r"\{\w\}", "*", one.name)
 
 
 def match_by_shape(path: str | os.PathLike[str], plan: ShardingPlan, *, skip: Iterable[str] = ()) -> Matched:

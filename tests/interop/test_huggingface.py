@@ -7,6 +7,7 @@ import json
 import re
 from pathlib import Path
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -206,3 +207,16 @@ def test_a_dry_run_tells_what_does_not_fit(tmp_path, capsys):
   steps = tmp_path / "steps"
   assert main(["import", str(folder), str(steps), str(tmp_path / "mine.py"), "--dry-run"]) == 3
   assert "layers.1.mlp.top_proj" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("family", ["gemma3_text", "mixtral", "gpt2", "bert", "t5_gated", "vit"])
+def test_in_bfloat16(tmp_path, family):
+  folder = copy(family, tmp_path, {"dtype": "bfloat16"}, cast=lambda array: array.astype(jnp.bfloat16))
+  mesh = nxp.make_mesh(data=1, fsdp=1, tensor=1, devices=jax.devices()[:1])
+  want, inputs = reference(family)
+  with jax.numpy_dtype_promotion("standard"):  # flax's norms promote
+    plan = plan_of(family, mesh, param_dtype="bfloat16")
+    model = import_safetensors(folder, plan, weight_map_of(folder))
+    got = nnx.jit(lambda model, inputs: model(**inputs))(model, inputs)
+  assert got.dtype == (jnp.float32 if family == "vit" else jnp.bfloat16)  # that of the images
+  assert np.abs(got.astype(np.float32) - want).mean() < 0.03 * np.abs(want).max()

@@ -64,6 +64,8 @@ def test_other_names_give_the_reference(tmp_path, capsys):
   mine, guess, steps = (str(tmp_path / name) for name in ("mine.py", "guess.py", "steps"))
   assert main(["import", str(folder), steps, mine, "--match", guess]) == 0
   assert "layers.{i}.attention.wq.weight" in capsys.readouterr().out
+  assert main(["import", str(folder), steps, mine, "--match", guess]) == 1
+  assert "cannot write" in capsys.readouterr().err
   plan = plan_of("llama", nxp.make_mesh(data=2, fsdp=2, tensor=2))
   assert_reference(import_safetensors(folder, plan, load_weight_map(guess)), "llama")
 
@@ -100,7 +102,9 @@ def test_layers_of_several_widths_and_what_is_left(tmp_path):
     np.testing.assert_array_equal(model.stages[i].bias.get_value(), there[f"net.{i}.bias"])
   np.testing.assert_array_equal(model.conv.kernel.get_value(), there["patch.weight"].transpose(2, 3, 1, 0))
   np.testing.assert_array_equal(model.table.embedding.get_value(), there["words.weight"].astype(np.float32))
-  with pytest.raises(CheckpointError, match="1 leaves of the model have no source"):
+  with pytest.raises(
+    CheckpointError, match="1 leaves of the model have no source, 1 arrays of the file no use"
+  ):
     import_safetensors(tmp_path, plan, found.weight_map)
 
 
