@@ -120,8 +120,11 @@ class _Slots(NamedTuple):
   request: jax.Array
   """The row of the prompts that a slot works on; their number, where none is left."""
   position: jax.Array
+  """Tokens that its cache has read."""
   counts: jax.Array
+  """Tokens that it has written."""
   token: jax.Array
+  """What it reads next."""
   state: Any
   found: jax.Array
   lengths: jax.Array
@@ -143,15 +146,16 @@ def by_slots(
     return x[jnp.minimum(s.request, requests - 1)]
 
   def prompt_at(s: _Slots, position: jax.Array) -> jax.Array:
-    return prompts[jnp.minimum(s.request, requests - 1), jnp.minimum(position, width - 1)]
+    columns = jnp.minimum(position, width - 1)
+    return jax.vmap(lambda row, column: row[column])(of_request(s, prompts), columns)
 
   def can_read(s: _Slots) -> jax.Array:
     return (s.request < requests) & (s.position + part < of_request(s, lengths))
 
   def read(s: _Slots) -> _Slots:
     here = can_read(s)
-    at = [prompt_at(s, s.position + n) for n in range(part)]
-    _, state = loop.forward(loop.rows(jnp.stack(at, 1)), loop.rows(s.position), s.state)
+    tokens = prompt_at(s, s.position[:, None] + jnp.arange(part)[None])
+    _, state = loop.forward(loop.rows(tokens), loop.rows(s.position), s.state)
     position = jnp.where(here, s.position + part, s.position)
     return s._replace(
       position=position,
@@ -170,13 +174,13 @@ def by_slots(
     # A slot without a request writes to a row that is not there, which drops it.
     row = jnp.where(writes, s.request, requests)
     found = s.found.at[row, s.counts].set(chosen, mode="drop")
-    count = s.counts + writes.astype(jnp.int32)
-    ended = writes & (loop.stopped(chosen) | (count == limit))
-    found_lengths = s.lengths.at[jnp.where(ended, s.request, requests)].set(count, mode="drop")
+    counts = s.counts + writes.astype(jnp.int32)
+    ended = writes & (loop.stopped(chosen) | (counts == limit))
+    found_lengths = s.lengths.at[jnp.where(ended, s.request, requests)].set(counts, mode="drop")
     after = _Slots(
       request=jnp.where(ended, jnp.minimum(s.following + jnp.cumsum(ended) - 1, requests), s.request),
       position=jnp.where(ended, 0, s.position + 1),
-      counts=jnp.where(ended, 0, count),
+      counts=jnp.where(ended, 0, counts),
       token=chosen,
       # Only where a slot begins anew: it takes a pass over all caches.
       state=jax.lax.cond(
