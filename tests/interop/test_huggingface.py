@@ -78,6 +78,35 @@ def copy(family, tmp_path, config=(), rename=lambda name: name, cast=lambda arra
   return folder
 
 
+DECODERS = [family for family, preset in PRESETS.items() if preset is nxp.presets.llama]
+
+
+@pytest.mark.parametrize("family", DECODERS)
+def test_a_decoder_with_a_cache_gives_the_same_logits_and_tokens(family):
+  folder, mesh = REFERENCES / family, nxp.make_mesh(fsdp=4, tensor=2)
+  model = import_safetensors(folder, plan_of(family, mesh), weight_map_of(folder))
+  tokens = jnp.tile(reference(family)[1]["input_ids"][:1], (4, 1))
+  whole = nnx.jit(lambda model, tokens: model(tokens))
+  wanted, length = whole(model, tokens), tokens.shape[1]
+  step = nnx.jit(lambda model, tokens, cache, position: model(tokens, cache, position))
+  logits, cache = step(model, tokens[:, :5], model.empty_cache(4, length), 0)
+  found = [logits]
+  for n in range(5, length):
+    logits, cache = step(model, tokens[:, n : n + 1], cache, n)
+    found.append(logits)
+  np.testing.assert_allclose(jnp.concatenate(found, 1), wanted, rtol=1e-4, atol=1e-4)
+
+  def call(model, tokens, position, cache):
+    return model(tokens, cache, position)
+
+  prompts = np.asarray(tokens)[:, :6] + np.arange(4)[:, None]
+  for options in ({"prefill": 4}, {"slots": 4}):
+    generate = nxp.generator(4, call=call, cache=model.empty_cache, **options)
+    result = generate(model, prompts)
+    text = np.concatenate([prompts, np.asarray(result.tokens)], 1)
+    np.testing.assert_array_equal(text[:, 6:], np.argmax(whole(model, text), -1)[:, 5:-1])
+
+
 @pytest.mark.parametrize("family", PRESETS)
 def test_into_shards_and_back(tmp_path, family):
   folder = REFERENCES / family

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 import jax
@@ -18,6 +18,8 @@ from flax import nnx
 import nnx_parallel as nxp
 from nnx_parallel.errors import RecipeError
 
+Cache = tuple[jax.Array, jax.Array]
+"""Keys and values of a layer, (batch, length, kv_heads, head_dim)."""
 ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
   "silu": nnx.silu,
   "relu": nnx.relu,
@@ -224,27 +226,37 @@ class Attention(nnx.Module):
       self.q_norm, self.k_norm = Norm(size, config, rngs), Norm(size, config, rngs)
     self.config, self.layer = config, layer
 
-  def __call__(self, x: jax.Array) -> jax.Array:
-    """Each token attends to itself and those before it, as many as its window has."""
+  def __call__(
+    self, x: jax.Array, cache: Cache | None = None, position: Any = 0
+  ) -> tuple[jax.Array, Cache | None]:
+    """Each token attends to itself and those before it, as many as its window has.
+
+    With a cache, `x` starts at `position`; what was before it is in the cache, to which its keys and values
+    are added.
+    """
     q, k, v = self.q_proj(x), self.k_proj(x), self.v_proj(x)
     if self.config.qk_norm:
       q, k = self.q_norm(q), self.k_norm(k)
     rope, window = self.config.ropes[self.layer], self.config.windows[self.layer]
-    mixed = jax.nn.dot_product_attention(
-      rotate(q, rope),
-      rotate(k, rope),
-      v,
-      scale=self.config.score_scale,
-      is_causal=True,
-      local_window_size=None if window is None else (window - 1, 0),
+    q, k = rotate(q, rope, position), rotate(k, rope, position)
+    attend = functools.partial(jax.nn.dot_product_attention, scale=self.config.score_scale)
+    if cache is None:
+      local = None if window is None else (window - 1, 0)
+      return self.o_proj(attend(q, k, v, is_causal=True, local_window_size=local)), None
+    keys, values = (
+      jax.lax.dynamic_update_slice_in_dim(old, new.astype(old.dtype), position, 1)
+      for old, new in zip(cache, (k, v), strict=True)
     )
-    return self.o_proj(mixed)
+    before = position + jnp.arange(x.shape[1])[:, None] - jnp.arange(keys.shape[1])[None]
+    seen = (before >= 0) if window is None else (before >= 0) & (before < window)
+    return self.o_proj(attend(q, keys, values, mask=seen[None, None])), (keys, values)
 
 
-def rotate(x: jax.Array, rope: Rope) -> jax.Array:
-  """Rotary positions on (batch, seq, heads, head_dim), in float32."""
-  angles = np.arange(x.shape[1])[:, None] * rope.frequencies(x.shape[-1])
-  sin, cos = (jnp.asarray(f(angles)[None, :, None, :], jnp.float32) for f in (np.sin, np.cos))
+def rotate(x: jax.Array, rope: Rope, position: Any = 0) -> jax.Array:
+  """Rotary positions, from `position` on, on (batch, seq, heads, head_dim), in float32."""
+  places = (position + jnp.arange(x.shape[1])).astype(jnp.float32)
+  angles = places[:, None] * jnp.asarray(rope.frequencies(x.shape[-1]), jnp.float32)[None]
+  sin, cos = (f(angles)[None, :, None] for f in (jnp.sin, jnp.cos))
   a, b = jnp.split(x.astype(jnp.float32), 2, axis=-1)
   return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x.dtype)
 
@@ -307,15 +319,17 @@ class Layer(nnx.Module):
       self.pre_feedforward_layernorm, self.post_feedforward_layernorm = norm(), norm()
     self.config = config
 
-  def __call__(self, x: jax.Array) -> jax.Array:
+  def __call__(
+    self, x: jax.Array, cache: Cache | None = None, position: Any = 0
+  ) -> tuple[jax.Array, Cache | None]:
     """Adds attention, then the MLP, to the residual stream (batch, seq, width)."""
     mlp = self.block_sparse_moe if self.config.experts else self.mlp
-    attended = self.self_attn(self.input_layernorm(x))
+    attended, cache = self.self_attn(self.input_layernorm(x), cache, position)
     if self.config.post_norms:
       x = x + self.post_attention_layernorm(attended)
-      return x + self.post_feedforward_layernorm(mlp(self.pre_feedforward_layernorm(x)))
+      return x + self.post_feedforward_layernorm(mlp(self.pre_feedforward_layernorm(x))), cache
     x = x + attended
-    return x + mlp(self.post_attention_layernorm(x))
+    return x + mlp(self.post_attention_layernorm(x)), cache
 
 
 class Decoder(nnx.Module):
@@ -330,12 +344,21 @@ class Decoder(nnx.Module):
       self.lm_head = nnx.Linear(config.width, config.vocab, use_bias=False, param_dtype=dtype, rngs=rngs)
     self.config = config
 
-  def __call__(self, input_ids: jax.Array) -> jax.Array:
-    """Logits for each position's next token."""
+  def __call__(self, input_ids: jax.Array, cache: Sequence[Cache] | None = None, position: Any = 0) -> Any:
+    """Logits for each position's next token; with a cache, (logits, cache) of tokens from `position` on."""
     x = self.embed_tokens(input_ids)
     if self.config.gemma:
       x = x * jnp.asarray(self.config.width**0.5, x.dtype)
-    for layer in self.layers:
-      x = layer(x)
+    after: list[Cache | None] = []
+    for layer, before in zip(self.layers, cache or [None] * len(self.layers), strict=True):
+      x, own = layer(x, before, position)
+      after.append(own)
     x = self.norm(x)
-    return self.embed_tokens.attend(x) if self.config.tied else self.lm_head(x)
+    logits = self.embed_tokens.attend(x) if self.config.tied else self.lm_head(x)
+    return logits if cache is None else (logits, after)
+
+  def empty_cache(self, batch: int, length: int) -> list[Cache]:
+    """Keys and values (batch, length, kv_heads, head_dim) of each layer, for `length` tokens."""
+    c = self.config
+    empty = jnp.zeros((batch, length, c.kv_heads, c.head_dim), c.param_dtype)
+    return [(empty, empty) for _ in c.windows]
