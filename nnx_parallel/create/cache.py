@@ -14,7 +14,8 @@ def compilation_cache(directory: str | os.PathLike[str], *, minimum_seconds: flo
 
   jax's own cache, without the thresholds that leave out the many small programs of a creation. Processes may
   share the directory; an entry is found by its program, the compiler, its flags and the devices. Programs
-  in the directory are run: use one that only people you trust can write.
+  in the directory are run: use one that only people you trust can write. On simulated CPU devices a loaded
+  program with several collectives at a time may hang (jaxlib 0.12.0); a compiled one does not.
 
   Args:
     directory: made when it does not exist; or a bucket that jax can write, for example `gs://bucket/cache`.

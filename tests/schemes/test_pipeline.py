@@ -18,6 +18,8 @@ from benchmarks import pipeline as benchmark
 from nnx_parallel.errors import SchemeError, TrainError
 from nnx_parallel.layers import pipeline as schedule
 
+pytestmark = pytest.mark.usefixtures("compiled_here")
+
 
 def layer(w: Any, x: Any, seen: Any, other: Any) -> Any:
   return x + jnp.tanh((x * (seen > 0).astype(x.dtype)[:, None] + other) @ w["kernel"] + w["bias"][None])

@@ -17,6 +17,7 @@ import nnx_parallel as nxp
 from benchmarks.parity import differences
 from benchmarks.together import DENSE, SPARSE, Runs
 
+pytestmark = pytest.mark.usefixtures("compiled_here")
 ROOT = Path(__file__).parents[2]
 STEPS = 4
 PART = (
@@ -53,6 +54,7 @@ print(len(jax.devices()), max(differences(runs.one, runs.run({SIXTEEN}))) <= 1e-
 """
   flags = [flag for flag in os.environ["XLA_FLAGS"].split() if "device_count" not in flag]
   variables = os.environ | {"PYTHONPATH": str(ROOT), "XLA_FLAGS": " ".join(flags)}
+  variables["JAX_ENABLE_COMPILATION_CACHE"] = "false"  # see `compiled_here`
   done = subprocess.run(
     [sys.executable, "-c", program], env=variables, capture_output=True, text=True, timeout=280
   )
