@@ -145,8 +145,8 @@ def options(record: Record, model: nnx.Module, mesh: jax.sharding.Mesh) -> None:
   title = f"{4 * BATCH} requests of 1 to {NEW - 1} tokens"
   record.compare(measure(cases, rounds=15, warmup=2), baseline=f"batches of {BATCH}", group=title)
   passes = sum(int(ends[n : n + BATCH].max()) for n in range(0, len(ends), BATCH))
-  record.value(f"passes of batches of {BATCH}", passes, group=title)
-  record.value("passes of slots, at least", -(-int(ends.sum()) // BATCH), group=title)
+  record.value(f"batches of {BATCH}", passes, "passes", group=title)
+  record.value(f"slots={BATCH}, at least", -(-int(ends.sum()) // BATCH), "passes", group=title)
 
 
 class Counted(Model):
