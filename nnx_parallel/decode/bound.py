@@ -14,12 +14,15 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from nnx_parallel.core.axes import axes_of, entry_of, without
 from nnx_parallel.core.mesh import axis_sizes
-from nnx_parallel.core.shards import pinned
+from nnx_parallel.core.shards import join_batch, pinned, split_batch
 from nnx_parallel.core.text import few
-from nnx_parallel.decode.loops import Generated, Loop, by_batch, by_beams, by_slots
+from nnx_parallel.decode.loops import Asked, Generated, Loop, by_batch, by_beams, by_slots, by_stages
 from nnx_parallel.decode.prefill import read_several
 from nnx_parallel.decode.sampling import Beams, Sampling
+from nnx_parallel.decode.turns import TurnsOfModel, lost
 from nnx_parallel.errors import DecodeError
+from nnx_parallel.layers.layers import LayerOptions, LayersUsed
+from nnx_parallel.layers.pipeline import size_along
 from nnx_parallel.layout.batch import input_spec
 from nnx_parallel.layout.constrain import default_scope, mapped_axes, scope_of
 from nnx_parallel.rules.ruleset import RuleSet
@@ -42,6 +45,8 @@ class Options(Protocol):
   cache: Callable[[int, int], Any] | None
   prefill: int
   slots: int | None
+  layer_options: LayerOptions
+  layers: LayersUsed
 
 
 class Args(NamedTuple):
@@ -72,20 +77,32 @@ class Bound:
         fix="call init_cache((batch, length, features)) of each attention in the constructor,\n"
         "or give generator(cache=make, call=call) for a model that takes its cache as an argument.",
       )
+    self.pipeline = options.layer_options.pipeline
     self.own_rows = 2 if isinstance(options.sampling, Beams) else int(options.slots is not None)
     """Dims of the rows, each with a cache of its own: none over a batch, slots, or batch and beams."""
+    self.keeps_caches = not self.own_rows and self.pipeline is None
+    """Whether the program empties the model's caches and returns them; else only their shapes are used."""
     mesh = self.binding.mesh
     self.explicit = mesh is not None and AxisType.Explicit in mesh.axis_types
     self.axes = () if mesh is None else axes_of(self._batch_entry())
+    self.stages = 1 if self.pipeline is None else size_along(mesh, self.pipeline.axis)
     self.capacity = _capacity(model)
     self._defaults: dict[tuple[int, ...], Args] = {}
     own = [self.binding.variable_shardings[i] for i in self.others]
     if self.own_rows and self.explicit:
-      self._check_weights(own)
+      self._check_weights(own, "on Explicit axes a row")
+    if self.pipeline is not None:
+      self._check_weights(own, "a stage")
+      if self.pipeline.axis in self.axes:
+        raise DecodeError(
+          f"{self.pipeline.axis} splits the batch, so it cannot have the stages of a pipeline.",
+          details=f"batch over {self.axes}",
+          fix='nxp.LogicalRules(batch="data") for the plan; or leave pipeline= out.',
+        )
     self._forward = held(self._over_rows(self._one_call), self.binding.mesh, self.scope, own)
     self.jitted: Any = jax.jit(
       self._program,
-      donate_argnums=() if self.own_rows else 0,
+      donate_argnums=0 if self.keeps_caches else (),
       keep_unused=True,  # the old caches are memory for the new ones
       out_shardings=(self._cache_shardings(), None) if self.binding.mesh is not None else None,
     )
@@ -140,7 +157,7 @@ class Bound:
       if gone and isinstance(error, (RuntimeError, ValueError)):
         raise deleted(gone, len(variables)) from error
       raise
-    if not self.own_rows:
+    if self.keeps_caches:
       for i, array in zip(self.caches, after, strict=True):
         put(variables[i], array)
     return found
@@ -155,29 +172,31 @@ class Bound:
   def check(self, prompts: tuple[int, ...]) -> None:
     """Raises a `DecodeError` for prompts that the layout or flax's caches do not fit."""
     slots, parts = self.options.slots, math.prod(axis_sizes(self.binding.mesh)[axis] for axis in self.axes)
-    rows = slots or prompts[0]
+    rows, parts = slots or prompts[0], parts * self.stages
     if rows % parts:
       fitting = -(-rows // parts) * parts
       more = f"add prompts, of length 1 and to be thrown away, up to {fitting}."
       raise DecodeError(
         f"{rows} {'slots' if slots else 'prompts'} cannot be split over {parts} shards.",
-        details=f"mesh {dict(self.binding.mesh.shape)}, batch over {self.axes}",
+        details=f"mesh {dict(self.binding.mesh.shape)}, batch over {self.axes}"
+        + (f", a group for each of {self.stages} stages" if self.pipeline else ""),
         fix=f"slots={fitting}" if slots else more,
       )
     if self.capacity is not None:
-      _check_capacity(self.capacity, prompts, self.options.max_new_tokens, bool(self.own_rows))
+      group = (prompts[0] // self.stages, prompts[1])
+      _check_capacity(self.capacity, group, self.options.max_new_tokens, bool(self.own_rows))
 
-  def _check_weights(self, shardings: list[Any]) -> None:
+  def _check_weights(self, shardings: list[Any], what: str) -> None:
     """A weight that is split like the batch would have to be gathered before the rows are told apart."""
     for i, sharding in zip(self.others, shardings, strict=True):
       shared = {*self.axes} & {axis for entry in sharding.spec for axis in axes_of(entry)}
       if shared:
         raise DecodeError(
-          f"on Explicit axes a row cannot use {self.binding.variable_labels[i]}, which is split over"
+          f"{what} cannot use {self.binding.variable_labels[i]}, which is split over"
           f" {few(sorted(shared))} as the batch is.",
           details=f"spec {sharding.spec}, batch over {self.axes}",
           fix="nxp.reshard(model, plan) to a plan that splits weights over other axes than the batch,\n"
-          "or a mesh with Auto axes.",
+          "or a mesh with Auto axes, and no pipeline=.",
         )
 
   def _batch_entry(self) -> Any:
@@ -201,9 +220,20 @@ class Bound:
       None if mesh is None else NamedSharding(mesh, PartitionSpec(entry_of(self.axes), *[None] * (ndim - 1)))
     )
 
+  def _whole(self, x: Any) -> Any:
+    """An array that each device holds whole."""
+    mesh = self.binding.mesh
+    return x if mesh is None else pinned(x, NamedSharding(mesh, PartitionSpec()))
+
+  def _grouped(self, x: Any) -> Any:
+    """An array of all rows as `[groups, rows, ...]`, for a pipeline."""
+    rows = self._rows(x.ndim)
+    x = split_batch(x, self.stages)
+    return x if rows is None else pinned(x, NamedSharding(rows.mesh, PartitionSpec(None, *rows.spec)))
+
   def _cache_shardings(self) -> list[Any]:
     """Those of the caches as the program keeps them; none where it does not return them."""
-    return [] if self.own_rows else [self.binding.variable_shardings[i] for i in self.caches]
+    return [] if not self.keeps_caches else [self.binding.variable_shardings[i] for i in self.caches]
 
   def _pinned(self, caches: list[Any]) -> list[Any]:
     where = [self.binding.variable_shardings[i] for i in self.caches]
@@ -233,31 +263,55 @@ class Bound:
     found = dict(zip([*self.caches, *self.others], [*caches, *others], strict=True))
     return [found[i] for i in sorted(found)]
 
-  # The caches come last: `held` would gather a parameter that is split like the batch.
-  def _one_call(self, others: list[Any], tokens: Any, position: Any, caches: list[Any], own: Any) -> Any:
-    """Calls the model with tokens `(batch, n)`; the logits of the last ones `(batch, vocabulary)`."""
+  def _called(self, others: list[Any], tokens: Any, position: Any, caches: list[Any], own: Any) -> Any:
+    """Calls the model with tokens `(batch, n)`.
+
+    Returns:
+      The logits of the last tokens, `(batch, vocabulary)`, and all arrays and caches after it.
+    """
     binding = self.binding
-    arrays = self._joined(caches, others)
-    (model,) = binding.template.build(binding.with_raw(arrays))
+    (model,) = binding.template.build(binding.with_raw(self._joined(caches, others)))
     if tokens.shape[1] > 1:
       read_several(model)
     given = () if own is None else (own,)
-    result = self.options.call(model, tokens, position, *given)
+    with self.options.layer_options.marking(model, self.options.layers):
+      result = self.options.call(model, tokens, position, *given)
     logits, own = (result, None) if not given else result
-    after = binding.without_raw(binding.template.arrays((model,)))
-    kept = set(self.caches)
-    lost = [
-      binding.variable_labels[i]
-      for i, (old, new) in enumerate(zip(arrays, after, strict=True))
-      if i not in kept and old is not new
-    ]
-    if lost:
-      raise DecodeError(
-        f"the call changed {few(lost)}, which no nnx.Cache holds: the next token would not see it.",
-        fix="make it an nnx.Cache, or call model.eval() where it belongs to training.",
-      )
     _check_logits(logits, tokens)
-    return logits[:, -1], [after[i] for i in self.caches], own
+    after = binding.without_raw(binding.template.arrays((model,)))
+    return logits[:, -1], [after[i] for i in self.others], [after[i] for i in self.caches], own
+
+  # The caches come last: `held` would gather a parameter that is split like the batch.
+  def _one_call(self, others: list[Any], tokens: Any, position: Any, caches: list[Any], own: Any) -> Any:
+    """The logits and all caches after a call that changes nothing else."""
+    logits, after, caches, own = self._called(others, tokens, position, caches, own)
+    changed = [n for n, (old, new) in enumerate(zip(others, after, strict=True)) if old is not new]
+    if changed:
+      raise lost([self.binding.variable_labels[self.others[n]] for n in changed])
+    return logits, caches, own
+
+  def _turns(self, others: list[Any], caches: list[Any], rows: int, length: int) -> TurnsOfModel:
+    """Calls of the model for one group of rows, its layers on stages."""
+
+    def call(others: list[Any], inputs: Any, state: State) -> Any:
+      (tokens, position), (caches, own) = inputs, state
+      logits, others, caches, own = self._called(others, tokens, position, caches, own)
+      return logits, others, (caches, own)
+
+    def inputs(count: int) -> Any:
+      tokens, position = jnp.zeros((rows, count), jnp.int32), jnp.zeros((), jnp.int32)
+      return pinned(tokens, self._rows(2)), self._whole(position)
+
+    state = self._empty(caches, rows, length)
+    labels = [self.binding.variable_labels[i] for i in self.others]
+    where = [self.binding.variable_shardings[i] for i in self.caches]
+    specs = [sharding.spec if isinstance(sharding, NamedSharding) else None for sharding in where]
+    specs += [None] * len(jax.tree.leaves(state[1]))
+    mesh = self.binding.mesh
+    options = self.options
+    return TurnsOfModel(
+      call, options.layer_options, others, state, inputs, labels, specs, mesh, options.layers
+    )
 
   def _over_rows(self, call: Callable[..., Any]) -> Callable[..., Any]:
     """`call` for each row by itself, where rows have caches of their own."""
@@ -304,10 +358,6 @@ class Bound:
     def rows(x: Any) -> Any:
       return pinned(x, self._rows(x.ndim))
 
-    def whole(x: Any) -> Any:
-      mesh = self.binding.mesh
-      return x if mesh is None else pinned(x, NamedSharding(mesh, PartitionSpec()))
-
     def forward(tokens: Any, position: Any, state: State) -> Any:
       if self.own_rows:
         position = rows(jnp.broadcast_to(position, tokens.shape[:-1]))
@@ -322,14 +372,19 @@ class Bound:
       prompts = jnp.take_along_axis(prompts, moved, axis=1)
       prompts = prompts if options.slots else rows(prompts)
     keys = jax.vmap(jax.random.fold_in, (None, 0))(args.key, args.requests)
-    loop = Loop(limit, options.stop, options.prefill, forward, rows, whole)
+    loop = Loop(limit, options.stop, options.prefill, forward, rows, self._whole)
+    asked = Asked(prompts, args.lengths, keys)
     with default_scope(self.scope):
+      if self.pipeline is not None and isinstance(sampling, Sampling):
+        turns = self._turns(others, caches, batch // self.stages, width + limit)
+        found = by_stages(loop, sampling, jax.tree.map(self._grouped, asked), turns)
+        return [], Generated(*(rows(join_batch(x)) for x in found[:2]))
       state = self._empty(caches, options.slots or batch, width + limit)
       if isinstance(sampling, Beams):
-        return [], by_beams(loop, sampling, prompts, args.lengths, state)
+        return [], by_beams(loop, sampling, asked, state)
       if options.slots is not None:
-        return [], by_slots(loop, sampling, prompts, args.lengths, keys, state)
-      (after, _), found = by_batch(loop, sampling, prompts, args.lengths, keys, state)
+        return [], by_slots(loop, sampling, asked, state)
+      (after, _), found = by_batch(loop, sampling, asked, state)
       return after, found
 
 

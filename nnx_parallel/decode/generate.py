@@ -14,6 +14,8 @@ from nnx_parallel.decode.bound import Args, Bound, Call
 from nnx_parallel.decode.loops import Generated
 from nnx_parallel.decode.sampling import Beams, Sampling
 from nnx_parallel.errors import DecodeError
+from nnx_parallel.layers.layers import LayerOptions, LayersUsed
+from nnx_parallel.layers.pipeline import Pipeline
 
 
 class Generator:
@@ -28,6 +30,8 @@ class Generator:
     cache: makes the cache of a model that takes it as an argument; or None.
     prefill: the most tokens of a prompt that are read at once.
     slots: rows that are computed at a time, each with a cache of its own; None for all of the batch.
+    layer_options: with the pipeline of the layers, if they are one.
+    layers: what the stages of a pipeline do, when it was last compiled or lowered; print it.
   """
 
   def __init__(
@@ -40,10 +44,12 @@ class Generator:
     cache: Callable[[int, int], Any] | None,
     prefill: int,
     slots: int | None,
+    layer_options: LayerOptions,
   ):
     self.max_new_tokens, self.sampling, self.stop = max_new_tokens, sampling, stop
     self.padding, self.call, self.cache = padding, call, cache
-    self.prefill, self.slots = prefill, slots
+    self.prefill, self.slots, self.layer_options = prefill, slots, layer_options
+    self.layers = LayersUsed()
     self._bounds: weakref.WeakKeyDictionary[Any, Bound] = weakref.WeakKeyDictionary()
 
   def __call__(
@@ -149,6 +155,8 @@ def generator(
   cache: Callable[[int, int], Any] | None = None,
   prefill: int = 1,
   slots: int | None = None,
+  pipeline: str | Pipeline | None = None,
+  layers: str | None = None,
 ) -> Generator:
   """Makes a compiled generator of tokens, on the layout that the model has.
 
@@ -172,6 +180,11 @@ def generator(
     slots: compute this many rows at a time, each with a cache and a position of its own; one that ends takes
       the next prompt. So there may be any number of prompts, and no row waits for the longest. The model is
       called for one row, under `jax.vmap`: its caches are for a batch of 1. Beams are computed so too.
+    pipeline: the mesh axis of stages, each of which holds some of the layers and their caches. The batch is
+      cut into as many groups as there are stages, which go round: each stage always works on one of them. The
+      model is called for a group, so its caches are for a batch of that size. Weights that lie elsewhere are
+      moved to their stages once in each call.
+    layers: dotted paths of the layers of a pipeline, as in `train_step`.
 
   Returns:
     A callable `(model, prompts, *, lengths, key, requests) -> Generated`.
@@ -216,8 +229,30 @@ def generator(
       "beams of a row are computed together, and slots are for rows that end at different times.",
       fix="leave slots= out, and give as many prompts at a time as the memory holds.",
     )
+  if pipeline is not None and (slots is not None or isinstance(sampling, Beams)):
+    each = "slots" if slots else "beams"
+    raise DecodeError(
+      f"with pipeline={pipeline!r} a group of rows has one cache, and {each} need one for each row.",
+      fix="leave pipeline= out, and let the axis split the batch.",
+    )
+  if layers is not None and pipeline is None:
+    raise DecodeError(f"layers={layers!r} names those of a pipeline.", fix='pipeline="stage"')
+  stages = Pipeline(pipeline) if isinstance(pipeline, str) else pipeline
+  if stages is not None and stages.repeats > 1:
+    raise DecodeError(
+      f"repeats={stages.repeats} makes a bubble smaller, and in generation there is none.",
+      fix=f"pipeline={stages.axis!r}",
+    )
   return Generator(
-    max_new_tokens, sampling, tuple(map(int, stops)), padding, call or _plain_call, cache, prefill, slots
+    max_new_tokens,
+    sampling,
+    tuple(map(int, stops)),
+    padding,
+    call or _plain_call,
+    cache,
+    prefill,
+    slots,
+    LayerOptions(pattern=layers, pipeline=stages),
   )
 
 

@@ -9,12 +9,51 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
 
 from nnx_parallel.decode.sampling import Beams, Sampling
+
+
+class Asked(NamedTuple):
+  """Prompts `(rows, width)`, their lengths, and a key for each row."""
+
+  prompts: jax.Array
+  lengths: jax.Array
+  keys: jax.Array
+
+
+class Turns(Protocol):
+  """Calls of a model whose layers are a pipeline that goes round; see `layers/stream.py`."""
+
+  @property
+  def stages(self) -> int:
+    """How many, and how many groups of rows."""
+    ...
+
+  def begin(self, tokens: int, going: Any) -> Any:
+    """What goes round before calls with so many tokens: with empty caches, or with those of other calls."""
+    ...
+
+  def __call__(
+    self, going: Any, tick: Any, entering: Any, leaving: Any, passes: Any = None
+  ) -> tuple[Any, Any]:
+    """One tick, for the tokens and position of two groups: the logits of the second, and what goes round."""
+    ...
+
+
+class _Rows(NamedTuple):
+  """Where rows are, dim 0 of all arrays."""
+
+  token: jax.Array
+  """What they read next."""
+  found: jax.Array
+  """The tokens that they have written, `(rows, limit)`."""
+  counts: jax.Array
+  """How many."""
+  ended: jax.Array
 
 
 class Generated(NamedTuple):
@@ -76,37 +115,104 @@ class Loop:
     return jax.lax.while_loop(lambda carry: carry[0] < end, read, (position, state))
 
 
-def by_batch(
-  loop: Loop, sampling: Sampling, prompts: jax.Array, lengths: jax.Array, keys: jax.Array, state: Any
-) -> tuple[Any, Generated]:
+def by_batch(loop: Loop, sampling: Sampling, asked: Asked, state: Any) -> tuple[Any, Generated]:
   """Continues all prompts at once; `position` is the same for all rows."""
-  batch, limit, rows = prompts.shape[0], loop.limit, loop.rows
-  last = lengths.max() + limit - 1
+  last = asked.lengths.max() + loop.limit - 1
 
   def more(carry: Any) -> Any:
+    position, rows, _ = carry
     # Whether all rows have ended takes an all-reduce for each token.
-    return ~jnp.all(carry[4]) if loop.stops else carry[0] < last
+    return ~jnp.all(rows.ended) if loop.stops else position < last
 
   def one(carry: Any) -> Any:
-    position, tokens, found, counts, ended, state = carry
-    logits, state = loop.forward(tokens[:, None], position, state)
-    drawn = jax.vmap(jax.random.fold_in)(keys, counts)
-    chosen = rows(sampling.choose(rows(logits), drawn))
-    following = position + 1
-    reads = following < lengths
-    writes = ~reads & ~ended
-    here = writes[:, None] & (jnp.arange(limit)[None] == counts[:, None])
-    found = rows(jnp.where(here, chosen[:, None], found))
-    counts = counts + writes.astype(jnp.int32)
-    ended = ended | (writes & (loop.stopped(chosen) | (counts == limit)))
-    tokens = rows(jnp.where(reads, _column(prompts, following), chosen))
-    return following, tokens, found, counts, ended, state
+    position, rows, state = carry
+    logits, state = loop.forward(rows.token[:, None], position, state)
+    return position + 1, _advanced(loop, sampling, asked, position, rows, logits), state
 
-  position, state = loop.read_together(prompts, lengths, state)
-  found, start = rows(jnp.zeros((batch, limit), jnp.int32)), rows(jnp.zeros((batch,), jnp.int32))
-  carry = (position, rows(_column(prompts, position)), found, start, start != 0, state)
-  *_, found, counts, _, state = jax.lax.while_loop(more, one, carry)
-  return state, Generated(found, counts)
+  position, state = loop.read_together(asked.prompts, asked.lengths, state)
+  _, rows, state = jax.lax.while_loop(more, one, (position, _begun(loop, asked, position), state))
+  return state, Generated(rows.found, rows.counts)
+
+
+def by_stages(loop: Loop, sampling: Sampling, asked: Asked, turns: Turns) -> Generated:
+  """Continues as many groups of prompts as there are stages, one on each; all arrays are `[groups, ...]`.
+
+  In a tick, group `tick % stages` enters the first stage with its next token, and the next group leaves the
+  last one, with the logits of its own.
+  """
+  groups = turns.stages
+  first = jnp.zeros((), jnp.int32)
+  going = None
+  part = min(loop.prefill, asked.prompts.shape[-1] - 1)
+  if part > 1:
+    passes = (asked.lengths.min() - 1) // part
+    first = passes * part
+
+    def tokens_of(group: Any, number: Any) -> tuple[jax.Array, jax.Array]:
+      position = loop.whole(number * part)
+      return jax.lax.dynamic_slice_in_dim(asked.prompts[group], position, part, -1), position
+
+    def read(carry: Any) -> Any:
+      tick, going = carry
+      entering, leaving = _in_and_out(tick, groups)
+      return tick + 1, turns(going, tick, tokens_of(*entering), tokens_of(*leaving), passes)[1]
+
+    ticks = jnp.where(passes > 0, passes * groups + groups - 1, 0)
+    going = turns.begin(part, None)
+    _, going = jax.lax.while_loop(lambda carry: carry[0] < ticks, read, (jnp.zeros((), jnp.int32), going))
+  last = (asked.lengths.max() + loop.limit - 1 - first) * groups + groups - 1
+  begun = jax.vmap(lambda asked: _begun(loop, asked, first))(asked)
+
+  def more(carry: Any) -> Any:
+    tick, rows, _ = carry
+    return ~jnp.all(rows.ended) if loop.stops else tick < last
+
+  def one(carry: Any) -> Any:
+    tick, rows, going = carry
+    (enters, number), (leaves, done) = _in_and_out(tick, groups)
+    entering, before = rows.token[enters], jax.tree.map(lambda x: x[leaves], rows)
+    positions = loop.whole(first + number), loop.whole(first + done)
+    given = zip((entering[:, None], before.token[:, None]), positions, strict=True)
+    logits, going = turns(going, tick, *given)
+    of_group = jax.tree.map(lambda x: x[leaves], asked)
+    after = _advanced(loop, sampling, of_group, first + done, before, logits)
+    after = jax.tree.map(lambda new, old: jnp.where(tick >= groups - 1, new, old), after, before)
+    return tick + 1, jax.tree.map(lambda x, new: x.at[leaves].set(new), rows, after), going
+
+  start = jnp.zeros((), jnp.int32)
+  _, rows, _ = jax.lax.while_loop(more, one, (start, begun, turns.begin(1, going)))
+  return Generated(rows.found, rows.counts)
+
+
+def _in_and_out(tick: Any, groups: int) -> tuple[tuple[Any, Any], tuple[Any, Any]]:
+  """The groups that enter and leave in a tick, each with the number of its pass."""
+  return (tick % groups, tick // groups), ((tick + 1) % groups, jnp.maximum(tick + 1 - groups, 0) // groups)
+
+
+def _begun(loop: Loop, asked: Asked, position: jax.Array) -> _Rows:
+  """Rows that have read so many tokens of their prompts."""
+  batch = asked.prompts.shape[0]
+  counts = loop.rows(jnp.zeros((batch,), jnp.int32))
+  found = loop.rows(jnp.zeros((batch, loop.limit), jnp.int32))
+  return _Rows(loop.rows(_column(asked.prompts, position)), found, counts, counts != 0)
+
+
+def _advanced(
+  loop: Loop, sampling: Sampling, asked: Asked, position: jax.Array, rows: _Rows, logits: jax.Array
+) -> _Rows:
+  """Rows after a token at a position, whose logits these are."""
+  drawn = jax.vmap(jax.random.fold_in)(asked.keys, rows.counts)
+  chosen = loop.rows(sampling.choose(loop.rows(logits), drawn))
+  reads = position + 1 < asked.lengths
+  writes = ~reads & ~rows.ended
+  here = writes[:, None] & (jnp.arange(loop.limit)[None] == rows.counts[:, None])
+  counts = rows.counts + writes.astype(jnp.int32)
+  return _Rows(
+    token=loop.rows(jnp.where(reads, _column(asked.prompts, position + 1), chosen)),
+    found=loop.rows(jnp.where(here, chosen[:, None], rows.found)),
+    counts=counts,
+    ended=rows.ended | (writes & (loop.stopped(chosen) | (counts == loop.limit))),
+  )
 
 
 def _column(prompts: jax.Array, position: jax.Array) -> jax.Array:
@@ -132,12 +238,10 @@ class _Slots(NamedTuple):
   """The next request that no slot has begun."""
 
 
-def by_slots(
-  loop: Loop, sampling: Sampling, prompts: jax.Array, lengths: jax.Array, keys: jax.Array, fresh: Any
-) -> Generated:
+def by_slots(loop: Loop, sampling: Sampling, asked: Asked, fresh: Any) -> Generated:
   """Continues any number of prompts in as many slots as `fresh` has rows: one that ends takes the next."""
   whole, limit = loop.whole, loop.limit
-  prompts, lengths = whole(prompts), whole(lengths)
+  prompts, lengths, keys = whole(asked.prompts), whole(asked.lengths), asked.keys
   requests, width = prompts.shape
   slots = jax.tree.leaves(fresh)[0].shape[0]
   part = min(loop.prefill, width - 1)
@@ -228,12 +332,13 @@ class _Hypotheses(NamedTuple):
     return _Hypotheses(*(_taken(x, which) for x in self)), which
 
 
-def by_beams(loop: Loop, beams: Beams, prompts: jax.Array, lengths: jax.Array, state: Any) -> Generated:
+def by_beams(loop: Loop, beams: Beams, asked: Asked, state: Any) -> Generated:
   """Keeps the likeliest beginnings of each row: those that have ended beside those that go on.
 
   The state has dims `(batch, beams)`. A row ends when no beginning that goes on can get a better score than
   those that have ended.
   """
+  prompts, lengths = asked.prompts, asked.lengths
   batch, limit, rows, kept = prompts.shape[0], loop.limit, loop.rows, beams.count
   position, state = loop.read_together(_repeated(prompts, kept), lengths, state)
 

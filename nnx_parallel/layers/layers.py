@@ -15,6 +15,7 @@ from typing import Any, Literal
 import jax
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import PartitionSpec
 
 from nnx_parallel.core.jaxprs import (
   CALLS,
@@ -31,8 +32,10 @@ from nnx_parallel.core.jaxprs import (
   place_of,
   rules,
   scan_counts,
+  without_unused,
 )
 from nnx_parallel.core.layers import Layers, find_layers
+from nnx_parallel.core.mesh import AnyMesh
 from nnx_parallel.core.nodes import path_str
 from nnx_parallel.core.shards import join_batch, split_batch
 from nnx_parallel.core.text import few
@@ -40,9 +43,11 @@ from nnx_parallel.errors import TrainError
 from nnx_parallel.layers.attention import Attention, by_blocks, check_attention
 from nnx_parallel.layers.head import check_parts, in_parts
 from nnx_parallel.layers.mark import is_marked, marked
+from nnx_parallel.layers.parts import Ends, Treatment, find_loop
 from nnx_parallel.layers.pipeline import Pipeline, Schedule
 from nnx_parallel.layers.roll import Body, Chain, Rolled
-from nnx_parallel.layers.stages import Ends, Treatment, pipelined
+from nnx_parallel.layers.stages import pipelined
+from nnx_parallel.layers.stream import Stream
 from nnx_parallel.layout.constrain import mapped_axes, surroundings
 
 RematName = Literal["as written", "none", "dots", "full", "offload"]
@@ -371,6 +376,44 @@ def with_stages(
     return jax.tree.unflatten(tree, found)
 
   return changed
+
+
+def streamed(
+  call: Callable[..., Any],
+  options: LayerOptions,
+  args: tuple[Any, Any, Any],
+  ends: Callable[[Any], tuple[Mapping[int, int], Collection[int]]],
+  specs: Sequence[PartitionSpec | None],
+  mesh: AnyMesh | None,
+  used: LayersUsed,
+) -> Stream:
+  """A call whose layers are a pipeline that goes round.
+
+  Args:
+    call: `(model, inputs, states) -> results`, of pytrees of arrays; marks its layers by `options.marking`.
+    options: what is done with the layers; with a pipeline.
+    args: its arguments for one group of rows.
+    ends: as in `with_stages`; positions of inputs count the arrays of the three arguments.
+    specs: of the states; None where the compiler chooses.
+    mesh: the mesh, if there is one.
+    used: gets what was done.
+
+  Raises:
+    TrainError: no equal layers, or layers that give more than a result and states.
+    SchemeError: no such axis.
+  """
+  assert options.pipeline is not None
+  axis = options.pipeline.axis
+  with mapped_axes((axis,)):
+    traced, shape = _traced(call, args, options, used)
+  tree = jax.tree.structure(shape)
+  states, outputs = ends(jax.tree.unflatten(tree, range(tree.num_leaves)))
+  model, inputs = (len(jax.tree.leaves(x)) for x in args[:2])
+  known = {n: spec for n, spec in enumerate(specs, model + inputs) if spec is not None}
+  rolled, how = Rolled(without_unused(traced)), _treatment(options)
+  stream = Stream(rolled, Ends(model, states, outputs), how, find_loop(rolled, how), axis, mesh, known)
+  used.done, used.reasons, used.schedule = (str(stream),), tuple(rolled.reasons), stream.schedule
+  return stream
 
 
 def _traced(

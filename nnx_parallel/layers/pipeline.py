@@ -185,12 +185,10 @@ class Piped:
       What the last layer gives, like `inputs`; the state; and the other results of each layer,
       `[microbatches, layers, ...]`.
     """
-    plan = self.schedule
+    plan, active = self.schedule, self._active
     stages = np.arange(plan.stages)
     first = jax.tree.map(lambda x: x[0], inputs)
     outputs = jax.tree.map(lambda x: jnp.zeros_like(jnp.concatenate([x, x[:1]])), inputs)
-    active = np.arange(plan.layers + plan.missing) < plan.layers
-    active = active.reshape(plan.repeats, plan.stages, plan.chunk)
     # Weights are read in the chunk: those that it got as its input would be kept for each tick.
     compute = self.by_stage(jax.checkpoint(self._chunk, prevent_cse=False))
     read, put = self.by_stage(_at), self.by_stage(_put)
@@ -224,6 +222,46 @@ class Piped:
     early, late = (jax.tree.map(lambda x, n=n: x[n : n + plan.groups], outputs) for n in (0, 1))
     found = _swapped(self._where(stages == 0, _swapped(early), _swapped(late)))
     return found, state, self._of(made)
+
+  def turn(
+    self, entering: Any, ring: Any, rows: Any, state: Any, tick: Any, passes: Any = None
+  ) -> tuple[Any, Any, Any]:
+    """One tick of a pipeline that goes round: as many microbatches as stages, so that no stage waits.
+
+    Microbatch `tick % stages` enters. The one that leaves is the next to enter, and in the first
+    `stages - 1` ticks there is none.
+
+    Args:
+      entering: what the first layer gets of one microbatch, `[...]`.
+      ring: what the stages before gave in the last tick, `[stages, ...]`.
+      rows: the layers' own arrays, `[1, stages, chunk, ...]`.
+      state: those that the layers change for each microbatch, `[stages, microbatches, chunk, ...]`.
+      tick: its number.
+      passes: how often each microbatch goes through all layers; None: without an end.
+
+    Returns:
+      The ring and the state after it, and what the last layer gives of the microbatch that leaves.
+    """
+    count = self.schedule.stages
+    stages = np.arange(count)
+    item = tick - stages
+    works = item >= 0 if passes is None else (item >= 0) & (item < passes * count)
+    given = self._where(stages == 0, self.for_each_stage(entering), ring)
+    before = self.by_stage(_at)(state, item % count)
+    none = np.zeros(count, np.int32)
+    rows, active = _swapped((rows, self._active))
+    result, changed, _ = self.by_stage(self._chunk)(given, before, rows, active, none, {}, {}, none)
+    result = _marked(result, works)
+    state = self.by_stage(_put)(state, item % count, self._where(works, changed, before))
+    leaving = jax.tree.map(lambda x: staged(x, self.mesh, None)[-1], result)
+    return self._moved(result, 1), state, leaving
+
+  @property
+  def _active(self) -> Any:
+    """Which layers of each chunk are real, `[repeats, stages, chunk]`."""
+    plan = self.schedule
+    active = np.arange(plan.layers + plan.missing) < plan.layers
+    return active.reshape(plan.repeats, plan.stages, plan.chunk)
 
   def split_layers(self, stacked: Any, *, whole: bool = False) -> Any:
     """Arrays `[layers, ...]` as `[repeats, stages, chunk, ...]`, with each stage's layers on its devices.

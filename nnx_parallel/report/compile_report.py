@@ -302,7 +302,7 @@ def compile_report(
     "batch": sum(map(nbytes, jax.tree.leaves(batch))),
   }
   examples = _examples(step, batch, shards)
-  layers = step.layers.done if isinstance(step, TrainStep | EvalStep) else ()
+  layers = step.layers.done if isinstance(step, TrainStep | EvalStep | Generator) else ()
   return dataclasses.replace(
     report, quantities=quantities, examples=examples, batch_split=shards, layers=layers
   )

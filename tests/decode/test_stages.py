@@ -1,0 +1,274 @@
+"""Generation by a pipeline that goes round: the tokens of a plain loop on one device."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import nnx_parallel as nxp
+from nnx_parallel.errors import DecodeError, SchemeError, TrainError
+from tests.decode import test_generate as plain
+
+NEW, LENGTH, VOCABULARY, FEATURES = plain.NEW, plain.LENGTH, plain.VOCABULARY, plain.FEATURES
+PROMPTS, LENGTHS = np.concatenate([plain.PROMPTS] * 2), np.concatenate([plain.LENGTHS] * 2)
+LAYOUTS = {
+  "stages": {"data": 1, "stage": 8},
+  "dp": {"data": 4, "stage": 2},
+  "both": {"data": 2, "tensor": 2, "stage": 2},
+  "uneven": {"data": 1, "tensor": 2, "stage": 4},
+}
+pytestmark = pytest.mark.usefixtures("compiled_here")
+
+
+def rules_for(axes, **more):
+  tensor = "tensor" if "tensor" in axes else ()
+  names = {"embed": (), "heads": tensor, "mlp": tensor, "vocab": tensor}
+  return [nxp.LogicalRules(batch="data", **names, **more), plain.CACHES, nxp.replicate()]
+
+
+class Listed(plain.Model):
+  """Flax's own caches, in a list of layers."""
+
+  def __init__(self, rows, depth):
+    super().__init__()
+    rngs = nnx.Rngs(1)
+    self.blocks = nnx.List([plain.Block(rngs) for _ in range(depth)])
+    for block in self.blocks:
+      block.attention.init_cache((rows, LENGTH, FEATURES))
+
+
+class Stacked(nnx.Module):
+  """Stacked layers, and a count of tokens outside of them."""
+
+  def __init__(self, rows, depth):
+    rngs = nnx.Rngs(2)
+    self.embed = nnx.Embed(VOCABULARY, FEATURES, rngs=rngs)
+    self.places = nnx.Param(jax.random.normal(rngs.params(), (LENGTH, FEATURES)))
+    self.seen = nnx.Cache(jnp.zeros((), jnp.int32))
+
+    @nnx.split_rngs(splits=depth)
+    @nnx.vmap(transform_metadata={nnx.PARTITION_NAME: "layers"})
+    def make(rngs):
+      block = plain.Block(rngs)
+      block.attention.init_cache((rows, LENGTH, FEATURES))
+      return block
+
+    self.blocks = make(rngs)
+    self.head = nnx.Linear(FEATURES, VOCABULARY, rngs=rngs, kernel_init=nnx.initializers.normal(1.0))
+
+  def __call__(self, tokens):
+    count = tokens.shape[1]
+    places = jax.lax.dynamic_slice_in_dim(self.places[...], self.seen[...], count)
+    x = self.embed(tokens) + places[None]
+    self.seen[...] += count
+
+    @nnx.scan
+    def run(x, block):
+      return block(x), None
+
+    return self.head(run(x, self.blocks)[0])
+
+
+def piped(**options):
+  return nxp.generator(NEW, **{"pipeline": "stage", **options})
+
+
+@functools.cache
+def expected(init, depth, sampling, stop, prefill=1):
+  model = nxp.unsharded(lambda: init(len(PROMPTS), depth))
+  generate = nxp.generator(NEW, sampling=sampling, stop=stop)
+  lengths = np.maximum(LENGTHS, 3) if prefill > 1 else LENGTHS
+  found = generate(model, PROMPTS, lengths=lengths, key=jax.random.key(7))
+  return plain.rows(found)
+
+
+def planned(init, depth, axes):
+  """A plan for groups of rows; stacked layers lie on their stages."""
+  rules = rules_for(axes)
+  if init is Stacked:
+    heads = "tensor" if "tensor" in axes else None
+    caches = (r".*\.cached_(key|value)", ("stage", "data", None, heads, None))
+    rules = [
+      rules_for(axes, layers="stage")[0],
+      nxp.PathRules([caches, (r"blocks\..*", ("stage", ...))]),
+      rules[2],
+    ]
+  return nxp.plan(lambda: init(len(PROMPTS) // axes["stage"], depth), nxp.make_mesh(axes), rules)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(("init", "depth"), [(Listed, 6), (Stacked, 8)])
+def test_tokens_are_those_of_one_device(init, depth, layout):
+  model = nxp.create_sharded_model(planned(init, depth, LAYOUTS[layout]))
+  for sampling, prefill in ((plain.GREEDY, 1), (plain.DRAWN, 2)):
+    whole = expected(init, depth, sampling, ())
+    stop = (whole[0][2], whole[3][1])
+    generate = piped(sampling=sampling, stop=stop, prefill=prefill)
+    lengths = np.maximum(LENGTHS, 3) if prefill > 1 else LENGTHS
+    found = generate(model, PROMPTS, lengths=lengths, key=jax.random.key(7))
+    assert plain.rows(found) == expected(init, depth, sampling, stop, prefill)
+
+
+class Windowed(nnx.Module):
+  """A layer with a window of keys and values that is given to it; fit for Explicit axes."""
+
+  def __init__(self, rngs):
+    normal = nnx.initializers.normal(0.5)
+
+    def weight(names, *shape):
+      return nnx.Param(normal(rngs.params(), shape, jnp.float32), out_sharding=names)
+
+    self.query, self.key, self.value = (weight(("embed", "heads", None), FEATURES, 8, 4) for _ in range(3))
+    self.out = weight(("heads", None, "embed"), 8, 4, FEATURES)
+
+  def __call__(self, x, position, cache):
+    def made(weight):
+      weight = nxp.constrain(weight[...], None, "heads", None)
+      return nxp.constrain(jnp.einsum("bf,fhd->bhd", x, weight), "batch", "heads", None)
+
+    here = (jnp.arange(plain.WINDOW) == position % plain.WINDOW)[None, :, None, None]
+    new = [made(self.key), made(self.value)]
+    k, v = (jnp.where(here, x[:, None], old) for x, old in zip(new, cache, strict=True))
+    seen = (jnp.arange(plain.WINDOW) <= position)[None, None]
+    weights = nnx.softmax(jnp.where(seen, jnp.einsum("bhd,bshd->bhs", made(self.query), k), -jnp.inf))
+    y = nxp.constrain(jnp.einsum("bhs,bshd->bhd", weights, v), "batch", None, None)
+    out = jnp.einsum("bhd,hdf->bf", y, nxp.constrain(self.out[...], None, None, None))
+    return x + jnp.tanh(nxp.constrain(out, "batch", None)), (k, v)
+
+
+class Given(nnx.Module):
+  """Its caches are an argument, one for each layer."""
+
+  def __init__(self, depth):
+    rngs, normal = nnx.Rngs(3), nnx.initializers.normal(1.0)
+    self.embed = nnx.Param(normal(rngs.params(), (VOCABULARY, FEATURES)), out_sharding=(None, None))
+    self.blocks = nnx.List([Windowed(rngs) for _ in range(depth)])
+    self.head = nnx.Param(normal(rngs.params(), (FEATURES, VOCABULARY)), out_sharding=(None, None))
+
+  def __call__(self, tokens, position, caches):
+    one = nxp.constrain(jax.nn.one_hot(tokens[:, 0], VOCABULARY), "batch", None)
+    x = nxp.constrain(one @ self.embed[...], "batch", None)
+    after = []
+    for block, cache in zip(self.blocks, caches, strict=True):
+      x, cache = block(x, position, cache)
+      after.append(cache)
+    return (x @ self.head[...])[:, None], after
+
+
+def windows(depth, batch, length):
+  del length
+  empty = nxp.constrain(jnp.zeros((batch, plain.WINDOW, 8, 4)), "batch", None, "heads", None)
+  return [(empty, empty)] * depth
+
+
+@pytest.mark.parametrize("explicit", [False, True], ids=["auto", "explicit"])
+@pytest.mark.parametrize("layout", ["dp", "both"])
+def test_caches_that_are_an_argument(layout, explicit):
+  depth, axes = 4, LAYOUTS[layout]
+  options = {"call": Given.__call__, "cache": functools.partial(windows, depth)}
+  want = nxp.generator(NEW, **options)(nxp.unsharded(lambda: Given(depth)), PROMPTS, lengths=LENGTHS)
+  rules = rules_for(axes)[::2]
+  model = nxp.create_sharded_model(lambda: Given(depth), nxp.make_mesh(axes, explicit=explicit), rules)
+  found = piped(**options)(model, PROMPTS, lengths=LENGTHS)
+  assert plain.rows(found) == plain.rows(want)
+
+
+def test_a_tick_sends_the_activations_of_one_group():
+  axes = {"data": 2, "stage": 4}
+  generate = piped()
+  prompts = jax.ShapeDtypeStruct(PROMPTS.shape, "int32")
+  report = nxp.compile_report(generate, planned(Stacked, 8, axes), batch=prompts)
+  weights = 2 * (4 * 16 * 16 + 3 * 16 + 16 + 2 * 16 * 32 + 32 + 16 + 2 * 16) * 4
+  caches = 8 * (2 * 4 * LENGTH * FEATURES + 1) * 4
+  (line,) = report.layers
+  assert line.startswith("a scan of 8: 4 stages of 2 layers over stage, 4 groups of rows go round;")
+  held = f"{caches / 1024:.4g} KiB of caches and {weights / 1024:.4g} KiB of weights"
+  assert line.endswith(f"on each stage {held}")
+  assert str(generate.layers).endswith(line)
+  rows = len(PROMPTS) // 4 // 2
+  sent = {(c.kind, c.bytes) for c in report.collectives if "stage" in c.axes}
+  one = rows * FEATURES * 4
+  assert sent == {("collective-permute", one), ("all-gather", 4 * one)}
+
+
+def test_weights_that_are_not_stacked_are_moved_once():
+  axes = {"data": 2, "stage": 4}
+  generate = piped()
+  prompts = jax.ShapeDtypeStruct(PROMPTS.shape, "int32")
+  nxp.compile_report(generate, planned(Listed, 8, axes), batch=prompts)
+  assert str(generate.layers).startswith(
+    "8 x Block at blocks.*\n  blocks.0 to blocks.7: 4 stages of 2 layers"
+  )
+  assert str(generate.layers).endswith("of weights, moved there in each call")
+
+
+class Unlike(Listed):
+  """No two layers beside each other."""
+
+  def __call__(self, tokens):
+    return self.head(self.blocks[0](self.embed(tokens)))
+
+
+NAMES = {"batch": "data", "embed": (), "heads": (), "mlp": (), "vocab": ()}
+
+
+@pytest.mark.parametrize(
+  ("options", "message"),
+  [
+    ({"slots": 8}, "slots need one"),
+    ({"sampling": nxp.Beams(2)}, "beams need one"),
+    ({"pipeline": nxp.Pipeline("stage", repeats=2)}, "repeats=2"),
+    ({"pipeline": None, "layers": "blocks.*"}, "names those of a pipeline"),
+  ],
+)
+def test_options_that_do_not_fit(options, message):
+  with pytest.raises(DecodeError, match=message):
+    piped(**options)
+
+
+@pytest.mark.parametrize(
+  ("init", "rows", "rules", "options", "message"),
+  [
+    (Listed, 4, {}, {"pipeline": "stages"}, "no axis 'stages'"),
+    (Listed, 4, {}, {"layers": "layer.*"}, "matches no module"),
+    (Unlike, 4, {}, {}, "needs consecutive equal layers"),
+    (Listed, 4, {"batch": ("data", "stage")}, {}, "stage splits the batch"),
+    (Listed, 4, {"mlp": "data"}, {}, "a stage cannot use model.blocks.0.down"),
+    (Listed, 3, {}, {}, "the model's cache is for 3"),
+  ],
+)
+def test_models_that_do_not_fit(init, rows, rules, options, message):
+  names = nxp.LogicalRules(**{**NAMES, **rules})
+  mesh = nxp.make_mesh(data=2, stage=4)
+  model = nxp.create_sharded_model(lambda: init(rows, 4), mesh, [names, nxp.replicate()])
+  with pytest.raises((DecodeError, SchemeError, TrainError), match=message):
+    piped(**options)(model, PROMPTS)
+
+
+def test_rows_fill_all_groups():
+  model = nxp.create_sharded_model(planned(Stacked, 8, {"data": 2, "stage": 4}))
+  with pytest.raises(DecodeError, match="12 prompts cannot be split over 8 shards") as error:
+    piped()(model, PROMPTS[:12])
+  assert "a group for each of 4 stages" in str(error.value)
+
+
+def test_a_call_may_change_no_other_variable():
+  class Counting(Listed):
+    def __call__(self, tokens):
+      self.calls[...] += 1
+      return super().__call__(tokens)
+
+  def make():
+    model = Counting(4, 4)
+    model.calls = nnx.Variable(jnp.zeros((), jnp.int32))
+    return model
+
+  axes = {"data": 2, "stage": 4}
+  model = nxp.create_sharded_model(make, nxp.make_mesh(axes), rules_for(axes))
+  with pytest.raises(DecodeError, match=r"the call changed model\.calls"):
+    piped()(model, PROMPTS)
