@@ -12,6 +12,7 @@ from flax import nnx
 
 import nnx_parallel as nxp
 from nnx_parallel.errors import DecodeError, SchemeError, TrainError
+from nnx_parallel.layers import pipeline
 from tests.decode import test_generate as plain
 
 NEW, LENGTH, VOCABULARY, FEATURES = plain.NEW, plain.LENGTH, plain.VOCABULARY, plain.FEATURES
@@ -194,6 +195,20 @@ def test_a_tick_sends_the_activations_of_one_group():
   sent = {(c.kind, c.bytes) for c in report.collectives if "stage" in c.axes}
   one = rows * FEATURES * 4
   assert sent == {("collective-permute", one), ("all-gather", 4 * one)}
+
+
+def test_what_a_waiting_stage_computes_is_unused(monkeypatch):
+  def poisoned(result, works):
+    def nan(x):
+      here = works.reshape(-1, *[1] * (x.ndim - 1))
+      return jnp.where(here, x, jnp.nan) if jnp.issubdtype(x.dtype, jnp.inexact) else x
+
+    return jax.tree.map(nan, result)
+
+  monkeypatch.setattr(pipeline, "_marked", poisoned)
+  model = nxp.create_sharded_model(planned(Listed, 6, LAYOUTS["dp"]))
+  found = piped(prefill=2)(model, PROMPTS, lengths=np.maximum(LENGTHS, 3), key=jax.random.key(7))
+  assert plain.rows(found) == expected(Listed, 6, plain.GREEDY, (), 2)
 
 
 def test_weights_that_are_not_stacked_are_moved_once():
