@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Self
 
+import jax
 from flax import nnx
 
 import nnx_parallel as nxp
@@ -69,7 +70,8 @@ class Job:
     layers: dotted paths of the layers, with `*` for any part; as for `train_step`.
     attention: `"blocks"`, their length, `"fused"`, `"ring"` or `"all_to_all"`; as for `train_step`.
     loss_parts: into how many parts the head and the loss go; as for `train_step`.
-    pipeline: the mesh axis of the stages; as for `train_step`. Evaluation has no pipeline.
+    pipeline: the mesh axis of the stages; as for `train_step`. Held-out batches go through it too, but for
+      those that the microbatches do not divide.
   """
 
   recipe: Recipe
@@ -116,6 +118,10 @@ class Job:
       **layers,
     )
     self._eval_step = nxp.eval_step(self.recipe.loss, **layers)
+    self._piped_eval_step = self._eval_step
+    if self.pipeline is not None:
+      parts: dict[str, Any] = {"microbatches": self.microbatches, "pipeline": self.pipeline}
+      self._piped_eval_step = nxp.eval_step(self.recipe.loss, **layers, **parts)
     # Made once: it shares the model's Variables, and for another object the step would be compiled again.
     options = {"deterministic": True, "use_running_average": True}
     self._quiet = nnx.view(self.model, **options, raise_if_not_found=False)
@@ -219,7 +225,11 @@ class Job:
     """Mean metrics over the held-out batches, dropout off; empty when there are none."""
     held_out = nxp.batches(self._batches(0, split="held_out"), self.plan, whole=True)
     with default_scope(self.plan.activation_rules):
-      return nxp.evaluate(self._eval_step, self._quiet, held_out)
+      return nxp.evaluate(self._evaluated, self._quiet, held_out)
+
+  def _evaluated(self, model: Any, batch: Any) -> Mapping[str, Any]:
+    fits = not any(x.shape[0] % self.microbatches for x in jax.tree.leaves(batch) if x.ndim)
+    return (self._piped_eval_step if fits else self._eval_step)(model, batch)
 
   def _placed(self, samples: int) -> Iterator[Any]:
     # Each process makes the same global batches, and places its share of them. fit prefetches.

@@ -56,6 +56,35 @@ def test_scattered_gradients_train_alike(recipe):
   np.testing.assert_allclose(list(losses(job, 3).values()), list(whole.values()), rtol=1e-5)
 
 
+@pytest.mark.usefixtures("compiled_here")
+def test_held_out_batches_go_through_the_pipeline_where_they_fit(tiny_file, monkeypatch):
+  text = (
+    tiny_file.read_text()
+    .replace("10**6 + 32", "10**6 + 22")
+    .replace("i in range(start, start + 16)", "i in range(start, min(start + 16, last))")
+  )
+  block = "self.blocks = nnx.List([nnx.Linear(8, 8, rngs=rngs) for _ in range(4)])"
+  text = text.replace("    self.dropout", f"    {block}\n    self.dropout")
+  text = text.replace("    hidden =", "    for block in self.blocks:\n      x = block(x)\n    hidden =")
+  tiny_file.write_text(text)
+  recipe, made, real = load_recipe(str(tiny_file)), [], nxp.eval_step
+
+  def eval_step(*args, **options):
+    made.append(real(*args, **options))
+    return made[-1]
+
+  monkeypatch.setattr(nxp, "eval_step", eval_step)
+  mesh = nxp.make_mesh(data=2, stage=2, tensor=2)
+  found = [
+    Job.start(recipe, plan_recipe(recipe, mesh), microbatches=4, pipeline=stage).evaluate()
+    for stage in (None, "stage")
+  ]
+  assert found[1] == pytest.approx(found[0], rel=1e-6)
+  (_, whole, piped) = made
+  assert piped.layers.schedule == nxp.Schedule(stages=2, microbatches=4, layers=4)
+  assert whole.layers.schedule is None
+
+
 def test_a_job_resumes_bit_for_bit(recipe, tmp_path):
   plan = make_plan(recipe, data=4, tensor=2)
   straight = Job.start(recipe, plan)
