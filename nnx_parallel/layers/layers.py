@@ -412,7 +412,7 @@ def streamed(
   known = {n: spec for n, spec in enumerate(specs, model + inputs) if spec is not None}
   rolled, how = Rolled(without_unused(traced)), _treatment(options)
   stream = Stream(rolled, Ends(model, states, outputs), how, find_loop(rolled, how), axis, mesh, known)
-  used.done, used.reasons, used.schedule = (str(stream),), tuple(rolled.reasons), stream.schedule
+  used.done, used.reasons = (str(stream),), tuple(rolled.reasons)
   return stream
 
 

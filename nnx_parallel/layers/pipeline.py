@@ -14,6 +14,8 @@ Outside of the pipeline, microbatch `q * stages + s` lies on stage `s`, as `[q, 
 are computed once and not once for each stage. The loop has one more buffer for this, of one microbatch for
 each stage. A group is loaded into it and moves one stage down in each tick: stage 0 takes its microbatches
 from it one by one, and the last stage puts its results into the room that they leave.
+
+`Piped.turn` is one tick of a pipeline without an end (`layers/stream.py`), in which microbatches come back.
 """
 
 from __future__ import annotations

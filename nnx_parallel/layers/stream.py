@@ -90,6 +90,7 @@ class Stream(Parts):
     self.calls = [i for i in range(ends.model, len(self.inputs)) if i not in states]
     """The inputs that differ in each call."""
     self.constant = [i for i in range(ends.model, len(self.inputs)) if i in states - changing]
+    """The states that do not change."""
     self.sort([self.inputs[i] for i in (*self.calls, *self.alone.values())])
     wrong = [var for some in loop.made.values() for var in each_of(some) if var in self.read]
     if wrong:
@@ -99,8 +100,10 @@ class Stream(Parts):
         fix="leave it out of what the call returns; or call without pipeline=.",
       )
     self.first = {key: self.inputs.index(each_of(loop.rows[key])[0]) for key in self.of_layers}
+    """State of the layers -> the position of the input that the first layer changes."""
     same = {key: var for key, var in loop.same.items() if not is_literal(var)}
     self.travels = [key for key, var in same.items() if var in self.varies]
+    """What all layers read, and what differs between groups: it goes round with them."""
 
   def __str__(self) -> str:
     loop, stages, chunk = self.loop, self.schedule.stages, self.schedule.chunk
