@@ -201,7 +201,7 @@ def main() -> int:
       f"{PROCESSES} processes of two simulated devices each; a save every {SAVE_EVERY} steps, three are kept."
       " The times are from a signal to the end of the next step that was made, where no other signal came"
       f" before: the pause of 0.5 s before a restart is in them, and, after SIGSTOP, {HANG_AFTER:g} s until"
-      " the launcher calls it a hang. Other people used the machine's two cores at the same time."
+      " the launcher calls it a hang."
     ],
   )
   for what, count in sorted(done.items()):
