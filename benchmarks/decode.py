@@ -2,8 +2,8 @@
 
 Eight simulated CPU devices, data 4 x tensor 2. The loop by hand does what the generator does for greedy
 decoding: a `lax.while_loop` over one-token calls, with the cache donated and pinned. Then what each option
-gains against the plain way: a prompt read in parts, slots that are filled again. `--chips` adds what the
-program sends on chips that are not here, by their compilers.
+gains against the plain way: a prompt read in parts, slots that are filled again, layers on stages. `--chips`
+adds what the program sends on chips that are not here, by their compilers.
 """
 
 from __future__ import annotations
@@ -157,6 +157,47 @@ class Counted(Model):
     return 1e6 * jax.nn.one_hot(rest, VOCABULARY) + super().__call__(tokens)
 
 
+class Stacked(nnx.Module):
+  """The same layers, stacked."""
+
+  def __init__(self, batch: int):
+    rngs = nnx.Rngs(0)
+    self.embed = nnx.Embed(VOCABULARY, FEATURES, rngs=rngs)
+    self.blocks = nnx.vmap(lambda rngs: Block(rngs, batch))(rngs.split(LAYERS))
+    self.head = nnx.Linear(FEATURES, VOCABULARY, rngs=rngs)
+
+  def __call__(self, tokens: jax.Array) -> jax.Array:
+    @nnx.scan
+    def run(x: jax.Array, block: Block) -> tuple[jax.Array, None]:
+      return block(x), None
+
+    return self.head(run(self.embed(tokens), self.blocks)[0])
+
+
+def on_stages(record: Record) -> None:
+  """Layers on 4 stages against whole models whose rows are split over as many devices more."""
+  mesh = nxp.make_mesh(data=2, stage=4)
+  layers = nxp.PathRules([(r"blocks\..*", ("stage", ...))])
+  piped = nxp.create_sharded_model(
+    lambda: Stacked(BATCH // 4), mesh, [nxp.LogicalRules(batch="data"), layers, nxp.replicate()]
+  )
+  whole = nxp.create_sharded_model(
+    lambda: Stacked(BATCH), mesh, [nxp.LogicalRules(batch=("data", "stage")), nxp.replicate()]
+  )
+  prompts = np.random.default_rng(2).integers(0, VOCABULARY, (BATCH, WIDTH)).astype(np.int32)
+  stages, rows = nxp.generator(NEW, pipeline="stage"), nxp.generator(NEW)
+  assert (np.asarray(stages(piped, prompts).tokens) == np.asarray(rows(whole, prompts).tokens)).all()
+  cases = {
+    "whole models": lambda: rows(whole, prompts),
+    'pipeline="stage"': lambda: stages(piped, prompts),
+  }
+  title = "layers on 4 stages, data=2"
+  record.compare(measure(cases, rounds=15, warmup=2), baseline="whole models", group=title)
+  for name, model in (("whole models", whole), ('pipeline="stage"', piped)):
+    held = sum(x.addressable_shards[0].data.nbytes for x in jax.tree.leaves(nnx.state(model, nnx.Param)))
+    record.value(f"{name}: weights of a device", held / 2**10, "KiB", group=title)
+
+
 def compiled(record: Record) -> None:
   """What a device holds and sends for one token, by the compilers of chips that are not here."""
   cached = 2 * BATCH * LENGTH * FEATURES * 4 / 2**10
@@ -182,12 +223,13 @@ def main() -> None:
   note = (
     f"{LAYERS} layers of width {FEATURES}, data=4 x tensor=2. Times are of a whole call: {WIDTH} tokens of"
     f" each prompt are read and {NEW} written, by {POSITIONS} passes. The generator also keeps account of"
-    " rows of different length. Slots are one program for all requests; a batch is one call for each."
+    " rows of different length. Slots are one program for all requests; a batch is one call for each. On"
+    " stages, groups of 2 rows go round; whole models have 1 row on each device, and send nothing."
   )
   title = "Generation of 56 tokens for 8 prompts"
   record = Record("decode", title, command="python benchmarks/decode.py --chips", notes=[note])
-  record.compare(measure(cases, rounds=15, warmup=2), baseline="by hand", group="whole call")
-  host = measure(cases, rounds=15, warmup=2, wait=False)
+  record.compare(measure(cases, rounds=45, warmup=2), baseline="by hand", group="whole call")
+  host = measure(cases, rounds=45, warmup=2, wait=False)
   record.compare(host, baseline="by hand", group="until the call returns")
   cached = [block.attention.cached_key[...] for block in model.blocks]
   held = 2 * sum(x.addressable_shards[0].data.nbytes for x in cached)
@@ -197,6 +239,7 @@ def main() -> None:
   memory = generate.lower(model, prompts).compile().memory_analysis()
   record.value("aliased by donation", memory.alias_size_in_bytes / 2**10, "KiB", group="memory")
   options(record, model, mesh)
+  on_stages(record)
   if "--chips" in sys.argv[1:]:
     compiled(record)
   record.write()
