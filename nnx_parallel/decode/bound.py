@@ -189,7 +189,7 @@ class Bound:
   def _check_weights(self, shardings: list[Any], what: str) -> None:
     """A weight that is split like the batch would have to be gathered before the rows are told apart."""
     for i, sharding in zip(self.others, shardings, strict=True):
-      shared = {*self.axes} & {axis for entry in sharding.spec for axis in axes_of(entry)}
+      shared = {*self.axes} & {axis for entry in getattr(sharding, "spec", ()) for axis in axes_of(entry)}
       if shared:
         raise DecodeError(
           f"{what} cannot use {self.binding.variable_labels[i]}, which is split over"

@@ -179,6 +179,11 @@ def test_caches_that_are_an_argument(layout, explicit):
   assert plain.rows(found) == plain.rows(want)
 
 
+def test_one_device_is_one_stage():
+  model = nxp.unsharded(lambda: Listed(len(PROMPTS), 6))
+  assert plain.rows(piped()(model, PROMPTS, lengths=LENGTHS)) == expected(Listed, 6, plain.GREEDY, ())
+
+
 def test_a_tick_sends_the_activations_of_one_group():
   axes = {"data": 2, "stage": 4}
   generate = piped()
