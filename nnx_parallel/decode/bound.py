@@ -225,6 +225,21 @@ class Bound:
     mesh = self.binding.mesh
     return x if mesh is None else pinned(x, NamedSharding(mesh, PartitionSpec()))
 
+  def _logits(self, x: Any) -> Any:
+    """Logits `(rows, ..., vocabulary)` that are split as the head splits them.
+
+    If they were made whole at once, XLA would gather the head's kernel, which is larger.
+    """
+    mesh = self.binding.mesh
+    if mesh is None or self.explicit:
+      return pinned(x, self._rows(x.ndim))
+    between = [None] * (x.ndim - 2)
+    spec = PartitionSpec(entry_of(self.axes), *between, PartitionSpec.UNCONSTRAINED)
+    split = pinned(x, NamedSharding(mesh, spec))
+    greedy = isinstance(self.options.sampling, Sampling) and self.options.sampling.temperature == 0
+    # Sums over the vocabulary would depend on how it is split, and so would what is drawn.
+    return split if greedy else pinned(split, self._rows(x.ndim))
+
   def _grouped(self, x: Any) -> Any:
     """An array of all rows as `[groups, rows, ...]`, for a pipeline."""
     rows = self._rows(x.ndim)
@@ -372,7 +387,7 @@ class Bound:
       prompts = jnp.take_along_axis(prompts, moved, axis=1)
       prompts = prompts if options.slots else rows(prompts)
     keys = jax.vmap(jax.random.fold_in, (None, 0))(args.key, args.requests)
-    loop = Loop(limit, options.stop, options.prefill, forward, rows, self._whole)
+    loop = Loop(limit, options.stop, options.prefill, forward, rows, self._whole, self._logits)
     asked = Asked(prompts, args.lengths, keys)
     with default_scope(self.scope):
       if self.pipeline is not None and isinstance(sampling, Sampling):

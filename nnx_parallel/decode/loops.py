@@ -83,6 +83,7 @@ class Loop:
       them, `(rows, vocabulary)`. Over slots, `position` is that of each row.
     rows: lays out an array whose dim 0 is the batch.
     whole: lays out an array that each device holds whole.
+    logits: lays out logits `(rows, ..., vocabulary)`.
   """
 
   limit: int
@@ -91,6 +92,7 @@ class Loop:
   forward: Callable[[jax.Array, jax.Array, Any], tuple[jax.Array, Any]]
   rows: Callable[[Any], Any]
   whole: Callable[[Any], Any]
+  logits: Callable[[Any], Any]
 
   def stopped(self, tokens: jax.Array) -> jax.Array:
     """Which of the tokens end a row."""
@@ -202,7 +204,7 @@ def _advanced(
 ) -> _Rows:
   """Rows after a token at a position, whose logits these are."""
   drawn = jax.vmap(jax.random.fold_in)(asked.keys, rows.counts)
-  chosen = loop.rows(sampling.choose(loop.rows(logits), drawn))
+  chosen = loop.rows(sampling.choose(loop.logits(logits), drawn))
   reads = position + 1 < asked.lengths
   writes = ~reads & ~rows.ended
   here = writes[:, None] & (jnp.arange(loop.limit)[None] == rows.counts[:, None])
@@ -272,7 +274,7 @@ def by_slots(loop: Loop, sampling: Sampling, asked: Asked, fresh: Any) -> Genera
       s = jax.lax.while_loop(lambda s: can_read(s).any(), read, s)
     logits, state = loop.forward(loop.rows(s.token[:, None]), loop.rows(s.position), s.state)
     drawn = jax.vmap(jax.random.fold_in)(of_request(s, keys), s.counts)
-    chosen = whole(sampling.choose(loop.rows(logits), loop.rows(drawn)))
+    chosen = whole(sampling.choose(loop.logits(logits), loop.rows(drawn)))
     reads = s.position + 1 < of_request(s, lengths)
     writes = ~reads & (s.request < requests)
     # A slot without a request writes to a row that is not there, which drops it.
@@ -345,7 +347,7 @@ def by_beams(loop: Loop, beams: Beams, asked: Asked, state: Any) -> Generated:
   def one(carry: Any) -> Any:
     position, tokens, alive, done, counts, ended, state = carry
     logits, state = loop.forward(tokens[..., None], position, state)
-    chances = rows(jax.nn.log_softmax(logits.astype(jnp.float32), axis=-1))
+    chances = rows(jax.nn.log_softmax(loop.logits(logits).astype(jnp.float32), axis=-1))
     vocabulary = chances.shape[-1]
     candidates = rows((alive.scores[..., None] + chances).reshape(batch, kept * vocabulary))
     # As many as can end in this step, and `kept` that go on.

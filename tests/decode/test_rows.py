@@ -256,6 +256,40 @@ def test_a_report_on_a_plan_names_the_caches():
   assert report.faults == ()
 
 
+class Wide(nnx.Module):
+  """Many more tokens than rows."""
+
+  def __init__(self):
+    rngs = nnx.Rngs(0)
+    self.embed = nnx.Embed(512, 64, rngs=rngs)
+    self.total = nnx.Cache(jnp.zeros((1, 64)))
+    self.head = nnx.Linear(64, 512, rngs=rngs)
+
+  def __call__(self, tokens):
+    self.total[...] += self.embed(tokens)[:, 0]
+    return self.head(self.total[...])[:, None] * jnp.ones((1, tokens.shape[1], 1))
+
+
+@pytest.mark.parametrize("axes", [{"tensor": 8}, {"data": 2, "tensor": 4}], ids=str)
+def test_a_head_is_not_gathered(axes):
+  names = nxp.LogicalRules(batch="data" if "data" in axes else ())
+  rules = [names, nxp.PathRules([(r"head\.kernel", (None, "tensor"))]), nxp.replicate()]
+  plan = nxp.plan(Wide, nxp.make_mesh(axes), rules)
+  rows = 4 // axes.get("data", 1)
+  largest = {}
+  for sampling in (plain.GREEDY, plain.DRAWN, nxp.Beams(2)):
+    slots = {} if isinstance(sampling, nxp.Beams) else {"slots": 4}
+    generate = nxp.generator(NEW, sampling=sampling, **slots)
+    report = nxp.compile_report(generate, plan, batch=jax.ShapeDtypeStruct((4, 3), "int32"))
+    largest[type(sampling), sampling == plain.GREEDY] = max(
+      c.bytes for c in report.collectives if "tensor" in c.axes
+    )
+  logits = rows * 512 * 4
+  assert largest[nxp.Sampling, True] <= logits // 8
+  assert largest[nxp.Sampling, False] == logits
+  assert largest[nxp.Beams, False] == 2 * logits < 64 * 512 * 4
+
+
 def test_layers_that_are_rolled():
   rolled = nxp.with_layers(lambda model, tokens: model(tokens), roll=True)
   generate = nxp.generator(NEW, call=lambda model, tokens, position: rolled(model, tokens))

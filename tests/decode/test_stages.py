@@ -202,6 +202,14 @@ def test_a_tick_sends_the_activations_of_one_group():
   assert sent == {("collective-permute", one), ("all-gather", 4 * one)}
 
 
+def test_the_head_is_not_gathered():
+  axes = {"tensor": 2, "stage": 4}
+  names = nxp.LogicalRules(batch=(), embed=(), heads="tensor", mlp="tensor", vocab="tensor")
+  plan = nxp.plan(lambda: Listed(1, 4), nxp.make_mesh(axes), [names, plain.CACHES, nxp.replicate()])
+  report = nxp.compile_report(piped(), plan, batch=jax.ShapeDtypeStruct((4, 4), "int32"))
+  assert {c.bytes < VOCABULARY * 4 for c in report.collectives if "tensor" in c.axes} == {True}
+
+
 def test_what_a_waiting_stage_computes_is_unused(monkeypatch):
   def poisoned(result, works):
     def nan(x):
