@@ -202,6 +202,21 @@ def test_a_tick_sends_the_activations_of_one_group():
   assert sent == {("collective-permute", one), ("all-gather", 4 * one)}
 
 
+def test_weights_split_over_the_stages_go_to_theirs_once():
+  axes = {"data": 2, "stage": 4}
+  names = nxp.LogicalRules(batch="data", embed="stage", heads=(), mlp=(), vocab=())
+  rules = [names, plain.CACHES, nxp.replicate()]
+  plan = nxp.plan(lambda: Listed(len(PROMPTS) // 4, 8), nxp.make_mesh(axes), rules)
+  generate = piped()
+  report = nxp.compile_report(generate, plan, batch=jax.ShapeDtypeStruct(PROMPTS.shape, "int32"))
+  sent = {(c.kind, c.bytes) for c in report.collectives if "stage" in c.axes}
+  kernels = {2 * 16 * 16 * 4, 2 * 16 * 32 * 4}
+  assert {n for kind, n in sent if kind == "all-to-all"} >= kernels
+  assert max(n for kind, n in sent if kind != "all-to-all") <= 4 * len(PROMPTS) // 8 * VOCABULARY * 4
+  found = generate(nxp.create_sharded_model(plan), PROMPTS, lengths=LENGTHS)
+  assert plain.rows(found) == expected(Listed, 8, plain.GREEDY, ())
+
+
 def test_the_head_is_not_gathered():
   axes = {"tensor": 2, "stage": 4}
   names = nxp.LogicalRules(batch=(), embed=(), heads="tensor", mlp="tensor", vocab="tensor")
