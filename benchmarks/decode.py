@@ -25,6 +25,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import nnx_parallel as nxp
 from harness import Record, measure
+from nnx_parallel.recipes.families.decoder import Config, Decoder, Rope
 
 BATCH, WIDTH, NEW, FEATURES, VOCABULARY, LAYERS, HEADS = 8, 8, 56, 128, 512, 4, 8
 LENGTH = WIDTH + NEW
@@ -212,6 +213,56 @@ def compiled(record: Record) -> None:
     record.value("need of a device", report.need_bytes / 2**20, "MiB", group=group)
 
 
+def llama_on_stages(record: Record) -> None:
+  """A decoder of 8B parameters, a plain list of layers, on 4 stages of 4 chips; nothing of it is edited."""
+  depth, rows, width, new = 32, 32, 1024, 1024
+  config = Config(
+    vocab=128_256,
+    width=4096,
+    hidden=14_336,
+    heads=32,
+    kv_heads=8,
+    head_dim=128,
+    ropes=(Rope(5e5),) * depth,
+    windows=(None,) * depth,
+    score_scale=128**-0.5,
+    param_dtype="bfloat16",
+  )
+  target, both = "tpu:v5e:4x4", ("stage", "tensor")
+  mesh = nxp.topology_mesh(target, stage=4, tensor=4)
+  paths = nxp.PathRules(
+    [
+      (r".*\.(q|k|v)_proj\.kernel", (*both, None)),
+      (r".*\.o_proj\.kernel", ("tensor", None, "stage")),
+      (r".*\.(gate|up)_proj\.kernel", both),
+      (r".*\.down_proj\.kernel", ("tensor", "stage")),
+      (r"(embed_tokens\.embedding|lm_head\.kernel)", (None, both)),
+    ]
+  )
+  plan = nxp.plan(
+    lambda: Decoder(config, nnx.Rngs(0)), mesh, [nxp.LogicalRules(batch=()), paths, nxp.replicate()]
+  )
+
+  def cache(batch: int, length: int) -> Any:
+    empty = jnp.zeros((batch, length, config.kv_heads, config.head_dim), jnp.bfloat16)
+    empty = jax.lax.with_sharding_constraint(empty, NamedSharding(mesh, PartitionSpec(None, None, "tensor")))
+    return [(empty, empty)] * depth
+
+  generate = nxp.generator(
+    new, call=lambda model, tokens, at, cache: model(tokens, cache, at), cache=cache, pipeline="stage"
+  )
+  report = nxp.compile_report(generate, plan, batch=jax.ShapeDtypeStruct((rows, width), "int32"))
+  group = (
+    f"8B parameters in bfloat16 on 4 stages x 4, {rows} rows of {width} + {new} tokens, compiled for {target}"
+  )
+  moved = sum(c.bytes for c in report.collectives if c.kind == "all-to-all")
+  record.value("need of a device", report.need_bytes / 2**30, "GiB", group=group)
+  record.value("weights of a device", plan.bytes_per_device() / 2**30, "GiB", group=group)
+  record.value("sent once: its layers' weights", moved / 2**20, "MiB", group=group)
+  ticks = sum(c.bytes for c in report.collectives) - moved
+  record.value("sent in a tick", ticks / 2**20, "MiB", group=group)
+
+
 def main() -> None:
   """Measures and records."""
   mesh = nxp.make_mesh(data=4, tensor=2)
@@ -242,6 +293,7 @@ def main() -> None:
   on_stages(record)
   if "--chips" in sys.argv[1:]:
     compiled(record)
+    llama_on_stages(record)
   record.write()
 
 
