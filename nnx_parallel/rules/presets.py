@@ -136,17 +136,21 @@ def context(
   return RuleSet(_by_name(tensor, batch=data, seq=context), fallback=fallback, inputs=inputs)
 
 
-def pipeline(data: str = "data", stage: str = "stage", tensor: str | None = None) -> RuleSet:
+def pipeline(
+  data: str = "data", stage: str = "stage", tensor: str | None = None, *, min_size: int = MIN_SIZE
+) -> RuleSet:
   """Each stage of a pipeline has its own layers, where a model stacks them under the name `layers`.
 
-  For `train_step(pipeline=stage)` or `nxp.pipeline`. Layers that are separate modules are replicated over
-  `stage`, and each step moves them to their stages. Nothing is split over `data` but the batch: weights that
-  are would be gathered in each tick.
+  For `train_step(pipeline=stage)`, `generator(pipeline=stage)` or `nxp.pipeline`. `stage` splits the largest
+  free dim of other large parameters, so that no device holds all layers where they are separate modules: each
+  step moves them to their stages by all-to-alls. Nothing is split over `data` but the batch: weights that are
+  would be gathered in each tick.
 
   Args:
     data: mesh axis that splits the batch.
     stage: mesh axis that splits the layers.
     tensor: mesh axis for hidden widths and heads, if any.
+    min_size: parameters with at most this many elements are replicated.
 
   Returns:
     Rules to pass to `plan`.
@@ -158,7 +162,9 @@ def pipeline(data: str = "data", stage: str = "stage", tensor: str | None = None
     >>> nxp.presets.pipeline().logical["layers"]
     (('stage',), ())
   """
-  return RuleSet(_by_name(tensor, batch=data, layers=[stage, None]), fallback=replicate())
+  return RuleSet(
+    _by_name(tensor, batch=data, layers=[stage, None]), fallback=fsdp_fallback(stage, min_size=min_size)
+  )
 
 
 def expert(

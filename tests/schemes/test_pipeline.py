@@ -241,21 +241,26 @@ def trained(make: Any, mesh: Any, pipeline: Any, rules: Any = None, **options: A
 
 
 CASES: dict[str, tuple[Any, Any, dict[str, Any]]] = {
-  "uneven": (Model, {"data": 2, "stage": 4}, {}),
+  "uneven": (Model, {"data": 2, "stage": 4}, {"rules": nxp.presets.pipeline(min_size=8)}),
   "dropout": (lambda rngs: Model(drop=0.3, rngs=rngs), {"data": 2, "stage": 4}, {"remat": "full"}),
   "statistics": (lambda rngs: Model(4, norm=True, rngs=rngs), {"data": 2, "stage": 2}, {}),
   "memory": (Memories, {"data": 2, "stage": 4}, {}),
   "stacked": (Stacked, {"data": 2, "stage": 4}, {"remat": "full"}),
-  "circular": (lambda rngs: Model(8, rngs=rngs), {"data": 4, "stage": 2}, {"repeats": 2}),
+  "circular": (
+    lambda rngs: Model(8, rngs=rngs),
+    {"data": 4, "stage": 2},
+    {"repeats": 2, "rules": nxp.presets.pipeline(min_size=8)},
+  ),
   "fsdp": (Stacked, {"data": 2, "fsdp": 2, "stage": 2}, {"rules": nxp.fsdp("fsdp", min_size=8)}),
   "tensor": (
     lambda rngs: Model(4, rngs=rngs),
     {"data": 2, "stage": 2, "tensor": 2},
     {
       "remat": "full",
-      "rules": nxp.PathRules(
-        [(".*[.]up[.]kernel", (None, "tensor")), (".*[.]down[.]kernel", ("tensor", None)), (".*", (...,))]
-      ),
+      "rules": [
+        nxp.PathRules([(".*[.]up[.]kernel", (None, "tensor")), (".*[.]down[.]kernel", ("tensor", None))]),
+        nxp.fsdp("stage", min_size=8),
+      ],
     },
   ),
 }
