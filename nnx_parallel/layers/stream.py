@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
+from nnx_parallel.core.axes import axes_of, entry_of, without
 from nnx_parallel.core.jaxprs import constants, nbytes
 from nnx_parallel.core.mesh import AnyMesh
 from nnx_parallel.core.shards import pinned
@@ -223,7 +224,8 @@ class Stream(Parts):
     spec = self.specs.get(self.first[key])
     if spec is None or self.mesh is None:
       return staged(x, self.mesh, self.axis)
-    own = spec if isinstance(self.loop.rows[key], list) else spec[1:]
+    spec = spec if isinstance(self.loop.rows[key], list) else spec[1:]
+    own = [entry_of(without(axes_of(entry), frozenset((self.axis,)))) for entry in spec]
     return pinned(x, NamedSharding(self.mesh, PartitionSpec(self.axis, None, None, *own)))
 
   def _split(self, piped: Piped, key: Key, values: Values) -> Any:

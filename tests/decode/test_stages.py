@@ -179,6 +179,43 @@ def test_caches_that_are_an_argument(layout, explicit):
   assert plain.rows(found) == plain.rows(want)
 
 
+class Recurrent(nnx.Module):
+  """No attention: a state of each layer, and one outside that the last layer changes."""
+
+  def __init__(self, rows):
+    rngs = nnx.Rngs(4)
+    self.embed = nnx.Embed(VOCABULARY, FEATURES, rngs=rngs)
+    self.last = nnx.Cache(jnp.zeros((rows, FEATURES)))
+    self.layers = nnx.List([Cell(rows, rngs) for _ in range(5)])
+
+  def __call__(self, tokens):
+    x = self.embed(tokens) + self.last[...][:, None]
+    for layer in self.layers:
+      x = layer(x)
+    self.last[...] = x[:, -1] / 2
+    return self.embed.attend(x)
+
+
+class Cell(nnx.Module):
+  def __init__(self, rows, rngs):
+    self.linear = nnx.Linear(FEATURES, FEATURES, rngs=rngs)
+    self.state = nnx.Cache(jnp.zeros((rows, FEATURES)))
+
+  def __call__(self, x):
+    self.state[...] = jnp.tanh(self.linear(x[:, 0]) + self.state[...])
+    return x + self.state[...][:, None]
+
+
+@pytest.mark.parametrize(
+  "rules", [nxp.presets.pipeline(min_size=8), nxp.LogicalRules(batch="data")], ids=["split", "whole"]
+)
+def test_states_that_are_no_attention(rules):
+  mesh = nxp.make_mesh(data=2, stage=4)
+  model = nxp.create_sharded_model(lambda: Recurrent(len(PROMPTS) // 4), mesh, rules)
+  want = nxp.generator(NEW)(nxp.unsharded(lambda: Recurrent(len(PROMPTS))), PROMPTS, lengths=LENGTHS)
+  assert plain.rows(piped()(model, PROMPTS, lengths=LENGTHS)) == plain.rows(want)
+
+
 def test_one_device_is_one_stage():
   model = nxp.unsharded(lambda: Listed(len(PROMPTS), 6))
   assert plain.rows(piped()(model, PROMPTS, lengths=LENGTHS)) == expected(Listed, 6, plain.GREEDY, ())
