@@ -13,6 +13,7 @@ from flax import nnx
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from nnx_parallel.core.axes import axes_of, entry_of, without
+from nnx_parallel.core.jaxprs import forwarded
 from nnx_parallel.core.mesh import axis_sizes
 from nnx_parallel.core.shards import join_batch, pinned, split_batch
 from nnx_parallel.core.text import few
@@ -299,8 +300,13 @@ class Bound:
   # The caches come last: `held` would gather a parameter that is split like the batch.
   def _one_call(self, others: list[Any], tokens: Any, position: Any, caches: list[Any], own: Any) -> Any:
     """The logits and all caches after a call that changes nothing else."""
-    logits, after, caches, own = self._called(others, tokens, position, caches, own)
+    given = others, tokens, position, caches, own
+    logits, after, caches, own = self._called(*given)
     changed = [n for n, (old, new) in enumerate(zip(others, after, strict=True)) if old is not new]
+    if changed:  # or returned: `nnx.remat` and `nnx.jit` return every Variable that they get
+      sources = forwarded(jax.make_jaxpr(self._called)(*given))[1:]
+      leaves = [n for n, x in enumerate(others) for _ in jax.tree.leaves(x)]
+      changed = [n for i, n in enumerate(leaves) if sources[i] != i]
     if changed:
       raise lost([self.binding.variable_labels[self.others[n]] for n in changed])
     return logits, caches, own

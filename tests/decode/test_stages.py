@@ -179,6 +179,29 @@ def test_caches_that_are_an_argument(layout, explicit):
   assert plain.rows(found) == plain.rows(want)
 
 
+class Recomputed(Listed):
+  """Its layers are under `nnx.remat`, which returns every Variable that it gets."""
+
+  def __init__(self, rows, depth):
+    super().__init__(rows, depth)
+    for block in self.blocks:
+      block.__class__ = RecomputedBlock
+
+
+class RecomputedBlock(plain.Block):
+  __call__ = nnx.remat(plain.Block.__call__)
+
+
+def test_layers_under_remat():
+  want = expected(Listed, 6, plain.GREEDY, ())
+  whole = nxp.unsharded(lambda: Recomputed(len(PROMPTS), 6))
+  assert plain.rows(nxp.generator(NEW)(whole, PROMPTS, lengths=LENGTHS)) == want
+  model = nxp.create_sharded_model(planned(Recomputed, 6, LAYOUTS["dp"]))
+  assert plain.rows(piped()(model, PROMPTS, lengths=LENGTHS)) == want
+  single = nxp.unsharded(lambda: Recomputed(1, 6))
+  assert plain.rows(nxp.generator(NEW, slots=4)(single, PROMPTS, lengths=LENGTHS)) == want
+
+
 class Recurrent(nnx.Module):
   """No attention: a state of each layer, and one outside that the last layer changes."""
 
