@@ -47,7 +47,7 @@ class MetricSums:
       if not is_scalar(value):
         raise TrainError(
           f"the metric {name!r} is an array, which has no mean here.",
-          fix=f"sum it in the loss function, {name!r}: (x.sum(), x.size), or leave it out of add().",
+          fix=f"sum it in the loss function, {name!r}: nxp.weighted(x.sum(), x.size), or leave it out.",
         )
     if not self._total:
       self._total, self._weight = dict(metrics), weight
@@ -89,7 +89,7 @@ def evaluate(step: Callable[[Any, Any], Mapping[str, Any]], model: Any, batches:
     >>> import jax.numpy as jnp, nnx_parallel as nxp
     >>> from flax import nnx
     >>> model = nxp.create_sharded_model(lambda: nnx.Linear(4, 2, rngs=nnx.Rngs(0)), nxp.make_mesh(data=8))
-    >>> step = nxp.eval_step(lambda m, x: (m(x).sum(), x.size), pairs=True)
+    >>> step = nxp.eval_step(lambda m, x: nxp.weighted(m(x).sum(), x.size), pairs=True)
     >>> nxp.evaluate(step, model, [jnp.zeros((16, 4)), jnp.zeros((8, 4))])
     {'loss': 0.0}
   """

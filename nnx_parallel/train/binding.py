@@ -25,7 +25,7 @@ from jax.extend.core import get_opaque_trace_state
 from jax.sharding import NamedSharding, PartitionSpec
 
 from nnx_parallel.core.nodes import Path, path_str, value_of, variables
-from nnx_parallel.core.text import few
+from nnx_parallel.core.text import few, with_article
 from nnx_parallel.errors import TrainError
 
 # The slot itself: the public accessors cost five times as much and check what a step has checked once.
@@ -149,7 +149,7 @@ class Binding:
     for label, variable, value in zip(self.variable_labels, self.variables, values, strict=True):
       if _SLOT.__get__(variable) is not value or not hasattr(value, "shape"):
         raise TrainError(
-          f"{label} holds a {type(value).__name__}, which a step cannot read and write back.",
+          f"{label} holds {with_article(type(value).__name__)}, which a step cannot read and write back.",
           fix="store one array in each Variable (no array refs, no pytrees).",
         )
     gone = [label for label, value in zip(self.variable_labels, values, strict=True) if is_deleted(value)]

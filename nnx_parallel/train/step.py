@@ -312,9 +312,9 @@ def train_step(
 
   Args:
     loss_fn: `loss_fn(model, batch)` returns `loss`, or `(loss, metrics)` with a dict. The loss and each
-      metric are a scalar, or a `(sum, count)` pair: pairs are summed over microbatches before they are
-      divided, so that uneven parts (padding, masks) weigh what they hold. A count has no gradient, also where
-      it is computed from parameters. For several models trained in turn
+      metric are a scalar, or `nxp.weighted(sum, count)`: sums and counts are added over microbatches before
+      they are divided, so that uneven parts (padding, masks) weigh what they hold. A count has no gradient,
+      also where it is computed from parameters. For several models trained in turn
       (a GAN), a dict key -> loss function; later ones see the models that earlier ones updated.
     microbatches: split the batch and accumulate gradients over this many parts inside the compiled step.
     remat: what each layer keeps for the backward pass: `"none"` everything, `"dots"` the results of matrix
@@ -419,7 +419,7 @@ def eval_step(
     >>> import jax.numpy as jnp, nnx_parallel as nxp
     >>> from flax import nnx
     >>> model = nxp.create_sharded_model(lambda: nnx.Linear(4, 2, rngs=nnx.Rngs(0)), nxp.make_mesh(data=8))
-    >>> evaluate = nxp.eval_step(lambda m, x: (m(x).sum(), x.size), pairs=True)
+    >>> evaluate = nxp.eval_step(lambda m, x: nxp.weighted(m(x).sum(), x.size), pairs=True)
     >>> evaluate(model, jnp.zeros((16, 4)))["loss"]
     (Array(0., dtype=float32), Array(64., dtype=float32))
   """

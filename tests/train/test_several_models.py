@@ -58,7 +58,7 @@ def disc_loss(models, batch):
   fake = models["disc"](models["gen"](batch["noise"]))
   losses = optax.sigmoid_binary_cross_entropy(real, jnp.ones((32, 1)))
   losses += optax.sigmoid_binary_cross_entropy(fake, jnp.zeros((32, 1)))
-  return losses.mean(), {"real": (jax.nn.sigmoid(real).sum(), 32.0)}
+  return losses.mean(), {"real": nxp.weighted(jax.nn.sigmoid(real).sum(), 32.0)}
 
 
 def points():
@@ -125,7 +125,7 @@ def test_a_student_learns_from_a_frozen_teacher(microbatches):
 
   def loss_fn(models, x):
     errors = ((models["student"](x) - models["teacher"](x)) ** 2).mean(-1)
-    return errors.sum(), errors.size
+    return nxp.weighted(errors.sum(), errors.size)
 
   step = nxp.train_step(loss_fn, microbatches=microbatches)
   x = nxp.shard_batch(np.random.default_rng(0).normal(size=(32, 4)).astype(np.float32), plan)

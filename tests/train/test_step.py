@@ -472,7 +472,11 @@ def test_the_step_does_not_keep_a_discarded_model():
 
 
 RETURNED = {
-  "an array": (lambda x: x, r"returned float32\[16,8\]", "loss.mean(), or (loss.sum(), loss.size)"),
+  "an array": (
+    lambda x: x,
+    r"returned float32\[16,8\]",
+    "loss.mean(), or nxp.weighted(loss.sum(), loss.size)",
+  ),
   "nothing": (lambda x: None, "returned None", "return loss"),
   "a dict": (lambda x: {"loss": x.mean()}, "returned a dict", "return loss, metrics"),
   "a complex number": (lambda x: jax.lax.complex(x.mean(), x.mean()), r"returned complex64\[\]", "loss.real"),
@@ -481,10 +485,25 @@ RETURNED = {
     r"returned \(float32\[\], float32\[16,8\]\)",
     "return loss, {",
   ),
+  "a loss and an accuracy": (
+    lambda x: (x.mean(), (x > 0).mean()),
+    r"returned \(float32\[\], float32\[\]\)",
+    'return loss, {"accuracy": accuracy} for a loss with a metric',
+  ),
+  "a sum and a count": (
+    lambda x: (x.sum(), x.size),
+    r"returned \(float32\[\], an int\)",
+    "return nxp.weighted(sum, count) for a mean by weights",
+  ),
+  "a metric that is a pair": (
+    lambda x: (x.mean(), {"a": (x.sum(), x.size)}),
+    r"the metric 'a' must be a scalar or nxp.weighted\(sum, count\); .* returned \(float32\[\], an int\)",
+    "nxp.weighted(sum, count) for a weighted mean",
+  ),
   "a text": (lambda x: "loss", "returned a str", "loss.mean()"),
   "a metric of each example": (
     lambda x: (x.mean(), {"a": x}),
-    r"the metric 'a' must be a scalar or a \(sum, count\) pair; .* returned float32\[16,8\]",
+    r"the metric 'a' must be a scalar or nxp.weighted\(sum, count\); .* returned float32\[16,8\]",
     "outputs=(...)",
   ),
   "a metric called loss": (
@@ -596,7 +615,7 @@ def test_a_raw_array_is_read_and_may_not_be_replaced():
 def masked(model, batch):
   weight = batch["w"]
   error = ((model(batch["x"]) - batch["y"]) ** 2).mean(-1)
-  pair = ((error * weight).sum(), weight.sum())
+  pair = nxp.weighted((error * weight).sum(), weight.sum())
   return pair, {"error": pair, "seen": weight.sum(), "per_example": error}
 
 
