@@ -11,7 +11,7 @@ import numpy as np
 
 from nnx_parallel.errors import TrainError
 from nnx_parallel.loop.metrics import Record
-from nnx_parallel.train.losses import examples_in, wide
+from nnx_parallel.train.losses import weight_of, wide
 
 
 class MetricSums:
@@ -97,7 +97,8 @@ def evaluate(step: Callable[[Any, Any], Mapping[str, Any]], model: Any, batches:
   before: Any = None
   for batch in batches:
     metrics = {name: value for name, value in step(model, batch).items() if is_scalar(value)}
-    sums.add(metrics, weight=examples_in(batch))
+    plain = next((name for name, value in metrics.items() if not isinstance(value, tuple)), None)
+    sums.add(metrics, weight=1 if plain is None else weight_of(plain, batch))
     # One batch ahead keeps the devices busy; more would only need more memory.
     jax.block_until_ready(before)
     before = metrics

@@ -121,7 +121,7 @@ def _is_number(x: Any) -> bool:
 
 
 def _not_a_term(name: str, value: Any) -> TrainError:
-  forms = "a loss function returns loss or (loss, metrics); the loss and each metric may be nxp.weighted(sum, count)"
+  forms = "return loss or (loss, metrics); the loss and each metric may be nxp.weighted(sum, count)"
   returned = _shown(value)
   scalars = isinstance(value, tuple) and all(_is_number(x) and getattr(x, "shape", ()) == () for x in value)
   if name != "loss":
@@ -191,16 +191,21 @@ def means(found: Terms, parts: int = 1) -> Metrics:
   return {**result, **found.outputs}
 
 
-def pairs(found: Terms, parts: int = 1, examples: int = 1) -> Metrics:
+def pairs(found: Terms, batch: Any, parts: int = 1) -> Metrics:
   """Each term as `(sum, count)`, and the outputs, of terms that were summed over `parts` parts.
 
   A plain scalar is taken for the mean over the `examples` of the batch.
+
+  Raises:
+    TrainError: a plain scalar, and arrays of the batch that differ in their number of examples.
   """
   result: Metrics = {}
   for name, total in found.sums.items():
     count = found.counts[name]
-    plain = jnp.full_like(total, examples)
-    result[name] = (total * (plain / parts), plain) if count is None else (total, count)
+    if count is None:
+      count = jnp.full_like(total, weight_of(name, batch))
+      total = total * (count / parts)
+    result[name] = (total, count)
   return {**result, **found.outputs}
 
 
@@ -222,3 +227,20 @@ def check_examples(batch: Any) -> None:
 def examples_in(batch: Any) -> int:
   """The length of dim 0 of the batch's first array; 1 when it holds scalars only."""
   return next((leaf.shape[0] for leaf in jax.tree.leaves(batch) if jnp.ndim(leaf)), 1)
+
+
+def weight_of(metric: str, batch: Any) -> int:
+  """The weight of a metric that is a plain scalar: the number of examples of the batch.
+
+  Raises:
+    TrainError: the arrays have different lengths.
+  """
+  named = jax.tree_util.tree_leaves_with_path(batch)
+  sizes = {leaf.shape[0]: f"batch{jax.tree_util.keystr(path)}" for path, leaf in named if jnp.ndim(leaf)}
+  if len(sizes) > 1:
+    raise TrainError(
+      f"the arrays of the batch differ in their length, so the metric {metric!r} has no weight.",
+      details=", ".join(f"{name} has {size} rows" for size, name in sizes.items()),
+      fix=f"return nxp.weighted(sum, count) for {metric!r}.",
+    )
+  return next(iter(sizes), 1)
