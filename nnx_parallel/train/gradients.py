@@ -17,6 +17,7 @@ from nnx_parallel.core.shards import join_batch, pinned, split_batch
 from nnx_parallel.errors import TrainError
 from nnx_parallel.layout.constrain import mapped_axes
 from nnx_parallel.train.floats import widen
+from nnx_parallel.train.linearity import why_no_sum
 from nnx_parallel.train.losses import Terms, mean
 from nnx_parallel.train.trace import Differentiable, Objective, why_not_by_replica
 
@@ -113,6 +114,7 @@ def in_microbatches(
     # A dim of replicas makes it a grouped convolution, whose kernel gradient XLA gets wrong.
     if not why and not alone and any(e.primitive.name == "conv_general_dilated" for e in equations(jaxpr)):
       why = "the model has convolutions, and replicas that are split themselves"
+    why = why or _why_no_sum(loss, batch, count, axes, parts)
   if why:
     axes, alone = (), False
   if reduction is not None and not alone:
@@ -135,6 +137,19 @@ def in_microbatches(
   else:
     total = _mapped(*given, layout, axes, parts, how)
   return total._replace(parts=parts * loss.parts)
+
+
+def _why_no_sum(loss: Differentiable, batch: Any, count: int, axes: tuple[str, ...], parts: int) -> str:
+  """Why the gradients of a microbatch are not those of its parts on the replicas, added up."""
+  inputs = _first(batch, parts), _first(batch, count)
+  if any(jnp.shape(x)[:1] == (1,) for x in jax.tree.leaves(inputs[0])):
+    # Of one example, dims are broadcast and left out: no trace to compare with.
+    inputs = jax.tree.map(lambda x: jnp.concatenate([x, x]) if jnp.ndim(x) else x, inputs)
+  with mapped_axes(axes):
+    (part, wanted), (whole, _) = map(loss.gradient, inputs)
+  trained = len(jax.tree.leaves(loss.train))
+  splits = [False] * trained + [bool(jnp.ndim(x)) for x in jax.tree.leaves(batch)]
+  return why_no_sum(part, whole, parts // count, splits, wanted)
 
 
 def slope_of(loss: Differentiable, tangents: list[Any], batch: Any, count: int | None) -> tuple[Any, Any]:

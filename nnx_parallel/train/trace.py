@@ -39,6 +39,8 @@ class Differentiable(NamedTuple):
     template: the structure of the models.
     order: the leaf of the template for each of `others`, then for each of `train`.
     inspect: `(part of the batch) -> (jaxpr of the loss, positions of the arrays that it changes)`.
+    gradient: `(part of the batch) -> (jaxpr of the gradients and terms, what each result is)`, without the
+      loss scale; see `why_no_sum`.
     layers: what was done with the layers of the loss, when it was last traced.
     parts: how many microbatches the loss itself takes at once: more than one in a pipeline.
   """
@@ -50,6 +52,7 @@ class Differentiable(NamedTuple):
   template: Template
   order: list[int]
   inspect: Callable[[Any], tuple[Any, set[int]]]
+  gradient: Callable[[Any], tuple[Any, list[str]]]
   layers: LayersUsed
   parts: int = 1
 
@@ -112,8 +115,22 @@ def differentiable(
       )
     return traced.jaxpr, changed
 
+  def gradient(part: Any) -> tuple[Any, list[str]]:
+    def run(train: list[Any], part: Any) -> Any:
+      grads, (found, _, _) = jax.grad(chosen, has_aux=True)(train, others, part)
+      return grads, found
+
+    traced, (grads, found) = jax.make_jaxpr(run, return_shape=True)(train, part)
+    wanted = {name: "mean" if count is None else "sum" for name, count in found.counts.items()}
+    means = Terms(
+      {name: wanted[name] for name in found.sums},
+      {name: None if count is None else "sum" for name, count in found.counts.items()},
+      jax.tree.map(lambda _: "rows", found.outputs),
+    )
+    return traced, [wanted["loss"]] * len(grads) + jax.tree.leaves(means)
+
   paths = [template.paths[i] for i in trained]
-  fixed = paths, template, order, inspect, used, options.microbatches // options.turns
+  fixed = paths, template, order, inspect, gradient, used, options.microbatches // options.turns
   if scale is None:
     return Differentiable(chosen, train, others, *fixed)
   return Differentiable(_scaled(chosen), train, [*others, scale], *fixed)

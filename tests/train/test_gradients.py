@@ -60,7 +60,7 @@ def gradient_exchanges(program, mesh, axis):
 
 
 @pytest.mark.parametrize("axes", [{"data": 2, "fsdp": 4}, {"data": 2, "fsdp": 2, "tensor": 2}, {"data": 8}])
-def test_a_loss_runs_once_to_be_inspected_and_once_to_be_differentiated(axes):
+def test_a_loss_runs_once_to_be_differentiated_and_twice_to_be_inspected(axes):
   calls = []
 
   def counted(model, batch):
@@ -69,9 +69,11 @@ def test_a_loss_runs_once_to_be_inspected_and_once_to_be_differentiated(axes):
 
   _, model, optimizer, batch = step_on(axes)
   nxp.train_step(counted, microbatches=PARTS, remat="none").lower(model, optimizer, batch)
-  assert len(calls) == 2
+  assert (
+    len(calls) == 3
+  )  # jax keeps one trace of equal calls; to look for changed Variables, on a part and on the batch, and in the step
   nxp.train_step(counted).lower(model, optimizer, batch)
-  assert len(calls) == 3
+  assert len(calls) == 4
 
 
 class Closing(nnx.Module):

@@ -1,0 +1,238 @@
+"""Whether the gradients of a batch are those of its parts, added up: by the trace, and by numbers."""
+
+from __future__ import annotations
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import nnx_parallel as nxp
+from nnx_parallel.train.linearity import why_no_sum
+
+PARTS, ROWS = 4, 6
+
+
+def inputs(rows, seed=0):
+  rng = np.random.default_rng(seed)
+  return {
+    "x": rng.normal(size=(rows, 3, 4)).astype(np.float32),
+    "y": rng.integers(0, 4, (rows, 3)).astype(np.int32),
+    "mask": (rng.random((rows, 3)) < 0.5).astype(np.float32),
+  }
+
+
+WEIGHTS = {"w": np.random.default_rng(1).normal(size=(4, 4)).astype(np.float32), "b": np.ones(4, np.float32)}
+
+
+def features(p, b):
+  return jnp.tanh(b["x"] @ p["w"] + p["b"][None, None])
+
+
+def losses(p, b):
+  return optax.softmax_cross_entropy_with_integer_labels(features(p, b), b["y"])
+
+
+def contrast(p, b):
+  z = features(p, b).mean(1)
+  return optax.softmax_cross_entropy_with_integer_labels(z @ z.T, jnp.arange(z.shape[0])).mean()
+
+
+def balance(p, b):
+  chances = jax.nn.softmax(features(p, b))
+  return (chances.mean((0, 1)) * jax.nn.one_hot(chances.argmax(-1), 4).mean((0, 1))).sum()
+
+
+def scanned(p, b):
+  step = lambda h, x: (jnp.tanh(h @ p["w"] + x),) * 2
+  return jax.lax.scan(step, jnp.zeros_like(b["x"][:, 0]), b["x"].swapaxes(0, 1))[1].mean()
+
+
+def clipped(p, b):
+  @jax.custom_vjp
+  def limit(x):
+    return x
+
+  limit.defvjp(lambda x: (x, None), lambda _, g: (g / (1 + jnp.linalg.norm(g)),))
+  return limit(losses(p, b)).mean()
+
+
+FOLLOWS = {
+  "mean": (lambda p, b: losses(p, b).mean(), "mean"),
+  "sum": (lambda p, b: losses(p, b).sum(), "sum"),
+  "mean with a penalty": (lambda p, b: losses(p, b).mean() + (p["w"] ** 2).sum(), "mean"),
+  "masked sum": (lambda p, b: (losses(p, b) * b["mask"]).sum(), "sum"),
+  "mean of each example first": (
+    lambda p, b: (losses(p, b).sum(1) / b["mask"].sum(1).clip(1)).mean(),
+    "mean",
+  ),
+  "scan": (scanned, "mean"),
+  "vmap": (lambda p, b: jax.vmap(lambda x: features(p, {"x": x[None]})[0].max())(b["x"]).mean(), "mean"),
+  "map": (lambda p, b: jax.lax.map(lambda x: x.sum() ** 2, b["x"] * 1.0).mean() + 0 * p["w"].sum(), "mean"),
+  "checkpoint": (lambda p, b: jax.checkpoint(lambda p: losses(p, b).mean())(p), "mean"),
+  "rows as one dim": (lambda p, b: (features(p, b).reshape(-1, 4) ** 2).mean(), "mean"),
+  "look-up": (lambda p, b: (p["w"][b["y"]] ** 2).mean(), "mean"),
+  "top": (lambda p, b: jax.lax.top_k(features(p, b), 2)[0].mean(), "mean"),
+  "branch": (
+    lambda p, b: jax.lax.cond(p["b"][0] > 0, losses, lambda p, b: 2 * losses(p, b), p, b).mean(),
+    "mean",
+  ),
+}
+FAILS = {
+  "contrastive": (contrast, "mean", r"dot_general \(.*test_linearity.py"),
+  "balance of experts": (balance, "mean", "broadcast_in_dim"),
+  "masked mean": (lambda p, b: (losses(p, b) * b["mask"]).sum() / b["mask"].sum(), "mean", "div"),
+  "logarithm of a mean": (lambda p, b: jnp.log(losses(p, b).mean()), "mean", "div"),
+  "largest": (lambda p, b: losses(p, b).max(), "mean", "reduce_max|eq"),
+  "sum taken for a mean": (lambda p, b: losses(p, b).sum(), "mean", "depends otherwise on their number"),
+  "fixed divisor": (lambda p, b: losses(p, b).sum() / 18, "mean", "depends otherwise on their number"),
+  "sum with a penalty": (lambda p, b: losses(p, b).sum() + (p["w"] ** 2).sum(), "sum", "add_any|otherwise"),
+  "statistics": (lambda p, b: ((features(p, b) - features(p, b).mean(0)[None]) ** 2).mean(), "mean", ""),
+  "order": (lambda p, b: (jnp.cumsum(features(p, b), 0) ** 2).mean(), "mean", "cumsum"),
+  "neighbours": (lambda p, b: (features(p, b) * jnp.roll(features(p, b), 1, 0)).mean(), "mean", ""),
+  "rule that looks at all cotangents": (clipped, "mean", ""),
+  "another program for more rows": (
+    lambda p, b: losses(p, b).mean() * (1.0 if len(b["x"]) > ROWS else p["w"].sum()),
+    "mean",
+    "depends on the number of examples",
+  ),
+}
+
+
+def reason(loss, how, rows=ROWS, parts=PARTS):
+  traces = [jax.make_jaxpr(jax.grad(loss))(WEIGHTS, inputs(n)) for n in (rows, rows * parts)]
+  splits = [False] * len(WEIGHTS) + [True] * len(inputs(1))
+  return why_no_sum(*traces, parts, splits, [how] * len(WEIGHTS))
+
+
+def difference(loss, how, rows=ROWS, parts=PARTS, seed=0):
+  """Between the gradients of a batch and those of its parts, relative to the largest."""
+  whole = inputs(rows * parts, seed)
+  each = [jax.tree.map(lambda x, n=n: x[n * rows : (n + 1) * rows], whole) for n in range(parts)]
+  wanted = jax.grad(loss)(WEIGHTS, whole)
+  found = jax.tree.map(
+    lambda *g: sum(g) / (parts if how == "mean" else 1), *[jax.grad(loss)(WEIGHTS, x) for x in each]
+  )
+  pairs = [*zip(jax.tree.leaves(wanted), jax.tree.leaves(found), strict=True)]
+  return max(float(abs(a - b).max()) for a, b in pairs) / (1e-6 + max(float(abs(a).max()) for a, _ in pairs))
+
+
+@pytest.mark.parametrize(("loss", "how"), FOLLOWS.values(), ids=FOLLOWS)
+def test_sums_and_means_over_examples_follow_from_the_parts(loss, how):
+  assert reason(loss, how) == ""
+  assert difference(loss, how) < 1e-5
+
+
+@pytest.mark.parametrize(("loss", "how", "message"), FAILS.values(), ids=FAILS)
+def test_other_losses_do_not_and_the_operation_is_named(loss, how, message):
+  assert difference(loss, how) > 1e-4
+  found = reason(loss, how)
+  assert found.startswith(f"the loss is no {how} over its examples: ")
+  assert re.search(message, found)
+
+
+UNARY = {
+  "tanh": jnp.tanh,
+  "softmax": jax.nn.softmax,
+  "product": lambda x, p: x @ p["w"],
+  "over rows": lambda x: jnp.cumsum(x, 1),
+  "swapped": lambda x: x.swapaxes(0, 1),
+  "flat": lambda x: x.reshape(-1, 4).reshape(x.shape),
+  "reversed": lambda x: x[:, ::-1],
+  "added": lambda x: jnp.cumsum(x, 0),
+  "sorted": lambda x: jnp.sort(x, 0),
+  "centred": lambda x: x - x.mean(0, keepdims=True),
+  "softmax over all": lambda x: jax.nn.softmax(x, 0),
+  "rolled": lambda x: jnp.roll(x, 1, 0),
+  "doubled": lambda x: jnp.concatenate([x, 2 * x], 0)[: x.shape[0]],
+  "stacked": lambda x: jnp.concatenate([x, x**2], 0).reshape(2, *x.shape).sum(0),
+  "padded": lambda x: jnp.pad(x, ((0, 0), (1, 0), (0, 0)))[:, :-1],
+  "where": lambda x: jnp.where(x > 0, x, 0.1 * x),
+  "normed": lambda x: x / (1 + jnp.sqrt((x**2).sum(-1, keepdims=True))),
+  "times the mean": lambda x: x * x.mean(),
+  "plus one": lambda x: x + jnp.ones_like(x),
+  "by its place": lambda x: x * jnp.arange(x.shape[0], dtype=x.dtype)[:, None, None],
+}
+ENDS = {
+  "mean": lambda x: x.mean(),
+  "sum": lambda x: x.sum(),
+  "mean of squares": lambda x: (x**2).mean(),
+  "square of the mean": lambda x: x.mean() ** 2,
+  "largest of each": lambda x: x.max(-1).mean(),
+  "largest": lambda x: x.max(),
+  "scaled sum": lambda x: x.sum() / x.shape[0],
+  "sum of sums": lambda x: 3 * x.sum(0).sum() - x[:, 0].sum(),
+}
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+  names=st.lists(st.sampled_from(sorted(UNARY)), min_size=0, max_size=4),
+  end=st.sampled_from(sorted(ENDS)),
+  how=st.sampled_from(["mean", "sum"]),
+  seed=st.integers(0, 99),
+)
+def test_what_is_said_to_follow_does(names, end, how, seed):
+  def loss(p, b):
+    x = b["x"] @ p["w"]
+    for name in names:
+      x = UNARY[name](x, p) if name == "product" else UNARY[name](x)
+    return ENDS[end](x) + 0.1 * (x.mean() if how == "mean" else x.sum()) * p["b"].sum()
+
+  if not reason(loss, how):
+    assert difference(loss, how, seed=seed) < 1e-4
+
+
+class Net(nnx.Module):
+  def __init__(self, rngs):
+    self.layer = nnx.Linear(4, 4, rngs=rngs)
+
+  def loss(self, of):
+    return lambda model, batch: of({"w": model.layer.kernel[...], "b": model.layer.bias[...]}, batch)
+
+
+STEPS = {
+  "mean": (lambda p, b: losses(p, b).mean(), True),
+  "contrastive": (contrast, False),
+  "balance": (lambda p, b: losses(p, b).mean() + balance(p, b), False),
+  "masked mean": (FAILS["masked mean"][0], False),
+  "sum": (lambda p, b: losses(p, b).sum(), False),
+  "perplexity beside the loss": (
+    lambda p, b: (losses(p, b).mean(), {"p": jnp.exp(losses(p, b).mean())}),
+    False,
+  ),
+  "weighted": (lambda p, b: nxp.weighted((losses(p, b) * b["mask"]).sum(), b["mask"].sum()), True),
+  "weighted with a penalty": (lambda p, b: nxp.weighted(losses(p, b).sum() + (p["w"] ** 2).sum(), 18), False),
+}
+
+
+@pytest.mark.parametrize("parts", [2, 4])
+@pytest.mark.parametrize("axes", [{"data": 4}, {"data": 2, "fsdp": 2}], ids=str)
+@pytest.mark.parametrize(("of", "once"), STEPS.values(), ids=STEPS)
+def test_a_step_equals_one_device_with_the_same_microbatches(of, once, axes, parts):
+  def trained(sizes):
+    mesh = nxp.make_mesh(sizes, devices=jax.devices()[: int(np.prod([*sizes.values()]))])
+    rules = [
+      nxp.LogicalRules(batch=tuple(sizes)),
+      nxp.fsdp("fsdp", min_size=4) if "fsdp" in sizes else nxp.replicate(),
+    ]
+    plan = nxp.plan(lambda: Net(nnx.Rngs(0)), mesh, rules, optimizer=optax.sgd(0.1))
+    model, optimizer = nxp.create_sharded_model(plan)
+    step = nxp.train_step(model.loss(of), microbatches=parts)
+    metrics = step(model, optimizer, nxp.shard_batch(inputs(16), plan))
+    return (
+      {name: float(x) for name, x in metrics.items()},
+      np.asarray(model.layer.kernel[...]),
+      step.reduction,
+    )
+
+  (metrics, kernel, _), (found, ours, how) = trained({"data": 1}), trained(axes)
+  assert found == pytest.approx(metrics, rel=1e-5)
+  np.testing.assert_allclose(ours, kernel, rtol=1e-5, atol=1e-6)
+  assert how.startswith("once, after the scan, over data" if once else "in each microbatch: ")
