@@ -17,7 +17,7 @@ from nnx_parallel.core.shards import join_batch, pinned, split_batch
 from nnx_parallel.errors import TrainError
 from nnx_parallel.layout.constrain import mapped_axes
 from nnx_parallel.train.floats import widen
-from nnx_parallel.train.linearity import why_no_sum
+from nnx_parallel.train.linearity import factors
 from nnx_parallel.train.losses import Terms, mean
 from nnx_parallel.train.trace import Differentiable, Objective, why_not_by_replica
 
@@ -104,6 +104,8 @@ def in_microbatches(
     TrainError: a batch that does not split evenly, or a `reduction` where XLA places the reductions.
   """
   check_divides(batch, count * loss.parts)
+  _check_shards(batch, count * loss.parts, layout)
+  scales: Any = None
   axes, why = _replica_axes(batch, count * loss.parts, layout)
   alone = bool(axes) and all(size == 1 for axis, size in layout.mesh.shape.items() if axis not in axes)
   parts = count * (_replicas(layout.mesh, axes) if axes else 1)
@@ -114,7 +116,8 @@ def in_microbatches(
     # A dim of replicas makes it a grouped convolution, whose kernel gradient XLA gets wrong.
     if not why and not alone and any(e.primitive.name == "conv_general_dilated" for e in equations(jaxpr)):
       why = "the model has convolutions, and replicas that are split themselves"
-    why = why or _why_no_sum(loss, batch, count, axes, parts)
+    if not why:
+      scales, why = _factors(loss, batch, count, axes, parts)
   if why:
     axes, alone = (), False
   if reduction is not None and not alone:
@@ -136,20 +139,26 @@ def in_microbatches(
     total = _manual(*given, layout.mesh, axes, parts, how, reduction)
   else:
     total = _mapped(*given, layout, axes, parts, how)
-  return total._replace(parts=parts * loss.parts)
+  pairs = (total.grads, total.terms), scales
+  grads, found = jax.tree.map(lambda x, factor: x if factor == 1 else x * factor, *pairs)
+  return total._replace(grads=grads, terms=found, parts=parts * loss.parts)
 
 
-def _why_no_sum(loss: Differentiable, batch: Any, count: int, axes: tuple[str, ...], parts: int) -> str:
-  """Why the gradients of a microbatch are not those of its parts on the replicas, added up."""
+def _factors(
+  loss: Differentiable, batch: Any, count: int, axes: tuple[str, ...], parts: int
+) -> tuple[Any, str]:
+  """What the sums of replicas are multiplied by; or why they do not add up to those of the batch."""
   inputs = _first(batch, parts), _first(batch, count)
-  if any(jnp.shape(x)[:1] == (1,) for x in jax.tree.leaves(inputs[0])):
-    # Of one example, dims are broadcast and left out: no trace to compare with.
+  if any(jnp.shape(x)[:1] == (loss.parts,) for x in jax.tree.leaves(inputs[0])):
+    # A dim of one example is broadcast or left out, so that the traces would differ.
     inputs = jax.tree.map(lambda x: jnp.concatenate([x, x]) if jnp.ndim(x) else x, inputs)
   with mapped_axes(axes):
     (part, wanted), (whole, _) = map(loss.gradient, inputs)
   trained = len(jax.tree.leaves(loss.train))
   splits = [False] * trained + [bool(jnp.ndim(x)) for x in jax.tree.leaves(batch)]
-  return why_no_sum(part, whole, parts // count, splits, wanted)
+  leaves, structure = jax.tree.flatten(wanted)
+  found, why = factors(part, whole, parts // count, splits, leaves)
+  return (None if why else jax.tree.unflatten(structure, found)), why
 
 
 def slope_of(loss: Differentiable, tangents: list[Any], batch: Any, count: int | None) -> tuple[Any, Any]:
@@ -288,6 +297,22 @@ def check_divides(batch: Any, count: int) -> None:
       details=f"shape {shape}",
       fix=f"a global batch of {size + -size % count}, or fewer microbatches.",
     )
+
+
+def _check_shards(batch: Any, count: int, layout: Layout) -> None:
+  """Refuses microbatches with fewer examples than the batch has shards."""
+  shards = _replicas(layout.mesh, layout.batch) if layout.batch else 1
+  for path, leaf in jax.tree_util.tree_leaves_with_path(batch):
+    size = jnp.shape(leaf)[0] if jnp.ndim(leaf) else shards * count
+    if size // count % shards:
+      most = max(n for n in range(1, size // shards + 1) if not size % (n * shards))
+      raise TrainError(
+        f"{count} microbatches of {size} examples have {size // count} each, which {shards} shards cannot"
+        " split evenly.",
+        details=f"batch{jax.tree_util.keystr(path)}, shape {jnp.shape(leaf)}, split over"
+        f" {', '.join(layout.batch)}",
+        fix=f"microbatches={most}, or a global batch of {shards * count}.",
+      )
 
 
 def _scan(

@@ -26,10 +26,9 @@ import jax
 import numpy as np
 from jax.extend import core
 
+from nnx_parallel.core.axes import axes_of
 from nnx_parallel.core.flow import meeting
 from nnx_parallel.core.jaxprs import (
-  CALLS,
-  CHECKPOINTS,
   called,
   constants,
   is_tracer,
@@ -47,6 +46,8 @@ _NONLINEAR = ELEMENTWISE | frozenset((
 ))  # fmt: skip
 _IDENTITIES = ("sharding_constraint", "optimization_barrier", "reshard", "mesh_cast", "device_put", "copy",
                "copy_p", "layout_constraint", "pvary", "pcast", "name", "stop_gradient")  # fmt: skip
+# Between devices: on each of them the result is a sum, or the value of another one.
+_EXCHANGES = ("psum", "psum2", "psum_invariant", "ppermute")
 _LINEAR = ("neg", "real", "imag", "conj", "reduce_precision", *_IDENTITIES)
 _CUMULATIVE = ("cumsum", "cumlogsumexp", "cummax", "cummin", "cumprod")
 _REDUCTIONS = ("reduce_max", "reduce_min", "reduce_prod", "reduce_and", "reduce_or", "reduce_xor", "argmax",
@@ -94,15 +95,17 @@ class Fact:
     return dataclasses.replace(self, scale=self.scale * factor)
 
 
-SAME, ZERO = Fact("same"), Fact("zero")
+SAME, ZERO, ROWS = Fact("same"), Fact("zero"), Fact("part")
 
 
 class _Mixed(Exception):
   """An operation has no relation between the batch and its parts."""
 
 
-def why_no_sum(part: Any, whole: Any, parts: int, splits: Sequence[bool], wanted: Sequence[str]) -> str:
-  """Why the results for a batch do not follow from the results for its parts; empty if they do.
+def factors(
+  part: Any, whole: Any, parts: int, splits: Sequence[bool], wanted: Sequence[str]
+) -> tuple[list[float], str]:
+  """How the results for a batch follow from the results for its parts.
 
   Args:
     part: the closed jaxpr of the program for one part.
@@ -111,22 +114,25 @@ def why_no_sum(part: Any, whole: Any, parts: int, splits: Sequence[bool], wanted
     splits: for each flat input, whether the parts split its dim 0; else all parts get the same.
     wanted: for each flat result, `"mean"` of the parts' results, their `"sum"`, or `"rows"`: the parts'
       results one after the other.
+
+  Returns:
+    For each result, what the wanted one is to be multiplied by; and why some result does not follow, empty
+    if all do.
   """
   pair = _Pair(parts)
-  given = [Fact("part") if split else SAME for split in splits]
-  found = pair.walk(part, whole, given)
-  scales = {"mean": 1 / parts, "sum": 1.0}
-  for fact, how in zip(found, wanted, strict=True):
+  found: list[float] = []
+  for fact, how in zip(pair.walk(part, whole, [ROWS if x else SAME for x in splits]), wanted, strict=True):
     if fact.kind == "mixed":
-      return f"the loss is no {how} over its examples: {fact.reason}"
-    if how == "rows":
-      if fact.kind != "zero" and not (_is_rows(fact) and fact.plain):
-        return "an output does not have the examples on dim 0"
-    elif fact.kind == "part":
-      return "a result has the examples on a dim, and outputs= does not name it"
-    elif fact.kind != "zero" and not _equal(pair.as_sum(fact).scale, scales[how]):
-      return f"the loss is no {how} over its examples: it depends otherwise on their number"
-  return ""
+      return [], f"the loss is no {how} over its examples: {fact.reason}"
+    if how == "rows" and not (fact.kind == "zero" or (_is_rows(fact) and fact.plain)):
+      return [], "an output does not have the examples on dim 0"
+    if how != "rows" and fact.kind == "part":
+      return [], "a result has the examples on a dim, and outputs= does not name it"
+    scale = 1.0
+    if fact.kind in ("same", "sum"):
+      scale = pair.as_sum(fact).scale * (parts if how == "mean" else 1)
+    found.append(1.0 if _equal(scale, 1.0) else scale)
+  return found, ""
 
 
 class _Pair:
@@ -143,8 +149,6 @@ class _Pair:
     """A value that is equal in all parts, as a sum over the parts."""
     if fact.kind == "same":
       return Fact("sum", fact.scale / self.parts)
-    if fact.kind == "part":
-      raise _Mixed
     return fact
 
   def join(self, facts: Sequence[Fact]) -> Fact:
@@ -227,7 +231,7 @@ class _Pair:
 
   def _rule(self, eqn: Any, other: Any, inputs: list[Fact]) -> list[Fact]:
     name, count = eqn.primitive.name, len(eqn.outvars)
-    if name in _IDENTITIES:
+    if name in _IDENTITIES or name in _EXCHANGES:
       return inputs[:count]
     if name == "scan":
       return self._scan(eqn, other, inputs)
@@ -235,8 +239,11 @@ class _Pair:
       return self._while(eqn, other, inputs)
     if name == "cond":
       return self._cond(eqn, other, inputs)
-    if name in CALLS or name in CHECKPOINTS or name.startswith(("custom_jvp_call", "custom_vjp_call")):
-      return self.walk(called(eqn), called(other), inputs)
+    if name == "shard_map":
+      return self._shard_map(eqn, other, inputs)
+    inner = called(eqn)
+    if inner is not None and name != "pallas_call":  # a call, a checkpoint, a custom rule
+      return self.walk(inner, called(other), inputs)
     shapes = [v.aval.shape for v in eqn.outvars] == [v.aval.shape for v in other.outvars]
     if shapes and all(fact.kind in ("same", "zero") and fact.plain for fact in inputs):
       if not _same_parameters(eqn, other):
@@ -280,6 +287,15 @@ class _Pair:
         return carried
       carried = new
     raise _Mixed
+
+  def _shard_map(self, eqn: Any, other: Any, inputs: list[Fact]) -> list[Fact]:
+    """Each device computes with the parts of its shards, where no axis splits the dim of the parts."""
+    found = self.walk(eqn.params["jaxpr"], other.params["jaxpr"], inputs)
+    specs = (*eqn.params["in_specs"], *eqn.params["out_specs"])
+    for fact, spec in zip((*inputs, *found), specs, strict=True):
+      if fact.kind == "part" and any(axes_of(entry) for entry in tuple(spec)[fact.dim : fact.dim + 1]):
+        raise _Mixed
+    return found
 
   def _scan(self, eqn: Any, other: Any, inputs: list[Fact]) -> list[Fact]:
     counts, bodies = scan_counts(eqn), (eqn.params["jaxpr"], other.params["jaxpr"])
@@ -449,6 +465,8 @@ def _broadcast(pair: _Pair, eqn: Any, other: Any, inputs: list[Fact]) -> Fact:
 
 def _changed(a: Any, b: Any) -> list[int]:
   """The dims that differ between the traces."""
+  if len(a.aval.shape) != len(b.aval.shape):
+    raise _Mixed
   return [d for d, (n, m) in enumerate(zip(a.aval.shape, b.aval.shape, strict=True)) if n != m]
 
 

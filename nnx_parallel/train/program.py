@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
 import re
@@ -15,12 +16,13 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from nnx_parallel.core.axes import axes_in
+from nnx_parallel.core.jaxprs import is_tracer
 from nnx_parallel.core.mesh import axis_sizes
 from nnx_parallel.core.nodes import Path, is_key, value_of
-from nnx_parallel.errors import TrainError
+from nnx_parallel.errors import ShardingError, TrainError
 from nnx_parallel.layers.attention import queries_over
 from nnx_parallel.layers.layers import LayersUsed, with_options, with_stages
-from nnx_parallel.layout.batch import position_axes
+from nnx_parallel.layout.batch import input_spec, position_axes
 from nnx_parallel.layout.constrain import default_scope, rules_in_scope, scope_of
 from nnx_parallel.layout.sharded_optimizer import Placement, placement_of
 from nnx_parallel.rules.ruleset import RuleSet
@@ -321,6 +323,27 @@ class BoundStep:
     """The program for batches that are sharded like this one."""
     return self.structure.program(self._batch_axes(batch))
 
+  def placed(self, batch: Any) -> Any:
+    """The batch with host arrays laid out by the plan of the models, where that splits them evenly."""
+    mesh, scope = self.structure.mesh, self.structure.scope
+    if mesh is None or mesh.size == 1 or scope is None or all(map(is_placed, jax.tree.leaves(batch))):
+      return batch
+    if jax.process_count() > 1:  # a host array may be this process's share, or the whole batch
+      return batch
+    rules, sizes = RuleSet(logical=scope.rules, inputs=scope.inputs), axis_sizes(mesh)
+
+    def place(x: Any) -> Any:
+      loose = isinstance(x, np.ndarray) and x.dtype.kind not in "OSUMm"
+      if not loose and (not isinstance(x, jax.Array) or is_placed(x) or is_tracer(x) or x.committed):
+        return x
+      with contextlib.suppress(ShardingError, ValueError):  # no rule for the batch, or it does not divide
+        where = NamedSharding(mesh, input_spec(rules, x.ndim, sizes))
+        where.shard_shape(x.shape)
+        return jax.device_put(x, where)
+      return x
+
+    return jax.tree.map(place, batch)
+
   def update(self, program: WatchedJit, batch: Any) -> tuple[list[Any], Metrics]:
     """Runs a program and writes its arrays back, all or none; returns the old ones and the metrics."""
     if current_trace() != self.trace:
@@ -417,6 +440,11 @@ class BoundStep:
         logger.info("%s and %s shared one array; each has its own now", first[where], label)
         variable.set_raw_value(jnp.copy(value))
       first.setdefault(where, label)
+
+
+def is_placed(x: Any) -> bool:
+  """Whether an array lies on a mesh."""
+  return isinstance(getattr(x, "sharding", None), NamedSharding)
 
 
 def _value(x: Any) -> Any:

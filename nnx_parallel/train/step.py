@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.sharding import AbstractMesh, NamedSharding
+from jax.sharding import AbstractMesh
 from jax.typing import DTypeLike
 
 from nnx_parallel.core.text import few
@@ -27,7 +27,7 @@ from nnx_parallel.train.check_gradients import checked
 from nnx_parallel.train.gradient_check import GradientCheck, merged
 from nnx_parallel.train.losses import Metrics
 from nnx_parallel.train.options import Gradients, LossFn, StepOptions
-from nnx_parallel.train.program import BoundStep, Compile, Structure, WatchedJit, logger
+from nnx_parallel.train.program import BoundStep, Compile, Structure, WatchedJit, is_placed, logger
 from nnx_parallel.train.update import keyed, of_loss
 
 
@@ -147,7 +147,9 @@ class TrainStep(_Step):
       model: a live module; or a tuple or dict of modules, which the loss function gets as they are.
       optimizer: its `nnx.Optimizer`; for several models, a tuple or dict with the same keys. A model whose
         key has no optimizer is not trained.
-      batch: a pytree of global arrays with the examples on dim 0.
+      batch: a pytree of global arrays with the examples on dim 0. In a job of one process, arrays of the host
+        are laid out by the plan of the models, as `shard_batch` does; where the batch does not divide, each
+        device computes all of it, and a warning says so.
 
     Returns:
       Metrics on device, not waited for: `loss`, and what the loss function returned, as means over the batch.
@@ -156,6 +158,7 @@ class TrainStep(_Step):
       TrainError: a loss, batch or module that a step cannot use; the message has the Variable's path.
     """
     bound = self._bound(model, optimizer)
+    batch = bound.placed(batch)
     program = bound.program(batch)
     arrays, metrics = bound.update(program, batch)
     self._done(bound, program, arrays, batch)
@@ -206,6 +209,7 @@ class TrainStep(_Step):
       A `jax.stages.Compiled`: its text, memory and cost.
     """
     bound = self._bound(model, optimizer)
+    batch = bound.placed(batch)
     lowered = bound.program(batch).jitted.lower(bound.binding.read(), bound.binding.raw, batch)
     self.layers = bound.structure.layers
     return lowered.compile()
@@ -275,6 +279,7 @@ class EvalStep(_Step):
       Metrics on device: means, or `(sum, count)` pairs when made with `pairs=True`.
     """
     bound = self._bound(model)
+    batch = bound.placed(batch)
     program = bound.program(batch)
     arrays, metrics = bound.evaluate(program, batch)
     self._done(bound, program, arrays, batch)
@@ -485,17 +490,13 @@ def _check_objects(roots: Mapping[str, Any]) -> None:
 
 def _warn_unplaced(arrays: list[Any], batch: Any) -> None:
   """Warns of a batch that is on no mesh: jax replicates it, and each device computes all examples."""
-  if all(x.sharding.mesh.size == 1 for x in arrays if _is_placed(x)):
+  if all(x.sharding.mesh.size == 1 for x in arrays if is_placed(x)):
     return
   leaves = jax.tree_util.tree_leaves_with_path(batch)
-  loose = [path for path, leaf in leaves if jnp.ndim(leaf) and not _is_placed(leaf)]
+  loose = [path for path, leaf in leaves if jnp.ndim(leaf) and not is_placed(leaf)]
   if loose:
     logger.warning(
       "batch%s is on no mesh, so every device computes all of its examples. Fix: step(model, optimizer,"
       " nxp.shard_batch(batch, plan))",
       jax.tree_util.keystr(loose[0]),
     )
-
-
-def _is_placed(x: Any) -> bool:
-  return isinstance(getattr(x, "sharding", None), NamedSharding)

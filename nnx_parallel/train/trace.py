@@ -40,7 +40,7 @@ class Differentiable(NamedTuple):
     order: the leaf of the template for each of `others`, then for each of `train`.
     inspect: `(part of the batch) -> (jaxpr of the loss, positions of the arrays that it changes)`.
     gradient: `(part of the batch) -> (jaxpr of the gradients and terms, what each result is)`, without the
-      loss scale; see `why_no_sum`.
+      loss scale, for `linearity.factors`.
     layers: what was done with the layers of the loss, when it was last traced.
     parts: how many microbatches the loss itself takes at once: more than one in a pipeline.
   """
@@ -52,7 +52,7 @@ class Differentiable(NamedTuple):
   template: Template
   order: list[int]
   inspect: Callable[[Any], tuple[Any, set[int]]]
-  gradient: Callable[[Any], tuple[Any, list[str]]]
+  gradient: Callable[[Any], tuple[Any, tuple[list[str], Terms]]]
   layers: LayersUsed
   parts: int = 1
 
@@ -115,7 +115,7 @@ def differentiable(
       )
     return traced.jaxpr, changed
 
-  def gradient(part: Any) -> tuple[Any, list[str]]:
+  def gradient(part: Any) -> tuple[Any, tuple[list[str], Terms]]:
     def run(train: list[Any], part: Any) -> Any:
       grads, (found, _, _) = jax.grad(chosen, has_aux=True)(train, others, part)
       return grads, found
@@ -127,7 +127,7 @@ def differentiable(
       {name: None if count is None else "sum" for name, count in found.counts.items()},
       jax.tree.map(lambda _: "rows", found.outputs),
     )
-    return traced, [wanted["loss"]] * len(grads) + jax.tree.leaves(means)
+    return traced, ([wanted["loss"]] * len(grads), means)
 
   paths = [template.paths[i] for i in trained]
   fixed = paths, template, order, inspect, gradient, used, options.microbatches // options.turns

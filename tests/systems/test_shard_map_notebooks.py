@@ -29,9 +29,11 @@ def test_a_batch_that_is_on_no_mesh_is_not_silently_computed_eight_times(caplog)
   plan = nxp.plan(layer, nxp.make_mesh(data=8), nxp.replicate(), optimizer=optax.sgd(0.1))
   model, optimizer = nxp.create_sharded_model(plan)
   step, batch = nxp.train_step(lambda model, batch: (model(batch["x"]) ** 2).mean()), {"x": normal(0, 64, 64)}
-  step(model, optimizer, nxp.shard_batch(batch, plan))
+  step(model, optimizer, batch)  # laid out as shard_batch does
   assert not caplog.records
-  step(model, optimizer, batch)
+  step(model, optimizer, nxp.shard_batch(batch, plan))
+  assert len(step.compiles) == 1
+  step(model, optimizer, {"x": batch["x"][:60]})
   assert "batch['x'] is on no mesh, so every device computes all of its examples" in caplog.text
   assert "nxp.shard_batch(batch, plan)" in caplog.text
   flops = [

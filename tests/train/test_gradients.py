@@ -69,9 +69,7 @@ def test_a_loss_runs_once_to_be_differentiated_and_twice_to_be_inspected(axes):
 
   _, model, optimizer, batch = step_on(axes)
   nxp.train_step(counted, microbatches=PARTS, remat="none").lower(model, optimizer, batch)
-  assert (
-    len(calls) == 3
-  )  # jax keeps one trace of equal calls; to look for changed Variables, on a part and on the batch, and in the step
+  assert len(calls) == 3
   nxp.train_step(counted).lower(model, optimizer, batch)
   assert len(calls) == 4
 
