@@ -99,6 +99,30 @@ def array_leaves(module: Any) -> dict[Path, Any]:
   return {path: leaf for path, leaf in variables(module).items() if jax.tree.leaves(value_of(leaf))}
 
 
+def set_arrays(module: nnx.Pytree, arrays: Mapping[Path, Any]) -> None:
+  """Puts raw arrays at their paths in a live module; a tuple that holds some is replaced by a copy.
+
+  So is any other container that is no module; `nnx.update` refuses tuples and dataclasses.
+
+  Example:
+    >>> from flax import nnx
+    >>> from nnx_parallel.core.nodes import set_arrays
+    >>> module = nnx.Dict(table=nnx.data((1.0, jax.numpy.zeros(2))))
+    >>> set_arrays(module, {("table", 1): jax.numpy.ones(2)})
+    >>> module.table
+    (1.0, Array([1., 1.], dtype=float32))
+  """
+  for path, node in [*iter_nodes(module)]:
+    for name, value in [*vars(node).items()] if isinstance(node, nnx.Pytree) else ():
+      here = (*path, int(name) if isinstance(node, nnx.List) and name.isdecimal() else name)
+      if _is_node(value) or not any(where[: len(here)] == here for where in arrays):
+        continue
+      new = jax.tree_util.tree_map_with_path(
+        lambda keys, old, here=here: arrays.get((*here, *plain_path(keys)), old), value, is_leaf=_is_node
+      )
+      setattr(node, name, nnx.data(new))
+
+
 def aliases(module: Any) -> dict[Path, tuple[Path, ...]]:
   """The other paths of tied Variables and shared submodules, by path in `variables(module)`.
 

@@ -14,6 +14,7 @@ import numpy as np
 import optax
 from flax import nnx
 from flax.errors import TraceContextError
+from flax.nnx import graphlib
 from jax.core import Tracer
 from jax.extend.core import Literal
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
@@ -29,6 +30,7 @@ from nnx_parallel.core.nodes import (
   value_of,
   variables,
 )
+from nnx_parallel.core.text import few
 from nnx_parallel.errors import PlanError
 from nnx_parallel.layout import optimizer_layout
 from nnx_parallel.layout.sharded_optimizer import ShardedOptimizer
@@ -118,7 +120,31 @@ def trace(build: Callable[[Any], Any], given: Any) -> Trace:
 
   with without_mesh():
     program, (built, values) = jax.make_jaxpr(run, return_shape=True)(state)
-    return Trace(nnx.merge(built, values), program, state_paths(state), state_paths(values))
+    made = state_paths(values)
+    return Trace(_abstract(built, values, made), program, state_paths(state), made)
+
+
+def _abstract(graphdef: Any, values: Any, arrays: Iterable[Path]) -> Any:
+  """The module around `ShapeDtypeStruct`s.
+
+  flax takes a struct that stands in a tuple, dict or other pytree for a static value, and so would lose it.
+  There it is marked as data.
+
+  Raises:
+    PlanError: arrays that flax does not find in the module all the same; `arrays` has the paths of all.
+  """
+  node = nnx.merge(graphdef, values)
+  lost = set(arrays) - array_leaves(node).keys()
+  if lost:
+    flat = nnx.to_flat_state(values)
+    marked: list[Any] = [(path, graphlib.DataElem(leaf) if path in lost else leaf) for path, leaf in flat]
+    node = nnx.merge(graphdef, nnx.from_flat_state(marked))
+  if lost := sorted(map(path_str, set(arrays) - array_leaves(node).keys())):
+    raise PlanError(
+      f"flax hides {few(lost)}: of arrays there, a plan cannot tell where they are.",
+      fix="give each array its own nnx.Variable, or put them into nnx.List or nnx.Dict.",
+    )
+  return node
 
 
 def state_paths(state: Any) -> tuple[Path, ...]:
