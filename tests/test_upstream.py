@@ -19,8 +19,8 @@ import optax
 import pytest
 import tensorstore as ts
 from flax import nnx
-from flax.nnx import graphlib
 from flax.core.spmd import get_logical_axis_rules
+from flax.nnx import graphlib
 from jax.experimental import multihost_utils
 from jax.experimental.compilation_cache import compilation_cache
 from jax.extend import source_info_util

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import functools
 from collections.abc import Mapping
 from typing import Any
 
@@ -182,10 +183,14 @@ def _move(source: Any, leaf: LeafPlan) -> jax.Array:
     return put(source, leaf.sharding)
   if isinstance(source, jax.Array):
     # Cut and padded where it is: its devices need not be those of the plan.
-    resized = jax.jit(lambda x: pad(crop(x, leaf.shape, tuple(x.shape)), leaf.storage_shape))(source)
-    return put(resized, leaf.sharding)
+    return put(_resized(source, leaf.shape, leaf.storage_shape), leaf.sharding)
   shape, host = leaf.storage_shape, np.asarray(source)
   return jax.make_array_from_callback(shape, leaf.sharding, lambda index: _padded(host, index, shape))
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2))
+def _resized(array: jax.Array, shape: tuple[int, ...], storage: tuple[int, ...]) -> jax.Array:
+  return pad(crop(array, shape, tuple(array.shape)), storage)
 
 
 def _padded(host: np.ndarray[Any, Any], index: Any, shape: tuple[int, ...]) -> np.ndarray[Any, Any]:

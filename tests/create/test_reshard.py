@@ -221,3 +221,24 @@ def test_padded_models_move_to_any_other_padding():
     model = nxp.reshard(model, plan, donate=True)
     assert model.embedding.get_raw_value().shape == plan["embedding"].storage_shape
     np.testing.assert_array_equal(np.asarray(model.embedding[...]), expected)
+
+
+def test_padded_arrays_of_one_shape_are_resized_by_one_program():
+  def init() -> nnx.List:
+    return nnx.List([nnx.Linear(10, 10, rngs=nnx.Rngs(i)) for i in range(6)])
+
+  plan = nxp.plan(init, nxp.make_mesh(fsdp=8), nxp.fsdp(min_size=0), uneven="pad")
+  assert any(plan["0.kernel"].padding)
+  model, compiled = init(), list[str]()
+
+  def count(event: str, _: float, **__: object) -> None:
+    if event.endswith("backend_compile_duration"):
+      compiled.append(event)
+
+  nxp.reshard(model, plan)
+  jax.monitoring.register_event_duration_secs_listener(count)
+  nxp.reshard(model, plan)
+  jax.clear_caches()
+  nxp.reshard(model, plan)
+  jax.monitoring.unregister_event_duration_listener(count)
+  assert 0 < len(compiled) < len(plan.leaves)
