@@ -139,9 +139,10 @@ def _abstract(graphdef: Any, values: Any, arrays: Iterable[Path]) -> Any:
     flat = nnx.to_flat_state(values)
     marked: list[Any] = [(path, graphlib.DataElem(leaf) if path in lost else leaf) for path, leaf in flat]
     node = nnx.merge(graphdef, nnx.from_flat_state(marked))
-  if lost := sorted(map(path_str, set(arrays) - array_leaves(node).keys())):
+    lost -= array_leaves(node).keys()
+  if lost:
     raise PlanError(
-      f"flax hides {few(lost)}: of arrays there, a plan cannot tell where they are.",
+      f"flax hides {few(sorted(map(path_str, lost)))}: of arrays there, a plan cannot tell where they are.",
       fix="give each array its own nnx.Variable, or put them into nnx.List or nnx.Dict.",
     )
   return node
