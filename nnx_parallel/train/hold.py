@@ -170,6 +170,7 @@ class _Rewriting:
     self.mesh, self.batch, self.stored, self.others = mesh, batch, stored, stored - batch
     self.positions = positions
     self._met: set[int] = set()
+    self._tables: dict[tuple[int, ...], Axes] = {}
     self._done: dict[Any, tuple[Any, list[Flow]]] = {}
 
   def evaluate(self, jaxpr: Any, inputs: Sequence[Any], flows: Flows) -> tuple[list[Any], list[Flow]]:
@@ -245,6 +246,7 @@ class _Rewriting:
     if table.data or column is None or not self._is_minor(found[0], rows):
       return bind(eqn, inputs), found
     axes = _moved(table.axes, rows, column)
+    self._tables[inputs[0].shape] = table.axes
     offset = dict(
       zip((d for d in range(len(table.axes)) if d not in dropped), numbers.offset_dims, strict=True)
     )
@@ -271,7 +273,12 @@ class _Rewriting:
     moved = self._laid(self._laid(inputs[2], updates.axes), _moved(updates.axes, split, own[column]))
     axes = _moved(found[0].axes, split, column)
     (result,) = bind(eqn, [inputs[0], self._laid(inputs[1], _moved(flows[1].axes, split)), moved])
-    return [self._laid(result, axes)], [dataclasses.replace(found[0], axes=axes)]
+    result = self._laid(result, axes)
+    # To the layout of its table in two steps: XLA would replicate the gradient to make both at once.
+    for table in [self._tables[result.shape]] if result.shape in self._tables else []:
+      for axes in (_moved(table, split, column), table):
+        result = self._laid(result, axes)
+    return [result], [dataclasses.replace(found[0], axes=axes)]
 
   def _free(self, axes: Axes, moved: set[str], dims: Sequence[int], x: Any) -> int | None:
     """The longest of some dims that one axis can split further.
