@@ -137,7 +137,8 @@ class StoredPlan(Table):
       min_bytes: leaves of at most this many bytes are not reported.
 
     Returns:
-      An `Audit`, worst first: prints as a table; empty (falsy) when nothing large is replicated.
+      An `Audit`, worst first: prints as a table; empty (falsy) when nothing large is replicated. Its
+      `faults` are known faults of XLA that a step of your own may meet on this layout.
 
     Example:
       >>> import nnx_parallel as nxp
@@ -146,7 +147,10 @@ class StoredPlan(Table):
       >>> [(found.leaf.name, found.wasted, found.remedy) for found in plan.audit()]
       [('kernel', 1835008, 'fsdp could split dim 0 (1024)')]
     """
-    return audit.audit(self, min_bytes=min_bytes)
+    sizes, leaves = axis_sizes(self.mesh), [leaf for leaf in self.leaves if leaf.root == "model"]
+    batch = batch_axes(self.rules, sizes) or ()
+    faults = fault_notes(possible_faults(leaves, None, self.rules, batch, sizes), sizes, batch)[1]
+    return dataclasses.replace(audit.audit(self, min_bytes=min_bytes), faults=tuple(faults))
 
   def warn_replicated(self, *, stacklevel: int = 2) -> bool:
     """Warns, once and in one line, about large parameters that are replicated without a rule.
@@ -476,7 +480,7 @@ def plan_with_traces(
   batch = batch_axes(ruleset, decisions.sizes)
   if batch is not None:  # a plan may do without axes for the batch: nothing to check then
     faults = possible_faults(leaves, model, ruleset, batch, decisions.sizes)
-    found += fault_notes(faults, decisions.sizes, batch)
+    found += fault_notes(faults, decisions.sizes, batch)[0]
     found += check_depthwise(model, leaves, batch, decisions.sizes)
     found += check_tables(decisions.table_leaves, batch, decisions.sizes)
   abstract_optimizer = None

@@ -13,6 +13,7 @@ So the trace of the step is rewritten, by the layouts of `core/flow.py`:
 - a table whose rows are split like the batch is looked up, and its gradient summed, by columns;
 - one element of each row, the logit of a target, is read by a comparison (`core/picks.py`);
 - the operands of a convolution's kernel gradient have unsplit spatial dims;
+- a kernel that is split over its spatial dims is gathered over them, and its gradient is computed so;
 - the kernel gradient of a grouped convolution is computed by each device on its own examples, and summed.
 """
 
@@ -136,9 +137,13 @@ def held(
     leaves, flows = jax.tree.leaves(args), flows_of(args)
     used = {axis for axis in (*(split or ()), *_names(flows)) if mesh.shape.get(axis, 1) > 1}
     stored = used & _names([flow for flow in flows if not flow.data])
-    if len(used) < 2 and not stored & {*(split or ())} and not positions:  # nothing to confuse
-      flows = [_flow(x, (), data=False) for x in leaves]
-    if any(flow.data for flow in flows) or any(map(_is_faulty, equations(closed.jaxpr))):
+    kernels = any(flow.names and len(flow.axes) > 2 and not flow.data for flow in flows)
+    mended = any(_is_faulty(e) or (kernels and _is_convolution(e)) for e in equations(closed.jaxpr))
+    if len(used) < 2 and not stored & {*(split or ())} and not positions:  # nothing else to confuse
+      flows = [
+        flow if mended and not flow.data else _unsplit(x)[1] for x, flow in zip(leaves, flows, strict=True)
+      ]
+    if mended or any(flow.data for flow in flows):
       batch = frozenset(used.intersection(split or ()))
       results, _ = _Rewriting(mesh, batch, stored, positions).evaluate(closed, leaves, flows)
     else:
@@ -171,6 +176,7 @@ class _Rewriting:
     self.positions = positions
     self._met: set[int] = set()
     self._tables: dict[tuple[int, ...], Axes] = {}
+    self._kernels: set[tuple[int, ...]] = set()
     self._done: dict[Any, tuple[Any, list[Flow]]] = {}
 
   def evaluate(self, jaxpr: Any, inputs: Sequence[Any], flows: Flows) -> tuple[list[Any], list[Flow]]:
@@ -223,8 +229,8 @@ class _Rewriting:
       return self._look_up(eqn, inputs, flows)
     if name == "scatter-add":
       return self._summed_rows(eqn, inputs, flows)
-    if name == "conv_general_dilated":
-      inputs, flows = self._whole_windows(eqn, inputs, flows)
+    if _is_convolution(eqn):
+      return self._convolved(eqn, *self._whole_windows(eqn, inputs, flows))
     grows = name == "broadcast_in_dim" and eqn.outvars[0].aval.size > eqn.invars[0].aval.size
     if grows and not flows[0].data:  # a scale or a bias, while it is small
       inputs = [self._gathered(inputs[0], flows[0])]
@@ -305,6 +311,20 @@ class _Rewriting:
       axes = tuple(() if dim in spec[2:] else own for dim, own in enumerate(flow.axes))
       found.append(Flow(axes, flow.data, flow.weight))
     return [self._laid(x, flow.axes) for x, flow in zip(inputs, found, strict=True)], found
+
+  def _convolved(self, eqn: Any, inputs: list[Any], flows: list[Flow]) -> tuple[Sequence[Any], list[Flow]]:
+    """A convolution with a kernel that has unsplit spatial dims, or with the gradient of such a kernel."""
+    numbers, kernel = eqn.params["dimension_numbers"], flows[1]
+    if not kernel.data and any(kernel.axes[d] for d in numbers.rhs_spec[2:]):
+      self._kernels.add(inputs[1].shape)
+      axes = tuple(() if d in numbers.rhs_spec[2:] else own for d, own in enumerate(kernel.axes))
+      flows = [flows[0], dataclasses.replace(kernel, axes=axes)]
+      inputs = [inputs[0], self._laid(inputs[1], axes)]
+    results, found = bind(eqn, inputs), self._followed(eqn, flows)
+    if results[0].shape in self._kernels:
+      axes = tuple(() if d in numbers.out_spec[2:] else own for d, own in enumerate(found[0].axes))
+      results, found = [self._laid(results[0], axes)], [dataclasses.replace(found[0], axes=axes)]
+    return results, found
 
   def _followed(self, eqn: Any, flows: list[Flow]) -> list[Flow]:
     """The layouts of the results of an operation without inner programs."""
@@ -495,7 +515,11 @@ def _is_faulty(eqn: Any) -> bool:
   batch on the 4, twice. The forward pass and the gradient of the input are right, and Adam hides the factor.
   With two groups and channels split over 4 devices, the partitioner aborts the process.
   """
-  return eqn.primitive.name == "conv_general_dilated" and eqn.params["batch_group_count"] > 1
+  return _is_convolution(eqn) and eqn.params["batch_group_count"] > 1
+
+
+def _is_convolution(eqn: Any) -> bool:
+  return eqn.primitive.name == "conv_general_dilated"
 
 
 def _by_hand(eqn: Any, mesh: Any) -> Callable[[jax.Array, jax.Array], jax.Array]:

@@ -154,11 +154,6 @@ CUBE, SHARDED = (
 REPLICATING = {
   "separate head": (lambda: Words(False), words_loss, CUBE, SHARDED),
   "tied head": (lambda: Words(True), words_loss, CUBE, SHARDED),
-    lambda: Words(True),
-    words_loss,
-    {"data": 4, "fsdp": 2},
-    nxp.fsdp(min_size=0),
-  ),
   "decoder": (decoder, decoders.loss, CUBE, [nxp.LogicalRules(batch=("data", "fsdp")), TENSOR]),
 }
 
