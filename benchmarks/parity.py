@@ -103,7 +103,7 @@ def loss_fn(model: Net, tokens: jax.Array) -> tuple[jax.Array, jax.Array]:
   logits, targets = model(tokens[:, :-1]), tokens[:, 1:]
   losses = optax.softmax_cross_entropy(logits, jax.nn.one_hot(targets, VOCAB))
   weights = (targets % 5 != 0).astype(losses.dtype)
-  return (losses * weights).sum(), weights.sum()
+  return nxp.weighted((losses * weights).sum(), weights.sum())
 
 
 def batches(steps: int = STEPS) -> list[np.ndarray]:

@@ -67,6 +67,7 @@ with epy.lazy_api_imports(globals()):
   from nnx_parallel.train.gradient_check import GradientCheck, GradientLook
   from nnx_parallel.train.hold import with_right_gradients
   from nnx_parallel.train.loss_scale import loss_scale_of, with_loss_scale
+  from nnx_parallel.train.losses import weighted
   from nnx_parallel.train.precision import Precision
   from nnx_parallel.train.rng import fold_rng_over_axis
   from nnx_parallel.train.step import EvalStep, TrainStep, eval_step, train_step
@@ -173,6 +174,7 @@ __all__ = [
   "use_rules",
   "vocabulary_cross_entropy",
   "vocabulary_embedding",
+  "weighted",
   "with_ema",
   "with_layers",
   "with_loss_scale",

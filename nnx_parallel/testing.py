@@ -105,7 +105,7 @@ def run_training(
 
   Args:
     plan: a plan with an optimizer.
-    loss_fn: as for `train_step`; a scalar loss, or a (sum, count) pair, with or without metrics.
+    loss_fn: as for `train_step`; a scalar loss, or `nxp.weighted(sum, count)`, with or without metrics.
     batches: host batches, one for each step.
     start: a live model and optimizer of the same module to start from, copied into the plan's layout, which
       compiles nothing. None creates them from the plan.

@@ -56,7 +56,7 @@ class Transformer(nnx.Module):
 
 def loss_fn(model, tokens):
   losses = optax.softmax_cross_entropy_with_integer_labels(model(tokens[:, :-1]), tokens[:, 1:])
-  return losses.sum(), jnp.asarray(losses.size, jnp.float32)
+  return nxp.weighted(losses.sum(), jnp.asarray(losses.size, jnp.float32))
 
 
 RULES = nxp.LogicalRules(batch=("data", "fsdp"), embed="fsdp", heads="tensor", mlp="tensor", vocab="tensor")

@@ -21,6 +21,11 @@ def listed(lines: Sequence[str], most: int = 20) -> str:
   return "\n".join([*lines[:most], *more])
 
 
+def with_article(noun: str) -> str:
+  """`an int`, `a dict`."""
+  return f"{'an' if noun[:1] in 'aeiou' else 'a'} {noun}"
+
+
 def few(names: Sequence[str]) -> str:
   """The first names of a long list, for a note: `a, b, c and 9 more`."""
   return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")

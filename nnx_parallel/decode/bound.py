@@ -70,8 +70,12 @@ class Bound:
     self.options = options
     self.binding = Binding({"model": model})
     self.scope = scope_of(self.binding.variables)
+    # The arrays of the program: of Variables, then raw ones.
+    places = [*self.binding.parts.variables, *self.binding.parts.raw]
+    self.labels = [self.binding.labels[i] for i in places]
+    self.shardings = [self.binding.shardings[i] for i in places]
     self.caches = [i for i, leaf in enumerate(self.binding.variables) if isinstance(leaf, nnx.Cache)]
-    self.others = [i for i in range(len(self.binding.variables)) if i not in self.caches]
+    self.others = [i for i in range(len(places)) if i not in self.caches]
     if not self.caches and options.cache is None:
       raise DecodeError(
         f"{type(model).__name__} has no nnx.Cache, so no token would see those before it.",
@@ -89,7 +93,7 @@ class Bound:
     self.stages = 1 if self.pipeline is None else size_along(mesh, self.pipeline.axis)
     self.capacity = _capacity(model)
     self._defaults: dict[tuple[int, ...], Args] = {}
-    own = [self.binding.variable_shardings[i] for i in self.others]
+    own = [self.shardings[i] for i in self.others]
     if self.own_rows and self.explicit:
       self._check_weights(own, "on Explicit axes a row")
     if self.pipeline is not None:
@@ -133,7 +137,7 @@ class Bound:
 
   def argument_names(self) -> dict[str, str]:
     """Names an array of the program, as JAX does -> the label of the Variable."""
-    labels = self.binding.variable_labels
+    labels = self.labels
     groups = {"caches": self.caches, "others": self.others}
     return {
       f"{group}[{n}]": labels[i].removeprefix("model.")
@@ -143,7 +147,7 @@ class Bound:
 
   def arrays(self) -> tuple[list[Any], list[Any]]:
     """The caches, and all else that the model holds."""
-    arrays = self.binding.read()
+    arrays = [*self.binding.read(), *self.binding.raw]
     return [arrays[i] for i in self.caches], [arrays[i] for i in self.others]
 
   def __call__(self, args: Args) -> Generated:
@@ -153,7 +157,7 @@ class Bound:
     try:
       after, found = self.jitted(caches, others, args)
     except BaseException as error:
-      labels = [self.binding.variable_labels[i] for i in self.caches]
+      labels = [self.labels[i] for i in self.caches]
       gone = [label for label, x in zip(labels, caches, strict=True) if is_deleted(x)]
       if gone and isinstance(error, (RuntimeError, ValueError)):
         raise deleted(gone, len(variables)) from error
@@ -165,6 +169,7 @@ class Bound:
 
   def of_arrays(self, arrays: list[Any], *args: Any) -> tuple[dict[str, Any], dict[int, Any]]:
     """The program for the arrays of all Variables: its results, and the caches by number."""
+    arrays = [*arrays, *self.binding.raw]
     caches, others = ([arrays[i] for i in some] for some in (self.caches, self.others))
     after, found = self._program(caches, others, Args(*args))
     fields = {name: x for name, x in found._asdict().items() if x is not None}
@@ -193,8 +198,7 @@ class Bound:
       shared = {*self.axes} & {axis for entry in getattr(sharding, "spec", ()) for axis in axes_of(entry)}
       if shared:
         raise DecodeError(
-          f"{what} cannot use {self.binding.variable_labels[i]}, which is split over"
-          f" {few(sorted(shared))} as the batch is.",
+          f"{what} cannot use {self.labels[i]}, which is split over {few(sorted(shared))} as the batch is.",
           details=f"spec {sharding.spec}, batch over {self.axes}",
           fix="nxp.reshard(model, plan) to a plan that splits weights over other axes than the batch,\n"
           "or a mesh with Auto axes, and no pipeline=.",
@@ -249,10 +253,10 @@ class Bound:
 
   def _cache_shardings(self) -> list[Any]:
     """Those of the caches as the program keeps them; none where it does not return them."""
-    return [] if not self.keeps_caches else [self.binding.variable_shardings[i] for i in self.caches]
+    return [] if not self.keeps_caches else [self.shardings[i] for i in self.caches]
 
   def _pinned(self, caches: list[Any]) -> list[Any]:
-    where = [self.binding.variable_shardings[i] for i in self.caches]
+    where = [self.shardings[i] for i in self.caches]
     if not self.own_rows:
       return [pinned(x, sharding) for x, sharding in zip(caches, where, strict=True)]
     entries = [sharding.spec if isinstance(sharding, NamedSharding) else () for sharding in where]
@@ -286,7 +290,8 @@ class Bound:
       The logits of the last tokens, `(batch, vocabulary)`, and all arrays and caches after it.
     """
     binding = self.binding
-    (model,) = binding.template.build(binding.with_raw(self._joined(caches, others)))
+    joined, count = self._joined(caches, others), len(binding.variables)
+    (model,) = binding.template.build(binding.parts.join(joined[:count], joined[count:]))
     if tokens.shape[1] > 1:
       read_several(model)
     given = () if own is None else (own,)
@@ -294,7 +299,8 @@ class Bound:
       result = self.options.call(model, tokens, position, *given)
     logits, own = (result, None) if not given else result
     _check_logits(logits, tokens)
-    after = binding.without_raw(binding.template.arrays((model,)))
+    found = binding.template.arrays((model,))
+    after = [found[i] for i in (*binding.parts.variables, *binding.parts.raw)]
     return logits[:, -1], [after[i] for i in self.others], [after[i] for i in self.caches], own
 
   # The caches come last: `held` would gather a parameter that is split like the batch.
@@ -308,7 +314,7 @@ class Bound:
       leaves = [n for n, x in enumerate(others) for _ in jax.tree.leaves(x)]
       changed = [n for i, n in enumerate(leaves) if sources[i] != i]
     if changed:
-      raise lost([self.binding.variable_labels[self.others[n]] for n in changed])
+      raise lost([self.labels[self.others[n]] for n in changed])
     return logits, caches, own
 
   def _turns(self, others: list[Any], caches: list[Any], rows: int, length: int) -> TurnsOfModel:
@@ -324,8 +330,8 @@ class Bound:
       return pinned(tokens, self._rows(2)), self._whole(position)
 
     state = self._empty(caches, rows, length)
-    labels = [self.binding.variable_labels[i] for i in self.others]
-    where = [self.binding.variable_shardings[i] for i in self.caches]
+    labels = [self.labels[i] for i in self.others]
+    where = [self.shardings[i] for i in self.caches]
     specs = [sharding.spec if isinstance(sharding, NamedSharding) else None for sharding in where]
     specs += [None] * len(jax.tree.leaves(state[1]))
     mesh = self.binding.mesh

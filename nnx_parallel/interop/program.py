@@ -85,7 +85,7 @@ def export_program(
   layout = {
     "axes": {} if mesh is None else {str(name): size for name, size in mesh.shape.items()},
     "explicit": mesh is not None and AxisType.Explicit in mesh.axis_types,
-    "paths": [list(path[1:]) for i, path in enumerate(binding.template.paths) if i not in binding.raw],
+    "paths": [list(binding.template.paths[i][1:]) for i in binding.parts.variables],
     "specs": [_entries(x.sharding) for x in leaves],
     "changes": changes,
   }

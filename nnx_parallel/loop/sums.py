@@ -11,7 +11,7 @@ import numpy as np
 
 from nnx_parallel.errors import TrainError
 from nnx_parallel.loop.metrics import Record
-from nnx_parallel.train.losses import examples_in, wide
+from nnx_parallel.train.losses import weight_of, wide
 
 
 class MetricSums:
@@ -47,7 +47,7 @@ class MetricSums:
       if not is_scalar(value):
         raise TrainError(
           f"the metric {name!r} is an array, which has no mean here.",
-          fix=f"sum it in the loss function, {name!r}: (x.sum(), x.size), or leave it out of add().",
+          fix=f"sum it in the loss function, {name!r}: nxp.weighted(x.sum(), x.size), or leave it out.",
         )
     if not self._total:
       self._total, self._weight = dict(metrics), weight
@@ -89,7 +89,7 @@ def evaluate(step: Callable[[Any, Any], Mapping[str, Any]], model: Any, batches:
     >>> import jax.numpy as jnp, nnx_parallel as nxp
     >>> from flax import nnx
     >>> model = nxp.create_sharded_model(lambda: nnx.Linear(4, 2, rngs=nnx.Rngs(0)), nxp.make_mesh(data=8))
-    >>> step = nxp.eval_step(lambda m, x: (m(x).sum(), x.size), pairs=True)
+    >>> step = nxp.eval_step(lambda m, x: nxp.weighted(m(x).sum(), x.size), pairs=True)
     >>> nxp.evaluate(step, model, [jnp.zeros((16, 4)), jnp.zeros((8, 4))])
     {'loss': 0.0}
   """
@@ -97,7 +97,8 @@ def evaluate(step: Callable[[Any, Any], Mapping[str, Any]], model: Any, batches:
   before: Any = None
   for batch in batches:
     metrics = {name: value for name, value in step(model, batch).items() if is_scalar(value)}
-    sums.add(metrics, weight=examples_in(batch))
+    plain = next((name for name, value in metrics.items() if not isinstance(value, tuple)), None)
+    sums.add(metrics, weight=1 if plain is None else weight_of(plain, batch))
     # One batch ahead keeps the devices busy; more would only need more memory.
     jax.block_until_ready(before)
     before = metrics

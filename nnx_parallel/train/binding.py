@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import copy
 import itertools
 import operator
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from sys import getrefcount
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -25,7 +26,7 @@ from jax.extend.core import get_opaque_trace_state
 from jax.sharding import NamedSharding, PartitionSpec
 
 from nnx_parallel.core.nodes import Path, path_str, value_of, variables
-from nnx_parallel.core.text import few
+from nnx_parallel.core.text import few, with_article
 from nnx_parallel.errors import TrainError
 
 # The slot itself: the public accessors cost five times as much and check what a step has checked once.
@@ -59,6 +60,12 @@ class Template:
     self.leaves: list[Any] = list(flat.values())
     self.index: dict[Path, int] = {path: i for i, path in enumerate(self.paths)}
 
+  def blank(self) -> Template:
+    """The same structure without arrays, so that it keeps no model alive."""
+    copied = copy.copy(self)
+    copied.leaves = [_blank(leaf) for leaf in self.leaves]
+    return copied
+
   def build(self, arrays: Sequence[Any]) -> Any:
     """New objects of the same structure around `arrays`, which are in the order of `paths`."""
     made: list[Any] = [
@@ -90,31 +97,117 @@ class Template:
     return [value_of(after[path]) for path in self.paths]
 
 
+def plain_attributes(objects: Any) -> dict[str, Any]:
+  """The attributes of modules, and the items of their lists and dicts, that hold no array, by dotted path."""
+  return {
+    f"{path}.{name}".removeprefix("."): value
+    for path, node in _containers("", objects, set())
+    for name, value in _items(node)
+    if not str(name).startswith("_pytree__") and not _holds_state(value)
+  }
+
+
+def check_plain_attributes(before: Mapping[str, Any], objects: Any) -> None:
+  """Refuses a loss function that wrote plain attributes, which no compiled step can write back.
+
+  Raises:
+    TrainError: an attribute of `before` has another value, is gone, or is new.
+  """
+  after = plain_attributes(objects)
+  for name in dict.fromkeys([*before, *after]):
+    old, new = before.get(name, ABSENT), after.get(name, ABSENT)
+    if old is new or (type(old) is type(new) and isinstance(new, _SIMPLE) and old == new):
+      continue
+    change = "added" if old is ABSENT else "removed" if new is ABSENT else f"changed from {old!r} to {new!r}"
+    raise TrainError(
+      f"the loss function {change.split()[0]} the attribute {name}.",
+      details=f"{name} was {change}; a compiled step writes back Variables only",
+      fix=f"keep it in a Variable: {name.rsplit('.', 1)[-1]} = nnx.Variable(jnp.zeros(())), which each step"
+      " updates; or change it outside of the loss function.",
+    )
+
+
+def _holds_state(value: Any) -> bool:
+  """Whether a value holds Variables or arrays, or is a module or container whose items are looked at."""
+  if isinstance(value, (nnx.Pytree, nnx.Variable, dict, list, tuple)):
+    return not (isinstance(value, tuple) and all(isinstance(x, _SIMPLE) for x in value))
+  return hasattr(value, "shape") and hasattr(value, "dtype")
+
+
+class Parts(NamedTuple):
+  """How the leaves of a template divide: Variables, raw arrays, and constants of a program.
+
+  Attributes:
+    count: how many leaves there are.
+    raw: the positions of raw arrays, which are arguments of a program and are not written back.
+    constants: position -> NumPy array, or a Variable's value that is no array (optax's `MaskedNode`).
+  """
+
+  count: int
+  raw: tuple[int, ...]
+  constants: Mapping[int, Any]
+
+  @classmethod
+  def of(cls, leaves: Sequence[Any]) -> Parts:
+    """The parts of these leaves."""
+    raw = tuple(i for i, x in enumerate(leaves) if isinstance(x, (jax.Array, jax.ShapeDtypeStruct)))
+    others = {
+      i: value_of(leaf)
+      for i, leaf in enumerate(leaves)
+      if i not in {*raw} and not (isinstance(leaf, nnx.Variable) and jax.tree.leaves(leaf.get_raw_value()))
+    }
+    return cls(len(leaves), raw, others)
+
+  @property
+  def variables(self) -> list[int]:
+    """The positions of Variables with an array."""
+    return [i for i in range(self.count) if i not in self.constants and i not in {*self.raw}]
+
+  def join(self, arrays: Iterable[Any], raw: Iterable[Any]) -> list[Any]:
+    """All leaves, from the arrays of the Variables and the raw arrays."""
+    found = {**self.constants, **dict(zip(self.variables, arrays, strict=True))}
+    found |= dict(zip(self.raw, raw, strict=True))
+    return [found[i] for i in range(self.count)]
+
+
+def _blank(leaf: Any) -> Any:
+  value = value_of(leaf)
+  if not isinstance(value, jax.Array):
+    return leaf
+  empty = jax.ShapeDtypeStruct(value.shape, value.dtype)
+  return leaf.copy(empty) if isinstance(leaf, nnx.Variable) else empty
+
+
 class Binding:
   """The Variables of live objects, in a fixed order, with their shardings pinned.
 
   Args:
     roots: name -> module, optimizer, or a tuple or dict of them; the names start the paths in messages.
     planned: shardings by path in the template; replaced layers are put there.
+    move: whether arrays that are on no mesh are moved to the mesh of the others, in the live Variables.
   """
 
-  def __init__(self, roots: Mapping[str, Any], planned: Mapping[Path, NamedSharding] = MappingProxyType({})):
+  def __init__(
+    self,
+    roots: Mapping[str, Any],
+    planned: Mapping[Path, NamedSharding] = MappingProxyType({}),
+    *,
+    move: bool = True,
+  ):
     self.names = tuple(roots)
     self.template = Template(tuple(roots.values()))
     self.labels = [self.label(path) for path in self.template.paths]
-    # Raw arrays, and Variables without an array: optax's `MaskedNode`.
-    self.raw = {
-      i: value_of(leaf)
-      for i, leaf in enumerate(self.template.leaves)
-      if not isinstance(leaf, nnx.Variable) or not jax.tree.leaves(leaf.get_raw_value())
-    }
-    self.variables: list[Any] = [leaf for i, leaf in enumerate(self.template.leaves) if i not in self.raw]
+    leaves = self.template.leaves
+    self.parts = Parts.of(leaves)
+    self.raw: list[Any] = [leaves[i] for i in self.parts.raw]
+    self._own = self.parts.variables
+    self.variables: list[Any] = [leaves[i] for i in self._own]
     self._check_plain()
     self.watch = Watch(roots)
     self.shardings = [_sharding_of(value_of(leaf)) for leaf in self.template.leaves]
     self.mesh = _common_mesh(self.labels, self.shardings)
     if self.mesh is not None:
-      self._settle(self.mesh, planned)
+      self._settle(self.mesh, planned, move=move)
 
   def label(self, path: Path) -> str:
     """`(1, 'opt_state', 0)` -> `optimizer.opt_state.0`."""
@@ -127,36 +220,35 @@ class Binding:
 
   def with_raw(self, arrays: Iterable[Any]) -> list[Any]:
     """All leaves: `arrays` for the Variables, the module's own for raw arrays."""
-    given = iter(arrays)
-    return [self.raw[i] if i in self.raw else next(given) for i in range(len(self.labels))]
+    return self.parts.join(arrays, self.raw)
 
   def without_raw(self, leaves: Sequence[Any]) -> list[Any]:
     """The leaves of the Variables only, in the order of `read`."""
-    return [leaf for i, leaf in enumerate(leaves) if i not in self.raw]
+    return [leaves[i] for i in self._own]
 
   @property
   def variable_labels(self) -> list[str]:
     """The dotted paths in the order of `read`."""
-    return [label for i, label in enumerate(self.labels) if i not in self.raw]
+    return [self.labels[i] for i in self._own]
 
   @property
   def variable_shardings(self) -> list[Any]:
     """The pinned shardings in the order of `read`; None where nothing is pinned."""
-    return [sharding for i, sharding in enumerate(self.shardings) if i not in self.raw]
+    return [self.shardings[i] for i in self._own]
 
   def _check_plain(self) -> None:
     values = [variable.get_raw_value() for variable in self.variables]
     for label, variable, value in zip(self.variable_labels, self.variables, values, strict=True):
       if _SLOT.__get__(variable) is not value or not hasattr(value, "shape"):
         raise TrainError(
-          f"{label} holds a {type(value).__name__}, which a step cannot read and write back.",
+          f"{label} holds {with_article(type(value).__name__)}, which a step cannot read and write back.",
           fix="store one array in each Variable (no array refs, no pytrees).",
         )
     gone = [label for label, value in zip(self.variable_labels, values, strict=True) if is_deleted(value)]
     if gone:
       raise deleted(gone, len(values))
 
-  def _settle(self, mesh: Any, planned: Mapping[Path, NamedSharding]) -> None:
+  def _settle(self, mesh: Any, planned: Mapping[Path, NamedSharding], *, move: bool) -> None:
     # Else XLA chooses a layout for arrays that are on no mesh, and the second step is compiled again for it.
     for i, (path, leaf) in enumerate(zip(self.template.paths, self.template.leaves, strict=True)):
       value, own = value_of(leaf), self.shardings[i]
@@ -173,10 +265,24 @@ class Binding:
           fix="create it with nxp.create_sharded_model, or jax.device_put(x, NamedSharding(mesh, P())).",
         )
       self.shardings[i] = where
-      if i in self.raw:
-        self.raw[i] = jax.device_put(value, where)
-      else:
+      if i in self.parts.raw:
+        self.raw[self.parts.raw.index(i)] = jax.device_put(value, where)
+      elif move and i not in self.parts.constants:
         put(leaf, jax.device_put(value, where))
+
+  def pin(self, which: Iterable[int]) -> None:
+    """Gives Variables (by their position in `read`) the pinned sharding, where theirs is equal to it.
+
+    `P("fsdp", None)` and `P("fsdp")` are one layout and two types to jax, which would compile again.
+    """
+    for n in which:
+      where, value = self.shardings[self._own[n]], self.variables[n]._raw_value
+      own = _sharding_of(value)
+      if where is None or own is None or own == where or own.mesh != where.mesh:
+        continue
+      if own.is_equivalent_to(where, value.ndim):
+        # A copy: the array may have other holders, and the step donates it.
+        put(self.variables[n], jax.device_put(value, where, may_alias=False))
 
 
 class Watch:
@@ -212,6 +318,10 @@ class Watch:
     """Whether every attribute is still the same object; 20 nanoseconds for each."""
     # By identity: `==` runs the code of users, takes 1 for True, and compares arrays by their values.
     return all(map(operator.is_, flat(self._views), self._saved))
+
+  def kinds(self) -> tuple[Any, ...]:
+    """Name and type of every plain attribute: `True`, `1` and `1.0` are equal, and make other programs."""
+    return tuple((name, type(value)) for name, value in self._attributes.items() if type(value) in _SIMPLE)
 
   def reference(self, name: str) -> Callable[[], Any]:
     """A function that returns the root while it is alive; of a tuple or dict, an object that is no root."""

@@ -13,12 +13,15 @@ from nnx_parallel.errors import TrainError
 from nnx_parallel.train.losses import Metrics, wide
 
 
-def diagnostics(optimizer: Any, gradients: Sequence[jax.Array], prefix: str = "") -> Metrics:
+def diagnostics(
+  optimizer: Any, gradients: Sequence[jax.Array], scale: jax.Array | None, prefix: str = ""
+) -> Metrics:
   """`grad_norm`, and the `learning_rate` of `optax.inject_hyperparams` where the state holds one.
 
-  Several rates are numbered.
+  Several rates are numbered. `scale` is the loss scale that the gradients were multiplied by, if any.
   """
-  found = {f"{prefix}grad_norm": optax.tree.norm([wide(gradient) for gradient in gradients])}
+  norm = optax.tree.norm([wide(gradient) for gradient in gradients])
+  found = {f"{prefix}grad_norm": norm if scale is None else norm / scale}
   rates = optax.tree.get_all_with_path(optimizer.opt_state, "learning_rate", filtering=_is_number)
   for number, (_, rate) in enumerate(rates):
     name = f"{prefix}learning_rate{f'/{number}' if len(rates) > 1 else ''}"

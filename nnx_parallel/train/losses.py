@@ -8,9 +8,45 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from nnx_parallel.core.text import with_article
 from nnx_parallel.errors import TrainError
 
 Metrics = dict[str, Any]
+
+
+class Weighted(NamedTuple):
+  """A sum and the weight of what was summed; made by `weighted`."""
+
+  sum: Any
+  count: Any
+
+
+def weighted(sum: Any, count: Any) -> Weighted:
+  """A weighted mean for a loss function to return: `sum / count`, exact however the batch is split.
+
+  Microbatches, replicas and batches hold different numbers of tokens where a batch is masked or padded. Sums
+  and counts are added up over all of them, and divided once, so that each token weighs the same.
+
+  Args:
+    sum: a scalar, the sum over the examples of the (micro)batch; of a metric, an array too (one number for
+      each class, say).
+    count: what the sum is divided by: the number of examples, or the sum of their weights. It has no
+      gradient.
+
+  Returns:
+    A pair of both, which is a pytree.
+
+  Example:
+    >>> import jax.numpy as jnp, nnx_parallel as nxp
+    >>> def loss_fn(model, batch):
+    ...   losses = (model(batch["x"]) - batch["y"]) ** 2
+    ...   return nxp.weighted((losses * batch["mask"]).sum(), batch["mask"].sum())
+    >>> batch = {"x": jnp.array([1.0, 2.0]), "y": jnp.zeros(2), "mask": jnp.array([1.0, 0.0])}
+    >>> found = loss_fn(lambda x: 3 * x, batch)
+    >>> float(found.sum), float(found.count)
+    (9.0, 1.0)
+  """
+  return Weighted(sum, count)
 
 
 class Terms(NamedTuple):
@@ -31,7 +67,7 @@ class Terms(NamedTuple):
 def terms(result: Any, outputs: Sequence[str] = ()) -> Terms:
   """Reads what a loss function returned.
 
-  That is a scalar, a `(sum, count)` pair, or either of them with a dict of metrics: `(loss, metrics)`. The
+  That is a scalar or `weighted(sum, count)`, or either of them with a dict of metrics: `(loss, metrics)`. The
   sum of a metric may be an array (a summary: accuracy by class, a histogram), with one count or a count for
   each element. `outputs` names metrics that are per-example arrays.
 
@@ -65,7 +101,7 @@ def terms(result: Any, outputs: Sequence[str] = ()) -> Terms:
 
 
 def _add(found: Terms, name: str, value: Any) -> None:
-  pair = value if isinstance(value, tuple) and len(value) == 2 else (value, None)
+  pair = value if isinstance(value, Weighted) else (value, None)
   shapes = [tuple(getattr(x, "shape", ())) for x in pair if x is not None]
   # A summary: as many means as the sum has elements, over one count or a count for each.
   summary = name != "loss" and len(shapes) == 2 and shapes[1] in ((), shapes[0])
@@ -85,27 +121,37 @@ def _is_number(x: Any) -> bool:
 
 
 def _not_a_term(name: str, value: Any) -> TrainError:
-  forms = "a loss function returns loss, (loss, metrics), (sum, count) or ((sum, count), metrics)"
+  forms = "return loss or (loss, metrics); the loss and each metric may be nxp.weighted(sum, count)"
   returned = _shown(value)
+  scalars = isinstance(value, tuple) and all(_is_number(x) and getattr(x, "shape", ()) == () for x in value)
   if name != "loss":
+    fix = "x.mean(), or nxp.weighted(x.sum(), x.size); name per-example arrays in outputs=(...)."
+    if isinstance(value, tuple) and len(value) == 2:
+      fix = f'nxp.weighted(sum, count) for a weighted mean; or two metrics: {{"{name}": a, "other": b}}.'
     return TrainError(
-      f"the metric {name!r} must be a scalar or a (sum, count) pair; the loss function returned {returned}.",
+      f"the metric {name!r} must be a scalar or nxp.weighted(sum, count); the loss function returned"
+      f" {returned}.",
       details=f"{forms}; the sum of a metric may be an array, over one count or a count for each element",
-      fix="x.mean(), or (x.sum(), x.size); name per-example arrays in outputs=(...).",
+      fix=fix,
     )
-  fix = "loss.mean(), or (loss.sum(), loss.size), which weights uneven batches exactly."
+  fix = "loss.mean(), or nxp.weighted(loss.sum(), loss.size), which weights uneven batches exactly."
   if returned.startswith("complex"):
     fix = "loss.real, or abs(loss): the imaginary part would be dropped."
   elif value is None:
     fix = "end the loss function with: return loss"
   elif isinstance(value, Mapping):
     fix = 'return loss, metrics: the loss first, and beside it a dict of the others; or value["loss"].'
+  elif scalars and len(value) == 2:
+    fix = (
+      'return loss, {"accuracy": accuracy} for a loss with a metric;\n'
+      "return nxp.weighted(sum, count) for a mean by weights."
+    )
   elif isinstance(value, tuple) and value and _is_number(value[0]) and getattr(value[0], "shape", ()) == ():
     fix = (
       'give each metric a name: return loss, {"accuracy": accuracy}; arrays are named in outputs=(...) too.'
     )
   return TrainError(
-    f"the loss must be a scalar or a (sum, count) pair of scalars; the loss function returned {returned}.",
+    f"the loss must be a scalar or nxp.weighted(sum, count); the loss function returned {returned}.",
     details=forms,
     fix=fix,
   )
@@ -119,7 +165,7 @@ def _shown(value: Any) -> str:
     return f"{value.dtype}[{','.join(map(str, value.shape))}]"
   if value is None:
     return "None"
-  return f"a {type(value).__name__}"
+  return with_article(type(value).__name__)
 
 
 def wide(x: Any) -> jax.Array:
@@ -145,16 +191,21 @@ def means(found: Terms, parts: int = 1) -> Metrics:
   return {**result, **found.outputs}
 
 
-def pairs(found: Terms, parts: int = 1, examples: int = 1) -> Metrics:
+def pairs(found: Terms, batch: Any, parts: int = 1) -> Metrics:
   """Each term as `(sum, count)`, and the outputs, of terms that were summed over `parts` parts.
 
   A plain scalar is taken for the mean over the `examples` of the batch.
+
+  Raises:
+    TrainError: a plain scalar, and arrays of the batch that differ in their number of examples.
   """
   result: Metrics = {}
   for name, total in found.sums.items():
     count = found.counts[name]
-    plain = jnp.full_like(total, examples)
-    result[name] = (total * (plain / parts), plain) if count is None else (total, count)
+    if count is None:
+      count = jnp.full_like(total, weight_of(name, batch))
+      total = total * (count / parts)
+    result[name] = (total, count)
   return {**result, **found.outputs}
 
 
@@ -176,3 +227,20 @@ def check_examples(batch: Any) -> None:
 def examples_in(batch: Any) -> int:
   """The length of dim 0 of the batch's first array; 1 when it holds scalars only."""
   return next((leaf.shape[0] for leaf in jax.tree.leaves(batch) if jnp.ndim(leaf)), 1)
+
+
+def weight_of(metric: str, batch: Any) -> int:
+  """The weight of a metric that is a plain scalar: the number of examples of the batch.
+
+  Raises:
+    TrainError: the arrays have different lengths.
+  """
+  named = jax.tree_util.tree_leaves_with_path(batch)
+  sizes = {leaf.shape[0]: f"batch{jax.tree_util.keystr(path)}" for path, leaf in named if jnp.ndim(leaf)}
+  if len(sizes) > 1:
+    raise TrainError(
+      f"the arrays of the batch differ in their length, so the metric {metric!r} has no weight.",
+      details=", ".join(f"{name} has {size} rows" for size, name in sizes.items()),
+      fix=f"return nxp.weighted(sum, count) for {metric!r}.",
+    )
+  return next(iter(sizes), 1)

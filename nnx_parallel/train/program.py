@@ -40,7 +40,7 @@ from nnx_parallel.train.binding import (
 from nnx_parallel.train.gradients import Layout, batch_axes_of, check_divides
 from nnx_parallel.train.hold import held
 from nnx_parallel.train.loss_call import call_loss
-from nnx_parallel.train.losses import Metrics, check_examples, examples_in, means, pairs, terms
+from nnx_parallel.train.losses import Metrics, check_examples, means, pairs, terms
 from nnx_parallel.train.options import LossFn, StepOptions, is_scattered
 from nnx_parallel.train.subject import Subject
 from nnx_parallel.train.update import keyed, update
@@ -71,11 +71,11 @@ class Compile:
 
 
 class WatchedJit:
-  """A jitted `run(arrays, batch)` whose cache is watched.
+  """A jitted `run(arrays, raw arrays, batch)` whose cache is watched.
 
   Args:
     run: the function to compile.
-    labels: dotted paths of the arrays, for reasons and errors.
+    labels: dotted paths of the arrays and of the raw arrays, for reasons and errors.
     shardings: of the arrays, which are donated and are the first results; None for a function that changes
       nothing.
 
@@ -162,92 +162,53 @@ class WatchedJit:
     return None
 
 
-class BoundStep:
-  """A step for some live objects: their binding, and a program for each layout of the batch.
+class Structure:
+  """The programs of a step for all live objects of one structure; it holds no arrays.
 
   Attributes:
-    reasons: why it was made.
     reduction: how the last traced program reduces gradients between replicas.
     layers: what the last traced program does with the layers of the loss.
   """
 
-  def __init__(self, options: StepOptions, roots: Mapping[str, Any], reasons: tuple[str, ...] = ()):
-    self.options, self.reasons = options, reasons
-    self.trains = "optimizer" in roots
-    optimizers = keyed(roots["model"], roots["optimizer"]) if self.trains else {}
-    self._placements = {key: placement_of(optimizer) for key, optimizer in optimizers.items()}
-    self.binding = Binding(roots, self._planned())
+  def __init__(self, options: StepOptions, binding: Binding, placements: Mapping[Any, Placement | None]):
+    self.options, self.trains, self.mesh = options, len(binding.names) > 1, binding.mesh
+    self.template, self.parts = binding.template.blank(), binding.parts
+    self.labels, self.variable_labels = binding.labels, binding.variable_labels
+    self.shardings, self.variable_shardings = binding.shardings, binding.variable_shardings
+    self.scope = scope_of(binding.variables)
+    self._placements = placements
     self.reduction, self.layers = "", LayersUsed()
-    self.watch = self.binding.watch
-    self.trace = current_trace()
-    self.variables = self.binding.variables
-    # What the fast path compares: a tuple or dict of modules is new in each call, and is looked up.
-    self.model, self.optimizer = (self.watch.reference(name) for name in ("model", "optimizer"))
-    # Only microbatches depend on how the batch is sharded; jit handles all else.
-    self._batch_axes: Callable[[Any], tuple[str, ...]] = (
-      (lambda _: ()) if options.in_one_piece else batch_axes_of
-    )
     self._programs: dict[tuple[str, ...], WatchedJit] = {}
-    if self.trains:
-      self._separate_buffers()
 
-  def alive(self) -> bool:
-    """Whether none of its objects was garbage-collected."""
-    return self.watch.alive()
-
-  def program(self, batch: Any) -> WatchedJit:
-    """The program for batches that are sharded like this one."""
-    axes = self._batch_axes(batch)
+  def program(self, axes: tuple[str, ...]) -> WatchedJit:
+    """The program for batches whose dim 0 is split over these axes."""
     found = self._programs.get(axes)
     if found is None:
-      labels, shardings = self.binding.variable_labels, self.binding.variable_shardings
-      run = self.held(self._train(axes) if self.trains else self._evaluate, shardings)
-      found = self._programs[axes] = WatchedJit(run, labels, shardings if self.trains else None)
+      own = self.variable_shardings
+      run = self._train(axes) if self.trains else self._evaluate
+      labels = [*self.variable_labels, *(self.labels[i] for i in self.parts.raw)]
+      found = self._programs[axes] = WatchedJit(self.held(run, own), labels, own if self.trains else None)
     return found
 
-  def update(self, program: WatchedJit, batch: Any) -> tuple[list[Any], Metrics]:
-    """Runs a program and writes its arrays back, all or none; returns the old ones and the metrics."""
-    if current_trace() != self.trace:
-      raise inside_a_program()
-    try:
-      arrays = read_apart(self.variables)
-      results = flat(map(program.jitted, (arrays,), (batch,)))
-      # One call, from the start of the program to the last array written back. Python handles signals between
-      # calls. So none, Ctrl-C included, comes after the program has taken the donated arrays and before the
-      # Variables have the new ones.
-      exhaust(map(put, self.variables, results))
-    except BaseException as error:
-      program.explain(error, self.binding.read(), batch)
-      raise
-    return arrays, next(results)  # the metrics follow the arrays
+  def _train(self, axes: tuple[str, ...]) -> Callable[[list[Any], list[Any], Any], list[Any]]:
+    layout, own = self.layout(axes), self.parts.variables
 
-  def evaluate(self, program: WatchedJit, batch: Any) -> tuple[list[Any], Metrics]:
-    """Runs a program that changes nothing. Returns the arrays and the metrics."""
-    arrays = self.binding.read()
-    try:
-      return arrays, program.jitted(arrays, batch)
-    except (TypeError, ValueError, RuntimeError) as error:
-      program.explain(error, arrays, batch)
-      raise
-
-  def _train(self, axes: tuple[str, ...]) -> Callable[[list[Any], Any], list[Any]]:
-    binding, scope, layout = self.binding, scope_of(self.variables), self._layout(axes)
-
-    def train_step(arrays: list[Any], batch: Any) -> list[Any]:
-      objects = binding.template.build(binding.with_raw(arrays))
-      with default_scope(scope), queries_over(self._positions()):
+    def train_step(arrays: list[Any], raw: list[Any], batch: Any) -> list[Any]:
+      objects = self.template.build(self.parts.join(arrays, raw))
+      with default_scope(self.scope), queries_over(self._positions()):
         metrics, self.reduction, self.layers = update(self.options, objects[0], objects[1], batch, layout)
-      return [*binding.without_raw(binding.template.arrays(objects)), metrics]
+      after = self.template.arrays(objects)
+      return [*(after[i] for i in own), metrics]
 
     return train_step
 
-  def _evaluate(self, arrays: list[Any], batch: Any) -> Metrics:
+  def _evaluate(self, arrays: list[Any], raw: list[Any], batch: Any) -> Metrics:
     check_examples(batch)
     loss_fn: Any = self.options.loss_fn
     options, used, parts = self.options.layers, LayersUsed(), self.options.microbatches
 
     def run(arrays: list[Any], batch: Any) -> Any:
-      (models,) = self.binding.template.build(self.binding.with_raw(arrays))
+      (models,) = self.template.build(arrays)
       with options.marking(models, used):
         return terms(call_loss(loss_fn, models, batch), self.options.outputs)
 
@@ -255,23 +216,23 @@ class BoundStep:
     if options.pipeline is not None:
       check_divides(batch, parts)
       evaluate = with_stages(run, options, parts, lambda found: ({}, {*found.outputs.values()}), used)
-    with default_scope(scope_of(self.variables)), queries_over(self._positions()):
-      found = evaluate(arrays, batch)
+    with default_scope(self.scope), queries_over(self._positions()):
+      found = evaluate(self.parts.join(arrays, raw), batch)
     self.layers = used
-    return pairs(found, parts, examples_in(batch)) if self.options.pairs else means(found, parts)
+    return pairs(found, batch, parts) if self.options.pairs else means(found, parts)
 
   def _positions(self) -> str | None:
     """The mesh axis that splits queries in layers too: one of the rule for `seq` that splits no weight."""
-    mesh, scope = self.binding.mesh, scope_of(self.variables)
+    mesh, scope = self.mesh, self.scope
     if mesh is None or scope is None:
       return None
     named = position_axes(RuleSet(logical=scope.rules, inputs=scope.inputs), axis_sizes(mesh))
-    used = {axis for where in self.binding.shardings if where for axis in axes_in(where.spec)}
+    used = {axis for where in self.shardings if where for axis in axes_in(where.spec)}
     return next((axis for axis in named if mesh.shape[axis] > 1 and axis not in used), None)
 
   def held(self, run: Callable[..., Any], shardings: Any) -> Callable[..., Any]:
     """A program of these arrays with the layouts of their plan held."""
-    mesh, scope = self.binding.mesh, scope_of(self.variables)
+    mesh, scope = self.mesh, self.scope
     if scope is None and mesh is not None and sum(size > 1 for size in mesh.shape.values()) > 1:
       logger.warning(
         "the step leaves the layout of activations to XLA, which gets some wrong on several mesh axes: the"
@@ -279,14 +240,9 @@ class BoundStep:
       )
     return held(run, mesh, scope, shardings)
 
-  def subject(self, loss_fn: LossFn, wrt: Mapping[Any, Any], batch: Any) -> Subject:
-    """What `check_gradients` checks: one loss, differentiated as in this step."""
-    layout = self._layout(self._batch_axes(batch))
-    return Subject(self.options, loss_fn, self.binding, batch, wrt, layout, self.held)
-
-  def _layout(self, axes: tuple[str, ...]) -> Layout:
+  def layout(self, axes: tuple[str, ...]) -> Layout:
     """The layout of each gradient, for a batch that is split over `axes`."""
-    pairs = zip(self.binding.template.paths, self.binding.shardings, strict=True)
+    pairs = zip(self.template.paths, self.shardings, strict=True)
     own = {path[1:]: sharding for path, sharding in pairs if path[0] == 0}
     split = {key: _scattered(placement, key, own) for key, placement in self._placements.items()}
     in_turn = isinstance(self.options.loss_fn, Mapping)
@@ -297,7 +253,134 @@ class BoundStep:
       if is_scattered(self.options.gradients, stage, further=further):
         scattered |= split[key]
     used = {axis for where in own.values() if where for axis in axes_in(where.spec)}
-    return Layout(self.binding.mesh, {**own, **scattered}, frozenset(scattered), frozenset(used), axes)
+    return Layout(self.mesh, {**own, **scattered}, frozenset(scattered), frozenset(used), axes)
+
+
+class BoundStep:
+  """A step for some live objects: their binding, and the programs of their structure.
+
+  Args:
+    options: of the step.
+    roots: as for `Binding`.
+    reasons: why it was made.
+    structures: the structures that the step knows; a new one is added.
+  """
+
+  def __init__(
+    self,
+    options: StepOptions,
+    roots: Mapping[str, Any],
+    reasons: tuple[str, ...] = (),
+    structures: dict[Any, Structure] | None = None,
+  ):
+    self.options, self.reasons = options, reasons
+    trains = "optimizer" in roots
+    optimizers = keyed(roots["model"], roots["optimizer"]) if trains else {}
+    self._placements = {key: placement_of(optimizer) for key, optimizer in optimizers.items()}
+    self.binding = Binding(roots, self._planned(), move=trains)
+    self.watch = self.binding.watch
+    self.trace = current_trace()
+    self.variables = self.binding.variables
+    self.structure = self._structure({} if structures is None else structures)
+    # What the fast path compares: a tuple or dict of modules is new in each call, and is looked up.
+    self.model, self.optimizer = (self.watch.reference(name) for name in ("model", "optimizer"))
+    # Only microbatches depend on how the batch is sharded; jit handles all else.
+    self._batch_axes: Callable[[Any], tuple[str, ...]] = (
+      (lambda _: ()) if options.in_one_piece else batch_axes_of
+    )
+    self._written: list[int] = []
+    self._loss: Any = None
+    if trains:
+      self._separate_buffers()
+
+  def _structure(self, known: dict[Any, Structure]) -> Structure:
+    """The structure of these objects, shared with all that are equal."""
+    binding = self.binding
+    constants = [(i, _value(x)) for i, x in binding.parts.constants.items()]
+    key = (
+      binding.template.graphdef,
+      tuple(binding.template.paths),
+      tuple(binding.shardings),
+      binding.parts.raw,
+      tuple(constants),
+      self.watch.kinds(),
+    )
+    try:
+      found = known.get(key)
+    except (TypeError, ValueError):  # a static attribute cannot be hashed or compared
+      found, key = None, object()
+    if found is None:
+      found = known[key] = Structure(self.options, binding, self._placements)
+    return found
+
+  def alive(self) -> bool:
+    """Whether none of its objects was garbage-collected."""
+    return self.watch.alive()
+
+  def program(self, batch: Any) -> WatchedJit:
+    """The program for batches that are sharded like this one."""
+    return self.structure.program(self._batch_axes(batch))
+
+  def update(self, program: WatchedJit, batch: Any) -> tuple[list[Any], Metrics]:
+    """Runs a program and writes its arrays back, all or none; returns the old ones and the metrics."""
+    if current_trace() != self.trace:
+      raise inside_a_program()
+    self._check_last()
+    self._pin()
+    try:
+      arrays = read_apart(self.variables)
+      results = flat(map(program.jitted, (arrays,), (self.binding.raw,), (batch,)))
+      # One call, from the start of the program to the last array written back. Python handles signals between
+      # calls. So none, Ctrl-C included, comes after the program has taken the donated arrays and before the
+      # Variables have the new ones.
+      exhaust(map(put, self.variables, results))
+    except BaseException as error:
+      program.explain(error, [*self.binding.read(), *self.binding.raw], batch)
+      raise
+    self._written = [*map(id, self.binding.read())]
+    metrics = next(results)  # they follow the arrays
+    self._loss = next(iter(metrics.values()))
+    return [*arrays, *self.binding.raw], metrics
+
+  def _pin(self) -> None:
+    """Lays out what was written into Variables since the last step as the program expects it."""
+    now = [*map(id, self.binding.read())]
+    if now != self._written:
+      before = self._written or [0] * len(now)
+      self.binding.pin(n for n, (old, new) in enumerate(zip(before, now, strict=True)) if old != new)
+
+  def _check_last(self) -> None:
+    """Raises what went wrong on the devices in the last step, once it is known.
+
+    Raises:
+      TrainError: the last step failed after it had returned, so that its arrays hold nothing.
+    """
+    loss, self._loss = jax.tree.leaves(self._loss), None
+    if not loss or loss[0].is_deleted() or not loss[0].is_ready():
+      return
+    try:
+      loss[0].block_until_ready()
+    except RuntimeError as error:
+      raise TrainError(
+        "the last step failed on the devices after it had returned, so the model and the optimizer are lost.",
+        details=str(error).strip().split("\n")[-1],
+        fix=f"{RESTORE}.",
+      ) from error
+
+  def evaluate(self, program: WatchedJit, batch: Any) -> tuple[list[Any], Metrics]:
+    """Runs a program that changes nothing. Returns the arrays and the metrics."""
+    arrays, raw = self.binding.read(), self.binding.raw
+    try:
+      return [*arrays, *raw], program.jitted(arrays, raw, batch)
+    except (TypeError, ValueError, RuntimeError) as error:
+      program.explain(error, [*arrays, *raw], batch)
+      raise
+
+  def subject(self, loss_fn: LossFn, wrt: Mapping[Any, Any], batch: Any) -> Subject:
+    """What `check_gradients` checks: one loss, differentiated as in this step."""
+    structure = self.structure
+    layout = structure.layout(self._batch_axes(batch))
+    return Subject(self.options, loss_fn, self.binding, batch, wrt, layout, structure.held)
 
   def _planned(self) -> dict[Path, NamedSharding]:
     """Where the plans of the optimizers put arrays, by path in the binding's template."""
@@ -334,6 +417,11 @@ class BoundStep:
         logger.info("%s and %s shared one array; each has its own now", first[where], label)
         variable.set_raw_value(jnp.copy(value))
       first.setdefault(where, label)
+
+
+def _value(x: Any) -> Any:
+  """What a constant of a program is compared by."""
+  return (x.shape, str(x.dtype), x.tobytes()) if isinstance(x, np.ndarray) else x
 
 
 def _inside(key: Any) -> Path:

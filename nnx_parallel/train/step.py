@@ -27,10 +27,8 @@ from nnx_parallel.train.check_gradients import checked
 from nnx_parallel.train.gradient_check import GradientCheck, merged
 from nnx_parallel.train.losses import Metrics
 from nnx_parallel.train.options import Gradients, LossFn, StepOptions
-from nnx_parallel.train.program import BoundStep, Compile, WatchedJit, logger
+from nnx_parallel.train.program import BoundStep, Compile, Structure, WatchedJit, logger
 from nnx_parallel.train.update import keyed, of_loss
-
-_KEPT = 4
 
 
 class _Step:
@@ -41,13 +39,15 @@ class _Step:
     self.layers = LayersUsed()
     self.calls = 0
     self.compiles: list[Compile] = []
-    self._bounds: list[BoundStep] = []
+    self._bounds: dict[tuple[int, ...], BoundStep] = {}
+    self._structures: dict[Any, Structure] = {}
+    self._followed: set[int] = set()
     self._last: BoundStep | None = None
     # Two threads may train two models. A signal handler may run a step inside another's.
     self._lock = threading.RLock()
 
   def _bound(self, model: Any, optimizer: Any = ABSENT) -> BoundStep:
-    """The binding of these objects as they are now; the last one, where it is theirs and nothing changed."""
+    """The binding of these objects, made again where an attribute changed since the last call."""
     bound = self._last
     if (
       bound is None
@@ -61,31 +61,34 @@ class _Step:
     return bound
 
   def _rebound(self, roots: dict[str, Any]) -> BoundStep:
-    self._bounds = [bound for bound in self._bounds if bound.alive()]
-    mine = [bound for bound in self._bounds if bound.watch.is_for(roots)]
-    found = next((bound for bound in mine if bound.watch.same()), None)
+    key = tuple(map(id, _all_objects(roots)))
+    found = self._bounds.get(key)
     reasons: tuple[str, ...] = ("first call",) if not self.compiles else ("other objects than before",)
-    if found is None and mine:
-      changes, simple = mine[0].watch.changes()
-      if not changes:
-        found = mine[0]
-        found.watch.look()
-      elif not simple:
-        # The old binding may keep replaced submodules alive. Flags are often flipped back, so those stay.
-        self._bounds = [bound for bound in self._bounds if bound not in mine]
+    if found is not None and not found.watch.is_for(roots):
+      found = None
+    if found is not None and not found.watch.same():
+      changes, _ = found.watch.changes()
       reasons = tuple(changes)
+      if changes:
+        found = None
+      else:
+        found.watch.look()
     if found is None:
       _check_objects(roots)
       if "optimizer" in roots:
         check_outside(roots.values())
-      found = BoundStep(self.options, roots, reasons)
+      found = self._bounds[key] = BoundStep(self.options, roots, reasons, self._structures)
       for item in _all_objects(roots):
-        # A finalizer, not a bare weak reference: it stays quiet while the interpreter shuts down.
-        weakref.finalize(item, _call, weakref.WeakMethod(self._forget)).atexit = False
-    others = [bound for bound in self._bounds if bound is not found]
-    self._bounds = [found, *others[: _KEPT - 1]]
+        self._follow(item)
     self._last = found
     return found
+
+  def _follow(self, item: Any) -> None:
+    """Forgets the bindings of an object, and with them its arrays, when it is garbage-collected."""
+    if id(item) not in self._followed:
+      self._followed.add(id(item))
+      # A finalizer, not a bare weak reference: it stays quiet while the interpreter shuts down.
+      weakref.finalize(item, _call, weakref.WeakMethod(self._forget), id(item)).atexit = False
 
   def rebind(self) -> None:
     """Forgets modules and programs; the next call traverses the module and compiles.
@@ -93,12 +96,11 @@ class _Step:
     For the edits that a step does not notice: metadata of a Variable, and changes inside an object that is
     neither a module nor a list or dict.
     """
-    self._bounds = []
-    self._last = None
+    self._bounds, self._structures, self._last = {}, {}, None
 
-  def _forget(self) -> None:
-    """Drops the arrays of objects that were garbage-collected."""
-    self._bounds = [bound for bound in self._bounds if bound.alive()]
+  def _forget(self, item: int) -> None:
+    self._followed.discard(item)
+    self._bounds = {key: bound for key, bound in [*self._bounds.items()] if item not in key}
     # Perhaps in the midst of a call: the collector may run while another model's loss is traced.
     if self._last is not None and not self._last.alive():
       self._last = None
@@ -113,7 +115,7 @@ class _Step:
     self.calls += 1
 
   def _record(self, bound: BoundStep, compiled: Compile) -> None:
-    self.layers = bound.layers
+    self.layers = bound.structure.layers
     self.compiles.append(compiled)
     if len(self.compiles) > 1:
       logger.info("the step was compiled again: %s", compiled)
@@ -161,7 +163,7 @@ class TrainStep(_Step):
 
   def _record(self, bound: BoundStep, compiled: Compile) -> None:
     super()._record(bound, compiled)
-    self.reduction = bound.reduction
+    self.reduction = bound.structure.reduction
     _warn_unplanned(bound.unplanned())
 
   def lower(self, model: Any, optimizer: Any = None, batch: Any = None) -> Any:
@@ -186,8 +188,8 @@ class TrainStep(_Step):
     roots = {"model": model, "optimizer": optimizer}
     bound = BoundStep(self.options, roots)
     with scope:
-      traced = bound.program(batch).jitted.trace(bound.binding.read(), batch)
-    self.layers = bound.layers
+      traced = bound.program(batch).jitted.trace(bound.binding.read(), bound.binding.raw, batch)
+    self.layers = bound.structure.layers
     if isinstance(bound.binding.mesh, AbstractMesh):
       return traced.lower(lowering_platforms=(jax.default_backend(),))
     return traced.lower()
@@ -204,8 +206,8 @@ class TrainStep(_Step):
       A `jax.stages.Compiled`: its text, memory and cost.
     """
     bound = self._bound(model, optimizer)
-    lowered = bound.program(batch).jitted.lower(bound.binding.read(), batch)
-    self.layers = bound.layers
+    lowered = bound.program(batch).jitted.lower(bound.binding.read(), bound.binding.raw, batch)
+    self.layers = bound.structure.layers
     return lowered.compile()
 
   def check_gradients(
@@ -312,9 +314,9 @@ def train_step(
 
   Args:
     loss_fn: `loss_fn(model, batch)` returns `loss`, or `(loss, metrics)` with a dict. The loss and each
-      metric are a scalar, or a `(sum, count)` pair: pairs are summed over microbatches before they are
-      divided, so that uneven parts (padding, masks) weigh what they hold. A count has no gradient, also where
-      it is computed from parameters. For several models trained in turn
+      metric are a scalar, or `nxp.weighted(sum, count)`: sums and counts are added over microbatches before
+      they are divided, so that uneven parts (padding, masks) weigh what they hold. A count has no gradient,
+      also where it is computed from parameters. For several models trained in turn
       (a GAN), a dict key -> loss function; later ones see the models that earlier ones updated.
     microbatches: split the batch and accumulate gradients over this many parts inside the compiled step.
     remat: what each layer keeps for the backward pass: `"none"` everything, `"dots"` the results of matrix
@@ -419,7 +421,7 @@ def eval_step(
     >>> import jax.numpy as jnp, nnx_parallel as nxp
     >>> from flax import nnx
     >>> model = nxp.create_sharded_model(lambda: nnx.Linear(4, 2, rngs=nnx.Rngs(0)), nxp.make_mesh(data=8))
-    >>> evaluate = nxp.eval_step(lambda m, x: (m(x).sum(), x.size), pairs=True)
+    >>> evaluate = nxp.eval_step(lambda m, x: nxp.weighted(m(x).sum(), x.size), pairs=True)
     >>> evaluate(model, jnp.zeros((16, 4)))["loss"]
     (Array(0., dtype=float32), Array(64., dtype=float32))
   """
@@ -454,10 +456,10 @@ def _abstract(plan: ShardingPlan) -> Any:
   )
 
 
-def _call(forget: weakref.WeakMethod[Callable[[], None]]) -> None:
+def _call(forget: weakref.WeakMethod[Callable[[int], None]], item: int) -> None:
   method = forget()
   if method is not None:
-    method()
+    method(item)
 
 
 def _all_objects(roots: Mapping[str, Any]) -> list[Any]:

@@ -11,10 +11,10 @@ from flax import nnx
 
 from nnx_parallel.core.axes import axes_in
 from nnx_parallel.core.jaxprs import equations, forwarded, inner_equations
-from nnx_parallel.core.nodes import Path, path_str
+from nnx_parallel.core.nodes import Path, path_str, variables
 from nnx_parallel.errors import TrainError
 from nnx_parallel.layers.layers import LayersUsed, with_options, with_stages
-from nnx_parallel.train.binding import Template
+from nnx_parallel.train.binding import Template, check_plain_attributes, plain_attributes
 from nnx_parallel.train.loss_call import call_loss
 from nnx_parallel.train.losses import Terms, mean, terms
 from nnx_parallel.train.options import LossFn, StepOptions
@@ -72,7 +72,9 @@ def differentiable(
   """
   template = Template(models)
   arrays = template.arrays(models)
-  trained = [i for i in range(len(arrays)) if _is_trained(template, i, wrt)]
+  trained = sorted(
+    {i for key, chosen in wrt.items() for i in trained_by(template, models, key, chosen).values()}
+  )
   _check_trained(template, trained, wrt)
   rest = sorted({*range(len(arrays))} - {*trained})
   order = [*rest, *trained]
@@ -81,9 +83,11 @@ def differentiable(
   def objective(train: list[Any], others: list[Any], part: Any) -> Any:
     given = dict(zip(order, [*others, *train], strict=True))
     inner = template.build([given[i] for i in range(len(order))])
+    before = plain_attributes(inner)
     with options.layers.marking(inner, used):
       found = terms(call_loss(loss_fn, inner, part), options.outputs)
     after = template.arrays(inner)
+    check_plain_attributes(before, inner)
     changed = {n: after[i] for n, i in enumerate(order) if after[i] is not given[i]}
     loss = found.sums["loss"]
     return mean(loss, found.counts["loss"]) if options.in_one_piece else loss, (found, changed, None)
@@ -148,15 +152,21 @@ def _scaled(objective: Objective) -> Objective:
   return scaled
 
 
-def _is_trained(template: Template, i: int, wrt: Mapping[Any, Any]) -> bool:
-  path: Any = template.paths[i]
-  leaf = template.leaves[i]
-  for key, chosen in wrt.items():
-    if key is None:
-      return bool(nnx.filterlib.to_predicate(chosen)(path, leaf))
-    if path[0] == key:
-      return bool(nnx.filterlib.to_predicate(chosen)(path[1:], leaf))
-  return False
+def trained_by(template: Template, models: Any, key: Any, wrt: Any) -> dict[Path, int]:
+  """The Variables that an optimizer trains: path in its model -> leaf of the template of all models.
+
+  Models may share Variables, which the template has at one path only.
+
+  Args:
+    template: of `models`.
+    models: one module, or a tuple or dict of modules.
+    key: of the model that the optimizer trains; None for a single model.
+    wrt: the optimizer's filter.
+  """
+  leaves = {id(leaf): i for i, leaf in enumerate(template.leaves)}
+  chosen = nnx.filterlib.to_predicate(wrt)
+  own = variables(models if key is None else models[key])
+  return {path: leaves[id(leaf)] for path, leaf in own.items() if chosen(path, leaf)}
 
 
 def _check_trained(template: Template, trained: list[int], wrt: Mapping[Any, Any]) -> None:

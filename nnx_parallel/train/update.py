@@ -20,10 +20,10 @@ from nnx_parallel.layout.sharded_optimizer import ShardedOptimizer, plain_update
 from nnx_parallel.layout.tracing import NEEDS_VALUES
 from nnx_parallel.train.diagnostics import diagnostics, merged
 from nnx_parallel.train.gradients import Layout, Total, in_microbatches, loss_of, whole_batch
-from nnx_parallel.train.loss_scale import common_scale, rescaled, scaled_in_backward
+from nnx_parallel.train.loss_scale import common_scale, find_scale, rescaled, scaled_in_backward
 from nnx_parallel.train.losses import Metrics, check_examples, examples_in, mean, means, pairs
 from nnx_parallel.train.options import LossFn, StepOptions
-from nnx_parallel.train.trace import Differentiable, differentiable
+from nnx_parallel.train.trace import Differentiable, differentiable, trained_by
 
 
 def update(
@@ -132,7 +132,8 @@ def _update_once(
   metrics = means(total.terms, total.parts)
   noted: Metrics = {}
   for key, optimizer in optimizers.items():
-    mine = [n for n, i in enumerate(trained) if key is None or template.paths[i][0] == key]
+    places = trained_by(template, models, key, wrt[key])
+    mine = [trained.index(i) for i in places.values()]
     own = rescaled([grads[n] for n in mine], optimizer, scale)
     leaves = [template.leaves[trained[n]].copy(grad) for n, grad in zip(mine, own, strict=True)]
     model = models if key is None else models[key]
@@ -144,12 +145,14 @@ def _update_once(
       value = loss_of(loss._replace(train=replaced), batch, options.turns)
       return value if scale is None else scaled_in_backward(value, scale)
 
-    apply(optimizer, model, _state([loss.paths[n] for n in mine], leaves, key), metrics["loss"], value_fn)
+    factor = find_scale(optimizer)
+    state = nnx.from_flat_state(list(zip(places, leaves, strict=True)))
+    apply(optimizer, model, state, metrics["loss"], value_fn)
     if options.diagnostics:
-      noted |= diagnostics(optimizer, own, f"{key}/" if len(optimizers) > 1 else "")
+      noted |= diagnostics(optimizer, own, factor, f"{key}/" if len(optimizers) > 1 else "")
   if options.pairs:
+    metrics = pairs(total.terms, batch, total.parts)
     examples = examples_in(batch)
-    metrics = pairs(total.terms, total.parts, examples)
     noted = {name: (value * examples, jnp.full_like(value, examples)) for name, value in noted.items()}
   return merged(metrics, noted), total.how, loss.layers
 
@@ -198,13 +201,6 @@ def _scaled(total: Total, train: list[Any]) -> list[Any]:
   count = total.terms.counts["loss"]
   scale = mean(jnp.ones_like(total.terms.sums["loss"]), count) if count is not None else 1.0 / total.parts
   return [(g * jnp.asarray(scale, g.dtype)).astype(x.dtype) for g, x in zip(total.grads, train, strict=True)]
-
-
-def _state(paths: list[Path], leaves: list[Any], key: Any) -> Any:
-  flat: list[Any] = [
-    (path if key is None else path[1:], leaf) for path, leaf in zip(paths, leaves, strict=True)
-  ]
-  return nnx.from_flat_state(flat)
 
 
 def apply(optimizer: Any, model: Any, grads: Any, loss: Any, value_fn: Callable[[Any], Any]) -> None:

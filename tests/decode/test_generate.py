@@ -353,3 +353,23 @@ def test_no_whole_cache_is_gathered():
   assert gathered, "the weights are sharded over fsdp"
   # A cache has 8 rows of 9 positions of 8 heads of 2; any part of it with all positions has ...,9,...
   assert not [line for line in gathered if f",{LENGTH}," in line]
+
+
+class Shifted(nnx.Module):
+  """Counts tokens, with a table that is in no Variable."""
+
+  def __init__(self, batch):
+    self.total = nnx.Cache(jnp.zeros((batch,), jnp.int32))
+    self.table = jnp.arange(1 << 16, dtype=jnp.int32) % 7
+
+  def __call__(self, tokens):
+    self.total[...] += self.table[tokens[:, 0]]
+    return nnx.one_hot(self.total[:, None] % 50, 50)
+
+
+def test_a_raw_array_is_an_argument_of_the_program():
+  generate, model, prompts = nxp.generator(4), Shifted(2), jnp.array([[1, 1], [5, 0]])
+  first = generate(model, prompts).tokens.tolist()
+  assert len(generate.lower(model, prompts).as_text()) < 1 << 16
+  model.table = model.table + 1
+  assert generate(model, prompts).tokens.tolist() != first

@@ -247,7 +247,7 @@ def test_an_evaluation_with_both():
   def loss(model, tokens):
     logits = model(tokens)
     losses = optax.softmax_cross_entropy_with_integer_labels(logits, tokens)
-    return (losses.sum(), losses.size), {"right": (logits.argmax(-1) == tokens).mean()}
+    return nxp.weighted(losses.sum(), losses.size), {"right": (logits.argmax(-1) == tokens).mean()}
 
   plain = nxp.eval_step(loss)(model, tokens)
   found = nxp.eval_step(loss, attention=4, loss_parts=3)(model, tokens)

@@ -47,7 +47,7 @@ def test_what_cannot_be_added():
 
 def loss_fn(model, batch):
   error = jnp.square(model(batch["x"])).mean(-1)
-  pair = (error * batch["w"]).sum(), batch["w"].sum()
+  pair = nxp.weighted((error * batch["w"]).sum(), batch["w"].sum())
   return pair, {"plain": error.mean(), "rows": error}
 
 

@@ -224,7 +224,7 @@ class Stacked(nnx.Module):
 def loss(model: Any, batch: Any) -> Any:
   losses = optax.softmax_cross_entropy_with_integer_labels(model(batch["x"]), batch["y"])
   counted = batch["y"] > 2
-  return ((losses * counted.astype(losses.dtype)).sum(), counted.sum()), {"all": losses.mean()}
+  return nxp.weighted((losses * counted.astype(losses.dtype)).sum(), counted.sum()), {"all": losses.mean()}
 
 
 def trained(make: Any, mesh: Any, pipeline: Any, rules: Any = None, **options: Any) -> tuple[Any, Any]:
@@ -302,7 +302,7 @@ def test_an_evaluation_is_the_one_without_a_pipeline(explicit: bool) -> None:
     losses = (y**2).mean((1, 2))
     counted = (losses > 0.1).astype(losses.dtype)
     metrics = {"all": losses.mean(), "largest": y.max((1, 2))}
-    return ((losses * counted).sum(), counted.sum()), metrics
+    return nxp.weighted((losses * counted).sum(), counted.sum()), metrics
 
   mesh = nxp.make_mesh(data=2, stage=4, explicit=explicit)
   plan = nxp.plan(lambda: Straight(rngs=nnx.Rngs(0)), mesh, nxp.replicate())

@@ -46,9 +46,9 @@ def loss_fn(model, batch):
   hits = jnp.where(logits.argmax(-1) == tokens[:, 1:], weights, 0.0)
   kind = jax.nn.one_hot(tokens[:, 1:] % CLASSES, CLASSES) * weights[:, :, None]
   count = weights.sum() * (LENGTH - 1)
-  return ((losses * weights).sum(), count), {
-    "accuracy": (hits.sum(), count),
-    "accuracy_by_class": ((hits[:, :, None] * kind).sum((0, 1)), kind.sum((0, 1))),
+  return nxp.weighted((losses * weights).sum(), count), {
+    "accuracy": nxp.weighted(hits.sum(), count),
+    "accuracy_by_class": nxp.weighted((hits[:, :, None] * kind).sum((0, 1)), kind.sum((0, 1))),
     "per_example": losses.mean(-1),
   }
 

@@ -207,7 +207,7 @@ def test_step_with_options_is_checked(options: dict[str, Any]):
 
   plan, model, optimizer = trained(Net, optax.adam(1e-3), zero=2)
   x = nxp.shard_batch(np.random.default_rng(0).normal(size=(16, 16)).astype("float32"), plan)
-  weighted = lambda model, x: ((model(x) ** 2).sum(), (x[:, 0] > 0).sum().astype(jnp.float32))
+  weighted = lambda model, x: nxp.weighted((model(x) ** 2).sum(), (x[:, 0] > 0).sum().astype(jnp.float32))
   found = nxp.train_step(weighted, **options).check_gradients(model, optimizer, x, tries=0)
   assert found.wrong == ("norm.scale", "up.kernel")
   assert {

@@ -11,6 +11,8 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
 import nnx_parallel as nxp
 
@@ -140,6 +142,33 @@ def test_a_failure_of_the_program_is_raised_as_it_is_with_a_note():
   with pytest.raises(nxp.errors.TrainError, match=r"model\.bias was deleted"):
     nxp.train_step(loss_fn)(model, optimizer, jnp.ones(4))
   del keep
+
+
+@pytest.mark.timeout(60)
+def test_what_fails_after_the_step_has_returned_is_said_by_the_next_one():
+  mesh = nxp.make_mesh(data=8)
+
+  def fetch(x):
+    if x[0] > 1:
+      raise OSError("data server is down")
+    return x
+
+  def loss(model, x):
+    own = lambda x: jax.pure_callback(fetch, jax.ShapeDtypeStruct((1,), jnp.float32), x)
+    found = jax.shard_map(own, mesh=mesh, in_specs=P("data"), out_specs=P("data"), check_vma=False)(x)
+    return model.weight.sum() + jax.lax.stop_gradient(found)[0]
+
+  model, optimizer = made()
+  nnx.update((model, optimizer), jax.device_put(nnx.state((model, optimizer)), NamedSharding(mesh, P())))
+  step, x = nxp.train_step(loss), jax.device_put(jnp.ones(8), NamedSharding(mesh, P("data")))
+  step(model, optimizer, x)
+  metrics = step(model, optimizer, 2 * x)
+  with pytest.raises(jax.errors.JaxRuntimeError, match="data server is down"):
+    metrics["loss"].block_until_ready()
+  with pytest.raises(nxp.errors.TrainError, match="the last step failed on the devices after it") as error:
+    step(model, optimizer, x)
+  assert "data server is down" in str(error.value)
+  assert "nxp.Checkpointer(directory).restore(plan)" in str(error.value)
 
 
 def test_a_deleted_batch_is_named_and_the_state_stays():

@@ -32,7 +32,7 @@ class Net(nnx.Module):
 
 def loss_fn(model, batch):
   errors = ((model(batch["x"]) - batch["x"]) ** 2).mean(-1)
-  return (errors * batch["w"]).sum(), batch["w"].sum()
+  return nxp.weighted((errors * batch["w"]).sum(), batch["w"].sum())
 
 
 def step_on(axes, *, microbatches=PARTS, gradients="whole", **options):
@@ -171,7 +171,10 @@ def summed(model, batch):
   label = jnp.argmax(batch["x"][:, :4], axis=-1)
   seen = jax.nn.one_hot(label, 4)
   hits = seen * (jnp.argmax(scores, axis=-1) == label)[:, None].astype(scores.dtype)
-  summaries = {"by_class": (hits.sum(0), seen.sum(0)), "share": (seen.sum(0), seen.sum())}
+  summaries = {
+    "by_class": nxp.weighted(hits.sum(0), seen.sum(0)),
+    "share": nxp.weighted(seen.sum(0), seen.sum()),
+  }
   return loss_fn(model, batch), summaries
 
 
@@ -191,7 +194,7 @@ def test_a_sum_whose_counts_do_not_fit_is_refused():
   step, model, optimizer, batch = step_on({"data": 8}, microbatches=1)
   step = nxp.train_step(lambda m, b: (loss_fn(m, b), {"by_class": (jnp.ones(4), jnp.ones(3))}))
   with pytest.raises(
-    nxp.errors.TrainError, match=r"the metric 'by_class' must be a scalar or a \(sum, count\) pair"
+    nxp.errors.TrainError, match=r"the metric 'by_class' must be a scalar or nxp.weighted\(sum, count\)"
   ) as e:
     step(model, optimizer, batch)
   assert "returned (float32[4], float32[3])" in str(e.value)
@@ -209,7 +212,7 @@ def test_a_count_that_depends_on_parameters_has_no_gradient_however_the_batch_is
   def learned(model, x):
     """Examples are weighted by what the model says, so that the count moves with it."""
     weight = jax.nn.sigmoid(model(x)[:, 0])
-    return (weight * (x**2).sum(-1)).sum(), weight.sum()
+    return nxp.weighted((weight * (x**2).sum(-1)).sum(), weight.sum())
 
   def fixed(model, x):
     total, count = learned(model, x)
@@ -236,7 +239,7 @@ def test_an_optimizer_that_evaluates_the_loss_gets_it_in_microbatches_too(pair):
   def loss(model, x):
     seen.append(x.shape)
     errors = model(x) ** 2
-    return (errors.sum(), errors.size) if pair else errors.mean()
+    return nxp.weighted(errors.sum(), errors.size) if pair else errors.mean()
 
   parts = one_device(loss, by_value_fn(), 4)
   assert set(seen) == {(4, 4)}

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -58,7 +61,7 @@ def disc_loss(models, batch):
   fake = models["disc"](models["gen"](batch["noise"]))
   losses = optax.sigmoid_binary_cross_entropy(real, jnp.ones((32, 1)))
   losses += optax.sigmoid_binary_cross_entropy(fake, jnp.zeros((32, 1)))
-  return losses.mean(), {"real": (jax.nn.sigmoid(real).sum(), 32.0)}
+  return losses.mean(), {"real": nxp.weighted(jax.nn.sigmoid(real).sum(), 32.0)}
 
 
 def points():
@@ -125,7 +128,7 @@ def test_a_student_learns_from_a_frozen_teacher(microbatches):
 
   def loss_fn(models, x):
     errors = ((models["student"](x) - models["teacher"](x)) ** 2).mean(-1)
-    return errors.sum(), errors.size
+    return nxp.weighted(errors.sum(), errors.size)
 
   step = nxp.train_step(loss_fn, microbatches=microbatches)
   x = nxp.shard_batch(np.random.default_rng(0).normal(size=(32, 4)).astype(np.float32), plan)
@@ -163,3 +166,61 @@ def test_scattered_gradients_of_a_model_without_a_stage_are_an_error():
   step = nxp.train_step({"gen": gen_loss, "disc": disc_loss}, gradients="scattered")
   with pytest.raises(nxp.errors.TrainError, match='gradients="scattered" scatters nothing'):
     step(models, optimizers, batch)
+
+
+class Heads(nnx.Module):
+  """A head on an encoder, which another module may share."""
+
+  def __init__(self, encoder, seed):
+    self.encoder, self.head = encoder, nnx.Linear(8, 4, rngs=nnx.Rngs(seed))
+
+  def __call__(self, x):
+    return self.head(nnx.tanh(self.encoder(x)))
+
+
+def shared():
+  encoder = nnx.Linear(8, 8, rngs=nnx.Rngs(0))
+  return {"actor": Heads(encoder, 1), "critic": Heads(encoder, 2)}
+
+
+@pytest.mark.parametrize("trained", [("actor", "critic"), ("critic",)])
+def test_models_that_share_a_module_train_it_by_each_of_their_optimizers(trained):
+  loss = lambda models, x: (models["actor"](x) ** 2).mean() + (models["critic"](x) - 1.0).__abs__().mean()
+  rates = {"actor": optax.sgd(0.1), "critic": optax.adam(0.1)}
+  x = np.random.default_rng(0).standard_normal((8, 8)).astype(np.float32)
+
+  def optimizers(models):
+    return {key: nnx.Optimizer(models[key], rates[key], wrt=nnx.Param) for key in trained}
+
+  ours, step = shared(), nxp.train_step(loss)
+  ours_optimizers = optimizers(ours)
+  theirs = shared()
+  theirs_optimizers = optimizers(theirs)
+  for _ in range(3):
+    step(ours, ours_optimizers, x)
+    grads = nnx.grad(lambda models: loss(models, x))(nnx.Dict(theirs))
+    for key in trained:
+      own = {"encoder": grads["actor"]["encoder"], "head": grads[key]["head"]}
+      theirs_optimizers[key].update(theirs[key], nnx.State(own))
+  assert ours["actor"].encoder is ours["critic"].encoder
+  for key in theirs:
+    jax.tree.map(
+      lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6),
+      nnx.state(ours[key]),
+      nnx.state(theirs[key]),
+    )
+
+
+def test_any_number_of_equal_models_share_one_program_and_none_is_kept():
+  mesh = nxp.make_mesh(data=2, fsdp=2, tensor=2)
+  plan = nxp.plan(lambda: MLP(8, 4, nnx.Rngs(0)), mesh, RULES, optimizer=optax.adam(1e-2))
+  models = [nxp.create_sharded_model(plan) for _ in range(6)]
+  step = nxp.train_step(lambda model, x: (model(x) ** 2).mean())
+  batch = nxp.shard_batch(np.ones((8, 8), np.float32), plan)
+  for _ in range(2):
+    losses = [float(step(*pair, batch)["loss"]) for pair in models]
+  assert len({*losses}) == 1
+  assert [str(compiled) for compiled in step.compiles] == ["call 0: first call"]
+  gone = weakref.ref(models.pop(0)[0])
+  gc.collect()
+  assert gone() is None
