@@ -93,7 +93,11 @@ def with_right_gradients(run: Callable[..., Any], mesh: Any) -> Callable[..., An
 
 
 def held(
-  run: Callable[..., Any], mesh: Any, scope: Scope | None = None, shardings: Sequence[Any] = ()
+  run: Callable[..., Any],
+  mesh: Any,
+  scope: Scope | None = None,
+  shardings: Sequence[Any] = (),
+  batch_at: int = 1,
 ) -> Callable[..., Any]:
   """A step with the layouts of its plan held, forward and backward.
 
@@ -103,7 +107,8 @@ def held(
     mesh: the mesh of its arrays, concrete or abstract; None on one device.
     scope: of the plan, which says how the batch is split; without one, only the gradients of grouped
       convolutions are mended.
-    shardings: of `arrays`, or None for each.
+    shardings: of the arrays before the batch, or None for each.
+    batch_at: which of the arguments is the batch; those before it are arrays of the model.
 
   Returns:
     A function of the same arguments and results; `run` itself on one device.
@@ -118,8 +123,8 @@ def held(
   def flows_of(args: Any) -> list[Flow]:
     if inputs is None or split is None or AxisType.Explicit in mesh.axis_types:
       return [_flow(x, (), data=False) for x in jax.tree.leaves(args)]
-    arrays, batch, *rest = args
-    pairs = zip(arrays, shardings, strict=True)
+    batch, rest = args[batch_at], args[batch_at + 1 :]
+    pairs = zip(jax.tree.leaves(args[:batch_at]), shardings, strict=True)
     found = [_flow(x, tuple(getattr(where, "spec", ())), data=False) for x, where in pairs]
     for x in jax.tree.leaves(batch):
       known = inputs.inputs is None or inputs.inputs.every_axis or jax.numpy.ndim(x) in inputs.inputs.by_rank

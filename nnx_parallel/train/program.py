@@ -187,7 +187,9 @@ class Structure:
       own = self.variable_shardings
       run = self._train(axes) if self.trains else self._evaluate
       labels = [*self.variable_labels, *(self.labels[i] for i in self.parts.raw)]
-      found = self._programs[axes] = WatchedJit(self.held(run, own), labels, own if self.trains else None)
+      held_as = [*own, *(self.shardings[i] for i in self.parts.raw)]
+      run = self.held(run, held_as, batch_at=2)
+      found = self._programs[axes] = WatchedJit(run, labels, own if self.trains else None)
     return found
 
   def _train(self, axes: tuple[str, ...]) -> Callable[[list[Any], list[Any], Any], list[Any]]:
@@ -230,7 +232,7 @@ class Structure:
     used = {axis for where in self.shardings if where for axis in axes_in(where.spec)}
     return next((axis for axis in named if mesh.shape[axis] > 1 and axis not in used), None)
 
-  def held(self, run: Callable[..., Any], shardings: Any) -> Callable[..., Any]:
+  def held(self, run: Callable[..., Any], shardings: Any, batch_at: int = 1) -> Callable[..., Any]:
     """A program of these arrays with the layouts of their plan held."""
     mesh, scope = self.mesh, self.scope
     if scope is None and mesh is not None and sum(size > 1 for size in mesh.shape.values()) > 1:
@@ -238,7 +240,7 @@ class Structure:
         "the step leaves the layout of activations to XLA, which gets some wrong on several mesh axes: the"
         " models have no plan, or plans with different rules; nxp.check_gradients(model, batch, loss) tells"
       )
-    return held(run, mesh, scope, shardings)
+    return held(run, mesh, scope, shardings, batch_at)
 
   def layout(self, axes: tuple[str, ...]) -> Layout:
     """The layout of each gradient, for a batch that is split over `axes`."""
