@@ -10,6 +10,7 @@ from typing import Any, cast
 import jax
 import numpy as np
 from flax import nnx
+from flax.nnx import graphlib
 from jax.sharding import NamedSharding, PartitionSpec
 
 from nnx_parallel.core.axes import Entry
@@ -97,6 +98,21 @@ def variables(module: Any) -> dict[Path, Any]:
 def array_leaves(module: Any) -> dict[Path, Any]:
   """`variables`, without those that hold no array but `None` or optax's `MaskedNode`."""
   return {path: leaf for path, leaf in variables(module).items() if jax.tree.leaves(value_of(leaf))}
+
+
+def merge(graphdef: Any, state: Any) -> Any:
+  """`nnx.merge`, also around `ShapeDtypeStruct`s in place of raw arrays.
+
+  flax takes a struct that stands in a tuple, dict or other pytree for a static value, and so would lose it.
+  There it is marked as data.
+  """
+  node, flat = nnx.merge(graphdef, state), dict(nnx.to_flat_state(state))
+  structs = {path for path, leaf in flat.items() if isinstance(leaf, jax.ShapeDtypeStruct)}
+  lost = structs - variables(node).keys() if structs else structs
+  if not lost:
+    return node
+  marked: list[Any] = [(path, graphlib.DataElem(x) if path in lost else x) for path, x in flat.items()]
+  return nnx.merge(graphdef, nnx.from_flat_state(marked))
 
 
 def set_arrays(module: nnx.Pytree, arrays: Mapping[Path, Any]) -> None:

@@ -14,7 +14,6 @@ import numpy as np
 import optax
 from flax import nnx
 from flax.errors import TraceContextError
-from flax.nnx import graphlib
 from jax.core import Tracer
 from jax.extend.core import Literal
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
@@ -26,6 +25,7 @@ from nnx_parallel.core.nodes import (
   is_rng,
   iter_nodes,
   kind_of,
+  merge,
   path_str,
   value_of,
   variables,
@@ -120,32 +120,13 @@ def trace(build: Callable[[Any], Any], given: Any) -> Trace:
 
   with without_mesh():
     program, (built, values) = jax.make_jaxpr(run, return_shape=True)(state)
-    made = state_paths(values)
-    return Trace(_abstract(built, values, made), program, state_paths(state), made)
-
-
-def _abstract(graphdef: Any, values: Any, arrays: Iterable[Path]) -> Any:
-  """The module around `ShapeDtypeStruct`s.
-
-  flax takes a struct that stands in a tuple, dict or other pytree for a static value, and so would lose it.
-  There it is marked as data.
-
-  Raises:
-    PlanError: arrays that flax does not find in the module all the same; `arrays` has the paths of all.
-  """
-  node = nnx.merge(graphdef, values)
-  lost = set(arrays) - array_leaves(node).keys()
-  if lost:
-    flat = nnx.to_flat_state(values)
-    marked: list[Any] = [(path, graphlib.DataElem(leaf) if path in lost else leaf) for path, leaf in flat]
-    node = nnx.merge(graphdef, nnx.from_flat_state(marked))
-    lost -= array_leaves(node).keys()
-  if lost:
-    raise PlanError(
-      f"flax hides {few(sorted(map(path_str, lost)))}: of arrays there, a plan cannot tell where they are.",
-      fix="give each array its own nnx.Variable, or put them into nnx.List or nnx.Dict.",
-    )
-  return node
+    node, made = merge(built, values), state_paths(values)
+    if hidden := set(made) - array_leaves(node).keys():
+      raise PlanError(
+        f"flax hides {few(sorted(map(path_str, hidden)))}: a plan cannot tell where arrays are there.",
+        fix="give each array its own nnx.Variable, or put them into nnx.List or nnx.Dict.",
+      )
+    return Trace(node, program, state_paths(state), made)
 
 
 def state_paths(state: Any) -> tuple[Path, ...]:

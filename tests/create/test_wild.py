@@ -244,6 +244,8 @@ def test_arrays_in_a_container_are_planned_created_trained_saved_and_moved(conta
     assert_same_arrays(arrays_of(other), arrays_of(model))
 
 
-def test_a_model_with_arrays_in_a_tuple_has_a_memory_plan():
-  plan = nxp.plan(lambda: Contained("tuple"), nxp.make_mesh(fsdp=8), nxp.fsdp(), optimizer=optax.sgd(0.1))
-  assert nxp.memory_plan(plan, contained_loss, jax.ShapeDtypeStruct((8, 8), jnp.float32)).need_bytes > 0
+def test_a_model_with_arrays_in_a_tuple_has_a_memory_plan_and_is_compiled_from_its_plan():
+  plan = nxp.plan(lambda: Contained("tuple"), nxp.abstract_mesh(fsdp=8), nxp.fsdp(), optimizer=optax.sgd(0.1))
+  batch = jax.ShapeDtypeStruct((8, 8), jnp.float32)
+  assert nxp.memory_plan(plan, contained_loss, batch).need_bytes > 0
+  assert nxp.train_step(contained_loss).lower(plan, batch=batch).as_text()
