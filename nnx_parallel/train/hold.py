@@ -62,6 +62,13 @@ _EXAMPLES = "the examples"
 _POSITIONS = "the positions"
 """Marks the dim of the positions, where a rule splits those between layers."""
 _MARKS = frozenset((_EXAMPLES, _POSITIONS))
+RELAXED = range(3)
+"""The values of `relaxed`, in the order in which a program is compiled with them until XLA takes it."""
+
+
+def is_refused(error: BaseException) -> bool:
+  """Whether XLA made a program, while it partitioned another one, that it refuses itself."""
+  return isinstance(error, RuntimeError) and "hlo verifier" in str(error)
 
 
 def with_right_gradients(run: Callable[..., Any], mesh: Any) -> Callable[..., Any]:
@@ -98,6 +105,7 @@ def held(
   scope: Scope | None = None,
   shardings: Sequence[Any] = (),
   batch_at: int = 1,
+  relaxed: int = 0,
 ) -> Callable[..., Any]:
   """A step with the layouts of its plan held, forward and backward.
 
@@ -109,6 +117,8 @@ def held(
       convolutions are mended.
     shardings: of the arrays before the batch, or None for each.
     batch_at: which of the arguments is the batch; those before it are arrays of the model.
+    relaxed: which constraints to leave out, where XLA cannot compile the program: 1 those that move the split
+      of a table from its rows to its columns, 2 all but those of convolutions.
 
   Returns:
     A function of the same arguments and results; `run` itself on one device.
@@ -144,13 +154,16 @@ def held(
     stored = used & _names([flow for flow in flows if not flow.data])
     kernels = any(flow.names and len(flow.axes) > 2 and not flow.data for flow in flows)
     mended = any(_is_faulty(e) or (kernels and _is_convolution(e)) for e in equations(closed.jaxpr))
-    if len(used) < 2 and not stored & {*(split or ())} and not positions:  # nothing else to confuse
+    nothing_to_confuse = len(used) < 2 and not stored & {*(split or ())} and not positions
+    if nothing_to_confuse or relaxed > 1:
       flows = [
         flow if mended and not flow.data else _unsplit(x)[1] for x, flow in zip(leaves, flows, strict=True)
       ]
     if mended or any(flow.data for flow in flows):
       batch = frozenset(used.intersection(split or ()))
-      results, _ = _Rewriting(mesh, batch, stored, positions).evaluate(closed, leaves, flows)
+      results, _ = _Rewriting(mesh, batch, stored, positions, moves=not relaxed).evaluate(
+        closed, leaves, flows
+      )
     else:
       results = core.jaxpr_as_fun(closed)(*leaves)
     return jax.tree.unflatten(jax.tree.structure(shape), results)
@@ -174,9 +187,13 @@ class _Rewriting:
     batch: axes larger than 1 that split the batch.
     stored: axes larger than 1 that split parameters or other state.
     positions: axes that split the positions of activations between layers.
+    moves: whether tables are looked up and summed by columns.
   """
 
-  def __init__(self, mesh: Any, batch: frozenset[str], stored: set[str], positions: tuple[str, ...]):
+  def __init__(
+    self, mesh: Any, batch: frozenset[str], stored: set[str], positions: tuple[str, ...], *, moves: bool
+  ):
+    self.moves = moves
     self.mesh, self.batch, self.stored, self.others = mesh, batch, stored, stored - batch
     self.positions = positions
     self._met: set[int] = set()
@@ -299,7 +316,8 @@ class _Rewriting:
     split = [axis for dim in axes for axis in dim if axis not in moved and axis not in _MARKS]
     shards = math.prod(self.mesh.shape[axis] for axis in (*moved, *split))
     fitting = [d for d in dims if x.shape[d] % shards == 0]
-    return max(fitting, key=lambda d: x.shape[d], default=None) if len(moved) == 1 else None
+    one = self.moves and len(moved) == 1
+    return max(fitting, key=lambda d: x.shape[d], default=None) if one else None
 
   def _is_minor(self, flow: Flow, moved: set[str]) -> bool:
     """Whether an axis is the last of those that split the examples, so that it can leave them."""

@@ -267,3 +267,35 @@ class MLP(nnx.Module):
     up, down = {"out_sharding": ("embed", "mlp")}, {"out_sharding": ("mlp", "embed")}
     self.up = nnx.Linear(16, 32, kernel_metadata=up, rngs=rngs)
     self.down = nnx.Linear(32, 16, kernel_metadata=down, rngs=rngs)
+
+
+class LookedUpTwice(nnx.Module):
+  """Two tables, and a shard_map between: with all constraints held, XLA makes a program that it refuses."""
+
+  def __init__(self, rngs: nnx.Rngs):
+    def drawn(rows: int, columns: Any) -> nnx.Param[jax.Array]:
+      return nnx.Param(jax.random.normal(rngs.params(), (rows, 16)), out_sharding=(None, columns))
+
+    self.words, self.places = drawn(32, ("data", "tensor")), drawn(8, "tensor")
+
+  def __call__(self, x: jax.Array) -> jax.Array:
+    found, mesh = self.words[x], jax.sharding.get_abstract_mesh()
+    if "data" in mesh.shape:  # not on one device
+      found = jax.shard_map(jnp.sin, mesh=mesh, in_specs=jax.P("data"), out_specs=jax.P("data"))(found)
+    else:
+      found = jnp.sin(found)
+    return found + self.places[x % 8]
+
+
+def test_a_program_that_xla_refuses_is_compiled_with_fewer_constraints(caplog) -> None:
+  rules = nxp.LogicalRules(batch=("data", "tensor"))
+  plan = nxp.plan(
+    lambda: LookedUpTwice(nnx.Rngs(0)), nxp.make_mesh(data=4, tensor=2), rules, optimizer=optax.sgd(0.1)
+  )
+  x = np.arange(32, dtype=np.int32).reshape(8, 4)
+  assert_same_training(squares, {"held": plan}, [x, x])
+  assert "XLA cannot compile the step with all layouts of its plan held (Slice dim size" in caplog.text
+  model, optimizer = nxp.create_sharded_model(plan)
+  step = nxp.train_step(squares)
+  assert step.check_gradients(model, optimizer, nxp.shard_batch(x, plan))
+  assert float(nxp.eval_step(squares)(model, nxp.shard_batch(x, plan))["loss"]) > 0
