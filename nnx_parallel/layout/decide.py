@@ -11,6 +11,7 @@ from typing import Any
 from flax import nnx
 from jax.sharding import PartitionSpec
 
+from nnx_parallel.core.axes import axes_of
 from nnx_parallel.core.mesh import AnyMesh, axis_sizes
 from nnx_parallel.core.nodes import (
   Names,
@@ -44,6 +45,7 @@ class Decisions:
     self.zero_notes: list[str] = []
     self.short: list[str] = []
     self.left_out: list[str] = []
+    self.without_rule: dict[str, None] = {}
     self.axis_notes = check_axes(rules.logical, self.sizes)
     self.fired: set[int] = set()
     self.path_rules = sum(len(table.rules) for table in rules.paths)
@@ -129,11 +131,21 @@ class Decisions:
     self, paths: tuple[Path, ...], ndim: int
   ) -> tuple[str | tuple[str, ...], Names | None] | None:
     """The first rule that matches any of the paths of a Variable, which may be tied."""
-    for rule in (rule for table in self.rules.paths for rule in table.rules):
+    for table, rule in ((some, rule) for some in self.rules.paths for rule in some.rules):
       if any(map(rule.matches, paths)):
         self.fired.add(id(rule))
-        return rule.pattern, rule.names_for(ndim, where=path_str(paths[0]))
+        names = rule.names_for(ndim, where=path_str(paths[0]))
+        return rule.pattern, self._known(names) if table.optional and names is not None else names
     return None
+
+  def _known(self, names: Names) -> Names:
+    """The names of a table for a family of models, without those that the rules do not have."""
+    known = {*self.rules.logical, *self.sizes}
+    if self.rules.logical.unknown == "replicate":
+      return names
+    unknown = [name for name in names if name is not None and not {*axes_of(name)} <= known]
+    self.without_rule |= dict.fromkeys(map(str, unknown))
+    return tuple(None if name in unknown else name for name in names)
 
   def _fallback_leaf(self, path: Path, leaf: Any) -> LeafPlan:
     value, fallback = value_of(leaf), self.rules.fallback
@@ -279,6 +291,8 @@ class Decisions:
     notes = self.axis_notes + self.zero_notes + ([short] if self.short else [])
     if self.left_out:
       notes.append(f"without tensor parallelism, since no path rule names them: {few(self.left_out)}")
+    if self.without_rule:
+      notes.append(f"no rule for names of the path rules, so they split nothing: {few([*self.without_rule])}")
     return notes + [f"path rule {pattern!r} matches nothing" for pattern in dead]
 
 

@@ -49,7 +49,7 @@ from nnx_parallel.layout.tracing import (
   why_one_program,
 )
 from nnx_parallel.rules.logical import UNEVEN, Uneven
-from nnx_parallel.rules.ruleset import Rules, RuleSet
+from nnx_parallel.rules.ruleset import Rules, RuleSet, on_mesh
 
 if TYPE_CHECKING:
   from matplotlib.figure import Figure
@@ -469,13 +469,14 @@ def plan_with_traces(
       f"optimizer_memory={optimizer_memory!r} places optimizer state, and there is no optimizer.",
       fix="optimizer=optax.adamw(...)",
     )
-  ruleset, context_notes = _with_context(RuleSet.of(rules), axis_sizes(mesh))
+  ruleset, left_out = on_mesh(RuleSet.of(rules), axis_sizes(mesh))
+  ruleset, context_notes = _with_context(ruleset, axis_sizes(mesh))
   if uneven != "error":  # later readers of the rules (`constrain`) then apply the plan's policy
     ruleset = ruleset.replace(uneven=dict.fromkeys(ruleset.logical, uneven) | ruleset.logical.uneven)
   traces: dict[Root, Trace] = {"model": trace_module(init, mesh)}
   model = traces["model"].node
   decisions = Decisions(mesh, ruleset, uneven)
-  found = context_notes + check_attention(model, decisions.sizes)
+  found = left_out + context_notes + check_attention(model, decisions.sizes)
   leaves = decisions.model_leaves(model)
   batch = batch_axes(ruleset, decisions.sizes)
   if batch is not None:  # a plan may do without axes for the batch: nothing to check then
