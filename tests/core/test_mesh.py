@@ -90,7 +90,7 @@ def test_arguments_that_contradict(arguments, text):
     ({"data": -1, "fsdp": -1}, ["only one mesh axis can be -1, and data, fsdp are", "give a size to 'data'"]),
     ({"data": 3, "fsdp": -1}, ["multiply to 3 devices, and there are 8", "sizes that divide 8"]),
     ({"data": 2, "fsdp": 2}, ["multiply to 4 devices", "devices=jax.devices()[:4]"]),
-    ({"data": 16}, ["multiply to 16 devices", "--xla_force_host_platform_device_count=16"]),
+    ({"data": 16}, ["multiply to 16 devices", 'jax.config.update("jax_num_cpu_devices", 16)']),
     ({"data": 0}, ["mesh axis 'data' has size 0", "data=-1 takes all the devices"]),
     ({"data": 2.0}, ["mesh axis 'data' has size 2.0"]),
     ({"data": True}, ["mesh axis 'data' has size True"]),
