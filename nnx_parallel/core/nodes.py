@@ -26,6 +26,8 @@ SCOPE = "sharding_scope"
 """Metadata key with the plan's rules for activations; see `constrain.Scope`."""
 _NO_NODES = frozenset((str, int, float, bool, type(None), type, FunctionType, np.ndarray))
 _NAME_KEYS = ("out_sharding", "sharding", "sharding_names")
+OTHER_KEYS = frozenset(("shardings", "partition_spec", "pspec"))
+"""Metadata keys that mean a layout in other code, and nothing to flax."""
 _FLAX_KEYS = frozenset(
   (
     *_NAME_KEYS,
@@ -229,8 +231,8 @@ def _check_keys(metadata: Mapping[str, Any], where: str) -> None:
     meant = difflib.get_close_matches(
       key, ("out_sharding", "sharding_names", "sharding_rules"), 1, cutoff=0.85
     )
-    if meant or key in ("shardings", "partition_spec", "pspec"):
-      name = meant[0] if meant else "out_sharding"
+    if meant and key not in OTHER_KEYS:
+      name = meant[0]
       raise ShardingError(
         f"{where}: the metadata key {key!r} means nothing to flax, so it would be ignored.",
         details=f"value {metadata[key]!r}",

@@ -137,7 +137,13 @@ def _check_optimizer(plan: ShardingPlan, optimizer: Any) -> None:
 
 def _by_path(plan: ShardingPlan, root: Root, given: Mapping[Any, Any]) -> dict[Path, Any]:
   names = {path_str(path): path for path in plan.of(root)}
-  return {names.get(key, (key,)) if isinstance(key, str) else key: value for key, value in given.items()}
+  found: dict[Path, Any] = {}
+  for key, value in given.items():
+    path = names.get(key, (key,)) if isinstance(key, str) else key
+    if path in found:
+      raise PlanError(f"from_arrays got {path_str(path)} twice.", fix="give it once: by its dotted path.")
+    found[path] = value
+  return found
 
 
 def _place(
@@ -160,19 +166,29 @@ def _place(
     moving.clear()
     old.clear()
 
-  for leaf in plan.leaves:
-    source = _array(arrays[leaf.root].pop(leaf.path))
-    moved = _move(source, leaf)
-    placed.setdefault(leaf.root, {})[leaf.path] = moved
-    moving.append(moved)
-    uses[id(source)] -= 1
-    if donate and isinstance(source, jax.Array) and not uses[id(source)]:
-      old.append(source)
-    under_way += leaf.bytes_per_device
-    if under_way > byte_budget:
-      settle()
-      under_way = 0
-  settle()
+  freed = 0
+  try:
+    for leaf in plan.leaves:
+      source = _array(arrays[leaf.root].pop(leaf.path))
+      moved = _move(source, leaf)
+      placed.setdefault(leaf.root, {})[leaf.path] = moved
+      moving.append(moved)
+      uses[id(source)] -= 1
+      if donate and isinstance(source, jax.Array) and not uses[id(source)]:
+        old.append(source)
+      under_way += leaf.bytes_per_device
+      if under_way > byte_budget:
+        freed += len(old)
+        settle()
+        under_way = 0
+    settle()
+  except BaseException as error:
+    if freed:
+      error.add_note(
+        f"reshard(donate=True) had freed {freed} arrays of the old module, which cannot be used any more.\n"
+        "  Fix: restore the last checkpoint into the plan."
+      )
+    raise
   return placed
 
 

@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec
 from nnx_parallel.core.axes import axes_of
 from nnx_parallel.core.mesh import AnyMesh, axis_sizes
 from nnx_parallel.core.nodes import (
+  OTHER_KEYS,
   Names,
   Path,
   aliases,
@@ -46,6 +47,7 @@ class Decisions:
     self.short: list[str] = []
     self.left_out: list[str] = []
     self.without_rule: dict[str, None] = {}
+    self.other_keys: list[str] = []
     self.axis_notes = check_axes(rules.logical, self.sizes)
     self.fired: set[int] = set()
     self.path_rules = sum(len(table.rules) for table in rules.paths)
@@ -77,6 +79,7 @@ class Decisions:
       return self._leaf("model", path, leaf, Decision("replicated", "RNG state"))
     source: Source = "metadata"
     names, own_rules = declared(leaf, where=where)
+    self.other_keys += [f"{where} {key}={value!r}" for key, value in _other_metadata(leaf)]
     step, reason = f"from its metadata: {names}", f"names {_shown(names)}"
     if names is not None and 0 < _written(leaf) < len(names):
       self.short.append(where)
@@ -206,7 +209,7 @@ class Decisions:
     rows: list[LeafPlan] = []
     spread = False
     state = array_leaves(optimizer)
-    owned = optimizer_layout.parameters_of(state, by_path)
+    owned = optimizer_layout.parameters_of(filter(optimizer_layout.of_parameters(state), state), by_path)
     for path, leaf in state.items():
       shape = tuple(value_of(leaf).shape)
       parameter = owned.get(path)
@@ -291,6 +294,10 @@ class Decisions:
     notes = self.axis_notes + self.zero_notes + ([short] if self.short else [])
     if self.left_out:
       notes.append(f"without tensor parallelism, since no path rule names them: {few(self.left_out)}")
+    if self.other_keys:
+      notes.append(
+        f"metadata that flax does not read (an annotation is out_sharding=...): {few(self.other_keys)}"
+      )
     if self.without_rule:
       notes.append(f"no rule for names of the path rules, so they split nothing: {few([*self.without_rule])}")
     return notes + [f"path rule {pattern!r} matches nothing" for pattern in dead]
@@ -305,6 +312,13 @@ def _array(leaf: Any, where: str) -> Any:
     details=f"Variable type {kind_of(leaf)}",
     fix="give each array its own Variable, for example in an nnx.Dict or nnx.List.",
   )
+
+
+def _other_metadata(leaf: Any) -> list[tuple[str, Any]]:
+  if not isinstance(leaf, nnx.Variable):
+    return []
+  metadata: Mapping[str, Any] = leaf.get_metadata()
+  return [(key, metadata[key]) for key in sorted(OTHER_KEYS & metadata.keys())]
 
 
 def _is_matrix(leaf: Any) -> bool:

@@ -498,6 +498,7 @@ def plan_with_traces(
       memory_kind=None if optimizer_memory == "device" else optimizer_memory,
       factored_dims=factored_dims(model, optimizer, wrt, abstract_optimizer),
     )
+  _check_names(leaves)
   found += _overridden(placements(traces["model"]), leaves)
   if whole := why_one_program(traces.values()):
     found.append(f"created as one program, which takes longer to compile: {whole}")
@@ -515,6 +516,19 @@ def plan_with_traces(
     abstract_optimizer=abstract_optimizer,
   )
   return made, traces
+
+
+def _check_names(leaves: Iterable[LeafPlan]) -> None:
+  """Refuses two arrays of one dotted path, such as those at `("a.b",)` and `("a", "b")`."""
+  seen: dict[str, LeafPlan] = {}
+  for leaf in leaves:
+    other = seen.setdefault(leaf.name, leaf)
+    if other is not leaf:
+      raise PlanError(
+        f"two arrays are called {leaf.name}.",
+        details=f"their paths are {other.path} and {leaf.path}",
+        fix="rename one of them: no dot in a key of a dict.",
+      )
 
 
 def _with_context(rules: RuleSet, mesh: Mapping[str, int]) -> tuple[RuleSet, list[str]]:

@@ -321,7 +321,7 @@ def factored_dims(
   rows = {path: tuple(value_of(leaf).shape) for path, leaf in array_leaves(model).items()}
   probes = {path: optimizer_layout.distinct_sizes(shape) for path, shape in rows.items()}
   state = array_leaves(optimizer)
-  owned = optimizer_layout.parameters_of(state, rows)
+  owned = optimizer_layout.parameters_of(filter(optimizer_layout.of_parameters(state), state), rows)
   unclear = {
     path: parameter
     for path, parameter in owned.items()

@@ -202,7 +202,7 @@ def test_slices_without_dcn_are_refused_with_the_call_that_works():
 def test_the_advice_for_a_rest_that_does_not_divide_is_a_count_that_does():
   with pytest.raises(nxp.errors.MeshError, match="multiply to 3 devices, and there are 8") as error:
     nxp.make_mesh(data=-1, tensor=3)
-  assert "device_count=9." in str(error.value)
+  assert 'jax_num_cpu_devices", 9)' in str(error.value)
 
 
 def test_what_is_not_a_mesh():
