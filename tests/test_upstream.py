@@ -19,7 +19,7 @@ import optax
 import pytest
 import tensorstore as ts
 from flax import nnx
-from flax.core.spmd import get_logical_axis_rules
+from flax.linen import get_logical_axis_rules
 from flax.nnx import graphlib
 from jax.experimental import multihost_utils
 from jax.experimental.compilation_cache import compilation_cache

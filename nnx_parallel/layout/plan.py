@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
-from flax.core.spmd import get_logical_axis_rules
+from flax.linen import get_logical_axis_rules
 from jax.sharding import NamedSharding, PartitionSpec
 
 from nnx_parallel.core.axes import axes_of, entry_of
@@ -533,7 +533,7 @@ def _check_names(leaves: Iterable[LeafPlan]) -> None:
 
 def _with_context(rules: RuleSet, mesh: Mapping[str, int]) -> tuple[RuleSet, list[str]]:
   """Adds the rules of an active `nnx.logical_axis_rules` whose axes the mesh has, as flax would."""
-  # flax.nnx exports the context, and not what reads it. Within a scope, its rules are those of the scope.
+  # flax.nnx exports the context, flax.linen what reads it. Within a scope, its rules are those of the scope.
   active = () if rules_in_scope() is not None else get_logical_axis_rules()
   context = {name: axes_of(axes) for name, axes in active if set(axes_of(axes)) <= set(mesh)}
   added = {name: axes for name, axes in context.items() if name not in rules.logical}
