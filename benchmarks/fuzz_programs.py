@@ -733,6 +733,109 @@ def _dropout(o: Options) -> Any:
   return {"w": weight("embed mlp", o["width"], o["width"])}, run
 
 
+@operation(BLOCKS, "upsampled conv", share=0.7, taps=(4, 2, 8), stride=(1, 2))
+def _upsampled_conv(o: Options) -> Any:
+  wide, taps = o["width"], o["taps"]
+  weights = {"k": weight("- embed mlp", taps, wide, wide, fan=wide * taps)}
+
+  def run(p: Arrays, x: Any, _: Arrays) -> Any:
+    y = jax.lax.conv_general_dilated(
+      x,
+      p["k"],
+      (o["stride"],),
+      ((taps // 2, taps - taps // 2),),
+      lhs_dilation=(2,),
+      dimension_numbers=("NWC", "WIO", "NWC"),
+    )
+    return y.reshape(*x.shape[:2], -1, wide).mean(2)
+
+  return weights, run
+
+
+@operation(
+  BLOCKS,
+  "shard map",
+  share=1.5,
+  kind=("sine", "product", "mean", "ring"),
+  axis=("tensor", "fsdp", "data"),
+  dim=(2, 1, 0),
+  alone=(True, False),
+)
+def _shard_map(o: Options) -> Any:
+  """A program by hand over one axis: the others are left to the compiler, or are manual too."""
+  kind, axis = o["kind"], o["axis"]
+  dim = 2 if kind == "product" else 1 if kind in ("mean", "ring") else o["dim"]
+  spec = jax.sharding.PartitionSpec(*(axis if d == dim else None for d in range(3)))
+  rows = jax.sharding.PartitionSpec(axis) if kind == "product" else jax.sharding.PartitionSpec()
+
+  def local(x: Any, w: Any, size: int) -> Any:
+    if kind == "sine":
+      return jnp.sin(x @ w) if dim != 2 else jnp.sin(x)
+    if kind == "product":
+      y = x @ w
+      return jax.lax.psum(y, axis) if size > 1 else y
+    y = total = x.mean(1, keepdims=True)
+    if kind == "mean":
+      return jnp.sin(x) * (jax.lax.pmean(y, axis) if size > 1 else y)
+    for _ in range(size - 1):
+      y = jax.lax.ppermute(y, axis, [(n, (n + 1) % size) for n in range(size)])
+      total = total + y
+    return jnp.sin(x) * total / size
+
+  def run(p: Arrays, x: Any, _: Arrays) -> Any:
+    mesh = jax.sharding.get_abstract_mesh()
+    if axis not in mesh.shape or x.shape[dim] % mesh.shape[axis]:
+      return local(x, p["w"], 1)
+    mapped = jax.shard_map(
+      functools.partial(local, size=mesh.shape[axis]),
+      mesh=mesh,
+      in_specs=(spec, rows),
+      out_specs=jax.sharding.PartitionSpec() if kind == "product" else spec,
+      axis_names={axis} if o["alone"] else set(mesh.axis_names),
+    )
+    return mapped(x, p["w"])
+
+  return {"w": weight("embed mlp", o["width"], o["width"])}, run
+
+
+# XLA's CPU backend ends the process on some layouts of it, whoever made the program.
+@operation(BLOCKS, "fourier", share=0.1, dim=(1, 2))
+def _fourier(o: Options) -> Any:
+  weights = {"w": weight("embed mlp", o["width"], o["width"])}
+  return weights, lambda p, x, _: jnp.fft.fft(x @ p["w"], axis=o["dim"]).real / math.sqrt(x.shape[o["dim"]])
+
+
+@operation(BLOCKS, "nested jit", flat=True, twice=(False, True))
+def _nested(o: Options) -> Any:
+  @jax.jit
+  def inner(x: Any, w: Any) -> Any:
+    return jnp.tanh(x @ w)
+
+  @jax.jit
+  def outer(x: Any, w: Any) -> Any:
+    y = inner(x, w)
+    return inner(y, w) if o["twice"] else y
+
+  return {"w": weight("embed mlp", o["width"], o["width"])}, lambda p, x, _: outer(x, p["w"])
+
+
+@operation(BLOCKS, "custom gradient in a loop", flat=True, kind=("scan", "fori", "map"), count=(2, 3))
+def _custom_in_a_loop(o: Options) -> Any:
+  weights = {"w": weight("- embed mlp", o["count"], o["width"], o["width"], fan=o["width"])}
+
+  def step(x: Any, w: Any) -> Any:
+    return jnp.tanh(_product(x, w))
+
+  def run(p: Arrays, x: Any, _: Arrays) -> Any:
+    if o["kind"] == "scan":
+      return jax.lax.scan(lambda x, w: (step(x, w), None), x, p["w"])[0]
+    if o["kind"] == "fori":
+      return jax.lax.fori_loop(0, o["count"], lambda n, x: step(x, p["w"][n]), x)
+    return jax.lax.map(lambda w: step(x, w), p["w"]).mean(0)
+
+  return weights, run
+
+
 # Losses.
 
 

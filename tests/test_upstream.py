@@ -19,7 +19,8 @@ import optax
 import pytest
 import tensorstore as ts
 from flax import nnx
-from flax.core.spmd import get_logical_axis_rules
+from flax.linen import get_logical_axis_rules
+from flax.nnx import graphlib
 from jax.experimental import multihost_utils
 from jax.experimental.compilation_cache import compilation_cache
 from jax.extend import source_info_util
@@ -329,6 +330,12 @@ def test_a_deleted_array_says_so():
     np.asarray(array)
   with pytest.raises((RuntimeError, ValueError), match=r"has been deleted or donated|Array has been deleted"):
     jax.jit(jnp.sin)(array)
+
+
+def test_a_struct_in_a_tuple_is_an_array_of_the_module_only_where_it_is_marked_as_data():
+  struct = jax.ShapeDtypeStruct((2,), jnp.float32)
+  module = nnx.Dict(plain=nnx.data((struct,)), marked=nnx.data((graphlib.DataElem(struct),)))
+  assert dict(nnx.to_flat_state(nnx.state(module))) == {("marked", 0): struct}
 
 
 def test_an_optimizer_keeps_its_state_in_opt_state():

@@ -16,7 +16,7 @@ from nnx_parallel.checkpoint.diff import Found, Patterns, Target, TargetLeaf
 from nnx_parallel.checkpoint.digest import host_device
 from nnx_parallel.checkpoint.manifest import LeafRecord, Manifest
 from nnx_parallel.core.mesh import axis_sizes
-from nnx_parallel.core.nodes import plain_path, value_of, variables
+from nnx_parallel.core.nodes import plain_path, set_arrays, value_of, variables
 from nnx_parallel.core.padding import is_padded
 from nnx_parallel.create.constructor import construct
 from nnx_parallel.create.instantiate import instantiate
@@ -321,7 +321,7 @@ def _fill(node: Any, table: Mapping[str, tuple[Any, Any]], values: Mapping[str, 
   if isinstance(node, nnx.State):
     return nnx.from_flat_state([*{**_leaves_of(node), **raw}.items()])
   if isinstance(node, nnx.Pytree):
-    nnx.update(node, nnx.from_flat_state([*raw.items()]))
+    set_arrays(node, raw)
     return node
   return raw[()]
 

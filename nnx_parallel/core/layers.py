@@ -78,11 +78,13 @@ def find_layers(model: Any, pattern: str | None = None) -> tuple[Layers, ...]:
       if name is not None and not any(path[:n] in taken for n in range(depth)):
         beside.setdefault((name, type(module)), []).append((path, module))
     for (name, kind), members in beside.items():
-      if pattern is None and (len(members) < 2 or not any(map(_has_matrix, dict(members).values()))):
+      if pattern is None and len(members) < 2:
         continue
       groups: dict[Any, list[tuple[Path, Any]]] = {}
       for path, module in members:
         groups.setdefault(_structure(module), []).append((path, module))
+      if pattern is None and not any(map(_has_matrix, groups)):
+        continue
       if pattern is None and all(len(same) < 2 for same in groups.values()):
         continue  # parts of different widths: stages, which have layers inside
       first = next(iter(groups))
@@ -136,8 +138,8 @@ def _unlike(structure: Any, other: Any) -> str:
   return text if more[0] in structure else f"there {text}"
 
 
-def _has_matrix(module: Any) -> bool:
-  return any(len(value_of(leaf).shape) > 1 for leaf in array_leaves(module).values())
+def _has_matrix(structure: Any) -> bool:
+  return any(len(shape) > 1 for _, _, shape, _ in structure)
 
 
 def _differences(modules: list[Any]) -> tuple[str, ...]:

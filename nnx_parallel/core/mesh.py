@@ -223,8 +223,8 @@ def _complete(shape: dict[str, int], count: int) -> dict[str, int]:
     fix = f"set one axis to -1, or use fewer devices: devices=jax.devices()[:{fixed}]."
   else:
     fix = (
-      f"choose sizes that divide {count}; on a CPU, simulate more devices with"
-      f" XLA_FLAGS=--xla_force_host_platform_device_count={-(-count // fixed) * fixed}."
+      f"choose sizes that divide {count}; on a CPU, simulate more devices before jax is used:"
+      f' jax.config.update("jax_num_cpu_devices", {-(-count // fixed) * fixed}).'
     )
   raise MeshError(
     f"mesh axes multiply to {fixed} devices, and there are {count}.",

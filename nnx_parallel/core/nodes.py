@@ -10,6 +10,7 @@ from typing import Any, cast
 import jax
 import numpy as np
 from flax import nnx
+from flax.nnx import graphlib
 from jax.sharding import NamedSharding, PartitionSpec
 
 from nnx_parallel.core.axes import Entry
@@ -25,6 +26,8 @@ SCOPE = "sharding_scope"
 """Metadata key with the plan's rules for activations; see `constrain.Scope`."""
 _NO_NODES = frozenset((str, int, float, bool, type(None), type, FunctionType, np.ndarray))
 _NAME_KEYS = ("out_sharding", "sharding", "sharding_names")
+OTHER_KEYS = frozenset(("shardings", "partition_spec", "pspec"))
+"""Metadata keys that mean a layout in other code, and nothing to flax."""
 _FLAX_KEYS = frozenset(
   (
     *_NAME_KEYS,
@@ -97,6 +100,45 @@ def variables(module: Any) -> dict[Path, Any]:
 def array_leaves(module: Any) -> dict[Path, Any]:
   """`variables`, without those that hold no array but `None` or optax's `MaskedNode`."""
   return {path: leaf for path, leaf in variables(module).items() if jax.tree.leaves(value_of(leaf))}
+
+
+def merge(graphdef: Any, state: Any) -> Any:
+  """`nnx.merge`, also around `ShapeDtypeStruct`s in place of raw arrays.
+
+  flax takes a struct that stands in a tuple, dict or other pytree for a static value, and so would lose it.
+  There it is marked as data.
+  """
+  node, flat = nnx.merge(graphdef, state), dict(nnx.to_flat_state(state))
+  structs = {path for path, leaf in flat.items() if isinstance(leaf, jax.ShapeDtypeStruct)}
+  lost = structs - variables(node).keys() if structs else structs
+  if not lost:
+    return node
+  marked: list[Any] = [(path, graphlib.DataElem(x) if path in lost else x) for path, x in flat.items()]
+  return nnx.merge(graphdef, nnx.from_flat_state(marked))
+
+
+def set_arrays(module: nnx.Pytree, arrays: Mapping[Path, Any]) -> None:
+  """Puts raw arrays at their paths in a live module; a tuple that holds some is replaced by a copy.
+
+  So is any other container that is no module; `nnx.update` refuses tuples and dataclasses.
+
+  Example:
+    >>> from flax import nnx
+    >>> from nnx_parallel.core.nodes import set_arrays
+    >>> module = nnx.Dict(table=nnx.data((1.0, jax.numpy.zeros(2))))
+    >>> set_arrays(module, {("table", 1): jax.numpy.ones(2)})
+    >>> module.table
+    (1.0, Array([1., 1.], dtype=float32))
+  """
+  for path, node in [*iter_nodes(module)]:
+    for name, value in [*vars(node).items()] if isinstance(node, nnx.Pytree) else ():
+      here = (*path, int(name) if isinstance(node, nnx.List) and name.isdecimal() else name)
+      if _is_node(value) or not any(where[: len(here)] == here for where in arrays):
+        continue
+      new = jax.tree_util.tree_map_with_path(
+        lambda keys, old, here=here: arrays.get((*here, *plain_path(keys)), old), value, is_leaf=_is_node
+      )
+      setattr(node, name, nnx.data(new))
 
 
 def aliases(module: Any) -> dict[Path, tuple[Path, ...]]:
@@ -189,8 +231,8 @@ def _check_keys(metadata: Mapping[str, Any], where: str) -> None:
     meant = difflib.get_close_matches(
       key, ("out_sharding", "sharding_names", "sharding_rules"), 1, cutoff=0.85
     )
-    if meant or key in ("shardings", "partition_spec", "pspec"):
-      name = meant[0] if meant else "out_sharding"
+    if meant and key not in OTHER_KEYS:
+      name = meant[0]
       raise ShardingError(
         f"{where}: the metadata key {key!r} means nothing to flax, so it would be ignored.",
         details=f"value {metadata[key]!r}",

@@ -8,7 +8,7 @@ from typing import Any, cast
 from flax import nnx
 
 from nnx_parallel.core.axes import Entry, axes_in
-from nnx_parallel.core.nodes import DECLARED, SCOPE, Names, Path, declared
+from nnx_parallel.core.nodes import DECLARED, SCOPE, Names, Path, declared, merge
 from nnx_parallel.core.padding import pad_variable
 from nnx_parallel.errors import PlanError
 from nnx_parallel.layout.leaf import LeafPlan, Root
@@ -47,7 +47,7 @@ def _merge(plan: ShardingPlan, root: Root, abstract: Any, arrays: Mapping[Root, 
     if path not in found:
       raise PlanError(f"no array for {row.name}.", fix="give one array for each leaf of the plan.")
     leaves.append((path, _bind(abstract_leaf, found[path], row, labels.get(path), scope)))
-  return nnx.merge(graphdef, nnx.from_flat_state(cast(Any, leaves)))
+  return merge(graphdef, nnx.from_flat_state(cast(Any, leaves)))
 
 
 def _bind(abstract_leaf: Any, array: Any, row: LeafPlan, first_dim: str | None, scope: dict[str, Any]) -> Any:

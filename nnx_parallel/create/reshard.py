@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import functools
 from collections.abc import Mapping
 from typing import Any
 
@@ -136,7 +137,13 @@ def _check_optimizer(plan: ShardingPlan, optimizer: Any) -> None:
 
 def _by_path(plan: ShardingPlan, root: Root, given: Mapping[Any, Any]) -> dict[Path, Any]:
   names = {path_str(path): path for path in plan.of(root)}
-  return {names.get(key, (key,)) if isinstance(key, str) else key: value for key, value in given.items()}
+  found: dict[Path, Any] = {}
+  for key, value in given.items():
+    path = names.get(key, (key,)) if isinstance(key, str) else key
+    if path in found:
+      raise PlanError(f"from_arrays got {path_str(path)} twice.", fix="give it once: by its dotted path.")
+    found[path] = value
+  return found
 
 
 def _place(
@@ -159,19 +166,29 @@ def _place(
     moving.clear()
     old.clear()
 
-  for leaf in plan.leaves:
-    source = _array(arrays[leaf.root].pop(leaf.path))
-    moved = _move(source, leaf)
-    placed.setdefault(leaf.root, {})[leaf.path] = moved
-    moving.append(moved)
-    uses[id(source)] -= 1
-    if donate and isinstance(source, jax.Array) and not uses[id(source)]:
-      old.append(source)
-    under_way += leaf.bytes_per_device
-    if under_way > byte_budget:
-      settle()
-      under_way = 0
-  settle()
+  freed = 0
+  try:
+    for leaf in plan.leaves:
+      source = _array(arrays[leaf.root].pop(leaf.path))
+      moved = _move(source, leaf)
+      placed.setdefault(leaf.root, {})[leaf.path] = moved
+      moving.append(moved)
+      uses[id(source)] -= 1
+      if donate and isinstance(source, jax.Array) and not uses[id(source)]:
+        old.append(source)
+      under_way += leaf.bytes_per_device
+      if under_way > byte_budget:
+        freed += len(old)
+        settle()
+        under_way = 0
+    settle()
+  except BaseException as error:
+    if freed:
+      error.add_note(
+        f"reshard(donate=True) had freed {freed} arrays of the old module, which cannot be used any more.\n"
+        "  Fix: restore the last checkpoint into the plan."
+      )
+    raise
   return placed
 
 
@@ -182,10 +199,14 @@ def _move(source: Any, leaf: LeafPlan) -> jax.Array:
     return put(source, leaf.sharding)
   if isinstance(source, jax.Array):
     # Cut and padded where it is: its devices need not be those of the plan.
-    resized = jax.jit(lambda x: pad(crop(x, leaf.shape, tuple(x.shape)), leaf.storage_shape))(source)
-    return put(resized, leaf.sharding)
+    return put(_resized(source, leaf.shape, leaf.storage_shape), leaf.sharding)
   shape, host = leaf.storage_shape, np.asarray(source)
   return jax.make_array_from_callback(shape, leaf.sharding, lambda index: _padded(host, index, shape))
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2))
+def _resized(array: jax.Array, shape: tuple[int, ...], storage: tuple[int, ...]) -> jax.Array:
+  return pad(crop(array, shape, tuple(array.shape)), storage)
 
 
 def _padded(host: np.ndarray[Any, Any], index: Any, shape: tuple[int, ...]) -> np.ndarray[Any, Any]:

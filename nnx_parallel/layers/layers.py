@@ -299,7 +299,7 @@ def _apart(
     module = nnx.merge(graphdef, state)
     with marks.marking(module):
       result = loss(module, batch)
-    return result, nnx.state(module)
+    return result, nnx.state(module, nnx.Variable)
 
   result, after = with_options(pure, marks if does is None else does)(state, batch)
   nnx.update(model, after)

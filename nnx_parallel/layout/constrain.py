@@ -14,7 +14,7 @@ from typing import Any
 
 import jax
 from flax import nnx
-from flax.core.spmd import get_logical_axis_rules
+from flax.linen import get_logical_axis_rules
 from jax.core import Tracer
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 

@@ -11,8 +11,10 @@ from typing import Any
 from flax import nnx
 from jax.sharding import PartitionSpec
 
+from nnx_parallel.core.axes import axes_of
 from nnx_parallel.core.mesh import AnyMesh, axis_sizes
 from nnx_parallel.core.nodes import (
+  OTHER_KEYS,
   Names,
   Path,
   aliases,
@@ -44,6 +46,8 @@ class Decisions:
     self.zero_notes: list[str] = []
     self.short: list[str] = []
     self.left_out: list[str] = []
+    self.without_rule: dict[str, None] = {}
+    self.other_keys: list[str] = []
     self.axis_notes = check_axes(rules.logical, self.sizes)
     self.fired: set[int] = set()
     self.path_rules = sum(len(table.rules) for table in rules.paths)
@@ -75,6 +79,7 @@ class Decisions:
       return self._leaf("model", path, leaf, Decision("replicated", "RNG state"))
     source: Source = "metadata"
     names, own_rules = declared(leaf, where=where)
+    self.other_keys += [f"{where} {key}={value!r}" for key, value in _other_metadata(leaf)]
     step, reason = f"from its metadata: {names}", f"names {_shown(names)}"
     if names is not None and 0 < _written(leaf) < len(names):
       self.short.append(where)
@@ -129,11 +134,21 @@ class Decisions:
     self, paths: tuple[Path, ...], ndim: int
   ) -> tuple[str | tuple[str, ...], Names | None] | None:
     """The first rule that matches any of the paths of a Variable, which may be tied."""
-    for rule in (rule for table in self.rules.paths for rule in table.rules):
+    for table, rule in ((some, rule) for some in self.rules.paths for rule in some.rules):
       if any(map(rule.matches, paths)):
         self.fired.add(id(rule))
-        return rule.pattern, rule.names_for(ndim, where=path_str(paths[0]))
+        names = rule.names_for(ndim, where=path_str(paths[0]))
+        return rule.pattern, self._known(names) if table.optional and names is not None else names
     return None
+
+  def _known(self, names: Names) -> Names:
+    """The names of a table for a family of models, without those that the rules do not have."""
+    known = {*self.rules.logical, *self.sizes}
+    if self.rules.logical.unknown == "replicate":
+      return names
+    unknown = [name for name in names if name is not None and not {*axes_of(name)} <= known]
+    self.without_rule |= dict.fromkeys(map(str, unknown))
+    return tuple(None if name in unknown else name for name in names)
 
   def _fallback_leaf(self, path: Path, leaf: Any) -> LeafPlan:
     value, fallback = value_of(leaf), self.rules.fallback
@@ -194,7 +209,7 @@ class Decisions:
     rows: list[LeafPlan] = []
     spread = False
     state = array_leaves(optimizer)
-    owned = optimizer_layout.parameters_of(state, by_path)
+    owned = optimizer_layout.parameters_of(filter(optimizer_layout.of_parameters(state), state), by_path)
     for path, leaf in state.items():
       shape = tuple(value_of(leaf).shape)
       parameter = owned.get(path)
@@ -279,6 +294,12 @@ class Decisions:
     notes = self.axis_notes + self.zero_notes + ([short] if self.short else [])
     if self.left_out:
       notes.append(f"without tensor parallelism, since no path rule names them: {few(self.left_out)}")
+    if self.other_keys:
+      notes.append(
+        f"metadata that flax does not read (an annotation is out_sharding=...): {few(self.other_keys)}"
+      )
+    if self.without_rule:
+      notes.append(f"no rule for names of the path rules, so they split nothing: {few([*self.without_rule])}")
     return notes + [f"path rule {pattern!r} matches nothing" for pattern in dead]
 
 
@@ -291,6 +312,13 @@ def _array(leaf: Any, where: str) -> Any:
     details=f"Variable type {kind_of(leaf)}",
     fix="give each array its own Variable, for example in an nnx.Dict or nnx.List.",
   )
+
+
+def _other_metadata(leaf: Any) -> list[tuple[str, Any]]:
+  if not isinstance(leaf, nnx.Variable):
+    return []
+  metadata: Mapping[str, Any] = leaf.get_metadata()
+  return [(key, metadata[key]) for key in sorted(OTHER_KEYS & metadata.keys())]
 
 
 def _is_matrix(leaf: Any) -> bool:

@@ -2,8 +2,9 @@
 
 Seen with jax 0.10.2 to 0.12.0.1, with Shardy and with GSPMD. Such a fault raises no error, and the loss is
 often right. `train_step` and `eval_step` avoid all of them (`train/hold.py`) on Auto axes if the model has a
-plan that splits the batch. A user's own step does not, so a plan that may meet one has a note. Each entry has
-a canary of the same name in `tests/train/test_known_faults.py`, which fails once XLA computes it right.
+plan that splits the batch. A user's own step does not. A plan of a model with the operation has a note; where
+the layout alone tells, `plan.audit()` has the line. Each entry has a canary of the same name in
+`tests/train/test_known_faults.py`, which fails once XLA computes it right.
 """
 
 from __future__ import annotations
@@ -62,11 +63,17 @@ CROSSED = Fault(
   "the batch over one axis, parameters over that and over two more of the same size",
   "the gradient of a kernel whose two dims end up on the two other axes is off by half",
 )
-KNOWN_FAULTS = (GROUPED, WINDOW, EXAMPLES, CROSSED)
+KERNEL = Fault(
+  "split kernel",
+  "a dilated convolution whose kernel is split over its spatial dims",
+  "the kernel gradient has no relation to the right one, or the compiler stops: with an error, or with the"
+  " process where each device has two taps",
+)
+KNOWN_FAULTS = (GROUPED, WINDOW, EXAMPLES, CROSSED, KERNEL)
 
 
 def possible_faults(
-  leaves: Iterable[LeafPlan],
+  leaves: Sequence[LeafPlan],
   model: nnx.Module | None,
   rules: RuleSet,
   batch: Sequence[str],
@@ -87,11 +94,31 @@ def possible_faults(
   used = {axis for leaf in matrices for axis in axes_in(leaf.spec)}
   for axis in (*larger[1:], *larger[:1]):
     equal = {other for other in others if sizes[other] == sizes[axis]}
-    names = [leaf.name for leaf in matrices if _crossed(leaf, axis, equal)]
     fault = CROSSED if axis == larger[0] else EXAMPLES
+    names = [
+      leaf.name
+      for leaf in matrices
+      if _crossed(leaf, axis, equal) and (fault is CROSSED or _meets(leaf, axis, equal, leaves))
+    ]
     if names and (fault is EXAMPLES or len(equal & used) > 1):
       found.append((fault, few(names)))
-  return found
+  dilated = set() if model is None else {path_str((*path, "kernel")) for path in _dilated(model)}
+  taps = [leaf.name for leaf in leaves if leaf.name in dilated and axes_in(leaf.spec[:-2])]
+  return [*found, (KERNEL, few(taps))] if taps else found
+
+
+def _meets(leaf: LeafPlan, axis: str, others: set[str], leaves: Sequence[LeafPlan]) -> bool:
+  """Whether another array may split the dim that `axis` splits here, as part of an activation, otherwise.
+
+  The product that XLA gets wrong has an activation that one of the `others` splits on that dim: as after a
+  norm whose scale it splits.
+  """
+  lengths = {leaf.shape[dim] for dim, entry in enumerate(leaf.spec) if axis in axes_of(entry)}
+  return any(
+    others & {*axes_of(entry)} and other.shape[dim] in lengths
+    for other in leaves
+    for dim, entry in enumerate(other.spec)
+  )
 
 
 def _crossed(leaf: LeafPlan, axis: str, others: set[str]) -> bool:
@@ -102,22 +129,24 @@ def _crossed(leaf: LeafPlan, axis: str, others: set[str]) -> bool:
 
 def fault_notes(
   found: Iterable[tuple[Fault, str]], sizes: Mapping[str, int], batch: Sequence[str]
-) -> list[str]:
-  """One note for each fault that a plan may meet."""
+) -> tuple[list[str], list[str]]:
+  """A line for each fault: those of operations that the model has, and those that the layout may meet."""
   factor = math.prod(size for axis, size in sizes.items() if axis not in batch)
-  notes: list[str] = []
+  sure: list[str] = []
+  perhaps: list[str] = []
   for fault, names in found:
     if fault is GROUPED:
-      notes.append(
+      sure.append(
         f"{names}: grouped convolutions, whose kernel gradients XLA makes up to {factor} times too large on"
         " this mesh; train_step computes them right, a jit of your own does not"
       )
-    else:
-      notes.append(
-        f"{names}: a jit of your own may compute wrong numbers on this layout, by a fault of XLA"
-        f" ({fault.name}) that train_step and eval_step avoid; nxp.check_gradients(model, batch, loss) tells"
-      )
-  return notes
+      continue
+    lines = sure if fault in (WINDOW, KERNEL) else perhaps
+    lines.append(
+      f"{names}: a fault of XLA ({fault.name}) can make results wrong here in a jit of your own, not in"
+      " train_step and eval_step; nxp.check_gradients(model, batch, loss) checks your step"
+    )
+  return sure, perhaps
 
 
 def _positions(rules: RuleSet, sizes: Mapping[str, int]) -> set[str]:
@@ -132,3 +161,11 @@ def convolutions(model: nnx.Module) -> Iterator[tuple[Path, int]]:
     groups = getattr(module, "feature_group_count", None)
     if isinstance(module, nnx.Module) and isinstance(groups, int):
       yield path, groups
+
+
+def _dilated(model: nnx.Module) -> Iterator[Path]:
+  """Convolutions that put zeros between the elements of their input, as a transposed one does."""
+  for path, module in iter_nodes(model):
+    steps = module.strides if isinstance(module, nnx.ConvTranspose) else getattr(module, "input_dilation", 1)
+    if isinstance(module, nnx.Module) and max(steps if isinstance(steps, Sequence) else (steps or 1,)) > 1:
+      yield path

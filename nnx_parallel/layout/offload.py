@@ -10,6 +10,7 @@ several parameters' state comes when the last of them is there.
 
 from __future__ import annotations
 
+import collections
 from collections.abc import Mapping
 from typing import Any, cast
 
@@ -89,14 +90,14 @@ def _groups(state: Any, grads: Any, sizes: Mapping[str, int]) -> list[int]:
   of_each = [owned.get(path) if _on_host(leaf) else () for path, leaf in rows]
   numbers: dict[Path | None, int] = {(): 0}
   number, held = 1, 0
+  size_of: collections.Counter[Path | None] = collections.Counter()
+  for (path, _), of in zip(rows, of_each, strict=True):
+    size_of[of] += sizes.get(path_str(path), 0)
   for parameter in (*parameters, None):  # state of no parameter comes last, in one group
-    bytes_here = sum(
-      sizes.get(path_str(path), 0) for (path, _), of in zip(rows, of_each, strict=True) if of == parameter
-    )
-    if held and held + bytes_here > GROUP_BYTES:
+    if held and held + size_of[parameter] > GROUP_BYTES:
       number, held = number + 1, 0
     numbers[parameter] = number
-    held += bytes_here
+    held += size_of[parameter]
   return [numbers[of] for of in of_each]
 
 

@@ -7,18 +7,28 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
+from flax import nnx
 from jax.sharding import PartitionSpec
 
 from nnx_parallel.core.axes import axes_in
-from nnx_parallel.core.nodes import Path
+from nnx_parallel.core.nodes import Path, value_of
 from nnx_parallel.errors import PlanError
 from nnx_parallel.layout.resolve import add_axes
 
 if TYPE_CHECKING:
   from nnx_parallel.layout.leaf import LeafPlan
+
+
+def of_parameters(state: Mapping[Path, Any]) -> Callable[[Path], bool]:
+  """Whether an array of an optimizer may belong to a parameter: a counter of its own does not.
+
+  flax keeps what optax makes of a Variable as `OptVariable`. What optax makes by itself may be called like a
+  parameter: the `count` of Adam.
+  """
+  return lambda path: isinstance(state[path], nnx.OptVariable) or bool(value_of(state[path]).shape)
 
 
 def parameters_of(paths: Iterable[Path], parameters: Collection[Path]) -> dict[Path, Path]:

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
-from flax.core.spmd import get_logical_axis_rules
+from flax.linen import get_logical_axis_rules
 from jax.sharding import NamedSharding, PartitionSpec
 
 from nnx_parallel.core.axes import axes_of, entry_of
@@ -49,7 +49,7 @@ from nnx_parallel.layout.tracing import (
   why_one_program,
 )
 from nnx_parallel.rules.logical import UNEVEN, Uneven
-from nnx_parallel.rules.ruleset import Rules, RuleSet
+from nnx_parallel.rules.ruleset import Rules, RuleSet, on_mesh
 
 if TYPE_CHECKING:
   from matplotlib.figure import Figure
@@ -137,7 +137,8 @@ class StoredPlan(Table):
       min_bytes: leaves of at most this many bytes are not reported.
 
     Returns:
-      An `Audit`, worst first: prints as a table; empty (falsy) when nothing large is replicated.
+      An `Audit`, worst first: prints as a table; empty (falsy) when nothing large is replicated. Its
+      `faults` are known faults of XLA that a step of your own may meet on this layout.
 
     Example:
       >>> import nnx_parallel as nxp
@@ -146,7 +147,10 @@ class StoredPlan(Table):
       >>> [(found.leaf.name, found.wasted, found.remedy) for found in plan.audit()]
       [('kernel', 1835008, 'fsdp could split dim 0 (1024)')]
     """
-    return audit.audit(self, min_bytes=min_bytes)
+    sizes, leaves = axis_sizes(self.mesh), [leaf for leaf in self.leaves if leaf.root == "model"]
+    batch = batch_axes(self.rules, sizes) or ()
+    faults = fault_notes(possible_faults(leaves, None, self.rules, batch, sizes), sizes, batch)[1]
+    return dataclasses.replace(audit.audit(self, min_bytes=min_bytes), faults=tuple(faults))
 
   def warn_replicated(self, *, stacklevel: int = 2) -> bool:
     """Warns, once and in one line, about large parameters that are replicated without a rule.
@@ -465,18 +469,19 @@ def plan_with_traces(
       f"optimizer_memory={optimizer_memory!r} places optimizer state, and there is no optimizer.",
       fix="optimizer=optax.adamw(...)",
     )
-  ruleset, context_notes = _with_context(RuleSet.of(rules), axis_sizes(mesh))
+  ruleset, left_out = on_mesh(RuleSet.of(rules), axis_sizes(mesh))
+  ruleset, context_notes = _with_context(ruleset, axis_sizes(mesh))
   if uneven != "error":  # later readers of the rules (`constrain`) then apply the plan's policy
     ruleset = ruleset.replace(uneven=dict.fromkeys(ruleset.logical, uneven) | ruleset.logical.uneven)
   traces: dict[Root, Trace] = {"model": trace_module(init, mesh)}
   model = traces["model"].node
   decisions = Decisions(mesh, ruleset, uneven)
-  found = context_notes + check_attention(model, decisions.sizes)
+  found = left_out + context_notes + check_attention(model, decisions.sizes)
   leaves = decisions.model_leaves(model)
   batch = batch_axes(ruleset, decisions.sizes)
   if batch is not None:  # a plan may do without axes for the batch: nothing to check then
     faults = possible_faults(leaves, model, ruleset, batch, decisions.sizes)
-    found += fault_notes(faults, decisions.sizes, batch)
+    found += fault_notes(faults, decisions.sizes, batch)[0]
     found += check_depthwise(model, leaves, batch, decisions.sizes)
     found += check_tables(decisions.table_leaves, batch, decisions.sizes)
   abstract_optimizer = None
@@ -493,6 +498,7 @@ def plan_with_traces(
       memory_kind=None if optimizer_memory == "device" else optimizer_memory,
       factored_dims=factored_dims(model, optimizer, wrt, abstract_optimizer),
     )
+  _check_names(leaves)
   found += _overridden(placements(traces["model"]), leaves)
   if whole := why_one_program(traces.values()):
     found.append(f"created as one program, which takes longer to compile: {whole}")
@@ -512,9 +518,22 @@ def plan_with_traces(
   return made, traces
 
 
+def _check_names(leaves: Iterable[LeafPlan]) -> None:
+  """Refuses two arrays of one dotted path, such as those at `("a.b",)` and `("a", "b")`."""
+  seen: dict[str, LeafPlan] = {}
+  for leaf in leaves:
+    other = seen.setdefault(leaf.name, leaf)
+    if other is not leaf:
+      raise PlanError(
+        f"two arrays are called {leaf.name}.",
+        details=f"their paths are {other.path} and {leaf.path}",
+        fix="rename one of them: no dot in a key of a dict.",
+      )
+
+
 def _with_context(rules: RuleSet, mesh: Mapping[str, int]) -> tuple[RuleSet, list[str]]:
   """Adds the rules of an active `nnx.logical_axis_rules` whose axes the mesh has, as flax would."""
-  # flax.nnx exports the context, and not what reads it. Within a scope, its rules are those of the scope.
+  # flax.nnx exports the context, flax.linen what reads it. Within a scope, its rules are those of the scope.
   active = () if rules_in_scope() is not None else get_logical_axis_rules()
   context = {name: axes_of(axes) for name, axes in active if set(axes_of(axes)) <= set(mesh)}
   added = {name: axes for name, axes in context.items() if name not in rules.logical}

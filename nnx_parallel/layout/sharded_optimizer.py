@@ -143,13 +143,14 @@ def _update_on_auto_axes(optimizer: Any, model: Any, grads: Any, extra: Mapping[
   def run(state: Any, grads: Any, extra: Any) -> Any:
     model, optimizer = nnx.merge(graphdef, state)
     updates = _update(optimizer, model, grads, {**extra, **functions})
-    return nnx.state((model, optimizer)), updates
+    return nnx.state((model, optimizer), nnx.Variable), updates
 
   def placed(tree: Any) -> Any:
     return jax.tree.map(lambda x: jax.typeof(x).sharding, tree)
 
   params = nnx.as_pure(nnx.state(model, optimizer.wrt))
-  on_auto_axes: Any = jax.sharding.auto_axes(run, out_sharding=(placed(state), placed(params)))
+  changed = nnx.state((model, optimizer), nnx.Variable)
+  on_auto_axes: Any = jax.sharding.auto_axes(run, out_sharding=(placed(changed), placed(params)))
   new, updates = on_auto_axes(state, grads, extra)
   nnx.update((model, optimizer), new)
   return updates

@@ -25,10 +25,12 @@ from nnx_parallel.core.nodes import (
   is_rng,
   iter_nodes,
   kind_of,
+  merge,
   path_str,
   value_of,
   variables,
 )
+from nnx_parallel.core.text import few
 from nnx_parallel.errors import PlanError
 from nnx_parallel.layout import optimizer_layout
 from nnx_parallel.layout.sharded_optimizer import ShardedOptimizer
@@ -118,7 +120,13 @@ def trace(build: Callable[[Any], Any], given: Any) -> Trace:
 
   with without_mesh():
     program, (built, values) = jax.make_jaxpr(run, return_shape=True)(state)
-    return Trace(nnx.merge(built, values), program, state_paths(state), state_paths(values))
+    node, made = merge(built, values), state_paths(values)
+    if hidden := set(made) - array_leaves(node).keys():
+      raise PlanError(
+        f"flax hides {few(sorted(map(path_str, hidden)))}: a plan cannot tell where arrays are there.",
+        fix="give each array its own nnx.Variable, or put them into nnx.List or nnx.Dict.",
+      )
+    return Trace(node, program, state_paths(state), made)
 
 
 def state_paths(state: Any) -> tuple[Path, ...]:
@@ -313,7 +321,7 @@ def factored_dims(
   rows = {path: tuple(value_of(leaf).shape) for path, leaf in array_leaves(model).items()}
   probes = {path: optimizer_layout.distinct_sizes(shape) for path, shape in rows.items()}
   state = array_leaves(optimizer)
-  owned = optimizer_layout.parameters_of(state, rows)
+  owned = optimizer_layout.parameters_of(filter(optimizer_layout.of_parameters(state), state), rows)
   unclear = {
     path: parameter
     for path, parameter in owned.items()

@@ -188,8 +188,7 @@ def _local(named: Machine) -> list[Any]:
   if len(devices) < named.devices:
     raise ReportError(
       f"{named.text} needs {named.devices} devices, this process has {len(devices)}.",
-      fix="start it with "
-      f"XLA_FLAGS=--xla_force_host_platform_device_count={named.devices} JAX_PLATFORMS=cpu.",
+      fix=f"start it with JAX_NUM_CPU_DEVICES={named.devices} JAX_PLATFORMS=cpu.",
     )
   return devices[: named.devices]
 

@@ -134,9 +134,10 @@ class PathRule:
     entries: tuple[Any, ...] = tuple(names) if isinstance(names, (tuple, list)) else ()
     entries = tuple(ANY_DIMS if entry is ... else entry for entry in entries)
     if not isinstance(names, (tuple, list)) or not all(map(_is_path_entry, entries)):
+      shown = show_names(entries) if entries else repr(names)
       raise ShardingError(
-        f"path rule {window!r} has the value {names!r}, which is not one name for each dim.",
-        fix=f"({names!r}, None), or None to replicate the parameter.",
+        f"path rule {window!r} has the value {shown}, which is not one name for each dim.",
+        fix=f"{_entries_that_work(entries, names)}, or None to replicate the parameter.",
       )
     if entries.count(ANY_DIMS) > 1:
       raise ShardingError(
@@ -185,6 +186,12 @@ def _is_path_entry(entry: Any) -> bool:
   if isinstance(entry, (tuple, list)):
     return all(isinstance(name, str) for name in entry)  # pyright: ignore[reportUnknownVariableType]
   return entry is None or isinstance(entry, str)
+
+
+def _entries_that_work(entries: tuple[Any, ...], names: Any) -> str:
+  if isinstance(names, str):
+    return f"({names!r}, None)"
+  return show_names([entry if _is_path_entry(entry) else None for entry in entries] or [None])
 
 
 def show_names(names: Sequence[Any] | None) -> str:

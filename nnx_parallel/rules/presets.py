@@ -13,7 +13,7 @@ from __future__ import annotations
 from typing import Any
 
 from nnx_parallel.core.axes import Entry
-from nnx_parallel.rules.fallback import MIN_SIZE, replicate
+from nnx_parallel.rules.fallback import MIN_SIZE, Fallback, replicate
 from nnx_parallel.rules.fallback import fsdp as fsdp_fallback
 from nnx_parallel.rules.inputs import InputRules
 from nnx_parallel.rules.logical import LogicalRules
@@ -49,7 +49,7 @@ def data_parallel(data: str = "data") -> RuleSet:
     >>> nxp.presets.data_parallel()
     [LogicalRules(batch='data', unknown='replicate'), replicate()]
   """
-  return RuleSet(LogicalRules(batch=data, unknown="replicate"), fallback=replicate())
+  return _layout(LogicalRules(batch=data, unknown="replicate"), replicate())
 
 
 def fsdp(axis: str = "fsdp", replica: str | None = None, *, min_size: int = MIN_SIZE) -> RuleSet:
@@ -73,15 +73,15 @@ def fsdp(axis: str = "fsdp", replica: str | None = None, *, min_size: int = MIN_
     LogicalRules(batch=('replica', 'fsdp'), unknown='replicate')
   """
   batch = axis if replica is None else (replica, axis)
-  return RuleSet(
-    LogicalRules(batch=batch, unknown="replicate"), fallback=fsdp_fallback(axis, min_size=min_size)
-  )
+  return _layout(LogicalRules(batch=batch, unknown="replicate"), fsdp_fallback(axis, min_size=min_size))
 
 
 def fsdp_tensor(
   data: str = "data", fsdp: str = "fsdp", tensor: str = "tensor", *, min_size: int = MIN_SIZE
 ) -> RuleSet:
-  """Tensor parallelism by name, FSDP, and data parallelism. The mesh may lack `data`.
+  """Tensor parallelism by name, FSDP, and data parallelism.
+
+  The mesh may lack one of them: its rules are then left out, with a note in the plan.
 
   `tensor` splits hidden widths and heads; `fsdp` then splits the largest free dim of each large parameter.
 
@@ -101,9 +101,7 @@ def fsdp_tensor(
     >>> nxp.presets.fsdp_tensor().logical["kv_heads"]
     (('tensor',), ())
   """
-  return RuleSet(
-    _by_name(tensor, batch=[(data, fsdp), fsdp]), fallback=fsdp_fallback(fsdp, min_size=min_size)
-  )
+  return _layout(_by_name(tensor, batch=[(data, fsdp), fsdp, data]), fsdp_fallback(fsdp, min_size=min_size))
 
 
 def context(
@@ -133,7 +131,7 @@ def context(
   """
   inputs = InputRules(map_1d=("batch",), map_2d=("batch", "seq"), map_3d=("batch", "seq", None))
   fallback = fsdp_fallback(data, min_size=min_size)
-  return RuleSet(_by_name(tensor, batch=data, seq=context), fallback=fallback, inputs=inputs)
+  return _layout(_by_name(tensor, batch=data, seq=context), fallback, inputs)
 
 
 def pipeline(
@@ -162,9 +160,7 @@ def pipeline(
     >>> nxp.presets.pipeline().logical["layers"]
     (('stage',), ())
   """
-  return RuleSet(
-    _by_name(tensor, batch=data, layers=[stage, None]), fallback=fsdp_fallback(stage, min_size=min_size)
-  )
+  return _layout(_by_name(tensor, batch=data, layers=[stage, None]), fsdp_fallback(stage, min_size=min_size))
 
 
 def expert(
@@ -192,7 +188,12 @@ def expert(
     (('data', 'expert'),)
   """
   logical = _by_name(tensor, batch=(data, expert), expert=expert)
-  return RuleSet(logical, fallback=fsdp_fallback(data, min_size=min_size))
+  return _layout(logical, fsdp_fallback(data, min_size=min_size))
+
+
+def _layout(logical: LogicalRules, fallback: Fallback, inputs: InputRules | None = None) -> RuleSet:
+  """Rules of which a mesh may lack the axes, but those of the batch."""
+  return RuleSet(logical, (), fallback, inputs, frozenset({*logical, "fallback"} - {"batch"}))
 
 
 def _by_name(tensor: str | None, **rules: Any) -> LogicalRules:
@@ -368,9 +369,13 @@ def gpt(
       ((attention, "c_attn|qkv|q_proj|k_proj|v_proj|query|key|value", "kernel"), (embed, heads, ...)),
       ((attention, "c_attn|qkv|q_proj|k_proj|v_proj|query|key|value", "bias"), (heads, ...)),
       ((attention, "c_proj|out_proj|out|proj", "kernel"), (heads, ..., embed)),
-      (("mlp|ffn|feed_forward", "c_fc|fc1|fc_in|up|linear1", "kernel"), (embed, mlp)),
-      (("mlp|ffn|feed_forward", "c_fc|fc1|fc_in|up|linear1", "bias"), (mlp,)),
-      (("mlp|ffn|feed_forward", "c_proj|fc2|fc_out|down|linear2", "kernel"), (mlp, embed)),
+      (("mlp|ffn|feed_forward", "c_fc|fc|fc1|fc_in|up|linear1", "kernel"), (embed, mlp)),
+      (("mlp|ffn|feed_forward", "c_fc|fc|fc1|fc_in|up|linear1", "bias"), (mlp,)),
+      (("mlp|ffn|feed_forward", "c_proj|out|fc2|fc_out|down|linear2", "kernel"), (mlp, embed)),
+      # An MLP whose layers are in the block itself, beside the attention.
+      ((r"(\w*_)?\d+", "c_fc|fc|fc1|fc_in|up|linear1", "kernel"), (embed, mlp)),
+      ((r"(\w*_)?\d+", "c_fc|fc|fc1|fc_in|up|linear1", "bias"), (mlp,)),
+      ((r"(\w*_)?\d+", "out|fc2|fc_out|down|linear2", "kernel"), (mlp, ..., embed)),
       (("wte|token_embedding|tok_emb|embed", "embedding"), (vocab, embed)),
       (("wpe|position_embedding|pos_emb", "embedding"), None),
       (("lm_head|head", "kernel"), (embed, vocab)),

@@ -14,8 +14,9 @@ import functools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, TypeAlias, TypeVar
 
+from nnx_parallel.core.text import few
 from nnx_parallel.errors import ShardingError
-from nnx_parallel.rules.fallback import Fallback
+from nnx_parallel.rules.fallback import Fallback, replicate
 from nnx_parallel.rules.inputs import InputRules
 from nnx_parallel.rules.logical import LogicalRules, show_candidates, show_rule
 from nnx_parallel.rules.paths import PathRules
@@ -32,12 +33,14 @@ class RuleSet:
     paths: names for parameters without annotations, by path.
     fallback: what happens to parameters without names.
     inputs: how inputs are split, where the `batch` rule on dim 0 is not enough.
+    optional: logical names whose rule a mesh without its axes may lack, and `"fallback"`: those of presets.
   """
 
   logical: LogicalRules = dataclasses.field(default_factory=LogicalRules)
   paths: tuple[PathRules, ...] = ()
   fallback: Fallback | None = None
   inputs: InputRules | None = None
+  optional: frozenset[str] = dataclasses.field(default=frozenset(), compare=False)
 
   @classmethod
   def of(cls, rules: Rules) -> RuleSet:
@@ -65,6 +68,7 @@ class RuleSet:
       tuple(item for item in items if isinstance(item, PathRules)),
       _single("fallbacks", [item for item in items if isinstance(item, Fallback)]),
       _single("input rules", [item for item in items if isinstance(item, InputRules)]),
+      _optional(rules),
     )
 
   def replace(
@@ -86,10 +90,34 @@ class RuleSet:
       [LogicalRules(batch=('data', 'fsdp'), unknown='replicate'), replicate()]
     """
     logical = self.logical.replace(names, **rules)
-    return dataclasses.replace(self, logical=logical, fallback=fallback or self.fallback)
+    optional = self.optional - {*(names or ()), *rules} - ({"fallback"} if fallback else set[str]())
+    return dataclasses.replace(
+      self, logical=logical, fallback=fallback or self.fallback, optional=frozenset(optional)
+    )
 
   def __repr__(self) -> str:
     return f"[{', '.join(map(repr, _flatten(self)))}]"
+
+
+def on_mesh(rules: RuleSet, mesh: Mapping[str, int]) -> tuple[RuleSet, list[str]]:
+  """Rules on a mesh, without what a preset has for axes that the mesh lacks; and notes that say so."""
+  absent = {
+    name: {axis for option in options for axis in option} - mesh.keys()
+    for name, options in rules.logical.items()
+    if name in rules.optional and all(set(option) - mesh.keys() for option in options)
+  }
+  missing, fallback = set[str]().union(*absent.values()), rules.fallback
+  left_out = [*absent]
+  if fallback is not None and "fallback" in rules.optional and set(fallback.axes) - mesh.keys():
+    left_out.append(str(fallback))
+    missing |= set(fallback.axes) - mesh.keys()
+    fallback = replicate()
+  if not left_out:
+    return rules, []
+  axes = ", ".join(map(repr, sorted(missing)))
+  note = f"the mesh has no axis {axes}, so rules of the preset are left out: {few(left_out)}"
+  logical = rules.logical.replace(dict.fromkeys(absent))
+  return dataclasses.replace(rules, logical=logical, fallback=fallback), [note]
 
 
 def _flatten(rules: Any) -> Iterator[Any]:
@@ -107,6 +135,14 @@ def _flatten(rules: Any) -> Iterator[Any]:
       yield from _flatten(item)
   else:
     yield rules
+
+
+def _optional(rules: Any) -> frozenset[str]:
+  if isinstance(rules, RuleSet):
+    return rules.optional
+  if isinstance(rules, Sequence) and not isinstance(rules, str):
+    return frozenset[str]().union(*map(_optional, rules))  # pyright: ignore[reportUnknownArgumentType]
+  return frozenset()
 
 
 def _no_rule(item: object) -> ShardingError:

@@ -13,6 +13,7 @@ So the trace of the step is rewritten, by the layouts of `core/flow.py`:
 - a table whose rows are split like the batch is looked up, and its gradient summed, by columns;
 - one element of each row, the logit of a target, is read by a comparison (`core/picks.py`);
 - the operands of a convolution's kernel gradient have unsplit spatial dims;
+- a kernel that is split over its spatial dims is gathered over them, and its gradient is computed so;
 - the kernel gradient of a grouped convolution is computed by each device on its own examples, and summed.
 """
 
@@ -61,6 +62,13 @@ _EXAMPLES = "the examples"
 _POSITIONS = "the positions"
 """Marks the dim of the positions, where a rule splits those between layers."""
 _MARKS = frozenset((_EXAMPLES, _POSITIONS))
+RELAXED = range(3)
+"""The values of `relaxed`, in the order in which a program is compiled with them until XLA takes it."""
+
+
+def is_refused(error: BaseException) -> bool:
+  """Whether XLA made a program, while it partitioned another one, that it refuses itself."""
+  return isinstance(error, RuntimeError) and "hlo verifier" in str(error)
 
 
 def with_right_gradients(run: Callable[..., Any], mesh: Any) -> Callable[..., Any]:
@@ -92,7 +100,12 @@ def with_right_gradients(run: Callable[..., Any], mesh: Any) -> Callable[..., An
 
 
 def held(
-  run: Callable[..., Any], mesh: Any, scope: Scope | None = None, shardings: Sequence[Any] = ()
+  run: Callable[..., Any],
+  mesh: Any,
+  scope: Scope | None = None,
+  shardings: Sequence[Any] = (),
+  batch_at: int = 1,
+  relaxed: int = 0,
 ) -> Callable[..., Any]:
   """A step with the layouts of its plan held, forward and backward.
 
@@ -102,7 +115,10 @@ def held(
     mesh: the mesh of its arrays, concrete or abstract; None on one device.
     scope: of the plan, which says how the batch is split; without one, only the gradients of grouped
       convolutions are mended.
-    shardings: of `arrays`, or None for each.
+    shardings: of the arrays before the batch, or None for each.
+    batch_at: which of the arguments is the batch; those before it are arrays of the model.
+    relaxed: which constraints to leave out, where XLA cannot compile the program: 1 those that move the split
+      of a table from its rows to its columns, 2 all but those of convolutions.
 
   Returns:
     A function of the same arguments and results; `run` itself on one device.
@@ -117,8 +133,8 @@ def held(
   def flows_of(args: Any) -> list[Flow]:
     if inputs is None or split is None or AxisType.Explicit in mesh.axis_types:
       return [_flow(x, (), data=False) for x in jax.tree.leaves(args)]
-    arrays, batch, *rest = args
-    pairs = zip(arrays, shardings, strict=True)
+    batch, rest = args[batch_at], args[batch_at + 1 :]
+    pairs = zip(jax.tree.leaves(args[:batch_at]), shardings, strict=True)
     found = [_flow(x, tuple(getattr(where, "spec", ())), data=False) for x, where in pairs]
     for x in jax.tree.leaves(batch):
       known = inputs.inputs is None or inputs.inputs.every_axis or jax.numpy.ndim(x) in inputs.inputs.by_rank
@@ -136,11 +152,18 @@ def held(
     leaves, flows = jax.tree.leaves(args), flows_of(args)
     used = {axis for axis in (*(split or ()), *_names(flows)) if mesh.shape.get(axis, 1) > 1}
     stored = used & _names([flow for flow in flows if not flow.data])
-    if len(used) < 2 and not stored & {*(split or ())} and not positions:  # nothing to confuse
-      flows = [_flow(x, (), data=False) for x in leaves]
-    if any(flow.data for flow in flows) or any(map(_is_faulty, equations(closed.jaxpr))):
+    kernels = any(flow.names and len(flow.axes) > 2 and not flow.data for flow in flows)
+    mended = any(_is_faulty(e) or (kernels and _is_convolution(e)) for e in equations(closed.jaxpr))
+    nothing_to_confuse = len(used) < 2 and not stored & {*(split or ())} and not positions
+    if nothing_to_confuse or relaxed > 1:
+      flows = [
+        flow if mended and not flow.data else _unsplit(x)[1] for x, flow in zip(leaves, flows, strict=True)
+      ]
+    if mended or any(flow.data for flow in flows):
       batch = frozenset(used.intersection(split or ()))
-      results, _ = _Rewriting(mesh, batch, stored, positions).evaluate(closed, leaves, flows)
+      results, _ = _Rewriting(mesh, batch, stored, positions, moves=not relaxed).evaluate(
+        closed, leaves, flows
+      )
     else:
       results = core.jaxpr_as_fun(closed)(*leaves)
     return jax.tree.unflatten(jax.tree.structure(shape), results)
@@ -164,12 +187,18 @@ class _Rewriting:
     batch: axes larger than 1 that split the batch.
     stored: axes larger than 1 that split parameters or other state.
     positions: axes that split the positions of activations between layers.
+    moves: whether tables are looked up and summed by columns.
   """
 
-  def __init__(self, mesh: Any, batch: frozenset[str], stored: set[str], positions: tuple[str, ...]):
+  def __init__(
+    self, mesh: Any, batch: frozenset[str], stored: set[str], positions: tuple[str, ...], *, moves: bool
+  ):
+    self.moves = moves
     self.mesh, self.batch, self.stored, self.others = mesh, batch, stored, stored - batch
     self.positions = positions
     self._met: set[int] = set()
+    self._tables: dict[tuple[int, ...], Axes] = {}
+    self._kernels: set[tuple[int, ...]] = set()
     self._done: dict[Any, tuple[Any, list[Flow]]] = {}
 
   def evaluate(self, jaxpr: Any, inputs: Sequence[Any], flows: Flows) -> tuple[list[Any], list[Flow]]:
@@ -222,8 +251,8 @@ class _Rewriting:
       return self._look_up(eqn, inputs, flows)
     if name == "scatter-add":
       return self._summed_rows(eqn, inputs, flows)
-    if name == "conv_general_dilated":
-      inputs, flows = self._whole_windows(eqn, inputs, flows)
+    if _is_convolution(eqn):
+      return self._convolved(eqn, *self._whole_windows(eqn, inputs, flows))
     grows = name == "broadcast_in_dim" and eqn.outvars[0].aval.size > eqn.invars[0].aval.size
     if grows and not flows[0].data:  # a scale or a bias, while it is small
       inputs = [self._gathered(inputs[0], flows[0])]
@@ -245,6 +274,7 @@ class _Rewriting:
     if table.data or column is None or not self._is_minor(found[0], rows):
       return bind(eqn, inputs), found
     axes = _moved(table.axes, rows, column)
+    self._tables[inputs[0].shape] = table.axes
     offset = dict(
       zip((d for d in range(len(table.axes)) if d not in dropped), numbers.offset_dims, strict=True)
     )
@@ -271,7 +301,12 @@ class _Rewriting:
     moved = self._laid(self._laid(inputs[2], updates.axes), _moved(updates.axes, split, own[column]))
     axes = _moved(found[0].axes, split, column)
     (result,) = bind(eqn, [inputs[0], self._laid(inputs[1], _moved(flows[1].axes, split)), moved])
-    return [self._laid(result, axes)], [dataclasses.replace(found[0], axes=axes)]
+    result = self._laid(result, axes)
+    # To the layout of its table in two steps: XLA would replicate the gradient to make both at once.
+    for table in [self._tables[result.shape]] if result.shape in self._tables else []:
+      for axes in (_moved(table, split, column), table):
+        result = self._laid(result, axes)
+    return [result], [dataclasses.replace(found[0], axes=axes)]
 
   def _free(self, axes: Axes, moved: set[str], dims: Sequence[int], x: Any) -> int | None:
     """The longest of some dims that one axis can split further.
@@ -281,7 +316,8 @@ class _Rewriting:
     split = [axis for dim in axes for axis in dim if axis not in moved and axis not in _MARKS]
     shards = math.prod(self.mesh.shape[axis] for axis in (*moved, *split))
     fitting = [d for d in dims if x.shape[d] % shards == 0]
-    return max(fitting, key=lambda d: x.shape[d], default=None) if len(moved) == 1 else None
+    one = self.moves and len(moved) == 1
+    return max(fitting, key=lambda d: x.shape[d], default=None) if one else None
 
   def _is_minor(self, flow: Flow, moved: set[str]) -> bool:
     """Whether an axis is the last of those that split the examples, so that it can leave them."""
@@ -298,6 +334,20 @@ class _Rewriting:
       axes = tuple(() if dim in spec[2:] else own for dim, own in enumerate(flow.axes))
       found.append(Flow(axes, flow.data, flow.weight))
     return [self._laid(x, flow.axes) for x, flow in zip(inputs, found, strict=True)], found
+
+  def _convolved(self, eqn: Any, inputs: list[Any], flows: list[Flow]) -> tuple[Sequence[Any], list[Flow]]:
+    """A convolution with a kernel that has unsplit spatial dims, or with the gradient of such a kernel."""
+    numbers, kernel = eqn.params["dimension_numbers"], flows[1]
+    if not kernel.data and any(kernel.axes[d] for d in numbers.rhs_spec[2:]):
+      self._kernels.add(inputs[1].shape)
+      axes = tuple(() if d in numbers.rhs_spec[2:] else own for d, own in enumerate(kernel.axes))
+      flows = [flows[0], dataclasses.replace(kernel, axes=axes)]
+      inputs = [inputs[0], self._laid(inputs[1], axes)]
+    results, found = bind(eqn, inputs), self._followed(eqn, flows)
+    if results[0].shape in self._kernels:
+      axes = tuple(() if d in numbers.out_spec[2:] else own for d, own in enumerate(found[0].axes))
+      results, found = [self._laid(results[0], axes)], [dataclasses.replace(found[0], axes=axes)]
+    return results, found
 
   def _followed(self, eqn: Any, flows: list[Flow]) -> list[Flow]:
     """The layouts of the results of an operation without inner programs."""
@@ -488,7 +538,11 @@ def _is_faulty(eqn: Any) -> bool:
   batch on the 4, twice. The forward pass and the gradient of the input are right, and Adam hides the factor.
   With two groups and channels split over 4 devices, the partitioner aborts the process.
   """
-  return eqn.primitive.name == "conv_general_dilated" and eqn.params["batch_group_count"] > 1
+  return _is_convolution(eqn) and eqn.params["batch_group_count"] > 1
+
+
+def _is_convolution(eqn: Any) -> bool:
+  return eqn.primitive.name == "conv_general_dilated"
 
 
 def _by_hand(eqn: Any, mesh: Any) -> Callable[[jax.Array, jax.Array], jax.Array]:

@@ -40,7 +40,7 @@ from nnx_parallel.train.binding import (
   some_of,
 )
 from nnx_parallel.train.gradients import Layout, batch_axes_of, check_divides
-from nnx_parallel.train.hold import held
+from nnx_parallel.train.hold import RELAXED, held, is_refused
 from nnx_parallel.train.loss_call import call_loss
 from nnx_parallel.train.losses import Metrics, check_examples, means, pairs, terms
 from nnx_parallel.train.options import LossFn, StepOptions, is_scattered
@@ -76,7 +76,7 @@ class WatchedJit:
   """A jitted `run(arrays, raw arrays, batch)` whose cache is watched.
 
   Args:
-    run: the function to compile.
+    runs: the function to compile, and what to compile instead where XLA cannot compile it.
     labels: dotted paths of the arrays and of the raw arrays, for reasons and errors.
     shardings: of the arrays, which are donated and are the first results; None for a function that changes
       nothing.
@@ -87,15 +87,28 @@ class WatchedJit:
       was compiled since `reasons`.
   """
 
-  def __init__(self, run: Callable[..., Any], labels: Sequence[str], shardings: Any):
+  def __init__(self, runs: Sequence[Callable[..., Any]], labels: Sequence[str], shardings: Any):
     self.labels = labels
     options: dict[str, Any] = {}
     if shardings is not None:
       options = {"donate_argnums": 0, "out_shardings": [*shardings, None]}
-    self.jitted: Any = jax.jit(run, **options)
+    self._options, self._others = options, [*dict.fromkeys(runs)]
+    self.jitted: Any = jax.jit(self._others.pop(0), **options)
     # `jitted._cache_size` is not kept: jax 0.10 cannot collect the cycle that this bound method closes.
     self.known = 0
     self._seen: list[Signature] = []
+
+  def relax(self, error: BaseException) -> bool:
+    """Takes a program with fewer constraints, if there is one and XLA refused what it made of this one."""
+    if not self._others or not is_refused(error):
+      return False
+    self.jitted = jax.jit(self._others.pop(0), **self._options)
+    logger.warning(
+      "XLA cannot compile the step with all layouts of its plan held (%s); it is compiled with fewer."
+      " step.check_gradients(model, optimizer, batch) tells whether its gradients are right",
+      str(error).split("hlo verifier]: ")[-1].split("\n")[0],
+    )
+    return True
 
   def explain(self, error: BaseException, arrays: Sequence[Any], batch: Any) -> None:
     """Explains a failed call in terms of the module, from its arguments as they are after the call.
@@ -189,7 +202,9 @@ class Structure:
       own = self.variable_shardings
       run = self._train(axes) if self.trains else self._evaluate
       labels = [*self.variable_labels, *(self.labels[i] for i in self.parts.raw)]
-      found = self._programs[axes] = WatchedJit(self.held(run, own), labels, own if self.trains else None)
+      held_as = [*own, *(self.shardings[i] for i in self.parts.raw)]
+      runs = [self.held(run, held_as, 2, relaxed) for relaxed in RELAXED]
+      found = self._programs[axes] = WatchedJit(runs, labels, own if self.trains else None)
     return found
 
   def _train(self, axes: tuple[str, ...]) -> Callable[[list[Any], list[Any], Any], list[Any]]:
@@ -232,15 +247,19 @@ class Structure:
     used = {axis for where in self.shardings if where for axis in axes_in(where.spec)}
     return next((axis for axis in named if mesh.shape[axis] > 1 and axis not in used), None)
 
-  def held(self, run: Callable[..., Any], shardings: Any) -> Callable[..., Any]:
+  def held(
+    self, run: Callable[..., Any], shardings: Any, batch_at: int = 1, relaxed: int = 0
+  ) -> Callable[..., Any]:
     """A program of these arrays with the layouts of their plan held."""
     mesh, scope = self.mesh, self.scope
-    if scope is None and mesh is not None and sum(size > 1 for size in mesh.shape.values()) > 1:
+    if (
+      scope is None and not relaxed and mesh is not None and sum(size > 1 for size in mesh.shape.values()) > 1
+    ):
       logger.warning(
         "the step leaves the layout of activations to XLA, which gets some wrong on several mesh axes: the"
         " models have no plan, or plans with different rules; nxp.check_gradients(model, batch, loss) tells"
       )
-    return held(run, mesh, scope, shardings)
+    return held(run, mesh, scope, shardings, batch_at, relaxed)
 
   def layout(self, axes: tuple[str, ...]) -> Layout:
     """The layout of each gradient, for a batch that is split over `axes`."""
@@ -358,6 +377,8 @@ class BoundStep:
       # Variables have the new ones.
       exhaust(map(put, self.variables, results))
     except BaseException as error:
+      if program.relax(error):
+        return self.update(program, batch)
       program.explain(error, [*self.binding.read(), *self.binding.raw], batch)
       raise
     self._written = [*map(id, self.binding.read())]
@@ -396,6 +417,8 @@ class BoundStep:
     try:
       return [*arrays, *raw], program.jitted(arrays, raw, batch)
     except (TypeError, ValueError, RuntimeError) as error:
+      if program.relax(error):
+        return self.evaluate(program, batch)
       program.explain(error, [*arrays, *raw], batch)
       raise
 

@@ -20,11 +20,32 @@ from nnx_parallel.train.binding import Binding
 from nnx_parallel.train.custom_rules import own_rules, without_own_rules, without_stops
 from nnx_parallel.train.directions import inner, signs
 from nnx_parallel.train.gradients import Layout, loss_of, slope_of
+from nnx_parallel.train.hold import RELAXED, is_refused
 from nnx_parallel.train.loss_scale import common_scale
 from nnx_parallel.train.losses import mean, means
 from nnx_parallel.train.options import LossFn, StepOptions
 from nnx_parallel.train.trace import Differentiable, differentiable, why_not_by_replica
 from nnx_parallel.train.update import gradients_of, keyed
+
+
+class _Program:
+  """A jitted program; the next one where XLA refuses it."""
+
+  def __init__(self, jitted: list[Any]):
+    self._jitted = jitted
+
+  def __call__(self, *args: Any) -> Any:
+    try:
+      return self._jitted[0](*args)
+    except RuntimeError as error:
+      if len(self._jitted) == 1 or not is_refused(error):
+        raise
+      del self._jitted[0]
+      return self(*args)
+
+  @property
+  def trace(self) -> Any:
+    return self._jitted[0].trace
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,7 +59,7 @@ class Subject:
     batch: one placed batch.
     wrt: the filter of the Variables that are trained, by the key of their model.
     layout: of the gradients.
-    mend: `(program, shardings of its arrays) -> program`: what the step does before it compiles.
+    mend: `(program, shardings of its arrays, 1, relaxed) -> program`: what the step does before it compiles.
     relaid: other layouts to try, by position among the trained arrays.
   """
 
@@ -48,7 +69,7 @@ class Subject:
   batch: Any
   wrt: Mapping[Any, Any]
   layout: Layout
-  mend: Callable[[Any, Any], Any] = lambda program, shardings: program
+  mend: Callable[..., Any] = lambda program, *_: program
   relaid: Mapping[int, NamedSharding] = dataclasses.field(default_factory=dict[int, NamedSharding])
 
   @property
@@ -131,7 +152,8 @@ class Subject:
     mesh: Any = self.binding.mesh
     # Numbers that each process of a job can read.
     placed: dict[str, Any] = {} if mesh is None else {"out_shardings": NamedSharding(mesh, PartitionSpec())}
-    return jax.jit(self.mend(program, shardings), **placed)
+    runs = dict.fromkeys(self.mend(program, shardings, 1, relaxed) for relaxed in RELAXED)
+    return _Program([jax.jit(run, **placed) for run in runs])
 
   @functools.cached_property
   def forward(self) -> Any:
@@ -243,7 +265,11 @@ class Subject:
     part = jax.tree.map(lambda x: _abstract(x, mesh.size), self.batch)
     with default_scope(scope_of(self.binding.variables)), mapped_axes(axes):
       loss, _ = self._pieces(self._abstract)
-      return why_not_by_replica(*loss.inspect(part), axes)
+      try:
+        found = loss.inspect(part)
+      except (TypeError, ValueError, NotImplementedError) as error:  # its shard_map, say, splits the batch
+        return f"the loss takes all examples only: {str(error).strip().splitlines()[0]}"
+      return why_not_by_replica(*found, axes)
 
   def _plain(self, objective: Any) -> Any:
     return _changed(without_own_rules, objective) if self.rules else objective

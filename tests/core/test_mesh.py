@@ -90,7 +90,7 @@ def test_arguments_that_contradict(arguments, text):
     ({"data": -1, "fsdp": -1}, ["only one mesh axis can be -1, and data, fsdp are", "give a size to 'data'"]),
     ({"data": 3, "fsdp": -1}, ["multiply to 3 devices, and there are 8", "sizes that divide 8"]),
     ({"data": 2, "fsdp": 2}, ["multiply to 4 devices", "devices=jax.devices()[:4]"]),
-    ({"data": 16}, ["multiply to 16 devices", "--xla_force_host_platform_device_count=16"]),
+    ({"data": 16}, ["multiply to 16 devices", 'jax.config.update("jax_num_cpu_devices", 16)']),
     ({"data": 0}, ["mesh axis 'data' has size 0", "data=-1 takes all the devices"]),
     ({"data": 2.0}, ["mesh axis 'data' has size 2.0"]),
     ({"data": True}, ["mesh axis 'data' has size True"]),
@@ -202,7 +202,7 @@ def test_slices_without_dcn_are_refused_with_the_call_that_works():
 def test_the_advice_for_a_rest_that_does_not_divide_is_a_count_that_does():
   with pytest.raises(nxp.errors.MeshError, match="multiply to 3 devices, and there are 8") as error:
     nxp.make_mesh(data=-1, tensor=3)
-  assert "device_count=9." in str(error.value)
+  assert 'jax_num_cpu_devices", 9)' in str(error.value)
 
 
 def test_what_is_not_a_mesh():

@@ -96,7 +96,6 @@ def test_a_variables_own_rules_must_agree():
       r"key 'out_shardings' means nothing.*\n.*\n.*'out_sharding'\?",
     ),
     ({"sharding_name": ("embed", "mlp")}, r"key 'sharding_name' means nothing.*\n.*\n.*'sharding_names'\?"),
-    ({"partition_spec": Spec("fsdp")}, r"key 'partition_spec' means nothing.*\n.*\n.*'out_sharding'\?"),
     (
       {"out_sharding": "embed"},
       r"for each dim, not 'embed'.\n  Fix: out_sharding=\('embed', None\)",
@@ -226,3 +225,22 @@ def test_a_variable_twice_in_one_plain_container_is_tied(container):
   module = nnx.Module()
   module.parts = nnx.data(container([one, one]))
   assert aliases(module) == {("parts", 0): (("parts", 1),)}
+
+
+def test_annotations_of_other_code_are_noted():
+  def init():
+    return nnx.Linear(8, 16, rngs=nnx.Rngs(0), kernel_metadata={"pspec": ("embed", "mlp")})
+
+  plan = nxp.plan(init, mesh(), nxp.fsdp(min_size=0))
+  assert plan.notes == (
+    "metadata that flax does not read (an annotation is out_sharding=...): kernel pspec=('embed', 'mlp')",
+  )
+  assert plan["kernel"].spec == Spec(None, "fsdp")
+
+
+def test_two_arrays_of_one_name_are_refused():
+  def init():
+    return nnx.Dict(x=nnx.data({"y.z": nnx.Param(jnp.ones(8)), "y": nnx.Dict(z=nnx.Param(jnp.ones(8)))}))
+
+  with pytest.raises(nxp.errors.PlanError, match=r"two arrays are called x.y.z.\n.*'y', 'z'\) and .*'y.z'\)"):
+    nxp.plan(init, mesh())

@@ -221,3 +221,43 @@ def test_padded_models_move_to_any_other_padding():
     model = nxp.reshard(model, plan, donate=True)
     assert model.embedding.get_raw_value().shape == plan["embedding"].storage_shape
     np.testing.assert_array_equal(np.asarray(model.embedding[...]), expected)
+
+
+def test_padded_arrays_of_one_shape_are_resized_by_one_program():
+  def init() -> nnx.List:
+    return nnx.List([nnx.Linear(10, 10, rngs=nnx.Rngs(i)) for i in range(6)])
+
+  plan = nxp.plan(init, nxp.make_mesh(fsdp=8), nxp.fsdp(min_size=0), uneven="pad")
+  assert any(plan["0.kernel"].padding)
+  model, compiled = init(), list[str]()
+
+  def count(event: str, _: float, **__: object) -> None:
+    if event.endswith("backend_compile_duration"):
+      compiled.append(event)
+
+  nxp.reshard(model, plan)
+  jax.monitoring.register_event_duration_secs_listener(count)
+  nxp.reshard(model, plan)
+  jax.clear_caches()
+  nxp.reshard(model, plan)
+  jax.monitoring.unregister_event_duration_listener(count)
+  assert 0 < len(compiled) < len(plan.leaves)
+
+
+def test_an_array_given_by_name_and_by_path_is_refused():
+  plan = nxp.plan(lambda: nnx.Linear(8, 16, rngs=nnx.Rngs(0)), nxp.make_mesh(fsdp=8))
+  given = {"kernel": np.ones((8, 16)), ("kernel",): np.zeros((8, 16)), "bias": np.ones(16)}
+  with pytest.raises(nxp.errors.PlanError, match=r"from_arrays got kernel twice.\n  Fix: give it once"):
+    nxp.from_arrays(given, plan)
+
+
+def test_a_failure_after_arrays_were_freed_says_so(monkeypatch):
+  model = nnx.List([nnx.Linear(8, 8, use_bias=False, rngs=nnx.Rngs(i)) for i in range(3)])
+  plan = nxp.plan(lambda: nnx.clone(model), nxp.make_mesh(fsdp=8), nxp.fsdp(min_size=0))
+  model[2].kernel.get_raw_value().delete()
+  with pytest.raises(RuntimeError, match="deleted") as caught:
+    nxp.reshard(model, plan, donate=True, byte_budget=1)
+  assert caught.value.__notes__ == [
+    "reshard(donate=True) had freed 2 arrays of the old module, which cannot be used any more.\n"
+    "  Fix: restore the last checkpoint into the plan."
+  ]

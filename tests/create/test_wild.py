@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import typing
 from collections.abc import Callable
 
 import jax
@@ -10,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from flax import nnx
+from flax import nnx, struct
 
 import nnx_parallel as nxp
 from create.models import arrays_of, assert_same_arrays
@@ -167,3 +168,84 @@ def test_what_a_constructor_places_otherwise_is_noted():
     lambda: Constrained(nnx.Rngs(0)), mesh, [nxp.PathRules([("kernel", jax.P("data"))]), nxp.replicate()]
   )
   assert followed.notes == ()
+
+
+class Pair(typing.NamedTuple):
+  cos: typing.Any
+  sin: typing.Any
+
+
+@struct.dataclass
+class Tables:
+  sin: typing.Any
+  cos: typing.Any
+
+
+CONTAINERS: dict[str, Callable[[typing.Any, typing.Any], typing.Any]] = {
+  "tuple": lambda cos, sin: (cos, sin),
+  "dict": lambda cos, sin: {"sin": sin, "cos": cos},
+  "nested": lambda cos, sin: {"pairs": [cos, (sin, 3)]},
+  "named tuple": Pair,
+  "dataclass": Tables,
+  "numpy": lambda cos, sin: (np.asarray(cos), np.asarray(sin)),
+  "beside a Variable": lambda cos, sin: (nnx.Param(cos), sin),
+}
+
+
+class Contained(nnx.Module):
+  """Arrays in a container that flax takes for data."""
+
+  def __init__(self, container: str):
+    self.linear = nnx.Linear(8, 8, rngs=nnx.Rngs(0))
+    angles = np.arange(8, dtype=np.float32)
+    cos, sin = (
+      (np.cos(angles), np.sin(angles)) if container == "numpy" else (jnp.cos(angles), jnp.sin(angles))
+    )
+    self.rope = nnx.data(CONTAINERS[container](cos, sin))
+
+  def __call__(self, x: jax.Array) -> jax.Array:
+    cos, sin = (array for array in jax.tree.leaves(self.rope) if jnp.shape(array) == (8,))
+    return self.linear(x * cos[None] + sin[None])
+
+
+def contained_loss(model: Contained, batch: jax.Array) -> jax.Array:
+  return jnp.square(model(batch)).mean()
+
+
+@pytest.mark.parametrize("container", CONTAINERS)
+def test_arrays_in_a_container_are_planned_created_trained_saved_and_moved(container, tmp_path):
+  def init() -> Contained:
+    return Contained(container)
+
+  def planned(**sizes: int) -> nxp.ShardingPlan:
+    return nxp.plan(init, nxp.make_mesh(**sizes), nxp.fsdp(min_size=0), optimizer=optax.sgd(0.1))
+
+  plan = planned(data=2, fsdp=4)
+  batch = np.random.default_rng(0).normal(size=(8, 8)).astype(np.float32)
+  alone = init()
+  assert [leaf.path for leaf in plan.leaves if leaf.root == "model"] == [
+    path for path, _ in nnx.to_flat_state(nnx.state(alone))
+  ]
+  assert sum(leaf.name.startswith("rope") and leaf.bytes_per_device == 8 for leaf in plan.leaves) == 2
+  model, optimizer = nxp.create_sharded_model(plan)
+  nxp.check_layout(model, plan, optimizer=optimizer)
+  assert_same_arrays(arrays_of(model), arrays_of(alone))
+  loss = nxp.train_step(contained_loss)(model, optimizer, nxp.shard_batch(batch, plan))["loss"]
+  np.testing.assert_allclose(loss, contained_loss(alone, batch), rtol=1e-5)
+
+  with nxp.Checkpointer(tmp_path) as checkpointer:
+    checkpointer.save(1, model, optimizer)
+    checkpointer.wait()
+    restored, _ = checkpointer.restore(plan)
+    live = checkpointer.restore(init(), optimizer="drop")
+  moved, _ = nxp.reshard(restored, planned(fsdp=8), optimizer=optimizer)
+  for other in (restored, live, moved):
+    assert type(other.rope) is type(alone.rope)
+    assert_same_arrays(arrays_of(other), arrays_of(model))
+
+
+def test_a_model_with_arrays_in_a_tuple_has_a_memory_plan_and_is_compiled_from_its_plan():
+  plan = nxp.plan(lambda: Contained("tuple"), nxp.abstract_mesh(fsdp=8), nxp.fsdp(), optimizer=optax.sgd(0.1))
+  batch = jax.ShapeDtypeStruct((8, 8), jnp.float32)
+  assert nxp.memory_plan(plan, contained_loss, batch).need_bytes > 0
+  assert nxp.train_step(contained_loss).lower(plan, batch=batch).as_text()

@@ -151,3 +151,12 @@ def test_ten_thousand_variables():
   assert len(plan.leaves) == 10_000
   (row,) = [line for line in str(plan).splitlines() if line.startswith("items")]
   assert row.split()[:4] == ["items.*", "10000", "Param", "float32[8,8]"]
+
+
+def test_a_parameter_may_be_called_like_a_counter_of_the_optimizer():
+  def init():
+    return nnx.Dict(count=nnx.Param(jnp.ones((8, 8))), other=nnx.Param(jnp.ones((8, 8))))
+
+  plan = nxp.plan(init, mesh(), nxp.fsdp(min_size=0), optimizer=optax.adam(1e-3))
+  assert plan["optimizer/opt_state.0.count"].decision.reason == "not parameter state"
+  assert plan["optimizer/opt_state.0.mu.count"].parameter == ("count",)

@@ -54,9 +54,6 @@ model          16     2,192  8.562 KiB   2.562 KiB    2.39
 optimizer      34     4,386  17.13 KiB   5.133 KiB    2.40
 together       50             25.7 KiB   7.695 KiB
 layers: 3 x Block at blocks.*
-note: blocks.0.down.kernel, blocks.0.up.kernel, blocks.1.down.kernel and 4 more: a jit of your own may compute wrong
-  numbers on this layout, by a fault of XLA (swapped examples) that train_step and eval_step avoid;
-  nxp.check_gradients(model, batch, loss) tells
 note: embed.embedding: look-up table split by columns over fsdp, as the batch, so a step sends activations instead of
   weights; split the rows: names (('tensor', 'fsdp'), None)"""  # noqa: E501
 

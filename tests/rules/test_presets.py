@@ -319,3 +319,48 @@ def test_matrices_that_a_table_does_not_know_are_noted():
   assert plan.notes == (
     "without tensor parallelism, since no path rule names them: mlp.layers.0.kernel, mlp.layers.2.kernel",
   )
+
+
+class Beside(nnx.Module):
+  """A block with the layers of its MLP beside the attention, and a table."""
+
+  def __init__(self):
+    rngs = nnx.Rngs(0)
+    self.blocks = nnx.List([nnx.Dict(attn=nnx.MultiHeadAttention(4, 32, decode=False, rngs=rngs))])
+    self.blocks[0].fc, self.blocks[0].out = nnx.Linear(32, 64, rngs=rngs), nnx.Linear(64, 32, rngs=rngs)
+    self.embed = nnx.Embed(64, 32, rngs=rngs)
+
+
+def specs_of(rules, **sizes):
+  plan = nxp.plan(Beside, nxp.make_mesh(**sizes), rules)
+  return {leaf.name: leaf.spec for leaf in plan.leaves}, plan.notes
+
+
+def test_gpt_knows_an_mlp_beside_the_attention():
+  specs, notes = specs_of([presets.gpt(), presets.fsdp_tensor(min_size=0)], data=2, tensor=4)
+  assert specs["blocks.0.fc.kernel"] == P(None, "tensor")
+  assert specs["blocks.0.out.kernel"] == P("tensor", None)
+  assert notes == (
+    "the mesh has no axis 'fsdp', so rules of the preset are left out: fsdp('fsdp', min_size=0, extend=True)",
+  )
+
+
+def test_rules_of_a_preset_for_axes_that_the_mesh_lacks_are_left_out_with_a_note():
+  specs, notes = specs_of([presets.gpt(), presets.fsdp_tensor(min_size=0)], fsdp=8)
+  assert specs["blocks.0.fc.kernel"] == P(None, "fsdp")
+  assert notes == ("the mesh has no axis 'tensor', so rules of the preset are left out: mlp, heads",)
+  specs, notes = specs_of([presets.llama(), nxp.fsdp(min_size=0)], fsdp=8)
+  assert specs["embed.embedding"] == P("fsdp", None)
+  assert (
+    "no rule for names of the path rules, so they split nothing: embed, kv_heads, heads and 1 more" in notes
+  )
+
+
+def test_rules_of_ones_own_for_axes_that_the_mesh_lacks_are_an_error():
+  edited = presets.fsdp_tensor().replace(mlp="tensr")
+  with pytest.raises(nxp.errors.ShardingError, match=r"'mlp' can never apply.*\n.*\n.*did you mean 'tensor'"):
+    specs_of([presets.gpt(), edited], data=2, tensor=4)
+  with pytest.raises(nxp.errors.ShardingError, match="rule for 'batch' can never apply"):
+    specs_of([presets.gpt(), presets.fsdp_tensor()], tensor=8)
+  with pytest.raises(nxp.errors.ShardingError, match="dim 0 is named 'vocab', which is neither a rule nor"):
+    specs_of([nxp.PathRules([(r".*embedding", ("vocab", None)), (".*", None)])], fsdp=8)

@@ -284,3 +284,10 @@ def test_none_and_an_empty_spec_keep_a_parameter_whole_whatever_the_fallback():
   init, mesh = lambda: nnx.Linear(8, 8, rngs=nnx.Rngs(0)), nxp.abstract_mesh(fsdp=8)
   for value, spec in ((None, P(None, None)), (P(), P(None, None)), ((None, None), P(None, "fsdp"))):
     assert nxp.plan(init, mesh, [PathRules({"kernel": value}), nxp.fsdp(min_size=0)])["kernel"].spec == spec
+
+
+def test_the_fix_for_names_that_are_none_is_a_value_that_works():
+  with pytest.raises(ShardingError, match=r"value \(UNCONSTRAINED, None, \.\.\.\)") as caught:
+    PathRules([("kernel", P(P.UNCONSTRAINED, None))])
+  assert "Fix: (None, None, ...), or None to replicate" in str(caught.value)
+  assert PathRules([("kernel", (None, None, ...))])

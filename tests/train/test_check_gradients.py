@@ -520,3 +520,13 @@ def test_check_keeps_no_array_that_the_next_step_would_have_to_copy():
     assert left is None or left.is_deleted()
   finally:
     gc.enable()
+
+
+def test_a_loss_with_a_shard_map_over_the_batch_is_checked_without_the_devices_on_their_own():
+  def split(x: jax.Array) -> jax.Array:
+    spec = jax.P(("data", "fsdp"))
+    return jax.shard_map(jnp.sin, mesh=nxp.make_mesh(MESH), in_specs=spec, out_specs=spec)(x)
+
+  found = check(lambda: Block(None, split), shape=(8, 16))
+  assert found
+  assert "the loss takes all examples only: shard_map applied to the function 'sin'" in str(found)

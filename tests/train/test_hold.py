@@ -124,3 +124,56 @@ def test_positions_are_split_between_layers(axes, positions, options):
   jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), split_state, state)
   if positions == 65:
     assert parts < whole
+
+
+class Words(nnx.Module):
+  """A table, one layer, and a head: a separate one, or the table."""
+
+  def __init__(self, tied: bool):
+    rngs = nnx.Rngs(0)
+    self.embed, self.middle = nnx.Embed(512, 64, rngs=rngs), nnx.Linear(64, 64, rngs=rngs)
+    self.head = self.embed.attend if tied else nnx.Linear(64, 512, rngs=rngs)
+
+  def __call__(self, tokens: jax.Array) -> jax.Array:
+    return self.head(nnx.relu(self.middle(self.embed(tokens))))
+
+
+def words_loss(model: Words, tokens: jax.Array) -> jax.Array:
+  logits = model(tokens[:, :-1])
+  return optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]).mean()
+
+
+def decoder() -> decoders.Decoder:
+  return decoders.Decoder(SIZES, nnx.Rngs(0))
+
+
+CUBE, SHARDED = (
+  {"data": 2, "fsdp": 2, "tensor": 2},
+  [nxp.presets.layers(), nxp.presets.fsdp_tensor(min_size=0)],
+)
+REPLICATING = {
+  "separate head": (lambda: Words(False), words_loss, CUBE, SHARDED),
+  "tied head": (lambda: Words(True), words_loss, CUBE, SHARDED),
+  "decoder": (decoder, decoders.loss, CUBE, [nxp.LogicalRules(batch=("data", "fsdp")), TENSOR]),
+}
+
+
+@pytest.mark.parametrize("name", REPLICATING)
+def test_xla_replicates_no_more_arrays_than_for_a_step_without_constraints(name, capfd, compiled_here):
+  init, loss, sizes, rules = REPLICATING[name]
+  plan = nxp.plan(init, nxp.make_mesh(sizes), rules, optimizer=optax.adam(1e-3))
+  batch = nxp.shard_batch(np.random.default_rng(0).integers(0, 512, (16, 17)).astype(np.int32), plan)
+
+  def replicated(compiled: object) -> int:
+    return capfd.readouterr().err.count("Involuntary full rematerialization")
+
+  @nnx.jit
+  def plain(model, optimizer, batch):
+    value, grads = nnx.value_and_grad(loss)(model, batch)
+    optimizer.update(model, grads)
+    return value
+
+  model, optimizer = nxp.create_sharded_model(plan)
+  capfd.readouterr()
+  expected = replicated(plain.lower(model, optimizer, batch).compile())
+  assert replicated(nxp.train_step(loss).lower(plan, batch=batch).compile()) <= expected

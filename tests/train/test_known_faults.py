@@ -81,11 +81,24 @@ def crossed_gradient() -> float:
   )
 
 
+def split_kernel() -> float:
+  def run(kernel: Any, x: Any) -> Any:
+    y = jax.lax.conv_general_dilated(
+      x, kernel, (2,), ((2, 2),), lhs_dilation=(2,), dimension_numbers=("NWC", "WIO", "NWC")
+    )
+    return jnp.sin(y).sum()
+
+  mesh = nxp.make_mesh(data=2, tensor=4)
+  placed = (normal(4, 16, 16), jax.P("tensor")), (normal(8, 12, 16), jax.P("data"))
+  return off(jax.grad(run), mesh, *placed, out=jax.P("tensor"))
+
+
 CANARIES = {
   "grouped convolution": grouped_convolution,
   "split window": split_window,
   "swapped examples": swapped_examples,
   "crossed gradient": crossed_gradient,
+  "split kernel": split_kernel,
 }
 
 
@@ -192,10 +205,98 @@ def test_an_evaluation_avoids_it() -> None:
   plan, x = on_three_axes(Adapted), normal(8, 8)
   model, _ = nxp.create_sharded_model(plan)
   batch, right = nxp.shard_batch(x, plan), squares(nxp.unsharded(lambda: Adapted(nnx.Rngs(0))), x)
-  assert abs(nnx.jit(squares)(model, batch) - right) > 0.01 * right, "XLA is mended"
+  assert abs(nnx.jit(squares)(model, batch) - right) > 0.001 * right, "XLA is mended"
   np.testing.assert_allclose(nxp.eval_step(squares)(model, batch)["loss"], right, rtol=1e-5)
 
 
-def test_the_plan_says_what_a_step_of_ones_own_may_meet() -> None:
-  assert any("swapped examples" in note for note in on_three_axes(Normed).notes)
-  assert not on_three_axes(Normed, RULES.replace(embed=None)).notes
+class Upsampled(nnx.Module):
+  """Transposed convolutions with taps over the tensor axis: plain jit gets them wrong, or stops."""
+
+  def __init__(self, rngs: nnx.Rngs, taps: int = 4, width: int = 15):
+    self.before = nnx.Linear(width, width, rngs=rngs)
+    self.up = nnx.ConvTranspose(
+      width, width, (taps,), strides=(2,), kernel_metadata={"out_sharding": ("taps", None, None)}, rngs=rngs
+    )
+
+  def __call__(self, x: jax.Array) -> jax.Array:
+    return self.up(jnp.sin(self.before(x)))
+
+
+@pytest.mark.parametrize(
+  ("sizes", "taps", "options"),
+  [
+    ({"data": 2, "tensor": 4}, 4, {}),
+    ({"data": 2, "tensor": 4}, 8, {"microbatches": 2}),
+    ({"data": 1, "tensor": 8}, 8, {}),
+  ],
+  ids=["one tap on each device", "two taps", "no axis of the batch"],
+)
+def test_a_step_gathers_a_kernel_that_is_split_over_its_taps(sizes, taps, options) -> None:
+  plan = nxp.plan(
+    lambda: Upsampled(nnx.Rngs(0), taps),
+    nxp.make_mesh(sizes),
+    nxp.LogicalRules(batch="data", taps="tensor"),
+    optimizer=optax.sgd(0.1),
+  )
+  assert plan["up.kernel"].spec == jax.P("tensor", None, None)
+  assert [note for note in plan.notes if "split kernel" in note] == [
+    "up.kernel: a fault of XLA (split kernel) can make results wrong here in a jit of your own, not in"
+    " train_step and eval_step; nxp.check_gradients(model, batch, loss) checks your step"
+  ]
+  assert_same_training(squares, {"held": plan}, [normal(8, 6, 15)] * 2, **options)
+
+
+def test_an_audit_says_what_a_step_of_ones_own_may_meet() -> None:
+  """An operation that the model has is in the notes; what the layout alone tells is in the audit."""
+  plan = on_three_axes(Normed)
+  assert not plan.notes
+  assert str(plan.audit()) == (
+    "nothing above 1 MiB is whole on every device.\n"
+    "note: layers.0.kernel, layers.1.kernel: a fault of XLA (swapped examples) can make results wrong here in"
+    " a jit of your own, not in train_step and eval_step; nxp.check_gradients(model, batch, loss) checks your"
+    " step"
+  )
+  assert not on_three_axes(Normed, RULES.replace(embed=None)).audit().faults
+  assert not on_three_axes(MLP).audit().faults
+
+
+class MLP(nnx.Module):
+  """The model of the README: no activation has the length of `embed` over the tensor axis."""
+
+  def __init__(self, rngs: nnx.Rngs):
+    up, down = {"out_sharding": ("embed", "mlp")}, {"out_sharding": ("mlp", "embed")}
+    self.up = nnx.Linear(16, 32, kernel_metadata=up, rngs=rngs)
+    self.down = nnx.Linear(32, 16, kernel_metadata=down, rngs=rngs)
+
+
+class LookedUpTwice(nnx.Module):
+  """Two tables, and a shard_map between: with all constraints held, XLA makes a program that it refuses."""
+
+  def __init__(self, rngs: nnx.Rngs):
+    def drawn(rows: int, columns: Any) -> nnx.Param[jax.Array]:
+      return nnx.Param(jax.random.normal(rngs.params(), (rows, 16)), out_sharding=(None, columns))
+
+    self.words, self.places = drawn(32, ("data", "tensor")), drawn(8, "tensor")
+
+  def __call__(self, x: jax.Array) -> jax.Array:
+    found, mesh = self.words[x], jax.sharding.get_abstract_mesh()
+    if "data" in mesh.shape:  # not on one device
+      found = jax.shard_map(jnp.sin, mesh=mesh, in_specs=jax.P("data"), out_specs=jax.P("data"))(found)
+    else:
+      found = jnp.sin(found)
+    return found + self.places[x % 8]
+
+
+def test_a_program_that_xla_refuses_is_compiled_with_fewer_constraints(caplog) -> None:
+  rules = nxp.LogicalRules(batch=("data", "tensor"))
+  plan = nxp.plan(
+    lambda: LookedUpTwice(nnx.Rngs(0)), nxp.make_mesh(data=4, tensor=2), rules, optimizer=optax.sgd(0.1)
+  )
+  x = np.arange(32, dtype=np.int32).reshape(8, 4)
+  assert_same_training(squares, {"held": plan}, [x, x])
+  if jax.__version_info__ >= (0, 12):  # an older XLA compiles it
+    assert "XLA cannot compile the step with all layouts of its plan held (Slice dim size" in caplog.text
+  model, optimizer = nxp.create_sharded_model(plan)
+  step = nxp.train_step(squares)
+  assert step.check_gradients(model, optimizer, nxp.shard_batch(x, plan))
+  assert float(nxp.eval_step(squares)(model, nxp.shard_batch(x, plan))["loss"]) > 0

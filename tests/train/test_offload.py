@@ -155,3 +155,18 @@ def test_what_is_refused():
     plan_on(optax.adam(1e-2), "host")
   with pytest.raises(nxp.errors.PlanError, match="places optimizer state, and there is no optimizer"):
     plan_on(None, HOST)
+
+
+def test_each_size_is_looked_up_once():
+  class Sizes(dict[str, int]):
+    asked = 0
+
+    def get(self, *key: object) -> int:
+      Sizes.asked += 1
+      return 2**20
+
+  params = {f"p{i}": jnp.ones(4) for i in range(40)}
+  tx = offload.streamed(optax.adam(1e-3), Sizes())
+  state = jax.device_put(tx.init(params), jax.memory.Space.Host)
+  jax.eval_shape(tx.update, params, state)
+  assert Sizes.asked == len(jax.tree.leaves(state))

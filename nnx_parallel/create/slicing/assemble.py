@@ -79,8 +79,7 @@ def put(value: Any, sharding: NamedSharding) -> jax.Array:
     # jax refuses to move a committed array of one process to the devices of several.
     if is_key(value.dtype):
       numbers = put(np.asarray(jax.random.key_data(value)), sharding)
-      wrap = functools.partial(jax.random.wrap_key_data, impl=jax.random.key_impl(value))
-      return jax.jit(wrap, out_shardings=sharding)(numbers)
+      return _keys(jax.random.key_impl(value), sharding)(numbers)
     value = np.asarray(value)
   if isinstance(value, jax.Array):
     placed = jax.device_put(value, sharding, may_alias=False)
@@ -88,6 +87,12 @@ def put(value: Any, sharding: NamedSharding) -> jax.Array:
     return jax.jit(jnp.copy, out_shardings=sharding)(placed) if _buffers(placed) & _buffers(value) else placed
   # jax may use numpy's own memory for an array, so each shard is copied.
   return jax.make_array_from_callback(value.shape, sharding, lambda index: np.array(value[index]))
+
+
+@functools.cache
+def _keys(impl: Any, sharding: NamedSharding) -> Any:
+  """A compiled function from numbers to keys, kept so that it is compiled once."""
+  return jax.jit(functools.partial(jax.random.wrap_key_data, impl=impl), out_shardings=sharding)
 
 
 def _buffers(array: jax.Array) -> set[tuple[Any, int]]:

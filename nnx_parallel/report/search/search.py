@@ -405,7 +405,7 @@ def compile_first(
   elif target.chip.platform != "cpu":
     notes.append(
       f"Not compiled for simulated devices: {target.devices} are needed, and this process has {here}."
-      f" Start it with XLA_FLAGS=--xla_force_host_platform_device_count={target.devices} JAX_PLATFORMS=cpu."
+      f" Start it with JAX_NUM_CPU_DEVICES={target.devices} JAX_PLATFORMS=cpu."
     )
   best = next((c for c in done if not c.refused), None)
   if target.chip.platform != "cpu" and best is not None:
