@@ -239,11 +239,14 @@ def _chain(rolled: Rolled, chain: Chain, how: Treatment) -> Loop:
 
 def _is_loop(eqn: Any) -> bool:
   """Whether an operation is a scan over layers: over floating rows, in order."""
-  if eqn.primitive.name != "scan" or eqn.params["reverse"] or eqn.params["length"] < 2:
-    return False
+  return eqn.primitive.name == "scan" and not eqn.params["reverse"] and has_layer_rows(eqn)
+
+
+def has_layer_rows(eqn: Any) -> bool:
+  """Whether a scan may be one over layers: it has floating rows, two or more."""
   counts = scan_counts(eqn)
   rows = eqn.invars[counts.constants + counts.carried :]
-  return any(is_inexact(var.aval) for var in rows)
+  return eqn.params["length"] > 1 and any(is_inexact(var.aval) for var in rows)
 
 
 def _scan(rolled: Rolled, n: int, how: Treatment) -> Loop:

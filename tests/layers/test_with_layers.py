@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
@@ -201,6 +203,80 @@ def test_rolling_by_hand_needs_something_to_roll():
   )
 
 
+class Raw(nnx.Module):
+  """Holds a plain array, and keeps its input where it is told to."""
+
+  def __init__(self, rngs, index=0):
+    self.linear = nnx.Linear(4, 4, rngs=rngs)
+    self.table = jnp.linspace(0.5, 1.5, 4).reshape(1, 1, 4)
+
+  def __call__(self, x, keeps=False):
+    if keeps:
+      self.seen = nnx.Intermediate(x)
+    return x + self.table * jnp.tanh(self.linear(x))
+
+
+def of_row(model, x):
+  return (model(x[None]) ** 2).sum()
+
+
+IN_TRANSFORMS = {
+  "jax.vmap": (lambda model, x: jax.vmap(lambda row: of_row(model, row))(x).sum(), ""),
+  "nnx.vmap": (lambda model, x: nnx.vmap(of_row, in_axes=(None, 0))(model, x).sum(), ""),
+  "jax.jit": (lambda model, x: jax.jit(lambda x: loss(model, x))(x), ""),
+  "nnx.jit": (lambda model, x: nnx.jit(loss)(model, x), ""),
+  "jax.grad": (lambda model, x: (jax.grad(lambda x: loss(model, x))(x) ** 2).sum(), ""),
+  "jax.checkpoint": (
+    lambda model, x: jax.checkpoint(lambda x: loss(model, x))(x),
+    "; inside jax.checkpoint",
+  ),
+  "nnx.remat": (lambda model, x: nnx.remat(loss)(model, x), "; inside jax.checkpoint"),
+  "jax.lax.map": (lambda model, x: jax.lax.map(lambda row: of_row(model, row), x).sum(), "; inside a scan"),
+  "both": (
+    lambda model, x: jax.lax.map(jax.checkpoint(lambda row: of_row(model, row)), x).sum(),
+    "; inside jax.checkpoint",
+  ),
+}
+
+
+@pytest.mark.parametrize("name", IN_TRANSFORMS)
+def test_layers_inside_another_transform_are_found_and_rolled(name):
+  of, where = IN_TRANSFORMS[name]
+  net = Net(4, in_turn, Raw)
+  got, plain = found(net, nxp.with_layers(of, remat="full")), found(net, of)
+  jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=5e-6, atol=1e-6), got, plain)
+  done = str(trace(net, of=of, remat="full")[1])
+  assert f"layers.0 to layers.3: one scan of 4; remat full{where}" in done.splitlines()[1]
+
+
+@pytest.mark.parametrize("name", ["nnx.jit", "nnx.remat", "jax.vmap"])
+@pytest.mark.parametrize("options", [{"remat": "full"}, {"roll": True}], ids=str)
+def test_a_step_with_plain_arrays_in_layers(name, options):
+  of, _ = IN_TRANSFORMS[name]
+
+  def losses(**options):
+    net = Net(4, in_turn, Raw)
+    step = nxp.train_step(of, **options)
+    optimizer = nnx.Optimizer(net, optax.sgd(0.01), wrt=nnx.Param)
+    return [float(step(net, optimizer, X)["loss"]) for _ in range(2)]
+
+  np.testing.assert_allclose(losses(**options), losses(), rtol=1e-5)
+
+
+def test_a_layer_that_makes_variables_in_its_call():
+  net = Net(4, lambda layers, x: functools.reduce(lambda x, layer: layer(x, True), layers, x), Raw)
+  got = nxp.with_layers(loss, remat="full")(net, X)
+  np.testing.assert_allclose(got, loss(net, X), rtol=1e-5)
+
+
+def test_layers_where_none_is_looked_for():
+  def of(model, x):
+    return jax.lax.cond(x.sum() > 0, lambda x: loss(model, x), lambda x: x.sum(), x)
+
+  with pytest.raises(nxp.errors.TrainError, match=r"the loss does not call them, or inside lax\.cond"):
+    trace(Net(4, in_turn, Raw), of=of, remat="full")
+
+
 class Scaled(Layer):
   """Each has a table of its own, which a trace keeps as a constant."""
 
@@ -312,6 +388,61 @@ def test_what_each_policy_recomputes_and_moves(options, products, on_host):
   plain, _ = trace(Net(4, in_turn))
   assert names(jaxpr).count("dot_general") - names(plain).count("dot_general") == products
   assert host_arrays(jaxpr) == on_host
+
+
+class Scanning(nnx.Module):
+  """Has a scan over its layers, which also gives a row for each."""
+
+  def __init__(self, depth, reverse=False):
+    self.depth, self.reverse = depth, reverse
+    key = jax.random.key(0)
+    self.kernels = nnx.Param(jax.random.normal(key, (depth, 4, 4)) / 2)
+
+  def __call__(self, x):
+    def layer(x, kernel):
+      x = x + jnp.tanh(x @ kernel)
+      return x, x.mean((1, 2))
+
+    x, means = jax.lax.scan(layer, x, self.kernels[...], reverse=self.reverse)
+    return x * (1 + (means * jnp.arange(1.0, self.depth + 1)[:, None]).sum())
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+@pytest.mark.parametrize(
+  ("depth", "options", "loops"),
+  [
+    (8, {"remat": "full"}, [8]),
+    (8, {"remat": nxp.Remat("full", every=2)}, [4]),
+    (8, {"remat": nxp.Remat("full", group=4)}, [2, 4]),
+    (7, {"remat": nxp.Remat("dots", group=3)}, [2, 3, 1]),
+    (7, {"remat": nxp.Remat("full", every=3)}, [2]),
+    (8, {"remat": "offload"}, [8, 1]),
+    (8, {"remat": nxp.Remat("offload", group=2)}, [4, 2]),
+  ],
+  ids=str,
+)
+def test_what_a_policy_does_with_a_scan_of_the_model(depth, options, loops, reverse):
+  net = Scanning(depth, reverse)
+  got, plain = found(net, nxp.with_layers(loss, **options)), found(net, loss)
+  jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-4, atol=1e-3), got, plain)
+  jaxpr, used = trace(net, **options)
+  assert str(used).strip() == f"the model's scan of {depth}: remat {options['remat']}"
+  forward = [eqn.params["length"] for eqn in equations(jaxpr) if eqn.primitive.name == "scan"]
+  assert {*forward} == {*loops}
+  assert (host_arrays(jaxpr) > 0) == ("offload" in str(used))
+
+
+def test_a_group_of_a_scan_keeps_one_input():
+  graph, state = nnx.split(Scanning(64))
+  x = jnp.ones((64, 32, 4))
+
+  def bytes_of(remat):
+    def value(state):
+      return nxp.with_layers(loss, remat=remat)(nnx.merge(graph, state), x)
+
+    return jax.jit(jax.grad(value)).lower(state).compile().memory_analysis().temp_size_in_bytes
+
+  assert bytes_of("full") - bytes_of(nxp.Remat("full", group=8)) > 32 * x.nbytes
 
 
 @pytest.mark.parametrize(
