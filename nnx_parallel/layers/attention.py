@@ -59,6 +59,7 @@ from nnx_parallel.core.tiles import (
 from nnx_parallel.errors import TrainError
 from nnx_parallel.layers.fused import Kernel, NotFused, by_kernel, kernel_in_use
 from nnx_parallel.layers.mark import is_marked
+from nnx_parallel.layers.softmaxes import Softmaxes
 from nnx_parallel.layout.constrain import manual_too
 
 AttentionName = Literal["blocks", "fused", "ring", "all_to_all"]
@@ -82,6 +83,42 @@ class _NotAttention(Exception):
 
 class _NotByBlocks(_NotAttention):
   """Why an attention is not."""
+
+
+@dataclasses.dataclass
+class _Found:
+  """The attentions of a program.
+
+  Attributes:
+    taken: for each that is computed another way, why it has no kernel.
+    left: why each of the others is computed as it is written.
+    kept: those that were taken whose weights are read elsewhere too, so that all of them exist.
+    reasons: why softmaxes are no attentions.
+  """
+
+  taken: list[str | None] = dataclasses.field(default_factory=list[str | None])
+  left: list[str] = dataclasses.field(default_factory=list[str])
+  kept: list[str] = dataclasses.field(default_factory=list[str])
+  reasons: list[str] = dataclasses.field(default_factory=list[str])
+
+  def add(self, other: _Found) -> None:
+    """Adds those of another program."""
+    self.taken += other.taken
+    self.left += other.left
+    self.kept += other.kept
+    self.reasons += other.reasons
+
+  @property
+  def counts(self) -> str:
+    """How many were taken, of how many, and why the others were not."""
+    count = len(self.taken)
+    text = f"{count} of {count + len(self.left)} found" if self.left else f"{count} found"
+    if self.left:
+      text += f"; as written: {'; '.join(dict.fromkeys(self.left))}"
+    if self.kept:
+      kept = ", ".join(dict.fromkeys(self.kept))
+      text += f"; its weights are read elsewhere too, so all of them exist: {kept}"
+    return text
 
 
 @dataclasses.dataclass(frozen=True)
@@ -319,25 +356,37 @@ def by_blocks(jaxpr: Any, attention: Attention) -> tuple[Any, str]:
   Raises:
     TrainError: none is found; with an option of `OVER_AXIS`, one of them cannot be shared by the devices.
   """
-  way = _way(attention)
-  found: list[str | None] = []  # for each, why it has no kernel
-  reasons: list[str] = []
-  changed = _changed(jaxpr, way, found, reasons, {})
-  if not found:
+  way, found = _way(attention), _Found()
+  changed = _changed(jaxpr, way, found, {})
+  if way.is_over_axis and found.left:
+    raise _not_shared(way, "; ".join(dict.fromkeys(found.left)))
+  if not found.taken:
+    reasons = dict.fromkeys([*found.left, *found.reasons])
     raise TrainError(
       f"attention={attention!r} finds no attention in the loss.",
-      details="; ".join(dict.fromkeys(reasons)) or "no softmax is followed by a product with values",
+      details="; ".join(reasons) or "no softmax is followed by a product with values",
       fix="softmax(q k^T) v with dropout off, in jax.numpy, jax.nn.dot_product_attention or"
       " nnx.dot_product_attention; or leave attention out.",
     )
-  line = f"{way}: {len(found)} found"
+  line = f"{way}: {found.counts}"
   if attention != "fused":
     return changed, line
   if way.kernel is None:
     return changed, f"{line}; no fused kernel for this platform"
-  why = "; ".join(dict.fromkeys(reason for reason in found if reason is not None))
-  line = f"attention by the fused kernel: {found.count(None)} of {len(found)} found"
-  return changed, f"{line}; by blocks of {way.block}: {why}" if why else line
+  why = "; ".join(dict.fromkeys(reason for reason in found.taken if reason is not None))
+  count = len(found.taken) + len(found.left)
+  line = f"attention by the fused kernel: {found.taken.count(None)} of {count} found"
+  line += f"; by blocks of {way.block}: {why}" if why else ""
+  return changed, line + (f"; as written: {'; '.join(dict.fromkeys(found.left))}" if found.left else "")
+
+
+def _not_shared(way: _Way, why: str) -> TrainError:
+  return TrainError(
+    f"attention={way.asked!r}: {way.axis}={way.size} cannot share an attention that was found.",
+    details=why,
+    fix='dropout off, and lengths (attention="ring") or heads (attention="all_to_all") that are'
+    f' multiples of {way.size}; or attention="blocks".',
+  )
 
 
 def _way(attention: Attention) -> _Way:
@@ -364,51 +413,66 @@ def _way(attention: Attention) -> _Way:
   return _Way(attention, block, kernel, None, 1)
 
 
-def _changed(
-  jaxpr: Any,
-  way: _Way,
-  found: list[str | None],
-  reasons: list[str],
-  layers: dict[Any, tuple[Any, Any]],
-) -> Any:
+def _changed(jaxpr: Any, way: _Way, found: _Found, layers: dict[Any, tuple[Any, _Found]]) -> Any:
   """The program with its attention computed another way. Equal layers get one program, which is made once."""
-  before = len(found)
   flat: Any = flattened(jaxpr, is_opened)
   body = flat.jaxpr
+  softmaxes = Softmaxes(body)
   eqns: dict[int, Any] = {}
+  matches: list[_Softmax] = []
+  here = _Found()
+  left: dict[int, str] = {}  # by product
+  taken: set[int] = set()
   for eqn in body.eqns:
     if eqn.primitive.name == "exp":
+      reasons: list[str] = []
+      others = softmaxes.products(eqn, *_named(eqn.outvars[0].aval.shape))
       for match in _attentions(body, eqn, reasons):
         try:
           new, why = _replaced(body, match, way)
         except _NotAttention as problem:
           if isinstance(problem, _NotByBlocks) and way.is_over_axis:
-            raise TrainError(
-              f"attention={way.asked!r}: {way.axis}={way.size} cannot share an attention that was found.",
-              details=str(problem),
-              fix='dropout off, and lengths (attention="ring") or heads (attention="all_to_all") that are'
-              f' multiples of {way.size}; or attention="blocks".',
-            ) from None
+            raise _not_shared(way, str(problem)) from None
           reasons.append(str(problem))
+          if not isinstance(problem, _NotByBlocks):
+            taken.add(id(match.product))  # no attention
           continue
-        found.append(why)
+        here.taken.append(why)
+        taken.add(id(match.product))
         if new is not None:
           eqns[id(match.product)] = new
+          matches.append(match)
+      reason = "; ".join(reasons) or f"softmax of {eqn.outvars[0].aval.str_short()}: {_form(body, eqn)}"
+      left.update({id(product): reason for product in others if id(product) not in left})
+      here.reasons += reasons
     elif is_marked(eqn):
-      layer, start = identity(called(eqn)), len(found)
+      layer = identity(called(eqn))
       if layer not in layers:
-        changed = _changed(called(eqn), way, found, reasons, layers)
-        layers[layer] = changed, found[start:]
-      else:
-        found += layers[layer][1]
+        inside = _Found()
+        layers[layer] = _changed(called(eqn), way, inside, layers), inside
+      here.add(layers[layer][1])
       eqns[id(eqn)] = eqn.replace(params=eqn.params | {"jaxpr": layers[layer][0]})
     elif eqn.primitive.name in _INNER:
-      inside = {key: _inner(value, way, found, reasons, layers) for key, value in eqn.params.items()}
+      inside = {key: _inner(value, way, here, layers) for key, value in eqn.params.items()}
       eqns[id(eqn)] = eqn.replace(params=inside)
-  if len(found) == before:
+  here.left += [reason for product, reason in left.items() if product not in taken]
+  if here.taken:
+    body = without_unused(body.replace(eqns=[eqns.get(id(eqn), eqn) for eqn in body.eqns]))
+    remaining = {id(eqn) for eqn in body.eqns}
+    here.kept += [_softmax(match) for match in matches if id(match.exp) in remaining]
+  found.add(here)
+  if not here.taken:
     return jaxpr
-  body = without_unused(body.replace(eqns=[eqns.get(id(eqn), eqn) for eqn in body.eqns]))
   return flat.replace(jaxpr=body) if opened(jaxpr) is not jaxpr or flat.consts else body
+
+
+def _form(body: Any, exp: Any) -> str:
+  """How a softmax is written that is followed by a product, and is none of those that are known."""
+  if _largest(body, exp)[0] is None:
+    return "what is subtracted from its scores is not their maximum (a log-sum-exp, a sink, or nothing)"
+  return (
+    "its weights are not exponentials over their sum (a log-softmax, a sink, an epsilon, softmax plus one)"
+  )
 
 
 def _inner(value: Any, *args: Any) -> Any:
@@ -652,7 +716,7 @@ def _blocked(body: Any, match: _Softmax, way: _Way) -> Any:
     except Untiled as problem:
       raise _NotByBlocks(f"{_softmax(match)}: its weights go through {problem}") from None
   tiles.need(product.invars[1 - match.side], _of_values(match, share))
-  _check_leaves(tiles, scores, {row, column})
+  _check_leaves(body, tiles, scores, {row, column}, cut)
   split = [share.split(labels) for labels in (*(labels for _, labels in tiles.leaves), match.labels[1])]
   if any(label is not None and label[2] > 1 for label in split):  # the minor one of several in a dim
     if way.is_over_axis:
@@ -735,8 +799,8 @@ def _heads(match: _Softmax, way: _Way, lengths: Mapping[Any, int]) -> int:
   return names[-1]
 
 
-def _check_leaves(tiles: Tiles, scores: Any, names: set[int]) -> None:
-  """Refuses scores that no product makes, and parts of them that would be made whole."""
+def _check_leaves(body: Any, tiles: Tiles, scores: Any, names: set[int], cut: set[Any]) -> None:
+  """Refuses scores that no product makes, and parts of them that would be made whole or of whole scores."""
   text = f"softmax of {scores.aval.str_short()}"
   meets = [
     eqn
@@ -745,8 +809,12 @@ def _check_leaves(tiles: Tiles, scores: Any, names: set[int]) -> None:
     and names <= {name for name, _, _ in labels}
     and all(len(names & {name for name, _, _ in own}) == 1 for own in wanted)
   ]
+  of_scores = dependents(body, {out for eqn in meets for out in eqn.outvars})
   for var, labels in tiles.leaves:
     made = tiles.made(var)
+    if var in of_scores and var not in cut:
+      # A tile rounds its scores in another way: one that is compared with itself would be another key's.
+      raise _NotByBlocks(f"{text}: {described(made)} is computed from its own scores, all of a row at once")
     if made is None or not names <= {name for name, _, _ in labels}:
       continue
     if "random" in made.primitive.name or "threefry" in made.primitive.name:

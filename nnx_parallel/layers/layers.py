@@ -21,7 +21,6 @@ from jax.sharding import PartitionSpec
 from nnx_parallel.core.jaxprs import (
   CALLS,
   CHECKPOINTS,
-  among,
   as_function,
   bind,
   called,
@@ -46,7 +45,13 @@ from nnx_parallel.core.text import few
 from nnx_parallel.errors import TrainError
 from nnx_parallel.layers.attention import Attention, by_blocks, check_attention
 from nnx_parallel.layers.head import check_parts, in_parts
-from nnx_parallel.layers.mark import is_marked, layer_of, marked
+from nnx_parallel.layers.mark import (
+  calls_layers,
+  is_marked,
+  layer_of,
+  marked,
+  repeats_layers,
+)
 from nnx_parallel.layers.parts import Ends, Treatment, find_loop, has_layer_rows
 from nnx_parallel.layers.pipeline import Pipeline, Schedule
 from nnx_parallel.layers.roll import Body, Chain, Rolled
@@ -468,10 +473,10 @@ def _treated(traced: Any, leaves: list[Any], options: LayerOptions, used: Layers
 
   def run(eqn: Any, inputs: list[Any]) -> Sequence[Any]:
     name, params = eqn.primitive.name, eqn.params
-    if name in CHECKPOINTS and _calls_layers(params["jaxpr"]):
+    if name in CHECKPOINTS and calls_layers(params["jaxpr"]):
       body: Any = functools.partial(_of_arrays, program, params["jaxpr"], "; inside jax.checkpoint")
       return jax.checkpoint(body, policy=params["policy"], prevent_cse=params["prevent_cse"])(*inputs)
-    if name == "scan" and _repeats_layers(eqn):
+    if name == "scan" and repeats_layers(eqn):
       return _scanned(eqn, inputs, functools.partial(_of_arrays, program, params["jaxpr"], "; inside a scan"))
     return how.run(eqn, inputs)
 
@@ -558,9 +563,9 @@ def _alone(rolled: Rolled, remat: Remat) -> Iterator[str]:
       else (f"{paths[0]}: remat {text}")
     )
   for eqn in rolled.eqns:
-    if eqn.primitive.name in CHECKPOINTS and not _calls_layers(eqn.params["jaxpr"]):
+    if eqn.primitive.name in CHECKPOINTS and not calls_layers(eqn.params["jaxpr"]):
       yield f"what is under jax.checkpoint: remat {text}"
-    elif eqn.primitive.name == "scan" and not _repeats_layers(eqn):
+    elif eqn.primitive.name == "scan" and not repeats_layers(eqn):
       yield f"the model's scan of {eqn.params['length']}: remat {remat if _is_scan_of_layers(eqn) else text}"
 
 
@@ -607,38 +612,9 @@ def has_layers(jaxpr: Any) -> bool:
   return False
 
 
-def _calls_layers(jaxpr: Any) -> bool:
-  """Whether a program calls marked layers, also inside calls, checkpoints and scans."""
-  return any(map(_is_or_has_layers, opened(jaxpr).eqns))
-
-
-def _is_or_has_layers(eqn: Any) -> bool:
-  inside = eqn.primitive.name in (*CALLS, *CHECKPOINTS, "scan")
-  return is_marked(eqn) or (inside and _calls_layers(called(eqn)))
-
-
 def _is_opened(eqn: Any) -> bool:
   """Whether an operation is a call inside which layers are called: `jax.jit` of a part of a loss."""
-  return eqn.primitive.name in CALLS and not is_marked(eqn) and _calls_layers(eqn.params["jaxpr"])
-
-
-def _repeats_layers(eqn: Any) -> bool:
-  """Whether a scan calls the same layers in each step, as `jax.lax.map` does with a model."""
-  body, counts = opened(eqn.params["jaxpr"]), scan_counts(eqn)
-  rows = {var for var in body.invars[counts.constants + counts.carried :] if is_inexact(var.aval)}
-  found = [*_reads_of_layers(body, rows)]
-  return bool(found) and not all(found)
-
-
-def _reads_of_layers(body: Any, rows: set[Any]) -> Iterator[bool]:
-  """For each call of a layer, whether it reads one of some inputs."""
-  for eqn in body.eqns:
-    if is_marked(eqn):
-      yield any(among(var, rows) for var in eqn.invars)
-    elif _is_or_has_layers(eqn):
-      inner = opened(called(eqn))
-      own = {own for own, var in zip(inner.invars, eqn.invars, strict=True) if among(var, rows)}
-      yield from _reads_of_layers(inner, own)
+  return eqn.primitive.name in CALLS and not is_marked(eqn) and calls_layers(eqn.params["jaxpr"])
 
 
 def _is_layer(eqn: Any) -> bool:

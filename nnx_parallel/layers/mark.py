@@ -12,13 +12,14 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import functools
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Generator, Iterable, Iterator
 from typing import Any
 
 import jax
 import numpy as np
 from flax import nnx
 
+from nnx_parallel.core.jaxprs import CALLS, CHECKPOINTS, among, called, is_inexact, opened, scan_counts
 from nnx_parallel.core.layers import Layers
 from nnx_parallel.core.nodes import Path, path_str
 from nnx_parallel.errors import TrainError
@@ -68,6 +69,36 @@ def layer_of(eqn: Any) -> str:
 def is_marked(eqn: Any) -> bool:
   """Whether an operation of a trace is the call of a layer."""
   return str(eqn.params.get("name", "")).startswith(MARK)
+
+
+def calls_layers(jaxpr: Any) -> bool:
+  """Whether a program calls marked layers, also inside calls, checkpoints and scans."""
+  return any(map(is_or_has_layers, opened(jaxpr).eqns))
+
+
+def is_or_has_layers(eqn: Any) -> bool:
+  """Whether an operation is the call of a layer, or a call, checkpoint or scan that holds one."""
+  inside = eqn.primitive.name in (*CALLS, *CHECKPOINTS, "scan")
+  return is_marked(eqn) or (inside and calls_layers(called(eqn)))
+
+
+def repeats_layers(eqn: Any) -> bool:
+  """Whether a scan calls the same layers in each step, as `jax.lax.map` does with a model."""
+  body, counts = opened(eqn.params["jaxpr"]), scan_counts(eqn)
+  rows = {var for var in body.invars[counts.constants + counts.carried :] if is_inexact(var.aval)}
+  found = [*_reads_of_layers(body, rows)]
+  return bool(found) and not all(found)
+
+
+def _reads_of_layers(body: Any, rows: set[Any]) -> Iterator[bool]:
+  """For each call of a layer, whether it reads one of some inputs."""
+  for eqn in body.eqns:
+    if is_marked(eqn):
+      yield any(among(var, rows) for var in eqn.invars)
+    elif is_or_has_layers(eqn):
+      inner = opened(called(eqn))
+      own = {own for own, var in zip(inner.invars, eqn.invars, strict=True) if among(var, rows)}
+      yield from _reads_of_layers(inner, own)
 
 
 @functools.cache

@@ -16,8 +16,9 @@ from typing import Any
 import jax.numpy as jnp
 from jax.extend import core
 
-from nnx_parallel.core.jaxprs import among, forwarded, is_inexact, nbytes, placed, scan_counts
+from nnx_parallel.core.jaxprs import among, forwarded, is_inexact, nbytes, place_of, placed, scan_counts
 from nnx_parallel.errors import TrainError
+from nnx_parallel.layers.mark import is_marked, is_or_has_layers, repeats_layers
 from nnx_parallel.layers.roll import Around, Chain, Rolled, Run, RunInUnit
 
 Values = dict[Any, Any]
@@ -107,9 +108,13 @@ def find_loop(rolled: Rolled, how: Treatment) -> Loop:
   loops += [_scan(rolled, n, how) for n in range(len(rolled.eqns)) if _is_loop(rolled.eqns[n])]
   loop = max(loops, key=lambda loop: loop.nbytes, default=None)
   if loop is None:
+    inside = [eqn for eqn in rolled.eqns if is_or_has_layers(eqn) and not is_marked(eqn)]
+    hidden = [
+      f"a pipeline does not reach layers inside {eqn.primitive.name} ({place_of(eqn)})" for eqn in inside
+    ]
     raise TrainError(
       "a pipeline needs consecutive equal layers, and the loss has none.",
-      details="\n".join(rolled.reasons[:6]),
+      details="\n".join([*hidden, *rolled.reasons][:6]),
       fix='layers="decoder.blocks.*" names them; or nxp.pipeline on layers of your own.',
     )
   return loop
@@ -239,7 +244,9 @@ def _chain(rolled: Rolled, chain: Chain, how: Treatment) -> Loop:
 
 def _is_loop(eqn: Any) -> bool:
   """Whether an operation is a scan over layers: over floating rows, in order."""
-  return eqn.primitive.name == "scan" and not eqn.params["reverse"] and has_layer_rows(eqn)
+  if eqn.primitive.name != "scan" or eqn.params["reverse"] or not has_layer_rows(eqn):
+    return False
+  return not repeats_layers(eqn)
 
 
 def has_layer_rows(eqn: Any) -> bool:

@@ -343,6 +343,11 @@ class Stem(Model):
     return self.head(x)
 
 
+class Hidden(Model):
+  def __call__(self, tokens: Any) -> Any:
+    return jax.checkpoint(super().__call__)(tokens)
+
+
 def test_what_cannot_be_a_pipeline_says_why() -> None:
   mesh = nxp.make_mesh(data=2, stage=4)
   with pytest.raises(TrainError, match="changes with the batch"):
@@ -353,3 +358,7 @@ def test_what_cannot_be_a_pipeline_says_why() -> None:
     nxp.train_step(loss, pipeline=True)
   with pytest.raises(SchemeError, match="no axis 'stage'"):
     trained(lambda: Model(4, nnx.Rngs(0)), nxp.make_mesh(data=8), "stage")
+  with pytest.raises(TrainError, match="does not apply to a scan of the model that is run as a pipeline"):
+    trained(lambda: Stacked(rngs=nnx.Rngs(0)), mesh, "stage", remat=nxp.Remat("full", every=2))
+  with pytest.raises(TrainError, match=r"a pipeline does not reach layers inside (checkpoint|remat)"):
+    trained(lambda: Hidden(4, nnx.Rngs(0)), mesh, "stage")
