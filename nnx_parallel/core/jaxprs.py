@@ -15,8 +15,6 @@ from jax.core import Tracer
 from jax.extend import core, source_info_util
 from jax.sharding import AxisType, NamedSharding
 
-from nnx_parallel.core.nodes import is_key
-
 CHECKPOINTS = ("checkpoint", "remat", "remat2")
 CALLS = ("jit", "pjit", "closed_call", "core_call")
 HELD = "nxp_held"
@@ -166,39 +164,6 @@ def rules(jaxpr: Any) -> Iterator[Any]:
 def has_rule(eqn: Any) -> bool:
   """Whether an operation has a gradient of its own, by `jax.custom_jvp` or `jax.custom_vjp`."""
   return eqn.primitive.name.startswith(("custom_jvp_call", "custom_vjp_call"))
-
-
-def identity(jaxpr: Any) -> tuple[str, tuple[Any, ...]]:
-  """What tells a program from others: its text, and what the text leaves out.
-
-  That is constants, by value, and the rules of `jax.custom_jvp` and `jax.custom_vjp`, of which a text has
-  the names only.
-  """
-  return str(opened(jaxpr)), tuple(_hidden(jaxpr))
-
-
-def _hidden(jaxpr: Any, *, in_rule: bool = False) -> Iterator[Any]:
-  yield from map(_value, constants(jaxpr))
-  for eqn in opened(jaxpr).eqns:
-    yield from (_value(var.val) for var in eqn.invars if isinstance(var, core.Literal))
-    # A rule in a shard_map can't be traced outside of it, but the gradient of the whole can.
-    mapped = eqn.primitive.name == "shard_map" and any(map(has_rule, inner_equations(eqn)))
-    if (has_rule(eqn) or mapped) and not in_rule:  # the gradient of relu calls relu
-      rule = gradient_of(eqn)
-      yield str(rule)
-      yield from _hidden(rule, in_rule=True)
-    for program in programs(eqn):
-      if eqn.primitive.name not in ("shard_map", "pallas_call"):
-        yield from _hidden(program, in_rule=in_rule)
-
-
-def _value(x: Any) -> Any:
-  """The type and the bytes of an array; of a tracer, which one it is."""
-  if is_tracer(x):
-    return id(x)
-  if is_key(jnp.result_type(x)):
-    x = jax.random.key_data(x)
-  return str(jnp.result_type(x)), np.asarray(x).tobytes()
 
 
 def among(var: Any, some: Container[Any]) -> bool:

@@ -36,11 +36,11 @@ from nnx_parallel.core.jaxprs import (
   dependents,
   equations,
   flattened,
-  identity,
   is_inexact,
   opened,
   without_unused,
 )
+from nnx_parallel.core.keys import identity
 from nnx_parallel.core.ring import Ring
 from nnx_parallel.core.tiles import (
   Grid,

@@ -6,6 +6,7 @@ each part that is already under `jax.checkpoint`. A model that has none of them 
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import dataclasses
 import functools
@@ -16,6 +17,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
+from jax.extend import core
 from jax.sharding import PartitionSpec
 
 from nnx_parallel.core.jaxprs import (
@@ -25,6 +27,7 @@ from nnx_parallel.core.jaxprs import (
   bind,
   called,
   constants,
+  equations,
   evaluate,
   flattened,
   forwarded,
@@ -46,11 +49,13 @@ from nnx_parallel.errors import TrainError
 from nnx_parallel.layers.attention import Attention, by_blocks, check_attention
 from nnx_parallel.layers.head import check_parts, in_parts
 from nnx_parallel.layers.mark import (
+  Scalars,
   calls_layers,
   is_marked,
   layer_of,
   marked,
   repeats_layers,
+  scalars_as,
 )
 from nnx_parallel.layers.parts import Ends, Treatment, find_loop, has_layer_rows
 from nnx_parallel.layers.pipeline import Pipeline, Schedule
@@ -429,7 +434,7 @@ def _traced(
   function: Callable[..., Any], args: Any, options: LayerOptions, note: LayersUsed
 ) -> tuple[Any, Any]:
   """The trace of a loss, with its attention and head as the options say, and the shape of its results."""
-  traced, shape = jax.make_jaxpr(function, return_shape=True)(*args)
+  traced, shape = _traced_once(function, args)
   remat = options.how
   if remat.needs_layers and not has_layers(traced):
     raise TrainError(
@@ -449,6 +454,40 @@ def _traced(
     rewritten.append(line)
   note.done, note.reasons = tuple(rewritten), ()
   return traced, shape
+
+
+def _traced_once(function: Callable[..., Any], args: Any) -> tuple[Any, Any]:
+  """The trace of a loss, in which layers get arrays where others of their class get them, and its results."""
+  found, scalars = jax.make_jaxpr(function, return_shape=True), Scalars()
+  with scalars_as(scalars):
+    traced, shape = found(*args)
+  if not scalars.mixed:
+    return traced, shape
+  try:
+    with scalars_as(Scalars(traced=scalars.mixed)):
+      # Another function: JAX would give back the trace of the same one.
+      again, _ = jax.make_jaxpr(lambda *args: function(*args), return_shape=True)(*args)
+  except (jax.errors.ConcretizationTypeError, jax.errors.TracerIntegerConversionError):
+    return traced, shape  # Python reads the number
+  gone, more = _numbers(traced) - _numbers(again), _numbers(again) - _numbers(traced)
+  known = {x for place in scalars.mixed for x in scalars.given[place]}
+  is_same = _types(again) == _types(traced) and known.issuperset(gone) and not more
+  return (again if is_same else traced), shape
+
+
+def _numbers(jaxpr: Any) -> collections.Counter[float]:
+  """The numbers that are written in a program."""
+  literals = (var.val for eqn in equations(jaxpr) for var in eqn.invars if isinstance(var, core.Literal))
+  return collections.Counter(float(x) for x in literals if jnp.issubdtype(jnp.result_type(x), jnp.floating))
+
+
+def _types(jaxpr: Any) -> list[Any]:
+  """The operations of a program and their types, but for those that make arrays of scalars."""
+  return [
+    (eqn.primitive.name, [(var.aval.shape, var.aval.dtype) for var in eqn.outvars])
+    for eqn in equations(jaxpr)
+    if eqn.primitive.name not in ("broadcast_in_dim", "convert_element_type", *CALLS)
+  ]
 
 
 def _treated(traced: Any, leaves: list[Any], options: LayerOptions, used: LayersUsed) -> list[Any]:

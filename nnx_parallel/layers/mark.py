@@ -11,22 +11,81 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import dataclasses
 import functools
 from collections.abc import Callable, Generator, Iterable, Iterator
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from nnx_parallel.core.jaxprs import CALLS, CHECKPOINTS, among, called, is_inexact, opened, scan_counts
+from nnx_parallel.core.jaxprs import (
+  CALLS,
+  CHECKPOINTS,
+  among,
+  called,
+  is_inexact,
+  is_tracer,
+  opened,
+  scan_counts,
+)
 from nnx_parallel.core.layers import Layers
-from nnx_parallel.core.nodes import Path, path_str
+from nnx_parallel.core.nodes import Path, is_key, path_str
 from nnx_parallel.errors import TrainError
 
 MARK = "layer:"
 """Starts the name of each marked call."""
 _MARKS: contextvars.ContextVar[bool] = contextvars.ContextVar("whether calls are marked", default=False)
+
+
+@dataclasses.dataclass
+class Scalars:
+  """Numbers of Python among the arguments of layers: `aux = 0.0`, to which each layer adds an array.
+
+  The first layer would be traced with a constant, and so be another program than the others.
+
+  Attributes:
+    given: arguments that were such numbers -> the numbers.
+    arrays: arguments that were scalar arrays -> their dtype; None where calls differ in it.
+    traced: arguments that become arrays, of this dtype.
+  """
+
+  given: dict[Any, list[float]] = dataclasses.field(default_factory=dict[Any, list[float]])
+  arrays: dict[Any, Any] = dataclasses.field(default_factory=dict[Any, Any])
+  traced: dict[Any, Any] = dataclasses.field(default_factory=dict[Any, Any])
+
+  @property
+  def mixed(self) -> dict[Any, Any]:
+    """Arguments that are numbers in some calls and arrays in others -> the dtype of these."""
+    return {place: dtype for place in self.given if (dtype := self.arrays.get(place)) is not None}
+
+  def array(self, place: Any, x: Any) -> Any:
+    """A scalar as the array that the layer gets; None: it stays what it is."""
+    if is_tracer(x):
+      self.arrays[place] = x.dtype if self.arrays.get(place, x.dtype) == x.dtype else None
+      return x
+    dtype = self.traced.get(place)
+    kind = jnp.inexact if isinstance(x, float) else jnp.number
+    own = getattr(x, "dtype", None)
+    if dtype is not None and (jnp.issubdtype(dtype, kind) if own is None else own == dtype):
+      return jnp.asarray(x, dtype)
+    self.given.setdefault(place, []).append(float(x))
+    return None
+
+
+_SCALARS: contextvars.ContextVar[Scalars | None] = contextvars.ContextVar("scalars", default=None)
+
+
+@contextlib.contextmanager
+def scalars_as(scalars: Scalars) -> Generator[None]:
+  """Notes in its body the numbers that layers get, and makes arrays of some of them."""
+  token = _SCALARS.set(scalars)
+  try:
+    yield
+  finally:
+    _SCALARS.reset(token)
 
 
 class _NewStructure(Exception):
@@ -63,7 +122,12 @@ def marked(model: Any, found: Iterable[Layers]) -> Generator[None]:
 
 def layer_of(eqn: Any) -> str:
   """The dotted path of the layer whose call this is."""
-  return str(eqn.params["name"]).removeprefix(MARK)
+  return str(eqn.params["name"]).split(":", 2)[2]
+
+
+def kind_of_layer(eqn: Any) -> str:
+  """The name of the class of the layer whose call this is."""
+  return str(eqn.params["name"]).split(":", 2)[1]
 
 
 def is_marked(eqn: Any) -> bool:
@@ -130,7 +194,15 @@ def _closed_call(name: str, kind: type, layer: Any, args: Any, kwargs: Any) -> A
   leaves, tree = jax.tree.flatten((args, kwargs), is_leaf=_is_node)
   # NumPy arrays stay what they are: Python may compute with them.
   nodes = {n: x for n, x in enumerate(leaves) if _is_node(x)}
-  arrays = {n: x for n, x in enumerate(leaves) if isinstance(x, jax.Array)}
+  scalars = _SCALARS.get() or Scalars()
+  arrays: dict[int, Any] = {}
+  for n, x in enumerate(leaves):
+    if type(x) in (int, float) or _is_number(x):
+      # A scalar that is no tracer stays what it is too.
+      array = scalars.array((kind, tree, n), x)
+      arrays |= {} if array is None else {n: array}
+    elif isinstance(x, jax.Array):
+      arrays[n] = x
   result: list[Any] = []
 
   def call(modules: tuple[Any, dict[int, Any]], given: dict[int, Any]) -> dict[int, Any]:
@@ -145,7 +217,7 @@ def _closed_call(name: str, kind: type, layer: Any, args: Any, kwargs: Any) -> A
     result[:] = structure, out
     return {n: x for n, x in enumerate(out) if _is_node(x) or isinstance(x, (jax.Array, np.ndarray))}
 
-  call.__name__ = f"{MARK}{name}"
+  call.__name__ = f"{MARK}{kind.__name__}:{name}"
   try:
     found = _with_changes(call, (layer, nodes), arrays)
   except _NewStructure:
@@ -183,6 +255,12 @@ def _with_changes(call: Callable[..., dict[int, Any]], modules: Any, arrays: Any
     flat = nnx.to_flat_state(jax.tree.unflatten(structure, [new.get(n, x) for n, x in enumerate(leaves)]))
     nnx.update(modules, nnx.from_flat_state([(path, x) for n, (path, x) in enumerate(flat) if n in new]))
   return found
+
+
+def _is_number(x: Any) -> bool:
+  if not isinstance(x, (jax.Array, np.generic)) or x.ndim:
+    return False
+  return not is_key(x.dtype) and not jnp.issubdtype(x.dtype, jnp.complexfloating)
 
 
 def _is_node(x: Any) -> bool:

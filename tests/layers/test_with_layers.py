@@ -118,6 +118,12 @@ def changed_between(layers, x):
   return x
 
 
+def with_more(layers, x):
+  for n, layer in enumerate(layers):
+    x = layer(x, MASK if n % 2 else None, factor=1.0 + n)
+  return x
+
+
 def mask_for_each(layers, x):
   for n, layer in enumerate(layers):
     x = layer(x, jnp.arange(3)[:, None] != n)
@@ -183,6 +189,10 @@ def test_any_depth(depth, remat):
   ("run", "why"),
   [
     (factors, "layers.0 and layers.1 differ: mul"),
+    (
+      with_more,
+      "layers.0 and layers.1 differ in the arrays that they get: none (4 arrays) / bool[3,1] (5 arrays)",
+    ),
     (changed_between, "mul between layers.0 and layers.1 changes what the second one gets"),
     (lambda layers, x: in_turn(layers[:3], x), "layers.0 to layers.2: 3 layers, and a scan has 4 or more"),
   ],
@@ -297,6 +307,91 @@ class Ruled(Layer):
 def test_layers_that_differ_beyond_their_text_are_not_rolled(kind):
   done = same(Net(4, in_turn, kind), remat="full")
   assert "layers.0 and layers.1 differ in a constant, or in a rule of jax.custom_jvp" in done
+
+
+def test_equality_is_not_that_of_the_text(monkeypatch):
+  from jax.extend.core import Jaxpr
+
+  class Alternating(Layer):
+    def __call__(self, x):
+      return super().__call__(jnp.sin(x) if self.index % 2 else jnp.cos(x))
+
+  monkeypatch.setattr(Jaxpr, "__str__", lambda self: "{ abbreviated }")
+  assert "one scan of 2, 2 layers each" in same(Net(4, in_turn, Alternating), roll=True)
+
+
+class Balanced(Layer):
+  """A layer that adds to a loss beside it, as mixtures of experts do."""
+
+  def __call__(self, x, aux):
+    x = super().__call__(x)
+    return x, aux + (x**2).mean()
+
+
+def with_aux(first):
+  def run(layers, x):
+    aux = first
+    for layer in layers:
+      x, aux = layer(x, aux)
+    return x * (1 + aux)
+
+  return run
+
+
+@pytest.mark.parametrize("first", [0.0, 0, np.float32(0), jnp.float32(0)], ids=lambda x: type(x).__name__)
+def test_a_number_that_becomes_an_array(first):
+  assert "layers.0 to layers.4: one scan of 5" in same(Net(5, with_aux(first), Balanced), roll=True)
+
+
+class Reading(Balanced):
+  """Python reads the number."""
+
+  def __call__(self, x, aux):
+    return super().__call__(x, aux if isinstance(aux, jax.Array) and aux.ndim == 0 else float(aux) * 1.5)
+
+
+class Counting(Layer):
+  """Gets an array of which it makes a number."""
+
+  def __call__(self, x, n):
+    return super().__call__(x) * int(n)
+
+
+def test_a_number_that_python_reads():
+  same(Net(4, with_aux(0.5), Reading), remat="full")
+  n = jnp.asarray(3)
+  assert "one scan of 4" in same(
+    Net(4, lambda layers, x: functools.reduce(lambda x, f: f(x, n), layers, x), Counting), roll=True
+  )
+
+
+def test_two_shared_layers_in_turn_are_not_stacked():
+  jaxpr, used = trace(Net(2, lambda layers, x: in_turn([*layers] * 3, x)), remat="full")
+  assert "layers.0 to layers.1: one scan of 3, 2 layers each" in str(used)
+  assert not any(eqn.primitive.name == "concatenate" for eqn in equations(jaxpr))
+
+
+class Other(Layer):
+  """Another class of the same arrays."""
+
+  def __call__(self, x):
+    return super().__call__(jnp.sin(x))
+
+
+class Both(nnx.Module):
+  def __init__(self):
+    rngs = nnx.Rngs(0)
+    self.encoder, self.decoder = (nnx.List([kind(rngs) for _ in range(4)]) for kind in (Layer, Other))
+
+  def __call__(self, x):
+    return in_turn([*self.encoder, *self.decoder], x)
+
+
+def test_layers_of_two_classes_are_no_surprise():
+  done = same(Both(), remat="full")
+  assert "encoder.0 to encoder.3: one scan of 4" in done
+  assert "decoder.0 to decoder.3: one scan of 4" in done
+  assert "not rolled" not in done
 
 
 class Closed(Layer):
