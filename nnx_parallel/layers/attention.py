@@ -59,7 +59,7 @@ from nnx_parallel.core.tiles import (
 from nnx_parallel.errors import TrainError
 from nnx_parallel.layers.fused import Kernel, NotFused, by_kernel, kernel_in_use
 from nnx_parallel.layers.mark import is_marked
-from nnx_parallel.layers.softmaxes import Softmaxes
+from nnx_parallel.layers.softmaxes import Softmaxes, named_dims
 from nnx_parallel.layout.constrain import manual_too
 
 AttentionName = Literal["blocks", "fused", "ring", "all_to_all"]
@@ -426,7 +426,7 @@ def _changed(jaxpr: Any, way: _Way, found: _Found, layers: dict[Any, tuple[Any, 
   for eqn in body.eqns:
     if eqn.primitive.name == "exp":
       reasons: list[str] = []
-      others = softmaxes.products(eqn, *_named(eqn.outvars[0].aval.shape))
+      others = softmaxes.products(eqn, *named_dims(eqn.outvars[0].aval.shape))
       for match in _attentions(body, eqn, reasons):
         try:
           new, why = _replaced(body, match, way)
@@ -497,7 +497,7 @@ def _attentions(body: Any, exp: Any, reasons: list[str]) -> list[_Softmax]:
     return []
   scores, shape = exp.outvars[0], exp.outvars[0].aval.shape
   axes = {d for d, place in enumerate(order) if place in largest.params["axes"]}
-  lengths, named = _named(shape)
+  lengths, named = named_dims(shape)
   # The powers of the exponential and of its sum in a value.
   powers: dict[Any, tuple[int, int]] = {scores: (1, 0)}
   labels: dict[Any, Labels] = {scores: named}
@@ -595,26 +595,6 @@ def _turned_back(var: Any, made: Mapping[Any, Any]) -> tuple[Any, tuple[int, ...
   return var, dims
 
 
-def _named(shape: Sequence[int]) -> tuple[dict[Any, int], Labels]:
-  """The lengths and labels of the dims of the scores, and of their prime factors: `(dim, number)`.
-
-  A dim that is split, such as heads into groups, is followed by its factors.
-  """
-  lengths: dict[Any, int] = {}
-  labels: list[Any] = []
-  for d, size in enumerate(shape):
-    if size > 1:
-      lengths[d] = size
-      labels.append((d, d, 1))
-    ahead, count = 1, 0
-    for prime in range(2, size):
-      while not size // ahead % prime:
-        lengths[d, count] = prime
-        labels.append(((d, count), d, ahead))
-        ahead, count = ahead * prime, count + 1
-  return lengths, tuple(labels)
-
-
 def _joined(
   eqn: Any, operands: Sequence[int], labels: Mapping[Any, Labels], lengths: Mapping[Any, int]
 ) -> Labels:
@@ -692,7 +672,7 @@ def _blocked(body: Any, match: _Softmax, way: _Way) -> Any:
   """
   weights, product = match.product.invars[match.side], match.product
   scores = match.exp.outvars[0]
-  lengths, _ = _named(scores.aval.shape)
+  lengths, _ = named_dims(scores.aval.shape)
   free = meeting(product).free[match.side]  # pyright: ignore[reportOptionalMemberAccess]
   rows = _wholes(match.labels[0], free)
   columns = [name for name, _, _ in match.labels[0] if name in match.summed]
@@ -1006,7 +986,7 @@ def _order(match: _Softmax, placed: Mapping[Any, Any]) -> list[Any]:
     _NotAttention: it has not all of them.
   """
   scores = match.exp.outvars[0].aval
-  names, labels = _named(scores.shape)
+  names, labels = named_dims(scores.shape)
   found: list[Any] = []
   for d in (d for d in names if isinstance(d, int) and d not in match.summed):
     own = [d] if d in placed else [name for name, dim, _ in labels if dim == d and name != d]

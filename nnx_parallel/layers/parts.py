@@ -71,6 +71,7 @@ class Loop:
     final: a result of the last layer -> which of these it would be.
     rows: an input of each layer -> the variable of each, or the one that has them stacked.
     made: a result of each layer -> likewise.
+    size: how many layers of the model each of them is.
     narrow: rows that the layers only read cast -> the narrower dtype.
     layer: `(carried, inputs by key) -> (carried, results by key)`.
   """
@@ -84,6 +85,7 @@ class Loop:
   rows: dict[Key, Any]
   made: dict[Key, Any]
   layer: Callable[[Sequence[Any], Mapping[Key, Any]], tuple[list[Any], dict[Key, Any]]]
+  size: int = 1
   narrow: Mapping[Key, Any] = dataclasses.field(default_factory=dict[Key, Any])
 
   @property
@@ -238,6 +240,7 @@ def _chain(rolled: Rolled, chain: Chain, how: Treatment) -> Loop:
     rows={place: [unit[place] for unit in wires.inputs] for place in wires.rows},
     made={place: [unit[place] for unit in vars_of] for place in wires.stacked},
     layer=layer,
+    size=len(chain.units[0]),
     narrow={place: rolled.read_as(chain.units[0][place[0]], place[1]) for place in wires.rows},
   )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+from collections.abc import Sequence
 from typing import Any
 
 from jax.extend import core
@@ -77,6 +78,20 @@ class Softmaxes:
             heapq.heappush(todo, reader)
     return found
 
+  def product_before(self, exp: Any) -> Any:
+    """The product that an exponential is of, through what is as large; None where there is none."""
+    size, todo, seen = exp.outvars[0].aval.size, [*exp.invars], set[Any]()
+    while todo:
+      var = todo.pop()
+      if isinstance(var, core.Literal) or var in seen or var.aval.size < size // 2 or var not in self._made:
+        continue
+      seen.add(var)
+      made = self._made[var]
+      if made.primitive.name == "dot_general":
+        return made
+      todo += made.invars
+    return None
+
   def _scores(self, exp: Any) -> list[Any]:
     """What the exponential is of, and what a maximum is subtracted from before it."""
     given, shape = exp.invars[0], exp.outvars[0].aval.shape
@@ -110,3 +125,23 @@ def _placed(eqn: Any, own: list[int], labels: dict[Any, Labels], lengths: Length
       placed = labels[var]
     found.update({name: (dim, factor) for name, dim, factor in placed})
   return tuple((name, *place) for name, place in found.items()) if found else None
+
+
+def named_dims(shape: Sequence[int]) -> tuple[dict[Any, int], Labels]:
+  """The lengths and labels of the dims of the scores, and of their prime factors: `(dim, number)`.
+
+  A dim that is split, such as heads into groups, is followed by its factors.
+  """
+  lengths: dict[Any, int] = {}
+  labels: list[Any] = []
+  for d, size in enumerate(shape):
+    if size > 1:
+      lengths[d] = size
+      labels.append((d, d, 1))
+    ahead, count = 1, 0
+    for prime in range(2, size):
+      while not size // ahead % prime:
+        lengths[d, count] = prime
+        labels.append(((d, count), d, ahead))
+        ahead, count = ahead * prime, count + 1
+  return lengths, tuple(labels)

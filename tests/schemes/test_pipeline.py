@@ -368,6 +368,40 @@ class Stem(Model):
     return self.head(x)
 
 
+class Windowed(Block):
+  def __call__(self, x: Any, mask: Any, flag: bool = False) -> Any:
+    return super().__call__(jnp.tanh(x) if flag else x, mask)
+
+
+class Alternating(Model):
+  """Has layers of two kinds in turn, and others before them."""
+
+  def __init__(self, rngs: Any):
+    super().__init__(1, rngs)
+    self.sides = nnx.List([nnx.Linear(8, 8, rngs=rngs) for _ in range(2)])
+    self.blocks = nnx.List([Windowed(8, rngs) for _ in range(8)])
+
+  def __call__(self, tokens: Any) -> Any:
+    x, mask = self.embed(tokens), (tokens > 0).astype(jnp.float32)
+    for side in self.sides:
+      x = x + side(x)
+    for n, block in enumerate(self.blocks):
+      x = block(x, mask, flag=n % 2 == 1)
+    return self.head(x)
+
+
+def test_what_is_outside_of_a_pipeline_is_said() -> None:
+  mesh = nxp.make_mesh(data=2, stage=4)
+  plan = nxp.plan(lambda: Alternating(nnx.Rngs(0)), mesh, nxp.replicate(), optimizer=optax.sgd(0.1))
+  step = nxp.train_step(loss, microbatches=4, pipeline="stage")
+  tokens = jax.ShapeDtypeStruct((16, 6), jnp.int32)
+  step.lower(plan, batch={"x": tokens, "y": tokens})
+  said = str(step.layers)
+  assert "4 stages of 1 layers" in said
+  assert "each of its 4 layers is 2 layers of the model" in said
+  assert "outside of the pipeline, computed by each stage: sides.0, sides.1, weights of 576 B" in said
+
+
 class Hidden(Model):
   def __call__(self, tokens: Any) -> Any:
     return jax.checkpoint(super().__call__)(tokens)
