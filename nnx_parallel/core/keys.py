@@ -15,7 +15,10 @@ from nnx_parallel.core.jaxprs import constants, gradient_of, has_rule, inner_equ
 from nnx_parallel.core.nodes import is_key
 
 # How to differentiate a call: functions that differ by identity in each trace.
-_DERIVATIVES = ("jvp_jaxpr_fun", "fwd_jaxpr_thunk", "bwd", "out_trees", "debug_info")
+_DERIVATIVES = (
+  *("jvp_jaxpr_fun", "fwd_jaxpr_thunk", "bwd", "out_trees", "debug_info"),
+  *("jvp_rule", "fwd", "remat_rules", "bwd_accums"),  # of `jax_custom_jvp3` and `jax_custom_vjp3`
+)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -91,7 +94,7 @@ class Keys:
 
   def of(self, value: Any) -> Hashable:
     """The one of a program, or of another parameter."""
-    if hasattr(value, "eqns"):
+    if hasattr(opened(value), "eqns"):  # a program, or one that is traced
       place = id(value), self._in_rule
       if place not in self._bodies:  # jax traces equal calls once, so most bodies are the same object
         key = self._body(value)
@@ -105,6 +108,8 @@ class Keys:
       return tuple((k, self.of(v)) for k, v in value.items())
     if isinstance(value, np.ndarray):
       return value_of_constant(value)
+    if hasattr(value, "in_avals") and hasattr(value, "params"):  # see `jaxprs.params_of`
+      return type(value), self.params(value.params)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):  # the grid of a kernel holds programs
       fields = [field.name for field in dataclasses.fields(value) if field.name not in _DERIVATIVES]
       return type(value), tuple((name, self.of(getattr(value, name, None))) for name in fields)

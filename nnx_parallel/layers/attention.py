@@ -28,16 +28,19 @@ from jax.sharding import AxisType, PartitionSpec
 from nnx_parallel.core.flow import meeting
 from nnx_parallel.core.jaxprs import (
   CALLS,
-  CHECKPOINTS,
   among,
   bind,
   call_equation,
   called,
+  changed_params,
   dependents,
   equations,
   flattened,
+  has_rule,
+  is_checkpoint,
   is_inexact,
   opened,
+  params_of,
   without_unused,
 )
 from nnx_parallel.core.keys import identity
@@ -69,7 +72,7 @@ by blocks too, over the axis that splits positions; None: as written."""
 WORDS: tuple[AttentionName, ...] = ("blocks", "fused", "ring", "all_to_all")
 OVER_AXIS = ("ring", "all_to_all")
 BLOCK = 512
-_INNER = (*CALLS, *CHECKPOINTS, "scan", "while", "cond")
+_INNER = (*CALLS, "scan", "while", "cond")
 _PLACES = ("broadcast_in_dim", "convert_element_type", "copy", "reshape", "squeeze", "transpose")
 _SCALES = (*_PLACES, "neg")
 _PASSED = (*_PLACES, "stop_gradient")
@@ -452,9 +455,9 @@ def _changed(jaxpr: Any, way: _Way, found: _Found, layers: dict[Any, tuple[Any, 
         layers[layer] = _changed(called(eqn), way, inside, layers), inside
       here.add(layers[layer][1])
       eqns[id(eqn)] = eqn.replace(params=eqn.params | {"jaxpr": layers[layer][0]})
-    elif eqn.primitive.name in _INNER:
-      inside = {key: _inner(value, way, here, layers) for key, value in eqn.params.items()}
-      eqns[id(eqn)] = eqn.replace(params=inside)
+    elif eqn.primitive.name in _INNER or is_checkpoint(eqn):
+      inside = {key: _inner(value, way, here, layers) for key, value in params_of(eqn).items()}
+      eqns[id(eqn)] = eqn.replace(params=changed_params(eqn, inside))
   here.left += [reason for product, reason in left.items() if product not in taken]
   if here.taken:
     body = without_unused(body.replace(eqns=[eqns.get(id(eqn), eqn) for eqn in body.eqns]))
@@ -484,8 +487,8 @@ def _inner(value: Any, *args: Any) -> Any:
 def is_opened(eqn: Any) -> bool:
   """Whether an operation is a call whose operations may be part of an attention."""
   name = eqn.primitive.name
-  if name == "custom_jvp_call":  # jax.nn.softmax
-    inside = {e.primitive.name for e in equations(eqn.params["call_jaxpr"])}
+  if has_rule(eqn) and "bwd" not in params_of(eqn):  # jax.nn.softmax
+    inside = {e.primitive.name for e in equations(called(eqn))}
     return {"reduce_max", "exp", "reduce_sum"} <= inside
   return name in CALLS and not is_marked(eqn)
 

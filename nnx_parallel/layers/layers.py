@@ -22,7 +22,6 @@ from jax.sharding import PartitionSpec
 
 from nnx_parallel.core.jaxprs import (
   CALLS,
-  CHECKPOINTS,
   as_function,
   bind,
   called,
@@ -32,9 +31,11 @@ from nnx_parallel.core.jaxprs import (
   flattened,
   forwarded,
   gradient_of,
+  is_checkpoint,
   is_inexact,
   is_tracer,
   opened,
+  params_of,
   place_of,
   rules,
   scan_counts,
@@ -511,8 +512,8 @@ def _treated(traced: Any, leaves: list[Any], options: LayerOptions, used: Layers
     return rolled(inputs, run, how.in_unit, how.around)
 
   def run(eqn: Any, inputs: list[Any]) -> Sequence[Any]:
-    name, params = eqn.primitive.name, eqn.params
-    if name in CHECKPOINTS and calls_layers(params["jaxpr"]):
+    name, params = eqn.primitive.name, params_of(eqn)
+    if is_checkpoint(eqn) and calls_layers(params["jaxpr"]):
       body: Any = functools.partial(_of_arrays, program, params["jaxpr"], "; inside jax.checkpoint")
       return jax.checkpoint(body, policy=params["policy"], prevent_cse=params["prevent_cse"])(*inputs)
     if name == "scan" and repeats_layers(eqn):
@@ -602,7 +603,7 @@ def _alone(rolled: Rolled, remat: Remat) -> Iterator[str]:
       else (f"{paths[0]}: remat {text}")
     )
   for eqn in rolled.eqns:
-    if eqn.primitive.name in CHECKPOINTS and not calls_layers(eqn.params["jaxpr"]):
+    if is_checkpoint(eqn) and not calls_layers(called(eqn)):
       yield f"what is under jax.checkpoint: remat {text}"
     elif eqn.primitive.name == "scan" and not repeats_layers(eqn):
       yield f"the model's scan of {eqn.params['length']}: remat {remat if _is_scan_of_layers(eqn) else text}"
@@ -644,7 +645,7 @@ def has_layers(jaxpr: Any) -> bool:
   """Whether a traced loss has parts that a policy applies to."""
   for eqn in opened(jaxpr).eqns:
     name = eqn.primitive.name
-    if name in CHECKPOINTS or name == "scan":
+    if is_checkpoint(eqn) or name == "scan":
       return True
     if name in CALLS and (is_marked(eqn) or has_layers(called(eqn))):
       return True
@@ -676,15 +677,15 @@ def _evaluate(jaxpr: Any, args: Sequence[Any], policy: Policy, in_layer: bool) -
 def _run(
   eqn: Any, inputs: list[Any], *, policy: Policy, in_layer: bool, in_scan: bool = False
 ) -> Sequence[Any]:
-  name, params = eqn.primitive.name, eqn.params
+  name = eqn.primitive.name
   if policy is None:  # as written
     return as_function(called(eqn))(*inputs) if is_marked(eqn) else bind(eqn, inputs)
   if name in CALLS:
     if in_layer or not _is_layer(eqn):
       return _evaluate(called(eqn), inputs, policy, in_layer)
     return _checkpointed(_layer(called(eqn), policy), policy, in_scan=in_scan)(*inputs)
-  if name in CHECKPOINTS:
-    body = _layer(params["jaxpr"], policy)
+  if is_checkpoint(eqn):
+    body = _layer(called(eqn), policy)
     # Within a layer, what the user recomputes piece by piece (blocks of attention) stays so under "full";
     # a policy of the layer cannot see into pieces.
     return body(*inputs) if in_layer and policy != "full" else _checkpointed(body, policy)(*inputs)

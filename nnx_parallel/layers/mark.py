@@ -23,9 +23,9 @@ from flax import nnx
 
 from nnx_parallel.core.jaxprs import (
   CALLS,
-  CHECKPOINTS,
   among,
   called,
+  is_checkpoint,
   is_inexact,
   is_tracer,
   opened,
@@ -142,7 +142,7 @@ def calls_layers(jaxpr: Any) -> bool:
 
 def is_or_has_layers(eqn: Any) -> bool:
   """Whether an operation is the call of a layer, or a call, checkpoint or scan that holds one."""
-  inside = eqn.primitive.name in (*CALLS, *CHECKPOINTS, "scan")
+  inside = eqn.primitive.name in (*CALLS, "scan") or is_checkpoint(eqn)
   return is_marked(eqn) or (inside and calls_layers(called(eqn)))
 
 
