@@ -11,6 +11,7 @@ import threading
 import weakref
 
 import absl.logging
+import flax
 import jax
 import jax.extend.core as jex
 import jax.numpy as jnp
@@ -638,3 +639,41 @@ def test_the_next_scan_has_no_gradient_yet(upgraded):
   upgraded(("jax_scan3",))
   with pytest.raises(NotImplementedError, match="vjp_fwd"):
     jax.grad(lambda x: jax.lax.scan(lambda c, y: (c * y, c), 1.0, x)[0])(jnp.ones(3))
+
+
+class _Counting(_Layers):
+  """Also counts its calls."""
+
+  def __init__(self):
+    super().__init__()
+    self.calls = nnx.BatchStat(jnp.zeros(()))
+
+  def __call__(self, x):
+    self.calls[...] += 1
+    return super().__call__(x)
+
+
+def test_modules_as_trees(tmp_path):
+  """With `nnx_graph_mode=False` of flax, plan, create, train, remat and restore work too."""
+  if "nnx_graph_mode" not in getattr(flax.config, "_values", ()):
+    pytest.skip("this flax has no such mode")
+
+  def trained(folder):
+    plan = nxp.plan(_Counting, nxp.make_mesh(fsdp=8), nxp.fsdp(min_size=0), optimizer=optax.adam(0.1))
+    batch = nxp.shard_batch(np.linspace(-1, 1, 16 * 6 * 8, dtype=np.float32).reshape(16, 6, 8), plan)
+    found = []
+    step = nxp.train_step(lambda model, x: (model(x) ** 2).mean(), remat="dots", roll=True)
+    model, optimizer = nxp.create_sharded_model(plan)
+    found += [float(step(model, optimizer, batch)["loss"]) for _ in range(2)]
+    found += [float(model.calls[...]), str(step.layers)]
+    keeper = nxp.Checkpointer(folder)
+    keeper.save(1, model, optimizer)
+    model, optimizer = keeper.restore(plan)
+    return [*found, float(step(model, optimizer, batch)["loss"])]
+
+  with_graphs = trained(tmp_path / "graphs")
+  flax.config.update("nnx_graph_mode", False)
+  try:
+    assert trained(tmp_path / "trees") == with_graphs
+  finally:
+    flax.config.update("nnx_graph_mode", True)
