@@ -131,7 +131,7 @@ def called(eqn: Any) -> Any:
   """The program that an operation holds (a call, a checkpoint, a custom rule), or None."""
   params = params_of(eqn)
   found = next((params[key] for key in ("jaxpr", "call_jaxpr", "fun_jaxpr", "traced") if key in params), None)
-  return found.jaxpr if "traced" in params else found
+  return opened(found) if "traced" in params else found
 
 
 def programs(eqn: Any) -> list[Any]:

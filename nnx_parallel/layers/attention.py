@@ -62,7 +62,7 @@ from nnx_parallel.core.tiles import (
 from nnx_parallel.errors import TrainError
 from nnx_parallel.layers.fused import Kernel, NotFused, by_kernel, kernel_in_use
 from nnx_parallel.layers.mark import is_marked
-from nnx_parallel.layers.softmaxes import Softmaxes, named_dims
+from nnx_parallel.layers.softmaxes import Softmaxes, as_quotients, named_dims
 from nnx_parallel.layout.constrain import manual_too
 
 AttentionName = Literal["blocks", "fused", "ring", "all_to_all"]
@@ -418,7 +418,7 @@ def _way(attention: Attention) -> _Way:
 
 def _changed(jaxpr: Any, way: _Way, found: _Found, layers: dict[Any, tuple[Any, _Found]]) -> Any:
   """The program with its attention computed another way. Equal layers get one program, which is made once."""
-  flat: Any = flattened(jaxpr, is_opened)
+  flat: Any = as_quotients(flattened(jaxpr, is_opened))
   body = flat.jaxpr
   softmaxes = Softmaxes(body)
   eqns: dict[int, Any] = {}
@@ -472,10 +472,8 @@ def _changed(jaxpr: Any, way: _Way, found: _Found, layers: dict[Any, tuple[Any, 
 def _form(body: Any, exp: Any) -> str:
   """How a softmax is written that is followed by a product, and is none of those that are known."""
   if _largest(body, exp)[0] is None:
-    return "what is subtracted from its scores is not their maximum (a log-sum-exp, a sink, or nothing)"
-  return (
-    "its weights are not exponentials over their sum (a log-softmax, a sink, an epsilon, softmax plus one)"
-  )
+    return "what is subtracted from its scores is not their maximum (a maximum with a sink, or nothing)"
+  return "its weights are not exponentials over their sum (a sink, an epsilon, softmax plus one)"
 
 
 def _inner(value: Any, *args: Any) -> Any:
@@ -547,7 +545,10 @@ def _attentions(body: Any, exp: Any, reasons: list[str]) -> list[_Softmax]:
     except Untiled:
       spoiled.update(eqn.outvars)
       if name not in ("log", "add", "max"):  # of a log-sum-exp, which is no attention
-        problems.append(f"its weights go through {described(eqn)}")
+        sink = (
+          " (a logit that belongs to no key, an attention sink, is cut off so)" if name == "slice" else ""
+        )
+        problems.append(f"its weights go through {described(eqn)}{sink}")
   if len(totals) > 1:
     problems.append(f"its weights are summed {len(totals)} times")
     found = []
@@ -570,11 +571,25 @@ def _largest(body: Any, exp: Any) -> tuple[Any, tuple[int, ...]]:
       return (None, ()) if order is None else (eqn, order)
     if name == "max" and isinstance(eqn.invars[0], core.Literal) and eqn.invars[0].val == -math.inf:
       var = eqn.invars[1]
+    elif name == "select_n" and _is_where_finite(eqn, made):  # of a log-sum-exp
+      var = eqn.invars[2]
     elif name in _PASSED:
       var = eqn.invars[0]
     else:
       return None, ()
   return None, ()
+
+
+def _is_where_finite(eqn: Any, made: Mapping[Any, Any]) -> bool:
+  """Whether a selection is the value, and 0 where that is not finite."""
+  if len(eqn.invars) != 3 or any(isinstance(var, core.Literal) for var in eqn.invars[::2]):
+    return False
+  test, other = made.get(eqn.invars[0]), eqn.invars[1]
+  zeros = made.get(other) if not isinstance(other, core.Literal) else None
+  if zeros is not None and zeros.primitive.name == "broadcast_in_dim":
+    other = zeros.invars[0]
+  is_test = test is not None and test.primitive.name == "is_finite" and test.invars[0] is eqn.invars[2]
+  return is_test and _is_zero(other, set())
 
 
 def _order_of(var: Any, scores: Any, made: Mapping[Any, Any]) -> tuple[int, ...] | None:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 import heapq
 from collections.abc import Sequence
 from typing import Any
 
+import jax.numpy as jnp
 from jax.extend import core
 
 from nnx_parallel.core.flow import meeting
-from nnx_parallel.core.jaxprs import among, dependents, opened
+from nnx_parallel.core.jaxprs import among, call_equation, dependents, flattened, opened
 from nnx_parallel.core.tiles import Labels, Untiled, pushed
 
 _SUMS = ("reduce_sum", "cumsum")
@@ -145,3 +147,100 @@ def named_dims(shape: Sequence[int]) -> tuple[dict[Any, int], Labels]:
         labels.append(((d, count), d, ahead))
         ahead, count = ahead * prime, count + 1
   return lengths, tuple(labels)
+
+
+def as_quotients(flat: Any) -> Any:
+  """A closed flat program with `exp(scores - log_sum_exp)` as exponentials that are divided by their sum.
+
+  This is what a log-softmax and `jax.nn.logsumexp` make.
+  """
+  body = opened(flat)
+  made = {out: eqn for eqn in body.eqns for out in eqn.outvars}
+  new: dict[int, Any] = {}
+  for eqn in body.eqns:
+    found = _sum_before(eqn, made) if eqn.primitive.name == "exp" else None
+    if found is not None:
+      exponentials, axes = found.invars[0], tuple(map(int, found.params["axes"]))
+      inputs = [exponentials, found.outvars[0]]
+      new[id(eqn)] = call_equation(functools.partial(_quotient, axes), inputs, eqn.outvars, eqn)
+  if not new:
+    return flat
+  calls = {id(eqn) for eqn in new.values()}
+  program = flat.replace(jaxpr=body.replace(eqns=[new.get(id(eqn), eqn) for eqn in body.eqns]))
+  return flattened(program, lambda eqn: id(eqn) in calls)
+
+
+def _quotient(axes: tuple[int, ...], exponentials: Any, total: Any) -> list[Any]:
+  return [exponentials / jnp.expand_dims(total, axes)]
+
+
+def _sum_before(exp: Any, made: dict[Any, Any]) -> Any:
+  """The sum whose logarithm is subtracted before an exponential, of exponentials of the same scores."""
+  difference = made.get(exp.invars[0])
+  if difference is None or difference.primitive.name != "sub":
+    return None
+  scores, path = difference.invars[0], list[Any]()
+  var, largest = difference.invars[1], None
+  while not isinstance(var, core.Literal) and (eqn := made.get(var)) is not None:
+    name = eqn.primitive.name
+    path.append((eqn, 0))
+    if name == "reduce_sum":
+      first = made.get(eqn.invars[0])
+      is_same = first is not None and first.primitive.name == "exp" and _is_of(first, scores, largest, made)
+      return eqn if is_same and _lies_right(eqn, path[-2::-1]) else None
+    if name == "add" and largest is None:
+      side = next((n for n, x in enumerate(eqn.invars) if _leads_to_log(x, made)), None)
+      if side is None:
+        return None
+      path[-1], largest = (eqn, side), eqn.invars[1 - side]
+      var = eqn.invars[side]
+    elif name in (*_LAYOUT, "log", "abs"):
+      var = eqn.invars[0]
+    else:
+      return None
+  return None
+
+
+_LAYOUT = ("broadcast_in_dim", "copy", "reshape", "squeeze")
+
+
+def _leads_to_log(var: Any, made: dict[Any, Any]) -> bool:
+  while not isinstance(var, core.Literal) and (eqn := made.get(var)) is not None:
+    if eqn.primitive.name == "log":
+      return True
+    if eqn.primitive.name not in _LAYOUT:
+      return False
+    var = eqn.invars[0]
+  return False
+
+
+def _is_of(exp: Any, scores: Any, largest: Any, made: dict[Any, Any]) -> bool:
+  """Whether an exponential is of scores, less what is added to the logarithm if something is."""
+  if largest is None:
+    return exp.invars[0] is scores
+  difference = made.get(exp.invars[0])
+  if difference is None or difference.primitive.name != "sub" or difference.invars[0] is not scores:
+    return False
+  return _origin(difference.invars[1], made) is _origin(largest, made)
+
+
+def _origin(var: Any, made: dict[Any, Any]) -> Any:
+  """What a value is in another layout."""
+  while not isinstance(var, core.Literal) and (eqn := made.get(var)) is not None:
+    if eqn.primitive.name not in (*_LAYOUT, "stop_gradient"):
+      break
+    var = eqn.invars[0]
+  return var
+
+
+def _lies_right(total: Any, path: Sequence[tuple[Any, int]]) -> bool:
+  """Whether the dims of a sum come where they were before it."""
+  lengths, own = named_dims(total.invars[0].aval.shape)
+  try:
+    labels = pushed(total, 0, own, lengths)
+    for eqn, side in path:
+      labels = pushed(eqn, side, labels, lengths)
+  except Untiled:
+    return False
+  axes = set(map(int, total.params["axes"]))
+  return {*labels} == {label for label in own if label[1] not in axes}

@@ -55,6 +55,15 @@ def reciprocal(s):
   return e * (1 / e.sum(-1, keepdims=True))
 
 
+def by_log_sum(s):
+  return jnp.exp(s - jax.nn.logsumexp(s, -1)[..., None])
+
+
+def by_log_sum_by_hand(s):
+  largest = s.max(-1, keepdims=True)
+  return jnp.exp(s - (largest + jnp.log(jnp.exp(s - largest).sum(-1, keepdims=True))))
+
+
 def in_bfloat16(q, k, v):
   q, k, v = (x.astype(jnp.bfloat16) for x in (q, k, v))
   scores = jnp.einsum("bqhd,bkhd->bhqk", q, k).astype(jnp.float32)
@@ -116,6 +125,9 @@ CASES = {
   "relative bias": (relative, Q, K, V, TABLE),
   "soft cap": (functools.partial(attend, change=lambda s: 3 * jnp.tanh(s / 3)), Q, K, V),
   "by hand": (functools.partial(attend, softmax=by_hand), Q, K, V),
+  "log-softmax": (functools.partial(attend, softmax=lambda s: jnp.exp(jax.nn.log_softmax(s))), Q, K, V),
+  "log-sum-exp": (functools.partial(attend, softmax=by_log_sum, change=window), Q, K, V),
+  "log-sum-exp by hand": (functools.partial(attend, softmax=by_log_sum_by_hand), Q, K, V),
   "reciprocal": (functools.partial(attend, softmax=reciprocal), Q, K, V),
   "softmax with where": (
     functools.partial(attend, softmax=lambda s: jax.nn.softmax(s, where=causal(), axis=-1)), Q, K, V
@@ -280,11 +292,12 @@ def without_max(s):
 
 
 OTHER_FORMS = [
-  (with_sink, "softmax of float32[2,4,13,19]: its weights go through slice"),
+  (
+    with_sink,
+    "its weights go through slice -> float32[2,4,13,18] (a logit that belongs to no key, an attention sink",
+  ),
   (plus_one, "its weights are not exponentials over their sum"),
   (without_max, "what is subtracted from its scores is not their maximum"),
-  (lambda s: jnp.exp(s - jax.nn.logsumexp(s, -1, keepdims=True)), "is not their maximum (a log-sum-exp"),
-  (lambda s: jnp.exp(jax.nn.log_softmax(s)), "not exponentials over their sum (a log-softmax"),
 ]
 
 
