@@ -11,6 +11,7 @@ import threading
 import weakref
 
 import absl.logging
+import flax
 import jax
 import jax.extend.core as jex
 import jax.numpy as jnp
@@ -564,3 +565,122 @@ def test_an_empty_list_of_local_devices_keeps_jax_from_taking_one_gpu(monkeypatc
   detect = clusters.ClusterEnv.auto_detect_unset_distributed_params
   assert detect("node0:1", 4, 3, None, None, 1)[3] == [3]
   assert detect("node0:1", 4, 3, [], None, 1)[3] == []
+
+
+class _Layer(nnx.Module):
+  def __init__(self, rngs):
+    self.query, self.value = (nnx.Linear(8, 8, rngs=rngs) for _ in range(2))
+
+  @nnx.remat
+  def __call__(self, x):
+    weights = jax.nn.softmax(jnp.einsum("bqd,bkd->bqk", self.query(x), x))
+    return x + nnx.relu(jnp.einsum("bqk,bkd->bqd", weights, self.value(x)))
+
+
+class _Layers(nnx.Module):
+  def __init__(self):
+    rngs = nnx.Rngs(0)
+    self.layers = nnx.List([_Layer(rngs) for _ in range(4)])
+
+  def __call__(self, x):
+    for layer in self.layers:
+      x = layer(x)
+    return x
+
+
+def what_a_step_does():
+  """Losses and lines of steps, and a memory plan."""
+
+  def loss(model, x):
+    return (model(x) ** 2).mean()
+
+  plan = nxp.plan(_Layers, nxp.make_mesh(fsdp=8), nxp.fsdp(min_size=0), optimizer=optax.sgd(0.1))
+  batch = nxp.shard_batch(np.linspace(-1, 1, 16 * 6 * 8, dtype=np.float32).reshape(16, 6, 8), plan)
+  found = []
+  for options in ({"microbatches": 2}, {"remat": "dots", "roll": True, "attention": 3}):
+    step = nxp.train_step(loss, **options)
+    model, optimizer = nxp.create_sharded_model(plan)
+    losses = [float(step(model, optimizer, batch)["loss"]) for _ in range(2)]
+    found.append(([round(x, 5) for x in losses], str(step.layers), step.reduction))
+  return found, str(nxp.memory_plan(plan, loss, jax.ShapeDtypeStruct((16, 6, 8), jnp.float32)))
+
+
+UPGRADES = [
+  ("jax_remat3",),
+  ("jax_custom_vjp3",),
+  ("jax_custom_jvp3",),
+  ("jax_custom_jvp3", "jax_softmax_custom_jvp"),
+  ("jax_remat3", "jax_remat_barrier_no_cotangents"),
+]
+
+
+@pytest.fixture
+def upgraded():
+  """Turns flags on for one test."""
+  before = {}
+
+  def turn_on(flags):
+    if any(flag not in jax.config.values for flag in flags):
+      pytest.skip("this jax has no such flag")
+    before.update({flag: jax.config.values[flag] for flag in flags})
+    for flag in flags:
+      jax.config.update(flag, True)
+    jax.clear_caches()
+
+  yield turn_on
+  for flag, value in before.items():
+    jax.config.update(flag, value)
+  jax.clear_caches()
+
+
+@pytest.mark.parametrize("flags", UPGRADES, ids=" ".join)
+def test_operations_that_jax_is_to_keep_in_objects_are_read(flags, upgraded):
+  """`core/jaxprs.py:params_of` reads them: each of these flags is to become the default."""
+  plain = what_a_step_does()
+  upgraded(flags)
+  assert what_a_step_does() == plain
+
+
+def test_the_next_scan_has_no_gradient_yet(upgraded):
+  """When it has one, add `jax_scan3` to `UPGRADES`, and read it in `core/jaxprs.py`."""
+  upgraded(("jax_scan3",))
+  with pytest.raises(NotImplementedError, match="vjp_fwd"):
+    jax.grad(lambda x: jax.lax.scan(lambda c, y: (c * y, c), 1.0, x)[0])(jnp.ones(3))
+
+
+class _Counting(_Layers):
+  """Also counts its calls."""
+
+  def __init__(self):
+    super().__init__()
+    self.calls = nnx.BatchStat(jnp.zeros(()))
+
+  def __call__(self, x):
+    self.calls[...] += 1
+    return super().__call__(x)
+
+
+def test_modules_as_trees(tmp_path):
+  """With `nnx_graph_mode=False` of flax, plan, create, train, remat and restore work too."""
+  if "nnx_graph_mode" not in getattr(flax.config, "_values", ()):
+    pytest.skip("this flax has no such mode")
+
+  def trained(folder):
+    plan = nxp.plan(_Counting, nxp.make_mesh(fsdp=8), nxp.fsdp(min_size=0), optimizer=optax.adam(0.1))
+    batch = nxp.shard_batch(np.linspace(-1, 1, 16 * 6 * 8, dtype=np.float32).reshape(16, 6, 8), plan)
+    found = []
+    step = nxp.train_step(lambda model, x: (model(x) ** 2).mean(), remat="dots", roll=True)
+    model, optimizer = nxp.create_sharded_model(plan)
+    found += [float(step(model, optimizer, batch)["loss"]) for _ in range(2)]
+    found += [float(model.calls[...]), str(step.layers)]
+    keeper = nxp.Checkpointer(folder)
+    keeper.save(1, model, optimizer)
+    model, optimizer = keeper.restore(plan)
+    return [*found, float(step(model, optimizer, batch)["loss"])]
+
+  with_graphs = trained(tmp_path / "graphs")
+  flax.config.update("nnx_graph_mode", False)
+  try:
+    assert trained(tmp_path / "trees") == with_graphs
+  finally:
+    flax.config.update("nnx_graph_mode", True)

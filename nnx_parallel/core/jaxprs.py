@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
-from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -15,10 +15,10 @@ from jax.core import Tracer
 from jax.extend import core, source_info_util
 from jax.sharding import AxisType, NamedSharding
 
-from nnx_parallel.core.nodes import is_key
-
-CHECKPOINTS = ("checkpoint", "remat", "remat2")
+_CHECKPOINTS = ("checkpoint", "remat", "remat2")
 CALLS = ("jit", "pjit", "closed_call", "core_call")
+_OBJECT = "_prim"
+"""The parameter with the object of an operation (`call_hi_primitive`)."""
 HELD = "nxp_held"
 """The scope of sharding constraints that a step adds: reports tell them from the user's by their names."""
 
@@ -29,6 +29,25 @@ class ScanCounts:
 
   constants: int
   carried: int
+
+
+def params_of(eqn: Any) -> Any:
+  """The parameters of an operation, also of one that jax keeps in an object: `jax_remat3` and its like."""
+  held = eqn.params.get(_OBJECT)
+  return eqn.params if held is None else held.params
+
+
+def changed_params(eqn: Any, changed: Mapping[str, Any]) -> dict[str, Any]:
+  """The parameters of an operation itself, with some of those that `params_of` gives changed."""
+  held = eqn.params.get(_OBJECT)
+  if held is None or not changed:
+    return {**eqn.params, **changed}
+  return {_OBJECT: type(held)(**{**held.params, **changed})}
+
+
+def is_checkpoint(eqn: Any) -> bool:
+  """Whether an operation is a `jax.checkpoint`."""
+  return eqn.primitive.name in _CHECKPOINTS or (_OBJECT in eqn.params and "policy" in params_of(eqn))
 
 
 def opened(jaxpr: Any) -> Any:
@@ -104,19 +123,21 @@ def bind(eqn: Any, inputs: Sequence[Any], **changed: Any) -> Sequence[Any]:
   if inside and isinstance(where, NamedSharding):
     changed = {**changed, "sharding": NamedSharding(active, where.spec)}
   with eqn.ctx.manager, jax.sharding.use_abstract_mesh(active) if inside else contextlib.nullcontext():
-    results = eqn.primitive.bind(*inputs, **eqn.primitive.get_bind_params({**eqn.params, **changed}))
+    results = eqn.primitive.bind(*inputs, **eqn.primitive.get_bind_params(changed_params(eqn, changed)))
   return results if eqn.primitive.multiple_results else [results]
 
 
 def called(eqn: Any) -> Any:
   """The program that an operation holds (a call, a checkpoint, a custom rule), or None."""
-  return next((eqn.params[key] for key in ("jaxpr", "call_jaxpr", "fun_jaxpr") if key in eqn.params), None)
+  params = params_of(eqn)
+  found = next((params[key] for key in ("jaxpr", "call_jaxpr", "fun_jaxpr", "traced") if key in params), None)
+  return opened(found) if "traced" in params else found
 
 
 def programs(eqn: Any) -> list[Any]:
   """The programs that an operation holds: a scan's body, a cond's branches, an inner `jit`."""
   values = [
-    x for value in eqn.params.values() for x in (value if isinstance(value, (tuple, list)) else (value,))
+    x for value in params_of(eqn).values() for x in (value if isinstance(value, (tuple, list)) else (value,))
   ]
   return [x for x in values if hasattr(opened(x), "eqns")]
 
@@ -156,7 +177,7 @@ def rules(jaxpr: Any) -> Iterator[Any]:
   Not those of a `shard_map`: without it they can't be traced.
   """
   for eqn in opened(jaxpr).eqns:
-    if eqn.primitive.name.startswith("custom_vjp_call"):
+    if eqn.primitive.name.startswith("custom_vjp_call") or "bwd" in params_of(eqn):
       yield eqn
     elif eqn.primitive.name not in ("shard_map", "pallas_call"):
       for program in programs(eqn):
@@ -165,40 +186,7 @@ def rules(jaxpr: Any) -> Iterator[Any]:
 
 def has_rule(eqn: Any) -> bool:
   """Whether an operation has a gradient of its own, by `jax.custom_jvp` or `jax.custom_vjp`."""
-  return eqn.primitive.name.startswith(("custom_jvp_call", "custom_vjp_call"))
-
-
-def identity(jaxpr: Any) -> tuple[str, tuple[Any, ...]]:
-  """What tells a program from others: its text, and what the text leaves out.
-
-  That is constants, by value, and the rules of `jax.custom_jvp` and `jax.custom_vjp`, of which a text has
-  the names only.
-  """
-  return str(opened(jaxpr)), tuple(_hidden(jaxpr))
-
-
-def _hidden(jaxpr: Any, *, in_rule: bool = False) -> Iterator[Any]:
-  yield from map(_value, constants(jaxpr))
-  for eqn in opened(jaxpr).eqns:
-    yield from (_value(var.val) for var in eqn.invars if isinstance(var, core.Literal))
-    # A rule in a shard_map can't be traced outside of it, but the gradient of the whole can.
-    mapped = eqn.primitive.name == "shard_map" and any(map(has_rule, inner_equations(eqn)))
-    if (has_rule(eqn) or mapped) and not in_rule:  # the gradient of relu calls relu
-      rule = gradient_of(eqn)
-      yield str(rule)
-      yield from _hidden(rule, in_rule=True)
-    for program in programs(eqn):
-      if eqn.primitive.name not in ("shard_map", "pallas_call"):
-        yield from _hidden(program, in_rule=in_rule)
-
-
-def _value(x: Any) -> Any:
-  """The type and the bytes of an array; of a tracer, which one it is."""
-  if is_tracer(x):
-    return id(x)
-  if is_key(jnp.result_type(x)):
-    x = jax.random.key_data(x)
-  return str(jnp.result_type(x)), np.asarray(x).tobytes()
+  return eqn.primitive.name.startswith(("custom_jvp_call", "custom_vjp_call")) or "traced" in params_of(eqn)
 
 
 def among(var: Any, some: Container[Any]) -> bool:
@@ -242,7 +230,7 @@ def forwarded(jaxpr: Any) -> list[int | None]:
 
 def _forwarded_by(eqn: Any) -> list[int | None]:
   name = eqn.primitive.name
-  if name in CALLS or name in CHECKPOINTS:
+  if name in CALLS or is_checkpoint(eqn):
     return forwarded(called(eqn))
   if name != "scan":
     return [None] * len(eqn.outvars)
@@ -290,9 +278,9 @@ def _rewritten_equation(eqn: Any, change: Callable[[Any], Any]) -> Any:
   if new is not None:
     return new
   inside = {
-    key: _rewritten_param(value, change) for key, value in eqn.params.items() if _holds_program(value)
+    key: _rewritten_param(value, change) for key, value in params_of(eqn).items() if _holds_program(value)
   }
-  return eqn.replace(params={**eqn.params, **inside}) if inside else eqn
+  return eqn.replace(params=changed_params(eqn, inside)) if inside else eqn
 
 
 def _rewritten_param(value: Any, change: Callable[[Any], Any]) -> Any:

@@ -28,19 +28,22 @@ from jax.sharding import AxisType, PartitionSpec
 from nnx_parallel.core.flow import meeting
 from nnx_parallel.core.jaxprs import (
   CALLS,
-  CHECKPOINTS,
   among,
   bind,
   call_equation,
   called,
+  changed_params,
   dependents,
   equations,
   flattened,
-  identity,
+  has_rule,
+  is_checkpoint,
   is_inexact,
   opened,
+  params_of,
   without_unused,
 )
+from nnx_parallel.core.keys import identity
 from nnx_parallel.core.ring import Ring
 from nnx_parallel.core.tiles import (
   Grid,
@@ -59,6 +62,7 @@ from nnx_parallel.core.tiles import (
 from nnx_parallel.errors import TrainError
 from nnx_parallel.layers.fused import Kernel, NotFused, by_kernel, kernel_in_use
 from nnx_parallel.layers.mark import is_marked
+from nnx_parallel.layers.softmaxes import Softmaxes, as_quotients, named_dims
 from nnx_parallel.layout.constrain import manual_too
 
 AttentionName = Literal["blocks", "fused", "ring", "all_to_all"]
@@ -68,7 +72,7 @@ by blocks too, over the axis that splits positions; None: as written."""
 WORDS: tuple[AttentionName, ...] = ("blocks", "fused", "ring", "all_to_all")
 OVER_AXIS = ("ring", "all_to_all")
 BLOCK = 512
-_INNER = (*CALLS, *CHECKPOINTS, "scan", "while", "cond")
+_INNER = (*CALLS, "scan", "while", "cond")
 _PLACES = ("broadcast_in_dim", "convert_element_type", "copy", "reshape", "squeeze", "transpose")
 _SCALES = (*_PLACES, "neg")
 _PASSED = (*_PLACES, "stop_gradient")
@@ -82,6 +86,42 @@ class _NotAttention(Exception):
 
 class _NotByBlocks(_NotAttention):
   """Why an attention is not."""
+
+
+@dataclasses.dataclass
+class _Found:
+  """The attentions of a program.
+
+  Attributes:
+    taken: for each that is computed another way, why it has no kernel.
+    left: why each of the others is computed as it is written.
+    kept: those that were taken whose weights are read elsewhere too, so that all of them exist.
+    reasons: why softmaxes are no attentions.
+  """
+
+  taken: list[str | None] = dataclasses.field(default_factory=list[str | None])
+  left: list[str] = dataclasses.field(default_factory=list[str])
+  kept: list[str] = dataclasses.field(default_factory=list[str])
+  reasons: list[str] = dataclasses.field(default_factory=list[str])
+
+  def add(self, other: _Found) -> None:
+    """Adds those of another program."""
+    self.taken += other.taken
+    self.left += other.left
+    self.kept += other.kept
+    self.reasons += other.reasons
+
+  @property
+  def counts(self) -> str:
+    """How many were taken, of how many, and why the others were not."""
+    count = len(self.taken)
+    text = f"{count} of {count + len(self.left)} found" if self.left else f"{count} found"
+    if self.left:
+      text += f"; as written: {'; '.join(dict.fromkeys(self.left))}"
+    if self.kept:
+      kept = ", ".join(dict.fromkeys(self.kept))
+      text += f"; its weights are read elsewhere too, so all of them exist: {kept}"
+    return text
 
 
 @dataclasses.dataclass(frozen=True)
@@ -319,25 +359,37 @@ def by_blocks(jaxpr: Any, attention: Attention) -> tuple[Any, str]:
   Raises:
     TrainError: none is found; with an option of `OVER_AXIS`, one of them cannot be shared by the devices.
   """
-  way = _way(attention)
-  found: list[str | None] = []  # for each, why it has no kernel
-  reasons: list[str] = []
-  changed = _changed(jaxpr, way, found, reasons, {})
-  if not found:
+  way, found = _way(attention), _Found()
+  changed = _changed(jaxpr, way, found, {})
+  if way.is_over_axis and found.left:
+    raise _not_shared(way, "; ".join(dict.fromkeys(found.left)))
+  if not found.taken:
+    reasons = dict.fromkeys([*found.left, *found.reasons])
     raise TrainError(
       f"attention={attention!r} finds no attention in the loss.",
-      details="; ".join(dict.fromkeys(reasons)) or "no softmax is followed by a product with values",
+      details="; ".join(reasons) or "no softmax is followed by a product with values",
       fix="softmax(q k^T) v with dropout off, in jax.numpy, jax.nn.dot_product_attention or"
       " nnx.dot_product_attention; or leave attention out.",
     )
-  line = f"{way}: {len(found)} found"
+  line = f"{way}: {found.counts}"
   if attention != "fused":
     return changed, line
   if way.kernel is None:
     return changed, f"{line}; no fused kernel for this platform"
-  why = "; ".join(dict.fromkeys(reason for reason in found if reason is not None))
-  line = f"attention by the fused kernel: {found.count(None)} of {len(found)} found"
-  return changed, f"{line}; by blocks of {way.block}: {why}" if why else line
+  why = "; ".join(dict.fromkeys(reason for reason in found.taken if reason is not None))
+  count = len(found.taken) + len(found.left)
+  line = f"attention by the fused kernel: {found.taken.count(None)} of {count} found"
+  line += f"; by blocks of {way.block}: {why}" if why else ""
+  return changed, line + (f"; as written: {'; '.join(dict.fromkeys(found.left))}" if found.left else "")
+
+
+def _not_shared(way: _Way, why: str) -> TrainError:
+  return TrainError(
+    f"attention={way.asked!r}: {way.axis}={way.size} cannot share an attention that was found.",
+    details=why,
+    fix='dropout off, and lengths (attention="ring") or heads (attention="all_to_all") that are'
+    f' multiples of {way.size}; or attention="blocks".',
+  )
 
 
 def _way(attention: Attention) -> _Way:
@@ -364,51 +416,64 @@ def _way(attention: Attention) -> _Way:
   return _Way(attention, block, kernel, None, 1)
 
 
-def _changed(
-  jaxpr: Any,
-  way: _Way,
-  found: list[str | None],
-  reasons: list[str],
-  layers: dict[Any, tuple[Any, Any]],
-) -> Any:
+def _changed(jaxpr: Any, way: _Way, found: _Found, layers: dict[Any, tuple[Any, _Found]]) -> Any:
   """The program with its attention computed another way. Equal layers get one program, which is made once."""
-  before = len(found)
-  flat: Any = flattened(jaxpr, is_opened)
+  flat: Any = as_quotients(flattened(jaxpr, is_opened))
   body = flat.jaxpr
+  softmaxes = Softmaxes(body)
   eqns: dict[int, Any] = {}
+  matches: list[_Softmax] = []
+  here = _Found()
+  left: dict[int, str] = {}  # by product
+  taken: set[int] = set()
   for eqn in body.eqns:
     if eqn.primitive.name == "exp":
+      reasons: list[str] = []
+      others = softmaxes.products(eqn, *named_dims(eqn.outvars[0].aval.shape))
       for match in _attentions(body, eqn, reasons):
         try:
           new, why = _replaced(body, match, way)
         except _NotAttention as problem:
           if isinstance(problem, _NotByBlocks) and way.is_over_axis:
-            raise TrainError(
-              f"attention={way.asked!r}: {way.axis}={way.size} cannot share an attention that was found.",
-              details=str(problem),
-              fix='dropout off, and lengths (attention="ring") or heads (attention="all_to_all") that are'
-              f' multiples of {way.size}; or attention="blocks".',
-            ) from None
+            raise _not_shared(way, str(problem)) from None
           reasons.append(str(problem))
+          if not isinstance(problem, _NotByBlocks):
+            taken.add(id(match.product))  # no attention
           continue
-        found.append(why)
+        here.taken.append(why)
+        taken.add(id(match.product))
         if new is not None:
           eqns[id(match.product)] = new
+          matches.append(match)
+      reason = "; ".join(reasons) or f"softmax of {eqn.outvars[0].aval.str_short()}: {_form(body, eqn)}"
+      left.update({id(product): reason for product in others if id(product) not in left})
+      here.reasons += reasons
     elif is_marked(eqn):
-      layer, start = identity(called(eqn)), len(found)
+      layer = identity(called(eqn))
       if layer not in layers:
-        changed = _changed(called(eqn), way, found, reasons, layers)
-        layers[layer] = changed, found[start:]
-      else:
-        found += layers[layer][1]
+        inside = _Found()
+        layers[layer] = _changed(called(eqn), way, inside, layers), inside
+      here.add(layers[layer][1])
       eqns[id(eqn)] = eqn.replace(params=eqn.params | {"jaxpr": layers[layer][0]})
-    elif eqn.primitive.name in _INNER:
-      inside = {key: _inner(value, way, found, reasons, layers) for key, value in eqn.params.items()}
-      eqns[id(eqn)] = eqn.replace(params=inside)
-  if len(found) == before:
+    elif eqn.primitive.name in _INNER or is_checkpoint(eqn):
+      inside = {key: _inner(value, way, here, layers) for key, value in params_of(eqn).items()}
+      eqns[id(eqn)] = eqn.replace(params=changed_params(eqn, inside))
+  here.left += [reason for product, reason in left.items() if product not in taken]
+  if here.taken:
+    body = without_unused(body.replace(eqns=[eqns.get(id(eqn), eqn) for eqn in body.eqns]))
+    remaining = {id(eqn) for eqn in body.eqns}
+    here.kept += [_softmax(match) for match in matches if id(match.exp) in remaining]
+  found.add(here)
+  if not here.taken:
     return jaxpr
-  body = without_unused(body.replace(eqns=[eqns.get(id(eqn), eqn) for eqn in body.eqns]))
   return flat.replace(jaxpr=body) if opened(jaxpr) is not jaxpr or flat.consts else body
+
+
+def _form(body: Any, exp: Any) -> str:
+  """How a softmax is written that is followed by a product, and is none of those that are known."""
+  if _largest(body, exp)[0] is None:
+    return "what is subtracted from its scores is not their maximum (a maximum with a sink, or nothing)"
+  return "its weights are not exponentials over their sum (a sink, an epsilon, softmax plus one)"
 
 
 def _inner(value: Any, *args: Any) -> Any:
@@ -420,8 +485,8 @@ def _inner(value: Any, *args: Any) -> Any:
 def is_opened(eqn: Any) -> bool:
   """Whether an operation is a call whose operations may be part of an attention."""
   name = eqn.primitive.name
-  if name == "custom_jvp_call":  # jax.nn.softmax
-    inside = {e.primitive.name for e in equations(eqn.params["call_jaxpr"])}
+  if has_rule(eqn) and "bwd" not in params_of(eqn):  # jax.nn.softmax
+    inside = {e.primitive.name for e in equations(called(eqn))}
     return {"reduce_max", "exp", "reduce_sum"} <= inside
   return name in CALLS and not is_marked(eqn)
 
@@ -433,7 +498,7 @@ def _attentions(body: Any, exp: Any, reasons: list[str]) -> list[_Softmax]:
     return []
   scores, shape = exp.outvars[0], exp.outvars[0].aval.shape
   axes = {d for d, place in enumerate(order) if place in largest.params["axes"]}
-  lengths, named = _named(shape)
+  lengths, named = named_dims(shape)
   # The powers of the exponential and of its sum in a value.
   powers: dict[Any, tuple[int, int]] = {scores: (1, 0)}
   labels: dict[Any, Labels] = {scores: named}
@@ -480,7 +545,10 @@ def _attentions(body: Any, exp: Any, reasons: list[str]) -> list[_Softmax]:
     except Untiled:
       spoiled.update(eqn.outvars)
       if name not in ("log", "add", "max"):  # of a log-sum-exp, which is no attention
-        problems.append(f"its weights go through {described(eqn)}")
+        sink = (
+          " (a logit that belongs to no key, an attention sink, is cut off so)" if name == "slice" else ""
+        )
+        problems.append(f"its weights go through {described(eqn)}{sink}")
   if len(totals) > 1:
     problems.append(f"its weights are summed {len(totals)} times")
     found = []
@@ -503,11 +571,25 @@ def _largest(body: Any, exp: Any) -> tuple[Any, tuple[int, ...]]:
       return (None, ()) if order is None else (eqn, order)
     if name == "max" and isinstance(eqn.invars[0], core.Literal) and eqn.invars[0].val == -math.inf:
       var = eqn.invars[1]
+    elif name == "select_n" and _is_where_finite(eqn, made):  # of a log-sum-exp
+      var = eqn.invars[2]
     elif name in _PASSED:
       var = eqn.invars[0]
     else:
       return None, ()
   return None, ()
+
+
+def _is_where_finite(eqn: Any, made: Mapping[Any, Any]) -> bool:
+  """Whether a selection is the value, and 0 where that is not finite."""
+  if len(eqn.invars) != 3 or any(isinstance(var, core.Literal) for var in eqn.invars[::2]):
+    return False
+  test, other = made.get(eqn.invars[0]), eqn.invars[1]
+  zeros = made.get(other) if not isinstance(other, core.Literal) else None
+  if zeros is not None and zeros.primitive.name == "broadcast_in_dim":
+    other = zeros.invars[0]
+  is_test = test is not None and test.primitive.name == "is_finite" and test.invars[0] is eqn.invars[2]
+  return is_test and _is_zero(other, set())
 
 
 def _order_of(var: Any, scores: Any, made: Mapping[Any, Any]) -> tuple[int, ...] | None:
@@ -529,26 +611,6 @@ def _turned_back(var: Any, made: Mapping[Any, Any]) -> tuple[Any, tuple[int, ...
       break
     var = eqn.invars[0]
   return var, dims
-
-
-def _named(shape: Sequence[int]) -> tuple[dict[Any, int], Labels]:
-  """The lengths and labels of the dims of the scores, and of their prime factors: `(dim, number)`.
-
-  A dim that is split, such as heads into groups, is followed by its factors.
-  """
-  lengths: dict[Any, int] = {}
-  labels: list[Any] = []
-  for d, size in enumerate(shape):
-    if size > 1:
-      lengths[d] = size
-      labels.append((d, d, 1))
-    ahead, count = 1, 0
-    for prime in range(2, size):
-      while not size // ahead % prime:
-        lengths[d, count] = prime
-        labels.append(((d, count), d, ahead))
-        ahead, count = ahead * prime, count + 1
-  return lengths, tuple(labels)
 
 
 def _joined(
@@ -628,7 +690,7 @@ def _blocked(body: Any, match: _Softmax, way: _Way) -> Any:
   """
   weights, product = match.product.invars[match.side], match.product
   scores = match.exp.outvars[0]
-  lengths, _ = _named(scores.aval.shape)
+  lengths, _ = named_dims(scores.aval.shape)
   free = meeting(product).free[match.side]  # pyright: ignore[reportOptionalMemberAccess]
   rows = _wholes(match.labels[0], free)
   columns = [name for name, _, _ in match.labels[0] if name in match.summed]
@@ -652,7 +714,7 @@ def _blocked(body: Any, match: _Softmax, way: _Way) -> Any:
     except Untiled as problem:
       raise _NotByBlocks(f"{_softmax(match)}: its weights go through {problem}") from None
   tiles.need(product.invars[1 - match.side], _of_values(match, share))
-  _check_leaves(tiles, scores, {row, column})
+  _check_leaves(body, tiles, scores, {row, column}, cut)
   split = [share.split(labels) for labels in (*(labels for _, labels in tiles.leaves), match.labels[1])]
   if any(label is not None and label[2] > 1 for label in split):  # the minor one of several in a dim
     if way.is_over_axis:
@@ -735,8 +797,8 @@ def _heads(match: _Softmax, way: _Way, lengths: Mapping[Any, int]) -> int:
   return names[-1]
 
 
-def _check_leaves(tiles: Tiles, scores: Any, names: set[int]) -> None:
-  """Refuses scores that no product makes, and parts of them that would be made whole."""
+def _check_leaves(body: Any, tiles: Tiles, scores: Any, names: set[int], cut: set[Any]) -> None:
+  """Refuses scores that no product makes, and parts of them that would be made whole or of whole scores."""
   text = f"softmax of {scores.aval.str_short()}"
   meets = [
     eqn
@@ -745,8 +807,12 @@ def _check_leaves(tiles: Tiles, scores: Any, names: set[int]) -> None:
     and names <= {name for name, _, _ in labels}
     and all(len(names & {name for name, _, _ in own}) == 1 for own in wanted)
   ]
+  of_scores = dependents(body, {out for eqn in meets for out in eqn.outvars})
   for var, labels in tiles.leaves:
     made = tiles.made(var)
+    if var in of_scores and var not in cut:
+      # A tile rounds its scores in another way: one that is compared with itself would be another key's.
+      raise _NotByBlocks(f"{text}: {described(made)} is computed from its own scores, all of a row at once")
     if made is None or not names <= {name for name, _, _ in labels}:
       continue
     if "random" in made.primitive.name or "threefry" in made.primitive.name:
@@ -938,7 +1004,7 @@ def _order(match: _Softmax, placed: Mapping[Any, Any]) -> list[Any]:
     _NotAttention: it has not all of them.
   """
   scores = match.exp.outvars[0].aval
-  names, labels = _named(scores.shape)
+  names, labels = named_dims(scores.shape)
   found: list[Any] = []
   for d in (d for d in names if isinstance(d, int) and d not in match.summed):
     own = [d] if d in placed else [name for name, dim, _ in labels if dim == d and name != d]

@@ -39,6 +39,7 @@ from nnx_parallel.core.tiles import (
   Node,
   Tiles,
   Untiled,
+  described,
   filled,
   finite,
   gradients,
@@ -47,6 +48,8 @@ from nnx_parallel.core.tiles import (
 )
 from nnx_parallel.errors import TrainError
 from nnx_parallel.layers.attention import is_opened
+from nnx_parallel.layers.cuts import with_cut_weights
+from nnx_parallel.layers.softmaxes import Softmaxes, named_dims
 from nnx_parallel.layout.batch import batch_axes
 from nnx_parallel.layout.constrain import rules_in_scope
 from nnx_parallel.rules.logical import LogicalRules
@@ -74,8 +77,8 @@ def in_parts(jaxpr: Any, parts: int) -> tuple[Any, str]:
   Raises:
     TrainError: no head is found, or what is done with its logits cannot be evaluated by parts.
   """
-  flat: Any = flattened(jaxpr, is_opened)
-  product = _head(flat.jaxpr, parts)
+  flat: Any = with_cut_weights(flattened(jaxpr, is_opened))
+  product, others = _head(flat.jaxpr, parts)
   logits = product.outvars[0].aval
   products = [eqn for eqn in flat.jaxpr.eqns if eqn.primitive.name == "dot_general"]
   try:
@@ -98,6 +101,12 @@ def in_parts(jaxpr: Any, parts: int) -> tuple[Any, str]:
     ) from None
   count = -(-whole // grid.blocks[_COLUMNS])
   line = f"the head and the loss of each token in {count} parts of the {length} columns"
+  if count < parts:
+    why = f"{shards} devices share the columns, {whole} each" if shards > 1 else "parts are of equal length"
+    line += f" (of {parts} that were asked for: {why})"
+  if others:
+    whole_heads = ", ".join(map(described, others))
+    line += f"; the last of {1 + len(others)} heads only, as written: {whole_heads}"
   return without_unused(new.replace(jaxpr=body)), line
 
 
@@ -144,19 +153,26 @@ def _numbers(aval: Any, dim: int) -> Any:
   return jax.lax.broadcasted_iota(jnp.int32, sizes, dim)
 
 
-def _head(body: Any, parts: int) -> Any:
-  """The product that makes the logits."""
-  products = [eqn for eqn in body.eqns if eqn.primitive.name == "dot_general"]
-  for product in reversed(products):
-    logits = product.outvars[0]
-    depends = dependents(body, {logits})
-    exps = (eqn.outvars[0] for eqn in body.eqns if eqn.primitive.name == "exp")
-    if any(var in depends and _is_of(var, logits) for var in exps):
-      return product
+def _head(body: Any, parts: int) -> tuple[Any, list[Any]]:
+  """The last product that makes logits, and the others."""
+  softmaxes = Softmaxes(body)
+  found: dict[int, Any] = {}
+  for eqn in body.eqns:
+    if eqn.primitive.name == "exp" and not softmaxes.products(eqn, *named_dims(eqn.outvars[0].aval.shape)):
+      product = softmaxes.product_before(eqn)
+      if product is not None:
+        found[id(product)] = product
+  # A router makes logits too, and what comes after it depends on them.
+  outs = {product.outvars[0] for product in found.values()}
+  heads = [p for p in found.values() if not outs & (dependents(body, {p.outvars[0]}) - {p.outvars[0]})]
+  heads = [eqn for eqn in body.eqns if any(eqn is head for head in heads)]
+  if heads:
+    return heads[-1], heads[:-1]
+  count = sum(eqn.primitive.name == "dot_general" for eqn in body.eqns)
   raise TrainError(
     f"loss_parts={parts} finds no head in the loss.",
-    details="a head is a product whose columns all go through a softmax; the loss has"
-    f" {len(products)} products outside of its layers, and no such one",
+    details="a head is a product whose columns all go through a softmax, one that no product with values"
+    f" follows; the loss has {count} products outside of its layers, scans and checkpoints, and no head",
     fix="logits = x @ weights and a cross-entropy of them in the loss function; or leave loss_parts out.",
   )
 
@@ -166,7 +182,9 @@ def _columns(body: Any, product: Any) -> int:
   logits = product.outvars[0]
   shape = logits.aval.shape
   whole = {var for eqn in body.eqns for var in eqn.outvars if _is_of(var, logits)}
+  problems: list[Any] = []
   for dim in reversed([d for d, size in enumerate(shape) if size > 1]):
+    problem: Any = None
     labels: dict[Any, Labels] = {logits: ((_COLUMNS, dim, 1),)}
     exponentials: set[Any] = set()
     for eqn in body.eqns:
@@ -176,14 +194,18 @@ def _columns(body: Any, product: Any) -> int:
       try:
         own = pushed(eqn, side, labels[eqn.invars[side]], {_COLUMNS: shape[dim]})
       except Untiled:
+        problem = problem or eqn
         continue
+      if not own and eqn.primitive.name == "reshape":
+        problem = problem or eqn
       if eqn.primitive.name == "exp" or any(among(var, exponentials) for var in eqn.invars):
         exponentials.update(eqn.outvars)
       if own:
         labels.update(dict.fromkeys(eqn.outvars, own))
       elif eqn.primitive.name == "reduce_sum" and eqn.invars[0] in whole & exponentials:
         return dim
-  raise Untiled(product)
+    problems.append(problem)
+  raise Untiled(next(filter(None, problems), product))
 
 
 # A statistic of the columns: a number, or a few, for each row. That of all columns is that of their parts,

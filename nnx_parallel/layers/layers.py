@@ -6,29 +6,36 @@ each part that is already under `jax.checkpoint`. A model that has none of them 
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
+from jax.extend import core
 from jax.sharding import PartitionSpec
 
 from nnx_parallel.core.jaxprs import (
   CALLS,
-  CHECKPOINTS,
   as_function,
   bind,
   called,
   constants,
+  equations,
   evaluate,
+  flattened,
+  forwarded,
   gradient_of,
+  is_checkpoint,
   is_inexact,
   is_tracer,
   opened,
+  params_of,
   place_of,
   rules,
   scan_counts,
@@ -42,8 +49,16 @@ from nnx_parallel.core.text import few
 from nnx_parallel.errors import TrainError
 from nnx_parallel.layers.attention import Attention, by_blocks, check_attention
 from nnx_parallel.layers.head import check_parts, in_parts
-from nnx_parallel.layers.mark import is_marked, marked
-from nnx_parallel.layers.parts import Ends, Treatment, find_loop
+from nnx_parallel.layers.mark import (
+  Scalars,
+  calls_layers,
+  is_marked,
+  layer_of,
+  marked,
+  repeats_layers,
+  scalars_as,
+)
+from nnx_parallel.layers.parts import Ends, Treatment, find_loop, has_layer_rows
 from nnx_parallel.layers.pipeline import Pipeline, Schedule
 from nnx_parallel.layers.roll import Body, Chain, Rolled
 from nnx_parallel.layers.stages import pipelined
@@ -115,7 +130,7 @@ class Remat:
 
   def __str__(self) -> str:
     name = self.policy if isinstance(self.policy, str) else getattr(self.policy, "__name__", "a policy")
-    some = f" in every {self.every}. layer" if self.every > 1 else ""
+    some = f" in one of every {self.every} layers" if self.every > 1 else ""
     return f"{name}{some}" + (f" in groups of {self.group}" if self.group > 1 else "")
 
 
@@ -420,7 +435,7 @@ def _traced(
   function: Callable[..., Any], args: Any, options: LayerOptions, note: LayersUsed
 ) -> tuple[Any, Any]:
   """The trace of a loss, with its attention and head as the options say, and the shape of its results."""
-  traced, shape = jax.make_jaxpr(function, return_shape=True)(*args)
+  traced, shape = _traced_once(function, args)
   remat = options.how
   if remat.needs_layers and not has_layers(traced):
     raise TrainError(
@@ -429,6 +444,8 @@ def _traced(
       fix=f"{MARK_LAYERS}; or leave remat out.",
     )
   _check_rules(traced)
+  if any(_is_opened(eqn) for eqn in traced.eqns):
+    traced = flattened(traced, _is_opened)
   rewritten: list[str] = []
   if options.loss_parts is not None:
     traced, line = in_parts(traced, options.loss_parts)
@@ -440,33 +457,95 @@ def _traced(
   return traced, shape
 
 
+def _traced_once(function: Callable[..., Any], args: Any) -> tuple[Any, Any]:
+  """The trace of a loss, in which layers get arrays where others of their class get them, and its results."""
+  found, scalars = jax.make_jaxpr(function, return_shape=True), Scalars()
+  with scalars_as(scalars):
+    traced, shape = found(*args)
+  if not scalars.mixed:
+    return traced, shape
+  try:
+    with scalars_as(Scalars(traced=scalars.mixed)):
+      # Another function: JAX would give back the trace of the same one.
+      again, _ = jax.make_jaxpr(lambda *args: function(*args), return_shape=True)(*args)
+  except (jax.errors.ConcretizationTypeError, jax.errors.TracerIntegerConversionError):
+    return traced, shape  # Python reads the number
+  gone, more = _numbers(traced) - _numbers(again), _numbers(again) - _numbers(traced)
+  known = {x for place in scalars.mixed for x in scalars.given[place]}
+  is_same = _types(again) == _types(traced) and known.issuperset(gone) and not more
+  return (again if is_same else traced), shape
+
+
+def _numbers(jaxpr: Any) -> collections.Counter[float]:
+  """The numbers that are written in a program."""
+  literals = (var.val for eqn in equations(jaxpr) for var in eqn.invars if isinstance(var, core.Literal))
+  return collections.Counter(float(x) for x in literals if jnp.issubdtype(jnp.result_type(x), jnp.floating))
+
+
+def _types(jaxpr: Any) -> list[Any]:
+  """The operations of a program and their types, but for those that make arrays of scalars."""
+  return [
+    (eqn.primitive.name, [(var.aval.shape, var.aval.dtype) for var in eqn.outvars])
+    for eqn in equations(jaxpr)
+    if eqn.primitive.name not in ("broadcast_in_dim", "convert_element_type", *CALLS)
+  ]
+
+
 def _treated(traced: Any, leaves: list[Any], options: LayerOptions, used: LayersUsed) -> list[Any]:
   remat = options.how
-  policy = remat.policy if remat.changes else None
   size = max(remat.every, remat.group)
   scan_from = 2 if options.roll is True else AUTO_LAYERS if options.roll and remat.needs_layers else None
-  loops = size > 1 or policy == "offload"
+  loops = size > 1 or remat.policy == "offload"
   how = _treatment(options)
-  if scan_from is None and not loops:
-    used.done = (*((f"remat {remat} in each layer",) if policy is not None else ()), *used.done)
-    return evaluate(traced, leaves, how.run)
-  rolled = Rolled(traced, scan_from, size, loops=loops)
-  if options.roll is True and not any(chain.scan for chain in rolled.chains.values()):
+  # Names, in order: a program is traced again by `jax.checkpoint` and by scans.
+  lines: dict[str, None] = {}
+  reasons: dict[str, None] = {}
+  scans: list[Chain] = []
+
+  def program(jaxpr: Any, inputs: Sequence[Any], where: str = "") -> list[Any]:
+    rolled = Rolled(jaxpr, scan_from, size, loops=loops)
+    lines.update((_line(rolled.calls(chain), chain, remat) + where, None) for chain in rolled.chains.values())
+    if remat.needs_layers:
+      lines.update((line + where, None) for line in _alone(rolled, remat))
+    reasons.update((reason, None) for reason in rolled.reasons)
+    scans.extend(chain for chain in rolled.chains.values() if chain.scan)
+    return rolled(inputs, run, how.in_unit, how.around)
+
+  def run(eqn: Any, inputs: list[Any]) -> Sequence[Any]:
+    name, params = eqn.primitive.name, params_of(eqn)
+    if is_checkpoint(eqn) and calls_layers(params["jaxpr"]):
+      body: Any = functools.partial(_of_arrays, program, params["jaxpr"], "; inside jax.checkpoint")
+      return jax.checkpoint(body, policy=params["policy"], prevent_cse=params["prevent_cse"])(*inputs)
+    if name == "scan" and repeats_layers(eqn):
+      return _scanned(eqn, inputs, functools.partial(_of_arrays, program, params["jaxpr"], "; inside a scan"))
+    return how.run(eqn, inputs)
+
+  found = program(traced, leaves)
+  if options.roll is True and not scans:
     raise TrainError(
       "roll=True finds no consecutive equal layers.",
-      details="\n".join(rolled.reasons[:_SHOWN]) or _found(used),
+      details="\n".join([*reasons][:_SHOWN]) or _found(used),
       fix='roll="auto", or False; layers="decoder.blocks.*" names the layers.',
     )
-  lines = [_line(rolled.calls(chain), chain, remat) for chain in rolled.chains.values()]
-  used.done, used.reasons = (*lines, *used.done), tuple(rolled.reasons)
-  return rolled(leaves, how.run, how.in_unit, how.around)
+  used.done, used.reasons = (*lines, *used.done), tuple(reasons)
+  # `nnx.jit`, `nnx.remat` and `nnx.scan` return every array of a module.
+  return [x if n is None else leaves[n] for x, n in zip(found, forwarded(traced), strict=True)]
+
+
+def _of_arrays(program: Callable[..., list[Any]], jaxpr: Any, where: str, *inputs: Any) -> list[Any]:
+  return program(jaxpr, inputs, where)
 
 
 def _treatment(options: LayerOptions) -> Treatment:
   """What `remat` does with layers."""
   remat = options.how
   policy = remat.policy if remat.changes else None
-  run = functools.partial(_run, policy="full" if policy == "offload" else policy, in_layer=False)
+  kept_alone: Policy = "full" if policy == "offload" else policy
+
+  def run(eqn: Any, inputs: list[Any]) -> Sequence[Any]:
+    if _is_scan_of_layers(eqn) and (remat.every > 1 or remat.group > 1 or policy == "offload"):
+      return _in_units(eqn, inputs, remat)
+    return _run(eqn, inputs, policy=kept_alone, in_layer=False)
 
   def in_unit(chain: Chain, n: int, eqn: Any, inputs: list[Any]) -> Sequence[Any]:
     if remat.group > 1 or policy == "offload":
@@ -482,13 +561,22 @@ def _treatment(options: LayerOptions) -> Treatment:
   def in_scan(eqn: Any) -> Callable[..., Sequence[Any]]:
     if policy is None:
       return as_function(eqn.params["jaxpr"])
+    if remat.every > 1 or remat.group > 1 or policy == "offload":
+      raise TrainError(
+        f"remat={str(remat)!r} does not apply to a scan of the model that is run as a pipeline.",
+        details="each of its layers is treated alone",
+        fix='remat="full"; or Remat and "offload" with layers in an nnx.List.',
+      )
     return _checkpointed(_layer(eqn.params["jaxpr"], policy), policy, in_scan=True)
 
   return Treatment(run, in_unit, around, in_scan)
 
 
 def _uncalled(found: tuple[Layers, ...]) -> str:
-  return f"{'; '.join(map(str, found))}: the loss has no call of them in its trace; nnx.jit would hide it"
+  return (
+    f"{'; '.join(map(str, found))}: the loss does not call them, or inside lax.cond, lax.while_loop,"
+    " jax.shard_map or a custom rule"
+  )
 
 
 def _found(used: LayersUsed) -> str:
@@ -500,6 +588,25 @@ def _line(paths: list[str], chain: Chain, remat: Remat) -> str:
   way = f"one scan of {units}" if chain.scan else f"{units} one after the other"
   each = f", {size} layers each" if size > 1 else ""
   return f"{paths[0]} to {paths[-1]}: {way}{each}" + (f"; remat {remat}" if remat.changes else "")
+
+
+def _alone(rolled: Rolled, remat: Remat) -> Iterator[str]:
+  """What a policy does with the layers that are in no chain, and with scans that the model has."""
+  in_chains = {n for chain in rolled.chains.values() for unit in chain.units for n in unit}
+  paths = [layer_of(eqn) for n, eqn in enumerate(rolled.eqns) if is_marked(eqn) and n not in in_chains]
+  policy = dataclasses.replace(remat, every=1, group=1)
+  text = "full, not offloaded" if remat.policy == "offload" else str(policy)
+  if paths:
+    yield (
+      f"{paths[0]} to {paths[-1]}: remat {text} in each layer"
+      if len(paths) > 1
+      else (f"{paths[0]}: remat {text}")
+    )
+  for eqn in rolled.eqns:
+    if is_checkpoint(eqn) and not calls_layers(called(eqn)):
+      yield f"what is under jax.checkpoint: remat {text}"
+    elif eqn.primitive.name == "scan" and not repeats_layers(eqn):
+      yield f"the model's scan of {eqn.params['length']}: remat {remat if _is_scan_of_layers(eqn) else text}"
 
 
 def _check_rules(traced: Any) -> None:
@@ -538,11 +645,16 @@ def has_layers(jaxpr: Any) -> bool:
   """Whether a traced loss has parts that a policy applies to."""
   for eqn in opened(jaxpr).eqns:
     name = eqn.primitive.name
-    if name in CHECKPOINTS or name == "scan":
+    if is_checkpoint(eqn) or name == "scan":
       return True
     if name in CALLS and (is_marked(eqn) or has_layers(called(eqn))):
       return True
   return False
+
+
+def _is_opened(eqn: Any) -> bool:
+  """Whether an operation is a call inside which layers are called: `jax.jit` of a part of a loss."""
+  return eqn.primitive.name in CALLS and not is_marked(eqn) and calls_layers(eqn.params["jaxpr"])
 
 
 def _is_layer(eqn: Any) -> bool:
@@ -565,15 +677,15 @@ def _evaluate(jaxpr: Any, args: Sequence[Any], policy: Policy, in_layer: bool) -
 def _run(
   eqn: Any, inputs: list[Any], *, policy: Policy, in_layer: bool, in_scan: bool = False
 ) -> Sequence[Any]:
-  name, params = eqn.primitive.name, eqn.params
+  name = eqn.primitive.name
   if policy is None:  # as written
     return as_function(called(eqn))(*inputs) if is_marked(eqn) else bind(eqn, inputs)
   if name in CALLS:
     if in_layer or not _is_layer(eqn):
       return _evaluate(called(eqn), inputs, policy, in_layer)
     return _checkpointed(_layer(called(eqn), policy), policy, in_scan=in_scan)(*inputs)
-  if name in CHECKPOINTS:
-    body = _layer(params["jaxpr"], policy)
+  if is_checkpoint(eqn):
+    body = _layer(called(eqn), policy)
     # Within a layer, what the user recomputes piece by piece (blocks of attention) stays so under "full";
     # a policy of the layer cannot see into pieces.
     return body(*inputs) if in_layer and policy != "full" else _checkpointed(body, policy)(*inputs)
@@ -582,27 +694,70 @@ def _run(
   return bind(eqn, inputs)
 
 
+def _is_scan_of_layers(eqn: Any) -> bool:
+  return eqn.primitive.name == "scan" and has_layer_rows(eqn)
+
+
 def _scan(eqn: Any, inputs: list[Any], policy: Policy, in_layer: bool) -> list[Any]:
-  params = eqn.params
-  counts = scan_counts(eqn)
-  fixed_count, carry_count = counts.constants, counts.carried
-  fixed = inputs[:fixed_count]
-  layer = _layer(params["jaxpr"], policy)
-  body = layer if in_layer else _checkpointed(layer, policy)
+  layer = _layer(eqn.params["jaxpr"], policy)
+  return _scanned(eqn, inputs, layer if in_layer else _checkpointed(layer, policy))
 
-  def step(carry: list[Any], row: list[Any]) -> tuple[list[Any], list[Any]]:
-    out = body(*fixed, *carry, *row)
-    return list(out[:carry_count]), list(out[carry_count:])
 
-  carry, rows = jax.lax.scan(
-    step,
-    inputs[fixed_count : fixed_count + carry_count],
-    inputs[fixed_count + carry_count :],
-    length=params["length"],
-    reverse=params["reverse"],
-    unroll=params["unroll"],
+def _scanned(eqn: Any, inputs: list[Any], body: Callable[..., Sequence[Any]]) -> list[Any]:
+  """The results of a scan with another body, a function of flat arrays."""
+  params, (step, carry, rows) = eqn.params, _parts_of(eqn, inputs, body)
+  carry, made = jax.lax.scan(
+    step, carry, rows, length=params["length"], reverse=params["reverse"], unroll=params["unroll"]
   )
-  return [*carry, *rows]
+  return [*carry, *made]
+
+
+def _parts_of(
+  eqn: Any, inputs: list[Any], body: Callable[..., Sequence[Any]]
+) -> tuple[Body, list[Any], list[Any]]:
+  """A step of a scan, what it carries first, and its rows."""
+  counts = scan_counts(eqn)
+  first, last = counts.constants, counts.constants + counts.carried
+  fixed = inputs[:first]
+
+  def step(carry: Sequence[Any], row: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+    out = body(*fixed, *carry, *row)
+    return list(out[: counts.carried]), list(out[counts.carried :])
+
+  return step, inputs[first:last], inputs[last:]
+
+
+def _in_units(eqn: Any, inputs: list[Any], remat: Remat) -> list[Any]:
+  """The results of a scan over layers, of which units of several are treated together."""
+  params, (kept, carry, rows) = eqn.params, _parts_of(eqn, inputs, _layer(eqn.params["jaxpr"], "none"))
+  policy = remat.policy
+  within = kept if policy == "none" else _parts_of(eqn, inputs, _layer(params["jaxpr"], policy))[0]
+  alone = _checkpointed(within, "none" if policy == "offload" else policy, in_scan=True)
+  length, reverse, size = params["length"], params["reverse"], max(remat.every, remat.group)
+
+  def unit(carry: Sequence[Any], rows: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+    if remat.every == 1:
+      return jax.lax.scan(within, list(carry), list(rows))
+    made: list[Any] = []
+    for n in range(len(rows[0])):
+      carry, made_here = (kept if n else alone)(carry, [x[n] for x in rows])
+      made.append(made_here)
+    return [*carry], [jnp.stack(xs) for xs in zip(*made, strict=True)]
+
+  if policy == "offload":
+    treated = _offloaded(unit, in_scan=True)
+  else:
+    treated = unit if remat.every > 1 else _checkpointed(unit, policy, in_scan=True)
+  if reverse:
+    rows = [jnp.flip(x, 0) for x in rows]
+  whole = length - length % size
+  units = [x[:whole].reshape(whole // size, size, *x.shape[1:]) for x in rows]
+  carry, made = jax.lax.scan(treated, carry, units, length=whole // size)
+  made = [x.reshape(whole, *x.shape[2:]) for x in made]
+  if whole < length:
+    carry, more = treated(carry, [x[whole:] for x in rows])
+    made = [jnp.concatenate(xs) for xs in zip(made, more, strict=True)]
+  return [*carry, *([jnp.flip(x, 0) for x in made] if reverse else made)]
 
 
 def _layer(jaxpr: Any, policy: Policy) -> Callable[..., list[Any]]:

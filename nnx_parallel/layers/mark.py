@@ -1,34 +1,95 @@
 """Marks the calls of layers: each is one closed call in the trace of a loss.
 
 A trace has no modules. Within `marked`, the call of a layer becomes one `jit` operation, named after its
-path, with its Variables and arrays as inputs, and its results and state changes as outputs. The modules must
-be copies that belong to the trace, as `nnx.merge` makes them: their class is replaced by a subclass whose
-`__call__` does this. The user's class and live modules stay untouched.
+path, with its Variables and arrays as inputs, and its results and the Variables that it changes as outputs.
+The modules must be copies that belong to the trace, as `nnx.merge` makes them: their class is replaced by a
+subclass whose `__call__` does this, and which a copy that `nnx.vmap` makes of them has too. The user's class
+and live modules stay untouched.
 """
 
 from __future__ import annotations
 
 import contextlib
 import contextvars
+import dataclasses
 import functools
-from collections.abc import Generator, Iterable, Mapping
-from types import MappingProxyType
+from collections.abc import Callable, Generator, Iterable, Iterator
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from nnx_parallel.core.jaxprs import (
+  CALLS,
+  among,
+  called,
+  is_checkpoint,
+  is_inexact,
+  is_tracer,
+  opened,
+  scan_counts,
+)
 from nnx_parallel.core.layers import Layers
-from nnx_parallel.core.nodes import Path, path_str
+from nnx_parallel.core.nodes import Path, is_key, path_str
 from nnx_parallel.errors import TrainError
 
 MARK = "layer:"
 """Starts the name of each marked call."""
-_NONE: Mapping[int, tuple[str, Any]] = MappingProxyType({})
-_LAYERS: contextvars.ContextVar[Mapping[int, tuple[str, Any]]] = contextvars.ContextVar(
-  "layers", default=_NONE
-)
+_MARKS: contextvars.ContextVar[bool] = contextvars.ContextVar("whether calls are marked", default=False)
+
+
+@dataclasses.dataclass
+class Scalars:
+  """Numbers of Python among the arguments of layers: `aux = 0.0`, to which each layer adds an array.
+
+  The first layer would be traced with a constant, and so be another program than the others.
+
+  Attributes:
+    given: arguments that were such numbers -> the numbers.
+    arrays: arguments that were scalar arrays -> their dtype; None where calls differ in it.
+    traced: arguments that become arrays, of this dtype.
+  """
+
+  given: dict[Any, list[float]] = dataclasses.field(default_factory=dict[Any, list[float]])
+  arrays: dict[Any, Any] = dataclasses.field(default_factory=dict[Any, Any])
+  traced: dict[Any, Any] = dataclasses.field(default_factory=dict[Any, Any])
+
+  @property
+  def mixed(self) -> dict[Any, Any]:
+    """Arguments that are numbers in some calls and arrays in others -> the dtype of these."""
+    return {place: dtype for place in self.given if (dtype := self.arrays.get(place)) is not None}
+
+  def array(self, place: Any, x: Any) -> Any:
+    """A scalar as the array that the layer gets; None: it stays what it is."""
+    if is_tracer(x):
+      self.arrays[place] = x.dtype if self.arrays.get(place, x.dtype) == x.dtype else None
+      return x
+    dtype = self.traced.get(place)
+    kind = jnp.inexact if isinstance(x, float) else jnp.number
+    own = getattr(x, "dtype", None)
+    if dtype is not None and (jnp.issubdtype(dtype, kind) if own is None else own == dtype):
+      return jnp.asarray(x, dtype)
+    self.given.setdefault(place, []).append(float(x))
+    return None
+
+
+_SCALARS: contextvars.ContextVar[Scalars | None] = contextvars.ContextVar("scalars", default=None)
+
+
+@contextlib.contextmanager
+def scalars_as(scalars: Scalars) -> Generator[None]:
+  """Notes in its body the numbers that layers get, and makes arrays of some of them."""
+  token = _SCALARS.set(scalars)
+  try:
+    yield
+  finally:
+    _SCALARS.reset(token)
+
+
+class _NewStructure(Exception):
+  """A layer changes more than the values of Variables, or returns a module."""
 
 
 @contextlib.contextmanager
@@ -43,23 +104,30 @@ def marked(model: Any, found: Iterable[Layers]) -> Generator[None]:
     Nothing.
   """
   layers = {path: _at(model, path) for group in found for path in group.paths}
-  kinds = [_marking(type(layer), not jax.tree_util.all_leaves([layer])) for layer in layers.values()]
+  kinds = [
+    _marking(type(layer), path_str(path), not jax.tree_util.all_leaves([layer]))
+    for path, layer in layers.items()
+  ]
   for layer, kind in zip(layers.values(), kinds, strict=True):
     # No attribute of the module, so that its structure stays the same.
     object.__setattr__(layer, "__class__", kind)
-  # Held, so that no other object gets the id.
-  token = _LAYERS.set({id(layer): (path_str(path), layer) for path, layer in layers.items()})
+  token = _MARKS.set(True)
   try:
     yield
   finally:
-    _LAYERS.reset(token)
+    _MARKS.reset(token)
     for layer in layers.values():
       object.__setattr__(layer, "__class__", type(layer).__mro__[1])
 
 
 def layer_of(eqn: Any) -> str:
   """The dotted path of the layer whose call this is."""
-  return str(eqn.params["name"]).removeprefix(MARK)
+  return str(eqn.params["name"]).split(":", 2)[2]
+
+
+def kind_of_layer(eqn: Any) -> str:
+  """The name of the class of the layer whose call this is."""
+  return str(eqn.params["name"]).split(":", 2)[1]
 
 
 def is_marked(eqn: Any) -> bool:
@@ -67,19 +135,48 @@ def is_marked(eqn: Any) -> bool:
   return str(eqn.params.get("name", "")).startswith(MARK)
 
 
+def calls_layers(jaxpr: Any) -> bool:
+  """Whether a program calls marked layers, also inside calls, checkpoints and scans."""
+  return any(map(is_or_has_layers, opened(jaxpr).eqns))
+
+
+def is_or_has_layers(eqn: Any) -> bool:
+  """Whether an operation is the call of a layer, or a call, checkpoint or scan that holds one."""
+  inside = eqn.primitive.name in (*CALLS, "scan") or is_checkpoint(eqn)
+  return is_marked(eqn) or (inside and calls_layers(called(eqn)))
+
+
+def repeats_layers(eqn: Any) -> bool:
+  """Whether a scan calls the same layers in each step, as `jax.lax.map` does with a model."""
+  body, counts = opened(eqn.params["jaxpr"]), scan_counts(eqn)
+  rows = {var for var in body.invars[counts.constants + counts.carried :] if is_inexact(var.aval)}
+  found = [*_reads_of_layers(body, rows)]
+  return bool(found) and not all(found)
+
+
+def _reads_of_layers(body: Any, rows: set[Any]) -> Iterator[bool]:
+  """For each call of a layer, whether it reads one of some inputs."""
+  for eqn in body.eqns:
+    if is_marked(eqn):
+      yield any(among(var, rows) for var in eqn.invars)
+    elif is_or_has_layers(eqn):
+      inner = opened(called(eqn))
+      own = {own for own, var in zip(inner.invars, eqn.invars, strict=True) if among(var, rows)}
+      yield from _reads_of_layers(inner, own)
+
+
 @functools.cache
-def _marking(kind: type, pytree: bool) -> type:
-  """The subclass of a layer's class whose calls are marked.
+def _marking(kind: type, name: str, pytree: bool) -> type:
+  """The subclass of a layer's class whose calls are marked with its name.
 
   Raises:
     TrainError: the class refuses to have one.
   """
 
   def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
-    found = _LAYERS.get().get(id(self))
-    if found is None:
+    if not _MARKS.get():
       return kind.__call__(self, *args, **kwargs)
-    return _closed_call(found[0], kind, self, args, kwargs)
+    return _closed_call(name, kind, self, args, kwargs)
 
   body = {"__call__": __call__, "__module__": kind.__module__, "__qualname__": kind.__qualname__}
   options: dict[str, Any] = {} if pytree else {"pytree": False}
@@ -96,24 +193,74 @@ def _marking(kind: type, pytree: bool) -> type:
 def _closed_call(name: str, kind: type, layer: Any, args: Any, kwargs: Any) -> Any:
   leaves, tree = jax.tree.flatten((args, kwargs), is_leaf=_is_node)
   # NumPy arrays stay what they are: Python may compute with them.
-  dynamic = {n: x for n, x in enumerate(leaves) if _is_node(x) or isinstance(x, jax.Array)}
+  nodes = {n: x for n, x in enumerate(leaves) if _is_node(x)}
+  scalars = _SCALARS.get() or Scalars()
+  arrays: dict[int, Any] = {}
+  for n, x in enumerate(leaves):
+    if type(x) in (int, float) or _is_number(x):
+      # A scalar that is no tracer stays what it is too.
+      array = scalars.array((kind, tree, n), x)
+      arrays |= {} if array is None else {n: array}
+    elif isinstance(x, jax.Array):
+      arrays[n] = x
   result: list[Any] = []
 
-  def call(layer: Any, given: dict[int, Any]) -> dict[int, Any]:
+  def call(modules: tuple[Any, dict[int, Any]], given: dict[int, Any]) -> dict[int, Any]:
+    given = {**given, **modules[1]}
     inner_args, inner_kwargs = jax.tree.unflatten(tree, [given.get(n, x) for n, x in enumerate(leaves)])
-    token = _LAYERS.set(_NONE)  # no layers inside a layer
+    token = _MARKS.set(False)  # no layers inside a layer
     try:
-      returned = kind.__call__(layer, *inner_args, **inner_kwargs)
+      returned = kind.__call__(modules[0], *inner_args, **inner_kwargs)
     finally:
-      _LAYERS.reset(token)
+      _MARKS.reset(token)
     out, structure = jax.tree.flatten(returned, is_leaf=_is_node)
     result[:] = structure, out
     return {n: x for n, x in enumerate(out) if _is_node(x) or isinstance(x, (jax.Array, np.ndarray))}
 
-  call.__name__ = f"{MARK}{name}"
-  found = nnx.jit(call)(layer, dynamic)
+  call.__name__ = f"{MARK}{kind.__name__}:{name}"
+  try:
+    found = _with_changes(call, (layer, nodes), arrays)
+  except _NewStructure:
+    found = nnx.jit(call)((layer, nodes), arrays)
   structure, out = result
   return jax.tree.unflatten(structure, [found.get(n, x) for n, x in enumerate(out)])
+
+
+def _with_changes(call: Callable[..., dict[int, Any]], modules: Any, arrays: Any) -> dict[int, Any]:
+  """`nnx.jit(call)(modules, arrays)`, which writes only those Variables that the call changes.
+
+  `nnx.jit` writes all: inside `jax.vmap` and other transforms, none of a model from outside may be written.
+
+  Raises:
+    _NewStructure: the call changes more than the values of Variables and arrays, or returns a module.
+  """
+  graphdef, state = nnx.split(modules)
+  leaves, structure = jax.tree.flatten(state)
+  changed: list[int] = []
+
+  def pure(leaves: list[Any], arrays: Any) -> tuple[dict[int, Any], list[Any]]:
+    inner = nnx.merge(graphdef, jax.tree.unflatten(structure, leaves))
+    found = call(inner, arrays)
+    graph, state = nnx.split(inner)
+    after, form = jax.tree.flatten(state)
+    if graph != graphdef or form != structure or any(map(_is_node, found.values())):
+      raise _NewStructure
+    changed[:] = [n for n, (x, y) in enumerate(zip(leaves, after, strict=True)) if x is not y]
+    return found, [after[n] for n in changed]
+
+  pure.__name__ = call.__name__
+  found, values = jax.jit(pure)(leaves, arrays)
+  if changed:
+    new = dict(zip(changed, values, strict=True))
+    flat = nnx.to_flat_state(jax.tree.unflatten(structure, [new.get(n, x) for n, x in enumerate(leaves)]))
+    nnx.update(modules, nnx.from_flat_state([(path, x) for n, (path, x) in enumerate(flat) if n in new]))
+  return found
+
+
+def _is_number(x: Any) -> bool:
+  if not isinstance(x, (jax.Array, np.generic)) or x.ndim:
+    return False
+  return not is_key(x.dtype) and not jnp.issubdtype(x.dtype, jnp.complexfloating)
 
 
 def _is_node(x: Any) -> bool:

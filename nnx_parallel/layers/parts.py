@@ -16,8 +16,9 @@ from typing import Any
 import jax.numpy as jnp
 from jax.extend import core
 
-from nnx_parallel.core.jaxprs import among, forwarded, is_inexact, nbytes, placed, scan_counts
+from nnx_parallel.core.jaxprs import among, forwarded, is_inexact, nbytes, place_of, placed, scan_counts
 from nnx_parallel.errors import TrainError
+from nnx_parallel.layers.mark import is_marked, is_or_has_layers, repeats_layers
 from nnx_parallel.layers.roll import Around, Chain, Rolled, Run, RunInUnit
 
 Values = dict[Any, Any]
@@ -70,6 +71,7 @@ class Loop:
     final: a result of the last layer -> which of these it would be.
     rows: an input of each layer -> the variable of each, or the one that has them stacked.
     made: a result of each layer -> likewise.
+    size: how many layers of the model each of them is.
     narrow: rows that the layers only read cast -> the narrower dtype.
     layer: `(carried, inputs by key) -> (carried, results by key)`.
   """
@@ -83,6 +85,7 @@ class Loop:
   rows: dict[Key, Any]
   made: dict[Key, Any]
   layer: Callable[[Sequence[Any], Mapping[Key, Any]], tuple[list[Any], dict[Key, Any]]]
+  size: int = 1
   narrow: Mapping[Key, Any] = dataclasses.field(default_factory=dict[Key, Any])
 
   @property
@@ -107,9 +110,13 @@ def find_loop(rolled: Rolled, how: Treatment) -> Loop:
   loops += [_scan(rolled, n, how) for n in range(len(rolled.eqns)) if _is_loop(rolled.eqns[n])]
   loop = max(loops, key=lambda loop: loop.nbytes, default=None)
   if loop is None:
+    inside = [eqn for eqn in rolled.eqns if is_or_has_layers(eqn) and not is_marked(eqn)]
+    hidden = [
+      f"a pipeline does not reach layers inside {eqn.primitive.name} ({place_of(eqn)})" for eqn in inside
+    ]
     raise TrainError(
       "a pipeline needs consecutive equal layers, and the loss has none.",
-      details="\n".join(rolled.reasons[:6]),
+      details="\n".join([*hidden, *rolled.reasons][:6]),
       fix='layers="decoder.blocks.*" names them; or nxp.pipeline on layers of your own.',
     )
   return loop
@@ -233,17 +240,23 @@ def _chain(rolled: Rolled, chain: Chain, how: Treatment) -> Loop:
     rows={place: [unit[place] for unit in wires.inputs] for place in wires.rows},
     made={place: [unit[place] for unit in vars_of] for place in wires.stacked},
     layer=layer,
+    size=len(chain.units[0]),
     narrow={place: rolled.read_as(chain.units[0][place[0]], place[1]) for place in wires.rows},
   )
 
 
 def _is_loop(eqn: Any) -> bool:
   """Whether an operation is a scan over layers: over floating rows, in order."""
-  if eqn.primitive.name != "scan" or eqn.params["reverse"] or eqn.params["length"] < 2:
+  if eqn.primitive.name != "scan" or eqn.params["reverse"] or not has_layer_rows(eqn):
     return False
+  return not repeats_layers(eqn)
+
+
+def has_layer_rows(eqn: Any) -> bool:
+  """Whether a scan may be one over layers: it has floating rows, two or more."""
   counts = scan_counts(eqn)
   rows = eqn.invars[counts.constants + counts.carried :]
-  return any(is_inexact(var.aval) for var in rows)
+  return eqn.params["length"] > 1 and any(is_inexact(var.aval) for var in rows)
 
 
 def _scan(rolled: Rolled, n: int, how: Treatment) -> Loop:

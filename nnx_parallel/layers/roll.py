@@ -16,7 +16,6 @@ from __future__ import annotations
 import dataclasses
 import textwrap
 from collections.abc import Callable, Collection, Mapping, Sequence
-from itertools import zip_longest
 from typing import Any
 
 import jax
@@ -28,12 +27,14 @@ from nnx_parallel.core.jaxprs import (
   called,
   constants,
   forwarded,
-  identity,
   is_inexact,
+  nbytes,
   opened,
   placed,
+  programs,
 )
-from nnx_parallel.layers.mark import is_marked, layer_of
+from nnx_parallel.core.keys import identity
+from nnx_parallel.layers.mark import is_marked, kind_of_layer, layer_of
 
 MAX_PERIOD = 4
 Place = tuple[int, int]
@@ -130,8 +131,8 @@ class Rolled:
       for out, position in zip(self.eqns[n].outvars, forwarded(called(self.eqns[n])), strict=True):
         if position is not None:
           self._alias[out] = self.seen(self.eqns[n].invars[position])
-    programs = {id(called(self.eqns[n])): called(self.eqns[n]) for n in marks}
-    identities = {key: identity(program) for key, program in programs.items()}
+    bodies = {id(called(self.eqns[n])): called(self.eqns[n]) for n in marks}
+    identities = {key: identity(body) for key, body in bodies.items()}
     self._programs = {n: identities[id(called(self.eqns[n]))] for n in marks}
     self.chains: dict[int, Chain] = {}
     self.reasons: list[str] = []
@@ -141,7 +142,7 @@ class Rolled:
       chains = [self._chain(marks, period) for period in periods if period <= len(marks)]
       chains = [chain for chain in chains if chain.units]
       again = [chain for chain in chains if len(chain.units) > 1]
-      found = max(again, key=_calls, default=None)
+      found = max(again, key=lambda chain: (_calls(chain), -self._stacked(chain)), default=None)
       if found is not None and scan_from is not None:
         found.scan = _calls(found) >= scan_from
         if not found.scan and marks[0] >= short:
@@ -157,7 +158,7 @@ class Rolled:
         self.chains[marks[0]] = found
       used = _calls(found) if found is not None else 1
       if scan_from is not None and used < len(marks) and marks[used - 1] >= short:
-        self.reasons.append(self._why(marks[used - 1], marks[used]))
+        self.reasons += filter(None, [self._why(marks[used - 1], marks[used])])
       marks = marks[used:]
 
   def __call__(self, inputs: Sequence[Any], run: Run, in_unit: RunInUnit, around: Around) -> list[Any]:
@@ -198,6 +199,12 @@ class Rolled:
     given = dict(zip(self.body.invars, inputs, strict=True))
     return [given[var] if _is_var(var) and var in given else read(var) for var in self.body.outvars]
 
+  def _stacked(self, chain: Chain) -> int:
+    """The bytes of a chain's rows: two shared layers in turn have none as units of two."""
+    linked = {*chain.inner, *chain.carried, *chain.same}
+    first = self._inputs(chain.units[0])
+    return len(chain.units) * sum(nbytes(var.aval) for place, var in first.items() if place not in linked)
+
   def calls(self, chain: Chain) -> list[str]:
     """The paths of the layers of a chain, in the order of their calls."""
     return [layer_of(self.eqns[n]) for unit in chain.units for n in unit]
@@ -206,13 +213,10 @@ class Rolled:
     """Why two calls that follow each other are not of one chain."""
     first, second = self.eqns[before], self.eqns[after]
     names = f"{layer_of(first)} and {layer_of(second)}"
-    (text, hidden), (other, others) = self._programs[before], self._programs[after]
-    if text != other:
-      lines = zip_longest(text.splitlines(), other.splitlines(), fillvalue="(nothing)")
-      one, two = next((a.strip(), b.strip()) for a, b in lines if a != b)
-      return f"{names} differ: {_short(one)} / {_short(two)}"
-    if hidden != others:
-      return f"{names} differ in a constant, or in a rule of jax.custom_jvp or jax.custom_vjp"
+    if kind_of_layer(first) != kind_of_layer(second):
+      return ""  # nobody takes them for equal
+    if self._programs[before] != self._programs[after]:
+      return f"{names} differ{_difference(called(first), called(second))}"
     tainted = self.tainted({*first.outvars}, before, after)
     between = [eqn for eqn in self.eqns[before + 1 : after] if tainted & {*eqn.outvars}]
     used = [eqn for eqn in between if {*eqn.outvars} & {self.seen(v) for v in second.invars if _is_var(v)}]
@@ -386,8 +390,42 @@ def _calls(chain: Chain) -> int:
   return sum(map(len, chain.units))
 
 
-def _short(line: str) -> str:
-  return textwrap.shorten(line.split(" = ")[-1], 80, placeholder=" ...")
+def _difference(first: Any, second: Any) -> str:
+  """How two programs of layers differ."""
+  one, two = opened(first), opened(second)
+  given = [[var.aval.str_short() for var in program.invars] for program in (one, two)]
+  if given[0] != given[1]:
+    only = [", ".join(_without(a, b)) or "none" for a, b in (given, given[::-1])]
+    counts = [f"{len(some)} arrays" for some in given]
+    return f" in the arrays that they get: {only[0]} ({counts[0]}) / {only[1]} ({counts[1]})"
+  for a, b in zip(one.eqns, two.eqns, strict=False):
+    texts = [_told(eqn) for eqn in (a, b)]
+    if texts[0] != texts[1]:
+      return f": {texts[0]} / {texts[1]}"
+  if len(one.eqns) != len(two.eqns):
+    longer, n = max((one, two), key=lambda program: len(program.eqns)), min(len(one.eqns), len(two.eqns))
+    return f": one of them goes on with {longer.eqns[n].primitive.name}"
+  for a, b in zip(one.eqns, two.eqns, strict=True):
+    for x, y in zip(programs(a), programs(b), strict=False):
+      if identity(x) != identity(y):
+        return _difference(x, y)
+  return " in a constant, or in a rule of jax.custom_jvp or jax.custom_vjp"
+
+
+def _without(some: list[str], others: list[str]) -> list[str]:
+  rest = [*others]
+  return [x for x in some if x not in rest or rest.remove(x)]
+
+
+def _told(eqn: Any) -> str:
+  """An operation with its numbers and plain parameters."""
+  numbers = [f"{var.val}" for var in eqn.invars if isinstance(var, core.Literal)]
+  plain = [f"{k}={v}" for k, v in sorted(eqn.params.items()) if k != "name" and _is_plain(v)]
+  return textwrap.shorten(" ".join([eqn.primitive.name, *numbers, *plain]), 80, placeholder=" ...")
+
+
+def _is_plain(x: Any) -> bool:
+  return isinstance(x, (bool, int, float, str)) or (isinstance(x, tuple) and all(map(_is_plain, x)))  # pyright: ignore[reportUnknownVariableType, reportUnknownArgumentType]
 
 
 def _is_var(var: Any) -> bool:

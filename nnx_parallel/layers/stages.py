@@ -30,8 +30,9 @@ from nnx_parallel.core.jaxprs import (
   opened,
 )
 from nnx_parallel.core.mesh import AnyMesh
-from nnx_parallel.core.text import format_bytes
+from nnx_parallel.core.text import few, format_bytes
 from nnx_parallel.errors import TrainError
+from nnx_parallel.layers.mark import is_marked, is_or_has_layers, layer_of
 from nnx_parallel.layers.parts import (
   Ends,
   Loop,
@@ -104,7 +105,23 @@ class Staged(Parts):
     return (
       f"{loop.name}: a pipeline over {self.options.axis}, {plan}; keeps {kept} for each stage, the inputs of"
       f" its ticks; weights of {moved}, {format_bytes(loop.nbytes // plan.stages)} on each stage"
+      f"{self._units()}{self._outside()}"
     )
+
+  def _units(self) -> str:
+    size = self.loop.size
+    return f"; each of its {self.loop.length} layers is {size} layers of the model" if size > 1 else ""
+
+  def _outside(self) -> str:
+    """The layers that are not in the pipeline, and what their weights take."""
+    layers = [eqn for n, eqn in enumerate(self.eqns) if n not in self.loop.numbers and is_or_has_layers(eqn)]
+    if not layers:
+      return ""
+    given = {*self.inputs[: self.ends.model]}
+    read_by = {self.rolled.seen(var) for eqn in layers for var in variables(eqn.invars)}
+    size = format_bytes(sum(nbytes(var.aval) for var in given & read_by))
+    names = few(list(dict.fromkeys(layer_of(eqn) for eqn in layers if is_marked(eqn))) or ["others"])
+    return f"; outside of the pipeline, computed by each stage: {names}, weights of {size}"
 
   def __call__(self, model: Sequence[Any], parts: Sequence[Any]) -> list[Any]:
     """The results of the loss: sums over the microbatches, new arrays, and outputs `[microbatches, ...]`.

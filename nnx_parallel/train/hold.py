@@ -35,7 +35,6 @@ from nnx_parallel.core.axes import axes_by_dim, axes_of, entry_of, without
 from nnx_parallel.core.flow import Axes, Flow, Meeting, constraint, meeting, result_axes, shard_map_axes
 from nnx_parallel.core.jaxprs import (
   CALLS,
-  CHECKPOINTS,
   HELD,
   bind,
   called,
@@ -43,6 +42,7 @@ from nnx_parallel.core.jaxprs import (
   equations,
   evaluate,
   inner_equations,
+  is_checkpoint,
   opened,
   programs,
   scan_counts,
@@ -226,9 +226,10 @@ class _Rewriting:
         return self.evaluate(called(eqn), inputs, flows)
       inner, found = self._retraced(params["jaxpr"], flows)
       return bind(eqn, inputs, jaxpr=inner), found
-    if name in CHECKPOINTS:
-      inner, found = self._retraced(params["jaxpr"], flows)
-      return bind(eqn, inputs, jaxpr=opened(inner)), found
+    if is_checkpoint(eqn):
+      program = called(eqn)
+      inner, found = self._retraced(program, flows)
+      return bind(eqn, inputs, jaxpr=opened(inner) if opened(program) is program else inner), found
     if name == "scan":
       return self._scan(eqn, inputs, flows)
     if name == "while":

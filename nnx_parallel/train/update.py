@@ -123,6 +123,8 @@ def _update_once(
   for n, value in total.rest.items():
     leaf = template.leaves[loss.order[n]]
     if not isinstance(leaf, nnx.Variable):
+      if value is loss.others[n]:  # `nnx.jit` and `nnx.remat` return every array
+        continue
       raise TrainError(
         f"the loss function replaced {path_str(template.paths[loss.order[n]])}, a raw array.",
         details="only Variables are written back after a step",

@@ -16,6 +16,7 @@ import nnx_parallel as nxp
 from benchmarks.plain import decoders, others
 from nnx_parallel.core.jaxprs import equations
 from nnx_parallel.errors import TrainError
+from nnx_parallel.layers.layers import LayerOptions, LayersUsed, with_options
 
 BATCH, QUERIES, KEYS, HEADS, WIDTH = 2, 13, 18, 4, 8
 RANDOM = np.random.default_rng(0)
@@ -52,6 +53,15 @@ def by_hand(s):
 def reciprocal(s):
   e = jnp.exp(s - jax.lax.stop_gradient(s.max(-1, keepdims=True)))
   return e * (1 / e.sum(-1, keepdims=True))
+
+
+def by_log_sum(s):
+  return jnp.exp(s - jax.nn.logsumexp(s, -1)[..., None])
+
+
+def by_log_sum_by_hand(s):
+  largest = s.max(-1, keepdims=True)
+  return jnp.exp(s - (largest + jnp.log(jnp.exp(s - largest).sum(-1, keepdims=True))))
 
 
 def in_bfloat16(q, k, v):
@@ -115,6 +125,9 @@ CASES = {
   "relative bias": (relative, Q, K, V, TABLE),
   "soft cap": (functools.partial(attend, change=lambda s: 3 * jnp.tanh(s / 3)), Q, K, V),
   "by hand": (functools.partial(attend, softmax=by_hand), Q, K, V),
+  "log-softmax": (functools.partial(attend, softmax=lambda s: jnp.exp(jax.nn.log_softmax(s))), Q, K, V),
+  "log-sum-exp": (functools.partial(attend, softmax=by_log_sum, change=window), Q, K, V),
+  "log-sum-exp by hand": (functools.partial(attend, softmax=by_log_sum_by_hand), Q, K, V),
   "reciprocal": (functools.partial(attend, softmax=reciprocal), Q, K, V),
   "softmax with where": (
     functools.partial(attend, softmax=lambda s: jax.nn.softmax(s, where=causal(), axis=-1)), Q, K, V
@@ -260,6 +273,85 @@ def test_short_attention_stays_as_written():
   assert largest(blocks, *args) == largest(plain, *args)
 
 
+def top_four(s):
+  """Tiles round their scores in another way, so that one which equals the threshold may not be found."""
+  return jnp.where(s < jax.lax.top_k(s, 4)[0][..., -1:], -jnp.inf, s)
+
+
+def with_sink(s):
+  return jax.nn.softmax(jnp.concatenate([s, jnp.full((*s.shape[:-1], 1), 0.3)], -1))[..., :-1]
+
+
+def plus_one(s):
+  e = jnp.exp(s - s.max(-1, keepdims=True))
+  return e / (e.sum(-1, keepdims=True) + jnp.exp(-s.max(-1, keepdims=True)))
+
+
+def without_max(s):
+  return jnp.exp(s) / jnp.exp(s).sum(-1, keepdims=True)
+
+
+OTHER_FORMS = [
+  (
+    with_sink,
+    "its weights go through slice -> float32[2,4,13,18] (a logit that belongs to no key, an attention sink",
+  ),
+  (plus_one, "its weights are not exponentials over their sum"),
+  (without_max, "what is subtracted from its scores is not their maximum"),
+]
+
+
+def others_too(q, k, v):
+  """An attention, a router over experts, and an attention over features that is linear in the length."""
+  x = attend(q, k, v)
+  gates = jax.nn.softmax(x @ K[0, :WIDTH, 0])
+  x = jnp.einsum("bqhe,bqhed->bqhd", gates, x[..., None] * V[0, :1, 0])
+  features = jnp.exp(k - k.max(1, keepdims=True))
+  x += (
+    jnp.einsum("bqhd,bhde->bqhe", x, jnp.einsum("bkhd,bkhe->bhde", features, v))
+    / features.sum((1, 3))[:, None, :, None]
+  )
+  return x
+
+
+def test_each_attention_that_is_left_is_said():
+  def line(attention):
+    used = LayersUsed()
+    jax.eval_shape(
+      with_options(loss_of(attention), LayerOptions(attention=5), used), [Q, K, V], np.float32(1)
+    )
+    return used.done[0]
+
+  def mixed(q, k, v):
+    return attend(attend(attend(q, k, v, softmax=without_max), k, v), k, v, softmax=with_sink)
+
+  assert line(attend) == line(others_too) == "attention by blocks of 5: 1 found"
+  assert line(mixed).startswith(
+    "attention by blocks of 5: 1 of 3 found; as written: softmax of float32[2,4,13,18]: what"
+  )
+  both = lambda q, k, v: attend(q, k, v, lambda s: s, lambda w: jax.nn.softmax(w) - w)
+  assert "its weights go through" in error_of(both)
+
+
+def error_of(attention):
+  with pytest.raises(TrainError) as caught:
+    nxp.with_layers(loss_of(attention), attention=5)([Q, K, V], np.float32(1))
+  return str(caught.value)
+
+
+def test_weights_that_are_read_elsewhere_too():
+  def loss(arrays, direction):
+    q, k, v = arrays
+    weights = jax.nn.softmax(jnp.einsum("bqhd,bkhd->bhqk", q, k))
+    return (jnp.einsum("bhqk,bkhd->bqhd", weights, v) * direction).sum() + (weights * jnp.log(weights)).sum()
+
+  used = LayersUsed()
+  jax.eval_shape(with_options(loss, LayerOptions(attention=5), used), [Q, K, V], np.float32(1))
+  assert (
+    "its weights are read elsewhere too, so all of them exist: softmax of float32[2,4,13,18]" in used.done[0]
+  )
+
+
 @pytest.mark.parametrize(
   ("attention", "reason"),
   [
@@ -273,8 +365,13 @@ def test_short_attention_stays_as_written():
       functools.partial(attend, change=lambda s: jnp.cumsum(s, axis=-1)),
       "cumsum -> float32[2,4,13,18] cannot be evaluated by blocks",
     ),
+    (
+      functools.partial(attend, change=top_four),
+      "slice -> float32[2,4,13,1] is computed from its own scores, all of a row at once",
+    ),
+    *[(functools.partial(attend, softmax=form), reason) for form, reason in OTHER_FORMS],
   ],
-  ids=["none", "dropout", "nonlinear", "cumsum"],
+  ids=lambda given: given if isinstance(given, str) else "",
 )
 def test_what_is_no_attention_is_named(attention, reason):
   with pytest.raises(TrainError, match="finds no attention in the loss") as caught:

@@ -250,6 +250,14 @@ def dropped(q, k, v, _):
   )
 
 
+def with_epsilon(q, k, v, _):
+  """Follows an attention that is shared."""
+  q = nnx.dot_product_attention(q, k, v)
+  scores = jnp.einsum("bqhd,bkhd->bhqk", q, k)
+  e = jnp.exp(scores - scores.max(-1, keepdims=True))
+  return jnp.einsum("bhqk,bkhd->bqhd", e / (e.sum(-1, keepdims=True) + 1e-6), v)
+
+
 @pytest.mark.parametrize(
   ("function", "way", "reason"),
   [
@@ -260,6 +268,7 @@ def dropped(q, k, v, _):
     ),
     (grouped, "all_to_all", "softmax of float32[2,2,2,24,24]: 4 devices cannot share 2 heads of values"),
     (dropped, "ring", "softmax of float32[2,4,24,24]: dropout is between it and its product"),
+    (with_epsilon, "ring", "softmax of float32[2,4,24,24]: its weights are not exponentials over their sum"),
     (merged, "ring", "softmax of float32[2,4,24,24]: its queries, keys or heads are the minor part of a dim"),
   ],
 )

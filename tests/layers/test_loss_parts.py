@@ -13,6 +13,7 @@ import nnx_parallel as nxp
 from benchmarks.plain import decoders, others
 from nnx_parallel.core.jaxprs import equations
 from nnx_parallel.errors import TrainError
+from nnx_parallel.layers.layers import LayerOptions, LayersUsed, with_options
 
 BATCH, SEQ, WIDTH, VOCAB = 4, 13, 6, 50
 RANDOM = np.random.default_rng(0)
@@ -219,9 +220,75 @@ def square(params, x):
   return (logits_of(params, x) ** 2).mean()
 
 
+def codebooks(params, x):
+  logits = logits_of(params, x).reshape(BATCH, SEQ, 5, VOCAB // 5)
+  labels = jnp.stack([LABELS % (VOCAB // 5)] * 5, -1)
+  return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
+
+
+def attention_only(params, x):
+  weights = jax.nn.softmax(jnp.einsum("bqd,bkd->bqk", x, x))
+  return ((weights @ x @ params["head"]) ** 2).mean()
+
+
+def in_a_scan(params, x):
+  def token(_, row):
+    return None, jax.nn.logsumexp(row @ params["head"]).sum()
+
+  return jax.lax.scan(token, None, x)[1].mean()
+
+
+def padded(params, x):
+  logits = logits_of(params, x)[..., :45]
+  return optax.softmax_cross_entropy_with_integer_labels(logits, LABELS % 45).mean()
+
+
+def padded_with_bias(params, x):
+  logits = 30 * jnp.tanh((logits_of(params, x) + params["bias"]) / 30)
+  logp = jax.nn.log_softmax(logits[..., 2:47])
+  return -jnp.take_along_axis(logp, LABELS[..., None] % 45, axis=-1).mean()
+
+
+@pytest.mark.parametrize("loss", [padded, padded_with_bias])
+def test_a_padded_vocabulary(loss):
+  changed = nxp.with_layers(loss, loss_parts=4)
+  close = {"rtol": 1e-5, "atol": 1e-6}
+  jax.tree.map(
+    lambda a, b: np.testing.assert_allclose(a, b, **close),
+    jax.jit(jax.value_and_grad(changed))(PARAMS, X),
+    jax.jit(jax.value_and_grad(loss))(PARAMS, X),
+  )
+  assert largest(jax.grad(changed), PARAMS, X) < BATCH * SEQ * 45
+
+
+def line_of(loss, parts):
+  used = LayersUsed()
+  jax.eval_shape(with_options(loss, LayerOptions(loss_parts=parts), used), PARAMS, X)
+  return str(used).strip()
+
+
+def test_what_is_done_with_the_head_is_said():
+  def two(params, x):
+    return one_by_one(params, x) + integer_labels(params, x[::-1])
+
+  def routed(params, x):
+    return one_by_one(params, x * jax.nn.softmax(x @ params["head"])[..., :WIDTH])
+
+  plain = "the head and the loss of each token in 4 parts of the 50 columns"
+  assert line_of(one_by_one, 4) == line_of(routed, 4) == plain
+  assert line_of(two, 4) == f"{plain}; the last of 2 heads only, as written: dot_general -> float32[4,13,50]"
+  assert line_of(one_by_one, 20) == (
+    "the head and the loss of each token in 17 parts of the 50 columns"
+    " (of 20 that were asked for: parts are of equal length)"
+  )
+
+
 @pytest.mark.parametrize(
   ("loss", "text"),
   [
+    (codebooks, "reshape -> float32[4,13,5,10] needs all columns of the logits at once"),
+    (attention_only, "finds no head in the loss"),
+    (in_a_scan, "0 products outside of its layers, scans and checkpoints"),
     (orders, "sort -> float32[4,13,50] needs all columns of the logits at once"),
     (returns_logits, "the loss returns float32[4,13,50]"),
     (returns_means, "the loss returns float32[50]"),

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
@@ -116,6 +118,12 @@ def changed_between(layers, x):
   return x
 
 
+def with_more(layers, x):
+  for n, layer in enumerate(layers):
+    x = layer(x, MASK if n % 2 else None, factor=1.0 + n)
+  return x
+
+
 def mask_for_each(layers, x):
   for n, layer in enumerate(layers):
     x = layer(x, jnp.arange(3)[:, None] != n)
@@ -181,6 +189,10 @@ def test_any_depth(depth, remat):
   ("run", "why"),
   [
     (factors, "layers.0 and layers.1 differ: mul"),
+    (
+      with_more,
+      "layers.0 and layers.1 differ in the arrays that they get: none (4 arrays) / bool[3,1] (5 arrays)",
+    ),
     (changed_between, "mul between layers.0 and layers.1 changes what the second one gets"),
     (lambda layers, x: in_turn(layers[:3], x), "layers.0 to layers.2: 3 layers, and a scan has 4 or more"),
   ],
@@ -199,6 +211,80 @@ def test_rolling_by_hand_needs_something_to_roll():
     "  mul between layers.0 and layers.1 changes what the second one gets\n"
     '  Fix: roll="auto", or False; layers="decoder.blocks.*" names the layers.'
   )
+
+
+class Raw(nnx.Module):
+  """Holds a plain array, and keeps its input where it is told to."""
+
+  def __init__(self, rngs, index=0):
+    self.linear = nnx.Linear(4, 4, rngs=rngs)
+    self.table = jnp.linspace(0.5, 1.5, 4).reshape(1, 1, 4)
+
+  def __call__(self, x, keeps=False):
+    if keeps:
+      self.seen = nnx.Intermediate(x)
+    return x + self.table * jnp.tanh(self.linear(x))
+
+
+def of_row(model, x):
+  return (model(x[None]) ** 2).sum()
+
+
+IN_TRANSFORMS = {
+  "jax.vmap": (lambda model, x: jax.vmap(lambda row: of_row(model, row))(x).sum(), ""),
+  "nnx.vmap": (lambda model, x: nnx.vmap(of_row, in_axes=(None, 0))(model, x).sum(), ""),
+  "jax.jit": (lambda model, x: jax.jit(lambda x: loss(model, x))(x), ""),
+  "nnx.jit": (lambda model, x: nnx.jit(loss)(model, x), ""),
+  "jax.grad": (lambda model, x: (jax.grad(lambda x: loss(model, x))(x) ** 2).sum(), ""),
+  "jax.checkpoint": (
+    lambda model, x: jax.checkpoint(lambda x: loss(model, x))(x),
+    "; inside jax.checkpoint",
+  ),
+  "nnx.remat": (lambda model, x: nnx.remat(loss)(model, x), "; inside jax.checkpoint"),
+  "jax.lax.map": (lambda model, x: jax.lax.map(lambda row: of_row(model, row), x).sum(), "; inside a scan"),
+  "both": (
+    lambda model, x: jax.lax.map(jax.checkpoint(lambda row: of_row(model, row)), x).sum(),
+    "; inside jax.checkpoint",
+  ),
+}
+
+
+@pytest.mark.parametrize("name", IN_TRANSFORMS)
+def test_layers_inside_another_transform_are_found_and_rolled(name):
+  of, where = IN_TRANSFORMS[name]
+  net = Net(4, in_turn, Raw)
+  got, plain = found(net, nxp.with_layers(of, remat="full")), found(net, of)
+  jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=5e-6, atol=1e-6), got, plain)
+  done = str(trace(net, of=of, remat="full")[1])
+  assert f"layers.0 to layers.3: one scan of 4; remat full{where}" in done.splitlines()[1]
+
+
+@pytest.mark.parametrize("name", ["nnx.jit", "nnx.remat", "jax.vmap"])
+@pytest.mark.parametrize("options", [{"remat": "full"}, {"roll": True}], ids=str)
+def test_a_step_with_plain_arrays_in_layers(name, options):
+  of, _ = IN_TRANSFORMS[name]
+
+  def losses(**options):
+    net = Net(4, in_turn, Raw)
+    step = nxp.train_step(of, **options)
+    optimizer = nnx.Optimizer(net, optax.sgd(0.01), wrt=nnx.Param)
+    return [float(step(net, optimizer, X)["loss"]) for _ in range(2)]
+
+  np.testing.assert_allclose(losses(**options), losses(), rtol=1e-5)
+
+
+def test_a_layer_that_makes_variables_in_its_call():
+  net = Net(4, lambda layers, x: functools.reduce(lambda x, layer: layer(x, True), layers, x), Raw)
+  got = nxp.with_layers(loss, remat="full")(net, X)
+  np.testing.assert_allclose(got, loss(net, X), rtol=1e-5)
+
+
+def test_layers_where_none_is_looked_for():
+  def of(model, x):
+    return jax.lax.cond(x.sum() > 0, lambda x: loss(model, x), lambda x: x.sum(), x)
+
+  with pytest.raises(nxp.errors.TrainError, match=r"the loss does not call them, or inside lax\.cond"):
+    trace(Net(4, in_turn, Raw), of=of, remat="full")
 
 
 class Scaled(Layer):
@@ -221,6 +307,91 @@ class Ruled(Layer):
 def test_layers_that_differ_beyond_their_text_are_not_rolled(kind):
   done = same(Net(4, in_turn, kind), remat="full")
   assert "layers.0 and layers.1 differ in a constant, or in a rule of jax.custom_jvp" in done
+
+
+def test_equality_is_not_that_of_the_text(monkeypatch):
+  from jax.extend.core import Jaxpr
+
+  class Alternating(Layer):
+    def __call__(self, x):
+      return super().__call__(jnp.sin(x) if self.index % 2 else jnp.cos(x))
+
+  monkeypatch.setattr(Jaxpr, "__str__", lambda self: "{ abbreviated }")
+  assert "one scan of 2, 2 layers each" in same(Net(4, in_turn, Alternating), roll=True)
+
+
+class Balanced(Layer):
+  """A layer that adds to a loss beside it, as mixtures of experts do."""
+
+  def __call__(self, x, aux):
+    x = super().__call__(x)
+    return x, aux + (x**2).mean()
+
+
+def with_aux(first):
+  def run(layers, x):
+    aux = first
+    for layer in layers:
+      x, aux = layer(x, aux)
+    return x * (1 + aux)
+
+  return run
+
+
+@pytest.mark.parametrize("first", [0.0, 0, np.float32(0), jnp.float32(0)], ids=lambda x: type(x).__name__)
+def test_a_number_that_becomes_an_array(first):
+  assert "layers.0 to layers.4: one scan of 5" in same(Net(5, with_aux(first), Balanced), roll=True)
+
+
+class Reading(Balanced):
+  """Python reads the number."""
+
+  def __call__(self, x, aux):
+    return super().__call__(x, aux if isinstance(aux, jax.Array) and aux.ndim == 0 else float(aux) * 1.5)
+
+
+class Counting(Layer):
+  """Gets an array of which it makes a number."""
+
+  def __call__(self, x, n):
+    return super().__call__(x) * int(n)
+
+
+def test_a_number_that_python_reads():
+  same(Net(4, with_aux(0.5), Reading), remat="full")
+  n = jnp.asarray(3)
+  assert "one scan of 4" in same(
+    Net(4, lambda layers, x: functools.reduce(lambda x, f: f(x, n), layers, x), Counting), roll=True
+  )
+
+
+def test_two_shared_layers_in_turn_are_not_stacked():
+  jaxpr, used = trace(Net(2, lambda layers, x: in_turn([*layers] * 3, x)), remat="full")
+  assert "layers.0 to layers.1: one scan of 3, 2 layers each" in str(used)
+  assert not any(eqn.primitive.name == "concatenate" for eqn in equations(jaxpr))
+
+
+class Other(Layer):
+  """Another class of the same arrays."""
+
+  def __call__(self, x):
+    return super().__call__(jnp.sin(x))
+
+
+class Both(nnx.Module):
+  def __init__(self):
+    rngs = nnx.Rngs(0)
+    self.encoder, self.decoder = (nnx.List([kind(rngs) for _ in range(4)]) for kind in (Layer, Other))
+
+  def __call__(self, x):
+    return in_turn([*self.encoder, *self.decoder], x)
+
+
+def test_layers_of_two_classes_are_no_surprise():
+  done = same(Both(), remat="full")
+  assert "encoder.0 to encoder.3: one scan of 4" in done
+  assert "decoder.0 to decoder.3: one scan of 4" in done
+  assert "not rolled" not in done
 
 
 class Closed(Layer):
@@ -312,6 +483,61 @@ def test_what_each_policy_recomputes_and_moves(options, products, on_host):
   plain, _ = trace(Net(4, in_turn))
   assert names(jaxpr).count("dot_general") - names(plain).count("dot_general") == products
   assert host_arrays(jaxpr) == on_host
+
+
+class Scanning(nnx.Module):
+  """Has a scan over its layers, which also gives a row for each."""
+
+  def __init__(self, depth, reverse=False):
+    self.depth, self.reverse = depth, reverse
+    key = jax.random.key(0)
+    self.kernels = nnx.Param(jax.random.normal(key, (depth, 4, 4)) / 2)
+
+  def __call__(self, x):
+    def layer(x, kernel):
+      x = x + jnp.tanh(x @ kernel)
+      return x, x.mean((1, 2))
+
+    x, means = jax.lax.scan(layer, x, self.kernels[...], reverse=self.reverse)
+    return x * (1 + (means * jnp.arange(1.0, self.depth + 1)[:, None]).sum())
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+@pytest.mark.parametrize(
+  ("depth", "options", "loops"),
+  [
+    (8, {"remat": "full"}, [8]),
+    (8, {"remat": nxp.Remat("full", every=2)}, [4]),
+    (8, {"remat": nxp.Remat("full", group=4)}, [2, 4]),
+    (7, {"remat": nxp.Remat("dots", group=3)}, [2, 3, 1]),
+    (7, {"remat": nxp.Remat("full", every=3)}, [2]),
+    (8, {"remat": "offload"}, [8, 1]),
+    (8, {"remat": nxp.Remat("offload", group=2)}, [4, 2]),
+  ],
+  ids=str,
+)
+def test_what_a_policy_does_with_a_scan_of_the_model(depth, options, loops, reverse):
+  net = Scanning(depth, reverse)
+  got, plain = found(net, nxp.with_layers(loss, **options)), found(net, loss)
+  jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-4, atol=1e-3), got, plain)
+  jaxpr, used = trace(net, **options)
+  assert str(used).strip() == f"the model's scan of {depth}: remat {options['remat']}"
+  forward = [eqn.params["length"] for eqn in equations(jaxpr) if eqn.primitive.name == "scan"]
+  assert {*forward} == {*loops}
+  assert (host_arrays(jaxpr) > 0) == ("offload" in str(used))
+
+
+def test_a_group_of_a_scan_keeps_one_input():
+  graph, state = nnx.split(Scanning(64))
+  x = jnp.ones((64, 32, 4))
+
+  def bytes_of(remat):
+    def value(state):
+      return nxp.with_layers(loss, remat=remat)(nnx.merge(graph, state), x)
+
+    return jax.jit(jax.grad(value)).lower(state).compile().memory_analysis().temp_size_in_bytes
+
+  assert bytes_of("full") - bytes_of(nxp.Remat("full", group=8)) > 32 * x.nbytes
 
 
 @pytest.mark.parametrize(

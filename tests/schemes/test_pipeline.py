@@ -240,11 +240,34 @@ def trained(make: Any, mesh: Any, pipeline: Any, rules: Any = None, **options: A
   return (found, jax.device_get(jax.tree.leaves(keys))), step
 
 
+class Expert(Block):
+  """Adds to a loss beside it."""
+
+  def __call__(self, x: Any, mask: Any, aux: Any) -> Any:
+    x = super().__call__(x, mask)
+    return x, aux + (self.up.kernel[...] ** 2).mean()
+
+
+class Experts(Model):
+  """Starts with a number of Python."""
+
+  def __init__(self, rngs: Any):
+    super().__init__(4, rngs)
+    self.blocks = nnx.List([Expert(8, rngs) for _ in range(4)])
+
+  def __call__(self, tokens: Any) -> Any:
+    x, mask, aux = self.embed(tokens), (tokens > 0).astype(jnp.float32), 0.0
+    for block in self.blocks:
+      x, aux = block(x, mask, aux)
+    return self.head(x) * (1 + aux)
+
+
 CASES: dict[str, tuple[Any, Any, dict[str, Any]]] = {
   "uneven": (Model, {"data": 2, "stage": 4}, {"rules": nxp.presets.pipeline(min_size=8)}),
   "dropout": (lambda rngs: Model(drop=0.3, rngs=rngs), {"data": 2, "stage": 4}, {"remat": "full"}),
   "statistics": (lambda rngs: Model(4, norm=True, rngs=rngs), {"data": 2, "stage": 2}, {}),
   "memory": (Memories, {"data": 2, "stage": 4}, {}),
+  "a number first": (Experts, {"data": 2, "stage": 4}, {}),
   "stacked": (Stacked, {"data": 2, "stage": 4}, {"remat": "full"}),
   "circular": (
     lambda rngs: Model(8, rngs=rngs),
@@ -282,6 +305,8 @@ def test_a_train_step_is_that_of_its_microbatches(case: str) -> None:
   wanted, _ = trained(make, nxp.make_mesh(data=1, devices=jax.devices()[:1]), None, **options)
   close(found, wanted)
   assert "a pipeline over stage" in str(step.layers)
+  if case == "a number first":
+    assert "blocks.0 to blocks.3: a pipeline" in str(step.layers)
   if case in ("uneven", "stacked", "circular", "tensor"):
     assert step.reduction == "once, after the last tick, over data"
 
@@ -343,6 +368,45 @@ class Stem(Model):
     return self.head(x)
 
 
+class Windowed(Block):
+  def __call__(self, x: Any, mask: Any, flag: bool = False) -> Any:
+    return super().__call__(jnp.tanh(x) if flag else x, mask)
+
+
+class Alternating(Model):
+  """Has layers of two kinds in turn, and others before them."""
+
+  def __init__(self, rngs: Any):
+    super().__init__(1, rngs)
+    self.sides = nnx.List([nnx.Linear(8, 8, rngs=rngs) for _ in range(2)])
+    self.blocks = nnx.List([Windowed(8, rngs) for _ in range(8)])
+
+  def __call__(self, tokens: Any) -> Any:
+    x, mask = self.embed(tokens), (tokens > 0).astype(jnp.float32)
+    for side in self.sides:
+      x = x + side(x)
+    for n, block in enumerate(self.blocks):
+      x = block(x, mask, flag=n % 2 == 1)
+    return self.head(x)
+
+
+def test_what_is_outside_of_a_pipeline_is_said() -> None:
+  mesh = nxp.make_mesh(data=2, stage=4)
+  plan = nxp.plan(lambda: Alternating(nnx.Rngs(0)), mesh, nxp.replicate(), optimizer=optax.sgd(0.1))
+  step = nxp.train_step(loss, microbatches=4, pipeline="stage")
+  tokens = jax.ShapeDtypeStruct((16, 6), jnp.int32)
+  step.lower(plan, batch={"x": tokens, "y": tokens})
+  said = str(step.layers)
+  assert "4 stages of 1 layers" in said
+  assert "each of its 4 layers is 2 layers of the model" in said
+  assert "outside of the pipeline, computed by each stage: sides.0, sides.1, weights of 576 B" in said
+
+
+class Hidden(Model):
+  def __call__(self, tokens: Any) -> Any:
+    return jax.checkpoint(super().__call__)(tokens)
+
+
 def test_what_cannot_be_a_pipeline_says_why() -> None:
   mesh = nxp.make_mesh(data=2, stage=4)
   with pytest.raises(TrainError, match="changes with the batch"):
@@ -353,3 +417,7 @@ def test_what_cannot_be_a_pipeline_says_why() -> None:
     nxp.train_step(loss, pipeline=True)
   with pytest.raises(SchemeError, match="no axis 'stage'"):
     trained(lambda: Model(4, nnx.Rngs(0)), nxp.make_mesh(data=8), "stage")
+  with pytest.raises(TrainError, match="does not apply to a scan of the model that is run as a pipeline"):
+    trained(lambda: Stacked(rngs=nnx.Rngs(0)), mesh, "stage", remat=nxp.Remat("full", every=2))
+  with pytest.raises(TrainError, match=r"a pipeline does not reach layers inside (checkpoint|remat)"):
+    trained(lambda: Hidden(4, nnx.Rngs(0)), mesh, "stage")

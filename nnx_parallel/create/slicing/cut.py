@@ -27,13 +27,12 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from nnx_parallel.core.classes import Forest
+from nnx_parallel.core.keys import Keys, Operation, operation
 
 FLOATS = 64
 COUNTS = 4096
 """Arrays of at most `FLOATS` floats, or `COUNTS` keys or integers (one per layer), are evaluated first."""
 _CALLS = ("jit", "pjit", "closed_call")
-# How to differentiate a call: functions that differ by identity in each trace, and nothing is differentiated.
-_DERIVATIVES = ("jvp_jaxpr_fun", "fwd_jaxpr_thunk", "bwd")
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -54,27 +53,6 @@ class Value:
   """An array between two operations of an opened call."""
 
   aval: Any
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class Operation:
-  """One operation of the trace.
-
-  Attributes:
-    primitive: what it does.
-    params: its static parameters.
-    context: the trace-time configuration it ran under.
-    inputs: variables, or literals: numbers written in the program.
-    outputs: variables.
-    compiled: it comes from inside a call that the user compiled, so its numbers were constants there too.
-  """
-
-  primitive: Any
-  params: dict[str, Any]
-  context: Any
-  inputs: tuple[Any, ...]
-  outputs: tuple[Any, ...]
-  compiled: bool = False
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -127,7 +105,7 @@ def cut(phases: Sequence[Phase], outputs: Sequence[int], shardings: Sequence[Nam
     if not program.open_shared_calls(members):
       break
   groups: dict[Hashable, list[Slice]] = {}
-  keys = _Keys()
+  keys = Keys()
   for outputs, operations in members:
     member = _slice(program, outputs, operations, [shardings[i] for i in outputs], keys)
     group = groups.setdefault(member.key, [])
@@ -180,7 +158,7 @@ class _Program:
       names = dict(zip(jaxpr.invars, (made[i] for i in phase.reads), strict=True))
       for eqn in jaxpr.eqns:
         inputs = [_rename(value, names) for value in eqn.invars]
-        self.operations.append(_operation(eqn, inputs, eqn.outvars))
+        self.operations.append(operation(eqn, inputs, eqn.outvars))
       made += [_rename(value, names) for value in jaxpr.outvars]
     self.results: list[Any] = [made[i] for i in outputs]
 
@@ -249,16 +227,10 @@ class _Program:
       # The same body may be inlined many times, so each copy gets new variables.
       names.update((made, Value(made.aval)) for made in eqn.outvars)
       made_by = [names[made] for made in eqn.outvars]
-      operations.append(_operation(eqn, read_by, made_by, compiled=True))
+      operations.append(operation(eqn, read_by, made_by, compiled=True))
     results = [_rename(value, names) for value in inner.jaxpr.outvars]
     renamed.update(zip(call.outputs, results, strict=True))
     return operations
-
-
-def _operation(
-  eqn: Any, inputs: Iterable[Any], outputs: Iterable[Any], *, compiled: bool = False
-) -> Operation:
-  return Operation(eqn.primitive, eqn.params, eqn.ctx, tuple(inputs), tuple(outputs), compiled)
 
 
 def _comes_first(op: Operation, known: set[Any]) -> bool:
@@ -288,7 +260,7 @@ def _slice(
   outputs: tuple[int, ...],
   operations: list[Operation],
   shardings: list[NamedSharding],
-  keys: _Keys,
+  keys: Keys,
 ) -> Slice:
   numbers: dict[Any, int] = {}
   inputs: list[Any] = []
@@ -296,70 +268,3 @@ def _slice(
   results = tuple(program.results[i] for i in outputs)
   targets = tuple((s.spec, s.memory_kind, numbers[r]) for s, r in zip(shardings, results, strict=True))
   return Slice(outputs, results, tuple(operations), tuple(inputs), (code, targets))
-
-
-class _Keys:
-  """Hashable stand-ins for the static parts of a program; equal only if the parts are equal."""
-
-  def __init__(self) -> None:
-    self.bodies: dict[int, int] = {}
-    self.numbers: dict[Hashable, int] = {}
-
-  def params(self, params: dict[str, Any]) -> Hashable:
-    return tuple((k, self.of(v)) for k, v in sorted(params.items()) if k not in _DERIVATIVES)
-
-  def context(self, context: Any) -> Hashable:
-    return context.compute_type, context.threefry_partitionable, self.of(context.xla_metadata)
-
-  def literal(self, literal: Any) -> Hashable:
-    return str(literal.aval), np.asarray(literal.val).tobytes()
-
-  def of(self, value: Any) -> Hashable:
-    if hasattr(value, "eqns"):
-      if id(value) not in self.bodies:  # jax traces equal calls once, so most bodies are the same object
-        self.bodies[id(value)] = self.numbers.setdefault(self._body(value), len(self.numbers))
-      return "body", self.bodies[id(value)]
-    if isinstance(value, (tuple, list)):
-      return type(value).__name__, tuple(self.of(item) for item in value)
-    if isinstance(value, dict):
-      return tuple((k, self.of(v)) for k, v in value.items())
-    try:
-      hash(value)
-    except TypeError:
-      # What cannot be hashed equals nothing but itself: not grouped, and still right.
-      return type(value), id(value)
-    return type(value), value
-
-  def _body(self, body: Any) -> Hashable:
-    jaxpr, constants = getattr(body, "jaxpr", body), getattr(body, "consts", ())
-    numbers = {value: i for i, value in enumerate((*jaxpr.constvars, *jaxpr.invars))}
-    shapes = [str(value.aval) for value in numbers]
-    inner = [_operation(eqn, eqn.invars, eqn.outvars, compiled=True) for eqn in jaxpr.eqns]
-    code = self.code(inner, numbers, [])
-    results = tuple(
-      self.literal(value) if isinstance(value, jex.Literal) else numbers[value] for value in jaxpr.outvars
-    )
-    return tuple(shapes), code, results, tuple(map(id, constants))
-
-  def code(self, operations: Iterable[Operation], numbers: dict[Any, int], inputs: list[Any]) -> Hashable:
-    """The operations with numbers in place of variables; what none of them makes is added to `inputs`."""
-    code: list[Hashable] = []
-    for op in operations:
-      operands: list[Hashable] = []
-      for value in op.inputs:
-        if isinstance(value, jex.Literal):
-          if op.compiled:
-            operands.append(self.literal(value))
-            continue
-          inputs.append(value)
-          operands.append(("number", str(value.aval)))
-        elif value in numbers:
-          operands.append(numbers[value])
-        else:
-          numbers[value] = len(numbers)
-          inputs.append(value)
-          operands.append((numbers[value], str(value.aval)))
-      for value in op.outputs:
-        numbers[value] = len(numbers)
-      code.append((op.primitive, self.params(op.params), self.context(op.context), tuple(operands)))
-    return tuple(code)

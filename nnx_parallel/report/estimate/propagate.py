@@ -20,7 +20,7 @@ import jax
 from jax.extend import core
 
 from nnx_parallel.core.flow import Flow, Meeting, constraint, meeting, result_axes, shard_map_axes
-from nnx_parallel.core.jaxprs import CHECKPOINTS, called, nbytes, opened, scan_counts
+from nnx_parallel.core.jaxprs import called, is_checkpoint, nbytes, opened, params_of, scan_counts
 from nnx_parallel.report.chips import ENDLESS, traced_arithmetic
 from nnx_parallel.report.estimate.fusion import is_fused
 
@@ -212,8 +212,8 @@ class Propagation:
       return self._shard_map(eqn, inputs, times)
     inner = None if name == "pallas_call" else called(eqn)
     if inner is not None and len(opened(inner).invars) == len(inputs):
-      if name in CHECKPOINTS:
-        self.kept.append(RematRegion(inner, tuple(inputs), times, eqn.params.get("policy")))
+      if is_checkpoint(eqn):
+        self.kept.append(RematRegion(inner, tuple(inputs), times, params_of(eqn).get("policy")))
       return self.run(inner, inputs, times)
     if name == "optimization_barrier":
       return inputs

@@ -1,0 +1,168 @@
+"""Hashable stand-ins for programs: equal only if the programs are."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Hashable, Iterable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend import core
+
+from nnx_parallel.core.jaxprs import constants, gradient_of, has_rule, inner_equations, is_tracer, opened
+from nnx_parallel.core.nodes import is_key
+
+# How to differentiate a call: functions that differ by identity in each trace.
+_DERIVATIVES = (
+  *("jvp_jaxpr_fun", "fwd_jaxpr_thunk", "bwd", "out_trees", "debug_info"),
+  *("jvp_rule", "fwd", "remat_rules", "bwd_accums"),  # of `jax_custom_jvp3` and `jax_custom_vjp3`
+)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Operation:
+  """One operation of a trace.
+
+  Attributes:
+    primitive: what it does.
+    params: its static parameters.
+    context: the trace-time configuration it ran under.
+    inputs: variables, or literals: numbers written in the program.
+    outputs: variables.
+    compiled: it comes from inside a call that the user compiled, so its numbers were constants there too.
+  """
+
+  primitive: Any
+  params: dict[str, Any]
+  context: Any
+  inputs: tuple[Any, ...]
+  outputs: tuple[Any, ...]
+  compiled: bool = False
+
+
+def operation(
+  eqn: Any, inputs: Iterable[Any], outputs: Iterable[Any], *, compiled: bool = False
+) -> Operation:
+  """An operation of a trace, with its own or other variables."""
+  return Operation(eqn.primitive, eqn.params, eqn.ctx, tuple(inputs), tuple(outputs), compiled)
+
+
+def identity(jaxpr: Any) -> Hashable:
+  """What tells a program from others, with constants by value, and gradients that have rules of their own."""
+  return Keys(value_of_constant, rules=True, shared=False).of(jaxpr)
+
+
+def value_of_constant(x: Any) -> Hashable:
+  """The type and the bytes of an array; of a tracer, which one it is."""
+  if is_tracer(x):
+    return id(x)
+  if is_key(jnp.result_type(x)):
+    x = jax.random.key_data(x)
+  return str(jnp.result_type(x)), np.shape(x), np.asarray(x).tobytes()
+
+
+class Keys:
+  """Stand-ins for the static parts of programs.
+
+  Args:
+    of_constant: the one of a constant that a program carries.
+    rules: whether gradients by `jax.custom_jvp` and `jax.custom_vjp` are compared; else they are left out.
+    shared: whether equal inner programs get a number, so that keys of one object only are compared.
+  """
+
+  def __init__(
+    self, of_constant: Callable[[Any], Hashable] = id, *, rules: bool = False, shared: bool = True
+  ):
+    self._of_constant, self._rules, self._shared = of_constant, rules, shared
+    self._bodies: dict[tuple[int, bool], tuple[Any, Hashable]] = {}  # with the program, so that its id stays
+    self._numbers: dict[Hashable, int] = {}
+    self._in_rule = False
+
+  def params(self, params: dict[str, Any]) -> Hashable:
+    """Those of the static parameters of an operation."""
+    return tuple((k, self.of(v)) for k, v in sorted(params.items()) if k not in _DERIVATIVES)
+
+  def context(self, context: Any) -> Hashable:
+    """The one of the configuration that an operation was traced under."""
+    return context.compute_type, context.threefry_partitionable, self.of(context.xla_metadata)
+
+  def literal(self, literal: Any) -> Hashable:
+    """The one of a number in a program."""
+    return str(literal.aval), np.asarray(literal.val).tobytes()
+
+  def of(self, value: Any) -> Hashable:
+    """The one of a program, or of another parameter."""
+    if hasattr(opened(value), "eqns"):  # a program, or one that is traced
+      place = id(value), self._in_rule
+      if place not in self._bodies:  # jax traces equal calls once, so most bodies are the same object
+        key = self._body(value)
+        if self._shared:
+          key = self._numbers.setdefault(key, len(self._numbers))
+        self._bodies[place] = value, key
+      return "body", self._bodies[place][1]
+    if isinstance(value, (tuple, list)):
+      return type(value).__name__, tuple(self.of(item) for item in value)
+    if isinstance(value, dict):
+      return tuple((k, self.of(v)) for k, v in value.items())
+    if isinstance(value, np.ndarray):
+      return value_of_constant(value)
+    if hasattr(value, "in_avals") and hasattr(value, "params"):  # see `jaxprs.params_of`
+      return type(value), self.params(value.params)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):  # the grid of a kernel holds programs
+      fields = [field.name for field in dataclasses.fields(value) if field.name not in _DERIVATIVES]
+      return type(value), tuple((name, self.of(getattr(value, name, None))) for name in fields)
+    try:
+      hash(value)
+    except TypeError:
+      # What cannot be hashed equals nothing but itself: not grouped, and still right.
+      return type(value), id(value)
+    return type(value), value
+
+  def _body(self, body: Any) -> Hashable:
+    jaxpr = opened(body)
+    numbers = {value: i for i, value in enumerate((*jaxpr.constvars, *jaxpr.invars))}
+    shapes = [str(value.aval) for value in numbers]
+    inner = [operation(eqn, eqn.invars, eqn.outvars, compiled=True) for eqn in jaxpr.eqns]
+    code = self.code(inner, numbers, [])
+    results = tuple(
+      self.literal(value) if isinstance(value, core.Literal) else numbers[value] for value in jaxpr.outvars
+    )
+    rules = tuple(self._rule(eqn) for eqn in jaxpr.eqns) if self._rules and not self._in_rule else ()
+    return tuple(shapes), code, results, tuple(map(self._of_constant, constants(body))), rules
+
+  def _rule(self, eqn: Any) -> Hashable:
+    """The gradient of an operation that has one of its own."""
+    # A rule in a shard_map can't be traced outside of it, but the gradient of the whole can.
+    mapped = eqn.primitive.name == "shard_map" and any(map(has_rule, inner_equations(eqn)))
+    if not (has_rule(eqn) or mapped):
+      return None
+    self._in_rule = True  # the gradient of relu calls relu
+    try:
+      return self.of(gradient_of(eqn))
+    finally:
+      self._in_rule = False
+
+  def code(self, operations: Iterable[Operation], numbers: dict[Any, int], inputs: list[Any]) -> Hashable:
+    """The operations with numbers in place of variables; what none of them makes is added to `inputs`."""
+    code: list[Hashable] = []
+    for op in operations:
+      operands: list[Hashable] = []
+      for value in op.inputs:
+        if isinstance(value, core.Literal):
+          if op.compiled:
+            operands.append(self.literal(value))
+            continue
+          inputs.append(value)
+          operands.append(("number", str(value.aval)))
+        elif value in numbers:
+          operands.append(numbers[value])
+        else:
+          numbers[value] = len(numbers)
+          inputs.append(value)
+          operands.append((numbers[value], str(value.aval)))
+      for value in op.outputs:
+        numbers[value] = len(numbers)
+      code.append((op.primitive, self.params(op.params), self.context(op.context), tuple(operands)))
+    return tuple(code)
