@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import atexit
-import concurrent.futures
+import concurrent.futures.thread  # before the hook below, which has to come before its own
 import contextlib
 import functools
 import json
 import os
+import platform
+import sys
 import threading
+import traceback
 import warnings
 import weakref
 from collections.abc import Callable, Generator, Iterable
@@ -27,15 +30,20 @@ from nnx_parallel.checkpoint.manifest import Manifest
 from nnx_parallel.checkpoint.relayout import no_mesh
 from nnx_parallel.checkpoint.targets import Only, Remap
 from nnx_parallel.core.nodes import value_of
-from nnx_parallel.errors import CheckpointError
+from nnx_parallel.errors import CheckpointError, NnxParallelWarning
 from nnx_parallel.layout.plan import ShardingPlan
 
 _RESERVED = ("model", "optimizer")
+
+# Python 3.12.0 to 3.12.2 start no thread once the script has ended, and Orbax needs threads to the end.
+_LOSES_SAVES_AT_EXIT = (3, 12) <= sys.version_info[:3] < (3, 12, 3)
 
 _UNFINISHED: set[Checkpointer] = set()
 """Objects with a background save that is running or has failed: kept alive, so that its error is raised."""
 
 _LIVE: weakref.WeakSet[Checkpointer] = weakref.WeakSet()
+_ENDING = threading.Event()  # the script has ended; hooks and threads may still run
+_lost = False  # a save failed since then: nothing but the exit code can tell
 
 
 class Checkpointer:
@@ -54,7 +62,8 @@ class Checkpointer:
     best: name of the metric that decides which step is best; the best steps are kept too.
     best_mode: `"min"` or `"max"`.
     keep_best: how many of the best.
-    asynchronous: whether `save` returns once the arrays are copied off the devices.
+    asynchronous: whether `save` returns once the arrays are copied off the devices. A save that is not done
+      when the script ends is finished then; if it fails, the exit code is 1.
     verify: what `restore` checks: `"full"` every value, `"metadata"` the files' sizes and the metadata,
       `"off"` nothing.
     byte_budget: host bytes in flight while reading and writing, beyond the arrays themselves. A background
@@ -96,7 +105,10 @@ class Checkpointer:
     self.restored: Manifest | None = None
     retention = Retention(max_to_keep, keep_every, best, best_mode, keep_best)
     self._catalog = Catalog(self.directory, retention)
-    self._asynchronous, self._verify = asynchronous, one_of("verify", verify, restore.VERIFY)
+    self._asynchronous, self._verify = (
+      _checked_background(asynchronous),
+      one_of("verify", verify, restore.VERIFY),
+    )
     self._byte_budget = _checked_bytes("byte_budget", byte_budget, least=0)
     self._chunk_bytes = None if chunk_bytes is None else _checked_bytes("chunk_bytes", chunk_bytes, least=1)
     self._pool = concurrent.futures.ThreadPoolExecutor(1, "nnx_parallel-checkpoint")
@@ -105,12 +117,7 @@ class Checkpointer:
     self._position: int | None = None  # the step that this run resumed from or saved last
     self._restored_step: int | None = None
     self._closed = False
-    self._at_exit = functools.partial(_if_alive, weakref.WeakMethod(self.wait))
-    atexit.register(self._at_exit)
-    # atexit comes too late to finish a background save: by then Python starts no more threads, and Orbax
-    # needs them. Only this hook comes earlier; the error, if any, is left for atexit to raise.
-    finish = functools.partial(_if_alive, weakref.WeakMethod(self._await_pending))
-    threading._register_atexit(finish)  # pyright: ignore
+    self._lock = threading.RLock()  # of one save; a signal handler may save within a save
     _LIVE.add(self)
 
   def __enter__(self) -> Checkpointer:
@@ -158,7 +165,7 @@ class Checkpointer:
       CheckpointError: the step exists, or newer ones of another run do; a leaf cannot be stored, the disk
         refuses, another job is writing here, or an earlier background save failed.
     """
-    with no_mesh():
+    with self._lock, no_mesh():
       self.wait()
       if self._closed:
         raise CheckpointError(
@@ -174,8 +181,8 @@ class Checkpointer:
           overwrite,
         )
       save.require_same(self.directory, request)
-      self._pool.submit(int).result()  # starts the thread: an interrupt during the start would lose it
       started = concurrent.futures.Future[bool]()
+      self._start_thread(request.step)
       _UNFINISHED.add(self)
       pending = self._pending = self._pool.submit(self._run, request, started)
       pending.add_done_callback(functools.partial(_forget_finished, self))
@@ -185,7 +192,7 @@ class Checkpointer:
         concurrent.futures.wait([started])  # the arrays are being read, and a step may delete them
         raise
       if not begun or not self._asynchronous:
-        self.wait()
+        self._settle(pending)
 
   def wait(self) -> None:
     """Waits for a background save.
@@ -193,9 +200,12 @@ class Checkpointer:
     Raises:
       CheckpointError: it failed.
     """
-    pending = self._pending
-    if pending is None:
-      return
+    with self._lock:
+      if self._pending is not None:
+        self._settle(self._pending)
+
+  def _settle(self, pending: concurrent.futures.Future[None]) -> None:
+    global _lost
     try:
       with multihost.together():
         pending.result()
@@ -203,8 +213,10 @@ class Checkpointer:
         self._position = self._saving
     finally:
       if pending.done():  # else an interrupt ended the wait, and the save goes on
-        self._pending = None
-        _UNFINISHED.discard(self)
+        _lost = _lost or (_ENDING.is_set() and pending.exception() is not None)
+        if self._pending is pending:
+          self._pending = None
+          _UNFINISHED.discard(self)
 
   def close(self) -> None:
     """Waits for a background save and ends the object's thread.
@@ -213,7 +225,6 @@ class Checkpointer:
       CheckpointError: the save failed.
     """
     self._closed = True
-    atexit.unregister(self._at_exit)
     try:
       self.wait()
     finally:
@@ -455,14 +466,25 @@ class Checkpointer:
         for problem in folders.delete_steps(self.directory, self._catalog.expired):
           warnings.warn(f"step {request.step} is saved, but {problem}", stacklevel=2)
 
-  def _await_pending(self) -> None:
-    if self._pending is not None:
-      concurrent.futures.wait([self._pending])
+  def _start_thread(self, step: int) -> None:
+    """Starts the thread of the saves: an interrupt during the start would lose a save."""
+    global _lost
+    try:
+      self._pool.submit(int).result()
+    except RuntimeError as error:
+      if not _ENDING.is_set():
+        raise
+      _lost = True
+      raise CheckpointError(
+        f"cannot save step {step}: the script has ended, and Python starts no more threads.",
+        details=str(error),
+        fix="save before the script ends, and join the thread that trains; StopSignals ends a loop in order.",
+      ) from error
 
   def _forget_parent(self) -> None:
     """Repairs the copy in a forked process, which has no threads and no pending save."""
     self._pool = concurrent.futures.ThreadPoolExecutor(1, "nnx_parallel-checkpoint")
-    self._pending = None
+    self._pending, self._lock = None, threading.RLock()
 
   def _compare(self, record: Manifest, goal: Target, **choose: Any) -> Diff:
     folder = self._catalog.folder(record.step)
@@ -602,6 +624,19 @@ def _checked_bytes(name: str, value: object, *, least: int) -> int:
   return number
 
 
+def _checked_background(asynchronous: bool) -> bool:
+  """Whether to save in the background: not on a Python that may lose the save at its end."""
+  if asynchronous and _LOSES_SAVES_AT_EXIT:
+    warnings.warn(
+      f"asynchronous=True waits for each save on Python {platform.python_version()}, which would lose the"
+      " last one: it ends no background save at exit.  Fix: Python 3.12.3 or newer, or 3.11.",
+      NnxParallelWarning,
+      stacklevel=3,
+    )
+    return False
+  return asynchronous
+
+
 def _numbers(metrics: MappingType[str, object]) -> dict[str, float]:
   numbers: dict[str, float] = {}
   for name, value in metrics.items():
@@ -633,7 +668,26 @@ if hasattr(os, "register_at_fork"):
   os.register_at_fork(after_in_child=_after_fork)
 
 
-def _if_alive(method: weakref.WeakMethod[Callable[[], None]]) -> None:
-  call = method()
-  if call is not None:
-    call()
+def _finish_saves() -> None:
+  """Waits for the background saves. Their errors are left for `_report_lost`, or for whoever waits."""
+  _ENDING.set()
+  concurrent.futures.wait([one._pending for one in [*_UNFINISHED] if one._pending is not None])  # pyright: ignore
+
+
+def _report_lost() -> None:
+  """Shows the errors of background saves, and ends the process with code 1 if there are any."""
+  for checkpointer in [*_UNFINISHED]:
+    try:
+      checkpointer.wait()
+    except Exception:  # noqa: BLE001 (shown; each of the others has to be shown too)
+      traceback.print_exc()
+  if _lost:
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(1)  # Python's own code would be 0
+
+
+# atexit comes too late to finish a background save: by then Python starts no more threads, and Orbax needs
+# them. Only the other hook comes earlier.
+threading._register_atexit(_finish_saves)  # pyright: ignore
+atexit.register(_report_lost)

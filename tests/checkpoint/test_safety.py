@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import pytest
 
 from checkpoint.runs import arrays, assert_same, target_of
+from nnx_parallel.checkpoint import checkpointer as checkpointer_module
 from nnx_parallel.checkpoint import folders, save, store
 from nnx_parallel.checkpoint.checkpointer import Checkpointer
 from nnx_parallel.cli import main as cli
@@ -319,9 +320,9 @@ def test_a_background_save_is_finished_at_exit(tmp_path):
   assert Checkpointer(tmp_path).latest() == 1
 
 
-def test_a_background_error_is_shown_at_exit(tmp_path):
+def test_a_background_error_is_shown_at_exit_and_in_the_exit_code(tmp_path):
   code = """
-    import sys, jax.numpy as jnp
+    import atexit, sys, jax.numpy as jnp
     from nnx_parallel.checkpoint import folders
     from nnx_parallel.checkpoint.checkpointer import Checkpointer
     def fail(_): raise OSError(28, "No space left on device")
@@ -330,9 +331,64 @@ def test_a_background_error_is_shown_at_exit(tmp_path):
     kept.save(1, {"w": jnp.ones(4)})
     Checkpointer(sys.argv[2], asynchronous=True).save(2, {"w": jnp.ones(4)})  # collected before its save ends
   """
-  said = run(code, tmp_path / "kept", tmp_path / "gone").stderr
-  assert "cannot save step 1" in said
-  assert "cannot save step 2" in said
+  done = run(code, tmp_path / "kept", tmp_path / "gone")
+  assert "cannot save step 1" in done.stderr
+  assert "cannot save step 2" in done.stderr
+  assert done.returncode == 1
+  done = run(f"{textwrap.dedent(code)}\natexit.register(kept.close)", tmp_path / "kept", tmp_path / "gone")
+  assert (done.returncode, "cannot save step 1" in done.stderr) == (1, True)
+
+
+def test_a_save_after_the_script_has_ended_says_so(tmp_path):
+  code = """
+    import sys, threading, jax.numpy as jnp
+    from nnx_parallel.checkpoint.checkpointer import Checkpointer
+    checkpointer, tree = Checkpointer(sys.argv[1]), {"w": jnp.ones(4)}
+    def late():
+      threading.main_thread().join()
+      checkpointer.save(1, tree)
+    threading.Thread(target=late).start()
+  """
+  done = run(code, tmp_path)
+  assert "cannot save step 1: the script has ended, and Python starts no more threads." in done.stderr
+  assert done.returncode == 1
+
+
+def test_a_python_that_loses_saves_at_its_end_saves_at_once(tmp_path, monkeypatch):
+  monkeypatch.setattr(checkpointer_module, "_LOSES_SAVES_AT_EXIT", True)
+  with pytest.warns(
+    UserWarning, match=r"asynchronous=True waits for each save on Python .*\n?.*Fix: Python 3"
+  ):
+    checkpointer = Checkpointer(tmp_path, asynchronous=True)
+  checkpointer.save(1, arrays())
+  assert checkpointer.steps() == [1]
+  Checkpointer(tmp_path).save(2, arrays())  # without a warning
+
+
+def test_each_of_two_threads_gets_the_outcome_of_its_own_save(saved):
+  directory, trees = saved
+  checkpointer = Checkpointer(directory)
+  tree = {"b": trees[1]["b"]}
+  problems = []
+
+  def sound():
+    for step in range(10, 30):
+      try:
+        checkpointer.save(step, tree)
+      except CheckpointError as error:
+        problems.append(str(error))
+
+  thread = threading.Thread(target=sound)
+  thread.start()
+  refused = 0
+  while thread.is_alive():
+    with pytest.raises(CheckpointError, match="cannot save step 2: it exists"):
+      checkpointer.save(2, tree)
+    refused += 1
+  thread.join()
+  assert problems == []
+  assert refused
+  assert checkpointer.steps() == [1, 2, *range(10, 30)]
 
 
 def test_an_interrupt_while_a_save_is_handed_over_does_not_keep_the_lock(saved, monkeypatch):
