@@ -179,8 +179,10 @@ class Catalog:
       raise self._no_step(step)
     return number
 
-  def place(self, step: int, position: int | None, *, overwrite: bool) -> Place:
-    """The place of a new step; `position` is the step that the run resumed from or saved last, if any.
+  def place(self, step: int, position: int | None, *, saved: bool = False, overwrite: bool) -> Place:
+    """The place of a new step.
+
+    `position` is the step that the run resumed from or saved last, if any, and `saved` says that it saved it.
 
     Raises:
       CheckpointError: it exists, another program wrote its folder, or the run did not come from before it.
@@ -203,7 +205,12 @@ class Catalog:
         f"cannot replace step {step} in {self.directory}: renames are not atomic there.",
         fix="save under another step, or delete this one first.",
       )
-    return place_of(step, position, self.headers(), self.directory)
+    headers = self.headers()
+    newest = next(iter(newest_first(headers)), None)
+    # Another Checkpointer of the job may have saved since: the run did not leave its steps behind.
+    if saved and position is not None and newest is not None and _follows(newest, position, headers):
+      position = newest
+    return place_of(step, position, headers, self.directory)
 
   def _no_step(self, step: int | str | None) -> CheckpointError:
     steps = self.steps()
@@ -312,6 +319,13 @@ def newest_first(headers: Mapping[int, Header | None]) -> list[int]:
     else:
       parent = -1 if header.parent is None else header.parent
   return [*sorted(headers.keys() - behind, reverse=True), *behind]
+
+
+def _follows(step: int, earlier: int, headers: Mapping[int, Header | None]) -> bool:
+  """Whether a step continues the run of an earlier one, as far as its parents are known."""
+  while step > earlier and (header := headers.get(step)) is not None:
+    step = -1 if header.parent is None else header.parent
+  return step >= earlier
 
 
 @dataclasses.dataclass(frozen=True)

@@ -115,6 +115,7 @@ class Checkpointer:
     self._pending: concurrent.futures.Future[None] | None = None
     self._saving: int | None = None  # the step of the run once `_pending` is done, if it changes
     self._position: int | None = None  # the step that this run resumed from or saved last
+    self._position_saved = False  # it was saved
     self._restored_step: int | None = None
     self._closed = False
     self._lock = threading.RLock()  # of one save; a signal handler may save within a save
@@ -142,8 +143,8 @@ class Checkpointer:
   ) -> None:
     """Saves the state of a run as one step, completely or not at all.
 
-    The step follows the one that this object restored into a target or saved last, and otherwise the newest.
-    A smaller step is refused where the directory holds newer ones that the run did not resume from.
+    The step follows the one that this object restored into a target or saved last, or those that another
+    Checkpointer saved after that one, and otherwise the newest. A smaller step is refused where the directory holds newer ones that the run did not resume from.
 
     The log has at INFO, before the start, the bytes of the step and the host memory that this process will
     need. Ctrl-C ends the wait for a save, not the save: `wait`, `close` and the next save finish it. Padded
@@ -210,7 +211,7 @@ class Checkpointer:
       with multihost.together():
         pending.result()
       if self._saving is not None:
-        self._position = self._saving
+        self._position, self._position_saved = self._saving, True
     finally:
       if pending.done():  # else an interrupt ended the wait, and the save goes on
         _lost = _lost or (_ENDING.is_set() and pending.exception() is not None)
@@ -360,7 +361,7 @@ class Checkpointer:
 
       found = self._try_steps(step, on_corrupt, attempt)
       if target is not None:
-        self._position = self._restored_step
+        self._position, self._position_saved = self._restored_step, False
       return found
 
   def restore_extra(
@@ -442,7 +443,8 @@ class Checkpointer:
           self.directory.mkdir(parents=True, exist_ok=True)
           stack.enter_context(folders.writer_lock(self.directory))
           folders.recover(self.directory)
-          place = self._catalog.place(request.step, self._position, overwrite=request.overwrite)
+          position, saved = self._position, self._position_saved
+          place = self._catalog.place(request.step, position, saved=saved, overwrite=request.overwrite)
           folders.check_space(self.directory, request.content.nbytes)
       self._saving = request.step if place is not None and place.time is None else None
       with multihost.together(), friendly():

@@ -25,12 +25,14 @@ from etils import epath
 
 from nnx_parallel.checkpoint import manifest
 from nnx_parallel.checkpoint.damage import causes
-from nnx_parallel.errors import CheckpointError
+from nnx_parallel.errors import CheckpointError, NnxParallelWarning
 
 LOCK = ".nnx_parallel.lock"
 SAVING, REPLACED, DELETING = ".nnx-saving", ".nnx-replaced", ".nnx-deleting"
 _PIECE = 1 << 20
 _SYNCING = 16
+# What flock says on Lustre without the option `flock`, on NFS without its lock service, and on some FUSE mounts.
+_NO_LOCKS = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOLCK)
 
 _LOCKS: weakref.WeakSet[io.FileIO] = weakref.WeakSet()
 
@@ -80,7 +82,7 @@ def is_unrecognised(folder: epath.Path) -> bool:
 def writer_lock(directory: epath.Path) -> Generator[None]:
   """Holds the directory for writing.
 
-  Object stores have no lock: there the caller must let only one job write.
+  Object stores have no lock, nor have some shared disks: there the caller must let only one job write.
 
   Raises:
     CheckpointError: another process, or another save of this one, holds it.
@@ -92,22 +94,42 @@ def writer_lock(directory: epath.Path) -> Generator[None]:
 
   with open(directory / LOCK, "a+b", buffering=0) as file:
     _LOCKS.add(file)
+    me = f"process {os.getpid()} on {socket.gethostname()}"
     try:
       fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
       file.seek(0)
+      holder = file.read().decode().strip()
+      own = holder == me
       raise CheckpointError(
-        f"cannot write to {directory}: another job is writing there.",
-        details=f"held by {file.read().decode().strip() or 'a process without a name yet'}",
-        fix="give each job its own directory, or wait until the other has finished.",
+        f"cannot write to {directory}: another {'Checkpointer of this process' if own else 'job'} is writing"
+        " there.",
+        details=f"held by {holder or 'a process without a name yet'}",
+        fix="wait() for the other Checkpointer, or share one."
+        if own
+        else "give each job its own directory, or wait until the other has finished.",
       ) from None
+    except OSError as error:
+      if error.errno not in _NO_LOCKS:
+        raise
+      _warn_of_no_locks(str(directory), error.strerror or str(error))
     file.truncate(0)
-    file.write(f"process {os.getpid()} on {socket.gethostname()}\n".encode())
+    file.write(f"{me}\n".encode())
     try:
       yield
     finally:
       if not file.closed:
         file.truncate(0)
+
+
+@functools.cache
+def _warn_of_no_locks(directory: str, why: str) -> None:
+  warnings.warn(
+    f"{directory} has no file locks ({why}), so nothing stops a second job from writing there.  Fix: let one"
+    " job write to it; Lustre has locks when it is mounted with flock.",
+    NnxParallelWarning,
+    stacklevel=3,
+  )
 
 
 def drop_locks() -> None:

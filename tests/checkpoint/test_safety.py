@@ -170,10 +170,28 @@ def test_only_what_a_step_left_is_swept(saved):
 
 def test_two_writers_do_not_meet(saved):
   directory, trees = saved
-  text = r"another job is writing there\.\n  held by process \d+ on "
-  with folders.writer_lock(folders.epath.Path(directory)), pytest.raises(CheckpointError, match=text):
-    Checkpointer(directory).save(3, trees[1])
+  text = r"another Checkpointer of this process is writing there\.\n  held by process \d+ on .*\n  Fix: wait"
+  with folders.writer_lock(folders.epath.Path(directory)):
+    with pytest.raises(CheckpointError, match=text):
+      Checkpointer(directory).save(3, trees[1])
+    (directory / folders.LOCK).write_text("process 1 on elsewhere\n")
+    text = r"another job is writing there\.\n  held by process 1 on elsewhere"
+    with pytest.raises(CheckpointError, match=text):
+      Checkpointer(directory).save(3, trees[1])
   Checkpointer(directory).save(3, trees[1])
+
+
+@pytest.mark.parametrize("number", [38, 95, 37])
+def test_a_disk_without_locks_is_written_to_with_one_warning(tmp_path, monkeypatch, number):
+  monkeypatch.setattr("fcntl.flock", broken(number))
+  checkpointer = Checkpointer(tmp_path)
+  with pytest.warns(UserWarning, match=r"has no file locks \(.*\), so nothing stops a second job"):
+    checkpointer.save(1, arrays())
+  checkpointer.save(2, arrays())
+  monkeypatch.setattr("fcntl.flock", broken(5))
+  with pytest.raises(CheckpointError, match="Input/output error"):
+    checkpointer.save(3, arrays())
+  assert checkpointer.steps() == [1, 2]
 
 
 def test_a_full_disk_is_noticed_before_writing(saved, monkeypatch):
