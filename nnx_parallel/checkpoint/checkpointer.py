@@ -144,7 +144,8 @@ class Checkpointer:
     """Saves the state of a run as one step, completely or not at all.
 
     The step follows the one that this object restored into a target or saved last, or those that another
-    Checkpointer saved after that one, and otherwise the newest. A smaller step is refused where the directory holds newer ones that the run did not resume from.
+    Checkpointer saved after that one, and otherwise the newest. A smaller step is refused where the directory
+    holds newer ones that the run did not resume from.
 
     The log has at INFO, before the start, the bytes of the step and the host memory that this process will
     need. Ctrl-C ends the wait for a save, not the save: `wait`, `close` and the next save finish it. Padded

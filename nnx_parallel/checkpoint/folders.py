@@ -31,7 +31,7 @@ LOCK = ".nnx_parallel.lock"
 SAVING, REPLACED, DELETING = ".nnx-saving", ".nnx-replaced", ".nnx-deleting"
 _PIECE = 1 << 20
 _SYNCING = 16
-# What flock says on Lustre without the option `flock`, on NFS without its lock service, and on some FUSE mounts.
+# What flock says on Lustre without the option `flock`, on NFS without its lock service, and on some FUSE.
 _NO_LOCKS = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOLCK)
 
 _LOCKS: weakref.WeakSet[io.FileIO] = weakref.WeakSet()
