@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import math
 import numbers
 import os
@@ -13,10 +14,14 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal
 
 import jax
+import jax.numpy as jnp
+from flax import nnx
 from rich.console import Console
 
 from nnx_parallel.checkpoint.checkpointer import Checkpointer
+from nnx_parallel.checkpoint.relayout import no_mesh, on_auto_axes
 from nnx_parallel.checkpoint.targets import Only, saved_roots
+from nnx_parallel.core.nodes import value_of
 from nnx_parallel.errors import CheckpointError, NnxParallelWarning, TrainError
 from nnx_parallel.hosts.data import batches as placed
 from nnx_parallel.hosts.stop import StopSignals
@@ -171,7 +176,8 @@ def fit(
       utilization, HFU); pass the model's own for MFU in the strict sense.
     profile: the first and last step to trace for xprof.
     profile_dir: the folder of the trace.
-    nonfinite: whether a loss that is not finite is an error.
+    nonfinite: whether a loss that is not finite is an error, and so is a step to save whose parameters are
+      not finite; it is not saved then.
     check_gradients: whether to check on the first batch, before training, that the step's gradients are the
       derivatives of its loss on this layout (`TrainStep.check_gradients`); wrong ones are an error.
 
@@ -179,9 +185,9 @@ def fit(
     The last step, the metrics, and why it ended.
 
   Raises:
-    TrainError: data that ends before `steps`, a loss that is not finite, wrong gradients where checked, a
-      step that returns no dict, an `extra` named `"data"`, an array among the metrics of an evaluation, or
-      options without a meaning.
+    TrainError: data that ends before `steps`, a loss or parameters to save that are not finite, wrong
+      gradients where checked, a step that returns no dict, an `extra` named `"data"`, an array among the
+      metrics of an evaluation, or options without a meaning.
     CheckpointError: the checkpointer has steps of another run, or not the one to resume from, or cannot save
       or restore.
 
@@ -234,6 +240,8 @@ def fit(
     nonlocal saved, saved_at
     if checkpointer is not None and saved != at.step >= first:
       with goodput.spend("checkpoint"):
+        if nonfinite == "error":
+          _require_finite(saved_roots(model, optimizer, only), at.step)
         own = extra() if extra is not None else {}
         if "data" in own:
           raise TrainError(
@@ -323,8 +331,9 @@ def fit(
       done = "stopped after" if checkpointer is None else "saving"
       print(f"asked to end: {done} step {at.step}", flush=True)
     save()
-    if checkpointer is not None and stopped == "signal":
-      checkpointer.wait()
+    if checkpointer is not None:
+      with goodput.spend("checkpoint"):
+        checkpointer.wait()  # its error must not be lost at exit
   return FitResult(at.step, recorder.newest, recorder.history, stopped, goodput.seconds())
 
 
@@ -387,6 +396,35 @@ def _check_intervals(
       details="their clocks differ, and all must save the same step",
       fix="save_every=N, in steps.",
     )
+
+
+def _require_finite(roots: Mapping[str, Mapping[str, Any]], number: int) -> None:
+  """Raises where a parameter is not finite, or the optimizer's state holds a NaN.
+
+  The loss of a step is that before its update: it may be finite when the gradient is not.
+  """
+  with no_mesh():
+    found = {
+      f"{root}/{path}": _is_sound(on_auto_axes(array), finite=root == "model")
+      for root, leaves in roots.items()
+      for path, leaf in leaves.items()
+      if root != "model" or isinstance(leaf, nnx.Param)
+      for array in jax.tree.leaves(value_of(leaf))
+      if isinstance(array, jax.Array) and jnp.issubdtype(array.dtype, jnp.inexact)
+    }
+  if bad := [name for name, sound in found.items() if not sound]:
+    raise TrainError(
+      f"step {number} is not saved: {bad[0]} is not finite.",
+      details=f"{len(bad)} of {len(found)} arrays hold a NaN or an infinity; the steps saved before are"
+      " untouched",
+      fix="resume from the newest of them with a lower learning rate or clipped gradients;"
+      ' optimizer=nxp.skip_nonfinite(...) leaves such updates out; nonfinite="continue" saves them.',
+    )
+
+
+@functools.partial(jax.jit, static_argnames="finite")
+def _is_sound(array: jax.Array, *, finite: bool) -> jax.Array:
+  return jnp.isfinite(array).all() if finite else ~jnp.isnan(array).any()
 
 
 def _busy(metrics: Any) -> bool:

@@ -18,6 +18,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import nnx_parallel as nxp
+from nnx_parallel.checkpoint import folders
 from nnx_parallel.loop.fit import resume_from
 from nnx_parallel.loop.recorder import Position
 
@@ -278,6 +279,41 @@ def test_a_loss_that_is_not_finite():
   assert len(fake([1.0, math.nan, 1.0], nonfinite="continue").history) == 3
   with pytest.raises(nxp.errors.TrainError, match=r"the loss of step 2 is nan"):
     fake([1.0, math.nan], steps=5)  # and not that the data ended
+
+
+@pytest.mark.parametrize("save_every", [2, None])
+def test_a_step_whose_parameters_are_nan_is_not_saved(tmp_path, save_every):
+  def batches(samples=0):
+    for i, batch in enumerate(endless(samples), start=samples // 16):
+      yield batch * (i != 3)
+
+  # Its gradient at zero is a nan, and its value is not.
+  step = nxp.train_step(lambda model, x: jnp.sqrt(jnp.square(x * model.up.kernel.sum()).sum()))
+  model, optimizer = nxp.create_sharded_model(plan())
+
+  def run(steps, **options):
+    options |= {"checkpointer": checkpointer, "plan": plan(), "progress": False, "resume": "latest"}
+    return nxp.fit(step, model, optimizer, batches, steps=steps, **options)
+
+  with nxp.Checkpointer(tmp_path, max_to_keep=1) as checkpointer:
+    run(2)
+    text = r"step 4 is not saved: model/up.kernel is not finite\.\n  \d of \d+ arrays .*\n  Fix: resume from"
+    with pytest.raises(nxp.errors.TrainError, match=text):
+      run(4, save_every=save_every)
+    assert checkpointer.steps() == [2]
+    restored, _ = checkpointer.restore((model, optimizer))
+    assert jnp.isfinite(restored.up.kernel[...]).all()
+    assert run(4, nonfinite="continue").step == 4
+    assert checkpointer.steps() == [4]
+
+
+def test_a_run_ends_with_the_error_of_its_last_background_save(tmp_path, monkeypatch):
+  def full(_):
+    raise OSError(28, "No space left on device")
+
+  monkeypatch.setattr(folders, "make_tree_durable", full)
+  with pytest.raises(nxp.errors.CheckpointError, match="cannot save step 1 in .*: the disk is full"):
+    fit(steps=1, checkpointer=nxp.Checkpointer(tmp_path, asynchronous=True))
 
 
 def test_a_step_that_returns_no_metrics():
