@@ -312,7 +312,7 @@ def test_a_run_ends_with_the_error_of_its_last_background_save(tmp_path, monkeyp
     raise OSError(28, "No space left on device")
 
   monkeypatch.setattr(folders, "make_tree_durable", full)
-  with pytest.raises(nxp.errors.CheckpointError, match="cannot save step 1 in .*: the disk is full"):
+  with pytest.raises(nxp.errors.CheckpointError, match=r"cannot save step 1 in .*: the disk is full"):
     fit(steps=1, checkpointer=nxp.Checkpointer(tmp_path, asynchronous=True))
 
 
