@@ -447,6 +447,7 @@ class Checkpointer:
           position, saved = self._position, self._position_saved
           place = self._catalog.place(request.step, position, saved=saved, overwrite=request.overwrite)
           folders.check_space(self.directory, request.content.nbytes)
+          folders.check_folder(self.directory, request.step)
       self._saving = request.step if place is not None and place.time is None else None
       with multihost.together(), friendly():
         finish = save.write(
@@ -671,13 +672,13 @@ if hasattr(os, "register_at_fork"):
   os.register_at_fork(after_in_child=_after_fork)
 
 
-def _finish_saves() -> None:
-  """Waits for the background saves. Their errors are left for `_report_lost`, or for whoever waits."""
+def finish_saves() -> None:
+  """Waits for the background saves. Their errors are left for `report_lost`, or for whoever waits."""
   _ENDING.set()
   concurrent.futures.wait([one._pending for one in [*_UNFINISHED] if one._pending is not None])  # pyright: ignore
 
 
-def _report_lost() -> None:
+def report_lost() -> None:
   """Shows the errors of background saves, and ends the process with code 1 if there are any."""
   for checkpointer in [*_UNFINISHED]:
     try:
@@ -692,5 +693,5 @@ def _report_lost() -> None:
 
 # atexit comes too late to finish a background save: by then Python starts no more threads, and Orbax needs
 # them. Only the other hook comes earlier.
-threading._register_atexit(_finish_saves)  # pyright: ignore
-atexit.register(_report_lost)
+threading._register_atexit(finish_saves)  # pyright: ignore
+atexit.register(report_lost)

@@ -301,6 +301,20 @@ def make_tree_durable(folder: epath.Path) -> None:
     list(pool.map(lambda path: make_durable([path]), paths))
 
 
+def check_folder(directory: epath.Path, step: int) -> None:
+  """Makes the folder that a save writes to, and removes it.
+
+  Where Orbax cannot make it on process 0, the other processes wait for it for twenty minutes.
+
+  Raises:
+    OSError: it cannot be made: no space, no inodes, no permission.
+  """
+  folder = directory / f"{step}{SAVING}"
+  if is_local(directory) and not folder.exists():
+    folder.mkdir()
+    folder.rmdir()
+
+
 def check_space(
   directory: epath.Path,
   nbytes: int,
