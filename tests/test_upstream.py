@@ -368,7 +368,7 @@ def test_orbax_stores_one_folder_for_each_leaf(tmp_path):
 
 
 def test_orbax_shows_the_end_of_a_save_before_its_clean_up(tmp_path):
-  """`checkpoint/store.py` (`_result`) reads it, since the clean-up after a failure waits for other processes."""
+  """`checkpoint/store.py` (`_result`) reads it: the clean-up after a failure waits for other processes."""
   response = ocp.save_checkpointables_async(tmp_path / "run", {"model": {"w": jnp.ones(4)}})
   assert response._thread_runner._future.exception(60) is None
   response.result()

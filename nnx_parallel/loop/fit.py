@@ -69,7 +69,7 @@ class FitResult:
 def resume_from(
   checkpointer: Checkpointer, target: Any, step: int | str | None = "latest", *, only: Only | None = None
 ) -> tuple[Any, Position]:
-  """Restores a run in order to continue it; a damaged newest step is passed over with a warning.
+  """Restores a run in order to continue it; `"latest"` passes over a damaged step, with a warning.
 
   A step that was not saved by `fit`, such as imported weights, has no data cursor: the data then starts at
   its beginning, with a warning.
@@ -84,10 +84,11 @@ def resume_from(
     The restored target and its position.
 
   Raises:
-    CheckpointError: nothing to restore, or it does not fit.
+    CheckpointError: nothing to restore, it does not fit, or the step that was asked for is damaged.
   """
   newest = max(checkpointer.steps(), default=0)
-  restored = checkpointer.restore(target, step, only=only, on_corrupt="fallback")
+  on_corrupt = "fallback" if step in (None, "latest") else "error"  # not for a step that was asked for
+  restored = checkpointer.restore(target, step, only=only, on_corrupt=on_corrupt)
   found = checkpointer.restored
   number = newest if found is None else found.step
   known = "data" in checkpointer.metadata(number).extra
@@ -160,8 +161,9 @@ def fit(
       others, such as a base beside its adapters, must be the same as when the run began.
     extra: returns more to save: trees of arrays, or JSON values, by name, but not `"data"`.
     resume: restore `"latest"`, `"best"` or a number into the live model first; `"latest"` starts from step 0
-      when there is no checkpoint. On the same mesh the run continues bit for bit. After a checkpoint that
-      `fit` did not save, the data starts at its beginning, with a warning.
+      when there is no checkpoint, and passes over a damaged step with a warning. On the same mesh the run
+      continues bit for bit. After a checkpoint that `fit` did not save, the data starts at its beginning,
+      with a warning.
     start: the position of the model, from `resume_from`; advanced in place.
     early_stop: ends the run early.
     trackers: called with each record, on process 0: `MetricsLog(path).write`, `TensorBoardLog(dir).write`,

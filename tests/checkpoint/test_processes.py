@@ -151,7 +151,7 @@ def test_a_write_that_fails_on_one_process_is_an_error_on_all_at_once(tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("worst", [0, 1])
 def test_a_disk_that_is_full_for_all_is_an_error_on_all(tmp_path, worst):
-  # One process cannot write its large array, and then waits for the other's small one, which that cannot write.
+  # One process cannot write its large array, and waits for the other to write its small one.
   body = """
     import os, resource
     from nnx_parallel.checkpoint import store

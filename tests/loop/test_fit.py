@@ -281,6 +281,16 @@ def test_a_loss_that_is_not_finite():
     fake([1.0, math.nan], steps=5)  # and not that the data ended
 
 
+def test_a_damaged_step_is_passed_over_only_by_latest(tmp_path):
+  with nxp.Checkpointer(tmp_path) as checkpointer:
+    fit(steps=2, checkpointer=checkpointer, save_every=1)
+    next(path for path in tmp_path.glob("2/model/*/c/**/*") if path.is_file()).unlink()
+    with pytest.raises(nxp.errors.CheckpointError, match=r"step 2 is damaged"):
+      fit(steps=3, checkpointer=checkpointer, resume=2)
+    with pytest.warns(UserWarning, match=r"step 2 was passed over: step 2 is damaged"):
+      assert of_losses(fit(steps=2, checkpointer=checkpointer, resume="latest")).keys() == {2}
+
+
 @pytest.mark.parametrize("save_every", [2, None])
 def test_a_step_whose_parameters_are_nan_is_not_saved(tmp_path, save_every):
   def batches(samples=0):
