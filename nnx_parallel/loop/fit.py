@@ -21,6 +21,7 @@ from rich.console import Console
 from nnx_parallel.checkpoint.checkpointer import Checkpointer
 from nnx_parallel.checkpoint.relayout import no_mesh, on_auto_axes
 from nnx_parallel.checkpoint.targets import Only, saved_roots
+from nnx_parallel.core.flow import Flow
 from nnx_parallel.core.nodes import value_of
 from nnx_parallel.errors import CheckpointError, NnxParallelWarning, TrainError
 from nnx_parallel.hosts.data import batches as placed
@@ -32,7 +33,7 @@ from nnx_parallel.loop.progress import StepProgress
 from nnx_parallel.loop.recorder import EarlyStop, Position, Recorder, Tracker
 from nnx_parallel.loop.timing import Goodput
 from nnx_parallel.report.chips import chip_of
-from nnx_parallel.report.program.cost import cost
+from nnx_parallel.report.estimate.propagate import Propagation
 from nnx_parallel.report.tables import not_counted
 from nnx_parallel.train.losses import examples_in
 from nnx_parallel.train.step import TrainStep
@@ -47,7 +48,7 @@ class FitResult:
   Attributes:
     step: the last step's number.
     metrics: the newest value of every metric, evaluations as `eval_...`.
-    history: every record in order, each with its `step`.
+    history: the newest 10,000 records in order, each with its `step`; trackers get them all.
     stopped: why it ended: `"steps"`, `"data"` or `"early"`; `"signal"` after SIGTERM or Ctrl-C, if its
       handler does not end the process.
     seconds: wall time by kind: `step`, `compile`, `data` (the devices waited for a batch), `evaluation`,
@@ -123,7 +124,7 @@ def fit(
   start: Position | None = None,
   early_stop: EarlyStop | None = None,
   trackers: Sequence[Tracker] = (),
-  log_every: int = 1,
+  log_every: int | None = None,
   progress: bool | StepProgress = True,
   tokens: Callable[[Any], int] | None = None,
   flops: float | None = None,
@@ -168,14 +169,16 @@ def fit(
     early_stop: ends the run early.
     trackers: called with each record, on process 0: `MetricsLog(path).write`, `TensorBoardLog(dir).write`,
       or any `(step, metrics) -> None`. Arrays among the metrics come as numpy.
-    log_every: steps in one record, which has their exactly weighted means.
+    log_every: steps in one record, which has their exactly weighted means; by default 1. Where it is given,
+      a log gets a line for each record, and otherwise about ten for the run, and one every 30 seconds.
     progress: whether to show a bar or lines; or a `StepProgress`.
-    tokens: the tokens in a batch, for `tokens_per_second`; by default examples are counted.
-    flops: floating point operations of a step on one device; by default those of the compiled step's matrix
-      products, where the peak is known.
+    tokens: the tokens in a batch, for `tokens_per_second`; by default examples are counted, for
+      `samples_per_second`.
+    flops: floating point operations of a step on one device; by default three times those of the matrix
+      products in the loss (one forward and two backward passes), divided by the devices of the model.
     peak_flops: per second, of one device; by default the chip's in bfloat16. With both, `mfu` is recorded:
-      the step's FLOP/s relative to the peak. The default `flops` includes recomputation (hardware FLOPs
-      utilization, HFU); pass the model's own for MFU in the strict sense.
+      the step's FLOP/s relative to the peak. The default `flops` leaves out recomputation and what replicas
+      compute again; where most parameters are frozen it is too high: pass your own.
     profile: the first and last step to trace for xprof.
     profile_dir: the folder of the trace.
     nonfinite: whether a loss that is not finite is an error, and so is a step to save whose parameters are
@@ -210,23 +213,28 @@ def fit(
       f"fit cannot check the gradients of a {type(step).__name__}: it does not show its loss.",
       fix="a step of nxp.train_step; or nxp.check_gradients(model, batch, loss_fn) before fit.",
     )
+  log_lines, log_every = log_every is not None, 1 if log_every is None else log_every
   every = {"steps": steps, "eval_every": eval_every, "save_every": save_every, "log_every": log_every}
   _check_intervals(evaluate, every, save_every_minutes, profile)
   goodput = Goodput()
+  resumed = ""
   if checkpointer is not None and resume is not None and (resume != "latest" or checkpointer.steps()):
     with goodput.spend("restore"):
       _, start = resume_from(checkpointer, (model, optimizer), resume, only=only)
+    resumed = f"resumed from step {start.step} of {checkpointer.directory}"
   _check(checkpointer, save_every or save_every_minutes or only, resume, start, batches)
   if only is not None:
     saved_roots(model, optimizer, only)  # raises now, and not at the first save, if it chooses nothing
   at = start or Position()
   shown = progress
+  unit = "samples" if tokens is None else "tokens"
   if isinstance(shown, bool):
-    unit = "samples" if tokens is None else "tokens"
     console = None if progress else Console(quiet=True)
-    shown = StepProgress(steps, start=at.step, unit=unit, quiet=not progress, console=console)
+    shown = StepProgress(
+      steps, start=at.step, unit=unit, every_update=log_lines, quiet=not progress, console=console
+    )
   peak = _peak() if peak_flops is None else peak_flops
-  recorder = Recorder(at, shown, trackers, early_stop, nonfinite == "error", evaluate is not None)
+  recorder = Recorder(at, shown, trackers, early_stop, nonfinite == "error", evaluate is not None, unit)
   saved, evaluated, stopped, metrics = -1, -1, "steps", None
   saved_at = time.monotonic()
   first, compiles = at.step + 1, _compiles(step)
@@ -265,6 +273,8 @@ def fit(
     tracing = stack.enter_context(contextlib.ExitStack())
     profiled = profile or (0, 0)
     stack.push(recorder.fail)
+    if resumed:
+      shown.note(at.step, resumed)
     recorder.clock.start()
     while steps is None or at.step < steps:
       began = time.perf_counter()
@@ -299,7 +309,7 @@ def fit(
       compiles = _compiles(step)
       if compiled and peak:
         with goodput.spend("compile"):
-          work = _flops(step, model, optimizer, batch) if flops is None else flops
+          work = _flops(step, model, batch) if flops is None else flops
           recorder.ideal_seconds = work / peak
       evaluating, saving = (n is not None and number % n == 0 for n in (eval_every, save_every))
       if save_every_minutes is not None:
@@ -336,7 +346,7 @@ def fit(
     if checkpointer is not None:
       with goodput.spend("checkpoint"):
         checkpointer.wait()  # its error must not be lost at exit
-  return FitResult(at.step, recorder.newest, recorder.history, stopped, goodput.seconds())
+  return FitResult(at.step, recorder.newest, list(recorder.history), stopped, goodput.seconds())
 
 
 _END = object()
@@ -445,15 +455,39 @@ def _peak() -> float | None:
   return None if known is None or known.platform == "cpu" else known.peak("bfloat16")
 
 
-def _flops(step: Any, model: Any, optimizer: Any, batch: Any) -> float:
-  """FLOPs of the compiled step on one device; nan for a step that is no `TrainStep`."""
+def _flops(step: Any, model: Any, batch: Any) -> float:
+  """FLOPs of a step on one device: three times the forward pass; nan for a step that is no `TrainStep`.
+
+  Counted from the trace: compilers rewrite matrix products beyond recognition.
+  """
   if not isinstance(step, TrainStep):
     return math.nan
-  found = cost(step.compiled(model, optimizer, batch).as_text())
-  if found.uncounted:
+  losses = step.options.loss_fn
+  graphdef, state = nnx.split(model)
+
+  def forward(state: Any, batch: Any) -> list[jax.Array]:
+    several = losses.values() if isinstance(losses, Mapping) else [losses]
+    found = [loss(nnx.merge(graphdef, state), batch) for loss in several]
+    return [x for x in jax.tree.leaves(found) if isinstance(x, jax.Array)]
+
+  seen = Propagation()
+  try:
+    trace = jax.make_jaxpr(forward)(state, batch)
+    seen.run(trace, [Flow(((),) * len(x.shape), False) for x in trace.in_avals])
+  except Exception as error:  # noqa: BLE001 (a figure that is only shown must not end a run)
     warnings.warn(
-      f"the recorded mfu is too low. {not_counted(found.uncounted)}  Fix: fit(..., flops=...) of one device.",
+      f"no mfu is recorded: its loss cannot be counted ({type(error).__name__}: {error})."
+      "  Fix: fit(..., flops=...) of one device.",
       NnxParallelWarning,
       stacklevel=3,
     )
-  return float(found.flops)
+    return math.nan
+  if seen.uncounted:
+    warnings.warn(
+      f"the recorded mfu is too low. {not_counted(seen.uncounted)}  Fix: fit(..., flops=...) of one device.",
+      NnxParallelWarning,
+      stacklevel=3,
+    )
+  arrays = [x for x in jax.tree.leaves(state) if isinstance(x, jax.Array)]
+  devices = max((len(x.sharding.device_set) for x in arrays), default=1)
+  return 3.0 * sum(product.flops * product.times for product in seen.products) / devices

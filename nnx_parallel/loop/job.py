@@ -250,7 +250,7 @@ class Job:
 
   @property
   def unit(self) -> str:
-    """What `tokens_per_second` counts."""
+    """What the rate per second counts."""
     return "samples" if self.recipe.tokens is None else "tokens"
 
 
