@@ -239,7 +239,10 @@ class Checkpointer:
     return multihost.decided(self._catalog.steps)
 
   def latest(self) -> int | None:
-    """The newest step of the run that saved last, whose manifest and files are all there, or None."""
+    """The newest step of the run that saved last, whose manifest and files are all there, or None.
+
+    The files are compared by their sizes; `restore` and `verify` read them.
+    """
     return multihost.decided(self._catalog.latest)
 
   def best(self) -> int | None:

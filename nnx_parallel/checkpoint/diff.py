@@ -421,7 +421,8 @@ def _bytes_read(match: LeafPair, manifest: Manifest, folder: epath.Path | None) 
   # The restore reports damage, and a step that vanished.
   with contextlib.suppress(OSError, ValueError):
     file = f"{match.item}/{name}/{store.METADATA}"
-    if folder is not None and manifest.hashes.get(file) == folders.sha256(folder / file):
+    is_known = folder is not None and folders.is_local(folder)  # Orbax reads what is on an object store
+    if is_known and manifest.hashes.get(file) == folders.sha256(folder / file):
       found = store.open_arrays(folder / match.item, {name: match.on_disk})
       if found is not None:
         return store.bytes_to_read(found[name], struct)

@@ -20,6 +20,7 @@ import socket
 import warnings
 import weakref
 from collections.abc import Callable, Generator, Iterable
+from typing import TypeVar
 
 from etils import epath
 
@@ -27,10 +28,13 @@ from nnx_parallel.checkpoint import manifest
 from nnx_parallel.checkpoint.damage import causes
 from nnx_parallel.errors import CheckpointError, NnxParallelWarning
 
+T = TypeVar("T")
+R = TypeVar("R")
 LOCK = ".nnx_parallel.lock"
 SAVING, REPLACED, DELETING = ".nnx-saving", ".nnx-replaced", ".nnx-deleting"
 _PIECE = 1 << 20
 _SYNCING = 16
+_REQUESTS = 64  # to an object store at a time
 # What flock says on Lustre without the option `flock`, on NFS without its lock service, and on some FUSE.
 _NO_LOCKS = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOLCK)
 
@@ -243,9 +247,17 @@ def delete_step(directory: epath.Path, step: int) -> None:
 
 def all_files(folder: epath.Path) -> dict[str, int]:
   """Bytes of each file below a folder, by relative path."""
-  if not is_local(folder):
-    return {os.fspath(path.relative_to(folder)): path.stat().length for path in _files_below(folder)}
   found: dict[str, int] = {}
+  if not is_local(folder):
+    level = [folder]
+    while level:
+      entries = [
+        entry for listed in each(folder, lambda path: list(path.iterdir()), level) for entry in listed
+      ]
+      looks = list(zip(entries, each(folder, lambda path: path.stat(), entries), strict=True))
+      found |= {os.fspath(p.relative_to(folder)): look.length for p, look in looks if not look.is_directory}
+      level = [path for path, look in looks if look.is_directory]
+    return found
   for parent, _, names in os.walk(folder):
     for name in names:
       path = os.path.join(parent, name)
@@ -253,12 +265,12 @@ def all_files(folder: epath.Path) -> dict[str, int]:
   return found
 
 
-def _files_below(folder: epath.Path) -> Generator[epath.Path]:
-  for path in folder.iterdir():
-    if path.is_dir():
-      yield from _files_below(path)
-    else:
-      yield path
+def each(folder: epath.Path, call: Callable[[T], R], items: Iterable[T]) -> list[R]:
+  """Calls the function for each item: many at a time on an object store, where each waits for an answer."""
+  if is_local(folder):
+    return [call(item) for item in items]
+  with concurrent.futures.ThreadPoolExecutor(_REQUESTS) as pool:
+    return list(pool.map(call, items))
 
 
 def sha256(file: epath.Path) -> str:
