@@ -326,8 +326,9 @@ class Checkpointer:
     another Checkpointer.
 
     Args:
-      target: a plan; a module or `nnx.State`, whose values are replaced; a pytree of
-        `jax.ShapeDtypeStruct`s with shardings; a tuple or dict of these; or (model, optimizer), as saved.
+      target: a plan, or a tuple or dict of plans, as the models were saved; a module or `nnx.State`, whose
+        values are replaced; a pytree of `jax.ShapeDtypeStruct`s with shardings; a tuple or dict of these; or
+        (model, optimizer), as saved.
       step: a number, `"latest"` (also None) or `"best"`.
       only: patterns of paths to restore, or a filter of nnx for the model's leaves (`nnx.LoRAParam`);
         everything else stays as the target has it.
@@ -342,7 +343,7 @@ class Checkpointer:
       as_numpy: return numpy arrays; without a target, of everything that was saved.
 
     Returns:
-      The model, or (model, optimizer), or a tree like the target.
+      The model, or (model, optimizer), or a tree like the target; of several plans, (models, optimizers).
 
     Raises:
       CheckpointError: no such step, leaves that do not fit, or damage, all named.

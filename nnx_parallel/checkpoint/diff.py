@@ -205,6 +205,8 @@ class Diff(Shown):
     if self.missing and all(name.startswith("optimizer/") for name, _ in self.missing):
       return 'if it has no such optimizer: restore(..., optimizer="fresh"), or optimizer="drop".'
     if not self.missing and self.extra and all(name.startswith("optimizer/") for name in self.extra):
+      if any(match.item == "optimizer" for match in self.matches):
+        return 'another optimizer was saved: restore(plan, optimizer="fresh") makes a new one.'
       return (
         'to restore it, plan with optimizer=..., or pass (model, optimizer); to leave it, optimizer="drop".'
       )
