@@ -18,7 +18,7 @@ from etils import epath
 
 from nnx_parallel.checkpoint import folders, manifest, restore
 from nnx_parallel.checkpoint.damage import damage
-from nnx_parallel.checkpoint.manifest import Header, Manifest
+from nnx_parallel.checkpoint.manifest import LATEST, Header, Manifest
 from nnx_parallel.errors import CheckpointError
 
 
@@ -188,6 +188,11 @@ class Catalog:
       CheckpointError: it exists, another program wrote its folder, or the run did not come from before it.
     """
     folder = self.folder(step)
+    if folders.is_local(folder) and os.path.lexists(folder) and not folder.is_dir():
+      raise CheckpointError(
+        f"cannot save step {step}: {folder} is not a directory.",
+        fix="move it elsewhere; nothing was changed.",
+      )
     if folders.is_unrecognised(folder):
       raise CheckpointError(
         f"cannot save step {step}: {folder} was not written by nnx_parallel, or is damaged.",
@@ -255,10 +260,11 @@ def as_step(step: object) -> int:
     CheckpointError: not a whole number from 0 up.
   """
   number = whole(step, least=0)
-  if number is None:
+  if number is None or number >= 2**63:
     shown = f"step={step!r}" if isinstance(step, (int, float, str)) else f"a {type(step).__name__}"
     raise CheckpointError(
-      f"{shown} is not a step.", fix="a whole number from 0 up comes first: save(100, model, optimizer)."
+      f"{shown} is not a step.",
+      fix="a whole number from 0 up, below 2**63, comes first: save(100, model, optimizer).",
     )
   return number
 
@@ -344,7 +350,8 @@ class Place:
 
   def stamp(self) -> float:
     """The time of the commit. A new step is later than all others, even if the clock was set back."""
-    return max(time.time(), math.nextafter(self.after, math.inf)) if self.time is None else self.time
+    now = min(max(time.time(), 0.0), LATEST)  # the clock may be wrong
+    return max(now, math.nextafter(self.after, math.inf)) if self.time is None else self.time
 
 
 def place_of(

@@ -445,7 +445,7 @@ class Checkpointer:
       stack.callback(lambda: started.done() or started.set_result(False))
       with multihost.together(), friendly():
         if jax.process_index() == 0:
-          self.directory.mkdir(parents=True, exist_ok=True)
+          folders.make_directory(self.directory)
           stack.enter_context(folders.writer_lock(self.directory))
           folders.recover(self.directory)
           position, saved = self._position, self._position_saved
@@ -503,6 +503,12 @@ class Checkpointer:
     with multihost.together():
       diff = self._compare(record, goal, **by_name)
       diff.require()
+      if diff.skipped and not (diff.matches or any(diff.values.values())):
+        raise CheckpointError(
+          f"only= and skip= leave nothing of step {record.step} to restore.",
+          details=f"{len(diff.skipped)} leaves are left out",
+          fix="fewer patterns in skip=, or the leaves that are wanted in only=.",
+        )
     names = "\n".join(f"{leaf.name} {leaf.target.shape}" for leaf in diff.matches)
     multihost.require_same("what to restore", f"step {record.step}\n{names}")
     folder = self._catalog.folder(record.step)
@@ -650,7 +656,7 @@ def _numbers(metrics: MappingType[str, object]) -> dict[str, float]:
   for name, value in metrics.items():
     try:
       numbers[name] = float(value)  # pyright: ignore[reportArgumentType]
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, OverflowError) as error:
       raise CheckpointError(
         f"metrics[{name!r}] is not one number.", details=f"{value!r}"[:200], fix="reduce it before saving."
       ) from error

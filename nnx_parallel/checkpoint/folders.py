@@ -117,6 +117,7 @@ def writer_lock(directory: epath.Path) -> Generator[None]:
       if error.errno not in _NO_LOCKS:
         raise
       _warn_of_no_locks(str(directory), error.strerror or str(error))
+    _require_same_file(file, directory / LOCK)
     file.truncate(0)
     file.write(f"{me}\n".encode())
     try:
@@ -124,6 +125,17 @@ def writer_lock(directory: epath.Path) -> Generator[None]:
     finally:
       if not file.closed:
         file.truncate(0)
+
+
+def _require_same_file(file: io.FileIO, path: epath.Path) -> None:
+  """Raises where the lock's file was removed since it was opened: another process may lock the new one."""
+  with contextlib.suppress(FileNotFoundError):
+    if os.path.samestat(os.fstat(file.fileno()), os.stat(path)):
+      return
+  raise CheckpointError(
+    f"cannot write to {path.parent}: its lock file {path.name} was removed.",
+    fix="leave that file to the Checkpointers, and save again.",
+  )
 
 
 @functools.cache
@@ -214,7 +226,7 @@ def commit(temporary: epath.Path, final: epath.Path) -> None:
   temporary.rename(final)
   make_durable([final.parent])
   if replaced.exists():
-    replaced.rmtree()
+    _removed(replaced.rmtree, replaced)  # where a reader has files open, NFS keeps them; the step is saved
 
 
 def delete_steps(directory: epath.Path, expired: Callable[[], Iterable[int]]) -> list[str]:
@@ -313,6 +325,18 @@ def make_tree_durable(folder: epath.Path) -> None:
     list(pool.map(lambda path: make_durable([path]), paths))
 
 
+def make_directory(directory: epath.Path) -> None:
+  """Makes the folder of the steps, also where a link leads to it, and waits until its name is on the disk."""
+  if not is_local(directory):
+    directory.mkdir(parents=True, exist_ok=True)
+    return
+  folder = epath.Path(os.path.realpath(directory))
+  missing = [path for path in (folder, *folder.parents) if not path.exists()]
+  folder.mkdir(parents=True, exist_ok=True)
+  with contextlib.suppress(PermissionError):  # a parent that may be entered and not listed
+    make_durable([path.parent for path in missing])
+
+
 def check_folder(directory: epath.Path, step: int) -> None:
   """Makes the folder that a save writes to, and removes it.
 
@@ -357,7 +381,9 @@ def friendly_errors(doing: str, directory: os.PathLike[str]) -> Generator[None]:
   except (OSError, ValueError, RuntimeError, TypeError) as error:
     cause = next((cause for cause in causes(error) if isinstance(cause, OSError)), None)
     code, text = cause and cause.errno, f"{error}"
-    if code in (errno.ENOSPC, errno.EDQUOT) or "No space left" in text or "RESOURCE_EXHAUSTED" in text:
+    if code in (errno.EMFILE, errno.ENFILE) or "Too many open files" in text:
+      why, fix = "too many files are open", "raise the limit (ulimit -n), or close files."
+    elif code in (errno.ENOSPC, errno.EDQUOT) or "No space left" in text or "RESOURCE_EXHAUSTED" in text:
       why, fix = "the disk is full", "free some space; the steps saved before are untouched."
     elif code in (errno.EACCES, errno.EPERM, errno.EROFS) or "Permission denied" in text:
       why, fix = "it may not be written", "choose a directory that this user can write to."

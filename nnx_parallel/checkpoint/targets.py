@@ -391,6 +391,8 @@ def _abstract(leaves: Mapping[str, Any], *, item: str, as_numpy: bool = False) -
         fix="pass a plan, a live model, or jax.ShapeDtypeStruct(shape, dtype, sharding=...); "
         "restore(..., as_numpy=True) gives numpy arrays.",
       )
-    struct = jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+    # Arrays are restored in the byte order of this machine, as they are saved.
+    dtype = leaf.dtype.newbyteorder("=") if isinstance(leaf.dtype, np.dtype) else leaf.dtype
+    struct = jax.ShapeDtypeStruct(leaf.shape, dtype, sharding=sharding)
     found[path] = TargetLeaf(struct, tuple(one.shape if is_padded(one) else leaf.shape))
   return found

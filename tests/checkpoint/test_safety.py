@@ -1,4 +1,5 @@
 import concurrent.futures
+import fcntl
 import multiprocessing
 import os
 import shutil
@@ -480,3 +481,83 @@ def test_killed_jobs_lose_nothing():
 
   killed = torture.kills(4, seed=3)  # one of each kind
   assert [kill for kill in killed if kill.problem] == []
+
+
+def test_a_step_is_saved_also_when_the_replaced_one_cannot_be_removed(saved, monkeypatch):
+  directory, trees = saved
+  checkpointer = Checkpointer(directory)
+  with monkeypatch.context() as patch:
+    patch.setattr(type(checkpointer.directory), "rmtree", broken(16))
+    with pytest.warns(UserWarning, match=r"2.nnx-replaced, left by .*, could not be removed: .*busy"):
+      checkpointer.save(2, trees[1], overwrite=True)
+  assert_same(checkpointer.restore(target_of(trees[1])), trees[1])
+  checkpointer.save(3, trees[1])
+  assert names(directory) == ["1", "2", "3"]
+
+
+def test_what_is_in_the_way_of_a_step_is_seen_before_it_is_written(saved, monkeypatch):
+  directory, trees = saved
+  monkeypatch.setattr(save, "write", None)
+  (directory / "3").touch()
+  (directory / "4").symlink_to(directory / "nowhere")
+  for step in (3, 4):
+    with pytest.raises(CheckpointError, match=rf"cannot save step {step}: .*{step} is not a directory\."):
+      Checkpointer(directory).save(step, trees[1])
+
+
+def test_a_new_folder_s_name_is_made_durable_also_behind_a_link(tmp_path, monkeypatch):
+  synced, durable = [], folders.make_durable
+
+  def noted(paths):
+    synced.extend(map(os.fspath, paths := list(paths)))
+    durable(paths)
+
+  monkeypatch.setattr(folders, "make_durable", noted)
+  (tmp_path / "link").symlink_to(tmp_path / "disk" / "runs")
+  checkpointer = Checkpointer(tmp_path / "link")
+  checkpointer.save(1, {"b": jnp.ones(2)})
+  assert {str(tmp_path), str(tmp_path / "disk")} <= {*synced}
+  assert Checkpointer(tmp_path / "disk" / "runs").steps() == [1]
+
+
+def test_a_limit_on_open_files_is_no_full_disk(tmp_path, monkeypatch):
+  monkeypatch.setattr(folders, "make_tree_durable", broken(24))
+  with pytest.raises(CheckpointError, match=r"cannot save step 1 in .*: too many files are open\."):
+    Checkpointer(tmp_path).save(1, arrays())
+  with (
+    pytest.raises(CheckpointError, match="too many files are open"),
+    folders.friendly_errors("save", tmp_path),
+  ):
+    raise ValueError("RESOURCE_EXHAUSTED: Error opening local file: Too many open files")
+
+
+def test_a_lock_file_that_is_removed_in_a_save_keeps_two_writers_apart(saved, monkeypatch):
+  directory, trees = saved
+  flock = fcntl.flock
+
+  def removed(file, how):
+    (directory / folders.LOCK).unlink()
+    flock(file, how)
+
+  with monkeypatch.context() as patch:
+    patch.setattr(fcntl, "flock", removed)
+    with pytest.raises(CheckpointError, match=r"its lock file .* was removed"):
+      Checkpointer(directory).save(3, trees[1])
+  Checkpointer(directory).save(3, trees[1])
+
+
+def test_what_could_not_be_read_again_is_not_saved(tmp_path, monkeypatch):
+  checkpointer, tree = Checkpointer(tmp_path, max_to_keep=1), {"b": jnp.ones(2)}
+  with pytest.raises(CheckpointError, match=r"step=9223372036854775808 is not a step"):
+    checkpointer.save(2**63, tree)
+  with pytest.raises(CheckpointError, match=r"metrics\['loss'\] is not one number"):
+    checkpointer.save(1, tree, metrics={"loss": 10**400})
+  with pytest.raises(CheckpointError, match=r"cannot save step 1: its 50,000 metrics take [\d,]+ bytes"):
+    checkpointer.save(1, tree, metrics={f"metric_{i:020}": 0.5 for i in range(50_000)})
+  with pytest.raises(CheckpointError, match=r"is no Unicode text"):
+    checkpointer.save(1, {"\ud800": jnp.ones(2)})
+  for step, clock in ((1, -1e9), (2, 1e12), (3, 0.0)):
+    monkeypatch.setattr(time, "time", lambda now=clock: now)
+    checkpointer.save(step, tree)
+    assert (checkpointer.steps(), checkpointer.latest()) == ([step], step)
+  assert_same(checkpointer.restore(tree), tree)
