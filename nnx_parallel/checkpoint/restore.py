@@ -92,7 +92,7 @@ def _read_all(
 def check_values(
   step_dir: epath.Path, manifest: Manifest, *, byte_budget: int, mine: tuple[int, int] = (0, 1)
 ) -> Iterator[tuple[str, str]]:
-  """Reads the arrays of a step to the host, one after the other, and compares the digests.
+  """Reads the arrays of a step to the host, half a budget at a time, and compares the digests.
 
   `mine=(1, 4)` takes the second of each four arrays.
 
@@ -104,14 +104,21 @@ def check_values(
     for item, record in manifest.items.items()
     for path, saved in record.leaves.items()
   ]
-  for leaf in pairs[mine[0] :: mine[1]]:
-    try:
-      for array in _load(step_dir, manifest, [leaf], byte_budget).values():
-        digests = totals(digest(array, block=leaf.saved.block))
-        if problems := _wrong_values(step_dir, manifest, leaf, digests):
-          raise damage(manifest.step, problems)
-    except DamagedError as error:
-      yield leaf.name, error.what
+  with store.readers() as pool:
+    for group in _groups(pairs[mine[0] :: mine[1]], byte_budget // 2):
+      try:
+        arrays = _start(step_dir, manifest, group, byte_budget, pool)()
+      except DamagedError:
+        arrays = {}  # each is read alone, to name those that are damaged
+      for leaf in group:
+        try:
+          found = arrays or _load(step_dir, manifest, [leaf], byte_budget)
+          array = found.get(leaf.saved.folder)
+          digests = () if array is None else totals(digest(array, block=leaf.saved.block))
+          if digests and (problems := _wrong_values(step_dir, manifest, leaf, digests)):
+            raise damage(manifest.step, problems)
+        except DamagedError as error:
+          yield leaf.name, error.what
 
 
 def damaged_files(

@@ -214,7 +214,7 @@ def test_process_0_decides_what_is_latest_and_verify_leaves_none_waiting(tmp_pat
     if process == 1:
       def unreadable(*_, **__):
         raise CheckpointError("the disk of this process is away")
-      patch(restore, "_load", unreadable)
+      patch(restore, "_start", unreadable)
     try:
       print("went on", checkpointer.verify())
     except CheckpointError as error:
