@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import atexit
-import concurrent.futures.thread  # before the hook below, which has to come before its own
+import concurrent.futures
 import contextlib
 import functools
 import json
@@ -16,6 +16,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Generator, Iterable
 from collections.abc import Mapping as MappingType
+from concurrent.futures.thread import ThreadPoolExecutor  # its hook at exit must be set before the one below
 from typing import Any
 
 import jax
@@ -111,7 +112,7 @@ class Checkpointer:
     )
     self._byte_budget = _checked_bytes("byte_budget", byte_budget, least=0)
     self._chunk_bytes = None if chunk_bytes is None else _checked_bytes("chunk_bytes", chunk_bytes, least=1)
-    self._pool = concurrent.futures.ThreadPoolExecutor(1, "nnx_parallel-checkpoint")
+    self._pool = ThreadPoolExecutor(1, "nnx_parallel-checkpoint")
     self._pending: concurrent.futures.Future[None] | None = None
     self._saving: int | None = None  # the step of the run once `_pending` is done, if it changes
     self._position: int | None = None  # the step that this run resumed from or saved last
@@ -491,7 +492,7 @@ class Checkpointer:
 
   def _forget_parent(self) -> None:
     """Repairs the copy in a forked process, which has no threads and no pending save."""
-    self._pool = concurrent.futures.ThreadPoolExecutor(1, "nnx_parallel-checkpoint")
+    self._pool = ThreadPoolExecutor(1, "nnx_parallel-checkpoint")
     self._pending, self._lock = None, threading.RLock()
 
   def _compare(self, record: Manifest, goal: Target, **choose: Any) -> Diff:

@@ -420,11 +420,12 @@ def _bytes_read(match: LeafPair, manifest: Manifest, folder: epath.Path | None) 
   struct, name = match.stored, match.saved.folder
   if match.saved.encoding == encoding.EMPTY:
     return 0
+  if folder is None or not folders.is_local(folder):  # Orbax reads what is on an object store
+    return store.shard_bytes(struct)
   # The restore reports damage, and a step that vanished.
   with contextlib.suppress(OSError, ValueError):
     file = f"{match.item}/{name}/{store.METADATA}"
-    is_known = folder is not None and folders.is_local(folder)  # Orbax reads what is on an object store
-    if is_known and manifest.hashes.get(file) == folders.sha256(folder / file):
+    if manifest.hashes.get(file) == folders.sha256(folder / file):
       found = store.open_arrays(folder / match.item, {name: match.on_disk})
       if found is not None:
         return store.bytes_to_read(found[name], struct)

@@ -287,7 +287,7 @@ def _parse(signed: Mapping[str, Any], body: Any) -> Manifest:
     )
     for name, item in body["items"].items()
   }
-  checked = {
+  checked: dict[str, Any] = {
     "items": items,
     "extra": _table(body["extra"], encoding.read_json),
     "versions": _table(body["versions"], _text),

@@ -472,7 +472,7 @@ def _flops(step: Any, model: Any, batch: Any) -> float:
 
   seen = Propagation()
   try:
-    trace = jax.make_jaxpr(forward)(state, batch)
+    trace: Any = jax.make_jaxpr(forward)(state, batch)
     seen.run(trace, [Flow(((),) * len(x.shape), False) for x in trace.in_avals])
   except Exception as error:  # noqa: BLE001 (a figure that is only shown must not end a run)
     warnings.warn(
